@@ -1,0 +1,62 @@
+// A codec turns sealed raw pages into their encoded form and back, and says what attention can do on that form.
+//
+// One Codec object serves one cache: it is made for a PageLayout and parameters, is immutable afterwards, is owned by the
+// cache, and every method may be called from any thread at once. Encoding is deterministic: equal pages at equal places give
+// equal bytes on every machine and every instruction set. Encoded bytes are at once what is stored, sent and computed on.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "codecs/page_attention.h"
+#include "kvmanager/base/page_layout.h"
+
+namespace kvmanager {
+
+/// What a codec says of itself for one layout and one set of parameters.
+struct CodecInfo {
+  std::string name;         // "hack"
+  std::string spec;         // canonical, all parameters in a fixed order: "hack:k_axis=channel,k_bits=3,..."; part of a cache's digest
+  uint32_t version = 0;     // of the byte format; an incompatible change is a new version, and old pages become misses
+  size_t encoded_bytes = 0; // of one page: what a slot holds and a transfer sends, padding included; a multiple of 64
+  size_t payload_bytes = 0; // of these, codes, metadata and sums (no padding): what "bytes per token and head" counts
+  bool identity = false;    // the encoded form is the raw form; the store then never encodes
+};
+
+struct EncodeItem {
+  const uint8_t* raw = nullptr;  // a full raw page (PageLayout), finite values only; 64-byte aligned
+  uint8_t* encoded = nullptr;    // encoded_bytes, 64-byte aligned; every byte is written
+  uint32_t layer = 0;            // of the model
+  uint64_t first_token = 0;      // position in the context of the page's first token
+  bool declined = false;         // out: the page cannot be encoded (a minimum or step does not fit fp16); it stays raw
+};
+
+struct DecodeItem {
+  const uint8_t* encoded = nullptr;
+  uint8_t* raw = nullptr;
+};
+
+class Codec {
+ public:
+  virtual ~Codec() = default;
+
+  virtual const CodecInfo& info() const = 0;
+  virtual const PageLayout& layout() const = 0;
+
+  /// Bytes of scratch that Encode needs per call.
+  virtual size_t encode_workspace_bytes() const = 0;
+  /// Encodes each item. workspace: at least encode_workspace_bytes(), 64-byte aligned. Allocates nothing.
+  virtual void Encode(absl::Span<EncodeItem> items, absl::Span<uint8_t> workspace) const = 0;
+  /// Writes the values that attention on the encoded form stands for, rounded to the layout's dtype.
+  virtual void Decode(absl::Span<const DecodeItem> items) const = 0;
+  /// Checks that hostile bytes are safe to attend to (every count and offset within bounds, every scale finite). Encoded pages
+  /// from a peer or a file pass here before anything reads them. Errors: DATA_LOSS with field, value, bound.
+  virtual absl::Status Validate(absl::Span<const uint8_t> encoded) const = 0;
+  /// Attention directly on the encoded form; owned by the codec.
+  virtual const PageAttention& attention() const = 0;
+};
+
+}  // namespace kvmanager

@@ -1,0 +1,46 @@
+// Attention of a few query rows over pages of one KV head, as a running softmax state that merges.
+//
+// The interface between attention/ (which plans, splits and merges) and a codec's folder (which knows the bytes of its pages).
+// Implementations have no state of their own: every method may be called from any thread at once, and allocates nothing.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/types/span.h"
+
+namespace kvmanager {
+
+/// Softmax state of `rows` query rows, not normalised: row r's output so far is acc[r] / sum[r], its log-sum-exp is
+/// max[r] + log(sum[r]). Empty state: max = -infinity, sum = 0, acc = 0. Two states over disjoint tokens merge (attention.h).
+struct SoftmaxRows {
+  float* max = nullptr;  // [rows] largest scaled score so far
+  float* sum = nullptr;  // [rows] sum of exp(score - max)
+  float* acc = nullptr;  // [rows][head_dim] sum of exp(score - max) * v; 64-byte aligned
+};
+
+struct PageAttentionTask {
+  const float* q = nullptr;  // [rows][head_dim], after RoPE, not scaled; 64-byte aligned. Rows are (query token, head of the group)
+  int rows = 0;              // 1..kRowsMax
+  float scale = 1;           // of scores: 1/sqrt(head_dim) by default
+  int layer = 0;             // of the model
+  int kv_head = 0;           // which head of the pages
+  absl::Span<const uint8_t* const> pages;  // in order of position; each 64-byte aligned
+  /// Tokens of `pages` that each row sees, counted from the first page's first token: 1..pages.size() * page_tokens each.
+  /// nullptr: every row sees every token. Only raw pages are ever seen in part (the query's own page is raw): a codec
+  /// other than raw may require nullptr.
+  const int* visible = nullptr;
+
+  static constexpr int kRowsMax = 64;
+};
+
+class PageAttention {
+ public:
+  virtual ~PageAttention() = default;
+  /// Bytes of scratch that Attend needs for `rows` rows.
+  virtual size_t workspace_bytes(int rows) const = 0;
+  /// Adds the task's pages to `state`. workspace: at least workspace_bytes(task.rows), 64-byte aligned.
+  virtual void Attend(const PageAttentionTask& task, const SoftmaxRows& state, absl::Span<uint8_t> workspace) const = 0;
+};
+
+}  // namespace kvmanager

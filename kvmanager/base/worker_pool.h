@@ -1,0 +1,43 @@
+// A fixed pool of worker threads with two queues: attention first, encoding when no attention waits.
+//
+// Owned by main(); any thread may post. Tasks must not block on other tasks. The destructor runs what is queued, then joins.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <thread>
+#include <vector>
+
+#include "absl/functional/any_invocable.h"
+#include "kvmanager/base/mutex.h"
+
+namespace kvmanager {
+
+class WorkerPool {
+ public:
+  enum class Priority { kAttend, kEncode };
+  using Task = absl::AnyInvocable<void()>;
+
+  /// threads: 1..kThreadsMax.
+  explicit WorkerPool(int threads);
+  ~WorkerPool();
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  static constexpr int kThreadsMax = 1024;
+
+  int threads() const { return static_cast<int>(threads_.size()); }
+  void Post(Priority priority, Task task);
+
+ private:
+  void Work();
+
+  Mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<Task> attend_ ABSL_GUARDED_BY(mutex_);
+  std::deque<Task> encode_ ABSL_GUARDED_BY(mutex_);
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace kvmanager
