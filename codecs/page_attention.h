@@ -34,6 +34,15 @@ struct PageAttentionTask {
   static constexpr int kRowsMax = 64;
 };
 
+/// One page of a sequence, as the plan may read it. At least one form is there.
+struct AttentionPage {
+  const uint8_t* raw = nullptr;      // raw form (the open page: its appended tokens only), or nullptr
+  const uint8_t* encoded = nullptr;  // encoded form, or nullptr (not sealed, or the codec declined)
+  /// The lag applies: a query reads this page raw if it is its own or one of the `lag_pages` before it. False for pages that
+  /// came by a prefix hit, which are read encoded whatever the distance.
+  bool lag_applies = true;
+};
+
 class PageAttention {
  public:
   virtual ~PageAttention() = default;

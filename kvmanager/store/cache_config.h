@@ -1,0 +1,41 @@
+// What a cache is: a model's identity, a tenant, and how pages are kept. Its digest is part of every block key, so nothing
+// is ever shared between caches that differ in any of this.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "kvmanager/base/ids.h"
+#include "kvmanager/base/page_layout.h"
+
+namespace kvmanager {
+
+struct CacheConfig {
+  static constexpr int kLayersMax = 1024;
+  static constexpr int kGroupMax = 64;  // query heads per KV head
+  static constexpr int kLagPagesMax = 64;
+  static constexpr size_t kTextBytesMax = 256;   // of each name
+  static constexpr size_t kCodecBytesMax = 4096;
+
+  std::string model;               // name, 1..kTextBytesMax bytes
+  std::string revision;            // may be empty
+  std::string tenant;              // salt: caches of different tenants share nothing, not even slabs
+  std::string rope;                // RoPE facts, as the engine writes them: "default:theta=500000"
+  std::string calibration_digest;  // hex, empty without one
+  int layers = 0;                  // 1..kLayersMax
+  int query_heads = 0;             // of this shard: a multiple of layout.kv_heads, G = 1..kGroupMax
+  int tensor_parallel_rank = 0;    // 0 .. tensor_parallel_size - 1
+  int tensor_parallel_size = 1;    // 1..1024
+  PageLayout layout;
+  std::string codec = "raw";       // canonical after the store opened it: "hack:k_axis=channel,..."
+  int lag_pages = 2;               // 0..kLagPagesMax: newest full pages that are read raw
+};
+
+/// Checks everything but the codec. Errors: INVALID_ARGUMENT with field, value and bound.
+absl::Status ValidateCacheConfig(const CacheConfig& config);
+
+/// SHA-256 of every field, as lines of "name=value"; `codec_version` is the codec's byte-format version.
+CacheDigest DigestOf(const CacheConfig& config, uint32_t codec_version);
+
+}  // namespace kvmanager

@@ -1,0 +1,229 @@
+// The pages of every cache and sequence of this daemon: the one owner of their states, and the sole caller of transitions.
+//
+// Single-threaded: every method is called on the store's thread (the daemon's event loop). Workers and transports touch only
+// the bytes of pages that a lease (AttendLease, ExportLease, an import's targets, an encode job) keeps pinned; their
+// completions come back to the store's thread as messages. Nothing here blocks or locks.
+//
+// Rules (docs/design.md, sections 1 and 5):
+//  1. A page is appended raw, sealed when full, encoded once, immutable from the seal on.
+//  2. What a query reads depends on the sequence's own operations alone, never on timing: of the pages that its sequence
+//     appended, its own page and the `lag_pages` before it raw, older ones encoded. A page has *aged* for a sequence and
+//     layer once an append began at a position more than lag_pages pages beyond it; it is read encoded from then on, even
+//     if the sequence is cropped. Pages that came by a prefix hit are aged from the start.
+//  3. A page's raw form stays while some sequence has not aged it, or a lease reads it, or the codec declined it.
+//  4. Batches are all or nothing: an error changes nothing.
+//  5. A found block is verified: key, token digest, and each page's checksum (XXH3); a mismatch is a counted miss.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "codecs/codec.h"
+#include "codecs/page_attention.h"
+#include "codecs/registry.h"
+#include "kvmanager/base/clock.h"
+#include "kvmanager/base/ids.h"
+#include "kvmanager/memory/page_pool.h"
+#include "kvmanager/store/cache_config.h"
+#include "kvmanager/store/store_metrics.h"
+
+namespace kvmanager {
+
+/// A cache of this store; never reused while the store lives.
+using CacheId = uint32_t;
+/// A sequence of this store; never reused while the store lives.
+using SequenceId = uint64_t;
+
+/// Runs encode jobs away from the store's thread.
+class EncodeExecutor {
+ public:
+  virtual ~EncodeExecutor() = default;
+  /// Encodes `items` (their `declined` is set) and then calls `done(items)` on the store's thread, exactly once. The codec and
+  /// the bytes stay alive until then.
+  virtual void Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items,
+                      absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) = 0;
+};
+
+struct AppendEntry {
+  SequenceId sequence = 0;
+  uint64_t position = 0;      // the layer's token count that the caller expects; another one is FAILED_PRECONDITION
+  int tokens = 0;             // >= 1
+  const uint8_t* k = nullptr; // [tokens][kv_heads][head_dim] of the layout's dtype; may change under the copy (it is checked after)
+  const uint8_t* v = nullptr;
+};
+
+struct AttendEntry {
+  SequenceId sequence = 0;
+  uint64_t position = 0;  // of the first query token
+  int tokens = 0;         // position + tokens <= the layer's token count
+};
+
+/// Why a prefix match ended where it did.
+enum class MissReason : uint8_t { kNone = 0, kNotFound, kTokenMismatch, kChecksum, kIncomplete };
+const char* MissReasonName(MissReason reason);
+
+struct MatchResult {
+  int hit_blocks = 0;  // consecutive, from the first
+  MissReason reason = MissReason::kNone;  // of the first block that was no hit; kNone if all were
+};
+
+struct CreateResult {
+  SequenceId sequence = 0;
+  MatchResult match;
+};
+
+struct PublishResult {
+  int published = 0;  // newly named by this call
+  int shared = 0;     // replaced by an equal block published earlier
+  int deferred = 0;   // equal to one published earlier, but still inside this sequence's lag: shared by a later publish
+};
+
+struct SequenceInfo {
+  SequenceId sequence = 0;
+  CacheId cache = 0;
+  uint64_t tokens = 0;      // appended to every layer
+  int hit_blocks = 0;       // that came by prefix hits or a hand-off
+  int published_blocks = 0;
+  uint64_t bytes = 0;       // of its pages, shared ones in full
+};
+
+struct CacheInfo {
+  CacheId cache = 0;
+  CacheConfig config;  // codec spec canonical
+  CacheDigest digest;
+  CodecInfo codec;
+  uint64_t sequences = 0;
+  uint64_t published_blocks = 0;
+  uint64_t raw_bytes = 0;      // resident, raw and open pages
+  uint64_t encoded_bytes = 0;  // resident, encoded pages
+};
+
+/// Pages pinned for one layer's attention; releases them when destroyed (on the store's thread).
+class AttendLease {
+ public:
+  virtual ~AttendLease() = default;
+  /// Every page that must be read encoded is encoded.
+  virtual bool ready() const = 0;
+  /// Calls `fn` once on the store's thread: at once if ready, else when it becomes so.
+  virtual void OnReady(absl::AnyInvocable<void()> fn) = 0;
+  /// Pages of the i-th entry; only after it is ready. Valid while the lease lives.
+  virtual absl::Span<const AttentionPage> pages(size_t entry) const = 0;
+};
+
+/// One page of a hand-off.
+enum class PageForm : uint8_t { kRaw = 0, kEncoded = 1 };
+struct HandOffPage {
+  uint32_t block = 0;   // index in HandOffContent::blocks; blocks.size() is the open page
+  uint32_t layer = 0;
+  PageForm form = PageForm::kRaw;
+  uint64_t bytes = 0;   // of the form; an open page's are those of a whole raw page
+  uint64_t checksum = 0;  // XXH3-64 of the bytes; an open page's unused tokens are zeros
+};
+
+/// A sequence as it is handed over, without the bytes of its pages.
+struct HandOffBlock {
+  BlockName name;      // all zeros: not published
+  bool named = false;
+};
+struct HandOffContent {
+  CacheConfig config;
+  uint32_t codec_version = 0;
+  uint64_t tokens = 0;
+  std::vector<HandOffBlock> blocks;  // full blocks, in order
+  std::vector<HandOffPage> pages;    // by layer, then by block: the order of sending
+};
+
+/// A sequence pinned for sending.
+class ExportLease {
+ public:
+  virtual ~ExportLease() = default;
+  virtual bool ready() const = 0;
+  virtual void OnReady(absl::AnyInvocable<void()> fn) = 0;
+  /// After ready. Checksums are computed here.
+  virtual const HandOffContent& content() const = 0;
+  /// Bytes of content().pages[i].
+  virtual absl::Span<const uint8_t> bytes(size_t page) const = 0;
+};
+
+/// Slots reserved for a sequence that is being received. Destroying it without Commit gives everything back; nothing of it is
+/// visible before Commit.
+class ImportLease {
+ public:
+  virtual ~ImportLease() = default;
+  /// Where the bytes of content.pages[i] go; empty if the block is already here and need not be sent.
+  virtual absl::Span<uint8_t> target(size_t page) const = 0;
+  /// All wanted bytes have arrived and their checksums were verified by the transport: validates encoded pages (hostile
+  /// bytes), refuses NaN and Inf in raw ones, publishes named blocks and makes the sequence. At most once.
+  virtual absl::StatusOr<SequenceId> Commit() = 0;
+};
+
+struct HolderInfo {
+  std::string what;  // "sequence 17 of cache 2 (tenant a)" or "published blocks of cache 2"
+  uint64_t bytes = 0;
+};
+
+class PageStore {
+ public:
+  /// Everything given outlives the store.
+  static std::unique_ptr<PageStore> Create(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
+                                           StoreMetrics* metrics, const Clock* clock);
+  virtual ~PageStore() = default;
+
+  /// Opens a cache, or finds the one with an equal digest. It stays until purged. Errors: INVALID_ARGUMENT (config, codec),
+  /// RESOURCE_EXHAUSTED (kCachesMax; a page that does not fit a slab).
+  static constexpr size_t kCachesMax = 4096;
+  virtual absl::StatusOr<CacheId> OpenCache(const CacheConfig& config) = 0;
+  virtual absl::StatusOr<CacheInfo> DescribeCache(CacheId cache) const = 0;
+  virtual std::shared_ptr<const Codec> codec(CacheId cache) const = 0;      // nullptr: no such cache
+  virtual const PageAttention* raw_attention(CacheId cache) const = 0;     // nullptr: no such cache
+
+  /// How far `names` can be found, verified, touched (LRU) but not pinned.
+  virtual absl::StatusOr<MatchResult> Match(CacheId cache, absl::Span<const BlockName> names) = 0;
+  /// A new sequence that begins with the blocks found: find and pin are one step.
+  virtual absl::StatusOr<CreateResult> CreateSequence(CacheId cache, absl::Span<const BlockName> prefix) = 0;
+  virtual absl::StatusOr<SequenceInfo> DescribeSequence(SequenceId sequence) const = 0;
+
+  /// Appends to one layer. Errors: NOT_FOUND (sequence), FAILED_PRECONDITION (position, naming the expected one),
+  /// INVALID_ARGUMENT (tokens; NaN or Inf in K or V with entry, side, token, head, channel), RESOURCE_EXHAUSTED (naming the
+  /// pool's limit and the largest holders; evictable blocks were evicted first).
+  virtual absl::Status Append(CacheId cache, int layer, absl::Span<const AppendEntry> entries) = 0;
+  /// Pins what the entries' queries read.
+  virtual absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, int layer, absl::Span<const AttendEntry> entries) = 0;
+
+  /// Needs equal token counts in all layers. Shares sealed pages, copies open ones.
+  virtual absl::StatusOr<SequenceId> Fork(SequenceId sequence) = 0;
+  /// Keeps the first `tokens` tokens of every layer. Errors: FAILED_PRECONDITION naming the boundary below when that is inside
+  /// a page of which only the encoded form is left; INVALID_ARGUMENT beyond the end.
+  virtual absl::Status Crop(SequenceId sequence, uint64_t tokens) = 0;
+  /// Names the sequence's first blocks, which must be full in every layer. Errors: FAILED_PRECONDITION (not full, or named
+  /// differently before), INVALID_ARGUMENT (the key exists with other tokens).
+  virtual absl::StatusOr<PublishResult> Publish(SequenceId sequence, absl::Span<const BlockName> names) = 0;
+  /// Gives the sequence back; pages under a lease go when the lease does.
+  virtual void Drop(SequenceId sequence) = 0;
+
+  virtual absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence) = 0;
+  /// Errors: INVALID_ARGUMENT (content that contradicts itself or its cache), FAILED_PRECONDITION (codec version),
+  /// RESOURCE_EXHAUSTED.
+  virtual absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffContent& content) = 0;
+
+  /// Drops published blocks that nothing pins, of one cache or of all, and closes caches that are then empty and have no
+  /// sequence. Returns the number of blocks.
+  virtual absl::StatusOr<uint64_t> Purge(CacheId cache) = 0;
+  virtual uint64_t PurgeAll() = 0;
+
+  virtual std::vector<CacheInfo> Caches() const = 0;
+  virtual std::vector<SequenceInfo> Sequences() const = 0;
+  /// Holders by bytes, largest first, at most `n`.
+  virtual std::vector<HolderInfo> LargestHolders(size_t n) const = 0;
+  /// Aborts if an invariant of the whole store does not hold (tests, and debug builds of the daemon on request).
+  virtual void CheckInvariants() const = 0;
+};
+
+}  // namespace kvmanager
