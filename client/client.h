@@ -1,0 +1,246 @@
+// The C++ client of kvmanagerd: leases in, views out.
+//
+//   auto client = Client::Connect("unix:/run/kvmanager.sock", {});
+//   auto cache = (*client)->OpenCache(config);
+//   auto made = (*cache)->CreateSequence(names);              // begins with the blocks found
+//   StepBatch step{.layer = 0, .entries = {{made->sequence->id(), position, 1}}, .k = k, .v = v, .q = q, .out = out};
+//   auto done = (*cache)->Step(step);                         // append and attend: one call, one layer, a whole batch
+//
+// A handle is a lease: destroying it gives back what it names. Handles keep the connection alive, not the daemon: when the
+// daemon is gone every call returns UNAVAILABLE at once, and handles of an earlier boot stay void (FAILED_PRECONDITION) after
+// Reconnect(). Every call has a deadline (Options::deadline_ms): past it the call is cancelled and DEADLINE_EXCEEDED returned.
+//
+// Threads: a Client and its handles belong to the thread that made it (they share one event loop). Use a Client per thread.
+// fork(): the child's copy of the socket is closed at once, so that a child cannot hold its parent's leases; every call there
+// returns FAILED_PRECONDITION.
+//
+// Blocking and asynchronous: X() waits; XAsync() returns a Pending that is waited for later, so that several calls overlap.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "kvmanager/base/ids.h"
+#include "kvmanager/base/page_layout.h"
+
+namespace kvmanager {
+
+class Arena;
+class Cache;
+class Sequence;
+
+/// What a cache is (api/kvmanager.capnp, CacheConfig): all of it is part of every block's name.
+struct CacheOptions {
+  std::string model, revision, tenant, rope, calibration_digest;
+  int layers = 0, kv_heads = 0, query_heads = 0, head_dim = 0;
+  int page_tokens = 64;
+  DType dtype = DType::kFloat16;  // kFloat16 or kBFloat16
+  int tensor_parallel_rank = 0, tensor_parallel_size = 1;
+  std::string codec = "raw";      // "NAME[:key=value,...]"
+  int lag_pages = 2;
+};
+
+struct CacheDescription {
+  CacheOptions options;           // codec canonical
+  uint32_t id = 0;
+  CacheDigest digest;
+  uint64_t raw_page_bytes = 0, encoded_page_bytes = 0, payload_page_bytes = 0;
+  uint64_t resident_raw_bytes = 0, resident_encoded_bytes = 0;
+  uint64_t sequences = 0, published_blocks = 0;
+};
+
+/// A dense array, either in an Arena (the daemon reads or writes it in place) or in the caller's memory (copied through the
+/// socket). `data` must stay valid until the call is done; for an arena range it points into the arena.
+struct TensorView {
+  void* data = nullptr;   // nullptr: none
+  size_t bytes = 0;
+  const Arena* arena = nullptr;
+
+  static TensorView Inline(const void* data, size_t bytes) { return {const_cast<void*>(data), bytes, nullptr}; }
+};
+
+struct StepEntry {
+  uint64_t sequence = 0;
+  uint64_t position = 0;
+  int tokens = 1;
+};
+
+/// One layer's step of a batch; shapes as in api/kvmanager.capnp, StepRequest. Append: k and v. Attend: q and out.
+struct StepBatch {
+  int layer = 0;
+  absl::Span<const StepEntry> entries;
+  TensorView k, v;      // [sum of tokens][kv_heads][head_dim] of the cache's dtype
+  TensorView q, out;    // [sum of tokens][query_heads][head_dim] of q_dtype
+  DType q_dtype = DType::kFloat32;
+  TensorView lse;       // [sum of tokens][query_heads] float32, optional
+  float scale = 0;      // 0: 1/sqrt(head_dim)
+};
+
+struct StepResult {
+  uint64_t encoded_pairs = 0, raw_pairs = 0;  // (query token, context token) pairs read in either form
+};
+
+enum class Miss : uint8_t { kNone, kNotFound, kTokenMismatch, kChecksum, kIncomplete };
+
+struct PrefixMatch {
+  int hit_blocks = 0;
+  Miss reason = Miss::kNone;
+};
+
+struct PublishOutcome {
+  int published = 0, shared = 0, deferred = 0;
+};
+
+struct HandOffOutcome {
+  std::string ticket;
+  uint64_t bytes_sent = 0, pages_sent = 0, pages_skipped = 0;
+  double seconds = 0;
+};
+
+struct SequenceDescription {
+  uint64_t id = 0;
+  uint32_t cache_id = 0;
+  uint64_t tokens = 0;
+  int hit_blocks = 0, published_blocks = 0;
+  uint64_t bytes = 0;
+};
+
+struct PoolDescription {
+  std::string tier;
+  uint64_t capacity_bytes = 0, used_bytes = 0, slab_bytes = 0, free_slabs = 0;
+  std::string huge_pages;
+};
+
+struct DaemonDescription {
+  std::string version;
+  uint64_t boot_epoch = 0;
+  double uptime_seconds = 0;
+  bool draining = false;
+  std::vector<PoolDescription> pools;
+  uint32_t connections = 0, caches = 0, threads = 0;
+  uint64_t leases = 0, published_blocks = 0;
+  std::string cpu_target, listen, peer_listen, metrics_listen;
+};
+
+struct PeerDescription {
+  std::string peer;
+  bool incoming = false;
+  uint64_t transfers = 0, failures = 0, bytes = 0, active = 0;
+  double bytes_per_second = 0;
+  std::string last_error;
+};
+
+/// What a call will give. Waiting drives the client's event loop. Destroying an unfinished one cancels the call.
+template <typename T>
+class Pending {
+ public:
+  class State {
+   public:
+    virtual ~State() = default;
+    virtual bool ready() = 0;  // drives the loop without blocking
+    virtual T Wait() = 0;
+  };
+  explicit Pending(std::unique_ptr<State> state) : state_(std::move(state)) {}
+  bool ready() { return state_->ready(); }
+  /// At most once.
+  T Wait() { return state_->Wait(); }
+
+ private:
+  std::unique_ptr<State> state_;
+};
+
+class Client {
+ public:
+  struct Options {
+    std::string name = "client";      // for listings
+    int64_t deadline_ms = 30000;      // of every call: 1..3600000
+    int64_t connect_ms = 5000;        // connecting, with back-off from 1 ms doubling to 250 ms
+    int64_t busy_poll_us = 0;         // spin this long for an answer before blocking: 0..1000000
+  };
+
+  /// address: "unix:PATH" or "tcp:HOST:PORT". Errors: INVALID_ARGUMENT (address), UNAVAILABLE, FAILED_PRECONDITION (API version).
+  static absl::StatusOr<std::unique_ptr<Client>> Connect(absl::string_view address, const Options& options);
+  virtual ~Client() = default;
+
+  virtual uint64_t boot_epoch() const = 0;
+  virtual bool connected() = 0;
+  virtual std::string peer_address() const = 0;  // where other daemons hand sequences to
+  /// After UNAVAILABLE: connects again, with back-off. Handles from before are void.
+  virtual absl::Status Reconnect() = 0;
+
+  virtual absl::StatusOr<std::unique_ptr<Cache>> OpenCache(const CacheOptions& options) = 0;
+  /// Shared memory made by the daemon; Unix sockets only (else FAILED_PRECONDITION: use inline tensors).
+  virtual absl::StatusOr<std::unique_ptr<Arena>> CreateArena(uint64_t bytes) = 0;
+  /// An empty round trip.
+  virtual absl::Status Ping() = 0;
+
+  // Administration.
+  virtual absl::StatusOr<DaemonDescription> Status() = 0;
+  virtual absl::StatusOr<std::vector<CacheDescription>> Caches() = 0;
+  virtual absl::StatusOr<std::vector<SequenceDescription>> Sequences() = 0;
+  virtual absl::StatusOr<std::vector<PeerDescription>> Peers() = 0;
+  virtual absl::Status Drain(bool on) = 0;
+  /// Published blocks that nothing pins; of one cache, or of all if `cache_id` is kAllCaches. Returns how many.
+  static constexpr uint32_t kAllCaches = UINT32_MAX;
+  virtual absl::StatusOr<uint64_t> Purge(uint32_t cache_id) = 0;
+};
+
+/// A memfd of the daemon, mapped here. The daemon never reads past it, whatever the client does to it.
+class Arena {
+ public:
+  virtual ~Arena() = default;
+  virtual absl::Span<uint8_t> data() const = 0;
+  /// A range of it; offset a multiple of 64.
+  TensorView View(size_t offset, size_t bytes) const { return {data().data() + offset, bytes, this}; }
+};
+
+struct CreatedSequence {
+  std::unique_ptr<Sequence> sequence;
+  PrefixMatch match;
+};
+
+struct ClaimedSequence {
+  std::unique_ptr<Sequence> sequence;
+  uint64_t tokens = 0;
+  std::string blob;
+};
+
+class Cache {
+ public:
+  virtual ~Cache() = default;
+  virtual const CacheDescription& description() const = 0;  // as of OpenCache
+  virtual absl::StatusOr<CacheDescription> Refresh() = 0;
+
+  virtual absl::StatusOr<std::vector<PrefixMatch>> Match(absl::Span<const absl::Span<const BlockName>> prefixes) = 0;
+  virtual absl::StatusOr<std::vector<absl::StatusOr<CreatedSequence>>> CreateSequences(
+      absl::Span<const absl::Span<const BlockName>> prefixes) = 0;
+  absl::StatusOr<CreatedSequence> CreateSequence(absl::Span<const BlockName> prefix = {});
+
+  absl::StatusOr<StepResult> Step(const StepBatch& batch) { return StepAsync(batch).Wait(); }
+  virtual Pending<absl::StatusOr<StepResult>> StepAsync(const StepBatch& batch) = 0;
+
+  virtual absl::StatusOr<ClaimedSequence> Claim(absl::string_view ticket) = 0;
+};
+
+class Sequence {
+ public:
+  virtual ~Sequence() = default;  // drops it
+  virtual uint64_t id() const = 0;
+  virtual absl::StatusOr<std::unique_ptr<Sequence>> Fork() = 0;
+  virtual absl::Status Crop(uint64_t tokens) = 0;
+  virtual absl::StatusOr<PublishOutcome> Publish(absl::Span<const BlockName> names) = 0;
+  /// peer: "HOST:PORT" of the other daemon's --peer-listen. The deadline of this call is `timeout_ms` plus a second.
+  absl::StatusOr<HandOffOutcome> HandOff(absl::string_view peer, absl::string_view blob, int64_t timeout_ms = 30000) {
+    return HandOffAsync(peer, blob, timeout_ms).Wait();
+  }
+  virtual Pending<absl::StatusOr<HandOffOutcome>> HandOffAsync(absl::string_view peer, absl::string_view blob, int64_t timeout_ms) = 0;
+  virtual absl::StatusOr<SequenceDescription> Info() = 0;
+};
+
+}  // namespace kvmanager

@@ -1,0 +1,250 @@
+# The RPC API of kvmanagerd: what engines and kvctl speak, over a Unix socket or TCP (Cap'n Proto RPC, two-party).
+#
+# Rules
+#  * A lease is a capability. Whoever holds a Sequence, Cache or Arena holds what it names; dropping it, or dying, gives it back.
+#  * Names and leases travel here, tensors by mapping: an Arena is a memfd (at most one descriptor per message). The inline
+#    variant of a tensor copies it through the socket, for small and remote clients.
+#  * Every reply carries a Status. A request that the daemon understands but refuses is a reply with a code, a field, its value
+#    and its bound; nothing has changed, batches are all or nothing, and the connection lives. Malformed framing, invalid Cap'n
+#    Proto and messages over 32 MiB end their own connection and its leases, nothing else.
+#  * Every call may be cancelled.
+#
+# Evolution (docs/api.md, "Changing the schema")
+#  * Fields, methods, enumerants and union members are only added, with the next free number; none is removed, renumbered,
+#    retyped or given another meaning. A field's default must mean what its absence meant before.
+#  * A method that must change its meaning becomes a new method; the old one stays for two minor versions.
+#  * apiMinor grows with every addition; apiMajor with nothing so far. A client refuses another apiMajor, and asks for features by
+#    name (HelloReply.features), never by version.
+#  * Byte formats inside Data (block keys, tensors, tickets) are described here and change only by a new field.
+@0xaab65c2f9c52c08c;
+
+using Cxx = import "/capnp/c++.capnp";
+$Cxx.namespace("kvmanager::api");
+
+const apiMajor :UInt16 = 1;
+const apiMinor :UInt16 = 0;
+
+struct Status {
+  code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
+  message @1 :Text;
+  field @2 :Text;      # what the error is about, its value, and what would be allowed; empty where there is no such thing
+  value @3 :Text;
+  bound @4 :Text;
+}
+
+enum DType { float16 @0; bfloat16 @1; float32 @2; }
+
+struct CacheConfig {
+  # The identity of a model's cache. All of it is in the cache digest, and the digest in every block key.
+  model @0 :Text;
+  revision @1 :Text;
+  tenant @2 :Text;               # a salt: caches of different tenants share nothing
+  rope @3 :Text;                 # RoPE facts as the engine writes them
+  calibrationDigest @4 :Text;
+  layers @5 :UInt32;
+  kvHeads @6 :UInt32;            # of this shard
+  queryHeads @7 :UInt32;         # of this shard
+  headDim @8 :UInt32;
+  pageTokens @9 :UInt32 = 64;
+  dtype @10 :DType = float16;    # of raw K and V: float16 or bfloat16
+  tensorParallelRank @11 :UInt32;
+  tensorParallelSize @12 :UInt32 = 1;
+  codec @13 :Text = "raw";       # NAME[:key=value,...]
+  lagPages @14 :UInt32 = 2;      # newest full pages that are read raw
+}
+
+struct CacheInfo {
+  cacheId @0 :UInt32;
+  config @1 :CacheConfig;        # with the codec's canonical form
+  digest @2 :Data;               # 32 bytes
+  codecVersion @3 :UInt32;
+  rawPageBytes @4 :UInt64;
+  encodedPageBytes @5 :UInt64;   # of a slot, padding included
+  payloadPageBytes @6 :UInt64;   # codes, metadata and sums alone
+  sequences @7 :UInt64;
+  publishedBlocks @8 :UInt64;
+  residentRawBytes @9 :UInt64;
+  residentEncodedBytes @10 :UInt64;
+}
+
+struct BlockName {
+  key @0 :Data;      # 32 bytes: SHA-256(parent key, cache digest, token ids as u32 little-endian); the root's parent is zeros
+  tokens @1 :Data;   # 32 bytes: SHA-256(token ids as u32 little-endian), verified on a hit
+}
+
+enum MissReason { none @0; notFound @1; tokenMismatch @2; checksum @3; incomplete @4; }
+
+struct MatchResult {
+  hitBlocks @0 :UInt32;     # consecutive, from the first
+  reason @1 :MissReason;    # of the first block that was no hit
+}
+
+struct Tensor {
+  # A dense array. In a batch, the rows of all entries follow one another in the order of the entries.
+  union {
+    none @0 :Void;
+    inline @1 :Data;
+    arena :group { id @2 :UInt32; offset @3 :UInt64; bytes @4 :UInt64; }   # offset: a multiple of 64
+  }
+}
+
+struct StepEntry {
+  sequenceId @0 :UInt64;   # of a Sequence that this connection holds
+  position @1 :UInt64;     # of the first token: with k and v, the layer's token count before the step
+  tokens @2 :UInt32;       # 1 in decode, more in prefill
+}
+
+struct StepRequest {
+  # One layer's step for a batch of sequences: append (k and v), attend (q), or both. Causal: token i of an entry sees positions
+  # 0 .. position + i.
+  layer @0 :UInt32;
+  entries @1 :List(StepEntry);
+  k @2 :Tensor;            # [sum of tokens][kvHeads][headDim] of the cache's dtype
+  v @3 :Tensor;
+  q @4 :Tensor;            # [sum of tokens][queryHeads][headDim] of qDtype
+  qDtype @5 :DType = float32;
+  out @6 :Tensor;          # where the output goes: an arena range like q's, or none: it comes inline
+  lse @7 :Tensor;          # an arena range of [sum of tokens][queryHeads] float32, or none
+  wantLse @8 :Bool;        # with lse none: send it inline
+  scale @9 :Float32;       # of scores; 0: 1/sqrt(headDim)
+}
+
+struct StepReply {
+  status @0 :Status;
+  out @1 :Data;            # inline output, of qDtype
+  lse @2 :Data;            # inline float32
+  encodedPairs @3 :UInt64; # (query token, context token) pairs read in encoded form, and raw
+  rawPairs @4 :UInt64;
+}
+
+struct SequenceRequest { prefix @0 :List(BlockName); }
+
+struct SequenceReply {
+  status @0 :Status;
+  sequence @1 :Sequence;
+  sequenceId @2 :UInt64;
+  match @3 :MatchResult;   # the sequence begins with match.hitBlocks * pageTokens tokens
+}
+
+struct SequenceInfo {
+  sequenceId @0 :UInt64;
+  cacheId @1 :UInt32;
+  tokens @2 :UInt64;
+  hitBlocks @3 :UInt32;
+  publishedBlocks @4 :UInt32;
+  bytes @5 :UInt64;        # of its pages, shared ones in full
+}
+
+struct PublishReply {
+  status @0 :Status;
+  published @1 :UInt32;
+  shared @2 :UInt32;       # replaced by equal blocks published earlier
+  deferred @3 :UInt32;     # equal to earlier ones, still inside the lag
+}
+
+struct HandOffReply {
+  status @0 :Status;
+  ticket @1 :Data;         # what the receiving side's client claims the sequence with
+  bytesSent @2 :UInt64;    # of pages
+  pagesSent @3 :UInt64;
+  pagesSkipped @4 :UInt64; # the receiver had them
+  seconds @5 :Float64;
+}
+
+interface Sequence {
+  # One context. The capability is the lease.
+  fork @0 () -> (reply :SequenceReply);
+  crop @1 (tokens :UInt64) -> (status :Status);
+  publish @2 (names :List(BlockName)) -> (reply :PublishReply);
+  handOff @3 (peer :Text, blob :Data, timeoutMs :UInt32) -> (reply :HandOffReply);
+  # Sends the sequence to the daemon at peer ("HOST:PORT" of its --peer-listen): full blocks by key, open pages raw, and an
+  # opaque blob of the engine (at most 1 MiB). The sequence here stays until it is dropped.
+  info @4 () -> (status :Status, info :SequenceInfo);
+}
+
+interface Arena {
+  # Shared memory made by the daemon; getFd() of this capability is a memfd sealed against resizing. Unix sockets only.
+}
+
+interface Cache {
+  info @0 () -> (info :CacheInfo);
+  match @1 (requests :List(SequenceRequest)) -> (status :Status, results :List(MatchResult));
+  createSequences @2 (requests :List(SequenceRequest)) -> (replies :List(SequenceReply));
+  step @3 (request :StepRequest) -> (reply :StepReply);
+  claim @4 (ticket :Data) -> (reply :SequenceReply, tokens :UInt64, blob :Data);
+  # Takes over a handed-off sequence, once. The ticket must be of a cache with an equal digest.
+}
+
+struct HelloRequest {
+  apiMajor @0 :UInt16;
+  apiMinor @1 :UInt16;
+  client @2 :Text;      # a name for logs and listings
+  pid @3 :UInt32;       # as the client sees it, for listings; the daemon trusts only the socket's credentials
+}
+
+struct HelloReply {
+  status @0 :Status;
+  apiMajor @1 :UInt16;
+  apiMinor @2 :UInt16;
+  bootEpoch @3 :UInt64;         # random per start of the daemon: handles of another epoch are void
+  version @4 :Text;
+  features @5 :List(Text);      # "arena", "inline", "hand-off", "busy-poll", ...
+  codecs @6 :List(Text);        # names
+  messageBytesMax @7 :UInt64;   # a larger message ends the connection
+  peerAddress @8 :Text;         # where other daemons hand sequences to; empty if nowhere
+}
+
+struct PoolStatus {
+  tier @0 :Text;                # "host"
+  capacityBytes @1 :UInt64;
+  usedBytes @2 :UInt64;
+  slabBytes @3 :UInt64;
+  freeSlabs @4 :UInt64;
+  hugePages @5 :Text;
+}
+
+struct DaemonStatus {
+  version @0 :Text;
+  bootEpoch @1 :UInt64;
+  uptimeSeconds @2 :Float64;
+  draining @3 :Bool;
+  pools @4 :List(PoolStatus);
+  connections @5 :UInt32;
+  leases @6 :UInt64;            # sequences held by clients
+  caches @7 :UInt32;
+  publishedBlocks @8 :UInt64;
+  cpuTarget @9 :Text;           # instruction set that attention uses
+  threads @10 :UInt32;
+  listen @11 :Text;
+  peerListen @12 :Text;
+  metricsListen @13 :Text;
+}
+
+struct PeerStatus {
+  peer @0 :Text;
+  incoming @1 :Bool;
+  transfers @2 :UInt64;
+  failures @3 :UInt64;
+  bytes @4 :UInt64;
+  active @5 :UInt64;
+  bytesPerSecond @6 :Float64;
+  lastError @7 :Text;
+}
+
+interface Admin {
+  status @0 () -> (status :DaemonStatus);
+  caches @1 () -> (caches :List(CacheInfo));
+  sequences @2 () -> (sequences :List(SequenceInfo));
+  peers @3 () -> (peers :List(PeerStatus));
+  drain @4 () -> (status :Status);            # no new sequences or hand-offs; SIGTERM does the same, then exits when leases are gone
+  undrain @5 () -> (status :Status);
+  purge @6 (cacheId :UInt32, all :Bool) -> (status :Status, blocks :UInt64);  # published blocks that nothing pins
+}
+
+interface Daemon {
+  # The bootstrap capability.
+  hello @0 (request :HelloRequest) -> (reply :HelloReply);      # first; other calls before it are refused
+  openCache @1 (config :CacheConfig) -> (status :Status, cache :Cache, info :CacheInfo);
+  createArena @2 (bytes :UInt64) -> (status :Status, arena :Arena, id :UInt32);   # multiple of 4096, at most 1 GiB
+  admin @3 () -> (admin :Admin);
+}
