@@ -29,7 +29,7 @@
 #include "kvmanager/base/ids.h"
 #include "kvmanager/base/page_layout.h"
 
-namespace kvmanager {
+namespace kvmanager::client {
 
 class Arena;
 class Cache;
@@ -243,4 +243,4 @@ class Sequence {
   virtual absl::StatusOr<SequenceDescription> Info() = 0;
 };
 
-}  // namespace kvmanager
+}  // namespace kvmanager::client
