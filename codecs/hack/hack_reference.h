@@ -16,6 +16,9 @@ namespace kvmanager::hack {
 
 inline constexpr int kSideK = 0;
 inline constexpr int kSideV = 1;
+/// A row's largest |value| at or below this quantises to zeros (its inverse would overflow, its product is below fp32's
+/// noise).
+inline constexpr float kNegligible = 0x1p-100f;
 
 /// One side of one head of an encoded page, unpacked. `entry` of (token, channel) is the channel where partitions run
 /// along tokens and the token where they run along channels; its partition is element / partition, element being the
@@ -72,7 +75,7 @@ void ReferenceDecode(const HackFormat& format, const uint8_t* page, uint8_t* raw
 /// HACK attention (paper section 5; task.visible must be nullptr). Rounding decisions are made in fp32, sums in double:
 ///  - K along tokens: per partition and row f_c = q_c * step_c (fp32), amax = max |f_c|, f'_c = rint(f_c * (127 /
 ///  amax)) in s8;
-///    score = scale * (amax / 127 * sum_c f'_c code_c + sum_c q_c minimum_c). amax = 0 gives f' = 0.
+///    score = scale * (amax / 127 * sum_c f'_c code_c + sum_c q_c minimum_c). amax <= kNegligible gives f' = 0.
 ///  - K along channels, q=symmetric: per partition and row amax = max |q_c|, q'_c = rint(q_c * (127 / amax)) in s8, a =
 ///  amax / 127;
 ///    score = scale * sum over partitions of a * (step * sum q' code + minimum * sum q').
@@ -80,8 +83,8 @@ void ReferenceDecode(const HackFormat& format, const uint8_t* page, uint8_t* raw
 ///    the term is a * step * sum q' code + z * step * sum code + minimum * (a * sum q' + partition * z).
 ///  - P, page by page: max <- max(max, the page's largest score), p = exp(score - max), sum += p (not quantised); per
 ///  partition
-///    of V and row pmax = max p, p' = rint(p * (255 / pmax)) in u8; acc_c += pmax / 255 * (step_c * sum p' code_c +
-///    minimum_c * sum p').
+///    of V and row pmax = max p (a partition with pmax <= kNegligible adds nothing to acc), p' = rint(p * (255 / pmax))
+///    in u8; acc_c += pmax / 255 * (step_c * sum p' code_c + minimum_c * sum p').
 ///  - hadamard=1: q is rotated first (the scores alone).
 void ReferenceAttend(const HackFormat& format, const PageAttentionTask& task, const SoftmaxRows& state);
 
