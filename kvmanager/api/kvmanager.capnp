@@ -247,4 +247,5 @@ interface Daemon {
   openCache @1 (config :CacheConfig) -> (status :Status, cache :Cache, info :CacheInfo);
   createArena @2 (bytes :UInt64) -> (status :Status, arena :Arena, id :UInt32);   # multiple of 4096, at most 1 GiB
   admin @3 () -> (admin :Admin);
+  ping @4 ();                                                   # an empty round trip
 }
