@@ -1,0 +1,173 @@
+#include "kvmanager/server/options.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <fstream>
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "kvmanager/base/status.h"
+
+namespace kvmanager {
+namespace {
+
+absl::StatusOr<CommandLine> Parse(std::vector<std::string> flags) {
+  std::vector<const char*> argv = {"kvmanagerd"};
+  for (const std::string& flag : flags) argv.push_back(flag.c_str());
+  return ParseCommandLine(static_cast<int>(argv.size()), argv.data());
+}
+
+const std::vector<std::string> kMinimum = {"--listen", "unix:/tmp/a.sock", "--host-pool-bytes", "64MiB"};
+
+std::vector<std::string> With(std::initializer_list<std::string> more) {
+  std::vector<std::string> flags = kMinimum;
+  flags.insert(flags.end(), more);
+  return flags;
+}
+
+std::string WriteFile(const std::string& name, const std::string& text) {
+  const std::string path = testing::TempDir() + "/" + name;
+  std::ofstream(path) << text;
+  return path;
+}
+
+TEST(OptionsTest, DefaultsAreThoseOfTheHeader) {
+  auto line = Parse(kMinimum);
+  ASSERT_TRUE(line.ok()) << line.status();
+  EXPECT_TRUE(line->run);
+  EXPECT_EQ(line->options.listen, std::vector<std::string>{"unix:/tmp/a.sock"});
+  EXPECT_EQ(line->options.host_pool_bytes, uint64_t{64} << 20);
+  EXPECT_EQ(line->options.hand_off_lease_ms, 60000);
+  EXPECT_EQ(line->options.drain_s, 10);
+  EXPECT_EQ(line->options.busy_poll_us, 0);
+  EXPECT_EQ(line->options.log_level, "info");
+}
+
+// The file and the flags are two spellings of one thing.
+TEST(OptionsTest, FileSaysTheSameAsFlags) {
+  const std::string path =
+      WriteFile("all.conf",
+                "listen = [\"unix:/tmp/a.sock\", \"tcp:127.0.0.1:0\"]\n"
+                "host-pool-bytes = \"1.5GiB\"\nmetrics-listen = \"127.0.0.1:9464\"\n"
+                "peer-listen = \"[::1]:9470\"\nthreads = 3\nbusy-poll-us = 50\nslab-bytes = \"4MiB\"\n"
+                "hand-off-lease-ms = 1000\ndrain-s = 2\npeer-rate-bytes = 1000000\nlog-level = warn\n");
+  auto file = Parse({"--config", path});
+  auto flags = Parse({"--listen",
+                      "unix:/tmp/a.sock",
+                      "--listen",
+                      "tcp:127.0.0.1:0",
+                      "--host-pool-bytes",
+                      "1.5GiB",
+                      "--metrics-listen",
+                      "127.0.0.1:9464",
+                      "--peer-listen",
+                      "[::1]:9470",
+                      "--threads",
+                      "3",
+                      "--busy-poll-us",
+                      "50",
+                      "--slab-bytes",
+                      "4MiB",
+                      "--hand-off-lease-ms",
+                      "1000",
+                      "--drain-s",
+                      "2",
+                      "--peer-rate-bytes",
+                      "1000000",
+                      "--log-level",
+                      "warn"});
+  ASSERT_TRUE(file.ok()) << file.status();
+  ASSERT_TRUE(flags.ok()) << flags.status();
+  for (const CommandLine& line : {*file, *flags}) {
+    const Options& o = line.options;
+    EXPECT_EQ(o.listen, (std::vector<std::string>{"unix:/tmp/a.sock", "tcp:127.0.0.1:0"}));
+    EXPECT_EQ(o.host_pool_bytes, uint64_t{3} << 29);
+    EXPECT_EQ(o.metrics_listen, "127.0.0.1:9464");
+    EXPECT_EQ(o.peer_listen, "[::1]:9470");
+    EXPECT_EQ(o.threads, 3);
+    EXPECT_EQ(o.busy_poll_us, 50);
+    EXPECT_EQ(o.slab_bytes, uint64_t{4} << 20);
+    EXPECT_EQ(o.hand_off_lease_ms, 1000);
+    EXPECT_EQ(o.drain_s, 2);
+    EXPECT_EQ(o.peer_rate_bytes, 1000000u);
+    EXPECT_EQ(o.log_level, "warn");
+  }
+  auto both = Parse({"--config", path, "--threads", "7"});
+  ASSERT_TRUE(both.ok()) << both.status();
+  EXPECT_EQ(both->options.threads, 7);
+}
+
+TEST(OptionsTest, ErrorsNameFlagValueAndBound) {
+  struct Case {
+    std::vector<std::string> flags;
+    std::string field, value;
+  };
+  for (const Case& c : std::vector<Case>{
+           {With({"--threads", "1025"}), "--threads", "1025"},
+           {With({"--threads", "-1"}), "--threads", "-1"},
+           {With({"--threads", "many"}), "--threads", "many"},
+           {With({"--busy-poll-us", "1000001"}), "--busy-poll-us", "1000001"},
+           {With({"--slab-bytes", "3MiB"}), "--slab-bytes", "3MiB"},
+           {With({"--slab-bytes", "128MiB"}), "--slab-bytes", "128MiB"},
+           {With({"--hand-off-lease-ms", "1"}), "--hand-off-lease-ms", "1"},
+           {With({"--drain-s", "3601"}), "--drain-s", "3601"},
+           {With({"--peer-rate-bytes", "1"}), "--peer-rate-bytes", "1"},
+           {With({"--log-level", "loud"}), "--log-level", "loud"},
+           {With({"--metrics-listen", "localhost"}), "--metrics-listen", "localhost"},
+           {With({"--metrics-listen", "localhost:65536"}), "--metrics-listen", "localhost:65536"},
+           {With({"--peer-listen", "a:b:1"}), "--peer-listen", "a:b:1"},
+           {With({"--listen", "http://x"}), "--listen", "http://x"},
+           {With({"--listen", "unix:"}), "--listen", "unix:"},
+           {{"--listen", "unix:/a", "--host-pool-bytes", "1MiB"}, "--host-pool-bytes", "1MiB"},
+           {{"--listen", "unix:/a", "--host-pool-bytes", "-1"}, "--host-pool-bytes", "-1"},
+           {{"--listen", "unix:/a", "--host-pool-bytes", "99999999999TiB"}, "--host-pool-bytes", "99999999999TiB"},
+           {{"--listen", "unix:/a", "--host-pool-bytes", "8GB"}, "--host-pool-bytes", "8GB"},
+           {{"--listen", "unix:/a"}, "--host-pool-bytes", "missing"},
+           {{"--host-pool-bytes", "64MiB"}, "--listen", "missing"},
+       }) {
+    auto line = Parse(c.flags);
+    ASSERT_EQ(line.status().code(), absl::StatusCode::kInvalidArgument) << c.field << " " << c.value;
+    const ErrorDetail detail = DetailOf(line.status());
+    EXPECT_EQ(detail.field, c.field);
+    EXPECT_EQ(detail.value, c.value);
+    EXPECT_FALSE(detail.bound.empty());
+  }
+}
+
+TEST(OptionsTest, UnknownFlagsAndFileKeysAreErrors) {
+  EXPECT_FALSE(Parse(With({"--host-pool", "1GiB"})).ok());
+  EXPECT_FALSE(Parse(With({"stray"})).ok());
+  EXPECT_FALSE(Parse(With({"--threads", "1", "--threads", "2"})).ok());
+  EXPECT_FALSE(Parse({"--config", "/nonexistent/file"}).ok());
+  auto line = Parse(With({"--config", WriteFile("typo.conf", "thread = 2\n")}));
+  ASSERT_FALSE(line.ok());
+  EXPECT_NE(line.status().message().find("thread"), absl::string_view::npos) << line.status();
+}
+
+TEST(OptionsTest, HelpAndVersionDoNotRun) {
+  auto help = Parse({"--help"});
+  ASSERT_TRUE(help.ok());
+  EXPECT_FALSE(help->run);
+  for (const char* word : {"--host-pool-bytes", "--peer-listen", "Examples", "SIGTERM", "kvmanagerd ready"}) {
+    EXPECT_NE(help->text.find(word), std::string::npos) << word;
+  }
+  auto version = Parse({"--version"});
+  ASSERT_TRUE(version.ok());
+  EXPECT_EQ(version->text, "kvmanagerd 0.1.0\n");
+}
+
+TEST(OptionsTest, ByteSuffixes) {
+  EXPECT_EQ(ParseBytes("f", "0").value(), 0u);
+  EXPECT_EQ(ParseBytes("f", "1KiB").value(), 1024u);
+  EXPECT_EQ(ParseBytes("f", "0.5MiB").value(), 512u << 10);
+  EXPECT_EQ(ParseBytes("f", "2TiB").value(), uint64_t{2} << 40);
+  for (const char* bad :
+       {"", "KiB", "1.5", "1e300GiB", "nanGiB", "-1KiB", "1 GB", "0x10", "18446744073709551616", "17179869184GiB"}) {
+    EXPECT_FALSE(ParseBytes("f", bad).ok()) << bad;
+  }
+}
+
+}  // namespace
+}  // namespace kvmanager
