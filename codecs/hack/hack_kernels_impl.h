@@ -1,0 +1,563 @@
+// The body of hack_kernels.cc, included once per instruction set inside namespace kvmanager::hack, hence no include
+// guard. Vectors of 16 lanes in GCC's vector extension: the compiler lowers them to what the enclosing #pragma GCC
+// target allows. A lane does the scalar operations of hack_reference.cc in the same order, so that all instruction sets
+// agree bit by bit.
+
+namespace KV_KERNEL_ISA {
+
+typedef float F __attribute__((vector_size(64)));
+typedef int32_t I __attribute__((vector_size(64)));
+typedef uint32_t U __attribute__((vector_size(64)));
+typedef uint16_t H __attribute__((vector_size(32)));
+typedef uint8_t B __attribute__((vector_size(16)));
+constexpr int kLanes = 16;
+constexpr int kPlaneWords = 64;  // of a segment and strip at 2 bits; half as many at 1 bit
+
+template <typename V>
+KV_KERNEL_INLINE V Load(const void* from) {
+  V v;
+  std::memcpy(&v, from, sizeof(V));
+  return v;
+}
+template <typename V>
+KV_KERNEL_INLINE void Store(void* to, V v) {
+  std::memcpy(to, &v, sizeof(V));
+}
+KV_KERNEL_INLINE F Set(float f) { return F{} + f; }
+KV_KERNEL_INLINE I LaneNumbers() { return I{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+KV_KERNEL_INLINE F Abs(F f) { return (F)((U)f & 0x7fffffffu); }
+/// -1 in lanes that are not finite or beyond `bound`.
+KV_KERNEL_INLINE I Beyond(F f, float bound) { return ~(I)(Abs(f) <= Set(bound)); }
+KV_KERNEL_INLINE bool Any(I mask) {
+  int32_t any = 0;
+  for (int i = 0; i < kLanes; ++i) any |= mask[i];
+  return any != 0;
+}
+KV_KERNEL_INLINE float MaxLane(F f) {
+  float max = f[0];
+  for (int i = 1; i < kLanes; ++i) max = f[i] > max ? f[i] : max;
+  return max;
+}
+/// Round to nearest even of |f| < 2^22: the addition rounds.
+KV_KERNEL_INLINE F Round(F f) {
+  const F magic = Set(0x1.8p23f);
+  return (f + magic) - magic;
+}
+
+KV_KERNEL_INLINE F FromHalf(H h) {
+#if KV_KERNEL_AVX512
+  return (F)_mm512_cvtph_ps((__m256i)h);
+#elif KV_KERNEL_F16C
+  const __m256 low = _mm256_cvtph_ps(Load<__m128i>(&h));
+  const __m256 high = _mm256_cvtph_ps(Load<__m128i>(reinterpret_cast<const char*>(&h) + 16));
+  F f;
+  std::memcpy(&f, &low, 32);
+  std::memcpy(reinterpret_cast<char*>(&f) + 32, &high, 32);
+  return f;
+#else
+  const U bits = __builtin_convertvector(h, U);
+  const F magnitude = (F)((bits & 0x7fffu) << 13) * 0x1p112f;  // exact, subnormals included
+  return (F)((U)magnitude | (bits & 0x8000u) << 16);
+#endif
+}
+
+KV_KERNEL_INLINE H ToHalf(F f) {
+#if KV_KERNEL_AVX512
+  return (H)_mm512_cvtps_ph((__m512)f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif KV_KERNEL_F16C
+  __m256 low, high;
+  std::memcpy(&low, &f, 32);
+  std::memcpy(&high, reinterpret_cast<const char*>(&f) + 32, 32);
+  H h;
+  Store(&h, _mm256_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT));
+  Store(reinterpret_cast<char*>(&h) + 16, _mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT));
+  return h;
+#else
+  H h;
+  for (int i = 0; i < kLanes; ++i) h[i] = FloatToHalf(f[i]);
+  return h;
+#endif
+}
+
+KV_KERNEL_INLINE F LoadRaw(const uint8_t* from, DType dtype) {
+  const H bits = Load<H>(from);
+  return dtype == DType::kFloat16 ? FromHalf(bits) : (F)(__builtin_convertvector(bits, U) << 16);
+}
+
+KV_KERNEL_INLINE void StoreRaw(uint8_t* to, DType dtype, F f) {
+  const float largest = dtype == DType::kFloat16 ? 65504.0f : 0x1.fep127f;
+  f = f < Set(largest) ? f : Set(largest);
+  f = f > Set(-largest) ? f : Set(-largest);
+  if (dtype == DType::kFloat16) return Store(to, ToHalf(f));
+  const U bits = (U)f;
+  Store(to, __builtin_convertvector((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16, H));
+}
+
+static void HadamardRow(float* row, int n) {
+  for (int half = 1; half < kLanes; half *= 2) {
+    const I from = LaneNumbers() ^ half;
+    const I upper = (LaneNumbers() & half) != 0;
+    for (int i = 0; i < n; i += kLanes) {
+      const F x = Load<F>(row + i);
+      const F other = __builtin_shuffle(x, from);
+      Store(row + i, upper ? other - x : x + other);
+    }
+  }
+  for (int half = kLanes; half < n; half *= 2) {
+    for (int i = 0; i < n; i += kLanes) {
+      if (i & half) continue;
+      const F a = Load<F>(row + i), b = Load<F>(row + i + half);
+      Store(row + i, a + b);
+      Store(row + i + half, a - b);
+    }
+  }
+  const F norm = Set(float(1.0 / __builtin_sqrt(double(n))));
+  for (int i = 0; i < n; i += kLanes) Store(row + i, Load<F>(row + i) * norm);
+}
+
+/// Fills ws.x. false: a value is not finite.
+static bool Convert(const Side& side, const uint8_t* raw, Workspace& ws) {
+  I bad = {};
+  for (int t = 0; t < side.tokens; ++t) {
+    const uint8_t* from = raw + size_t(t) * side.channels * 2;
+    float* row = side.along_tokens ? ws.x + size_t(t) * side.channels : ws.rotated;
+    for (int c = 0; c < side.channels; c += kLanes) {
+      const F f = LoadRaw(from + 2 * c, side.dtype) + 0.0f;
+      bad |= Beyond(f, FLT_MAX);
+      Store(row + c, f);
+    }
+    if (side.rotate) {
+      HadamardRow(row, side.channels);
+      for (int c = 0; c < side.channels; c += kLanes) bad |= Beyond(Load<F>(row + c), FLT_MAX);
+    }
+    if (!side.along_tokens) {
+      for (int c = 0; c < side.channels; ++c) ws.x[size_t(c) * side.tokens + t] = row[c];
+    }
+  }
+  return !Any(bad);
+}
+
+/// Least and largest element of every partition and entry (the mean too, where the width is 0).
+static void FindBounds(const Side& side, Workspace& ws) {
+  const int entries = side.entries(), partition = side.layout->partition;
+  for (int p = 0; p < side.layout->partitions; ++p) {
+    for (int e = 0; e < entries; e += kLanes) {
+      const float* x = ws.x + size_t(p) * partition * entries + e;
+      F lo[2], hi[2];
+      for (int k = 0; k < 2; ++k) lo[k] = hi[k] = Load<F>(x + size_t(k) * entries);
+      for (int i = 2; i < partition; i += 2) {
+        for (int k = 0; k < 2; ++k) {
+          const F v = Load<F>(x + size_t(i + k) * entries);
+          lo[k] = v < lo[k] ? v : lo[k];
+          hi[k] = v > hi[k] ? v : hi[k];
+        }
+      }
+      const size_t m = size_t(p) * entries + e;
+      Store(ws.lo + m, lo[1] < lo[0] ? lo[1] : lo[0]);
+      Store(ws.hi + m, hi[1] > hi[0] ? hi[1] : hi[0]);
+      if (side.width(p, e) == 0) {
+        F sum = {};
+        for (int i = 0; i < partition; ++i) sum += Load<F>(x + size_t(i) * entries);
+        Store(ws.mean + m, sum / float(partition));
+      }
+    }
+  }
+}
+
+/// Partitions [first, end) share a pair of tops: rounds the bounds `lo`, `hi` to metadata. false: something does not
+/// fit fp16.
+static bool MakeMeta(const Side& side, int first, int end, const float* lo, const float* hi, Workspace& ws,
+                     float tops[2]) {
+  const int entries = side.entries();
+  I bad = {};
+  F top_step = {}, top_minimum = {};
+  for (int p = first; p < end; ++p) {
+    for (int e = 0; e < entries; e += kLanes) {
+      const size_t m = size_t(p) * entries + e;
+      const int width = side.width(p, e);
+      const H minimum_bits = ToHalf(Load<F>((width == 0 ? ws.mean : lo) + m));
+      const F minimum = FromHalf(minimum_bits);
+      F step = {};
+      bad |= Beyond(minimum, 65504.0f);
+      if (width > 0) {
+        const H step_bits = ToHalf((Load<F>(hi + m) - minimum) / float((1 << width) - 1));
+        step = FromHalf(step_bits);
+        bad |= Beyond(step, 65504.0f);
+        step = step > Set(0) ? step : Set(0);
+      }
+      Store(ws.step + m, step);
+      Store(ws.minimum + m, minimum);
+      if (!side.meta8) {
+        Store(ws.stored_step + m, ToHalf(step));
+        Store(ws.stored_minimum + m, minimum_bits);
+      }
+      const F magnitude = Abs(minimum);
+      top_step = step > top_step ? step : top_step;
+      top_minimum = magnitude > top_minimum ? magnitude : top_minimum;
+    }
+  }
+  if (Any(bad)) return false;
+  tops[0] = MaxLane(top_step), tops[1] = MaxLane(top_minimum);
+  if (!side.meta8) return true;
+  for (int p = first; p < end; ++p) {
+    for (int e = 0; e < entries; e += kLanes) {
+      const size_t m = size_t(p) * entries + e;
+      F u8 = {}, s8 = {};
+      if (tops[0] > 0) u8 = Round(Load<F>(ws.step + m) * 255.0f / tops[0]);
+      u8 = side.width(p, e) == 0 ? F{} : u8 > Set(1) ? u8 : Set(1);
+      if (tops[1] > 0) s8 = Round(Load<F>(ws.minimum + m) * 127.0f / tops[1]);
+      Store(ws.stored_step + m, __builtin_convertvector(__builtin_convertvector(u8, I), H));
+      Store(ws.stored_minimum + m, __builtin_convertvector(__builtin_convertvector(s8, I), H));
+      Store(ws.step + m, tops[0] * u8 / 255.0f);
+      Store(ws.minimum + m, tops[1] * s8 / 127.0f);
+    }
+  }
+  return true;
+}
+
+KV_KERNEL_INLINE F Inverse(F step) { return step > Set(0) ? 1.0f / step : Set(0); }
+KV_KERNEL_INLINE F Level(F x, F inverse, F minimum, F levels) {
+  F level = (x - minimum) * inverse;
+  level = level > Set(0) ? level : Set(0);
+  return levels < level ? levels : level;
+}
+
+/// Shrinks and shifts the ranges of partitions [first, end) to the least squared error on the grid.
+static void FitRanges(const Side& side, int first, int end, Workspace& ws) {
+  const int entries = side.entries(), partition = side.layout->partition;
+  const size_t m_first = size_t(first) * entries, m_end = size_t(end) * entries;
+  float tops[2];
+  float* const best_lo = ws.fitted_lo;
+  float* const best_hi = ws.fitted_hi;
+  for (size_t m = m_first; m < m_end; m += kLanes) {
+    Store(ws.best + m, Set(std::numeric_limits<float>::infinity()));
+    Store(best_lo + m, Load<F>(ws.lo + m));
+    Store(best_hi + m, Load<F>(ws.hi + m));
+  }
+  for (int k = 0; k < RangeGrid::kTries; ++k) {
+    for (size_t m = m_first; m < m_end; m += kLanes) {
+      const F lo = Load<F>(ws.lo + m), hi = Load<F>(ws.hi + m);
+      const F mid = (lo + hi) / 2.0f, half = (hi - lo) / 2.0f;
+      Store(ws.tried_lo + m, mid + half * kRangeGrid.below[k]);
+      Store(ws.tried_hi + m, mid + half * kRangeGrid.above[k]);
+    }
+    if (!MakeMeta(side, first, end, ws.tried_lo, ws.tried_hi, ws, tops)) continue;
+    for (int p = first; p < end; ++p) {
+      for (int e = 0; e < entries; e += kLanes) {
+        if (!side.least_squares(p, e)) continue;
+        const size_t m = size_t(p) * entries + e;
+        const F step = Load<F>(ws.step + m), minimum = Load<F>(ws.minimum + m), inverse = Inverse(step);
+        const F levels = Set(float((1 << side.width(p, e)) - 1));
+        const float* x = ws.x + size_t(p) * partition * entries + e;
+        F error = {};
+        for (int i = 0; i < partition; ++i) {
+          const F v = Load<F>(x + size_t(i) * entries);
+          const F off = Round(Level(v, inverse, minimum, levels)) * step + minimum - v;
+          error += off * off;
+        }
+        const I better = error < Load<F>(ws.best + m);
+        Store(ws.best + m, better ? error : Load<F>(ws.best + m));
+        Store(best_lo + m, better ? Load<F>(ws.tried_lo + m) : Load<F>(best_lo + m));
+        Store(best_hi + m, better ? Load<F>(ws.tried_hi + m) : Load<F>(best_hi + m));
+      }
+    }
+  }
+  for (size_t m = m_first; m < m_end; m += kLanes) {
+    Store(ws.lo + m, Load<F>(best_lo + m));
+    Store(ws.hi + m, Load<F>(best_hi + m));
+  }
+}
+
+/// 24 random bits per lane as [0, 1) (hack_reference.h, RoundingNoise).
+KV_KERNEL_INLINE F Noise(U h) {
+  h ^= h >> 16;
+  h *= 0x85ebca6bu;
+  h ^= h >> 13;
+  h *= 0xc2b2ae35u;
+  h ^= h >> 16;
+  return __builtin_convertvector((I)(h >> 8), F) * 0x1p-24f;
+}
+
+/// Codes of element `i`, entries from `e` on, as 32-bit lanes.
+template <bool stochastic>
+KV_KERNEL_INLINE I Code(const Side& side, const Workspace& ws, int i, int e, F x, F inverse, F minimum, F levels) {
+  const F level = Level(x, inverse, minimum, levels);
+  if constexpr (!stochastic) return (I)(level + 0x1p23f) & 0xff;
+  constexpr uint32_t kGolden = 0x9e3779b9u;
+  const U seed = side.along_tokens ? ws.seeds[i] + ((U)LaneNumbers() + uint32_t(e)) * kGolden
+                                   : Load<U>(ws.seeds + e) + uint32_t(i) * kGolden;
+  const I code = __builtin_convertvector(level + Noise(seed), I);
+  const I most = __builtin_convertvector(levels, I);
+  return code < most ? code : most;
+}
+
+/// Fills ws.codes, and the sums where they are stored.
+template <bool stochastic>
+static void Quantize(const Side& side, Workspace& ws, uint8_t* record) {
+  const int entries = side.entries(), partition = side.layout->partition;
+  for (int p = 0; p < side.layout->partitions; ++p) {
+    for (int e = 0; e < entries; e += kLanes) {
+      const size_t m = size_t(p) * entries + e;
+      const F minimum = Load<F>(ws.minimum + m), inverse = Inverse(Load<F>(ws.step + m));
+      const F levels = Set(float((1 << side.width(p, e)) - 1));
+      const float* x = ws.x + size_t(p) * partition * entries + e;
+      if (side.along_tokens) {
+        uint8_t* codes = ws.codes + (size_t(e) * side.tokens) + size_t(p) * partition * kSegmentChannels;
+        for (int i = 0; i < partition; ++i) {
+          const F v = Load<F>(x + size_t(i) * entries);
+          const I code = Code<stochastic>(side, ws, p * partition + i, e, v, inverse, minimum, levels);
+          Store(codes + i * kSegmentChannels, __builtin_convertvector(code, B));
+        }
+        continue;
+      }
+      I sum = {};
+      for (int i = 0; i < partition; i += kSegmentChannels) {
+        uint8_t block[kSegmentChannels * kLanes];  // [channel][token]
+        for (int c = 0; c < kSegmentChannels; ++c) {
+          const F v = Load<F>(x + size_t(i + c) * entries);
+          const I code = Code<stochastic>(side, ws, p * partition + i + c, e, v, inverse, minimum, levels);
+          sum += code;
+          Store(block + c * kLanes, __builtin_convertvector(code, B));
+        }
+        uint8_t* codes = ws.codes + size_t(p * partition + i) * side.tokens + size_t(e) * kSegmentChannels;
+        for (int t = 0; t < kLanes; ++t) {
+          for (int c = 0; c < kSegmentChannels; ++c) codes[t * kSegmentChannels + c] = block[c * kLanes + t];
+        }
+      }
+      if (side.layout->sums) Store(record + side.layout->sums + 2 * m, __builtin_convertvector(sum, H));
+    }
+  }
+}
+
+/// Bytes [16 rows][16 channels] -> words [j][r] of hack_format.h: K's lanes are 4 channels of row r, V's are rows
+/// 4j..4j+3 of channel r.
+KV_KERNEL_INLINE void Spread(const uint8_t* rows, bool is_v, uint32_t* words) {
+  for (int j = 0; j < 4; ++j) {
+    if (is_v) {
+      U word = {};
+      for (int lane = 0; lane < 4; ++lane)
+        word |= __builtin_convertvector(Load<B>(rows + (4 * j + lane) * 16), U) << (8 * lane);
+      Store(words + 16 * j, word);
+    } else {
+      for (int r = 0; r < 16; ++r) std::memcpy(words + 16 * j + r, rows + 16 * r + 4 * j, 4);
+    }
+  }
+}
+
+/// The inverse of Spread.
+KV_KERNEL_INLINE void Gather(const uint32_t* words, bool is_v, uint8_t* rows) {
+  for (int j = 0; j < 4; ++j) {
+    if (is_v) {
+      const U word = Load<U>(words + 16 * j);
+      for (int lane = 0; lane < 4; ++lane)
+        Store(rows + (4 * j + lane) * 16, __builtin_convertvector(word >> (8 * lane) & 0xffu, B));
+    } else {
+      for (int r = 0; r < 16; ++r) std::memcpy(rows + 16 * r + 4 * j, words + 16 * j + r, 4);
+    }
+  }
+}
+
+/// Packs one segment of one strip. codes: [64 tokens][16 channels].
+static void PackSegment(const uint8_t* codes, int width, bool is_v, uint8_t* out) {
+  alignas(64) uint8_t rows[256];
+  alignas(64) uint32_t words[kPlaneWords];
+  if (width == 8) {
+    for (int i = 0; i < 4; ++i) {
+      for (int k = 0; k < 256; k += 64) Store(rows + k, Load<U>(codes + 256 * i + k) ^ (is_v ? 0x80808080u : 0u));
+      Spread(rows, is_v, words);
+      for (int j = 0; j < 4; ++j) std::memcpy(out + 256 * j + 64 * i, words + 16 * j, 64);
+    }
+    return;
+  }
+  int low = 0;
+  for (; width - low >= 2; low += 2, out += 256) {
+    for (int k = 0; k < 256; k += 64) {
+      U bits = {};
+      for (int i = 0; i < 4; ++i) bits |= (Load<U>(codes + 256 * i + k) >> low & 0x03030303u) << (2 * i);
+      Store(rows + k, bits);
+    }
+    Spread(rows, is_v, words);
+    std::memcpy(out, words, 256);
+  }
+  if (width == low) return;
+  for (int k = 0; k < 256; k += 64) {
+    U bits = {};
+    for (int i = 0; i < 4; ++i) bits |= (Load<U>(codes + 256 * i + k) >> low & 0x01010101u) << ((i & 1) + 4 * (i >> 1));
+    Store(rows + k, bits);
+  }
+  Spread(rows, is_v, words);
+  for (int h = 0; h < 2; ++h) Store(out + 64 * h, Load<U>(words + 32 * h) | Load<U>(words + 32 * h + 16) << 2);
+}
+
+/// The inverse of PackSegment.
+static void UnpackSegment(const uint8_t* in, int width, bool is_v, uint8_t* codes) {
+  alignas(64) uint8_t rows[256];
+  alignas(64) uint32_t words[kPlaneWords];
+  if (width == 8) {
+    for (int i = 0; i < 4; ++i) {
+      for (int j = 0; j < 4; ++j) std::memcpy(words + 16 * j, in + 256 * j + 64 * i, 64);
+      Gather(words, is_v, rows);
+      for (int k = 0; k < 256; k += 64) Store(codes + 256 * i + k, Load<U>(rows + k) ^ (is_v ? 0x80808080u : 0u));
+    }
+    return;
+  }
+  std::memset(codes, 0, kStripTokens * kSegmentChannels);
+  int low = 0;
+  for (; width - low >= 2; low += 2, in += 256) {
+    std::memcpy(words, in, 256);
+    Gather(words, is_v, rows);
+    for (int k = 0; k < 256; k += 64) {
+      const U bits = Load<U>(rows + k);
+      for (int i = 0; i < 4; ++i) {
+        uint8_t* at = codes + 256 * i + k;
+        Store(at, Load<U>(at) | (bits >> (2 * i) & 0x03030303u) << low);
+      }
+    }
+  }
+  if (width == low) return;
+  for (int h = 0; h < 2; ++h) {
+    const U word = Load<U>(in + 64 * h);
+    Store(words + 32 * h, word & 0x33333333u);
+    Store(words + 32 * h + 16, word >> 2 & 0x33333333u);
+  }
+  Gather(words, is_v, rows);
+  for (int k = 0; k < 256; k += 64) {
+    const U bits = Load<U>(rows + k);
+    for (int i = 0; i < 4; ++i) {
+      uint8_t* at = codes + 256 * i + k;
+      Store(at, Load<U>(at) | (bits >> ((i & 1) + 4 * (i >> 1)) & 0x01010101u) << low);
+    }
+  }
+}
+
+static void StoreMeta(const Side& side, const Workspace& ws, uint8_t* record) {
+  const SideLayout& layout = *side.layout;
+  const size_t n = size_t(layout.partitions) * layout.meta_entries;
+  if (!side.meta8) {
+    std::memcpy(record + layout.steps, ws.stored_step, 2 * n);
+    std::memcpy(record + layout.minima, ws.stored_minimum, 2 * n);
+    return;
+  }
+  for (size_t m = 0; m < n; m += kLanes) {
+    Store(record + layout.steps + m, __builtin_convertvector(Load<H>(ws.stored_step + m), B));
+    Store(record + layout.minima + m, __builtin_convertvector(Load<H>(ws.stored_minimum + m), B));
+  }
+}
+
+static bool EncodeSide(const Side& side, const uint8_t* raw, uint8_t* record, Workspace& ws) {
+  const SideLayout& layout = *side.layout;
+  if (!Convert(side, raw, ws)) return false;
+  FindBounds(side, ws);
+  bool fit = false;
+  for (int s = 0; s < layout.segments; ++s) fit |= layout.segment_least_squares[s];
+  const int group = side.along_tokens ? 1 : layout.partitions;
+  for (int first = 0; first < layout.partitions; first += group) {
+    float tops[2];
+    if (fit) FitRanges(side, first, first + group, ws);
+    if (!MakeMeta(side, first, first + group, ws.lo, ws.hi, ws, tops)) return false;
+    if (side.meta8) {
+      const uint16_t bits[2] = {FloatToHalf(tops[0]), FloatToHalf(tops[1])};
+      std::memcpy(record + layout.tops + 4 * (first / group), bits, 4);
+    }
+  }
+  StoreMeta(side, ws, record);
+  side.stochastic ? Quantize<true>(side, ws, record) : Quantize<false>(side, ws, record);
+  for (int strip = 0; strip < side.tokens / kStripTokens; ++strip) {
+    uint8_t* out = record + layout.codes + size_t(strip) * layout.strip_bytes;
+    for (int s = 0; s < layout.segments; ++s) {
+      const uint8_t* codes = ws.codes + (size_t(s) * side.tokens + strip * kStripTokens) * kSegmentChannels;
+      PackSegment(codes, layout.segment_bits[s], side.is_v, out + layout.segment_offset[s]);
+    }
+  }
+  return true;
+}
+
+static bool Encode(const HackFormat& format, const uint8_t* raw, uint32_t layer, uint64_t first_token, uint8_t* page,
+                   uint8_t* workspace) {
+  Workspace& ws = *reinterpret_cast<Workspace*>(workspace);
+  std::memset(page, 0, format.page_bytes);
+  for (int h = 0; h < format.layout.kv_heads; ++h) {
+    for (int s = 0; s < 2; ++s) {
+      const Side side = MakeSide(format, h, s);
+      if (side.stochastic) MakeSeeds(layer, h, s, first_token, side.tokens, ws.seeds);
+      if (!EncodeSide(side, raw + format.layout.raw_offset(s, h, 0), page + format.heads[h].offset, ws)) {
+        std::memset(page, 0, format.page_bytes);
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+/// Steps or minima [16 entries from m on], as attention reads them.
+KV_KERNEL_INLINE F LoadMeta(const Side& side, const uint8_t* record, bool step, size_t m) {
+  const SideLayout& layout = *side.layout;
+  const uint8_t* at = record + (step ? layout.steps : layout.minima);
+  if (!side.meta8) return FromHalf(Load<H>(at + 2 * m));
+  uint16_t bits;
+  std::memcpy(&bits, record + layout.tops + (side.along_tokens ? 4 * (m / layout.meta_entries) : 0) + (step ? 0 : 2),
+              2);
+  const U stored = __builtin_convertvector(Load<B>(at + m), U);
+  if (step) return HalfToFloat(bits) * __builtin_convertvector((I)stored, F) / 255.0f;
+  return HalfToFloat(bits) * __builtin_convertvector((I)(stored << 24) >> 24, F) / 127.0f;
+}
+
+static void DecodeSide(const Side& side, const uint8_t* record, uint8_t* raw) {
+  const SideLayout& layout = *side.layout;
+  alignas(64) uint8_t codes[kSegmentsMax * kStripTokens * kSegmentChannels];
+  alignas(64) float steps[PageLayout::kHeadDimMax], minima[PageLayout::kHeadDimMax], row[PageLayout::kHeadDimMax];
+  alignas(64) float token_steps[8][kStripTokens], token_minima[8][kStripTokens];  // partitions of at least 32 channels
+  for (int strip = 0; strip < side.tokens / kStripTokens; ++strip) {
+    const uint8_t* in = record + layout.codes + size_t(strip) * layout.strip_bytes;
+    for (int s = 0; s < layout.segments; ++s) {
+      UnpackSegment(in + layout.segment_offset[s], layout.segment_bits[s], side.is_v,
+                    codes + s * kStripTokens * kSegmentChannels);
+    }
+    if (!side.along_tokens) {
+      for (int p = 0; p < layout.partitions; ++p) {
+        for (int t = 0; t < kStripTokens; t += kLanes) {
+          const size_t m = size_t(p) * side.tokens + strip * kStripTokens + t;
+          Store(token_steps[p] + t, LoadMeta(side, record, true, m));
+          Store(token_minima[p] + t, LoadMeta(side, record, false, m));
+        }
+      }
+    }
+    for (int t = 0; t < kStripTokens; ++t) {
+      const int token = strip * kStripTokens + t;
+      if (side.along_tokens && (t == 0 || token % layout.partition == 0)) {
+        for (int c = 0; c < side.channels; c += kLanes) {
+          const size_t m = size_t(token / layout.partition) * side.channels + c;
+          Store(steps + c, LoadMeta(side, record, true, m));
+          Store(minima + c, LoadMeta(side, record, false, m));
+        }
+      }
+      uint8_t* out = raw + size_t(token) * side.channels * 2;
+      for (int c = 0; c < side.channels; c += kLanes) {
+        const B stored = Load<B>(codes + c * kStripTokens + t * kSegmentChannels);
+        const F code = __builtin_convertvector(__builtin_convertvector(stored, I), F);
+        const int p = c / layout.partition;
+        const F value = side.along_tokens ? code * Load<F>(steps + c) + Load<F>(minima + c)
+                                          : code * token_steps[p][t] + token_minima[p][t];
+        if (side.rotate) {
+          Store(row + c, value);
+        } else {
+          StoreRaw(out + 2 * c, side.dtype, value);
+        }
+      }
+      if (side.rotate) {
+        HadamardRow(row, side.channels);
+        for (int c = 0; c < side.channels; c += kLanes) StoreRaw(out + 2 * c, side.dtype, Load<F>(row + c));
+      }
+    }
+  }
+}
+
+static void Decode(const HackFormat& format, const uint8_t* page, uint8_t* raw) {
+  for (int h = 0; h < format.layout.kv_heads; ++h) {
+    for (int s = 0; s < 2; ++s) {
+      DecodeSide(MakeSide(format, h, s), page + format.heads[h].offset, raw + format.layout.raw_offset(s, h, 0));
+    }
+  }
+}
+
+}  // namespace KV_KERNEL_ISA
