@@ -1,0 +1,67 @@
+#include "codecs/registry.h"
+
+#include <string>
+
+#include "gtest/gtest.h"
+#include "kvmanager/base/status.h"
+
+namespace kvmanager {
+namespace {
+
+TEST(ParseCodecSpecTest, ReadsNameAndParameters) {
+  const auto bare = ParseCodecSpec("raw");
+  ASSERT_TRUE(bare.ok());
+  EXPECT_EQ(bare->name, "raw");
+  EXPECT_TRUE(bare->parameters.empty());
+  const auto spec = ParseCodecSpec("hack:k_bits=3,k_axis=token");
+  ASSERT_TRUE(spec.ok());
+  EXPECT_EQ(spec->name, "hack");
+  EXPECT_EQ(spec->parameters, (CodecParameters{{"k_bits", "3"}, {"k_axis", "token"}}));
+  EXPECT_EQ(ParseCodecSpec("a:b=c=d")->parameters.at("b"), "c=d");
+}
+
+TEST(ParseCodecSpecTest, RefusesWithFieldValueAndBound) {
+  for (const char* text : {"", ":k=1", "HACK", "hack :k=1", "h\nack", "hack:", "hack:k", "hack:k=", "hack:=1",
+                           "hack:k=1,", "hack:,k=1", "hack:k=1,,j=2", "hack:K=1", "hack:k=1,k=2"}) {
+    const auto spec = ParseCodecSpec(text);
+    ASSERT_FALSE(spec.ok()) << text;
+    EXPECT_EQ(spec.status().code(), absl::StatusCode::kInvalidArgument) << text;
+    const ErrorDetail detail = DetailOf(spec.status());
+    EXPECT_FALSE(detail.field.empty()) << text;
+    EXPECT_FALSE(detail.value.empty()) << text;
+    EXPECT_FALSE(detail.bound.empty()) << text;
+  }
+  EXPECT_EQ(DetailOf(ParseCodecSpec("hack:k=1,k=2").status()).field, "codec parameter k");
+  EXPECT_FALSE(ParseCodecSpec(std::string(5000, 'a')).ok());
+}
+
+TEST(CodecRegistryTest, CallsTheFactoryAndListsWhatItKnows) {
+  CodecRegistry registry;
+  CodecParameters seen;
+  registry.Register("b", "the second",
+                    [](const PageLayout&, const CodecParameters&) { return absl::NotFoundError("b's own"); });
+  registry.Register("a", "the first", [&seen](const PageLayout& layout, const CodecParameters& parameters) {
+    seen = parameters;
+    return InvalidField("head_dim", layout.head_dim, "even");
+  });
+  EXPECT_EQ(registry.Names(), (std::map<std::string, std::string>{{"a", "the first"}, {"b", "the second"}}));
+  const PageLayout layout{DType::kFloat16, 1, 17, 64};
+  EXPECT_EQ(registry.Create("a:x=1", layout).status().message(), "head_dim is 17, must be even");
+  EXPECT_EQ(seen, (CodecParameters{{"x", "1"}}));
+  EXPECT_EQ(registry.Create("b", layout).status().message(), "b's own");
+  const absl::Status unknown = registry.Create("zip:k=1", layout).status();
+  EXPECT_EQ(unknown.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(DetailOf(unknown).value, "\"zip\"");
+  EXPECT_EQ(DetailOf(unknown).bound, "one of a, b");
+  EXPECT_FALSE(registry.Create("a:x", layout).ok());
+}
+
+TEST(CodecRegistryDeathTest, ANameIsRegisteredOnce) {
+  CodecRegistry registry;
+  const auto factory = [](const PageLayout&, const CodecParameters&) { return absl::NotFoundError(""); };
+  registry.Register("a", "", factory);
+  EXPECT_DEATH(registry.Register("a", "", factory), "broken invariant");
+}
+
+}  // namespace
+}  // namespace kvmanager
