@@ -1,0 +1,435 @@
+// The plan of one layer's attention.
+//
+// Query tokens of one page form a group, since which pages they read raw or encoded is the same for all of them. A
+// group's rows (token, head of the KV head's group) are cut into tiles of at most PageAttentionTask::kRowsMax; a tile
+// and a KV head is the unit of work, and its length may be cut further.
+//
+// Invariants:
+// 1. Where the length is cut depends on the query's own page, the number of KV heads and `threads` alone, not on the
+// batch
+//    or on how query tokens were chunked; the parts are merged in order of position, whoever computed them. So a row's
+//    result is the same bits in every batch and chunking that is planned for as many threads.
+// 2. Running allocates nothing but what the pool's queue needs: states and workspaces are made with the plan.
+// 3. A part is written by one worker; the worker that finishes a tile's last part merges the others.
+#include "attention/attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <utility>
+
+#include "codecs/raw/raw_attention.h"
+#include "kvmanager/base/status.h"
+
+namespace kvmanager {
+namespace {
+
+// Parts of a tile's length that one thread should have to choose from, so that threads finish together.
+constexpr int kPartsPerThread = 4;
+// A part shorter than this costs more in merging than it gains.
+constexpr int kPartTokensMin = 1024;
+
+constexpr size_t AlignUp(size_t n) { return (n + 63) / 64 * 64; }
+
+/// Consecutive pages that a group reads in the same form.
+struct PageRun {
+  bool raw;
+  uint32_t begin;
+  uint32_t end;
+};
+
+struct Sequence {
+  const void* q;
+  void* out;
+  float* lse;
+  uint32_t first_page;  // of this sequence in the plan's tables of pages
+};
+
+/// Query tokens of one sequence whose own page is the same.
+struct Group {
+  uint32_t sequence;
+  uint32_t first_token;  // in the sequence's q
+  uint32_t tokens;
+  uint32_t offset;     // of the first token in its page
+  uint32_t pages;      // own page and all before it
+  uint32_t run_begin;  // in runs_
+  uint32_t run_end;
+  uint32_t part_pages;
+  uint32_t parts;
+};
+
+struct Tile {
+  uint32_t group;
+  uint32_t kv_head;
+  uint32_t first_row;  // of the group's tokens * G rows
+  uint32_t rows;
+  uint32_t remaining_index;  // of its counter, when its parts are items of their own
+  size_t state_offset;       // of its first part's state, likewise
+};
+
+/// A unit of work: one part of a tile, or all of them.
+struct Item {
+  uint32_t tile;
+  int32_t part;  // -1: all
+  uint64_t cost;
+};
+
+class Plan final : public AttentionPlan {
+ public:
+  Plan(const AttentionBatch& batch, int threads);
+  ~Plan() override { std::free(scratch_); }
+
+  AttentionCounts counts() const override { return counts_; }
+  uint64_t multiply_adds() const override {
+    return (counts_.encoded_pairs + counts_.raw_pairs) * query_heads_ * layout_.head_dim * 2;
+  }
+  void RunHere() override;
+  void Run(WorkerPool& pool, absl::AnyInvocable<void()> done) override;
+
+ private:
+  void AddSequence(const AttentionBatch& batch, const AttentionSequence& sequence);
+  void AddGroup(const AttentionBatch& batch, const AttentionSequence& sequence, uint32_t first_token, uint32_t tokens);
+  void AddItems();
+  void AllocateScratch();
+
+  void Reset();
+  void Work(int worker);
+  void RunItem(const Item& item, uint8_t* scratch);
+  void AttendPart(const Tile& tile, uint32_t part, const float* q, int* visible, absl::Span<uint8_t> workspace,
+                  const SoftmaxRows& state);
+  void LoadQueries(const Tile& tile, float* q) const;
+  void StoreOutput(const Tile& tile, const SoftmaxRows& state);
+
+  /// Row `row` of a tile's group as an index into [tokens][query_heads] of its sequence.
+  size_t RowIndex(const Group& group, uint32_t kv_head, uint32_t row) const {
+    return size_t(group.first_token + row / group_heads_) * query_heads_ + size_t(kv_head) * group_heads_ +
+           row % group_heads_;
+  }
+  size_t state_bytes(size_t rows) const {
+    return 2 * AlignUp(rows * sizeof(float)) + rows * layout_.head_dim * sizeof(float);
+  }
+  SoftmaxRows StateAt(uint8_t* at, size_t rows) const {
+    float* max = reinterpret_cast<float*>(at);
+    float* sum = reinterpret_cast<float*>(at + AlignUp(rows * sizeof(float)));
+    float* acc = reinterpret_cast<float*>(at + 2 * AlignUp(rows * sizeof(float)));
+    return {max, sum, acc};
+  }
+  void Clear(const SoftmaxRows& state, size_t rows) const {
+    std::fill_n(state.max, rows, -std::numeric_limits<float>::infinity());
+    std::fill_n(state.sum, rows, 0.0f);
+    std::fill_n(state.acc, rows * layout_.head_dim, 0.0f);
+  }
+
+  const PageAttention* const raw_attention_;
+  const PageAttention* const encoded_attention_;  // nullptr: no codec
+  const bool identity_;
+  const PageLayout layout_;
+  const int layer_;
+  const uint32_t query_heads_;
+  const uint32_t group_heads_;  // G
+  const float scale_;
+  const DType q_dtype_;
+  const int threads_;
+  const Isa isa_;
+
+  AttentionCounts counts_;
+  std::vector<Sequence> sequences_;
+  std::vector<const uint8_t*> raw_pages_;
+  std::vector<const uint8_t*> encoded_pages_;
+  std::vector<PageRun> runs_;
+  std::vector<Group> groups_;
+  std::vector<Tile> tiles_;
+  std::vector<Item> items_;
+  std::vector<std::atomic<uint32_t>> remaining_;  // [tiles whose parts are items]: parts not yet done
+
+  // Scratch of a worker: [q][state][state of the part being folded][visible][workspace].
+  uint32_t rows_max_ = 0;
+  uint32_t parts_max_ = 1;
+  size_t part_state_at_ = 0;
+  size_t visible_at_ = 0;
+  size_t workspace_at_ = 0;
+  size_t workspace_bytes_ = 0;
+  size_t worker_bytes_ = 0;
+  size_t part_states_bytes_ = 0;
+  uint8_t* scratch_ = nullptr;  // [threads_ workers][states of parts]
+
+  std::atomic<uint32_t> next_item_{0};
+  std::atomic<uint32_t> workers_left_{0};
+  absl::AnyInvocable<void()> done_;
+};
+
+Plan::Plan(const AttentionBatch& batch, int threads)
+    : raw_attention_(batch.raw_attention),
+      encoded_attention_(batch.codec == nullptr ? nullptr : &batch.codec->attention()),
+      identity_(batch.codec != nullptr && batch.codec->info().identity),
+      layout_(batch.layout),
+      layer_(batch.layer),
+      query_heads_(batch.query_heads),
+      group_heads_(batch.query_heads / batch.layout.kv_heads),
+      scale_(batch.scale != 0 ? batch.scale : 1.0f / std::sqrt(float(batch.layout.head_dim))),
+      q_dtype_(batch.q_dtype),
+      threads_(std::max(threads, 1)),
+      isa_(BestIsa()) {
+  KV_CHECK(batch.query_heads > 0 && batch.query_heads % layout_.kv_heads == 0);
+  KV_CHECK(raw_attention_ != nullptr);
+  size_t pages = 0, groups = 0;
+  for (const AttentionSequence& s : batch.sequences) {
+    pages += s.pages.size();
+    groups += s.tokens / layout_.page_tokens + 2;
+  }
+  sequences_.reserve(batch.sequences.size());
+  raw_pages_.reserve(pages);
+  encoded_pages_.reserve(pages);
+  runs_.reserve(2 * groups);
+  groups_.reserve(groups);
+  for (const AttentionSequence& s : batch.sequences) AddSequence(batch, s);
+  AddItems();
+  AllocateScratch();
+}
+
+void Plan::AddSequence(const AttentionBatch& batch, const AttentionSequence& sequence) {
+  const uint64_t page_tokens = layout_.page_tokens;
+  KV_CHECK(sequence.tokens >= 1);
+  KV_CHECK((sequence.first_position + sequence.tokens - 1) / page_tokens < sequence.pages.size());
+  sequences_.push_back({sequence.q, sequence.out, sequence.lse, uint32_t(raw_pages_.size())});
+  for (const AttentionPage& page : sequence.pages) {
+    KV_CHECK(page.raw != nullptr || page.encoded != nullptr);
+    KV_CHECK(page.encoded == nullptr || encoded_attention_ != nullptr);
+    raw_pages_.push_back(page.raw);
+    encoded_pages_.push_back(page.encoded);
+  }
+  for (uint32_t token = 0; token < uint32_t(sequence.tokens);) {
+    const uint64_t offset = (sequence.first_position + token) % page_tokens;
+    const uint32_t tokens = uint32_t(std::min<uint64_t>(page_tokens - offset, sequence.tokens - token));
+    AddGroup(batch, sequence, token, tokens);
+    token += tokens;
+  }
+}
+
+void Plan::AddGroup(const AttentionBatch& batch, const AttentionSequence& sequence, uint32_t first_token,
+                    uint32_t tokens) {
+  const uint32_t page_tokens = layout_.page_tokens;
+  const uint64_t position = sequence.first_position + first_token;
+  Group group;
+  group.sequence = uint32_t(sequences_.size() - 1);
+  group.first_token = first_token;
+  group.tokens = tokens;
+  group.offset = uint32_t(position % page_tokens);
+  const uint32_t own = uint32_t(position / page_tokens);
+  group.pages = own + 1;
+  group.run_begin = uint32_t(runs_.size());
+  uint64_t encoded_pages = 0;
+  for (uint32_t j = 0; j <= own; ++j) {
+    const AttentionPage& page = sequence.pages[j];
+    const bool near = j == own || (page.lag_applies && own - j <= uint32_t(batch.lag_pages));
+    const bool raw = page.encoded == nullptr || (near && page.raw != nullptr);
+    encoded_pages += !raw && j != own;
+    if (runs_.size() > group.run_begin && runs_.back().raw == raw) {
+      runs_.back().end = j + 1;
+    } else {
+      runs_.push_back({raw, j, j + 1});
+    }
+  }
+  group.run_end = uint32_t(runs_.size());
+  // A codec's attention sees whole pages; a page that its reader sees in part is its own, and that one has a raw form.
+  KV_CHECK(runs_.back().raw || identity_ || (tokens == 1 && group.offset + 1 == page_tokens));
+
+  const uint64_t own_pairs = uint64_t{tokens} * (group.offset + 1) + uint64_t{tokens} * (tokens - 1) / 2;
+  counts_.encoded_pairs += encoded_pages * page_tokens * tokens;
+  counts_.raw_pairs += (own - encoded_pages) * page_tokens * tokens;
+  (runs_.back().raw ? counts_.raw_pairs : counts_.encoded_pairs) += own_pairs;
+
+  const uint32_t wanted = threads_ == 1 ? 1 : (kPartsPerThread * threads_ + layout_.kv_heads - 1) / layout_.kv_heads;
+  const uint32_t part_pages_min = (kPartTokensMin + page_tokens - 1) / page_tokens;
+  group.part_pages = std::max((group.pages + wanted - 1) / wanted, part_pages_min);
+  group.parts = (group.pages + group.part_pages - 1) / group.part_pages;
+  parts_max_ = std::max(parts_max_, group.parts);
+  groups_.push_back(group);
+}
+
+void Plan::AddItems() {
+  size_t tiles = 0;
+  for (const Group& g : groups_) {
+    const size_t rows = size_t(g.tokens) * group_heads_;
+    tiles += (rows + PageAttentionTask::kRowsMax - 1) / PageAttentionTask::kRowsMax * layout_.kv_heads;
+  }
+  // Parts become items only where whole tiles are too few to keep the threads busy.
+  const bool split = tiles < size_t(kPartsPerThread) * threads_ && parts_max_ > 1;
+  tiles_.reserve(tiles);
+  items_.reserve(split ? tiles * parts_max_ : tiles);
+  uint32_t counters = 0;
+  for (uint32_t i = 0; i < groups_.size(); ++i) {
+    const Group& group = groups_[i];
+    const uint32_t rows = group.tokens * group_heads_;
+    for (uint32_t head = 0; head < layout_.kv_heads; ++head) {
+      for (uint32_t row = 0; row < rows; row += PageAttentionTask::kRowsMax) {
+        Tile tile{i, head, row, std::min<uint32_t>(rows - row, PageAttentionTask::kRowsMax), 0, 0};
+        rows_max_ = std::max(rows_max_, tile.rows);
+        if (!split || group.parts == 1) {
+          items_.push_back({uint32_t(tiles_.size()), -1, uint64_t{tile.rows} * group.pages});
+        } else {
+          tile.remaining_index = counters++;
+          tile.state_offset = part_states_bytes_;
+          part_states_bytes_ += group.parts * state_bytes(tile.rows);
+          for (uint32_t part = 0; part < group.parts; ++part) {
+            items_.push_back({uint32_t(tiles_.size()), int32_t(part), uint64_t{tile.rows} * group.part_pages});
+          }
+        }
+        tiles_.push_back(tile);
+      }
+    }
+  }
+  remaining_ = std::vector<std::atomic<uint32_t>>(counters);
+  // The longest first, so that no thread is left alone with one at the end.
+  if (threads_ > 1) {
+    std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+  }
+}
+
+void Plan::AllocateScratch() {
+  workspace_bytes_ = raw_attention_->workspace_bytes(rows_max_);
+  if (encoded_attention_ != nullptr) {
+    workspace_bytes_ = std::max(workspace_bytes_, encoded_attention_->workspace_bytes(rows_max_));
+  }
+  const size_t q_bytes = size_t(rows_max_) * layout_.head_dim * sizeof(float);
+  part_state_at_ = q_bytes + state_bytes(rows_max_);
+  visible_at_ = part_state_at_ + (parts_max_ > 1 ? state_bytes(rows_max_) : 0);
+  workspace_at_ = visible_at_ + AlignUp(rows_max_ * sizeof(int));
+  worker_bytes_ = workspace_at_ + AlignUp(workspace_bytes_);
+  scratch_ = static_cast<uint8_t*>(
+      std::aligned_alloc(64, std::max<size_t>(worker_bytes_ * threads_ + part_states_bytes_, 64)));
+  KV_CHECK(scratch_ != nullptr);
+}
+
+void Plan::Reset() {
+  next_item_.store(0, std::memory_order_relaxed);
+  for (const Tile& tile : tiles_) {
+    const Group& group = groups_[tile.group];
+    if (group.parts > 1 && !remaining_.empty()) {
+      remaining_[tile.remaining_index].store(group.parts, std::memory_order_relaxed);
+    }
+  }
+}
+
+void Plan::RunHere() {
+  Reset();
+  Work(0);
+}
+
+void Plan::Run(WorkerPool& pool, absl::AnyInvocable<void()> done) {
+  Reset();
+  const int workers = std::max<int>(1, std::min<size_t>({size_t(threads_), items_.size(), size_t(pool.threads())}));
+  done_ = std::move(done);
+  workers_left_.store(workers, std::memory_order_relaxed);
+  for (int worker = 0; worker < workers; ++worker) {
+    pool.Post(WorkerPool::Priority::kAttend, [this, worker] {
+      Work(worker);
+      if (workers_left_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+      absl::AnyInvocable<void()> done = std::move(done_);
+      done();  // may destroy the plan
+    });
+  }
+}
+
+void Plan::Work(int worker) {
+  uint8_t* scratch = scratch_ + worker_bytes_ * worker;
+  for (;;) {
+    const uint32_t i = next_item_.fetch_add(1, std::memory_order_relaxed);
+    if (i >= items_.size()) return;
+    RunItem(items_[i], scratch);
+  }
+}
+
+void Plan::RunItem(const Item& item, uint8_t* scratch) {
+  const Tile& tile = tiles_[item.tile];
+  const Group& group = groups_[tile.group];
+  float* q = reinterpret_cast<float*>(scratch);
+  int* visible = reinterpret_cast<int*>(scratch + visible_at_);
+  const absl::Span<uint8_t> workspace(scratch + workspace_at_, workspace_bytes_);
+  const size_t q_bytes = size_t(rows_max_) * layout_.head_dim * sizeof(float);
+  LoadQueries(tile, q);
+  if (item.part < 0) {
+    const SoftmaxRows state = StateAt(scratch + q_bytes, tile.rows);
+    Clear(state, tile.rows);
+    AttendPart(tile, 0, q, visible, workspace, state);
+    for (uint32_t part = 1; part < group.parts; ++part) {
+      const SoftmaxRows next = StateAt(scratch + part_state_at_, tile.rows);
+      Clear(next, tile.rows);
+      AttendPart(tile, part, q, visible, workspace, next);
+      MergeSoftmax(tile.rows, layout_.head_dim, next, state);
+    }
+    StoreOutput(tile, state);
+    return;
+  }
+  uint8_t* states = scratch_ + worker_bytes_ * threads_ + tile.state_offset;
+  const SoftmaxRows state = StateAt(states + item.part * state_bytes(tile.rows), tile.rows);
+  Clear(state, tile.rows);
+  AttendPart(tile, item.part, q, visible, workspace, state);
+  if (remaining_[tile.remaining_index].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  const SoftmaxRows first = StateAt(states, tile.rows);
+  for (uint32_t part = 1; part < group.parts; ++part) {
+    MergeSoftmax(tile.rows, layout_.head_dim, StateAt(states + part * state_bytes(tile.rows), tile.rows), first);
+  }
+  StoreOutput(tile, first);
+}
+
+void Plan::AttendPart(const Tile& tile, uint32_t part, const float* q, int* visible, absl::Span<uint8_t> workspace,
+                      const SoftmaxRows& state) {
+  const Group& group = groups_[tile.group];
+  const uint32_t begin = part * group.part_pages;
+  const uint32_t end = std::min(begin + group.part_pages, group.pages);
+  PageAttentionTask task;
+  task.q = q;
+  task.rows = tile.rows;
+  task.scale = scale_;
+  task.layer = layer_;
+  task.kv_head = tile.kv_head;
+  for (uint32_t i = group.run_begin; i < group.run_end; ++i) {
+    const PageRun& run = runs_[i];
+    const uint32_t from = std::max(run.begin, begin), to = std::min(run.end, end);
+    if (from >= to) continue;
+    const std::vector<const uint8_t*>& pages = run.raw ? raw_pages_ : encoded_pages_;
+    task.pages = absl::MakeConstSpan(pages.data() + sequences_[group.sequence].first_page + from, to - from);
+    task.visible = nullptr;
+    if (to == group.pages && group.offset + 1 < layout_.page_tokens) {
+      const uint32_t before = (to - 1 - from) * layout_.page_tokens + group.offset + 1;
+      for (uint32_t r = 0; r < tile.rows; ++r) visible[r] = int(before + (tile.first_row + r) / group_heads_);
+      task.visible = visible;
+    }
+    (run.raw ? raw_attention_ : encoded_attention_)->Attend(task, state, workspace);
+  }
+}
+
+void Plan::LoadQueries(const Tile& tile, float* q) const {
+  const Group& group = groups_[tile.group];
+  const char* base = static_cast<const char*>(sequences_[group.sequence].q);
+  const size_t d = layout_.head_dim;
+  for (uint32_t r = 0; r < tile.rows; ++r) {
+    const size_t row = RowIndex(group, tile.kv_head, tile.first_row + r);
+    ConvertToFloat(base + row * d * DTypeBytes(q_dtype_), q_dtype_, d, q + r * d, isa_);
+  }
+}
+
+void Plan::StoreOutput(const Tile& tile, const SoftmaxRows& state) {
+  const Group& group = groups_[tile.group];
+  const Sequence& sequence = sequences_[group.sequence];
+  const size_t d = layout_.head_dim;
+  for (uint32_t r = 0; r < tile.rows; ++r) {
+    const size_t row = RowIndex(group, tile.kv_head, tile.first_row + r);
+    float* acc = state.acc + r * d;
+    const float inverse = 1.0f / state.sum[r];
+    for (size_t c = 0; c < d; ++c) acc[c] *= inverse;
+    ConvertFromFloat(acc, q_dtype_, d, static_cast<char*>(sequence.out) + row * d * DTypeBytes(q_dtype_), isa_);
+    if (sequence.lse != nullptr) sequence.lse[row] = state.max[r] + std::log(state.sum[r]);
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<AttentionPlan> AttentionPlan::Make(const AttentionBatch& batch, int threads) {
+  return std::make_unique<Plan>(batch, threads);
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,249 @@
+// The kernels of raw attention, written once over simd_inl.h's vectors and compiled per instruction set.
+//
+// Per page, for tiles of up to four rows: scores of all tokens (each K vector is converted once for the tile), softmax
+// of the page against the running maximum, then V with a block of channels in registers over all tokens.
+//
+// Invariants: 1. a row's additions happen in an order that depends on its own tokens alone, not on tile or neighbours;
+// 2. no token at or beyond what a row of the tile sees is read.
+#pragma once
+
+#include "codecs/simd_inl.h"
+//
+#include "codecs/raw/raw_attention_kernel.h"
+
+namespace kvmanager {
+namespace {
+
+constexpr int kPageTokens = 256;  // PageLayout::kPageTokensMax
+constexpr int kTileRows = 4;
+
+struct Tile {
+  const float* q[kTileRows];
+  float* acc[kTileRows];
+  int seen[kTileRows];  // tokens of the page that the row sees, 0..page_tokens
+  int tokens;           // the most of any row
+  alignas(64) float p[kTileRows][kPageTokens + kLanes];
+};
+
+/// Scores of kT tokens from t on, for kR rows; kT * (kR rounded up to a power of two) = kLanes, so that one transposed
+/// reduction yields one vector of scores. Tokens beyond the last repeat it.
+template <bool kBFloat16, int kR>
+KVMANAGER_INLINE void Scores(const RawAttentionArguments& a, const uint16_t* k, const uint8_t* ahead, Tile& tile) {
+  constexpr int kRows2 = kR == 3 ? 4 : kR;
+  constexpr int kT = kLanes / kRows2;
+  const int d = a.head_dim;
+  for (int t = 0; t < tile.tokens; t += kT) {
+    const uint16_t* token[kT];
+    KVMANAGER_UNROLL
+    for (int i = 0; i < kT; ++i) token[i] = k + size_t(t + i < tile.tokens ? t + i : tile.tokens - 1) * d;
+    if (ahead != nullptr) PrefetchLines(ahead + size_t(t) * d * 2, (kT * d * 2 + 63) / 64);
+    VecF dot[kLanes] = {};
+    for (int c = 0; c < d; c += kLanes) {
+      VecF q[kR];
+      KVMANAGER_UNROLL
+      for (int r = 0; r < kR; ++r) q[r] = LoadF(tile.q[r] + c);
+      KVMANAGER_UNROLL
+      for (int i = 0; i < kT; ++i) {
+        const VecF x = Load16<kBFloat16>(token[i] + c);
+        KVMANAGER_UNROLL
+        for (int r = 0; r < kR; ++r) dot[r * kT + i] += q[r] * x;
+      }
+    }
+    alignas(64) float s[kLanes];
+    StoreF(s, SumEach(dot) * a.scale);
+    KVMANAGER_UNROLL
+    for (int r = 0; r < kR; ++r) __builtin_memcpy(&tile.p[r][t], s + r * kT, sizeof(float) * kT);
+  }
+}
+
+/// Turns row r's scores into exp(score - max), rescaling its state if the page raises its maximum.
+KVMANAGER_INLINE void Softmax(const RawAttentionArguments& a, Tile& tile, int r, int row) {
+  float* p = tile.p[r];
+  const int seen = tile.seen[r];
+  if (seen == 0) {
+    for (int t = 0; t < tile.tokens; ++t) p[t] = 0;
+    return;
+  }
+  const VecI lane = Iota();
+  const VecF none = SetF(-__builtin_inff());
+  VecF top = none;
+  for (int t = 0; t < seen; t += kLanes) {
+    const VecF s = lane < seen - t ? LoadF(p + t) : none;
+    StoreF(p + t, s);
+    top = MaxF(top, s);
+  }
+  for (int t = (seen + kLanes - 1) / kLanes * kLanes; t < tile.tokens; ++t) p[t] = 0;
+  const float page_max = ReduceMax(top);
+  if (page_max > a.max[row]) {
+    const float factor = ExpNegativeScalar(a.max[row] - page_max);
+    a.max[row] = page_max;
+    a.sum[row] *= factor;
+    for (int c = 0; c < a.head_dim; c += kLanes) StoreF(tile.acc[r] + c, LoadF(tile.acc[r] + c) * factor);
+  }
+  const float max = a.max[row];
+  VecF sum{};
+  for (int t = 0; t < seen; t += kLanes) {
+    const VecF x = ExpNegative(LoadF(p + t) - max);
+    StoreF(p + t, x);
+    sum += x;
+  }
+  a.sum[row] += ReduceAdd(sum);
+}
+
+/// acc += p * V for kC vectors of channels from c on.
+template <bool kBFloat16, int kR, int kC>
+KVMANAGER_INLINE void Accumulate(const RawAttentionArguments& a, const uint16_t* v, const uint8_t* ahead, Tile& tile,
+                                 int c) {
+  const int d = a.head_dim;
+  VecF acc[kR][kC];
+  KVMANAGER_UNROLL
+  for (int r = 0; r < kR; ++r) {
+    KVMANAGER_UNROLL
+    for (int i = 0; i < kC; ++i) acc[r][i] = LoadF(tile.acc[r] + c + i * kLanes);
+  }
+  const uint16_t* at = v + c;
+  for (int t = 0; t < tile.tokens; ++t, at += d) {
+    if (ahead != nullptr) PrefetchLines(ahead + size_t(t) * d * 2 + c * 2, (kC * kLanes * 2 + 63) / 64);
+    VecF p[kR];
+    KVMANAGER_UNROLL
+    for (int r = 0; r < kR; ++r) p[r] = SetF(tile.p[r][t]);
+    KVMANAGER_UNROLL
+    for (int i = 0; i < kC; ++i) {
+      const VecF x = Load16<kBFloat16>(at + i * kLanes);
+      KVMANAGER_UNROLL
+      for (int r = 0; r < kR; ++r) acc[r][i] += p[r] * x;
+    }
+  }
+  KVMANAGER_UNROLL
+  for (int r = 0; r < kR; ++r) {
+    KVMANAGER_UNROLL
+    for (int i = 0; i < kC; ++i) StoreF(tile.acc[r] + c + i * kLanes, acc[r][i]);
+  }
+}
+
+/// One tile of rows over one page. ahead_v, ahead_k: what to prefetch while reading K, then V; or nullptr.
+template <bool kBFloat16, int kR>
+__attribute__((noinline)) void AttendTile(const RawAttentionArguments& a, int row, int first_token, const uint8_t* page,
+                                          const uint8_t* ahead_v, const uint8_t* ahead_k) {
+  Tile tile;
+  tile.tokens = 0;
+  for (int r = 0; r < kR; ++r) {
+    tile.q[r] = a.q + size_t(row + r) * a.head_dim;
+    tile.acc[r] = a.acc + size_t(row + r) * a.head_dim;
+    int seen = a.visible == nullptr ? a.page_tokens : a.visible[row + r] - first_token;
+    seen = seen < 0 ? 0 : seen > a.page_tokens ? a.page_tokens : seen;
+    tile.seen[r] = seen;
+    if (seen > tile.tokens) tile.tokens = seen;
+  }
+  if (tile.tokens == 0) return;
+  Scores<kBFloat16, kR>(a, reinterpret_cast<const uint16_t*>(page + a.k_offset), ahead_v, tile);
+  for (int r = 0; r < kR; ++r) Softmax(a, tile, r, row + r);
+  const uint16_t* v = reinterpret_cast<const uint16_t*>(page + a.v_offset);
+  // As many accumulators as hide the latency of a multiply-add and still fit the registers.
+  constexpr int kC = kLanes == 16 ? (kR > 2 ? 4 : 8) : (kR > 2 ? 2 : 4);
+  int c = 0;
+  for (; c + kC * kLanes <= a.head_dim; c += kC * kLanes) Accumulate<kBFloat16, kR, kC>(a, v, ahead_k, tile, c);
+  for (; c + 2 * kLanes <= a.head_dim; c += 2 * kLanes) Accumulate<kBFloat16, kR, 2>(a, v, ahead_k, tile, c);
+  for (; c < a.head_dim; c += kLanes) Accumulate<kBFloat16, kR, 1>(a, v, ahead_k, tile, c);
+}
+
+template <bool kBFloat16>
+void AttendPages(const RawAttentionArguments& a) {
+  for (size_t i = 0; i < a.page_count; ++i) {
+    const uint8_t* page = a.pages[i];
+    const int first_token = int(i) * a.page_tokens;
+    // The first tile's pass over K fetches the page's V, its pass over V the next page's K; later tiles find the page
+    // in the cache. A prefetch of bytes that do not exist does nothing.
+    const uint8_t* ahead_v = page + a.v_offset;
+    const uint8_t* ahead_k = i + 1 < a.page_count ? a.pages[i + 1] + a.k_offset : nullptr;
+    for (int row = 0; row < a.rows;) {
+      switch (a.rows - row) {
+        case 1:
+          AttendTile<kBFloat16, 1>(a, row, first_token, page, ahead_v, ahead_k);
+          break;
+        case 2:
+          AttendTile<kBFloat16, 2>(a, row, first_token, page, ahead_v, ahead_k);
+          break;
+        case 3:
+          AttendTile<kBFloat16, 3>(a, row, first_token, page, ahead_v, ahead_k);
+          break;
+        default:
+          AttendTile<kBFloat16, 4>(a, row, first_token, page, ahead_v, ahead_k);
+          break;
+      }
+      row += kTileRows;
+      ahead_v = ahead_k = nullptr;
+    }
+  }
+}
+
+void Attend(const RawAttentionArguments& a) {
+  if (a.bfloat16) {
+    AttendPages<true>(a);
+  } else {
+    AttendPages<false>(a);
+  }
+}
+
+template <bool kBFloat16>
+void ToFloat(const uint16_t* from, size_t count, float* to) {
+  size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) StoreF(to + i, Load16<kBFloat16>(from + i));
+  if (i == count) return;
+  uint16_t rest[kLanes] = {};
+  float out[kLanes];
+  __builtin_memcpy(rest, from + i, (count - i) * 2);
+  StoreF(out, Load16<kBFloat16>(rest));
+  __builtin_memcpy(to + i, out, (count - i) * 4);
+}
+
+KVMANAGER_INLINE void StoreHalf(uint16_t* to, VecF x) {
+#if defined(KVMANAGER_ISA_AVX512)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(KVMANAGER_ISA_AVX2)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  const VecU bits = (VecU)x, rest = bits & 0x7fffffff;
+  // Below 2^-14 the float unit rounds to a multiple of 2^-24.
+  const VecU small = (VecU)((VecF)rest + 0.5f) - 0x3f000000;
+  const VecU normal = (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13;
+  VecU h = rest < 0x38800000 ? small : normal;
+  h = rest >= 0x477ff000 ? SetU(0x7c00) : h;
+  h = rest > 0x7f800000 ? SetU(0x7e00) : h;
+  *reinterpret_cast<Loose16*>(to) = __builtin_convertvector(h | (bits >> 16 & 0x8000), Vec16);
+#endif
+}
+
+KVMANAGER_INLINE void StoreBFloat16(uint16_t* to, VecF x) {
+  const VecU bits = (VecU)x;
+  const VecU rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const VecU nan = (bits >> 16) | 0x40;
+  *reinterpret_cast<Loose16*>(to) = __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded, Vec16);
+}
+
+template <bool kBFloat16>
+void FromFloat(const float* from, size_t count, uint16_t* to) {
+  auto store = [](uint16_t* at, VecF x) { kBFloat16 ? StoreBFloat16(at, x) : StoreHalf(at, x); };
+  size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(to + i, LoadF(from + i));
+  if (i == count) return;
+  float rest[kLanes] = {};
+  uint16_t out[kLanes];
+  __builtin_memcpy(rest, from + i, (count - i) * 4);
+  store(out, LoadF(rest));
+  __builtin_memcpy(to + i, out, (count - i) * 2);
+}
+
+}  // namespace
+
+#if defined(KVMANAGER_ISA_AVX512)
+#define KVMANAGER_RAW_KERNELS kRawKernelsAvx512
+#elif defined(KVMANAGER_ISA_AVX2)
+#define KVMANAGER_RAW_KERNELS kRawKernelsAvx2
+#else
+#define KVMANAGER_RAW_KERNELS kRawKernelsPortable
+#endif
+
+const RawKernels KVMANAGER_RAW_KERNELS = {Attend, ToFloat<false>, ToFloat<true>, FromFloat<false>, FromFloat<true>};
+
+}  // namespace kvmanager

@@ -1,0 +1,38 @@
+// What raw_attention.cc and its kernels, one object file per instruction set, say to each other: plain structs only.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace kvmanager {
+
+struct RawAttentionArguments {
+  const float* q;  // [rows][head_dim]
+  int rows;
+  int head_dim;
+  int page_tokens;
+  bool bfloat16;
+  float scale;
+  const uint8_t* const* pages;
+  size_t page_count;
+  size_t k_offset;  // of the head's K in a page, bytes
+  size_t v_offset;
+  const int* visible;  // [rows] or nullptr
+  float* max;          // as SoftmaxRows
+  float* sum;
+  float* acc;
+};
+
+struct RawKernels {
+  void (*attend)(const RawAttentionArguments& arguments);
+  void (*half_to_float)(const uint16_t* from, size_t count, float* to);
+  void (*bfloat16_to_float)(const uint16_t* from, size_t count, float* to);
+  void (*float_to_half)(const float* from, size_t count, uint16_t* to);
+  void (*float_to_bfloat16)(const float* from, size_t count, uint16_t* to);
+};
+
+extern const RawKernels kRawKernelsPortable;
+extern const RawKernels kRawKernelsAvx2;
+extern const RawKernels kRawKernelsAvx512;
+
+}  // namespace kvmanager

@@ -1,0 +1,1 @@
+#include "codecs/raw/raw_attention_inl.h"
