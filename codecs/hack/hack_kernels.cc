@@ -56,7 +56,7 @@ struct Side {
   bool stochastic;
   int elements() const { return along_tokens ? tokens : channels; }
   int entries() const { return along_tokens ? channels : tokens; }
-  /// Width of the codes of `entry` in `partition`; 16 entries from a multiple of 16 on have one width.
+  /// Width of the codes of `entry` in `partition`; 16 entries from a multiple of 16 on have one.
   int width(int partition, int entry) const {
     return layout->segment_bits[(along_tokens ? entry : partition * layout->partition) / kSegmentChannels];
   }
@@ -113,10 +113,12 @@ void MakeSeeds(uint32_t layer, int head, int side, uint64_t first_token, int tok
 }  // namespace
 
 #define KV_KERNEL_ISA portable
+#define KV_KERNEL_LANES 4
 #define KV_KERNEL_AVX512 0
 #define KV_KERNEL_F16C 0
 #include "codecs/hack/hack_kernels_impl.h"
 #undef KV_KERNEL_ISA
+#undef KV_KERNEL_LANES
 #undef KV_KERNEL_AVX512
 #undef KV_KERNEL_F16C
 
@@ -124,10 +126,12 @@ void MakeSeeds(uint32_t layer, int head, int side, uint64_t first_token, int tok
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c,bmi,bmi2,popcnt,lzcnt")
 #define KV_KERNEL_ISA avx2
+#define KV_KERNEL_LANES 8
 #define KV_KERNEL_AVX512 0
 #define KV_KERNEL_F16C 1
 #include "codecs/hack/hack_kernels_impl.h"
 #undef KV_KERNEL_ISA
+#undef KV_KERNEL_LANES
 #undef KV_KERNEL_AVX512
 #undef KV_KERNEL_F16C
 #pragma GCC pop_options
@@ -135,10 +139,12 @@ void MakeSeeds(uint32_t layer, int head, int side, uint64_t first_token, int tok
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c,bmi,bmi2,popcnt,lzcnt")
 #define KV_KERNEL_ISA avx512
+#define KV_KERNEL_LANES 16
 #define KV_KERNEL_AVX512 1
 #define KV_KERNEL_F16C 1
 #include "codecs/hack/hack_kernels_impl.h"
 #undef KV_KERNEL_ISA
+#undef KV_KERNEL_LANES
 #undef KV_KERNEL_AVX512
 #undef KV_KERNEL_F16C
 #pragma GCC pop_options

@@ -5,13 +5,14 @@
 
 namespace KV_KERNEL_ISA {
 
-typedef float F __attribute__((vector_size(64)));
-typedef int32_t I __attribute__((vector_size(64)));
-typedef uint32_t U __attribute__((vector_size(64)));
-typedef uint16_t H __attribute__((vector_size(32)));
-typedef uint8_t B __attribute__((vector_size(16)));
-constexpr int kLanes = 16;
-constexpr int kPlaneWords = 64;  // of a segment and strip at 2 bits; half as many at 1 bit
+constexpr int kLanes = KV_KERNEL_LANES;  // divides kSegmentChannels: the lanes of a vector share a width
+constexpr int kPlaneWords = 64;          // of a segment and strip at 2 bits; half as many at 1 bit
+constexpr int kVectorBytes = 4 * kLanes;
+typedef float F __attribute__((vector_size(4 * kLanes)));
+typedef int32_t I __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t U __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t H __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t B __attribute__((vector_size(kLanes)));
 
 template <typename V>
 KV_KERNEL_INLINE V Load(const void* from) {
@@ -24,7 +25,11 @@ KV_KERNEL_INLINE void Store(void* to, V v) {
   std::memcpy(to, &v, sizeof(V));
 }
 KV_KERNEL_INLINE F Set(float f) { return F{} + f; }
-KV_KERNEL_INLINE I LaneNumbers() { return I{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+KV_KERNEL_INLINE I LaneNumbers() {
+  I lanes = {};
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i;
+  return lanes;
+}
 KV_KERNEL_INLINE F Abs(F f) { return (F)((U)f & 0x7fffffffu); }
 /// -1 in lanes that are not finite or beyond `bound`.
 KV_KERNEL_INLINE I Beyond(F f, float bound) { return ~(I)(Abs(f) <= Set(bound)); }
@@ -48,12 +53,7 @@ KV_KERNEL_INLINE F FromHalf(H h) {
 #if KV_KERNEL_AVX512
   return (F)_mm512_cvtph_ps((__m256i)h);
 #elif KV_KERNEL_F16C
-  const __m256 low = _mm256_cvtph_ps(Load<__m128i>(&h));
-  const __m256 high = _mm256_cvtph_ps(Load<__m128i>(reinterpret_cast<const char*>(&h) + 16));
-  F f;
-  std::memcpy(&f, &low, 32);
-  std::memcpy(reinterpret_cast<char*>(&f) + 32, &high, 32);
-  return f;
+  return (F)_mm256_cvtph_ps((__m128i)h);
 #else
   const U bits = __builtin_convertvector(h, U);
   const F magnitude = (F)((bits & 0x7fffu) << 13) * 0x1p112f;  // exact, subnormals included
@@ -65,13 +65,7 @@ KV_KERNEL_INLINE H ToHalf(F f) {
 #if KV_KERNEL_AVX512
   return (H)_mm512_cvtps_ph((__m512)f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif KV_KERNEL_F16C
-  __m256 low, high;
-  std::memcpy(&low, &f, 32);
-  std::memcpy(&high, reinterpret_cast<const char*>(&f) + 32, 32);
-  H h;
-  Store(&h, _mm256_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT));
-  Store(reinterpret_cast<char*>(&h) + 16, _mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT));
-  return h;
+  return (H)_mm256_cvtps_ph((__m256)f, _MM_FROUND_TO_NEAREST_INT);
 #else
   H h;
   for (int i = 0; i < kLanes; ++i) h[i] = FloatToHalf(f[i]);
@@ -222,17 +216,47 @@ KV_KERNEL_INLINE F Level(F x, F inverse, F minimum, F levels) {
   return levels < level ? levels : level;
 }
 
+/// Squared errors of n vectors of entries from `e` on with the metadata in ws; where less than ws.best, the tried
+/// bounds are kept.
+template <int n>
+static void KeepBetter(const Side& side, int p, int e, Workspace& ws) {
+  const int entries = side.entries(), partition = side.layout->partition;
+  bool wanted = false;
+  F step[n], minimum[n], inverse[n], levels[n], error[n] = {};
+  for (int k = 0; k < n; ++k) {
+    const size_t m = size_t(p) * entries + e + k * kLanes;
+    wanted |= side.least_squares(p, e + k * kLanes);
+    step[k] = Load<F>(ws.step + m), minimum[k] = Load<F>(ws.minimum + m), inverse[k] = Inverse(step[k]);
+    levels[k] = Set(float((1 << side.width(p, e + k * kLanes)) - 1));
+  }
+  if (!wanted) return;
+  const float* x = ws.x + size_t(p) * partition * entries + e;
+  for (int i = 0; i < partition; ++i) {
+    for (int k = 0; k < n; ++k) {
+      const F v = Load<F>(x + size_t(i) * entries + k * kLanes);
+      const F off = Round(Level(v, inverse[k], minimum[k], levels[k])) * step[k] + minimum[k] - v;
+      error[k] += off * off;
+    }
+  }
+  for (int k = 0; k < n; ++k) {
+    if (!side.least_squares(p, e + k * kLanes)) continue;
+    const size_t m = size_t(p) * entries + e + k * kLanes;
+    const I better = error[k] < Load<F>(ws.best + m);
+    Store(ws.best + m, better ? error[k] : Load<F>(ws.best + m));
+    Store(ws.fitted_lo + m, better ? Load<F>(ws.tried_lo + m) : Load<F>(ws.fitted_lo + m));
+    Store(ws.fitted_hi + m, better ? Load<F>(ws.tried_hi + m) : Load<F>(ws.fitted_hi + m));
+  }
+}
+
 /// Shrinks and shifts the ranges of partitions [first, end) to the least squared error on the grid.
 static void FitRanges(const Side& side, int first, int end, Workspace& ws) {
-  const int entries = side.entries(), partition = side.layout->partition;
+  const int entries = side.entries();
   const size_t m_first = size_t(first) * entries, m_end = size_t(end) * entries;
   float tops[2];
-  float* const best_lo = ws.fitted_lo;
-  float* const best_hi = ws.fitted_hi;
   for (size_t m = m_first; m < m_end; m += kLanes) {
     Store(ws.best + m, Set(std::numeric_limits<float>::infinity()));
-    Store(best_lo + m, Load<F>(ws.lo + m));
-    Store(best_hi + m, Load<F>(ws.hi + m));
+    Store(ws.fitted_lo + m, Load<F>(ws.lo + m));
+    Store(ws.fitted_hi + m, Load<F>(ws.hi + m));
   }
   for (int k = 0; k < RangeGrid::kTries; ++k) {
     for (size_t m = m_first; m < m_end; m += kLanes) {
@@ -243,28 +267,14 @@ static void FitRanges(const Side& side, int first, int end, Workspace& ws) {
     }
     if (!MakeMeta(side, first, end, ws.tried_lo, ws.tried_hi, ws, tops)) continue;
     for (int p = first; p < end; ++p) {
-      for (int e = 0; e < entries; e += kLanes) {
-        if (!side.least_squares(p, e)) continue;
-        const size_t m = size_t(p) * entries + e;
-        const F step = Load<F>(ws.step + m), minimum = Load<F>(ws.minimum + m), inverse = Inverse(step);
-        const F levels = Set(float((1 << side.width(p, e)) - 1));
-        const float* x = ws.x + size_t(p) * partition * entries + e;
-        F error = {};
-        for (int i = 0; i < partition; ++i) {
-          const F v = Load<F>(x + size_t(i) * entries);
-          const F off = Round(Level(v, inverse, minimum, levels)) * step + minimum - v;
-          error += off * off;
-        }
-        const I better = error < Load<F>(ws.best + m);
-        Store(ws.best + m, better ? error : Load<F>(ws.best + m));
-        Store(best_lo + m, better ? Load<F>(ws.tried_lo + m) : Load<F>(best_lo + m));
-        Store(best_hi + m, better ? Load<F>(ws.tried_hi + m) : Load<F>(best_hi + m));
-      }
+      int e = 0;
+      for (; e + 4 * kLanes <= entries; e += 4 * kLanes) KeepBetter<4>(side, p, e, ws);
+      for (; e < entries; e += kLanes) KeepBetter<1>(side, p, e, ws);
     }
   }
   for (size_t m = m_first; m < m_end; m += kLanes) {
-    Store(ws.lo + m, Load<F>(best_lo + m));
-    Store(ws.hi + m, Load<F>(best_hi + m));
+    Store(ws.lo + m, Load<F>(ws.fitted_lo + m));
+    Store(ws.hi + m, Load<F>(ws.fitted_hi + m));
   }
 }
 
@@ -302,7 +312,9 @@ static void Quantize(const Side& side, Workspace& ws, uint8_t* record) {
       const F levels = Set(float((1 << side.width(p, e)) - 1));
       const float* x = ws.x + size_t(p) * partition * entries + e;
       if (side.along_tokens) {
-        uint8_t* codes = ws.codes + (size_t(e) * side.tokens) + size_t(p) * partition * kSegmentChannels;
+        uint8_t* codes = ws.codes +
+                         (size_t(e / kSegmentChannels) * side.tokens + size_t(p) * partition) * kSegmentChannels +
+                         e % kSegmentChannels;
         for (int i = 0; i < partition; ++i) {
           const F v = Load<F>(x + size_t(i) * entries);
           const I code = Code<stochastic>(side, ws, p * partition + i, e, v, inverse, minimum, levels);
@@ -333,13 +345,16 @@ static void Quantize(const Side& side, Workspace& ws, uint8_t* record) {
 /// 4j..4j+3 of channel r.
 KV_KERNEL_INLINE void Spread(const uint8_t* rows, bool is_v, uint32_t* words) {
   for (int j = 0; j < 4; ++j) {
-    if (is_v) {
-      U word = {};
-      for (int lane = 0; lane < 4; ++lane)
-        word |= __builtin_convertvector(Load<B>(rows + (4 * j + lane) * 16), U) << (8 * lane);
-      Store(words + 16 * j, word);
-    } else {
+    if (!is_v) {
       for (int r = 0; r < 16; ++r) std::memcpy(words + 16 * j + r, rows + 16 * r + 4 * j, 4);
+      continue;
+    }
+    for (int r = 0; r < 16; r += kLanes) {
+      U word = {};
+      for (int lane = 0; lane < 4; ++lane) {
+        word |= __builtin_convertvector(Load<B>(rows + (4 * j + lane) * 16 + r), U) << (8 * lane);
+      }
+      Store(words + 16 * j + r, word);
     }
   }
 }
@@ -347,15 +362,21 @@ KV_KERNEL_INLINE void Spread(const uint8_t* rows, bool is_v, uint32_t* words) {
 /// The inverse of Spread.
 KV_KERNEL_INLINE void Gather(const uint32_t* words, bool is_v, uint8_t* rows) {
   for (int j = 0; j < 4; ++j) {
-    if (is_v) {
-      const U word = Load<U>(words + 16 * j);
-      for (int lane = 0; lane < 4; ++lane)
-        Store(rows + (4 * j + lane) * 16, __builtin_convertvector(word >> (8 * lane) & 0xffu, B));
-    } else {
+    if (!is_v) {
       for (int r = 0; r < 16; ++r) std::memcpy(rows + 16 * r + 4 * j, words + 16 * j + r, 4);
+      continue;
+    }
+    for (int r = 0; r < 16; r += kLanes) {
+      const U word = Load<U>(words + 16 * j + r);
+      for (int lane = 0; lane < 4; ++lane) {
+        Store(rows + (4 * j + lane) * 16 + r, __builtin_convertvector(word >> (8 * lane) & 0xffu, B));
+      }
     }
   }
 }
+
+/// Where tile i of a 1-bit plane starts in a byte.
+constexpr int OneBitShift(int i) { return (i & 1) + 4 * (i >> 1); }
 
 /// Packs one segment of one strip. codes: [64 tokens][16 channels].
 static void PackSegment(const uint8_t* codes, int width, bool is_v, uint8_t* out) {
@@ -363,7 +384,9 @@ static void PackSegment(const uint8_t* codes, int width, bool is_v, uint8_t* out
   alignas(64) uint32_t words[kPlaneWords];
   if (width == 8) {
     for (int i = 0; i < 4; ++i) {
-      for (int k = 0; k < 256; k += 64) Store(rows + k, Load<U>(codes + 256 * i + k) ^ (is_v ? 0x80808080u : 0u));
+      for (int k = 0; k < 256; k += kVectorBytes) {
+        Store(rows + k, Load<U>(codes + 256 * i + k) ^ (is_v ? 0x80808080u : 0u));
+      }
       Spread(rows, is_v, words);
       for (int j = 0; j < 4; ++j) std::memcpy(out + 256 * j + 64 * i, words + 16 * j, 64);
     }
@@ -371,7 +394,7 @@ static void PackSegment(const uint8_t* codes, int width, bool is_v, uint8_t* out
   }
   int low = 0;
   for (; width - low >= 2; low += 2, out += 256) {
-    for (int k = 0; k < 256; k += 64) {
+    for (int k = 0; k < 256; k += kVectorBytes) {
       U bits = {};
       for (int i = 0; i < 4; ++i) bits |= (Load<U>(codes + 256 * i + k) >> low & 0x03030303u) << (2 * i);
       Store(rows + k, bits);
@@ -380,13 +403,17 @@ static void PackSegment(const uint8_t* codes, int width, bool is_v, uint8_t* out
     std::memcpy(out, words, 256);
   }
   if (width == low) return;
-  for (int k = 0; k < 256; k += 64) {
+  for (int k = 0; k < 256; k += kVectorBytes) {
     U bits = {};
-    for (int i = 0; i < 4; ++i) bits |= (Load<U>(codes + 256 * i + k) >> low & 0x01010101u) << ((i & 1) + 4 * (i >> 1));
+    for (int i = 0; i < 4; ++i) bits |= (Load<U>(codes + 256 * i + k) >> low & 0x01010101u) << OneBitShift(i);
     Store(rows + k, bits);
   }
   Spread(rows, is_v, words);
-  for (int h = 0; h < 2; ++h) Store(out + 64 * h, Load<U>(words + 32 * h) | Load<U>(words + 32 * h + 16) << 2);
+  for (int h = 0; h < 2; ++h) {
+    for (int r = 0; r < 16; r += kLanes) {
+      Store(out + 64 * h + 4 * r, Load<U>(words + 32 * h + r) | Load<U>(words + 32 * h + 16 + r) << 2);
+    }
+  }
 }
 
 /// The inverse of PackSegment.
@@ -397,7 +424,9 @@ static void UnpackSegment(const uint8_t* in, int width, bool is_v, uint8_t* code
     for (int i = 0; i < 4; ++i) {
       for (int j = 0; j < 4; ++j) std::memcpy(words + 16 * j, in + 256 * j + 64 * i, 64);
       Gather(words, is_v, rows);
-      for (int k = 0; k < 256; k += 64) Store(codes + 256 * i + k, Load<U>(rows + k) ^ (is_v ? 0x80808080u : 0u));
+      for (int k = 0; k < 256; k += kVectorBytes) {
+        Store(codes + 256 * i + k, Load<U>(rows + k) ^ (is_v ? 0x80808080u : 0u));
+      }
     }
     return;
   }
@@ -406,7 +435,7 @@ static void UnpackSegment(const uint8_t* in, int width, bool is_v, uint8_t* code
   for (; width - low >= 2; low += 2, in += 256) {
     std::memcpy(words, in, 256);
     Gather(words, is_v, rows);
-    for (int k = 0; k < 256; k += 64) {
+    for (int k = 0; k < 256; k += kVectorBytes) {
       const U bits = Load<U>(rows + k);
       for (int i = 0; i < 4; ++i) {
         uint8_t* at = codes + 256 * i + k;
@@ -416,16 +445,18 @@ static void UnpackSegment(const uint8_t* in, int width, bool is_v, uint8_t* code
   }
   if (width == low) return;
   for (int h = 0; h < 2; ++h) {
-    const U word = Load<U>(in + 64 * h);
-    Store(words + 32 * h, word & 0x33333333u);
-    Store(words + 32 * h + 16, word >> 2 & 0x33333333u);
+    for (int r = 0; r < 16; r += kLanes) {
+      const U word = Load<U>(in + 64 * h + 4 * r);
+      Store(words + 32 * h + r, word & 0x33333333u);
+      Store(words + 32 * h + 16 + r, word >> 2 & 0x33333333u);
+    }
   }
   Gather(words, is_v, rows);
-  for (int k = 0; k < 256; k += 64) {
+  for (int k = 0; k < 256; k += kVectorBytes) {
     const U bits = Load<U>(rows + k);
     for (int i = 0; i < 4; ++i) {
       uint8_t* at = codes + 256 * i + k;
-      Store(at, Load<U>(at) | (bits >> ((i & 1) + 4 * (i >> 1)) & 0x01010101u) << low);
+      Store(at, Load<U>(at) | (bits >> OneBitShift(i) & 0x01010101u) << low);
     }
   }
 }
@@ -489,7 +520,7 @@ static bool Encode(const HackFormat& format, const uint8_t* raw, uint32_t layer,
   return true;
 }
 
-/// Steps or minima [16 entries from m on], as attention reads them.
+/// Steps or minima [kLanes entries from m on], as attention reads them.
 KV_KERNEL_INLINE F LoadMeta(const Side& side, const uint8_t* record, bool step, size_t m) {
   const SideLayout& layout = *side.layout;
   const uint8_t* at = record + (step ? layout.steps : layout.minima);
@@ -533,7 +564,8 @@ static void DecodeSide(const Side& side, const uint8_t* record, uint8_t* raw) {
       }
       uint8_t* out = raw + size_t(token) * side.channels * 2;
       for (int c = 0; c < side.channels; c += kLanes) {
-        const B stored = Load<B>(codes + c * kStripTokens + t * kSegmentChannels);
+        const B stored =
+            Load<B>(codes + (c / kSegmentChannels * kStripTokens + t) * kSegmentChannels + c % kSegmentChannels);
         const F code = __builtin_convertvector(__builtin_convertvector(stored, I), F);
         const int p = c / layout.partition;
         const F value = side.along_tokens ? code * Load<F>(steps + c) + Load<F>(minima + c)
