@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""The demo's run, after tools/demo has built it: two kvmanagerd, three engine processes per codec, one table.
+
+For each codec: an engine process prefills the first 6,000 bytes of docs/design.md against the prefill daemon and hands the sequence
+over; a second engine process claims it at the decode daemon and continues the text, attention running in that daemon. Then
+`evaluate` measures bits per byte of a held-out text through the prefill daemon. Everything started is stopped.
+"""
+import argparse
+import json
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BIN = ROOT / "bazel-bin"
+MODEL = ROOT / "examples/model"
+CODECS = (  # name in the table, codec, lag in pages
+    ("raw fp16", "raw", 2),
+    ("hack K4V3", "hack:k_bits=4,v_bits=3", 2),
+    ("hack K3V2 (default)", "hack", 2),
+    ("hack K2V1", "hack:k_bits=2,v_bits=1", 2),
+    ("hack token axis, 2 bit", "hack:k_axis=token,k_bits=2,v_bits=2,meta=16", 2),
+)
+RAW_BYTES = 512  # per token and KV head: fp16, head_dim 128, K and V
+
+
+class Progress:
+    """One line on a terminal, a line per step elsewhere."""
+
+    def __init__(self, steps):
+        self.steps, self.done, self.tty = steps, 0, sys.stderr.isatty()
+
+    def step(self, text):
+        width = 24
+        filled = width * self.done // self.steps
+        line = f"[{'#' * filled}{'.' * (width - filled)}] {self.done}/{self.steps} {text}"
+        print(f"\r\033[K{line}" if self.tty else line, end="" if self.tty else "\n", file=sys.stderr, flush=True)
+        self.done += 1
+
+    def finish(self):
+        if self.tty:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+class Daemon:
+    """A kvmanagerd of this demo: Unix socket, free ports; stopped by SIGTERM, which must end it with status 0."""
+
+    def __init__(self, name, folder, pool):
+        self.name, self.address = name, f"unix:{folder}/{name}.sock"
+        self.log = open(folder / f"{name}.log", "w")
+        self.process = subprocess.Popen(
+            [BIN / "kvmanager/server/kvmanagerd", "--listen", self.address, "--host-pool-bytes", pool, "--metrics-listen", "127.0.0.1:0",
+             "--peer-listen", "127.0.0.1:0"],
+            stdout=subprocess.PIPE, stderr=self.log, text=True)
+        ready = self.process.stdout.readline().split()
+        if ready[:2] != ["kvmanagerd", "ready"]:
+            raise RuntimeError(f"{name} daemon did not start; see below\n" + (folder / f"{name}.log").read_text())
+        where = dict(word.split("=", 1) for word in ready[2:])
+        self.peer, self.metrics = where["peer"], where["metrics"]
+
+    def stop(self):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            status = self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            status = self.process.wait()
+        self.log.close()
+        return status
+
+
+def run(folder, program, *arguments):
+    """Runs one of our programs with --json; returns what it wrote."""
+    out = folder / "out.json"
+    out.unlink(missing_ok=True)
+    done = subprocess.run([BIN / program, *map(str, arguments), "--json", out], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{program} failed with status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return json.loads(out.read_text())
+
+
+def one_codec(folder, prefill, decode, codec, lag, options, progress, name):
+    common = ["--model", MODEL, "--codec", codec, "--lag", lag]
+    ticket = folder / "ticket"
+    progress.step(f"{name}: prefill of {options.prompt_bytes} bytes, hand-off")
+    first = run(folder, "examples/engine/generate", "--connect", prefill.address, *common, "--prompt-file", ROOT / "docs/design.md",
+                "--prompt-bytes", options.prompt_bytes, "--temperature", options.temperature, "--seed", 7, "--hand-off", decode.peer,
+                "--ticket-file", ticket, "--quiet")
+    progress.step(f"{name}: decoding {options.tokens} tokens on the decode host")
+    second = run(folder, "examples/engine/generate", "--connect", decode.address, *common, "--claim-ticket-file", ticket, "--tokens",
+                 options.tokens, "--quiet")
+    progress.step(f"{name}: bits per byte of the held-out text")
+    quality = run(folder, "examples/engine/evaluate", "--connect", prefill.address, *common, "--text", MODEL / "held_out.txt",
+                  "--window", 4096, "--stride", 4096, "--windows", 2)
+    return {
+        "name": name, "codec": quality["codec"], "lag_pages": lag, "bytes_per_token_head": quality["bytes_per_token_head"],
+        "ratio": RAW_BYTES / quality["bytes_per_token_head"], "bpb": quality["bpb"], "transferred_bytes": first["transferred_bytes"],
+        "transferred_seconds": first["transferred_seconds"], "prefill_seconds": first["prefill_seconds"],
+        "tokens_per_second": second["tokens_per_second"], "prompt_tokens": second["prompt_tokens"],
+        "prompt_tokens_computed_by_decode_process": second["prompt_computed_tokens"], "text": second["text"],
+    }
+
+
+def show(rows):
+    raw = rows[0]
+    print("\nThe text each codec continued with (prompt: the first bytes of docs/design.md; model: examples/model, 7.6 M parameters):")
+    for row in rows:
+        print(f"\n--- {row['name']}\n{row['text'].strip()}")
+    header = f"\n{'codec':24}{'B/token/head':>13}{'ratio':>7}{'bits/byte':>11}{'change':>9}{'MB moved':>10}{'of raw':>8}{'s moved':>9}{'tokens/s':>10}"
+    print(header + "\n" + "-" * (len(header) - 1))
+    for row in rows:
+        row["bpb_change"] = row["bpb"] - raw["bpb"]
+        row["transferred_of_raw"] = row["transferred_bytes"] / raw["transferred_bytes"]
+        print(f"{row['name']:24}{row['bytes_per_token_head']:13.1f}{row['ratio']:6.1f}x{row['bpb']:11.4f}{row['bpb_change']:+9.4f}"
+              f"{row['transferred_bytes'] / 1e6:10.2f}{row['transferred_of_raw']:8.3f}{row['transferred_seconds']:9.3f}"
+              f"{row['tokens_per_second']:10.1f}")
+    computed = sum(row["prompt_tokens_computed_by_decode_process"] for row in rows)
+    print(f"\nPrompt tokens whose K and V the decode processes computed: {computed} of {sum(r['prompt_tokens'] for r in rows)}.")
+    print("MB moved: pages of the hand-off, the newest full pages (lag) and open pages raw among them. Bits per byte: lower is better.")
+    return computed
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=pathlib.Path, help="also write the table to this file")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens to continue with, per codec (default 200)")
+    parser.add_argument("--prompt-bytes", type=int, default=6000, help="bytes of docs/design.md to prefill (default 6000)")
+    parser.add_argument("--temperature", type=float, default=0.5, help="of sampling; 0: the most likely byte (default 0.5)")
+    parser.add_argument("--pool", default="512MiB", help="page memory of each daemon (default 512MiB)")
+    options = parser.parse_args()
+
+    begun, folder, daemons, rows = time.time(), pathlib.Path(tempfile.mkdtemp(prefix="kvmanager-demo-")), [], []
+    progress = Progress(3 * len(CODECS))
+    try:
+        for name in ("prefill", "decode"):
+            daemons.append(Daemon(name, folder, options.pool))
+        print(f"demo: two daemons are up; metrics at http://{daemons[0].metrics}/metrics and http://{daemons[1].metrics}/metrics", flush=True)
+        for name, codec, lag in CODECS:
+            rows.append(one_codec(folder, *daemons, codec, lag, options, progress, name))
+    except RuntimeError as error:
+        progress.finish()
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    finally:
+        progress.finish()
+        statuses = {daemon.name: daemon.stop() for daemon in daemons}
+        shutil.rmtree(folder, ignore_errors=True)
+    computed = show(rows)
+    if options.json:
+        options.json.write_text(json.dumps({"codecs": rows, "seconds": time.time() - begun}, indent=2) + "\n")
+    print(f"demo: done in {time.time() - begun:.0f} s; both daemons were stopped (exit status {', '.join(map(str, statuses.values()))}).")
+    return 1 if computed or any(statuses.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
