@@ -98,7 +98,7 @@ absl::Status HackCodec::Validate(absl::Span<const uint8_t> encoded) const {
 }  // namespace hack
 
 std::unique_ptr<Codec> MakeHackCodec(hack::HackFormat format) {
-  return std::make_unique<hack::HackCodec>(std::move(format), *hack::SupportedHackKernels().front());
+  return std::make_unique<hack::HackCodec>(std::move(format), hack::HackKernelsFor(BestIsa()));
 }
 
 void RegisterHack(CodecRegistry& registry) {

@@ -124,7 +124,7 @@ void MakeSeeds(uint32_t layer, int head, int side, uint64_t first_token, int tok
 
 #if defined(__x86_64__)
 #pragma GCC push_options
-#pragma GCC target("avx2,f16c,bmi,bmi2,popcnt,lzcnt")
+#pragma GCC target("avx2,f16c")
 #define KV_KERNEL_ISA avx2
 #define KV_KERNEL_LANES 8
 #define KV_KERNEL_AVX512 0
@@ -137,7 +137,7 @@ void MakeSeeds(uint32_t layer, int head, int side, uint64_t first_token, int tok
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c,bmi,bmi2,popcnt,lzcnt")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c")
 #define KV_KERNEL_ISA avx512
 #define KV_KERNEL_LANES 16
 #define KV_KERNEL_AVX512 1
@@ -150,22 +150,15 @@ void MakeSeeds(uint32_t layer, int head, int side, uint64_t first_token, int tok
 #pragma GCC pop_options
 #endif
 
-std::vector<const HackKernels*> SupportedHackKernels() {
-  static constexpr HackKernels kPortable = {"portable", portable::Encode, portable::Decode};
-  std::vector<const HackKernels*> kernels;
+const HackKernels& HackKernelsFor(Isa isa) {
+  static constexpr HackKernels kPortable = {portable::Encode, portable::Decode};
 #if defined(__x86_64__)
-  static constexpr HackKernels kAvx2 = {"avx2", avx2::Encode, avx2::Decode};
-  static constexpr HackKernels kAvx512 = {"avx512", avx512::Encode, avx512::Decode};
-  const bool has_avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
-  if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-    kernels.push_back(&kAvx512);
-  }
-  if (has_avx2) kernels.push_back(&kAvx2);
+  static constexpr HackKernels kAvx2 = {avx2::Encode, avx2::Decode};
+  static constexpr HackKernels kAvx512 = {avx512::Encode, avx512::Decode};
+  if (isa == Isa::kAvx512) return kAvx512;
+  if (isa == Isa::kAvx2) return kAvx2;
 #endif
-  kernels.push_back(&kPortable);
-  return kernels;
+  return kPortable;
 }
 
 size_t HackEncodeWorkspaceBytes(const HackFormat& format) { return sizeof(Workspace); }

@@ -7,14 +7,13 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
+#include "codecs/cpu_isa.h"
 #include "codecs/hack/hack_format.h"
 
 namespace kvmanager::hack {
 
 struct HackKernels {
-  const char* name;  // "avx512", "avx2", "portable"
   /// Encodes one page. false: declined, and the page's bytes are all zero. raw, page, workspace: 64-byte aligned.
   bool (*encode)(const HackFormat& format, const uint8_t* raw, uint32_t layer, uint64_t first_token, uint8_t* page,
                  uint8_t* workspace);
@@ -22,8 +21,8 @@ struct HackKernels {
   void (*decode)(const HackFormat& format, const uint8_t* page, uint8_t* raw);
 };
 
-/// Those this machine can run, fastest first; the last one is portable.
-std::vector<const HackKernels*> SupportedHackKernels();
+/// isa: at most what the processor runs (BestIsa()).
+const HackKernels& HackKernelsFor(Isa isa);
 
 /// Bytes of encode's workspace.
 size_t HackEncodeWorkspaceBytes(const HackFormat& format);
