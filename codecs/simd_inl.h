@@ -73,6 +73,17 @@ KVMANAGER_INLINE VecF MinF(VecF a, VecF b) {
 #endif
 }
 
+/// a * b + c, fused where the instruction set fuses: for sums of two products, where the compiler could fuse either.
+KVMANAGER_INLINE VecF MulAdd(VecF a, VecF b, VecF c) {
+#if defined(KVMANAGER_ISA_AVX512)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(KVMANAGER_ISA_AVX2)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 KVMANAGER_INLINE VecF AbsF(VecF a) { return (VecF)((VecU)a & SetU(0x7fffffff)); }
 
 /// Nearest integer, ties to even; |x| < 2^22.

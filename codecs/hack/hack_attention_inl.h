@@ -1,0 +1,461 @@
+// The kernels of attention on HACK pages, written once over simd_inl.h's vectors and compiled per instruction set.
+//
+// Per page: each partition's metadata to fp32, q folded and quantised, dots with K's codes in 32-bit lanes (words of
+// four channels, a lane per token), softmax, P quantised per partition of V, dots with V's codes (words of four tokens,
+// a lane per channel). Codes are unpacked in registers only.
+//
+// Invariants: 1. integer sums are exact (no saturating instruction meets operands that could saturate); 2. a row's fp32
+// additions happen in an order that does not depend on the rows beside it; 3. the accumulator is rescaled only when the
+// row's maximum grows.
+#pragma once
+
+#include "codecs/simd_inl.h"
+//
+#include "codecs/hack/hack_attention_kernel.h"
+#include "codecs/hack/hack_attention_unpack_inl.h"
+
+namespace kvmanager::hack {
+namespace {
+
+constexpr float kNegligible = 0x1p-100f;  // as in ReferenceAttend
+constexpr int kStrip = 64;
+constexpr int kSegment = 16;
+// Rows that share an unpacked code: tiles * rows accumulators must fit the registers.
+constexpr int kTileRows = kLanes == 16 ? 4 : 2;
+
+KVMANAGER_INLINE float HalfAt(const uint8_t* p) {
+  uint16_t half[kLanes] = {};
+  __builtin_memcpy(half, p, 2);
+  return LoadHalf(half)[0];
+}
+
+/// (step, minimum) of partition p as fp32; top: which pair of tops it uses.
+KVMANAGER_INLINE void LoadMetadata(const HackArguments& a, const uint8_t* record, const HackSide& side, int p,
+                                   int top) {
+  const int n = side.meta_entries;
+  float* steps = a.scratch.steps;
+  float* minima = a.scratch.minima;
+  if (a.meta8) {
+    const uint8_t* tops = record + side.tops + 4 * top;
+    const VecF top_step = SetF(HalfAt(tops)), top_minimum = SetF(HalfAt(tops + 2));
+    const uint8_t* step = record + side.steps + size_t(p) * n;
+    const uint8_t* minimum = record + side.minima + size_t(p) * n;
+    for (int e = 0; e < n; e += kLanes) {
+      StoreF(steps + e, LoadU8(step + e) * top_step * (1 / 255.0f));
+      StoreF(minima + e, LoadS8(minimum + e) * top_minimum * (1 / 127.0f));
+    }
+  } else {
+    const uint16_t* step = reinterpret_cast<const uint16_t*>(record + side.steps) + size_t(p) * n;
+    const uint16_t* minimum = reinterpret_cast<const uint16_t*>(record + side.minima) + size_t(p) * n;
+    for (int e = 0; e < n; e += kLanes) {
+      StoreF(steps + e, LoadHalf(step + e));
+      StoreF(minima + e, LoadHalf(minimum + e));
+    }
+  }
+}
+
+// ---- scores -------------------------------------------------------------------------------------------------------
+
+/// q folded with the partition's steps and quantised; the constant of the score.
+KVMANAGER_INLINE void FoldQueries(const HackArguments& a, int p) {
+  const HackScratch& s = a.scratch;
+  const int d = a.head_dim;
+  for (int r = 0; r < a.rows; ++r) {
+    const float* q = a.q + size_t(r) * d;
+    VecF largest{}, constant{};
+    for (int c = 0; c < d; c += kLanes) {
+      const VecF x = LoadF(q + c);
+      largest = MaxF(largest, AbsF(x * LoadF(s.steps + c)));
+      constant += x * LoadF(s.minima + c);
+    }
+    const float amax = ReduceMax(largest);
+    const float inverse = amax > kNegligible ? 127.0f / amax : 0.0f;
+    int8_t* q8 = s.q8 + size_t(r) * d;
+    for (int c = 0; c < d; c += kLanes) {
+      StoreBytes(q8 + c, RoundToInt(LoadF(q + c) * LoadF(s.steps + c) * inverse));
+    }
+    s.q_step[size_t(p) * a.rows + r] = amax * (1 / 127.0f) * a.scale;
+    s.q_min[size_t(p) * a.rows + r] = ReduceAdd(constant) * a.scale;
+  }
+}
+
+/// q quantised per partition of channels, once for all pages.
+void QuantizeQueries(const HackArguments& a, const HackSide& side) {
+  const HackScratch& s = a.scratch;
+  const int n = side.partition;
+  for (int p = 0; p < side.partitions; ++p) {
+    for (int r = 0; r < a.rows; ++r) {
+      const float* q = a.q + size_t(r) * a.head_dim + p * n;
+      int8_t* q8 = s.q8 + size_t(r) * a.head_dim + p * n;
+      VecF largest{}, low = LoadF(q), high = LoadF(q);
+      for (int c = 0; c < n; c += kLanes) {
+        const VecF x = LoadF(q + c);
+        largest = MaxF(largest, AbsF(x));
+        low = MinF(low, x);
+        high = MaxF(high, x);
+      }
+      const float zero = a.asymmetric ? ReduceMin(low) : 0.0f;
+      const float range = a.asymmetric ? ReduceMax(high) - zero : ReduceMax(largest);
+      const float levels = a.asymmetric ? 255.0f : 127.0f;
+      const float inverse = range > kNegligible ? levels / range : 0.0f;
+      const float offset = a.asymmetric ? 128.0f : 0.0f;  // q8 is signed
+      VecI total{};
+      for (int c = 0; c < n; c += kLanes) {
+        const VecI x = RoundToInt((LoadF(q + c) - zero) * inverse);
+        total += x;
+        StoreBytes(q8 + c, x - int32_t(offset));
+      }
+      // Sum of q k = step (q_step dot + zero sum k') + minimum (q_step sum q' + n zero), with dot = dot8 + offset sum
+      // k'.
+      const float q_step = range / levels;
+      const size_t at = size_t(p) * a.rows + r;
+      s.q_step[at] = q_step * a.scale;
+      s.q_min[at] = (q_step * ReduceAdd(ToF(total)) + n * zero) * a.scale;
+      s.q_sums[at] = (q_step * offset + zero) * a.scale;
+    }
+  }
+}
+
+/// scores of tiles kTile0 .. kTile0 + kTiles - 1 of a strip, for kR rows from `row` on: what the segments of `run` add.
+template <int kBits, int kR, int kTile0, int kTiles, bool kAlongChannels>
+void DotK(const HackArguments& a, const HackSide& side, const HackRun& run, const uint8_t* codes, int token, int p,
+          int row, bool first) {
+  const int d = a.head_dim;
+  const int8_t* q8 = a.scratch.q8 + size_t(row) * d;
+  for (int w = 0; w < kSegment; w += kLanes) {
+    VecI acc[kTiles][kR] = {};
+    for (int s = run.first; s < run.first + run.count; ++s) {
+      const uint8_t* at = codes + side.segment_offset[s] + 4 * w;
+      KVMANAGER_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        VecU q[kR];
+        KVMANAGER_UNROLL
+        for (int r = 0; r < kR; ++r) {
+          uint32_t word;
+          __builtin_memcpy(&word, q8 + size_t(r) * d + s * kSegment + 4 * j, 4);
+          q[r] = SetU(word);
+        }
+        KVMANAGER_UNROLL
+        for (int i = 0; i < kTiles; ++i) {
+          const VecU code = UnpackScaled<kBits>(at, j, kTile0 + i);
+          KVMANAGER_UNROLL
+          for (int r = 0; r < kR; ++r) acc[i][r] = DotCodes<kBits>(acc[i][r], code, q[r]);
+        }
+      }
+    }
+    KVMANAGER_UNROLL
+    for (int i = 0; i < kTiles; ++i) {
+      const int t = token + kSegment * (kTile0 + i) + w;
+      KVMANAGER_UNROLL
+      for (int r = 0; r < kR; ++r) {
+        const size_t at = size_t(p) * a.rows + row + r;
+        float* score = a.scratch.scores + size_t(row + r) * a.page_tokens + t;
+        const VecF dot = ToF(acc[i][r]) * (a.scratch.q_step[at] * TileUnit<kBits>(kTile0 + i));
+        if constexpr (kAlongChannels) {
+          StoreF(score, LoadF(score) + dot * LoadF(a.scratch.steps + t));
+        } else {
+          StoreF(score, dot + (first ? SetF(a.scratch.q_min[at]) : LoadF(score)));
+        }
+      }
+    }
+  }
+}
+
+template <int kBits, int kTile0, int kTiles, bool kAlongChannels>
+KVMANAGER_INLINE void DotKRows(const HackArguments& a, const HackSide& side, const HackRun& run, const uint8_t* codes,
+                               int token, int p, int row, bool first) {
+  const int rows = a.rows - row;
+  if constexpr (kTileRows == 4) {
+    if (rows >= 4) return DotK<kBits, 4, kTile0, kTiles, kAlongChannels>(a, side, run, codes, token, p, row, first);
+    if (rows == 3) return DotK<kBits, 3, kTile0, kTiles, kAlongChannels>(a, side, run, codes, token, p, row, first);
+  }
+  if (rows >= 2) return DotK<kBits, 2, kTile0, kTiles, kAlongChannels>(a, side, run, codes, token, p, row, first);
+  DotK<kBits, 1, kTile0, kTiles, kAlongChannels>(a, side, run, codes, token, p, row, first);
+}
+
+template <int kTile0, int kTiles, bool kAlongChannels>
+KVMANAGER_INLINE void DotKRun(const HackArguments& a, const HackSide& side, const HackRun& run, const uint8_t* codes,
+                              int token, int p, int row, bool first) {
+  switch (run.bits) {
+    case 1:
+      return DotKRows<1, kTile0, kTiles, kAlongChannels>(a, side, run, codes, token, p, row, first);
+    case 2:
+      return DotKRows<2, kTile0, kTiles, kAlongChannels>(a, side, run, codes, token, p, row, first);
+    case 3:
+      return DotKRows<3, kTile0, kTiles, kAlongChannels>(a, side, run, codes, token, p, row, first);
+    case 4:
+      return DotKRows<4, kTile0, kTiles, kAlongChannels>(a, side, run, codes, token, p, row, first);
+    default:
+      return DotKRows<8, kTile0, kTiles, kAlongChannels>(a, side, run, codes, token, p, row, first);
+  }
+}
+
+/// K partitioned along tokens: all scores of a page.
+KVMANAGER_INLINE void ScoresAlongTokens(const HackArguments& a, const uint8_t* record) {
+  const HackSide& side = a.head->k;
+  const uint8_t* codes = record + side.codes;
+  for (int p = 0; p < side.partitions; ++p) {
+    LoadMetadata(a, record, side, p, p);
+    FoldQueries(a, p);
+    const int begin = p * side.partition, end = begin + side.partition;
+    if (side.run_count == 0) {  // every channel is its minimum alone
+      for (int r = 0; r < a.rows; ++r) {
+        for (int t = begin; t < end; ++t)
+          a.scratch.scores[size_t(r) * a.page_tokens + t] = a.scratch.q_min[p * a.rows + r];
+      }
+    }
+    for (int token = begin / kStrip * kStrip; token < end; token += kStrip) {
+      const uint8_t* strip = codes + size_t(token / kStrip) * side.strip_bytes;
+      for (int row = 0; row < a.rows; row += kTileRows) {
+        for (int i = 0; i < side.run_count; ++i) {
+          const HackRun& run = side.runs[i];
+          if (side.partition >= kStrip) {
+            DotKRun<0, 4, false>(a, side, run, strip, token, p, row, i == 0);
+          } else if (begin % kStrip == 0) {
+            DotKRun<0, 2, false>(a, side, run, strip, token, p, row, i == 0);
+          } else {
+            DotKRun<2, 2, false>(a, side, run, strip, token, p, row, i == 0);
+          }
+        }
+      }
+    }
+  }
+}
+
+/// K partitioned along channels: all scores of a page.
+void ScoresAlongChannels(const HackArguments& a, const uint8_t* record) {
+  const HackSide& side = a.head->k;
+  const HackScratch& s = a.scratch;
+  for (int p = 0; p < side.partitions; ++p) {
+    LoadMetadata(a, record, side, p, 0);
+    if (a.asymmetric) {
+      const uint16_t* sums = reinterpret_cast<const uint16_t*>(record + side.sums) + size_t(p) * a.page_tokens;
+      for (int t = 0; t < a.page_tokens; ++t) s.sums[t] = sums[t];
+    }
+    for (int r = 0; r < a.rows; ++r) {
+      const size_t at = size_t(p) * a.rows + r;
+      float* scores = s.scores + size_t(r) * a.page_tokens;
+      for (int t = 0; t < a.page_tokens; t += kLanes) {
+        VecF x = p == 0 ? VecF{} : LoadF(scores + t);
+        x += LoadF(s.minima + t) * s.q_min[at];
+        if (a.asymmetric) x += LoadF(s.steps + t) * LoadF(s.sums + t) * s.q_sums[at];
+        StoreF(scores + t, x);
+      }
+    }
+    for (int token = 0; token < a.page_tokens; token += kStrip) {
+      const uint8_t* strip = record + side.codes + size_t(token / kStrip) * side.strip_bytes;
+      for (int row = 0; row < a.rows; row += kTileRows) {
+        for (int i = 0; i < side.run_count; ++i) {
+          if (side.runs[i].partition == p) DotKRun<0, 4, true>(a, side, side.runs[i], strip, token, p, row, false);
+        }
+      }
+    }
+  }
+}
+
+// ---- softmax ------------------------------------------------------------------------------------------------------
+
+/// Turns a row's scores into 8-bit probabilities per partition of V, rescaling its state if the page raises its
+/// maximum.
+KVMANAGER_INLINE void Softmax(const HackArguments& a, int r) {
+  const HackScratch& s = a.scratch;
+  float* p = s.scores + size_t(r) * a.page_tokens;
+  uint8_t* p8 = s.p8 + size_t(r) * a.page_tokens;
+  VecF top = LoadF(p);
+  for (int t = kLanes; t < a.page_tokens; t += kLanes) top = MaxF(top, LoadF(p + t));
+  const float page_max = ReduceMax(top);
+  if (page_max > a.max[r]) {
+    const float factor = ExpNegativeScalar(a.max[r] - page_max);
+    a.max[r] = page_max;
+    a.sum[r] *= factor;
+    float* acc = a.acc + size_t(r) * a.head_dim;
+    for (int c = 0; c < a.head_dim; c += kLanes) StoreF(acc + c, LoadF(acc + c) * factor);
+  }
+  const float max = a.max[r];
+  const HackSide& v = a.head->v;
+  VecF sum{};
+  for (int part = 0; part < v.partitions; ++part) {
+    const int begin = part * v.partition, end = begin + v.partition;
+    VecF largest{};
+    for (int t = begin; t < end; t += kLanes) {
+      const VecF x = ExpNegative(LoadF(p + t) - max);
+      StoreF(p + t, x);
+      sum += x;
+      largest = MaxF(largest, x);
+    }
+    const float pmax = ReduceMax(largest);
+    const float inverse = pmax > kNegligible ? 255.0f / pmax : 0.0f;
+    VecI total{};
+    for (int t = begin; t < end; t += kLanes) {
+      const VecI x = RoundToInt(LoadF(p + t) * inverse);
+      StoreBytes(p8 + t, x);
+      total += x;
+    }
+    s.p_step[size_t(part) * a.rows + r] = pmax * (1 / 255.0f);
+    s.p_sum[size_t(part) * a.rows + r] = ReduceAdd(ToF(total));
+  }
+  a.sum[r] += ReduceAdd(sum);
+}
+
+// ---- output -------------------------------------------------------------------------------------------------------
+
+/// acc += P * V over one partition, for kS segments from `segment` on and kR rows from `row` on. Tiles kTile0 .. kTile0
+/// + kTiles - 1 of each of the partition's strips.
+template <int kBits, int kR, int kS, int kTile0, int kTiles>
+void DotV(const HackArguments& a, const HackSide& side, const uint8_t* codes, int token, int strips, int p, int segment,
+          int row) {
+  const HackScratch& scratch = a.scratch;
+  for (int w = 0; w < kSegment; w += kLanes) {
+    VecI dot[kS][kR] = {};
+    for (int strip = 0; strip < strips; ++strip) {
+      const uint8_t* at = codes + size_t(strip) * side.strip_bytes + 4 * w;
+      const uint8_t* p8 = scratch.p8 + size_t(row) * a.page_tokens + token + strip * kStrip;
+      KVMANAGER_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        KVMANAGER_UNROLL
+        for (int i = kTile0; i < kTile0 + kTiles; ++i) {
+          VecU p4[kR];
+          KVMANAGER_UNROLL
+          for (int r = 0; r < kR; ++r) {
+            uint32_t word;
+            __builtin_memcpy(&word, p8 + size_t(r) * a.page_tokens + kSegment * i + 4 * j, 4);
+            p4[r] = SetU(word);
+          }
+          KVMANAGER_UNROLL
+          for (int s = 0; s < kS; ++s) {
+            const VecU code = Unpack<kBits>(at + side.segment_offset[segment + s], j, i);
+            KVMANAGER_UNROLL
+            for (int r = 0; r < kR; ++r) dot[s][r] = DotCodes<kBits>(dot[s][r], p4[r], code);
+          }
+        }
+      }
+    }
+    KVMANAGER_UNROLL
+    for (int s = 0; s < kS; ++s) {
+      const int c = (segment + s) * kSegment + w;
+      const VecF step = LoadF(scratch.steps + c), minimum = LoadF(scratch.minima + c);
+      KVMANAGER_UNROLL
+      for (int r = 0; r < kR; ++r) {
+        const size_t at = size_t(p) * a.rows + row + r;
+        float* acc = a.acc + size_t(row + r) * a.head_dim + c;
+        VecF x = ToF(dot[s][r]);
+        if constexpr (kBits == 8) x += 128.0f * scratch.p_sum[at];  // the page stores code - 128
+        StoreF(acc, LoadF(acc) + MulAdd(step, x, minimum * scratch.p_sum[at]) * scratch.p_step[at]);
+      }
+    }
+  }
+}
+
+template <int kBits, int kR, int kTile0, int kTiles>
+KVMANAGER_INLINE void DotVSegments(const HackArguments& a, const HackSide& side, const HackRun& run,
+                                   const uint8_t* codes, int token, int strips, int p, int row) {
+  // Segments that share the broadcast probabilities: enough chains to hide the product's latency.
+  constexpr int kS = kLanes == 16 ? (kR == 1 ? 8 : 4) : 2;
+  int s = run.first;
+  const int end = run.first + run.count;
+  for (; s + kS <= end; s += kS) DotV<kBits, kR, kS, kTile0, kTiles>(a, side, codes, token, strips, p, s, row);
+  for (; s < end; ++s) DotV<kBits, kR, 1, kTile0, kTiles>(a, side, codes, token, strips, p, s, row);
+}
+
+template <int kBits, int kTile0, int kTiles>
+KVMANAGER_INLINE void DotVRows(const HackArguments& a, const HackSide& side, const HackRun& run, const uint8_t* codes,
+                               int token, int strips, int p, int row) {
+  const int rows = a.rows - row;
+  if constexpr (kTileRows == 4) {
+    if (rows >= 4) return DotVSegments<kBits, 4, kTile0, kTiles>(a, side, run, codes, token, strips, p, row);
+    if (rows == 3) return DotVSegments<kBits, 3, kTile0, kTiles>(a, side, run, codes, token, strips, p, row);
+  }
+  if (rows >= 2) return DotVSegments<kBits, 2, kTile0, kTiles>(a, side, run, codes, token, strips, p, row);
+  DotVSegments<kBits, 1, kTile0, kTiles>(a, side, run, codes, token, strips, p, row);
+}
+
+template <int kTile0, int kTiles>
+KVMANAGER_INLINE void DotVRun(const HackArguments& a, const HackSide& side, const HackRun& run, const uint8_t* codes,
+                              int token, int strips, int p, int row) {
+  switch (run.bits) {
+    case 1:
+      return DotVRows<1, kTile0, kTiles>(a, side, run, codes, token, strips, p, row);
+    case 2:
+      return DotVRows<2, kTile0, kTiles>(a, side, run, codes, token, strips, p, row);
+    case 3:
+      return DotVRows<3, kTile0, kTiles>(a, side, run, codes, token, strips, p, row);
+    case 4:
+      return DotVRows<4, kTile0, kTiles>(a, side, run, codes, token, strips, p, row);
+    default:
+      return DotVRows<8, kTile0, kTiles>(a, side, run, codes, token, strips, p, row);
+  }
+}
+
+/// Adds the minima of segments of width 0.
+KVMANAGER_INLINE void AddMinima(const HackArguments& a, const HackSide& side, int p) {
+  int covered = 0;
+  auto add = [&](int from, int to) {
+    for (int r = 0; r < a.rows; ++r) {
+      const size_t at = size_t(p) * a.rows + r;
+      float* acc = a.acc + size_t(r) * a.head_dim;
+      for (int c = from * kSegment; c < to * kSegment; c += kLanes) {
+        StoreF(acc + c, LoadF(acc + c) + LoadF(a.scratch.minima + c) * a.scratch.p_sum[at] * a.scratch.p_step[at]);
+      }
+    }
+  };
+  for (int i = 0; i < side.run_count; ++i) {
+    add(covered, side.runs[i].first);
+    covered = side.runs[i].first + side.runs[i].count;
+  }
+  add(covered, a.head_dim / kSegment);
+}
+
+KVMANAGER_INLINE void Outputs(const HackArguments& a, const uint8_t* record) {
+  const HackSide& side = a.head->v;
+  for (int p = 0; p < side.partitions; ++p) {
+    LoadMetadata(a, record, side, p, p);
+    const int begin = p * side.partition;
+    const int token = begin / kStrip * kStrip;
+    const uint8_t* codes = record + side.codes + size_t(token / kStrip) * side.strip_bytes;
+    for (int row = 0; row < a.rows; row += kTileRows) {
+      for (int i = 0; i < side.run_count; ++i) {
+        const HackRun& run = side.runs[i];
+        if (side.partition >= kStrip) {
+          DotVRun<0, 4>(a, side, run, codes, token, side.partition / kStrip, p, row);
+        } else if (begin % kStrip == 0) {
+          DotVRun<0, 2>(a, side, run, codes, token, 1, p, row);
+        } else {
+          DotVRun<2, 2>(a, side, run, codes, token, 1, p, row);
+        }
+      }
+    }
+    AddMinima(a, side, p);
+  }
+}
+
+void Attend(const HackArguments& a) {
+  if (a.along_channels) QuantizeQueries(a, a.head->k);
+  const int lines = (a.head->v.end + 63) / 64;
+  for (size_t i = 0; i < a.page_count; ++i) {
+    const uint8_t* record = a.pages[i] + a.head->offset;
+    const uint8_t* ahead = i + 1 < a.page_count ? a.pages[i + 1] + a.head->offset : nullptr;
+    if (ahead != nullptr) PrefetchLines(ahead, lines / 2);
+    if (a.along_channels) {
+      ScoresAlongChannels(a, record);
+    } else {
+      ScoresAlongTokens(a, record);
+    }
+    for (int r = 0; r < a.rows; ++r) Softmax(a, r);
+    if (ahead != nullptr) PrefetchLines(ahead + 64 * (lines / 2), lines - lines / 2);
+    Outputs(a, record);
+  }
+}
+
+}  // namespace
+
+#if defined(KVMANAGER_ISA_AVX512)
+#define KVMANAGER_HACK_ATTEND kHackAttendAvx512
+#elif defined(KVMANAGER_ISA_AVX2)
+#define KVMANAGER_HACK_ATTEND kHackAttendAvx2
+#else
+#define KVMANAGER_HACK_ATTEND kHackAttendPortable
+#endif
+
+void (*const KVMANAGER_HACK_ATTEND)(const HackArguments&) = Attend;
+
+}  // namespace kvmanager::hack

@@ -1,0 +1,70 @@
+// What hack_attention.cc and its kernels, one object file per instruction set, say to each other: plain structs only.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace kvmanager::hack {
+
+/// Consecutive segments of one width, inside one partition where partitions run along channels.
+struct HackRun {
+  int bits;
+  int first;  // segment
+  int count;
+  int partition;  // that the segments belong to, or 0
+};
+
+struct HackSide {
+  HackRun runs[16];  // width 0 is left out: such a channel is its minimum alone
+  int run_count;
+  uint32_t segment_offset[16];
+  uint32_t strip_bytes;
+  int partitions;
+  int partition;
+  int meta_entries;
+  uint32_t codes, tops, steps, minima, sums, end;  // offsets in a head's record
+};
+
+struct HackHead {
+  uint32_t offset;  // in a page
+  HackSide k, v;
+};
+
+/// Scratch of one call, cut from the caller's workspace; every array is 64-byte aligned.
+struct HackScratch {
+  float* steps;   // [max(head_dim, page_tokens)] of one partition
+  float* minima;  // likewise
+  float* sums;    // likewise, of K's codes
+  int8_t* q8;     // [rows][head_dim]; less 128 with an asymmetric query
+  float* q_step;  // [partitions][rows]: what one unit of q8 * code stands for, scaled as scores are
+  float* q_min;   // [partitions][rows]: the score's constant; along channels, the factor of a token's minimum
+  float* q_sums;  // [partitions][rows]: along channels, the factor of a token's step * (sum of codes)
+  float* scores;  // [rows][page_tokens], then probabilities
+  uint8_t* p8;    // [rows][page_tokens]
+  float* p_step;  // [partitions][rows]: pmax / 255
+  float* p_sum;   // [partitions][rows]: sum of p8
+};
+
+struct HackArguments {
+  const float* q;  // [rows][head_dim], rotated where the format says so
+  int rows;
+  int head_dim;
+  int page_tokens;
+  float scale;
+  const uint8_t* const* pages;
+  size_t page_count;
+  const HackHead* head;
+  bool meta8;
+  bool along_channels;  // K's partitions
+  bool asymmetric;
+  float* max;  // as SoftmaxRows
+  float* sum;
+  float* acc;
+  HackScratch scratch;
+};
+
+extern void (*const kHackAttendPortable)(const HackArguments& arguments);
+extern void (*const kHackAttendAvx2)(const HackArguments& arguments);
+extern void (*const kHackAttendAvx512)(const HackArguments& arguments);
+
+}  // namespace kvmanager::hack

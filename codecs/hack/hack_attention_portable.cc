@@ -1,0 +1,1 @@
+#include "codecs/hack/hack_attention_inl.h"
