@@ -1,9 +1,9 @@
 // Moves the pages of a hand-off from one daemon's slots into another's.
 //
-// The transport knows descriptors, not stores: what is handed over is an opaque manifest and a list of pages, each a run of bytes
-// with a checksum; the receiver answers with targets. A transfer completes exactly once on each side. Nothing is visible at the
-// receiver before HandOffReceiver::Complete. Owned by main(); methods may be called from any thread; callbacks run on the
-// transport's own thread and must only pass a message on.
+// The transport knows descriptors, not stores: what is handed over is an opaque manifest and a list of pages, each a
+// run of bytes with a checksum; the receiver answers with targets. A transfer completes exactly once on each side.
+// Nothing is visible at the receiver before HandOffReceiver::Complete. Owned by main(); methods may be called from any
+// thread; callbacks run on the transport's own thread and must only pass a message on.
 #pragma once
 
 #include <cstdint>
@@ -24,10 +24,10 @@ struct SendPage {
 };
 
 struct SendRequest {
-  std::string peer;                  // "HOST:PORT"
-  std::string manifest;              // opaque, 1..kManifestBytesMax
-  std::vector<SendPage> pages;       // in the order of sending
-  int64_t timeout_ms = 0;            // without progress; 0: kStallMsDefault
+  std::string peer;             // "HOST:PORT"
+  std::string manifest;         // opaque, 1..kManifestBytesMax
+  std::vector<SendPage> pages;  // in the order of sending
+  int64_t timeout_ms = 0;       // without progress; 0: kStallMsDefault
 
   static constexpr size_t kManifestBytesMax = 16 << 20;
   static constexpr size_t kPagesMax = 1 << 20;
@@ -36,11 +36,11 @@ struct SendRequest {
 };
 
 struct SendResult {
-  std::string ticket;          // from the receiver: what a client claims the sequence with
-  uint64_t bytes_sent = 0;     // of pages; pages the receiver had already are not sent
+  std::string ticket;       // from the receiver: what a client claims the sequence with
+  uint64_t bytes_sent = 0;  // of pages; pages the receiver had already are not sent
   uint64_t pages_sent = 0;
   uint64_t pages_skipped = 0;
-  double seconds = 0;          // from the first byte to the receiver's confirmation
+  double seconds = 0;  // from the first byte to the receiver's confirmation
 };
 
 /// Where received pages go. One object per incoming hand-off; destroyed without Complete means: give everything back.
@@ -70,16 +70,17 @@ struct PeerInfo {
   std::string peer;
   bool incoming = false;
   uint64_t transfers = 0, failures = 0, bytes = 0;
-  uint64_t active = 0;       // transfers under way
-  double bytes_per_s = 0;    // of the last finished transfer
+  uint64_t active = 0;     // transfers under way
+  double bytes_per_s = 0;  // of the last finished transfer
   std::string last_error;
 };
 
 class Transport {
  public:
   virtual ~Transport() = default;
-  /// Sends; `done` is called exactly once. Returns a handle for Cancel. Errors given to `done`: UNAVAILABLE (peer), DATA_LOSS
-  /// (checksum), RESOURCE_EXHAUSTED and others as the receiver answered, CANCELLED, DEADLINE_EXCEEDED (no progress).
+  /// Sends; `done` is called exactly once. Returns a handle for Cancel. Errors given to `done`: UNAVAILABLE (peer),
+  /// DATA_LOSS (checksum), RESOURCE_EXHAUSTED and others as the receiver answered, CANCELLED, DEADLINE_EXCEEDED (no
+  /// progress).
   virtual uint64_t Send(SendRequest request, absl::AnyInvocable<void(absl::StatusOr<SendResult>)> done) = 0;
   virtual void Cancel(uint64_t transfer) = 0;
   virtual std::vector<PeerInfo> Peers() const = 0;

@@ -1,0 +1,123 @@
+#include "transport/tcp/engine.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
+#include "transport/tcp/host_port.h"
+#include "transport/tcp/incoming.h"
+
+namespace kvmanager::tcp {
+
+Engine::Engine(TcpTransport::Options options)
+    : loop_(std::move(options)), work_(loop_.io.get_executor()), acceptor_(loop_.io), accept_timer_(loop_.io) {}
+
+absl::Status Engine::Listen() {
+  if (loop_.options.listen.empty()) return absl::OkStatus();
+  KV_ASSIGN_OR_RETURN(const HostPort where, ParseHostPort("peer-listen", loop_.options.listen, true));
+  const auto failed = [&](const char* what, const ErrorCode& error) {
+    return absl::UnavailableError(
+        absl::StrCat("peer-listen ", loop_.options.listen, ": ", what, ": ", error.message()));
+  };
+  ErrorCode error;
+  Resolver resolver(loop_.io);
+  const auto resolved =
+      resolver.resolve(where.host, absl::StrCat(where.port),
+                       asio::ip::resolver_base::numeric_service | asio::ip::resolver_base::passive, error);
+  if (error || resolved.empty()) return failed("resolving", error);
+  asio::ip::tcp::endpoint endpoint = resolved.begin()->endpoint();
+  acceptor_.open(endpoint.protocol(), error);
+  if (error) return failed("opening a socket", error);
+  TuneEarly(acceptor_.native_handle());
+  acceptor_.set_option(asio::socket_base::reuse_address(true), error);
+  acceptor_.bind(endpoint, error);
+  if (error) return failed("binding", error);
+  acceptor_.listen(kBacklog, error);
+  if (error) return failed("listening", error);
+  endpoint = acceptor_.local_endpoint(error);
+  if (error) return failed("asking for the port", error);
+  listen_address_ = FormatHostPort(where.host, endpoint.port());
+  return absl::OkStatus();
+}
+
+void Engine::Run() {
+  if (acceptor_.is_open()) Accept();
+  thread_ = std::thread([this] {
+    loop_.io.run();
+    // What was posted before the gate closed still runs: a late offer's hand-off is aborted, not forgotten.
+    loop_.gate->Close();
+    loop_.io.restart();
+    loop_.io.run();
+  });
+}
+
+void Engine::Shutdown() {
+  loop_.gate->Post([this](Loop& loop) {
+    loop.stopping = true;
+    ErrorCode ignored;
+    acceptor_.close(ignored);
+    accept_timer_.cancel();
+    const absl::Status why = absl::CancelledError("the transport is shutting down");
+    while (!loop.outgoing.empty()) std::shared_ptr<Outgoing>(loop.outgoing.begin()->second)->Stop(why);
+    while (!loop.incoming.empty()) std::shared_ptr<Incoming>(loop.incoming.begin()->second)->Stop(why);
+    work_.reset();
+  });
+  thread_.join();
+}
+
+uint64_t Engine::Send(SendRequest request, Outgoing::Done done) {
+  const uint64_t id = next_transfer_.fetch_add(1, std::memory_order_relaxed);
+  const bool posted = loop_.gate->Post([id, request = std::move(request), done = std::move(done)](Loop& loop) mutable {
+    if (loop.outgoing.size() >= loop.options.outgoing_max) {
+      loop.metrics.sent.transfers(TransferResult::kFailed).Increment();
+      done(FieldError(absl::StatusCode::kResourceExhausted, "hand-offs being sent",
+                      absl::StrCat(loop.outgoing.size() + 1), absl::StrCat("at most ", loop.options.outgoing_max)));
+      return;
+    }
+    auto transfer = std::make_shared<Outgoing>(loop, id, std::move(request), std::move(done));
+    loop.outgoing.emplace(id, transfer);
+    transfer->Start();
+  });
+  KV_CHECK(posted);
+  return id;
+}
+
+void Engine::Cancel(uint64_t transfer) {
+  loop_.gate->Post([transfer](Loop& loop) {
+    const auto found = loop.outgoing.find(transfer);
+    if (found == loop.outgoing.end()) return;
+    std::shared_ptr<Outgoing>(found->second)->Stop(absl::CancelledError("the hand-off was cancelled"));
+  });
+}
+
+void Engine::Accept() {
+  acceptor_.async_accept([this](const ErrorCode& error, Socket socket) {
+    if (!acceptor_.is_open()) return;
+    if (!error) {
+      OnAccepted(std::move(socket));
+      return Accept();
+    }
+    if (error == asio::error::connection_aborted) return Accept();
+    accept_timer_.expires_after(std::chrono::milliseconds(kAcceptRetryMs));
+    accept_timer_.async_wait([this](const ErrorCode& stopped) {
+      if (!stopped && acceptor_.is_open()) Accept();
+    });
+  });
+}
+
+void Engine::OnAccepted(Socket socket) {
+  const TcpTransport::Options& options = loop_.options;
+  absl::Status refusal;
+  if (loop_.incoming_open >= options.incoming_max) {
+    loop_.metrics.connections_refused.Increment();
+    if (loop_.incoming.size() >= kClosingPerOpenMax * options.incoming_max) return;
+    refusal = FieldError(absl::StatusCode::kResourceExhausted, "hand-offs being received",
+                         absl::StrCat(loop_.incoming_open + 1), absl::StrCat("at most ", options.incoming_max));
+  }
+  const uint64_t id = next_incoming_++;
+  auto connection = std::make_shared<Incoming>(loop_, id, std::move(socket));
+  loop_.incoming.emplace(id, connection);
+  connection->Start(std::move(refusal));
+}
+
+}  // namespace kvmanager::tcp

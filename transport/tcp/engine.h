@@ -1,0 +1,47 @@
+// The transport's thread, its listening socket, and the making of connections. Owned by TcpTransport. Listen and Run
+// come first, from one thread; then Send, Cancel, Peers from any; then Shutdown, once, from any but its own thread.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "transport/tcp/loop.h"
+#include "transport/tcp/outgoing.h"
+
+namespace kvmanager::tcp {
+
+class Engine {
+ public:
+  static constexpr int64_t kAcceptRetryMs = 100;  // after the process ran out of descriptors or memory
+  static constexpr int kBacklog = 128;
+  static constexpr size_t kClosingPerOpenMax =
+      4;  // connections of which the peer is still being told, for each open one allowed
+
+  explicit Engine(TcpTransport::Options options);
+  absl::Status Listen();
+  void Run();
+  void Shutdown();
+
+  uint64_t Send(SendRequest request, Outgoing::Done done);
+  void Cancel(uint64_t transfer);
+  std::vector<PeerInfo> Peers() const { return loop_.peers.List(); }
+  const std::string& listen_address() const { return listen_address_; }
+
+ private:
+  void Accept();
+  void OnAccepted(Socket socket);
+
+  Loop loop_;
+  asio::executor_work_guard<Executor> work_;
+  Acceptor acceptor_;
+  Timer accept_timer_;
+  std::string listen_address_;
+  std::atomic<uint64_t> next_transfer_{1};
+  uint64_t next_incoming_ = 1;
+  std::thread thread_;
+};
+
+}  // namespace kvmanager::tcp

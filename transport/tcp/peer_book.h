@@ -1,0 +1,37 @@
+// What is remembered of each peer and direction: at most kPeersMax entries, the least recently used dropped first.
+// Owned by the transport; any thread.
+#pragma once
+
+#include <list>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kvmanager/base/mutex.h"
+#include "transport/transport.h"
+
+namespace kvmanager::tcp {
+
+class PeerBook {
+ public:
+  static constexpr size_t kPeersMax = 256;
+
+  /// A transfer with `peer` began.
+  void Begin(const std::string& peer, bool incoming);
+  /// It ended: `status`, after `bytes` of pages in `seconds`.
+  void End(const std::string& peer, bool incoming, const absl::Status& status, uint64_t bytes, double seconds);
+  /// Most recently used first.
+  std::vector<PeerInfo> List() const;
+
+ private:
+  using Key = std::pair<std::string, bool>;
+  PeerInfo& Touch(const std::string& peer, bool incoming) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  mutable Mutex mutex_;
+  std::list<PeerInfo> recent_ ABSL_GUARDED_BY(mutex_);
+  std::map<Key, std::list<PeerInfo>::iterator> index_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace kvmanager::tcp

@@ -1,0 +1,55 @@
+#include "transport/tcp/tcp_transport.h"
+
+#include <exception>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
+#include "transport/tcp/engine.h"
+
+namespace kvmanager {
+namespace {
+
+absl::Status CheckOptions(const TcpTransport::Options& options) {
+  if (options.metrics == nullptr) return InvalidField("metrics", "null", "given");
+  if (!options.listen.empty() && options.receiver == nullptr) {
+    return InvalidField("receiver", "null", "given where peer-listen is");
+  }
+  if (options.send_bytes_per_s != 0 && options.send_bytes_per_s < tcp::RateLimit::kBytesPerSMin) {
+    return InvalidField("send_bytes_per_s", options.send_bytes_per_s,
+                        absl::StrCat("0 or at least ", tcp::RateLimit::kBytesPerSMin));
+  }
+  if (options.stall_ms < 1 || options.stall_ms > TcpTransport::kStallMsMax) {
+    return InvalidField("stall_ms", options.stall_ms, absl::StrCat("1..", TcpTransport::kStallMsMax));
+  }
+  if (options.incoming_max < 1) return InvalidField("incoming_max", options.incoming_max, "at least 1");
+  if (options.outgoing_max < 1) return InvalidField("outgoing_max", options.outgoing_max, "at least 1");
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+TcpTransport::TcpTransport(std::unique_ptr<tcp::Engine> engine) : engine_(std::move(engine)) {}
+TcpTransport::~TcpTransport() { engine_->Shutdown(); }
+
+absl::StatusOr<std::unique_ptr<TcpTransport>> TcpTransport::Create(Options options) {
+  KV_RETURN_IF_ERROR(CheckOptions(options));
+  try {
+    auto engine = std::make_unique<tcp::Engine>(std::move(options));
+    KV_RETURN_IF_ERROR(engine->Listen());
+    engine->Run();
+    return std::unique_ptr<TcpTransport>(new TcpTransport(std::move(engine)));
+  } catch (
+      const std::exception& error) {  // Asio and std::thread throw where the system has no descriptor or thread left
+    return absl::ResourceExhaustedError(absl::StrCat("starting the transport: ", error.what()));
+  }
+}
+
+uint64_t TcpTransport::Send(SendRequest request, absl::AnyInvocable<void(absl::StatusOr<SendResult>)> done) {
+  return engine_->Send(std::move(request), std::move(done));
+}
+void TcpTransport::Cancel(uint64_t transfer) { engine_->Cancel(transfer); }
+std::vector<PeerInfo> TcpTransport::Peers() const { return engine_->Peers(); }
+std::string TcpTransport::listen_address() const { return engine_->listen_address(); }
+
+}  // namespace kvmanager

@@ -1,0 +1,60 @@
+// The transport over TCP: one connection for each hand-off, one thread of its own for all of them. Pages are written
+// from the sender's slots and read into the receiver's, never copied in between; wire.h has the bytes.
+//
+// Owned by main(). Methods from any thread; callbacks on the transport's thread. Create fails with the field that is
+// wrong, or with UNAVAILABLE if the address cannot be listened on. The destructor fails what is being sent with
+// CANCELLED, aborts what is being received, and joins the thread (a name being resolved is waited for); it must not run
+// on the transport's thread.
+//
+// Each IncomingHandOff goes exactly once to Complete or Abort; one that the receiver offers after the destructor began
+// is destroyed. If the connection dies between Complete and its confirmation, the receiver has the hand-off and the
+// sender sees UNAVAILABLE: an unclaimed ticket is the receiver's to expire.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "transport/transport.h"
+#include "transport/transport_metrics.h"
+
+namespace kvmanager {
+
+namespace tcp {
+class Engine;
+}
+
+class TcpTransport final : public Transport {
+ public:
+  struct Options {
+    std::string listen;                               // "HOST:PORT", port 0: any; empty: this transport only sends
+    HandOffReceiver* receiver = nullptr;              // outlives the transport; needed if `listen` is set
+    TransportMetrics* metrics = nullptr;              // outlives the transport
+    uint64_t send_bytes_per_s = 0;                    // of all hand-offs together; 0: as fast as it goes
+    int64_t stall_ms = SendRequest::kStallMsDefault;  // incoming: given up after this long without a byte
+    size_t incoming_max = kIncomingMaxDefault;        // hand-offs received at once; more are refused
+    size_t outgoing_max = kOutgoingMaxDefault;        // hand-offs sent at once; more fail with RESOURCE_EXHAUSTED
+    uint64_t transfer_bytes_max = kTransferBytesMaxDefault;         // pages of one hand-off, either way
+    uint64_t offer_buffer_bytes_max = kOfferBufferBytesMaxDefault;  // memory for incoming manifests and page lists
+  };
+  static constexpr size_t kIncomingMaxDefault = 64;
+  static constexpr size_t kOutgoingMaxDefault = 256;
+  static constexpr uint64_t kTransferBytesMaxDefault = uint64_t{256} << 30;
+  static constexpr uint64_t kOfferBufferBytesMaxDefault = 256 << 20;
+  static constexpr int64_t kStallMsMax = 3600 * 1000;
+
+  static absl::StatusOr<std::unique_ptr<TcpTransport>> Create(Options options);
+  ~TcpTransport() override;
+
+  uint64_t Send(SendRequest request, absl::AnyInvocable<void(absl::StatusOr<SendResult>)> done) override;
+  void Cancel(uint64_t transfer) override;
+  std::vector<PeerInfo> Peers() const override;
+  std::string listen_address() const override;
+
+ private:
+  explicit TcpTransport(std::unique_ptr<tcp::Engine> engine);
+  std::unique_ptr<tcp::Engine> engine_;
+};
+
+}  // namespace kvmanager

@@ -1,0 +1,44 @@
+// The metrics of a transport: references into a registry that main() owns and that outlives the transport. Updates are
+// atomic and may come from any thread.
+#pragma once
+
+#include <prometheus/counter.h>
+#include <prometheus/gauge.h>
+#include <prometheus/histogram.h>
+#include <prometheus/registry.h>
+
+#include "absl/status/status.h"
+
+namespace kvmanager {
+
+/// How a transfer ended; the label `result` of kvmanager_transport_transfers_total.
+enum class TransferResult { kOk, kRefused, kCancelled, kTimeout, kChecksum, kFailed };
+
+/// The result that `status` stands for: CANCELLED, DEADLINE_EXCEEDED and DATA_LOSS have their own, other errors are
+/// kFailed.
+TransferResult ResultOf(const absl::Status& status);
+
+struct TransportMetrics {
+  explicit TransportMetrics(prometheus::Registry& registry);
+
+  /// The metrics of one direction, label `direction`: "sent" or "received".
+  struct Direction {
+    Direction(prometheus::Registry& registry, const char* direction);
+    prometheus::Counter& transfers(TransferResult result) { return *transfers_by_result[static_cast<int>(result)]; }
+
+    prometheus::Counter& bytes;
+    prometheus::Counter& pages;
+    prometheus::Counter& pages_skipped;
+    prometheus::Gauge& active;
+    prometheus::Histogram& seconds;
+    prometheus::Counter* transfers_by_result[6];
+  };
+
+  Direction sent;
+  Direction received;
+  prometheus::Counter& checksum_failures;
+  prometheus::Counter& protocol_errors;
+  prometheus::Counter& connections_refused;
+};
+
+}  // namespace kvmanager
