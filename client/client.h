@@ -6,15 +6,17 @@
 //   StepBatch step{.layer = 0, .entries = {{made->sequence->id(), position, 1}}, .k = k, .v = v, .q = q, .out = out};
 //   auto done = (*cache)->Step(step);                         // append and attend: one call, one layer, a whole batch
 //
-// A handle is a lease: destroying it gives back what it names. Handles keep the connection alive, not the daemon: when the
-// daemon is gone every call returns UNAVAILABLE at once, and handles of an earlier boot stay void (FAILED_PRECONDITION) after
-// Reconnect(). Every call has a deadline (Options::deadline_ms): past it the call is cancelled and DEADLINE_EXCEEDED returned.
+// A handle is a lease: destroying it gives back what it names. Handles keep the connection alive, not the daemon: when
+// the daemon is gone every call returns UNAVAILABLE at once, and handles of an earlier boot stay void
+// (FAILED_PRECONDITION) after Reconnect(). Every call has a deadline (Options::deadline_ms): past it the call is
+// cancelled and DEADLINE_EXCEEDED returned.
 //
-// Threads: a Client and its handles belong to the thread that made it (they share one event loop). Use a Client per thread.
-// fork(): the child's copy of the socket is closed at once, so that a child cannot hold its parent's leases; every call there
-// returns FAILED_PRECONDITION.
+// Threads: a Client and its handles belong to the thread that made it (they share one event loop). Use a Client per
+// thread. fork(): the child's copy of the socket is closed at once, so that a child cannot hold its parent's leases;
+// every call there returns FAILED_PRECONDITION.
 //
-// Blocking and asynchronous: X() waits; XAsync() returns a Pending that is waited for later, so that several calls overlap.
+// Blocking and asynchronous: X() waits; XAsync() returns a Pending that is waited for later, so that several calls
+// overlap.
 #pragma once
 
 #include <cstdint>
@@ -42,12 +44,12 @@ struct CacheOptions {
   int page_tokens = 64;
   DType dtype = DType::kFloat16;  // kFloat16 or kBFloat16
   int tensor_parallel_rank = 0, tensor_parallel_size = 1;
-  std::string codec = "raw";      // "NAME[:key=value,...]"
+  std::string codec = "raw";  // "NAME[:key=value,...]"
   int lag_pages = 2;
 };
 
 struct CacheDescription {
-  CacheOptions options;           // codec canonical
+  CacheOptions options;  // codec canonical
   uint32_t id = 0;
   CacheDigest digest;
   uint64_t raw_page_bytes = 0, encoded_page_bytes = 0, payload_page_bytes = 0;
@@ -55,10 +57,10 @@ struct CacheDescription {
   uint64_t sequences = 0, published_blocks = 0;
 };
 
-/// A dense array, either in an Arena (the daemon reads or writes it in place) or in the caller's memory (copied through the
-/// socket). `data` must stay valid until the call is done; for an arena range it points into the arena.
+/// A dense array, either in an Arena (the daemon reads or writes it in place) or in the caller's memory (copied through
+/// the socket). `data` must stay valid until the call is done; for an arena range it points into the arena.
 struct TensorView {
-  void* data = nullptr;   // nullptr: none
+  void* data = nullptr;  // nullptr: none
   size_t bytes = 0;
   const Arena* arena = nullptr;
 
@@ -75,11 +77,11 @@ struct StepEntry {
 struct StepBatch {
   int layer = 0;
   absl::Span<const StepEntry> entries;
-  TensorView k, v;      // [sum of tokens][kv_heads][head_dim] of the cache's dtype
-  TensorView q, out;    // [sum of tokens][query_heads][head_dim] of q_dtype
+  TensorView k, v;    // [sum of tokens][kv_heads][head_dim] of the cache's dtype
+  TensorView q, out;  // [sum of tokens][query_heads][head_dim] of q_dtype
   DType q_dtype = DType::kFloat32;
-  TensorView lse;       // [sum of tokens][query_heads] float32, optional
-  float scale = 0;      // 0: 1/sqrt(head_dim)
+  TensorView lse;   // [sum of tokens][query_heads] float32, optional
+  float scale = 0;  // 0: 1/sqrt(head_dim)
 };
 
 struct StepResult {
@@ -158,13 +160,14 @@ class Pending {
 class Client {
  public:
   struct Options {
-    std::string name = "client";      // for listings
-    int64_t deadline_ms = 30000;      // of every call: 1..3600000
-    int64_t connect_ms = 5000;        // connecting, with back-off from 1 ms doubling to 250 ms
-    int64_t busy_poll_us = 0;         // spin this long for an answer before blocking: 0..1000000
+    std::string name = "client";  // for listings
+    int64_t deadline_ms = 30000;  // of every call: 1..3600000
+    int64_t connect_ms = 5000;    // connecting, with back-off from 1 ms doubling to 250 ms
+    int64_t busy_poll_us = 0;     // spin this long for an answer before blocking: 0..1000000
   };
 
-  /// address: "unix:PATH" or "tcp:HOST:PORT". Errors: INVALID_ARGUMENT (address), UNAVAILABLE, FAILED_PRECONDITION (API version).
+  /// address: "unix:PATH" or "tcp:HOST:PORT". Errors: INVALID_ARGUMENT (address), UNAVAILABLE, FAILED_PRECONDITION (API
+  /// version).
   static absl::StatusOr<std::unique_ptr<Client>> Connect(absl::string_view address, const Options& options);
   virtual ~Client() = default;
 
@@ -239,7 +242,8 @@ class Sequence {
   absl::StatusOr<HandOffOutcome> HandOff(absl::string_view peer, absl::string_view blob, int64_t timeout_ms = 30000) {
     return HandOffAsync(peer, blob, timeout_ms).Wait();
   }
-  virtual Pending<absl::StatusOr<HandOffOutcome>> HandOffAsync(absl::string_view peer, absl::string_view blob, int64_t timeout_ms) = 0;
+  virtual Pending<absl::StatusOr<HandOffOutcome>> HandOffAsync(absl::string_view peer, absl::string_view blob,
+                                                               int64_t timeout_ms) = 0;
   virtual absl::StatusOr<SequenceDescription> Info() = 0;
 };
 

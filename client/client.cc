@@ -1,0 +1,146 @@
+#include "client/client.h"
+
+#include "absl/strings/str_cat.h"
+#include "client/connection.h"
+#include "client/handles.h"
+#include "client/wire.h"
+
+namespace kvmanager::client {
+namespace {
+
+constexpr size_t kNameBytesMax = 256;
+
+absl::Status CheckRange(absl::string_view field, int64_t value, int64_t min, int64_t max) {
+  if (value >= min && value <= max) return absl::OkStatus();
+  return InvalidField(field, value, absl::StrCat(min, "..", max));
+}
+
+class ClientImpl final : public Client {
+ public:
+  explicit ClientImpl(std::shared_ptr<Connection> connection) : connection_(std::move(connection)) {}
+
+  uint64_t boot_epoch() const override { return connection_->boot_epoch(); }
+  bool connected() override { return connection_->Connected(); }
+  std::string peer_address() const override { return connection_->peer_address(); }
+  absl::Status Reconnect() override { return connection_->Reconnect(); }
+
+  absl::StatusOr<std::unique_ptr<Cache>> OpenCache(const CacheOptions& options) override {
+    using Result = absl::StatusOr<std::unique_ptr<Cache>>;
+    KV_RETURN_IF_ERROR(connection_->Usable());
+    KV_RETURN_IF_ERROR(CheckOptions(options));
+    auto request = connection_->daemon().openCacheRequest();
+    ToWire(options, request.initConfig());
+    return connection_->Call<Result>(std::move(request), [this](auto& response) -> Result {
+      KV_RETURN_IF_ERROR(FromWire(response.getStatus()));
+      KV_ASSIGN_OR_RETURN(CacheDescription description, FromWire(response.getInfo()));
+      return MakeCache(connection_, response.getCache(), std::move(description));
+    });
+  }
+
+  absl::StatusOr<std::unique_ptr<Arena>> CreateArena(uint64_t bytes) override {
+    KV_RETURN_IF_ERROR(connection_->Usable());
+    if (!connection_->address().is_unix) {
+      return FieldError(absl::StatusCode::kFailedPrecondition, "address", connection_->address().text,
+                        "a Unix socket, over which memory can be shared; use inline tensors over TCP");
+    }
+    auto request = connection_->daemon().createArenaRequest();
+    request.setBytes(bytes);
+    struct Made {
+      api::Arena::Client cap;
+      uint32_t id;
+    };
+    using Result = absl::StatusOr<Made>;
+    auto made = connection_->Call<Result>(std::move(request), [](auto& response) -> Result {
+      KV_RETURN_IF_ERROR(FromWire(response.getStatus()));
+      return Made{response.getArena(), response.getId()};
+    });
+    if (!made.ok()) return made.status();
+    return MakeArena(connection_, std::move(made->cap), made->id, bytes);
+  }
+
+  absl::Status Ping() override {
+    KV_RETURN_IF_ERROR(connection_->Usable());
+    return connection_->Call<absl::Status>(connection_->daemon().pingRequest(), [](auto&) { return absl::OkStatus(); });
+  }
+
+  absl::StatusOr<DaemonDescription> Status() override {
+    using Result = absl::StatusOr<DaemonDescription>;
+    KV_RETURN_IF_ERROR(connection_->Usable());
+    return connection_->Call<Result>(connection_->admin().statusRequest(),
+                                     [](auto& response) -> Result { return FromWire(response.getStatus()); });
+  }
+
+  absl::StatusOr<std::vector<CacheDescription>> Caches() override {
+    using Result = absl::StatusOr<std::vector<CacheDescription>>;
+    KV_RETURN_IF_ERROR(connection_->Usable());
+    return connection_->Call<Result>(connection_->admin().cachesRequest(), [](auto& response) -> Result {
+      std::vector<CacheDescription> caches;
+      for (const auto cache : response.getCaches()) {
+        KV_ASSIGN_OR_RETURN(CacheDescription description, FromWire(cache));
+        caches.push_back(std::move(description));
+      }
+      return caches;
+    });
+  }
+
+  absl::StatusOr<std::vector<SequenceDescription>> Sequences() override {
+    using Result = absl::StatusOr<std::vector<SequenceDescription>>;
+    KV_RETURN_IF_ERROR(connection_->Usable());
+    return connection_->Call<Result>(connection_->admin().sequencesRequest(), [](auto& response) -> Result {
+      std::vector<SequenceDescription> sequences;
+      for (const auto sequence : response.getSequences()) sequences.push_back(FromWire(sequence));
+      return sequences;
+    });
+  }
+
+  absl::StatusOr<std::vector<PeerDescription>> Peers() override {
+    using Result = absl::StatusOr<std::vector<PeerDescription>>;
+    KV_RETURN_IF_ERROR(connection_->Usable());
+    return connection_->Call<Result>(connection_->admin().peersRequest(), [](auto& response) -> Result {
+      std::vector<PeerDescription> peers;
+      for (const auto peer : response.getPeers()) peers.push_back(FromWire(peer));
+      return peers;
+    });
+  }
+
+  absl::Status Drain(bool on) override {
+    KV_RETURN_IF_ERROR(connection_->Usable());
+    const auto read = [](auto& response) { return FromWire(response.getStatus()); };
+    if (on) return connection_->Call<absl::Status>(connection_->admin().drainRequest(), read);
+    return connection_->Call<absl::Status>(connection_->admin().undrainRequest(), read);
+  }
+
+  absl::StatusOr<uint64_t> Purge(uint32_t cache_id) override {
+    using Result = absl::StatusOr<uint64_t>;
+    KV_RETURN_IF_ERROR(connection_->Usable());
+    auto request = connection_->admin().purgeRequest();
+    if (cache_id == kAllCaches) {
+      request.setAll(true);
+    } else {
+      request.setCacheId(cache_id);
+    }
+    return connection_->Call<Result>(std::move(request), [](auto& response) -> Result {
+      KV_RETURN_IF_ERROR(FromWire(response.getStatus()));
+      return response.getBlocks();
+    });
+  }
+
+ private:
+  std::shared_ptr<Connection> connection_;  // shared with the handles, which may be destroyed after the Client
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Client>> Client::Connect(absl::string_view address, const Options& options) {
+  KV_ASSIGN_OR_RETURN(Address parsed, ParseAddress(address));
+  if (options.name.size() > kNameBytesMax) {
+    return InvalidField("name (bytes)", options.name.size(), absl::StrCat("at most ", kNameBytesMax));
+  }
+  KV_RETURN_IF_ERROR(CheckRange("deadline_ms", options.deadline_ms, 1, 3600000));
+  KV_RETURN_IF_ERROR(CheckRange("connect_ms", options.connect_ms, 1, 3600000));
+  KV_RETURN_IF_ERROR(CheckRange("busy_poll_us", options.busy_poll_us, 0, 1000000));
+  KV_ASSIGN_OR_RETURN(auto connection, Connection::Open(std::move(parsed), options));
+  return std::make_unique<ClientImpl>(std::move(connection));
+}
+
+}  // namespace kvmanager::client

@@ -1,0 +1,369 @@
+#include "client/handles.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+
+namespace kvmanager::client {
+namespace {
+
+constexpr int64_t kHandOffMsMax = 3600000;
+constexpr int64_t kHandOffMarginMs = 1000;  // the daemon's own deadline comes first, and says more
+
+template <typename Cap>
+CreatedSequence ReadSequence(const std::shared_ptr<Connection>& connection, Cap reply);
+
+class SequenceImpl final : public Sequence {
+ public:
+  SequenceImpl(std::shared_ptr<Connection> connection, api::Sequence::Client cap, uint64_t id)
+      : handle_(std::move(connection), std::move(cap)), id_(id) {}
+
+  uint64_t id() const override { return id_; }
+
+  absl::StatusOr<std::unique_ptr<Sequence>> Fork() override {
+    using Result = absl::StatusOr<std::unique_ptr<Sequence>>;
+    KV_RETURN_IF_ERROR(handle_.Usable());
+    return handle_.connection().Call<Result>(handle_.cap().forkRequest(), [this](auto& response) -> Result {
+      const auto reply = response.getReply();
+      KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
+      return ReadSequence(handle_.shared_connection(), reply).sequence;
+    });
+  }
+
+  absl::Status Crop(uint64_t tokens) override {
+    KV_RETURN_IF_ERROR(handle_.Usable());
+    auto request = handle_.cap().cropRequest();
+    request.setTokens(tokens);
+    return handle_.connection().Call<absl::Status>(std::move(request),
+                                                   [](auto& response) { return FromWire(response.getStatus()); });
+  }
+
+  absl::StatusOr<PublishOutcome> Publish(absl::Span<const BlockName> names) override {
+    using Result = absl::StatusOr<PublishOutcome>;
+    KV_RETURN_IF_ERROR(handle_.Usable());
+    const uint64_t bytes = kMessageOverheadBytes + names.size() * kBlockNameBytes;
+    KV_RETURN_IF_ERROR(CheckMessageBytes("names", bytes, handle_.connection().message_bytes_max()));
+    auto request = handle_.cap().publishRequest(capnp::MessageSize{bytes / sizeof(capnp::word), 0});
+    ToWire(names, request.initNames(uint(names.size())));
+    return handle_.connection().Call<Result>(std::move(request), [](auto& response) -> Result {
+      const auto reply = response.getReply();
+      KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
+      return PublishOutcome{int(reply.getPublished()), int(reply.getShared()), int(reply.getDeferred())};
+    });
+  }
+
+  Pending<absl::StatusOr<HandOffOutcome>> HandOffAsync(absl::string_view peer, absl::string_view blob,
+                                                       int64_t timeout_ms) override {
+    using Result = absl::StatusOr<HandOffOutcome>;
+    if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
+    if (timeout_ms < 1 || timeout_ms > kHandOffMsMax) {
+      return Ready<Result>(InvalidField("timeout_ms", timeout_ms, absl::StrCat("1..", kHandOffMsMax)));
+    }
+    const uint64_t bytes = kMessageOverheadBytes + peer.size() + blob.size();
+    if (auto fits = CheckMessageBytes("blob", bytes, handle_.connection().message_bytes_max()); !fits.ok()) {
+      return Ready<Result>(fits);
+    }
+    auto request = handle_.cap().handOffRequest(capnp::MessageSize{bytes / sizeof(capnp::word), 0});
+    request.setPeer(ToKj(std::string(peer)));
+    request.setBlob(ToKj(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(blob.data()), blob.size())));
+    request.setTimeoutMs(uint32_t(timeout_ms));
+    return handle_.connection().CallLater<Result>(
+        std::move(request),
+        [](auto& response) -> Result {
+          const auto reply = response.getReply();
+          KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
+          return HandOffOutcome{.ticket = ToString(reply.getTicket()),
+                                .bytes_sent = reply.getBytesSent(),
+                                .pages_sent = reply.getPagesSent(),
+                                .pages_skipped = reply.getPagesSkipped(),
+                                .seconds = reply.getSeconds()};
+        },
+        timeout_ms + kHandOffMarginMs);
+  }
+
+  absl::StatusOr<SequenceDescription> Info() override {
+    using Result = absl::StatusOr<SequenceDescription>;
+    KV_RETURN_IF_ERROR(handle_.Usable());
+    return handle_.connection().Call<Result>(handle_.cap().infoRequest(), [](auto& response) -> Result {
+      KV_RETURN_IF_ERROR(FromWire(response.getStatus()));
+      return FromWire(response.getInfo());
+    });
+  }
+
+ private:
+  Handle<api::Sequence::Client> handle_;
+  const uint64_t id_;
+};
+
+/// REQUIRES: the reply's status is ok.
+template <typename Reply>
+CreatedSequence ReadSequence(const std::shared_ptr<Connection>& connection, Reply reply) {
+  return {std::make_unique<SequenceImpl>(connection, reply.getSequence(), reply.getSequenceId()),
+          FromWire(reply.getMatch())};
+}
+
+class ArenaImpl final : public Arena {
+ public:
+  ArenaImpl(std::shared_ptr<Connection> connection, api::Arena::Client cap, uint32_t id, absl::Span<uint8_t> data)
+      : handle_(std::move(connection), std::move(cap)), id_(id), data_(data) {}
+  ~ArenaImpl() override { ::munmap(data_.data(), data_.size()); }
+
+  absl::Span<uint8_t> data() const override { return data_; }
+  uint32_t id() const { return id_; }
+  const Handle<api::Arena::Client>& handle() const { return handle_; }
+
+ private:
+  Handle<api::Arena::Client> handle_;
+  const uint32_t id_;
+  const absl::Span<uint8_t> data_;
+};
+
+class CacheImpl final : public Cache {
+ public:
+  CacheImpl(std::shared_ptr<Connection> connection, api::Cache::Client cap, CacheDescription description)
+      : handle_(std::move(connection), std::move(cap)), description_(std::move(description)) {}
+
+  const CacheDescription& description() const override { return description_; }
+
+  absl::StatusOr<CacheDescription> Refresh() override {
+    using Result = absl::StatusOr<CacheDescription>;
+    KV_RETURN_IF_ERROR(handle_.Usable());
+    return handle_.connection().Call<Result>(handle_.cap().infoRequest(),
+                                             [](auto& response) -> Result { return FromWire(response.getInfo()); });
+  }
+
+  absl::StatusOr<std::vector<PrefixMatch>> Match(absl::Span<const absl::Span<const BlockName>> prefixes) override {
+    using Result = absl::StatusOr<std::vector<PrefixMatch>>;
+    KV_RETURN_IF_ERROR(handle_.Usable());
+    KV_ASSIGN_OR_RETURN(const uint64_t bytes, PrefixBytes(prefixes));
+    auto request = handle_.cap().matchRequest(capnp::MessageSize{bytes / sizeof(capnp::word), 0});
+    WritePrefixes(prefixes, request.initRequests(uint(prefixes.size())));
+    return handle_.connection().Call<Result>(std::move(request), [&](auto& response) -> Result {
+      KV_RETURN_IF_ERROR(FromWire(response.getStatus()));
+      const auto results = response.getResults();
+      KV_RETURN_IF_ERROR(CheckCount(results.size(), prefixes.size()));
+      std::vector<PrefixMatch> matches;
+      for (const auto result : results) matches.push_back(FromWire(result));
+      return matches;
+    });
+  }
+
+  absl::StatusOr<std::vector<absl::StatusOr<CreatedSequence>>> CreateSequences(
+      absl::Span<const absl::Span<const BlockName>> prefixes) override {
+    using Result = absl::StatusOr<std::vector<absl::StatusOr<CreatedSequence>>>;
+    KV_RETURN_IF_ERROR(handle_.Usable());
+    KV_ASSIGN_OR_RETURN(const uint64_t bytes, PrefixBytes(prefixes));
+    auto request = handle_.cap().createSequencesRequest(capnp::MessageSize{bytes / sizeof(capnp::word), 0});
+    WritePrefixes(prefixes, request.initRequests(uint(prefixes.size())));
+    return handle_.connection().Call<Result>(std::move(request), [&](auto& response) -> Result {
+      const auto replies = response.getReplies();
+      KV_RETURN_IF_ERROR(CheckCount(replies.size(), prefixes.size()));
+      std::vector<absl::StatusOr<CreatedSequence>> created;
+      for (const auto reply : replies) {
+        if (absl::Status status = FromWire(reply.getStatus()); !status.ok()) {
+          created.emplace_back(std::move(status));
+        } else {
+          created.emplace_back(ReadSequence(handle_.shared_connection(), reply));
+        }
+      }
+      return created;
+    });
+  }
+
+  Pending<absl::StatusOr<StepResult>> StepAsync(const StepBatch& batch) override;
+  absl::StatusOr<ClaimedSequence> Claim(absl::string_view ticket) override {
+    using Result = absl::StatusOr<ClaimedSequence>;
+    KV_RETURN_IF_ERROR(handle_.Usable());
+    KV_RETURN_IF_ERROR(
+        CheckMessageBytes("ticket", kMessageOverheadBytes + ticket.size(), handle_.connection().message_bytes_max()));
+    auto request = handle_.cap().claimRequest();
+    request.setTicket(ToKj(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(ticket.data()), ticket.size())));
+    return handle_.connection().Call<Result>(std::move(request), [this](auto& response) -> Result {
+      const auto reply = response.getReply();
+      KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
+      return ClaimedSequence{ReadSequence(handle_.shared_connection(), reply).sequence, response.getTokens(),
+                             ToString(response.getBlob())};
+    });
+  }
+
+ private:
+  static absl::Status CheckCount(size_t got, size_t expected) {
+    if (got == expected) return absl::OkStatus();
+    return absl::InternalError(absl::StrCat("the daemon answered ", got, " of ", expected, " requests"));
+  }
+
+  absl::StatusOr<uint64_t> PrefixBytes(absl::Span<const absl::Span<const BlockName>> prefixes) const {
+    uint64_t bytes = kMessageOverheadBytes;
+    for (const auto& prefix : prefixes) bytes += kPrefixBytes + prefix.size() * kBlockNameBytes;
+    KV_RETURN_IF_ERROR(CheckMessageBytes("prefixes", bytes, handle_.connection().message_bytes_max()));
+    return bytes;
+  }
+
+  static void WritePrefixes(absl::Span<const absl::Span<const BlockName>> prefixes,
+                            capnp::List<api::SequenceRequest>::Builder wire) {
+    for (size_t i = 0; i < prefixes.size(); ++i) ToWire(prefixes[i], wire[i].initPrefix(uint(prefixes[i].size())));
+  }
+
+  /// Bytes of the request, or what is wrong with the batch. Only what the client alone can know, or must for its own
+  /// memory's sake: the rest is the daemon's to judge.
+  absl::StatusOr<uint64_t> CheckStep(const StepBatch& batch) const;
+  absl::Status CheckTensor(absl::string_view field, const TensorView& tensor, uint64_t* inline_bytes) const;
+
+  Handle<api::Cache::Client> handle_;
+  const CacheDescription description_;
+};
+
+void WriteTensor(const TensorView& tensor, api::Tensor::Builder wire) {
+  if (tensor.data == nullptr) return;  // none
+  if (tensor.arena == nullptr) {
+    wire.setInline(capnp::Data::Reader(static_cast<const kj::byte*>(tensor.data), tensor.bytes));
+    return;
+  }
+  auto range = wire.initArena();
+  range.setId(static_cast<const ArenaImpl*>(tensor.arena)->id());
+  range.setOffset(uint64_t(static_cast<uint8_t*>(tensor.data) - tensor.arena->data().data()));
+  range.setBytes(tensor.bytes);
+}
+
+absl::Status CacheImpl::CheckTensor(absl::string_view field, const TensorView& tensor, uint64_t* inline_bytes) const {
+  if (tensor.data == nullptr) return absl::OkStatus();
+  if (tensor.arena == nullptr) {
+    *inline_bytes += tensor.bytes + sizeof(capnp::word);
+    return absl::OkStatus();
+  }
+  const auto* arena = static_cast<const ArenaImpl*>(tensor.arena);
+  if (&arena->handle().connection() != &handle_.connection() || arena->handle().generation() != handle_.generation()) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, field, "in an arena of another connection",
+                      "in an arena of the cache's own");
+  }
+  const auto data = arena->data();
+  const auto* at = static_cast<const uint8_t*>(tensor.data);
+  if (at < data.data() || at > data.data() + data.size() || tensor.bytes > size_t(data.data() + data.size() - at)) {
+    return InvalidField(field, absl::StrCat(tensor.bytes, " bytes at offset ", at - data.data()),
+                        absl::StrCat("inside the arena's ", data.size(), " bytes"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<uint64_t> CacheImpl::CheckStep(const StepBatch& batch) const {
+  if (batch.layer < 0) return InvalidField("layer", batch.layer, "at least 0");
+  uint64_t tokens = 0;
+  for (const StepEntry& entry : batch.entries) {
+    if (entry.tokens < 0) return InvalidField("tokens", entry.tokens, "at least 0");
+    tokens += uint64_t(entry.tokens);
+  }
+  uint64_t sent = kMessageOverheadBytes + batch.entries.size() * kStepEntryBytes, received = kMessageOverheadBytes;
+  KV_RETURN_IF_ERROR(CheckTensor("k", batch.k, &sent));
+  KV_RETURN_IF_ERROR(CheckTensor("v", batch.v, &sent));
+  KV_RETURN_IF_ERROR(CheckTensor("q", batch.q, &sent));
+  KV_RETURN_IF_ERROR(CheckTensor("out", batch.out, &received));
+  KV_RETURN_IF_ERROR(CheckTensor("lse", batch.lse, &received));
+  if ((batch.q.data != nullptr) != (batch.out.data != nullptr)) {
+    return InvalidField("out", batch.out.data == nullptr ? "absent" : "given", "given exactly where q is");
+  }
+  // Replies are copied to these: their sizes must be known to be right before anything changes.
+  const CacheOptions& o = description_.options;
+  const uint64_t out_bytes = tokens * uint64_t(o.query_heads) * uint64_t(o.head_dim) * DTypeBytes(batch.q_dtype);
+  if (batch.out.data != nullptr && batch.out.bytes != out_bytes) {
+    return InvalidField("out (bytes)", batch.out.bytes,
+                        absl::StrCat(out_bytes, ": tokens x query_heads x head_dim of q_dtype"));
+  }
+  const uint64_t lse_bytes = tokens * uint64_t(o.query_heads) * sizeof(float);
+  if (batch.lse.data != nullptr && batch.lse.bytes != lse_bytes) {
+    return InvalidField("lse (bytes)", batch.lse.bytes, absl::StrCat(lse_bytes, ": tokens x query_heads of float32"));
+  }
+  KV_RETURN_IF_ERROR(CheckMessageBytes("step", sent, handle_.connection().message_bytes_max()));
+  KV_RETURN_IF_ERROR(CheckMessageBytes("step's reply", received, handle_.connection().message_bytes_max()));
+  return sent;
+}
+
+/// Copies an inline reply to where it was wanted.
+absl::Status CopyReply(absl::string_view field, capnp::Data::Reader data, const TensorView& to) {
+  if (to.data == nullptr || to.arena != nullptr) return absl::OkStatus();
+  if (data.size() != to.bytes) {
+    return absl::InternalError(
+        absl::StrCat("the daemon sent ", data.size(), " bytes of ", field, ", expected ", to.bytes));
+  }
+  std::memcpy(to.data, data.begin(), data.size());
+  return absl::OkStatus();
+}
+
+Pending<absl::StatusOr<StepResult>> CacheImpl::StepAsync(const StepBatch& batch) {
+  using Result = absl::StatusOr<StepResult>;
+  if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
+  const auto bytes = CheckStep(batch);
+  if (!bytes.ok()) return Ready<Result>(bytes.status());
+  auto call = handle_.cap().stepRequest(capnp::MessageSize{*bytes / sizeof(capnp::word), 0});
+  auto request = call.initRequest();
+  request.setLayer(uint32_t(batch.layer));
+  auto entries = request.initEntries(uint(batch.entries.size()));
+  for (size_t i = 0; i < batch.entries.size(); ++i) {
+    entries[i].setSequenceId(batch.entries[i].sequence);
+    entries[i].setPosition(batch.entries[i].position);
+    entries[i].setTokens(uint32_t(batch.entries[i].tokens));
+  }
+  WriteTensor(batch.k, request.initK());
+  WriteTensor(batch.v, request.initV());
+  WriteTensor(batch.q, request.initQ());
+  request.setQDtype(ToWire(batch.q_dtype));
+  if (batch.out.arena != nullptr) WriteTensor(batch.out, request.initOut());
+  if (batch.lse.arena != nullptr) {
+    WriteTensor(batch.lse, request.initLse());
+  } else {
+    request.setWantLse(batch.lse.data != nullptr);
+  }
+  request.setScale(batch.scale);
+  return handle_.connection().CallLater<Result>(
+      std::move(call),
+      [out = batch.out, lse = batch.lse](auto& response) -> Result {
+        const auto reply = response.getReply();
+        KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
+        KV_RETURN_IF_ERROR(CopyReply("out", reply.getOut(), out));
+        KV_RETURN_IF_ERROR(CopyReply("lse", reply.getLse(), lse));
+        return StepResult{reply.getEncodedPairs(), reply.getRawPairs()};
+      },
+      handle_.connection().options().deadline_ms);
+}
+
+}  // namespace
+
+absl::StatusOr<CreatedSequence> Cache::CreateSequence(absl::Span<const BlockName> prefix) {
+  KV_ASSIGN_OR_RETURN(auto created, CreateSequences(absl::MakeConstSpan(&prefix, 1)));
+  return std::move(created.front());
+}
+
+std::unique_ptr<Cache> MakeCache(std::shared_ptr<Connection> connection, api::Cache::Client cap,
+                                 CacheDescription description) {
+  return std::make_unique<CacheImpl>(std::move(connection), std::move(cap), std::move(description));
+}
+
+absl::StatusOr<std::unique_ptr<Arena>> MakeArena(std::shared_ptr<Connection> connection, api::Arena::Client cap,
+                                                 uint32_t id, uint64_t bytes) {
+  using MaybeFd = absl::StatusOr<int>;
+  auto got = connection->WithDeadline<MaybeFd>(cap.getFd().then([](kj::Maybe<int> fd) -> MaybeFd {
+    KJ_IF_MAYBE (value, fd) {
+      return *value;
+    }
+    return absl::FailedPreconditionError("the daemon sent no descriptor of the arena; use inline tensors");
+  }),
+                                               connection->options().deadline_ms);
+  KV_ASSIGN_OR_RETURN(const int fd, connection->Await(got));  // the capability's own
+  struct stat stat {};
+  if (::fstat(fd, &stat) != 0 || uint64_t(stat.st_size) != bytes) {
+    return absl::InternalError(absl::StrCat("the daemon's arena is of ", stat.st_size, " bytes, expected ", bytes));
+  }
+  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (data == MAP_FAILED) {
+    return absl::ResourceExhaustedError(absl::StrCat("mapping an arena of ", bytes, " bytes: ", std::strerror(errno)));
+  }
+  return std::make_unique<ArenaImpl>(std::move(connection), std::move(cap), id,
+                                     absl::MakeSpan(static_cast<uint8_t*>(data), bytes));
+}
+
+}  // namespace kvmanager::client

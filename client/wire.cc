@@ -1,0 +1,187 @@
+#include "client/wire.h"
+
+#include <cstring>
+
+namespace kvmanager::client {
+
+absl::Status CheckMessageBytes(absl::string_view what, uint64_t bytes, uint64_t bytes_max) {
+  if (bytes <= bytes_max) return absl::OkStatus();
+  return InvalidField(absl::StrCat(what, " (bytes of the message)"), bytes,
+                      absl::StrCat("at most ", bytes_max, "; use an arena, or several calls"));
+}
+
+std::string ToString(capnp::Text::Reader text) { return std::string(text.begin(), text.size()); }
+std::string ToString(capnp::Data::Reader data) { return std::string(data.asChars().begin(), data.size()); }
+
+absl::Status FromWire(api::Status::Reader wire) {
+  if (wire.getCode() == 0) return absl::OkStatus();
+  constexpr int kCodeMax = 16;  // UNAUTHENTICATED, the last of absl::StatusCode
+  const auto code =
+      wire.getCode() <= kCodeMax ? static_cast<absl::StatusCode>(wire.getCode()) : absl::StatusCode::kUnknown;
+  return WithDetail(absl::Status(code, ToString(wire.getMessage())),
+                    {ToString(wire.getField()), ToString(wire.getValue()), ToString(wire.getBound())});
+}
+
+api::DType ToWire(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return api::DType::FLOAT16;
+    case DType::kBFloat16:
+      return api::DType::BFLOAT16;
+    case DType::kFloat32:
+      return api::DType::FLOAT32;
+  }
+  return static_cast<api::DType>(static_cast<uint16_t>(dtype));  // refused by the daemon
+}
+
+absl::Status CheckOptions(const CacheOptions& o) {
+  const std::pair<const char*, int> numbers[] = {
+      {"layers", o.layers},
+      {"kv_heads", o.kv_heads},
+      {"query_heads", o.query_heads},
+      {"head_dim", o.head_dim},
+      {"page_tokens", o.page_tokens},
+      {"tensor_parallel_rank", o.tensor_parallel_rank},
+      {"tensor_parallel_size", o.tensor_parallel_size},
+      {"lag_pages", o.lag_pages},
+  };
+  for (const auto& [field, value] : numbers) {
+    if (value < 0) return InvalidField(field, value, "at least 0");
+  }
+  return absl::OkStatus();
+}
+
+void ToWire(const CacheOptions& o, api::CacheConfig::Builder wire) {
+  wire.setModel(ToKj(o.model));
+  wire.setRevision(ToKj(o.revision));
+  wire.setTenant(ToKj(o.tenant));
+  wire.setRope(ToKj(o.rope));
+  wire.setCalibrationDigest(ToKj(o.calibration_digest));
+  wire.setLayers(uint32_t(o.layers));
+  wire.setKvHeads(uint32_t(o.kv_heads));
+  wire.setQueryHeads(uint32_t(o.query_heads));
+  wire.setHeadDim(uint32_t(o.head_dim));
+  wire.setPageTokens(uint32_t(o.page_tokens));
+  wire.setDtype(ToWire(o.dtype));
+  wire.setTensorParallelRank(uint32_t(o.tensor_parallel_rank));
+  wire.setTensorParallelSize(uint32_t(o.tensor_parallel_size));
+  wire.setCodec(ToKj(o.codec));
+  wire.setLagPages(uint32_t(o.lag_pages));
+}
+
+void ToWire(absl::Span<const BlockName> names, capnp::List<api::BlockName>::Builder wire) {
+  for (size_t i = 0; i < names.size(); ++i) {
+    wire[i].setKey(capnp::Data::Reader(names[i].key.bytes.data(), names[i].key.bytes.size()));
+    wire[i].setTokens(capnp::Data::Reader(names[i].tokens.bytes.data(), names[i].tokens.bytes.size()));
+  }
+}
+
+absl::StatusOr<CacheDescription> FromWire(api::CacheInfo::Reader wire) {
+  CacheDescription d;
+  const auto config = wire.getConfig();
+  CacheOptions& o = d.options;
+  o.model = ToString(config.getModel());
+  o.revision = ToString(config.getRevision());
+  o.tenant = ToString(config.getTenant());
+  o.rope = ToString(config.getRope());
+  o.calibration_digest = ToString(config.getCalibrationDigest());
+  o.layers = int(config.getLayers());
+  o.kv_heads = int(config.getKvHeads());
+  o.query_heads = int(config.getQueryHeads());
+  o.head_dim = int(config.getHeadDim());
+  o.page_tokens = int(config.getPageTokens());
+  o.dtype = static_cast<DType>(config.getDtype());
+  o.tensor_parallel_rank = int(config.getTensorParallelRank());
+  o.tensor_parallel_size = int(config.getTensorParallelSize());
+  o.codec = ToString(config.getCodec());
+  o.lag_pages = int(config.getLagPages());
+  const auto digest = wire.getDigest();
+  if (digest.size() != d.digest.bytes.size()) {
+    return absl::InternalError(
+        absl::StrCat("the daemon sent a cache digest of ", digest.size(), " bytes, expected 32"));
+  }
+  std::memcpy(d.digest.bytes.data(), digest.begin(), digest.size());
+  d.id = wire.getCacheId();
+  d.raw_page_bytes = wire.getRawPageBytes();
+  d.encoded_page_bytes = wire.getEncodedPageBytes();
+  d.payload_page_bytes = wire.getPayloadPageBytes();
+  d.resident_raw_bytes = wire.getResidentRawBytes();
+  d.resident_encoded_bytes = wire.getResidentEncodedBytes();
+  d.sequences = wire.getSequences();
+  d.published_blocks = wire.getPublishedBlocks();
+  return d;
+}
+
+SequenceDescription FromWire(api::SequenceInfo::Reader wire) {
+  return {.id = wire.getSequenceId(),
+          .cache_id = wire.getCacheId(),
+          .tokens = wire.getTokens(),
+          .hit_blocks = int(wire.getHitBlocks()),
+          .published_blocks = int(wire.getPublishedBlocks()),
+          .bytes = wire.getBytes()};
+}
+
+DaemonDescription FromWire(api::DaemonStatus::Reader wire) {
+  DaemonDescription d;
+  d.version = ToString(wire.getVersion());
+  d.boot_epoch = wire.getBootEpoch();
+  d.uptime_seconds = wire.getUptimeSeconds();
+  d.draining = wire.getDraining();
+  for (const auto pool : wire.getPools()) {
+    d.pools.push_back({.tier = ToString(pool.getTier()),
+                       .capacity_bytes = pool.getCapacityBytes(),
+                       .used_bytes = pool.getUsedBytes(),
+                       .slab_bytes = pool.getSlabBytes(),
+                       .free_slabs = pool.getFreeSlabs(),
+                       .huge_pages = ToString(pool.getHugePages())});
+  }
+  d.connections = wire.getConnections();
+  d.caches = wire.getCaches();
+  d.threads = wire.getThreads();
+  d.leases = wire.getLeases();
+  d.published_blocks = wire.getPublishedBlocks();
+  d.cpu_target = ToString(wire.getCpuTarget());
+  d.listen = ToString(wire.getListen());
+  d.peer_listen = ToString(wire.getPeerListen());
+  d.metrics_listen = ToString(wire.getMetricsListen());
+  return d;
+}
+
+PeerDescription FromWire(api::PeerStatus::Reader wire) {
+  return {.peer = ToString(wire.getPeer()),
+          .incoming = wire.getIncoming(),
+          .transfers = wire.getTransfers(),
+          .failures = wire.getFailures(),
+          .bytes = wire.getBytes(),
+          .active = wire.getActive(),
+          .bytes_per_second = wire.getBytesPerSecond(),
+          .last_error = ToString(wire.getLastError())};
+}
+
+PrefixMatch FromWire(api::MatchResult::Reader wire) {
+  PrefixMatch match;
+  match.hit_blocks = int(wire.getHitBlocks());
+  switch (wire.getReason()) {
+    case api::MissReason::NONE:
+      match.reason = Miss::kNone;
+      break;
+    case api::MissReason::NOT_FOUND:
+      match.reason = Miss::kNotFound;
+      break;
+    case api::MissReason::TOKEN_MISMATCH:
+      match.reason = Miss::kTokenMismatch;
+      break;
+    case api::MissReason::CHECKSUM:
+      match.reason = Miss::kChecksum;
+      break;
+    case api::MissReason::INCOMPLETE:
+      match.reason = Miss::kIncomplete;
+      break;
+    default:
+      match.reason = Miss::kNotFound;
+      break;  // a reason of a newer daemon: a miss all the same
+  }
+  return match;
+}
+
+}  // namespace kvmanager::client
