@@ -1,8 +1,9 @@
 // Plan, then run: attention of a batch of sequences over one layer's pages.
 //
-// A plan is made on the host from shapes and page tables, by the thread that owns the page tables; running it reads only
-// the plan, the pages it names, and the caller's q and out. Whoever makes a plan keeps its pages pinned, and q and out alive,
-// until Run has called back. Results do not depend on how the work was split, beyond fp32 rounding of the merges.
+// A plan is made on the host from shapes and page tables, by the thread that owns the page tables; running it reads
+// only the plan, the pages it names, and the caller's q and out. Whoever makes a plan keeps its pages pinned, and q and
+// out alive, until Run has called back. Results do not depend on how the work was split, beyond fp32 rounding of the
+// merges.
 #pragma once
 
 #include <cstdint>
@@ -29,13 +30,13 @@ struct AttentionSequence {
 };
 
 struct AttentionBatch {
-  const Codec* codec = nullptr;              // of encoded pages
+  const Codec* codec = nullptr;                  // of encoded pages
   const PageAttention* raw_attention = nullptr;  // of raw pages of the same layout
   PageLayout layout;
   int layer = 0;
   int query_heads = 0;  // a multiple of layout.kv_heads; G = query_heads / kv_heads
   int lag_pages = 0;
-  float scale = 0;      // 0: 1/sqrt(head_dim)
+  float scale = 0;  // 0: 1/sqrt(head_dim)
   DType q_dtype = DType::kFloat32;
   absl::Span<const AttentionSequence> sequences;
 };
@@ -48,8 +49,8 @@ struct AttentionCounts {
 
 class AttentionPlan {
  public:
-  /// threads: how many may work on it; decides the split over length. The batch's spans may be dropped afterwards, the memory
-  /// that pages, q, out and lse point to may not.
+  /// threads: how many may work on it; decides the split over length. The batch's spans may be dropped afterwards, the
+  /// memory that pages, q, out and lse point to may not.
   static std::unique_ptr<AttentionPlan> Make(const AttentionBatch& batch, int threads);
   virtual ~AttentionPlan() = default;
 

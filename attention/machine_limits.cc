@@ -1,0 +1,83 @@
+#include "attention/machine_limits.h"
+
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <thread>
+#include <vector>
+
+#include "attention/machine_limits_kernels.h"
+#include "kvmanager/base/status.h"
+
+namespace kvmanager {
+namespace {
+
+constexpr size_t kHugePageBytes = size_t{2} << 20;
+constexpr size_t kReadBytes = size_t{128} << 20;  // per thread
+constexpr int kRepeats = 5;
+constexpr uint64_t kRounds = 4'000'000;
+
+/// The shortest time, in seconds, in which all threads ran `work(thread)`.
+template <typename Work>
+double BestSeconds(int threads, const Work& work) {
+  double best = 1e9;
+  for (int repeat = 0; repeat < kRepeats; ++repeat) {
+    std::atomic<int> ready{0};
+    std::atomic<bool> go{false};
+    std::vector<std::thread> others;
+    for (int t = 1; t < threads; ++t) {
+      others.emplace_back([&, t] {
+        ready.fetch_add(1);
+        while (!go.load()) std::this_thread::yield();
+        work(t);
+      });
+    }
+    while (ready.load() + 1 < threads) std::this_thread::yield();
+    const auto begin = std::chrono::steady_clock::now();
+    go.store(true);
+    work(0);
+    for (std::thread& other : others) other.join();
+    best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+  }
+  return best;
+}
+
+MachineLimits Measure(int threads) {
+  uint8_t* data = static_cast<uint8_t*>(AllocateHuge(kReadBytes * threads));
+  KV_CHECK(data != nullptr);
+  std::memset(data, 1, kReadBytes * threads);
+  std::vector<uint64_t> sums(threads * 8);
+  std::vector<float> sinks(threads * 16, 0.25f);
+  std::atomic<uint64_t> multiply_adds{0};
+  MachineLimits limits;
+  limits.read_bytes_per_second = double(kReadBytes) * threads / BestSeconds(threads, [&](int t) {
+                                   sums[t * 8] += StreamRead(data + t * kReadBytes, kReadBytes);
+                                 });
+  const double seconds = BestSeconds(threads, [&](int t) { multiply_adds += MultiplyAdds(kRounds, &sinks[t * 16]); });
+  limits.fma_per_second = double(multiply_adds.load()) / kRepeats / seconds;
+  std::free(data);
+  return limits;
+}
+
+}  // namespace
+
+const MachineLimits& MeasuredLimits(int threads) {
+  static std::map<int, MachineLimits> limits;
+  const auto [at, added] = limits.try_emplace(threads);
+  if (added) at->second = Measure(threads);
+  return at->second;
+}
+
+void* AllocateHuge(size_t bytes) {
+  const size_t rounded = (bytes + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+  void* data = std::aligned_alloc(kHugePageBytes, rounded);
+  if (data != nullptr) madvise(data, rounded, MADV_HUGEPAGE);  // advice: small pages do as well
+  return data;
+}
+
+}  // namespace kvmanager
