@@ -1,5 +1,5 @@
-// What a cache is: a model's identity, a tenant, and how pages are kept. Its digest is part of every block key, so nothing
-// is ever shared between caches that differ in any of this.
+// What a cache is: a model's identity, a tenant, and how pages are kept. Its digest is part of every block key, so
+// nothing is ever shared between caches that differ in any of this.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct CacheConfig {
   static constexpr int kLayersMax = 1024;
   static constexpr int kGroupMax = 64;  // query heads per KV head
   static constexpr int kLagPagesMax = 64;
-  static constexpr size_t kTextBytesMax = 256;   // of each name
+  static constexpr size_t kTextBytesMax = 256;  // of each name
   static constexpr size_t kCodecBytesMax = 4096;
 
   std::string model;               // name, 1..kTextBytesMax bytes
@@ -28,8 +28,8 @@ struct CacheConfig {
   int tensor_parallel_rank = 0;    // 0 .. tensor_parallel_size - 1
   int tensor_parallel_size = 1;    // 1..1024
   PageLayout layout;
-  std::string codec = "raw";       // canonical after the store opened it: "hack:k_axis=channel,..."
-  int lag_pages = 2;               // 0..kLagPagesMax: newest full pages that are read raw
+  std::string codec = "raw";  // canonical after the store opened it: "hack:k_axis=channel,..."
+  int lag_pages = 2;          // 0..kLagPagesMax: newest full pages that are read raw
 };
 
 /// Checks everything but the codec. Errors: INVALID_ARGUMENT with field, value and bound.

@@ -1,15 +1,17 @@
-// The pages of every cache and sequence of this daemon: the one owner of their states, and the sole caller of transitions.
+// The pages of every cache and sequence of this daemon: the one owner of their states, and the sole caller of
+// transitions.
 //
-// Single-threaded: every method is called on the store's thread (the daemon's event loop). Workers and transports touch only
-// the bytes of pages that a lease (AttendLease, ExportLease, an import's targets, an encode job) keeps pinned; their
-// completions come back to the store's thread as messages. Nothing here blocks or locks.
+// Single-threaded: every method is called on the store's thread (the daemon's event loop). Workers and transports touch
+// only the bytes of pages that a lease (AttendLease, ExportLease, an import's targets, an encode job) keeps pinned;
+// their completions come back to the store's thread as messages. Nothing here blocks or locks.
 //
 // Rules (docs/design.md, sections 1 and 5):
 //  1. A page is appended raw, sealed when full, encoded once, immutable from the seal on.
-//  2. What a query reads depends on the sequence's own operations alone, never on timing: of the pages that its sequence
-//     appended, its own page and the `lag_pages` before it raw, older ones encoded. A page has *aged* for a sequence and
-//     layer once an append began at a position more than lag_pages pages beyond it; it is read encoded from then on, even
-//     if the sequence is cropped. Pages that came by a prefix hit are aged from the start.
+//  2. What a query reads depends on the sequence's own operations alone, never on timing: of the pages that its
+//  sequence
+//     appended, its own page and the `lag_pages` before it raw, older ones encoded. A page has *aged* for a sequence
+//     and layer once an append began at a position more than lag_pages pages beyond it; it is read encoded from then
+//     on, even if the sequence is cropped. Pages that came by a prefix hit are aged from the start.
 //  3. A page's raw form stays while some sequence has not aged it, or a lease reads it, or the codec declined it.
 //  4. Batches are all or nothing: an error changes nothing.
 //  5. A found block is verified: key, token digest, and each page's checksum (XXH3); a mismatch is a counted miss.
@@ -32,6 +34,7 @@
 #include "kvmanager/base/ids.h"
 #include "kvmanager/memory/page_pool.h"
 #include "kvmanager/store/cache_config.h"
+#include "kvmanager/store/miss_reason.h"
 #include "kvmanager/store/store_metrics.h"
 
 namespace kvmanager {
@@ -45,17 +48,18 @@ using SequenceId = uint64_t;
 class EncodeExecutor {
  public:
   virtual ~EncodeExecutor() = default;
-  /// Encodes `items` (their `declined` is set) and then calls `done(items)` on the store's thread, exactly once. The codec and
-  /// the bytes stay alive until then.
+  /// Encodes `items` (their `declined` is set) and then calls `done(items)` on the store's thread, exactly once. The
+  /// codec and the bytes stay alive until then.
   virtual void Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items,
                       absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) = 0;
 };
 
 struct AppendEntry {
   SequenceId sequence = 0;
-  uint64_t position = 0;      // the layer's token count that the caller expects; another one is FAILED_PRECONDITION
-  int tokens = 0;             // >= 1
-  const uint8_t* k = nullptr; // [tokens][kv_heads][head_dim] of the layout's dtype; may change under the copy (it is checked after)
+  uint64_t position = 0;  // the layer's token count that the caller expects; another one is FAILED_PRECONDITION
+  int tokens = 0;         // >= 1
+  const uint8_t* k =
+      nullptr;  // [tokens][kv_heads][head_dim] of the layout's dtype; may change under the copy (it is checked after)
   const uint8_t* v = nullptr;
 };
 
@@ -65,12 +69,8 @@ struct AttendEntry {
   int tokens = 0;         // position + tokens <= the layer's token count
 };
 
-/// Why a prefix match ended where it did.
-enum class MissReason : uint8_t { kNone = 0, kNotFound, kTokenMismatch, kChecksum, kIncomplete };
-const char* MissReasonName(MissReason reason);
-
 struct MatchResult {
-  int hit_blocks = 0;  // consecutive, from the first
+  int hit_blocks = 0;                     // consecutive, from the first
   MissReason reason = MissReason::kNone;  // of the first block that was no hit; kNone if all were
 };
 
@@ -88,10 +88,10 @@ struct PublishResult {
 struct SequenceInfo {
   SequenceId sequence = 0;
   CacheId cache = 0;
-  uint64_t tokens = 0;      // appended to every layer
-  int hit_blocks = 0;       // that came by prefix hits or a hand-off
+  uint64_t tokens = 0;  // appended to every layer
+  int hit_blocks = 0;   // that came by prefix hits or a hand-off
   int published_blocks = 0;
-  uint64_t bytes = 0;       // of its pages, shared ones in full
+  uint64_t bytes = 0;  // of its pages, shared ones in full
 };
 
 struct CacheInfo {
@@ -120,16 +120,16 @@ class AttendLease {
 /// One page of a hand-off.
 enum class PageForm : uint8_t { kRaw = 0, kEncoded = 1 };
 struct HandOffPage {
-  uint32_t block = 0;   // index in HandOffContent::blocks; blocks.size() is the open page
+  uint32_t block = 0;  // index in HandOffContent::blocks; blocks.size() is the open page
   uint32_t layer = 0;
   PageForm form = PageForm::kRaw;
-  uint64_t bytes = 0;   // of the form; an open page's are those of a whole raw page
+  uint64_t bytes = 0;     // of the form; an open page's are those of a whole raw page
   uint64_t checksum = 0;  // XXH3-64 of the bytes; an open page's unused tokens are zeros
 };
 
 /// A sequence as it is handed over, without the bytes of its pages.
 struct HandOffBlock {
-  BlockName name;      // all zeros: not published
+  BlockName name;  // all zeros: not published
   bool named = false;
 };
 struct HandOffContent {
@@ -152,8 +152,8 @@ class ExportLease {
   virtual absl::Span<const uint8_t> bytes(size_t page) const = 0;
 };
 
-/// Slots reserved for a sequence that is being received. Destroying it without Commit gives everything back; nothing of it is
-/// visible before Commit.
+/// Slots reserved for a sequence that is being received. Destroying it without Commit gives everything back; nothing of
+/// it is visible before Commit.
 class ImportLease {
  public:
   virtual ~ImportLease() = default;
@@ -171,18 +171,25 @@ struct HolderInfo {
 
 class PageStore {
  public:
-  /// Everything given outlives the store.
+  static constexpr size_t kSequencesMax = 65536;
+  static constexpr size_t kSequenceBlocksMax = 65536;      // of one sequence; kSequenceBlocksMax * page_tokens tokens
+  static constexpr size_t kNamesMax = kSequenceBlocksMax;  // of one call
+  static constexpr size_t kEntriesMax = 4096;              // of one append or attend
+  static constexpr size_t kHoldersNamed = 3;               // in RESOURCE_EXHAUSTED
+
+  /// Everything given outlives the store. `registry` knows "raw", whose attention serves raw pages of every cache.
+  /// `metrics` belongs to this store alone. Leases and encode jobs may end after the store: they then do nothing.
   static std::unique_ptr<PageStore> Create(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
                                            StoreMetrics* metrics, const Clock* clock);
   virtual ~PageStore() = default;
 
-  /// Opens a cache, or finds the one with an equal digest. It stays until purged. Errors: INVALID_ARGUMENT (config, codec),
-  /// RESOURCE_EXHAUSTED (kCachesMax; a page that does not fit a slab).
+  /// Opens a cache, or finds the one with an equal digest. It stays until purged. Errors: INVALID_ARGUMENT (config,
+  /// codec), RESOURCE_EXHAUSTED (kCachesMax; a page that does not fit a slab).
   static constexpr size_t kCachesMax = 4096;
   virtual absl::StatusOr<CacheId> OpenCache(const CacheConfig& config) = 0;
   virtual absl::StatusOr<CacheInfo> DescribeCache(CacheId cache) const = 0;
-  virtual std::shared_ptr<const Codec> codec(CacheId cache) const = 0;      // nullptr: no such cache
-  virtual const PageAttention* raw_attention(CacheId cache) const = 0;     // nullptr: no such cache
+  virtual std::shared_ptr<const Codec> codec(CacheId cache) const = 0;  // nullptr: no such cache
+  virtual const PageAttention* raw_attention(CacheId cache) const = 0;  // nullptr: no such cache
 
   /// How far `names` can be found, verified, touched (LRU) but not pinned.
   virtual absl::StatusOr<MatchResult> Match(CacheId cache, absl::Span<const BlockName> names) = 0;
@@ -191,19 +198,20 @@ class PageStore {
   virtual absl::StatusOr<SequenceInfo> DescribeSequence(SequenceId sequence) const = 0;
 
   /// Appends to one layer. Errors: NOT_FOUND (sequence), FAILED_PRECONDITION (position, naming the expected one),
-  /// INVALID_ARGUMENT (tokens; NaN or Inf in K or V with entry, side, token, head, channel), RESOURCE_EXHAUSTED (naming the
-  /// pool's limit and the largest holders; evictable blocks were evicted first).
+  /// INVALID_ARGUMENT (tokens; NaN or Inf in K or V with entry, side, token, head, channel), RESOURCE_EXHAUSTED (naming
+  /// the pool's limit and the largest holders; evictable blocks were evicted first).
   virtual absl::Status Append(CacheId cache, int layer, absl::Span<const AppendEntry> entries) = 0;
   /// Pins what the entries' queries read.
-  virtual absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, int layer, absl::Span<const AttendEntry> entries) = 0;
+  virtual absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, int layer,
+                                                              absl::Span<const AttendEntry> entries) = 0;
 
   /// Needs equal token counts in all layers. Shares sealed pages, copies open ones.
   virtual absl::StatusOr<SequenceId> Fork(SequenceId sequence) = 0;
-  /// Keeps the first `tokens` tokens of every layer. Errors: FAILED_PRECONDITION naming the boundary below when that is inside
-  /// a page of which only the encoded form is left; INVALID_ARGUMENT beyond the end.
+  /// Keeps the first `tokens` tokens of every layer. Errors: FAILED_PRECONDITION naming the boundary below when that is
+  /// inside a page of which only the encoded form is left; INVALID_ARGUMENT beyond the end.
   virtual absl::Status Crop(SequenceId sequence, uint64_t tokens) = 0;
-  /// Names the sequence's first blocks, which must be full in every layer. Errors: FAILED_PRECONDITION (not full, or named
-  /// differently before), INVALID_ARGUMENT (the key exists with other tokens).
+  /// Names the sequence's first blocks, which must be full in every layer. Errors: FAILED_PRECONDITION (not full, or
+  /// named differently before), INVALID_ARGUMENT (the key exists with other tokens).
   virtual absl::StatusOr<PublishResult> Publish(SequenceId sequence, absl::Span<const BlockName> names) = 0;
   /// Gives the sequence back; pages under a lease go when the lease does.
   virtual void Drop(SequenceId sequence) = 0;
@@ -213,8 +221,8 @@ class PageStore {
   /// RESOURCE_EXHAUSTED.
   virtual absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffContent& content) = 0;
 
-  /// Drops published blocks that nothing pins, of one cache or of all, and closes caches that are then empty and have no
-  /// sequence. Returns the number of blocks.
+  /// Drops published blocks that nothing pins, of one cache or of all, and closes caches that are then empty and have
+  /// no sequence. Returns the number of blocks.
   virtual absl::StatusOr<uint64_t> Purge(CacheId cache) = 0;
   virtual uint64_t PurgeAll() = 0;
 

@@ -1,0 +1,66 @@
+// One memory allocation that other processes can map: a memfd, filled at creation and sealed.
+//
+// Owns the mapping and the descriptor; both go with the object. Immutable after creation, so any thread may read its
+// accessors; who may touch the bytes is its user's business. A region never changes size: a descriptor that could be
+// truncated would let a client kill the daemon by SIGBUS, so every region is sealed before its descriptor can leave the
+// process, and its memory is allocated at creation, so that the first touch cannot fail later.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+
+namespace kvmanager {
+
+class Region {
+ public:
+  /// What a process that receives the descriptor may do.
+  enum class Sharing : uint8_t {
+    kWritable,  // arenas: F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL
+    kReadOnly,  // pages: also F_SEAL_FUTURE_WRITE; only this object's own mapping writes
+  };
+  enum class HugePages : uint8_t { kNone, kTransparent, kHugetlb };
+
+  static constexpr size_t kHugePageBytes = 2 << 20;
+  static constexpr size_t kBytesMax = size_t{1} << 42;
+
+  struct Options {
+    std::string name = "kvmanager";  // shown in /proc/PID/maps
+    size_t bytes = 0;                // 1..kBytesMax; rounded up to whole (huge) pages
+    bool huge_pages = false;         // hugetlb memfd if it can be had, else madvise(MADV_HUGEPAGE), else small pages
+    Sharing sharing = Sharing::kWritable;
+  };
+
+  /// Zeroed memory. Errors: INVALID_ARGUMENT; RESOURCE_EXHAUSTED when the host has not that much memory; UNAVAILABLE
+  /// when the kernel refuses a call.
+  static absl::StatusOr<std::unique_ptr<Region>> Create(const Options& options);
+
+  /// Maps a region that another process made; takes the descriptor. Errors: FAILED_PRECONDITION if it is smaller than
+  /// `bytes` or can shrink; UNAVAILABLE when the kernel refuses a call.
+  static absl::StatusOr<std::unique_ptr<Region>> Map(int fd, size_t bytes, bool writable);
+
+  ~Region();
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+
+  uint8_t* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+  int fd() const { return fd_; }  // stays the region's; a receiver gets a duplicate
+  HugePages huge_pages() const { return huge_pages_; }
+
+ private:
+  Region() = default;
+
+  int fd_ = -1;
+  uint8_t* data_ = nullptr;
+  size_t bytes_ = 0;
+  HugePages huge_pages_ = HugePages::kNone;
+};
+
+/// Bytes that this host and control group can still give, 0 if unknown.
+uint64_t AvailableMemoryBytes();
+
+}  // namespace kvmanager

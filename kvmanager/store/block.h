@@ -1,0 +1,50 @@
+// A block: the pages of the same tokens in all layers. A plain struct of the store, on the store's thread.
+//
+// Owned by the store's set of blocks while a sequence or an unfinished hand-off holds it, it can be found by name, a
+// lease pins one of its pages, or an encode job runs on one; then deleted.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kvmanager/base/ids.h"
+#include "kvmanager/store/page_state.h"
+
+namespace kvmanager {
+
+struct Cache;
+
+struct Block {
+  std::shared_ptr<Cache> cache;  // shared: a block under a lease outlives the closing of its cache
+  uint32_t index = 0;            // place in its sequence: the first token is index * page_tokens
+  std::vector<Page> pages;       // [layers]
+  uint32_t holders = 0;          // sequences and hand-offs
+  uint32_t pins = 0;             // of all pages
+  uint32_t jobs = 0;             // encode jobs under way
+  uint32_t live_pages = 0;       // pages that are not Free
+  uint64_t bytes = 0;            // of their slots
+  bool published = false;        // in its cache's table, under `name`
+  bool corrupt = false;          // its bytes changed: never published again
+  bool evictable = false;        // the eviction policy knows it
+  uint64_t last_use = 0;         // order of uses: a parent's is above its children's
+  int64_t last_use_ns = 0;
+  BlockName name;
+
+  /// Every layer's page is sealed.
+  bool is_full() const {
+    for (const Page& page : pages) {
+      if (!page.is_full()) return false;
+    }
+    return true;
+  }
+};
+
+/// A page of a block.
+struct PageRef {
+  Block* block = nullptr;
+  uint32_t layer = 0;
+  Page& page() const { return block->pages[layer]; }
+};
+
+}  // namespace kvmanager

@@ -1,0 +1,173 @@
+// Caches, and what an operator asks.
+#include <algorithm>
+
+#include "kvmanager/store/page_store_impl.h"
+
+namespace kvmanager {
+
+std::unique_ptr<PageStore> PageStore::Create(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
+                                             StoreMetrics* metrics, const Clock* clock) {
+  return std::make_unique<PageStoreImpl>(pool, registry, executor, metrics, clock);
+}
+
+PageStoreImpl::PageStoreImpl(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
+                             StoreMetrics* metrics, const Clock* clock)
+    : pool_(pool), registry_(registry), executor_(executor), metrics_(metrics), clock_(clock) {
+  metrics_->pool_capacity_bytes.Set(static_cast<double>(pool_->capacity_bytes()));
+}
+
+PageStoreImpl::~PageStoreImpl() { alive_.reset(); }
+
+absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindCache(CacheId id) const {
+  const auto found = caches_.find(id);
+  if (found == caches_.end()) return absl::NotFoundError(absl::StrCat("cache ", id, " is not open"));
+  return found->second;
+}
+
+absl::StatusOr<CacheId> PageStoreImpl::OpenCache(const CacheConfig& config) {
+  KV_ASSIGN_OR_RETURN(const auto cache, FindOrOpen(config, nullptr));
+  return cache->id;
+}
+
+absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConfig& config,
+                                                                 const uint32_t* codec_version) {
+  KV_RETURN_IF_ERROR(ValidateCacheConfig(config));
+  auto cache = std::make_shared<Cache>();
+  cache->config = config;
+  KV_ASSIGN_OR_RETURN(cache->codec, registry_->Create(config.codec, config.layout));
+  const CodecInfo& info = cache->codec->info();
+  KV_CHECK(!info.identity || info.encoded_bytes == config.layout.raw_bytes());
+  if (codec_version != nullptr && *codec_version != info.version) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "codec_version", absl::StrCat(*codec_version),
+                      absl::StrCat(info.version, ", this daemon's version of ", info.name));
+  }
+  cache->config.codec = info.spec;
+  cache->digest = DigestOf(cache->config, info.version);
+  if (const auto known = cache_by_digest_.find(cache->digest); known != cache_by_digest_.end()) {
+    return caches_.at(known->second);
+  }
+  if (caches_.size() >= kCachesMax) {
+    return FieldError(absl::StatusCode::kResourceExhausted, "open caches", absl::StrCat(caches_.size()),
+                      absl::StrCat("below ", kCachesMax, " to open another; purge unused ones"));
+  }
+  const size_t page_bytes = std::max(config.layout.raw_bytes(), info.encoded_bytes);
+  if (page_bytes > pool_->slab_bytes()) {
+    return FieldError(absl::StatusCode::kResourceExhausted, "page bytes", absl::StrCat(page_bytes),
+                      absl::StrCat("at most the slab's ", pool_->slab_bytes()));
+  }
+  KV_ASSIGN_OR_RETURN(cache->raw, registry_->Create("raw", config.layout));
+  cache->id = next_cache_++;
+  cache->slot_bytes.raw = PagePool::RoundedSlotBytes(config.layout.raw_bytes());
+  cache->slot_bytes.encoded = PagePool::RoundedSlotBytes(info.encoded_bytes);
+  cache->gauges = &metrics_->PagesOf(info.name);
+  Tenant& tenant = tenants_[config.tenant];
+  if (tenant.caches++ == 0) tenant.id = next_tenant_++;
+  cache->tenant = tenant.id;
+  caches_.emplace(cache->id, cache);
+  cache_by_digest_.emplace(cache->digest, cache->id);
+  metrics_->caches.Increment();
+  return cache;
+}
+
+void PageStoreImpl::CloseIfUnused(const std::shared_ptr<Cache>& cache) {
+  if (cache->sequences > 0 || cache->leases > 0 || cache->table.size() > 0) return;
+  if (caches_.erase(cache->id) == 0) return;
+  cache_by_digest_.erase(cache->digest);
+  metrics_->caches.Decrement();
+  const auto tenant = tenants_.find(cache->config.tenant);
+  if (--tenant->second.caches == 0) tenants_.erase(tenant);
+}
+
+CacheInfo PageStoreImpl::InfoOf(const Cache& cache) const {
+  CacheInfo info;
+  info.cache = cache.id;
+  info.config = cache.config;
+  info.digest = cache.digest;
+  info.codec = cache.codec->info();
+  info.sequences = cache.sequences;
+  info.published_blocks = cache.table.size();
+  info.raw_bytes = cache.raw_bytes;
+  info.encoded_bytes = cache.encoded_bytes;
+  return info;
+}
+
+absl::StatusOr<CacheInfo> PageStoreImpl::DescribeCache(CacheId id) const {
+  KV_ASSIGN_OR_RETURN(const auto cache, FindCache(id));
+  return InfoOf(*cache);
+}
+
+std::shared_ptr<const Codec> PageStoreImpl::codec(CacheId id) const {
+  const auto cache = FindCache(id);
+  return cache.ok() ? (*cache)->codec : nullptr;
+}
+
+const PageAttention* PageStoreImpl::raw_attention(CacheId id) const {
+  const auto cache = FindCache(id);
+  return cache.ok() ? &(*cache)->raw->attention() : nullptr;
+}
+
+uint64_t PageStoreImpl::PurgeOne(Cache& cache) {
+  std::vector<Block*> unpinned;
+  for (const auto& [key, block] : cache.table.blocks()) {
+    if (block->holders == 0 && block->pins == 0) unpinned.push_back(block);
+  }
+  for (Block* block : unpinned) Unname(block);
+  metrics_->purged_blocks.Increment(static_cast<double>(unpinned.size()));
+  return unpinned.size();
+}
+
+absl::StatusOr<uint64_t> PageStoreImpl::Purge(CacheId id) {
+  KV_ASSIGN_OR_RETURN(const auto cache, FindCache(id));
+  const uint64_t blocks = PurgeOne(*cache);
+  CloseIfUnused(cache);
+  return blocks;
+}
+
+uint64_t PageStoreImpl::PurgeAll() {
+  uint64_t blocks = 0;
+  const auto caches = caches_;
+  for (const auto& [id, cache] : caches) {
+    blocks += PurgeOne(*cache);
+    CloseIfUnused(cache);
+  }
+  return blocks;
+}
+
+std::vector<CacheInfo> PageStoreImpl::Caches() const {
+  std::vector<CacheInfo> all;
+  for (const auto& [id, cache] : caches_) all.push_back(InfoOf(*cache));
+  return all;
+}
+
+std::vector<HolderInfo> PageStoreImpl::LargestHolders(size_t n) const {
+  std::vector<HolderInfo> all;
+  for (const auto& [id, sequence] : sequences_) {
+    const Cache& cache = *sequence->cache;
+    const uint64_t bytes = InfoOf(*sequence).bytes;
+    if (bytes == 0) continue;
+    all.push_back(
+        {absl::StrCat("sequence ", id, " of cache ", cache.id, " (tenant '", cache.config.tenant, "')"), bytes});
+  }
+  absl::flat_hash_map<const Cache*, uint64_t> named, held;
+  for (const auto& [block, owned] : blocks_) {
+    if (block->holders > 0) continue;
+    (block->published ? named : held)[block->cache.get()] += block->bytes;
+  }
+  for (const auto& [cache, bytes] : named) {
+    all.push_back(
+        {absl::StrCat("published blocks of cache ", cache->id, " (tenant '", cache->config.tenant, "')"), bytes});
+  }
+  for (const auto& [cache, bytes] : held) {
+    all.push_back(
+        {absl::StrCat("leases on dropped pages of cache ", cache->id, " (tenant '", cache->config.tenant, "')"),
+         bytes});
+  }
+  const size_t kept = std::min(n, all.size());
+  std::partial_sort(all.begin(), all.begin() + kept, all.end(), [](const HolderInfo& a, const HolderInfo& b) {
+    return a.bytes != b.bytes ? a.bytes > b.bytes : a.what < b.what;
+  });
+  all.resize(kept);
+  return all;
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,129 @@
+// Append: reserve, copy, check the copy, then commit.
+#include <cstring>
+
+#include "kvmanager/store/page_store_impl.h"
+
+namespace kvmanager {
+namespace {
+
+// Tokens [first, first + count) of an entry into tokens [to_token, ...) of a raw page.
+// k, v: [tokens][kv_heads][head_dim]; page: [side][kv_heads][page_tokens][head_dim].
+void CopyTokens(const PageLayout& layout, const AppendEntry& entry, int first, int count, uint8_t* page, int to_token) {
+  const size_t row_bytes = layout.head_dim * DTypeBytes(layout.dtype);
+  const size_t token_bytes = layout.kv_heads * row_bytes;
+  for (int side = 0; side < 2; ++side) {
+    const uint8_t* from_side = (side == 0 ? entry.k : entry.v) + first * token_bytes;
+    for (int head = 0; head < layout.kv_heads; ++head) {
+      const uint8_t* from = from_side + head * row_bytes;
+      uint8_t* to = page + layout.raw_offset(side, head, to_token);
+      for (int t = 0; t < count; ++t) std::memcpy(to + t * row_bytes, from + t * token_bytes, row_bytes);
+    }
+  }
+}
+
+}  // namespace
+
+absl::Status PageStoreImpl::Append(CacheId id, int layer, absl::Span<const AppendEntry> entries) {
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<Cache> cache, FindCache(id));
+  const PageLayout& layout = cache->layout();
+  const int page_tokens = cache->page_tokens();
+  const uint64_t tokens_max = kSequenceBlocksMax * page_tokens;
+  const auto refuse = [this](absl::Status status) {
+    metrics_->refused_appends.Increment();
+    return status;
+  };
+  if (layer < 0 || layer >= cache->config.layers) {
+    return refuse(InvalidField("layer", layer, absl::StrCat("0..", cache->config.layers - 1)));
+  }
+  if (entries.size() > kEntriesMax)
+    return refuse(InvalidField("entries", entries.size(), absl::StrCat("at most ", kEntriesMax)));
+
+  const uint64_t call = ++calls_;
+  std::vector<Sequence*> sequences(entries.size());
+  size_t opened = 0, sealed = 0;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const AppendEntry& entry = entries[i];
+    const auto found = FindSequence(entry.sequence);
+    if (!found.ok()) return refuse(found.status());
+    Sequence* sequence = *found;
+    const auto field = [i](absl::string_view name) { return absl::StrCat("entries[", i, "].", name); };
+    if (sequence->cache != cache) {
+      return refuse(InvalidField(field("sequence"), entry.sequence, absl::StrCat("a sequence of cache ", id)));
+    }
+    if (sequence->call == call) return refuse(InvalidField(field("sequence"), entry.sequence, "named once per call"));
+    sequence->call = call;
+    if (entry.position != sequence->tokens[layer]) {
+      return refuse(FieldError(absl::StatusCode::kFailedPrecondition, field("position"), absl::StrCat(entry.position),
+                               absl::StrCat(sequence->tokens[layer], ", the token count of layer ", layer)));
+    }
+    if (entry.tokens < 1 || static_cast<uint64_t>(entry.tokens) > tokens_max - entry.position) {
+      return refuse(
+          InvalidField(field("tokens"), entry.tokens,
+                       absl::StrCat("1..", tokens_max - entry.position, ", a sequence's limit being ", tokens_max)));
+    }
+    const uint64_t end = entry.position + entry.tokens;
+    opened += (end + page_tokens - 1) / page_tokens - (entry.position + page_tokens - 1) / page_tokens;
+    sealed += end / page_tokens - entry.position / page_tokens;
+    sequences[i] = sequence;
+  }
+  Reservation slots(pool_);
+  if (absl::Status status = Reserve(*cache, opened, cache->identity() ? 0 : sealed, &slots); !status.ok()) {
+    return refuse(std::move(status));
+  }
+
+  // Everything is copied and checked before anything is committed. What an error leaves in an open page's unused tokens
+  // is overwritten by the next append.
+  size_t next_slot = 0;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const AppendEntry& entry = entries[i];
+    for (int done = 0; done < entry.tokens;) {
+      const uint64_t position = entry.position + done;
+      const int at = static_cast<int>(position % page_tokens);
+      const int count = std::min(entry.tokens - done, page_tokens - at);
+      const PageId slot =
+          at == 0 ? slots.raw[next_slot++] : sequences[i]->blocks[position / page_tokens]->pages[layer].raw;
+      uint8_t* page = Data(slot);
+      CopyTokens(layout, entry, done, count, page, at);
+      NonFinite where;
+      if (FindNonFinite(layout, page, at, count, &where)) {
+        return refuse(
+            InvalidField(absl::StrCat("entries[", i, "].", where.side == 0 ? "k" : "v", "[token ",
+                                      done + where.token - at, "][head ", where.head, "][channel ", where.channel, "]"),
+                         "NaN or Inf", "finite"));
+      }
+      done += count;
+    }
+  }
+
+  std::vector<PageRef> to_encode;
+  uint64_t tokens = 0;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    Sequence& sequence = *sequences[i];
+    const AppendEntry& entry = entries[i];
+    Age(sequence, layer, entry.position);
+    const uint64_t end = entry.position + entry.tokens;
+    for (uint64_t position = entry.position; position < end;) {
+      const uint32_t index = static_cast<uint32_t>(position / page_tokens);
+      if (index == sequence.blocks.size()) Attach(sequence, NewBlock(cache, index));
+      const PageRef ref{sequence.blocks[index], static_cast<uint32_t>(layer)};
+      if (position % page_tokens == 0) Apply(ref, PageEvent::kOpen, {slots.TakeRaw(), PageId()});
+      position = std::min(end, (uint64_t{index} + 1) * page_tokens);
+      if (position % page_tokens != 0) break;
+      const PageId raw = ref.page().raw;
+      if (cache->identity()) {
+        PageChange sealed_page{PageId(), raw, false, ChecksumOf(*cache, ref.page())};
+        Apply(ref, PageEvent::kSealIdentity, sealed_page);
+      } else {
+        Apply(ref, PageEvent::kSeal, {raw, slots.TakeEncoded()});
+        to_encode.push_back(ref);
+      }
+    }
+    sequence.tokens[layer] = end;
+    tokens += entry.tokens;
+  }
+  metrics_->appended_tokens.Increment(static_cast<double>(tokens));
+  PostEncodes(cache, std::move(to_encode));
+  return absl::OkStatus();
+}
+
+}  // namespace kvmanager

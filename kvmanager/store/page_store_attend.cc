@@ -1,0 +1,118 @@
+// Attend: pins what a batch of queries reads, in the form that rule 2 of page_store.h says.
+#include "kvmanager/store/page_store_impl.h"
+
+namespace kvmanager {
+namespace {
+
+class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
+ public:
+  AttendLeaseImpl(PageStoreImpl* store, std::shared_ptr<Cache> cache) : EncodeWaiter(store), cache_(std::move(cache)) {
+    ++cache_->leases;
+    store->metrics()->attend_leases.Increment();
+    if (store->spare_buffers.empty()) return;
+    buffers_ = std::move(store->spare_buffers.back());
+    store->spare_buffers.pop_back();
+  }
+  ~AttendLeaseImpl() override {
+    PageStoreImpl* store = this->store();
+    if (store == nullptr) return;
+    for (const PageRef& ref : buffers_.pins) store->Unpin(ref);
+    --cache_->leases;
+    store->metrics()->attend_leases.Decrement();
+    buffers_.pins.clear();
+    buffers_.pages.clear();
+    buffers_.encoded.clear();
+    buffers_.ends.clear();
+    if (store->spare_buffers.size() < PageStoreImpl::kSpareBuffersMax)
+      store->spare_buffers.push_back(std::move(buffers_));
+  }
+
+  /// Adds the pages that queries `first` .. `last` (positions) of `sequence` read.
+  void AddEntry(const Sequence& sequence, uint32_t layer, uint64_t first, uint64_t last) {
+    const int page_tokens = cache_->page_tokens();
+    const uint64_t last_page = last / page_tokens;
+    const uint64_t lag = cache_->config.lag_pages;
+    for (uint32_t index = 0; index <= last_page; ++index) {
+      const PageRef ref{sequence.blocks[index], layer};
+      const Page& page = ref.page();
+      store()->Pin(ref);
+      buffers_.pins.push_back(ref);
+      AttentionPage out;
+      out.lag_applies = sequence.HoldsRaw(index, layer);
+      // Of an aged page the raw form is not offered even if it is still there, so that timing cannot show.
+      if (out.lag_applies) out.raw = store()->RawData(*cache_, page);
+      if (!out.lag_applies || last_page > index + lag) {
+        buffers_.encoded.push_back({ref, buffers_.pages.size()});
+        if (page.awaits_encoding()) pending_pages_.push_back(ref);
+      }
+      buffers_.pages.push_back(out);
+    }
+    buffers_.ends.push_back(buffers_.pages.size());
+  }
+  void Finish() {
+    if (!pending_pages_.empty()) store()->metrics()->attend_waits.Increment();
+    WaitFor(std::move(pending_pages_));
+  }
+
+  bool ready() const override { return is_ready(); }
+  void OnReady(absl::AnyInvocable<void()> fn) override { CallWhenReady(std::move(fn)); }
+  absl::Span<const AttentionPage> pages(size_t entry) const override {
+    KV_CHECK(is_ready() && entry < buffers_.ends.size());
+    const size_t begin = entry == 0 ? 0 : buffers_.ends[entry - 1];
+    return absl::MakeConstSpan(buffers_.pages).subspan(begin, buffers_.ends[entry] - begin);
+  }
+
+ private:
+  void Resolve() override {
+    for (const auto& read : buffers_.encoded) {
+      const Page& page = read.ref.page();
+      AttentionPage& out = buffers_.pages[read.at];
+      if (page.declined) {
+        out.raw = store()->Data(page.raw);
+      } else {
+        out.encoded = store()->Data(page.encoded);
+      }
+    }
+  }
+
+  std::shared_ptr<Cache> cache_;  // shared: see Block
+  PageStoreImpl::AttendBuffers buffers_;
+  std::vector<PageRef> pending_pages_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<AttendLease>> PageStoreImpl::Attend(CacheId id, int layer,
+                                                                   absl::Span<const AttendEntry> entries) {
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<Cache> cache, FindCache(id));
+  if (layer < 0 || layer >= cache->config.layers) {
+    return InvalidField("layer", layer, absl::StrCat("0..", cache->config.layers - 1));
+  }
+  if (entries.size() > kEntriesMax)
+    return InvalidField("entries", entries.size(), absl::StrCat("at most ", kEntriesMax));
+  std::vector<const Sequence*> sequences(entries.size());
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const AttendEntry& entry = entries[i];
+    KV_ASSIGN_OR_RETURN(sequences[i], FindSequence(entry.sequence));
+    const auto field = [i](absl::string_view name) { return absl::StrCat("entries[", i, "].", name); };
+    if (sequences[i]->cache != cache) {
+      return InvalidField(field("sequence"), entry.sequence, absl::StrCat("a sequence of cache ", id));
+    }
+    const uint64_t tokens = sequences[i]->tokens[layer];
+    if (entry.position >= tokens) {
+      return InvalidField(field("position"), entry.position,
+                          absl::StrCat("below ", tokens, ", the token count of layer ", layer));
+    }
+    if (entry.tokens < 1 || static_cast<uint64_t>(entry.tokens) > tokens - entry.position) {
+      return InvalidField(field("tokens"), entry.tokens, absl::StrCat("1..", tokens - entry.position));
+    }
+  }
+  auto lease = std::make_unique<AttendLeaseImpl>(this, cache);
+  for (size_t i = 0; i < entries.size(); ++i) {
+    lease->AddEntry(*sequences[i], layer, entries[i].position, entries[i].position + entries[i].tokens - 1);
+  }
+  lease->Finish();
+  return lease;
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,256 @@
+// Blocks and slots: every transition of a page, holders, pins, names and eviction.
+#include <algorithm>
+
+#include "kvmanager/store/page_store_impl.h"
+#include "xxhash.h"
+
+namespace kvmanager {
+
+Reservation::~Reservation() {
+  for (size_t i = raw_taken_; i < raw.size(); ++i) pool_->Free(raw[i]);
+  for (size_t i = encoded_taken_; i < encoded.size(); ++i) pool_->Free(encoded[i]);
+}
+
+Block* PageStoreImpl::NewBlock(const std::shared_ptr<Cache>& cache, uint32_t index) {
+  auto owned = std::make_unique<Block>();
+  Block* block = owned.get();
+  block->cache = cache;
+  block->index = index;
+  block->pages.resize(cache->layers());
+  block->holders = 1;
+  blocks_.emplace(block, std::move(owned));
+  return block;
+}
+
+void PageStoreImpl::Apply(PageRef ref, PageEvent event, const PageChange& after) {
+  Block& block = *ref.block;
+  Cache& cache = *block.cache;
+  Page& page = ref.page();
+  const PageId old_raw = page.raw, old_encoded = page.encoded;
+  const bool was_live = page.state != PageState::kFree;
+  block.bytes -= cache.slot_bytes.Of(page.raw, page.encoded);
+  if (page.raw.valid()) cache.raw_bytes -= cache.slot_bytes.raw;
+  if (page.encoded.valid()) cache.encoded_bytes -= cache.slot_bytes.encoded;
+  ApplyTransition(page, event, after, cache.slot_bytes, *cache.gauges);
+  block.bytes += cache.slot_bytes.Of(page.raw, page.encoded);
+  if (page.raw.valid()) cache.raw_bytes += cache.slot_bytes.raw;
+  if (page.encoded.valid()) cache.encoded_bytes += cache.slot_bytes.encoded;
+  block.live_pages += (page.state != PageState::kFree) - was_live;
+  // Slots that the page named and names no more, in either form, go back.
+  for (const PageId& slot : {old_raw, old_encoded}) {
+    if (slot.valid() && slot != page.raw && slot != page.encoded) pool_->Free(slot);
+  }
+  metrics_->pool_used_bytes.Set(static_cast<double>(pool_->used_bytes()));
+}
+
+const uint8_t* PageStoreImpl::RawData(const Cache& cache, const Page& page) const {
+  if (page.raw.valid()) return Data(page.raw);
+  return cache.identity() && page.encoded.valid() ? Data(page.encoded) : nullptr;
+}
+
+absl::Status PageStoreImpl::Exhausted(const Cache& cache, uint64_t bytes) const {
+  metrics_->exhausted.Increment();
+  std::string holders;
+  for (const HolderInfo& holder : LargestHolders(kHoldersNamed)) {
+    absl::StrAppend(&holders, holders.empty() ? "" : ", ", holder.what, " ", holder.bytes);
+  }
+  return FieldError(
+      absl::StatusCode::kResourceExhausted, "host-pool-bytes",
+      absl::StrCat(pool_->used_bytes(), " used and ", bytes, " wanted by tenant '", cache.config.tenant, "'"),
+      absl::StrCat("at most ", pool_->capacity_bytes(), " in slabs of ", pool_->slab_bytes(),
+                   "; largest holders: ", holders.empty() ? "none" : holders));
+}
+
+absl::StatusOr<PageId> PageStoreImpl::AllocateOrEvict(TenantId tenant, size_t bytes) {
+  for (;;) {
+    absl::StatusOr<PageId> slot = pool_->Allocate(tenant, bytes);
+    if (slot.ok()) return slot;
+    Block* victim = eviction_->Victim();
+    if (victim == nullptr) return slot;
+    Evict(victim);
+  }
+}
+
+absl::Status PageStoreImpl::Reserve(const Cache& cache, size_t raw, size_t encoded, Reservation* out) {
+  const uint64_t bytes = raw * cache.slot_bytes.raw + encoded * cache.slot_bytes.encoded;
+  // What can never fit evicts nothing.
+  if (pool_->used_bytes() - evictable_bytes_ + bytes > pool_->capacity_bytes()) return Exhausted(cache, bytes);
+  for (size_t i = 0; i < raw; ++i) {
+    absl::StatusOr<PageId> slot = AllocateOrEvict(cache.tenant, cache.layout().raw_bytes());
+    if (!slot.ok()) return Exhausted(cache, bytes);
+    out->raw.push_back(*slot);
+  }
+  for (size_t i = 0; i < encoded; ++i) {
+    absl::StatusOr<PageId> slot = AllocateOrEvict(cache.tenant, cache.codec->info().encoded_bytes);
+    if (!slot.ok()) return Exhausted(cache, bytes);
+    out->encoded.push_back(*slot);
+  }
+  return absl::OkStatus();
+}
+
+void PageStoreImpl::Hold(Block* block) {
+  ++block->holders;
+  MakeUnevictable(block);
+}
+
+void PageStoreImpl::Release(Block* block) {
+  KV_CHECK(block->holders > 0);
+  if (--block->holders > 0) return;
+  if (!block->published) return Dispose(block);
+  Touch(block);
+  MakeEvictableIfUnused(block);
+}
+
+void PageStoreImpl::Attach(Sequence& sequence, Block* block) {
+  const uint32_t index = static_cast<uint32_t>(sequence.blocks.size());
+  KV_CHECK(block->index == index);
+  MakeUnevictable(block);
+  sequence.blocks.push_back(block);
+  for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
+    if (sequence.HoldsRaw(index, layer)) ++block->pages[layer].raw_holds;
+  }
+}
+
+void PageStoreImpl::DetachLast(Sequence& sequence) {
+  Block* block = sequence.blocks.back();
+  for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
+    if (sequence.HoldsRaw(block->index, layer)) DropRawHold({block, layer});
+  }
+  sequence.blocks.pop_back();
+  Release(block);
+}
+
+void PageStoreImpl::DropRawHold(PageRef ref) {
+  KV_CHECK(ref.page().raw_holds > 0);
+  --ref.page().raw_holds;
+  ReleaseRawIfUnused(ref);
+}
+
+void PageStoreImpl::Age(Sequence& sequence, uint32_t layer, uint64_t position) {
+  const Cache& cache = *sequence.cache;
+  const uint32_t aged = AgedPages(position, cache.page_tokens(), cache.config.lag_pages);
+  while (sequence.aged[layer] < aged) {
+    Block* block = sequence.blocks[sequence.aged[layer]];
+    ++sequence.aged[layer];
+    DropRawHold({block, layer});
+  }
+}
+
+void PageStoreImpl::ReleaseRawIfUnused(PageRef ref) {
+  const Page& page = ref.page();
+  if (page.state != PageState::kResident || page.declined || !page.raw.valid() || page.raw_holds > 0 || page.pins > 0)
+    return;
+  Apply(ref, PageEvent::kReleaseRaw, {PageId(), page.encoded, false, page.checksum});
+}
+
+void PageStoreImpl::Pin(PageRef ref) {
+  ++ref.page().pins;
+  ++ref.block->pins;
+  MakeUnevictable(ref.block);
+}
+
+void PageStoreImpl::Unpin(PageRef ref) {
+  Block* block = ref.block;
+  Page& page = ref.page();
+  KV_CHECK(page.pins > 0);
+  --page.pins;
+  --block->pins;
+  if (page.state == PageState::kQuarantined) {
+    if (page.pins == 0 && !page.busy) FreePage(ref);
+    return;
+  }
+  ReleaseRawIfUnused(ref);
+  MakeEvictableIfUnused(block);
+}
+
+void PageStoreImpl::MakeEvictableIfUnused(Block* block) {
+  if (block->evictable || !block->published || block->holders > 0 || block->pins > 0 || block->jobs > 0) return;
+  eviction_->Add(block);
+  evictable_bytes_ += block->bytes;
+  metrics_->evictable_bytes.Set(static_cast<double>(evictable_bytes_));
+}
+
+void PageStoreImpl::MakeUnevictable(Block* block) {
+  if (!block->evictable) return;
+  eviction_->Remove(block);
+  evictable_bytes_ -= block->bytes;
+  metrics_->evictable_bytes.Set(static_cast<double>(evictable_bytes_));
+}
+
+void PageStoreImpl::Touch(Block* block) {
+  eviction_->Touch(block);
+  block->last_use_ns = clock_->NowNs();
+}
+
+void PageStoreImpl::Evict(Block* block) {
+  metrics_->evicted_blocks.Increment();
+  metrics_->evicted_bytes.Increment(static_cast<double>(block->bytes));
+  metrics_->evicted_idle_seconds.Observe(static_cast<double>(clock_->NowNs() - block->last_use_ns) * 1e-9);
+  Unname(block);
+}
+
+void PageStoreImpl::Unname(Block* block) {
+  MakeUnevictable(block);
+  block->cache->table.Erase(block);
+  metrics_->published_blocks.Decrement();
+  if (block->holders == 0) Dispose(block);
+}
+
+void PageStoreImpl::Dispose(Block* block) {
+  // Freeing the last page deletes the block, so count down from what is live now.
+  const std::shared_ptr<Cache> cache = block->cache;
+  uint32_t live = block->live_pages;
+  if (live == 0) return DeleteIfEmpty(block);
+  for (uint32_t layer = 0; live > 0; ++layer) {
+    const PageRef ref{block, layer};
+    const Page& page = ref.page();
+    if (page.state == PageState::kFree) continue;
+    --live;
+    if (page.pins > 0 || page.busy) {
+      Apply(ref, PageEvent::kQuarantine, {page.raw, page.encoded, page.declined, page.checksum});
+    } else {
+      FreePage(ref);
+    }
+  }
+}
+
+void PageStoreImpl::FreePage(PageRef ref) {
+  Apply(ref, PageEvent::kFree, {});
+  DeleteIfEmpty(ref.block);
+}
+
+void PageStoreImpl::DeleteIfEmpty(Block* block) {
+  if (block->live_pages > 0 || block->holders > 0 || block->published) return;
+  KV_CHECK(block->pins == 0 && block->jobs == 0 && block->bytes == 0 && !block->evictable);
+  blocks_.erase(block);
+}
+
+uint64_t PageStoreImpl::ChecksumOf(const Cache& cache, const Page& page) const {
+  if (page.encoded.valid()) return XXH3_64bits(Data(page.encoded), cache.codec->info().encoded_bytes);
+  return XXH3_64bits(Data(page.raw), cache.layout().raw_bytes());
+}
+
+bool PageStoreImpl::VerifyChecksums(const Block& block) const {
+  for (const Page& page : block.pages) {
+    // A page still to be encoded has nothing to compare with yet.
+    if (page.state == PageState::kResident && ChecksumOf(*block.cache, page) != page.checksum) return false;
+  }
+  return true;
+}
+
+Block* PageStoreImpl::FindVerified(Cache& cache, const BlockName& name, uint32_t index, MissReason* reason) {
+  Block* block = cache.table.FindAndPin(name, index, reason);
+  if (block == nullptr) return nullptr;
+  MakeUnevictable(block);
+  if (!VerifyChecksums(*block)) {
+    *reason = MissReason::kChecksum;
+    metrics_->checksum_failures.Increment();
+    block->corrupt = true;
+    Unname(block);
+  }
+  if (*reason == MissReason::kNone) return block;
+  Release(block);
+  return nullptr;
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,154 @@
+// Every invariant of the whole store, from the outside in.
+#include "kvmanager/store/page_store_impl.h"
+
+namespace kvmanager {
+namespace {
+
+using Slots = absl::flat_hash_set<uint32_t>;
+
+void CheckSlot(const PagePool& pool, PageId slot, uint64_t bytes, Slots* seen) {
+  if (!slot.valid()) return;
+  KV_CHECK(pool.IsCurrent(slot) && pool.SlotBytes(slot) == bytes);
+  KV_CHECK(seen->insert(slot.slot).second);
+}
+
+void CheckPage(const Block& block, const Page& page, bool identity) {
+  const bool raw = page.raw.valid(), encoded = page.encoded.valid();
+  switch (page.state) {
+    case PageState::kFree:
+      KV_CHECK(!raw && !encoded && page.pins == 0 && !page.busy);
+      break;
+    case PageState::kFilling:
+      KV_CHECK(raw && !encoded && !page.busy);
+      break;
+    case PageState::kReceiving:
+      KV_CHECK((raw || encoded) && !page.busy && page.pins == 0 && !block.published);
+      break;
+    case PageState::kSealed:
+      KV_CHECK(raw && encoded && !page.busy);
+      break;
+    case PageState::kEncoding:
+      KV_CHECK(raw && encoded && page.busy);
+      break;
+    case PageState::kResident:
+      KV_CHECK(!page.busy && (page.declined ? raw && !encoded : encoded));
+      if (!page.declined) KV_CHECK(!identity || !raw);
+      if (raw && !page.declined) KV_CHECK(page.raw_holds > 0 || page.pins > 0);
+      if (page.raw_holds > 0) KV_CHECK(raw || identity);
+      break;
+    case PageState::kQuarantined:
+      KV_CHECK((raw || encoded) && (page.pins > 0 || page.busy) && block.holders == 0 && !block.published);
+      break;
+  }
+}
+
+}  // namespace
+
+void PageStoreImpl::CheckInvariants() const {
+  pool_->CheckInvariants();
+  absl::flat_hash_map<const Block*, uint32_t> holders;
+  absl::flat_hash_map<const Page*, uint32_t> raw_holds;
+  absl::flat_hash_map<const Cache*, uint64_t> sequences_of;
+  const auto check_sequence = [&](const Sequence& sequence, bool visible) {
+    const Cache& cache = *sequence.cache;
+    if (visible) ++sequences_of[&cache];
+    KV_CHECK(sequence.tokens.size() == cache.layers() && sequence.aged.size() == cache.layers());
+    for (uint32_t i = 0; i < sequence.blocks.size(); ++i) {
+      const Block* block = sequence.blocks[i];
+      KV_CHECK(blocks_.contains(block) && block->index == i && block->cache == sequence.cache);
+      ++holders[block];
+      bool full = true;
+      for (uint32_t layer = 0; layer < cache.layers(); ++layer) {
+        const Page& page = block->pages[layer];
+        if (sequence.HoldsRaw(i, layer)) ++raw_holds[&page];
+        const uint64_t begin = uint64_t{i} * cache.page_tokens();
+        full &= page.is_full();
+        if (!visible) continue;
+        if (sequence.tokens[layer] <= begin) {
+          KV_CHECK(page.state == PageState::kFree);
+        } else if (sequence.tokens[layer] < begin + cache.page_tokens()) {
+          KV_CHECK(page.state == PageState::kFilling);
+        } else {
+          KV_CHECK(page.is_full());
+        }
+      }
+      if (!full) KV_CHECK(block->holders == 1 && !block->published);
+    }
+    for (uint32_t layer = 0; layer < cache.layers(); ++layer) {
+      KV_CHECK(sequence.tokens[layer] <= sequence.blocks.size() * cache.page_tokens());
+      KV_CHECK(uint64_t{sequence.aged[layer]} * cache.page_tokens() <= sequence.tokens[layer]);
+    }
+  };
+  for (const auto& [id, sequence] : sequences_) check_sequence(*sequence, true);
+  for (const Sequence* sequence : hidden_sequences) check_sequence(*sequence, false);
+  for (const Block* block : export_copies) ++holders[block];
+
+  struct Sums {
+    std::array<double, kPageStates> pages{}, raw_bytes{}, encoded_bytes{};
+  };
+  absl::flat_hash_map<const PageGauges*, Sums> sums;
+  absl::flat_hash_map<const Cache*, FormBytes> cache_bytes;
+  absl::flat_hash_map<const Cache*, uint64_t> named;
+  Slots slots;
+  uint64_t used_bytes = 0, evictable_bytes = 0;
+  for (const auto& [key, owned] : blocks_) {
+    const Block& block = *owned;
+    const Cache& cache = *block.cache;
+    uint32_t pins = 0, jobs = 0, live_pages = 0;
+    uint64_t bytes = 0;
+    for (const Page& page : block.pages) {
+      CheckPage(block, page, cache.identity());
+      const auto held = raw_holds.find(&page);
+      KV_CHECK(page.raw_holds == (held == raw_holds.end() ? 0 : held->second));
+      CheckSlot(*pool_, page.raw, cache.slot_bytes.raw, &slots);
+      CheckSlot(*pool_, page.encoded, cache.slot_bytes.encoded, &slots);
+      pins += page.pins;
+      jobs += page.busy;
+      live_pages += page.state != PageState::kFree;
+      bytes += cache.slot_bytes.Of(page.raw, page.encoded);
+      Sums& sum = sums[cache.gauges];
+      const size_t state = static_cast<size_t>(page.state);
+      sum.pages[state] += 1;
+      FormBytes& forms = cache_bytes[&cache];
+      if (page.raw.valid()) {
+        sum.raw_bytes[state] += static_cast<double>(cache.slot_bytes.raw);
+        forms.raw += cache.slot_bytes.raw;
+      }
+      if (page.encoded.valid()) {
+        sum.encoded_bytes[state] += static_cast<double>(cache.slot_bytes.encoded);
+        forms.encoded += cache.slot_bytes.encoded;
+      }
+    }
+    KV_CHECK(block.pins == pins && block.jobs == jobs && block.live_pages == live_pages && block.bytes == bytes);
+    const auto holding = holders.find(&block);
+    KV_CHECK(block.holders == (holding == holders.end() ? 0 : holding->second));
+    KV_CHECK(live_pages > 0);
+    KV_CHECK(block.evictable == (block.published && block.holders == 0 && block.pins == 0 && block.jobs == 0));
+    if (block.published) {
+      ++named[&cache];
+      KV_CHECK(cache.table.FindKey(block.name.key) == &block && block.is_full() && !block.corrupt);
+    }
+    if (block.evictable) evictable_bytes += bytes;
+    used_bytes += bytes;
+  }
+  for (const auto& [block, count] : holders) KV_CHECK(blocks_.contains(block));
+  KV_CHECK(used_bytes == pool_->used_bytes());
+  KV_CHECK(evictable_bytes == evictable_bytes_);
+  for (const auto& [gauges, sum] : sums) {
+    for (size_t state = 1; state < kPageStates; ++state) {
+      KV_CHECK(gauges->pages[state]->Value() == sum.pages[state]);
+      KV_CHECK(gauges->raw_bytes[state]->Value() == sum.raw_bytes[state]);
+      KV_CHECK(gauges->encoded_bytes[state]->Value() == sum.encoded_bytes[state]);
+    }
+  }
+  KV_CHECK(caches_.size() == cache_by_digest_.size() && caches_.size() <= kCachesMax);
+  for (const auto& [id, cache] : caches_) {
+    KV_CHECK(cache->sequences == sequences_of[cache.get()] && cache->table.size() == named[cache.get()]);
+    KV_CHECK(cache->raw_bytes == cache_bytes[cache.get()].raw &&
+             cache->encoded_bytes == cache_bytes[cache.get()].encoded);
+    KV_CHECK(tenants_.at(cache->config.tenant).id == cache->tenant);
+  }
+  for (const EncodeWaiter* waiter : waiting_) KV_CHECK(!waiter->is_ready());
+}
+
+}  // namespace kvmanager

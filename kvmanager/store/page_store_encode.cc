@@ -1,0 +1,118 @@
+// Encode jobs, and the leases that wait for them.
+#include <algorithm>
+
+#include "kvmanager/store/page_store_impl.h"
+
+namespace kvmanager {
+
+EncodeWaiter::EncodeWaiter(PageStoreImpl* store) : store_(store), alive_(store->alive()) {}
+
+EncodeWaiter::~EncodeWaiter() {
+  if (PageStoreImpl* store = this->store()) store->RemoveWaiter(this);
+}
+
+void EncodeWaiter::WaitFor(std::vector<PageRef> pages) {
+  pending_ = std::move(pages);
+  if (pending_.empty()) {
+    ready_ = true;
+    Resolve();
+  } else {
+    store_->AddWaiter(this);
+  }
+}
+
+void EncodeWaiter::CallWhenReady(absl::AnyInvocable<void()> fn) {
+  if (ready_) {
+    fn();
+  } else {
+    fn_ = std::move(fn);
+  }
+}
+
+void PageStoreImpl::RemoveWaiter(EncodeWaiter* waiter) {
+  waiting_.erase(std::remove(waiting_.begin(), waiting_.end(), waiter), waiting_.end());
+  ready_.erase(std::remove(ready_.begin(), ready_.end(), waiter), ready_.end());
+}
+
+void PageStoreImpl::PostEncodes(const std::shared_ptr<Cache>& cache, std::vector<PageRef> pages) {
+  if (pages.empty()) return;
+  std::vector<EncodeItem> items;
+  items.reserve(pages.size());
+  for (const PageRef& ref : pages) {
+    const Page& page = ref.page();
+    Apply(ref, PageEvent::kEncode, {page.raw, page.encoded, false, 0});
+    ++ref.block->jobs;
+    EncodeItem item;
+    item.raw = Data(page.raw);
+    item.encoded = Data(page.encoded);
+    item.layer = ref.layer;
+    item.first_token = uint64_t{ref.block->index} * cache->page_tokens();
+    items.push_back(item);
+  }
+  executor_->Encode(cache->codec, std::move(items),
+                    [this, alive = alive(), pages = std::move(pages)](absl::Span<const EncodeItem> done) {
+                      if (!alive.expired()) OnEncoded(pages, done);
+                    });
+}
+
+void PageStoreImpl::OnEncoded(const std::vector<PageRef>& pages, absl::Span<const EncodeItem> items) {
+  KV_CHECK(items.size() == pages.size());
+  for (size_t i = 0; i < pages.size(); ++i) {
+    const PageRef ref = pages[i];
+    Block* block = ref.block;
+    const Page& page = ref.page();
+    const bool declined = items[i].declined;
+    --block->jobs;
+    if (declined) {
+      metrics_->declined_pages.Increment();
+    } else {
+      metrics_->encoded_pages.Increment();
+      metrics_->encoded_bytes.Increment(static_cast<double>(block->cache->codec->info().encoded_bytes));
+    }
+    if (page.state == PageState::kQuarantined) {
+      Apply(ref, PageEvent::kJobEnded, {page.raw, page.encoded, declined, 0});
+      if (page.pins == 0) FreePage(ref);
+      continue;
+    }
+    PageChange after{page.raw, declined ? PageId() : page.encoded, declined, 0};
+    Page kept;
+    kept.raw = after.raw;
+    kept.encoded = after.encoded;
+    after.checksum = ChecksumOf(*block->cache, kept);
+    Apply(ref, declined ? PageEvent::kDeclined : PageEvent::kEncoded, after);
+    ReleaseRawIfUnused(ref);
+    MakeEvictableIfUnused(block);
+  }
+  NotifyWaiters();
+}
+
+void PageStoreImpl::NotifyWaiters() {
+  std::vector<EncodeWaiter*> still_waiting;
+  for (EncodeWaiter* waiter : waiting_) {
+    auto& pending = waiter->pending_;
+    pending.erase(
+        std::remove_if(pending.begin(), pending.end(), [](PageRef ref) { return !ref.page().awaits_encoding(); }),
+        pending.end());
+    if (pending.empty()) {
+      ready_.push_back(waiter);
+    } else {
+      still_waiting.push_back(waiter);
+    }
+  }
+  waiting_ = std::move(still_waiting);
+  for (EncodeWaiter* waiter : ready_) {
+    if (waiter->ready_) continue;
+    waiter->ready_ = true;
+    waiter->Resolve();
+  }
+  // A callback may destroy any lease, and may end further jobs.
+  while (!ready_.empty()) {
+    EncodeWaiter* waiter = ready_.front();
+    ready_.pop_front();
+    absl::AnyInvocable<void()> fn = std::move(waiter->fn_);
+    waiter->fn_ = nullptr;
+    if (fn) fn();
+  }
+}
+
+}  // namespace kvmanager

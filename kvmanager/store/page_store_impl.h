@@ -1,0 +1,253 @@
+// The store's own parts, shared by its source files and by nobody else. One thread: the store's.
+//
+// Invariants beyond those of page_state.h, page_table.h and sequence.h (CheckInvariants):
+//  1. A block is in `blocks_` exactly while it has a live page, a holder or a name.
+//  2. block.holders = sequences, hand-offs and export copies that list it; page.raw_holds = those that have not aged
+//  the page.
+//  3. Every slot that a page names is the pool's current one, and no slot is named twice.
+//  4. A block is evictable exactly while published with no holder, pin or job.
+//  5. A Resident page keeps its raw form only if declined, held or pinned (identity codecs have one form).
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/store/block.h"
+#include "kvmanager/store/eviction_policy.h"
+#include "kvmanager/store/page_store.h"
+#include "kvmanager/store/page_table.h"
+#include "kvmanager/store/sequence.h"
+
+namespace kvmanager {
+
+struct Cache {
+  CacheId id = 0;
+  CacheConfig config;  // codec canonical
+  CacheDigest digest;
+  std::shared_ptr<const Codec> codec;  // shared with encode jobs and attention under way
+  std::unique_ptr<Codec> raw;          // for attention on raw pages
+  TenantId tenant = 0;
+  FormBytes slot_bytes;  // as the pool rounds them
+  const PageGauges* gauges = nullptr;
+  PageTable table;
+  uint64_t sequences = 0;
+  uint64_t leases = 0;
+  uint64_t raw_bytes = 0;
+  uint64_t encoded_bytes = 0;
+
+  const PageLayout& layout() const { return config.layout; }
+  int page_tokens() const { return config.layout.page_tokens; }
+  uint32_t layers() const { return static_cast<uint32_t>(config.layers); }
+  bool identity() const { return codec->info().identity; }
+};
+
+class PageStoreImpl;
+
+/// Something that waits until pages are encoded. It lives in a lease and leaves the store's lists when destroyed.
+class EncodeWaiter {
+ public:
+  explicit EncodeWaiter(PageStoreImpl* store);
+  virtual ~EncodeWaiter();
+  EncodeWaiter(const EncodeWaiter&) = delete;
+  EncodeWaiter& operator=(const EncodeWaiter&) = delete;
+
+  bool is_ready() const { return ready_; }
+  void CallWhenReady(absl::AnyInvocable<void()> fn);
+
+ protected:
+  /// Waits for `pages`, all pinned by the lease; resolves at once if there are none.
+  void WaitFor(std::vector<PageRef> pages);
+  /// Every page waited for has its final form.
+  virtual void Resolve() = 0;
+  /// The store, or nullptr if it has gone.
+  PageStoreImpl* store() const { return alive_.expired() ? nullptr : store_; }
+
+ private:
+  friend class PageStoreImpl;
+  PageStoreImpl* store_;
+  std::weak_ptr<const bool> alive_;
+  std::vector<PageRef> pending_;
+  absl::AnyInvocable<void()> fn_;
+  bool ready_ = false;
+};
+
+/// Slots taken from the pool; those not taken out go back.
+class Reservation {
+ public:
+  explicit Reservation(PagePool* pool) : pool_(pool) {}
+  ~Reservation();
+  Reservation(const Reservation&) = delete;
+  Reservation& operator=(const Reservation&) = delete;
+  PageId TakeRaw() { return Take(raw, &raw_taken_); }
+  PageId TakeEncoded() { return Take(encoded, &encoded_taken_); }
+
+  std::vector<PageId> raw;
+  std::vector<PageId> encoded;
+
+ private:
+  static PageId Take(const std::vector<PageId>& slots, size_t* taken) {
+    KV_CHECK(*taken < slots.size());
+    return slots[(*taken)++];
+  }
+  PagePool* pool_;
+  size_t raw_taken_ = 0;
+  size_t encoded_taken_ = 0;
+};
+
+class PageStoreImpl final : public PageStore {
+ public:
+  PageStoreImpl(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor, StoreMetrics* metrics,
+                const Clock* clock);
+  ~PageStoreImpl() override;
+
+  absl::StatusOr<CacheId> OpenCache(const CacheConfig& config) override;
+  absl::StatusOr<CacheInfo> DescribeCache(CacheId cache) const override;
+  std::shared_ptr<const Codec> codec(CacheId cache) const override;
+  const PageAttention* raw_attention(CacheId cache) const override;
+  absl::StatusOr<MatchResult> Match(CacheId cache, absl::Span<const BlockName> names) override;
+  absl::StatusOr<CreateResult> CreateSequence(CacheId cache, absl::Span<const BlockName> prefix) override;
+  absl::StatusOr<SequenceInfo> DescribeSequence(SequenceId sequence) const override;
+  absl::Status Append(CacheId cache, int layer, absl::Span<const AppendEntry> entries) override;
+  absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, int layer,
+                                                      absl::Span<const AttendEntry> entries) override;
+  absl::StatusOr<SequenceId> Fork(SequenceId sequence) override;
+  absl::Status Crop(SequenceId sequence, uint64_t tokens) override;
+  absl::StatusOr<PublishResult> Publish(SequenceId sequence, absl::Span<const BlockName> names) override;
+  void Drop(SequenceId sequence) override;
+  absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence) override;
+  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffContent& content) override;
+  absl::StatusOr<uint64_t> Purge(CacheId cache) override;
+  uint64_t PurgeAll() override;
+  std::vector<CacheInfo> Caches() const override;
+  std::vector<SequenceInfo> Sequences() const override;
+  std::vector<HolderInfo> LargestHolders(size_t n) const override;
+  void CheckInvariants() const override;
+
+  // --- for the leases and the source files of the store ---
+
+  PagePool* pool() const { return pool_; }
+  StoreMetrics* metrics() const { return metrics_; }
+  std::weak_ptr<const bool> alive() const { return alive_; }
+
+  // page_store.cc: caches.
+  absl::StatusOr<std::shared_ptr<Cache>> FindCache(CacheId id) const;
+  /// `codec_version`: the one the caller's bytes have; nullptr for any.
+  absl::StatusOr<std::shared_ptr<Cache>> FindOrOpen(const CacheConfig& config, const uint32_t* codec_version);
+  void CloseIfUnused(const std::shared_ptr<Cache>& cache);
+  CacheInfo InfoOf(const Cache& cache) const;
+  uint64_t PurgeOne(Cache& cache);
+
+  // page_store_blocks.cc: blocks, slots, transitions.
+  Block* NewBlock(const std::shared_ptr<Cache>& cache, uint32_t index);
+  void Apply(PageRef ref, PageEvent event, const PageChange& after);
+  uint8_t* Data(PageId id) const { return pool_->Data(id); }
+  /// The bytes of a page in raw form: of an identity codec also once it is sealed. nullptr: gone.
+  const uint8_t* RawData(const Cache& cache, const Page& page) const;
+  /// Takes slots, evicting where that can help. Errors: RESOURCE_EXHAUSTED.
+  absl::Status Reserve(const Cache& cache, size_t raw, size_t encoded, Reservation* out);
+  void Hold(Block* block);                        // one more holder
+  void Release(Block* block);                     // one holder less
+  void Attach(Sequence& sequence, Block* block);  // appends `block`, already held, and takes its raw holds
+  void DetachLast(Sequence& sequence);            // gives the last block back
+  void DropRawHold(PageRef ref);
+  void Age(Sequence& sequence, uint32_t layer, uint64_t position);
+  void Pin(PageRef ref);
+  void Unpin(PageRef ref);
+  void Unname(Block* block);  // out of the table; the block goes if nobody holds it
+  void Touch(Block* block);
+  bool VerifyChecksums(const Block& block) const;
+  uint64_t ChecksumOf(const Cache& cache, const Page& page) const;  // of the form that stays
+  /// The block named so, verified; a corrupt one is dropped. nullptr and the reason otherwise.
+  Block* FindVerified(Cache& cache, const BlockName& name, uint32_t index, MissReason* reason);
+
+  // page_store_encode.cc: jobs and those who wait for them.
+  void PostEncodes(const std::shared_ptr<Cache>& cache, std::vector<PageRef> pages);
+  void AddWaiter(EncodeWaiter* waiter) { waiting_.push_back(waiter); }
+  void RemoveWaiter(EncodeWaiter* waiter);
+
+  // page_store_sequence.cc
+  absl::StatusOr<Sequence*> FindSequence(SequenceId id) const;
+  std::unique_ptr<Sequence> NewSequence(const std::shared_ptr<Cache>& cache);
+  absl::Status CheckSequenceLimit() const;
+  SequenceId Show(std::unique_ptr<Sequence> sequence);  // makes it visible
+  void ReleaseBlocks(Sequence& sequence);
+  SequenceInfo InfoOf(const Sequence& sequence) const;
+
+  // Hand-offs under way, for CheckInvariants: sequences that are not visible, blocks that hold copies.
+  absl::flat_hash_set<const Sequence*> hidden_sequences;
+  absl::flat_hash_set<const Block*> export_copies;
+  /// Buffers of finished attend leases, reused so that the hot path allocates little.
+  struct AttendBuffers {
+    struct EncodedPage {
+      PageRef ref;
+      size_t at;  // in `pages`
+    };
+    std::vector<AttentionPage> pages;
+    std::vector<EncodedPage> encoded;  // pages that are read encoded
+    std::vector<PageRef> pins;
+    std::vector<size_t> ends;
+  };
+  static constexpr size_t kSpareBuffersMax = 64;
+  std::vector<AttendBuffers> spare_buffers;
+
+ private:
+  void OnEncoded(const std::vector<PageRef>& pages, absl::Span<const EncodeItem> items);
+  void NotifyWaiters();
+  void ReleaseRawIfUnused(PageRef ref);
+  void MakeEvictableIfUnused(Block* block);
+  void MakeUnevictable(Block* block);
+  void Dispose(Block* block);  // nobody holds it, it has no name
+  void FreePage(PageRef ref);  // and deletes the block with its last page
+  void DeleteIfEmpty(Block* block);
+  void Evict(Block* block);
+  absl::Status Exhausted(const Cache& cache, uint64_t bytes) const;
+  absl::StatusOr<PageId> AllocateOrEvict(TenantId tenant, size_t bytes);
+
+  PagePool* const pool_;
+  const CodecRegistry* const registry_;
+  EncodeExecutor* const executor_;
+  StoreMetrics* const metrics_;
+  const Clock* const clock_;
+  std::shared_ptr<const bool> alive_ =
+      std::make_shared<const bool>(true);  // outlived by leases and jobs that look at it
+  std::unique_ptr<EvictionPolicy> eviction_ = MakeLruEviction();
+
+  CacheId next_cache_ = 1;
+  SequenceId next_sequence_ = 1;
+  TenantId next_tenant_ = 1;
+  uint64_t calls_ = 0;
+  uint64_t evictable_bytes_ = 0;
+  std::map<CacheId, std::shared_ptr<Cache>> caches_;
+  absl::flat_hash_map<CacheDigest, CacheId> cache_by_digest_;
+  struct Tenant {
+    TenantId id = 0;
+    size_t caches = 0;
+  };
+  absl::flat_hash_map<std::string, Tenant> tenants_;
+  absl::flat_hash_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
+  absl::flat_hash_map<const Block*, std::unique_ptr<Block>> blocks_;
+  std::vector<EncodeWaiter*> waiting_;
+  std::deque<EncodeWaiter*> ready_;  // whose callbacks are to be called
+};
+
+/// Copies the first `tokens` tokens of a raw page.
+void CopyRawPrefix(const PageLayout& layout, const uint8_t* from, uint8_t* to, int tokens);
+/// Zeroes the tokens of a raw page from `first` on.
+void ZeroRawTail(const PageLayout& layout, uint8_t* page, int first);
+/// The first NaN or Inf among tokens `first` .. `first + tokens - 1` of a raw page.
+struct NonFinite {
+  int side = 0;  // 0 = K, 1 = V
+  int head = 0;
+  int token = 0;  // of the page
+  int channel = 0;
+};
+bool FindNonFinite(const PageLayout& layout, const uint8_t* page, int first, int tokens, NonFinite* where);
+
+}  // namespace kvmanager

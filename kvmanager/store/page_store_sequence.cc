@@ -1,0 +1,273 @@
+// Sequences: match, create, fork, crop, publish, drop.
+#include <algorithm>
+
+#include "kvmanager/store/page_store_impl.h"
+
+namespace kvmanager {
+namespace {
+
+absl::Status CheckNames(absl::Span<const BlockName> names) {
+  if (names.size() <= PageStore::kNamesMax) return absl::OkStatus();
+  return InvalidField("names", names.size(), absl::StrCat("at most ", PageStore::kNamesMax));
+}
+
+}  // namespace
+
+absl::StatusOr<Sequence*> PageStoreImpl::FindSequence(SequenceId id) const {
+  const auto found = sequences_.find(id);
+  if (found == sequences_.end()) return absl::NotFoundError(absl::StrCat("sequence ", id, " does not exist"));
+  return found->second.get();
+}
+
+absl::Status PageStoreImpl::CheckSequenceLimit() const {
+  if (sequences_.size() < kSequencesMax) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kResourceExhausted, "open sequences", absl::StrCat(sequences_.size()),
+                    absl::StrCat("below ", kSequencesMax, " to open another"));
+}
+
+std::unique_ptr<Sequence> PageStoreImpl::NewSequence(const std::shared_ptr<Cache>& cache) {
+  auto sequence = std::make_unique<Sequence>();
+  sequence->cache = cache;
+  sequence->tokens.assign(cache->layers(), 0);
+  sequence->aged.assign(cache->layers(), 0);
+  return sequence;
+}
+
+SequenceId PageStoreImpl::Show(std::unique_ptr<Sequence> sequence) {
+  const SequenceId id = next_sequence_++;
+  sequence->id = id;
+  ++sequence->cache->sequences;
+  metrics_->sequences.Increment();
+  sequences_.emplace(id, std::move(sequence));
+  return id;
+}
+
+void PageStoreImpl::ReleaseBlocks(Sequence& sequence) {
+  while (!sequence.blocks.empty()) DetachLast(sequence);
+}
+
+SequenceInfo PageStoreImpl::InfoOf(const Sequence& sequence) const {
+  SequenceInfo info;
+  info.sequence = sequence.id;
+  info.cache = sequence.cache->id;
+  info.tokens = sequence.TokensInEveryLayer();
+  info.hit_blocks = sequence.hit_blocks;
+  for (const Block* block : sequence.blocks) {
+    info.published_blocks += block->published;
+    info.bytes += block->bytes;
+  }
+  return info;
+}
+
+absl::StatusOr<SequenceInfo> PageStoreImpl::DescribeSequence(SequenceId id) const {
+  KV_ASSIGN_OR_RETURN(const Sequence* sequence, FindSequence(id));
+  return InfoOf(*sequence);
+}
+
+std::vector<SequenceInfo> PageStoreImpl::Sequences() const {
+  std::vector<SequenceInfo> all;
+  for (const auto& [id, sequence] : sequences_) all.push_back(InfoOf(*sequence));
+  std::sort(all.begin(), all.end(),
+            [](const SequenceInfo& a, const SequenceInfo& b) { return a.sequence < b.sequence; });
+  return all;
+}
+
+absl::StatusOr<MatchResult> PageStoreImpl::Match(CacheId id, absl::Span<const BlockName> names) {
+  KV_ASSIGN_OR_RETURN(const auto cache, FindCache(id));
+  KV_RETURN_IF_ERROR(CheckNames(names));
+  MatchResult result;
+  std::vector<Block*> found;
+  for (const BlockName& name : names) {
+    Block* block = FindVerified(*cache, name, static_cast<uint32_t>(found.size()), &result.reason);
+    if (block == nullptr) break;
+    found.push_back(block);
+  }
+  result.hit_blocks = static_cast<int>(found.size());
+  if (result.reason != MissReason::kNone) metrics_->prefix_misses[static_cast<size_t>(result.reason)]->Increment();
+  // Last to first: parents are used more recently than their children.
+  for (; !found.empty(); found.pop_back()) {
+    Touch(found.back());
+    Release(found.back());
+  }
+  return result;
+}
+
+absl::StatusOr<CreateResult> PageStoreImpl::CreateSequence(CacheId id, absl::Span<const BlockName> prefix) {
+  KV_ASSIGN_OR_RETURN(const auto cache, FindCache(id));
+  KV_RETURN_IF_ERROR(CheckNames(prefix));
+  KV_RETURN_IF_ERROR(CheckSequenceLimit());
+  CreateResult result;
+  std::vector<Block*> found;
+  for (const BlockName& name : prefix) {
+    Block* block = FindVerified(*cache, name, static_cast<uint32_t>(found.size()), &result.match.reason);
+    if (block == nullptr) break;
+    found.push_back(block);
+  }
+  if (result.match.reason != MissReason::kNone) {
+    metrics_->prefix_misses[static_cast<size_t>(result.match.reason)]->Increment();
+  }
+  metrics_->prefix_hit_blocks.Increment(static_cast<double>(found.size()));
+  result.match.hit_blocks = static_cast<int>(found.size());
+  auto sequence = NewSequence(cache);
+  sequence->hit_blocks = result.match.hit_blocks;
+  // A hit is taken as it is found: its pages have aged.
+  std::fill(sequence->aged.begin(), sequence->aged.end(), static_cast<uint32_t>(found.size()));
+  std::fill(sequence->tokens.begin(), sequence->tokens.end(), uint64_t{found.size()} * cache->page_tokens());
+  for (auto block = found.rbegin(); block != found.rend(); ++block) Touch(*block);
+  for (Block* block : found) Attach(*sequence, block);
+  result.sequence = Show(std::move(sequence));
+  return result;
+}
+
+absl::StatusOr<SequenceId> PageStoreImpl::Fork(SequenceId id) {
+  KV_ASSIGN_OR_RETURN(const Sequence* source, FindSequence(id));
+  KV_RETURN_IF_ERROR(CheckSequenceLimit());
+  if (!source->LayersAreEqual()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("sequence ", id, ": fork needs equal token counts in all layers; the shortest has ",
+                     source->TokensInEveryLayer()));
+  }
+  const std::shared_ptr<Cache> cache = source->cache;
+  const uint64_t tokens = source->tokens[0];
+  const size_t full_blocks = tokens / cache->page_tokens();
+  const int open_tokens = static_cast<int>(tokens % cache->page_tokens());
+  Reservation slots(pool_);
+  if (open_tokens > 0) KV_RETURN_IF_ERROR(Reserve(*cache, cache->layers(), 0, &slots));
+  auto fork = NewSequence(cache);
+  fork->tokens = source->tokens;
+  fork->aged = source->aged;
+  fork->hit_blocks = source->hit_blocks;
+  for (size_t i = 0; i < full_blocks; ++i) {
+    Hold(source->blocks[i]);
+    Attach(*fork, source->blocks[i]);
+  }
+  if (open_tokens > 0) {
+    const Block* from = source->blocks[full_blocks];
+    Block* copy = NewBlock(cache, static_cast<uint32_t>(full_blocks));
+    for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
+      const PageId slot = slots.TakeRaw();
+      CopyRawPrefix(cache->layout(), Data(from->pages[layer].raw), Data(slot), open_tokens);
+      Apply({copy, layer}, PageEvent::kOpen, {slot, PageId()});
+    }
+    Attach(*fork, copy);
+  }
+  metrics_->forks.Increment();
+  return Show(std::move(fork));
+}
+
+absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens) {
+  KV_ASSIGN_OR_RETURN(Sequence * sequence, FindSequence(id));
+  const std::shared_ptr<Cache> cache = sequence->cache;
+  if (tokens > sequence->TokensInEveryLayer()) {
+    return InvalidField("tokens", tokens,
+                        absl::StrCat("at most ", sequence->TokensInEveryLayer(), ", what every layer has"));
+  }
+  const uint32_t index = static_cast<uint32_t>(tokens / cache->page_tokens());
+  const int rest = static_cast<int>(tokens % cache->page_tokens());
+  Block* copy = nullptr;
+  bool keep_block = false;
+  if (rest > 0) {
+    Block* block = sequence->blocks[index];
+    bool all_filling = true;
+    for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
+      all_filling &= block->pages[layer].state == PageState::kFilling;
+      // By age, not by what happens to be left: the answer must not depend on when encoding ended.
+      if (!sequence->HoldsRaw(index, layer) && !cache->identity()) {
+        return FieldError(absl::StatusCode::kFailedPrecondition, "tokens", absl::StrCat(tokens),
+                          absl::StrCat(uint64_t{index} * cache->page_tokens(),
+                                       ", the boundary below: this page is kept in its encoded form only"));
+      }
+    }
+    // Reads under way see the old page; later appends would overwrite it.
+    keep_block = all_filling && block->pins == 0;
+    if (!keep_block) {
+      Reservation slots(pool_);
+      KV_RETURN_IF_ERROR(Reserve(*cache, cache->layers(), 0, &slots));
+      copy = NewBlock(cache, index);
+      for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
+        const PageId slot = slots.TakeRaw();
+        CopyRawPrefix(cache->layout(), RawData(*cache, block->pages[layer]), Data(slot), rest);
+        Apply({copy, layer}, PageEvent::kOpen, {slot, PageId()});
+      }
+    }
+  }
+  while (sequence->blocks.size() > index + (keep_block ? 1 : 0)) DetachLast(*sequence);
+  for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
+    sequence->tokens[layer] = tokens;
+    sequence->aged[layer] = std::min(sequence->aged[layer], index);
+  }
+  sequence->hit_blocks = std::min(sequence->hit_blocks, static_cast<int>(index));
+  if (copy != nullptr) Attach(*sequence, copy);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<PublishResult> PageStoreImpl::Publish(SequenceId id, absl::Span<const BlockName> names) {
+  KV_ASSIGN_OR_RETURN(Sequence * sequence, FindSequence(id));
+  KV_RETURN_IF_ERROR(CheckNames(names));
+  Cache& cache = *sequence->cache;
+  const uint64_t full_blocks = sequence->TokensInEveryLayer() / cache.page_tokens();
+  if (names.size() > full_blocks) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "names", absl::StrCat(names.size()),
+                      absl::StrCat("at most ", full_blocks, ", the blocks full in every layer"));
+  }
+  absl::flat_hash_set<BlockKey> keys;
+  for (size_t i = 0; i < names.size(); ++i) {
+    const Block* block = sequence->blocks[i];
+    const std::string field = absl::StrCat("names[", i, "]");
+    if (!keys.insert(names[i].key).second) return InvalidField(field, names[i].key.ToHex(8), "named once");
+    if (block->published && block->name.key != names[i].key) {
+      return FieldError(absl::StatusCode::kFailedPrecondition, field, names[i].key.ToHex(8),
+                        absl::StrCat(block->name.key.ToHex(8), ", its name so far"));
+    }
+    const Block* known = cache.table.FindKey(names[i].key);
+    if (known != nullptr && known->name.tokens != names[i].tokens) {
+      return InvalidField(absl::StrCat(field, ".tokens"), names[i].tokens.ToHex(8),
+                          absl::StrCat(known->name.tokens.ToHex(8), ", what this key names"));
+    }
+    if (known != nullptr && known->index != i) {
+      return InvalidField(field, names[i].key.ToHex(8),
+                          absl::StrCat("the key of block ", i, ", not of block ", known->index));
+    }
+  }
+  PublishResult result;
+  for (uint32_t i = 0; i < names.size(); ++i) {
+    Block*& block = sequence->blocks[i];
+    if (block->published) continue;
+    MissReason reason;
+    Block* equal = FindVerified(cache, names[i], i, &reason);
+    if (equal == nullptr) {
+      if (block->corrupt) continue;
+      block->name = names[i];
+      cache.table.Insert(block);
+      Touch(block);
+      metrics_->published_blocks.Increment();
+      ++result.published;
+      continue;
+    }
+    const bool aged = std::all_of(sequence->aged.begin(), sequence->aged.end(), [i](uint32_t n) { return n > i; });
+    if (aged) {
+      Release(block);  // it has no raw hold of this sequence any more
+      block = equal;
+      Touch(equal);
+      ++result.shared;
+    } else {
+      Release(equal);
+      ++result.deferred;
+    }
+  }
+  metrics_->published.Increment(result.published);
+  metrics_->published_shared.Increment(result.shared);
+  return result;
+}
+
+void PageStoreImpl::Drop(SequenceId id) {
+  const auto found = sequences_.find(id);
+  if (found == sequences_.end()) return;
+  const std::unique_ptr<Sequence> sequence = std::move(found->second);
+  sequences_.erase(found);
+  ReleaseBlocks(*sequence);
+  --sequence->cache->sequences;
+  metrics_->sequences.Decrement();
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,45 @@
+#include <cstring>
+
+#include "kvmanager/store/page_store_impl.h"
+
+namespace kvmanager {
+
+void CopyRawPrefix(const PageLayout& layout, const uint8_t* from, uint8_t* to, int tokens) {
+  const size_t row_bytes = layout.head_dim * DTypeBytes(layout.dtype);
+  for (int side = 0; side < 2; ++side) {
+    for (int head = 0; head < layout.kv_heads; ++head) {
+      const size_t offset = layout.raw_offset(side, head, 0);
+      std::memcpy(to + offset, from + offset, tokens * row_bytes);
+    }
+  }
+}
+
+void ZeroRawTail(const PageLayout& layout, uint8_t* page, int first) {
+  const size_t row_bytes = layout.head_dim * DTypeBytes(layout.dtype);
+  for (int side = 0; side < 2; ++side) {
+    for (int head = 0; head < layout.kv_heads; ++head) {
+      std::memset(page + layout.raw_offset(side, head, first), 0, (layout.page_tokens - first) * row_bytes);
+    }
+  }
+}
+
+bool FindNonFinite(const PageLayout& layout, const uint8_t* page, int first, int tokens, NonFinite* where) {
+  const uint16_t exponent = layout.dtype == DType::kFloat16 ? 0x7c00 : 0x7f80;
+  const size_t count = size_t(tokens) * layout.head_dim;
+  for (int side = 0; side < 2; ++side) {
+    for (int head = 0; head < layout.kv_heads; ++head) {
+      const auto* values = reinterpret_cast<const uint16_t*>(page + layout.raw_offset(side, head, first));
+      // No early exit: the loop vectorises, and a hit is an error.
+      uint16_t found = 0;
+      for (size_t i = 0; i < count; ++i) found |= uint16_t((values[i] & exponent) == exponent);
+      if (found == 0) continue;
+      size_t i = 0;
+      while ((values[i] & exponent) != exponent) ++i;
+      *where = {side, head, first + static_cast<int>(i / layout.head_dim), static_cast<int>(i % layout.head_dim)};
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace kvmanager

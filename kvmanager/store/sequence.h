@@ -1,0 +1,42 @@
+// The ordered pages of one context: shared full blocks, then the block that its layers still fill. A plain struct of
+// the store.
+//
+// Invariants:
+//  1. Layer l has tokens[l] tokens, in pages 0 .. ceil(tokens[l] / page_tokens) - 1; pages beyond are Free.
+//  2. Pages 0 .. aged[l] - 1 of layer l have aged for this sequence and are full; it holds the raw form of all later
+//  ones.
+//  3. A block that is not full in every layer belongs to this sequence alone.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kvmanager/store/block.h"
+
+namespace kvmanager {
+
+struct Sequence {
+  uint64_t id = 0;
+  std::shared_ptr<Cache> cache;  // shared: see Block
+  std::vector<Block*> blocks;    // each with this sequence as a holder
+  std::vector<uint64_t> tokens;  // [layers]
+  std::vector<uint32_t> aged;    // [layers]
+  int hit_blocks = 0;
+  uint64_t call = 0;  // the last append that named it, so that one call names it once
+
+  uint64_t TokensInEveryLayer() const { return *std::min_element(tokens.begin(), tokens.end()); }
+  bool LayersAreEqual() const {
+    return std::all_of(tokens.begin(), tokens.end(), [this](uint64_t n) { return n == tokens[0]; });
+  }
+  bool HoldsRaw(uint32_t block_index, uint32_t layer) const { return block_index >= aged[layer]; }
+};
+
+/// Pages that have aged once an append begins at `position`: those more than `lag_pages` pages before it.
+inline uint32_t AgedPages(uint64_t position, int page_tokens, int lag_pages) {
+  const uint64_t page = position / page_tokens;
+  return page > static_cast<uint64_t>(lag_pages) ? static_cast<uint32_t>(page - lag_pages) : 0;
+}
+
+}  // namespace kvmanager

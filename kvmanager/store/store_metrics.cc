@@ -1,0 +1,73 @@
+#include "kvmanager/store/store_metrics.h"
+
+namespace kvmanager {
+namespace {
+
+constexpr char kLeaseHelp[] = "Leases on pages by kind";
+
+}  // namespace
+
+const char* MissReasonName(MissReason reason) {
+  static constexpr const char* kNames[kMissReasons] = {"none", "not_found", "token_mismatch", "checksum", "incomplete"};
+  return kNames[static_cast<size_t>(reason)];
+}
+
+StoreMetrics::StoreMetrics(Metrics* m)
+    : prefix_hit_blocks(m->Counter("prefix_hit_blocks_total", "Blocks that new sequences took from a prefix hit")),
+      prefix_misses(),
+      checksum_failures(
+          m->Counter("checksum_failures_total", "Published blocks found with changed bytes, and dropped")),
+      evicted_blocks(m->Counter("evicted_blocks_total", "Published blocks evicted to make room")),
+      evicted_bytes(m->Counter("evicted_bytes_total", "Bytes of evicted blocks")),
+      evicted_idle_seconds(m->Histogram("evicted_idle_seconds",
+                                        "Time since the last use of a block when it was evicted",
+                                        ExponentialBounds(0.1, 4, 10))),
+      purged_blocks(m->Counter("purged_blocks_total", "Published blocks dropped on an operator's request")),
+      exhausted(m->Counter("pool_exhausted_total", "Requests refused because the host pool was full of pinned pages")),
+      appended_tokens(m->Counter("appended_tokens_total", "Tokens appended, counted once per layer")),
+      refused_appends(m->Counter("refused_appends_total", "Append calls refused with an error")),
+      encoded_pages(m->Counter("encoded_pages_total", "Pages encoded")),
+      encoded_bytes(m->Counter("encoded_bytes_total", "Bytes of encoded pages made, padding included")),
+      declined_pages(m->Counter("declined_pages_total", "Pages that the codec declined, kept raw")),
+      attend_waits(m->Counter("attend_waits_total", "Attend calls that waited for a page's encoding")),
+      published(m->Counter("published_blocks_total", "Blocks named by a publish or a hand-off")),
+      published_shared(
+          m->Counter("published_shared_blocks_total", "Blocks replaced by an equal one published earlier")),
+      forks(m->Counter("forks_total", "Sequences forked")),
+      exports(m->Counter("exports_total", "Sequences pinned for sending")),
+      imports(m->Counter("imports_total", "Received sequences that became visible")),
+      caches(m->Gauge("caches", "Open caches")),
+      sequences(m->Gauge("sequences", "Open sequences")),
+      published_blocks(m->Gauge("published_blocks", "Blocks that can be found by name")),
+      evictable_bytes(m->Gauge("evictable_bytes", "Bytes of published blocks that nothing pins")),
+      pool_capacity_bytes(m->Gauge("pool_capacity_bytes", "Bytes of the host pool")),
+      pool_used_bytes(m->Gauge("pool_used_bytes", "Bytes of the host pool's slots in use")),
+      attend_leases(m->Gauge("leases", kLeaseHelp, {{"kind", "attend"}})),
+      export_leases(m->Gauge("leases", kLeaseHelp, {{"kind", "export"}})),
+      import_leases(m->Gauge("leases", kLeaseHelp, {{"kind", "import"}})),
+      metrics_(m) {
+  for (size_t i = 1; i < kMissReasons; ++i) {
+    prefix_misses[i] = &m->Counter("prefix_misses_total", "Prefix matches that ended before the last name, by reason",
+                                   {{"reason", MissReasonName(static_cast<MissReason>(i))}});
+  }
+}
+
+PageGauges& StoreMetrics::PagesOf(const std::string& codec) {
+  const auto [it, is_new] = pages_.try_emplace(codec);
+  if (!is_new) return it->second;
+  for (size_t i = 0; i < kPageStates; ++i) {
+    const auto state = static_cast<PageState>(i);
+    if (state == PageState::kFree) continue;
+    MetricLabels labels = {{"codec", codec}, {"state", PageStateName(state)}, {"tier", "host"}};
+    it->second.pages[i] = &metrics_->Gauge("pages", "Pages by state", labels);
+    labels["form"] = "raw";
+    it->second.raw_bytes[i] =
+        &metrics_->Gauge("page_bytes", "Bytes of pages' slots by state and form, shared ones once", labels);
+    labels["form"] = "encoded";
+    it->second.encoded_bytes[i] =
+        &metrics_->Gauge("page_bytes", "Bytes of pages' slots by state and form, shared ones once", labels);
+  }
+  return it->second;
+}
+
+}  // namespace kvmanager

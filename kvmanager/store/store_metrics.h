@@ -1,0 +1,56 @@
+// The store's metrics: references to series, made once and given to its constructor. One per store, since the page
+// gauges are the store's own sums.
+#pragma once
+
+#include <array>
+#include <map>
+#include <string>
+
+#include "kvmanager/store/miss_reason.h"
+#include "kvmanager/store/page_state.h"
+#include "monitoring/metrics.h"
+
+namespace kvmanager {
+
+struct StoreMetrics {
+  explicit StoreMetrics(Metrics* metrics);
+
+  /// Gauges of pages and bytes of a codec by state, in tier "host"; made on first use. `codec`: a registered codec's
+  /// name.
+  PageGauges& PagesOf(const std::string& codec);
+
+  prometheus::Counter& prefix_hit_blocks;
+  std::array<prometheus::Counter*, kMissReasons> prefix_misses;  // by MissReason; kNone is nullptr
+  prometheus::Counter& checksum_failures;
+  prometheus::Counter& evicted_blocks;
+  prometheus::Counter& evicted_bytes;
+  prometheus::Histogram& evicted_idle_seconds;
+  prometheus::Counter& purged_blocks;
+  prometheus::Counter& exhausted;
+  prometheus::Counter& appended_tokens;  // tokens times layers
+  prometheus::Counter& refused_appends;
+  prometheus::Counter& encoded_pages;
+  prometheus::Counter& encoded_bytes;
+  prometheus::Counter& declined_pages;
+  prometheus::Counter& attend_waits;
+  prometheus::Counter& published;
+  prometheus::Counter& published_shared;
+  prometheus::Counter& forks;
+  prometheus::Counter& exports;
+  prometheus::Counter& imports;
+  prometheus::Gauge& caches;
+  prometheus::Gauge& sequences;
+  prometheus::Gauge& published_blocks;
+  prometheus::Gauge& evictable_bytes;
+  prometheus::Gauge& pool_capacity_bytes;
+  prometheus::Gauge& pool_used_bytes;
+  prometheus::Gauge& attend_leases;
+  prometheus::Gauge& export_leases;
+  prometheus::Gauge& import_leases;
+
+ private:
+  Metrics* metrics_;
+  std::map<std::string, PageGauges> pages_;
+};
+
+}  // namespace kvmanager
