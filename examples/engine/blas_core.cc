@@ -1,0 +1,31 @@
+#include "examples/engine/blas_core.h"
+
+#include <unistd.h>
+
+#include <cstdlib>
+
+namespace kvmanager::engine {
+namespace {
+
+const char* BestCore() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd")) {
+    return "SkylakeX";
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "Haswell";
+#endif
+  return nullptr;
+}
+
+}  // namespace
+
+void ChooseBlasCore(char** argv) {
+  const char* core = BestCore();
+  if (std::getenv("OPENBLAS_CORETYPE") != nullptr || core == nullptr) return;
+  if (setenv("OPENBLAS_CORETYPE", core, 0) != 0 || setenv("OPENBLAS_NUM_THREADS", "1", 0) != 0) return;
+  execv("/proc/self/exe", argv);
+}
+
+}  // namespace kvmanager::engine

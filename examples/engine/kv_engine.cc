@@ -1,0 +1,126 @@
+#include "examples/engine/kv_engine.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_format.h"
+#include "kvmanager/base/status.h"
+
+namespace kvmanager::engine {
+namespace {
+
+constexpr size_t kArenaAlignment = 64;  // of a tensor in an arena
+constexpr uint64_t kArenaGranularity = 4096, kArenaBytesMax = uint64_t{1} << 30;
+
+size_t Aligned(size_t bytes, size_t alignment) { return (bytes + alignment - 1) / alignment * alignment; }
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<KvEngine>> KvEngine::Open(client::Client* client, const Model& model,
+                                                         const KvEngineOptions& options) {
+  const ModelConfig& c = model.config();
+  std::unique_ptr<KvEngine> engine(new KvEngine);
+  engine->options_ = options;
+  engine->layers_ = c.layers;
+  engine->q_row_bytes_ = size_t(c.query_heads) * c.head_dim * sizeof(float);
+  engine->kv_row_bytes_ = size_t(c.kv_heads) * c.head_dim * sizeof(uint16_t);
+  const uint64_t row_bytes = 2 * (engine->q_row_bytes_ + engine->kv_row_bytes_);
+  const uint64_t rows_bound = (kArenaBytesMax - 4 * kArenaAlignment) / row_bytes;
+  if (options.rows_max < 1 || uint64_t(options.rows_max) > rows_bound) {
+    return InvalidField("rows of a step", options.rows_max, absl::StrCat("1..", rows_bound));
+  }
+
+  client::CacheOptions cache;
+  cache.model = c.name;
+  cache.revision = model.digest().substr(0, 32);
+  cache.rope = absl::StrFormat("half-rotation,theta=%.17g,dim=%d", c.rope_theta, c.head_dim);
+  cache.layers = c.layers;
+  cache.kv_heads = c.kv_heads;
+  cache.query_heads = c.query_heads;
+  cache.head_dim = c.head_dim;
+  cache.page_tokens = options.page_tokens;
+  cache.dtype = DType::kFloat16;
+  cache.codec = options.codec;
+  cache.lag_pages = options.lag_pages;
+  KV_ASSIGN_OR_RETURN(engine->cache_, client->OpenCache(cache));
+
+  const size_t q_bytes = Aligned(options.rows_max * engine->q_row_bytes_, kArenaAlignment);
+  const size_t kv_bytes = Aligned(options.rows_max * engine->kv_row_bytes_, kArenaAlignment);
+  const size_t bytes = Aligned(2 * (q_bytes + kv_bytes), kArenaGranularity);
+  auto arena = client->CreateArena(bytes);
+  if (arena.ok()) {
+    engine->arena_ = *std::move(arena);
+    engine->base_ = engine->arena_->data().data();
+  } else if (absl::IsFailedPrecondition(arena.status())) {
+    if (options.rows_max * row_bytes > kInlineBytesMax) {
+      return InvalidField(
+          "rows of a step", options.rows_max,
+          absl::StrCat("at most ", kInlineBytesMax / row_bytes, " where tensors go through the socket"));
+    }
+    engine->inline_buffer_.resize(bytes / sizeof(float));
+    engine->base_ = reinterpret_cast<uint8_t*>(engine->inline_buffer_.data());
+  } else {
+    return arena.status();
+  }
+  engine->buffers_.q = reinterpret_cast<float*>(engine->base_);
+  engine->buffers_.out = reinterpret_cast<const float*>(engine->base_ + q_bytes);
+  engine->buffers_.k = reinterpret_cast<uint16_t*>(engine->base_ + 2 * q_bytes);
+  engine->buffers_.v = reinterpret_cast<uint16_t*>(engine->base_ + 2 * q_bytes + kv_bytes);
+  return engine;
+}
+
+client::TensorView KvEngine::View(const void* data, size_t bytes) const {
+  if (arena_ == nullptr) return client::TensorView::Inline(data, bytes);
+  return arena_->View(static_cast<const uint8_t*>(data) - base_, bytes);
+}
+
+absl::Status KvEngine::AppendAndAttend(int layer, absl::Span<const KvEntry> entries) {
+  entries_.clear();
+  size_t rows = 0;
+  for (const KvEntry& entry : entries) {
+    entries_.push_back({entry.sequence, entry.position, entry.tokens});
+    rows += entry.tokens;
+  }
+  client::StepBatch batch;
+  batch.layer = layer;
+  batch.entries = entries_;
+  batch.k = View(buffers_.k, rows * kv_row_bytes_);
+  batch.v = View(buffers_.v, rows * kv_row_bytes_);
+  batch.q = View(buffers_.q, rows * q_row_bytes_);
+  batch.out = View(buffers_.out, rows * q_row_bytes_);
+  batch.q_dtype = DType::kFloat32;
+  KV_ASSIGN_OR_RETURN(const client::StepResult result, cache_->Step(batch));
+  counts_.encoded_pairs += result.encoded_pairs;
+  counts_.raw_pairs += result.raw_pairs;
+  if (layer == layers_ - 1) {
+    counts_.computed += rows;
+    for (const KvEntry& entry : entries) {
+      if (entry.position < options_.prompt_tokens) {
+        counts_.prompt_computed += std::min<uint64_t>(entry.tokens, options_.prompt_tokens - entry.position);
+      }
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<client::CreatedSequence> KvEngine::CreateSequence(absl::Span<const uint32_t> tokens) {
+  std::vector<BlockName> names;
+  if (!tokens.empty())
+    NameBlocks(cache_->description().digest, tokens.first(tokens.size() - 1), options_.page_tokens, &names);
+  const absl::Span<const BlockName> prefix = names;
+  KV_ASSIGN_OR_RETURN(auto created, cache_->CreateSequences(absl::MakeConstSpan(&prefix, 1)));
+  if (created.size() != 1)
+    return absl::InternalError(absl::StrCat("one sequence was asked for, ", created.size(), " came"));
+  KV_RETURN_IF_ERROR(created[0].status());
+  counts_.hit += uint64_t(created[0]->match.hit_blocks) * options_.page_tokens;
+  return std::move(created[0]);
+}
+
+absl::StatusOr<client::PublishOutcome> KvEngine::Publish(client::Sequence& sequence,
+                                                         absl::Span<const uint32_t> tokens) {
+  std::vector<BlockName> names;
+  NameBlocks(cache_->description().digest, tokens, options_.page_tokens, &names);
+  if (names.empty()) return client::PublishOutcome{};
+  return sequence.Publish(names);
+}
+
+}  // namespace kvmanager::engine

@@ -1,0 +1,63 @@
+// Safetensors: the tensors of a model, mapped read-only from one file or from every *.safetensors of a directory
+// (shards).
+//
+// Nothing in a file is believed: header length, JSON, types, shapes, offsets, overlaps and holes are checked against
+// bounds before a byte of data is handed out, and an error names file, tensor, field, value and bound. A Safetensors
+// owns its mappings; Tensor::bytes point into them. Immutable after Open, so any thread may read it. The file must not
+// be truncated while it is mapped. Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON
+// header, data without holes).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+
+namespace kvmanager::engine {
+
+struct Tensor {
+  std::string dtype;  // as in the file: "F16", "BF16", "F32", ...
+  std::vector<uint64_t> shape;
+  absl::Span<const uint8_t> bytes;  // row-major, little-endian, unaligned
+};
+
+using TensorMap = std::map<std::string, Tensor>;
+
+constexpr uint64_t kHeaderBytesMax = 100'000'000;  // as the format's own library
+constexpr size_t kTensorsMax = 1'000'000;
+constexpr size_t kTensorRankMax = 8;
+constexpr size_t kShardsMax = 1000;
+
+/// Adds the tensors of one file's content to `tensors`; their bytes point into `file`. `source` names the file in
+/// errors. Errors: INVALID_ARGUMENT; `tensors` is then unchanged.
+absl::Status ParseSafetensors(absl::Span<const uint8_t> file, absl::string_view source, TensorMap* tensors);
+
+class Safetensors {
+ public:
+  /// path: a file, or a directory of which every *.safetensors is read, in the order of their names.
+  /// Errors: NOT_FOUND (no such file, none in the directory), INVALID_ARGUMENT (content).
+  static absl::StatusOr<std::unique_ptr<Safetensors>> Open(const std::string& path);
+  ~Safetensors();
+  Safetensors(const Safetensors&) = delete;
+  Safetensors& operator=(const Safetensors&) = delete;
+
+  const TensorMap& tensors() const { return tensors_; }
+  /// nullptr: no such tensor.
+  const Tensor* Find(const std::string& name) const;
+
+ private:
+  Safetensors() = default;
+  absl::Status Map(const std::string& path);
+
+  std::vector<absl::Span<const uint8_t>> mappings_;
+  TensorMap tensors_;
+};
+
+}  // namespace kvmanager::engine
