@@ -1,0 +1,169 @@
+#include "kvmanager/memory/page_pool.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <map>
+#include <random>
+#include <set>
+
+namespace kvmanager {
+namespace {
+
+constexpr uint64_t kMiB = 1 << 20;
+
+std::unique_ptr<PagePool> MakePool(uint64_t bytes, bool huge_pages = false) {
+  PagePool::Options options;
+  options.pool_bytes = bytes;
+  options.slab_bytes = 2 * kMiB;
+  options.huge_pages = huge_pages;
+  auto pool = PagePool::Create(options);
+  EXPECT_TRUE(pool.ok()) << pool.status();
+  return *std::move(pool);
+}
+
+bool IsFilledWith(const uint8_t* data, size_t bytes, uint8_t value) {
+  for (size_t i = 0; i < bytes; ++i) {
+    if (data[i] != value) return false;
+  }
+  return true;
+}
+
+TEST(PagePool, RefusesBadSizes) {
+  const auto code = [](uint64_t pool_bytes, uint64_t slab_bytes) {
+    PagePool::Options options;
+    options.pool_bytes = pool_bytes;
+    options.slab_bytes = slab_bytes;
+    return PagePool::Create(options).status().code();
+  };
+  EXPECT_EQ(code(0, 0), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(2 * kMiB - 1, 0), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(4 * kMiB, 3 * kMiB), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(4 * kMiB, 6 * kMiB), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(PagePool::kPoolBytesMax + 1, 0), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(PagePool::kPoolBytesMax, 0), absl::StatusCode::kResourceExhausted);
+  auto pool = MakePool(4 * kMiB);
+  EXPECT_FALSE(pool->Allocate(1, 0).ok());
+  EXPECT_FALSE(pool->Allocate(1, 2 * kMiB + 1).ok());
+  EXPECT_FALSE(pool->CanAllocate(1, 2 * kMiB + 1, 0));
+}
+
+TEST(PagePool, HugePagesFallBack) {
+  auto pool = MakePool(4 * kMiB, /*huge_pages=*/true);
+  const std::string state = pool->huge_page_state();
+  EXPECT_TRUE(state == "hugetlb" || state == "transparent" || state == "none") << state;
+  auto id = pool->Allocate(1, 2 * kMiB);
+  ASSERT_TRUE(id.ok());
+  std::memset(pool->Data(*id), 1, 2 * kMiB);
+}
+
+TEST(PagePool, ExhaustsExactlyWhereCanAllocateSays) {
+  auto pool = MakePool(4 * kMiB);
+  const size_t bytes = 300 * 1024;  // 6 to a slab
+  EXPECT_TRUE(pool->CanAllocate(1, bytes, 12));
+  EXPECT_FALSE(pool->CanAllocate(1, bytes, 13));
+  std::vector<PageId> ids;
+  for (int i = 0; i < 12; ++i) {
+    auto id = pool->Allocate(1, bytes);
+    ASSERT_TRUE(id.ok());
+    ids.push_back(*id);
+  }
+  const auto refused = pool->Allocate(1, bytes);
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_NE(std::string(refused.status().message()).find("host-pool-bytes"), std::string::npos);
+  for (PageId id : ids) pool->Free(id);
+  EXPECT_EQ(pool->used_bytes(), 0u);
+  EXPECT_EQ(pool->free_slabs(), 2u);
+}
+
+TEST(PagePool, TenantsNeverShareASlabNorSeeOldBytes) {
+  auto pool = MakePool(4 * kMiB);
+  auto a = pool->Allocate(1, 1 << 20);
+  auto b = pool->Allocate(2, 1 << 20);
+  ASSERT_TRUE(a.ok() && b.ok());
+  EXPECT_FALSE(pool->CanAllocate(3, 1024, 1));
+  EXPECT_FALSE(pool->Allocate(3, 1024).ok());
+  std::memset(pool->Data(*a), 0xaa, 1 << 20);
+  pool->Free(*a);
+  auto c = pool->Allocate(3, 2 << 20);
+  ASSERT_TRUE(c.ok());
+  EXPECT_TRUE(IsFilledWith(pool->Data(*c), 2 << 20, 0));
+}
+
+TEST(PagePool, StaleIdsAreRecognised) {
+  auto pool = MakePool(2 * kMiB);
+  std::set<PageId> seen;
+  for (int i = 0; i < 200; ++i) {
+    // Sizes change, so that slabs are laid out anew over the same numbers.
+    auto id = pool->Allocate(1 + i % 2, 1024 << (i % 5));
+    ASSERT_TRUE(id.ok());
+    EXPECT_TRUE(seen.insert(*id).second);
+    EXPECT_TRUE(pool->IsCurrent(*id));
+    pool->Free(*id);
+    for (PageId old : seen) ASSERT_FALSE(pool->IsCurrent(old));
+  }
+  EXPECT_FALSE(pool->IsCurrent(PageId()));
+  EXPECT_FALSE(pool->IsCurrent(PageId{0, 0}));
+  EXPECT_FALSE(pool->IsCurrent(PageId{UINT32_MAX - 1, 1}));
+}
+
+TEST(PagePoolDeathTest, StaleUseAborts) {
+  auto pool = MakePool(2 * kMiB);
+  auto id = pool->Allocate(1, 4096);
+  ASSERT_TRUE(id.ok());
+  pool->Free(*id);
+  EXPECT_DEATH(pool->Data(*id), "broken invariant");
+  EXPECT_DEATH(pool->Free(*id), "broken invariant");
+}
+
+struct Held {
+  TenantId tenant;
+  size_t bytes;
+  uint8_t fill;
+};
+
+// Random operations against what was handed out: bytes stay, ids are unique, counts are exact, no byte crosses tenants.
+TEST(PagePool, RandomOperationsAgainstAModel) {
+  for (uint64_t seed = 1; seed <= 5; ++seed) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed);
+    std::mt19937_64 random(seed);
+    auto pool = MakePool(8 * kMiB);
+    std::map<PageId, Held> held;
+    const size_t sizes[] = {1, 1024, 5000, 65536, 100000, 700000, 2 << 20};
+    for (int step = 0; step < 3000; ++step) {
+      if (random() % 5 < 3) {
+        const TenantId tenant = 1 + random() % 3;
+        const size_t bytes = sizes[random() % std::size(sizes)];
+        size_t count = 0;
+        while (pool->CanAllocate(tenant, bytes, count + 1) && count < 100000) ++count;
+        auto id = pool->Allocate(tenant, bytes);
+        ASSERT_EQ(id.ok(), count > 0);
+        if (!id.ok()) continue;
+        EXPECT_EQ(pool->CanAllocate(tenant, bytes, count - 1), true);
+        EXPECT_EQ(pool->CanAllocate(tenant, bytes, count), false);
+        uint8_t* data = pool->Data(*id);
+        ASSERT_EQ(reinterpret_cast<uintptr_t>(data) % PagePool::kSlotAlign, 0u);
+        ASSERT_GE(pool->SlotBytes(*id), bytes);
+        // Old bytes, if any, are this tenant's: fills are tenant * 64 + something.
+        for (size_t i = 0; i < bytes; i += 61) ASSERT_TRUE(data[i] == 0 || data[i] / 64 == tenant);
+        const uint8_t fill = static_cast<uint8_t>(tenant * 64 + random() % 64);
+        std::memset(data, fill, bytes);
+        ASSERT_TRUE(held.emplace(*id, Held{tenant, bytes, fill}).second);
+      } else if (!held.empty()) {
+        auto it = std::next(held.begin(), random() % held.size());
+        ASSERT_TRUE(IsFilledWith(pool->Data(it->first), it->second.bytes, it->second.fill));
+        pool->Free(it->first);
+        ASSERT_FALSE(pool->IsCurrent(it->first));
+        held.erase(it);
+      }
+      uint64_t used = 0;
+      for (const auto& [id, h] : held) used += pool->SlotBytes(id);
+      ASSERT_EQ(used, pool->used_bytes());
+      if (step % 16 == 0) pool->CheckInvariants();
+    }
+    for (const auto& [id, h] : held) ASSERT_TRUE(IsFilledWith(pool->Data(id), h.bytes, h.fill));
+  }
+}
+
+}  // namespace
+}  // namespace kvmanager

@@ -1,0 +1,74 @@
+#include "kvmanager/memory/region.h"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+
+namespace kvmanager {
+namespace {
+
+Region::Options Sized(size_t bytes, Region::Sharing sharing) {
+  Region::Options options;
+  options.bytes = bytes;
+  options.sharing = sharing;
+  return options;
+}
+
+TEST(Region, RefusesSizesOutOfRange) {
+  EXPECT_EQ(Region::Create(Sized(0, Region::Sharing::kWritable)).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(Region::Create(Sized(Region::kBytesMax + 1, Region::Sharing::kWritable)).status().code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+TEST(Region, RefusesMoreThanTheHostHas) {
+  EXPECT_EQ(Region::Create(Sized(Region::kBytesMax, Region::Sharing::kWritable)).status().code(),
+            absl::StatusCode::kResourceExhausted);
+}
+
+TEST(Region, ArenaIsWritableByOthersAndNeverChangesSize) {
+  auto region = Region::Create(Sized(100000, Region::Sharing::kWritable));
+  ASSERT_TRUE(region.ok()) << region.status();
+  EXPECT_GE((*region)->bytes(), 100000u);
+  for (size_t i = 0; i < (*region)->bytes(); ++i) ASSERT_EQ((*region)->data()[i], 0);
+  EXPECT_NE(ftruncate((*region)->fd(), 1), 0);
+  EXPECT_NE(ftruncate((*region)->fd(), 1 << 20), 0);
+  auto other = Region::Map(dup((*region)->fd()), (*region)->bytes(), /*writable=*/true);
+  ASSERT_TRUE(other.ok()) << other.status();
+  (*other)->data()[99999] = 7;
+  EXPECT_EQ((*region)->data()[99999], 7);
+}
+
+TEST(Region, ReadOnlyRegionIsWrittenByItsOwnerAlone) {
+  auto region = Region::Create(Sized(4096, Region::Sharing::kReadOnly));
+  ASSERT_TRUE(region.ok()) << region.status();
+  auto reader = Region::Map(dup((*region)->fd()), 4096, /*writable=*/false);
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  (*region)->data()[17] = 3;
+  EXPECT_EQ((*reader)->data()[17], 3);
+  EXPECT_FALSE(Region::Map(dup((*region)->fd()), 4096, /*writable=*/true).ok());
+  EXPECT_NE(pwrite((*region)->fd(), "x", 1, 0), 1);
+}
+
+TEST(Region, MapRefusesWhatCouldShrinkOrIsTooSmall) {
+  const int unsealed = memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  ASSERT_EQ(ftruncate(unsealed, 4096), 0);
+  EXPECT_EQ(Region::Map(unsealed, 4096, true).status().code(), absl::StatusCode::kFailedPrecondition);
+  auto region = Region::Create(Sized(4096, Region::Sharing::kWritable));
+  ASSERT_TRUE(region.ok());
+  EXPECT_EQ(Region::Map(dup((*region)->fd()), 4097, true).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(Region::Map(dup((*region)->fd()), 0, true).status().code(), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST(Region, FallsBackWhereHugePagesCannotBeHad) {
+  Region::Options options = Sized(5 << 20, Region::Sharing::kReadOnly);
+  options.huge_pages = true;
+  auto region = Region::Create(options);
+  ASSERT_TRUE(region.ok()) << region.status();
+  EXPECT_EQ((*region)->bytes(), 6u << 20);
+  std::memset((*region)->data(), 1, (*region)->bytes());
+}
+
+}  // namespace
+}  // namespace kvmanager

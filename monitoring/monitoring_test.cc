@@ -1,0 +1,81 @@
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "monitoring/exporter.h"
+#include "monitoring/metrics.h"
+
+namespace kvmanager {
+namespace {
+
+std::string Get(int port) {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  std::string answer;
+  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0) {
+    const std::string request = "GET /metrics HTTP/1.0\r\n\r\n";
+    EXPECT_EQ(write(fd, request.data(), request.size()), static_cast<ssize_t>(request.size()));
+    char buffer[4096];
+    for (ssize_t n; (n = read(fd, buffer, sizeof buffer)) > 0;) answer.append(buffer, n);
+  }
+  close(fd);
+  return answer;
+}
+
+TEST(Metrics, CatalogueKnowsEverySeries) {
+  Metrics metrics;
+  metrics.Counter("pages_total", "Pages", {{"state", "a"}}).Increment();
+  metrics.Counter("pages_total", "Pages", {{"state", "b"}}).Increment(2);
+  metrics.Gauge("pool_bytes", "Bytes").Set(7);
+  metrics.Histogram("encode_seconds", "Time", ExponentialBounds(1e-6, 4, 3)).Observe(5e-6);
+  const auto catalogue = metrics.Catalogue();
+  ASSERT_EQ(catalogue.size(), 3u);
+  EXPECT_EQ(catalogue[0], (MetricInfo{"kvmanager_encode_seconds", "histogram", {}, "Time"}));
+  EXPECT_EQ(catalogue[1], (MetricInfo{"kvmanager_pages_total", "counter", {"state"}, "Pages"}));
+  EXPECT_NE(metrics.CatalogueMarkdown().find("| `kvmanager_pool_bytes` | gauge |  | Bytes |"), std::string::npos);
+  EXPECT_NE(metrics.Text().find("kvmanager_pages_total{state=\"b\"} 2"), std::string::npos);
+}
+
+TEST(Metrics, TheSameSeriesIsMadeOnce) {
+  Metrics metrics;
+  EXPECT_EQ(&metrics.Counter("a_total", "A", {{"x", "1"}}), &metrics.Counter("a_total", "A", {{"x", "1"}}));
+  EXPECT_NE(&metrics.Counter("a_total", "A", {{"x", "1"}}), &metrics.Counter("a_total", "A", {{"x", "2"}}));
+}
+
+TEST(MetricsDeathTest, ContradictionsAbort) {
+  Metrics metrics;
+  metrics.Counter("a_total", "A", {{"x", "1"}});
+  EXPECT_DEATH(metrics.Counter("a_total", "A", {{"y", "1"}}), "broken invariant");
+  EXPECT_DEATH(metrics.Counter("a_total", "B", {{"x", "1"}}), "broken invariant");
+  EXPECT_DEATH(metrics.Counter("b", "no unit"), "broken invariant");
+  EXPECT_DEATH(metrics.Gauge("b_total", "a gauge is no total"), "broken invariant");
+}
+
+TEST(Exporter, ServesOnAFreePort) {
+  Metrics metrics;
+  metrics.Gauge("answer_bytes", "An answer").Set(42);
+  auto exporter = Exporter::Start("127.0.0.1:0", metrics);
+  ASSERT_TRUE(exporter.ok()) << exporter.status();
+  ASSERT_GT((*exporter)->port(), 0);
+  EXPECT_NE(Get((*exporter)->port()).find("kvmanager_answer_bytes 42"), std::string::npos);
+}
+
+TEST(Exporter, BadAddressesAreErrors) {
+  Metrics metrics;
+  for (const char* listen : {"", "nothing", ":80", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536", "127.0.0.1:-1",
+                             "a,b:80", "127.0.0.1:80s", "127.0.0.1:0,127.0.0.1:1"}) {
+    EXPECT_EQ(Exporter::Start(listen, metrics).status().code(), absl::StatusCode::kInvalidArgument) << listen;
+  }
+  auto first = Exporter::Start("localhost:0", metrics);
+  ASSERT_TRUE(first.ok()) << first.status();
+  const auto second = Exporter::Start("127.0.0.1:" + std::to_string((*first)->port()), metrics);
+  EXPECT_EQ(second.status().code(), absl::StatusCode::kUnavailable);
+}
+
+}  // namespace
+}  // namespace kvmanager
