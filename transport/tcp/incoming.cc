@@ -27,7 +27,7 @@ void Incoming::Start(absl::Status refusal) {
   deadline_ = started_ + std::chrono::milliseconds(loop_.options.stall_ms);
   ArmTimer();
   Queue(EncodeHello());
-  if (!refusal.ok()) return End(refusal, /*tell=*/true);
+  if (!refusal.ok()) return End(std::move(refusal), /*tell=*/true);
   ReadHello();
 }
 
@@ -85,11 +85,11 @@ void Incoming::ReadHello() {
   asio::async_read(socket_, asio::buffer(in_), [self = shared_from_this()](const ErrorCode& error, size_t) {
     if (self->state_ != State::kHello) return;
     if (error) return self->EndBroken("waiting for its hello", error);
-    const absl::StatusOr<Frame> frame = ParseFrame(self->in_);
-    if (!frame.ok()) return self->EndProtocol(frame.status());
+    absl::StatusOr<Frame> frame = ParseFrame(self->in_);
+    if (!frame.ok()) return self->EndProtocol(std::move(frame).status());
     const HelloFrame* hello = std::get_if<HelloFrame>(&*frame);
     if (hello == nullptr) return self->EndProtocol(InvalidField("first bytes", "no hello", "a hello"));
-    if (absl::Status status = CheckVersion(*hello); !status.ok()) return self->End(status, /*tell=*/true);
+    if (absl::Status status = CheckVersion(*hello); !status.ok()) return self->End(std::move(status), /*tell=*/true);
     self->state_ = State::kOffer;
     self->Touch();
     self->ReadOfferHeader();
@@ -102,8 +102,8 @@ void Incoming::ReadOfferHeader() {
     if (self->state_ != State::kOffer) return;
     if (error) return self->EndBroken("waiting for its offer", error);
     self->Touch();
-    const absl::StatusOr<FrameHeader> header = ParseHeader(self->in_);
-    if (!header.ok()) return self->EndProtocol(header.status());
+    absl::StatusOr<FrameHeader> header = ParseHeader(self->in_);
+    if (!header.ok()) return self->EndProtocol(std::move(header).status());
     if (header->type == FrameType::kCancel) return self->End(absl::CancelledError("cancelled by the sender"), false);
     if (header->type != FrameType::kOffer) {
       return self->EndProtocol(InvalidField("first frame's type", static_cast<int>(header->type), "1 (OFFER)"));
@@ -131,7 +131,7 @@ absl::Status Incoming::GrowOffer() {
 void Incoming::ReadOfferBody() {
   if (in_bytes_ == frame_bytes_) return OnOffer(ParseFrame(in_));
   if (in_bytes_ == in_.size()) {
-    if (absl::Status status = GrowOffer(); !status.ok()) return End(status, /*tell=*/true);
+    if (absl::Status status = GrowOffer(); !status.ok()) return End(std::move(status), /*tell=*/true);
   }
   socket_.async_read_some(asio::buffer(in_.data() + in_bytes_, in_.size() - in_bytes_),
                           [self = shared_from_this()](const ErrorCode& error, size_t bytes) {
@@ -144,7 +144,7 @@ void Incoming::ReadOfferBody() {
 }
 
 void Incoming::OnOffer(absl::StatusOr<Frame> frame) {
-  if (!frame.ok()) return EndProtocol(frame.status());
+  if (!frame.ok()) return EndProtocol(std::move(frame).status());
   OfferFrame& offer = std::get<OfferFrame>(*frame);
   in_ = {};
   transfer_ = true;
@@ -185,10 +185,10 @@ void Incoming::OnOfferReply(absl::StatusOr<std::unique_ptr<IncomingHandOff>> rep
     loop_.metrics.received.active.Decrement();
     loop_.peers.End(host_, true, reply.status(), 0, 0);
     transfer_ = false;
-    return End(reply.status(), /*tell=*/true);
+    return End(std::move(reply).status(), /*tell=*/true);
   }
   hand_off_ = *std::move(reply);
-  if (absl::Status status = TakeTargets(); !status.ok()) return End(status, /*tell=*/true);
+  if (absl::Status status = TakeTargets(); !status.ok()) return End(std::move(status), /*tell=*/true);
   AnswerFrame answer;
   answer.page_count = page_bytes_.size();
   answer.bitmap.resize((page_bytes_.size() + 7) / 8);
@@ -235,8 +235,10 @@ void Incoming::ReadPages() {
                             if (error) return self->EndBroken("receiving pages", error);
                             self->Touch();
                             if (absl::Status status = self->OnPageBytes(bytes); !status.ok()) {
-                              if (status.code() == absl::StatusCode::kInvalidArgument) return self->EndProtocol(status);
-                              return self->End(status, /*tell=*/status.code() != absl::StatusCode::kCancelled);
+                              if (status.code() == absl::StatusCode::kInvalidArgument)
+                                return self->EndProtocol(std::move(status));
+                              const bool tell = status.code() != absl::StatusCode::kCancelled;
+                              return self->End(std::move(status), tell);
                             }
                             self->ReadPages();
                           });
@@ -299,8 +301,8 @@ void Incoming::ReadEnd() {
     if (self->state_ != State::kReceiving) return;
     if (error) return self->EndBroken("waiting for its end of pages", error);
     self->Touch();
-    const absl::StatusOr<FrameHeader> header = ParseHeader(self->in_);
-    if (!header.ok()) return self->EndProtocol(header.status());
+    absl::StatusOr<FrameHeader> header = ParseHeader(self->in_);
+    if (!header.ok()) return self->EndProtocol(std::move(header).status());
     if (header->type == FrameType::kCancel) return self->End(absl::CancelledError("cancelled by the sender"), false);
     if (header->type != FrameType::kEnd) {
       return self->EndProtocol(InvalidField("frame type after pages", static_cast<int>(header->type), "4 (END)"));
@@ -317,8 +319,8 @@ void Incoming::ReadEnd() {
 }
 
 void Incoming::OnEnd() {
-  const absl::StatusOr<Frame> frame = ParseFrame(in_);
-  if (!frame.ok()) return EndProtocol(frame.status());
+  absl::StatusOr<Frame> frame = ParseFrame(in_);
+  if (!frame.ok()) return EndProtocol(std::move(frame).status());
   const EndFrame& end = std::get<EndFrame>(*frame);
   if (end.pages != order_.size())
     return EndProtocol(InvalidField("pages sent", end.pages, absl::StrCat(order_.size())));
@@ -343,7 +345,7 @@ void Incoming::OnCompleteReply(absl::StatusOr<std::string> ticket) {
     ticket = FieldError(absl::StatusCode::kInternal, "ticket bytes", absl::StrCat(ticket->size()),
                         absl::StrCat("at most ", kTicketBytesMax));
   }
-  if (!ticket.ok()) return End(ticket.status(), /*tell=*/true);
+  if (!ticket.ok()) return End(std::move(ticket).status(), /*tell=*/true);
   Leave(absl::OkStatus());
   Queue(EncodeDone(*ticket));
   Drain();
@@ -373,32 +375,30 @@ void Incoming::Leave(const absl::Status& status) {
   loop_.peers.End(host_, true, status, payload_bytes_, seconds);
 }
 
-void Incoming::End(const absl::Status& why, bool tell) {
+void Incoming::End(absl::Status why, bool tell) {
   if (state_ == State::kClosed) return;
   if (state_ == State::kClosing) {
     if (!tell) Close();
     return;
   }
   const auto self = shared_from_this();
+  // Ends the pending read. A write that is still pending has met a full buffer: its handler sees the peer does not
+  // read, and closes.
   ErrorCode ignored;
-  if (tell) {
-    // Ends the pending read. A write that is still pending has met a full buffer: its handler sees the peer does not
-    // read, and closes.
-    socket_.cancel(ignored);
-  } else {
-    socket_.close(ignored);
-  }
+  socket_.cancel(ignored);
+  std::string error = tell ? EncodeError(why) : std::string();
   Leave(why);
-  if (hand_off_ != nullptr) loop_.options.receiver->Abort(std::move(hand_off_), why);
   targets_.clear();
+  // Before the peer hears of it, so that a sender which tries again finds the slots free.
+  if (hand_off_ != nullptr) loop_.options.receiver->Abort(std::move(hand_off_), std::move(why));
   if (!tell) return Close();
-  Queue(EncodeError(why));
+  Queue(std::move(error));
   Drain();
 }
 
-void Incoming::EndProtocol(const absl::Status& why) {
+void Incoming::EndProtocol(absl::Status why) {
   loop_.metrics.protocol_errors.Increment();
-  End(why, /*tell=*/true);
+  End(std::move(why), /*tell=*/true);
 }
 
 void Incoming::EndBroken(absl::string_view what, const ErrorCode& error) {
@@ -411,7 +411,7 @@ void Incoming::Stop(absl::Status why) {
     socket_.write_some(asio::buffer(EncodeError(why)), ignored);  // only if it fits now
   }
   const auto self = shared_from_this();
-  End(why, /*tell=*/false);
+  End(std::move(why), /*tell=*/false);
   Close();
 }
 

@@ -48,7 +48,7 @@ absl::Status Outgoing::CheckRequest() {
 void Outgoing::Start() {
   if (absl::Status status = CheckRequest(); !status.ok()) return Finish(std::move(status));
   absl::StatusOr<HostPort> peer = ParseHostPort("peer", request_.peer, false);
-  if (!peer.ok()) return Finish(peer.status());
+  if (!peer.ok()) return Finish(std::move(peer).status());
   counted_ = true;
   loop_.metrics.sent.active.Increment();
   loop_.peers.Begin(request_.peer, false);
