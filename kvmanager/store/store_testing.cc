@@ -1,0 +1,233 @@
+#include "kvmanager/store/store_testing.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kvmanager/base/status.h"
+#include "xxhash.h"
+
+namespace kvmanager::testing {
+namespace {
+
+constexpr uint8_t kMagic = 0xc7;
+constexpr size_t kMagicBytes = 64;
+
+uint64_t Mix(uint64_t x) {
+  x += 0x9e3779b97f4a7c15;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+class NoAttention final : public PageAttention {
+ public:
+  size_t workspace_bytes(int) const override { return 0; }
+  void Attend(const PageAttentionTask&, const SoftmaxRows&, absl::Span<uint8_t>) const override {}
+};
+
+class FakeCodec final : public Codec {
+ public:
+  FakeCodec(const PageLayout& layout, std::string name, bool declining) : layout_(layout), declining_(declining) {
+    info_.name = name;
+    info_.spec = name;
+    info_.version = 1;
+    info_.identity = name == "raw";
+    info_.encoded_bytes = info_.identity ? layout.raw_bytes() : layout.raw_bytes() / 2 + kMagicBytes;
+    info_.payload_bytes = info_.encoded_bytes;
+  }
+  const CodecInfo& info() const override { return info_; }
+  const PageLayout& layout() const override { return layout_; }
+  size_t encode_workspace_bytes() const override { return 0; }
+  void Encode(absl::Span<EncodeItem> items, absl::Span<uint8_t>) const override {
+    KV_CHECK(!info_.identity);
+    for (EncodeItem& item : items) {
+      item.declined = declining_ && Declines(item.raw);
+      const uint8_t salt = static_cast<uint8_t>(item.layer * 31 + item.first_token);
+      for (size_t i = 0; i < layout_.raw_bytes() / 2; ++i) {
+        item.encoded[i] = static_cast<uint8_t>(item.raw[2 * i] * 3 + item.raw[2 * i + 1] + salt);
+      }
+      std::memset(item.encoded + layout_.raw_bytes() / 2, kMagic, kMagicBytes);
+    }
+  }
+  void Decode(absl::Span<const DecodeItem>) const override {}
+  absl::Status Validate(absl::Span<const uint8_t> encoded) const override {
+    if (info_.identity || encoded.back() == kMagic) return absl::OkStatus();
+    return FieldError(absl::StatusCode::kDataLoss, "magic", absl::StrCat(int{encoded.back()}),
+                      absl::StrCat(int{kMagic}));
+  }
+  const PageAttention& attention() const override { return attention_; }
+
+ private:
+  PageLayout layout_;
+  bool declining_;
+  CodecInfo info_;
+  NoAttention attention_;
+};
+
+}  // namespace
+
+bool Declines(const uint8_t* raw) { return raw[0] % 4 == 0; }
+
+void RegisterTestCodecs(CodecRegistry* registry) {
+  for (const std::string name : {"raw", "fake", "declining"}) {
+    registry->Register(
+        name, "a codec of the tests",
+        [name](const PageLayout& layout, const CodecParameters&) -> absl::StatusOr<std::unique_ptr<Codec>> {
+          return std::make_unique<FakeCodec>(layout, name, name == "declining");
+        });
+  }
+}
+
+void ManualExecutor::Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items,
+                            absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) {
+  jobs_.push_back({std::move(codec), std::move(items), std::move(done)});
+  if (run_inline) FinishAll();
+}
+
+void ManualExecutor::FinishOne(size_t index) {
+  Job job = std::move(jobs_[index]);
+  jobs_.erase(jobs_.begin() + index);
+  job.codec->Encode(absl::MakeSpan(job.items), {});
+  job.done(job.items);
+}
+
+void ManualExecutor::FinishAll() {
+  while (!jobs_.empty()) FinishOne(0);
+}
+
+void Text::Add(uint32_t id) {
+  chain.push_back(Mix((chain.empty() ? 1 : chain.back()) ^ (uint64_t{id} << 32)));
+  ids.push_back(id);
+}
+
+void Text::Truncate(size_t tokens) {
+  ids.resize(tokens);
+  chain.resize(tokens);
+}
+
+namespace {
+
+// Row `head` of token `chain`: finite float16 or bfloat16 values (the exponent's highest bit is clear).
+void FillRow(uint64_t chain, int layer, int side, int head, int head_dim, uint8_t* to) {
+  uint64_t state = Mix(chain ^ (uint64_t(layer) << 40) ^ (uint64_t(side) << 50) ^ (uint64_t(head) << 52));
+  for (int i = 0; i < head_dim; i += 4) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    const uint64_t values = (state ^ (state >> 29)) & 0xbfffbfffbfffbfff;
+    std::memcpy(to + 2 * i, &values, 8);
+  }
+}
+
+}  // namespace
+
+KeysValues MakeKeysValues(const PageLayout& layout, const Text& text, uint64_t first, int tokens, int layer) {
+  const size_t row = layout.head_dim * 2;
+  KeysValues kv;
+  for (int side = 0; side < 2; ++side) {
+    std::vector<uint8_t>& out = side == 0 ? kv.k : kv.v;
+    out.resize(tokens * layout.kv_heads * row);
+    for (int t = 0; t < tokens; ++t) {
+      for (int head = 0; head < layout.kv_heads; ++head) {
+        FillRow(text.chain[first + t], layer, side, head, layout.head_dim,
+                out.data() + (t * layout.kv_heads + head) * row);
+      }
+    }
+  }
+  return kv;
+}
+
+std::vector<uint8_t> MakeRawPage(const PageLayout& layout, const Text& text, uint32_t index, int tokens, int layer) {
+  std::vector<uint8_t> page(layout.raw_bytes(), 0);
+  for (int side = 0; side < 2; ++side) {
+    for (int head = 0; head < layout.kv_heads; ++head) {
+      for (int t = 0; t < tokens; ++t) {
+        FillRow(text.chain[uint64_t{index} * layout.page_tokens + t], layer, side, head, layout.head_dim,
+                page.data() + layout.raw_offset(side, head, t));
+      }
+    }
+  }
+  return page;
+}
+
+std::vector<uint8_t> MakeEncodedPage(const Codec& codec, const std::vector<uint8_t>& raw, uint32_t index, int layer) {
+  if (codec.info().identity) return raw;
+  std::vector<uint8_t> encoded(codec.info().encoded_bytes);
+  EncodeItem item;
+  item.raw = raw.data();
+  item.encoded = encoded.data();
+  item.layer = static_cast<uint32_t>(layer);
+  item.first_token = uint64_t{index} * codec.layout().page_tokens;
+  codec.Encode({&item, 1}, {});
+  if (item.declined) encoded.clear();
+  return encoded;
+}
+
+bool RawPrefixEquals(const PageLayout& layout, const uint8_t* page, const std::vector<uint8_t>& expected, int tokens) {
+  for (int side = 0; side < 2; ++side) {
+    for (int head = 0; head < layout.kv_heads; ++head) {
+      const size_t offset = layout.raw_offset(side, head, 0);
+      if (std::memcmp(page + offset, expected.data() + offset, tokens * layout.head_dim * 2) != 0) return false;
+    }
+  }
+  return true;
+}
+
+uint64_t Checksum(const std::vector<uint8_t>& bytes) { return XXH3_64bits(bytes.data(), bytes.size()); }
+
+CacheConfig MakeConfig(const std::string& codec, int lag_pages, const std::string& tenant, int layers) {
+  CacheConfig config;
+  config.model = "model";
+  config.tenant = tenant;
+  config.layers = layers;
+  config.layout.kv_heads = 4;
+  config.layout.head_dim = 32;
+  config.layout.page_tokens = 16;
+  config.query_heads = 8;
+  config.codec = codec;
+  config.lag_pages = lag_pages;
+  return config;
+}
+
+TestStore::TestStore(uint64_t pool_bytes) : store_metrics(&metrics) {
+  RegisterTestCodecs(&registry);
+  PagePool::Options options;
+  options.pool_bytes = pool_bytes;
+  options.slab_bytes = 2 << 20;
+  options.huge_pages = false;
+  auto made = PagePool::Create(options);
+  KV_CHECK(made.ok());
+  pool = *std::move(made);
+  store = PageStore::Create(pool.get(), &registry, &executor, &store_metrics, &clock);
+}
+
+CacheId TestStore::Open(const CacheConfig& config) {
+  const auto cache = store->OpenCache(config);
+  KV_CHECK(cache.ok());
+  return *cache;
+}
+
+absl::Status TestStore::Append(CacheId cache, SequenceId sequence, const Text& text, uint64_t first, int tokens,
+                               int layer) {
+  const KeysValues kv = MakeKeysValues(store->DescribeCache(cache)->config.layout, text, first, tokens, layer);
+  AppendEntry entry;
+  entry.sequence = sequence;
+  entry.position = first;
+  entry.tokens = tokens;
+  entry.k = kv.k.data();
+  entry.v = kv.v.data();
+  return store->Append(cache, layer, {&entry, 1});
+}
+
+absl::Status TestStore::AppendAll(CacheId cache, SequenceId sequence, const Text& text, uint64_t first, int tokens) {
+  const int layers = store->DescribeCache(cache)->config.layers;
+  for (int layer = 0; layer < layers; ++layer) KV_RETURN_IF_ERROR(Append(cache, sequence, text, first, tokens, layer));
+  return absl::OkStatus();
+}
+
+std::vector<BlockName> TestStore::Names(CacheId cache, const Text& text) const {
+  const CacheInfo info = *store->DescribeCache(cache);
+  std::vector<BlockName> names;
+  NameBlocks(info.digest, text.ids, info.config.layout.page_tokens, &names);
+  return names;
+}
+
+}  // namespace kvmanager::testing

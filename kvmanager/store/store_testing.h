@@ -1,0 +1,90 @@
+// What the store's tests share: codecs whose bytes are easy to predict, an executor that ends jobs when told to,
+// contents that are a function of the tokens before them, and a store with everything it needs.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "codecs/registry.h"
+#include "kvmanager/base/clock.h"
+#include "kvmanager/memory/page_pool.h"
+#include "kvmanager/store/page_store.h"
+
+namespace kvmanager::testing {
+
+/// "fake": half the size, each byte mixes two of the raw page with the layer; "declining" also declines pages whose
+/// first value is a multiple of 4. "raw": identity.
+void RegisterTestCodecs(CodecRegistry* registry);
+/// Does "declining" decline this raw page?
+bool Declines(const uint8_t* raw);
+
+/// Jobs wait until told to end; or, inline, end at once.
+class ManualExecutor final : public EncodeExecutor {
+ public:
+  void Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items,
+              absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) override;
+  void FinishOne(size_t index);
+  void FinishAll();
+  size_t jobs() const { return jobs_.size(); }
+  bool run_inline = false;
+
+ private:
+  struct Job {
+    std::shared_ptr<const Codec> codec;
+    std::vector<EncodeItem> items;
+    absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done;
+  };
+  std::vector<Job> jobs_;
+};
+
+/// A text: token ids, and for each position a hash of everything up to it, which its K and V are made of.
+struct Text {
+  std::vector<uint32_t> ids;
+  std::vector<uint64_t> chain;
+  void Add(uint32_t id);
+  void Truncate(size_t tokens);
+};
+
+/// K and V of `tokens` tokens of `text` from `first` on, for one layer: [tokens][kv_heads][head_dim] finite 16-bit
+/// values.
+struct KeysValues {
+  std::vector<uint8_t> k, v;
+};
+KeysValues MakeKeysValues(const PageLayout& layout, const Text& text, uint64_t first, int tokens, int layer);
+/// The raw page `index` of `text`, its first `tokens` tokens; the rest zero. 64-byte aligned.
+std::vector<uint8_t> MakeRawPage(const PageLayout& layout, const Text& text, uint32_t index, int tokens, int layer);
+/// Its encoded form; empty if the codec declines.
+std::vector<uint8_t> MakeEncodedPage(const Codec& codec, const std::vector<uint8_t>& raw, uint32_t index, int layer);
+
+/// One head of the raw layout against what a page's first `tokens` tokens must be.
+bool RawPrefixEquals(const PageLayout& layout, const uint8_t* page, const std::vector<uint8_t>& expected, int tokens);
+
+/// XXH3-64.
+uint64_t Checksum(const std::vector<uint8_t>& bytes);
+
+CacheConfig MakeConfig(const std::string& codec, int lag_pages, const std::string& tenant = "a", int layers = 2);
+
+/// A store with its pool, codecs, executor, metrics and clock.
+struct TestStore {
+  explicit TestStore(uint64_t pool_bytes = 64 << 20);
+
+  CodecRegistry registry;
+  std::unique_ptr<PagePool> pool;
+  ManualExecutor executor;
+  Metrics metrics;
+  StoreMetrics store_metrics;
+  ManualClock clock;
+  std::unique_ptr<PageStore> store;
+
+  /// Opens a cache; aborts on errors.
+  CacheId Open(const CacheConfig& config);
+  absl::Status Append(CacheId cache, SequenceId sequence, const Text& text, uint64_t first, int tokens, int layer);
+  /// To every layer.
+  absl::Status AppendAll(CacheId cache, SequenceId sequence, const Text& text, uint64_t first, int tokens);
+  std::vector<BlockName> Names(CacheId cache, const Text& text) const;
+};
+
+}  // namespace kvmanager::testing
