@@ -206,7 +206,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--drain-s", texts.drain_s, "How long SIGTERM waits for leases to be given back (default 10)")
       ->type_name("S");
   app.add_option("--peer-rate-bytes", texts.peer_rate_bytes,
-                 "Bytes per second of one hand-off; 0: no limit (default 0)")
+                 "Bytes per second sent to peers, all together; 0: no limit (default 0)")
       ->type_name("BYTES");
   app.add_option("--log-level", options.log_level, "debug, info, warn, error or off (default info)")
       ->type_name("LEVEL");

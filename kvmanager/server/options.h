@@ -33,7 +33,7 @@ struct Options {
   uint64_t slab_bytes = 0;            // 0: from host_pool_bytes; else a multiple of 2 MiB up to kSlabBytesMax
   int64_t hand_off_lease_ms = 60000;  // kHandOffLeaseMsMin..kHandOffLeaseMsMax
   int64_t drain_s = 10;               // 0..kDrainSMax
-  uint64_t peer_rate_bytes = 0;       // per second and transfer; 0: no limit; else kPeerRateBytesMin or more
+  uint64_t peer_rate_bytes = 0;       // per second sent to all peers; 0: no limit; else kPeerRateBytesMin or more
   std::string log_level = "info";     // debug, info, warn, error or off
 };
 

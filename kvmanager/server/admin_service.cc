@@ -1,0 +1,133 @@
+// Admin: what kvctl shows and switches.
+#include <spdlog/spdlog.h>
+
+#include <utility>
+
+#include "codecs/cpu_isa.h"
+#include "kvmanager/server/serve.h"
+#include "kvmanager/server/service.h"
+
+namespace kvmanager {
+namespace {
+
+class AdminService final : public api::Admin::Server {
+ public:
+  explicit AdminService(std::shared_ptr<Session> session) : session_(std::move(session)) {}
+
+  kj::Promise<void> status(StatusContext context) override {
+    return Answer(Method::kStatus, context, [&] {
+      const DaemonContext& daemon = session_->daemon();
+      auto out = context.getResults().initStatus();
+      out.setVersion(capnp::Text::Reader(kVersion.data(), kVersion.size()));
+      out.setBootEpoch(daemon.boot_epoch);
+      out.setUptimeSeconds(double(daemon.clock->NowNs() - daemon.start_ns) * 1e-9);
+      out.setDraining(daemon.draining);
+      auto pool = out.initPools(1)[0];
+      pool.setTier("host");
+      pool.setCapacityBytes(daemon.pool->capacity_bytes());
+      pool.setUsedBytes(daemon.pool->used_bytes());
+      pool.setSlabBytes(daemon.pool->slab_bytes());
+      pool.setFreeSlabs(daemon.pool->free_slabs());
+      pool.setHugePages(TextOf(daemon.pool->huge_page_state()));
+      const std::vector<CacheInfo> caches = daemon.store->Caches();
+      uint64_t blocks = 0;
+      for (const CacheInfo& cache : caches) blocks += cache.published_blocks;
+      out.setConnections(daemon.connections);
+      out.setLeases(daemon.held_sequences);
+      out.setCaches(caches.size());
+      out.setPublishedBlocks(blocks);
+      out.setCpuTarget(IsaName(BestIsa()));
+      out.setThreads(daemon.workers->threads());
+      out.setListen(TextOf(daemon.listen));
+      out.setPeerListen(TextOf(daemon.peer_listen));
+      out.setMetricsListen(TextOf(daemon.metrics_listen));
+    });
+  }
+
+  kj::Promise<void> caches(CachesContext context) override {
+    return Answer(Method::kCaches, context, [&] {
+      const std::vector<CacheInfo> caches = session_->daemon().store->Caches();
+      auto out = context.getResults().initCaches(caches.size());
+      for (size_t i = 0; i < caches.size(); ++i) WriteCacheInfo(caches[i], out[i]);
+    });
+  }
+
+  kj::Promise<void> sequences(SequencesContext context) override {
+    return Answer(Method::kSequences, context, [&] {
+      const std::vector<SequenceInfo> sequences = session_->daemon().store->Sequences();
+      auto out = context.getResults().initSequences(sequences.size());
+      for (size_t i = 0; i < sequences.size(); ++i) WriteSequenceInfo(sequences[i], out[i]);
+    });
+  }
+
+  kj::Promise<void> peers(PeersContext context) override {
+    return Answer(Method::kPeers, context, [&] {
+      const std::vector<PeerInfo> peers = session_->daemon().transport->Peers();
+      auto out = context.getResults().initPeers(peers.size());
+      for (size_t i = 0; i < peers.size(); ++i) {
+        out[i].setPeer(TextOf(peers[i].peer));
+        out[i].setIncoming(peers[i].incoming);
+        out[i].setTransfers(peers[i].transfers);
+        out[i].setFailures(peers[i].failures);
+        out[i].setBytes(peers[i].bytes);
+        out[i].setActive(peers[i].active);
+        out[i].setBytesPerSecond(peers[i].bytes_per_s);
+        out[i].setLastError(TextOf(peers[i].last_error));
+      }
+    });
+  }
+
+  kj::Promise<void> drain(DrainContext context) override {
+    return Answer(Method::kDrain, context, [&] { SetDraining(true); });
+  }
+
+  kj::Promise<void> undrain(UndrainContext context) override {
+    return Answer(Method::kUndrain, context, [&] { SetDraining(false); });
+  }
+
+  kj::Promise<void> purge(PurgeContext context) override {
+    return Serve(
+        *session_, Method::kPurge, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          PageStore& store = *session_->daemon().store;
+          const auto params = context.getParams();
+          uint64_t blocks;
+          if (params.getAll()) {
+            blocks = store.PurgeAll();
+          } else {
+            KV_ASSIGN_OR_RETURN(blocks, store.Purge(params.getCacheId()));
+          }
+          spdlog::info("\"{}\" purged {} published blocks", session_->name(), blocks);
+          context.getResults().setBlocks(blocks);
+          return Done();
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+  }
+
+ private:
+  template <typename Context, typename Body>
+  kj::Promise<void> Answer(Method method, Context& context, Body&& body) {
+    return Serve(
+        *session_, method, context,
+        [&] {
+          body();
+          return Done();
+        },
+        [](const absl::Status&) {});
+  }
+
+  void SetDraining(bool on) {
+    session_->daemon().SetDraining(on);
+    spdlog::info("\"{}\" switched draining {}", session_->name(), on ? "on" : "off");
+  }
+
+  const std::shared_ptr<Session> session_;
+};
+
+}  // namespace
+
+api::Admin::Client MakeAdminService(std::shared_ptr<Session> session) {
+  return kj::heap<AdminService>(std::move(session));
+}
+
+}  // namespace kvmanager

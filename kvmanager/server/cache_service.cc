@@ -1,0 +1,284 @@
+// Cache and Sequence.
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/server/hand_off.h"
+#include "kvmanager/server/limits.h"
+#include "kvmanager/server/serve.h"
+#include "kvmanager/server/service.h"
+#include "kvmanager/server/step.h"
+#include "kvmanager/server/step_check.h"
+
+namespace kvmanager {
+namespace {
+
+class SequenceService final : public api::Sequence::Server {
+ public:
+  SequenceService(std::shared_ptr<Session> session, SequenceId id, CacheId cache)
+      : session_(std::move(session)), id_(id), cache_(cache) {
+    session_->Hold(id_, cache_);
+  }
+  ~SequenceService() { session_->Release(id_); }
+
+  kj::Promise<void> fork(ForkContext context) override {
+    return Serve(
+        *session_, Method::kFork, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
+          KV_ASSIGN_OR_RETURN(const SequenceId forked, store().Fork(id_));
+          auto reply = context.getResults().initReply();
+          reply.setSequence(MakeSequenceService(session_, forked, cache_));
+          reply.setSequenceId(forked);
+          return Done();
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+  }
+
+  kj::Promise<void> crop(CropContext context) override {
+    return Serve(
+        *session_, Method::kCrop, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_RETURN_IF_ERROR(store().Crop(id_, context.getParams().getTokens()));
+          return Done();
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+  }
+
+  kj::Promise<void> publish(PublishContext context) override {
+    return Serve(
+        *session_, Method::kPublish, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_ASSIGN_OR_RETURN(const std::vector<BlockName> names,
+                              ReadBlockNames("names", context.getParams().getNames(), limits::kBlockNamesMax));
+          KV_ASSIGN_OR_RETURN(const PublishResult result, store().Publish(id_, names));
+          auto reply = context.getResults().initReply();
+          reply.setPublished(result.published);
+          reply.setShared(result.shared);
+          reply.setDeferred(result.deferred);
+          return Done();
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+  }
+
+  kj::Promise<void> handOff(HandOffContext context) override {
+    return Serve(
+        *session_, Method::kHandOff, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          const auto params = context.getParams();
+          const auto peer = params.getPeer();
+          const auto blob = params.getBlob();
+          if (peer.size() == 0 || peer.size() > limits::kPeerTextBytesMax) {
+            return InvalidField("peer", absl::StrCat(peer.size(), " bytes long"),
+                                absl::StrCat("HOST:PORT of 1..", limits::kPeerTextBytesMax, " bytes"));
+          }
+          if (blob.size() > limits::kBlobBytesMax) {
+            return InvalidField("blob", absl::StrCat(blob.size(), " bytes long"),
+                                absl::StrCat("at most ", limits::kBlobBytesMax, " bytes long"));
+          }
+          const uint32_t timeout_ms = params.getTimeoutMs();
+          if (timeout_ms == 0 || timeout_ms > limits::kHandOffTimeoutMsMax) {
+            return InvalidField("timeoutMs", timeout_ms, absl::StrCat("1..", limits::kHandOffTimeoutMsMax));
+          }
+          auto sent = SendSequence(session_->daemon(), id_, std::string(ViewOf(peer)),
+                                   std::string(reinterpret_cast<const char*>(blob.begin()), blob.size()), timeout_ms);
+          context.releaseParams();
+          return sent.then([context, session = session_](absl::StatusOr<SendResult> result) mutable {
+            auto reply = context.getResults().initReply();
+            if (!result.ok()) {
+              return ServeError(*session, Method::kHandOff, result.status(),
+                                [&](const absl::Status& status) { WriteStatus(status, reply.initStatus()); });
+            }
+            reply.setTicket(
+                capnp::Data::Reader(reinterpret_cast<const kj::byte*>(result->ticket.data()), result->ticket.size()));
+            reply.setBytesSent(result->bytes_sent);
+            reply.setPagesSent(result->pages_sent);
+            reply.setPagesSkipped(result->pages_skipped);
+            reply.setSeconds(result->seconds);
+          });
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+  }
+
+  kj::Promise<void> info(InfoContext context) override {
+    return Serve(
+        *session_, Method::kSequenceInfo, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_ASSIGN_OR_RETURN(const SequenceInfo info, store().DescribeSequence(id_));
+          WriteSequenceInfo(info, context.getResults().initInfo());
+          return Done();
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+  }
+
+ private:
+  PageStore& store() { return *session_->daemon().store; }
+
+  const std::shared_ptr<Session> session_;
+  const SequenceId id_;
+  const CacheId cache_;
+};
+
+class CacheService final : public api::Cache::Server {
+ public:
+  CacheService(std::shared_ptr<Session> session, CacheId id) : session_(std::move(session)) { Bind(id); }
+
+  kj::Promise<void> info(InfoContext context) override {
+    return Serve(
+        *session_, Method::kCacheInfo, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_RETURN_IF_ERROR(EnsureOpen());
+          KV_ASSIGN_OR_RETURN(const CacheInfo info, store().DescribeCache(cache_.id));
+          WriteCacheInfo(info, context.getResults().initInfo());
+          return Done();
+        },
+        [](const absl::Status&) {});
+  }
+
+  kj::Promise<void> match(MatchContext context) override {
+    return Serve(
+        *session_, Method::kMatch, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_ASSIGN_OR_RETURN(const Prefixes prefixes, ReadPrefixes(context.getParams().getRequests()));
+          KV_RETURN_IF_ERROR(EnsureOpen());
+          std::vector<MatchResult> matches;
+          for (const std::vector<BlockName>& prefix : prefixes) {
+            KV_ASSIGN_OR_RETURN(const MatchResult match, store().Match(cache_.id, prefix));
+            matches.push_back(match);
+          }
+          auto results = context.getResults().initResults(matches.size());
+          for (size_t i = 0; i < matches.size(); ++i) WriteMatch(matches[i], results[i]);
+          return Done();
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+  }
+
+  // Each request has an answer of its own; a malformed list is answered for all of them.
+  kj::Promise<void> createSequences(CreateSequencesContext context) override {
+    uint32_t requests = 0;
+    return Serve(
+        *session_, Method::kCreateSequences, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          const auto list = context.getParams().getRequests();
+          requests = static_cast<uint32_t>(std::min<size_t>(list.size(), limits::kSequenceRequestsMax));
+          KV_ASSIGN_OR_RETURN(const Prefixes prefixes, ReadPrefixes(list));
+          KV_RETURN_IF_ERROR(EnsureOpen());
+          auto replies = context.getResults().initReplies(prefixes.size());
+          for (size_t i = 0; i < prefixes.size(); ++i) Create(prefixes[i], replies[i]);
+          return Done();
+        },
+        [&](const absl::Status& status) {
+          auto replies = context.getResults().initReplies(requests);
+          for (auto reply : replies) WriteStatus(status, reply.initStatus());
+        });
+  }
+
+  kj::Promise<void> step(StepContext context) override {
+    return Serve(
+        *session_, Method::kStep, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_ASSIGN_OR_RETURN(const CheckedStep step,
+                              CheckStep(
+                                  config_, context.getParams().getRequest(),
+                                  [this](uint32_t arena) { return session_->ArenaBytes(arena); },
+                                  [this](SequenceId sequence) { return session_->Holds(sequence, cache_.id); }));
+          return RunStep(session_, cache_, step, context);
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+  }
+
+  kj::Promise<void> claim(ClaimContext context) override {
+    return Serve(
+        *session_, Method::kClaim, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
+          KV_RETURN_IF_ERROR(EnsureOpen());
+          const auto ticket = context.getParams().getTicket();
+          KV_ASSIGN_OR_RETURN(
+              const HandOffDesk::Claimed claimed,
+              session_->daemon().desk->Claim(
+                  absl::string_view(reinterpret_cast<const char*>(ticket.begin()), ticket.size()), cache_.id));
+          api::Sequence::Client sequence = MakeSequenceService(session_, claimed.sequence, cache_.id);
+          KV_ASSIGN_OR_RETURN(const SequenceInfo info, store().DescribeSequence(claimed.sequence));
+          auto results = context.getResults();
+          auto reply = results.initReply();
+          reply.setSequence(kj::mv(sequence));
+          reply.setSequenceId(claimed.sequence);
+          reply.initMatch().setHitBlocks(info.hit_blocks);
+          results.setTokens(claimed.tokens);
+          results.setBlob(
+              capnp::Data::Reader(reinterpret_cast<const kj::byte*>(claimed.blob.data()), claimed.blob.size()));
+          return Done();
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+  }
+
+ private:
+  using Prefixes = std::vector<std::vector<BlockName>>;
+
+  PageStore& store() { return *session_->daemon().store; }
+
+  void Bind(CacheId id) {
+    cache_.id = id;
+    cache_.codec = store().codec(id);
+    const absl::StatusOr<CacheInfo> info = store().DescribeCache(id);
+    KV_CHECK(info.ok() && cache_.codec != nullptr);
+    config_ = info->config;
+    cache_.config = &config_;
+    auto raw = session_->daemon().registry->Create("raw", config_.layout);
+    KV_CHECK(raw.ok());
+    cache_.raw = *std::move(raw);
+  }
+
+  // A purge closes caches that hold nothing; this capability then opens its own anew.
+  absl::Status EnsureOpen() {
+    if (store().codec(cache_.id) != nullptr) return absl::OkStatus();
+    KV_ASSIGN_OR_RETURN(const CacheId id, store().OpenCache(config_));
+    Bind(id);
+    return absl::OkStatus();
+  }
+
+  static absl::StatusOr<Prefixes> ReadPrefixes(capnp::List<api::SequenceRequest>::Reader requests) {
+    if (requests.size() == 0 || requests.size() > limits::kSequenceRequestsMax) {
+      return InvalidField("requests", absl::StrCat(requests.size(), " long"),
+                          absl::StrCat("1..", limits::kSequenceRequestsMax, " long"));
+    }
+    Prefixes prefixes;
+    prefixes.reserve(requests.size());
+    for (uint32_t i = 0; i < requests.size(); ++i) {
+      KV_ASSIGN_OR_RETURN(
+          std::vector<BlockName> prefix,
+          ReadBlockNames(absl::StrCat("requests[", i, "].prefix"), requests[i].getPrefix(), limits::kBlockNamesMax));
+      prefixes.push_back(std::move(prefix));
+    }
+    return prefixes;
+  }
+
+  void Create(const std::vector<BlockName>& prefix, api::SequenceReply::Builder reply) {
+    absl::Status room = session_->CheckRoomForSequence();
+    absl::StatusOr<CreateResult> created = room.ok() ? store().CreateSequence(cache_.id, prefix) : room;
+    if (!created.ok()) {
+      return ServeError(*session_, Method::kCreateSequences, created.status(),
+                        [&](const absl::Status& status) { WriteStatus(status, reply.initStatus()); });
+    }
+    reply.setSequence(MakeSequenceService(session_, created->sequence, cache_.id));
+    reply.setSequenceId(created->sequence);
+    WriteMatch(created->match, reply.initMatch());
+  }
+
+  const std::shared_ptr<Session> session_;
+  CacheConfig config_;  // as opened: the codec's spec is canonical
+  StepCache cache_;
+};
+
+}  // namespace
+
+api::Cache::Client MakeCacheService(std::shared_ptr<Session> session, CacheId cache) {
+  return kj::heap<CacheService>(std::move(session), cache);
+}
+
+api::Sequence::Client MakeSequenceService(std::shared_ptr<Session> session, SequenceId sequence, CacheId cache) {
+  return kj::heap<SequenceService>(std::move(session), sequence, cache);
+}
+
+}  // namespace kvmanager

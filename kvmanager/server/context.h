@@ -1,0 +1,51 @@
+// What the parts of one daemon share, wired by Server. Pointers to objects that outlive every RPC object; plain fields
+// are the loop thread's.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "codecs/registry.h"
+#include "kvmanager/base/clock.h"
+#include "kvmanager/base/worker_pool.h"
+#include "kvmanager/memory/page_pool.h"
+#include "kvmanager/server/event_loop.h"
+#include "kvmanager/server/message_queue.h"
+#include "kvmanager/server/options.h"
+#include "kvmanager/server/server_metrics.h"
+#include "kvmanager/store/page_store.h"
+#include "transport/transport.h"
+
+namespace kvmanager {
+
+class HandOffDesk;
+
+struct DaemonContext {
+  const Options* options = nullptr;
+  const Clock* clock = nullptr;
+  const CodecRegistry* registry = nullptr;
+  PagePool* pool = nullptr;
+  PageStore* store = nullptr;
+  WorkerPool* workers = nullptr;
+  Transport* transport = nullptr;
+  MessageQueue* queue = nullptr;
+  ServerMetrics* metrics = nullptr;
+  HandOffDesk* desk = nullptr;
+  EventLoop* loop = nullptr;  // while Run() runs
+
+  uint64_t boot_epoch = 0;
+  int64_t start_ns = 0;
+  std::string listen, peer_listen, metrics_listen;  // as bound
+
+  bool draining = false;
+  uint64_t held_sequences = 0;  // by clients
+  uint64_t sends_active = 0;    // hand-offs being sent
+  uint32_t connections = 0;
+
+  void SetDraining(bool on) {
+    draining = on;
+    metrics->draining.Set(on ? 1 : 0);
+  }
+};
+
+}  // namespace kvmanager

@@ -1,0 +1,202 @@
+// Daemon (the bootstrap capability) and Arena.
+#include <kj/debug.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/server/limits.h"
+#include "kvmanager/server/serve.h"
+#include "kvmanager/server/service.h"
+
+namespace kvmanager {
+namespace {
+
+// Space that a connection may fill with one arena; given back when the arena's memory goes.
+class ArenaMemory {
+ public:
+  ArenaMemory(std::shared_ptr<Session> session, uint64_t bytes) : session_(std::move(session)), bytes_(bytes) {}
+  ~ArenaMemory() { session_->UnreserveArena(bytes_); }
+  ArenaMemory(const ArenaMemory&) = delete;
+  ArenaMemory& operator=(const ArenaMemory&) = delete;
+
+ private:
+  const std::shared_ptr<Session> session_;
+  const uint64_t bytes_;
+};
+
+class ArenaService final : public api::Arena::Server {
+ public:
+  ArenaService(std::shared_ptr<Session> session, std::unique_ptr<ArenaMemory> memory, std::shared_ptr<Region> region)
+      : session_(std::move(session)),
+        memory_(std::move(memory)),
+        region_(std::move(region)),
+        id_(session_->AddArena(region_)) {}
+  ~ArenaService() { session_->RemoveArena(id_); }
+
+  kj::Maybe<int> getFd() override { return region_->fd(); }
+  uint32_t id() const { return id_; }
+
+ private:
+  const std::shared_ptr<Session> session_;
+  const std::unique_ptr<ArenaMemory> memory_;
+  const std::shared_ptr<Region> region_;
+  const uint32_t id_;
+};
+
+// Allocating touches every page of the arena, which takes long: it happens on a worker.
+class ArenaMaking final : public std::enable_shared_from_this<ArenaMaking> {
+ public:
+  kj::Promise<absl::StatusOr<std::shared_ptr<Region>>> Begin(DaemonContext& daemon, uint64_t bytes) {
+    auto waiting = kj::newPromiseAndFulfiller<absl::StatusOr<std::shared_ptr<Region>>>();
+    fulfiller_ = kj::mv(waiting.fulfiller);
+    daemon.workers->Post(WorkerPool::Priority::kEncode,
+                         [queue = daemon.queue, self = shared_from_this(), bytes]() mutable {
+                           Region::Options options;
+                           options.name = "kvmanager-arena";
+                           options.bytes = bytes;
+                           auto region = Region::Create(options);
+                           queue->Post([self = std::move(self), region = std::move(region)]() mutable {
+                             if (region.ok()) {
+                               self->fulfiller_->fulfill(std::shared_ptr<Region>(*std::move(region)));
+                             } else {
+                               self->fulfiller_->fulfill(region.status());
+                             }
+                           });
+                         });
+    return kj::mv(waiting.promise);
+  }
+
+ private:
+  kj::Own<kj::PromiseFulfiller<absl::StatusOr<std::shared_ptr<Region>>>> fulfiller_;
+};
+
+std::string CleanName(capnp::Text::Reader text) {
+  std::string name(ViewOf(text).substr(0, limits::kClientNameBytesMax));
+  std::replace_if(
+      name.begin(), name.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
+  return name;
+}
+
+class DaemonService final : public api::Daemon::Server {
+ public:
+  explicit DaemonService(std::shared_ptr<Session> session) : session_(std::move(session)) {}
+
+  kj::Promise<void> hello(HelloContext context) override {
+    return Serve(
+        *session_, Method::kHello, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          const auto request = context.getParams().getRequest();
+          if (request.getApiMajor() != api::API_MAJOR) {
+            return FieldError(absl::StatusCode::kFailedPrecondition, "apiMajor", absl::StrCat(request.getApiMajor()),
+                              absl::StrCat(api::API_MAJOR));
+          }
+          session_->Greet(CleanName(request.getClient()));
+          auto reply = context.getResults().initReply();
+          Describe(reply);
+          return Done();
+        },
+        [&](const absl::Status& status) {
+          auto reply = context.getResults().initReply();
+          Describe(reply);
+          WriteStatus(status, reply.initStatus());
+        });
+  }
+
+  kj::Promise<void> openCache(OpenCacheContext context) override {
+    return Serve(
+        *session_, Method::kOpenCache, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_RETURN_IF_ERROR(CheckGreeted());
+          KV_ASSIGN_OR_RETURN(const CacheConfig config, ReadCacheConfig(context.getParams().getConfig()));
+          PageStore& store = *session_->daemon().store;
+          KV_ASSIGN_OR_RETURN(const CacheId cache, store.OpenCache(config));
+          KV_ASSIGN_OR_RETURN(const CacheInfo info, store.DescribeCache(cache));
+          auto results = context.getResults();
+          WriteCacheInfo(info, results.initInfo());
+          results.setCache(MakeCacheService(session_, cache));
+          return Done();
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+  }
+
+  kj::Promise<void> createArena(CreateArenaContext context) override {
+    return Serve(
+        *session_, Method::kCreateArena, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_RETURN_IF_ERROR(CheckGreeted());
+          if (!session_->unix_socket()) {
+            return absl::FailedPreconditionError("arenas need a Unix socket; over TCP send tensors inline");
+          }
+          const uint64_t bytes = context.getParams().getBytes();
+          KV_RETURN_IF_ERROR(session_->ReserveArena(bytes));
+          auto memory = std::make_unique<ArenaMemory>(session_, bytes);
+          return std::make_shared<ArenaMaking>()
+              ->Begin(session_->daemon(), bytes)
+              .then([context, session = session_,
+                     memory = std::move(memory)](absl::StatusOr<std::shared_ptr<Region>> region) mutable {
+                if (!region.ok()) {
+                  return ServeError(*session, Method::kCreateArena, region.status(), [&](const absl::Status& status) {
+                    WriteStatus(status, context.getResults().initStatus());
+                  });
+                }
+                auto arena = kj::heap<ArenaService>(session, std::move(memory), *std::move(region));
+                auto results = context.getResults();
+                results.setId(arena->id());
+                results.setArena(kj::mv(arena));
+              });
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+  }
+
+  kj::Promise<void> admin(AdminContext context) override {
+    if (!session_->greeted()) return KJ_EXCEPTION(FAILED, "call hello first");
+    return Serve(
+        *session_, Method::kAdmin, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          context.getResults().setAdmin(MakeAdminService(session_));
+          return Done();
+        },
+        [](const absl::Status&) {});
+  }
+
+  kj::Promise<void> ping(PingContext context) override {
+    context.allowCancellation();
+    session_->daemon().metrics->calls(Method::kPing).Increment();
+    return kj::READY_NOW;
+  }
+
+ private:
+  absl::Status CheckGreeted() const {
+    return session_->greeted() ? absl::OkStatus() : absl::FailedPreconditionError("call hello first");
+  }
+
+  void Describe(api::HelloReply::Builder& reply) {
+    const DaemonContext& daemon = session_->daemon();
+    reply.setApiMajor(api::API_MAJOR);
+    reply.setApiMinor(api::API_MINOR);
+    reply.setBootEpoch(daemon.boot_epoch);
+    reply.setVersion(capnp::Text::Reader(kVersion.data(), kVersion.size()));
+    std::vector<const char*> names = {"inline", "hand-off"};
+    if (session_->unix_socket()) names.push_back("arena");
+    if (daemon.options->busy_poll_us > 0) names.push_back("busy-poll");
+    auto features = reply.initFeatures(names.size());
+    for (size_t i = 0; i < names.size(); ++i) features.set(i, names[i]);
+    const auto codecs = daemon.registry->Names();
+    auto codec_names = reply.initCodecs(codecs.size());
+    uint32_t i = 0;
+    for (const auto& [name, help] : codecs) codec_names.set(i++, TextOf(name));
+    reply.setMessageBytesMax(limits::kMessageBytesMax);
+    reply.setPeerAddress(TextOf(daemon.peer_listen));
+  }
+
+  const std::shared_ptr<Session> session_;
+};
+
+}  // namespace
+
+api::Daemon::Client MakeDaemonService(std::shared_ptr<Session> session) {
+  return kj::heap<DaemonService>(std::move(session));
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,60 @@
+// kvmanagerd: parses the command line, takes the signals, runs one Server.
+#include <signal.h>
+#include <spdlog/sinks/stdout_sinks.h>
+#include <spdlog/spdlog.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <memory>
+
+#include "kvmanager/server/options.h"
+#include "kvmanager/server/server.h"
+
+namespace {
+
+constexpr int kExitUsage = 2, kExitFailed = 1;
+
+// Blocks SIGTERM and SIGINT in this thread and all that it starts; they are read from the descriptor instead.
+int TakeSignals() {
+  signal(SIGPIPE, SIG_IGN);
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGTERM);
+  sigaddset(&set, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &set, nullptr);
+  return signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const auto line = kvmanager::ParseCommandLine(argc, argv);
+  if (!line.ok()) {
+    std::fprintf(stderr, "kvmanagerd: %s\nTry kvmanagerd --help.\n", std::string(line.status().message()).c_str());
+    return kExitUsage;
+  }
+  if (!line->run) {
+    std::fputs(line->text.c_str(), stdout);
+    return 0;
+  }
+  auto log = std::make_shared<spdlog::logger>("kvmanagerd", std::make_shared<spdlog::sinks::stderr_sink_mt>());
+  log->set_level(spdlog::level::from_str(line->options.log_level));
+  log->set_pattern("%Y-%m-%dT%H:%M:%S.%e %l %v");
+  spdlog::set_default_logger(log);
+
+  const int signal_fd = TakeSignals();
+  auto server = kvmanager::Server::Create(line->options);
+  if (!server.ok()) {
+    spdlog::error("cannot start: {}", std::string(server.status().message()));
+    return server.status().code() == absl::StatusCode::kInvalidArgument ? kExitUsage : kExitFailed;
+  }
+  std::printf("kvmanagerd ready listen=%s peer=%s metrics=%s\n", (*server)->listen_address().c_str(),
+              (*server)->peer_address().c_str(), (*server)->metrics_address().c_str());
+  std::fflush(stdout);
+  (*server)->Run(signal_fd);
+  server->reset();
+  close(signal_fd);
+  spdlog::info("stopped");
+  return 0;
+}

@@ -1,0 +1,52 @@
+// What every RPC method does around its own work: allow cancellation, count, and turn invalid Cap'n Proto into the end
+// of the connection.
+#pragma once
+
+#include <kj/async.h>
+#include <kj/exception.h>
+#include <spdlog/spdlog.h>
+
+#include <utility>
+
+#include "kvmanager/base/status.h"
+#include "kvmanager/server/session.h"
+#include "kvmanager/server/wire.h"
+
+namespace kvmanager {
+
+/// Runs `body`: void, kj::Promise<void> or absl::Status. An error status goes to `write_error(status)` and is counted.
+template <typename Context, typename Body, typename WriteError>
+kj::Promise<void> Serve(Session& session, Method method, Context& context, Body&& body, WriteError&& write_error) {
+  context.allowCancellation();
+  ServerMetrics& metrics = *session.daemon().metrics;
+  metrics.calls(method).Increment();
+  kj::Promise<void> result = kj::READY_NOW;
+  KJ_IF_MAYBE (exception, kj::runCatchingExceptions([&] {
+                 absl::StatusOr<kj::Promise<void>> done = body();
+                 if (done.ok()) {
+                   result = *std::move(done);
+                 } else {
+                   metrics.CountError(method, done.status().code());
+                   write_error(done.status());
+                 }
+               })) {
+    // Only reading the parameters can throw: their encoding is invalid.
+    metrics.framing_errors.Increment();
+    spdlog::warn("connection of \"{}\" ends: {} was called with an invalid message: {}", session.name(),
+                 MethodName(method), exception->getDescription().cStr());
+    session.CutOff(EndReason::kFraming);
+    return kj::mv(*exception);
+  }
+  return result;
+}
+
+/// An error that arrives later than Serve's body.
+template <typename WriteError>
+void ServeError(Session& session, Method method, const absl::Status& status, WriteError&& write_error) {
+  session.daemon().metrics->CountError(method, status.code());
+  write_error(status);
+}
+
+inline absl::StatusOr<kj::Promise<void>> Done() { return kj::Promise<void>(kj::READY_NOW); }
+
+}  // namespace kvmanager

@@ -1,0 +1,214 @@
+#include "kvmanager/server/server.h"
+
+#include <sched.h>
+#include <spdlog/spdlog.h>
+#include <sys/random.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "codecs/hack/hack.h"
+#include "codecs/raw/raw.h"
+#include "codecs/registry.h"
+#include "kvmanager/base/clock.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/base/worker_pool.h"
+#include "kvmanager/memory/page_pool.h"
+#include "kvmanager/server/connections.h"
+#include "kvmanager/server/context.h"
+#include "kvmanager/server/encode_executor.h"
+#include "kvmanager/server/event_loop.h"
+#include "kvmanager/server/hand_off.h"
+#include "kvmanager/server/listen_socket.h"
+#include "kvmanager/server/message_queue.h"
+#include "kvmanager/server/server_metrics.h"
+#include "kvmanager/store/page_store.h"
+#include "kvmanager/store/store_metrics.h"
+#include "monitoring/exporter.h"
+#include "monitoring/metrics.h"
+#include "transport/tcp/tcp_transport.h"
+#include "transport/transport_metrics.h"
+
+namespace kvmanager {
+namespace {
+
+int UsableCpus() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
+  return std::clamp<int>(CPU_COUNT(&set), 1, Options::kThreadsMax);
+}
+
+uint64_t RandomEpoch() {
+  uint64_t epoch = 0;
+  while (epoch == 0) KV_CHECK(getrandom(&epoch, sizeof epoch, 0) == sizeof epoch);
+  return epoch;
+}
+
+// Members stand in the order of who needs whom: each outlives those after it, but for the threads (transport, workers),
+// which Close() ends first.
+class ServerImpl final : public Server {
+ public:
+  explicit ServerImpl(const Options& options)
+      : options_(options),
+        store_metrics_(&metrics_),
+        transport_metrics_(*metrics_.registry()),
+        server_metrics_(&metrics_) {}
+
+  ~ServerImpl() noexcept override { Close(); }
+
+  absl::Status Open() {
+    RegisterRaw(registry_);
+    RegisterHack(registry_);
+    PagePool::Options pool;
+    pool.pool_bytes = options_.host_pool_bytes;
+    pool.slab_bytes = options_.slab_bytes;
+    KV_ASSIGN_OR_RETURN(pool_, PagePool::Create(pool));
+    workers_ = std::make_unique<WorkerPool>(options_.threads > 0 ? static_cast<int>(options_.threads) : UsableCpus());
+    executor_ = std::make_unique<PoolEncodeExecutor>(workers_.get(), &queue_, &server_metrics_, &clock_);
+    store_ = PageStore::Create(pool_.get(), &registry_, executor_.get(), &store_metrics_, &clock_);
+    desk_ = std::make_unique<HandOffDesk>(&daemon_);
+
+    daemon_.options = &options_;
+    daemon_.clock = &clock_;
+    daemon_.registry = &registry_;
+    daemon_.pool = pool_.get();
+    daemon_.store = store_.get();
+    daemon_.workers = workers_.get();
+    daemon_.queue = &queue_;
+    daemon_.metrics = &server_metrics_;
+    daemon_.desk = desk_.get();
+    daemon_.boot_epoch = RandomEpoch();
+    daemon_.start_ns = clock_.NowNs();
+
+    for (const std::string& address : options_.listen) {
+      KV_ASSIGN_OR_RETURN(std::unique_ptr<ListenSocket> socket, ListenSocket::Bind(address));
+      sockets_.push_back(std::move(socket));
+    }
+    daemon_.listen = absl::StrJoin(
+        sockets_, ",", [](std::string* out, const auto& socket) { absl::StrAppend(out, socket->address()); });
+    TcpTransport::Options transport;
+    transport.listen = options_.peer_listen;
+    transport.receiver = desk_.get();
+    transport.metrics = &transport_metrics_;
+    transport.send_bytes_per_s = options_.peer_rate_bytes;
+    KV_ASSIGN_OR_RETURN(transport_, TcpTransport::Create(std::move(transport)));
+    daemon_.transport = transport_.get();
+    daemon_.peer_listen = transport_->listen_address();
+    if (!options_.metrics_listen.empty()) {
+      KV_ASSIGN_OR_RETURN(exporter_, Exporter::Start(options_.metrics_listen, metrics_));
+      const size_t colon = options_.metrics_listen.rfind(':');
+      daemon_.metrics_listen = absl::StrCat(options_.metrics_listen.substr(0, colon + 1), exporter_->port());
+    }
+    return absl::OkStatus();
+  }
+
+  void Run(int signal_fd) override {
+    EventLoop loop(&queue_, options_.busy_poll_us);
+    daemon_.loop = &loop;
+    {
+      kj::Promise<void> signals = nullptr;
+      std::unique_ptr<kj::UnixEventPort::FdObserver> signal_observer;
+      if (signal_fd >= 0) {
+        signal_observer = std::make_unique<kj::UnixEventPort::FdObserver>(loop.port(), signal_fd,
+                                                                          kj::UnixEventPort::FdObserver::OBSERVE_READ);
+        signals = ReadSignals(signal_fd, *signal_observer).eagerlyEvaluate(nullptr);
+      }
+      Connections connections(&daemon_, sockets_);
+      loop.Run([this] { return Over(); });
+    }
+    drain_deadline_ = nullptr;
+    desk_->DropAll();
+    // The last completions find nobody waiting, and give back what they pinned.
+    transport_.reset();
+    workers_.reset();
+    loop.RunReady();
+    desk_->DropAll();
+    daemon_.loop = nullptr;
+  }
+
+  void Stop() override {
+    queue_.Post([this] { stop_ = true; });
+  }
+
+  void Terminate() override {
+    queue_.Post([this] { BeginTermination(); });
+  }
+
+  std::string listen_address() const override { return daemon_.listen; }
+  std::string peer_address() const override { return daemon_.peer_listen; }
+  std::string metrics_address() const override { return daemon_.metrics_listen; }
+  std::string MetricsText() const override { return metrics_.Text(); }
+
+ private:
+  void BeginTermination() {
+    if (terminating_) {
+      stop_ = true;
+      return;
+    }
+    terminating_ = true;
+    daemon_.SetDraining(true);
+    spdlog::info("draining: {} sequences are held, waiting at most {} s for them", daemon_.held_sequences,
+                 options_.drain_s);
+    drain_deadline_ = daemon_.loop->timer()
+                          .afterDelay(options_.drain_s * kj::SECONDS)
+                          .then([this] {
+                            if (daemon_.held_sequences > 0)
+                              spdlog::warn("{} sequences are still held, and are lost", daemon_.held_sequences);
+                            stop_ = true;
+                          })
+                          .eagerlyEvaluate(nullptr);
+  }
+
+  bool Over() const { return stop_ || (terminating_ && daemon_.held_sequences == 0 && daemon_.sends_active == 0); }
+
+  kj::Promise<void> ReadSignals(int fd, kj::UnixEventPort::FdObserver& observer) {
+    signalfd_siginfo signal;
+    while (read(fd, &signal, sizeof signal) == sizeof signal) BeginTermination();
+    return observer.whenBecomesReadable().then([this, fd, &observer] { return ReadSignals(fd, observer); });
+  }
+
+  void Close() {
+    exporter_.reset();
+    transport_.reset();
+    workers_.reset();
+  }
+
+  const Options options_;
+  const SteadyClock clock_;
+  Metrics metrics_;
+  StoreMetrics store_metrics_;
+  TransportMetrics transport_metrics_;
+  ServerMetrics server_metrics_;
+  CodecRegistry registry_;
+  std::unique_ptr<PagePool> pool_;
+  std::unique_ptr<WorkerPool> workers_;
+  std::unique_ptr<PoolEncodeExecutor> executor_;
+  std::unique_ptr<PageStore> store_;
+  MessageQueue queue_;  // its messages hold leases of the store
+  DaemonContext daemon_;
+  std::unique_ptr<HandOffDesk> desk_;
+  std::vector<std::unique_ptr<ListenSocket>> sockets_;
+  std::unique_ptr<TcpTransport> transport_;
+  std::unique_ptr<Exporter> exporter_;
+
+  // The loop's thread.
+  bool stop_ = false;
+  bool terminating_ = false;
+  kj::Promise<void> drain_deadline_ = nullptr;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Create(const Options& options) {
+  auto server = std::make_unique<ServerImpl>(options);
+  KV_RETURN_IF_ERROR(server->Open());
+  return server;
+}
+
+}  // namespace kvmanager

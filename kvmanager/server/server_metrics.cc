@@ -1,0 +1,80 @@
+#include "kvmanager/server/server_metrics.h"
+
+#include <string>
+
+namespace kvmanager {
+namespace {
+
+constexpr char kAcceptedHelp[] = "Connections accepted";
+constexpr char kErrorsHelp[] = "RPC calls answered with an error, by status code; code FRAMING: the connection ended";
+constexpr char kPairsHelp[] =
+    "Pairs of query token and context token attended to, by the form in which the context was read";
+constexpr char kAttendHelp[] = "Attention of one step, from plan to result, on the event loop (small) or on workers";
+constexpr char kHandOffHelp[] = "Hand-offs by what became of them";
+
+std::vector<double> AttendBounds() { return ExponentialBounds(4e-6, 2, 20); }
+
+}  // namespace
+
+const char* MethodName(Method method) {
+  static constexpr const char* kNames[kMethods] = {
+      "hello",  "openCache", "createArena", "admin", "ping",    "info",    "match",        "createSequences",
+      "step",   "claim",     "fork",        "crop",  "publish", "handOff", "sequenceInfo", "status",
+      "caches", "sequences", "peers",       "drain", "undrain", "purge",
+  };
+  return kNames[static_cast<int>(method)];
+}
+
+const char* EndReasonName(EndReason reason) {
+  static constexpr const char* kNames[kEndReasons] = {"closed", "framing", "process_died", "unread", "shutdown"};
+  return kNames[static_cast<int>(reason)];
+}
+
+ServerMetrics::ServerMetrics(Metrics* m)
+    : connections(m->Gauge("connections", "Open connections of clients")),
+      connections_unix(m->Counter("connections_total", kAcceptedHelp, {{"socket", "unix"}})),
+      connections_tcp(m->Counter("connections_total", kAcceptedHelp, {{"socket", "tcp"}})),
+      connections_refused(m->Counter("connections_refused_total", "Connections closed at once: too many are open")),
+      framing_errors(m->Counter("rpc_errors_total", kErrorsHelp, {{"method", "none"}, {"code", "FRAMING"}})),
+      held_sequences(m->Gauge("held_sequences", "Sequences that clients hold")),
+      arena_bytes(m->Gauge("arena_bytes", "Bytes of arenas shared with clients")),
+      draining(m->Gauge("draining", "1 while no new sequences are accepted")),
+      attend_encoded_pairs(m->Counter("attend_pairs_total", kPairsHelp, {{"form", "encoded"}})),
+      attend_raw_pairs(m->Counter("attend_pairs_total", kPairsHelp, {{"form", "raw"}})),
+      attend_loop_seconds(m->Histogram("attend_seconds", kAttendHelp, AttendBounds(), {{"where", "loop"}})),
+      attend_worker_seconds(m->Histogram("attend_seconds", kAttendHelp, AttendBounds(), {{"where", "workers"}})),
+      attend_tokens(m->Counter("attend_tokens_total", "Query tokens attended for, counted once per layer")),
+      encode_seconds(
+          m->Histogram("encode_seconds", "Encoding of one page on one worker", ExponentialBounds(4e-6, 2, 18))),
+      encode_input_bytes(m->Counter("encode_input_bytes_total", "Raw bytes of pages given to codecs")),
+      hand_offs_sent(m->Counter("hand_offs_total", kHandOffHelp, {{"direction", "sent"}, {"result", "ok"}})),
+      hand_offs_send_failed(m->Counter("hand_offs_total", kHandOffHelp, {{"direction", "sent"}, {"result", "failed"}})),
+      hand_offs_received(m->Counter("hand_offs_total", kHandOffHelp, {{"direction", "received"}, {"result", "ok"}})),
+      hand_offs_refused(
+          m->Counter("hand_offs_total", kHandOffHelp, {{"direction", "received"}, {"result", "refused"}})),
+      hand_offs_aborted(
+          m->Counter("hand_offs_total", kHandOffHelp, {{"direction", "received"}, {"result", "aborted"}})),
+      hand_offs_claimed(
+          m->Counter("tickets_total", "Received sequences by how their wait ended", {{"end", "claimed"}})),
+      hand_offs_expired(
+          m->Counter("tickets_total", "Received sequences by how their wait ended", {{"end", "expired"}})),
+      tickets(m->Gauge("tickets", "Received sequences that wait to be claimed")),
+      metrics_(m) {
+  for (int i = 0; i < kMethods; ++i) {
+    calls_by_method[i] =
+        &m->Counter("rpc_calls_total", "RPC calls by method", {{"method", MethodName(static_cast<Method>(i))}});
+  }
+  for (int i = 0; i < kEndReasons; ++i) {
+    connections_ended[i] = &m->Counter("connections_ended_total", "Connections ended, by reason",
+                                       {{"reason", EndReasonName(static_cast<EndReason>(i))}});
+  }
+}
+
+void ServerMetrics::CountError(Method method, absl::StatusCode code) {
+  metrics_
+      ->Counter("rpc_errors_total", kErrorsHelp,
+                {{"method", MethodName(method)}, {"code", absl::StatusCodeToString(code)}})
+      .Increment();
+}
+
+}  // namespace kvmanager

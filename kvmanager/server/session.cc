@@ -1,0 +1,62 @@
+#include "kvmanager/server/session.h"
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/server/limits.h"
+
+namespace kvmanager {
+
+Session::~Session() { KV_CHECK(sequences_.empty()); }
+
+absl::Status Session::CheckRoomForSequence() const {
+  if (daemon_.draining) return absl::UnavailableError("this daemon is draining: it accepts no new sequences");
+  if (sequences_.size() < limits::kSequencesMax) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kResourceExhausted, "sequences of this connection",
+                    absl::StrCat(sequences_.size()), absl::StrCat("below ", limits::kSequencesMax));
+}
+
+void Session::Hold(SequenceId sequence, CacheId cache) {
+  sequences_.emplace(sequence, cache);
+  daemon_.metrics->held_sequences.Set(double(++daemon_.held_sequences));
+}
+
+void Session::Release(SequenceId sequence) {
+  KV_CHECK(sequences_.erase(sequence) == 1);
+  daemon_.metrics->held_sequences.Set(double(--daemon_.held_sequences));
+  daemon_.store->Drop(sequence);
+}
+
+absl::Status Session::ReserveArena(uint64_t bytes) {
+  if (bytes == 0 || bytes % limits::kArenaBytesStep != 0 || bytes > limits::kArenaBytesMax) {
+    return InvalidField("bytes", bytes,
+                        absl::StrCat("a multiple of ", limits::kArenaBytesStep, ", at most ", limits::kArenaBytesMax));
+  }
+  if (arenas_reserved_ >= limits::kArenasMax) {
+    return FieldError(absl::StatusCode::kResourceExhausted, "arenas of this connection", absl::StrCat(arenas_reserved_),
+                      absl::StrCat("below ", limits::kArenasMax));
+  }
+  if (arena_bytes_ + bytes > limits::kArenaBytesTotalMax) {
+    return FieldError(absl::StatusCode::kResourceExhausted, "arena bytes of this connection",
+                      absl::StrCat(arena_bytes_ + bytes), absl::StrCat("at most ", limits::kArenaBytesTotalMax));
+  }
+  ++arenas_reserved_;
+  arena_bytes_ += bytes;
+  daemon_.metrics->arena_bytes.Increment(double(bytes));
+  return absl::OkStatus();
+}
+
+void Session::UnreserveArena(uint64_t bytes) {
+  --arenas_reserved_;
+  arena_bytes_ -= bytes;
+  daemon_.metrics->arena_bytes.Decrement(double(bytes));
+}
+
+uint32_t Session::AddArena(std::shared_ptr<Region> region) {
+  const uint32_t id = next_arena_++;
+  arenas_.emplace(id, std::move(region));
+  return id;
+}
+
+void Session::RemoveArena(uint32_t id) { arenas_.erase(id); }
+
+}  // namespace kvmanager

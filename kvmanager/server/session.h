@@ -1,0 +1,85 @@
+// What one connection holds: its sequences and arenas, by the numbers that its requests name them with.
+//
+// Shared by the connection, its capabilities and its running calls, whichever lives longest; the loop's thread alone.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kvmanager/memory/region.h"
+#include "kvmanager/server/context.h"
+
+namespace kvmanager {
+
+class Session {
+ public:
+  Session(DaemonContext* daemon, bool unix_socket, absl::AnyInvocable<void(EndReason)> cut_off)
+      : daemon_(*daemon), unix_socket_(unix_socket), cut_off_(std::move(cut_off)) {}
+  ~Session();
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  DaemonContext& daemon() { return daemon_; }
+  bool unix_socket() const { return unix_socket_; }
+
+  /// Ends the connection soon, after the caller has returned. Nothing if it has ended.
+  void CutOff(EndReason reason) {
+    if (cut_off_ != nullptr) cut_off_(reason);
+  }
+  /// The connection is gone; calls and capabilities may live a little longer.
+  void Detach() { cut_off_ = nullptr; }
+
+  bool greeted() const { return greeted_; }
+  void Greet(std::string name) {
+    greeted_ = true;
+    name_ = std::move(name);
+  }
+  const std::string& name() const { return name_; }
+
+  // Sequences.
+  absl::Status CheckRoomForSequence() const;
+  void Hold(SequenceId sequence, CacheId cache);
+  /// Drops it from the store too.
+  void Release(SequenceId sequence);
+  bool Holds(SequenceId sequence, CacheId cache) const {
+    const auto found = sequences_.find(sequence);
+    return found != sequences_.end() && found->second == cache;
+  }
+
+  // Arenas. Regions are shared with the calls that use them.
+  absl::Status ReserveArena(uint64_t bytes);
+  void UnreserveArena(uint64_t bytes);
+  uint32_t AddArena(std::shared_ptr<Region> region);
+  void RemoveArena(uint32_t id);
+  /// nullptr: unknown.
+  std::shared_ptr<Region> FindArena(uint32_t id) const {
+    const auto found = arenas_.find(id);
+    return found == arenas_.end() ? nullptr : found->second;
+  }
+  /// Without taking part in owning it; empty: unknown.
+  absl::Span<uint8_t> ArenaBytes(uint32_t id) const {
+    const auto found = arenas_.find(id);
+    return found == arenas_.end() ? absl::Span<uint8_t>()
+                                  : absl::Span<uint8_t>(found->second->data(), found->second->bytes());
+  }
+
+ private:
+  DaemonContext& daemon_;
+  const bool unix_socket_;
+  absl::AnyInvocable<void(EndReason)> cut_off_;  // nullptr once the connection is gone
+  bool greeted_ = false;
+  std::string name_;
+  absl::flat_hash_map<SequenceId, CacheId> sequences_;
+  absl::flat_hash_map<uint32_t, std::shared_ptr<Region>> arenas_;
+  uint32_t next_arena_ = 1;
+  size_t arenas_reserved_ = 0;
+  uint64_t arena_bytes_ = 0;
+};
+
+}  // namespace kvmanager

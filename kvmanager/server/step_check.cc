@@ -1,0 +1,150 @@
+#include "kvmanager/server/step_check.h"
+
+#include <cmath>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/server/limits.h"
+#include "kvmanager/server/wire.h"
+
+namespace kvmanager {
+namespace {
+
+std::string EntryField(uint32_t entry, absl::string_view name) { return absl::StrCat("entries[", entry, "].", name); }
+
+// `want`: what the shape says, in bytes.
+absl::StatusOr<StepTensor> CheckTensor(absl::string_view field, api::Tensor::Reader in, uint64_t want,
+                                       absl::FunctionRef<absl::Span<uint8_t>(uint32_t)> arena) {
+  StepTensor tensor;
+  switch (in.which()) {
+    case api::Tensor::NONE:
+      return tensor;
+    case api::Tensor::INLINE: {
+      const capnp::Data::Reader data = in.getInline();
+      if (data.size() != want) {
+        return InvalidField(absl::StrCat(field, ".inline"), absl::StrCat(data.size(), " bytes long"),
+                            absl::StrCat(want, " bytes long, as its shape says"));
+      }
+      tensor.where = StepTensor::Where::kInline;
+      tensor.bytes = {const_cast<uint8_t*>(data.begin()), data.size()};
+      return tensor;
+    }
+    case api::Tensor::ARENA: {
+      const auto range = in.getArena();
+      const absl::Span<uint8_t> memory = arena(range.getId());
+      if (memory.empty()) {
+        return FieldError(absl::StatusCode::kNotFound, absl::StrCat(field, ".arena.id"), absl::StrCat(range.getId()),
+                          "an arena of this connection");
+      }
+      if (range.getBytes() != want) {
+        return InvalidField(absl::StrCat(field, ".arena.bytes"), range.getBytes(),
+                            absl::StrCat(want, ", as its shape says"));
+      }
+      if (range.getOffset() % limits::kTensorAlign != 0) {
+        return InvalidField(absl::StrCat(field, ".arena.offset"), range.getOffset(),
+                            absl::StrCat("a multiple of ", limits::kTensorAlign));
+      }
+      if (want > memory.size() || range.getOffset() > memory.size() - want) {
+        return InvalidField(absl::StrCat(field, ".arena.offset"), range.getOffset(),
+                            absl::StrCat("such that ", want, " bytes fit the arena's ", memory.size()));
+      }
+      tensor.where = StepTensor::Where::kArena;
+      tensor.arena = range.getId();
+      tensor.bytes = memory.subspan(range.getOffset(), want);
+      return tensor;
+    }
+  }
+  return InvalidField(field, absl::StrCat("of kind ", static_cast<int>(in.which())), "none, inline or arena");
+}
+
+absl::Status CheckEntries(api::StepRequest::Reader request, absl::FunctionRef<bool(SequenceId)> owned,
+                          uint64_t work_per_pair, CheckedStep* step) {
+  const auto entries = request.getEntries();
+  if (entries.size() == 0 || entries.size() > limits::kStepEntriesMax) {
+    return InvalidField("entries", absl::StrCat(entries.size(), " long"),
+                        absl::StrCat("1..", limits::kStepEntriesMax, " long"));
+  }
+  step->entries.resize(entries.size());
+  uint64_t pairs = 0;
+  for (uint32_t i = 0; i < entries.size(); ++i) {
+    const auto in = entries[i];
+    AttendEntry& entry = step->entries[i];
+    entry.sequence = in.getSequenceId();
+    entry.position = in.getPosition();
+    if (!owned(entry.sequence)) {
+      return FieldError(absl::StatusCode::kNotFound, EntryField(i, "sequenceId"), absl::StrCat(entry.sequence),
+                        "a sequence of this cache that this connection holds");
+    }
+    if (entry.position > limits::kPositionMax) {
+      return InvalidField(EntryField(i, "position"), entry.position, absl::StrCat("at most ", limits::kPositionMax));
+    }
+    const uint64_t left = limits::kStepTokensMax - step->tokens;
+    if (in.getTokens() == 0 || in.getTokens() > left) {
+      return InvalidField(EntryField(i, "tokens"), in.getTokens(),
+                          absl::StrCat("1..", left, " (", limits::kStepTokensMax, " in all entries)"));
+    }
+    entry.tokens = static_cast<int>(in.getTokens());
+    step->tokens += in.getTokens();
+    pairs += in.getTokens() * (entry.position + in.getTokens());  // at most 2^58 for all entries
+  }
+  const uint64_t pairs_max = UINT64_MAX / work_per_pair;
+  step->multiply_adds_max = pairs > pairs_max ? UINT64_MAX : pairs * work_per_pair;
+  return absl::OkStatus();
+}
+
+absl::Status OnlyArena(absl::string_view field, const StepTensor& tensor) {
+  if (tensor.where != StepTensor::Where::kInline) return absl::OkStatus();
+  return InvalidField(field, "inline", "an arena range, or none");
+}
+
+}  // namespace
+
+absl::StatusOr<CheckedStep> CheckStep(const CacheConfig& config, api::StepRequest::Reader request,
+                                      absl::FunctionRef<absl::Span<uint8_t>(uint32_t id)> arena,
+                                      absl::FunctionRef<bool(SequenceId)> owned) {
+  CheckedStep step;
+  if (request.getLayer() >= static_cast<uint32_t>(config.layers)) {
+    return InvalidField("layer", request.getLayer(), absl::StrCat("0..", config.layers - 1));
+  }
+  step.layer = static_cast<int>(request.getLayer());
+  step.scale = request.getScale();
+  if (!std::isfinite(step.scale) || step.scale < 0)
+    return InvalidField("scale", step.scale, "0, or finite and above 0");
+  KV_ASSIGN_OR_RETURN(step.q_dtype, ReadDType("qDtype", request.getQDtype()));
+  const uint64_t query_channels = uint64_t(config.query_heads) * config.layout.head_dim;
+  KV_RETURN_IF_ERROR(CheckEntries(request, owned, 2 * query_channels, &step));
+
+  const uint64_t kv_bytes =
+      step.tokens * config.layout.kv_heads * config.layout.head_dim * DTypeBytes(config.layout.dtype);
+  const uint64_t q_bytes = step.tokens * query_channels * DTypeBytes(step.q_dtype);
+  const uint64_t lse_bytes = step.tokens * config.query_heads * sizeof(float);
+  KV_ASSIGN_OR_RETURN(step.k, CheckTensor("k", request.getK(), kv_bytes, arena));
+  KV_ASSIGN_OR_RETURN(step.v, CheckTensor("v", request.getV(), kv_bytes, arena));
+  KV_ASSIGN_OR_RETURN(step.q, CheckTensor("q", request.getQ(), q_bytes, arena));
+  KV_ASSIGN_OR_RETURN(step.out, CheckTensor("out", request.getOut(), q_bytes, arena));
+  KV_ASSIGN_OR_RETURN(step.lse, CheckTensor("lse", request.getLse(), lse_bytes, arena));
+  if (step.k.given() != step.v.given()) {
+    return InvalidField(step.k.given() ? "v" : "k", "none", absl::StrCat("given with ", step.k.given() ? "k" : "v"));
+  }
+  if (!step.append() && !step.attend()) return InvalidField("q", "none", "given where k and v are not");
+  KV_RETURN_IF_ERROR(OnlyArena("out", step.out));
+  KV_RETURN_IF_ERROR(OnlyArena("lse", step.lse));
+  if (!step.attend()) {
+    if (step.out.given()) return InvalidField("out", "an arena range", "none where q is none");
+    if (step.lse.given() || request.getWantLse()) return InvalidField("lse", "wanted", "none where q is none");
+    return step;
+  }
+  step.lse_inline = !step.lse.given() && request.getWantLse();
+  step.out_bytes = q_bytes;
+  step.lse_bytes = step.lse.given() || step.lse_inline ? lse_bytes : 0;
+  const uint64_t reply_bytes = (step.out.given() ? 0 : step.out_bytes) + (step.lse_inline ? step.lse_bytes : 0);
+  if (reply_bytes > limits::kReplyBytesMax) {
+    return InvalidField("out", absl::StrCat("inline with ", reply_bytes, " bytes"),
+                        absl::StrCat("at most ", limits::kReplyBytesMax, " bytes, or an arena range"));
+  }
+  return step;
+}
+
+}  // namespace kvmanager
