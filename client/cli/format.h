@@ -1,0 +1,39 @@
+// What kvctl prints: tables for people, JSON for programs. Pure functions of what the daemon said; any thread.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "client/client.h"
+
+namespace kvmanager::client::cli {
+
+/// "0 B", "512 B", "1.5 KiB", "12.0 GiB": three significant places at most.
+std::string FormatBytes(uint64_t bytes);
+/// "12.3 s", "4 m 05 s", "3 h 07 m", "2 d 04 h".
+std::string FormatSeconds(double seconds);
+
+/// Columns padded to their widest cell, two blanks between; numbers (cells of digits, and sizes) to the right.
+std::string FormatTable(const std::vector<std::string>& header, const std::vector<std::vector<std::string>>& rows);
+
+std::string FormatStatus(const DaemonDescription& status);
+std::string FormatCaches(const std::vector<CacheDescription>& caches);
+std::string FormatSequences(const std::vector<SequenceDescription>& sequences);
+std::string FormatPeers(const std::vector<PeerDescription>& peers);
+
+// One object per call; sizes in bytes, times in seconds, names as in client.h. Boot epochs and digests are strings of
+// hexadecimal digits, since JSON readers round large integers.
+nlohmann::json ToJson(const DaemonDescription& status);
+nlohmann::json ToJson(const std::vector<CacheDescription>& caches);
+nlohmann::json ToJson(const std::vector<SequenceDescription>& sequences);
+nlohmann::json ToJson(const std::vector<PeerDescription>& peers);
+
+/// {"error": {"code", "message", "field", "value", "bound", "advice"}}; empty parts are left out.
+nlohmann::json ErrorToJson(const absl::Status& error, absl::string_view address);
+
+/// What to do next about `error` of a daemon at `address`; empty if nothing helps but reading it.
+std::string Advice(const absl::Status& error, absl::string_view address);
+
+}  // namespace kvmanager::client::cli

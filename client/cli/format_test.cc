@@ -1,0 +1,86 @@
+#include "client/cli/format.h"
+
+#include <gtest/gtest.h>
+
+#include "kvmanager/base/status.h"
+
+namespace kvmanager::client::cli {
+namespace {
+
+TEST(Format, Bytes) {
+  EXPECT_EQ(FormatBytes(0), "0 B");
+  EXPECT_EQ(FormatBytes(1023), "1023 B");
+  EXPECT_EQ(FormatBytes(1024), "1.0 KiB");
+  EXPECT_EQ(FormatBytes(1536), "1.5 KiB");
+  EXPECT_EQ(FormatBytes((1 << 20) - 1), "1.0 MiB");  // not "1024.0 KiB"
+  EXPECT_EQ(FormatBytes(uint64_t{12} << 30), "12.0 GiB");
+  EXPECT_EQ(FormatBytes(UINT64_MAX), "16.0 EiB");
+}
+
+TEST(Format, Seconds) {
+  EXPECT_EQ(FormatSeconds(0), "0.0 s");
+  EXPECT_EQ(FormatSeconds(59.96), "1 m 00 s");
+  EXPECT_EQ(FormatSeconds(245), "4 m 05 s");
+  EXPECT_EQ(FormatSeconds(3 * 3600 + 7 * 60), "3 h 07 m");
+  EXPECT_EQ(FormatSeconds(2 * 86400 + 4 * 3600), "2 d 04 h");
+  EXPECT_EQ(FormatSeconds(-1), "-");
+  EXPECT_EQ(FormatSeconds(0.0 / 0.0), "-");
+}
+
+TEST(Format, TableAlignsNumbersToTheRight) {
+  EXPECT_EQ(FormatTable({"NAME", "COUNT"}, {{"a", "5"}, {"longer", "12345"}}),
+            "NAME    COUNT\n"
+            "a           5\n"
+            "longer  12345\n");
+  EXPECT_EQ(FormatTable({"A"}, {}), "A\n");
+  EXPECT_EQ(FormatTable({"A"}, {{"x\n\x1b[2J"}}), "A\nx??[2J\n");  // what a client calls itself moves no cursor
+}
+
+TEST(Format, Status) {
+  DaemonDescription d{.version = "0.1.0", .boot_epoch = UINT64_MAX, .uptime_seconds = 61, .draining = true};
+  d.pools.push_back(
+      {.tier = "host", .capacity_bytes = uint64_t{4} << 30, .used_bytes = uint64_t{1} << 30, .free_slabs = 3});
+  d.leases = 5;
+  const std::string text = FormatStatus(d);
+  for (const char* expected : {"0.1.0", "draining", "1 m 01 s", "ffffffffffffffff", "4.0 GiB", "25.0%"}) {
+    EXPECT_NE(text.find(expected), std::string::npos) << expected << "\n" << text;
+  }
+  const auto json = ToJson(d);
+  EXPECT_EQ(json["boot_epoch"], "ffffffffffffffff");
+  EXPECT_EQ(json["pools"][0]["capacity_bytes"], uint64_t{4} << 30);
+  EXPECT_EQ(json["leases"], 5);
+  EXPECT_EQ(nlohmann::json::parse(json.dump()), json);
+}
+
+TEST(Format, ListsAndEmptyLists) {
+  CacheDescription cache{.id = 3, .raw_page_bytes = 1000, .encoded_page_bytes = 180};
+  cache.options.model = "llama";
+  cache.options.codec = "hack:k=3,v=2";
+  EXPECT_NE(FormatCaches({cache}).find("0.180"), std::string::npos) << FormatCaches({cache});
+  EXPECT_EQ(ToJson(std::vector<CacheDescription>{cache})["caches"][0]["codec"], "hack:k=3,v=2");
+  EXPECT_NE(FormatCaches({}).find("no caches"), std::string::npos);
+  EXPECT_EQ(ToJson(std::vector<CacheDescription>{})["caches"], nlohmann::json::array());
+  EXPECT_NE(FormatSequences({{.id = 9, .tokens = 6000}}).find("6000"), std::string::npos);
+  EXPECT_NE(FormatSequences({}).find("no sequences"), std::string::npos);
+  EXPECT_NE(FormatPeers({{.peer = "h:1", .bytes_per_second = 2e9}}).find("1.9 GiB/s"), std::string::npos);
+  EXPECT_NE(FormatPeers({}).find("no peers"), std::string::npos);
+}
+
+TEST(Format, AnyBytesOfAClientMakeValidJson) {
+  PeerDescription peer{.peer = "bad \xff\xfe utf-8", .last_error = std::string("\0\x01", 2)};
+  const std::string text = ToJson(std::vector<PeerDescription>{peer}).dump();
+  EXPECT_TRUE(nlohmann::json::accept(text));
+}
+
+TEST(Format, ErrorsSayWhatToDoNext) {
+  const auto gone = absl::UnavailableError("cannot connect");
+  EXPECT_NE(Advice(gone, "unix:/x").find("kvmanagerd --listen unix:/x"), std::string::npos);
+  const auto json = ErrorToJson(InvalidField("cache_id", 9, "0..3"), "unix:/x")["error"];
+  EXPECT_EQ(json["code"], "INVALID_ARGUMENT");
+  EXPECT_EQ(json["field"], "cache_id");
+  EXPECT_EQ(json["bound"], "0..3");
+  EXPECT_FALSE(json.contains("advice"));
+}
+
+}  // namespace
+}  // namespace kvmanager::client::cli

@@ -1,0 +1,148 @@
+// kvctl: looks at a running kvmanagerd, drains it, purges what it has published.
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <cstdlib>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "client/cli/format.h"
+#include "client/client.h"
+#include "kvmanager/base/status.h"
+
+namespace kvmanager::client::cli {
+namespace {
+
+constexpr char kDefaultAddress[] = "unix:/run/kvmanager/kvmanager.sock";
+constexpr int kExitOk = 0, kExitFailed = 1, kExitUsage = 2;
+
+struct Arguments {
+  std::string connect = kDefaultAddress;
+  int64_t deadline_ms = 5000;
+  bool json = false;
+  bool drain_off = false;
+  std::string purge_cache;
+  bool purge_all = false;
+};
+
+int Fail(const absl::Status& error, const Arguments& arguments) {
+  if (arguments.json) std::cout << ErrorToJson(error, arguments.connect).dump(2) << "\n";
+  std::cerr << "kvctl: " << absl::StatusCodeToString(error.code()) << ": " << std::string(error.message()) << "\n";
+  if (const std::string advice = Advice(error, arguments.connect); !advice.empty()) std::cerr << advice << "\n";
+  return kExitFailed;
+}
+
+void Print(const Arguments& arguments, const std::string& text, const nlohmann::json& json) {
+  std::cout << (arguments.json ? json.dump(2) + "\n" : text);
+}
+
+template <typename T>
+int Show(const absl::StatusOr<T>& got, const Arguments& arguments, std::string (*format)(const T&)) {
+  if (!got.ok()) return Fail(got.status(), arguments);
+  Print(arguments, format(*got), ToJson(*got));
+  return kExitOk;
+}
+
+int Drain(Client& client, const Arguments& arguments, bool on) {
+  if (absl::Status status = client.Drain(on); !status.ok()) return Fail(status, arguments);
+  const auto leases = client.Status();
+  if (!leases.ok()) return Fail(leases.status(), arguments);
+  const std::string text =
+      on ? absl::StrCat(
+               "draining: no new sequences or hand-offs; ", leases->leases,
+               " leases are still held. `kvctl undrain` takes it back; SIGTERM exits when the leases are gone.\n")
+         : "serving: new sequences and hand-offs are accepted\n";
+  Print(arguments, text, {{"draining", leases->draining}, {"leases", leases->leases}});
+  return kExitOk;
+}
+
+int Purge(Client& client, const Arguments& arguments, uint32_t cache_id) {
+  const auto blocks = client.Purge(cache_id);
+  if (!blocks.ok()) return Fail(blocks.status(), arguments);
+  Print(arguments, absl::StrCat("purged ", *blocks, " published blocks; those that sequences hold stay\n"),
+        {{"blocks", *blocks}});
+  return kExitOk;
+}
+
+int Main(int argc, char** argv) {
+  Arguments arguments;
+  CLI::App app{
+      "kvctl looks at a running kvmanagerd, drains it, and purges what it has published.\n\n"
+      "  kvctl status                       what the daemon is, how full its memory is\n"
+      "  kvctl caches                       which models' caches, their codecs and sizes\n"
+      "  kvctl sequences                    who holds how many tokens\n"
+      "  kvctl peers                        hand-offs to and from other daemons\n"
+      "  kvctl drain                        before a restart: take in nothing new\n"
+      "  kvctl drain --off                  take it back (the same as undrain)\n"
+      "  kvctl purge --cache 3              forget the published blocks of cache 3 that nobody holds\n"
+      "  kvctl --connect tcp:10.0.0.2:7000 status --json\n",
+      "kvctl"};
+  app.footer(
+      "The address is that of --connect, or else of $KVMANAGER_ADDRESS, or else\n"
+      "unix:/run/kvmanager/kvmanager.sock.\n"
+      "Exit code: 0 done, 1 the daemon could not be reached or refused, 2 wrong usage.");
+  app.require_subcommand(1);
+  app.fallthrough();
+  app.add_option("-c,--connect", arguments.connect, "the daemon: unix:PATH or tcp:HOST:PORT")
+      ->envname("KVMANAGER_ADDRESS")
+      ->capture_default_str();
+  app.add_option("--deadline-ms", arguments.deadline_ms, "how long to wait for an answer")
+      ->check(CLI::Range(int64_t{1}, int64_t{3600000}))
+      ->capture_default_str();
+  app.add_flag("--json", arguments.json, "JSON instead of tables: sizes in bytes, times in seconds; errors too");
+
+  auto* status = app.add_subcommand("status", "What the daemon is, whether it drains, how full its memory is");
+  auto* caches = app.add_subcommand("caches", "The caches: model, codec, geometry, pages resident raw and encoded");
+  auto* sequences = app.add_subcommand("sequences", "The sequences that clients hold");
+  auto* peers = app.add_subcommand("peers", "The daemons that sequences were handed to or came from");
+  auto* drain = app.add_subcommand("drain", "Take in no new sequences or hand-offs; those that exist go on");
+  drain->add_flag("--off", arguments.drain_off, "serve again");
+  auto* undrain = app.add_subcommand("undrain", "Serve again after a drain");
+  auto* purge =
+      app.add_subcommand("purge", "Forget published blocks that no sequence holds; later prompts compute them anew");
+  auto* one = purge->add_option("--cache", arguments.purge_cache, "of this cache: an id that `kvctl caches` shows");
+  auto* all = purge->add_flag("--all", arguments.purge_all, "of every cache");
+  one->excludes(all);
+  const auto misused = [](const std::string& why) {
+    std::cerr << "kvctl: " << why << "\n`kvctl --help` shows every command with an example.\n";
+    return kExitUsage;
+  };
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& e) {
+    if (e.get_exit_code() == 0) return app.exit(e);  // --help
+    return misused(e.what());
+  }
+  uint32_t cache_id = Client::kAllCaches;
+  if (purge->parsed() && !arguments.purge_all) {
+    uint64_t id = 0;
+    if (one->count() == 0) return misused("purge wants --cache ID (see `kvctl caches`) or --all");
+    if (!absl::SimpleAtoi(arguments.purge_cache, &id) || id >= Client::kAllCaches) {
+      return misused(absl::StrCat("--cache is ", arguments.purge_cache, ", must be an id that `kvctl caches` shows"));
+    }
+    cache_id = uint32_t(id);
+  }
+
+  constexpr int64_t kConnectMs = 500;  // a person waits: a daemon that runs accepts at once
+  auto client = Client::Connect(arguments.connect, {.name = "kvctl",
+                                                    .deadline_ms = arguments.deadline_ms,
+                                                    .connect_ms = std::min(kConnectMs, arguments.deadline_ms)});
+  if (!client.ok()) {
+    const int exit_code = Fail(client.status(), arguments);
+    return absl::IsInvalidArgument(client.status()) ? kExitUsage : exit_code;
+  }
+  if (status->parsed()) return Show((*client)->Status(), arguments, FormatStatus);
+  if (caches->parsed()) return Show((*client)->Caches(), arguments, FormatCaches);
+  if (sequences->parsed()) return Show((*client)->Sequences(), arguments, FormatSequences);
+  if (peers->parsed()) return Show((*client)->Peers(), arguments, FormatPeers);
+  if (drain->parsed()) return Drain(**client, arguments, !arguments.drain_off);
+  if (undrain->parsed()) return Drain(**client, arguments, false);
+  return Purge(**client, arguments, cache_id);
+}
+
+}  // namespace
+}  // namespace kvmanager::client::cli
+
+int main(int argc, char** argv) { return kvmanager::client::cli::Main(argc, argv); }
