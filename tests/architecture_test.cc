@@ -1,0 +1,201 @@
+// docs/design.md, section 3: the folders are there, and BUILD files depend along its arrows only.
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <regex>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "gtest/gtest.h"
+#include "tests/harness.h"
+
+namespace kvmanager::testing {
+namespace {
+
+/// The source tree: the file behind the runfile's symbolic link lies in it.
+const std::filesystem::path& Root() {
+  static const std::filesystem::path root =
+      std::filesystem::canonical(DataPath("docs/design.md")).parent_path().parent_path();
+  return root;
+}
+
+std::string ReadFile(const std::string& path) {
+  std::ifstream in(Root() / path);
+  std::stringstream text;
+  text << in.rdbuf();
+  return text.str();
+}
+
+/// Folders with a BUILD file.
+std::vector<std::string> Packages() {
+  std::vector<std::string> packages;
+  std::filesystem::recursive_directory_iterator it(Root()), end;
+  for (; it != end; ++it) {
+    const std::string name = it->path().filename();
+    if (it->is_symlink() || absl::StartsWith(name, ".") || absl::StartsWith(name, "bazel-")) {
+      it.disable_recursion_pending();
+    } else if (name == "BUILD") {
+      const std::string package = std::filesystem::relative(it->path().parent_path(), Root());
+      if (package != ".") packages.push_back(package);
+    }
+  }
+  return packages;
+}
+
+/// The module of section 3 that a package belongs to.
+std::string ModuleOf(absl::string_view package) {
+  for (const char* const module :
+       {"kvmanager/api", "kvmanager/base", "kvmanager/memory", "kvmanager/store", "kvmanager/server", "codecs",
+        "attention", "transport", "client", "monitoring", "examples", "tests", "bench", "bazel"}) {
+    if (package == module || absl::StartsWith(package, absl::StrCat(module, "/"))) return module;
+  }
+  return std::string(package);
+}
+
+// "May depend on", and what follows from it by way of another module.
+const std::map<std::string, std::set<std::string>> kArrows = {
+    {"kvmanager/base", {}},
+    {"kvmanager/memory", {"kvmanager/base"}},
+    {"kvmanager/api", {"kvmanager/base"}},
+    {"monitoring", {"kvmanager/base"}},
+    {"codecs", {"kvmanager/base", "kvmanager/memory", "monitoring"}},
+    {"transport", {"kvmanager/base", "kvmanager/memory", "monitoring"}},
+    {"attention", {"kvmanager/base", "kvmanager/memory", "codecs"}},
+    {"kvmanager/store", {"kvmanager/base", "kvmanager/memory", "codecs", "transport", "monitoring"}},
+    {"kvmanager/server",
+     {"kvmanager/base", "kvmanager/memory", "kvmanager/api", "monitoring", "codecs", "transport", "attention",
+      "kvmanager/store"}},
+    {"client", {"kvmanager/base", "kvmanager/memory", "kvmanager/api"}},
+    {"examples", {"kvmanager/base", "client"}},
+};
+
+/// A target of a BUILD file: whether it is a test or testonly, and the labels in its deps.
+struct Target {
+  std::string name;
+  bool for_tests = false;
+  std::vector<std::string> deps;
+};
+
+std::vector<Target> Targets(const std::string& text) {
+  std::vector<Target> targets;
+  static const std::regex kRule(R"(^(cc_\w+|capnp_library|genrule)\($)"), kName(R"re(^\s+name = "([^"]+)")re"),
+      kLabel(R"re("(//[^"]+)")re");
+  std::istringstream in(text);
+  std::string line;
+  bool in_deps = false, in_rule = false;
+  while (std::getline(in, line)) {
+    std::smatch match;
+    if (std::regex_match(line, match, kRule)) {
+      targets.emplace_back();
+      targets.back().for_tests = absl::EndsWith(match[1].str(), "_test");
+      in_rule = true;
+      in_deps = false;
+    } else if (line == ")") {
+      in_rule = false;
+    } else if (in_rule) {
+      if (std::regex_search(line, match, kName)) targets.back().name = match[1];
+      if (absl::StrContains(line, "testonly = True")) targets.back().for_tests = true;
+      if (absl::StrContains(line, "deps = [")) in_deps = true;
+      if (in_deps) {
+        for (std::sregex_iterator it(line.begin(), line.end(), kLabel), end; it != end; ++it) {
+          targets.back().deps.push_back((*it)[1]);
+        }
+      }
+      if (in_deps && absl::StrContains(line, "]")) in_deps = false;
+    }
+  }
+  return targets;
+}
+
+/// Packages whose targets ship nothing.
+bool IsOutside(const std::string& module) {
+  return module == "tests" || module == "bench" || module == "bazel" || module == "docs" || module == "tools";
+}
+
+TEST(ArchitectureTest, TheFoldersOfTheDesignAreThere) {
+  for (const char* const folder :
+       {"bazel", "kvmanager/api", "kvmanager/base", "kvmanager/memory", "kvmanager/store", "kvmanager/server",
+        "codecs/raw", "codecs/hack", "attention", "transport/tcp", "client/cli", "monitoring", "examples/engine",
+        "examples/model", "tests", "docs", "tools"}) {
+    EXPECT_TRUE(std::filesystem::is_directory(Root() / folder)) << folder;
+  }
+  for (const char* const file : {"WORKSPACE", "BUILD", "README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md",
+                                 ".bazelrc", ".clang-format", ".ci/run", "docs/codecs.md", "docs/api.md",
+                                 "docs/operating.md", "docs/metrics.md", "tools/setup", "tools/demo", "tools/test"}) {
+    EXPECT_TRUE(std::filesystem::is_regular_file(Root() / file)) << file;
+  }
+}
+
+TEST(ArchitectureTest, EveryHeaderThatTheDesignNamesIsThere) {
+  // Section 4's table: | `Type`, ... | folder/header.h, other.h | ...
+  const std::string design = ReadFile("docs/design.md");
+  static const std::regex kRow(R"re(\| `([A-Za-z]+)`[^|]*\| ([a-z_/]+\.h)[^|]*\|)re");
+  int rows = 0;
+  for (std::sregex_iterator it(design.begin(), design.end(), kRow), end; it != end; ++it, ++rows) {
+    const std::string header = (*it)[2];
+    const std::string text = ReadFile(header) + ReadFile("kvmanager/" + header);
+    ASSERT_FALSE(text.empty()) << header;
+    EXPECT_NE(text.find((*it)[1]), std::string::npos) << (*it)[1] << " in " << header;
+  }
+  EXPECT_GE(rows, 10);
+}
+
+TEST(ArchitectureTest, EveryFolderIsOneOfTheDesigns) {
+  for (const std::string& package : Packages()) {
+    const std::string module = ModuleOf(package);
+    EXPECT_TRUE(IsOutside(module) || kArrows.count(module) > 0) << package << " is in no module of docs/design.md";
+  }
+}
+
+TEST(ArchitectureTest, DependenciesFollowTheArrows) {
+  int checked = 0;
+  for (const std::string& package : Packages()) {
+    const std::string module = ModuleOf(package);
+    const auto arrows = kArrows.find(module);
+    if (arrows == kArrows.end()) continue;
+    for (const Target& target : Targets(ReadFile(package + "/BUILD"))) {
+      if (target.for_tests) continue;
+      for (const std::string& label : target.deps) {
+        const std::string to = ModuleOf(label.substr(2, label.find(':') - 2));
+        if (to == "bazel" || to == module) continue;
+        ++checked;
+        EXPECT_TRUE(arrows->second.count(to) > 0) << package << ":" << target.name << " depends on " << label;
+      }
+    }
+  }
+  EXPECT_GT(checked, 20);
+}
+
+TEST(ArchitectureTest, NeverTheStoreBehindTheClientsBack) {
+  for (const std::string& package : Packages()) {
+    const std::string module = ModuleOf(package);
+    if (module != "client" && module != "examples") continue;
+    for (const Target& target : Targets(ReadFile(package + "/BUILD"))) {
+      for (const std::string& label : target.deps) {
+        EXPECT_NE(ModuleOf(label.substr(2, label.find(':') - 2)), "kvmanager/store") << package << ":" << target.name;
+      }
+    }
+  }
+}
+
+TEST(ArchitectureTest, ACodecIsOneFolderAndALineInTheDaemon) {
+  for (const std::string& package : Packages()) {
+    const std::string module = ModuleOf(package);
+    if (module == "codecs" || IsOutside(module)) continue;
+    for (const Target& target : Targets(ReadFile(package + "/BUILD"))) {
+      if (target.for_tests) continue;
+      for (const std::string& label : target.deps) {
+        if (!absl::StartsWith(label, "//codecs/")) continue;
+        EXPECT_EQ(package, "kvmanager/server") << target.name << " depends on " << label;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvmanager::testing

@@ -1,0 +1,304 @@
+// Targets that are pure functions of bytes: frames, manifests, step requests, codec specs.
+#include <capnp/message.h>
+#include <capnp/serialize.h>
+#include <kj/exception.h>
+
+#include <cstring>
+
+#include "codecs/codec.h"
+#include "codecs/registry.h"
+#include "kvmanager/api/kvmanager.capnp.h"
+#include "kvmanager/base/clock.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/memory/page_pool.h"
+#include "kvmanager/server/manifest.h"
+#include "kvmanager/server/step_check.h"
+#include "kvmanager/store/page_store.h"
+#include "kvmanager/store/store_metrics.h"
+#include "monitoring/metrics.h"
+#include "tests/fuzz/fuzz_target.h"
+#include "tests/model.h"
+#include "transport/tcp/wire.h"
+
+namespace kvmanager::fuzz {
+namespace {
+
+std::string Flat(capnp::MessageBuilder& message) {
+  const kj::Array<capnp::word> words = capnp::messageToFlatArray(message);
+  return std::string(words.asChars().begin(), words.asChars().size());
+}
+
+CacheConfig SmallConfig(const std::string& codec) {
+  CacheConfig config;
+  config.model = "fuzz";
+  config.layers = 2;
+  config.query_heads = 4;
+  config.layout.kv_heads = 2;
+  config.layout.head_dim = 32;
+  config.codec = codec;
+  return config;
+}
+
+/// An error says what it is about.
+void MustExplain(const absl::Status& status) {
+  if (!status.ok()) KV_CHECK(!status.message().empty());
+}
+
+class PeerWireTarget final : public FuzzTarget {
+ public:
+  std::vector<std::string> Seeds() override {
+    const std::string bytes(64, 'p');
+    const SendPage page{{reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()}, 42};
+    const std::vector<SendPage> pages(20, page);
+    std::string header(tcp::kHeaderBytes, 0);
+    tcp::PutHeader({tcp::FrameType::kPage, 7, 64}, reinterpret_cast<uint8_t*>(header.data()));
+    return {tcp::EncodeHello(),
+            tcp::EncodeOffer(pages, "manifest"),
+            tcp::EncodeAnswer({20, {0xff, 0x0f, 0x03}}),
+            tcp::EncodeEnd({20, 1280}),
+            tcp::EncodeDone("ticket"),
+            tcp::EncodeError(InvalidField("field", 7, "less")),
+            tcp::EncodeCancel(),
+            header};
+  }
+  void Run(absl::Span<const uint8_t> input) override {
+    const absl::StatusOr<tcp::Frame> frame = tcp::ParseFrame(input);
+    MustExplain(frame.status());
+    if (input.size() >= tcp::kHeaderBytes) MustExplain(tcp::ParseHeader(input.subspan(0, tcp::kHeaderBytes)).status());
+    if (!frame.ok()) return;
+    if (const auto* offer = std::get_if<tcp::OfferFrame>(&*frame)) {
+      KV_CHECK(offer->page_bytes.size() == offer->page_checksums.size());
+      KV_CHECK(offer->page_bytes.size() <= SendRequest::kPagesMax);
+      KV_CHECK(!offer->manifest.empty() && offer->manifest.size() <= SendRequest::kManifestBytesMax);
+      uint64_t total = 0;
+      for (const uint64_t bytes : offer->page_bytes) {
+        KV_CHECK(bytes >= 1 && bytes <= SendRequest::kPageBytesMax);
+        total += bytes;
+      }
+      KV_CHECK(total == offer->total_bytes);
+    }
+    if (const auto* answer = std::get_if<tcp::AnswerFrame>(&*frame)) {
+      KV_CHECK(answer->bitmap.size() == (size_t{answer->page_count} + 7) / 8);
+    }
+    if (const auto* error = std::get_if<tcp::ErrorFrame>(&*frame)) KV_CHECK(!error->status.ok());
+    if (const auto* hello = std::get_if<tcp::HelloFrame>(&*frame)) MustExplain(tcp::CheckVersion(*hello));
+  }
+};
+
+/// Runs nothing: a manifest's pages never get as far as encoding.
+class NoExecutor final : public EncodeExecutor {
+ public:
+  void Encode(std::shared_ptr<const Codec>, std::vector<EncodeItem> items,
+              absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) override {
+    held.push_back({std::move(items), std::move(done)});
+  }
+  struct Job {
+    std::vector<EncodeItem> items;
+    absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done;
+  };
+  std::vector<Job> held;
+};
+
+class ManifestTarget final : public FuzzTarget {
+ public:
+  ManifestTarget() {
+    PagePool::Options options;
+    options.pool_bytes = 16 << 20;
+    absl::StatusOr<std::unique_ptr<PagePool>> pool = PagePool::Create(options);
+    KV_CHECK(pool.ok());
+    pool_ = std::move(*pool);
+    store_ = PageStore::Create(pool_.get(), &testing::AllCodecs(), &executor_, &store_metrics_, &clock_);
+  }
+  std::vector<std::string> Seeds() override {
+    std::vector<std::string> seeds;
+    for (const char* const codec : {"raw", "hack:k_bits=3,v_bits=2"}) {
+      for (const uint64_t tokens : {0, 10, 64, 200}) {
+        HandOffContent content;
+        content.config = SmallConfig(codec);
+        content.codec_version = 1;
+        content.tokens = tokens;
+        content.blocks.resize(tokens / 64);
+        for (size_t i = 0; i < content.blocks.size(); ++i) {
+          content.blocks[i].named = i % 2 == 0;
+          content.blocks[i].name.key.bytes[0] = uint8_t(i + 1);
+        }
+        for (uint32_t layer = 0; layer < 2; ++layer) {
+          for (uint32_t block = 0; block <= content.blocks.size(); ++block) {
+            if (block == content.blocks.size() && tokens % 64 == 0) continue;
+            content.pages.push_back({block, layer, PageForm::kRaw, 0, 0});
+          }
+        }
+        // The first byte is the number of pages that the transport's offer had.
+        seeds.push_back(std::string(8, char(content.pages.size())) + WriteManifest(content, "blob"));
+      }
+    }
+    return seeds;
+  }
+  void Run(absl::Span<const uint8_t> input) override {
+    if (input.size() < 8) return;
+    // The offer's sizes: those of a raw page, or of an encoded one, or hostile.
+    const size_t pages = input[0];
+    const uint64_t raw = 2 * 2 * 64 * 32 * 2;
+    std::vector<uint64_t> bytes(pages), checksums(pages, 7);
+    for (size_t i = 0; i < pages; ++i) bytes[i] = input[1] == input[0] ? raw : input[1 + i % 7] * 64;
+    const absl::StatusOr<Manifest> manifest = ParseManifest(
+        absl::string_view(reinterpret_cast<const char*>(input.data()) + 8, input.size() - 8), bytes, checksums);
+    MustExplain(manifest.status());
+    if (!manifest.ok()) return;
+    KV_CHECK(manifest->content.pages.size() == pages);
+    for (const HandOffPage& page : manifest->content.pages) {
+      KV_CHECK(page.block <= manifest->content.blocks.size());
+      KV_CHECK(page.layer < static_cast<uint32_t>(manifest->content.config.layers));
+    }
+    const uint64_t used = pool_->used_bytes();
+    {
+      const absl::StatusOr<std::unique_ptr<ImportLease>> lease = store_->Import(manifest->content);
+      MustExplain(lease.status());
+      if (lease.ok()) {
+        for (size_t i = 0; i < pages; ++i) {
+          const absl::Span<uint8_t> target = (*lease)->target(i);
+          KV_CHECK(target.empty() || target.size() == bytes[i]);
+          // What a hostile peer may write, with a matching checksum: here the input itself, over and over.
+          for (size_t b = 0; b < target.size(); ++b) target[b] = input[b % input.size()];
+        }
+        const absl::StatusOr<SequenceId> sequence = (*lease)->Commit();
+        MustExplain(sequence.status());
+        if (sequence.ok()) store_->Drop(*sequence);
+      }
+    }
+    for (NoExecutor::Job& job : std::exchange(executor_.held, {})) {
+      for (EncodeItem& item : job.items) item.declined = true;
+      job.done(job.items);
+    }
+    if (++runs_ % 64 == 0) store_->CheckInvariants();
+    store_->PurgeAll();
+    KV_CHECK(pool_->used_bytes() == used && used == 0);
+  }
+
+ private:
+  SteadyClock clock_;
+  Metrics metrics_;
+  StoreMetrics store_metrics_{&metrics_};
+  NoExecutor executor_;
+  std::unique_ptr<PagePool> pool_;
+  std::unique_ptr<PageStore> store_;
+  uint64_t runs_ = 0;
+};
+
+class StepTarget final : public FuzzTarget {
+ public:
+  std::vector<std::string> Seeds() override {
+    std::vector<std::string> seeds;
+    for (const bool arena : {false, true}) {
+      for (const bool append : {false, true}) {
+        capnp::MallocMessageBuilder message;
+        auto request = message.initRoot<api::StepRequest>();
+        request.setLayer(1);
+        auto entries = request.initEntries(2);
+        for (uint32_t i = 0; i < 2; ++i) {
+          entries[i].setSequenceId(i + 1);
+          entries[i].setPosition(10);
+          entries[i].setTokens(1 + i);
+        }
+        const size_t kv = 3 * 2 * 32 * 2, q = 3 * 4 * 32 * 4;
+        auto fill = [&](api::Tensor::Builder tensor, size_t bytes, uint64_t offset) {
+          if (arena) {
+            auto range = tensor.initArena();
+            range.setId(1);
+            range.setOffset(offset);
+            range.setBytes(bytes);
+          } else {
+            tensor.initInline(bytes);
+          }
+        };
+        if (append) {
+          fill(request.initK(), kv, 0);
+          fill(request.initV(), kv, 4096);
+        }
+        fill(request.initQ(), q, 8192);
+        if (arena) fill(request.initOut(), q, 16384);
+        request.setWantLse(true);
+        seeds.push_back(Flat(message));
+      }
+    }
+    return seeds;
+  }
+  void Run(absl::Span<const uint8_t> input) override {
+    kj::Array<capnp::word> words = kj::heapArray<capnp::word>(input.size() / sizeof(capnp::word));
+    if (words.size() > 0) std::memcpy(words.begin(), input.data(), words.size() * sizeof(capnp::word));
+    (void)kj::runCatchingExceptions([&] {
+      capnp::FlatArrayMessageReader reader(words);
+      const absl::StatusOr<CheckedStep> step = CheckStep(
+          config_, reader.getRoot<api::StepRequest>(),
+          [&](uint32_t id) { return id == 1 ? absl::MakeSpan(arena_) : absl::Span<uint8_t>(); },
+          [](SequenceId id) { return id == 1 || id == 2; });
+      MustExplain(step.status());
+      if (!step.ok()) return;
+      uint64_t tokens = 0;
+      for (const AttendEntry& entry : step->entries) {
+        KV_CHECK(entry.tokens >= 1);
+        tokens += entry.tokens;
+      }
+      KV_CHECK(tokens == step->tokens);
+      for (const StepTensor* const tensor : {&step->k, &step->v, &step->q, &step->out, &step->lse}) {
+        // Each byte that the step may touch is where it says.
+        uint8_t sum = 0;
+        for (const uint8_t byte : tensor->bytes) sum += byte;
+        sink_ = sum;
+        if (tensor->where == StepTensor::Where::kArena) {
+          KV_CHECK(tensor->bytes.data() >= arena_.data() &&
+                   tensor->bytes.data() + tensor->bytes.size() <= arena_.data() + arena_.size());
+        }
+      }
+      KV_CHECK(!step->append() || step->k.bytes.size() == tokens * 2 * 32 * 2);
+      KV_CHECK(!step->attend() || step->q.bytes.size() == tokens * 4 * 32 * DTypeBytes(step->q_dtype));
+    });
+  }
+
+ private:
+  const CacheConfig config_ = SmallConfig("raw");
+  std::vector<uint8_t> arena_ = std::vector<uint8_t>(1 << 16);
+  volatile uint8_t sink_ = 0;
+};
+
+class CodecSpecTarget final : public FuzzTarget {
+ public:
+  std::vector<std::string> Seeds() override {
+    return {"raw",
+            "hack",
+            "hack:k_bits=3,v_bits=2",
+            "hack:k_axis=channel,k_bits=3,v_bits=2,meta=8,part=64,k_range=minmax,v_range=minmax,rounding=nearest,"
+            "q=symmetric,sums=0,hadamard=0",
+            "hack:k_axis=token,k_bits=8,v_bits=8,meta=16,part=128,q=asymmetric,sums=1,hadamard=1",
+            "hack:v_bits=1,v_range=least_squares,rounding=stochastic",
+            "name:a=b,c=d,e=,=f,:,=="};
+  }
+  void Run(absl::Span<const uint8_t> input) override {
+    const absl::string_view text(reinterpret_cast<const char*>(input.data()), input.size());
+    MustExplain(ParseCodecSpec(text).status());
+    for (const int head_dim : {16, 96, 128}) {
+      PageLayout layout;
+      layout.kv_heads = 1;
+      layout.head_dim = static_cast<uint16_t>(head_dim);
+      layout.page_tokens = head_dim == 96 ? 128 : 64;
+      const absl::StatusOr<std::unique_ptr<Codec>> codec = testing::AllCodecs().Create(text, layout);
+      MustExplain(codec.status());
+      if (!codec.ok()) continue;
+      // The canonical form is its own canonical form.
+      const CodecInfo& info = (*codec)->info();
+      KV_CHECK(info.encoded_bytes % 64 == 0 && info.payload_bytes <= info.encoded_bytes);
+      const absl::StatusOr<std::unique_ptr<Codec>> again = testing::AllCodecs().Create(info.spec, layout);
+      KV_CHECK(again.ok());
+      KV_CHECK((*again)->info().spec == info.spec && (*again)->info().encoded_bytes == info.encoded_bytes);
+    }
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<FuzzTarget> MakePeerWireTarget() { return std::make_unique<PeerWireTarget>(); }
+std::unique_ptr<FuzzTarget> MakeManifestTarget() { return std::make_unique<ManifestTarget>(); }
+std::unique_ptr<FuzzTarget> MakeStepTarget() { return std::make_unique<StepTarget>(); }
+std::unique_ptr<FuzzTarget> MakeCodecSpecTarget() { return std::make_unique<CodecSpecTarget>(); }
+
+}  // namespace kvmanager::fuzz

@@ -1,0 +1,228 @@
+// Runs every target for a bounded time on mutated seeds; the mutations are the same in every run.
+//
+//   fuzz_smoke_test [--seconds=N] [--target=NAME]
+//
+// Prints executions per target. A crash leaves the input in a file (crash-NAME in $TEST_UNDECLARED_OUTPUTS_DIR or
+// /tmp), which the libFuzzer build of the target takes as an argument.
+#include <fcntl.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "tests/fuzz/fuzz_target.h"
+
+namespace kvmanager::fuzz {
+namespace {
+
+#ifdef KVMANAGER_SANITIZED
+constexpr int kSecondsDefault = 24;
+#else
+constexpr int kSecondsDefault = 64;
+#endif
+constexpr unsigned kHangS = 120;  // of one input
+constexpr size_t kInputBytesMax = 256 << 10;
+
+// What a signal handler may touch.
+const char* current_name = "";
+const char* current_bytes = nullptr;
+size_t current_size = 0;
+char crash_path[512];
+
+void WriteInput(int number) {
+  const int fd = open(crash_path, O_CREAT | O_TRUNC | O_WRONLY, 0644);
+  if (fd >= 0 && write(fd, current_bytes, current_size) >= 0) close(fd);
+  const char* const said[] = {"fuzz_smoke_test: ",
+                              number == SIGALRM ? "hang" : "crash",
+                              " in ",
+                              current_name,
+                              ", the input is in ",
+                              crash_path,
+                              "\n"};
+  for (const char* const text : said) (void)!write(STDERR_FILENO, text, strlen(text));
+  signal(number, SIG_DFL);
+  signal(SIGABRT, SIG_DFL);
+  if (number == SIGALRM) abort();
+  raise(number);
+}
+
+class Mutator {
+ public:
+  explicit Mutator(std::vector<std::string> seeds) : seeds_(std::move(seeds)), random_(20240607) {
+    if (seeds_.empty()) seeds_.push_back("");
+  }
+
+  std::string Next() {
+    std::string input = seeds_[Below(seeds_.size())];
+    for (size_t rounds = 1 + Below(5); rounds > 0; --rounds) Mutate(&input);
+    if (input.size() > kInputBytesMax) input.resize(kInputBytesMax);
+    return input;
+  }
+
+ private:
+  uint64_t Below(uint64_t n) { return n == 0 ? 0 : random_() % n; }
+
+  void Mutate(std::string* s) {
+    static constexpr uint64_t kEdges[] = {
+        0,       1,          2,          0x7f,       0x80,        0xff,  0x7fff,     0xffff,
+        0x10000, 0x7fffffff, 0x80000000, 0xffffffff, 0x100000000, ~0ull, 1ull << 62, 0x7ff0000000000000};
+    const size_t at = Below(s->size());
+    switch (Below(11)) {
+      case 0:
+        if (!s->empty()) (*s)[at] ^= char(1 << Below(8));
+        break;
+      case 1:
+        if (!s->empty()) (*s)[at] = char(random_());
+        break;
+      case 2:
+      case 3: {  // an aligned word of 1, 2, 4 or 8 bytes becomes an edge value
+        const size_t width = size_t{1} << Below(4);
+        if (s->size() < width) break;
+        const size_t to = Below(s->size() / width) * width;
+        const uint64_t value = kEdges[Below(std::size(kEdges))] + Below(3) - 1;
+        memcpy(s->data() + to, &value, width);
+        break;
+      }
+      case 4: {  // a small change to an aligned 32-bit word
+        if (s->size() < 4) break;
+        const size_t to = Below(s->size() / 4) * 4;
+        uint32_t value;
+        memcpy(&value, s->data() + to, 4);
+        value += uint32_t(Below(17)) - 8;
+        memcpy(s->data() + to, &value, 4);
+        break;
+      }
+      case 5:  // removed
+        s->erase(at, 1 + Below(std::min<size_t>(64, s->size())));
+        break;
+      case 6:  // repeated
+        s->insert(at, s->substr(at, 1 + Below(64)));
+        break;
+      case 7:
+        s->resize(at);
+        break;
+      case 8: {  // a piece of another seed, over or between
+        const std::string& other = seeds_[Below(seeds_.size())];
+        const size_t from = Below(other.size());
+        const std::string piece = other.substr(from, 1 + Below(256));
+        if (Below(2) == 0) {
+          s->insert(at, piece);
+        } else if (!s->empty()) {
+          s->replace(at, std::min(piece.size(), s->size() - at), piece);
+        }
+        break;
+      }
+      case 9: {  // two aligned words change places
+        if (s->size() < 16) break;
+        const size_t a = Below(s->size() / 8) * 8, b = Below(s->size() / 8) * 8;
+        char word[8];
+        memcpy(word, s->data() + a, 8);
+        memmove(s->data() + a, s->data() + b, 8);
+        memcpy(s->data() + b, word, 8);
+        break;
+      }
+      case 10: {  // noise
+        std::string noise(1 + Below(32), 0);
+        for (char& c : noise) c = char(random_());
+        s->insert(at, noise);
+        break;
+      }
+    }
+  }
+
+  std::vector<std::string> seeds_;
+  std::mt19937_64 random_;
+};
+
+struct Named {
+  const char* name;
+  std::unique_ptr<FuzzTarget> (*make)();
+};
+
+constexpr Named kTargets[] = {
+    {"rpc", MakeRpcTarget},
+    {"step", MakeStepTarget},
+    {"peer_wire", MakePeerWireTarget},
+    {"peer_stream", MakePeerStreamTarget},
+    {"manifest", MakeManifestTarget},
+    {"hack_page", MakeHackPageTarget},
+    {"codec_spec", MakeCodecSpecTarget},
+    {"safetensors", MakeSafetensorsTarget},
+};
+
+void RunTarget(const Named& named, double seconds) {
+  const char* const outputs = std::getenv("TEST_UNDECLARED_OUTPUTS_DIR");
+  std::snprintf(crash_path, sizeof crash_path, "%s/crash-%s", outputs != nullptr ? outputs : "/tmp", named.name);
+  current_name = named.name;
+  std::unique_ptr<FuzzTarget> target = named.make();
+  const std::vector<std::string> seeds = target->Seeds();
+  Mutator mutator(seeds);
+  const auto start = std::chrono::steady_clock::now();
+  uint64_t executions = 0;
+  double elapsed = 0;
+  auto run = [&](const std::string& input) {
+    current_bytes = input.data();
+    current_size = input.size();
+    alarm(kHangS);
+    // A copy of exact size, so that a read past the end is a fault that AddressSanitizer sees.
+    const std::vector<uint8_t> exact(input.begin(), input.end());
+    target->Run(exact);
+    ++executions;
+  };
+  for (const std::string& seed : seeds) run(seed);
+  while (elapsed < seconds) {
+    run(mutator.Next());
+    elapsed = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+  current_size = 0;
+  alarm(kHangS);
+  target->Check();
+  alarm(0);
+  std::printf("%-12s %zu seeds, %llu executions in %.1f s\n", named.name, seeds.size(),
+              static_cast<unsigned long long>(executions), elapsed);
+  std::fflush(stdout);
+}
+
+}  // namespace
+}  // namespace kvmanager::fuzz
+
+int main(int argc, char** argv) {
+  using namespace kvmanager::fuzz;
+  int seconds = kSecondsDefault;
+  std::string only;
+  for (int i = 1; i < argc; ++i) {
+    absl::string_view flag = argv[i];
+    if (absl::ConsumePrefix(&flag, "--seconds=") && absl::SimpleAtoi(flag, &seconds)) continue;
+    if (absl::ConsumePrefix(&flag, "--target=")) {
+      only = std::string(flag);
+      continue;
+    }
+    std::fprintf(stderr, "usage: fuzz_smoke_test [--seconds=N] [--target=NAME]\n");
+    return 2;
+  }
+  signal(SIGPIPE, SIG_IGN);
+  for (const int number : {SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGALRM}) signal(number, WriteInput);
+  const size_t targets = only.empty() ? std::size(kTargets) : 1;
+  bool found = false;
+  for (const Named& named : kTargets) {
+    if (!only.empty() && only != named.name) continue;
+    found = true;
+    RunTarget(named, double(seconds) / targets);
+  }
+  if (!found) {
+    std::fprintf(stderr, "no target \"%s\"\n", only.c_str());
+    return 2;
+  }
+  return 0;
+}

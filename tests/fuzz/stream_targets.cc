@@ -1,0 +1,304 @@
+// Targets that are byte streams into running servers: an RPC connection, a hand-off.
+#include <capnp/rpc-twoparty.h>
+#include <kj/async-io.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/api/kvmanager.capnp.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/server/server.h"
+#include "monitoring/metrics.h"
+#include "spdlog/spdlog.h"
+#include "tests/fuzz/fuzz_target.h"
+#include "tests/harness.h"
+#include "tests/model.h"
+#include "tests/raw_rpc.h"
+#include "transport/tcp/tcp_transport.h"
+#include "transport/tcp/wire.h"
+
+namespace kvmanager::fuzz {
+namespace {
+
+/// Writes `input` to a fresh connection, ends it, and waits until the other side has ended it too.
+void RunStream(const std::string& address, absl::Span<const uint8_t> input) {
+  const int fd = testing::ConnectSocket(address);
+  KV_CHECK(fd >= 0);
+  // Answers are read while writing: neither side may wait for the other.
+  absl::string_view rest(reinterpret_cast<const char*>(input.data()), input.size());
+  char bytes[16384];
+  bool open = true;
+  while (!rest.empty() && open) {
+    pollfd p{fd, POLLIN | POLLOUT, 0};
+    KV_CHECK(poll(&p, 1, -1) == 1);
+    if ((p.revents & (POLLIN | POLLHUP | POLLERR)) != 0) open = recv(fd, bytes, sizeof bytes, MSG_DONTWAIT) > 0;
+    if (open && (p.revents & POLLOUT) != 0) {
+      const ssize_t n = send(fd, rest.data(), rest.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (n > 0) rest.remove_prefix(n);
+      if (n < 0 && errno != EAGAIN) open = false;
+    }
+  }
+  shutdown(fd, SHUT_WR);
+  while (open && recv(fd, bytes, sizeof bytes, 0) > 0) {
+  }
+  close(fd);
+}
+
+class RpcTarget final : public FuzzTarget {
+ public:
+  RpcTarget() {
+    spdlog::set_level(spdlog::level::off);
+    Options options;
+    options.listen = {absl::StrCat("unix:", directory_.path(), "/kv.sock")};
+    options.host_pool_bytes = 32 << 20;
+    options.threads = 1;
+    absl::StatusOr<std::unique_ptr<Server>> server = Server::Create(options);
+    KV_CHECK(server.ok());
+    server_ = std::move(*server);
+    address_ = server_->listen_address();
+    loop_ = std::thread([this] { server_->Run(); });
+  }
+  ~RpcTarget() override {
+    server_->Stop();
+    loop_.join();
+  }
+
+  /// A whole session as the wire saw it, and its beginnings.
+  std::vector<std::string> Seeds() override {
+    testing::Proxy proxy(address_);
+    proxy.Record();
+    Session("tcp:" + proxy.address());
+    const std::string whole = proxy.Recorded();
+    std::vector<std::string> seeds = {whole};
+    // Cut at message boundaries: number of segments less one, their sizes in words, padded to 8 bytes.
+    size_t at = 0;
+    while (at + 8 <= whole.size()) {
+      uint32_t segments, words = 0;
+      memcpy(&segments, whole.data() + at, 4);
+      ++segments;
+      KV_CHECK(at + 4 + 4 * segments <= whole.size());
+      for (uint32_t i = 0; i < segments; ++i) {
+        uint32_t size;
+        memcpy(&size, whole.data() + at + 4 + 4 * i, 4);
+        words += size;
+      }
+      at += (4 + 4 * segments + 7) / 8 * 8 + 8 * size_t{words};
+      seeds.push_back(whole.substr(0, at));
+    }
+    return seeds;
+  }
+  void Run(absl::Span<const uint8_t> input) override { RunStream(address_, input); }
+  void Check() override {
+    std::thread([this] {
+      Session(address_);
+      testing::RawRpc rpc;
+      auto connection = rpc.Connect(address_);
+      KV_CHECK(connection != nullptr);
+      KV_CHECK(testing::Eventually([&] {
+        api::Admin::Client admin = connection->daemon.adminRequest().send().wait(rpc.wait()).getAdmin();
+        auto purge = admin.purgeRequest();
+        purge.setAll(true);
+        purge.send().wait(rpc.wait());
+        auto status = admin.statusRequest().send().wait(rpc.wait());
+        return status.getStatus().getConnections() == 1 && status.getStatus().getLeases() == 0 &&
+               status.getStatus().getPools()[0].getUsedBytes() == 0;
+      }));
+    }).join();
+  }
+
+ private:
+  /// One call of every method, with small tensors.
+  static void Session(const std::string& address) {
+    std::thread([&] {
+      client::CacheOptions shape = testing::SmallCache("hack:k_bits=3,v_bits=2", 0, 64, 16);
+      const testing::Source source{1, testing::Kind::kNormal, shape};
+      testing::RawRpc rpc;
+      auto connection = rpc.Connect(address);
+      KV_CHECK(connection != nullptr);
+      kj::WaitScope& wait = rpc.wait();
+      auto open = connection->daemon.openCacheRequest();
+      testing::FillConfig(shape, open.initConfig());
+      auto opened = open.send().wait(wait);
+      KV_CHECK(opened.getStatus().getCode() == 0);
+      api::Cache::Client cache = opened.getCache();
+      std::vector<BlockName> names;
+      Digest digest;
+      KV_CHECK(opened.getInfo().getDigest().size() == digest.bytes.size());
+      memcpy(digest.bytes.data(), opened.getInfo().getDigest().begin(), digest.bytes.size());
+      NameBlocks(digest, source.TokenIds(0, 64), 64, &names);
+      auto name = [&](api::BlockName::Builder to) {
+        to.setKey(kj::arrayPtr(names[0].key.bytes.data(), 32));
+        to.setTokens(kj::arrayPtr(names[0].tokens.bytes.data(), 32));
+      };
+      auto arena = connection->daemon.createArenaRequest();
+      arena.setBytes(4096);
+      arena.send().wait(wait);
+      auto create = cache.createSequencesRequest();
+      name(create.initRequests(1)[0].initPrefix(1)[0]);
+      auto created = create.send().wait(wait);
+      KV_CHECK(created.getReplies()[0].getStatus().getCode() == 0);
+      api::Sequence::Client sequence = created.getReplies()[0].getSequence();
+      const uint64_t at = created.getReplies()[0].getMatch().getHitBlocks() * 64;
+      for (int layer = 0; layer < shape.layers; ++layer) {
+        const int tokens = 70;
+        auto step = cache.stepRequest();
+        auto request = step.initRequest();
+        request.setLayer(layer);
+        auto entry = request.initEntries(1)[0];
+        entry.setSequenceId(created.getReplies()[0].getSequenceId());
+        entry.setPosition(at);
+        entry.setTokens(tokens);
+        const auto k = source.K(layer, at, tokens), v = source.V(layer, at, tokens);
+        const auto q = source.Q(layer, at, tokens);
+        request.initK().setInline(kj::arrayPtr(k.data(), k.size()));
+        request.initV().setInline(kj::arrayPtr(v.data(), v.size()));
+        request.initQ().setInline(kj::arrayPtr(reinterpret_cast<const kj::byte*>(q.data()), q.size() * 4));
+        request.setWantLse(true);
+        KV_CHECK(step.send().wait(wait).getReply().getStatus().getCode() == 0);
+      }
+      auto match = cache.matchRequest();
+      name(match.initRequests(1)[0].initPrefix(1)[0]);
+      match.send().wait(wait);
+      auto publish = sequence.publishRequest();
+      name(publish.initNames(1)[0]);
+      publish.send().wait(wait);
+      sequence.forkRequest().send().wait(wait);
+      auto crop = sequence.cropRequest();
+      crop.setTokens(at + 65);
+      crop.send().wait(wait);
+      sequence.infoRequest().send().wait(wait);
+      auto hand_off = sequence.handOffRequest();
+      hand_off.setPeer("127.0.0.1:1");
+      hand_off.setTimeoutMs(1000);
+      hand_off.send().wait(wait);
+      auto claim = cache.claimRequest();
+      claim.initTicket(32);
+      claim.send().wait(wait);
+      cache.infoRequest().send().wait(wait);
+      api::Admin::Client admin = connection->daemon.adminRequest().send().wait(wait).getAdmin();
+      admin.statusRequest().send().wait(wait);
+      admin.cachesRequest().send().wait(wait);
+      admin.sequencesRequest().send().wait(wait);
+      admin.peersRequest().send().wait(wait);
+    }).join();
+  }
+
+  testing::TempDir directory_;
+  std::unique_ptr<Server> server_;
+  std::string address_;
+  std::thread loop_;
+};
+
+/// Takes what fits into a budget, into memory of its own; what it holds is counted.
+class BudgetReceiver final : public HandOffReceiver {
+ public:
+  static constexpr uint64_t kBytesMax = 1 << 20;
+
+  void Offer(std::string peer, std::string manifest, std::vector<uint64_t> page_bytes,
+             std::vector<uint64_t> page_checksums, OfferReply reply) override {
+    uint64_t total = 0;
+    for (const uint64_t bytes : page_bytes) total += bytes;
+    if (total > kBytesMax || page_bytes.size() > 1000) {
+      reply(InvalidField("pages", total, "a small hand-off"));
+      return;
+    }
+    KV_CHECK(page_bytes.size() == page_checksums.size() && !manifest.empty());
+    ++active;
+    reply(std::make_unique<Pages>(this, page_bytes, page_checksums));
+  }
+  void Complete(std::unique_ptr<IncomingHandOff> hand_off, CompleteReply reply) override {
+    // Whatever the stream was, what is complete is what was announced.
+    static_cast<Pages&>(*hand_off).MustMatch();
+    ++completed;
+    reply(std::string("ticket"));
+  }
+  void Abort(std::unique_ptr<IncomingHandOff> hand_off, absl::Status why) override { KV_CHECK(!why.ok()); }
+
+  std::atomic<int> active{0};
+  std::atomic<uint64_t> completed{0};
+
+ private:
+  class Pages final : public IncomingHandOff {
+   public:
+    Pages(BudgetReceiver* receiver, const std::vector<uint64_t>& bytes, std::vector<uint64_t> checksums)
+        : receiver_(receiver), checksums_(std::move(checksums)) {
+      for (size_t i = 0; i < bytes.size(); ++i) pages_.emplace_back(i % 5 == 4 ? 0 : bytes[i]);  // every fifth is there
+    }
+    ~Pages() override { --receiver_->active; }
+    absl::Span<uint8_t> target(size_t page) override { return absl::MakeSpan(pages_.at(page)); }
+    void MustMatch() const {
+      for (size_t i = 0; i < pages_.size(); ++i) {
+        KV_CHECK(pages_[i].empty() || XXH3_64bits(pages_[i].data(), pages_[i].size()) == checksums_[i]);
+      }
+    }
+
+   private:
+    BudgetReceiver* const receiver_;
+    std::vector<std::vector<uint8_t>> pages_;
+    std::vector<uint64_t> checksums_;
+  };
+};
+
+class PeerStreamTarget final : public FuzzTarget {
+ public:
+  PeerStreamTarget() : transport_metrics_(*metrics_.registry()) {
+    TcpTransport::Options options;
+    options.listen = "127.0.0.1:0";
+    options.receiver = &receiver_;
+    options.metrics = &transport_metrics_;
+    absl::StatusOr<std::unique_ptr<TcpTransport>> transport = TcpTransport::Create(options);
+    KV_CHECK(transport.ok());
+    transport_ = std::move(*transport);
+  }
+  std::vector<std::string> Seeds() override {
+    std::vector<std::string> seeds;
+    for (const size_t count : {0, 1, 7}) {
+      std::vector<std::vector<uint8_t>> store;
+      std::vector<SendPage> pages;
+      for (size_t i = 0; i < count; ++i) store.emplace_back(64 * (i + 1), uint8_t(i));
+      for (const auto& bytes : store) pages.push_back({bytes, XXH3_64bits(bytes.data(), bytes.size())});
+      std::string stream = tcp::EncodeHello() + tcp::EncodeOffer(pages, "a manifest");
+      seeds.push_back(stream + tcp::EncodeCancel());
+      tcp::EndFrame end;
+      for (size_t i = 0; i < count; ++i) {
+        if (i % 5 == 4) continue;
+        std::string header(tcp::kHeaderBytes, 0);
+        tcp::PutHeader({tcp::FrameType::kPage, uint32_t(i), store[i].size()},
+                       reinterpret_cast<uint8_t*>(header.data()));
+        stream += header + std::string(store[i].begin(), store[i].end());
+        ++end.pages;
+        end.bytes += store[i].size();
+      }
+      seeds.push_back(stream + tcp::EncodeEnd(end));
+    }
+    return seeds;
+  }
+  void Run(absl::Span<const uint8_t> input) override { RunStream(transport_->listen_address(), input); }
+  void Check() override {
+    KV_CHECK(testing::Eventually([&] { return receiver_.active == 0; }));
+    const uint64_t before = receiver_.completed;
+    const std::string seed = Seeds().back();
+    Run(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(seed.data()), seed.size()));
+    KV_CHECK(testing::Eventually([&] { return receiver_.active == 0 && receiver_.completed > before; }));
+  }
+
+ private:
+  BudgetReceiver receiver_;
+  Metrics metrics_;
+  TransportMetrics transport_metrics_;
+  std::unique_ptr<TcpTransport> transport_;
+};
+
+}  // namespace
+
+std::unique_ptr<FuzzTarget> MakeRpcTarget() { return std::make_unique<RpcTarget>(); }
+std::unique_ptr<FuzzTarget> MakePeerStreamTarget() { return std::make_unique<PeerStreamTarget>(); }
+
+}  // namespace kvmanager::fuzz

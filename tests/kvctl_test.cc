@@ -1,0 +1,84 @@
+// kvctl against a daemon: every command, --json, and its exit status.
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "client/client.h"
+#include "gtest/gtest.h"
+#include "nlohmann/json.hpp"
+#include "tests/harness.h"
+#include "tests/matchers.h"
+#include "tests/model.h"
+
+namespace kvmanager::testing {
+namespace {
+
+using client::CacheOptions;
+using client::Client;
+using client::CreatedSequence;
+
+class KvctlTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start({}));
+    ASSERT_OK_AND_ASSIGN(client_, Client::Connect(daemon_->listen(), {}));
+  }
+  void TearDown() override { client_.reset(); }
+  CommandResult Run(const std::vector<std::string>& words) {
+    std::vector<std::string> argv = {DataPath("client/cli/kvctl"), "--connect", daemon_->listen()};
+    argv.insert(argv.end(), words.begin(), words.end());
+    absl::StatusOr<CommandResult> result = RunCommand(argv);
+    EXPECT_OK(result);
+    return result.ok() ? *result : CommandResult{-1, ""};
+  }
+  nlohmann::json Ask(std::vector<std::string> words) {
+    words.push_back("--json");
+    const CommandResult result = Run(words);
+    EXPECT_EQ(result.status, 0) << result.output;
+    nlohmann::json answer = nlohmann::json::parse(result.output, nullptr, false);
+    EXPECT_FALSE(answer.is_discarded()) << result.output;
+    return answer;
+  }
+
+  std::unique_ptr<DaemonProcess> daemon_;
+  std::unique_ptr<Client> client_;
+};
+
+TEST_F(KvctlTest, ListsDrainsAndPurges) {
+  const CacheOptions options = SmallCache("hack:k_bits=3,v_bits=2");
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+  const Source source{71, Kind::kNormal, options};
+  ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence());
+  ASSERT_OK(Load(*cache, made.sequence->id(), source, 0, 130, 130));
+  ASSERT_OK(made.sequence->Publish(Names(*cache, source, 2)));
+  for (const char* const word : {"status", "caches", "sequences", "peers"}) {
+    Ask({word});
+    const CommandResult text = Run({word});
+    EXPECT_EQ(text.status, 0) << word;
+    EXPECT_TRUE(std::string(word) == "peers" || !text.output.empty()) << word;
+  }
+  EXPECT_NE(Ask({"caches"}).dump().find("test-model"), std::string::npos);
+  EXPECT_NE(Ask({"sequences"}).dump().find("130"), std::string::npos);
+
+  Ask({"drain"});
+  ASSERT_OK_AND_ASSIGN(client::DaemonDescription status, client_->Status());
+  EXPECT_TRUE(status.draining);
+  ASSERT_OK(client_->Drain(false));
+  made.sequence.reset();
+  Ask({"purge", "--all"});
+  ASSERT_OK_AND_ASSIGN(status, client_->Status());
+  EXPECT_EQ(status.published_blocks, 0u);
+}
+
+TEST_F(KvctlTest, SaysWhatIsWrong) {
+  EXPECT_NE(Run({"no-such-command"}).status, 0);
+  EXPECT_NE(Run({}).status, 0);
+  EXPECT_EQ(Run({"--help"}).status, 0);
+  const absl::StatusOr<CommandResult> nowhere =
+      RunCommand({DataPath("client/cli/kvctl"), "--connect", "unix:/nonexistent/kv.sock", "--json", "status"});
+  ASSERT_OK(nowhere);
+  EXPECT_NE(nowhere->status, 0);
+}
+
+}  // namespace
+}  // namespace kvmanager::testing

@@ -1,0 +1,167 @@
+// docs/metrics.md and the daemon's metrics page say the same, both ways, once every path has been walked.
+#include <fstream>
+#include <map>
+#include <memory>
+#include <regex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_split.h"
+#include "client/client.h"
+#include "gtest/gtest.h"
+#include "tests/harness.h"
+#include "tests/matchers.h"
+#include "tests/model.h"
+
+namespace kvmanager::testing {
+namespace {
+
+using client::CacheOptions;
+using client::Client;
+using client::CreatedSequence;
+
+struct Row {
+  std::string type;
+  std::set<std::string> labels;
+  std::string meaning;
+};
+
+/// Lines "| `name` | type | `label`, ... | unit | meaning |" of the catalogue.
+std::map<std::string, Row> ReadCatalogue() {
+  std::map<std::string, Row> rows;
+  std::ifstream in(DataPath("docs/metrics.md"));
+  std::string line;
+  while (std::getline(in, line)) {
+    if (line.rfind("| `", 0) != 0) continue;
+    const std::vector<std::string> cells = absl::StrSplit(line, '|');
+    if (cells.size() < 6) continue;
+    auto plain = [](std::string text) {
+      text.erase(std::remove(text.begin(), text.end(), '`'), text.end());
+      return std::string(absl::StripAsciiWhitespace(text));
+    };
+    Row row;
+    row.type = plain(cells[2]);
+    for (const std::string& label : absl::StrSplit(plain(cells[3]), ',')) {
+      const std::string name(absl::StripAsciiWhitespace(label));
+      if (!name.empty() && name != "-") row.labels.insert(name);
+    }
+    row.meaning = plain(cells[5]);
+    EXPECT_TRUE(rows.emplace(plain(cells[1]), row).second) << "twice in the catalogue: " << cells[1];
+  }
+  return rows;
+}
+
+std::set<std::string> LabelsOf(const std::string& sample) {
+  static const std::regex kLabel(R"re((\w+)="(?:[^"\\]|\\.)*")re");
+  std::set<std::string> labels;
+  for (std::sregex_iterator it(sample.begin(), sample.end(), kLabel), end; it != end; ++it) {
+    if ((*it)[1] != "le" && (*it)[1] != "quantile") labels.insert((*it)[1]);
+  }
+  return labels;
+}
+
+/// Appends, attends, shares, forks, crops, hands over, evicts, errs: whatever makes a series.
+void WalkEveryPath(DaemonProcess& daemon, DaemonProcess& peer) {
+  ASSERT_OK_AND_ASSIGN(auto client, Client::Connect(daemon.listen(), {}));
+  ASSERT_OK_AND_ASSIGN(auto peer_client, Client::Connect(peer.listen(), {}));
+  for (const char* const codec : {"raw", "hack:k_bits=3,v_bits=2"}) {
+    const CacheOptions options = SmallCache(codec, 1);
+    const Source source{1, Kind::kNormal, options};
+    ASSERT_OK_AND_ASSIGN(auto cache, client->OpenCache(options));
+    ASSERT_OK_AND_ASSIGN(auto arena, client->CreateArena(1 << 20));
+    ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence());
+    ASSERT_OK(Feed(*cache, made.sequence->id(), source, 0, 400, 30));
+    ASSERT_OK(made.sequence->Publish(Names(*cache, source, 5)));
+    ASSERT_OK_AND_ASSIGN(CreatedSequence hit, cache->CreateSequence(Names(*cache, source, 6)));
+    EXPECT_EQ(hit.match.hit_blocks, 5);
+    ASSERT_OK_AND_ASSIGN(auto fork, made.sequence->Fork());
+    ASSERT_OK(fork->Crop(399));
+    EXPECT_FALSE(made.sequence->Crop(10000).ok());
+    ASSERT_OK_AND_ASSIGN(const client::HandOffOutcome sent, made.sequence->HandOff(peer.peer(), ""));
+    ASSERT_OK_AND_ASSIGN(auto there, peer_client->OpenCache(options));
+    ASSERT_OK_AND_ASSIGN(client::ClaimedSequence claimed, there->Claim(sent.ticket));
+    ASSERT_OK(Feed(*there, claimed.sequence->id(), source, 400, 3, 1));
+    ASSERT_OK(claimed.sequence->HandOff(daemon.peer(), ""));
+    EXPECT_FALSE(made.sequence->HandOff("127.0.0.1:1", "").ok());
+  }
+  EXPECT_OK(client->Caches());
+  EXPECT_OK(client->Sequences());
+  EXPECT_OK(client->Peers());
+  EXPECT_OK(client->Drain(true));
+  EXPECT_OK(client->Drain(false));
+  EXPECT_OK(client->Purge(Client::kAllCaches));
+}
+
+TEST(MetricsTest, TheCatalogueIsTheMetricsPage) {
+  const std::map<std::string, Row> catalogue = ReadCatalogue();
+  ASSERT_FALSE(catalogue.empty());
+  ASSERT_OK_AND_ASSIGN(auto daemon, DaemonProcess::Start({}));
+  ASSERT_OK_AND_ASSIGN(auto peer, DaemonProcess::Start({}));
+  WalkEveryPath(*daemon, *peer);
+  ASSERT_OK_AND_ASSIGN(const MetricsPage page, Scrape(*daemon));
+  std::string missing;
+  for (const auto& [name, row] : catalogue) {
+    SCOPED_TRACE(name);
+    const auto found = page.families.find(name);
+    if (found == page.families.end()) {
+      ADD_FAILURE() << "in docs/metrics.md, but not on the page";
+      continue;
+    }
+    EXPECT_EQ(found->second.type, row.type);
+    EXPECT_FALSE(found->second.help.empty());
+    EXPECT_FALSE(row.meaning.empty());
+    EXPECT_FALSE(found->second.samples.empty()) << "no path of this test makes a series of it";
+    for (const auto& [sample, value] : found->second.samples) EXPECT_EQ(LabelsOf(sample), row.labels) << sample;
+  }
+  for (const auto& [name, family] : page.families) {
+    if (catalogue.count(name) > 0) continue;
+    missing += "| `" + name + "` | " + family.type + " | | | " + family.help + " |\n";
+  }
+  EXPECT_EQ(missing, "") << "on the page, but not in docs/metrics.md";
+}
+
+TEST(MetricsTest, CountersCountWhatHappened) {
+  ASSERT_OK_AND_ASSIGN(auto daemon, DaemonProcess::Start({}));
+  ASSERT_OK_AND_ASSIGN(auto client, Client::Connect(daemon->listen(), {}));
+  const CacheOptions options = SmallCache("hack:k_bits=3,v_bits=2", 1);
+  const Source source{1, Kind::kNormal, options};
+  ASSERT_OK_AND_ASSIGN(auto cache, client->OpenCache(options));
+  ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence());
+  ASSERT_OK_AND_ASSIGN(const MetricsPage before, Scrape(*daemon));
+  client::StepResult counts;
+  ASSERT_OK(Feed(*cache, made.sequence->id(), source, 0, 400, 50, &counts));
+  ASSERT_OK(made.sequence->Publish(Names(*cache, source, 6)));
+  ASSERT_OK_AND_ASSIGN(CreatedSequence hit, cache->CreateSequence(Names(*cache, source, 6)));
+  EXPECT_FALSE(made.sequence->Crop(10000).ok());
+  MetricsPage after;
+  // The last page's encoding may still be under way.
+  EXPECT_TRUE(Eventually([&] {
+    after = *Scrape(*daemon);
+    return after.Sum("kvmanager_encoded_pages_total") == 12;
+  })) << after.Sum("kvmanager_encoded_pages_total");
+  auto grown = [&](const char* name, const std::vector<std::string>& labels = {}) {
+    return after.Sum(name, labels) - before.Sum(name, labels);
+  };
+  EXPECT_EQ(grown("kvmanager_appended_tokens_total"), 800);
+  EXPECT_EQ(grown("kvmanager_attend_pairs_total", {"form=\"encoded\""}), double(counts.encoded_pairs));
+  EXPECT_EQ(grown("kvmanager_attend_pairs_total", {"form=\"raw\""}), double(counts.raw_pairs));
+  EXPECT_EQ(grown("kvmanager_encode_seconds_count"), 12);
+  EXPECT_EQ(grown("kvmanager_prefix_hit_blocks_total"), 6);
+  EXPECT_EQ(after.Sum("kvmanager_published_blocks"), 6);
+  EXPECT_EQ(after.Sum("kvmanager_held_sequences"), 2);
+  EXPECT_EQ(grown("kvmanager_rpc_errors_total", {"method=\"crop\"", "code=\"INVALID_ARGUMENT\""}), 1);
+  EXPECT_EQ(grown("kvmanager_rpc_calls_total", {"method=\"step\""}), 16);
+  // Pages by state, tier and codec: 6 encoded blocks, the newest raw too.
+  EXPECT_EQ(after.Sum("kvmanager_pages", {"codec=\"hack\"", "tier=\"host\""}), 14);
+  made.sequence.reset();
+  hit.sequence.reset();
+  ASSERT_OK(client->Purge(Client::kAllCaches));
+  ASSERT_OK_AND_ASSIGN(const MetricsPage end, Scrape(*daemon));
+  EXPECT_EQ(end.Sum("kvmanager_pages"), 0);
+  EXPECT_EQ(end.Sum("kvmanager_page_bytes"), 0);
+}
+
+}  // namespace
+}  // namespace kvmanager::testing
