@@ -1,7 +1,6 @@
 #include "client/cli/format.h"
 
 #include <algorithm>
-#include <cctype>
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
@@ -45,7 +44,12 @@ std::string Printable(const std::string& text) {
   return shown;
 }
 
-bool IsNumber(const std::string& cell) { return !cell.empty() && std::isdigit(static_cast<unsigned char>(cell[0])); }
+/// A count, a share, or a number with its unit; not an address or a digest.
+bool IsNumber(absl::string_view cell) {
+  const size_t end = std::min(cell.find_first_not_of("0123456789."), cell.size());
+  if (end == 0 || std::count(cell.begin(), cell.begin() + end, '.') > 1) return false;
+  return end == cell.size() || cell[end] == ' ' || cell[end] == '%';
+}
 
 }  // namespace
 
@@ -264,7 +268,7 @@ std::string Advice(const absl::Status& error, absl::string_view address) {
     case absl::StatusCode::kUnavailable:
       return absl::StrCat(
           "is the daemon running, and listening there? Start it with\n  kvmanagerd --listen ", at,
-          " --host-pool-bytes 4G --metrics-listen 127.0.0.1:9090\nor say where it is with --connect ADDRESS or "
+          " --host-pool-bytes 4GiB --metrics-listen 127.0.0.1:9090\nor say where it is with --connect ADDRESS or "
           "KVMANAGER_ADDRESS (unix:PATH or tcp:HOST:PORT). Who may connect to a Unix socket is up to its "
           "file's permissions: ls -l shows them.");
     case absl::StatusCode::kDeadlineExceeded:

@@ -32,6 +32,10 @@ TEST(Format, TableAlignsNumbersToTheRight) {
             "NAME    COUNT\n"
             "a           5\n"
             "longer  12345\n");
+  EXPECT_EQ(FormatTable({"PEER", "B"}, {{"1.2.3.4:5", "1.0 KiB"}, {"a", "2 B"}}),
+            "PEER             B\n"
+            "1.2.3.4:5  1.0 KiB\n"
+            "a              2 B\n");
   EXPECT_EQ(FormatTable({"A"}, {}), "A\n");
   EXPECT_EQ(FormatTable({"A"}, {{"x\n\x1b[2J"}}), "A\nx??[2J\n");  // what a client calls itself moves no cursor
 }
