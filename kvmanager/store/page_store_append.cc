@@ -1,4 +1,5 @@
 // Append: reserve, copy, check the copy, then commit.
+#include <algorithm>
 #include <cstring>
 
 #include "kvmanager/store/page_store_impl.h"
