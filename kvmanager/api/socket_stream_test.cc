@@ -10,6 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <deque>
 #include <optional>
 #include <random>
@@ -94,7 +95,7 @@ TEST_F(SocketStreamTest, AnyMixOfMessagesArrivesWholeInOrderAndWithItsOwnDescrip
     for (size_t s = 0; s < message.segments.size(); ++s) {
       const auto segment = got.reader->getSegment(uint(s));
       ASSERT_EQ(segment.size(), message.segments[s].size());
-      ASSERT_EQ(0, memcmp(segment.begin(), message.segments[s].data(), segment.asBytes().size()));
+      ASSERT_TRUE(std::equal(segment.asBytes().begin(), segment.asBytes().end(), message.views[s].asBytes().begin()));
     }
     ASSERT_EQ(got.fds.size(), message.fds.size());
     if (message.inode != 0) {
@@ -128,7 +129,8 @@ TEST_F(SocketStreamTest, BytesInPiecesOfAnySizeGiveTheSameMessages) {
     auto message = reading.wait(scope_);
     const auto segment = KJ_ASSERT_NONNULL(message).reader->getSegment(0);
     ASSERT_EQ(segment.size(), words.size());
-    ASSERT_EQ(0, memcmp(segment.begin(), words.data(), segment.asBytes().size()));
+    ASSERT_TRUE(std::equal(segment.asBytes().begin(), segment.asBytes().end(),
+                           reinterpret_cast<const kj::byte*>(words.data())));
   }
 }
 
