@@ -7,6 +7,7 @@ over; a second engine process claims it at the decode daemon and continues the t
 """
 import argparse
 import json
+import os
 import pathlib
 import shutil
 import signal
@@ -16,7 +17,7 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-BIN = ROOT / "bazel-bin"
+BIN = pathlib.Path(os.environ.get("KVMANAGER_BIN", ROOT / "bazel-bin"))  # where bazel put the programs
 MODEL = ROOT / "examples/model"
 CODECS = (  # name in the table, codec, lag in pages
     ("raw fp16", "raw", 2),
