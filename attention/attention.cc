@@ -1,14 +1,14 @@
 // The plan of one layer's attention.
 //
 // Query tokens of one page form a group, since which pages they read raw or encoded is the same for all of them. A
-// group's rows (token, head of the KV head's group) are cut into tiles of at most PageAttentionTask::kRowsMax; a tile
-// and a KV head is the unit of work, and its length may be cut further.
+// group's rows (token, head of the KV head's group) are cut into tiles of at most PageAttentionTask::kRowsMax. A tile
+// takes as many KV heads as leave enough work for every thread, and its length may be cut further; with several heads
+// it visits a page's heads one after the other before the next page, so that memory is read in long runs.
 //
 // Invariants:
-// 1. Where the length is cut depends on the query's own page, the number of KV heads and `threads` alone, not on the
-// batch
-//    or on how query tokens were chunked; the parts are merged in order of position, whoever computed them. So a row's
-//    result is the same bits in every batch and chunking that is planned for as many threads.
+// 1. Where the length is cut depends on the query's own page and `threads` alone, not on the batch or on how query
+//    tokens were chunked; the parts are merged in order of position, whoever computed them. So a row's result is the
+//    same bits in every batch and chunking that is planned for as many threads.
 // 2. Running allocates nothing but what the pool's queue needs: states and workspaces are made with the plan.
 // 3. A part is written by one worker; the worker that finishes a tile's last part merges the others.
 #include "attention/attention.h"
@@ -30,6 +30,9 @@ namespace {
 constexpr int kPartsPerThread = 4;
 // A part shorter than this costs more in merging than it gains.
 constexpr int kPartTokensMin = 1024;
+// Pages that one call attends to before it goes on with the tile's next head. More make the calls fewer, but reads
+// jump.
+constexpr uint32_t kVisitPages = 1;
 
 constexpr size_t AlignUp(size_t n) { return (n + 63) / 64 * 64; }
 
@@ -62,11 +65,12 @@ struct Group {
 
 struct Tile {
   uint32_t group;
-  uint32_t kv_head;
+  uint32_t first_head;  // KV heads first_head .. first_head + heads - 1
+  uint32_t heads;
   uint32_t first_row;  // of the group's tokens * G rows
   uint32_t rows;
   uint32_t remaining_index;  // of its counter, when its parts are items of their own
-  size_t state_offset;       // of its first part's state, likewise
+  size_t state_offset;       //  of its first part's states, one per head, likewise
 };
 
 /// A unit of work: one part of a tile, or all of them.
@@ -98,9 +102,10 @@ class Plan final : public AttentionPlan {
   void Work(int worker);
   void RunItem(const Item& item, uint8_t* scratch);
   void AttendPart(const Tile& tile, uint32_t part, const float* q, int* visible, absl::Span<uint8_t> workspace,
-                  const SoftmaxRows& state);
+                  uint8_t* states);
+  void MergeStates(const Tile& tile, uint8_t* from, uint8_t* into) const;
   void LoadQueries(const Tile& tile, float* q) const;
-  void StoreOutput(const Tile& tile, const SoftmaxRows& state);
+  void StoreOutput(const Tile& tile, uint8_t* states) const;
 
   /// Row `row` of a tile's group as an index into [tokens][query_heads] of its sequence.
   size_t RowIndex(const Group& group, uint32_t kv_head, uint32_t row) const {
@@ -144,8 +149,10 @@ class Plan final : public AttentionPlan {
   std::vector<Item> items_;
   std::vector<std::atomic<uint32_t>> remaining_;  // [tiles whose parts are items]: parts not yet done
 
-  // Scratch of a worker: [q][state][state of the part being folded][visible][workspace].
+  //  Scratch of a worker: [q][states, one per head][states of the part being folded][visible][workspace].
   uint32_t rows_max_ = 0;
+  size_t q_bytes_ = 0;       // largest of any tile, all its heads
+  size_t states_bytes_ = 0;  // likewise
   uint32_t parts_max_ = 1;
   size_t part_state_at_ = 0;
   size_t visible_at_ = 0;
@@ -241,7 +248,7 @@ void Plan::AddGroup(const AttentionBatch& batch, const AttentionSequence& sequen
   counts_.raw_pairs += (own - encoded_pages) * page_tokens * tokens;
   (runs_.back().raw ? counts_.raw_pairs : counts_.encoded_pairs) += own_pairs;
 
-  const uint32_t wanted = threads_ == 1 ? 1 : (kPartsPerThread * threads_ + layout_.kv_heads - 1) / layout_.kv_heads;
+  const uint32_t wanted = threads_ == 1 ? 1 : kPartsPerThread * threads_;
   const uint32_t part_pages_min = (kPartTokensMin + page_tokens - 1) / page_tokens;
   group.part_pages = std::max((group.pages + wanted - 1) / wanted, part_pages_min);
   group.parts = (group.pages + group.part_pages - 1) / group.part_pages;
@@ -250,31 +257,45 @@ void Plan::AddGroup(const AttentionBatch& batch, const AttentionSequence& sequen
 }
 
 void Plan::AddItems() {
-  size_t tiles = 0;
+  // A tile's rows, all its heads together, are at most kRowsMax: more would not share anything.
+  constexpr uint32_t kRowsMax = PageAttentionTask::kRowsMax;
+  const uint32_t kv_heads = layout_.kv_heads;
+  const size_t wanted = threads_ == 1 ? 1 : size_t(kPartsPerThread) * threads_;
+  size_t row_tiles = 0, largest_tiles = 0, parts = 0;
   for (const Group& g : groups_) {
-    const size_t rows = size_t(g.tokens) * group_heads_;
-    tiles += (rows + PageAttentionTask::kRowsMax - 1) / PageAttentionTask::kRowsMax * layout_.kv_heads;
+    const uint32_t rows = g.tokens * group_heads_;
+    const size_t tiles = (rows + kRowsMax - 1) / kRowsMax;
+    const uint32_t heads = std::clamp(kRowsMax / std::min(rows, kRowsMax), 1u, kv_heads);
+    row_tiles += tiles;
+    largest_tiles += tiles * ((kv_heads + heads - 1) / heads);
+    parts += tiles * g.parts;
   }
   // Parts become items only where whole tiles are too few to keep the threads busy.
-  const bool split = tiles < size_t(kPartsPerThread) * threads_ && parts_max_ > 1;
-  tiles_.reserve(tiles);
-  items_.reserve(split ? tiles * parts_max_ : tiles);
+  const bool split = largest_tiles < wanted && parts_max_ > 1;
+  const uint32_t heads_shared =
+      uint32_t(std::clamp<size_t>((split ? parts : row_tiles) * kv_heads / wanted, 1, kv_heads));
+  tiles_.reserve(row_tiles * ((kv_heads + heads_shared - 1) / heads_shared));
   uint32_t counters = 0;
   for (uint32_t i = 0; i < groups_.size(); ++i) {
     const Group& group = groups_[i];
     const uint32_t rows = group.tokens * group_heads_;
-    for (uint32_t head = 0; head < layout_.kv_heads; ++head) {
-      for (uint32_t row = 0; row < rows; row += PageAttentionTask::kRowsMax) {
-        Tile tile{i, head, row, std::min<uint32_t>(rows - row, PageAttentionTask::kRowsMax), 0, 0};
+    const uint32_t heads_max = std::min(heads_shared, std::max(kRowsMax / std::min(rows, kRowsMax), 1u));
+    for (uint32_t head = 0; head < kv_heads; head += heads_max) {
+      for (uint32_t row = 0; row < rows; row += kRowsMax) {
+        Tile tile{i, head, std::min(heads_max, kv_heads - head), row, std::min(rows - row, kRowsMax), 0, 0};
+        const size_t states_bytes = tile.heads * state_bytes(tile.rows);
         rows_max_ = std::max(rows_max_, tile.rows);
+        q_bytes_ = std::max(q_bytes_, size_t{tile.heads} * tile.rows * layout_.head_dim * sizeof(float));
+        states_bytes_ = std::max(states_bytes_, states_bytes);
+        const uint64_t cost = uint64_t{tile.rows} * tile.heads;
         if (!split || group.parts == 1) {
-          items_.push_back({uint32_t(tiles_.size()), -1, uint64_t{tile.rows} * group.pages});
+          items_.push_back({uint32_t(tiles_.size()), -1, cost * group.pages});
         } else {
           tile.remaining_index = counters++;
           tile.state_offset = part_states_bytes_;
-          part_states_bytes_ += group.parts * state_bytes(tile.rows);
+          part_states_bytes_ += group.parts * states_bytes;
           for (uint32_t part = 0; part < group.parts; ++part) {
-            items_.push_back({uint32_t(tiles_.size()), int32_t(part), uint64_t{tile.rows} * group.part_pages});
+            items_.push_back({uint32_t(tiles_.size()), int32_t(part), cost * group.part_pages});
           }
         }
         tiles_.push_back(tile);
@@ -284,7 +305,9 @@ void Plan::AddItems() {
   remaining_ = std::vector<std::atomic<uint32_t>>(counters);
   // The longest first, so that no thread is left alone with one at the end.
   if (threads_ > 1) {
-    std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+    std::sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
+      return a.cost != b.cost ? a.cost > b.cost : std::pair(a.tile, a.part) < std::pair(b.tile, b.part);
+    });
   }
 }
 
@@ -293,9 +316,8 @@ void Plan::AllocateScratch() {
   if (encoded_attention_ != nullptr) {
     workspace_bytes_ = std::max(workspace_bytes_, encoded_attention_->workspace_bytes(rows_max_));
   }
-  const size_t q_bytes = size_t(rows_max_) * layout_.head_dim * sizeof(float);
-  part_state_at_ = q_bytes + state_bytes(rows_max_);
-  visible_at_ = part_state_at_ + (parts_max_ > 1 ? state_bytes(rows_max_) : 0);
+  part_state_at_ = q_bytes_ + states_bytes_;
+  visible_at_ = part_state_at_ + (parts_max_ > 1 ? states_bytes_ : 0);
   workspace_at_ = visible_at_ + AlignUp(rows_max_ * sizeof(int));
   worker_bytes_ = workspace_at_ + AlignUp(workspace_bytes_);
   scratch_ = static_cast<uint8_t*>(
@@ -348,57 +370,69 @@ void Plan::RunItem(const Item& item, uint8_t* scratch) {
   float* q = reinterpret_cast<float*>(scratch);
   int* visible = reinterpret_cast<int*>(scratch + visible_at_);
   const absl::Span<uint8_t> workspace(scratch + workspace_at_, workspace_bytes_);
-  const size_t q_bytes = size_t(rows_max_) * layout_.head_dim * sizeof(float);
   LoadQueries(tile, q);
   if (item.part < 0) {
-    const SoftmaxRows state = StateAt(scratch + q_bytes, tile.rows);
-    Clear(state, tile.rows);
-    AttendPart(tile, 0, q, visible, workspace, state);
+    uint8_t* states = scratch + q_bytes_;
+    AttendPart(tile, 0, q, visible, workspace, states);
     for (uint32_t part = 1; part < group.parts; ++part) {
-      const SoftmaxRows next = StateAt(scratch + part_state_at_, tile.rows);
-      Clear(next, tile.rows);
-      AttendPart(tile, part, q, visible, workspace, next);
-      MergeSoftmax(tile.rows, layout_.head_dim, next, state);
+      AttendPart(tile, part, q, visible, workspace, scratch + part_state_at_);
+      MergeStates(tile, scratch + part_state_at_, states);
     }
-    StoreOutput(tile, state);
+    StoreOutput(tile, states);
     return;
   }
   uint8_t* states = scratch_ + worker_bytes_ * threads_ + tile.state_offset;
-  const SoftmaxRows state = StateAt(states + item.part * state_bytes(tile.rows), tile.rows);
-  Clear(state, tile.rows);
-  AttendPart(tile, item.part, q, visible, workspace, state);
+  const size_t states_bytes = tile.heads * state_bytes(tile.rows);
+  AttendPart(tile, item.part, q, visible, workspace, states + item.part * states_bytes);
   if (remaining_[tile.remaining_index].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  const SoftmaxRows first = StateAt(states, tile.rows);
-  for (uint32_t part = 1; part < group.parts; ++part) {
-    MergeSoftmax(tile.rows, layout_.head_dim, StateAt(states + part * state_bytes(tile.rows), tile.rows), first);
-  }
-  StoreOutput(tile, first);
+  for (uint32_t part = 1; part < group.parts; ++part) MergeStates(tile, states + part * states_bytes, states);
+  StoreOutput(tile, states);
 }
 
 void Plan::AttendPart(const Tile& tile, uint32_t part, const float* q, int* visible, absl::Span<uint8_t> workspace,
-                      const SoftmaxRows& state) {
+                      uint8_t* states) {
   const Group& group = groups_[tile.group];
+  const size_t bytes = state_bytes(tile.rows);
+  for (uint32_t h = 0; h < tile.heads; ++h) Clear(StateAt(states + h * bytes, tile.rows), tile.rows);
   const uint32_t begin = part * group.part_pages;
   const uint32_t end = std::min(begin + group.part_pages, group.pages);
   PageAttentionTask task;
-  task.q = q;
   task.rows = tile.rows;
   task.scale = scale_;
   task.layer = layer_;
-  task.kv_head = tile.kv_head;
   for (uint32_t i = group.run_begin; i < group.run_end; ++i) {
     const PageRun& run = runs_[i];
     const uint32_t from = std::max(run.begin, begin), to = std::min(run.end, end);
     if (from >= to) continue;
-    const std::vector<const uint8_t*>& pages = run.raw ? raw_pages_ : encoded_pages_;
-    task.pages = absl::MakeConstSpan(pages.data() + sequences_[group.sequence].first_page + from, to - from);
-    task.visible = nullptr;
-    if (to == group.pages && group.offset + 1 < layout_.page_tokens) {
-      const uint32_t before = (to - 1 - from) * layout_.page_tokens + group.offset + 1;
-      for (uint32_t r = 0; r < tile.rows; ++r) visible[r] = int(before + (tile.first_row + r) / group_heads_);
-      task.visible = visible;
+    const uint8_t* const* pages =
+        (run.raw ? raw_pages_ : encoded_pages_).data() + sequences_[group.sequence].first_page;
+    const PageAttention& attention = run.raw ? *raw_attention_ : *encoded_attention_;
+    const uint32_t visit_pages = tile.heads == 1 ? to - from : kVisitPages;
+    for (uint32_t page = from; page < to; page += visit_pages) {
+      const uint32_t visit_end = std::min(page + visit_pages, to);
+      task.pages = absl::MakeConstSpan(pages + page, visit_end - page);
+      task.visible = nullptr;
+      if (visit_end == group.pages && group.offset + 1 < layout_.page_tokens) {
+        const uint32_t before = (visit_end - 1 - page) * layout_.page_tokens + group.offset + 1;
+        for (uint32_t r = 0; r < tile.rows; ++r) visible[r] = int(before + (tile.first_row + r) / group_heads_);
+        task.visible = visible;
+      }
+      for (uint32_t h = 0; h < tile.heads; ++h) {
+        const bool last = h + 1 == tile.heads;
+        task.q = q + size_t{h} * tile.rows * layout_.head_dim;
+        task.kv_head = tile.first_head + h;
+        task.next_page = !last ? pages[page] : visit_end < to ? pages[visit_end] : nullptr;
+        task.next_kv_head = last ? tile.first_head : task.kv_head + 1;
+        attention.Attend(task, StateAt(states + h * bytes, tile.rows), workspace);
+      }
     }
-    (run.raw ? raw_attention_ : encoded_attention_)->Attend(task, state, workspace);
+  }
+}
+
+void Plan::MergeStates(const Tile& tile, uint8_t* from, uint8_t* into) const {
+  for (uint32_t h = 0; h < tile.heads; ++h) {
+    const size_t at = h * state_bytes(tile.rows);
+    MergeSoftmax(tile.rows, layout_.head_dim, StateAt(from + at, tile.rows), StateAt(into + at, tile.rows));
   }
 }
 
@@ -406,23 +440,28 @@ void Plan::LoadQueries(const Tile& tile, float* q) const {
   const Group& group = groups_[tile.group];
   const char* base = static_cast<const char*>(sequences_[group.sequence].q);
   const size_t d = layout_.head_dim;
-  for (uint32_t r = 0; r < tile.rows; ++r) {
-    const size_t row = RowIndex(group, tile.kv_head, tile.first_row + r);
-    ConvertToFloat(base + row * d * DTypeBytes(q_dtype_), q_dtype_, d, q + r * d, isa_);
+  for (uint32_t h = 0; h < tile.heads; ++h) {
+    for (uint32_t r = 0; r < tile.rows; ++r, q += d) {
+      const size_t row = RowIndex(group, tile.first_head + h, tile.first_row + r);
+      ConvertToFloat(base + row * d * DTypeBytes(q_dtype_), q_dtype_, d, q, isa_);
+    }
   }
 }
 
-void Plan::StoreOutput(const Tile& tile, const SoftmaxRows& state) {
+void Plan::StoreOutput(const Tile& tile, uint8_t* states) const {
   const Group& group = groups_[tile.group];
   const Sequence& sequence = sequences_[group.sequence];
   const size_t d = layout_.head_dim;
-  for (uint32_t r = 0; r < tile.rows; ++r) {
-    const size_t row = RowIndex(group, tile.kv_head, tile.first_row + r);
-    float* acc = state.acc + r * d;
-    const float inverse = 1.0f / state.sum[r];
-    for (size_t c = 0; c < d; ++c) acc[c] *= inverse;
-    ConvertFromFloat(acc, q_dtype_, d, static_cast<char*>(sequence.out) + row * d * DTypeBytes(q_dtype_), isa_);
-    if (sequence.lse != nullptr) sequence.lse[row] = state.max[r] + std::log(state.sum[r]);
+  for (uint32_t h = 0; h < tile.heads; ++h) {
+    const SoftmaxRows state = StateAt(states + h * state_bytes(tile.rows), tile.rows);
+    for (uint32_t r = 0; r < tile.rows; ++r) {
+      const size_t row = RowIndex(group, tile.first_head + h, tile.first_row + r);
+      float* acc = state.acc + r * d;
+      const float inverse = 1.0f / state.sum[r];
+      for (size_t c = 0; c < d; ++c) acc[c] *= inverse;
+      ConvertFromFloat(acc, q_dtype_, d, static_cast<char*>(sequence.out) + row * d * DTypeBytes(q_dtype_), isa_);
+      if (sequence.lse != nullptr) sequence.lse[row] = state.max[r] + std::log(state.sum[r]);
+    }
   }
 }
 

@@ -1,7 +1,8 @@
 // Attention of a few query rows over pages of one KV head, as a running softmax state that merges.
 //
-// The interface between attention/ (which plans, splits and merges) and a codec's folder (which knows the bytes of its pages).
-// Implementations have no state of their own: every method may be called from any thread at once, and allocates nothing.
+// The interface between attention/ (which plans, splits and merges) and a codec's folder (which knows the bytes of its
+// pages). Implementations have no state of their own: every method may be called from any thread at once, and allocates
+// nothing.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +13,8 @@
 namespace kvmanager {
 
 /// Softmax state of `rows` query rows, not normalised: row r's output so far is acc[r] / sum[r], its log-sum-exp is
-/// max[r] + log(sum[r]). Empty state: max = -infinity, sum = 0, acc = 0. Two states over disjoint tokens merge (attention.h).
+/// max[r] + log(sum[r]). Empty state: max = -infinity, sum = 0, acc = 0. Two states over disjoint tokens merge
+/// (attention.h).
 struct SoftmaxRows {
   float* max = nullptr;  // [rows] largest scaled score so far
   float* sum = nullptr;  // [rows] sum of exp(score - max)
@@ -20,16 +22,21 @@ struct SoftmaxRows {
 };
 
 struct PageAttentionTask {
-  const float* q = nullptr;  // [rows][head_dim], after RoPE, not scaled; 64-byte aligned. Rows are (query token, head of the group)
-  int rows = 0;              // 1..kRowsMax
-  float scale = 1;           // of scores: 1/sqrt(head_dim) by default
-  int layer = 0;             // of the model
-  int kv_head = 0;           // which head of the pages
+  const float* q =
+      nullptr;   // [rows][head_dim], after RoPE, not scaled; 64-byte aligned. Rows are (query token, head of the group)
+  int rows = 0;  // 1..kRowsMax
+  float scale = 1;                         // of scores: 1/sqrt(head_dim) by default
+  int layer = 0;                           // of the model
+  int kv_head = 0;                         // which head of the pages
   absl::Span<const uint8_t* const> pages;  // in order of position; each 64-byte aligned
-  /// Tokens of `pages` that each row sees, counted from the first page's first token: 1..pages.size() * page_tokens each.
-  /// nullptr: every row sees every token. Only raw pages are ever seen in part (the query's own page is raw): a codec
-  /// other than raw may require nullptr.
+  /// Tokens of `pages` that each row sees, counted from the first page's first token: 1..pages.size() * page_tokens
+  /// each. nullptr: every row sees every token. Only raw pages are ever seen in part (the query's own page is raw): a
+  /// codec other than raw may require nullptr.
   const int* visible = nullptr;
+
+  /// Hint: the page and head that the caller attends to next, so that its bytes can be prefetched; nullptr: unknown.
+  const uint8_t* next_page = nullptr;
+  int next_kv_head = 0;
 
   static constexpr int kRowsMax = 64;
 };
@@ -38,8 +45,8 @@ struct PageAttentionTask {
 struct AttentionPage {
   const uint8_t* raw = nullptr;      // raw form (the open page: its appended tokens only), or nullptr
   const uint8_t* encoded = nullptr;  // encoded form, or nullptr (not sealed, or the codec declined)
-  /// The lag applies: a query reads this page raw if it is its own or one of the `lag_pages` before it. False for pages that
-  /// came by a prefix hit, which are read encoded whatever the distance.
+  /// The lag applies: a query reads this page raw if it is its own or one of the `lag_pages` before it. False for pages
+  /// that came by a prefix hit, which are read encoded whatever the distance.
   bool lag_applies = true;
 };
 

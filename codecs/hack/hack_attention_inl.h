@@ -23,6 +23,19 @@ constexpr int kSegment = 16;
 // Rows that share an unpacked code: tiles * rows accumulators must fit the registers.
 constexpr int kTileRows = kLanes == 16 ? 4 : 2;
 
+// Lines of the next record asked for per step: a segment of K, a word column of V. Few, so that the memory is never
+// flooded, and enough that a record is through: 72 lines of K2V2 in 8 and 8 steps.
+constexpr int kStepLines = 5;
+
+KVMANAGER_INLINE void PrefetchStep(const HackArguments& a) {
+  HackAhead& ahead = *a.ahead;
+  if (ahead.left <= 0) return;
+  KVMANAGER_UNROLL
+  for (int i = 0; i < kStepLines; ++i) __builtin_prefetch(ahead.at + 64 * i, 0, 3);
+  ahead.at += 64 * kStepLines;
+  ahead.left -= kStepLines;
+}
+
 KVMANAGER_INLINE float HalfAt(const uint8_t* p) {
   uint16_t half[kLanes] = {};
   __builtin_memcpy(half, p, 2);
@@ -125,6 +138,7 @@ void DotK(const HackArguments& a, const HackSide& side, const HackRun& run, cons
   for (int w = 0; w < kSegment; w += kLanes) {
     VecI acc[kTiles][kR] = {};
     for (int s = run.first; s < run.first + run.count; ++s) {
+      PrefetchStep(a);
       const uint8_t* at = codes + side.segment_offset[s] + 4 * w;
       KVMANAGER_UNROLL
       for (int j = 0; j < 4; ++j) {
@@ -312,6 +326,7 @@ void DotV(const HackArguments& a, const HackSide& side, const uint8_t* codes, in
       const uint8_t* p8 = scratch.p8 + size_t(row) * a.page_tokens + token + strip * kStrip;
       KVMANAGER_UNROLL
       for (int j = 0; j < 4; ++j) {
+        PrefetchStep(a);
         KVMANAGER_UNROLL
         for (int i = kTile0; i < kTile0 + kTiles; ++i) {
           VecU p4[kR];
@@ -428,20 +443,22 @@ KVMANAGER_INLINE void Outputs(const HackArguments& a, const uint8_t* record) {
   }
 }
 
-void Attend(const HackArguments& a) {
+void Attend(const HackArguments& arguments) {
+  HackArguments a = arguments;
+  HackAhead ahead;
+  a.ahead = &ahead;
   if (a.along_channels) QuantizeQueries(a, a.head->k);
-  const int lines = (a.head->v.end + 63) / 64;
+  const int lines = (a.head->v.end + 63) / 64;  // records differ little between heads
   for (size_t i = 0; i < a.page_count; ++i) {
     const uint8_t* record = a.pages[i] + a.head->offset;
-    const uint8_t* ahead = i + 1 < a.page_count ? a.pages[i + 1] + a.head->offset : nullptr;
-    if (ahead != nullptr) PrefetchLines(ahead, lines / 2);
+    ahead.at = i + 1 < a.page_count ? a.pages[i + 1] + a.head->offset : a.next_record;
+    ahead.left = ahead.at == nullptr ? 0 : lines;
     if (a.along_channels) {
       ScoresAlongChannels(a, record);
     } else {
       ScoresAlongTokens(a, record);
     }
     for (int r = 0; r < a.rows; ++r) Softmax(a, r);
-    if (ahead != nullptr) PrefetchLines(ahead + 64 * (lines / 2), lines - lines / 2);
     Outputs(a, record);
   }
 }

@@ -30,6 +30,12 @@ struct HackHead {
   HackSide k, v;
 };
 
+/// Lines of the record that is read next, of which the loops prefetch a few at a time.
+struct HackAhead {
+  const uint8_t* at;
+  int left;
+};
+
 /// Scratch of one call, cut from the caller's workspace; every array is 64-byte aligned.
 struct HackScratch {
   float* steps;   // [max(head_dim, page_tokens)] of one partition
@@ -54,6 +60,8 @@ struct HackArguments {
   const uint8_t* const* pages;
   size_t page_count;
   const HackHead* head;
+  const uint8_t* next_record;  // what is attended to after these pages, or nullptr
+  HackAhead* ahead;            // the kernel's own
   bool meta8;
   bool along_channels;  // K's partitions
   bool asymmetric;

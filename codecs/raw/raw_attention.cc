@@ -34,6 +34,7 @@ class RawAttention final : public PageAttention {
     a.page_count = task.pages.size();
     a.k_offset = layout_.raw_offset(0, task.kv_head, 0);
     a.v_offset = layout_.raw_offset(1, task.kv_head, 0);
+    a.next_k = task.next_page == nullptr ? nullptr : task.next_page + layout_.raw_offset(0, task.next_kv_head, 0);
     a.visible = task.visible;
     a.max = state.max;
     a.sum = state.sum;

@@ -25,18 +25,50 @@ struct Tile {
   alignas(64) float p[kTileRows][kPageTokens + kLanes];
 };
 
+/// Issues prefetches of a page's K, its V, then the next page's K, a few lines per step of the loops, so that the
+/// memory is asked for the same number of lines all the time, kLeadLines before they are needed.
+struct Ahead {
+  static constexpr int kLeadLines = 128;
+  static constexpr int kRuns = 3;
+  const uint8_t* run[kRuns];
+  const uint8_t* at;
+  int left;   // lines of the current run
+  int lines;  // of a run
+  int next;   // run; kRuns: nothing is left
+
+  KVMANAGER_INLINE void Start(Ahead& a) {
+    a.at = a.run[0];
+    a.left = a.lines;
+    a.next = 1;
+  }
+  KVMANAGER_INLINE void Issue(Ahead& a, int count) {
+    for (int i = 0; i < count; ++i) {
+      if (__builtin_expect(a.left == 0, 0)) {
+        if (a.next == kRuns) return;
+        a.at = a.run[a.next++];
+        a.left = a.at == nullptr ? 0 : a.lines;
+        if (a.left == 0) return;
+      }
+      __builtin_prefetch(a.at, 0, 3);
+      a.at += 64;
+      --a.left;
+    }
+  }
+};
+
 /// Scores of kT tokens from t on, for kR rows; kT * (kR rounded up to a power of two) = kLanes, so that one transposed
 /// reduction yields one vector of scores. Tokens beyond the last repeat it.
 template <bool kBFloat16, int kR>
-KVMANAGER_INLINE void Scores(const RawAttentionArguments& a, const uint16_t* k, const uint8_t* ahead, Tile& tile) {
+KVMANAGER_INLINE void Scores(const RawAttentionArguments& a, const uint16_t* k, Ahead& ahead, Tile& tile) {
   constexpr int kRows2 = kR == 3 ? 4 : kR;
   constexpr int kT = kLanes / kRows2;
   const int d = a.head_dim;
+  const int step_lines = (kT * d * 2 + 63) / 64;
   for (int t = 0; t < tile.tokens; t += kT) {
     const uint16_t* token[kT];
     KVMANAGER_UNROLL
     for (int i = 0; i < kT; ++i) token[i] = k + size_t(t + i < tile.tokens ? t + i : tile.tokens - 1) * d;
-    if (ahead != nullptr) PrefetchLines(ahead + size_t(t) * d * 2, (kT * d * 2 + 63) / 64);
+    Ahead::Issue(ahead, step_lines);
     VecF dot[kLanes] = {};
     for (int c = 0; c < d; c += kLanes) {
       VecF q[kR];
@@ -92,8 +124,7 @@ KVMANAGER_INLINE void Softmax(const RawAttentionArguments& a, Tile& tile, int r,
 
 /// acc += p * V for kC vectors of channels from c on.
 template <bool kBFloat16, int kR, int kC>
-KVMANAGER_INLINE void Accumulate(const RawAttentionArguments& a, const uint16_t* v, const uint8_t* ahead, Tile& tile,
-                                 int c) {
+KVMANAGER_INLINE void Accumulate(const RawAttentionArguments& a, const uint16_t* v, Ahead& ahead, Tile& tile, int c) {
   const int d = a.head_dim;
   VecF acc[kR][kC];
   KVMANAGER_UNROLL
@@ -103,7 +134,7 @@ KVMANAGER_INLINE void Accumulate(const RawAttentionArguments& a, const uint16_t*
   }
   const uint16_t* at = v + c;
   for (int t = 0; t < tile.tokens; ++t, at += d) {
-    if (ahead != nullptr) PrefetchLines(ahead + size_t(t) * d * 2 + c * 2, (kC * kLanes * 2 + 63) / 64);
+    Ahead::Issue(ahead, (kC * kLanes * 2 + 63) / 64);
     VecF p[kR];
     KVMANAGER_UNROLL
     for (int r = 0; r < kR; ++r) p[r] = SetF(tile.p[r][t]);
@@ -121,10 +152,10 @@ KVMANAGER_INLINE void Accumulate(const RawAttentionArguments& a, const uint16_t*
   }
 }
 
-/// One tile of rows over one page. ahead_v, ahead_k: what to prefetch while reading K, then V; or nullptr.
+/// One tile of rows over one page.
 template <bool kBFloat16, int kR>
 __attribute__((noinline)) void AttendTile(const RawAttentionArguments& a, int row, int first_token, const uint8_t* page,
-                                          const uint8_t* ahead_v, const uint8_t* ahead_k) {
+                                          Ahead& ahead) {
   Tile tile;
   tile.tokens = 0;
   for (int r = 0; r < kR; ++r) {
@@ -136,43 +167,54 @@ __attribute__((noinline)) void AttendTile(const RawAttentionArguments& a, int ro
     if (seen > tile.tokens) tile.tokens = seen;
   }
   if (tile.tokens == 0) return;
-  Scores<kBFloat16, kR>(a, reinterpret_cast<const uint16_t*>(page + a.k_offset), ahead_v, tile);
+  Scores<kBFloat16, kR>(a, reinterpret_cast<const uint16_t*>(page + a.k_offset), ahead, tile);
   for (int r = 0; r < kR; ++r) Softmax(a, tile, r, row + r);
   const uint16_t* v = reinterpret_cast<const uint16_t*>(page + a.v_offset);
   // As many accumulators as hide the latency of a multiply-add and still fit the registers.
   constexpr int kC = kLanes == 16 ? (kR > 2 ? 4 : 8) : (kR > 2 ? 2 : 4);
   int c = 0;
-  for (; c + kC * kLanes <= a.head_dim; c += kC * kLanes) Accumulate<kBFloat16, kR, kC>(a, v, ahead_k, tile, c);
-  for (; c + 2 * kLanes <= a.head_dim; c += 2 * kLanes) Accumulate<kBFloat16, kR, 2>(a, v, ahead_k, tile, c);
-  for (; c < a.head_dim; c += kLanes) Accumulate<kBFloat16, kR, 1>(a, v, ahead_k, tile, c);
+  for (; c + kC * kLanes <= a.head_dim; c += kC * kLanes) Accumulate<kBFloat16, kR, kC>(a, v, ahead, tile, c);
+  for (; c + 2 * kLanes <= a.head_dim; c += 2 * kLanes) Accumulate<kBFloat16, kR, 2>(a, v, ahead, tile, c);
+  for (; c < a.head_dim; c += kLanes) Accumulate<kBFloat16, kR, 1>(a, v, ahead, tile, c);
 }
 
 template <bool kBFloat16>
 void AttendPages(const RawAttentionArguments& a) {
+  Ahead ahead;
+  ahead.lines = a.page_tokens * a.head_dim * 2 / 64;
   for (size_t i = 0; i < a.page_count; ++i) {
     const uint8_t* page = a.pages[i];
     const int first_token = int(i) * a.page_tokens;
-    // The first tile's pass over K fetches the page's V, its pass over V the next page's K; later tiles find the page
-    // in the cache. A prefetch of bytes that do not exist does nothing.
-    const uint8_t* ahead_v = page + a.v_offset;
-    const uint8_t* ahead_k = i + 1 < a.page_count ? a.pages[i + 1] + a.k_offset : nullptr;
+    // The first tile fetches for all: later ones find the page in the cache.
+    ahead.run[0] = page + a.k_offset;
+    ahead.run[1] = page + a.v_offset;
+    ahead.run[2] = i + 1 < a.page_count ? a.pages[i + 1] + a.k_offset : a.next_k;
+    Ahead::Start(ahead);
+    const int lead = ahead.lines < Ahead::kLeadLines ? ahead.lines : Ahead::kLeadLines;
+    if (i == 0) {
+      Ahead::Issue(ahead, lead);
+    } else {
+      ahead.at += 64 * lead;
+      ahead.left -= lead;
+    }
     for (int row = 0; row < a.rows;) {
       switch (a.rows - row) {
         case 1:
-          AttendTile<kBFloat16, 1>(a, row, first_token, page, ahead_v, ahead_k);
+          AttendTile<kBFloat16, 1>(a, row, first_token, page, ahead);
           break;
         case 2:
-          AttendTile<kBFloat16, 2>(a, row, first_token, page, ahead_v, ahead_k);
+          AttendTile<kBFloat16, 2>(a, row, first_token, page, ahead);
           break;
         case 3:
-          AttendTile<kBFloat16, 3>(a, row, first_token, page, ahead_v, ahead_k);
+          AttendTile<kBFloat16, 3>(a, row, first_token, page, ahead);
           break;
         default:
-          AttendTile<kBFloat16, 4>(a, row, first_token, page, ahead_v, ahead_k);
+          AttendTile<kBFloat16, 4>(a, row, first_token, page, ahead);
           break;
       }
       row += kTileRows;
-      ahead_v = ahead_k = nullptr;
+      ahead.left = 0;
+      ahead.next = Ahead::kRuns;
     }
   }
 }

@@ -17,8 +17,9 @@ struct RawAttentionArguments {
   size_t page_count;
   size_t k_offset;  // of the head's K in a page, bytes
   size_t v_offset;
-  const int* visible;  // [rows] or nullptr
-  float* max;          // as SoftmaxRows
+  const uint8_t* next_k;  // the K that is attended to after these pages, or nullptr
+  const int* visible;     // [rows] or nullptr
+  float* max;             // as SoftmaxRows
   float* sum;
   float* acc;
 };
