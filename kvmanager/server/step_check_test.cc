@@ -216,7 +216,7 @@ TEST_F(StepCheckTest, MutationsStayInside) {
   int accepted = 0;
   for (int round = 0; round < 20000; ++round) {
     kj::Array<capnp::word> words = kj::heapArray<capnp::word>(good.asPtr());
-    const auto bytes = words.asBytes();
+    auto bytes = words.asBytes();
     // Mostly the head, where the structure is.
     const size_t range = random() % 4 == 0 ? bytes.size() : std::min<size_t>(bytes.size(), 320);
     bytes[random() % range] ^= uint8_t(1 << random() % 8);
