@@ -1,5 +1,6 @@
 #include "examples/engine/daemon_process.h"
 
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
@@ -76,6 +77,8 @@ absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(const std::s
   if (daemon->pid_ < 0) return absl::UnavailableError(absl::StrCat("cannot fork: ", std::strerror(errno)));
   if (daemon->pid_ == 0) {
     prctl(PR_SET_PDEATHSIG, SIGTERM);
+    const int null = open("/dev/null", O_WRONLY);  // stdout is this program's result
+    if (null >= 0) dup2(null, STDOUT_FILENO);
     if (getppid() == parent) execv(program.c_str(), const_cast<char* const*>(argv));
     _exit(127);
   }

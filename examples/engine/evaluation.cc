@@ -6,17 +6,12 @@
 #include <numbers>
 #include <thread>
 
-#include "absl/strings/match.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::engine {
 namespace {
 
 using SteadyTime = std::chrono::steady_clock;
-
-bool Encodes(const client::CacheOptions& cache) {
-  return cache.codec != "raw" && !absl::StartsWith(cache.codec, "raw:");
-}
 
 /// Cross-entropy of `target` in bits. logits: [vocab].
 double Bits(absl::Span<const float> logits, uint8_t target) {
@@ -61,11 +56,11 @@ absl::StatusOr<uint64_t> SettledResidentBytes(client::Cache& cache, uint64_t enc
 
 }  // namespace
 
-PairCounts ExpectedPairs(uint64_t tokens, int page_tokens, int lag_pages, bool encodes) {
+PairCounts ExpectedPairs(uint64_t tokens, int page_tokens, int lag_pages) {
   PairCounts pairs;
   for (uint64_t first = 0; first < tokens; first += page_tokens) {
     const uint64_t queries = std::min<uint64_t>(page_tokens, tokens - first);
-    const uint64_t lag_tokens = encodes ? std::min<uint64_t>(uint64_t(lag_pages) * page_tokens, first) : first;
+    const uint64_t lag_tokens = std::min<uint64_t>(uint64_t(lag_pages) * page_tokens, first);
     pairs.encoded += queries * (first - lag_tokens);
     pairs.raw += queries * lag_tokens + queries * (queries + 1) / 2;
   }
@@ -124,7 +119,7 @@ absl::StatusOr<Evaluation> Evaluate(const Model& model, KvEngine* engine, absl::
       progress(first * pages + (p + 1) * batch, options.windows * pages);
     }
     if (first == 0) {
-      const uint64_t encoded_pages = Encodes(cache.options) ? uint64_t(batch) * layers * (options.window / page) : 0;
+      const uint64_t encoded_pages = uint64_t(batch) * layers * (options.window / page);
       KV_ASSIGN_OR_RETURN(const uint64_t resident_bytes,
                           SettledResidentBytes(engine->cache(), encoded_pages * cache.encoded_page_bytes));
       result.resident_bytes_per_token_head =
@@ -135,7 +130,7 @@ absl::StatusOr<Evaluation> Evaluate(const Model& model, KvEngine* engine, absl::
   result.bpb_second_half = bits_second_half / (double(options.windows) * (options.window - options.window / 2));
   result.pairs.encoded = engine->counts().encoded_pairs - before.encoded_pairs;
   result.pairs.raw = engine->counts().raw_pairs - before.raw_pairs;
-  const PairCounts expected = ExpectedPairs(options.window, page, cache.options.lag_pages, Encodes(cache.options));
+  const PairCounts expected = ExpectedPairs(options.window, page, cache.options.lag_pages);
   result.expected_pairs.encoded = expected.encoded * layers * options.windows;
   result.expected_pairs.raw = expected.raw * layers * options.windows;
   result.seconds = std::chrono::duration<double>(SteadyTime::now() - begun).count();

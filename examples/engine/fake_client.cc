@@ -202,7 +202,7 @@ class FakeCache final : public client::Cache {
       }
       for (int t = 0; t < entry.tokens; ++t) {
         const uint64_t position = entry.position + t, before = position / o.page_tokens;
-        const uint64_t aged = o.codec == "raw" || before < uint64_t(o.lag_pages) ? 0 : before - o.lag_pages;
+        const uint64_t aged = before < uint64_t(o.lag_pages) ? 0 : before - o.lag_pages;
         result.encoded_pairs += aged * o.page_tokens;
         result.raw_pairs += position + 1 - aged * o.page_tokens;
       }

@@ -123,7 +123,7 @@ TEST(Safetensors, MutationsStayInsideTheFile) {
   std::mt19937 random(7);
   const std::string alphabet = "0123456789[]{}\",:-.eFBUI";
   int accepted = 0;
-  for (int round = 0; round < 4000; ++round) {
+  for (int round = 0; round < 1200; ++round) {
     std::string bad = good;
     for (int n = 1 + random() % 3; n > 0; --n) {
       const size_t at = random() % 4 == 0 ? random() % 8 : 8 + random() % (header - 8);
@@ -152,7 +152,7 @@ TEST(Safetensors, MutationsStayInsideTheFile) {
       ASSERT_LE(tensor.bytes.data() + tensor.bytes.size(), Bytes(bad).data() + bad.size());
     }
   }
-  EXPECT_LT(accepted, 2000);  // renamed tensors remain valid files
+  EXPECT_LT(accepted, 600);  // renamed tensors remain valid files
 }
 
 class SafetensorsDirectory : public ::testing::Test {
