@@ -362,6 +362,7 @@ class RandomTest {
     copy.client = static_cast<int>(Below(kClients));
     // What follows differs.
     copy.text.Truncate(model.tokens[0]);
+    if (Below(2)) copy.text.Add(1000 + static_cast<uint32_t>(Below(1000)));
     side.sequences.emplace(*fork, copy);
   }
 
@@ -395,6 +396,7 @@ class RandomTest {
     std::fill(model.tokens.begin(), model.tokens.end(), tokens);
     for (uint32_t& n : model.aged) n = std::min(n, index);
     model.text.Truncate(tokens);
+    if (Below(2)) model.text.Add(1000 + static_cast<uint32_t>(Below(1000)));  // another text from here on
   }
 
   void PublishOne(Side& side) {
