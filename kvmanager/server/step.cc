@@ -4,8 +4,11 @@
 #include <utility>
 
 #include "absl/container/inlined_vector.h"
+#include "absl/strings/str_cat.h"
 #include "attention/attention.h"
+#include "kvmanager/base/status.h"
 #include "kvmanager/server/aligned_buffer.h"
+#include "kvmanager/server/serve.h"
 
 namespace kvmanager {
 namespace {
@@ -61,6 +64,40 @@ std::unique_ptr<AttentionPlan> MakePlan(const StepCache& cache, const CheckedSte
   return AttentionPlan::Make(batch, threads);
 }
 
+// A query sees part of its own page, and only a raw page can be read in part: one whose own page is kept encoded alone
+// must be that page's last token. A query for tokens just appended always passes, so an append never stands without its
+// attend.
+absl::Status CheckOwnPages(const StepCache& cache, const CheckedStep& step, const AttendLease& lease) {
+  if (cache.codec->info().identity) return absl::OkStatus();
+  const uint64_t page_tokens = cache.config->layout.page_tokens;
+  for (size_t i = 0; i < step.entries.size(); ++i) {
+    const AttendEntry& entry = step.entries[i];
+    const absl::Span<const AttentionPage> pages = lease.pages(i);
+    const uint64_t end = entry.position + entry.tokens;
+    for (uint64_t begin = entry.position; begin < end;) {
+      const uint64_t page = begin / page_tokens, page_end = (page + 1) * page_tokens;
+      if (pages[page].raw == nullptr && begin + 1 != page_end) {
+        return FieldError(
+            absl::StatusCode::kFailedPrecondition, absl::StrCat("entries[", i, "].position"),
+            absl::StrCat(entry.position),
+            absl::StrCat(page_end - 1, " or more: earlier tokens of its page are kept encoded, as a whole"));
+      }
+      begin = page_end;
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Of an identity codec every form is the raw one.
+AttentionCounts CountsOf(const AttentionPlan& plan, const StepCache& cache) {
+  AttentionCounts counts = plan.counts();
+  if (cache.codec->info().identity) {
+    counts.raw_pairs += counts.encoded_pairs;
+    counts.encoded_pairs = 0;
+  }
+  return counts;
+}
+
 void Count(DaemonContext& daemon, const CheckedStep& step, const AttentionCounts& counts, int64_t start_ns,
            prometheus::Histogram& seconds) {
   seconds.Observe(double(daemon.clock->NowNs() - start_ns) * 1e-9);
@@ -76,7 +113,7 @@ capnp::MessageSize ReplySize(const CheckedStep& step) {
   return {bytes / sizeof(capnp::word) + kReplyWords, 0};
 }
 
-// REQUIRES: the lease is ready.
+// REQUIRES: the lease is ready, and CheckOwnPages.
 void RunOnLoop(DaemonContext& daemon, const StepCache& cache, const CheckedStep& step, const AttendLease& lease,
                StepContext& context) {
   auto reply = context.getResults(ReplySize(step)).initReply();
@@ -90,7 +127,7 @@ void RunOnLoop(DaemonContext& daemon, const StepCache& cache, const CheckedStep&
   const int64_t start_ns = daemon.clock->NowNs();
   const std::unique_ptr<AttentionPlan> plan = MakePlan(cache, step, lease, rows, 1);
   plan->RunHere();
-  const AttentionCounts counts = plan->counts();
+  const AttentionCounts counts = CountsOf(*plan, cache);
   reply.setEncodedPairs(counts.encoded_pairs);
   reply.setRawPairs(counts.raw_pairs);
   Count(daemon, step, counts, start_ns, daemon.metrics->attend_loop_seconds);
@@ -126,6 +163,9 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
     return kj::mv(waiting.promise);
   }
 
+  const absl::Status& status() const { return status_; }
+
+  // REQUIRES: status() is OK.
   void WriteReply(StepContext& context) {
     auto reply = context.getResults(ReplySize(step_)).initReply();
     if (!step_.out.given()) reply.setOut(capnp::Data::Reader(out_.data(), out_.size()));
@@ -135,7 +175,13 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
   }
 
  private:
+  // May be called by the lease: it must outlive this.
   void Run() {
+    status_ = CheckOwnPages(cache_, step_, *lease_);
+    if (!status_.ok()) {
+      fulfiller_->fulfill();
+      return;
+    }
     start_ns_ = daemon_.clock->NowNs();
     const bool here = step_.multiply_adds_max <= kLoopMultiplyAddsMax;
     Rows rows;
@@ -156,10 +202,8 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
   }
 
   void Finish(prometheus::Histogram& seconds) {
-    counts_ = plan_->counts();
+    counts_ = CountsOf(*plan_, cache_);
     Count(daemon_, step_, counts_, start_ns_, seconds);
-    plan_.reset();
-    lease_.reset();
     fulfiller_->fulfill();
   }
 
@@ -171,6 +215,7 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
   absl::InlinedVector<std::shared_ptr<Region>, 4> arenas_;
   AlignedBuffer q_copy_, out_, lse_;
   std::unique_ptr<AttentionPlan> plan_;
+  absl::Status status_;
   AttentionCounts counts_;
   int64_t start_ns_ = 0;
   kj::Own<kj::PromiseFulfiller<void>> fulfiller_;
@@ -189,6 +234,7 @@ absl::StatusOr<kj::Promise<void>> RunStep(const std::shared_ptr<Session>& sessio
   }
   KV_ASSIGN_OR_RETURN(std::unique_ptr<AttendLease> lease, daemon.store->Attend(cache.id, step.layer, step.entries));
   if (step.multiply_adds_max <= kLoopMultiplyAddsMax && lease->ready()) {
+    KV_RETURN_IF_ERROR(CheckOwnPages(cache, step, *lease));
     RunOnLoop(daemon, cache, step, *lease, context);
     return kj::Promise<void>(kj::READY_NOW);
   }
@@ -198,7 +244,11 @@ absl::StatusOr<kj::Promise<void>> RunStep(const std::shared_ptr<Session>& sessio
   }
   context.releaseParams();
   kj::Promise<void> ran = call->Begin();
-  return ran.then([call, context]() mutable { call->WriteReply(context); });
+  return ran.then([call, context, session]() mutable {
+    if (call->status().ok()) return call->WriteReply(context);
+    ServeError(*session, Method::kStep, call->status(),
+               [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+  });
 }
 
 }  // namespace kvmanager
