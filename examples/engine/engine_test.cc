@@ -197,7 +197,8 @@ TEST(ExpectedPairs, EqualsCountingEveryPair) {
       for (uint64_t q = 0; q < tokens; ++q) {
         for (uint64_t t = 0; t <= q; ++t) ++(t / 64 + lag < q / 64 ? pairs.encoded : pairs.raw);
       }
-      EXPECT_EQ(ExpectedPairs(tokens, 64, lag), pairs) << tokens << " " << lag;
+      EXPECT_EQ(ExpectedPairs(tokens, 64, lag, true), pairs) << tokens << " " << lag;
+      EXPECT_EQ(ExpectedPairs(tokens, 64, lag, false), (PairCounts{0, tokens * (tokens + 1) / 2}));
     }
   }
 }
@@ -230,6 +231,8 @@ TEST_F(EngineTest, EvaluateEqualsOneWindowAtATime) {
   EXPECT_EQ(result->pairs, result->expected_pairs);
   EXPECT_GT(result->pairs.encoded, 0);
   EXPECT_EQ(result->bytes_per_token_head, 16 * 2 * 2 / 8.0);
+  // Two full pages encoded; of three pages, the newest full one and the open one raw.
+  EXPECT_NEAR(result->resident_bytes_per_token_head, (2 * 64 * 64 / 8.0 + 2 * 64 * 64) / 150, 1e-9);
 
   double bpb = 0, second = 0;
   const auto engine = Open();

@@ -6,12 +6,17 @@
 #include <numbers>
 #include <thread>
 
+#include "absl/strings/match.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::engine {
 namespace {
 
 using SteadyTime = std::chrono::steady_clock;
+
+bool Encodes(const client::CacheOptions& cache) {
+  return cache.codec != "raw" && !absl::StartsWith(cache.codec, "raw:");
+}
 
 /// Cross-entropy of `target` in bits. logits: [vocab].
 double Bits(absl::Span<const float> logits, uint8_t target) {
@@ -40,27 +45,30 @@ absl::Status CheckOptions(const Model& model, absl::Span<const uint8_t> text, co
   return absl::OkStatus();
 }
 
-/// Bytes resident in the cache, once the encoding that goes on behind the last steps has settled, or after a bounded
-/// time.
-absl::StatusOr<uint64_t> SettledResidentBytes(client::Cache& cache, uint64_t encoded_bytes_expected) {
+/// Bytes of the sequences' pages, once the encoding that goes on behind the last steps has settled, or after a bounded
+/// time: raw forms inside the lag, encoded forms of every full page.
+absl::StatusOr<uint64_t> SettledResidentBytes(absl::Span<const std::unique_ptr<client::Sequence>> sequences,
+                                              uint64_t bytes_expected) {
   constexpr auto kSettleMax = std::chrono::seconds(2);
   const auto end = SteadyTime::now() + kSettleMax;
   for (;;) {
-    KV_ASSIGN_OR_RETURN(const client::CacheDescription now, cache.Refresh());
-    if (now.resident_encoded_bytes >= encoded_bytes_expected || SteadyTime::now() > end) {
-      return now.resident_raw_bytes + now.resident_encoded_bytes;
+    uint64_t bytes = 0;
+    for (const auto& sequence : sequences) {
+      KV_ASSIGN_OR_RETURN(const client::SequenceDescription now, sequence->Info());
+      bytes += now.bytes;
     }
+    if (bytes == bytes_expected || SteadyTime::now() > end) return bytes;
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
 }
 
 }  // namespace
 
-PairCounts ExpectedPairs(uint64_t tokens, int page_tokens, int lag_pages) {
+PairCounts ExpectedPairs(uint64_t tokens, int page_tokens, int lag_pages, bool encodes) {
   PairCounts pairs;
   for (uint64_t first = 0; first < tokens; first += page_tokens) {
     const uint64_t queries = std::min<uint64_t>(page_tokens, tokens - first);
-    const uint64_t lag_tokens = std::min<uint64_t>(uint64_t(lag_pages) * page_tokens, first);
+    const uint64_t lag_tokens = encodes ? std::min<uint64_t>(uint64_t(lag_pages) * page_tokens, first) : first;
     pairs.encoded += queries * (first - lag_tokens);
     pairs.raw += queries * lag_tokens + queries * (queries + 1) / 2;
   }
@@ -119,9 +127,15 @@ absl::StatusOr<Evaluation> Evaluate(const Model& model, KvEngine* engine, absl::
       progress(first * pages + (p + 1) * batch, options.windows * pages);
     }
     if (first == 0) {
-      const uint64_t encoded_pages = uint64_t(batch) * layers * (options.window / page);
-      KV_ASSIGN_OR_RETURN(const uint64_t resident_bytes,
-                          SettledResidentBytes(engine->cache(), encoded_pages * cache.encoded_page_bytes));
+      // Every full page in the codec's form; the newest lag pages and the last page raw as well (of raw, the open
+      // page).
+      const uint64_t full = options.window / page, raw = Encodes(cache.options)
+                                                             ? std::min<uint64_t>(pages, cache.options.lag_pages + 1)
+                                                             : pages - full;
+      KV_ASSIGN_OR_RETURN(
+          const uint64_t resident_bytes,
+          SettledResidentBytes(sequences,
+                               batch * layers * (full * cache.encoded_page_bytes + raw * cache.raw_page_bytes)));
       result.resident_bytes_per_token_head =
           double(resident_bytes) / (double(batch) * options.window * layers * cache.options.kv_heads);
     }
@@ -130,7 +144,7 @@ absl::StatusOr<Evaluation> Evaluate(const Model& model, KvEngine* engine, absl::
   result.bpb_second_half = bits_second_half / (double(options.windows) * (options.window - options.window / 2));
   result.pairs.encoded = engine->counts().encoded_pairs - before.encoded_pairs;
   result.pairs.raw = engine->counts().raw_pairs - before.raw_pairs;
-  const PairCounts expected = ExpectedPairs(options.window, page, cache.options.lag_pages);
+  const PairCounts expected = ExpectedPairs(options.window, page, cache.options.lag_pages, Encodes(cache.options));
   result.expected_pairs.encoded = expected.encoded * layers * options.windows;
   result.expected_pairs.raw = expected.raw * layers * options.windows;
   result.seconds = std::chrono::duration<double>(SteadyTime::now() - begun).count();

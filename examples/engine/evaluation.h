@@ -32,8 +32,8 @@ struct PairCounts {
 };
 
 /// The pairs that a sequence of `tokens` reads in one layer: of the pages before its own, a query reads all but the
-/// newest `lag_pages` in the codec's form (of raw, the same bytes); the rest and its own page raw.
-PairCounts ExpectedPairs(uint64_t tokens, int page_tokens, int lag_pages);
+/// newest `lag_pages` encoded; the rest and its own page raw. encodes: false for a codec whose pages stay raw.
+PairCounts ExpectedPairs(uint64_t tokens, int page_tokens, int lag_pages, bool encodes);
 
 struct Evaluation {
   std::string codec;  // canonical

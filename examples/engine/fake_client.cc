@@ -48,7 +48,8 @@ class FakeArena final : public client::Arena {
 
 class FakeSequence final : public client::Sequence {
  public:
-  FakeSequence(FakeHost* host, uint64_t id, int page_tokens) : host_(host), id_(id), page_tokens_(page_tokens) {}
+  FakeSequence(FakeHost* host, uint64_t id, const CacheDescription& cache)
+      : host_(host), id_(id), cache_(cache), page_tokens_(cache.options.page_tokens) {}
   ~FakeSequence() override { host_->sequences.erase(id_); }
   uint64_t id() const override { return id_; }
   absl::StatusOr<std::unique_ptr<Sequence>> Fork() override { return Absent("fork"); }
@@ -87,11 +88,24 @@ class FakeSequence final : public client::Sequence {
     return Now<absl::StatusOr<client::HandOffOutcome>>(outcome);
   }
 
-  absl::StatusOr<client::SequenceDescription> Info() override { return Absent("info"); }
+  absl::StatusOr<client::SequenceDescription> Info() override {
+    client::SequenceDescription info;
+    info.id = id_;
+    const FakeHost::SequenceState& state = host_->sequences.at(id_);
+    for (const uint64_t tokens : state.tokens) {
+      const uint64_t pages = (tokens + page_tokens_ - 1) / page_tokens_, full = tokens / page_tokens_;
+      const bool raw = cache_.options.codec == "raw";
+      info.bytes +=
+          full * cache_.encoded_page_bytes +
+          (raw ? pages - full : std::min<uint64_t>(pages, cache_.options.lag_pages + 1)) * cache_.raw_page_bytes;
+    }
+    return info;
+  }
 
  private:
   FakeHost* const host_;
   const uint64_t id_;
+  const CacheDescription cache_;
   const int page_tokens_;
 };
 
@@ -113,7 +127,6 @@ class FakeCache final : public client::Cache {
   const CacheDescription& description() const override { return description_; }
   absl::StatusOr<CacheDescription> Refresh() override {
     CacheDescription now = description_;
-    now.resident_encoded_bytes = uint64_t{1} << 40;  // settled
     return now;
   }
   absl::StatusOr<std::vector<client::PrefixMatch>> Match(absl::Span<const absl::Span<const BlockName>>) override {
@@ -161,7 +174,7 @@ class FakeCache final : public client::Cache {
   std::unique_ptr<client::Sequence> Adopt(FakeHost::SequenceState state) {
     const uint64_t id = host_->next_sequence++;
     host_->sequences[id] = std::move(state);
-    return std::make_unique<FakeSequence>(host_, id, description_.options.page_tokens);
+    return std::make_unique<FakeSequence>(host_, id, description_);
   }
 
   absl::StatusOr<client::StepResult> DoStep(const client::StepBatch& batch) {
@@ -202,7 +215,7 @@ class FakeCache final : public client::Cache {
       }
       for (int t = 0; t < entry.tokens; ++t) {
         const uint64_t position = entry.position + t, before = position / o.page_tokens;
-        const uint64_t aged = before < uint64_t(o.lag_pages) ? 0 : before - o.lag_pages;
+        const uint64_t aged = o.codec == "raw" || before < uint64_t(o.lag_pages) ? 0 : before - o.lag_pages;
         result.encoded_pairs += aged * o.page_tokens;
         result.raw_pairs += position + 1 - aged * o.page_tokens;
       }
