@@ -1,8 +1,15 @@
 #include "monitoring/exporter.h"
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <poll.h>
 #include <prometheus/exposer.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <exception>
+#include <thread>
 
 #include "absl/strings/numbers.h"
 #include "kvmanager/base/status.h"
@@ -12,6 +19,7 @@ namespace kvmanager {
 namespace {
 
 constexpr size_t kThreads = 2;
+constexpr int kWakeMs = 10;
 
 }  // namespace
 
@@ -38,6 +46,27 @@ absl::StatusOr<std::unique_ptr<Exporter>> Exporter::Start(const std::string& lis
   return exporter;
 }
 
-Exporter::~Exporter() = default;
+Exporter::~Exporter() {
+  if (exposer_ == nullptr) return;
+  // The HTTP server looks at its stop flag when somebody connects, else every two seconds.
+  std::atomic<bool> stopped{false};
+  std::thread waker([this, &stopped] {
+    while (!stopped) {
+      const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+      sockaddr_in to{};
+      to.sin_family = AF_INET;
+      to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+      to.sin_port = htons(static_cast<uint16_t>(port_));
+      if (fd >= 0) {
+        (void)connect(fd, reinterpret_cast<sockaddr*>(&to), sizeof to);
+        close(fd);
+      }
+      poll(nullptr, 0, kWakeMs);
+    }
+  });
+  exposer_.reset();
+  stopped = true;
+  waker.join();
+}
 
 }  // namespace kvmanager

@@ -43,7 +43,7 @@ std::map<std::string, Row> ReadCatalogue() {
     };
     Row row;
     row.type = plain(cells[2]);
-    for (const std::string& label : absl::StrSplit(plain(cells[3]), ',')) {
+    for (const absl::string_view label : absl::StrSplit(plain(cells[3]), ',')) {
       const std::string name(absl::StripAsciiWhitespace(label));
       if (!name.empty() && name != "-") row.labels.insert(name);
     }

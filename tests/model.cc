@@ -223,8 +223,12 @@ ModelSequence::Output ModelSequence::Attend(int layer, uint64_t position, int to
     const uint64_t own_page = (seen - 1) / shape_.page_tokens;
     // Pages below `encoded_pages` are read encoded: older than the lag, aged before, or found by a prefix hit.
     uint64_t encoded_pages = own_page > uint64_t(shape_.lag_pages) ? own_page - shape_.lag_pages : 0;
-    encoded_pages = std::max({encoded_pages, shared_pages_, std::min(l.aged_pages, own_page)});
-    encoded_pages = std::min<uint64_t>(encoded_pages, own_page);
+    encoded_pages = std::max({encoded_pages, shared_pages_, l.aged_pages});
+    if (encoded_pages > own_page) {
+      // A query in an encoded page sees all of it, or is none.
+      KV_CHECK(codec_->info().identity || seen == (own_page + 1) * shape_.page_tokens);
+      encoded_pages = seen == (own_page + 1) * shape_.page_tokens ? own_page + 1 : own_page;
+    }
     const uint64_t encoded_end = codec_->info().identity ? 0 : encoded_pages * shape_.page_tokens;
     output.encoded_pairs += encoded_end;
     output.raw_pairs += seen - encoded_end;

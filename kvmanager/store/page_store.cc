@@ -20,7 +20,9 @@ PageStoreImpl::~PageStoreImpl() { alive_.reset(); }
 
 absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindCache(CacheId id) const {
   const auto found = caches_.find(id);
-  if (found == caches_.end()) return absl::NotFoundError(absl::StrCat("cache ", id, " is not open"));
+  if (found == caches_.end()) {
+    return FieldError(absl::StatusCode::kNotFound, "cache", absl::StrCat(id), "an open cache");
+  }
   return found->second;
 }
 

@@ -123,9 +123,9 @@ absl::StatusOr<SequenceId> PageStoreImpl::Fork(SequenceId id) {
   KV_ASSIGN_OR_RETURN(const Sequence* source, FindSequence(id));
   KV_RETURN_IF_ERROR(CheckSequenceLimit());
   if (!source->LayersAreEqual()) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("sequence ", id, ": fork needs equal token counts in all layers; the shortest has ",
-                     source->TokensInEveryLayer()));
+    return FieldError(absl::StatusCode::kFailedPrecondition, "tokens",
+                      absl::StrCat("different in the layers, ", source->TokensInEveryLayer(), " in the shortest"),
+                      "equal in all layers to fork");
   }
   const std::shared_ptr<Cache> cache = source->cache;
   const uint64_t tokens = source->tokens[0];
