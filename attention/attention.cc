@@ -30,11 +30,15 @@ namespace {
 constexpr int kPartsPerThread = 4;
 // A part shorter than this costs more in merging than it gains.
 constexpr int kPartTokensMin = 1024;
-// Pages that one call attends to before it goes on with the tile's next head. More make the calls fewer, but reads
-// jump.
-constexpr uint32_t kVisitPages = 1;
+// Bytes of one head that one call attends to before it goes on with the tile's next head: more make the calls fewer,
+// but reads jump. At least a page.
+constexpr size_t kVisitBytes = 12 << 10;
 
 constexpr size_t AlignUp(size_t n) { return (n + 63) / 64 * 64; }
+
+uint32_t VisitPages(const PageLayout& layout, size_t page_bytes) {
+  return uint32_t(std::max<size_t>(kVisitBytes * layout.kv_heads / page_bytes, 1));
+}
 
 /// Consecutive pages that a group reads in the same form.
 struct PageRun {
@@ -138,6 +142,8 @@ class Plan final : public AttentionPlan {
   const DType q_dtype_;
   const int threads_;
   const Isa isa_;
+  const uint32_t raw_visit_pages_;
+  const uint32_t encoded_visit_pages_;
 
   AttentionCounts counts_;
   std::vector<Sequence> sequences_;
@@ -178,7 +184,9 @@ Plan::Plan(const AttentionBatch& batch, int threads)
       scale_(batch.scale != 0 ? batch.scale : 1.0f / std::sqrt(float(batch.layout.head_dim))),
       q_dtype_(batch.q_dtype),
       threads_(std::max(threads, 1)),
-      isa_(BestIsa()) {
+      isa_(BestIsa()),
+      raw_visit_pages_(VisitPages(layout_, layout_.raw_bytes())),
+      encoded_visit_pages_(VisitPages(layout_, batch.codec == nullptr ? 1 : batch.codec->info().encoded_bytes)) {
   KV_CHECK(batch.query_heads > 0 && batch.query_heads % layout_.kv_heads == 0);
   KV_CHECK(raw_attention_ != nullptr);
   size_t pages = 0, groups = 0;
@@ -407,7 +415,7 @@ void Plan::AttendPart(const Tile& tile, uint32_t part, const float* q, int* visi
     const uint8_t* const* pages =
         (run.raw ? raw_pages_ : encoded_pages_).data() + sequences_[group.sequence].first_page;
     const PageAttention& attention = run.raw ? *raw_attention_ : *encoded_attention_;
-    const uint32_t visit_pages = tile.heads == 1 ? to - from : kVisitPages;
+    const uint32_t visit_pages = tile.heads == 1 ? to - from : run.raw ? raw_visit_pages_ : encoded_visit_pages_;
     for (uint32_t page = from; page < to; page += visit_pages) {
       const uint32_t visit_end = std::min(page + visit_pages, to);
       task.pages = absl::MakeConstSpan(pages + page, visit_end - page);

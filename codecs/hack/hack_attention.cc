@@ -11,7 +11,7 @@
 namespace kvmanager::hack {
 namespace {
 
-using AttendFunction = void (*)(const HackArguments&);
+using AttendFunction = void (*)(HackArguments&);
 
 AttendFunction AttendOf(Isa isa) {
 #if defined(__x86_64__)

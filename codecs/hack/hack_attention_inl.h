@@ -37,9 +37,14 @@ KVMANAGER_INLINE void PrefetchStep(const HackArguments& a) {
 }
 
 KVMANAGER_INLINE float HalfAt(const uint8_t* p) {
-  uint16_t half[kLanes] = {};
-  __builtin_memcpy(half, p, 2);
+  uint16_t bits;
+  __builtin_memcpy(&bits, p, 2);
+#if defined(KVMANAGER_ISA_AVX512) || defined(KVMANAGER_ISA_AVX2)
+  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
+#else
+  uint16_t half[kLanes] = {bits};
   return LoadHalf(half)[0];
+#endif
 }
 
 /// (step, minimum) of partition p as fp32; top: which pair of tops it uses.
@@ -269,15 +274,20 @@ void ScoresAlongChannels(const HackArguments& a, const uint8_t* record) {
 
 // ---- softmax ------------------------------------------------------------------------------------------------------
 
-/// Turns a row's scores into 8-bit probabilities per partition of V, rescaling its state if the page raises its
-/// maximum.
-KVMANAGER_INLINE void Softmax(const HackArguments& a, int r) {
-  const HackScratch& s = a.scratch;
-  float* p = s.scores + size_t(r) * a.page_tokens;
-  uint8_t* p8 = s.p8 + size_t(r) * a.page_tokens;
-  VecF top = LoadF(p);
-  for (int t = kLanes; t < a.page_tokens; t += kLanes) top = MaxF(top, LoadF(p + t));
-  const float page_max = ReduceMax(top);
+/// The running maximum after this page, the largest score of each partition of V on the way (in p_step), and the state
+/// rescaled if the maximum grew.
+KVMANAGER_INLINE void RaiseMaximum(const HackArguments& a, int r) {
+  const float* p = a.scratch.scores + size_t(r) * a.page_tokens;
+  const HackSide& v = a.head->v;
+  float page_max = -__builtin_inff();
+  for (int part = 0; part < v.partitions; ++part) {
+    const float* end = p + v.partition;
+    VecF top = LoadF(p);
+    for (p += kLanes; p < end; p += kLanes) top = MaxF(top, LoadF(p));
+    const float part_max = ReduceMax(top);
+    a.scratch.p_step[size_t(part) * a.rows + r] = part_max;
+    page_max = part_max > page_max ? part_max : page_max;
+  }
   if (page_max > a.max[r]) {
     const float factor = ExpNegativeScalar(a.max[r] - page_max);
     a.max[r] = page_max;
@@ -285,28 +295,31 @@ KVMANAGER_INLINE void Softmax(const HackArguments& a, int r) {
     float* acc = a.acc + size_t(r) * a.head_dim;
     for (int c = 0; c < a.head_dim; c += kLanes) StoreF(acc + c, LoadF(acc + c) * factor);
   }
-  const float max = a.max[r];
+}
+
+/// Turns a row's scores into 8-bit probabilities per partition of V.
+KVMANAGER_INLINE void Softmax(const HackArguments& a, int r) {
+  const HackScratch& s = a.scratch;
+  const float* p = s.scores + size_t(r) * a.page_tokens;
+  uint8_t* p8 = s.p8 + size_t(r) * a.page_tokens;
+  const VecF max = SetF(a.max[r]);
   const HackSide& v = a.head->v;
   VecF sum{};
   for (int part = 0; part < v.partitions; ++part) {
-    const int begin = part * v.partition, end = begin + v.partition;
-    VecF largest{};
-    for (int t = begin; t < end; t += kLanes) {
-      const VecF x = ExpNegative(LoadF(p + t) - max);
-      StoreF(p + t, x);
-      sum += x;
-      largest = MaxF(largest, x);
-    }
-    const float pmax = ReduceMax(largest);
+    const size_t at = size_t(part) * a.rows + r;
+    // The same function of the same score, so that it is the largest probability to the bit.
+    const float pmax = ExpNegative(SetF(s.p_step[at]) - max)[0];
     const float inverse = pmax > kNegligible ? 255.0f / pmax : 0.0f;
     VecI total{};
-    for (int t = begin; t < end; t += kLanes) {
-      const VecI x = RoundToInt(LoadF(p + t) * inverse);
-      StoreBytes(p8 + t, x);
-      total += x;
+    for (int t = part * v.partition; t < (part + 1) * v.partition; t += kLanes) {
+      const VecF x = ExpNegative(LoadF(p + t) - max);
+      const VecI x8 = RoundToInt(x * inverse);
+      StoreBytes(p8 + t, x8);
+      sum += x;
+      total += x8;
     }
-    s.p_step[size_t(part) * a.rows + r] = pmax * (1 / 255.0f);
-    s.p_sum[size_t(part) * a.rows + r] = ReduceAdd(ToF(total));
+    s.p_step[at] = pmax * (1 / 255.0f);
+    s.p_sum[at] = ReduceAdd(ToF(total));
   }
   a.sum[r] += ReduceAdd(sum);
 }
@@ -443,8 +456,7 @@ KVMANAGER_INLINE void Outputs(const HackArguments& a, const uint8_t* record) {
   }
 }
 
-void Attend(const HackArguments& arguments) {
-  HackArguments a = arguments;
+void Attend(HackArguments& a) {
   HackAhead ahead;
   a.ahead = &ahead;
   if (a.along_channels) QuantizeQueries(a, a.head->k);
@@ -458,6 +470,7 @@ void Attend(const HackArguments& arguments) {
     } else {
       ScoresAlongTokens(a, record);
     }
+    for (int r = 0; r < a.rows; ++r) RaiseMaximum(a, r);
     for (int r = 0; r < a.rows; ++r) Softmax(a, r);
     Outputs(a, record);
   }
@@ -473,6 +486,6 @@ void Attend(const HackArguments& arguments) {
 #define KVMANAGER_HACK_ATTEND kHackAttendPortable
 #endif
 
-void (*const KVMANAGER_HACK_ATTEND)(const HackArguments&) = Attend;
+void (*const KVMANAGER_HACK_ATTEND)(HackArguments&) = Attend;
 
 }  // namespace kvmanager::hack

@@ -71,8 +71,8 @@ struct HackArguments {
   HackScratch scratch;
 };
 
-extern void (*const kHackAttendPortable)(const HackArguments& arguments);
-extern void (*const kHackAttendAvx2)(const HackArguments& arguments);
-extern void (*const kHackAttendAvx512)(const HackArguments& arguments);
+extern void (*const kHackAttendPortable)(HackArguments& arguments);
+extern void (*const kHackAttendAvx2)(HackArguments& arguments);
+extern void (*const kHackAttendAvx512)(HackArguments& arguments);
 
 }  // namespace kvmanager::hack

@@ -28,7 +28,7 @@ struct Tile {
 /// Issues prefetches of a page's K, its V, then the next page's K, a few lines per step of the loops, so that the
 /// memory is asked for the same number of lines all the time, kLeadLines before they are needed.
 struct Ahead {
-  static constexpr int kLeadLines = 128;
+  static constexpr int kLeadLines = 256;
   static constexpr int kRuns = 3;
   const uint8_t* run[kRuns];
   const uint8_t* at;
@@ -42,17 +42,31 @@ struct Ahead {
     a.next = 1;
   }
   KVMANAGER_INLINE void Issue(Ahead& a, int count) {
-    for (int i = 0; i < count; ++i) {
-      if (__builtin_expect(a.left == 0, 0)) {
-        if (a.next == kRuns) return;
-        a.at = a.run[a.next++];
-        a.left = a.at == nullptr ? 0 : a.lines;
-        if (a.left == 0) return;
-      }
-      __builtin_prefetch(a.at, 0, 3);
-      a.at += 64;
-      --a.left;
+    if (__builtin_expect(a.left < count, 0)) {
+      PrefetchLines(a.at, a.left);
+      a.left = 0;
+      if (a.next == kRuns || a.run[a.next] == nullptr) return;
+      a.at = a.run[a.next++];
+      a.left = a.lines;
+      return;
     }
+    PrefetchLines(a.at, count);
+    a.at += size_t{64} * count;
+    a.left -= count;
+  }
+
+  /// The next `count` lines, for the caller to prefetch `*step` bytes apart; `*step` is 0 when there are none.
+  KVMANAGER_INLINE const uint8_t* Take(Ahead& a, int count, size_t* step) {
+    if (__builtin_expect(a.left < count, 0)) Issue(a, count);
+    if (__builtin_expect(a.left < count, 0)) {
+      *step = 0;
+      return reinterpret_cast<const uint8_t*>(&a);
+    }
+    const uint8_t* at = a.at;
+    a.at += size_t{64} * count;
+    a.left -= count;
+    *step = 64;
+    return at;
   }
 };
 
@@ -63,14 +77,19 @@ KVMANAGER_INLINE void Scores(const RawAttentionArguments& a, const uint16_t* k, 
   constexpr int kRows2 = kR == 3 ? 4 : kR;
   constexpr int kT = kLanes / kRows2;
   const int d = a.head_dim;
-  const int step_lines = (kT * d * 2 + 63) / 64;
+  // The block's share of prefetches, spread over its channels.
+  constexpr int kStepLines = (kT * kLanes * 2 + 63) / 64;
+  const int block_lines = d / kLanes * kStepLines;
   for (int t = 0; t < tile.tokens; t += kT) {
     const uint16_t* token[kT];
     KVMANAGER_UNROLL
     for (int i = 0; i < kT; ++i) token[i] = k + size_t(t + i < tile.tokens ? t + i : tile.tokens - 1) * d;
-    Ahead::Issue(ahead, step_lines);
+    size_t line_bytes;
+    const uint8_t* line = Ahead::Take(ahead, block_lines, &line_bytes);
     VecF dot[kLanes] = {};
     for (int c = 0; c < d; c += kLanes) {
+      KVMANAGER_UNROLL
+      for (int i = 0; i < kStepLines; ++i, line += line_bytes) __builtin_prefetch(line, 0, 3);
       VecF q[kR];
       KVMANAGER_UNROLL
       for (int r = 0; r < kR; ++r) q[r] = LoadF(tile.q[r] + c);
@@ -88,23 +107,23 @@ KVMANAGER_INLINE void Scores(const RawAttentionArguments& a, const uint16_t* k, 
   }
 }
 
-/// Turns row r's scores into exp(score - max), rescaling its state if the page raises its maximum.
-KVMANAGER_INLINE void Softmax(const RawAttentionArguments& a, Tile& tile, int r, int row) {
+/// Row r's running maximum after this page; its state is rescaled if that grew. Scores of tokens beyond those it sees
+/// become -infinity.
+KVMANAGER_INLINE void RaiseMaximum(const RawAttentionArguments& a, Tile& tile, int r, int row) {
   float* p = tile.p[r];
   const int seen = tile.seen[r];
-  if (seen == 0) {
-    for (int t = 0; t < tile.tokens; ++t) p[t] = 0;
-    return;
-  }
-  const VecI lane = Iota();
   const VecF none = SetF(-__builtin_inff());
   VecF top = none;
-  for (int t = 0; t < seen; t += kLanes) {
-    const VecF s = lane < seen - t ? LoadF(p + t) : none;
-    StoreF(p + t, s);
-    top = MaxF(top, s);
+  int t = 0;
+  for (; t + kLanes <= seen; t += kLanes) top = MaxF(top, LoadF(p + t));
+  if (t < tile.tokens) {
+    const VecI lane = Iota();
+    for (; t < tile.tokens; t += kLanes) {
+      const VecF s = lane < seen - t ? LoadF(p + t) : none;
+      StoreF(p + t, s);
+      top = MaxF(top, s);
+    }
   }
-  for (int t = (seen + kLanes - 1) / kLanes * kLanes; t < tile.tokens; ++t) p[t] = 0;
   const float page_max = ReduceMax(top);
   if (page_max > a.max[row]) {
     const float factor = ExpNegativeScalar(a.max[row] - page_max);
@@ -112,9 +131,15 @@ KVMANAGER_INLINE void Softmax(const RawAttentionArguments& a, Tile& tile, int r,
     a.sum[row] *= factor;
     for (int c = 0; c < a.head_dim; c += kLanes) StoreF(tile.acc[r] + c, LoadF(tile.acc[r] + c) * factor);
   }
-  const float max = a.max[row];
+}
+
+/// Turns row r's scores into exp(score - max).
+KVMANAGER_INLINE void Softmax(const RawAttentionArguments& a, Tile& tile, int r, int row) {
+  float* p = tile.p[r];
+  const bool sees_any = tile.seen[r] > 0;  // else its maximum may still be -infinity
+  const VecF max = SetF(sees_any ? a.max[row] : 0.0f);
   VecF sum{};
-  for (int t = 0; t < seen; t += kLanes) {
+  for (int t = 0; t < tile.tokens; t += kLanes) {
     const VecF x = ExpNegative(LoadF(p + t) - max);
     StoreF(p + t, x);
     sum += x;
@@ -168,6 +193,7 @@ __attribute__((noinline)) void AttendTile(const RawAttentionArguments& a, int ro
   }
   if (tile.tokens == 0) return;
   Scores<kBFloat16, kR>(a, reinterpret_cast<const uint16_t*>(page + a.k_offset), ahead, tile);
+  for (int r = 0; r < kR; ++r) RaiseMaximum(a, tile, r, row + r);
   for (int r = 0; r < kR; ++r) Softmax(a, tile, r, row + r);
   const uint16_t* v = reinterpret_cast<const uint16_t*>(page + a.v_offset);
   // As many accumulators as hide the latency of a multiply-add and still fit the registers.
