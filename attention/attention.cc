@@ -430,6 +430,7 @@ void Plan::AttendPart(const Tile& tile, uint32_t part, const float* q, int* visi
         task.q = q + size_t{h} * tile.rows * layout_.head_dim;
         task.kv_head = tile.first_head + h;
         task.next_page = !last ? pages[page] : visit_end < to ? pages[visit_end] : nullptr;
+        task.page_after = visit_end < to ? pages[visit_end] : nullptr;
         task.next_kv_head = last ? tile.first_head : task.kv_head + 1;
         attention.Attend(task, StateAt(states + h * bytes, tile.rows), workspace);
       }

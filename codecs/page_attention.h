@@ -34,9 +34,11 @@ struct PageAttentionTask {
   /// codec other than raw may require nullptr.
   const int* visible = nullptr;
 
-  /// Hint: the page and head that the caller attends to next, so that its bytes can be prefetched; nullptr: unknown.
+  /// Hints of what to prefetch; nullptr: unknown. What the caller attends to right after this call, and the page on
+  /// which it will attend to this same head after `pages`.
   const uint8_t* next_page = nullptr;
   int next_kv_head = 0;
+  const uint8_t* page_after = nullptr;
 
   static constexpr int kRowsMax = 64;
 };

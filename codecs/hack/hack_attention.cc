@@ -118,7 +118,7 @@ class HackAttention final : public PageAttention {
     a.pages = task.pages.data();
     a.page_count = task.pages.size();
     a.head = &heads_[task.kv_head];
-    a.next_record = task.next_page == nullptr ? nullptr : task.next_page + heads_[task.next_kv_head].offset;
+    a.next_record = task.page_after == nullptr ? nullptr : task.page_after + heads_[task.kv_head].offset;
     a.ahead = nullptr;
     a.meta8 = format_.parameters.meta_bits == 8;
     a.along_channels = along_channels_;

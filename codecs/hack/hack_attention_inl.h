@@ -17,23 +17,31 @@
 namespace kvmanager::hack {
 namespace {
 
+/// Sizes that the compiler knows, or 0. The usual shape is compiled for itself: its loops unroll and values stay in
+/// registers between passes.
+template <int kDimIn, int kTokensIn>
+struct Shape {
+  static constexpr int kDim = kDimIn;        // head_dim
+  static constexpr int kTokens = kTokensIn;  // of a page, which is one partition on both sides
+};
+using AnyShape = Shape<0, 0>;
+using UsualShape = Shape<128, 64>;
+
 constexpr float kNegligible = 0x1p-100f;  // as in ReferenceAttend
 constexpr int kStrip = 64;
+// Segments of V that share the broadcast probabilities, for one row: enough chains to hide the product's latency.
+constexpr int kSharedSegmentsMax = kLanes == 16 ? 8 : 2;
 constexpr int kSegment = 16;
 // Rows that share an unpacked code: tiles * rows accumulators must fit the registers.
 constexpr int kTileRows = kLanes == 16 ? 4 : 2;
 
-// Lines of the next record asked for per step: a segment of K, a word column of V. Few, so that the memory is never
-// flooded, and enough that a record is through: 72 lines of K2V2 in 8 and 8 steps.
-constexpr int kStepLines = 5;
-
-KVMANAGER_INLINE void PrefetchStep(const HackArguments& a) {
+/// Prefetches a few lines of the record that this head reads next.
+KVMANAGER_INLINE void PrefetchStep(const HackArguments& a, int lines) {
   HackAhead& ahead = *a.ahead;
-  if (ahead.left <= 0) return;
-  KVMANAGER_UNROLL
-  for (int i = 0; i < kStepLines; ++i) __builtin_prefetch(ahead.at + 64 * i, 0, 3);
-  ahead.at += 64 * kStepLines;
-  ahead.left -= kStepLines;
+  const int n = ahead.left < lines ? ahead.left : lines;
+  PrefetchLines(ahead.at, n);
+  ahead.at += 64 * n;
+  ahead.left -= n;
 }
 
 KVMANAGER_INLINE float HalfAt(const uint8_t* p) {
@@ -48,9 +56,10 @@ KVMANAGER_INLINE float HalfAt(const uint8_t* p) {
 }
 
 /// (step, minimum) of partition p as fp32; top: which pair of tops it uses.
+template <typename S>
 KVMANAGER_INLINE void LoadMetadata(const HackArguments& a, const uint8_t* record, const HackSide& side, int p,
                                    int top) {
-  const int n = side.meta_entries;
+  const int n = S::kDim > 0 ? S::kDim : side.meta_entries;
   float* steps = a.scratch.steps;
   float* minima = a.scratch.minima;
   if (a.meta8) {
@@ -58,6 +67,7 @@ KVMANAGER_INLINE void LoadMetadata(const HackArguments& a, const uint8_t* record
     const VecF top_step = SetF(HalfAt(tops)), top_minimum = SetF(HalfAt(tops + 2));
     const uint8_t* step = record + side.steps + size_t(p) * n;
     const uint8_t* minimum = record + side.minima + size_t(p) * n;
+    KVMANAGER_UNROLL
     for (int e = 0; e < n; e += kLanes) {
       StoreF(steps + e, LoadU8(step + e) * top_step * (1 / 255.0f));
       StoreF(minima + e, LoadS8(minimum + e) * top_minimum * (1 / 127.0f));
@@ -75,25 +85,37 @@ KVMANAGER_INLINE void LoadMetadata(const HackArguments& a, const uint8_t* record
 // ---- scores -------------------------------------------------------------------------------------------------------
 
 /// q folded with the partition's steps and quantised; the constant of the score.
+template <typename S>
 KVMANAGER_INLINE void FoldQueries(const HackArguments& a, int p) {
-  const HackScratch& s = a.scratch;
-  const int d = a.head_dim;
-  for (int r = 0; r < a.rows; ++r) {
-    const float* q = a.q + size_t(r) * d;
+  const HackScratch s = a.scratch;  // a copy: stores through floats may not change it
+  const int d = S::kDim > 0 ? S::kDim : a.head_dim, rows = a.rows;
+  const float scale = a.scale;
+  const float* q = a.q;
+  int8_t* q8 = s.q8;
+  for (int r = 0; r < rows; ++r, q += d, q8 += d) {
     VecF largest{}, constant{};
+    VecF folded[S::kDim > 0 ? S::kDim / kLanes : 1];
+    KVMANAGER_UNROLL
     for (int c = 0; c < d; c += kLanes) {
-      const VecF x = LoadF(q + c);
-      largest = MaxF(largest, AbsF(x * LoadF(s.steps + c)));
+      const VecF x = LoadF(q + c), f = x * LoadF(s.steps + c);
+      if constexpr (S::kDim > 0) folded[c / kLanes] = f;
+      largest = MaxF(largest, AbsF(f));
       constant += x * LoadF(s.minima + c);
     }
     const float amax = ReduceMax(largest);
     const float inverse = amax > kNegligible ? 127.0f / amax : 0.0f;
-    int8_t* q8 = s.q8 + size_t(r) * d;
+    KVMANAGER_UNROLL
     for (int c = 0; c < d; c += kLanes) {
-      StoreBytes(q8 + c, RoundToInt(LoadF(q + c) * LoadF(s.steps + c) * inverse));
+      VecF f;
+      if constexpr (S::kDim > 0) {
+        f = folded[c / kLanes];
+      } else {
+        f = LoadF(q + c) * LoadF(s.steps + c);
+      }
+      StoreBytes(q8 + c, RoundToInt(f * inverse));
     }
-    s.q_step[size_t(p) * a.rows + r] = amax * (1 / 127.0f) * a.scale;
-    s.q_min[size_t(p) * a.rows + r] = ReduceAdd(constant) * a.scale;
+    s.q_step[p * rows + r] = amax * (1 / 127.0f) * scale;
+    s.q_min[p * rows + r] = ReduceAdd(constant) * scale;
   }
 }
 
@@ -138,12 +160,20 @@ void QuantizeQueries(const HackArguments& a, const HackSide& side) {
 template <int kBits, int kR, int kTile0, int kTiles, bool kAlongChannels>
 void DotK(const HackArguments& a, const HackSide& side, const HackRun& run, const uint8_t* codes, int token, int p,
           int row, bool first) {
-  const int d = a.head_dim;
+  const int d = a.head_dim, page_tokens = a.page_tokens;
   const int8_t* q8 = a.scratch.q8 + size_t(row) * d;
+  const float* steps = a.scratch.steps;
+  float* scores = a.scratch.scores + size_t(row) * page_tokens;
+  float q_step[kR], q_min[kR];
+  KVMANAGER_UNROLL
+  for (int r = 0; r < kR; ++r) {
+    q_step[r] = a.scratch.q_step[p * a.rows + row + r];
+    q_min[r] = a.scratch.q_min[p * a.rows + row + r];
+  }
   for (int w = 0; w < kSegment; w += kLanes) {
     VecI acc[kTiles][kR] = {};
     for (int s = run.first; s < run.first + run.count; ++s) {
-      PrefetchStep(a);
+      PrefetchStep(a, a.ahead->k_step_lines);
       const uint8_t* at = codes + side.segment_offset[s] + 4 * w;
       KVMANAGER_UNROLL
       for (int j = 0; j < 4; ++j) {
@@ -163,17 +193,16 @@ void DotK(const HackArguments& a, const HackSide& side, const HackRun& run, cons
       }
     }
     KVMANAGER_UNROLL
-    for (int i = 0; i < kTiles; ++i) {
-      const int t = token + kSegment * (kTile0 + i) + w;
+    for (int r = 0; r < kR; ++r) {
+      float* score = scores + size_t(r) * page_tokens;
       KVMANAGER_UNROLL
-      for (int r = 0; r < kR; ++r) {
-        const size_t at = size_t(p) * a.rows + row + r;
-        float* score = a.scratch.scores + size_t(row + r) * a.page_tokens + t;
-        const VecF dot = ToF(acc[i][r]) * (a.scratch.q_step[at] * TileUnit<kBits>(kTile0 + i));
+      for (int i = 0; i < kTiles; ++i) {
+        const int t = token + kSegment * (kTile0 + i) + w;
+        const VecF dot = ToF(acc[i][r]) * (q_step[r] * TileUnit<kBits>(kTile0 + i));
         if constexpr (kAlongChannels) {
-          StoreF(score, LoadF(score) + dot * LoadF(a.scratch.steps + t));
+          StoreF(score + t, LoadF(score + t) + dot * LoadF(steps + t));
         } else {
-          StoreF(score, dot + (first ? SetF(a.scratch.q_min[at]) : LoadF(score)));
+          StoreF(score + t, dot + (first ? SetF(q_min[r]) : LoadF(score + t)));
         }
       }
     }
@@ -210,12 +239,13 @@ KVMANAGER_INLINE void DotKRun(const HackArguments& a, const HackSide& side, cons
 }
 
 /// K partitioned along tokens: all scores of a page.
+template <typename S>
 KVMANAGER_INLINE void ScoresAlongTokens(const HackArguments& a, const uint8_t* record) {
   const HackSide& side = a.head->k;
   const uint8_t* codes = record + side.codes;
   for (int p = 0; p < side.partitions; ++p) {
-    LoadMetadata(a, record, side, p, p);
-    FoldQueries(a, p);
+    LoadMetadata<S>(a, record, side, p, p);
+    FoldQueries<S>(a, p);
     const int begin = p * side.partition, end = begin + side.partition;
     if (side.run_count == 0) {  // every channel is its minimum alone
       for (int r = 0; r < a.rows; ++r) {
@@ -246,7 +276,7 @@ void ScoresAlongChannels(const HackArguments& a, const uint8_t* record) {
   const HackSide& side = a.head->k;
   const HackScratch& s = a.scratch;
   for (int p = 0; p < side.partitions; ++p) {
-    LoadMetadata(a, record, side, p, 0);
+    LoadMetadata<AnyShape>(a, record, side, p, 0);
     if (a.asymmetric) {
       const uint16_t* sums = reinterpret_cast<const uint16_t*>(record + side.sums) + size_t(p) * a.page_tokens;
       for (int t = 0; t < a.page_tokens; ++t) s.sums[t] = sums[t];
@@ -276,42 +306,49 @@ void ScoresAlongChannels(const HackArguments& a, const uint8_t* record) {
 
 /// The running maximum after this page, the largest score of each partition of V on the way (in p_step), and the state
 /// rescaled if the maximum grew.
+template <typename S>
 KVMANAGER_INLINE void RaiseMaximum(const HackArguments& a, int r) {
-  const float* p = a.scratch.scores + size_t(r) * a.page_tokens;
-  const HackSide& v = a.head->v;
+  const int tokens = S::kTokens > 0 ? S::kTokens : a.page_tokens;
+  const int partition = S::kTokens > 0 ? S::kTokens : a.head->v.partition;
+  const float* p = a.scratch.scores + size_t(r) * tokens;
   float page_max = -__builtin_inff();
-  for (int part = 0; part < v.partitions; ++part) {
-    const float* end = p + v.partition;
-    VecF top = LoadF(p);
-    for (p += kLanes; p < end; p += kLanes) top = MaxF(top, LoadF(p));
+  for (int begin = 0, part = 0; begin < tokens; begin += partition, ++part) {
+    VecF top = LoadF(p + begin);
+    KVMANAGER_UNROLL
+    for (int t = kLanes; t < partition; t += kLanes) top = MaxF(top, LoadF(p + begin + t));
     const float part_max = ReduceMax(top);
     a.scratch.p_step[size_t(part) * a.rows + r] = part_max;
     page_max = part_max > page_max ? part_max : page_max;
   }
-  if (page_max > a.max[r]) {
+  if (__builtin_expect(page_max > a.max[r], 0)) {
     const float factor = ExpNegativeScalar(a.max[r] - page_max);
     a.max[r] = page_max;
     a.sum[r] *= factor;
     float* acc = a.acc + size_t(r) * a.head_dim;
-    for (int c = 0; c < a.head_dim; c += kLanes) StoreF(acc + c, LoadF(acc + c) * factor);
+    const int d = a.head_dim;
+    for (int c = 0; c < d; c += kLanes) StoreF(acc + c, LoadF(acc + c) * factor);
   }
 }
 
 /// Turns a row's scores into 8-bit probabilities per partition of V.
+template <typename S>
 KVMANAGER_INLINE void Softmax(const HackArguments& a, int r) {
-  const HackScratch& s = a.scratch;
-  const float* p = s.scores + size_t(r) * a.page_tokens;
-  uint8_t* p8 = s.p8 + size_t(r) * a.page_tokens;
+  const HackScratch s = a.scratch;
+  const int rows = a.rows;
+  const int tokens = S::kTokens > 0 ? S::kTokens : a.page_tokens;
+  const int partition = S::kTokens > 0 ? S::kTokens : a.head->v.partition;
+  const float* p = s.scores + size_t(r) * tokens;
+  uint8_t* p8 = s.p8 + size_t(r) * tokens;
   const VecF max = SetF(a.max[r]);
-  const HackSide& v = a.head->v;
   VecF sum{};
-  for (int part = 0; part < v.partitions; ++part) {
-    const size_t at = size_t(part) * a.rows + r;
+  for (int begin = 0, part = 0; begin < tokens; begin += partition, ++part) {
+    const size_t at = size_t(part) * rows + r;
     // The same function of the same score, so that it is the largest probability to the bit.
     const float pmax = ExpNegative(SetF(s.p_step[at]) - max)[0];
     const float inverse = pmax > kNegligible ? 255.0f / pmax : 0.0f;
     VecI total{};
-    for (int t = part * v.partition; t < (part + 1) * v.partition; t += kLanes) {
+    KVMANAGER_UNROLL
+    for (int t = begin; t < begin + partition; t += kLanes) {
       const VecF x = ExpNegative(LoadF(p + t) - max);
       const VecI x8 = RoundToInt(x * inverse);
       StoreBytes(p8 + t, x8);
@@ -331,27 +368,41 @@ KVMANAGER_INLINE void Softmax(const HackArguments& a, int r) {
 template <int kBits, int kR, int kS, int kTile0, int kTiles>
 void DotV(const HackArguments& a, const HackSide& side, const uint8_t* codes, int token, int strips, int p, int segment,
           int row) {
-  const HackScratch& scratch = a.scratch;
+  const int page_tokens = a.page_tokens;
+  const float* steps = a.scratch.steps + segment * kSegment;
+  const float* minima = a.scratch.minima + segment * kSegment;
+  const uint8_t* p8 = a.scratch.p8 + size_t(row) * page_tokens + token;
+  const uint32_t strip_bytes = side.strip_bytes;
+  const uint8_t* planes[kS];
+  float p_step[kR], p_sum[kR];
+  float* acc[kR];
+  KVMANAGER_UNROLL
+  for (int s = 0; s < kS; ++s) planes[s] = codes + side.segment_offset[segment + s];
+  KVMANAGER_UNROLL
+  for (int r = 0; r < kR; ++r) {
+    p_step[r] = a.scratch.p_step[p * a.rows + row + r];
+    p_sum[r] = a.scratch.p_sum[p * a.rows + row + r];
+    acc[r] = a.acc + size_t(row + r) * a.head_dim + segment * kSegment;
+  }
   for (int w = 0; w < kSegment; w += kLanes) {
     VecI dot[kS][kR] = {};
     for (int strip = 0; strip < strips; ++strip) {
-      const uint8_t* at = codes + size_t(strip) * side.strip_bytes + 4 * w;
-      const uint8_t* p8 = scratch.p8 + size_t(row) * a.page_tokens + token + strip * kStrip;
+      const size_t at = size_t(strip) * strip_bytes + 4 * w;
       KVMANAGER_UNROLL
       for (int j = 0; j < 4; ++j) {
-        PrefetchStep(a);
+        PrefetchStep(a, a.ahead->v_step_lines);
         KVMANAGER_UNROLL
         for (int i = kTile0; i < kTile0 + kTiles; ++i) {
           VecU p4[kR];
           KVMANAGER_UNROLL
           for (int r = 0; r < kR; ++r) {
             uint32_t word;
-            __builtin_memcpy(&word, p8 + size_t(r) * a.page_tokens + kSegment * i + 4 * j, 4);
+            __builtin_memcpy(&word, p8 + size_t(r) * page_tokens + strip * kStrip + kSegment * i + 4 * j, 4);
             p4[r] = SetU(word);
           }
           KVMANAGER_UNROLL
           for (int s = 0; s < kS; ++s) {
-            const VecU code = Unpack<kBits>(at + side.segment_offset[segment + s], j, i);
+            const VecU code = Unpack<kBits>(planes[s] + at, j, i);
             KVMANAGER_UNROLL
             for (int r = 0; r < kR; ++r) dot[s][r] = DotCodes<kBits>(dot[s][r], p4[r], code);
           }
@@ -360,15 +411,13 @@ void DotV(const HackArguments& a, const HackSide& side, const uint8_t* codes, in
     }
     KVMANAGER_UNROLL
     for (int s = 0; s < kS; ++s) {
-      const int c = (segment + s) * kSegment + w;
-      const VecF step = LoadF(scratch.steps + c), minimum = LoadF(scratch.minima + c);
+      const int c = s * kSegment + w;
+      const VecF step = LoadF(steps + c), minimum = LoadF(minima + c);
       KVMANAGER_UNROLL
       for (int r = 0; r < kR; ++r) {
-        const size_t at = size_t(p) * a.rows + row + r;
-        float* acc = a.acc + size_t(row + r) * a.head_dim + c;
         VecF x = ToF(dot[s][r]);
-        if constexpr (kBits == 8) x += 128.0f * scratch.p_sum[at];  // the page stores code - 128
-        StoreF(acc, LoadF(acc) + MulAdd(step, x, minimum * scratch.p_sum[at]) * scratch.p_step[at]);
+        if constexpr (kBits == 8) x += 128.0f * p_sum[r];  // the page stores code - 128
+        StoreF(acc[r] + c, LoadF(acc[r] + c) + MulAdd(step, x, minimum * p_sum[r]) * p_step[r]);
       }
     }
   }
@@ -377,8 +426,7 @@ void DotV(const HackArguments& a, const HackSide& side, const uint8_t* codes, in
 template <int kBits, int kR, int kTile0, int kTiles>
 KVMANAGER_INLINE void DotVSegments(const HackArguments& a, const HackSide& side, const HackRun& run,
                                    const uint8_t* codes, int token, int strips, int p, int row) {
-  // Segments that share the broadcast probabilities: enough chains to hide the product's latency.
-  constexpr int kS = kLanes == 16 ? (kR == 1 ? 8 : 4) : 2;
+  constexpr int kS = kLanes == 16 && kR > 1 ? 4 : kSharedSegmentsMax;
   int s = run.first;
   const int end = run.first + run.count;
   for (; s + kS <= end; s += kS) DotV<kBits, kR, kS, kTile0, kTiles>(a, side, codes, token, strips, p, s, row);
@@ -433,10 +481,11 @@ KVMANAGER_INLINE void AddMinima(const HackArguments& a, const HackSide& side, in
   add(covered, a.head_dim / kSegment);
 }
 
+template <typename S>
 KVMANAGER_INLINE void Outputs(const HackArguments& a, const uint8_t* record) {
   const HackSide& side = a.head->v;
   for (int p = 0; p < side.partitions; ++p) {
-    LoadMetadata(a, record, side, p, p);
+    LoadMetadata<S>(a, record, side, p, p);
     const int begin = p * side.partition;
     const int token = begin / kStrip * kStrip;
     const uint8_t* codes = record + side.codes + size_t(token / kStrip) * side.strip_bytes;
@@ -456,11 +505,17 @@ KVMANAGER_INLINE void Outputs(const HackArguments& a, const uint8_t* record) {
   }
 }
 
-void Attend(HackArguments& a) {
+template <typename S>
+void AttendPages(HackArguments& a) {
   HackAhead ahead;
   a.ahead = &ahead;
-  if (a.along_channels) QuantizeQueries(a, a.head->k);
-  const int lines = (a.head->v.end + 63) / 64;  // records differ little between heads
+  const int lines = (a.head->v.end + 63) / 64;
+  // Half of a record while K is read, a share per segment; half with V, a share per column of words.
+  const int strips = a.page_tokens / kStrip, segments = a.head_dim / kSegment;
+  const int k_steps = strips * segments;
+  const int v_steps = strips * 4 * ((segments + kSharedSegmentsMax - 1) / kSharedSegmentsMax);
+  ahead.k_step_lines = (lines / 2 + k_steps - 1) / k_steps;
+  ahead.v_step_lines = (lines - lines / 2 + v_steps - 1) / v_steps;
   for (size_t i = 0; i < a.page_count; ++i) {
     const uint8_t* record = a.pages[i] + a.head->offset;
     ahead.at = i + 1 < a.page_count ? a.pages[i + 1] + a.head->offset : a.next_record;
@@ -468,11 +523,23 @@ void Attend(HackArguments& a) {
     if (a.along_channels) {
       ScoresAlongChannels(a, record);
     } else {
-      ScoresAlongTokens(a, record);
+      ScoresAlongTokens<S>(a, record);
     }
-    for (int r = 0; r < a.rows; ++r) RaiseMaximum(a, r);
-    for (int r = 0; r < a.rows; ++r) Softmax(a, r);
-    Outputs(a, record);
+    for (int r = 0; r < a.rows; ++r) RaiseMaximum<S>(a, r);
+    for (int r = 0; r < a.rows; ++r) Softmax<S>(a, r);
+    Outputs<S>(a, record);
+  }
+}
+
+void Attend(HackArguments& a) {
+  if (a.along_channels) QuantizeQueries(a, a.head->k);
+  const bool usual = a.head_dim == UsualShape::kDim && a.page_tokens == UsualShape::kTokens &&
+                     a.head->v.partition == UsualShape::kTokens &&
+                     (a.along_channels || a.head->k.partition == UsualShape::kTokens);
+  if (usual) {
+    AttendPages<UsualShape>(a);
+  } else {
+    AttendPages<AnyShape>(a);
   }
 }
 

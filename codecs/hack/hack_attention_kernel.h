@@ -34,6 +34,8 @@ struct HackHead {
 struct HackAhead {
   const uint8_t* at;
   int left;
+  int k_step_lines;
+  int v_step_lines;
 };
 
 /// Scratch of one call, cut from the caller's workspace; every array is 64-byte aligned.
@@ -60,7 +62,7 @@ struct HackArguments {
   const uint8_t* const* pages;
   size_t page_count;
   const HackHead* head;
-  const uint8_t* next_record;  // what is attended to after these pages, or nullptr
+  const uint8_t* next_record;  // the head's record in the page after these, or nullptr
   HackAhead* ahead;            // the kernel's own
   bool meta8;
   bool along_channels;  // K's partitions
