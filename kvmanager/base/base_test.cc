@@ -115,5 +115,24 @@ TEST(WorkerPoolTest, AttentionGoesBeforeEncoding) {
   EXPECT_EQ(std::string(order.begin(), order.end()), "aaaeee");
 }
 
+TEST(WorkerPoolTest, EncodingIsNotStarved) {
+  std::string order;
+  {
+    WorkerPool pool(1);
+    std::mutex gate;
+    gate.lock();
+    pool.Post(WorkerPool::Priority::kAttend, [&gate] { std::lock_guard<std::mutex> wait(gate); });
+    for (int i = 0; i < 2; ++i) pool.Post(WorkerPool::Priority::kEncode, [&order] { order += 'e'; });
+    for (int i = 0; i < 3 * WorkerPool::kAttendRunMax; ++i) {
+      pool.Post(WorkerPool::Priority::kAttend, [&order] { order += 'a'; });
+    }
+    gate.unlock();
+  }
+  const std::string run(WorkerPool::kAttendRunMax, 'a');
+  // The task at the gate may count among the first run.
+  EXPECT_EQ(order.substr(order.find('e')), "e" + run + "e" + order.substr(order.rfind('e') + 1));
+  EXPECT_LE(order.find('e'), run.size());
+}
+
 }  // namespace
 }  // namespace kvmanager

@@ -1,5 +1,5 @@
 // Errors that name the field, its value and the bound. They travel as absl::Status with three payloads, cross the wire as
-// api/common.capnp's Status, and come out of the client as the same absl::Status.
+// api/kvmanager.capnp's Status, and come out of the client as the same absl::Status.
 #pragma once
 
 #include <string>

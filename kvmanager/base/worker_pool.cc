@@ -34,8 +34,10 @@ void WorkerPool::Work() {
     {
       MutexLock lock(mutex_);
       while (attend_.empty() && encode_.empty() && !stopping_) lock.Wait(wake_);
-      std::deque<Task>& queue = attend_.empty() ? encode_ : attend_;
+      const bool encode = attend_.empty() || (!encode_.empty() && attend_run_ == kAttendRunMax);
+      std::deque<Task>& queue = encode ? encode_ : attend_;
       if (queue.empty()) return;
+      attend_run_ = encode || encode_.empty() ? 0 : attend_run_ + 1;
       task = std::move(queue.front());
       queue.pop_front();
     }

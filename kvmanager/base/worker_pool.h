@@ -1,4 +1,5 @@
-// A fixed pool of worker threads with two queues: attention first, encoding when no attention waits.
+// A fixed pool of worker threads with two queues: attention first, encoding when no attention waits, and now and then
+// before attention that does: somebody's attention may wait for that encoding.
 //
 // Owned by main(); any thread may post. Tasks must not block on other tasks. The destructor runs what is queued, then joins.
 #pragma once
@@ -25,6 +26,7 @@ class WorkerPool {
   WorkerPool& operator=(const WorkerPool&) = delete;
 
   static constexpr int kThreadsMax = 1024;
+  static constexpr int kAttendRunMax = 16;  // attention tasks begun in a row while encoding waits
 
   int threads() const { return static_cast<int>(threads_.size()); }
   void Post(Priority priority, Task task);
@@ -36,6 +38,7 @@ class WorkerPool {
   std::condition_variable wake_;
   std::deque<Task> attend_ ABSL_GUARDED_BY(mutex_);
   std::deque<Task> encode_ ABSL_GUARDED_BY(mutex_);
+  int attend_run_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> threads_;
 };
