@@ -20,9 +20,10 @@ absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(const Options& option
                         absl::StrCat("a multiple of ", kSlabBytesMin, ", at most ", options.pool_bytes));
   }
   const uint64_t count = options.pool_bytes / slab_bytes;
-  if (const uint64_t available = AvailableMemoryBytes(); available != 0 && count * slab_bytes > available) {
+  const uint64_t available = AvailableMemoryBytes(), huge_bytes = options.huge_pages ? FreeHugePageBytes() : 0;
+  if (available != 0 && count * slab_bytes > available + huge_bytes) {
     return FieldError(absl::StatusCode::kResourceExhausted, "host-pool-bytes", absl::StrCat(options.pool_bytes),
-                      absl::StrCat("at most the host's available ", available));
+                      absl::StrCat("at most the host's available ", available + huge_bytes));
   }
   std::unique_ptr<PagePool> pool(new PagePool);
   pool->slab_bytes_ = slab_bytes;

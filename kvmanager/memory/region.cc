@@ -50,6 +50,18 @@ bool ReadNumber(const char* path, uint64_t* number) {
   return static_cast<bool>(file >> *number);
 }
 
+// The number after `field` in /proc/meminfo, 0 if it is not there.
+uint64_t MemInfo(absl::string_view field) {
+  std::ifstream file("/proc/meminfo");
+  std::string key, unit;
+  uint64_t number;
+  while (file >> key >> number) {
+    if (key == field) return number;
+    std::getline(file, unit);
+  }
+  return 0;
+}
+
 // A memfd with its memory, or -1 and an error number. The descriptor is closed on failure.
 int MakeMemfd(const std::string& name, size_t bytes, bool hugetlb, int* error) {
   const int fd = memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING | (hugetlb ? MFD_HUGETLB : 0));
@@ -68,21 +80,30 @@ int MakeMemfd(const std::string& name, size_t bytes, bool hugetlb, int* error) {
 
 }  // namespace
 
-uint64_t AvailableMemoryBytes() {
-  uint64_t available = 0;
-  std::ifstream meminfo("/proc/meminfo");
-  std::string key, unit;
-  uint64_t kib;
-  while (meminfo >> key >> kib) {
-    if (key == "MemAvailable:") available = kib * 1024;
-    std::getline(meminfo, unit);
+uint64_t ReclaimableBytes(std::istream& memory_stat) {
+  uint64_t bytes = 0, value;
+  std::string key;
+  while (memory_stat >> key >> value) {
+    if (key == "inactive_file" || key == "active_file" || key == "slab_reclaimable") bytes += value;
   }
+  return bytes;
+}
+
+uint64_t AvailableMemoryBytes() {
+  uint64_t available = MemInfo("MemAvailable:") * 1024;
   uint64_t group_max, group_used;
   if (ReadNumber("/sys/fs/cgroup/memory.max", &group_max) && ReadNumber("/sys/fs/cgroup/memory.current", &group_used)) {
+    std::ifstream stat("/sys/fs/cgroup/memory.stat");
+    group_used -= std::min(group_used, ReclaimableBytes(stat));
     const uint64_t group_free = group_max > group_used ? group_max - group_used : 0;
     available = available == 0 ? group_free : std::min(available, group_free);
   }
   return available;
+}
+
+uint64_t FreeHugePageBytes() {
+  if (MemInfo("Hugepagesize:") * 1024 != Region::kHugePageBytes) return 0;
+  return MemInfo("HugePages_Free:") * Region::kHugePageBytes;
 }
 
 absl::StatusOr<std::unique_ptr<Region>> Region::Create(const Options& options) {

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <istream>
 #include <memory>
 #include <string>
 
@@ -60,7 +61,12 @@ class Region {
   HugePages huge_pages_ = HugePages::kNone;
 };
 
-/// Bytes that this host and control group can still give, 0 if unknown.
+/// Bytes that this host and control group can still give, huge pages set aside not among them; 0 if unknown.
 uint64_t AvailableMemoryBytes();
+/// Bytes of free huge pages (of kHugePageBytes) that the host has set aside.
+uint64_t FreeHugePageBytes();
+/// Of the text of a control group's memory.stat: bytes that count as used but that the kernel takes back when memory is
+/// asked for, such as cached files (shared memory is not among them).
+uint64_t ReclaimableBytes(std::istream& memory_stat);
 
 }  // namespace kvmanager

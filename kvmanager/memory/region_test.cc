@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <sstream>
 
 namespace kvmanager {
 namespace {
@@ -25,6 +26,13 @@ TEST(Region, RefusesSizesOutOfRange) {
 TEST(Region, RefusesMoreThanTheHostHas) {
   EXPECT_EQ(Region::Create(Sized(Region::kBytesMax, Region::Sharing::kWritable)).status().code(),
             absl::StatusCode::kResourceExhausted);
+}
+
+TEST(Region, CachedFilesDoNotCountAsUsed) {
+  std::istringstream stat("anon 1000\nfile 900\nshmem 200\ninactive_file 300\nactive_file 40\nslab_reclaimable 5\n");
+  EXPECT_EQ(ReclaimableBytes(stat), 345u);
+  std::istringstream nothing("");
+  EXPECT_EQ(ReclaimableBytes(nothing), 0u);
 }
 
 TEST(Region, ArenaIsWritableByOthersAndNeverChangesSize) {
