@@ -1,5 +1,6 @@
 // Caches, and what an operator asks.
 #include <algorithm>
+#include <tuple>
 
 #include "kvmanager/store/page_store_impl.h"
 
@@ -28,6 +29,7 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindCache(CacheId id) cons
 
 absl::StatusOr<CacheId> PageStoreImpl::OpenCache(const CacheConfig& config) {
   KV_ASSIGN_OR_RETURN(const auto cache, FindOrOpen(config, nullptr));
+  cache->wanted = true;
   return cache->id;
 }
 
@@ -142,34 +144,39 @@ std::vector<CacheInfo> PageStoreImpl::Caches() const {
 }
 
 std::vector<HolderInfo> PageStoreImpl::LargestHolders(size_t n) const {
-  std::vector<HolderInfo> all;
+  // Named only once the largest are known: this runs at every refusal of a full pool.
+  enum class Kind : uint8_t { kSequence, kPublished, kLeased };
+  struct Holder {
+    uint64_t bytes;
+    Kind kind;
+    SequenceId sequence;  // of kSequence
+    const Cache* cache;
+  };
+  std::vector<Holder> all;
   for (const auto& [id, sequence] : sequences_) {
-    const Cache& cache = *sequence->cache;
     const uint64_t bytes = InfoOf(*sequence).bytes;
-    if (bytes == 0) continue;
-    all.push_back(
-        {absl::StrCat("sequence ", id, " of cache ", cache.id, " (tenant '", cache.config.tenant, "')"), bytes});
+    if (bytes > 0) all.push_back({bytes, Kind::kSequence, id, sequence->cache.get()});
   }
-  absl::flat_hash_map<const Cache*, uint64_t> named, held;
+  absl::flat_hash_map<const Cache*, uint64_t> published, leased;
   for (const auto& [block, owned] : blocks_) {
-    if (block->holders > 0) continue;
-    (block->published ? named : held)[block->cache.get()] += block->bytes;
+    if (block->holders == 0) (block->published ? published : leased)[block->cache.get()] += block->bytes;
   }
-  for (const auto& [cache, bytes] : named) {
-    all.push_back(
-        {absl::StrCat("published blocks of cache ", cache->id, " (tenant '", cache->config.tenant, "')"), bytes});
-  }
-  for (const auto& [cache, bytes] : held) {
-    all.push_back(
-        {absl::StrCat("leases on dropped pages of cache ", cache->id, " (tenant '", cache->config.tenant, "')"),
-         bytes});
-  }
+  for (const auto& [cache, bytes] : published) all.push_back({bytes, Kind::kPublished, 0, cache});
+  for (const auto& [cache, bytes] : leased) all.push_back({bytes, Kind::kLeased, 0, cache});
   const size_t kept = std::min(n, all.size());
-  std::partial_sort(all.begin(), all.begin() + kept, all.end(), [](const HolderInfo& a, const HolderInfo& b) {
-    return a.bytes != b.bytes ? a.bytes > b.bytes : a.what < b.what;
+  std::partial_sort(all.begin(), all.begin() + kept, all.end(), [](const Holder& a, const Holder& b) {
+    return std::tuple(b.bytes, a.kind, a.sequence, a.cache->id) < std::tuple(a.bytes, b.kind, b.sequence, b.cache->id);
   });
-  all.resize(kept);
-  return all;
+  std::vector<HolderInfo> named;
+  for (const Holder& holder : absl::MakeConstSpan(all).first(kept)) {
+    const std::string what = holder.kind == Kind::kSequence    ? absl::StrCat("sequence ", holder.sequence)
+                             : holder.kind == Kind::kPublished ? "published blocks"
+                                                               : "leases on dropped pages";
+    named.push_back(
+        {absl::StrCat(what, " of cache ", holder.cache->id, " (tenant '", holder.cache->config.tenant, "')"),
+         holder.bytes});
+  }
+  return named;
 }
 
 }  // namespace kvmanager

@@ -175,6 +175,7 @@ class PageStore {
   static constexpr size_t kSequenceBlocksMax = 65536;      // of one sequence; kSequenceBlocksMax * page_tokens tokens
   static constexpr size_t kNamesMax = kSequenceBlocksMax;  // of one call
   static constexpr size_t kEntriesMax = 4096;              // of one append or attend
+  static constexpr uint64_t kAttendPagesMax = 1 << 24;     // under all attend leases, each time that one names it
   static constexpr size_t kHoldersNamed = 3;               // in RESOURCE_EXHAUSTED
 
   /// Everything given outlives the store. `registry` knows "raw", whose attention serves raw pages of every cache.
@@ -191,7 +192,7 @@ class PageStore {
   virtual std::shared_ptr<const Codec> codec(CacheId cache) const = 0;  // nullptr: no such cache
   virtual const PageAttention* raw_attention(CacheId cache) const = 0;  // nullptr: no such cache
 
-  /// How far `names` can be found, verified, touched (LRU) but not pinned.
+  /// How far `names` can be found, verified and used (LRU), but not pinned.
   virtual absl::StatusOr<MatchResult> Match(CacheId cache, absl::Span<const BlockName> names) = 0;
   /// A new sequence that begins with the blocks found: find and pin are one step.
   virtual absl::StatusOr<CreateResult> CreateSequence(CacheId cache, absl::Span<const BlockName> prefix) = 0;
@@ -199,9 +200,10 @@ class PageStore {
 
   /// Appends to one layer. Errors: NOT_FOUND (sequence), FAILED_PRECONDITION (position, naming the expected one),
   /// INVALID_ARGUMENT (tokens; NaN or Inf in K or V with entry, side, token, head, channel), RESOURCE_EXHAUSTED (naming
-  /// the pool's limit and the largest holders; evictable blocks were evicted first).
+  /// the pool's limit and the largest holders; evictable blocks were evicted first; or kAttendPagesMax, if the entries
+  /// could then not be attended to: what was appended can be).
   virtual absl::Status Append(CacheId cache, int layer, absl::Span<const AppendEntry> entries) = 0;
-  /// Pins what the entries' queries read.
+  /// Pins what the entries' queries read. Errors: as Append's, but for memory.
   virtual absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, int layer,
                                                               absl::Span<const AttendEntry> entries) = 0;
 

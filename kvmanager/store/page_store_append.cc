@@ -42,6 +42,7 @@ absl::Status PageStoreImpl::Append(CacheId id, int layer, absl::Span<const Appen
   const uint64_t call = ++calls_;
   std::vector<Sequence*> sequences(entries.size());
   size_t opened = 0, sealed = 0;
+  uint64_t pages = 0;
   for (size_t i = 0; i < entries.size(); ++i) {
     const AppendEntry& entry = entries[i];
     const auto found = FindSequence(entry.sequence);
@@ -65,8 +66,10 @@ absl::Status PageStoreImpl::Append(CacheId id, int layer, absl::Span<const Appen
     const uint64_t end = entry.position + entry.tokens;
     opened += (end + page_tokens - 1) / page_tokens - (entry.position + page_tokens - 1) / page_tokens;
     sealed += end / page_tokens - entry.position / page_tokens;
+    pages += (end - 1) / page_tokens + 1;
     sequences[i] = sequence;
   }
+  if (absl::Status status = CheckAttendPages(pages); !status.ok()) return refuse(std::move(status));
   Reservation slots(pool_);
   if (absl::Status status = Reserve(*cache, opened, cache->identity() ? 0 : sealed, &slots); !status.ok()) {
     return refuse(std::move(status));

@@ -17,14 +17,18 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
     PageStoreImpl* store = this->store();
     if (store == nullptr) return;
     for (const PageRef& ref : buffers_.pins) store->Unpin(ref);
+    store->attend_pages -= buffers_.pins.size();
     --cache_->leases;
     store->metrics()->attend_leases.Decrement();
+    if (store->spare_buffers.size() >= PageStoreImpl::kSpareBuffersMax ||
+        buffers_.pins.capacity() > PageStoreImpl::kSparePagesMax) {
+      return;
+    }
     buffers_.pins.clear();
     buffers_.pages.clear();
     buffers_.encoded.clear();
     buffers_.ends.clear();
-    if (store->spare_buffers.size() < PageStoreImpl::kSpareBuffersMax)
-      store->spare_buffers.push_back(std::move(buffers_));
+    store->spare_buffers.push_back(std::move(buffers_));
   }
 
   /// Adds the pages that queries `first` .. `last` (positions) of `sequence` read.
@@ -47,6 +51,7 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
       }
       buffers_.pages.push_back(out);
     }
+    store()->attend_pages += last_page + 1;
     buffers_.ends.push_back(buffers_.pages.size());
   }
   void Finish() {
@@ -82,6 +87,12 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
 
 }  // namespace
 
+absl::Status PageStoreImpl::CheckAttendPages(uint64_t pages) const {
+  if (pages <= kAttendPagesMax - attend_pages) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kResourceExhausted, "pages under attend leases",
+                    absl::StrCat(attend_pages, " and ", pages, " more"), absl::StrCat("at most ", kAttendPagesMax));
+}
+
 absl::StatusOr<std::unique_ptr<AttendLease>> PageStoreImpl::Attend(CacheId id, int layer,
                                                                    absl::Span<const AttendEntry> entries) {
   KV_ASSIGN_OR_RETURN(const std::shared_ptr<Cache> cache, FindCache(id));
@@ -91,6 +102,7 @@ absl::StatusOr<std::unique_ptr<AttendLease>> PageStoreImpl::Attend(CacheId id, i
   if (entries.size() > kEntriesMax)
     return InvalidField("entries", entries.size(), absl::StrCat("at most ", kEntriesMax));
   std::vector<const Sequence*> sequences(entries.size());
+  uint64_t pages = 0;
   for (size_t i = 0; i < entries.size(); ++i) {
     const AttendEntry& entry = entries[i];
     KV_ASSIGN_OR_RETURN(sequences[i], FindSequence(entry.sequence));
@@ -106,7 +118,9 @@ absl::StatusOr<std::unique_ptr<AttendLease>> PageStoreImpl::Attend(CacheId id, i
     if (entry.tokens < 1 || static_cast<uint64_t>(entry.tokens) > tokens - entry.position) {
       return InvalidField(field("tokens"), entry.tokens, absl::StrCat("1..", tokens - entry.position));
     }
+    pages += (entry.position + entry.tokens - 1) / cache->page_tokens() + 1;
   }
+  KV_RETURN_IF_ERROR(CheckAttendPages(pages));
   auto lease = std::make_unique<AttendLeaseImpl>(this, cache);
   for (size_t i = 0; i < entries.size(); ++i) {
     lease->AddEntry(*sequences[i], layer, entries[i].position, entries[i].position + entries[i].tokens - 1);

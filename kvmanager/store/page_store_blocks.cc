@@ -97,7 +97,8 @@ void PageStoreImpl::Release(Block* block) {
   KV_CHECK(block->holders > 0);
   if (--block->holders > 0) return;
   if (!block->published) return Dispose(block);
-  Touch(block);
+  eviction_->Touch(block);
+  block->last_use_ns = clock_->NowNs();
   MakeEvictableIfUnused(block);
 }
 
@@ -175,11 +176,6 @@ void PageStoreImpl::MakeUnevictable(Block* block) {
   eviction_->Remove(block);
   evictable_bytes_ -= block->bytes;
   metrics_->evictable_bytes.Set(static_cast<double>(evictable_bytes_));
-}
-
-void PageStoreImpl::Touch(Block* block) {
-  eviction_->Touch(block);
-  block->last_use_ns = clock_->NowNs();
 }
 
 void PageStoreImpl::Evict(Block* block) {

@@ -87,19 +87,12 @@ void PageStoreImpl::OnEncoded(const std::vector<PageRef>& pages, absl::Span<cons
 }
 
 void PageStoreImpl::NotifyWaiters() {
-  std::vector<EncodeWaiter*> still_waiting;
-  for (EncodeWaiter* waiter : waiting_) {
+  std::erase_if(waiting_, [this](EncodeWaiter* waiter) {
     auto& pending = waiter->pending_;
-    pending.erase(
-        std::remove_if(pending.begin(), pending.end(), [](PageRef ref) { return !ref.page().awaits_encoding(); }),
-        pending.end());
-    if (pending.empty()) {
-      ready_.push_back(waiter);
-    } else {
-      still_waiting.push_back(waiter);
-    }
-  }
-  waiting_ = std::move(still_waiting);
+    while (!pending.empty() && !pending.back().page().awaits_encoding()) pending.pop_back();
+    if (pending.empty()) ready_.push_back(waiter);
+    return pending.empty();
+  });
   for (EncodeWaiter* waiter : ready_) {
     if (waiter->ready_) continue;
     waiter->ready_ = true;

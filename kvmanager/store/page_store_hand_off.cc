@@ -102,6 +102,42 @@ class ExportLeaseImpl final : public ExportLease, private EncodeWaiter {
   std::vector<absl::Span<const uint8_t>> bytes_;
 };
 
+// Whether `content` is of one piece: blocks and pages as its token count says, in the order of sending, with the sizes
+// of the cache's forms.
+absl::Status CheckContent(const Cache& cache, const HandOffContent& content) {
+  const uint64_t page_tokens = cache.page_tokens();
+  const uint64_t tokens_max = PageStore::kSequenceBlocksMax * page_tokens;
+  if (content.tokens > tokens_max) return InvalidField("tokens", content.tokens, absl::StrCat("at most ", tokens_max));
+  const uint64_t full_blocks = content.tokens / page_tokens;
+  const uint64_t per_layer = full_blocks + (content.tokens % page_tokens != 0);
+  if (content.blocks.size() != full_blocks) {
+    return InvalidField("blocks", content.blocks.size(), absl::StrCat(full_blocks, " for ", content.tokens, " tokens"));
+  }
+  if (content.pages.size() != per_layer * cache.layers()) {
+    return InvalidField("pages", content.pages.size(),
+                        absl::StrCat(per_layer * cache.layers(), ", ", per_layer, " per layer"));
+  }
+  absl::flat_hash_set<BlockKey> keys;
+  for (size_t i = 0; i < content.blocks.size(); ++i) {
+    if (content.blocks[i].named && !keys.insert(content.blocks[i].name.key).second) {
+      return InvalidField(absl::StrCat("blocks[", i, "].name"), content.blocks[i].name.key.ToHex(8), "named once");
+    }
+  }
+  for (size_t i = 0; i < content.pages.size(); ++i) {
+    const HandOffPage& page = content.pages[i];
+    const auto field = [i](absl::string_view name) { return absl::StrCat("pages[", i, "].", name); };
+    if (page.layer != i / per_layer) return InvalidField(field("layer"), page.layer, absl::StrCat(i / per_layer));
+    if (page.block != i % per_layer) return InvalidField(field("block"), page.block, absl::StrCat(i % per_layer));
+    const bool raw = page.form == PageForm::kRaw;
+    if (!raw && (page.form != PageForm::kEncoded || page.block == full_blocks)) {
+      return InvalidField(field("form"), static_cast<int>(page.form), "raw, or encoded for a full block");
+    }
+    const uint64_t bytes = raw ? cache.layout().raw_bytes() : cache.codec->info().encoded_bytes;
+    if (page.bytes != bytes) return InvalidField(field("bytes"), page.bytes, absl::StrCat(bytes));
+  }
+  return absl::OkStatus();
+}
+
 class ImportLeaseImpl final : public ImportLease {
  public:
   ImportLeaseImpl(PageStoreImpl* store, std::shared_ptr<Cache> cache, const HandOffContent& content)
@@ -116,6 +152,7 @@ class ImportLeaseImpl final : public ImportLease {
       store_->ReleaseBlocks(*sequence_);
     }
     --cache_->leases;
+    if (!cache_->wanted) store_->CloseIfUnused(cache_);
     store_->metrics()->import_leases.Decrement();
   }
 
@@ -153,6 +190,7 @@ bool ImportLeaseImpl::CanShare(const Block& block) const {
 }
 
 absl::Status ImportLeaseImpl::Start() {
+  KV_RETURN_IF_ERROR(CheckContent(*cache_, content_));
   const bool identity = cache_->identity();
   sequence_ = store_->NewSequence(cache_);
   store_->hidden_sequences.insert(sequence_.get());
@@ -164,14 +202,14 @@ absl::Status ImportLeaseImpl::Start() {
     }
   }
   // Find and hold first: reserving may evict.
-  std::vector<Block*> shared(full_blocks(), nullptr);
+  std::vector<Block*> shared(full_blocks(), nullptr), unfit;
   size_t raw = 0, encoded = 0;
   for (uint32_t i = 0; i < full_blocks(); ++i) {
     MissReason reason;
     Block* block =
         content_.blocks[i].named ? store_->FindVerified(*cache_, content_.blocks[i].name, i, &reason) : nullptr;
     if (block != nullptr && !CanShare(*block)) {
-      store_->Release(block);
+      unfit.push_back(block);
       block = nullptr;
     }
     shared[i] = block;
@@ -180,6 +218,7 @@ absl::Status ImportLeaseImpl::Start() {
       ++encoded;  // a raw page's is for its encoding
     }
   }
+  for (; !unfit.empty(); unfit.pop_back()) store_->Release(unfit.back());
   const bool has_open = pages_per_layer() > full_blocks();
   if (has_open) raw += cache_->layers();
   Reservation slots(store_->pool());
@@ -193,7 +232,6 @@ absl::Status ImportLeaseImpl::Start() {
   for (uint32_t i = 0; i < pages_per_layer(); ++i) {
     const bool open = i == full_blocks();
     if (!open && shared[i] != nullptr) {
-      sequence_->hit_blocks += 1;
       store_->Attach(*sequence_, shared[i]);
       continue;
     }
@@ -258,7 +296,6 @@ absl::StatusOr<SequenceId> ImportLeaseImpl::Commit() {
       continue;
     block->name = content_.blocks[i].name;
     cache_->table.Insert(block);
-    store_->Touch(block);
     store_->metrics()->published.Increment();
     store_->metrics()->published_blocks.Increment();
   }
@@ -268,42 +305,6 @@ absl::StatusOr<SequenceId> ImportLeaseImpl::Commit() {
   store_->metrics()->imports.Increment();
   store_->PostEncodes(cache_, std::move(to_encode));
   return id;
-}
-
-// Whether `content` is of one piece: blocks and pages as its token count says, in the order of sending, with the sizes
-// of the cache's forms.
-absl::Status CheckContent(const Cache& cache, const HandOffContent& content) {
-  const uint64_t page_tokens = cache.page_tokens();
-  const uint64_t tokens_max = PageStore::kSequenceBlocksMax * page_tokens;
-  if (content.tokens > tokens_max) return InvalidField("tokens", content.tokens, absl::StrCat("at most ", tokens_max));
-  const uint64_t full_blocks = content.tokens / page_tokens;
-  const uint64_t per_layer = full_blocks + (content.tokens % page_tokens != 0);
-  if (content.blocks.size() != full_blocks) {
-    return InvalidField("blocks", content.blocks.size(), absl::StrCat(full_blocks, " for ", content.tokens, " tokens"));
-  }
-  if (content.pages.size() != per_layer * cache.layers()) {
-    return InvalidField("pages", content.pages.size(),
-                        absl::StrCat(per_layer * cache.layers(), ", ", per_layer, " per layer"));
-  }
-  absl::flat_hash_set<BlockKey> keys;
-  for (size_t i = 0; i < content.blocks.size(); ++i) {
-    if (content.blocks[i].named && !keys.insert(content.blocks[i].name.key).second) {
-      return InvalidField(absl::StrCat("blocks[", i, "].name"), content.blocks[i].name.key.ToHex(8), "named once");
-    }
-  }
-  for (size_t i = 0; i < content.pages.size(); ++i) {
-    const HandOffPage& page = content.pages[i];
-    const auto field = [i](absl::string_view name) { return absl::StrCat("pages[", i, "].", name); };
-    if (page.layer != i / per_layer) return InvalidField(field("layer"), page.layer, absl::StrCat(i / per_layer));
-    if (page.block != i % per_layer) return InvalidField(field("block"), page.block, absl::StrCat(i % per_layer));
-    const bool raw = page.form == PageForm::kRaw;
-    if (!raw && (page.form != PageForm::kEncoded || page.block == full_blocks)) {
-      return InvalidField(field("form"), static_cast<int>(page.form), "raw, or encoded for a full block");
-    }
-    const uint64_t bytes = raw ? cache.layout().raw_bytes() : cache.codec->info().encoded_bytes;
-    if (page.bytes != bytes) return InvalidField(field("bytes"), page.bytes, absl::StrCat(bytes));
-  }
-  return absl::OkStatus();
 }
 
 }  // namespace
@@ -339,18 +340,10 @@ absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::Export(SequenceId id
 
 absl::StatusOr<std::unique_ptr<ImportLease>> PageStoreImpl::Import(const HandOffContent& content) {
   KV_RETURN_IF_ERROR(CheckSequenceLimit());
-  const CacheId next = next_cache_;
-  KV_ASSIGN_OR_RETURN(const std::shared_ptr<Cache> cache, FindOrOpen(content.config, &content.codec_version));
-  absl::Status status = CheckContent(*cache, content);
-  std::unique_ptr<ImportLeaseImpl> lease;
-  if (status.ok()) {
-    lease = std::make_unique<ImportLeaseImpl>(this, cache, content);
-    status = lease->Start();
-  }
-  if (status.ok()) return lease;
-  lease = nullptr;
-  if (cache->id == next) CloseIfUnused(cache);  // opened by this call
-  return status;
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> cache, FindOrOpen(content.config, &content.codec_version));
+  auto lease = std::make_unique<ImportLeaseImpl>(this, std::move(cache), content);
+  KV_RETURN_IF_ERROR(lease->Start());
+  return lease;
 }
 
 }  // namespace kvmanager

@@ -100,7 +100,15 @@ TEST_F(HandOffTest, AbandonedImportsLeaveNothing) {
   }
   EXPECT_EQ(peer_.pool->used_bytes(), 0u);
   EXPECT_TRUE(peer_.store->Sequences().empty());
+  EXPECT_TRUE(peer_.store->Caches().empty());
   peer_.store->CheckInvariants();
+  // A cache that a client opened meanwhile stays.
+  auto import = peer_.store->Import(lease->content());
+  ASSERT_TRUE(import.ok());
+  const auto opened = peer_.store->OpenCache(lease->content().config);
+  ASSERT_TRUE(opened.ok());
+  import->reset();
+  EXPECT_TRUE(peer_.store->DescribeCache(*opened).ok());
 }
 
 TEST_F(HandOffTest, HostileContentIsRefused) {

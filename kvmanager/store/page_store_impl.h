@@ -39,6 +39,7 @@ struct Cache {
   PageTable table;
   uint64_t sequences = 0;
   uint64_t leases = 0;
+  bool wanted = false;  // by a client or a visible sequence; else it goes with the last unfinished import
   uint64_t raw_bytes = 0;
   uint64_t encoded_bytes = 0;
 
@@ -153,7 +154,7 @@ class PageStoreImpl final : public PageStore {
   /// Takes slots, evicting where that can help. Errors: RESOURCE_EXHAUSTED.
   absl::Status Reserve(const Cache& cache, size_t raw, size_t encoded, Reservation* out);
   void Hold(Block* block);                        // one more holder
-  void Release(Block* block);                     // one holder less
+  void Release(Block* block);                     // one holder less; of a chain, children first (EvictionPolicy)
   void Attach(Sequence& sequence, Block* block);  // appends `block`, already held, and takes its raw holds
   void DetachLast(Sequence& sequence);            // gives the last block back
   void DropRawHold(PageRef ref);
@@ -161,7 +162,6 @@ class PageStoreImpl final : public PageStore {
   void Pin(PageRef ref);
   void Unpin(PageRef ref);
   void Unname(Block* block);  // out of the table; the block goes if nobody holds it
-  void Touch(Block* block);
   bool VerifyChecksums(const Block& block) const;
   uint64_t ChecksumOf(const Cache& cache, const Page& page) const;  // of the form that stays
   /// The block named so, verified; a corrupt one is dropped. nullptr and the reason otherwise.
@@ -195,7 +195,11 @@ class PageStoreImpl final : public PageStore {
     std::vector<size_t> ends;
   };
   static constexpr size_t kSpareBuffersMax = 64;
+  static constexpr size_t kSparePagesMax = 1 << 14;  // larger buffers are not kept
   std::vector<AttendBuffers> spare_buffers;
+  uint64_t attend_pages = 0;  // pinned by all attend leases, each time that one names it
+  /// Whether attend leases may pin `pages` more. Errors: RESOURCE_EXHAUSTED.
+  absl::Status CheckAttendPages(uint64_t pages) const;
 
  private:
   void OnEncoded(const std::vector<PageRef>& pages, absl::Span<const EncodeItem> items);

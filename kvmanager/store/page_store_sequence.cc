@@ -37,6 +37,7 @@ SequenceId PageStoreImpl::Show(std::unique_ptr<Sequence> sequence) {
   const SequenceId id = next_sequence_++;
   sequence->id = id;
   ++sequence->cache->sequences;
+  sequence->cache->wanted = true;
   metrics_->sequences.Increment();
   sequences_.emplace(id, std::move(sequence));
   return id;
@@ -84,11 +85,7 @@ absl::StatusOr<MatchResult> PageStoreImpl::Match(CacheId id, absl::Span<const Bl
   }
   result.hit_blocks = static_cast<int>(found.size());
   if (result.reason != MissReason::kNone) metrics_->prefix_misses[static_cast<size_t>(result.reason)]->Increment();
-  // Last to first: parents are used more recently than their children.
-  for (; !found.empty(); found.pop_back()) {
-    Touch(found.back());
-    Release(found.back());
-  }
+  for (; !found.empty(); found.pop_back()) Release(found.back());
   return result;
 }
 
@@ -113,7 +110,6 @@ absl::StatusOr<CreateResult> PageStoreImpl::CreateSequence(CacheId id, absl::Spa
   // A hit is taken as it is found: its pages have aged.
   std::fill(sequence->aged.begin(), sequence->aged.end(), static_cast<uint32_t>(found.size()));
   std::fill(sequence->tokens.begin(), sequence->tokens.end(), uint64_t{found.size()} * cache->page_tokens());
-  for (auto block = found.rbegin(); block != found.rend(); ++block) Touch(*block);
   for (Block* block : found) Attach(*sequence, block);
   result.sequence = Show(std::move(sequence));
   return result;
@@ -230,6 +226,7 @@ absl::StatusOr<PublishResult> PageStoreImpl::Publish(SequenceId id, absl::Span<c
     }
   }
   PublishResult result;
+  std::vector<Block*> deferred;
   for (uint32_t i = 0; i < names.size(); ++i) {
     Block*& block = sequence->blocks[i];
     if (block->published) continue;
@@ -239,7 +236,6 @@ absl::StatusOr<PublishResult> PageStoreImpl::Publish(SequenceId id, absl::Span<c
       if (block->corrupt) continue;
       block->name = names[i];
       cache.table.Insert(block);
-      Touch(block);
       metrics_->published_blocks.Increment();
       ++result.published;
       continue;
@@ -248,13 +244,13 @@ absl::StatusOr<PublishResult> PageStoreImpl::Publish(SequenceId id, absl::Span<c
     if (aged) {
       Release(block);  // it has no raw hold of this sequence any more
       block = equal;
-      Touch(equal);
       ++result.shared;
     } else {
-      Release(equal);
-      ++result.deferred;
+      deferred.push_back(equal);
     }
   }
+  result.deferred = static_cast<int>(deferred.size());
+  for (; !deferred.empty(); deferred.pop_back()) Release(deferred.back());
   metrics_->published.Increment(result.published);
   metrics_->published_shared.Increment(result.shared);
   return result;

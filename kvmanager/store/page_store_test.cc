@@ -475,6 +475,39 @@ TEST_F(PageStoreTest, EvictsLeavesFirstThenRefusesNamingHolders) {
   EXPECT_EQ(store().Match(cache, names)->hit_blocks, 10);
 }
 
+TEST_F(PageStoreTest, DeferredPublishKeepsLeavesFirst) {
+  pool_bytes_ = 2 << 20;
+  CacheConfig config = MakeConfig("raw", 4);
+  config.layout.kv_heads = config.query_heads = 16;  // 32 blocks
+  const CacheId cache = test().Open(config);
+  const Text text = MakeText(4 * kPage);
+  const SequenceId a = Filled(cache, text, 4 * kPage);
+  const auto names = Names(cache, text, 4);
+  ASSERT_TRUE(store().Publish(a, names).ok());
+  store().Drop(a);
+  const SequenceId b = Filled(cache, text, 4 * kPage);
+  EXPECT_EQ(store().Publish(b, names)->deferred, 4);
+  Filled(cache, MakeText(26 * kPage, 5), 26 * kPage);
+  EXPECT_EQ(test().store_metrics.evicted_blocks.Value(), 2);
+  EXPECT_EQ(store().Match(cache, names)->hit_blocks, 2);
+}
+
+TEST_F(PageStoreTest, PagesUnderAttendLeasesAreBounded) {
+  CacheConfig config = MakeConfig("raw", 0, "a", 1);
+  config.layout.kv_heads = config.query_heads = 1;
+  config.layout.head_dim = 16;
+  const CacheId cache = test().Open(config);
+  const SequenceId a = Create(cache);
+  constexpr int kTokens = static_cast<int>(PageStore::kAttendPagesMax / PageStore::kEntriesMax + 1) * kPage;
+  const std::vector<uint8_t> zeros(kTokens * 32);
+  const AppendEntry append{a, 0, kTokens, zeros.data(), zeros.data()};
+  ASSERT_TRUE(store().Append(cache, 0, {&append, 1}).ok());
+  const std::vector<AttendEntry> entries(PageStore::kEntriesMax, {a, kTokens - 1, 1});
+  EXPECT_EQ(store().Attend(cache, 0, entries).status().code(), absl::StatusCode::kResourceExhausted);
+  const auto lease = Attend(cache, a, kTokens - 1, 1);
+  EXPECT_EQ(lease->pages(0).size(), size_t{kTokens / kPage});
+}
+
 TEST_F(PageStoreTest, PurgeDropsWhatNothingPinsAndClosesEmptyCaches) {
   const CacheId cache = test().Open(MakeConfig("raw", 0));
   const Text text = MakeText(4 * kPage);
