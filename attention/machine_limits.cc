@@ -19,13 +19,13 @@ namespace {
 
 constexpr size_t kHugePageBytes = size_t{2} << 20;
 constexpr size_t kReadBytes = size_t{128} << 20;  // per thread
-constexpr int kRepeats = 5;
+constexpr int kRepeats = 9;
 constexpr uint64_t kRounds = 4'000'000;
 
-/// The shortest time, in seconds, in which all threads ran `work(thread)`.
+/// The median time, in seconds, in which all threads ran `work(thread)`: as the results beside it are medians.
 template <typename Work>
-double BestSeconds(int threads, const Work& work) {
-  double best = 1e9;
+double MedianSeconds(int threads, const Work& work) {
+  std::vector<double> seconds;
   for (int repeat = 0; repeat < kRepeats; ++repeat) {
     std::atomic<int> ready{0};
     std::atomic<bool> go{false};
@@ -42,9 +42,10 @@ double BestSeconds(int threads, const Work& work) {
     go.store(true);
     work(0);
     for (std::thread& other : others) other.join();
-    best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+    seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
   }
-  return best;
+  std::nth_element(seconds.begin(), seconds.begin() + kRepeats / 2, seconds.end());
+  return seconds[kRepeats / 2];
 }
 
 MachineLimits Measure(int threads) {
@@ -55,10 +56,10 @@ MachineLimits Measure(int threads) {
   std::vector<float> sinks(threads * 16, 0.25f);
   std::atomic<uint64_t> multiply_adds{0};
   MachineLimits limits;
-  limits.read_bytes_per_second = double(kReadBytes) * threads / BestSeconds(threads, [&](int t) {
+  limits.read_bytes_per_second = double(kReadBytes) * threads / MedianSeconds(threads, [&](int t) {
                                    sums[t * 8] += StreamRead(data + t * kReadBytes, kReadBytes);
                                  });
-  const double seconds = BestSeconds(threads, [&](int t) { multiply_adds += MultiplyAdds(kRounds, &sinks[t * 16]); });
+  const double seconds = MedianSeconds(threads, [&](int t) { multiply_adds += MultiplyAdds(kRounds, &sinks[t * 16]); });
   limits.fma_per_second = double(multiply_adds.load()) / kRepeats / seconds;
   std::free(data);
   return limits;

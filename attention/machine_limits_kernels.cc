@@ -1,6 +1,7 @@
 #include "attention/machine_limits_kernels.h"
 
 #if defined(__x86_64__)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // gcc 12: its own _mm512_undefined_ps()
 #include <immintrin.h>
 #endif
 
