@@ -1,5 +1,7 @@
 #include "kvmanager/store/page_state.h"
 
+#include <string>
+
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -91,8 +93,11 @@ void ApplyTransition(Page& page, PageEvent event, const PageChange& after, const
   for (const PageTransition& row : kTransitions) {
     if (row.event == event && row.from == page.state) legal = &row;
   }
-  KV_CHECK(legal != nullptr);
-  KV_CHECK(legal->holds(page, after));
+  if (legal == nullptr || !legal->holds(page, after)) {
+    const std::string what = absl::StrCat("a page goes from ", PageStateName(page.state), " by ", PageEventName(event),
+                                          " only if ", legal == nullptr ? "the table has it" : legal->condition);
+    CheckFailed(what.c_str(), __FILE__, __LINE__);
+  }
   Count(page, -1, bytes, gauges);
   page.state = legal->to;
   page.raw = after.raw;
