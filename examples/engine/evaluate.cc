@@ -33,6 +33,8 @@ uint64_t PoolBytes(const ModelConfig& c, const EvaluateOptions& options, int pag
 absl::Status Run(Flags flags) {
   KV_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model, Model::Load(flags.model));
   KV_ASSIGN_OR_RETURN(const std::string text, ReadFile(flags.text));
+  const auto bytes = absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(text.data()), text.size());
+  KV_RETURN_IF_ERROR(CheckEvaluate(*model, bytes, flags.evaluate));
   flags.evaluate.threads = CoreCount();
   KvEngineOptions engine_options;
   engine_options.codec = flags.codec;
@@ -56,9 +58,8 @@ absl::Status Run(Flags flags) {
   absl::StatusOr<Evaluation> done;
   {
     Progress progress(absl::StrCat("evaluate ", flags.codec, ", pages"), /*quiet=*/false);
-    done =
-        Evaluate(*model, engine.get(), absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(text.data()), text.size()),
-                 flags.evaluate, [&](int64_t now, int64_t total) { progress.Update(now, total); });
+    done = Evaluate(*model, engine.get(), bytes, flags.evaluate,
+                    [&](int64_t now, int64_t total) { progress.Update(now, total); });
   }
   KV_RETURN_IF_ERROR(done.status());
   const nlohmann::ordered_json report = {{"codec", done->codec},

@@ -26,25 +26,6 @@ double Bits(absl::Span<const float> logits, uint8_t target) {
   return (std::log(sum) + top - logits[target]) / std::numbers::ln2;
 }
 
-absl::Status CheckOptions(const Model& model, absl::Span<const uint8_t> text, const EvaluateOptions& o) {
-  if (model.config().vocab_size != 256)
-    return InvalidField("vocab_size", model.config().vocab_size, "256 (a token is a byte)");
-  if (o.window < 2 || o.window > EvaluateOptions::kWindowTokensMax) {
-    return InvalidField("window", o.window, absl::StrCat("2..", EvaluateOptions::kWindowTokensMax));
-  }
-  if (o.windows < 1 || o.windows > EvaluateOptions::kWindowsMax) {
-    return InvalidField("windows", o.windows, absl::StrCat("1..", EvaluateOptions::kWindowsMax));
-  }
-  if (o.stride < 1 || o.stride > INT64_C(1) << 40) return InvalidField("stride", o.stride, "1..2^40");
-  const uint64_t needed = uint64_t(o.windows - 1) * o.stride + o.window + 1;
-  if (text.size() < needed) {
-    return InvalidField("text bytes", text.size(),
-                        absl::StrCat("at least ", needed, " (", o.windows, " windows of ", o.window, " at a stride of ",
-                                     o.stride, ", and the last target)"));
-  }
-  return absl::OkStatus();
-}
-
 /// Bytes of the sequences' pages, once the encoding that goes on behind the last steps has settled, or after a bounded
 /// time: raw forms inside the lag, encoded forms of every full page.
 absl::StatusOr<uint64_t> SettledResidentBytes(absl::Span<const std::unique_ptr<client::Sequence>> sequences,
@@ -75,6 +56,25 @@ PairCounts ExpectedPairs(uint64_t tokens, int page_tokens, int lag_pages, bool e
   return pairs;
 }
 
+absl::Status CheckEvaluate(const Model& model, absl::Span<const uint8_t> text, const EvaluateOptions& o) {
+  if (model.config().vocab_size != 256)
+    return InvalidField("vocab_size", model.config().vocab_size, "256 (a token is a byte)");
+  if (o.window < 2 || o.window > EvaluateOptions::kWindowTokensMax) {
+    return InvalidField("window", o.window, absl::StrCat("2..", EvaluateOptions::kWindowTokensMax));
+  }
+  if (o.windows < 1 || o.windows > EvaluateOptions::kWindowsMax) {
+    return InvalidField("windows", o.windows, absl::StrCat("1..", EvaluateOptions::kWindowsMax));
+  }
+  if (o.stride < 1 || o.stride > INT64_C(1) << 40) return InvalidField("stride", o.stride, "1..2^40");
+  const uint64_t needed = uint64_t(o.windows - 1) * o.stride + o.window + 1;
+  if (text.size() < needed) {
+    return InvalidField("text bytes", text.size(),
+                        absl::StrCat("at least ", needed, " (", o.windows, " windows of ", o.window, " at a stride of ",
+                                     o.stride, ", and the last target)"));
+  }
+  return absl::OkStatus();
+}
+
 int EvaluateRowsMax(const EvaluateOptions& options, int page_tokens) {
   return std::clamp(options.windows, 1, EvaluateOptions::kBatchWindows) * page_tokens;
 }
@@ -82,7 +82,7 @@ int EvaluateRowsMax(const EvaluateOptions& options, int page_tokens) {
 absl::StatusOr<Evaluation> Evaluate(const Model& model, KvEngine* engine, absl::Span<const uint8_t> text,
                                     const EvaluateOptions& options,
                                     absl::FunctionRef<void(int64_t, int64_t)> progress) {
-  KV_RETURN_IF_ERROR(CheckOptions(model, text, options));
+  KV_RETURN_IF_ERROR(CheckEvaluate(model, text, options));
   const auto begun = SteadyTime::now();
   const client::CacheDescription cache = engine->cache().description();
   const int page = cache.options.page_tokens, vocab = model.config().vocab_size, layers = model.config().layers;

@@ -44,12 +44,15 @@ struct Evaluation {
   double seconds = 0;
 };
 
+/// What Evaluate would refuse, before anything is started for it: INVALID_ARGUMENT (options; a text that is too short;
+/// a vocabulary that is not of bytes).
+absl::Status CheckEvaluate(const Model& model, absl::Span<const uint8_t> text, const EvaluateOptions& options);
+
 /// Rows of a step that Evaluate needs of its engine.
 int EvaluateRowsMax(const EvaluateOptions& options, int page_tokens);
 
-/// text: one byte a token. progress(done, total) in steps. Errors: INVALID_ARGUMENT (options; a text that is too short;
-/// a vocabulary that is not of bytes) and those of the engine. Whether pairs equal expected_pairs is for the caller to
-/// judge.
+/// text: one byte a token. progress(done, total) in steps. Errors: CheckEvaluate's and those of the engine. Whether
+/// pairs equal expected_pairs is for the caller to judge.
 absl::StatusOr<Evaluation> Evaluate(const Model& model, KvEngine* engine, absl::Span<const uint8_t> text,
                                     const EvaluateOptions& options,
                                     absl::FunctionRef<void(int64_t done, int64_t total)> progress);

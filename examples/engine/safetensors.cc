@@ -189,11 +189,6 @@ Safetensors::~Safetensors() {
   for (const auto& mapping : mappings_) munmap(const_cast<uint8_t*>(mapping.data()), mapping.size());
 }
 
-const Tensor* Safetensors::Find(const std::string& name) const {
-  const auto found = tensors_.find(name);
-  return found == tensors_.end() ? nullptr : &found->second;
-}
-
 absl::Status Safetensors::Map(const std::string& path) {
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (fd < 0) return absl::NotFoundError(absl::StrCat("cannot open ", path, ": ", std::strerror(errno)));

@@ -49,8 +49,6 @@ class Safetensors {
   Safetensors& operator=(const Safetensors&) = delete;
 
   const TensorMap& tensors() const { return tensors_; }
-  /// nullptr: no such tensor.
-  const Tensor* Find(const std::string& name) const;
 
  private:
   Safetensors() = default;

@@ -176,9 +176,8 @@ TEST_F(SafetensorsDirectory, ShardsAreOneModel) {
   const auto opened = Safetensors::Open(directory_);
   ASSERT_TRUE(opened.ok()) << opened.status();
   EXPECT_EQ((*opened)->tensors().size(), 2);
-  ASSERT_NE((*opened)->Find("b"), nullptr);
-  EXPECT_EQ((*opened)->Find("b")->bytes[0], '3');
-  EXPECT_EQ((*opened)->Find("c"), nullptr);
+  ASSERT_EQ((*opened)->tensors().count("b"), 1);
+  EXPECT_EQ((*opened)->tensors().at("b").bytes[0], '3');
   const auto single = Safetensors::Open(directory_ + "/model-00001-of-00002.safetensors");
   ASSERT_TRUE(single.ok());
   EXPECT_EQ((*single)->tensors().size(), 1);
