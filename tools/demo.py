@@ -75,13 +75,31 @@ class Daemon:
         return status
 
 
+class Stopped(Exception):
+    """A signal asked the demo to end."""
+
+
+def stop_on_signals():
+    def stop(number, _):
+        raise Stopped(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, stop)
+
+
 def run(folder, program, *arguments):
-    """Runs one of our programs with --json; returns what it wrote."""
+    """Runs one of our programs with --json; returns what it wrote. Ends it if the demo is ended."""
     out = folder / "out.json"
     out.unlink(missing_ok=True)
-    done = subprocess.run([BIN / program, *map(str, arguments), "--json", out], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{program} failed with status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    process = subprocess.Popen([BIN / program, *map(str, arguments), "--json", out], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said, _ = process.communicate()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    if process.returncode != 0:
+        raise RuntimeError(f"{program} failed with status {process.returncode}:\n{said[-4000:]}")
     return json.loads(out.read_text())
 
 
@@ -137,15 +155,16 @@ def main():
 
     begun, folder, daemons, rows = time.time(), pathlib.Path(tempfile.mkdtemp(prefix="kvmanager-demo-")), [], []
     progress = Progress(3 * len(CODECS))
+    stop_on_signals()
     try:
         for name in ("prefill", "decode"):
             daemons.append(Daemon(name, folder, options.pool))
         print(f"demo: two daemons are up; metrics at http://{daemons[0].metrics}/metrics and http://{daemons[1].metrics}/metrics", flush=True)
         for name, codec, lag in CODECS:
             rows.append(one_codec(folder, *daemons, codec, lag, options, progress, name))
-    except RuntimeError as error:
+    except (RuntimeError, Stopped) as error:
         progress.finish()
-        print(f"demo: {error}", file=sys.stderr)
+        print(f"demo: {'stopped by ' if isinstance(error, Stopped) else ''}{error}", file=sys.stderr)
         return 1
     finally:
         progress.finish()
