@@ -1,4 +1,5 @@
-// float16 and bfloat16 as bits, one value at a time, exact (round to nearest even). Kernels have their own wide versions.
+// float16 and bfloat16 as bits, one value at a time, exact (round to nearest even). Kernels have their own wide
+// versions.
 #pragma once
 
 #include <bit>

@@ -53,7 +53,8 @@ BlockKey ChainBlockKey(const BlockKey& parent, const CacheDigest& cache, absl::S
   return Sha256Stream().Add(parent.bytes).Add(cache.bytes).AddTokens(token_ids).Finish();
 }
 
-void NameBlocks(const CacheDigest& cache, absl::Span<const uint32_t> token_ids, int page_tokens, std::vector<BlockName>* names) {
+void NameBlocks(const CacheDigest& cache, absl::Span<const uint32_t> token_ids, int page_tokens,
+                std::vector<BlockName>* names) {
   names->clear();
   BlockKey parent;
   for (size_t at = 0; at + page_tokens <= token_ids.size(); at += page_tokens) {

@@ -58,6 +58,7 @@ BlockKey ChainBlockKey(const BlockKey& parent, const CacheDigest& cache, absl::S
 
 /// The names of all full blocks of `token_ids`, from the first one on; a trailing partial block has no name.
 /// page_tokens: 16..256.
-void NameBlocks(const CacheDigest& cache, absl::Span<const uint32_t> token_ids, int page_tokens, std::vector<BlockName>* names);
+void NameBlocks(const CacheDigest& cache, absl::Span<const uint32_t> token_ids, int page_tokens,
+                std::vector<BlockName>* names);
 
 }  // namespace kvmanager

@@ -1,5 +1,6 @@
 // One small annotated wrapper of std::mutex. ThreadSanitizer understands std::mutex; it reports false races in Debian's
-// uninstrumented absl::Mutex and kj::MutexGuarded, so the project locks through this and nothing else. Locks do not nest.
+// uninstrumented absl::Mutex and kj::MutexGuarded, so the project locks through this and nothing else. Locks do not
+// nest.
 #pragma once
 
 #include <condition_variable>

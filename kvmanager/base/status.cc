@@ -19,7 +19,8 @@ std::string PayloadOf(const absl::Status& status, absl::string_view url) {
 
 }  // namespace
 
-absl::Status FieldError(absl::StatusCode code, absl::string_view field, absl::string_view value, absl::string_view bound) {
+absl::Status FieldError(absl::StatusCode code, absl::string_view field, absl::string_view value,
+                        absl::string_view bound) {
   return WithDetail(absl::Status(code, absl::StrCat(field, " is ", value, ", must be ", bound)),
                     {std::string(field), std::string(value), std::string(bound)});
 }

@@ -1,5 +1,5 @@
-// Errors that name the field, its value and the bound. They travel as absl::Status with three payloads, cross the wire as
-// api/kvmanager.capnp's Status, and come out of the client as the same absl::Status.
+// Errors that name the field, its value and the bound. They travel as absl::Status with three payloads, cross the wire
+// as api/kvmanager.capnp's Status, and come out of the client as the same absl::Status.
 #pragma once
 
 #include <string>
@@ -19,7 +19,8 @@ struct ErrorDetail {
 };
 
 /// A status whose message reads "<field> is <value>, must be <bound>" and which carries the three as payloads.
-absl::Status FieldError(absl::StatusCode code, absl::string_view field, absl::string_view value, absl::string_view bound);
+absl::Status FieldError(absl::StatusCode code, absl::string_view field, absl::string_view value,
+                        absl::string_view bound);
 
 /// INVALID_ARGUMENT for `field`: FieldError with numbers or strings.
 template <typename V>
@@ -33,8 +34,8 @@ absl::Status WithDetail(absl::Status status, const ErrorDetail& detail);
 /// The payloads of `status`, as FieldError and WithDetail set them.
 ErrorDetail DetailOf(const absl::Status& status);
 
-#define KV_RETURN_IF_ERROR(expr)                       \
-  do {                                                 \
+#define KV_RETURN_IF_ERROR(expr)                             \
+  do {                                                       \
     if (absl::Status kv_s = (expr); !kv_s.ok()) return kv_s; \
   } while (0)
 #define KV_CONCAT_(a, b) a##b

@@ -1,7 +1,8 @@
 // A fixed pool of worker threads with two queues: attention first, encoding when no attention waits, and now and then
 // before attention that does: somebody's attention may wait for that encoding.
 //
-// Owned by main(); any thread may post. Tasks must not block on other tasks. The destructor runs what is queued, then joins.
+// Owned by main(); any thread may post. Tasks must not block on other tasks. The destructor runs what is queued, then
+// joins.
 #pragma once
 
 #include <condition_variable>
