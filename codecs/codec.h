@@ -1,8 +1,9 @@
 // A codec turns sealed raw pages into their encoded form and back, and says what attention can do on that form.
 //
-// One Codec object serves one cache: it is made for a PageLayout and parameters, is immutable afterwards, is owned by the
-// cache, and every method may be called from any thread at once. Encoding is deterministic: equal pages at equal places give
-// equal bytes on every machine and every instruction set. Encoded bytes are at once what is stored, sent and computed on.
+// One Codec object serves one cache: it is made for a PageLayout and parameters, is immutable afterwards, is owned by
+// the cache, and every method may be called from any thread at once. Encoding is deterministic: equal pages at equal
+// places give equal bytes on every machine and every instruction set. Encoded bytes are at once what is stored, sent
+// and computed on.
 #pragma once
 
 #include <cstddef>
@@ -18,12 +19,13 @@ namespace kvmanager {
 
 /// What a codec says of itself for one layout and one set of parameters.
 struct CodecInfo {
-  std::string name;         // "hack"
-  std::string spec;         // canonical, all parameters in a fixed order: "hack:k_axis=channel,k_bits=3,..."; part of a cache's digest
-  uint32_t version = 0;     // of the byte format; an incompatible change is a new version, and old pages become misses
-  size_t encoded_bytes = 0; // of one page: what a slot holds and a transfer sends, padding included; a multiple of 64
-  size_t payload_bytes = 0; // of these, codes, metadata and sums (no padding): what "bytes per token and head" counts
-  bool identity = false;    // the encoded form is the raw form; the store then never encodes
+  std::string name;  // "hack"
+  std::string
+      spec;  // canonical, all parameters in a fixed order: "hack:k_axis=channel,k_bits=3,..."; part of a cache's digest
+  uint32_t version = 0;      // of the byte format; an incompatible change is a new version, and old pages become misses
+  size_t encoded_bytes = 0;  // of one page: what a slot holds and a transfer sends, padding included; a multiple of 64
+  size_t payload_bytes = 0;  // of these, codes, metadata and sums (no padding): what "bytes per token and head" counts
+  bool identity = false;     // the encoded form is the raw form; the store then never encodes
 };
 
 struct EncodeItem {
@@ -52,8 +54,9 @@ class Codec {
   virtual void Encode(absl::Span<EncodeItem> items, absl::Span<uint8_t> workspace) const = 0;
   /// Writes the values that attention on the encoded form stands for, rounded to the layout's dtype.
   virtual void Decode(absl::Span<const DecodeItem> items) const = 0;
-  /// Checks that hostile bytes are safe to attend to (every count and offset within bounds, every scale finite). Encoded pages
-  /// from a peer or a file pass here before anything reads them. Errors: DATA_LOSS with field, value, bound.
+  /// Checks that hostile bytes are safe to attend to (every count and offset within bounds, every scale finite).
+  /// Encoded pages from a peer or a file pass here before anything reads them. Errors: DATA_LOSS with field, value,
+  /// bound.
   virtual absl::Status Validate(absl::Span<const uint8_t> encoded) const = 0;
   /// Attention directly on the encoded form; owned by the codec.
   virtual const PageAttention& attention() const = 0;

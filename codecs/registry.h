@@ -30,8 +30,8 @@ class CodecRegistry {
   /// `name` must be new. `help`: one line for --help and for errors.
   void Register(std::string name, std::string help, Factory factory);
 
-  /// A codec for `layout` from "NAME[:key=value,...]". Errors: INVALID_ARGUMENT naming the codec or the parameter, its value
-  /// and what is allowed (an unknown codec lists the known ones).
+  /// A codec for `layout` from "NAME[:key=value,...]". Errors: INVALID_ARGUMENT naming the codec or the parameter, its
+  /// value and what is allowed (an unknown codec lists the known ones).
   absl::StatusOr<std::unique_ptr<Codec>> Create(absl::string_view spec, const PageLayout& layout) const;
 
   /// name -> help.
