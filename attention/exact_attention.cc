@@ -6,7 +6,7 @@
 namespace kvmanager {
 
 ExactResult ExactAttention(const PageLayout& layout, int query_heads, double scale, uint64_t first_position, int tokens,
-                           const std::vector<double>& q, const ContextElement& element) {
+                           const std::vector<double>& q, const ContextRow& row_of) {
   const int d = layout.head_dim, group = query_heads / layout.kv_heads;
   ExactResult result;
   result.out.assign(q.size(), 0);
@@ -15,18 +15,19 @@ ExactResult ExactAttention(const PageLayout& layout, int query_heads, double sca
     const uint64_t own = first_position + i;
     for (int kv = 0; kv < layout.kv_heads; ++kv) {
       std::vector<std::vector<double>> scores(group, std::vector<double>(own + 1));
-      std::vector<double> x(d);
       for (uint64_t t = 0; t <= own; ++t) {
-        for (int c = 0; c < d; ++c) x[c] = element(0, kv, t, c, own);
+        const float* x = row_of(0, kv, t, own);
         for (int g = 0; g < group; ++g) {
           const double* row = &q[(size_t(i) * query_heads + kv * group + g) * d];
-          for (int c = 0; c < d; ++c) scores[g][t] += row[c] * x[c] * scale;
+          double dot = 0;
+          for (int c = 0; c < d; ++c) dot += row[c] * x[c];
+          scores[g][t] = dot * scale;
         }
       }
       std::vector<double> max(group), sum(group);
       for (int g = 0; g < group; ++g) max[g] = *std::max_element(scores[g].begin(), scores[g].end());
       for (uint64_t t = 0; t <= own; ++t) {
-        for (int c = 0; c < d; ++c) x[c] = element(1, kv, t, c, own);
+        const float* x = row_of(1, kv, t, own);
         for (int g = 0; g < group; ++g) {
           const double p = std::exp(scores[g][t] - max[g]);
           sum[g] += p;

@@ -10,9 +10,9 @@
 
 namespace kvmanager {
 
-/// Element of K (side 0) or V (side 1) of one KV head at a position of the context, as the query token at `query` reads
-/// it.
-using ContextElement = std::function<double(int side, int kv_head, uint64_t position, int channel, uint64_t query)>;
+/// K (side 0) or V (side 1), [head_dim], of one KV head at a position of the context, as the query token at `query`
+/// reads it.
+using ContextRow = std::function<const float*(int side, int kv_head, uint64_t position, uint64_t query)>;
 
 struct ExactResult {
   std::vector<double> out;  // [tokens][query_heads][head_dim]
@@ -21,7 +21,7 @@ struct ExactResult {
 
 /// q: [tokens][query_heads][head_dim].
 ExactResult ExactAttention(const PageLayout& layout, int query_heads, double scale, uint64_t first_position, int tokens,
-                           const std::vector<double>& q, const ContextElement& element);
+                           const std::vector<double>& q, const ContextRow& row_of);
 
 /// Largest relative L2 error of any row of `head_dim` elements.
 double LargestRowError(const std::vector<double>& expected, const std::vector<double>& got, int head_dim);
