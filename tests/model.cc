@@ -182,11 +182,19 @@ void ModelSequence::DecodeFullPages(int layer) {
   }
 }
 
+uint64_t ModelSequence::AgedByNewest(int layer) const {
+  const uint64_t end = tokens(layer), lag = shape_.lag_pages;
+  const uint64_t newest_page = end == 0 ? 0 : (end - 1) / shape_.page_tokens;
+  return std::max(layers_[layer].aged_pages, newest_page > lag ? newest_page - lag : 0);
+}
+
 void ModelSequence::Crop(uint64_t tokens) {
   const size_t elements = tokens * shape_.kv_heads * shape_.head_dim;
   const size_t full = tokens / shape_.page_tokens;
   const size_t full_elements = full * shape_.page_tokens * shape_.kv_heads * shape_.head_dim;
-  for (Layer& l : layers_) {
+  for (int layer = 0; layer < shape_.layers; ++layer) {
+    Layer& l = layers_[layer];
+    if (this->tokens(layer) > tokens) l.aged_pages = AgedByNewest(layer);
     l.k.resize(std::min(l.k.size(), elements));
     l.v.resize(std::min(l.v.size(), elements));
     l.decoded_k.resize(std::min(l.decoded_k.size(), full_elements));
@@ -200,6 +208,13 @@ uint64_t ModelSequence::encoded_tokens() const {
   if (codec_->info().identity) return 0;
   uint64_t pages = shared_pages_;
   for (const Layer& l : layers_) pages = std::max(pages, l.aged_pages);
+  return pages * shape_.page_tokens;
+}
+
+uint64_t ModelSequence::crop_limit_tokens() const {
+  if (codec_->info().identity) return 0;
+  uint64_t pages = shared_pages_;
+  for (int layer = 0; layer < shape_.layers; ++layer) pages = std::max(pages, AgedByNewest(layer));
   return pages * shape_.page_tokens;
 }
 

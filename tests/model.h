@@ -60,9 +60,11 @@ class ModelSequence {
   /// k, v as in Source. Pages more than the lag before the first new token age (docs/design.md section 1, rule 3).
   void Append(int layer, const std::vector<uint8_t>& k, const std::vector<uint8_t>& v);
   void Crop(uint64_t tokens);
-  /// The end of the last page that has only an encoded form in some layer: a crop below it must be at a page's
-  /// boundary.
+  /// The end of the last page that is read encoded in some layer, whatever the query.
   uint64_t encoded_tokens() const;
+  /// A crop below it must be at a page's boundary: the end of the last page that has aged by the newest token in some
+  /// layer.
+  uint64_t crop_limit_tokens() const;
   /// Tokens 0 .. tokens - 1 came by a prefix hit: they are read encoded whatever the distance.
   void MarkShared(uint64_t tokens);
 
@@ -81,6 +83,7 @@ class ModelSequence {
     uint64_t aged_pages = 0;
   };
   void DecodeFullPages(int layer);
+  uint64_t AgedByNewest(int layer) const;  // pages
 
   client::CacheOptions shape_;
   PageLayout layout_;

@@ -294,11 +294,11 @@ class Actor {
     const uint64_t tokens = live.origin.size();
     const uint64_t to = Uniform(0, int(tokens));
     const uint64_t page_tokens = Shapes()[live.cache].page_tokens;
-    const bool refused = to < live.model.encoded_tokens() && to % page_tokens != 0;
+    const bool refused = to < live.model.crop_limit_tokens() && to % page_tokens != 0;
     const absl::Status status = live.sequence->Crop(to);
     if (status.code() == absl::StatusCode::kResourceExhausted) return;
     ASSERT_EQ(status.code(), refused ? absl::StatusCode::kFailedPrecondition : absl::StatusCode::kOk)
-        << status.ToString() << " to " << to << " of " << tokens << ", encoded " << live.model.encoded_tokens();
+        << status.ToString() << " to " << to << " of " << tokens << ", limit " << live.model.crop_limit_tokens();
     if (refused) return;
     live.model.Crop(to);
     live.origin.resize(to);

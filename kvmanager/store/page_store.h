@@ -8,10 +8,10 @@
 // Rules (docs/design.md, sections 1 and 5):
 //  1. A page is appended raw, sealed when full, encoded once, immutable from the seal on.
 //  2. What a query reads depends on the sequence's own operations alone, never on timing: of the pages that its
-//  sequence
-//     appended, its own page and the `lag_pages` before it raw, older ones encoded. A page has *aged* for a sequence
-//     and layer once an append began at a position more than lag_pages pages beyond it; it is read encoded from then
-//     on, even if the sequence is cropped. Pages that came by a prefix hit are aged from the start.
+//     sequence appended, its own page and the `lag_pages` before it raw, older ones encoded. A page has *aged* for a
+//     sequence and layer once an append began at a position more than lag_pages pages beyond it, or a crop took tokens
+//     away whose newest was that far; it is read encoded from then on. So after a crop nothing depends on how the
+//     tokens had been cut into appends. Pages that came by a prefix hit are aged from the start.
 //  3. A page's raw form stays while some sequence has not aged it, or a lease reads it, or the codec declined it.
 //  4. Batches are all or nothing: an error changes nothing.
 //  5. A found block is verified: key, token digest, and each page's checksum (XXH3); a mismatch is a counted miss.
@@ -209,8 +209,9 @@ class PageStore {
 
   /// Needs equal token counts in all layers. Shares sealed pages, copies open ones.
   virtual absl::StatusOr<SequenceId> Fork(SequenceId sequence) = 0;
-  /// Keeps the first `tokens` tokens of every layer. Errors: FAILED_PRECONDITION naming the boundary below when that is
-  /// inside a page of which only the encoded form is left; INVALID_ARGUMENT beyond the end.
+  /// Keeps the first `tokens` tokens of every layer; a layer that has no more than that stays as it is. Errors:
+  /// FAILED_PRECONDITION naming the boundary below when that is inside a page that is aged, by the newest token at the
+  /// latest; INVALID_ARGUMENT beyond the end.
   virtual absl::Status Crop(SequenceId sequence, uint64_t tokens) = 0;
   /// Names the sequence's first blocks, which must be full in every layer. Errors: FAILED_PRECONDITION (not full, or
   /// named differently before), INVALID_ARGUMENT (the key exists with other tokens).

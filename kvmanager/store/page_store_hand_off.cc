@@ -43,9 +43,10 @@ class ExportLeaseImpl final : public ExportLease, private EncodeWaiter {
     }
     std::vector<PageRef> pending;
     for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
-      // The receiver's first append begins at the end, and would age these pages.
+      // As if the newest token had been appended alone. Not more: the receiver may crop and ask as the sender may.
+      const uint64_t newest = content_.tokens > 0 ? content_.tokens - 1 : 0;
       const uint32_t aged =
-          std::max(sequence.aged[layer], AgedPages(content_.tokens, cache_->page_tokens(), cache_->config.lag_pages));
+          std::max(sequence.aged[layer], AgedPages(newest, cache_->page_tokens(), cache_->config.lag_pages));
       for (uint32_t i = 0; i < full_blocks; ++i) Add({sequence.blocks[i], layer}, i < aged, &pending);
       if (copy != nullptr) Add({copy, layer}, false, &pending);
     }

@@ -87,6 +87,38 @@ TEST_F(HandOffTest, SendsEncodedPagesAndARawLag) {
   peer_.store->CheckInvariants();
 }
 
+// Sender and receiver may crop to the same places, also when the sequence ends at a page's boundary.
+TEST_F(HandOffTest, TheReceiverCropsAsTheSender) {
+  for (const int tokens : {5 * kPage - 1, 5 * kPage, 5 * kPage + 1}) {
+    for (int to = tokens; to >= 0; --to) {
+      const CacheId cache = test().Open(MakeConfig("fake", 2));
+      const Text text = MakeText(6 * kPage);
+      const SequenceId a = Filled(cache, text, tokens);
+      auto lease = Export(a);
+      auto import = peer_.store->Import(lease->content());
+      ASSERT_TRUE(import.ok()) << import.status();
+      Send(*lease, **import);
+      const auto b = (*import)->Commit();
+      ASSERT_TRUE(b.ok()) << b.status();
+      peer_.executor.FinishAll();
+      const absl::Status status = store().Crop(a, to);
+      EXPECT_EQ(peer_.store->Crop(*b, to), status) << tokens << " to " << to;
+      if (status.ok() && to > 0 && to < tokens) {
+        const AttendEntry here{a, static_cast<uint64_t>(to - 1), 1}, there{*b, static_cast<uint64_t>(to - 1), 1};
+        const CacheId peer_cache = peer_.store->DescribeSequence(*b)->cache;
+        const auto left = *store().Attend(cache, 0, {&here, 1});
+        const auto right = *peer_.store->Attend(peer_cache, 0, {&there, 1});
+        ASSERT_TRUE(left->ready() && right->ready());
+        for (size_t i = 0; i < left->pages(0).size(); ++i) {
+          EXPECT_EQ(left->pages(0)[i].raw != nullptr, right->pages(0)[i].raw != nullptr) << tokens << " to " << to;
+        }
+      }
+      store().Drop(a);
+      peer_.store->Drop(*b);
+    }
+  }
+}
+
 TEST_F(HandOffTest, AbandonedImportsLeaveNothing) {
   const CacheId cache = test().Open(MakeConfig("fake", 1));
   const Text text = MakeText(6 * kPage);

@@ -376,8 +376,16 @@ class RandomTest {
     uint64_t tokens = Below(every + 2);
     if (Below(2)) tokens = std::max(tokens, every > 20 ? every - Below(20) : 0);
     const uint32_t index = static_cast<uint32_t>(tokens / page_tokens);
+    // A crop ages by the newest token first.
+    std::vector<uint32_t> aged_by_newest = model.aged;
     bool aged = false;
-    for (uint32_t n : model.aged) aged |= index < n;
+    for (size_t layer = 0; layer < model.aged.size(); ++layer) {
+      if (model.tokens[layer] > tokens) {
+        const int64_t n = static_cast<int64_t>((model.tokens[layer] - 1) / page_tokens) - cache.config.lag_pages;
+        if (n > aged_by_newest[layer]) aged_by_newest[layer] = static_cast<uint32_t>(n);
+      }
+      aged |= index < aged_by_newest[layer];
+    }
     const absl::Status status = side.store.store->Crop(it->first, tokens);
     if (tokens > every) {
       ASSERT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
@@ -394,7 +402,8 @@ class RandomTest {
     }
     ASSERT_TRUE(status.ok()) << status;
     std::fill(model.tokens.begin(), model.tokens.end(), tokens);
-    for (uint32_t& n : model.aged) n = std::min(n, index);
+    for (size_t layer = 0; layer < model.aged.size(); ++layer)
+      model.aged[layer] = std::min(aged_by_newest[layer], index);
     model.text.Truncate(tokens);
     if (Below(2)) model.text.Add(1000 + static_cast<uint32_t>(Below(1000)));  // another text from here on
   }
@@ -497,7 +506,7 @@ class RandomTest {
           std::min<uint64_t>(layout.page_tokens, content.tokens - uint64_t{page.block} * layout.page_tokens));
       std::vector<uint8_t> expected = MakeRawPage(layout, model.text, page.block, tokens, static_cast<int>(page.layer));
       const bool aged = page.block < held.sequence.aged[page.layer] ||
-                        content.tokens / layout.page_tokens > uint64_t{page.block} + cache.config.lag_pages;
+                        (content.tokens - 1) / layout.page_tokens > uint64_t{page.block} + cache.config.lag_pages;
       if (aged) {
         auto encoded = MakeEncodedPage(*cache.codec, expected, page.block, static_cast<int>(page.layer));
         ASSERT_EQ(page.form == PageForm::kEncoded, !encoded.empty());

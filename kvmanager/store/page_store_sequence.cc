@@ -158,8 +158,15 @@ absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens) {
     return InvalidField("tokens", tokens,
                         absl::StrCat("at most ", sequence->TokensInEveryLayer(), ", what every layer has"));
   }
+  const bool crops =
+      std::any_of(sequence->tokens.begin(), sequence->tokens.end(), [tokens](uint64_t has) { return has > tokens; });
+  if (!crops) return absl::OkStatus();
   const uint32_t index = static_cast<uint32_t>(tokens / cache->page_tokens());
   const int rest = static_cast<int>(tokens % cache->page_tokens());
+  // As if every layer had been appended token by token: how its tokens were cut into appends must not show.
+  const auto aged_by_newest = [&](uint32_t layer) {
+    return AgedPages(sequence->tokens[layer] - 1, cache->page_tokens(), cache->config.lag_pages);
+  };
   Block* copy = nullptr;
   bool keep_block = false;
   if (rest > 0) {
@@ -168,7 +175,8 @@ absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens) {
     for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
       all_filling &= block->pages[layer].state == PageState::kFilling;
       // By age, not by what happens to be left: the answer must not depend on when encoding ended.
-      if (!sequence->HoldsRaw(index, layer) && !cache->identity()) {
+      const bool aged = !sequence->HoldsRaw(index, layer) || index < aged_by_newest(layer);
+      if (aged && !cache->identity()) {
         return FieldError(absl::StatusCode::kFailedPrecondition, "tokens", absl::StrCat(tokens),
                           absl::StrCat(uint64_t{index} * cache->page_tokens(),
                                        ", the boundary below: this page is kept in its encoded form only"));
@@ -186,6 +194,9 @@ absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens) {
         Apply({copy, layer}, PageEvent::kOpen, {slot, PageId()});
       }
     }
+  }
+  for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
+    if (sequence->tokens[layer] > tokens) Age(*sequence, layer, sequence->tokens[layer] - 1);
   }
   while (sequence->blocks.size() > index + (keep_block ? 1 : 0)) DetachLast(*sequence);
   for (uint32_t layer = 0; layer < cache->layers(); ++layer) {

@@ -411,6 +411,45 @@ TEST_F(PageStoreTest, CropNamesTheBoundaryAndSparesReaders) {
   EXPECT_EQ(store().DescribeSequence(a)->tokens, 0u);
 }
 
+// How tokens were cut into appends shows neither in what a crop refuses nor in what is read after it.
+TEST_F(PageStoreTest, ChunksDoNotShowAfterACrop) {
+  for (const int tokens : {6 * kPage, 6 * kPage + 1, 6 * kPage - 1}) {
+    for (int to = tokens; to >= 0; --to) {
+      pool_bytes_ = 4 << 20;
+      test_ = nullptr;
+      const CacheId cache = test().Open(MakeConfig("fake", 2));
+      test().executor.run_inline = true;
+      const Text text = MakeText(7 * kPage);
+      const SequenceId chunked = Filled(cache, text, tokens), single = Create(cache);
+      for (int at = 0; at < tokens; ++at) ASSERT_TRUE(test().AppendAll(cache, single, text, at, 1).ok());
+      const absl::Status status = store().Crop(chunked, to);
+      EXPECT_EQ(store().Crop(single, to), status) << to;
+      EXPECT_EQ(status.ok(), to % kPage == 0 || to >= (tokens - 1) / kPage * kPage - 2 * kPage) << to << status;
+      store().CheckInvariants();
+      // A crop to the end takes nothing away and changes nothing.
+      if (!status.ok() || to == tokens || to == 0) continue;
+      for (const int at : {to - 1, to / 2}) {
+        const auto a = Attend(cache, chunked, at, 1), b = Attend(cache, single, at, 1);
+        ASSERT_EQ(a->pages(0).size(), b->pages(0).size());
+        for (size_t i = 0; i < a->pages(0).size(); ++i) {
+          EXPECT_EQ(a->pages(0)[i].lag_applies, b->pages(0)[i].lag_applies) << to << " page " << i;
+          EXPECT_EQ(a->pages(0)[i].raw != nullptr, b->pages(0)[i].raw != nullptr) << to << " page " << i;
+          EXPECT_EQ(a->pages(0)[i].encoded != nullptr, b->pages(0)[i].encoded != nullptr) << to << " page " << i;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(PageStoreTest, ACropOfNothingChangesNothing) {
+  const CacheId cache = test().Open(MakeConfig("fake", 0));
+  test().executor.run_inline = true;
+  const SequenceId a = Filled(cache, MakeText(4 * kPage + 3), 4 * kPage + 3);
+  ASSERT_TRUE(store().Crop(a, 4 * kPage + 3).ok());
+  const auto lease = Attend(cache, a, kPage, 1);
+  EXPECT_TRUE(lease->pages(0)[0].lag_applies);
+}
+
 TEST_F(PageStoreTest, DroppedPagesOfALeaseAreQuarantined) {
   const CacheConfig config = MakeConfig("fake", 0);
   const CacheId cache = test().Open(config);
