@@ -1,5 +1,5 @@
-// A fuzz target: something that takes hostile bytes. libfuzzer_main.cc makes each an LLVMFuzzerTestOneInput;
-// smoke_main.cc runs all of them for a bounded time in every test run.
+// A fuzz target: something that takes hostile bytes. smoke_main.cc runs all of them for a bounded time in every test
+// run.
 //
 // A target is made once and used from one thread. A broken promise aborts; everything else is fine.
 #pragma once

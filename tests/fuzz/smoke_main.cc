@@ -1,9 +1,10 @@
 // Runs every target for a bounded time on mutated seeds; the mutations are the same in every run.
 //
-//   fuzz_smoke_test [--seconds=N] [--target=NAME]
+//   fuzz_smoke_test [--seconds=N] [--target=NAME [--input=FILE]]
 //
 // Prints executions per target. A crash leaves the input in a file (crash-NAME in $TEST_UNDECLARED_OUTPUTS_DIR or
-// /tmp), which the libFuzzer build of the target takes as an argument.
+// /tmp);
+// --input runs that file alone.
 #include <fcntl.h>
 #include <signal.h>
 #include <unistd.h>
@@ -13,7 +14,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
+#include <iterator>
 #include <random>
 #include <string>
 #include <vector>
@@ -161,7 +164,7 @@ constexpr Named kTargets[] = {
     {"safetensors", MakeSafetensorsTarget},
 };
 
-void RunTarget(const Named& named, double seconds) {
+void RunTarget(const Named& named, double seconds, const std::string& file) {
   const char* const outputs = std::getenv("TEST_UNDECLARED_OUTPUTS_DIR");
   std::snprintf(crash_path, sizeof crash_path, "%s/crash-%s", outputs != nullptr ? outputs : "/tmp", named.name);
   current_name = named.name;
@@ -180,6 +183,12 @@ void RunTarget(const Named& named, double seconds) {
     target->Run(exact);
     ++executions;
   };
+  if (!file.empty()) {
+    std::ifstream in(file, std::ios::binary);
+    run(std::string(std::istreambuf_iterator<char>(in), {}));
+    std::printf("%s: %zu bytes of %s, no harm done\n", named.name, current_size, file.c_str());
+    return;
+  }
   for (const std::string& seed : seeds) run(seed);
   while (elapsed < seconds) {
     run(mutator.Next());
@@ -200,7 +209,7 @@ void RunTarget(const Named& named, double seconds) {
 int main(int argc, char** argv) {
   using namespace kvmanager::fuzz;
   int seconds = kSecondsDefault;
-  std::string only;
+  std::string only, file;
   for (int i = 1; i < argc; ++i) {
     absl::string_view flag = argv[i];
     if (absl::ConsumePrefix(&flag, "--seconds=") && absl::SimpleAtoi(flag, &seconds)) continue;
@@ -208,7 +217,11 @@ int main(int argc, char** argv) {
       only = std::string(flag);
       continue;
     }
-    std::fprintf(stderr, "usage: fuzz_smoke_test [--seconds=N] [--target=NAME]\n");
+    if (absl::ConsumePrefix(&flag, "--input=")) {
+      file = std::string(flag);
+      continue;
+    }
+    std::fprintf(stderr, "usage: fuzz_smoke_test [--seconds=N] [--target=NAME [--input=FILE]]\n");
     return 2;
   }
   signal(SIGPIPE, SIG_IGN);
@@ -218,7 +231,7 @@ int main(int argc, char** argv) {
   for (const Named& named : kTargets) {
     if (!only.empty() && only != named.name) continue;
     found = true;
-    RunTarget(named, double(seconds) / targets);
+    RunTarget(named, double(seconds) / targets, file);
   }
   if (!found) {
     std::fprintf(stderr, "no target \"%s\"\n", only.c_str());
