@@ -34,6 +34,7 @@ absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(const Options& option
     region.bytes = slab_bytes;
     region.huge_pages = options.huge_pages;
     region.sharing = Region::Sharing::kReadOnly;
+    region.keep_descriptor = false;
     KV_ASSIGN_OR_RETURN(pool->slabs_[i].region, Region::Create(region));
     pool->free_slabs_.push_back(static_cast<uint32_t>(count - 1 - i));
   }
@@ -87,13 +88,54 @@ absl::StatusOr<PageId> PagePool::Allocate(TenantId tenant, size_t bytes) {
   return PageId{index * slots_per_slab_max() + slot, generation};
 }
 
-bool PagePool::CanAllocate(TenantId tenant, size_t bytes, size_t count) const {
-  if (bytes == 0 || bytes > slab_bytes_) return false;
-  const size_t slot_bytes = RoundedSlotBytes(bytes);
-  const auto found = buckets_.find(BucketKey(tenant, slot_bytes));
-  const uint64_t free_slots =
-      (found == buckets_.end() ? 0 : found->second.free_slots) + free_slabs_.size() * (slab_bytes_ / slot_bytes);
-  return count <= free_slots;
+uint64_t PagePool::FreeSlots(TenantId tenant, size_t slot_bytes, bool reclaim) const {
+  if (!reclaim) {
+    const auto found = buckets_.find(BucketKey(tenant, slot_bytes));
+    return found == buckets_.end() ? 0 : found->second.free_slots;
+  }
+  uint64_t free_slots = 0;
+  for (const Slab& slab : slabs_) {
+    if (!slab.in_use || slab.tenant != tenant || slab.slot_bytes != slot_bytes) continue;
+    if (slab.used_slots() > slab.reclaimable) free_slots += slab.free_slots.size() + slab.reclaimable;
+  }
+  return free_slots;
+}
+
+bool PagePool::CanAllocate(TenantId tenant, absl::Span<const SlotsWanted> wanted, bool reclaim) const {
+  uint64_t slabs_wanted = 0;
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    if (wanted[i].bytes == 0 || wanted[i].bytes > slab_bytes_) return false;
+    const size_t slot_bytes = RoundedSlotBytes(wanted[i].bytes);
+    uint64_t count = 0;
+    bool counted = false;
+    for (size_t j = 0; j < wanted.size(); ++j) {
+      if (RoundedSlotBytes(wanted[j].bytes) != slot_bytes) continue;
+      counted |= j < i;
+      count += wanted[j].count;
+    }
+    if (counted || count == 0) continue;
+    const uint64_t free_slots = FreeSlots(tenant, slot_bytes, reclaim);
+    const uint64_t slots_per_slab = slab_bytes_ / slot_bytes;
+    if (count > free_slots) slabs_wanted += (count - free_slots + slots_per_slab - 1) / slots_per_slab;
+  }
+  uint64_t slabs = free_slabs_.size();
+  if (slabs_wanted <= slabs || !reclaim) return slabs_wanted <= slabs;
+  for (const Slab& slab : slabs_) slabs += slab.in_use && slab.used_slots() == slab.reclaimable;
+  return slabs_wanted <= slabs;
+}
+
+void PagePool::SetReclaimable(PageId id, bool reclaimable) {
+  uint32_t slot;
+  KV_CHECK(Find(id, &slot) != nullptr);
+  Slab& slab = slabs_[id.slot / slots_per_slab_max()];
+  KV_CHECK(reclaimable ? slab.reclaimable < slab.used_slots() : slab.reclaimable > 0);
+  slab.reclaimable += reclaimable ? 1 : -1;
+}
+
+uint64_t PagePool::reclaimable_bytes() const {
+  uint64_t bytes = 0;
+  for (const Slab& slab : slabs_) bytes += slab.reclaimable * slab.slot_bytes;
+  return bytes;
 }
 
 void PagePool::Free(PageId id) {
@@ -104,6 +146,7 @@ void PagePool::Free(PageId id) {
   ++slab.generation[slot];
   slab.free_slots.push_back(slot);
   used_bytes_ -= slab.slot_bytes;
+  KV_CHECK(slab.reclaimable <= slab.used_slots());
   const BucketKey key(slab.tenant, slab.slot_bytes);
   Bucket& bucket = buckets_[key];
   bucket.slabs.insert(index);
@@ -174,7 +217,7 @@ void PagePool::CheckInvariants() const {
     const Slab& slab = slabs_[index];
     KV_CHECK(slab.in_use != listed_free[index]);
     if (!slab.in_use) {
-      KV_CHECK(slab.slot_bytes == 0 && slab.generation.empty() && slab.free_slots.empty());
+      KV_CHECK(slab.slot_bytes == 0 && slab.reclaimable == 0 && slab.generation.empty() && slab.free_slots.empty());
       continue;
     }
     std::vector<bool> is_free(slab.generation.size(), false);
@@ -187,7 +230,7 @@ void PagePool::CheckInvariants() const {
       KV_CHECK((slab.generation[slot] % 2 == 1) == !is_free[slot]);
       handed_out += !is_free[slot];
     }
-    KV_CHECK(handed_out > 0);
+    KV_CHECK(handed_out > 0 && slab.reclaimable <= handed_out);
     used_bytes += handed_out * slab.slot_bytes;
     const BucketKey key(slab.tenant, slab.slot_bytes);
     if (slab.free_slots.empty()) continue;

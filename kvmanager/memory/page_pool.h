@@ -1,13 +1,14 @@
 // Fixed slots in slabs: the daemon's host memory for pages. Sized at start; allocates no page memory afterwards.
 //
-// A slab is one memfd, mapped and fallocated at start. While in use it belongs to one tenant and holds slots of one
-// size; a slab whose last slot is freed becomes free for any tenant and size. Single-threaded (the store's thread),
-// except Data(), whose pointers any thread may use while somebody keeps the slot from being freed.
+// A slab is one memfd, mapped, fallocated and sealed at start; its descriptor is closed then. While in use it belongs
+// to one tenant and holds slots of one size; a slab whose last slot is freed becomes free for any tenant and size.
+// Single-threaded (the store's thread), except Data(), whose pointers any thread may use while somebody keeps the slot
+// from being freed.
 //
 // Invariants: 1. A slot is free or handed out, never both. 2. PageId generations of a slot only grow, so a stale id is
 // recognised. 3. used_bytes() is the sum of handed-out slots' sizes. 4. A slab has a tenant and a slot size iff one of
 // its slots is handed out. 5. Freed memory of one tenant is never readable by another: slots are zeroed before they
-// change tenant.
+// change tenant. 6. No slab has more reclaimable slots than handed-out ones.
 #pragma once
 
 #include <cstddef>
@@ -20,6 +21,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "kvmanager/base/ids.h"
 #include "kvmanager/memory/region.h"
 
@@ -46,9 +48,21 @@ class PagePool {
   /// A slot of at least `bytes` (1..slab_bytes), 64-byte aligned, of a slab of this tenant; contents unspecified but
   /// never another tenant's. Errors: RESOURCE_EXHAUSTED.
   absl::StatusOr<PageId> Allocate(TenantId tenant, size_t bytes);
-  /// Would Allocate succeed `count` times in a row?
-  bool CanAllocate(TenantId tenant, size_t bytes, size_t count) const;
+  struct SlotsWanted {
+    size_t bytes = 0;  // as Allocate's
+    uint64_t count = 0;
+  };
+  /// Would Allocate succeed for all of `wanted`, in any order? With `reclaim`: after every reclaimable slot was freed;
+  /// then it looks at every slab.
+  bool CanAllocate(TenantId tenant, absl::Span<const SlotsWanted> wanted, bool reclaim = false) const;
+  bool CanAllocate(TenantId tenant, size_t bytes, size_t count) const {
+    const SlotsWanted wanted{bytes, count};
+    return CanAllocate(tenant, {&wanted, 1});
+  }
   void Free(PageId id);
+  /// Marks a handed-out slot as one that its user would free if asked to, or as no such; the mark must change, and must
+  /// be taken back before the slot is freed.
+  void SetReclaimable(PageId id, bool reclaimable);
   /// Bytes that a slot for `bytes` takes.
   static size_t RoundedSlotBytes(size_t bytes);
 
@@ -57,7 +71,8 @@ class PagePool {
   bool IsCurrent(PageId id) const;  // false: freed, or never handed out
 
   uint64_t capacity_bytes() const;
-  uint64_t used_bytes() const;  // handed-out slots
+  uint64_t used_bytes() const;         // handed-out slots
+  uint64_t reclaimable_bytes() const;  // of them, those marked; looks at every slab
   uint64_t slab_bytes() const;
   uint64_t free_slabs() const;
   std::string huge_page_state() const;  // "hugetlb", "transparent" or "none"
@@ -73,6 +88,8 @@ class PagePool {
     uint32_t generation_base = 0;      // of slots that a later use makes; above every generation handed out so far
     std::vector<uint32_t> generation;  // [slot] current one; odd while handed out
     std::vector<uint32_t> free_slots;  // a stack
+    uint32_t reclaimable = 0;          // slots; which ones their user knows
+    uint32_t used_slots() const { return static_cast<uint32_t>(generation.size() - free_slots.size()); }
   };
   /// Slabs of one tenant and slot size that have a free slot.
   struct Bucket {
@@ -83,6 +100,8 @@ class PagePool {
 
   PagePool() = default;
   uint32_t slots_per_slab_max() const { return static_cast<uint32_t>(slab_bytes_ / kSlotBytesMin); }
+  /// In slabs of this tenant and slot size. With `reclaim`: after reclaiming, slabs that then are free not among them.
+  uint64_t FreeSlots(TenantId tenant, size_t slot_bytes, bool reclaim) const;
   const Slab* Find(PageId id, uint32_t* index) const;  // nullptr: not current
 
   uint64_t slab_bytes_ = 0;

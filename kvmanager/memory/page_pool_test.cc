@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <filesystem>
 #include <map>
 #include <random>
 #include <set>
@@ -74,6 +75,56 @@ TEST(PagePool, ExhaustsExactlyWhereCanAllocateSays) {
   for (PageId id : ids) pool->Free(id);
   EXPECT_EQ(pool->used_bytes(), 0u);
   EXPECT_EQ(pool->free_slabs(), 2u);
+}
+
+TEST(PagePool, SlabsKeepNoDescriptors) {
+  const auto open_descriptors = [] {
+    const std::filesystem::directory_iterator all("/proc/self/fd");
+    return std::distance(begin(all), end(all));
+  };
+  const auto before = open_descriptors();
+  const auto pool = MakePool(16 * kMiB);
+  EXPECT_EQ(open_descriptors(), before);
+}
+
+// What CanAllocate says of reclaimable slots against what happens when they are freed.
+TEST(PagePool, ForetellsWhatReclaimingGives) {
+  std::mt19937 random(7);
+  const size_t sizes[] = {700 * 1024, 400 * 1024, 1024 * 1024};
+  for (int round = 0; round < 200; ++round) {
+    auto pool = MakePool(8 * kMiB);
+    std::vector<PageId> kept, reclaimable;
+    for (int i = 0; i < 40; ++i) {
+      const auto id = pool->Allocate(1 + random() % 2, sizes[random() % 2]);
+      if (!id.ok()) continue;
+      if (random() % 4 == 0) {
+        pool->Free(*id);
+      } else if (random() % 4 == 0) {
+        kept.push_back(*id);
+      } else {
+        pool->SetReclaimable(*id, true);
+        reclaimable.push_back(*id);
+      }
+    }
+    pool->CheckInvariants();
+    const TenantId tenant = 1 + random() % 3;
+    const PagePool::SlotsWanted wanted[] = {{sizes[random() % 3], random() % 5}, {sizes[random() % 3], random() % 5}};
+    const bool foretold = pool->CanAllocate(tenant, wanted, /*reclaim=*/true);
+    if (pool->CanAllocate(tenant, wanted)) {
+      EXPECT_TRUE(foretold);
+    }
+    for (PageId id : reclaimable) {
+      pool->SetReclaimable(id, false);
+      pool->Free(id);
+    }
+    EXPECT_EQ(pool->reclaimable_bytes(), 0u);
+    EXPECT_EQ(pool->CanAllocate(tenant, wanted), foretold);
+    bool done = true;
+    for (const auto& [bytes, count] : wanted) {
+      for (uint64_t i = 0; i < count; ++i) done &= pool->Allocate(tenant, bytes).ok();
+    }
+    EXPECT_EQ(done, foretold);
+  }
 }
 
 TEST(PagePool, TenantsNeverShareASlabNorSeeOldBytes) {

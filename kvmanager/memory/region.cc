@@ -145,6 +145,10 @@ absl::StatusOr<std::unique_ptr<Region>> Region::Create(const Options& options) {
   int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
   if (options.sharing == Sharing::kReadOnly) seals |= F_SEAL_FUTURE_WRITE;
   if (fcntl(region->fd_, F_ADD_SEALS, seals) != 0) return SystemError("fcntl(F_ADD_SEALS)", errno);
+  if (!options.keep_descriptor) {
+    close(region->fd_);
+    region->fd_ = -1;
+  }
   return region;
 }
 

@@ -1,9 +1,9 @@
 // One memory allocation that other processes can map: a memfd, filled at creation and sealed.
 //
-// Owns the mapping and the descriptor; both go with the object. Immutable after creation, so any thread may read its
-// accessors; who may touch the bytes is its user's business. A region never changes size: a descriptor that could be
-// truncated would let a client kill the daemon by SIGBUS, so every region is sealed before its descriptor can leave the
-// process, and its memory is allocated at creation, so that the first touch cannot fail later.
+// Owns the mapping and the descriptor, if kept; both go with the object. Immutable after creation, so any thread may
+// read its accessors; who may touch the bytes is its user's business. A region never changes size: a descriptor that
+// could be truncated would let a client kill the daemon by SIGBUS, so every region is sealed before its descriptor can
+// leave the process, and its memory is allocated at creation, so that the first touch cannot fail later.
 #pragma once
 
 #include <cstddef>
@@ -33,6 +33,7 @@ class Region {
     size_t bytes = 0;                // 1..kBytesMax; rounded up to whole (huge) pages
     bool huge_pages = false;         // hugetlb memfd if it can be had, else madvise(MADV_HUGEPAGE), else small pages
     Sharing sharing = Sharing::kWritable;
+    bool keep_descriptor = true;  // false: closed once the region is mapped and sealed, since no one is to receive it
   };
 
   /// Zeroed memory. Errors: INVALID_ARGUMENT; RESOURCE_EXHAUSTED when the host has not that much memory; UNAVAILABLE
@@ -49,7 +50,7 @@ class Region {
 
   uint8_t* data() const { return data_; }
   size_t bytes() const { return bytes_; }
-  int fd() const { return fd_; }  // stays the region's; a receiver gets a duplicate
+  int fd() const { return fd_; }  // stays the region's; a receiver gets a duplicate; -1 if it was not kept
   HugePages huge_pages() const { return huge_pages_; }
 
  private:

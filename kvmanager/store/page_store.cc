@@ -48,11 +48,9 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
   cache->config.codec = info.spec;
   cache->digest = DigestOf(cache->config, info.version);
   if (const auto known = cache_by_digest_.find(cache->digest); known != cache_by_digest_.end()) {
-    return caches_.at(known->second);
-  }
-  if (caches_.size() >= kCachesMax) {
-    return FieldError(absl::StatusCode::kResourceExhausted, "open caches", absl::StrCat(caches_.size()),
-                      absl::StrCat("below ", kCachesMax, " to open another; purge unused ones"));
+    const std::shared_ptr<Cache>& found = caches_.at(known->second);
+    found->opened = ++opens_;
+    return found;
   }
   const size_t page_bytes = std::max(config.layout.raw_bytes(), info.encoded_bytes);
   if (page_bytes > pool_->slab_bytes()) {
@@ -60,6 +58,11 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
                       absl::StrCat("at most the slab's ", pool_->slab_bytes()));
   }
   KV_ASSIGN_OR_RETURN(cache->raw, registry_->Create("raw", config.layout));
+  if (caches_.size() >= kCachesMax && !CloseLeastRecentlyOpened()) {
+    return FieldError(absl::StatusCode::kResourceExhausted, "open caches", absl::StrCat(caches_.size()),
+                      absl::StrCat("below ", kCachesMax, " in use to open another; end sequences or purge blocks"));
+  }
+  cache->opened = ++opens_;
   cache->id = next_cache_++;
   cache->slot_bytes.raw = PagePool::RoundedSlotBytes(config.layout.raw_bytes());
   cache->slot_bytes.encoded = PagePool::RoundedSlotBytes(info.encoded_bytes);
@@ -74,12 +77,22 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
 }
 
 void PageStoreImpl::CloseIfUnused(const std::shared_ptr<Cache>& cache) {
-  if (cache->sequences > 0 || cache->leases > 0 || cache->table.size() > 0) return;
+  if (!cache->unused()) return;
   if (caches_.erase(cache->id) == 0) return;
   cache_by_digest_.erase(cache->digest);
   metrics_->caches.Decrement();
   const auto tenant = tenants_.find(cache->config.tenant);
   if (--tenant->second.caches == 0) tenants_.erase(tenant);
+}
+
+bool PageStoreImpl::CloseLeastRecentlyOpened() {
+  std::shared_ptr<Cache> oldest;
+  for (const auto& [id, cache] : caches_) {
+    if (cache->unused() && (oldest == nullptr || cache->opened < oldest->opened)) oldest = cache;
+  }
+  if (oldest == nullptr) return false;
+  CloseIfUnused(oldest);
+  return true;
 }
 
 CacheInfo PageStoreImpl::InfoOf(const Cache& cache) const {

@@ -184,8 +184,9 @@ class PageStore {
                                            StoreMetrics* metrics, const Clock* clock);
   virtual ~PageStore() = default;
 
-  /// Opens a cache, or finds the one with an equal digest. It stays until purged. Errors: INVALID_ARGUMENT (config,
-  /// codec), RESOURCE_EXHAUSTED (kCachesMax; a page that does not fit a slab).
+  /// Opens a cache, or finds the one with an equal digest. It stays until purged, or until another is opened while
+  /// kCachesMax are open: that closes the least recently opened of those without sequence, lease and block. Errors:
+  /// INVALID_ARGUMENT (config, codec), RESOURCE_EXHAUSTED (kCachesMax in use; a page that does not fit a slab).
   static constexpr size_t kCachesMax = 4096;
   virtual absl::StatusOr<CacheId> OpenCache(const CacheConfig& config) = 0;
   virtual absl::StatusOr<CacheInfo> DescribeCache(CacheId cache) const = 0;
@@ -200,8 +201,8 @@ class PageStore {
 
   /// Appends to one layer. Errors: NOT_FOUND (sequence), FAILED_PRECONDITION (position, naming the expected one),
   /// INVALID_ARGUMENT (tokens; NaN or Inf in K or V with entry, side, token, head, channel), RESOURCE_EXHAUSTED (naming
-  /// the pool's limit and the largest holders; evictable blocks were evicted first; or kAttendPagesMax, if the entries
-  /// could then not be attended to: what was appended can be).
+  /// the pool's limit and the largest holders: evicting every evictable block would not make room, and none was
+  /// evicted; or kAttendPagesMax, if the entries could then not be attended to: what was appended can be).
   virtual absl::Status Append(CacheId cache, int layer, absl::Span<const AppendEntry> entries) = 0;
   /// Pins what the entries' queries read. Errors: as Append's, but for memory.
   virtual absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, int layer,

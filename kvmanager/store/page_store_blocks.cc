@@ -48,43 +48,46 @@ const uint8_t* PageStoreImpl::RawData(const Cache& cache, const Page& page) cons
   return cache.identity() && page.encoded.valid() ? Data(page.encoded) : nullptr;
 }
 
-absl::Status PageStoreImpl::Exhausted(const Cache& cache, uint64_t bytes) const {
+absl::Status PageStoreImpl::Exhausted(const Cache& cache, size_t raw, size_t encoded) const {
   metrics_->exhausted.Increment();
+  std::string wanted;
+  if (raw > 0) absl::StrAppend(&wanted, raw, " slots of ", cache.slot_bytes.raw);
+  if (encoded > 0) absl::StrAppend(&wanted, raw > 0 ? " and " : "", encoded, " slots of ", cache.slot_bytes.encoded);
   std::string holders;
   for (const HolderInfo& holder : LargestHolders(kHoldersNamed)) {
     absl::StrAppend(&holders, holders.empty() ? "" : ", ", holder.what, " ", holder.bytes);
   }
   return FieldError(
       absl::StatusCode::kResourceExhausted, "host-pool-bytes",
-      absl::StrCat(pool_->used_bytes(), " used and ", bytes, " wanted by tenant '", cache.config.tenant, "'"),
-      absl::StrCat("at most ", pool_->capacity_bytes(), " in slabs of ", pool_->slab_bytes(),
-                   "; largest holders: ", holders.empty() ? "none" : holders));
-}
-
-absl::StatusOr<PageId> PageStoreImpl::AllocateOrEvict(TenantId tenant, size_t bytes) {
-  for (;;) {
-    absl::StatusOr<PageId> slot = pool_->Allocate(tenant, bytes);
-    if (slot.ok()) return slot;
-    Block* victim = eviction_->Victim();
-    if (victim == nullptr) return slot;
-    Evict(victim);
-  }
+      absl::StrCat(pool_->used_bytes(), " used, and ", wanted, " wanted by tenant '", cache.config.tenant, "'"),
+      absl::StrCat(
+          "at most ", pool_->capacity_bytes(), " in slabs of ", pool_->slab_bytes(), ", ", pool_->free_slabs(),
+          " of them free, each of one tenant and slot size; ", evictable_bytes_,
+          " could be evicted, but would not make room; largest holders: ", holders.empty() ? "none" : holders));
 }
 
 absl::Status PageStoreImpl::Reserve(const Cache& cache, size_t raw, size_t encoded, Reservation* out) {
-  const uint64_t bytes = raw * cache.slot_bytes.raw + encoded * cache.slot_bytes.encoded;
-  // What can never fit evicts nothing.
-  if (pool_->used_bytes() - evictable_bytes_ + bytes > pool_->capacity_bytes()) return Exhausted(cache, bytes);
-  for (size_t i = 0; i < raw; ++i) {
-    absl::StatusOr<PageId> slot = AllocateOrEvict(cache.tenant, cache.layout().raw_bytes());
-    if (!slot.ok()) return Exhausted(cache, bytes);
-    out->raw.push_back(*slot);
+  if (raw == 0 && encoded == 0) return absl::OkStatus();
+  const PagePool::SlotsWanted wanted[] = {{cache.slot_bytes.raw, raw}, {cache.slot_bytes.encoded, encoded}};
+  if (!pool_->CanAllocate(cache.tenant, wanted)) {
+    // A request that is refused evicts nothing.
+    if (!pool_->CanAllocate(cache.tenant, wanted, /*reclaim=*/true)) return Exhausted(cache, raw, encoded);
+    do {
+      Block* const victim = eviction_->Victim();
+      KV_CHECK(victim != nullptr);
+      Evict(victim);
+    } while (!pool_->CanAllocate(cache.tenant, wanted));
   }
-  for (size_t i = 0; i < encoded; ++i) {
-    absl::StatusOr<PageId> slot = AllocateOrEvict(cache.tenant, cache.codec->info().encoded_bytes);
-    if (!slot.ok()) return Exhausted(cache, bytes);
-    out->encoded.push_back(*slot);
-  }
+  const auto allocate = [&](size_t bytes, size_t count, std::vector<PageId>* slots) {
+    slots->reserve(count);
+    for (size_t i = 0; i < count; ++i) {
+      const absl::StatusOr<PageId> slot = pool_->Allocate(cache.tenant, bytes);
+      KV_CHECK(slot.ok());
+      slots->push_back(*slot);
+    }
+  };
+  allocate(cache.slot_bytes.raw, raw, &out->raw);
+  allocate(cache.slot_bytes.encoded, encoded, &out->encoded);
   return absl::OkStatus();
 }
 
@@ -168,6 +171,7 @@ void PageStoreImpl::MakeEvictableIfUnused(Block* block) {
   if (block->evictable || !block->published || block->holders > 0 || block->pins > 0 || block->jobs > 0) return;
   eviction_->Add(block);
   evictable_bytes_ += block->bytes;
+  SetReclaimable(*block, true);
   metrics_->evictable_bytes.Set(static_cast<double>(evictable_bytes_));
 }
 
@@ -175,7 +179,16 @@ void PageStoreImpl::MakeUnevictable(Block* block) {
   if (!block->evictable) return;
   eviction_->Remove(block);
   evictable_bytes_ -= block->bytes;
+  SetReclaimable(*block, false);
   metrics_->evictable_bytes.Set(static_cast<double>(evictable_bytes_));
+}
+
+void PageStoreImpl::SetReclaimable(const Block& block, bool reclaimable) {
+  for (const Page& page : block.pages) {
+    for (const PageId slot : {page.raw, page.encoded}) {
+      if (slot.valid()) pool_->SetReclaimable(slot, reclaimable);
+    }
+  }
 }
 
 void PageStoreImpl::Evict(Block* block) {

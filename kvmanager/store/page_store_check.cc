@@ -133,7 +133,7 @@ void PageStoreImpl::CheckInvariants() const {
   }
   for (const auto& [block, count] : holders) KV_CHECK(blocks_.contains(block));
   KV_CHECK(used_bytes == pool_->used_bytes());
-  KV_CHECK(evictable_bytes == evictable_bytes_);
+  KV_CHECK(evictable_bytes == evictable_bytes_ && evictable_bytes == pool_->reclaimable_bytes());
   for (const auto& [gauges, sum] : sums) {
     for (size_t state = 1; state < kPageStates; ++state) {
       KV_CHECK(gauges->pages[state]->Value() == sum.pages[state]);

@@ -5,7 +5,8 @@
 //  2. block.holders = sequences, hand-offs and export copies that list it; page.raw_holds = those that have not aged
 //  the page.
 //  3. Every slot that a page names is the pool's current one, and no slot is named twice.
-//  4. A block is evictable exactly while published with no holder, pin or job.
+//  4. A block is evictable exactly while published with no holder, pin or job; its slots, and no others, are then
+//  reclaimable in the pool.
 //  5. A Resident page keeps its raw form only if declined, held or pinned (identity codecs have one form).
 #pragma once
 
@@ -39,6 +40,7 @@ struct Cache {
   PageTable table;
   uint64_t sequences = 0;
   uint64_t leases = 0;
+  uint64_t opened = 0;  // order of openings, by clients and hand-offs
   bool wanted = false;  // by a client or a visible sequence; else it goes with the last unfinished import
   uint64_t raw_bytes = 0;
   uint64_t encoded_bytes = 0;
@@ -46,6 +48,8 @@ struct Cache {
   const PageLayout& layout() const { return config.layout; }
   int page_tokens() const { return config.layout.page_tokens; }
   uint32_t layers() const { return static_cast<uint32_t>(config.layers); }
+  /// Without sequence, lease and block: closing it loses nothing.
+  bool unused() const { return sequences == 0 && leases == 0 && table.size() == 0; }
   bool identity() const { return codec->info().identity; }
 };
 
@@ -142,6 +146,7 @@ class PageStoreImpl final : public PageStore {
   /// `codec_version`: the one the caller's bytes have; nullptr for any.
   absl::StatusOr<std::shared_ptr<Cache>> FindOrOpen(const CacheConfig& config, const uint32_t* codec_version);
   void CloseIfUnused(const std::shared_ptr<Cache>& cache);
+  bool CloseLeastRecentlyOpened();  // of the unused ones; false: there is none
   CacheInfo InfoOf(const Cache& cache) const;
   uint64_t PurgeOne(Cache& cache);
 
@@ -151,7 +156,8 @@ class PageStoreImpl final : public PageStore {
   uint8_t* Data(PageId id) const { return pool_->Data(id); }
   /// The bytes of a page in raw form: of an identity codec also once it is sealed. nullptr: gone.
   const uint8_t* RawData(const Cache& cache, const Page& page) const;
-  /// Takes slots, evicting where that can help. Errors: RESOURCE_EXHAUSTED.
+  /// Takes slots, evicting the least recently used blocks until they fit. Errors: RESOURCE_EXHAUSTED, if evicting
+  /// every evictable block would not make them fit; then nothing was evicted.
   absl::Status Reserve(const Cache& cache, size_t raw, size_t encoded, Reservation* out);
   void Hold(Block* block);                        // one more holder
   void Release(Block* block);                     // one holder less; of a chain, children first (EvictionPolicy)
@@ -211,8 +217,8 @@ class PageStoreImpl final : public PageStore {
   void FreePage(PageRef ref);  // and deletes the block with its last page
   void DeleteIfEmpty(Block* block);
   void Evict(Block* block);
-  absl::Status Exhausted(const Cache& cache, uint64_t bytes) const;
-  absl::StatusOr<PageId> AllocateOrEvict(TenantId tenant, size_t bytes);
+  void SetReclaimable(const Block& block, bool reclaimable);  // its slots, in the pool
+  absl::Status Exhausted(const Cache& cache, size_t raw, size_t encoded) const;
 
   PagePool* const pool_;
   const CodecRegistry* const registry_;
@@ -227,6 +233,7 @@ class PageStoreImpl final : public PageStore {
   SequenceId next_sequence_ = 1;
   TenantId next_tenant_ = 1;
   uint64_t calls_ = 0;
+  uint64_t opens_ = 0;
   uint64_t evictable_bytes_ = 0;
   std::map<CacheId, std::shared_ptr<Cache>> caches_;
   absl::flat_hash_map<CacheDigest, CacheId> cache_by_digest_;

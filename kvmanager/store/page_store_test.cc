@@ -514,6 +514,85 @@ TEST_F(PageStoreTest, EvictsLeavesFirstThenRefusesNamingHolders) {
   EXPECT_EQ(store().Match(cache, names)->hit_blocks, 10);
 }
 
+// Tenant a holds one page in each of the pool's 8 slabs; evicting its published blocks frees no slab.
+TEST_F(PageStoreTest, ARefusedAppendEvictsNothing) {
+  CacheConfig config = MakeConfig("raw", 0, "a", 1);
+  config.layout.kv_heads = config.query_heads = 16;
+  const CacheId a = test().Open(config);
+  config.tenant = "b";
+  const CacheId b = test().Open(config);
+  const int pages_per_slab = static_cast<int>(test().pool->slab_bytes() / config.layout.raw_bytes());
+  std::vector<SequenceId> pinned;
+  int published = 0;
+  for (uint32_t slab = 0; slab < 8; ++slab) {
+    pinned.push_back(Filled(a, MakeText(kPage, 100 * slab), kPage));
+    const Text text = MakeText((pages_per_slab - 1) * kPage, 100 * slab + 1);
+    const SequenceId full = Filled(a, text, (pages_per_slab - 1) * kPage);
+    published += store().Publish(full, Names(a, text, pages_per_slab - 1))->published;
+    store().Drop(full);
+  }
+  ASSERT_EQ(published, 8 * (pages_per_slab - 1));
+  ASSERT_EQ(test().pool->free_slabs(), 0u);
+  const SequenceId other = Create(b);
+  const absl::Status refused = test().AppendAll(b, other, MakeText(1), 0, 1);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(test().store_metrics.evicted_blocks.Value(), 0);
+  EXPECT_EQ(store().DescribeCache(a)->published_blocks, static_cast<uint64_t>(published));
+  EXPECT_NE(refused.message().find("0 of them free"), absl::string_view::npos) << refused;
+  EXPECT_NE(refused.message().find("1 slots of 32768"), absl::string_view::npos) << refused;
+  // Tenant a itself finds room by evicting one block, and as many as it needs.
+  ASSERT_TRUE(test().AppendAll(a, pinned[0], MakeText(2 * kPage), kPage, 1).ok());
+  EXPECT_EQ(test().store_metrics.evicted_blocks.Value(), 1);
+  // Once one slab holds nothing but published blocks, tenant b gets it; it takes what is older with it, and no more.
+  store().Drop(pinned[3]);
+  ASSERT_TRUE(test().AppendAll(b, other, MakeText(1), 0, 1).ok());
+  const double evicted = test().store_metrics.evicted_blocks.Value();
+  EXPECT_GE(evicted, pages_per_slab - 1);
+  EXPECT_LE(evicted, 4 * pages_per_slab);
+  store().CheckInvariants();
+  ASSERT_TRUE(test().AppendAll(b, other, MakeText(pages_per_slab * kPage), 1, pages_per_slab * kPage - 1).ok());
+  EXPECT_EQ(test().store_metrics.evicted_blocks.Value(), evicted);
+  EXPECT_EQ(test().AppendAll(b, other, MakeText(pages_per_slab * kPage + 1), pages_per_slab * kPage, 1).code(),
+            absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(test().store_metrics.evicted_blocks.Value(), evicted);
+}
+
+TEST_F(PageStoreTest, AFullTableClosesTheLeastRecentlyOpenedUnusedCache) {
+  const auto open = [&](int number) {
+    CacheConfig config = MakeConfig("raw", 0, "a", 1);
+    config.model = absl::StrCat("model ", number);
+    return store().OpenCache(config);
+  };
+  const Text text = MakeText(kPage);
+  const CacheId with_block = *open(0), with_sequence = *open(1), with_lease = *open(2), oldest = *open(3);
+  const SequenceId named = Filled(with_block, text, kPage), kept = Create(with_sequence);
+  ASSERT_TRUE(store().Publish(named, Names(with_block, text, 1)).ok());
+  store().Drop(named);
+  const SequenceId leased = Filled(with_lease, text, kPage);
+  auto lease = Attend(with_lease, leased, 0, 1);
+  store().Drop(leased);
+  const int limit = static_cast<int>(PageStore::kCachesMax);
+  for (int i = 4; i < limit; ++i) ASSERT_TRUE(open(i).ok());
+  EXPECT_EQ(*open(3), oldest);  // opened again: now the most recent
+  ASSERT_TRUE(open(limit).ok());
+  EXPECT_EQ(store().Caches().size(), PageStore::kCachesMax);
+  for (const CacheId cache : {with_block, with_sequence, with_lease, oldest}) {
+    EXPECT_TRUE(store().DescribeCache(cache).ok());
+  }
+  EXPECT_EQ(store().DescribeCache(oldest + 1).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_TRUE(store().DescribeCache(oldest + 2).ok());
+  store().CheckInvariants();
+  // What is in use stays, and is refused room only when all is in use.
+  for (const CacheInfo& cache : store().Caches()) {
+    if (cache.sequences == 0 && cache.cache != with_block && cache.cache != with_lease) Create(cache.cache);
+  }
+  EXPECT_EQ(open(-1).status().code(), absl::StatusCode::kResourceExhausted);
+  lease = nullptr;
+  EXPECT_TRUE(open(-1).ok());
+  EXPECT_FALSE(store().DescribeCache(with_lease).ok());
+  store().Drop(kept);
+}
+
 TEST_F(PageStoreTest, DeferredPublishKeepsLeavesFirst) {
   pool_bytes_ = 2 << 20;
   CacheConfig config = MakeConfig("raw", 4);
