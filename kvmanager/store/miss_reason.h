@@ -7,10 +7,10 @@
 namespace kvmanager {
 
 /// Why a prefix match ended where it did.
-enum class MissReason : uint8_t { kNone = 0, kNotFound, kTokenMismatch, kChecksum, kIncomplete };
-inline constexpr size_t kMissReasons = 5;
+enum class MissReason : uint8_t { kNone = 0, kNotFound, kTokenMismatch, kChecksum };
+inline constexpr size_t kMissReasons = 4;
 
-/// "none", "not_found", "token_mismatch", "checksum", "incomplete".
+/// "none", "not_found", "token_mismatch", "checksum".
 const char* MissReasonName(MissReason reason);
 
 }  // namespace kvmanager
