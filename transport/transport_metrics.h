@@ -1,13 +1,9 @@
-// The metrics of a transport: references into a registry that main() owns and that outlives the transport. Updates are
-// atomic and may come from any thread.
+// The metrics of a transport: references to series of a Metrics object that main() owns and that outlives the
+// transport. Updates are atomic and may come from any thread.
 #pragma once
 
-#include <prometheus/counter.h>
-#include <prometheus/gauge.h>
-#include <prometheus/histogram.h>
-#include <prometheus/registry.h>
-
 #include "absl/status/status.h"
+#include "monitoring/metrics.h"
 
 namespace kvmanager {
 
@@ -19,11 +15,11 @@ enum class TransferResult { kOk, kRefused, kCancelled, kTimeout, kChecksum, kFai
 TransferResult ResultOf(const absl::Status& status);
 
 struct TransportMetrics {
-  explicit TransportMetrics(prometheus::Registry& registry);
+  explicit TransportMetrics(Metrics* metrics);
 
   /// The metrics of one direction, label `direction`: "sent" or "received".
   struct Direction {
-    Direction(prometheus::Registry& registry, const char* direction);
+    Direction(Metrics* metrics, const char* direction);
     prometheus::Counter& transfers(TransferResult result) { return *transfers_by_result[static_cast<int>(result)]; }
 
     prometheus::Counter& bytes;

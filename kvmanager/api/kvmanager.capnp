@@ -72,7 +72,7 @@ struct BlockName {
   tokens @1 :Data;   # 32 bytes: SHA-256(token ids as u32 little-endian), verified on a hit
 }
 
-enum MissReason { none @0; notFound @1; tokenMismatch @2; checksum @3; incomplete @4; }
+enum MissReason { none @0; notFound @1; tokenMismatch @2; checksum @3; incomplete @4; }  # incomplete: reserved
 
 struct MatchResult {
   hitBlocks @0 :UInt32;     # consecutive, from the first

@@ -57,7 +57,7 @@ class ServerImpl final : public Server {
   explicit ServerImpl(const Options& options)
       : options_(options),
         store_metrics_(&metrics_),
-        transport_metrics_(*metrics_.registry()),
+        transport_metrics_(&metrics_),
         server_metrics_(&metrics_) {}
 
   ~ServerImpl() noexcept override { Close(); }

@@ -251,7 +251,7 @@ class BudgetReceiver final : public HandOffReceiver {
 
 class PeerStreamTarget final : public FuzzTarget {
  public:
-  PeerStreamTarget() : transport_metrics_(*metrics_.registry()) {
+  PeerStreamTarget() : transport_metrics_(&metrics_) {
     TcpTransport::Options options;
     options.listen = "127.0.0.1:0";
     options.receiver = &receiver_;

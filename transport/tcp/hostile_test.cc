@@ -52,8 +52,8 @@ class HostileTest : public testing::Test {
   }
 
   const std::vector<Page> pages_ = RandomPages({5, 40, 1, 17}, 4);
-  prometheus::Registry registry_;
-  TransportMetrics metrics_{registry_};
+  Metrics registry_;
+  TransportMetrics metrics_{&registry_};
   TestReceiver receiver_;
   std::unique_ptr<TcpTransport> transport_;
 };

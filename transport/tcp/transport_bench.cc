@@ -71,8 +71,8 @@ double PlainCopy(const Page& from, Page& to, size_t rounds) {
 }
 
 double HandOffs(const Page& from, Page& to, size_t rounds, size_t page_bytes) {
-  prometheus::Registry registry;
-  TransportMetrics metrics(registry);
+  Metrics registry;
+  TransportMetrics metrics(&registry);
   PoolReceiver receiver(&to);
   TcpTransport::Options options;
   options.metrics = &metrics;

@@ -41,8 +41,8 @@ class TransportTest : public testing::Test {
   Result SendAndWait(const std::vector<Page>& pages) { return Send(RequestOf(pages, peer())).get(); }
   std::string peer() const { return receiver_side_->listen_address(); }
 
-  prometheus::Registry sender_registry_, receiver_registry_;
-  TransportMetrics sender_metrics_{sender_registry_}, receiver_metrics_{receiver_registry_};
+  Metrics sender_registry_, receiver_registry_;
+  TransportMetrics sender_metrics_{&sender_registry_}, receiver_metrics_{&receiver_registry_};
   TestReceiver receiver_;
   std::unique_ptr<TcpTransport> receiver_side_;
   std::unique_ptr<TcpTransport> sender_side_ = Make(SenderOptions());
