@@ -127,6 +127,7 @@ struct DaemonDescription {
   std::vector<PoolDescription> pools;
   uint32_t connections = 0, caches = 0, threads = 0;
   uint64_t leases = 0, published_blocks = 0;
+  uint64_t waiting_hand_offs = 0;  // received sequences that nobody has claimed yet
   std::string cpu_target, listen, peer_listen, metrics_listen;
 };
 
@@ -188,6 +189,7 @@ class Client {
   virtual absl::StatusOr<std::vector<CacheDescription>> Caches() = 0;
   virtual absl::StatusOr<std::vector<SequenceDescription>> Sequences() = 0;
   virtual absl::StatusOr<std::vector<PeerDescription>> Peers() = 0;
+  /// Refuses new sequences, forks and incoming hand-offs; claims, outgoing hand-offs and all else go on.
   virtual absl::Status Drain(bool on) = 0;
   /// Published blocks that nothing pins; of one cache, or of all if `cache_id` is kAllCaches. Returns how many.
   static constexpr uint32_t kAllCaches = UINT32_MAX;

@@ -139,6 +139,7 @@ DaemonDescription FromWire(api::DaemonStatus::Reader wire) {
   d.caches = wire.getCaches();
   d.threads = wire.getThreads();
   d.leases = wire.getLeases();
+  d.waiting_hand_offs = wire.getWaitingHandOffs();
   d.published_blocks = wire.getPublishedBlocks();
   d.cpu_target = ToString(wire.getCpuTarget());
   d.listen = ToString(wire.getListen());

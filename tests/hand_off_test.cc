@@ -1,4 +1,6 @@
 // Two daemons: a sequence that was handed over reads on exactly as the one that stayed.
+#include <signal.h>
+
 #include <memory>
 #include <string>
 #include <vector>
@@ -183,6 +185,42 @@ TEST_F(HandOffTest, ATicketThatNobodyClaimsExpires) {
   EXPECT_TRUE(Eventually([&] { return UsedBytes(*client) == 0; }));
   ASSERT_OK_AND_ASSIGN(auto other, client->OpenCache(options));
   EXPECT_FALSE(other->Claim(sent.ticket).ok());
+}
+
+// What a peer was told is accepted is not lost to a drain: it can be claimed, and the daemon waits for that.
+TEST_F(HandOffTest, ADrainWaitsForClaims) {
+  DaemonOptions daemon_options;
+  daemon_options.more_flags = {"--drain-s", "600"};
+  ASSERT_OK_AND_ASSIGN(auto leaving, DaemonProcess::Start(daemon_options));
+  ASSERT_OK_AND_ASSIGN(auto client, Client::Connect(leaving->listen(), {}));
+  const CacheOptions options = SmallCache(kHack, 1);
+  const Source source{89, Kind::kNormal, options};
+  ASSERT_OK_AND_ASSIGN(auto cache, here_->OpenCache(options));
+  ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence());
+  ASSERT_OK(Load(*cache, made.sequence->id(), source, 0, 200, 200));
+  ASSERT_OK_AND_ASSIGN(const HandOffOutcome sent, made.sequence->HandOff(leaving->peer(), "blob"));
+  ASSERT_OK_AND_ASSIGN(client::DaemonDescription status, client->Status());
+  EXPECT_EQ(status.waiting_hand_offs, 1u);
+  leaving->process().Signal(SIGTERM);
+  ASSERT_TRUE(Eventually([&] {
+    const auto now = client->Status();
+    return now.ok() && now->draining;
+  }));
+  EXPECT_CODE(made.sequence->HandOff(leaving->peer(), ""), kUnavailable);
+  ASSERT_OK_AND_ASSIGN(auto other, client->OpenCache(options));
+  EXPECT_CODE(other->CreateSequence(), kUnavailable);
+  ASSERT_OK_AND_ASSIGN(ClaimedSequence claimed, other->Claim(sent.ticket));
+  EXPECT_EQ(claimed.blob, "blob");
+  EXPECT_CODE(claimed.sequence->Fork(), kUnavailable);
+  ASSERT_OK_AND_ASSIGN(status, client->Status());
+  EXPECT_EQ(status.waiting_hand_offs, 0u);
+  ASSERT_OK_AND_ASSIGN(const std::vector<float> stayed, Feed(*cache, made.sequence->id(), source, 200, 5, 5));
+  ASSERT_OK_AND_ASSIGN(const std::vector<float> went, Feed(*other, claimed.sequence->id(), source, 200, 5, 5));
+  EXPECT_EQ(stayed, went);
+  EXPECT_TRUE(leaving->process().running());
+  claimed.sequence.reset();
+  ASSERT_OK_AND_ASSIGN(const int ended, leaving->process().Wait());
+  EXPECT_EQ(ended, 0);
 }
 
 TEST_F(HandOffTest, PeersAreListedOnBothSides) {

@@ -191,6 +191,7 @@ absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(const Daemon
 
 DaemonProcess::~DaemonProcess() {
   if (ended_ || process_ == nullptr) return;
+  process_->Signal(SIGINT);  // with the SIGTERM that follows: end now, whatever is held
   const absl::StatusOr<int> status = Terminate();
   EXPECT_TRUE(status.ok()) << "kvmanagerd did not end after SIGTERM: " << status.status();
   if (status.ok()) {

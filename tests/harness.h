@@ -97,7 +97,8 @@ struct DaemonOptions {
   std::vector<std::string> more_flags;
 };
 
-/// A kvmanagerd of its own. The destructor stops it with SIGTERM and expects exit status 0, unless it was killed.
+/// A kvmanagerd of its own. The destructor stops it with SIGINT and SIGTERM, which together wait for no lease, and
+/// expects exit status 0, unless it was killed.
 class DaemonProcess {
  public:
   static absl::StatusOr<std::unique_ptr<DaemonProcess>> Start(const DaemonOptions& options = {});

@@ -100,10 +100,10 @@ std::string FormatTable(const std::vector<std::string>& header, const std::vecto
 std::string FormatStatus(const DaemonDescription& d) {
   std::string text;
   const auto line = [&text](absl::string_view name, const std::string& value) {
-    absl::StrAppend(&text, absl::StrFormat("%-18s", std::string(name) + ":"), Printable(value), "\n");
+    absl::StrAppend(&text, absl::StrFormat("%-19s", std::string(name) + ":"), Printable(value), "\n");
   };
   line("version", d.version);
-  line("state", d.draining ? "draining: no new sequences or hand-offs" : "serving");
+  line("state", d.draining ? "draining: no new sequences or incoming hand-offs" : "serving");
   line("uptime", FormatSeconds(d.uptime_seconds));
   line("boot epoch", Hex(d.boot_epoch));
   line("attention", absl::StrCat(d.cpu_target, ", ", d.threads, d.threads == 1 ? " thread" : " threads"));
@@ -113,6 +113,7 @@ std::string FormatStatus(const DaemonDescription& d) {
   line("connections", absl::StrCat(d.connections));
   line("caches", absl::StrCat(d.caches));
   line("leases", absl::StrCat(d.leases));
+  line("waiting hand-offs", absl::StrCat(d.waiting_hand_offs));
   line("published blocks", absl::StrCat(d.published_blocks));
   std::vector<std::vector<std::string>> rows;
   for (const PoolDescription& pool : d.pools) {
@@ -185,6 +186,7 @@ json ToJson(const DaemonDescription& d) {
           {"caches", d.caches},
           {"threads", d.threads},
           {"leases", d.leases},
+          {"waiting_hand_offs", d.waiting_hand_offs},
           {"published_blocks", d.published_blocks},
           {"cpu_target", Utf8(d.cpu_target)},
           {"listen", Utf8(d.listen)},

@@ -45,6 +45,7 @@ TEST(Format, Status) {
   d.pools.push_back(
       {.tier = "host", .capacity_bytes = uint64_t{4} << 30, .used_bytes = uint64_t{1} << 30, .free_slabs = 3});
   d.leases = 5;
+  d.waiting_hand_offs = 7;
   const std::string text = FormatStatus(d);
   for (const char* expected : {"0.1.0", "draining", "1 m 01 s", "ffffffffffffffff", "4.0 GiB", "25.0%"}) {
     EXPECT_NE(text.find(expected), std::string::npos) << expected << "\n" << text;
@@ -53,6 +54,8 @@ TEST(Format, Status) {
   EXPECT_EQ(json["boot_epoch"], "ffffffffffffffff");
   EXPECT_EQ(json["pools"][0]["capacity_bytes"], uint64_t{4} << 30);
   EXPECT_EQ(json["leases"], 5);
+  EXPECT_EQ(json["waiting_hand_offs"], 7);
+  EXPECT_NE(text.find("waiting hand-offs: 7"), std::string::npos) << text;
   EXPECT_EQ(nlohmann::json::parse(json.dump()), json);
 }
 

@@ -47,14 +47,17 @@ int Show(const absl::StatusOr<T>& got, const Arguments& arguments, std::string (
 
 int Drain(Client& client, const Arguments& arguments, bool on) {
   if (absl::Status status = client.Drain(on); !status.ok()) return Fail(status, arguments);
-  const auto leases = client.Status();
-  if (!leases.ok()) return Fail(leases.status(), arguments);
+  const auto now = client.Status();
+  if (!now.ok()) return Fail(now.status(), arguments);
   const std::string text =
       on ? absl::StrCat(
-               "draining: no new sequences or hand-offs; ", leases->leases,
-               " leases are still held. `kvctl undrain` takes it back; SIGTERM exits when the leases are gone.\n")
+               "draining: no new sequences or incoming hand-offs; ", now->leases, " leases are still held and ",
+               now->waiting_hand_offs,
+               " received sequences wait to be claimed. `kvctl undrain` takes it back; SIGTERM exits when both "
+               "are gone.\n")
          : "serving: new sequences and hand-offs are accepted\n";
-  Print(arguments, text, {{"draining", leases->draining}, {"leases", leases->leases}});
+  Print(arguments, text,
+        {{"draining", now->draining}, {"leases", now->leases}, {"waiting_hand_offs", now->waiting_hand_offs}});
   return kExitOk;
 }
 
@@ -97,7 +100,8 @@ int Main(int argc, char** argv) {
   auto* caches = app.add_subcommand("caches", "The caches: model, codec, geometry, pages resident raw and encoded");
   auto* sequences = app.add_subcommand("sequences", "The sequences that clients hold");
   auto* peers = app.add_subcommand("peers", "The daemons that sequences were handed to or came from");
-  auto* drain = app.add_subcommand("drain", "Take in no new sequences or hand-offs; those that exist go on");
+  auto* drain = app.add_subcommand(
+      "drain", "Take in no new sequences, forks or hand-offs; those that exist go on and can be claimed");
   drain->add_flag("--off", arguments.drain_off, "serve again");
   auto* undrain = app.add_subcommand("undrain", "Serve again after a drain");
   auto* purge =

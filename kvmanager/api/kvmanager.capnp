@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 0;
+const apiMinor :UInt16 = 1;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -218,6 +218,7 @@ struct DaemonStatus {
   listen @11 :Text;
   peerListen @12 :Text;
   metricsListen @13 :Text;
+  waitingHandOffs @14 :UInt64;  # received sequences that nobody has claimed yet
 }
 
 struct PeerStatus {
@@ -236,7 +237,10 @@ interface Admin {
   caches @1 () -> (caches :List(CacheInfo));
   sequences @2 () -> (sequences :List(SequenceInfo));
   peers @3 () -> (peers :List(PeerStatus));
-  drain @4 () -> (status :Status);            # no new sequences or hand-offs; SIGTERM does the same, then exits when leases are gone
+  drain @4 () -> (status :Status);
+  # Refuses what is new, with UNAVAILABLE: createSequences, forks, incoming hand-offs. Allows everything else: steps and
+  # publishing of held sequences, claims of sequences received before, outgoing hand-offs. SIGTERM does the same, and the daemon
+  # then exits when leases are gone and received sequences are claimed or expired, or after its --drain-s.
   undrain @5 () -> (status :Status);
   purge @6 (cacheId :UInt32, all :Bool) -> (status :Status, blocks :UInt64);  # published blocks that nothing pins
 }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "codecs/cpu_isa.h"
+#include "kvmanager/server/hand_off.h"
 #include "kvmanager/server/serve.h"
 #include "kvmanager/server/service.h"
 
@@ -34,6 +35,7 @@ class AdminService final : public api::Admin::Server {
       for (const CacheInfo& cache : caches) blocks += cache.published_blocks;
       out.setConnections(daemon.connections);
       out.setLeases(daemon.held_sequences);
+      out.setWaitingHandOffs(daemon.desk->tickets());
       out.setCaches(caches.size());
       out.setPublishedBlocks(blocks);
       out.setCpuTarget(IsaName(BestIsa()));

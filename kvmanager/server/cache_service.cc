@@ -25,7 +25,7 @@ class SequenceService final : public api::Sequence::Server {
     return Serve(
         *session_, Method::kFork, context,
         [&]() -> absl::StatusOr<kj::Promise<void>> {
-          KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
+          KV_RETURN_IF_ERROR(session_->CheckNewSequence());
           KV_ASSIGN_OR_RETURN(const SequenceId forked, store().Fork(id_));
           auto reply = context.getResults().initReply();
           reply.setSequence(MakeSequenceService(session_, forked, cache_));
@@ -255,8 +255,8 @@ class CacheService final : public api::Cache::Server {
   }
 
   void Create(const std::vector<BlockName>& prefix, api::SequenceReply::Builder reply) {
-    absl::Status room = session_->CheckRoomForSequence();
-    absl::StatusOr<CreateResult> created = room.ok() ? store().CreateSequence(cache_.id, prefix) : room;
+    absl::Status may = session_->CheckNewSequence();
+    absl::StatusOr<CreateResult> created = may.ok() ? store().CreateSequence(cache_.id, prefix) : may;
     if (!created.ok()) {
       return ServeError(*session_, Method::kCreateSequences, created.status(),
                         [&](const absl::Status& status) { WriteStatus(status, reply.initStatus()); });

@@ -17,13 +17,20 @@ namespace kvmanager {
 // is sent back there wherever this is destroyed.
 class HandOffDesk::Incoming final : public IncomingHandOff {
  public:
-  Incoming(MessageQueue* queue, std::unique_ptr<ImportLease> import, size_t pages, std::string peer, std::string blob,
-           uint64_t tokens)
-      : peer(std::move(peer)), blob(std::move(blob)), tokens(tokens), queue_(queue), import_(std::move(import)) {
+  Incoming(MessageQueue* queue, std::shared_ptr<std::atomic<size_t>> receiving, std::unique_ptr<ImportLease> import,
+           size_t pages, std::string peer, std::string blob, uint64_t tokens)
+      : peer(std::move(peer)),
+        blob(std::move(blob)),
+        tokens(tokens),
+        queue_(queue),
+        receiving_(std::move(receiving)),
+        import_(std::move(import)) {
+    receiving_->fetch_add(1, std::memory_order_relaxed);
     targets_.reserve(pages);
     for (size_t i = 0; i < pages; ++i) targets_.push_back(import_->target(i));
   }
   ~Incoming() override {
+    receiving_->fetch_sub(1, std::memory_order_relaxed);
     if (import_ != nullptr) queue_->Post([import = std::move(import_)]() mutable { import.reset(); });
   }
   absl::Span<uint8_t> target(size_t page) override { return targets_[page]; }
@@ -36,6 +43,7 @@ class HandOffDesk::Incoming final : public IncomingHandOff {
 
  private:
   MessageQueue* const queue_;
+  const std::shared_ptr<std::atomic<size_t>> receiving_;
   std::unique_ptr<ImportLease> import_;
   std::vector<absl::Span<uint8_t>> targets_;
 };
@@ -65,7 +73,7 @@ absl::StatusOr<std::unique_ptr<IncomingHandOff>> HandOffDesk::Accept(const std::
   }
   KV_ASSIGN_OR_RETURN(Manifest parsed, ParseManifest(manifest, page_bytes, page_checksums));
   KV_ASSIGN_OR_RETURN(std::unique_ptr<ImportLease> import, daemon_->store->Import(parsed.content));
-  return std::make_unique<Incoming>(daemon_->queue, std::move(import), parsed.content.pages.size(), peer,
+  return std::make_unique<Incoming>(daemon_->queue, receiving_, std::move(import), parsed.content.pages.size(), peer,
                                     std::move(parsed.blob), parsed.content.tokens);
 }
 
@@ -144,6 +152,7 @@ void HandOffDesk::Expire(const std::string& ticket) {
 }
 
 void HandOffDesk::DropAll() {
+  if (!tickets_.empty()) spdlog::warn("{} received sequences were not claimed, and are lost", tickets_.size());
   for (auto& [ticket, waiting] : tickets_) daemon_->store->Drop(waiting->sequence);
   tickets_.clear();
   daemon_->metrics->tickets.Set(0);

@@ -7,6 +7,7 @@
 
 #include <kj/async.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -41,8 +42,11 @@ class HandOffDesk final : public HandOffReceiver {
   /// is of another cache; the ticket stays good).
   absl::StatusOr<Claimed> Claim(absl::string_view ticket, CacheId cache);
 
+  /// Received sequences that wait to be claimed.
   size_t tickets() const { return tickets_.size(); }
-  /// Gives back every sequence that waits. Before the event loop ends.
+  /// Those, and hand-offs that were accepted and are being received.
+  size_t waiting() const { return tickets_.size() + receiving_->load(std::memory_order_relaxed); }
+  /// Gives back every sequence that waits, and logs how many. Before the event loop ends.
   void DropAll();
 
  private:
@@ -63,6 +67,8 @@ class HandOffDesk final : public HandOffReceiver {
 
   DaemonContext* const daemon_;
   absl::flat_hash_map<std::string, std::unique_ptr<Waiting>> tickets_;
+  // Shared with each Incoming, which may end on the transport's thread, or with the queue's last messages.
+  const std::shared_ptr<std::atomic<size_t>> receiving_ = std::make_shared<std::atomic<size_t>>(0);
 };
 
 /// Sends `sequence` to `peer`. Dropping the promise cancels the transfer; pages stay pinned until the transport lets

@@ -33,7 +33,8 @@ constexpr char kExamples[] =
     "      metrics-listen = \"0.0.0.0:9464\"\n"
     "      peer-listen = \"0.0.0.0:9470\"\n"
     "Port 0 picks a free port; the line `kvmanagerd ready listen=... peer=... metrics=...` on stdout names it.\n"
-    "SIGTERM drains (no new sequences, leases get --drain-s seconds) and exits with 0; a second one exits at once.\n";
+    "SIGTERM drains (no new sequences; leases and unclaimed hand-offs get --drain-s seconds) and exits with 0;\n"
+    "a second one exits at once.\n";
 
 std::string Range(int64_t low, int64_t high) { return absl::StrCat(low, "..", high); }
 
@@ -203,7 +204,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--hand-off-lease-ms", texts.hand_off_lease_ms,
                  "How long a received sequence waits to be claimed (default 60000)")
       ->type_name("MS");
-  app.add_option("--drain-s", texts.drain_s, "How long SIGTERM waits for leases to be given back (default 10)")
+  app.add_option("--drain-s", texts.drain_s,
+                 "How long SIGTERM waits for leases to be given back and hand-offs to be claimed (default 10)")
       ->type_name("S");
   app.add_option("--peer-rate-bytes", texts.peer_rate_bytes,
                  "Bytes per second sent to peers, all together; 0: no limit (default 0)")

@@ -153,8 +153,8 @@ class ServerImpl final : public Server {
     }
     terminating_ = true;
     daemon_.SetDraining(true);
-    spdlog::info("draining: {} sequences are held, waiting at most {} s for them", daemon_.held_sequences,
-                 options_.drain_s);
+    spdlog::info("draining: {} sequences are held and {} received ones wait to be claimed; waiting at most {} s",
+                 daemon_.held_sequences, desk_->tickets(), options_.drain_s);
     drain_deadline_ = daemon_.loop->timer()
                           .afterDelay(options_.drain_s * kj::SECONDS)
                           .then([this] {
@@ -165,7 +165,10 @@ class ServerImpl final : public Server {
                           .eagerlyEvaluate(nullptr);
   }
 
-  bool Over() const { return stop_ || (terminating_ && daemon_.held_sequences == 0 && daemon_.sends_active == 0); }
+  // What a peer was told is accepted counts as held, until it is claimed or expires.
+  bool Over() const {
+    return stop_ || (terminating_ && daemon_.held_sequences == 0 && daemon_.sends_active == 0 && desk_->waiting() == 0);
+  }
 
   kj::Promise<void> ReadSignals(int fd, kj::UnixEventPort::FdObserver& observer) {
     signalfd_siginfo signal;

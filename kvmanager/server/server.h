@@ -29,8 +29,8 @@ class Server {
   virtual void Run(int signal_fd = -1) = 0;
   /// Ends Run now: leases are lost.
   virtual void Stop() = 0;
-  /// Drains: no new sequences or incoming hand-offs; Run ends when clients hold no sequence and no hand-off is under
-  /// way, or after Options::drain_s. The second call ends Run now.
+  /// Drains: no new sequences or incoming hand-offs. Run ends when clients hold no sequence, no hand-off is under way
+  /// and every received one is claimed or expired, or after Options::drain_s. The second call ends Run now.
   virtual void Terminate() = 0;
 
   /// Comma-separated, as bound.

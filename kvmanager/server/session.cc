@@ -8,8 +8,12 @@ namespace kvmanager {
 
 Session::~Session() { KV_CHECK(sequences_.empty()); }
 
-absl::Status Session::CheckRoomForSequence() const {
+absl::Status Session::CheckNewSequence() const {
   if (daemon_.draining) return absl::UnavailableError("this daemon is draining: it accepts no new sequences");
+  return CheckRoomForSequence();
+}
+
+absl::Status Session::CheckRoomForSequence() const {
   if (sequences_.size() < limits::kSequencesMax) return absl::OkStatus();
   return FieldError(absl::StatusCode::kResourceExhausted, "sequences of this connection",
                     absl::StrCat(sequences_.size()), absl::StrCat("below ", limits::kSequencesMax));

@@ -43,7 +43,10 @@ class Session {
   const std::string& name() const { return name_; }
 
   // Sequences.
+  /// Whether this connection may hold one more. Draining is not asked about: a claim takes over what is here already.
   absl::Status CheckRoomForSequence() const;
+  /// The same for a sequence that begins now: UNAVAILABLE while the daemon drains.
+  absl::Status CheckNewSequence() const;
   void Hold(SequenceId sequence, CacheId cache);
   /// Drops it from the store too.
   void Release(SequenceId sequence);
