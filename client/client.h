@@ -73,7 +73,10 @@ struct StepEntry {
   int tokens = 1;
 };
 
-/// One layer's step of a batch; shapes as in api/kvmanager.capnp, StepRequest. Append: k and v. Attend: q and out.
+/// One layer's step of a batch; shapes as in api/kvmanager.capnp, StepRequest. Append: k and v. Attend: q and out. NaN
+/// or Inf in k, v or q is INVALID_ARGUMENT for the whole batch, naming entry, token, head and channel. Arena ranges
+/// must stay as they are until the call is done: a q that changes meanwhile is not checked again, and spoils this
+/// client's output.
 struct StepBatch {
   int layer = 0;
   absl::Span<const StepEntry> entries;

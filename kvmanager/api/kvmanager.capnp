@@ -96,7 +96,9 @@ struct StepEntry {
 
 struct StepRequest {
   # One layer's step for a batch of sequences: append (k and v), attend (q), or both. Causal: token i of an entry sees positions
-  # 0 .. position + i.
+  # 0 .. position + i. NaN and Inf in k, v or q are INVALID_ARGUMENT, and the error's field names entry, token, head and channel.
+  # An arena must not change before the reply: what a client writes to q in the meantime is not checked again, and spoils its own
+  # output alone.
   layer @0 :UInt32;
   entries @1 :List(StepEntry);
   k @2 :Tensor;            # [sum of tokens][kvHeads][headDim] of the cache's dtype

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/finite.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/server/limits.h"
 #include "kvmanager/server/wire.h"
@@ -94,6 +95,20 @@ absl::Status CheckEntries(api::StepRequest::Reader request, absl::FunctionRef<bo
   return absl::OkStatus();
 }
 
+// K and V are checked where they are copied. An output of NaN would be an answer, and one of Inf times 0 a plausible
+// one.
+absl::Status CheckFinite(const CheckedStep& step, const CacheConfig& config) {
+  const size_t head_dim = config.layout.head_dim, row = size_t(config.query_heads) * head_dim;
+  const size_t count = step.tokens * row;
+  const size_t at = FindNonFinite(step.q_dtype, step.q.bytes.data(), count);
+  if (at == count) return absl::OkStatus();
+  size_t entry = 0, token = at / row;
+  for (; token >= static_cast<size_t>(step.entries[entry].tokens); ++entry) token -= step.entries[entry].tokens;
+  return InvalidField(absl::StrCat("entries[", entry, "].q[token ", token, "][head ", at % row / head_dim, "][channel ",
+                                   at % head_dim, "]"),
+                      "NaN or Inf", "finite");
+}
+
 absl::Status OnlyArena(absl::string_view field, const StepTensor& tensor) {
   if (tensor.where != StepTensor::Where::kInline) return absl::OkStatus();
   return InvalidField(field, "inline", "an arena range, or none");
@@ -144,6 +159,7 @@ absl::StatusOr<CheckedStep> CheckStep(const CacheConfig& config, api::StepReques
     return InvalidField("out", absl::StrCat("inline with ", reply_bytes, " bytes"),
                         absl::StrCat("at most ", limits::kReplyBytesMax, " bytes, or an arena range"));
   }
+  KV_RETURN_IF_ERROR(CheckFinite(step, config));
   return step;
 }
 

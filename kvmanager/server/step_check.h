@@ -42,7 +42,8 @@ struct CheckedStep {
 };
 
 /// arena: the bytes of an arena of this connection; empty for an unknown id. owned: whether this connection holds the
-/// sequence, in this cache. Positions are compared with the store's by the store.
+/// sequence, in this cache. Positions are compared with the store's by the store, which also looks for NaN and Inf in K
+/// and V; those of q are found here. A client that writes to q in an arena after this check spoils its own output only.
 absl::StatusOr<CheckedStep> CheckStep(const CacheConfig& config, api::StepRequest::Reader request,
                                       absl::FunctionRef<absl::Span<uint8_t>(uint32_t id)> arena,
                                       absl::FunctionRef<bool(SequenceId)> owned);

@@ -4,7 +4,9 @@
 #include <capnp/serialize.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <random>
@@ -158,6 +160,46 @@ TEST_F(StepCheckTest, ErrorsNameTheField) {
               r.setWantLse(true);
             }),
             "lse");
+}
+
+TEST_F(StepCheckTest, QueriesAreFinite) {
+  struct Value {
+    api::DType dtype;
+    size_t bytes;
+    uint32_t bits;
+    bool finite;
+  };
+  const Value values[] = {
+      {api::DType::FLOAT32, 4, 0x7fc00000, false}, {api::DType::FLOAT32, 4, 0x7f800001, false},
+      {api::DType::FLOAT32, 4, 0xff800000, false}, {api::DType::FLOAT32, 4, 0x7f7fffff, true},
+      {api::DType::FLOAT32, 4, 0x00000001, true},  {api::DType::FLOAT16, 2, 0x7c00, false},
+      {api::DType::FLOAT16, 2, 0xfe01, false},     {api::DType::FLOAT16, 2, 0xfbff, true},
+      {api::DType::BFLOAT16, 2, 0xff80, false},    {api::DType::BFLOAT16, 2, 0x7fc0, false},
+      {api::DType::BFLOAT16, 2, 0x7f7f, true},
+  };
+  const size_t row = kQueryHeads * kHeadDim;
+  for (const Value& value : values) {
+    for (const bool in_arena : {false, true}) {
+      // Elements of the first and last token, and one in the middle: token 1 of entry 1.
+      for (const auto& [at, field] : {std::pair<size_t, const char*>{0, "entries[0].q[token 0][head 0][channel 0]"},
+                                      {2 * row + 5 * kHeadDim + 33, "entries[1].q[token 1][head 5][channel 33]"},
+                                      {4 * row - 1, "entries[1].q[token 2][head 7][channel 63]"}}) {
+        std::fill(arena_.begin(), arena_.end(), 0);
+        const std::string got = FieldAfter([&, at = at](api::StepRequest::Builder r) {
+          r.setQDtype(value.dtype);
+          const size_t bytes = 4 * row * value.bytes;
+          uint8_t* q = arena_.data() + 64;
+          if (in_arena) {
+            SetArena(r.initQ(), 3, 64, bytes);
+          } else {
+            q = r.initQ().initInline(bytes).begin();
+          }
+          std::memcpy(q + at * value.bytes, &value.bits, value.bytes);
+        });
+        EXPECT_EQ(got, value.finite ? "" : field) << std::hex << value.bits << (in_arena ? " in an arena" : " inline");
+      }
+    }
+  }
 }
 
 TEST_F(StepCheckTest, ArenaRangesStayInside) {

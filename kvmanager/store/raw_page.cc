@@ -1,5 +1,6 @@
 #include <cstring>
 
+#include "kvmanager/base/finite.h"
 #include "kvmanager/store/page_store_impl.h"
 
 namespace kvmanager {
@@ -24,17 +25,11 @@ void ZeroRawTail(const PageLayout& layout, uint8_t* page, int first) {
 }
 
 bool FindNonFinite(const PageLayout& layout, const uint8_t* page, int first, int tokens, NonFinite* where) {
-  const uint16_t exponent = layout.dtype == DType::kFloat16 ? 0x7c00 : 0x7f80;
   const size_t count = size_t(tokens) * layout.head_dim;
   for (int side = 0; side < 2; ++side) {
     for (int head = 0; head < layout.kv_heads; ++head) {
-      const auto* values = reinterpret_cast<const uint16_t*>(page + layout.raw_offset(side, head, first));
-      // No early exit: the loop vectorises, and a hit is an error.
-      uint16_t found = 0;
-      for (size_t i = 0; i < count; ++i) found |= uint16_t((values[i] & exponent) == exponent);
-      if (found == 0) continue;
-      size_t i = 0;
-      while ((values[i] & exponent) != exponent) ++i;
+      const size_t i = FindNonFinite(layout.dtype, page + layout.raw_offset(side, head, first), count);
+      if (i == count) continue;
       *where = {side, head, first + static_cast<int>(i / layout.head_dim), static_cast<int>(i % layout.head_dim)};
       return true;
     }
