@@ -114,6 +114,8 @@ struct SequenceDescription {
   uint64_t tokens = 0;
   int hit_blocks = 0, published_blocks = 0;
   uint64_t bytes = 0;
+  std::string client;  // who holds it: Options::name; empty: received, not claimed yet
+  uint32_t pid = 0;    // of that process, if it came over a Unix socket; 0: unknown
 };
 
 struct PoolDescription {

@@ -118,7 +118,9 @@ SequenceDescription FromWire(api::SequenceInfo::Reader wire) {
           .tokens = wire.getTokens(),
           .hit_blocks = int(wire.getHitBlocks()),
           .published_blocks = int(wire.getPublishedBlocks()),
-          .bytes = wire.getBytes()};
+          .bytes = wire.getBytes(),
+          .client = ToString(wire.getClient()),
+          .pid = wire.getPid()};
 }
 
 DaemonDescription FromWire(api::DaemonStatus::Reader wire) {

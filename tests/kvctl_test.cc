@@ -1,4 +1,6 @@
 // kvctl against a daemon: every command, --json, and its exit status.
+#include <unistd.h>
+
 #include <memory>
 #include <string>
 #include <vector>
@@ -58,7 +60,13 @@ TEST_F(KvctlTest, ListsDrainsAndPurges) {
     EXPECT_TRUE(std::string(word) == "peers" || !text.output.empty()) << word;
   }
   EXPECT_NE(Ask({"caches"}).dump().find("test-model"), std::string::npos);
-  EXPECT_NE(Ask({"sequences"}).dump().find("130"), std::string::npos);
+  const nlohmann::json held = Ask({"sequences"})["sequences"][0];
+  EXPECT_EQ(held["tokens"], 130);
+  EXPECT_EQ(held["client"], "client");  // Client::Options::name
+  EXPECT_EQ(held["pid"], getpid());
+  ASSERT_OK_AND_ASSIGN(const client::SequenceDescription info, made.sequence->Info());
+  EXPECT_EQ(info.pid, uint32_t(getpid()));
+  EXPECT_EQ(info.client, "client");
 
   Ask({"drain"});
   ASSERT_OK_AND_ASSIGN(client::DaemonDescription status, client_->Status());

@@ -150,9 +150,10 @@ std::string FormatSequences(const std::vector<SequenceDescription>& sequences) {
   std::vector<std::vector<std::string>> rows;
   for (const SequenceDescription& s : sequences) {
     rows.push_back({absl::StrCat(s.id), absl::StrCat(s.cache_id), absl::StrCat(s.tokens), absl::StrCat(s.hit_blocks),
-                    absl::StrCat(s.published_blocks), FormatBytes(s.bytes)});
+                    absl::StrCat(s.published_blocks), FormatBytes(s.bytes), s.pid == 0 ? "-" : absl::StrCat(s.pid),
+                    OrNone(s.client)});
   }
-  return FormatTable({"ID", "CACHE", "TOKENS", "HIT BLOCKS", "PUBLISHED", "BYTES"}, rows);
+  return FormatTable({"ID", "CACHE", "TOKENS", "HIT BLOCKS", "PUBLISHED", "BYTES", "PID", "CLIENT"}, rows);
 }
 
 std::string FormatPeers(const std::vector<PeerDescription>& peers) {
@@ -234,7 +235,9 @@ json ToJson(const std::vector<SequenceDescription>& sequences) {
                     {"tokens", s.tokens},
                     {"hit_blocks", s.hit_blocks},
                     {"published_blocks", s.published_blocks},
-                    {"bytes", s.bytes}});
+                    {"bytes", s.bytes},
+                    {"client", Utf8(s.client)},
+                    {"pid", s.pid}});
   }
   return {{"sequences", list}};
 }

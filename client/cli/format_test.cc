@@ -67,7 +67,8 @@ TEST(Format, ListsAndEmptyLists) {
   EXPECT_EQ(ToJson(std::vector<CacheDescription>{cache})["caches"][0]["codec"], "hack:k=3,v=2");
   EXPECT_NE(FormatCaches({}).find("no caches"), std::string::npos);
   EXPECT_EQ(ToJson(std::vector<CacheDescription>{})["caches"], nlohmann::json::array());
-  EXPECT_NE(FormatSequences({{.id = 9, .tokens = 6000}}).find("6000"), std::string::npos);
+  const std::string held = FormatSequences({{.id = 9, .tokens = 6000, .client = "my engine", .pid = 4242}});
+  for (const char* word : {"6000", "4242", "my engine"}) EXPECT_NE(held.find(word), std::string::npos) << held;
   EXPECT_NE(FormatSequences({}).find("no sequences"), std::string::npos);
   EXPECT_NE(FormatPeers({{.peer = "h:1", .bytes_per_second = 2e9}}).find("1.9 GiB/s"), std::string::npos);
   EXPECT_NE(FormatPeers({}).find("no peers"), std::string::npos);

@@ -135,6 +135,8 @@ struct SequenceInfo {
   hitBlocks @3 :UInt32;
   publishedBlocks @4 :UInt32;
   bytes @5 :UInt64;        # of its pages, shared ones in full
+  client @6 :Text;         # who holds it, as it said in hello; empty: nobody yet, it was received and waits to be claimed
+  pid @7 :UInt32;          # of that process, as the Unix socket's credentials say; 0 over TCP, or in another PID namespace
 }
 
 struct PublishReply {

@@ -58,7 +58,7 @@ class AdminService final : public api::Admin::Server {
     return Answer(Method::kSequences, context, [&] {
       const std::vector<SequenceInfo> sequences = session_->daemon().store->Sequences();
       auto out = context.getResults().initSequences(sequences.size());
-      for (size_t i = 0; i < sequences.size(); ++i) WriteSequenceInfo(sequences[i], out[i]);
+      for (size_t i = 0; i < sequences.size(); ++i) WriteHeldSequence(session_->daemon(), sequences[i], out[i]);
     });
   }
 

@@ -105,7 +105,7 @@ class SequenceService final : public api::Sequence::Server {
         *session_, Method::kSequenceInfo, context,
         [&]() -> absl::StatusOr<kj::Promise<void>> {
           KV_ASSIGN_OR_RETURN(const SequenceInfo info, store().DescribeSequence(id_));
-          WriteSequenceInfo(info, context.getResults().initInfo());
+          WriteHeldSequence(session_->daemon(), info, context.getResults().initInfo());
           return Done();
         },
         [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });

@@ -74,16 +74,22 @@ void TuneTcp(int fd) {
   set(IPPROTO_TCP, TCP_USER_TIMEOUT, limits::kTcpDeadS * 1000);
 }
 
+// The process that connected, or 0: it is of another PID namespace.
+uint32_t PeerPid(int socket) {
+  ucred credentials = {};
+  socklen_t bytes = sizeof credentials;
+  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &bytes) != 0 || credentials.pid < 0) return 0;
+  return static_cast<uint32_t>(credentials.pid);
+}
+
 // A descriptor of the process that connected, or -1: it is of another PID namespace, or the kernel is too old.
 int PeerPidFd(int socket) {
   constexpr int kSoPeerPidFd = 77;  // SO_PEERPIDFD, Linux 6.5: free of races with a PID's reuse
   int pidfd = -1;
   socklen_t bytes = sizeof pidfd;
   if (getsockopt(socket, SOL_SOCKET, kSoPeerPidFd, &pidfd, &bytes) == 0) return pidfd;
-  ucred credentials = {};
-  bytes = sizeof credentials;
-  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &bytes) != 0 || credentials.pid <= 0) return -1;
-  return static_cast<int>(syscall(SYS_pidfd_open, credentials.pid, 0));
+  const uint32_t pid = PeerPid(socket);
+  return pid == 0 ? -1 : static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
 }
 
 capnp::ReaderOptions Limits() {
@@ -102,7 +108,8 @@ class Connections::Connection {
         fd_(fd),
         write_fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)),
         ending_(kj::newPromiseAndFulfiller<void>()),
-        session_(std::make_shared<Session>(&daemon, unix_socket, [this](EndReason reason) { End(reason); })),
+        session_(std::make_shared<Session>(&daemon, unix_socket, unix_socket ? PeerPid(fd) : 0,
+                                           [this](EndReason reason) { End(reason); })),
         stream_(daemon.loop->port(), fd_.get(), write_fd_.get()),
         watched_(
             stream_, [this] { OnMessage(); }, [this](const kj::Exception& exception) { OnMalformed(exception); }),

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 
+#include "absl/container/flat_hash_map.h"
 #include "codecs/registry.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/worker_pool.h"
@@ -19,6 +20,7 @@
 namespace kvmanager {
 
 class HandOffDesk;
+class Session;
 
 struct DaemonContext {
   const Options* options = nullptr;
@@ -38,8 +40,9 @@ struct DaemonContext {
   std::string listen, peer_listen, metrics_listen;  // as bound
 
   bool draining = false;
-  uint64_t held_sequences = 0;  // by clients
-  uint64_t sends_active = 0;    // hand-offs being sent
+  uint64_t held_sequences = 0;                              // by clients
+  absl::flat_hash_map<SequenceId, const Session*> holders;  // of those
+  uint64_t sends_active = 0;                                // hand-offs being sent
   uint32_t connections = 0;
 
   void SetDraining(bool on) {

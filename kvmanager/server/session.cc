@@ -3,6 +3,7 @@
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/server/limits.h"
+#include "kvmanager/server/wire.h"
 
 namespace kvmanager {
 
@@ -21,11 +22,13 @@ absl::Status Session::CheckRoomForSequence() const {
 
 void Session::Hold(SequenceId sequence, CacheId cache) {
   sequences_.emplace(sequence, cache);
+  daemon_.holders.emplace(sequence, this);
   daemon_.metrics->held_sequences.Set(double(++daemon_.held_sequences));
 }
 
 void Session::Release(SequenceId sequence) {
   KV_CHECK(sequences_.erase(sequence) == 1);
+  daemon_.holders.erase(sequence);
   daemon_.metrics->held_sequences.Set(double(--daemon_.held_sequences));
   daemon_.store->Drop(sequence);
 }
@@ -62,5 +65,13 @@ uint32_t Session::AddArena(std::shared_ptr<Region> region) {
 }
 
 void Session::RemoveArena(uint32_t id) { arenas_.erase(id); }
+
+void WriteHeldSequence(const DaemonContext& daemon, const SequenceInfo& info, api::SequenceInfo::Builder out) {
+  WriteSequenceInfo(info, out);
+  const auto holder = daemon.holders.find(info.sequence);
+  if (holder == daemon.holders.end()) return;  // a received one that waits for its claim
+  out.setClient(TextOf(holder->second->name()));
+  out.setPid(holder->second->pid());
+}
 
 }  // namespace kvmanager

@@ -12,6 +12,7 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "kvmanager/api/kvmanager.capnp.h"
 #include "kvmanager/memory/region.h"
 #include "kvmanager/server/context.h"
 
@@ -19,8 +20,9 @@ namespace kvmanager {
 
 class Session {
  public:
-  Session(DaemonContext* daemon, bool unix_socket, absl::AnyInvocable<void(EndReason)> cut_off)
-      : daemon_(*daemon), unix_socket_(unix_socket), cut_off_(std::move(cut_off)) {}
+  /// pid: of the process that connected, as the socket's credentials say; 0: unknown.
+  Session(DaemonContext* daemon, bool unix_socket, uint32_t pid, absl::AnyInvocable<void(EndReason)> cut_off)
+      : daemon_(*daemon), unix_socket_(unix_socket), pid_(pid), cut_off_(std::move(cut_off)) {}
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -41,6 +43,7 @@ class Session {
     name_ = std::move(name);
   }
   const std::string& name() const { return name_; }
+  uint32_t pid() const { return pid_; }
 
   // Sequences.
   /// Whether this connection may hold one more. Draining is not asked about: a claim takes over what is here already.
@@ -75,6 +78,7 @@ class Session {
  private:
   DaemonContext& daemon_;
   const bool unix_socket_;
+  const uint32_t pid_;
   absl::AnyInvocable<void(EndReason)> cut_off_;  // nullptr once the connection is gone
   bool greeted_ = false;
   std::string name_;
@@ -84,5 +88,8 @@ class Session {
   size_t arenas_reserved_ = 0;
   uint64_t arena_bytes_ = 0;
 };
+
+/// `info` and who holds the sequence.
+void WriteHeldSequence(const DaemonContext& daemon, const SequenceInfo& info, api::SequenceInfo::Builder out);
 
 }  // namespace kvmanager
