@@ -66,14 +66,17 @@ class ClientImpl final : public Client {
   absl::StatusOr<DaemonDescription> Status() override {
     using Result = absl::StatusOr<DaemonDescription>;
     KV_RETURN_IF_ERROR(connection_->Usable());
-    return connection_->Call<Result>(connection_->admin().statusRequest(),
-                                     [](auto& response) -> Result { return FromWire(response.getStatus()); });
+    return connection_->Call<Result>(connection_->admin().statusRequest(), [](auto& response) -> Result {
+      KV_RETURN_IF_ERROR(FromWire(response.getError()));
+      return FromWire(response.getStatus());
+    });
   }
 
   absl::StatusOr<std::vector<CacheDescription>> Caches() override {
     using Result = absl::StatusOr<std::vector<CacheDescription>>;
     KV_RETURN_IF_ERROR(connection_->Usable());
     return connection_->Call<Result>(connection_->admin().cachesRequest(), [](auto& response) -> Result {
+      KV_RETURN_IF_ERROR(FromWire(response.getError()));
       std::vector<CacheDescription> caches;
       for (const auto cache : response.getCaches()) {
         KV_ASSIGN_OR_RETURN(CacheDescription description, FromWire(cache));
@@ -87,6 +90,7 @@ class ClientImpl final : public Client {
     using Result = absl::StatusOr<std::vector<SequenceDescription>>;
     KV_RETURN_IF_ERROR(connection_->Usable());
     return connection_->Call<Result>(connection_->admin().sequencesRequest(), [](auto& response) -> Result {
+      KV_RETURN_IF_ERROR(FromWire(response.getError()));
       std::vector<SequenceDescription> sequences;
       for (const auto sequence : response.getSequences()) sequences.push_back(FromWire(sequence));
       return sequences;
@@ -97,6 +101,7 @@ class ClientImpl final : public Client {
     using Result = absl::StatusOr<std::vector<PeerDescription>>;
     KV_RETURN_IF_ERROR(connection_->Usable());
     return connection_->Call<Result>(connection_->admin().peersRequest(), [](auto& response) -> Result {
+      KV_RETURN_IF_ERROR(FromWire(response.getError()));
       std::vector<PeerDescription> peers;
       for (const auto peer : response.getPeers()) peers.push_back(FromWire(peer));
       return peers;

@@ -134,8 +134,10 @@ class CacheImpl final : public Cache {
   absl::StatusOr<CacheDescription> Refresh() override {
     using Result = absl::StatusOr<CacheDescription>;
     KV_RETURN_IF_ERROR(handle_.Usable());
-    return handle_.connection().Call<Result>(handle_.cap().infoRequest(),
-                                             [](auto& response) -> Result { return FromWire(response.getInfo()); });
+    return handle_.connection().Call<Result>(handle_.cap().infoRequest(), [](auto& response) -> Result {
+      KV_RETURN_IF_ERROR(FromWire(response.getError()));
+      return FromWire(response.getInfo());
+    });
   }
 
   absl::StatusOr<std::vector<PrefixMatch>> Match(absl::Span<const absl::Span<const BlockName>> prefixes) override {

@@ -139,6 +139,9 @@ TEST_F(BadRequestTest, HelloComesFirstAndNamesItsVersion) {
   OpenCache(
       *silent, [](api::CacheConfig::Builder) {}, &status);
   EXPECT_EQ(status.getCode(), kPrecondition);
+  auto admin = silent->daemon.adminRequest().send().wait(raw_->wait());
+  EXPECT_EQ(admin.getError().getCode(), kPrecondition);
+  EXPECT_FALSE(admin.hasAdmin());
   auto request = silent->daemon.helloRequest();
   request.initRequest().setApiMajor(7);
   auto reply = request.send().wait(raw_->wait());

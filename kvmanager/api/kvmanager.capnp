@@ -4,7 +4,7 @@
 #  * A lease is a capability. Whoever holds a Sequence, Cache or Arena holds what it names; dropping it, or dying, gives it back.
 #  * Names and leases travel here, tensors by mapping: an Arena is a memfd (at most one descriptor per message). The inline
 #    variant of a tensor copies it through the socket, for small and remote clients.
-#  * Every reply carries a Status. A request that the daemon understands but refuses is a reply with a code, a field, its value
+#  * Every reply but ping's carries a Status, called status or, where that name was taken, error. A request that the daemon understands but refuses is a reply with a code, a field, its value
 #    and its bound; nothing has changed, batches are all or nothing, and the connection lives. Malformed framing, invalid Cap'n
 #    Proto and messages over 32 MiB end their own connection and its leases, nothing else.
 #  * Every call may be cancelled.
@@ -171,7 +171,7 @@ interface Arena {
 }
 
 interface Cache {
-  info @0 () -> (info :CacheInfo);
+  info @0 () -> (info :CacheInfo, error :Status);
   match @1 (requests :List(SequenceRequest)) -> (status :Status, results :List(MatchResult));
   createSequences @2 (requests :List(SequenceRequest)) -> (replies :List(SequenceReply));
   step @3 (request :StepRequest) -> (reply :StepReply);
@@ -237,10 +237,10 @@ struct PeerStatus {
 }
 
 interface Admin {
-  status @0 () -> (status :DaemonStatus);
-  caches @1 () -> (caches :List(CacheInfo));
-  sequences @2 () -> (sequences :List(SequenceInfo));
-  peers @3 () -> (peers :List(PeerStatus));
+  status @0 () -> (status :DaemonStatus, error :Status);
+  caches @1 () -> (caches :List(CacheInfo), error :Status);
+  sequences @2 () -> (sequences :List(SequenceInfo), error :Status);
+  peers @3 () -> (peers :List(PeerStatus), error :Status);
   drain @4 () -> (status :Status);
   # Refuses what is new, with UNAVAILABLE: createSequences, forks, incoming hand-offs. Allows everything else: steps and
   # publishing of held sequences, claims of sequences received before, outgoing hand-offs. SIGTERM does the same, and the daemon
@@ -254,6 +254,6 @@ interface Daemon {
   hello @0 (request :HelloRequest) -> (reply :HelloReply);      # first; other calls before it are refused
   openCache @1 (config :CacheConfig) -> (status :Status, cache :Cache, info :CacheInfo);
   createArena @2 (bytes :UInt64) -> (status :Status, arena :Arena, id :UInt32);   # multiple of 4096, at most 1 GiB
-  admin @3 () -> (admin :Admin);
+  admin @3 () -> (admin :Admin, error :Status);
   ping @4 ();                                                   # an empty round trip
 }

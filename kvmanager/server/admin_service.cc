@@ -115,7 +115,13 @@ class AdminService final : public api::Admin::Server {
           body();
           return Done();
         },
-        [](const absl::Status&) {});
+        [&](const absl::Status& status) {
+          if constexpr (requires { context.getResults().initError(); }) {
+            WriteStatus(status, context.getResults().initError());
+          } else {
+            WriteStatus(status, context.getResults().initStatus());
+          }
+        });
   }
 
   void SetDraining(bool on) {

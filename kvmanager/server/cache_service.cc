@@ -132,7 +132,7 @@ class CacheService final : public api::Cache::Server {
           WriteCacheInfo(info, context.getResults().initInfo());
           return Done();
         },
-        [](const absl::Status&) {});
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initError()); });
   }
 
   kj::Promise<void> match(MatchContext context) override {

@@ -1,6 +1,4 @@
 // Daemon (the bootstrap capability) and Arena.
-#include <kj/debug.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -150,14 +148,14 @@ class DaemonService final : public api::Daemon::Server {
   }
 
   kj::Promise<void> admin(AdminContext context) override {
-    if (!session_->greeted()) return KJ_EXCEPTION(FAILED, "call hello first");
     return Serve(
         *session_, Method::kAdmin, context,
         [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_RETURN_IF_ERROR(CheckGreeted());
           context.getResults().setAdmin(MakeAdminService(session_));
           return Done();
         },
-        [](const absl::Status&) {});
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initError()); });
   }
 
   kj::Promise<void> ping(PingContext context) override {
