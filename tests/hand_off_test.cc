@@ -262,7 +262,9 @@ TEST_F(HandOffTest, RefusalsLeaveBothSidesAsTheyWere) {
                          absl::StatusCode::kInvalidArgument, "blob"));
   // A draining receiver.
   ASSERT_OK(there_->Drain(true));
-  EXPECT_FALSE(made.sequence->HandOff(receiver_->peer(), "").ok());
+  const absl::Status refused = made.sequence->HandOff(receiver_->peer(), "").status();
+  EXPECT_CODE(refused, kUnavailable);
+  EXPECT_EQ(std::string(refused.message()).find("peer " + receiver_->peer() + " answered: "), 0u) << refused;
   ASSERT_OK(there_->Drain(false));
   // A receiver without room.
   DaemonOptions tiny;

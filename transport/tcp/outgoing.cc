@@ -160,7 +160,9 @@ void Outgoing::ReadBody(const FrameHeader& header) {
 void Outgoing::OnFrame(absl::StatusOr<Frame> frame) {
   if (!frame.ok()) return FinishProtocol(frame.status());
   if (auto* error = std::get_if<ErrorFrame>(&*frame)) {
-    return Finish(std::move(error->status), /*refused=*/state_ == State::kOffered);
+    absl::Status said(error->status.code(),
+                      absl::StrCat("peer ", request_.peer, " answered: ", error->status.message()));
+    return Finish(WithDetail(std::move(said), DetailOf(error->status)), /*refused=*/state_ == State::kOffered);
   }
   const bool control_written = control_sent_ == control_.size();
   if (auto* answer = std::get_if<AnswerFrame>(&*frame); answer && state_ == State::kOffered && control_written) {
