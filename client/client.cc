@@ -143,6 +143,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(absl::string_view addres
   }
   KV_RETURN_IF_ERROR(CheckRange("deadline_ms", options.deadline_ms, 1, 3600000));
   KV_RETURN_IF_ERROR(CheckRange("connect_ms", options.connect_ms, 1, 3600000));
+  KV_RETURN_IF_ERROR(CheckRange("hello_ms", options.hello_ms, 0, 3600000));
   KV_RETURN_IF_ERROR(CheckRange("busy_poll_us", options.busy_poll_us, 0, 1000000));
   KV_ASSIGN_OR_RETURN(auto connection, Connection::Open(std::move(parsed), options));
   return std::make_unique<ClientImpl>(std::move(connection));

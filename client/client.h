@@ -169,6 +169,7 @@ class Client {
     std::string name = "client";  // for listings
     int64_t deadline_ms = 30000;  // of every call: 1..3600000
     int64_t connect_ms = 5000;    // connecting, with back-off from 1 ms doubling to 250 ms
+    int64_t hello_ms = 0;         // once connected, for the first answer: 0 (what is left of connect_ms), or 1..3600000
     int64_t busy_poll_us = 0;     // spin this long for an answer before blocking: 0..1000000
   };
 

@@ -117,6 +117,7 @@ absl::Status Connection::Dial(std::chrono::steady_clock::time_point until) {
   ++generation_;  // even if this fails, what was before is void
   for (int64_t pause_ms = kBackOffMsMin;; pause_ms = std::min(2 * pause_ms, kBackOffMsMax)) {
     absl::Status status;
+    int64_t hello_ms = options_.hello_ms;
     auto fd = client::Dial(address_, std::max<int64_t>(MsUntil(until), 1));
     if (fd.ok()) {
       try {
@@ -125,7 +126,8 @@ absl::Status Connection::Dial(std::chrono::steady_clock::time_point until) {
           return absl::ResourceExhaustedError(absl::StrCat("duplicating a socket: ", std::strerror(errno)));
         link_ =
             std::make_unique<Link>(*loop_, *std::move(fd), std::move(write_fd), address_.is_unix ? kFdsPerMessage : 0);
-        status = Hello(std::max<int64_t>(MsUntil(until), 1));
+        if (hello_ms == 0) hello_ms = std::max<int64_t>(MsUntil(until), 1);
+        status = Hello(hello_ms);
       } catch (...) {
         status = FromException(Caught());
       }
@@ -136,7 +138,7 @@ absl::Status Connection::Dial(std::chrono::steady_clock::time_point until) {
       }
       if (absl::IsDeadlineExceeded(status)) {
         return absl::UnavailableError(absl::StrCat("connected to ", address_.text, ", but it did not answer within ",
-                                                   options_.connect_ms, " ms; is it a kvmanagerd?"));
+                                                   hello_ms, " ms; is it a kvmanagerd?"));
       }
       if (!absl::IsUnavailable(status)) return status;
     } else {

@@ -129,10 +129,11 @@ int Main(int argc, char** argv) {
     cache_id = uint32_t(id);
   }
 
-  constexpr int64_t kConnectMs = 500;  // a person waits: a daemon that runs accepts at once
+  constexpr int64_t kConnectMs = 500;  // a person waits: a daemon that runs accepts at once, though it may answer late
   auto client = Client::Connect(arguments.connect, {.name = "kvctl",
                                                     .deadline_ms = arguments.deadline_ms,
-                                                    .connect_ms = std::min(kConnectMs, arguments.deadline_ms)});
+                                                    .connect_ms = std::min(kConnectMs, arguments.deadline_ms),
+                                                    .hello_ms = arguments.deadline_ms});
   if (!client.ok()) {
     const int exit_code = Fail(client.status(), arguments);
     return absl::IsInvalidArgument(client.status()) ? kExitUsage : exit_code;
