@@ -378,6 +378,29 @@ TEST_F(BadRequestTest, AnotherConnectionsNamesAreUnknown) {
   EXPECT_EQ(Tokens(sequence_), 100u);
 }
 
+TEST_F(BadRequestTest, ArenasOfAllConnectionsTogetherAreBounded) {
+  DaemonOptions options;
+  options.more_flags = {"--arena-bytes", "1MiB"};
+  ASSERT_OK_AND_ASSIGN(const auto daemon, DaemonProcess::Start(options));
+  auto one = raw_->Connect(daemon->listen()), two = raw_->Connect(daemon->listen());
+  const auto create = [&](RawRpc::Connection& connection, uint64_t bytes) {
+    auto request = connection.daemon.createArenaRequest();
+    request.setBytes(bytes);
+    return request.send().wait(raw_->wait());
+  };
+  constexpr int kExhausted = 8;
+  EXPECT_TRUE(Refuses(create(*one, 2 << 20).getStatus(), kExhausted, "all connections"));
+  {
+    auto arena = create(*one, (1 << 20) - 4096);
+    ASSERT_EQ(arena.getStatus().getCode(), 0);
+    EXPECT_TRUE(Refuses(create(*two, 8192).getStatus(), kExhausted, "all connections"));
+    EXPECT_EQ(create(*two, 4096).getStatus().getCode(), 0);
+  }
+  EXPECT_TRUE(Eventually([&] { return create(*two, 1 << 20).getStatus().getCode() == 0; })) << "given back";
+  one.reset();
+  two.reset();
+}
+
 TEST_F(BadRequestTest, ArenasHaveBoundsAndCannotBeShrunk) {
   for (const uint64_t bytes : {uint64_t{0}, uint64_t{100}, uint64_t{4097}, (uint64_t{1} << 30) + 4096, UINT64_MAX}) {
     ExpectRefused(absl::StrCat("arena of ", bytes).c_str(), kInvalid, "bytes", [&] {

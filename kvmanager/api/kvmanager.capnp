@@ -253,7 +253,9 @@ interface Daemon {
   # The bootstrap capability.
   hello @0 (request :HelloRequest) -> (reply :HelloReply);      # first; other calls before it are refused
   openCache @1 (config :CacheConfig) -> (status :Status, cache :Cache, info :CacheInfo);
-  createArena @2 (bytes :UInt64) -> (status :Status, arena :Arena, id :UInt32);   # multiple of 4096, at most 1 GiB
+  createArena @2 (bytes :UInt64) -> (status :Status, arena :Arena, id :UInt32);
+  # bytes: a multiple of 4096, at most 1 GiB. RESOURCE_EXHAUSTED beyond 64 arenas or 4 GiB of a connection, or the daemon's
+  # --arena-bytes of all.
   admin @3 () -> (admin :Admin, error :Status);
   ping @4 ();                                                   # an empty round trip
 }

@@ -44,6 +44,7 @@ struct DaemonContext {
   absl::flat_hash_map<SequenceId, const Session*> holders;  // of those
   uint64_t sends_active = 0;                                // hand-offs being sent
   uint32_t connections = 0;
+  uint64_t arena_bytes = 0;  // of all connections, at most Options::arena_bytes
 
   void SetDraining(bool on) {
     draining = on;

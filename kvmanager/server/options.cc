@@ -54,7 +54,8 @@ absl::Status CheckBytes(absl::string_view field, const std::string& text, uint64
 
 // The flags as texts: what CLI11 fills from the command line and the file, before values are checked.
 struct Texts {
-  std::string host_pool_bytes, threads, busy_poll_us, slab_bytes, hand_off_lease_ms, drain_s, peer_rate_bytes;
+  std::string host_pool_bytes, threads, busy_poll_us, arena_bytes, slab_bytes, hand_off_lease_ms, drain_s,
+      peer_rate_bytes;
 };
 
 absl::Status Check(const Texts& texts, Options* options) {
@@ -83,6 +84,10 @@ absl::Status Check(const Texts& texts, Options* options) {
   if (!texts.busy_poll_us.empty()) {
     KV_RETURN_IF_ERROR(
         ParseInteger("--busy-poll-us", texts.busy_poll_us, 0, Options::kBusyPollUsMax, &options->busy_poll_us));
+  }
+  if (!texts.arena_bytes.empty()) {
+    KV_RETURN_IF_ERROR(
+        CheckBytes("--arena-bytes", texts.arena_bytes, 0, Options::kArenaBytesMax, &options->arena_bytes));
   }
   if (!texts.slab_bytes.empty()) {
     KV_RETURN_IF_ERROR(CheckBytes("--slab-bytes", texts.slab_bytes, 0, Options::kSlabBytesMax, &options->slab_bytes));
@@ -198,6 +203,9 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--busy-poll-us", texts.busy_poll_us,
                  "Look for calls this long before blocking: lower latency for one busy CPU (default 0)")
       ->type_name("US");
+  app.add_option("--arena-bytes", texts.arena_bytes,
+                 "Most memory that clients may have in arenas, all together, besides the pool (default 8GiB)")
+      ->type_name("BYTES");
   app.add_option("--slab-bytes", texts.slab_bytes,
                  "Unit in which tenants get memory; 0: chosen by pool size (default 0)")
       ->type_name("BYTES");

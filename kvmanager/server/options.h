@@ -17,6 +17,7 @@ constexpr absl::string_view kVersion = "0.1.0";
 struct Options {
   static constexpr size_t kListenMax = 8;
   static constexpr uint64_t kHostPoolBytesMin = 2 << 20, kHostPoolBytesMax = uint64_t{1} << 46;
+  static constexpr uint64_t kArenaBytesMax = uint64_t{1} << 41;
   static constexpr uint64_t kSlabBytesMax = uint64_t{1} << 30;
   static constexpr int64_t kThreadsMax = 1024;
   static constexpr int64_t kBusyPollUsMax = 1000000;
@@ -24,17 +25,18 @@ struct Options {
   static constexpr int64_t kDrainSMax = 3600;
   static constexpr uint64_t kPeerRateBytesMin = 1 << 16;
 
-  std::vector<std::string> listen;    // "unix:PATH" or "tcp:HOST:PORT"; 1..kListenMax
-  uint64_t host_pool_bytes = 0;       // kHostPoolBytesMin..kHostPoolBytesMax
-  std::string metrics_listen;         // "HOST:PORT"; empty: no metrics endpoint
-  std::string peer_listen;            // "HOST:PORT"; empty: receives no hand-offs
-  int64_t threads = 0;                // 0: one per CPU that the process may use
-  int64_t busy_poll_us = 0;           // 0..kBusyPollUsMax
-  uint64_t slab_bytes = 0;            // 0: from host_pool_bytes; else a multiple of 2 MiB up to kSlabBytesMax
-  int64_t hand_off_lease_ms = 60000;  // kHandOffLeaseMsMin..kHandOffLeaseMsMax
-  int64_t drain_s = 10;               // 0..kDrainSMax
-  uint64_t peer_rate_bytes = 0;       // per second sent to all peers; 0: no limit; else kPeerRateBytesMin or more
-  std::string log_level = "info";     // debug, info, warn, error or off
+  std::vector<std::string> listen;           // "unix:PATH" or "tcp:HOST:PORT"; 1..kListenMax
+  uint64_t host_pool_bytes = 0;              // kHostPoolBytesMin..kHostPoolBytesMax
+  std::string metrics_listen;                // "HOST:PORT"; empty: no metrics endpoint
+  std::string peer_listen;                   // "HOST:PORT"; empty: receives no hand-offs
+  int64_t threads = 0;                       // 0: one per CPU that the process may use
+  int64_t busy_poll_us = 0;                  // 0..kBusyPollUsMax
+  uint64_t arena_bytes = uint64_t{8} << 30;  // of all arenas together: 0..kArenaBytesMax
+  uint64_t slab_bytes = 0;                   // 0: from host_pool_bytes; else a multiple of 2 MiB up to kSlabBytesMax
+  int64_t hand_off_lease_ms = 60000;         // kHandOffLeaseMsMin..kHandOffLeaseMsMax
+  int64_t drain_s = 10;                      // 0..kDrainSMax
+  uint64_t peer_rate_bytes = 0;    // per second sent to all peers; 0: no limit; else kPeerRateBytesMin or more
+  std::string log_level = "info";  // debug, info, warn, error or off
 };
 
 /// What the command line asks for: to run, or to print `text` and stop.

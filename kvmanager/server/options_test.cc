@@ -47,12 +47,12 @@ TEST(OptionsTest, DefaultsAreThoseOfTheHeader) {
 
 // The file and the flags are two spellings of one thing.
 TEST(OptionsTest, FileSaysTheSameAsFlags) {
-  const std::string path =
-      WriteFile("all.conf",
-                "listen = [\"unix:/tmp/a.sock\", \"tcp:127.0.0.1:0\"]\n"
-                "host-pool-bytes = \"1.5GiB\"\nmetrics-listen = \"127.0.0.1:9464\"\n"
-                "peer-listen = \"[::1]:9470\"\nthreads = 3\nbusy-poll-us = 50\nslab-bytes = \"4MiB\"\n"
-                "hand-off-lease-ms = 1000\ndrain-s = 2\npeer-rate-bytes = 1000000\nlog-level = warn\n");
+  const std::string path = WriteFile(
+      "all.conf",
+      "listen = [\"unix:/tmp/a.sock\", \"tcp:127.0.0.1:0\"]\n"
+      "host-pool-bytes = \"1.5GiB\"\nmetrics-listen = \"127.0.0.1:9464\"\n"
+      "peer-listen = \"[::1]:9470\"\nthreads = 3\nbusy-poll-us = 50\narena-bytes = \"1GiB\"\nslab-bytes = \"4MiB\"\n"
+      "hand-off-lease-ms = 1000\ndrain-s = 2\npeer-rate-bytes = 1000000\nlog-level = warn\n");
   auto file = Parse({"--config", path});
   auto flags = Parse({"--listen",
                       "unix:/tmp/a.sock",
@@ -68,6 +68,8 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
                       "3",
                       "--busy-poll-us",
                       "50",
+                      "--arena-bytes",
+                      "1GiB",
                       "--slab-bytes",
                       "4MiB",
                       "--hand-off-lease-ms",
@@ -88,6 +90,7 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
     EXPECT_EQ(o.peer_listen, "[::1]:9470");
     EXPECT_EQ(o.threads, 3);
     EXPECT_EQ(o.busy_poll_us, 50);
+    EXPECT_EQ(o.arena_bytes, uint64_t{1} << 30);
     EXPECT_EQ(o.slab_bytes, uint64_t{4} << 20);
     EXPECT_EQ(o.hand_off_lease_ms, 1000);
     EXPECT_EQ(o.drain_s, 2);
@@ -109,6 +112,7 @@ TEST(OptionsTest, ErrorsNameFlagValueAndBound) {
            {With({"--threads", "-1"}), "--threads", "-1"},
            {With({"--threads", "many"}), "--threads", "many"},
            {With({"--busy-poll-us", "1000001"}), "--busy-poll-us", "1000001"},
+           {With({"--arena-bytes", "3TiB"}), "--arena-bytes", "3TiB"},
            {With({"--slab-bytes", "3MiB"}), "--slab-bytes", "3MiB"},
            {With({"--slab-bytes", "128MiB"}), "--slab-bytes", "128MiB"},
            {With({"--hand-off-lease-ms", "1"}), "--hand-off-lease-ms", "1"},

@@ -46,8 +46,14 @@ absl::Status Session::ReserveArena(uint64_t bytes) {
     return FieldError(absl::StatusCode::kResourceExhausted, "arena bytes of this connection",
                       absl::StrCat(arena_bytes_ + bytes), absl::StrCat("at most ", limits::kArenaBytesTotalMax));
   }
+  const uint64_t all_max = daemon_.options->arena_bytes;
+  if (bytes > all_max || daemon_.arena_bytes > all_max - bytes) {
+    return FieldError(absl::StatusCode::kResourceExhausted, "arena bytes of all connections",
+                      absl::StrCat(daemon_.arena_bytes + bytes), absl::StrCat("at most ", all_max, " (--arena-bytes)"));
+  }
   ++arenas_reserved_;
   arena_bytes_ += bytes;
+  daemon_.arena_bytes += bytes;
   daemon_.metrics->arena_bytes.Increment(double(bytes));
   return absl::OkStatus();
 }
@@ -55,6 +61,7 @@ absl::Status Session::ReserveArena(uint64_t bytes) {
 void Session::UnreserveArena(uint64_t bytes) {
   --arenas_reserved_;
   arena_bytes_ -= bytes;
+  daemon_.arena_bytes -= bytes;
   daemon_.metrics->arena_bytes.Decrement(double(bytes));
 }
 
