@@ -1,6 +1,6 @@
 // The C++ client of kvmanagerd: leases in, views out.
 //
-//   auto client = Client::Connect("unix:/run/kvmanager.sock", {});
+//   auto client = Client::Connect("unix:/run/kvmanager/kvmanager.sock", {});
 //   auto cache = (*client)->OpenCache(config);
 //   auto made = (*cache)->CreateSequence(names);              // begins with the blocks found
 //   StepBatch step{.layer = 0, .entries = {{made->sequence->id(), position, 1}}, .k = k, .v = v, .q = q, .out = out};

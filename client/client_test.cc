@@ -70,9 +70,9 @@ TEST(Client, ConnectsAndPings) {
 
 TEST(Client, OptionsOutOfRangeAreNamed) {
   const std::pair<const char*, Client::Options> bad[] = {
-      {"deadline_ms", {.deadline_ms = 0}},         {"deadline_ms", {.deadline_ms = 3600001}},
-      {"connect_ms", {.connect_ms = 0}},           {"busy_poll_us", {.busy_poll_us = -1}},
-      {"busy_poll_us", {.busy_poll_us = 1000001}},
+      {"deadline_ms", {.deadline_ms = 0}},    {"deadline_ms", {.deadline_ms = 3600001}},
+      {"connect_ms", {.connect_ms = 0}},      {"hello_ms", {.hello_ms = -1}},
+      {"busy_poll_us", {.busy_poll_us = -1}}, {"busy_poll_us", {.busy_poll_us = 1000001}},
   };
   for (const auto& [field, options] : bad) {
     const auto client = Client::Connect("unix:/nowhere", options);
@@ -99,6 +99,8 @@ TEST(Client, AnotherApiMajorIsRefused) {
 TEST(Client, AListenerThatSaysNothingDoesNotHangTheClient) {
   FakeDaemon daemon(FakeDaemon::Behaviour{.silent_hello = true});
   const auto client = Client::Connect(daemon.address(), {.connect_ms = 50});
+  const auto patient = Client::Connect(daemon.address(), {.connect_ms = 20, .hello_ms = 73});
+  EXPECT_NE(patient.status().message().find("within 73 ms"), absl::string_view::npos) << patient.status();
   EXPECT_EQ(client.status().code(), StatusCode::kUnavailable) << client.status();
 }
 

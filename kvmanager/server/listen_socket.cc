@@ -35,6 +35,22 @@ bool IsStale(const sockaddr_un& address) {
   return refused;
 }
 
+// What to do about a path that could not be bound.
+std::string WhyNotBound(const std::string& path, int error) {
+  struct stat info;
+  if (error == EADDRINUSE && lstat(path.c_str(), &info) == 0) {
+    if (S_ISSOCK(info.st_mode)) return "another process listens there";
+    return absl::StrCat(S_ISDIR(info.st_mode) ? "a directory" : "a file that is no socket",
+                        " is there; remove it, or listen elsewhere");
+  }
+  const size_t slash = path.rfind('/');
+  if (error == ENOENT && slash != std::string::npos && slash > 0) {
+    const std::string directory = path.substr(0, slash);
+    return absl::StrCat("there is no directory ", directory, "; make it first: mkdir -p ", directory);
+  }
+  return std::strerror(error);
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<ListenSocket>> ListenSocket::Bind(absl::string_view address) {
@@ -49,7 +65,7 @@ absl::StatusOr<std::unique_ptr<ListenSocket>> ListenSocket::Bind(absl::string_vi
     if (result->fd_ < 0) return CannotListen(address, std::strerror(errno));
     if (IsStale(name)) unlink(name.sun_path);
     if (bind(result->fd_, reinterpret_cast<const sockaddr*>(&name), sizeof name) != 0) {
-      return CannotListen(address, std::strerror(errno));
+      return CannotListen(address, WhyNotBound(parsed.unix_path, errno));
     }
     result->path_ = parsed.unix_path;
     result->address_ = std::string(address);

@@ -22,13 +22,14 @@ constexpr char kAbout[] =
 constexpr char kExamples[] =
     "Examples:\n"
     "  One host, 8 GiB of pages, metrics for Prometheus:\n"
-    "    kvmanagerd --listen unix:/run/kvmanager.sock --host-pool-bytes 8GiB --metrics-listen 127.0.0.1:9464\n"
+    "    kvmanagerd --listen unix:/run/kvmanager/kvmanager.sock --host-pool-bytes 8GiB --metrics-listen "
+    "127.0.0.1:9464\n"
     "  A decode host that also receives sequences from prefill hosts:\n"
-    "    kvmanagerd --listen unix:/run/kvmanager.sock --host-pool-bytes 64GiB \\\n"
+    "    kvmanagerd --listen unix:/run/kvmanager/kvmanager.sock --host-pool-bytes 64GiB \\\n"
     "        --metrics-listen 0.0.0.0:9464 --peer-listen 0.0.0.0:9470\n"
     "  The same from a file, in which each line is a flag without its dashes:\n"
     "    kvmanagerd --config /etc/kvmanagerd.conf\n"
-    "      listen = \"unix:/run/kvmanager.sock\"\n"
+    "      listen = \"unix:/run/kvmanager/kvmanager.sock\"\n"
     "      host-pool-bytes = \"64GiB\"\n"
     "      metrics-listen = \"0.0.0.0:9464\"\n"
     "      peer-listen = \"0.0.0.0:9470\"\n"
@@ -184,7 +185,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   CLI::App app(kAbout, "kvmanagerd");
   app.footer(kExamples);
   app.set_version_flag("--version", std::string(kVersion), "Print the version and exit");
-  app.set_config("--config", "", "Read flags from FILE; the command line wins")->type_name("FILE");
+  CLI::Option* const config =
+      app.set_config("--config", "", "Read flags from FILE; the command line wins")->type_name("FILE");
   app.allow_config_extras(CLI::config_extras_mode::error);
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::Throw);
   app.add_option("--listen", options.listen,
@@ -229,6 +231,14 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   } catch (const CLI::CallForVersion&) {
     result.text = absl::StrCat("kvmanagerd ", kVersion, "\n");
     return result;
+  } catch (const CLI::ConfigError& error) {
+    const std::string what = error.what();
+    absl::string_view key = what;
+    if (!absl::ConsumePrefix(&key, "INI was not able to parse ") || config->results().empty()) {
+      return absl::InvalidArgumentError(what);
+    }
+    return InvalidField(absl::StrCat(key, " in ", config->results().front()), "unknown",
+                        "a flag that kvmanagerd --help names, without its dashes");
   } catch (const CLI::Error& error) {
     return absl::InvalidArgumentError(error.what());
   }

@@ -16,7 +16,7 @@ constexpr absl::string_view kVersion = "0.1.0";
 
 struct Options {
   static constexpr size_t kListenMax = 8;
-  static constexpr uint64_t kHostPoolBytesMin = 2 << 20, kHostPoolBytesMax = uint64_t{1} << 46;
+  static constexpr uint64_t kHostPoolBytesMin = 2 << 20, kHostPoolBytesMax = uint64_t{1} << 41;
   static constexpr uint64_t kArenaBytesMax = uint64_t{1} << 41;
   static constexpr uint64_t kSlabBytesMax = uint64_t{1} << 30;
   static constexpr int64_t kThreadsMax = 1024;

@@ -37,6 +37,8 @@
 namespace kvmanager {
 namespace {
 
+static_assert(Options::kHostPoolBytesMax == PagePool::kPoolBytesMax);
+
 int UsableCpus() {
   cpu_set_t set;
   CPU_ZERO(&set);
