@@ -91,7 +91,7 @@ struct StepResult {
   uint64_t encoded_pairs = 0, raw_pairs = 0;  // (query token, context token) pairs read in either form
 };
 
-enum class Miss : uint8_t { kNone, kNotFound, kTokenMismatch, kChecksum, kIncomplete };
+enum class Miss : uint8_t { kNone, kNotFound, kTokenMismatch, kChecksum };
 
 struct PrefixMatch {
   int hit_blocks = 0;

@@ -177,9 +177,6 @@ PrefixMatch FromWire(api::MatchResult::Reader wire) {
     case api::MissReason::CHECKSUM:
       match.reason = Miss::kChecksum;
       break;
-    case api::MissReason::INCOMPLETE:
-      match.reason = Miss::kIncomplete;
-      break;
     default:
       match.reason = Miss::kNotFound;
       break;  // a reason of a newer daemon: a miss all the same

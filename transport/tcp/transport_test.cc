@@ -40,6 +40,14 @@ class TransportTest : public testing::Test {
   }
   Result SendAndWait(const std::vector<Page>& pages) { return Send(RequestOf(pages, peer())).get(); }
   std::string peer() const { return receiver_side_->listen_address(); }
+  // What the sender is told of the receiver's own error: whose it is, and all of it.
+  void ExpectAnswer(const absl::Status& got, const absl::Status& answered) {
+    EXPECT_EQ(got.code(), answered.code());
+    EXPECT_EQ(got.message(), absl::StrCat("peer ", peer(), " answered: ", answered.message()));
+    EXPECT_EQ(DetailOf(got).field, DetailOf(answered).field);
+    EXPECT_EQ(DetailOf(got).value, DetailOf(answered).value);
+    EXPECT_EQ(DetailOf(got).bound, DetailOf(answered).bound);
+  }
 
   Metrics sender_registry_, receiver_registry_;
   TransportMetrics sender_metrics_{&sender_registry_}, receiver_metrics_{&receiver_registry_};
@@ -116,8 +124,7 @@ TEST_F(TransportTest, LargestManifestArrives) {
 TEST_F(TransportTest, RefusalReachesTheSenderWithItsDetail) {
   receiver_.refuse = FieldError(absl::StatusCode::kResourceExhausted, "slots", "9", "at most 8");
   const Result result = SendAndWait(RandomPages({100}, 1));
-  EXPECT_EQ(result.status(), receiver_.refuse);
-  EXPECT_EQ(DetailOf(result.status()).bound, "at most 8");
+  ExpectAnswer(result.status(), receiver_.refuse);
   EXPECT_EQ(sender_metrics_.sent.transfers(TransferResult::kRefused).Value(), 1);
   EXPECT_EQ(receiver_metrics_.received.transfers(TransferResult::kRefused).Value(), 1);
   EXPECT_EQ(sender_side_->Peers()[0].failures, 1u);
@@ -125,7 +132,7 @@ TEST_F(TransportTest, RefusalReachesTheSenderWithItsDetail) {
 
 TEST_F(TransportTest, FailedCompleteReachesTheSender) {
   receiver_.fail_complete = absl::AbortedError("drained meanwhile");
-  EXPECT_EQ(SendAndWait(RandomPages({100}, 1)).status(), receiver_.fail_complete);
+  ExpectAnswer(SendAndWait(RandomPages({100}, 1)).status(), receiver_.fail_complete);
   EXPECT_EQ(receiver_.aborts(), 0u);
   EXPECT_EQ(receiver_.live, 0);
 }
