@@ -246,6 +246,94 @@ KVMANAGER_INLINE VecF ExpNegative(VecF x) {
 
 KVMANAGER_INLINE float ExpNegativeScalar(float x) { return ExpNegative(SetF(x))[0]; }
 
+// ---- four rows at once ----------------------------------------------------------------------------------------------
+
+typedef float Vec4 __attribute__((vector_size(16)));
+
+/// The first kR of four values; the others are 0.
+template <int kR>
+KVMANAGER_INLINE Vec4 LoadRows(const float* p) {
+  Vec4 v{};
+  if constexpr (kR == 4) {
+    __builtin_memcpy(&v, p, sizeof(v));
+  } else {
+    KVMANAGER_UNROLL
+    for (int r = 0; r < kR; ++r) v[r] = p[r];
+  }
+  return v;
+}
+
+template <int kR>
+KVMANAGER_INLINE void StoreRows(float* p, Vec4 v) {
+  if constexpr (kR == 4) {
+    __builtin_memcpy(p, &v, sizeof(v));
+  } else {
+    KVMANAGER_UNROLL
+    for (int r = 0; r < kR; ++r) p[r] = v[r];
+  }
+}
+
+/// v in the first four lanes; the others are unspecified.
+KVMANAGER_INLINE VecF WidenRows(Vec4 v) {
+#if defined(KVMANAGER_ISA_AVX512)
+  return _mm512_broadcast_f32x4(v);
+#elif defined(KVMANAGER_ISA_AVX2)
+  return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(&v));
+#else
+  return v;
+#endif
+}
+
+KVMANAGER_INLINE Vec4 NarrowRows(VecF v) {
+#if defined(KVMANAGER_ISA_AVX512)
+  return _mm512_castps512_ps128(v);
+#elif defined(KVMANAGER_ISA_AVX2)
+  return _mm256_castps256_ps128(v);
+#else
+  return v;
+#endif
+}
+
+/// Element r is v[r]'s lanes reduced, in an order that is the same for every r.
+KVMANAGER_INLINE Vec4 ReduceAddRows(const VecF (&v)[4]) {
+#if defined(KVMANAGER_ISA_AVX512)
+  const VecF sum = Interleaved<1>(Interleaved<0>(v[0], v[1]), Interleaved<0>(v[2], v[3]));
+  const __m256 half = _mm512_castps512_ps256(sum) + _mm512_extractf32x8_ps(sum, 1);
+  return _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1);
+#else
+  return Vec4{ReduceAdd(v[0]), ReduceAdd(v[1]), ReduceAdd(v[2]), ReduceAdd(v[3])};
+#endif
+}
+
+KVMANAGER_INLINE Vec4 ReduceMaxRows(const VecF (&v)[4]) {
+#if defined(KVMANAGER_ISA_AVX512)
+  const __m512d a = (__m512d)MaxF(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+  const __m512d b = (__m512d)MaxF(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+  const VecF max = MaxF((VecF)_mm512_unpacklo_pd(a, b), (VecF)_mm512_unpackhi_pd(a, b));
+  const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(max), _mm512_extractf32x8_ps(max, 1));
+  return _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+#else
+  return Vec4{ReduceMax(v[0]), ReduceMax(v[1]), ReduceMax(v[2]), ReduceMax(v[3])};
+#endif
+}
+
+/// The low byte of each lane of four vectors, one after another; lanes fit signed bytes, or unsigned ones.
+template <bool kSigned>
+KVMANAGER_INLINE void StoreBytes4(void* p, VecI a, VecI b, VecI c, VecI d) {
+#if defined(KVMANAGER_ISA_AVX512)
+  const __m512i ab = _mm512_packs_epi32((__m512i)a, (__m512i)b), cd = _mm512_packs_epi32((__m512i)c, (__m512i)d);
+  const __m512i bytes = kSigned ? _mm512_packs_epi16(ab, cd) : _mm512_packus_epi16(ab, cd);
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, bytes));
+#else
+  uint8_t* at = static_cast<uint8_t*>(p);
+  StoreBytes(at, a);
+  StoreBytes(at + kLanes, b);
+  StoreBytes(at + 2 * kLanes, c);
+  StoreBytes(at + 3 * kLanes, d);
+#endif
+}
+
 /// {0, 1, 2, ...}
 KVMANAGER_INLINE VecI Iota() {
   VecI v{};

@@ -135,6 +135,8 @@ class HackAttention final : public PageAttention {
     HackScratch s;
     s.steps = cutter.Cut<float>(entries);
     s.minima = cutter.Cut<float>(entries);
+    s.v_steps = cutter.Cut<float>(d);
+    s.v_minima = cutter.Cut<float>(d);
     s.sums = cutter.Cut<float>(entries);
     s.q8 = cutter.Cut<int8_t>(rows * d);
     s.q_step = cutter.Cut<float>(rows * partitions_max_);

@@ -44,6 +44,21 @@ KVMANAGER_INLINE void PrefetchStep(const HackArguments& a, int lines) {
   ahead.left -= n;
 }
 
+template <int kValue>
+struct Count {
+  static constexpr int value = kValue;
+};
+
+/// run(Count<n>, first row) for all rows, four at a time.
+template <typename Run>
+KVMANAGER_INLINE void ForRows(int rows, Run run) {
+  int row = 0;
+  for (; row + 4 <= rows; row += 4) run(Count<4>(), row);
+  if (rows - row == 3) run(Count<3>(), row);
+  if (rows - row == 2) run(Count<2>(), row);
+  if (rows - row == 1) run(Count<1>(), row);
+}
+
 KVMANAGER_INLINE float HalfAt(const uint8_t* p) {
   uint16_t bits;
   __builtin_memcpy(&bits, p, 2);
@@ -57,20 +72,18 @@ KVMANAGER_INLINE float HalfAt(const uint8_t* p) {
 
 /// (step, minimum) of partition p as fp32; top: which pair of tops it uses.
 template <typename S>
-KVMANAGER_INLINE void LoadMetadata(const HackArguments& a, const uint8_t* record, const HackSide& side, int p,
-                                   int top) {
+KVMANAGER_INLINE void LoadMetadata(const HackArguments& a, const uint8_t* record, const HackSide& side, int p, int top,
+                                   float* steps, float* minima) {
   const int n = S::kDim > 0 ? S::kDim : side.meta_entries;
-  float* steps = a.scratch.steps;
-  float* minima = a.scratch.minima;
   if (a.meta8) {
     const uint8_t* tops = record + side.tops + 4 * top;
-    const VecF top_step = SetF(HalfAt(tops)), top_minimum = SetF(HalfAt(tops + 2));
+    const VecF top_step = SetF(HalfAt(tops) * (1 / 255.0f)), top_minimum = SetF(HalfAt(tops + 2) * (1 / 127.0f));
     const uint8_t* step = record + side.steps + size_t(p) * n;
     const uint8_t* minimum = record + side.minima + size_t(p) * n;
     KVMANAGER_UNROLL
     for (int e = 0; e < n; e += kLanes) {
-      StoreF(steps + e, LoadU8(step + e) * top_step * (1 / 255.0f));
-      StoreF(minima + e, LoadS8(minimum + e) * top_minimum * (1 / 127.0f));
+      StoreF(steps + e, LoadU8(step + e) * top_step);
+      StoreF(minima + e, LoadS8(minimum + e) * top_minimum);
     }
   } else {
     const uint16_t* step = reinterpret_cast<const uint16_t*>(record + side.steps) + size_t(p) * n;
@@ -84,39 +97,43 @@ KVMANAGER_INLINE void LoadMetadata(const HackArguments& a, const uint8_t* record
 
 // ---- scores -------------------------------------------------------------------------------------------------------
 
-/// q folded with the partition's steps and quantised; the constant of the score.
-template <typename S>
-KVMANAGER_INLINE void FoldQueries(const HackArguments& a, int p) {
+/// q of kR rows folded with the partition's steps and quantised; the constant of the score.
+template <typename S, int kR>
+KVMANAGER_INLINE void FoldQueries(const HackArguments& a, int p, int row) {
   const HackScratch s = a.scratch;  // a copy: stores through floats may not change it
-  const int d = S::kDim > 0 ? S::kDim : a.head_dim, rows = a.rows;
-  const float scale = a.scale;
-  const float* q = a.q;
-  int8_t* q8 = s.q8;
-  for (int r = 0; r < rows; ++r, q += d, q8 += d) {
-    VecF largest{}, constant{};
-    VecF folded[S::kDim > 0 ? S::kDim / kLanes : 1];
+  const int d = S::kDim > 0 ? S::kDim : a.head_dim;
+  const float* q = a.q + size_t(row) * d;
+  int8_t* q8 = s.q8 + size_t(row) * d;
+  VecF largest[4] = {}, constant[4] = {};
+  KVMANAGER_UNROLL
+  for (int c = 0; c < d; c += kLanes) {
+    const VecF step = LoadF(s.steps + c), minimum = LoadF(s.minima + c);
     KVMANAGER_UNROLL
-    for (int c = 0; c < d; c += kLanes) {
-      const VecF x = LoadF(q + c), f = x * LoadF(s.steps + c);
-      if constexpr (S::kDim > 0) folded[c / kLanes] = f;
-      largest = MaxF(largest, AbsF(f));
-      constant += x * LoadF(s.minima + c);
+    for (int r = 0; r < kR; ++r) {
+      const VecF x = LoadF(q + size_t(r) * d + c);
+      largest[r] = MaxF(largest[r], AbsF(x * step));
+      constant[r] = MulAdd(x, minimum, constant[r]);
     }
-    const float amax = ReduceMax(largest);
-    const float inverse = amax > kNegligible ? 127.0f / amax : 0.0f;
-    KVMANAGER_UNROLL
-    for (int c = 0; c < d; c += kLanes) {
-      VecF f;
-      if constexpr (S::kDim > 0) {
-        f = folded[c / kLanes];
-      } else {
-        f = LoadF(q + c) * LoadF(s.steps + c);
-      }
-      StoreBytes(q8 + c, RoundToInt(f * inverse));
-    }
-    s.q_step[p * rows + r] = amax * (1 / 127.0f) * scale;
-    s.q_min[p * rows + r] = ReduceAdd(constant) * scale;
   }
+  const Vec4 amax = ReduceMaxRows(largest);
+  const Vec4 inverse = amax > kNegligible ? 127.0f / amax : Vec4{};
+  StoreRows<kR>(s.q_step + p * a.rows + row, amax * (1 / 127.0f) * a.scale);
+  KVMANAGER_UNROLL
+  for (int r = 0; r < kR; ++r) {
+    auto folded = [&](int c) {
+      return RoundToInt(LoadF(q + size_t(r) * d + c) * LoadF(s.steps + c) * SetF(inverse[r]));
+    };
+    if constexpr (S::kDim > 0) {
+      KVMANAGER_UNROLL
+      for (int c = 0; c < d; c += 4 * kLanes) {
+        StoreBytes4<true>(q8 + size_t(r) * d + c, folded(c), folded(c + kLanes), folded(c + 2 * kLanes),
+                          folded(c + 3 * kLanes));
+      }
+    } else {
+      for (int c = 0; c < d; c += kLanes) StoreBytes(q8 + size_t(r) * d + c, folded(c));
+    }
+  }
+  StoreRows<kR>(s.q_min + p * a.rows + row, ReduceAddRows(constant) * a.scale);
 }
 
 /// q quantised per partition of channels, once for all pages.
@@ -244,8 +261,8 @@ KVMANAGER_INLINE void ScoresAlongTokens(const HackArguments& a, const uint8_t* r
   const HackSide& side = a.head->k;
   const uint8_t* codes = record + side.codes;
   for (int p = 0; p < side.partitions; ++p) {
-    LoadMetadata<S>(a, record, side, p, p);
-    FoldQueries<S>(a, p);
+    LoadMetadata<S>(a, record, side, p, p, a.scratch.steps, a.scratch.minima);
+    ForRows(a.rows, [&](auto count, int row) { FoldQueries<S, count.value>(a, p, row); });
     const int begin = p * side.partition, end = begin + side.partition;
     if (side.run_count == 0) {  // every channel is its minimum alone
       for (int r = 0; r < a.rows; ++r) {
@@ -276,7 +293,7 @@ void ScoresAlongChannels(const HackArguments& a, const uint8_t* record) {
   const HackSide& side = a.head->k;
   const HackScratch& s = a.scratch;
   for (int p = 0; p < side.partitions; ++p) {
-    LoadMetadata<AnyShape>(a, record, side, p, 0);
+    LoadMetadata<AnyShape>(a, record, side, p, 0, a.scratch.steps, a.scratch.minima);
     if (a.asymmetric) {
       const uint16_t* sums = reinterpret_cast<const uint16_t*>(record + side.sums) + size_t(p) * a.page_tokens;
       for (int t = 0; t < a.page_tokens; ++t) s.sums[t] = sums[t];
@@ -304,61 +321,84 @@ void ScoresAlongChannels(const HackArguments& a, const uint8_t* record) {
 
 // ---- softmax ------------------------------------------------------------------------------------------------------
 
-/// The running maximum after this page, the largest score of each partition of V on the way (in p_step), and the state
-/// rescaled if the maximum grew.
-template <typename S>
-KVMANAGER_INLINE void RaiseMaximum(const HackArguments& a, int r) {
+/// The running maxima of kR rows after this page, the largest score of each partition of V on the way (in p_step), and
+/// the state rescaled where a maximum grew.
+template <typename S, int kR>
+KVMANAGER_INLINE void RaiseMaximum(const HackArguments& a, int row) {
   const int tokens = S::kTokens > 0 ? S::kTokens : a.page_tokens;
   const int partition = S::kTokens > 0 ? S::kTokens : a.head->v.partition;
-  const float* p = a.scratch.scores + size_t(r) * tokens;
-  float page_max = -__builtin_inff();
+  const float* p = a.scratch.scores + size_t(row) * tokens;
+  Vec4 page_max = Vec4{} - __builtin_inff();
   for (int begin = 0, part = 0; begin < tokens; begin += partition, ++part) {
-    VecF top = LoadF(p + begin);
+    VecF top[4] = {};
     KVMANAGER_UNROLL
-    for (int t = kLanes; t < partition; t += kLanes) top = MaxF(top, LoadF(p + begin + t));
-    const float part_max = ReduceMax(top);
-    a.scratch.p_step[size_t(part) * a.rows + r] = part_max;
+    for (int r = 0; r < kR; ++r) {
+      const float* score = p + size_t(r) * tokens + begin;
+      top[r] = LoadF(score);
+      KVMANAGER_UNROLL
+      for (int t = kLanes; t < partition; t += kLanes) top[r] = MaxF(top[r], LoadF(score + t));
+    }
+    const Vec4 part_max = ReduceMaxRows(top);
+    StoreRows<kR>(a.scratch.p_step + size_t(part) * a.rows + row, part_max);
     page_max = part_max > page_max ? part_max : page_max;
   }
-  if (__builtin_expect(page_max > a.max[r], 0)) {
-    const float factor = ExpNegativeScalar(a.max[r] - page_max);
-    a.max[r] = page_max;
-    a.sum[r] *= factor;
-    float* acc = a.acc + size_t(r) * a.head_dim;
-    const int d = a.head_dim;
-    for (int c = 0; c < d; c += kLanes) StoreF(acc + c, LoadF(acc + c) * factor);
+  KVMANAGER_UNROLL
+  for (int r = 0; r < kR; ++r) {
+    if (__builtin_expect(page_max[r] > a.max[row + r], 0)) {
+      const float factor = ExpNegativeScalar(a.max[row + r] - page_max[r]);
+      const int d = a.head_dim;
+      a.max[row + r] = page_max[r];
+      a.sum[row + r] *= factor;
+      float* acc = a.acc + size_t(row + r) * d;
+      for (int c = 0; c < d; c += kLanes) StoreF(acc + c, LoadF(acc + c) * factor);
+    }
   }
 }
 
-/// Turns a row's scores into 8-bit probabilities per partition of V.
-template <typename S>
-KVMANAGER_INLINE void Softmax(const HackArguments& a, int r) {
+/// Probabilities of kR rows, quantised per partition of V.
+template <typename S, int kR>
+KVMANAGER_INLINE void Softmax(const HackArguments& a, int row) {
   const HackScratch s = a.scratch;
   const int rows = a.rows;
   const int tokens = S::kTokens > 0 ? S::kTokens : a.page_tokens;
   const int partition = S::kTokens > 0 ? S::kTokens : a.head->v.partition;
-  const float* p = s.scores + size_t(r) * tokens;
-  uint8_t* p8 = s.p8 + size_t(r) * tokens;
-  const VecF max = SetF(a.max[r]);
-  VecF sum{};
+  const Vec4 max = LoadRows<kR>(a.max + row);
+  VecF sum[4] = {};
   for (int begin = 0, part = 0; begin < tokens; begin += partition, ++part) {
-    const size_t at = size_t(part) * rows + r;
+    const size_t at = size_t(part) * rows + row;
     // The same function of the same score, so that it is the largest probability to the bit.
-    const float pmax = ExpNegative(SetF(s.p_step[at]) - max)[0];
-    const float inverse = pmax > kNegligible ? 255.0f / pmax : 0.0f;
-    VecI total{};
+    const Vec4 pmax = NarrowRows(ExpNegative(WidenRows(LoadRows<kR>(s.p_step + at) - max)));
+    const Vec4 inverse = pmax > kNegligible ? 255.0f / pmax : Vec4{};
+    StoreRows<kR>(s.p_step + at, pmax * (1 / 255.0f));
+    VecF totals[4] = {};
     KVMANAGER_UNROLL
-    for (int t = begin; t < begin + partition; t += kLanes) {
-      const VecF x = ExpNegative(LoadF(p + t) - max);
-      const VecI x8 = RoundToInt(x * inverse);
-      StoreBytes(p8 + t, x8);
-      sum += x;
-      total += x8;
+    for (int r = 0; r < kR; ++r) {
+      const float* score = s.scores + size_t(row + r) * tokens + begin;
+      uint8_t* p8 = s.p8 + size_t(row + r) * tokens + begin;
+      const VecF row_max = SetF(max[r]), row_inverse = SetF(inverse[r]);
+      VecI total{};
+      auto probabilities = [&](int t) {
+        const VecF x = ExpNegative(LoadF(score + t) - row_max);
+        const VecI x8 = RoundToInt(x * row_inverse);
+        sum[r] += x;
+        total += x8;
+        return x8;
+      };
+      if constexpr (S::kTokens > 0) {
+        KVMANAGER_UNROLL
+        for (int t = 0; t < partition; t += 4 * kLanes) {
+          const VecI x0 = probabilities(t), x1 = probabilities(t + kLanes), x2 = probabilities(t + 2 * kLanes),
+                     x3 = probabilities(t + 3 * kLanes);
+          StoreBytes4<false>(p8 + t, x0, x1, x2, x3);
+        }
+      } else {
+        for (int t = 0; t < partition; t += kLanes) StoreBytes(p8 + t, probabilities(t));
+      }
+      totals[r] = ToF(total);
     }
-    s.p_step[at] = pmax * (1 / 255.0f);
-    s.p_sum[at] = ReduceAdd(ToF(total));
+    StoreRows<kR>(s.p_sum + at, ReduceAddRows(totals));
   }
-  a.sum[r] += ReduceAdd(sum);
+  StoreRows<kR>(a.sum + row, LoadRows<kR>(a.sum + row) + ReduceAddRows(sum));
 }
 
 // ---- output -------------------------------------------------------------------------------------------------------
@@ -369,8 +409,8 @@ template <int kBits, int kR, int kS, int kTile0, int kTiles>
 void DotV(const HackArguments& a, const HackSide& side, const uint8_t* codes, int token, int strips, int p, int segment,
           int row) {
   const int page_tokens = a.page_tokens;
-  const float* steps = a.scratch.steps + segment * kSegment;
-  const float* minima = a.scratch.minima + segment * kSegment;
+  const float* steps = a.scratch.v_steps + segment * kSegment;
+  const float* minima = a.scratch.v_minima + segment * kSegment;
   const uint8_t* p8 = a.scratch.p8 + size_t(row) * page_tokens + token;
   const uint32_t strip_bytes = side.strip_bytes;
   const uint8_t* planes[kS];
@@ -470,7 +510,7 @@ KVMANAGER_INLINE void AddMinima(const HackArguments& a, const HackSide& side, in
       const size_t at = size_t(p) * a.rows + r;
       float* acc = a.acc + size_t(r) * a.head_dim;
       for (int c = from * kSegment; c < to * kSegment; c += kLanes) {
-        StoreF(acc + c, LoadF(acc + c) + LoadF(a.scratch.minima + c) * a.scratch.p_sum[at] * a.scratch.p_step[at]);
+        StoreF(acc + c, LoadF(acc + c) + LoadF(a.scratch.v_minima + c) * a.scratch.p_sum[at] * a.scratch.p_step[at]);
       }
     }
   };
@@ -485,7 +525,7 @@ template <typename S>
 KVMANAGER_INLINE void Outputs(const HackArguments& a, const uint8_t* record) {
   const HackSide& side = a.head->v;
   for (int p = 0; p < side.partitions; ++p) {
-    LoadMetadata<S>(a, record, side, p, p);
+    if (p > 0) LoadMetadata<S>(a, record, side, p, p, a.scratch.v_steps, a.scratch.v_minima);
     const int begin = p * side.partition;
     const int token = begin / kStrip * kStrip;
     const uint8_t* codes = record + side.codes + size_t(token / kStrip) * side.strip_bytes;
@@ -525,8 +565,10 @@ void AttendPages(HackArguments& a) {
     } else {
       ScoresAlongTokens<S>(a, record);
     }
-    for (int r = 0; r < a.rows; ++r) RaiseMaximum<S>(a, r);
-    for (int r = 0; r < a.rows; ++r) Softmax<S>(a, r);
+    // Here, where the maxima are waited for.
+    LoadMetadata<S>(a, record, a.head->v, 0, 0, a.scratch.v_steps, a.scratch.v_minima);
+    ForRows(a.rows, [&](auto count, int row) { RaiseMaximum<S, count.value>(a, row); });
+    ForRows(a.rows, [&](auto count, int row) { Softmax<S, count.value>(a, row); });
     Outputs<S>(a, record);
   }
 }

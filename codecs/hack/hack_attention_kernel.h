@@ -40,17 +40,19 @@ struct HackAhead {
 
 /// Scratch of one call, cut from the caller's workspace; every array is 64-byte aligned.
 struct HackScratch {
-  float* steps;   // [max(head_dim, page_tokens)] of one partition
-  float* minima;  // likewise
-  float* sums;    // likewise, of K's codes
-  int8_t* q8;     // [rows][head_dim]; less 128 with an asymmetric query
-  float* q_step;  // [partitions][rows]: what one unit of q8 * code stands for, scaled as scores are
-  float* q_min;   // [partitions][rows]: the score's constant; along channels, the factor of a token's minimum
-  float* q_sums;  // [partitions][rows]: along channels, the factor of a token's step * (sum of codes)
-  float* scores;  // [rows][page_tokens], then probabilities
-  uint8_t* p8;    // [rows][page_tokens]
-  float* p_step;  // [partitions][rows]: pmax / 255
-  float* p_sum;   // [partitions][rows]: sum of p8
+  float* steps;     // [max(head_dim, page_tokens)] of one partition of K
+  float* minima;    // likewise
+  float* v_steps;   // V's, converted while the scores' maxima are waited for
+  float* v_minima;  // likewise
+  float* sums;      // [page_tokens] of K's codes
+  int8_t* q8;       // [rows][head_dim]; less 128 with an asymmetric query
+  float* q_step;    // [partitions][rows]: what one unit of q8 * code stands for, scaled as scores are
+  float* q_min;     // [partitions][rows]: the score's constant; along channels, the factor of a token's minimum
+  float* q_sums;    // [partitions][rows]: along channels, the factor of a token's step * (sum of codes)
+  float* scores;    // [rows][page_tokens], then probabilities
+  uint8_t* p8;      // [rows][page_tokens]
+  float* p_step;    // [partitions][rows]: pmax / 255
+  float* p_sum;     // [partitions][rows]: sum of p8
 };
 
 struct HackArguments {
