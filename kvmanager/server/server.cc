@@ -57,10 +57,7 @@ uint64_t RandomEpoch() {
 class ServerImpl final : public Server {
  public:
   explicit ServerImpl(const Options& options)
-      : options_(options),
-        store_metrics_(&metrics_),
-        transport_metrics_(&metrics_),
-        server_metrics_(&metrics_) {}
+      : options_(options), store_metrics_(&metrics_), transport_metrics_(&metrics_), server_metrics_(&metrics_) {}
 
   ~ServerImpl() noexcept override { Close(); }
 
