@@ -105,9 +105,10 @@ class Plan final : public AttentionPlan {
   void Reset();
   void Work(int worker);
   void RunItem(const Item& item, uint8_t* scratch);
-  void AttendPart(const Tile& tile, uint32_t part, const float* q, int* visible, absl::Span<uint8_t> workspace,
-                  uint8_t* states);
+  void AttendPart(const Tile& tile, uint32_t part, uint8_t* scratch, uint8_t* states);
   void MergeStates(const Tile& tile, uint8_t* from, uint8_t* into) const;
+  void MapQueries(const Tile& tile, const float* q, float* mapped) const;
+  void JoinSpaces(const Tile& tile, uint8_t* mapped_states, float* spare, uint8_t* states) const;
   void LoadQueries(const Tile& tile, float* q) const;
   void StoreOutput(const Tile& tile, uint8_t* states) const;
 
@@ -134,6 +135,8 @@ class Plan final : public AttentionPlan {
   const PageAttention* const raw_attention_;
   const PageAttention* const encoded_attention_;  // nullptr: no codec
   const bool identity_;
+  const bool maps_;   // encoded pages have a space of their own
+  const bool folds_;  // outputs stay in it
   const PageLayout layout_;
   const int layer_;
   const uint32_t query_heads_;
@@ -155,7 +158,8 @@ class Plan final : public AttentionPlan {
   std::vector<Item> items_;
   std::vector<std::atomic<uint32_t>> remaining_;  // [tiles whose parts are items]: parts not yet done
 
-  //  Scratch of a worker: [q][states, one per head][states of the part being folded][visible][workspace].
+  //  Scratch of a worker: [q][states, one per head][states of the part being folded][visible][workspace], and where
+  //  encoded pages have a space of their own [mapped q][states in that space][rows on their way between the spaces].
   uint32_t rows_max_ = 0;
   size_t q_bytes_ = 0;       // largest of any tile, all its heads
   size_t states_bytes_ = 0;  // likewise
@@ -164,6 +168,9 @@ class Plan final : public AttentionPlan {
   size_t visible_at_ = 0;
   size_t workspace_at_ = 0;
   size_t workspace_bytes_ = 0;
+  size_t mapped_q_at_ = 0;
+  size_t mapped_states_at_ = 0;
+  size_t spare_at_ = 0;
   size_t worker_bytes_ = 0;
   size_t part_states_bytes_ = 0;
   uint8_t* scratch_ = nullptr;  // [threads_ workers][states of parts]
@@ -177,6 +184,8 @@ Plan::Plan(const AttentionBatch& batch, int threads)
     : raw_attention_(batch.raw_attention),
       encoded_attention_(batch.codec == nullptr ? nullptr : &batch.codec->attention()),
       identity_(batch.codec != nullptr && batch.codec->info().identity),
+      maps_(encoded_attention_ != nullptr && encoded_attention_->maps(batch.layer)),
+      folds_(maps_ && encoded_attention_->folds_output(batch.layer)),
       layout_(batch.layout),
       layer_(batch.layer),
       query_heads_(batch.query_heads),
@@ -328,6 +337,12 @@ void Plan::AllocateScratch() {
   visible_at_ = part_state_at_ + (parts_max_ > 1 ? states_bytes_ : 0);
   workspace_at_ = visible_at_ + AlignUp(rows_max_ * sizeof(int));
   worker_bytes_ = workspace_at_ + AlignUp(workspace_bytes_);
+  if (maps_) {
+    mapped_q_at_ = worker_bytes_;
+    mapped_states_at_ = mapped_q_at_ + q_bytes_;
+    spare_at_ = mapped_states_at_ + states_bytes_;
+    worker_bytes_ = spare_at_ + size_t{rows_max_} * layout_.head_dim * sizeof(float);
+  }
   scratch_ = static_cast<uint8_t*>(
       std::aligned_alloc(64, std::max<size_t>(worker_bytes_ * threads_ + part_states_bytes_, 64)));
   KV_CHECK(scratch_ != nullptr);
@@ -375,15 +390,13 @@ void Plan::Work(int worker) {
 void Plan::RunItem(const Item& item, uint8_t* scratch) {
   const Tile& tile = tiles_[item.tile];
   const Group& group = groups_[tile.group];
-  float* q = reinterpret_cast<float*>(scratch);
-  int* visible = reinterpret_cast<int*>(scratch + visible_at_);
-  const absl::Span<uint8_t> workspace(scratch + workspace_at_, workspace_bytes_);
-  LoadQueries(tile, q);
+  LoadQueries(tile, reinterpret_cast<float*>(scratch));
+  if (maps_) MapQueries(tile, reinterpret_cast<float*>(scratch), reinterpret_cast<float*>(scratch + mapped_q_at_));
   if (item.part < 0) {
     uint8_t* states = scratch + q_bytes_;
-    AttendPart(tile, 0, q, visible, workspace, states);
+    AttendPart(tile, 0, scratch, states);
     for (uint32_t part = 1; part < group.parts; ++part) {
-      AttendPart(tile, part, q, visible, workspace, scratch + part_state_at_);
+      AttendPart(tile, part, scratch, scratch + part_state_at_);
       MergeStates(tile, scratch + part_state_at_, states);
     }
     StoreOutput(tile, states);
@@ -391,17 +404,22 @@ void Plan::RunItem(const Item& item, uint8_t* scratch) {
   }
   uint8_t* states = scratch_ + worker_bytes_ * threads_ + tile.state_offset;
   const size_t states_bytes = tile.heads * state_bytes(tile.rows);
-  AttendPart(tile, item.part, q, visible, workspace, states + item.part * states_bytes);
+  AttendPart(tile, item.part, scratch, states + item.part * states_bytes);
   if (remaining_[tile.remaining_index].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   for (uint32_t part = 1; part < group.parts; ++part) MergeStates(tile, states + part * states_bytes, states);
   StoreOutput(tile, states);
 }
 
-void Plan::AttendPart(const Tile& tile, uint32_t part, const float* q, int* visible, absl::Span<uint8_t> workspace,
-                      uint8_t* states) {
+void Plan::AttendPart(const Tile& tile, uint32_t part, uint8_t* scratch, uint8_t* states) {
   const Group& group = groups_[tile.group];
+  int* visible = reinterpret_cast<int*>(scratch + visible_at_);
+  const absl::Span<uint8_t> workspace(scratch + workspace_at_, workspace_bytes_);
+  uint8_t* mapped_states = scratch + mapped_states_at_;
   const size_t bytes = state_bytes(tile.rows);
-  for (uint32_t h = 0; h < tile.heads; ++h) Clear(StateAt(states + h * bytes, tile.rows), tile.rows);
+  for (uint32_t h = 0; h < tile.heads; ++h) {
+    Clear(StateAt(states + h * bytes, tile.rows), tile.rows);
+    if (maps_) Clear(StateAt(mapped_states + h * bytes, tile.rows), tile.rows);
+  }
   const uint32_t begin = part * group.part_pages;
   const uint32_t end = std::min(begin + group.part_pages, group.pages);
   PageAttentionTask task;
@@ -415,6 +433,9 @@ void Plan::AttendPart(const Tile& tile, uint32_t part, const float* q, int* visi
     const uint8_t* const* pages =
         (run.raw ? raw_pages_ : encoded_pages_).data() + sequences_[group.sequence].first_page;
     const PageAttention& attention = run.raw ? *raw_attention_ : *encoded_attention_;
+    const bool mapped = maps_ && !run.raw;
+    const float* q = reinterpret_cast<const float*>(scratch + (mapped ? mapped_q_at_ : 0));
+    uint8_t* into = mapped ? mapped_states : states;
     const uint32_t visit_pages = tile.heads == 1 ? to - from : run.raw ? raw_visit_pages_ : encoded_visit_pages_;
     for (uint32_t page = from; page < to; page += visit_pages) {
       const uint32_t visit_end = std::min(page + visit_pages, to);
@@ -432,9 +453,35 @@ void Plan::AttendPart(const Tile& tile, uint32_t part, const float* q, int* visi
         task.next_page = !last ? pages[page] : visit_end < to ? pages[visit_end] : nullptr;
         task.page_after = visit_end < to ? pages[visit_end] : nullptr;
         task.next_kv_head = last ? tile.first_head : task.kv_head + 1;
-        attention.Attend(task, StateAt(states + h * bytes, tile.rows), workspace);
+        attention.Attend(task, StateAt(into + h * bytes, tile.rows), workspace);
       }
     }
+  }
+  if (maps_) JoinSpaces(tile, mapped_states, reinterpret_cast<float*>(scratch + spare_at_), states);
+}
+
+void Plan::MapQueries(const Tile& tile, const float* q, float* mapped) const {
+  const size_t head = size_t{tile.rows} * layout_.head_dim;
+  for (uint32_t h = 0; h < tile.heads; ++h) {
+    encoded_attention_->MapQueries(layer_, int(tile.first_head + h), int(tile.rows), q + h * head, mapped + h * head);
+  }
+}
+
+// Both states of each head, of raw pages and of encoded ones, into the one that the output is wanted in.
+void Plan::JoinSpaces(const Tile& tile, uint8_t* mapped_states, float* spare, uint8_t* states) const {
+  const size_t elements = size_t{tile.rows} * layout_.head_dim;
+  for (uint32_t h = 0; h < tile.heads; ++h) {
+    const size_t at = h * state_bytes(tile.rows);
+    const SoftmaxRows mapped = StateAt(mapped_states + at, tile.rows), state = StateAt(states + at, tile.rows);
+    const int head = int(tile.first_head + h), rows = int(tile.rows);
+    if (folds_) {
+      encoded_attention_->ProjectOutput(layer_, head, rows, state.acc, spare);
+      std::copy_n(spare, elements, state.acc);
+    } else if (std::any_of(mapped.sum, mapped.sum + rows, [](float sum) { return sum > 0; })) {
+      encoded_attention_->ExpandOutput(layer_, head, rows, mapped.acc, spare);
+      std::copy_n(spare, elements, mapped.acc);
+    }
+    MergeSoftmax(rows, layout_.head_dim, mapped, state);
   }
 }
 

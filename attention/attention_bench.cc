@@ -24,9 +24,8 @@
 #include "absl/strings/str_format.h"
 #include "attention/attention.h"
 #include "attention/machine_limits.h"
+#include "codecs/builtin.h"
 #include "codecs/cpu_isa.h"
-#include "codecs/hack/hack.h"
-#include "codecs/raw/raw.h"
 #include "codecs/raw/raw_attention.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/base/status.h"
@@ -75,8 +74,7 @@ std::unique_ptr<Pool> MakePool(const std::string& spec, int kv_heads, int contex
   pool->layout.head_dim = kHeadDim;
   pool->layout.page_tokens = kPageTokens;
   CodecRegistry registry;
-  RegisterRaw(registry);
-  RegisterHack(registry);
+  RegisterBuiltinCodecs(registry);
   auto codec = registry.Create(spec, pool->layout);
   KV_CHECK(codec.ok());
   pool->codec = std::move(codec).value();

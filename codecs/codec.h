@@ -1,6 +1,6 @@
 // A codec turns sealed raw pages into their encoded form and back, and says what attention can do on that form.
 //
-// One Codec object serves one cache: it is made for a PageLayout and parameters, is immutable afterwards, is owned by
+// One Codec object serves one cache: it is made for a CodecContext and parameters, is immutable afterwards, is owned by
 // the cache, and every method may be called from any thread at once. Encoding is deterministic: equal pages at equal
 // places give equal bytes on every machine and every instruction set. Encoded bytes are at once what is stored, sent
 // and computed on.
@@ -8,29 +8,50 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "codecs/calibration.h"
 #include "codecs/page_attention.h"
 #include "kvmanager/base/page_layout.h"
 
 namespace kvmanager {
 
-/// What a codec says of itself for one layout and one set of parameters.
+/// What a codec is made for: the geometry and identity of a cache, and the artifact that the spec names.
+struct CodecContext {
+  PageLayout layout;
+  int layers = 1;       // of the model
+  int query_heads = 0;  // of this shard; 0: unknown
+  std::string model;    // an artifact for another model or revision is refused; empty: not compared
+  std::string revision;
+  std::shared_ptr<const Calibration> calibration;  // nullptr: none named. Its geometry was compared with the above
+};
+
+/// What a codec says of itself for one context and one set of parameters.
 struct CodecInfo {
   std::string name;  // "hack"
-  std::string
-      spec;  // canonical, all parameters in a fixed order: "hack:k_axis=channel,k_bits=3,..."; part of a cache's digest
+  /// Canonical, all parameters in a fixed order: "hack:k_axis=channel,k_bits=3,..."; part of a cache's digest. An
+  /// artifact is in it as calibration=DIGEST, so that two daemons agree whatever their files are called.
+  std::string spec;
+  std::string calibration_digest;  // 64 hexadecimal digits, or empty
   uint32_t version = 0;      // of the byte format; an incompatible change is a new version, and old pages become misses
-  size_t encoded_bytes = 0;  // of one page: what a slot holds and a transfer sends, padding included; a multiple of 64
-  size_t payload_bytes = 0;  // of these, codes, metadata and sums (no padding): what "bytes per token and head" counts
+  size_t encoded_bytes = 0;  // of one page of the largest layer: what a slot holds and a transfer sends, padding
+                             // included; a multiple of 64
+  std::vector<uint32_t> layer_bytes;  // [layers] of one page, where layers differ; empty: encoded_bytes everywhere
+  size_t payload_bytes = 0;  // of these, codes, metadata and sums (no padding), the mean over layers: what "bytes per
+                             // token and head" counts
   bool identity = false;     // the encoded form is the raw form; the store then never encodes
+
+  /// Bytes of an encoded page of `layer`.
+  size_t page_bytes(int layer) const { return layer_bytes.empty() ? encoded_bytes : layer_bytes[layer]; }
 };
 
 struct EncodeItem {
   const uint8_t* raw = nullptr;  // a full raw page (PageLayout), finite values only; 64-byte aligned
-  uint8_t* encoded = nullptr;    // encoded_bytes, 64-byte aligned; every byte is written
+  uint8_t* encoded = nullptr;    // page_bytes(layer), 64-byte aligned; every byte is written
   uint32_t layer = 0;            // of the model
   uint64_t first_token = 0;      // position in the context of the page's first token
   bool declined = false;         // out: the page cannot be encoded (a minimum or step does not fit fp16); it stays raw
@@ -39,6 +60,7 @@ struct EncodeItem {
 struct DecodeItem {
   const uint8_t* encoded = nullptr;
   uint8_t* raw = nullptr;
+  uint32_t layer = 0;
 };
 
 class Codec {
@@ -57,9 +79,14 @@ class Codec {
   /// Checks that hostile bytes are safe to attend to (every count and offset within bounds, every scale finite).
   /// Encoded pages from a peer or a file pass here before anything reads them. Errors: DATA_LOSS with field, value,
   /// bound.
-  virtual absl::Status Validate(absl::Span<const uint8_t> encoded) const = 0;
+  virtual absl::Status Validate(int layer, absl::Span<const uint8_t> encoded) const = 0;
   /// Attention directly on the encoded form; owned by the codec.
   virtual const PageAttention& attention() const = 0;
+
+  /// Where attention().folds_output(layer): the factor A [head_dim][head_dim], row-major, by which an output o' of
+  /// `kv_head` stands for o = A o' (columns beyond the head's rank are zero), for the client to fold into W_O. false:
+  /// outputs are as usual.
+  virtual bool OutputFactor(int layer, int kv_head, absl::Span<float> factor) const { return false; }
 };
 
 }  // namespace kvmanager

@@ -12,8 +12,7 @@
 #include <vector>
 
 #include "benchmark/benchmark.h"
-#include "codecs/hack/hack.h"
-#include "codecs/raw/raw.h"
+#include "codecs/builtin.h"
 #include "codecs/registry.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/base/status.h"
@@ -55,8 +54,7 @@ struct Encoded {
 
 Encoded Prepare(const std::string& spec) {
   CodecRegistry registry;
-  RegisterRaw(registry);
-  RegisterHack(registry);
+  RegisterBuiltinCodecs(registry);
   auto codec = registry.Create(spec, kLayout);
   KV_CHECK(codec.ok());
   Encoded e{std::move(codec).value(), nullptr, nullptr, {}};
@@ -100,7 +98,7 @@ void Validate(benchmark::State& state, const std::string& spec) {
   const Encoded e = Prepare(spec);
   const size_t page_bytes = e.codec->info().encoded_bytes;
   for (auto _ : state) {
-    for (const EncodeItem& item : e.items) KV_CHECK(e.codec->Validate({item.encoded, page_bytes}).ok());
+    for (const EncodeItem& item : e.items) KV_CHECK(e.codec->Validate(0, {item.encoded, page_bytes}).ok());
   }
   Report(state, *e.codec);
 }

@@ -59,6 +59,22 @@ class PageAttention {
   virtual size_t workspace_bytes(int rows) const = 0;
   /// Adds the task's pages to `state`. workspace: at least workspace_bytes(task.rows), 64-byte aligned.
   virtual void Attend(const PageAttentionTask& task, const SoftmaxRows& state, absl::Span<uint8_t> workspace) const = 0;
+
+  // A codec may keep K and V in a space of its own (rotated, of fewer dimensions). Its pages are then attended to with
+  // mapped queries, and their state's acc is mapped back once, however many pages there are. Rows in either space are
+  // head_dim floats apart; what a space does not use is zero. The caller of Attend does the mapping (attention/).
+
+  /// Attend of this layer wants task.q mapped by MapQueries and leaves acc in the codec's space.
+  virtual bool maps(int layer) const { return false; }
+  /// mapped [rows][head_dim], as Attend reads them, from q [rows][head_dim]; both 64-byte aligned, and distinct.
+  virtual void MapQueries(int layer, int kv_head, int rows, const float* q, float* mapped) const;
+  /// With maps() and not folds_output(): out = what acc, in the codec's space, stands for. [rows][head_dim], distinct.
+  virtual void ExpandOutput(int layer, int kv_head, int rows, const float* acc, float* out) const;
+  /// The layer's outputs stay in the codec's space, for a client that folded the way back into W_O
+  /// (Codec::OutputFactor). Only where maps().
+  virtual bool folds_output(int layer) const { return false; }
+  /// With folds_output(): acc of raw pages into the codec's space. [rows][head_dim], distinct.
+  virtual void ProjectOutput(int layer, int kv_head, int rows, const float* acc, float* out) const;
 };
 
 }  // namespace kvmanager

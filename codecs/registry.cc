@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -14,6 +15,7 @@ namespace {
 
 constexpr size_t kSpecBytesMax = 4096;
 constexpr absl::string_view kWordBound = "1 or more of a-z, 0-9 and _";
+constexpr char kCalibration[] = "calibration";
 
 bool IsWord(absl::string_view text) {
   for (char c : text) {
@@ -22,7 +24,41 @@ bool IsWord(absl::string_view text) {
   return !text.empty();
 }
 
+/// "zack+hack": words joined by '+'.
+bool IsName(absl::string_view text) {
+  for (absl::string_view word : absl::StrSplit(text, '+')) {
+    if (!IsWord(word)) return false;
+  }
+  return true;
+}
+
+absl::Status CheckFits(const Calibration& calibration, const CodecContext& context) {
+  const CalibrationModel& model = calibration.model();
+  const auto refuse = [&](absl::string_view field, const auto& value, const auto& bound) {
+    return FieldError(absl::StatusCode::kFailedPrecondition,
+                      absl::StrCat("calibration ", calibration.source(), " ", field), absl::StrCat(value),
+                      absl::StrCat(bound, ", the cache's"));
+  };
+  if (!context.model.empty() && model.model != context.model) return refuse("model", model.model, context.model);
+  if (!context.revision.empty() && !model.revision.empty() && model.revision != context.revision) {
+    return refuse("revision", model.revision, context.revision);
+  }
+  if (model.layers != context.layers) return refuse("layers", model.layers, context.layers);
+  if (model.kv_heads != context.layout.kv_heads) return refuse("kv_heads", model.kv_heads, context.layout.kv_heads);
+  if (context.query_heads != 0 && model.query_heads != context.query_heads) {
+    return refuse("query_heads", model.query_heads, context.query_heads);
+  }
+  if (model.head_dim != context.layout.head_dim) return refuse("head_dim", model.head_dim, context.layout.head_dim);
+  return absl::OkStatus();
+}
+
 }  // namespace
+
+std::string WithCalibration(std::string spec, const std::shared_ptr<const Calibration>& calibration) {
+  if (calibration == nullptr) return spec;
+  absl::StrAppend(&spec, spec.find(':') == std::string::npos ? ":" : ",", kCalibration, "=", calibration->digest());
+  return spec;
+}
 
 absl::StatusOr<CodecSpec> ParseCodecSpec(absl::string_view text) {
   if (text.size() > kSpecBytesMax) {
@@ -32,9 +68,9 @@ absl::StatusOr<CodecSpec> ParseCodecSpec(absl::string_view text) {
   const size_t colon = text.find(':');
   CodecSpec spec;
   spec.name = std::string(text.substr(0, colon));
-  if (!IsWord(spec.name)) {
+  if (!IsName(spec.name)) {
     return InvalidField("codec", absl::StrCat("\"", text, "\""),
-                        "NAME[:key=value,...], NAME being 1 or more of a-z, 0-9 and _");
+                        "NAME[:key=value,...], NAME being 1 or more of a-z, 0-9, _ and +");
   }
   if (colon == absl::string_view::npos) return spec;
   for (absl::string_view part : absl::StrSplit(text.substr(colon + 1), ',')) {
@@ -57,12 +93,19 @@ absl::StatusOr<CodecSpec> ParseCodecSpec(absl::string_view text) {
 }
 
 void CodecRegistry::Register(std::string name, std::string help, Factory factory) {
-  KV_CHECK(IsWord(name));
+  KV_CHECK(IsName(name));
   KV_CHECK(entries_.emplace(std::move(name), Entry{std::move(help), std::move(factory)}).second);
 }
 
-absl::StatusOr<std::unique_ptr<Codec>> CodecRegistry::Create(absl::string_view spec, const PageLayout& layout) const {
-  KV_ASSIGN_OR_RETURN(const CodecSpec parsed, ParseCodecSpec(spec));
+void CodecRegistry::SetPolicyFactory(PolicyFactory factory) { policy_factory_ = std::move(factory); }
+void CodecRegistry::SetCalibrations(CalibrationSource* calibrations) { calibrations_ = calibrations; }
+
+absl::StatusOr<std::unique_ptr<Codec>> CodecRegistry::Create(absl::string_view spec,
+                                                             const CodecContext& context) const {
+  if (spec.find(';') != absl::string_view::npos && policy_factory_ != nullptr) {
+    return policy_factory_(*this, context, spec);
+  }
+  KV_ASSIGN_OR_RETURN(CodecSpec parsed, ParseCodecSpec(spec));
   const auto found = entries_.find(parsed.name);
   if (found == entries_.end()) {
     std::vector<std::string> names;
@@ -70,7 +113,30 @@ absl::StatusOr<std::unique_ptr<Codec>> CodecRegistry::Create(absl::string_view s
     return InvalidField("codec", absl::StrCat("\"", parsed.name, "\""),
                         absl::StrCat("one of ", absl::StrJoin(names, ", ")));
   }
-  return found->second.factory(layout, parsed.parameters);
+  CodecContext with = context;
+  with.calibration = nullptr;
+  if (const auto named = parsed.parameters.find(kCalibration); named != parsed.parameters.end()) {
+    if (calibrations_ == nullptr) {
+      return InvalidField("codec parameter calibration", named->second, "absent: no artifacts can be read here");
+    }
+    KV_ASSIGN_OR_RETURN(with.calibration, calibrations_->Get(named->second));
+    KV_RETURN_IF_ERROR(CheckFits(*with.calibration, context));
+    parsed.parameters.erase(named);
+  }
+  return found->second.factory(with, parsed.parameters);
+}
+
+absl::StatusOr<std::unique_ptr<Codec>> CodecRegistry::Create(absl::string_view spec, const PageLayout& layout) const {
+  CodecContext context;
+  context.layout = layout;
+  return Create(spec, context);
+}
+
+void CodecRegistry::Prefetch(absl::string_view spec) const {
+  if (calibrations_ == nullptr) return;
+  for (absl::string_view part : absl::StrSplit(spec, absl::ByAnyChar(";,:"))) {
+    if (absl::ConsumePrefix(&part, "calibration=")) calibrations_->Get(part).IgnoreError();
+  }
 }
 
 std::map<std::string, std::string> CodecRegistry::Names() const {

@@ -20,19 +20,35 @@ struct CodecSpec {
   CodecParameters parameters;
 };
 
+/// "...,calibration=DIGEST" behind `spec`, which has parameters already or not; `spec` itself without a calibration.
+std::string WithCalibration(std::string spec, const std::shared_ptr<const Calibration>& calibration);
+
 /// Parses "NAME[:key=value,...]". Errors: INVALID_ARGUMENT naming the field.
 absl::StatusOr<CodecSpec> ParseCodecSpec(absl::string_view text);
 
 class CodecRegistry {
  public:
-  using Factory = std::function<absl::StatusOr<std::unique_ptr<Codec>>(const PageLayout&, const CodecParameters&)>;
+  /// `parameters` are without "calibration": the artifact that it names is in the context.
+  using Factory = std::function<absl::StatusOr<std::unique_ptr<Codec>>(const CodecContext&, const CodecParameters&)>;
+  /// Makes codecs from a text that is more than one spec: it has a ';' (codecs/policy).
+  using PolicyFactory = std::function<absl::StatusOr<std::unique_ptr<Codec>>(const CodecRegistry&, const CodecContext&,
+                                                                             absl::string_view)>;
 
   /// `name` must be new. `help`: one line for --help and for errors.
   void Register(std::string name, std::string help, Factory factory);
+  void SetPolicyFactory(PolicyFactory factory);
+  /// Where "calibration=NAME" is looked up; outlives the registry. Without one, artifacts are refused.
+  void SetCalibrations(CalibrationSource* calibrations);
 
-  /// A codec for `layout` from "NAME[:key=value,...]". Errors: INVALID_ARGUMENT naming the codec or the parameter, its
-  /// value and what is allowed (an unknown codec lists the known ones).
+  /// A codec for `context` from "NAME[:key=value,...]", or from a policy. Errors: INVALID_ARGUMENT naming the codec or
+  /// the parameter, its value and what is allowed (an unknown codec lists the known ones); FAILED_PRECONDITION when the
+  /// artifact is for another model or geometry; those of CalibrationSource::Get.
+  absl::StatusOr<std::unique_ptr<Codec>> Create(absl::string_view spec, const CodecContext& context) const;
+  /// For codecs that need no more than a layout.
   absl::StatusOr<std::unique_ptr<Codec>> Create(absl::string_view spec, const PageLayout& layout) const;
+  /// Loads the artifacts that `spec` names, so that Create finds them in memory: for threads that may wait. Errors are
+  /// left for Create to give.
+  void Prefetch(absl::string_view spec) const;
 
   /// name -> help.
   std::map<std::string, std::string> Names() const;
@@ -43,6 +59,8 @@ class CodecRegistry {
     Factory factory;
   };
   std::map<std::string, Entry> entries_;
+  PolicyFactory policy_factory_;
+  CalibrationSource* calibrations_ = nullptr;
 };
 
 }  // namespace kvmanager

@@ -39,10 +39,10 @@ TEST(CodecRegistryTest, CallsTheFactoryAndListsWhatItKnows) {
   CodecRegistry registry;
   CodecParameters seen;
   registry.Register("b", "the second",
-                    [](const PageLayout&, const CodecParameters&) { return absl::NotFoundError("b's own"); });
-  registry.Register("a", "the first", [&seen](const PageLayout& layout, const CodecParameters& parameters) {
+                    [](const CodecContext&, const CodecParameters&) { return absl::NotFoundError("b's own"); });
+  registry.Register("a", "the first", [&seen](const CodecContext& context, const CodecParameters& parameters) {
     seen = parameters;
-    return InvalidField("head_dim", layout.head_dim, "even");
+    return InvalidField("head_dim", context.layout.head_dim, "even");
   });
   EXPECT_EQ(registry.Names(), (std::map<std::string, std::string>{{"a", "the first"}, {"b", "the second"}}));
   const PageLayout layout{DType::kFloat16, 1, 17, 64};
@@ -58,7 +58,7 @@ TEST(CodecRegistryTest, CallsTheFactoryAndListsWhatItKnows) {
 
 TEST(CodecRegistryDeathTest, ANameIsRegisteredOnce) {
   CodecRegistry registry;
-  const auto factory = [](const PageLayout&, const CodecParameters&) { return absl::NotFoundError(""); };
+  const auto factory = [](const CodecContext&, const CodecParameters&) { return absl::NotFoundError(""); };
   registry.Register("a", "", factory);
   EXPECT_DEATH(registry.Register("a", "", factory), "broken invariant");
 }

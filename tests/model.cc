@@ -4,8 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "codecs/hack/hack.h"
-#include "codecs/raw/raw.h"
+#include "codecs/builtin.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/base/status.h"
 
@@ -104,8 +103,7 @@ client::CacheOptions SmallCache(const std::string& codec, int lag_pages, int pag
 const CodecRegistry& AllCodecs() {
   static const CodecRegistry* const registry = [] {
     auto* made = new CodecRegistry;
-    RegisterRaw(*made);
-    RegisterHack(*made);
+    RegisterBuiltinCodecs(*made);
     return made;
   }();
   return *registry;

@@ -82,7 +82,7 @@ void HackCodec::Decode(absl::Span<const DecodeItem> items) const {
   for (const DecodeItem& item : items) kernels_.decode(format_, item.encoded, item.raw);
 }
 
-absl::Status HackCodec::Validate(absl::Span<const uint8_t> encoded) const {
+absl::Status HackCodec::Validate(int, absl::Span<const uint8_t> encoded) const {
   if (encoded.size() != format_.page_bytes) {
     return FieldError(absl::StatusCode::kDataLoss, "encoded page bytes", absl::StrCat(encoded.size()),
                       absl::StrCat(format_.page_bytes));
@@ -104,9 +104,9 @@ std::unique_ptr<Codec> MakeHackCodec(hack::HackFormat format) {
 void RegisterHack(CodecRegistry& registry) {
   registry.Register(
       "hack", "codes of 1, 2, 3, 4 or 8 bits that attention multiplies (k_axis, k_bits, v_bits, meta, part, ...)",
-      [](const PageLayout& layout, const CodecParameters& parameters) -> absl::StatusOr<std::unique_ptr<Codec>> {
-        KV_ASSIGN_OR_RETURN(const hack::HackParameters checked, hack::ParseHackParameters(parameters, layout));
-        return MakeHackCodec(hack::MakeHackFormat(layout, checked));
+      [](const CodecContext& context, const CodecParameters& parameters) -> absl::StatusOr<std::unique_ptr<Codec>> {
+        KV_ASSIGN_OR_RETURN(const hack::HackParameters checked, hack::ParseHackParameters(parameters, context.layout));
+        return MakeHackCodec(hack::MakeHackFormat(context.layout, checked));
       });
 }
 

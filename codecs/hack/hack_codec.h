@@ -21,7 +21,7 @@ class HackCodec final : public Codec {
   size_t encode_workspace_bytes() const override { return HackEncodeWorkspaceBytes(format_); }
   void Encode(absl::Span<EncodeItem> items, absl::Span<uint8_t> workspace) const override;
   void Decode(absl::Span<const DecodeItem> items) const override;
-  absl::Status Validate(absl::Span<const uint8_t> encoded) const override;
+  absl::Status Validate(int layer, absl::Span<const uint8_t> encoded) const override;
   const PageAttention& attention() const override { return *attention_; }
 
  private:

@@ -85,7 +85,7 @@ TEST(HackCodecTest, EncodesABatchAsTheReferenceDoesWhereverItRuns) {
         std::vector<uint8_t> want(format.page_bytes);
         ASSERT_TRUE(hack::ReferenceEncode(format, raw[i].get(), i, 64 * i, want.data()));
         EXPECT_EQ(std::memcmp(want.data(), encoded[i].get(), want.size()), 0) << spec << " page " << i;
-        EXPECT_TRUE(codec->Validate({encoded[i].get(), want.size()}).ok());
+        EXPECT_TRUE(codec->Validate(0, {encoded[i].get(), want.size()}).ok());
       }
     };
     std::vector<std::thread> threads;
@@ -166,13 +166,13 @@ TEST(HackCodecTest, ValidateNamesWhatIsWrong) {
     const auto codec = MakeHackCodec(format);
     const Aligned page = Allocate(format.page_bytes);
     std::memset(page.get(), 0, format.page_bytes);
-    EXPECT_TRUE(codec->Validate({page.get(), format.page_bytes}).ok());
+    EXPECT_TRUE(codec->Validate(0, {page.get(), format.page_bytes}).ok());
     std::memcpy(page.get() + format.heads[1].offset + c.at(format.heads[1].side[1]), &c.bits, 2);
-    const absl::Status status = codec->Validate({page.get(), format.page_bytes});
+    const absl::Status status = codec->Validate(0, {page.get(), format.page_bytes});
     EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << c.field;
     EXPECT_EQ(DetailOf(status).field, c.field);
     EXPECT_FALSE(DetailOf(status).bound.empty());
-    EXPECT_EQ(codec->Validate({page.get(), format.page_bytes - 64}).code(), absl::StatusCode::kDataLoss);
+    EXPECT_EQ(codec->Validate(0, {page.get(), format.page_bytes - 64}).code(), absl::StatusCode::kDataLoss);
   }
 }
 
@@ -183,9 +183,9 @@ TEST(HackCodecTest, ValidateBoundsTheSums) {
   std::vector<uint8_t> page(format.page_bytes);
   uint8_t* sum = page.data() + format.heads[0].side[0].sums + 2 * 70;
   *sum = 3 * 64;
-  EXPECT_TRUE(codec->Validate(page).ok());
+  EXPECT_TRUE(codec->Validate(0, page).ok());
   *sum += 1;
-  EXPECT_EQ(DetailOf(codec->Validate(page)).field, "encoded page head 0 K sum[70]");
+  EXPECT_EQ(DetailOf(codec->Validate(0, page)).field, "encoded page head 0 K sum[70]");
 }
 
 // Whatever bytes pass Validate, attention and decode stay within the page and give finite results.
@@ -211,7 +211,7 @@ TEST(HackCodecTest, MutatedPagesThatPassAreSafeToRead) {
       std::memcpy(page.get(), clean.data(), bytes);
       const int changes = round % 3 == 0 ? int(bytes) : 1 << random() % 10;
       for (int i = 0; i < changes; ++i) page[random() % bytes] = uint8_t(random());
-      if (!codec->Validate({page.get(), bytes}).ok()) {
+      if (!codec->Validate(0, {page.get(), bytes}).ok()) {
         ++refused;
         continue;
       }

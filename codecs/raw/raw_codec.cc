@@ -38,7 +38,7 @@ class RawCodec final : public Codec {
     for (const DecodeItem& item : items) std::memcpy(item.raw, item.encoded, layout_.raw_bytes());
   }
 
-  absl::Status Validate(absl::Span<const uint8_t> encoded) const override {
+  absl::Status Validate(int, absl::Span<const uint8_t> encoded) const override {
     if (encoded.size() != layout_.raw_bytes()) {
       return FieldError(absl::StatusCode::kDataLoss, "encoded page bytes", absl::StrCat(encoded.size()),
                         absl::StrCat(layout_.raw_bytes()));
@@ -63,7 +63,8 @@ class RawCodec final : public Codec {
   std::unique_ptr<PageAttention> attention_;
 };
 
-absl::StatusOr<std::unique_ptr<Codec>> MakeRawCodec(const PageLayout& layout, const CodecParameters& parameters) {
+absl::StatusOr<std::unique_ptr<Codec>> MakeRawCodec(const CodecContext& context, const CodecParameters& parameters) {
+  const PageLayout& layout = context.layout;
   if (!parameters.empty()) {
     return InvalidField("codec raw parameter", absl::StrCat("\"", parameters.begin()->first, "\""),
                         "absent: raw takes none");

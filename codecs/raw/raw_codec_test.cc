@@ -41,15 +41,15 @@ TEST(RawCodecTest, ValidateRefusesSizesAndValuesThatAreNotFinite) {
     const auto codec = Registry().Create("raw", layout);
     ASSERT_TRUE(codec.ok());
     std::vector<uint8_t> page(layout.raw_bytes());
-    EXPECT_TRUE((*codec)->Validate(page).ok());
+    EXPECT_TRUE((*codec)->Validate(0, page).ok());
     StoreElement(page.data(), dtype, 100, 1.0f);
-    EXPECT_TRUE((*codec)->Validate(page).ok());
+    EXPECT_TRUE((*codec)->Validate(0, page).ok());
     StoreElement(page.data(), dtype, 100, -INFINITY);
-    const absl::Status status = (*codec)->Validate(page);
+    const absl::Status status = (*codec)->Validate(0, page);
     EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
     EXPECT_EQ(DetailOf(status).field, "encoded page element 100");
     page.pop_back();
-    EXPECT_EQ((*codec)->Validate(page).code(), absl::StatusCode::kDataLoss);
+    EXPECT_EQ((*codec)->Validate(0, page).code(), absl::StatusCode::kDataLoss);
   }
 }
 

@@ -15,7 +15,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "examples/engine/kv_backend.h"
-#include "examples/engine/safetensors.h"
+#include "kvmanager/base/safetensors.h"
 #include "kvmanager/base/worker_pool.h"
 
 namespace kvmanager::engine {

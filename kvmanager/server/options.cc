@@ -4,6 +4,8 @@
 
 #include <CLI/CLI.hpp>
 #include <cmath>
+#include <filesystem>
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -110,6 +112,10 @@ absl::Status Check(const Texts& texts, Options* options) {
       return InvalidField("--peer-rate-bytes", texts.peer_rate_bytes,
                           absl::StrCat("0 (no limit), or ", Options::kPeerRateBytesMin, " or more"));
     }
+  }
+  if (std::error_code error;
+      !options->calibration_dir.empty() && !std::filesystem::is_directory(options->calibration_dir, error)) {
+    return InvalidField("--calibration-dir", options->calibration_dir, "a directory that exists");
   }
   for (absl::string_view level : {"debug", "info", "warn", "error", "off"}) {
     if (options->log_level == level) return absl::OkStatus();
@@ -220,6 +226,9 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--peer-rate-bytes", texts.peer_rate_bytes,
                  "Bytes per second sent to peers, all together; 0: no limit (default 0)")
       ->type_name("BYTES");
+  app.add_option("--calibration-dir", options.calibration_dir,
+                 "Directory of calibration artifacts, for caches whose codec names one: calibration=FILE")
+      ->type_name("DIR");
   app.add_option("--log-level", options.log_level, "debug, info, warn, error or off (default info)")
       ->type_name("LEVEL");
 

@@ -36,6 +36,7 @@ struct Options {
   int64_t hand_off_lease_ms = 60000;         // kHandOffLeaseMsMin..kHandOffLeaseMsMax
   int64_t drain_s = 10;                      // 0..kDrainSMax
   uint64_t peer_rate_bytes = 0;    // per second sent to all peers; 0: no limit; else kPeerRateBytesMin or more
+  std::string calibration_dir;     // of artifacts that codecs may name; empty: none can be named
   std::string log_level = "info";  // debug, info, warn, error or off
 };
 

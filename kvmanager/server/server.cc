@@ -12,8 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "codecs/hack/hack.h"
-#include "codecs/raw/raw.h"
+#include "codecs/builtin.h"
 #include "codecs/registry.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/status.h"
@@ -62,8 +61,9 @@ class ServerImpl final : public Server {
   ~ServerImpl() noexcept override { Close(); }
 
   absl::Status Open() {
-    RegisterRaw(registry_);
-    RegisterHack(registry_);
+    RegisterBuiltinCodecs(registry_);
+    calibrations_ = MakeCalibrationDirectory(options_.calibration_dir);
+    registry_.SetCalibrations(calibrations_.get());
     PagePool::Options pool;
     pool.pool_bytes = options_.host_pool_bytes;
     pool.slab_bytes = options_.slab_bytes;
@@ -187,6 +187,7 @@ class ServerImpl final : public Server {
   StoreMetrics store_metrics_;
   TransportMetrics transport_metrics_;
   ServerMetrics server_metrics_;
+  std::unique_ptr<CalibrationSource> calibrations_;
   CodecRegistry registry_;
   std::unique_ptr<PagePool> pool_;
   std::unique_ptr<WorkerPool> workers_;

@@ -38,13 +38,26 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
   KV_RETURN_IF_ERROR(ValidateCacheConfig(config));
   auto cache = std::make_shared<Cache>();
   cache->config = config;
-  KV_ASSIGN_OR_RETURN(cache->codec, registry_->Create(config.codec, config.layout));
+  CodecContext context;
+  context.layout = config.layout;
+  context.layers = config.layers;
+  context.query_heads = config.query_heads;
+  context.model = config.model;
+  context.revision = config.revision;
+  KV_ASSIGN_OR_RETURN(cache->codec, registry_->Create(config.codec, context));
   const CodecInfo& info = cache->codec->info();
   KV_CHECK(!info.identity || info.encoded_bytes == config.layout.raw_bytes());
   if (codec_version != nullptr && *codec_version != info.version) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "codec_version", absl::StrCat(*codec_version),
                       absl::StrCat(info.version, ", this daemon's version of ", info.name));
   }
+  if (!config.calibration_digest.empty() && config.calibration_digest != info.calibration_digest) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "calibration_digest", config.calibration_digest,
+                      info.calibration_digest.empty()
+                          ? "empty: the codec names no artifact"
+                          : absl::StrCat(info.calibration_digest, ", this daemon's artifact's"));
+  }
+  cache->config.calibration_digest = info.calibration_digest;
   cache->config.codec = info.spec;
   cache->digest = DigestOf(cache->config, info.version);
   if (const auto known = cache_by_digest_.find(cache->digest); known != cache_by_digest_.end()) {

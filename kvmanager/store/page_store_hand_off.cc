@@ -260,7 +260,8 @@ absl::Status ImportLeaseImpl::CheckReceived(size_t i) const {
     return FieldError(absl::StatusCode::kDataLoss, absl::StrCat(field, ".checksum"), absl::StrCat(absl::Hex(checksum)),
                       absl::StrCat(absl::Hex(page.checksum)));
   }
-  if (page.form == PageForm::kEncoded && !cache_->identity()) return cache_->codec->Validate(bytes);
+  if (page.form == PageForm::kEncoded && !cache_->identity())
+    return cache_->codec->Validate(static_cast<int>(page.layer), bytes);
   NonFinite where;
   if (!FindNonFinite(cache_->layout(), bytes.data(), 0, cache_->page_tokens(), &where)) return absl::OkStatus();
   return InvalidField(absl::StrCat(field, where.side == 0 ? ".k" : ".v", "[head ", where.head, "][token ", where.token,

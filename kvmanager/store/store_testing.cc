@@ -50,7 +50,7 @@ class FakeCodec final : public Codec {
     }
   }
   void Decode(absl::Span<const DecodeItem>) const override {}
-  absl::Status Validate(absl::Span<const uint8_t> encoded) const override {
+  absl::Status Validate(int, absl::Span<const uint8_t> encoded) const override {
     if (info_.identity || encoded.back() == kMagic) return absl::OkStatus();
     return FieldError(absl::StatusCode::kDataLoss, "magic", absl::StrCat(int{encoded.back()}),
                       absl::StrCat(int{kMagic}));
@@ -72,8 +72,8 @@ void RegisterTestCodecs(CodecRegistry* registry) {
   for (const std::string name : {"raw", "fake", "declining"}) {
     registry->Register(
         name, "a codec of the tests",
-        [name](const PageLayout& layout, const CodecParameters&) -> absl::StatusOr<std::unique_ptr<Codec>> {
-          return std::make_unique<FakeCodec>(layout, name, name == "declining");
+        [name](const CodecContext& context, const CodecParameters&) -> absl::StatusOr<std::unique_ptr<Codec>> {
+          return std::make_unique<FakeCodec>(context.layout, name, name == "declining");
         });
   }
 }

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "codecs/codec.h"
-#include "examples/engine/safetensors.h"
+#include "kvmanager/base/safetensors.h"
 #include "kvmanager/base/status.h"
 #include "tests/fuzz/fuzz_target.h"
 #include "tests/model.h"
@@ -65,7 +65,7 @@ class HackPageTarget final : public FuzzTarget {
           EncodeItem item{raw.get(), encoded.get()};
           codec.Encode(absl::MakeSpan(&item, 1), absl::MakeSpan(workspace.get(), codec.encode_workspace_bytes()));
           if (item.declined) continue;
-          KV_CHECK(codec.Validate(absl::MakeConstSpan(encoded.get(), codec.info().encoded_bytes)).ok());
+          KV_CHECK(codec.Validate(0, absl::MakeConstSpan(encoded.get(), codec.info().encoded_bytes)).ok());
           seed.append(reinterpret_cast<const char*>(encoded.get()), codec.info().encoded_bytes);
         }
         seeds.push_back(std::move(seed));
@@ -81,8 +81,8 @@ class HackPageTarget final : public FuzzTarget {
     std::memset(page.get(), 0, bytes);
     std::copy_n(input.begin() + 1, std::min(bytes, input.size() - 1), page.get());
     // Sizes that are not a page's are refused, whatever is in them.
-    KV_CHECK(!codec.Validate(absl::MakeConstSpan(page.get(), bytes - 1)).ok());
-    const absl::Status valid = codec.Validate(absl::MakeConstSpan(page.get(), bytes));
+    KV_CHECK(!codec.Validate(0, absl::MakeConstSpan(page.get(), bytes - 1)).ok());
+    const absl::Status valid = codec.Validate(0, absl::MakeConstSpan(page.get(), bytes));
     if (!valid.ok()) {
       KV_CHECK(!valid.message().empty());
       return;
@@ -133,8 +133,8 @@ class SafetensorsTarget final : public FuzzTarget {
             file(R"({"a":{"dtype":"U8","shape":[4294967296,4294967296],"data_offsets":[0,0]}})", 0)};
   }
   void Run(absl::Span<const uint8_t> input) override {
-    engine::TensorMap tensors;
-    const absl::Status status = engine::ParseSafetensors(input, "fuzz", &tensors);
+    TensorMap tensors;
+    const absl::Status status = ParseSafetensors(input, "fuzz", &tensors);
     if (!status.ok()) {
       KV_CHECK(!status.message().empty() && tensors.empty());
       return;

@@ -1,4 +1,4 @@
-#include "examples/engine/safetensors.h"
+#include "kvmanager/base/safetensors.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <set>
@@ -17,7 +19,7 @@
 #include "kvmanager/base/status.h"
 #include "nlohmann/json.hpp"
 
-namespace kvmanager::engine {
+namespace kvmanager {
 namespace {
 
 using Json = nlohmann::json;
@@ -101,9 +103,22 @@ absl::Status ParseTensor(const std::string& where, const Json& entry, absl::Span
   return absl::OkStatus();
 }
 
+absl::Status ParseMetadata(const std::string& in, const Json& entry, TensorMetadata* metadata) {
+  if (!entry.is_object()) return InvalidField(in + "__metadata__", Printable(entry), "an object");
+  for (const auto& [key, value] : entry.items()) {
+    if (!value.is_string()) {
+      return InvalidField(absl::StrCat(in, "__metadata__ ", Printable(absl::string_view(key))), Printable(value),
+                          "a string");
+    }
+    metadata->emplace(key, value.get<std::string>());
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
-absl::Status ParseSafetensors(absl::Span<const uint8_t> file, absl::string_view source, TensorMap* tensors) {
+absl::Status ParseSafetensors(absl::Span<const uint8_t> file, absl::string_view source, TensorMap* tensors,
+                              TensorMetadata* metadata) {
   const std::string in = absl::StrCat(source, ": ");
   if (file.size() < 8) return InvalidField(in + "file bytes", file.size(), "at least 8");
   uint64_t header_bytes = 0;
@@ -137,9 +152,13 @@ absl::Status ParseSafetensors(absl::Span<const uint8_t> file, absl::string_view 
 
   const absl::Span<const uint8_t> data = file.subspan(8 + header_bytes);
   TensorMap parsed;
+  TensorMetadata texts;
   std::vector<Extent> extents;
   for (const auto& [name, entry] : header.items()) {
-    if (name == "__metadata__") continue;
+    if (name == "__metadata__") {
+      if (metadata != nullptr) KV_RETURN_IF_ERROR(ParseMetadata(in, entry, &texts));
+      continue;
+    }
     const std::string where = absl::StrCat(in, "tensor ", Printable(absl::string_view(name)), ": ");
     if (tensors->count(name) != 0) return InvalidField(where + "name", "present", "absent from the other files");
     const auto place = parsed.try_emplace(name).first;
@@ -161,7 +180,56 @@ absl::Status ParseSafetensors(absl::Span<const uint8_t> file, absl::string_view 
   if (end != data.size())
     return InvalidField(in + "file bytes of data", data.size(), absl::StrCat(end, " (the end of the last tensor)"));
   tensors->merge(parsed);
+  if (metadata != nullptr) *metadata = std::move(texts);
   return absl::OkStatus();
+}
+
+std::string SerializeSafetensors(const TensorMap& tensors, const TensorMetadata& metadata) {
+  Json header = Json::object();
+  if (!metadata.empty()) header["__metadata__"] = metadata;
+  uint64_t end = 0;
+  for (const auto& [name, tensor] : tensors) {
+    uint64_t bytes = DTypeBits(tensor.dtype) / 8;
+    for (const uint64_t size : tensor.shape) bytes *= size;
+    KV_CHECK(bytes == tensor.bytes.size());
+    header[name] = {{"dtype", tensor.dtype}, {"shape", tensor.shape}, {"data_offsets", {end, end + bytes}}};
+    end += bytes;
+  }
+  std::string text = header.dump();
+  text.resize((text.size() + 8 + 63) / 64 * 64 - 8, ' ');
+  std::string file;
+  file.reserve(8 + text.size() + end);
+  for (int i = 0; i < 8; ++i) file.push_back(char(text.size() >> (8 * i) & 0xff));
+  file += text;
+  for (const auto& [name, tensor] : tensors) {
+    file.append(reinterpret_cast<const char*>(tensor.bytes.data()), tensor.bytes.size());
+  }
+  return file;
+}
+
+absl::Status WriteFileAtomically(const std::string& path, absl::string_view bytes) {
+  std::string temporary = path + ".XXXXXX";
+  const int fd = mkostemp(temporary.data(), O_CLOEXEC);
+  if (fd < 0) return absl::UnavailableError(absl::StrCat("cannot write beside ", path, ": ", std::strerror(errno)));
+  absl::Status status;
+  const auto fail = [&](const char* what) {
+    if (status.ok())
+      status = absl::UnavailableError(absl::StrCat("cannot ", what, " ", path, ": ", std::strerror(errno)));
+  };
+  while (status.ok() && !bytes.empty()) {
+    const ssize_t n = write(fd, bytes.data(), bytes.size());
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) {
+      fail("write");
+    } else {
+      bytes.remove_prefix(n);
+    }
+  }
+  if (status.ok() && (fchmod(fd, 0644) != 0 || fsync(fd) != 0)) fail("write");
+  close(fd);
+  if (status.ok() && rename(temporary.c_str(), path.c_str()) != 0) fail("rename");
+  if (!status.ok()) unlink(temporary.c_str());
+  return status;
 }
 
 absl::StatusOr<std::unique_ptr<Safetensors>> Safetensors::Open(const std::string& path) {
@@ -201,7 +269,7 @@ absl::Status Safetensors::Map(const std::string& path) {
   if (mapped == MAP_FAILED)
     return InvalidField(path + ": file bytes", facts.st_size, "a regular file that is not empty and can be mapped");
   mappings_.emplace_back(static_cast<const uint8_t*>(mapped), facts.st_size);
-  return ParseSafetensors(mappings_.back(), path, &tensors_);
+  return ParseSafetensors(mappings_.back(), path, &tensors_, &metadata_);
 }
 
-}  // namespace kvmanager::engine
+}  // namespace kvmanager

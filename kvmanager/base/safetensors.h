@@ -1,5 +1,5 @@
-// Safetensors: the tensors of a model, mapped read-only from one file or from every *.safetensors of a directory
-// (shards).
+// Safetensors: tensors mapped read-only from one file or from every *.safetensors of a directory (shards), and the
+// writing of such files.
 //
 // Nothing in a file is believed: header length, JSON, types, shapes, offsets, overlaps and holes are checked against
 // bounds before a byte of data is handed out, and an error names file, tensor, field, value and bound. A Safetensors
@@ -20,7 +20,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 
-namespace kvmanager::engine {
+namespace kvmanager {
 
 struct Tensor {
   std::string dtype;  // as in the file: "F16", "BF16", "F32", ...
@@ -29,6 +29,8 @@ struct Tensor {
 };
 
 using TensorMap = std::map<std::string, Tensor>;
+/// The header's __metadata__: text by name.
+using TensorMetadata = std::map<std::string, std::string>;
 
 constexpr uint64_t kHeaderBytesMax = 100'000'000;  // as the format's own library
 constexpr size_t kTensorsMax = 1'000'000;
@@ -36,8 +38,15 @@ constexpr size_t kTensorRankMax = 8;
 constexpr size_t kShardsMax = 1000;
 
 /// Adds the tensors of one file's content to `tensors`; their bytes point into `file`. `source` names the file in
-/// errors. Errors: INVALID_ARGUMENT; `tensors` is then unchanged.
-absl::Status ParseSafetensors(absl::Span<const uint8_t> file, absl::string_view source, TensorMap* tensors);
+/// errors. `metadata`, if wanted, is set to the file's. Errors: INVALID_ARGUMENT; nothing is changed then.
+absl::Status ParseSafetensors(absl::Span<const uint8_t> file, absl::string_view source, TensorMap* tensors,
+                              TensorMetadata* metadata = nullptr);
+
+/// A file's bytes: tensors in the order of their names, each at a multiple of 64 bytes of the file where the sizes of
+/// those before it allow. dtype and shape must fit the bytes (checked).
+std::string SerializeSafetensors(const TensorMap& tensors, const TensorMetadata& metadata);
+/// Writes `bytes` to `path` by way of a temporary file beside it, so that no reader ever sees half of it.
+absl::Status WriteFileAtomically(const std::string& path, absl::string_view bytes);
 
 class Safetensors {
  public:
@@ -49,6 +58,8 @@ class Safetensors {
   Safetensors& operator=(const Safetensors&) = delete;
 
   const TensorMap& tensors() const { return tensors_; }
+  /// Of the last file that was read.
+  const TensorMetadata& metadata() const { return metadata_; }
 
  private:
   Safetensors() = default;
@@ -56,6 +67,7 @@ class Safetensors {
 
   std::vector<absl::Span<const uint8_t>> mappings_;
   TensorMap tensors_;
+  TensorMetadata metadata_;
 };
 
-}  // namespace kvmanager::engine
+}  // namespace kvmanager
