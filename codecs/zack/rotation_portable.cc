@@ -1,0 +1,1 @@
+#include "codecs/zack/rotation_inl.h"
