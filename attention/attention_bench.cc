@@ -1,9 +1,16 @@
 // Decode of one token: codec x context x heads x threads, with the machine's limits measured in the same run.
 //
+//   bazel run --config=opt //attention:attention_bench -- [--codec=SPEC ...] [flags of Google Benchmark]
+//
+// A SPEC may name an artifact, calibration=FILE (the shape is then the artifact's), or calibration=synthetic: a random
+// one. The mapping of queries and outputs that some codecs need is part of what is timed.
+//
 // Pages are distinct, shuffled, and together larger than the last-level cache. Counters: bytes_per_second (bytes of the
 // pages read), ns_per_token_head (per token of context and KV head, all threads together), ratio_to_raw (raw of the
-// same shape in the same run), and of raw limit_fraction: the larger of its fractions of the measured read bandwidth
-// and multiply-add rate of as many threads (read_fraction, fma_fraction).
+// same shape in the same run), and fractions of what as many threads can do, measured in this run: read_fraction of the
+// read bandwidth, of raw and zack fma_fraction of the fp32 multiply-adds, of hack and zack+hack byte_fma_fraction of
+// the 8-bit ones, of million look_up_fraction of the table look-ups (one per sub-space and query head for K, one per
+// channel for V). The label names the largest: the limit that binds.
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
@@ -20,11 +27,11 @@
 #include <tuple>
 #include <vector>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "attention/attention.h"
 #include "attention/machine_limits.h"
-#include "codecs/builtin.h"
+#include "codecs/bench_codecs.h"
 #include "codecs/cpu_isa.h"
 #include "codecs/raw/raw_attention.h"
 #include "kvmanager/base/half.h"
@@ -44,6 +51,8 @@ struct Shape {
   int query_heads;
   int kv_heads;
   int threads;
+  int layers = 1;
+  int head_dim = kHeadDim;
 };
 
 /// Aligned memory, asked to lie in huge pages as the daemon's pool does.
@@ -68,20 +77,26 @@ struct Pool {
   std::vector<const uint8_t*> pages;  // shuffled
 };
 
-std::unique_ptr<Pool> MakePool(const std::string& spec, int kv_heads, int context_tokens) {
+BenchCodecs& Codecs() {
+  static BenchCodecs codecs;
+  return codecs;
+}
+
+std::unique_ptr<Pool> MakePool(const Shape& shape) {
   auto pool = std::make_unique<Pool>();
-  pool->layout.kv_heads = kv_heads;
-  pool->layout.head_dim = kHeadDim;
+  pool->layout.kv_heads = shape.kv_heads;
+  pool->layout.head_dim = shape.head_dim;
   pool->layout.page_tokens = kPageTokens;
-  CodecRegistry registry;
-  RegisterBuiltinCodecs(registry);
-  auto codec = registry.Create(spec, pool->layout);
-  KV_CHECK(codec.ok());
+  auto codec = Codecs().Make(shape.codec, pool->layout, shape.query_heads, shape.layers);
+  if (!codec.ok()) {
+    std::fprintf(stderr, "attention_bench: %s\n", std::string(codec.status().message()).c_str());
+    std::exit(2);
+  }
   pool->codec = std::move(codec).value();
   pool->raw_attention = MakeRawAttention(pool->layout);
-  const size_t page_bytes = pool->codec->info().encoded_bytes;
+  const size_t page_bytes = pool->codec->info().page_bytes(0);
   const size_t raw_bytes = pool->layout.raw_bytes();
-  const size_t count = std::max<size_t>(context_tokens / kPageTokens, kPoolBytesMin / page_bytes);
+  const size_t count = std::max<size_t>(shape.context_tokens / kPageTokens, kPoolBytesMin / page_bytes);
   pool->arena = std::make_unique<Arena>(count * page_bytes);
 
   std::mt19937 random(1);
@@ -113,11 +128,12 @@ std::unique_ptr<Pool> MakePool(const std::string& spec, int kv_heads, int contex
 /// Pools are large: one at a time.
 Pool& PoolOf(const Shape& shape) {
   static std::unique_ptr<Pool> pool;
-  static std::tuple<std::string, int, int> key;
-  const std::tuple<std::string, int, int> wanted(shape.codec, shape.kv_heads, shape.context_tokens);
+  static std::tuple<std::string, int, int, int> key;
+  const std::tuple<std::string, int, int, int> wanted(shape.codec, shape.query_heads, shape.kv_heads,
+                                                      shape.context_tokens);
   if (pool == nullptr || key != wanted) {
     pool.reset();
-    pool = MakePool(shape.codec, shape.kv_heads, shape.context_tokens);
+    pool = MakePool(shape);
     key = wanted;
   }
   return *pool;
@@ -131,13 +147,43 @@ std::map<RawKey, double>& RawResults() {
   return results;
 }
 
+/// How much of each limit a decode of `seconds` used; the name of the largest.
+std::string ReportLimits(benchmark::State& state, const Shape& shape, const Pool& pool, double bytes, double seconds) {
+  const MachineLimits& limits = MeasuredLimits(shape.threads);
+  const std::string& name = pool.codec->info().name;
+  const double token_heads = double(shape.context_tokens) * shape.kv_heads;
+  const int group = shape.query_heads / shape.kv_heads;
+  std::vector<std::pair<double, std::string>> used;
+  const auto report = [&](const std::string& of, double work, double per_second) {
+    used.emplace_back(work / seconds / per_second, of);
+    state.counters[absl::StrCat(of, "_fraction")] = used.back().first;
+    state.counters[absl::StrCat(of, "_limit_per_second")] = per_second;
+  };
+  report("read", bytes, limits.read_bytes_per_second);
+  const double kept = double(pool.codec->info().payload_bytes) / double(pool.layout.raw_bytes());
+  if (name == "raw") report("fma", token_heads * group * shape.head_dim * 2, limits.fma_per_second);
+  if (name == "zack") report("fma", token_heads * group * shape.head_dim * 2 * kept, limits.fma_per_second);
+  if (name == "hack" || name == "zack+hack") {
+    report("byte_fma", token_heads * group * shape.head_dim * 2, limits.byte_fma_per_second);
+  }
+  if (name == "million") {
+    int m = 0;
+    const size_t at = pool.codec->info().spec.find("k_m=");
+    KV_CHECK(
+        at != std::string::npos &&
+        absl::SimpleAtoi(pool.codec->info().spec.substr(at + 4, pool.codec->info().spec.find(',', at) - at - 4), &m));
+    report("look_up", token_heads * (double(m) * group + shape.head_dim), limits.look_ups_per_second);
+  }
+  return std::max_element(used.begin(), used.end())->second;
+}
+
 void Decode(benchmark::State& state, const Shape& shape) {
   Pool& pool = PoolOf(shape);
   const int pages = shape.context_tokens / kPageTokens;
   const bool identity = pool.codec->info().identity;
   std::mt19937 random(2);
   std::normal_distribution<float> normal(0, 1);
-  std::vector<float> q(size_t(shape.query_heads) * kHeadDim), out(q.size());
+  std::vector<float> q(size_t(shape.query_heads) * shape.head_dim), out(q.size());
   for (float& x : q) x = normal(random);
   std::vector<AttentionPage> table(pages);
   AttentionSequence sequence;
@@ -180,63 +226,70 @@ void Decode(benchmark::State& state, const Shape& shape) {
   const double median_ns = samples_ns[samples_ns.size() / 2];
   const double token_heads = double(shape.context_tokens) * shape.kv_heads;
   const double ns_per_token_head = median_ns / token_heads;
-  const double bytes = double(pages) * pool.codec->info().encoded_bytes;
-  state.counters["bytes_per_second"] = bytes / (median_ns * 1e-9);
+  const double seconds = median_ns * 1e-9, bytes = double(pages) * pool.codec->info().page_bytes(0);
+  state.counters["bytes_per_second"] = bytes / seconds;
+  state.counters["bytes_per_token_head"] = double(pool.codec->info().payload_bytes) / kPageTokens / shape.kv_heads;
   state.counters["ns_per_token_head"] = ns_per_token_head;
   const RawKey key(shape.context_tokens, shape.query_heads, shape.kv_heads, shape.threads);
-  if (identity) {
-    RawResults()[key] = ns_per_token_head;
-    const MachineLimits& limits = MeasuredLimits(shape.threads);
-    const double fma_per_second =
-        token_heads * (shape.query_heads / shape.kv_heads) * kHeadDim * 2 / (median_ns * 1e-9);
-    const double read_fraction = bytes / (median_ns * 1e-9) / limits.read_bytes_per_second;
-    const double fma_fraction = fma_per_second / limits.fma_per_second;
-    state.counters["read_limit_bytes_per_second"] = limits.read_bytes_per_second;
-    state.counters["fma_limit_per_second"] = limits.fma_per_second;
-    state.counters["read_fraction"] = read_fraction;
-    state.counters["fma_fraction"] = fma_fraction;
-    state.counters["limit_fraction"] = std::max(read_fraction, fma_fraction);
-    state.SetLabel(
-        absl::StrFormat("%s; limit: %s", IsaName(BestIsa()), read_fraction >= fma_fraction ? "memory" : "fma"));
-  } else {
-    const auto raw = RawResults().find(key);
-    if (raw != RawResults().end()) state.counters["ratio_to_raw"] = raw->second / ns_per_token_head;
-    state.SetLabel(IsaName(BestIsa()));
-  }
+  if (identity) RawResults()[key] = ns_per_token_head;
+  const auto raw = RawResults().find(key);
+  if (!identity && raw != RawResults().end()) state.counters["ratio_to_raw"] = raw->second / ns_per_token_head;
+  state.SetLabel(absl::StrCat(IsaName(BestIsa()), "; limit: ", ReportLimits(state, shape, pool, bytes, seconds)));
 }
 
-void RegisterAll() {
-  const std::pair<const char*, const char*> codecs[] = {
-      {"raw", "raw"},
-      {"K2V2", "hack:k_bits=2,v_bits=2"},
-      {"K3V2", "hack:k_bits=3,v_bits=2"},
-      {"K2V1", "hack:k_bits=2,v_bits=1"},
-      {"K4V3", "hack:k_bits=4,v_bits=3"},
-      {"token_K2V2", "hack:k_axis=token,k_bits=2,v_bits=2"},
-  };
+void RegisterOne(const std::string& name, const Shape& shape) {
+  benchmark::RegisterBenchmark(absl::StrCat("decode/", name, "/context:", shape.context_tokens, "/heads:",
+                                            shape.query_heads, "x", shape.kv_heads, "/threads:", shape.threads)
+                                   .c_str(),
+                               [shape](benchmark::State& state) { Decode(state, shape); })
+      ->UseManualTime()
+      ->Unit(benchmark::kMicrosecond)
+      ->MinTime(0.3);
+}
+
+void RegisterDefaults() {
   for (int context : {4096, 32768}) {
     for (auto [query_heads, kv_heads] : {std::pair(8, 8), std::pair(32, 8), std::pair(8, 2)}) {
-      for (auto [name, spec] : codecs) {
-        for (int threads : {1, 2}) {
-          const Shape shape{spec, context, query_heads, kv_heads, threads};
-          benchmark::RegisterBenchmark(absl::StrCat("decode/", name, "/context:", context, "/heads:", query_heads, "x",
-                                                    kv_heads, "/threads:", threads)
-                                           .c_str(),
-                                       [shape](benchmark::State& state) { Decode(state, shape); })
-              ->UseManualTime()
-              ->Unit(benchmark::kMicrosecond)
-              ->MinTime(0.3);
-        }
+      for (const BenchSpec& spec : BenchSpecs()) {
+        for (int threads : {1, 2}) RegisterOne(spec.name, {spec.spec, context, query_heads, kv_heads, threads});
       }
     }
   }
+}
+
+/// One codec beside raw, in the shape of its artifact if it names one.
+absl::Status RegisterSpec(const std::string& spec) {
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<const Calibration> artifact, Codecs().ArtifactOf(spec));
+  for (int context : {4096, 32768}) {
+    for (const std::string& codec : {std::string("raw"), spec}) {
+      for (int threads : {1, 2}) {
+        Shape shape{codec, context, 32, 8, threads};
+        if (artifact != nullptr) {
+          const CalibrationModel& model = artifact->model();
+          shape.query_heads = model.query_heads;
+          shape.kv_heads = model.kv_heads;
+          shape.layers = model.layers;
+          shape.head_dim = model.head_dim;
+        }
+        RegisterOne(codec, shape);
+      }
+    }
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
 }  // namespace kvmanager
 
 int main(int argc, char** argv) {
-  kvmanager::RegisterAll();
+  const std::vector<std::string> specs = kvmanager::TakeFlags("codec", &argc, argv);
+  if (specs.empty()) kvmanager::RegisterDefaults();
+  for (const std::string& spec : specs) {
+    if (const absl::Status status = kvmanager::RegisterSpec(spec); !status.ok()) {
+      std::fprintf(stderr, "attention_bench: %s\n", std::string(status.message()).c_str());
+      return 2;
+    }
+  }
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
   benchmark::AddCustomContext("simd", kvmanager::IsaName(kvmanager::BestIsa()));

@@ -54,13 +54,18 @@ MachineLimits Measure(int threads) {
   std::memset(data, 1, kReadBytes * threads);
   std::vector<uint64_t> sums(threads * 8);
   std::vector<float> sinks(threads * 16, 0.25f);
-  std::atomic<uint64_t> multiply_adds{0};
   MachineLimits limits;
   limits.read_bytes_per_second = double(kReadBytes) * threads / MedianSeconds(threads, [&](int t) {
                                    sums[t * 8] += StreamRead(data + t * kReadBytes, kReadBytes);
                                  });
-  const double seconds = MedianSeconds(threads, [&](int t) { multiply_adds += MultiplyAdds(kRounds, &sinks[t * 16]); });
-  limits.fma_per_second = double(multiply_adds.load()) / kRepeats / seconds;
+  const auto rate = [&](uint64_t (*run)(uint64_t, float*)) {
+    std::atomic<uint64_t> done{0};
+    const double seconds = MedianSeconds(threads, [&](int t) { done += run(kRounds, &sinks[t * 16]); });
+    return double(done.load()) / kRepeats / seconds;
+  };
+  limits.fma_per_second = rate(MultiplyAdds);
+  limits.byte_fma_per_second = rate(ByteMultiplyAdds);
+  limits.look_ups_per_second = rate(LookUps);
   std::free(data);
   return limits;
 }

@@ -10,6 +10,8 @@ namespace kvmanager {
 struct MachineLimits {
   double read_bytes_per_second = 0;  // a streaming read of memory larger than the caches, all threads together
   double fma_per_second = 0;         // fp32 multiply-adds in registers, all threads together
+  double byte_fma_per_second = 0;    // multiply-adds of 8 bits into 32 (vpdpbusd where there is one), likewise
+  double look_ups_per_second = 0;    // of bytes in tables of 256 (vpermi2b where there is one), likewise
 };
 
 /// threads: 1..64.

@@ -1,9 +1,11 @@
 // Encode and decode speed of each codec, one thread, in bytes of raw pages per second; `bytes_per_token_head` beside
 // it.
 //
-//   bazel run --config=opt //codecs:codec_bench
+//   bazel run --config=opt //codecs:codec_bench -- [--codec=SPEC ...] [flags of Google Benchmark]
 //
+// A SPEC may name an artifact, calibration=FILE, or calibration=synthetic: a random one.
 // The case "copy" is memcpy of the same pages: what this core's memory allows.
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -12,7 +14,7 @@
 #include <vector>
 
 #include "benchmark/benchmark.h"
-#include "codecs/builtin.h"
+#include "codecs/bench_codecs.h"
 #include "codecs/registry.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/base/status.h"
@@ -53,10 +55,12 @@ struct Encoded {
 };
 
 Encoded Prepare(const std::string& spec) {
-  CodecRegistry registry;
-  RegisterBuiltinCodecs(registry);
-  auto codec = registry.Create(spec, kLayout);
-  KV_CHECK(codec.ok());
+  BenchCodecs codecs;
+  auto codec = codecs.Make(spec, kLayout, 4 * kLayout.kv_heads);
+  if (!codec.ok()) {
+    std::fprintf(stderr, "codec_bench: %s\n", std::string(codec.status().message()).c_str());
+    std::exit(2);
+  }
   Encoded e{std::move(codec).value(), nullptr, nullptr, {}};
   e.bytes = Allocate(e.codec->info().encoded_bytes * kPages);
   e.workspace = Allocate(e.codec->encode_workspace_bytes());
@@ -108,10 +112,17 @@ void Validate(benchmark::State& state, const std::string& spec) {
 
 int main(int argc, char** argv) {
   using namespace kvmanager;
-  for (const std::string spec :
-       {"raw", "hack", "hack:k_bits=2", "hack:k_bits=2,v_bits=1", "hack:k_bits=4,v_bits=3", "hack:k_bits=8,v_bits=8",
-        "hack:meta=16", "hack:rounding=stochastic", "hack:k_axis=token,k_bits=2",
-        "hack:k_axis=token,k_bits=2,q=asymmetric,meta=16", "hack:k_axis=token,k_bits=2,hadamard=1"}) {
+  std::vector<std::string> specs = TakeFlags("codec", &argc, argv);
+  if (specs.empty()) {
+    for (const BenchSpec& spec : BenchSpecs()) specs.push_back(spec.spec);
+    for (const char* spec : {"hack:k_bits=8,v_bits=8", "hack:meta=16", "hack:rounding=stochastic",
+                             "hack:k_axis=token,k_bits=2,q=asymmetric,meta=16", "hack:k_axis=token,k_bits=2,hadamard=1",
+                             "million:k_m=64,k_bits=8,v_m=32,v_bits=8,calibration=synthetic",
+                             "zack+million:m=64,bits=8,calibration=synthetic"}) {
+      specs.push_back(spec);
+    }
+  }
+  for (const std::string& spec : specs) {
     const std::string name = spec == "raw" ? "copy" : spec;
     benchmark::RegisterBenchmark(("encode/" + name).c_str(), [spec](benchmark::State& s) { Encode(s, spec); });
     benchmark::RegisterBenchmark(("decode/" + name).c_str(), [spec](benchmark::State& s) { Decode(s, spec); });
