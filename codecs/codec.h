@@ -55,6 +55,7 @@ struct EncodeItem {
   uint32_t layer = 0;            // of the model
   uint64_t first_token = 0;      // position in the context of the page's first token
   bool declined = false;         // out: the page cannot be encoded (a minimum or step does not fit fp16); it stays raw
+  bool is_sink = false;          // out, with `declined`: it was not tried, since the cache's policy keeps it raw
 };
 
 struct DecodeItem {

@@ -46,7 +46,8 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
   context.revision = config.revision;
   KV_ASSIGN_OR_RETURN(cache->codec, registry_->Create(config.codec, context));
   const CodecInfo& info = cache->codec->info();
-  KV_CHECK(!info.identity || info.encoded_bytes == config.layout.raw_bytes());
+  KV_CHECK(info.layer_bytes.empty() || info.layer_bytes.size() == static_cast<size_t>(config.layers));
+  KV_CHECK(!info.identity || (info.layer_bytes.empty() && info.encoded_bytes == config.layout.raw_bytes()));
   if (codec_version != nullptr && *codec_version != info.version) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "codec_version", absl::StrCat(*codec_version),
                       absl::StrCat(info.version, ", this daemon's version of ", info.name));
@@ -65,7 +66,12 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
     found->opened = ++opens_;
     return found;
   }
-  const size_t page_bytes = std::max(config.layout.raw_bytes(), info.encoded_bytes);
+  std::vector<uint64_t> encoded_bytes(config.layers);
+  for (int layer = 0; layer < config.layers; ++layer) {
+    encoded_bytes[layer] = PagePool::RoundedSlotBytes(info.page_bytes(layer));
+  }
+  const uint64_t page_bytes =
+      std::max<uint64_t>(config.layout.raw_bytes(), *std::max_element(encoded_bytes.begin(), encoded_bytes.end()));
   if (page_bytes > pool_->slab_bytes()) {
     return FieldError(absl::StatusCode::kResourceExhausted, "page bytes", absl::StrCat(page_bytes),
                       absl::StrCat("at most the slab's ", pool_->slab_bytes()));
@@ -77,8 +83,9 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
   }
   cache->opened = ++opens_;
   cache->id = next_cache_++;
-  cache->slot_bytes.raw = PagePool::RoundedSlotBytes(config.layout.raw_bytes());
-  cache->slot_bytes.encoded = PagePool::RoundedSlotBytes(info.encoded_bytes);
+  cache->raw_slot_bytes = PagePool::RoundedSlotBytes(config.layout.raw_bytes());
+  cache->encoded_slots =
+      MakeSlotClasses(encoded_bytes, SlotClassesOfPool(pool_->capacity_bytes() / pool_->slab_bytes()));
   cache->gauges = &metrics_->PagesOf(info.name);
   Tenant& tenant = tenants_[config.tenant];
   if (tenant.caches++ == 0) tenant.id = next_tenant_++;

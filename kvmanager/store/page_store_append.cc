@@ -41,7 +41,7 @@ absl::Status PageStoreImpl::Append(CacheId id, int layer, absl::Span<const Appen
 
   const uint64_t call = ++calls_;
   std::vector<Sequence*> sequences(entries.size());
-  size_t opened = 0, sealed = 0;
+  SlotCounts wanted;
   uint64_t pages = 0;
   for (size_t i = 0; i < entries.size(); ++i) {
     const AppendEntry& entry = entries[i];
@@ -64,14 +64,15 @@ absl::Status PageStoreImpl::Append(CacheId id, int layer, absl::Span<const Appen
                        absl::StrCat("1..", tokens_max - entry.position, ", a sequence's limit being ", tokens_max)));
     }
     const uint64_t end = entry.position + entry.tokens;
-    opened += (end + page_tokens - 1) / page_tokens - (entry.position + page_tokens - 1) / page_tokens;
-    sealed += end / page_tokens - entry.position / page_tokens;
+    wanted.raw += (end + page_tokens - 1) / page_tokens - (entry.position + page_tokens - 1) / page_tokens;
+    const size_t sealed = end / page_tokens - entry.position / page_tokens;
+    if (!cache->identity()) cache->CountEncodedSlots(layer, sealed, &wanted);
     pages += (end - 1) / page_tokens + 1;
     sequences[i] = sequence;
   }
   if (absl::Status status = CheckAttendPages(pages); !status.ok()) return refuse(std::move(status));
   Reservation slots(pool_);
-  if (absl::Status status = Reserve(*cache, opened, cache->identity() ? 0 : sealed, &slots); !status.ok()) {
+  if (absl::Status status = Reserve(*cache, wanted, &slots); !status.ok()) {
     return refuse(std::move(status));
   }
 
@@ -85,7 +86,7 @@ absl::Status PageStoreImpl::Append(CacheId id, int layer, absl::Span<const Appen
       const int at = static_cast<int>(position % page_tokens);
       const int count = std::min(entry.tokens - done, page_tokens - at);
       const PageId slot =
-          at == 0 ? slots.raw[next_slot++] : sequences[i]->blocks[position / page_tokens]->pages[layer].raw;
+          at == 0 ? slots.raw.ids[next_slot++] : sequences[i]->blocks[position / page_tokens]->pages[layer].raw;
       uint8_t* page = Data(slot);
       CopyTokens(layout, entry, done, count, page, at);
       NonFinite where;
@@ -115,10 +116,10 @@ absl::Status PageStoreImpl::Append(CacheId id, int layer, absl::Span<const Appen
       if (position % page_tokens != 0) break;
       const PageId raw = ref.page().raw;
       if (cache->identity()) {
-        PageChange sealed_page{PageId(), raw, false, ChecksumOf(*cache, ref.page())};
+        PageChange sealed_page{PageId(), raw, false, ChecksumOf(*cache, ref.layer, ref.page())};
         Apply(ref, PageEvent::kSealIdentity, sealed_page);
       } else {
-        Apply(ref, PageEvent::kSeal, {raw, slots.TakeEncoded()});
+        Apply(ref, PageEvent::kSeal, {raw, slots.TakeEncoded(*cache, layer)});
         to_encode.push_back(ref);
       }
     }

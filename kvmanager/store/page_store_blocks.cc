@@ -7,8 +7,11 @@
 namespace kvmanager {
 
 Reservation::~Reservation() {
-  for (size_t i = raw_taken_; i < raw.size(); ++i) pool_->Free(raw[i]);
-  for (size_t i = encoded_taken_; i < encoded.size(); ++i) pool_->Free(encoded[i]);
+  const auto give_back = [this](const Slots& slots) {
+    for (size_t i = slots.taken; i < slots.ids.size(); ++i) pool_->Free(slots.ids[i]);
+  };
+  give_back(raw);
+  for (const Slots& slots : encoded) give_back(slots);
 }
 
 Block* PageStoreImpl::NewBlock(const std::shared_ptr<Cache>& cache, uint32_t index) {
@@ -28,13 +31,14 @@ void PageStoreImpl::Apply(PageRef ref, PageEvent event, const PageChange& after)
   Page& page = ref.page();
   const PageId old_raw = page.raw, old_encoded = page.encoded;
   const bool was_live = page.state != PageState::kFree;
-  block.bytes -= cache.slot_bytes.Of(page.raw, page.encoded);
-  if (page.raw.valid()) cache.raw_bytes -= cache.slot_bytes.raw;
-  if (page.encoded.valid()) cache.encoded_bytes -= cache.slot_bytes.encoded;
-  ApplyTransition(page, event, after, cache.slot_bytes, *cache.gauges);
-  block.bytes += cache.slot_bytes.Of(page.raw, page.encoded);
-  if (page.raw.valid()) cache.raw_bytes += cache.slot_bytes.raw;
-  if (page.encoded.valid()) cache.encoded_bytes += cache.slot_bytes.encoded;
+  const FormBytes slot_bytes = cache.slot_bytes(ref.layer);
+  block.bytes -= slot_bytes.Of(page.raw, page.encoded);
+  if (page.raw.valid()) cache.raw_bytes -= slot_bytes.raw;
+  if (page.encoded.valid()) cache.encoded_bytes -= slot_bytes.encoded;
+  ApplyTransition(page, event, after, slot_bytes, *cache.gauges);
+  block.bytes += slot_bytes.Of(page.raw, page.encoded);
+  if (page.raw.valid()) cache.raw_bytes += slot_bytes.raw;
+  if (page.encoded.valid()) cache.encoded_bytes += slot_bytes.encoded;
   block.live_pages += (page.state != PageState::kFree) - was_live;
   // Slots that the page named and names no more, in either form, go back.
   for (const PageId& slot : {old_raw, old_encoded}) {
@@ -48,11 +52,14 @@ const uint8_t* PageStoreImpl::RawData(const Cache& cache, const Page& page) cons
   return cache.identity() && page.encoded.valid() ? Data(page.encoded) : nullptr;
 }
 
-absl::Status PageStoreImpl::Exhausted(const Cache& cache, size_t raw, size_t encoded) const {
+absl::Status PageStoreImpl::Exhausted(const Cache& cache, const SlotCounts& counts) const {
   metrics_->exhausted.Increment();
   std::string wanted;
-  if (raw > 0) absl::StrAppend(&wanted, raw, " slots of ", cache.slot_bytes.raw);
-  if (encoded > 0) absl::StrAppend(&wanted, raw > 0 ? " and " : "", encoded, " slots of ", cache.slot_bytes.encoded);
+  const auto add = [&wanted](size_t count, uint64_t bytes) {
+    if (count > 0) absl::StrAppend(&wanted, wanted.empty() ? "" : " and ", count, " slots of ", bytes);
+  };
+  add(counts.raw, cache.raw_slot_bytes);
+  for (size_t i = 0; i < cache.encoded_slots.bytes.size(); ++i) add(counts.encoded[i], cache.encoded_slots.bytes[i]);
   std::string holders;
   for (const HolderInfo& holder : LargestHolders(kHoldersNamed)) {
     absl::StrAppend(&holders, holders.empty() ? "" : ", ", holder.what, " ", holder.bytes);
@@ -66,28 +73,32 @@ absl::Status PageStoreImpl::Exhausted(const Cache& cache, size_t raw, size_t enc
           " could be evicted, but would not make room; largest holders: ", holders.empty() ? "none" : holders));
 }
 
-absl::Status PageStoreImpl::Reserve(const Cache& cache, size_t raw, size_t encoded, Reservation* out) {
-  if (raw == 0 && encoded == 0) return absl::OkStatus();
-  const PagePool::SlotsWanted wanted[] = {{cache.slot_bytes.raw, raw}, {cache.slot_bytes.encoded, encoded}};
+absl::Status PageStoreImpl::Reserve(const Cache& cache, const SlotCounts& counts, Reservation* out) {
+  if (counts.none()) return absl::OkStatus();
+  const size_t classes = cache.encoded_slots.bytes.size();
+  std::array<PagePool::SlotsWanted, 1 + kSlotClassesMax> every_wanted;
+  every_wanted[0] = {cache.raw_slot_bytes, counts.raw};
+  for (size_t i = 0; i < classes; ++i) every_wanted[1 + i] = {cache.encoded_slots.bytes[i], counts.encoded[i]};
+  const auto wanted = absl::MakeConstSpan(every_wanted).first(1 + classes);
   if (!pool_->CanAllocate(cache.tenant, wanted)) {
     // A request that is refused evicts nothing.
-    if (!pool_->CanAllocate(cache.tenant, wanted, /*reclaim=*/true)) return Exhausted(cache, raw, encoded);
+    if (!pool_->CanAllocate(cache.tenant, wanted, /*reclaim=*/true)) return Exhausted(cache, counts);
     do {
       Block* const victim = eviction_->Victim();
       KV_CHECK(victim != nullptr);
       Evict(victim);
     } while (!pool_->CanAllocate(cache.tenant, wanted));
   }
-  const auto allocate = [&](size_t bytes, size_t count, std::vector<PageId>* slots) {
-    slots->reserve(count);
-    for (size_t i = 0; i < count; ++i) {
-      const absl::StatusOr<PageId> slot = pool_->Allocate(cache.tenant, bytes);
+  const auto allocate = [&](const PagePool::SlotsWanted& of, Reservation::Slots* slots) {
+    slots->ids.reserve(of.count);
+    for (uint64_t i = 0; i < of.count; ++i) {
+      const absl::StatusOr<PageId> slot = pool_->Allocate(cache.tenant, of.bytes);
       KV_CHECK(slot.ok());
-      slots->push_back(*slot);
+      slots->ids.push_back(*slot);
     }
   };
-  allocate(cache.slot_bytes.raw, raw, &out->raw);
-  allocate(cache.slot_bytes.encoded, encoded, &out->encoded);
+  allocate(wanted[0], &out->raw);
+  for (size_t i = 0; i < classes; ++i) allocate(wanted[1 + i], &out->encoded[i]);
   return absl::OkStatus();
 }
 
@@ -234,15 +245,16 @@ void PageStoreImpl::DeleteIfEmpty(Block* block) {
   blocks_.erase(block);
 }
 
-uint64_t PageStoreImpl::ChecksumOf(const Cache& cache, const Page& page) const {
-  if (page.encoded.valid()) return XXH3_64bits(Data(page.encoded), cache.codec->info().encoded_bytes);
+uint64_t PageStoreImpl::ChecksumOf(const Cache& cache, uint32_t layer, const Page& page) const {
+  if (page.encoded.valid()) return XXH3_64bits(Data(page.encoded), cache.page_bytes(layer));
   return XXH3_64bits(Data(page.raw), cache.layout().raw_bytes());
 }
 
 bool PageStoreImpl::VerifyChecksums(const Block& block) const {
-  for (const Page& page : block.pages) {
+  for (uint32_t layer = 0; layer < block.pages.size(); ++layer) {
+    const Page& page = block.pages[layer];
     // A page still to be encoded has nothing to compare with yet.
-    if (page.state == PageState::kResident && ChecksumOf(*block.cache, page) != page.checksum) return false;
+    if (page.state == PageState::kResident && ChecksumOf(*block.cache, layer, page) != page.checksum) return false;
   }
   return true;
 }

@@ -96,27 +96,29 @@ void PageStoreImpl::CheckInvariants() const {
     const Cache& cache = *block.cache;
     uint32_t pins = 0, jobs = 0, live_pages = 0;
     uint64_t bytes = 0;
-    for (const Page& page : block.pages) {
+    for (uint32_t layer = 0; layer < block.pages.size(); ++layer) {
+      const Page& page = block.pages[layer];
+      const FormBytes slot_bytes = cache.slot_bytes(layer);
       CheckPage(block, page, cache.identity());
       const auto held = raw_holds.find(&page);
       KV_CHECK(page.raw_holds == (held == raw_holds.end() ? 0 : held->second));
-      CheckSlot(*pool_, page.raw, cache.slot_bytes.raw, &slots);
-      CheckSlot(*pool_, page.encoded, cache.slot_bytes.encoded, &slots);
+      CheckSlot(*pool_, page.raw, slot_bytes.raw, &slots);
+      CheckSlot(*pool_, page.encoded, slot_bytes.encoded, &slots);
       pins += page.pins;
       jobs += page.busy;
       live_pages += page.state != PageState::kFree;
-      bytes += cache.slot_bytes.Of(page.raw, page.encoded);
+      bytes += slot_bytes.Of(page.raw, page.encoded);
       Sums& sum = sums[cache.gauges];
       const size_t state = static_cast<size_t>(page.state);
       sum.pages[state] += 1;
       FormBytes& forms = cache_bytes[&cache];
       if (page.raw.valid()) {
-        sum.raw_bytes[state] += static_cast<double>(cache.slot_bytes.raw);
-        forms.raw += cache.slot_bytes.raw;
+        sum.raw_bytes[state] += static_cast<double>(slot_bytes.raw);
+        forms.raw += slot_bytes.raw;
       }
       if (page.encoded.valid()) {
-        sum.encoded_bytes[state] += static_cast<double>(cache.slot_bytes.encoded);
-        forms.encoded += cache.slot_bytes.encoded;
+        sum.encoded_bytes[state] += static_cast<double>(slot_bytes.encoded);
+        forms.encoded += slot_bytes.encoded;
       }
     }
     KV_CHECK(block.pins == pins && block.jobs == jobs && block.live_pages == live_pages && block.bytes == bytes);
@@ -143,6 +145,10 @@ void PageStoreImpl::CheckInvariants() const {
   }
   KV_CHECK(caches_.size() == cache_by_digest_.size() && caches_.size() <= kCachesMax);
   for (const auto& [id, cache] : caches_) {
+    KV_CHECK(cache->encoded_slots.of_layer.size() == cache->layers());
+    for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
+      KV_CHECK(cache->page_bytes(layer) <= cache->slot_bytes(layer).encoded);
+    }
     KV_CHECK(cache->sequences == sequences_of[cache.get()] && cache->table.size() == named[cache.get()]);
     KV_CHECK(cache->raw_bytes == cache_bytes[cache.get()].raw &&
              cache->encoded_bytes == cache_bytes[cache.get()].encoded);

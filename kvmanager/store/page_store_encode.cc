@@ -64,10 +64,10 @@ void PageStoreImpl::OnEncoded(const std::vector<PageRef>& pages, absl::Span<cons
     const bool declined = items[i].declined;
     --block->jobs;
     if (declined) {
-      metrics_->declined_pages.Increment();
+      (items[i].is_sink ? metrics_->sink_pages : metrics_->declined_pages).Increment();
     } else {
       metrics_->encoded_pages.Increment();
-      metrics_->encoded_bytes.Increment(static_cast<double>(block->cache->codec->info().encoded_bytes));
+      metrics_->encoded_bytes.Increment(static_cast<double>(block->cache->page_bytes(ref.layer)));
     }
     if (page.state == PageState::kQuarantined) {
       Apply(ref, PageEvent::kJobEnded, {page.raw, page.encoded, declined, 0});
@@ -78,7 +78,7 @@ void PageStoreImpl::OnEncoded(const std::vector<PageRef>& pages, absl::Span<cons
     Page kept;
     kept.raw = after.raw;
     kept.encoded = after.encoded;
-    after.checksum = ChecksumOf(*block->cache, kept);
+    after.checksum = ChecksumOf(*block->cache, ref.layer, kept);
     Apply(ref, declined ? PageEvent::kDeclined : PageEvent::kEncoded, after);
     ReleaseRawIfUnused(ref);
     MakeEvictableIfUnused(block);

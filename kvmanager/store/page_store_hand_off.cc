@@ -86,7 +86,7 @@ class ExportLeaseImpl final : public ExportLease, private EncodeWaiter {
       HandOffPage& out = content_.pages[i];
       const bool encoded = sources_[i].aged && !page.declined;
       out.form = encoded ? PageForm::kEncoded : PageForm::kRaw;
-      out.bytes = encoded ? cache_->codec->info().encoded_bytes : cache_->layout().raw_bytes();
+      out.bytes = encoded ? cache_->page_bytes(out.layer) : cache_->layout().raw_bytes();
       const uint8_t* data = encoded ? store()->Data(page.encoded) : store()->RawData(*cache_, page);
       bytes_.push_back({data, out.bytes});
       // Of a resident page the checksum is the one kept since it was made, so that the receiver notices what changed
@@ -133,7 +133,7 @@ absl::Status CheckContent(const Cache& cache, const HandOffContent& content) {
     if (!raw && (page.form != PageForm::kEncoded || page.block == full_blocks)) {
       return InvalidField(field("form"), static_cast<int>(page.form), "raw, or encoded for a full block");
     }
-    const uint64_t bytes = raw ? cache.layout().raw_bytes() : cache.codec->info().encoded_bytes;
+    const uint64_t bytes = raw ? cache.layout().raw_bytes() : cache.page_bytes(page.layer);
     if (page.bytes != bytes) return InvalidField(field("bytes"), page.bytes, absl::StrCat(bytes));
   }
   return absl::OkStatus();
@@ -204,7 +204,7 @@ absl::Status ImportLeaseImpl::Start() {
   }
   // Find and hold first: reserving may evict.
   std::vector<Block*> shared(full_blocks(), nullptr), unfit;
-  size_t raw = 0, encoded = 0;
+  SlotCounts wanted;
   for (uint32_t i = 0; i < full_blocks(); ++i) {
     MissReason reason;
     Block* block =
@@ -215,15 +215,15 @@ absl::Status ImportLeaseImpl::Start() {
     }
     shared[i] = block;
     for (uint32_t layer = 0; block == nullptr && layer < cache_->layers(); ++layer) {
-      raw += !identity && page_of(i, layer).form == PageForm::kRaw;
-      ++encoded;  // a raw page's is for its encoding
+      wanted.raw += !identity && page_of(i, layer).form == PageForm::kRaw;
+      cache_->CountEncodedSlots(layer, 1, &wanted);  // a raw page's is for its encoding
     }
   }
   for (; !unfit.empty(); unfit.pop_back()) store_->Release(unfit.back());
   const bool has_open = pages_per_layer() > full_blocks();
-  if (has_open) raw += cache_->layers();
+  if (has_open) wanted.raw += cache_->layers();
   Reservation slots(store_->pool());
-  if (absl::Status status = store_->Reserve(*cache_, raw, encoded, &slots); !status.ok()) {
+  if (absl::Status status = store_->Reserve(*cache_, wanted, &slots); !status.ok()) {
     for (auto block = shared.rbegin(); block != shared.rend(); ++block) {
       if (*block != nullptr) store_->Release(*block);
     }
@@ -241,7 +241,7 @@ absl::Status ImportLeaseImpl::Start() {
       const bool is_raw = open || (!identity && page_of(i, layer).form == PageForm::kRaw);
       PageChange reserved;
       if (is_raw) reserved.raw = slots.TakeRaw();
-      if (!open) reserved.encoded = slots.TakeEncoded();
+      if (!open) reserved.encoded = slots.TakeEncoded(*cache_, layer);
       store_->Apply({block, layer}, PageEvent::kReserve, reserved);
       targets_[layer * pages_per_layer() + i] = {store_->Data(is_raw ? reserved.raw : reserved.encoded),
                                                  page_of(i, layer).bytes};
@@ -325,7 +325,7 @@ absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::Export(SequenceId id
   if (open_tokens > 0) {
     // The sequence may grow while it is sent, so its open pages are copied.
     Reservation slots(pool_);
-    KV_RETURN_IF_ERROR(Reserve(*cache, cache->layers(), 0, &slots));
+    KV_RETURN_IF_ERROR(Reserve(*cache, {.raw = cache->layers()}, &slots));
     copy = NewBlock(cache, index);
     for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
       const PageId slot = slots.TakeRaw();

@@ -10,6 +10,7 @@
 //  5. A Resident page keeps its raw form only if declined, held or pinned (identity codecs have one form).
 #pragma once
 
+#include <array>
 #include <deque>
 #include <functional>
 #include <map>
@@ -25,6 +26,7 @@
 #include "kvmanager/store/page_store.h"
 #include "kvmanager/store/page_table.h"
 #include "kvmanager/store/sequence.h"
+#include "kvmanager/store/slot_classes.h"
 
 namespace kvmanager {
 
@@ -35,7 +37,8 @@ struct Cache {
   std::shared_ptr<const Codec> codec;  // shared with encode jobs and attention under way
   std::unique_ptr<Codec> raw;          // for attention on raw pages
   TenantId tenant = 0;
-  FormBytes slot_bytes;  // as the pool rounds them
+  uint64_t raw_slot_bytes = 0;  // as the pool rounds them
+  SlotClasses encoded_slots;
   const PageGauges* gauges = nullptr;
   PageTable table;
   uint64_t sequences = 0;
@@ -51,6 +54,14 @@ struct Cache {
   /// Without sequence, lease and block: closing it loses nothing.
   bool unused() const { return sequences == 0 && leases == 0 && table.size() == 0; }
   bool identity() const { return codec->info().identity; }
+  FormBytes slot_bytes(uint32_t layer) const {
+    return {raw_slot_bytes, encoded_slots.bytes[encoded_slots.of_layer[layer]]};
+  }
+  /// Of the encoded form: what is sent and checked, in a slot of slot_bytes(layer).encoded.
+  size_t page_bytes(uint32_t layer) const { return codec->info().page_bytes(static_cast<int>(layer)); }
+  void CountEncodedSlots(uint32_t layer, size_t count, SlotCounts* wanted) const {
+    wanted->encoded[encoded_slots.of_layer[layer]] += count;
+  }
 };
 
 class PageStoreImpl;
@@ -83,27 +94,29 @@ class EncodeWaiter {
   bool ready_ = false;
 };
 
-/// Slots taken from the pool; those not taken out go back.
+/// Slots of one cache, taken from the pool; those not taken out go back.
 class Reservation {
  public:
   explicit Reservation(PagePool* pool) : pool_(pool) {}
   ~Reservation();
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
-  PageId TakeRaw() { return Take(raw, &raw_taken_); }
-  PageId TakeEncoded() { return Take(encoded, &encoded_taken_); }
+  PageId TakeRaw() { return Take(&raw); }
+  PageId TakeEncoded(const Cache& cache, uint32_t layer) { return Take(&encoded[cache.encoded_slots.of_layer[layer]]); }
 
-  std::vector<PageId> raw;
-  std::vector<PageId> encoded;
+  struct Slots {
+    std::vector<PageId> ids;
+    size_t taken = 0;
+  };
+  Slots raw;
+  std::array<Slots, kSlotClassesMax> encoded;  // by class
 
  private:
-  static PageId Take(const std::vector<PageId>& slots, size_t* taken) {
-    KV_CHECK(*taken < slots.size());
-    return slots[(*taken)++];
+  static PageId Take(Slots* slots) {
+    KV_CHECK(slots->taken < slots->ids.size());
+    return slots->ids[slots->taken++];
   }
   PagePool* pool_;
-  size_t raw_taken_ = 0;
-  size_t encoded_taken_ = 0;
 };
 
 class PageStoreImpl final : public PageStore {
@@ -158,7 +171,7 @@ class PageStoreImpl final : public PageStore {
   const uint8_t* RawData(const Cache& cache, const Page& page) const;
   /// Takes slots, evicting the least recently used blocks until they fit. Errors: RESOURCE_EXHAUSTED, if evicting
   /// every evictable block would not make them fit; then nothing was evicted.
-  absl::Status Reserve(const Cache& cache, size_t raw, size_t encoded, Reservation* out);
+  absl::Status Reserve(const Cache& cache, const SlotCounts& wanted, Reservation* out);
   void Hold(Block* block);                        // one more holder
   void Release(Block* block);                     // one holder less; of a chain, children first (EvictionPolicy)
   void Attach(Sequence& sequence, Block* block);  // appends `block`, already held, and takes its raw holds
@@ -169,7 +182,7 @@ class PageStoreImpl final : public PageStore {
   void Unpin(PageRef ref);
   void Unname(Block* block);  // out of the table; the block goes if nobody holds it
   bool VerifyChecksums(const Block& block) const;
-  uint64_t ChecksumOf(const Cache& cache, const Page& page) const;  // of the form that stays
+  uint64_t ChecksumOf(const Cache& cache, uint32_t layer, const Page& page) const;  // of the form that stays
   /// The block named so, verified; a corrupt one is dropped. nullptr and the reason otherwise.
   Block* FindVerified(Cache& cache, const BlockName& name, uint32_t index, MissReason* reason);
 
@@ -218,7 +231,7 @@ class PageStoreImpl final : public PageStore {
   void DeleteIfEmpty(Block* block);
   void Evict(Block* block);
   void SetReclaimable(const Block& block, bool reclaimable);  // its slots, in the pool
-  absl::Status Exhausted(const Cache& cache, size_t raw, size_t encoded) const;
+  absl::Status Exhausted(const Cache& cache, const SlotCounts& wanted) const;
 
   PagePool* const pool_;
   const CodecRegistry* const registry_;

@@ -164,9 +164,9 @@ class RandomTest {
 
   // Opens what a purge may have closed; names known so far stay, as an upper bound of what can be hit.
   void OpenCaches(Side& side) {
-    const CacheConfig configs[] = {MakeConfig("fake", 1, "a"), MakeConfig("fake", 0, "b", 3),
-                                   MakeConfig("declining", 2, "a"), MakeConfig("raw", 1, "b"),
-                                   MakeConfig("declining", 0, "c", 1)};
+    const CacheConfig configs[] = {MakeConfig("fake", 1, "a"),         MakeConfig("fake", 0, "b", 3),
+                                   MakeConfig("declining", 2, "a"),    MakeConfig("raw", 1, "b"),
+                                   MakeConfig("declining", 0, "c", 1), MakeConfig("uneven", 1, "a", 4)};
     side.caches.resize(std::size(configs));
     for (size_t i = 0; i < std::size(configs); ++i) {
       ModelCache& cache = side.caches[i];

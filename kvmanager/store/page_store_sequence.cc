@@ -128,7 +128,7 @@ absl::StatusOr<SequenceId> PageStoreImpl::Fork(SequenceId id) {
   const size_t full_blocks = tokens / cache->page_tokens();
   const int open_tokens = static_cast<int>(tokens % cache->page_tokens());
   Reservation slots(pool_);
-  if (open_tokens > 0) KV_RETURN_IF_ERROR(Reserve(*cache, cache->layers(), 0, &slots));
+  if (open_tokens > 0) KV_RETURN_IF_ERROR(Reserve(*cache, {.raw = cache->layers()}, &slots));
   auto fork = NewSequence(cache);
   fork->tokens = source->tokens;
   fork->aged = source->aged;
@@ -186,7 +186,7 @@ absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens) {
     keep_block = all_filling && block->pins == 0;
     if (!keep_block) {
       Reservation slots(pool_);
-      KV_RETURN_IF_ERROR(Reserve(*cache, cache->layers(), 0, &slots));
+      KV_RETURN_IF_ERROR(Reserve(*cache, {.raw = cache->layers()}, &slots));
       copy = NewBlock(cache, index);
       for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
         const PageId slot = slots.TakeRaw();

@@ -53,7 +53,7 @@ std::vector<uint64_t> Views(const std::string& codec, int lag_pages, const Chunk
           EXPECT_NE(bytes, nullptr);
           const int seen = i < page ? page_tokens : position % page_tokens + 1;
           const size_t size =
-              raw ? size_t(seen) * config.layout.head_dim * 2 : test.store->codec(cache)->info().encoded_bytes;
+              raw ? size_t(seen) * config.layout.head_dim * 2 : test.store->codec(cache)->info().page_bytes(layer);
           view = XXH3_64bits_withSeed(bytes, size, view * 2 + raw);
         }
         views.push_back(view ^ XXH3_64bits(&position, sizeof position));
@@ -67,7 +67,7 @@ std::vector<uint64_t> Views(const std::string& codec, int lag_pages, const Chunk
 }
 
 TEST(PageStoreViews, DependNeitherOnChunksNorOnEncodingTime) {
-  for (const std::string codec : {"fake", "declining", "raw"}) {
+  for (const std::string codec : {"fake", "declining", "uneven", "raw"}) {
     for (int lag_pages : {0, 1, 3}) {
       SCOPED_TRACE(::testing::Message() << codec << " lag " << lag_pages);
       const auto expected = Views(codec, lag_pages, {1, true, 1});

@@ -29,6 +29,7 @@ StoreMetrics::StoreMetrics(Metrics* m)
       encoded_pages(m->Counter("encoded_pages_total", "Pages encoded")),
       encoded_bytes(m->Counter("encoded_bytes_total", "Bytes of encoded pages made, padding included")),
       declined_pages(m->Counter("declined_pages_total", "Pages that the codec declined, kept raw")),
+      sink_pages(m->Counter("sink_pages_total", "Pages kept raw because the cache's policy names them sinks")),
       attend_waits(m->Counter("attend_waits_total", "Attend calls that waited for a page's encoding")),
       published(m->Counter("published_blocks_total", "Blocks named by a publish or a hand-off")),
       published_shared(

@@ -32,6 +32,7 @@ struct StoreMetrics {
   prometheus::Counter& encoded_pages;
   prometheus::Counter& encoded_bytes;
   prometheus::Counter& declined_pages;
+  prometheus::Counter& sink_pages;
   prometheus::Counter& attend_waits;
   prometheus::Counter& published;
   prometheus::Counter& published_shared;

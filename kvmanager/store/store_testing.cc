@@ -11,6 +11,7 @@ namespace {
 
 constexpr uint8_t kMagic = 0xc7;
 constexpr size_t kMagicBytes = 64;
+constexpr uint64_t kSinkTokens = 32;
 
 uint64_t Mix(uint64_t x) {
   x += 0x9e3779b97f4a7c15;
@@ -27,13 +28,20 @@ class NoAttention final : public PageAttention {
 
 class FakeCodec final : public Codec {
  public:
-  FakeCodec(const PageLayout& layout, std::string name, bool declining) : layout_(layout), declining_(declining) {
+  FakeCodec(const CodecContext& context, std::string name)
+      : layout_(context.layout), declining_(name == "declining"), sinks_(name == "sinks") {
+    const PageLayout& layout = context.layout;
     info_.name = name;
     info_.spec = name;
     info_.version = 1;
     info_.identity = name == "raw";
     info_.encoded_bytes = info_.identity ? layout.raw_bytes() : layout.raw_bytes() / 2 + kMagicBytes;
     info_.payload_bytes = info_.encoded_bytes;
+    if (name != "uneven") return;
+    for (int layer = 0; layer < context.layers; ++layer) {
+      info_.layer_bytes.push_back(static_cast<uint32_t>(info_.encoded_bytes + 1024 * (layer % 2) + 64 * layer));
+    }
+    info_.encoded_bytes = *std::max_element(info_.layer_bytes.begin(), info_.layer_bytes.end());
   }
   const CodecInfo& info() const override { return info_; }
   const PageLayout& layout() const override { return layout_; }
@@ -41,16 +49,19 @@ class FakeCodec final : public Codec {
   void Encode(absl::Span<EncodeItem> items, absl::Span<uint8_t>) const override {
     KV_CHECK(!info_.identity);
     for (EncodeItem& item : items) {
-      item.declined = declining_ && Declines(item.raw);
+      item.is_sink = sinks_ && item.first_token < kSinkTokens;
+      item.declined = item.is_sink || (declining_ && Declines(item.raw));
       const uint8_t salt = static_cast<uint8_t>(item.layer * 31 + item.first_token);
       for (size_t i = 0; i < layout_.raw_bytes() / 2; ++i) {
         item.encoded[i] = static_cast<uint8_t>(item.raw[2 * i] * 3 + item.raw[2 * i + 1] + salt);
       }
-      std::memset(item.encoded + layout_.raw_bytes() / 2, kMagic, kMagicBytes);
+      const size_t codes = layout_.raw_bytes() / 2;
+      std::memset(item.encoded + codes, kMagic, info_.page_bytes(static_cast<int>(item.layer)) - codes);
     }
   }
   void Decode(absl::Span<const DecodeItem>) const override {}
-  absl::Status Validate(int, absl::Span<const uint8_t> encoded) const override {
+  absl::Status Validate(int layer, absl::Span<const uint8_t> encoded) const override {
+    KV_CHECK(encoded.size() == info_.page_bytes(layer));
     if (info_.identity || encoded.back() == kMagic) return absl::OkStatus();
     return FieldError(absl::StatusCode::kDataLoss, "magic", absl::StrCat(int{encoded.back()}),
                       absl::StrCat(int{kMagic}));
@@ -59,7 +70,7 @@ class FakeCodec final : public Codec {
 
  private:
   PageLayout layout_;
-  bool declining_;
+  bool declining_, sinks_;
   CodecInfo info_;
   NoAttention attention_;
 };
@@ -69,11 +80,11 @@ class FakeCodec final : public Codec {
 bool Declines(const uint8_t* raw) { return raw[0] % 4 == 0; }
 
 void RegisterTestCodecs(CodecRegistry* registry) {
-  for (const std::string name : {"raw", "fake", "declining"}) {
+  for (const std::string name : {"raw", "fake", "declining", "uneven", "sinks"}) {
     registry->Register(
         name, "a codec of the tests",
         [name](const CodecContext& context, const CodecParameters&) -> absl::StatusOr<std::unique_ptr<Codec>> {
-          return std::make_unique<FakeCodec>(context.layout, name, name == "declining");
+          return std::make_unique<FakeCodec>(context, name);
         });
   }
 }
@@ -150,7 +161,7 @@ std::vector<uint8_t> MakeRawPage(const PageLayout& layout, const Text& text, uin
 
 std::vector<uint8_t> MakeEncodedPage(const Codec& codec, const std::vector<uint8_t>& raw, uint32_t index, int layer) {
   if (codec.info().identity) return raw;
-  std::vector<uint8_t> encoded(codec.info().encoded_bytes);
+  std::vector<uint8_t> encoded(codec.info().page_bytes(layer));
   EncodeItem item;
   item.raw = raw.data();
   item.encoded = encoded.data();

@@ -1,0 +1,82 @@
+// Layers whose encoded pages differ in size, and pages that a policy keeps raw.
+#include <gtest/gtest.h>
+
+#include "kvmanager/store/store_fixture.h"
+
+namespace kvmanager {
+namespace {
+
+using testing::kPage;
+using testing::MakeConfig;
+using testing::MakeText;
+using testing::PageStoreTest;
+using testing::Text;
+
+constexpr int kLayers = 6;
+
+class LayersTest : public PageStoreTest {
+ protected:
+  LayersTest() { pool_bytes_ = 128 << 20; }
+  uint64_t SlotBytes(CacheId cache, int layer) {
+    return PagePool::RoundedSlotBytes(store().codec(cache)->info().page_bytes(layer));
+  }
+};
+
+TEST_F(LayersTest, EachHasSlotsOfItsOwnSize) {
+  const CacheId cache = test().Open(MakeConfig("uneven", 0, "a", kLayers));
+  const Text text = MakeText(4 * kPage);
+  const SequenceId a = Filled(cache, text, 3 * kPage);
+  ASSERT_TRUE(test().AppendAll(cache, a, text, 3 * kPage, kPage).ok());
+  test().executor.FinishAll();
+  // The page before the last append has aged in every layer; the newest one has not.
+  uint64_t encoded = 0;
+  for (int layer = 0; layer < kLayers; ++layer) encoded += 4 * SlotBytes(cache, layer);
+  EXPECT_EQ(store().DescribeCache(cache)->encoded_bytes, encoded);
+  EXPECT_EQ(test().pool->used_bytes(), encoded + store().DescribeCache(cache)->raw_bytes);
+  EXPECT_EQ(Gauge("kvmanager_page_bytes{codec=\"uneven\",form=\"encoded\",state=\"resident\",tier=\"host\"}"),
+            double(encoded));
+  ASSERT_TRUE(store().Publish(a, Names(cache, text, 4)).ok());
+  EXPECT_EQ(store().Match(cache, Names(cache, text, 4))->hit_blocks, 4);
+}
+
+// With few slabs every layer's slots are of the largest layer's size, so that a cache needs no slab per layer.
+TEST_F(LayersTest, AFewSlabsServeManyLayers) {
+  pool_bytes_ = 6 << 20;
+  constexpr int kManyLayers = 40;
+  const CacheId cache = test().Open(MakeConfig("uneven", 0, "a", kManyLayers));
+  const Text text = MakeText(3 * kPage);
+  Filled(cache, text, 3 * kPage);
+  test().executor.FinishAll();
+  EXPECT_EQ(store().DescribeCache(cache)->encoded_bytes, 3u * kManyLayers * SlotBytes(cache, kManyLayers - 1));
+}
+
+TEST_F(LayersTest, AFullPoolNamesTheSlotsWanted) {
+  pool_bytes_ = 4 << 20;
+  const CacheId cache = test().Open(MakeConfig("uneven", 0, "a", kLayers));
+  const Text text = MakeText(400 * kPage);
+  const SequenceId a = Create(cache);
+  absl::Status status;
+  for (int at = 0; status.ok() && at < 400; ++at) {
+    status = test().AppendAll(cache, a, text, at * kPage, kPage);
+    test().executor.FinishAll();
+  }
+  ASSERT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_NE(status.message().find("1 slots of "), absl::string_view::npos) << status;
+  store().CheckInvariants();
+}
+
+TEST_F(LayersTest, SinksStayRawAndAreNoAnomaly) {
+  const CacheId cache = test().Open(MakeConfig("sinks", 0));
+  const Text text = MakeText(5 * kPage);
+  const SequenceId a = Filled(cache, text, 4 * kPage);
+  ASSERT_TRUE(test().AppendAll(cache, a, text, 4 * kPage, kPage).ok());
+  test().executor.FinishAll();
+  const auto lease = Attend(cache, a, 5 * kPage - 1, 1);
+  ASSERT_TRUE(lease->ready());
+  for (int page = 0; page < 4; ++page) EXPECT_EQ(lease->pages(0)[page].encoded == nullptr, page < 2) << page;
+  EXPECT_EQ(test().store_metrics.sink_pages.Value(), 4);
+  EXPECT_EQ(test().store_metrics.declined_pages.Value(), 0);
+}
+
+}  // namespace
+}  // namespace kvmanager
