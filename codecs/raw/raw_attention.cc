@@ -8,17 +8,9 @@
 namespace kvmanager {
 namespace {
 
-const RawKernels& KernelsOf(Isa isa) {
-#if defined(__x86_64__)
-  if (isa == Isa::kAvx512) return kRawKernelsAvx512;
-  if (isa == Isa::kAvx2) return kRawKernelsAvx2;
-#endif
-  return kRawKernelsPortable;
-}
-
 class RawAttention final : public PageAttention {
  public:
-  RawAttention(const PageLayout& layout, Isa isa) : layout_(layout), kernels_(KernelsOf(isa)) {}
+  RawAttention(const PageLayout& layout, Isa isa) : layout_(layout), kernels_(RawKernelsOf(isa)) {}
 
   size_t workspace_bytes(int rows) const override { return 0; }
 
@@ -26,7 +18,9 @@ class RawAttention final : public PageAttention {
     RawAttentionArguments a;
     a.q = task.q;
     a.rows = task.rows;
-    a.head_dim = layout_.head_dim;
+    a.row_floats = layout_.head_dim;
+    a.k_dim = layout_.head_dim;
+    a.v_dim = layout_.head_dim;
     a.page_tokens = layout_.page_tokens;
     a.bfloat16 = layout_.dtype == DType::kBFloat16;
     a.scale = task.scale;
@@ -35,6 +29,7 @@ class RawAttention final : public PageAttention {
     a.k_offset = layout_.raw_offset(0, task.kv_head, 0);
     a.v_offset = layout_.raw_offset(1, task.kv_head, 0);
     a.next_k = task.next_page == nullptr ? nullptr : task.next_page + layout_.raw_offset(0, task.next_kv_head, 0);
+    a.next_k_dim = layout_.head_dim;
     a.visible = task.visible;
     a.max = state.max;
     a.sum = state.sum;
@@ -49,8 +44,16 @@ class RawAttention final : public PageAttention {
 
 }  // namespace
 
-std::unique_ptr<PageAttention> MakeRawAttention(const PageLayout& layout, Isa isa) {
+const RawKernels& RawKernelsOf(Isa isa) {
   KV_CHECK(isa <= BestIsa());
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx512) return kRawKernelsAvx512;
+  if (isa == Isa::kAvx2) return kRawKernelsAvx2;
+#endif
+  return kRawKernelsPortable;
+}
+
+std::unique_ptr<PageAttention> MakeRawAttention(const PageLayout& layout, Isa isa) {
   KV_CHECK(layout.dtype != DType::kFloat32 && layout.head_dim % 16 == 0 && layout.head_dim <= PageLayout::kHeadDimMax &&
            layout.page_tokens <= PageLayout::kPageTokensMax);
   return std::make_unique<RawAttention>(layout, isa);
@@ -63,10 +66,10 @@ void ConvertToFloat(const void* from, DType dtype, size_t count, float* to, Isa 
       std::memcpy(to, from, count * sizeof(float));
       return;
     case DType::kFloat16:
-      KernelsOf(isa).half_to_float(half, count, to);
+      RawKernelsOf(isa).half_to_float(half, count, to);
       return;
     case DType::kBFloat16:
-      KernelsOf(isa).bfloat16_to_float(half, count, to);
+      RawKernelsOf(isa).bfloat16_to_float(half, count, to);
       return;
   }
 }
@@ -78,10 +81,10 @@ void ConvertFromFloat(const float* from, DType dtype, size_t count, void* to, Is
       std::memcpy(to, from, count * sizeof(float));
       return;
     case DType::kFloat16:
-      KernelsOf(isa).float_to_half(from, count, half);
+      RawKernelsOf(isa).float_to_half(from, count, half);
       return;
     case DType::kBFloat16:
-      KernelsOf(isa).float_to_bfloat16(from, count, half);
+      RawKernelsOf(isa).float_to_bfloat16(from, count, half);
       return;
   }
 }

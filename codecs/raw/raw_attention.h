@@ -11,6 +11,10 @@
 
 namespace kvmanager {
 
+struct RawKernels;
+/// The kernels themselves (raw_attention_kernel.h), for codecs whose pages hold 16-bit values too. isa: as below.
+const RawKernels& RawKernelsOf(Isa isa);
+
 /// isa: at most what the processor runs (BestIsa()). A row's result is the same bits whatever rows stand beside it.
 std::unique_ptr<PageAttention> MakeRawAttention(const PageLayout& layout, Isa isa = BestIsa());
 

@@ -31,14 +31,14 @@ struct Ahead {
   static constexpr int kLeadLines = 256;
   static constexpr int kRuns = 3;
   const uint8_t* run[kRuns];
+  int lines[kRuns];
   const uint8_t* at;
-  int left;   // lines of the current run
-  int lines;  // of a run
-  int next;   // run; kRuns: nothing is left
+  int left;  // lines of the current run
+  int next;  // run; kRuns: nothing is left
 
   KVMANAGER_INLINE void Start(Ahead& a) {
     a.at = a.run[0];
-    a.left = a.lines;
+    a.left = a.lines[0];
     a.next = 1;
   }
   KVMANAGER_INLINE void Issue(Ahead& a, int count) {
@@ -46,8 +46,8 @@ struct Ahead {
       PrefetchLines(a.at, a.left);
       a.left = 0;
       if (a.next == kRuns || a.run[a.next] == nullptr) return;
-      a.at = a.run[a.next++];
-      a.left = a.lines;
+      a.at = a.run[a.next];
+      a.left = a.lines[a.next++];
       return;
     }
     PrefetchLines(a.at, count);
@@ -76,7 +76,7 @@ template <bool kBFloat16, int kR>
 KVMANAGER_INLINE void Scores(const RawAttentionArguments& a, const uint16_t* k, Ahead& ahead, Tile& tile) {
   constexpr int kRows2 = kR == 3 ? 4 : kR;
   constexpr int kT = kLanes / kRows2;
-  const int d = a.head_dim;
+  const int d = a.k_dim;
   // The block's share of prefetches, spread over its channels.
   constexpr int kStepLines = (kT * kLanes * 2 + 63) / 64;
   const int block_lines = d / kLanes * kStepLines;
@@ -129,7 +129,7 @@ KVMANAGER_INLINE void RaiseMaximum(const RawAttentionArguments& a, Tile& tile, i
     const float factor = ExpNegativeScalar(a.max[row] - page_max);
     a.max[row] = page_max;
     a.sum[row] *= factor;
-    for (int c = 0; c < a.head_dim; c += kLanes) StoreF(tile.acc[r] + c, LoadF(tile.acc[r] + c) * factor);
+    for (int c = 0; c < a.v_dim; c += kLanes) StoreF(tile.acc[r] + c, LoadF(tile.acc[r] + c) * factor);
   }
 }
 
@@ -150,7 +150,7 @@ KVMANAGER_INLINE void Softmax(const RawAttentionArguments& a, Tile& tile, int r,
 /// acc += p * V for kC vectors of channels from c on.
 template <bool kBFloat16, int kR, int kC>
 KVMANAGER_INLINE void Accumulate(const RawAttentionArguments& a, const uint16_t* v, Ahead& ahead, Tile& tile, int c) {
-  const int d = a.head_dim;
+  const int d = a.v_dim;
   VecF acc[kR][kC];
   KVMANAGER_UNROLL
   for (int r = 0; r < kR; ++r) {
@@ -184,8 +184,8 @@ __attribute__((noinline)) void AttendTile(const RawAttentionArguments& a, int ro
   Tile tile;
   tile.tokens = 0;
   for (int r = 0; r < kR; ++r) {
-    tile.q[r] = a.q + size_t(row + r) * a.head_dim;
-    tile.acc[r] = a.acc + size_t(row + r) * a.head_dim;
+    tile.q[r] = a.q + size_t(row + r) * a.row_floats;
+    tile.acc[r] = a.acc + size_t(row + r) * a.row_floats;
     int seen = a.visible == nullptr ? a.page_tokens : a.visible[row + r] - first_token;
     seen = seen < 0 ? 0 : seen > a.page_tokens ? a.page_tokens : seen;
     tile.seen[r] = seen;
@@ -199,24 +199,28 @@ __attribute__((noinline)) void AttendTile(const RawAttentionArguments& a, int ro
   // As many accumulators as hide the latency of a multiply-add and still fit the registers.
   constexpr int kC = kLanes == 16 ? (kR > 2 ? 4 : 8) : (kR > 2 ? 2 : 4);
   int c = 0;
-  for (; c + kC * kLanes <= a.head_dim; c += kC * kLanes) Accumulate<kBFloat16, kR, kC>(a, v, ahead, tile, c);
-  for (; c + 2 * kLanes <= a.head_dim; c += 2 * kLanes) Accumulate<kBFloat16, kR, 2>(a, v, ahead, tile, c);
-  for (; c < a.head_dim; c += kLanes) Accumulate<kBFloat16, kR, 1>(a, v, ahead, tile, c);
+  for (; c + kC * kLanes <= a.v_dim; c += kC * kLanes) Accumulate<kBFloat16, kR, kC>(a, v, ahead, tile, c);
+  for (; c + 2 * kLanes <= a.v_dim; c += 2 * kLanes) Accumulate<kBFloat16, kR, 2>(a, v, ahead, tile, c);
+  for (; c < a.v_dim; c += kLanes) Accumulate<kBFloat16, kR, 1>(a, v, ahead, tile, c);
 }
 
 template <bool kBFloat16>
 void AttendPages(const RawAttentionArguments& a) {
   Ahead ahead;
-  ahead.lines = a.page_tokens * a.head_dim * 2 / 64;
+  const int k_lines = a.page_tokens * a.k_dim * 2 / 64;
+  ahead.lines[0] = k_lines;
+  ahead.lines[1] = a.page_tokens * a.v_dim * 2 / 64;
   for (size_t i = 0; i < a.page_count; ++i) {
     const uint8_t* page = a.pages[i];
     const int first_token = int(i) * a.page_tokens;
     // The first tile fetches for all: later ones find the page in the cache.
     ahead.run[0] = page + a.k_offset;
     ahead.run[1] = page + a.v_offset;
-    ahead.run[2] = i + 1 < a.page_count ? a.pages[i + 1] + a.k_offset : a.next_k;
+    const bool last = i + 1 == a.page_count;
+    ahead.run[2] = last ? a.next_k : a.pages[i + 1] + a.k_offset;
+    ahead.lines[2] = last ? a.page_tokens * a.next_k_dim * 2 / 64 : k_lines;
     Ahead::Start(ahead);
-    const int lead = ahead.lines < Ahead::kLeadLines ? ahead.lines : Ahead::kLeadLines;
+    const int lead = k_lines < Ahead::kLeadLines ? k_lines : Ahead::kLeadLines;
     if (i == 0) {
       Ahead::Issue(ahead, lead);
     } else {

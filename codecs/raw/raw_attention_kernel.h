@@ -1,4 +1,5 @@
-// What raw_attention.cc and its kernels, one object file per instruction set, say to each other: plain structs only.
+// What callers of raw attention's kernels (raw_attention.cc, and codecs whose pages are 16-bit values too) and the
+// kernels, one object file per instruction set, say to each other: plain structs only.
 #pragma once
 
 #include <stddef.h>
@@ -6,10 +7,14 @@
 
 namespace kvmanager {
 
+/// Pages hold, of the head, K [page_tokens][k_dim] and V [page_tokens][v_dim], dense: raw's, of head_dim both, or those
+/// of a codec that keeps 16-bit values in fewer dimensions. Dimensions are multiples of 16.
 struct RawAttentionArguments {
-  const float* q;  // [rows][head_dim]
+  const float* q;  // [rows], row_floats apart, k_dim of each
   int rows;
-  int head_dim;
+  int row_floats;  // from one row of q, or acc, to the next
+  int k_dim;
+  int v_dim;
   int page_tokens;
   bool bfloat16;
   float scale;
@@ -18,10 +23,11 @@ struct RawAttentionArguments {
   size_t k_offset;  // of the head's K in a page, bytes
   size_t v_offset;
   const uint8_t* next_k;  // the K that is attended to after these pages, or nullptr
-  const int* visible;     // [rows] or nullptr
-  float* max;             // as SoftmaxRows
+  int next_k_dim;
+  const int* visible;  // [rows] or nullptr
+  float* max;          // as SoftmaxRows
   float* sum;
-  float* acc;
+  float* acc;  // [rows], row_floats apart, v_dim of each
 };
 
 struct RawKernels {
