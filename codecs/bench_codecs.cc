@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -30,19 +31,27 @@ class BenchCodecs::Source final : public CalibrationSource {
 
   absl::StatusOr<std::shared_ptr<const Calibration>> Get(absl::string_view name) override {
     if (name != kSynthetic) return files_->Get(name);
-    if (made_ == nullptr) made_ = SyntheticCalibration(model_, kSeed, {spec_});
+    if (made_ == nullptr) made_ = SyntheticCalibration(model_, kSeed, specs_);
     return made_;
   }
-  void Shape(CalibrationModel model, std::string spec) {
+  void Shape(CalibrationModel model, absl::string_view spec) {
     model_ = std::move(model);
-    spec_ = std::move(spec);
+    specs_.clear();
+    for (absl::string_view clause : absl::StrSplit(spec, ';')) {
+      // "FIRST..LAST=SPEC" of a policy.
+      const size_t equals = clause.find('=');
+      if (!clause.empty() && absl::ascii_isdigit(clause[0]) && equals != absl::string_view::npos) {
+        clause.remove_prefix(equals + 1);
+      }
+      if (absl::StrContains(clause, kSynthetic)) specs_.emplace_back(clause);
+    }
     made_ = nullptr;
   }
 
  private:
   const std::unique_ptr<CalibrationSource> files_;
   CalibrationModel model_;
-  std::string spec_;
+  std::vector<std::string> specs_;
   std::shared_ptr<const Calibration> made_;
 };
 
