@@ -60,6 +60,10 @@ class PageAttention {
   /// Adds the task's pages to `state`. workspace: at least workspace_bytes(task.rows), 64-byte aligned.
   virtual void Attend(const PageAttentionTask& task, const SoftmaxRows& state, absl::Span<uint8_t> workspace) const = 0;
 
+  /// Bytes that Attend reads of one page for one head of a layer, where heads differ; 0: all heads are alike. A measure
+  /// of the work per page, by which a plan shares it out.
+  virtual size_t head_bytes(int layer, int kv_head) const { return 0; }
+
   // A codec may keep K and V in a space of its own (rotated, of fewer dimensions). Its pages are then attended to with
   // mapped queries, and their state's acc is mapped back once, however many pages there are. Rows in either space are
   // head_dim floats apart; what a space does not use is zero. The caller of Attend does the mapping (attention/).
