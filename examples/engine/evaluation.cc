@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
-#include <numbers>
 #include <thread>
 
 #include "absl/strings/match.h"
@@ -16,14 +14,6 @@ using SteadyTime = std::chrono::steady_clock;
 
 bool Encodes(const client::CacheOptions& cache) {
   return cache.codec != "raw" && !absl::StartsWith(cache.codec, "raw:");
-}
-
-/// Cross-entropy of `target` in bits. logits: [vocab].
-double Bits(absl::Span<const float> logits, uint8_t target) {
-  const double top = *std::max_element(logits.begin(), logits.end());
-  double sum = 0;
-  for (float logit : logits) sum += std::exp(double(logit) - top);
-  return (std::log(sum) + top - logits[target]) / std::numbers::ln2;
 }
 
 /// Bytes of the sequences' pages, once the encoding that goes on behind the last steps has settled, or after a bounded
@@ -43,108 +33,71 @@ absl::StatusOr<uint64_t> SettledResidentBytes(absl::Span<const std::unique_ptr<c
   }
 }
 
+/// Windows in the daemon; the first batch's resident bytes are taken at its end.
+class DaemonWindows final : public WindowStore {
+ public:
+  DaemonWindows(KvEngine* engine, int layers, int window)
+      : engine_(engine), cache_(engine->cache().description()), layers_(layers), window_(window) {}
+
+  KvBackend* backend() override { return engine_; }
+  absl::Status Begin(int count, std::vector<uint64_t>* ids) override {
+    ids->clear();
+    for (int w = 0; w < count; ++w) {
+      KV_ASSIGN_OR_RETURN(client::CreatedSequence created, engine_->CreateSequence({}));
+      ids->push_back(created.sequence->id());
+      sequences_.push_back(std::move(created.sequence));
+    }
+    return absl::OkStatus();
+  }
+  absl::Status End() override {
+    if (resident_bytes_per_token_head_ < 0) {
+      // Every full page in the codec's form; the newest lag pages and the last page raw as well (of raw, the open
+      // page).
+      const uint64_t page = cache_.options.page_tokens, full = window_ / page, pages = (window_ + page - 1) / page;
+      const uint64_t raw =
+          Encodes(cache_.options) ? std::min<uint64_t>(pages, cache_.options.lag_pages + 1) : pages - full;
+      const uint64_t expected =
+          sequences_.size() * layers_ * (full * cache_.encoded_page_bytes + raw * cache_.raw_page_bytes);
+      KV_ASSIGN_OR_RETURN(const uint64_t resident_bytes, SettledResidentBytes(sequences_, expected));
+      resident_bytes_per_token_head_ =
+          double(resident_bytes) / (double(sequences_.size()) * window_ * layers_ * cache_.options.kv_heads);
+    }
+    sequences_.clear();
+    return absl::OkStatus();
+  }
+
+  const client::CacheDescription& cache() const { return cache_; }
+  double resident_bytes_per_token_head() const { return resident_bytes_per_token_head_; }
+
+ private:
+  KvEngine* const engine_;
+  const client::CacheDescription cache_;
+  const int layers_, window_;
+  std::vector<std::unique_ptr<client::Sequence>> sequences_;
+  double resident_bytes_per_token_head_ = -1;
+};
+
 }  // namespace
-
-PairCounts ExpectedPairs(uint64_t tokens, int page_tokens, int lag_pages, bool encodes) {
-  PairCounts pairs;
-  for (uint64_t first = 0; first < tokens; first += page_tokens) {
-    const uint64_t queries = std::min<uint64_t>(page_tokens, tokens - first);
-    const uint64_t lag_tokens = encodes ? std::min<uint64_t>(uint64_t(lag_pages) * page_tokens, first) : first;
-    pairs.encoded += queries * (first - lag_tokens);
-    pairs.raw += queries * lag_tokens + queries * (queries + 1) / 2;
-  }
-  return pairs;
-}
-
-absl::Status CheckEvaluate(const Model& model, absl::Span<const uint8_t> text, const EvaluateOptions& o) {
-  if (model.config().vocab_size != 256)
-    return InvalidField("vocab_size", model.config().vocab_size, "256 (a token is a byte)");
-  if (o.window < 2 || o.window > EvaluateOptions::kWindowTokensMax) {
-    return InvalidField("window", o.window, absl::StrCat("2..", EvaluateOptions::kWindowTokensMax));
-  }
-  if (o.windows < 1 || o.windows > EvaluateOptions::kWindowsMax) {
-    return InvalidField("windows", o.windows, absl::StrCat("1..", EvaluateOptions::kWindowsMax));
-  }
-  if (o.stride < 1 || o.stride > INT64_C(1) << 40) return InvalidField("stride", o.stride, "1..2^40");
-  const uint64_t needed = uint64_t(o.windows - 1) * o.stride + o.window + 1;
-  if (text.size() < needed) {
-    return InvalidField("text bytes", text.size(),
-                        absl::StrCat("at least ", needed, " (", o.windows, " windows of ", o.window, " at a stride of ",
-                                     o.stride, ", and the last target)"));
-  }
-  return absl::OkStatus();
-}
-
-int EvaluateRowsMax(const EvaluateOptions& options, int page_tokens) {
-  return std::clamp(options.windows, 1, EvaluateOptions::kBatchWindows) * page_tokens;
-}
 
 absl::StatusOr<Evaluation> Evaluate(const Model& model, KvEngine* engine, absl::Span<const uint8_t> text,
                                     const EvaluateOptions& options,
                                     absl::FunctionRef<void(int64_t, int64_t)> progress) {
-  KV_RETURN_IF_ERROR(CheckEvaluate(model, text, options));
   const auto begun = SteadyTime::now();
-  const client::CacheDescription cache = engine->cache().description();
-  const int page = cache.options.page_tokens, vocab = model.config().vocab_size, layers = model.config().layers;
-  const int64_t pages = (options.window + page - 1) / page;
-  const double token_heads = double(page) * cache.options.kv_heads;
+  const int layers = model.config().layers;
   const KvCounts before = engine->counts();
-  Runner runner(&model, engine, options.threads);
-
+  DaemonWindows windows(engine, layers, options.window);
+  const client::CacheOptions& cache = windows.cache().options;
+  KV_ASSIGN_OR_RETURN(const WindowLoss loss,
+                      ReadWindows(model, &windows, text, options, cache.page_tokens, /*wanted=*/true, progress));
   Evaluation result;
-  result.codec = cache.options.codec;
-  result.bytes_per_token_head = cache.payload_page_bytes / token_heads;
-  double bits = 0, bits_second_half = 0;
-  std::vector<float> logits;
-  std::vector<KvEntry> entries;
-  std::vector<uint32_t> tokens;
-  for (int first = 0; first < options.windows; first += EvaluateOptions::kBatchWindows) {
-    const int batch = std::min(EvaluateOptions::kBatchWindows, options.windows - first);
-    std::vector<std::unique_ptr<client::Sequence>> sequences;
-    for (int w = 0; w < batch; ++w) {
-      KV_ASSIGN_OR_RETURN(client::CreatedSequence created, engine->CreateSequence({}));
-      sequences.push_back(std::move(created.sequence));
-    }
-    for (int64_t p = 0; p < pages; ++p) {
-      const int64_t position = p * page;
-      const int count = int(std::min<int64_t>(page, options.window - position));
-      entries.clear();
-      tokens.clear();
-      for (int w = 0; w < batch; ++w) {
-        entries.push_back({sequences[w]->id(), uint64_t(position), count});
-        const uint8_t* at = text.data() + (first + w) * options.stride + position;
-        tokens.insert(tokens.end(), at, at + count);
-      }
-      KV_RETURN_IF_ERROR(runner.Step(entries, tokens, Runner::Logits::kAll, &logits));
-      for (int w = 0; w < batch; ++w) {
-        for (int i = 0; i < count; ++i) {
-          const uint8_t target = text[(first + w) * options.stride + position + i + 1];
-          const double b = Bits(absl::MakeConstSpan(&logits[size_t(w * count + i) * vocab], vocab), target);
-          bits += b;
-          if (position + i >= options.window / 2) bits_second_half += b;
-        }
-      }
-      progress(first * pages + (p + 1) * batch, options.windows * pages);
-    }
-    if (first == 0) {
-      // Every full page in the codec's form; the newest lag pages and the last page raw as well (of raw, the open
-      // page).
-      const uint64_t full = options.window / page, raw = Encodes(cache.options)
-                                                             ? std::min<uint64_t>(pages, cache.options.lag_pages + 1)
-                                                             : pages - full;
-      KV_ASSIGN_OR_RETURN(
-          const uint64_t resident_bytes,
-          SettledResidentBytes(sequences,
-                               batch * layers * (full * cache.encoded_page_bytes + raw * cache.raw_page_bytes)));
-      result.resident_bytes_per_token_head =
-          double(resident_bytes) / (double(batch) * options.window * layers * cache.options.kv_heads);
-    }
-  }
-  result.bpb = bits / (double(options.windows) * options.window);
-  result.bpb_second_half = bits_second_half / (double(options.windows) * (options.window - options.window / 2));
+  result.codec = cache.codec;
+  result.bytes_per_token_head = windows.cache().payload_page_bytes / (double(cache.page_tokens) * cache.kv_heads);
+  result.resident_bytes_per_token_head = windows.resident_bytes_per_token_head();
+  result.bpb = loss.bpb;
+  result.bpb_second_half = loss.bpb_second_half;
   result.pairs.encoded = engine->counts().encoded_pairs - before.encoded_pairs;
   result.pairs.raw = engine->counts().raw_pairs - before.raw_pairs;
-  const PairCounts expected = ExpectedPairs(options.window, page, cache.options.lag_pages, Encodes(cache.options));
+  const PairCounts expected = ExpectedPairs(options.window, cache.page_tokens, cache.lag_pages, Encodes(cache));
   result.expected_pairs.encoded = expected.encoded * layers * options.windows;
   result.expected_pairs.raw = expected.raw * layers * options.windows;
   result.seconds = std::chrono::duration<double>(SteadyTime::now() - begun).count();
