@@ -1,0 +1,305 @@
+#include "codecs/policy/policy.h"
+
+#include <algorithm>
+#include <limits>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "kvmanager/base/sha256.h"
+#include "kvmanager/base/status.h"
+
+namespace kvmanager {
+namespace {
+
+constexpr size_t kPolicyBytesMax = 4096;
+constexpr uint64_t kSinkTokensMax = 1 << 20;
+constexpr uint32_t kPolicyVersion = 1;
+constexpr char kSinks[] = "sinks";
+constexpr absl::string_view kClauseForm = "FIRST..LAST[,FIRST..LAST]=SPEC or sinks=N";
+
+/// Layers first..last, both included.
+struct LayerRange {
+  int first = 0, last = 0;
+};
+
+/// Each layer's codec, by number.
+struct Policy {
+  std::vector<std::unique_ptr<Codec>> codecs;  // the first one is named without layers
+  std::vector<size_t> codec_of;                // [layers]
+  uint64_t sinks = 0;                          // tokens; whole pages
+};
+
+class PolicyAttention final : public PageAttention {
+ public:
+  explicit PolicyAttention(const Policy& policy) {
+    for (const auto& codec : policy.codecs) every_.push_back(&codec->attention());
+    for (size_t codec : policy.codec_of) of_layer_.push_back(every_[codec]);
+  }
+  size_t workspace_bytes(int rows) const override {
+    size_t bytes = 0;
+    for (const PageAttention* attention : every_) bytes = std::max(bytes, attention->workspace_bytes(rows));
+    return bytes;
+  }
+  void Attend(const PageAttentionTask& task, const SoftmaxRows& state, absl::Span<uint8_t> workspace) const override {
+    of_layer_[task.layer]->Attend(task, state, workspace);
+  }
+  bool maps(int layer) const override { return of_layer_[layer]->maps(layer); }
+  void MapQueries(int layer, int kv_head, int rows, const float* q, float* mapped) const override {
+    of_layer_[layer]->MapQueries(layer, kv_head, rows, q, mapped);
+  }
+  void ExpandOutput(int layer, int kv_head, int rows, const float* acc, float* out) const override {
+    of_layer_[layer]->ExpandOutput(layer, kv_head, rows, acc, out);
+  }
+  bool folds_output(int layer) const override { return of_layer_[layer]->folds_output(layer); }
+  void ProjectOutput(int layer, int kv_head, int rows, const float* acc, float* out) const override {
+    of_layer_[layer]->ProjectOutput(layer, kv_head, rows, acc, out);
+  }
+
+ private:
+  std::vector<const PageAttention*> every_;
+  std::vector<const PageAttention*> of_layer_;
+};
+
+/// Layers of codec `which` as "0..1,5".
+std::string LayersText(const Policy& policy, size_t which) {
+  std::vector<std::string> ranges;
+  const int layers = static_cast<int>(policy.codec_of.size());
+  for (int first = 0; first < layers; ++first) {
+    if (policy.codec_of[first] != which) continue;
+    int last = first;
+    while (last + 1 < layers && policy.codec_of[last + 1] == which) ++last;
+    ranges.push_back(absl::StrCat(first, "..", last));
+    first = last;
+  }
+  return absl::StrJoin(ranges, ",");
+}
+
+std::string DigestOfAll(const Policy& policy) {
+  std::set<std::string> digests;
+  for (size_t codec : policy.codec_of) {
+    const std::string& digest = policy.codecs[codec]->info().calibration_digest;
+    if (!digest.empty()) digests.insert(digest);
+  }
+  if (digests.empty()) return "";
+  if (digests.size() == 1) return *digests.begin();
+  std::string text;
+  for (const std::string& digest : digests) absl::StrAppend(&text, digest, "\n");
+  return Sha256({reinterpret_cast<const uint8_t*>(text.data()), text.size()}).ToHex(sizeof(Digest));
+}
+
+CodecInfo InfoOf(const Policy& policy) {
+  CodecInfo info;
+  info.name = "policy";
+  info.spec = policy.codecs[0]->info().spec;
+  info.version = kPolicyVersion;
+  for (size_t i = 0; i < policy.codecs.size(); ++i) {
+    const CodecInfo& of = policy.codecs[i]->info();
+    // Any codec's new version is a new version of the whole.
+    info.version = info.version * 1000003u + of.version;
+    if (i > 0) absl::StrAppend(&info.spec, ";", LayersText(policy, i), "=", of.spec);
+  }
+  if (policy.sinks > 0) absl::StrAppend(&info.spec, ";", kSinks, "=", policy.sinks);
+  info.calibration_digest = DigestOfAll(policy);
+
+  // What a codec says of its padding is a mean over all layers, hence so here.
+  const size_t layers = policy.codec_of.size();
+  std::vector<double> padding;
+  for (const auto& codec : policy.codecs) {
+    double bytes = 0;
+    for (size_t layer = 0; layer < layers; ++layer) bytes += double(codec->info().page_bytes(int(layer)));
+    padding.push_back(bytes / double(layers) - double(codec->info().payload_bytes));
+  }
+  double payload = 0;
+  for (size_t layer = 0; layer < layers; ++layer) {
+    const size_t bytes = policy.codecs[policy.codec_of[layer]]->info().page_bytes(int(layer));
+    info.layer_bytes.push_back(static_cast<uint32_t>(bytes));
+    info.encoded_bytes = std::max(info.encoded_bytes, bytes);
+    payload += double(bytes) - padding[policy.codec_of[layer]];
+  }
+  info.payload_bytes = static_cast<size_t>(payload / double(layers) + 0.5);
+  return info;
+}
+
+/// Immutable; every method may be called from any thread at once.
+class PolicyCodec final : public Codec {
+ public:
+  PolicyCodec(Policy policy, const PageLayout& layout)
+      : policy_(std::move(policy)), layout_(layout), info_(InfoOf(policy_)), attention_(policy_) {}
+
+  const CodecInfo& info() const override { return info_; }
+  const PageLayout& layout() const override { return layout_; }
+
+  size_t encode_workspace_bytes() const override {
+    size_t bytes = 0;
+    for (const auto& codec : policy_.codecs) bytes = std::max(bytes, codec->encode_workspace_bytes());
+    return bytes;
+  }
+
+  void Encode(absl::Span<EncodeItem> items, absl::Span<uint8_t> workspace) const override {
+    for (size_t begin = 0; begin < items.size();) {
+      EncodeItem& first = items[begin];
+      first.is_sink = first.first_token < policy_.sinks;
+      if (first.is_sink) {
+        first.declined = true;
+        ++begin;
+        continue;
+      }
+      // As many as go to the same codec at once.
+      size_t end = begin + 1;
+      for (; end < items.size() && policy_.codec_of[items[end].layer] == policy_.codec_of[first.layer] &&
+             items[end].first_token >= policy_.sinks;
+           ++end) {
+        items[end].is_sink = false;
+      }
+      Of(first.layer).Encode(items.subspan(begin, end - begin), workspace);
+      begin = end;
+    }
+  }
+
+  void Decode(absl::Span<const DecodeItem> items) const override {
+    for (const DecodeItem& item : items) Of(item.layer).Decode(absl::MakeConstSpan(&item, 1));
+  }
+
+  absl::Status Validate(int layer, absl::Span<const uint8_t> encoded) const override {
+    return Of(layer).Validate(layer, encoded);
+  }
+
+  const PageAttention& attention() const override { return attention_; }
+
+  bool OutputFactor(int layer, int kv_head, absl::Span<float> factor) const override {
+    return Of(layer).OutputFactor(layer, kv_head, factor);
+  }
+
+ private:
+  const Codec& Of(uint32_t layer) const { return *policy_.codecs[policy_.codec_of[layer]]; }
+
+  const Policy policy_;
+  const PageLayout layout_;
+  const CodecInfo info_;
+  const PolicyAttention attention_;
+};
+
+bool ParseLayer(absl::string_view text, int* layer) {
+  return !text.empty() && absl::ascii_isdigit(text[0]) && absl::SimpleAtoi(text, layer);
+}
+
+absl::StatusOr<LayerRange> ParseRange(absl::string_view text, int layers) {
+  LayerRange range;
+  const size_t dots = text.find("..");
+  const absl::string_view first = text.substr(0, dots);
+  const absl::string_view last = dots == absl::string_view::npos ? first : text.substr(dots + 2);
+  if (!ParseLayer(first, &range.first) || !ParseLayer(last, &range.last)) {
+    return InvalidField("codec policy layers", absl::StrCat("\"", text, "\""), "FIRST..LAST");
+  }
+  if (range.first > range.last || range.last >= layers) {
+    return InvalidField(
+        "codec policy layers", text,
+        absl::StrCat("FIRST..LAST with FIRST at most LAST, in 0..", layers - 1, ", the model's layers"));
+  }
+  return range;
+}
+
+/// Names the codec of the layers that the comma-separated `ranges` say. named [layers]: those of earlier clauses.
+absl::Status AssignLayers(absl::string_view ranges, size_t codec, Policy* policy, std::vector<bool>* named) {
+  const int layers = static_cast<int>(policy->codec_of.size());
+  for (absl::string_view text : absl::StrSplit(ranges, ',')) {
+    KV_ASSIGN_OR_RETURN(const LayerRange range, ParseRange(text, layers));
+    for (int layer = range.first; layer <= range.last; ++layer) {
+      if ((*named)[layer]) {
+        return InvalidField("codec policy layers", text,
+                            absl::StrCat("layers that no other clause names; ", layer, " is named twice"));
+      }
+      (*named)[layer] = true;
+      policy->codec_of[layer] = codec;
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<uint64_t> ParseSinks(absl::string_view text, int page_tokens) {
+  uint64_t tokens = 0;
+  if (text.empty() || !absl::ascii_isdigit(text[0]) || !absl::SimpleAtoi(text, &tokens) || tokens > kSinkTokensMax) {
+    return InvalidField("codec policy sinks", absl::StrCat("\"", text, "\""),
+                        absl::StrCat("0..", kSinkTokensMax, " tokens"));
+  }
+  return (tokens + page_tokens - 1) / page_tokens * page_tokens;
+}
+
+/// The default codec first if it has a layer, then the others in the order of their first layer; equal ones once, those
+/// without a layer not at all.
+void Normalize(Policy* policy) {
+  std::vector<std::unique_ptr<Codec>> codecs;
+  std::vector<size_t> place(policy->codecs.size(), std::numeric_limits<size_t>::max());
+  const auto keep = [&](size_t codec) {
+    if (place[codec] != std::numeric_limits<size_t>::max()) return;
+    const std::string& spec = policy->codecs[codec]->info().spec;
+    const auto same =
+        std::find_if(codecs.begin(), codecs.end(), [&spec](const auto& kept) { return kept->info().spec == spec; });
+    place[codec] = same - codecs.begin();
+    if (same == codecs.end()) codecs.push_back(std::move(policy->codecs[codec]));
+  };
+  const bool default_used = std::find(policy->codec_of.begin(), policy->codec_of.end(), 0) != policy->codec_of.end();
+  if (default_used) keep(0);
+  for (size_t& codec : policy->codec_of) {
+    keep(codec);
+    codec = place[codec];
+  }
+  policy->codecs = std::move(codecs);
+}
+
+absl::StatusOr<std::unique_ptr<Codec>> MakePolicy(const CodecRegistry& registry, const CodecContext& context,
+                                                  absl::string_view text) {
+  const auto check_bytes = [](absl::string_view what, size_t bytes) {
+    if (bytes <= kPolicyBytesMax) return absl::OkStatus();
+    return InvalidField(what, absl::StrCat(bytes, " bytes long"), absl::StrCat("at most ", kPolicyBytesMax, " bytes"));
+  };
+  KV_RETURN_IF_ERROR(check_bytes("codec policy", text.size()));
+  const std::vector<absl::string_view> clauses = absl::StrSplit(text, ';');
+  Policy policy;
+  policy.codec_of.assign(context.layers, 0);
+  std::vector<bool> named(context.layers, false);
+  bool has_sinks = false;
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<Codec> default_codec, registry.Create(clauses[0], context));
+  policy.codecs.push_back(std::move(default_codec));
+  for (const absl::string_view clause : absl::MakeConstSpan(clauses).subspan(1)) {
+    const size_t equals = clause.find('=');
+    if (equals == absl::string_view::npos) {
+      return InvalidField("codec policy clause", absl::StrCat("\"", clause, "\""), kClauseForm);
+    }
+    const absl::string_view key = clause.substr(0, equals), value = clause.substr(equals + 1);
+    if (key == kSinks) {
+      if (has_sinks) return InvalidField("codec policy sinks", "given twice", "given once");
+      has_sinks = true;
+      KV_ASSIGN_OR_RETURN(policy.sinks, ParseSinks(value, context.layout.page_tokens));
+      continue;
+    }
+    if (key.empty() || !absl::ascii_isdigit(key[0])) {
+      return InvalidField("codec policy clause", absl::StrCat("\"", clause, "\""), kClauseForm);
+    }
+    KV_RETURN_IF_ERROR(AssignLayers(key, policy.codecs.size(), &policy, &named));
+    KV_ASSIGN_OR_RETURN(std::unique_ptr<Codec> codec, registry.Create(value, context));
+    policy.codecs.push_back(std::move(codec));
+  }
+  Normalize(&policy);
+  // Raw pages cannot be kept more raw.
+  const bool all_raw = std::all_of(policy.codec_of.begin(), policy.codec_of.end(),
+                                   [&](size_t codec) { return policy.codecs[codec]->info().identity; });
+  if (all_raw) return std::move(policy.codecs[policy.codec_of[0]]);
+  if (policy.codecs.size() == 1 && policy.sinks == 0) return std::move(policy.codecs[0]);
+  auto codec = std::make_unique<PolicyCodec>(std::move(policy), context.layout);
+  KV_RETURN_IF_ERROR(check_bytes("codec policy, all parameters named,", codec->info().spec.size()));
+  return codec;
+}
+
+}  // namespace
+
+void RegisterPolicy(CodecRegistry& registry) { registry.SetPolicyFactory(MakePolicy); }
+
+}  // namespace kvmanager
