@@ -2,8 +2,9 @@
 //
 // Query tokens of one page form a group, since which pages they read raw or encoded is the same for all of them. A
 // group's rows (token, head of the KV head's group) are cut into tiles of at most PageAttentionTask::kRowsMax. A tile
-// takes as many KV heads as leave enough work for every thread, and its length may be cut further; with several heads
-// it visits a page's heads one after the other before the next page, so that memory is read in long runs.
+// takes as many KV heads as leave enough work for every thread, cut so that tiles read as many bytes (heads of a codec
+// may differ), and its length may be cut further; with several heads it visits a page's heads one after the other
+// before the next page, so that memory is read in long runs.
 //
 // Invariants:
 // 1. Where the length is cut depends on the query's own page and `threads` alone, not on the batch or on how query
@@ -100,6 +101,8 @@ class Plan final : public AttentionPlan {
   void AddSequence(const AttentionBatch& batch, const AttentionSequence& sequence);
   void AddGroup(const AttentionBatch& batch, const AttentionSequence& sequence, uint32_t first_token, uint32_t tokens);
   void AddItems();
+  uint32_t LastHead(uint32_t head, uint32_t heads_wanted, uint32_t heads_max) const;
+  uint64_t Cost(const Group& group, const Tile& tile, uint32_t begin, uint32_t end) const;
   void AllocateScratch();
 
   void Reset();
@@ -147,6 +150,7 @@ class Plan final : public AttentionPlan {
   const Isa isa_;
   const uint32_t raw_visit_pages_;
   const uint32_t encoded_visit_pages_;
+  std::vector<uint64_t> encoded_head_bytes_;  // [kv_heads + 1] of one page: what the heads before each take together
 
   AttentionCounts counts_;
   std::vector<Sequence> sequences_;
@@ -195,9 +199,19 @@ Plan::Plan(const AttentionBatch& batch, int threads)
       threads_(std::max(threads, 1)),
       isa_(BestIsa()),
       raw_visit_pages_(VisitPages(layout_, layout_.raw_bytes())),
-      encoded_visit_pages_(VisitPages(layout_, batch.codec == nullptr ? 1 : batch.codec->info().encoded_bytes)) {
+      encoded_visit_pages_(
+          VisitPages(layout_, batch.codec == nullptr ? 1 : batch.codec->info().page_bytes(batch.layer))) {
   KV_CHECK(batch.query_heads > 0 && batch.query_heads % layout_.kv_heads == 0);
   KV_CHECK(raw_attention_ != nullptr);
+  encoded_head_bytes_.assign(1, 0);
+  for (int head = 0; head < layout_.kv_heads; ++head) {
+    size_t bytes = encoded_attention_ == nullptr ? 0 : encoded_attention_->head_bytes(layer_, head);
+    if (bytes == 0) {
+      const size_t page = batch.codec == nullptr ? layout_.raw_bytes() : batch.codec->info().page_bytes(layer_);
+      bytes = page / layout_.kv_heads;
+    }
+    encoded_head_bytes_.push_back(encoded_head_bytes_.back() + bytes);
+  }
   size_t pages = 0, groups = 0;
   for (const AttentionSequence& s : batch.sequences) {
     pages += s.pages.size();
@@ -296,23 +310,24 @@ void Plan::AddItems() {
   for (uint32_t i = 0; i < groups_.size(); ++i) {
     const Group& group = groups_[i];
     const uint32_t rows = group.tokens * group_heads_;
-    const uint32_t heads_max = std::min(heads_shared, std::max(kRowsMax / std::min(rows, kRowsMax), 1u));
-    for (uint32_t head = 0; head < kv_heads; head += heads_max) {
+    const uint32_t heads_max = std::max(kRowsMax / std::min(rows, kRowsMax), 1u);
+    for (uint32_t head = 0, end; head < kv_heads; head = end) {
+      end = LastHead(head, std::min(heads_shared, heads_max), heads_max) + 1;
       for (uint32_t row = 0; row < rows; row += kRowsMax) {
-        Tile tile{i, head, std::min(heads_max, kv_heads - head), row, std::min(rows - row, kRowsMax), 0, 0};
+        Tile tile{i, head, end - head, row, std::min(rows - row, kRowsMax), 0, 0};
         const size_t states_bytes = tile.heads * state_bytes(tile.rows);
         rows_max_ = std::max(rows_max_, tile.rows);
         q_bytes_ = std::max(q_bytes_, size_t{tile.heads} * tile.rows * layout_.head_dim * sizeof(float));
         states_bytes_ = std::max(states_bytes_, states_bytes);
-        const uint64_t cost = uint64_t{tile.rows} * tile.heads;
         if (!split || group.parts == 1) {
-          items_.push_back({uint32_t(tiles_.size()), -1, cost * group.pages});
+          items_.push_back({uint32_t(tiles_.size()), -1, Cost(group, tile, 0, group.pages)});
         } else {
           tile.remaining_index = counters++;
           tile.state_offset = part_states_bytes_;
           part_states_bytes_ += group.parts * states_bytes;
           for (uint32_t part = 0; part < group.parts; ++part) {
-            items_.push_back({uint32_t(tiles_.size()), int32_t(part), cost * group.part_pages});
+            const uint32_t begin = part * group.part_pages, past = std::min(begin + group.part_pages, group.pages);
+            items_.push_back({uint32_t(tiles_.size()), int32_t(part), Cost(group, tile, begin, past)});
           }
         }
         tiles_.push_back(tile);
@@ -326,6 +341,34 @@ void Plan::AddItems() {
       return a.cost != b.cost ? a.cost > b.cost : std::pair(a.tile, a.part) < std::pair(b.tile, b.part);
     });
   }
+}
+
+// The last head of the tile that begins with `head`, for tiles of about heads_wanted heads, at most heads_max: the cut
+// nearest to where tiles of equal bytes would end.
+uint32_t Plan::LastHead(uint32_t head, uint32_t heads_wanted, uint32_t heads_max) const {
+  const uint32_t left = layout_.kv_heads - head;
+  const uint64_t tiles = (left + heads_wanted - 1) / heads_wanted;
+  const uint64_t* bytes = encoded_head_bytes_.data() + head;
+  const uint64_t wanted = (bytes[left] - bytes[0]) / tiles;
+  uint32_t heads = 1;
+  while (heads < std::min(heads_max, left) && (tiles == 1 || heads + tiles - 1 < left) &&
+         bytes[heads] + bytes[heads + 1] <= 2 * (bytes[0] + wanted)) {
+    ++heads;
+  }
+  return head + heads - 1;
+}
+
+// Of pages begin .. end - 1 of the group: bytes read, once per row.
+uint64_t Plan::Cost(const Group& group, const Tile& tile, uint32_t begin, uint32_t end) const {
+  const uint64_t raw_bytes = 2 * tile.heads * layout_.raw_head_bytes();
+  const uint64_t encoded_bytes =
+      encoded_head_bytes_[tile.first_head + tile.heads] - encoded_head_bytes_[tile.first_head];
+  uint64_t bytes = 0;
+  for (uint32_t i = group.run_begin; i < group.run_end; ++i) {
+    const uint32_t from = std::max(runs_[i].begin, begin), to = std::min(runs_[i].end, end);
+    if (from < to) bytes += (to - from) * (runs_[i].raw ? raw_bytes : encoded_bytes);
+  }
+  return bytes * tile.rows;
 }
 
 void Plan::AllocateScratch() {
