@@ -117,6 +117,10 @@ absl::Status Check(const Texts& texts, Options* options) {
       !options->calibration_dir.empty() && !std::filesystem::is_directory(options->calibration_dir, error)) {
     return InvalidField("--calibration-dir", options->calibration_dir, "a directory that exists");
   }
+  if (options->codec_plugins.size() > Options::kCodecPluginsMax) {
+    return InvalidField("--codec-plugin", absl::StrCat("given ", options->codec_plugins.size(), " times"),
+                        absl::StrCat("given at most ", Options::kCodecPluginsMax, " times"));
+  }
   for (absl::string_view level : {"debug", "info", "warn", "error", "off"}) {
     if (options->log_level == level) return absl::OkStatus();
   }
@@ -229,6 +233,10 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--calibration-dir", options.calibration_dir,
                  "Directory of calibration artifacts, for caches whose codec names one: calibration=FILE")
       ->type_name("DIR");
+  app.add_option("--codec-plugin", options.codec_plugins,
+                 "Shared object of a codec, run in this process; may be repeated (docs/writing-a-codec.md)")
+      ->type_name("FILE.so")
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   app.add_option("--log-level", options.log_level, "debug, info, warn, error or off (default info)")
       ->type_name("LEVEL");
 

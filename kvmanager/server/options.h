@@ -16,6 +16,7 @@ constexpr absl::string_view kVersion = "0.1.0";
 
 struct Options {
   static constexpr size_t kListenMax = 8;
+  static constexpr size_t kCodecPluginsMax = 32;
   static constexpr uint64_t kHostPoolBytesMin = 2 << 20, kHostPoolBytesMax = uint64_t{1} << 41;
   static constexpr uint64_t kArenaBytesMax = uint64_t{1} << 41;
   static constexpr uint64_t kSlabBytesMax = uint64_t{1} << 30;
@@ -35,9 +36,10 @@ struct Options {
   uint64_t slab_bytes = 0;                   // 0: from host_pool_bytes; else a multiple of 2 MiB up to kSlabBytesMax
   int64_t hand_off_lease_ms = 60000;         // kHandOffLeaseMsMin..kHandOffLeaseMsMax
   int64_t drain_s = 10;                      // 0..kDrainSMax
-  uint64_t peer_rate_bytes = 0;    // per second sent to all peers; 0: no limit; else kPeerRateBytesMin or more
-  std::string calibration_dir;     // of artifacts that codecs may name; empty: none can be named
-  std::string log_level = "info";  // debug, info, warn, error or off
+  uint64_t peer_rate_bytes = 0;            // per second sent to all peers; 0: no limit; else kPeerRateBytesMin or more
+  std::string calibration_dir;             // of artifacts that codecs may name; empty: none can be named
+  std::vector<std::string> codec_plugins;  // shared objects; at most kCodecPluginsMax
+  std::string log_level = "info";          // debug, info, warn, error or off
 };
 
 /// What the command line asks for: to run, or to print `text` and stop.

@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "codecs/abi/plugin_codec.h"
 #include "codecs/builtin.h"
 #include "codecs/registry.h"
 #include "kvmanager/base/clock.h"
@@ -25,6 +26,7 @@
 #include "kvmanager/server/hand_off.h"
 #include "kvmanager/server/listen_socket.h"
 #include "kvmanager/server/message_queue.h"
+#include "kvmanager/server/plugin_events.h"
 #include "kvmanager/server/server_metrics.h"
 #include "kvmanager/store/page_store.h"
 #include "kvmanager/store/store_metrics.h"
@@ -56,12 +58,17 @@ uint64_t RandomEpoch() {
 class ServerImpl final : public Server {
  public:
   explicit ServerImpl(const Options& options)
-      : options_(options), store_metrics_(&metrics_), transport_metrics_(&metrics_), server_metrics_(&metrics_) {}
+      : options_(options),
+        store_metrics_(&metrics_),
+        transport_metrics_(&metrics_),
+        server_metrics_(&metrics_),
+        plugin_events_(&metrics_) {}
 
   ~ServerImpl() noexcept override { Close(); }
 
   absl::Status Open() {
     RegisterBuiltinCodecs(registry_);
+    KV_RETURN_IF_ERROR(LoadCodecPlugins(options_.codec_plugins, registry_, &plugin_events_));
     calibrations_ = MakeCalibrationDirectory(options_.calibration_dir);
     registry_.SetCalibrations(calibrations_.get());
     PagePool::Options pool;
@@ -187,6 +194,7 @@ class ServerImpl final : public Server {
   StoreMetrics store_metrics_;
   TransportMetrics transport_metrics_;
   ServerMetrics server_metrics_;
+  PluginEvents plugin_events_;
   std::unique_ptr<CalibrationSource> calibrations_;
   CodecRegistry registry_;
   std::unique_ptr<PagePool> pool_;
