@@ -1,16 +1,22 @@
 #include "codecs/builtin.h"
 
+#include "codecs/default/default_codec.h"
 #include "codecs/hack/hack.h"
 #include "codecs/policy/policy.h"
+#include "codecs/pq/pq.h"
 #include "codecs/raw/raw.h"
 #include "codecs/zack/zack.h"
+#include "codecs/zack_hack/zack_hack.h"
 
 namespace kvmanager {
 
 void RegisterBuiltinCodecs(CodecRegistry& registry) {
   RegisterRaw(registry);
   RegisterHack(registry);
+  RegisterPq(registry);
   RegisterZack(registry);
+  RegisterZackHack(registry);
+  RegisterDefaultCodec(registry);
   RegisterPolicy(registry);
 }
 

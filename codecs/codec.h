@@ -16,6 +16,7 @@
 #include "absl/types/span.h"
 #include "codecs/calibration.h"
 #include "codecs/page_attention.h"
+#include "codecs/sequence_index.h"
 #include "kvmanager/base/page_layout.h"
 
 namespace kvmanager {
@@ -88,6 +89,10 @@ class Codec {
   /// `kv_head` stands for o = A o' (columns beyond the head's rank are zero), for the client to fold into W_O. false:
   /// outputs are as usual.
   virtual bool OutputFactor(int layer, int kv_head, absl::Span<float> factor) const { return false; }
+
+  /// For a sequence of this cache, an index by which its queries choose what they read (sequence_index.h); nullptr:
+  /// every query reads everything. Only of identity codecs.
+  virtual std::unique_ptr<SequenceIndex> NewIndex(const IndexFacts& facts) const { return nullptr; }
 };
 
 }  // namespace kvmanager

@@ -1,0 +1,1 @@
+#include "codecs/pq/pq_kernels_inl.h"

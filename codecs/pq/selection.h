@@ -1,0 +1,60 @@
+// The choice of tokens by codes: tables of the query's products with the centroids, scores of all middle tokens, their
+// softmax per query head, summed over the group, and the k largest.
+//
+// Scores are sums of table entries in 16 bits: one unit is the widest sub-vector's range of products over 65535 / m, so
+// a score is off by at most m / 2 units. Functions of their arguments; any thread; nothing is allocated.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/types/span.h"
+#include "codecs/cpu_isa.h"
+#include "codecs/pq/codebook.h"
+#include "codecs/pq/pq_kernels.h"
+
+namespace kvmanager::pq {
+
+/// The fastest kernels that `isa` allows on this processor.
+const Kernels& KernelsOf(Isa isa);
+
+/// Codes of consecutive tokens of one KV head.
+struct CodeRun {
+  const uint8_t* codes = nullptr;  // of sub-vector 0; sub-vector s is s * stride bytes on
+  size_t stride = 0;
+  size_t tokens = 0;
+};
+
+/// Where a selection's arrays lie in its workspace.
+struct SelectionScratch {
+  /// chosen_max: the largest k.
+  SelectionScratch(const Parameters& parameters, int rows, size_t middle_tokens_max, size_t chosen_max);
+  size_t bytes = 0;
+  size_t scores_at, score_stride;  // [rows][score_stride] of uint16_t, or float with exact scores
+  size_t weights_at;               // [middle] float
+  size_t candidates_at;            // [middle] uint32_t
+  size_t chosen_at;                // [chosen] uint32_t
+  size_t histogram_at;
+  size_t tables_at;  // values of one table [256] float, then [m][kTableBytes]
+};
+
+struct SelectionTask {
+  const float* q = nullptr;  // [rows][head_dim]
+  int rows = 0;
+  float scale = 1;
+  int kv_head = 0;
+  uint64_t first = 0;  // token of the first middle one
+  size_t middle = 0;   // tokens
+  size_t chosen = 0;   // k <= middle
+};
+
+/// Scores by codes. runs: the codes of tokens first .. first + middle - 1. The result, ascending tokens, lies in the
+/// workspace.
+absl::Span<const uint32_t> SelectByCodes(const Kernels& kernels, const Codebook& codebook, const SelectionTask& task,
+                                         absl::Span<const CodeRun> runs, const SelectionScratch& scratch,
+                                         uint8_t* workspace);
+/// By scores [rows][score_stride] float, already scaled, that lie at scratch.scores_at.
+absl::Span<const uint32_t> SelectByScores(const Kernels& kernels, const SelectionTask& task,
+                                          const SelectionScratch& scratch, uint8_t* workspace);
+
+}  // namespace kvmanager::pq
