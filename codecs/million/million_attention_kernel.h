@@ -1,0 +1,54 @@
+// What million_attention.cc and its kernels, one object file per instruction set, say to each other: plain structs
+// only.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "codecs/million/million_lookup.h"
+#include "codecs/million/million_side.h"
+
+namespace kvmanager::million {
+
+/// Scratch of one call, cut from the caller's workspace; every array is 64-byte aligned.
+struct MillionScratch {
+  uint32_t* words;   // [16 * head_dim] codes of a strip, of K and then of V
+  int8_t* q_high;    // [rows][head_dim] q folded with K's steps in 16 bits: 256 q_high + q_low
+  int8_t* q_low;     // likewise
+  int32_t* q_start;  // [rows]: -128 sum of 256 q_high + q_low, which K's unsigned codes add
+  float* q_unit;     // [rows]: what one unit of the integer product adds to a score
+  float* q_offset;   // [rows]: the score's constant, q . mid
+  float* scores;     // [rows][64], in the order of TokenAt
+  uint8_t* p8;       // [rows][64]
+  float* p_unit;     // [rows]: the strip's largest probability / 255; before that its largest score
+  float* p_sum;      // [rows]: sum of p8
+};
+
+struct MillionArguments {
+  const float* q;  // [rows][head_dim]
+  int rows;
+  int head_dim;
+  int strips;  // of a page
+  float scale;
+  const uint8_t* const* pages;
+  size_t page_count;
+  size_t record_offset;  // of the head in a page
+  size_t record_bytes;
+  const uint8_t* next_record;  // the head's record in the page after these, or nullptr
+  const SideLayout* k;
+  const SideLayout* v;
+  const SideTable* k_table;
+  const SideTable* v_table;
+  LookUpFunction look_up_k;
+  LookUpFunction look_up_v;
+  float* max;  // as SoftmaxRows
+  float* sum;
+  float* acc;
+  MillionScratch scratch;
+};
+
+extern void (*const kMillionAttendPortable)(const MillionArguments& arguments);
+extern void (*const kMillionAttendAvx2)(const MillionArguments& arguments);
+extern void (*const kMillionAttendAvx512)(const MillionArguments& arguments);
+
+}  // namespace kvmanager::million

@@ -1,0 +1,1 @@
+#include "codecs/million/million_attention_inl.h"

@@ -1,0 +1,1 @@
+#include "codecs/million/million_encode_inl.h"
