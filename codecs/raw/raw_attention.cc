@@ -15,7 +15,7 @@ class RawAttention final : public PageAttention {
   size_t workspace_bytes(int rows) const override { return 0; }
 
   void Attend(const PageAttentionTask& task, const SoftmaxRows& state, absl::Span<uint8_t> workspace) const override {
-    RawAttentionArguments a;
+    RawAttentionArguments a{};
     a.q = task.q;
     a.rows = task.rows;
     a.row_floats = layout_.head_dim;
@@ -28,8 +28,12 @@ class RawAttention final : public PageAttention {
     a.page_count = task.pages.size();
     a.k_offset = layout_.raw_offset(0, task.kv_head, 0);
     a.v_offset = layout_.raw_offset(1, task.kv_head, 0);
-    a.next_k = task.next_page == nullptr ? nullptr : task.next_page + layout_.raw_offset(0, task.next_kv_head, 0);
-    a.next_k_dim = layout_.head_dim;
+    if (task.next_page != nullptr) {
+      a.next_k = task.next_page + layout_.raw_offset(0, task.next_kv_head, 0);
+      a.next_v = task.next_page + layout_.raw_offset(1, task.next_kv_head, 0);
+      a.next_k_dim = layout_.head_dim;
+      a.next_v_dim = layout_.head_dim;
+    }
     a.visible = task.visible;
     a.max = state.max;
     a.sum = state.sum;

@@ -25,11 +25,12 @@ struct Tile {
   alignas(64) float p[kTileRows][kPageTokens + kLanes];
 };
 
-/// Issues prefetches of a page's K, its V, then the next page's K, a few lines per step of the loops, so that the
-/// memory is asked for the same number of lines all the time, kLeadLines before they are needed.
+/// Issues prefetches of a page's K, its V, then the next page's, a few lines per step of the loops, so that the memory
+/// is asked for the same number of lines all the time, kLeadLines (a page's, if those are fewer) before they are
+/// needed.
 struct Ahead {
   static constexpr int kLeadLines = 256;
-  static constexpr int kRuns = 3;
+  static constexpr int kRuns = 4;
   const uint8_t* run[kRuns];
   int lines[kRuns];
   const uint8_t* at;
@@ -51,6 +52,19 @@ struct Ahead {
       return;
     }
     PrefetchLines(a.at, count);
+    a.at += size_t{64} * count;
+    a.left -= count;
+  }
+
+  /// The first `count` lines were issued before.
+  KVMANAGER_INLINE void Skip(Ahead& a, int count) {
+    while (count > a.left) {
+      count -= a.left;
+      a.left = 0;
+      if (a.next == kRuns || a.run[a.next] == nullptr) return;
+      a.at = a.run[a.next];
+      a.left = a.lines[a.next++];
+    }
     a.at += size_t{64} * count;
     a.left -= count;
   }
@@ -177,6 +191,18 @@ KVMANAGER_INLINE void Accumulate(const RawAttentionArguments& a, const uint16_t*
   }
 }
 
+/// How many vectors of channels Accumulate takes next, `left` being left: as many accumulators as hide the latency of a
+/// multiply-add and still fit the registers; few passes, since each broadcasts all weights again.
+template <int kR>
+KVMANAGER_INLINE int PassVectors(int left) {
+  if constexpr (kLanes == 16) {
+    constexpr int kRest[8] = {0, 1, 2, 3, 4, 5, 3, 4};
+    return left < 8 ? kRest[left] : kR > 2 ? 4 : 8;
+  }
+  constexpr int kMost = kR > 2 ? 2 : 4;
+  return left >= kMost ? kMost : left >= 2 ? 2 : 1;
+}
+
 /// One tile of rows over one page.
 template <bool kBFloat16, int kR>
 __attribute__((noinline)) void AttendTile(const RawAttentionArguments& a, int row, int first_token, const uint8_t* page,
@@ -196,36 +222,65 @@ __attribute__((noinline)) void AttendTile(const RawAttentionArguments& a, int ro
   for (int r = 0; r < kR; ++r) RaiseMaximum(a, tile, r, row + r);
   for (int r = 0; r < kR; ++r) Softmax(a, tile, r, row + r);
   const uint16_t* v = reinterpret_cast<const uint16_t*>(page + a.v_offset);
-  // As many accumulators as hide the latency of a multiply-add and still fit the registers.
-  constexpr int kC = kLanes == 16 ? (kR > 2 ? 4 : 8) : (kR > 2 ? 2 : 4);
-  int c = 0;
-  for (; c + kC * kLanes <= a.v_dim; c += kC * kLanes) Accumulate<kBFloat16, kR, kC>(a, v, ahead, tile, c);
-  for (; c + 2 * kLanes <= a.v_dim; c += 2 * kLanes) Accumulate<kBFloat16, kR, 2>(a, v, ahead, tile, c);
-  for (; c < a.v_dim; c += kLanes) Accumulate<kBFloat16, kR, 1>(a, v, ahead, tile, c);
+  for (int c = 0, left = a.v_dim / kLanes; left > 0;) {
+    const int count = PassVectors<kR>(left);
+    switch (count) {
+      case 1:
+        Accumulate<kBFloat16, kR, 1>(a, v, ahead, tile, c);
+        break;
+      case 2:
+        Accumulate<kBFloat16, kR, 2>(a, v, ahead, tile, c);
+        break;
+      case 3:
+        Accumulate<kBFloat16, kR, 3>(a, v, ahead, tile, c);
+        break;
+      case 4:
+        Accumulate<kBFloat16, kR, 4>(a, v, ahead, tile, c);
+        break;
+      case 5:
+        Accumulate<kBFloat16, kR, 5>(a, v, ahead, tile, c);
+        break;
+      default:
+        Accumulate<kBFloat16, kR, 8>(a, v, ahead, tile, c);
+        break;
+    }
+    c += count * kLanes;
+    left -= count;
+  }
 }
 
 template <bool kBFloat16>
 void AttendPages(const RawAttentionArguments& a) {
   Ahead ahead;
-  const int k_lines = a.page_tokens * a.k_dim * 2 / 64;
-  ahead.lines[0] = k_lines;
-  ahead.lines[1] = a.page_tokens * a.v_dim * 2 / 64;
+  ahead.lines[0] = ahead.lines[2] = a.page_tokens * a.k_dim * 2 / 64;
+  ahead.lines[1] = ahead.lines[3] = a.page_tokens * a.v_dim * 2 / 64;
+  const int page_lines = ahead.lines[0] + ahead.lines[1];
+  const int lead = page_lines < Ahead::kLeadLines ? page_lines : Ahead::kLeadLines;
   for (size_t i = 0; i < a.page_count; ++i) {
     const uint8_t* page = a.pages[i];
     const int first_token = int(i) * a.page_tokens;
     // The first tile fetches for all: later ones find the page in the cache.
     ahead.run[0] = page + a.k_offset;
     ahead.run[1] = page + a.v_offset;
-    const bool last = i + 1 == a.page_count;
-    ahead.run[2] = last ? a.next_k : a.pages[i + 1] + a.k_offset;
-    ahead.lines[2] = last ? a.page_tokens * a.next_k_dim * 2 / 64 : k_lines;
-    Ahead::Start(ahead);
-    const int lead = k_lines < Ahead::kLeadLines ? k_lines : Ahead::kLeadLines;
-    if (i == 0) {
-      Ahead::Issue(ahead, lead);
+    if (i + 1 < a.page_count) {
+      ahead.run[2] = a.pages[i + 1] + a.k_offset;
+      ahead.run[3] = a.pages[i + 1] + a.v_offset;
     } else {
-      ahead.at += 64 * lead;
-      ahead.left -= lead;
+      ahead.run[2] = a.next_k;
+      ahead.run[3] = a.next_v;
+      ahead.lines[2] = a.page_tokens * a.next_k_dim * 2 / 64;
+      ahead.lines[3] = a.page_tokens * a.next_v_dim * 2 / 64;
+    }
+    Ahead::Start(ahead);
+    if (i == 0) {
+      const int of_k = lead < ahead.lines[0] ? lead : ahead.lines[0];
+      Ahead::Issue(ahead, of_k);
+      if (lead > of_k) {
+        Ahead::Issue(ahead, 1);  // on to V
+        Ahead::Issue(ahead, lead - of_k);
+      }
+    } else {
+      Ahead::Skip(ahead, lead);
     }
     for (int row = 0; row < a.rows;) {
       switch (a.rows - row) {

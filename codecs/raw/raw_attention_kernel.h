@@ -22,8 +22,10 @@ struct RawAttentionArguments {
   size_t page_count;
   size_t k_offset;  // of the head's K in a page, bytes
   size_t v_offset;
-  const uint8_t* next_k;  // the K that is attended to after these pages, or nullptr
+  const uint8_t* next_k;  // the K and V that are attended to after these pages, or nullptr
+  const uint8_t* next_v;
   int next_k_dim;
+  int next_v_dim;
   const int* visible;  // [rows] or nullptr
   float* max;          // as SoftmaxRows
   float* sum;

@@ -20,7 +20,7 @@ class ZackAttention final : public PageAttention {
 
   void Attend(const PageAttentionTask& task, const SoftmaxRows& state, absl::Span<uint8_t> workspace) const override {
     const ZackHead& head = format_.head(task.layer, task.kv_head);
-    RawAttentionArguments a;
+    RawAttentionArguments a{};
     a.q = task.q;
     a.rows = task.rows;
     a.row_floats = format_.layout.head_dim;
@@ -33,9 +33,13 @@ class ZackAttention final : public PageAttention {
     a.page_count = task.pages.size();
     a.k_offset = head.offset[0];
     a.v_offset = head.offset[1];
-    const ZackHead& next = format_.head(task.layer, task.next_kv_head);
-    a.next_k = task.next_page == nullptr ? nullptr : task.next_page + next.offset[0];
-    a.next_k_dim = next.rank[0];
+    if (task.next_page != nullptr) {
+      const ZackHead& next = format_.head(task.layer, task.next_kv_head);
+      a.next_k = task.next_page + next.offset[0];
+      a.next_v = task.next_page + next.offset[1];
+      a.next_k_dim = next.rank[0];
+      a.next_v_dim = next.rank[1];
+    }
     a.visible = task.visible;
     a.max = state.max;
     a.sum = state.sum;
