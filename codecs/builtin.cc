@@ -2,6 +2,7 @@
 
 #include "codecs/default/default_codec.h"
 #include "codecs/hack/hack.h"
+#include "codecs/million/million.h"
 #include "codecs/policy/policy.h"
 #include "codecs/pq/pq.h"
 #include "codecs/raw/raw.h"
@@ -13,6 +14,7 @@ namespace kvmanager {
 void RegisterBuiltinCodecs(CodecRegistry& registry) {
   RegisterRaw(registry);
   RegisterHack(registry);
+  RegisterMillion(registry);
   RegisterPq(registry);
   RegisterZack(registry);
   RegisterZackHack(registry);
