@@ -146,7 +146,7 @@ absl::StatusOr<Errors> Compare(const Subject& subject, const Pages& pages, int l
 absl::StatusOr<std::string> AttendIsExactOnWhatDecodeGives(const Case& c) {
   KV_ASSIGN_OR_RETURN(const std::unique_ptr<Subject> subject, Subject::Open(c));
   if (!subject->attends()) return kNoAttend;
-  std::string note = "relative errors";
+  std::string note = "relative errors beyond the rounding of decode:";
   for (const auto& [deviation, error_max] : kTolerances) {
     double squares = 0, norm_squares = 0;
     for (const int layer : subject->layers()) {
