@@ -21,7 +21,8 @@
 #include <limits>
 #include <utility>
 
-#include "codecs/raw/raw_attention.h"
+#include "attention/rows.h"
+#include "attention/selective_plan.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -496,6 +497,7 @@ void Plan::AttendPart(const Tile& tile, uint32_t part, uint8_t* scratch, uint8_t
         task.next_page = !last ? pages[page] : visit_end < to ? pages[visit_end] : nullptr;
         task.page_after = visit_end < to ? pages[visit_end] : nullptr;
         task.next_kv_head = last ? tile.first_head : task.kv_head + 1;
+        task.announced = page > from || h > 0;
         attention.Attend(task, StateAt(into + h * bytes, tile.rows), workspace);
       }
     }
@@ -542,7 +544,7 @@ void Plan::LoadQueries(const Tile& tile, float* q) const {
   for (uint32_t h = 0; h < tile.heads; ++h) {
     for (uint32_t r = 0; r < tile.rows; ++r, q += d) {
       const size_t row = RowIndex(group, tile.first_head + h, tile.first_row + r);
-      ConvertToFloat(base + row * d * DTypeBytes(q_dtype_), q_dtype_, d, q, isa_);
+      LoadRow(base + row * d * DTypeBytes(q_dtype_), q_dtype_, d, q, isa_);
     }
   }
 }
@@ -555,11 +557,8 @@ void Plan::StoreOutput(const Tile& tile, uint8_t* states) const {
     const SoftmaxRows state = StateAt(states + h * state_bytes(tile.rows), tile.rows);
     for (uint32_t r = 0; r < tile.rows; ++r) {
       const size_t row = RowIndex(group, tile.first_head + h, tile.first_row + r);
-      float* acc = state.acc + r * d;
-      const float inverse = 1.0f / state.sum[r];
-      for (size_t c = 0; c < d; ++c) acc[c] *= inverse;
-      ConvertFromFloat(acc, q_dtype_, d, static_cast<char*>(sequence.out) + row * d * DTypeBytes(q_dtype_), isa_);
-      if (sequence.lse != nullptr) sequence.lse[row] = state.max[r] + std::log(state.sum[r]);
+      StoreRow(state, r, q_dtype_, d, static_cast<char*>(sequence.out) + row * d * DTypeBytes(q_dtype_),
+               sequence.lse == nullptr ? nullptr : sequence.lse + row, isa_);
     }
   }
 }
@@ -567,6 +566,9 @@ void Plan::StoreOutput(const Tile& tile, uint8_t* states) const {
 }  // namespace
 
 std::unique_ptr<AttentionPlan> AttentionPlan::Make(const AttentionBatch& batch, int threads) {
+  if (std::any_of(batch.sequences.begin(), batch.sequences.end(), IsSelective)) {
+    return MakeSelectivePlan(batch, threads);
+  }
   return std::make_unique<Plan>(batch, threads);
 }
 

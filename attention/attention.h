@@ -14,6 +14,7 @@
 #include "absl/types/span.h"
 #include "codecs/codec.h"
 #include "codecs/page_attention.h"
+#include "codecs/sequence_index.h"
 #include "kvmanager/base/page_layout.h"
 #include "kvmanager/base/worker_pool.h"
 
@@ -27,6 +28,9 @@ struct AttentionSequence {
   const void* q = nullptr;                // [tokens][query_heads][head_dim] of q_dtype
   void* out = nullptr;                    // the same shape, of q_dtype
   float* lse = nullptr;                   // [tokens][query_heads] log-sum-exp of the scaled scores, or nullptr
+  /// Chooses what queries at positions from its first_position() on read; its pages are raw (of an identity codec).
+  /// nullptr: every query reads everything. Run calls it in workers; it must live until Run has called back.
+  TokenSelector* selector = nullptr;
 };
 
 struct AttentionBatch {
@@ -41,7 +45,8 @@ struct AttentionBatch {
   absl::Span<const AttentionSequence> sequences;
 };
 
-/// How many (query token, context token) pairs of one layer a plan reads in either form.
+/// How many (query token, context token) pairs of one layer a plan reads in either form; what a selector leaves out is
+/// not read.
 struct AttentionCounts {
   uint64_t encoded_pairs = 0;
   uint64_t raw_pairs = 0;

@@ -30,6 +30,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "attention/attention.h"
+#include "attention/bench_index.h"
 #include "attention/machine_limits.h"
 #include "codecs/bench_codecs.h"
 #include "codecs/cpu_isa.h"
@@ -42,6 +43,7 @@ namespace {
 
 constexpr int kHeadDim = 128;
 constexpr int kPageTokens = 64;
+constexpr int kIndexLayers = 4;  // of codecs that choose what they read: their codes exceed an L2 cache
 constexpr int kDistinctRawPages = 16;  // encoded pages repeat these contents, each in memory of its own
 // Below this share of every limit the core is busy with what lies between: unpacking, softmax, conversions.
 constexpr double kBindsFrom = 0.6;
@@ -90,6 +92,9 @@ std::unique_ptr<Pool> MakePool(const Shape& shape) {
   pool->layout.head_dim = shape.head_dim;
   pool->layout.page_tokens = kPageTokens;
   auto codec = Codecs().Make(shape.codec, pool->layout, shape.query_heads, shape.layers);
+  if (codec.ok() && (*codec)->NewIndex({}) != nullptr) {
+    codec = Codecs().Make(shape.codec, pool->layout, shape.query_heads, kIndexLayers);
+  }
   if (!codec.ok()) {
     std::fprintf(stderr, "attention_bench: %s\n", std::string(codec.status().message()).c_str());
     std::exit(2);
@@ -183,7 +188,7 @@ std::string ReportLimits(benchmark::State& state, const Shape& shape, const Pool
 void Decode(benchmark::State& state, const Shape& shape) {
   Pool& pool = PoolOf(shape);
   const int pages = shape.context_tokens / kPageTokens;
-  const bool identity = pool.codec->info().identity;
+  const bool identity = pool.codec->info().identity, is_raw = pool.codec->info().name == "raw";
   std::mt19937 random(2);
   std::normal_distribution<float> normal(0, 1);
   std::vector<float> q(size_t(shape.query_heads) * shape.head_dim), out(q.size());
@@ -202,9 +207,12 @@ void Decode(benchmark::State& state, const Shape& shape) {
   batch.sequences = absl::MakeConstSpan(&sequence, 1);
   std::unique_ptr<WorkerPool> workers;
   if (shape.threads > 1) workers = std::make_unique<WorkerPool>(shape.threads);
+  const std::unique_ptr<BenchIndex> index =
+      BenchIndex::Make(*pool.codec, kIndexLayers, absl::MakeConstSpan(pool.pages).first(pages), shape.context_tokens);
 
   size_t next = 0;
   std::vector<double> samples_ns;
+  uint64_t read_pairs = 0;
   for (auto _ : state) {
     // Each decode reads the next pages of the pool, so that none is left in a cache from the one before.
     for (AttentionPage& page : table) {
@@ -212,7 +220,12 @@ void Decode(benchmark::State& state, const Shape& shape) {
       next = (next + 1) % pool.pages.size();
     }
     sequence.pages = table;
+    if (index != nullptr) {
+      for (float& x : q) x = normal(random);
+    }
     const auto begin = std::chrono::steady_clock::now();
+    const std::unique_ptr<TokenSelector> selector = index == nullptr ? nullptr : index->Select();
+    sequence.selector = selector.get();
     const std::unique_ptr<AttentionPlan> plan = AttentionPlan::Make(batch, shape.threads);
     if (workers == nullptr) {
       plan->RunHere();
@@ -223,20 +236,21 @@ void Decode(benchmark::State& state, const Shape& shape) {
     }
     const double ns = std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - begin).count();
     samples_ns.push_back(ns);
+    read_pairs = plan->counts().raw_pairs + plan->counts().encoded_pairs;
     state.SetIterationTime(ns * 1e-9);
   }
   std::nth_element(samples_ns.begin(), samples_ns.begin() + samples_ns.size() / 2, samples_ns.end());
   const double median_ns = samples_ns[samples_ns.size() / 2];
   const double token_heads = double(shape.context_tokens) * shape.kv_heads;
   const double ns_per_token_head = median_ns / token_heads;
-  const double seconds = median_ns * 1e-9, bytes = double(pages) * pool.codec->info().page_bytes(0);
+  const double seconds = median_ns * 1e-9, bytes = double(read_pairs) / kPageTokens * pool.codec->info().page_bytes(0);
   state.counters["bytes_per_second"] = bytes / seconds;
   state.counters["bytes_per_token_head"] = double(pool.codec->info().payload_bytes) / kPageTokens / shape.kv_heads;
   state.counters["ns_per_token_head"] = ns_per_token_head;
   const RawKey key(shape.context_tokens, shape.query_heads, shape.kv_heads, shape.threads);
-  if (identity) RawResults()[key] = ns_per_token_head;
+  if (is_raw) RawResults()[key] = ns_per_token_head;
   const auto raw = RawResults().find(key);
-  if (!identity && raw != RawResults().end()) state.counters["ratio_to_raw"] = raw->second / ns_per_token_head;
+  if (!is_raw && raw != RawResults().end()) state.counters["ratio_to_raw"] = raw->second / ns_per_token_head;
   state.SetLabel(absl::StrCat(IsaName(BestIsa()), "; limit: ", ReportLimits(state, shape, pool, bytes, seconds)));
 }
 
@@ -285,6 +299,10 @@ absl::Status RegisterSpec(const std::string& spec) {
 }  // namespace kvmanager
 
 int main(int argc, char** argv) {
+  if (const absl::Status status = kvmanager::Codecs().LoadPlugins(&argc, argv); !status.ok()) {
+    std::fprintf(stderr, "attention_bench: %s\n", std::string(status.message()).c_str());
+    return 2;
+  }
   const std::vector<std::string> specs = kvmanager::TakeFlags("codec", &argc, argv);
   if (specs.empty()) kvmanager::RegisterDefaults();
   for (const std::string& spec : specs) {
