@@ -24,6 +24,8 @@ class HackCodec final : public Codec {
   absl::Status Validate(int layer, absl::Span<const uint8_t> encoded) const override;
   const PageAttention& attention() const override { return *attention_; }
 
+  const HackFormat& format() const { return format_; }
+
  private:
   const HackFormat format_;
   const HackKernels& kernels_;

@@ -1,0 +1,53 @@
+// Which widths the segments of rotated channels get: each bit goes where it removes most of the expected error.
+//
+// A segment is 16 channels of one layer, head and side. Its energy is what would be lost without codes: the sum over
+// its channels of (variance inside a page) * (second moment of the other side), as calibration measured it; with b bits
+// about energy * loss[b] is lost. Pure functions of their arguments, deterministic to the bit; any thread.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "codecs/hack/hack_format.h"
+
+namespace kvmanager::zack_hack {
+
+inline constexpr int kWidthMax = 4;
+using LossTable = std::array<double, kWidthMax + 1>;  // what is left of a segment's energy with 0..4 bits
+
+/// The rough table of allocation=head.
+inline constexpr LossTable kRoughLoss = {1.0, 0.36, 0.12, 0.035, 0.0095};
+/// Measured over rotated K and V of a real model, pages of 64 tokens, 8-bit metadata, least squares at 1 bit and
+/// min-max above: the table of allocation=model.
+inline constexpr LossTable kMeasuredLoss = {1.0, 0.40, 0.21, 0.038, 0.0082};
+
+/// Gives away `bits`, one at a time, each to the segment where it removes most (the first of equals); widths are at
+/// most kWidthMax, so that bits beyond kWidthMax * energies.size() are left. energies: finite, at least 0.
+std::vector<uint8_t> AllocateBits(absl::Span<const double> energies, int64_t bits, const LossTable& loss);
+
+/// Energies of segments: [layers][kv_heads][side: K, V][segments].
+struct SegmentEnergies {
+  int layers = 0, kv_heads = 0, segments = 0;
+  std::vector<double> energy;
+  std::vector<double> sensitivity;  // [layers][kv_heads][side]: the cost of a unit of energy lost there
+
+  size_t index(int layer, int head, int side) const { return (size_t(layer) * kv_heads + head) * 2 + side; }
+};
+
+/// Widths per layer, as hack::MakeHackFormat takes them.
+using LayerWidths = std::vector<hack::SegmentBits>;
+
+/// The same number of bits for every layer and head: `bits[side]` of all segments of one head and side together.
+LayerWidths AllocatePerHead(const SegmentEnergies& energies, const std::array<int64_t, 2>& bits);
+/// One budget for K of all layers and heads, and one for V; energies weighted by sensitivity.
+LayerWidths AllocatePerSide(const SegmentEnergies& energies, const std::array<int64_t, 2>& bits);
+/// One budget for everything.
+LayerWidths AllocateAcrossModel(const SegmentEnergies& energies, int64_t bits);
+
+/// How many of `bits` (per head, of `segments` on either side) K gets, the rest being V's: the split that lost least at
+/// 32, 40, 48, 56 and 88 bytes on a real model, linear between.
+int64_t BitsOfK(int64_t bits, int segments);
+
+}  // namespace kvmanager::zack_hack
