@@ -39,6 +39,8 @@ struct PageAttentionTask {
   const uint8_t* next_page = nullptr;
   int next_kv_head = 0;
   const uint8_t* page_after = nullptr;
+  /// The caller's last call, just before, named the first of `pages` and kv_head as its next_page and next_kv_head.
+  bool announced = false;
 
   static constexpr int kRowsMax = 64;
 };

@@ -34,6 +34,8 @@ class RawAttention final : public PageAttention {
       a.next_k_dim = layout_.head_dim;
       a.next_v_dim = layout_.head_dim;
     }
+    a.lead_lines = RawLeadLines(layout_.page_tokens, layout_.head_dim, layout_.head_dim);
+    a.announced = task.announced;
     a.visible = task.visible;
     a.max = state.max;
     a.sum = state.sum;

@@ -254,8 +254,7 @@ void AttendPages(const RawAttentionArguments& a) {
   Ahead ahead;
   ahead.lines[0] = ahead.lines[2] = a.page_tokens * a.k_dim * 2 / 64;
   ahead.lines[1] = ahead.lines[3] = a.page_tokens * a.v_dim * 2 / 64;
-  const int page_lines = ahead.lines[0] + ahead.lines[1];
-  const int lead = page_lines < Ahead::kLeadLines ? page_lines : Ahead::kLeadLines;
+  const int lead = a.lead_lines;
   for (size_t i = 0; i < a.page_count; ++i) {
     const uint8_t* page = a.pages[i];
     const int first_token = int(i) * a.page_tokens;
@@ -272,7 +271,7 @@ void AttendPages(const RawAttentionArguments& a) {
       ahead.lines[3] = a.page_tokens * a.next_v_dim * 2 / 64;
     }
     Ahead::Start(ahead);
-    if (i == 0) {
+    if (i == 0 && !a.announced) {
       const int of_k = lead < ahead.lines[0] ? lead : ahead.lines[0];
       Ahead::Issue(ahead, of_k);
       if (lead > of_k) {

@@ -26,11 +26,22 @@ struct RawAttentionArguments {
   const uint8_t* next_v;
   int next_k_dim;
   int next_v_dim;
+  int lead_lines;  // of 64 bytes, how far ahead to prefetch: alike in calls that follow one another, at most
+                   // RawLeadLines
+  bool announced;  // the first lead_lines of the first page were issued by the call before, whose next_k and next_v it
+                   // was
   const int* visible;  // [rows] or nullptr
   float* max;          // as SoftmaxRows
   float* sum;
   float* acc;  // [rows], row_floats apart, v_dim of each
 };
+
+/// The most that lead_lines may be for heads of these dimensions: a page's lines, as far as they are worth it.
+static inline int RawLeadLines(int page_tokens, int k_dim, int v_dim) {
+  constexpr int kLeadLinesMax = 256;  // 16 KiB: what memory delivers in several times its latency
+  const int lines = page_tokens * (k_dim + v_dim) * 2 / 64;
+  return lines < kLeadLinesMax ? lines : kLeadLinesMax;
+}
 
 struct RawKernels {
   void (*attend)(const RawAttentionArguments& arguments);

@@ -40,6 +40,8 @@ class ZackAttention final : public PageAttention {
       a.next_k_dim = next.rank[0];
       a.next_v_dim = next.rank[1];
     }
+    a.lead_lines = format_.lead_lines[task.layer];
+    a.announced = task.announced;
     a.visible = task.visible;
     a.max = state.max;
     a.sum = state.sum;

@@ -6,6 +6,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "codecs/raw/raw_attention_kernel.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::zack {
@@ -126,13 +127,16 @@ ZackFormat LayOut(const PageLayout& layout, const ZackParameters& parameters, co
   uint64_t total = 0, kept = 0;
   for (int layer = 0; layer < layers; ++layer) {
     uint32_t page_bytes = 0;
+    int lead_lines = RawLeadLines(layout.page_tokens, layout.head_dim, layout.head_dim);
     for (int head = 0; head < layout.kv_heads; ++head) {
       const int32_t* rank = ranks.data() + layer * per_layer + size_t(head) * 2;
       format.heads.push_back(MakeHead(layout, factors, layer, head, rank, &page_bytes));
+      lead_lines = std::min(lead_lines, RawLeadLines(layout.page_tokens, rank[0], rank[1]));
       kept += rank[0] + rank[1];
       format.rank_max = std::max({format.rank_max, int(rank[0]), int(rank[1])});
     }
     format.page_bytes.push_back(page_bytes);
+    format.lead_lines.push_back(lead_lines);
     format.page_bytes_max = std::max(format.page_bytes_max, page_bytes);
     total += page_bytes;
   }

@@ -42,6 +42,7 @@ struct ZackFormat {
   std::string spec;                  // canonical, without the calibration
   std::vector<ZackHead> heads;       // [layers][kv_heads]
   std::vector<uint32_t> page_bytes;  // [layers]
+  std::vector<int> lead_lines;       // [layers] how far attention prefetches: no further than its smallest head
   uint32_t page_bytes_max = 0;
   size_t payload_bytes = 0;  // mean over layers
   int rank_max = 0;
