@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/strip.h"
 #include "codecs/decoded_attention.h"
 #include "kvmanager/base/status.h"
 
@@ -452,26 +451,6 @@ absl::Status LoadCodecPlugin(const std::string& path, CodecRegistry& registry, C
 absl::Status LoadCodecPlugins(const std::vector<std::string>& paths, CodecRegistry& registry, CodecEvents* events) {
   for (const std::string& path : paths) KV_RETURN_IF_ERROR(LoadCodecPlugin(path, registry, events));
   return absl::OkStatus();
-}
-
-absl::StatusOr<std::vector<std::string>> TakeCodecPluginFlags(int* argc, char** argv) {
-  constexpr absl::string_view kFlag = "--codec-plugin";
-  std::vector<std::string> paths;
-  int kept = 0;
-  for (int i = 0; i < *argc; ++i) {
-    absl::string_view argument = argv[i];
-    if (argument == kFlag) {
-      if (i + 1 == *argc) return InvalidField(kFlag, "without a value", "followed by a shared object's path");
-      paths.push_back(argv[++i]);
-    } else if (absl::ConsumePrefix(&argument, absl::StrCat(kFlag, "="))) {
-      paths.push_back(std::string(argument));
-    } else {
-      argv[kept++] = argv[i];
-    }
-  }
-  *argc = kept;
-  argv[kept] = nullptr;
-  return paths;
 }
 
 }  // namespace kvmanager

@@ -47,8 +47,4 @@ absl::Status LoadCodecPlugin(const std::string& path, CodecRegistry& registry, C
 /// Loads each of `paths`, for programs that are told by --codec-plugin.
 absl::Status LoadCodecPlugins(const std::vector<std::string>& paths, CodecRegistry& registry, CodecEvents* events);
 
-/// Takes every "--codec-plugin FILE" and "--codec-plugin=FILE" out of argv, for programs whose flags belong to a
-/// library (benchmarks). Errors: INVALID_ARGUMENT if a file is missing.
-absl::StatusOr<std::vector<std::string>> TakeCodecPluginFlags(int* argc, char** argv);
-
 }  // namespace kvmanager
