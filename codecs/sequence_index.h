@@ -82,7 +82,8 @@ using IndexJobs = std::vector<std::shared_ptr<IndexJob>>;
 
 /// What must be known of an index to make an equal one from the same tokens.
 struct IndexFacts {
-  uint64_t prompt_tokens = 0;  // 0: not known yet
+  static constexpr uint32_t kIterationsMax = 300;
+  uint64_t prompt_tokens = 0;  // 0: not known yet; once known it stays
   uint32_t iterations = 0;     // of its training; 0: not chosen yet
 };
 
@@ -107,8 +108,8 @@ class SequenceIndex {
   /// The jobs that `layer`'s next query will need, of the tokens that are there: to begin them early.
   virtual void NeedNext(int layer, IndexJobs* begin) = 0;
 
-  /// A selector for queries of `layer` at positions first .. last, whose jobs are done; nullptr if all of them read
-  /// everything.
+  /// A selector for queries of `layer` at positions first .. last, after Need has made their jobs: it may be used once
+  /// they are done. nullptr if all of the queries read everything.
   virtual std::unique_ptr<TokenSelector> Select(int layer, uint64_t first, uint64_t last) = 0;
   /// Keeps what `selector`, of this index, prepared. Nothing if the sequence has changed under it.
   virtual void TakeBack(TokenSelector& selector) = 0;

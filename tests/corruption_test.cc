@@ -23,6 +23,10 @@ class ManualExecutor final : public EncodeExecutor {
               absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) override {
     jobs_.push_back({std::move(codec), std::move(items), std::move(done)});
   }
+  void Run(std::vector<absl::AnyInvocable<void()>> tasks, absl::AnyInvocable<void()> done) override {
+    for (auto& task : tasks) task();
+    done();
+  }
   void RunAll() {
     while (!jobs_.empty()) {
       Job job = std::move(jobs_.front());

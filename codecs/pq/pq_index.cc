@@ -11,7 +11,7 @@ namespace {
 class Index final : public SequenceIndex {
  public:
   Index(std::shared_ptr<const Shape> shape, const IndexFacts& facts)
-      : shape_(std::move(shape)), facts_(facts), declared_(facts.prompt_tokens != 0), layers_(shape_->layers) {
+      : shape_(std::move(shape)), facts_(facts), layers_(shape_->layers) {
     if (shape_->parameters.iterations != 0) facts_.iterations = shape_->parameters.iterations;
     for (Layer& layer : layers_) ResetCaches(layer);
   }
@@ -32,8 +32,7 @@ class Index final : public SequenceIndex {
  private:
   struct Version {
     std::shared_ptr<Training> training;  // shared with forks and the store's job
-    Codes codes;
-    bool has_codes = false;  // taken from the training once it was done
+    Codes codes;                         // the training's, while it writes them, and of tokens since
   };
   struct Layer {
     uint64_t tokens = 0;
@@ -49,7 +48,6 @@ class Index final : public SequenceIndex {
 
   const std::shared_ptr<const Shape> shape_;
   IndexFacts facts_;
-  bool declared_;       // the prompt's length was said, not found
   uint64_t crops_ = 0;  // what was prepared before one is not taken back
   std::vector<Layer> layers_;
 
@@ -99,7 +97,6 @@ void Index::OnAppend(int layer, uint64_t position, int tokens, int64_t now_ns) {
 
 void Index::Crop(uint64_t tokens) {
   ++crops_;
-  if (!declared_ && tokens < facts_.prompt_tokens) facts_.prompt_tokens = 0;
   for (Layer& layer : layers_) {
     if (layer.tokens <= tokens) continue;
     layer.tokens = tokens;
@@ -111,7 +108,6 @@ void Index::Crop(uint64_t tokens) {
 
 std::unique_ptr<SequenceIndex> Index::Fork() const {
   auto fork = std::make_unique<Index>(shape_, facts_);
-  fork->declared_ = declared_;
   for (size_t l = 0; l < layers_.size(); ++l) {
     fork->layers_[l].tokens = layers_[l].tokens;
     fork->layers_[l].versions = layers_[l].versions;
@@ -131,6 +127,7 @@ void Index::Need(int layer_index, uint64_t first, uint64_t last, IndexJobs* begi
       if (facts_.iterations == 0) facts_.iterations = shape_->model->Iterations(trained);
       Version made;
       made.training = std::make_shared<Training>(shape_, layer_index, trained, facts_.iterations);
+      made.codes = made.training->codes();
       const auto at = std::find_if(layer.versions.begin(), layer.versions.end(),
                                    [trained](const Version& v) { return v.training->tokens() > trained; });
       version = &*layer.versions.insert(at, std::move(made));
@@ -169,11 +166,7 @@ std::unique_ptr<TokenSelector> Index::Select(int layer_index, uint64_t first, ui
     const uint64_t newest = p.TrainedTokens(facts_.prompt_tokens, last);
     for (uint64_t trained = oldest;; trained += p.rebuild) {
       Version* version = Find(layer, trained);
-      KV_CHECK(version != nullptr && version->training->done());
-      if (!version->has_codes) {
-        version->codes = version->training->codes();
-        version->has_codes = true;
-      }
+      KV_CHECK(version != nullptr);
       // What this version's last query of the step must see coded.
       const uint64_t last_query = trained == newest ? last : trained + p.rebuild - 1;
       const Parameters::Reads reads = p.ReadsOf(last_query);
@@ -181,8 +174,7 @@ std::unique_ptr<TokenSelector> Index::Select(int layer_index, uint64_t first, ui
       if (trained == newest) break;
     }
     if (layer_index + 1 < shape_->layers && !layers_[layer_index + 1].versions.empty()) {
-      const Version& next = layers_[layer_index + 1].versions.back();
-      if (next.has_codes) parts.next_layer = next.codes;
+      parts.next_layer = layers_[layer_index + 1].versions.back().codes;
     }
     // Versions of the past go; the newest stay for the queries to come.
     while (layer.versions.size() > std::max(kVersionsKept, parts.versions.size())) {
@@ -197,7 +189,7 @@ void Index::TakeBack(TokenSelector& selector) {
   if (prepared.crops != crops_) return;
   for (const PreparedCodes::Version& from : prepared.versions) {
     Version* version = Find(layers_[prepared.layer], from.trained);
-    if (version == nullptr || !version->has_codes) continue;
+    if (version == nullptr) continue;
     const uint64_t have = version->codes.tokens(), end = from.first + from.count;
     if (have < from.first || have >= end) continue;
     version->codes.Append(*from.codes, have - from.first, end - have);
@@ -208,8 +200,7 @@ uint64_t Index::bytes() const {
   uint64_t bytes = 0;
   for (const Layer& layer : layers_) {
     for (const Version& version : layer.versions) {
-      bytes += version.training->codebook().bytes();
-      bytes += version.has_codes ? version.codes.bytes() : version.training->tokens() * shape_->code_rows();
+      bytes += version.training->codebook().bytes() + version.codes.bytes();
     }
     for (const auto& cache : layer.caches) bytes += cache->bytes();
   }

@@ -6,6 +6,7 @@
 
 #include "absl/status/statusor.h"
 #include "codecs/registry.h"
+#include "codecs/sequence_index.h"
 #include "kvmanager/base/page_layout.h"
 
 namespace kvmanager::pq {
@@ -16,7 +17,7 @@ struct Parameters {
   enum class CachePolicy : uint8_t { kLfu, kLru };
   static constexpr uint32_t kMillion = 1000000;
   static constexpr uint32_t kSinksMax = 1 << 16;
-  static constexpr uint32_t kIterationsMin = 3, kIterationsMax = 300;  // of auto; iterations=N: 1..kIterationsMax
+  static constexpr uint32_t kIterationsMin = 3, kIterationsMax = IndexFacts::kIterationsMax;  // of auto; iterations=N: 1..kIterationsMax
   static constexpr uint32_t kRebuildMin = 64;
   static constexpr uint32_t kCacheBlocksMax = 1 << 16;
   static constexpr int kSubspacesMax = 32;

@@ -44,7 +44,7 @@ class Training final : public IndexJob {
   bool done() const override { return done_; }
 
   const Codebook& codebook() const { return codebook_; }
-  /// REQUIRES: done().
+  /// Of the tokens that it reads; the tasks write them.
   const Codes& codes() const { return codes_; }
 
   bool begun = false;  // given to the store to run

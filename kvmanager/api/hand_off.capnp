@@ -14,6 +14,8 @@ struct HandOffManifest {
   blocks @4 :List(Api.BlockName);  # full blocks, in order; an empty key: not published
   pages @5 :List(Page);            # in the order of sending; sizes and checksums travel with the transport's offer
   blob @6 :Data;
+  promptTokens @7 :UInt64;         # of codecs with an index per sequence: what it was made with, 0 where nothing is known
+  indexIterations @8 :UInt32;
 
   struct Page {
     block @0 :UInt32;              # blocks.size(): the open page

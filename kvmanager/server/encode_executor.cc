@@ -37,6 +37,25 @@ void PoolEncodeExecutor::Encode(std::shared_ptr<const Codec> codec, std::vector<
   }
 }
 
+void PoolEncodeExecutor::Run(std::vector<absl::AnyInvocable<void()>> tasks, absl::AnyInvocable<void()> done) {
+  // Shared by the tasks: the last to finish passes the completion on.
+  struct Batch {
+    absl::AnyInvocable<void()> done;
+    std::atomic<size_t> tasks_left{0};
+  };
+  auto batch = std::make_shared<Batch>();
+  batch->done = std::move(done);
+  batch->tasks_left = tasks.size();
+  for (absl::AnyInvocable<void()>& task : tasks) {
+    workers_->Post(WorkerPool::Priority::kEncode, [this, batch, task = std::move(task)]() mutable {
+      task();
+      task = nullptr;
+      if (batch->tasks_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+      queue_->Post([batch = std::move(batch)] { batch->done(); });
+    });
+  }
+}
+
 void PoolEncodeExecutor::EncodePart(Job& job, size_t begin, size_t end) {
   if (begin == end) return;
   const int64_t start_ns = clock_->NowNs();

@@ -25,6 +25,7 @@ class PoolEncodeExecutor final : public EncodeExecutor {
 
   void Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items,
               absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) override;
+  void Run(std::vector<absl::AnyInvocable<void()>> tasks, absl::AnyInvocable<void()> done) override;
 
  private:
   struct Job;

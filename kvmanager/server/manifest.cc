@@ -29,6 +29,7 @@ absl::StatusOr<Manifest> Read(api::HandOffManifest::Reader in, absl::Span<const 
   KV_RETURN_IF_ERROR(ValidateCacheConfig(content.config));
   content.codec_version = in.getCodecVersion();
   content.tokens = in.getTokens();
+  content.index = {in.getPromptTokens(), in.getIndexIterations()};
   const auto blocks = in.getBlocks();
   if (blocks.size() > limits::kHandOffBlocksMax) {
     return InvalidField("manifest.blocks", absl::StrCat(blocks.size(), " long"),
@@ -85,6 +86,8 @@ std::string WriteManifest(const HandOffContent& content, absl::string_view blob)
   WriteCacheConfig(content.config, out.initConfig());
   out.setCodecVersion(content.codec_version);
   out.setTokens(content.tokens);
+  out.setPromptTokens(content.index.prompt_tokens);
+  out.setIndexIterations(content.index.iterations);
   auto blocks = out.initBlocks(content.blocks.size());
   for (uint32_t i = 0; i < blocks.size(); ++i) {
     if (!content.blocks[i].named) continue;

@@ -44,6 +44,7 @@ std::unique_ptr<AttentionPlan> MakePlan(const StepCache& cache, const CheckedSte
   for (size_t i = 0; i < sequences.size(); ++i) {
     AttentionSequence& sequence = sequences[i];
     sequence.pages = lease.pages(i);
+    sequence.selector = lease.selector(i);
     sequence.first_position = step.entries[i].position;
     sequence.tokens = step.entries[i].tokens;
     sequence.q = rows.q + row * row_bytes;

@@ -27,24 +27,34 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindCache(CacheId id) cons
   return found->second;
 }
 
-absl::StatusOr<CacheId> PageStoreImpl::OpenCache(const CacheConfig& config) {
-  KV_ASSIGN_OR_RETURN(const auto cache, FindOrOpen(config, nullptr));
-  cache->wanted = true;
-  return cache->id;
-}
-
-absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConfig& config,
-                                                                 const uint32_t* codec_version) {
+absl::StatusOr<std::shared_ptr<const Codec>> PageStore::MakeCodec(const CodecRegistry& registry,
+                                                                  const CacheConfig& config) {
   KV_RETURN_IF_ERROR(ValidateCacheConfig(config));
-  auto cache = std::make_shared<Cache>();
-  cache->config = config;
   CodecContext context;
   context.layout = config.layout;
   context.layers = config.layers;
   context.query_heads = config.query_heads;
   context.model = config.model;
   context.revision = config.revision;
-  KV_ASSIGN_OR_RETURN(cache->codec, registry_->Create(config.codec, context));
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<Codec> codec, registry.Create(config.codec, context));
+  return std::shared_ptr<const Codec>(std::move(codec));
+}
+
+absl::StatusOr<CacheId> PageStoreImpl::OpenCache(const CacheConfig& config, std::shared_ptr<const Codec> codec) {
+  KV_ASSIGN_OR_RETURN(const auto cache, FindOrOpen(config, std::move(codec), nullptr));
+  cache->wanted = true;
+  return cache->id;
+}
+
+absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConfig& config,
+                                                                 std::shared_ptr<const Codec> codec,
+                                                                 const uint32_t* codec_version) {
+  if (codec == nullptr) {
+    KV_ASSIGN_OR_RETURN(codec, MakeCodec(*registry_, config));
+  }
+  auto cache = std::make_shared<Cache>();
+  cache->config = config;
+  cache->codec = std::move(codec);
   const CodecInfo& info = cache->codec->info();
   KV_CHECK(info.layer_bytes.empty() || info.layer_bytes.size() == static_cast<size_t>(config.layers));
   KV_CHECK(!info.identity || (info.layer_bytes.empty() && info.encoded_bytes == config.layout.raw_bytes()));

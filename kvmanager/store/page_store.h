@@ -14,7 +14,9 @@
 //     tokens had been cut into appends. Pages that came by a prefix hit are aged from the start.
 //  3. A page's raw form stays while some sequence has not aged it, or a lease reads it, or the codec declined it.
 //  4. Batches are all or nothing: an error changes nothing.
-//  5. A found block is verified: key, token digest, and each page's checksum (XXH3); a mismatch is a counted miss.
+//  5. Of a codec that chooses what queries read, each sequence has an index (codecs/sequence_index.h). Its jobs run
+//     behind attention, as encoding does, and begin as soon as their tokens are there; a query that needs one waits.
+//  6. A found block is verified: key, token digest, and each page's checksum (XXH3); a mismatch is a counted miss.
 #pragma once
 
 #include <cstdint>
@@ -30,6 +32,7 @@
 #include "codecs/codec.h"
 #include "codecs/page_attention.h"
 #include "codecs/registry.h"
+#include "codecs/sequence_index.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/ids.h"
 #include "kvmanager/memory/page_pool.h"
@@ -52,6 +55,8 @@ class EncodeExecutor {
   /// codec and the bytes stay alive until then.
   virtual void Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items,
                       absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) = 0;
+  /// Runs `tasks`, in any order and at once, and then calls `done()` on the store's thread, exactly once.
+  virtual void Run(std::vector<absl::AnyInvocable<void()>> tasks, absl::AnyInvocable<void()> done) = 0;
 };
 
 struct AppendEntry {
@@ -115,6 +120,8 @@ class AttendLease {
   virtual void OnReady(absl::AnyInvocable<void()> fn) = 0;
   /// Pages of the i-th entry; only after it is ready. Valid while the lease lives.
   virtual absl::Span<const AttentionPage> pages(size_t entry) const = 0;
+  /// Chooses what the i-th entry's queries read; nullptr: everything. As pages(), and it goes before the lease's pages.
+  virtual TokenSelector* selector(size_t entry) const = 0;
 };
 
 /// One page of a hand-off.
@@ -136,6 +143,7 @@ struct HandOffContent {
   CacheConfig config;
   uint32_t codec_version = 0;
   uint64_t tokens = 0;
+  IndexFacts index;                  // of a codec with indexes: the receiver makes an equal one
   std::vector<HandOffBlock> blocks;  // full blocks, in order
   std::vector<HandOffPage> pages;    // by layer, then by block: the order of sending
 };
@@ -187,16 +195,28 @@ class PageStore {
   /// Opens a cache, or finds the one with an equal digest. It stays until purged, or until another is opened while
   /// kCachesMax are open: that closes the least recently opened of those without sequence, lease and block. Errors:
   /// INVALID_ARGUMENT (config, codec), RESOURCE_EXHAUSTED (kCachesMax in use; a page that does not fit a slab).
+  /// codec: what MakeCodec gave for an equal config; nullptr: it is made here, which may read files.
   static constexpr size_t kCachesMax = 4096;
-  virtual absl::StatusOr<CacheId> OpenCache(const CacheConfig& config) = 0;
+  virtual absl::StatusOr<CacheId> OpenCache(const CacheConfig& config, std::shared_ptr<const Codec> codec) = 0;
+  absl::StatusOr<CacheId> OpenCache(const CacheConfig& config) { return OpenCache(config, nullptr); }
+  /// Checks `config` and makes its codec, for which it reads the artifacts that it names: this may take long. Any
+  /// thread. Errors: OpenCache's, and those of CodecRegistry::Create.
+  static absl::StatusOr<std::shared_ptr<const Codec>> MakeCodec(const CodecRegistry& registry,
+                                                                const CacheConfig& config);
   virtual absl::StatusOr<CacheInfo> DescribeCache(CacheId cache) const = 0;
   virtual std::shared_ptr<const Codec> codec(CacheId cache) const = 0;  // nullptr: no such cache
   virtual const PageAttention* raw_attention(CacheId cache) const = 0;  // nullptr: no such cache
 
   /// How far `names` can be found, verified and used (LRU), but not pinned.
   virtual absl::StatusOr<MatchResult> Match(CacheId cache, absl::Span<const BlockName> names) = 0;
-  /// A new sequence that begins with the blocks found: find and pin are one step.
-  virtual absl::StatusOr<CreateResult> CreateSequence(CacheId cache, absl::Span<const BlockName> prefix) = 0;
+  /// A new sequence that begins with the blocks found: find and pin are one step. prompt_tokens: for codecs whose
+  /// queries choose what they read behind the prompt, its length; 0: the prompt ends where the first append of a single
+  /// token begins. Errors: INVALID_ARGUMENT (beyond a sequence's limit).
+  virtual absl::StatusOr<CreateResult> CreateSequence(CacheId cache, absl::Span<const BlockName> prefix,
+                                                      uint64_t prompt_tokens) = 0;
+  absl::StatusOr<CreateResult> CreateSequence(CacheId cache, absl::Span<const BlockName> prefix) {
+    return CreateSequence(cache, prefix, 0);
+  }
   virtual absl::StatusOr<SequenceInfo> DescribeSequence(SequenceId sequence) const = 0;
 
   /// Appends to one layer. Errors: NOT_FOUND (sequence), FAILED_PRECONDITION (position, naming the expected one),
@@ -222,8 +242,12 @@ class PageStore {
 
   virtual absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence) = 0;
   /// Errors: INVALID_ARGUMENT (content that contradicts itself or its cache), FAILED_PRECONDITION (codec version),
-  /// RESOURCE_EXHAUSTED.
-  virtual absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffContent& content) = 0;
+  /// RESOURCE_EXHAUSTED. codec: as OpenCache's.
+  virtual absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffContent& content,
+                                                              std::shared_ptr<const Codec> codec) = 0;
+  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffContent& content) {
+    return Import(content, nullptr);
+  }
 
   /// Drops published blocks that nothing pins, of one cache or of all, and closes caches that are then empty and have
   /// no sequence. Returns the number of blocks.

@@ -125,9 +125,15 @@ absl::Status PageStoreImpl::Append(CacheId id, int layer, absl::Span<const Appen
     }
     sequence.tokens[layer] = end;
     tokens += entry.tokens;
+    if (sequence.index != nullptr) {
+      sequence.index->OnAppend(layer, entry.position, entry.tokens, clock_->NowNs());
+    }
   }
   metrics_->appended_tokens.Increment(static_cast<double>(tokens));
   PostEncodes(cache, std::move(to_encode));
+  for (Sequence* sequence : sequences) {
+    if (sequence->index != nullptr) AdvanceIndex(*sequence, layer);
+  }
   return absl::OkStatus();
 }
 

@@ -16,6 +16,9 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
   ~AttendLeaseImpl() override {
     PageStoreImpl* store = this->store();
     if (store == nullptr) return;
+    for (const Chosen& chosen : chosen_) {
+      if (chosen.selector != nullptr) store->TakeBack(chosen.sequence, *chosen.selector);
+    }
     for (const PageRef& ref : buffers_.pins) store->Unpin(ref);
     store->attend_pages -= buffers_.pins.size();
     --cache_->leases;
@@ -32,7 +35,11 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
   }
 
   /// Adds the pages that queries `first` .. `last` (positions) of `sequence` read.
-  void AddEntry(const Sequence& sequence, uint32_t layer, uint64_t first, uint64_t last) {
+  void AddEntry(Sequence& sequence, uint32_t layer, uint64_t first, uint64_t last) {
+    if (sequence.index != nullptr) {
+      chosen_.resize(buffers_.ends.size() + 1);
+      chosen_.back() = {sequence.id, store()->SelectorFor(sequence, layer, first, last, &pending_jobs_)};
+    }
     const int page_tokens = cache_->page_tokens();
     const uint64_t last_page = last / page_tokens;
     const uint64_t lag = cache_->config.lag_pages;
@@ -55,8 +62,8 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
     buffers_.ends.push_back(buffers_.pages.size());
   }
   void Finish() {
-    if (!pending_pages_.empty()) store()->metrics()->attend_waits.Increment();
-    WaitFor(std::move(pending_pages_));
+    if (!pending_pages_.empty() || !pending_jobs_.empty()) store()->metrics()->attend_waits.Increment();
+    WaitFor(std::move(pending_pages_), std::move(pending_jobs_));
   }
 
   bool ready() const override { return is_ready(); }
@@ -66,8 +73,17 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
     const size_t begin = entry == 0 ? 0 : buffers_.ends[entry - 1];
     return absl::MakeConstSpan(buffers_.pages).subspan(begin, buffers_.ends[entry] - begin);
   }
+  TokenSelector* selector(size_t entry) const override {
+    KV_CHECK(is_ready() && entry < buffers_.ends.size());
+    return entry < chosen_.size() ? chosen_[entry].selector.get() : nullptr;
+  }
 
  private:
+  struct Chosen {
+    SequenceId sequence = 0;
+    std::unique_ptr<TokenSelector> selector;
+  };
+
   void Resolve() override {
     for (const auto& read : buffers_.encoded) {
       const Page& page = read.ref.page();
@@ -83,6 +99,8 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
   std::shared_ptr<Cache> cache_;  // shared: see Block
   PageStoreImpl::AttendBuffers buffers_;
   std::vector<PageRef> pending_pages_;
+  std::vector<Chosen> chosen_;  // by entry; empty of codecs without indexes
+  IndexJobs pending_jobs_;
 };
 
 }  // namespace
@@ -101,7 +119,7 @@ absl::StatusOr<std::unique_ptr<AttendLease>> PageStoreImpl::Attend(CacheId id, i
   }
   if (entries.size() > kEntriesMax)
     return InvalidField("entries", entries.size(), absl::StrCat("at most ", kEntriesMax));
-  std::vector<const Sequence*> sequences(entries.size());
+  std::vector<Sequence*> sequences(entries.size());
   uint64_t pages = 0;
   for (size_t i = 0; i < entries.size(); ++i) {
     const AttendEntry& entry = entries[i];

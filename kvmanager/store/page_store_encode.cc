@@ -11,9 +11,11 @@ EncodeWaiter::~EncodeWaiter() {
   if (PageStoreImpl* store = this->store()) store->RemoveWaiter(this);
 }
 
-void EncodeWaiter::WaitFor(std::vector<PageRef> pages) {
+void EncodeWaiter::WaitFor(std::vector<PageRef> pages, IndexJobs jobs) {
   pending_ = std::move(pages);
-  if (pending_.empty()) {
+  pending_jobs_ = std::move(jobs);
+  std::erase_if(pending_jobs_, [](const auto& job) { return job->done(); });
+  if (pending_.empty() && pending_jobs_.empty()) {
     ready_ = true;
     Resolve();
   } else {
@@ -90,8 +92,11 @@ void PageStoreImpl::NotifyWaiters() {
   std::erase_if(waiting_, [this](EncodeWaiter* waiter) {
     auto& pending = waiter->pending_;
     while (!pending.empty() && !pending.back().page().awaits_encoding()) pending.pop_back();
-    if (pending.empty()) ready_.push_back(waiter);
-    return pending.empty();
+    auto& jobs = waiter->pending_jobs_;
+    while (!jobs.empty() && jobs.back()->done()) jobs.pop_back();
+    if (!pending.empty() || !jobs.empty()) return false;
+    ready_.push_back(waiter);
+    return true;
   });
   for (EncodeWaiter* waiter : ready_) {
     if (waiter->ready_) continue;

@@ -33,6 +33,7 @@ class ExportLeaseImpl final : public ExportLease, private EncodeWaiter {
     content_.config = cache_->config;
     content_.codec_version = cache_->codec->info().version;
     content_.tokens = sequence.tokens[0];
+    if (sequence.index != nullptr) content_.index = sequence.index->facts();
     const uint32_t full_blocks = static_cast<uint32_t>(content_.tokens / cache_->page_tokens());
     for (uint32_t i = 0; i < full_blocks; ++i) {
       const Block& block = *sequence.blocks[i];
@@ -109,6 +110,13 @@ absl::Status CheckContent(const Cache& cache, const HandOffContent& content) {
   const uint64_t page_tokens = cache.page_tokens();
   const uint64_t tokens_max = PageStore::kSequenceBlocksMax * page_tokens;
   if (content.tokens > tokens_max) return InvalidField("tokens", content.tokens, absl::StrCat("at most ", tokens_max));
+  if (content.index.prompt_tokens > tokens_max) {
+    return InvalidField("prompt_tokens", content.index.prompt_tokens, absl::StrCat("at most ", tokens_max));
+  }
+  if (content.index.iterations > IndexFacts::kIterationsMax) {
+    return InvalidField("index_iterations", content.index.iterations,
+                        absl::StrCat("at most ", IndexFacts::kIterationsMax));
+  }
   const uint64_t full_blocks = content.tokens / page_tokens;
   const uint64_t per_layer = full_blocks + (content.tokens % page_tokens != 0);
   if (content.blocks.size() != full_blocks) {
@@ -303,6 +311,8 @@ absl::StatusOr<SequenceId> ImportLeaseImpl::Commit() {
   }
   sequence_->hit_blocks = static_cast<int>(full_blocks());
   store_->hidden_sequences.erase(sequence_.get());
+  store_->MakeIndex(*sequence_, content_.index, content_.tokens);
+  store_->AdvanceIndexes(*sequence_);
   const SequenceId id = store_->Show(std::move(sequence_));
   store_->metrics()->imports.Increment();
   store_->PostEncodes(cache_, std::move(to_encode));
@@ -340,9 +350,11 @@ absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::Export(SequenceId id
   return lease;
 }
 
-absl::StatusOr<std::unique_ptr<ImportLease>> PageStoreImpl::Import(const HandOffContent& content) {
+absl::StatusOr<std::unique_ptr<ImportLease>> PageStoreImpl::Import(const HandOffContent& content,
+                                                                   std::shared_ptr<const Codec> codec) {
   KV_RETURN_IF_ERROR(CheckSequenceLimit());
-  KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> cache, FindOrOpen(content.config, &content.codec_version));
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> cache,
+                      FindOrOpen(content.config, std::move(codec), &content.codec_version));
   auto lease = std::make_unique<ImportLeaseImpl>(this, std::move(cache), content);
   KV_RETURN_IF_ERROR(lease->Start());
   return lease;

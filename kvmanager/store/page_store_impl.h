@@ -78,8 +78,8 @@ class EncodeWaiter {
   void CallWhenReady(absl::AnyInvocable<void()> fn);
 
  protected:
-  /// Waits for `pages`, all pinned by the lease; resolves at once if there are none.
-  void WaitFor(std::vector<PageRef> pages);
+  /// Waits for `pages`, all pinned by the lease, and `jobs`; resolves at once if there are none.
+  void WaitFor(std::vector<PageRef> pages, IndexJobs jobs = {});
   /// Every page waited for has its final form.
   virtual void Resolve() = 0;
   /// The store, or nullptr if it has gone.
@@ -90,6 +90,7 @@ class EncodeWaiter {
   PageStoreImpl* store_;
   std::weak_ptr<const bool> alive_;
   std::vector<PageRef> pending_;
+  IndexJobs pending_jobs_;
   absl::AnyInvocable<void()> fn_;
   bool ready_ = false;
 };
@@ -125,12 +126,16 @@ class PageStoreImpl final : public PageStore {
                 const Clock* clock);
   ~PageStoreImpl() override;
 
-  absl::StatusOr<CacheId> OpenCache(const CacheConfig& config) override;
+  using PageStore::CreateSequence;
+  using PageStore::Import;
+  using PageStore::OpenCache;
+  absl::StatusOr<CacheId> OpenCache(const CacheConfig& config, std::shared_ptr<const Codec> codec) override;
   absl::StatusOr<CacheInfo> DescribeCache(CacheId cache) const override;
   std::shared_ptr<const Codec> codec(CacheId cache) const override;
   const PageAttention* raw_attention(CacheId cache) const override;
   absl::StatusOr<MatchResult> Match(CacheId cache, absl::Span<const BlockName> names) override;
-  absl::StatusOr<CreateResult> CreateSequence(CacheId cache, absl::Span<const BlockName> prefix) override;
+  absl::StatusOr<CreateResult> CreateSequence(CacheId cache, absl::Span<const BlockName> prefix,
+                                              uint64_t prompt_tokens) override;
   absl::StatusOr<SequenceInfo> DescribeSequence(SequenceId sequence) const override;
   absl::Status Append(CacheId cache, int layer, absl::Span<const AppendEntry> entries) override;
   absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, int layer,
@@ -140,7 +145,8 @@ class PageStoreImpl final : public PageStore {
   absl::StatusOr<PublishResult> Publish(SequenceId sequence, absl::Span<const BlockName> names) override;
   void Drop(SequenceId sequence) override;
   absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence) override;
-  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffContent& content) override;
+  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffContent& content,
+                                                      std::shared_ptr<const Codec> codec) override;
   absl::StatusOr<uint64_t> Purge(CacheId cache) override;
   uint64_t PurgeAll() override;
   std::vector<CacheInfo> Caches() const override;
@@ -156,8 +162,9 @@ class PageStoreImpl final : public PageStore {
 
   // page_store.cc: caches.
   absl::StatusOr<std::shared_ptr<Cache>> FindCache(CacheId id) const;
-  /// `codec_version`: the one the caller's bytes have; nullptr for any.
-  absl::StatusOr<std::shared_ptr<Cache>> FindOrOpen(const CacheConfig& config, const uint32_t* codec_version);
+  /// codec: may be nullptr. codec_version: the one the caller's bytes have; nullptr for any.
+  absl::StatusOr<std::shared_ptr<Cache>> FindOrOpen(const CacheConfig& config, std::shared_ptr<const Codec> codec,
+                                                    const uint32_t* codec_version);
   void CloseIfUnused(const std::shared_ptr<Cache>& cache);
   bool CloseLeastRecentlyOpened();  // of the unused ones; false: there is none
   CacheInfo InfoOf(const Cache& cache) const;
@@ -191,6 +198,21 @@ class PageStoreImpl final : public PageStore {
   void AddWaiter(EncodeWaiter* waiter) { waiting_.push_back(waiter); }
   void RemoveWaiter(EncodeWaiter* waiter);
 
+  // page_store_index.cc: indexes of sequences.
+  /// A new index for a sequence of `cache` that has `tokens` tokens, if the codec has indexes.
+  void MakeIndex(Sequence& sequence, const IndexFacts& facts, uint64_t tokens);
+  void CopyIndex(const Sequence& from, Sequence& to);
+  void CropIndex(Sequence& sequence, uint64_t tokens);
+  void DropIndex(Sequence& sequence);
+  /// Begins what `layer`'s next queries will need.
+  void AdvanceIndex(Sequence& sequence, uint32_t layer);
+  void AdvanceIndexes(Sequence& sequence);  // of every layer
+  /// A selector for queries `first` .. `last` of `layer`, or nullptr; the jobs that it waits for are begun.
+  std::unique_ptr<TokenSelector> SelectorFor(Sequence& sequence, uint32_t layer, uint64_t first, uint64_t last,
+                                             IndexJobs* wait);
+  /// After its step.
+  void TakeBack(SequenceId sequence, TokenSelector& selector);
+
   // page_store_sequence.cc
   absl::StatusOr<Sequence*> FindSequence(SequenceId id) const;
   std::unique_ptr<Sequence> NewSequence(const std::shared_ptr<Cache>& cache);
@@ -222,6 +244,8 @@ class PageStoreImpl final : public PageStore {
 
  private:
   void OnEncoded(const std::vector<PageRef>& pages, absl::Span<const EncodeItem> items);
+  void BeginJobs(const Sequence& sequence, const IndexJobs& jobs);
+  void CountIndexBytes(Sequence& sequence);
   void NotifyWaiters();
   void ReleaseRawIfUnused(PageRef ref);
   void MakeEvictableIfUnused(Block* block);

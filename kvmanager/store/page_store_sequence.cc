@@ -89,9 +89,13 @@ absl::StatusOr<MatchResult> PageStoreImpl::Match(CacheId id, absl::Span<const Bl
   return result;
 }
 
-absl::StatusOr<CreateResult> PageStoreImpl::CreateSequence(CacheId id, absl::Span<const BlockName> prefix) {
+absl::StatusOr<CreateResult> PageStoreImpl::CreateSequence(CacheId id, absl::Span<const BlockName> prefix,
+                                                           uint64_t prompt_tokens) {
   KV_ASSIGN_OR_RETURN(const auto cache, FindCache(id));
   KV_RETURN_IF_ERROR(CheckNames(prefix));
+  if (const uint64_t tokens_max = kSequenceBlocksMax * cache->page_tokens(); prompt_tokens > tokens_max) {
+    return InvalidField("prompt_tokens", prompt_tokens, absl::StrCat("at most ", tokens_max, ", a sequence's limit"));
+  }
   KV_RETURN_IF_ERROR(CheckSequenceLimit());
   CreateResult result;
   std::vector<Block*> found;
@@ -111,6 +115,8 @@ absl::StatusOr<CreateResult> PageStoreImpl::CreateSequence(CacheId id, absl::Spa
   std::fill(sequence->aged.begin(), sequence->aged.end(), static_cast<uint32_t>(found.size()));
   std::fill(sequence->tokens.begin(), sequence->tokens.end(), uint64_t{found.size()} * cache->page_tokens());
   for (Block* block : found) Attach(*sequence, block);
+  MakeIndex(*sequence, {prompt_tokens, 0}, sequence->tokens[0]);
+  AdvanceIndexes(*sequence);
   result.sequence = Show(std::move(sequence));
   return result;
 }
@@ -147,6 +153,7 @@ absl::StatusOr<SequenceId> PageStoreImpl::Fork(SequenceId id) {
     }
     Attach(*fork, copy);
   }
+  CopyIndex(*source, *fork);
   metrics_->forks.Increment();
   return Show(std::move(fork));
 }
@@ -203,6 +210,7 @@ absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens) {
     sequence->tokens[layer] = tokens;
     sequence->aged[layer] = std::min(sequence->aged[layer], index);
   }
+  CropIndex(*sequence, tokens);
   sequence->hit_blocks = std::min(sequence->hit_blocks, static_cast<int>(index));
   if (copy != nullptr) Attach(*sequence, copy);
   return absl::OkStatus();
@@ -272,6 +280,7 @@ void PageStoreImpl::Drop(SequenceId id) {
   if (found == sequences_.end()) return;
   const std::unique_ptr<Sequence> sequence = std::move(found->second);
   sequences_.erase(found);
+  DropIndex(*sequence);
   ReleaseBlocks(*sequence);
   --sequence->cache->sequences;
   metrics_->sequences.Decrement();

@@ -13,6 +13,7 @@
 #include <memory>
 #include <vector>
 
+#include "codecs/sequence_index.h"
 #include "kvmanager/store/block.h"
 
 namespace kvmanager {
@@ -24,6 +25,8 @@ struct Sequence {
   std::vector<uint64_t> tokens;  // [layers]
   std::vector<uint32_t> aged;    // [layers]
   int hit_blocks = 0;
+  std::unique_ptr<SequenceIndex> index;  // nullptr: queries read everything
+  uint64_t index_bytes = 0;              // of it, as counted in the metrics
   uint64_t call = 0;  // the last append that named it, so that one call names it once
 
   uint64_t TokensInEveryLayer() const { return *std::min_element(tokens.begin(), tokens.end()); }

@@ -30,7 +30,15 @@ StoreMetrics::StoreMetrics(Metrics* m)
       encoded_bytes(m->Counter("encoded_bytes_total", "Bytes of encoded pages made, padding included")),
       declined_pages(m->Counter("declined_pages_total", "Pages that the codec declined, kept raw")),
       sink_pages(m->Counter("sink_pages_total", "Pages kept raw because the cache's policy names them sinks")),
-      attend_waits(m->Counter("attend_waits_total", "Attend calls that waited for a page's encoding")),
+      attend_waits(m->Counter("attend_waits_total", "Attend calls that waited for a page's encoding or an index")),
+      index_trainings(m->Counter("index_trainings_total", "Trainings of a layer's index ended")),
+      index_selections(m->Counter("index_selections_total",
+                                  "Choices of what to read, one per query token, layer and KV head")),
+      index_cache_hits(
+          m->Counter("index_cache_hits_total", "Chosen tokens that were read from the cache of hot blocks")),
+      index_cache_misses(m->Counter("index_cache_misses_total", "Chosen tokens that the cache of hot blocks had not")),
+      index_cache_evictions(
+          m->Counter("index_cache_evictions_total", "Blocks evicted from caches of hot blocks")),
       published(m->Counter("published_blocks_total", "Blocks named by a publish or a hand-off")),
       published_shared(
           m->Counter("published_shared_blocks_total", "Blocks replaced by an equal one published earlier")),
@@ -39,6 +47,7 @@ StoreMetrics::StoreMetrics(Metrics* m)
       imports(m->Counter("imports_total", "Received sequences that became visible")),
       caches(m->Gauge("caches", "Open caches")),
       sequences(m->Gauge("sequences", "Open sequences")),
+      index_bytes(m->Gauge("index_bytes", "Memory of sequences' indexes, outside the pool, shared parts in full")),
       published_blocks(m->Gauge("published_blocks", "Blocks that can be found by name")),
       evictable_bytes(m->Gauge("evictable_bytes", "Bytes of published blocks that nothing pins")),
       pool_capacity_bytes(m->Gauge("pool_capacity_bytes", "Bytes of the host pool")),

@@ -34,6 +34,11 @@ struct StoreMetrics {
   prometheus::Counter& declined_pages;
   prometheus::Counter& sink_pages;
   prometheus::Counter& attend_waits;
+  prometheus::Counter& index_trainings;
+  prometheus::Counter& index_selections;
+  prometheus::Counter& index_cache_hits;
+  prometheus::Counter& index_cache_misses;
+  prometheus::Counter& index_cache_evictions;
   prometheus::Counter& published;
   prometheus::Counter& published_shared;
   prometheus::Counter& forks;
@@ -41,6 +46,7 @@ struct StoreMetrics {
   prometheus::Counter& imports;
   prometheus::Gauge& caches;
   prometheus::Gauge& sequences;
+  prometheus::Gauge& index_bytes;
   prometheus::Gauge& published_blocks;
   prometheus::Gauge& evictable_bytes;
   prometheus::Gauge& pool_capacity_bytes;

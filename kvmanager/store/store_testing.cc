@@ -91,13 +91,22 @@ void RegisterTestCodecs(CodecRegistry* registry) {
 
 void ManualExecutor::Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items,
                             absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) {
-  jobs_.push_back({std::move(codec), std::move(items), std::move(done)});
+  jobs_.push_back({std::move(codec), std::move(items), std::move(done), {}, nullptr});
+  if (run_inline) FinishAll();
+}
+
+void ManualExecutor::Run(std::vector<absl::AnyInvocable<void()>> tasks, absl::AnyInvocable<void()> done) {
+  jobs_.push_back({nullptr, {}, nullptr, std::move(tasks), std::move(done)});
   if (run_inline) FinishAll();
 }
 
 void ManualExecutor::FinishOne(size_t index) {
   Job job = std::move(jobs_[index]);
   jobs_.erase(jobs_.begin() + index);
+  if (job.codec == nullptr) {
+    for (absl::AnyInvocable<void()>& task : job.tasks) task();
+    return job.tasks_done();
+  }
   job.codec->Encode(absl::MakeSpan(job.items), {});
   job.done(job.items);
 }

@@ -27,6 +27,7 @@ class ManualExecutor final : public EncodeExecutor {
  public:
   void Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items,
               absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) override;
+  void Run(std::vector<absl::AnyInvocable<void()>> tasks, absl::AnyInvocable<void()> done) override;
   void FinishOne(size_t index);
   void FinishAll();
   size_t jobs() const { return jobs_.size(); }
@@ -37,6 +38,8 @@ class ManualExecutor final : public EncodeExecutor {
     std::shared_ptr<const Codec> codec;
     std::vector<EncodeItem> items;
     absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done;
+    std::vector<absl::AnyInvocable<void()>> tasks;  // of Run; then there is no codec
+    absl::AnyInvocable<void()> tasks_done;
   };
   std::vector<Job> jobs_;
 };

@@ -92,6 +92,7 @@ class NoExecutor final : public EncodeExecutor {
               absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) override {
     held.push_back({std::move(items), std::move(done)});
   }
+  void Run(std::vector<absl::AnyInvocable<void()>>, absl::AnyInvocable<void()>) override {}
   struct Job {
     std::vector<EncodeItem> items;
     absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done;
