@@ -1,6 +1,7 @@
 // Decode of one token: codec x context x heads x threads, with the machine's limits measured in the same run.
 //
-//   bazel run --config=opt //attention:attention_bench -- [--codec=SPEC ...] [flags of Google Benchmark]
+//   bazel run --config=opt //attention:attention_bench -- [--codec=SPEC ...] [--codec-plugin=FILE.so ...]
+//       [flags of Google Benchmark]
 //
 // A SPEC may name an artifact, calibration=FILE (the shape is then the artifact's), or calibration=synthetic: a random
 // one. The mapping of queries and outputs that some codecs need is part of what is timed.

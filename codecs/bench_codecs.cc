@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "codecs/abi/plugin_codec.h"
 #include "codecs/builtin.h"
 #include "codecs/calibrate/synthetic.h"
 
@@ -61,6 +62,10 @@ BenchCodecs::BenchCodecs() : source_(std::make_unique<Source>()) {
 }
 
 BenchCodecs::~BenchCodecs() = default;
+
+absl::Status BenchCodecs::LoadPlugins(int* argc, char** argv) {
+  return LoadCodecPlugins(TakeFlags("codec-plugin", argc, argv), registry_, /*events=*/nullptr);
+}
 
 absl::StatusOr<std::unique_ptr<Codec>> BenchCodecs::Make(const std::string& spec, const PageLayout& layout,
                                                          int query_heads, int layers) {

@@ -1,7 +1,8 @@
 // Encode and decode speed of each codec, one thread, in bytes of raw pages per second; `bytes_per_token_head` beside
 // it.
 //
-//   bazel run --config=opt //codecs:codec_bench -- [--codec=SPEC ...] [flags of Google Benchmark]
+//   bazel run --config=opt //codecs:codec_bench -- [--codec=SPEC ...] [--codec-plugin=FILE.so ...]
+//       [flags of Google Benchmark]
 //
 // A SPEC may name an artifact, calibration=FILE, or calibration=synthetic: a random one.
 // The case "copy" is memcpy of the same pages: what this core's memory allows.
@@ -54,9 +55,13 @@ struct Encoded {
   std::vector<EncodeItem> items;
 };
 
+BenchCodecs& Codecs() {
+  static BenchCodecs codecs;
+  return codecs;
+}
+
 Encoded Prepare(const std::string& spec) {
-  BenchCodecs codecs;
-  auto codec = codecs.Make(spec, kLayout, 4 * kLayout.kv_heads);
+  auto codec = Codecs().Make(spec, kLayout, 4 * kLayout.kv_heads);
   if (!codec.ok()) {
     std::fprintf(stderr, "codec_bench: %s\n", std::string(codec.status().message()).c_str());
     std::exit(2);
@@ -112,6 +117,10 @@ void Validate(benchmark::State& state, const std::string& spec) {
 
 int main(int argc, char** argv) {
   using namespace kvmanager;
+  if (const absl::Status status = Codecs().LoadPlugins(&argc, argv); !status.ok()) {
+    std::fprintf(stderr, "codec_bench: %s\n", std::string(status.message()).c_str());
+    return 2;
+  }
   std::vector<std::string> specs = TakeFlags("codec", &argc, argv);
   if (specs.empty()) {
     for (const BenchSpec& spec : BenchSpecs()) specs.push_back(spec.spec);
