@@ -30,10 +30,8 @@ struct Workspace {
   alignas(64) uint8_t codes[kElementsMax];  // [segment][token][16 channels]
   alignas(64) float lo[kMetaMax];
   alignas(64) float hi[kMetaMax];
-  alignas(64) float tried_lo[kMetaMax];
-  alignas(64) float tried_hi[kMetaMax];
-  alignas(64) float fitted_lo[kMetaMax];
-  alignas(64) float fitted_hi[kMetaMax];
+  alignas(64) float mid[kMetaMax];
+  alignas(64) float half[kMetaMax];
   alignas(64) float best[kMetaMax];
   alignas(64) float mean[kMetaMax];
   alignas(64) float step[kMetaMax];

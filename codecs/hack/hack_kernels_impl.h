@@ -34,14 +34,22 @@ KV_KERNEL_INLINE F Abs(F f) { return (F)((U)f & 0x7fffffffu); }
 /// -1 in lanes that are not finite or beyond `bound`.
 KV_KERNEL_INLINE I Beyond(F f, float bound) { return ~(I)(Abs(f) <= Set(bound)); }
 KV_KERNEL_INLINE bool Any(I mask) {
+#if KV_KERNEL_AVX512
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif KV_KERNEL_F16C
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
   int32_t any = 0;
   for (int i = 0; i < kLanes; ++i) any |= mask[i];
   return any != 0;
+#endif
 }
 KV_KERNEL_INLINE float MaxLane(F f) {
-  float max = f[0];
-  for (int i = 1; i < kLanes; ++i) max = f[i] > max ? f[i] : max;
-  return max;
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    const F other = __builtin_shuffle(f, LaneNumbers() ^ half);
+    f = f > other ? f : other;
+  }
+  return f[0];
 }
 /// Round to nearest even of |f| < 2^22: the addition rounds.
 KV_KERNEL_INLINE F Round(F f) {
@@ -158,10 +166,34 @@ static void FindBounds(const Side& side, Workspace& ws) {
   }
 }
 
-/// Partitions [first, end) share a pair of tops: rounds the bounds `lo`, `hi` to metadata. false: something does not
-/// fit fp16.
-static bool MakeMeta(const Side& side, int first, int end, const float* lo, const float* hi, Workspace& ws,
-                     float tops[2]) {
+/// fp16 minimum and step of the bounds `lo`, `hi` (lo: the mean, where the width is 0); lanes that do not fit are set
+/// in `bad`.
+KV_KERNEL_INLINE void RoundBounds(int width, F lo, F hi, H* minimum_bits, F* minimum, F* step, I* bad) {
+  *minimum_bits = ToHalf(lo);
+  *minimum = FromHalf(*minimum_bits);
+  *bad |= Beyond(*minimum, 65504.0f);
+  *step = F{};
+  if (width == 0) return;
+  F wanted = hi - *minimum;
+  if (width > 1) wanted = wanted / float((1 << width) - 1);
+  const F rounded = FromHalf(ToHalf(wanted));
+  *bad |= Beyond(rounded, 65504.0f);
+  *step = rounded > Set(0) ? rounded : Set(0);
+}
+
+/// 8-bit step and minimum as fractions of the tops, and what they stand for.
+KV_KERNEL_INLINE void RoundToTops(int width, const float tops[2], F* u8, F* s8, F* step, F* minimum) {
+  *u8 = *s8 = F{};
+  if (tops[0] > 0) *u8 = Round(*step * 255.0f / tops[0]);
+  *u8 = width == 0 ? F{} : *u8 > Set(1) ? *u8 : Set(1);
+  if (tops[1] > 0) *s8 = Round(*minimum * 127.0f / tops[1]);
+  *step = tops[0] * *u8 / 255.0f;
+  *minimum = tops[1] * *s8 / 127.0f;
+}
+
+/// Partitions [first, end) share a pair of tops: rounds the bounds in ws to metadata. false: something does not fit
+/// fp16.
+static bool MakeMeta(const Side& side, int first, int end, Workspace& ws, float tops[2]) {
   const int entries = side.entries();
   I bad = {};
   F top_step = {}, top_minimum = {};
@@ -169,16 +201,10 @@ static bool MakeMeta(const Side& side, int first, int end, const float* lo, cons
     for (int e = 0; e < entries; e += kLanes) {
       const size_t m = size_t(p) * entries + e;
       const int width = side.width(p, e);
-      const H minimum_bits = ToHalf(Load<F>((width == 0 ? ws.mean : lo) + m));
-      const F minimum = FromHalf(minimum_bits);
-      F step = {};
-      bad |= Beyond(minimum, 65504.0f);
-      if (width > 0) {
-        const H step_bits = ToHalf((Load<F>(hi + m) - minimum) / float((1 << width) - 1));
-        step = FromHalf(step_bits);
-        bad |= Beyond(step, 65504.0f);
-        step = step > Set(0) ? step : Set(0);
-      }
+      H minimum_bits;
+      F step, minimum;
+      RoundBounds(width, Load<F>((width == 0 ? ws.mean : ws.lo) + m), Load<F>(ws.hi + m), &minimum_bits, &minimum,
+                  &step, &bad);
       Store(ws.step + m, step);
       Store(ws.minimum + m, minimum);
       if (!side.meta8) {
@@ -196,14 +222,12 @@ static bool MakeMeta(const Side& side, int first, int end, const float* lo, cons
   for (int p = first; p < end; ++p) {
     for (int e = 0; e < entries; e += kLanes) {
       const size_t m = size_t(p) * entries + e;
-      F u8 = {}, s8 = {};
-      if (tops[0] > 0) u8 = Round(Load<F>(ws.step + m) * 255.0f / tops[0]);
-      u8 = side.width(p, e) == 0 ? F{} : u8 > Set(1) ? u8 : Set(1);
-      if (tops[1] > 0) s8 = Round(Load<F>(ws.minimum + m) * 127.0f / tops[1]);
+      F u8, s8, step = Load<F>(ws.step + m), minimum = Load<F>(ws.minimum + m);
+      RoundToTops(side.width(p, e), tops, &u8, &s8, &step, &minimum);
       Store(ws.stored_step + m, __builtin_convertvector(__builtin_convertvector(u8, I), H));
       Store(ws.stored_minimum + m, __builtin_convertvector(__builtin_convertvector(s8, I), H));
-      Store(ws.step + m, tops[0] * u8 / 255.0f);
-      Store(ws.minimum + m, tops[1] * s8 / 127.0f);
+      Store(ws.step + m, step);
+      Store(ws.minimum + m, minimum);
     }
   }
   return true;
@@ -216,65 +240,115 @@ KV_KERNEL_INLINE F Level(F x, F inverse, F minimum, F levels) {
   return levels < level ? levels : level;
 }
 
-/// Squared errors of n vectors of entries from `e` on with the metadata in ws; where less than ws.best, the tried
-/// bounds are kept.
-template <int n>
-static void KeepBetter(const Side& side, int p, int e, Workspace& ws) {
+/// Vectors of entries that are fitted together: as many chains of additions as the registers hold.
+constexpr int kFitVectors = kLanes == 16 ? 4 : 2;
+/// Elements between two looks at whether any lane may still beat its best.
+constexpr int kFitBlock = 16;
+
+/// Where a vector of entries is.
+struct FitPlace {
+  size_t m;  // in metadata
+  const float* x;
+  int width;
+};
+
+/// Squared errors of n vectors of entries with the fp16 metadata in ws, rounded to the tops; where less than ws.best,
+/// the bounds of try k are kept. A sum of squares never falls, so that a try ends where no lane can win any more.
+/// one_bit: every width is 1, whose code is whether the level is above 1/2; code * step + minimum is then one of two.
+template <int n, bool one_bit>
+static void KeepBetter(const Side& side, const FitPlace* places, int k, const float tops[2], Workspace& ws) {
   const int entries = side.entries(), partition = side.layout->partition;
-  bool wanted = false;
-  F step[n], minimum[n], inverse[n], levels[n], error[n] = {};
-  for (int k = 0; k < n; ++k) {
-    const size_t m = size_t(p) * entries + e + k * kLanes;
-    wanted |= side.least_squares(p, e + k * kLanes);
-    step[k] = Load<F>(ws.step + m), minimum[k] = Load<F>(ws.minimum + m), inverse[k] = Inverse(step[k]);
-    levels[k] = Set(float((1 << side.width(p, e + k * kLanes)) - 1));
-  }
-  if (!wanted) return;
-  const float* x = ws.x + size_t(p) * partition * entries + e;
-  for (int i = 0; i < partition; ++i) {
-    for (int k = 0; k < n; ++k) {
-      const F v = Load<F>(x + size_t(i) * entries + k * kLanes);
-      const F off = Round(Level(v, inverse[k], minimum[k], levels[k])) * step[k] + minimum[k] - v;
-      error[k] += off * off;
+  F step[n], minimum[n], inverse[n], levels[n], upper[n], best[n], error[n] = {};
+  const float* x[n];
+  for (int v = 0; v < n; ++v) {
+    const size_t m = places[v].m;
+    x[v] = places[v].x;
+    step[v] = Load<F>(ws.step + m), minimum[v] = Load<F>(ws.minimum + m), best[v] = Load<F>(ws.best + m);
+    if (side.meta8) {
+      F u8, s8;
+      RoundToTops(places[v].width, tops, &u8, &s8, &step[v], &minimum[v]);
     }
+    inverse[v] = Inverse(step[v]);
+    levels[v] = Set(float((1 << places[v].width) - 1));
+    upper[v] = step[v] + minimum[v];
   }
-  for (int k = 0; k < n; ++k) {
-    if (!side.least_squares(p, e + k * kLanes)) continue;
-    const size_t m = size_t(p) * entries + e + k * kLanes;
-    const I better = error[k] < Load<F>(ws.best + m);
-    Store(ws.best + m, better ? error[k] : Load<F>(ws.best + m));
-    Store(ws.fitted_lo + m, better ? Load<F>(ws.tried_lo + m) : Load<F>(ws.fitted_lo + m));
-    Store(ws.fitted_hi + m, better ? Load<F>(ws.tried_hi + m) : Load<F>(ws.fitted_hi + m));
+  for (int begin = 0; begin < partition; begin += kFitBlock) {
+    for (int i = begin; i < begin + kFitBlock; ++i) {
+      for (int v = 0; v < n; ++v) {
+        const F value = Load<F>(x[v] + size_t(i) * entries);
+        F off;
+        if constexpr (one_bit) {
+          const F above = value - minimum[v];
+          off = above * inverse[v] > Set(0.5f) ? value - upper[v] : above;
+        } else {
+          off = Round(Level(value, inverse[v], minimum[v], levels[v])) * step[v] + minimum[v] - value;
+        }
+        error[v] += off * off;
+      }
+    }
+    I open = {};
+    for (int v = 0; v < n; ++v) open |= (I)(error[v] < best[v]);
+    if (!Any(open)) return;
+  }
+  for (int v = 0; v < n; ++v) {
+    const size_t m = places[v].m;
+    const I better = error[v] < best[v];
+    const F mid = Load<F>(ws.mid + m), half = Load<F>(ws.half + m);
+    Store(ws.best + m, better ? error[v] : best[v]);
+    Store(ws.lo + m, better ? mid + half * kRangeGrid.below[k] : Load<F>(ws.lo + m));
+    Store(ws.hi + m, better ? mid + half * kRangeGrid.above[k] : Load<F>(ws.hi + m));
   }
 }
 
-/// Shrinks and shifts the ranges of partitions [first, end) to the least squared error on the grid.
+/// Shrinks and shifts the least-squares ranges of partitions [first, end) to the least squared error on the grid. Every
+/// try moves all ranges, so that the tops are of all; errors are of those that are fitted.
 static void FitRanges(const Side& side, int first, int end, Workspace& ws) {
   const int entries = side.entries();
-  const size_t m_first = size_t(first) * entries, m_end = size_t(end) * entries;
-  float tops[2];
-  for (size_t m = m_first; m < m_end; m += kLanes) {
-    Store(ws.best + m, Set(std::numeric_limits<float>::infinity()));
-    Store(ws.fitted_lo + m, Load<F>(ws.lo + m));
-    Store(ws.fitted_hi + m, Load<F>(ws.hi + m));
+  FitPlace places[Workspace::kMetaMax / kLanes];
+  int count = 0;
+  bool one_bit = true;
+  for (int p = first; p < end; ++p) {
+    for (int e = 0; e < entries; e += kLanes) {
+      const size_t m = size_t(p) * entries + e;
+      const F lo = Load<F>(ws.lo + m), hi = Load<F>(ws.hi + m);
+      Store(ws.mid + m, (lo + hi) / 2.0f);
+      Store(ws.half + m, (hi - lo) / 2.0f);
+      if (!side.least_squares(p, e)) continue;
+      Store(ws.best + m, Set(std::numeric_limits<float>::infinity()));
+      places[count++] = {m, ws.x + size_t(p) * side.layout->partition * entries + e, side.width(p, e)};
+      one_bit &= side.width(p, e) == 1;
+    }
   }
   for (int k = 0; k < RangeGrid::kTries; ++k) {
-    for (size_t m = m_first; m < m_end; m += kLanes) {
-      const F lo = Load<F>(ws.lo + m), hi = Load<F>(ws.hi + m);
-      const F mid = (lo + hi) / 2.0f, half = (hi - lo) / 2.0f;
-      Store(ws.tried_lo + m, mid + half * kRangeGrid.below[k]);
-      Store(ws.tried_hi + m, mid + half * kRangeGrid.above[k]);
-    }
-    if (!MakeMeta(side, first, end, ws.tried_lo, ws.tried_hi, ws, tops)) continue;
+    I bad = {};
+    F top_step = {}, top_minimum = {};
     for (int p = first; p < end; ++p) {
-      int e = 0;
-      for (; e + 4 * kLanes <= entries; e += 4 * kLanes) KeepBetter<4>(side, p, e, ws);
-      for (; e < entries; e += kLanes) KeepBetter<1>(side, p, e, ws);
+      for (int e = 0; e < entries; e += kLanes) {
+        const size_t m = size_t(p) * entries + e;
+        const int width = side.width(p, e);
+        const F mid = Load<F>(ws.mid + m), half = Load<F>(ws.half + m);
+        const F lo = width == 0 ? Load<F>(ws.mean + m) : mid + half * kRangeGrid.below[k];
+        H minimum_bits;
+        F step, minimum;
+        RoundBounds(width, lo, mid + half * kRangeGrid.above[k], &minimum_bits, &minimum, &step, &bad);
+        Store(ws.step + m, step);
+        Store(ws.minimum + m, minimum);
+        const F magnitude = Abs(minimum);
+        top_step = step > top_step ? step : top_step;
+        top_minimum = magnitude > top_minimum ? magnitude : top_minimum;
+      }
     }
-  }
-  for (size_t m = m_first; m < m_end; m += kLanes) {
-    Store(ws.lo + m, Load<F>(ws.fitted_lo + m));
-    Store(ws.hi + m, Load<F>(ws.fitted_hi + m));
+    if (Any(bad)) continue;
+    const float tops[2] = {MaxLane(top_step), MaxLane(top_minimum)};
+    int i = 0;
+    for (; i + kFitVectors <= count; i += kFitVectors) {
+      one_bit ? KeepBetter<kFitVectors, true>(side, places + i, k, tops, ws)
+              : KeepBetter<kFitVectors, false>(side, places + i, k, tops, ws);
+    }
+    for (; i < count; ++i) {
+      one_bit ? KeepBetter<1, true>(side, places + i, k, tops, ws)
+              : KeepBetter<1, false>(side, places + i, k, tops, ws);
+    }
   }
 }
 
@@ -485,7 +559,7 @@ static bool EncodeSide(const Side& side, const uint8_t* raw, uint8_t* record, Wo
   for (int first = 0; first < layout.partitions; first += group) {
     float tops[2];
     if (fit) FitRanges(side, first, first + group, ws);
-    if (!MakeMeta(side, first, first + group, ws.lo, ws.hi, ws, tops)) return false;
+    if (!MakeMeta(side, first, first + group, ws, tops)) return false;
     if (side.meta8) {
       const uint16_t bits[2] = {FloatToHalf(tops[0]), FloatToHalf(tops[1])};
       std::memcpy(record + layout.tops + 4 * (first / group), bits, 4);
