@@ -67,8 +67,8 @@ class MillionAttention final : public PageAttention {
     a.pages = task.pages.data();
     a.page_count = task.pages.size();
     a.record_offset = size_t(task.kv_head) * format_.record_bytes;
-    a.record_bytes = format_.record_bytes;
-    a.next_record = task.page_after == nullptr ? nullptr : task.page_after + a.record_offset;
+    a.next_record =
+        task.next_page == nullptr ? nullptr : task.next_page + size_t(task.next_kv_head) * format_.record_bytes;
     a.k = &format_.side[kSideK];
     a.v = &format_.side[kSideV];
     a.k_table = &tables_.at(kSideK, task.layer, task.kv_head);

@@ -47,18 +47,23 @@ KVMANAGER_INLINE VecU Broadcast4(const void* p) {
   return SetU(word);
 }
 
-/// Lines of the record that is read next, prefetched a few at a time while this one is computed on.
+/// Lines of what is read next, prefetched a few at a time in the loops over rows: look-ups themselves need every miss
+/// that L1 can have under way for tables that come from L2.
 struct Ahead {
   const uint8_t* at;
   int left;
   int step_lines;
 };
 
+KVMANAGER_INLINE Ahead MakeAhead(const uint8_t* at, uint32_t bytes, int steps) {
+  const int lines = at == nullptr ? 0 : int(bytes / 64);
+  return {at, lines, (lines + steps - 1) / steps};
+}
+
 KVMANAGER_INLINE void PrefetchStep(Ahead& ahead) {
-  const int n = ahead.left < ahead.step_lines ? ahead.left : ahead.step_lines;
-  PrefetchLines(ahead.at, n);
-  ahead.at += 64 * n;
-  ahead.left -= n;
+  for (int i = 0; i < ahead.step_lines && ahead.left > 0; ++i, --ahead.left, ahead.at += 64) {
+    __builtin_prefetch(ahead.at);
+  }
 }
 
 // score = scale (sum_c q_c mid_c + sum_c q_c step_c code_c), the second sum in integers.
@@ -105,6 +110,7 @@ KVMANAGER_INLINE void Scores(const MillionArguments& a, int row, Ahead& ahead) {
     const int8_t* q_high = s.q_high + size_t(row) * d;
     const int8_t* q_low = s.q_low + size_t(row) * d;
     for (int c = 0; c < d; c += 4, words += kTokens) {
+      PrefetchStep(ahead);
       VecU code[kKVectors];
       KVMANAGER_UNROLL
       for (int v = 0; v < kKVectors; ++v) code[v] = LoadU(words + v * kLanes);
@@ -117,7 +123,6 @@ KVMANAGER_INLINE void Scores(const MillionArguments& a, int row, Ahead& ahead) {
           low[r][v] = Dot4(low[r][v], code[v], q0);
         }
       }
-      if (c % 16 == 0) PrefetchStep(ahead);
     }
     KVMANAGER_UNROLL
     for (int r = 0; r < kR; ++r) {
@@ -195,7 +200,7 @@ KVMANAGER_INLINE void Softmax(const MillionArguments& a, int row) {
 
 /// acc += p (mid + step * code) over a strip, for kR rows from `row` on and kC vectors of channels from `channel` on.
 template <int kR, int kC>
-KVMANAGER_INLINE void AddValues(const MillionArguments& a, int row, int channel) {
+KVMANAGER_INLINE void AddValues(const MillionArguments& a, int row, int channel, Ahead& ahead) {
   const MillionScratch s = a.scratch;
   const int d = a.head_dim;
   const uint32_t* words = s.words + channel;
@@ -203,6 +208,7 @@ KVMANAGER_INLINE void AddValues(const MillionArguments& a, int row, int channel)
   VecI dot[kR][kC] = {};
   KVMANAGER_UNROLL
   for (int j = 0; j < kTokens / 4; ++j, words += d) {
+    PrefetchStep(ahead);
     VecU code[kC];
     KVMANAGER_UNROLL
     for (int v = 0; v < kC; ++v) code[v] = LoadU(words + v * kLanes);
@@ -230,32 +236,32 @@ KVMANAGER_INLINE void AddValues(const MillionArguments& a, int row, int channel)
 template <int kR>
 KVMANAGER_INLINE void AddChannels(const MillionArguments& a, int row, Ahead& ahead) {
   int c = 0;
-  for (; c + kVVectors * kLanes <= a.head_dim; c += kVVectors * kLanes) {
-    AddValues<kR, kVVectors>(a, row, c);
-    for (int i = 0; i < 4; ++i) PrefetchStep(ahead);
-  }
-  for (; c < a.head_dim; c += kLanes) AddValues<kR, 1>(a, row, c);
+  for (; c + kVVectors * kLanes <= a.head_dim; c += kVVectors * kLanes) AddValues<kR, kVVectors>(a, row, c, ahead);
+  for (; c < a.head_dim; c += kLanes) AddValues<kR, 1>(a, row, c, ahead);
 }
 
 void Attend(const MillionArguments& a) {
   FoldQueries(a);
-  const int lines = int(a.record_bytes / 64);
-  // A step per 16 channels of K's products at least.
-  const int steps = a.strips * (a.head_dim / 16);
+  const int k_steps = (a.rows + kKRows - 1) / kKRows * (a.head_dim / 4);
+  const int v_steps = (a.rows + kVRows - 1) / kVRows * kTokens / 4;
   for (size_t i = 0; i < a.page_count; ++i) {
     const uint8_t* record = a.pages[i] + a.record_offset;
     const uint8_t* next = i + 1 < a.page_count ? a.pages[i + 1] + a.record_offset : a.next_record;
-    Ahead ahead = {next, next == nullptr ? 0 : lines, (lines + steps - 1) / steps};
     for (int strip = 0; strip < a.strips; ++strip) {
-      a.look_up_k(*a.k, *a.k_table, a.head_dim, record + a.k->offset + size_t(strip) * a.k->strip_bytes,
-                  a.scratch.words);
-      ForRows<kKRows>(a.rows, [&](auto count, int row) { Scores<count.value>(a, row, ahead); });
+      const uint8_t* k = record + a.k->offset + size_t(strip) * a.k->strip_bytes;
+      const uint8_t* v = record + a.v->offset + size_t(strip) * a.v->strip_bytes;
+      const bool last = strip + 1 == a.strips;
+      const uint8_t* k_ahead = !last ? k + a.k->strip_bytes : next != nullptr ? next + a.k->offset : nullptr;
+      const uint8_t* v_ahead = !last ? v + a.v->strip_bytes : next != nullptr ? next + a.v->offset : nullptr;
+      Ahead k_next = MakeAhead(k_ahead, a.k->strip_bytes, k_steps),
+            v_next = MakeAhead(v_ahead, a.v->strip_bytes, v_steps);
+      a.look_up_k(*a.k, *a.k_table, a.head_dim, k, a.scratch.words);
+      ForRows<kKRows>(a.rows, [&](auto count, int row) { Scores<count.value>(a, row, k_next); });
       // Before the softmax, which needs it not: its loads overlap the waiting for maxima.
-      a.look_up_v(*a.v, *a.v_table, a.head_dim, record + a.v->offset + size_t(strip) * a.v->strip_bytes,
-                  a.scratch.words);
+      a.look_up_v(*a.v, *a.v_table, a.head_dim, v, a.scratch.words);
       ForRows<4>(a.rows, [&](auto count, int row) { RaiseMaximum<count.value>(a, row); });
       ForRows<4>(a.rows, [&](auto count, int row) { Softmax<count.value>(a, row); });
-      ForRows<kVRows>(a.rows, [&](auto count, int row) { AddChannels<count.value>(a, row, ahead); });
+      ForRows<kVRows>(a.rows, [&](auto count, int row) { AddChannels<count.value>(a, row, v_next); });
     }
   }
 }

@@ -32,9 +32,8 @@ struct MillionArguments {
   float scale;
   const uint8_t* const* pages;
   size_t page_count;
-  size_t record_offset;  // of the head in a page
-  size_t record_bytes;
-  const uint8_t* next_record;  // the head's record in the page after these, or nullptr
+  size_t record_offset;        // of the head in a page
+  const uint8_t* next_record;  // that is attended to after these pages, or nullptr
   const SideLayout* k;
   const SideLayout* v;
   const SideTable* k_table;
