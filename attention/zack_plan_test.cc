@@ -18,6 +18,12 @@ using zack::Bytes;
 using zack::MakeBytes;
 
 constexpr int kPageTokens = 64;
+// Instrumented builds check a sample of the shapes: they look for bad accesses and races, not for wrong numbers.
+#if defined(KVMANAGER_SANITIZED)
+constexpr int kSample = 5;
+#else
+constexpr int kSample = 1;
+#endif
 
 /// One sequence of `tokens` tokens, full pages encoded, and queries for its last tokens.
 class Context {
@@ -107,7 +113,7 @@ class Context {
     const int d = context_.layout.head_dim, heads = context_.query_heads, group = heads / context_.layout.kv_heads;
     const bool fold = codec_.format().parameters.fold;
     // Of many tokens some: the reference takes its time.
-    for (int i = 0; i < count; i += count > 5 ? 13 : 1) {
+    for (int i = 0; i<count; i += count> 5 ? 13 : 1) {
       const int position = tokens_ - count + i, own = position / kPageTokens;
       std::vector<zack::ReferencePage> pages;
       for (int j = 0; j <= own; ++j) {
@@ -154,7 +160,7 @@ TEST(ZackPlan, RawAndEncodedPagesMeet) {
 }
 
 TEST(ZackPlan, EveryGroupSizeAndManyThreads) {
-  for (int group = 1; group <= 16; ++group) {
+  for (int group = 1; group <= 16; group += kSample) {
     Context context(2, group, 32, 200, group % 2 == 1, {32, 16, 16, 32}, group);
     context.Check(1, 1, 1 + group % 4);
   }
@@ -162,7 +168,7 @@ TEST(ZackPlan, EveryGroupSizeAndManyThreads) {
 
 TEST(ZackPlan, LengthIsSplitAndHeadsOfUnequalRanksSharedOut) {
   for (bool fold : {false, true}) {
-    Context context(5, 2, 64, 64 * 40 + 1, fold, {64, 64, 16, 16, 16, 16, 48, 32, 16, 64}, 7);
+    Context context(5, 2, 64, 64 * (kSample > 1 ? 20 : 40) + 1, fold, {64, 64, 16, 16, 16, 16, 48, 32, 16, 64}, 7);
     for (int threads : {1, 2, 3, 8}) {
       context.Check(1, 2, threads);
       const Context::Result once = context.Run(1, 2, threads), again = context.Run(1, 2, threads);

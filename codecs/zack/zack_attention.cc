@@ -5,7 +5,6 @@
 #include "codecs/raw/raw_attention.h"
 #include "codecs/raw/raw_attention_kernel.h"
 #include "codecs/zack/rotation.h"
-#include "kvmanager/base/status.h"
 
 namespace kvmanager::zack {
 namespace {
