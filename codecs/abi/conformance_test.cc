@@ -3,11 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <fstream>
 #include <string>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "codecs/calibrate/synthetic.h"
 
 namespace kvmanager {
 namespace {
@@ -19,11 +21,13 @@ std::string Path(const std::string& file) {
 }
 
 ConformanceReport Judge(const std::string& file, const CodecParameters& parameters = {},
-                        std::vector<PageLayout> layouts = {{DType::kFloat16, 2, 32, 64}}) {
+                        std::vector<PageLayout> layouts = {{DType::kFloat16, 2, 32, 64}},
+                        const std::string& calibration_path = "") {
   ConformanceOptions options;
   options.path = Path(file);
   options.parameters = parameters;
   options.layouts = std::move(layouts);
+  options.calibration_path = calibration_path;
   options.rounds = 40;
   const auto report = RunConformance(options, nullptr);
   EXPECT_TRUE(report.ok()) << report.status();
@@ -43,6 +47,7 @@ TEST(ConformanceTest, EveryCodecOfThisRepositoryPassesAsAPlugin) {
     const char* file;
     CodecParameters parameters;
   } kCases[] = {{"raw", {}},
+                {"pq", {}},
                 {"hack", {}},
                 {"hack", {{"k_bits", "2"}, {"v_bits", "1"}}},
                 {"hack", {{"k_axis", "token"}, {"q", "asymmetric"}, {"hadamard", "1"}}}};
@@ -50,6 +55,23 @@ TEST(ConformanceTest, EveryCodecOfThisRepositoryPassesAsAPlugin) {
     const ConformanceReport report = Judge(file, parameters, {});
     EXPECT_EQ(Failures(report), "") << file;
     EXPECT_GT(report.passed(), 30) << file;
+  }
+}
+
+TEST(ConformanceTest, CodecsWithACalibrationPassAsPlugins) {
+  const std::string path = absl::StrCat(std::getenv("TEST_TMPDIR"), "/synthetic.safetensors");
+  const auto made =
+      SyntheticCalibration({"synthetic", "", 2, 2, 8, 64}, 1, {"million:m=32,bits=8", "million:m=16,bits=4"});
+  std::ofstream(path, std::ios::binary) << SerializeCalibration(made->model(), made->tensors(), made->metadata());
+  const struct {
+    const char* file;
+    CodecParameters parameters;
+  } kCases[] = {{"million", {{"m", "32"}, {"bits", "8"}}},
+                {"million", {{"k_m", "32"}, {"k_bits", "8"}, {"v_m", "16"}, {"v_bits", "4"}}},
+                {"zack", {{"rate", "0.25"}}},
+                {"zack_hack", {{"bytes", "32"}}}};
+  for (const auto& [file, parameters] : kCases) {
+    EXPECT_EQ(Failures(Judge(file, parameters, {}, path)), "") << file;
   }
 }
 

@@ -1,0 +1,4 @@
+#include "codecs/abi/export_codec.h"
+#include "codecs/pq/pq.h"
+
+KVMANAGER_EXPORT_CODEC("pq", kvmanager::RegisterPq)

@@ -1,0 +1,4 @@
+#include "codecs/abi/export_codec.h"
+#include "codecs/zack/zack.h"
+
+KVMANAGER_EXPORT_CODEC("zack", kvmanager::RegisterZack)
