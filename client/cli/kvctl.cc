@@ -1,5 +1,6 @@
-// kvctl: looks at a running kvmanagerd, drains it, purges what it has published.
+// kvctl: looks at a running kvmanagerd, drains it, purges what it has published; trains calibration artifacts.
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <iostream>
@@ -10,6 +11,9 @@
 #include "absl/strings/str_cat.h"
 #include "client/cli/format.h"
 #include "client/client.h"
+#include "examples/engine/blas_core.h"
+#include "examples/engine/calibrate_command.h"
+#include "examples/engine/program.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::client::cli {
@@ -80,7 +84,8 @@ int Main(int argc, char** argv) {
       "  kvctl drain                        before a restart: take in nothing new\n"
       "  kvctl drain --off                  take it back (the same as undrain)\n"
       "  kvctl purge --cache 3              forget the published blocks of cache 3 that nobody holds\n"
-      "  kvctl --connect tcp:10.0.0.2:7000 status --json\n",
+      "  kvctl --connect tcp:10.0.0.2:7000 status --json\n"
+      "  kvctl calibrate --model DIR --text FILE --codec zack+hack --out NAME.safetensors\n",
       "kvctl"};
   app.footer(
       "The address is that of --connect, or else of $KVMANAGER_ADDRESS, or else\n"
@@ -109,6 +114,9 @@ int Main(int argc, char** argv) {
   auto* one = purge->add_option("--cache", arguments.purge_cache, "of this cache: an id that `kvctl caches` shows");
   auto* all = purge->add_flag("--all", arguments.purge_all, "of every cache");
   one->excludes(all);
+  engine::CalibrateArguments calibrate_arguments;
+  auto* calibrate = app.add_subcommand("calibrate", "Train what codecs need of a model: needs no daemon");
+  engine::AddCalibrateOptions(*calibrate, calibrate_arguments);
   const auto misused = [](const std::string& why) {
     std::cerr << "kvctl: " << why << "\n`kvctl --help` shows every command with an example.\n";
     return kExitUsage;
@@ -119,6 +127,7 @@ int Main(int argc, char** argv) {
     if (e.get_exit_code() == 0) return app.exit(e);  // --help
     return misused(e.what());
   }
+  if (calibrate->parsed()) return engine::ExitCode("kvctl calibrate", engine::RunCalibrate(calibrate_arguments));
   uint32_t cache_id = Client::kAllCaches;
   if (purge->parsed() && !arguments.purge_all) {
     uint64_t id = 0;
@@ -150,4 +159,10 @@ int Main(int argc, char** argv) {
 }  // namespace
 }  // namespace kvmanager::client::cli
 
-int main(int argc, char** argv) { return kvmanager::client::cli::Main(argc, argv); }
+int main(int argc, char** argv) {
+  // Only what computes executes the program anew, for OpenBLAS' sake.
+  if (std::any_of(argv + 1, argv + argc, [](absl::string_view word) { return word == "calibrate"; })) {
+    kvmanager::engine::ChooseBlasCore(argv);
+  }
+  return kvmanager::client::cli::Main(argc, argv);
+}

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "absl/strings/match.h"
+#include "codecs/pq/pq_parameters.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::engine {
@@ -12,8 +13,31 @@ namespace {
 
 using SteadyTime = std::chrono::steady_clock;
 
+bool Chooses(const client::CacheOptions& cache) { return absl::StartsWith(cache.codec, "pq:"); }
+
 bool Encodes(const client::CacheOptions& cache) {
-  return cache.codec != "raw" && !absl::StartsWith(cache.codec, "raw:");
+  return cache.codec != "raw" && !absl::StartsWith(cache.codec, "raw:") && !Chooses(cache);
+}
+
+/// The part of a window that counts as its prompt, for codecs whose queries choose what they read behind it.
+uint64_t PromptTokens(const EvaluateOptions& options) { return uint64_t(options.window) / 2; }
+
+/// The pairs that a window reads in one layer.
+absl::StatusOr<PairCounts> ExpectedOf(const client::CacheOptions& cache, const EvaluateOptions& options) {
+  if (!Chooses(cache)) {
+    return ExpectedPairs(options.window, cache.page_tokens, cache.lag_pages, Encodes(cache), SinkTokens(cache.codec));
+  }
+  KV_ASSIGN_OR_RETURN(const CodecSpec spec, ParseCodecSpec(cache.codec));
+  PageLayout layout;
+  layout.head_dim = uint16_t(cache.head_dim);
+  KV_ASSIGN_OR_RETURN(const pq::Parameters parameters, pq::ParseParameters(layout, spec.parameters));
+  PairCounts pairs;
+  for (uint64_t position = 0; position < uint64_t(options.window); ++position) {
+    pairs.raw += position < parameters.FirstPosition(PromptTokens(options))
+                     ? position + 1
+                     : parameters.ReadsOf(position).total(position);
+  }
+  return pairs;
 }
 
 /// Bytes of the sequences' pages, once the encoding that goes on behind the last steps has settled, or after a bounded
@@ -36,14 +60,18 @@ absl::StatusOr<uint64_t> SettledResidentBytes(absl::Span<const std::unique_ptr<c
 /// Windows in the daemon; the first batch's resident bytes are taken at its end.
 class DaemonWindows final : public WindowStore {
  public:
-  DaemonWindows(KvEngine* engine, int layers, int window)
-      : engine_(engine), cache_(engine->cache().description()), layers_(layers), window_(window) {}
+  DaemonWindows(KvEngine* engine, int layers, const EvaluateOptions& options)
+      : engine_(engine),
+        cache_(engine->cache().description()),
+        layers_(layers),
+        window_(options.window),
+        prompt_tokens_(PromptTokens(options)) {}
 
   KvBackend* backend() override { return engine_; }
   absl::Status Begin(int count, std::vector<uint64_t>* ids) override {
     ids->clear();
     for (int w = 0; w < count; ++w) {
-      KV_ASSIGN_OR_RETURN(client::CreatedSequence created, engine_->CreateSequence({}));
+      KV_ASSIGN_OR_RETURN(client::CreatedSequence created, engine_->CreateSequence({}, prompt_tokens_));
       ids->push_back(created.sequence->id());
       sequences_.push_back(std::move(created.sequence));
     }
@@ -73,6 +101,7 @@ class DaemonWindows final : public WindowStore {
   KvEngine* const engine_;
   const client::CacheDescription cache_;
   const int layers_, window_;
+  const uint64_t prompt_tokens_;
   std::vector<std::unique_ptr<client::Sequence>> sequences_;
   double resident_bytes_per_token_head_ = -1;
 };
@@ -85,10 +114,9 @@ absl::StatusOr<Evaluation> Evaluate(const Model& model, KvEngine* engine, absl::
   const auto begun = SteadyTime::now();
   const int layers = model.config().layers;
   const KvCounts before = engine->counts();
-  DaemonWindows windows(engine, layers, options.window);
+  DaemonWindows windows(engine, layers, options);
   const client::CacheOptions& cache = windows.cache().options;
-  KV_ASSIGN_OR_RETURN(const WindowLoss loss,
-                      ReadWindows(model, &windows, text, options, cache.page_tokens, /*wanted=*/true, progress));
+  KV_ASSIGN_OR_RETURN(const WindowLoss loss, ReadWindows(model, &windows, text, options, cache.page_tokens, progress));
   Evaluation result;
   result.codec = cache.codec;
   result.bytes_per_token_head = windows.cache().payload_page_bytes / (double(cache.page_tokens) * cache.kv_heads);
@@ -97,7 +125,7 @@ absl::StatusOr<Evaluation> Evaluate(const Model& model, KvEngine* engine, absl::
   result.bpb_second_half = loss.bpb_second_half;
   result.pairs.encoded = engine->counts().encoded_pairs - before.encoded_pairs;
   result.pairs.raw = engine->counts().raw_pairs - before.raw_pairs;
-  const PairCounts expected = ExpectedPairs(options.window, cache.page_tokens, cache.lag_pages, Encodes(cache));
+  KV_ASSIGN_OR_RETURN(const PairCounts expected, ExpectedOf(cache, options));
   result.expected_pairs.encoded = expected.encoded * layers * options.windows;
   result.expected_pairs.raw = expected.raw * layers * options.windows;
   result.seconds = std::chrono::duration<double>(SteadyTime::now() - begun).count();

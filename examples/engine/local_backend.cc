@@ -8,6 +8,7 @@
 #include "codecs/raw/raw_attention.h"
 #include "kvmanager/base/finite.h"
 #include "kvmanager/base/mutex.h"
+#include "kvmanager/base/parallel.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::engine {
@@ -159,7 +160,7 @@ void LocalBackend::Encode(int layer) {
     items_.push_back({page->raw.get(), page->encoded.get(), uint32_t(layer), first_token, false});
   }
   const size_t parts = std::min<size_t>(workspaces_.size(), items_.size());
-  Parallel(parts, [&](size_t part) {
+  ParallelFor(workers_.get(), parts, [&](size_t part) {
     const size_t begin = items_.size() * part / parts, end = items_.size() * (part + 1) / parts;
     codec_->Encode(absl::MakeSpan(items_).subspan(begin, end - begin),
                    absl::MakeSpan(workspaces_[part].get(), codec_->encode_workspace_bytes()));
@@ -239,22 +240,6 @@ void LocalBackend::Unfold(int layer, int rows) {
   }
 }
 
-void LocalBackend::Parallel(size_t parts, absl::FunctionRef<void(size_t)> work) {
-  Mutex mutex;
-  std::condition_variable done;
-  size_t left = parts - 1;
-  for (size_t part = 1; part < parts; ++part) {
-    workers_->Post(WorkerPool::Priority::kEncode, [&, part] {
-      work(part);
-      MutexLock lock(mutex);
-      if (--left == 0) done.notify_one();
-    });
-  }
-  work(0);
-  MutexLock lock(mutex);
-  while (left > 0) lock.Wait(done);
-}
-
 namespace {
 
 class LocalWindows final : public WindowStore {
@@ -296,12 +281,13 @@ absl::StatusOr<LocalEvaluation> EvaluateLocal(const Model& model, const Codec& c
   LocalWindows windows(backend.get());
   LocalEvaluation result;
   KV_ASSIGN_OR_RETURN(result.loss,
-                      ReadWindows(model, &windows, text, options, layout.page_tokens, /*wanted=*/true, progress));
+                      ReadWindows(model, &windows, text, options, layout.page_tokens, progress));
   result.codec = codec.info().spec;
   result.bytes_per_token_head = double(codec.info().payload_bytes) / (double(layout.page_tokens) * layout.kv_heads);
   result.counts = backend->counts();
   const PairCounts expected =
-      ExpectedPairs(options.window, layout.page_tokens, lag_pages, /*encodes=*/!codec.info().identity);
+      ExpectedPairs(options.window, layout.page_tokens, lag_pages, /*encodes=*/!codec.info().identity,
+                    SinkTokens(codec.info().spec));
   result.expected_pairs.encoded = expected.encoded * model.config().layers * options.windows;
   result.expected_pairs.raw = expected.raw * model.config().layers * options.windows;
   result.seconds = SecondsSince(begun);

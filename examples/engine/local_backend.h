@@ -89,7 +89,6 @@ class LocalBackend final : public KvBackend {
   void Attend(int layer, absl::Span<const KvEntry> entries);
   /// Outputs that stay in the codec's space, taken out of it.
   void Unfold(int layer, int rows);
-  void Parallel(size_t parts, absl::FunctionRef<void(size_t part)> work);
 
   const Model* const model_;
   const Codec* const codec_;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numbers>
 
+#include "absl/strings/numbers.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::engine {
@@ -19,13 +20,21 @@ double Bits(absl::Span<const float> logits, uint8_t target) {
 
 }  // namespace
 
-PairCounts ExpectedPairs(uint64_t tokens, int page_tokens, int lag_pages, bool encodes) {
+uint64_t SinkTokens(absl::string_view codec) {
+  constexpr absl::string_view kKey = ";sinks=";
+  const size_t at = codec.rfind(kKey);
+  uint64_t tokens = 0;
+  return at != absl::string_view::npos && absl::SimpleAtoi(codec.substr(at + kKey.size()), &tokens) ? tokens : 0;
+}
+
+PairCounts ExpectedPairs(uint64_t tokens, int page_tokens, int lag_pages, bool encodes, uint64_t sink_tokens) {
   PairCounts pairs;
   for (uint64_t first = 0; first < tokens; first += page_tokens) {
     const uint64_t queries = std::min<uint64_t>(page_tokens, tokens - first);
-    const uint64_t lag_tokens = encodes ? std::min<uint64_t>(uint64_t(lag_pages) * page_tokens, first) : first;
-    pairs.encoded += queries * (first - lag_tokens);
-    pairs.raw += queries * lag_tokens + queries * (queries + 1) / 2;
+    const uint64_t raw_tokens =
+        encodes ? std::min<uint64_t>(uint64_t(lag_pages) * page_tokens + sink_tokens, first) : first;
+    pairs.encoded += queries * (first - raw_tokens);
+    pairs.raw += queries * raw_tokens + queries * (queries + 1) / 2;
   }
   return pairs;
 }
@@ -53,14 +62,13 @@ int EvaluateRowsMax(const EvaluateOptions& options, int page_tokens) {
   return std::clamp(options.windows, 1, EvaluateOptions::kBatchWindows) * page_tokens;
 }
 
-absl::StatusOr<WindowLoss> ReadWindows(const Model& model, WindowStore* store, absl::Span<const uint8_t> text,
-                                       const EvaluateOptions& options, int page_tokens, bool wanted,
-                                       absl::FunctionRef<void(int64_t, int64_t)> progress) {
+absl::Status VisitWindows(const Model& model, WindowStore* store, absl::Span<const uint8_t> text,
+                          const EvaluateOptions& options, int page_tokens, const LogitsVisitor* visit,
+                          absl::FunctionRef<void(int64_t, int64_t)> progress) {
   KV_RETURN_IF_ERROR(CheckEvaluate(model, text, options));
   const int vocab = model.config().vocab_size;
   const int64_t pages = (options.window + page_tokens - 1) / page_tokens;
   Runner runner(&model, store->backend(), options.threads);
-  double bits = 0, bits_second_half = 0;
   std::vector<float> logits;
   std::vector<KvEntry> entries;
   std::vector<uint32_t> tokens;
@@ -78,19 +86,30 @@ absl::StatusOr<WindowLoss> ReadWindows(const Model& model, WindowStore* store, a
         const uint8_t* at = text.data() + (first + w) * options.stride + position;
         tokens.insert(tokens.end(), at, at + count);
       }
-      KV_RETURN_IF_ERROR(runner.Step(entries, tokens, wanted ? Runner::Logits::kAll : Runner::Logits::kNone, &logits));
-      for (int w = 0; wanted && w < batch; ++w) {
+      KV_RETURN_IF_ERROR(runner.Step(entries, tokens, visit == nullptr ? Runner::Logits::kNone : Runner::Logits::kAll, &logits));
+      for (int w = 0; visit != nullptr && w < batch; ++w) {
         for (int i = 0; i < count; ++i) {
-          const uint8_t target = text[(first + w) * options.stride + position + i + 1];
-          const double b = Bits(absl::MakeConstSpan(&logits[size_t(w * count + i) * vocab], vocab), target);
-          bits += b;
-          if (position + i >= options.window / 2) bits_second_half += b;
+          (*visit)(first + w, position + i, absl::MakeConstSpan(&logits[size_t(w * count + i) * vocab], vocab));
         }
       }
       progress(first * pages + (p + 1) * batch, options.windows * pages);
     }
     KV_RETURN_IF_ERROR(store->End());
   }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<WindowLoss> ReadWindows(const Model& model, WindowStore* store, absl::Span<const uint8_t> text,
+                                       const EvaluateOptions& options, int page_tokens,
+                                       absl::FunctionRef<void(int64_t, int64_t)> progress) {
+  double bits = 0, bits_second_half = 0;
+  const auto add = [&](int window, int64_t position, absl::Span<const float> logits) {
+    const double b = Bits(logits, text[window * options.stride + position + 1]);
+    bits += b;
+    if (position >= options.window / 2) bits_second_half += b;
+  };
+  const LogitsVisitor visit = add;
+  KV_RETURN_IF_ERROR(VisitWindows(model, store, text, options, page_tokens, &visit, progress));
   return WindowLoss{bits / (double(options.windows) * options.window),
                     bits_second_half / (double(options.windows) * (options.window - options.window / 2))};
 }

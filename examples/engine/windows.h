@@ -11,6 +11,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "examples/engine/kv_backend.h"
 #include "examples/engine/model.h"
@@ -34,7 +35,11 @@ struct PairCounts {
 
 /// The pairs that a sequence of `tokens` reads in one layer: of the pages before its own, a query reads all but the
 /// newest `lag_pages` encoded; the rest and its own page raw. encodes: false for a codec whose pages stay raw.
-PairCounts ExpectedPairs(uint64_t tokens, int page_tokens, int lag_pages, bool encodes);
+/// sink_tokens: whole pages at the start that stay raw.
+PairCounts ExpectedPairs(uint64_t tokens, int page_tokens, int lag_pages, bool encodes, uint64_t sink_tokens = 0);
+
+/// The sinks of a canonical codec: N of a policy's last clause ";sinks=N", else 0.
+uint64_t SinkTokens(absl::string_view codec);
 
 /// What an evaluation would refuse, before anything is started for it: INVALID_ARGUMENT (options; a text that is too
 /// short; a vocabulary that is not of bytes).
@@ -58,10 +63,18 @@ class WindowStore {
   virtual absl::Status End() = 0;
 };
 
-/// text: one byte a token. progress(done, total) in steps. Errors: CheckEvaluate's and the store's. wanted: false reads
-/// the windows without computing logits, and the losses stay 0.
+/// A row's logits [vocab]: of the token at `position` of a window.
+using LogitsVisitor = absl::FunctionRef<void(int window, int64_t position, absl::Span<const float> logits)>;
+
+/// Reads the windows of `text`, one byte a token. visit: nullptr computes no logits. progress(done, total) in steps.
+/// Errors: CheckEvaluate's and the store's.
+absl::Status VisitWindows(const Model& model, WindowStore* store, absl::Span<const uint8_t> text,
+                          const EvaluateOptions& options, int page_tokens, const LogitsVisitor* visit,
+                          absl::FunctionRef<void(int64_t done, int64_t total)> progress);
+
+/// The loss of all windows.
 absl::StatusOr<WindowLoss> ReadWindows(const Model& model, WindowStore* store, absl::Span<const uint8_t> text,
-                                       const EvaluateOptions& options, int page_tokens, bool wanted,
+                                       const EvaluateOptions& options, int page_tokens,
                                        absl::FunctionRef<void(int64_t done, int64_t total)> progress);
 
 }  // namespace kvmanager::engine

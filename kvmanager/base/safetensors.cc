@@ -140,6 +140,8 @@ absl::Status ParseSafetensors(absl::Span<const uint8_t> file, absl::string_view 
     return !too_deep;  // what is deeper is dropped: printing it would recurse
   };
   const char* text = reinterpret_cast<const char*>(file.data()) + 8;
+  // The parser would take a zero for the end, and not look at what follows.
+  if (std::memchr(text, 0, header_bytes) != nullptr) return InvalidField(in + "header", "text with a zero", "JSON");
   const Json header = Json::parse(text, text + header_bytes, note, /*allow_exceptions=*/false);
   if (too_deep)
     return InvalidField(in + "header nesting", "deeper", absl::StrCat("at most ", kHeaderDepthMax, " levels"));

@@ -1,0 +1,48 @@
+// The capture format: Q, K and V of a model that some engine ran, instead of the model (docs/calibration.md).
+//
+// Safetensors, a file or a directory of shards: layers.{i}.q [query_heads, tokens, d], layers.{i}.k and layers.{i}.v
+// [kv_heads, tokens, d], after RoPE, F16, BF16 or F32; layers.{i}.w_o [hidden, query_heads * d], in all layers or none;
+// metadata "model", "revision" (may be absent) and "windows" (tokens of one context, if several follow one another).
+// Nothing in it is believed.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/statusor.h"
+#include "codecs/calibrate/samples.h"
+#include "kvmanager/base/safetensors.h"
+#include "kvmanager/base/worker_pool.h"
+
+namespace kvmanager::calibrate {
+
+class Capture {
+ public:
+  static constexpr int kLayersMax = 1024;
+
+  /// Checks names, shapes and metadata; the elements are looked at by Read. Errors: NOT_FOUND, INVALID_ARGUMENT (file,
+  /// tensor, value, bound).
+  static absl::StatusOr<std::unique_ptr<Capture>> Open(const std::string& path);
+
+  const CalibrationModel& model() const { return model_; }
+  uint64_t tokens() const { return tokens_; }
+  bool has_output_projection() const { return has_w_o_; }
+
+  /// progress(layers done, layers). Errors: Collector's.
+  absl::StatusOr<Samples> Read(const SampleLimits& limits, WorkerPool* pool,
+                               absl::FunctionRef<void(int64_t done, int64_t total)> progress) const;
+
+ private:
+  Capture() = default;
+  absl::StatusOr<const Tensor*> Find(int layer, const char* name) const;
+  absl::Status CheckShapes(const std::string& path);
+
+  std::unique_ptr<Safetensors> file_;
+  CalibrationModel model_;
+  uint64_t tokens_ = 0;
+  bool has_w_o_ = false;
+};
+
+}  // namespace kvmanager::calibrate

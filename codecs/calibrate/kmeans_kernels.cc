@@ -1,0 +1,41 @@
+#include "codecs/calibrate/kmeans_kernels.h"
+
+#include <cfloat>
+#include <cstring>
+
+#define KV_KERNEL_INLINE static inline __attribute__((always_inline))
+
+namespace kvmanager::calibrate {
+namespace {
+
+#define KV_KERNEL_ISA portable
+#include "codecs/calibrate/kmeans_kernels_impl.h"
+#undef KV_KERNEL_ISA
+
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx2")
+#define KV_KERNEL_ISA avx2
+#include "codecs/calibrate/kmeans_kernels_impl.h"
+#undef KV_KERNEL_ISA
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#define KV_KERNEL_ISA avx512
+#include "codecs/calibrate/kmeans_kernels_impl.h"
+#undef KV_KERNEL_ISA
+#pragma GCC pop_options
+#endif
+
+}  // namespace
+
+const KmeansKernels& KernelsOf(Isa isa) {
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx512) return avx512::kKernels;
+  if (isa == Isa::kAvx2) return avx2::kKernels;
+#endif
+  return portable::kKernels;
+}
+
+}  // namespace kvmanager::calibrate
