@@ -39,12 +39,13 @@ class Sequence;
 
 /// What a cache is (api/kvmanager.capnp, CacheConfig): all of it is part of every block's name.
 struct CacheOptions {
-  std::string model, revision, tenant, rope, calibration_digest;
+  std::string model, revision, tenant, rope;
+  std::string calibration_digest;  // of the artifact that the codec names; empty: any. As opened: its digest
   int layers = 0, kv_heads = 0, query_heads = 0, head_dim = 0;
   int page_tokens = 64;
   DType dtype = DType::kFloat16;  // kFloat16 or kBFloat16
   int tensor_parallel_rank = 0, tensor_parallel_size = 1;
-  std::string codec = "raw";  // "NAME[:key=value,...]"
+  std::string codec = "raw";  // "NAME[:key=value,...]", or a policy: "SPEC[;FIRST..LAST=SPEC...][;sinks=N]"
   int lag_pages = 2;
 };
 
@@ -52,7 +53,9 @@ struct CacheDescription {
   CacheOptions options;  // codec canonical
   uint32_t id = 0;
   CacheDigest digest;
-  uint64_t raw_page_bytes = 0, encoded_page_bytes = 0, payload_page_bytes = 0;
+  uint64_t raw_page_bytes = 0;
+  uint64_t encoded_page_bytes = 0;  // of the largest layer's, padding included
+  uint64_t payload_page_bytes = 0;  // the mean over layers, without padding
   uint64_t resident_raw_bytes = 0, resident_encoded_bytes = 0;
   uint64_t sequences = 0, published_blocks = 0;
 };
@@ -243,6 +246,11 @@ class Sequence {
  public:
   virtual ~Sequence() = default;  // drops it
   virtual uint64_t id() const = 0;
+
+  /// [kv_heads][head_dim][head_dim], row-major, where steps of `layer` leave their outputs in the codec's space (a
+  /// codec with fold=1): an output o' of a query head stands for A o', A being its KV head's factor; FoldOutputWeights
+  /// (fold.h) makes it part of W_O. Empty: outputs are as usual.
+  virtual absl::StatusOr<std::vector<float>> OutputFactors(int layer) = 0;
   virtual absl::StatusOr<std::unique_ptr<Sequence>> Fork() = 0;
   virtual absl::Status Crop(uint64_t tokens) = 0;
   virtual absl::StatusOr<PublishOutcome> Publish(absl::Span<const BlockName> names) = 0;

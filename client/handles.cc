@@ -185,6 +185,29 @@ class CacheImpl final : public Cache {
     KV_RETURN_IF_ERROR(
         CheckMessageBytes("ticket", kMessageOverheadBytes + ticket.size(), handle_.connection().message_bytes_max()));
     auto request = handle_.cap().claimRequest();
+  absl::StatusOr<std::vector<float>> OutputFactors(int layer) override {
+    using Result = absl::StatusOr<std::vector<float>>;
+    KV_RETURN_IF_ERROR(handle_.Usable());
+    const CacheOptions& o = description_.options;
+    if (layer < 0 || layer >= o.layers) return InvalidField("layer", layer, absl::StrCat("0..", o.layers - 1));
+    auto request = handle_.cap().outputFactorsRequest();
+    request.setLayer(uint32_t(layer));
+    const size_t elements = size_t(o.kv_heads) * o.head_dim * o.head_dim;
+    return handle_.connection().Call<Result>(std::move(request), [elements](auto& response) -> Result {
+      KV_RETURN_IF_ERROR(FromWire(response.getStatus()));
+      std::vector<float> factors;
+      if (!response.getFolds()) return factors;
+      const auto data = response.getFactors();
+      if (data.size() != elements * sizeof(float)) {
+        return absl::InternalError(absl::StrCat("the daemon sent ", data.size(), " bytes of output factors, expected ",
+                                                elements * sizeof(float)));
+      }
+      factors.resize(elements);
+      std::memcpy(factors.data(), data.begin(), data.size());
+      return factors;
+    });
+  }
+
     request.setTicket(ToKj(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(ticket.data()), ticket.size())));
     return handle_.connection().Call<Result>(std::move(request), [this](auto& response) -> Result {
       const auto reply = response.getReply();

@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 1;
+const apiMinor :UInt16 = 2;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -40,7 +40,7 @@ struct CacheConfig {
   revision @1 :Text;
   tenant @2 :Text;               # a salt: caches of different tenants share nothing
   rope @3 :Text;                 # RoPE facts as the engine writes them
-  calibrationDigest @4 :Text;
+  calibrationDigest @4 :Text;    # if not empty, the artifact that the codec names must have it (64 hexadecimal digits)
   layers @5 :UInt32;
   kvHeads @6 :UInt32;            # of this shard
   queryHeads @7 :UInt32;         # of this shard
@@ -49,7 +49,7 @@ struct CacheConfig {
   dtype @10 :DType = float16;    # of raw K and V: float16 or bfloat16
   tensorParallelRank @11 :UInt32;
   tensorParallelSize @12 :UInt32 = 1;
-  codec @13 :Text = "raw";       # NAME[:key=value,...]
+  codec @13 :Text = "raw";       # NAME[:key=value,...], or a policy: SPEC[;FIRST..LAST=SPEC...][;sinks=N]
   lagPages @14 :UInt32 = 2;      # newest full pages that are read raw
 }
 
@@ -59,8 +59,8 @@ struct CacheInfo {
   digest @2 :Data;               # 32 bytes
   codecVersion @3 :UInt32;
   rawPageBytes @4 :UInt64;
-  encodedPageBytes @5 :UInt64;   # of a slot, padding included
-  payloadPageBytes @6 :UInt64;   # codes, metadata and sums alone
+  encodedPageBytes @5 :UInt64;   # of the largest layer's, padding included
+  payloadPageBytes @6 :UInt64;   # codes, metadata and sums alone, the mean over layers
   sequences @7 :UInt64;
   publishedBlocks @8 :UInt64;
   residentRawBytes @9 :UInt64;
@@ -182,6 +182,10 @@ interface Cache {
 struct HelloRequest {
   apiMajor @0 :UInt16;
   apiMinor @1 :UInt16;
+  outputFactors @5 (layer :UInt32) -> (status :Status, folds :Bool, factors :Data);
+  # folds: steps of this layer leave their outputs in the codec's space ("fold=1" of a codec), for the client to fold the way
+  # back into its output projection. factors: [kvHeads][headDim][headDim] float32, row-major: an output o' of a query head stands
+  # for o = A o', A being its KV head's. Empty where folds is false: outputs are as usual. Feature "output-factors".
   client @2 :Text;      # a name for logs and listings
   pid @3 :UInt32;       # as the client sees it, for listings; the daemon trusts only the socket's credentials
 }

@@ -164,7 +164,7 @@ class CacheService final : public api::Cache::Server {
           KV_ASSIGN_OR_RETURN(const Prefixes prefixes, ReadPrefixes(list));
           KV_RETURN_IF_ERROR(EnsureOpen());
           auto replies = context.getResults().initReplies(prefixes.size());
-          for (size_t i = 0; i < prefixes.size(); ++i) Create(prefixes[i], replies[i]);
+          for (uint32_t i = 0; i < prefixes.size(); ++i) Create(prefixes[i], list[i].getPromptTokens(), replies[i]);
           return Done();
         },
         [&](const absl::Status& status) {
@@ -185,6 +185,34 @@ class CacheService final : public api::Cache::Server {
           return RunStep(session_, cache_, step, context);
         },
         [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+  }
+
+  kj::Promise<void> outputFactors(OutputFactorsContext context) override {
+    return Serve(
+        *session_, Method::kOutputFactors, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          const uint32_t layer = context.getParams().getLayer();
+          if (layer >= static_cast<uint32_t>(config_.layers)) {
+            return InvalidField("layer", layer, absl::StrCat("0..", config_.layers - 1));
+          }
+          auto results = context.getResults();
+          if (!cache_.codec->attention().folds_output(static_cast<int>(layer))) return Done();
+          const size_t elements = size_t{config_.layout.head_dim} * config_.layout.head_dim;
+          const size_t bytes = config_.layout.kv_heads * elements * sizeof(float);
+          if (bytes > limits::kReplyBytesMax) {
+            return FieldError(absl::StatusCode::kResourceExhausted, "factors", absl::StrCat(bytes, " bytes"),
+                              absl::StrCat("at most ", limits::kReplyBytesMax, " bytes"));
+          }
+          auto out = results.initFactors(bytes);
+          float* const factors = reinterpret_cast<float*>(out.begin());  // Data begins at a word
+          for (int head = 0; head < config_.layout.kv_heads; ++head) {
+            KV_CHECK(cache_.codec->OutputFactor(static_cast<int>(layer), head,
+                                                absl::MakeSpan(factors + head * elements, elements)));
+          }
+          results.setFolds(true);
+          return Done();
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
   }
 
   kj::Promise<void> claim(ClaimContext context) override {
@@ -233,7 +261,7 @@ class CacheService final : public api::Cache::Server {
   // A purge closes caches that hold nothing; this capability then opens its own anew.
   absl::Status EnsureOpen() {
     if (store().codec(cache_.id) != nullptr) return absl::OkStatus();
-    KV_ASSIGN_OR_RETURN(const CacheId id, store().OpenCache(config_));
+    KV_ASSIGN_OR_RETURN(const CacheId id, store().OpenCache(config_, cache_.codec));
     Bind(id);
     return absl::OkStatus();
   }

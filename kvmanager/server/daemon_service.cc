@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/server/limits.h"
+#include "kvmanager/server/on_worker.h"
 #include "kvmanager/server/serve.h"
 #include "kvmanager/server/service.h"
 
@@ -42,32 +43,14 @@ class ArenaService final : public api::Arena::Server {
   const uint32_t id_;
 };
 
-// Allocating touches every page of the arena, which takes long: it happens on a worker.
-class ArenaMaking final : public std::enable_shared_from_this<ArenaMaking> {
- public:
-  kj::Promise<absl::StatusOr<std::shared_ptr<Region>>> Begin(DaemonContext& daemon, uint64_t bytes) {
-    auto waiting = kj::newPromiseAndFulfiller<absl::StatusOr<std::shared_ptr<Region>>>();
-    fulfiller_ = kj::mv(waiting.fulfiller);
-    daemon.workers->Post(WorkerPool::Priority::kEncode,
-                         [queue = daemon.queue, self = shared_from_this(), bytes]() mutable {
-                           Region::Options options;
-                           options.name = "kvmanager-arena";
-                           options.bytes = bytes;
-                           auto region = Region::Create(options);
-                           queue->Post([self = std::move(self), region = std::move(region)]() mutable {
-                             if (region.ok()) {
-                               self->fulfiller_->fulfill(std::shared_ptr<Region>(*std::move(region)));
-                             } else {
-                               self->fulfiller_->fulfill(region.status());
-                             }
-                           });
-                         });
-    return kj::mv(waiting.promise);
-  }
-
- private:
-  kj::Own<kj::PromiseFulfiller<absl::StatusOr<std::shared_ptr<Region>>>> fulfiller_;
-};
+// Allocating touches every page of the arena, which takes long.
+absl::StatusOr<std::shared_ptr<Region>> MakeRegion(uint64_t bytes) {
+  Region::Options options;
+  options.name = "kvmanager-arena";
+  options.bytes = bytes;
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<Region> region, Region::Create(options));
+  return std::shared_ptr<Region>(std::move(region));
+}
 
 std::string CleanName(capnp::Text::Reader text) {
   std::string name(ViewOf(text).substr(0, limits::kClientNameBytesMax));
@@ -107,13 +90,18 @@ class DaemonService final : public api::Daemon::Server {
         [&]() -> absl::StatusOr<kj::Promise<void>> {
           KV_RETURN_IF_ERROR(CheckGreeted());
           KV_ASSIGN_OR_RETURN(const CacheConfig config, ReadCacheConfig(context.getParams().getConfig()));
-          PageStore& store = *session_->daemon().store;
-          KV_ASSIGN_OR_RETURN(const CacheId cache, store.OpenCache(config));
-          KV_ASSIGN_OR_RETURN(const CacheInfo info, store.DescribeCache(cache));
-          auto results = context.getResults();
-          WriteCacheInfo(info, results.initInfo());
-          results.setCache(MakeCacheService(session_, cache));
-          return Done();
+          context.releaseParams();
+          // A codec may read a large artifact, and work on it.
+          using MaybeCodec = absl::StatusOr<std::shared_ptr<const Codec>>;
+          DaemonContext& daemon = session_->daemon();
+          return OnWorker<MaybeCodec>(
+                     daemon, [registry = daemon.registry, config] { return PageStore::MakeCodec(*registry, config); })
+              .then([context, session = session_, config](MaybeCodec codec) mutable {
+                const absl::Status status = OpenCache(session, config, std::move(codec), context);
+                if (status.ok()) return;
+                ServeError(*session, Method::kOpenCache, status,
+                           [&](const absl::Status& error) { WriteStatus(error, context.getResults().initStatus()); });
+              });
         },
         [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
   }
@@ -129,10 +117,9 @@ class DaemonService final : public api::Daemon::Server {
           const uint64_t bytes = context.getParams().getBytes();
           KV_RETURN_IF_ERROR(session_->ReserveArena(bytes));
           auto memory = std::make_unique<ArenaMemory>(session_, bytes);
-          return std::make_shared<ArenaMaking>()
-              ->Begin(session_->daemon(), bytes)
-              .then([context, session = session_,
-                     memory = std::move(memory)](absl::StatusOr<std::shared_ptr<Region>> region) mutable {
+          using MaybeRegion = absl::StatusOr<std::shared_ptr<Region>>;
+          return OnWorker<MaybeRegion>(session_->daemon(), [bytes] { return MakeRegion(bytes); })
+              .then([context, session = session_, memory = std::move(memory)](MaybeRegion region) mutable {
                 if (!region.ok()) {
                   return ServeError(*session, Method::kCreateArena, region.status(), [&](const absl::Status& status) {
                     WriteStatus(status, context.getResults().initStatus());
@@ -165,6 +152,18 @@ class DaemonService final : public api::Daemon::Server {
   }
 
  private:
+  static absl::Status OpenCache(const std::shared_ptr<Session>& session, const CacheConfig& config,
+                                absl::StatusOr<std::shared_ptr<const Codec>> codec, OpenCacheContext& context) {
+    KV_RETURN_IF_ERROR(codec.status());
+    PageStore& store = *session->daemon().store;
+    KV_ASSIGN_OR_RETURN(const CacheId cache, store.OpenCache(config, *std::move(codec)));
+    KV_ASSIGN_OR_RETURN(const CacheInfo info, store.DescribeCache(cache));
+    auto results = context.getResults();
+    WriteCacheInfo(info, results.initInfo());
+    results.setCache(MakeCacheService(session, cache));
+    return absl::OkStatus();
+  }
+
   absl::Status CheckGreeted() const {
     return session_->greeted() ? absl::OkStatus() : absl::FailedPreconditionError("call hello first");
   }
@@ -175,7 +174,7 @@ class DaemonService final : public api::Daemon::Server {
     reply.setApiMinor(api::API_MINOR);
     reply.setBootEpoch(daemon.boot_epoch);
     reply.setVersion(capnp::Text::Reader(kVersion.data(), kVersion.size()));
-    std::vector<const char*> names = {"inline", "hand-off"};
+    std::vector<const char*> names = {"inline", "hand-off", "output-factors"};
     if (session_->unix_socket()) names.push_back("arena");
     if (daemon.options->busy_poll_us > 0) names.push_back("busy-poll");
     auto features = reply.initFeatures(names.size());

@@ -48,33 +48,64 @@ class HandOffDesk::Incoming final : public IncomingHandOff {
   std::vector<absl::Span<uint8_t>> targets_;
 };
 
+// What a peer offers, until it is answered. Shared by the messages and the work that carry it on, one after the other.
+struct HandOffDesk::Offered {
+  std::string peer;
+  Manifest manifest;
+  absl::StatusOr<std::shared_ptr<const Codec>> codec = std::shared_ptr<const Codec>();
+  OfferReply reply;
+};
+
 void HandOffDesk::Offer(std::string peer, std::string manifest, std::vector<uint64_t> page_bytes,
                         std::vector<uint64_t> page_checksums, OfferReply reply) {
   daemon_->queue->Post([this, peer = std::move(peer), manifest = std::move(manifest),
                         page_bytes = std::move(page_bytes), page_checksums = std::move(page_checksums),
                         reply = std::move(reply)]() mutable {
-    auto incoming = Accept(peer, manifest, page_bytes, page_checksums);
-    if (!incoming.ok()) {
-      daemon_->metrics->hand_offs_refused.Increment();
-      spdlog::warn("hand-off from {} refused: {}", peer, incoming.status().ToString());
-    }
-    reply(std::move(incoming));
+    auto offered = std::make_shared<Offered>();
+    offered->peer = std::move(peer);
+    offered->reply = std::move(reply);
+    if (absl::Status may = MayReceive(); !may.ok()) return Answer(*offered, std::move(may));
+    absl::StatusOr<Manifest> parsed = ParseManifest(manifest, page_bytes, page_checksums);
+    if (!parsed.ok()) return Answer(*offered, parsed.status());
+    offered->manifest = *std::move(parsed);
+    Consider(std::move(offered));
   });
 }
 
-absl::StatusOr<std::unique_ptr<IncomingHandOff>> HandOffDesk::Accept(const std::string& peer,
-                                                                     const std::string& manifest,
-                                                                     const std::vector<uint64_t>& page_bytes,
-                                                                     const std::vector<uint64_t>& page_checksums) {
+// A codec may read a large artifact, and work on it: on a worker.
+void HandOffDesk::Consider(std::shared_ptr<Offered> offered) {
+  daemon_->workers->Post(WorkerPool::Priority::kEncode, [this, queue = daemon_->queue, registry = daemon_->registry,
+                                                         offered = std::move(offered)]() mutable {
+    offered->codec = PageStore::MakeCodec(*registry, offered->manifest.content.config);
+    queue->Post([this, offered = std::move(offered)] { Answer(*offered, Accept(*offered)); });
+  });
+}
+
+void HandOffDesk::Answer(Offered& offered, absl::StatusOr<std::unique_ptr<IncomingHandOff>> incoming) {
+  if (!incoming.ok()) {
+    daemon_->metrics->hand_offs_refused.Increment();
+    spdlog::warn("hand-off from {} refused: {}", offered.peer, incoming.status().ToString());
+  }
+  offered.reply(std::move(incoming));
+}
+
+absl::Status HandOffDesk::MayReceive() const {
   if (daemon_->draining) return absl::UnavailableError("this daemon is draining: it receives no hand-offs");
   if (tickets_.size() >= limits::kTicketsMax) {
     return FieldError(absl::StatusCode::kResourceExhausted, "received sequences that wait to be claimed",
                       absl::StrCat(tickets_.size()), absl::StrCat("below ", limits::kTicketsMax));
   }
-  KV_ASSIGN_OR_RETURN(Manifest parsed, ParseManifest(manifest, page_bytes, page_checksums));
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<ImportLease> import, daemon_->store->Import(parsed.content));
-  return std::make_unique<Incoming>(daemon_->queue, receiving_, std::move(import), parsed.content.pages.size(), peer,
-                                    std::move(parsed.blob), parsed.content.tokens);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<IncomingHandOff>> HandOffDesk::Accept(Offered& offered) {
+  KV_RETURN_IF_ERROR(MayReceive());
+  KV_RETURN_IF_ERROR(offered.codec.status());
+  Manifest& manifest = offered.manifest;
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<ImportLease> import,
+                      daemon_->store->Import(manifest.content, *std::move(offered.codec)));
+  return std::make_unique<Incoming>(daemon_->queue, receiving_, std::move(import), manifest.content.pages.size(),
+                                    offered.peer, std::move(manifest.blob), manifest.content.tokens);
 }
 
 void HandOffDesk::Complete(std::unique_ptr<IncomingHandOff> hand_off, CompleteReply reply) {

@@ -59,9 +59,12 @@ class HandOffDesk final : public HandOffReceiver {
     kj::Promise<void> expiry = nullptr;
   };
 
-  absl::StatusOr<std::unique_ptr<IncomingHandOff>> Accept(const std::string& peer, const std::string& manifest,
-                                                          const std::vector<uint64_t>& page_bytes,
-                                                          const std::vector<uint64_t>& page_checksums);
+  struct Offered;
+
+  absl::Status MayReceive() const;
+  void Consider(std::shared_ptr<Offered> offered);
+  absl::StatusOr<std::unique_ptr<IncomingHandOff>> Accept(Offered& offered);
+  void Answer(Offered& offered, absl::StatusOr<std::unique_ptr<IncomingHandOff>> incoming);
   absl::StatusOr<std::string> Keep(Incoming& incoming);
   void Expire(const std::string& ticket);
 

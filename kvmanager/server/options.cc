@@ -81,13 +81,6 @@ absl::Status Check(const Texts& texts, Options* options) {
   if (!options->peer_listen.empty()) {
     KV_RETURN_IF_ERROR(ParseHostPort("--peer-listen", options->peer_listen).status());
   }
-  if (!texts.threads.empty()) {
-    KV_RETURN_IF_ERROR(ParseInteger("--threads", texts.threads, 0, Options::kThreadsMax, &options->threads));
-  }
-  if (!texts.busy_poll_us.empty()) {
-    KV_RETURN_IF_ERROR(
-        ParseInteger("--busy-poll-us", texts.busy_poll_us, 0, Options::kBusyPollUsMax, &options->busy_poll_us));
-  }
   if (!texts.arena_bytes.empty()) {
     KV_RETURN_IF_ERROR(
         CheckBytes("--arena-bytes", texts.arena_bytes, 0, Options::kArenaBytesMax, &options->arena_bytes));
@@ -99,12 +92,20 @@ absl::Status Check(const Texts& texts, Options* options) {
       return InvalidField("--slab-bytes", texts.slab_bytes, "a multiple of 2MiB, at most --host-pool-bytes");
     }
   }
-  if (!texts.hand_off_lease_ms.empty()) {
-    KV_RETURN_IF_ERROR(ParseInteger("--hand-off-lease-ms", texts.hand_off_lease_ms, Options::kHandOffLeaseMsMin,
-                                    Options::kHandOffLeaseMsMax, &options->hand_off_lease_ms));
-  }
-  if (!texts.drain_s.empty()) {
-    KV_RETURN_IF_ERROR(ParseInteger("--drain-s", texts.drain_s, 0, Options::kDrainSMax, &options->drain_s));
+  const struct {
+    const char* flag;
+    const std::string& text;
+    int64_t low, high;
+    int64_t* value;
+  } integers[] = {
+      {"--threads", texts.threads, 0, Options::kThreadsMax, &options->threads},
+      {"--busy-poll-us", texts.busy_poll_us, 0, Options::kBusyPollUsMax, &options->busy_poll_us},
+      {"--hand-off-lease-ms", texts.hand_off_lease_ms, Options::kHandOffLeaseMsMin, Options::kHandOffLeaseMsMax,
+       &options->hand_off_lease_ms},
+      {"--drain-s", texts.drain_s, 0, Options::kDrainSMax, &options->drain_s},
+  };
+  for (const auto& [flag, text, low, high, value] : integers) {
+    if (!text.empty()) KV_RETURN_IF_ERROR(ParseInteger(flag, text, low, high, value));
   }
   if (!texts.peer_rate_bytes.empty()) {
     KV_ASSIGN_OR_RETURN(options->peer_rate_bytes, ParseBytes("--peer-rate-bytes", texts.peer_rate_bytes));

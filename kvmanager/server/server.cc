@@ -130,8 +130,10 @@ class ServerImpl final : public Server {
     }
     drain_deadline_ = nullptr;
     desk_->DropAll();
-    // The last completions find nobody waiting, and give back what they pinned.
+    // The last completions find nobody waiting, and give back what they pinned. The transport's last messages still
+    // give workers work.
     transport_.reset();
+    loop.RunReady();
     workers_.reset();
     loop.RunReady();
     desk_->DropAll();

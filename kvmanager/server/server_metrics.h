@@ -21,7 +21,8 @@ enum class Method : int {
   kMatch,
   kCreateSequences,
   kStep,
-  kClaim,  // Cache
+  kClaim,
+  kOutputFactors,  // Cache
   kFork,
   kCrop,
   kPublish,
