@@ -21,11 +21,37 @@ AttendFunction AttendOf(Isa isa) {
   return kHackAttendPortable;
 }
 
+/// Fills in what loops over mixed widths go by.
+void MixRuns(HackSide& side) {
+  side.mixes = side.run_count > 1;
+  for (int i = 0; i < side.run_count; ++i) side.mixes &= side.runs[i].bits <= 4 && side.runs[i].partition == 0;
+  if (!side.mixes) return;
+  int waiting = -1;
+  for (int i = 0; i < side.run_count; ++i) {
+    const HackRun& run = side.runs[i];
+    const int quads = run.count / 4 * 4;
+    if (quads > 0) side.quads[side.quad_count++] = {run.bits, run.first, quads, 0};
+    for (int s = run.first; s < run.first + run.count; ++s) {
+      side.of_width[run.bits][side.width_count[run.bits]++] = uint8_t(s);
+      if (s < run.first + quads) continue;
+      if (waiting < 0) {
+        waiting = s;
+        continue;
+      }
+      const bool falls = side.bits[waiting] >= side.bits[s];
+      side.pairs[side.pair_count][0] = uint8_t(falls ? waiting : s);
+      side.pairs[side.pair_count++][1] = uint8_t(falls ? s : waiting);
+      waiting = -1;
+    }
+  }
+  if (waiting >= 0) side.last = {side.bits[waiting], waiting, 1, 0};
+}
+
 HackSide SideOf(const SideLayout& layout, bool along_channels) {
   HackSide side = {};
   for (int s = 0; s < layout.segments; ++s) {
     side.segment_offset[s] = layout.segment_offset[s];
-    const int bits = layout.segment_bits[s];
+    const int bits = side.bits[s] = layout.segment_bits[s];
     const int partition = along_channels ? s * kSegmentChannels / layout.partition : 0;
     if (bits == 0) continue;
     HackRun* last = side.run_count == 0 ? nullptr : &side.runs[side.run_count - 1];
@@ -35,6 +61,7 @@ HackSide SideOf(const SideLayout& layout, bool along_channels) {
       side.runs[side.run_count++] = {bits, s, 1, partition};
     }
   }
+  MixRuns(side);
   side.strip_bytes = layout.strip_bytes;
   side.partitions = layout.partitions;
   side.partition = layout.partition;

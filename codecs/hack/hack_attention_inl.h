@@ -255,6 +255,79 @@ KVMANAGER_INLINE void DotKRun(const HackArguments& a, const HackSide& side, cons
   }
 }
 
+/// acc [4 tiles][kR] += the dots of segments of one width.
+template <int kBits, int kR>
+KVMANAGER_INLINE void AddSegments(const HackArguments& a, const HackSide& side, const uint8_t* codes, int w, int row,
+                                  VecI (&acc)[4][kR]) {
+  const int8_t* q8 = a.scratch.q8 + size_t(row) * a.head_dim;
+  const int d = a.head_dim;
+  for (int n = 0; n < side.width_count[kBits]; ++n) {
+    const int s = side.of_width[kBits][n];
+    PrefetchStep(a, a.ahead->k_step_lines);
+    const uint8_t* at = codes + side.segment_offset[s] + 4 * w;
+    KVMANAGER_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      VecU q[kR];
+      KVMANAGER_UNROLL
+      for (int r = 0; r < kR; ++r) {
+        uint32_t word;
+        __builtin_memcpy(&word, q8 + size_t(r) * d + s * kSegment + 4 * j, 4);
+        q[r] = SetU(word);
+      }
+      KVMANAGER_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const VecU code = UnpackScaled<kBits>(at, j, i);
+        KVMANAGER_UNROLL
+        for (int r = 0; r < kR; ++r) acc[i][r] = DotCodes<kBits>(acc[i][r], code, q[r]);
+      }
+    }
+  }
+}
+
+/// DotK of all widths at once, for a strip inside one partition along tokens: codes that stay in place are scaled by
+/// 1, 1, 16, 16 (widths 3 and 4), 1, 2, 16, 32 (width 1) or 1, 4, 16, 64 (width 2) in tiles 0..3, so that one shift of
+/// the odd tiles leads from each to the next, and the sums are converted and added to the scores once. Sums stay below
+/// 2^31: 256 channels * 128 * 15 * 64.
+template <int kR>
+void DotKMixed(const HackArguments& a, const HackSide& side, const uint8_t* codes, int token, int p, int row) {
+  float* scores = a.scratch.scores + size_t(row) * a.page_tokens;
+  for (int w = 0; w < kSegment; w += kLanes) {
+    VecI acc[4][kR] = {};
+    auto shift_odd_tiles = [&] {
+      if constexpr (kInPlace) {
+        KVMANAGER_UNROLL
+        for (int r = 0; r < kR; ++r) acc[1][r] <<= 1, acc[3][r] <<= 1;
+      }
+    };
+    AddSegments<4, kR>(a, side, codes, w, row, acc);
+    AddSegments<3, kR>(a, side, codes, w, row, acc);
+    shift_odd_tiles();
+    AddSegments<1, kR>(a, side, codes, w, row, acc);
+    shift_odd_tiles();
+    AddSegments<2, kR>(a, side, codes, w, row, acc);
+    KVMANAGER_UNROLL
+    for (int r = 0; r < kR; ++r) {
+      const float q_step = a.scratch.q_step[p * a.rows + row + r], q_min = a.scratch.q_min[p * a.rows + row + r];
+      KVMANAGER_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        StoreF(scores + size_t(r) * a.page_tokens + token + kSegment * i + w,
+               ToF(acc[i][r]) * (q_step * TileUnit<2>(i)) + q_min);
+      }
+    }
+  }
+}
+
+KVMANAGER_INLINE void DotKMixedRows(const HackArguments& a, const HackSide& side, const uint8_t* codes, int token,
+                                    int p, int row) {
+  const int rows = a.rows - row;
+  if constexpr (kTileRows == 4) {
+    if (rows >= 4) return DotKMixed<4>(a, side, codes, token, p, row);
+    if (rows == 3) return DotKMixed<3>(a, side, codes, token, p, row);
+  }
+  if (rows >= 2) return DotKMixed<2>(a, side, codes, token, p, row);
+  DotKMixed<1>(a, side, codes, token, p, row);
+}
+
 /// K partitioned along tokens: all scores of a page.
 template <typename S>
 KVMANAGER_INLINE void ScoresAlongTokens(const HackArguments& a, const uint8_t* record) {
@@ -273,6 +346,10 @@ KVMANAGER_INLINE void ScoresAlongTokens(const HackArguments& a, const uint8_t* r
     for (int token = begin / kStrip * kStrip; token < end; token += kStrip) {
       const uint8_t* strip = codes + size_t(token / kStrip) * side.strip_bytes;
       for (int row = 0; row < a.rows; row += kTileRows) {
+        if (side.mixes && side.partition >= kStrip) {
+          DotKMixedRows(a, side, strip, token, p, row);
+          continue;
+        }
         for (int i = 0; i < side.run_count; ++i) {
           const HackRun& run = side.runs[i];
           if (side.partition >= kStrip) {
@@ -502,6 +579,90 @@ KVMANAGER_INLINE void DotVRun(const HackArguments& a, const HackSide& side, cons
   }
 }
 
+/// DotV of two segments of their own widths, which share the broadcast probabilities.
+template <int kBitsA, int kBitsB, int kR>
+void DotVPair(const HackArguments& a, const HackSide& side, const uint8_t* codes, int token, int strips, int p,
+              const uint8_t (&segments)[2], int row) {
+  const int page_tokens = a.page_tokens;
+  const uint8_t* p8 = a.scratch.p8 + size_t(row) * page_tokens + token;
+  const uint8_t* plane_a = codes + side.segment_offset[segments[0]];
+  const uint8_t* plane_b = codes + side.segment_offset[segments[1]];
+  for (int w = 0; w < kSegment; w += kLanes) {
+    VecI dot[2][kR] = {};
+    for (int strip = 0; strip < strips; ++strip) {
+      const size_t at = size_t(strip) * side.strip_bytes + 4 * w;
+      KVMANAGER_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        PrefetchStep(a, a.ahead->v_step_lines);
+        KVMANAGER_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          const VecU code_a = Unpack<kBitsA>(plane_a + at, j, i), code_b = Unpack<kBitsB>(plane_b + at, j, i);
+          KVMANAGER_UNROLL
+          for (int r = 0; r < kR; ++r) {
+            uint32_t word;
+            __builtin_memcpy(&word, p8 + size_t(r) * page_tokens + strip * kStrip + kSegment * i + 4 * j, 4);
+            const VecU p4 = SetU(word);
+            dot[0][r] = DotCodes<kBitsA>(dot[0][r], p4, code_a);
+            dot[1][r] = DotCodes<kBitsB>(dot[1][r], p4, code_b);
+          }
+        }
+      }
+    }
+    KVMANAGER_UNROLL
+    for (int s = 0; s < 2; ++s) {
+      const int c = segments[s] * kSegment + w;
+      const VecF step = LoadF(a.scratch.v_steps + c), minimum = LoadF(a.scratch.v_minima + c);
+      KVMANAGER_UNROLL
+      for (int r = 0; r < kR; ++r) {
+        const float p_step = a.scratch.p_step[p * a.rows + row + r], p_sum = a.scratch.p_sum[p * a.rows + row + r];
+        float* acc = a.acc + size_t(row + r) * a.head_dim + c;
+        StoreF(acc, LoadF(acc) + MulAdd(step, ToF(dot[s][r]), minimum * p_sum) * p_step);
+      }
+    }
+  }
+}
+
+template <int kBitsA, int kBitsB>
+KVMANAGER_INLINE void DotVPairRows(const HackArguments& a, const HackSide& side, const uint8_t* codes, int token,
+                                   int strips, int p, const uint8_t (&segments)[2], int row) {
+  const int rows = a.rows - row;
+  if constexpr (kTileRows == 4) {
+    if (rows >= 4) return DotVPair<kBitsA, kBitsB, 4>(a, side, codes, token, strips, p, segments, row);
+    if (rows == 3) return DotVPair<kBitsA, kBitsB, 3>(a, side, codes, token, strips, p, segments, row);
+  }
+  if (rows >= 2) return DotVPair<kBitsA, kBitsB, 2>(a, side, codes, token, strips, p, segments, row);
+  DotVPair<kBitsA, kBitsB, 1>(a, side, codes, token, strips, p, segments, row);
+}
+
+/// acc += P * V over one partition of whole strips whose segments differ in width.
+KVMANAGER_INLINE void DotVMixed(const HackArguments& a, const HackSide& side, const uint8_t* codes, int token,
+                                int strips, int p, int row) {
+  for (int i = 0; i < side.quad_count; ++i) DotVRun<0, 4>(a, side, side.quads[i], codes, token, strips, p, row);
+  for (int i = 0; i < side.pair_count; ++i) {
+    const uint8_t(&pair)[2] = side.pairs[i];
+    switch (side.bits[pair[0]] * 8 + side.bits[pair[1]]) {
+#define KVMANAGER_PAIR(A, B)                                         \
+  case A * 8 + B:                                                    \
+    DotVPairRows<A, B>(a, side, codes, token, strips, p, pair, row); \
+    break;
+      KVMANAGER_PAIR(1, 1)
+      KVMANAGER_PAIR(2, 1)
+      KVMANAGER_PAIR(2, 2)
+      KVMANAGER_PAIR(3, 1)
+      KVMANAGER_PAIR(3, 2)
+      KVMANAGER_PAIR(3, 3)
+      KVMANAGER_PAIR(4, 1)
+      KVMANAGER_PAIR(4, 2)
+      KVMANAGER_PAIR(4, 3)
+      KVMANAGER_PAIR(4, 4)
+#undef KVMANAGER_PAIR
+      default:
+        break;
+    }
+  }
+  if (side.last.count > 0) DotVRun<0, 4>(a, side, side.last, codes, token, strips, p, row);
+}
+
 /// Adds the minima of segments of width 0.
 KVMANAGER_INLINE void AddMinima(const HackArguments& a, const HackSide& side, int p) {
   int covered = 0;
@@ -530,6 +691,10 @@ KVMANAGER_INLINE void Outputs(const HackArguments& a, const uint8_t* record) {
     const int token = begin / kStrip * kStrip;
     const uint8_t* codes = record + side.codes + size_t(token / kStrip) * side.strip_bytes;
     for (int row = 0; row < a.rows; row += kTileRows) {
+      if (side.mixes && side.partition >= kStrip) {
+        DotVMixed(a, side, codes, token, side.partition / kStrip, p, row);
+        continue;
+      }
       for (int i = 0; i < side.run_count; ++i) {
         const HackRun& run = side.runs[i];
         if (side.partition >= kStrip) {
@@ -552,8 +717,19 @@ void AttendPages(HackArguments& a) {
   const int lines = (a.head->v.end + 63) / 64;
   // Half of a record while K is read, a share per segment; half with V, a share per column of words.
   const int strips = a.page_tokens / kStrip, segments = a.head_dim / kSegment;
-  const int k_steps = strips * segments;
-  const int v_steps = strips * 4 * ((segments + kSharedSegmentsMax - 1) / kSharedSegmentsMax);
+  int k_segments = segments, v_calls = (segments + kSharedSegmentsMax - 1) / kSharedSegmentsMax;
+  if (a.head->k.mixes) {
+    k_segments = 0;
+    for (int count : a.head->k.width_count) k_segments += count;
+  }
+  if (a.head->v.mixes) {
+    v_calls = a.head->v.pair_count + a.head->v.last.count;
+    for (int i = 0; i < a.head->v.quad_count; ++i) {
+      v_calls += (a.head->v.quads[i].count + kSharedSegmentsMax - 1) / kSharedSegmentsMax;
+    }
+  }
+  const int k_steps = strips * k_segments;
+  const int v_steps = strips * 4 * v_calls;
   ahead.k_step_lines = (lines / 2 + k_steps - 1) / k_steps;
   ahead.v_step_lines = (lines - lines / 2 + v_steps - 1) / v_steps;
   for (size_t i = 0; i < a.page_count; ++i) {

@@ -17,6 +17,17 @@ struct HackRun {
 struct HackSide {
   HackRun runs[16];  // width 0 is left out: such a channel is its minimum alone
   int run_count;
+  // The same segments for loops over mixed widths: by width, and as runs of a multiple of 4 segments, pairs and a last
+  // one. Widths up to 4 alone are mixed (`mixes`); a pair's first is at least as wide as its second.
+  bool mixes;
+  uint8_t of_width[5][16];
+  int width_count[5];
+  HackRun quads[8];
+  int quad_count;
+  uint8_t pairs[8][2];
+  int pair_count;
+  HackRun last;  // of one segment, or of none
+  uint8_t bits[16];
   uint32_t segment_offset[16];
   uint32_t strip_bytes;
   int partitions;
