@@ -8,6 +8,7 @@
 #include "codecs/raw/raw.h"
 #include "codecs/zack/zack.h"
 #include "codecs/zack_hack/zack_hack.h"
+#include "codecs/zack_million/zack_million.h"
 
 namespace kvmanager {
 
@@ -18,6 +19,7 @@ void RegisterBuiltinCodecs(CodecRegistry& registry) {
   RegisterPq(registry);
   RegisterZack(registry);
   RegisterZackHack(registry);
+  RegisterZackMillion(registry);
   RegisterDefaultCodec(registry);
   RegisterPolicy(registry);
 }
