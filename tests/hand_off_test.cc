@@ -120,7 +120,8 @@ INSTANTIATE_TEST_SUITE_P(Codecs, HandOffCodecTest,
                          ::testing::Values(Case{"raw"}, Case{"raw", 2, false}, Case{kHack}, Case{kHack, 2, false},
                                            Case{kHack, 0}, Case{kHack, 4}, Case{kHack, 1, true, 64 * 4},
                                            Case{kHack, 2, true, 20}, Case{kHack, 2, false, 0},
-                                           Case{"hack:k_axis=token,k_bits=2,v_bits=2,part=64,meta=16", 1}));
+                                           Case{"hack:k_axis=token,k_bits=2,v_bits=2,part=64,meta=16", 1},
+                                           Case{"hack:k_bits=3,v_bits=2;0=raw;sinks=100", 1}));
 
 TEST_F(HandOffTest, ASecondHandOffSkipsWhatIsThere) {
   const CacheOptions options = SmallCache(kHack, 1);

@@ -114,7 +114,11 @@ ModelSequence::ModelSequence(const client::CacheOptions& shape) : shape_(shape),
   layout_.kv_heads = static_cast<uint16_t>(shape.kv_heads);
   layout_.head_dim = static_cast<uint16_t>(shape.head_dim);
   layout_.page_tokens = static_cast<uint16_t>(shape.page_tokens);
-  absl::StatusOr<std::unique_ptr<Codec>> codec = AllCodecs().Create(shape.codec, layout_);
+  CodecContext context;
+  context.layout = layout_;
+  context.layers = shape.layers;
+  context.query_heads = shape.query_heads;
+  absl::StatusOr<std::unique_ptr<Codec>> codec = AllCodecs().Create(shape.codec, context);
   KV_CHECK(codec.ok());
   codec_ = std::move(*codec);
 }
@@ -162,7 +166,7 @@ void ModelSequence::DecodeFullPages(int layer) {
     if (!info.identity) {
       EncodeItem item{raw, encoded, uint32_t(layer), first_token};
       codec_->Encode(absl::MakeSpan(&item, 1), absl::MakeSpan(workspace, codec_->encode_workspace_bytes()));
-      const DecodeItem decode{encoded, raw};
+      const DecodeItem decode{encoded, raw, uint32_t(layer)};
       if (!item.declined) codec_->Decode(absl::MakeSpan(&decode, 1));
     }
     for (int side = 0; side < 2; ++side) {

@@ -61,7 +61,8 @@ absl::StatusOr<std::string> FindDaemon(const std::string& given) {
                                           ": give --daemon PATH or --connect ADDRESS"));
 }
 
-absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(const std::string& program, uint64_t pool_bytes) {
+absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(const std::string& program, uint64_t pool_bytes,
+                                                                    const std::vector<std::string>& more_flags) {
   std::unique_ptr<DaemonProcess> daemon(new DaemonProcess);
   std::string directory = (std::filesystem::temp_directory_path() / "kvmanager-XXXXXX").string();
   if (mkdtemp(directory.data()) == nullptr)
@@ -69,9 +70,11 @@ absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(const std::s
   daemon->directory_ = directory;
 
   const std::string pool = absl::StrCat(pool_bytes), listen = daemon->address();
-  const char* const argv[] = {
-      program.c_str(), "--listen", listen.c_str(), "--host-pool-bytes", pool.c_str(), "--metrics-listen", "127.0.0.1:0",
-      "--log-level",   "warn",     nullptr};
+  std::vector<const char*> argv = {program.c_str(),     "--listen",    listen.c_str(),
+                                   "--host-pool-bytes", pool.c_str(),  "--metrics-listen",
+                                   "127.0.0.1:0",       "--log-level", "warn"};
+  for (const std::string& flag : more_flags) argv.push_back(flag.c_str());
+  argv.push_back(nullptr);
   const pid_t parent = getpid();
   daemon->pid_ = fork();
   if (daemon->pid_ < 0) return absl::UnavailableError(absl::StrCat("cannot fork: ", std::strerror(errno)));
@@ -79,7 +82,7 @@ absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(const std::s
     prctl(PR_SET_PDEATHSIG, SIGTERM);
     const int null = open("/dev/null", O_WRONLY);  // stdout is this program's result
     if (null >= 0) dup2(null, STDOUT_FILENO);
-    if (getppid() == parent) execv(program.c_str(), const_cast<char* const*>(argv));
+    if (getppid() == parent) execv(program.c_str(), const_cast<char* const*>(argv.data()));
     _exit(127);
   }
   const auto end = std::chrono::steady_clock::now() + kStartMax;
@@ -96,6 +99,11 @@ absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(const std::s
     std::this_thread::sleep_for(kPoll);
   }
   return daemon;
+}
+
+void DaemonProcess::HideSocket() {
+  std::error_code error;
+  std::filesystem::remove_all(directory_, error);
 }
 
 DaemonProcess::~DaemonProcess() {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 
@@ -22,11 +23,16 @@ class DaemonProcess {
  public:
   /// Starts `program` with a host pool of `pool_bytes`, and waits until its socket accepts connections or it ends or a
   /// bound passes.
-  static absl::StatusOr<std::unique_ptr<DaemonProcess>> Start(const std::string& program, uint64_t pool_bytes);
+  static absl::StatusOr<std::unique_ptr<DaemonProcess>> Start(const std::string& program, uint64_t pool_bytes,
+                                                              const std::vector<std::string>& more_flags = {});
   /// SIGTERM, then SIGKILL after a bound.
   ~DaemonProcess();
   DaemonProcess(const DaemonProcess&) = delete;
   DaemonProcess& operator=(const DaemonProcess&) = delete;
+
+  /// Removes the socket: who is connected stays so, and nobody else will be. Afterwards nothing is left behind, however
+  /// this process ends.
+  void HideSocket();
 
   std::string address() const { return "unix:" + directory_ + "/socket"; }
 

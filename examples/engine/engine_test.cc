@@ -199,6 +199,11 @@ TEST(ExpectedPairs, EqualsCountingEveryPair) {
       }
       EXPECT_EQ(ExpectedPairs(tokens, 64, lag, true), pairs) << tokens << " " << lag;
       EXPECT_EQ(ExpectedPairs(tokens, 64, lag, false), (PairCounts{0, tokens * (tokens + 1) / 2}));
+      PairCounts with_sinks;
+      for (uint64_t q = 0; q < tokens; ++q) {
+        for (uint64_t t = 0; t <= q; ++t) ++(t / 64 + lag < q / 64 && t >= 128 ? with_sinks.encoded : with_sinks.raw);
+      }
+      EXPECT_EQ(ExpectedPairs(tokens, 64, lag, true, 128), with_sinks) << tokens << " " << lag;
     }
   }
 }

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/client.h"
 #include "examples/engine/blas_core.h"
+#include "examples/engine/codec_files.h"
 #include "examples/engine/daemon_process.h"
 #include "examples/engine/evaluation.h"
 #include "examples/engine/program.h"
@@ -37,7 +38,9 @@ absl::Status Run(Flags flags) {
   KV_RETURN_IF_ERROR(CheckEvaluate(*model, bytes, flags.evaluate));
   flags.evaluate.threads = CoreCount();
   KvEngineOptions engine_options;
-  engine_options.codec = flags.codec;
+  KV_ASSIGN_OR_RETURN(const CodecFiles files, ResolveCodecFiles(flags.codec, /*own_daemon=*/flags.connect.empty()));
+  engine_options.codec = files.codec;
+  engine_options.calibration_digest = files.calibration_digest;
   engine_options.lag_pages = flags.lag_pages;
   engine_options.rows_max = EvaluateRowsMax(flags.evaluate, engine_options.page_tokens);
 
@@ -45,7 +48,8 @@ absl::Status Run(Flags flags) {
   if (flags.connect.empty()) {
     KV_ASSIGN_OR_RETURN(const std::string program, FindDaemon(flags.daemon));
     KV_ASSIGN_OR_RETURN(
-        daemon, DaemonProcess::Start(program, PoolBytes(model->config(), flags.evaluate, engine_options.page_tokens)));
+        daemon, DaemonProcess::Start(program, PoolBytes(model->config(), flags.evaluate, engine_options.page_tokens),
+                                     more_flags));
     flags.connect = daemon->address();
   }
   client::Client::Options client_options;
@@ -60,6 +64,7 @@ absl::Status Run(Flags flags) {
     Progress progress(absl::StrCat("evaluate ", flags.codec, ", pages"), /*quiet=*/false);
     done = Evaluate(*model, engine.get(), bytes, flags.evaluate,
                     [&](int64_t now, int64_t total) { progress.Update(now, total); });
+  if (daemon != nullptr) daemon->HideSocket();
   }
   KV_RETURN_IF_ERROR(done.status());
   const nlohmann::ordered_json report = {{"codec", done->codec},
@@ -107,6 +112,10 @@ int main(int argc, char** argv) {
                  "a running daemon: unix:PATH or tcp:HOST:PORT; without it, one is started");
   app.add_option("--daemon", flags.daemon,
                  "kvmanagerd to start (default: $KVMANAGERD, beside this program, its Bazel tree)");
-  CLI11_PARSE(app, argc, argv);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : kUsageExitCode;
+  }
   return ExitCode("evaluate", Run(flags));
 }

@@ -134,7 +134,7 @@ class FakeCache final : public client::Cache {
   }
 
   absl::StatusOr<std::vector<absl::StatusOr<client::CreatedSequence>>> CreateSequences(
-      absl::Span<const absl::Span<const BlockName>> prefixes) override {
+      absl::Span<const absl::Span<const BlockName>> prefixes, absl::Span<const uint64_t>) override {
     std::vector<absl::StatusOr<client::CreatedSequence>> created;
     for (const auto& prefix : prefixes) {
       FakeHost::SequenceState state;
@@ -159,6 +159,7 @@ class FakeCache final : public client::Cache {
     return Now<absl::StatusOr<client::StepResult>>(DoStep(batch));
   }
 
+  absl::StatusOr<std::vector<float>> OutputFactors(int) override { return std::vector<float>(); }
   absl::StatusOr<client::ClaimedSequence> Claim(absl::string_view ticket) override {
     const auto found = host_->tickets.find(std::string(ticket));
     if (found == host_->tickets.end()) return absl::NotFoundError("no such ticket");

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/client.h"
 #include "examples/engine/blas_core.h"
+#include "examples/engine/codec_files.h"
 #include "examples/engine/generation.h"
 #include "examples/engine/kv_engine.h"
 #include "examples/engine/program.h"
@@ -51,8 +52,10 @@ class Program {
     client_options.deadline_ms = kDeadlineMs;
     client_options.busy_poll_us = flags_.busy_poll_us;
     KV_ASSIGN_OR_RETURN(client_, client::Client::Connect(flags_.connect, client_options));
+    KV_ASSIGN_OR_RETURN(const CodecFiles files, ResolveCodecFiles(flags_.codec, /*own_daemon=*/false));
     KvEngineOptions engine_options;
-    engine_options.codec = flags_.codec;
+    engine_options.codec = files.codec;
+    engine_options.calibration_digest = files.calibration_digest;
     engine_options.lag_pages = flags_.lag_pages;
     engine_options.rows_max = flags_.claim_ticket_file.empty() ? flags_.chunk : 1;
     KV_ASSIGN_OR_RETURN(engine_, KvEngine::Open(client_.get(), *model_, engine_options));
@@ -103,7 +106,7 @@ class Program {
     engine_->set_prompt_tokens(prompt_tokens_);
 
     const auto begun = std::chrono::steady_clock::now();
-    KV_ASSIGN_OR_RETURN(client::CreatedSequence created, engine_->CreateSequence(tokens_));
+    KV_ASSIGN_OR_RETURN(client::CreatedSequence created, engine_->CreateSequence(tokens_, tokens_.size()));
     sequence_ = std::move(created.sequence);
     std::vector<float> logits;
     {
@@ -208,7 +211,10 @@ int main(int argc, char** argv) {
   app.add_option("--prompt-file", flags.prompt_file, "text to continue, a token per byte");
   app.add_option("--prompt-bytes", flags.prompt_bytes, "only its first bytes");
   app.add_option("--tokens", flags.tokens, "tokens to generate")->capture_default_str();
-  app.add_option("--codec", flags.codec, "NAME[:key=value,...]")->capture_default_str();
+  app.add_option("--codec", flags.codec,
+                 "NAME[:key=value,...], calibration=FILE naming an artifact that the daemon has too, or a policy: "
+                 "SPEC;FIRST..LAST=SPEC;sinks=N")
+      ->capture_default_str();
   app.add_option("--lag", flags.lag_pages, "newest full pages that a query reads raw, beside its own")
       ->capture_default_str()
       ->check(CLI::NonNegativeNumber);
@@ -224,6 +230,10 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--json", flags.json, "file for the result");
   app.add_flag("--quiet", flags.quiet, "print nothing but errors");
-  CLI11_PARSE(app, argc, argv);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : kUsageExitCode;
+  }
   return ExitCode("generate", Program(flags).Run());
 }

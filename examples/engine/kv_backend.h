@@ -35,6 +35,9 @@ class KvBackend {
   /// Appends the rows' K and V to `layer` and attends with q, causal: token i of an entry sees positions 0 .. position
   /// + i.
   virtual absl::Status AppendAndAttend(int layer, absl::Span<const KvEntry> entries) = 0;
+  /// W_O [hidden][query_heads][head_dim] of `layer` for outputs that the cache leaves in a space of its own; empty: the
+  /// model's. It stays as it is.
+  virtual absl::Span<const float> OutputWeights(int layer) const { return {}; }
 };
 
 }  // namespace kvmanager::engine

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_format.h"
+#include "client/fold.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::engine {
@@ -41,7 +42,9 @@ absl::StatusOr<std::unique_ptr<KvEngine>> KvEngine::Open(client::Client* client,
   cache.dtype = DType::kFloat16;
   cache.codec = options.codec;
   cache.lag_pages = options.lag_pages;
+  cache.calibration_digest = options.calibration_digest;
   KV_ASSIGN_OR_RETURN(engine->cache_, client->OpenCache(cache));
+  KV_RETURN_IF_ERROR(engine->FoldOutputs(model));
 
   const size_t q_bytes = Aligned(options.rows_max * engine->q_row_bytes_, kArenaAlignment);
   const size_t kv_bytes = Aligned(options.rows_max * engine->kv_row_bytes_, kArenaAlignment);
@@ -66,6 +69,20 @@ absl::StatusOr<std::unique_ptr<KvEngine>> KvEngine::Open(client::Client* client,
   engine->buffers_.k = reinterpret_cast<uint16_t*>(engine->base_ + 2 * q_bytes);
   engine->buffers_.v = reinterpret_cast<uint16_t*>(engine->base_ + 2 * q_bytes + kv_bytes);
   return engine;
+}
+
+absl::Status KvEngine::FoldOutputs(const Model& model) {
+  const ModelConfig& c = model.config();
+  const client::OutputShape shape = {c.hidden_size, c.query_heads, c.kv_heads, c.head_dim};
+  folded_.resize(c.layers);
+  for (int layer = 0; layer < c.layers; ++layer) {
+    const absl::StatusOr<std::vector<float>> factors = cache_->OutputFactors(layer);
+    if (absl::IsUnimplemented(factors.status())) break;  // a daemon that does not know the call has no such codec
+    KV_RETURN_IF_ERROR(factors.status());
+    if (factors->empty()) continue;
+    KV_ASSIGN_OR_RETURN(folded_[layer], client::FoldOutputWeights(model.layers()[layer].o, shape, *factors));
+  }
+  return absl::OkStatus();
 }
 
 client::TensorView KvEngine::View(const void* data, size_t bytes) const {

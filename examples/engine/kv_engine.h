@@ -21,6 +21,7 @@ namespace kvmanager::engine {
 
 struct KvEngineOptions {
   std::string codec = "raw";
+  std::string calibration_digest;  // of the artifact that the codec names; empty: any
   int lag_pages = 2;
   int page_tokens = 64;
   int rows_max = 512;          // of a step, all sequences together
@@ -48,6 +49,8 @@ class KvEngine final : public KvBackend {
   int rows_max() const override { return options_.rows_max; }
   StepBuffers buffers() override { return buffers_; }
   absl::Status AppendAndAttend(int layer, absl::Span<const KvEntry> entries) override;
+  /// Where the codec folds its outputs (fold=1).
+  absl::Span<const float> OutputWeights(int layer) const override { return folded_[layer]; }
 
   /// A sequence that begins with the longest published prefix of `tokens` that leaves at least one of them to compute.
   absl::StatusOr<client::CreatedSequence> CreateSequence(absl::Span<const uint32_t> tokens);
@@ -63,6 +66,7 @@ class KvEngine final : public KvBackend {
   KvEngine() = default;
   client::TensorView View(const void* data, size_t bytes) const;
 
+  absl::Status FoldOutputs(const Model& model);
   KvEngineOptions options_;
   int layers_ = 0;
   size_t q_row_bytes_ = 0, kv_row_bytes_ = 0;
@@ -72,6 +76,7 @@ class KvEngine final : public KvBackend {
   uint8_t* base_ = nullptr;  // of the arena or the inline buffer
   StepBuffers buffers_;
   std::vector<client::StepEntry> entries_;
+  std::vector<std::vector<float>> folded_;  // [layers] W_O for outputs in the codec's space; empty: the model's
   KvCounts counts_;
 };
 

@@ -80,7 +80,7 @@ class Runner {
  private:
   void Parallel(int rows, absl::FunctionRef<void(int begin, int end)> work);
   void BeforeAttention(const LayerWeights& weights, int begin, int end);
-  void AfterAttention(const LayerWeights& weights, int begin, int end);
+  void AfterAttention(int layer, int begin, int end);
 
   const Model* const model_;
   KvBackend* const backend_;

@@ -28,6 +28,9 @@ class Progress {
   int64_t shown_ = -1;  // steps of the bar
 };
 
+/// Of a command line that is wrong.
+inline constexpr int kUsageExitCode = 2;
+
 /// Prints "PROGRAM: CODE: message" and gives the exit code: 0 for OK, else 1.
 int ExitCode(const char* program, const absl::Status& status);
 

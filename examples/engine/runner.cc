@@ -16,7 +16,7 @@ namespace {
 constexpr int kRowsPerThreadMin = 16;
 
 /// y [rows][outputs] = x [rows][inputs] * w^T, w [outputs][inputs].
-void Multiply(const float* x, const std::vector<float>& w, float* y, int rows, int inputs, int outputs) {
+void Multiply(const float* x, absl::Span<const float> w, float* y, int rows, int inputs, int outputs) {
   if (rows == 1) {
     cblas_sgemv(CblasRowMajor, CblasNoTrans, outputs, inputs, 1, w.data(), inputs, x, 1, 0, y, 1);
   } else {
@@ -106,11 +106,14 @@ void Runner::BeforeAttention(const LayerWeights& w, int begin, int end) {
   for (size_t i = 0; i < rows * kv_row; ++i) buffers_.v[begin * kv_row + i] = FloatToHalf(v[i]);
 }
 
-void Runner::AfterAttention(const LayerWeights& w, int begin, int end) {
+void Runner::AfterAttention(int layer, int begin, int end) {
   const ModelConfig& c = model_->config();
+  const LayerWeights& w = model_->layers()[layer];
+  const absl::Span<const float> folded = backend_->OutputWeights(layer);
   const int rows = end - begin, q_row = c.query_heads * c.head_dim;
   const size_t at = size_t(begin) * c.hidden_size, inner_at = size_t(begin) * c.intermediate_size;
-  Multiply(buffers_.out + size_t(begin) * q_row, w.o, &branch_[at], rows, q_row, c.hidden_size);
+  Multiply(buffers_.out + size_t(begin) * q_row, folded.empty() ? absl::MakeConstSpan(w.o) : folded, &branch_[at], rows,
+           q_row, c.hidden_size);
   Add(&hidden_[at], &branch_[at], size_t(rows) * c.hidden_size);
   RmsNorm(&hidden_[at], w.post_norm, c.rms_norm_eps, &normed_[at], rows);
   Multiply(&normed_[at], w.gate, &gate_[inner_at], rows, c.hidden_size, c.intermediate_size);
@@ -155,7 +158,7 @@ absl::Status Runner::Step(absl::Span<const KvEntry> entries, absl::Span<const ui
     const LayerWeights& w = model_->layers()[layer];
     Parallel(row, [&](int begin, int end) { BeforeAttention(w, begin, end); });
     KV_RETURN_IF_ERROR(backend_->AppendAndAttend(layer, entries));
-    Parallel(row, [&](int begin, int end) { AfterAttention(w, begin, end); });
+    Parallel(row, [&](int begin, int end) { AfterAttention(layer, begin, end); });
   }
   if (which == Logits::kNone) return absl::OkStatus();
 
