@@ -22,7 +22,7 @@ constexpr int kLagPages = 2;
 // More changes the allocation little: a window of 2048 tokens per part gives what four of 4096 do.
 constexpr int kProbeTokens = 2048;
 // What is compared is as coarse as what a user would want, so that options differ.
-constexpr char kZackMeasured[] = "zack:rate=0.3";
+constexpr double kZackRate = 0.3;
 constexpr char kStackMeasured[] = "zack+hack:k_bits=1.5,v_bits=1";
 
 /// Where the text goes on behind what was trained on, or its beginning.
@@ -164,7 +164,18 @@ absl::Status ChooseDefaults(const Model& model, absl::Span<const uint8_t> text, 
   KV_ASSIGN_OR_RETURN(std::shared_ptr<const Calibration> unmeasured, artifact());
   Chooser zack(model, text, options, unmeasured, progress, choices);
   if (!zack.has_text()) return absl::OkStatus();  // one window without the target of its last token
-  KV_ASSIGN_OR_RETURN((*metadata)["zack.mode"], zack.Choose("zack mode", kZackMeasured, "mode", {"balanced", "joint"}));
+  // Heads of 16 have no other rank; others may not reach the rate.
+  double rate = kZackRate;
+  for (ZackMode mode : calibrate::kZackModes) {
+    const std::string name = calibrate::ZackName("zack", mode, "rates");
+    KV_ASSIGN_OR_RETURN(const absl::Span<const float> rates,
+                        unmeasured->Floats(name, unmeasured->tensors().at(name).shape, "zack"));
+    rate = std::min<double>(rate, rates.back() * 0.9999);  // as text it must not be rounded beyond
+  }
+  if (rate > 0) {
+    KV_ASSIGN_OR_RETURN((*metadata)["zack.mode"],
+                        zack.Choose("zack mode", absl::StrCat("zack:rate=", rate), "mode", {"balanced", "joint"}));
+  }
   if (!plan.zack_hack) return absl::OkStatus();
   KV_RETURN_IF_ERROR(MeasureSensitivity(model, text, options, std::move(unmeasured), progress, set));
   KV_ASSIGN_OR_RETURN(std::shared_ptr<const Calibration> measured, artifact());
