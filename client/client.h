@@ -232,25 +232,31 @@ class Cache {
   virtual absl::StatusOr<CacheDescription> Refresh() = 0;
 
   virtual absl::StatusOr<std::vector<PrefixMatch>> Match(absl::Span<const absl::Span<const BlockName>> prefixes) = 0;
+  /// prompt_tokens: of each sequence's prompt, its prefix included, for codecs whose queries choose what they read
+  /// behind it ("pq"); 0, or no list: the prompt ends where the first append of a single token begins.
   virtual absl::StatusOr<std::vector<absl::StatusOr<CreatedSequence>>> CreateSequences(
-      absl::Span<const absl::Span<const BlockName>> prefixes) = 0;
-  absl::StatusOr<CreatedSequence> CreateSequence(absl::Span<const BlockName> prefix = {});
+      absl::Span<const absl::Span<const BlockName>> prefixes, absl::Span<const uint64_t> prompt_tokens) = 0;
+  absl::StatusOr<std::vector<absl::StatusOr<CreatedSequence>>> CreateSequences(
+      absl::Span<const absl::Span<const BlockName>> prefixes) {
+    return CreateSequences(prefixes, {});
+  }
+  absl::StatusOr<CreatedSequence> CreateSequence(absl::Span<const BlockName> prefix = {}, uint64_t prompt_tokens = 0);
 
   absl::StatusOr<StepResult> Step(const StepBatch& batch) { return StepAsync(batch).Wait(); }
   virtual Pending<absl::StatusOr<StepResult>> StepAsync(const StepBatch& batch) = 0;
 
   virtual absl::StatusOr<ClaimedSequence> Claim(absl::string_view ticket) = 0;
+
+  /// [kv_heads][head_dim][head_dim], row-major, where steps of `layer` leave their outputs in the codec's space (a
+  /// codec with fold=1): an output o' of a query head stands for A o', A being its KV head's factor; FoldOutputWeights
+  /// (fold.h) makes it part of W_O. Empty: outputs are as usual.
+  virtual absl::StatusOr<std::vector<float>> OutputFactors(int layer) = 0;
 };
 
 class Sequence {
  public:
   virtual ~Sequence() = default;  // drops it
   virtual uint64_t id() const = 0;
-
-  /// [kv_heads][head_dim][head_dim], row-major, where steps of `layer` leave their outputs in the codec's space (a
-  /// codec with fold=1): an output o' of a query head stands for A o', A being its KV head's factor; FoldOutputWeights
-  /// (fold.h) makes it part of W_O. Empty: outputs are as usual.
-  virtual absl::StatusOr<std::vector<float>> OutputFactors(int layer) = 0;
   virtual absl::StatusOr<std::unique_ptr<Sequence>> Fork() = 0;
   virtual absl::Status Crop(uint64_t tokens) = 0;
   virtual absl::StatusOr<PublishOutcome> Publish(absl::Span<const BlockName> names) = 0;

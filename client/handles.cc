@@ -157,12 +157,18 @@ class CacheImpl final : public Cache {
   }
 
   absl::StatusOr<std::vector<absl::StatusOr<CreatedSequence>>> CreateSequences(
-      absl::Span<const absl::Span<const BlockName>> prefixes) override {
+      absl::Span<const absl::Span<const BlockName>> prefixes, absl::Span<const uint64_t> prompt_tokens) override {
     using Result = absl::StatusOr<std::vector<absl::StatusOr<CreatedSequence>>>;
     KV_RETURN_IF_ERROR(handle_.Usable());
+    if (!prompt_tokens.empty() && prompt_tokens.size() != prefixes.size()) {
+      return InvalidField("prompt_tokens (length)", prompt_tokens.size(),
+                          absl::StrCat(prefixes.size(), ", one per prefix, or none"));
+    }
     KV_ASSIGN_OR_RETURN(const uint64_t bytes, PrefixBytes(prefixes));
     auto request = handle_.cap().createSequencesRequest(capnp::MessageSize{bytes / sizeof(capnp::word), 0});
-    WritePrefixes(prefixes, request.initRequests(uint(prefixes.size())));
+    auto requests = request.initRequests(uint(prefixes.size()));
+    WritePrefixes(prefixes, requests);
+    for (size_t i = 0; i < prompt_tokens.size(); ++i) requests[uint(i)].setPromptTokens(prompt_tokens[i]);
     return handle_.connection().Call<Result>(std::move(request), [&](auto& response) -> Result {
       const auto replies = response.getReplies();
       KV_RETURN_IF_ERROR(CheckCount(replies.size(), prefixes.size()));
@@ -179,12 +185,6 @@ class CacheImpl final : public Cache {
   }
 
   Pending<absl::StatusOr<StepResult>> StepAsync(const StepBatch& batch) override;
-  absl::StatusOr<ClaimedSequence> Claim(absl::string_view ticket) override {
-    using Result = absl::StatusOr<ClaimedSequence>;
-    KV_RETURN_IF_ERROR(handle_.Usable());
-    KV_RETURN_IF_ERROR(
-        CheckMessageBytes("ticket", kMessageOverheadBytes + ticket.size(), handle_.connection().message_bytes_max()));
-    auto request = handle_.cap().claimRequest();
   absl::StatusOr<std::vector<float>> OutputFactors(int layer) override {
     using Result = absl::StatusOr<std::vector<float>>;
     KV_RETURN_IF_ERROR(handle_.Usable());
@@ -208,6 +208,12 @@ class CacheImpl final : public Cache {
     });
   }
 
+  absl::StatusOr<ClaimedSequence> Claim(absl::string_view ticket) override {
+    using Result = absl::StatusOr<ClaimedSequence>;
+    KV_RETURN_IF_ERROR(handle_.Usable());
+    KV_RETURN_IF_ERROR(
+        CheckMessageBytes("ticket", kMessageOverheadBytes + ticket.size(), handle_.connection().message_bytes_max()));
+    auto request = handle_.cap().claimRequest();
     request.setTicket(ToKj(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(ticket.data()), ticket.size())));
     return handle_.connection().Call<Result>(std::move(request), [this](auto& response) -> Result {
       const auto reply = response.getReply();
@@ -358,8 +364,9 @@ Pending<absl::StatusOr<StepResult>> CacheImpl::StepAsync(const StepBatch& batch)
 
 }  // namespace
 
-absl::StatusOr<CreatedSequence> Cache::CreateSequence(absl::Span<const BlockName> prefix) {
-  KV_ASSIGN_OR_RETURN(auto created, CreateSequences(absl::MakeConstSpan(&prefix, 1)));
+absl::StatusOr<CreatedSequence> Cache::CreateSequence(absl::Span<const BlockName> prefix, uint64_t prompt_tokens) {
+  KV_ASSIGN_OR_RETURN(auto created,
+                      CreateSequences(absl::MakeConstSpan(&prefix, 1), absl::MakeConstSpan(&prompt_tokens, 1)));
   return std::move(created.front());
 }
 

@@ -119,12 +119,14 @@ absl::Status KvEngine::AppendAndAttend(int layer, absl::Span<const KvEntry> entr
   return absl::OkStatus();
 }
 
-absl::StatusOr<client::CreatedSequence> KvEngine::CreateSequence(absl::Span<const uint32_t> tokens) {
+absl::StatusOr<client::CreatedSequence> KvEngine::CreateSequence(absl::Span<const uint32_t> tokens,
+                                                                 uint64_t prompt_tokens) {
   std::vector<BlockName> names;
   if (!tokens.empty())
     NameBlocks(cache_->description().digest, tokens.first(tokens.size() - 1), options_.page_tokens, &names);
   const absl::Span<const BlockName> prefix = names;
-  KV_ASSIGN_OR_RETURN(auto created, cache_->CreateSequences(absl::MakeConstSpan(&prefix, 1)));
+  KV_ASSIGN_OR_RETURN(auto created,
+                      cache_->CreateSequences(absl::MakeConstSpan(&prefix, 1), absl::MakeConstSpan(&prompt_tokens, 1)));
   if (created.size() != 1)
     return absl::InternalError(absl::StrCat("one sequence was asked for, ", created.size(), " came"));
   KV_RETURN_IF_ERROR(created[0].status());

@@ -53,7 +53,8 @@ class KvEngine final : public KvBackend {
   absl::Span<const float> OutputWeights(int layer) const override { return folded_[layer]; }
 
   /// A sequence that begins with the longest published prefix of `tokens` that leaves at least one of them to compute.
-  absl::StatusOr<client::CreatedSequence> CreateSequence(absl::Span<const uint32_t> tokens);
+  /// prompt_tokens: as client::Cache::CreateSequences.
+  absl::StatusOr<client::CreatedSequence> CreateSequence(absl::Span<const uint32_t> tokens, uint64_t prompt_tokens = 0);
   /// Publishes the full blocks of `tokens`, all of which `sequence` holds.
   absl::StatusOr<client::PublishOutcome> Publish(client::Sequence& sequence, absl::Span<const uint32_t> tokens);
 
@@ -65,8 +66,8 @@ class KvEngine final : public KvBackend {
  private:
   KvEngine() = default;
   client::TensorView View(const void* data, size_t bytes) const;
-
   absl::Status FoldOutputs(const Model& model);
+
   KvEngineOptions options_;
   int layers_ = 0;
   size_t q_row_bytes_ = 0, kv_row_bytes_ = 0;
@@ -75,8 +76,8 @@ class KvEngine final : public KvBackend {
   std::vector<float> inline_buffer_;
   uint8_t* base_ = nullptr;  // of the arena or the inline buffer
   StepBuffers buffers_;
-  std::vector<client::StepEntry> entries_;
   std::vector<std::vector<float>> folded_;  // [layers] W_O for outputs in the codec's space; empty: the model's
+  std::vector<client::StepEntry> entries_;
   KvCounts counts_;
 };
 

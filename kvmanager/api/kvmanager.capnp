@@ -119,7 +119,12 @@ struct StepReply {
   rawPairs @4 :UInt64;
 }
 
-struct SequenceRequest { prefix @0 :List(BlockName); }
+struct SequenceRequest {
+  prefix @0 :List(BlockName);
+  promptTokens @1 :UInt64;
+  # Of the prompt, the prefix's tokens included; 0: it ends where the first append of a single token begins. Matters to codecs
+  # whose queries choose what they read behind the prompt ("pq"); others ignore it. Feature "prompt-tokens".
+}
 
 struct SequenceReply {
   status @0 :Status;
@@ -177,15 +182,15 @@ interface Cache {
   step @3 (request :StepRequest) -> (reply :StepReply);
   claim @4 (ticket :Data) -> (reply :SequenceReply, tokens :UInt64, blob :Data);
   # Takes over a handed-off sequence, once. The ticket must be of a cache with an equal digest.
+  outputFactors @5 (layer :UInt32) -> (status :Status, folds :Bool, factors :Data);
+  # folds: steps of this layer leave their outputs in the codec's space ("fold=1" of a codec), for the client to fold the way
+  # back into its output projection. factors: [kvHeads][headDim][headDim] float32, row-major: an output o' of a query head stands
+  # for o = A o', A being its KV head's. Empty where folds is false: outputs are as usual. Feature "output-factors".
 }
 
 struct HelloRequest {
   apiMajor @0 :UInt16;
   apiMinor @1 :UInt16;
-  outputFactors @5 (layer :UInt32) -> (status :Status, folds :Bool, factors :Data);
-  # folds: steps of this layer leave their outputs in the codec's space ("fold=1" of a codec), for the client to fold the way
-  # back into its output projection. factors: [kvHeads][headDim][headDim] float32, row-major: an output o' of a query head stands
-  # for o = A o', A being its KV head's. Empty where folds is false: outputs are as usual. Feature "output-factors".
   client @2 :Text;      # a name for logs and listings
   pid @3 :UInt32;       # as the client sees it, for listings; the daemon trusts only the socket's credentials
 }

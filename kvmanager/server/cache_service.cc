@@ -282,9 +282,9 @@ class CacheService final : public api::Cache::Server {
     return prefixes;
   }
 
-  void Create(const std::vector<BlockName>& prefix, api::SequenceReply::Builder reply) {
+  void Create(const std::vector<BlockName>& prefix, uint64_t prompt_tokens, api::SequenceReply::Builder reply) {
     absl::Status may = session_->CheckNewSequence();
-    absl::StatusOr<CreateResult> created = may.ok() ? store().CreateSequence(cache_.id, prefix) : may;
+    absl::StatusOr<CreateResult> created = may.ok() ? store().CreateSequence(cache_.id, prefix, prompt_tokens) : may;
     if (!created.ok()) {
       return ServeError(*session_, Method::kCreateSequences, created.status(),
                         [&](const absl::Status& status) { WriteStatus(status, reply.initStatus()); });
