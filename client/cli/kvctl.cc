@@ -1,4 +1,5 @@
-// kvctl: looks at a running kvmanagerd, drains it, purges what it has published; trains calibration artifacts.
+// kvctl: looks at a running kvmanagerd, drains it, purges what it has published; trains calibration artifacts and tunes
+// policies.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -14,6 +15,7 @@
 #include "examples/engine/blas_core.h"
 #include "examples/engine/calibrate_command.h"
 #include "examples/engine/program.h"
+#include "examples/engine/tune_command.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::client::cli {
@@ -85,7 +87,8 @@ int Main(int argc, char** argv) {
       "  kvctl drain --off                  take it back (the same as undrain)\n"
       "  kvctl purge --cache 3              forget the published blocks of cache 3 that nobody holds\n"
       "  kvctl --connect tcp:10.0.0.2:7000 status --json\n"
-      "  kvctl calibrate --model DIR --text FILE --codec zack+hack --out NAME.safetensors\n",
+      "  kvctl calibrate --model DIR --text FILE --codec zack+hack --out NAME.safetensors\n"
+      "  kvctl tune --model DIR --text FILE --max-loss 0.5%   the smallest codec policy that is good enough\n",
       "kvctl"};
   app.footer(
       "The address is that of --connect, or else of $KVMANAGER_ADDRESS, or else\n"
@@ -117,6 +120,9 @@ int Main(int argc, char** argv) {
   engine::CalibrateArguments calibrate_arguments;
   auto* calibrate = app.add_subcommand("calibrate", "Train what codecs need of a model: needs no daemon");
   engine::AddCalibrateOptions(*calibrate, calibrate_arguments);
+  engine::TuneArguments tune_arguments;
+  auto* tune = app.add_subcommand("tune", "Measure codec policies, and name the best under a loss: needs no daemon");
+  engine::AddTuneOptions(*tune, tune_arguments);
   const auto misused = [](const std::string& why) {
     std::cerr << "kvctl: " << why << "\n`kvctl --help` shows every command with an example.\n";
     return kExitUsage;
@@ -128,6 +134,7 @@ int Main(int argc, char** argv) {
     return misused(e.what());
   }
   if (calibrate->parsed()) return engine::ExitCode("kvctl calibrate", engine::RunCalibrate(calibrate_arguments));
+  if (tune->parsed()) return engine::ExitCode("kvctl tune", engine::RunTune(tune_arguments));
   uint32_t cache_id = Client::kAllCaches;
   if (purge->parsed() && !arguments.purge_all) {
     uint64_t id = 0;
@@ -161,7 +168,8 @@ int Main(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   // Only what computes executes the program anew, for OpenBLAS' sake.
-  if (std::any_of(argv + 1, argv + argc, [](absl::string_view word) { return word == "calibrate"; })) {
+  if (std::any_of(argv + 1, argv + argc,
+                  [](absl::string_view word) { return word == "calibrate" || word == "tune"; })) {
     kvmanager::engine::ChooseBlasCore(argv);
   }
   return kvmanager::client::cli::Main(argc, argv);

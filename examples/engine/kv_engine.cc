@@ -32,7 +32,7 @@ absl::StatusOr<std::unique_ptr<KvEngine>> KvEngine::Open(client::Client* client,
 
   client::CacheOptions cache;
   cache.model = c.name;
-  cache.revision = model.digest().substr(0, 32);
+  cache.revision = model.digest();
   cache.rope = absl::StrFormat("half-rotation,theta=%.17g,dim=%d", c.rope_theta, c.head_dim);
   cache.layers = c.layers;
   cache.kv_heads = c.kv_heads;

@@ -15,7 +15,7 @@ namespace kvmanager::engine {
 namespace {
 
 /// Bytes per token and head at which the calibrated transform coder is tried.
-constexpr int kZackHackBytes[] = {28, 32, 36, 40, 44, 48, 52, 56, 64, 72, 88};
+constexpr int kZackHackBytes[] = {20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 72, 88};
 constexpr const char* kHackBits[] = {"k_bits=2,v_bits=1", "k_bits=3,v_bits=1", "k_bits=2,v_bits=2",
                                      "k_bits=3,v_bits=2", "k_bits=4,v_bits=2", "k_bits=4,v_bits=3"};
 constexpr const char* kZackRates[] = {"0.15", "0.25", "0.35"};
