@@ -208,6 +208,12 @@ TEST(ExpectedPairs, EqualsCountingEveryPair) {
   }
 }
 
+TEST(SinkTokens, AreTheLastClauses) {
+  EXPECT_EQ(SinkTokens("hack:k_bits=3;0..1=raw;sinks=128"), 128u);
+  EXPECT_EQ(SinkTokens("hack:k_bits=3"), 0u);
+  EXPECT_EQ(SinkTokens("pq:m=4,sinks=32"), 0u);
+}
+
 std::vector<uint8_t> RandomText(size_t n) {
   std::vector<uint8_t> text;
   for (uint32_t token : RandomTokens(n, 8)) text.push_back(uint8_t(token));

@@ -19,6 +19,7 @@ constexpr int64_t kDeadlineMs = 300000;  // of a call: a layer of a batch of win
 
 struct Flags {
   std::string model, text, codec = "raw", json, connect, daemon;
+  std::vector<std::string> codec_plugins;
   int lag_pages = 2;
   EvaluateOptions evaluate;
 };
@@ -37,8 +38,8 @@ absl::Status Run(Flags flags) {
   const auto bytes = absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(text.data()), text.size());
   KV_RETURN_IF_ERROR(CheckEvaluate(*model, bytes, flags.evaluate));
   flags.evaluate.threads = CoreCount();
-  KvEngineOptions engine_options;
   KV_ASSIGN_OR_RETURN(const CodecFiles files, ResolveCodecFiles(flags.codec, /*own_daemon=*/flags.connect.empty()));
+  KvEngineOptions engine_options;
   engine_options.codec = files.codec;
   engine_options.calibration_digest = files.calibration_digest;
   engine_options.lag_pages = flags.lag_pages;
@@ -47,6 +48,12 @@ absl::Status Run(Flags flags) {
   std::unique_ptr<DaemonProcess> daemon;
   if (flags.connect.empty()) {
     KV_ASSIGN_OR_RETURN(const std::string program, FindDaemon(flags.daemon));
+    std::vector<std::string> more_flags;
+    if (!files.directory.empty()) more_flags = {"--calibration-dir", files.directory};
+    for (const std::string& plugin : flags.codec_plugins) {
+      more_flags.push_back("--codec-plugin");
+      more_flags.push_back(plugin);
+    }
     KV_ASSIGN_OR_RETURN(
         daemon, DaemonProcess::Start(program, PoolBytes(model->config(), flags.evaluate, engine_options.page_tokens),
                                      more_flags));
@@ -57,6 +64,7 @@ absl::Status Run(Flags flags) {
   client_options.deadline_ms = kDeadlineMs;
   KV_ASSIGN_OR_RETURN(const std::unique_ptr<client::Client> client,
                       client::Client::Connect(flags.connect, client_options));
+  if (daemon != nullptr) daemon->HideSocket();
   KV_ASSIGN_OR_RETURN(const std::unique_ptr<KvEngine> engine, KvEngine::Open(client.get(), *model, engine_options));
 
   absl::StatusOr<Evaluation> done;
@@ -64,7 +72,6 @@ absl::Status Run(Flags flags) {
     Progress progress(absl::StrCat("evaluate ", flags.codec, ", pages"), /*quiet=*/false);
     done = Evaluate(*model, engine.get(), bytes, flags.evaluate,
                     [&](int64_t now, int64_t total) { progress.Update(now, total); });
-  if (daemon != nullptr) daemon->HideSocket();
   }
   KV_RETURN_IF_ERROR(done.status());
   const nlohmann::ordered_json report = {{"codec", done->codec},
@@ -99,7 +106,14 @@ int main(int argc, char** argv) {
   CLI::App app("Bits per byte of a text while the model's keys and values live in kvmanagerd behind a codec.");
   app.add_option("--model", flags.model, "directory of config.json and *.safetensors")->required();
   app.add_option("--text", flags.text, "text to measure on, a token per byte")->required();
-  app.add_option("--codec", flags.codec, "NAME[:key=value,...]")->capture_default_str();
+  app.add_option(
+         "--codec", flags.codec,
+         "NAME[:key=value,...], calibration=FILE naming an artifact, or a policy: SPEC;FIRST..LAST=SPEC;sinks=N")
+      ->capture_default_str();
+  app.add_option("--codec-plugin", flags.codec_plugins,
+                 "a codec's shared object, for the daemon that is started; may be repeated")
+      ->type_name("FILE.so")
+      ->allow_extra_args(false);
   app.add_option("--lag", flags.lag_pages, "newest full pages that a query reads raw, beside its own")
       ->capture_default_str()
       ->check(CLI::NonNegativeNumber);
