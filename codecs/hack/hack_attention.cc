@@ -53,7 +53,10 @@ HackSide SideOf(const SideLayout& layout, bool along_channels) {
     side.segment_offset[s] = layout.segment_offset[s];
     const int bits = side.bits[s] = layout.segment_bits[s];
     const int partition = along_channels ? s * kSegmentChannels / layout.partition : 0;
-    if (bits == 0) continue;
+    if (bits == 0) {
+      side.empty[side.empty_count++] = uint8_t(s);
+      continue;
+    }
     HackRun* last = side.run_count == 0 ? nullptr : &side.runs[side.run_count - 1];
     if (last != nullptr && last->bits == bits && last->partition == partition && last->first + last->count == s) {
       ++last->count;

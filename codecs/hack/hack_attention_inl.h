@@ -665,21 +665,23 @@ KVMANAGER_INLINE void DotVMixed(const HackArguments& a, const HackSide& side, co
 
 /// Adds the minima of segments of width 0.
 KVMANAGER_INLINE void AddMinima(const HackArguments& a, const HackSide& side, int p) {
-  int covered = 0;
-  auto add = [&](int from, int to) {
-    for (int r = 0; r < a.rows; ++r) {
-      const size_t at = size_t(p) * a.rows + r;
-      float* acc = a.acc + size_t(r) * a.head_dim;
-      for (int c = from * kSegment; c < to * kSegment; c += kLanes) {
-        StoreF(acc + c, LoadF(acc + c) + LoadF(a.scratch.v_minima + c) * a.scratch.p_sum[at] * a.scratch.p_step[at]);
+  const int rows = a.rows, d = a.head_dim,
+            empty = side.empty_count;  // copies: stores through floats may not change them
+  if (empty == 0) return;
+  const float* minima = a.scratch.v_minima;
+  const float* p_sum = a.scratch.p_sum + size_t(p) * rows;
+  const float* p_step = a.scratch.p_step + size_t(p) * rows;
+  float* acc = a.acc;
+  for (int r = 0; r < rows; ++r, acc += d) {
+    const VecF factor = SetF(p_sum[r] * p_step[r]);
+    for (int i = 0; i < empty; ++i) {
+      const int first = side.empty[i] * kSegment;
+      KVMANAGER_UNROLL
+      for (int c = 0; c < kSegment; c += kLanes) {
+        StoreF(acc + first + c, MulAdd(LoadF(minima + first + c), factor, LoadF(acc + first + c)));
       }
     }
-  };
-  for (int i = 0; i < side.run_count; ++i) {
-    add(covered, side.runs[i].first);
-    covered = side.runs[i].first + side.runs[i].count;
   }
-  add(covered, a.head_dim / kSegment);
 }
 
 template <typename S>

@@ -28,6 +28,8 @@ struct HackSide {
   int pair_count;
   HackRun last;  // of one segment, or of none
   uint8_t bits[16];
+  uint8_t empty[16];  // segments of width 0
+  int empty_count;
   uint32_t segment_offset[16];
   uint32_t strip_bytes;
   int partitions;
