@@ -18,7 +18,7 @@ constexpr char kNoAttend[] = "no attend_batch: the core decodes each page for it
 constexpr double kOneCallFactor = 2;
 constexpr struct { double score_deviation, error_max; } kTolerances[] = {{0.1, 4e-3}, {1, 3e-2}, {4, 1e-1}};
 constexpr double kAdversarialErrorMax = 1e-1;
-constexpr double kLogSumErrorFactor = 5;  // errors of single scores, which an output's norm averages
+constexpr double kLogSumErrorFactor = 10;  // of single rows, where an error of the query is all tokens' error
 
 /// What decode_batch's rounding to the layout's type may do to an average of V, relative to V: codes of few levels are
 /// rounded alike, so it does not average out.

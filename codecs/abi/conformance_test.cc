@@ -66,10 +66,12 @@ TEST(ConformanceTest, CodecsWithACalibrationPassAsPlugins) {
   const struct {
     const char* file;
     CodecParameters parameters;
-  } kCases[] = {{"million", {{"m", "32"}, {"bits", "8"}}},
-                {"million", {{"k_m", "32"}, {"k_bits", "8"}, {"v_m", "16"}, {"v_bits", "4"}}},
-                {"zack", {{"rate", "0.25"}}},
-                {"zack_hack", {{"bytes", "32"}}}};
+  } kCases[] = {
+      {"million", {{"m", "32"}, {"bits", "8"}}},
+      {"million", {{"k_m", "32"}, {"k_bits", "8"}, {"v_m", "16"}, {"v_bits", "4"}}},
+      {"zack", {{"rate", "0.25"}}},
+      // Widths that the artifact spreads are for its model's keys: random ones have no channels that matter less.
+      {"zack_hack", {{"k_bits", "4"}, {"v_bits", "4"}}}};
   for (const auto& [file, parameters] : kCases) {
     EXPECT_EQ(Failures(Judge(file, parameters, {}, path)), "") << file;
   }
