@@ -28,8 +28,9 @@ std::unique_ptr<FuzzTarget> MakeStepTarget();         // a StepRequest, checked 
 std::unique_ptr<FuzzTarget> MakePeerWireTarget();     // frames between daemons
 std::unique_ptr<FuzzTarget> MakePeerStreamTarget();   // bytes into a receiving transport
 std::unique_ptr<FuzzTarget> MakeManifestTarget();     // a hand-off's manifest, and what the store makes of it
-std::unique_ptr<FuzzTarget> MakeHackPageTarget();     // an encoded page from a peer
+std::unique_ptr<FuzzTarget> MakePageTarget();         // an encoded page from a peer
 std::unique_ptr<FuzzTarget> MakeCodecSpecTarget();    // NAME:key=value,...
 std::unique_ptr<FuzzTarget> MakeSafetensorsTarget();  // a model's file
+std::unique_ptr<FuzzTarget> MakeCalibrationTarget();  // an artifact, its digest right or not
 
 }  // namespace kvmanager::fuzz

@@ -159,9 +159,10 @@ constexpr Named kTargets[] = {
     {"peer_wire", MakePeerWireTarget},
     {"peer_stream", MakePeerStreamTarget},
     {"manifest", MakeManifestTarget},
-    {"hack_page", MakeHackPageTarget},
+    {"page", MakePageTarget},
     {"codec_spec", MakeCodecSpecTarget},
     {"safetensors", MakeSafetensorsTarget},
+    {"calibration", MakeCalibrationTarget},
 };
 
 void RunTarget(const Named& named, double seconds, const std::string& file) {
