@@ -66,7 +66,7 @@ std::set<std::string> LabelsOf(const std::string& sample) {
 void WalkEveryPath(DaemonProcess& daemon, DaemonProcess& peer) {
   ASSERT_OK_AND_ASSIGN(auto client, Client::Connect(daemon.listen(), {}));
   ASSERT_OK_AND_ASSIGN(auto peer_client, Client::Connect(peer.listen(), {}));
-  for (const char* const codec : {"raw", "hack:k_bits=3,v_bits=2"}) {
+  for (const char* const codec : {"raw", "hack:k_bits=3,v_bits=2", "pq:bits=4,iterations=1"}) {
     const CacheOptions options = SmallCache(codec, 1);
     const Source source{1, Kind::kNormal, options};
     ASSERT_OK_AND_ASSIGN(auto cache, client->OpenCache(options));

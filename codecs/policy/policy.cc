@@ -288,6 +288,14 @@ absl::StatusOr<std::unique_ptr<Codec>> MakePolicy(const CodecRegistry& registry,
     policy.codecs.push_back(std::move(codec));
   }
   Normalize(&policy);
+  const bool uniform = std::all_of(policy.codec_of.begin(), policy.codec_of.end(),
+                                   [&](size_t codec) { return codec == policy.codec_of[0]; });
+  for (const std::unique_ptr<Codec>& codec : policy.codecs) {
+    if (!uniform && codec->NewIndex({}) != nullptr) {
+      return InvalidField("codec policy clause", codec->info().spec,
+                          "a codec whose queries read everything; this one serves all layers of a cache, or none");
+    }
+  }
   // Raw pages cannot be kept more raw.
   const bool all_raw = std::all_of(policy.codec_of.begin(), policy.codec_of.end(),
                                    [&](size_t codec) { return policy.codecs[codec]->info().identity; });

@@ -174,7 +174,7 @@ class DaemonService final : public api::Daemon::Server {
     reply.setApiMinor(api::API_MINOR);
     reply.setBootEpoch(daemon.boot_epoch);
     reply.setVersion(capnp::Text::Reader(kVersion.data(), kVersion.size()));
-    std::vector<const char*> names = {"inline", "hand-off", "output-factors"};
+    std::vector<const char*> names = {"inline", "hand-off", "output-factors", "prompt-tokens"};
     if (session_->unix_socket()) names.push_back("arena");
     if (daemon.options->busy_poll_us > 0) names.push_back("busy-poll");
     auto features = reply.initFeatures(names.size());

@@ -32,13 +32,12 @@ StoreMetrics::StoreMetrics(Metrics* m)
       sink_pages(m->Counter("sink_pages_total", "Pages kept raw because the cache's policy names them sinks")),
       attend_waits(m->Counter("attend_waits_total", "Attend calls that waited for a page's encoding or an index")),
       index_trainings(m->Counter("index_trainings_total", "Trainings of a layer's index ended")),
-      index_selections(m->Counter("index_selections_total",
-                                  "Choices of what to read, one per query token, layer and KV head")),
+      index_selections(
+          m->Counter("index_selections_total", "Choices of what to read, one per query token, layer and KV head")),
       index_cache_hits(
           m->Counter("index_cache_hits_total", "Chosen tokens that were read from the cache of hot blocks")),
       index_cache_misses(m->Counter("index_cache_misses_total", "Chosen tokens that the cache of hot blocks had not")),
-      index_cache_evictions(
-          m->Counter("index_cache_evictions_total", "Blocks evicted from caches of hot blocks")),
+      index_cache_evictions(m->Counter("index_cache_evictions_total", "Blocks evicted from caches of hot blocks")),
       published(m->Counter("published_blocks_total", "Blocks named by a publish or a hand-off")),
       published_shared(
           m->Counter("published_shared_blocks_total", "Blocks replaced by an equal one published earlier")),
