@@ -80,6 +80,7 @@ struct Pool {
   PageLayout layout;
   std::unique_ptr<Arena> arena;
   std::vector<const uint8_t*> pages;  // shuffled
+  std::unique_ptr<BenchIndex> index;  // nullptr: queries read everything
 };
 
 BenchCodecs& Codecs() {
@@ -130,6 +131,9 @@ std::unique_ptr<Pool> MakePool(const Shape& shape) {
     pool->pages.push_back(page);
   }
   std::shuffle(pool->pages.begin(), pool->pages.end(), random);
+  pool->index = BenchIndex::Make(*pool->codec, kIndexLayers,
+                                 absl::MakeConstSpan(pool->pages).first(shape.context_tokens / kPageTokens),
+                                 shape.context_tokens);
   return pool;
 }
 
@@ -208,8 +212,7 @@ void Decode(benchmark::State& state, const Shape& shape) {
   batch.sequences = absl::MakeConstSpan(&sequence, 1);
   std::unique_ptr<WorkerPool> workers;
   if (shape.threads > 1) workers = std::make_unique<WorkerPool>(shape.threads);
-  const std::unique_ptr<BenchIndex> index =
-      BenchIndex::Make(*pool.codec, kIndexLayers, absl::MakeConstSpan(pool.pages).first(pages), shape.context_tokens);
+  BenchIndex* const index = pool.index.get();
 
   size_t next = 0;
   std::vector<double> samples_ns;

@@ -86,13 +86,30 @@ void Nearest(const float* x, size_t n, int width, const float* centroids, const 
 void Dots(const float* x, int width, const float* centroids, int count, float scale, float* out, float* low,
           float* high) {
   VecF least = SetF(__builtin_inff()), most = -least;
-  for (int c = 0; c < count; c += kLanes) {
-    VecF dot{};
-    for (int j = 0; j < width; ++j) dot = MulAdd(SetF(x[j]), LoadF(centroids + size_t(j) * count + c), dot);
+  const auto keep = [&](int c, VecF dot) {
     dot *= scale;
     StoreF(out + c, dot);
     least = MinF(least, dot);
     most = MaxF(most, dot);
+  };
+  // Several sums at once hide the latency of a multiply-add.
+  constexpr int kAtOnce = 4;
+  int c = 0;
+  for (; c + kAtOnce * kLanes <= count; c += kAtOnce * kLanes) {
+    VecF dot[kAtOnce] = {};
+    for (int j = 0; j < width; ++j) {
+      const VecF y = SetF(x[j]);
+      KVMANAGER_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        dot[i] = MulAdd(y, LoadF(centroids + size_t(j) * count + c + i * kLanes), dot[i]);
+      }
+    }
+    for (int i = 0; i < kAtOnce; ++i) keep(c + i * kLanes, dot[i]);
+  }
+  for (; c < count; c += kLanes) {
+    VecF dot{};
+    for (int j = 0; j < width; ++j) dot = MulAdd(SetF(x[j]), LoadF(centroids + size_t(j) * count + c), dot);
+    keep(c, dot);
   }
   *low = ReduceMin(least);
   *high = ReduceMax(most);

@@ -17,7 +17,8 @@ struct Parameters {
   enum class CachePolicy : uint8_t { kLfu, kLru };
   static constexpr uint32_t kMillion = 1000000;
   static constexpr uint32_t kSinksMax = 1 << 16;
-  static constexpr uint32_t kIterationsMin = 3, kIterationsMax = IndexFacts::kIterationsMax;  // of auto; iterations=N: 1..kIterationsMax
+  static constexpr uint32_t kIterationsMin = 3,
+                            kIterationsMax = IndexFacts::kIterationsMax;  // of auto; iterations=N: 1..kIterationsMax
   static constexpr uint32_t kRebuildMin = 64;
   static constexpr uint32_t kCacheBlocksMax = 1 << 16;
   static constexpr int kSubspacesMax = 32;

@@ -11,8 +11,13 @@
 namespace kvmanager::pq {
 namespace {
 
-constexpr int kBlockTokens = 128;  // K or V of a block are fetched while the other is read
+constexpr int kBlockTokens = 64;  // K or V of a block are fetched while the other is read
 constexpr int kTileRows = 4;
+
+/// A row of K or V, all of its lines.
+KVMANAGER_INLINE void PrefetchRow(const uint8_t* p, int lines) {
+  for (int i = 0; i < lines; ++i) __builtin_prefetch(p + 64 * i, 0, 3);
+}
 
 KVMANAGER_INLINE const uint16_t* RowAt(const uint8_t* p) { return reinterpret_cast<const uint16_t*>(p); }
 
@@ -30,7 +35,7 @@ KVMANAGER_INLINE void RowScores(const RowArguments& a, int row, const uint8_t* c
     KVMANAGER_UNROLL
     for (int i = 0; i < kT; ++i) token[i] = RowAt(k[t + i < tokens ? t + i : tokens - 1]);
     if (ahead != nullptr) {
-      for (int i = 0; i < kT && t + i < tokens; ++i) PrefetchLines(ahead[t + i], lines);
+      for (int i = 0; i < kT && t + i < tokens; ++i) PrefetchRow(ahead[t + i], lines);
     }
     VecF dot[kLanes] = {};
     for (int c = 0; c < d; c += kLanes) {
@@ -46,9 +51,13 @@ KVMANAGER_INLINE void RowScores(const RowArguments& a, int row, const uint8_t* c
     }
     alignas(64) float s[kLanes];
     StoreF(s, SumEach(dot) * a.scale);
-    const int valid = tokens - t < kT ? tokens - t : kT;
-    for (int r = 0; r < kR; ++r) {
-      for (int i = 0; i < valid; ++i) p[r * stride + t + i] = s[r * kT + i];
+    if (__builtin_expect(tokens - t >= kT, 1)) {
+      KVMANAGER_UNROLL
+      for (int r = 0; r < kR; ++r) __builtin_memcpy(&p[r * stride + t], s + r * kT, sizeof(float) * kT);
+    } else {
+      for (int r = 0; r < kR; ++r) {
+        for (int i = 0; i < tokens - t; ++i) p[r * stride + t + i] = s[r * kT + i];
+      }
     }
   }
 }
@@ -66,7 +75,7 @@ KVMANAGER_INLINE void RowAccumulate(const RowArguments& a, int row, const uint8_
     for (int i = 0; i < kC; ++i) acc[r][i] = LoadF(out + size_t(r) * d + i * kLanes);
   }
   for (int t = 0; t < tokens; ++t) {
-    if (ahead != nullptr) PrefetchLines(ahead[t], lines);
+    if (ahead != nullptr) PrefetchRow(ahead[t], lines);
     const uint16_t* at = RowAt(v[t]) + c;
     VecF weight[kR];
     KVMANAGER_UNROLL
@@ -119,7 +128,7 @@ __attribute__((noinline)) void AttendTile(const RowArguments& a, int row, size_t
   const bool more = fetch && begin + 2 * size_t(tokens) <= a.tokens;
   const uint8_t* const* ahead = more ? a.k + begin + tokens : nullptr;
   if (fetch && !more) {
-    for (size_t t = begin + tokens; t < a.tokens; ++t) PrefetchLines(a.k[t], (a.head_dim * 2 + 63) / 64);
+    for (size_t t = begin + tokens; t < a.tokens; ++t) PrefetchRow(a.k[t], (a.head_dim * 2 + 63) / 64);
   }
   constexpr int kC = kLanes == 16 ? (kR > 2 ? 4 : 8) : (kR > 2 ? 2 : 4);
   int c = 0;
@@ -134,7 +143,7 @@ __attribute__((noinline)) void AttendTile(const RowArguments& a, int row, size_t
 template <bool kBFloat16>
 void AttendRowsOf(const RowArguments& a) {
   const int lines = (a.head_dim * 2 + 63) / 64;
-  for (size_t t = 0; t < a.tokens && t < kBlockTokens; ++t) PrefetchLines(a.k[t], lines);
+  for (size_t t = 0; t < a.tokens && t < kBlockTokens; ++t) PrefetchRow(a.k[t], lines);
   for (size_t begin = 0; begin < a.tokens; begin += kBlockTokens) {
     const int tokens = int(a.tokens - begin < size_t(kBlockTokens) ? a.tokens - begin : size_t(kBlockTokens));
     for (int row = 0; row < a.rows; row += kTileRows) {

@@ -122,15 +122,34 @@ KVMANAGER_INLINE size_t Gather(const uint32_t* from, size_t n, int shift, uint32
   return count;
 }
 
-/// The k-th largest of n values >= 0 as bits, which order as the values do; *above = how many are larger. Radix of 11,
-/// 10 and 10 bits.
-KVMANAGER_INLINE uint32_t Threshold(const float* values, size_t n, size_t k, uint32_t* candidates, uint32_t* histogram,
-                                    size_t* above) {
-  const uint32_t* bits = reinterpret_cast<const uint32_t*>(values);
+/// Bits of the values whose bits are at least `least`.
+KVMANAGER_INLINE size_t GatherFrom(const uint32_t* from, size_t n, uint32_t least, uint32_t* to) {
+  size_t count = 0, i = 0;
+#if defined(KVMANAGER_ISA_AVX512)
+  const __m512i limit = _mm512_set1_epi32(int(least));
+  for (; i + 16 <= n; i += 16) {
+    const __m512i x = _mm512_loadu_si512(from + i);
+    const __mmask16 in = _mm512_cmpge_epu32_mask(x, limit);
+    const __m512i packed = _mm512_maskz_compress_epi32(in, x);
+    _mm512_mask_storeu_epi32(to + count, __mmask16((1u << __builtin_popcount(in)) - 1), packed);
+    count += __builtin_popcount(in);
+  }
+#endif
+  for (; i < n; ++i) {
+    uint32_t x;
+    __builtin_memcpy(&x, from + i, sizeof x);
+    if (x >= least) to[count++] = x;
+  }
+  return count;
+}
+
+/// The k-th largest of n values given as bits; *above = how many are larger. Radix of 11, 10 and 10 bits. `from` may be
+/// `candidates`.
+KVMANAGER_INLINE uint32_t RadixThreshold(const uint32_t* from, size_t n, size_t k, uint32_t* candidates,
+                                         uint32_t* histogram, size_t* above) {
   *above = 0;
   uint32_t threshold = 0;
   size_t left = n, wanted = k;
-  const uint32_t* from = bits;
   constexpr int kShifts[] = {20, 10, 0};
   for (int level = 0; level < 3; ++level) {
     const int shift = kShifts[level];
@@ -164,6 +183,23 @@ KVMANAGER_INLINE uint32_t Threshold(const float* values, size_t n, size_t k, uin
   return threshold;
 }
 
+/// The k-th largest of n values >= 0 as bits, which order as the values do; *above = how many are larger. Of many
+/// values a sample says from where on the k largest lie, most likely; if it errs, all are sorted into the histogram.
+KVMANAGER_INLINE uint32_t Threshold(const float* values, size_t n, size_t k, uint32_t* candidates, uint32_t* histogram,
+                                    size_t* above) {
+  constexpr size_t kSampleStep = 16, kSampledFrom = 4096;
+  const uint32_t* bits = reinterpret_cast<const uint32_t*>(values);
+  if (n >= kSampledFrom && k <= n / 4) {
+    const size_t sampled = n / kSampleStep, rank = k / kSampleStep * 5 / 4 + 16;
+    for (size_t i = 0; i < sampled; ++i) __builtin_memcpy(candidates + i, bits + i * kSampleStep, sizeof(uint32_t));
+    const uint32_t least =
+        RadixThreshold(candidates, sampled, rank < sampled ? rank : sampled, candidates, histogram, above);
+    const size_t found = GatherFrom(bits, n, least, candidates);
+    if (found >= k) return RadixThreshold(candidates, found, k, candidates, histogram, above);
+  }
+  return RadixThreshold(bits, n, k, candidates, histogram, above);
+}
+
 void Select(const float* values, size_t n, size_t k, uint32_t first, uint32_t* out, uint32_t* candidates,
             uint32_t* histogram) {
   if (k == 0) return;
@@ -176,7 +212,6 @@ void Select(const float* values, size_t n, size_t k, uint32_t first, uint32_t* o
   for (; i + 16 <= n && count < k; i += 16, index = _mm512_add_epi32(index, _mm512_set1_epi32(16))) {
     const __m512i x = _mm512_loadu_si512(values + i);
     uint32_t in = _mm512_cmpge_epu32_mask(x, limit);
-    if (in == 0) continue;
     uint32_t equal = _mm512_cmpeq_epi32_mask(x, limit);
     size_t equals = __builtin_popcount(equal);
     if (equals > ties) {
