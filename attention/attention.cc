@@ -201,7 +201,10 @@ Plan::Plan(const AttentionBatch& batch, int threads)
       isa_(BestIsa()),
       raw_visit_pages_(VisitPages(layout_, layout_.raw_bytes())),
       encoded_visit_pages_(
-          VisitPages(layout_, batch.codec == nullptr ? 1 : batch.codec->info().page_bytes(batch.layer))) {
+          batch.codec == nullptr
+              ? 1
+              : std::max(VisitPages(layout_, batch.codec->info().page_bytes(batch.layer)),
+                         uint32_t(std::max(batch.codec->attention().visit_pages_min(batch.layer), 1)))) {
   KV_CHECK(batch.query_heads > 0 && batch.query_heads % layout_.kv_heads == 0);
   KV_CHECK(raw_attention_ != nullptr);
   encoded_head_bytes_.assign(1, 0);
@@ -495,6 +498,8 @@ void Plan::AttendPart(const Tile& tile, uint32_t part, uint8_t* scratch, uint8_t
         task.q = q + size_t{h} * tile.rows * layout_.head_dim;
         task.kv_head = tile.first_head + h;
         task.next_page = !last ? pages[page] : visit_end < to ? pages[visit_end] : nullptr;
+        task.next_pages =
+            !last ? task.pages : absl::MakeConstSpan(pages + visit_end, std::min(visit_pages, to - visit_end));
         task.page_after = visit_end < to ? pages[visit_end] : nullptr;
         task.next_kv_head = last ? tile.first_head : task.kv_head + 1;
         task.announced = page > from || h > 0;

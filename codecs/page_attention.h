@@ -39,6 +39,7 @@ struct PageAttentionTask {
   const uint8_t* next_page = nullptr;
   int next_kv_head = 0;
   const uint8_t* page_after = nullptr;
+  absl::Span<const uint8_t* const> next_pages;  // of that next call, next_page first; empty: unknown
   /// The caller's last call, just before, named the first of `pages` and kv_head as its next_page and next_kv_head.
   bool announced = false;
 
@@ -65,6 +66,10 @@ class PageAttention {
   /// Bytes that Attend reads of one page for one head of a layer, where heads differ; 0: all heads are alike. A measure
   /// of the work per page, by which a plan shares it out.
   virtual size_t head_bytes(int layer, int kv_head) const { return 0; }
+
+  /// Pages of one head that a call should see at least, where there are as many: what a call loads serves them all. A
+  /// hint: a state's bits do not depend on how pages are spread over calls.
+  virtual int visit_pages_min(int layer) const { return 1; }
 
   // A codec may keep K and V in a space of its own (rotated, of fewer dimensions). Its pages are then attended to with
   // mapped queries, and their state's acc is mapped back once, however many pages there are. Rows in either space are

@@ -2,11 +2,13 @@
 // centroids.
 //
 // For a row q, K's codebook (mid, step, code; million_codebooks.h) and a token's centroids, its score is
-//   scale (q . mid + u sum_c x_c code_c),   x_c = round(q_c step_c / u),   u = max_c |q_c step_c| / 32512
+//   scale (q . mid + u sum_c x_c code_c),   x_c = round(q_c step_c / u),   u = max_c |q_c step_c| / (127 * 2^shift)
 // (MILLION, section III-C: scores from the codebook), and with p of a strip of 64 tokens rounded to multiples of their
 // largest / 255, the output gains
 //   w (mid_c sum_t p'_t + step_c sum_t p'_t code_tc),   p'_t = round(p_t / w),   w = max_t p_t / 255.
-// Both sums are exact integers. Neither K nor V is rebuilt: the strip's codes are looked up once, for all rows.
+// shift is the largest of 2..8 for which, as for all smaller ones, at most kWideMax (4) channels exceed the largest
+// |q_c step_c| / 2^shift; 0 where 2 is not. x is one signed byte without outlier channels, and in them two.
+// Both sums are exact integers. Neither K nor V is rebuilt: a strip's codes are looked up once, for all rows.
 //
 // One object per format and tables, immutable; any thread. Every row sees every token (task.visible is nullptr).
 #pragma once

@@ -1,11 +1,12 @@
 // The kernels of attention on MILLION pages, written once over simd_inl.h's vectors and compiled per instruction set.
 //
-// Once per call, q is folded with the steps of K's codebook and rounded to 16 bits, kept as two signed bytes. Per strip
-// of 64 tokens: K's codes are looked up, and multiplied by both bytes of every row; softmax; P is rounded to 8 bits of
-// the strip's largest; V's codes are looked up, and multiplied by P.
+// Once per call, q is folded with the steps of K's codebook and rounded to one signed byte, two where channels are
+// outliers. Per group of a few strips of 64 tokens: K's codes are looked up, some channels at a time, and multiplied by
+// every row's bytes; per strip softmax, P rounded to 8 bits of the strip's largest; V's codes are looked up, some
+// channels at a time, and multiplied by P.
 //
-// Invariants: 1. integer sums are exact; 2. a row's fp32 operations do not depend on the rows beside it; 3. the
-// accumulator is rescaled only when the row's maximum grows.
+// Invariants: 1. integer sums are exact; 2. a row's fp32 operations do not depend on the rows beside it, nor on which
+// strips are a group; 3. the accumulator is rescaled only when the row's maximum grows.
 #pragma once
 
 #include "codecs/simd_inl.h"
@@ -16,13 +17,16 @@ namespace kvmanager::million {
 namespace {
 
 constexpr float kNegligible = 0x1p-100f;  // as in ReferenceAttend
-constexpr float kQueryLevels = 32512;     // 127 * 256: the high byte stays in -127..127
+constexpr float kQueryLevels = 127;       // of one byte
+constexpr int kWideShiftMin = 2;          // an outlier is more than 2^this above the others
+constexpr int kWideShiftMax = 8;          // 127 * 256: the high byte stays in -127..127
 constexpr int kTokens = kStripTokens;
-// Vectors of tokens (K), and of channels (V), that share a row's broadcast; rows that share their loads.
-constexpr int kKVectors = kLanes == 16 ? 4 : 2;
-constexpr int kVVectors = kLanes == 16 ? 4 : 2;
-constexpr int kKRows = 2;
-constexpr int kVRows = kLanes == 16 ? 4 : 2;
+constexpr int kKVectors = kLanes == 16 ? 4 : 2;  // vectors of tokens that share a row's broadcast
+// Rows that share their loads.
+constexpr int kKRows = kLanes == 16 ? 4 : 2;
+constexpr int kVRows = kLanes == 16 ? 4 : 1;
+constexpr int kVVectors = kTokens / kLanes;  // of a strip's codes of four channels
+constexpr int kQuarters = kLanes / 4;
 
 template <int kValue>
 struct Count {
@@ -47,8 +51,8 @@ KVMANAGER_INLINE VecU Broadcast4(const void* p) {
   return SetU(word);
 }
 
-/// Lines of what is read next, prefetched a few at a time in the loops over rows: look-ups themselves need every miss
-/// that L1 can have under way for tables that come from L2.
+/// Lines of what is read next, prefetched to L2 a few at a time in the loops over rows: look-ups themselves need every
+/// miss that L1 can have under way for tables that come from L2, and L1's room is for their results.
 struct Ahead {
   const uint8_t* at;
   int left;
@@ -62,8 +66,33 @@ KVMANAGER_INLINE Ahead MakeAhead(const uint8_t* at, uint32_t bytes, int steps) {
 
 KVMANAGER_INLINE void PrefetchStep(Ahead& ahead) {
   for (int i = 0; i < ahead.step_lines && ahead.left > 0; ++i, --ahead.left, ahead.at += 64) {
-    __builtin_prefetch(ahead.at);
+    __builtin_prefetch(ahead.at, 0, 2);
   }
+}
+
+/// How many elements of a exceed `limit`.
+KVMANAGER_INLINE int CountAbove(VecF a, VecF limit) {
+#if defined(KVMANAGER_ISA_AVX512)
+  return __builtin_popcount(_mm512_cmp_ps_mask(a, limit, _CMP_GT_OQ));
+#elif defined(KVMANAGER_ISA_AVX2)
+  return __builtin_popcount(_mm256_movemask_ps(_mm256_cmp_ps(a, limit, _CMP_GT_OQ)));
+#else
+  const VecI above = a > limit;
+  return -(above[0] + above[1] + above[2] + above[3]);
+#endif
+}
+
+/// The shift of million_attention.h, of |q_c step_c| whose largest is `top`.
+int WideShift(const float* q, const float* steps, int d, float top) {
+  int shift = 0;
+  for (int wider = kWideShiftMin; wider <= kWideShiftMax; ++wider) {
+    const VecF limit = SetF(top / float(1 << wider));
+    int above = 0;
+    for (int c = 0; c < d; c += kLanes) above += CountAbove(AbsF(LoadF(q + c) * LoadF(steps + c)), limit);
+    if (above > kWideMax) break;
+    shift = wider;
+  }
+  return shift;
 }
 
 // score = scale (sum_c q_c mid_c + sum_c q_c step_c code_c), the second sum in integers.
@@ -81,47 +110,80 @@ void FoldQueries(const MillionArguments& a) {
       offset = MulAdd(x, LoadF(mids + c), offset);
     }
     const float top = ReduceMax(largest);
-    const VecF inverse = SetF(top > kNegligible ? kQueryLevels / top : 0.0f);
+    const int shift = top > kNegligible ? WideShift(q, steps, d, top) : 0;
+    const float levels = kQueryLevels * float(1 << shift);
+    const VecF inverse = SetF(top > kNegligible ? levels / top : 0.0f);
+    int8_t* q_high = s.q_high + size_t(r) * d;
     VecI total{};
     for (int c = 0; c < d; c += kLanes) {
       const VecI x = RoundToInt(LoadF(q + c) * LoadF(steps + c) * inverse);
       const VecI high = (x + 128) >> 8;
-      StoreBytes(s.q_high + size_t(r) * d + c, high);
+      StoreBytes(q_high + c, high);
       StoreBytes(s.q_low + size_t(r) * d + c, x - (high << 8));
       total += x;
     }
+    int wides = 0;
+    for (int c = 0; shift > 0 && c < d; c += 4) {
+      uint32_t word;
+      __builtin_memcpy(&word, q_high + c, 4);
+      if (word != 0) s.q_wide[r * kWideMax + wides++] = c;
+    }
+    s.q_wides[r] = wides;
     int32_t sum = 0;
     KVMANAGER_UNROLL
     for (int i = 0; i < kLanes; ++i) sum += total[i];
     s.q_start[r] = -128 * sum;
-    s.q_unit[r] = top * (1 / kQueryLevels) * a.scale;
+    s.q_unit[r] = top / levels * a.scale;
     s.q_offset[r] = ReduceAdd(offset) * a.scale;
   }
 }
 
-/// Scores of a strip, kR rows from `row` on.
+/// Channels first .. first + a.k_channels - 1 of the scores of a strip with codes `words`, kR rows from `row` on: to
+/// scores [rows][64], which hold the sums of the channels before them.
 template <int kR>
-KVMANAGER_INLINE void Scores(const MillionArguments& a, int row, Ahead& ahead) {
+KVMANAGER_INLINE void Scores(const MillionArguments& a, int first, const uint32_t* words, float* scores, int row,
+                             Ahead& ahead) {
   const MillionScratch s = a.scratch;
-  const int d = a.head_dim;
+  const int d = a.head_dim, end = first + a.k_channels;
+  const int8_t* q_high = s.q_high + size_t(row) * d;
+  const int8_t* q_low = s.q_low + size_t(row) * d;
   for (int t = 0; t < kTokens; t += kKVectors * kLanes) {
-    VecI high[kR][kKVectors] = {}, low[kR][kKVectors] = {};
-    const uint32_t* words = s.words + t;
-    const int8_t* q_high = s.q_high + size_t(row) * d;
-    const int8_t* q_low = s.q_low + size_t(row) * d;
-    for (int c = 0; c < d; c += 4, words += kTokens) {
+    float* out = scores + size_t(row) * kTokens + t;
+    VecI dot[kR][kKVectors] = {};
+    KVMANAGER_UNROLL
+    for (int r = 0; r < kR; ++r) {
+      const int wides = s.q_wides[row + r];
+      if (__builtin_expect(wides == 0, 1)) continue;
+      for (int i = 0; i < wides; ++i) {
+        const int c = s.q_wide[(row + r) * kWideMax + i];
+        if (c < first || c >= end) continue;
+        const VecU q1 = Broadcast4(q_high + size_t(r) * d + c);
+        KVMANAGER_UNROLL
+        for (int v = 0; v < kKVectors; ++v) {
+          dot[r][v] = Dot4(dot[r][v], LoadU(words + size_t(c - first) / 4 * kTokens + t + v * kLanes), q1);
+        }
+      }
+      KVMANAGER_UNROLL
+      for (int v = 0; v < kKVectors; ++v) dot[r][v] = (VecI)((VecU)dot[r][v] << 8);
+    }
+    if (first > 0) {
+      KVMANAGER_UNROLL
+      for (int r = 0; r < kR; ++r) {
+        KVMANAGER_UNROLL
+        for (int v = 0; v < kKVectors; ++v) dot[r][v] += (VecI)LoadF(out + r * kTokens + v * kLanes);
+      }
+    }
+    const uint32_t* at = words + t;
+    for (int c = first; c < end; c += 4, at += kTokens) {
       PrefetchStep(ahead);
       VecU code[kKVectors];
       KVMANAGER_UNROLL
-      for (int v = 0; v < kKVectors; ++v) code[v] = LoadU(words + v * kLanes);
+      for (int v = 0; v < kKVectors; ++v) code[v] = LoadU(at + v * kLanes);
       KVMANAGER_UNROLL
       for (int r = 0; r < kR; ++r) {
-        const VecU q1 = Broadcast4(q_high + size_t(r) * d + c), q0 = Broadcast4(q_low + size_t(r) * d + c);
+        const VecU q0 = Broadcast4(q_low + size_t(r) * d + c);
         KVMANAGER_UNROLL
-        for (int v = 0; v < kKVectors; ++v) {
-          high[r][v] = Dot4(high[r][v], code[v], q1);
-          low[r][v] = Dot4(low[r][v], code[v], q0);
-        }
+        for (int v = 0; v < kKVectors; ++v) dot[r][v] = Dot4(dot[r][v], code[v], q0);
       }
     }
     KVMANAGER_UNROLL
@@ -130,53 +192,56 @@ KVMANAGER_INLINE void Scores(const MillionArguments& a, int row, Ahead& ahead) {
       const VecU start = SetU(uint32_t(s.q_start[row + r]));
       KVMANAGER_UNROLL
       for (int v = 0; v < kKVectors; ++v) {
-        // The sum fits 32 bits; with codes less 128 it is at most 256 * 128 * 32640.
-        const VecI dot = (VecI)(((VecU)high[r][v] << 8) + (VecU)low[r][v] + start);
-        StoreF(s.scores + size_t(row + r) * kTokens + t + v * kLanes, MulAdd(ToF(dot), unit, offset));
+        // The sum fits 32 bits: at most 128 * (256 * 127 + 4 * 32512).
+        const VecI sum = (VecI)((VecU)dot[r][v] + start);
+        StoreF(out + r * kTokens + v * kLanes, end < d ? (VecF)dot[r][v] : MulAdd(ToF(sum), unit, offset));
       }
     }
   }
 }
 
-/// The running maxima of kR rows after this strip, its own in p_unit, and the state rescaled where a maximum grew.
+/// The running maxima of kR rows after strip `strip` of the group, its own in p_unit, and what growth does to the
+/// state.
 template <int kR>
-KVMANAGER_INLINE void RaiseMaximum(const MillionArguments& a, int row) {
+KVMANAGER_INLINE void RaiseMaximum(const MillionArguments& a, int strip, int row) {
+  const size_t at = size_t(strip) * a.rows + row;
   VecF top[4] = {};
   KVMANAGER_UNROLL
   for (int r = 0; r < kR; ++r) {
-    const float* score = a.scratch.scores + size_t(row + r) * kTokens;
+    const float* score = a.scratch.scores + (at + r) * kTokens;
     top[r] = LoadF(score);
     KVMANAGER_UNROLL
     for (int t = kLanes; t < kTokens; t += kLanes) top[r] = MaxF(top[r], LoadF(score + t));
   }
   const Vec4 strip_max = ReduceMaxRows(top);
-  StoreRows<kR>(a.scratch.p_unit + row, strip_max);
+  StoreRows<kR>(a.scratch.p_unit + at, strip_max);
   KVMANAGER_UNROLL
   for (int r = 0; r < kR; ++r) {
+    float factor = 1;
     if (__builtin_expect(strip_max[r] > a.max[row + r], 0)) {
-      const float factor = ExpNegativeScalar(a.max[row + r] - strip_max[r]);
+      factor = ExpNegativeScalar(a.max[row + r] - strip_max[r]);
       a.max[row + r] = strip_max[r];
       a.sum[row + r] *= factor;
-      float* acc = a.acc + size_t(row + r) * a.head_dim;
-      for (int c = 0; c < a.head_dim; c += kLanes) StoreF(acc + c, LoadF(acc + c) * factor);
     }
+    a.scratch.rescale[at + r] = factor;
   }
 }
 
 /// Probabilities of kR rows, rounded to 8 bits of the strip's largest.
 template <int kR>
-KVMANAGER_INLINE void Softmax(const MillionArguments& a, int row) {
+KVMANAGER_INLINE void Softmax(const MillionArguments& a, int strip, int row) {
   const MillionScratch s = a.scratch;
+  const size_t at = size_t(strip) * a.rows + row;
   const Vec4 max = LoadRows<kR>(a.max + row);
   // The same function of the same score, so that it is the largest probability to the bit.
-  const Vec4 p_max = NarrowRows(ExpNegative(WidenRows(LoadRows<kR>(s.p_unit + row) - max)));
+  const Vec4 p_max = NarrowRows(ExpNegative(WidenRows(LoadRows<kR>(s.p_unit + at) - max)));
   const Vec4 inverse = p_max > kNegligible ? 255.0f / p_max : Vec4{};
-  StoreRows<kR>(s.p_unit + row, p_max * (1 / 255.0f));
+  StoreRows<kR>(s.p_unit + at, p_max * (1 / 255.0f));
   VecF sum[4] = {}, totals[4] = {};
   KVMANAGER_UNROLL
   for (int r = 0; r < kR; ++r) {
-    const float* score = s.scores + size_t(row + r) * kTokens;
-    uint8_t* p8 = s.p8 + size_t(row + r) * kTokens;
+    const float* score = s.scores + (at + r) * kTokens;
+    uint8_t* p8 = s.p8 + (at + r) * kTokens;
     const VecF row_max = SetF(max[r]), row_inverse = SetF(inverse[r]);
     VecI total{};
     auto probabilities = [&](int t) {
@@ -194,75 +259,137 @@ KVMANAGER_INLINE void Softmax(const MillionArguments& a, int row) {
     }
     totals[r] = ToF(total);
   }
-  StoreRows<kR>(s.p_sum + row, ReduceAddRows(totals));
+  StoreRows<kR>(s.p_sum + at, ReduceAddRows(totals));
   StoreRows<kR>(a.sum + row, LoadRows<kR>(a.sum + row) + ReduceAddRows(sum));
 }
 
-/// acc += p (mid + step * code) over a strip, for kR rows from `row` on and kC vectors of channels from `channel` on.
-template <int kR, int kC>
-KVMANAGER_INLINE void AddValues(const MillionArguments& a, int row, int channel, Ahead& ahead) {
+/// Vector v of a strip's probabilities as V's codes lie: every word of four tokens once for each of four channels.
+KVMANAGER_INLINE VecU SpreadP(const uint8_t* p8, int v) {
+#if defined(KVMANAGER_ISA_AVX512)
+  const __m512i order =
+      _mm512_add_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), _mm512_set1_epi32(4 * v));
+  return (VecU)_mm512_permutexvar_epi32(order, _mm512_load_si512(p8));
+#elif defined(KVMANAGER_ISA_AVX2)
+  const VecU low = Broadcast4(p8 + 8 * v), high = Broadcast4(p8 + 8 * v + 4);
+  return (VecU)_mm256_blend_epi32((__m256i)low, (__m256i)high, 0xf0);
+#else
+  return Broadcast4(p8 + 4 * v);
+#endif
+}
+
+/// Half of a sum of quarters, four lanes each: the first half of the result is of a, the other of b.
+KVMANAGER_INLINE VecI SumHalves(VecI a, VecI b) {
+#if defined(KVMANAGER_ISA_AVX512)
+  return (VecI)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, 0x88) +
+         (VecI)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, 0xdd);
+#elif defined(KVMANAGER_ISA_AVX2)
+  return (VecI)_mm256_permute2x128_si256((__m256i)a, (__m256i)b, 0x20) +
+         (VecI)_mm256_permute2x128_si256((__m256i)a, (__m256i)b, 0x31);
+#else
+  return a;
+#endif
+}
+
+/// acc += p (mid + step * code) over channels first .. first + a.v_channels - 1 of a strip with codes `words`, for kR
+/// rows from `row` on.
+template <int kR>
+KVMANAGER_INLINE void AddValues(const MillionArguments& a, int first, const uint32_t* words, int strip, int row,
+                                Ahead& ahead) {
   const MillionScratch s = a.scratch;
-  const int d = a.head_dim;
-  const uint32_t* words = s.words + channel;
-  const uint8_t* p8 = s.p8 + size_t(row) * kTokens;
-  VecI dot[kR][kC] = {};
-  KVMANAGER_UNROLL
-  for (int j = 0; j < kTokens / 4; ++j, words += d) {
-    PrefetchStep(ahead);
-    VecU code[kC];
-    KVMANAGER_UNROLL
-    for (int v = 0; v < kC; ++v) code[v] = LoadU(words + v * kLanes);
-    KVMANAGER_UNROLL
-    for (int r = 0; r < kR; ++r) {
-      const VecU p = Broadcast4(p8 + r * kTokens + 4 * j);
-      KVMANAGER_UNROLL
-      for (int v = 0; v < kC; ++v) dot[r][v] = Dot4(dot[r][v], p, code[v]);
-    }
-  }
+  const int d = a.head_dim, end = first + a.v_channels;
+  const size_t at = size_t(strip) * a.rows + row;
+  VecU p[kR][kVVectors];
   KVMANAGER_UNROLL
   for (int r = 0; r < kR; ++r) {
-    const VecF unit = SetF(s.p_unit[row + r]), sum = SetF(s.p_sum[row + r]);
-    float* acc = a.acc + size_t(row + r) * d + channel;
+    const float factor = s.rescale[at + r];
+    if (__builtin_expect(factor != 1, 0)) {
+      float* acc = a.acc + size_t(row + r) * d;
+      for (int c = first; c < end; c += kLanes) StoreF(acc + c, LoadF(acc + c) * factor);
+    }
     KVMANAGER_UNROLL
-    for (int v = 0; v < kC; ++v) {
-      const int c = v * kLanes;
-      const VecF x =
-          MulAdd(LoadF(a.v_table->step + channel + c), ToF(dot[r][v]), LoadF(a.v_table->mid + channel + c) * sum);
-      StoreF(acc + c, MulAdd(x, unit, LoadF(acc + c)));
+    for (int v = 0; v < kVVectors; ++v) p[r][v] = SpreadP(s.p8 + (at + r) * kTokens, v);
+  }
+  // Quarters' sums of kLanes / 4 groups of four channels become one vector of kLanes channels, as soon as there are
+  // two.
+  for (int c = first; c < end; c += kLanes) {
+    PrefetchStep(ahead);
+    VecI sum[kR][2];
+    KVMANAGER_UNROLL
+    for (int half = 0; half < (kQuarters + 1) / 2; ++half) {
+      VecI dot[2][kR] = {};
+      KVMANAGER_UNROLL
+      for (int i = 0; i < (kQuarters > 1 ? 2 : 1); ++i, words += kTokens) {
+        KVMANAGER_UNROLL
+        for (int v = 0; v < kVVectors; ++v) {
+          const VecU code = LoadU(words + v * kLanes);
+          KVMANAGER_UNROLL
+          for (int r = 0; r < kR; ++r) dot[i][r] = Dot4(dot[i][r], p[r][v], code);
+        }
+      }
+      KVMANAGER_UNROLL
+      for (int r = 0; r < kR; ++r) sum[r][half] = SumHalves(dot[0][r], dot[1][r]);
+    }
+    const VecF step = LoadF(a.v_table->step + c), mid = LoadF(a.v_table->mid + c);
+    KVMANAGER_UNROLL
+    for (int r = 0; r < kR; ++r) {
+      float* acc = a.acc + size_t(row + r) * d + c;
+      const VecI total = kQuarters > 2 ? SumHalves(sum[r][0], sum[r][1]) : sum[r][0];
+      const VecF x = MulAdd(step, ToF(total), mid * s.p_sum[at + r]);
+      StoreF(acc, MulAdd(x, SetF(s.p_unit[at + r]), LoadF(acc)));
     }
   }
 }
 
-template <int kR>
-KVMANAGER_INLINE void AddChannels(const MillionArguments& a, int row, Ahead& ahead) {
-  int c = 0;
-  for (; c + kVVectors * kLanes <= a.head_dim; c += kVVectors * kLanes) AddValues<kR, kVVectors>(a, row, c, ahead);
-  for (; c < a.head_dim; c += kLanes) AddValues<kR, 1>(a, row, c, ahead);
+/// Record in which strip `i` lies of these pages, or of what comes after them; nullptr: unknown.
+KVMANAGER_INLINE const uint8_t* RecordOf(const MillionArguments& a, size_t i) {
+  const size_t page = i / a.strips;
+  if (page < a.page_count) return a.pages[page] + a.record_offset;
+  return page - a.page_count < a.next_count ? a.next_pages[page - a.page_count] + a.next_offset : nullptr;
+}
+
+/// Strip `i` of a side; nullptr: unknown.
+KVMANAGER_INLINE const uint8_t* StripAt(const MillionArguments& a, const SideLayout& side, size_t i) {
+  const uint8_t* record = RecordOf(a, i);
+  return record == nullptr ? nullptr : record + side.offset + i % a.strips * side.strip_bytes;
+}
+
+void AttendGroup(const MillionArguments& a, size_t first, int count) {
+  const int k_steps = (a.rows + kKRows - 1) / kKRows * (a.head_dim / 4) * (kTokens / (kKVectors * kLanes));
+  const int v_steps = (a.rows + kVRows - 1) / kVRows * (a.head_dim / kLanes);
+  const uint8_t *k[kGroupStrips], *v[kGroupStrips];
+  Ahead next_k[kGroupStrips], next_v[kGroupStrips];
+  for (int i = 0; i < count; ++i) {
+    k[i] = StripAt(a, *a.k, first + i);
+    v[i] = StripAt(a, *a.v, first + i);
+    next_k[i] = MakeAhead(StripAt(a, *a.k, first + count + i), a.k->strip_bytes, k_steps);
+    next_v[i] = MakeAhead(StripAt(a, *a.v, first + count + i), a.v->strip_bytes, v_steps);
+  }
+  for (int c = 0; c < a.head_dim; c += a.k_channels) {
+    const uint32_t* words = a.scratch.words;
+    a.look_up_k(*a.k, *a.k_table, c, a.k_channels, k, count, a.scratch.words);
+    for (int i = 0; i < count; ++i, words += StripWords(a.k_channels)) {
+      float* scores = a.scratch.scores + size_t(i) * a.rows * kTokens;
+      ForRows<kKRows>(a.rows, [&](auto rows, int row) { Scores<rows.value>(a, c, words, scores, row, next_k[i]); });
+    }
+  }
+  for (int i = 0; i < count; ++i) {
+    ForRows<4>(a.rows, [&](auto rows, int row) { RaiseMaximum<rows.value>(a, i, row); });
+    ForRows<4>(a.rows, [&](auto rows, int row) { Softmax<rows.value>(a, i, row); });
+  }
+  for (int c = 0; c < a.head_dim; c += a.v_channels) {
+    const uint32_t* words = a.scratch.words;
+    a.look_up_v(*a.v, *a.v_table, c, a.v_channels, v, count, a.scratch.words);
+    for (int i = 0; i < count; ++i, words += StripWords(a.v_channels)) {
+      ForRows<kVRows>(a.rows, [&](auto rows, int row) { AddValues<rows.value>(a, c, words, i, row, next_v[i]); });
+    }
+  }
 }
 
 void Attend(const MillionArguments& a) {
   FoldQueries(a);
-  const int k_steps = (a.rows + kKRows - 1) / kKRows * (a.head_dim / 4);
-  const int v_steps = (a.rows + kVRows - 1) / kVRows * kTokens / 4;
-  for (size_t i = 0; i < a.page_count; ++i) {
-    const uint8_t* record = a.pages[i] + a.record_offset;
-    const uint8_t* next = i + 1 < a.page_count ? a.pages[i + 1] + a.record_offset : a.next_record;
-    for (int strip = 0; strip < a.strips; ++strip) {
-      const uint8_t* k = record + a.k->offset + size_t(strip) * a.k->strip_bytes;
-      const uint8_t* v = record + a.v->offset + size_t(strip) * a.v->strip_bytes;
-      const bool last = strip + 1 == a.strips;
-      const uint8_t* k_ahead = !last ? k + a.k->strip_bytes : next != nullptr ? next + a.k->offset : nullptr;
-      const uint8_t* v_ahead = !last ? v + a.v->strip_bytes : next != nullptr ? next + a.v->offset : nullptr;
-      Ahead k_next = MakeAhead(k_ahead, a.k->strip_bytes, k_steps),
-            v_next = MakeAhead(v_ahead, a.v->strip_bytes, v_steps);
-      a.look_up_k(*a.k, *a.k_table, a.head_dim, k, a.scratch.words);
-      ForRows<kKRows>(a.rows, [&](auto count, int row) { Scores<count.value>(a, row, k_next); });
-      // Before the softmax, which needs it not: its loads overlap the waiting for maxima.
-      a.look_up_v(*a.v, *a.v_table, a.head_dim, v, a.scratch.words);
-      ForRows<4>(a.rows, [&](auto count, int row) { RaiseMaximum<count.value>(a, row); });
-      ForRows<4>(a.rows, [&](auto count, int row) { Softmax<count.value>(a, row); });
-      ForRows<kVRows>(a.rows, [&](auto count, int row) { AddChannels<count.value>(a, row, v_next); });
-    }
+  const size_t strips = a.page_count * a.strips;
+  for (size_t i = 0; i < strips; i += kGroupStrips) {
+    AttendGroup(a, i, strips - i < kGroupStrips ? int(strips - i) : kGroupStrips);
   }
 }
 

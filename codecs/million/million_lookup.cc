@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "codecs/million/million_format.h"
+#include "kvmanager/base/status.h"
 
 namespace kvmanager::million {
 namespace {
@@ -37,10 +38,7 @@ void Transpose(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t* out) {
   out[3] = ab13 >> 16 | (cd13 & 0xffff0000);
 }
 
-}  // namespace
-
-void LookUpKByAddress(const SideLayout& side, const SideTable& table, int head_dim, const uint8_t* strip,
-                      uint32_t* words) {
+void LookUpK(const SideLayout& side, const SideTable& table, const uint8_t* strip, uint32_t* words) {
   const int width = side.width;
   uint8_t* bytes = reinterpret_cast<uint8_t*>(words);
   for (int m = 0; m < side.subspaces; ++m) {
@@ -67,8 +65,7 @@ void LookUpKByAddress(const SideLayout& side, const SideTable& table, int head_d
   }
 }
 
-void LookUpVByAddress(const SideLayout& side, const SideTable& table, int head_dim, const uint8_t* strip,
-                      uint32_t* words) {
+void LookUpV(const SideLayout& side, const SideTable& table, const uint8_t* strip, uint32_t* words) {
   const int width = side.width;
   for (int m = 0; m < side.subspaces; ++m) {
     const Indices indices = Unpack(side, strip, m);
@@ -76,24 +73,40 @@ void LookUpVByAddress(const SideLayout& side, const SideTable& table, int head_d
     for (int j = 0; j < kStripTokens / 4; ++j) {
       const uint8_t* of[4];
       for (int i = 0; i < 4; ++i) of[i] = codes + size_t(indices.at[4 * j + i]) * width;
-      uint32_t* out = words + size_t(j) * head_dim + size_t(m) * width;
+      const auto at = [&](int k) {
+        const size_t channel = size_t(m) * width + k;
+        return words + channel / 4 * kStripTokens + 4 * j + channel % 4;
+      };
       int k = 0;
-      for (; k + 4 <= width; k += 4) {
+      for (; width % 4 == 0 && k < width; k += 4) {
         Transpose(Load<uint32_t>(of[0] + k), Load<uint32_t>(of[1] + k), Load<uint32_t>(of[2] + k),
-                  Load<uint32_t>(of[3] + k), out + k);
+                  Load<uint32_t>(of[3] + k), at(k));
       }
-      if (k + 2 <= width) {
+      for (; width % 2 == 0 && k < width; k += 2) {
         uint32_t pair[4];
         Transpose(Load<uint16_t>(of[0] + k), Load<uint16_t>(of[1] + k), Load<uint16_t>(of[2] + k),
                   Load<uint16_t>(of[3] + k), pair);
-        out[k] = pair[0], out[k + 1] = pair[1];
-        k += 2;
+        std::memcpy(at(k), pair, 2 * sizeof(uint32_t));
       }
-      if (k < width) {
-        out[k] = uint32_t(of[0][k]) | uint32_t(of[1][k]) << 8 | uint32_t(of[2][k]) << 16 | uint32_t(of[3][k]) << 24;
+      for (; k < width; ++k) {
+        *at(k) = uint32_t(of[0][k]) | uint32_t(of[1][k]) << 8 | uint32_t(of[2][k]) << 16 | uint32_t(of[3][k]) << 24;
       }
     }
   }
+}
+
+}  // namespace
+
+void LookUpKByAddress(const SideLayout& side, const SideTable& table, int first, int channels,
+                      const uint8_t* const* strips, int count, uint32_t* words) {
+  KV_CHECK(first == 0 && channels == side.subspaces * side.width);
+  for (int i = 0; i < count; ++i) LookUpK(side, table, strips[i], words + StripWords(channels) * i);
+}
+
+void LookUpVByAddress(const SideLayout& side, const SideTable& table, int first, int channels,
+                      const uint8_t* const* strips, int count, uint32_t* words) {
+  KV_CHECK(first == 0 && channels == side.subspaces * side.width);
+  for (int i = 0; i < count; ++i) LookUpV(side, table, strips[i], words + StripWords(channels) * i);
 }
 
 bool PermutesServe(int bits) {

@@ -47,145 +47,131 @@ KVMANAGER_INLINE Indices LoadIndices(const SideLayout& side, const uint8_t* stri
   return indices;
 }
 
-KVMANAGER_INLINE __m512i Table(const uint8_t* table, int i) { return _mm512_load_si512(table + 64 * i); }
+/// One channel's table in registers.
+template <int kBits>
+struct Table {
+  static constexpr int kEntries = kBits > 6 ? 1 << kBits : 64;
+  __m512i part[kEntries / 64];
+};
 
-KVMANAGER_INLINE __m512i LookUp256(const uint8_t* table, const Indices& indices) {
-  const __m512i low = _mm512_permutex2var_epi8(Table(table, 0), indices.low, Table(table, 1));
-  const __m512i high = _mm512_permutex2var_epi8(Table(table, 2), indices.low, Table(table, 3));
+template <int kBits>
+KVMANAGER_INLINE Table<kBits> LoadTable(const uint8_t* codes, int channel) {
+  Table<kBits> table;
+  KVMANAGER_UNROLL
+  for (int i = 0; i < Table<kBits>::kEntries / 64; ++i) {
+    table.part[i] = _mm512_load_si512(codes + size_t(channel) * Table<kBits>::kEntries + 64 * i);
+  }
+  return table;
+}
+
+KVMANAGER_INLINE __m512i LookUp256(const __m512i* part, const Indices& indices) {
+  const __m512i low = _mm512_permutex2var_epi8(part[0], indices.low, part[1]);
+  const __m512i high = _mm512_permutex2var_epi8(part[2], indices.low, part[3]);
   return _mm512_mask_mov_epi8(low, indices.bit7, high);
 }
 
 /// Codes of one channel, in order of tokens.
 template <int kBits>
-KVMANAGER_INLINE __m512i LookUp(const uint8_t* table, const Indices& indices) {
+KVMANAGER_INLINE __m512i LookUp(const Table<kBits>& table, const Indices& indices) {
   if constexpr (kBits <= 6) {
-    return _mm512_permutexvar_epi8(indices.low, Table(table, 0));
+    return _mm512_permutexvar_epi8(indices.low, table.part[0]);
   } else if constexpr (kBits == 7) {
-    return _mm512_permutex2var_epi8(Table(table, 0), indices.low, Table(table, 1));
+    return _mm512_permutex2var_epi8(table.part[0], indices.low, table.part[1]);
   } else if constexpr (kBits == 8) {
-    return LookUp256(table, indices);
+    return LookUp256(table.part, indices);
   } else {
-    return _mm512_mask_mov_epi8(LookUp256(table, indices), indices.bit8, LookUp256(table + 256, indices));
+    return _mm512_mask_mov_epi8(LookUp256(table.part, indices), indices.bit8, LookUp256(table.part + 4, indices));
   }
 }
 
-/// Codes of kCount channels from `first` on. kWidth: the subspace's width, or 0 for any.
-template <int kBits, int kWidth, int kCount>
-KVMANAGER_INLINE void LookUpChannels(const SideLayout& side, const SideTable& table, const uint8_t* strip, int first,
-                                     __m512i (&out)[kCount]) {
-  const int entries = kBits > 6 ? 1 << kBits : 64;
-  const uint8_t* codes = table.by_channel + size_t(first) * entries;
-  if constexpr (kWidth > 0 && kCount % kWidth == 0) {
-    const int m = first / kWidth;
+/// Codes of four channels from `first` on, a multiple of 4. kWidth: the subspace's width, or 0 for any.
+template <int kBits, int kWidth>
+KVMANAGER_INLINE void LookUpFour(const SideLayout& side, const Table<kBits> (&tables)[4], const uint8_t* strip,
+                                 int first, __m512i (&out)[4]) {
+  if constexpr (kWidth > 0) {
+    static_assert(4 % kWidth == 0);
     KVMANAGER_UNROLL
-    for (int s = 0; s < kCount / kWidth; ++s) {
-      const Indices indices = LoadIndices<kBits>(side, strip, m + s);
+    for (int i = 0; i < 4; i += kWidth) {
+      const Indices indices = LoadIndices<kBits>(side, strip, (first + i) / kWidth);
       KVMANAGER_UNROLL
-      for (int k = 0; k < kWidth; ++k) {
-        const int i = s * kWidth + k;
-        out[i] = LookUp<kBits>(codes + i * entries, indices);
-      }
+      for (int k = i; k < i + kWidth; ++k) out[k] = LookUp<kBits>(tables[k], indices);
     }
   } else {
     int m = first / side.width, k = first % side.width;
     Indices indices = LoadIndices<kBits>(side, strip, m);
     KVMANAGER_UNROLL
-    for (int i = 0; i < kCount; ++i) {
+    for (int i = 0; i < 4; ++i) {
       if (k == side.width) {
         k = 0;
         indices = LoadIndices<kBits>(side, strip, ++m);
       }
-      out[i] = LookUp<kBits>(codes + i * entries, indices);
+      out[i] = LookUp<kBits>(tables[i], indices);
       ++k;
     }
   }
 }
 
-template <int kBits, int kWidth>
-void LookUpK(const SideLayout& side, const SideTable& table, int head_dim, const uint8_t* strip, uint32_t* words) {
-  for (int c = 0; c < head_dim; c += 4) {
-    __m512i x[4];
-    LookUpChannels<kBits, kWidth, 4>(side, table, strip, c, x);
-    const __m512i ab_low = _mm512_unpacklo_epi8(x[0], x[1]), ab_high = _mm512_unpackhi_epi8(x[0], x[1]);
-    const __m512i cd_low = _mm512_unpacklo_epi8(x[2], x[3]), cd_high = _mm512_unpackhi_epi8(x[2], x[3]);
-    uint32_t* out = words + c / 4 * kStripTokens;
-    _mm512_store_si512(out, _mm512_unpacklo_epi16(ab_low, cd_low));
-    _mm512_store_si512(out + 16, _mm512_unpackhi_epi16(ab_low, cd_low));
-    _mm512_store_si512(out + 32, _mm512_unpacklo_epi16(ab_high, cd_high));
-    _mm512_store_si512(out + 48, _mm512_unpackhi_epi16(ab_high, cd_high));
-  }
+/// Bytes of four channels, 64 tokens each, to words of one token: words 16 L + 4 v + i are of token 16 L + 4 v + i, in
+/// quarter L of out[v].
+KVMANAGER_INLINE void InterleaveBytes(const __m512i (&x)[4], __m512i (&out)[4]) {
+  const __m512i ab_low = _mm512_unpacklo_epi8(x[0], x[1]), ab_high = _mm512_unpackhi_epi8(x[0], x[1]);
+  const __m512i cd_low = _mm512_unpacklo_epi8(x[2], x[3]), cd_high = _mm512_unpackhi_epi8(x[2], x[3]);
+  out[0] = _mm512_unpacklo_epi16(ab_low, cd_low);
+  out[1] = _mm512_unpackhi_epi16(ab_low, cd_low);
+  out[2] = _mm512_unpacklo_epi16(ab_high, cd_high);
+  out[3] = _mm512_unpackhi_epi16(ab_high, cd_high);
 }
 
-/// Word j of x[i] to word i of x[j].
-KVMANAGER_INLINE void Transpose16(__m512i (&x)[16]) {
-  __m512i y[16];
-  KVMANAGER_UNROLL
-  for (int i = 0; i < 16; i += 2) {
-    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-  }
-  // x[4 i + r]: words r, 4 + r, 8 + r, 12 + r of channels 4 i .. 4 i + 3, a quarter each.
-  KVMANAGER_UNROLL
-  for (int i = 0; i < 16; i += 4) {
-    x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-    x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-    x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-    x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-  }
-  KVMANAGER_UNROLL
-  for (int r = 0; r < 4; ++r) {
-    const __m512i low01 = _mm512_shuffle_i64x2(x[r], x[4 + r], 0x44),
-                  high01 = _mm512_shuffle_i64x2(x[r], x[4 + r], 0xee);
-    const __m512i low23 = _mm512_shuffle_i64x2(x[8 + r], x[12 + r], 0x44),
-                  high23 = _mm512_shuffle_i64x2(x[8 + r], x[12 + r], 0xee);
-    y[r] = _mm512_shuffle_i64x2(low01, low23, 0x88);
-    y[4 + r] = _mm512_shuffle_i64x2(low01, low23, 0xdd);
-    y[8 + r] = _mm512_shuffle_i64x2(high01, high23, 0x88);
-    y[12 + r] = _mm512_shuffle_i64x2(high01, high23, 0xdd);
-  }
-  KVMANAGER_UNROLL
-  for (int i = 0; i < 16; ++i) x[i] = y[i];
+/// Quarter L of out[v]: word 4 L + v (tokens 16 L + 4 v .. + 3) of the four channels.
+KVMANAGER_INLINE void InterleaveWords(const __m512i (&x)[4], __m512i (&out)[4]) {
+  const __m512i ab_low = _mm512_unpacklo_epi32(x[0], x[1]), ab_high = _mm512_unpackhi_epi32(x[0], x[1]);
+  const __m512i cd_low = _mm512_unpacklo_epi32(x[2], x[3]), cd_high = _mm512_unpackhi_epi32(x[2], x[3]);
+  out[0] = _mm512_unpacklo_epi64(ab_low, cd_low);
+  out[1] = _mm512_unpackhi_epi64(ab_low, cd_low);
+  out[2] = _mm512_unpacklo_epi64(ab_high, cd_high);
+  out[3] = _mm512_unpackhi_epi64(ab_high, cd_high);
 }
 
-template <int kBits, int kWidth>
-void LookUpV(const SideLayout& side, const SideTable& table, int head_dim, const uint8_t* strip, uint32_t* words) {
-  for (int c = 0; c < head_dim; c += 16) {
-    __m512i x[16];
-    LookUpChannels<kBits, kWidth, 16>(side, table, strip, c, x);
-    Transpose16(x);
-    // Word 4 L + i of a channel holds tokens 16 L + 4 i .. + 3, which TokenAt puts at place 16 i + 4 L.
+template <int kSide, int kBits, int kWidth>
+void LookUpStrips(const SideLayout& side, const SideTable& table, int first, int channels, const uint8_t* const* strips,
+                  int count, uint32_t* words) {
+  for (int c = first; c < first + channels; c += 4, words += kStripTokens) {
+    Table<kBits> tables[4];
     KVMANAGER_UNROLL
-    for (int j = 0; j < 16; ++j) _mm512_store_si512(words + size_t(j % 4 * 4 + j / 4) * head_dim + c, x[j]);
+    for (int i = 0; i < 4; ++i) tables[i] = LoadTable<kBits>(table.by_channel, c + i);
+    uint32_t* out = words;
+    for (int strip = 0; strip < count; ++strip, out += StripWords(channels)) {
+      __m512i x[4], y[4];
+      LookUpFour<kBits, kWidth>(side, tables, strips[strip], c, x);
+      if constexpr (kSide == 0) {
+        InterleaveBytes(x, y);
+      } else {
+        InterleaveWords(x, y);
+      }
+      KVMANAGER_UNROLL
+      for (int i = 0; i < 4; ++i) _mm512_store_si512(out + 16 * i, y[i]);
+    }
   }
 }
 
-template <int kBits>
-LookUpFunction KOfWidth(int width) {
-  if (width == 2) return LookUpK<kBits, 2>;
-  if (width == 4) return LookUpK<kBits, 4>;
-  return LookUpK<kBits, 0>;
+template <int kSide, int kBits>
+LookUpFunction OfWidth(int width) {
+  if (width == 2) return LookUpStrips<kSide, kBits, 2>;
+  if (width == 4) return LookUpStrips<kSide, kBits, 4>;
+  return LookUpStrips<kSide, kBits, 0>;
 }
 
-template <int kBits>
-LookUpFunction VOfWidth(int width) {
-  if (width == 2) return LookUpV<kBits, 2>;
-  if (width == 4) return LookUpV<kBits, 4>;
-  return LookUpV<kBits, 0>;
+template <int kSide>
+LookUpFunction OfSide(const SideLayout& side) {
+  constexpr LookUpFunction (*kOfWidth[])(int) = {OfWidth<kSide, 4>, OfWidth<kSide, 5>, OfWidth<kSide, 6>,
+                                                 OfWidth<kSide, 7>, OfWidth<kSide, 8>, OfWidth<kSide, 9>};
+  return kOfWidth[side.bits - 4](side.width);
 }
 
 }  // namespace
 
-LookUpFunction LookUpKByPermute(const SideLayout& side) {
-  constexpr LookUpFunction (*kOfWidth[])(int) = {KOfWidth<4>, KOfWidth<5>, KOfWidth<6>,
-                                                 KOfWidth<7>, KOfWidth<8>, KOfWidth<9>};
-  return kOfWidth[side.bits - 4](side.width);
-}
-
-LookUpFunction LookUpVByPermute(const SideLayout& side) {
-  constexpr LookUpFunction (*kOfWidth[])(int) = {VOfWidth<4>, VOfWidth<5>, VOfWidth<6>,
-                                                 VOfWidth<7>, VOfWidth<8>, VOfWidth<9>};
-  return kOfWidth[side.bits - 4](side.width);
-}
+LookUpFunction LookUpKByPermute(const SideLayout& side) { return OfSide<0>(side); }
+LookUpFunction LookUpVByPermute(const SideLayout& side) { return OfSide<1>(side); }
 
 }  // namespace kvmanager::million
 #endif

@@ -92,10 +92,20 @@ void ReferenceAttend(const MillionFormat& format, const MillionTables& tables, c
   for (int r = 0; r < task.rows; ++r) {
     float largest = 0;
     for (int c = 0; c < d; ++c) largest = std::max(largest, std::abs(task.q[size_t(r) * d + c] * k_table.step[c]));
-    const float inverse = largest > kNegligible ? 32512.0f / largest : 0.0f;
+    int shift = 0;
+    for (int wider = 2; wider <= 8; ++wider) {
+      int above = 0;
+      for (int c = 0; c < d; ++c) {
+        above += std::abs(task.q[size_t(r) * d + c] * k_table.step[c]) > largest / float(1 << wider);
+      }
+      if (above > 4) break;
+      shift = wider;
+    }
+    const float levels = 127.0f * float(1 << shift);
+    const float inverse = largest > kNegligible ? levels / largest : 0.0f;
     for (int c = 0; c < d; ++c) {
       const float x = task.q[size_t(r) * d + c];
-      q[size_t(r) * d + c] = !rounded ? x : std::nearbyint(x * k_table.step[c] * inverse) * (largest / 32512.0);
+      q[size_t(r) * d + c] = !rounded ? x : std::nearbyint(x * k_table.step[c] * inverse) * (double(largest) / levels);
     }
   }
   std::vector<double> max(state.max, state.max + task.rows), sum(state.sum, state.sum + task.rows);

@@ -63,6 +63,8 @@ class RotatedCodec::Attention final : public PageAttention {
   void Attend(const PageAttentionTask& task, const SoftmaxRows& state, absl::Span<uint8_t> workspace) const override {
     codec_.inner_[task.layer]->attention().Attend(task, state, workspace);
   }
+  int visit_pages_min(int layer) const override { return codec_.inner_[layer]->attention().visit_pages_min(layer); }
+
   size_t head_bytes(int layer, int kv_head) const override {
     return codec_.inner_[layer]->attention().head_bytes(layer, kv_head);
   }
