@@ -14,7 +14,6 @@
 namespace kvmanager::calibrate {
 namespace {
 
-constexpr int kBlockTokens = 512;  // that are converted at a time
 constexpr uint64_t kTokensMax = uint64_t{1} << 31;
 
 std::string NameOf(int layer, const char* name) { return absl::StrCat("layers.", layer, ".", name); }
@@ -29,18 +28,7 @@ absl::StatusOr<DType> DTypeOf(const std::string& name, const Tensor& tensor) {
 
 std::string ShapeText(absl::Span<const uint64_t> shape) { return absl::StrCat("[", absl::StrJoin(shape, ","), "]"); }
 
-/// Tokens [first, first + count) of [heads][tokens][d] as [count][heads][d].
-void LoadTokens(const Tensor& tensor, DType dtype, uint64_t first, int count, std::vector<float>* out) {
-  const uint64_t heads = tensor.shape[0], tokens = tensor.shape[1], d = tensor.shape[2];
-  out->resize(heads * count * d);
-  for (uint64_t h = 0; h < heads; ++h) {
-    for (int t = 0; t < count; ++t) {
-      const uint64_t from = (h * tokens + first + t) * d;
-      float* to = out->data() + (t * heads + h) * d;
-      for (uint64_t c = 0; c < d; ++c) to[c] = LoadElement(tensor.bytes.data(), dtype, from + c);
-    }
-  }
-}
+constexpr const char* kPartNames[] = {"q", "k", "v"};
 
 }  // namespace
 
@@ -146,30 +134,28 @@ absl::Status Capture::CheckShapes(const std::string& path) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<Samples> Capture::Read(const SampleLimits& limits, WorkerPool* pool,
-                                      absl::FunctionRef<void(int64_t, int64_t)> progress) const {
-  Collector collector(model_, tokens_, limits, pool);
-  std::vector<float> parts[3], w_o;
-  for (int layer = 0; layer < model_.layers; ++layer) {
-    for (uint64_t first = 0; first < tokens_; first += kBlockTokens) {
-      const int count = int(std::min<uint64_t>(kBlockTokens, tokens_ - first));
-      for (int part = 0; part < 3; ++part) {
-        const char* const names[] = {"q", "k", "v"};
-        KV_ASSIGN_OR_RETURN(const Tensor* const tensor, Find(layer, names[part]));
-        LoadTokens(*tensor, *DTypeOf("", *tensor), first, count, &parts[part]);
-      }
-      KV_RETURN_IF_ERROR(collector.Add(layer, count, count, parts[0], parts[1], parts[2]));
-    }
-    if (has_w_o_) {
-      KV_ASSIGN_OR_RETURN(const Tensor* const tensor, Find(layer, "w_o"));
-      w_o.resize(tensor->shape[0] * tensor->shape[1]);
-      const DType dtype = *DTypeOf("", *tensor);
-      for (size_t i = 0; i < w_o.size(); ++i) w_o[i] = LoadElement(tensor->bytes.data(), dtype, i);
-      KV_RETURN_IF_ERROR(collector.SetOutputProjection(layer, w_o));
-    }
-    progress(layer + 1, model_.layers);
+void Capture::CopyRows(int layer, Part part, int head, uint64_t first, uint64_t count, float* out,
+                       size_t stride) const {
+  const absl::StatusOr<const Tensor*> found = Find(layer, kPartNames[static_cast<int>(part)]);
+  KV_CHECK(found.ok());
+  const Tensor& tensor = **found;
+  const DType dtype = *DTypeOf("", tensor);
+  const uint64_t tokens = tensor.shape[1], d = tensor.shape[2];
+  KV_CHECK(head >= 0 && uint64_t(head) < tensor.shape[0] && first <= tokens && count <= tokens - first && stride >= d);
+  for (uint64_t t = 0; t < count; ++t) {
+    const uint64_t from = (head * tokens + first + t) * d;
+    for (uint64_t c = 0; c < d; ++c) out[t * stride + c] = LoadElement(tensor.bytes.data(), dtype, from + c);
   }
-  return collector.Finish();
+}
+
+std::vector<float> Capture::OutputProjection(int layer) const {
+  const absl::StatusOr<const Tensor*> found = Find(layer, "w_o");
+  KV_CHECK(found.ok());
+  const Tensor& tensor = **found;
+  const DType dtype = *DTypeOf("", tensor);
+  std::vector<float> w_o(tensor.shape[0] * tensor.shape[1]);
+  for (size_t i = 0; i < w_o.size(); ++i) w_o[i] = LoadElement(tensor.bytes.data(), dtype, i);
+  return w_o;
 }
 
 }  // namespace kvmanager::calibrate

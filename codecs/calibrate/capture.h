@@ -3,26 +3,26 @@
 // Safetensors, a file or a directory of shards: layers.{i}.q [query_heads, tokens, d], layers.{i}.k and layers.{i}.v
 // [kv_heads, tokens, d], after RoPE, F16, BF16 or F32; layers.{i}.w_o [hidden, query_heads * d], in all layers or none;
 // metadata "model", "revision" (may be absent) and "windows" (tokens of one context, if several follow one another).
-// Nothing in it is believed.
+// Nothing in it is believed. A Capture is immutable; any thread may read it.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
-#include "codecs/calibrate/samples.h"
+#include "codecs/calibration.h"
 #include "kvmanager/base/safetensors.h"
-#include "kvmanager/base/worker_pool.h"
 
 namespace kvmanager::calibrate {
 
 class Capture {
  public:
   static constexpr int kLayersMax = 1024;
+  enum class Part { kQ, kK, kV };
 
-  /// Checks names, shapes and metadata; the elements are looked at by Read. Errors: NOT_FOUND, INVALID_ARGUMENT (file,
+  /// Checks names, shapes and metadata; the elements are not looked at. Errors: NOT_FOUND, INVALID_ARGUMENT (file,
   /// tensor, value, bound).
   static absl::StatusOr<std::unique_ptr<Capture>> Open(const std::string& path);
 
@@ -30,9 +30,11 @@ class Capture {
   uint64_t tokens() const { return tokens_; }
   bool has_output_projection() const { return has_w_o_; }
 
-  /// progress(layers done, layers). Errors: Collector's.
-  absl::StatusOr<Samples> Read(const SampleLimits& limits, WorkerPool* pool,
-                               absl::FunctionRef<void(int64_t done, int64_t total)> progress) const;
+  /// Tokens [first, first + count) of a head (of queries, or of KV), each head_dim floats, `stride` floats apart. They
+  /// may be anything, NaN too. REQUIRES: they are there.
+  void CopyRows(int layer, Part part, int head, uint64_t first, uint64_t count, float* out, size_t stride) const;
+  /// [hidden][query_heads * d]. REQUIRES: has_output_projection().
+  std::vector<float> OutputProjection(int layer) const;
 
  private:
   Capture() = default;

@@ -11,6 +11,8 @@
 namespace kvmanager::calibrate {
 namespace {
 
+constexpr int kBlockTokens = 512;  // of a capture that are converted at a time
+
 absl::Status CheckFinite(absl::string_view what, int layer, absl::Span<const float> values, int heads, int d,
                          uint64_t first_row) {
   const size_t at = FindNonFinite(DType::kFloat32, values.data(), values.size());
@@ -145,6 +147,33 @@ Samples Collector::Finish() {
   for (uint64_t seen : seen_) KV_CHECK(seen == tokens_);
   samples_.tokens = tokens_;
   return std::move(samples_);
+}
+
+absl::StatusOr<Samples> ReadSamples(const Capture& capture, const SampleLimits& limits, WorkerPool* pool,
+                                    absl::FunctionRef<void(int64_t, int64_t)> progress) {
+  const CalibrationModel& model = capture.model();
+  const size_t d = model.head_dim;
+  Collector collector(model, capture.tokens(), limits, pool);
+  std::vector<float> rows[3];  // [tokens][heads][d]
+  for (int layer = 0; layer < model.layers; ++layer) {
+    for (uint64_t first = 0; first < capture.tokens(); first += kBlockTokens) {
+      const int count = int(std::min<uint64_t>(kBlockTokens, capture.tokens() - first));
+      for (const Capture::Part part : {Capture::Part::kQ, Capture::Part::kK, Capture::Part::kV}) {
+        const size_t heads = part == Capture::Part::kQ ? model.query_heads : model.kv_heads;
+        std::vector<float>& out = rows[static_cast<int>(part)];
+        out.resize(count * heads * d);
+        for (size_t h = 0; h < heads; ++h) {
+          capture.CopyRows(layer, part, int(h), first, count, out.data() + h * d, heads * d);
+        }
+      }
+      KV_RETURN_IF_ERROR(collector.Add(layer, count, count, rows[0], rows[1], rows[2]));
+    }
+    if (capture.has_output_projection()) {
+      KV_RETURN_IF_ERROR(collector.SetOutputProjection(layer, capture.OutputProjection(layer)));
+    }
+    progress(layer + 1, model.layers);
+  }
+  return collector.Finish();
 }
 
 }  // namespace kvmanager::calibrate

@@ -7,10 +7,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "codecs/calibrate/capture.h"
 #include "codecs/calibrate/factors.h"
 #include "codecs/calibration.h"
 #include "kvmanager/base/worker_pool.h"
@@ -30,7 +32,7 @@ struct HeadSamples {
   Moment q;  // of all query heads of the group
   Moment k, v;
   Moment within[2];  // of K, of V about the mean of their page: what a codec that keeps the mean has to code
-  Moment w_o;                     // of W_O's rows for each query head of the group; count 0: unknown, all outputs alike
+  Moment w_o;        // of W_O's rows for each query head of the group; count 0: unknown, all outputs alike
   std::vector<uint16_t> rows[2];  // [kept][d] of K, of V, float16
 };
 
@@ -69,5 +71,9 @@ class Collector {
   WorkerPool* const pool_;
   std::vector<std::vector<double>> scratch_;  // [kv_heads]
 };
+
+/// All of a capture. progress(layers done, layers). Errors: the Collector's.
+absl::StatusOr<Samples> ReadSamples(const Capture& capture, const SampleLimits& limits, WorkerPool* pool,
+                                    absl::FunctionRef<void(int64_t done, int64_t total)> progress);
 
 }  // namespace kvmanager::calibrate

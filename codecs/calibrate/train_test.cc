@@ -302,7 +302,7 @@ TEST_F(CaptureTest, TrainsWhatTheModelWould) {
   EXPECT_EQ((*capture)->tokens(), uint64_t{kTokens});
   EXPECT_TRUE((*capture)->has_output_projection());
   int64_t last = 0;
-  const auto samples = (*capture)->Read({}, nullptr, [&](int64_t done, int64_t) { last = done; });
+  const auto samples = ReadSamples(**capture, {}, nullptr, [&](int64_t done, int64_t) { last = done; });
   ASSERT_TRUE(samples.ok()) << samples.status();
   EXPECT_EQ(last, 2);
   std::vector<TrainStage> stages;
@@ -317,7 +317,7 @@ TEST_F(CaptureTest, WorksWithoutTheOutputProjection) {
   tensors.erase("layers.1.w_o");
   const auto capture = Open(tensors);
   ASSERT_TRUE(capture.ok()) << capture.status();
-  const auto samples = (*capture)->Read({}, nullptr, [](int64_t, int64_t) {});
+  const auto samples = ReadSamples(**capture, {}, nullptr, [](int64_t, int64_t) {});
   ASSERT_TRUE(samples.ok());
   std::vector<TrainStage> stages;
   EXPECT_TRUE(TrainAll(*samples, {"zack+hack"}, nullptr, &stages).tensors().count("zack.joint.vw.left"));
@@ -358,7 +358,7 @@ TEST_F(CaptureTest, ElementsThatAreNotFiniteAreNamed) {
   set_.AddFloats("layers.1.v", {2, kTokens, 32}, bad.v[1]);
   const auto capture = Open(set_.tensors());
   ASSERT_TRUE(capture.ok());
-  const auto samples = (*capture)->Read({}, nullptr, [](int64_t, int64_t) {});
+  const auto samples = ReadSamples(**capture, {}, nullptr, [](int64_t, int64_t) {});
   EXPECT_TRUE(absl::StrContains(samples.status().message(), "V of layer 1, token 0, head 0, channel 5"))
       << samples.status();
 }

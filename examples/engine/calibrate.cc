@@ -166,7 +166,7 @@ absl::StatusOr<CalibrateResult> CalibrateCapture(const calibrate::Capture& captu
   const auto begun = SteadyTime::now();
   const std::unique_ptr<WorkerPool> pool = MakePool(options.threads);
   KV_ASSIGN_OR_RETURN(const calibrate::Samples samples,
-                      capture.Read(options.limits, pool.get(), [&](int64_t done, int64_t total) {
+                      calibrate::ReadSamples(capture, options.limits, pool.get(), [&](int64_t done, int64_t total) {
                         progress("reading the capture, layers", done, total);
                       }));
   const double read_seconds = SecondsSince(begun);
