@@ -70,6 +70,9 @@ static kvmc_status describe(const kvmc_context* context, kvmc_description* descr
 #ifdef BAD_ATTEND_ERROR
   description->flags = KVMC_ATTENDS;
 #endif
+#ifdef BAD_ATTEND_WRONG
+  description->flags = KVMC_ATTENDS;
+#endif
 #ifdef BAD_ATTENDS_WITHOUT_ENTRY
   description->flags = KVMC_ATTENDS;
 #endif
@@ -199,6 +202,19 @@ static kvmc_status attend_batch(const kvmc_codec* c, const kvmc_attend_batch* ba
 }
 #endif
 
+#ifdef BAD_ATTEND_WRONG
+/* As if every page had one token, whose score and V are 0. */
+static kvmc_status attend_batch(const kvmc_codec* c, const kvmc_attend_batch* batch) {
+  for (size_t i = 0; i < batch->item_count; ++i) {
+    const kvmc_attend_item* item = (const kvmc_attend_item*)((const char*)batch->items + i * batch->item_bytes);
+    memset(item->max, 0, item->rows * sizeof(float));
+    memset(item->acc, 0, item->rows * c->context.head_dim * sizeof(float));
+    for (uint32_t row = 0; row < item->rows; ++row) item->sum[row] = 1;
+  }
+  return KVMC_OK;
+}
+#endif
+
 /* A table of a later version: entries that nobody here knows. */
 typedef struct later_api {
   kvmc_codec_api api;
@@ -225,7 +241,7 @@ KVMC_EXPORT const kvmc_codec_api* kvmanager_codec_v1(void) {
   api->decode_batch = decode_batch;
   api->validate = validate;
   api->last_error = last_error;
-#ifdef BAD_ATTEND_ERROR
+#if defined(BAD_ATTEND_ERROR) || defined(BAD_ATTEND_WRONG)
   api->attend_batch = attend_batch;
 #endif
 #ifdef BAD_STRUCT_SIZE_SMALL

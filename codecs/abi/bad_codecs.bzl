@@ -8,6 +8,7 @@ VARIANTS = [
     "older_table",
     "newer_table",
     "bad_attend_error",
+    "bad_attend_wrong",
     "bad_attends_without_entry",
     "bad_crashes",
     "bad_create",

@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "codecs/abi/conformance_capture.h"
 #include "codecs/abi/conformance_checks.h"
 #include "codecs/abi/guarded_buffer.h"
 #include "codecs/calibration.h"
@@ -104,6 +105,11 @@ std::vector<PageLayout> UsualLayouts() {
           {DType::kBFloat16, 1, 256, 32}};
 }
 
+std::vector<PageLayout> LayoutsOf(const CalibrationModel& model) {
+  const PageLayout fits = {DType::kFloat16, uint16_t(model.kv_heads), uint16_t(model.head_dim), 64};
+  return {fits, {DType::kBFloat16, fits.kv_heads, fits.head_dim, 32}};
+}
+
 absl::StatusOr<std::vector<conformance::Case>> Cases(const ConformanceOptions& options) {
   conformance::Case c;
   c.options = &options;
@@ -116,8 +122,23 @@ absl::StatusOr<std::vector<conformance::Case>> Cases(const ConformanceOptions& o
     c.calibration = SerializeCalibration(model, calibration->tensors(), calibration->metadata());
     c.layers = model.layers;
     group = std::max(model.query_heads / model.kv_heads, 1);
-    const PageLayout fits = {DType::kFloat16, uint16_t(model.kv_heads), uint16_t(model.head_dim), 64};
-    if (layouts.empty()) layouts = {fits, {DType::kBFloat16, fits.kv_heads, fits.head_dim, 32}};
+    if (layouts.empty()) layouts = LayoutsOf(model);
+  }
+  if (!options.capture_path.empty()) {
+    KV_ASSIGN_OR_RETURN(c.capture, calibrate::Capture::Open(options.capture_path));
+    const CalibrationModel& model = c.capture->model();
+    const int capture_group = model.query_heads / model.kv_heads;
+    if (!c.calibration.empty() && model.layers != c.layers) {
+      return InvalidField("capture's layers", model.layers, absl::StrCat(c.layers, ", as the artifact's"));
+    }
+    if (!c.calibration.empty() && capture_group != group) {
+      return InvalidField("capture's query heads per KV head", capture_group,
+                          absl::StrCat(group, ", as the artifact's"));
+    }
+    c.layers = model.layers;
+    group = capture_group;
+    if (layouts.empty()) layouts = LayoutsOf(model);
+    for (const PageLayout& layout : layouts) KV_RETURN_IF_ERROR(conformance::CheckCapture(*c.capture, layout));
   }
   if (layouts.empty()) layouts = UsualLayouts();
   std::vector<conformance::Case> cases;

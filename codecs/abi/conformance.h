@@ -20,7 +20,8 @@ struct ConformanceOptions {
   std::string path;
   CodecParameters parameters;
   std::string calibration_path;     // empty: none
-  std::vector<PageLayout> layouts;  // empty: five unlike ones, or the artifact's geometry
+  std::string capture_path;         // what attention is tried on (docs/calibration.md); empty: white noise
+  std::vector<PageLayout> layouts;  // empty: five unlike ones, or the geometry of the artifact or the capture
   int check_seconds_max = 120;      // of one check, times 8 where every instruction is instrumented
   int rounds = 200;                 // of random bytes, of making and destroying
 };
@@ -41,7 +42,8 @@ struct ConformanceReport {
 };
 
 /// Runs every check; each is written to `out` as it ends, with "N passed, N failed" as the last line (nullptr: nothing
-/// is written). Errors: a file that cannot be read; the object itself is judged by the checks.
+/// is written). Errors: a file that cannot be read; a capture that fits neither the artifact nor the layouts; the
+/// object itself is judged by the checks.
 absl::StatusOr<ConformanceReport> RunConformance(const ConformanceOptions& options, FILE* out);
 
 /// "f16x8x128x64": dtype (f16, bf16), KV heads, head_dim, page_tokens.

@@ -308,8 +308,8 @@ absl::Status UsePage(const Subject& subject, const GuardedBuffer& page, int laye
   const GuardedBuffer raw("decoded page", layout.raw_bytes());
   KV_RETURN_IF_ERROR(subject.Decode(page, layer, 0, layout.kv_heads, raw));
   if (!subject.attends()) return absl::OkStatus();
-  const std::vector<float> q(size_t{layout.head_dim} * 4, 0.5f);
-  return subject.Attend({page.data()}, layer, layout.kv_heads - 1, 4, q).status();
+  const AttendQueries queries = {std::vector<float>(size_t{layout.head_dim} * 4, 0.5f), PlainScale(layout)};
+  return subject.Attend({page.data()}, layer, layout.kv_heads - 1, queries).status();
 }
 
 absl::StatusOr<std::string> ValidateSurvivesAnyBytes(const Case& c) {
@@ -353,7 +353,7 @@ absl::StatusOr<std::string> ThreadsDoNotMeet(const Case& c) {
   const kvmc_codec_api& api = subject->api();
   std::vector<GuardedBuffer> raw, encoded, decoded;
   std::vector<AttendResult> attended(kSeeds);
-  const std::vector<float> q(size_t(rows) * c.layout.head_dim, 0.25f);
+  const AttendQueries queries = {std::vector<float>(size_t(rows) * c.layout.head_dim, 0.25f), PlainScale(c.layout)};
   for (int seed = 0; seed < kSeeds; ++seed) {
     raw.push_back(subject->Page(Kind::kNormal, 50 + seed));
     encoded.emplace_back("encoded page", subject->bytes(layer));
@@ -361,7 +361,7 @@ absl::StatusOr<std::string> ThreadsDoNotMeet(const Case& c) {
     KV_RETURN_IF_ERROR(subject->Encode(raw[seed], layer, 0, encoded[seed]));
     KV_RETURN_IF_ERROR(subject->Decode(encoded[seed], layer, 0, c.layout.kv_heads, decoded[seed]));
     if (!subject->attends()) continue;
-    KV_ASSIGN_OR_RETURN(attended[seed], subject->Attend({encoded[seed].data()}, layer, head, rows, q));
+    KV_ASSIGN_OR_RETURN(attended[seed], subject->Attend({encoded[seed].data()}, layer, head, queries));
   }
   // Buffers of the threads are plain: guards are one thread's affair.
   struct Buffers {
@@ -413,7 +413,7 @@ absl::StatusOr<std::string> ThreadsDoNotMeet(const Case& c) {
   for (std::thread& thread : threads) thread.join();
   if (wrong != nullptr) return Wrong(wrong.load());
   for (int seed = 0; seed < kSeeds && subject->attends(); ++seed) {
-    KV_ASSIGN_OR_RETURN(const AttendResult again, subject->Attend({encoded[seed].data()}, layer, head, rows, q));
+    KV_ASSIGN_OR_RETURN(const AttendResult again, subject->Attend({encoded[seed].data()}, layer, head, queries));
     if (again.acc != attended[seed].acc) return Wrong("attention gave other values the second time");
   }
   return "";

@@ -20,7 +20,8 @@ constexpr char kExamples[] =
     "Examples:\n"
     "  codec_conformance libint8.so\n"
     "  codec_conformance libint8.so --parameters bits=4 --layout f16x8x128x64\n"
-    "  codec_conformance zack.so --calibration model.safetensors --parameters rate=0.25\n";
+    "  codec_conformance zack.so --calibration model.safetensors --parameters rate=0.25\n"
+    "  codec_conformance zack_hack.so --calibration model.safetensors --capture capture.safetensors\n";
 
 int Usage(const absl::Status& error) {
   std::fprintf(stderr, "codec_conformance: %s\nTry codec_conformance --help.\n", std::string(error.message()).c_str());
@@ -38,8 +39,13 @@ int main(int argc, char** argv) {
   app.footer(kExamples);
   app.add_option("file", options.path, "the shared object")->required()->type_name("FILE.so");
   app.add_option("--calibration", options.calibration_path, "artifact to make codecs from")->type_name("FILE");
+  app.add_option("--capture", options.capture_path,
+                 "a model's Q, K and V (docs/calibration.md), which attention is tried on instead of white noise")
+      ->type_name("FILE");
   app.add_option("--parameters", parameters, "the codec's parameters")->type_name("KEY=VALUE,...");
-  app.add_option("--layout", layouts, "page to try, TYPExHEADSxDIMxTOKENS; may be repeated (default: five unlike ones)")
+  app.add_option("--layout", layouts,
+                 "page to try, TYPExHEADSxDIMxTOKENS; may be repeated (default: the artifact's or capture's, or five "
+                 "unlike ones)")
       ->type_name("LAYOUT");
   CLI11_PARSE(app, argc, argv);
   if (!parameters.empty()) {

@@ -87,6 +87,8 @@ void FillPage(const PageLayout& layout, Kind kind, uint32_t seed, uint8_t* raw) 
   }
 }
 
+float PlainScale(const PageLayout& layout) { return 1 / std::sqrt(float(layout.head_dim)); }
+
 Context::Context(const Case& c, const CodecParameters& parameters) : parameters_(parameters) {
   std::memset(&padded_, kUnknown, sizeof padded_);
   kvmc_context& context = padded_.context;
@@ -246,12 +248,12 @@ absl::StatusOr<std::vector<float>> Subject::Map(kvmc_status (*map)(const kvmc_co
   return std::vector<float>(out.floats(), out.floats() + from.size());
 }
 
-absl::StatusOr<AttendResult> Subject::Attend(const std::vector<const uint8_t*>& pages, int layer, int kv_head, int rows,
-                                             const std::vector<float>& q, const AttendResult* from) const {
-  const size_t elements = size_t(rows) * layout().head_dim;
-  std::vector<float> asked = q;
+absl::StatusOr<AttendResult> Subject::Attend(const std::vector<const uint8_t*>& pages, int layer, int kv_head,
+                                             const AttendQueries& queries, const AttendResult* from) const {
+  const size_t elements = queries.q.size(), rows = elements / layout().head_dim;
+  std::vector<float> asked = queries.q;
   if (maps(layer)) {
-    KV_ASSIGN_OR_RETURN(asked, Map(api().map_queries, layer, kv_head, q));
+    KV_ASSIGN_OR_RETURN(asked, Map(api().map_queries, layer, kv_head, queries.q));
   }
   constexpr auto kEnd = GuardedBuffer::Place::kAgainstEnd;
   GuardedBuffer query("query", elements * sizeof(float)), acc("acc", elements * sizeof(float)),
@@ -273,7 +275,7 @@ absl::StatusOr<AttendResult> Subject::Attend(const std::vector<const uint8_t*>& 
   item.value.rows = rows;
   item.value.layer = layer;
   item.value.kv_head = kv_head;
-  item.value.scale = 1 / std::sqrt(float(layout().head_dim));
+  item.value.scale = queries.scale;
   item.value.pages = reinterpret_cast<const uint8_t* const*>(table.data());
   item.value.page_count = pages.size();
   item.value.max = max.floats();

@@ -14,6 +14,7 @@
 #include "codecs/abi/codec_plugin.h"
 #include "codecs/abi/conformance.h"
 #include "codecs/abi/guarded_buffer.h"
+#include "codecs/calibrate/capture.h"
 
 namespace kvmanager::conformance {
 
@@ -23,7 +24,8 @@ struct Case {
   PageLayout layout;
   int layers = 2;
   int query_heads = 0;
-  std::string calibration;  // the file's bytes
+  std::string calibration;                            // the file's bytes
+  std::shared_ptr<const calibrate::Capture> capture;  // fits the layout and the layers; nullptr: none
 };
 
 /// How the values of a page are made.
@@ -60,6 +62,12 @@ struct Described {
 };
 Described Describe(const kvmc_codec_api& api, const Case& c, const CodecParameters& parameters);
 
+struct AttendQueries {
+  std::vector<float> q;  // [rows][head_dim]
+  float scale = 0;       // of their scores
+};
+/// 1 / sqrt(head_dim).
+float PlainScale(const PageLayout& layout);
 struct AttendResult {
   std::vector<float> max, sum, acc;
 };
@@ -89,10 +97,9 @@ class Subject {
   absl::Status Decode(const GuardedBuffer& encoded, int layer, int first_head, int heads,
                       const GuardedBuffer& raw) const;
   kvmc_status Validate(const GuardedBuffer& encoded, int layer, size_t bytes) const;
-  /// Adds pages to a state, which starts empty unless `from` is given. q: [rows][head_dim], mapped here if the layer
-  /// maps.
-  absl::StatusOr<AttendResult> Attend(const std::vector<const uint8_t*>& pages, int layer, int kv_head, int rows,
-                                      const std::vector<float>& q, const AttendResult* from = nullptr) const;
+  /// Adds pages to a state, which starts empty unless `from` is given. The queries are mapped here if the layer maps.
+  absl::StatusOr<AttendResult> Attend(const std::vector<const uint8_t*>& pages, int layer, int kv_head,
+                                      const AttendQueries& queries, const AttendResult* from = nullptr) const;
   /// Rows of acc / sum, out of the codec's own space.
   absl::StatusOr<std::vector<double>> Output(const AttendResult& state, int layer, int kv_head) const;
   /// `map` of the table on rows of floats.

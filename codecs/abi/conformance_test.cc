@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <fstream>
 #include <string>
@@ -9,7 +10,10 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "codecs/calibrate/random.h"
 #include "codecs/calibrate/synthetic.h"
+#include "codecs/calibrate/tensor_set.h"
+#include "kvmanager/base/safetensors.h"
 
 namespace kvmanager {
 namespace {
@@ -22,12 +26,13 @@ std::string Path(const std::string& file) {
 
 ConformanceReport Judge(const std::string& file, const CodecParameters& parameters = {},
                         std::vector<PageLayout> layouts = {{DType::kFloat16, 2, 32, 64}},
-                        const std::string& calibration_path = "") {
+                        const std::string& calibration_path = "", const std::string& capture_path = "") {
   ConformanceOptions options;
   options.path = Path(file);
   options.parameters = parameters;
   options.layouts = std::move(layouts);
   options.calibration_path = calibration_path;
+  options.capture_path = capture_path;
   options.rounds = 40;
   const auto report = RunConformance(options, nullptr);
   EXPECT_TRUE(report.ok()) << report.status();
@@ -60,8 +65,8 @@ TEST(ConformanceTest, EveryCodecOfThisRepositoryPassesAsAPlugin) {
 
 TEST(ConformanceTest, CodecsWithACalibrationPassAsPlugins) {
   const std::string path = absl::StrCat(std::getenv("TEST_TMPDIR"), "/synthetic.safetensors");
-  const auto made =
-      SyntheticCalibration({"synthetic", "", 2, 2, 8, 64}, 1, {"million:m=32,bits=8", "million:m=16,bits=4"});
+  const auto made = SyntheticCalibration({"synthetic", "", 2, 2, 8, 64}, 1,
+                                         {"million:m=32,bits=8", "million:m=16,bits=4", "zack+million:m=32,bits=8"});
   std::ofstream(path, std::ios::binary) << SerializeCalibration(made->model(), made->tensors(), made->metadata());
   const struct {
     const char* file;
@@ -70,11 +75,107 @@ TEST(ConformanceTest, CodecsWithACalibrationPassAsPlugins) {
       {"million", {{"m", "32"}, {"bits", "8"}}},
       {"million", {{"k_m", "32"}, {"k_bits", "8"}, {"v_m", "16"}, {"v_bits", "4"}}},
       {"zack", {{"rate", "0.25"}}},
+      {"zack_million", {{"m", "32"}, {"bits", "8"}}},
       // Widths that the artifact spreads are for its model's keys: random ones have no channels that matter less.
       {"zack_hack", {{"k_bits", "4"}, {"v_bits", "4"}}}};
   for (const auto& [file, parameters] : kCases) {
     EXPECT_EQ(Failures(Judge(file, parameters, {}, path)), "") << file;
   }
+}
+
+/// Q, K and V of the statistics that a synthetic artifact's factors, orders and energies were made for: rotated,
+/// channels of K and V have the artifact's energies, and Q is white.
+void WriteSuitingCapture(const Calibration& artifact, int tokens, const std::string& path) {
+  const CalibrationModel& model = artifact.model();
+  const uint64_t layers = model.layers, heads = model.kv_heads, d = model.head_dim;
+  const auto floats = [&](const std::string& name, std::vector<uint64_t> shape) {
+    return artifact.Floats(name, shape, "").value();
+  };
+  const std::vector<uint64_t> channels = {layers, heads, 2, d}, matrices = {layers, heads, d, d};
+  const auto order = artifact.Integers("zack_hack.joint.order", channels, 0, int(d) - 1, "").value();
+  const auto energy = floats("zack_hack.joint.energy", channels);
+  const absl::Span<const float> left[] = {floats("zack.joint.qk.left", matrices),
+                                          floats("zack.joint.vw.left", matrices)};
+  calibrate::Random random(7);
+  calibrate::TensorSet set;
+  for (uint64_t layer = 0; layer < layers; ++layer) {
+    for (int side = 0; side < 2; ++side) {
+      std::vector<float> values(heads * tokens * d);
+      for (uint64_t head = 0; head < heads; ++head) {
+        const size_t at = layer * heads + head;
+        const float* const rotation = &left[side][at * d * d];
+        for (int t = 0; t < tokens; ++t) {
+          float* const row = &values[(head * tokens + t) * d];
+          for (uint64_t i = 0; i < d; ++i) {
+            const size_t rank = (at * 2 + side) * d + i;
+            const float x = std::sqrt(energy[rank]) * random.Normal();
+            for (uint64_t c = 0; c < d; ++c) row[c] += x * rotation[c * d + order[rank]];
+          }
+        }
+      }
+      set.AddFloats(absl::StrCat("layers.", layer, side == 0 ? ".k" : ".v"), {heads, uint64_t(tokens), d}, values);
+    }
+    std::vector<float> q(model.query_heads * tokens * d);
+    for (float& x : q) x = random.Normal();
+    set.AddFloats(absl::StrCat("layers.", layer, ".q"), {uint64_t(model.query_heads), uint64_t(tokens), d}, q);
+  }
+  std::ofstream(path, std::ios::binary) << SerializeSafetensors(set.tensors(), {{"model", model.model}});
+}
+
+TEST(ConformanceTest, MixedWidthsPassOnTheKeysTheyWereMadeFor) {
+  const std::string artifact = absl::StrCat(std::getenv("TEST_TMPDIR"), "/mixed.safetensors");
+  const std::string capture = absl::StrCat(std::getenv("TEST_TMPDIR"), "/capture.safetensors");
+  const auto made = SyntheticCalibration({"synthetic", "", 2, 2, 8, 64}, 1, {});
+  std::ofstream(artifact, std::ios::binary) << SerializeCalibration(made->model(), made->tensors(), made->metadata());
+  WriteSuitingCapture(*made, 512, capture);
+  const struct {
+    const char *bytes, *allocation;
+  } kCases[] = {{"56", "head"}, {"56", "model"}, {"44", "head"}, {"44", "model"}, {"22", "model"}};
+  for (const auto& [bytes, allocation] : kCases) {
+    const CodecParameters parameters = {{"mode", "joint"}, {"bytes", bytes}, {"allocation", allocation}};
+    EXPECT_EQ(Failures(Judge("zack_hack", parameters, {}, artifact, capture)), "") << bytes << " " << allocation;
+  }
+}
+
+TEST(ConformanceTest, WhiteNoiseMayBeToBlameWhereACodecWasTrained) {
+  const std::string artifact = absl::StrCat(std::getenv("TEST_TMPDIR"), "/noise.safetensors");
+  const std::string capture = absl::StrCat(std::getenv("TEST_TMPDIR"), "/noise_capture.safetensors");
+  const auto made = SyntheticCalibration({"synthetic", "", 2, 2, 8, 64}, 1, {});
+  std::ofstream(artifact, std::ios::binary) << SerializeCalibration(made->model(), made->tensors(), made->metadata());
+  WriteSuitingCapture(*made, 64, capture);
+  const auto blames_noise = [](const ConformanceReport& report) {
+    EXPECT_TRUE(absl::StrContains(Failures(report), "attend: exact")) << Failures(report);
+    return absl::StrContains(Failures(report), "--capture FILE");
+  };
+  EXPECT_TRUE(blames_noise(Judge("bad/bad_attend_wrong", {}, {}, artifact)));
+  EXPECT_FALSE(blames_noise(Judge("bad/bad_attend_wrong", {}, {}, artifact, capture)));
+  EXPECT_FALSE(blames_noise(Judge("bad/bad_attend_wrong")));
+}
+
+TEST(ConformanceTest, CapturesThatDoNotFitAreRefused) {
+  const std::string artifact = absl::StrCat(std::getenv("TEST_TMPDIR"), "/refused.safetensors");
+  const std::string capture = absl::StrCat(std::getenv("TEST_TMPDIR"), "/refused_capture.safetensors");
+  const auto three = SyntheticCalibration({"synthetic", "", 3, 2, 8, 64}, 1, {});
+  std::ofstream(artifact, std::ios::binary)
+      << SerializeCalibration(three->model(), three->tensors(), three->metadata());
+  WriteSuitingCapture(*SyntheticCalibration({"synthetic", "", 2, 2, 8, 64}, 1, {}), 48, capture);
+  ConformanceOptions options;
+  options.path = Path("raw");
+  options.capture_path = capture;
+  const auto refusal = [&] {
+    const auto report = RunConformance(options, nullptr);
+    EXPECT_FALSE(report.ok());
+    return std::string(report.status().message());
+  };
+  EXPECT_TRUE(absl::StrContains(refusal(), "capture's tokens")) << refusal();
+  options.layouts = {{DType::kFloat16, 2, 128, 16}};
+  EXPECT_TRUE(absl::StrContains(refusal(), "layout beside a capture")) << refusal();
+  options.layouts = {{DType::kFloat16, 2, 64, 16}};
+  EXPECT_EQ(Failures(*RunConformance(options, nullptr)), "");
+  options.calibration_path = artifact;
+  EXPECT_TRUE(absl::StrContains(refusal(), "capture's layers")) << refusal();
+  options.capture_path = artifact;
+  EXPECT_FALSE(RunConformance(options, nullptr).ok());
 }
 
 TEST(ConformanceTest, TablesOfOtherVersionsPass) {
@@ -111,6 +212,7 @@ TEST(ConformanceTest, WhatIsWrongIsFoundAndSaid) {
       {"bad_crashes", "encode: deterministic", "it crashed: signal 6"},
       {"bad_exits", "encode: deterministic", "it ended the process"},
       {"bad_attend_error", "attend: exact", "attention wandered off"},
+      {"bad_attend_wrong", "attend: exact", "relative error"},
       {"bad_validate_follows_bytes", "validate", "it "},
       {"bad_stride", "encode: a batch", ""},
   };
