@@ -4,8 +4,8 @@
 #include <chrono>
 #include <thread>
 
-#include "absl/strings/match.h"
-#include "codecs/pq/pq_parameters.h"
+#include "codecs/builtin.h"
+#include "codecs/sequence_index.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::engine {
@@ -13,29 +13,41 @@ namespace {
 
 using SteadyTime = std::chrono::steady_clock;
 
-bool Chooses(const client::CacheOptions& cache) { return absl::StartsWith(cache.codec, "pq:"); }
-
-bool Encodes(const client::CacheOptions& cache) {
-  return cache.codec != "raw" && !absl::StartsWith(cache.codec, "raw:") && !Chooses(cache);
+/// The cache's codec, to be asked what it reads; nullptr for one that is not to be made here (a plug-in's, or with an
+/// artifact): that one encodes.
+std::unique_ptr<Codec> CodecOf(const client::CacheOptions& cache) {
+  CodecRegistry registry;
+  RegisterBuiltinCodecs(registry);
+  CodecContext context;
+  context.layout = {cache.dtype, uint16_t(cache.kv_heads), uint16_t(cache.head_dim), uint16_t(cache.page_tokens)};
+  context.layers = cache.layers;
+  auto codec = registry.Create(cache.codec, context);
+  return codec.ok() ? *std::move(codec) : nullptr;
 }
+
+bool Encodes(const Codec* codec) { return codec == nullptr || !codec->info().identity; }
 
 /// The part of a window that counts as its prompt, for codecs whose queries choose what they read behind it.
 uint64_t PromptTokens(const EvaluateOptions& options) { return uint64_t(options.window) / 2; }
 
-/// The pairs that a window reads in one layer.
-absl::StatusOr<PairCounts> ExpectedOf(const client::CacheOptions& cache, const EvaluateOptions& options) {
-  if (!Chooses(cache)) {
-    return ExpectedPairs(options.window, cache.page_tokens, cache.lag_pages, Encodes(cache), SinkTokens(cache.codec));
+/// The pairs that a window reads in one layer. codec: CodecOf(cache).
+PairCounts ExpectedOf(const client::CacheOptions& cache, const Codec* codec, const EvaluateOptions& options) {
+  IndexFacts facts;
+  facts.prompt_tokens = PromptTokens(options);
+  facts.iterations = 1;  // nothing is trained here
+  const std::unique_ptr<SequenceIndex> index = codec == nullptr ? nullptr : codec->NewIndex(facts);
+  if (index == nullptr) {
+    return ExpectedPairs(options.window, cache.page_tokens, cache.lag_pages, Encodes(codec), SinkTokens(cache.codec));
   }
-  KV_ASSIGN_OR_RETURN(const CodecSpec spec, ParseCodecSpec(cache.codec));
-  PageLayout layout;
-  layout.head_dim = uint16_t(cache.head_dim);
-  KV_ASSIGN_OR_RETURN(const pq::Parameters parameters, pq::ParseParameters(layout, spec.parameters));
+  const uint64_t window = options.window;
+  IndexJobs jobs;
+  index->OnTokens(window);
+  index->Need(0, 0, window - 1, &jobs, nullptr);
+  const std::unique_ptr<TokenSelector> selector = index->Select(0, 0, window - 1);
   PairCounts pairs;
-  for (uint64_t position = 0; position < uint64_t(options.window); ++position) {
-    pairs.raw += position < parameters.FirstPosition(PromptTokens(options))
-                     ? position + 1
-                     : parameters.ReadsOf(position).total(position);
+  for (uint64_t position = 0; position < window; ++position) {
+    const bool all = selector == nullptr || position < selector->first_position();
+    pairs.raw += all ? position + 1 : selector->tokens_read(position);
   }
   return pairs;
 }
@@ -63,6 +75,7 @@ class DaemonWindows final : public WindowStore {
   DaemonWindows(KvEngine* engine, int layers, const EvaluateOptions& options)
       : engine_(engine),
         cache_(engine->cache().description()),
+        codec_(CodecOf(cache_.options)),
         layers_(layers),
         window_(options.window),
         prompt_tokens_(PromptTokens(options)) {}
@@ -83,7 +96,7 @@ class DaemonWindows final : public WindowStore {
       // page).
       const uint64_t page = cache_.options.page_tokens, full = window_ / page, pages = (window_ + page - 1) / page;
       const uint64_t raw =
-          Encodes(cache_.options) ? std::min<uint64_t>(pages, cache_.options.lag_pages + 1) : pages - full;
+          Encodes(codec_.get()) ? std::min<uint64_t>(pages, cache_.options.lag_pages + 1) : pages - full;
       const uint64_t expected =
           sequences_.size() * layers_ * (full * cache_.encoded_page_bytes + raw * cache_.raw_page_bytes);
       KV_ASSIGN_OR_RETURN(const uint64_t resident_bytes, SettledResidentBytes(sequences_, expected));
@@ -95,11 +108,13 @@ class DaemonWindows final : public WindowStore {
   }
 
   const client::CacheDescription& cache() const { return cache_; }
+  const Codec* codec() const { return codec_.get(); }
   double resident_bytes_per_token_head() const { return resident_bytes_per_token_head_; }
 
  private:
   KvEngine* const engine_;
   const client::CacheDescription cache_;
+  const std::unique_ptr<const Codec> codec_;
   const int layers_, window_;
   const uint64_t prompt_tokens_;
   std::vector<std::unique_ptr<client::Sequence>> sequences_;
@@ -125,7 +140,7 @@ absl::StatusOr<Evaluation> Evaluate(const Model& model, KvEngine* engine, absl::
   result.bpb_second_half = loss.bpb_second_half;
   result.pairs.encoded = engine->counts().encoded_pairs - before.encoded_pairs;
   result.pairs.raw = engine->counts().raw_pairs - before.raw_pairs;
-  KV_ASSIGN_OR_RETURN(const PairCounts expected, ExpectedOf(cache, options));
+  const PairCounts expected = ExpectedOf(cache, windows.codec(), options);
   result.expected_pairs.encoded = expected.encoded * layers * options.windows;
   result.expected_pairs.raw = expected.raw * layers * options.windows;
   result.seconds = std::chrono::duration<double>(SteadyTime::now() - begun).count();
