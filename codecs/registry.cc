@@ -132,13 +132,6 @@ absl::StatusOr<std::unique_ptr<Codec>> CodecRegistry::Create(absl::string_view s
   return Create(spec, context);
 }
 
-void CodecRegistry::Prefetch(absl::string_view spec) const {
-  if (calibrations_ == nullptr) return;
-  for (absl::string_view part : absl::StrSplit(spec, absl::ByAnyChar(";,:"))) {
-    if (absl::ConsumePrefix(&part, "calibration=")) calibrations_->Get(part).IgnoreError();
-  }
-}
-
 std::map<std::string, std::string> CodecRegistry::Names() const {
   std::map<std::string, std::string> names;
   for (const auto& [name, entry] : entries_) names.emplace(name, entry.help);

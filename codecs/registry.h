@@ -46,9 +46,6 @@ class CodecRegistry {
   absl::StatusOr<std::unique_ptr<Codec>> Create(absl::string_view spec, const CodecContext& context) const;
   /// For codecs that need no more than a layout.
   absl::StatusOr<std::unique_ptr<Codec>> Create(absl::string_view spec, const PageLayout& layout) const;
-  /// Loads the artifacts that `spec` names, so that Create finds them in memory: for threads that may wait. Errors are
-  /// left for Create to give.
-  void Prefetch(absl::string_view spec) const;
 
   /// name -> help.
   std::map<std::string, std::string> Names() const;
