@@ -267,7 +267,7 @@ TEST_F(CalibrationDirectoryTest, NamesStayInTheDirectory) {
   fs::create_directories(directory_ / "inner.safetensors");
   ASSERT_TRUE(WriteFileAtomically((directory_.parent_path() / "outside.safetensors").string(), SmallFile()).ok());
   const auto source = MakeCalibrationDirectory((directory_).string());
-  for (const std::string name :
+  for (const std::string& name :
        {std::string(), std::string("../outside"), std::string("/etc/passwd"), std::string(".."), std::string(".one"),
         std::string("inner/one"), std::string(300, 'a'), std::string("one\0x", 5)}) {
     EXPECT_EQ(source->Get(name).status().code(), absl::StatusCode::kInvalidArgument) << absl::CHexEscape(name);

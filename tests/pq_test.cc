@@ -2,6 +2,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "client/client.h"
 #include "codecs/pq/pq_parameters.h"
 #include "gtest/gtest.h"
@@ -91,8 +92,8 @@ TEST_F(PqTest, QueriesBehindThePromptReadWhatTheBudgetSays) {
 }
 
 TEST_F(PqTest, ChunksAndAPromptThatIsFoundReadTheSameBits) {
-  for (const std::string& more : {"", ",rebuild=64", ",cache_blocks=1", ",scores=exact"}) {
-    const CacheOptions options = SmallCache(kPq + more);
+  for (const char* const more : {"", ",rebuild=64", ",cache_blocks=1", ",scores=exact"}) {
+    const CacheOptions options = SmallCache(absl::StrCat(kPq, more));
     const Source source{9, Kind::kNormal, options};
     ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
     const std::vector<float> wanted = Reference(*cache, source);
@@ -166,7 +167,9 @@ TEST_F(PqTest, SequencesThatGoWhileTheyAreTrainedLeaveNothing) {
   for (int i = 0; i < 10; ++i) {
     ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence({}, 500));
     ASSERT_OK(Load(*cache, made.sequence->id(), source, 0, 500, 500));
-    if (i % 2 == 0) ASSERT_OK(made.sequence->Crop(200));
+    if (i % 2 == 0) {
+      ASSERT_OK(made.sequence->Crop(200));
+    }
   }
   EXPECT_TRUE(Eventually([&] {
     const auto status = client_->Status();
