@@ -25,9 +25,13 @@ constexpr struct { double score_deviation, error_max; } kTolerances[] = {{0.1, 4
 constexpr double kAdversarialErrorMax = 1e-1;
 constexpr double kLogSumErrorFactor = 10;  // of single rows, where an error of the query is all tokens' error
 
-/// What decode_batch's rounding to the layout's type may do to an average of V, relative to V: codes of few levels are
-/// rounded alike, so it does not average out.
-double Rounding(const PageLayout& layout) { return layout.dtype == DType::kFloat16 ? 0x1p-12 : 0x1p-9; }
+/// What decode_batch's rounding to the layout's type may do to an average of V, tokens of a norm: codes of few levels
+/// are rounded alike, so it does not average out. Each value is off by a share of itself, and where fp16 is subnormal
+/// by up to half of its step.
+double Rounding(const PageLayout& layout, double v_norm) {
+  if (layout.dtype == DType::kBFloat16) return 0x1p-9 * v_norm;
+  return std::max(0x1p-12 * v_norm, std::min(0x1p-25 * std::sqrt(double(layout.head_dim)), v_norm));
+}
 
 /// Encoded pages and what they stand for.
 struct Pages {
@@ -182,10 +186,10 @@ absl::StatusOr<Errors> Compare(const Subject& subject, const Pages& pages, int l
   KV_ASSIGN_OR_RETURN(const AttendResult state, subject.Attend(pages.pointers(), layer, head, queries));
   KV_ASSIGN_OR_RETURN(const std::vector<double> out, subject.Output(state, layer, head));
   Errors errors;
-  const double v_norm = exact.v_norm * std::sqrt(double(rows));
+  const double rows_root = std::sqrt(double(rows)), v_norm = exact.v_norm * rows_root;
   errors.error = Distance(out, exact.out);
   errors.norm = std::max({Norm(exact.out), floor * v_norm, 1e-30});
-  errors.rounding = Rounding(subject.layout()) * v_norm;
+  errors.rounding = Rounding(subject.layout(), exact.v_norm) * rows_root;
   errors.out = std::isnan(errors.error) ? errors.error : std::max(errors.error - errors.rounding, 0.0) / errors.norm;
   for (int r = 0; r < rows; ++r) {
     const double error = std::abs(state.max[r] + std::log(double(state.sum[r])) - exact.log_sum[r]);
@@ -252,11 +256,13 @@ absl::StatusOr<std::string> AttendHoldsOnAdversarialData(const Case& c) {
     for (const char* const query : {"zero", "normal", "one-hot"}) {
       AttendQueries queries = WhiteQueries(c.layout, rows, query == absl::string_view("zero") ? 0 : 1, 9);
       if (query == absl::string_view("one-hot")) {
-        // Along one key, so far that the softmax sees that token alone.
+        // Along one key, so far that the softmax sees little but that token; its score is at most 40, which an 8-bit
+        // query's error does not make another token's.
         double squares = 1e-30;
         const double* k = pages.decoded[1].data() + size_t(c.layout.page_tokens / 2) * d;
         for (int i = 0; i < d; ++i) squares += k[i] * k[i];
-        for (size_t i = 0; i < queries.q.size(); ++i) queries.q[i] = float(k[i % d] / std::sqrt(squares) * 40);
+        const double norm = 40 * std::min(1.0, std::sqrt(d / squares));
+        for (size_t i = 0; i < queries.q.size(); ++i) queries.q[i] = float(k[i % d] / std::sqrt(squares) * norm);
       }
       const bool extreme = kind == Kind::kHuge || kind == Kind::kAlternating;
       // Where scores are in the thousands, an 8-bit query's error alone decides which token wins.
