@@ -114,6 +114,7 @@ const std::vector<BenchSpec>& BenchSpecs() {
       {"million_32_12", "million:m=32,bits=12,calibration=synthetic"},
       {"zack_50", "zack:rate=0.5,calibration=synthetic"},
       {"zack_25", "zack:rate=0.25,calibration=synthetic"},
+      {"pq_4_8", "pq:m=4,bits=8,ratio=0.1,iterations=3"},
   };
   return specs;
 }

@@ -1,8 +1,8 @@
 // The inner loops of PQ: nearest centroids, scores from codes, the choice of tokens, attention over chosen rows. Plain
 // structs only: what pq's sources and its kernels, one object file per instruction set, say to each other.
 //
-// Functions of their arguments alone; any thread; nothing is allocated. Codes and centroids come out with equal bits on
-// every instruction set; what has an exp in it may differ in the last bits.
+// Functions of their arguments alone; any thread; nothing is allocated. Codes, and what is chosen by codes, come out
+// equal on every instruction set; the rest may differ in the last bits.
 #pragma once
 
 #include <stddef.h>
@@ -11,10 +11,18 @@
 namespace kvmanager::pq {
 
 constexpr int kBitsMin = 4, kBitsMax = 8;
-constexpr int kTableBytes = 512;      // low bytes of up to 256 entries, then high bytes
-constexpr size_t kSumsPadding = 64;   // values beyond the last that look_up may write
-constexpr int kHistogramBins = 2048;  // of kHistograms counters each
-constexpr int kHistograms = 4;
+constexpr int kTableBytes = 512;     // bits 0..5 of up to 256 entries, then bits 6..13
+constexpr int kTableLowBits = 6;     // four of them add up to no more than a byte
+constexpr int kSubspacesAtOnce = 4;  // whose entries add up to at most kSumMax
+constexpr int kSumMax = 256 * 64 - 1;
+constexpr size_t kPadding = 64;  // values beyond the last that look_up and select may write
+
+// Sums of table entries are distances from the best score possible. One unit is 2^shift / 128 of an octave (a factor
+// of 2): shift is 0 but for scores that spread wider than 16 bits tell apart.
+constexpr int kUnitsPerOctave = 128;
+constexpr int kShiftMax = 15;
+/// Tokens this far below the best are all alike: 2^-100.
+constexpr int kOctavesKept = 100;
 
 /// Attention of a few query rows over tokens given by the addresses of their K and V.
 struct RowArguments {
@@ -31,6 +39,22 @@ struct RowArguments {
   float* acc;
 };
 
+/// Scores of a run of tokens for a few query rows.
+struct LookUpArguments {
+  const uint8_t* codes;  // [subspaces][code_stride]
+  const uint8_t* ahead;  // as many codes, to be fetched meanwhile; `codes` if there are none
+  size_t code_stride;
+  size_t n;
+  int bits;  // of a code
+  int subspaces;
+  const uint8_t* tables;  // [rows][table_stride] of [subspaces][kTableBytes]
+  size_t table_stride;
+  int rows;
+  bool first;  // sets the sums
+  uint16_t* sums;
+  size_t sums_stride;
+};
+
 struct Kernels {
   /// codes[i] = argmin over c of |x_i - c|^2, ties to the lowest, for n vectors [width], dense. centroids:
   /// [width][count] (transposed), half_norms: [count] of |c|^2 / 2; count a multiple of 16.
@@ -39,28 +63,26 @@ struct Kernels {
   /// out [count] = scale * (x . c); *low and *high are their bounds.
   void (*dots)(const float* x, int width, const float* centroids, int count, float scale, float* out, float* low,
                float* high);
-  /// table: entry i = round((values[i] - low) * inverse_step) as low and high bytes.
-  void (*pack_table)(const float* values, int count, float low, float inverse_step, uint8_t* table);
-  /// sums[i] += table[codes[i]], of a table of 2^bits entries; the first subspace sets, and between the first and the
-  /// last the order within 64 values is the kernel's own. Writes up to kSumsPadding values beyond n.
-  void (*look_up)(const uint8_t* codes, size_t n, const uint8_t* table, int bits, bool first, bool last,
-                  uint16_t* sums);
+  /// table: entry i = round((high - values[i]) * inverse_unit), at most kSumMax.
+  void (*pack_table)(const float* values, int count, float high, float inverse_unit, uint8_t* table);
+  /// sums [rows][sums_stride] (+)= sum over `subspaces`, up to kSubspacesAtOnce, of table[code], for n tokens.
+  void (*look_up)(const LookUpArguments& a);
+  /// The least of n sums.
+  uint16_t (*least)(const uint16_t* sums, size_t n);
+  /// sums[i] becomes the bits of a bfloat16: 2^(-(sums[i] - least) * 2^shift / 128), within 0.9%. Returns their sum.
+  float (*exponentials)(uint16_t* sums, size_t n, uint16_t least, int shift);
+  /// out[i] = sum over rows r of e[r][i] * weight[r]; weights of 16 significant bits, so that products are exact.
+  void (*weigh)(const uint16_t* const* e, int rows, size_t n, const float* weight, float* out);
 
-  // Scores of two kinds: 16-bit sums (score = (sum - top) * step), and fp32 (score = value - top; step is unused).
-  float (*top16)(const uint16_t* s, size_t n);
+  // The same of fp32 scores: sum of exp(s - top), and out[i] = sum over r of exp(s[r][i] - top[r]) * weight[r].
   float (*top32)(const float* s, size_t n);
-  float (*sum_exp16)(const uint16_t* s, size_t n, float top, float step);
-  float (*sum_exp32)(const float* s, size_t n, float top, float step);
-  /// out[i] = sum over rows r of exp(score of s[r][i]) * weight[r].
-  void (*weigh16)(const uint16_t* const* s, int rows, size_t n, const float* top, const float* step,
-                  const float* weight, float* out);
-  void (*weigh32)(const float* const* s, int rows, size_t n, const float* top, const float* step, const float* weight,
-                  float* out);
+  float (*sum_exp32)(const float* s, size_t n, float top);
+  void (*weigh32)(const float* const* s, int rows, size_t n, const float* top, const float* weight, float* out);
 
-  /// The k largest of n values >= 0, ties to the lower index: out = first + index, ascending. k <= n. candidates: [n];
-  /// histogram: [kHistograms * kHistogramBins].
+  /// The k largest of n values >= 0, ties to the lower index: out [k + kPadding] = first + index, ascending. k <= n.
+  /// candidates, indices: [n + kPadding].
   void (*select)(const float* values, size_t n, size_t k, uint32_t first, uint32_t* out, uint32_t* candidates,
-                 uint32_t* histogram);
+                 uint32_t* indices);
 
   /// scores [rows][stride] = scale * (q . k).
   void (*score_rows)(const RowArguments& a, float* scores, size_t stride);

@@ -83,47 +83,55 @@ void Nearest(const float* x, size_t n, int width, const float* centroids, const 
   }
 }
 
+/// kV vectors of centroids from c on.
+template <int kV>
+KVMANAGER_INLINE void DotsTile(const float* x, int width, const float* centroids, int count, float scale, float* out,
+                               VecF& least, VecF& most) {
+  VecF dot[kV] = {};
+  for (int j = 0; j < width; ++j) {
+    KVMANAGER_UNROLL
+    for (int v = 0; v < kV; ++v) dot[v] = dot[v] + SetF(x[j]) * LoadF(centroids + size_t(j) * count + v * kLanes);
+  }
+  KVMANAGER_UNROLL
+  for (int v = 0; v < kV; ++v) {
+    dot[v] *= scale;
+    StoreF(out + v * kLanes, dot[v]);
+    least = MinF(least, dot[v]);
+    most = MaxF(most, dot[v]);
+  }
+}
+
 void Dots(const float* x, int width, const float* centroids, int count, float scale, float* out, float* low,
           float* high) {
+  // Wide: centroids are read in the order of memory.
+  constexpr int kWide = kLanes == 16 ? 16 : 8;
   VecF least = SetF(__builtin_inff()), most = -least;
-  const auto keep = [&](int c, VecF dot) {
-    dot *= scale;
-    StoreF(out + c, dot);
-    least = MinF(least, dot);
-    most = MaxF(most, dot);
-  };
-  // Several sums at once hide the latency of a multiply-add.
-  constexpr int kAtOnce = 4;
   int c = 0;
-  for (; c + kAtOnce * kLanes <= count; c += kAtOnce * kLanes) {
-    VecF dot[kAtOnce] = {};
-    for (int j = 0; j < width; ++j) {
-      const VecF y = SetF(x[j]);
-      KVMANAGER_UNROLL
-      for (int i = 0; i < kAtOnce; ++i) {
-        dot[i] = MulAdd(y, LoadF(centroids + size_t(j) * count + c + i * kLanes), dot[i]);
-      }
-    }
-    for (int i = 0; i < kAtOnce; ++i) keep(c + i * kLanes, dot[i]);
+  for (; c + kWide * kLanes <= count; c += kWide * kLanes) {
+    DotsTile<kWide>(x, width, centroids + c, count, scale, out + c, least, most);
   }
-  for (; c < count; c += kLanes) {
-    VecF dot{};
-    for (int j = 0; j < width; ++j) dot = MulAdd(SetF(x[j]), LoadF(centroids + size_t(j) * count + c), dot);
-    keep(c, dot);
-  }
+  for (; c < count; c += kLanes) DotsTile<1>(x, width, centroids + c, count, scale, out + c, least, most);
   *low = ReduceMin(least);
   *high = ReduceMax(most);
 }
 
-void PackTable(const float* values, int count, float low, float inverse_step, uint8_t* table) {
+void PackTable(const float* values, int count, float high, float inverse_unit, uint8_t* table) {
   for (int c = 0; c < count; c += kLanes) {
-    const VecI entry = RoundToInt((LoadF(values + c) - low) * inverse_step);
-    StoreBytes(table + c, entry & 255);
-    StoreBytes(table + 256 + c, entry >> 8 & 255);
+    const VecI entry = RoundToInt(MinF((high - LoadF(values + c)) * inverse_unit, SetF(kSumMax)));
+    StoreBytes(table + c, entry & ((1 << kTableLowBits) - 1));
+    StoreBytes(table + 256 + c, entry >> kTableLowBits & 255);
   }
 }
 
 #if defined(KVMANAGER_PQ_VBMI)
+constexpr size_t kPlaneTokens = 1024;
+constexpr int kLookUpRows = 2;  // their tables fill half of the registers
+
+/// Sums of low and of high bits, apart until every sub-vector is added.
+struct Planes {
+  alignas(64) uint8_t low[kLookUpRows][kPlaneTokens], high[kLookUpRows][kPlaneTokens];
+};
+
 /// Entries of one byte plane: tables of 64, 128 or 256 bytes in 1, 2 or 4 registers.
 template <int kRegisters>
 KVMANAGER_INLINE __m512i Permute(const __m512i (&t)[kRegisters], __m512i index, __mmask64 upper) {
@@ -135,59 +143,89 @@ KVMANAGER_INLINE __m512i Permute(const __m512i (&t)[kRegisters], __m512i index, 
   }
 }
 
-template <int kRegisters, bool kFirst, bool kLast>
-KVMANAGER_INLINE void LookUpBytes(const uint8_t* codes, size_t n, const uint8_t* table, uint16_t* sums) {
-  __m512i low[kRegisters], high[kRegisters];
+/// One sub-vector of kR rows, n <= kPlaneTokens.
+template <int kRegisters, int kR, bool kFirst>
+KVMANAGER_INLINE void LookUpBytes(const uint8_t* codes, const uint8_t* ahead, size_t n, const uint8_t* table,
+                                  size_t table_stride, Planes& planes) {
+  __m512i low[kR][kRegisters], high[kR][kRegisters];
   KVMANAGER_UNROLL
-  for (int i = 0; i < kRegisters; ++i) {
-    low[i] = _mm512_loadu_si512(table + 64 * i);
-    high[i] = _mm512_loadu_si512(table + 256 + 64 * i);
+  for (int r = 0; r < kR; ++r) {
+    KVMANAGER_UNROLL
+    for (int i = 0; i < kRegisters; ++i) {
+      low[r][i] = _mm512_loadu_si512(table + r * table_stride + 64 * i);
+      high[r][i] = _mm512_loadu_si512(table + r * table_stride + 256 + 64 * i);
+    }
   }
-  // Unpacking interleaves within 128-bit lanes; the last subspace puts the tokens in order again.
-  const __m512i first_half = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
-  const __m512i second_half = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
   for (size_t i = 0; i < n; i += 64) {
     const __mmask64 seen = n - i >= 64 ? ~__mmask64{0} : (__mmask64{1} << (n - i)) - 1;
     const __m512i index = _mm512_maskz_loadu_epi8(seen, codes + i);
+    __builtin_prefetch(ahead + i, 0, 3);
     const __mmask64 upper = kRegisters == 4 ? _mm512_movepi8_mask(index) : 0;
-    const __m512i l = Permute<kRegisters>(low, index, upper), h = Permute<kRegisters>(high, index, upper);
-    __m512i a = _mm512_unpacklo_epi8(l, h), b = _mm512_unpackhi_epi8(l, h);
-    if constexpr (!kFirst) {
-      a = _mm512_add_epi16(a, _mm512_loadu_si512(sums + i));
-      b = _mm512_add_epi16(b, _mm512_loadu_si512(sums + i + 32));
+    KVMANAGER_UNROLL
+    for (int r = 0; r < kR; ++r) {
+      __m512i l = Permute<kRegisters>(low[r], index, upper), h = Permute<kRegisters>(high[r], index, upper);
+      if constexpr (!kFirst) {
+        l = _mm512_add_epi8(l, _mm512_load_si512(planes.low[r] + i));
+        h = _mm512_add_epi8(h, _mm512_load_si512(planes.high[r] + i));
+      }
+      _mm512_store_si512(planes.low[r] + i, l);
+      _mm512_store_si512(planes.high[r] + i, h);
     }
-    if constexpr (kLast) {
-      _mm512_storeu_si512(sums + i, _mm512_permutex2var_epi64(a, first_half, b));
-      _mm512_storeu_si512(sums + i + 32, _mm512_permutex2var_epi64(a, second_half, b));
-    } else {
-      _mm512_storeu_si512(sums + i, a);
-      _mm512_storeu_si512(sums + i + 32, b);
+  }
+}
+
+template <int kRegisters, int kR>
+KVMANAGER_INLINE void LookUpRows(const LookUpArguments& a, int row) {
+  Planes planes;
+  for (size_t at = 0; at < a.n; at += kPlaneTokens) {
+    const size_t n = a.n - at < kPlaneTokens ? a.n - at : kPlaneTokens;
+    const uint8_t *codes = a.codes + at, *ahead = a.ahead + at;
+    const uint8_t* table = a.tables + row * a.table_stride;
+    LookUpBytes<kRegisters, kR, true>(codes, ahead, n, table, a.table_stride, planes);
+    for (int s = 1; s < a.subspaces; ++s) {
+      const size_t to = s * a.code_stride;
+      LookUpBytes<kRegisters, kR, false>(codes + to, ahead + to, n, table + s * kTableBytes, a.table_stride, planes);
+    }
+    for (int r = 0; r < kR; ++r) {
+      uint16_t* sums = a.sums + (row + r) * a.sums_stride + at;
+      for (size_t i = 0; i < n; i += 32) {
+        const __m512i l = _mm512_cvtepu8_epi16(_mm256_load_si256(reinterpret_cast<__m256i*>(planes.low[r] + i)));
+        const __m512i h = _mm512_cvtepu8_epi16(_mm256_load_si256(reinterpret_cast<__m256i*>(planes.high[r] + i)));
+        __m512i sum = _mm512_add_epi16(l, _mm512_slli_epi16(h, kTableLowBits));
+        if (!a.first) sum = _mm512_add_epi16(sum, _mm512_loadu_si512(sums + i));
+        _mm512_storeu_si512(sums + i, sum);
+      }
     }
   }
 }
 
 template <int kRegisters>
-KVMANAGER_INLINE void LookUpOf(const uint8_t* codes, size_t n, const uint8_t* table, bool first, bool last,
-                               uint16_t* sums) {
-  if (first && last) return LookUpBytes<kRegisters, true, true>(codes, n, table, sums);
-  if (first) return LookUpBytes<kRegisters, true, false>(codes, n, table, sums);
-  if (last) return LookUpBytes<kRegisters, false, true>(codes, n, table, sums);
-  LookUpBytes<kRegisters, false, false>(codes, n, table, sums);
+KVMANAGER_INLINE void LookUpOf(const LookUpArguments& a) {
+  int row = 0;
+  for (; row + kLookUpRows <= a.rows; row += kLookUpRows) LookUpRows<kRegisters, kLookUpRows>(a, row);
+  if (row < a.rows) LookUpRows<kRegisters, 1>(a, row);
 }
 
-void LookUp(const uint8_t* codes, size_t n, const uint8_t* table, int bits, bool first, bool last, uint16_t* sums) {
-  if (bits <= 6) return LookUpOf<1>(codes, n, table, first, last, sums);
-  if (bits == 7) return LookUpOf<2>(codes, n, table, first, last, sums);
-  LookUpOf<4>(codes, n, table, first, last, sums);
+void LookUp(const LookUpArguments& a) {
+  if (a.bits <= 6) return LookUpOf<1>(a);
+  if (a.bits == 7) return LookUpOf<2>(a);
+  LookUpOf<4>(a);
 }
 #else
-void LookUp(const uint8_t* codes, size_t n, const uint8_t* table, int bits, bool first, bool last, uint16_t* sums) {
-  uint16_t entries[256];
-  for (int i = 0; i < 1 << bits; ++i) entries[i] = uint16_t(table[i] | table[256 + i] << 8);
-  if (first) {
-    for (size_t i = 0; i < n; ++i) sums[i] = entries[codes[i]];
-  } else {
-    for (size_t i = 0; i < n; ++i) sums[i] = uint16_t(sums[i] + entries[codes[i]]);
+void LookUp(const LookUpArguments& a) {
+  for (int r = 0; r < a.rows; ++r) {
+    uint16_t* sums = a.sums + r * a.sums_stride;
+    for (int s = 0; s < a.subspaces; ++s) {
+      const uint8_t* codes = a.codes + s * a.code_stride;
+      const uint8_t* table = a.tables + r * a.table_stride + s * kTableBytes;
+      uint16_t entries[256];
+      for (int i = 0; i < 1 << a.bits; ++i) entries[i] = uint16_t(table[i] | table[256 + i] << kTableLowBits);
+      if (a.first && s == 0) {
+        for (size_t i = 0; i < a.n; ++i) sums[i] = entries[codes[i]];
+      } else {
+        for (size_t i = 0; i < a.n; ++i) sums[i] = uint16_t(sums[i] + entries[codes[i]]);
+      }
+    }
   }
 }
 #endif
@@ -204,8 +242,7 @@ void LookUp(const uint8_t* codes, size_t n, const uint8_t* table, int bits, bool
 #define KVMANAGER_PQ_KERNELS kKernelsPortable
 #endif
 
-const Kernels KVMANAGER_PQ_KERNELS = {
-    Nearest,         Dots,         PackTable, LookUp,    Top<uint16_t>, Top<float>, SumExp<uint16_t>, SumExp<float>,
-    Weigh<uint16_t>, Weigh<float>, Select,    ScoreRows, AttendRows};
+const Kernels KVMANAGER_PQ_KERNELS = {Nearest, Dots,     PackTable, LookUp, Least,     Exponentials, Weigh,
+                                      Top32,   SumExp32, Weigh32,   Select, ScoreRows, AttendRows};
 
 }  // namespace kvmanager::pq

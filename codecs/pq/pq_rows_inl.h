@@ -11,7 +11,8 @@
 namespace kvmanager::pq {
 namespace {
 
-constexpr int kBlockTokens = 64;  // K or V of a block are fetched while the other is read
+constexpr int kBlockTokens = 16;  // few: fetching and computing take turns often
+constexpr size_t kAhead = 24;     // tokens from what is read to what is fetched
 constexpr int kTileRows = 4;
 
 /// A row of K or V, all of its lines.
@@ -22,10 +23,10 @@ KVMANAGER_INLINE void PrefetchRow(const uint8_t* p, int lines) {
 KVMANAGER_INLINE const uint16_t* RowAt(const uint8_t* p) { return reinterpret_cast<const uint16_t*>(p); }
 
 /// Scores of `tokens` tokens for kR rows into p [kR][stride]; kT * (kR rounded up to a power of two) = kLanes, so that
-/// one transposed reduction yields one vector of scores. ahead: what to prefetch, token by token, or nullptr.
+/// one transposed reduction yields one vector of scores. ahead: what to prefetch, token by token, `fetched` of them.
 template <bool kBFloat16, int kR>
 KVMANAGER_INLINE void RowScores(const RowArguments& a, int row, const uint8_t* const* k, int tokens,
-                                const uint8_t* const* ahead, float* p, size_t stride) {
+                                const uint8_t* const* ahead, int fetched, float* p, size_t stride) {
   constexpr int kRows2 = kR == 3 ? 4 : kR;
   constexpr int kT = kLanes / kRows2;
   const int d = a.head_dim, lines = (d * 2 + 63) / 64;
@@ -34,9 +35,7 @@ KVMANAGER_INLINE void RowScores(const RowArguments& a, int row, const uint8_t* c
     const uint16_t* token[kT];
     KVMANAGER_UNROLL
     for (int i = 0; i < kT; ++i) token[i] = RowAt(k[t + i < tokens ? t + i : tokens - 1]);
-    if (ahead != nullptr) {
-      for (int i = 0; i < kT && t + i < tokens; ++i) PrefetchRow(ahead[t + i], lines);
-    }
+    for (int i = t; i < t + kT && i < fetched; ++i) PrefetchRow(ahead[i], lines);
     VecF dot[kLanes] = {};
     for (int c = 0; c < d; c += kLanes) {
       VecF x[kR];
@@ -65,7 +64,7 @@ KVMANAGER_INLINE void RowScores(const RowArguments& a, int row, const uint8_t* c
 /// acc [kR][head_dim] += p * V for kC vectors of channels from c on.
 template <bool kBFloat16, int kR, int kC>
 KVMANAGER_INLINE void RowAccumulate(const RowArguments& a, int row, const uint8_t* const* v, int tokens,
-                                    const uint8_t* const* ahead, const float* p, size_t stride, int c) {
+                                    const uint8_t* const* ahead, int fetched, const float* p, size_t stride, int c) {
   const int d = a.head_dim, lines = (d * 2 + 63) / 64;
   float* out = a.acc + size_t(row) * d + c;
   VecF acc[kR][kC];
@@ -75,7 +74,7 @@ KVMANAGER_INLINE void RowAccumulate(const RowArguments& a, int row, const uint8_
     for (int i = 0; i < kC; ++i) acc[r][i] = LoadF(out + size_t(r) * d + i * kLanes);
   }
   for (int t = 0; t < tokens; ++t) {
-    if (ahead != nullptr) PrefetchRow(ahead[t], lines);
+    if (t < fetched) PrefetchRow(ahead[t], lines);
     const uint16_t* at = RowAt(v[t]) + c;
     VecF weight[kR];
     KVMANAGER_UNROLL
@@ -121,29 +120,28 @@ template <bool kBFloat16, int kR>
 __attribute__((noinline)) void AttendTile(const RowArguments& a, int row, size_t begin, int tokens, bool fetch) {
   constexpr size_t kStride = kBlockTokens + kLanes;
   alignas(64) float p[kR * kStride];
-  const uint8_t* const* v = a.v + begin;
-  RowScores<kBFloat16, kR>(a, row, a.k + begin, tokens, fetch ? v : nullptr, p, kStride);
+  const uint8_t *const *k = a.k + begin, *const *v = a.v + begin;
+  const size_t rest = a.tokens - begin;
+  int fetched = fetch && rest > kAhead ? int(rest - kAhead < size_t(tokens) ? rest - kAhead : size_t(tokens)) : 0;
+  RowScores<kBFloat16, kR>(a, row, k, tokens, k + kAhead, fetched, p, kStride);
   for (int r = 0; r < kR; ++r) RowSoftmax(a, row + r, tokens, p + r * kStride);
-  // The next block's K, as many as there are; a shorter last block is fetched along with this one.
-  const bool more = fetch && begin + 2 * size_t(tokens) <= a.tokens;
-  const uint8_t* const* ahead = more ? a.k + begin + tokens : nullptr;
-  if (fetch && !more) {
-    for (size_t t = begin + tokens; t < a.tokens; ++t) PrefetchRow(a.k[t], (a.head_dim * 2 + 63) / 64);
-  }
   constexpr int kC = kLanes == 16 ? (kR > 2 ? 4 : 8) : (kR > 2 ? 2 : 4);
   int c = 0;
-  for (; c + kC * kLanes <= a.head_dim; c += kC * kLanes, ahead = nullptr) {
-    RowAccumulate<kBFloat16, kR, kC>(a, row, v, tokens, ahead, p, kStride, c);
+  for (; c + kC * kLanes <= a.head_dim; c += kC * kLanes, fetched = 0) {
+    RowAccumulate<kBFloat16, kR, kC>(a, row, v, tokens, v + kAhead, fetched, p, kStride, c);
   }
-  for (; c < a.head_dim; c += kLanes, ahead = nullptr) {
-    RowAccumulate<kBFloat16, kR, 1>(a, row, v, tokens, ahead, p, kStride, c);
+  for (; c < a.head_dim; c += kLanes, fetched = 0) {
+    RowAccumulate<kBFloat16, kR, 1>(a, row, v, tokens, v + kAhead, fetched, p, kStride, c);
   }
 }
 
 template <bool kBFloat16>
 void AttendRowsOf(const RowArguments& a) {
   const int lines = (a.head_dim * 2 + 63) / 64;
-  for (size_t t = 0; t < a.tokens && t < kBlockTokens; ++t) PrefetchRow(a.k[t], lines);
+  for (size_t t = 0; t < a.tokens && t < kAhead; ++t) {
+    PrefetchRow(a.k[t], lines);
+    PrefetchRow(a.v[t], lines);
+  }
   for (size_t begin = 0; begin < a.tokens; begin += kBlockTokens) {
     const int tokens = int(a.tokens - begin < size_t(kBlockTokens) ? a.tokens - begin : size_t(kBlockTokens));
     for (int row = 0; row < a.rows; row += kTileRows) {
@@ -179,7 +177,7 @@ void ScoreRowsOf(const RowArguments& a, float* scores, size_t stride) {
   for (size_t begin = 0; begin < a.tokens; begin += kBlockTokens) {
     const int tokens = int(a.tokens - begin < size_t(kBlockTokens) ? a.tokens - begin : size_t(kBlockTokens));
     for (int row = 0; row < a.rows; ++row) {
-      RowScores<kBFloat16, 1>(a, row, a.k + begin, tokens, nullptr, scores + row * stride + begin, 0);
+      RowScores<kBFloat16, 1>(a, row, a.k + begin, tokens, nullptr, 0, scores + row * stride + begin, 0);
     }
   }
 }

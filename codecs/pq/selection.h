@@ -1,8 +1,11 @@
 // The choice of tokens by codes: tables of the query's products with the centroids, scores of all middle tokens, their
 // softmax per query head, summed over the group, and the k largest.
 //
-// Scores are sums of table entries in 16 bits: one unit is the widest sub-vector's range of products over 65535 / m, so
-// a score is off by at most m / 2 units. Functions of their arguments; any thread; nothing is allocated.
+// Scores are sums of table entries in 16 bits, in units of 1/128 of an octave (0.0054 nats): a score is off by at most
+// m / 2 units; the weight of a token, a bfloat16, by another 0.9%. Where a query's scores spread wider than 88 nats
+// over four sub-vectors, or 354 in all, the unit is a power of two times that. Tokens 100 octaves below the best are
+// alike. What is chosen by codes is the same on every instruction set. Functions of their arguments; any thread;
+// nothing is allocated.
 #pragma once
 
 #include <cstddef>
@@ -33,9 +36,9 @@ struct SelectionScratch {
   size_t scores_at, score_stride;  // [rows][score_stride] of uint16_t, or float with exact scores
   size_t weights_at;               // [middle] float
   size_t candidates_at;            // [middle] uint32_t
+  size_t indices_at;               // [middle] uint32_t
   size_t chosen_at;                // [chosen] uint32_t
-  size_t histogram_at;
-  size_t tables_at;  // values of one table [256] float, then [m][kTableBytes]
+  size_t tables_at;                // [rows][m][256] float, then [rows][m][kTableBytes]
 };
 
 struct SelectionTask {
