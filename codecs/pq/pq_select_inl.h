@@ -56,12 +56,15 @@ KVMANAGER_INLINE VecH ExpBits(VecH distance) {
   return x - ((f * (11 * kUnitsPerOctave - f * 11) + 2048) >> 12);
 }
 
-float Exponentials(uint16_t* sums, size_t n, uint16_t least, int shift) {
+template <bool kShifted>
+KVMANAGER_INLINE float ExponentialsOf(uint16_t* sums, size_t n, uint16_t least, int shift) {
   constexpr uint16_t kMost = kOctavesKept * kUnitsPerOctave;
   const VecH most = VecH{} + kMost, most_unshifted = VecH{} + uint16_t((kMost >> shift) + 1);
   VecF even[kVectors16] = {}, odd[kVectors16] = {};
   const auto bits_of = [&](const uint16_t* p) {
-    return ExpBits(MinH(MinH(LoadH(p) - least, most_unshifted) << uint16_t(shift), most));
+    VecH distance = LoadH(p) - least;
+    if (kShifted) distance = MinH(distance, most_unshifted) << uint16_t(shift);
+    return ExpBits(MinH(distance, most));
   };
   const auto add = [&](int v, VecH e) {
     even[v] += EvenOf(e);
@@ -90,6 +93,10 @@ float Exponentials(uint16_t* sums, size_t n, uint16_t least, int shift) {
     for (int l = 0; l < kLanes; ++l) sum += even[v][l] + odd[v][l];
   }
   return sum;
+}
+
+float Exponentials(uint16_t* sums, size_t n, uint16_t least, int shift) {
+  return shift == 0 ? ExponentialsOf<false>(sums, n, least, 0) : ExponentialsOf<true>(sums, n, least, shift);
 }
 
 void Weigh(const uint16_t* const* e, int rows, size_t n, const float* weight, float* out) {

@@ -251,15 +251,15 @@ void Selector::FillBlock(const SelectiveTask& task, uint64_t block, uint8_t* to)
   }
 }
 
-// On a CPU: into the outer caches while this layer's rows are read. On a device this is where the copy would begin.
+// On a CPU the first chunk alone: the look-up fetches the others while it runs, and what is asked for in bulk is
+// dropped or evicted again. On a device this is where the copy would begin.
 void Selector::PrefetchNextLayer(int head) const {
   const Codes& codes = parts_.next_layer;
-  for (size_t i = 0; i < codes.chunks().size(); ++i) {
-    const uint64_t tokens = std::min(CodeChunk::kTokens, codes.tokens() - i * CodeChunk::kTokens);
-    for (int sub = 0; sub < p_.m; ++sub) {
-      const uint8_t* row = codes.chunks()[i]->row(size_t(head) * p_.m + sub);
-      for (uint64_t at = 0; at < tokens; at += 64) __builtin_prefetch(row + at, 0, 1);
-    }
+  if (codes.chunks().empty()) return;
+  const uint64_t tokens = std::min(CodeChunk::kTokens, codes.tokens());
+  for (int sub = 0; sub < p_.m; ++sub) {
+    const uint8_t* row = codes.chunks()[0]->row(size_t(head) * p_.m + sub);
+    for (uint64_t at = 0; at < tokens; at += 64) __builtin_prefetch(row + at, 0, 1);
   }
 }
 
