@@ -497,10 +497,8 @@ void Plan::AttendPart(const Tile& tile, uint32_t part, uint8_t* scratch, uint8_t
         const bool last = h + 1 == tile.heads;
         task.q = q + size_t{h} * tile.rows * layout_.head_dim;
         task.kv_head = tile.first_head + h;
-        task.next_page = !last ? pages[page] : visit_end < to ? pages[visit_end] : nullptr;
         task.next_pages =
             !last ? task.pages : absl::MakeConstSpan(pages + visit_end, std::min(visit_pages, to - visit_end));
-        task.page_after = visit_end < to ? pages[visit_end] : nullptr;
         task.next_kv_head = last ? tile.first_head : task.kv_head + 1;
         task.announced = page > from || h > 0;
         attention.Attend(task, StateAt(into + h * bytes, tile.rows), workspace);

@@ -38,9 +38,8 @@ class DecodedAttention final : public PageAttention {
     PageAttentionTask one = task;
     one.kv_head = 0;
     one.pages = absl::MakeConstSpan(&page, 1);
-    one.next_page = nullptr;
+    one.next_pages = {};
     one.next_kv_head = 0;
-    one.page_after = nullptr;
     for (const uint8_t* const encoded : task.pages) {
       if (!decoder_->DecodeHead(task.layer, task.kv_head, encoded, raw, scratch)) {
         SpoilSoftmax(task.rows, head_.head_dim, state);

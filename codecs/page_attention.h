@@ -34,13 +34,10 @@ struct PageAttentionTask {
   /// codec other than raw may require nullptr.
   const int* visible = nullptr;
 
-  /// Hints of what to prefetch; nullptr: unknown. What the caller attends to right after this call, and the page on
-  /// which it will attend to this same head after `pages`.
-  const uint8_t* next_page = nullptr;
+  /// Hints of what to prefetch: the pages and head of the call right after this one; empty: unknown.
+  absl::Span<const uint8_t* const> next_pages;
   int next_kv_head = 0;
-  const uint8_t* page_after = nullptr;
-  absl::Span<const uint8_t* const> next_pages;  // of that next call, next_page first; empty: unknown
-  /// The caller's last call, just before, named the first of `pages` and kv_head as its next_page and next_kv_head.
+  /// The caller's last call, just before, named `pages` and kv_head as its next_pages and next_kv_head.
   bool announced = false;
 
   static constexpr int kRowsMax = 64;

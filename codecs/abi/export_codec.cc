@@ -244,9 +244,8 @@ kvmc_status AttendBatch(const kvmc_codec* c, const kvmc_attend_batch* batch) {
     task.layer = int(item.layer);
     task.kv_head = int(item.kv_head);
     task.pages = absl::MakeConstSpan(item.pages, item.page_count);
-    task.next_page = item.next_page;
+    task.next_pages = absl::MakeConstSpan(item.next_pages, item.next_page_count);
     task.next_kv_head = int(item.next_kv_head);
-    task.page_after = item.page_after;
     c->codec->attention().Attend(task, {item.max, item.sum, item.acc}, {batch->workspace, batch->workspace_bytes});
   }
   return KVMC_OK;

@@ -186,10 +186,9 @@ typedef struct kvmc_attend_item {
   float* max; /* [rows], in and out */
   float* sum; /* [rows], in and out */
   float* acc; /* [rows][head_dim], in and out */
-  /* What to prefetch, or NULL: the page (and head) that the core asks for after this item, and the page that it asks
-     for this same head after `pages`. */
-  const uint8_t* next_page;
-  const uint8_t* page_after;
+  /* What to prefetch: the pages and the head that the core asks for after this item; 0 pages: unknown. */
+  const uint8_t* const* next_pages;
+  size_t next_page_count;
   uint32_t next_kv_head;
 } kvmc_attend_item;
 

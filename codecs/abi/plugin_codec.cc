@@ -148,8 +148,8 @@ class PluginAttention final : public PageAttention {
     item.max = state.max;
     item.sum = state.sum;
     item.acc = state.acc;
-    item.next_page = task.next_page;
-    item.page_after = task.page_after;
+    item.next_pages = task.next_pages.data();
+    item.next_page_count = task.next_pages.size();
     item.next_kv_head = task.next_kv_head;
     auto batch = Sized<kvmc_attend_batch>();
     batch.items = &item;

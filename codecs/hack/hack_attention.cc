@@ -127,6 +127,8 @@ class HackAttention final : public PageAttention {
     return cutter.used();
   }
 
+  size_t head_bytes(int layer, int kv_head) const override { return heads_[kv_head].v.end; }
+
   void Attend(const PageAttentionTask& task, const SoftmaxRows& state, absl::Span<uint8_t> workspace) const override {
     KV_CHECK(task.visible == nullptr);
     const int d = format_.layout.head_dim;
@@ -148,7 +150,9 @@ class HackAttention final : public PageAttention {
     a.pages = task.pages.data();
     a.page_count = task.pages.size();
     a.head = &heads_[task.kv_head];
-    a.next_record = task.page_after == nullptr ? nullptr : task.page_after + heads_[task.kv_head].offset;
+    a.next_pages = task.next_pages.data();
+    a.next_count = task.next_pages.size();
+    a.next_offset = heads_[task.next_kv_head].offset;
     a.ahead = nullptr;
     a.meta8 = format_.parameters.meta_bits == 8;
     a.along_channels = along_channels_;

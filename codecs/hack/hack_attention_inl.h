@@ -70,70 +70,89 @@ KVMANAGER_INLINE float HalfAt(const uint8_t* p) {
 #endif
 }
 
-/// (step, minimum) of partition p as fp32; top: which pair of tops it uses.
-template <typename S>
-KVMANAGER_INLINE void LoadMetadata(const HackArguments& a, const uint8_t* record, const HackSide& side, int p, int top,
-                                   float* steps, float* minima) {
-  const int n = S::kDim > 0 ? S::kDim : side.meta_entries;
-  if (a.meta8) {
-    const uint8_t* tops = record + side.tops + 4 * top;
-    const VecF top_step = SetF(HalfAt(tops) * (1 / 255.0f)), top_minimum = SetF(HalfAt(tops + 2) * (1 / 127.0f));
-    const uint8_t* step = record + side.steps + size_t(p) * n;
-    const uint8_t* minimum = record + side.minima + size_t(p) * n;
-    KVMANAGER_UNROLL
-    for (int e = 0; e < n; e += kLanes) {
-      StoreF(steps + e, LoadU8(step + e) * top_step);
-      StoreF(minima + e, LoadS8(minimum + e) * top_minimum);
-    }
-  } else {
-    const uint16_t* step = reinterpret_cast<const uint16_t*>(record + side.steps) + size_t(p) * n;
-    const uint16_t* minimum = reinterpret_cast<const uint16_t*>(record + side.minima) + size_t(p) * n;
-    for (int e = 0; e < n; e += kLanes) {
-      StoreF(steps + e, LoadHalf(step + e));
-      StoreF(minima + e, LoadHalf(minimum + e));
-    }
+/// Partition p's steps and minima as the page holds them: in units of the tops, which are 1 for fp16.
+struct Metadata {
+  const uint8_t* steps;
+  const uint8_t* minima;
+  float top_step, top_minimum;
+  bool eight;
+};
+
+/// top: which pair of tops the partition uses.
+KVMANAGER_INLINE Metadata MetadataOf(const HackArguments& a, const uint8_t* record, const HackSide& side, int p,
+                                     int top) {
+  const size_t at = size_t(p) * side.meta_entries * (a.meta8 ? 1 : 2);
+  const uint8_t* tops = record + side.tops + 4 * top;
+  Metadata m = {record + side.steps + at, record + side.minima + at, 1, 1, a.meta8};
+  if (a.meta8) m.top_step = HalfAt(tops) * (1 / 255.0f), m.top_minimum = HalfAt(tops + 2) * (1 / 127.0f);
+  return m;
+}
+
+KVMANAGER_INLINE VecF StepAt(const Metadata& m, int c) {
+  return m.eight ? LoadU8(m.steps + c) : LoadHalf(reinterpret_cast<const uint16_t*>(m.steps) + c);
+}
+
+KVMANAGER_INLINE VecF MinimumAt(const Metadata& m, int c) {
+  return m.eight ? LoadS8(m.minima + c) : LoadHalf(reinterpret_cast<const uint16_t*>(m.minima) + c);
+}
+
+/// Entries first .. end - 1 as fp32.
+KVMANAGER_INLINE void LoadMetadata(const Metadata& m, int first, int end, float* steps, float* minima) {
+  const VecF top_step = SetF(m.top_step), top_minimum = SetF(m.top_minimum);
+  for (int e = first; e < end; e += kLanes) {
+    StoreF(steps + e, StepAt(m, e) * top_step);
+    StoreF(minima + e, MinimumAt(m, e) * top_minimum);
   }
 }
 
 // ---- scores -------------------------------------------------------------------------------------------------------
 
-/// q of kR rows folded with the partition's steps and quantised; the constant of the score.
+/// q of kR rows folded with the partition's steps and quantised; the constant of the score. Channels of no bits have
+/// the constant alone.
 template <typename S, int kR>
-KVMANAGER_INLINE void FoldQueries(const HackArguments& a, int p, int row) {
+KVMANAGER_INLINE void FoldQueries(const HackArguments& a, const HackSide& side, const Metadata& m, int p, int row) {
   const HackScratch s = a.scratch;  // a copy: stores through floats may not change it
   const int d = S::kDim > 0 ? S::kDim : a.head_dim;
   const float* q = a.q + size_t(row) * d;
   int8_t* q8 = s.q8 + size_t(row) * d;
   VecF largest[4] = {}, constant[4] = {};
-  KVMANAGER_UNROLL
-  for (int c = 0; c < d; c += kLanes) {
-    const VecF step = LoadF(s.steps + c), minimum = LoadF(s.minima + c);
+  for (int i = 0; i < side.run_count; ++i) {
+    const int end = (side.runs[i].first + side.runs[i].count) * kSegment;
+    for (int c = side.runs[i].first * kSegment; c < end; c += kLanes) {
+      const VecF step = StepAt(m, c), minimum = MinimumAt(m, c);
+      StoreF(s.steps + c, step);
+      KVMANAGER_UNROLL
+      for (int r = 0; r < kR; ++r) {
+        const VecF x = LoadF(q + size_t(r) * d + c);
+        largest[r] = MaxF(largest[r], AbsF(x * step));
+        constant[r] = MulAdd(x, minimum, constant[r]);
+      }
+    }
+  }
+  for (int i = 0; i < side.empty_count; ++i) {
+    const int first = side.empty[i] * kSegment;
     KVMANAGER_UNROLL
-    for (int r = 0; r < kR; ++r) {
-      const VecF x = LoadF(q + size_t(r) * d + c);
-      largest[r] = MaxF(largest[r], AbsF(x * step));
-      constant[r] = MulAdd(x, minimum, constant[r]);
+    for (int c = first; c < first + kSegment; c += kLanes) {
+      const VecF minimum = MinimumAt(m, c);
+      KVMANAGER_UNROLL
+      for (int r = 0; r < kR; ++r) constant[r] = MulAdd(LoadF(q + size_t(r) * d + c), minimum, constant[r]);
     }
   }
   const Vec4 amax = ReduceMaxRows(largest);
   const Vec4 inverse = amax > kNegligible ? 127.0f / amax : Vec4{};
-  StoreRows<kR>(s.q_step + p * a.rows + row, amax * (1 / 127.0f) * a.scale);
-  KVMANAGER_UNROLL
-  for (int r = 0; r < kR; ++r) {
-    auto folded = [&](int c) {
-      return RoundToInt(LoadF(q + size_t(r) * d + c) * LoadF(s.steps + c) * SetF(inverse[r]));
-    };
-    if constexpr (S::kDim > 0) {
+  StoreRows<kR>(s.q_step + p * a.rows + row, amax * (1 / 127.0f) * (a.scale * m.top_step));
+  for (int i = 0; i < side.run_count; ++i) {
+    const int end = (side.runs[i].first + side.runs[i].count) * kSegment;
+    for (int c = side.runs[i].first * kSegment; c < end; c += kLanes) {
+      const VecF step = LoadF(s.steps + c);
       KVMANAGER_UNROLL
-      for (int c = 0; c < d; c += 4 * kLanes) {
-        StoreBytes4<true>(q8 + size_t(r) * d + c, folded(c), folded(c + kLanes), folded(c + 2 * kLanes),
-                          folded(c + 3 * kLanes));
+      for (int r = 0; r < kR; ++r) {
+        const size_t at = size_t(r) * d + c;
+        StoreBytes(q8 + at, RoundToInt(LoadF(q + at) * step * SetF(inverse[r])));
       }
-    } else {
-      for (int c = 0; c < d; c += kLanes) StoreBytes(q8 + size_t(r) * d + c, folded(c));
     }
   }
-  StoreRows<kR>(s.q_min + p * a.rows + row, ReduceAddRows(constant) * a.scale);
+  StoreRows<kR>(s.q_min + p * a.rows + row, ReduceAddRows(constant) * (a.scale * m.top_minimum));
 }
 
 /// q quantised per partition of channels, once for all pages.
@@ -334,8 +353,8 @@ KVMANAGER_INLINE void ScoresAlongTokens(const HackArguments& a, const uint8_t* r
   const HackSide& side = a.head->k;
   const uint8_t* codes = record + side.codes;
   for (int p = 0; p < side.partitions; ++p) {
-    LoadMetadata<S>(a, record, side, p, p, a.scratch.steps, a.scratch.minima);
-    ForRows(a.rows, [&](auto count, int row) { FoldQueries<S, count.value>(a, p, row); });
+    const Metadata metadata = MetadataOf(a, record, side, p, p);
+    ForRows(a.rows, [&](auto count, int row) { FoldQueries<S, count.value>(a, side, metadata, p, row); });
     const int begin = p * side.partition, end = begin + side.partition;
     if (side.run_count == 0) {  // every channel is its minimum alone
       for (int r = 0; r < a.rows; ++r) {
@@ -370,7 +389,7 @@ void ScoresAlongChannels(const HackArguments& a, const uint8_t* record) {
   const HackSide& side = a.head->k;
   const HackScratch& s = a.scratch;
   for (int p = 0; p < side.partitions; ++p) {
-    LoadMetadata<AnyShape>(a, record, side, p, 0, a.scratch.steps, a.scratch.minima);
+    LoadMetadata(MetadataOf(a, record, side, p, 0), 0, side.meta_entries, a.scratch.steps, a.scratch.minima);
     if (a.asymmetric) {
       const uint16_t* sums = reinterpret_cast<const uint16_t*>(record + side.sums) + size_t(p) * a.page_tokens;
       for (int t = 0; t < a.page_tokens; ++t) s.sums[t] = sums[t];
@@ -440,24 +459,24 @@ KVMANAGER_INLINE void Softmax(const HackArguments& a, int row) {
   const int tokens = S::kTokens > 0 ? S::kTokens : a.page_tokens;
   const int partition = S::kTokens > 0 ? S::kTokens : a.head->v.partition;
   const Vec4 max = LoadRows<kR>(a.max + row);
-  VecF sum[4] = {};
+  Vec4 sum = LoadRows<kR>(a.sum + row);
   for (int begin = 0, part = 0; begin < tokens; begin += partition, ++part) {
     const size_t at = size_t(part) * rows + row;
-    // The same function of the same score, so that it is the largest probability to the bit.
-    const Vec4 pmax = NarrowRows(ExpNegative(WidenRows(LoadRows<kR>(s.p_step + at) - max)));
-    const Vec4 inverse = pmax > kNegligible ? 255.0f / pmax : Vec4{};
-    StoreRows<kR>(s.p_step + at, pmax * (1 / 255.0f));
-    VecF totals[4] = {};
+    // Relative to the partition's own maximum, so that the largest probability is 1 and p8 waits for nothing else.
+    const Vec4 top = LoadRows<kR>(s.p_step + at);
+    const Vec4 weight = NarrowRows(ExpNegative(WidenRows(top - max)));
+    StoreRows<kR>(s.p_step + at, weight * (1 / 255.0f));
+    VecF totals[4] = {}, part_sum[4] = {};
     KVMANAGER_UNROLL
     for (int r = 0; r < kR; ++r) {
       const float* score = s.scores + size_t(row + r) * tokens + begin;
       uint8_t* p8 = s.p8 + size_t(row + r) * tokens + begin;
-      const VecF row_max = SetF(max[r]), row_inverse = SetF(inverse[r]);
+      const VecF row_top = SetF(top[r]);
       VecI total{};
       auto probabilities = [&](int t) {
-        const VecF x = ExpNegative(LoadF(score + t) - row_max);
-        const VecI x8 = RoundToInt(x * row_inverse);
-        sum[r] += x;
+        const VecF x = ExpNegative(LoadF(score + t) - row_top);
+        const VecI x8 = RoundToInt(x * 255.0f);
+        part_sum[r] += x;
         total += x8;
         return x8;
       };
@@ -474,8 +493,9 @@ KVMANAGER_INLINE void Softmax(const HackArguments& a, int row) {
       totals[r] = ToF(total);
     }
     StoreRows<kR>(s.p_sum + at, ReduceAddRows(totals));
+    sum += weight * ReduceAddRows(part_sum);
   }
-  StoreRows<kR>(a.sum + row, LoadRows<kR>(a.sum + row) + ReduceAddRows(sum));
+  StoreRows<kR>(a.sum + row, sum);
 }
 
 // ---- output -------------------------------------------------------------------------------------------------------
@@ -663,32 +683,43 @@ KVMANAGER_INLINE void DotVMixed(const HackArguments& a, const HackSide& side, co
   if (side.last.count > 0) DotVRun<0, 4>(a, side, side.last, codes, token, strips, p, row);
 }
 
+/// V's steps and minima of the segments that have codes.
+KVMANAGER_INLINE void LoadValueMetadata(const HackArguments& a, const Metadata& m) {
+  const HackSide& side = a.head->v;
+  for (int i = 0; i < side.run_count; ++i) {
+    const int first = side.runs[i].first * kSegment;
+    LoadMetadata(m, first, first + side.runs[i].count * kSegment, a.scratch.v_steps, a.scratch.v_minima);
+  }
+}
+
 /// Adds the minima of segments of width 0.
-KVMANAGER_INLINE void AddMinima(const HackArguments& a, const HackSide& side, int p) {
-  const int rows = a.rows, d = a.head_dim,
-            empty = side.empty_count;  // copies: stores through floats may not change them
-  if (empty == 0) return;
-  const float* minima = a.scratch.v_minima;
-  const float* p_sum = a.scratch.p_sum + size_t(p) * rows;
-  const float* p_step = a.scratch.p_step + size_t(p) * rows;
-  float* acc = a.acc;
-  for (int r = 0; r < rows; ++r, acc += d) {
-    const VecF factor = SetF(p_sum[r] * p_step[r]);
-    for (int i = 0; i < empty; ++i) {
-      const int first = side.empty[i] * kSegment;
+template <int kR>
+KVMANAGER_INLINE void AddMinima(const HackArguments& a, const HackSide& side, const Metadata& m, int p, int row) {
+  const size_t d = a.head_dim;
+  const Vec4 factors = LoadRows<kR>(a.scratch.p_sum + p * a.rows + row) *
+                       LoadRows<kR>(a.scratch.p_step + p * a.rows + row) * m.top_minimum;
+  float* acc = a.acc + row * d;
+  for (int i = 0; i < side.empty_count; ++i) {
+    const int first = side.empty[i] * kSegment;
+    KVMANAGER_UNROLL
+    for (int c = first; c < first + kSegment; c += kLanes) {
+      const VecF minimum = MinimumAt(m, c);
       KVMANAGER_UNROLL
-      for (int c = 0; c < kSegment; c += kLanes) {
-        StoreF(acc + first + c, MulAdd(LoadF(minima + first + c), factor, LoadF(acc + first + c)));
+      for (int r = 0; r < kR; ++r) {
+        StoreF(acc + r * d + c, MulAdd(minimum, SetF(factors[r]), LoadF(acc + r * d + c)));
       }
     }
   }
 }
 
-template <typename S>
-KVMANAGER_INLINE void Outputs(const HackArguments& a, const uint8_t* record) {
+/// metadata: of V's first partition, loaded.
+KVMANAGER_INLINE void Outputs(const HackArguments& a, const uint8_t* record, Metadata metadata) {
   const HackSide& side = a.head->v;
   for (int p = 0; p < side.partitions; ++p) {
-    if (p > 0) LoadMetadata<S>(a, record, side, p, p, a.scratch.v_steps, a.scratch.v_minima);
+    if (p > 0) {
+      metadata = MetadataOf(a, record, side, p, p);
+      LoadValueMetadata(a, metadata);
+    }
     const int begin = p * side.partition;
     const int token = begin / kStrip * kStrip;
     const uint8_t* codes = record + side.codes + size_t(token / kStrip) * side.strip_bytes;
@@ -708,8 +739,14 @@ KVMANAGER_INLINE void Outputs(const HackArguments& a, const uint8_t* record) {
         }
       }
     }
-    AddMinima(a, side, p);
+    ForRows(a.rows, [&](auto count, int row) { AddMinima<count.value>(a, side, metadata, p, row); });
   }
+}
+
+/// The record that is read `i` records after the first of this call, or nullptr.
+KVMANAGER_INLINE const uint8_t* RecordAt(const HackArguments& a, size_t i) {
+  if (i < a.page_count) return a.pages[i] + a.head->offset;
+  return i - a.page_count < a.next_count ? a.next_pages[i - a.page_count] + a.next_offset : nullptr;
 }
 
 template <typename S>
@@ -734,9 +771,11 @@ void AttendPages(HackArguments& a) {
   const int v_steps = strips * 4 * v_calls;
   ahead.k_step_lines = (lines / 2 + k_steps - 1) / k_steps;
   ahead.v_step_lines = (lines - lines / 2 + v_steps - 1) / v_steps;
+  // Two records ahead: a record is attended to in less time than one core's outstanding misses take to bring the next.
+  const size_t distance = a.page_count + a.next_count > 2 ? 2 : 1;
   for (size_t i = 0; i < a.page_count; ++i) {
-    const uint8_t* record = a.pages[i] + a.head->offset;
-    ahead.at = i + 1 < a.page_count ? a.pages[i + 1] + a.head->offset : a.next_record;
+    const uint8_t* record = RecordAt(a, i);
+    ahead.at = RecordAt(a, i + distance);
     ahead.left = ahead.at == nullptr ? 0 : lines;
     if (a.along_channels) {
       ScoresAlongChannels(a, record);
@@ -744,10 +783,11 @@ void AttendPages(HackArguments& a) {
       ScoresAlongTokens<S>(a, record);
     }
     // Here, where the maxima are waited for.
-    LoadMetadata<S>(a, record, a.head->v, 0, 0, a.scratch.v_steps, a.scratch.v_minima);
+    const Metadata v_metadata = MetadataOf(a, record, a.head->v, 0, 0);
+    LoadValueMetadata(a, v_metadata);
     ForRows(a.rows, [&](auto count, int row) { RaiseMaximum<S, count.value>(a, row); });
     ForRows(a.rows, [&](auto count, int row) { Softmax<S, count.value>(a, row); });
-    Outputs<S>(a, record);
+    Outputs(a, record, v_metadata);
   }
 }
 

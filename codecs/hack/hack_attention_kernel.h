@@ -77,8 +77,11 @@ struct HackArguments {
   const uint8_t* const* pages;
   size_t page_count;
   const HackHead* head;
-  const uint8_t* next_record;  // the head's record in the page after these, or nullptr
-  HackAhead* ahead;            // the kernel's own
+  // What is attended to after these pages: the records at next_offset in `next_count` pages (0: unknown).
+  const uint8_t* const* next_pages;
+  size_t next_count;
+  size_t next_offset;
+  HackAhead* ahead;  // the kernel's own
   bool meta8;
   bool along_channels;  // K's partitions
   bool asymmetric;

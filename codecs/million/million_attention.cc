@@ -78,8 +78,8 @@ class MillionAttention final : public PageAttention {
     a.pages = task.pages.data();
     a.page_count = task.pages.size();
     a.record_offset = size_t(task.kv_head) * format_.record_bytes;
-    a.next_pages = task.next_pages.empty() ? &task.next_page : task.next_pages.data();
-    a.next_count = task.next_pages.empty() ? task.next_page != nullptr : task.next_pages.size();
+    a.next_pages = task.next_pages.data();
+    a.next_count = task.next_pages.size();
     a.next_offset = size_t(task.next_kv_head) * format_.record_bytes;
     a.k = &format_.side[kSideK];
     a.v = &format_.side[kSideV];

@@ -288,8 +288,7 @@ TEST(MillionAttention, PagesInSeveralCallsGiveTheSameBits) {
     // What to prefetch changes nothing.
     State hinted(4, 80);
     PageAttentionTask task = c.Task(0, 4, 0, 5);
-    task.page_after = c.pointers[0];
-    task.next_page = c.pointers[1];
+    task.next_pages = absl::MakeConstSpan(c.pointers).first(2);
     c.Attend(path, task, hinted);
     EXPECT_EQ(0, std::memcmp(hinted.acc.get(), all.acc.get(), sizeof(float) * 4 * 80));
   }

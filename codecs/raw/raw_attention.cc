@@ -28,9 +28,9 @@ class RawAttention final : public PageAttention {
     a.page_count = task.pages.size();
     a.k_offset = layout_.raw_offset(0, task.kv_head, 0);
     a.v_offset = layout_.raw_offset(1, task.kv_head, 0);
-    if (task.next_page != nullptr) {
-      a.next_k = task.next_page + layout_.raw_offset(0, task.next_kv_head, 0);
-      a.next_v = task.next_page + layout_.raw_offset(1, task.next_kv_head, 0);
+    if (!task.next_pages.empty()) {
+      a.next_k = task.next_pages.front() + layout_.raw_offset(0, task.next_kv_head, 0);
+      a.next_v = task.next_pages.front() + layout_.raw_offset(1, task.next_kv_head, 0);
       a.next_k_dim = layout_.head_dim;
       a.next_v_dim = layout_.head_dim;
     }

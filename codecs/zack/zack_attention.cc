@@ -32,10 +32,10 @@ class ZackAttention final : public PageAttention {
     a.page_count = task.pages.size();
     a.k_offset = head.offset[0];
     a.v_offset = head.offset[1];
-    if (task.next_page != nullptr) {
+    if (!task.next_pages.empty()) {
       const ZackHead& next = format_.head(task.layer, task.next_kv_head);
-      a.next_k = task.next_page + next.offset[0];
-      a.next_v = task.next_page + next.offset[1];
+      a.next_k = task.next_pages.front() + next.offset[0];
+      a.next_v = task.next_pages.front() + next.offset[1];
       a.next_k_dim = next.rank[0];
       a.next_v_dim = next.rank[1];
     }
