@@ -46,7 +46,7 @@ typedef uint8_t Vec8 __attribute__((vector_size(kLanes)));
 typedef int8_t VecS8 __attribute__((vector_size(kLanes)));
 typedef uint8_t Loose8 __attribute__((vector_size(kLanes), aligned(1), may_alias));
 
-KVMANAGER_INLINE VecF SetF(float x) { return VecF{} + x; }
+KVMANAGER_INLINE VecF SetF(float x) { return x - VecF{}; }  // not +: -0 + 0 is +0, so that would be computed
 KVMANAGER_INLINE VecU SetU(uint32_t x) { return VecU{} + x; }
 KVMANAGER_INLINE VecF LoadF(const float* p) { return *reinterpret_cast<const LooseF*>(p); }
 KVMANAGER_INLINE void StoreF(float* p, VecF v) { *reinterpret_cast<LooseF*>(p) = v; }

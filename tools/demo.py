@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """The demo's run, after tools/demo has built it: two kvmanagerd, three engine processes per codec, one table.
 
-For each codec: an engine process prefills the first 6,000 bytes of docs/design.md against the prefill daemon and hands the sequence
+First `kvctl calibrate` trains an artifact for the codecs that need one, on this repository's own texts; later runs find it in
+~/.cache/kvmanager. For each codec: an engine process prefills the first 6,000 bytes of docs/design.md against the prefill daemon and hands the sequence
 over; a second engine process claims it at the decode daemon and continues the text, attention running in that daemon. Then
 `evaluate` measures bits per byte of a held-out text through the prefill daemon. Everything started is stopped.
 """
 import argparse
+import hashlib
 import json
 import os
 import pathlib
@@ -19,13 +21,23 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BIN = pathlib.Path(os.environ.get("KVMANAGER_BIN", ROOT / "bazel-bin"))  # where bazel put the programs
 MODEL = ROOT / "examples/model"
-CODECS = (  # name in the table, codec, lag in pages
+CODECS = (  # name in the table, codec, lag in pages; CALIBRATION stands for the artifact, PLUGIN for the plug-in's codec
     ("raw fp16", "raw", 2),
     ("hack K4V3", "hack:k_bits=4,v_bits=3", 2),
-    ("hack K3V2 (default)", "hack", 2),
+    ("hack K3V2", "hack", 2),
     ("hack K2V1", "hack:k_bits=2,v_bits=1", 2),
-    ("hack token axis, 2 bit", "hack:k_axis=token,k_bits=2,v_bits=2,meta=16", 2),
+    ("hack, the paper's axis", "hack:k_axis=token,k_bits=2,v_bits=2,meta=16", 2),
+    ("zack+hack 56 (default)", "default:CALIBRATION", 2),
+    ("zack+hack 40", "zack+hack:bytes=40,CALIBRATION", 2),
+    ("policy: ends finer", "zack+hack:bytes=36,CALIBRATION;0..0,5..5=hack:k_bits=3,v_bits=2;sinks=64", 2),
+    ("million (64,8)", "million:m=64,bits=8,CALIBRATION", 2),
+    ("zack+million (32,8)", "zack+million:m=32,bits=8,CALIBRATION", 2),
+    ("zack 1/4 removed", "zack:rate=0.25,CALIBRATION", 2),
+    ("pq, attends to a tenth", "pq:m=4,bits=8,ratio=0.1", 2),
+    ("plug-in (out of tree)", "PLUGIN", 2),
 )
+CALIBRATED = ("zack", "zack+hack", "million:m=64,bits=8", "zack+million:m=32,bits=8")  # what the artifact is trained for
+CALIBRATION_WINDOWS = 8  # of 4,096 bytes
 RAW_BYTES = 512  # per token and KV head: fp16, head_dim 128, K and V
 
 
@@ -50,12 +62,12 @@ class Progress:
 class Daemon:
     """A kvmanagerd of this demo: Unix socket, free ports; stopped by SIGTERM, which must end it with status 0."""
 
-    def __init__(self, name, folder, pool):
+    def __init__(self, name, folder, pool, flags):
         self.name, self.address = name, f"unix:{folder}/{name}.sock"
         self.log = open(folder / f"{name}.log", "w")
         self.process = subprocess.Popen(
             [BIN / "kvmanager/server/kvmanagerd", "--listen", self.address, "--host-pool-bytes", pool, "--metrics-listen", "127.0.0.1:0",
-             "--peer-listen", "127.0.0.1:0"],
+             "--peer-listen", "127.0.0.1:0", *map(str, flags)],
             stdout=subprocess.PIPE, stderr=self.log, text=True)
         ready = self.process.stdout.readline().split()
         if ready[:2] != ["kvmanagerd", "ready"]:
@@ -101,6 +113,24 @@ def run(folder, program, *arguments):
     if process.returncode != 0:
         raise RuntimeError(f"{program} failed with status {process.returncode}:\n{said[-4000:]}")
     return json.loads(out.read_text())
+
+
+def calibrate(folder, progress):
+    """The artifact for the demo's model: trained once, then kept."""
+    texts = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("codecs/**/*.h"))]
+    text = b"".join(path.read_bytes() for path in texts if path.name != "design.md")  # that one is the prompt
+    text = text[:CALIBRATION_WINDOWS * 4096 + 1]
+    said = hashlib.sha256(repr((CALIBRATED, text)).encode() + (MODEL / "model.safetensors").read_bytes()).hexdigest()
+    kept = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "kvmanager"
+    kept.mkdir(parents=True, exist_ok=True)
+    artifact = kept / f"demo-{said[:16]}.safetensors"
+    progress.step(f"calibration artifact: {'training, about a minute' if not artifact.exists() else 'kept from an earlier run'}")
+    if not artifact.exists():
+        (folder / "calibration.txt").write_bytes(text)
+        codecs = [word for codec in CALIBRATED for word in ("--codec", codec)]
+        run(folder, "client/cli/kvctl", "calibrate", "--model", MODEL, "--text", folder / "calibration.txt", "--windows", CALIBRATION_WINDOWS,
+            *codecs, "--out", artifact)
+    return artifact
 
 
 def one_codec(folder, prefill, decode, codec, lag, options, progress, name):
@@ -151,16 +181,21 @@ def main():
     parser.add_argument("--prompt-bytes", type=int, default=6000, help="bytes of docs/design.md to prefill (default 6000)")
     parser.add_argument("--temperature", type=float, default=0.5, help="of sampling; 0: the most likely byte (default 0.5)")
     parser.add_argument("--pool", default="512MiB", help="page memory of each daemon (default 512MiB)")
+    parser.add_argument("--plugin", type=pathlib.Path, required=True, help="a codec's shared object, built by tools/demo")
+    parser.add_argument("--plugin-codec", required=True, help="the name of its codec")
     options = parser.parse_args()
 
     begun, folder, daemons, rows = time.time(), pathlib.Path(tempfile.mkdtemp(prefix="kvmanager-demo-")), [], []
-    progress = Progress(3 * len(CODECS))
+    progress = Progress(3 * len(CODECS) + 1)
     stop_on_signals()
     try:
+        artifact = calibrate(folder, progress)
+        flags = ["--calibration-dir", artifact.parent, "--codec-plugin", options.plugin]
         for name in ("prefill", "decode"):
-            daemons.append(Daemon(name, folder, options.pool))
+            daemons.append(Daemon(name, folder, options.pool, flags))
         print(f"demo: two daemons are up; metrics at http://{daemons[0].metrics}/metrics and http://{daemons[1].metrics}/metrics", flush=True)
         for name, codec, lag in CODECS:
+            codec = codec.replace("CALIBRATION", f"calibration={artifact}").replace("PLUGIN", options.plugin_codec)
             rows.append(one_codec(folder, *daemons, codec, lag, options, progress, name))
     except (RuntimeError, Stopped) as error:
         progress.finish()

@@ -32,13 +32,11 @@ KVMANAGER_INLINE void TakeLess(VecF key, VecU at, VecF& best, VecU& index) {
 
 /// Components of the subspace's centroids and half their squared norms.
 KVMANAGER_INLINE void MakeTable(const NearestArguments& a) {
-  const VecU flip = SetU(a.flip);
   for (int i = 0; i < a.entries; i += kLanes) {
     VecF norm{};
     for (int k = 0; k < a.width; ++k) {
-      const VecU byte =
-          __builtin_convertvector(*reinterpret_cast<const Loose8*>(a.codes + size_t(k) * a.entries + i), VecU) ^ flip;
-      const VecF y = SetF(a.step[k]) * ToF((VecI)(byte << 24) >> 24);
+      const uint8_t* codes = a.codes + size_t(k) * a.entries + i;
+      const VecF y = SetF(a.step[k]) * (a.flip != 0 ? LoadU8(codes) - 128.0f : LoadS8(codes));
       StoreF(a.table + size_t(k) * a.entries + i, y);
       norm = norm + y * y;
     }

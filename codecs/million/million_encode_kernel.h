@@ -17,7 +17,7 @@ struct NearestArguments {
   int width;
   int centroids;
   int entries;
-  uint8_t flip;
+  uint8_t flip;  // 0x80 where codes are stored with 128 added, else 0
 };
 
 /// Rows of raw elements, as floats, less mid: out [channel][64 tokens].
