@@ -51,10 +51,10 @@ uint16_t Least(const uint16_t* sums, size_t n) {
 
 /// Bits of 2^(-distance / 128). 2^f - 1 = f - 4 * 0.0859 * f (1 - f) within 0.003 for f in [0, 1).
 KVMANAGER_INLINE VecH ExpBits(VecH distance) {
-  constexpr uint16_t kFraction = kUnitsPerOctave - 1, kSlope = 11, kTop = 11 * kUnitsPerOctave, kHalf = 2048;
+  constexpr uint16_t kFraction = kUnitsPerOctave - 1, kSlope = 11, kTop = 11 * kUnitsPerOctave, kHalf = 2048, kBits = 12;
   const VecH x = kOneBits - distance;
   const VecH f = x & kFraction;
-  return x - ((f * (kTop - f * kSlope) + kHalf) >> 12);
+  return x - ((f * (kTop - f * kSlope) + kHalf) >> kBits);
 }
 
 template <bool kShifted>
