@@ -51,16 +51,16 @@ uint16_t Least(const uint16_t* sums, size_t n) {
 
 /// Bits of 2^(-distance / 128). 2^f - 1 = f - 4 * 0.0859 * f (1 - f) within 0.003 for f in [0, 1).
 KVMANAGER_INLINE VecH ExpBits(VecH distance) {
-  constexpr uint16_t kFraction = kUnitsPerOctave - 1, kSlope = 11, kTop = 11 * kUnitsPerOctave, kHalf = 2048, kBits = 12;
   const VecH x = kOneBits - distance;
-  const VecH f = x & kFraction;
-  return x - ((f * (kTop - f * kSlope) + kHalf) >> kBits);
+  const VecH f = x & (kUnitsPerOctave - 1);
+  return x - ((f * (11 * kUnitsPerOctave - f * 11) + 2048) >> 12);
 }
 
 template <bool kShifted>
 KVMANAGER_INLINE float ExponentialsOf(uint16_t* sums, size_t n, uint16_t least, int shift) {
   constexpr uint16_t kMost = kOctavesKept * kUnitsPerOctave;
-  const VecH most = VecH{} + kMost, most_unshifted = VecH{} + uint16_t((kMost >> shift) + 1);
+  const uint16_t unshifted = uint16_t((kMost >> shift) + 1);
+  const VecH most = VecH{} + kMost, most_unshifted = VecH{} + unshifted;
   VecF even[kVectors16] = {}, odd[kVectors16] = {};
   const auto bits_of = [&](const uint16_t* p) {
     VecH distance = LoadH(p) - least;
