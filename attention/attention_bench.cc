@@ -245,7 +245,10 @@ void Decode(benchmark::State& state, const Shape& shape) {
   const double ns_per_token_head = median_ns / token_heads;
   const double seconds = median_ns * 1e-9, bytes = double(read_pairs) / kPageTokens * pool.codec->info().page_bytes(0);
   state.counters["bytes_per_second"] = bytes / seconds;
-  state.counters["bytes_per_token_head"] = double(pool.codec->info().payload_bytes) / kPageTokens / shape.kv_heads;
+  // Of the layer that is measured; where there are several, the payload is their mean, and the page's own size is told.
+  const CodecInfo& info = pool.codec->info();
+  state.counters["bytes_per_token_head"] =
+      double(shape.layers > 1 ? info.page_bytes(0) : info.payload_bytes) / kPageTokens / shape.kv_heads;
   state.counters["ns_per_token_head"] = ns_per_token_head;
   const RawKey key(shape.context_tokens, shape.query_heads, shape.kv_heads, shape.threads);
   if (is_raw) RawResults()[key] = ns_per_token_head;
