@@ -276,11 +276,14 @@ class Directory final : public Files {
   }
 
  private:
+  /// Of regular files alone: opening a pipe would wait for its writer.
   std::vector<std::string> Names() const {
     std::vector<std::string> names;
     std::error_code error;
     for (fs::directory_iterator it(directory_, error), end; !error && it != end; it.increment(error)) {
-      if (it->path().extension() == kSuffix) names.push_back(it->path().filename().string());
+      std::error_code gone;
+      if (it->path().extension() != kSuffix || !it->is_regular_file(gone)) continue;
+      names.push_back(it->path().filename().string());
     }
     std::sort(names.begin(), names.end());
     return names;
@@ -294,15 +297,20 @@ class Directory final : public Files {
                                     : absl::StrCat("one of those in ", directory_, ": ", absl::StrJoin(names, ", ")));
   }
 
+  /// A damaged copy does not hide a good one: its error is returned only where no claimant is good.
   absl::StatusOr<std::shared_ptr<const Calibration>> ByDigest(absl::string_view digest) {
+    absl::Status first_error;
     for (const std::string& name : Names()) {
       // What the file says of itself is enough to choose it; loading it checks that it is true.
       const absl::StatusOr<std::unique_ptr<Safetensors>> file = Safetensors::Open(directory_ + "/" + name);
       if (!file.ok()) continue;
       const auto said = (*file)->metadata().find("digest");
-      if (said != (*file)->metadata().end() && said->second == digest) return GetFile(directory_ + "/" + name);
+      if (said == (*file)->metadata().end() || said->second != digest) continue;
+      absl::StatusOr<std::shared_ptr<const Calibration>> got = GetFile(directory_ + "/" + name);
+      if (got.ok()) return got;
+      if (first_error.ok()) first_error = got.status();
     }
-    return NotFound(digest);
+    return first_error.ok() ? NotFound(digest) : first_error;
   }
 
   const std::string directory_;

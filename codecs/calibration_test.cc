@@ -1,6 +1,7 @@
 #include "codecs/calibration.h"
 
 #include <openssl/sha.h>
+#include <sys/stat.h>
 
 #include <chrono>
 #include <cmath>
@@ -17,6 +18,7 @@
 #include "codecs/registry.h"
 #include "gtest/gtest.h"
 #include "kvmanager/base/safetensors_testing.h"
+#include "kvmanager/base/status.h"
 
 namespace kvmanager {
 namespace {
@@ -260,6 +262,41 @@ TEST_F(CalibrationDirectoryTest, AFileThatLiesAboutItsDigestIsRefused) {
   Write("liar.safetensors", file);
   EXPECT_EQ(MakeCalibrationDirectory(directory_.string())->Get(digest).status().code(),
             absl::StatusCode::kInvalidArgument);
+}
+
+TEST_F(CalibrationDirectoryTest, ADamagedCopyDoesNotHideAGoodOne) {
+  const std::string good = SmallFile();
+  const std::string digest = (*Calibration::Parse(good, "x"))->digest();
+  std::string damaged = good;
+  damaged.back() = char(damaged.back() ^ 1);
+  Write("a.safetensors", damaged);
+  Write("b.safetensors", good.substr(0, good.size() - 1));
+  Write("c.safetensors", good);
+  Write("d.safetensors", damaged);
+  const auto source = MakeCalibrationDirectory(directory_.string());
+  const auto got = source->Get(digest);
+  ASSERT_TRUE(got.ok()) << got.status();
+  EXPECT_EQ((*got)->digest(), digest);
+  EXPECT_TRUE(absl::StrContains((*got)->source(), "c.safetensors")) << (*got)->source();
+  fs::remove(directory_ / "c.safetensors");
+  const absl::Status none = source->Get(digest).status();
+  EXPECT_EQ(none.code(), absl::StatusCode::kInvalidArgument) << none;
+  EXPECT_TRUE(absl::StrContains(none.message(), "a.safetensors")) << none;
+}
+
+TEST_F(CalibrationDirectoryTest, OnlyRegularFilesCount) {
+  Write("one.safetensors", SmallFile());
+  fs::create_directories(directory_ / "inner.safetensors");
+  fs::create_symlink(directory_ / "nowhere", directory_ / "dangling.safetensors");
+  ASSERT_EQ(mkfifo((directory_ / "pipe.safetensors").c_str(), 0600), 0);
+  const auto source = MakeCalibrationDirectory(directory_.string());
+  const std::string digest = (*source->Get("one"))->digest();
+  EXPECT_TRUE(source->Get(digest).ok());
+  for (const std::string& name : {std::string("pipe"), std::string("inner"), std::string(64, 'a')}) {
+    const absl::Status status = source->Get(name).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
+    EXPECT_TRUE(absl::EndsWith(DetailOf(status).bound, ": one.safetensors")) << status;
+  }
 }
 
 TEST_F(CalibrationDirectoryTest, NamesStayInTheDirectory) {
