@@ -4,6 +4,8 @@
 #include <vector>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
@@ -58,6 +60,20 @@ std::string WithCalibration(std::string spec, const std::shared_ptr<const Calibr
   if (calibration == nullptr) return spec;
   absl::StrAppend(&spec, spec.find(':') == std::string::npos ? ":" : ",", kCalibration, "=", calibration->digest());
   return spec;
+}
+
+absl::Status RefuseCalibration(const CodecContext& context, absl::string_view why) {
+  if (context.calibration == nullptr) return absl::OkStatus();
+  return InvalidField("codec parameter calibration", context.calibration->digest(), absl::StrCat("absent: ", why));
+}
+
+bool ParseDecimal(absl::string_view text, int* value) {
+  return text.find_first_not_of("-0123456789") == absl::string_view::npos && absl::SimpleAtoi(text, value);
+}
+
+bool ParseDecimal(absl::string_view text, double* value) {
+  return text.find_first_not_of("+-.0123456789eE") == absl::string_view::npos && !absl::StartsWith(text, "+") &&
+         absl::SimpleAtod(text, value);
 }
 
 absl::StatusOr<CodecSpec> ParseCodecSpec(absl::string_view text) {

@@ -23,6 +23,14 @@ struct CodecSpec {
 /// "...,calibration=DIGEST" behind `spec`, which has parameters already or not; `spec` itself without a calibration.
 std::string WithCalibration(std::string spec, const std::shared_ptr<const Calibration>& calibration);
 
+/// Refuses the artifact of a codec that has no use for one. why: what the codec does without. Errors: INVALID_ARGUMENT.
+absl::Status RefuseCalibration(const CodecContext& context, absl::string_view why);
+
+/// Numbers as parameters are written: decimal digits behind at most a '-'; a double may have a point and an exponent.
+/// No blanks, no leading '+', no hexadecimal. false: not such a number, or beyond the type.
+bool ParseDecimal(absl::string_view text, int* value);
+bool ParseDecimal(absl::string_view text, double* value);
+
 /// Parses "NAME[:key=value,...]". Errors: INVALID_ARGUMENT naming the field.
 absl::StatusOr<CodecSpec> ParseCodecSpec(absl::string_view text);
 

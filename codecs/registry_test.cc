@@ -56,6 +56,34 @@ TEST(CodecRegistryTest, CallsTheFactoryAndListsWhatItKnows) {
   EXPECT_FALSE(registry.Create("a:x", layout).ok());
 }
 
+TEST(CodecRegistryTest, ArtifactsWithoutAUseAreRefused) {
+  CodecContext context;
+  EXPECT_TRUE(RefuseCalibration(context, "why").ok());
+  context.calibration = *Calibration::Parse(SerializeCalibration({"model", "", 1, 1, 1, 16}, {}, {}), "file");
+  const absl::Status status = RefuseCalibration(context, "why");
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(DetailOf(status).field, "codec parameter calibration");
+  EXPECT_EQ(DetailOf(status).value, context.calibration->digest());
+  EXPECT_EQ(DetailOf(status).bound, "absent: why");
+}
+
+TEST(CodecRegistryTest, NumbersArePlainDecimals) {
+  int i = 0;
+  double d = 0;
+  EXPECT_TRUE(ParseDecimal("48", &i) && i == 48);
+  EXPECT_TRUE(ParseDecimal("-7", &i) && i == -7);
+  EXPECT_TRUE(ParseDecimal("48.5", &d) && d == 48.5);
+  EXPECT_TRUE(ParseDecimal("-.5", &d) && d == -0.5);
+  EXPECT_TRUE(ParseDecimal("1e-05", &d) && d == 1e-05);  // as a canonical spec writes it
+  for (const char* bad :
+       {"", " 48", "48 ", "\t48", "48\n", "+48", "0x30", "0x1p4", "4 8", "48a", "--4", "nan", "inf", "infinity"}) {
+    EXPECT_FALSE(ParseDecimal(bad, &i)) << bad;
+    EXPECT_FALSE(ParseDecimal(bad, &d)) << bad;
+  }
+  EXPECT_FALSE(ParseDecimal("4.0", &i));
+  EXPECT_FALSE(ParseDecimal("99999999999", &i));
+}
+
 TEST(CodecRegistryDeathTest, ANameIsRegisteredOnce) {
   CodecRegistry registry;
   const auto factory = [](const CodecContext&, const CodecParameters&) { return absl::NotFoundError(""); };

@@ -105,6 +105,7 @@ void RegisterHack(CodecRegistry& registry) {
   registry.Register(
       "hack", "codes of 1, 2, 3, 4 or 8 bits that attention multiplies (k_axis, k_bits, v_bits, meta, part, ...)",
       [](const CodecContext& context, const CodecParameters& parameters) -> absl::StatusOr<std::unique_ptr<Codec>> {
+        KV_RETURN_IF_ERROR(RefuseCalibration(context, "hack takes its ranges from each page"));
         KV_ASSIGN_OR_RETURN(const hack::HackParameters checked, hack::ParseHackParameters(parameters, context.layout));
         return MakeHackCodec(hack::MakeHackFormat(context.layout, checked));
       });

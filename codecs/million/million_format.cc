@@ -12,7 +12,6 @@ namespace kvmanager::million {
 namespace {
 
 constexpr uint32_t kAlignment = 64;
-constexpr int kUsualSubspaces = 64;
 constexpr const char* kKeys[] = {"m", "bits", "k_m", "k_bits", "v_m", "v_bits", "scope"};
 
 bool HasPlane(const SideLayout& side, int i) { return (side.bits & kPlaneBits[i]) != 0; }
@@ -45,7 +44,7 @@ absl::Status ReadNumber(const CodecParameters& parameters, const std::string& ke
   const auto found = parameters.find(key);
   if (found == parameters.end()) return absl::OkStatus();
   int value = 0;
-  if (!absl::SimpleAtoi(found->second, &value) || value < min || value > max || (divides > 0 && divides % value != 0)) {
+  if (!ParseDecimal(found->second, &value) || value < min || value > max || (divides > 0 && divides % value != 0)) {
     const std::string divisor = divides > 0 ? absl::StrCat(", a divisor of head_dim ", divides) : "";
     return InvalidField(absl::StrCat("codec parameter ", key), absl::StrCat("\"", found->second, "\""),
                         absl::StrCat(min, "..", max, divisor));
@@ -82,7 +81,7 @@ absl::StatusOr<MillionParameters> ParseMillionParameters(const CodecParameters& 
   }
   const int d = layout.head_dim;
   SideParameters both;
-  both.m = d % kUsualSubspaces == 0 ? kUsualSubspaces : d / 2;
+  both.m = DefaultSubspaces(d);
   KV_RETURN_IF_ERROR(ReadNumber(parameters, "m", 1, d, d, &both.m));
   KV_RETURN_IF_ERROR(ReadNumber(parameters, "bits", kBitsMin, kBitsMax, 0, &both.bits));
   MillionParameters p;

@@ -43,8 +43,10 @@ struct SideParameters {
   friend bool operator==(const SideParameters&, const SideParameters&) = default;
 };
 
-/// "million:k_m=64,k_bits=8,v_m=64,v_bits=8,scope=head"; "m" and "bits" set both sides. m is 64 unless given, or
-/// head_dim / 2 where 64 does not divide head_dim.
+/// m where nothing is said: 64, or head_dim / 2 where 64 does not divide head_dim.
+constexpr int DefaultSubspaces(int head_dim) { return head_dim % 64 == 0 ? 64 : head_dim / 2; }
+
+/// "million:k_m=64,k_bits=8,v_m=64,v_bits=8,scope=head"; "m" and "bits" set both sides.
 struct MillionParameters {
   SideParameters side[2];    // kSideK, kSideV
   bool whole_model = false;  // scope=model: one codebook for every layer and head; scope=head: one for each

@@ -41,6 +41,7 @@ TEST(MillionFormat, RefusesByName) {
   EXPECT_EQ(Refused("million:bits=3").bound, "4..12");
   EXPECT_EQ(Refused("million:v_bits=13").field, "codec parameter v_bits");
   EXPECT_EQ(Refused("million:v_bits=8x").value, "\"8x\"");
+  EXPECT_EQ(Refused("million:v_bits= 8").value, "\" 8\"");
   EXPECT_EQ(Refused("million:scope=layer").bound, "head or model");
   EXPECT_EQ(Refused("million:window=3").value, "\"window\"");
   EXPECT_EQ(Refused("million", MakeLayout(1, 128, 80)).field, "page_tokens");

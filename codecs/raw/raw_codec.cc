@@ -65,6 +65,7 @@ class RawCodec final : public Codec {
 
 absl::StatusOr<std::unique_ptr<Codec>> MakeRawCodec(const CodecContext& context, const CodecParameters& parameters) {
   const PageLayout& layout = context.layout;
+  KV_RETURN_IF_ERROR(RefuseCalibration(context, "raw keeps pages as they are"));
   if (!parameters.empty()) {
     return InvalidField("codec raw parameter", absl::StrCat("\"", parameters.begin()->first, "\""),
                         "absent: raw takes none");

@@ -240,7 +240,8 @@ TEST(ZackParameters, BadOnesAreNamed) {
       {"zack:calibration=a,rate=-0.1", "rate"},   {"zack:calibration=a,rate=0.951", "rate"},
       {"zack:calibration=a,rate=half", "rate"},   {"zack:calibration=a,rate=inf", "rate"},
       {"zack:calibration=a,fold=2", "fold"},      {"zack:calibration=a,fold=true", "fold"},
-      {"zack:calibration=a,bits=3", "parameter"},
+      {"zack:calibration=a,bits=3", "parameter"}, {"zack:calibration=a,rate= 0.5", "rate"},
+      {"zack:calibration=a,rate=0x0p0", "rate"},  {"zack:calibration=a,rate=+0.5", "rate"},
   };
   for (const auto& [spec, field] : bad) {
     const absl::Status status = Create(context, spec).status();

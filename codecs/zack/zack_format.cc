@@ -35,7 +35,7 @@ absl::Status ReadRate(const CodecParameters& parameters, double* rate) {
   const auto given = parameters.find("rate");
   if (given == parameters.end()) return absl::OkStatus();
   double value;
-  if (!absl::SimpleAtod(given->second, &value) || !(value >= 0 && value <= kRateMax)) {
+  if (!ParseDecimal(given->second, &value) || !(value >= 0 && value <= kRateMax)) {
     return InvalidField("codec parameter rate", absl::StrCat("\"", given->second, "\""),
                         absl::StrCat("a number in 0..", kRateMax));
   }
