@@ -46,7 +46,7 @@ double Written(double value) {
 
 absl::Status ReadNumber(const std::string& text, absl::string_view key, double min, double max, double* out) {
   double value;
-  if (!absl::SimpleAtod(text, &value) || !(value >= min && value <= max)) {
+  if (!ParseDecimal(text, &value) || !(value >= min && value <= max)) {
     return ParameterError(key, absl::StrCat("\"", text, "\""), absl::StrCat("a number in ", min, "..", max));
   }
   *out = Written(value);
@@ -108,7 +108,8 @@ absl::StatusOr<absl::Span<const int32_t>> ReadOrder(const CodecContext& context,
 
 absl::StatusOr<ZackHackParameters> ParseParameters(const CodecContext& context, const CodecParameters& parameters) {
   if (context.calibration == nullptr) {
-    return ParameterError("calibration", "absent", "an artifact made by kvctl calibrate --codec zack+hack");
+    return FieldError(absl::StatusCode::kFailedPrecondition, "codec parameter calibration", "absent",
+                      "an artifact made by kvctl calibrate --codec zack+hack");
   }
   for (const auto& [key, value] : parameters) {
     if (std::find(std::begin(kKeys), std::end(kKeys), key) == std::end(kKeys)) {
@@ -119,6 +120,7 @@ absl::StatusOr<ZackHackParameters> ParseParameters(const CodecContext& context, 
   // HACK's limits on pages.
   KV_RETURN_IF_ERROR(hack::ParseHackParameters({}, context.layout).status());
   ZackHackParameters p;
+  p.bytes = DefaultBytes(context.layout);
   KV_ASSIGN_OR_RETURN(p.mode, zack::ReadMode(parameters, *context.calibration, "zack_hack.mode"));
   for (int side = 0; side < kSides; ++side) {
     const auto given = parameters.find(kBitKeys[side]);

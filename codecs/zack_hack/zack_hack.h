@@ -5,9 +5,9 @@
 //   zack+hack:mode=balanced,k_bits=1.5,v_bits=1,allocation=model,fold=0,calibration=NAME
 //
 // mode: joint | balanced; by default what won on the calibration text. k_bits, v_bits: average bits per channel, 0..4
-// (2 and 1 where only the other is given). bytes: of a token and KV head, K and V with their metadata; 56 by default.
-// allocation: head: every layer and head gets the same; model: all share one budget, by sensitivity. By default what
-// the artifact says. fold: outputs stay rotated, for a client that folds the way back into W_O.
+// (2 and 1 where only the other is given). bytes: of a token and KV head, K and V with their metadata; 56 head_dim /
+// 128 by default. allocation: head: every layer and head gets the same; model: all share one budget, by sensitivity. By
+// default what the artifact says. fold: outputs stay rotated, for a client that folds the way back into W_O.
 //
 // What a budget buys: an average of b bits is round(b * head_dim / 16) bits for the segments of a head and side
 // (allocation=head; ties to even, as the reference), or round(b * head_dim / 16 * layers * kv_heads) for those of a
@@ -37,13 +37,17 @@ enum class Allocation : uint8_t { kHead, kModel };
 
 struct ZackHackParameters {
   std::string mode;
-  double bytes = 56;        // or, where bits are given, NaN
+  double bytes = 0;         // or, where bits are given, NaN
   double bits[2] = {0, 0};  // average of K, V; only where bytes is NaN
   Allocation allocation = Allocation::kHead;
   bool fold = false;
 };
 
-/// Checks `parameters` and fills in what they leave to the artifact. Errors: INVALID_ARGUMENT with field, value, bound.
+/// bytes where nothing is said: 56 at 128 channels.
+inline double DefaultBytes(const PageLayout& layout) { return 56.0 * layout.head_dim / 128; }
+
+/// Checks `parameters` and fills in what they leave to the artifact. Errors: INVALID_ARGUMENT with field, value, bound;
+/// FAILED_PRECONDITION without an artifact.
 absl::StatusOr<ZackHackParameters> ParseParameters(const CodecContext& context, const CodecParameters& parameters);
 /// Energies and sensitivities of an artifact. Errors: those of Calibration's readers; INVALID_ARGUMENT for an element
 /// that is negative.

@@ -57,6 +57,20 @@ TEST(ZackHackTest, CanonicalSpecAndInfo) {
                          trained.calibration->digest()));
 }
 
+TEST(ZackHackTest, DefaultBytesFollowTheHeadsWidth) {
+  for (const int d : {16, 32, 48, 64, 96, 128, 256}) {
+    const PageLayout layout = {DType::kFloat16, 2, uint16_t(d), 64};
+    for (const char* allocation : {"head", "model"}) {
+      const auto codec = Make(SyntheticContext(layout, 3, 4), {{"allocation", allocation}});
+      ASSERT_NE(codec, nullptr) << d;
+      EXPECT_NE(codec->info().spec.find(absl::StrCat(",bytes=", d * 7 / 16, ",")), std::string::npos)
+          << codec->info().spec;
+      EXPECT_LE(BytesPerToken(*codec), d * 0.4375 + 0.125);
+      EXPECT_GE(BytesPerToken(*codec), d * 0.4375 - 2);
+    }
+  }
+}
+
 // The rows of reference.py: K2 V1, K1.5 V1, K1.25 V0.75, K1 V0.5; 0.125 bytes of tops.
 TEST(ZackHackTest, BytesOfHeadAllocation) {
   const CodecContext context = SyntheticContext(kUsual, 2, 8);
@@ -114,6 +128,10 @@ TEST(ZackHackTest, RefusesWrongParameters) {
       {{{"bytes", "136.2"}}, "codec parameter bytes"},
       {{{"bytes", "nan"}}, "codec parameter bytes"},
       {{{"bytes", "fifty"}}, "codec parameter bytes"},
+      {{{"bytes", " 48"}}, "codec parameter bytes"},
+      {{{"bytes", "48 "}}, "codec parameter bytes"},
+      {{{"bytes", "+48"}}, "codec parameter bytes"},
+      {{{"bytes", "0x30"}}, "codec parameter bytes"},
       {{{"k_bits", "4.5"}}, "codec parameter k_bits"},
       {{{"v_bits", "-1"}}, "codec parameter v_bits"},
       {{{"v_bits", "inf"}}, "codec parameter v_bits"},
@@ -130,7 +148,9 @@ TEST(ZackHackTest, RefusesWrongParameters) {
   }
   CodecContext none = context;
   none.calibration = nullptr;
-  EXPECT_EQ(DetailOf(MakeCodec(none, CodecParameters{}).status()).field, "codec parameter calibration");
+  const absl::Status absent = MakeCodec(none, CodecParameters{}).status();
+  EXPECT_EQ(absent.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(DetailOf(absent).field, "codec parameter calibration");
   CodecContext pages = context;
   pages.layout.page_tokens = 32;
   EXPECT_EQ(DetailOf(MakeCodec(pages, CodecParameters{}).status()).field, "page_tokens");

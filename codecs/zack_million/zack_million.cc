@@ -1,11 +1,13 @@
 #include "codecs/zack_million/zack_million.h"
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "codecs/million/million.h"
 #include "codecs/zack/factors.h"
@@ -16,11 +18,18 @@ namespace kvmanager {
 namespace {
 
 constexpr uint32_t kFormatVersion = 1;  // of the spec and of rotated pages; the pages' own format is million's
+constexpr const char* kKeys[] = {"mode", "fold", "m", "bits", "k_m", "k_bits", "v_m", "v_bits", "scope"};
 
 absl::StatusOr<std::unique_ptr<Codec>> MakeZackMillion(const CodecContext& context, const CodecParameters& parameters) {
+  for (const auto& [key, value] : parameters) {
+    if (std::find(std::begin(kKeys), std::end(kKeys), key) == std::end(kKeys)) {
+      return InvalidField("codec zack+million parameter", absl::StrCat("\"", key, "\""),
+                          absl::StrCat("one of ", absl::StrJoin(kKeys, ", "), ", calibration"));
+    }
+  }
   if (context.calibration == nullptr) {
-    return InvalidField("codec parameter calibration", "absent",
-                        "an artifact made by kvctl calibrate --codec zack+million:...");
+    return FieldError(absl::StatusCode::kFailedPrecondition, "codec parameter calibration", "absent",
+                      "an artifact made by kvctl calibrate --codec zack+million:...");
   }
   bool fold = false;
   CodecParameters codes = parameters;

@@ -5,6 +5,7 @@
 #include "codecs/zack_hack/rotated_codec.h"
 #include "codecs/zack_hack/stack_testing.h"
 #include "gtest/gtest.h"
+#include "kvmanager/base/status.h"
 
 namespace kvmanager {
 namespace {
@@ -83,6 +84,13 @@ TEST_F(ZackMillionTest, RefusesWhatItCannotDo) {
                            "zack+million:mode=x,calibration=any", "zack+million:part=2,calibration=any"}) {
     EXPECT_FALSE(registry_.Create(spec, context_).ok()) << spec;
   }
+  EXPECT_EQ(registry_.Create("zack+million:m=32,bits=8", context_).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  const absl::Status unknown = registry_.Create("zack+million:m=32,foo=1,calibration=any", context_).status();
+  EXPECT_EQ(unknown.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(DetailOf(unknown).field, "codec zack+million parameter");
+  EXPECT_EQ(DetailOf(unknown).value, "\"foo\"");
+  EXPECT_EQ(DetailOf(unknown).bound, "one of mode, fold, m, bits, k_m, k_bits, v_m, v_bits, scope, calibration");
 }
 
 }  // namespace
