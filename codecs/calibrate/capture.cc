@@ -15,6 +15,7 @@ namespace kvmanager::calibrate {
 namespace {
 
 constexpr uint64_t kTokensMax = uint64_t{1} << 31;
+constexpr uint64_t kPageTokens = 64;  // contexts begin with a page
 
 std::string NameOf(int layer, const char* name) { return absl::StrCat("layers.", layer, ".", name); }
 
@@ -129,6 +130,10 @@ absl::Status Capture::CheckShapes(const std::string& path) {
     if (!absl::SimpleAtoi(windows, &window) || window < 1 || window > tokens_) {
       return InvalidField(absl::StrCat("capture ", path, ": metadata windows"), absl::CHexEscape(windows.substr(0, 40)),
                           absl::StrCat("1..", tokens_, ", the tokens of one context"));
+    }
+    if (window < tokens_ && window % kPageTokens != 0) {
+      return InvalidField(absl::StrCat("capture ", path, ": metadata windows"), window,
+                          absl::StrCat("a multiple of ", kPageTokens, ", or ", tokens_, " for one context alone"));
     }
   }
   return absl::OkStatus();

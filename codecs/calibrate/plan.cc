@@ -1,8 +1,11 @@
 #include "codecs/calibrate/plan.h"
 
+#include <algorithm>
+
 #include "absl/strings/escaping.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "codecs/million/million_format.h"
 #include "codecs/registry.h"
 #include "kvmanager/base/status.h"
 
@@ -11,12 +14,48 @@ namespace {
 
 constexpr char kCodecs[] = "one that is calibrated: million, zack, zack+hack, zack+million, default (zack+hack)";
 
+/// What each codec takes beside "calibration"; others are misspelt.
+absl::Span<const char* const> KeysOf(absl::string_view codec) {
+  static constexpr const char* kMillion[] = {"m", "bits", "k_m", "k_bits", "v_m", "v_bits", "scope"};
+  static constexpr const char* kZack[] = {"mode", "rate", "fold"};
+  static constexpr const char* kZackHack[] = {"mode", "k_bits", "v_bits", "bytes", "allocation", "fold"};
+  static constexpr const char* kZackMillion[] = {"mode",   "fold", "m",      "bits", "k_m",
+                                                 "k_bits", "v_m",  "v_bits", "scope"};
+  if (codec == "million") return kMillion;
+  if (codec == "zack") return kZack;
+  if (codec == "zack+hack") return kZackHack;
+  if (codec == "zack+million") return kZackMillion;
+  return {};
+}
+
+absl::Status CheckKeys(const CodecSpec& spec) {
+  const absl::Span<const char* const> known = KeysOf(spec.name);
+  for (const auto& [key, value] : spec.parameters) {
+    if (key == "calibration" || std::find(known.begin(), known.end(), key) != known.end()) continue;
+    return InvalidField(absl::StrCat(spec.name, " parameter"), absl::CHexEscape(key.substr(0, 40)),
+                        known.empty() ? "absent: name the codec to set its parameters"
+                                      : absl::StrCat("one of ", absl::StrJoin(known, ", ")));
+  }
+  return absl::OkStatus();
+}
+
+/// "head", or what `scope` says.
+absl::StatusOr<std::string> Scope(const CodecSpec& spec, absl::Span<const char* const> allowed) {
+  const auto found = spec.parameters.find("scope");
+  const std::string scope = found == spec.parameters.end() ? "head" : found->second;
+  if (std::find(allowed.begin(), allowed.end(), scope) == allowed.end()) {
+    return InvalidField(absl::StrCat(spec.name, " scope"), absl::CHexEscape(scope.substr(0, 40)),
+                        absl::StrJoin(allowed, " or "));
+  }
+  return scope;
+}
+
 /// The integer under `key` in min..max, or `otherwise`.
 absl::StatusOr<int> Number(const CodecSpec& spec, const std::string& key, int otherwise, int min, int max) {
   const auto found = spec.parameters.find(key);
   if (found == spec.parameters.end()) return otherwise;
   int value = 0;
-  if (!absl::SimpleAtoi(found->second, &value) || value < min || value > max) {
+  if (!ParseDecimal(found->second, &value) || value < min || value > max) {
     return InvalidField(absl::StrCat(spec.name, " ", key), absl::CHexEscape(found->second.substr(0, 40)),
                         absl::StrCat("an integer in ", min, "..", max));
   }
@@ -25,7 +64,7 @@ absl::StatusOr<int> Number(const CodecSpec& spec, const std::string& key, int ot
 
 /// m and bits of each side: k_m, k_bits, v_m, v_bits, or m, bits for both.
 absl::Status AddShapes(const CodecSpec& spec, int head_dim, std::set<PqShape> (*into)[2]) {
-  KV_ASSIGN_OR_RETURN(const int m, Number(spec, "m", PqShape().m, 1, head_dim));
+  KV_ASSIGN_OR_RETURN(const int m, Number(spec, "m", million::DefaultSubspaces(head_dim), 1, head_dim));
   KV_ASSIGN_OR_RETURN(const int bits, Number(spec, "bits", PqShape().bits, PqShape::kBitsMin, PqShape::kBitsMax));
   for (Side side : kSides) {
     const std::string prefix = absl::StrCat(Name(side), "_");
@@ -52,25 +91,18 @@ absl::StatusOr<CalibrationPlan> CalibrationPlan::Make(absl::Span<const std::stri
   for (const std::string& text : specs) {
     KV_ASSIGN_OR_RETURN(const CodecSpec spec, ParseCodecSpec(text));
     if (spec.name == "million") {
-      static const std::set<std::string> kKnown = {"m",   "bits",   "k_m",   "k_bits",
-                                                   "v_m", "v_bits", "scope", "calibration"};
-      for (const auto& [key, value] : spec.parameters) {
-        if (kKnown.count(key) == 0) {
-          return InvalidField(absl::StrCat(spec.name, " parameter"), absl::CHexEscape(key.substr(0, 40)),
-                              "m, bits, k_m, k_bits, v_m, v_bits or scope");
-        }
-      }
-      const auto found = spec.parameters.find("scope");
-      const std::string scope = found == spec.parameters.end() ? "head" : found->second;
-      if (scope != "head" && scope != "model") {
-        return InvalidField("million scope", absl::CHexEscape(scope.substr(0, 40)), "head or model");
-      }
+      KV_RETURN_IF_ERROR(CheckKeys(spec));
+      KV_ASSIGN_OR_RETURN(const std::string scope, Scope(spec, {"head", "model"}));
       KV_RETURN_IF_ERROR(AddShapes(spec, head_dim, scope == "head" ? &plan.million : &plan.million_model));
     } else if (spec.name == "zack") {
+      KV_RETURN_IF_ERROR(CheckKeys(spec));
       plan.zack = true;
     } else if (spec.name == "zack+hack" || spec.name == "default") {
+      KV_RETURN_IF_ERROR(CheckKeys(spec));
       plan.zack = plan.zack_hack = true;
     } else if (spec.name == "zack+million") {
+      KV_RETURN_IF_ERROR(CheckKeys(spec));
+      KV_RETURN_IF_ERROR(Scope(spec, {"head"}).status());
       plan.zack = true;
       KV_RETURN_IF_ERROR(AddShapes(spec, head_dim, &plan.zack_million));
     } else {

@@ -16,7 +16,7 @@ namespace kvmanager::calibrate {
 /// A product quantiser: M sub-vectors, 2^bits centroids each.
 struct PqShape {
   static constexpr int kBitsMin = 4, kBitsMax = 12;
-  int m = 64, bits = 8;
+  int m = 64, bits = 8;  // m by default: as million's (million_format.h)
   friend auto operator<=>(const PqShape&, const PqShape&) = default;
 };
 
@@ -37,8 +37,8 @@ struct CalibrationPlan {
   std::set<PqShape> million[2], million_model[2], zack_million[2];
 
   /// What `specs` ("million:m=64,bits=8", "zack", "zack+hack:...", "zack+million:...", "default") need for heads of
-  /// head_dim. Parameters that say nothing about training are left to the codec. Errors: INVALID_ARGUMENT naming the
-  /// codec (with those that can be calibrated) or the parameter, its value and its bound.
+  /// head_dim. Values that say nothing about training are left to the codec. Errors: INVALID_ARGUMENT naming the codec
+  /// (with those that can be calibrated) or the parameter (with the codec's), its value and its bound.
   static absl::StatusOr<CalibrationPlan> Make(absl::Span<const std::string> specs, int head_dim);
 };
 

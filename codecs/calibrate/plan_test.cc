@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <tuple>
+#include <utility>
 
 #include "absl/strings/match.h"
 #include "codecs/calibrate/random.h"
@@ -27,6 +29,39 @@ TEST(CalibrationPlanTest, CodecsSayWhatIsTrained) {
   EXPECT_EQ(ZackName("zack", ZackMode::kJoint, "qk.left"), "zack.joint.qk.left");
 }
 
+TEST(CalibrationPlanTest, SubspacesByDefaultAreTheCodecs) {
+  for (const auto& [d, m] : {std::pair(16, 8), {32, 16}, {64, 64}, {96, 48}, {128, 64}, {256, 64}}) {
+    for (const std::string spec : {"million", "million:bits=8", "zack+million:bits=8"}) {
+      const auto plan = CalibrationPlan::Make({spec}, d);
+      ASSERT_TRUE(plan.ok()) << plan.status();
+      for (int side = 0; side < 2; ++side) {
+        EXPECT_EQ(spec[0] == 'z' ? plan->zack_million[side] : plan->million[side], (std::set<PqShape>{{m, 8}}));
+      }
+    }
+  }
+}
+
+TEST(CalibrationPlanTest, ParametersOfCodecsAreKnown) {
+  for (const char* spec : {"zack", "zack:mode=joint,rate=0.3,fold=1,calibration=x", "default", "default:calibration=x",
+                           "zack+hack:mode=joint,k_bits=2,v_bits=1,allocation=head,fold=0", "zack+hack:bytes=40",
+                           "zack+million:mode=joint,fold=1,k_m=16,k_bits=4,v_m=16,v_bits=4,scope=head"}) {
+    EXPECT_TRUE(CalibrationPlan::Make({spec}, 128).ok()) << spec;
+  }
+  for (const auto& [spec, key, allowed] : {std::tuple("zack:foo=1", "foo", "mode, rate, fold"),
+                                           {"zack:bytes=40", "bytes", "mode, rate, fold"},
+                                           {"zack+hack:nonsense=1", "nonsense", "bytes, allocation"},
+                                           {"zack+hack:rate=0.5", "rate", "bytes, allocation"},
+                                           {"zack+million:m=16,bits=4,foo=1", "foo", "mode, fold, m, bits"},
+                                           {"zack+million:scope=model", "scope", "head"},
+                                           {"default:x=y", "x", "name the codec"}}) {
+    const auto plan = CalibrationPlan::Make({spec}, 128);
+    ASSERT_FALSE(plan.ok()) << spec;
+    EXPECT_EQ(plan.status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_TRUE(absl::StrContains(plan.status().message(), key)) << plan.status();
+    EXPECT_TRUE(absl::StrContains(plan.status().message(), allowed)) << plan.status();
+  }
+}
+
 TEST(CalibrationPlanTest, WrongSpecsAreNamed) {
   const auto message = [](const std::string& spec) {
     const auto plan = CalibrationPlan::Make({spec}, 128);
@@ -38,6 +73,8 @@ TEST(CalibrationPlanTest, WrongSpecsAreNamed) {
   EXPECT_TRUE(absl::StrContains(message("million:bits=13"), "4..12"));
   EXPECT_TRUE(absl::StrContains(message("million:k_bits=3"), "4..12"));
   EXPECT_TRUE(absl::StrContains(message("million:v_m=0"), "1..128"));
+  EXPECT_TRUE(absl::StrContains(message("million:m= 64"), "1..128"));
+  EXPECT_TRUE(absl::StrContains(message("million:m=+64"), "1..128"));
   EXPECT_TRUE(absl::StrContains(message("million:mm=64"), "mm"));
   EXPECT_TRUE(absl::StrContains(message("million:scope=layer"), "head or model"));
   EXPECT_FALSE(CalibrationPlan::Make({}, 128).ok());

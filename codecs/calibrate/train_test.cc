@@ -291,7 +291,7 @@ class CaptureTest : public ::testing::Test {
 
   const Data data_;
   TensorSet set_;
-  TensorMetadata metadata_ = {{"model", "test"}, {"revision", "r1"}, {"windows", "100"}};
+  TensorMetadata metadata_ = {{"model", "test"}, {"revision", "r1"}, {"windows", "128"}};
   std::string path_;
 };
 
@@ -347,8 +347,14 @@ TEST_F(CaptureTest, WrongCapturesAreNamed) {
   metadata_.erase("model");
   refused("metadata model", [](TensorMap&) {});
   metadata_["model"] = "test";
-  metadata_["windows"] = "many";
-  refused("metadata windows", [](TensorMap&) {});
+  for (const char* windows : {"many", "0", "301", "1000", "100", "299", "32"}) {
+    metadata_["windows"] = windows;
+    refused("metadata windows", [](TensorMap&) {});
+  }
+  for (const char* windows : {"64", "256", "300"}) {  // 300: all of them
+    metadata_["windows"] = windows;
+    EXPECT_TRUE(Open(set_.tensors()).ok()) << windows;
+  }
   EXPECT_EQ(Capture::Open(path_ + ".none").status().code(), absl::StatusCode::kNotFound);
 }
 
