@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "codecs/hack/hack_attention_kernel.h"
+#include "codecs/workspace_cutter.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::hack {
@@ -93,23 +94,6 @@ void Rotate(float* x, int n) {
   for (int i = 0; i < n; ++i) x[i] *= factor;
 }
 
-/// Cuts aligned arrays off a workspace; with a null workspace it only counts.
-class Cutter {
- public:
-  explicit Cutter(uint8_t* workspace) : base_(workspace) {}
-  template <typename T>
-  T* Cut(size_t count) {
-    T* at = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
-    used_ += (count * sizeof(T) + 63) / 64 * 64;
-    return at;
-  }
-  size_t used() const { return used_; }
-
- private:
-  uint8_t* base_;
-  size_t used_ = 0;
-};
-
 class HackAttention final : public PageAttention {
  public:
   HackAttention(const HackFormat* format, Isa isa)
@@ -121,7 +105,7 @@ class HackAttention final : public PageAttention {
   }
 
   size_t workspace_bytes(int rows) const override {
-    Cutter cutter(nullptr);
+    WorkspaceCutter cutter(nullptr);
     float* rotated;
     CutScratch(cutter, rows, &rotated);
     return cutter.used();
@@ -132,7 +116,7 @@ class HackAttention final : public PageAttention {
   void Attend(const PageAttentionTask& task, const SoftmaxRows& state, absl::Span<uint8_t> workspace) const override {
     KV_CHECK(task.visible == nullptr);
     const int d = format_.layout.head_dim;
-    Cutter cutter(workspace.data());
+    WorkspaceCutter cutter(workspace.data());
     HackArguments a;
     float* rotated;
     a.scratch = CutScratch(cutter, task.rows, &rotated);
@@ -164,7 +148,7 @@ class HackAttention final : public PageAttention {
   }
 
  private:
-  HackScratch CutScratch(Cutter& cutter, size_t rows, float** rotated) const {
+  HackScratch CutScratch(WorkspaceCutter& cutter, size_t rows, float** rotated) const {
     const size_t d = format_.layout.head_dim, tokens = format_.layout.page_tokens, entries = std::max(d, tokens);
     HackScratch s;
     s.steps = cutter.Cut<float>(entries);

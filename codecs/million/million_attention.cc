@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "codecs/million/million_attention_kernel.h"
+#include "codecs/workspace_cutter.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::million {
@@ -20,23 +21,6 @@ AttendFunction AttendOf(Isa isa) {
 #endif
   return kMillionAttendPortable;
 }
-
-/// Cuts aligned arrays off a workspace; with a null workspace it only counts.
-class Cutter {
- public:
-  explicit Cutter(uint8_t* workspace) : base_(workspace) {}
-  template <typename T>
-  T* Cut(size_t count) {
-    T* at = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
-    used_ += (count * sizeof(T) + 63) / 64 * 64;
-    return at;
-  }
-  size_t used() const { return used_; }
-
- private:
-  uint8_t* base_;
-  size_t used_ = 0;
-};
 
 class MillionAttention final : public PageAttention {
  public:
@@ -57,7 +41,7 @@ class MillionAttention final : public PageAttention {
   }
 
   size_t workspace_bytes(int rows) const override {
-    Cutter cutter(nullptr);
+    WorkspaceCutter cutter(nullptr);
     CutScratch(cutter, rows);
     return cutter.used();
   }
@@ -66,7 +50,7 @@ class MillionAttention final : public PageAttention {
 
   void Attend(const PageAttentionTask& task, const SoftmaxRows& state, absl::Span<uint8_t> workspace) const override {
     KV_CHECK(task.visible == nullptr);
-    Cutter cutter(workspace.data());
+    WorkspaceCutter cutter(workspace.data());
     MillionArguments a;
     a.scratch = CutScratch(cutter, task.rows);
     KV_CHECK(cutter.used() <= workspace.size());
@@ -96,7 +80,7 @@ class MillionAttention final : public PageAttention {
   }
 
  private:
-  MillionScratch CutScratch(Cutter& cutter, size_t rows) const {
+  MillionScratch CutScratch(WorkspaceCutter& cutter, size_t rows) const {
     const size_t d = format_.layout.head_dim;
     MillionScratch s;
     s.words = cutter.Cut<uint32_t>(kGroupStrips * StripWords(std::max(k_channels_, v_channels_)));
