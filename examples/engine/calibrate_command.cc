@@ -24,20 +24,9 @@ constexpr uint64_t kTextBytesMax = uint64_t{1} << 32;
 
 /// Before minutes of work: whether the artifact can be written in the end.
 absl::Status CheckOut(const std::string& path) {
-  std::error_code error;
   if (path.empty()) return InvalidField("--out", "empty", "a file's path");
   if (!absl::EndsWith(path, ".safetensors")) return InvalidField("--out", path, "FILE.safetensors");
-  if (std::filesystem::is_directory(path, error)) return InvalidField("--out", path, "a file, not a directory");
-  std::string directory = std::filesystem::path(path).parent_path().string();
-  if (directory.empty()) directory = ".";
-  if (!std::filesystem::is_directory(directory, error)) {
-    return absl::NotFoundError(absl::StrCat("no directory ", directory, " for --out ", path));
-  }
-  // Not access(): it says yes to root where writing fails.
-  const std::string probe = absl::StrCat(path, ".probe.", getpid());
-  KV_RETURN_IF_ERROR(WriteFile(probe, ""));
-  std::filesystem::remove(probe, error);
-  return absl::OkStatus();
+  return CheckWritable("--out", path);
 }
 
 /// One bar at a time on a terminal. Elsewhere lines for the stage that takes long, and one for each other stage.
@@ -194,6 +183,7 @@ absl::Status RunCalibrate(const CalibrateArguments& arguments) {
   options.train.seed = uint64_t(arguments.seed);
   options.train.iterations = arguments.iterations;
   KV_RETURN_IF_ERROR(CheckOut(arguments.out));
+  if (!arguments.json.empty()) KV_RETURN_IF_ERROR(CheckWritable("--json", arguments.json));
   KV_ASSIGN_OR_RETURN(const CalibrateResult result, Calibrate(arguments, options));
   KV_RETURN_IF_ERROR(WriteFileAtomically(arguments.out, result.file));
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();

@@ -1,7 +1,6 @@
 #include "examples/engine/calibrate.h"
 
 #include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/match.h"
@@ -11,6 +10,7 @@
 #include "examples/engine/calibrate_command.h"
 #include "examples/engine/local_backend.h"
 #include "examples/engine/program.h"
+#include "examples/engine/tiny_files.h"
 #include "examples/engine/tiny_model.h"
 #include "gtest/gtest.h"
 
@@ -31,25 +31,8 @@ class CalibrateTest : public ::testing::Test {
  protected:
   CalibrateTest() : directory_(fs::path(::testing::TempDir()) / "calibrate"), config_(Config()) {
     fs::remove_all(directory_);
-    fs::create_directories(directory_ / "tiny");
-    const nlohmann::json json = {{"architectures", {"LlamaForCausalLM"}},
-                                 {"model_type", "llama"},
-                                 {"hidden_act", "silu"},
-                                 {"hidden_size", config_.hidden_size},
-                                 {"intermediate_size", config_.intermediate_size},
-                                 {"num_hidden_layers", config_.layers},
-                                 {"num_attention_heads", config_.query_heads},
-                                 {"num_key_value_heads", config_.kv_heads},
-                                 {"head_dim", config_.head_dim},
-                                 {"vocab_size", config_.vocab_size},
-                                 {"rope_theta", config_.rope_theta},
-                                 {"rms_norm_eps", config_.rms_norm_eps},
-                                 {"tie_word_embeddings", config_.tie_word_embeddings}};
-    std::ofstream(directory_ / "tiny/config.json") << json.dump();
-    std::ofstream(directory_ / "tiny/model.safetensors", std::ios::binary)
-        << SafetensorsFile(RandomTensors(config_, 5));
-    std::ofstream text(directory_ / "text", std::ios::binary);
-    for (uint32_t token : RandomTokens(1200, 6)) text.put(char(token));
+    WriteTinyModel(config_, 5, directory_ / "tiny");
+    WriteRandomText(1200, 6, directory_ / "text");
     arguments_.model = (directory_ / "tiny").string();
     arguments_.text = (directory_ / "text").string();
     arguments_.out = (directory_ / "new.safetensors").string();
@@ -148,6 +131,7 @@ TEST_F(CalibrateTest, WhatCannotWorkIsRefusedFirst) {
   refused("/none", [&](CalibrateArguments& a) { a.model = (directory_ / "none").string(); });
   refused("/none", [&](CalibrateArguments& a) { a.text = (directory_ / "none").string(); });
   refused("no directory", [&](CalibrateArguments& a) { a.out = (directory_ / "none/new.safetensors").string(); });
+  refused("for --json", [&](CalibrateArguments& a) { a.json = (directory_ / "none/report.json").string(); });
   refused(".safetensors", [&](CalibrateArguments& a) { a.out = (directory_ / "new").string(); });
   refused("--capture", [](CalibrateArguments& a) { a.model = a.text = ""; });
   refused("none", [&](CalibrateArguments& a) {

@@ -39,13 +39,23 @@ CodecContext LocalContext(const Model& model, int page_tokens) {
   return context;
 }
 
+absl::Status CheckLocalCodec(const Model& model, const Codec& codec) {
+  const PageLayout& layout = codec.layout();
+  if (layout != LocalContext(model, layout.page_tokens).layout) {
+    return InvalidField("the codec's pages", absl::StrCat(int{layout.kv_heads}, " KV heads of ", int{layout.head_dim}),
+                        absl::StrCat("fp16, ", model.config().kv_heads, " of ", model.config().head_dim));
+  }
+  if (codec.NewIndex({}) != nullptr) {
+    return InvalidField("codec", codec.info().spec,
+                        "one whose queries read every token: what this one costs is measured through a daemon, with "
+                        "`evaluate --codec`");
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::unique_ptr<LocalBackend>> LocalBackend::Create(const Model* model, const Codec* codec,
                                                                    const LocalBackendOptions& options) {
-  const PageLayout& layout = codec->layout();
-  if (layout != LocalContext(*model, layout.page_tokens).layout) {
-    return InvalidField("the codec's pages", absl::StrCat(int{layout.kv_heads}, " KV heads of ", int{layout.head_dim}),
-                        absl::StrCat("fp16, ", model->config().kv_heads, " of ", model->config().head_dim));
-  }
+  KV_RETURN_IF_ERROR(CheckLocalCodec(*model, *codec));
   if (options.lag_pages < 0) return InvalidField("lag_pages", options.lag_pages, "at least 0");
   if (options.rows_max < 1) return InvalidField("rows_max", options.rows_max, "at least 1");
   if (options.threads < 1 || options.threads > WorkerPool::kThreadsMax) {
@@ -280,14 +290,12 @@ absl::StatusOr<LocalEvaluation> EvaluateLocal(const Model& model, const Codec& c
                       LocalBackend::Create(&model, &codec, backend_options));
   LocalWindows windows(backend.get());
   LocalEvaluation result;
-  KV_ASSIGN_OR_RETURN(result.loss,
-                      ReadWindows(model, &windows, text, options, layout.page_tokens, progress));
+  KV_ASSIGN_OR_RETURN(result.loss, ReadWindows(model, &windows, text, options, layout.page_tokens, progress));
   result.codec = codec.info().spec;
   result.bytes_per_token_head = double(codec.info().payload_bytes) / (double(layout.page_tokens) * layout.kv_heads);
   result.counts = backend->counts();
-  const PairCounts expected =
-      ExpectedPairs(options.window, layout.page_tokens, lag_pages, /*encodes=*/!codec.info().identity,
-                    SinkTokens(codec.info().spec));
+  const PairCounts expected = ExpectedPairs(options.window, layout.page_tokens, lag_pages,
+                                            /*encodes=*/!codec.info().identity, SinkTokens(codec.info().spec));
   result.expected_pairs.encoded = expected.encoded * model.config().layers * options.windows;
   result.expected_pairs.raw = expected.raw * model.config().layers * options.windows;
   result.seconds = SecondsSince(begun);

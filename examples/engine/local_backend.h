@@ -29,6 +29,10 @@ namespace kvmanager::engine {
 /// What a codec is made for, to keep `model`'s K and V in fp16 pages.
 CodecContext LocalContext(const Model& model, int page_tokens = 64);
 
+/// Whether a cache in this process can hold `model`'s K and V with `codec`. Errors: INVALID_ARGUMENT (a codec for other
+/// pages; one with an index, since queries read every page here).
+absl::Status CheckLocalCodec(const Model& model, const Codec& codec);
+
 struct LocalBackendOptions {
   int lag_pages = 2;
   int rows_max = 512;  // of a step, all sequences together
@@ -47,7 +51,7 @@ class LocalBackend final : public KvBackend {
   /// Sees q, k and v of every step of a layer, before attention; `out` of the buffers is not set yet.
   using Observer = absl::AnyInvocable<void(int layer, absl::Span<const KvEntry> entries, const StepBuffers& buffers)>;
 
-  /// codec: made for LocalContext(model). Errors: INVALID_ARGUMENT (options; a codec for other pages).
+  /// codec: made for LocalContext(model). Errors: INVALID_ARGUMENT (options), CheckLocalCodec's.
   static absl::StatusOr<std::unique_ptr<LocalBackend>> Create(const Model* model, const Codec* codec,
                                                               const LocalBackendOptions& options);
 

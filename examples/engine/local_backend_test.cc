@@ -132,6 +132,19 @@ TEST_F(LocalBackendTest, EvaluationCountsWhatItRead) {
   EXPECT_FALSE(EvaluateLocal(*model_, *MakeCodec("raw"), bytes, options, 2, [](int64_t, int64_t) {}).ok());
 }
 
+TEST_F(LocalBackendTest, CodecsThatReadAPartAreRefused) {
+  const auto codec = MakeCodec("pq");
+  ASSERT_NE(codec->NewIndex({}), nullptr);
+  const std::vector<uint8_t> text(400);
+  EvaluateOptions options;
+  options.window = 300;
+  options.windows = 1;
+  const absl::Status status =
+      EvaluateLocal(*model_, *codec, text, options, 2, [](int64_t, int64_t) { FAIL() << "it was measured"; }).status();
+  EXPECT_TRUE(absl::IsInvalidArgument(status));
+  EXPECT_NE(status.message().find("evaluate"), absl::string_view::npos) << status;
+}
+
 TEST_F(LocalBackendTest, WrongStepsAreRefused) {
   const auto codec = MakeCodec("raw");
   EXPECT_FALSE(LocalBackend::Create(model_.get(), codec.get(), {-1, 16, 1}).ok());

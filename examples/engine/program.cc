@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
 
 namespace kvmanager::engine {
 
@@ -38,6 +39,21 @@ absl::Status WriteFile(const std::string& path, absl::string_view content) {
   return absl::OkStatus();
 }
 
+absl::Status CheckWritable(absl::string_view option, const std::string& path) {
+  std::error_code error;
+  if (std::filesystem::is_directory(path, error)) return InvalidField(option, path, "a file, not a directory");
+  std::string directory = std::filesystem::path(path).parent_path().string();
+  if (directory.empty()) directory = ".";
+  if (!std::filesystem::is_directory(directory, error)) {
+    return absl::NotFoundError(absl::StrCat("no directory ", directory, " for ", option, " ", path));
+  }
+  // Not access(): it says yes to root where writing fails.
+  const std::string probe = absl::StrCat(path, ".probe.", getpid());
+  KV_RETURN_IF_ERROR(WriteFile(probe, ""));
+  std::filesystem::remove(probe, error);
+  return absl::OkStatus();
+}
+
 Progress::Progress(std::string what, bool quiet)
     : what_(std::move(what)), quiet_(quiet), terminal_(isatty(STDERR_FILENO) != 0) {}
 
@@ -57,6 +73,12 @@ void Progress::Update(int64_t done, int64_t total) {
     std::fprintf(stderr, "%s: %lld of %lld\n", what_.c_str(), static_cast<long long>(done),
                  static_cast<long long>(total));
   }
+}
+
+void Progress::Say(absl::string_view line) {
+  if (quiet_) return;
+  std::fprintf(stderr, "%s%s: %.*s\n", terminal_ ? "\r\033[K" : "", what_.c_str(), int(line.size()), line.data());
+  shown_ = -1;
 }
 
 int ExitCode(const char* program, const absl::Status& status) {

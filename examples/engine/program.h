@@ -14,6 +14,9 @@ namespace kvmanager::engine {
 absl::StatusOr<std::string> ReadFile(const std::string& path, uint64_t bytes_max = UINT64_MAX);
 /// Replaces a file as a whole: a reader sees the old one or the new one.
 absl::Status WriteFile(const std::string& path, absl::string_view content);
+/// Before long work: whether WriteFile(path) would succeed in the end; what is there stays as it is. Errors:
+/// INVALID_ARGUMENT (`option`: a directory), NOT_FOUND (its directory), UNAVAILABLE.
+absl::Status CheckWritable(absl::string_view option, const std::string& path);
 
 /// A progress bar on stderr if that is a terminal, else a line at every tenth. One thread.
 class Progress {
@@ -21,6 +24,8 @@ class Progress {
   Progress(std::string what, bool quiet);
   ~Progress();
   void Update(int64_t done, int64_t total);
+  /// A line of its own beside the bar.
+  void Say(absl::string_view line);
 
  private:
   const std::string what_;

@@ -14,6 +14,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "absl/types/span.h"
 #include "codecs/builtin.h"
 #include "codecs/registry.h"
 #include "examples/engine/calibrate.h"
@@ -36,14 +37,39 @@ int64_t OffsetOf(const TuneArguments& arguments, int64_t text_bytes) {
   return text_bytes >= behind + wanted ? behind : 0;
 }
 
-/// An artifact for every codec of the grid, trained on the text's beginning and written to `path`.
-absl::Status Train(const TuneArguments& arguments, const Model& model, const std::string& text,
-                   const std::string& path) {
+/// Sub-spaces of MILLION that are tried, as far as they divide a head.
+constexpr int kMillionSubspaces[] = {64, 32};
+
+/// An artifact for every codec of the grid.
+CalibrateOptions TrainOptionsOf(const TuneArguments& arguments, const Model& model) {
   CalibrateOptions options;
-  options.codecs = {"zack", "zack+hack", "million:m=64,bits=8", "million:m=32,bits=8"};
+  options.codecs = {"zack", "zack+hack"};
+  for (const int m : kMillionSubspaces) {
+    if (model.config().head_dim % m == 0) options.codecs.push_back(absl::StrCat("million:m=", m, ",bits=8"));
+  }
   options.threads = arguments.threads > 0 ? arguments.threads : CoreCount();
-  const auto bytes = absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(text.data()), text.size());
-  KV_RETURN_IF_ERROR(CheckCalibrate(model, bytes, options));
+  return options;
+}
+
+/// What Train would refuse in the end.
+absl::Status CheckTrain(const TuneArguments& arguments, const Model& model, absl::Span<const uint8_t> text,
+                        const std::string& path) {
+  const CalibrateOptions options = TrainOptionsOf(arguments, model);
+  const uint64_t needed = uint64_t(options.windows) * options.window;
+  if (text.size() < needed) {
+    return InvalidField("text bytes", text.size(),
+                        absl::StrCat("at least ", needed, " (", options.windows, " windows of ", options.window,
+                                     ") to train an artifact, since there is no ", path,
+                                     ": give a longer text, or the file of a kvctl calibrate with --calibration"));
+  }
+  KV_RETURN_IF_ERROR(CheckCalibrate(model, text, options));
+  return CheckWritable("--calibration", path);
+}
+
+/// Trains on the text's beginning and writes `path`.
+absl::Status Train(const TuneArguments& arguments, const Model& model, absl::Span<const uint8_t> bytes,
+                   const std::string& path) {
+  const CalibrateOptions options = TrainOptionsOf(arguments, model);
   std::fprintf(stderr, "kvctl tune: no artifact %s yet: training one\n", path.c_str());
   Progress progress("training", arguments.quiet);
   KV_ASSIGN_OR_RETURN(const CalibrateResult result,
@@ -67,6 +93,17 @@ std::vector<std::string> MillionShapes(const Calibration& calibration) {
   return shapes;
 }
 
+absl::Status CheckModel(const Calibration& calibration, const Model& model) {
+  CalibrationModel wanted = CalibrationModelOf(model);
+  const CalibrationModel& has = calibration.model();
+  if (has.revision.empty()) wanted.revision.clear();
+  if (has == wanted) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kFailedPrecondition, "--calibration", calibration.source(),
+                    absl::StrCat("an artifact for ", wanted.model, " of these weights; this one is for ", has.model,
+                                 ", ", has.layers, " layers, ", has.kv_heads, " KV heads of ", has.head_dim,
+                                 has.revision.empty() ? "" : absl::StrCat(", revision ", has.revision.substr(0, 12))));
+}
+
 bool HasTensors(const Calibration& calibration, absl::string_view prefix) {
   for (const auto& [name, tensor] : calibration.tensors()) {
     if (absl::StartsWith(name, prefix)) return true;
@@ -82,11 +119,15 @@ nlohmann::json ToJson(const RatePoint& p) {
           {"loss", p.loss}};
 }
 
-nlohmann::json ToJson(const TuneResult& result, double max_loss) {
+using Dropped = std::vector<std::pair<std::string, std::string>>;
+
+nlohmann::json ToJson(const TuneResult& result, const Dropped& dropped, double max_loss) {
   nlohmann::json points = nlohmann::json::array();
   for (const RatePoint& p : result.points) points.push_back(ToJson(p));
   nlohmann::json json = {{"raw", ToJson(result.raw)}, {"points", points}, {"max_loss", max_loss}};
   json["best"] = result.best < 0 ? nlohmann::json() : ToJson(result.points[result.best]);
+  json["dropped"] = nlohmann::json::array();
+  for (const auto& [codec, why] : dropped) json["dropped"].push_back({{"codec", codec}, {"why", why}});
   return json;
 }
 
@@ -120,9 +161,13 @@ absl::Status RunTune(const TuneArguments& arguments) {
   KV_ASSIGN_OR_RETURN(options.max_loss, ParseLoss(arguments.max_loss));
   KV_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model, Model::Load(arguments.model));
   KV_ASSIGN_OR_RETURN(const std::string text, ReadFile(arguments.text));
-  // Noticed now, not after minutes of measuring.
-  for (const std::string& out : {arguments.json, arguments.svg}) {
-    if (!out.empty()) KV_RETURN_IF_ERROR(WriteFile(out, ""));
+  // What is wrong is noticed here, not after minutes of training and measuring.
+  const CodecContext context = LocalContext(*model);
+  const int64_t window_min = (int64_t{arguments.lag_pages} + 1) * context.layout.page_tokens + 1;
+  if (arguments.window < window_min) {
+    return InvalidField("--window", arguments.window,
+                        absl::StrCat("at least ", window_min, ": within a lag of ", arguments.lag_pages,
+                                     " pages every codec is read raw"));
   }
   EvaluateOptions evaluate;
   evaluate.window = arguments.window;
@@ -133,7 +178,8 @@ absl::Status RunTune(const TuneArguments& arguments) {
   if (offset > int64_t(text.size())) {
     return InvalidField("--offset", offset, absl::StrCat("at most the text's ", text.size(), " bytes"));
   }
-  const auto measured = absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(text.data()), text.size()).subspan(offset);
+  const auto bytes = absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(text.data()), text.size());
+  const auto measured = bytes.subspan(offset);
   KV_RETURN_IF_ERROR(CheckEvaluate(*model, measured, evaluate));
 
   const std::unique_ptr<CalibrationSource> files = MakeCalibrationFiles();
@@ -147,20 +193,34 @@ absl::Status RunTune(const TuneArguments& arguments) {
     options.calibration = absl::StrCat(absl::StrReplaceAll(model->config().name, {{"/", "_"}, {",", "_"}, {";", "_"}}),
                                        ".calibration.safetensors");
   }
+  TuneHooks hooks;
+  hooks.check = [&](const std::string& spec) -> absl::Status {
+    KV_ASSIGN_OR_RETURN(const std::unique_ptr<Codec> codec, registry.Create(spec, context));
+    return CheckLocalCodec(*model, *codec);
+  };
   std::error_code error;
-  if (!std::filesystem::exists(options.calibration, error)) {
-    KV_RETURN_IF_ERROR(Train(arguments, *model, text, options.calibration));
+  const bool trained = std::filesystem::exists(options.calibration, error);
+  for (const std::string& codec : arguments.codecs) {
+    // One that names the artifact that is not there yet is checked when it is.
+    if (trained || !absl::StrContains(codec, options.calibration)) KV_RETURN_IF_ERROR(hooks.check(codec));
+  }
+  if (!arguments.json.empty()) KV_RETURN_IF_ERROR(CheckWritable("--json", arguments.json));
+  if (!arguments.svg.empty()) KV_RETURN_IF_ERROR(CheckWritable("--svg", arguments.svg));
+  if (!trained) {
+    KV_RETURN_IF_ERROR(CheckTrain(arguments, *model, bytes, options.calibration));
+    KV_RETURN_IF_ERROR(Train(arguments, *model, bytes, options.calibration));
   }
   // Held, so that it is read once.
   KV_ASSIGN_OR_RETURN(const std::shared_ptr<const Calibration> calibration, files->Get(options.calibration));
+  KV_RETURN_IF_ERROR(CheckModel(*calibration, *model));
   options.million = MillionShapes(*calibration);
   options.has_zack = HasTensors(*calibration, "zack.");
   options.has_zack_hack = HasTensors(*calibration, "zack_hack.");
 
   Progress progress("tuning", arguments.quiet);
   int done_candidates = 0, all_candidates = 1;
-  const auto measure = [&](const std::string& spec) -> absl::StatusOr<RatePoint> {
-    KV_ASSIGN_OR_RETURN(const std::unique_ptr<Codec> codec, registry.Create(spec, LocalContext(*model)));
+  hooks.measure = [&](const std::string& spec) -> absl::StatusOr<RatePoint> {
+    KV_ASSIGN_OR_RETURN(const std::unique_ptr<Codec> codec, registry.Create(spec, context));
     KV_ASSIGN_OR_RETURN(
         const LocalEvaluation evaluation,
         EvaluateLocal(*model, *codec, measured, evaluate, arguments.lag_pages, [&](int64_t done, int64_t total) {
@@ -171,15 +231,21 @@ absl::Status RunTune(const TuneArguments& arguments) {
     point.bpb = evaluation.loss.bpb;
     return point;
   };
-  KV_ASSIGN_OR_RETURN(const TuneResult result, Tune(options, measure, [&](int done, int total, const std::string&) {
-                        done_candidates = done;
-                        all_candidates = total;
-                      }));
+  hooks.progress = [&](int done, int total, const std::string&) {
+    done_candidates = done;
+    all_candidates = total;
+  };
+  Dropped dropped;
+  hooks.dropped = [&](const std::string& codec, const absl::Status& why) {
+    dropped.emplace_back(codec, why.message());
+    progress.Say(absl::StrCat("without ", codec, ": ", why.message()));
+  };
+  KV_ASSIGN_OR_RETURN(const TuneResult result, Tune(options, hooks));
   std::printf("%s: %d windows of %d bytes of %s from byte %lld on, lag %d\n%s", model->config().name.c_str(),
               arguments.windows, arguments.window, arguments.text.c_str(), static_cast<long long>(offset),
               arguments.lag_pages, TuneTable(result, options.max_loss).c_str());
   if (!arguments.json.empty()) {
-    KV_RETURN_IF_ERROR(WriteFile(arguments.json, ToJson(result, options.max_loss).dump(2) + "\n"));
+    KV_RETURN_IF_ERROR(WriteFile(arguments.json, ToJson(result, dropped, options.max_loss).dump(2) + "\n"));
   }
   if (!arguments.svg.empty()) {
     KV_RETURN_IF_ERROR(WriteFile(

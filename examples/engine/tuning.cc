@@ -62,7 +62,8 @@ std::vector<std::string> TuneGrid(const TuneOptions& options) {
   return grid;
 }
 
-std::vector<std::string> FinerEnds(const RatePoint& point, const TuneOptions& options) {
+std::vector<std::string> FinerEnds(const RatePoint& point, const TuneOptions& options,
+                                   const std::function<absl::Status(const std::string&)>& check) {
   constexpr absl::string_view kPrefix = "zack+hack:bytes=";
   std::vector<std::string> policies;
   absl::string_view rest = point.codec;
@@ -80,7 +81,9 @@ std::vector<std::string> FinerEnds(const RatePoint& point, const TuneOptions& op
     for (const auto& [range, layers] : ends) {
       // As many bytes over all layers as the point has.
       const int others = int(std::lround(double(bytes) - double(finer) * layers / (options.layers - layers)));
-      policies.push_back(absl::StrCat(kPrefix, others, tail, ";", range, "=", kPrefix, bytes + finer, tail));
+      if (others < 1) continue;
+      std::string policy = absl::StrCat(kPrefix, others, tail, ";", range, "=", kPrefix, bytes + finer, tail);
+      if (check == nullptr || check(policy).ok()) policies.push_back(std::move(policy));
     }
   }
   return policies;
@@ -97,30 +100,47 @@ bool OnFrontier(absl::Span<const RatePoint> points, size_t index) {
   return true;
 }
 
-absl::StatusOr<TuneResult> Tune(const TuneOptions& options, const MeasurePolicy& measure,
-                                const std::function<void(int, int, const std::string&)>& progress) {
+absl::StatusOr<TuneResult> Tune(const TuneOptions& options, const TuneHooks& hooks) {
   std::vector<std::string> wanted = TuneGrid(options);
   if (wanted.size() > TuneOptions::kCandidatesMax) {
     return InvalidField("candidates", wanted.size(), absl::StrCat("at most ", TuneOptions::kCandidatesMax));
   }
+  absl::Status refusal;
+  if (hooks.check != nullptr) {
+    for (const std::string& codec : options.more_codecs) KV_RETURN_IF_ERROR(hooks.check(codec));
+    const auto refused = [&](const std::string& codec) {
+      const absl::Status why = hooks.check(codec);
+      if (why.ok()) return false;
+      hooks.dropped(codec, why);
+      refusal = why;
+      return true;
+    };
+    wanted.erase(std::remove_if(wanted.begin(), wanted.end(), refused), wanted.end());
+    if (wanted.empty()) return refusal;
+  }
   TuneResult result;
-  progress(0, int(wanted.size()) + 1, "raw");
-  KV_ASSIGN_OR_RETURN(result.raw, measure("raw"));
+  hooks.progress(0, int(wanted.size()) + 1, "raw");
+  KV_ASSIGN_OR_RETURN(result.raw, hooks.measure("raw"));
   result.raw.codec = result.raw.family = "raw";
   std::set<std::string> seen;
-  const auto run = [&](size_t from) -> absl::Status {
+  const auto run = [&](size_t from) {
     for (size_t i = from; i < wanted.size(); ++i) {
       if (!seen.insert(wanted[i]).second) continue;
-      progress(int(i) + 1, int(wanted.size()) + 1, wanted[i]);
-      KV_ASSIGN_OR_RETURN(RatePoint point, measure(wanted[i]));
-      point.codec = wanted[i];
-      point.family = FamilyOf(wanted[i]);
-      point.loss = std::exp2(point.bpb - result.raw.bpb) - 1;
-      result.points.push_back(std::move(point));
+      hooks.progress(int(i) + 1, int(wanted.size()) + 1, wanted[i]);
+      absl::StatusOr<RatePoint> point = hooks.measure(wanted[i]);
+      if (!point.ok()) {
+        hooks.dropped(wanted[i], point.status());
+        refusal = point.status();
+        continue;
+      }
+      point->codec = wanted[i];
+      point->family = FamilyOf(wanted[i]);
+      point->loss = std::exp2(point->bpb - result.raw.bpb) - 1;
+      result.points.push_back(*std::move(point));
     }
-    return absl::OkStatus();
   };
-  KV_RETURN_IF_ERROR(run(0));
+  run(0);
+  if (result.points.empty() && !refusal.ok()) return refusal;
 
   // The frontier's points just below and just above the bound are where other layers' shares could decide.
   std::vector<size_t> frontier;
@@ -133,12 +153,12 @@ absl::StatusOr<TuneResult> Tune(const TuneOptions& options, const MeasurePolicy&
   const size_t first_policy = wanted.size();
   int refined = 0;
   for (const size_t i : frontier) {
-    const std::vector<std::string> policies = FinerEnds(result.points[i], options);
+    const std::vector<std::string> policies = FinerEnds(result.points[i], options, hooks.check);
     if (policies.empty()) continue;
     wanted.insert(wanted.end(), policies.begin(), policies.end());
     if (++refined == kRefinedMax) break;
   }
-  KV_RETURN_IF_ERROR(run(first_policy));
+  run(first_policy);
 
   std::sort(result.points.begin(), result.points.end(), [](const RatePoint& a, const RatePoint& b) {
     return std::tie(a.bytes_per_token_head, a.loss, a.codec) < std::tie(b.bytes_per_token_head, b.loss, b.codec);

@@ -26,8 +26,16 @@ struct RatePoint {
   double loss = 0;                  // change of per-byte perplexity against raw: 2^(bpb - raw bpb) - 1
 };
 
-/// Bytes and bits per byte of a policy; loss and names are filled in by Tune.
-using MeasurePolicy = std::function<absl::StatusOr<RatePoint>(const std::string& codec)>;
+/// What Tune asks and tells its caller.
+struct TuneHooks {
+  /// Whether a policy can be measured at all; cheap. Empty: every one can.
+  std::function<absl::Status(const std::string& codec)> check;
+  /// Bytes and bits per byte of a policy; loss and names are filled in by Tune.
+  std::function<absl::StatusOr<RatePoint>(const std::string& codec)> measure;
+  std::function<void(int done, int total, const std::string& what)> progress;
+  /// A candidate that `check` or `measure` refused, and that is left out.
+  std::function<void(const std::string& codec, const absl::Status& why)> dropped;
+};
 
 struct TuneOptions {
   static constexpr int kCandidatesMax = 1000;
@@ -50,13 +58,15 @@ struct TuneResult {
 
 /// The grid: every family at several rates.
 std::vector<std::string> TuneGrid(const TuneOptions& options);
-/// Policies derived from a measured point: the first, the last, or both layers finer and the others coarser.
-std::vector<std::string> FinerEnds(const RatePoint& point, const TuneOptions& options);
+/// Policies derived from a measured point: the first, the last, or both layers finer and the others coarser, as far as
+/// the others have bytes to give and `check` (empty: every one) takes the policy.
+std::vector<std::string> FinerEnds(const RatePoint& point, const TuneOptions& options,
+                                   const std::function<absl::Status(const std::string&)>& check);
 
-/// Measures raw, the grid, and the finer ends of the points on the frontier nearest to the bound.
-/// progress(done, total, what is being measured).
-absl::StatusOr<TuneResult> Tune(const TuneOptions& options, const MeasurePolicy& measure,
-                                const std::function<void(int, int, const std::string&)>& progress);
+/// Measures raw, the grid, and the finer ends of the points on the frontier nearest to the bound. Every candidate is
+/// checked before any is measured. Errors: the check's of one of more_codecs; the measurement's of raw; any of theirs
+/// if no candidate is left.
+absl::StatusOr<TuneResult> Tune(const TuneOptions& options, const TuneHooks& hooks);
 
 /// No other point has as few bytes and as little loss.
 bool OnFrontier(absl::Span<const RatePoint> points, size_t index);

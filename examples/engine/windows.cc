@@ -86,7 +86,8 @@ absl::Status VisitWindows(const Model& model, WindowStore* store, absl::Span<con
         const uint8_t* at = text.data() + (first + w) * options.stride + position;
         tokens.insert(tokens.end(), at, at + count);
       }
-      KV_RETURN_IF_ERROR(runner.Step(entries, tokens, visit == nullptr ? Runner::Logits::kNone : Runner::Logits::kAll, &logits));
+      KV_RETURN_IF_ERROR(
+          runner.Step(entries, tokens, visit == nullptr ? Runner::Logits::kNone : Runner::Logits::kAll, &logits));
       for (int w = 0; visit != nullptr && w < batch; ++w) {
         for (int i = 0; i < count; ++i) {
           (*visit)(first + w, position + i, absl::MakeConstSpan(&logits[size_t(w * count + i) * vocab], vocab));
