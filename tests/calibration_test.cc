@@ -163,6 +163,37 @@ TEST_F(CalibrationTest, BadArtifactsAreRefused) {
       Feed(*cache, made.sequence->id(), Source{1, Kind::kNormal, cache->description().options}, 0, 300, 64).status());
 }
 
+TEST_F(CalibrationTest, ADamagedCopyDoesNotHideAGoodOne) {
+  std::string damaged = good_;
+  damaged.back() ^= 1;
+  WriteBytes(host_.file("a-copy.safetensors"), damaged);
+  EXPECT_OK(Open(ZackSpec(digest_)));
+}
+
+TEST_F(CalibrationTest, CodecsWithoutAUseForItRefuseIt) {
+  for (const char* codec : {"raw", "hack", "hack:k_bits=4", "pq:m=2,bits=6"}) {
+    const std::string spec = absl::StrCat(codec, absl::StrContains(codec, ":") ? "," : ":", "calibration=good");
+    const absl::Status status = Open(spec);
+    EXPECT_TRUE(NamesField(status, absl::StatusCode::kInvalidArgument, "codec parameter calibration")) << spec;
+    EXPECT_TRUE(absl::StrContains(DetailOf(status).bound, "absent")) << status;
+    EXPECT_FALSE(Open(absl::StrCat(ZackSpec("good"), ";1=", spec)).ok()) << spec;
+  }
+}
+
+TEST_F(CalibrationTest, TheDefaultIsNotHackInSilence) {
+  EXPECT_OK(Open("default"));
+  EXPECT_OK(Open("default:calibration=good"));
+  const auto made = SyntheticCalibration(ModelOf(SmallCache("raw")), 3, {});
+  TensorMap tensors;
+  for (const auto& [name, tensor] : made->tensors()) {
+    if (!absl::StartsWith(name, "zack_hack.")) tensors[name] = tensor;
+  }
+  WriteBytes(host_.file("zack.safetensors"), SerializeCalibration(made->model(), tensors, {}));
+  const absl::Status status = Open("default:calibration=zack");
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "kvctl calibrate --codec zack+hack")) << status;
+}
+
 TEST_F(CalibrationTest, ARenamedArtifactIsNotFoundUnderItsOldName) {
   fs::rename(host_.file("good.safetensors"), host_.file("better.safetensors"));
   const absl::Status status = Open(ZackSpec("good"));
