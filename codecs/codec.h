@@ -29,6 +29,8 @@ struct CodecContext {
   std::string model;    // an artifact for another model or revision is refused; empty: not compared
   std::string revision;
   std::shared_ptr<const Calibration> calibration;  // nullptr: none named. Its geometry was compared with the above
+  std::vector<int> served_layers;  // ascending: what a budget for the whole is shared among, a policy's other layers
+                                   // having other codecs; empty: all
 };
 
 /// What a codec says of itself for one context and one set of parameters.

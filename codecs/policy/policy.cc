@@ -32,6 +32,7 @@ struct LayerRange {
 /// Each layer's codec, by number.
 struct Policy {
   std::vector<std::unique_ptr<Codec>> codecs;  // the first one is named without layers
+  std::vector<absl::string_view> texts;        // each codec's spec as it was written, while it is read
   std::vector<size_t> codec_of;                // [layers]
   uint64_t sinks = 0;                          // tokens; whole pages
 };
@@ -236,6 +237,7 @@ absl::StatusOr<uint64_t> ParseSinks(absl::string_view text, int page_tokens) {
 /// without a layer not at all.
 void Normalize(Policy* policy) {
   std::vector<std::unique_ptr<Codec>> codecs;
+  std::vector<absl::string_view> texts;
   std::vector<size_t> place(policy->codecs.size(), std::numeric_limits<size_t>::max());
   const auto keep = [&](size_t codec) {
     if (place[codec] != std::numeric_limits<size_t>::max()) return;
@@ -243,7 +245,9 @@ void Normalize(Policy* policy) {
     const auto same =
         std::find_if(codecs.begin(), codecs.end(), [&spec](const auto& kept) { return kept->info().spec == spec; });
     place[codec] = same - codecs.begin();
-    if (same == codecs.end()) codecs.push_back(std::move(policy->codecs[codec]));
+    if (same != codecs.end()) return;
+    texts.push_back(policy->texts[codec]);
+    codecs.push_back(std::move(policy->codecs[codec]));
   };
   const bool default_used = std::find(policy->codec_of.begin(), policy->codec_of.end(), 0) != policy->codec_of.end();
   if (default_used) keep(0);
@@ -252,6 +256,19 @@ void Normalize(Policy* policy) {
     codec = place[codec];
   }
   policy->codecs = std::move(codecs);
+  policy->texts = std::move(texts);
+}
+
+/// Makes each codec anew for the layers that it serves, which are known only now that equal clauses are one.
+absl::Status NameServedLayers(const CodecRegistry& registry, CodecContext context, Policy* policy) {
+  for (size_t i = 0; i < policy->codecs.size(); ++i) {
+    context.served_layers.clear();
+    for (size_t layer = 0; layer < policy->codec_of.size(); ++layer) {
+      if (policy->codec_of[layer] == i) context.served_layers.push_back(int(layer));
+    }
+    KV_ASSIGN_OR_RETURN(policy->codecs[i], registry.Create(policy->texts[i], context));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::unique_ptr<Codec>> MakePolicy(const CodecRegistry& registry, const CodecContext& context,
@@ -268,6 +285,7 @@ absl::StatusOr<std::unique_ptr<Codec>> MakePolicy(const CodecRegistry& registry,
   bool has_sinks = false;
   KV_ASSIGN_OR_RETURN(std::unique_ptr<Codec> default_codec, registry.Create(clauses[0], context));
   policy.codecs.push_back(std::move(default_codec));
+  policy.texts.push_back(clauses[0]);
   for (const absl::string_view clause : absl::MakeConstSpan(clauses).subspan(1)) {
     const size_t equals = clause.find('=');
     if (equals == absl::string_view::npos) {
@@ -286,8 +304,11 @@ absl::StatusOr<std::unique_ptr<Codec>> MakePolicy(const CodecRegistry& registry,
     KV_RETURN_IF_ERROR(AssignLayers(key, policy.codecs.size(), &policy, &named));
     KV_ASSIGN_OR_RETURN(std::unique_ptr<Codec> codec, registry.Create(value, context));
     policy.codecs.push_back(std::move(codec));
+    policy.texts.push_back(value);
   }
   Normalize(&policy);
+  if (policy.codecs.size() > 1) KV_RETURN_IF_ERROR(NameServedLayers(registry, context, &policy));
+  policy.texts.clear();
   const bool uniform = std::all_of(policy.codec_of.begin(), policy.codec_of.end(),
                                    [&](size_t codec) { return codec == policy.codec_of[0]; });
   for (const std::unique_ptr<Codec>& codec : policy.codecs) {

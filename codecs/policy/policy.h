@@ -11,7 +11,8 @@
 //
 // The canonical text names each codec's layers once, in ascending order, and drops clauses that say nothing; a policy
 // of one codec and no sinks is that codec. Its calibration digest is the one of its artifact; of several artifacts, the
-// SHA-256 of their digests (64 hexadecimal digits each, ascending, a newline behind each).
+// SHA-256 of their digests (64 hexadecimal digits each, ascending, a newline behind each). A codec that shares a budget
+// among layers (zack+hack, allocation=model) shares it among those of its clauses.
 #pragma once
 
 #include "codecs/registry.h"

@@ -182,6 +182,29 @@ TEST_F(PolicyTest, InfoIsThatOfTheLayers) {
   EXPECT_TRUE(info.calibration_digest.empty());
 }
 
+TEST_F(PolicyTest, CodecsAreToldWhichLayersTheyServe) {
+  std::vector<std::vector<int>> told;  // by the last codec made of each digit
+  registry_.Register(
+      "told", "of this test",
+      [&](const CodecContext& context, const CodecParameters& parameters) -> absl::StatusOr<std::unique_ptr<Codec>> {
+        const std::string& digit = parameters.at("digit");
+        told[digit[0] - '0'] = context.served_layers;
+        return std::make_unique<FoldingCodec>(context.layout, digit);
+      });
+  const auto serve = [&](const std::string& text) {
+    told.assign(3, {-1});
+    EXPECT_NE(Make(text), nullptr);
+    return told;
+  };
+  using Layers = std::vector<int>;
+  EXPECT_EQ(serve("told:digit=0;0..1,5=raw")[0], (Layers{2, 3, 4}));
+  EXPECT_EQ(serve("told:digit=0;4=told:digit=1;2=told:digit=2"), (std::vector<Layers>{{0, 1, 3, 5}, {4}, {2}}));
+  // Clauses of one codec share its budget, wherever they are written.
+  EXPECT_EQ(serve("raw;0=told:digit=1;3..4=told:digit=1")[1], (Layers{0, 3, 4}));
+  EXPECT_EQ(serve("told:digit=1;0..3=raw;5=told:digit=1")[1], (Layers{4, 5}));
+  EXPECT_EQ(serve("told:digit=1;sinks=64")[1], Layers{});
+}
+
 TEST_F(PolicyTest, EachPageIsItsLayersCodecs) {
   const auto codec = Make(absl::StrCat(kCoarse, ";0..1=", kFine, ";5=raw;sinks=100"));
   const auto fine = Make(kFine), coarse = Make(kCoarse), raw = Make("raw");

@@ -15,6 +15,7 @@ void AllocateTogether(const SegmentEnergies& energies, int64_t bits, bool k, boo
   std::vector<double> weighted;
   const auto for_each = [&](auto visit) {
     for (int layer = 0; layer < energies.layers; ++layer) {
+      if (!energies.serves(layer)) continue;
       for (int head = 0; head < energies.kv_heads; ++head) {
         for (int side = 0; side < 2; ++side) {
           if (side == 0 ? k : v) visit(layer, head, side, energies.index(layer, head, side));
@@ -36,7 +37,8 @@ void AllocateTogether(const SegmentEnergies& energies, int64_t bits, bool k, boo
 }
 
 LayerWidths Empty(const SegmentEnergies& energies) {
-  return LayerWidths(energies.layers, hack::SegmentBits(energies.kv_heads));
+  const std::vector<uint8_t> none(energies.segments, 0);
+  return LayerWidths(energies.layers, hack::SegmentBits(energies.kv_heads, {none, none}));
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 // about energy * loss[b] is lost. Pure functions of their arguments, deterministic to the bit; any thread.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <vector>
@@ -32,7 +33,10 @@ struct SegmentEnergies {
   int layers = 0, kv_heads = 0, segments = 0;
   std::vector<double> energy;
   std::vector<double> sensitivity;  // [layers][kv_heads][side]: the cost of a unit of energy lost there
+  std::vector<bool> served;         // [layers]: whether a budget for several layers is for this one too; empty: all
 
+  bool serves(int layer) const { return served.empty() || served[layer]; }
+  int served_layers() const { return served.empty() ? layers : int(std::count(served.begin(), served.end(), true)); }
   size_t index(int layer, int head, int side) const { return (size_t(layer) * kv_heads + head) * 2 + side; }
 };
 
@@ -41,9 +45,9 @@ using LayerWidths = std::vector<hack::SegmentBits>;
 
 /// The same number of bits for every layer and head: `bits[side]` of all segments of one head and side together.
 LayerWidths AllocatePerHead(const SegmentEnergies& energies, const std::array<int64_t, 2>& bits);
-/// One budget for K of all layers and heads, and one for V; energies weighted by sensitivity.
+/// One budget for K of all served layers and heads, and one for V; energies weighted by sensitivity. Others get 0 bits.
 LayerWidths AllocatePerSide(const SegmentEnergies& energies, const std::array<int64_t, 2>& bits);
-/// One budget for everything.
+/// One budget for everything that is served. Other layers get 0 bits.
 LayerWidths AllocateAcrossModel(const SegmentEnergies& energies, int64_t bits);
 
 /// How many of `bits` (per head, of `segments` on either side) K gets, the rest being V's: the split that lost least at

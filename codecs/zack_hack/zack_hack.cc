@@ -163,6 +163,13 @@ absl::StatusOr<SegmentEnergies> ReadEnergies(const CodecContext& context, absl::
   out.layers = context.layers;
   out.kv_heads = context.layout.kv_heads;
   out.segments = int(d) / kSegment;
+  if (!context.served_layers.empty()) {
+    out.served.assign(context.layers, false);
+    for (const int layer : context.served_layers) {
+      KV_CHECK(layer >= 0 && layer < context.layers);
+      out.served[layer] = true;
+    }
+  }
   for (size_t i = 0; i < channels.size(); i += kSegment) {
     double sum = 0;
     for (int c = 0; c < kSegment; ++c) sum += channels[i + c];
@@ -180,7 +187,7 @@ LayerWidths MakeWidths(const ZackHackParameters& parameters, const PageLayout& l
                        const SegmentEnergies& energies) {
   const int segments = energies.segments;
   const bool model = parameters.allocation == Allocation::kModel;
-  const double heads = model ? double(energies.layers) * energies.kv_heads : 1;
+  const double heads = model ? double(energies.served_layers()) * energies.kv_heads : 1;
   if (std::isnan(parameters.bytes)) {
     // nearbyint: ties to even.
     const std::array<int64_t, 2> bits = {int64_t(std::nearbyint(parameters.bits[0] * segments * heads)),

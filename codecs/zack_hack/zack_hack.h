@@ -11,9 +11,10 @@
 //
 // What a budget buys: an average of b bits is round(b * head_dim / 16) bits for the segments of a head and side
 // (allocation=head; ties to even, as the reference), or round(b * head_dim / 16 * layers * kv_heads) for those of a
-// side in all layers and heads (allocation=model). bytes with allocation=head pays codes, steps and minima, head_dim /
-// 8 * (k_bits + v_bits) + head_dim / 16; the tops, 8 bytes per page and head, come on top as in hack's figures. bytes
-// with allocation=model pays everything: the mean over layers and heads never exceeds it.
+// side in all layers and heads (allocation=model; in a policy, the layers that the codec serves). bytes with
+// allocation=head pays codes, steps and minima, head_dim / 8 * (k_bits + v_bits) + head_dim / 16; the tops, 8 bytes per
+// page and head, come on top as in hack's figures. bytes with allocation=model pays everything: the mean over layers
+// and heads never exceeds it.
 #pragma once
 
 #include <memory>

@@ -116,6 +116,37 @@ TEST(ZackHackTest, BytesOfModelAllocationAreNeverExceeded) {
   }
 }
 
+TEST(ZackHackTest, TheModelsBudgetIsForTheServedLayers) {
+  CodecContext context = SyntheticContext(kUsual, 6, 6);
+  for (const std::vector<int>& served : {std::vector<int>{1, 2, 3, 4}, {0}, {0, 5}, {0, 1, 2, 3, 4, 5}}) {
+    context.served_layers = served;
+    for (const double bytes : {24.0, 40.0, 56.5}) {
+      const auto codec = Make(context, {{"bytes", absl::StrCat(bytes)}, {"allocation", "model"}});
+      double payload = 0;
+      for (const int layer : served) payload += FormatOf(*codec, layer).payload_bytes;
+      const double per_token = payload / double(served.size()) / kUsual.page_tokens / kUsual.kv_heads;
+      EXPECT_LE(per_token, bytes + 1e-9);
+      EXPECT_GT(per_token, bytes - 2);
+    }
+    // Bits of K are those of its layers, too.
+    const auto codec = Make(context, {{"k_bits", "1.5"}, {"v_bits", "1"}, {"allocation", "model"}});
+    int bits[2] = {0, 0};
+    for (int layer = 0; layer < 6; ++layer) {
+      const bool is_served = std::count(served.begin(), served.end(), layer) > 0;
+      for (int head = 0; head < 2; ++head) {
+        for (int side = 0; side < 2; ++side) {
+          const auto& widths = FormatOf(*codec, layer).heads[head].side[side].segment_bits;
+          const int sum = std::accumulate(std::begin(widths), std::begin(widths) + 8, 0);
+          EXPECT_TRUE(is_served || sum == 0) << layer;
+          bits[side] += sum;
+        }
+      }
+    }
+    EXPECT_EQ(bits[0], 12 * 2 * int(served.size()));
+    EXPECT_EQ(bits[1], 8 * 2 * int(served.size()));
+  }
+}
+
 TEST(ZackHackTest, RefusesWrongParameters) {
   const CodecContext context = SyntheticContext(kUsual, 2, 8);
   const struct {
