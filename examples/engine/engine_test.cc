@@ -232,18 +232,22 @@ TEST_F(EngineTest, EvaluateEqualsOneWindowAtATime) {
   engine_options.lag_pages = 1;
   engine_options.rows_max = EvaluateRowsMax(options, 64);
   int64_t last = 0, total = 0;
-  const auto result = Evaluate(*model_, Open(engine_options).get(), text, options, [&](int64_t done, int64_t all) {
-    EXPECT_GT(done, last);
-    last = done;
-    total = all;
-  });
+  const auto result =
+      Evaluate(*model_, Open(engine_options).get(), text, options, nullptr, [&](int64_t done, int64_t all) {
+        EXPECT_GT(done, last);
+        last = done;
+        total = all;
+      });
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_EQ(last, total);
   EXPECT_EQ(result->pairs, result->expected_pairs);
   EXPECT_GT(result->pairs.encoded, 0);
-  EXPECT_EQ(result->bytes_per_token_head, 16 * 2 * 2 / 8.0);
-  // Two full pages encoded; of three pages, the newest full one and the open one raw.
-  EXPECT_NEAR(result->resident_bytes_per_token_head, (2 * 64 * 64 / 8.0 + 2 * 64 * 64) / 150, 1e-9);
+  const client::CacheDescription cache = Open(engine_options)->cache().description();
+  EXPECT_EQ(result->bytes_per_token_head, cache.payload_page_bytes / (64.0 * 2));
+  // Two full pages encoded; of three pages, the newest full one and the open one raw. Per KV head.
+  EXPECT_NEAR(result->resident_bytes_per_token_head, (2 * cache.encoded_page_bytes + 2 * cache.raw_page_bytes) / 300.0,
+              1e-9);
+  EXPECT_EQ(host_.infos, 8u);  // one look at each sequence of a batch told that it had settled
 
   double bpb = 0, second = 0;
   const auto engine = Open();
@@ -268,6 +272,28 @@ TEST_F(EngineTest, EvaluateEqualsOneWindowAtATime) {
   EXPECT_TRUE(host_.sequences.size() == 1 || host_.sequences.empty());
 }
 
+TEST_F(EngineTest, EvaluateKnowsWhatLayersAndSinksTake) {
+  const std::vector<uint8_t> text = RandomText(700);
+  EvaluateOptions options;
+  options.window = 340;
+  options.stride = 340;
+  options.windows = 2;
+  KvEngineOptions engine_options;
+  engine_options.lag_pages = 1;
+  engine_options.rows_max = EvaluateRowsMax(options, 64);
+  for (const char* codec :
+       {"raw", "hack:k_bits=2,v_bits=2;0..0=hack:k_bits=8,v_bits=8", "hack:k_bits=2,v_bits=2;sinks=100",
+        "hack:k_bits=2,v_bits=2;1..1=raw;sinks=64", "hack:k_bits=2,v_bits=2;sinks=1024"}) {
+    engine_options.codec = codec;
+    host_.infos = 0;
+    const auto result = Evaluate(*model_, Open(engine_options).get(), text, options, nullptr, [](int64_t, int64_t) {});
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(result->pairs, result->expected_pairs) << codec;
+    EXPECT_EQ(host_.infos, 2u) << codec;
+    EXPECT_GT(result->resident_bytes_per_token_head, 0) << codec;
+  }
+}
+
 TEST_F(EngineTest, EvaluateTellsAMiscountAndShortText) {
   EvaluateOptions options;
   options.window = 100;
@@ -278,15 +304,16 @@ TEST_F(EngineTest, EvaluateTellsAMiscountAndShortText) {
   const std::vector<uint8_t> text = RandomText(201);
   const auto nothing = [](int64_t, int64_t) {};
   host_.pair_error = 1;
-  const auto miscounted = Evaluate(*model_, Open(engine_options).get(), text, options, nothing);
+  const auto miscounted = Evaluate(*model_, Open(engine_options).get(), text, options, nullptr, nothing);
   ASSERT_TRUE(miscounted.ok());
   EXPECT_NE(miscounted->pairs, miscounted->expected_pairs);
   const auto shorter =
-      Evaluate(*model_, Open(engine_options).get(), absl::MakeConstSpan(text).first(200), options, nothing);
+      Evaluate(*model_, Open(engine_options).get(), absl::MakeConstSpan(text).first(200), options, nullptr, nothing);
   EXPECT_THAT(std::string(shorter.status().message()), HasSubstr("text bytes is 200, must be at least 201"));
   options.window = 1;
-  EXPECT_THAT(std::string(Evaluate(*model_, Open(engine_options).get(), text, options, nothing).status().message()),
-              HasSubstr("window is 1"));
+  EXPECT_THAT(
+      std::string(Evaluate(*model_, Open(engine_options).get(), text, options, nullptr, nothing).status().message()),
+      HasSubstr("window is 1"));
 }
 
 }  // namespace

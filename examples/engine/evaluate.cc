@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/client.h"
+#include "codecs/calibration.h"
 #include "examples/engine/blas_core.h"
 #include "examples/engine/codec_files.h"
 #include "examples/engine/daemon_process.h"
@@ -67,10 +68,11 @@ absl::Status Run(Flags flags) {
   if (daemon != nullptr) daemon->HideSocket();
   KV_ASSIGN_OR_RETURN(const std::unique_ptr<KvEngine> engine, KvEngine::Open(client.get(), *model, engine_options));
 
+  const std::unique_ptr<CalibrationSource> artifacts = MakeCalibrationDirectory(files.directory);
   absl::StatusOr<Evaluation> done;
   {
     Progress progress(absl::StrCat("evaluate ", flags.codec, ", pages"), /*quiet=*/false);
-    done = Evaluate(*model, engine.get(), bytes, flags.evaluate,
+    done = Evaluate(*model, engine.get(), bytes, flags.evaluate, artifacts.get(),
                     [&](int64_t now, int64_t total) { progress.Update(now, total); });
   }
   KV_RETURN_IF_ERROR(done.status());
@@ -116,7 +118,7 @@ int main(int argc, char** argv) {
       ->allow_extra_args(false);
   app.add_option("--lag", flags.lag_pages, "newest full pages that a query reads raw, beside its own")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::Range(0, 64));
   app.add_option("--window", flags.evaluate.window, "tokens of a window")->capture_default_str();
   app.add_option("--stride", flags.evaluate.stride, "tokens from one window's start to the next's")
       ->capture_default_str();

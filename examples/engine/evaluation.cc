@@ -13,11 +13,12 @@ namespace {
 
 using SteadyTime = std::chrono::steady_clock;
 
-/// The cache's codec, to be asked what it reads; nullptr for one that is not to be made here (a plug-in's, or with an
-/// artifact): that one encodes.
-std::unique_ptr<Codec> CodecOf(const client::CacheOptions& cache) {
+/// The cache's codec, to be asked what it reads and keeps; nullptr for one that is not to be made here (a plug-in's, or
+/// with an artifact that `artifacts` has not): that one encodes.
+std::unique_ptr<Codec> CodecOf(const client::CacheOptions& cache, CalibrationSource* artifacts) {
   CodecRegistry registry;
   RegisterBuiltinCodecs(registry);
+  registry.SetCalibrations(artifacts);
   CodecContext context;
   context.layout = {cache.dtype, uint16_t(cache.kv_heads), uint16_t(cache.head_dim), uint16_t(cache.page_tokens)};
   context.layers = cache.layers;
@@ -52,8 +53,26 @@ PairCounts ExpectedOf(const client::CacheOptions& cache, const Codec* codec, con
   return pairs;
 }
 
+/// Bytes of a sequence of `tokens` tokens in all layers, once it has settled: every full page in the codec's form, but
+/// for sinks; sinks, the newest lag pages and the last page raw (of an identity codec, the open page alone).
+uint64_t ExpectedBytes(const client::CacheDescription& cache, const Codec* codec, uint64_t tokens) {
+  const client::CacheOptions& o = cache.options;
+  const uint64_t page = o.page_tokens, full = tokens / page, pages = (tokens + page - 1) / page;
+  uint64_t sinks = 0, raw = pages - full;
+  if (Encodes(codec)) {
+    sinks = std::min(full, SinkTokens(o.codec) / page);
+    raw = std::min(pages, sinks + o.lag_pages + 1);
+  }
+  uint64_t bytes = 0;
+  for (int layer = 0; layer < o.layers; ++layer) {
+    const uint64_t encoded = codec == nullptr ? cache.encoded_page_bytes : codec->info().page_bytes(layer);
+    bytes += (full - sinks) * encoded + raw * cache.raw_page_bytes;
+  }
+  return bytes;
+}
+
 /// Bytes of the sequences' pages, once the encoding that goes on behind the last steps has settled, or after a bounded
-/// time: raw forms inside the lag, encoded forms of every full page.
+/// time.
 absl::StatusOr<uint64_t> SettledResidentBytes(absl::Span<const std::unique_ptr<client::Sequence>> sequences,
                                               uint64_t bytes_expected) {
   constexpr auto kSettleMax = std::chrono::seconds(2);
@@ -72,11 +91,10 @@ absl::StatusOr<uint64_t> SettledResidentBytes(absl::Span<const std::unique_ptr<c
 /// Windows in the daemon; the first batch's resident bytes are taken at its end.
 class DaemonWindows final : public WindowStore {
  public:
-  DaemonWindows(KvEngine* engine, int layers, const EvaluateOptions& options)
+  DaemonWindows(KvEngine* engine, const EvaluateOptions& options, CalibrationSource* artifacts)
       : engine_(engine),
         cache_(engine->cache().description()),
-        codec_(CodecOf(cache_.options)),
-        layers_(layers),
+        codec_(CodecOf(cache_.options, artifacts)),
         window_(options.window),
         prompt_tokens_(PromptTokens(options)) {}
 
@@ -92,16 +110,12 @@ class DaemonWindows final : public WindowStore {
   }
   absl::Status End() override {
     if (resident_bytes_per_token_head_ < 0) {
-      // Every full page in the codec's form; the newest lag pages and the last page raw as well (of raw, the open
-      // page).
-      const uint64_t page = cache_.options.page_tokens, full = window_ / page, pages = (window_ + page - 1) / page;
-      const uint64_t raw =
-          Encodes(codec_.get()) ? std::min<uint64_t>(pages, cache_.options.lag_pages + 1) : pages - full;
-      const uint64_t expected =
-          sequences_.size() * layers_ * (full * cache_.encoded_page_bytes + raw * cache_.raw_page_bytes);
+      const auto begun = SteadyTime::now();
+      const uint64_t expected = sequences_.size() * ExpectedBytes(cache_, codec_.get(), window_);
       KV_ASSIGN_OR_RETURN(const uint64_t resident_bytes, SettledResidentBytes(sequences_, expected));
-      resident_bytes_per_token_head_ =
-          double(resident_bytes) / (double(sequences_.size()) * window_ * layers_ * cache_.options.kv_heads);
+      resident_bytes_per_token_head_ = double(resident_bytes) / (double(sequences_.size()) * window_ *
+                                                                 cache_.options.layers * cache_.options.kv_heads);
+      settle_time_ = SteadyTime::now() - begun;
     }
     sequences_.clear();
     return absl::OkStatus();
@@ -110,28 +124,32 @@ class DaemonWindows final : public WindowStore {
   const client::CacheDescription& cache() const { return cache_; }
   const Codec* codec() const { return codec_.get(); }
   double resident_bytes_per_token_head() const { return resident_bytes_per_token_head_; }
+  /// Spent waiting for that number.
+  SteadyTime::duration settle_time() const { return settle_time_; }
 
  private:
   KvEngine* const engine_;
   const client::CacheDescription cache_;
   const std::unique_ptr<const Codec> codec_;
-  const int layers_, window_;
+  const int window_;
   const uint64_t prompt_tokens_;
   std::vector<std::unique_ptr<client::Sequence>> sequences_;
   double resident_bytes_per_token_head_ = -1;
+  SteadyTime::duration settle_time_{};
 };
 
 }  // namespace
 
 absl::StatusOr<Evaluation> Evaluate(const Model& model, KvEngine* engine, absl::Span<const uint8_t> text,
-                                    const EvaluateOptions& options,
+                                    const EvaluateOptions& options, CalibrationSource* artifacts,
                                     absl::FunctionRef<void(int64_t, int64_t)> progress) {
-  const auto begun = SteadyTime::now();
   const int layers = model.config().layers;
   const KvCounts before = engine->counts();
-  DaemonWindows windows(engine, layers, options);
+  DaemonWindows windows(engine, options, artifacts);
   const client::CacheOptions& cache = windows.cache().options;
+  const auto begun = SteadyTime::now();
   KV_ASSIGN_OR_RETURN(const WindowLoss loss, ReadWindows(model, &windows, text, options, cache.page_tokens, progress));
+  const SteadyTime::duration elapsed = SteadyTime::now() - begun - windows.settle_time();
   Evaluation result;
   result.codec = cache.codec;
   result.bytes_per_token_head = windows.cache().payload_page_bytes / (double(cache.page_tokens) * cache.kv_heads);
@@ -143,7 +161,7 @@ absl::StatusOr<Evaluation> Evaluate(const Model& model, KvEngine* engine, absl::
   const PairCounts expected = ExpectedOf(cache, windows.codec(), options);
   result.expected_pairs.encoded = expected.encoded * layers * options.windows;
   result.expected_pairs.raw = expected.raw * layers * options.windows;
-  result.seconds = std::chrono::duration<double>(SteadyTime::now() - begun).count();
+  result.seconds = std::chrono::duration<double>(elapsed).count();
   return result;
 }
 

@@ -6,6 +6,10 @@
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
+#include "codecs/builtin.h"
+#include "codecs/codec.h"
+#include "codecs/registry.h"
+#include "examples/engine/windows.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/base/status.h"
 
@@ -48,8 +52,8 @@ class FakeArena final : public client::Arena {
 
 class FakeSequence final : public client::Sequence {
  public:
-  FakeSequence(FakeHost* host, uint64_t id, const CacheDescription& cache)
-      : host_(host), id_(id), cache_(cache), page_tokens_(cache.options.page_tokens) {}
+  FakeSequence(FakeHost* host, uint64_t id, const CacheDescription& cache, std::shared_ptr<const Codec> codec)
+      : host_(host), id_(id), cache_(cache), codec_(std::move(codec)), page_tokens_(cache.options.page_tokens) {}
   ~FakeSequence() override { host_->sequences.erase(id_); }
   uint64_t id() const override { return id_; }
   absl::StatusOr<std::unique_ptr<Sequence>> Fork() override { return Absent("fork"); }
@@ -91,13 +95,18 @@ class FakeSequence final : public client::Sequence {
   absl::StatusOr<client::SequenceDescription> Info() override {
     client::SequenceDescription info;
     info.id = id_;
+    ++host_->infos;
     const FakeHost::SequenceState& state = host_->sequences.at(id_);
-    for (const uint64_t tokens : state.tokens) {
-      const uint64_t pages = (tokens + page_tokens_ - 1) / page_tokens_, full = tokens / page_tokens_;
-      const bool raw = cache_.options.codec == "raw";
-      info.bytes +=
-          full * cache_.encoded_page_bytes +
-          (raw ? pages - full : std::min<uint64_t>(pages, cache_.options.lag_pages + 1)) * cache_.raw_page_bytes;
+    for (size_t layer = 0; layer < state.tokens.size(); ++layer) {
+      const uint64_t tokens = state.tokens[layer], pages = (tokens + page_tokens_ - 1) / page_tokens_;
+      for (uint64_t page = 0; page < pages; ++page) {
+        const bool full = (page + 1) * page_tokens_ <= tokens;
+        const bool sink = page * page_tokens_ < SinkTokens(cache_.options.codec);
+        const bool encoded = full && !sink;
+        const bool in_lag = page + cache_.options.lag_pages + 1 >= pages;
+        if (encoded) info.bytes += codec_->info().page_bytes(int(layer));
+        if (!encoded || (in_lag && !codec_->info().identity)) info.bytes += cache_.raw_page_bytes;
+      }
     }
     return info;
   }
@@ -106,19 +115,19 @@ class FakeSequence final : public client::Sequence {
   FakeHost* const host_;
   const uint64_t id_;
   const CacheDescription cache_;
+  const std::shared_ptr<const Codec> codec_;
   const int page_tokens_;
 };
 
 class FakeCache final : public client::Cache {
  public:
-  FakeCache(FakeHost* host, const CacheOptions& options) : host_(host) {
+  FakeCache(FakeHost* host, const CacheOptions& options, std::shared_ptr<const Codec> codec)
+      : host_(host), codec_(std::move(codec)) {
     description_.options = options;
-    const PageLayout layout{options.dtype, uint16_t(options.kv_heads), uint16_t(options.head_dim),
-                            uint16_t(options.page_tokens)};
-    const bool raw = options.codec == "raw";
-    description_.raw_page_bytes = layout.raw_bytes();
-    description_.payload_page_bytes = description_.encoded_page_bytes =
-        raw ? layout.raw_bytes() : layout.raw_bytes() / 8;
+    description_.options.codec = codec_->info().spec;
+    description_.raw_page_bytes = codec_->layout().raw_bytes();
+    description_.payload_page_bytes = codec_->info().payload_bytes;
+    description_.encoded_page_bytes = codec_->info().encoded_bytes;
     const std::string facts = absl::StrCat(options.model, "/", options.revision, "/", options.rope, "/", options.codec,
                                            "/", options.lag_pages);
     description_.digest = Sha256(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(facts.data()), facts.size()));
@@ -175,7 +184,7 @@ class FakeCache final : public client::Cache {
   std::unique_ptr<client::Sequence> Adopt(FakeHost::SequenceState state) {
     const uint64_t id = host_->next_sequence++;
     host_->sequences[id] = std::move(state);
-    return std::make_unique<FakeSequence>(host_, id, description_);
+    return std::make_unique<FakeSequence>(host_, id, description_, codec_);
   }
 
   absl::StatusOr<client::StepResult> DoStep(const client::StepBatch& batch) {
@@ -216,7 +225,8 @@ class FakeCache final : public client::Cache {
       }
       for (int t = 0; t < entry.tokens; ++t) {
         const uint64_t position = entry.position + t, before = position / o.page_tokens;
-        const uint64_t aged = o.codec == "raw" || before < uint64_t(o.lag_pages) ? 0 : before - o.lag_pages;
+        const uint64_t kept = o.lag_pages + SinkTokens(o.codec) / o.page_tokens;
+        const uint64_t aged = codec_->info().identity || before < kept ? 0 : before - kept;
         result.encoded_pairs += aged * o.page_tokens;
         result.raw_pairs += position + 1 - aged * o.page_tokens;
       }
@@ -247,6 +257,7 @@ class FakeCache final : public client::Cache {
   }
 
   FakeHost* const host_;
+  const std::shared_ptr<const Codec> codec_;
   CacheDescription description_;
   std::vector<float> scores_;
 };
@@ -259,7 +270,15 @@ class FakeClient final : public client::Client {
   std::string peer_address() const override { return ""; }
   absl::Status Reconnect() override { return absl::OkStatus(); }
   absl::StatusOr<std::unique_ptr<client::Cache>> OpenCache(const CacheOptions& options) override {
-    return std::make_unique<FakeCache>(host_, options);
+    CodecRegistry registry;
+    RegisterBuiltinCodecs(registry);
+    registry.SetCalibrations(host_->calibrations);
+    CodecContext context;
+    context.layout = {options.dtype, uint16_t(options.kv_heads), uint16_t(options.head_dim),
+                      uint16_t(options.page_tokens)};
+    context.layers = options.layers;
+    KV_ASSIGN_OR_RETURN(std::shared_ptr<const Codec> codec, registry.Create(options.codec, context));
+    return std::make_unique<FakeCache>(host_, options, std::move(codec));
   }
   absl::StatusOr<std::unique_ptr<client::Arena>> CreateArena(uint64_t bytes) override {
     if (bytes == 0 || bytes % 4096 != 0) return InvalidField("bytes", bytes, "a multiple of 4096");

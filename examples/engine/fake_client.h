@@ -1,7 +1,8 @@
 // A daemon in the test's own process: exact attention over float16 keys and values, with the client's interface.
 //
-// FakeHost stands for a daemon and its store, FakeClient for a connection. A codec's name is taken and its pairs are
-// counted as the protocol says, but every page is read raw. One thread; hosts outlive clients, clients outlive handles.
+// FakeHost stands for a daemon and its store, FakeClient for a connection. A codec says how large its pages are and its
+// pairs are counted as the protocol says, but every page is read raw. One thread; hosts outlive clients, clients
+// outlive handles.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "client/client.h"
+#include "codecs/calibration.h"
 
 namespace kvmanager::engine {
 
@@ -37,6 +39,8 @@ class FakeHost {
   std::map<Digest, std::pair<TokenDigest, SequenceState>> blocks;  // a block's key: the sequence up to its end
   uint64_t next_sequence = 1;
   uint64_t steps = 0, inline_steps = 0;
+  uint64_t infos = 0;                         // calls of Sequence::Info
+  CalibrationSource* calibrations = nullptr;  // of codecs; nullptr: without artifacts
 
   std::unique_ptr<client::Client> Connect();
 };
