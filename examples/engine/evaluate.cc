@@ -38,6 +38,7 @@ absl::Status Run(Flags flags) {
   KV_ASSIGN_OR_RETURN(const std::string text, ReadFile(flags.text));
   const auto bytes = absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(text.data()), text.size());
   KV_RETURN_IF_ERROR(CheckEvaluate(*model, bytes, flags.evaluate));
+  if (!flags.json.empty()) KV_RETURN_IF_ERROR(CheckWritable("--json", flags.json));
   flags.evaluate.threads = CoreCount();
   KV_ASSIGN_OR_RETURN(const CodecFiles files, ResolveCodecFiles(flags.codec, /*own_daemon=*/flags.connect.empty()));
   KvEngineOptions engine_options;
