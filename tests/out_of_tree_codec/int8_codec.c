@@ -98,7 +98,7 @@ static size_t steps_offset(const kvmc_codec* c, uint32_t head, int side) {
 }
 
 /* Codes of one token as floats. */
-static void load_codes(const kvmc_codec* c, const uint8_t* row, float* codes) {
+static inline void load_codes(const kvmc_codec* c, const uint8_t* row, float* codes) {
   if (c->bits == 8) {
     for (uint32_t i = 0; i < c->d; ++i) codes[i] = (float)(int8_t)row[i];
     return;
@@ -173,10 +173,9 @@ static kvmc_status create(const kvmc_context* context, kvmc_codec** codec) {
 
 static void destroy(kvmc_codec* codec) { free(codec); }
 
-/* Attention: [codes of a token: d][folded q, then sums of V: rows][d][scores: rows][tokens] floats. The others need
- * none. */
+/* Attention, in floats: codes [tokens][d], a folded row of q [d], scores [rows][tokens]. The others need none. */
 static size_t workspace_bytes(const kvmc_codec* c, uint32_t purpose, uint32_t rows) {
-  return purpose == KVMC_FOR_ATTEND ? (c->d + (size_t)rows * (c->d + c->tokens)) * sizeof(float) : 0;
+  return purpose == KVMC_FOR_ATTEND ? ((size_t)(c->tokens + 1) * c->d + (size_t)rows * c->tokens) * sizeof(float) : 0;
 }
 
 /* ---- encode ---- */
@@ -282,20 +281,29 @@ static kvmc_status validate(const kvmc_codec* c, uint32_t layer, const uint8_t* 
 
 /* ---- attention ---- */
 
-enum { kLanes = 16 }; /* head_dim is a multiple of it */
+/* Vectors as gcc and clang have them: 16 floats in as many registers as the machine needs. head_dim is a multiple of 16,
+ * and everything here is 64-byte aligned. */
+enum { kLanes = 16 };
+typedef float lanes __attribute__((vector_size(kLanes * sizeof(float)), may_alias));
 
-/* In partial sums, so that the compiler may use vectors without reordering anything. */
-static float dot(const float* a, const float* b, uint32_t d) {
-  float partial[kLanes] = {0}, sum = 0;
-  for (uint32_t i = 0; i < d; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) partial[lane] += a[i + lane] * b[i + lane];
-  }
+/* Compiled once per width of registers, with what is inlined into it; the loader chooses. Attention alone: its last bits
+ * may differ from machine to machine, a page's bytes may not. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define WIDE_REGISTERS __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define WIDE_REGISTERS
+#endif
+
+static inline float dot(const float* a, const float* b, uint32_t d) {
+  lanes partial = {0};
+  for (uint32_t i = 0; i < d; i += kLanes) partial += *(const lanes*)(a + i) * *(const lanes*)(b + i);
+  float sum = 0;
   for (int lane = 0; lane < kLanes; ++lane) sum += partial[lane];
   return sum;
 }
 
 /* Scores into probabilities, and the state's maximum, sum and acc brought to them. */
-static void softmax(const kvmc_codec* c, const kvmc_attend_item* item, uint32_t r, float* scores) {
+static inline void softmax(const kvmc_codec* c, const kvmc_attend_item* item, uint32_t r, float* scores) {
   float page_max = -INFINITY, sum = 0;
   for (uint32_t t = 0; t < c->tokens; ++t) page_max = scores[t] > page_max ? scores[t] : page_max;
   if (page_max > item->max[r]) {
@@ -312,31 +320,32 @@ static void softmax(const kvmc_codec* c, const kvmc_attend_item* item, uint32_t 
 }
 
 /* Each code is unpacked once, for all rows. */
-static void attend_page(const kvmc_codec* c, const kvmc_attend_item* item, const uint8_t* page, float* workspace) {
+WIDE_REGISTERS static void attend_page(const kvmc_codec* c, const kvmc_attend_item* item, const uint8_t* page,
+                                       float* workspace) {
   const uint32_t d = c->d, rows = item->rows, tokens = c->tokens;
-  const size_t row = row_bytes(c), elements = (size_t)rows * d;
-  float *codes = workspace, *folded = codes + d, *scores = folded + elements;
+  const size_t row = row_bytes(c);
+  float *codes = workspace, *folded = codes + (size_t)tokens * d, *scores = folded + d;
   const uint8_t* k = page + side_offset(c, item->kv_head, 0);
   const uint8_t* v = page + side_offset(c, item->kv_head, 1);
-  float steps[256];
+  float steps[256] __attribute__((aligned(64)));
   memcpy(steps, page + steps_offset(c, item->kv_head, 0), d * sizeof(float));
-  for (size_t i = 0; i < elements; ++i) folded[i] = item->q[i] * steps[i % d];
-  for (uint32_t t = 0; t < tokens; ++t) {
-    load_codes(c, k + t * row, codes);
-    for (uint32_t r = 0; r < rows; ++r) scores[r * tokens + t] = dot(folded + r * d, codes, d) * item->scale;
-  }
-  for (uint32_t r = 0; r < rows; ++r) softmax(c, item, r, scores + r * tokens);
-  float* sums = folded;
-  memset(sums, 0, elements * sizeof(float));
-  for (uint32_t t = 0; t < tokens; ++t) {
-    load_codes(c, v + t * row, codes);
-    for (uint32_t r = 0; r < rows; ++r) {
-      const float p = scores[r * tokens + t];
-      for (uint32_t i = 0; i < d; ++i) sums[r * d + i] += p * codes[i];
-    }
+  for (uint32_t t = 0; t < tokens; ++t) load_codes(c, k + t * row, codes + (size_t)t * d);
+  for (uint32_t r = 0; r < rows; ++r) {
+    for (uint32_t i = 0; i < d; ++i) folded[i] = item->q[(size_t)r * d + i] * steps[i] * item->scale;
+    for (uint32_t t = 0; t < tokens; ++t) scores[(size_t)r * tokens + t] = dot(folded, codes + (size_t)t * d, d);
+    softmax(c, item, r, scores + (size_t)r * tokens);
   }
   memcpy(steps, page + steps_offset(c, item->kv_head, 1), d * sizeof(float));
-  for (size_t i = 0; i < elements; ++i) item->acc[i] += sums[i] * steps[i % d];
+  for (uint32_t t = 0; t < tokens; ++t) load_codes(c, v + t * row, codes + (size_t)t * d);
+  for (uint32_t r = 0; r < rows; ++r) {
+    for (uint32_t i = 0; i < d; i += kLanes) {
+      lanes sum = {0};
+      for (uint32_t t = 0; t < tokens; ++t) {
+        sum += scores[(size_t)r * tokens + t] * *(const lanes*)(codes + (size_t)t * d + i);
+      }
+      *(lanes*)(item->acc + (size_t)r * d + i) += sum * *(const lanes*)(steps + i);
+    }
+  }
 }
 
 static kvmc_status attend_batch(const kvmc_codec* c, const kvmc_attend_batch* batch) {
