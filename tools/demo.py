@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """The demo's run, after tools/demo has built it: two kvmanagerd, three engine processes per codec, one table.
 
-First `kvctl calibrate` trains an artifact for the codecs that need one, on this repository's own texts; later runs find it in
-~/.cache/kvmanager. For each codec: an engine process prefills the first 6,000 bytes of docs/design.md against the prefill daemon and hands the sequence
-over; a second engine process claims it at the decode daemon and continues the text, attention running in that daemon. Then
-`evaluate` measures bits per byte of a held-out text through the prefill daemon. Everything started is stopped.
+First `kvctl calibrate` trains an artifact for the codecs that need one, on examples/model/calibration.txt; later runs find it
+in ~/.cache/kvmanager. For each codec: an engine process prefills the first 6,000 bytes of docs/design.md against the prefill
+daemon and hands the sequence over; a second engine process claims it at the decode daemon and continues the text, attention
+running in that daemon. Then `evaluate` measures bits per byte of a held-out text through the prefill daemon. Everything started is stopped.
 """
 import argparse
 import hashlib
@@ -117,19 +117,16 @@ def run(folder, program, *arguments):
 
 def calibrate(folder, progress):
     """The artifact for the demo's model: trained once, then kept."""
-    texts = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("codecs/**/*.h"))]
-    text = b"".join(path.read_bytes() for path in texts if path.name != "design.md")  # that one is the prompt
-    text = text[:CALIBRATION_WINDOWS * 4096 + 1]
+    text = (MODEL / "calibration.txt").read_bytes()
     said = hashlib.sha256(repr((CALIBRATED, text)).encode() + (MODEL / "model.safetensors").read_bytes()).hexdigest()
     kept = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "kvmanager"
     kept.mkdir(parents=True, exist_ok=True)
     artifact = kept / f"demo-{said[:16]}.safetensors"
     progress.step(f"calibration artifact: {'training, about a minute' if not artifact.exists() else 'kept from an earlier run'}")
     if not artifact.exists():
-        (folder / "calibration.txt").write_bytes(text)
         codecs = [word for codec in CALIBRATED for word in ("--codec", codec)]
-        run(folder, "client/cli/kvctl", "calibrate", "--model", MODEL, "--text", folder / "calibration.txt", "--windows", CALIBRATION_WINDOWS,
-            *codecs, "--out", artifact)
+        run(folder, "client/cli/kvctl", "calibrate", "--model", MODEL, "--text", MODEL / "calibration.txt", "--windows",
+            CALIBRATION_WINDOWS, *codecs, "--out", artifact)
     return artifact
 
 
