@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "codecs/pq/pq_kernels.h"
+#include "codecs/registry.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::pq {
@@ -14,11 +14,11 @@ namespace {
 std::string NameOf(absl::string_view key) { return absl::StrCat("codec parameter ", key); }
 
 absl::Status ReadNumber(absl::string_view key, const std::string& text, uint32_t min, uint32_t max, uint32_t* out) {
-  uint32_t value;
-  if (!absl::SimpleAtoi(text, &value) || value < min || value > max) {
+  int value;
+  if (!ParseDecimal(text, &value) || value < 0 || uint32_t(value) < min || uint32_t(value) > max) {
     return InvalidField(NameOf(key), text, absl::StrCat(min, "..", max));
   }
-  *out = value;
+  *out = uint32_t(value);
   return absl::OkStatus();
 }
 
@@ -100,7 +100,7 @@ absl::StatusOr<Parameters> ParseParameters(const PageLayout& layout, const Codec
       p.iterations = 0;
       if (value != "auto") KV_RETURN_IF_ERROR(ReadNumber(key, value, 1, Parameters::kIterationsMax, &p.iterations));
     } else if (key == "rebuild") {
-      KV_RETURN_IF_ERROR(ReadNumber(key, value, 0, UINT32_MAX, &p.rebuild));
+      KV_RETURN_IF_ERROR(ReadNumber(key, value, 0, INT32_MAX, &p.rebuild));
       if (p.rebuild != 0 && p.rebuild < Parameters::kRebuildMin) {
         return InvalidField(NameOf(key), value, absl::StrCat("0 (never), or at least ", Parameters::kRebuildMin));
       }
