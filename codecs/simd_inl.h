@@ -374,6 +374,11 @@ KVMANAGER_INLINE VecI Dot4Small(VecI acc, VecU u, VecU s) {
 #endif
 }
 
+#if defined(KVMANAGER_ISA_AVX512)
+/// Set bits of a mask. By way of a general register: gcc 12 counts 32 bits of a mask that it has spilled as 16.
+KVMANAGER_INLINE int CountBits(__mmask16 mask) { return __builtin_popcount(_cvtmask16_u32(mask)); }
+#endif
+
 /// Bits of a where mask is set, else of b.
 KVMANAGER_INLINE VecU SelectBits(VecU mask, VecU a, VecU b) {
 #if defined(KVMANAGER_ISA_AVX512)

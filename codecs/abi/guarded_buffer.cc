@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <utility>
@@ -19,11 +20,12 @@ namespace {
 constexpr size_t kPageBytes = 4096;
 constexpr uint8_t kCanary = 0xa5;
 
-// What the handler reads: plain, since it runs wherever the fault was.
+// What the handler reads, wherever the fault was: without a lock.
 struct Live {
-  const char* name;
+  std::atomic<const char*> name;  // nullptr: free; kClaimed: not filled in yet
   const uint8_t *map, *map_end, *data, *data_end;
 };
+constexpr char kClaimed[] = "";
 Live live[GuardedBuffer::kLiveMax];
 int report_fd = -1;
 
@@ -36,16 +38,17 @@ void OnFault(int number, siginfo_t* info, void* context) {
   char text[256];
   int bytes = std::snprintf(text, sizeof text, "Fit crashed with signal %d, at address %p", number, info->si_addr);
   for (const Live& buffer : live) {
-    if (buffer.name == nullptr || at < buffer.map || at >= buffer.map_end) continue;
+    const char* const name = buffer.name.load();
+    if (name == nullptr || name == kClaimed || at < buffer.map || at >= buffer.map_end) continue;
     if (at >= buffer.data_end) {
       bytes = std::snprintf(text, sizeof text, "Fit %s byte %zd past the end of the %s, which has %zu bytes", verb,
-                            at - buffer.data_end + 1, buffer.name, size_t(buffer.data_end - buffer.data));
+                            at - buffer.data_end + 1, name, size_t(buffer.data_end - buffer.data));
     } else if (at < buffer.data) {
       bytes = std::snprintf(text, sizeof text, "Fit %s %zd bytes before the start of the %s", verb, buffer.data - at,
-                            buffer.name);
+                            name);
     } else {
       bytes = std::snprintf(text, sizeof text, "Fit wrote to byte %zd of the %s, which is read-only", at - buffer.data,
-                            buffer.name);
+                            name);
     }
     break;
   }
@@ -67,10 +70,14 @@ GuardedBuffer::GuardedBuffer(const char* name, size_t bytes, Place place, size_t
   std::memset(map_ + kPageBytes, kCanary, inner);
   data_ = place == Place::kAgainstStart ? map_ + kPageBytes : map_ + kPageBytes + inner - room;
   std::memset(data_, 0, bytes_);
-  for (slot_ = 0; slot_ < kLiveMax && live[slot_].name != nullptr; ++slot_) {
+  for (slot_ = 0; slot_ < kLiveMax; ++slot_) {
+    const char* free = nullptr;
+    if (live[slot_].name.compare_exchange_strong(free, kClaimed)) break;
   }
   KV_CHECK(slot_ < kLiveMax);
-  live[slot_] = {name_, map_, map_ + map_bytes_, data_, data_ + bytes_};
+  Live& mine = live[slot_];
+  mine.map = map_, mine.map_end = map_ + map_bytes_, mine.data = data_, mine.data_end = data_ + bytes_;
+  mine.name = name_;
 }
 
 GuardedBuffer::GuardedBuffer(GuardedBuffer&& from) noexcept

@@ -1,8 +1,8 @@
 // Memory that tells when a codec leaves it: a buffer between two pages that nobody may touch.
 //
 // For a process that is made for one check and ends with it: InstallFaultHandler takes over SIGSEGV and SIGBUS, and a
-// touch outside a buffer, or a write to one that is read-only, becomes a report with the buffer's name. Buffers and the
-// handler are for one check at a time; making and destroying them is for one thread.
+// touch outside a buffer, or a write to one that is read-only, becomes a report with the buffer's name. The handler is
+// for one check at a time; any thread may make and destroy buffers of its own.
 #pragma once
 
 #include <cstddef>

@@ -28,6 +28,9 @@ Matrix RandomRows(int rows, int d, uint64_t seed, int rank = 1 << 20) {
   return x;
 }
 
+// As training has it: parallel outside, not inside.
+const bool one_blas_thread = (OneBlasThread(), true);
+
 Moment MomentOf(const Matrix& rows, int d) {
   Moment moment;
   moment.sum.resize(size_t(d) * d);

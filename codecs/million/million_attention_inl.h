@@ -73,7 +73,7 @@ KVMANAGER_INLINE void PrefetchStep(Ahead& ahead) {
 /// How many elements of a exceed `limit`.
 KVMANAGER_INLINE int CountAbove(VecF a, VecF limit) {
 #if defined(KVMANAGER_ISA_AVX512)
-  return __builtin_popcount(_mm512_cmp_ps_mask(a, limit, _CMP_GT_OQ));
+  return CountBits(_mm512_cmp_ps_mask(a, limit, _CMP_GT_OQ));
 #elif defined(KVMANAGER_ISA_AVX2)
   return __builtin_popcount(_mm256_movemask_ps(_mm256_cmp_ps(a, limit, _CMP_GT_OQ)));
 #else

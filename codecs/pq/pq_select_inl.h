@@ -234,7 +234,7 @@ KVMANAGER_INLINE size_t Gather(const uint32_t* bits, size_t n, uint32_t least, u
     const __m512i values = _mm512_maskz_compress_epi32(in, x), places = _mm512_maskz_compress_epi32(in, index);
     _mm512_storeu_si512(to + count, values);
     _mm512_storeu_si512(indices + count, places);
-    count += __builtin_popcount(in);
+    count += CountBits(in);
     if (!kIndexed) index = _mm512_add_epi32(index, _mm512_set1_epi32(16));
   }
 #endif
