@@ -93,7 +93,8 @@ int Main(int argc, char** argv) {
   app.footer(
       "The address is that of --connect, or else of $KVMANAGER_ADDRESS, or else\n"
       "unix:/run/kvmanager/kvmanager.sock.\n"
-      "Exit code: 0 done, 1 it failed (the daemon could not be reached or refused, a file did not fit), 2 wrong usage.");
+      "Exit code: 0 done, 1 it failed (the daemon could not be reached or refused, a file did not fit), 2 wrong "
+      "usage.");
   app.require_subcommand(1);
   app.fallthrough();
   app.add_option("-c,--connect", arguments.connect, "the daemon: unix:PATH or tcp:HOST:PORT")

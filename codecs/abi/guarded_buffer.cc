@@ -44,8 +44,8 @@ void OnFault(int number, siginfo_t* info, void* context) {
       bytes = std::snprintf(text, sizeof text, "Fit %s byte %zd past the end of the %s, which has %zu bytes", verb,
                             at - buffer.data_end + 1, name, size_t(buffer.data_end - buffer.data));
     } else if (at < buffer.data) {
-      bytes = std::snprintf(text, sizeof text, "Fit %s %zd bytes before the start of the %s", verb, buffer.data - at,
-                            name);
+      bytes =
+          std::snprintf(text, sizeof text, "Fit %s %zd bytes before the start of the %s", verb, buffer.data - at, name);
     } else {
       bytes = std::snprintf(text, sizeof text, "Fit wrote to byte %zd of the %s, which is read-only", at - buffer.data,
                             name);

@@ -32,10 +32,26 @@ TEST(Parameters, AreWrittenInAFixedOrderAndReadBack) {
 }
 
 TEST(Parameters, RefuseWhatIsOutOfRange) {
-  for (const char* const text :
-       {"pq:m=3", "pq:m= 4", "pq:m=0", "pq:m=64", "pq:bits=3", "pq:bits=9", "pq:ratio=0", "pq:ratio=1.1", "pq:ratio=0.0000001",
-        "pq:ratio=x", "pq:ratio=-0.1", "pq:sinks=65537", "pq:scores=best", "pq:iterations=0", "pq:iterations=301",
-        "pq:rebuild=63", "pq:cache_blocks=65537", "pq:cache_policy=fifo", "pq:k=1", "pq:bits=8x"}) {
+  for (const char* const text : {"pq:m=3",
+                                 "pq:m= 4",
+                                 "pq:m=0",
+                                 "pq:m=64",
+                                 "pq:bits=3",
+                                 "pq:bits=9",
+                                 "pq:ratio=0",
+                                 "pq:ratio=1.1",
+                                 "pq:ratio=0.0000001",
+                                 "pq:ratio=x",
+                                 "pq:ratio=-0.1",
+                                 "pq:sinks=65537",
+                                 "pq:scores=best",
+                                 "pq:iterations=0",
+                                 "pq:iterations=301",
+                                 "pq:rebuild=63",
+                                 "pq:cache_blocks=65537",
+                                 "pq:cache_policy=fifo",
+                                 "pq:k=1",
+                                 "pq:bits=8x"}) {
     const absl::StatusOr<Parameters> parsed = Parse(text);
     EXPECT_TRUE(absl::IsInvalidArgument(parsed.status())) << text;
     EXPECT_FALSE(DetailOf(parsed.status()).bound.empty()) << text;
