@@ -19,23 +19,26 @@ remote_coverage_tools_repository = repository_rule(implementation = _coverage_im
 
 def _cuda_impl(ctx):
     nvcc = ctx.which("nvcc")
-    home = None
-    for candidate in ["/usr/local/cuda", "/usr/lib/cuda"]:
-        if ctx.path(candidate + "/include/cuda.h").exists:
-            home = candidate
-            break
+    home, runtime = None, None
+    for candidate in ["/usr/local/cuda", "/usr/lib/cuda", "/usr"]:
+        for library in ["lib64", "lib/x86_64-linux-gnu", "lib"]:
+            archive = "%s/%s/libcudart_static.a" % (candidate, library)
+            if home == None and ctx.path(candidate + "/include/cuda.h").exists and ctx.path(archive).exists:
+                home, runtime = candidate, archive
     found = nvcc != None and home != None
     ctx.file("found.bzl", "CUDA_FOUND = %s\nNVCC = %s\n" % (found, repr(str(nvcc)) if found else "None"))
     if found:
         ctx.symlink(home + "/include", "include")
     ctx.file("BUILD", """
+# The runtime is linked in whole, and finds the driver when the program runs: one binary serves machines with and without a GPU.
 cc_library(
-    name = "headers",
+    name = "cudart",
     hdrs = glob(["include/**"]) if %s else [],
     includes = ["include"],
+    linkopts = %s,
     visibility = ["//visibility:public"],
 )
-""" % found)
+""" % (found, [runtime, "-ldl", "-lrt", "-lpthread"] if found else []))
 
 cuda_repository = repository_rule(
     doc = "The CUDA Toolkit, if nvcc is on PATH: `@cuda//:found.bzl` says so; nothing on a CPU-only build depends on it.",

@@ -1,0 +1,37 @@
+// Tests of the GPU skip, with a line that says why, where there is none that this build has code for.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "gtest/gtest.h"
+
+namespace kvmanager {
+
+/// Empty: there is one; else why not.
+inline std::string WhyNoGpu() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess || count == 0) return std::string("no GPU here: ") + cudaGetErrorString(error);
+  cudaDeviceProp properties;
+  if (cudaGetDeviceProperties(&properties, 0) != cudaSuccess) return "the GPU does not answer";
+  if (properties.major != 9) return std::string(properties.name) + " is no Hopper GPU";
+  return "";
+}
+
+/// A test suite's fixture.
+class GpuTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (const std::string why = WhyNoGpu(); !why.empty()) GTEST_SKIP() << why;
+  }
+};
+
+#define ASSERT_CUDA(call)                                                          \
+  do {                                                                             \
+    const cudaError_t error_ = (call);                                             \
+    ASSERT_EQ(error_, cudaSuccess) << #call << ": " << cudaGetErrorString(error_); \
+  } while (0)
+
+}  // namespace kvmanager
