@@ -1,0 +1,219 @@
+#include "kvmanager/memory/device.h"
+
+#include <cuda_runtime_api.h>
+#include <unistd.h>
+
+#include <atomic>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/memory/device_driver.h"
+
+namespace kvmanager {
+namespace {
+
+/// The process that first used CUDA through this library; 0: none yet. A forked child inherits it, which is how it is
+/// recognised, so this is one word of the whole process.
+std::atomic<pid_t> cuda_process{0};
+
+absl::Status UseCudaInThisProcess() {
+  pid_t expected = 0;
+  cuda_process.compare_exchange_strong(expected, getpid());
+  return CheckNotForked();
+}
+
+std::string Compute(int major, int minor) { return absl::StrCat(major, ".", minor); }
+
+absl::StatusOr<DeviceInfo> Describe(int ordinal) {
+  DeviceInfo info;
+  cudaDeviceProp properties;
+  KV_RETURN_IF_ERROR(CudaStatus(cudaGetDeviceProperties(&properties, ordinal), "cudaGetDeviceProperties"));
+  info.ordinal = ordinal;
+  info.name = properties.name;
+  info.multiprocessors = properties.multiProcessorCount;
+  info.memory_bytes = properties.totalGlobalMem;
+  info.l2_bytes = properties.l2CacheSize;
+  info.compute_major = properties.major;
+  info.compute_minor = properties.minor;
+  return info;
+}
+
+absl::Status CheckAttribute(int ordinal, cudaDeviceAttr attribute, absl::string_view what) {
+  int value = 0;
+  KV_RETURN_IF_ERROR(CudaStatus(cudaDeviceGetAttribute(&value, attribute, ordinal), "cudaDeviceGetAttribute"));
+  if (value != 0) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat("GPU ", ordinal, " ", what));
+}
+
+template <typename F>
+absl::Status Find(const char* symbol, unsigned version, F* function) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(symbol, &found, version, cudaEnableDefault, &result);
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess || found == nullptr) {
+    cudaGetLastError();
+    return absl::UnavailableError(absl::StrCat("the GPU driver has no ", symbol, " of CUDA ", version / 1000, ".",
+                                               version % 1000 / 10, ": it is too old"));
+  }
+  *function = reinterpret_cast<F>(found);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status CheckNotForked() {
+  const pid_t user = cuda_process.load(std::memory_order_relaxed);
+  if (user == 0 || user == getpid()) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat("this process was forked from process ", user,
+                                                    " after that had used CUDA, which CUDA does not support: start it "
+                                                    "by exec, or fork before the first use"));
+}
+
+absl::Status CudaStatus(int cuda_error, absl::string_view call) {
+  if (cuda_error == cudaSuccess) return absl::OkStatus();
+  const cudaError_t error = static_cast<cudaError_t>(cuda_error);
+  const std::string message = absl::StrCat(call, " gave ", cudaGetErrorName(error), ": ", cudaGetErrorString(error));
+  switch (error) {
+    case cudaErrorMemoryAllocation:
+      return absl::ResourceExhaustedError(message);
+    case cudaErrorInitializationError:
+      return absl::FailedPreconditionError(
+          absl::StrCat(message, " (a process forked from one that had used CUDA gets this: start it by exec)"));
+    default:
+      return absl::UnavailableError(message);
+  }
+}
+
+absl::Status DeviceDriver::Load() {
+  KV_RETURN_IF_ERROR(Find("cuGetErrorName", 6000, &error_name));
+  KV_RETURN_IF_ERROR(Find("cuGetErrorString", 6000, &error_string));
+  KV_RETURN_IF_ERROR(Find("cuMemGetAllocationGranularity", 10020, &allocation_granularity));
+  KV_RETURN_IF_ERROR(Find("cuMemAddressReserve", 10020, &address_reserve));
+  KV_RETURN_IF_ERROR(Find("cuMemAddressFree", 10020, &address_free));
+  KV_RETURN_IF_ERROR(Find("cuMemCreate", 10020, &create));
+  KV_RETURN_IF_ERROR(Find("cuMemRelease", 10020, &release));
+  KV_RETURN_IF_ERROR(Find("cuMemMap", 10020, &map));
+  KV_RETURN_IF_ERROR(Find("cuMemUnmap", 10020, &unmap));
+  KV_RETURN_IF_ERROR(Find("cuMemSetAccess", 10020, &set_access));
+  KV_RETURN_IF_ERROR(Find("cuMemExportToShareableHandle", 10020, &export_handle));
+  KV_RETURN_IF_ERROR(Find("cuMemImportFromShareableHandle", 10020, &import_handle));
+  return Find("cuStreamWriteValue64", 11070, &stream_write);
+}
+
+absl::Status DeviceDriver::ToStatus(CUresult result, absl::string_view call) const {
+  if (result == CUDA_SUCCESS) return absl::OkStatus();
+  const char *name = nullptr, *text = nullptr;
+  error_name(result, &name);
+  error_string(result, &text);
+  const std::string message = absl::StrCat(call, " gave ", name == nullptr ? absl::StrCat("error ", result) : name,
+                                           text == nullptr ? "" : ": ", text == nullptr ? "" : text);
+  if (result == CUDA_ERROR_OUT_OF_MEMORY) return absl::ResourceExhaustedError(message);
+  return absl::UnavailableError(message);
+}
+
+Device::Device() = default;
+
+absl::StatusOr<std::unique_ptr<Device>> Device::Open(int ordinal) {
+  KV_RETURN_IF_ERROR(UseCudaInThisProcess());
+  int count = 0;
+  KV_RETURN_IF_ERROR(CudaStatus(cudaGetDeviceCount(&count), "cudaGetDeviceCount"));
+  if (ordinal < 0 || ordinal >= count) {
+    return FieldError(absl::StatusCode::kUnavailable, "GPU", absl::StrCat(ordinal),
+                      count == 0 ? "a GPU of this machine, which has none" : absl::StrCat("0..", count - 1));
+  }
+  std::unique_ptr<Device> device(new Device);
+  KV_ASSIGN_OR_RETURN(device->info_, Describe(ordinal));
+  if (device->info_.compute_major != kComputeMajor || device->info_.compute_minor != kComputeMinor) {
+    return absl::UnavailableError(absl::StrCat("GPU ", ordinal, " is ", device->info_.name, ", compute ",
+                                               Compute(device->info_.compute_major, device->info_.compute_minor),
+                                               ": the kernels need compute ", Compute(kComputeMajor, kComputeMinor),
+                                               " (Hopper)"));
+  }
+  int shared = 0;
+  KV_RETURN_IF_ERROR(
+      CudaStatus(cudaDeviceGetAttribute(&shared, cudaDevAttrMpsEnabled, ordinal), "cudaDeviceGetAttribute"));
+  if (shared != 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("this process would use GPU ", ordinal,
+                     " through CUDA's Multi-Process Service: kernels then outlive the process that launched them, and "
+                     "memory could not be taken back safely; unset CUDA_MPS_PIPE_DIRECTORY, or stop the service"));
+  }
+  KV_RETURN_IF_ERROR(CheckAttribute(ordinal, cudaDevAttrCanUseHostPointerForRegisteredMem,
+                                    "cannot use pinned host memory by its own addresses"));
+  KV_RETURN_IF_ERROR(CudaStatus(cudaSetDevice(ordinal), "cudaSetDevice"));
+  device->driver_ = std::make_unique<DeviceDriver>();
+  KV_RETURN_IF_ERROR(device->driver_->Load());
+  int lowest = 0, highest = 0;
+  KV_RETURN_IF_ERROR(
+      CudaStatus(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange"));
+  KV_RETURN_IF_ERROR(
+      CudaStatus(cudaStreamCreateWithPriority(&device->attention_stream_, cudaStreamNonBlocking, highest),
+                 "cudaStreamCreateWithPriority"));
+  KV_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithPriority(&device->encode_stream_, cudaStreamNonBlocking, lowest),
+                                "cudaStreamCreateWithPriority"));
+  return device;
+}
+
+Device::~Device() {
+  if (!CheckNotForked().ok() || driver_ == nullptr) return;
+  cudaSetDevice(info_.ordinal);
+  if (attention_stream_ != nullptr) cudaStreamDestroy(attention_stream_);
+  if (encode_stream_ != nullptr) cudaStreamDestroy(encode_stream_);
+}
+
+absl::Status Device::Use() const {
+  KV_RETURN_IF_ERROR(CheckNotForked());
+  return CudaStatus(cudaSetDevice(info_.ordinal), "cudaSetDevice");
+}
+
+absl::StatusOr<uint64_t> Device::FreeBytes() const {
+  KV_RETURN_IF_ERROR(Use());
+  size_t free = 0, total = 0;
+  KV_RETURN_IF_ERROR(CudaStatus(cudaMemGetInfo(&free, &total), "cudaMemGetInfo"));
+  return free;
+}
+
+absl::Status Device::PinHost(uint8_t* data, size_t bytes) const {
+  KV_RETURN_IF_ERROR(Use());
+  return CudaStatus(cudaHostRegister(data, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped),
+                    "cudaHostRegister");
+}
+
+void Device::UnpinHost(uint8_t* data) const {
+  // On an error the context is gone, and the pinning with it.
+  if (Use().ok() && cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();
+}
+
+absl::Status Device::EnqueueRelease(CUstream_st* stream, const void* counter, uint64_t epoch) const {
+  return driver_->ToStatus(
+      driver_->stream_write(stream, reinterpret_cast<CUdeviceptr>(counter), epoch, CU_STREAM_WRITE_VALUE_DEFAULT),
+      "cuStreamWriteValue64");
+}
+
+std::string DeviceSummary() {
+  if (const absl::Status status = UseCudaInThisProcess(); !status.ok()) return std::string(status.message());
+  int version = 0;
+  if (cudaDriverGetVersion(&version) != cudaSuccess || version == 0) return "no GPU driver";
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0)) return "no GPU";
+  if (error == cudaErrorInsufficientDriver) {
+    return absl::StrCat("the GPU driver is for CUDA ", version / 1000, ".", version % 1000 / 10,
+                        ", older than this build's ", CUDART_VERSION / 1000, ".", CUDART_VERSION % 1000 / 10);
+  }
+  if (error != cudaSuccess) return std::string(CudaStatus(error, "cudaGetDeviceCount").message());
+  std::string summary = absl::StrCat(count, count == 1 ? " GPU" : " GPUs");
+  for (int i = 0; i < count; ++i) {
+    absl::StrAppend(&summary, i == 0 ? ": " : "; ");
+    const auto info = Describe(i);
+    if (!info.ok()) {
+      absl::StrAppend(&summary, info.status().message());
+      continue;
+    }
+    absl::StrAppend(&summary, info->name, ", ", info->multiprocessors, " SMs, ", info->memory_bytes >> 30,
+                    " GiB, compute ", Compute(info->compute_major, info->compute_minor));
+  }
+  return summary;
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,67 @@
+// Device memory that other processes can map: one address range reserved for a whole pool, slabs of it backed by
+// memory.
+//
+// A slab is one allocation of CUDA's virtual memory management, mapped at a fixed offset of the range. Its owner makes
+// slabs and exports them as file descriptors; an importer reserves a range of the same size and maps the descriptors at
+// the same offsets, so a slot has one name on both sides: its distance from the range's first byte in kSlotUnitBytes.
+// Owns the addresses and what is mapped there. Single-threaded, except data(); memory may be used by kernels of any
+// stream while its slab is mapped.
+//
+// A read-only import protects the owner against the importer's mistakes, not against its malice: CUDA lets whoever
+// holds a descriptor map it for writing.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "kvmanager/memory/device.h"
+#include "kvmanager/memory/slab_memory.h"
+
+namespace kvmanager {
+
+class DeviceRegion : public SlabMemory {
+ public:
+  /// What names a slot counts in; 32 bits of it reach kBytesMax. As codecs/device/attend_params.h has it.
+  static constexpr uint64_t kSlotUnitBytes = 64;
+  static constexpr uint64_t kBytesMax = kSlotUnitBytes << 32;
+  /// Smaller slabs would mean thousands of descriptors for a GPU's memory.
+  static constexpr uint64_t kSlabBytesMin = uint64_t{256} << 20;
+
+  /// Addresses alone. slab_bytes: >= kSlabBytesMin, a multiple of the device's granularity (2 MiB); slabs * slab_bytes
+  /// <= kBytesMax. `device` outlives the region. Errors: INVALID_ARGUMENT, UNAVAILABLE.
+  static absl::StatusOr<std::unique_ptr<DeviceRegion>> Reserve(const Device* device, uint64_t slab_bytes,
+                                                               uint32_t slabs);
+  /// Nothing uses the memory any more.
+  ~DeviceRegion() override;
+  DeviceRegion(const DeviceRegion&) = delete;
+  DeviceRegion& operator=(const DeviceRegion&) = delete;
+
+  uint8_t* data() const override;
+  uint64_t slab_bytes() const override { return slab_bytes_; }
+  uint32_t slabs() const override { return static_cast<uint32_t>(handles_.size()); }
+  bool IsMapped(uint32_t slab) const { return handles_[slab] != 0; }
+
+  absl::Status Make(uint32_t slab) override;
+  void Unmake(uint32_t slab) override;  // also of an imported slab
+  absl::Status Zero(uint32_t slab) override;
+  absl::StatusOr<int> Export(uint32_t slab) override;
+  /// Maps a slab that another process exported; takes the descriptor. Not zeroed. Errors: INVALID_ARGUMENT when its
+  /// memory is smaller than a slab; UNAVAILABLE.
+  absl::Status Import(uint32_t slab, int fd, bool writable);
+
+ private:
+  DeviceRegion(const Device* device, uint64_t slab_bytes, uint32_t slabs)
+      : device_(device), slab_bytes_(slab_bytes), handles_(slabs, 0) {}
+  absl::Status MapHandle(uint32_t slab, uint64_t handle, bool writable);  // takes the handle
+  uint64_t Address(uint32_t slab) const { return address_ + slab * slab_bytes_; }
+
+  const Device* const device_;
+  const uint64_t slab_bytes_;
+  uint64_t address_ = 0;
+  CUstream_st* stream_ = nullptr;  // of Zero, which waits for it: apart from encode work that is queued
+  std::vector<uint64_t> handles_;  // [slab]; 0: none
+};
+
+}  // namespace kvmanager

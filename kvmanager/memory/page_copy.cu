@@ -1,0 +1,199 @@
+#include <cuda_runtime.h>
+
+#include <vector>
+
+#include "kvmanager/base/status.h"
+#include "kvmanager/memory/page_copy.h"
+
+namespace kvmanager {
+namespace {
+
+constexpr uint32_t kPagesPerLaunch = 2000;
+
+/// A launch's list, passed as the kernel's parameter: no buffer of it has to outlive the call.
+struct CopyList {
+  uint32_t pages;
+  uint32_t page_bytes;
+  struct Page {
+    const uint8_t* from;
+    uint8_t* to;
+  } page[kPagesPerLaunch];
+};
+static_assert(sizeof(CopyList) <= 32764, "CUDA's limit on a kernel's parameters");
+
+constexpr uint32_t kWarpThreads = 32;
+constexpr uint32_t kLoadsInFlight = 4;                               // of each lane
+constexpr uint32_t kWarpBytes = kWarpThreads * kLoadsInFlight * 16;  // of a page, at a time
+constexpr uint32_t kLoadStoreThreads = 512;
+
+__global__ void __launch_bounds__(kLoadStoreThreads) CopyByLoadStore(const __grid_constant__ CopyList list) {
+  const uint32_t warps = gridDim.x * (kLoadStoreThreads / kWarpThreads);
+  const uint32_t warp = blockIdx.x * (kLoadStoreThreads / kWarpThreads) + threadIdx.x / kWarpThreads;
+  const uint32_t lane_offset = threadIdx.x % kWarpThreads * 16;
+  const uint32_t pieces = (list.page_bytes + kWarpBytes - 1) / kWarpBytes;  // of a page
+  for (uint32_t work = warp; work < list.pages * pieces; work += warps) {
+    const uint32_t page = work / pieces;
+    const uint32_t offset = work % pieces * kWarpBytes + lane_offset;
+    const uint8_t* from = list.page[page].from + offset;
+    uint8_t* to = list.page[page].to + offset;
+    uint4 data[kLoadsInFlight];
+#pragma unroll
+    for (uint32_t i = 0; i < kLoadsInFlight; ++i) {
+      if (offset + i * kWarpThreads * 16 < list.page_bytes) {
+        data[i] = __ldcs(reinterpret_cast<const uint4*>(from + i * kWarpThreads * 16));
+      }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kLoadsInFlight; ++i) {
+      if (offset + i * kWarpThreads * 16 < list.page_bytes) {
+        __stcs(reinterpret_cast<uint4*>(to + i * kWarpThreads * 16), data[i]);
+      }
+    }
+  }
+}
+
+constexpr uint32_t kStages = 8;
+constexpr uint32_t kStageBytes = 8192;
+/// Pieces being read; the other stages' pieces are being written.
+constexpr uint32_t kReadsAhead = kStages / 2;
+
+__device__ uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ void StartRead(uint8_t* stage, uint64_t* arrived, const uint8_t* from, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(arrived)), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   SharedAddress(stage)),
+               "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(SharedAddress(arrived))
+               : "memory");
+}
+
+__device__ void AwaitRead(uint64_t* arrived, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(SharedAddress(arrived)),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ void StartWrite(uint8_t* to, const uint8_t* stage, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),
+               "r"(SharedAddress(stage)), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+__global__ void __launch_bounds__(kWarpThreads) CopyByBulk(const __grid_constant__ CopyList list) {
+  extern __shared__ __align__(128) uint8_t stages[];  // [kStages][kStageBytes]
+  __shared__ uint64_t arrived[kStages];
+  if (threadIdx.x != 0) return;
+  for (uint32_t i = 0; i < kStages; ++i) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(&arrived[i])) : "memory");
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+
+  const uint32_t pieces = (list.page_bytes + kStageBytes - 1) / kStageBytes;  // of a page
+  const uint32_t all = list.pages * pieces;
+  // This block's n-th piece is number blockIdx.x + n * gridDim.x, and uses stage n % kStages.
+  const uint32_t count = all <= blockIdx.x ? 0 : (all - blockIdx.x + gridDim.x - 1) / gridDim.x;
+  const auto read = [&](uint32_t n) {
+    const uint32_t work = blockIdx.x + n * gridDim.x, offset = work % pieces * kStageBytes;
+    StartRead(stages + n % kStages * kStageBytes, &arrived[n % kStages], list.page[work / pieces].from + offset,
+              min(kStageBytes, list.page_bytes - offset));
+  };
+  for (uint32_t n = 0; n < min(kReadsAhead, count); ++n) read(n);
+  for (uint32_t n = 0; n < count; ++n) {
+    AwaitRead(&arrived[n % kStages], n / kStages % 2);
+    const uint32_t work = blockIdx.x + n * gridDim.x, offset = work % pieces * kStageBytes;
+    StartWrite(list.page[work / pieces].to + offset, stages + n % kStages * kStageBytes,
+               min(kStageBytes, list.page_bytes - offset));
+    if (n + kReadsAhead < count) {
+      // The stage to read into next was written from kStages - kReadsAhead pieces ago; later writes may go on.
+      asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kStages - kReadsAhead) : "memory");
+      read(n + kReadsAhead);
+    }
+  }
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+absl::Status LaunchKernel(PageCopyMethod method, const CopyList& list, int blocks, cudaStream_t stream) {
+  if (method == PageCopyMethod::kLoadStore) {
+    CopyByLoadStore<<<blocks, kLoadStoreThreads, 0, stream>>>(list);
+  } else {
+    // Once per device and process would do; it costs less than knowing whether it was done.
+    KV_RETURN_IF_ERROR(
+        CudaStatus(cudaFuncSetAttribute(CopyByBulk, cudaFuncAttributeMaxDynamicSharedMemorySize, kStages * kStageBytes),
+                   "cudaFuncSetAttribute"));
+    CopyByBulk<<<blocks, kWarpThreads, kStages * kStageBytes, stream>>>(list);
+  }
+  return CudaStatus(cudaGetLastError(), "page copy launch");
+}
+
+absl::Status EnqueueBatch(PageDirection direction, absl::Span<const PageCopy> copies, cudaStream_t stream) {
+  std::vector<const void*> from(copies.size());
+  std::vector<void*> to(copies.size());
+  std::vector<size_t> bytes(copies.size());
+  for (size_t i = 0; i < copies.size(); ++i) {
+    from[i] = direction == PageDirection::kFetch ? copies[i].host : copies[i].device;
+    to[i] = direction == PageDirection::kFetch ? copies[i].device : copies[i].host;
+    bytes[i] = copies[i].bytes;
+  }
+  cudaMemcpyAttributes attributes = {};
+  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+  size_t first = 0;
+  return CudaStatus(
+      cudaMemcpyBatchAsync(to.data(), from.data(), bytes.data(), copies.size(), &attributes, &first, 1, stream),
+      "cudaMemcpyBatchAsync");
+}
+
+absl::Status EnqueueKernels(PageDirection direction, absl::Span<const PageCopy> copies, PageCopyMethod method,
+                            int blocks, cudaStream_t stream) {
+  static thread_local CopyList list;  // too large for a small stack; the launch copies it
+  for (size_t i = 0; i < copies.size();) {
+    list.page_bytes = copies[i].bytes;
+    for (list.pages = 0; i < copies.size() && list.pages < kPagesPerLaunch && copies[i].bytes == list.page_bytes; ++i) {
+      CopyList::Page& page = list.page[list.pages++];
+      page.from = direction == PageDirection::kFetch ? copies[i].host : copies[i].device;
+      page.to = direction == PageDirection::kFetch ? copies[i].device : copies[i].host;
+    }
+    KV_RETURN_IF_ERROR(LaunchKernel(method, list, blocks, stream));
+  }
+  return absl::OkStatus();
+}
+
+constexpr PageCopyMethod kFetchMethod = PageCopyMethod::kLoadStore;
+constexpr PageCopyMethod kDemoteMethod = PageCopyMethod::kLoadStore;
+constexpr int kLoadStoreBlocks = 32;
+constexpr int kBulkBlocks = 32;
+
+}  // namespace
+
+absl::Status EnqueuePageCopies(PageDirection direction, absl::Span<const PageCopy> copies, CUstream_st* stream,
+                               PageCopyMethod method, int blocks) {
+  if (copies.empty()) return absl::OkStatus();
+  for (const PageCopy& copy : copies) {
+    const uintptr_t bits =
+        reinterpret_cast<uintptr_t>(copy.device) | reinterpret_cast<uintptr_t>(copy.host) | copy.bytes;
+    if (copy.device == nullptr || copy.host == nullptr || copy.bytes == 0 || copy.bytes > kPageCopyBytesMax ||
+        bits % 16 != 0) {
+      return InvalidField("page copy",
+                          absl::StrCat(copy.bytes, " bytes, device ", reinterpret_cast<uintptr_t>(copy.device),
+                                       ", host ", reinterpret_cast<uintptr_t>(copy.host)),
+                          absl::StrCat("16-byte aligned, 16..", kPageCopyBytesMax, " bytes"));
+    }
+  }
+  if (method == PageCopyMethod::kBest) method = direction == PageDirection::kFetch ? kFetchMethod : kDemoteMethod;
+  if (method == PageCopyMethod::kBatch) return EnqueueBatch(direction, copies, stream);
+  if (blocks <= 0) blocks = method == PageCopyMethod::kBulk ? kBulkBlocks : kLoadStoreBlocks;
+  return EnqueueKernels(direction, copies, method, blocks, stream);
+}
+
+}  // namespace kvmanager

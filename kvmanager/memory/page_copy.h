@@ -1,0 +1,46 @@
+// Moves many small pages between device slots and pinned host slots, in one launch for each direction.
+//
+// Separate copies of 16 or 64 KiB reach 6 or 18 of the 55 GB/s that large ones reach, so pages go by a kernel that
+// reads or writes pinned host memory in place, or by CUDA's batched copy; which one is faster, for a direction and
+// size, is measured (docs/benchmarks/2026-11-21-gpu-memory.md). A page lies in slots of kSlotAlign bytes on both sides,
+// so it is moved in whole 16-byte pieces.
+//
+// Enqueues only; any thread for which the stream's device is current. The memory stays as it is until the stream has
+// passed the copies; the list itself is taken over at once.
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "kvmanager/memory/device.h"
+
+namespace kvmanager {
+
+enum class PageDirection : uint8_t {
+  kFetch,   // pinned host memory to the device
+  kDemote,  // the device to pinned host memory
+};
+
+struct PageCopy {
+  uint8_t* device = nullptr;  // 16-byte aligned, as `host`
+  uint8_t* host = nullptr;    // pinned (Device::PinHost)
+  uint32_t bytes = 0;         // a multiple of 16, at most kPageCopyBytesMax
+};
+inline constexpr uint32_t kPageCopyBytesMax = 1u << 30;
+
+/// How pages are moved; for the benchmark and tests, which try each.
+enum class PageCopyMethod : uint8_t {
+  kBest,       // the fastest measured for the direction and size
+  kLoadStore,  // a kernel: each warp loads and stores 16 bytes a lane
+  kBulk,       // a kernel: one thread of a block drives Hopper's bulk copies by way of shared memory
+  kBatch,      // cudaMemcpyBatchAsync: the copy engines
+};
+
+/// Enqueues all of `copies`, in no particular order among themselves; neighbours in the list that have equal sizes go
+/// in one launch of up to about 2,000 pages. `blocks`: of a kernel; 0: the fastest measured. Errors: INVALID_ARGUMENT,
+/// and nothing is enqueued; UNAVAILABLE.
+absl::Status EnqueuePageCopies(PageDirection direction, absl::Span<const PageCopy> copies, CUstream_st* stream,
+                               PageCopyMethod method = PageCopyMethod::kBest, int blocks = 0);
+
+}  // namespace kvmanager
