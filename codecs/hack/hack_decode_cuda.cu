@@ -1,0 +1,220 @@
+// Decoding of HACK pages: the values that codes stand for, rounded to the layout's dtype.
+#include <cuda_runtime_api.h>
+
+#include "codecs/hack/hack_codes_device.cuh"
+#include "codecs/hack/hack_encode_cuda.h"
+#include "codecs/hack/hack_encode_general_device.cuh"
+
+namespace kvmanager::hack {
+namespace device {
+namespace {
+
+template <int kWidth>
+__device__ __forceinline__ Words<kWidth> ReadWords(const uint8_t* segment, int h, int r) {
+  Words<kWidth> words;
+  ForEachWord<kWidth>(h, r, [&](int at, auto word) { word(words) = *reinterpret_cast<const uint32_t*>(segment + at); });
+  return words;
+}
+/// Of tasks r and r + 1, r even.
+template <int kWidth>
+__device__ __forceinline__ void ReadWords(const uint8_t* segment, int h, int r, Words<kWidth>* first,
+                                          Words<kWidth>* second) {
+  ForEachWord<kWidth>(h, r, [&](int at, auto word) {
+    const uint2 two = *reinterpret_cast<const uint2*>(segment + at);
+    word(*first) = two.x, word(*second) = two.y;
+  });
+}
+
+/// Step and minimum n of a side (n counts [partition][entry] of the page), as attention reads them.
+__device__ __forceinline__ Meta ReadMeta(const HackDeviceShape& shape, const HackDeviceSide& side,
+                                         const uint8_t* record, int n, int group) {
+  if (!shape.meta8) {
+    return {HalfBitsToFloat(reinterpret_cast<const uint16_t*>(record + side.steps)[n]),
+            HalfBitsToFloat(reinterpret_cast<const uint16_t*>(record + side.minima)[n])};
+  }
+  const uint16_t* const tops = reinterpret_cast<const uint16_t*>(record + side.tops) + 2 * group;
+  return {HalfBitsToFloat(tops[0]) * float(record[side.steps + n]) / 255.f,
+          HalfBitsToFloat(tops[1]) * float(int8_t(record[side.minima + n])) / 127.f};
+}
+
+/// One strip of 64 tokens, one partition. Threads and tasks as in the encoder.
+template <int kDim, bool kBFloat16, bool kIsV>
+__device__ __forceinline__ void DecodeStrip(const HackDeviceShape& shape, const HackDeviceSide& side,
+                                            const uint8_t* record, uint8_t* raw, float2 (&metas)[kDim]) {
+  const int t = threadIdx.x;
+  int pair, segment, h, r, token;
+  if constexpr (kIsV) {
+    pair = t % (kDim / 2), h = t / (kDim / 2), segment = pair / 8, r = pair % 8 * 2, token = 8 * h;
+  } else {
+    const int eight = t % (kDim / 8);
+    pair = 4 * eight, segment = eight / 2, h = eight % 2, r = t / (kDim / 8) * 2, token = r;
+  }
+  const Meta own = ReadMeta(shape, side, record, t, 0);
+  metas[t] = {own.step, own.minimum};
+  uint8_t* const to = raw + (token * kDim + 2 * pair) * 2;
+  const uint8_t* const from = record + side.codes + side.segment_offset[segment];
+  const int width = side.segment_bits[segment];
+  __syncthreads();
+  constexpr int kChannels = kIsV ? 2 : 8;
+  float2 meta[kChannels];
+#pragma unroll
+  for (int c = 0; c < kChannels; ++c) meta[c] = metas[2 * pair + c];
+  WithWidth(width, [&](auto w) {
+    constexpr int kWidth = decltype(w)::value;
+    Words<kWidth> words[2];
+    ReadWords<kWidth>(from, h, r, &words[0], &words[1]);
+    const auto value = [&](int task, int i, int k) {
+      uint32_t code = CodeOf<kWidth>(words[task], i, k);
+      if (kIsV && kWidth == 8) code ^= 0x80;
+      const float2 m = meta[kIsV ? task : k];
+      return Integer(code) * m.x + m.y;
+    };
+    if constexpr (kIsV) {
+#pragma unroll
+      for (int n = 0; n < 32; ++n) {
+        *reinterpret_cast<uint32_t*>(to + (n / 8 * 16 + n % 8) * kDim * 2) =
+            Pair<kBFloat16>::FromFloats(value(0, n / 8, n % 8), value(1, n / 8, n % 8));
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        uint32_t two[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          two[c] = Pair<kBFloat16>::FromFloats(value(n / 4, n % 4, 2 * c), value(n / 4, n % 4, 2 * c + 1));
+        }
+        *reinterpret_cast<uint4*>(to + (n % 4 * 16 + n / 4) * kDim * 2) = {two[0], two[1], two[2], two[3]};
+      }
+    }
+  });
+}
+
+/// Blocks: [item][side of `sides` from first_side on][head].
+template <int kDim, bool kBFloat16>
+__global__ void __launch_bounds__(kDim, 640 / kDim)
+    DecodeStripKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ heads,
+                      const HackDecodeItem* __restrict__ items, int first_side, int sides) {
+  __shared__ float2 metas[kDim];
+  const uint32_t head = blockIdx.x % shape.kv_heads, rest = blockIdx.x / shape.kv_heads;
+  const int side = first_side + rest % sides;
+  const HackDecodeItem item = items[rest / sides];
+  uint8_t* const raw = item.raw + shape.raw_offset(side, head);
+  const uint8_t* const record = item.encoded + heads[head].offset;
+  const HackDeviceSide& layout = heads[head].side[side];
+  side == 0 ? DecodeStrip<kDim, kBFloat16, false>(shape, layout, record, raw, metas)
+            : DecodeStrip<kDim, kBFloat16, true>(shape, layout, record, raw, metas);
+}
+
+constexpr int kStripMetasMax = 512;  // of a strip: 2 partitions of 256 channels, or 8 of 64 tokens
+
+constexpr size_t GeneralDecodeBytes(int head_dim) { return size_t(kStripTokens) * (head_dim + 1) * sizeof(float); }
+
+/// Blocks: [item][head][strip] of one side.
+template <bool kBFloat16>
+__global__ void __launch_bounds__(kGeneralThreads)
+    DecodeGeneralKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ heads,
+                        const HackDecodeItem* __restrict__ items, int side_index) {
+  extern __shared__ float rows[];  // [64][head_dim + 1]
+  __shared__ Meta metas[kStripMetasMax];
+  const int d = shape.head_dim, pitch = d + 1, part = shape.partition, strips = shape.page_tokens / kStripTokens;
+  const int strip = blockIdx.x % strips, head = blockIdx.x / strips % shape.kv_heads;
+  const HackDecodeItem item = items[blockIdx.x / strips / shape.kv_heads];
+  const HackDeviceSide& side = heads[head].side[side_index];
+  const uint8_t* const record = item.encoded + heads[head].offset;
+  const bool is_v = side_index == 1, along_tokens = is_v || shape.k_along_tokens;
+  const int first_token = strip * kStripTokens;
+  const int count = along_tokens ? (part < kStripTokens ? kStripTokens / part : 1) * d : d / part * kStripTokens;
+  for (int n = threadIdx.x; n < count; n += kGeneralThreads) {
+    if (along_tokens) {
+      const int partition = first_token / part + n / d;
+      metas[n] = ReadMeta(shape, side, record, partition * d + n % d, partition);
+    } else {
+      metas[n] =
+          ReadMeta(shape, side, record, n / kStripTokens * shape.page_tokens + first_token + n % kStripTokens, 0);
+    }
+  }
+  __syncthreads();
+  const uint8_t* const codes = record + side.codes + strip * side.strip_bytes;
+  for (int n = threadIdx.x; n < 2 * d; n += kGeneralThreads) {  // [segment][h][r]
+    const int r = n % 16, h = n / 16 % 2, segment = n / 32;
+    WithWidth(side.segment_bits[segment], [&](auto w) {
+      constexpr int kWidth = decltype(w)::value;
+      const Words<kWidth> words = ReadWords<kWidth>(codes + side.segment_offset[segment], h, r);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+          const int t = 16 * i + (is_v ? 8 * h + k : r), c = segment * kSegmentChannels + (is_v ? r : 8 * h + k);
+          const uint32_t code = CodeOf<kWidth>(words, i, k) ^ (is_v && kWidth == 8 ? 0x80 : 0);
+          const Meta m = metas[along_tokens ? t / part * d + c : c / part * kStripTokens + t];
+          rows[t * pitch + c] = Integer(code) * m.step + m.minimum;
+        }
+      }
+    });
+  }
+  __syncthreads();
+  if (!is_v && shape.hadamard) {
+    for (int t = threadIdx.x / 32; t < kStripTokens; t += kGeneralThreads / 32) {
+      RotateRow(rows + t * pitch, d, shape.rotation_norm);
+    }
+    __syncthreads();
+  }
+  uint32_t* const to = reinterpret_cast<uint32_t*>(item.raw + shape.raw_offset(side_index, head)) + first_token * d / 2;
+  for (int i = threadIdx.x; i < kStripTokens * d / 2; i += kGeneralThreads) {
+    const float* const from = rows + i / (d / 2) * pitch + i % (d / 2) * 2;
+    to[i] = Pair<kBFloat16>::FromFloats(from[0], from[1]);
+  }
+}
+
+}  // namespace
+}  // namespace device
+
+namespace {
+
+constexpr size_t kDefaultSharedBytes = 48 * 1024;  // a kernel that wants more asks for it
+
+struct DecodeLaunch {
+  const HackDeviceShape& shape;
+  const HackDeviceHead* heads;
+  const HackDecodeItem* items;
+  uint32_t count;
+  cudaStream_t stream;
+
+  template <int kDim>
+  cudaError_t Strips(int first_side, int sides) const {
+    const auto kernel =
+        shape.is_bfloat16 ? device::DecodeStripKernel<kDim, true> : device::DecodeStripKernel<kDim, false>;
+    kernel<<<count * shape.kv_heads * sides, kDim, 0, stream>>>(shape, heads, items, first_side, sides);
+    return cudaGetLastError();
+  }
+
+  cudaError_t Sides(int first_side, int sides) const {
+    if (shape.decode_by_strip[first_side]) {
+      return shape.head_dim == 128 ? Strips<128>(first_side, sides) : Strips<64>(first_side, sides);
+    }
+    const size_t bytes = device::GeneralDecodeBytes(shape.head_dim);
+    const auto kernel = shape.is_bfloat16 ? device::DecodeGeneralKernel<true> : device::DecodeGeneralKernel<false>;
+    if (bytes > kDefaultSharedBytes - sizeof(device::Meta) * device::kStripMetasMax) {
+      const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+      if (error != cudaSuccess) return error;
+    }
+    const uint32_t strips = shape.page_tokens / kStripTokens;
+    for (int side = first_side; side < first_side + sides; ++side) {
+      kernel<<<count * shape.kv_heads * strips, device::kGeneralThreads, bytes, stream>>>(shape, heads, items, side);
+    }
+    return cudaGetLastError();
+  }
+};
+
+}  // namespace
+
+int LaunchHackDecode(const HackDeviceShape& shape, const HackDeviceHead* heads, const HackDecodeItem* items,
+                     uint32_t count, CUstream_st* stream) {
+  if (count == 0) return cudaSuccess;
+  const DecodeLaunch launch = {shape, heads, items, count, stream};
+  if (shape.decode_by_strip[0] == shape.decode_by_strip[1]) return launch.Sides(0, 2);
+  const cudaError_t error = launch.Sides(0, 1);
+  return error != cudaSuccess ? error : launch.Sides(1, 1);
+}
+
+}  // namespace kvmanager::hack

@@ -1,0 +1,78 @@
+// HackFormat as a GPU reads it: plain structs without containers, made once per cache on the host.
+//
+// HackDeviceShape is what is the same for all heads; it travels as a kernel's argument. HackDeviceHead is one head's
+// record; a table of them lies in device memory, where the caller copies it. Both are immutable once made, so any
+// thread and stream may read them. Offsets and widths mean what they mean in hack_format.h.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "codecs/hack/hack_format.h"
+
+#if defined(__CUDACC__)
+#define KV_HACK_HOST_DEVICE __host__ __device__
+#else
+#define KV_HACK_HOST_DEVICE
+#endif
+
+namespace kvmanager::hack {
+
+/// One side of one head. Offsets are bytes from the start of the head's record.
+struct HackDeviceSide {
+  uint8_t segment_bits[kSegmentsMax];
+  uint16_t segment_offset[kSegmentsMax];  // from the start of the strip's codes
+  uint32_t least_squares;                 // bit s: segment s takes the least-squares range
+  uint32_t strip_bytes;
+  uint32_t begin;  // of what this side writes: its arrays, and the padding behind them up to `end`
+  uint32_t codes;
+  uint32_t tops;  // of 8-bit metadata
+  uint32_t steps;
+  uint32_t minima;
+  uint32_t sums;  // 0: not stored
+  uint32_t end;   // the next side's begin, or the end of the record: a multiple of 16
+};
+
+struct HackDeviceHead {
+  uint64_t offset;  // of the record in the page
+  HackDeviceSide side[2];
+};
+
+/// Which kernel encodes, or decodes, a side.
+enum class HackDevicePath : uint8_t {
+  kGeneral,  // any parameters
+  kStrip,    // partitions of 64 tokens in pages of 64, head_dim 64 or 128, no rotation, rounded to nearest
+  kFitted,   // the same, and some range is a least-squares one
+};
+
+struct HackDeviceShape {
+  uint32_t page_bytes;
+  uint32_t strip_bytes_max;  // what one side of one head writes at most
+  uint16_t kv_heads;
+  uint16_t head_dim;
+  uint16_t page_tokens;
+  uint16_t partition;
+  float rotation_norm;  // 1 / sqrt(head_dim)
+  bool is_bfloat16;
+  bool k_along_tokens;  // k_axis=channel
+  bool meta8;
+  bool stochastic;
+  bool hadamard;
+  HackDevicePath encode[2];  // per side
+  bool decode_by_strip[2];   // the fast decoder's conditions hold
+
+  KV_HACK_HOST_DEVICE uint32_t side_raw_bytes() const { return 2u * page_tokens * head_dim; }
+  /// Bytes of (side, head) from the start of a raw page.
+  KV_HACK_HOST_DEVICE uint64_t raw_offset(int side, int head) const {
+    return (uint64_t(side) * kv_heads + head) * side_raw_bytes();
+  }
+};
+
+struct HackDeviceFormat {
+  HackDeviceShape shape;
+  std::vector<HackDeviceHead> heads;  // [kv_heads]; on the host: the caller copies them to the device
+};
+
+HackDeviceFormat MakeHackDeviceFormat(const HackFormat& format);
+
+}  // namespace kvmanager::hack

@@ -1,0 +1,93 @@
+#include <cuda_runtime_api.h>
+
+#include "codecs/hack/hack_encode_cuda.h"
+#include "codecs/hack/hack_encode_general_device.cuh"
+#include "codecs/hack/hack_encode_strip_device.cuh"
+
+namespace kvmanager::hack {
+namespace {
+
+constexpr int kZeroThreads = 256;
+constexpr size_t kDefaultSharedBytes = 48 * 1024;  // a kernel that wants more asks for it
+
+/// Declined pages become zeros, once all their blocks have ended. Blocks: [item].
+__global__ void __launch_bounds__(kZeroThreads)
+    ZeroDeclinedKernel(const HackEncodeItem* __restrict__ items, const uint32_t* __restrict__ declined,
+                       uint32_t page_bytes) {
+  if (declined[blockIdx.x] == 0) return;
+  uint8_t* const page = items[blockIdx.x].encoded;
+  for (uint32_t at = 16 * threadIdx.x; at < page_bytes; at += 16 * kZeroThreads) {
+    *reinterpret_cast<uint4*>(page + at) = {0, 0, 0, 0};
+  }
+}
+
+struct EncodeLaunch {
+  const HackDeviceShape& shape;
+  const HackDeviceHead* heads;
+  const HackEncodeItem* items;
+  uint32_t count;
+  uint32_t* declined;
+  cudaStream_t stream;
+
+  template <int kDim, bool kBFloat16>
+  void Strips(bool fit, int first_side, int sides) const {
+    const dim3 blocks(count * shape.kv_heads * sides);
+    if (fit) {
+      device::EncodeStripKernel<kDim, kBFloat16, true>
+          <<<blocks, kDim, shape.strip_bytes_max, stream>>>(shape, heads, items, declined, first_side, sides);
+    } else {
+      device::EncodeStripKernel<kDim, kBFloat16, false>
+          <<<blocks, kDim, shape.strip_bytes_max, stream>>>(shape, heads, items, declined, first_side, sides);
+    }
+  }
+
+  cudaError_t General(int side) const {
+    const device::GeneralShape g(shape, side);
+    const auto kernel = shape.is_bfloat16 ? device::EncodeGeneralKernel<true> : device::EncodeGeneralKernel<false>;
+    if (g.shared_bytes() > kDefaultSharedBytes) {
+      const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(g.shared_bytes()));
+      if (error != cudaSuccess) return error;
+    }
+    kernel<<<count * shape.kv_heads * g.chunks, device::kGeneralThreads, g.shared_bytes(), stream>>>(
+        shape, heads, items, declined, side);
+    return cudaGetLastError();
+  }
+
+  cudaError_t Sides(HackDevicePath path, int first_side, int sides) const {
+    if (path == HackDevicePath::kGeneral) {
+      for (int side = first_side; side < first_side + sides; ++side) {
+        if (const cudaError_t error = General(side); error != cudaSuccess) return error;
+      }
+      return cudaSuccess;
+    }
+    const bool fit = path == HackDevicePath::kFitted;
+    if (shape.head_dim == 128) {
+      shape.is_bfloat16 ? Strips<128, true>(fit, first_side, sides) : Strips<128, false>(fit, first_side, sides);
+    } else {
+      shape.is_bfloat16 ? Strips<64, true>(fit, first_side, sides) : Strips<64, false>(fit, first_side, sides);
+    }
+    return cudaGetLastError();
+  }
+};
+
+}  // namespace
+
+int LaunchHackEncode(const HackDeviceShape& shape, const HackDeviceHead* heads, const HackEncodeItem* items,
+                     uint32_t count, uint32_t* declined, CUstream_st* stream) {
+  if (count == 0) return cudaSuccess;
+  cudaError_t error = cudaMemsetAsync(declined, 0, count * sizeof(uint32_t), stream);
+  if (error != cudaSuccess) return error;
+  const EncodeLaunch launch = {shape, heads, items, count, declined, stream};
+  if (shape.encode[0] == shape.encode[1]) {
+    error = launch.Sides(shape.encode[0], 0, 2);
+  } else {
+    error = launch.Sides(shape.encode[0], 0, 1);
+    if (error == cudaSuccess) error = launch.Sides(shape.encode[1], 1, 1);
+  }
+  if (error != cudaSuccess) return error;
+  ZeroDeclinedKernel<<<count, kZeroThreads, 0, stream>>>(items, declined, shape.page_bytes);
+  return cudaGetLastError();
+}
+
+}  // namespace kvmanager::hack

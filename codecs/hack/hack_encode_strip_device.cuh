@@ -1,0 +1,408 @@
+// Encoding of one side of one head of a page where a page is one strip and one partition of 64 tokens: the common case.
+//
+// A block has a thread per channel. Twice it divides the elements otherwise:
+//   - as *tasks*, the 32 codes that make whole words (Words), two per thread: it reads its 64 elements into registers
+//   at
+//     once, finds the ranges from them, and codes and packs them. K: 8 channels of tokens 16 i + 2 rr + {0, 1}, 16
+//     bytes per load; V: 2 channels of tokens 16 i + 8 h + {0..7}, whole rows per warp.
+//   - a channel each, for metadata, and for sums whose order matters (least squares, means).
+// The encoded side is put together in shared memory and leaves in rows of 16 bytes.
+#pragma once
+
+#include "codecs/hack/hack_codes_device.cuh"
+#include "codecs/hack/hack_encode_cuda.h"
+
+namespace kvmanager::hack::device {
+
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+inline constexpr int kTokens = kStripTokens;
+
+template <int kDim>
+struct StripMemory {
+  static constexpr int kWarps = kDim / 32;
+  uint32_t least[kWarps][kDim / 2];  // of pairs of channels
+  uint32_t largest[kWarps][kDim / 2];
+  uint32_t tops[2][kWarps];
+  float minimum[kDim];
+  float inverse[kDim];
+};
+/// Tops of every try, as bits: [try][step, minimum][warp].
+template <int kDim>
+struct FitMemory {
+  uint32_t tops[RangeGrid::kTries][2][kDim / 32];
+};
+
+/// How a thread's tasks lie, for either side.
+template <int kDim, bool kIsV>
+struct Tasks {
+  static constexpr int kRanges = kIsV ? 2 : kDim / 32;  // partial ranges per channel
+  int segment, h, r;                                    // of the first task; the second has r + 1
+  int pair;                                             // first pair of channels
+  int group;                                            // which partial range this thread's warp gives
+  int token;                                            // K: r; V: 8 h
+
+  __device__ __forceinline__ Tasks() {
+    const int t = threadIdx.x;
+    if constexpr (kIsV) {
+      pair = t % (kDim / 2), h = t / (kDim / 2);
+      segment = pair / 8, r = pair % 8 * 2, group = h, token = 8 * h;
+    } else {
+      const int eight = t % (kDim / 8);
+      pair = 4 * eight, segment = eight / 2, h = eight % 2, r = t / (kDim / 8) * 2, group = t / 32, token = r;
+    }
+  }
+};
+
+/// V: [i][k], pairs of channels. K: [q][i][pair of 8 channels].
+template <int kDim, bool kIsV>
+__device__ __forceinline__ void LoadTasks(const uint8_t* raw, const Tasks<kDim, kIsV>& tasks, uint32_t (&x)[32]) {
+  const uint8_t* from = raw + (tasks.token * kDim + 2 * tasks.pair) * 2;
+  if constexpr (kIsV) {
+#pragma unroll
+    for (int n = 0; n < 32; ++n) {
+      x[n] = *reinterpret_cast<const uint32_t*>(from + (n / 8 * 16 + n % 8) * kDim * 2);
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const uint4 v = *reinterpret_cast<const uint4*>(from + (n % 4 * 16 + n / 4) * kDim * 2);
+      x[4 * n] = v.x, x[4 * n + 1] = v.y, x[4 * n + 2] = v.z, x[4 * n + 3] = v.w;
+    }
+  }
+}
+
+/// Partial ranges of the thread's channels, to shared memory.
+template <int kDim, bool kBFloat16, bool kIsV>
+__device__ __forceinline__ void FindRanges(const Tasks<kDim, kIsV>& tasks, const uint32_t (&x)[32],
+                                           StripMemory<kDim>& memory) {
+  using P = Pair<kBFloat16>;
+  constexpr int kPairs = kIsV ? 1 : 4;
+  uint32_t lo[kPairs], hi[kPairs];
+#pragma unroll
+  for (int c = 0; c < kPairs; ++c) {
+    lo[c] = hi[c] = x[c];
+#pragma unroll
+    for (int n = c + kPairs; n < 32; n += kPairs) lo[c] = P::Min(lo[c], x[n]), hi[c] = P::Max(hi[c], x[n]);
+#pragma unroll
+    for (int lanes = kIsV ? 32 : kDim / 8; lanes < 32; lanes *= 2) {
+      lo[c] = P::Min(lo[c], __shfl_xor_sync(kAllLanes, lo[c], lanes));
+      hi[c] = P::Max(hi[c], __shfl_xor_sync(kAllLanes, hi[c], lanes));
+    }
+  }
+  if (kIsV || threadIdx.x % 32 < kDim / 8) {
+#pragma unroll
+    for (int c = 0; c < kPairs; ++c) {
+      memory.least[tasks.group][tasks.pair + c] = lo[c];
+      memory.largest[tasks.group][tasks.pair + c] = hi[c];
+    }
+  }
+}
+
+/// This thread's channel from the partial ranges.
+template <int kDim, bool kBFloat16, int kRanges>
+__device__ __forceinline__ void ReadRange(const StripMemory<kDim>& memory, float* lo, float* hi) {
+  using P = Pair<kBFloat16>;
+  const int channel = threadIdx.x;
+  uint32_t least = reinterpret_cast<const uint16_t*>(memory.least[0])[channel];
+  uint32_t largest = reinterpret_cast<const uint16_t*>(memory.largest[0])[channel];
+#pragma unroll
+  for (int n = 1; n < kRanges; ++n) {
+    least = P::Min(least, reinterpret_cast<const uint16_t*>(memory.least[n])[channel]);
+    largest = P::Max(largest, reinterpret_cast<const uint16_t*>(memory.largest[n])[channel]);
+  }
+  *lo = P::ToFloat(uint16_t(least)) + 0.f, *hi = P::ToFloat(uint16_t(largest)) + 0.f;
+}
+
+/// An exact error is found only for tries that may be the best. For 1 bit, codes are split at a threshold that lies
+/// near mid + half * shift for every width, so that counts and sums about 5 thresholds give the error of 60 tries, up
+/// to what elements near the threshold and rounding can change: a try whose error is above another's by more than that
+/// is not the best.
+struct OneBitEstimate {
+  static constexpr int kShifts = 5;
+  float threshold[kShifts];
+  float sum[kShifts];    // of x - mid above the threshold
+  float count[kShifts];  // of elements above it
+  float near[kShifts];   // of elements within `reach` of it
+  float reach;
+  float total, squares;  // of x - mid, of all elements
+  float mid, half;
+
+  __device__ __forceinline__ void Make(const float (&x)[kTokens], float mid_, float half_, float reach_) {
+    mid = mid_, half = half_, reach = reach_;
+    total = squares = 0;
+#pragma unroll
+    for (int s = 0; s < kShifts; ++s) {
+      // Shifts -0.15, -0.05, 0, 0.05, 0.15: the middles of the grid's last row.
+      const int k = RangeGrid::kTries - kShifts + s;
+      threshold[s] = mid + half * (0.5f * (kRangeGrid.below[k] + kRangeGrid.above[k]));
+      sum[s] = count[s] = near[s] = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      const float y = x[i] - mid;
+      total += y, squares += y * y;
+#pragma unroll
+      for (int s = 0; s < kShifts; ++s) {
+        if (x[i] > threshold[s]) sum[s] += y, count[s] += 1;
+        if (fabsf(x[i] - threshold[s]) <= reach) near[s] += 1;
+      }
+    }
+  }
+
+  /// The error of a try with shift s is in [*least, *most].
+  __device__ __forceinline__ void Bound(int s, const Meta& m, float* least, float* most) const {
+    const float upper_value = m.step + m.minimum;
+    const float lower = m.minimum - mid, upper = upper_value - mid;
+    const float error = squares - 2 * lower * (total - sum[s]) + (kTokens - count[s]) * lower * lower -
+                        2 * upper * sum[s] + count[s] * upper * upper;
+    const float gap = fabsf(m.minimum + 0.5f * m.step - threshold[s]) + 0x1p-21f * (fabsf(m.minimum) + m.step);
+    const float size = half + fmaxf(fabsf(lower), fabsf(upper));
+    float slack = near[s] * 2.02f * fabsf(upper_value - m.minimum) * gap + 0x1p-11f * size * size +
+                  0x1p-14f * m.step * m.step + 0x1p-16f * fabsf(error) + 0x1p-130f;
+    if (!(gap <= 0.99f * reach)) slack = __uint_as_float(kInfinityBits);
+    *least = error - slack, *most = error + slack;
+  }
+};
+
+/// Bounds of try k.
+__device__ __forceinline__ Meta TryOf(int k, int width, float mid, float half, float mean, bool* bad) {
+  const float lo = width == 0 ? mean : mid + half * kRangeGrid.below[k];
+  return RoundBounds(width, lo, mid + half * kRangeGrid.above[k], bad);
+}
+
+/// The least-squares range of this thread's channel, if it takes one: *lo, *hi, which come as the whole range. All
+/// threads of the block; raw: the side.
+template <int kDim, bool kBFloat16>
+__device__ __forceinline__ void FitRange(const HackDeviceShape& shape, const HackDeviceSide& side, const uint8_t* raw,
+                                         int width, float mean, FitMemory<kDim>& memory, float* lo, float* hi) {
+  using P = Pair<kBFloat16>;
+  constexpr int kTries = RangeGrid::kTries;
+  const int channel = threadIdx.x, warp = threadIdx.x / 32;
+  const bool wanted = side.least_squares >> (channel / kSegmentChannels) & 1;
+  const float mid = (*lo + *hi) / 2.f, half = (*hi - *lo) / 2.f;
+#pragma unroll 2
+  for (int k = 0; k < kTries; ++k) {
+    bool bad = false;
+    const Meta m = TryOf(k, width, mid, half, mean, &bad);
+    const uint32_t step = __reduce_max_sync(kAllLanes, bad ? kInfinityBits : __float_as_uint(m.step));
+    const uint32_t minimum = __reduce_max_sync(kAllLanes, __float_as_uint(fabsf(m.minimum)));
+    if (channel % 32 == 0) memory.tops[k][0][warp] = step, memory.tops[k][1][warp] = minimum;
+  }
+  float x[kTokens];
+#pragma unroll
+  for (int i = 0; i < kTokens; ++i) {
+    x[i] = P::ToFloat(reinterpret_cast<const uint16_t*>(raw)[i * kDim + channel]) + 0.f;
+  }
+  __syncthreads();
+  if (!__any_sync(kAllLanes, wanted)) return;
+
+  const auto tops_of = [&](int k) {
+    uint2 tops = {memory.tops[k][0][0], memory.tops[k][1][0]};
+#pragma unroll
+    for (int w = 1; w < kDim / 32; ++w) {
+      tops.x = max(tops.x, memory.tops[k][0][w]), tops.y = max(tops.y, memory.tops[k][1][w]);
+    }
+    return tops;
+  };
+  // What metadata of try k stands for. false: something of it does not fit.
+  const auto meta_of = [&](int k, Meta* m) {
+    const uint2 tops = tops_of(k);
+    if (tops.x >= kInfinityBits) return false;
+    bool bad = false;
+    *m = TryOf(k, width, mid, half, mean, &bad);
+    if (shape.meta8) RoundToTops(width, __uint_as_float(tops.x), __uint_as_float(tops.y), m);
+    return true;
+  };
+
+  const bool one_bit = __all_sync(kAllLanes, !wanted || width == 1);
+  uint64_t open = wanted ? (uint64_t{1} << kTries) - 1 : 0;
+  if (one_bit) {
+    // The last row's tops are the largest, but for rounding.
+    const uint2 tops = tops_of(kTries - OneBitEstimate::kShifts);
+    const float reach = shape.meta8 ? 1.3f * (__uint_as_float(tops.y) / 254.f + __uint_as_float(tops.x) / 1020.f)
+                                    : 0x1p-9f * (fabsf(mid) + half);
+    OneBitEstimate estimate;
+    estimate.Make(x, mid, half, reach);
+    float least[kTries];
+    float best = __uint_as_float(kInfinityBits);
+#pragma unroll 1
+    for (int row = 0; row < kTries; row += OneBitEstimate::kShifts) {
+#pragma unroll
+      for (int s = 0; s < OneBitEstimate::kShifts; ++s) {
+        Meta m;
+        float most = __uint_as_float(kInfinityBits);
+        least[row + s] = most;
+        if (meta_of(row + s, &m)) estimate.Bound(s, m, &least[row + s], &most);
+        best = fminf(best, most);
+      }
+    }
+#pragma unroll 1
+    for (int k = 0; k < kTries; ++k) {
+      if (least[k] > best) open &= ~(uint64_t{1} << k);
+    }
+  }
+
+  float best = __uint_as_float(kInfinityBits);
+  int found = -1;
+  while (__any_sync(kAllLanes, open != 0)) {
+    if (open == 0) continue;
+    const int k = __ffsll(open) - 1;
+    open &= open - 1;
+    Meta m;
+    if (!meta_of(k, &m)) continue;
+    const float inverse = Inverse(m.step);
+    float error = 0;
+    if (one_bit) {
+      const float upper = m.step + m.minimum;
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) {
+        const float above = x[i] - m.minimum;
+        const float off = above * inverse > 0.5f ? x[i] - upper : above;
+        error += off * off;
+      }
+    } else {
+      const float levels = Levels(width);
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) {
+        const float code = Level(x[i], inverse, m.minimum, levels) + kRoundToInteger - kRoundToInteger;
+        const float off = code * m.step + m.minimum - x[i];
+        error += off * off;
+      }
+    }
+    if (error < best) best = error, found = k;
+  }
+  if (found >= 0) {
+    *lo = mid + half * kRangeGrid.below[found];
+    *hi = mid + half * kRangeGrid.above[found];
+  }
+}
+
+/// Metadata of this thread's channel, into the record and into memory. false: the page is declined (all threads of the
+/// block agree).
+template <int kDim>
+__device__ __forceinline__ bool MakeMeta(const HackDeviceShape& shape, const HackDeviceSide& side, int width, float lo,
+                                         float hi, uint8_t* record, StripMemory<kDim>& memory) {
+  const int channel = threadIdx.x;
+  bool bad = !IsFinite(lo) || !IsFinite(hi);
+  Meta m = RoundBounds(width, lo, hi, &bad);
+  const uint32_t step = __reduce_max_sync(kAllLanes, __float_as_uint(m.step));
+  const uint32_t minimum = __reduce_max_sync(kAllLanes, __float_as_uint(fabsf(m.minimum)));
+  if (channel % 32 == 0) memory.tops[0][channel / 32] = step, memory.tops[1][channel / 32] = minimum;
+  if (__syncthreads_or(bad)) return false;
+  uint8_t* const steps = record + side.steps - side.begin;
+  uint8_t* const minima = record + side.minima - side.begin;
+  if (shape.meta8) {
+    uint32_t top_step = memory.tops[0][0], top_minimum = memory.tops[1][0];
+#pragma unroll
+    for (int w = 1; w < kDim / 32; ++w) {
+      top_step = max(top_step, memory.tops[0][w]), top_minimum = max(top_minimum, memory.tops[1][w]);
+    }
+    const float tops[2] = {__uint_as_float(top_step), __uint_as_float(top_minimum)};
+    const StoredMeta stored = RoundToTops(width, tops[0], tops[1], &m);
+    steps[channel] = uint8_t(stored.step), minima[channel] = uint8_t(stored.minimum);
+    if (channel == 0) {
+      *reinterpret_cast<uint4*>(record + side.tops - side.begin) = {
+          uint32_t(ToHalfBits(tops[0])) | uint32_t(ToHalfBits(tops[1])) << 16, 0, 0, 0};
+    }
+  } else {
+    reinterpret_cast<uint16_t*>(steps)[channel] = ToHalfBits(m.step);
+    reinterpret_cast<uint16_t*>(minima)[channel] = ToHalfBits(m.minimum);
+  }
+  memory.minimum[channel] = m.minimum;
+  memory.inverse[channel] = Inverse(m.step);
+  // The padding of the record's end, if it is this side's.
+  const uint32_t end = side.minima - side.begin + kDim * (shape.meta8 ? 1 : 2), bytes = side.end - side.begin;
+  if (end + 4 * channel < bytes) *reinterpret_cast<uint32_t*>(record + end + 4 * channel) = 0;
+  return true;
+}
+
+/// Codes of the thread's tasks, packed into the record.
+template <int kDim, bool kBFloat16, bool kIsV, int kWidth>
+__device__ __forceinline__ void PackTasks(const Tasks<kDim, kIsV>& tasks, const uint32_t (&x)[32],
+                                          const StripMemory<kDim>& memory, uint8_t* segment) {
+  if constexpr (kWidth > 0) {
+    constexpr int kChannels = kIsV ? 2 : 8;
+    float minimum[kChannels], inverse[kChannels];
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      minimum[c] = memory.minimum[2 * tasks.pair + c], inverse[c] = memory.inverse[2 * tasks.pair + c];
+    }
+    const auto code = [&](int task, int i, int k) {
+      const float2 two = Pair<kBFloat16>::ToFloats(kIsV ? x[8 * i + k] : x[16 * task + 4 * i + k / 2]);
+      const int channel = kIsV ? task : k;
+      const float value = channel % 2 ? two.y : two.x;
+      return __float_as_uint(Level(value, inverse[channel], minimum[channel], Levels(kWidth)) + kRoundToInteger);
+    };
+    const Words<kWidth> first = Pack<kWidth>([&](int i, int k) { return code(0, i, k); });
+    const Words<kWidth> second = Pack<kWidth>([&](int i, int k) { return code(1, i, k); });
+    const uint32_t flip = kIsV && kWidth == 8 ? 0x80808080u : 0u;
+    ForEachWord<kWidth>(tasks.h, tasks.r, [&](int at, auto word) {
+      *reinterpret_cast<uint2*>(segment + at) = {word(first) ^ flip, word(second) ^ flip};
+    });
+  }
+}
+
+template <int kDim, bool kBFloat16, bool kFit, bool kIsV>
+__device__ __forceinline__ bool EncodeStrip(const HackDeviceShape& shape, const HackDeviceSide& side,
+                                            const uint8_t* raw, uint8_t* to, uint8_t* record, StripMemory<kDim>& memory,
+                                            FitMemory<kDim>* fit) {
+  const Tasks<kDim, kIsV> tasks;
+  uint32_t x[32];
+  LoadTasks(raw, tasks, x);
+  const int channel = threadIdx.x;
+  const int width = side.segment_bits[channel / kSegmentChannels];
+  FindRanges<kDim, kBFloat16>(tasks, x, memory);
+  __syncthreads();
+  float lo, hi;
+  ReadRange<kDim, kBFloat16, Tasks<kDim, kIsV>::kRanges>(memory, &lo, &hi);
+  float mean = 0;
+  if (width == 0) {
+    for (int i = 0; i < kTokens; ++i) {
+      mean += Pair<kBFloat16>::ToFloat(reinterpret_cast<const uint16_t*>(raw)[i * kDim + channel]) + 0.f;
+    }
+    mean /= float(kTokens);
+  }
+  if constexpr (kFit) {
+    if (side.least_squares != 0) FitRange<kDim, kBFloat16>(shape, side, raw, width, mean, *fit, &lo, &hi);
+  }
+  // A mean of elements that are not finite is not: the range of width 0 needs no look of its own.
+  if (!MakeMeta(shape, side, width, width == 0 ? mean : lo, width == 0 ? mean : hi, record, memory)) return false;
+  __syncthreads();
+  if constexpr (kFit) LoadTasks(raw, tasks, x);
+  const int task_width = side.segment_bits[tasks.segment];
+  uint8_t* const segment = record + side.segment_offset[tasks.segment];
+  WithWidth(task_width,
+            [&](auto w) { PackTasks<kDim, kBFloat16, kIsV, decltype(w)::value>(tasks, x, memory, segment); });
+  __syncthreads();
+  const uint32_t bytes = side.end - side.begin;
+  for (uint32_t at = 16 * threadIdx.x; at < bytes; at += 16 * kDim) {
+    *reinterpret_cast<uint4*>(to + side.begin + at) = *reinterpret_cast<const uint4*>(record + at);
+  }
+  return true;
+}
+
+/// Blocks: [item][side of `sides` from first_side on][head].
+template <int kDim, bool kBFloat16, bool kFit>
+__global__ void __launch_bounds__(kDim, (kFit ? 512 : 1024) / kDim)
+    EncodeStripKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ heads,
+                      const HackEncodeItem* __restrict__ items, uint32_t* declined, int first_side, int sides) {
+  extern __shared__ __align__(16) uint8_t record[];
+  __shared__ StripMemory<kDim> memory;
+  FitMemory<kDim>* fit = nullptr;
+  if constexpr (kFit) {
+    __shared__ FitMemory<kDim> fit_memory;
+    fit = &fit_memory;
+  }
+  const uint32_t head = blockIdx.x % shape.kv_heads, rest = blockIdx.x / shape.kv_heads;
+  const int side = first_side + rest % sides;
+  const uint32_t item = rest / sides;
+  const uint8_t* const raw = items[item].raw + shape.raw_offset(side, head);
+  uint8_t* const to = items[item].encoded + heads[head].offset;
+  const HackDeviceSide& layout = heads[head].side[side];
+  const bool encoded = side == 0
+                           ? EncodeStrip<kDim, kBFloat16, kFit, false>(shape, layout, raw, to, record, memory, fit)
+                           : EncodeStrip<kDim, kBFloat16, kFit, true>(shape, layout, raw, to, record, memory, fit);
+  if (!encoded && threadIdx.x == 0) declined[item] = 1;
+}
+
+}  // namespace kvmanager::hack::device
