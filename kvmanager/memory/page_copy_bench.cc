@@ -4,7 +4,8 @@
 //   page_copy_bench [--small-pages] [--all]
 //
 // --small-pages: host memory without huge pages. --all: every page size and number of blocks, else the encoded pages of
-// 8 KV heads and the method in use. Prints medians of kRuns, and what making and zeroing slabs costs.
+// 8 KV heads and the method in use. Prints medians of kRuns, what the copies cost a kernel that reads device memory on
+// the attention stream at the same time, and what making and zeroing slabs costs.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -22,6 +23,7 @@
 #include "kvmanager/memory/device_region.h"
 #include "kvmanager/memory/host_pinner.h"
 #include "kvmanager/memory/page_copy.h"
+#include "kvmanager/memory/page_copy_neighbour.h"
 #include "kvmanager/memory/page_pool.h"
 
 namespace kvmanager {
@@ -88,7 +90,9 @@ absl::StatusOr<Setup> Prepare(bool huge_pages) {
   PagePool::Options host;
   host.pool_bytes = host.slab_bytes = kSlabBytes;
   host.huge_pages = huge_pages;
+  double start = Seconds();
   KV_ASSIGN_OR_RETURN(setup.host, PagePool::Create(host));
+  const double created = Seconds() - start;
   std::mt19937_64 random(1);
   const absl::Span<uint8_t> memory = setup.host->SlabData(0);
   for (size_t i = 0; i < memory.size(); i += sizeof(uint64_t)) {
@@ -98,12 +102,13 @@ absl::StatusOr<Setup> Prepare(bool huge_pages) {
   HostPinner::Calls calls;
   calls.pin = [device](uint8_t* data, size_t bytes) { return device->PinHost(data, bytes); };
   calls.unpin = [device](uint8_t* data) { device->UnpinHost(data); };
-  double start = Seconds();
+  start = Seconds();
   setup.pinner = std::make_unique<HostPinner>(std::vector<absl::Span<uint8_t>>{memory}, calls);
   setup.pinner->Wait();
   KV_RETURN_IF_ERROR(setup.pinner->status());
-  std::printf("host memory: huge pages %s; pinned at %.2f s per GiB\n", setup.host->huge_page_state().c_str(),
-              (Seconds() - start) / (static_cast<double>(kSlabBytes) / (uint64_t{1} << 30)));
+  const double gib = static_cast<double>(kSlabBytes) / (uint64_t{1} << 30);
+  std::printf("host memory: huge pages %s; made at %.2f and pinned at %.2f s per GiB\n",
+              setup.host->huge_page_state().c_str(), created / gib, (Seconds() - start) / gib);
   KV_ASSIGN_OR_RETURN(std::unique_ptr<DeviceRegion> region, DeviceRegion::Reserve(device, kSlabBytes, 2));
   for (const char* when : {"made and zeroed", "made again"}) {
     start = Seconds();
@@ -118,6 +123,46 @@ absl::StatusOr<Setup> Prepare(bool huge_pages) {
   }
   KV_ASSIGN_OR_RETURN(setup.pool, DevicePool::Create(std::move(region)));
   return setup;
+}
+
+struct Neighbour {
+  double median_ms = 0;
+  double worst_ms = 0;
+};
+
+/// Of kNeighbourRuns runs of the neighbour on the attention stream, beside copies that are kept queued.
+template <typename F>
+absl::StatusOr<Neighbour> TimeNeighbour(const Setup& setup, uint32_t* sums, F enqueue_copies) {
+  constexpr int kNeighbourRuns = 40, kBatchesAhead = 2;
+  CUstream_st* const stream = setup.device->attention_stream();
+  const uint8_t* const data = setup.pool->data() + kSlabBytes;  // the second slab: no page lies there
+  cudaEvent_t begin, end, batch[kBatchesAhead];
+  KV_RETURN_IF_ERROR(CudaStatus(cudaEventCreate(&begin), "cudaEventCreate"));
+  KV_RETURN_IF_ERROR(CudaStatus(cudaEventCreate(&end), "cudaEventCreate"));
+  for (cudaEvent_t& event : batch) {
+    KV_RETURN_IF_ERROR(CudaStatus(cudaEventCreate(&event), "cudaEventCreate"));
+    KV_RETURN_IF_ERROR(enqueue_copies());
+    KV_RETURN_IF_ERROR(CudaStatus(cudaEventRecord(event, setup.device->encode_stream()), "cudaEventRecord"));
+  }
+  std::vector<float> times;
+  for (int run = 0, next = 0; run < kNeighbourRuns; ++run) {
+    if (cudaEventQuery(batch[next]) == cudaSuccess) {
+      KV_RETURN_IF_ERROR(enqueue_copies());
+      KV_RETURN_IF_ERROR(CudaStatus(cudaEventRecord(batch[next], setup.device->encode_stream()), "cudaEventRecord"));
+      next = (next + 1) % kBatchesAhead;
+    }
+    KV_RETURN_IF_ERROR(CudaStatus(cudaEventRecord(begin, stream), "cudaEventRecord"));
+    KV_RETURN_IF_ERROR(EnqueueNeighbour(data, kSlabBytes, setup.device->info().multiprocessors, sums, stream));
+    KV_RETURN_IF_ERROR(CudaStatus(cudaEventRecord(end, stream), "cudaEventRecord"));
+    KV_RETURN_IF_ERROR(CudaStatus(cudaEventSynchronize(end), "cudaEventSynchronize"));
+    float milliseconds = 0;
+    KV_RETURN_IF_ERROR(CudaStatus(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime"));
+    times.push_back(milliseconds);
+  }
+  KV_RETURN_IF_ERROR(CudaStatus(cudaStreamSynchronize(setup.device->encode_stream()), "cudaStreamSynchronize"));
+  for (cudaEvent_t event : {begin, end, batch[0], batch[1]}) cudaEventDestroy(event);
+  std::sort(times.begin(), times.end());
+  return Neighbour{times[times.size() / 2], times.back()};
 }
 
 /// Pages of `page_bytes` in shuffled slots on both sides; allocated in `ids`, which the caller frees.
@@ -138,6 +183,23 @@ absl::StatusOr<std::vector<PageCopy>> Scatter(Setup* setup, uint32_t page_bytes,
   return copies;
 }
 
+/// What it costs the host to have a plan released in stream order.
+absl::Status PrintReleaseCost(const Setup& setup) {
+  constexpr int kReleases = 1000;
+  uint8_t* const counter = setup.host->SlabData(0).data();
+  KV_RETURN_IF_ERROR(setup.device->EnqueueRelease(setup.device->attention_stream(), counter, 1));
+  std::vector<double> times;
+  for (int i = 0; i < kReleases; ++i) {
+    const double start = Seconds();
+    KV_RETURN_IF_ERROR(setup.device->EnqueueRelease(setup.device->attention_stream(), counter, i));
+    times.push_back(Seconds() - start);
+    KV_RETURN_IF_ERROR(CudaStatus(cudaStreamSynchronize(setup.device->attention_stream()), "cudaStreamSynchronize"));
+  }
+  std::sort(times.begin(), times.end());
+  std::printf("a release enqueued in %.2f us of the host's time\n", 1e6 * times[kReleases / 2]);
+  return absl::OkStatus();
+}
+
 absl::Status Run(bool huge_pages, bool all) {
   std::printf("%s\n", DeviceSummary().c_str());
   KV_ASSIGN_OR_RETURN(Setup setup, Prepare(huge_pages));
@@ -145,13 +207,21 @@ absl::Status Run(bool huge_pages, bool all) {
   std::vector<uint32_t> sizes = {37376, 45568};
   std::vector<Variant> variants = {{PageCopyMethod::kBest, 0}};
   if (all) {
-    sizes = {4096, 8192, 16384, 37376, 45568, 65536};
-    for (const int blocks : {4, 8, 16, 32, 64, 128}) variants.push_back({PageCopyMethod::kLoadStore, blocks});
-    for (const int blocks : {4, 8, 16, 32, 64, 128}) variants.push_back({PageCopyMethod::kBulk, blocks});
+    sizes = {4096, 8192, 16384, 37376, 45568, 65536, 131072, 262144, 1048576};
+    for (const int blocks : {2, 4, 8, 16, 32}) variants.push_back({PageCopyMethod::kLoadStore, blocks});
+    for (const int blocks : {2, 4, 8, 16, 32}) variants.push_back({PageCopyMethod::kBulk, blocks});
   }
   variants.push_back({PageCopyMethod::kBatch, 0});
-  std::printf("%-7s %10s %-22s %6s %8s %8s %16s\n", "", "page bytes", "method", "blocks", "GB/s", "of large",
-              "host us per page");
+  uint32_t* sums = nullptr;
+  KV_RETURN_IF_ERROR(
+      CudaStatus(cudaMalloc(reinterpret_cast<void**>(&sums), 4096 * 256 * sizeof(uint32_t)), "cudaMalloc"));
+  KV_ASSIGN_OR_RETURN(const Neighbour alone, TimeNeighbour(setup, sums, [] { return absl::OkStatus(); }));
+  std::printf("neighbour alone: median %.3f ms (%.0f GB/s), worst %.3f ms\n", alone.median_ms,
+              kSlabBytes / alone.median_ms / 1e6, alone.worst_ms);
+  KV_RETURN_IF_ERROR(PrintReleaseCost(setup));
+  std::printf("%-7s %8s %-21s %6s %6s %8s %12s %19s\n", "", "page", "", "", "", "", "host us", "neighbour beside, ms");
+  std::printf("%-7s %8s %-21s %6s %6s %8s %12s %9s %9s\n", "", "bytes", "method", "blocks", "GB/s", "of large",
+              "per page", "median", "worst");
   for (const PageDirection direction : {PageDirection::kFetch, PageDirection::kDemote}) {
     const char* const name = direction == PageDirection::kFetch ? "fetch" : "demote";
     KV_ASSIGN_OR_RETURN(const double large_ms, MedianMilliseconds(stream, [&] {
@@ -162,7 +232,7 @@ absl::Status Run(bool huge_pages, bool all) {
                                             "cudaMemcpyAsync");
                         }));
     const double large = kMovedBytes / large_ms / 1e6;
-    std::printf("%-7s %10llu %-22s %6s %8.1f %8.3f\n", name, static_cast<unsigned long long>(kMovedBytes),
+    std::printf("%-7s %8llu %-21s %6s %6.1f %8.3f\n", name, static_cast<unsigned long long>(kMovedBytes),
                 "one large copy", "", large, 1.0);
     for (const uint32_t page_bytes : sizes) {
       std::vector<PageId> host_ids, device_ids;
