@@ -1,6 +1,7 @@
 // Device memory on the GPU: slabs, the pool, two processes that map the same slabs, the release counter.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <spawn.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -18,6 +19,7 @@
 #include "kvmanager/memory/device_region.h"
 #include "kvmanager/memory/device_testing.h"
 #include "kvmanager/memory/host_pinner.h"
+#include "kvmanager/memory/page_copy.h"
 #include "kvmanager/memory/page_pool.h"
 #include "kvmanager/memory/region.h"
 #include "kvmanager/memory/release_epochs.h"
@@ -47,7 +49,17 @@ cudaError_t Fill(uint8_t* data, uint64_t bytes, uint8_t value) {
 
 // The importer's side: a second process, started by exec, does what messages say and answers each with a number.
 
-enum class Ask : uint32_t { kImport, kImportReadOnly, kCount, kFill, kMapCounter, kRelease, kEnd };
+enum class Ask : uint32_t {
+  kImport,
+  kImportReadOnly,
+  kCount,
+  kFill,
+  kFetch,         // a kernel writes
+  kFetchForever,  // answers first; kernels of a second or more, until the process is killed
+  kMapCounter,
+  kRelease,
+  kEnd,
+};
 
 struct Message {
   Ask ask = Ask::kEnd;
@@ -117,6 +129,28 @@ TEST(Importer, DoesWhatItIsAsked) {
       case Ask::kFill:
         answer = Fill(data, message.bytes, static_cast<uint8_t>(message.value));
         break;
+      case Ask::kFetch:
+      case Ask::kFetchForever: {
+        Region::Options options;
+        options.bytes = message.bytes;
+        auto source = Region::Create(options);
+        ASSERT_TRUE(source.ok()) << source.status();
+        std::memset((*source)->data(), static_cast<int>(message.value), (*source)->bytes());
+        ASSERT_TRUE((*device)->PinHost((*source)->data(), (*source)->bytes()).ok());
+        const PageCopy copy{data, (*source)->data(), static_cast<uint32_t>(message.bytes)};
+        const std::vector<PageCopy> copies(message.ask == Ask::kFetch ? 1 : 2000, copy);
+        if (message.ask == Ask::kFetchForever) {
+          ASSERT_EQ(send(socket, &answer, sizeof(answer), MSG_NOSIGNAL), static_cast<ssize_t>(sizeof(answer)));
+        }
+        do {
+          ASSERT_TRUE(EnqueuePageCopies(PageDirection::kFetch, copies, (*device)->encode_stream(),
+                                        PageCopyMethod::kLoadStore, /*blocks=*/1)
+                          .ok());
+          answer = cudaStreamSynchronize((*device)->encode_stream());
+        } while (message.ask == Ask::kFetchForever && answer == 0);
+        (*device)->UnpinHost((*source)->data());
+        break;
+      }
       case Ask::kMapCounter: {
         auto mapped = Region::Map(fd, message.bytes, /*writable=*/true);
         ASSERT_TRUE(mapped.ok()) << mapped.status();
@@ -176,6 +210,14 @@ class ImporterProcess {
     waitpid(pid_, &status_, 0);
     pid_ = 0;
     return status_;
+  }
+
+  /// Ends it by SIGKILL; returns once the process is gone.
+  void Kill() {
+    kill(pid_, SIGKILL);
+    waitpid(pid_, &status_, 0);
+    close(socket_);
+    pid_ = 0;
   }
 
   int64_t Tell(const Message& message, int fd = -1) {
@@ -329,10 +371,43 @@ TEST_F(DeviceMemoryTest, AReadOnlyImportReadsAndCannotWrite) {
     ImporterProcess importer;
     ASSERT_EQ(importer.Tell({Ask::kImportReadOnly, 0}, *fd), 0);
     EXPECT_EQ(importer.Tell({Ask::kCount, 0, 0, 1 << 20, 0x77}), 0);
-    EXPECT_NE(importer.Tell({Ask::kFill, 0, 0, 1 << 20, 0x88}), 0);
+    EXPECT_NE(importer.Tell({Ask::kFill, 0, 0, 1 << 20, 0x88}), 0);  // refused
+    EXPECT_EQ(importer.Tell({Ask::kCount, 0, 0, 1 << 20, 0x77}), 0);
+    EXPECT_NE(importer.Tell({Ask::kFetch, 0, 0, 1 << 16, 0x88}), 0);  // a fault: that process has lost its device
   }
   EXPECT_EQ(CountOthers(pool->Data(*id), 1 << 20, 0x77), 0);  // and this process's device goes on
   ASSERT_CUDA(Fill(pool->Data(*id), 1 << 20, 0x99));
+}
+
+// What quarantine rests on: once a killed process is gone, so are its kernels. One kernel here writes for over a
+// second.
+TEST_F(DeviceMemoryTest, AProcessKilledUnderALongKernelWritesNothingOnceItIsGone) {
+  auto pool = MakePool(1);
+  constexpr uint64_t kPageBytes = 16 << 20;
+  const auto id = pool->Allocate(1, kPageBytes);
+  ASSERT_TRUE(id.ok());
+  auto fd = pool->Export(0);
+  ASSERT_TRUE(fd.ok()) << fd.status();
+  ImporterProcess importer;
+  ASSERT_EQ(importer.Tell({Ask::kImport, 0}, *fd), 0);
+  ASSERT_EQ(importer.Tell({Ask::kFetchForever, 0, 0, kPageBytes, 0x44}), 0);
+  while (CountOthers(pool->Data(*id), kPageBytes, 0x44) != 0) {
+  }
+  ASSERT_CUDA(Fill(pool->Data(*id), kPageBytes, 0x55));
+  while (CountOthers(pool->Data(*id), kPageBytes, 0x55) == 0) {
+  }
+  importer.Kill();
+  // The slot's next user, of the same tenant, in the same memory.
+  pool->Free(*id);
+  const auto next = pool->Allocate(1, kPageBytes);
+  ASSERT_TRUE(next.ok());
+  ASSERT_EQ(pool->SlotUnit(*next), 0u);
+  ASSERT_CUDA(Fill(pool->Data(*next), kPageBytes, 0x66));
+  for (int i = 0; i < 50; ++i) ASSERT_EQ(CountOthers(pool->Data(*next), kPageBytes, 0x66), 0);
+  pool->Free(*next);
+  pool->ImporterGone(0);
+  EXPECT_EQ(pool->used_bytes(), 0u);
+  EXPECT_TRUE(pool->CanAllocate(2, kSlabBytes, 1));
 }
 
 TEST_F(DeviceMemoryTest, ReleasesComeInStreamOrderFromThisAndAnotherProcess) {

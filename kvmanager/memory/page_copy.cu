@@ -169,10 +169,10 @@ absl::Status EnqueueKernels(PageDirection direction, absl::Span<const PageCopy> 
   return absl::OkStatus();
 }
 
-constexpr PageCopyMethod kFetchMethod = PageCopyMethod::kLoadStore;
-constexpr PageCopyMethod kDemoteMethod = PageCopyMethod::kLoadStore;
-constexpr int kLoadStoreBlocks = 32;
-constexpr int kBulkBlocks = 32;
+/// From this size on the copy engines are faster, and leave the multiprocessors alone.
+constexpr uint32_t kBatchBytesMin = 1 << 20;
+constexpr int kLoadStoreBlocks = 8;
+constexpr int kBulkBlocks = 8;
 
 }  // namespace
 
@@ -190,7 +190,16 @@ absl::Status EnqueuePageCopies(PageDirection direction, absl::Span<const PageCop
                           absl::StrCat("16-byte aligned, 16..", kPageCopyBytesMax, " bytes"));
     }
   }
-  if (method == PageCopyMethod::kBest) method = direction == PageDirection::kFetch ? kFetchMethod : kDemoteMethod;
+  if (method == PageCopyMethod::kBest) {
+    for (size_t i = 0; i < copies.size();) {
+      const bool batch = copies[i].bytes >= kBatchBytesMin;
+      const size_t first = i;
+      while (i < copies.size() && (copies[i].bytes >= kBatchBytesMin) == batch) ++i;
+      KV_RETURN_IF_ERROR(EnqueuePageCopies(direction, copies.subspan(first, i - first), stream,
+                                           batch ? PageCopyMethod::kBatch : PageCopyMethod::kLoadStore, blocks));
+    }
+    return absl::OkStatus();
+  }
   if (method == PageCopyMethod::kBatch) return EnqueueBatch(direction, copies, stream);
   if (blocks <= 0) blocks = method == PageCopyMethod::kBulk ? kBulkBlocks : kLoadStoreBlocks;
   return EnqueueKernels(direction, copies, method, blocks, stream);

@@ -207,7 +207,7 @@ absl::Status Run(bool huge_pages, bool all) {
   std::vector<uint32_t> sizes = {37376, 45568};
   std::vector<Variant> variants = {{PageCopyMethod::kBest, 0}};
   if (all) {
-    sizes = {4096, 8192, 16384, 37376, 45568, 65536, 131072, 262144, 1048576};
+    sizes = {4096, 16384, 37376, 45568, 65536, 262144, 1048576};
     for (const int blocks : {2, 4, 8, 16, 32}) variants.push_back({PageCopyMethod::kLoadStore, blocks});
     for (const int blocks : {2, 4, 8, 16, 32}) variants.push_back({PageCopyMethod::kBulk, blocks});
   }
@@ -246,9 +246,13 @@ absl::Status Run(bool huge_pages, bool all) {
                               host_seconds = Seconds() - start;
                               return status;
                             }));
+        KV_ASSIGN_OR_RETURN(const Neighbour beside, TimeNeighbour(setup, sums, [&] {
+                              return EnqueuePageCopies(direction, copies, stream, variant.method, variant.blocks);
+                            }));
         const double rate = static_cast<double>(copies.size()) * page_bytes / ms / 1e6;
-        std::printf("%-7s %10u %-22s %6d %8.1f %8.3f %16.3f\n", name, page_bytes, Name(variant.method), variant.blocks,
-                    rate, rate / large, 1e6 * host_seconds / copies.size());
+        std::printf("%-7s %8u %-21s %6d %6.1f %8.3f %12.3f %9.3f %9.3f\n", name, page_bytes, Name(variant.method),
+                    variant.blocks, rate, rate / large, 1e6 * host_seconds / copies.size(), beside.median_ms,
+                    beside.worst_ms);
       }
       for (const PageId id : host_ids) setup.host->Free(id);
       for (const PageId id : device_ids) setup.pool->Free(id);

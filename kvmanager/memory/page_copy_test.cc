@@ -52,7 +52,7 @@ class PageCopyTest : public GpuTest {
 // Pages of mixed sizes in shuffled slots, each method and direction: every page arrives, and no byte beside it changes.
 TEST_F(PageCopyTest, MovesScatteredPagesAndNothingElse) {
   std::mt19937_64 random(5);
-  const uint32_t sizes[] = {16, 48, 4096, 8192, 8208, 16384, 37376, 45568, 65536, 2032, 200000};
+  const uint32_t sizes[] = {16, 48, 4096, 8192, 8208, 16384, 37376, 45568, 65536, 2032, 200000, 1 << 20};
   for (const PageCopyMethod method :
        {PageCopyMethod::kBest, PageCopyMethod::kLoadStore, PageCopyMethod::kBulk, PageCopyMethod::kBatch}) {
     for (const PageDirection direction : {PageDirection::kFetch, PageDirection::kDemote}) {
@@ -60,7 +60,7 @@ TEST_F(PageCopyTest, MovesScatteredPagesAndNothingElse) {
                                       << static_cast<int>(direction));
       // 3,000 equal pages are more than a launch; then mixed ones.
       std::vector<uint32_t> bytes(3000, 4672);
-      for (int i = 0; i < 300; ++i) bytes.push_back(sizes[random() % std::size(sizes)]);
+      for (int i = 0; i < 200; ++i) bytes.push_back(sizes[random() % std::size(sizes)]);
       std::vector<size_t> host_at(bytes.size()), device_at(bytes.size()), order(bytes.size());
       size_t all_bytes = kGuardBytes;
       const auto place = [&](std::vector<size_t>* at) {
@@ -74,7 +74,7 @@ TEST_F(PageCopyTest, MovesScatteredPagesAndNothingElse) {
       };
       place(&host_at);
       place(&device_at);
-      if (host_ == nullptr) Make(size_t{64} << 20);
+      if (host_ == nullptr) Make(size_t{96} << 20);
       ASSERT_LE(all_bytes, host_->bytes());
       std::vector<uint8_t> host(all_bytes), device(all_bytes);
       for (uint8_t& b : host) b = static_cast<uint8_t>(random());
