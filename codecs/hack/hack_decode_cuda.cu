@@ -160,9 +160,11 @@ __global__ void __launch_bounds__(kGeneralThreads)
     __syncthreads();
   }
   uint32_t* const to = reinterpret_cast<uint32_t*>(item.raw + shape.raw_offset(side_index, head)) + first_token * d / 2;
-  for (int i = threadIdx.x; i < kStripTokens * d / 2; i += kGeneralThreads) {
-    const float* const from = rows + i / (d / 2) * pitch + i % (d / 2) * 2;
-    to[i] = Pair<kBFloat16>::FromFloats(from[0], from[1]);
+  for (int t = threadIdx.x / 32; t < kStripTokens; t += kGeneralThreads / 32) {
+    for (int pair = threadIdx.x % 32; pair < d / 2; pair += 32) {
+      const float* const from = rows + t * pitch + 2 * pair;
+      to[t * d / 2 + pair] = Pair<kBFloat16>::FromFloats(from[0], from[1]);
+    }
   }
 }
 

@@ -43,10 +43,11 @@ struct GeneralShape {
 /// x <- H x / sqrt(n), by one warp.
 __device__ __forceinline__ void RotateRow(float* row, int n, float norm) {
   const int lane = threadIdx.x % 32;
-  for (int half = 1; half < n; half *= 2) {
+  for (int stage = 0; 1 << stage < n; ++stage) {
+    const int half = 1 << stage;
     __syncwarp();
     for (int b = lane; b < n / 2; b += 32) {
-      const int i = b / half * 2 * half + b % half;
+      const int i = (b >> stage << (stage + 1)) + (b & (half - 1));
       const float low = row[i], high = row[i + half];
       row[i] = low + high, row[i + half] = low - high;
     }
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(kGeneralThreads)
   __shared__ uint32_t seeds[2 * kStripTokens];
   const GeneralShape g(shape, side_index);
   float* const lo = rows + g.tile_tokens * g.pitch;  // the minimum, once it is made
-  float* const hi = lo + g.metas();                  // the step, likewise
+  float* const hi = lo + g.metas();                  // the step, and then its inverse, likewise
   const int chunk = blockIdx.x % g.chunks;
   const int head = blockIdx.x / g.chunks % shape.kv_heads;
   const uint32_t index = blockIdx.x / g.chunks / shape.kv_heads;
@@ -102,11 +103,12 @@ __global__ void __launch_bounds__(kGeneralThreads)
     bool finite = true;
     __syncthreads();
     const uint8_t* from = raw + size_t(tile) * g.tile_tokens * d * 2;
-    for (int i = threadIdx.x; i < g.tile_tokens * d / 2; i += kGeneralThreads) {
-      const float2 two = Pair<kBFloat16>::ToFloats(reinterpret_cast<const uint32_t*>(from)[i]);
-      float* const to = rows + i / (d / 2) * g.pitch + i % (d / 2) * 2;
-      to[0] = two.x + 0.f, to[1] = two.y + 0.f;
-      finite &= IsFinite(two.x) && IsFinite(two.y);
+    for (int t = threadIdx.x / 32; t < g.tile_tokens; t += kGeneralThreads / 32) {
+      for (int pair = threadIdx.x % 32; pair < d / 2; pair += 32) {
+        const float2 two = Pair<kBFloat16>::ToFloats(reinterpret_cast<const uint32_t*>(from)[t * d / 2 + pair]);
+        rows[t * g.pitch + 2 * pair] = two.x + 0.f, rows[t * g.pitch + 2 * pair + 1] = two.y + 0.f;
+        finite &= IsFinite(two.x) && IsFinite(two.y);
+      }
     }
     __syncthreads();
     if (side_index == 0 && shape.hadamard) {
@@ -242,7 +244,7 @@ __global__ void __launch_bounds__(kGeneralThreads)
       reinterpret_cast<uint16_t*>(record + side.steps)[at] = ToHalfBits(meta.step);
       reinterpret_cast<uint16_t*>(record + side.minima)[at] = ToHalfBits(meta.minimum);
     }
-    lo[m] = meta.minimum, hi[m] = meta.step;
+    lo[m] = meta.minimum, hi[m] = Inverse(meta.step);
   }
   const int groups = g.along_tokens ? g.partitions : 1;
   if (shape.meta8 && threadIdx.x < groups) {
@@ -263,7 +265,7 @@ __global__ void __launch_bounds__(kGeneralThreads)
     const auto code_of = [&](int t, int c, int width) {
       const int m = g.along_tokens ? t / part * d + c : c / part * g.entries + tile * kStripTokens + t;
       const float levels = Levels(width);
-      const float level = Level(rows[t * g.pitch + c], Inverse(hi[m]), lo[m], levels);
+      const float level = Level(rows[t * g.pitch + c], hi[m], lo[m], levels);
       if (!shape.stochastic) return __float_as_uint(level + kRoundToInteger);
       return kRoundToIntegerBits + min(int(level + Noise(seeds[t], c)), (1 << width) - 1);
     };

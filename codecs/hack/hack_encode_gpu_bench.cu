@@ -1,7 +1,8 @@
 // hack_encode_gpu_bench: how fast HACK pages are encoded and decoded on a GPU, in bytes of raw pages, beside how fast
 // the same GPU reads and copies memory in the same run.
 //
-// Random pages, all distinct, more than the second-level cache holds; each launch takes all of them; medians.
+// Random pages, all distinct, more than the second-level cache holds; each launch takes all of them; medians. An
+// argument chooses the codecs whose names contain it.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -90,7 +91,7 @@ void Fill(DType dtype, DeviceArray<uint8_t>& raw) {
   raw.Write(bytes);
 }
 
-int Main() {
+int Main(const std::string& filter) {
   cudaDeviceProp properties;
   CheckCuda(cudaGetDeviceProperties(&properties, 0), "device");
   std::printf("%s, %d multiprocessors, L2 %.0f MB, %.0f MB of raw pages a launch\n", properties.name,
@@ -129,6 +130,7 @@ int Main() {
                       {"hack:k_bits=3,v_bits=2", half128}};
   DType filled = DType::kFloat16;
   for (const Row& row : rows) {
+    if (std::string(row.spec).find(filter) == std::string::npos) continue;
     if (row.layout.dtype != filled) Fill(filled = row.layout.dtype, raw);
     const HackFormat format =
         MakeHackFormat(row.layout, *ParseHackParameters(ParseCodecSpec(row.spec)->parameters, row.layout));
@@ -170,4 +172,4 @@ int Main() {
 }  // namespace
 }  // namespace kvmanager::hack
 
-int main() { return kvmanager::hack::Main(); }
+int main(int argc, char** argv) { return kvmanager::hack::Main(argc > 1 ? argv[1] : ""); }

@@ -217,6 +217,20 @@ TEST_F(HackEncodeGpuTest, AgreesOnStrips) {
   EXPECT_GT(counts.declined, 20);
 }
 
+// Every kernel once: what compute-sanitizer can run in a minute.
+TEST_F(HackEncodeGpuTest, AgreesOnAFewPages) {
+  Counts counts;
+  uint32_t seed = 50000;
+  for (const char* spec : {"hack", "hack:k_bits=2,v_bits=1", "hack:k_bits=1,k_range=least_squares,v_bits=8,meta=16",
+                           "hack:rounding=stochastic,part=32,v_bits=1", "hack:hadamard=1,k_bits=4,v_bits=3",
+                           "hack:k_axis=token,q=asymmetric,k_range=least_squares"}) {
+    const PageLayout layout{seed % 2 ? DType::kBFloat16 : DType::kFloat16, 2, uint16_t(seed % 3 ? 64 : 128), 64};
+    Comparison(MakeHackFormat(layout, *ParseHackParameters(ParseCodecSpec(spec)->parameters, layout)))
+        .Run({Data::kRandom, Data::kHuge, Data::kOutliers}, ++seed, &counts);
+  }
+  EXPECT_GT(counts.encoded, 10);
+}
+
 TEST_F(HackEncodeGpuTest, AgreesOnRandomParameters) {
   constexpr int kBits[] = {1, 2, 3, 4, 8};
   std::mt19937 random(5);

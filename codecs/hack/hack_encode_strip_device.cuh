@@ -26,10 +26,14 @@ struct StripMemory {
   float minimum[kDim];
   float inverse[kDim];
 };
-/// Tops of every try, as bits: [try][step, minimum][warp].
+/// Of the 60 tries of the least-squares grid.
 template <int kDim>
 struct FitMemory {
-  uint32_t tops[RangeGrid::kTries][2][kDim / 32];
+  uint32_t warp_tops[RangeGrid::kTries][2][kDim / 32];  // [step, minimum], fp16 bits; 0x7c00 and more: does not fit
+  float2 tops[RangeGrid::kTries];                       // step, minimum; infinite: the try does not fit
+  /// 255 / top step, 127 / top minimum, top step / 255, top minimum / 127 (0 for 0 / 0).
+  float4 scales[RangeGrid::kTries];
+  uint32_t metas[RangeGrid::kTries][kDim];  // a channel's fp16 minimum and step; later the least its error can be
 };
 
 /// How a thread's tasks lie, for either side.
@@ -120,47 +124,53 @@ __device__ __forceinline__ void ReadRange(const StripMemory<kDim>& memory, float
 struct OneBitEstimate {
   static constexpr int kShifts = 5;
   float threshold[kShifts];
-  float sum[kShifts];    // of x - mid above the threshold
-  float count[kShifts];  // of elements above it
-  float near[kShifts];   // of elements within `reach` of it
+  float sum[kShifts];       // of x - mid above the threshold
+  uint32_t count[kShifts];  // of elements above it; in the upper half, of those within `reach` of it
   float reach;
   float total, squares;  // of x - mid, of all elements
   float mid, half;
 
-  __device__ __forceinline__ void Make(const float (&x)[kTokens], float mid_, float half_, float reach_) {
+  /// x: pairs of elements.
+  template <bool kBFloat16>
+  __device__ __forceinline__ void Make(const uint32_t (&x)[kTokens / 2], float mid_, float half_, float reach_) {
     mid = mid_, half = half_, reach = reach_;
     total = squares = 0;
 #pragma unroll
     for (int s = 0; s < kShifts; ++s) {
-      // Shifts -0.15, -0.05, 0, 0.05, 0.15: the middles of the grid's last row.
+      // The middles of the grid's last row.
       const int k = RangeGrid::kTries - kShifts + s;
       threshold[s] = mid + half * (0.5f * (kRangeGrid.below[k] + kRangeGrid.above[k]));
-      sum[s] = count[s] = near[s] = 0;
+      sum[s] = 0, count[s] = 0;
     }
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
-      const float y = x[i] - mid;
+      const float2 two = Pair<kBFloat16>::ToFloats(x[i / 2]);
+      const float value = i % 2 ? two.y : two.x, y = value - mid;
       total += y, squares += y * y;
 #pragma unroll
       for (int s = 0; s < kShifts; ++s) {
-        if (x[i] > threshold[s]) sum[s] += y, count[s] += 1;
-        if (fabsf(x[i] - threshold[s]) <= reach) near[s] += 1;
+        const float above = value - threshold[s];
+        if (above > 0) sum[s] += y, count[s] += 1;
+        if (fabsf(above) <= reach) count[s] += 0x10000;
       }
     }
   }
 
-  /// The error of a try with shift s is in [*least, *most].
+  /// The error of a try with shift s is in [*least, *most]. m: its metadata within 2^-21 of itself.
   __device__ __forceinline__ void Bound(int s, const Meta& m, float* least, float* most) const {
-    const float upper_value = m.step + m.minimum;
-    const float lower = m.minimum - mid, upper = upper_value - mid;
-    const float error = squares - 2 * lower * (total - sum[s]) + (kTokens - count[s]) * lower * lower -
-                        2 * upper * sum[s] + count[s] * upper * upper;
-    const float gap = fabsf(m.minimum + 0.5f * m.step - threshold[s]) + 0x1p-21f * (fabsf(m.minimum) + m.step);
+    const float above = float(count[s] & 0xffff), near = float(count[s] >> 16);
+    const float lower = m.minimum - mid, upper = lower + m.step;
+    const float error = squares - 2 * lower * (total - sum[s]) + (kTokens - above) * lower * lower -
+                        2 * upper * sum[s] + above * upper * upper;
+    // Elements between the two thresholds are nearer to the other value than was counted, by at most 2 step * gap.
+    const float magnitude = fabsf(m.minimum) + fabsf(mid) + m.step;
+    const float gap = fabsf(m.minimum + 0.5f * m.step - threshold[s]) + 0x1p-20f * magnitude;
     const float size = half + fmaxf(fabsf(lower), fabsf(upper));
-    float slack = near[s] * 2.02f * fabsf(upper_value - m.minimum) * gap + 0x1p-11f * size * size +
-                  0x1p-14f * m.step * m.step + 0x1p-16f * fabsf(error) + 0x1p-130f;
-    if (!(gap <= 0.99f * reach)) slack = __uint_as_float(kInfinityBits);
-    *least = error - slack, *most = error + slack;
+    float slack = 0x1p-11f * size * size + 0x1p-12f * size * magnitude + 0x1p-34f * magnitude * magnitude + 0x1p-130f;
+    slack += 0x1p-15f * fabsf(error);
+    *most = error + slack;
+    *least = error - slack - near * 2.02f * m.step * gap;
+    if (!(gap <= 0.99f * reach)) *least = -1;
   }
 };
 
@@ -170,102 +180,128 @@ __device__ __forceinline__ Meta TryOf(int k, int width, float mid, float half, f
   return RoundBounds(width, lo, mid + half * kRangeGrid.above[k], bad);
 }
 
+/// Fills all of memory. All threads of the block; the caller synchronises.
+template <int kDim>
+__device__ __forceinline__ void MakeTries(int width, float mid, float half, float mean, FitMemory<kDim>& memory) {
+  const int channel = threadIdx.x, warp = threadIdx.x / 32;
+#pragma unroll 4
+  for (int k = 0; k < RangeGrid::kTries; ++k) {
+    bool bad = false;
+    const Meta m = TryOf(k, width, mid, half, mean, &bad);
+    const uint32_t minimum = ToHalfBits(m.minimum), step = bad ? 0x7c00u : ToHalfBits(m.step);
+    memory.metas[k][channel] = minimum | step << 16;
+    const uint32_t top_step = __reduce_max_sync(kAllLanes, step);
+    const uint32_t top_minimum = __reduce_max_sync(kAllLanes, minimum & 0x7fffu);
+    if (channel % 32 == 0) memory.warp_tops[k][0][warp] = top_step, memory.warp_tops[k][1][warp] = top_minimum;
+  }
+  __syncthreads();
+  if (channel < RangeGrid::kTries) {
+    uint32_t step = 0, minimum = 0;
+    for (int w = 0; w < kDim / 32; ++w) {
+      step = max(step, memory.warp_tops[channel][0][w]), minimum = max(minimum, memory.warp_tops[channel][1][w]);
+    }
+    const float2 tops = {HalfBitsToFloat(step), HalfBitsToFloat(minimum)};
+    memory.tops[channel] = tops;
+    memory.scales[channel] = {tops.x > 0 ? 255.f / tops.x : 0.f, tops.y > 0 ? 127.f / tops.y : 0.f, tops.x / 255.f,
+                              tops.y / 127.f};
+  }
+}
+
 /// The least-squares range of this thread's channel, if it takes one: *lo, *hi, which come as the whole range. All
 /// threads of the block; raw: the side.
 template <int kDim, bool kBFloat16>
 __device__ __forceinline__ void FitRange(const HackDeviceShape& shape, const HackDeviceSide& side, const uint8_t* raw,
                                          int width, float mean, FitMemory<kDim>& memory, float* lo, float* hi) {
   using P = Pair<kBFloat16>;
-  constexpr int kTries = RangeGrid::kTries;
-  const int channel = threadIdx.x, warp = threadIdx.x / 32;
+  constexpr int kTries = RangeGrid::kTries, kShifts = OneBitEstimate::kShifts;
+  const int channel = threadIdx.x;
   const bool wanted = side.least_squares >> (channel / kSegmentChannels) & 1;
   const float mid = (*lo + *hi) / 2.f, half = (*hi - *lo) / 2.f;
-#pragma unroll 2
-  for (int k = 0; k < kTries; ++k) {
-    bool bad = false;
-    const Meta m = TryOf(k, width, mid, half, mean, &bad);
-    const uint32_t step = __reduce_max_sync(kAllLanes, bad ? kInfinityBits : __float_as_uint(m.step));
-    const uint32_t minimum = __reduce_max_sync(kAllLanes, __float_as_uint(fabsf(m.minimum)));
-    if (channel % 32 == 0) memory.tops[k][0][warp] = step, memory.tops[k][1][warp] = minimum;
-  }
-  float x[kTokens];
+  const float infinity = __uint_as_float(kInfinityBits);
+  MakeTries(width, mid, half, mean, memory);
+  uint32_t x[kTokens / 2];
 #pragma unroll
-  for (int i = 0; i < kTokens; ++i) {
-    x[i] = P::ToFloat(reinterpret_cast<const uint16_t*>(raw)[i * kDim + channel]) + 0.f;
+  for (int i = 0; i < kTokens / 2; ++i) {
+    const uint16_t* const from = reinterpret_cast<const uint16_t*>(raw) + 2 * i * kDim + channel;
+    x[i] = from[0] | uint32_t(from[kDim]) << 16;
   }
   __syncthreads();
   if (!__any_sync(kAllLanes, wanted)) return;
 
-  const auto tops_of = [&](int k) {
-    uint2 tops = {memory.tops[k][0][0], memory.tops[k][1][0]};
-#pragma unroll
-    for (int w = 1; w < kDim / 32; ++w) {
-      tops.x = max(tops.x, memory.tops[k][0][w]), tops.y = max(tops.y, memory.tops[k][1][w]);
-    }
-    return tops;
-  };
-  // What metadata of try k stands for. false: something of it does not fit.
-  const auto meta_of = [&](int k, Meta* m) {
-    const uint2 tops = tops_of(k);
-    if (tops.x >= kInfinityBits) return false;
-    bool bad = false;
-    *m = TryOf(k, width, mid, half, mean, &bad);
-    if (shape.meta8) RoundToTops(width, __uint_as_float(tops.x), __uint_as_float(tops.y), m);
-    return true;
-  };
-
   const bool one_bit = __all_sync(kAllLanes, !wanted || width == 1);
   uint64_t open = wanted ? (uint64_t{1} << kTries) - 1 : 0;
   if (one_bit) {
-    // The last row's tops are the largest, but for rounding.
-    const uint2 tops = tops_of(kTries - OneBitEstimate::kShifts);
-    const float reach = shape.meta8 ? 1.3f * (__uint_as_float(tops.y) / 254.f + __uint_as_float(tops.x) / 1020.f)
-                                    : 0x1p-9f * (fabsf(mid) + half);
+    // How far rounding to the tops may move a threshold; the last row's tops are the largest, but for rounding.
+    const float2 tops = memory.tops[kTries - kShifts];
+    const float reach = shape.meta8 ? 1.3f * (tops.y / 254.f + tops.x / 1020.f) : 0x1p-9f * (fabsf(mid) + half);
     OneBitEstimate estimate;
-    estimate.Make(x, mid, half, reach);
-    float least[kTries];
-    float best = __uint_as_float(kInfinityBits);
+    estimate.Make<kBFloat16>(x, mid, half, reach);
+    float best = infinity;
 #pragma unroll 1
-    for (int row = 0; row < kTries; row += OneBitEstimate::kShifts) {
+    for (int row = 0; row < kTries; row += kShifts) {
 #pragma unroll
-      for (int s = 0; s < OneBitEstimate::kShifts; ++s) {
-        Meta m;
-        float most = __uint_as_float(kInfinityBits);
-        least[row + s] = most;
-        if (meta_of(row + s, &m)) estimate.Bound(s, m, &least[row + s], &most);
-        best = fminf(best, most);
+      for (int s = 0; s < kShifts; ++s) {
+        const uint32_t bits = memory.metas[row + s][channel];
+        Meta m = {HalfBitsToFloat(bits >> 16), HalfBitsToFloat(bits & 0xffff)};
+        bool sure = true;
+        if (shape.meta8) {
+          // As RoundToTops, by products: unsure where those are too near to the middle between two integers.
+          const float4 scale = memory.scales[row + s];
+          const float u8 = m.step * scale.x, s8 = m.minimum * scale.y;
+          const float u8_rounded = (u8 + 0x1.8p23f) - 0x1.8p23f, s8_rounded = (s8 + 0x1.8p23f) - 0x1.8p23f;
+          sure = fmaxf(fabsf(u8 - u8_rounded), fabsf(s8 - s8_rounded)) < 0.5f - 0x1p-13f;
+          m.step = fmaxf(1.f, u8_rounded) * scale.z, m.minimum = s8_rounded * scale.w;
+        }
+        float least, most;
+        estimate.Bound(s, m, &least, &most);
+        const bool fits = memory.tops[row + s].x < infinity;
+        best = fits && sure ? fminf(best, most) : best;
+        memory.metas[row + s][channel] = __float_as_uint(!fits ? infinity : sure ? least : -1.f);
       }
     }
-#pragma unroll 1
+    // A best that is not a number closes nothing.
+#pragma unroll 4
     for (int k = 0; k < kTries; ++k) {
-      if (least[k] > best) open &= ~(uint64_t{1} << k);
+      const float least = __uint_as_float(memory.metas[k][channel]);
+      if (least > best || least == infinity) open &= ~(uint64_t{1} << k);
     }
   }
 
-  float best = __uint_as_float(kInfinityBits);
+  // Converted each time: 64 elements kept as fp32 would not fit the registers.
+  const auto element = [&](int i) {
+    uint32_t two = x[i / 2];
+    asm volatile("" : "+r"(two));
+    const float2 values = P::ToFloats(two);
+    return i % 2 ? values.y : values.x;
+  };
+  float best = infinity;
   int found = -1;
   while (__any_sync(kAllLanes, open != 0)) {
     if (open == 0) continue;
     const int k = __ffsll(open) - 1;
     open &= open - 1;
-    Meta m;
-    if (!meta_of(k, &m)) continue;
+    const float2 tops = memory.tops[k];
+    if (!(tops.x < infinity)) continue;
+    bool bad = false;
+    Meta m = TryOf(k, width, mid, half, mean, &bad);
+    if (shape.meta8) RoundToTops(width, tops.x, tops.y, &m);
     const float inverse = Inverse(m.step);
     float error = 0;
     if (one_bit) {
       const float upper = m.step + m.minimum;
 #pragma unroll
       for (int i = 0; i < kTokens; ++i) {
-        const float above = x[i] - m.minimum;
-        const float off = above * inverse > 0.5f ? x[i] - upper : above;
+        const float value = element(i), above = value - m.minimum;
+        const float off = above * inverse > 0.5f ? value - upper : above;
         error += off * off;
       }
     } else {
       const float levels = Levels(width);
 #pragma unroll
       for (int i = 0; i < kTokens; ++i) {
-        const float code = Level(x[i], inverse, m.minimum, levels) + kRoundToInteger - kRoundToInteger;
-        const float off = code * m.step + m.minimum - x[i];
+        const float value = element(i);
+        const float code = Level(value, inverse, m.minimum, levels) + kRoundToInteger - kRoundToInteger;
+        const float off = code * m.step + m.minimum - value;
         error += off * off;
       }
     }
@@ -383,7 +419,7 @@ __device__ __forceinline__ bool EncodeStrip(const HackDeviceShape& shape, const 
 
 /// Blocks: [item][side of `sides` from first_side on][head].
 template <int kDim, bool kBFloat16, bool kFit>
-__global__ void __launch_bounds__(kDim, (kFit ? 512 : 1024) / kDim)
+__global__ void __launch_bounds__(kDim, (kFit ? 640 : 1024) / kDim)
     EncodeStripKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ heads,
                       const HackEncodeItem* __restrict__ items, uint32_t* declined, int first_side, int sides) {
   extern __shared__ __align__(16) uint8_t record[];
