@@ -144,7 +144,7 @@ TEST(Importer, DoesWhatItIsAsked) {
         }
         do {
           ASSERT_TRUE(EnqueuePageCopies(PageDirection::kFetch, copies, (*device)->encode_stream(),
-                                        PageCopyMethod::kLoadStore, /*blocks=*/1)
+                                        PageCopyMethod::kKernel, /*blocks=*/1)
                           .ok());
           answer = cudaStreamSynchronize((*device)->encode_stream());
         } while (message.ask == Ask::kFetchForever && answer == 0);

@@ -1,5 +1,6 @@
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "kvmanager/base/status.h"
@@ -21,37 +22,7 @@ struct CopyList {
 };
 static_assert(sizeof(CopyList) <= 32764, "CUDA's limit on a kernel's parameters");
 
-constexpr uint32_t kWarpThreads = 32;
-constexpr uint32_t kLoadsInFlight = 4;                               // of each lane
-constexpr uint32_t kWarpBytes = kWarpThreads * kLoadsInFlight * 16;  // of a page, at a time
-constexpr uint32_t kLoadStoreThreads = 512;
-
-__global__ void __launch_bounds__(kLoadStoreThreads) CopyByLoadStore(const __grid_constant__ CopyList list) {
-  const uint32_t warps = gridDim.x * (kLoadStoreThreads / kWarpThreads);
-  const uint32_t warp = blockIdx.x * (kLoadStoreThreads / kWarpThreads) + threadIdx.x / kWarpThreads;
-  const uint32_t lane_offset = threadIdx.x % kWarpThreads * 16;
-  const uint32_t pieces = (list.page_bytes + kWarpBytes - 1) / kWarpBytes;  // of a page
-  for (uint32_t work = warp; work < list.pages * pieces; work += warps) {
-    const uint32_t page = work / pieces;
-    const uint32_t offset = work % pieces * kWarpBytes + lane_offset;
-    const uint8_t* from = list.page[page].from + offset;
-    uint8_t* to = list.page[page].to + offset;
-    uint4 data[kLoadsInFlight];
-#pragma unroll
-    for (uint32_t i = 0; i < kLoadsInFlight; ++i) {
-      if (offset + i * kWarpThreads * 16 < list.page_bytes) {
-        data[i] = __ldcs(reinterpret_cast<const uint4*>(from + i * kWarpThreads * 16));
-      }
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kLoadsInFlight; ++i) {
-      if (offset + i * kWarpThreads * 16 < list.page_bytes) {
-        __stcs(reinterpret_cast<uint4*>(to + i * kWarpThreads * 16), data[i]);
-      }
-    }
-  }
-}
-
+constexpr uint32_t kThreads = 32;  // one of them works
 constexpr uint32_t kStages = 8;
 constexpr uint32_t kStageBytes = 8192;
 /// Pieces being read; the other stages' pieces are being written.
@@ -89,7 +60,7 @@ __device__ void StartWrite(uint8_t* to, const uint8_t* stage, uint32_t bytes) {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-__global__ void __launch_bounds__(kWarpThreads) CopyByBulk(const __grid_constant__ CopyList list) {
+__global__ void __launch_bounds__(kThreads) CopyPages(const __grid_constant__ CopyList list) {
   extern __shared__ __align__(128) uint8_t stages[];  // [kStages][kStageBytes]
   __shared__ uint64_t arrived[kStages];
   if (threadIdx.x != 0) return;
@@ -123,17 +94,25 @@ __global__ void __launch_bounds__(kWarpThreads) CopyByBulk(const __grid_constant
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-absl::Status LaunchKernel(PageCopyMethod method, const CopyList& list, int blocks, cudaStream_t stream) {
-  if (method == PageCopyMethod::kLoadStore) {
-    CopyByLoadStore<<<blocks, kLoadStoreThreads, 0, stream>>>(list);
-  } else {
-    // Once per device and process would do; it costs less than knowing whether it was done.
-    KV_RETURN_IF_ERROR(
-        CudaStatus(cudaFuncSetAttribute(CopyByBulk, cudaFuncAttributeMaxDynamicSharedMemorySize, kStages * kStageBytes),
-                   "cudaFuncSetAttribute"));
-    CopyByBulk<<<blocks, kWarpThreads, kStages * kStageBytes, stream>>>(list);
-  }
-  return CudaStatus(cudaGetLastError(), "page copy launch");
+/// A launch takes as few multiprocessors as keep the link busy, since a kernel of another stream whose blocks need
+/// their shared memory waits for them, and more writes to host memory in flight slow down everything on the device.
+int Blocks(PageDirection direction, uint32_t page_bytes) {
+  constexpr uint32_t kFetchBytesInFlight = 128 << 10, kDemoteBytesInFlight = 64 << 10, kBlocksMax = 32;
+  const uint32_t wanted = direction == PageDirection::kFetch ? kFetchBytesInFlight : kDemoteBytesInFlight;
+  const uint32_t each = kReadsAhead * std::min(page_bytes, kStageBytes);
+  return std::min((wanted + each - 1) / each, kBlocksMax);
+}
+
+absl::Status Launch(const CopyList& list, int blocks, cudaStream_t stream) {
+  // Once per device and process would do; it costs less than knowing whether it was done.
+  const void* const kernel = reinterpret_cast<const void*>(CopyPages);
+  KV_RETURN_IF_ERROR(
+      CudaStatus(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStages * kStageBytes),
+                 "cudaFuncSetAttribute"));
+  void* arguments[] = {const_cast<CopyList*>(&list)};
+  // Not <<<>>>, whose error cannot be told from one that an earlier call of somebody else left behind.
+  return CudaStatus(cudaLaunchKernel(kernel, dim3(blocks), dim3(kThreads), arguments, kStages * kStageBytes, stream),
+                    "cudaLaunchKernel of page copies");
 }
 
 absl::Status EnqueueBatch(PageDirection direction, absl::Span<const PageCopy> copies, cudaStream_t stream) {
@@ -154,8 +133,8 @@ absl::Status EnqueueBatch(PageDirection direction, absl::Span<const PageCopy> co
       "cudaMemcpyBatchAsync");
 }
 
-absl::Status EnqueueKernels(PageDirection direction, absl::Span<const PageCopy> copies, PageCopyMethod method,
-                            int blocks, cudaStream_t stream) {
+absl::Status EnqueueKernels(PageDirection direction, absl::Span<const PageCopy> copies, int blocks,
+                            cudaStream_t stream) {
   static thread_local CopyList list;  // too large for a small stack; the launch copies it
   for (size_t i = 0; i < copies.size();) {
     list.page_bytes = copies[i].bytes;
@@ -164,15 +143,13 @@ absl::Status EnqueueKernels(PageDirection direction, absl::Span<const PageCopy> 
       page.from = direction == PageDirection::kFetch ? copies[i].host : copies[i].device;
       page.to = direction == PageDirection::kFetch ? copies[i].device : copies[i].host;
     }
-    KV_RETURN_IF_ERROR(LaunchKernel(method, list, blocks, stream));
+    KV_RETURN_IF_ERROR(Launch(list, blocks > 0 ? blocks : Blocks(direction, list.page_bytes), stream));
   }
   return absl::OkStatus();
 }
 
-/// From this size on the copy engines are faster, and leave the multiprocessors alone.
+/// From this size on the copy engines are faster.
 constexpr uint32_t kBatchBytesMin = 1 << 20;
-constexpr int kLoadStoreBlocks = 8;
-constexpr int kBulkBlocks = 8;
 
 }  // namespace
 
@@ -196,13 +173,12 @@ absl::Status EnqueuePageCopies(PageDirection direction, absl::Span<const PageCop
       const size_t first = i;
       while (i < copies.size() && (copies[i].bytes >= kBatchBytesMin) == batch) ++i;
       KV_RETURN_IF_ERROR(EnqueuePageCopies(direction, copies.subspan(first, i - first), stream,
-                                           batch ? PageCopyMethod::kBatch : PageCopyMethod::kLoadStore, blocks));
+                                           batch ? PageCopyMethod::kBatch : PageCopyMethod::kKernel, blocks));
     }
     return absl::OkStatus();
   }
   if (method == PageCopyMethod::kBatch) return EnqueueBatch(direction, copies, stream);
-  if (blocks <= 0) blocks = method == PageCopyMethod::kBulk ? kBulkBlocks : kLoadStoreBlocks;
-  return EnqueueKernels(direction, copies, method, blocks, stream);
+  return EnqueueKernels(direction, copies, blocks, stream);
 }
 
 }  // namespace kvmanager

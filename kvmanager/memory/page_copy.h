@@ -29,16 +29,14 @@ struct PageCopy {
 };
 inline constexpr uint32_t kPageCopyBytesMax = 1u << 30;
 
-/// How pages are moved; for the benchmark and tests, which try each.
 enum class PageCopyMethod : uint8_t {
-  kBest,       // the fastest measured for the direction and size
-  kLoadStore,  // a kernel: each warp loads and stores 16 bytes a lane
-  kBulk,       // a kernel: one thread of a block drives Hopper's bulk copies by way of shared memory
-  kBatch,      // cudaMemcpyBatchAsync: the copy engines
+  kBest,    // kBatch for pages of 1 MiB and more, kKernel for smaller ones: the faster as measured
+  kKernel,  // one thread of each of a few blocks drives Hopper's bulk copies by way of shared memory
+  kBatch,   // cudaMemcpyBatchAsync: the copy engines; slower for small pages, but kernels beside it hardly notice
 };
 
 /// Enqueues all of `copies`, in no particular order among themselves; neighbours in the list that have equal sizes go
-/// in one launch of up to about 2,000 pages. `blocks`: of a kernel; 0: the fastest measured. Errors: INVALID_ARGUMENT,
+/// in one launch of up to 2,000 pages. `blocks`: of kKernel; 0: as few as keep the link busy. Errors: INVALID_ARGUMENT,
 /// and nothing is enqueued; UNAVAILABLE.
 absl::Status EnqueuePageCopies(PageDirection direction, absl::Span<const PageCopy> copies, CUstream_st* stream,
                                PageCopyMethod method = PageCopyMethod::kBest, int blocks = 0);

@@ -44,7 +44,39 @@ struct Setup {
 
 struct Variant {
   PageCopyMethod method;
-  int blocks;
+  int blocks = 0;
+  int streams = 1;  // 1..kStreamsMax: the list is cut into as many parts
+};
+constexpr int kStreamsMax = 3;
+
+/// Copies on several streams at once, which begin behind the encode stream's work and end before what comes next there.
+struct Streams {
+  absl::Status Create() {
+    for (int i = 0; i < kStreamsMax; ++i) {
+      KV_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithFlags(&stream[i], cudaStreamNonBlocking), "cudaStreamCreate"));
+      KV_RETURN_IF_ERROR(CudaStatus(cudaEventCreateWithFlags(&done[i], cudaEventDisableTiming), "cudaEventCreate"));
+    }
+    return CudaStatus(cudaEventCreateWithFlags(&begun, cudaEventDisableTiming), "cudaEventCreate");
+  }
+  absl::Status Enqueue(PageDirection direction, absl::Span<const PageCopy> copies, const Variant& variant,
+                       CUstream_st* behind) const {
+    if (variant.streams == 1) {
+      return EnqueuePageCopies(direction, copies, behind, variant.method, variant.blocks);
+    }
+    KV_RETURN_IF_ERROR(CudaStatus(cudaEventRecord(begun, behind), "cudaEventRecord"));
+    const size_t part = (copies.size() + variant.streams - 1) / variant.streams;
+    for (int i = 0; i < variant.streams; ++i) {
+      KV_RETURN_IF_ERROR(CudaStatus(cudaStreamWaitEvent(stream[i], begun, 0), "cudaStreamWaitEvent"));
+      KV_RETURN_IF_ERROR(EnqueuePageCopies(direction, copies.subspan(std::min(copies.size(), i * part), part),
+                                           stream[i], variant.method, variant.blocks));
+      KV_RETURN_IF_ERROR(CudaStatus(cudaEventRecord(done[i], stream[i]), "cudaEventRecord"));
+      KV_RETURN_IF_ERROR(CudaStatus(cudaStreamWaitEvent(behind, done[i], 0), "cudaStreamWaitEvent"));
+    }
+    return absl::OkStatus();
+  }
+
+  CUstream_st* stream[kStreamsMax] = {};
+  cudaEvent_t begun = nullptr, done[kStreamsMax] = {};
 };
 
 /// Of kRuns calls of `enqueue`, after one that is not counted, timed by the device.
@@ -73,10 +105,8 @@ const char* Name(PageCopyMethod method) {
   switch (method) {
     case PageCopyMethod::kBest:
       return "in use";
-    case PageCopyMethod::kLoadStore:
-      return "load/store";
-    case PageCopyMethod::kBulk:
-      return "bulk";
+    case PageCopyMethod::kKernel:
+      return "kernel";
     case PageCopyMethod::kBatch:
       return "cudaMemcpyBatchAsync";
   }
@@ -208,10 +238,13 @@ absl::Status Run(bool huge_pages, bool all) {
   std::vector<Variant> variants = {{PageCopyMethod::kBest, 0}};
   if (all) {
     sizes = {4096, 16384, 37376, 45568, 65536, 262144, 1048576};
-    for (const int blocks : {2, 4, 8, 16, 32}) variants.push_back({PageCopyMethod::kLoadStore, blocks});
-    for (const int blocks : {2, 4, 8, 16, 32}) variants.push_back({PageCopyMethod::kBulk, blocks});
+    for (const int blocks : {1, 2, 4, 8, 16, 32}) variants.push_back({PageCopyMethod::kKernel, blocks});
   }
-  variants.push_back({PageCopyMethod::kBatch, 0});
+  for (int count = 1; count <= (all ? kStreamsMax : 1); ++count) {
+    variants.push_back({PageCopyMethod::kBatch, /*blocks=*/0, count});
+  }
+  Streams streams;
+  KV_RETURN_IF_ERROR(streams.Create());
   uint32_t* sums = nullptr;
   KV_RETURN_IF_ERROR(
       CudaStatus(cudaMalloc(reinterpret_cast<void**>(&sums), 4096 * 256 * sizeof(uint32_t)), "cudaMalloc"));
@@ -219,9 +252,9 @@ absl::Status Run(bool huge_pages, bool all) {
   std::printf("neighbour alone: median %.3f ms (%.0f GB/s), worst %.3f ms\n", alone.median_ms,
               kSlabBytes / alone.median_ms / 1e6, alone.worst_ms);
   KV_RETURN_IF_ERROR(PrintReleaseCost(setup));
-  std::printf("%-7s %8s %-21s %6s %6s %8s %12s %19s\n", "", "page", "", "", "", "", "host us", "neighbour beside, ms");
-  std::printf("%-7s %8s %-21s %6s %6s %8s %12s %9s %9s\n", "", "bytes", "method", "blocks", "GB/s", "of large",
-              "per page", "median", "worst");
+  std::printf("\"beside\": the neighbour meanwhile, median and worst\n");
+  std::printf("%-7s %9s %-20s %6s %7s %6s %8s %12s %9s %9s\n", "", "bytes", "method", "blocks", "streams", "GB/s",
+              "of large", "host us/page", "beside ms", "worst ms");
   for (const PageDirection direction : {PageDirection::kFetch, PageDirection::kDemote}) {
     const char* const name = direction == PageDirection::kFetch ? "fetch" : "demote";
     KV_ASSIGN_OR_RETURN(const double large_ms, MedianMilliseconds(stream, [&] {
@@ -232,8 +265,8 @@ absl::Status Run(bool huge_pages, bool all) {
                                             "cudaMemcpyAsync");
                         }));
     const double large = kMovedBytes / large_ms / 1e6;
-    std::printf("%-7s %8llu %-21s %6s %6.1f %8.3f\n", name, static_cast<unsigned long long>(kMovedBytes),
-                "one large copy", "", large, 1.0);
+    std::printf("%-7s %9llu %-20s %6s %7s %6.1f %8.3f\n", name, static_cast<unsigned long long>(kMovedBytes),
+                "one large copy", "", "", large, 1.0);
     for (const uint32_t page_bytes : sizes) {
       std::vector<PageId> host_ids, device_ids;
       KV_ASSIGN_OR_RETURN(const std::vector<PageCopy> copies, Scatter(&setup, page_bytes, &host_ids, &device_ids));
@@ -241,18 +274,17 @@ absl::Status Run(bool huge_pages, bool all) {
         double host_seconds = 0;
         KV_ASSIGN_OR_RETURN(const double ms, MedianMilliseconds(stream, [&] {
                               const double start = Seconds();
-                              const absl::Status status =
-                                  EnqueuePageCopies(direction, copies, stream, variant.method, variant.blocks);
+                              const absl::Status status = streams.Enqueue(direction, copies, variant, stream);
                               host_seconds = Seconds() - start;
                               return status;
                             }));
         KV_ASSIGN_OR_RETURN(const Neighbour beside, TimeNeighbour(setup, sums, [&] {
-                              return EnqueuePageCopies(direction, copies, stream, variant.method, variant.blocks);
+                              return streams.Enqueue(direction, copies, variant, stream);
                             }));
         const double rate = static_cast<double>(copies.size()) * page_bytes / ms / 1e6;
-        std::printf("%-7s %8u %-21s %6d %6.1f %8.3f %12.3f %9.3f %9.3f\n", name, page_bytes, Name(variant.method),
-                    variant.blocks, rate, rate / large, 1e6 * host_seconds / copies.size(), beside.median_ms,
-                    beside.worst_ms);
+        std::printf("%-7s %9u %-20s %6d %7d %6.1f %8.3f %12.3f %9.3f %9.3f\n", name, page_bytes, Name(variant.method),
+                    variant.blocks, variant.streams, rate, rate / large, 1e6 * host_seconds / copies.size(),
+                    beside.median_ms, beside.worst_ms);
       }
       for (const PageId id : host_ids) setup.host->Free(id);
       for (const PageId id : device_ids) setup.pool->Free(id);

@@ -53,8 +53,7 @@ class PageCopyTest : public GpuTest {
 TEST_F(PageCopyTest, MovesScatteredPagesAndNothingElse) {
   std::mt19937_64 random(5);
   const uint32_t sizes[] = {16, 48, 4096, 8192, 8208, 16384, 37376, 45568, 65536, 2032, 200000, 1 << 20};
-  for (const PageCopyMethod method :
-       {PageCopyMethod::kBest, PageCopyMethod::kLoadStore, PageCopyMethod::kBulk, PageCopyMethod::kBatch}) {
+  for (const PageCopyMethod method : {PageCopyMethod::kBest, PageCopyMethod::kKernel, PageCopyMethod::kBatch}) {
     for (const PageDirection direction : {PageDirection::kFetch, PageDirection::kDemote}) {
       SCOPED_TRACE(testing::Message() << "method " << static_cast<int>(method) << " direction "
                                       << static_cast<int>(direction));
