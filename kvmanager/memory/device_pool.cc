@@ -13,9 +13,10 @@ absl::StatusOr<std::unique_ptr<DevicePool>> DevicePool::Create(std::unique_ptr<S
   options.slab_bytes = memory->slab_bytes();
   options.slabs = memory->slabs();
   options.limit = "device-pool-bytes";
-  const uint64_t pool_bytes = options.slab_bytes * options.slabs, bytes_max = kSlotUnitBytes << 32;
-  if (options.slabs == 0 || options.slab_bytes % SlabAllocator::kSlotBytesMin != 0 || pool_bytes > bytes_max) {
-    return InvalidField(options.limit, pool_bytes, absl::StrCat("at least one slab, at most ", bytes_max));
+  const uint64_t pool_bytes = options.slab_bytes * options.slabs;
+  if (options.slabs == 0 || options.slab_bytes % SlabAllocator::kSlotBytesMin != 0 ||
+      pool_bytes > SlabMemory::kBytesMax) {
+    return InvalidField(options.limit, pool_bytes, absl::StrCat("at least one slab, at most ", SlabMemory::kBytesMax));
   }
   for (uint32_t slab = 0; slab < options.slabs; ++slab) {
     const absl::Status made = memory->Make(slab);

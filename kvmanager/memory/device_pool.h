@@ -30,7 +30,8 @@ namespace kvmanager {
 class DevicePool {
  public:
   using SlotsWanted = SlabAllocator::SlotsWanted;
-  static constexpr uint64_t kSlotUnitBytes = SlabAllocator::kSlotAlign;
+  static constexpr uint64_t kSlotUnitBytes = SlabMemory::kSlotUnitBytes;
+  static_assert(SlabAllocator::kSlotAlign % kSlotUnitBytes == 0);
 
   /// Makes all slabs of `memory`, none of which is made yet. Errors: RESOURCE_EXHAUSTED naming device-pool-bytes;
   /// INVALID_ARGUMENT when slots could not be named by 32 bits.

@@ -23,9 +23,6 @@ namespace kvmanager {
 
 class DeviceRegion : public SlabMemory {
  public:
-  /// What names a slot counts in; 32 bits of it reach kBytesMax. As codecs/device/attend_params.h has it.
-  static constexpr uint64_t kSlotUnitBytes = 64;
-  static constexpr uint64_t kBytesMax = kSlotUnitBytes << 32;
   /// Smaller slabs would mean thousands of descriptors for a GPU's memory.
   static constexpr uint64_t kSlabBytesMin = uint64_t{256} << 20;
 

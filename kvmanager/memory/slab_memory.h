@@ -9,6 +9,11 @@ namespace kvmanager {
 
 class SlabMemory {
  public:
+  /// Plans name slots by their distance from data() in these units (codecs/device/attend_params.h has the same): 32
+  /// bits of it reach kBytesMax.
+  static constexpr uint64_t kSlotUnitBytes = 64;
+  static constexpr uint64_t kBytesMax = kSlotUnitBytes << 32;
+
   virtual ~SlabMemory() = default;
 
   /// The range's first byte; slab i begins at data() + i * slab_bytes().
