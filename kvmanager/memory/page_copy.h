@@ -1,9 +1,8 @@
 // Moves many small pages between device slots and pinned host slots, in one launch for each direction.
 //
 // Separate copies of 16 or 64 KiB reach 6 or 18 of the 55 GB/s that large ones reach, so pages go by a kernel that
-// reads or writes pinned host memory in place, or by CUDA's batched copy; which one is faster, for a direction and
-// size, is measured (docs/benchmarks/2026-11-21-gpu-memory.md). A page lies in slots of kSlotAlign bytes on both sides,
-// so it is moved in whole 16-byte pieces.
+// reads or writes pinned host memory in place, or by CUDA's batched copy (docs/kernels.md, "Moving pages"). Slots are
+// 64-byte aligned on both sides, so pages are moved in whole pieces of 16 bytes.
 //
 // Enqueues only; any thread for which the stream's device is current. The memory stays as it is until the stream has
 // passed the copies; the list itself is taken over at once.
