@@ -284,14 +284,14 @@ TEST_F(HackEncodeGpuTest, AgreesOnWidthsPerSegment) {
 // Least squares of 1 bit: many channels, since the kernel leaves out tries that cannot win.
 TEST_F(HackEncodeGpuTest, AgreesOnManyLeastSquaresRanges) {
   Counts counts;
-  for (uint32_t round = 0; round < 10; ++round) {
+  for (uint32_t round = 0; round < 20; ++round) {
     HackParameters p;
     p.k_bits = 2, p.v_bits = 1, p.v_range = Range::kLeastSquares;
     p.meta_bits = round % 3 == 2 ? 16 : 8;
     const PageLayout layout{round % 2 ? DType::kBFloat16 : DType::kFloat16, 8, 128, 64};
     Comparison(Format(layout, p)).Run(AllKinds(), 10000 + 100 * round, &counts);
   }
-  EXPECT_GT(counts.encoded, 90);
+  EXPECT_GT(counts.encoded, 180);
 }
 
 TEST_F(HackEncodeGpuTest, DeclinesWhatIsNotFinite) {

@@ -16,6 +16,8 @@ namespace kvmanager::hack::device {
 
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 inline constexpr int kTokens = kStripTokens;
+/// Elements of a channel per turn of a loop of the least-squares fit.
+inline constexpr int kFitUnroll = 16;
 
 template <int kDim>
 struct StripMemory {
@@ -29,11 +31,10 @@ struct StripMemory {
 /// Of the 60 tries of the least-squares grid.
 template <int kDim>
 struct FitMemory {
-  uint32_t warp_tops[RangeGrid::kTries][2][kDim / 32];  // [step, minimum], fp16 bits; 0x7c00 and more: does not fit
-  float2 tops[RangeGrid::kTries];                       // step, minimum; infinite: the try does not fit
-  /// 255 / top step, 127 / top minimum, top step / 255, top minimum / 127 (0 for 0 / 0).
+  uint32_t metas[RangeGrid::kTries][kDim];  // a channel's fp16 minimum and step; later the estimate of its least error
+  float2 tops[RangeGrid::kTries];           // step, minimum; infinite: the try does not fit
+  /// 255 / top step, 127 / top minimum, top step / 255, top minimum / 127. Not numbers where the try does not fit.
   float4 scales[RangeGrid::kTries];
-  uint32_t metas[RangeGrid::kTries][kDim];  // a channel's fp16 minimum and step; later the least its error can be
 };
 
 /// How a thread's tasks lie, for either side.
@@ -124,53 +125,56 @@ __device__ __forceinline__ void ReadRange(const StripMemory<kDim>& memory, float
 struct OneBitEstimate {
   static constexpr int kShifts = 5;
   float threshold[kShifts];
-  float sum[kShifts];       // of x - mid above the threshold
-  uint32_t count[kShifts];  // of elements above it; in the upper half, of those within `reach` of it
+  float sum[kShifts];    // of x - mid above the threshold
+  float count[kShifts];  // of elements above it, and kNear for each within `reach` of it
   float reach;
   float total, squares;  // of x - mid, of all elements
-  float mid, half;
+  float mid;
+  float size;   // |x - mid|, and the distances from mid of a try's two values, are at most this
+  float slack;  // what rounding can change in an error, here and where it is computed exactly
+  static constexpr float kNear = 256;
 
-  /// x: pairs of elements.
+  /// x: a channel's elements, `stride` apart.
   template <bool kBFloat16>
-  __device__ __forceinline__ void Make(const uint32_t (&x)[kTokens / 2], float mid_, float half_, float reach_) {
-    mid = mid_, half = half_, reach = reach_;
+  __device__ __forceinline__ void Make(const uint16_t* x, int stride, float mid_, float half, float reach_) {
+    mid = mid_, reach = reach_;
     total = squares = 0;
 #pragma unroll
     for (int s = 0; s < kShifts; ++s) {
       // The middles of the grid's last row.
       const int k = RangeGrid::kTries - kShifts + s;
       threshold[s] = mid + half * (0.5f * (kRangeGrid.below[k] + kRangeGrid.above[k]));
-      sum[s] = 0, count[s] = 0;
+      sum[s] = count[s] = 0;
     }
-#pragma unroll
+#pragma unroll kFitUnroll
     for (int i = 0; i < kTokens; ++i) {
-      const float2 two = Pair<kBFloat16>::ToFloats(x[i / 2]);
-      const float value = i % 2 ? two.y : two.x, y = value - mid;
-      total += y, squares += y * y;
+      const float value = Pair<kBFloat16>::ToFloat(x[i * stride]), y = value - mid;
+      total += y, squares = __fmaf_rn(y, y, squares);
 #pragma unroll
       for (int s = 0; s < kShifts; ++s) {
         const float above = value - threshold[s];
         if (above > 0) sum[s] += y, count[s] += 1;
-        if (fabsf(above) <= reach) count[s] += 0x10000;
+        if (fabsf(above) <= reach) count[s] += kNear;
       }
     }
+    // Twice each for sums of 64 terms of at most size^2, a metadata value within 2^-21 of itself, and a code whose
+    // level is within rounding of 1/2.
+    size = 1.2f * half + 4 * reach;
+    const float magnitude = 2 * fabsf(mid) + 4 * size;
+    slack = 0x1p-8f * size * size + 0x1p-11f * size * magnitude + 0x1p-33f * magnitude * magnitude + 0x1p-130f;
   }
 
-  /// The error of a try with shift s is in [*least, *most]. m: its metadata within 2^-21 of itself.
-  __device__ __forceinline__ void Bound(int s, const Meta& m, float* least, float* most) const {
-    const float above = float(count[s] & 0xffff), near = float(count[s] >> 16);
+  /// Of a try with shift s and metadata within 2^-21 of m: its error is at most `error` + slack and at least *least -
+  /// slack, unless this returns false.
+  __device__ __forceinline__ bool Bound(int s, const Meta& m, float* error, float* least) const {
+    const float near = floorf(count[s] * (1 / kNear)), above = count[s] - kNear * near;
     const float lower = m.minimum - mid, upper = lower + m.step;
-    const float error = squares - 2 * lower * (total - sum[s]) + (kTokens - above) * lower * lower -
-                        2 * upper * sum[s] + above * upper * upper;
+    const float below = __fmaf_rn(kTokens - above, lower, -2 * (total - sum[s]));
+    *error = __fmaf_rn(lower, below, __fmaf_rn(upper, __fmaf_rn(above, upper, -2 * sum[s]), squares));
     // Elements between the two thresholds are nearer to the other value than was counted, by at most 2 step * gap.
-    const float magnitude = fabsf(m.minimum) + fabsf(mid) + m.step;
-    const float gap = fabsf(m.minimum + 0.5f * m.step - threshold[s]) + 0x1p-20f * magnitude;
-    const float size = half + fmaxf(fabsf(lower), fabsf(upper));
-    float slack = 0x1p-11f * size * size + 0x1p-12f * size * magnitude + 0x1p-34f * magnitude * magnitude + 0x1p-130f;
-    slack += 0x1p-15f * fabsf(error);
-    *most = error + slack;
-    *least = error - slack - near * 2.02f * m.step * gap;
-    if (!(gap <= 0.99f * reach)) *least = -1;
+    const float gap = fabsf(__fmaf_rn(0.5f, m.step, m.minimum) - threshold[s]);
+    *least = __fmaf_rn(near * -2.02f * m.step, gap, *error);
+    return gap <= 0.98f * reach && fmaxf(fabsf(lower), fabsf(upper)) <= size;
   }
 };
 
@@ -183,27 +187,51 @@ __device__ __forceinline__ Meta TryOf(int k, int width, float mid, float half, f
 /// Fills all of memory. All threads of the block; the caller synchronises.
 template <int kDim>
 __device__ __forceinline__ void MakeTries(int width, float mid, float half, float mean, FitMemory<kDim>& memory) {
-  const int channel = threadIdx.x, warp = threadIdx.x / 32;
+  constexpr uint32_t kHalfInfinity = 0x7c00;
+  constexpr int kWarps = kDim / 32, kTries = RangeGrid::kTries;
+  const int channel = threadIdx.x, warp = channel / 32, lane = channel % 32;
+  const auto store = [&](int k, const Meta& m, bool bad) {
+    memory.metas[k][channel] = ToHalfBits(m.minimum) | (bad ? kHalfInfinity : ToHalfBits(m.step)) << 16;
+  };
+  if (__all_sync(kAllLanes, width == 1)) {
 #pragma unroll 4
-  for (int k = 0; k < RangeGrid::kTries; ++k) {
-    bool bad = false;
-    const Meta m = TryOf(k, width, mid, half, mean, &bad);
-    const uint32_t minimum = ToHalfBits(m.minimum), step = bad ? 0x7c00u : ToHalfBits(m.step);
-    memory.metas[k][channel] = minimum | step << 16;
-    const uint32_t top_step = __reduce_max_sync(kAllLanes, step);
-    const uint32_t top_minimum = __reduce_max_sync(kAllLanes, minimum & 0x7fffu);
-    if (channel % 32 == 0) memory.warp_tops[k][0][warp] = top_step, memory.warp_tops[k][1][warp] = top_minimum;
+    for (int k = 0; k < kTries; ++k) {
+      bool bad = false;
+      const Meta m = TryOf(k, 1, mid, half, mean, &bad);
+      store(k, m, bad);
+    }
+  } else {
+#pragma unroll 1
+    for (int k = 0; k < kTries; ++k) {
+      bool bad = false;
+      const Meta m = TryOf(k, width, mid, half, mean, &bad);
+      store(k, m, bad);
+    }
   }
   __syncthreads();
-  if (channel < RangeGrid::kTries) {
-    uint32_t step = 0, minimum = 0;
-    for (int w = 0; w < kDim / 32; ++w) {
-      step = max(step, memory.warp_tops[channel][0][w]), minimum = max(minimum, memory.warp_tops[channel][1][w]);
+  for (int k = warp; k < kTries; k += kWarps) {
+    __half2 tops = __float2half2_rn(0.f);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      tops = __hmax2_nan(tops, __habs2(Pair<false>::As(memory.metas[k][32 * w + lane])));
     }
-    const float2 tops = {HalfBitsToFloat(step), HalfBitsToFloat(minimum)};
-    memory.tops[channel] = tops;
-    memory.scales[channel] = {tops.x > 0 ? 255.f / tops.x : 0.f, tops.y > 0 ? 127.f / tops.y : 0.f, tops.x / 255.f,
-                              tops.y / 127.f};
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+      tops = __hmax2_nan(tops, Pair<false>::As(__shfl_xor_sync(kAllLanes, Pair<false>::Bits(tops), lanes)));
+    }
+    if (lane == 0) memory.tops[k] = {__high2float(tops), __low2float(tops)};
+  }
+  __syncthreads();
+  if (channel < kTries) {
+    const float infinity = __uint_as_float(kInfinityBits), not_a_number = __uint_as_float(0x7fc00000);
+    const float step = memory.tops[channel].x, minimum = memory.tops[channel].y;
+    if (step < infinity && minimum < infinity) {
+      memory.scales[channel] = {step > 0 ? 255.f / step : 0.f, minimum > 0 ? 127.f / minimum : 0.f, step / 255.f,
+                                minimum / 127.f};
+    } else {
+      memory.tops[channel] = {infinity, infinity};
+      memory.scales[channel] = {not_a_number, not_a_number, not_a_number, not_a_number};
+    }
   }
 }
 
@@ -218,13 +246,8 @@ __device__ __forceinline__ void FitRange(const HackDeviceShape& shape, const Hac
   const bool wanted = side.least_squares >> (channel / kSegmentChannels) & 1;
   const float mid = (*lo + *hi) / 2.f, half = (*hi - *lo) / 2.f;
   const float infinity = __uint_as_float(kInfinityBits);
+  const uint16_t* const x = reinterpret_cast<const uint16_t*>(raw) + channel;
   MakeTries(width, mid, half, mean, memory);
-  uint32_t x[kTokens / 2];
-#pragma unroll
-  for (int i = 0; i < kTokens / 2; ++i) {
-    const uint16_t* const from = reinterpret_cast<const uint16_t*>(raw) + 2 * i * kDim + channel;
-    x[i] = from[0] | uint32_t(from[kDim]) << 16;
-  }
   __syncthreads();
   if (!__any_sync(kAllLanes, wanted)) return;
 
@@ -235,7 +258,7 @@ __device__ __forceinline__ void FitRange(const HackDeviceShape& shape, const Hac
     const float2 tops = memory.tops[kTries - kShifts];
     const float reach = shape.meta8 ? 1.3f * (tops.y / 254.f + tops.x / 1020.f) : 0x1p-9f * (fabsf(mid) + half);
     OneBitEstimate estimate;
-    estimate.Make<kBFloat16>(x, mid, half, reach);
+    estimate.Make<kBFloat16>(x, kDim, mid, half, reach);
     float best = infinity;
 #pragma unroll 1
     for (int row = 0; row < kTries; row += kShifts) {
@@ -252,28 +275,22 @@ __device__ __forceinline__ void FitRange(const HackDeviceShape& shape, const Hac
           sure = fmaxf(fabsf(u8 - u8_rounded), fabsf(s8 - s8_rounded)) < 0.5f - 0x1p-13f;
           m.step = fmaxf(1.f, u8_rounded) * scale.z, m.minimum = s8_rounded * scale.w;
         }
-        float least, most;
-        estimate.Bound(s, m, &least, &most);
-        const bool fits = memory.tops[row + s].x < infinity;
-        best = fits && sure ? fminf(best, most) : best;
-        memory.metas[row + s][channel] = __float_as_uint(!fits ? infinity : sure ? least : -1.f);
+        float error, least;
+        sure &= estimate.Bound(s, m, &error, &least);
+        best = sure ? fminf(best, error) : best;
+        memory.metas[row + s][channel] = __float_as_uint(sure ? least : -infinity);
       }
     }
-    // A best that is not a number closes nothing.
-#pragma unroll 4
+    // Bounds that are not numbers close nothing.
+    best += 2 * estimate.slack;
+    uint32_t closed[2] = {0, 0};
+#pragma unroll
     for (int k = 0; k < kTries; ++k) {
-      const float least = __uint_as_float(memory.metas[k][channel]);
-      if (least > best || least == infinity) open &= ~(uint64_t{1} << k);
+      if (__uint_as_float(memory.metas[k][channel]) > best) closed[k / 32] |= 1u << (k % 32);
     }
+    open &= ~(uint64_t{closed[1]} << 32 | closed[0]);
   }
 
-  // Converted each time: 64 elements kept as fp32 would not fit the registers.
-  const auto element = [&](int i) {
-    uint32_t two = x[i / 2];
-    asm volatile("" : "+r"(two));
-    const float2 values = P::ToFloats(two);
-    return i % 2 ? values.y : values.x;
-  };
   float best = infinity;
   int found = -1;
   while (__any_sync(kAllLanes, open != 0)) {
@@ -289,17 +306,17 @@ __device__ __forceinline__ void FitRange(const HackDeviceShape& shape, const Hac
     float error = 0;
     if (one_bit) {
       const float upper = m.step + m.minimum;
-#pragma unroll
+#pragma unroll kFitUnroll
       for (int i = 0; i < kTokens; ++i) {
-        const float value = element(i), above = value - m.minimum;
+        const float value = P::ToFloat(x[i * kDim]), above = value - m.minimum;
         const float off = above * inverse > 0.5f ? value - upper : above;
         error += off * off;
       }
     } else {
       const float levels = Levels(width);
-#pragma unroll
+#pragma unroll kFitUnroll
       for (int i = 0; i < kTokens; ++i) {
-        const float value = element(i);
+        const float value = P::ToFloat(x[i * kDim]);
         const float code = Level(value, inverse, m.minimum, levels) + kRoundToInteger - kRoundToInteger;
         const float off = code * m.step + m.minimum - value;
         error += off * off;
@@ -419,7 +436,7 @@ __device__ __forceinline__ bool EncodeStrip(const HackDeviceShape& shape, const 
 
 /// Blocks: [item][side of `sides` from first_side on][head].
 template <int kDim, bool kBFloat16, bool kFit>
-__global__ void __launch_bounds__(kDim, (kFit ? 640 : 1024) / kDim)
+__global__ void __launch_bounds__(kDim, (kFit ? 768 : 1024) / kDim)
     EncodeStripKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ heads,
                       const HackEncodeItem* __restrict__ items, uint32_t* declined, int first_side, int sides) {
   extern __shared__ __align__(16) uint8_t record[];
