@@ -109,5 +109,6 @@ def cuda_test(name, srcs, deps, size = "small", data = []):
         srcs = srcs if CUDA_FOUND else ["//bazel:cuda_absent_test.cc"],
         data = data,
         deps = (deps if CUDA_FOUND else []) + ["//bazel:gtest_main"],
+        linkstatic = True,  # one file that runs on another machine
         tags = ["gpu"],
     )

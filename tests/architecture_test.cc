@@ -196,8 +196,8 @@ TEST(ArchitectureTest, ACodecIsOneFolderAndALineInBuiltin) {
         // Raw pages are the store's own form, and attention merges them with any codec's; training is no codec, nor
         // is the adapter of plug-ins.
         EXPECT_TRUE(!absl::StartsWith(label, "//codecs/") || label == "//codecs/raw:raw_attention" ||
-                    label == "//codecs/abi:plugin_codec" || absl::StartsWith(label, "//codecs/calibrate:") ||
-                    label == "//codecs/zack_hack:sensitivity")
+                    label == "//codecs/abi:plugin_codec" || label == "//codecs/device:attend" ||
+                    absl::StartsWith(label, "//codecs/calibrate:") || label == "//codecs/zack_hack:sensitivity")
             << package << ":" << target.name << " depends on " << label;
       }
     }

@@ -1,0 +1,429 @@
+// Attention kernels on a GPU against the same arithmetic in double precision on the host.
+#include <cuda_runtime_api.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "attention/attention.h"
+#include "attention/device_plan.h"
+#include "codecs/hack/hack.h"
+#include "codecs/hack/hack_attention_cuda.h"
+#include "codecs/hack/hack_reference.h"
+#include "codecs/raw/raw_attention_cuda.h"
+#include "gtest/gtest.h"
+#include "kvmanager/base/half.h"
+#include "kvmanager/memory/device_testing.h"
+
+namespace kvmanager {
+namespace {
+
+using device::AttendItem;
+using device::AttendKernels;
+using device::AttendParams;
+
+/// Device memory of a test, freed with it.
+class DeviceBytes {
+ public:
+  explicit DeviceBytes(size_t bytes) : bytes_(bytes) {
+    if (cudaMalloc(&data_, bytes) != cudaSuccess) data_ = nullptr;
+    EXPECT_NE(data_, nullptr);
+  }
+  ~DeviceBytes() { cudaFree(data_); }
+  DeviceBytes(const DeviceBytes&) = delete;
+  template <typename T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  void Fill(const void* from, size_t bytes) {
+    ASSERT_LE(bytes, bytes_);
+    ASSERT_CUDA(cudaMemcpy(data_, from, bytes, cudaMemcpyHostToDevice));
+  }
+  void Set(int value) { ASSERT_CUDA(cudaMemset(data_, value, bytes_)); }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_;
+};
+
+enum class Keys { kRandom, kZero, kConstantChannels, kOneHot };
+
+struct Shape {
+  std::string codec = "raw";  // or "hack KBITS VBITS"
+  int k_bits = 0, v_bits = 0;
+  DType dtype = DType::kFloat16;
+  int head_dim = 128;
+  int kv_heads = 2;
+  int group = 4;
+  int page_tokens = 64;
+  int lag_pages = 2;
+  float q_std = 1;
+  Keys keys = Keys::kRandom;
+  std::vector<std::pair<uint64_t, int>> sequences;  // context with the query tokens, query tokens
+};
+
+/// A batch with its pages in a pool on the device and on the host.
+class World {
+ public:
+  World(const Shape& shape, uint64_t seed) : shape_(shape), random_(seed) {
+    layout_.dtype = shape.dtype;
+    layout_.kv_heads = shape.kv_heads;
+    layout_.head_dim = shape.head_dim;
+    layout_.page_tokens = shape.page_tokens;
+    if (shape.k_bits != 0) {
+      hack::HackParameters parameters;
+      parameters.k_bits = shape.k_bits;
+      parameters.v_bits = shape.v_bits;
+      if (shape.v_bits == 1) parameters.v_range = hack::Range::kLeastSquares;
+      format_ = std::make_unique<hack::HackFormat>(hack::MakeHackFormat(layout_, parameters));
+    }
+    slot_bytes_ = (layout_.raw_bytes() + 255) / 256 * 256;
+    size_t slots = 0;
+    for (const auto& [context, tokens] : shape.sequences) slots += 2 * ((context + 63) / shape.page_tokens + 2);
+    pool_.assign((slots + 1) * slot_bytes_, 0xff);  // NaN wherever nothing was written
+    order_.resize(slots);
+    std::iota(order_.begin(), order_.end(), 0u);
+    std::shuffle(order_.begin(), order_.end(), random_);
+    for (const auto& [context, tokens] : shape.sequences) AddSequence(context, tokens);
+    for (size_t i = 0; i < pages_.size(); ++i) sequences_[i].pages = pages_[i];
+    q_.resize(size_t(tokens_) * query_heads() * shape.head_dim);
+    std::normal_distribution<float> normal(0, 1);
+    for (size_t i = 0; i < q_.size(); ++i) q_[i] = Rounded(shape.q_std * normal(random_));
+    if (shape.keys == Keys::kOneHot) PointAtOneToken();
+  }
+
+  int query_heads() const { return shape_.kv_heads * shape_.group; }
+  const std::vector<DeviceSequence>& sequences() const { return sequences_; }
+
+  /// Runs on the device with `blocks` blocks: out as floats, lse.
+  void Run(const AttendKernels& kernels, int blocks, std::vector<float>* out, std::vector<float>* lse) {
+    DevicePlanner::Options o;
+    o.layout = layout_;
+    o.query_heads = query_heads();
+    o.lag_pages = shape_.lag_pages;
+    o.identity = format_ == nullptr;
+    o.blocks = blocks;
+    o.warps = kernels.grid.warps;
+    std::vector<AttendItem> items(1 << 14);
+    std::vector<uint32_t> slots(1 << 16);
+    const auto planned = DevicePlanner(o).Plan(sequences_, {absl::MakeSpan(items), absl::MakeSpan(slots)});
+    ASSERT_TRUE(planned.ok()) << planned.status();
+    std::vector<uint16_t> q16(q_.size());
+    for (size_t i = 0; i < q_.size(); ++i) StoreElement(q16.data(), shape_.dtype, i, q_[i]);
+    DeviceBytes pool(pool_.size()), d_items(items.size() * sizeof items[0]), d_slots(slots.size() * 4),
+        q(q16.size() * 2), d_out(q16.size() * 2), d_lse(q16.size() / layout_.head_dim * 4),
+        partial(size_t(planned->parts) * device::kTileRows * layout_.head_dim * 4),
+        partial_max(size_t(planned->parts) * device::kTileRows * 8), arrived(planned->parts * device::kTileRows * 4);
+    pool.Fill(pool_.data(), pool_.size());
+    d_items.Fill(items.data(), items.size() * sizeof items[0]);
+    d_slots.Fill(slots.data(), slots.size() * 4);
+    q.Fill(q16.data(), q16.size() * 2);
+    d_out.Set(0xff);
+    d_lse.Set(0xff);
+    partial.Set(0xff);
+    partial_max.Set(0xff);
+    arrived.Set(0);
+    AttendParams p;
+    p.pool = pool.as<uint8_t>();
+    p.slots = d_slots.as<uint32_t>();
+    p.items = d_items.as<AttendItem>();
+    p.q = q.as<void>();
+    p.out = d_out.as<void>();
+    p.lse = d_lse.as<float>();
+    p.partial = partial.as<float>();
+    p.partial_max = partial_max.as<float>();
+    p.arrived = arrived.as<uint32_t>();
+    p.query_heads = query_heads();
+    p.kv_heads = layout_.kv_heads;
+    p.page_tokens = layout_.page_tokens;
+    p.scale_log2 = Scale() * float(M_LOG2E);
+    p.bfloat16 = shape_.dtype == DType::kBFloat16;
+    ASSERT_CUDA(cudaError_t(kernels.prepare()));
+    // Twice: the second finds what the first left in `arrived`.
+    for (int i = 0; i < 2; ++i) ASSERT_CUDA(cudaError_t(kernels.launch(p, planned->rows_max, blocks, nullptr)));
+    ASSERT_CUDA(cudaDeviceSynchronize());
+    std::vector<uint16_t> got(q16.size());
+    lse->resize(q16.size() / layout_.head_dim);
+    ASSERT_CUDA(cudaMemcpy(got.data(), p.out, got.size() * 2, cudaMemcpyDeviceToHost));
+    ASSERT_CUDA(cudaMemcpy(lse->data(), p.lse, lse->size() * 4, cudaMemcpyDeviceToHost));
+    out->resize(got.size());
+    for (size_t i = 0; i < got.size(); ++i) (*out)[i] = LoadElement(got.data(), shape_.dtype, i);
+  }
+
+  /// The same on the host.
+  void Reference(std::vector<float>* out, std::vector<float>* lse) const {
+    const int d = layout_.head_dim, heads = query_heads();
+    out->assign(size_t(tokens_) * heads * d, 0);
+    lse->assign(size_t(tokens_) * heads, 0);
+    size_t row = 0;
+    for (const DeviceSequence& s : sequences_) {
+      for (int token = 0; token < s.tokens; ++token) {
+        for (int head = 0; head < heads; ++head, ++row) {
+          float max = -INFINITY, sum = 0;
+          std::vector<float> acc(d + 16);
+          AttendRow(s, s.first_position + token, head, q_.data() + row * d, {&max, &sum, acc.data()});
+          for (int c = 0; c < d; ++c) (*out)[row * d + c] = acc[c] / sum;
+          (*lse)[row] = max + std::log(sum);
+        }
+      }
+    }
+  }
+
+  const hack::HackFormat* format() const { return format_.get(); }
+
+ private:
+  float Scale() const { return 1 / std::sqrt(float(layout_.head_dim)); }
+  float Rounded(float x) const {
+    return shape_.dtype == DType::kFloat16 ? HalfToFloat(FloatToHalf(x)) : BFloat16ToFloat(FloatToBFloat16(x));
+  }
+  uint8_t* Slot(uint32_t unit) { return pool_.data() + size_t(unit) * device::kSlotUnitBytes; }
+  const uint8_t* Slot(uint32_t unit) const { return pool_.data() + size_t(unit) * device::kSlotUnitBytes; }
+  uint32_t TakeSlot() { return uint32_t(order_[taken_++] * slot_bytes_ / device::kSlotUnitBytes); }
+
+  void AddSequence(uint64_t context, int tokens) {
+    std::normal_distribution<float> normal(0, 1);
+    const uint64_t first = context - tokens;
+    const uint32_t page_tokens = layout_.page_tokens;
+    std::vector<DevicePage> list((context + page_tokens - 1) / page_tokens);
+    std::vector<float> spread(layout_.head_dim), bias(layout_.head_dim);
+    for (float& x : spread) x = std::exp(normal(random_));
+    for (float& x : bias) x = normal(random_);
+    for (size_t j = 0; j < list.size(); ++j) {
+      std::vector<uint8_t> raw(layout_.raw_bytes() + 64);
+      const int filled = int(std::min<uint64_t>(page_tokens, context - j * page_tokens));
+      for (int side = 0; side < 2; ++side) {
+        for (int head = 0; head < layout_.kv_heads; ++head) {
+          for (uint32_t t = 0; t < page_tokens; ++t) {
+            uint8_t* to = raw.data() + layout_.raw_offset(side, head, t);
+            for (int c = 0; c < layout_.head_dim; ++c) {
+              float x = spread[c] * normal(random_) + bias[c];
+              if (shape_.keys == Keys::kZero && side == 0) x = 0;
+              if (shape_.keys == Keys::kConstantChannels) x = bias[c];
+              if (int(t) >= filled) x = NAN;  // beyond what was appended
+              StoreElement(to, shape_.dtype, c, x);
+            }
+          }
+        }
+      }
+      const bool sealed = filled == int(page_tokens);
+      // The query's own page must be raw: also of the first of several query tokens.
+      const bool may_encode = format_ != nullptr && sealed && (j + 1) * page_tokens <= first;
+      const bool far = (j + 1 + shape_.lag_pages) * page_tokens <= first;
+      if (may_encode && (far || random_() % 2 == 0) && random_() % 16 != 0) {
+        list[j].encoded = TakeSlot();
+        std::vector<uint8_t> encoded(format_->page_bytes);
+        EXPECT_TRUE(hack::ReferenceEncode(*format_, raw.data(), 0, j * page_tokens, encoded.data()));
+        std::memcpy(Slot(list[j].encoded), encoded.data(), encoded.size());
+      }
+      if (list[j].encoded == DevicePage::kNoSlot || !far) {
+        list[j].raw = TakeSlot();
+        std::memcpy(Slot(list[j].raw), raw.data(), layout_.raw_bytes());
+      }
+    }
+    pages_.push_back(std::move(list));
+    sequences_.push_back({{}, first, tokens});
+    tokens_ += tokens;
+  }
+
+  /// Every row's q is a multiple of one key that it sees: its weight is 1, all others' 0.
+  void PointAtOneToken() {
+    size_t row = 0;
+    for (const DeviceSequence& s : sequences_) {
+      for (int token = 0; token < s.tokens; ++token) {
+        for (int head = 0; head < query_heads(); ++head, ++row) {
+          const uint64_t at = random_() % (s.first_position + token + 1);
+          const DevicePage& page = s.pages[at / layout_.page_tokens];
+          if (page.raw == DevicePage::kNoSlot) continue;
+          const uint8_t* k = Slot(page.raw) + layout_.raw_offset(0, head / shape_.group, int(at % layout_.page_tokens));
+          for (int c = 0; c < layout_.head_dim; ++c) {
+            q_[row * layout_.head_dim + c] = Rounded(20 * LoadElement(k, shape_.dtype, c));
+          }
+        }
+      }
+    }
+  }
+
+  void AttendRow(const DeviceSequence& s, uint64_t position, int head, const float* q, const SoftmaxRows& state) const {
+    const int d = layout_.head_dim, kv_head = head / shape_.group;
+    const uint32_t page_tokens = layout_.page_tokens, own = uint32_t(position / page_tokens);
+    for (uint32_t j = 0; j <= own; ++j) {
+      const DevicePage& page = s.pages[j];
+      const bool near = j == own || (page.lag_applies && own - j <= uint32_t(shape_.lag_pages));
+      const bool raw = page.encoded == DevicePage::kNoSlot || (near && page.raw != DevicePage::kNoSlot);
+      float max = -INFINITY, sum = 0;
+      std::vector<float> acc(d);
+      if (!raw) {
+        const uint8_t* const encoded = Slot(page.encoded);
+        PageAttentionTask task;
+        task.q = q;
+        task.rows = 1;
+        task.scale = Scale();
+        task.kv_head = kv_head;
+        task.pages = {&encoded, 1};
+        hack::ReferenceAttend(*format_, task, {&max, &sum, acc.data()});
+      } else {
+        const int seen = j == own ? int(position % page_tokens) + 1 : int(page_tokens);
+        std::vector<double> scores(seen), out(d);
+        double top = -INFINITY, total = 0;
+        for (int t = 0; t < seen; ++t) {
+          const uint8_t* k = Slot(page.raw) + layout_.raw_offset(0, kv_head, t);
+          for (int c = 0; c < d; ++c) scores[t] += double(q[c]) * LoadElement(k, shape_.dtype, c);
+          scores[t] *= Scale();
+          top = std::max(top, scores[t]);
+        }
+        for (int t = 0; t < seen; ++t) {
+          const uint8_t* v = Slot(page.raw) + layout_.raw_offset(1, kv_head, t);
+          const double p = std::exp(scores[t] - top);
+          total += p;
+          for (int c = 0; c < d; ++c) out[c] += p * LoadElement(v, shape_.dtype, c);
+        }
+        max = float(top), sum = float(total);
+        for (int c = 0; c < d; ++c) acc[c] = float(out[c]);
+      }
+      MergeSoftmax(1, d, {&max, &sum, acc.data()}, state);
+    }
+  }
+
+  const Shape shape_;
+  std::mt19937_64 random_;
+  PageLayout layout_;
+  std::unique_ptr<hack::HackFormat> format_;
+  size_t slot_bytes_ = 0;
+  std::vector<uint8_t> pool_;
+  std::vector<uint32_t> order_;
+  size_t taken_ = 0;
+  std::vector<std::vector<DevicePage>> pages_;
+  std::vector<DeviceSequence> sequences_;
+  int tokens_ = 0;
+  std::vector<float> q_;
+};
+
+class DeviceAttention : public GpuTest {
+ protected:
+  /// Relative L2 of all rows against the same arithmetic in doubles; q's, P's and out's own rounding included.
+  void Check(const Shape& shape, uint64_t seed, const std::vector<int>& block_counts = {132}) {
+    World world(shape, seed);
+    const AttendKernels* const kernels =
+        world.format() == nullptr ? RawAttentionKernels(shape.head_dim) : HackAttentionKernels(*world.format());
+    ASSERT_NE(kernels, nullptr) << shape.k_bits << " " << shape.v_bits;
+    std::vector<float> wanted, wanted_lse;
+    world.Reference(&wanted, &wanted_lse);
+    for (const int blocks : block_counts) {
+      std::vector<float> out, lse;
+      world.Run(*kernels, blocks, &out, &lse);
+      ASSERT_EQ(out.size(), wanted.size());
+      double error = 0, norm = 0, worst_lse = 0;
+      for (size_t i = 0; i < out.size(); ++i) {
+        error += (double(out[i]) - wanted[i]) * (double(out[i]) - wanted[i]);
+        norm += double(wanted[i]) * wanted[i];
+      }
+      for (size_t i = 0; i < lse.size(); ++i) {
+        worst_lse = std::max(worst_lse, std::abs(double(lse[i]) - wanted_lse[i]) / (1 + std::abs(wanted_lse[i])));
+      }
+      const double relative = std::sqrt(error / norm);
+      worst_ = std::max(worst_, std::isnan(relative) ? INFINITY : relative);
+      EXPECT_LE(relative, shape.dtype == DType::kFloat16 ? 1e-3 : 4e-3)
+          << "bits " << shape.k_bits << "/" << shape.v_bits << " d " << shape.head_dim << " group " << shape.group
+          << " keys " << int(shape.keys) << " blocks " << blocks << " seed " << seed << " first context "
+          << shape.sequences[0].first << " tokens " << shape.sequences[0].second;
+      EXPECT_LE(worst_lse, 1e-3);
+    }
+  }
+  void TearDown() override { RecordProperty("worst", absl::StrCat(worst_)); }
+  double worst_ = 0;
+};
+
+const std::pair<int, int> kWidths[] = {{0, 0}, {2, 2}, {3, 2}, {4, 3}, {2, 1}, {4, 4}};
+
+TEST_F(DeviceAttention, RandomBatches) {
+  std::mt19937 random(1);
+  for (int trial = 0; trial < 60; ++trial) {
+    Shape shape;
+    std::tie(shape.k_bits, shape.v_bits) = kWidths[random() % std::size(kWidths)];
+    shape.head_dim = random() % 3 == 0 && shape.v_bits != 1 && shape.v_bits != 4 ? 64 : 128;
+    shape.dtype = random() % 3 == 0 ? DType::kBFloat16 : DType::kFloat16;
+    shape.kv_heads = 1 + random() % 3;
+    shape.group = 1 + random() % 16;
+    shape.lag_pages = random() % 3;
+    shape.q_std = std::exp(float(random() % 4) - 2);
+    const int sequences = 1 + random() % 4;
+    for (int i = 0; i < sequences; ++i) {
+      const uint64_t context = 1 + random() % 1200;
+      shape.sequences.push_back({context, 1 + int(random() % std::min<uint64_t>(context, random() % 2 ? 1 : 16))});
+    }
+    Check(shape, trial, {int(1 + random() % 40), 132});
+  }
+}
+
+TEST_F(DeviceAttention, ContextsAtPageBoundaries) {
+  for (const auto& [k, v] : kWidths) {
+    for (const uint64_t context : {1, 2, 16, 17, 63, 64, 65, 127, 128, 129, 192, 193, 256, 320}) {
+      for (const int tokens : {1, 2, 16}) {
+        if (uint64_t(tokens) > context) continue;
+        Shape shape;
+        shape.k_bits = k, shape.v_bits = v;
+        shape.lag_pages = 1;
+        shape.sequences = {{context, tokens}};
+        Check(shape, context);
+      }
+    }
+  }
+}
+
+TEST_F(DeviceAttention, EveryGroup) {
+  for (const auto& [k, v] : {std::pair{0, 0}, {3, 2}}) {
+    for (int group = 1; group <= 16; ++group) {
+      Shape shape;
+      shape.k_bits = k, shape.v_bits = v;
+      shape.group = group;
+      shape.sequences = {{700, 1}, {130, 3}};
+      Check(shape, group);
+    }
+  }
+}
+
+TEST_F(DeviceAttention, HardKeysAndQueries) {
+  for (const auto& [k, v] : kWidths) {
+    for (const Keys keys : {Keys::kZero, Keys::kConstantChannels, Keys::kOneHot}) {
+      Shape shape;
+      shape.k_bits = k, shape.v_bits = v;
+      shape.keys = keys;
+      shape.sequences = {{900, 1}, {64, 1}, {350, 5}};
+      Check(shape, 7);
+    }
+    Shape shape;
+    shape.k_bits = k, shape.v_bits = v;
+    shape.q_std = 0;
+    shape.sequences = {{900, 1}};
+    Check(shape, 8);
+    shape.q_std = 30;  // scores in the hundreds
+    Check(shape, 9);
+  }
+}
+
+TEST_F(DeviceAttention, HoweverTheWorkIsSplit) {
+  for (const auto& [k, v] : kWidths) {
+    Shape shape;
+    shape.k_bits = k, shape.v_bits = v;
+    shape.sequences = {{2000, 1}, {300, 1}, {65, 1}};
+    Check(shape, 11, {1, 2, 3, 7, 32, 131, 264});
+  }
+}
+
+TEST_F(DeviceAttention, RawPagesOfAnySize) {
+  for (const int page_tokens : {16, 32, 128, 256}) {
+    Shape shape;
+    shape.page_tokens = page_tokens;
+    shape.sequences = {{1000, 4}, {257, 1}, {16, 1}};
+    Check(shape, page_tokens);
+  }
+}
+
+}  // namespace
+}  // namespace kvmanager

@@ -1,0 +1,463 @@
+// Paged decode attention on a GPU: what every codec's kernel shares.
+//
+// A block of threads works through items (attend_params.h). Its warps take an item's *units* (what a warp attends to at
+// once: a page's record of one head, or 16 tokens of a raw page) in turn. A unit comes in *pieces*, each loaded by
+// asynchronous copies into a ring of the warp's own, which runs ahead across items: no barrier of the block stands
+// between a warp and its next bytes. A warp keeps its own softmax state through all items of a tile, and then leaves it
+// in shared memory. A few warps, others for each tile, wait for all states and merge them; the rest go on, and wait
+// only if they are a whole tile ahead.
+//
+// `Pages` says how pages of one form are read; raw has one, and so has each codec:
+//
+//   kPieceBytes, kPieces: of a unit; bytes are a multiple of 16.
+//
+//   kRows: of the tiles that it serves, 4 or kTileRows.
+//
+//   Units(params, item), PageOf(params, unit).
+//
+//   Load(params, item, page, unit, piece, to, barrier): begins copies; every lane arrives at the barrier once.
+//
+//   Begin(params, item, scratch): reads the tile's q; scratch has kScratchBytes for this warp, 16-byte aligned.
+//
+//   Attend<piece>(params, item, unit, bytes, state): adds to a WarpState in the form's own order of channels.
+//
+//   Or, with kPrepares, and in one piece: Prepare(params, bytes) of an item's first unit, and for each unit
+//   Scores(params, bytes, state) and Outputs(params, bytes, next, state), which prepares the next unit's bytes
+//   meanwhile (its own again where there is none).
+//
+//   Open(state), Close(state): from the plain order of channels to its own, and back; Store(state, to): acc as
+//   [kRows][kHeadDim].
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "codecs/device/attend_params.h"
+
+namespace kvmanager::device {
+
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+inline constexpr float kMinusInfinity = -__builtin_huge_valf();
+
+// ---- instructions ----
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+/// An mbarrier: a phase ends when all have arrived that it waits for.
+struct Barrier {
+  uint32_t at;
+  __device__ __forceinline__ void Init(uint32_t arrivals) const {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+  }
+  __device__ __forceinline__ void Arrive() const {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+  }
+  /// Arrives; the phase then waits for `bytes` of bulk copies too.
+  __device__ __forceinline__ void ArriveExpecting(uint32_t bytes) const {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+  }
+  /// Arrives when this lane's copies (CopyAsync) are there.
+  __device__ __forceinline__ void ArriveWithCopies() const {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
+  }
+  __device__ __forceinline__ void Wait(uint32_t parity) const {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again_%=:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again_%=;\n"
+        "}" ::"r"(at),
+        "r"(parity)
+        : "memory");
+  }
+};
+
+/// 16 bytes by one lane, past the first-level cache.
+__device__ __forceinline__ void CopyAsync(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+/// A multiple of 16 bytes, by the copy engine.
+__device__ __forceinline__ void CopyBulk(uint32_t to, const void* from, uint32_t bytes, Barrier barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier.at)
+               : "memory");
+}
+__device__ __forceinline__ float Exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+/// Of the 8 x 8 matrix of 16-bit elements whose row lane / 4 holds x in columns 2 (lane % 4) and + 1, the transposed.
+__device__ __forceinline__ uint32_t Transpose8x8(uint32_t x) {
+  uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+__device__ __forceinline__ float AsFloat(uint32_t x) { return __uint_as_float(x); }
+__device__ __forceinline__ float AsFloat(int x) { return __int_as_float(x); }
+__device__ __forceinline__ uint32_t AsBits(float x) { return __float_as_uint(x); }
+
+// In a C fragment of a matrix instruction, lane (g = lane / 4, t = lane % 4) holds rows g and g + 8 of columns 2t and
+// 2t + 1. Columns are the tile's rows of queries.
+
+/// The largest, and the sum, of a column over the lanes that hold it.
+__device__ __forceinline__ float MaxOfColumn(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 4));
+  x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 8));
+  return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 16));
+}
+__device__ __forceinline__ float SumOfColumn(float x) {
+  x += __shfl_xor_sync(kAllLanes, x, 4);
+  x += __shfl_xor_sync(kAllLanes, x, 8);
+  return x + __shfl_xor_sync(kAllLanes, x, 16);
+}
+
+/// A warp's softmax state of query rows 2t and 2t + 1: acc is a C fragment per 16 channels (a segment). In the plain
+/// order its rows g and g + 8 are the segment's channels g and g + 8.
+template <int kHeadDim>
+struct WarpState {
+  static constexpr int kSegments = kHeadDim / 16;
+  float acc[kSegments][4];
+  float max[2];  // of scores * log2(e)
+  float sum[2];  // of this lane's tokens
+
+  __device__ __forceinline__ void Clear() {
+#pragma unroll
+    for (int s = 0; s < kSegments; ++s) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[s][i] = 0;
+    }
+    max[0] = max[1] = kMinusInfinity;
+    sum[0] = sum[1] = 0;
+  }
+  /// acc times its row's factor; skipped where no maximum changed.
+  __device__ __forceinline__ void Scale(const float (&factor)[2]) {
+    if (!__any_sync(kAllLanes, factor[0] != 1.f || factor[1] != 1.f)) return;
+#pragma unroll
+    for (int s = 0; s < kSegments; ++s) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[s][i] *= factor[i & 1];
+    }
+  }
+};
+
+// ---- q and out ----
+
+/// Two elements of q as floats, and back.
+__device__ __forceinline__ float2 ToFloats(uint32_t two, bool bfloat16) {
+  if (bfloat16) return make_float2(AsFloat(two << 16), AsFloat(two & 0xffff0000u));
+  return __half22float2(*reinterpret_cast<const __half2*>(&two));
+}
+__device__ __forceinline__ uint32_t FromFloats(float a, float b, bool bfloat16) {
+  if (bfloat16) {
+    const __nv_bfloat162 two = __floats2bfloat162_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&two);
+  }
+  const __half2 two = __floats2half2_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&two);
+}
+/// Index of row `row` of the tile into [tokens][query_heads].
+__device__ __forceinline__ size_t RowOf(const AttendParams& p, const AttendItem& item, int row) {
+  const int group = p.query_heads / p.kv_heads, r = item.first_row + row;
+  return static_cast<size_t>(item.first_token + r / group) * p.query_heads + item.kv_head * group + r % group;
+}
+// ---- the end of an item ----
+
+/// Where a block's warps leave their states of a tile.
+template <int kHeadDim, int kWarps, int kRows>
+struct TileStates {
+  float acc[kWarps][kRows][kHeadDim];
+  float2 state[kWarps][kRows];  // maximum and sum
+};
+
+/// Four channels of a row of a tile, on their way to the output.
+struct RowPart {
+  float max = kMinusInfinity, sum = 0;
+  float4 acc = {0, 0, 0, 0};
+
+  /// A state's sum and acc, times `factor`.
+  __device__ __forceinline__ void Add(float factor, float state_sum, const float4& v) {
+    sum += factor * state_sum;
+    acc.x += factor * v.x, acc.y += factor * v.y, acc.z += factor * v.z, acc.w += factor * v.w;
+  }
+  __device__ __forceinline__ void Merge(float2 state, const float4& v) {
+    const float next = fmaxf(max, state.x), old = Exp2(max - next);
+    max = next, sum *= old;
+    acc.x *= old, acc.y *= old, acc.z *= old, acc.w *= old;
+    Add(Exp2(state.x - next), state.y, v);
+  }
+  template <int kHeadDim>
+  __device__ __forceinline__ void Write(const AttendParams& p, const AttendItem& item, int row, int channel) const {
+    const size_t at = RowOf(p, item, row);
+    const float n = 1.f / sum;
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + at * kHeadDim + channel) =
+        make_uint2(FromFloats(acc.x * n, acc.y * n, p.bfloat16), FromFloats(acc.z * n, acc.w * n, p.bfloat16));
+    if (channel == 0 && p.lse != nullptr) p.lse[at] = (max + __log2f(sum)) * 0.693147181f;
+  }
+};
+
+/// Merges what the block's warps left of a tile: the tile's output, or this block's part, and, if that is the last of
+/// the tile's parts to come, the output from all of them. The `index`-th of kMergers warps has the index-th rows.
+template <int kHeadDim, int kWarps, int kRows>
+__device__ __forceinline__ void MergeTile(const AttendParams& p, const AttendItem& item, int index,
+                                          const TileStates<kHeadDim, kWarps, kRows>& memory) {
+  constexpr int kLanes = kHeadDim / 4, kRowsAtOnce = 32 / kLanes;  // lanes of a row, rows of a warp
+  const int lane = threadIdx.x % 32;
+  const int row = index * kRowsAtOnce + lane / kLanes, channel = lane % kLanes * 4;
+  if (index * kRowsAtOnce >= item.rows) return;
+  const bool works = row < item.rows;
+  if (works) {
+    RowPart part;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) part.max = fmaxf(part.max, memory.state[w][row].x);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      // A warp that saw nothing has a maximum of minus infinity, and zeros.
+      const float2 one = memory.state[w][row];
+      part.Add(Exp2(one.x - part.max), one.y, *reinterpret_cast<const float4*>(&memory.acc[w][row][channel]));
+    }
+    if (item.parts == 1) {
+      part.template Write<kHeadDim>(p, item, row, channel);
+    } else {
+      const size_t at = static_cast<size_t>(item.first_part + item.part) * kTileRows + row;
+      __stcg(reinterpret_cast<float4*>(p.partial + at * kHeadDim + channel), part.acc);
+      if (channel == 0) __stcg(reinterpret_cast<float2*>(p.partial_max) + at, make_float2(part.max, part.sum));
+    }
+  }
+  if (item.parts == 1) return;
+  __threadfence();
+  __syncwarp();
+  uint32_t before = 0;
+  uint32_t* const arrived = p.arrived + static_cast<size_t>(item.first_part) * kTileRows + index;
+  if (lane == 0) before = atomicAdd(arrived, 1);
+  if (__shfl_sync(kAllLanes, before, 0) + 1 < item.parts) return;
+  if (lane == 0) *arrived = 0;  // for the next launch
+  __threadfence();
+  if (!works) return;
+  const size_t first = static_cast<size_t>(item.first_part) * kTileRows + row;
+  const float2* const states = reinterpret_cast<const float2*>(p.partial_max) + first;
+  const float* const accs = p.partial + first * kHeadDim + channel;
+  RowPart whole;
+  constexpr int kAtOnce = 8;  // loads under way
+  for (int k = 0; k < item.parts; k += kAtOnce) {
+    float2 one[kAtOnce];
+    float4 acc[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int at = min(k + j, item.parts - 1) * kTileRows;
+      one[j] = __ldcg(states + at);
+      acc[j] = __ldcg(reinterpret_cast<const float4*>(accs + at * kHeadDim));
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (k + j < item.parts) whole.Merge(one[j], acc[j]);
+    }
+  }
+  whole.template Write<kHeadDim>(p, item, row, channel);
+}
+
+/// Maximum and sums of this warp's state of a tile, for MergeTile.
+template <int kHeadDim, int kWarps, int kRows>
+__device__ __forceinline__ void LeaveSums(const WarpState<kHeadDim>& state,
+                                          TileStates<kHeadDim, kWarps, kRows>& memory) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const float sums[2] = {SumOfColumn(state.sum[0]), SumOfColumn(state.sum[1])};
+  if (2 * lane < kRows) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) memory.state[warp][2 * lane + h] = make_float2(state.max[h], sums[h]);
+  }
+}
+
+// ---- the kernel ----
+
+template <class Raw, class Encoded, int kWarps, int kStages>
+struct AttendMemory {
+  static constexpr int kPieceBytes = Raw::kPieceBytes > Encoded::kPieceBytes ? Raw::kPieceBytes : Encoded::kPieceBytes;
+  alignas(128) uint8_t ring[kWarps][kStages][kPieceBytes];
+  static constexpr int kMergers = Encoded::kRows * Encoded::kHeadDim / 128;  // warps that merge a tile
+  TileStates<Encoded::kHeadDim, kWarps, Encoded::kRows> states;
+  alignas(8) uint64_t left;    // barrier: all warps left their states
+  alignas(8) uint64_t merged;  // barrier: they were merged
+  alignas(8) uint64_t barriers[kWarps][kStages];
+  alignas(16) AttendItem items[kWarps][2];  // that a warp attends to, and that it loads
+  alignas(16) uint8_t scratch[kWarps][Encoded::kScratchBytes == 0 ? 16 : Encoded::kScratchBytes];
+};
+
+/// A warp's copy of an item: registers are short.
+__device__ __forceinline__ void CopyItem(AttendItem* to, const AttendItem* from) {
+  const int lane = threadIdx.x % 32;
+  __syncwarp();
+  if (lane < 2) reinterpret_cast<uint4*>(to)[lane] = reinterpret_cast<const uint4*>(from)[lane];
+  __syncwarp();
+}
+
+/// This warp's first unit of an item whose block had `begun` units in items before: units go round the warps.
+template <int kWarps>
+__device__ __forceinline__ int FirstUnit(int begun) {
+  return (static_cast<int>(threadIdx.x / 32) - begun % kWarps + kWarps) % kWarps;
+}
+
+/// Walks a block's items ahead of its attention, and begins the copies of one warp's pieces.
+template <class Raw, class Encoded, int kWarps>
+struct Loader {
+  const AttendParams& p;
+  AttendItem& item;
+  int unit = 0, units = 0, piece = 0;
+  int begun = 0;  // units of the block's earlier items
+  bool done = false;
+  uint32_t slot = 0;  // of the next unit's page, read ahead
+
+  __device__ __forceinline__ Loader(const AttendParams& params, AttendItem& place) : p(params), item(place) {
+    Open(blockIdx.x);
+    FindUnit();
+  }
+  __device__ __forceinline__ bool raw() const { return item.form == PageForm::kRaw; }
+  __device__ __forceinline__ void Open(uint32_t index) {
+    CopyItem(&item, p.items + index);
+    units = raw() ? Raw::Units(p, item) : Encoded::Units(p, item);
+    unit = FirstUnit<kWarps>(begun);
+    begun += units;
+  }
+  /// The next item that has a unit for this warp, if this one has no more.
+  __device__ __forceinline__ void FindUnit() {
+    while (unit >= units) {
+      const uint32_t next = item.next;
+      done = next == 0;
+      if (done) return;
+      Open(next);
+    }
+    slot = p.slots[item.first_page + (raw() ? Raw::PageOf(p, unit) : Encoded::PageOf(p, unit))];
+  }
+  /// Nothing, if nothing is left.
+  __device__ __forceinline__ void Load(uint32_t to, Barrier barrier) {
+    if (done) return;
+    const uint8_t* const page = p.pool + slot * kSlotUnitBytes;
+    int pieces;
+    if (raw()) {
+      Raw::Load(p, item, page, unit, piece, to, barrier);
+      pieces = Raw::kPieces;
+    } else {
+      Encoded::Load(p, item, page, unit, piece, to, barrier);
+      pieces = Encoded::kPieces;
+    }
+    if (++piece < pieces) return;
+    piece = 0, unit += kWarps;
+    FindUnit();
+  }
+};
+
+template <class Raw, class Encoded, int kWarps, int kStages, int kBlocksPerSm>
+__global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const __grid_constant__ AttendParams p) {
+  using Memory = AttendMemory<Raw, Encoded, kWarps, kStages>;
+  extern __shared__ __align__(128) uint8_t shared[];
+  Memory* const memory = reinterpret_cast<Memory*>(shared);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint8_t* const ring = memory->ring[warp][0];
+  const uint32_t barriers = SharedAddress(memory->barriers[warp]);
+  const Barrier left{SharedAddress(&memory->left)}, merged{SharedAddress(&memory->merged)};
+  if (lane < kStages) Barrier{barriers + 8 * lane}.Init(32);
+  if (threadIdx.x == 0) left.Init(kWarps), merged.Init(Memory::kMergers);
+  __syncthreads();
+
+  AttendItem& item = memory->items[warp][0];
+  Loader<Raw, Encoded, kWarps> loader(p, memory->items[warp][1]);
+  uint32_t load_stage = 0, stage = 0, parity = 0;
+  const auto load = [&]() {
+    loader.Load(SharedAddress(ring) + load_stage * Memory::kPieceBytes, {barriers + 8 * load_stage});
+    load_stage = load_stage + 1 == kStages ? 0 : load_stage + 1;
+  };
+  // Bytes of the next piece, once they are there.
+  const auto wait = [&]() -> const uint8_t* {
+    Barrier{barriers + 8 * stage}.Wait(parity);
+    return ring + stage * Memory::kPieceBytes;
+  };
+  const auto advance = [&]() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  };
+#pragma unroll
+  for (int s = 0; s < kStages - 1; ++s) load();
+
+  WarpState<Encoded::kHeadDim> state;
+  bool empty = true, plain = true;  // the state; its order of channels
+  state.Clear();
+  int begun = 0;  // units of the block's earlier items
+  const auto attend = [&](auto pages) {
+    using Pages = decltype(pages);
+    const int units = Pages::Units(p, item);
+    int unit = FirstUnit<kWarps>(begun);
+    begun += units;
+    if (unit >= units) return;
+    pages.Begin(p, item, memory->scratch[warp]);
+    if constexpr (Pages::kPrepares) {
+      if (!empty && plain) Pages::Open(state);
+      plain = false;
+      const uint8_t* piece = wait();
+      advance();
+      pages.Prepare(p, piece);
+      for (; unit < units; unit += kWarps) {
+        load();
+        pages.Scores(p, piece, state);
+        const uint8_t* next = piece;
+        if (unit + kWarps < units) {
+          next = wait();
+          advance();
+        }
+        pages.Outputs(p, piece, next, state);
+        piece = next;
+        __syncwarp();
+      }
+    } else {
+      if (!empty && !plain) Encoded::Close(state);
+      plain = true;
+      for (; unit < units; unit += kWarps) {
+        load();
+        pages.template Attend<0>(p, item, unit, wait(), state);
+        advance();
+        __syncwarp();
+        load();
+        pages.template Attend<1>(p, item, unit, wait(), state);
+        advance();
+        __syncwarp();
+      }
+    }
+    empty = false;
+  };
+  CopyItem(&item, p.items + blockIdx.x);
+  if (item.pages == 0) return;  // fewer blocks were needed
+  for (int tile = 0;;) {
+    if (item.form == PageForm::kRaw) {
+      attend(Raw());
+    } else {
+      attend(Encoded());
+    }
+    if (item.ends_tile) {
+      if (tile > 0) merged.Wait((tile - 1) % 2);
+      LeaveSums(state, memory->states);
+      float* const to = &memory->states.acc[warp][0][0];
+      plain ? Raw::Store(state, to) : Encoded::Store(state, to);
+      __syncwarp();
+      if (lane == 0) left.Arrive();
+      // Warps take turns in merging.
+      const int merger = (warp + tile * Memory::kMergers) % kWarps;
+      if (merger < Memory::kMergers) {
+        left.Wait(tile % 2);
+        MergeTile(p, item, merger, memory->states);
+        __syncwarp();
+        if (lane == 0) merged.Arrive();
+      }
+      state.Clear();
+      empty = plain = true;
+      ++tile;
+    }
+    const uint32_t next = item.next;
+    if (next == 0) return;
+    CopyItem(&item, p.items + next);
+  }
+}
+
+}  // namespace kvmanager::device

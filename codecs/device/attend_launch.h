@@ -1,0 +1,25 @@
+// A kernel of paged attention, as a codec gives it: a plain table of functions, without CUDA's types.
+#pragma once
+
+#include "codecs/device/attend_params.h"
+
+struct CUstream_st;  // a stream of CUDA's runtime
+
+namespace kvmanager::device {
+
+/// Blocks of threads that a plan is made for (attention/device_plan.h).
+struct AttendGrid {
+  int warps = 0;          // of a block
+  int blocks_per_sm = 0;  // that run at once
+};
+
+struct AttendKernels {
+  AttendGrid grid;
+  /// Starts `blocks` blocks on params.items; allocates nothing and does not wait. rows_max: of a tile, 1..kTileRows.
+  /// Returns a cudaError_t: 0 if it was started.
+  int (*launch)(const AttendParams& params, int rows_max, int blocks, CUstream_st* stream) = nullptr;
+  /// Once per device, before the first launch. Returns a cudaError_t.
+  int (*prepare)() = nullptr;
+};
+
+}  // namespace kvmanager::device

@@ -1,0 +1,437 @@
+// HACK pages in the attention kernel: products of 8-bit integers on the codes themselves (hack_reference.h has the
+// arithmetic and its roundings, hack_format.h the bytes).
+//
+// For k_axis=channel, 8-bit metadata, 64 tokens to a page and a partition, and one width per side. A unit is one head's
+// record of a page, by one bulk copy. Codes are operand A: S^T = K q^T contracts channels, O^T = V^T P^T contracts
+// tokens, so each unpacked code serves all rows of the tile, and the layout's words are what a fragment holds:
+//   K: a row of A is a token, four channels to a register   tile i of a plane's word [j][r]: token 16 i + r
+//   V: a row of A is a channel, four tokens to a register   tile i of a word [j][r]: tokens 16 i + 4 j ...
+// A lane reads words r = 2g and 2g + 1 together: they are rows g and g + 8.
+#pragma once
+
+#include "codecs/device/attend_device.cuh"
+
+namespace kvmanager::device {
+
+__host__ __device__ constexpr int AlignTo(int bytes, int alignment) {
+  return (bytes + alignment - 1) / alignment * alignment;
+}
+
+/// Bytes as floats: of fewer instructions than a conversion, which shares its unit with exponentials.
+__device__ __forceinline__ float UnsignedByte(uint32_t word, int byte) {
+  return AsFloat(__byte_perm(word, 0x4b000000, 0x7440 + byte)) - 8388608.f;
+}
+/// signed bytes come with their top bit flipped (word ^ 0x80808080).
+__device__ __forceinline__ float FlippedByte(uint32_t word, int byte) {
+  return AsFloat(__byte_perm(word, 0x4b000000, 0x7440 + byte)) - 8388736.f;
+}
+/// The low bytes of four words.
+__device__ __forceinline__ uint32_t LowBytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+/// Codes of a segment and strip. Unpack: z[tile][r] holds four codes times Scale(tile).
+template <int kBits>
+struct Codes;
+
+/// For 1 to 4 bits: a tile's codes stand in the low (tiles 0, 1) or high (tiles 2, 3) half of a byte.
+struct HalfByteCodes {
+  static __device__ __forceinline__ constexpr float Scale(int tile) { return tile < 2 ? 1.f : 1 / 16.f; }
+  /// x has tiles 0 and 2 in place, y tiles 1 and 3.
+  static __device__ __forceinline__ void Split(uint32_t x, uint32_t y, uint32_t mask, int r, uint32_t (&z)[4][2]) {
+    z[0][r] = x & mask, z[2][r] = x & mask << 4, z[1][r] = y & mask, z[3][r] = y & mask << 4;
+  }
+  /// Bits 0, 1, 4 and 5 of each byte of x, the others of y.
+  static __device__ __forceinline__ uint32_t Join(uint32_t x, uint32_t y) {
+    return (x & 0x33333333u) | (y & ~0x33333333u);
+  }
+};
+template <>
+struct Codes<1> : HalfByteCodes {
+  static __device__ __forceinline__ void Unpack(const uint8_t* segment, int g, int t, uint32_t (&z)[4][2]) {
+    const uint2 plane = *reinterpret_cast<const uint2*>(segment + 64 * (t / 2) + 8 * g);
+    const uint32_t x[2] = {plane.x >> (2 * (t % 2)), plane.y >> (2 * (t % 2))};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) Split(x[r], x[r] >> 1, 0x01010101u, r, z);
+  }
+};
+template <>
+struct Codes<2> : HalfByteCodes {
+  static __device__ __forceinline__ void Unpack(const uint8_t* segment, int g, int t, uint32_t (&z)[4][2]) {
+    const uint2 plane = *reinterpret_cast<const uint2*>(segment + 64 * t + 8 * g);
+    const uint32_t x[2] = {plane.x, plane.y};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) Split(x[r], x[r] >> 2, 0x03030303u, r, z);
+  }
+};
+template <>
+struct Codes<3> : HalfByteCodes {
+  static __device__ __forceinline__ void Unpack(const uint8_t* segment, int g, int t, uint32_t (&z)[4][2]) {
+    const uint2 low = *reinterpret_cast<const uint2*>(segment + 64 * t + 8 * g);
+    const uint2 high = *reinterpret_cast<const uint2*>(segment + 256 + 64 * (t / 2) + 8 * g);
+    const uint32_t x[2] = {low.x, low.y}, h[2] = {high.x, high.y};
+    const int shift = 2 - 2 * (t % 2);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t y = h[r] << shift;  // bit 2 of tiles 0, 1, 2, 3 at bits 2, 3, 6, 7
+      Split(Join(x[r], y), Join(x[r] >> 2, y >> 1), 0x07070707u, r, z);
+    }
+  }
+};
+template <>
+struct Codes<4> : HalfByteCodes {
+  static __device__ __forceinline__ void Unpack(const uint8_t* segment, int g, int t, uint32_t (&z)[4][2]) {
+    const uint2 low = *reinterpret_cast<const uint2*>(segment + 64 * t + 8 * g);
+    const uint2 high = *reinterpret_cast<const uint2*>(segment + 256 + 64 * t + 8 * g);
+    const uint32_t x[2] = {low.x, low.y}, h[2] = {high.x, high.y};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) Split(Join(x[r], h[r] << 2), Join(x[r] >> 2, h[r]), 0x0f0f0f0fu, r, z);
+  }
+};
+template <>
+struct Codes<8> {
+  static __device__ __forceinline__ constexpr float Scale(int) { return 1; }
+  static __device__ __forceinline__ void Unpack(const uint8_t* segment, int g, int t, uint32_t (&z)[4][2]) {
+#pragma unroll
+    for (int tile = 0; tile < 4; ++tile) {
+      const uint2 x = *reinterpret_cast<const uint2*>(segment + 256 * t + 64 * tile + 8 * g);
+      z[tile][0] = x.x, z[tile][1] = x.y;
+    }
+  }
+};
+
+enum class IntegerProduct { kUnsignedSigned, kUnsignedUnsigned, kSignedUnsigned };
+/// d = a b + c, contracting 32 bytes: rows of a in two registers of its first, and two of its second 16 bytes.
+template <IntegerProduct kKind>
+__device__ __forceinline__ void MultiplyBytes(int (&d)[4], const uint32_t (&first)[2], const uint32_t (&second)[2],
+                                              uint32_t b0, uint32_t b1, const int (&c)[4]) {
+#define KVMANAGER_MMA(types)                                                                                          \
+  asm("mma.sync.aligned.m16n8k32.row.col.s32." types ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};" \
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                                                \
+      : "r"(first[0]), "r"(first[1]), "r"(second[0]), "r"(second[1]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]),         \
+        "r"(c[2]), "r"(c[3]))
+  if constexpr (kKind == IntegerProduct::kUnsignedSigned) {
+    KVMANAGER_MMA("u8.s8");
+  } else if constexpr (kKind == IntegerProduct::kUnsignedUnsigned) {
+    KVMANAGER_MMA("u8.u8");
+  } else {
+    KVMANAGER_MMA("s8.u8");
+  }
+#undef KVMANAGER_MMA
+}
+
+/// kTileRowsMax: 4 where no tile has more rows, else kTileRows.
+template <int kHeadDimension, int kKBits, int kVBits, int kTileRowsMax>
+struct HackPages {
+  static constexpr int kHeadDim = kHeadDimension;
+  static constexpr int kRows = kTileRowsMax;
+  static constexpr int kSegments = kHeadDim / 16;
+  static constexpr int kPieces = 1;
+
+  // Offsets in a head's record (hack_format.h).
+  static constexpr int kKTops = kSegments * 128 * kKBits;
+  static constexpr int kKSteps = AlignTo(kKTops + 4, 16);
+  static constexpr int kKMinima = AlignTo(kKSteps + kHeadDim, 16);
+  static constexpr int kVCodes = AlignTo(kKMinima + kHeadDim, 16);
+  static constexpr int kVTops = kVCodes + kSegments * 128 * kVBits;
+  static constexpr int kVSteps = AlignTo(kVTops + 4, 16);
+  static constexpr int kVMinima = AlignTo(kVSteps + kHeadDim, 16);
+  static constexpr int kPieceBytes = AlignTo(kVMinima + kHeadDim, 64);
+
+  // An integer n whose magnitude is below 2^22 is the float 1.5 * 2^23 + n, less that number, bit by bit: products that
+  // begin at its bits need no conversion.
+  static constexpr float kMagic = 12582912.f;
+  static constexpr int kMagicBits = 0x4b400000;
+  static constexpr float kNegligible = 0x1p-100f;  // hack_reference.h
+
+  static constexpr int kScratchBytes = kRows * kHeadDim;  // the folded q: words [row][j][segment]
+
+  static constexpr bool kPrepares = true;
+
+  // Of channels 4 * lane .. 4 * lane + 3, which are word j = lane % 4 of segment lane / 4.
+  float q[kRows][4];
+  uint32_t* scratch;
+  // Of the unit that was prepared: q times K's steps as B fragments; of rows 2t and 2t + 1, score = unit * integer +
+  // base.
+  uint32_t folded[kSegments];
+  float unit[2], base[2];
+  // Of the unit whose scores are known: P as B fragments of tiles, and what a unit of it weighs.
+  uint32_t p_codes[4];
+  float weight[2];
+
+  static __device__ __forceinline__ int Units(const AttendParams&, const AttendItem& item) { return item.pages; }
+
+  static __device__ __forceinline__ int PageOf(const AttendParams&, int unit) { return unit; }
+  static __device__ __forceinline__ void Load(const AttendParams&, const AttendItem& item, const uint8_t* page, int,
+                                              int, uint32_t to, Barrier barrier) {
+    if (threadIdx.x % 32 != 0) return barrier.Arrive();
+    barrier.ArriveExpecting(kPieceBytes);
+    CopyBulk(to, page + item.kv_head * kPieceBytes, kPieceBytes, barrier);
+  }
+
+  __device__ __forceinline__ void Begin(const AttendParams& params, const AttendItem& item, uint8_t* space) {
+    const int lane = threadIdx.x % 32;
+    scratch = reinterpret_cast<uint32_t*>(space);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      uint2 four = make_uint2(0, 0);
+      if (r < item.rows && lane < kHeadDim / 4) {
+        four = reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(params.q) +
+                                              RowOf(params, item, r) * kHeadDim)[lane];
+      }
+      const float2 a = ToFloats(four.x, params.bfloat16), b = ToFloats(four.y, params.bfloat16);
+      q[r][0] = a.x, q[r][1] = a.y, q[r][2] = b.x, q[r][3] = b.y;
+    }
+  }
+
+  __device__ __forceinline__ void Prepare(const AttendParams& params, const uint8_t* record) { Fold(params, record); }
+  __device__ __forceinline__ void Scores(const AttendParams&, const uint8_t* record, WarpState<kHeadDim>& state) {
+    float scores[4][4];
+    IntegerScores(record, scores);
+    Probabilities(scores, state);
+  }
+  __device__ __forceinline__ void Outputs(const AttendParams& params, const uint8_t* record, const uint8_t* next,
+                                          WarpState<kHeadDim>& state) {
+    AddOutputs(record, weight, p_codes, state);
+    Fold(params, next);
+  }
+
+  static __device__ __forceinline__ void Store(const WarpState<kHeadDim>& state, float* to) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    if (2 * t >= kRows) return;
+#pragma unroll
+    for (int s = 0; s < kSegments; ++s) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        *reinterpret_cast<float2*>(to + (2 * t + h) * kHeadDim + 16 * s + 2 * g) =
+            make_float2(state.acc[s][h], state.acc[s][2 + h]);
+      }
+    }
+  }
+  // Rows g and g + 8 are the segment's channels 2g and 2g + 1; in the plain order channel c is in lanes of g = c % 8.
+  static __device__ __forceinline__ void Open(WarpState<kHeadDim>& state) {
+    const int lane = threadIdx.x % 32, t = lane % 4, g = lane / 4;
+    const int even = 2 * g % 8 * 4 + t, odd = even + 4;
+#pragma unroll
+    for (int s = 0; s < kSegments; ++s) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float low = state.acc[s][h], high = state.acc[s][2 + h];  // channels g and g + 8
+        const float a = __shfl_sync(kAllLanes, low, even), b = __shfl_sync(kAllLanes, high, even);
+        const float c = __shfl_sync(kAllLanes, low, odd), d = __shfl_sync(kAllLanes, high, odd);
+        state.acc[s][h] = g < 4 ? a : b, state.acc[s][2 + h] = g < 4 ? c : d;
+      }
+    }
+  }
+  static __device__ __forceinline__ void Close(WarpState<kHeadDim>& state) {
+    const int lane = threadIdx.x % 32, t = lane % 4, g = lane / 4;
+    const int low = g / 2 * 4 + t, high = low + 16;
+#pragma unroll
+    for (int s = 0; s < kSegments; ++s) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float even = state.acc[s][h], odd = state.acc[s][2 + h];  // channels 2g and 2g + 1
+        const float a = __shfl_sync(kAllLanes, even, low), b = __shfl_sync(kAllLanes, odd, low);
+        const float c = __shfl_sync(kAllLanes, even, high), d = __shfl_sync(kAllLanes, odd, high);
+        state.acc[s][h] = g % 2 == 0 ? a : b, state.acc[s][2 + h] = g % 2 == 0 ? c : d;
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ float2 Tops(const uint8_t* at) {
+    return __half22float2(*reinterpret_cast<const __half2*>(at));
+  }
+
+  /// x / 255, rounded once.
+  static __device__ __forceinline__ float Over255(float x) {
+    const float rough = x * (1 / 255.f);
+    return fmaf(fmaf(-255.f, rough, x), 1 / 255.f, rough);
+  }
+  /// Of values by row, that of this lane's row: lane % kRows.
+  static __device__ __forceinline__ float OfRow(const float (&x)[kRows], int row) {
+    float mine = x[0];
+#pragma unroll
+    for (int r = 1; r < kRows; ++r) mine = row % kRows == r ? x[r] : mine;
+    return mine;
+  }
+  /// Lanes with `bit` keep the sums of the upper half of 2 * kHalf rows, the others those of the lower.
+  template <int kHalf>
+  static __device__ __forceinline__ void HalveRows(float (&x)[kRows], int bit) {
+    const bool upper = (threadIdx.x & bit) != 0;
+#pragma unroll
+    for (int r = 0; r < kHalf; ++r) {
+      const float keep = upper ? x[kHalf + r] : x[r], give = upper ? x[r] : x[kHalf + r];
+      x[r] = keep + __shfl_xor_sync(kAllLanes, give, bit);
+    }
+  }
+  /// Sums over all lanes; row r's is in lane LaneOfSum(r).
+  static __device__ __forceinline__ float SumByRow(float (&x)[kRows]) {
+    int bit = 16;
+    if constexpr (kRows == 8) HalveRows<4>(x, bit), bit /= 2;
+    HalveRows<2>(x, bit), HalveRows<1>(x, bit / 2);
+#pragma unroll
+    for (bit /= 4; bit >= 1; bit /= 2) x[0] += __shfl_xor_sync(kAllLanes, x[0], bit);
+    return x[0];
+  }
+  static __device__ __forceinline__ constexpr int LaneOfSum(int row) { return row * (32 / kRows); }
+
+  /// q times K's steps, in 8 bits with a unit per row, rounded as hack_reference.h has it.
+  __device__ __forceinline__ void Fold(const AttendParams& params, const uint8_t* record) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const bool has_channels = lane < kHeadDim / 4;
+    const float2 tops = Tops(record + kKTops);
+    const uint32_t steps = has_channels ? reinterpret_cast<const uint32_t*>(record + kKSteps)[lane] : 0;
+    const uint32_t minima =
+        (has_channels ? reinterpret_cast<const uint32_t*>(record + kKMinima)[lane] : 0) ^ 0x80808080u;
+    float f[kRows][4], largest[kRows], minimum[kRows];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float step = Over255(tops.x * UnsignedByte(steps, j)), least = FlippedByte(minima, j);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        f[r][j] = __fmul_rn(q[r][j], step);
+        largest[r] = j == 0 ? fabsf(f[r][0]) : fmaxf(largest[r], fabsf(f[r][j]));
+        minimum[r] = j == 0 ? q[r][0] * least : fmaf(q[r][j], least, minimum[r]);
+      }
+    }
+    // Numbers that are not negative order as their bits do.
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) largest[r] = AsFloat(__reduce_max_sync(kAllLanes, AsBits(largest[r])));
+    const float mine = OfRow(largest, lane);
+    const float inverse = mine > kNegligible ? __fdiv_rn(127.f, mine) : 0;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float times = __shfl_sync(kAllLanes, inverse, r);
+      uint32_t code[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) code[j] = AsBits(__fadd_rn(__fmul_rn(f[r][j], times), kMagic));
+      if (has_channels)
+        scratch[(r * 4 + lane % 4) * kSegments + lane / 4] = LowBytes(code[0], code[1], code[2], code[3]);
+    }
+    const float sum = SumByRow(minimum);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = (2 * t + h) % kRows;
+      unit[h] = OfRow(largest, row) * (params.scale_log2 / 127.f);
+      base[h] = __shfl_sync(kAllLanes, sum, LaneOfSum(row)) * tops.y * (params.scale_log2 / 127.f);
+    }
+    __syncwarp();
+    const uint4* const words = reinterpret_cast<const uint4*>(scratch + (g % kRows * 4 + t) * kSegments);
+#pragma unroll
+    for (int i = 0; i < kSegments / 4; ++i) {
+      const uint4 four = words[i];
+      folded[4 * i] = four.x, folded[4 * i + 1] = four.y, folded[4 * i + 2] = four.z, folded[4 * i + 3] = four.w;
+    }
+  }
+
+  /// Integer scores as floats + kMagic, of tile i times 1 / Scale(i): rows g and g + 8 are tokens 16 i + 2g and + 1.
+  __device__ __forceinline__ void IntegerScores(const uint8_t* record, float (&scores)[4][4]) const {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    int c[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) c[i][j] = kMagicBits;
+    }
+#pragma unroll
+    for (int s = 0; s < kSegments; s += 2) {
+      uint32_t first[4][2], second[4][2];
+      Codes<kKBits>::Unpack(record + s * 128 * kKBits, g, t, first);
+      Codes<kKBits>::Unpack(record + (s + 1) * 128 * kKBits, g, t, second);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        MultiplyBytes<IntegerProduct::kUnsignedSigned>(c[i], first[i], second[i], folded[s], folded[s + 1], c[i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) scores[i][j] = AsFloat(c[i][j]);
+    }
+  }
+
+  /// Softmax: P in codes against the page's largest score.
+  __device__ __forceinline__ void Probabilities(float (&p)[4][4], WarpState<kHeadDim>& state) {
+    constexpr float kLog2Of255 = 7.99435344f;
+    float alpha[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top = kMinusInfinity;  // an integer: tiles that are scaled up have multiples of their factor
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        top = fmaxf(top, (fmaxf(p[i][h], p[i][2 + h]) - kMagic) * Codes<kKBits>::Scale(i));
+      }
+      top = MaxOfColumn(top);
+      const float page_max = fmaf(top, unit[h], base[h]), next = fmaxf(state.max[h], page_max);
+      alpha[h] = Exp2(state.max[h] - next);
+      weight[h] = Exp2(page_max - next) * (1 / 255.f);
+      state.max[h] = next;
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // Differences from the top are exact: what is left of their scale is one rounding.
+        const float origin = kMagic + top * (1 / Codes<kKBits>::Scale(i)), step = unit[h] * Codes<kKBits>::Scale(i);
+        p[i][h] = Exp2(fmaf(p[i][h] - origin, step, kLog2Of255));
+        p[i][2 + h] = Exp2(fmaf(p[i][2 + h] - origin, step, kLog2Of255));
+        sum += p[i][h] + p[i][2 + h];
+      }
+      state.sum[h] = fmaf(state.sum[h], alpha[h], weight[h] * sum);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t code[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) code[j] = AsBits(p[i][j] + kMagic);
+      p_codes[i] = Transpose8x8(LowBytes(code[0], code[2], code[1], code[3]));
+    }
+    state.Scale(alpha);
+  }
+
+  static __device__ __forceinline__ void AddOutputs(const uint8_t* record, const float (&weight)[2],
+                                                    const uint32_t (&p)[4], WarpState<kHeadDim>& state) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    constexpr IntegerProduct kKind = kVBits == 8 ? IntegerProduct::kSignedUnsigned : IntegerProduct::kUnsignedUnsigned;
+    constexpr float kHigh = Codes<kVBits>::Scale(2);
+    const int zero[4] = {0, 0, 0, 0}, magic[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
+    // The sums of P's codes, in every row of a fragment.
+    const uint32_t ones[2] = {0x01010101u, 0x01010101u};
+    int total[4];
+    MultiplyBytes<IntegerProduct::kUnsignedUnsigned>(total, ones, ones, p[0], p[1], zero);
+    MultiplyBytes<IntegerProduct::kUnsignedUnsigned>(total, ones, ones, p[2], p[3], total);
+    const float2 tops = Tops(record + kVTops);
+    // The weight is cut to 16 bits, so that its product with kOrigin is exact, and sums, which are integers, lose
+    // nothing.
+    constexpr float kOrigin = kMagic * (1 + kHigh);
+    float scale[2], offset[2], minimum[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      scale[h] = AsFloat(AsBits(weight[h] * tops.x * (1 / 255.f)) & 0xffffff00u);
+      offset[h] = -kOrigin * scale[h];
+      if (kVBits == 8) offset[h] = fmaf(128.f * scale[h], static_cast<float>(total[h]), offset[h]);  // codes - 128
+      minimum[h] = weight[h] * tops.y * (1 / 127.f) * static_cast<float>(total[h]);
+    }
+#pragma unroll
+    for (int s = 0; s < kSegments; ++s) {
+      uint32_t z[4][2];
+      Codes<kVBits>::Unpack(record + kVCodes + s * 128 * kVBits, g, t, z);
+      int a[4], b[4];
+      MultiplyBytes<kKind>(a, z[0], z[1], p[0], p[1], magic);
+      MultiplyBytes<kKind>(b, z[2], z[3], p[2], p[3], magic);
+      const uint32_t steps = *reinterpret_cast<const uint16_t*>(record + kVSteps + 16 * s + 2 * g);
+      const uint32_t minima = *reinterpret_cast<const uint16_t*>(record + kVMinima + 16 * s + 2 * g) ^ 0x8080u;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float step = UnsignedByte(steps, r), least = FlippedByte(minima, r);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float& acc = state.acc[s][2 * r + h];
+          const float v = fmaf(fmaf(AsFloat(b[2 * r + h]), kHigh, AsFloat(a[2 * r + h])), scale[h], offset[h]);
+          acc = fmaf(step, v, fmaf(least, minimum[h], acc));
+        }
+      }
+    }
+  }
+};
+
+}  // namespace kvmanager::device
