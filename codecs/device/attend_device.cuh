@@ -361,7 +361,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
   const uint32_t barriers = SharedAddress(memory->barriers[warp]);
   const Barrier left{SharedAddress(&memory->left)}, merged{SharedAddress(&memory->merged)};
   if (lane < kStages) Barrier{barriers + 8 * lane}.Init(32);
-  if (threadIdx.x == 0) left.Init(kWarps), merged.Init(Memory::kMergers);
+  if (threadIdx.x == 0) left.Init(kWarps * 32), merged.Init(Memory::kMergers * 32);
   __syncthreads();
 
   AttendItem& item = memory->items[warp][0];
@@ -440,15 +440,13 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
       LeaveSums(state, memory->states);
       float* const to = &memory->states.acc[warp][0][0];
       plain ? Raw::Store(state, to) : Encoded::Store(state, to);
-      __syncwarp();
-      if (lane == 0) left.Arrive();
+      left.Arrive();
       // Warps take turns in merging.
       const int merger = (warp + tile * Memory::kMergers) % kWarps;
       if (merger < Memory::kMergers) {
         left.Wait(tile % 2);
         MergeTile(p, item, merger, memory->states);
-        __syncwarp();
-        if (lane == 0) merged.Arrive();
+        merged.Arrive();
       }
       state.Clear();
       empty = plain = true;

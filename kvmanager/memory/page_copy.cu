@@ -23,8 +23,9 @@ struct CopyList {
 static_assert(sizeof(CopyList) <= 32764, "CUDA's limit on a kernel's parameters");
 
 constexpr uint32_t kThreads = 32;  // one of them works
-constexpr uint32_t kStages = 8;
-constexpr uint32_t kStageBytes = 8192;
+// 24 KiB of shared memory: a block finds room beside one of 200 KiB, and holds up nobody's.
+constexpr uint32_t kStages = 12;
+constexpr uint32_t kStageBytes = 2048;
 /// Pieces being read; the other stages' pieces are being written.
 constexpr uint32_t kReadsAhead = kStages / 2;
 
@@ -97,8 +98,10 @@ __global__ void __launch_bounds__(kThreads) CopyPages(const __grid_constant__ Co
 /// A launch takes as few multiprocessors as keep the link busy, since a kernel of another stream whose blocks need
 /// their shared memory waits for them, and more writes to host memory in flight slow down everything on the device.
 int Blocks(PageDirection direction, uint32_t page_bytes) {
-  constexpr uint32_t kFetchBytesInFlight = 128 << 10, kDemoteBytesInFlight = 64 << 10, kBlocksMax = 32;
-  const uint32_t wanted = direction == PageDirection::kFetch ? kFetchBytesInFlight : kDemoteBytesInFlight;
+  constexpr uint32_t kFetchBytesInFlight = 96 << 10, kDemoteBytesInFlight = 48 << 10, kBlocksMax = 32;
+  constexpr uint32_t kSmallPageBytes = 8192;  // each begins at another place in memory
+  const bool much = direction == PageDirection::kFetch || page_bytes < kSmallPageBytes;
+  const uint32_t wanted = much ? kFetchBytesInFlight : kDemoteBytesInFlight;
   const uint32_t each = kReadsAhead * std::min(page_bytes, kStageBytes);
   return std::min((wanted + each - 1) / each, kBlocksMax);
 }
