@@ -17,14 +17,27 @@ __host__ __device__ constexpr int AlignTo(int bytes, int alignment) {
   return (bytes + alignment - 1) / alignment * alignment;
 }
 
-/// Bytes as floats: of fewer instructions than a conversion, which shares its unit with exponentials.
-__device__ __forceinline__ float UnsignedByte(uint32_t word, int byte) {
-  return AsFloat(__byte_perm(word, 0x4b000000, 0x7440 + byte)) - 8388608.f;
-}
-/// signed bytes come with their top bit flipped (word ^ 0x80808080).
-__device__ __forceinline__ float FlippedByte(uint32_t word, int byte) {
-  return AsFloat(__byte_perm(word, 0x4b000000, 0x7440 + byte)) - 8388736.f;
-}
+/// Bytes as floats, of fewer instructions than a conversion, which shares its unit with exponentials: a byte behind the
+/// exponent of 2^23.
+struct ByteFloats {
+  /// 0x4b000000, from where the compiler cannot know it: it would keep it as a constant, and give a register, written
+  /// each time, to the other constant of the instruction.
+  uint32_t exponent;
+
+  __device__ __forceinline__ void Init(uint32_t* space) {
+    if (threadIdx.x % 32 == 0) *space = 0x4b000000;
+    __syncwarp();
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(exponent) : "r"(SharedAddress(space)));
+    __syncwarp();
+  }
+  __device__ __forceinline__ float Unsigned(uint32_t word, int byte) const {
+    return AsFloat(__byte_perm(word, exponent, 0x7440 + byte)) - 8388608.f;
+  }
+  /// Of signed bytes whose top bits were flipped (word ^ 0x80808080).
+  __device__ __forceinline__ float Flipped(uint32_t word, int byte) const {
+    return AsFloat(__byte_perm(word, exponent, 0x7440 + byte)) - 8388736.f;
+  }
+};
 /// The low bytes of four words.
 __device__ __forceinline__ uint32_t LowBytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
@@ -151,6 +164,7 @@ struct HackPages {
   // Of channels 4 * lane .. 4 * lane + 3, which are word j = lane % 4 of segment lane / 4.
   float q[kRows][4];
   uint32_t* scratch;
+  ByteFloats bytes;
   // Of the unit that was prepared: q times K's steps as B fragments; of rows 2t and 2t + 1, score = unit * integer +
   // base.
   uint32_t folded[kSegments];
@@ -172,10 +186,11 @@ struct HackPages {
   __device__ __forceinline__ void Begin(const AttendParams& params, const AttendItem& item, uint8_t* space) {
     const int lane = threadIdx.x % 32;
     scratch = reinterpret_cast<uint32_t*>(space);
+    bytes.Init(scratch);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       uint2 four = make_uint2(0, 0);
-      if (r < item.rows && lane < kHeadDim / 4) {
+      if (r < item.rows && HasChannels(lane)) {
         four = reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(params.q) +
                                               RowOf(params, item, r) * kHeadDim)[lane];
       }
@@ -184,7 +199,12 @@ struct HackPages {
     }
   }
 
-  __device__ __forceinline__ void Prepare(const AttendParams& params, const uint8_t* record) { Fold(params, record); }
+  __device__ __forceinline__ void Prepare(const AttendParams& params, const uint8_t* record) {
+    Folding fold;
+    MultiplySteps(record, fold);
+    CodeProducts(params, record, fold);
+    TakeCodes();
+  }
   __device__ __forceinline__ void Scores(const AttendParams&, const uint8_t* record, WarpState<kHeadDim>& state) {
     float scores[4][4];
     IntegerScores(record, scores);
@@ -192,8 +212,15 @@ struct HackPages {
   }
   __device__ __forceinline__ void Outputs(const AttendParams& params, const uint8_t* record, const uint8_t* next,
                                           WarpState<kHeadDim>& state) {
-    AddOutputs(record, weight, p_codes, state);
-    Fold(params, next);
+    const OutputScale scale = ScaleOf(record);
+    Folding fold;
+#pragma unroll
+    for (int s = 0; s < kSegments; ++s) {
+      if (s == 0) MultiplySteps(next, fold);
+      if (s == kSegments / 2) CodeProducts(params, next, fold);
+      AddSegment(record, s, scale, state);
+    }
+    TakeCodes();
   }
 
   static __device__ __forceinline__ void Store(const WarpState<kHeadDim>& state, float* to) {
@@ -243,17 +270,27 @@ struct HackPages {
     return __half22float2(*reinterpret_cast<const __half2*>(at));
   }
 
+  static __device__ __forceinline__ bool HasChannels(int lane) { return kHeadDim == 128 || lane < kHeadDim / 4; }
   /// x / 255, rounded once.
   static __device__ __forceinline__ float Over255(float x) {
     const float rough = x * (1 / 255.f);
     return fmaf(fmaf(-255.f, rough, x), 1 / 255.f, rough);
   }
-  /// Of values by row, that of this lane's row: lane % kRows.
+  /// x / y, rounded once, of numbers whose quotient and its inverse are far from fp32's limits: without a branch, which
+  /// would stand between this work and other work that hides its latency.
+  static __device__ __forceinline__ float Over(float x, float y) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(y));
+    const float rough = x * inverse;
+    return fmaf(fmaf(-rough, y, x), inverse, rough);
+  }
+  /// Of values by row, that of `row`, which lanes differ in.
   static __device__ __forceinline__ float OfRow(const float (&x)[kRows], int row) {
-    float mine = x[0];
-#pragma unroll
-    for (int r = 1; r < kRows; ++r) mine = row % kRows == r ? x[r] : mine;
-    return mine;
+    const float a = row & 1 ? x[1] : x[0], b = row & 1 ? x[3] : x[2];
+    const float low = row & 2 ? b : a;
+    if constexpr (kRows == 4) return low;
+    const float c = row & 1 ? x[kRows - 3] : x[kRows - 4], d = row & 1 ? x[kRows - 1] : x[kRows - 2];
+    return row & 4 ? (row & 2 ? d : c) : low;
   }
   /// Lanes with `bit` keep the sums of the upper half of 2 * kHalf rows, the others those of the lower.
   template <int kHalf>
@@ -276,46 +313,59 @@ struct HackPages {
   }
   static __device__ __forceinline__ constexpr int LaneOfSum(int row) { return row * (32 / kRows); }
 
-  /// q times K's steps, in 8 bits with a unit per row, rounded as hack_reference.h has it.
-  __device__ __forceinline__ void Fold(const AttendParams& params, const uint8_t* record) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const bool has_channels = lane < kHeadDim / 4;
+  /// q times K's steps, in 8 bits with a unit per row, rounded as hack_reference.h has it: in three steps, since each
+  /// ends in a long latency, and the caller has other work to put between them.
+  struct Folding {
+    float f[kRows][4], largest[kRows], minimum[kRows];
+  };
+  __device__ __forceinline__ void MultiplySteps(const uint8_t* record, Folding& fold) const {
+    const int lane = threadIdx.x % 32;
+    const bool has_channels = HasChannels(lane);
     const float2 tops = Tops(record + kKTops);
     const uint32_t steps = has_channels ? reinterpret_cast<const uint32_t*>(record + kKSteps)[lane] : 0;
     const uint32_t minima =
         (has_channels ? reinterpret_cast<const uint32_t*>(record + kKMinima)[lane] : 0) ^ 0x80808080u;
-    float f[kRows][4], largest[kRows], minimum[kRows];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float step = Over255(tops.x * UnsignedByte(steps, j)), least = FlippedByte(minima, j);
+      const float step = Over255(tops.x * bytes.Unsigned(steps, j)), least = bytes.Flipped(minima, j);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        f[r][j] = __fmul_rn(q[r][j], step);
-        largest[r] = j == 0 ? fabsf(f[r][0]) : fmaxf(largest[r], fabsf(f[r][j]));
-        minimum[r] = j == 0 ? q[r][0] * least : fmaf(q[r][j], least, minimum[r]);
+        fold.f[r][j] = __fmul_rn(q[r][j], step);
+        fold.largest[r] = j == 0 ? fabsf(fold.f[r][0]) : fmaxf(fold.largest[r], fabsf(fold.f[r][j]));
+        fold.minimum[r] = j == 0 ? q[r][0] * least : fmaf(q[r][j], least, fold.minimum[r]);
       }
     }
     // Numbers that are not negative order as their bits do.
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) largest[r] = AsFloat(__reduce_max_sync(kAllLanes, AsBits(largest[r])));
-    const float mine = OfRow(largest, lane);
-    const float inverse = mine > kNegligible ? __fdiv_rn(127.f, mine) : 0;
+    for (int r = 0; r < kRows; ++r) {
+      fold.largest[r] = AsFloat(__reduce_max_sync(kAllLanes, AsBits(fold.largest[r])));
+    }
+  }
+  __device__ __forceinline__ void CodeProducts(const AttendParams& params, const uint8_t* record, Folding& fold) {
+    const int lane = threadIdx.x % 32, t = lane % 4;
+    const float mine = OfRow(fold.largest, lane);
+    const float inverse = Over(127.f, fmaxf(mine, kNegligible)) * (mine > kNegligible ? 1.f : 0.f);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const float times = __shfl_sync(kAllLanes, inverse, r);
       uint32_t code[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) code[j] = AsBits(__fadd_rn(__fmul_rn(f[r][j], times), kMagic));
-      if (has_channels)
+      for (int j = 0; j < 4; ++j) code[j] = AsBits(__fadd_rn(__fmul_rn(fold.f[r][j], times), kMagic));
+      if (HasChannels(lane)) {
         scratch[(r * 4 + lane % 4) * kSegments + lane / 4] = LowBytes(code[0], code[1], code[2], code[3]);
+      }
     }
-    const float sum = SumByRow(minimum);
+    const float sum = SumByRow(fold.minimum);
+    const float least_top = Tops(record + kKTops).y;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = (2 * t + h) % kRows;
-      unit[h] = OfRow(largest, row) * (params.scale_log2 / 127.f);
-      base[h] = __shfl_sync(kAllLanes, sum, LaneOfSum(row)) * tops.y * (params.scale_log2 / 127.f);
+      unit[h] = OfRow(fold.largest, row) * (params.scale_log2 / 127.f);
+      base[h] = __shfl_sync(kAllLanes, sum, LaneOfSum(row)) * least_top * (params.scale_log2 / 127.f);
     }
+  }
+  __device__ __forceinline__ void TakeCodes() {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     __syncwarp();
     const uint4* const words = reinterpret_cast<const uint4*>(scratch + (g % kRows * 4 + t) * kSegments);
 #pragma unroll
@@ -357,11 +407,10 @@ struct HackPages {
     float alpha[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float top = kMinusInfinity;  // an integer: tiles that are scaled up have multiples of their factor
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        top = fmaxf(top, (fmaxf(p[i][h], p[i][2 + h]) - kMagic) * Codes<kKBits>::Scale(i));
-      }
+      // An integer: tiles that are scaled up have multiples of their factor.
+      float low = fmaxf(p[0][h], p[0][2 + h]), high = fmaxf(p[2][h], p[2][2 + h]);
+      low = fmaxf(low, fmaxf(p[1][h], p[1][2 + h])), high = fmaxf(high, fmaxf(p[3][h], p[3][2 + h]));
+      float top = fmaxf(low - kMagic, (high - kMagic) * Codes<kKBits>::Scale(2));
       top = MaxOfColumn(top);
       const float page_max = fmaf(top, unit[h], base[h]), next = fmaxf(state.max[h], page_max);
       alpha[h] = Exp2(state.max[h] - next);
@@ -388,47 +437,54 @@ struct HackPages {
     state.Scale(alpha);
   }
 
-  static __device__ __forceinline__ void AddOutputs(const uint8_t* record, const float (&weight)[2],
-                                                    const uint32_t (&p)[4], WarpState<kHeadDim>& state) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    constexpr IntegerProduct kKind = kVBits == 8 ? IntegerProduct::kSignedUnsigned : IntegerProduct::kUnsignedUnsigned;
-    constexpr float kHigh = Codes<kVBits>::Scale(2);
-    const int zero[4] = {0, 0, 0, 0}, magic[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
+  /// What an integer sum of P's codes and V's counts, and the minima, by row.
+  struct OutputScale {
+    float scale[2], offset[2], minimum[2];
+  };
+  static constexpr float kHigh = Codes<kVBits>::Scale(2);
+
+  __device__ __forceinline__ OutputScale ScaleOf(const uint8_t* record) const {
+    const int zero[4] = {0, 0, 0, 0};
     // The sums of P's codes, in every row of a fragment.
     const uint32_t ones[2] = {0x01010101u, 0x01010101u};
     int total[4];
-    MultiplyBytes<IntegerProduct::kUnsignedUnsigned>(total, ones, ones, p[0], p[1], zero);
-    MultiplyBytes<IntegerProduct::kUnsignedUnsigned>(total, ones, ones, p[2], p[3], total);
+    MultiplyBytes<IntegerProduct::kUnsignedUnsigned>(total, ones, ones, p_codes[0], p_codes[1], zero);
+    MultiplyBytes<IntegerProduct::kUnsignedUnsigned>(total, ones, ones, p_codes[2], p_codes[3], total);
     const float2 tops = Tops(record + kVTops);
     // The weight is cut to 16 bits, so that its product with kOrigin is exact, and sums, which are integers, lose
     // nothing.
     constexpr float kOrigin = kMagic * (1 + kHigh);
-    float scale[2], offset[2], minimum[2];
+    OutputScale out;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      scale[h] = AsFloat(AsBits(weight[h] * tops.x * (1 / 255.f)) & 0xffffff00u);
-      offset[h] = -kOrigin * scale[h];
-      if (kVBits == 8) offset[h] = fmaf(128.f * scale[h], static_cast<float>(total[h]), offset[h]);  // codes - 128
-      minimum[h] = weight[h] * tops.y * (1 / 127.f) * static_cast<float>(total[h]);
+      out.scale[h] = AsFloat(AsBits(weight[h] * tops.x * (1 / 255.f)) & 0xffffff00u);
+      out.offset[h] = -kOrigin * out.scale[h];
+      if (kVBits == 8) out.offset[h] = fmaf(128.f * out.scale[h], static_cast<float>(total[h]), out.offset[h]);  // codes - 128
+      out.minimum[h] = weight[h] * tops.y * (1 / 127.f) * static_cast<float>(total[h]);
     }
+    return out;
+  }
+
+  __device__ __forceinline__ void AddSegment(const uint8_t* record, int s, const OutputScale& out,
+                                             WarpState<kHeadDim>& state) const {
+    constexpr IntegerProduct kKind = kVBits == 8 ? IntegerProduct::kSignedUnsigned : IntegerProduct::kUnsignedUnsigned;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int magic[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
+    uint32_t z[4][2];
+    Codes<kVBits>::Unpack(record + kVCodes + s * 128 * kVBits, g, t, z);
+    int a[4], b[4];
+    MultiplyBytes<kKind>(a, z[0], z[1], p_codes[0], p_codes[1], magic);
+    MultiplyBytes<kKind>(b, z[2], z[3], p_codes[2], p_codes[3], magic);
+    const uint32_t steps = *reinterpret_cast<const uint16_t*>(record + kVSteps + 16 * s + 2 * g);
+    const uint32_t minima = *reinterpret_cast<const uint16_t*>(record + kVMinima + 16 * s + 2 * g) ^ 0x8080u;
 #pragma unroll
-    for (int s = 0; s < kSegments; ++s) {
-      uint32_t z[4][2];
-      Codes<kVBits>::Unpack(record + kVCodes + s * 128 * kVBits, g, t, z);
-      int a[4], b[4];
-      MultiplyBytes<kKind>(a, z[0], z[1], p[0], p[1], magic);
-      MultiplyBytes<kKind>(b, z[2], z[3], p[2], p[3], magic);
-      const uint32_t steps = *reinterpret_cast<const uint16_t*>(record + kVSteps + 16 * s + 2 * g);
-      const uint32_t minima = *reinterpret_cast<const uint16_t*>(record + kVMinima + 16 * s + 2 * g) ^ 0x8080u;
+    for (int r = 0; r < 2; ++r) {
+      const float step = bytes.Unsigned(steps, r), least = bytes.Flipped(minima, r);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float step = UnsignedByte(steps, r), least = FlippedByte(minima, r);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float& acc = state.acc[s][2 * r + h];
-          const float v = fmaf(fmaf(AsFloat(b[2 * r + h]), kHigh, AsFloat(a[2 * r + h])), scale[h], offset[h]);
-          acc = fmaf(step, v, fmaf(least, minimum[h], acc));
-        }
+      for (int h = 0; h < 2; ++h) {
+        float& acc = state.acc[s][2 * r + h];
+        const float v = fmaf(fmaf(AsFloat(b[2 * r + h]), kHigh, AsFloat(a[2 * r + h])), out.scale[h], out.offset[h]);
+        acc = fmaf(step, v, fmaf(least, out.minimum[h], acc));
       }
     }
   }
