@@ -67,6 +67,10 @@ struct Codes<1> : HalfByteCodes {
 #pragma unroll
     for (int r = 0; r < 2; ++r) Split(x[r], x[r] >> 1, 0x01010101u, r, z);
   }
+  static __device__ __forceinline__ constexpr float KeyScale(int tile) { return Scale(tile); }
+  static __device__ __forceinline__ void UnpackKeys(const uint8_t* segment, int g, int t, uint32_t (&z)[4][2]) {
+    Unpack(segment, g, t, z);
+  }
 };
 template <>
 struct Codes<2> : HalfByteCodes {
@@ -75,6 +79,17 @@ struct Codes<2> : HalfByteCodes {
     const uint32_t x[2] = {plane.x, plane.y};
 #pragma unroll
     for (int r = 0; r < 2; ++r) Split(x[r], x[r] >> 2, 0x03030303u, r, z);
+  }
+  // Each tile where it stands: a product that keeps tiles apart needs no shift.
+  static __device__ __forceinline__ constexpr float KeyScale(int tile) { return 1.f / (1 << 2 * tile); }
+  static __device__ __forceinline__ void UnpackKeys(const uint8_t* segment, int g, int t, uint32_t (&z)[4][2]) {
+    const uint2 plane = *reinterpret_cast<const uint2*>(segment + 64 * t + 8 * g);
+    const uint32_t x[2] = {plane.x, plane.y};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int tile = 0; tile < 4; ++tile) z[tile][r] = x[r] & 0x03030303u << 2 * tile;
+    }
   }
 };
 template <>
@@ -90,6 +105,10 @@ struct Codes<3> : HalfByteCodes {
       Split(Join(x[r], y), Join(x[r] >> 2, y >> 1), 0x07070707u, r, z);
     }
   }
+  static __device__ __forceinline__ constexpr float KeyScale(int tile) { return Scale(tile); }
+  static __device__ __forceinline__ void UnpackKeys(const uint8_t* segment, int g, int t, uint32_t (&z)[4][2]) {
+    Unpack(segment, g, t, z);
+  }
 };
 template <>
 struct Codes<4> : HalfByteCodes {
@@ -99,6 +118,10 @@ struct Codes<4> : HalfByteCodes {
     const uint32_t x[2] = {low.x, low.y}, h[2] = {high.x, high.y};
 #pragma unroll
     for (int r = 0; r < 2; ++r) Split(Join(x[r], h[r] << 2), Join(x[r] >> 2, h[r]), 0x0f0f0f0fu, r, z);
+  }
+  static __device__ __forceinline__ constexpr float KeyScale(int tile) { return Scale(tile); }
+  static __device__ __forceinline__ void UnpackKeys(const uint8_t* segment, int g, int t, uint32_t (&z)[4][2]) {
+    Unpack(segment, g, t, z);
   }
 };
 template <>
@@ -110,6 +133,10 @@ struct Codes<8> {
       const uint2 x = *reinterpret_cast<const uint2*>(segment + 256 * t + 64 * tile + 8 * g);
       z[tile][0] = x.x, z[tile][1] = x.y;
     }
+  }
+  static __device__ __forceinline__ constexpr float KeyScale(int) { return 1; }
+  static __device__ __forceinline__ void UnpackKeys(const uint8_t* segment, int g, int t, uint32_t (&z)[4][2]) {
+    Unpack(segment, g, t, z);
   }
 };
 
@@ -387,8 +414,8 @@ struct HackPages {
 #pragma unroll
     for (int s = 0; s < kSegments; s += 2) {
       uint32_t first[4][2], second[4][2];
-      Codes<kKBits>::Unpack(record + s * 128 * kKBits, g, t, first);
-      Codes<kKBits>::Unpack(record + (s + 1) * 128 * kKBits, g, t, second);
+      Codes<kKBits>::UnpackKeys(record + s * 128 * kKBits, g, t, first);
+      Codes<kKBits>::UnpackKeys(record + (s + 1) * 128 * kKBits, g, t, second);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         MultiplyBytes<IntegerProduct::kUnsignedSigned>(c[i], first[i], second[i], folded[s], folded[s + 1], c[i]);
@@ -408,9 +435,9 @@ struct HackPages {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       // An integer: tiles that are scaled up have multiples of their factor.
-      float low = fmaxf(p[0][h], p[0][2 + h]), high = fmaxf(p[2][h], p[2][2 + h]);
-      low = fmaxf(low, fmaxf(p[1][h], p[1][2 + h])), high = fmaxf(high, fmaxf(p[3][h], p[3][2 + h]));
-      float top = fmaxf(low - kMagic, (high - kMagic) * Codes<kKBits>::Scale(2));
+      float top = fmaxf(p[0][h], p[0][2 + h]) - kMagic;
+#pragma unroll
+      for (int i = 1; i < 4; ++i) top = fmaxf(top, (fmaxf(p[i][h], p[i][2 + h]) - kMagic) * Codes<kKBits>::KeyScale(i));
       top = MaxOfColumn(top);
       const float page_max = fmaf(top, unit[h], base[h]), next = fmaxf(state.max[h], page_max);
       alpha[h] = Exp2(state.max[h] - next);
@@ -420,7 +447,8 @@ struct HackPages {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         // Differences from the top are exact: what is left of their scale is one rounding.
-        const float origin = kMagic + top * (1 / Codes<kKBits>::Scale(i)), step = unit[h] * Codes<kKBits>::Scale(i);
+        const float origin = kMagic + top * (1 / Codes<kKBits>::KeyScale(i)),
+                    step = unit[h] * Codes<kKBits>::KeyScale(i);
         p[i][h] = Exp2(fmaf(p[i][h] - origin, step, kLog2Of255));
         p[i][2 + h] = Exp2(fmaf(p[i][2 + h] - origin, step, kLog2Of255));
         sum += p[i][h] + p[i][2 + h];
@@ -459,7 +487,8 @@ struct HackPages {
     for (int h = 0; h < 2; ++h) {
       out.scale[h] = AsFloat(AsBits(weight[h] * tops.x * (1 / 255.f)) & 0xffffff00u);
       out.offset[h] = -kOrigin * out.scale[h];
-      if (kVBits == 8) out.offset[h] = fmaf(128.f * out.scale[h], static_cast<float>(total[h]), out.offset[h]);  // codes - 128
+      if (kVBits == 8)
+        out.offset[h] = fmaf(128.f * out.scale[h], static_cast<float>(total[h]), out.offset[h]);  // codes - 128
       out.minimum[h] = weight[h] * tops.y * (1 / 127.f) * static_cast<float>(total[h]);
     }
     return out;
