@@ -33,25 +33,31 @@ struct HackAttend {
   static constexpr AttendKernels kKernels = {{WarpsFor(4), kBlocksPerSm}, Launch, Prepare};
 };
 
+template <int kHeadDim, int kKBits, int kVBits>
+constexpr AttendKernels kKernelsOf = HackAttend<kHeadDim, kKBits, kVBits>::kKernels;
+
+template <int kHeadDim>
+const AttendKernels* Find(int k_bits, int v_bits) {
+  switch (10 * k_bits + v_bits) {
+    case 21:
+      return &kKernelsOf<kHeadDim, 2, 1>;
+    case 22:
+      return &kKernelsOf<kHeadDim, 2, 2>;
+    case 32:
+      return &kKernelsOf<kHeadDim, 3, 2>;
+    case 43:
+      return &kKernelsOf<kHeadDim, 4, 3>;
+    case 44:
+      return &kKernelsOf<kHeadDim, 4, 4>;
+    default:
+      return nullptr;
+  }
+}
+
 }  // namespace
 
 const AttendKernels* FindHackAttention(int head_dim, int k_bits, int v_bits) {
-#define KVMANAGER_HACK(d, k, v)                                              \
-  if (head_dim == d && k_bits == k && v_bits == v) {                         \
-    static constexpr AttendKernels kKernels = HackAttend<d, k, v>::kKernels; \
-    return &kKernels;                                                        \
-  }
-#ifdef KVMANAGER_FEW_KERNELS
-  KVMANAGER_HACK(128, 2, 2)
-  KVMANAGER_HACK(128, 3, 2)
-#else
-  KVMANAGER_HACK(128, 2, 2)
-  KVMANAGER_HACK(128, 3, 2)
-  KVMANAGER_HACK(128, 4, 3) KVMANAGER_HACK(128, 2, 1) KVMANAGER_HACK(128, 4, 4) KVMANAGER_HACK(64, 2, 2)
-      KVMANAGER_HACK(64, 3, 2) KVMANAGER_HACK(64, 4, 3)
-#endif
-#undef KVMANAGER_HACK
-  return nullptr;
+  return head_dim == 64 ? Find<64>(k_bits, v_bits) : head_dim == 128 ? Find<128>(k_bits, v_bits) : nullptr;
 }
 
 }  // namespace kvmanager::hack

@@ -6,9 +6,9 @@
 
 namespace kvmanager {
 
-/// The kernels for pages of this format, which attend to raw pages beside them. nullptr: there are none (k_axis=token,
-/// 16-bit metadata, partitions other than 64, pages of more than 64 tokens, head_dim other than 64 or 128, hadamard,
-/// segments of unlike widths), or built without CUDA; such pages are decoded first.
+/// The kernels for pages of this format, which attend to raw pages beside them: k_axis=channel, 8-bit metadata, 64
+/// tokens to page and partition, head_dim 64 or 128, K and V in 2 and 1, 2 and 2, 3 and 2, 4 and 3, or 4 and 4 bits
+/// throughout. nullptr: another format, which is decoded first, or built without CUDA.
 const device::AttendKernels* HackAttentionKernels(const hack::HackFormat& format);
 
 }  // namespace kvmanager

@@ -10,6 +10,7 @@
 #include "codecs/hack/hack_codec.h"
 #include "codecs/hack/hack_device_testing.h"
 #include "codecs/hack/hack_encode_cuda.h"
+#include "codecs/hack/hack_page_testing.h"
 #include "gtest/gtest.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/memory/device_testing.h"
@@ -19,68 +20,6 @@ namespace {
 
 constexpr size_t kGuardBytes = 256;
 constexpr uint8_t kGuard = 0xa5;
-
-enum class Data {
-  kRandom,
-  kOutliers,
-  kConstant,
-  kZeros,
-  kTiny,
-  kMixedSigns,
-  kLarge,
-  kHuge,
-  kHeavyTails,
-  kTwoValues,
-  kOffset,  // a range that is small beside its middle
-};
-constexpr int kKinds = 11;
-
-std::vector<uint8_t> Page(const PageLayout& layout, Data kind, uint32_t seed) {
-  std::vector<uint8_t> raw(layout.raw_bytes());
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  for (size_t i = 0; i < raw.size() / 2; ++i) {
-    const int channel = int(i % layout.head_dim);
-    float f = normal(random);
-    switch (kind) {
-      case Data::kRandom:
-        break;
-      case Data::kOutliers:
-        f = channel % 16 == 3 ? 20 + 4 * f : f;
-        break;
-      case Data::kConstant:
-        f = channel % 2 ? 1.37f : -0.25f * float(channel);
-        break;
-      case Data::kZeros:
-        f = random() % 2 ? 0.0f : -0.0f;
-        break;
-      case Data::kTiny:
-        f *= 1e-7f;
-        break;
-      case Data::kMixedSigns:
-        f = random() % 8 ? -0.0f : f;
-        break;
-      case Data::kLarge:
-        f *= 9000;
-        break;
-      case Data::kHuge:
-        f = random() % 9997 ? f : f * 1e6f;
-        break;
-      case Data::kHeavyTails:
-        f = f * f * f;
-        break;
-      case Data::kTwoValues:
-        f = random() % 3 ? 0.5f : float(channel % 5) - 2;
-        break;
-      case Data::kOffset:
-        f = float(channel - 40) + 0.01f * f;
-        break;
-    }
-    if (layout.dtype == DType::kFloat16) f = std::fmin(std::fmax(f, -65504.0f), 65504.0f);
-    StoreElement(raw.data(), layout.dtype, i, f);
-  }
-  return raw;
-}
 
 struct Counts {
   int encoded = 0;
@@ -111,7 +50,7 @@ class Comparison {
       items[i].encoded = device_pages.data() + i * page_stride;
       items[i].layer = seed % 7 + i;
       items[i].first_token = (uint64_t{seed} * 31 + i) * layout.page_tokens + (uint64_t{1} << 33);
-      const std::vector<uint8_t> page = Page(layout, kinds[i], seed + uint32_t(i));
+      const std::vector<uint8_t> page = DataPage(layout, kinds[i], seed + uint32_t(i));
       std::memcpy(raw.data() + i * raw_stride, page.data(), raw_bytes);
       EncodeItem item;
       item.raw = Aligned(page, 0), item.encoded = Room(page_bytes, 1);
@@ -189,7 +128,7 @@ HackFormat Format(const PageLayout& layout, const HackParameters& parameters) {
 
 std::vector<Data> AllKinds() {
   std::vector<Data> kinds;
-  for (int i = 0; i < kKinds; ++i) kinds.push_back(Data(i));
+  for (int i = 0; i < kDataKinds; ++i) kinds.push_back(Data(i));
   return kinds;
 }
 
@@ -252,8 +191,8 @@ TEST_F(HackEncodeGpuTest, AgreesOnRandomParameters) {
     const PageLayout layout{pick(2) ? DType::kFloat16 : DType::kBFloat16, uint16_t(1 + pick(2)),
                             uint16_t(p.hadamard ? 16 << pick(5) : 16 * (1 + pick(16))), uint16_t(64 << pick(3))};
     if (!ParseHackParameters(ParseCodecSpec(HackSpec(p))->parameters, layout).ok()) continue;
-    const int first = pick(kKinds);
-    Comparison(Format(layout, p)).Run({Data(first), Data((first + 1) % kKinds), Data::kRandom}, random(), &counts);
+    const int first = pick(kDataKinds);
+    Comparison(Format(layout, p)).Run({Data(first), Data((first + 1) % kDataKinds), Data::kRandom}, random(), &counts);
     ++tried;
   }
   EXPECT_GT(counts.encoded, 400);
@@ -303,7 +242,7 @@ TEST_F(HackEncodeGpuTest, DeclinesWhatIsNotFinite) {
     std::vector<uint8_t> raw;
     constexpr int kPages = 5;
     for (int i = 0; i < kPages; ++i) {
-      std::vector<uint8_t> page = Page(layout, Data::kRandom, i);
+      std::vector<uint8_t> page = DataPage(layout, Data::kRandom, i);
       const uint16_t bits[kPages] = {0x7c00, 0xfc00, 0x7e00, 0xffff, 0x3c00};  // infinities, NaNs, 1
       std::memcpy(page.data() + page.size() * (i + 1) / 7 / 2 * 2, &bits[i], 2);
       raw.insert(raw.end(), page.begin(), page.end());

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "codecs/hack/hack_page_testing.h"
 #include "codecs/hack/hack_reference.h"
 #include "gtest/gtest.h"
 #include "kvmanager/base/half.h"
@@ -24,45 +25,9 @@ struct AlignedBytes {
   uint8_t* data;
 };
 
-enum class Data { kRandom, kOutliers, kConstant, kZeros, kTiny, kMixedSigns, kLarge, kHuge };
-constexpr Data kKinds[] = {Data::kRandom, Data::kOutliers,   Data::kConstant, Data::kZeros,
-                           Data::kTiny,   Data::kMixedSigns, Data::kLarge,    Data::kHuge};
-
 void Fill(const PageLayout& layout, Data kind, uint32_t seed, uint8_t* raw) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  const size_t n = layout.raw_bytes() / 2;
-  for (size_t i = 0; i < n; ++i) {
-    const int channel = int(i % layout.head_dim);
-    float f = normal(random);
-    switch (kind) {
-      case Data::kRandom:
-        break;
-      case Data::kOutliers:
-        f = channel % 16 == 3 ? 20 + 4 * f : f;
-        break;
-      case Data::kConstant:
-        f = channel % 2 ? 1.37f : -0.25f * float(channel);
-        break;
-      case Data::kZeros:
-        f = random() % 2 ? 0.0f : -0.0f;
-        break;
-      case Data::kTiny:
-        f *= 1e-7f;
-        break;
-      case Data::kMixedSigns:
-        f = random() % 8 ? -0.0f : f;
-        break;
-      case Data::kLarge:
-        f *= 9000;
-        break;
-      case Data::kHuge:
-        f = (random() % 997 ? f : f * 1e6f);
-        break;
-    }
-    if (layout.dtype == DType::kFloat16) f = std::fmin(std::fmax(f, -65504.0f), 65504.0f);
-    StoreElement(raw, layout.dtype, i, f);
-  }
+  const std::vector<uint8_t> page = DataPage(layout, kind, seed);
+  std::memcpy(raw, page.data(), page.size());
 }
 
 /// Encodes with the reference and every instruction set, decodes what was encoded; returns whether it was encoded.
@@ -119,7 +84,7 @@ TEST_P(KernelsTest, AgreeOnEveryParameter) {
       p.sums = p.k_axis == Axis::kToken && k % 2 == 0;
       PageLayout layout{(mask ^ k) & 1 ? DType::kBFloat16 : DType::kFloat16, 1, 64, 64};
       const HackFormat format = Format(layout, p);
-      const Data kind = kKinds[seed % 8];
+      const Data kind = Data(seed % kDataKinds);
       (ExpectAgreement(format, kind, seed) ? encoded : declined) += 1;
       ++seed;
     }
@@ -132,7 +97,8 @@ TEST_P(KernelsTest, AgreeOnEveryKindOfDataAndShape) {
   uint32_t seed = 1000;
   for (const auto& [head_dim, page_tokens, partition] :
        {std::array{128, 64, 64}, std::array{128, 128, 128}, std::array{64, 256, 32}, std::array{256, 64, 64}}) {
-    for (Data kind : kKinds) {
+    for (int i = 0; i < kDataKinds; ++i) {
+      const Data kind = Data(i);
       HackParameters p;
       p.k_axis = GetParam();
       p.partition = partition;
@@ -148,7 +114,7 @@ INSTANTIATE_TEST_SUITE_P(Axes, KernelsTest, testing::Values(Axis::kChannel, Axis
 
 TEST(KernelsTest, AgreeOnOddHeadDim) {
   const PageLayout layout{DType::kFloat16, 3, 80, 128};
-  for (Data kind : kKinds) ExpectAgreement(Format(layout, {}), kind, 5);
+  for (int i = 0; i < kDataKinds; ++i) ExpectAgreement(Format(layout, {}), Data(i), 5);
 }
 
 TEST(KernelsTest, AgreeOnWidthsPerSegment) {
@@ -166,7 +132,7 @@ TEST(KernelsTest, AgreeOnWidthsPerSegment) {
     p.meta_bits = round % 4 == 3 ? 16 : 8;
     p.rounding = round % 5 == 4 ? Rounding::kStochastic : Rounding::kNearest;
     const HackFormat format = MakeHackFormat(layout, p, &bits);
-    ExpectAgreement(format, kKinds[round % 8], uint32_t(round));
+    ExpectAgreement(format, Data(round % kDataKinds), uint32_t(round));
   }
 }
 
