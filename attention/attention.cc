@@ -21,6 +21,7 @@
 #include <limits>
 #include <utility>
 
+#include "attention/reading_form.h"
 #include "attention/rows.h"
 #include "attention/selective_plan.h"
 #include "kvmanager/base/status.h"
@@ -265,8 +266,8 @@ void Plan::AddGroup(const AttentionBatch& batch, const AttentionSequence& sequen
   uint64_t encoded_pages = 0;
   for (uint32_t j = 0; j <= own; ++j) {
     const AttentionPage& page = sequence.pages[j];
-    const bool near = j == own || (page.lag_applies && own - j <= uint32_t(batch.lag_pages));
-    const bool raw = page.encoded == nullptr || (near && page.raw != nullptr);
+    const bool raw =
+        ReadsRaw(page.raw != nullptr, page.encoded != nullptr, page.lag_applies, own - j, uint32_t(batch.lag_pages));
     encoded_pages += !raw && j != own;
     if (runs_.size() > group.run_begin && runs_.back().raw == raw) {
       runs_.back().end = j + 1;

@@ -110,6 +110,7 @@ class World {
     o.identity = format_ == nullptr;
     o.blocks = blocks;
     o.warps = kernels.grid.warps;
+    o.encoded_cost = kernels.encoded_cost;
     std::vector<AttendItem> items(1 << 14);
     std::vector<uint32_t> slots(1 << 16);
     const auto planned = DevicePlanner(o).Plan(sequences_, {absl::MakeSpan(items), absl::MakeSpan(slots)});

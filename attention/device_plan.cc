@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "attention/reading_form.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -26,9 +27,11 @@ absl::Status TooSmall(const char* buffer, size_t wanted, size_t capacity) {
 }  // namespace
 
 DevicePlanner::DevicePlanner(const Options& options)
-    : options_(options), group_heads_(uint32_t(options.query_heads / options.layout.kv_heads)) {
+    : options_(options),
+      group_heads_(uint32_t(options.query_heads / options.layout.kv_heads)),
+      raw_cost_(uint32_t(2 * options.layout.raw_head_bytes())) {
   KV_CHECK(options.query_heads > 0 && options.query_heads % options.layout.kv_heads == 0);
-  KV_CHECK(options.blocks > 0 && options.warps > 0);
+  KV_CHECK(options.blocks > 0 && options.warps > 0 && options.encoded_cost > 0);
 }
 
 // Query tokens whose own page is the same: which pages they read in which form is the same for all of them.
@@ -44,8 +47,7 @@ void DevicePlanner::AddGroup(const DeviceSequence& sequence, uint32_t first_row_
     const DevicePage& page = sequence.pages[j];
     const bool has_raw = page.raw != DevicePage::kNoSlot, has_encoded = page.encoded != DevicePage::kNoSlot;
     KV_CHECK(has_raw || has_encoded);
-    const bool near = j == own || (page.lag_applies && own - j <= uint32_t(options_.lag_pages));
-    const bool reads_raw = !has_encoded || (near && has_raw);
+    const bool reads_raw = ReadsRaw(has_raw, has_encoded, page.lag_applies, own - j, uint32_t(options_.lag_pages));
     slots_.push_back(reads_raw ? page.raw : page.encoded);
     const PageForm form = reads_raw || options_.identity ? PageForm::kRaw : PageForm::kEncoded;
     if (group_runs_.empty() || group_runs_.back().form != form) {
@@ -73,7 +75,7 @@ void DevicePlanner::AddGroup(const DeviceSequence& sequence, uint32_t first_row_
         run.kv_head = uint16_t(head);
         run.first_row = uint16_t(row);
         run.rows = uint8_t(tile_rows);
-        runs_.push_back({run, tiles_, run.form == PageForm::kRaw ? options_.raw_cost : options_.encoded_cost});
+        runs_.push_back({run, tiles_, run.form == PageForm::kRaw ? raw_cost_ : options_.encoded_cost});
       }
     }
   }

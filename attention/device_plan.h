@@ -56,12 +56,10 @@ class DevicePlanner {
     PageLayout layout;
     int query_heads = 0;
     int lag_pages = 0;
-    bool identity = false;  // the encoded form is the raw form
-    int blocks = 0;         // of threads that run at once
-    int warps = 0;          // of a block
-    /// What one head of a page costs, in any unit. A raw page comes in units of 16 tokens, an encoded one whole.
-    uint32_t raw_cost = 4;
-    uint32_t encoded_cost = 1;
+    bool identity = false;      // the encoded form is the raw form
+    int blocks = 0;             // of threads that run at once
+    int warps = 0;              // of a block
+    uint32_t encoded_cost = 0;  // of one head of a page (device::AttendKernels)
   };
   explicit DevicePlanner(const Options& options);
 
@@ -80,6 +78,7 @@ class DevicePlanner {
 
   const Options options_;
   const uint32_t group_heads_;
+  const uint32_t raw_cost_;  // of one head of a page
   // Kept between plans, so that a plan of a familiar size allocates nothing.
   std::vector<Run> runs_;
   std::vector<device::AttendItem> group_runs_;

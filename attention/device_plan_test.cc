@@ -101,6 +101,7 @@ TEST(DevicePlan, EveryRowReadsEveryPageOnceInTheFormThatTheRulesSay) {
     o.lag_pages = random() % 3;
     o.blocks = 1 + random() % 200;
     o.warps = 8;
+    o.encoded_cost = 1 + random() % 40000;
     o.identity = random() % 5 == 0;
     const Batch batch = RandomBatch(random, o.layout.page_tokens, o.identity);
     std::vector<AttendItem> items(100000);
@@ -174,7 +175,7 @@ TEST(DevicePlan, BlocksHaveAsMuchWork) {
   o.lag_pages = 2;
   o.blocks = 132;
   o.warps = 16;
-  o.raw_cost = 5;
+  o.encoded_cost = 2 * 64 * 128 * 2 / 5;  // of a raw page's
   std::vector<std::vector<DevicePage>> pages;
   std::vector<DeviceSequence> sequences;
   for (int s = 0; s < 32; ++s) {
@@ -209,6 +210,7 @@ TEST(DevicePlan, SaysWhichBufferIsTooSmall) {
   o.query_heads = 2;
   o.blocks = 4;
   o.warps = 8;
+  o.encoded_cost = 1000;
   std::vector<DevicePage> pages(40);
   for (DevicePage& page : pages) page.raw = 1;
   const DeviceSequence sequence{pages, 40 * 64 - 1, 1};

@@ -166,7 +166,8 @@ __device__ __forceinline__ size_t RowOf(const AttendParams& p, const AttendItem&
   const int group = p.query_heads / p.kv_heads, r = item.first_row + row;
   return static_cast<size_t>(item.first_token + r / group) * p.query_heads + item.kv_head * group + r % group;
 }
-// ---- the end of an item ----
+
+// ---- the end of a tile ----
 
 /// Where a block's warps leave their states of a tile.
 template <int kHeadDim, int kWarps, int kRows>

@@ -15,6 +15,8 @@ struct AttendGrid {
 
 struct AttendKernels {
   AttendGrid grid;
+  /// What one head of an encoded page costs beside raw pages, which cost their bytes.
+  uint32_t encoded_cost = 0;
   /// Starts `blocks` blocks on params.items; allocates nothing and does not wait. rows_max: of a tile, 1..kTileRows.
   /// Returns a cudaError_t: 0 if it was started.
   int (*launch)(const AttendParams& params, int rows_max, int blocks, CUstream_st* stream) = nullptr;

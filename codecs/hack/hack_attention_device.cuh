@@ -402,7 +402,7 @@ struct HackPages {
     }
   }
 
-  /// Integer scores as floats + kMagic, of tile i times 1 / Scale(i): rows g and g + 8 are tokens 16 i + 2g and + 1.
+  /// Integer scores as floats + kMagic, of tile i times 1 / KeyScale(i): rows g and g + 8 are tokens 16 i + 2g and + 1.
   __device__ __forceinline__ void IntegerScores(const uint8_t* record, float (&scores)[4][4]) const {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     int c[4][4];

@@ -27,7 +27,7 @@ struct RawAttend {
     const int error = Kernel<4>::Prepare();
     return error != 0 ? error : Kernel<8>::Prepare();
   }
-  static constexpr AttendKernels kKernels = {{WarpsFor(4), kBlocksPerSm}, Launch, Prepare};
+  static constexpr AttendKernels kKernels = {{WarpsFor(4), kBlocksPerSm}, 64 * 4 * kHeadDim, Launch, Prepare};
 };
 
 }  // namespace
