@@ -92,7 +92,7 @@ void DevicePool::RemakeLost() {
 }
 
 void DevicePool::CheckInvariants() const {
-  allocator_.CheckInvariants();
+  SlotPool::CheckInvariants();
   uint64_t kept = lost_.size();
   for (uint32_t slab = 0; slab < slabs(); ++slab) {
     KV_CHECK(exports_[slab].exported || exports_[slab].importers == 0);

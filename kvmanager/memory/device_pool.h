@@ -22,14 +22,13 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kvmanager/base/ids.h"
-#include "kvmanager/memory/slab_allocator.h"
 #include "kvmanager/memory/slab_memory.h"
+#include "kvmanager/memory/slot_pool.h"
 
 namespace kvmanager {
 
-class DevicePool {
+class DevicePool final : public SlotPool {
  public:
-  using SlotsWanted = SlabAllocator::SlotsWanted;
   static constexpr uint64_t kSlotUnitBytes = SlabMemory::kSlotUnitBytes;
   static_assert(SlabAllocator::kSlotAlign % kSlotUnitBytes == 0);
 
@@ -37,25 +36,12 @@ class DevicePool {
   /// INVALID_ARGUMENT when slots could not be named by 32 bits.
   static absl::StatusOr<std::unique_ptr<DevicePool>> Create(std::unique_ptr<SlabMemory> memory);
 
-  /// As PagePool's.
-  absl::StatusOr<PageId> Allocate(TenantId tenant, size_t bytes);
-  bool CanAllocate(TenantId tenant, absl::Span<const SlotsWanted> wanted, bool reclaim = false) const {
-    return allocator_.CanAllocate(tenant, wanted, reclaim);
-  }
-  bool CanAllocate(TenantId tenant, size_t bytes, size_t count) const {
-    const SlotsWanted wanted{bytes, count};
-    return CanAllocate(tenant, {&wanted, 1});
-  }
-  void Free(PageId id);
-  void SetReclaimable(PageId id, bool reclaimable) { allocator_.SetReclaimable(id, reclaimable); }
-  static size_t RoundedSlotBytes(size_t bytes) { return SlabAllocator::RoundedSlotBytes(bytes); }
-
-  uint8_t* Data(PageId id) const;  // on the device, in this process; aborts on a stale id
+  absl::StatusOr<PageId> Allocate(TenantId tenant, size_t bytes) override;
+  void Free(PageId id) override;
+  uint8_t* Data(PageId id) const override;  // on the device
   /// A slot's name in plans, the same for every process that maps the pool: its distance from data() in kSlotUnitBytes.
   uint32_t SlotUnit(PageId id) const;
   uint32_t SlabOf(PageId id) const { return allocator_.PlaceOf(id).slab; }
-  size_t SlotBytes(PageId id) const { return allocator_.PlaceOf(id).bytes; }
-  bool IsCurrent(PageId id) const { return allocator_.IsCurrent(id); }
 
   /// A descriptor of a slab that is in use, for one importer of its tenant. The caller closes it once it is sent, and
   /// reports ImporterGone() when that importer's process cannot map or use it any more. Errors: UNAVAILABLE.
@@ -67,16 +53,11 @@ class DevicePool {
   void RemakeLost();
 
   uint8_t* data() const { return memory_->data(); }
-  uint64_t capacity_bytes() const { return allocator_.capacity_bytes(); }
   /// Handed-out slots; and whole slabs that hold none but may still be mapped by importers, or are lost.
-  uint64_t used_bytes() const { return allocator_.used_bytes() + kept_bytes(); }
+  uint64_t used_bytes() const override { return slot_bytes_used() + kept_bytes(); }
   uint64_t kept_bytes() const { return allocator_.kept_slabs() * slab_bytes(); }
-  uint64_t reclaimable_bytes() const { return allocator_.reclaimable_bytes(); }
-  uint64_t slab_bytes() const { return allocator_.slab_bytes(); }
-  uint64_t free_slabs() const { return allocator_.free_slabs(); }
-  uint32_t slabs() const { return allocator_.slabs(); }
   uint64_t lost_slabs() const { return lost_.size(); }
-  void CheckInvariants() const;
+  void CheckInvariants() const override;
 
  private:
   struct Exports {
@@ -85,11 +66,10 @@ class DevicePool {
   };
 
   DevicePool(std::unique_ptr<SlabMemory> memory, const SlabAllocator::Options& options)
-      : memory_(std::move(memory)), allocator_(options), exports_(options.slabs) {}
+      : SlotPool(options), memory_(std::move(memory)), exports_(options.slabs) {}
   void RemakeIfForsaken(uint32_t slab);
 
   const std::unique_ptr<SlabMemory> memory_;
-  SlabAllocator allocator_;
   std::vector<Exports> exports_;  // [slab]
   std::vector<uint32_t> lost_;
 };

@@ -9,7 +9,7 @@
 namespace kvmanager {
 
 PagePool::PagePool(const SlabAllocator::Options& options, std::vector<std::unique_ptr<Region>> regions)
-    : allocator_(options), regions_(std::move(regions)) {}
+    : SlotPool(options), regions_(std::move(regions)) {}
 
 absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(const Options& options) {
   if (options.pool_bytes < kSlabBytesMin || options.pool_bytes > kPoolBytesMax) {

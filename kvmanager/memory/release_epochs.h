@@ -37,7 +37,7 @@ class ReleaseEpochs {
  public:
   using HolderId = uint32_t;
   static constexpr uint32_t kHoldersMax = 4096;
-  static constexpr uint32_t kOpenPlansMax = 256;  // of one holder
+  static constexpr uint32_t kOpenPlansMax = 4096;  // of one holder
 
   /// `counter` is zero, and outlives the holder. Errors: RESOURCE_EXHAUSTED.
   absl::StatusOr<HolderId> AddHolder(const ReleaseCounter* counter);

@@ -74,6 +74,7 @@ class SlabAllocator {
   /// Gives a withdrawn slab, whose bytes are nobody's now, to whoever asks.
   void Restore(uint32_t slab);
 
+  const std::string& limit() const { return limit_; }  // the field that errors name
   uint64_t capacity_bytes() const { return slabs_.size() * slab_bytes_; }
   uint64_t used_bytes() const { return used_bytes_; }  // handed-out slots
   uint64_t reclaimable_bytes() const;                  // of them, those marked; looks at every slab

@@ -30,6 +30,11 @@ struct CacheConfig {
   PageLayout layout;
   std::string codec = "raw";  // canonical after the store opened it: "hack:k_axis=channel,..."
   int lag_pages = 2;          // 0..kLagPagesMax: newest full pages that are read raw
+
+  /// Where its pages are computed on: in host memory, or on the GPU with this ordinal. Not part of the digest: the same
+  /// page has the same bytes and the same name everywhere.
+  static constexpr int kHost = -1;
+  int device = kHost;
 };
 
 /// Checks everything but the codec. Errors: INVALID_ARGUMENT with field, value and bound.

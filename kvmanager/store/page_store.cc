@@ -7,14 +7,36 @@
 namespace kvmanager {
 
 std::unique_ptr<PageStore> PageStore::Create(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
-                                             StoreMetrics* metrics, const Clock* clock) {
-  return std::make_unique<PageStoreImpl>(pool, registry, executor, metrics, clock);
+                                             StoreMetrics* metrics, const Clock* clock,
+                                             absl::Span<const StoreDevice> devices) {
+  return std::make_unique<PageStoreImpl>(pool, registry, executor, metrics, clock, devices);
 }
 
 PageStoreImpl::PageStoreImpl(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
-                             StoreMetrics* metrics, const Clock* clock)
-    : pool_(pool), registry_(registry), executor_(executor), metrics_(metrics), clock_(clock) {
-  metrics_->pool_capacity_bytes.Set(static_cast<double>(pool_->capacity_bytes()));
+                             StoreMetrics* metrics, const Clock* clock, absl::Span<const StoreDevice> devices)
+    : registry_(registry), metrics_(metrics), clock_(clock) {
+  auto host = std::make_unique<Tier>();
+  host->pool = pool;
+  host->executor = executor;
+  tiers_.push_back(std::move(host));
+  for (const StoreDevice& device : devices) {
+    KV_CHECK(device.pool != nullptr && device.epochs != nullptr && device.executor != nullptr);
+    KV_CHECK(device.ordinal >= 0 && TierOf(device.ordinal) == nullptr);
+    auto tier = std::make_unique<Tier>();
+    tier->device = device.ordinal;
+    tier->pool = device.pool;
+    tier->executor = device.executor;
+    tier->epochs = device.epochs;
+    tiers_.push_back(std::move(tier));
+  }
+  metrics_->pool_capacity_bytes.Set(static_cast<double>(pool->capacity_bytes()));
+}
+
+Tier* PageStoreImpl::TierOf(int device) {
+  for (const auto& tier : tiers_) {
+    if (tier->device == device) return tier.get();
+  }
+  return nullptr;
 }
 
 PageStoreImpl::~PageStoreImpl() { alive_.reset(); }
@@ -71,7 +93,16 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
   cache->config.calibration_digest = info.calibration_digest;
   cache->config.codec = info.spec;
   cache->digest = DigestOf(cache->config, info.version);
-  if (const auto known = cache_by_digest_.find(cache->digest); known != cache_by_digest_.end()) {
+  cache->tier = TierOf(config.device);
+  if (cache->tier == nullptr) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(config.device),
+                      absl::StrCat(CacheConfig::kHost, " for host memory, or a GPU that this daemon was started with"));
+  }
+  if (cache->on_device() && cache->codec->NewIndex({}) != nullptr) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "codec", info.name,
+                      "one whose queries read everything, on a GPU");
+  }
+  if (const auto known = cache_by_digest_.find({cache->digest, config.device}); known != cache_by_digest_.end()) {
     const std::shared_ptr<Cache>& found = caches_.at(known->second);
     found->opened = ++opens_;
     return found;
@@ -82,9 +113,10 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
   }
   const uint64_t page_bytes =
       std::max<uint64_t>(config.layout.raw_bytes(), *std::max_element(encoded_bytes.begin(), encoded_bytes.end()));
-  if (page_bytes > pool_->slab_bytes()) {
+  const SlotPool& pool = *cache->tier->pool;
+  if (page_bytes > pool.slab_bytes()) {
     return FieldError(absl::StatusCode::kResourceExhausted, "page bytes", absl::StrCat(page_bytes),
-                      absl::StrCat("at most the slab's ", pool_->slab_bytes()));
+                      absl::StrCat("at most the slab's ", pool.slab_bytes()));
   }
   KV_ASSIGN_OR_RETURN(cache->raw, registry_->Create("raw", config.layout));
   if (caches_.size() >= kCachesMax && !CloseLeastRecentlyOpened()) {
@@ -94,14 +126,13 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
   cache->opened = ++opens_;
   cache->id = next_cache_++;
   cache->raw_slot_bytes = PagePool::RoundedSlotBytes(config.layout.raw_bytes());
-  cache->encoded_slots =
-      MakeSlotClasses(encoded_bytes, SlotClassesOfPool(pool_->capacity_bytes() / pool_->slab_bytes()));
+  cache->encoded_slots = MakeSlotClasses(encoded_bytes, SlotClassesOfPool(pool.capacity_bytes() / pool.slab_bytes()));
   cache->gauges = &metrics_->PagesOf(info.name);
   Tenant& tenant = tenants_[config.tenant];
   if (tenant.caches++ == 0) tenant.id = next_tenant_++;
   cache->tenant = tenant.id;
   caches_.emplace(cache->id, cache);
-  cache_by_digest_.emplace(cache->digest, cache->id);
+  cache_by_digest_.emplace(std::pair(cache->digest, config.device), cache->id);
   metrics_->caches.Increment();
   return cache;
 }
@@ -109,7 +140,7 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
 void PageStoreImpl::CloseIfUnused(const std::shared_ptr<Cache>& cache) {
   if (!cache->unused()) return;
   if (caches_.erase(cache->id) == 0) return;
-  cache_by_digest_.erase(cache->digest);
+  cache_by_digest_.erase({cache->digest, cache->config.device});
   metrics_->caches.Decrement();
   const auto tenant = tenants_.find(cache->config.tenant);
   if (--tenant->second.caches == 0) tenants_.erase(tenant);

@@ -36,6 +36,7 @@
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/ids.h"
 #include "kvmanager/memory/page_pool.h"
+#include "kvmanager/memory/release_epochs.h"
 #include "kvmanager/store/cache_config.h"
 #include "kvmanager/store/miss_reason.h"
 #include "kvmanager/store/store_metrics.h"
@@ -124,6 +125,33 @@ class AttendLease {
   virtual TokenSelector* selector(size_t entry) const = 0;
 };
 
+/// Pages of a GPU's cache that a batch's queries will read: readiness alone, since kernels find pages by tables.
+class DeviceLease {
+ public:
+  virtual ~DeviceLease() = default;
+  /// Every page that must be read encoded is encoded. Once it is, the lease may go: slots stay as long as plans
+  /// (ReleaseEpochs) that were opened before the store's next call may name them.
+  virtual bool ready() const = 0;
+  /// Calls `fn` once on the store's thread: at once if ready, else when it becomes so.
+  virtual void OnReady(absl::AnyInvocable<void()> fn) = 0;
+  /// Pages [0, aged) of the i-th entry are read encoded, whatever the distance.
+  virtual uint32_t aged(size_t entry) const = 0;
+};
+
+/// The slots of one page in one layer; an invalid id: it has no such form.
+struct PagePlace {
+  uint32_t page = 0;
+  PageId raw;
+  PageId encoded;  // assigned when the page is full, before its bytes are there
+};
+
+/// The first `tokens` tokens of a raw page are to be copied into another slot before anything else touches it.
+struct OpenCopy {
+  uint32_t layer = 0;
+  PageId from, to;
+  int tokens = 0;
+};
+
 /// One page of a hand-off.
 enum class PageForm : uint8_t { kRaw = 0, kEncoded = 1 };
 struct HandOffPage {
@@ -177,6 +205,15 @@ struct HolderInfo {
   uint64_t bytes = 0;
 };
 
+/// A GPU whose memory holds pages. Its bytes are touched by kernels alone, in the order in which somebody submits them
+/// (the server): the store keeps books. executor: as the host's, with addresses on the device.
+struct StoreDevice {
+  int ordinal = 0;
+  SlotPool* pool = nullptr;
+  ReleaseEpochs* epochs = nullptr;
+  EncodeExecutor* executor = nullptr;
+};
+
 class PageStore {
  public:
   static constexpr size_t kSequencesMax = 65536;
@@ -189,7 +226,8 @@ class PageStore {
   /// Everything given outlives the store. `registry` knows "raw", whose attention serves raw pages of every cache.
   /// `metrics` belongs to this store alone. Leases and encode jobs may end after the store: they then do nothing.
   static std::unique_ptr<PageStore> Create(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
-                                           StoreMetrics* metrics, const Clock* clock);
+                                           StoreMetrics* metrics, const Clock* clock,
+                                           absl::Span<const StoreDevice> devices = {});
   virtual ~PageStore() = default;
 
   /// Opens a cache, or finds the one with an equal digest. It stays until purged, or until another is opened while
@@ -228,12 +266,30 @@ class PageStore {
   virtual absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, int layer,
                                                               absl::Span<const AttendEntry> entries) = 0;
 
+  // Of caches on a GPU (CacheConfig::device). Append, Attend, hand-offs are not for them, nor these for others:
+  // FAILED_PRECONDITION. Fork and Crop want `copies`.
+
+  /// Append to layers `first_layer` .. `first_layer + layers - 1`, of which every entry's position must be the token
+  /// count. K and V are given to the kernels that write them; whether they are finite is known later, so a sequence is
+  /// to be published only after that was looked at. Pages that this fills are given to the executor before it returns:
+  /// their bytes will be there in the order of submission. Errors: as Append's.
+  virtual absl::Status Extend(CacheId cache, int first_layer, int layers, absl::Span<const AppendEntry> entries) = 0;
+  virtual absl::StatusOr<std::unique_ptr<DeviceLease>> Read(CacheId cache, int first_layer, int layers,
+                                                            absl::Span<const AttendEntry> entries) = 0;
+  /// Appends to `changes` the pages of one layer whose slots changed since it was last asked, ascending; a page beyond
+  /// the layer's last is not named.
+  virtual absl::Status TakeChanges(SequenceId sequence, int layer, std::vector<PagePlace>* changes) = 0;
+  /// Slots were given up that kernels may still read: what RESOURCE_EXHAUSTED refused may soon fit.
+  virtual bool AwaitsRelease(int device) const = 0;
+
   /// Needs equal token counts in all layers. Shares sealed pages, copies open ones.
-  virtual absl::StatusOr<SequenceId> Fork(SequenceId sequence) = 0;
+  absl::StatusOr<SequenceId> Fork(SequenceId sequence) { return Fork(sequence, nullptr); }
+  virtual absl::StatusOr<SequenceId> Fork(SequenceId sequence, std::vector<OpenCopy>* copies) = 0;
   /// Keeps the first `tokens` tokens of every layer; a layer that has no more than that stays as it is. Errors:
   /// FAILED_PRECONDITION naming the boundary below when that is inside a page that is aged, by the newest token at the
   /// latest; INVALID_ARGUMENT beyond the end.
-  virtual absl::Status Crop(SequenceId sequence, uint64_t tokens) = 0;
+  absl::Status Crop(SequenceId sequence, uint64_t tokens) { return Crop(sequence, tokens, nullptr); }
+  virtual absl::Status Crop(SequenceId sequence, uint64_t tokens, std::vector<OpenCopy>* copies) = 0;
   /// Names the sequence's first blocks, which must be full in every layer. Errors: FAILED_PRECONDITION (not full, or
   /// named differently before), INVALID_ARGUMENT (the key exists with other tokens).
   virtual absl::StatusOr<PublishResult> Publish(SequenceId sequence, absl::Span<const BlockName> names) = 0;

@@ -22,86 +22,80 @@ void CopyTokens(const PageLayout& layout, const AppendEntry& entry, int first, i
   }
 }
 
+// Copies an entry's rows into the pages they belong to, of which `slots` has the new ones from `next_slot` on, and
+// looks for what is not finite. What an error leaves in an open page's unused tokens is overwritten by the next append.
+absl::Status CopyEntry(const Cache& cache, uint32_t layer, const AppendEntry& entry, size_t i, const Sequence& sequence,
+                       const Reservation& slots, size_t* next_slot) {
+  const PageLayout& layout = cache.layout();
+  const int page_tokens = cache.page_tokens();
+  for (int done = 0; done < entry.tokens;) {
+    const uint64_t position = entry.position + done;
+    const int at = static_cast<int>(position % page_tokens);
+    const int count = std::min(entry.tokens - done, page_tokens - at);
+    const PageId slot =
+        at == 0 ? slots.raw.ids[(*next_slot)++] : sequence.blocks[position / page_tokens]->pages[layer].raw;
+    uint8_t* page = cache.tier->pool->Data(slot);
+    CopyTokens(layout, entry, done, count, page, at);
+    NonFinite where;
+    if (FindNonFinite(layout, page, at, count, &where)) {
+      return InvalidField(
+          absl::StrCat("entries[", i, "].", where.side == 0 ? "k" : "v", "[token ", done + where.token - at, "][head ",
+                       where.head, "][channel ", where.channel, "]"),
+          "NaN or Inf", "finite");
+    }
+    done += count;
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
-absl::Status PageStoreImpl::Append(CacheId id, int layer, absl::Span<const AppendEntry> entries) {
-  KV_ASSIGN_OR_RETURN(const std::shared_ptr<Cache> cache, FindCache(id));
-  const PageLayout& layout = cache->layout();
-  const int page_tokens = cache->page_tokens();
+absl::Status PageStoreImpl::CheckAppend(const Cache& cache, int first, int layers,
+                                        absl::Span<const AppendEntry> entries, std::vector<Sequence*>* sequences,
+                                        SlotCounts* wanted, uint64_t* pages) {
+  const int page_tokens = cache.page_tokens();
   const uint64_t tokens_max = kSequenceBlocksMax * page_tokens;
-  const auto refuse = [this](absl::Status status) {
-    metrics_->refused_appends.Increment();
-    return status;
-  };
-  if (layer < 0 || layer >= cache->config.layers) {
-    return refuse(InvalidField("layer", layer, absl::StrCat("0..", cache->config.layers - 1)));
+  if (first < 0 || layers < 1 || first > cache.config.layers - layers) {
+    return InvalidField("layer", first, absl::StrCat("0..", cache.config.layers - std::max(layers, 1)));
   }
   if (entries.size() > kEntriesMax)
-    return refuse(InvalidField("entries", entries.size(), absl::StrCat("at most ", kEntriesMax)));
-
+    return InvalidField("entries", entries.size(), absl::StrCat("at most ", kEntriesMax));
   const uint64_t call = ++calls_;
-  std::vector<Sequence*> sequences(entries.size());
-  SlotCounts wanted;
-  uint64_t pages = 0;
   for (size_t i = 0; i < entries.size(); ++i) {
     const AppendEntry& entry = entries[i];
-    const auto found = FindSequence(entry.sequence);
-    if (!found.ok()) return refuse(found.status());
-    Sequence* sequence = *found;
+    KV_ASSIGN_OR_RETURN(Sequence * sequence, FindSequence(entry.sequence));
     const auto field = [i](absl::string_view name) { return absl::StrCat("entries[", i, "].", name); };
-    if (sequence->cache != cache) {
-      return refuse(InvalidField(field("sequence"), entry.sequence, absl::StrCat("a sequence of cache ", id)));
+    if (sequence->cache.get() != &cache) {
+      return InvalidField(field("sequence"), entry.sequence, absl::StrCat("a sequence of cache ", cache.id));
     }
-    if (sequence->call == call) return refuse(InvalidField(field("sequence"), entry.sequence, "named once per call"));
+    if (sequence->call == call) return InvalidField(field("sequence"), entry.sequence, "named once per call");
     sequence->call = call;
-    if (entry.position != sequence->tokens[layer]) {
-      return refuse(FieldError(absl::StatusCode::kFailedPrecondition, field("position"), absl::StrCat(entry.position),
-                               absl::StrCat(sequence->tokens[layer], ", the token count of layer ", layer)));
+    for (int layer = first; layer < first + layers; ++layer) {
+      if (entry.position == sequence->tokens[layer]) continue;
+      return FieldError(absl::StatusCode::kFailedPrecondition, field("position"), absl::StrCat(entry.position),
+                        absl::StrCat(sequence->tokens[layer], ", the token count of layer ", layer));
     }
     if (entry.tokens < 1 || static_cast<uint64_t>(entry.tokens) > tokens_max - entry.position) {
-      return refuse(
-          InvalidField(field("tokens"), entry.tokens,
-                       absl::StrCat("1..", tokens_max - entry.position, ", a sequence's limit being ", tokens_max)));
+      return InvalidField(field("tokens"), entry.tokens,
+                          absl::StrCat("1..", tokens_max - entry.position, ", a sequence's limit being ", tokens_max));
     }
     const uint64_t end = entry.position + entry.tokens;
-    wanted.raw += (end + page_tokens - 1) / page_tokens - (entry.position + page_tokens - 1) / page_tokens;
+    const uint64_t opened = (end + page_tokens - 1) / page_tokens - (entry.position + page_tokens - 1) / page_tokens;
     const size_t sealed = end / page_tokens - entry.position / page_tokens;
-    if (!cache->identity()) cache->CountEncodedSlots(layer, sealed, &wanted);
-    pages += (end - 1) / page_tokens + 1;
-    sequences[i] = sequence;
-  }
-  if (absl::Status status = CheckAttendPages(pages); !status.ok()) return refuse(std::move(status));
-  Reservation slots(pool_);
-  if (absl::Status status = Reserve(*cache, wanted, &slots); !status.ok()) {
-    return refuse(std::move(status));
-  }
-
-  // Everything is copied and checked before anything is committed. What an error leaves in an open page's unused tokens
-  // is overwritten by the next append.
-  size_t next_slot = 0;
-  for (size_t i = 0; i < entries.size(); ++i) {
-    const AppendEntry& entry = entries[i];
-    for (int done = 0; done < entry.tokens;) {
-      const uint64_t position = entry.position + done;
-      const int at = static_cast<int>(position % page_tokens);
-      const int count = std::min(entry.tokens - done, page_tokens - at);
-      const PageId slot =
-          at == 0 ? slots.raw.ids[next_slot++] : sequences[i]->blocks[position / page_tokens]->pages[layer].raw;
-      uint8_t* page = Data(slot);
-      CopyTokens(layout, entry, done, count, page, at);
-      NonFinite where;
-      if (FindNonFinite(layout, page, at, count, &where)) {
-        return refuse(
-            InvalidField(absl::StrCat("entries[", i, "].", where.side == 0 ? "k" : "v", "[token ",
-                                      done + where.token - at, "][head ", where.head, "][channel ", where.channel, "]"),
-                         "NaN or Inf", "finite"));
-      }
-      done += count;
+    wanted->raw += opened * layers;
+    for (int layer = first; layer < first + layers && !cache.identity(); ++layer) {
+      cache.CountEncodedSlots(layer, sealed, wanted);
     }
+    *pages += (end - 1) / page_tokens + 1;
+    sequences->push_back(sequence);
   }
+  return absl::OkStatus();
+}
 
-  std::vector<PageRef> to_encode;
-  uint64_t tokens = 0;
+void PageStoreImpl::CommitAppend(const std::shared_ptr<Cache>& cache, uint32_t layer,
+                                 absl::Span<const AppendEntry> entries, absl::Span<Sequence* const> sequences,
+                                 Reservation* slots, std::vector<PageRef>* to_encode) {
+  const int page_tokens = cache->page_tokens();
   for (size_t i = 0; i < entries.size(); ++i) {
     Sequence& sequence = *sequences[i];
     const AppendEntry& entry = entries[i];
@@ -110,29 +104,62 @@ absl::Status PageStoreImpl::Append(CacheId id, int layer, absl::Span<const Appen
     for (uint64_t position = entry.position; position < end;) {
       const uint32_t index = static_cast<uint32_t>(position / page_tokens);
       if (index == sequence.blocks.size()) Attach(sequence, NewBlock(cache, index));
-      const PageRef ref{sequence.blocks[index], static_cast<uint32_t>(layer)};
-      if (position % page_tokens == 0) Apply(ref, PageEvent::kOpen, {slots.TakeRaw(), PageId()});
+      const PageRef ref{sequence.blocks[index], layer};
+      const bool opens = position % page_tokens == 0;
+      if (opens) Apply(ref, PageEvent::kOpen, {slots->TakeRaw(), PageId()});
       position = std::min(end, (uint64_t{index} + 1) * page_tokens);
-      if (position % page_tokens != 0) break;
+      const bool seals = position % page_tokens == 0;
+      if (opens || seals) NoteChange(sequence, layer, index);
+      if (!seals) break;
       const PageId raw = ref.page().raw;
       if (cache->identity()) {
         PageChange sealed_page{PageId(), raw, false, ChecksumOf(*cache, ref.layer, ref.page())};
         Apply(ref, PageEvent::kSealIdentity, sealed_page);
       } else {
-        Apply(ref, PageEvent::kSeal, {raw, slots.TakeEncoded(*cache, layer)});
-        to_encode.push_back(ref);
+        Apply(ref, PageEvent::kSeal, {raw, slots->TakeEncoded(*cache, layer)});
+        to_encode->push_back(ref);
       }
     }
     sequence.tokens[layer] = end;
-    tokens += entry.tokens;
     if (sequence.index != nullptr) {
-      sequence.index->OnAppend(layer, entry.position, entry.tokens, clock_->NowNs());
+      sequence.index->OnAppend(static_cast<int>(layer), entry.position, entry.tokens, clock_->NowNs());
     }
   }
+}
+
+absl::Status PageStoreImpl::Append(CacheId id, int layer, absl::Span<const AppendEntry> entries) {
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<Cache> cache, FindCache(id));
+  const auto refuse = [this](absl::Status status) {
+    metrics_->refused_appends.Increment();
+    return status;
+  };
+  if (cache->on_device()) return refuse(WrongMemory(*cache));
+  std::vector<Sequence*> sequences;
+  sequences.reserve(entries.size());
+  SlotCounts wanted;
+  uint64_t pages = 0;
+  if (absl::Status status = CheckAppend(*cache, layer, 1, entries, &sequences, &wanted, &pages); !status.ok()) {
+    return refuse(std::move(status));
+  }
+  if (absl::Status status = CheckAttendPages(pages); !status.ok()) return refuse(std::move(status));
+  Reservation slots(cache->tier->pool);
+  if (absl::Status status = Reserve(*cache, wanted, &slots); !status.ok()) return refuse(std::move(status));
+
+  // Everything is copied and checked before anything is committed.
+  size_t next_slot = 0;
+  uint64_t tokens = 0;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    absl::Status copied =
+        CopyEntry(*cache, static_cast<uint32_t>(layer), entries[i], i, *sequences[i], slots, &next_slot);
+    if (!copied.ok()) return refuse(std::move(copied));
+    tokens += entries[i].tokens;
+  }
+  std::vector<PageRef> to_encode;
+  CommitAppend(cache, static_cast<uint32_t>(layer), entries, sequences, &slots, &to_encode);
   metrics_->appended_tokens.Increment(static_cast<double>(tokens));
   PostEncodes(cache, std::move(to_encode));
   for (Sequence* sequence : sequences) {
-    if (sequence->index != nullptr) AdvanceIndex(*sequence, layer);
+    if (sequence->index != nullptr) AdvanceIndex(*sequence, static_cast<uint32_t>(layer));
   }
   return absl::OkStatus();
 }

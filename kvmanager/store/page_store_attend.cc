@@ -1,4 +1,6 @@
 // Attend: pins what a batch of queries reads, in the form that rule 2 of page_store.h says.
+#include <algorithm>
+
 #include "kvmanager/store/page_store_impl.h"
 
 namespace kvmanager {
@@ -89,9 +91,9 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
       const Page& page = read.ref.page();
       AttentionPage& out = buffers_.pages[read.at];
       if (page.declined) {
-        out.raw = store()->Data(page.raw);
+        out.raw = store()->Data(*cache_, page.raw);
       } else {
-        out.encoded = store()->Data(page.encoded);
+        out.encoded = store()->Data(*cache_, page.encoded);
       }
     }
   }
@@ -111,33 +113,45 @@ absl::Status PageStoreImpl::CheckAttendPages(uint64_t pages) const {
                     absl::StrCat(attend_pages, " and ", pages, " more"), absl::StrCat("at most ", kAttendPagesMax));
 }
 
-absl::StatusOr<std::unique_ptr<AttendLease>> PageStoreImpl::Attend(CacheId id, int layer,
-                                                                   absl::Span<const AttendEntry> entries) {
-  KV_ASSIGN_OR_RETURN(const std::shared_ptr<Cache> cache, FindCache(id));
-  if (layer < 0 || layer >= cache->config.layers) {
-    return InvalidField("layer", layer, absl::StrCat("0..", cache->config.layers - 1));
+absl::Status PageStoreImpl::CheckAttend(const Cache& cache, int first_layer, int layers,
+                                        absl::Span<const AttendEntry> entries, std::vector<Sequence*>* sequences,
+                                        uint64_t* pages) const {
+  if (first_layer < 0 || layers < 1 || first_layer > cache.config.layers - layers) {
+    return InvalidField("layer", first_layer, absl::StrCat("0..", cache.config.layers - std::max(layers, 1)));
   }
   if (entries.size() > kEntriesMax)
     return InvalidField("entries", entries.size(), absl::StrCat("at most ", kEntriesMax));
-  std::vector<Sequence*> sequences(entries.size());
-  uint64_t pages = 0;
   for (size_t i = 0; i < entries.size(); ++i) {
     const AttendEntry& entry = entries[i];
-    KV_ASSIGN_OR_RETURN(sequences[i], FindSequence(entry.sequence));
+    KV_ASSIGN_OR_RETURN(Sequence * sequence, FindSequence(entry.sequence));
     const auto field = [i](absl::string_view name) { return absl::StrCat("entries[", i, "].", name); };
-    if (sequences[i]->cache != cache) {
-      return InvalidField(field("sequence"), entry.sequence, absl::StrCat("a sequence of cache ", id));
+    if (sequence->cache.get() != &cache) {
+      return InvalidField(field("sequence"), entry.sequence, absl::StrCat("a sequence of cache ", cache.id));
     }
-    const uint64_t tokens = sequences[i]->tokens[layer];
-    if (entry.position >= tokens) {
-      return InvalidField(field("position"), entry.position,
-                          absl::StrCat("below ", tokens, ", the token count of layer ", layer));
+    for (int layer = first_layer; layer < first_layer + layers; ++layer) {
+      const uint64_t tokens = sequence->tokens[layer];
+      if (entry.position >= tokens) {
+        return InvalidField(field("position"), entry.position,
+                            absl::StrCat("below ", tokens, ", the token count of layer ", layer));
+      }
+      if (entry.tokens < 1 || static_cast<uint64_t>(entry.tokens) > tokens - entry.position) {
+        return InvalidField(field("tokens"), entry.tokens, absl::StrCat("1..", tokens - entry.position));
+      }
     }
-    if (entry.tokens < 1 || static_cast<uint64_t>(entry.tokens) > tokens - entry.position) {
-      return InvalidField(field("tokens"), entry.tokens, absl::StrCat("1..", tokens - entry.position));
-    }
-    pages += (entry.position + entry.tokens - 1) / cache->page_tokens() + 1;
+    *pages += (entry.position + entry.tokens - 1) / cache.page_tokens() + 1;
+    sequences->push_back(sequence);
   }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<AttendLease>> PageStoreImpl::Attend(CacheId id, int layer,
+                                                                   absl::Span<const AttendEntry> entries) {
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<Cache> cache, FindCache(id));
+  if (cache->on_device()) return WrongMemory(*cache);
+  std::vector<Sequence*> sequences;
+  sequences.reserve(entries.size());
+  uint64_t pages = 0;
+  KV_RETURN_IF_ERROR(CheckAttend(*cache, layer, 1, entries, &sequences, &pages));
   KV_RETURN_IF_ERROR(CheckAttendPages(pages));
   auto lease = std::make_unique<AttendLeaseImpl>(this, cache);
   for (size_t i = 0; i < entries.size(); ++i) {

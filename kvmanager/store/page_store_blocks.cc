@@ -42,14 +42,42 @@ void PageStoreImpl::Apply(PageRef ref, PageEvent event, const PageChange& after)
   block.live_pages += (page.state != PageState::kFree) - was_live;
   // Slots that the page named and names no more, in either form, go back.
   for (const PageId& slot : {old_raw, old_encoded}) {
-    if (slot.valid() && slot != page.raw && slot != page.encoded) pool_->Free(slot);
+    if (slot.valid() && slot != page.raw && slot != page.encoded) FreeSlot(*cache.tier, slot);
   }
-  metrics_->pool_used_bytes.Set(static_cast<double>(pool_->used_bytes()));
+  metrics_->pool_used_bytes.Set(static_cast<double>(tiers_[0]->pool->used_bytes()));
 }
 
-const uint8_t* PageStoreImpl::RawData(const Cache& cache, const Page& page) const {
-  if (page.raw.valid()) return Data(page.raw);
-  return cache.identity() && page.encoded.valid() ? Data(page.encoded) : nullptr;
+void PageStoreImpl::FreeSlot(Tier& tier, PageId slot) {
+  if (tier.epochs == nullptr) return tier.pool->Free(slot);
+  tier.epochs->Retire(slot);
+}
+
+void PageStoreImpl::Collect(Tier& tier) {
+  if (tier.epochs == nullptr) return;
+  tier.reusable.clear();
+  tier.epochs->Collect(&tier.reusable);
+  for (const PageId slot : tier.reusable) tier.pool->Free(slot);
+}
+
+bool PageStoreImpl::AwaitsRelease(int device) const {
+  for (const auto& tier : tiers_) {
+    if (tier->device == device && tier->epochs != nullptr) return tier->epochs->retired_slots() > 0;
+  }
+  return false;
+}
+
+const uint8_t* PageStoreImpl::RawData(const Cache& cache, const Page& page) {
+  if (page.raw.valid()) return Data(cache, page.raw);
+  return cache.identity() && page.encoded.valid() ? Data(cache, page.encoded) : nullptr;
+}
+
+void PageStoreImpl::CopyOpen(const Cache& cache, uint32_t layer, const Page& from, PageId to, int tokens,
+                             std::vector<OpenCopy>* copies) {
+  if (cache.on_device()) {
+    copies->push_back({layer, from.raw.valid() ? from.raw : from.encoded, to, tokens});
+  } else {
+    CopyRawPrefix(cache.layout(), RawData(cache, from), Data(cache, to), tokens);
+  }
 }
 
 absl::Status PageStoreImpl::Exhausted(const Cache& cache, const SlotCounts& counts) const {
@@ -64,41 +92,47 @@ absl::Status PageStoreImpl::Exhausted(const Cache& cache, const SlotCounts& coun
   for (const HolderInfo& holder : LargestHolders(kHoldersNamed)) {
     absl::StrAppend(&holders, holders.empty() ? "" : ", ", holder.what, " ", holder.bytes);
   }
+  const SlotPool& pool = *cache.tier->pool;
   return FieldError(
-      absl::StatusCode::kResourceExhausted, "host-pool-bytes",
-      absl::StrCat(pool_->used_bytes(), " used, and ", wanted, " wanted by tenant '", cache.config.tenant, "'"),
+      absl::StatusCode::kResourceExhausted, pool.limit(),
+      absl::StrCat(pool.used_bytes(), " used, and ", wanted, " wanted by tenant '", cache.config.tenant, "'"),
       absl::StrCat(
-          "at most ", pool_->capacity_bytes(), " in slabs of ", pool_->slab_bytes(), ", ", pool_->free_slabs(),
-          " of them free, each of one tenant and slot size; ", evictable_bytes_,
+          "at most ", pool.capacity_bytes(), " in slabs of ", pool.slab_bytes(), ", ", pool.free_slabs(),
+          " of them free, each of one tenant and slot size; ", cache.tier->evictable_bytes,
           " could be evicted, but would not make room; largest holders: ", holders.empty() ? "none" : holders));
 }
 
 absl::Status PageStoreImpl::Reserve(const Cache& cache, const SlotCounts& counts, Reservation* out) {
   if (counts.none()) return absl::OkStatus();
   const size_t classes = cache.encoded_slots.bytes.size();
-  std::array<PagePool::SlotsWanted, 1 + kSlotClassesMax> every_wanted;
+  std::array<SlotPool::SlotsWanted, 1 + kSlotClassesMax> every_wanted;
   every_wanted[0] = {cache.raw_slot_bytes, counts.raw};
   for (size_t i = 0; i < classes; ++i) every_wanted[1 + i] = {cache.encoded_slots.bytes[i], counts.encoded[i]};
   const auto wanted = absl::MakeConstSpan(every_wanted).first(1 + classes);
-  if (!pool_->CanAllocate(cache.tenant, wanted)) {
-    // A request that is refused evicts nothing.
-    if (!pool_->CanAllocate(cache.tenant, wanted, /*reclaim=*/true)) return Exhausted(cache, counts);
-    do {
-      Block* const victim = eviction_->Victim();
+  Tier& tier = *cache.tier;
+  SlotPool& pool = *tier.pool;
+  if (!pool.CanAllocate(cache.tenant, wanted)) {
+    Collect(tier);
+    // A request that is refused evicts nothing, unless kernels may still read what it evicted.
+    while (!pool.CanAllocate(cache.tenant, wanted)) {
+      if (!pool.CanAllocate(cache.tenant, wanted, /*reclaim=*/true)) return Exhausted(cache, counts);
+      Block* const victim = tier.eviction->Victim();
       KV_CHECK(victim != nullptr);
       Evict(victim);
-    } while (!pool_->CanAllocate(cache.tenant, wanted));
+      Collect(tier);
+    }
   }
-  const auto allocate = [&](const PagePool::SlotsWanted& of, Reservation::Slots* slots) {
+  const auto allocate = [&](const SlotPool::SlotsWanted& of, Reservation::Slots* slots) -> absl::Status {
     slots->ids.reserve(of.count);
     for (uint64_t i = 0; i < of.count; ++i) {
-      const absl::StatusOr<PageId> slot = pool_->Allocate(cache.tenant, of.bytes);
-      KV_CHECK(slot.ok());
-      slots->ids.push_back(*slot);
+      KV_ASSIGN_OR_RETURN(const PageId slot, pool.Allocate(cache.tenant, of.bytes));
+      slots->ids.push_back(slot);
     }
+    return absl::OkStatus();
   };
-  allocate(wanted[0], &out->raw);
-  for (size_t i = 0; i < classes; ++i) allocate(wanted[1 + i], &out->encoded[i]);
+  // Fails only where a GPU's slab cannot be cleaned; what was taken goes back with `out`.
+  KV_RETURN_IF_ERROR(allocate(wanted[0], &out->raw));
+  for (size_t i = 0; i < classes; ++i) KV_RETURN_IF_ERROR(allocate(wanted[1 + i], &out->encoded[i]));
   return absl::OkStatus();
 }
 
@@ -111,7 +145,7 @@ void PageStoreImpl::Release(Block* block) {
   KV_CHECK(block->holders > 0);
   if (--block->holders > 0) return;
   if (!block->published) return Dispose(block);
-  eviction_->Touch(block);
+  block->cache->tier->eviction->Touch(block);
   block->last_use_ns = clock_->NowNs();
   MakeEvictableIfUnused(block);
 }
@@ -123,6 +157,7 @@ void PageStoreImpl::Attach(Sequence& sequence, Block* block) {
   sequence.blocks.push_back(block);
   for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
     if (sequence.HoldsRaw(index, layer)) ++block->pages[layer].raw_holds;
+    if (block->pages[layer].state != PageState::kFree) NoteChange(sequence, layer, index);
   }
 }
 
@@ -180,24 +215,26 @@ void PageStoreImpl::Unpin(PageRef ref) {
 
 void PageStoreImpl::MakeEvictableIfUnused(Block* block) {
   if (block->evictable || !block->published || block->holders > 0 || block->pins > 0 || block->jobs > 0) return;
-  eviction_->Add(block);
-  evictable_bytes_ += block->bytes;
+  Tier& tier = *block->cache->tier;
+  tier.eviction->Add(block);
+  tier.evictable_bytes += block->bytes;
   SetReclaimable(*block, true);
-  metrics_->evictable_bytes.Set(static_cast<double>(evictable_bytes_));
+  metrics_->evictable_bytes.Set(static_cast<double>(tiers_[0]->evictable_bytes));
 }
 
 void PageStoreImpl::MakeUnevictable(Block* block) {
   if (!block->evictable) return;
-  eviction_->Remove(block);
-  evictable_bytes_ -= block->bytes;
+  Tier& tier = *block->cache->tier;
+  tier.eviction->Remove(block);
+  tier.evictable_bytes -= block->bytes;
   SetReclaimable(*block, false);
-  metrics_->evictable_bytes.Set(static_cast<double>(evictable_bytes_));
+  metrics_->evictable_bytes.Set(static_cast<double>(tiers_[0]->evictable_bytes));
 }
 
 void PageStoreImpl::SetReclaimable(const Block& block, bool reclaimable) {
   for (const Page& page : block.pages) {
     for (const PageId slot : {page.raw, page.encoded}) {
-      if (slot.valid()) pool_->SetReclaimable(slot, reclaimable);
+      if (slot.valid()) block.cache->tier->pool->SetReclaimable(slot, reclaimable);
     }
   }
 }
@@ -246,8 +283,9 @@ void PageStoreImpl::DeleteIfEmpty(Block* block) {
 }
 
 uint64_t PageStoreImpl::ChecksumOf(const Cache& cache, uint32_t layer, const Page& page) const {
-  if (page.encoded.valid()) return XXH3_64bits(Data(page.encoded), cache.page_bytes(layer));
-  return XXH3_64bits(Data(page.raw), cache.layout().raw_bytes());
+  if (cache.on_device()) return 0;
+  if (page.encoded.valid()) return XXH3_64bits(Data(cache, page.encoded), cache.page_bytes(layer));
+  return XXH3_64bits(Data(cache, page.raw), cache.layout().raw_bytes());
 }
 
 bool PageStoreImpl::VerifyChecksums(const Block& block) const {

@@ -6,7 +6,7 @@ namespace {
 
 using Slots = absl::flat_hash_set<uint32_t>;
 
-void CheckSlot(const PagePool& pool, PageId slot, uint64_t bytes, Slots* seen) {
+void CheckSlot(const SlotPool& pool, PageId slot, uint64_t bytes, Slots* seen) {
   if (!slot.valid()) return;
   KV_CHECK(pool.IsCurrent(slot) && pool.SlotBytes(slot) == bytes);
   KV_CHECK(seen->insert(slot.slot).second);
@@ -45,7 +45,7 @@ void CheckPage(const Block& block, const Page& page, bool identity) {
 }  // namespace
 
 void PageStoreImpl::CheckInvariants() const {
-  pool_->CheckInvariants();
+  for (const auto& tier : tiers_) tier->pool->CheckInvariants();
   absl::flat_hash_map<const Block*, uint32_t> holders;
   absl::flat_hash_map<const Page*, uint32_t> raw_holds;
   absl::flat_hash_map<const Cache*, uint64_t> sequences_of;
@@ -89,11 +89,15 @@ void PageStoreImpl::CheckInvariants() const {
   absl::flat_hash_map<const PageGauges*, Sums> sums;
   absl::flat_hash_map<const Cache*, FormBytes> cache_bytes;
   absl::flat_hash_map<const Cache*, uint64_t> named;
-  Slots slots;
-  uint64_t used_bytes = 0, evictable_bytes = 0;
+  struct TierSums {
+    Slots slots;
+    uint64_t used_bytes = 0, evictable_bytes = 0;
+  };
+  absl::flat_hash_map<const Tier*, TierSums> tiers;
   for (const auto& [key, owned] : blocks_) {
     const Block& block = *owned;
     const Cache& cache = *block.cache;
+    TierSums& tier = tiers[cache.tier];
     uint32_t pins = 0, jobs = 0, live_pages = 0;
     uint64_t bytes = 0;
     for (uint32_t layer = 0; layer < block.pages.size(); ++layer) {
@@ -102,8 +106,8 @@ void PageStoreImpl::CheckInvariants() const {
       CheckPage(block, page, cache.identity());
       const auto held = raw_holds.find(&page);
       KV_CHECK(page.raw_holds == (held == raw_holds.end() ? 0 : held->second));
-      CheckSlot(*pool_, page.raw, slot_bytes.raw, &slots);
-      CheckSlot(*pool_, page.encoded, slot_bytes.encoded, &slots);
+      CheckSlot(*cache.tier->pool, page.raw, slot_bytes.raw, &tier.slots);
+      CheckSlot(*cache.tier->pool, page.encoded, slot_bytes.encoded, &tier.slots);
       pins += page.pins;
       jobs += page.busy;
       live_pages += page.state != PageState::kFree;
@@ -130,12 +134,17 @@ void PageStoreImpl::CheckInvariants() const {
       ++named[&cache];
       KV_CHECK(cache.table.FindKey(block.name.key) == &block && block.is_full() && !block.corrupt);
     }
-    if (block.evictable) evictable_bytes += bytes;
-    used_bytes += bytes;
+    if (block.evictable) tier.evictable_bytes += bytes;
+    tier.used_bytes += bytes;
   }
   for (const auto& [block, count] : holders) KV_CHECK(blocks_.contains(block));
-  KV_CHECK(used_bytes == pool_->used_bytes());
-  KV_CHECK(evictable_bytes == evictable_bytes_ && evictable_bytes == pool_->reclaimable_bytes());
+  for (const auto& tier : tiers_) {
+    const TierSums& sum = tiers[tier.get()];
+    const bool retired = tier->epochs != nullptr && tier->epochs->retired_slots() > 0;
+    KV_CHECK(retired ? sum.used_bytes < tier->pool->slot_bytes_used()
+                     : sum.used_bytes == tier->pool->slot_bytes_used());
+    KV_CHECK(sum.evictable_bytes == tier->evictable_bytes && sum.evictable_bytes == tier->pool->reclaimable_bytes());
+  }
   for (const auto& [gauges, sum] : sums) {
     for (size_t state = 1; state < kPageStates; ++state) {
       KV_CHECK(gauges->pages[state]->Value() == sum.pages[state]);

@@ -45,16 +45,16 @@ void PageStoreImpl::PostEncodes(const std::shared_ptr<Cache>& cache, std::vector
     Apply(ref, PageEvent::kEncode, {page.raw, page.encoded, false, 0});
     ++ref.block->jobs;
     EncodeItem item;
-    item.raw = Data(page.raw);
-    item.encoded = Data(page.encoded);
+    item.raw = Data(*cache, page.raw);
+    item.encoded = Data(*cache, page.encoded);
     item.layer = ref.layer;
     item.first_token = uint64_t{ref.block->index} * cache->page_tokens();
     items.push_back(item);
   }
-  executor_->Encode(cache->codec, std::move(items),
-                    [this, alive = alive(), pages = std::move(pages)](absl::Span<const EncodeItem> done) {
-                      if (!alive.expired()) OnEncoded(pages, done);
-                    });
+  cache->tier->executor->Encode(cache->codec, std::move(items),
+                                [this, alive = alive(), pages = std::move(pages)](absl::Span<const EncodeItem> done) {
+                                  if (!alive.expired()) OnEncoded(pages, done);
+                                });
 }
 
 void PageStoreImpl::OnEncoded(const std::vector<PageRef>& pages, absl::Span<const EncodeItem> items) {

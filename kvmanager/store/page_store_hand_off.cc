@@ -88,7 +88,7 @@ class ExportLeaseImpl final : public ExportLease, private EncodeWaiter {
       const bool encoded = sources_[i].aged && !page.declined;
       out.form = encoded ? PageForm::kEncoded : PageForm::kRaw;
       out.bytes = encoded ? cache_->page_bytes(out.layer) : cache_->layout().raw_bytes();
-      const uint8_t* data = encoded ? store()->Data(page.encoded) : store()->RawData(*cache_, page);
+      const uint8_t* data = encoded ? store()->Data(*cache_, page.encoded) : store()->RawData(*cache_, page);
       bytes_.push_back({data, out.bytes});
       // Of a resident page the checksum is the one kept since it was made, so that the receiver notices what changed
       // since.
@@ -230,7 +230,7 @@ absl::Status ImportLeaseImpl::Start() {
   for (; !unfit.empty(); unfit.pop_back()) store_->Release(unfit.back());
   const bool has_open = pages_per_layer() > full_blocks();
   if (has_open) wanted.raw += cache_->layers();
-  Reservation slots(store_->pool());
+  Reservation slots(cache_->tier->pool);
   if (absl::Status status = store_->Reserve(*cache_, wanted, &slots); !status.ok()) {
     for (auto block = shared.rbegin(); block != shared.rend(); ++block) {
       if (*block != nullptr) store_->Release(*block);
@@ -251,7 +251,7 @@ absl::Status ImportLeaseImpl::Start() {
       if (is_raw) reserved.raw = slots.TakeRaw();
       if (!open) reserved.encoded = slots.TakeEncoded(*cache_, layer);
       store_->Apply({block, layer}, PageEvent::kReserve, reserved);
-      targets_[layer * pages_per_layer() + i] = {store_->Data(is_raw ? reserved.raw : reserved.encoded),
+      targets_[layer * pages_per_layer() + i] = {store_->Data(*cache_, is_raw ? reserved.raw : reserved.encoded),
                                                  page_of(i, layer).bytes};
     }
     store_->Attach(*sequence_, block);
@@ -329,18 +329,19 @@ absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::Export(SequenceId id
                      sequence->TokensInEveryLayer()));
   }
   const std::shared_ptr<Cache> cache = sequence->cache;
+  if (cache->on_device()) return WrongMemory(*cache);
   const uint32_t index = static_cast<uint32_t>(sequence->tokens[0] / cache->page_tokens());
   const int open_tokens = static_cast<int>(sequence->tokens[0] % cache->page_tokens());
   Block* copy = nullptr;
   if (open_tokens > 0) {
     // The sequence may grow while it is sent, so its open pages are copied.
-    Reservation slots(pool_);
+    Reservation slots(cache->tier->pool);
     KV_RETURN_IF_ERROR(Reserve(*cache, {.raw = cache->layers()}, &slots));
     copy = NewBlock(cache, index);
     for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
       const PageId slot = slots.TakeRaw();
-      CopyRawPrefix(cache->layout(), Data(sequence->blocks[index]->pages[layer].raw), Data(slot), open_tokens);
-      ZeroRawTail(cache->layout(), Data(slot), open_tokens);
+      CopyOpen(*cache, layer, sequence->blocks[index]->pages[layer], slot, open_tokens, nullptr);
+      ZeroRawTail(cache->layout(), Data(*cache, slot), open_tokens);
       Apply({copy, layer}, PageEvent::kOpen, {slot, PageId()});
     }
   }
@@ -355,6 +356,7 @@ absl::StatusOr<std::unique_ptr<ImportLease>> PageStoreImpl::Import(const HandOff
   KV_RETURN_IF_ERROR(CheckSequenceLimit());
   KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> cache,
                       FindOrOpen(content.config, std::move(codec), &content.codec_version));
+  if (cache->on_device()) return WrongMemory(*cache);
   auto lease = std::make_unique<ImportLeaseImpl>(this, std::move(cache), content);
   KV_RETURN_IF_ERROR(lease->Start());
   return lease;

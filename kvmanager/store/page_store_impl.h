@@ -21,6 +21,8 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/memory/release_epochs.h"
+#include "kvmanager/memory/slot_pool.h"
 #include "kvmanager/store/block.h"
 #include "kvmanager/store/eviction_policy.h"
 #include "kvmanager/store/page_store.h"
@@ -30,12 +32,24 @@
 
 namespace kvmanager {
 
+/// A kind of memory that pages are computed on: its slots, and what can be evicted there.
+struct Tier {
+  int device = CacheConfig::kHost;
+  SlotPool* pool = nullptr;
+  EncodeExecutor* executor = nullptr;
+  ReleaseEpochs* epochs = nullptr;  // of a GPU: kernels may read a slot after the store gave it up
+  std::unique_ptr<EvictionPolicy> eviction = MakeLruEviction();
+  uint64_t evictable_bytes = 0;
+  std::vector<PageId> reusable;  // scratch of Collect
+};
+
 struct Cache {
   CacheId id = 0;
   CacheConfig config;  // codec canonical
   CacheDigest digest;
   std::shared_ptr<const Codec> codec;  // shared with encode jobs and attention under way
   std::unique_ptr<Codec> raw;          // for attention on raw pages
+  Tier* tier = nullptr;
   TenantId tenant = 0;
   uint64_t raw_slot_bytes = 0;  // as the pool rounds them
   SlotClasses encoded_slots;
@@ -54,6 +68,7 @@ struct Cache {
   /// Without sequence, lease and block: closing it loses nothing.
   bool unused() const { return sequences == 0 && leases == 0 && table.size() == 0; }
   bool identity() const { return codec->info().identity; }
+  bool on_device() const { return tier->epochs != nullptr; }
   FormBytes slot_bytes(uint32_t layer) const {
     return {raw_slot_bytes, encoded_slots.bytes[encoded_slots.of_layer[layer]]};
   }
@@ -98,7 +113,7 @@ class EncodeWaiter {
 /// Slots of one cache, taken from the pool; those not taken out go back.
 class Reservation {
  public:
-  explicit Reservation(PagePool* pool) : pool_(pool) {}
+  explicit Reservation(SlotPool* pool) : pool_(pool) {}
   ~Reservation();
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
@@ -117,13 +132,13 @@ class Reservation {
     KV_CHECK(slots->taken < slots->ids.size());
     return slots->ids[slots->taken++];
   }
-  PagePool* pool_;
+  SlotPool* pool_;
 };
 
 class PageStoreImpl final : public PageStore {
  public:
   PageStoreImpl(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor, StoreMetrics* metrics,
-                const Clock* clock);
+                const Clock* clock, absl::Span<const StoreDevice> devices);
   ~PageStoreImpl() override;
 
   using PageStore::CreateSequence;
@@ -138,10 +153,17 @@ class PageStoreImpl final : public PageStore {
                                               uint64_t prompt_tokens) override;
   absl::StatusOr<SequenceInfo> DescribeSequence(SequenceId sequence) const override;
   absl::Status Append(CacheId cache, int layer, absl::Span<const AppendEntry> entries) override;
+  absl::Status Extend(CacheId cache, int first_layer, int layers, absl::Span<const AppendEntry> entries) override;
+  absl::StatusOr<std::unique_ptr<DeviceLease>> Read(CacheId cache, int first_layer, int layers,
+                                                    absl::Span<const AttendEntry> entries) override;
+  absl::Status TakeChanges(SequenceId sequence, int layer, std::vector<PagePlace>* changes) override;
+  bool AwaitsRelease(int device) const override;
   absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, int layer,
                                                       absl::Span<const AttendEntry> entries) override;
-  absl::StatusOr<SequenceId> Fork(SequenceId sequence) override;
-  absl::Status Crop(SequenceId sequence, uint64_t tokens) override;
+  using PageStore::Crop;
+  using PageStore::Fork;
+  absl::StatusOr<SequenceId> Fork(SequenceId sequence, std::vector<OpenCopy>* copies) override;
+  absl::Status Crop(SequenceId sequence, uint64_t tokens, std::vector<OpenCopy>* copies) override;
   absl::StatusOr<PublishResult> Publish(SequenceId sequence, absl::Span<const BlockName> names) override;
   void Drop(SequenceId sequence) override;
   absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence) override;
@@ -156,7 +178,6 @@ class PageStoreImpl final : public PageStore {
 
   // --- for the leases and the source files of the store ---
 
-  PagePool* pool() const { return pool_; }
   StoreMetrics* metrics() const { return metrics_; }
   std::weak_ptr<const bool> alive() const { return alive_; }
 
@@ -173,14 +194,22 @@ class PageStoreImpl final : public PageStore {
   // page_store_blocks.cc: blocks, slots, transitions.
   Block* NewBlock(const std::shared_ptr<Cache>& cache, uint32_t index);
   void Apply(PageRef ref, PageEvent event, const PageChange& after);
-  uint8_t* Data(PageId id) const { return pool_->Data(id); }
+  static uint8_t* Data(const Cache& cache, PageId id) { return cache.tier->pool->Data(id); }
   /// The bytes of a page in raw form: of an identity codec also once it is sealed. nullptr: gone.
-  const uint8_t* RawData(const Cache& cache, const Page& page) const;
+  static const uint8_t* RawData(const Cache& cache, const Page& page);
+  /// Copies the first `tokens` tokens of a page of `cache` to `to`, a raw slot: at once in host memory; on a GPU
+  /// whoever submits its work does, and `copies` (not nullptr) says so.
+  static void CopyOpen(const Cache& cache, uint32_t layer, const Page& from, PageId to, int tokens,
+                       std::vector<OpenCopy>* copies);
   /// Takes slots, evicting the least recently used blocks until they fit. Errors: RESOURCE_EXHAUSTED, if evicting
   /// every evictable block would not make them fit; then nothing was evicted.
   absl::Status Reserve(const Cache& cache, const SlotCounts& wanted, Reservation* out);
-  void Hold(Block* block);                        // one more holder
-  void Release(Block* block);                     // one holder less; of a chain, children first (EvictionPolicy)
+  void Hold(Block* block);     // one more holder
+  void Release(Block* block);  // one holder less; of a chain, children first (EvictionPolicy)
+  /// Notes that a page of `sequence` has other slots now, for TakeChanges.
+  static void NoteChange(Sequence& sequence, uint32_t layer, uint32_t page) {
+    if (!sequence.changed.empty()) sequence.changed[layer].push_back(page);
+  }
   void Attach(Sequence& sequence, Block* block);  // appends `block`, already held, and takes its raw holds
   void DetachLast(Sequence& sequence);            // gives the last block back
   void DropRawHold(PageRef ref);
@@ -256,24 +285,35 @@ class PageStoreImpl final : public PageStore {
   void Evict(Block* block);
   void SetReclaimable(const Block& block, bool reclaimable);  // its slots, in the pool
   absl::Status Exhausted(const Cache& cache, const SlotCounts& wanted) const;
+  /// Looks at an append's entries for layers `first` .. `first + layers - 1`. pages: that its queries would read.
+  absl::Status CheckAppend(const Cache& cache, int first, int layers, absl::Span<const AppendEntry> entries,
+                           std::vector<Sequence*>* sequences, SlotCounts* wanted, uint64_t* pages);
+  /// What was reserved and, in host memory, copied becomes part of the sequences.
+  void CommitAppend(const std::shared_ptr<Cache>& cache, uint32_t layer, absl::Span<const AppendEntry> entries,
+                    absl::Span<Sequence* const> sequences, Reservation* slots, std::vector<PageRef>* to_encode);
+  absl::Status CheckAttend(const Cache& cache, int first_layer, int layers, absl::Span<const AttendEntry> entries,
+                           std::vector<Sequence*>* sequences, uint64_t* pages) const;
+  /// Adds to `pending` the pages of a layer before page `end` that are still to be encoded.
+  void Settle(Sequence& sequence, uint32_t layer, uint32_t end, std::vector<PageRef>* pending);
+  static absl::Status WrongMemory(const Cache& cache);
 
-  PagePool* const pool_;
+  Tier* TierOf(int device);  // nullptr: there is none
+  void FreeSlot(Tier& tier, PageId slot);
+  static void Collect(Tier& tier);  // frees what kernels have done with
+
+  std::vector<std::unique_ptr<Tier>> tiers_;  // host memory first
   const CodecRegistry* const registry_;
-  EncodeExecutor* const executor_;
   StoreMetrics* const metrics_;
   const Clock* const clock_;
   std::shared_ptr<const bool> alive_ =
       std::make_shared<const bool>(true);  // outlived by leases and jobs that look at it
-  std::unique_ptr<EvictionPolicy> eviction_ = MakeLruEviction();
-
   CacheId next_cache_ = 1;
   SequenceId next_sequence_ = 1;
   TenantId next_tenant_ = 1;
   uint64_t calls_ = 0;
   uint64_t opens_ = 0;
-  uint64_t evictable_bytes_ = 0;
   std::map<CacheId, std::shared_ptr<Cache>> caches_;
-  absl::flat_hash_map<CacheDigest, CacheId> cache_by_digest_;
+  absl::flat_hash_map<std::pair<CacheDigest, int>, CacheId> cache_by_digest_;  // and device
   struct Tenant {
     TenantId id = 0;
     size_t caches = 0;

@@ -79,7 +79,7 @@ void PageStoreImpl::BeginJobs(const Sequence& sequence, const IndexJobs& jobs) {
     for (int task = 0; task < job->tasks(); ++task) {
       tasks.push_back([work, task] { work->job->RunTask(task, work->pages); });
     }
-    executor_->Run(std::move(tasks), [this, alive = alive(), work, pins = std::move(pins)] {
+    sequence.cache->tier->executor->Run(std::move(tasks), [this, alive = alive(), work, pins = std::move(pins)] {
       if (alive.expired()) return;
       for (const PageRef& ref : pins) Unpin(ref);
       work->job->Finish();

@@ -30,6 +30,10 @@ std::unique_ptr<Sequence> PageStoreImpl::NewSequence(const std::shared_ptr<Cache
   sequence->cache = cache;
   sequence->tokens.assign(cache->layers(), 0);
   sequence->aged.assign(cache->layers(), 0);
+  if (cache->on_device()) {
+    sequence->changed.resize(cache->layers());
+    sequence->settled.assign(cache->layers(), 0);
+  }
   return sequence;
 }
 
@@ -121,7 +125,7 @@ absl::StatusOr<CreateResult> PageStoreImpl::CreateSequence(CacheId id, absl::Spa
   return result;
 }
 
-absl::StatusOr<SequenceId> PageStoreImpl::Fork(SequenceId id) {
+absl::StatusOr<SequenceId> PageStoreImpl::Fork(SequenceId id, std::vector<OpenCopy>* copies) {
   KV_ASSIGN_OR_RETURN(const Sequence* source, FindSequence(id));
   KV_RETURN_IF_ERROR(CheckSequenceLimit());
   if (!source->LayersAreEqual()) {
@@ -133,7 +137,8 @@ absl::StatusOr<SequenceId> PageStoreImpl::Fork(SequenceId id) {
   const uint64_t tokens = source->tokens[0];
   const size_t full_blocks = tokens / cache->page_tokens();
   const int open_tokens = static_cast<int>(tokens % cache->page_tokens());
-  Reservation slots(pool_);
+  if (cache->on_device() && copies == nullptr) return WrongMemory(*cache);
+  Reservation slots(cache->tier->pool);
   if (open_tokens > 0) KV_RETURN_IF_ERROR(Reserve(*cache, {.raw = cache->layers()}, &slots));
   auto fork = NewSequence(cache);
   fork->tokens = source->tokens;
@@ -148,7 +153,7 @@ absl::StatusOr<SequenceId> PageStoreImpl::Fork(SequenceId id) {
     Block* copy = NewBlock(cache, static_cast<uint32_t>(full_blocks));
     for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
       const PageId slot = slots.TakeRaw();
-      CopyRawPrefix(cache->layout(), Data(from->pages[layer].raw), Data(slot), open_tokens);
+      CopyOpen(*cache, layer, from->pages[layer], slot, open_tokens, copies);
       Apply({copy, layer}, PageEvent::kOpen, {slot, PageId()});
     }
     Attach(*fork, copy);
@@ -158,7 +163,7 @@ absl::StatusOr<SequenceId> PageStoreImpl::Fork(SequenceId id) {
   return Show(std::move(fork));
 }
 
-absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens) {
+absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens, std::vector<OpenCopy>* copies) {
   KV_ASSIGN_OR_RETURN(Sequence * sequence, FindSequence(id));
   const std::shared_ptr<Cache> cache = sequence->cache;
   if (tokens > sequence->TokensInEveryLayer()) {
@@ -168,6 +173,7 @@ absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens) {
   const bool crops =
       std::any_of(sequence->tokens.begin(), sequence->tokens.end(), [tokens](uint64_t has) { return has > tokens; });
   if (!crops) return absl::OkStatus();
+  if (cache->on_device() && copies == nullptr) return WrongMemory(*cache);
   const uint32_t index = static_cast<uint32_t>(tokens / cache->page_tokens());
   const int rest = static_cast<int>(tokens % cache->page_tokens());
   // As if every layer had been appended token by token: how its tokens were cut into appends must not show.
@@ -192,12 +198,12 @@ absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens) {
     // Reads under way see the old page; later appends would overwrite it.
     keep_block = all_filling && block->pins == 0;
     if (!keep_block) {
-      Reservation slots(pool_);
+      Reservation slots(cache->tier->pool);
       KV_RETURN_IF_ERROR(Reserve(*cache, {.raw = cache->layers()}, &slots));
       copy = NewBlock(cache, index);
       for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
         const PageId slot = slots.TakeRaw();
-        CopyRawPrefix(cache->layout(), RawData(*cache, block->pages[layer]), Data(slot), rest);
+        CopyOpen(*cache, layer, block->pages[layer], slot, rest, copies);
         Apply({copy, layer}, PageEvent::kOpen, {slot, PageId()});
       }
     }
@@ -209,6 +215,7 @@ absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens) {
   for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
     sequence->tokens[layer] = tokens;
     sequence->aged[layer] = std::min(sequence->aged[layer], index);
+    if (cache->on_device()) sequence->settled[layer] = std::min(sequence->settled[layer], index);
   }
   CropIndex(*sequence, tokens);
   sequence->hit_blocks = std::min(sequence->hit_blocks, static_cast<int>(index));
@@ -263,6 +270,10 @@ absl::StatusOr<PublishResult> PageStoreImpl::Publish(SequenceId id, absl::Span<c
     if (aged) {
       Release(block);  // it has no raw hold of this sequence any more
       block = equal;
+      for (uint32_t layer = 0; cache.on_device() && layer < cache.layers(); ++layer) {
+        NoteChange(*sequence, layer, i);
+        sequence->settled[layer] = std::min(sequence->settled[layer], i);  // the other block may still be encoded
+      }
       ++result.shared;
     } else {
       deferred.push_back(equal);

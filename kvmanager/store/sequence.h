@@ -24,10 +24,14 @@ struct Sequence {
   std::vector<Block*> blocks;    // each with this sequence as a holder
   std::vector<uint64_t> tokens;  // [layers]
   std::vector<uint32_t> aged;    // [layers]
+  /// On a GPU: [layers] pages whose slots changed since TakeChanges was last asked, in any order and perhaps twice.
+  std::vector<std::vector<uint32_t>> changed;
+  /// On a GPU: [layers] pages before this one need no waiting for: they are encoded or declined.
+  std::vector<uint32_t> settled;
   int hit_blocks = 0;
   std::unique_ptr<SequenceIndex> index;  // nullptr: queries read everything
   uint64_t index_bytes = 0;              // of it, as counted in the metrics
-  uint64_t call = 0;  // the last append that named it, so that one call names it once
+  uint64_t call = 0;                     // the last append that named it, so that one call names it once
 
   uint64_t TokensInEveryLayer() const { return *std::min_element(tokens.begin(), tokens.end()); }
   bool LayersAreEqual() const {

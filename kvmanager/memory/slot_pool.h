@@ -1,0 +1,69 @@
+// Fixed slots in slabs, in one kind of memory: what the store needs of a pool, wherever its bytes are.
+//
+// Which slots are whose is a SlabAllocator's (its invariants hold here). Single-threaded (the store's thread), except
+// Data(), whose addresses may be used while somebody keeps the slot from being freed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kvmanager/base/ids.h"
+#include "kvmanager/memory/slab_allocator.h"
+
+namespace kvmanager {
+
+class SlotPool {
+ public:
+  using SlotsWanted = SlabAllocator::SlotsWanted;
+  static constexpr size_t kSlotAlign = SlabAllocator::kSlotAlign;
+
+  explicit SlotPool(const SlabAllocator::Options& options) : allocator_(options) {}
+  virtual ~SlotPool() = default;
+  SlotPool(const SlotPool&) = delete;
+  SlotPool& operator=(const SlotPool&) = delete;
+
+  /// A slot of at least `bytes` (1..slab_bytes), 64-byte aligned, of a slab of this tenant; contents unspecified but
+  /// never another tenant's. Errors: RESOURCE_EXHAUSTED.
+  virtual absl::StatusOr<PageId> Allocate(TenantId tenant, size_t bytes) = 0;
+  virtual void Free(PageId id) = 0;
+  /// Where the slot's bytes are, in this process; aborts on a stale id.
+  virtual uint8_t* Data(PageId id) const = 0;
+
+  /// Would Allocate succeed for all of `wanted`, in any order? With `reclaim`: after every reclaimable slot was freed;
+  /// then it looks at every slab.
+  bool CanAllocate(TenantId tenant, absl::Span<const SlotsWanted> wanted, bool reclaim = false) const {
+    return allocator_.CanAllocate(tenant, wanted, reclaim);
+  }
+  bool CanAllocate(TenantId tenant, size_t bytes, size_t count) const {
+    const SlotsWanted wanted{bytes, count};
+    return CanAllocate(tenant, {&wanted, 1});
+  }
+  /// Marks a handed-out slot as one that its user would free if asked to, or as no such; the mark must change, and must
+  /// be taken back before the slot is freed.
+  void SetReclaimable(PageId id, bool reclaimable) { allocator_.SetReclaimable(id, reclaimable); }
+  /// Bytes that a slot for `bytes` takes.
+  static size_t RoundedSlotBytes(size_t bytes) { return SlabAllocator::RoundedSlotBytes(bytes); }
+
+  size_t SlotBytes(PageId id) const { return allocator_.PlaceOf(id).bytes; }
+  bool IsCurrent(PageId id) const { return allocator_.IsCurrent(id); }  // false: freed, or never handed out
+
+  /// The option that sizes it, as errors name it.
+  const std::string& limit() const { return allocator_.limit(); }
+  uint64_t capacity_bytes() const { return allocator_.capacity_bytes(); }
+  uint64_t slot_bytes_used() const { return allocator_.used_bytes(); }  // handed-out slots
+  /// What cannot be used for anything else: handed-out slots at least.
+  virtual uint64_t used_bytes() const { return slot_bytes_used(); }
+  uint64_t reclaimable_bytes() const { return allocator_.reclaimable_bytes(); }  // of slots, those marked
+  uint64_t slab_bytes() const { return allocator_.slab_bytes(); }
+  uint64_t free_slabs() const { return allocator_.free_slabs(); }
+  uint32_t slabs() const { return allocator_.slabs(); }
+  virtual void CheckInvariants() const { allocator_.CheckInvariants(); }
+
+ protected:
+  SlabAllocator allocator_;
+};
+
+}  // namespace kvmanager

@@ -1,0 +1,148 @@
+// Caches on a GPU: the same books as for host memory, while kernels touch the bytes.
+//
+// A query's pages are not pinned: the slots that a plan names stay until every plan of that time is released
+// (ReleaseEpochs), so a step costs as much as it changes, however long its sequences are. Only pages that a step waits
+// for are pinned, until they are encoded.
+#include <algorithm>
+
+#include "kvmanager/store/page_store_impl.h"
+
+namespace kvmanager {
+namespace {
+
+class DeviceLeaseImpl final : public DeviceLease, private EncodeWaiter {
+ public:
+  DeviceLeaseImpl(PageStoreImpl* store, std::shared_ptr<Cache> cache, std::vector<uint32_t> aged)
+      : EncodeWaiter(store), cache_(std::move(cache)), aged_(std::move(aged)) {
+    ++cache_->leases;
+    store->metrics()->attend_leases.Increment();
+  }
+  ~DeviceLeaseImpl() override {
+    PageStoreImpl* store = this->store();
+    if (store == nullptr) return;
+    for (const PageRef& ref : pins_) store->Unpin(ref);
+    store->attend_pages -= pins_.size();
+    --cache_->leases;
+    store->metrics()->attend_leases.Decrement();
+  }
+  /// pages: to wait for.
+  void Start(std::vector<PageRef> pages) {
+    if (!pages.empty()) store()->metrics()->attend_waits.Increment();
+    for (const PageRef& ref : pages) store()->Pin(ref);
+    store()->attend_pages += pages.size();
+    pins_ = pages;
+    WaitFor(std::move(pages));
+  }
+
+  bool ready() const override { return is_ready(); }
+  void OnReady(absl::AnyInvocable<void()> fn) override { CallWhenReady(std::move(fn)); }
+  uint32_t aged(size_t entry) const override {
+    KV_CHECK(entry < aged_.size());
+    return aged_[entry];
+  }
+
+ private:
+  void Resolve() override {}
+
+  std::shared_ptr<Cache> cache_;  // shared: see Block
+  const std::vector<uint32_t> aged_;
+  std::vector<PageRef> pins_;
+};
+
+}  // namespace
+
+absl::Status PageStoreImpl::WrongMemory(const Cache& cache) {
+  return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(cache.config.device),
+                    cache.on_device() ? "host memory: this call touches pages itself"
+                                      : "a GPU: this call leaves pages to its kernels");
+}
+
+absl::Status PageStoreImpl::Extend(CacheId id, int first_layer, int layers, absl::Span<const AppendEntry> entries) {
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<Cache> cache, FindCache(id));
+  const auto refuse = [this](absl::Status status) {
+    metrics_->refused_appends.Increment();
+    return status;
+  };
+  if (!cache->on_device()) return refuse(WrongMemory(*cache));
+  std::vector<Sequence*> sequences;
+  sequences.reserve(entries.size());
+  SlotCounts wanted;
+  uint64_t pages = 0, tokens = 0;
+  absl::Status status = CheckAppend(*cache, first_layer, layers, entries, &sequences, &wanted, &pages);
+  Reservation slots(cache->tier->pool);
+  if (status.ok()) status = Reserve(*cache, wanted, &slots);
+  if (!status.ok()) return refuse(std::move(status));
+  std::vector<PageRef> to_encode;
+  for (int layer = first_layer; layer < first_layer + layers; ++layer) {
+    CommitAppend(cache, static_cast<uint32_t>(layer), entries, sequences, &slots, &to_encode);
+  }
+  for (const AppendEntry& entry : entries) tokens += static_cast<uint64_t>(entry.tokens) * layers;
+  metrics_->appended_tokens.Increment(static_cast<double>(tokens));
+  PostEncodes(cache, std::move(to_encode));
+  return absl::OkStatus();
+}
+
+void PageStoreImpl::Settle(Sequence& sequence, uint32_t layer, uint32_t end, std::vector<PageRef>* pending) {
+  uint32_t& settled = sequence.settled[layer];
+  for (uint32_t i = settled; i < end; ++i) {
+    const PageRef ref{sequence.blocks[i], layer};
+    if (ref.page().awaits_encoding()) {
+      pending->push_back(ref);
+    } else if (i == settled) {
+      if (ref.page().declined) NoteChange(sequence, layer, i);
+      ++settled;
+    }
+  }
+}
+
+absl::StatusOr<std::unique_ptr<DeviceLease>> PageStoreImpl::Read(CacheId id, int first_layer, int layers,
+                                                                 absl::Span<const AttendEntry> entries) {
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<Cache> cache, FindCache(id));
+  if (!cache->on_device()) return WrongMemory(*cache);
+  std::vector<Sequence*> sequences;
+  sequences.reserve(entries.size());
+  uint64_t pages = 0;
+  KV_RETURN_IF_ERROR(CheckAttend(*cache, first_layer, layers, entries, &sequences, &pages));
+  std::vector<PageRef> pending;
+  std::vector<uint32_t> aged(entries.size());
+  for (size_t i = 0; i < entries.size(); ++i) {
+    Sequence& sequence = *sequences[i];
+    const uint64_t newest = entries[i].position + entries[i].tokens - 1;
+    aged[i] = sequence.aged[first_layer];
+    for (int layer = first_layer; layer < first_layer + layers; ++layer) {
+      if (sequence.aged[layer] != aged[i]) {
+        return FieldError(absl::StatusCode::kFailedPrecondition, absl::StrCat("entries[", i, "].sequence"),
+                          absl::StrCat(entries[i].sequence), "equally old in all layers that are read in one step");
+      }
+      // What the newest query reads encoded: what is aged for the sequence, or beyond the query's lag.
+      const uint32_t own = static_cast<uint32_t>(newest / cache->page_tokens());
+      const uint32_t far = AgedPages(newest, cache->page_tokens(), cache->config.lag_pages);
+      if (!cache->identity()) Settle(sequence, layer, std::max(far, std::min(sequence.aged[layer], own + 1)), &pending);
+    }
+  }
+  KV_RETURN_IF_ERROR(CheckAttendPages(pending.size()));
+  auto lease = std::make_unique<DeviceLeaseImpl>(this, cache, std::move(aged));
+  lease->Start(std::move(pending));
+  return lease;
+}
+
+absl::Status PageStoreImpl::TakeChanges(SequenceId id, int layer, std::vector<PagePlace>* changes) {
+  KV_ASSIGN_OR_RETURN(Sequence * sequence, FindSequence(id));
+  if (!sequence->cache->on_device()) return WrongMemory(*sequence->cache);
+  KV_CHECK(layer >= 0 && static_cast<uint32_t>(layer) < sequence->cache->layers());
+  std::vector<uint32_t>& changed = sequence->changed[layer];
+  std::sort(changed.begin(), changed.end());
+  changed.erase(std::unique(changed.begin(), changed.end()), changed.end());
+  for (const uint32_t index : changed) {
+    if (index >= sequence->blocks.size()) break;
+    const Page& page = sequence->blocks[index]->pages[layer];
+    if (page.state == PageState::kFree) continue;
+    // Of an identity codec the raw form is the one there is.
+    changes->push_back({index, sequence->cache->identity() && !page.raw.valid() ? page.encoded : page.raw,
+                        sequence->cache->identity() ? PageId() : page.encoded});
+  }
+  changed.clear();
+  return absl::OkStatus();
+}
+
+}  // namespace kvmanager
