@@ -181,25 +181,28 @@ class Bench {
     size_t encoded_next = 0, raw_next = 0;
     DevicePlanSize planned;
     for (int set = 0; set < sets; ++set) {
-      std::vector<std::vector<DevicePage>> pages;
+      // Page j's slot stands at place j of its sequence's part of the table, in either form.
       std::vector<DeviceSequence> sequences;
+      std::vector<PageRun> raw_runs;
+      raw_runs.reserve(contexts.size());
+      uint32_t place = 0;
+      uint32_t* const table = slots.data() + set * (encoded + raw);
       for (const int context : contexts) {
-        std::vector<DevicePage> list((context + kPageTokens - 1) / kPageTokens);
-        const size_t raw_pages = format ? std::min<size_t>(kLagPages + 1, list.size()) : list.size();
-        for (size_t j = 0; j < list.size(); ++j) {
-          if (j + raw_pages < list.size()) {
-            list[j].encoded = encoded_units[encoded_next++];
-          } else {
-            list[j].raw = raw_units[raw_next++];
-          }
-        }
-        pages.push_back(std::move(list));
+        const uint32_t count = uint32_t(context + kPageTokens - 1) / kPageTokens;
+        const uint32_t raw_pages = format ? std::min<uint32_t>(kLagPages + 1, count) : count;
+        DeviceSequence sequence;
+        sequence.raw_table = sequence.encoded_table = place;
+        raw_runs.push_back({count - raw_pages, count});
+        sequence.not_encoded = {&raw_runs.back(), 1};
         // The newest page is open.
-        sequences.push_back({{}, uint64_t(context - kPageTokens + kOpenTokens - 1), 1});
+        sequence.first_position = uint64_t(context - kPageTokens + kOpenTokens - 1);
+        sequence.tokens = 1;
+        sequences.push_back(sequence);
+        for (uint32_t j = 0; j < count; ++j) {
+          table[place++] = j + raw_pages < count ? encoded_units[encoded_next++] : raw_units[raw_next++];
+        }
       }
-      for (size_t i = 0; i < pages.size(); ++i) sequences[i].pages = pages[i];
-      const auto made = planner.Plan(
-          sequences, {absl::MakeSpan(items), absl::MakeSpan(slots).subspan(set * (encoded + raw), encoded + raw)});
+      const auto made = planner.Plan(sequences, absl::MakeSpan(items));
       if (!made.ok()) {
         std::fprintf(stderr, "attention_gpu_bench: %s\n", made.status().ToString().c_str());
         std::exit(1);

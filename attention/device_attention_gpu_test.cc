@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "attention/attention.h"
 #include "attention/device_plan.h"
+#include "attention/device_plan_testing.h"
 #include "codecs/hack/hack.h"
 #include "codecs/hack/hack_attention_cuda.h"
 #include "codecs/hack/hack_reference.h"
@@ -91,7 +92,6 @@ class World {
     std::iota(order_.begin(), order_.end(), 0u);
     std::shuffle(order_.begin(), order_.end(), random_);
     for (const auto& [context, tokens] : shape.sequences) AddSequence(context, tokens);
-    for (size_t i = 0; i < pages_.size(); ++i) sequences_[i].pages = pages_[i];
     q_.resize(size_t(tokens_) * query_heads() * shape.head_dim);
     std::normal_distribution<float> normal(0, 1);
     for (size_t i = 0; i < q_.size(); ++i) q_[i] = Rounded(shape.q_std * normal(random_));
@@ -99,8 +99,6 @@ class World {
   }
 
   int query_heads() const { return shape_.kv_heads * shape_.group; }
-  const std::vector<DeviceSequence>& sequences() const { return sequences_; }
-
   /// Runs on the device with `blocks` blocks: out as floats, lse.
   void Run(const AttendKernels& kernels, int blocks, std::vector<float>* out, std::vector<float>* lse) {
     DevicePlanner::Options o;
@@ -112,15 +110,18 @@ class World {
     o.warps = kernels.grid.warps;
     o.encoded_cost = kernels.encoded_cost;
     std::vector<AttendItem> items(1 << 14);
-    std::vector<uint32_t> slots(1 << 16);
-    const auto planned = DevicePlanner(o).Plan(sequences_, {absl::MakeSpan(items), absl::MakeSpan(slots)});
+    DeviceTables tables;
+    for (const Sequence& s : sequences_) tables.Add(s.pages, 0, s.first_position, s.tokens);
+    const std::vector<uint32_t>& slots = tables.slots();
+    const auto planned = DevicePlanner(o).Plan(tables.sequences(), absl::MakeSpan(items));
     ASSERT_TRUE(planned.ok()) << planned.status();
     std::vector<uint16_t> q16(q_.size());
     for (size_t i = 0; i < q_.size(); ++i) StoreElement(q16.data(), shape_.dtype, i, q_[i]);
     DeviceBytes pool(pool_.size()), d_items(items.size() * sizeof items[0]), d_slots(slots.size() * 4),
         q(q16.size() * 2), d_out(q16.size() * 2), d_lse(q16.size() / layout_.head_dim * 4),
-        partial(size_t(planned->parts) * device::kTileRows * layout_.head_dim * 4),
-        partial_max(size_t(planned->parts) * device::kTileRows * 8), arrived(planned->parts * device::kTileRows * 4);
+        partial(size_t(planned->parts + 1) * device::kTileRows * layout_.head_dim * 4),
+        partial_max(size_t(planned->parts + 1) * device::kTileRows * 8),
+        arrived((planned->parts + 1) * device::kTileRows * 4);
     pool.Fill(pool_.data(), pool_.size());
     d_items.Fill(items.data(), items.size() * sizeof items[0]);
     d_slots.Fill(slots.data(), slots.size() * 4);
@@ -163,7 +164,7 @@ class World {
     out->assign(size_t(tokens_) * heads * d, 0);
     lse->assign(size_t(tokens_) * heads, 0);
     size_t row = 0;
-    for (const DeviceSequence& s : sequences_) {
+    for (const Sequence& s : sequences_) {
       for (int token = 0; token < s.tokens; ++token) {
         for (int head = 0; head < heads; ++head, ++row) {
           float max = -INFINITY, sum = 0;
@@ -179,6 +180,11 @@ class World {
   const hack::HackFormat* format() const { return format_.get(); }
 
  private:
+  struct Sequence {
+    std::vector<DevicePage> pages;
+    uint64_t first_position;
+    int tokens;
+  };
   float Scale() const { return 1 / std::sqrt(float(layout_.head_dim)); }
   float Rounded(float x) const {
     return shape_.dtype == DType::kFloat16 ? HalfToFloat(FloatToHalf(x)) : BFloat16ToFloat(FloatToBFloat16(x));
@@ -227,15 +233,14 @@ class World {
         std::memcpy(Slot(list[j].raw), raw.data(), layout_.raw_bytes());
       }
     }
-    pages_.push_back(std::move(list));
-    sequences_.push_back({{}, first, tokens});
+    sequences_.push_back({std::move(list), first, tokens});
     tokens_ += tokens;
   }
 
   /// Every row's q is a multiple of one key that it sees: its weight is 1, all others' 0.
   void PointAtOneToken() {
     size_t row = 0;
-    for (const DeviceSequence& s : sequences_) {
+    for (const Sequence& s : sequences_) {
       for (int token = 0; token < s.tokens; ++token) {
         for (int head = 0; head < query_heads(); ++head, ++row) {
           const uint64_t at = random_() % (s.first_position + token + 1);
@@ -250,12 +255,12 @@ class World {
     }
   }
 
-  void AttendRow(const DeviceSequence& s, uint64_t position, int head, const float* q, const SoftmaxRows& state) const {
+  void AttendRow(const Sequence& s, uint64_t position, int head, const float* q, const SoftmaxRows& state) const {
     const int d = layout_.head_dim, kv_head = head / shape_.group;
     const uint32_t page_tokens = layout_.page_tokens, own = uint32_t(position / page_tokens);
     for (uint32_t j = 0; j <= own; ++j) {
       const DevicePage& page = s.pages[j];
-      const bool near = j == own || (page.lag_applies && own - j <= uint32_t(shape_.lag_pages));
+      const bool near = own - j <= uint32_t(shape_.lag_pages);
       const bool raw = page.encoded == DevicePage::kNoSlot || (near && page.raw != DevicePage::kNoSlot);
       float max = -INFINITY, sum = 0;
       std::vector<float> acc(d);
@@ -299,8 +304,7 @@ class World {
   std::vector<uint8_t> pool_;
   std::vector<uint32_t> order_;
   size_t taken_ = 0;
-  std::vector<std::vector<DevicePage>> pages_;
-  std::vector<DeviceSequence> sequences_;
+  std::vector<Sequence> sequences_;
   int tokens_ = 0;
   std::vector<float> q_;
 };

@@ -1,8 +1,7 @@
 // Invariants of a plan:
 // 1. Each tile (query rows of one page and KV head) reads each page up to its own exactly once, in one form.
 // 2. A tile's parts, one per block that works on it, are numbered in order of position; a block's items of a tile
-// follow
-//    one another.
+//    follow one another.
 // 3. Each item is in one block's list, which begins with the item of the block's number; `pages` is 0 in the list of a
 //    block without work.
 #include "attention/device_plan.h"
@@ -10,7 +9,6 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
-#include "attention/reading_form.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -19,8 +17,11 @@ namespace {
 using device::AttendItem;
 using device::PageForm;
 
-absl::Status TooSmall(const char* buffer, size_t wanted, size_t capacity) {
-  return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat("plan ", buffer), absl::StrCat(wanted),
+// As a warp takes them of a raw page.
+constexpr uint32_t kRawUnitTokens = 16;
+
+absl::Status TooManyItems(size_t wanted, size_t capacity) {
+  return FieldError(absl::StatusCode::kResourceExhausted, "plan items", absl::StrCat(wanted),
                     absl::StrCat("at most ", capacity));
 }
 
@@ -34,64 +35,96 @@ DevicePlanner::DevicePlanner(const Options& options)
   KV_CHECK(options.blocks > 0 && options.warps > 0 && options.encoded_cost > 0);
 }
 
+uint32_t DevicePlanner::FirstNearPage(uint32_t own, uint32_t aged, uint32_t lag_pages) {
+  return std::min(own, std::max(aged, own > lag_pages ? own - lag_pages : 0));
+}
+
+// The runs of pages 0 .. own that a query on page `own` reads in one form (ReadsRaw, of runs instead of pages).
+void DevicePlanner::SplitByForm(const DeviceSequence& sequence, uint32_t own) {
+  forms_.clear();
+  const auto add = [&](uint32_t first, uint32_t end, PageForm form) {
+    if (first >= end) return;
+    if (!forms_.empty() && forms_.back().form == form) {
+      forms_.back().pages.end = end;
+    } else {
+      forms_.push_back({{first, end}, form});
+    }
+  };
+  if (options_.identity) return add(0, own + 1, PageForm::kRaw);
+  const uint32_t near = FirstNearPage(own, sequence.aged, uint32_t(options_.lag_pages));
+  // `exceptions` interrupt pages [first, end) of the other form.
+  const auto split = [&](uint32_t first, uint32_t end, PageForm form, absl::Span<const PageRun> exceptions) {
+    for (const PageRun& run : exceptions) {
+      if (run.first >= end) break;
+      if (run.end <= first) continue;
+      add(first, run.first, form);
+      add(std::max(first, run.first), std::min(end, run.end),
+          form == PageForm::kRaw ? PageForm::kEncoded : PageForm::kRaw);
+      first = run.end;
+    }
+    add(first, end, form);
+  };
+  split(0, near, PageForm::kEncoded, sequence.not_encoded);
+  split(near, own + 1, PageForm::kRaw, sequence.not_raw);
+}
+
 // Query tokens whose own page is the same: which pages they read in which form is the same for all of them.
 void DevicePlanner::AddGroup(const DeviceSequence& sequence, uint32_t first_row_token, int token, int tokens,
                              DevicePlanSize* size) {
   const uint32_t page_tokens = options_.layout.page_tokens;
   const uint64_t position = sequence.first_position + token;
   const uint32_t own = uint32_t(position / page_tokens), offset = uint32_t(position % page_tokens);
-  // The table has a slot per page and group: the form that this group reads.
-  const uint32_t table = uint32_t(slots_.size());
-  group_runs_.clear();
-  for (uint32_t j = 0; j <= own; ++j) {
-    const DevicePage& page = sequence.pages[j];
-    const bool has_raw = page.raw != DevicePage::kNoSlot, has_encoded = page.encoded != DevicePage::kNoSlot;
-    KV_CHECK(has_raw || has_encoded);
-    const bool reads_raw = ReadsRaw(has_raw, has_encoded, page.lag_applies, own - j, uint32_t(options_.lag_pages));
-    slots_.push_back(reads_raw ? page.raw : page.encoded);
-    const PageForm form = reads_raw || options_.identity ? PageForm::kRaw : PageForm::kEncoded;
-    if (group_runs_.empty() || group_runs_.back().form != form) {
-      group_runs_.emplace_back();
-      group_runs_.back().form = form;
-      group_runs_.back().first_page = table + j;
-    }
-    ++group_runs_.back().pages;
-    const uint64_t pairs = j == own ? uint64_t(tokens) * (offset + 1) + uint64_t(tokens) * (tokens - 1) / 2
-                                    : uint64_t(tokens) * page_tokens;
-    (form == PageForm::kRaw ? size->raw_pairs : size->encoded_pairs) += pairs;
-  }
+  SplitByForm(sequence, own);
   // An encoded page is read whole: it is nobody's own, or its last token asks.
-  KV_CHECK(group_runs_.back().form == PageForm::kRaw || (tokens == 1 && offset + 1 == page_tokens));
-  for (AttendItem& run : group_runs_) {
-    run.first_token = first_row_token + token;
-    run.last_visible = uint16_t(&run == &group_runs_.back() ? offset + 1 : page_tokens);
+  KV_CHECK(forms_.back().form == PageForm::kRaw || (tokens == 1 && offset + 1 == page_tokens));
+  for (const FormRun& run : forms_) {
+    const bool has_own = run.pages.end == own + 1;
+    uint64_t pairs = uint64_t(tokens) * page_tokens * (run.pages.end - run.pages.first - (has_own ? 1 : 0));
+    if (has_own) pairs += uint64_t(tokens) * (offset + 1) + uint64_t(tokens) * (tokens - 1) / 2;
+    (run.form == PageForm::kRaw ? size->raw_pairs : size->encoded_pairs) += pairs;
   }
   const uint32_t rows = uint32_t(tokens) * group_heads_;
   for (uint32_t row = 0; row < rows; row += device::kTileRows) {
     const uint32_t tile_rows = std::min<uint32_t>(rows - row, device::kTileRows);
     size->rows_max = std::max(size->rows_max, int(tile_rows));
     for (uint32_t head = 0; head < options_.layout.kv_heads; ++head, ++tiles_) {
-      for (AttendItem run : group_runs_) {
-        run.kv_head = uint16_t(head);
-        run.first_row = uint16_t(row);
-        run.rows = uint8_t(tile_rows);
-        runs_.push_back({run, tiles_, run.form == PageForm::kRaw ? raw_cost_ : options_.encoded_cost});
+      for (const FormRun& run : forms_) {
+        const bool raw = run.form == PageForm::kRaw;
+        AttendItem item;
+        item.first_page = (raw ? sequence.raw_table : sequence.encoded_table) + run.pages.first;
+        item.pages = run.pages.end - run.pages.first;
+        item.form = run.form;
+        item.first_token = first_row_token + token;
+        item.last_visible = uint16_t(run.pages.end == own + 1 ? offset + 1 : page_tokens);
+        item.kv_head = uint16_t(head);
+        item.first_row = uint16_t(row);
+        item.rows = uint8_t(tile_rows);
+        runs_.push_back({item, tiles_, raw ? raw_cost_ : options_.encoded_cost});
       }
     }
   }
 }
 
+// As many as have a unit (attend_device.cuh) for each of their warps.
+uint32_t DevicePlanner::BlocksFor() const {
+  uint64_t units = 0;
+  for (const Run& run : runs_) {
+    const uint32_t of_page = run.item.form == PageForm::kRaw ? options_.layout.page_tokens / kRawUnitTokens : 1;
+    units += uint64_t{run.item.pages} * of_page;
+  }
+  const uint64_t warps = uint64_t(options_.warps);
+  return uint32_t(std::clamp<uint64_t>((units + warps - 1) / warps, 1, uint64_t(options_.blocks)));
+}
+
 absl::StatusOr<DevicePlanSize> DevicePlanner::Plan(absl::Span<const DeviceSequence> sequences,
-                                                   const DevicePlanBuffers& buffers) {
+                                                   absl::Span<AttendItem> buffer) {
   const int page_tokens = options_.layout.page_tokens;
   DevicePlanSize size;
   runs_.clear();
-  slots_.clear();
   tiles_ = 0;
   uint32_t row_token = 0;
   for (const DeviceSequence& sequence : sequences) {
     KV_CHECK(sequence.tokens >= 1 && sequence.tokens <= kQueryTokensMax);
-    KV_CHECK((sequence.first_position + sequence.tokens - 1) / page_tokens < sequence.pages.size());
     for (int token = 0; token < sequence.tokens;) {
       const int left = page_tokens - int((sequence.first_position + token) % page_tokens);
       const int tokens = std::min(left, sequence.tokens - token);
@@ -100,31 +133,29 @@ absl::StatusOr<DevicePlanSize> DevicePlanner::Plan(absl::Span<const DeviceSequen
     }
     row_token += uint32_t(sequence.tokens);
   }
-  if (slots_.size() > buffers.slots.size()) return TooSmall("slots", slots_.size(), buffers.slots.size());
-  std::copy(slots_.begin(), slots_.end(), buffers.slots.begin());
-  size.slots = uint32_t(slots_.size());
 
   uint64_t total = 0;
   for (const Run& run : runs_) total += uint64_t{run.item.pages} * run.page_cost;
-  // Fewer blocks where each would have less than a page for each of its warps.
-  const uint64_t least = uint64_t(options_.warps) * options_.encoded_cost;
-  const uint64_t blocks = std::clamp<uint64_t>((total + least - 1) / least, 1, uint64_t(options_.blocks));
+  const uint64_t blocks = BlocksFor();
   const uint32_t block_count = uint32_t(options_.blocks);
-  if (buffers.items.size() < block_count) return TooSmall("items", block_count, buffers.items.size());
-  std::fill_n(buffers.items.begin(), block_count, AttendItem());
+  if (buffer.size() < block_count) return TooManyItems(block_count, buffer.size());
+  std::fill_n(buffer.begin(), block_count, AttendItem());
   uint32_t items = block_count;                              // those behind every block's first
   uint32_t parts = 0, tile = UINT32_MAX, last = UINT32_MAX;  // last: item of this block
   uint64_t before = 0, block = 0;                            // before: the cost of what is planned
   uint16_t part = 0;                                         // of the tile
   tile_items_.clear();
   const auto end_part = [&]() {
-    if (last != UINT32_MAX) buffers.items[last].ends_tile = 1;
+    if (last != UINT32_MAX) buffer[last].ends_tile = 1;
   };
   const auto end_tile = [&]() {
     end_part();
     if (tile_items_.empty()) return;
-    for (const uint32_t i : tile_items_) buffers.items[i].parts = uint16_t(part + 1);
-    parts += part + 1;
+    for (const uint32_t i : tile_items_) {
+      buffer[i].first_part = parts;
+      buffer[i].parts = uint16_t(part + 1);
+    }
+    if (part > 0) parts += part + 1;  // a tile of one block is written where it belongs
     part = 0;
     tile_items_.clear();
   };
@@ -145,14 +176,13 @@ absl::StatusOr<DevicePlanSize> DevicePlanner::Plan(absl::Span<const DeviceSequen
         continue;
       }
       const uint32_t at = last == UINT32_MAX ? uint32_t(block) : items++;
-      if (at >= buffers.items.size()) return TooSmall("items", at + 1, buffers.items.size());
-      if (last != UINT32_MAX) buffers.items[last].next = at;
+      if (at >= buffer.size()) return TooManyItems(at + 1, buffer.size());
+      if (last != UINT32_MAX) buffer[last].next = at;
       last = at;
-      AttendItem& item = buffers.items[at];
+      AttendItem& item = buffer[at];
       item = run.item;
       item.first_page = page;
       item.pages = block + 1 == blocks ? end - page : uint32_t(std::min<uint64_t>(fitting, end - page));
-      item.first_part = parts;
       item.part = part;
       tile_items_.push_back(at);
       page += item.pages;

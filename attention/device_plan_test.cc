@@ -4,6 +4,7 @@
 #include <random>
 #include <tuple>
 
+#include "attention/device_plan_testing.h"
 #include "gtest/gtest.h"
 #include "kvmanager/base/status.h"
 
@@ -13,38 +14,38 @@ namespace {
 using device::AttendItem;
 using device::PageForm;
 
-struct Batch {
-  std::vector<std::vector<DevicePage>> pages;
-  std::vector<DeviceSequence> sequences;
+struct Sequence {
+  std::vector<DevicePage> pages;
+  uint32_t aged = 0;
+  uint64_t first_position = 0;
+  int tokens = 0;
 };
 
 /// Slots are numbered so that a slot says what it is: 4 * (1000 * sequence + page) + form.
-Batch RandomBatch(std::mt19937& random, int page_tokens, bool identity) {
-  Batch batch;
-  const int count = 1 + random() % 5;
-  for (int s = 0; s < count; ++s) {
+std::vector<Sequence> RandomBatch(std::mt19937& random, int page_tokens, bool identity) {
+  std::vector<Sequence> batch(1 + random() % 5);
+  for (size_t s = 0; s < batch.size(); ++s) {
     const uint64_t context = 1 + random() % (random() % 3 == 0 ? 50 : 4000);
     const int tokens = 1 + random() % std::min<uint64_t>(context, random() % 2 == 0 ? 1 : 16);
-    const size_t pages = (context + page_tokens - 1) / page_tokens;
-    std::vector<DevicePage> list(pages);
-    for (size_t j = 0; j < pages; ++j) {
-      const uint32_t name = 4 * (1000 * s + uint32_t(j));
+    std::vector<DevicePage> pages((context + page_tokens - 1) / page_tokens);
+    for (size_t j = 0; j < pages.size(); ++j) {
+      const uint32_t name = 4 * uint32_t(1000 * s + j);
       const bool near_end = (j + 2) * page_tokens > context - tokens;
       const bool encoded = !identity && !near_end && random() % 8 != 0;
-      if (!encoded || random() % 4 == 0) list[j].raw = name;
-      if (encoded) list[j].encoded = name + 1;
-      list[j].lag_applies = random() % 3 != 0;
+      if (!encoded || random() % 4 == 0) pages[j].raw = name;
+      if (encoded) pages[j].encoded = name + 1;
     }
-    batch.pages.push_back(std::move(list));
-    batch.sequences.push_back({{}, context - tokens, tokens});
+    const uint32_t aged = random() % 2 == 0 ? 0 : uint32_t(random() % (pages.size() + 1));
+    batch[s] = {std::move(pages), aged, context - tokens, tokens};
   }
-  for (int s = 0; s < count; ++s) batch.sequences[s].pages = batch.pages[s];
   return batch;
 }
 
 /// The items of all blocks in the order of the parts, each of which one block has.
 std::vector<AttendItem> ItemsByPart(const std::vector<AttendItem>& items, int blocks, const DevicePlanSize& size) {
-  std::vector<std::vector<AttendItem>> parts(size.parts);
+  using Tile = std::tuple<uint32_t, uint16_t, uint16_t>;  // first token, head, first row
+  std::map<Tile, std::map<uint32_t, std::vector<AttendItem>>> tiles;
+  std::vector<bool> place_taken(size.parts);
   std::vector<bool> linked(size.items);
   for (uint32_t b = 0; b < uint32_t(blocks); ++b) {
     if (items[b].pages == 0) {
@@ -58,14 +59,13 @@ std::vector<AttendItem> ItemsByPart(const std::vector<AttendItem>& items, int bl
       linked[at] = true;
       const AttendItem& item = items[at];
       EXPECT_LT(item.part, item.parts);
-      EXPECT_LE(item.first_part + item.parts, size.parts);
-      const uint32_t part = item.first_part + item.part;
+      std::vector<AttendItem>& part = tiles[{item.first_token, item.kv_head, item.first_row}][item.part];
       if (open == UINT32_MAX) {
-        EXPECT_TRUE(parts[part].empty());
-        open = part;
+        EXPECT_TRUE(part.empty());
+        open = item.part;
       }
-      EXPECT_EQ(part, open);
-      parts[part].push_back(item);
+      EXPECT_EQ(item.part, open);
+      part.push_back(item);
       if (item.ends_tile) open = UINT32_MAX;
       if (item.next == 0) break;
       EXPECT_GE(item.next, uint32_t(blocks));
@@ -73,17 +73,22 @@ std::vector<AttendItem> ItemsByPart(const std::vector<AttendItem>& items, int bl
     EXPECT_EQ(open, UINT32_MAX);
   }
   std::vector<AttendItem> flat;
-  for (uint32_t i = 0; i < size.parts; ++i) {
-    EXPECT_FALSE(parts[i].empty());
-    for (const AttendItem& item : parts[i]) {
-      const AttendItem& first = parts[item.first_part].front();
-      EXPECT_EQ(item.parts, first.parts);
-      EXPECT_EQ(item.first_part + item.part, i);
-      EXPECT_EQ(item.kv_head, first.kv_head);
-      EXPECT_EQ(item.first_token, first.first_token);
-      EXPECT_EQ(item.first_row, first.first_row);
-      EXPECT_EQ(item.rows, first.rows);
-      flat.push_back(item);
+  for (const auto& [name, parts] : tiles) {
+    const AttendItem& first = parts.begin()->second.front();
+    EXPECT_EQ(parts.size(), first.parts);
+    for (const auto& [part, list] : parts) {
+      EXPECT_LT(part, first.parts);
+      if (first.parts > 1) {
+        EXPECT_LT(first.first_part + part, size.parts);
+        EXPECT_FALSE(place_taken[first.first_part + part]);
+        place_taken[first.first_part + part] = true;
+      }
+      for (const AttendItem& item : list) {
+        EXPECT_EQ(item.parts, first.parts);
+        EXPECT_EQ(item.first_part, first.first_part);
+        EXPECT_EQ(item.rows, first.rows);
+        flat.push_back(item);
+      }
     }
   }
   return flat;
@@ -103,12 +108,15 @@ TEST(DevicePlan, EveryRowReadsEveryPageOnceInTheFormThatTheRulesSay) {
     o.warps = 8;
     o.encoded_cost = 1 + random() % 40000;
     o.identity = random() % 5 == 0;
-    const Batch batch = RandomBatch(random, o.layout.page_tokens, o.identity);
+    const std::vector<Sequence> batch = RandomBatch(random, o.layout.page_tokens, o.identity);
+    DeviceTables tables;
+    for (const Sequence& s : batch) tables.Add(s.pages, s.aged, s.first_position, s.tokens);
+    const std::vector<uint32_t>& slots = tables.slots();
     std::vector<AttendItem> items(100000);
-    std::vector<uint32_t> slots(100000);
     DevicePlanner planner(o);
-    const auto planned = planner.Plan(batch.sequences, {absl::MakeSpan(items), absl::MakeSpan(slots)});
+    const auto planned = planner.Plan(tables.sequences(), absl::MakeSpan(items));
     ASSERT_TRUE(planned.ok()) << planned.status();
+    ASSERT_LE(planned->parts, 2u * o.blocks);
     const std::vector<AttendItem> in_order = ItemsByPart(items, o.blocks, *planned);
 
     // By (row token, query head): the slots that it reads, in order, and what it sees of the last.
@@ -120,7 +128,7 @@ TEST(DevicePlan, EveryRowReadsEveryPageOnceInTheFormThatTheRulesSay) {
     std::map<std::pair<uint32_t, uint32_t>, Row> rows;
     for (const AttendItem& item : in_order) {
       ASSERT_GE(item.pages, 1u);
-      ASSERT_LE(item.first_page + item.pages, planned->slots);
+      ASSERT_LE(item.first_page + item.pages, slots.size());
       ASSERT_GE(item.rows, 1);
       ASSERT_LE(item.rows, planned->rows_max);
       ASSERT_LE(planned->rows_max, device::kTileRows);
@@ -136,7 +144,7 @@ TEST(DevicePlan, EveryRowReadsEveryPageOnceInTheFormThatTheRulesSay) {
     }
     uint32_t row_token = 0;
     uint64_t encoded_pairs = 0, raw_pairs = 0;
-    for (const DeviceSequence& s : batch.sequences) {
+    for (const Sequence& s : batch) {
       for (int token = 0; token < s.tokens; ++token, ++row_token) {
         const uint64_t position = s.first_position + token;
         const uint32_t own = uint32_t(position / o.layout.page_tokens);
@@ -144,7 +152,7 @@ TEST(DevicePlan, EveryRowReadsEveryPageOnceInTheFormThatTheRulesSay) {
         std::vector<PageForm> forms;
         for (uint32_t j = 0; j <= own; ++j) {
           const DevicePage& page = s.pages[j];
-          const bool near = j == own || (page.lag_applies && own - j <= uint32_t(o.lag_pages));
+          const bool near = j == own || (j >= s.aged && own - j <= uint32_t(o.lag_pages));
           const bool raw = page.encoded == DevicePage::kNoSlot || (near && page.raw != DevicePage::kNoSlot);
           wanted.push_back(raw ? page.raw : page.encoded);
           forms.push_back(raw ? PageForm::kRaw : PageForm::kEncoded);
@@ -176,20 +184,17 @@ TEST(DevicePlan, BlocksHaveAsMuchWork) {
   o.blocks = 132;
   o.warps = 16;
   o.encoded_cost = 2 * 64 * 128 * 2 / 5;  // of a raw page's
-  std::vector<std::vector<DevicePage>> pages;
-  std::vector<DeviceSequence> sequences;
+  DeviceTables tables;
   for (int s = 0; s < 32; ++s) {
     const uint64_t context = s == 0 ? 131072 : 4096;
-    pages.emplace_back(context / 64);
-    for (size_t j = 0; j < pages.back().size(); ++j) {
-      (j + 3 >= pages.back().size() ? pages.back()[j].raw : pages.back()[j].encoded) = uint32_t(j);
+    std::vector<DevicePage> pages(context / 64);
+    for (size_t j = 0; j < pages.size(); ++j) {
+      (j + 3 >= pages.size() ? pages[j].raw : pages[j].encoded) = uint32_t(j);
     }
-    sequences.push_back({{}, context - 1, 1});
+    tables.Add(pages, 0, context - 1, 1);
   }
-  for (int s = 0; s < 32; ++s) sequences[s].pages = pages[s];
   std::vector<AttendItem> items(10000);
-  std::vector<uint32_t> slots(10000);
-  const auto planned = DevicePlanner(o).Plan(sequences, {absl::MakeSpan(items), absl::MakeSpan(slots)});
+  const auto planned = DevicePlanner(o).Plan(tables.sequences(), absl::MakeSpan(items));
   ASSERT_TRUE(planned.ok()) << planned.status();
   std::vector<uint64_t> costs;
   for (uint32_t b = 0; b < 132; ++b) {
@@ -203,32 +208,71 @@ TEST(DevicePlan, BlocksHaveAsMuchWork) {
   EXPECT_LE(*most - *least, 2u * 5);
 }
 
-TEST(DevicePlan, SaysWhichBufferIsTooSmall) {
+TEST(DevicePlan, SmallBatchesOfRawPagesUseManyBlocks) {
+  DevicePlanner::Options o;
+  o.layout.kv_heads = 8;
+  o.layout.head_dim = 128;
+  o.query_heads = 32;
+  o.identity = true;
+  o.blocks = 132;
+  o.warps = 13;
+  o.encoded_cost = 2 * 64 * 128 * 2;
+  DeviceTables tables;
+  std::vector<DevicePage> pages(64);
+  for (DevicePage& page : pages) page.raw = 1;
+  tables.Add(pages, 0, 4095, 1);
+  std::vector<AttendItem> items(1000);
+  ASSERT_TRUE(DevicePlanner(o).Plan(tables.sequences(), absl::MakeSpan(items)).ok());
+  EXPECT_GT(items[131].pages, 0u);
+}
+
+TEST(DevicePlan, SaysThatItsBufferIsTooSmall) {
   DevicePlanner::Options o;
   o.layout.kv_heads = 2;
   o.layout.head_dim = 64;
   o.query_heads = 2;
-  o.blocks = 4;
+  o.blocks = 3;
   o.warps = 8;
   o.encoded_cost = 1000;
   std::vector<DevicePage> pages(40);
   for (DevicePage& page : pages) page.raw = 1;
-  const DeviceSequence sequence{pages, 40 * 64 - 1, 1};
+  DeviceTables tables;
+  tables.Add(pages, 0, 40 * 64 - 1, 1);
   std::vector<AttendItem> items(64);
-  std::vector<uint32_t> slots(64);
   DevicePlanner planner(o);
-  const DevicePlanBuffers whole{absl::MakeSpan(items), absl::MakeSpan(slots)};
-  EXPECT_TRUE(planner.Plan({&sequence, 1}, whole).ok());
-  DevicePlanBuffers few = whole;
-  few.items = few.items.subspan(0, 3);
-  const absl::Status no_items = planner.Plan({&sequence, 1}, few).status();
-  EXPECT_TRUE(absl::IsResourceExhausted(no_items));
-  EXPECT_EQ(DetailOf(no_items).field, "plan items");
-  few = whole;
-  few.slots = few.slots.subspan(0, 39);
-  const absl::Status no_slots = planner.Plan({&sequence, 1}, few).status();
-  EXPECT_TRUE(absl::IsResourceExhausted(no_slots));
-  EXPECT_EQ(DetailOf(no_slots).bound, "at most 39");
+  EXPECT_TRUE(planner.Plan(tables.sequences(), absl::MakeSpan(items)).ok());
+  for (const size_t few : {size_t{2}, size_t{3}}) {
+    const absl::Status status = planner.Plan(tables.sequences(), absl::MakeSpan(items).subspan(0, few)).status();
+    EXPECT_TRUE(absl::IsResourceExhausted(status));
+    EXPECT_EQ(DetailOf(status).field, "plan items");
+  }
+}
+
+TEST(PageRuns, AreTheSetsThatTheyStandFor) {
+  std::mt19937 random(3);
+  for (int trial = 0; trial < 200; ++trial) {
+    PageRuns runs;
+    std::vector<bool> set(64);
+    for (int i = 0; i < 40; ++i) {
+      const uint32_t first = random() % 60, end = first + random() % 5;
+      const bool add = random() % 2 == 0;
+      add ? runs.Add(first, end) : runs.Remove(first, end);
+      for (uint32_t j = first; j < end; ++j) set[j] = add;
+      uint32_t before = UINT32_MAX;
+      std::vector<bool> got(64);
+      for (const PageRun& run : runs.runs()) {
+        ASSERT_LT(run.first, run.end);
+        ASSERT_TRUE(before == UINT32_MAX || run.first > before);
+        before = run.end;
+        for (uint32_t j = run.first; j < run.end; ++j) got[j] = true;
+      }
+      ASSERT_EQ(got, set);
+      const uint32_t from = random() % 64, to = from + random() % (64 - from);
+      uint32_t found = from;
+      while (found < to && !set[found]) ++found;
+      ASSERT_EQ(runs.FirstIn(from, to), found);
+    }
+  }
 }
 
 }  // namespace
