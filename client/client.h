@@ -47,6 +47,7 @@ struct CacheOptions {
   int tensor_parallel_rank = 0, tensor_parallel_size = 1;
   std::string codec = "raw";  // "NAME[:key=value,...]", or a policy: "SPEC[;FIRST..LAST=SPEC...][;sinks=N]"
   int lag_pages = 2;
+  int device = -1;  // where pages are computed on: host memory, or the daemon's GPU with this ordinal (device.h)
 };
 
 struct CacheDescription {

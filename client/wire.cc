@@ -67,6 +67,7 @@ void ToWire(const CacheOptions& o, api::CacheConfig::Builder wire) {
   wire.setTensorParallelSize(uint32_t(o.tensor_parallel_size));
   wire.setCodec(ToKj(o.codec));
   wire.setLagPages(uint32_t(o.lag_pages));
+  wire.setDevice(o.device);
 }
 
 void ToWire(absl::Span<const BlockName> names, capnp::List<api::BlockName>::Builder wire) {
@@ -95,6 +96,7 @@ absl::StatusOr<CacheDescription> FromWire(api::CacheInfo::Reader wire) {
   o.tensor_parallel_size = int(config.getTensorParallelSize());
   o.codec = ToString(config.getCodec());
   o.lag_pages = int(config.getLagPages());
+  o.device = config.getDevice();
   const auto digest = wire.getDigest();
   if (digest.size() != d.digest.bytes.size()) {
     return absl::InternalError(

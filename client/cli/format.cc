@@ -216,6 +216,7 @@ json ToJson(const std::vector<CacheDescription>& caches) {
                     {"tensor_parallel_size", o.tensor_parallel_size},
                     {"codec", Utf8(o.codec)},
                     {"lag_pages", o.lag_pages},
+                    {"device", o.device},
                     {"raw_page_bytes", c.raw_page_bytes},
                     {"encoded_page_bytes", c.encoded_page_bytes},
                     {"payload_page_bytes", c.payload_page_bytes},

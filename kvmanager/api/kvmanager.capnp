@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 2;
+const apiMinor :UInt16 = 3;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -51,6 +51,8 @@ struct CacheConfig {
   tensorParallelSize @12 :UInt32 = 1;
   codec @13 :Text = "raw";       # NAME[:key=value,...], or a policy: SPEC[;FIRST..LAST=SPEC...][;sinks=N]
   lagPages @14 :UInt32 = 2;      # newest full pages that are read raw
+  device @15 :Int32 = -1;        # where pages are computed on: -1: host memory; else the GPU of the daemon with this ordinal.
+                                 # Not part of the digest: blocks have the same names and bytes everywhere. Feature "device".
 }
 
 struct CacheInfo {
@@ -109,6 +111,11 @@ struct StepRequest {
   lse @7 :Tensor;          # an arena range of [sum of tokens][queryHeads] float32, or none
   wantLse @8 :Bool;        # with lse none: send it inline
   scale @9 :Float32;       # of scores; 0: 1/sqrt(headDim)
+  ready @10 :UInt64;
+  # Of a cache on a GPU: tensors are ranges of device arenas, qDtype is the cache's dtype, and the scale is 0. The daemon's stream
+  # for this connection (openDevice) begins the step once the word `ready` is at least this; 0: at once. The reply comes when the
+  # step is submitted, not when it is done: see done. What is NaN or Inf in k, v and q is found then; the first later call that
+  # names the sequence is INVALID_ARGUMENT and says where, and so is every one after it.
 }
 
 struct StepReply {
@@ -117,6 +124,32 @@ struct StepReply {
   lse @2 :Data;            # inline float32
   encodedPairs @3 :UInt64; # (query token, context token) pairs read in encoded form, and raw
   rawPairs @4 :UInt64;
+  done @5 :UInt64;         # of a cache on a GPU: the word `done` is at least this once out and lse are there
+}
+
+struct ExtendRequest {
+  # Of a cache on a GPU whose pages this process attends to itself: one call for all layers of a step.
+  entries @0 :List(StepEntry);   # tokens: to append (and attend from); with append false, tokens that are there
+  append @1 :Bool;               # this process's kernels will write K and V of these tokens, in every layer
+  encodeHere @2 :Bool;           # and encode the pages that this fills, in encodeItems; else the daemon does
+}
+
+struct ExtendReply {
+  status @0 :Status;
+  epoch @1 :UInt64;
+  # Of this plan; they grow. When this process's kernels no longer need what the plan names, and have appended what it promised,
+  # its stream stores this to the word `released`. At most 4096 are outstanding.
+  aged @2 :List(UInt32);
+  # [entries] pages before this one are read encoded whatever their distance; others raw while they are the query's own page or
+  # within lagPages of it. A page without an encoded slot is read raw.
+  changes @3 :Data;
+  # What this connection's tables of slots lack, as runs of u32 little-endian: entry, page, first layer, layers n, then n times
+  # (raw slot, encoded slot), in units of 64 bytes from the pool's first byte; 0xffffffff: none.
+  encodeItems @4 :Data;
+  # With encodeHere: pages to encode behind the kernels of this step, as u32: layer, raw slot, encoded slot, 0, then u64 position of
+  # the first token. For the i-th, one u32 of the words' declined ring at (encodeAt + i) % ring is 1 if the codec declined, else 0.
+  encodeBatch @5 :UInt64;        # to be stored to the word `encoded` behind them; 0: nothing to encode
+  encodeAt @6 :UInt32;
 }
 
 struct SequenceRequest {
@@ -186,6 +219,7 @@ interface Cache {
   # folds: steps of this layer leave their outputs in the codec's space ("fold=1" of a codec), for the client to fold the way
   # back into its output projection. factors: [kvHeads][headDim][headDim] float32, row-major: an output o' of a query head stands
   # for o = A o', A being its KV head's. Empty where folds is false: outputs are as usual. Feature "output-factors".
+  extend @6 (request :ExtendRequest) -> (reply :ExtendReply);
 }
 
 struct HelloRequest {

@@ -59,6 +59,7 @@ absl::StatusOr<CacheConfig> ReadCacheConfig(api::CacheConfig::Reader in) {
   config.tensor_parallel_size = static_cast<int>(in.getTensorParallelSize());
   config.codec = std::string(ViewOf(in.getCodec()));
   config.lag_pages = static_cast<int>(in.getLagPages());
+  config.device = in.getDevice();
   return config;
 }
 
@@ -78,6 +79,7 @@ void WriteCacheConfig(const CacheConfig& config, api::CacheConfig::Builder out) 
   out.setTensorParallelSize(config.tensor_parallel_size);
   out.setCodec(TextOf(config.codec));
   out.setLagPages(config.lag_pages);
+  out.setDevice(config.device);
 }
 
 void WriteCacheInfo(const CacheInfo& info, api::CacheInfo::Builder out) {

@@ -50,6 +50,7 @@ absl::Status ValidateCacheConfig(const CacheConfig& config) {
   KV_RETURN_IF_ERROR(CheckRange("query_heads", config.query_heads, layout.kv_heads,
                                 layout.kv_heads * CacheConfig::kGroupMax, layout.kv_heads));
   KV_RETURN_IF_ERROR(CheckRange("lag_pages", config.lag_pages, 0, CacheConfig::kLagPagesMax));
+  KV_RETURN_IF_ERROR(CheckRange("device", config.device, CacheConfig::kHost, CacheConfig::kDeviceMax));
   KV_RETURN_IF_ERROR(CheckRange("tensor_parallel_size", config.tensor_parallel_size, 1, 1024));
   return CheckRange("tensor_parallel_rank", config.tensor_parallel_rank, 0, config.tensor_parallel_size - 1);
 }

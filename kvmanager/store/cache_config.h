@@ -34,6 +34,7 @@ struct CacheConfig {
   /// Where its pages are computed on: in host memory, or on the GPU with this ordinal. Not part of the digest: the same
   /// page has the same bytes and the same name everywhere.
   static constexpr int kHost = -1;
+  static constexpr int kDeviceMax = 1023;
   int device = kHost;
 };
 

@@ -1,0 +1,9 @@
+#include "codecs/device/device_encoder.h"
+
+namespace kvmanager {
+
+absl::StatusOr<std::unique_ptr<DeviceEncoder>> DeviceEncoder::Create(const DeviceCodec*, CUstream_st*, uint32_t) {
+  return absl::UnavailableError("built without CUDA: nothing is encoded on a GPU");
+}
+
+}  // namespace kvmanager
