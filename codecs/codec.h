@@ -15,6 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "codecs/calibration.h"
+#include "codecs/device/device_codec.h"
 #include "codecs/page_attention.h"
 #include "codecs/sequence_index.h"
 #include "kvmanager/base/page_layout.h"
@@ -95,6 +96,9 @@ class Codec {
   /// For a sequence of this cache, an index by which its queries choose what they read (sequence_index.h); nullptr:
   /// every query reads everything. Only of identity codecs.
   virtual std::unique_ptr<SequenceIndex> NewIndex(const IndexFacts& facts) const { return nullptr; }
+
+  /// What this codec does on the calling thread's GPU; nullptr: nothing, here or in this build.
+  virtual std::unique_ptr<DeviceCodec> NewDeviceCodec() const { return nullptr; }
 };
 
 }  // namespace kvmanager

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "codecs/hack/hack.h"
 #include "codecs/hack/hack_attention.h"
+#include "codecs/hack/hack_device_codec.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/base/status.h"
 
@@ -94,6 +95,8 @@ absl::Status HackCodec::Validate(int, absl::Span<const uint8_t> encoded) const {
   }
   return absl::OkStatus();
 }
+
+std::unique_ptr<DeviceCodec> HackCodec::NewDeviceCodec() const { return MakeHackDeviceCodec(format_); }
 
 }  // namespace hack
 

@@ -23,6 +23,7 @@ class HackCodec final : public Codec {
   void Decode(absl::Span<const DecodeItem> items) const override;
   absl::Status Validate(int layer, absl::Span<const uint8_t> encoded) const override;
   const PageAttention& attention() const override { return *attention_; }
+  std::unique_ptr<DeviceCodec> NewDeviceCodec() const override;
 
   const HackFormat& format() const { return format_; }
 

@@ -93,11 +93,11 @@ __device__ __forceinline__ void DecodeStrip(const HackDeviceShape& shape, const 
 template <int kDim, bool kBFloat16>
 __global__ void __launch_bounds__(kDim, 640 / kDim)
     DecodeStripKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ heads,
-                      const HackDecodeItem* __restrict__ items, int first_side, int sides) {
+                      const DeviceDecodeItem* __restrict__ items, int first_side, int sides) {
   __shared__ float2 metas[kDim];
   const uint32_t head = blockIdx.x % shape.kv_heads, rest = blockIdx.x / shape.kv_heads;
   const int side = first_side + rest % sides;
-  const HackDecodeItem item = items[rest / sides];
+  const DeviceDecodeItem item = items[rest / sides];
   uint8_t* const raw = item.raw + shape.raw_offset(side, head);
   const uint8_t* const record = item.encoded + heads[head].offset;
   const HackDeviceSide& layout = heads[head].side[side];
@@ -113,12 +113,12 @@ constexpr size_t GeneralDecodeBytes(int head_dim) { return size_t(kStripTokens) 
 template <bool kBFloat16>
 __global__ void __launch_bounds__(kGeneralThreads)
     DecodeGeneralKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ heads,
-                        const HackDecodeItem* __restrict__ items, int side_index) {
+                        const DeviceDecodeItem* __restrict__ items, int side_index) {
   extern __shared__ float rows[];  // [64][head_dim + 1]
   __shared__ Meta metas[kStripMetasMax];
   const int d = shape.head_dim, pitch = d + 1, part = shape.partition, strips = shape.page_tokens / kStripTokens;
   const int strip = blockIdx.x % strips, head = blockIdx.x / strips % shape.kv_heads;
-  const HackDecodeItem item = items[blockIdx.x / strips / shape.kv_heads];
+  const DeviceDecodeItem item = items[blockIdx.x / strips / shape.kv_heads];
   const HackDeviceSide& side = heads[head].side[side_index];
   const uint8_t* const record = item.encoded + heads[head].offset;
   const bool is_v = side_index == 1, along_tokens = is_v || shape.k_along_tokens;
@@ -178,7 +178,7 @@ constexpr size_t kDefaultSharedBytes = 48 * 1024;  // a kernel that wants more a
 struct DecodeLaunch {
   const HackDeviceShape& shape;
   const HackDeviceHead* heads;
-  const HackDecodeItem* items;
+  const DeviceDecodeItem* items;
   uint32_t count;
   cudaStream_t stream;
 
@@ -210,7 +210,7 @@ struct DecodeLaunch {
 
 }  // namespace
 
-int LaunchHackDecode(const HackDeviceShape& shape, const HackDeviceHead* heads, const HackDecodeItem* items,
+int LaunchHackDecode(const HackDeviceShape& shape, const HackDeviceHead* heads, const DeviceDecodeItem* items,
                      uint32_t count, CUstream_st* stream) {
   if (count == 0) return cudaSuccess;
   const DecodeLaunch launch = {shape, heads, items, count, stream};

@@ -12,7 +12,7 @@ constexpr size_t kDefaultSharedBytes = 48 * 1024;  // a kernel that wants more a
 
 /// Declined pages become zeros, once all their blocks have ended. Blocks: [item].
 __global__ void __launch_bounds__(kZeroThreads)
-    ZeroDeclinedKernel(const HackEncodeItem* __restrict__ items, const uint32_t* __restrict__ declined,
+    ZeroDeclinedKernel(const DeviceEncodeItem* __restrict__ items, const uint32_t* __restrict__ declined,
                        uint32_t page_bytes) {
   if (declined[blockIdx.x] == 0) return;
   uint8_t* const page = items[blockIdx.x].encoded;
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kZeroThreads)
 struct EncodeLaunch {
   const HackDeviceShape& shape;
   const HackDeviceHead* heads;
-  const HackEncodeItem* items;
+  const DeviceEncodeItem* items;
   uint32_t count;
   uint32_t* declined;
   cudaStream_t stream;
@@ -73,7 +73,7 @@ struct EncodeLaunch {
 
 }  // namespace
 
-int LaunchHackEncode(const HackDeviceShape& shape, const HackDeviceHead* heads, const HackEncodeItem* items,
+int LaunchHackEncode(const HackDeviceShape& shape, const HackDeviceHead* heads, const DeviceEncodeItem* items,
                      uint32_t count, uint32_t* declined, CUstream_st* stream) {
   if (count == 0) return cudaSuccess;
   cudaError_t error = cudaMemsetAsync(declined, 0, count * sizeof(uint32_t), stream);

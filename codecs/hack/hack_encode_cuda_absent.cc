@@ -2,12 +2,12 @@
 
 namespace kvmanager::hack {
 
-int LaunchHackEncode(const HackDeviceShape&, const HackDeviceHead*, const HackEncodeItem*, uint32_t, uint32_t*,
+int LaunchHackEncode(const HackDeviceShape&, const HackDeviceHead*, const DeviceEncodeItem*, uint32_t, uint32_t*,
                      CUstream_st*) {
   return kHackCudaUnavailable;
 }
 
-int LaunchHackDecode(const HackDeviceShape&, const HackDeviceHead*, const HackDecodeItem*, uint32_t, CUstream_st*) {
+int LaunchHackDecode(const HackDeviceShape&, const HackDeviceHead*, const DeviceDecodeItem*, uint32_t, CUstream_st*) {
   return kHackCudaUnavailable;
 }
 

@@ -78,7 +78,7 @@ __device__ __forceinline__ void ZeroPadding(const HackDeviceShape& shape, const 
 template <bool kBFloat16>
 __global__ void __launch_bounds__(kGeneralThreads)
     EncodeGeneralKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ heads,
-                        const HackEncodeItem* __restrict__ items, uint32_t* declined, int side_index) {
+                        const DeviceEncodeItem* __restrict__ items, uint32_t* declined, int side_index) {
   extern __shared__ __align__(16) float rows[];           // [tile_tokens][pitch], then lo, hi [partitions][entries]
   __shared__ uint32_t try_tops[RangeGrid::kTries][2][2];  // [try][group][step, minimum], as bits
   __shared__ uint32_t tops[2][2];                         // [group]
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kGeneralThreads)
   const int chunk = blockIdx.x % g.chunks;
   const int head = blockIdx.x / g.chunks % shape.kv_heads;
   const uint32_t index = blockIdx.x / g.chunks / shape.kv_heads;
-  const HackEncodeItem item = items[index];
+  const DeviceEncodeItem item = items[index];
   const HackDeviceSide& side = heads[head].side[side_index];
   uint8_t* const record = item.encoded + heads[head].offset;
   const int d = shape.head_dim, part = shape.partition;

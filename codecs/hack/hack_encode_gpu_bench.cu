@@ -142,15 +142,15 @@ int Main(const std::string& filter) {
     std::vector<uint32_t> order(pages);
     for (uint32_t i = 0; i < pages; ++i) order[i] = i;
     std::shuffle(order.begin(), order.end(), std::mt19937(7));
-    std::vector<HackEncodeItem> encodes(pages);
-    std::vector<HackDecodeItem> decodes(pages);
+    std::vector<DeviceEncodeItem> encodes(pages);
+    std::vector<DeviceDecodeItem> decodes(pages);
     for (uint32_t i = 0; i < pages; ++i) {
       uint8_t* const page = encoded.data() + size_t(order[pages - 1 - i]) * format.page_bytes;
       encodes[i] = {raw.data() + order[i] * row.layout.raw_bytes(), page, uint64_t(i) * 64, i % 32};
       decodes[i] = {page, other.data() + order[i] * row.layout.raw_bytes()};
     }
-    DeviceArray<HackEncodeItem> encode_items(encodes);
-    DeviceArray<HackDecodeItem> decode_items(decodes);
+    DeviceArray<DeviceEncodeItem> encode_items(encodes);
+    DeviceArray<DeviceDecodeItem> decode_items(decodes);
     DeviceArray<uint32_t> declined(pages);
     const double encode = MedianSeconds([&] {
       CheckCuda(LaunchHackEncode(device.shape, heads.data(), encode_items.data(), pages, declined.data(), nullptr),

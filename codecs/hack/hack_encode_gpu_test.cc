@@ -43,7 +43,7 @@ class Comparison {
     const size_t raw_stride = raw_bytes + kGuardBytes, page_stride = page_bytes + kGuardBytes;
     std::vector<uint8_t> raw(n * raw_stride, kGuard), want(n * page_stride, kGuard), want_raw(n * raw_stride, kGuard);
     DeviceArray<uint8_t> device_raw(raw.size()), device_pages(want);
-    std::vector<HackEncodeItem> items(n);
+    std::vector<DeviceEncodeItem> items(n);
     std::vector<uint32_t> declined(n);
     for (size_t i = 0; i < n; ++i) {
       items[i].raw = device_raw.data() + i * raw_stride;
@@ -65,7 +65,7 @@ class Comparison {
       std::memcpy(want_raw.data() + i * raw_stride, back.raw, raw_bytes);
     }
     device_raw.Write(raw);
-    DeviceArray<HackEncodeItem> device_items(items);
+    DeviceArray<DeviceEncodeItem> device_items(items);
     DeviceArray<uint32_t> device_declined(std::vector<uint32_t>(n, 7));
     ASSERT_EQ(LaunchHackEncode(device_.shape, heads_.data(), device_items.data(), uint32_t(n), device_declined.data(),
                                nullptr),
@@ -81,9 +81,9 @@ class Comparison {
     // Decoding: of the CPU's pages, so that one error does not hide another.
     device_pages.Write(want);
     DeviceArray<uint8_t> device_back(std::vector<uint8_t>(raw.size(), kGuard));
-    std::vector<HackDecodeItem> decodes(n);
+    std::vector<DeviceDecodeItem> decodes(n);
     for (size_t i = 0; i < n; ++i) decodes[i] = {items[i].encoded, device_back.data() + i * raw_stride};
-    DeviceArray<HackDecodeItem> device_decodes(decodes);
+    DeviceArray<DeviceDecodeItem> device_decodes(decodes);
     ASSERT_EQ(LaunchHackDecode(device_.shape, heads_.data(), device_decodes.data(), uint32_t(n), nullptr), 0);
     ASSERT_CUDA(cudaDeviceSynchronize());
     const std::vector<uint8_t> back = device_back.Read();
@@ -248,11 +248,11 @@ TEST_F(HackEncodeGpuTest, DeclinesWhatIsNotFinite) {
       raw.insert(raw.end(), page.begin(), page.end());
     }
     DeviceArray<uint8_t> device_raw(raw), pages(kPages * format.page_bytes);
-    std::vector<HackEncodeItem> items;
+    std::vector<DeviceEncodeItem> items;
     for (int i = 0; i < kPages; ++i) {
       items.push_back({device_raw.data() + i * layout.raw_bytes(), pages.data() + i * format.page_bytes, 0, 0});
     }
-    DeviceArray<HackEncodeItem> device_items(items);
+    DeviceArray<DeviceEncodeItem> device_items(items);
     DeviceArray<uint32_t> declined(kPages);
     ASSERT_EQ(LaunchHackEncode(device.shape, heads.data(), device_items.data(), kPages, declined.data(), nullptr), 0);
     ASSERT_CUDA(cudaDeviceSynchronize());
@@ -273,7 +273,7 @@ TEST_F(HackEncodeGpuTest, DecodesAnyBytes) {
     std::vector<uint8_t> bytes(device.shape.page_bytes);
     for (uint8_t& b : bytes) b = uint8_t(random());
     DeviceArray<uint8_t> page(bytes), raw(layout.raw_bytes());
-    DeviceArray<HackDecodeItem> item(std::vector<HackDecodeItem>{{page.data(), raw.data()}});
+    DeviceArray<DeviceDecodeItem> item(std::vector<DeviceDecodeItem>{{page.data(), raw.data()}});
     ASSERT_EQ(LaunchHackDecode(device.shape, heads.data(), item.data(), 1, nullptr), 0);
     ASSERT_CUDA(cudaDeviceSynchronize());
   }

@@ -438,7 +438,7 @@ __device__ __forceinline__ bool EncodeStrip(const HackDeviceShape& shape, const 
 template <int kDim, bool kBFloat16, bool kFit>
 __global__ void __launch_bounds__(kDim, (kFit ? 768 : 1024) / kDim)
     EncodeStripKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ heads,
-                      const HackEncodeItem* __restrict__ items, uint32_t* declined, int first_side, int sides) {
+                      const DeviceEncodeItem* __restrict__ items, uint32_t* declined, int first_side, int sides) {
   extern __shared__ __align__(16) uint8_t record[];
   __shared__ StripMemory<kDim> memory;
   FitMemory<kDim>* fit = nullptr;

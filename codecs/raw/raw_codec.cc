@@ -4,12 +4,30 @@
 #include "absl/strings/str_cat.h"
 #include "codecs/raw/raw.h"
 #include "codecs/raw/raw_attention.h"
+#include "codecs/raw/raw_attention_cuda.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
 namespace {
 
 constexpr uint32_t kRawVersion = 1;
+
+/// Attention alone.
+class RawDeviceCodec final : public DeviceCodec {
+ public:
+  explicit RawDeviceCodec(const device::AttendKernels* attention) : attention_(attention) {}
+
+  const device::AttendKernels* attention(int) const override { return attention_; }
+  absl::Status Encode(const DeviceEncodeItem*, uint32_t, uint32_t*, CUstream_st*) const override { return Refused(); }
+  absl::Status Decode(const DeviceDecodeItem*, uint32_t, CUstream_st*) const override { return Refused(); }
+
+ private:
+  static absl::Status Refused() {
+    return absl::FailedPreconditionError("raw pages are their own encoded form: there is nothing to encode or decode");
+  }
+
+  const device::AttendKernels* const attention_;
+};
 
 /// Immutable; every method may be called from any thread at once.
 class RawCodec final : public Codec {
@@ -56,6 +74,11 @@ class RawCodec final : public Codec {
   }
 
   const PageAttention& attention() const override { return *attention_; }
+
+  std::unique_ptr<DeviceCodec> NewDeviceCodec() const override {
+    const device::AttendKernels* const attention = RawAttentionKernels(layout_.head_dim);
+    return attention == nullptr ? nullptr : std::make_unique<RawDeviceCodec>(attention);
+  }
 
  private:
   const PageLayout layout_;
