@@ -1,5 +1,5 @@
-// kvctl: looks at a running kvmanagerd, drains it, purges what it has published; trains calibration artifacts and tunes
-// policies.
+// kvctl: looks at a running kvmanagerd, drains it, purges what it has published; trains calibration artifacts, writes
+// captures and tunes policies.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -14,6 +14,7 @@
 #include "client/client.h"
 #include "examples/engine/blas_core.h"
 #include "examples/engine/calibrate_command.h"
+#include "examples/engine/capture_command.h"
 #include "examples/engine/program.h"
 #include "examples/engine/tune_command.h"
 #include "kvmanager/base/status.h"
@@ -88,6 +89,7 @@ int Main(int argc, char** argv) {
       "  kvctl purge --cache 3              forget the published blocks of cache 3 that nobody holds\n"
       "  kvctl --connect tcp:10.0.0.2:7000 status --json\n"
       "  kvctl calibrate --model DIR --text FILE --codec zack+hack --out NAME.safetensors\n"
+      "  kvctl capture --model DIR --text FILE --tokens 4096 --out CAPTURE.safetensors\n"
       "  kvctl tune --model DIR --text FILE --max-loss 0.5%   the smallest codec policy that is good enough\n",
       "kvctl"};
   app.footer(
@@ -121,6 +123,9 @@ int Main(int argc, char** argv) {
   engine::CalibrateArguments calibrate_arguments;
   auto* calibrate = app.add_subcommand("calibrate", "Train what codecs need of a model: needs no daemon");
   engine::AddCalibrateOptions(*calibrate, calibrate_arguments);
+  engine::CaptureArguments capture_arguments;
+  auto* capture = app.add_subcommand("capture", "Write what attention sees of a model, Q, K and V: needs no daemon");
+  engine::AddCaptureOptions(*capture, capture_arguments);
   engine::TuneArguments tune_arguments;
   auto* tune = app.add_subcommand("tune", "Measure codec policies, and name the best under a loss: needs no daemon");
   engine::AddTuneOptions(*tune, tune_arguments);
@@ -135,6 +140,7 @@ int Main(int argc, char** argv) {
     return misused(e.what());
   }
   if (calibrate->parsed()) return engine::ExitCode("kvctl calibrate", engine::RunCalibrate(calibrate_arguments));
+  if (capture->parsed()) return engine::ExitCode("kvctl capture", engine::RunCapture(capture_arguments));
   if (tune->parsed()) return engine::ExitCode("kvctl tune", engine::RunTune(tune_arguments));
   uint32_t cache_id = Client::kAllCaches;
   if (purge->parsed() && !arguments.purge_all) {

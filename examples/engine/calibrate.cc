@@ -6,11 +6,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "codecs/builtin.h"
-#include "codecs/raw/raw_attention.h"
-#include "codecs/registry.h"
 #include "examples/engine/calibrate_defaults.h"
-#include "examples/engine/local_backend.h"
+#include "examples/engine/observe.h"
 #include "kvmanager/base/sha256.h"
 #include "kvmanager/base/status.h"
 
@@ -20,7 +17,7 @@ namespace {
 using calibrate::CalibrationPlan;
 using SteadyTime = std::chrono::steady_clock;
 
-constexpr int kPageTokens = 64;
+constexpr int kPageTokens = ObserveOptions::kPageTokens;
 
 double SecondsSince(SteadyTime::time_point begun) {
   return std::chrono::duration<double>(SteadyTime::now() - begun).count();
@@ -114,39 +111,18 @@ absl::StatusOr<CalibrateResult> CalibrateModel(const Model& model, absl::Span<co
   for (int layer = 0; layer < c.layers; ++layer) {
     KV_RETURN_IF_ERROR(collector.SetOutputProjection(layer, model.layers()[layer].o));
   }
-  CodecRegistry registry;
-  RegisterBuiltinCodecs(registry);
-  KV_ASSIGN_OR_RETURN(const std::unique_ptr<Codec> raw, registry.Create("raw", LocalContext(model, kPageTokens)));
-  EvaluateOptions windows;
-  windows.window = options.window;
+  ObserveOptions windows;
   windows.windows = options.windows;
-  windows.stride = options.window;
+  windows.window = options.window;
   windows.threads = options.threads;
-  LocalBackendOptions backend_options;
-  backend_options.rows_max = EvaluateRowsMax(windows, kPageTokens);
-  backend_options.threads = options.threads;
-  KV_ASSIGN_OR_RETURN(const std::unique_ptr<LocalBackend> backend,
-                      LocalBackend::Create(&model, raw.get(), backend_options));
-  absl::Status collected;
-  std::vector<float> k, v;
-  backend->set_observer([&](int layer, absl::Span<const KvEntry> entries, const StepBuffers& buffers) {
-    size_t rows = 0;
-    for (const KvEntry& entry : entries) rows += entry.tokens;
-    const size_t kv_elements = rows * c.kv_heads * c.head_dim, q_elements = rows * c.query_heads * c.head_dim;
-    k.resize(kv_elements);
-    v.resize(kv_elements);
-    ConvertToFloat(buffers.k, DType::kFloat16, kv_elements, k.data());
-    ConvertToFloat(buffers.v, DType::kFloat16, kv_elements, v.data());
-    if (collected.ok())
-      collected = collector.Add(layer, int(rows), entries[0].tokens, absl::MakeConstSpan(buffers.q, q_elements), k, v);
-  });
-  const std::unique_ptr<WindowStore> store = MakeLocalWindows(backend.get());
-  // The protocol of windows wants a last target, which nobody looks at here.
-  std::vector<uint8_t> padded(text.begin(), text.end());
-  padded.push_back(0);
-  KV_RETURN_IF_ERROR(VisitWindows(model, store.get(), padded, windows, kPageTokens, /*visit=*/nullptr,
-                                  [&](int64_t done, int64_t total) { progress("reading the text", done, total); }));
-  KV_RETURN_IF_ERROR(collected);
+  KV_RETURN_IF_ERROR(ObserveWindows(
+      model, text, windows,
+      [&](const Observation& seen) {
+        int rows = 0;
+        for (const KvEntry& entry : seen.entries) rows += entry.tokens;
+        return collector.Add(seen.layer, rows, seen.entries[0].tokens, seen.q, seen.k, seen.v);
+      },
+      [&](int64_t done, int64_t total) { progress("reading the text", done, total); }));
   const double read_seconds = SecondsSince(begun);
   TensorMetadata metadata = {
       {"source", "text"},

@@ -22,13 +22,6 @@ namespace {
 
 constexpr uint64_t kTextBytesMax = uint64_t{1} << 32;
 
-/// Before minutes of work: whether the artifact can be written in the end.
-absl::Status CheckOut(const std::string& path) {
-  if (path.empty()) return InvalidField("--out", "empty", "a file's path");
-  if (!absl::EndsWith(path, ".safetensors")) return InvalidField("--out", path, "FILE.safetensors");
-  return CheckWritable("--out", path);
-}
-
 /// One bar at a time on a terminal. Elsewhere lines for the stage that takes long, and one for each other stage.
 class Stages {
  public:
@@ -182,7 +175,7 @@ absl::Status RunCalibrate(const CalibrateArguments& arguments) {
   options.choice_windows = arguments.choice_windows;
   options.train.seed = uint64_t(arguments.seed);
   options.train.iterations = arguments.iterations;
-  KV_RETURN_IF_ERROR(CheckOut(arguments.out));
+  KV_RETURN_IF_ERROR(CheckTensorsOut("--out", arguments.out));
   if (!arguments.json.empty()) KV_RETURN_IF_ERROR(CheckWritable("--json", arguments.json));
   KV_ASSIGN_OR_RETURN(const CalibrateResult result, Calibrate(arguments, options));
   KV_RETURN_IF_ERROR(WriteFileAtomically(arguments.out, result.file));

@@ -61,7 +61,8 @@ class LocalBackend final : public KvBackend {
   /// position that is not the sequence's token count).
   absl::Status AppendAndAttend(int layer, absl::Span<const KvEntry> entries) override;
 
-  /// An empty sequence's id.
+  static constexpr uint64_t kFirstSequence = 1;
+  /// An empty sequence's id: kFirstSequence, and one more each time.
   uint64_t CreateSequence();
   void DropSequence(uint64_t sequence) { sequences_.erase(sequence); }
 
@@ -104,7 +105,7 @@ class LocalBackend final : public KvBackend {
   StepBuffers buffers_;
   Observer observer_;
   std::map<uint64_t, Sequence> sequences_;
-  uint64_t next_sequence_ = 1;
+  uint64_t next_sequence_ = kFirstSequence;
   std::vector<std::pair<Page*, uint64_t>> full_;  // pages to encode, with the positions of their first tokens
   std::vector<EncodeItem> items_;
   std::vector<PageMemory> workspaces_;  // [threads]

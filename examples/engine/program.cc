@@ -8,6 +8,7 @@
 #include <fstream>
 #include <thread>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
 
@@ -52,6 +53,12 @@ absl::Status CheckWritable(absl::string_view option, const std::string& path) {
   KV_RETURN_IF_ERROR(WriteFile(probe, ""));
   std::filesystem::remove(probe, error);
   return absl::OkStatus();
+}
+
+absl::Status CheckTensorsOut(absl::string_view option, const std::string& path) {
+  if (path.empty()) return InvalidField(option, "empty", "a file's path");
+  if (!absl::EndsWith(path, ".safetensors")) return InvalidField(option, path, "FILE.safetensors");
+  return CheckWritable(option, path);
 }
 
 Progress::Progress(std::string what, bool quiet)

@@ -17,6 +17,8 @@ absl::Status WriteFile(const std::string& path, absl::string_view content);
 /// Before long work: whether WriteFile(path) would succeed in the end; what is there stays as it is. Errors:
 /// INVALID_ARGUMENT (`option`: a directory), NOT_FOUND (its directory), UNAVAILABLE.
 absl::Status CheckWritable(absl::string_view option, const std::string& path);
+/// CheckWritable for FILE.safetensors. Errors: INVALID_ARGUMENT (empty, another extension) too.
+absl::Status CheckTensorsOut(absl::string_view option, const std::string& path);
 
 /// A progress bar on stderr if that is a terminal, else a line at every tenth. One thread.
 class Progress {
