@@ -20,6 +20,12 @@ using device::PageForm;
 // As a warp takes them of a raw page.
 constexpr uint32_t kRawUnitTokens = 16;
 
+// What a block may get beyond an even share, so that it need not work on two tiles: what the second costs it, or a part
+// of its share, since blocks that wait for memory lose nothing by being fewer.
+constexpr uint64_t kSecondTileCost = 128 << 10;
+constexpr uint64_t kShareOverExcess = 16;
+constexpr int kShareSearchSteps = 6;
+
 absl::Status TooManyItems(size_t wanted, size_t capacity) {
   return FieldError(absl::StatusCode::kResourceExhausted, "plan items", absl::StrCat(wanted),
                     absl::StrCat("at most ", capacity));
@@ -116,6 +122,47 @@ uint32_t DevicePlanner::BlocksFor() const {
   return uint32_t(std::clamp<uint64_t>((units + warps - 1) / warps, 1, uint64_t(options_.blocks)));
 }
 
+// The shares' ends, as costs of all that comes before: at most `blocks` of at most `limit`, none with a part of a tile
+// beside something else. false: so many blocks do not do it.
+bool DevicePlanner::ShareByTiles(uint64_t limit, uint64_t blocks) {
+  share_ends_.clear();
+  uint64_t begin = 0, at = 0;  // of the share, of the tile
+  for (const uint64_t cost : tile_costs_) {
+    if (at > begin && at + cost - begin > limit) share_ends_.push_back(begin = at);
+    if (cost > limit) {
+      const uint64_t parts = (cost + limit - 1) / limit;
+      for (uint64_t i = 1; i <= parts; ++i) share_ends_.push_back(at + cost * i / parts);
+      begin = at + cost;
+    }
+    at += cost;
+    if (share_ends_.size() > blocks) return false;
+  }
+  if (at > begin) share_ends_.push_back(at);
+  return share_ends_.size() <= blocks;
+}
+
+void DevicePlanner::Share(uint64_t blocks) {
+  tile_costs_.assign(tiles_, 0);
+  uint64_t total = 0;
+  for (const Run& run : runs_) {
+    const uint64_t cost = uint64_t{run.item.pages} * run.page_cost;
+    tile_costs_[run.tile] += cost;
+    total += cost;
+  }
+  const uint64_t even = (total + blocks - 1) / blocks;
+  uint64_t enough = even + std::max(even / kShareOverExcess, kSecondTileCost), little = even - 1;
+  if (ShareByTiles(enough, blocks)) {
+    for (int i = 0; i < kShareSearchSteps && little + 1 < enough; ++i) {
+      const uint64_t middle = little + (enough - little) / 2;
+      (ShareByTiles(middle, blocks) ? enough : little) = middle;
+    }
+    KV_CHECK(ShareByTiles(enough, blocks));
+    return;
+  }
+  share_ends_.clear();
+  for (uint64_t block = 1; block <= blocks; ++block) share_ends_.push_back(total * block / blocks);
+}
+
 absl::StatusOr<DevicePlanSize> DevicePlanner::Plan(absl::Span<const DeviceSequence> sequences,
                                                    absl::Span<AttendItem> buffer) {
   const int page_tokens = options_.layout.page_tokens;
@@ -134,9 +181,8 @@ absl::StatusOr<DevicePlanSize> DevicePlanner::Plan(absl::Span<const DeviceSequen
     row_token += uint32_t(sequence.tokens);
   }
 
-  uint64_t total = 0;
-  for (const Run& run : runs_) total += uint64_t{run.item.pages} * run.page_cost;
-  const uint64_t blocks = BlocksFor();
+  Share(BlocksFor());
+  const uint64_t blocks = share_ends_.size();
   const uint32_t block_count = uint32_t(options_.blocks);
   if (buffer.size() < block_count) return TooManyItems(block_count, buffer.size());
   std::fill_n(buffer.begin(), block_count, AttendItem());
@@ -165,8 +211,7 @@ absl::StatusOr<DevicePlanSize> DevicePlanner::Plan(absl::Span<const DeviceSequen
     const uint32_t end = run.item.first_page + run.item.pages;
     for (uint32_t page = run.item.first_page; page < end;) {
       // This block takes pages until it has its share; a page goes where more than half of it would lie.
-      const uint64_t share_end = total * (block + 1) / blocks;
-      const uint64_t room = share_end > before ? share_end - before : 0;
+      const uint64_t room = share_ends_[block] > before ? share_ends_[block] - before : 0;
       const uint64_t fitting = (room + run.page_cost / 2) / run.page_cost;
       if (fitting == 0 && block + 1 < blocks) {
         end_part();

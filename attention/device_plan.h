@@ -82,6 +82,8 @@ class DevicePlanner {
   void AddGroup(const DeviceSequence& sequence, uint32_t first_row_token, int token, int tokens, DevicePlanSize* size);
   void SplitByForm(const DeviceSequence& sequence, uint32_t own);
   uint32_t BlocksFor() const;
+  void Share(uint64_t blocks);
+  bool ShareByTiles(uint64_t limit, uint64_t blocks);
 
   const Options options_;
   const uint32_t group_heads_;
@@ -94,6 +96,8 @@ class DevicePlanner {
   std::vector<FormRun> forms_;  // of a group, ascending
   std::vector<Run> runs_;
   std::vector<uint32_t> tile_items_;
+  std::vector<uint64_t> tile_costs_;
+  std::vector<uint64_t> share_ends_;  // [blocks in use], ascending
   uint32_t tiles_ = 0;
 };
 

@@ -1,3 +1,4 @@
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "attention/gpu_bench_fill.h"
@@ -17,13 +18,17 @@ __global__ void Bits(uint64_t* to, size_t words, uint64_t seed) {
   }
 }
 
+__device__ void Round(float from, __half* to) { *to = __float2half(from); }
+__device__ void Round(float from, __nv_bfloat16* to) { *to = __float2bfloat16(from); }
+
 // The sum of four uniform values.
-__global__ void Halves(__half* to, size_t count, uint64_t seed) {
+template <typename Element>
+__global__ void Elements(Element* to, size_t count, uint64_t seed, float deviation) {
   for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count; i += size_t{gridDim.x} * blockDim.x) {
     const uint64_t bits = Mix(i * 0x9e3779b97f4a7c15ull + seed);
     float sum = 0;
     for (int j = 0; j < 4; ++j) sum += static_cast<float>(bits >> (16 * j) & 0xffff) * (1 / 65536.f) - 0.5f;
-    to[i] = __float2half(sum * 1.7320508f);
+    Round(sum * 1.7320508f * deviation, to + i);
   }
 }
 
@@ -55,8 +60,12 @@ int FillRandomBits(void* to, size_t bytes, uint64_t seed) {
   Bits<<<2048, 256>>>(static_cast<uint64_t*>(to), bytes / 8, seed);
   return cudaGetLastError();
 }
-int FillRandomHalves(void* to, size_t count, uint64_t seed) {
-  Halves<<<2048, 256>>>(static_cast<__half*>(to), count, seed);
+int FillRandomElements(void* to, size_t count, uint64_t seed, float deviation, bool bfloat16) {
+  if (bfloat16) {
+    Elements<<<2048, 256>>>(static_cast<__nv_bfloat16*>(to), count, seed, deviation);
+  } else {
+    Elements<<<2048, 256>>>(static_cast<__half*>(to), count, seed, deviation);
+  }
   return cudaGetLastError();
 }
 int FillPairs(void* to, size_t count, size_t record_bytes, size_t offset, float a, float b) {

@@ -479,13 +479,13 @@ struct HackPages {
     MultiplyBytes<IntegerProduct::kUnsignedUnsigned>(total, ones, ones, p_codes[0], p_codes[1], zero);
     MultiplyBytes<IntegerProduct::kUnsignedUnsigned>(total, ones, ones, p_codes[2], p_codes[3], total);
     const float2 tops = Tops(record + kVTops);
-    // The weight is cut to 16 bits, so that its product with kOrigin is exact, and sums, which are integers, lose
-    // nothing.
+    // The weight is rounded to 18 bits, so that its product with kOrigin, which has 6, is exact, and sums, which are
+    // integers, lose nothing. Rounded, not cut: what many pages lose must not add up where their outputs cancel.
     constexpr float kOrigin = kMagic * (1 + kHigh);
     OutputScale out;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      out.scale[h] = AsFloat(AsBits(weight[h] * tops.x * (1 / 255.f)) & 0xffffff00u);
+      out.scale[h] = AsFloat((AsBits(weight[h] * tops.x * (1 / 255.f)) + 0x20) & 0xffffffc0u);
       out.offset[h] = -kOrigin * out.scale[h];
       if (kVBits == 8)
         out.offset[h] = fmaf(128.f * out.scale[h], static_cast<float>(total[h]), out.offset[h]);  // codes - 128
