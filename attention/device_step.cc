@@ -1,0 +1,542 @@
+// Invariants: 1. A layer's items on the device, and the rows to append, are those of holds_[layer] and of rows_done_
+// when all uploads so far have run. 2. A class's layers read what its reading says, as of reading_generation_.
+#include "attention/device_step.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "attention/device_step_kernels.h"
+#include "attention/upload_ring.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/memory/device.h"
+
+namespace kvmanager {
+namespace {
+
+using device::AttendItem;
+using device::AttendKernels;
+
+constexpr uint64_t kPositionMax = UINT32_MAX;
+constexpr size_t kUploadAlign = 16;
+/// Items beside those of a tile's two forms: pages that have no encoded form, between others.
+constexpr size_t kItemsOfTile = 4;
+constexpr size_t kItemsMin = 4096;
+constexpr size_t kRingBytesMin = size_t{1} << 20;
+constexpr int kNoClass = -1;
+
+bool Aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+/// Device or pinned memory of one step; freed with it.
+class CudaMemory {
+ public:
+  CudaMemory() = default;
+  ~CudaMemory() { pinned_ ? cudaFreeHost(data_) : cudaFree(data_); }
+  CudaMemory(const CudaMemory&) = delete;
+  CudaMemory& operator=(const CudaMemory&) = delete;
+
+  absl::Status OnDevice(size_t bytes) { return CudaStatus(cudaMalloc(&data_, bytes), "cudaMalloc"); }
+  absl::Status Pinned(size_t bytes) {
+    pinned_ = true;
+    return CudaStatus(cudaHostAlloc(&data_, bytes, cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
+  }
+  template <typename T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+  bool pinned_ = false;
+};
+
+/// Cuts a piece of the ring.
+class PieceWriter {
+ public:
+  explicit PieceWriter(uint8_t* at) : at_(at) {}
+  template <typename T>
+  T* Room(size_t count) {
+    T* const room = reinterpret_cast<T*>(at_);
+    at_ += Bytes<T>(count);
+    return room;
+  }
+  template <typename T>
+  const T* Copy(absl::Span<const T> from) {
+    T* const to = Room<T>(from.size());
+    std::copy(from.begin(), from.end(), to);
+    return to;
+  }
+  template <typename T>
+  static size_t Bytes(size_t count) {
+    return (count * sizeof(T) + kUploadAlign - 1) / kUploadAlign * kUploadAlign;
+  }
+
+ private:
+  uint8_t* at_;
+};
+
+class CudaDeviceStep final : public DeviceStep {
+ public:
+  CudaDeviceStep(const Options& options, StepTables tables)
+      : o_(options),
+        tables_(std::move(tables)),
+        group_heads_(options.query_heads / options.layout.kv_heads),
+        scale_log2_(float(M_LOG2E) *
+                    (options.scale != 0 ? options.scale : 1 / std::sqrt(float(options.layout.head_dim)))),
+        kernels_(options.layers),
+        holds_(options.layers, 0),
+        class_of_(options.layers, kNoClass) {}
+  ~CudaDeviceStep() override { cudaStreamSynchronize(o_.stream); }
+
+  absl::Status Init();
+
+  absl::StatusOr<uint32_t> AddSequence(uint64_t pages_hint) override;
+  void RemoveSequence(uint32_t place) override { tables_.RemoveSequence(place); }
+  absl::Status SetPages(uint32_t place, int layer, uint32_t first_page, absl::Span<const DevicePage> pages) override {
+    return tables_.SetPages(place, layer, first_page, pages);
+  }
+  void Truncate(uint32_t place, uint32_t pages) override { tables_.Truncate(place, pages); }
+  absl::Status Prepare(int first_layer, int layers, absl::Span<const Entry> entries, bool append, bool attend) override;
+  absl::Status Append(int layer, const void* k, const void* v) override;
+  absl::Status Attend(int layer, const void* q, void* out, float* lse) override;
+  absl::Status CopyOpen(absl::Span<const OpenCopy> copies) override;
+  Counts counts() const override { return counts_; }
+  uint64_t uploads() const override { return uploads_; }
+
+ private:
+  /// Layers that share a plan.
+  struct Class {
+    const AttendKernels* kernels;
+    StepReading reading;
+    uint64_t version;  // of the plan; never 0
+    DevicePlanSize size;
+  };
+  /// A kernel's planner; layers may differ in theirs.
+  struct Planner {
+    const AttendKernels* kernels;
+    DevicePlanner planner;
+    int blocks;
+  };
+
+  int blocks_of(const AttendKernels& kernels) const { return o_.multiprocessors * kernels.grid.blocks_per_sm; }
+  bool Prepared(int layer) const { return layer >= prepared_first_ && layer < prepared_end_; }
+  absl::Status CheckEntries(absl::Span<const Entry> entries);
+  absl::Status FindClasses(int first_layer, int end_layer);
+  absl::Status PlanClass(Class* of);
+  absl::Status UploadStep(int first_layer, int end_layer);
+  absl::Status Send(size_t changes, bool rows, Class* items_of);
+
+  const Options o_;
+  StepTables tables_;
+  const int group_heads_;
+  const float scale_log2_;
+  std::vector<const AttendKernels*> kernels_;  // [layers]
+  std::vector<Planner> planners_;
+  size_t items_max_ = 0;  // of a layer
+
+  CudaMemory device_, pinned_;
+  // Of device_:
+  uint32_t* d_tables_ = nullptr;       // [layers][layer_entries]
+  AttendItem* d_items_ = nullptr;      // [layers][items_max_]
+  step::AppendRow* d_rows_ = nullptr;  // [tokens_max]
+  uint64_t* d_first_ = nullptr;        // [sequences_max]
+  float* d_partial_ = nullptr;
+  float* d_partial_max_ = nullptr;
+  uint32_t* d_arrived_ = nullptr;
+  uint32_t* d_upload_arrived_ = nullptr;
+  // Of pinned_:
+  uint64_t* done_ = nullptr;
+  std::optional<UploadRing> ring_;
+
+  // The step, as last prepared: entries_ and what follows from them.
+  std::vector<Entry> entries_;
+  bool valid_ = false;
+  bool append_ = false, attend_ = false;
+  uint64_t moves_ = 0, reading_generation_ = 0;
+  bool rows_done_ = false;
+  uint32_t tokens_ = 0;
+  int rows_max_ = 0;
+  std::vector<Class> classes_;
+  std::vector<uint64_t> holds_;  // [layers] version of the plan in its items; 0: none
+  std::vector<int> class_of_;    // [layers]; kNoClass: some page is not there
+  uint64_t versions_ = 0;
+  int prepared_first_ = 0, prepared_end_ = 0;
+  Counts counts_;
+
+  std::vector<uint32_t> resets_;  // places whose words become "none"
+  uint64_t uploads_ = 0;
+  // Scratch of Prepare.
+  StepReading reading_;
+  std::vector<DeviceSequence> sequences_;
+  std::vector<AttendItem> items_;  // of the class planned last, and its version
+  uint64_t items_version_ = 0;
+  step::Upload upload_;
+};
+
+absl::Status CudaDeviceStep::Init() {
+  size_t parts_max = 0, blocks_max = 0;
+  for (int layer = 0; layer < o_.layers; ++layer) {
+    const AttendKernels* const kernels = o_.codec->attention(layer);
+    if (kernels == nullptr) {
+      return absl::FailedPreconditionError(absl::StrCat("there is no GPU kernel for the pages of layer ", layer,
+                                                        " (head_dim ", o_.layout.head_dim, ")"));
+    }
+    kernels_[layer] = kernels;
+    const auto same = [&](const Planner& p) { return p.kernels == kernels; };
+    if (std::any_of(planners_.begin(), planners_.end(), same)) continue;
+    KV_RETURN_IF_ERROR(CudaStatus(kernels->prepare(), "preparing the attention kernel"));
+    DevicePlanner::Options plan;
+    plan.layout = o_.layout;
+    plan.query_heads = o_.query_heads;
+    plan.lag_pages = o_.lag_pages;
+    plan.identity = o_.identity;
+    plan.blocks = blocks_of(*kernels);
+    plan.warps = kernels->grid.warps;
+    plan.encoded_cost = kernels->encoded_cost;
+    planners_.push_back({kernels, DevicePlanner(plan), plan.blocks});
+    blocks_max = std::max(blocks_max, size_t(plan.blocks));
+  }
+  parts_max = 2 * blocks_max;
+  // Groups of tokens end with a page, with a piece of a long entry, and with an entry.
+  const size_t tokens = o_.tokens_max, rows = device::kTileRows;
+  const size_t groups = std::min(tokens, 2 * (tokens / DevicePlanner::kQueryTokensMax + size_t(o_.sequences_max)) + 2);
+  const size_t tiles = o_.layout.kv_heads * (tokens * group_heads_ / rows + groups);
+  items_max_ = 2 * blocks_max + std::max(kItemsMin, kItemsOfTile * tiles);
+  items_.resize(items_max_);
+
+  size_t bytes = 0;
+  const auto place = [&](size_t size) {
+    const size_t at = bytes;
+    bytes += (size + 255) / 256 * 256;
+    return at;
+  };
+  const size_t tile_rows = parts_max * device::kTileRows;
+  const size_t tables = place(size_t{tables_.layer_entries()} * o_.layers * sizeof(uint32_t));
+  const size_t items = place(items_max_ * o_.layers * sizeof(AttendItem));
+  const size_t append_rows = place(tokens * sizeof(step::AppendRow));
+  const size_t first = place(size_t(o_.sequences_max) * sizeof(uint64_t));
+  const size_t partial = place(tile_rows * o_.layout.head_dim * sizeof(float));
+  const size_t partial_max = place(tile_rows * 2 * sizeof(float));
+  const size_t arrived = place(tile_rows * sizeof(uint32_t));
+  const size_t upload_arrived = place(sizeof(uint32_t));
+  KV_RETURN_IF_ERROR(device_.OnDevice(bytes));
+  uint8_t* const base = device_.as<uint8_t>();
+  d_tables_ = reinterpret_cast<uint32_t*>(base + tables);
+  d_items_ = reinterpret_cast<AttendItem*>(base + items);
+  d_rows_ = reinterpret_cast<step::AppendRow*>(base + append_rows);
+  d_first_ = reinterpret_cast<uint64_t*>(base + first);
+  d_partial_ = reinterpret_cast<float*>(base + partial);
+  d_partial_max_ = reinterpret_cast<float*>(base + partial_max);
+  d_arrived_ = reinterpret_cast<uint32_t*>(base + arrived);
+  d_upload_arrived_ = reinterpret_cast<uint32_t*>(base + upload_arrived);
+
+  const size_t largest = items_max_ * sizeof(AttendItem) + tokens * sizeof(step::AppendRow) +
+                         size_t(o_.sequences_max) * sizeof(uint32_t) + 4096;
+  const size_t ring = (std::max(kRingBytesMin, 4 * largest) + 4095) / 4096 * 4096;
+  KV_RETURN_IF_ERROR(pinned_.Pinned(ring + UploadRing::kAlign));
+  done_ = pinned_.as<uint64_t>();
+  *done_ = 0;
+  ring_.emplace(pinned_.as<uint8_t>() + UploadRing::kAlign, ring, done_);
+  if (o_.non_finite != nullptr) std::fill_n(o_.non_finite, o_.sequences_max, 0);
+  // The stream may not wait for the default one.
+  KV_RETURN_IF_ERROR(CudaStatus(cudaMemsetAsync(base, 0, bytes, o_.stream), "cudaMemsetAsync"));
+  KV_RETURN_IF_ERROR(CudaStatus(cudaMemsetAsync(d_first_, 0xff, size_t(o_.sequences_max) * sizeof(uint64_t), o_.stream),
+                                "cudaMemsetAsync"));
+  return CudaStatus(cudaStreamSynchronize(o_.stream), "cudaStreamSynchronize");
+}
+
+absl::StatusOr<uint32_t> CudaDeviceStep::AddSequence(uint64_t pages_hint) {
+  KV_ASSIGN_OR_RETURN(const uint32_t place, tables_.AddSequence(pages_hint));
+  if (o_.non_finite != nullptr && std::find(resets_.begin(), resets_.end(), place) == resets_.end()) {
+    resets_.push_back(place);
+  }
+  return place;
+}
+
+// What the step's shape says, besides.
+absl::Status CudaDeviceStep::CheckEntries(absl::Span<const Entry> entries) {
+  uint64_t tokens = 0;
+  int most = 0;
+  for (const Entry& entry : entries) {
+    if (!tables_.Has(entry.place)) return InvalidField("entry's place", entry.place, "one that AddSequence gave");
+    if (entry.tokens < 1 || entry.tokens > o_.tokens_max) {
+      return InvalidField("entry's tokens", entry.tokens, absl::StrCat("1..", o_.tokens_max));
+    }
+    if (entry.position > kPositionMax - uint64_t(entry.tokens)) {
+      return InvalidField("entry's position", entry.position, "so that its last is below 2^32");
+    }
+    tokens += uint64_t(entry.tokens);
+    most = std::max(most, entry.tokens);
+  }
+  if (tokens < 1 || tokens > uint64_t(o_.tokens_max)) {
+    return InvalidField("tokens of a step", tokens, absl::StrCat("1..", o_.tokens_max));
+  }
+  tokens_ = uint32_t(tokens);
+  rows_max_ = std::min(std::min(most, DevicePlanner::kQueryTokensMax) * group_heads_, device::kTileRows);
+  return absl::OkStatus();
+}
+
+// Which layers read alike; those asked for must be able to.
+absl::Status CudaDeviceStep::FindClasses(int first_layer, int end_layer) {
+  std::fill(class_of_.begin(), class_of_.end(), kNoClass);
+  if (classes_.size() > size_t(2 * o_.layers)) classes_.clear();  // most are of tables that have changed since
+  absl::Status status;
+  for (int layer = 0; layer < o_.layers; ++layer) {
+    const absl::Status read = tables_.Read(layer, entries_, append_, attend_, &reading_);
+    if (!read.ok()) {
+      if (layer >= first_layer && layer < end_layer) status.Update(read);
+      continue;
+    }
+    int index = 0;
+    for (; index < int(classes_.size()); ++index) {
+      if (classes_[index].kernels == kernels_[layer] && classes_[index].reading == reading_) break;
+    }
+    if (index == int(classes_.size())) classes_.push_back({kernels_[layer], reading_, ++versions_, {}});
+    class_of_[layer] = index;
+  }
+  reading_generation_ = tables_.generation();
+  return status;
+}
+
+absl::Status CudaDeviceStep::PlanClass(Class* of) {
+  if (items_version_ == of->version) return absl::OkStatus();
+  tables_.MakeSequences(entries_, of->reading, &sequences_);
+  const auto planner =
+      std::find_if(planners_.begin(), planners_.end(), [&](const Planner& p) { return p.kernels == of->kernels; });
+  items_version_ = 0;
+  KV_ASSIGN_OR_RETURN(of->size, planner->planner.Plan(sequences_, absl::MakeSpan(items_)));
+  KV_CHECK(of->size.rows_max <= rows_max_);
+  items_version_ = of->version;
+  return absl::OkStatus();
+}
+
+// One launch: `changes` of the tables, words to reset and, where asked for, rows and a class's items.
+absl::Status CudaDeviceStep::Send(size_t changes, bool rows, Class* items_of) {
+  const size_t item_count = items_of == nullptr ? 0 : items_of->size.items, row_count = rows ? tokens_ : 0;
+  const size_t bytes = PieceWriter::Bytes<SlotChange>(changes) + PieceWriter::Bytes<uint32_t>(resets_.size()) +
+                       PieceWriter::Bytes<step::AppendRow>(row_count) + PieceWriter::Bytes<AttendItem>(item_count);
+  if (bytes == 0) return absl::OkStatus();
+  uint8_t* const piece = ring_->Take(bytes);
+  if (piece == nullptr) {
+    return absl::ResourceExhaustedError(
+        "the host is so far ahead of the stream that there is no room to pass another step: try again later");
+  }
+  PieceWriter writer(piece);
+  step::Upload& u = upload_;
+  SlotChange* const slots = writer.Room<SlotChange>(changes);
+  u.changes = slots;
+  u.change_count = uint32_t(tables_.TakeChanges(absl::MakeSpan(slots, changes)));
+  u.tables = d_tables_;
+  u.resets = writer.Copy<uint32_t>(resets_);
+  u.reset_count = uint32_t(resets_.size());
+  u.first = d_first_;
+  u.non_finite = o_.non_finite;
+  step::AppendRow* const to_append = writer.Room<step::AppendRow>(row_count);
+  u.rows = to_append;
+  u.rows_to = d_rows_;
+  u.row_count = uint32_t(row_count);
+  if (rows) {
+    const uint32_t page_tokens = o_.layout.page_tokens;
+    size_t row = 0;
+    for (const Entry& entry : entries_) {
+      for (int token = 0; token < entry.tokens; ++token) {
+        const uint32_t position = uint32_t(entry.position) + uint32_t(token);
+        to_append[row++] = {tables_.raw_table(entry.place) + position / page_tokens, position % page_tokens,
+                            entry.place, position};
+      }
+    }
+  }
+  u.items = writer.Copy<AttendItem>(absl::MakeConstSpan(items_.data(), item_count));
+  u.items_to = d_items_;
+  u.items_of_layer = uint32_t(items_max_);
+  u.item_count = uint32_t(item_count);
+  u.layer_count = 0;
+  if (items_of != nullptr) {
+    for (int layer = 0; layer < o_.layers; ++layer) {
+      if (class_of_[layer] == items_of - classes_.data() && holds_[layer] != items_of->version) {
+        u.layers[u.layer_count++] = uint16_t(layer);
+      }
+    }
+  }
+  u.arrived = d_upload_arrived_;
+  u.done = done_;
+  u.number = ring_->Submit();
+  KV_RETURN_IF_ERROR(CudaStatus(step::LaunchUpload(u, o_.stream), "uploading a step"));
+  ++uploads_;
+  resets_.clear();
+  if (rows) rows_done_ = true;
+  for (uint32_t i = 0; i < u.layer_count; ++i) holds_[u.layers[i]] = items_of->version;
+  return absl::OkStatus();
+}
+
+absl::Status CudaDeviceStep::UploadStep(int first_layer, int end_layer) {
+  // As many changes at once as leave room for the rest in the same piece.
+  constexpr size_t kReserveBytes = 256;  // paddings
+  const size_t rest_bytes = items_max_ * sizeof(AttendItem) + size_t(o_.tokens_max) * sizeof(step::AppendRow) +
+                            resets_.size() * sizeof(uint32_t) + kReserveBytes;
+  const size_t changes_max = (ring_->largest() - rest_bytes) / sizeof(SlotChange);
+  while (tables_.changes() > changes_max) KV_RETURN_IF_ERROR(Send(changes_max, false, nullptr));
+  const bool rows = append_ && !rows_done_;
+  bool sent = false;
+  if (attend_) {
+    for (int layer = first_layer; layer < end_layer; ++layer) {
+      Class* const of = &classes_[class_of_[layer]];
+      if (holds_[layer] == of->version) continue;
+      KV_RETURN_IF_ERROR(PlanClass(of));
+      KV_RETURN_IF_ERROR(Send(tables_.changes(), rows && !sent, of));
+      sent = true;
+    }
+  }
+  if (!sent) KV_RETURN_IF_ERROR(Send(tables_.changes(), rows, nullptr));
+  return absl::OkStatus();
+}
+
+absl::Status CudaDeviceStep::Prepare(int first_layer, int layers, absl::Span<const Entry> entries, bool append,
+                                     bool attend) {
+  prepared_first_ = prepared_end_ = 0;
+  if (first_layer < 0 || layers < 1 || layers > o_.layers - first_layer) {
+    return InvalidField("layers of a step", absl::StrCat(first_layer, "..", first_layer + layers - 1),
+                        absl::StrCat("in 0..", o_.layers - 1));
+  }
+  const int end_layer = first_layer + layers;
+  const bool same = valid_ && append == append_ && attend == attend_ && entries == absl::MakeConstSpan(entries_) &&
+                    tables_.moves() == moves_;
+  if (!same) {
+    valid_ = false;
+    KV_RETURN_IF_ERROR(CheckEntries(entries));
+    entries_.assign(entries.begin(), entries.end());
+    append_ = append, attend_ = attend;
+    moves_ = tables_.moves();
+    rows_done_ = false;
+    classes_.clear();
+    reading_generation_ = tables_.generation() - 1;
+    valid_ = true;
+  }
+  const auto unknown = [&]() {
+    return std::find(class_of_.begin() + first_layer, class_of_.begin() + end_layer, kNoClass) !=
+           class_of_.begin() + end_layer;
+  };
+  if (reading_generation_ != tables_.generation() || unknown()) KV_RETURN_IF_ERROR(FindClasses(first_layer, end_layer));
+  KV_RETURN_IF_ERROR(UploadStep(first_layer, end_layer));
+  counts_ = {};
+  if (attend_) {
+    for (int layer = first_layer; layer < end_layer; ++layer) {
+      const DevicePlanSize& size = classes_[class_of_[layer]].size;
+      counts_.encoded_pairs += size.encoded_pairs;
+      counts_.raw_pairs += size.raw_pairs;
+    }
+  }
+  prepared_first_ = first_layer;
+  prepared_end_ = end_layer;
+  return absl::OkStatus();
+}
+
+absl::Status CudaDeviceStep::Append(int layer, const void* k, const void* v) {
+  if (!Prepared(layer) || !append_) {
+    return absl::FailedPreconditionError(absl::StrCat("no append is prepared for layer ", layer));
+  }
+  if (!Aligned(k) || !Aligned(v)) return absl::InvalidArgumentError("k and v must be 16-byte aligned");
+  const step::Append append = {const_cast<uint8_t*>(o_.pool),
+                               d_tables_ + size_t(layer) * tables_.layer_entries(),
+                               d_rows_,
+                               k,
+                               v,
+                               d_first_,
+                               o_.non_finite,
+                               uint32_t(layer),
+                               tokens_,
+                               o_.layout};
+  return CudaStatus(step::LaunchAppend(append, o_.stream), "appending");
+}
+
+absl::Status CudaDeviceStep::Attend(int layer, const void* q, void* out, float* lse) {
+  if (!Prepared(layer) || !attend_) {
+    return absl::FailedPreconditionError(absl::StrCat("no attention is prepared for layer ", layer));
+  }
+  if (!Aligned(q) || !Aligned(out)) return absl::InvalidArgumentError("q and out must be 16-byte aligned");
+  device::AttendParams p;
+  p.pool = o_.pool;
+  p.slots = d_tables_ + size_t(layer) * tables_.layer_entries();
+  p.items = d_items_ + size_t(layer) * items_max_;
+  p.q = q;
+  p.out = out;
+  p.lse = lse;
+  p.partial = d_partial_;
+  p.partial_max = d_partial_max_;
+  p.arrived = d_arrived_;
+  p.query_heads = o_.query_heads;
+  p.kv_heads = o_.layout.kv_heads;
+  p.page_tokens = o_.layout.page_tokens;
+  p.scale_log2 = scale_log2_;
+  p.bfloat16 = o_.layout.dtype == DType::kBFloat16;
+  const AttendKernels& kernels = *kernels_[layer];
+  return CudaStatus(kernels.launch(p, rows_max_, blocks_of(kernels), o_.stream), "attention");
+}
+
+absl::Status CudaDeviceStep::CopyOpen(absl::Span<const OpenCopy> copies) {
+  step::Copies launch;
+  launch.pool = const_cast<uint8_t*>(o_.pool);
+  launch.layout = o_.layout;
+  for (size_t first = 0; first < copies.size(); first += step::Copies::kMax) {
+    launch.count = uint32_t(std::min<size_t>(step::Copies::kMax, copies.size() - first));
+    for (uint32_t i = 0; i < launch.count; ++i) {
+      const OpenCopy& copy = copies[first + i];
+      if (copy.tokens < 0 || copy.tokens > o_.layout.page_tokens) {
+        return InvalidField("tokens of a copied page", copy.tokens, absl::StrCat("0..", o_.layout.page_tokens));
+      }
+      launch.items[i] = {copy.from, copy.to, uint32_t(copy.tokens)};
+    }
+    KV_RETURN_IF_ERROR(CudaStatus(step::LaunchCopies(launch, o_.stream), "copying open pages"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Check(const DeviceStep::Options& o) {
+  const PageLayout& layout = o.layout;
+  if (layout.dtype == DType::kFloat32) return InvalidField("dtype", "float32", "float16 or bfloat16");
+  if (layout.kv_heads < 1 || layout.kv_heads > PageLayout::kKvHeadsMax || layout.head_dim < PageLayout::kHeadDimMin ||
+      layout.head_dim > PageLayout::kHeadDimMax || layout.head_dim % 16 != 0 ||
+      layout.page_tokens < PageLayout::kPageTokensMin || layout.page_tokens > PageLayout::kPageTokensMax ||
+      layout.page_tokens % 16 != 0) {
+    return absl::InvalidArgumentError("the layout is not one of pages");
+  }
+  if (o.layers < 1 || o.layers > DeviceStep::kLayersMax) {
+    return InvalidField("layers", o.layers, absl::StrCat("1..", DeviceStep::kLayersMax));
+  }
+  if (o.query_heads < 1 || o.query_heads % layout.kv_heads != 0) {
+    return InvalidField("query_heads", o.query_heads, absl::StrCat("a multiple of ", layout.kv_heads));
+  }
+  if (o.lag_pages < 0) return InvalidField("lag_pages", o.lag_pages, "0 or more");
+  if (o.codec == nullptr) return absl::InvalidArgumentError("a codec without a GPU's part has no steps there");
+  if (o.multiprocessors < 1) return InvalidField("multiprocessors", o.multiprocessors, "1 or more");
+  if (o.sequences_max < 1) return InvalidField("sequences_max", o.sequences_max, "1 or more");
+  if (o.tokens_max < 1) return InvalidField("tokens_max", o.tokens_max, "1 or more");
+  if (o.non_finite != nullptr && o.non_finite_words < uint32_t(o.sequences_max)) {
+    return InvalidField("non_finite_words", o.non_finite_words, absl::StrCat("at least ", o.sequences_max));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<DeviceStep>> DeviceStep::Create(const Options& options) {
+  KV_RETURN_IF_ERROR(Check(options));
+  StepTables::Options tables;
+  tables.layers = options.layers;
+  tables.identity = options.identity;
+  tables.lag_pages = options.lag_pages;
+  tables.page_tokens = options.layout.page_tokens;
+  tables.pages_max = options.pages_max;
+  tables.sequences_max = options.sequences_max;
+  KV_ASSIGN_OR_RETURN(StepTables made, StepTables::Make(tables));
+  auto step = std::make_unique<CudaDeviceStep>(options, std::move(made));
+  KV_RETURN_IF_ERROR(step->Init());
+  return std::unique_ptr<DeviceStep>(std::move(step));
+}
+
+}  // namespace kvmanager
