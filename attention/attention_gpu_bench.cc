@@ -120,7 +120,10 @@ class Bench {
 
 std::vector<BenchShape> Shapes(const std::string& grid) {
   if (grid == "bars") return {{16, 32768, 32, 8}, {1, 131072, 32, 8}, {64, 8192, 32, 8}, {1, 4096, 32, 8}};
-  if (grid == "small") return {{1, 4096, 32, 8}, {1, 16384, 32, 8}, {1, 32768, 32, 8}, {8, 4096, 32, 8}};
+  if (grid == "small") {
+    return {{1, 4096, 32, 8}, {1, 16384, 32, 8}, {1, 32768, 32, 8}, {8, 4096, 32, 8}, {1, 4096, 32, 4},
+            {1, 4096, 8, 1},  {1, 16384, 8, 1},  {1, 32768, 8, 1},  {1, 131072, 8, 1}};
+  }
   std::vector<BenchShape> shapes;
   for (const auto& [q, kv] : {std::pair{32, 32}, {32, 8}, {64, 8}, {32, 4}, {8, 1}}) {
     for (const int batch : {1, 8, 32, 128}) {

@@ -7,6 +7,7 @@
 #include "attention/device_plan.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
@@ -25,6 +26,13 @@ constexpr uint32_t kRawUnitTokens = 16;
 constexpr uint64_t kSecondTileCost = 128 << 10;
 constexpr uint64_t kShareOverExcess = 16;
 constexpr int kShareSearchSteps = 6;
+// What one more part of a tile costs whoever merges them.
+constexpr uint64_t kPartCost = 4000;
+
+// Cut into n parts, a tile takes the time of its cost / n and of merging n: the n where these are equal.
+uint64_t PartsMax(uint64_t tile_cost) {
+  return std::max<uint64_t>(1, uint64_t(std::sqrt(double(tile_cost) / double(kPartCost))));
+}
 
 absl::Status TooManyItems(size_t wanted, size_t capacity) {
   return FieldError(absl::StatusCode::kResourceExhausted, "plan items", absl::StrCat(wanted),
@@ -122,15 +130,15 @@ uint32_t DevicePlanner::BlocksFor() const {
   return uint32_t(std::clamp<uint64_t>((units + warps - 1) / warps, 1, uint64_t(options_.blocks)));
 }
 
-// The shares' ends, as costs of all that comes before: at most `blocks` of at most `limit`, none with a part of a tile
-// beside something else. false: so many blocks do not do it.
+// The shares' ends, as costs of all that comes before: at most `blocks`, none with a part of a tile beside something
+// else, each of at most `limit` but for those of a tile that has PartsMax. false: so many blocks do not do it.
 bool DevicePlanner::ShareByTiles(uint64_t limit, uint64_t blocks) {
   share_ends_.clear();
   uint64_t begin = 0, at = 0;  // of the share, of the tile
   for (const uint64_t cost : tile_costs_) {
     if (at > begin && at + cost - begin > limit) share_ends_.push_back(begin = at);
     if (cost > limit) {
-      const uint64_t parts = (cost + limit - 1) / limit;
+      const uint64_t parts = std::min((cost + limit - 1) / limit, PartsMax(cost));
       for (uint64_t i = 1; i <= parts; ++i) share_ends_.push_back(at + cost * i / parts);
       begin = at + cost;
     }
@@ -186,6 +194,11 @@ absl::StatusOr<DevicePlanSize> DevicePlanner::Plan(absl::Span<const DeviceSequen
   const uint32_t block_count = uint32_t(options_.blocks);
   if (buffer.size() < block_count) return TooManyItems(block_count, buffer.size());
   std::fill_n(buffer.begin(), block_count, AttendItem());
+  // Which block has which share: few idle ones lie apart, so that no part of the GPU has more of them than others.
+  const uint64_t idle = block_count - blocks;
+  const auto number_of = [&](uint64_t share) {
+    return uint32_t(idle == 0 || idle > blocks ? share : share + 1 + share * idle / blocks);
+  };
   uint32_t items = block_count;                              // those behind every block's first
   uint32_t parts = 0, tile = UINT32_MAX, last = UINT32_MAX;  // last: item of this block
   uint64_t before = 0, block = 0;                            // before: the cost of what is planned
@@ -220,7 +233,7 @@ absl::StatusOr<DevicePlanSize> DevicePlanner::Plan(absl::Span<const DeviceSequen
         last = UINT32_MAX;
         continue;
       }
-      const uint32_t at = last == UINT32_MAX ? uint32_t(block) : items++;
+      const uint32_t at = last == UINT32_MAX ? number_of(block) : items++;
       if (at >= buffer.size()) return TooManyItems(at + 1, buffer.size());
       if (last != UINT32_MAX) buffer[last].next = at;
       last = at;

@@ -1,5 +1,6 @@
 #include "attention/device_plan.h"
 
+#include <algorithm>
 #include <map>
 #include <numeric>
 #include <random>
@@ -231,6 +232,7 @@ TEST(DevicePlan, BlocksWorkOnWholeTilesOrOnPartsOfOneWhereThatCostsLittle) {
     std::vector<AttendItem> items(10000);
     const auto planned = DevicePlanner(o).Plan(tables.sequences(), absl::MakeSpan(items));
     ASSERT_TRUE(planned.ok()) << planned.status();
+    int busy = 0;
     for (uint32_t b = 0; b < 132; ++b) {
       bool cut = false;
       std::set<std::pair<uint32_t, int>> tiles;
@@ -240,10 +242,9 @@ TEST(DevicePlan, BlocksWorkOnWholeTilesOrOnPartsOfOneWhereThatCostsLittle) {
         if (items[at].next == 0) break;
       }
       EXPECT_TRUE(!cut || tiles.size() == 1) << sequences << " sequences, block " << b;
-      if (b < 128) {
-        EXPECT_FALSE(tiles.empty()) << sequences << " sequences, block " << b;
-      }
+      if (!tiles.empty()) ++busy;
     }
+    EXPECT_GE(busy, 128) << sequences << " sequences";
   }
 }
 
@@ -262,7 +263,8 @@ TEST(DevicePlan, SmallBatchesOfRawPagesUseManyBlocks) {
   tables.Add(pages, 0, 4095, 1);
   std::vector<AttendItem> items(1000);
   ASSERT_TRUE(DevicePlanner(o).Plan(tables.sequences(), absl::MakeSpan(items)).ok());
-  EXPECT_GT(items[127].pages, 0u);
+  EXPECT_GE(std::count_if(items.begin(), items.begin() + 132, [](const AttendItem& item) { return item.pages > 0; }),
+            128);
 }
 
 TEST(DevicePlan, SaysThatItsBufferIsTooSmall) {
