@@ -145,7 +145,8 @@ struct PagePlace {
   PageId encoded;  // assigned when the page is full, before its bytes are there
 };
 
-/// The first `tokens` tokens of a raw page are to be copied into another slot before anything else touches it.
+/// The first `tokens` tokens of a raw page are to be copied into another slot before anything else touches it. A crop
+/// gives `from` up, so the plan (ReleaseEpochs) under which the copy runs is opened before the call, not after.
 struct OpenCopy {
   uint32_t layer = 0;
   PageId from, to;

@@ -50,6 +50,7 @@ void PageStoreImpl::Apply(PageRef ref, PageEvent event, const PageChange& after)
 void PageStoreImpl::FreeSlot(Tier& tier, PageId slot) {
   if (tier.epochs == nullptr) return tier.pool->Free(slot);
   tier.epochs->Retire(slot);
+  ++tier.retired;
 }
 
 void PageStoreImpl::Collect(Tier& tier) {
@@ -93,13 +94,16 @@ absl::Status PageStoreImpl::Exhausted(const Cache& cache, const SlotCounts& coun
     absl::StrAppend(&holders, holders.empty() ? "" : ", ", holder.what, " ", holder.bytes);
   }
   const SlotPool& pool = *cache.tier->pool;
+  const uint64_t retired = cache.tier->epochs == nullptr ? 0 : cache.tier->epochs->retired_slots();
   return FieldError(
       absl::StatusCode::kResourceExhausted, pool.limit(),
       absl::StrCat(pool.used_bytes(), " used, and ", wanted, " wanted by tenant '", cache.config.tenant, "'"),
       absl::StrCat(
           "at most ", pool.capacity_bytes(), " in slabs of ", pool.slab_bytes(), ", ", pool.free_slabs(),
           " of them free, each of one tenant and slot size; ", cache.tier->evictable_bytes,
-          " could be evicted, but would not make room; largest holders: ", holders.empty() ? "none" : holders));
+          " could be evicted, but would not make room",
+          retired == 0 ? "" : absl::StrCat(" before kernels have done with ", retired, " slots that were given up"),
+          "; largest holders: ", holders.empty() ? "none" : holders));
 }
 
 absl::Status PageStoreImpl::Reserve(const Cache& cache, const SlotCounts& counts, Reservation* out) {
@@ -113,9 +117,15 @@ absl::Status PageStoreImpl::Reserve(const Cache& cache, const SlotCounts& counts
   SlotPool& pool = *tier.pool;
   if (!pool.CanAllocate(cache.tenant, wanted)) {
     Collect(tier);
-    // A request that is refused evicts nothing, unless kernels may still read what it evicted.
+    // A request that is refused evicts nothing, unless kernels may still read what it evicted. Then that is waited for,
+    // rather than all else evicted meanwhile: what was asked for and a slab, since slots may have to be of a new one.
+    uint64_t waiting_bytes_max = pool.slab_bytes();
+    for (const SlotPool::SlotsWanted& of : wanted) waiting_bytes_max = std::max(waiting_bytes_max, of.bytes * of.count);
     while (!pool.CanAllocate(cache.tenant, wanted)) {
-      if (!pool.CanAllocate(cache.tenant, wanted, /*reclaim=*/true)) return Exhausted(cache, counts);
+      if (tier.evicted_waiting_bytes() >= waiting_bytes_max ||
+          !pool.CanAllocate(cache.tenant, wanted, /*reclaim=*/true)) {
+        return Exhausted(cache, counts);
+      }
       Block* const victim = tier.eviction->Victim();
       KV_CHECK(victim != nullptr);
       Evict(victim);
@@ -243,7 +253,10 @@ void PageStoreImpl::Evict(Block* block) {
   metrics_->evicted_blocks.Increment();
   metrics_->evicted_bytes.Increment(static_cast<double>(block->bytes));
   metrics_->evicted_idle_seconds.Observe(static_cast<double>(clock_->NowNs() - block->last_use_ns) * 1e-9);
+  Tier& tier = *block->cache->tier;
+  tier.evicted_bytes = tier.evicted_waiting_bytes() + block->bytes;
   Unname(block);
+  tier.evicted_until = tier.retired;
 }
 
 void PageStoreImpl::Unname(Block* block) {

@@ -356,7 +356,10 @@ absl::StatusOr<std::unique_ptr<ImportLease>> PageStoreImpl::Import(const HandOff
   KV_RETURN_IF_ERROR(CheckSequenceLimit());
   KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> cache,
                       FindOrOpen(content.config, std::move(codec), &content.codec_version));
-  if (cache->on_device()) return WrongMemory(*cache);
+  if (cache->on_device()) {
+    if (!cache->wanted) CloseIfUnused(cache);
+    return WrongMemory(*cache);
+  }
   auto lease = std::make_unique<ImportLeaseImpl>(this, std::move(cache), content);
   KV_RETURN_IF_ERROR(lease->Start());
   return lease;

@@ -41,6 +41,14 @@ struct Tier {
   std::unique_ptr<EvictionPolicy> eviction = MakeLruEviction();
   uint64_t evictable_bytes = 0;
   std::vector<PageId> reusable;  // scratch of Collect
+  uint64_t retired = 0;          // slots ever given to `epochs`
+  uint64_t evicted_until = 0;    // of them, up to the last one that was evicted
+  uint64_t evicted_bytes = 0;    // since none that was evicted waited
+
+  /// What was evicted and has not all returned: it is room that only has to be waited for.
+  uint64_t evicted_waiting_bytes() const {
+    return epochs != nullptr && retired - epochs->retired_slots() < evicted_until ? evicted_bytes : 0;
+  }
 };
 
 struct Cache {

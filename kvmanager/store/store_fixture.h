@@ -1,4 +1,5 @@
-// The fixture of the store's tests: one store, made on first use with a pool of `pool_bytes_`, checked at the end.
+// The fixture of the store's tests: one store, made on first use with a pool of `pool_bytes_` (and a device that has
+// `device_bytes_`), checked at the end.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -25,7 +26,7 @@ class PageStoreTest : public ::testing::Test {
     if (test_ != nullptr) test_->store->CheckInvariants();
   }
   TestStore& test() {
-    if (test_ == nullptr) test_ = std::make_unique<TestStore>(pool_bytes_);
+    if (test_ == nullptr) test_ = std::make_unique<TestStore>(pool_bytes_, device_bytes_);
     return *test_;
   }
   PageStore& store() { return *test().store; }
@@ -55,6 +56,7 @@ class PageStoreTest : public ::testing::Test {
   }
 
   uint64_t pool_bytes_ = 16 << 20;
+  uint64_t device_bytes_ = 0;
   std::unique_ptr<TestStore> test_;
 };
 

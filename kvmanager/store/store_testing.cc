@@ -207,16 +207,29 @@ CacheConfig MakeConfig(const std::string& codec, int lag_pages, const std::strin
   return config;
 }
 
-TestStore::TestStore(uint64_t pool_bytes) : store_metrics(&metrics) {
-  RegisterTestCodecs(&registry);
+namespace {
+
+std::unique_ptr<PagePool> MakePool(uint64_t bytes) {
   PagePool::Options options;
-  options.pool_bytes = pool_bytes;
+  options.pool_bytes = bytes;
   options.slab_bytes = 2 << 20;
   options.huge_pages = false;
-  auto made = PagePool::Create(options);
-  KV_CHECK(made.ok());
-  pool = *std::move(made);
-  store = PageStore::Create(pool.get(), &registry, &executor, &store_metrics, &clock);
+  auto pool = PagePool::Create(options);
+  KV_CHECK(pool.ok());
+  return *std::move(pool);
+}
+
+}  // namespace
+
+TestStore::TestStore(uint64_t pool_bytes, uint64_t device_bytes) : store_metrics(&metrics) {
+  RegisterTestCodecs(&registry);
+  pool = MakePool(pool_bytes);
+  std::vector<StoreDevice> devices;
+  if (device_bytes > 0) {
+    device.pool = MakePool(device_bytes);
+    devices.push_back({TestDevice::kOrdinal, device.pool.get(), &device.epochs, &device.executor});
+  }
+  store = PageStore::Create(pool.get(), &registry, &executor, &store_metrics, &clock, devices);
 }
 
 CacheId TestStore::Open(const CacheConfig& config) {

@@ -11,6 +11,7 @@
 #include "codecs/registry.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/memory/page_pool.h"
+#include "kvmanager/memory/release_epochs.h"
 #include "kvmanager/store/page_store.h"
 
 namespace kvmanager::testing {
@@ -71,13 +72,23 @@ uint64_t Checksum(const std::vector<uint8_t>& bytes);
 
 CacheConfig MakeConfig(const std::string& codec, int lag_pages, const std::string& tenant = "a", int layers = 2);
 
+/// Plays a GPU's part: its slots are in host memory, its kernels what a test does with them.
+struct TestDevice {
+  static constexpr int kOrdinal = 0;
+  std::unique_ptr<PagePool> pool;
+  ReleaseEpochs epochs;
+  ManualExecutor executor;
+};
+
 /// A store with its pool, codecs, executor, metrics and clock.
 struct TestStore {
-  explicit TestStore(uint64_t pool_bytes = 64 << 20);
+  /// device_bytes: 0 without a device.
+  explicit TestStore(uint64_t pool_bytes = 64 << 20, uint64_t device_bytes = 0);
 
   CodecRegistry registry;
   std::unique_ptr<PagePool> pool;
   ManualExecutor executor;
+  TestDevice device;
   Metrics metrics;
   StoreMetrics store_metrics;
   ManualClock clock;
