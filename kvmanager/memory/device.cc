@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdlib>
+#include <cstring>
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
@@ -35,6 +37,8 @@ absl::StatusOr<DeviceInfo> Describe(int ordinal) {
   info.l2_bytes = properties.l2CacheSize;
   info.compute_major = properties.major;
   info.compute_minor = properties.minor;
+  static_assert(sizeof(properties.uuid.bytes) == sizeof(DeviceUuid));
+  std::memcpy(info.uuid.data(), properties.uuid.bytes, info.uuid.size());
   return info;
 }
 
@@ -97,6 +101,7 @@ absl::Status DeviceDriver::Load() {
   KV_RETURN_IF_ERROR(Find("cuMemSetAccess", 10020, &set_access));
   KV_RETURN_IF_ERROR(Find("cuMemExportToShareableHandle", 10020, &export_handle));
   KV_RETURN_IF_ERROR(Find("cuMemImportFromShareableHandle", 10020, &import_handle));
+  KV_RETURN_IF_ERROR(Find("cuStreamWaitValue64", 11070, &stream_wait));
   return Find("cuStreamWriteValue64", 11070, &stream_write);
 }
 
@@ -151,7 +156,21 @@ absl::StatusOr<std::unique_ptr<Device>> Device::Open(int ordinal) {
                  "cudaStreamCreateWithPriority"));
   KV_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithPriority(&device->encode_stream_, cudaStreamNonBlocking, lowest),
                                 "cudaStreamCreateWithPriority"));
+  KV_ASSIGN_OR_RETURN(device->service_stream_, device->NewStream());
   return device;
+}
+
+absl::StatusOr<std::unique_ptr<Device>> Device::OpenByUuid(const DeviceUuid& uuid) {
+  KV_RETURN_IF_ERROR(UseCudaInThisProcess());
+  int count = 0;
+  KV_RETURN_IF_ERROR(CudaStatus(cudaGetDeviceCount(&count), "cudaGetDeviceCount"));
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    KV_ASSIGN_OR_RETURN(const DeviceInfo info, Describe(ordinal));
+    if (info.uuid == uuid) return Open(ordinal);
+  }
+  return absl::UnavailableError(absl::StrCat("this process sees ", count,
+                                             count == 1 ? " GPU, which is another" : " GPUs, all of them others",
+                                             " than the one asked for: look at its CUDA_VISIBLE_DEVICES"));
 }
 
 Device::~Device() {
@@ -159,6 +178,7 @@ Device::~Device() {
   cudaSetDevice(info_.ordinal);
   if (attention_stream_ != nullptr) cudaStreamDestroy(attention_stream_);
   if (encode_stream_ != nullptr) cudaStreamDestroy(encode_stream_);
+  if (service_stream_ != nullptr) cudaStreamDestroy(service_stream_);
 }
 
 absl::Status Device::Use() const {
@@ -184,10 +204,54 @@ void Device::UnpinHost(uint8_t* data) const {
   if (Use().ok() && cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();
 }
 
-absl::Status Device::EnqueueRelease(CUstream_st* stream, const void* counter, uint64_t epoch) const {
+absl::StatusOr<CUstream_st*> Device::NewStream() const {
+  KV_RETURN_IF_ERROR(Use());
+  int lowest = 0, highest = 0;
+  KV_RETURN_IF_ERROR(
+      CudaStatus(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange"));
+  CUstream_st* stream = nullptr;
+  KV_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest),
+                                "cudaStreamCreateWithPriority"));
+  return stream;
+}
+
+void Device::DestroyStream(CUstream_st* stream) const {
+  if (Use().ok()) cudaStreamDestroy(stream);
+}
+
+absl::StatusOr<bool> Device::IsIdle(CUstream_st* stream) const {
+  KV_RETURN_IF_ERROR(Use());
+  const cudaError_t error = cudaStreamQuery(stream);
+  if (error == cudaErrorNotReady) return false;
+  KV_RETURN_IF_ERROR(CudaStatus(error, "cudaStreamQuery"));
+  return true;
+}
+
+absl::Status Device::EnqueueWait(CUstream_st* stream, const void* word, uint64_t value) const {
+  constexpr uint64_t kMax = INT64_MAX - 1;
+  if (value > kMax) return InvalidField("value to wait for", value, absl::StrCat("at most ", kMax));
   return driver_->ToStatus(
-      driver_->stream_write(stream, reinterpret_cast<CUdeviceptr>(counter), epoch, CU_STREAM_WRITE_VALUE_DEFAULT),
+      driver_->stream_wait(stream, reinterpret_cast<CUdeviceptr>(word), value, CU_STREAM_WAIT_VALUE_GEQ),
+      "cuStreamWaitValue64");
+}
+
+absl::Status Device::EnqueueWrite(CUstream_st* stream, const void* word, uint64_t value) const {
+  return driver_->ToStatus(
+      driver_->stream_write(stream, reinterpret_cast<CUdeviceptr>(word), value, CU_STREAM_WRITE_VALUE_DEFAULT),
       "cuStreamWriteValue64");
+}
+
+absl::Status Device::EnqueueCopy(CUstream_st* stream, void* to, const void* from, size_t bytes) const {
+  KV_RETURN_IF_ERROR(Use());
+  return CudaStatus(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
+}
+
+absl::Status Device::EnqueueRelease(CUstream_st* stream, const void* counter, uint64_t epoch) const {
+  return EnqueueWrite(stream, counter, epoch);
+}
+
+void AllowManyStreams() {
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", absl::StrCat(kConnectionsMax).c_str(), /*overwrite=*/1);
 }
 
 std::string DeviceSummary() {

@@ -1,4 +1,4 @@
-// One GPU, as the daemon or a client's process uses it: what it is, its two streams, its driver's entry points.
+// One GPU, as the daemon or a client's process uses it: what it is, its streams, its driver's entry points.
 //
 // Owned by whoever submits work to it; outlives everything made from it. Streams may be used by any thread that called
 // Use(). This header and those of the other device types are free of CUDA's, and what they declare exists in builds
@@ -9,6 +9,7 @@
 // not say that its kernels are gone; a process forked from one that had used CUDA, which the driver does not support.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -23,6 +24,9 @@ namespace kvmanager {
 
 struct DeviceDriver;  // device_driver.h
 
+/// A GPU's name in every process, whatever CUDA_VISIBLE_DEVICES says there.
+using DeviceUuid = std::array<uint8_t, 16>;
+
 struct DeviceInfo {
   int ordinal = 0;
   std::string name;
@@ -31,6 +35,7 @@ struct DeviceInfo {
   uint64_t l2_bytes = 0;
   int compute_major = 0;
   int compute_minor = 0;
+  DeviceUuid uuid = {};
 };
 
 class Device {
@@ -41,6 +46,8 @@ class Device {
   /// Errors: UNAVAILABLE where there is no such GPU, driver or CUDA Toolkit, or it is of another kind;
   /// FAILED_PRECONDITION for a process that is refused.
   static absl::StatusOr<std::unique_ptr<Device>> Open(int ordinal);
+  /// The GPU of this name. Errors: as Open's; UNAVAILABLE where this process sees no such GPU.
+  static absl::StatusOr<std::unique_ptr<Device>> OpenByUuid(const DeviceUuid& uuid);
   ~Device();
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
@@ -49,6 +56,8 @@ class Device {
   /// Of the highest priority; and of the lowest, so that encoding and moving pages yields to attention.
   CUstream_st* attention_stream() const { return attention_stream_; }
   CUstream_st* encode_stream() const { return encode_stream_; }
+  /// For what a host thread waits for, such as zeroing slabs: apart from encode work that is queued.
+  CUstream_st* service_stream() const { return service_stream_; }
 
   /// Makes it the calling thread's device. Errors: FAILED_PRECONDITION in a forked child.
   absl::Status Use() const;
@@ -58,6 +67,20 @@ class Device {
   absl::Status PinHost(uint8_t* data, size_t bytes) const;
   void UnpinHost(uint8_t* data) const;
 
+  /// More streams of the highest priority. How many streams can wait at once without holding up others:
+  /// kConnectionsMax, if it was allowed (AllowManyStreams).
+  absl::StatusOr<CUstream_st*> NewStream() const;
+  void DestroyStream(CUstream_st* stream) const;
+  /// Nothing is queued or runs on it. Errors: UNAVAILABLE when the GPU has failed.
+  absl::StatusOr<bool> IsIdle(CUstream_st* stream) const;
+
+  /// What comes later on `stream` waits until the 8-byte word in pinned host memory is at least `value`, compared
+  /// cyclically: int64(word - value) >= 0 (StreamWords). Errors: INVALID_ARGUMENT for a value above INT64_MAX - 1.
+  absl::Status EnqueueWait(CUstream_st* stream, const void* word, uint64_t value) const;
+  /// After all work on `stream` so far, stores `value` to a word in pinned host memory.
+  absl::Status EnqueueWrite(CUstream_st* stream, const void* word, uint64_t value) const;
+  /// Between two places of this device's memory that do not overlap.
+  absl::Status EnqueueCopy(CUstream_st* stream, void* to, const void* from, size_t bytes) const;
   /// After all work on `stream` so far, stores `epoch` to a ReleaseCounter's word in pinned host memory.
   absl::Status EnqueueRelease(CUstream_st* stream, const void* counter, uint64_t epoch) const;
 
@@ -70,7 +93,13 @@ class Device {
   std::unique_ptr<DeviceDriver> driver_;
   CUstream_st* attention_stream_ = nullptr;
   CUstream_st* encode_stream_ = nullptr;
+  CUstream_st* service_stream_ = nullptr;
 };
+
+/// Streams share the ways into a GPU, and one that waits holds up all that share its way: eight by default, and this
+/// many when AllowManyStreams() was called before this process first used CUDA, with one thread.
+constexpr int kConnectionsMax = 32;
+void AllowManyStreams();
 
 /// For the daemon's first line: "1 GPU: NVIDIA H200, 132 SMs, 139 GiB, compute 9.0", or why there is none: "built
 /// without CUDA: nvcc was not on PATH", "no GPU driver", ...

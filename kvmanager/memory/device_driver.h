@@ -23,6 +23,7 @@ struct DeviceDriver {
   PFN_cuMemSetAccess_v10020 set_access = nullptr;
   PFN_cuMemExportToShareableHandle_v10020 export_handle = nullptr;
   PFN_cuMemImportFromShareableHandle_v10020 import_handle = nullptr;
+  PFN_cuStreamWaitValue64_v11070 stream_wait = nullptr;
   PFN_cuStreamWriteValue64_v11070 stream_write = nullptr;
 
   /// Errors: UNAVAILABLE naming the entry point that this driver lacks.

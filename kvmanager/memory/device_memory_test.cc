@@ -286,7 +286,9 @@ TEST_F(DeviceMemoryTest, RefusesSizesThatDoNotFit) {
   const auto code = [&](uint64_t slab_bytes, uint32_t slabs) {
     return DeviceRegion::Reserve(device_.get(), slab_bytes, slabs).status().code();
   };
-  EXPECT_EQ(code(kSlabBytes - (2 << 20), 1), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(kSlabBytes - (2 << 20), 2), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(1 << 20, 1), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(DeviceRegion::kGranularityBytes, 1), absl::StatusCode::kOk);  // one slab may be small
   EXPECT_EQ(code(kSlabBytes + 4096, 1), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(code(kSlabBytes, 0), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(code(kSlabBytes, 1025), absl::StatusCode::kInvalidArgument);

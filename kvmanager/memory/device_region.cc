@@ -30,9 +30,10 @@ absl::StatusOr<std::unique_ptr<DeviceRegion>> DeviceRegion::Reserve(const Device
   KV_RETURN_IF_ERROR(
       driver.ToStatus(driver.allocation_granularity(&granularity, &properties, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
                       "cuMemGetAllocationGranularity"));
-  if (slab_bytes < kSlabBytesMin || slab_bytes % granularity != 0) {
+  const uint64_t least = slabs == 1 ? granularity : kSlabBytesMin;
+  if (slab_bytes < least || slab_bytes % granularity != 0) {
     return InvalidField("device slab bytes", slab_bytes,
-                        absl::StrCat("at least ", kSlabBytesMin, ", a multiple of ", granularity));
+                        absl::StrCat("at least ", least, ", a multiple of ", granularity));
   }
   if (slabs == 0 || slabs > kBytesMax / slab_bytes) {
     return InvalidField("device slabs", slabs,
@@ -43,11 +44,6 @@ absl::StatusOr<std::unique_ptr<DeviceRegion>> DeviceRegion::Reserve(const Device
   KV_RETURN_IF_ERROR(
       driver.ToStatus(driver.address_reserve(&address, slab_bytes * slabs, granularity, 0, 0), "cuMemAddressReserve"));
   region->address_ = address;
-  int lowest = 0, highest = 0;
-  KV_RETURN_IF_ERROR(
-      CudaStatus(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange"));
-  KV_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithPriority(&region->stream_, cudaStreamNonBlocking, highest),
-                                "cudaStreamCreateWithPriority"));
   return region;
 }
 
@@ -56,7 +52,6 @@ DeviceRegion::~DeviceRegion() {
   for (uint32_t slab = 0; slab < slabs(); ++slab) {
     if (IsMapped(slab)) Unmake(slab);
   }
-  if (stream_ != nullptr) cudaStreamDestroy(stream_);
   device_->driver().address_free(address_, slab_bytes_ * slabs());
 }
 
@@ -110,9 +105,10 @@ void DeviceRegion::Unmake(uint32_t slab) {
 absl::Status DeviceRegion::Zero(uint32_t slab) {
   KV_CHECK(slab < slabs() && IsMapped(slab));
   KV_RETURN_IF_ERROR(device_->Use());
+  CUstream_st* const stream = device_->service_stream();
   KV_RETURN_IF_ERROR(
-      CudaStatus(cudaMemsetAsync(reinterpret_cast<void*>(Address(slab)), 0, slab_bytes_, stream_), "cudaMemsetAsync"));
-  return CudaStatus(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+      CudaStatus(cudaMemsetAsync(reinterpret_cast<void*>(Address(slab)), 0, slab_bytes_, stream), "cudaMemsetAsync"));
+  return CudaStatus(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
 absl::StatusOr<int> DeviceRegion::Export(uint32_t slab) {

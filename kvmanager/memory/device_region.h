@@ -23,11 +23,14 @@ namespace kvmanager {
 
 class DeviceRegion : public SlabMemory {
  public:
-  /// Smaller slabs would mean thousands of descriptors for a GPU's memory.
+  /// Of a region of several slabs: smaller ones would mean thousands of descriptors for a GPU's memory.
   static constexpr uint64_t kSlabBytesMin = uint64_t{256} << 20;
 
-  /// Addresses alone. slab_bytes: >= kSlabBytesMin, a multiple of the device's granularity (2 MiB); slabs * slab_bytes
-  /// <= kBytesMax. `device` outlives the region. Errors: INVALID_ARGUMENT, UNAVAILABLE.
+  /// What sizes are multiples of; Reserve() checks it against the device's granularity.
+  static constexpr uint64_t kGranularityBytes = uint64_t{2} << 20;
+
+  /// Addresses alone. slab_bytes: a multiple of the granularity, and >= kSlabBytesMin unless there is one slab (an
+  /// arena); slabs * slab_bytes <= kBytesMax. `device` outlives the region. Errors: INVALID_ARGUMENT, UNAVAILABLE.
   static absl::StatusOr<std::unique_ptr<DeviceRegion>> Reserve(const Device* device, uint64_t slab_bytes,
                                                                uint32_t slabs);
   /// Nothing uses the memory any more.
@@ -57,7 +60,6 @@ class DeviceRegion : public SlabMemory {
   const Device* const device_;
   const uint64_t slab_bytes_;
   uint64_t address_ = 0;
-  CUstream_st* stream_ = nullptr;  // of Zero, which waits for it: apart from encode work that is queued
   std::vector<uint64_t> handles_;  // [slab]; 0: none
 };
 
