@@ -114,8 +114,8 @@ struct StepRequest {
   ready @10 :UInt64;
   # Of a cache on a GPU: tensors are ranges of device arenas, qDtype is the cache's dtype, and the scale is 0. The daemon's stream
   # for this connection (openDevice) begins the step once the word `ready` is at least this; 0: at once. The reply comes when the
-  # step is submitted, not when it is done: see done. What is NaN or Inf in k, v and q is found then; the first later call that
-  # names the sequence is INVALID_ARGUMENT and says where, and so is every one after it.
+  # step is submitted, not when it is done: see done. NaN and Inf in k and v are found then; later calls that name the sequence are
+  # INVALID_ARGUMENT and say where: it can only be dropped. Those in q spoil their own rows of out.
 }
 
 struct StepReply {
@@ -132,6 +132,9 @@ struct ExtendRequest {
   entries @0 :List(StepEntry);   # tokens: to append (and attend from); with append false, tokens that are there
   append @1 :Bool;               # this process's kernels will write K and V of these tokens, in every layer
   encodeHere @2 :Bool;           # and encode the pages that this fills, in encodeItems; else the daemon does
+  words @3 :List(UInt32);
+  # [entries] which u64 of the words' non-finite table this process's kernels use for the entry's sequence: 0 while all that they
+  # appended to it is finite. Else the daemon refuses to publish it.
 }
 
 struct ExtendReply {
@@ -164,6 +167,9 @@ struct SequenceReply {
   sequence @1 :Sequence;
   sequenceId @2 :UInt64;
   match @3 :MatchResult;   # the sequence begins with match.hitBlocks * pageTokens tokens
+  done @4 :UInt64;
+  # Of a fork in a cache on a GPU: the word `done` is at least this once open pages are copied; what comes later in the daemon's
+  # stream comes after that anyway. If this process appends itself, they are copied behind its plans so far (`released`).
 }
 
 struct SequenceInfo {
@@ -196,7 +202,7 @@ struct HandOffReply {
 interface Sequence {
   # One context. The capability is the lease.
   fork @0 () -> (reply :SequenceReply);
-  crop @1 (tokens :UInt64) -> (status :Status);
+  crop @1 (tokens :UInt64) -> (status :Status, done :UInt64);   # done: as SequenceReply's
   publish @2 (names :List(BlockName)) -> (reply :PublishReply);
   handOff @3 (peer :Text, blob :Data, timeoutMs :UInt32) -> (reply :HandOffReply);
   # Sends the sequence to the daemon at peer ("HOST:PORT" of its --peer-listen): full blocks by key, open pages raw, and an
@@ -205,7 +211,39 @@ interface Sequence {
 }
 
 interface Arena {
-  # Shared memory made by the daemon; getFd() of this capability is a memfd sealed against resizing. Unix sockets only.
+  # Shared memory made by the daemon; getFd() of this capability is a memfd sealed against resizing, or, of a device arena, a
+  # descriptor that CUDA imports (cuMemImportFromShareableHandle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR). Unix sockets only.
+}
+
+struct DeviceInfo {
+  ordinal @0 :Int32;       # as the daemon numbers its GPUs
+  uuid @1 :Data;           # 16 bytes: the GPU's name in every process
+  name @2 :Text;
+  poolBytes @3 :UInt64;
+  slabBytes @4 :UInt64;
+  slabs @5 :UInt32;
+}
+
+interface DeviceStream {
+  # What this connection runs on a GPU of the daemon, in order. getFd() is a memfd sealed against resizing: four words of 64 bits,
+  # each on a line of 64 bytes, from its first byte: ready (the engine's stream writes, the daemon's waits), done (the daemon's
+  # writes, the engine's waits), released (the engine's writes the newest epoch of a plan that it will not run again), encoded
+  # (the engine's encode stream writes). From byte 4096 on, 4096 words of 64 bits that say what was first NaN or Inf; from byte
+  # 36864 on, the declined ring: 16384 words of 32 bits. Values of the four words begin at 0 and grow, to at most 2^63 - 2; waits
+  # compare cyclically, int64(word - value) >= 0. When one side is gone the other stores 2^63 - 1 to what its own stream waits
+  # for; the daemon does so to done as well once the stream has ended.
+  copy @0 (request :DeviceCopy) -> (status :Status, done :UInt64);
+  # Between device arenas, behind ready; done is at least the returned value behind it: what a step does, without a step. To try
+  # how an engine is wired. At most 96 calls of a stream are under way: RESOURCE_EXHAUSTED.
+}
+
+struct DeviceCopy {
+  fromArena @0 :UInt32;
+  fromOffset @1 :UInt64;
+  toArena @2 :UInt32;
+  toOffset @3 :UInt64;
+  bytes @4 :UInt64;
+  ready @5 :UInt64;        # the daemon's stream waits for it first; 0: for nothing
 }
 
 interface Cache {
@@ -235,14 +273,14 @@ struct HelloReply {
   apiMinor @2 :UInt16;
   bootEpoch @3 :UInt64;         # random per start of the daemon: handles of another epoch are void
   version @4 :Text;
-  features @5 :List(Text);      # "arena", "inline", "hand-off", "busy-poll", ...
+  features @5 :List(Text);      # "arena", "device", "inline", "hand-off", "busy-poll", ...
   codecs @6 :List(Text);        # names
   messageBytesMax @7 :UInt64;   # a larger message ends the connection
   peerAddress @8 :Text;         # where other daemons hand sequences to; empty if nowhere
 }
 
 struct PoolStatus {
-  tier @0 :Text;                # "host"
+  tier @0 :Text;                # "host", "device:0", ...
   capacityBytes @1 :UInt64;
   usedBytes @2 :UInt64;
   slabBytes @3 :UInt64;
@@ -266,6 +304,10 @@ struct DaemonStatus {
   peerListen @12 :Text;
   metricsListen @13 :Text;
   waitingHandOffs @14 :UInt64;  # received sequences that nobody has claimed yet
+  gpus @15 :Text;               # what GPUs the daemon sees, or why none
+  pinnedBytes @16 :UInt64;      # of the host pool, for copies to and from GPUs: pinned so far, and to be pinned; 0: no GPU
+  pinTotalBytes @17 :UInt64;
+  pinError @18 :Text;           # why the rest stays unpinned
 }
 
 struct PeerStatus {
@@ -301,4 +343,9 @@ interface Daemon {
   # --arena-bytes of all.
   admin @3 () -> (admin :Admin, error :Status);
   ping @4 ();                                                   # an empty round trip
+  openDevice @5 (ordinal :Int32) -> (status :Status, stream :DeviceStream, id :UInt32, info :DeviceInfo);
+  # One stream per connection and GPU; RESOURCE_EXHAUSTED beyond 16 of a GPU. Unix sockets only. Feature "device".
+  createDeviceArena @6 (device :Int32, bytes :UInt64) -> (status :Status, arena :Arena, id :UInt32, bytes :UInt64);
+  # GPU memory, zeroed; bytes is rounded up to 2 MiB, and counts with arenas. Its id stands where an arena's does. It goes when
+  # it is dropped and this connection's stream has passed what used it. Feature "device".
 }

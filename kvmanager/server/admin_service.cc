@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "codecs/cpu_isa.h"
 #include "kvmanager/server/hand_off.h"
 #include "kvmanager/server/serve.h"
@@ -23,13 +24,28 @@ class AdminService final : public api::Admin::Server {
       out.setBootEpoch(daemon.boot_epoch);
       out.setUptimeSeconds(double(daemon.clock->NowNs() - daemon.start_ns) * 1e-9);
       out.setDraining(daemon.draining);
-      auto pool = out.initPools(1)[0];
+      auto pools = out.initPools(1 + daemon.devices.size());
+      auto pool = pools[0];
       pool.setTier("host");
       pool.setCapacityBytes(daemon.pool->capacity_bytes());
       pool.setUsedBytes(daemon.pool->used_bytes());
       pool.setSlabBytes(daemon.pool->slab_bytes());
       pool.setFreeSlabs(daemon.pool->free_slabs());
       pool.setHugePages(TextOf(daemon.pool->huge_page_state()));
+      for (size_t i = 0; i < daemon.devices.size(); ++i) {
+        const DeviceContext& device = *daemon.devices[i];
+        pools[1 + i].setTier(TextOf(absl::StrCat("device:", device.ordinal)));
+        pools[1 + i].setCapacityBytes(device.pool->capacity_bytes());
+        pools[1 + i].setUsedBytes(device.pool->used_bytes());
+        pools[1 + i].setSlabBytes(device.pool->slab_bytes());
+        pools[1 + i].setFreeSlabs(device.pool->free_slabs());
+      }
+      if (daemon.pinner != nullptr) {
+        out.setPinnedBytes(daemon.pinner->ready_bytes());
+        out.setPinTotalBytes(daemon.pinner->total_bytes());
+        if (daemon.pinner->done()) out.setPinError(TextOf(std::string(daemon.pinner->status().message())));
+      }
+      out.setGpus(TextOf(daemon.gpu_summary));
       const std::vector<CacheInfo> caches = daemon.store->Caches();
       uint64_t blocks = 0;
       for (const CacheInfo& cache : caches) blocks += cache.published_blocks;

@@ -4,12 +4,15 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/container/flat_hash_map.h"
 #include "codecs/registry.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/worker_pool.h"
+#include "kvmanager/memory/host_pinner.h"
 #include "kvmanager/memory/page_pool.h"
+#include "kvmanager/server/device_context.h"
 #include "kvmanager/server/event_loop.h"
 #include "kvmanager/server/message_queue.h"
 #include "kvmanager/server/options.h"
@@ -34,6 +37,10 @@ struct DaemonContext {
   ServerMetrics* metrics = nullptr;
   HandOffDesk* desk = nullptr;
   EventLoop* loop = nullptr;  // while Run() runs
+
+  std::vector<const DeviceContext*> devices;  // GPUs with a pool; empty: none
+  const HostPinner* pinner = nullptr;         // of the host pool's slabs, in their order; nullptr: no GPU
+  std::string gpu_summary;                    // what GPUs this process sees, or why none
 
   uint64_t boot_epoch = 0;
   int64_t start_ns = 0;

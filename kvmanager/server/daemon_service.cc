@@ -11,19 +11,6 @@
 namespace kvmanager {
 namespace {
 
-// Space that a connection may fill with one arena; given back when the arena's memory goes.
-class ArenaMemory {
- public:
-  ArenaMemory(std::shared_ptr<Session> session, uint64_t bytes) : session_(std::move(session)), bytes_(bytes) {}
-  ~ArenaMemory() { session_->UnreserveArena(bytes_); }
-  ArenaMemory(const ArenaMemory&) = delete;
-  ArenaMemory& operator=(const ArenaMemory&) = delete;
-
- private:
-  const std::shared_ptr<Session> session_;
-  const uint64_t bytes_;
-};
-
 class ArenaService final : public api::Arena::Server {
  public:
   ArenaService(std::shared_ptr<Session> session, std::unique_ptr<ArenaMemory> memory, std::shared_ptr<Region> region)
@@ -134,6 +121,53 @@ class DaemonService final : public api::Daemon::Server {
         [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
   }
 
+  kj::Promise<void> openDevice(OpenDeviceContext context) override {
+    return Serve(
+        *session_, Method::kOpenDevice, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_RETURN_IF_ERROR(CheckGreeted());
+          KV_ASSIGN_OR_RETURN(const DeviceContext* const device,
+                              FindDevice(*session_, context.getParams().getOrdinal()));
+          KV_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceStream> stream, OpenDeviceStream(*session_, *device));
+          auto results = context.getResults();
+          results.setId(stream->id());
+          WriteDeviceInfo(*device, results.initInfo());
+          results.setStream(MakeDeviceStreamService(session_, stream));
+          return Done();
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+  }
+
+  kj::Promise<void> createDeviceArena(CreateDeviceArenaContext context) override {
+    return Serve(
+        *session_, Method::kCreateDeviceArena, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_RETURN_IF_ERROR(CheckGreeted());
+          const auto params = context.getParams();
+          KV_ASSIGN_OR_RETURN(const DeviceContext* const device, FindDevice(*session_, params.getDevice()));
+          KV_ASSIGN_OR_RETURN(const uint64_t bytes, DeviceArena::RoundedBytes(params.getBytes()));
+          KV_RETURN_IF_ERROR(session_->ReserveArena(bytes));
+          auto memory = std::make_unique<ArenaMemory>(session_, bytes);
+          // Memory is zeroed, which is waited for.
+          using MaybeArena = absl::StatusOr<std::unique_ptr<DeviceArena>>;
+          return OnWorker<MaybeArena>(session_->daemon(), [device, bytes] { return DeviceArena::Make(*device, bytes); })
+              .then([context, session = session_, memory = std::move(memory), bytes](MaybeArena arena) mutable {
+                if (!arena.ok()) {
+                  return ServeError(
+                      *session, Method::kCreateDeviceArena, arena.status(),
+                      [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+                }
+                (*arena)->SetMemory(std::move(memory));
+                auto results = context.getResults();
+                uint32_t id = 0;
+                results.setArena(MakeDeviceArenaService(session, *std::move(arena), &id));
+                results.setId(id);
+                results.setBytes(bytes);
+              });
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+  }
+
   kj::Promise<void> admin(AdminContext context) override {
     return Serve(
         *session_, Method::kAdmin, context,
@@ -176,6 +210,7 @@ class DaemonService final : public api::Daemon::Server {
     reply.setVersion(capnp::Text::Reader(kVersion.data(), kVersion.size()));
     std::vector<const char*> names = {"inline", "hand-off", "output-factors", "prompt-tokens"};
     if (session_->unix_socket()) names.push_back("arena");
+    if (session_->unix_socket() && !daemon.devices.empty()) names.push_back("device");
     if (daemon.options->busy_poll_us > 0) names.push_back("busy-poll");
     auto features = reply.initFeatures(names.size());
     for (size_t i = 0; i < names.size(); ++i) features.set(i, names[i]);

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <memory>
 
+#include "kvmanager/memory/device.h"
 #include "kvmanager/server/options.h"
 #include "kvmanager/server/server.h"
 
@@ -54,6 +55,7 @@ int main(int argc, char** argv) {
   spdlog::set_default_logger(log);
 
   RaiseDescriptorLimit();
+  if (line->options.device_pool_bytes > 0) kvmanager::AllowManyStreams();
   const int signal_fd = TakeSignals();
   auto server = kvmanager::Server::Create(line->options);
   if (!server.ok()) {

@@ -3,6 +3,7 @@
 #include <sys/un.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <system_error>
@@ -11,6 +12,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "kvmanager/base/status.h"
 
@@ -58,8 +60,40 @@ absl::Status CheckBytes(absl::string_view field, const std::string& text, uint64
 // The flags as texts: what CLI11 fills from the command line and the file, before values are checked.
 struct Texts {
   std::string host_pool_bytes, threads, busy_poll_us, arena_bytes, slab_bytes, hand_off_lease_ms, drain_s,
-      peer_rate_bytes;
+      peer_rate_bytes, device_pool_bytes, device_slab_bytes, devices;
 };
+
+absl::Status CheckDevices(const Texts& texts, Options* options) {
+  if (!texts.device_slab_bytes.empty()) {
+    KV_RETURN_IF_ERROR(CheckBytes("--device-slab-bytes", texts.device_slab_bytes, Options::kDeviceSlabBytesMin,
+                                  Options::kDeviceSlabBytesMax, &options->device_slab_bytes));
+    if (options->device_slab_bytes % Options::kDeviceSlabBytesStep != 0) {
+      return InvalidField("--device-slab-bytes", texts.device_slab_bytes, "a multiple of 2MiB");
+    }
+  }
+  if (!texts.device_pool_bytes.empty()) {
+    KV_RETURN_IF_ERROR(CheckBytes("--device-pool-bytes", texts.device_pool_bytes, 0, Options::kDevicePoolBytesMax,
+                                  &options->device_pool_bytes));
+    if (options->device_pool_bytes != 0 && options->device_pool_bytes < options->device_slab_bytes) {
+      return InvalidField("--device-pool-bytes", texts.device_pool_bytes,
+                          absl::StrCat("0 (no GPU), or at least --device-slab-bytes, ", options->device_slab_bytes));
+    }
+  }
+  if (texts.devices.empty()) return absl::OkStatus();
+  const std::string bound = absl::StrCat("ordinals of GPUs such as 0 or 0,1, each once, at most ", Options::kDevicesMax,
+                                         " of 0..", Options::kDeviceOrdinalMax);
+  options->devices.clear();
+  for (const absl::string_view word : absl::StrSplit(texts.devices, ',')) {
+    int ordinal;
+    if (!absl::SimpleAtoi(word, &ordinal) || ordinal < 0 || ordinal > Options::kDeviceOrdinalMax ||
+        options->devices.size() == Options::kDevicesMax ||
+        std::find(options->devices.begin(), options->devices.end(), ordinal) != options->devices.end()) {
+      return InvalidField("--devices", texts.devices, bound);
+    }
+    options->devices.push_back(ordinal);
+  }
+  return absl::OkStatus();
+}
 
 absl::Status Check(const Texts& texts, Options* options) {
   if (options->listen.empty()) return InvalidField("--listen", "missing", "unix:PATH or tcp:HOST:PORT");
@@ -92,6 +126,7 @@ absl::Status Check(const Texts& texts, Options* options) {
       return InvalidField("--slab-bytes", texts.slab_bytes, "a multiple of 2MiB, at most --host-pool-bytes");
     }
   }
+  KV_RETURN_IF_ERROR(CheckDevices(texts, options));
   const struct {
     const char* flag;
     const std::string& text;
@@ -221,6 +256,13 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->type_name("BYTES");
   app.add_option("--slab-bytes", texts.slab_bytes,
                  "Unit in which tenants get memory; 0: chosen by pool size (default 0)")
+      ->type_name("BYTES");
+  app.add_option("--device-pool-bytes", texts.device_pool_bytes,
+                 "GPU memory for pages, of each GPU of --devices, taken at start; whole slabs; 0: no GPU (default 0)")
+      ->type_name("BYTES");
+  app.add_option("--devices", texts.devices, "GPUs to use, by ordinal (default 0)")->type_name("N[,N...]");
+  app.add_option("--device-slab-bytes", texts.device_slab_bytes,
+                 "Unit in which tenants get GPU memory (default 256MiB, the least)")
       ->type_name("BYTES");
   app.add_option("--hand-off-lease-ms", texts.hand_off_lease_ms,
                  "How long a received sequence waits to be claimed (default 60000)")

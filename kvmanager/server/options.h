@@ -24,6 +24,11 @@ struct Options {
   static constexpr int64_t kBusyPollUsMax = 1000000;
   static constexpr int64_t kHandOffLeaseMsMin = 100, kHandOffLeaseMsMax = 3600000;
   static constexpr int64_t kDrainSMax = 3600;
+  static constexpr uint64_t kDeviceSlabBytesMin = uint64_t{256} << 20, kDeviceSlabBytesMax = uint64_t{16} << 30;
+  static constexpr uint64_t kDeviceSlabBytesStep = uint64_t{2} << 20;
+  static constexpr uint64_t kDevicePoolBytesMax = uint64_t{1} << 38;  // of one GPU
+  static constexpr size_t kDevicesMax = 16;
+  static constexpr int kDeviceOrdinalMax = 1023;
   static constexpr uint64_t kPeerRateBytesMin = 1 << 16;
 
   std::vector<std::string> listen;           // "unix:PATH" or "tcp:HOST:PORT"; 1..kListenMax
@@ -34,8 +39,11 @@ struct Options {
   int64_t busy_poll_us = 0;                  // 0..kBusyPollUsMax
   uint64_t arena_bytes = uint64_t{8} << 30;  // of all arenas together: 0..kArenaBytesMax
   uint64_t slab_bytes = 0;                   // 0: from host_pool_bytes; else a multiple of 2 MiB up to kSlabBytesMax
-  int64_t hand_off_lease_ms = 60000;         // kHandOffLeaseMsMin..kHandOffLeaseMsMax
-  int64_t drain_s = 10;                      // 0..kDrainSMax
+  uint64_t device_pool_bytes = 0;            // of each GPU: 0 (none is used), or device_slab_bytes..kDevicePoolBytesMax
+  uint64_t device_slab_bytes = uint64_t{256} << 20;  // kDeviceSlabBytesMin..Max, a multiple of kDeviceSlabBytesStep
+  std::vector<int> devices = {0};                    // ordinals, each once; 1..kDevicesMax
+  int64_t hand_off_lease_ms = 60000;                 // kHandOffLeaseMsMin..kHandOffLeaseMsMax
+  int64_t drain_s = 10;                              // 0..kDrainSMax
   uint64_t peer_rate_bytes = 0;            // per second sent to all peers; 0: no limit; else kPeerRateBytesMin or more
   std::string calibration_dir;             // of artifacts that codecs may name; empty: none can be named
   std::vector<std::string> codec_plugins;  // shared objects; at most kCodecPluginsMax

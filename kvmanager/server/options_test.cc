@@ -45,6 +45,58 @@ TEST(OptionsTest, DefaultsAreThoseOfTheHeader) {
   EXPECT_EQ(line->options.log_level, "info");
 }
 
+TEST(OptionsTest, WithoutADevicePoolThereIsNone) {
+  auto line = Parse(kMinimum);
+  ASSERT_TRUE(line.ok()) << line.status();
+  EXPECT_EQ(line->options.device_pool_bytes, 0u);
+  EXPECT_EQ(line->options.devices, std::vector<int>{0});
+  EXPECT_EQ(line->options.device_slab_bytes, uint64_t{256} << 20);
+}
+
+TEST(OptionsTest, DevicesAndTheirPools) {
+  auto line = Parse(With({"--device-pool-bytes", "3GiB", "--devices", "2,0", "--device-slab-bytes", "512MiB"}));
+  ASSERT_TRUE(line.ok()) << line.status();
+  EXPECT_EQ(line->options.device_pool_bytes, uint64_t{3} << 30);
+  EXPECT_EQ(line->options.devices, (std::vector<int>{2, 0}));
+  EXPECT_EQ(line->options.device_slab_bytes, uint64_t{512} << 20);
+  const std::string path = WriteFile("device.conf",
+                                     "listen = \"unix:/tmp/a.sock\"\nhost-pool-bytes = \"64MiB\"\n"
+                                     "device-pool-bytes = \"1GiB\"\ndevices = \"1\"\n");
+  auto file = Parse({"--config", path});
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_EQ(file->options.device_pool_bytes, uint64_t{1} << 30);
+  EXPECT_EQ(file->options.devices, std::vector<int>{1});
+}
+
+TEST(OptionsTest, DeviceErrorsNameFlagValueAndBound) {
+  const struct {
+    std::vector<std::string> flags;
+    const char* field;
+  } cases[] = {
+      {{"--device-pool-bytes", "255MiB"}, "--device-pool-bytes"},
+      {{"--device-pool-bytes", "1GiB", "--device-slab-bytes", "2GiB"}, "--device-pool-bytes"},
+      {{"--device-pool-bytes", "1TiB"}, "--device-pool-bytes"},
+      {{"--device-pool-bytes", "lots"}, "--device-pool-bytes"},
+      {{"--device-slab-bytes", "128MiB"}, "--device-slab-bytes"},
+      {{"--device-slab-bytes", "257.5MiB"}, "--device-slab-bytes"},
+      {{"--device-slab-bytes", "32GiB"}, "--device-slab-bytes"},
+      {{"--devices", "0,0"}, "--devices"},
+      {{"--devices", "-1"}, "--devices"},
+      {{"--devices", "0,"}, "--devices"},
+      {{"--devices", "GPU-1"}, "--devices"},
+      {{"--devices", "0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16"}, "--devices"},
+  };
+  for (const auto& [more, field] : cases) {
+    std::vector<std::string> flags = kMinimum;
+    flags.insert(flags.end(), more.begin(), more.end());
+    auto line = Parse(flags);
+    ASSERT_FALSE(line.ok()) << more.back();
+    const ErrorDetail detail = DetailOf(line.status());
+    EXPECT_EQ(detail.field, field) << line.status();
+    EXPECT_FALSE(detail.bound.empty());
+  }
+}
+
 // The file and the flags are two spellings of one thing.
 TEST(OptionsTest, FileSaysTheSameAsFlags) {
   const std::string path = WriteFile(

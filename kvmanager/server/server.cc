@@ -18,9 +18,11 @@
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/base/worker_pool.h"
+#include "kvmanager/memory/device_region.h"
 #include "kvmanager/memory/page_pool.h"
 #include "kvmanager/server/connections.h"
 #include "kvmanager/server/context.h"
+#include "kvmanager/server/device_stream.h"
 #include "kvmanager/server/encode_executor.h"
 #include "kvmanager/server/event_loop.h"
 #include "kvmanager/server/hand_off.h"
@@ -39,6 +41,20 @@ namespace kvmanager {
 namespace {
 
 static_assert(Options::kHostPoolBytesMax == PagePool::kPoolBytesMax);
+static_assert(Options::kDeviceSlabBytesMin == DeviceRegion::kSlabBytesMin);
+static_assert(Options::kDevicePoolBytesMax == SlabMemory::kBytesMax);
+
+constexpr int64_t kLookMs = 1000;             // at what only a look shows: pools of GPUs
+constexpr int64_t kPinLogNs = 3'000'000'000;  // between two lines about pinning
+constexpr int64_t kStreamsEndMs = 10000;      // for what runs on GPUs when the daemon stops
+
+// One GPU: members in the order of who needs whom.
+struct DeviceParts {
+  std::unique_ptr<Device> device;
+  std::unique_ptr<DevicePool> pool;
+  std::unique_ptr<DeviceStreams> streams;
+  DeviceContext context;
+};
 
 int UsableCpus() {
   cpu_set_t set;
@@ -75,6 +91,7 @@ class ServerImpl final : public Server {
     pool.pool_bytes = options_.host_pool_bytes;
     pool.slab_bytes = options_.slab_bytes;
     KV_ASSIGN_OR_RETURN(pool_, PagePool::Create(pool));
+    KV_RETURN_IF_ERROR(OpenDevices());
     workers_ = std::make_unique<WorkerPool>(options_.threads > 0 ? static_cast<int>(options_.threads) : UsableCpus());
     executor_ = std::make_unique<PoolEncodeExecutor>(workers_.get(), &queue_, &server_metrics_, &clock_);
     store_ = PageStore::Create(pool_.get(), &registry_, executor_.get(), &store_metrics_, &clock_);
@@ -89,6 +106,8 @@ class ServerImpl final : public Server {
     daemon_.queue = &queue_;
     daemon_.metrics = &server_metrics_;
     daemon_.desk = desk_.get();
+    for (const auto& parts : devices_) daemon_.devices.push_back(&parts->context);
+    daemon_.pinner = pinner_.get();
     daemon_.boot_epoch = RandomEpoch();
     daemon_.start_ns = clock_.NowNs();
 
@@ -125,9 +144,13 @@ class ServerImpl final : public Server {
                                                                           kj::UnixEventPort::FdObserver::OBSERVE_READ);
         signals = ReadSignals(signal_fd, *signal_observer).eagerlyEvaluate(nullptr);
       }
+      for (const auto& parts : devices_) parts->streams->SetLoop(&loop);
+      kj::Promise<void> looking = nullptr;
+      if (!devices_.empty()) looking = LookAtDevices().eagerlyEvaluate(nullptr);
       Connections connections(&daemon_, sockets_);
       loop.Run([this] { return Over(); });
     }
+    for (const auto& parts : devices_) parts->streams->SetLoop(nullptr);
     drain_deadline_ = nullptr;
     desk_->DropAll();
     // The last completions find nobody waiting, and give back what they pinned. The transport's last messages still
@@ -137,6 +160,7 @@ class ServerImpl final : public Server {
     workers_.reset();
     loop.RunReady();
     desk_->DropAll();
+    EndStreams();
     daemon_.loop = nullptr;
   }
 
@@ -154,6 +178,80 @@ class ServerImpl final : public Server {
   std::string MetricsText() const override { return metrics_.Text(); }
 
  private:
+  // GPUs' pools, and the pinning of the host's beside them.
+  absl::Status OpenDevices() {
+    daemon_.gpu_summary = DeviceSummary();
+    spdlog::info("GPUs: {}", daemon_.gpu_summary);
+    for (const int ordinal : options_.devices) {
+      device_metrics_.push_back(std::make_unique<DeviceMetrics>(&metrics_, ordinal));
+      if (options_.device_pool_bytes == 0) continue;
+      auto parts = std::make_unique<DeviceParts>();
+      auto device = Device::Open(ordinal);
+      if (!device.ok()) {
+        return absl::Status(device.status().code(), absl::StrCat("--device-pool-bytes asks for GPU ", ordinal,
+                                                                 " of --devices, but ", device.status().message(),
+                                                                 "; leave the option out to serve from host memory"));
+      }
+      parts->device = *std::move(device);
+      const auto slabs = static_cast<uint32_t>(options_.device_pool_bytes / options_.device_slab_bytes);
+      KV_ASSIGN_OR_RETURN(auto region, DeviceRegion::Reserve(parts->device.get(), options_.device_slab_bytes, slabs));
+      KV_ASSIGN_OR_RETURN(const uint64_t free_bytes, parts->device->FreeBytes());
+      auto pool = DevicePool::Create(std::move(region));
+      if (!pool.ok()) {
+        if (!absl::IsResourceExhausted(pool.status())) return pool.status();
+        return FieldError(absl::StatusCode::kResourceExhausted, "--device-pool-bytes",
+                          absl::StrCat(options_.device_pool_bytes),
+                          absl::StrCat("less than what GPU ", ordinal, " has free, ", free_bytes,
+                                       ": ask for less, or end what else uses it"));
+      }
+      parts->pool = *std::move(pool);
+      parts->context = {ordinal, parts->device.get(), parts->pool.get(), nullptr, device_metrics_.back().get()};
+      KV_ASSIGN_OR_RETURN(parts->streams, DeviceStreams::Create(parts->context));
+      parts->context.streams = parts->streams.get();
+      parts->context.metrics->capacity_bytes.Set(double(parts->pool->capacity_bytes()));
+      spdlog::info("GPU {}: a pool of {} slabs of {} MiB", ordinal, slabs, options_.device_slab_bytes >> 20);
+      devices_.push_back(std::move(parts));
+    }
+    if (devices_.empty()) return absl::OkStatus();
+    std::vector<absl::Span<uint8_t>> slabs;
+    for (uint32_t slab = 0; slab < pool_->slabs(); ++slab) slabs.push_back(pool_->SlabData(slab));
+    const Device* const device = devices_.front()->device.get();
+    pinner_ = std::make_unique<HostPinner>(
+        std::move(slabs),
+        HostPinner::Calls{[device](uint8_t* data, size_t bytes) { return device->PinHost(data, bytes); },
+                          [device](uint8_t* data) { device->UnpinHost(data); }});
+    pin_log_ns_ = clock_.NowNs();
+    return absl::OkStatus();
+  }
+
+  kj::Promise<void> LookAtDevices() {
+    for (const auto& parts : devices_) parts->context.metrics->used_bytes.Set(double(parts->pool->used_bytes()));
+    if (!pinned_) {
+      pinned_ = pinner_->done();
+      if (pinned_ && !pinner_->status().ok()) {
+        spdlog::error("the host pool stays pinned up to {} of {} bytes only: {}", pinner_->ready_bytes(),
+                      pinner_->total_bytes(), std::string(pinner_->status().message()));
+      } else if (pinned_ || clock_.NowNs() - pin_log_ns_ >= kPinLogNs) {
+        pin_log_ns_ = clock_.NowNs();
+        spdlog::info("host pool: {} of {} MiB pinned", pinner_->ready_bytes() >> 20, pinner_->total_bytes() >> 20);
+      }
+    }
+    return daemon_.loop->timer().afterDelay(kLookMs * kj::MILLISECONDS).then([this] { return LookAtDevices(); });
+  }
+
+  // What clients left on the GPUs ends, or is left to the process's end.
+  void EndStreams() {
+    for (const auto& parts : devices_) {
+      if (parts->streams->Drain(kStreamsEndMs)) continue;
+      spdlog::error("GPU {} still works for connections that ended: its memory goes with the process",
+                    parts->context.ordinal);
+      (void)pinner_.release();
+      for (auto& each : devices_) (void)each.release();
+      devices_.clear();
+      return;
+    }
+  }
+
   void BeginTermination() {
     if (terminating_) {
       stop_ = true;
@@ -200,6 +298,9 @@ class ServerImpl final : public Server {
   std::unique_ptr<CalibrationSource> calibrations_;
   CodecRegistry registry_;
   std::unique_ptr<PagePool> pool_;
+  std::vector<std::unique_ptr<DeviceMetrics>> device_metrics_;
+  std::vector<std::unique_ptr<DeviceParts>> devices_;
+  std::unique_ptr<HostPinner> pinner_;
   std::unique_ptr<WorkerPool> workers_;
   std::unique_ptr<PoolEncodeExecutor> executor_;
   std::unique_ptr<PageStore> store_;
@@ -213,6 +314,8 @@ class ServerImpl final : public Server {
   // The loop's thread.
   bool stop_ = false;
   bool terminating_ = false;
+  bool pinned_ = false;
+  int64_t pin_log_ns_ = 0;
   kj::Promise<void> drain_deadline_ = nullptr;
 };
 

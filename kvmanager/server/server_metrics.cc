@@ -18,9 +18,12 @@ std::vector<double> AttendBounds() { return ExponentialBounds(4e-6, 2, 20); }
 
 const char* MethodName(Method method) {
   static constexpr const char* kNames[kMethods] = {
-      "hello",  "openCache", "createArena",   "admin", "ping",  "info",    "match",   "createSequences",
-      "step",   "claim",     "outputFactors", "fork",  "crop",  "publish", "handOff", "sequenceInfo",
-      "status", "caches",    "sequences",     "peers", "drain", "undrain", "purge",
+      "hello",   "openCache", "createArena",   "openDevice", "createDeviceArena",
+      "admin",   "ping",      "info",          "match",      "createSequences",
+      "step",    "claim",     "outputFactors", "fork",       "crop",
+      "publish", "handOff",   "sequenceInfo",  "copy",       "status",
+      "caches",  "sequences", "peers",         "drain",      "undrain",
+      "purge",
   };
   return kNames[static_cast<int>(method)];
 }

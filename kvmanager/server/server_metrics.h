@@ -15,6 +15,8 @@ enum class Method : int {
   kHello,
   kOpenCache,
   kCreateArena,
+  kOpenDevice,
+  kCreateDeviceArena,
   kAdmin,
   kPing,  // Daemon
   kCacheInfo,
@@ -28,6 +30,7 @@ enum class Method : int {
   kPublish,
   kHandOff,
   kSequenceInfo,  // Sequence
+  kDeviceCopy,    // DeviceStream
   kStatus,
   kCaches,
   kSequences,

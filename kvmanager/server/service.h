@@ -11,6 +11,19 @@ namespace kvmanager {
 /// The bootstrap capability of the connection that `session` belongs to.
 api::Daemon::Client MakeDaemonService(std::shared_ptr<Session> session);
 
+/// The GPU of this ordinal. Errors: FAILED_PRECONDITION over TCP and where the daemon has no GPU pool, saying what to
+/// do; NOT_FOUND for another ordinal.
+absl::StatusOr<const DeviceContext*> FindDevice(const Session& session, int ordinal);
+/// A stream for this connection, which has none on that GPU. Errors: FAILED_PRECONDITION, RESOURCE_EXHAUSTED.
+absl::StatusOr<std::shared_ptr<DeviceStream>> OpenDeviceStream(Session& session, const DeviceContext& device);
+void WriteDeviceInfo(const DeviceContext& device, api::DeviceInfo::Builder out);
+/// The lease of a stream: dropping the capability closes it.
+api::DeviceStream::Client MakeDeviceStreamService(std::shared_ptr<Session> session,
+                                                  std::shared_ptr<DeviceStream> stream);
+/// The lease of an arena, which the session knows by `*id` from now on.
+api::Arena::Client MakeDeviceArenaService(std::shared_ptr<Session> session, std::shared_ptr<DeviceArena> arena,
+                                          uint32_t* id);
+
 /// Listings and switches for operators.
 api::Admin::Client MakeAdminService(std::shared_ptr<Session> session);
 

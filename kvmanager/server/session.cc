@@ -73,6 +73,39 @@ uint32_t Session::AddArena(std::shared_ptr<Region> region) {
 
 void Session::RemoveArena(uint32_t id) { arenas_.erase(id); }
 
+uint32_t Session::AddDeviceArena(std::shared_ptr<DeviceArena> arena) {
+  const uint32_t id = next_arena_++;
+  device_arenas_.emplace(id, std::move(arena));
+  return id;
+}
+
+void Session::RemoveDeviceArena(uint32_t id) {
+  const auto found = device_arenas_.find(id);
+  if (found == device_arenas_.end()) return;
+  std::shared_ptr<DeviceArena> arena = std::move(found->second);
+  device_arenas_.erase(found);
+  if (const auto stream = DeviceStreamOf(arena->ordinal()); stream != nullptr) stream->Keep(std::move(arena));
+}
+
+std::shared_ptr<DeviceStream> Session::DeviceStreamOf(int ordinal) const {
+  const auto found = device_streams_.find(ordinal);
+  if (found == device_streams_.end()) return nullptr;
+  std::shared_ptr<DeviceStream> stream = found->second.lock();
+  return stream == nullptr || stream->closed() ? nullptr : stream;
+}
+
+void Session::SetDeviceStream(const std::shared_ptr<DeviceStream>& stream) {
+  device_streams_[stream->context().ordinal] = stream;
+}
+
+void Session::CloseDeviceStream(DeviceStream* stream) {
+  if (stream->closed()) return;
+  for (const auto& [id, arena] : device_arenas_) {
+    if (arena->ordinal() == stream->context().ordinal) stream->Keep(arena);
+  }
+  stream->Close();
+}
+
 void WriteHeldSequence(const DaemonContext& daemon, const SequenceInfo& info, api::SequenceInfo::Builder out) {
   WriteSequenceInfo(info, out);
   const auto holder = daemon.holders.find(info.sequence);

@@ -15,6 +15,8 @@
 #include "kvmanager/api/kvmanager.capnp.h"
 #include "kvmanager/memory/region.h"
 #include "kvmanager/server/context.h"
+#include "kvmanager/server/device_arena.h"
+#include "kvmanager/server/device_stream.h"
 
 namespace kvmanager {
 
@@ -28,6 +30,7 @@ class Session {
   Session& operator=(const Session&) = delete;
 
   DaemonContext& daemon() { return daemon_; }
+  const DaemonContext& daemon() const { return daemon_; }
   bool unix_socket() const { return unix_socket_; }
 
   /// Ends the connection soon, after the caller has returned. Nothing if it has ended.
@@ -58,7 +61,7 @@ class Session {
     return found != sequences_.end() && found->second == cache;
   }
 
-  // Arenas. Regions are shared with the calls that use them.
+  // Arenas, of host and device memory, numbered together. Regions are shared with the calls that use them.
   absl::Status ReserveArena(uint64_t bytes);
   void UnreserveArena(uint64_t bytes);
   uint32_t AddArena(std::shared_ptr<Region> region);
@@ -75,6 +78,22 @@ class Session {
                                   : absl::Span<uint8_t>(found->second->data(), found->second->bytes());
   }
 
+  uint32_t AddDeviceArena(std::shared_ptr<DeviceArena> arena);
+  /// The arena's memory stays until what this connection's stream was given so far has passed.
+  void RemoveDeviceArena(uint32_t id);
+  /// Its address on the device, its size and its GPU; nullptr: unknown, or host memory. Not after the arena is removed.
+  const DeviceArena* DeviceArenaOf(uint32_t id) const {
+    const auto found = device_arenas_.find(id);
+    return found == device_arenas_.end() ? nullptr : found->second.get();
+  }
+
+  // Streams: at most one per GPU.
+  /// nullptr: none is open.
+  std::shared_ptr<DeviceStream> DeviceStreamOf(int ordinal) const;
+  void SetDeviceStream(const std::shared_ptr<DeviceStream>& stream);
+  /// Closes it; it keeps this session's arenas of its GPU until it has drained.
+  void CloseDeviceStream(DeviceStream* stream);
+
  private:
   DaemonContext& daemon_;
   const bool unix_socket_;
@@ -84,9 +103,25 @@ class Session {
   std::string name_;
   absl::flat_hash_map<SequenceId, CacheId> sequences_;
   absl::flat_hash_map<uint32_t, std::shared_ptr<Region>> arenas_;
+  absl::flat_hash_map<uint32_t, std::shared_ptr<DeviceArena>> device_arenas_;
+  absl::flat_hash_map<int, std::weak_ptr<DeviceStream>> device_streams_;  // by ordinal; their capabilities own them
   uint32_t next_arena_ = 1;
   size_t arenas_reserved_ = 0;
   uint64_t arena_bytes_ = 0;
+};
+
+/// Space that a connection may fill with one arena; given back when the arena's memory goes.
+class ArenaMemory {
+ public:
+  /// `bytes` are reserved.
+  ArenaMemory(std::shared_ptr<Session> session, uint64_t bytes) : session_(std::move(session)), bytes_(bytes) {}
+  ~ArenaMemory() { session_->UnreserveArena(bytes_); }
+  ArenaMemory(const ArenaMemory&) = delete;
+  ArenaMemory& operator=(const ArenaMemory&) = delete;
+
+ private:
+  const std::shared_ptr<Session> session_;
+  const uint64_t bytes_;
 };
 
 /// `info` and who holds the sequence.
