@@ -130,7 +130,8 @@ class DeviceLease {
  public:
   virtual ~DeviceLease() = default;
   /// Every page that must be read encoded is encoded. Once it is, the lease may go: slots stay as long as plans
-  /// (ReleaseEpochs) that were opened before the store's next call may name them.
+  /// (ReleaseEpochs) that were opened before the store's next call may name them. Who had to wait reads again: only then
+  /// does TakeChanges tell which of those pages were declined.
   virtual bool ready() const = 0;
   /// Calls `fn` once on the store's thread: at once if ready, else when it becomes so.
   virtual void OnReady(absl::AnyInvocable<void()> fn) = 0;

@@ -395,6 +395,20 @@ TEST_F(PageStoreDeviceTest, ReadWaitsForSharedBlocksThatAnotherSequenceEncodes) 
   EXPECT_TRUE(lease->ready());
 }
 
+TEST_F(PageStoreDeviceTest, PagesAppendedAgainBehindACropAreWaitedForAnew) {
+  const CacheId cache = OpenOnDevice("fake", 0);
+  const SequenceId a = Extended(cache, 3 * kPage + 1);
+  device().executor.FinishAll();
+  ASSERT_TRUE(Read(cache, a, 3 * kPage)->ready());
+  std::vector<OpenCopy> copies;
+  ASSERT_TRUE(store().Crop(a, kPage, &copies).ok());
+  ASSERT_TRUE(Extend(cache, a, kPage, 2 * kPage + 1).ok());
+  EXPECT_TRUE(Read(cache, a, 2 * kPage - 1)->ready());
+  EXPECT_FALSE(Read(cache, a, 3 * kPage)->ready());
+  device().executor.FinishAll();
+  EXPECT_TRUE(Read(cache, a, 3 * kPage)->ready());
+}
+
 TEST_F(PageStoreDeviceTest, PublishThatSharesMovesToSlotsThatMayStillBeEncoded) {
   const CacheId cache = OpenOnDevice("fake", 0);
   const Text text = MakeText(3 * kPage);
