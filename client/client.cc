@@ -19,6 +19,8 @@ class ClientImpl final : public Client {
  public:
   explicit ClientImpl(std::shared_ptr<Connection> connection) : connection_(std::move(connection)) {}
 
+  const std::shared_ptr<Connection>& connection() const { return connection_; }
+
   uint64_t boot_epoch() const override { return connection_->boot_epoch(); }
   bool connected() override { return connection_->Connected(); }
   std::string peer_address() const override { return connection_->peer_address(); }
@@ -135,6 +137,8 @@ class ClientImpl final : public Client {
 };
 
 }  // namespace
+
+std::shared_ptr<Connection> ConnectionOf(Client* client) { return static_cast<ClientImpl*>(client)->connection(); }
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(absl::string_view address, const Options& options) {
   KV_ASSIGN_OR_RETURN(Address parsed, ParseAddress(address));

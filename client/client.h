@@ -138,6 +138,9 @@ struct DaemonDescription {
   uint64_t leases = 0, published_blocks = 0;
   uint64_t waiting_hand_offs = 0;  // received sequences that nobody has claimed yet
   std::string cpu_target, listen, peer_listen, metrics_listen;
+  std::string gpus;                                // what GPUs the daemon sees, or why none
+  uint64_t pinned_bytes = 0, pin_total_bytes = 0;  // of the host pool; 0: no GPU
+  std::string pin_error;                           // why the rest stays unpinned
 };
 
 struct PeerDescription {

@@ -1,6 +1,7 @@
 #include "client/connection.h"
 
 #include <fcntl.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -69,8 +70,15 @@ struct Connection::Link {
     return rpc.bootstrap(vat).castAs<api::Daemon>();
   }
 
+  /// Ends the connection even if a duplicate of the socket is open.
+  struct ShutDown {
+    ~ShutDown() { ::shutdown(fd, SHUT_RDWR); }
+    const int fd;
+  };
+
   bool is_lost = false;
   GuardedFd fd, write_fd;
+  const ShutDown shut_down{fd.get()};  // behind what the RPC system still says
   SocketStream stream;
   capnp::TwoPartyVatNetwork network;
   capnp::RpcSystem<capnp::rpc::twoparty::VatId> rpc;
@@ -200,6 +208,10 @@ api::Daemon::Client& Connection::daemon() { return link_->daemon; }
 api::Admin::Client& Connection::admin() {
   if (!link_->admin.has_value()) link_->admin.emplace(link_->daemon.adminRequest().send().getAdmin());
   return *link_->admin;
+}
+
+GuardedFd Connection::DuplicateSocket() const {
+  return Guarded([this] { return ::fcntl(link_->fd.get(), F_DUPFD_CLOEXEC, 0); });
 }
 
 bool Connection::Connected() {

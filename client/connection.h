@@ -64,6 +64,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   /// True in a child of the process that made this connection.
   bool forked() const { return forks_ != ForkCount(); }
   bool Connected();
+  /// For another thread, to see its end; it does not keep the connection. REQUIRES: Usable().ok(). Not valid(), and
+  /// errno set, when this process has no descriptor left.
+  GuardedFd DuplicateSocket() const;
   absl::Status Reconnect();
 
   /// Whether something of `generation` may be used now, without asking the daemon: FAILED_PRECONDITION in a forked

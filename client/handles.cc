@@ -108,19 +108,15 @@ CreatedSequence ReadSequence(const std::shared_ptr<Connection>& connection, Repl
           FromWire(reply.getMatch())};
 }
 
-class ArenaImpl final : public Arena {
+class ArenaImpl final : public ArenaHandle {
  public:
   ArenaImpl(std::shared_ptr<Connection> connection, api::Arena::Client cap, uint32_t id, absl::Span<uint8_t> data)
-      : handle_(std::move(connection), std::move(cap)), id_(id), data_(data) {}
+      : ArenaHandle(std::move(connection), std::move(cap), id), data_(data) {}
   ~ArenaImpl() override { ::munmap(data_.data(), data_.size()); }
 
   absl::Span<uint8_t> data() const override { return data_; }
-  uint32_t id() const { return id_; }
-  const Handle<api::Arena::Client>& handle() const { return handle_; }
 
  private:
-  Handle<api::Arena::Client> handle_;
-  const uint32_t id_;
   const absl::Span<uint8_t> data_;
 };
 
@@ -257,7 +253,7 @@ void WriteTensor(const TensorView& tensor, api::Tensor::Builder wire) {
     return;
   }
   auto range = wire.initArena();
-  range.setId(static_cast<const ArenaImpl*>(tensor.arena)->id());
+  range.setId(static_cast<const ArenaHandle*>(tensor.arena)->id());
   range.setOffset(uint64_t(static_cast<uint8_t*>(tensor.data) - tensor.arena->data().data()));
   range.setBytes(tensor.bytes);
 }
@@ -268,7 +264,7 @@ absl::Status CacheImpl::CheckTensor(absl::string_view field, const TensorView& t
     *inline_bytes += tensor.bytes + sizeof(capnp::word);
     return absl::OkStatus();
   }
-  const auto* arena = static_cast<const ArenaImpl*>(tensor.arena);
+  const auto* arena = static_cast<const ArenaHandle*>(tensor.arena);
   if (&arena->handle().connection() != &handle_.connection() || arena->handle().generation() != handle_.generation()) {
     return FieldError(absl::StatusCode::kFailedPrecondition, field, "in an arena of another connection",
                       "in an arena of the cache's own");
@@ -377,15 +373,7 @@ std::unique_ptr<Cache> MakeCache(std::shared_ptr<Connection> connection, api::Ca
 
 absl::StatusOr<std::unique_ptr<Arena>> MakeArena(std::shared_ptr<Connection> connection, api::Arena::Client cap,
                                                  uint32_t id, uint64_t bytes) {
-  using MaybeFd = absl::StatusOr<int>;
-  auto got = connection->WithDeadline<MaybeFd>(cap.getFd().then([](kj::Maybe<int> fd) -> MaybeFd {
-    KJ_IF_MAYBE (value, fd) {
-      return *value;
-    }
-    return absl::FailedPreconditionError("the daemon sent no descriptor of the arena; use inline tensors");
-  }),
-                                               connection->options().deadline_ms);
-  KV_ASSIGN_OR_RETURN(const int fd, connection->Await(got));  // the capability's own
+  KV_ASSIGN_OR_RETURN(const int fd, DescriptorOf(*connection, cap));
   struct stat stat {};
   if (::fstat(fd, &stat) != 0 || uint64_t(stat.st_size) != bytes) {
     return absl::InternalError(absl::StrCat("the daemon's arena is of ", stat.st_size, " bytes, expected ", bytes));

@@ -149,6 +149,10 @@ DaemonDescription FromWire(api::DaemonStatus::Reader wire) {
   d.listen = ToString(wire.getListen());
   d.peer_listen = ToString(wire.getPeerListen());
   d.metrics_listen = ToString(wire.getMetricsListen());
+  d.gpus = ToString(wire.getGpus());
+  d.pinned_bytes = wire.getPinnedBytes();
+  d.pin_total_bytes = wire.getPinTotalBytes();
+  d.pin_error = ToString(wire.getPinError());
   return d;
 }
 

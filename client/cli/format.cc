@@ -113,6 +113,11 @@ std::string FormatStatus(const DaemonDescription& d) {
   line("connections", absl::StrCat(d.connections));
   line("caches", absl::StrCat(d.caches));
   line("leases", absl::StrCat(d.leases));
+  line("GPUs", OrNone(d.gpus));
+  if (d.pin_total_bytes > 0) {
+    line("host pool pinned", absl::StrCat(FormatBytes(d.pinned_bytes), " of ", FormatBytes(d.pin_total_bytes),
+                                          d.pin_error.empty() ? "" : "; the rest stays so: ", d.pin_error));
+  }
   line("waiting hand-offs", absl::StrCat(d.waiting_hand_offs));
   line("published blocks", absl::StrCat(d.published_blocks));
   std::vector<std::vector<std::string>> rows;
@@ -192,7 +197,11 @@ json ToJson(const DaemonDescription& d) {
           {"cpu_target", Utf8(d.cpu_target)},
           {"listen", Utf8(d.listen)},
           {"peer_listen", Utf8(d.peer_listen)},
-          {"metrics_listen", Utf8(d.metrics_listen)}};
+          {"metrics_listen", Utf8(d.metrics_listen)},
+          {"gpus", Utf8(d.gpus)},
+          {"pinned_bytes", d.pinned_bytes},
+          {"pin_total_bytes", d.pin_total_bytes},
+          {"pin_error", Utf8(d.pin_error)}};
 }
 
 json ToJson(const std::vector<CacheDescription>& caches) {

@@ -46,14 +46,22 @@ TEST(Format, Status) {
       {.tier = "host", .capacity_bytes = uint64_t{4} << 30, .used_bytes = uint64_t{1} << 30, .free_slabs = 3});
   d.leases = 5;
   d.waiting_hand_offs = 7;
+  d.gpus = "no GPU driver";
+  d.pools.push_back({.tier = "device:1", .capacity_bytes = uint64_t{8} << 30});
+  d.pinned_bytes = uint64_t{1} << 30;
+  d.pin_total_bytes = uint64_t{4} << 30;
+  d.pin_error = "locked memory";
   const std::string text = FormatStatus(d);
-  for (const char* expected : {"0.1.0", "draining", "1 m 01 s", "ffffffffffffffff", "4.0 GiB", "25.0%"}) {
+  for (const char* expected : {"0.1.0", "draining", "1 m 01 s", "ffffffffffffffff", "4.0 GiB", "25.0%", "no GPU driver",
+                               "device:1", "1.0 GiB of 4.0 GiB; the rest stays so: locked memory"}) {
     EXPECT_NE(text.find(expected), std::string::npos) << expected << "\n" << text;
   }
   const auto json = ToJson(d);
   EXPECT_EQ(json["boot_epoch"], "ffffffffffffffff");
   EXPECT_EQ(json["pools"][0]["capacity_bytes"], uint64_t{4} << 30);
   EXPECT_EQ(json["leases"], 5);
+  EXPECT_EQ(json["pin_total_bytes"], uint64_t{4} << 30);
+  EXPECT_EQ(json["gpus"], "no GPU driver");
   EXPECT_EQ(json["waiting_hand_offs"], 7);
   EXPECT_NE(text.find("waiting hand-offs: 7"), std::string::npos) << text;
   EXPECT_EQ(nlohmann::json::parse(json.dump()), json);
