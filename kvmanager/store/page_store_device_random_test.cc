@@ -24,7 +24,7 @@ using testing::Text;
 using Submission = testing::SimulatedSubmission;
 
 #ifdef KVMANAGER_SANITIZED
-constexpr int kSteps = 3000;
+constexpr int kSteps = 1500;
 constexpr uint64_t kSeeds = 3;
 #else
 constexpr int kSteps = 12000;
