@@ -4,6 +4,8 @@
 // The engines that are killed are this program again, with a mode in the environment (Engine.*).
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -94,7 +96,7 @@ TEST(EngineProcess, OwesAWord) {
   for (int i = 0; i < 5; ++i) ASSERT_OK(engine->Copy(1000, kBytes));
   std::printf("owes\n");
   std::fflush(stdout);
-  std::getchar();
+  for (;;) pause();
 }
 
 class DeviceStreamTest : public GpuTest {
@@ -144,6 +146,7 @@ TEST_F(DeviceStreamTest, BytesGoThroughTheDaemonsStreamInTheOrderOfWordsAlone) {
   EXPECT_EQ(status.pin_total_bytes, status.pools[0].capacity_bytes);
   EXPECT_TRUE(Eventually([&] { return engine->client->Status()->pinned_bytes == status.pin_total_bytes; }));
   EXPECT_EQ(StreamsOf(*daemon, "device_streams"), 1);
+  kept.reset();
   engine.reset();
   EXPECT_TRUE(Eventually([&] { return StreamsOf(*daemon, "device_streams") == 0; }));
   EXPECT_TRUE(Eventually([&] { return StreamsOf(*daemon, "arena_bytes") == 0; }));
