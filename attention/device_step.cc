@@ -27,33 +27,58 @@ constexpr size_t kUploadAlign = 16;
 /// Items beside those of a tile's two forms: pages that have no encoded form, between others.
 constexpr size_t kItemsOfTile = 4;
 constexpr size_t kItemsMin = 4096;
-constexpr size_t kRingBytesMin = size_t{1} << 20;
+constexpr size_t kRingBytesMin = size_t{1} << 20, kRingRoundBytes = 4096;
 constexpr int kNoClass = -1;
 
 bool Aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-/// Device or pinned memory of one step; freed with it.
-class CudaMemory {
+/// Device memory of one step. Allocated and freed in the order of its stream: cudaFree would wait for every stream of
+/// the device, and hold up other threads' launches meanwhile.
+class StreamMemory {
  public:
-  CudaMemory() = default;
-  ~CudaMemory() { pinned_ ? cudaFreeHost(data_) : cudaFree(data_); }
-  CudaMemory(const CudaMemory&) = delete;
-  CudaMemory& operator=(const CudaMemory&) = delete;
+  explicit StreamMemory(CUstream_st* stream) : stream_(stream) {}
+  ~StreamMemory() {
+    if (data_ != nullptr) cudaFreeAsync(data_, stream_);
+  }
+  StreamMemory(const StreamMemory&) = delete;
+  StreamMemory& operator=(const StreamMemory&) = delete;
 
-  absl::Status OnDevice(size_t bytes) { return CudaStatus(cudaMalloc(&data_, bytes), "cudaMalloc"); }
-  absl::Status Pinned(size_t bytes) {
-    pinned_ = true;
+  absl::Status Allocate(size_t bytes) { return CudaStatus(cudaMallocAsync(&data_, bytes, stream_), "cudaMallocAsync"); }
+  uint8_t* data() const { return static_cast<uint8_t*>(data_); }
+
+ private:
+  CUstream_st* const stream_;
+  void* data_ = nullptr;
+};
+
+/// Pinned memory of a step whose caller gave none.
+class PinnedMemory {
+ public:
+  PinnedMemory() = default;
+  ~PinnedMemory() {
+    if (data_ != nullptr) cudaFreeHost(data_);
+  }
+  PinnedMemory(const PinnedMemory&) = delete;
+  PinnedMemory& operator=(const PinnedMemory&) = delete;
+
+  absl::Status Allocate(size_t bytes) {
     return CudaStatus(cudaHostAlloc(&data_, bytes, cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
   }
-  template <typename T>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
+  uint8_t* data() const { return static_cast<uint8_t*>(data_); }
 
  private:
   void* data_ = nullptr;
-  bool pinned_ = false;
 };
+
+/// What a step's options come to.
+struct Sizes {
+  size_t blocks_max = 0;  // of any layer's kernel
+  size_t items_max = 0;   // of a layer
+  size_t ring_bytes = 0;
+  size_t upload_bytes() const { return UploadRing::kAlign + ring_bytes; }  // the word "done" stands before the ring
+};
+
+absl::StatusOr<Sizes> SizesOf(const DeviceStep::Options& o);
 
 /// Cuts a piece of the ring.
 class PieceWriter {
@@ -82,16 +107,21 @@ class PieceWriter {
 
 class CudaDeviceStep final : public DeviceStep {
  public:
-  CudaDeviceStep(const Options& options, StepTables tables)
+  CudaDeviceStep(const Options& options, const Sizes& sizes, StepTables tables)
       : o_(options),
+        sizes_(sizes),
+        items_max_(sizes.items_max),
         tables_(std::move(tables)),
         group_heads_(options.query_heads / options.layout.kv_heads),
         scale_log2_(float(M_LOG2E) *
                     (options.scale != 0 ? options.scale : 1 / std::sqrt(float(options.layout.head_dim)))),
         kernels_(options.layers),
+        device_(options.stream),
         holds_(options.layers, 0),
         class_of_(options.layers, kNoClass) {}
-  ~CudaDeviceStep() override { cudaStreamSynchronize(o_.stream); }
+  ~CudaDeviceStep() override {
+    if (pinned_.data() != nullptr) cudaStreamSynchronize(o_.stream);
+  }
 
   absl::Status Init();
 
@@ -132,14 +162,16 @@ class CudaDeviceStep final : public DeviceStep {
   absl::Status Send(size_t changes, bool rows, Class* items_of);
 
   const Options o_;
+  const Sizes sizes_;
+  const size_t items_max_;  // of a layer
   StepTables tables_;
   const int group_heads_;
   const float scale_log2_;
   std::vector<const AttendKernels*> kernels_;  // [layers]
   std::vector<Planner> planners_;
-  size_t items_max_ = 0;  // of a layer
 
-  CudaMemory device_, pinned_;
+  PinnedMemory pinned_;
+  StreamMemory device_;
   // Of device_:
   uint32_t* d_tables_ = nullptr;       // [layers][layer_entries]
   AttendItem* d_items_ = nullptr;      // [layers][items_max_]
@@ -149,7 +181,7 @@ class CudaDeviceStep final : public DeviceStep {
   float* d_partial_max_ = nullptr;
   uint32_t* d_arrived_ = nullptr;
   uint32_t* d_upload_arrived_ = nullptr;
-  // Of pinned_:
+  // Of the memory for uploads:
   uint64_t* done_ = nullptr;
   std::optional<UploadRing> ring_;
 
@@ -179,13 +211,8 @@ class CudaDeviceStep final : public DeviceStep {
 };
 
 absl::Status CudaDeviceStep::Init() {
-  size_t parts_max = 0, blocks_max = 0;
   for (int layer = 0; layer < o_.layers; ++layer) {
     const AttendKernels* const kernels = o_.codec->attention(layer);
-    if (kernels == nullptr) {
-      return absl::FailedPreconditionError(absl::StrCat("there is no GPU kernel for the pages of layer ", layer,
-                                                        " (head_dim ", o_.layout.head_dim, ")"));
-    }
     kernels_[layer] = kernels;
     const auto same = [&](const Planner& p) { return p.kernels == kernels; };
     if (std::any_of(planners_.begin(), planners_.end(), same)) continue;
@@ -199,14 +226,7 @@ absl::Status CudaDeviceStep::Init() {
     plan.warps = kernels->grid.warps;
     plan.encoded_cost = kernels->encoded_cost;
     planners_.push_back({kernels, DevicePlanner(plan), plan.blocks});
-    blocks_max = std::max(blocks_max, size_t(plan.blocks));
   }
-  parts_max = 2 * blocks_max;
-  // Groups of tokens end with a page, with a piece of a long entry, and with an entry.
-  const size_t tokens = o_.tokens_max, rows = device::kTileRows;
-  const size_t groups = std::min(tokens, 2 * (tokens / DevicePlanner::kQueryTokensMax + size_t(o_.sequences_max)) + 2);
-  const size_t tiles = o_.layout.kv_heads * (tokens * group_heads_ / rows + groups);
-  items_max_ = 2 * blocks_max + std::max(kItemsMin, kItemsOfTile * tiles);
   items_.resize(items_max_);
 
   size_t bytes = 0;
@@ -215,17 +235,17 @@ absl::Status CudaDeviceStep::Init() {
     bytes += (size + 255) / 256 * 256;
     return at;
   };
-  const size_t tile_rows = parts_max * device::kTileRows;
+  const size_t tile_rows = 2 * sizes_.blocks_max * device::kTileRows;  // of parts
   const size_t tables = place(size_t{tables_.layer_entries()} * o_.layers * sizeof(uint32_t));
   const size_t items = place(items_max_ * o_.layers * sizeof(AttendItem));
-  const size_t append_rows = place(tokens * sizeof(step::AppendRow));
+  const size_t append_rows = place(size_t(o_.tokens_max) * sizeof(step::AppendRow));
   const size_t first = place(size_t(o_.sequences_max) * sizeof(uint64_t));
   const size_t partial = place(tile_rows * o_.layout.head_dim * sizeof(float));
   const size_t partial_max = place(tile_rows * 2 * sizeof(float));
   const size_t arrived = place(tile_rows * sizeof(uint32_t));
   const size_t upload_arrived = place(sizeof(uint32_t));
-  KV_RETURN_IF_ERROR(device_.OnDevice(bytes));
-  uint8_t* const base = device_.as<uint8_t>();
+  KV_RETURN_IF_ERROR(device_.Allocate(bytes));
+  uint8_t* const base = device_.data();
   d_tables_ = reinterpret_cast<uint32_t*>(base + tables);
   d_items_ = reinterpret_cast<AttendItem*>(base + items);
   d_rows_ = reinterpret_cast<step::AppendRow*>(base + append_rows);
@@ -235,19 +255,15 @@ absl::Status CudaDeviceStep::Init() {
   d_arrived_ = reinterpret_cast<uint32_t*>(base + arrived);
   d_upload_arrived_ = reinterpret_cast<uint32_t*>(base + upload_arrived);
 
-  const size_t largest = items_max_ * sizeof(AttendItem) + tokens * sizeof(step::AppendRow) +
-                         size_t(o_.sequences_max) * sizeof(uint32_t) + 4096;
-  const size_t ring = (std::max(kRingBytesMin, 4 * largest) + 4095) / 4096 * 4096;
-  KV_RETURN_IF_ERROR(pinned_.Pinned(ring + UploadRing::kAlign));
-  done_ = pinned_.as<uint64_t>();
+  if (o_.upload == nullptr) KV_RETURN_IF_ERROR(pinned_.Allocate(sizes_.upload_bytes()));
+  uint8_t* const upload = o_.upload == nullptr ? pinned_.data() : o_.upload;
+  done_ = reinterpret_cast<uint64_t*>(upload);
   *done_ = 0;
-  ring_.emplace(pinned_.as<uint8_t>() + UploadRing::kAlign, ring, done_);
+  ring_.emplace(upload + UploadRing::kAlign, sizes_.ring_bytes, done_);
   if (o_.non_finite != nullptr) std::fill_n(o_.non_finite, o_.sequences_max, 0);
-  // The stream may not wait for the default one.
   KV_RETURN_IF_ERROR(CudaStatus(cudaMemsetAsync(base, 0, bytes, o_.stream), "cudaMemsetAsync"));
-  KV_RETURN_IF_ERROR(CudaStatus(cudaMemsetAsync(d_first_, 0xff, size_t(o_.sequences_max) * sizeof(uint64_t), o_.stream),
-                                "cudaMemsetAsync"));
-  return CudaStatus(cudaStreamSynchronize(o_.stream), "cudaStreamSynchronize");
+  return CudaStatus(cudaMemsetAsync(d_first_, 0xff, size_t(o_.sequences_max) * sizeof(uint64_t), o_.stream),
+                    "cudaMemsetAsync");
 }
 
 absl::StatusOr<uint32_t> CudaDeviceStep::AddSequence(uint64_t pages_hint) {
@@ -522,10 +538,42 @@ absl::Status Check(const DeviceStep::Options& o) {
   return absl::OkStatus();
 }
 
+absl::StatusOr<Sizes> SizesOf(const DeviceStep::Options& o) {
+  KV_RETURN_IF_ERROR(Check(o));
+  Sizes sizes;
+  for (int layer = 0; layer < o.layers; ++layer) {
+    const AttendKernels* const kernels = o.codec->attention(layer);
+    if (kernels == nullptr) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("there is no GPU kernel for the pages of layer ", layer, " (head_dim ", o.layout.head_dim, ")"));
+    }
+    sizes.blocks_max = std::max(sizes.blocks_max, size_t(o.multiprocessors) * size_t(kernels->grid.blocks_per_sm));
+  }
+  // Groups of tokens end with a page, with a piece of a long entry, and with an entry.
+  const size_t tokens = o.tokens_max, group_heads = o.query_heads / o.layout.kv_heads;
+  const size_t groups = std::min(tokens, 2 * (tokens / DevicePlanner::kQueryTokensMax + size_t(o.sequences_max)) + 2);
+  const size_t tiles = o.layout.kv_heads * (tokens * group_heads / device::kTileRows + groups);
+  sizes.items_max = 2 * sizes.blocks_max + std::max(kItemsMin, kItemsOfTile * tiles);
+  const size_t largest = sizes.items_max * sizeof(AttendItem) + tokens * sizeof(step::AppendRow) +
+                         size_t(o.sequences_max) * sizeof(uint32_t) + kRingRoundBytes;
+  sizes.ring_bytes = (std::max(kRingBytesMin, 4 * largest) + kRingRoundBytes - 1) / kRingRoundBytes * kRingRoundBytes;
+  return sizes;
+}
+
 }  // namespace
 
+absl::StatusOr<size_t> DeviceStep::UploadBytes(const Options& options) {
+  KV_ASSIGN_OR_RETURN(const Sizes sizes, SizesOf(options));
+  return sizes.upload_bytes();
+}
+
 absl::StatusOr<std::unique_ptr<DeviceStep>> DeviceStep::Create(const Options& options) {
-  KV_RETURN_IF_ERROR(Check(options));
+  KV_ASSIGN_OR_RETURN(const Sizes sizes, SizesOf(options));
+  if (options.upload != nullptr && (options.upload_bytes < sizes.upload_bytes() ||
+                                    reinterpret_cast<uintptr_t>(options.upload) % UploadRing::kAlign != 0)) {
+    return InvalidField("upload_bytes", options.upload_bytes,
+                        absl::StrCat("at least ", sizes.upload_bytes(), ", 64-byte aligned"));
+  }
   StepTables::Options tables;
   tables.layers = options.layers;
   tables.identity = options.identity;
@@ -534,7 +582,7 @@ absl::StatusOr<std::unique_ptr<DeviceStep>> DeviceStep::Create(const Options& op
   tables.pages_max = options.pages_max;
   tables.sequences_max = options.sequences_max;
   KV_ASSIGN_OR_RETURN(StepTables made, StepTables::Make(tables));
-  auto step = std::make_unique<CudaDeviceStep>(options, std::move(made));
+  auto step = std::make_unique<CudaDeviceStep>(options, sizes, std::move(made));
   KV_RETURN_IF_ERROR(step->Init());
   return std::unique_ptr<DeviceStep>(std::move(step));
 }

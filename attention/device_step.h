@@ -11,8 +11,8 @@
 // on nothing else: a CUDA graph captured once for a shape follows every later Prepare of that shape. Prepare itself is
 // never captured.
 //
-// One thread, whose device is the stream's. Nothing waits for the device but Create and the destructor. Slots, pool and
-// codec outlive what is on the stream.
+// One thread, whose device is the stream's. Nothing waits for the device, but the destructor where Options::upload was
+// nullptr. Stream, slots, pool and codec outlive what is on the stream.
 #pragma once
 
 #include <cstdint>
@@ -64,11 +64,18 @@ class DeviceStep {
     /// behind AddSequence on, and holds what a step found when work behind that step has begun.
     uint64_t* non_finite = nullptr;
     uint32_t non_finite_words = 0;  // at least sequences_max
+    /// Pinned and 64-byte aligned, UploadBytes() of it, the step's own until the stream has passed all that it put
+    /// there. nullptr: allocated by the step, whose destructor then waits: to free pinned memory waits for every stream
+    /// of the device, and holds up other threads' launches meanwhile, which a process whose streams wait for others'
+    /// words cannot afford.
+    uint8_t* upload = nullptr;
+    size_t upload_bytes = 0;
   };
+  /// Errors: as Create's.
+  static absl::StatusOr<size_t> UploadBytes(const Options& options);
   /// Errors: INVALID_ARGUMENT; FAILED_PRECONDITION for a layer whose pages have no kernel; CUDA's; UNAVAILABLE where
   /// this was built without CUDA.
   static absl::StatusOr<std::unique_ptr<DeviceStep>> Create(const Options& options);
-  /// Waits for the stream.
   virtual ~DeviceStep() = default;
 
   // Tables. Calls take effect in the order of the stream, before the kernels of the next Prepare and behind those of

@@ -157,6 +157,15 @@ class World {
     o.tokens_max = kTokensMax;
     o.non_finite = words_;
     o.non_finite_words = 64;
+    if (seed % 2 == 0) {
+      const auto bytes = DeviceStep::UploadBytes(o);
+      EXPECT_TRUE(bytes.ok()) << bytes.status();
+      EXPECT_EQ(cudaHostAlloc(reinterpret_cast<void**>(&upload_), *bytes, cudaHostAllocMapped), cudaSuccess);
+      o.upload = upload_;
+      o.upload_bytes = *bytes - 1;
+      EXPECT_TRUE(absl::IsInvalidArgument(DeviceStep::Create(o).status()));
+      o.upload_bytes = *bytes;
+    }
     auto made = DeviceStep::Create(o);
     EXPECT_TRUE(made.ok()) << made.status();
     if (made.ok()) step_ = *std::move(made);
@@ -164,6 +173,7 @@ class World {
   ~World() {
     step_.reset();
     sequences_.clear();
+    cudaFreeHost(upload_);
     cudaFreeHost(words_);
     cudaFreeHost(items_);
     cudaStreamDestroy(stream_);
@@ -547,6 +557,7 @@ class World {
   std::unique_ptr<PageAttention> raw_attention_;
   cudaStream_t stream_ = nullptr;
   uint64_t* words_ = nullptr;
+  uint8_t* upload_ = nullptr;
   DeviceEncodeItem* items_ = nullptr;
   std::unique_ptr<DeviceBuffer<uint8_t>> pool_;
   std::unique_ptr<DeviceBuffer<uint16_t>> k_, v_, q_, out_;

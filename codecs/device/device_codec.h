@@ -1,7 +1,7 @@
 // What a codec does on a GPU: attention on its pages, encode and decode.
 //
-// Codec::NewDeviceCodec() makes one for the calling thread's device; it may outlive the codec. Immutable; any thread
-// whose device is that one may call it. Nothing here waits for the device but what makes and destroys one.
+// Codec::NewDeviceCodec() makes one for the calling thread's device; it may outlive the codec. It outlives what it
+// put on streams. Immutable; any thread whose device is that one may call it. Nothing here waits for a stream.
 #pragma once
 
 #include <cstdint>

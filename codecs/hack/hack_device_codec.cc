@@ -16,7 +16,8 @@ class HackDeviceCodec final : public DeviceCodec {
  public:
   HackDeviceCodec(const HackDeviceShape& shape, HackDeviceHead* heads, const device::AttendKernels* attention)
       : shape_(shape), heads_(heads), attention_(attention) {}
-  ~HackDeviceCodec() override { cudaFree(heads_); }
+  // cudaFree would wait for every stream of the device.
+  ~HackDeviceCodec() override { cudaFreeAsync(heads_, nullptr); }
 
   const device::AttendKernels* attention(int) const override { return attention_; }
   absl::Status Encode(const DeviceEncodeItem* items, uint32_t count, uint32_t* declined,
@@ -39,13 +40,13 @@ std::unique_ptr<DeviceCodec> MakeHackDeviceCodec(const HackFormat& format) {
   const HackDeviceFormat made = MakeHackDeviceFormat(format);
   const size_t bytes = made.heads.size() * sizeof made.heads[0];
   void* heads = nullptr;
-  if (cudaMalloc(&heads, bytes) != cudaSuccess) {
+  if (cudaMallocAsync(&heads, bytes, nullptr) != cudaSuccess) {
     cudaGetLastError();  // the next call that looks would take it for its own
     return nullptr;
   }
   if (cudaMemcpy(heads, made.heads.data(), bytes, cudaMemcpyHostToDevice) != cudaSuccess) {
     cudaGetLastError();
-    cudaFree(heads);
+    cudaFreeAsync(heads, nullptr);
     return nullptr;
   }
   return std::make_unique<HackDeviceCodec>(made.shape, static_cast<HackDeviceHead*>(heads),
