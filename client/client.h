@@ -89,10 +89,31 @@ struct StepBatch {
   DType q_dtype = DType::kFloat32;
   TensorView lse;   // [sum of tokens][query_heads] float32, optional
   float scale = 0;  // 0: 1/sqrt(head_dim)
+  /// Of a cache on a GPU, whose tensors are in device arenas: the daemon's stream begins when the word `ready` is at
+  /// least this (device.h); 0: at once. NaN and Inf in k and v are then found later: the sequence's next call says so.
+  uint64_t ready = 0;
 };
 
 struct StepResult {
   uint64_t encoded_pairs = 0, raw_pairs = 0;  // (query token, context token) pairs read in either form
+  uint64_t done = 0;  // of a cache on a GPU: out and lse are there when the word `done` is at least this
+};
+
+/// A step of all layers whose kernels are this process's: in_process.h makes such calls.
+struct ExtendBatch {
+  absl::Span<const StepEntry> entries;
+  bool append = true;
+  bool attend = true;
+  bool encode_here = true;
+  absl::Span<const uint32_t> words;  // [entries] of the non-finite table
+};
+
+/// api/kvmanager.capnp, ExtendReply.
+struct ExtendOutcome {
+  uint64_t epoch = 0;
+  std::vector<uint32_t> aged, changes, encode_items;
+  uint64_t encode_batch = 0;
+  uint32_t encode_at = 0;
 };
 
 enum class Miss : uint8_t { kNone, kNotFound, kTokenMismatch, kChecksum };
@@ -248,6 +269,10 @@ class Cache {
 
   absl::StatusOr<StepResult> Step(const StepBatch& batch) { return StepAsync(batch).Wait(); }
   virtual Pending<absl::StatusOr<StepResult>> StepAsync(const StepBatch& batch) = 0;
+  /// Of a cache on a GPU.
+  virtual absl::StatusOr<ExtendOutcome> Extend(const ExtendBatch&) {
+    return absl::FailedPreconditionError("this cache is not on a GPU");
+  }
 
   virtual absl::StatusOr<ClaimedSequence> Claim(absl::string_view ticket) = 0;
 
@@ -271,6 +296,9 @@ class Sequence {
   virtual Pending<absl::StatusOr<HandOffOutcome>> HandOffAsync(absl::string_view peer, absl::string_view blob,
                                                                int64_t timeout_ms) = 0;
   virtual absl::StatusOr<SequenceDescription> Info() = 0;
+  /// Of a cache on a GPU: the word `done` is at least this once what crops of this sequence, or the fork that made it,
+  /// copy is there. In the daemon's stream it is there anyway.
+  virtual uint64_t copied() const { return 0; }
 };
 
 }  // namespace kvmanager::client

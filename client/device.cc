@@ -139,6 +139,20 @@ class DeviceClientImpl final : public DeviceClient {
                                              std::move(region));
   }
 
+  absl::StatusOr<int> MapSlab(uint32_t cache_id, uint32_t slab) override {
+    using Result = absl::StatusOr<api::Slab::Client>;
+    KV_RETURN_IF_ERROR(handle_->Usable());
+    auto request = handle_->cap().mapSlabRequest();
+    request.setCacheId(cache_id);
+    request.setSlab(slab);
+    KV_ASSIGN_OR_RETURN(auto cap, handle_->connection().Call<Result>(std::move(request), [](auto& response) -> Result {
+      KV_RETURN_IF_ERROR(FromWire(response.getStatus()));
+      return response.getSlab();
+    }));
+    KV_ASSIGN_OR_RETURN(const int fd, DescriptorOf(handle_->connection(), cap));
+    return fcntl(fd, F_DUPFD_CLOEXEC, 0);
+  }
+
   absl::StatusOr<uint64_t> Copy(const TensorView& from, const TensorView& to, uint64_t ready) override {
     using Result = absl::StatusOr<uint64_t>;
     KV_RETURN_IF_ERROR(handle_->Usable());

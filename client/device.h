@@ -66,6 +66,9 @@ class DeviceClient {
   /// `done` will be behind that. To try how an engine is wired.
   virtual absl::StatusOr<uint64_t> Copy(const TensorView& from, const TensorView& to, uint64_t ready) = 0;
 
+  /// A descriptor, the caller's, of a slab of the pool with pages of this cache's tenant, once (in_process.h).
+  virtual absl::StatusOr<int> MapSlab(uint32_t cache_id, uint32_t slab) = 0;
+
   /// The connection has ended: waits for `done` pass. Any thread.
   virtual bool lost() const = 0;
 };

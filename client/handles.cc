@@ -21,10 +21,11 @@ CreatedSequence ReadSequence(const std::shared_ptr<Connection>& connection, Cap 
 
 class SequenceImpl final : public Sequence {
  public:
-  SequenceImpl(std::shared_ptr<Connection> connection, api::Sequence::Client cap, uint64_t id)
-      : handle_(std::move(connection), std::move(cap)), id_(id) {}
+  SequenceImpl(std::shared_ptr<Connection> connection, api::Sequence::Client cap, uint64_t id, uint64_t copied)
+      : handle_(std::move(connection), std::move(cap)), id_(id), copied_(copied) {}
 
   uint64_t id() const override { return id_; }
+  uint64_t copied() const override { return copied_; }
 
   absl::StatusOr<std::unique_ptr<Sequence>> Fork() override {
     using Result = absl::StatusOr<std::unique_ptr<Sequence>>;
@@ -40,8 +41,10 @@ class SequenceImpl final : public Sequence {
     KV_RETURN_IF_ERROR(handle_.Usable());
     auto request = handle_.cap().cropRequest();
     request.setTokens(tokens);
-    return handle_.connection().Call<absl::Status>(std::move(request),
-                                                   [](auto& response) { return FromWire(response.getStatus()); });
+    return handle_.connection().Call<absl::Status>(std::move(request), [this](auto& response) {
+      copied_ = std::max<uint64_t>(copied_, response.getDone());
+      return FromWire(response.getStatus());
+    });
   }
 
   absl::StatusOr<PublishOutcome> Publish(absl::Span<const BlockName> names) override {
@@ -99,12 +102,13 @@ class SequenceImpl final : public Sequence {
  private:
   Handle<api::Sequence::Client> handle_;
   const uint64_t id_;
+  uint64_t copied_;
 };
 
 /// REQUIRES: the reply's status is ok.
 template <typename Reply>
 CreatedSequence ReadSequence(const std::shared_ptr<Connection>& connection, Reply reply) {
-  return {std::make_unique<SequenceImpl>(connection, reply.getSequence(), reply.getSequenceId()),
+  return {std::make_unique<SequenceImpl>(connection, reply.getSequence(), reply.getSequenceId(), reply.getDone()),
           FromWire(reply.getMatch())};
 }
 
@@ -181,6 +185,7 @@ class CacheImpl final : public Cache {
   }
 
   Pending<absl::StatusOr<StepResult>> StepAsync(const StepBatch& batch) override;
+  absl::StatusOr<ExtendOutcome> Extend(const ExtendBatch& batch) override;
   absl::StatusOr<std::vector<float>> OutputFactors(int layer) override {
     using Result = absl::StatusOr<std::vector<float>>;
     KV_RETURN_IF_ERROR(handle_.Usable());
@@ -278,6 +283,14 @@ absl::Status CacheImpl::CheckTensor(absl::string_view field, const TensorView& t
   return absl::OkStatus();
 }
 
+void WriteEntries(absl::Span<const StepEntry> entries, capnp::List<api::StepEntry>::Builder wire) {
+  for (size_t i = 0; i < entries.size(); ++i) {
+    wire[uint(i)].setSequenceId(entries[i].sequence);
+    wire[uint(i)].setPosition(entries[i].position);
+    wire[uint(i)].setTokens(uint32_t(entries[i].tokens));
+  }
+}
+
 absl::StatusOr<uint64_t> CacheImpl::CheckStep(const StepBatch& batch) const {
   if (batch.layer < 0) return InvalidField("layer", batch.layer, "at least 0");
   uint64_t tokens = 0;
@@ -329,12 +342,7 @@ Pending<absl::StatusOr<StepResult>> CacheImpl::StepAsync(const StepBatch& batch)
   auto call = handle_.cap().stepRequest(capnp::MessageSize{*bytes / sizeof(capnp::word), 0});
   auto request = call.initRequest();
   request.setLayer(uint32_t(batch.layer));
-  auto entries = request.initEntries(uint(batch.entries.size()));
-  for (size_t i = 0; i < batch.entries.size(); ++i) {
-    entries[i].setSequenceId(batch.entries[i].sequence);
-    entries[i].setPosition(batch.entries[i].position);
-    entries[i].setTokens(uint32_t(batch.entries[i].tokens));
-  }
+  WriteEntries(batch.entries, request.initEntries(uint(batch.entries.size())));
   WriteTensor(batch.k, request.initK());
   WriteTensor(batch.v, request.initV());
   WriteTensor(batch.q, request.initQ());
@@ -346,6 +354,7 @@ Pending<absl::StatusOr<StepResult>> CacheImpl::StepAsync(const StepBatch& batch)
     request.setWantLse(batch.lse.data != nullptr);
   }
   request.setScale(batch.scale);
+  request.setReady(batch.ready);
   return handle_.connection().CallLater<Result>(
       std::move(call),
       [out = batch.out, lse = batch.lse](auto& response) -> Result {
@@ -353,9 +362,49 @@ Pending<absl::StatusOr<StepResult>> CacheImpl::StepAsync(const StepBatch& batch)
         KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
         KV_RETURN_IF_ERROR(CopyReply("out", reply.getOut(), out));
         KV_RETURN_IF_ERROR(CopyReply("lse", reply.getLse(), lse));
-        return StepResult{reply.getEncodedPairs(), reply.getRawPairs()};
+        return StepResult{reply.getEncodedPairs(), reply.getRawPairs(), reply.getDone()};
       },
       handle_.connection().options().deadline_ms);
+}
+
+absl::Status ReadWords(absl::string_view field, capnp::Data::Reader data, std::vector<uint32_t>* words) {
+  if (data.size() % sizeof(uint32_t) != 0) {
+    return absl::InternalError(absl::StrCat("the daemon sent ", data.size(), " bytes of ", field, ", no whole words"));
+  }
+  words->resize(data.size() / sizeof(uint32_t));
+  std::memcpy(words->data(), data.begin(), data.size());
+  return absl::OkStatus();
+}
+
+absl::StatusOr<ExtendOutcome> CacheImpl::Extend(const ExtendBatch& batch) {
+  using Result = absl::StatusOr<ExtendOutcome>;
+  KV_RETURN_IF_ERROR(handle_.Usable());
+  const uint64_t bytes =
+      kMessageOverheadBytes + batch.entries.size() * kStepEntryBytes + batch.words.size() * sizeof(uint32_t);
+  KV_RETURN_IF_ERROR(CheckMessageBytes("entries", bytes, handle_.connection().message_bytes_max()));
+  auto call = handle_.cap().extendRequest(capnp::MessageSize{bytes / sizeof(capnp::word), 0});
+  auto request = call.initRequest();
+  for (const StepEntry& entry : batch.entries) {
+    if (entry.tokens < 0) return InvalidField("tokens", entry.tokens, "at least 0");
+  }
+  WriteEntries(batch.entries, request.initEntries(uint(batch.entries.size())));
+  request.setAppend(batch.append);
+  request.setAttend(batch.attend);
+  request.setEncodeHere(batch.encode_here);
+  auto words = request.initWords(uint(batch.words.size()));
+  for (uint i = 0; i < words.size(); ++i) words.set(i, batch.words[i]);
+  return handle_.connection().Call<Result>(std::move(call), [](auto& response) -> Result {
+    const auto reply = response.getReply();
+    KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
+    ExtendOutcome outcome;
+    outcome.epoch = reply.getEpoch();
+    for (const uint32_t aged : reply.getAged()) outcome.aged.push_back(aged);
+    KV_RETURN_IF_ERROR(ReadWords("changes", reply.getChanges(), &outcome.changes));
+    KV_RETURN_IF_ERROR(ReadWords("encodeItems", reply.getEncodeItems(), &outcome.encode_items));
+    outcome.encode_batch = reply.getEncodeBatch();
+    outcome.encode_at = reply.getEncodeAt();
+    return outcome;
+  });
 }
 
 }  // namespace

@@ -70,7 +70,7 @@ const std::map<std::string, std::set<std::string>> kArrows = {
     {"kvmanager/server",
      {"kvmanager/base", "kvmanager/memory", "kvmanager/api", "monitoring", "codecs", "transport", "attention",
       "kvmanager/store"}},
-    {"client", {"kvmanager/base", "kvmanager/memory", "kvmanager/api"}},
+    {"client", {"kvmanager/base", "kvmanager/memory", "kvmanager/api", "codecs", "attention"}},
     {"examples", {"kvmanager/base", "kvmanager/memory", "codecs", "attention", "client"}},
 };
 
@@ -174,6 +174,16 @@ TEST(ArchitectureTest, DependenciesFollowTheArrows) {
   EXPECT_GT(checked, 20);
 }
 
+TEST(ArchitectureTest, OnlyAttentionInItsOwnProcessTakesMoreOfTheClient) {
+  for (const Target& target : Targets(ReadFile("client/BUILD"))) {
+    if (target.for_tests || target.name == "in_process") continue;
+    for (const std::string& label : target.deps) {
+      const std::string to = ModuleOf(label.substr(2, label.find(':') - 2));
+      EXPECT_TRUE(to != "codecs" && to != "attention") << "client:" << target.name << " depends on " << label;
+    }
+  }
+}
+
 TEST(ArchitectureTest, NeverTheStoreBehindTheClientsBack) {
   for (const std::string& package : Packages()) {
     const std::string module = ModuleOf(package);
@@ -194,9 +204,9 @@ TEST(ArchitectureTest, ACodecIsOneFolderAndALineInBuiltin) {
       if (target.for_tests) continue;
       for (const std::string& label : target.deps) {
         // Raw pages are the store's own form, and attention merges them with any codec's; training is no codec, nor
-        // is the adapter of plug-ins.
+        // is the adapter of plug-ins, nor what all codecs' kernels share.
         EXPECT_TRUE(!absl::StartsWith(label, "//codecs/") || label == "//codecs/raw:raw_attention" ||
-                    label == "//codecs/abi:plugin_codec" || label == "//codecs/device:attend" ||
+                    label == "//codecs/abi:plugin_codec" || absl::StartsWith(label, "//codecs/device:") ||
                     absl::StartsWith(label, "//codecs/calibrate:") || label == "//codecs/zack_hack:sensitivity")
             << package << ":" << target.name << " depends on " << label;
       }

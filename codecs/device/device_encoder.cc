@@ -15,8 +15,7 @@ namespace {
 
 class DeviceEncoderImpl final : public DeviceEncoder {
  public:
-  DeviceEncoderImpl(const DeviceCodec* codec, CUstream_st* stream, uint32_t items_max)
-      : codec_(codec), stream_(stream), items_max_(items_max) {}
+  DeviceEncoderImpl(CUstream_st* stream, uint32_t items_max) : stream_(stream), items_max_(items_max) {}
   ~DeviceEncoderImpl() override {
     cudaStreamSynchronize(stream_);
     for (const Batch& batch : batches_) cudaEventDestroy(batch.passed);
@@ -30,7 +29,7 @@ class DeviceEncoderImpl final : public DeviceEncoder {
         "cudaHostAlloc");
   }
 
-  absl::Status Encode(absl::Span<const DeviceEncodeItem> items, uint32_t* declined) override {
+  absl::Status Encode(const DeviceCodec& codec, absl::Span<const DeviceEncodeItem> items, uint32_t* declined) override {
     if (items.empty()) return absl::OkStatus();
     while (!batches_.empty() && cudaEventQuery(batches_.front().passed) == cudaSuccess) {
       used_ -= batches_.front().places;
@@ -52,7 +51,7 @@ class DeviceEncoderImpl final : public DeviceEncoder {
     }
     const uint32_t at = skipped > 0 ? 0 : next_;
     std::memcpy(items_ + at, items.data(), items.size() * sizeof(DeviceEncodeItem));
-    KV_RETURN_IF_ERROR(codec_->Encode(items_ + at, count, declined, stream_));
+    KV_RETURN_IF_ERROR(codec.Encode(items_ + at, count, declined, stream_));
     const cudaEvent_t passed = events_.back();
     KV_RETURN_IF_ERROR(CudaStatus(cudaEventRecord(passed, stream_), "cudaEventRecord"));
     events_.pop_back();
@@ -68,7 +67,6 @@ class DeviceEncoderImpl final : public DeviceEncoder {
     uint32_t places;  // of the ring
   };
 
-  const DeviceCodec* const codec_;
   CUstream_st* const stream_;
   const uint32_t items_max_;
   DeviceEncodeItem* items_ = nullptr;  // [items_max_], a ring
@@ -79,9 +77,8 @@ class DeviceEncoderImpl final : public DeviceEncoder {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<DeviceEncoder>> DeviceEncoder::Create(const DeviceCodec* codec, CUstream_st* stream,
-                                                                     uint32_t items_max) {
-  auto encoder = std::make_unique<DeviceEncoderImpl>(codec, stream, items_max);
+absl::StatusOr<std::unique_ptr<DeviceEncoder>> DeviceEncoder::Create(CUstream_st* stream, uint32_t items_max) {
+  auto encoder = std::make_unique<DeviceEncoderImpl>(stream, items_max);
   KV_RETURN_IF_ERROR(encoder->Init());
   return std::unique_ptr<DeviceEncoder>(std::move(encoder));
 }

@@ -16,15 +16,15 @@ namespace kvmanager {
 
 class DeviceEncoder {
  public:
-  /// items_max: of all batches that the stream has not passed. `codec` outlives the encoder. Errors: CUDA's;
-  /// UNAVAILABLE in builds without it.
-  static absl::StatusOr<std::unique_ptr<DeviceEncoder>> Create(const DeviceCodec* codec, CUstream_st* stream,
-                                                               uint32_t items_max);
+  /// items_max: of all batches that the stream has not passed. Errors: CUDA's; UNAVAILABLE in builds without it.
+  static absl::StatusOr<std::unique_ptr<DeviceEncoder>> Create(CUstream_st* stream, uint32_t items_max);
   virtual ~DeviceEncoder() = default;
 
-  /// Enqueues one batch. declined: [items.size()], of memory that the device writes: 1 where the codec declines, else 0.
-  /// Errors: RESOURCE_EXHAUSTED if the ring has no room for it now; nothing is then enqueued. CUDA's.
-  virtual absl::Status Encode(absl::Span<const DeviceEncodeItem> items, uint32_t* declined) = 0;
+  /// Enqueues one batch; `codec` stays until the stream has passed it. declined: [items.size()], of memory that the
+  /// device writes: 1 where the codec declines, else 0. Errors: RESOURCE_EXHAUSTED if the ring has no room for it now;
+  /// nothing is then enqueued. CUDA's.
+  virtual absl::Status Encode(const DeviceCodec& codec, absl::Span<const DeviceEncodeItem> items,
+                              uint32_t* declined) = 0;
 };
 
 }  // namespace kvmanager

@@ -2,7 +2,7 @@
 
 namespace kvmanager {
 
-absl::StatusOr<std::unique_ptr<DeviceEncoder>> DeviceEncoder::Create(const DeviceCodec*, CUstream_st*, uint32_t) {
+absl::StatusOr<std::unique_ptr<DeviceEncoder>> DeviceEncoder::Create(CUstream_st*, uint32_t) {
   return absl::UnavailableError("built without CUDA: nothing is encoded on a GPU");
 }
 

@@ -131,6 +131,9 @@ struct ExtendRequest {
   # Of a cache on a GPU whose pages this process attends to itself: one call for all layers of a step.
   entries @0 :List(StepEntry);   # tokens: to append (and attend from); with append false, tokens that are there
   append @1 :Bool;               # this process's kernels will write K and V of these tokens, in every layer
+  attend @4 :Bool;
+  # They will attend from them. A step that also fills pages which its own queries must read encoded (more than lagPages pages of one
+  # sequence at once) is INVALID_ARGUMENT: append them in a step of their own.
   encodeHere @2 :Bool;           # and encode the pages that this fills, in encodeItems; else the daemon does
   words @3 :List(UInt32);
   # [entries] which u64 of the words' non-finite table this process's kernels use for the entry's sequence: 0 while all that they
@@ -235,6 +238,13 @@ interface DeviceStream {
   copy @0 (request :DeviceCopy) -> (status :Status, done :UInt64);
   # Between device arenas, behind ready; done is at least the returned value behind it: what a step does, without a step. To try
   # how an engine is wired. At most 96 calls of a stream are under way: RESOURCE_EXHAUSTED.
+  mapSlab @1 (cacheId :UInt32, slab :UInt32) -> (status :Status, slab :Slab);
+  # For a process that attends itself (Cache.extend): GPU memory with pages of this cache's tenant, once. Slab i holds the slots from
+  # i * slabBytes of the pool on. Mapped until the process ends: it is not given to another tenant before.
+}
+
+interface Slab {
+  # getFd() of this capability is a descriptor of a slab, to be imported by CUDA's virtual memory management.
 }
 
 struct DeviceCopy {

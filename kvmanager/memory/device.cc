@@ -252,6 +252,16 @@ absl::Status Device::EnqueueRelease(CUstream_st* stream, const void* counter, ui
 
 void AllowManyStreams() {
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", absl::StrCat(kConnectionsMax).c_str(), /*overwrite=*/1);
+  setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/1);
+}
+
+absl::Status Device::Follow(CUstream_st* stream, CUstream_st* leader) const {
+  cudaEvent_t mark = nullptr;
+  KV_RETURN_IF_ERROR(CudaStatus(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming), "cudaEventCreate"));
+  absl::Status status = CudaStatus(cudaEventRecord(mark, leader), "cudaEventRecord");
+  if (status.ok()) status = CudaStatus(cudaStreamWaitEvent(stream, mark, 0), "cudaStreamWaitEvent");
+  cudaEventDestroy(mark);  // goes once it has happened
+  return status;
 }
 
 std::string DeviceSummary() {

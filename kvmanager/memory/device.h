@@ -79,6 +79,8 @@ class Device {
   absl::Status EnqueueWait(CUstream_st* stream, const void* word, uint64_t value) const;
   /// After all work on `stream` so far, stores `value` to a word in pinned host memory.
   absl::Status EnqueueWrite(CUstream_st* stream, const void* word, uint64_t value) const;
+  /// What comes later on `stream` waits for all work on `leader` so far.
+  absl::Status Follow(CUstream_st* stream, CUstream_st* leader) const;
   /// Between two places of this device's memory that do not overlap.
   absl::Status EnqueueCopy(CUstream_st* stream, void* to, const void* from, size_t bytes) const;
   /// After all work on `stream` so far, stores `epoch` to a ReleaseCounter's word in pinned host memory.
@@ -97,7 +99,8 @@ class Device {
 };
 
 /// Streams share the ways into a GPU, and one that waits holds up all that share its way: eight by default, and this
-/// many when AllowManyStreams() was called before this process first used CUDA, with one thread.
+/// many when AllowManyStreams() was called before this process first used CUDA, with one thread. It also has all kernels
+/// loaded at once: loading one later would wait for streams that wait.
 constexpr int kConnectionsMax = 32;
 void AllowManyStreams();
 

@@ -29,6 +29,7 @@ absl::Status Device::EnqueueWrite(CUstream_st*, const void*, uint64_t) const { r
 absl::Status Device::EnqueueCopy(CUstream_st*, void*, const void*, size_t) const {
   return absl::UnavailableError(kAbsent);
 }
+absl::Status Device::Follow(CUstream_st*, CUstream_st*) const { return absl::UnavailableError(kAbsent); }
 absl::Status Device::EnqueueRelease(CUstream_st*, const void*, uint64_t) const {
   return absl::UnavailableError(kAbsent);
 }

@@ -57,10 +57,15 @@ void ReleaseEpochs::ReadCounter(Holder* holder) {
   holder->count -= plans;
 }
 
-absl::StatusOr<uint64_t> ReleaseEpochs::OpenPlan(HolderId id) {
+bool ReleaseEpochs::HasRoom(HolderId id) {
   Holder& holder = Live(id);
   if (holder.count == kOpenPlansMax) ReadCounter(&holder);
-  if (holder.count == kOpenPlansMax) {
+  return holder.count < kOpenPlansMax;
+}
+
+absl::StatusOr<uint64_t> ReleaseEpochs::OpenPlan(HolderId id) {
+  Holder& holder = Live(id);
+  if (!HasRoom(id)) {
     return FieldError(absl::StatusCode::kResourceExhausted, "unreleased plans of one stream",
                       absl::StrCat(kOpenPlansMax + 1), absl::StrCat("at most ", kOpenPlansMax));
   }

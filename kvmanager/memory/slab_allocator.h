@@ -66,6 +66,8 @@ class SlabAllocator {
   Place PlaceOf(PageId id) const;   // aborts on a stale id
   bool IsCurrent(PageId id) const;  // false: freed, or never handed out
   bool InUse(uint32_t slab) const { return slabs_[slab].in_use; }
+  /// Whose slots a slab holds.
+  bool IsOf(uint32_t slab, TenantId tenant) const { return slabs_[slab].in_use && slabs_[slab].tenant == tenant; }
 
   /// Binds a slab that is in use, or bound already, to its tenant.
   void Bind(uint32_t slab);

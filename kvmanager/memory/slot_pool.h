@@ -47,6 +47,8 @@ class SlotPool {
   /// Bytes that a slot for `bytes` takes.
   static size_t RoundedSlotBytes(size_t bytes) { return SlabAllocator::RoundedSlotBytes(bytes); }
 
+  /// Whether a slab, 0..slabs() - 1, has handed-out slots of this tenant.
+  bool IsOf(uint32_t slab, TenantId tenant) const { return allocator_.IsOf(slab, tenant); }
   size_t SlotBytes(PageId id) const { return allocator_.PlaceOf(id).bytes; }
   bool IsCurrent(PageId id) const { return allocator_.IsCurrent(id); }  // false: freed, or never handed out
 

@@ -3,6 +3,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kvmanager/server/device_calls.h"
+#include "kvmanager/server/device_work.h"
 #include "kvmanager/server/hand_off.h"
 #include "kvmanager/server/limits.h"
 #include "kvmanager/server/serve.h"
@@ -26,8 +28,19 @@ class SequenceService final : public api::Sequence::Server {
         *session_, Method::kFork, context,
         [&]() -> absl::StatusOr<kj::Promise<void>> {
           KV_RETURN_IF_ERROR(session_->CheckNewSequence());
-          KV_ASSIGN_OR_RETURN(const SequenceId forked, store().Fork(id_));
+          SequenceId forked = 0;
+          uint64_t done = 0;
+          if (const auto bound = session_->BoundOf(cache_); bound != nullptr) {
+            KV_ASSIGN_OR_RETURN(done, ChangeOnDevice(*session_, bound->cache, id_, DeviceWork::kAllPages,
+                                                     [&](std::vector<OpenCopy>* copies) -> absl::Status {
+                                                       KV_ASSIGN_OR_RETURN(forked, store().Fork(id_, copies));
+                                                       return absl::OkStatus();
+                                                     }));
+          } else {
+            KV_ASSIGN_OR_RETURN(forked, store().Fork(id_));
+          }
           auto reply = context.getResults().initReply();
+          reply.setDone(done);
           reply.setSequence(MakeSequenceService(session_, forked, cache_));
           reply.setSequenceId(forked);
           return Done();
@@ -39,7 +52,17 @@ class SequenceService final : public api::Sequence::Server {
     return Serve(
         *session_, Method::kCrop, context,
         [&]() -> absl::StatusOr<kj::Promise<void>> {
-          KV_RETURN_IF_ERROR(store().Crop(id_, context.getParams().getTokens()));
+          const uint64_t tokens = context.getParams().getTokens();
+          const auto bound = session_->BoundOf(cache_);
+          if (bound == nullptr) {
+            KV_RETURN_IF_ERROR(store().Crop(id_, tokens));
+            return Done();
+          }
+          KV_ASSIGN_OR_RETURN(
+              const uint64_t done,
+              ChangeOnDevice(*session_, bound->cache, id_, PagesOf(tokens, bound->config.layout.page_tokens),
+                             [&](std::vector<OpenCopy>* copies) { return store().Crop(id_, tokens, copies); }));
+          context.getResults().setDone(done);
           return Done();
         },
         [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
@@ -49,14 +72,28 @@ class SequenceService final : public api::Sequence::Server {
     return Serve(
         *session_, Method::kPublish, context,
         [&]() -> absl::StatusOr<kj::Promise<void>> {
-          KV_ASSIGN_OR_RETURN(const std::vector<BlockName> names,
+          KV_ASSIGN_OR_RETURN(std::vector<BlockName> names,
                               ReadBlockNames("names", context.getParams().getNames(), limits::kBlockNamesMax));
-          KV_ASSIGN_OR_RETURN(const PublishResult result, store().Publish(id_, names));
-          auto reply = context.getResults().initReply();
-          reply.setPublished(result.published);
-          reply.setShared(result.shared);
-          reply.setDeferred(result.deferred);
-          return Done();
+          const auto bound = session_->BoundOf(cache_);
+          if (bound == nullptr) {
+            KV_ASSIGN_OR_RETURN(const PublishResult result, store().Publish(id_, names));
+            WritePublished(result, context);
+            return Done();
+          }
+          // What others find must be there, and finite.
+          context.releaseParams();
+          return WhenAppended(session_, bound->cache, id_)
+              .then([context, session = session_, id = id_, names = std::move(names)](absl::Status appended) mutable {
+                absl::Status error = std::move(appended);
+                if (error.ok()) {
+                  const absl::StatusOr<PublishResult> result = session->daemon().store->Publish(id, names);
+                  if (result.ok()) return WritePublished(*result, context);
+                  error = result.status();
+                }
+                ServeError(*session, Method::kPublish, error, [&](const absl::Status& status) {
+                  WriteStatus(status, context.getResults().initReply().initStatus());
+                });
+              });
         },
         [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
   }
@@ -112,6 +149,15 @@ class SequenceService final : public api::Sequence::Server {
   }
 
  private:
+  static uint64_t PagesOf(uint64_t tokens, uint64_t page_tokens) {
+    return tokens / page_tokens + (tokens % page_tokens != 0);
+  }
+  static void WritePublished(const PublishResult& result, PublishContext& context) {
+    auto reply = context.getResults().initReply();
+    reply.setPublished(static_cast<uint32_t>(result.published));
+    reply.setShared(static_cast<uint32_t>(result.shared));
+    reply.setDeferred(static_cast<uint32_t>(result.deferred));
+  }
   PageStore& store() { return *session_->daemon().store; }
 
   const std::shared_ptr<Session> session_;
@@ -121,7 +167,11 @@ class SequenceService final : public api::Sequence::Server {
 
 class CacheService final : public api::Cache::Server {
  public:
-  CacheService(std::shared_ptr<Session> session, CacheId id) : session_(std::move(session)) { Bind(id); }
+  CacheService(std::shared_ptr<Session> session, CacheId id, std::shared_ptr<const DeviceCodec> device_codec)
+      : session_(std::move(session)) {
+    cache_.device_codec = std::move(device_codec);
+    Bind(id);
+  }
 
   kj::Promise<void> info(InfoContext context) override {
     return Serve(
@@ -177,13 +227,21 @@ class CacheService final : public api::Cache::Server {
     return Serve(
         *session_, Method::kStep, context,
         [&]() -> absl::StatusOr<kj::Promise<void>> {
-          KV_ASSIGN_OR_RETURN(const CheckedStep step,
-                              CheckStep(
-                                  config_, context.getParams().getRequest(),
-                                  [this](uint32_t arena) { return session_->ArenaBytes(arena); },
-                                  [this](SequenceId sequence) { return session_->Holds(sequence, cache_.id); }));
-          return RunStep(session_, cache_, step, context);
+          KV_ASSIGN_OR_RETURN(
+              const CheckedStep step,
+              CheckStep(
+                  config_, context.getParams().getRequest(), [this](uint32_t arena) { return ArenaBytes(arena); },
+                  [this](SequenceId sequence) { return session_->Holds(sequence, cache_.id); }));
+          if (config_.device == CacheConfig::kHost) return RunStep(session_, cache_, step, context);
+          return RunDeviceStep(session_, cache_, step, context.getParams().getRequest().getReady(), context);
         },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+  }
+
+  kj::Promise<void> extend(ExtendContext context) override {
+    return Serve(
+        *session_, Method::kExtend, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> { return RunExtend(session_, cache_, context); },
         [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
   }
 
@@ -256,6 +314,19 @@ class CacheService final : public api::Cache::Server {
     auto raw = session_->daemon().registry->Create("raw", config_.layout);
     KV_CHECK(raw.ok());
     cache_.raw = *std::move(raw);
+    if (config_.device == CacheConfig::kHost) return;
+    auto bound = std::make_shared<BoundCache>();
+    bound->config = config_;
+    bound->cache = cache_;
+    bound->cache.config = &bound->config;
+    session_->Bind(std::move(bound));
+  }
+
+  // Of the cache's kind of memory.
+  absl::Span<uint8_t> ArenaBytes(uint32_t id) const {
+    if (config_.device == CacheConfig::kHost) return session_->ArenaBytes(id);
+    const DeviceArena* const arena = session_->DeviceArenaOf(id);
+    return arena != nullptr && arena->ordinal() == config_.device ? arena->data() : absl::Span<uint8_t>();
   }
 
   // A purge closes caches that hold nothing; this capability then opens its own anew.
@@ -301,8 +372,9 @@ class CacheService final : public api::Cache::Server {
 
 }  // namespace
 
-api::Cache::Client MakeCacheService(std::shared_ptr<Session> session, CacheId cache) {
-  return kj::heap<CacheService>(std::move(session), cache);
+api::Cache::Client MakeCacheService(std::shared_ptr<Session> session, CacheId cache,
+                                    std::shared_ptr<const DeviceCodec> device_codec) {
+  return kj::heap<CacheService>(std::move(session), cache, std::move(device_codec));
 }
 
 api::Sequence::Client MakeSequenceService(std::shared_ptr<Session> session, SequenceId sequence, CacheId cache) {

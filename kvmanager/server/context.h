@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,8 @@
 namespace kvmanager {
 
 class HandOffDesk;
+class InProcess;
+class PollList;
 class Session;
 
 struct DaemonContext {
@@ -40,7 +43,9 @@ struct DaemonContext {
 
   std::vector<const DeviceContext*> devices;  // GPUs with a pool; empty: none
   const HostPinner* pinner = nullptr;         // of the host pool's slabs, in their order; nullptr: no GPU
-  std::string gpu_summary;                    // what GPUs this process sees, or why none
+  PollList* polls = nullptr;
+  std::vector<std::shared_ptr<InProcess>> departed;  // of connections that ended before their processes
+  std::string gpu_summary;                           // what GPUs this process sees, or why none
 
   uint64_t boot_epoch = 0;
   int64_t start_ns = 0;

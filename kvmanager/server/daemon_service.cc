@@ -78,13 +78,17 @@ class DaemonService final : public api::Daemon::Server {
           KV_RETURN_IF_ERROR(CheckGreeted());
           KV_ASSIGN_OR_RETURN(const CacheConfig config, ReadCacheConfig(context.getParams().getConfig()));
           context.releaseParams();
-          // A codec may read a large artifact, and work on it.
-          using MaybeCodec = absl::StatusOr<std::shared_ptr<const Codec>>;
           DaemonContext& daemon = session_->daemon();
-          return OnWorker<MaybeCodec>(
-                     daemon, [registry = daemon.registry, config] { return PageStore::MakeCodec(*registry, config); })
-              .then([context, session = session_, config](MaybeCodec codec) mutable {
-                const absl::Status status = OpenCache(session, config, std::move(codec), context);
+          const DeviceContext* device = nullptr;
+          if (config.device != CacheConfig::kHost) {
+            KV_RETURN_IF_ERROR(ValidateCacheConfig(config));
+            KV_ASSIGN_OR_RETURN(device, FindDevice(*session_, config.device));
+          }
+          // A codec may read a large artifact, and work on it.
+          return OnWorker<absl::StatusOr<Codecs>>(daemon, [registry = daemon.registry, config,
+                                                           device] { return MakeCodecs(*registry, config, device); })
+              .then([context, session = session_, config](absl::StatusOr<Codecs> codecs) mutable {
+                const absl::Status status = OpenCache(session, config, std::move(codecs), context);
                 if (status.ok()) return;
                 ServeError(*session, Method::kOpenCache, status,
                            [&](const absl::Status& error) { WriteStatus(error, context.getResults().initStatus()); });
@@ -186,15 +190,28 @@ class DaemonService final : public api::Daemon::Server {
   }
 
  private:
+  struct Codecs {
+    std::shared_ptr<const Codec> codec;
+    std::shared_ptr<const DeviceCodec> device;  // of a cache on a GPU
+  };
+  static absl::StatusOr<Codecs> MakeCodecs(const CodecRegistry& registry, const CacheConfig& config,
+                                           const DeviceContext* device) {
+    Codecs codecs;
+    KV_ASSIGN_OR_RETURN(codecs.codec, PageStore::MakeCodec(registry, config));
+    if (device != nullptr) {
+      KV_ASSIGN_OR_RETURN(codecs.device, MakeDeviceCodec(*device, *codecs.codec, config.layers));
+    }
+    return codecs;
+  }
   static absl::Status OpenCache(const std::shared_ptr<Session>& session, const CacheConfig& config,
-                                absl::StatusOr<std::shared_ptr<const Codec>> codec, OpenCacheContext& context) {
-    KV_RETURN_IF_ERROR(codec.status());
+                                absl::StatusOr<Codecs> codecs, OpenCacheContext& context) {
+    KV_RETURN_IF_ERROR(codecs.status());
     PageStore& store = *session->daemon().store;
-    KV_ASSIGN_OR_RETURN(const CacheId cache, store.OpenCache(config, *std::move(codec)));
+    KV_ASSIGN_OR_RETURN(const CacheId cache, store.OpenCache(config, std::move(codecs->codec)));
     KV_ASSIGN_OR_RETURN(const CacheInfo info, store.DescribeCache(cache));
     auto results = context.getResults();
     WriteCacheInfo(info, results.initInfo());
-    results.setCache(MakeCacheService(session, cache));
+    results.setCache(MakeCacheService(session, cache, std::move(codecs->device)));
     return absl::OkStatus();
   }
 

@@ -10,7 +10,10 @@
 
 namespace kvmanager {
 
+class DeviceEncodeQueue;
+class DeviceEncodes;
 class DeviceStreams;
+class ReleaseEpochs;
 
 /// Series of one GPU; they exist, at zero, where it is not used.
 struct DeviceMetrics {
@@ -35,6 +38,9 @@ struct DeviceContext {
   DevicePool* pool = nullptr;
   DeviceStreams* streams = nullptr;
   DeviceMetrics* metrics = nullptr;
+  ReleaseEpochs* epochs = nullptr;
+  DeviceEncodeQueue* encode_queue = nullptr;  // the store's executor
+  DeviceEncodes* encodes = nullptr;
 };
 
 }  // namespace kvmanager

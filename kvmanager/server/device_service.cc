@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "kvmanager/server/in_process.h"
 #include "kvmanager/server/limits.h"
 #include "kvmanager/server/serve.h"
 #include "kvmanager/server/service.h"
@@ -32,6 +33,16 @@ absl::Status CheckValue(absl::string_view field, uint64_t value) {
   return InvalidField(field, value, absl::StrCat("at most ", StreamWords::kValueMax));
 }
 
+// The descriptor of a slab, until it was sent and the capability dropped.
+class SlabService final : public api::Slab::Server {
+ public:
+  explicit SlabService(int fd) : fd_(fd) {}
+  kj::Maybe<int> getFd() override { return fd_.get(); }
+
+ private:
+  const kj::AutoCloseFd fd_;
+};
+
 class DeviceStreamService final : public api::DeviceStream::Server {
  public:
   DeviceStreamService(std::shared_ptr<Session> session, std::shared_ptr<DeviceStream> stream)
@@ -41,6 +52,26 @@ class DeviceStreamService final : public api::DeviceStream::Server {
   ~DeviceStreamService() { session_->CloseDeviceStream(stream_.get()); }
 
   kj::Maybe<int> getFd() override { return fd_; }
+
+  kj::Promise<void> mapSlab(MapSlabContext context) override {
+    return Serve(
+        *session_, Method::kMapSlab, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          const auto params = context.getParams();
+          const CacheId cache = params.getCacheId();
+          const int ordinal = stream_->context().ordinal;
+          const auto bound = session_->BoundOf(cache);
+          if (bound == nullptr || bound->config.device != ordinal) {
+            return FieldError(absl::StatusCode::kNotFound, "cacheId", absl::StrCat(cache),
+                              absl::StrCat("a cache on GPU ", ordinal, " that this connection opened"));
+          }
+          KV_ASSIGN_OR_RETURN(const auto process, session_->InProcessOf(ordinal));
+          KV_ASSIGN_OR_RETURN(const int fd, process->MapSlab(cache, params.getSlab()));
+          context.getResults().setSlab(kj::heap<SlabService>(fd));
+          return Done();
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+  }
 
   kj::Promise<void> copy(CopyContext context) override {
     return Serve(
@@ -90,6 +121,23 @@ class DeviceArenaService final : public api::Arena::Server {
 };
 
 }  // namespace
+
+absl::StatusOr<std::shared_ptr<const DeviceCodec>> MakeDeviceCodec(const DeviceContext& device, const Codec& codec,
+                                                                   int layers) {
+  KV_RETURN_IF_ERROR(device.device->Use());
+  std::unique_ptr<DeviceCodec> made = codec.NewDeviceCodec();
+  for (int layer = 0; layer < layers; ++layer) {
+    if (made != nullptr && made->attention(layer) != nullptr) continue;
+    return FieldError(
+        absl::StatusCode::kFailedPrecondition, "codec", codec.info().spec,
+        "one with kernels for a GPU, in pages of 64 tokens with head_dim 64 or 128: raw, or hack with "
+        "k_axis=channel, 8-bit metadata and K and V of 2 and 1, 2 and 2, 3 and 2, 4 and 3, or 4 and 4 bits");
+  }
+  // Freeing what it has on the device waits for all streams.
+  return std::shared_ptr<const DeviceCodec>(made.release(), [streams = device.streams](const DeviceCodec* gone) {
+    streams->Retire(std::shared_ptr<const DeviceCodec>(gone));
+  });
+}
 
 absl::StatusOr<uint64_t> DeviceArena::RoundedBytes(uint64_t bytes) {
   if (bytes == 0 || bytes > limits::kArenaBytesMax) {

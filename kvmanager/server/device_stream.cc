@@ -16,18 +16,23 @@ namespace {
 
 constexpr int64_t kPauseMsMin = 1, kPauseMsMax = 50;
 
+// Of each stream, in pinned memory: two counters, and the non-finite table on pages of its own.
+constexpr size_t kPageBytes = 4096;
+constexpr size_t kSlotBytes = kPageBytes + StreamWords::kNonFiniteWords * sizeof(uint64_t);
+
 }  // namespace
 
 struct DeviceStream::Slot {
   CUstream_st* stream = nullptr;
   ReleaseCounter* passed = nullptr;  // the stream writes
   ReleaseCounter* plans = nullptr;
+  uint64_t* non_finite = nullptr;
   uint64_t submitted = 0;
 };
 
 struct DeviceStreams::Draining {
   Slot* slot;
-  std::unique_ptr<StreamWords> words;
+  std::shared_ptr<StreamWords> words;
   std::deque<DeviceStream::Kept> kept;
 };
 
@@ -35,6 +40,7 @@ DeviceStream::~DeviceStream() { Close(); }
 
 CUstream_st* DeviceStream::stream() const { return slot_->stream; }
 ReleaseCounter* DeviceStream::plans() const { return slot_->plans; }
+uint64_t* DeviceStream::non_finite() const { return slot_->non_finite; }
 uint64_t DeviceStream::submitted() const { return slot_->submitted; }
 uint64_t DeviceStream::passed() const { return slot_->passed->released.load(std::memory_order_acquire); }
 
@@ -73,26 +79,18 @@ DeviceStreams::DeviceStreams(const DeviceContext& context) : context_(context) {
 
 absl::StatusOr<std::unique_ptr<DeviceStreams>> DeviceStreams::Create(const DeviceContext& context) {
   std::unique_ptr<DeviceStreams> streams(new DeviceStreams(context));
-  Region::Options options;
-  options.name = "kvmanager-streams";
-  options.bytes = 2 * kStreamsMax * sizeof(ReleaseCounter);
-  options.keep_descriptor = false;
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<Region> counters, Region::Create(options));
-  KV_RETURN_IF_ERROR(context.device->PinHost(counters->data(), counters->bytes()));
-  streams->counters_ = std::move(counters);
+  KV_ASSIGN_OR_RETURN(streams->counters_, PinnedRegion::Make(context.device, kStreamsMax * kSlotBytes));
   return streams;
 }
 
 DeviceStreams::~DeviceStreams() {
   if (!open_.empty() || Collect()) {
-    for (Draining& draining : draining_) (void)draining.words.release();
-    for (auto& words : retired_) (void)words.release();
+    new auto(std::move(retired_));
     new std::vector<Draining>(std::move(draining_));
     (void)counters_.release();
     return;
   }
   for (const auto& slot : slots_) context_.device->DestroyStream(slot->stream);
-  if (counters_ != nullptr) context_.device->UnpinHost(counters_->data());
 }
 
 void DeviceStreams::SetLoop(EventLoop* loop) {
@@ -109,12 +107,12 @@ absl::StatusOr<std::shared_ptr<DeviceStream>> DeviceStreams::Open() {
                       absl::StrCat(kStreamsMax + 1),
                       absl::StrCat("at most ", kStreamsMax, ", of which ", draining_.size(), " end soon"));
   }
-  if (retired_.size() >= kRetiredWordsMax) {
-    return FieldError(absl::StatusCode::kResourceExhausted, "ended connections whose words are still pinned",
+  if (retired_.size() >= kRetiredMax) {
+    return FieldError(absl::StatusCode::kResourceExhausted, "what ended connections leave to be freed",
                       absl::StrCat(retired_.size()),
-                      absl::StrCat("below ", kRetiredWordsMax, "; they go as soon as no stream has work"));
+                      absl::StrCat("below ", kRetiredMax, "; it goes as soon as no stream has work"));
   }
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<StreamWords> words, StreamWords::Create());
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<StreamWords> words, StreamWords::Create());
   KV_RETURN_IF_ERROR(words->Pin(context_.device));
   if (free_.empty()) {
     auto slot = std::make_unique<Slot>();
@@ -124,8 +122,10 @@ absl::StatusOr<std::shared_ptr<DeviceStream>> DeviceStreams::Open() {
       return stream.status();
     }
     slot->stream = *stream;
-    slot->passed = reinterpret_cast<ReleaseCounter*>(counters_->data()) + 2 * slots_.size();
+    uint8_t* const memory = counters_->data() + slots_.size() * kSlotBytes;
+    slot->passed = reinterpret_cast<ReleaseCounter*>(memory);
     slot->plans = slot->passed + 1;
+    slot->non_finite = reinterpret_cast<uint64_t*>(memory + kPageBytes);
     free_.push_back(slot.get());
     slots_.push_back(std::move(slot));
   }
@@ -141,10 +141,15 @@ absl::StatusOr<std::shared_ptr<DeviceStream>> DeviceStreams::Open() {
 
 void DeviceStreams::TakeOver(DeviceStream* stream) {
   open_.erase(std::find(open_.begin(), open_.end(), stream));
-  stream->words_->Abandon(StreamWords::Word::kReady);
+  for (const auto word : {StreamWords::Word::kReady, StreamWords::Word::kReleased}) stream->words_->Abandon(word);
   draining_.push_back(Draining{stream->slot_, std::move(stream->words_), std::move(stream->kept_)});
   stream->kept_.clear();
   ShowCounts();
+  Watch();
+}
+
+void DeviceStreams::Retire(std::shared_ptr<const void> object) {
+  retired_.push_back(std::move(object));
   Watch();
 }
 
@@ -177,7 +182,7 @@ bool DeviceStreams::Collect() {
   for (size_t i = 0; i < draining_.size();) {
     Draining& draining = draining_[i];
     if (!Passed(*draining.slot, draining.slot->submitted)) {
-      draining.words->Abandon(StreamWords::Word::kReady);
+      for (const auto word : {StreamWords::Word::kReady, StreamWords::Word::kReleased}) draining.words->Abandon(word);
       ++i;
       continue;
     }

@@ -8,7 +8,7 @@
 //     go of what its work uses (Keep), and may be opened again. `done` is abandoned behind that, for a client that
 //     lives. Nothing here blocks: a timer of the event loop looks at counters that the streams write.
 //  3. Pinned words are unpinned only while no stream has work: CUDA would wait for all streams, and hold up every
-//     other call meanwhile. At most kRetiredWordsMax of them wait for such a moment.
+//     other call meanwhile. At most kRetiredMax of them wait for such a moment.
 //
 // The loop's thread alone.
 #pragma once
@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "kvmanager/memory/pinned_region.h"
 #include "kvmanager/memory/region.h"
 #include "kvmanager/memory/stream_words.h"
 #include "kvmanager/server/device_context.h"
@@ -43,6 +44,8 @@ class DeviceStream {
   const Device& device() const { return *context_.device; }
   uint32_t id() const { return id_; }
   StreamWords& words() { return *words_; }
+  /// For who reads them after this closed; it gives them to DeviceStreams::Retire then.
+  std::shared_ptr<StreamWords> shared_words() const { return words_; }
   bool closed() const { return words_ == nullptr; }
 
   // Work goes into stream() between Begin and End, and nowhere else.
@@ -65,6 +68,8 @@ class DeviceStream {
   /// For plans that the daemon runs in this stream (ReleaseEpochs): zero at first, and no client can write it. A holder
   /// of it is removed before the stream is closed, or kept by it.
   ReleaseCounter* plans() const;
+  /// [StreamWords::kNonFiniteWords], for sequences that this stream appends to: no client can write it.
+  uint64_t* non_finite() const;
 
  private:
   friend class DeviceStreams;
@@ -73,13 +78,13 @@ class DeviceStream {
     uint64_t submitted = 0;
     std::shared_ptr<const void> object;
   };
-  DeviceStream(const DeviceContext& context, uint32_t id, Slot* slot, std::unique_ptr<StreamWords> words)
+  DeviceStream(const DeviceContext& context, uint32_t id, Slot* slot, std::shared_ptr<StreamWords> words)
       : context_(context), id_(id), slot_(slot), words_(std::move(words)) {}
 
   const DeviceContext context_;
   const uint32_t id_;
   Slot* const slot_;
-  std::unique_ptr<StreamWords> words_;  // nullptr: closed
+  std::shared_ptr<StreamWords> words_;  // nullptr: closed
   uint64_t done_ = 0;
   std::deque<Kept> kept_;  // by submission
 };
@@ -88,7 +93,7 @@ class DeviceStream {
 class DeviceStreams {
  public:
   static constexpr uint32_t kStreamsMax = 16;  // open and draining
-  static constexpr size_t kRetiredWordsMax = 64;
+  static constexpr size_t kRetiredMax = 64;
   static_assert(kStreamsMax + 8 < kConnectionsMax, "beside the device's own and the store's");
 
   /// `context.streams` is set to this by the caller. Errors: of pinning a page.
@@ -106,6 +111,8 @@ class DeviceStreams {
   /// Blocks until all streams, which are closed, have drained and nothing is left of them. False: not within
   /// `deadline_ms`.
   bool Drain(int64_t deadline_ms);
+  /// Destroys `object`, which frees or unpins memory, when no stream has work: CUDA waits for all of them then.
+  void Retire(std::shared_ptr<const void> object);
 
  private:
   friend class DeviceStream;
@@ -125,12 +132,12 @@ class DeviceStreams {
   DeviceContext context_;
   EventLoop* loop_ = nullptr;
   uint32_t next_id_ = 1;
-  std::unique_ptr<Region> counters_;  // pinned: of each slot one of submissions that passed, one of plans
+  std::unique_ptr<PinnedRegion> counters_;  // of each slot submissions that passed, plans, and a non-finite table
   std::vector<std::unique_ptr<Slot>> slots_;
   std::vector<Slot*> free_;  // a stack
   std::vector<DeviceStream*> open_;
   std::vector<Draining> draining_;
-  std::vector<std::unique_ptr<StreamWords>> retired_;
+  std::vector<std::shared_ptr<const void>> retired_;
   int64_t pause_ms_ = 0;
   bool watching_ = false;
   bool failed_ = false;  // the GPU: nothing runs on it any more

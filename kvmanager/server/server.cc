@@ -22,10 +22,12 @@
 #include "kvmanager/memory/page_pool.h"
 #include "kvmanager/server/connections.h"
 #include "kvmanager/server/context.h"
+#include "kvmanager/server/device_encodes.h"
 #include "kvmanager/server/device_stream.h"
 #include "kvmanager/server/encode_executor.h"
 #include "kvmanager/server/event_loop.h"
 #include "kvmanager/server/hand_off.h"
+#include "kvmanager/server/in_process.h"
 #include "kvmanager/server/listen_socket.h"
 #include "kvmanager/server/message_queue.h"
 #include "kvmanager/server/plugin_events.h"
@@ -52,7 +54,10 @@ constexpr int64_t kStreamsEndMs = 10000;      // for what runs on GPUs when the 
 struct DeviceParts {
   std::unique_ptr<Device> device;
   std::unique_ptr<DevicePool> pool;
+  ReleaseEpochs epochs;
+  DeviceEncodeQueue encode_queue;
   std::unique_ptr<DeviceStreams> streams;
+  std::unique_ptr<DeviceEncodes> encodes;
   DeviceContext context;
 };
 
@@ -94,7 +99,11 @@ class ServerImpl final : public Server {
     KV_RETURN_IF_ERROR(OpenDevices());
     workers_ = std::make_unique<WorkerPool>(options_.threads > 0 ? static_cast<int>(options_.threads) : UsableCpus());
     executor_ = std::make_unique<PoolEncodeExecutor>(workers_.get(), &queue_, &server_metrics_, &clock_);
-    store_ = PageStore::Create(pool_.get(), &registry_, executor_.get(), &store_metrics_, &clock_);
+    std::vector<StoreDevice> devices;
+    for (const auto& parts : devices_) {
+      devices.push_back({parts->context.ordinal, parts->pool.get(), &parts->epochs, &parts->encode_queue});
+    }
+    store_ = PageStore::Create(pool_.get(), &registry_, executor_.get(), &store_metrics_, &clock_, devices);
     desk_ = std::make_unique<HandOffDesk>(&daemon_);
 
     daemon_.options = &options_;
@@ -108,6 +117,7 @@ class ServerImpl final : public Server {
     daemon_.desk = desk_.get();
     for (const auto& parts : devices_) daemon_.devices.push_back(&parts->context);
     daemon_.pinner = pinner_.get();
+    daemon_.polls = &polls_;
     daemon_.boot_epoch = RandomEpoch();
     daemon_.start_ns = clock_.NowNs();
 
@@ -144,6 +154,7 @@ class ServerImpl final : public Server {
                                                                           kj::UnixEventPort::FdObserver::OBSERVE_READ);
         signals = ReadSignals(signal_fd, *signal_observer).eagerlyEvaluate(nullptr);
       }
+      polls_.SetLoop(&loop);
       for (const auto& parts : devices_) parts->streams->SetLoop(&loop);
       kj::Promise<void> looking = nullptr;
       if (!devices_.empty()) looking = LookAtDevices().eagerlyEvaluate(nullptr);
@@ -151,6 +162,8 @@ class ServerImpl final : public Server {
       loop.Run([this] { return Over(); });
     }
     for (const auto& parts : devices_) parts->streams->SetLoop(nullptr);
+    polls_.SetLoop(nullptr);
+    daemon_.departed.clear();
     drain_deadline_ = nullptr;
     desk_->DropAll();
     // The last completions find nobody waiting, and give back what they pinned. The transport's last messages still
@@ -205,7 +218,14 @@ class ServerImpl final : public Server {
                                        ": ask for less, or end what else uses it"));
       }
       parts->pool = *std::move(pool);
-      parts->context = {ordinal, parts->device.get(), parts->pool.get(), nullptr, device_metrics_.back().get()};
+      parts->context.ordinal = ordinal;
+      parts->context.device = parts->device.get();
+      parts->context.pool = parts->pool.get();
+      parts->context.metrics = device_metrics_.back().get();
+      parts->context.epochs = &parts->epochs;
+      parts->context.encode_queue = &parts->encode_queue;
+      KV_ASSIGN_OR_RETURN(parts->encodes, DeviceEncodes::Create(parts->device.get(), &polls_, &server_metrics_));
+      parts->context.encodes = parts->encodes.get();
       KV_ASSIGN_OR_RETURN(parts->streams, DeviceStreams::Create(parts->context));
       parts->context.streams = parts->streams.get();
       parts->context.metrics->capacity_bytes.Set(double(parts->pool->capacity_bytes()));
@@ -225,6 +245,7 @@ class ServerImpl final : public Server {
   }
 
   kj::Promise<void> LookAtDevices() {
+    store_->CollectReleased();
     for (const auto& parts : devices_) parts->context.metrics->used_bytes.Set(double(parts->pool->used_bytes()));
     if (!pinned_) {
       pinned_ = pinner_->done();
@@ -299,6 +320,7 @@ class ServerImpl final : public Server {
   CodecRegistry registry_;
   std::unique_ptr<PagePool> pool_;
   std::vector<std::unique_ptr<DeviceMetrics>> device_metrics_;
+  PollList polls_;
   std::vector<std::unique_ptr<DeviceParts>> devices_;
   std::unique_ptr<HostPinner> pinner_;
   std::unique_ptr<WorkerPool> workers_;

@@ -18,12 +18,10 @@ std::vector<double> AttendBounds() { return ExponentialBounds(4e-6, 2, 20); }
 
 const char* MethodName(Method method) {
   static constexpr const char* kNames[kMethods] = {
-      "hello",   "openCache", "createArena",   "openDevice", "createDeviceArena",
-      "admin",   "ping",      "info",          "match",      "createSequences",
-      "step",    "claim",     "outputFactors", "fork",       "crop",
-      "publish", "handOff",   "sequenceInfo",  "copy",       "status",
-      "caches",  "sequences", "peers",         "drain",      "undrain",
-      "purge",
+      "hello",   "openCache",       "createArena",  "openDevice", "createDeviceArena", "admin",  "ping",   "info",
+      "match",   "createSequences", "step",         "claim",      "outputFactors",     "extend", "fork",   "crop",
+      "publish", "handOff",         "sequenceInfo", "copy",       "mapSlab",           "status", "caches", "sequences",
+      "peers",   "drain",           "undrain",      "purge",
   };
   return kNames[static_cast<int>(method)];
 }
@@ -50,6 +48,7 @@ ServerMetrics::ServerMetrics(Metrics* m)
       encode_seconds(
           m->Histogram("encode_seconds", "Encoding of one page on one worker", ExponentialBounds(4e-6, 2, 18))),
       encode_input_bytes(m->Counter("encode_input_bytes_total", "Raw bytes of pages given to codecs")),
+      device_encoded_pages(m->Counter("device_encoded_pages_total", "Pages that the daemon encoded on GPUs")),
       hand_offs_sent(m->Counter("hand_offs_total", kHandOffHelp, {{"direction", "sent"}, {"result", "ok"}})),
       hand_offs_send_failed(m->Counter("hand_offs_total", kHandOffHelp, {{"direction", "sent"}, {"result", "failed"}})),
       hand_offs_received(m->Counter("hand_offs_total", kHandOffHelp, {{"direction", "received"}, {"result", "ok"}})),

@@ -24,13 +24,15 @@ enum class Method : int {
   kCreateSequences,
   kStep,
   kClaim,
-  kOutputFactors,  // Cache
+  kOutputFactors,
+  kExtend,  // Cache
   kFork,
   kCrop,
   kPublish,
   kHandOff,
   kSequenceInfo,  // Sequence
-  kDeviceCopy,    // DeviceStream
+  kDeviceCopy,
+  kMapSlab,  // DeviceStream
   kStatus,
   kCaches,
   kSequences,
@@ -72,6 +74,7 @@ struct ServerMetrics {
   prometheus::Counter& attend_tokens;
   prometheus::Histogram& encode_seconds;
   prometheus::Counter& encode_input_bytes;
+  prometheus::Counter& device_encoded_pages;
   prometheus::Counter& hand_offs_sent;
   prometheus::Counter& hand_offs_send_failed;
   prometheus::Counter& hand_offs_received;

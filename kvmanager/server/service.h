@@ -16,6 +16,10 @@ api::Daemon::Client MakeDaemonService(std::shared_ptr<Session> session);
 absl::StatusOr<const DeviceContext*> FindDevice(const Session& session, int ordinal);
 /// A stream for this connection, which has none on that GPU. Errors: FAILED_PRECONDITION, RESOURCE_EXHAUSTED.
 absl::StatusOr<std::shared_ptr<DeviceStream>> OpenDeviceStream(Session& session, const DeviceContext& device);
+/// What the codec does on the GPU of this cache. Any thread; the result goes on the loop's. Errors: FAILED_PRECONDITION
+/// where there are no kernels for its pages; CUDA's.
+absl::StatusOr<std::shared_ptr<const DeviceCodec>> MakeDeviceCodec(const DeviceContext& device, const Codec& codec,
+                                                                   int layers);
 void WriteDeviceInfo(const DeviceContext& device, api::DeviceInfo::Builder out);
 /// The lease of a stream: dropping the capability closes it.
 api::DeviceStream::Client MakeDeviceStreamService(std::shared_ptr<Session> session,
@@ -28,7 +32,9 @@ api::Arena::Client MakeDeviceArenaService(std::shared_ptr<Session> session, std:
 api::Admin::Client MakeAdminService(std::shared_ptr<Session> session);
 
 /// A cache that was opened for this session.
-api::Cache::Client MakeCacheService(std::shared_ptr<Session> session, CacheId cache);
+/// device_codec: of a cache on a GPU.
+api::Cache::Client MakeCacheService(std::shared_ptr<Session> session, CacheId cache,
+                                    std::shared_ptr<const DeviceCodec> device_codec);
 
 /// The lease of `sequence`, which the session holds from now on: dropping the capability drops it.
 api::Sequence::Client MakeSequenceService(std::shared_ptr<Session> session, SequenceId sequence, CacheId cache);

@@ -2,6 +2,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/server/device_work.h"
+#include "kvmanager/server/in_process.h"
 #include "kvmanager/server/limits.h"
 #include "kvmanager/server/wire.h"
 
@@ -30,6 +32,8 @@ void Session::Release(SequenceId sequence) {
   KV_CHECK(sequences_.erase(sequence) == 1);
   daemon_.holders.erase(sequence);
   daemon_.metrics->held_sequences.Set(double(--daemon_.held_sequences));
+  for (const auto& [ordinal, work] : device_works_) work->Forget(sequence);
+  for (const auto& [ordinal, process] : in_processes_) process->Forget(sequence);
   daemon_.store->Drop(sequence);
 }
 
@@ -103,7 +107,46 @@ void Session::CloseDeviceStream(DeviceStream* stream) {
   for (const auto& [id, arena] : device_arenas_) {
     if (arena->ordinal() == stream->context().ordinal) stream->Keep(arena);
   }
+  const int ordinal = stream->context().ordinal;
+  if (const auto process = in_processes_.find(ordinal); process != in_processes_.end()) {
+    process->second->Close();
+    in_processes_.erase(process);
+  }
+  if (const auto work = device_works_.find(ordinal); work != device_works_.end()) {
+    stream->Keep(std::move(work->second));
+    device_works_.erase(work);
+  }
   stream->Close();
+}
+
+absl::StatusOr<std::shared_ptr<DeviceWork>> Session::DeviceWorkOf(int ordinal) {
+  if (const auto found = device_works_.find(ordinal); found != device_works_.end()) return found->second;
+  std::shared_ptr<DeviceStream> stream = DeviceStreamOf(ordinal);
+  if (stream == nullptr) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(ordinal),
+                      "a GPU that this connection opened (openDevice)");
+  }
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<DeviceWork> work, DeviceWork::Create(&daemon_, std::move(stream)));
+  device_works_[ordinal] = work;
+  return work;
+}
+
+std::shared_ptr<InProcess> Session::FindInProcess(int ordinal) const {
+  const auto found = in_processes_.find(ordinal);
+  return found == in_processes_.end() ? nullptr : found->second;
+}
+
+absl::StatusOr<std::shared_ptr<InProcess>> Session::InProcessOf(int ordinal) {
+  if (auto found = FindInProcess(ordinal); found != nullptr) return found;
+  const std::shared_ptr<DeviceStream> stream = DeviceStreamOf(ordinal);
+  if (stream == nullptr) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(ordinal),
+                      "a GPU that this connection opened (openDevice)");
+  }
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<InProcess> process,
+                      InProcess::Create(&daemon_, stream->context(), stream->shared_words(), pid_));
+  in_processes_[ordinal] = process;
+  return process;
 }
 
 void WriteHeldSequence(const DaemonContext& daemon, const SequenceInfo& info, api::SequenceInfo::Builder out) {

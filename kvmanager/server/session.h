@@ -17,8 +17,12 @@
 #include "kvmanager/server/context.h"
 #include "kvmanager/server/device_arena.h"
 #include "kvmanager/server/device_stream.h"
+#include "kvmanager/server/step_cache.h"
 
 namespace kvmanager {
+
+class DeviceWork;
+class InProcess;
 
 class Session {
  public:
@@ -91,8 +95,21 @@ class Session {
   /// nullptr: none is open.
   std::shared_ptr<DeviceStream> DeviceStreamOf(int ordinal) const;
   void SetDeviceStream(const std::shared_ptr<DeviceStream>& stream);
-  /// Closes it; it keeps this session's arenas of its GPU until it has drained.
+  /// Closes it; it keeps this session's arenas and work of its GPU until it has drained.
   void CloseDeviceStream(DeviceStream* stream);
+  /// What this connection runs on a GPU: in the daemon, and in its own process. Made when first asked for. Errors:
+  /// FAILED_PRECONDITION without a stream; RESOURCE_EXHAUSTED.
+  absl::StatusOr<std::shared_ptr<DeviceWork>> DeviceWorkOf(int ordinal);
+  absl::StatusOr<std::shared_ptr<InProcess>> InProcessOf(int ordinal);
+  std::shared_ptr<InProcess> FindInProcess(int ordinal) const;  // nullptr: it was not asked for
+
+  // Caches on GPUs.
+  void Bind(std::shared_ptr<const BoundCache> cache) { bound_[cache->cache.id] = std::move(cache); }
+  /// nullptr: of host memory, or not opened by this connection.
+  std::shared_ptr<const BoundCache> BoundOf(CacheId cache) const {
+    const auto found = bound_.find(cache);
+    return found == bound_.end() ? nullptr : found->second;
+  }
 
  private:
   DaemonContext& daemon_;
@@ -105,6 +122,9 @@ class Session {
   absl::flat_hash_map<uint32_t, std::shared_ptr<Region>> arenas_;
   absl::flat_hash_map<uint32_t, std::shared_ptr<DeviceArena>> device_arenas_;
   absl::flat_hash_map<int, std::weak_ptr<DeviceStream>> device_streams_;  // by ordinal; their capabilities own them
+  absl::flat_hash_map<int, std::shared_ptr<DeviceWork>> device_works_;
+  absl::flat_hash_map<int, std::shared_ptr<InProcess>> in_processes_;
+  absl::flat_hash_map<CacheId, std::shared_ptr<const BoundCache>> bound_;
   uint32_t next_arena_ = 1;
   size_t arenas_reserved_ = 0;
   uint64_t arena_bytes_ = 0;

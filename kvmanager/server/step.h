@@ -10,23 +10,15 @@
 #include <cstdint>
 #include <memory>
 
-#include "codecs/codec.h"
 #include "kvmanager/api/kvmanager.capnp.h"
 #include "kvmanager/server/session.h"
+#include "kvmanager/server/step_cache.h"
 #include "kvmanager/server/step_check.h"
 
 namespace kvmanager {
 
 /// Upper bound of the multiply-adds that run on the event loop: about 20 us of one core.
 constexpr uint64_t kLoopMultiplyAddsMax = 1 << 18;
-
-/// The cache that a step is for.
-struct StepCache {
-  CacheId id = 0;
-  const CacheConfig* config = nullptr;
-  std::shared_ptr<const Codec> codec;  // of encoded pages
-  std::shared_ptr<const Codec> raw;    // whose attention reads raw pages
-};
 
 using StepContext = capnp::CallContext<api::Cache::StepParams, api::Cache::StepResults>;
 

@@ -60,39 +60,13 @@ absl::StatusOr<StepTensor> CheckTensor(absl::string_view field, api::Tensor::Rea
   return InvalidField(field, absl::StrCat("of kind ", static_cast<int>(in.which())), "none, inline or arena");
 }
 
-absl::Status CheckEntries(api::StepRequest::Reader request, absl::FunctionRef<bool(SequenceId)> owned,
-                          uint64_t work_per_pair, CheckedStep* step) {
-  const auto entries = request.getEntries();
-  if (entries.size() == 0 || entries.size() > limits::kStepEntriesMax) {
-    return InvalidField("entries", absl::StrCat(entries.size(), " long"),
-                        absl::StrCat("1..", limits::kStepEntriesMax, " long"));
+uint64_t MultiplyAddsMax(absl::Span<const AttendEntry> entries, uint64_t work_per_pair) {
+  uint64_t pairs = 0;  // at most 2^58 for all entries
+  for (const AttendEntry& entry : entries) {
+    const uint64_t tokens = static_cast<uint64_t>(entry.tokens);
+    pairs += tokens * (entry.position + tokens);
   }
-  step->entries.resize(entries.size());
-  uint64_t pairs = 0;
-  for (uint32_t i = 0; i < entries.size(); ++i) {
-    const auto in = entries[i];
-    AttendEntry& entry = step->entries[i];
-    entry.sequence = in.getSequenceId();
-    entry.position = in.getPosition();
-    if (!owned(entry.sequence)) {
-      return FieldError(absl::StatusCode::kNotFound, EntryField(i, "sequenceId"), absl::StrCat(entry.sequence),
-                        "a sequence of this cache that this connection holds");
-    }
-    if (entry.position > limits::kPositionMax) {
-      return InvalidField(EntryField(i, "position"), entry.position, absl::StrCat("at most ", limits::kPositionMax));
-    }
-    const uint64_t left = limits::kStepTokensMax - step->tokens;
-    if (in.getTokens() == 0 || in.getTokens() > left) {
-      return InvalidField(EntryField(i, "tokens"), in.getTokens(),
-                          absl::StrCat("1..", left, " (", limits::kStepTokensMax, " in all entries)"));
-    }
-    entry.tokens = static_cast<int>(in.getTokens());
-    step->tokens += in.getTokens();
-    pairs += in.getTokens() * (entry.position + in.getTokens());  // at most 2^58 for all entries
-  }
-  const uint64_t pairs_max = UINT64_MAX / work_per_pair;
-  step->multiply_adds_max = pairs > pairs_max ? UINT64_MAX : pairs * work_per_pair;
-  return absl::OkStatus();
+  return pairs > UINT64_MAX / work_per_pair ? UINT64_MAX : pairs * work_per_pair;
 }
 
 // K and V are checked where they are copied. An output of NaN would be an answer, and one of Inf times 0 a plausible
@@ -114,7 +88,55 @@ absl::Status OnlyArena(absl::string_view field, const StepTensor& tensor) {
   return InvalidField(field, "inline", "an arena range, or none");
 }
 
+// Of a cache on a GPU.
+absl::Status CheckOnDevice(const CheckedStep& step, const CacheConfig& config) {
+  KV_RETURN_IF_ERROR(OnlyArena("k", step.k));
+  KV_RETURN_IF_ERROR(OnlyArena("v", step.v));
+  KV_RETURN_IF_ERROR(OnlyArena("q", step.q));
+  if (!step.attend()) return absl::OkStatus();
+  if (!step.out.given()) return InvalidField("out", "none", "a range of a device arena where q is one");
+  if (step.lse_inline)
+    return InvalidField("wantLse", "true", "false on a GPU: lse is a range of a device arena, or none");
+  if (step.q_dtype != config.layout.dtype) {
+    return InvalidField("qDtype", static_cast<int>(step.q_dtype),
+                        absl::StrCat(static_cast<int>(config.layout.dtype), ", the cache's, on a GPU"));
+  }
+  if (step.scale != 0) return InvalidField("scale", step.scale, "0 on a GPU");
+  return absl::OkStatus();
+}
+
 }  // namespace
+
+absl::StatusOr<uint64_t> CheckStepEntries(capnp::List<api::StepEntry>::Reader in,
+                                          absl::FunctionRef<bool(SequenceId)> owned,
+                                          absl::InlinedVector<AttendEntry, 4>* entries) {
+  if (in.size() == 0 || in.size() > limits::kStepEntriesMax) {
+    return InvalidField("entries", absl::StrCat(in.size(), " long"),
+                        absl::StrCat("1..", limits::kStepEntriesMax, " long"));
+  }
+  entries->resize(in.size());
+  uint64_t tokens = 0;
+  for (uint32_t i = 0; i < in.size(); ++i) {
+    AttendEntry& entry = (*entries)[i];
+    entry.sequence = in[i].getSequenceId();
+    entry.position = in[i].getPosition();
+    if (!owned(entry.sequence)) {
+      return FieldError(absl::StatusCode::kNotFound, EntryField(i, "sequenceId"), absl::StrCat(entry.sequence),
+                        "a sequence of this cache that this connection holds");
+    }
+    if (entry.position > limits::kPositionMax) {
+      return InvalidField(EntryField(i, "position"), entry.position, absl::StrCat("at most ", limits::kPositionMax));
+    }
+    const uint64_t left = limits::kStepTokensMax - tokens;
+    if (in[i].getTokens() == 0 || in[i].getTokens() > left) {
+      return InvalidField(EntryField(i, "tokens"), in[i].getTokens(),
+                          absl::StrCat("1..", left, " (", limits::kStepTokensMax, " in all entries)"));
+    }
+    entry.tokens = static_cast<int>(in[i].getTokens());
+    tokens += in[i].getTokens();
+  }
+  return tokens;
+}
 
 absl::StatusOr<CheckedStep> CheckStep(const CacheConfig& config, api::StepRequest::Reader request,
                                       absl::FunctionRef<absl::Span<uint8_t>(uint32_t id)> arena,
@@ -129,7 +151,8 @@ absl::StatusOr<CheckedStep> CheckStep(const CacheConfig& config, api::StepReques
     return InvalidField("scale", step.scale, "0, or finite and above 0");
   KV_ASSIGN_OR_RETURN(step.q_dtype, ReadDType("qDtype", request.getQDtype()));
   const uint64_t query_channels = uint64_t(config.query_heads) * config.layout.head_dim;
-  KV_RETURN_IF_ERROR(CheckEntries(request, owned, 2 * query_channels, &step));
+  KV_ASSIGN_OR_RETURN(step.tokens, CheckStepEntries(request.getEntries(), owned, &step.entries));
+  step.multiply_adds_max = MultiplyAddsMax(step.entries, 2 * query_channels);
 
   const uint64_t kv_bytes =
       step.tokens * config.layout.kv_heads * config.layout.head_dim * DTypeBytes(config.layout.dtype);
@@ -149,6 +172,7 @@ absl::StatusOr<CheckedStep> CheckStep(const CacheConfig& config, api::StepReques
   if (!step.attend()) {
     if (step.out.given()) return InvalidField("out", "an arena range", "none where q is none");
     if (step.lse.given() || request.getWantLse()) return InvalidField("lse", "wanted", "none where q is none");
+    if (config.device != CacheConfig::kHost) KV_RETURN_IF_ERROR(CheckOnDevice(step, config));
     return step;
   }
   step.lse_inline = !step.lse.given() && request.getWantLse();
@@ -159,7 +183,7 @@ absl::StatusOr<CheckedStep> CheckStep(const CacheConfig& config, api::StepReques
     return InvalidField("out", absl::StrCat("inline with ", reply_bytes, " bytes"),
                         absl::StrCat("at most ", limits::kReplyBytesMax, " bytes, or an arena range"));
   }
-  KV_RETURN_IF_ERROR(CheckFinite(step, config));
+  KV_RETURN_IF_ERROR(config.device == CacheConfig::kHost ? CheckFinite(step, config) : CheckOnDevice(step, config));
   return step;
 }
 

@@ -41,9 +41,15 @@ struct CheckedStep {
   bool attend() const { return q.given(); }
 };
 
+/// Entries of a step, or of an ExtendRequest; returns the tokens of all.
+absl::StatusOr<uint64_t> CheckStepEntries(capnp::List<api::StepEntry>::Reader in,
+                                          absl::FunctionRef<bool(SequenceId)> owned,
+                                          absl::InlinedVector<AttendEntry, 4>* entries);
+
 /// arena: the bytes of an arena of this connection; empty for an unknown id. owned: whether this connection holds the
 /// sequence, in this cache. Positions are compared with the store's by the store, which also looks for NaN and Inf in K
-/// and V; those of q are found here. A client that writes to q in an arena after this check spoils its own output only.
+/// and V; those of q are found here. Of a cache on a GPU all tensors are in arenas, whose bytes nobody here reads. A
+/// client that writes to q in an arena after this check spoils its own output only.
 absl::StatusOr<CheckedStep> CheckStep(const CacheConfig& config, api::StepRequest::Reader request,
                                       absl::FunctionRef<absl::Span<uint8_t>(uint32_t id)> arena,
                                       absl::FunctionRef<bool(SequenceId)> owned);

@@ -130,8 +130,8 @@ class DeviceLease {
  public:
   virtual ~DeviceLease() = default;
   /// Every page that must be read encoded is encoded. Once it is, the lease may go: slots stay as long as plans
-  /// (ReleaseEpochs) that were opened before the store's next call may name them. Who had to wait reads again: only then
-  /// does TakeChanges tell which of those pages were declined.
+  /// (ReleaseEpochs) that were opened before the store's next call may name them. Who had to wait reads again: only
+  /// then does TakeChanges tell which of those pages were declined.
   virtual bool ready() const = 0;
   /// Calls `fn` once on the store's thread: at once if ready, else when it becomes so.
   virtual void OnReady(absl::AnyInvocable<void()> fn) = 0;
@@ -281,6 +281,12 @@ class PageStore {
   /// Appends to `changes` the pages of one layer whose slots changed since it was last asked, ascending; a page beyond
   /// the layer's last is not named.
   virtual absl::Status TakeChanges(SequenceId sequence, int layer, std::vector<PagePlace>* changes) = 0;
+  /// Pages, over all layers, that TakeChanges would name at most.
+  virtual uint64_t ChangedPages(SequenceId sequence) const = 0;
+  /// Whether pages of this cache's tenant are in a slab of its GPU's pool, so that a process of that tenant may map it.
+  virtual bool OwnsSlab(CacheId cache, uint32_t slab) const = 0;
+  /// Frees slots that were given up and that kernels have done with; Extend and others do so when they need room.
+  virtual void CollectReleased() = 0;
   /// Slots were given up that kernels may still read: what RESOURCE_EXHAUSTED refused may soon fit.
   virtual bool AwaitsRelease(int device) const = 0;
 

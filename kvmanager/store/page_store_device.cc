@@ -145,4 +145,19 @@ absl::Status PageStoreImpl::TakeChanges(SequenceId id, int layer, std::vector<Pa
   return absl::OkStatus();
 }
 
+uint64_t PageStoreImpl::ChangedPages(SequenceId id) const {
+  const auto sequence = FindSequence(id);
+  uint64_t pages = 0;
+  if (!sequence.ok()) return pages;
+  for (const std::vector<uint32_t>& layer : (*sequence)->changed) pages += layer.size();
+  return pages;
+}
+
+bool PageStoreImpl::OwnsSlab(CacheId id, uint32_t slab) const {
+  const auto cache = FindCache(id);
+  if (!cache.ok() || !(*cache)->on_device()) return false;
+  const SlotPool& pool = *(*cache)->tier->pool;
+  return slab < pool.slabs() && pool.IsOf(slab, (*cache)->tenant);
+}
+
 }  // namespace kvmanager

@@ -165,6 +165,11 @@ class PageStoreImpl final : public PageStore {
   absl::StatusOr<std::unique_ptr<DeviceLease>> Read(CacheId cache, int first_layer, int layers,
                                                     absl::Span<const AttendEntry> entries) override;
   absl::Status TakeChanges(SequenceId sequence, int layer, std::vector<PagePlace>* changes) override;
+  uint64_t ChangedPages(SequenceId sequence) const override;
+  bool OwnsSlab(CacheId cache, uint32_t slab) const override;
+  void CollectReleased() override {
+    for (const auto& tier : tiers_) Collect(*tier);
+  }
   bool AwaitsRelease(int device) const override;
   absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, int layer,
                                                       absl::Span<const AttendEntry> entries) override;

@@ -1,0 +1,235 @@
+#include "client/in_process.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_cat.h"
+#include "attention/device_step.h"
+#include "codecs/device/device_encoder.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/memory/device_region.h"
+
+namespace kvmanager::client {
+namespace {
+
+using Word = StreamWords::Word;
+
+constexpr uint32_t kEncodeItemWords = 6;
+constexpr uint32_t kRunHeadWords = 4;
+constexpr uint64_t kNeverWritten = UINT64_MAX;  // a non-finite word: what a step booked will not be written
+
+uint64_t TablePages(const DeviceDescription& pool, const CacheDescription& cache) {
+  constexpr uint64_t kPagesMin = 4096;
+  const uint64_t page_bytes = std::max<uint64_t>(1, std::min(cache.raw_page_bytes, cache.payload_page_bytes));
+  return kPagesMin + 2 * pool.slabs * pool.slab_bytes / page_bytes / uint64_t(cache.options.layers);
+}
+
+class InProcessImpl final : public InProcess {
+ public:
+  InProcessImpl(DeviceClient* device, Cache* cache, std::shared_ptr<const Codec> codec, const Options& options)
+      : device_(*device), cache_(*cache), codec_(std::move(codec)), options_(options) {}
+  ~InProcessImpl() override {
+    // The daemon must not wait for a step that will not end.
+    if (begun_) (void)End();
+  }
+
+  absl::Status Init();
+  absl::Status Begin(absl::Span<const StepEntry> entries, bool append, bool attend) override;
+  absl::Status Append(int layer, const void* k, const void* v) override {
+    if (!begun_) return NotBegun();
+    return step_->Append(layer, k, v);
+  }
+  absl::Status Attend(int layer, const void* q, void* out, float* lse) override {
+    if (!begun_) return NotBegun();
+    return step_->Attend(layer, q, out, lse);
+  }
+  absl::Status End() override;
+  const DeviceRegion& pool() const override { return *region_; }
+  absl::Status After(const Sequence& sequence) override {
+    return sequence.copied() == 0 ? absl::OkStatus() : device_.EnqueueWaitDone(options_.stream, sequence.copied());
+  }
+  void Forget(uint64_t sequence) override {
+    const auto place = places_.find(sequence);
+    if (place == places_.end()) return;
+    step_->RemoveSequence(place->second);
+    places_.erase(place);
+  }
+
+ private:
+  static absl::Status NotBegun() { return absl::FailedPreconditionError("no step has begun"); }
+  absl::Status ApplyChanges(absl::Span<const StepEntry> entries, absl::Span<const uint32_t> changes);
+  absl::Status CheckSlots(absl::Span<const uint32_t> slots);
+  absl::Status EnsureMapped(uint32_t slot);
+  absl::Status PrepareStep(absl::Span<const StepEntry> entries, const ExtendOutcome& extended, bool append,
+                           bool attend);
+  absl::Status EncodeFilled();
+
+  DeviceClient& device_;
+  Cache& cache_;
+  const std::shared_ptr<const Codec> codec_;
+  const Options options_;
+  std::unique_ptr<DeviceCodec> device_codec_;
+  std::unique_ptr<DeviceRegion> region_;  // slabs of the daemon's pool, as they are needed
+  std::unique_ptr<DeviceStep> step_;
+  std::unique_ptr<DeviceEncoder> encoder_;
+  absl::flat_hash_map<uint64_t, uint32_t> places_;  // by sequence
+  std::vector<uint32_t> words_;                     // scratch
+  std::vector<DevicePage> pages_;
+  std::vector<DeviceStep::Entry> entries_;
+  std::vector<DeviceEncodeItem> items_;
+  ExtendOutcome extended_;  // of the step that has begun
+  bool begun_ = false;
+};
+
+absl::Status InProcessImpl::Init() {
+  const CacheOptions& cache = cache_.description().options;
+  const DeviceDescription& pool = device_.description();
+  if (cache.device != pool.ordinal) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(cache.device),
+                      absl::StrCat(pool.ordinal, ", the GPU that was opened"));
+  }
+  const Device& device = device_.device();
+  KV_RETURN_IF_ERROR(device.Use());
+  device_codec_ = codec_->NewDeviceCodec();
+  if (device_codec_ == nullptr) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "codec", codec_->info().spec,
+                      "one with kernels for a GPU");
+  }
+  KV_ASSIGN_OR_RETURN(region_, DeviceRegion::Reserve(&device, pool.slab_bytes, uint32_t(pool.slabs)));
+  DeviceStep::Options step;
+  step.stream = options_.stream;
+  step.pool = region_->data();
+  step.layout = codec_->layout();
+  step.layers = cache.layers;
+  step.query_heads = cache.query_heads;
+  step.lag_pages = cache.lag_pages;
+  step.identity = codec_->info().identity;
+  step.codec = device_codec_.get();
+  step.multiprocessors = device.info().multiprocessors;
+  step.pages_max = options_.pages_max != 0 ? options_.pages_max : TablePages(pool, cache_.description());
+  step.sequences_max = options_.sequences_max;
+  step.tokens_max = options_.tokens_max;
+  step.non_finite = device_.words().non_finite();
+  step.non_finite_words = StreamWords::kNonFiniteWords;
+  KV_ASSIGN_OR_RETURN(step_, DeviceStep::Create(step));
+  KV_ASSIGN_OR_RETURN(encoder_, DeviceEncoder::Create(device.encode_stream(), StreamWords::kDeclinedWords));
+  return absl::OkStatus();
+}
+
+absl::Status InProcessImpl::EnsureMapped(uint32_t slot) {
+  const uint32_t slab = uint32_t(slot * DeviceRegion::kSlotUnitBytes / region_->slab_bytes());
+  if (slab >= region_->slabs()) {
+    return absl::InternalError(absl::StrCat("the daemon named slot ", slot, ", which is beyond its pool"));
+  }
+  if (region_->IsMapped(slab)) return absl::OkStatus();
+  KV_ASSIGN_OR_RETURN(const int fd, device_.MapSlab(cache_.description().id, slab));
+  return region_->Import(slab, fd, /*writable=*/true);
+}
+
+absl::Status InProcessImpl::ApplyChanges(absl::Span<const StepEntry> entries, absl::Span<const uint32_t> changes) {
+  const absl::Status malformed = absl::InternalError("the daemon's changes of tables are malformed");
+  const uint32_t layers = uint32_t(cache_.description().options.layers);
+  for (size_t at = 0; at < changes.size();) {
+    if (changes.size() - at < kRunHeadWords) return malformed;
+    const uint32_t entry = changes[at], page = changes[at + 1], first = changes[at + 2], n = changes[at + 3];
+    at += kRunHeadWords;
+    if (entry >= entries.size() || first > layers || n > layers - first || changes.size() - at < 2 * size_t{n}) {
+      return malformed;
+    }
+    const uint32_t place = places_.at(entries[entry].sequence);
+    for (uint32_t i = 0; i < n; ++i, at += 2) {
+      const DevicePage slots{changes[at], changes[at + 1]};
+      for (const uint32_t slot : {slots.raw, slots.encoded}) {
+        if (slot != DevicePage::kNoSlot) KV_RETURN_IF_ERROR(EnsureMapped(slot));
+      }
+      KV_RETURN_IF_ERROR(step_->SetPages(place, int(first + i), page, {&slots, 1}));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status InProcessImpl::PrepareStep(absl::Span<const StepEntry> entries, const ExtendOutcome& extended, bool append,
+                                        bool attend) {
+  if (extended.aged.size() != entries.size()) return absl::InternalError("the daemon's answer is not of this step");
+  KV_RETURN_IF_ERROR(ApplyChanges(entries, extended.changes));
+  entries_.clear();
+  for (size_t i = 0; i < entries.size(); ++i) {
+    entries_.push_back({places_.at(entries[i].sequence), entries[i].position, entries[i].tokens, extended.aged[i]});
+  }
+  return step_->Prepare(0, cache_.description().options.layers, entries_, append, attend);
+}
+
+absl::Status InProcessImpl::Begin(absl::Span<const StepEntry> entries, bool append, bool attend) {
+  if (begun_) return absl::FailedPreconditionError("the step before has not ended");
+  words_.clear();
+  for (const StepEntry& entry : entries) {
+    auto place = places_.find(entry.sequence);
+    if (place == places_.end()) {
+      KV_ASSIGN_OR_RETURN(const uint32_t added, step_->AddSequence(0));
+      place = places_.emplace(entry.sequence, added).first;
+    }
+    words_.push_back(place->second);
+  }
+  ExtendBatch batch;
+  batch.entries = entries;
+  batch.append = append;
+  batch.attend = attend;
+  batch.encode_here = options_.encode_here;
+  batch.words = words_;
+  KV_ASSIGN_OR_RETURN(extended_, cache_.Extend(batch));
+  begun_ = true;
+  absl::Status prepared = PrepareStep(entries, extended_, append, attend);
+  if (prepared.ok()) return prepared;
+  if (append) {
+    // What was booked will not be written: a sequence with such pages must never be published.
+    for (const uint32_t word : words_) device_.words().non_finite()[word] = kNeverWritten;
+  }
+  (void)End();
+  return prepared;
+}
+
+absl::Status InProcessImpl::EncodeFilled() {
+  const std::vector<uint32_t>& words = extended_.encode_items;
+  if (extended_.encode_batch == 0) return absl::OkStatus();
+  const size_t count = words.size() / kEncodeItemWords;
+  if (words.size() % kEncodeItemWords != 0 || extended_.encode_at > StreamWords::kDeclinedWords ||
+      count > StreamWords::kDeclinedWords - extended_.encode_at) {
+    return absl::InternalError("the daemon's pages to encode are malformed");
+  }
+  items_.clear();
+  for (size_t i = 0; i < count; ++i) {
+    const uint32_t* const item = words.data() + i * kEncodeItemWords;
+    for (const uint32_t slot : {item[1], item[2]}) KV_RETURN_IF_ERROR(EnsureMapped(slot));
+    items_.push_back({region_->data() + item[1] * DeviceRegion::kSlotUnitBytes,
+                      region_->data() + item[2] * DeviceRegion::kSlotUnitBytes, uint64_t{item[5]} << 32 | item[4],
+                      item[0]});
+  }
+  const Device& device = device_.device();
+  KV_RETURN_IF_ERROR(device.Follow(device.encode_stream(), options_.stream));
+  KV_RETURN_IF_ERROR(encoder_->Encode(*device_codec_, items_, device_.words().declined() + extended_.encode_at));
+  return device.EnqueueWrite(device.encode_stream(), device_.words().Address(Word::kEncoded), extended_.encode_batch);
+}
+
+absl::Status InProcessImpl::End() {
+  if (!begun_) return NotBegun();
+  begun_ = false;
+  absl::Status status = EncodeFilled();
+  status.Update(
+      device_.device().EnqueueWrite(options_.stream, device_.words().Address(Word::kReleased), extended_.epoch));
+  return status;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<InProcess>> InProcess::Create(DeviceClient* device, Cache* cache,
+                                                             std::shared_ptr<const Codec> codec,
+                                                             const Options& options) {
+  auto run = std::make_unique<InProcessImpl>(device, cache, std::move(codec), options);
+  KV_RETURN_IF_ERROR(run->Init());
+  return std::unique_ptr<InProcess>(std::move(run));
+}
+
+}  // namespace kvmanager::client

@@ -1,0 +1,293 @@
+#include "kvmanager/server/device_calls.h"
+
+#include <utility>
+#include <vector>
+
+#include "absl/container/inlined_vector.h"
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/server/device_work.h"
+#include "kvmanager/server/in_process.h"
+#include "kvmanager/server/limits.h"
+#include "kvmanager/server/serve.h"
+
+namespace kvmanager {
+namespace {
+
+// While kernels still read what was given up, or the stream is far behind.
+constexpr int64_t kRetryUs = 200, kRetryForMs = 1000;
+constexpr size_t kReplyWords = 32;  // of a reply without its data
+
+using Entries = absl::InlinedVector<AttendEntry, 4>;
+
+absl::Status ExtendOnce(PageStore& store, CacheId cache, int first_layer, int layers, const Entries& entries) {
+  absl::InlinedVector<AppendEntry, 4> appends;
+  appends.reserve(entries.size());
+  for (const AttendEntry& entry : entries) appends.push_back({entry.sequence, entry.position, entry.tokens});
+  return store.Extend(cache, first_layer, layers, appends);
+}
+
+// Resolves when the lease is ready.
+kj::Promise<void> WhenReady(DeviceLease& lease) {
+  auto waiting = kj::newPromiseAndFulfiller<void>();
+  lease.OnReady([fulfiller = kj::mv(waiting.fulfiller)]() mutable { fulfiller->fulfill(); });
+  return kj::mv(waiting.promise);
+}
+
+// What a call keeps until its reply: shared by its promises.
+struct Call {
+  std::shared_ptr<Session> session;
+  StepCache cache;
+  CacheConfig config;
+  Entries entries;
+  bool append = false;
+  std::unique_ptr<DeviceLease> lease;
+
+  Call(const std::shared_ptr<Session>& the_session, const StepCache& the_cache, const Entries& the_entries)
+      : session(the_session), cache(the_cache), config(*the_cache.config), entries(the_entries) {
+    cache.config = &config;
+  }
+  DaemonContext& daemon() { return session->daemon(); }
+  // Books an append to `layers` layers from `first_layer` on.
+  absl::Status Extend(int first_layer, int layers) {
+    return append ? ExtendOnce(*daemon().store, cache.id, first_layer, layers, entries) : absl::OkStatus();
+  }
+  bool MayFitSoon(const absl::Status& status) const {
+    return absl::IsResourceExhausted(status) && session->daemon().store->AwaitsRelease(config.device);
+  }
+  std::vector<uint32_t> Aged() const {
+    std::vector<uint32_t> aged(entries.size());
+    for (size_t i = 0; i < aged.size(); ++i) aged[i] = lease->aged(i);
+    return aged;
+  }
+};
+
+struct StepCall final : Call {
+  using Call::Call;
+  std::shared_ptr<DeviceWork> work;
+  int layer = 0;
+  uint64_t tokens = 0;
+  DeviceTensors tensors;
+  uint64_t done = 0;
+  AttentionCounts counts;
+
+  absl::Status Book() {
+    if (!work->HasRoom()) return absl::ResourceExhaustedError("the stream of this connection is too far behind");
+    return Extend(layer, 1);
+  }
+  bool MayFitSoon(const absl::Status& status) const { return Call::MayFitSoon(status) || !work->HasRoom(); }
+
+  // The append is booked, or there is none. Resolved at once, but for pages that are still to be encoded.
+  kj::Promise<absl::Status> Proceed(const std::shared_ptr<StepCall>& self) {
+    if (tensors.q == nullptr) return Submit(tensors, {});
+    auto read = daemon().store->Read(cache.id, layer, 1, entries);
+    if (!read.ok()) {
+      // What was booked is appended all the same.
+      if (tensors.k != nullptr) (void)Submit({.k = tensors.k, .v = tensors.v, .ready = tensors.ready}, {});
+      return read.status();
+    }
+    lease = *std::move(read);
+    if (lease->ready()) return Submit(tensors, Aged());
+    if (tensors.k != nullptr) {
+      if (absl::Status status = Submit({.k = tensors.k, .v = tensors.v, .ready = tensors.ready}, {}); !status.ok()) {
+        return status;
+      }
+      tensors.k = tensors.v = nullptr;
+    }
+    // Once it is ready it is read again: which pages were declined is known only then.
+    return WhenReady(*lease).then([self] { return self->Proceed(self); });
+  }
+
+  absl::Status Submit(const DeviceTensors& what, absl::Span<const uint32_t> aged) {
+    KV_ASSIGN_OR_RETURN(done, work->Submit(cache, layer, entries, aged, what, &counts));
+    return absl::OkStatus();
+  }
+
+  void WriteReply(StepContext& context) {
+    auto reply = context.getResults(capnp::MessageSize{kReplyWords, 0}).initReply();
+    reply.setDone(done);
+    reply.setEncodedPairs(counts.encoded_pairs);
+    reply.setRawPairs(counts.raw_pairs);
+    ServerMetrics& metrics = *daemon().metrics;
+    metrics.attend_encoded_pairs.Increment(static_cast<double>(counts.encoded_pairs));
+    metrics.attend_raw_pairs.Increment(static_cast<double>(counts.raw_pairs));
+    if (tensors.q != nullptr) metrics.attend_tokens.Increment(static_cast<double>(tokens));
+  }
+};
+
+struct ExtendCall final : Call {
+  using Call::Call;
+  std::shared_ptr<InProcess> process;
+  std::vector<uint32_t> words;
+  bool attend = false;
+  bool encode_here = false;
+  InProcess::Plan plan;
+
+  absl::Status Book() { return Extend(0, config.layers); }
+
+  kj::Promise<absl::Status> Proceed(const std::shared_ptr<ExtendCall>& self) {
+    if (attend) {
+      auto read = daemon().store->Read(cache.id, 0, config.layers, entries);
+      if (!read.ok()) return Fail(read.status());
+      lease = *std::move(read);
+      // Once it is ready it is read again: which pages were declined is known only then.
+      if (!lease->ready()) return WhenReady(*lease).then([self] { return self->Proceed(self); });
+    }
+    auto made = process->MakePlan(cache, entries, words, encode_here);
+    if (!made.ok()) return Fail(made.status());
+    plan = *std::move(made);
+    return absl::OkStatus();
+  }
+  absl::Status Fail(const absl::Status& status) {
+    process->Break(entries, status);
+    return status;
+  }
+  void WriteReply(ExtendContext& context) {
+    const size_t bytes = (plan.changes.size() + plan.encode_items.size() + entries.size()) * sizeof(uint32_t);
+    auto reply = context.getResults(capnp::MessageSize{kReplyWords + bytes / sizeof(capnp::word) + 3, 0}).initReply();
+    reply.setEpoch(plan.epoch);
+    auto aged = reply.initAged(static_cast<uint32_t>(entries.size()));
+    for (uint32_t i = 0; i < entries.size(); ++i) aged.set(i, lease == nullptr ? 0 : lease->aged(i));
+    const auto data = [](const std::vector<uint32_t>& from) {
+      return capnp::Data::Reader(reinterpret_cast<const kj::byte*>(from.data()), from.size() * sizeof(uint32_t));
+    };
+    reply.setChanges(data(plan.changes));
+    reply.setEncodeItems(data(plan.encode_items));
+    reply.setEncodeBatch(plan.encode_batch);
+    reply.setEncodeAt(plan.encode_at);
+  }
+};
+
+// Tries until there is room, and then goes on.
+template <typename TheCall>
+kj::Promise<absl::Status> TryLater(std::shared_ptr<TheCall> call, int64_t until_ns) {
+  DaemonContext& daemon = call->daemon();
+  return daemon.loop->timer()
+      .afterDelay(kRetryUs * kj::MICROSECONDS)
+      .then([call, until_ns]() mutable -> kj::Promise<absl::Status> {
+        const absl::Status booked = call->Book();
+        if (booked.ok()) return call->Proceed(call);
+        if (!call->MayFitSoon(booked) || call->daemon().clock->NowNs() > until_ns) return booked;
+        return TryLater(std::move(call), until_ns);
+      });
+}
+
+// Books the append if there is one, goes on, and replies: at once where it can.
+template <typename TheCall, typename Context>
+absl::StatusOr<kj::Promise<void>> Run(std::shared_ptr<TheCall> call, Method method, Context& context) {
+  const absl::Status booked = call->Book();
+  kj::Promise<absl::Status> over = absl::OkStatus();
+  if (booked.ok()) {
+    over = call->Proceed(call);
+  } else if (call->MayFitSoon(booked)) {
+    over = TryLater(call, call->daemon().clock->NowNs() + kRetryForMs * 1000000);
+  } else {
+    return booked;
+  }
+  context.releaseParams();
+  return over.then([call, context, method](absl::Status status) mutable {
+    if (status.ok()) return call->WriteReply(context);
+    ServeError(*call->session, method, status,
+               [&](const absl::Status& error) { WriteStatus(error, context.getResults().initReply().initStatus()); });
+  });
+}
+
+}  // namespace
+
+absl::StatusOr<kj::Promise<void>> RunDeviceStep(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                                const CheckedStep& step, uint64_t ready, StepContext& context) {
+  auto call = std::make_shared<StepCall>(session, cache, step.entries);
+  KV_ASSIGN_OR_RETURN(call->work, session->DeviceWorkOf(cache.config->device));
+  for (const AttendEntry& entry : step.entries) {
+    KV_RETURN_IF_ERROR(call->work->CheckSequence(entry.sequence, cache.id));
+  }
+  KV_RETURN_IF_ERROR(DeviceWork::CheckTokens(step.tokens));
+  call->append = step.append();
+  call->layer = step.layer;
+  call->tokens = step.tokens;
+  call->tensors.ready = ready;
+  if (step.append()) {
+    call->tensors.k = step.k.bytes.data();
+    call->tensors.v = step.v.bytes.data();
+  }
+  if (step.attend()) {
+    call->tensors.q = step.q.bytes.data();
+    call->tensors.out = step.out.bytes.data();
+    if (step.lse.given()) call->tensors.lse = reinterpret_cast<float*>(step.lse.bytes.data());
+  }
+  return Run(std::move(call), Method::kStep, context);
+}
+
+absl::StatusOr<kj::Promise<void>> RunExtend(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                            ExtendContext& context) {
+  const auto request = context.getParams().getRequest();
+  const CacheConfig& config = *cache.config;
+  if (config.device == CacheConfig::kHost) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(config.device),
+                      "a GPU: other caches are attended to by step");
+  }
+  Entries entries;
+  KV_ASSIGN_OR_RETURN(const uint64_t tokens,
+                      CheckStepEntries(
+                          request.getEntries(), [&](SequenceId id) { return session->Holds(id, cache.id); }, &entries));
+  (void)tokens;
+  auto call = std::make_shared<ExtendCall>(session, cache, entries);
+  KV_ASSIGN_OR_RETURN(call->process, session->InProcessOf(config.device));
+  const auto words = request.getWords();
+  if (words.size() != entries.size()) {
+    return InvalidField("words", absl::StrCat(words.size(), " long"), absl::StrCat(entries.size(), ", one per entry"));
+  }
+  uint64_t sealed = 0, changes = 0;
+  const uint64_t page_tokens = config.layout.page_tokens;
+  for (uint32_t i = 0; i < entries.size(); ++i) {
+    if (words[i] >= StreamWords::kNonFiniteWords) {
+      return InvalidField(absl::StrCat("words[", i, "]"), words[i],
+                          absl::StrCat("below ", StreamWords::kNonFiniteWords));
+    }
+    KV_RETURN_IF_ERROR(call->process->CheckSequence(entries[i].sequence));
+    const uint64_t end = entries[i].position + static_cast<uint64_t>(entries[i].tokens);
+    // Its own queries must not wait for what this step fills, since it is encoded behind them.
+    const uint64_t together = (entries[i].position / page_tokens + config.lag_pages + 1) * page_tokens;
+    if (request.getAppend() && request.getAttend() && !cache.codec->info().identity && end > together) {
+      return InvalidField(absl::StrCat("entries[", i, "].tokens"), entries[i].tokens,
+                          absl::StrCat("at most ", together - entries[i].position,
+                                       " in a step that appends and attends: append more in a step of their own"));
+    }
+    sealed += end / page_tokens - entries[i].position / page_tokens;
+    changes += session->daemon().store->ChangedPages(entries[i].sequence);
+    call->words.push_back(words[i]);
+  }
+  KV_RETURN_IF_ERROR(call->process->CheckRoom(request.getAppend() ? sealed * config.layers : 0, changes));
+  call->encode_here = request.getEncodeHere();
+  call->append = request.getAppend();
+  call->attend = request.getAttend();
+  return Run(std::move(call), Method::kExtend, context);
+}
+
+absl::StatusOr<uint64_t> ChangeOnDevice(Session& session, const StepCache& cache, SequenceId sequence, uint64_t pages,
+                                        absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) {
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceWork> work, session.DeviceWorkOf(cache.config->device));
+  // What this process's own kernels append comes first.
+  const std::shared_ptr<InProcess> process = session.FindInProcess(cache.config->device);
+  if (process != nullptr) KV_RETURN_IF_ERROR(process->CheckSequence(sequence));
+  KV_RETURN_IF_ERROR(work->CheckSequence(sequence, cache.id));
+  return work->Copy(cache, sequence, pages, process == nullptr ? 0 : process->epoch(), change);
+}
+
+kj::Promise<absl::Status> WhenAppended(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                       SequenceId sequence) {
+  auto waiting = kj::newPromiseAndFulfiller<void>();
+  auto work = session->DeviceWorkOf(cache.config->device);
+  if (!work.ok()) return work.status();
+  std::shared_ptr<InProcess> process = session->FindInProcess(cache.config->device);
+  (*work)->WhenRun([process, fulfiller = kj::mv(waiting.fulfiller)]() mutable {
+    if (process == nullptr) return fulfiller->fulfill();
+    process->WhenRun([fulfiller = kj::mv(fulfiller)]() mutable { fulfiller->fulfill(); });
+  });
+  return waiting.promise.then([work = *work, process, id = cache.id, sequence]() -> absl::Status {
+    KV_RETURN_IF_ERROR(work->CheckSequence(sequence, id));
+    return process == nullptr ? absl::OkStatus() : process->CheckSequence(sequence);
+  });
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,37 @@
+// The calls of a cache on a GPU: checked, booked with the store, submitted or planned, answered.
+//
+// A call that finds no room because kernels still read what was given up waits a little and tries again; one whose
+// pages are still to be encoded waits for them. Nothing here waits for a GPU on the loop's thread.
+#pragma once
+
+#include <kj/async.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "kvmanager/api/kvmanager.capnp.h"
+#include "kvmanager/server/session.h"
+#include "kvmanager/server/step.h"
+#include "kvmanager/server/step_check.h"
+
+namespace kvmanager {
+
+/// As RunStep. ready: StepRequest's.
+absl::StatusOr<kj::Promise<void>> RunDeviceStep(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                                const CheckedStep& step, uint64_t ready, StepContext& context);
+
+using ExtendContext = capnp::CallContext<api::Cache::ExtendParams, api::Cache::ExtendResults>;
+absl::StatusOr<kj::Promise<void>> RunExtend(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                            ExtendContext& context);
+
+/// Forks or crops a sequence of this connection by `change`. sequence: whose pages from `pages` on are gone.
+/// Returns the value of `done` that says that open pages are copied.
+absl::StatusOr<uint64_t> ChangeOnDevice(Session& session, const StepCache& cache, SequenceId sequence, uint64_t pages,
+                                        absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change);
+
+/// Resolves once all that this connection submitted or planned on the cache's GPU so far has run, with the error of the
+/// sequence, if its appends found one. Not at all if the connection ends before.
+kj::Promise<absl::Status> WhenAppended(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                       SequenceId sequence);
+
+}  // namespace kvmanager

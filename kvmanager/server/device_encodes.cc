@@ -1,0 +1,91 @@
+#include "kvmanager/server/device_encodes.h"
+
+#include <spdlog/spdlog.h>
+
+#include <string>
+
+#include "kvmanager/base/status.h"
+
+namespace kvmanager {
+
+using Word = StreamWords::Word;
+
+void DeviceEncodeQueue::Run(std::vector<absl::AnyInvocable<void()>>, absl::AnyInvocable<void()>) {
+  KV_CHECK(false && "no index belongs to a cache on a GPU");
+}
+
+absl::StatusOr<std::unique_ptr<DeviceEncodes>> DeviceEncodes::Create(const Device* device, PollList* polls,
+                                                                     ServerMetrics* metrics) {
+  std::unique_ptr<DeviceEncodes> encodes(new DeviceEncodes(device, polls, metrics));
+  KV_RETURN_IF_ERROR(device->Use());
+  KV_ASSIGN_OR_RETURN(encodes->words_, StreamWords::Create());
+  KV_RETURN_IF_ERROR(encodes->words_->Pin(device));
+  KV_ASSIGN_OR_RETURN(encodes->encoder_, DeviceEncoder::Create(device->encode_stream(), kItemsMax));
+  return encodes;
+}
+
+void DeviceEncodes::Post(std::shared_ptr<const DeviceCodec> codec, DeviceEncodeJob job) {
+  KV_CHECK(job.items.size() <= kJobItemsMax);
+  waiting_.push_back({std::move(codec), std::move(job)});
+  SubmitWaiting();
+  if (polling_ || submitted_.empty()) return;
+  polling_ = true;
+  polls_->Add([this] { return Poll(); });
+}
+
+void DeviceEncodes::SubmitWaiting() {
+  while (!waiting_.empty()) {
+    Batch& batch = waiting_.front();
+    const uint32_t count = static_cast<uint32_t>(batch.job.items.size());
+    // Flags of a batch lie in one piece.
+    if (submitted_.empty()) next_ = used_ = 0;
+    const uint32_t skipped = next_ + count > StreamWords::kDeclinedWords ? StreamWords::kDeclinedWords - next_ : 0;
+    if (used_ + skipped + count > StreamWords::kDeclinedWords) return;
+    const uint32_t at = skipped > 0 ? 0 : next_;
+    std::vector<DeviceEncodeItem> items;
+    items.reserve(count);
+    for (const EncodeItem& item : batch.job.items)
+      items.push_back({item.raw, item.encoded, item.first_token, item.layer});
+    absl::Status status = device_->Use();
+    if (status.ok()) status = encoder_->Encode(*batch.codec, items, words_->declined() + at);
+    if (absl::IsResourceExhausted(status) && !submitted_.empty()) return;
+    if (status.ok()) {
+      status = device_->EnqueueWrite(device_->encode_stream(), words_->Address(Word::kEncoded), last_ + 1);
+    }
+    if (!status.ok()) {
+      // The pages stay raw: nothing that reads them is wrong.
+      spdlog::error("encoding {} pages on GPU {}: {}", count, device_->info().ordinal, std::string(status.message()));
+      for (EncodeItem& item : batch.job.items) item.declined = true;
+      DeviceEncodeJob job = std::move(batch.job);
+      waiting_.pop_front();
+      job.done(job.items);
+      continue;
+    }
+    batch.at = at;
+    batch.places = skipped + count;
+    batch.number = ++last_;
+    next_ = at + count;
+    used_ += batch.places;
+    submitted_.push_back(std::move(batch));
+    waiting_.pop_front();
+  }
+}
+
+bool DeviceEncodes::Poll() {
+  const uint64_t encoded = words_->Load(Word::kEncoded);
+  while (!submitted_.empty() && submitted_.front().number <= encoded) {
+    Batch batch = std::move(submitted_.front());
+    submitted_.pop_front();
+    used_ -= batch.places;
+    for (size_t i = 0; i < batch.job.items.size(); ++i) {
+      batch.job.items[i].declined = words_->declined()[batch.at + i] != 0;
+    }
+    metrics_->device_encoded_pages.Increment(static_cast<double>(batch.job.items.size()));
+    batch.job.done(batch.job.items);
+  }
+  SubmitWaiting();
+  polling_ = !submitted_.empty();
+  return !polling_;
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,112 @@
+// A client that attends in its own process: what its kernels may touch, and until when.
+//
+// Its process maps slabs of its tenant; for each step the store extends its sequences, and the reply says which slots
+// changed and which pages it shall encode. How far its kernels are, its streams say by the words `released` (epochs of
+// plans) and `encoded` (batches), which are believed for what is its own alone: no slot that it maps changes tenant.
+//
+// When the connection ends, its kernels may still run: the epochs, slabs and pages that are its stay as they are until
+// its process is gone, as a pidfd says. The loop's thread.
+#pragma once
+
+#include <kj/async-unix.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kvmanager/memory/release_epochs.h"
+#include "kvmanager/memory/stream_words.h"
+#include "kvmanager/server/context.h"
+#include "kvmanager/server/device_encodes.h"
+#include "kvmanager/server/step.h"
+#include "kvmanager/store/page_store.h"
+
+namespace kvmanager {
+
+class InProcess : public std::enable_shared_from_this<InProcess> {
+ public:
+  /// Of one plan, as ExtendReply's.
+  struct Plan {
+    uint64_t epoch = 0;
+    std::vector<uint32_t> changes;
+    std::vector<uint32_t> encode_items;
+    uint64_t encode_batch = 0;
+    uint32_t encode_at = 0;
+  };
+  static constexpr size_t kChangesWordsMax = 4 << 20;                     // of one reply
+  static constexpr uint64_t kPlanPagesMax = DeviceEncodes::kJobItemsMax;  // that one plan fills, in all layers
+
+  /// pid: of the client's process. Errors: FAILED_PRECONDITION, when it cannot be watched.
+  static absl::StatusOr<std::shared_ptr<InProcess>> Create(DaemonContext* daemon, const DeviceContext& device,
+                                                           std::shared_ptr<StreamWords> words, uint32_t pid);
+  ~InProcess();
+  InProcess(const InProcess&) = delete;
+  InProcess& operator=(const InProcess&) = delete;
+
+  /// The connection has ended: keeps itself until the process is gone.
+  void Close();
+  void Forget(SequenceId sequence) {
+    words_of_.erase(sequence);
+    broken_.erase(sequence);
+  }
+
+  /// A slab's descriptor, the caller's. Errors: NOT_FOUND for one in which the cache's tenant has no slot.
+  absl::StatusOr<int> MapSlab(CacheId cache, uint32_t slab);
+
+  absl::Status CheckSequence(SequenceId sequence) const;
+  /// Whether one more plan may be outstanding, that seals so many pages more and has so many changes of tables to
+  /// tell. Errors: RESOURCE_EXHAUSTED.
+  absl::Status CheckRoom(uint64_t pages, uint64_t changes) const;
+  /// After PageStore::Extend and Read of all layers. words: of each entry's sequence in the non-finite table.
+  absl::StatusOr<Plan> MakePlan(const StepCache& cache, absl::Span<const AttendEntry> entries,
+                                absl::Span<const uint32_t> words, bool encode_here);
+
+  /// What was booked for `entries` cannot be planned: they can only be dropped.
+  void Break(absl::Span<const AttendEntry> entries, const absl::Status& status);
+
+  /// Of the newest plan; 0: none yet.
+  uint64_t epoch() const { return epoch_; }
+  /// Calls `fn` once, when all plans so far are released and their pages encoded; never, if it closes before.
+  void WhenRun(absl::AnyInvocable<void()> fn);
+
+ private:
+  struct Batch {
+    DeviceEncodeJob job;
+    uint64_t number = 0;
+    uint32_t at = 0, places = 0;  // of the ring of flags
+  };
+
+  InProcess(DaemonContext* daemon, const DeviceContext& device, std::shared_ptr<StreamWords> words)
+      : daemon_(*daemon), device_(device), words_(std::move(words)) {}
+  bool HasRun(uint64_t epoch, uint64_t batch) const;
+  bool EndBatches();  // that are encoded; true: none is left
+  void ProcessGone();
+  absl::Status DescribeChanges(const StepCache& cache, uint32_t entry, SequenceId sequence,
+                               std::vector<uint32_t>* changes);
+  void TakeJobs(const StepCache& cache, bool encode_here, Plan* plan);
+
+  DaemonContext& daemon_;
+  const DeviceContext device_;
+  std::shared_ptr<StreamWords> words_;
+  ReleaseEpochs::HolderId holder_ = 0;
+  bool holds_ = false;
+  uint64_t epoch_ = 0;
+  absl::flat_hash_set<uint32_t> slabs_;                 // exported to this process
+  absl::flat_hash_map<SequenceId, uint32_t> words_of_;  // of the non-finite table
+  absl::flat_hash_map<SequenceId, absl::Status> broken_;
+  std::deque<Batch> batches_;
+  uint64_t last_batch_ = 0;
+  uint32_t next_ = 0, used_ = 0;  // of the ring of flags
+  bool polling_ = false, closed_ = false;
+  kj::AutoCloseFd pidfd_;
+  kj::Own<kj::UnixEventPort::FdObserver> observer_;
+  kj::Promise<void> gone_ = nullptr;
+};
+
+}  // namespace kvmanager

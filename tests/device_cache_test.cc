@@ -1,0 +1,657 @@
+// A daemon and engines with caches on its GPU: what they attend to equals what the CPU does with the same K, V and
+// queries, in the daemon and in the engine's own process; and what becomes of pages when engines err or die.
+//
+// K, V and queries are a model's where KVMANAGER_TEST_CAPTURE names a capture (docs/calibration.md), else random. The
+// engines that are killed are this program again, with a mode in the environment.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "client/client.h"
+#include "client/device.h"
+#include "client/in_process.h"
+#include "codecs/builtin.h"
+#include "codecs/calibrate/capture.h"
+#include "codecs/registry.h"
+#include "kvmanager/base/half.h"
+#include "kvmanager/memory/device_region.h"
+#include "kvmanager/memory/device_testing.h"
+#include "tests/device_cache_kernels.h"
+#include "tests/harness.h"
+#include "tests/matchers.h"
+
+namespace kvmanager::testing {
+namespace {
+
+using calibrate::Capture;
+using client::Arena;
+using client::Client;
+using client::DeviceClient;
+using client::InProcess;
+using client::StepEntry;
+
+constexpr int kPage = 64;
+constexpr char kAddressVariable[] = "KVMANAGER_TEST_DAEMON";
+constexpr char kCaptureVariable[] = "KVMANAGER_TEST_CAPTURE";
+constexpr uint8_t kScribble = 0x3c;  // as an fp16 number: 1.06
+
+const bool many_streams = [] {
+  AllowManyStreams();
+  return true;
+}();
+
+/// Q, K and V of a text, fp16, as an engine has them: [tokens][heads][head_dim] per layer.
+struct Text {
+  int layers = 2, kv_heads = 2, query_heads = 8, head_dim = 128;
+  uint64_t tokens = 1024;
+  std::vector<std::vector<uint16_t>> q, k, v;  // [layers]
+
+  size_t kv_row() const { return size_t(kv_heads) * head_dim; }
+  size_t q_row() const { return size_t(query_heads) * head_dim; }
+};
+
+Text RandomText(uint64_t seed) {
+  Text text;
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  const auto fill = [&](size_t row, std::vector<uint16_t>* out) {
+    out->resize(text.tokens * row);
+    for (uint16_t& x : *out) x = FloatToHalf(normal(random));
+  };
+  text.q.resize(text.layers), text.k.resize(text.layers), text.v.resize(text.layers);
+  for (int layer = 0; layer < text.layers; ++layer) {
+    fill(text.q_row(), &text.q[layer]);
+    fill(text.kv_row(), &text.k[layer]);
+    fill(text.kv_row(), &text.v[layer]);
+  }
+  return text;
+}
+
+absl::StatusOr<Text> ModelsText() {
+  const char* const path = std::getenv(kCaptureVariable);
+  if (path == nullptr) return RandomText(1);
+  KV_ASSIGN_OR_RETURN(const std::unique_ptr<Capture> capture, Capture::Open(path));
+  Text text;
+  const CalibrationModel& model = capture->model();
+  text.layers = model.layers, text.kv_heads = model.kv_heads, text.query_heads = model.query_heads;
+  text.head_dim = model.head_dim;
+  text.tokens = capture->tokens();
+  const auto read = [&](int layer, Capture::Part part, int heads, std::vector<uint16_t>* out) {
+    const size_t row = size_t(heads) * text.head_dim;
+    std::vector<float> rows(text.tokens * row);
+    for (int head = 0; head < heads; ++head) {
+      capture->CopyRows(layer, part, head, 0, text.tokens, rows.data() + head * text.head_dim, row);
+    }
+    for (const float x : rows) out->push_back(FloatToHalf(x));
+  };
+  text.q.resize(text.layers), text.k.resize(text.layers), text.v.resize(text.layers);
+  for (int layer = 0; layer < text.layers; ++layer) {
+    read(layer, Capture::Part::kQ, text.query_heads, &text.q[layer]);
+    read(layer, Capture::Part::kK, text.kv_heads, &text.k[layer]);
+    read(layer, Capture::Part::kV, text.kv_heads, &text.v[layer]);
+  }
+  return text;
+}
+
+client::CacheOptions OptionsFor(const Text& text, const std::string& codec, int device,
+                                const std::string& tenant = "a") {
+  client::CacheOptions options;
+  options.model = "captured";
+  options.tenant = tenant;
+  options.layers = text.layers;
+  options.kv_heads = text.kv_heads;
+  options.query_heads = text.query_heads;
+  options.head_dim = text.head_dim;
+  options.codec = codec;
+  options.lag_pages = 1;
+  options.device = device;
+  return options;
+}
+
+std::vector<BlockName> NamesOf(const client::Cache& cache, uint64_t tokens, uint32_t salt) {
+  std::vector<uint32_t> ids(tokens);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = uint32_t(i) * 7 + salt;
+  std::vector<BlockName> names;
+  NameBlocks(cache.description().digest, ids, kPage, &names);
+  return names;
+}
+
+/// Sums over rows of squares, of a difference and of what it is compared with.
+struct Difference {
+  double error = 0, norm = 0;
+  double relative() const { return std::sqrt(error / norm); }
+  void Add(const std::vector<uint16_t>& got, const std::vector<uint16_t>& expected) {
+    ASSERT_EQ(got.size(), expected.size());
+    for (size_t i = 0; i < got.size(); ++i) {
+      const double g = HalfToFloat(got[i]), e = HalfToFloat(expected[i]);
+      error += (g - e) * (g - e);
+      norm += e * e;
+    }
+  }
+};
+
+/// Where a token of a batch comes from: entry i takes tokens [first, first + tokens) of the text.
+struct Part {
+  uint64_t sequence;
+  uint64_t first;
+  int tokens;
+};
+
+std::vector<uint16_t> RowsOf(const std::vector<uint16_t>& of, size_t row, const std::vector<Part>& parts) {
+  std::vector<uint16_t> rows;
+  for (const Part& part : parts) {
+    rows.insert(rows.end(), of.begin() + ptrdiff_t(part.first * row),
+                of.begin() + ptrdiff_t((part.first + uint64_t(part.tokens)) * row));
+  }
+  return rows;
+}
+
+std::vector<StepEntry> EntriesOf(const std::vector<Part>& parts) {
+  std::vector<StepEntry> entries;
+  for (const Part& part : parts) entries.push_back({part.sequence, part.first, part.tokens});
+  return entries;
+}
+
+/// One way of running the steps of a cache.
+class Engine {
+ public:
+  virtual ~Engine() = default;
+  /// Appends (if asked) and attends to all layers; out: [layers] rows of all parts.
+  virtual absl::Status Step(const Text& text, const std::vector<Part>& parts, bool append,
+                            std::vector<std::vector<uint16_t>>* out) = 0;
+  /// Before a sequence that was forked or cropped is used again.
+  virtual absl::Status After(const client::Sequence& sequence) { return absl::OkStatus(); }
+  virtual void Forget(const client::Sequence& sequence) {}
+  client::Cache& cache() { return *cache_; }
+
+ protected:
+  std::unique_ptr<client::Cache> cache_;
+};
+
+/// The CPU path: tensors through the socket.
+class HostEngine final : public Engine {
+ public:
+  static absl::StatusOr<std::unique_ptr<Engine>> Make(Client* client, const client::CacheOptions& options) {
+    auto engine = std::make_unique<HostEngine>();
+    KV_ASSIGN_OR_RETURN(engine->cache_, client->OpenCache(options));
+    return std::unique_ptr<Engine>(std::move(engine));
+  }
+  absl::Status Step(const Text& text, const std::vector<Part>& parts, bool append,
+                    std::vector<std::vector<uint16_t>>* out) override {
+    const std::vector<StepEntry> entries = EntriesOf(parts);
+    out->resize(text.layers);
+    for (int layer = 0; layer < text.layers; ++layer) {
+      const auto k = RowsOf(text.k[layer], text.kv_row(), parts), v = RowsOf(text.v[layer], text.kv_row(), parts);
+      const auto q = RowsOf(text.q[layer], text.q_row(), parts);
+      (*out)[layer].resize(q.size());
+      client::StepBatch batch;
+      batch.layer = layer;
+      batch.entries = entries;
+      if (append) {
+        batch.k = client::TensorView::Inline(k.data(), k.size() * 2);
+        batch.v = client::TensorView::Inline(v.data(), v.size() * 2);
+      }
+      batch.q = client::TensorView::Inline(q.data(), q.size() * 2);
+      batch.out = client::TensorView::Inline((*out)[layer].data(), q.size() * 2);
+      batch.q_dtype = DType::kFloat16;
+      KV_RETURN_IF_ERROR(cache_->Step(batch).status());
+    }
+    return absl::OkStatus();
+  }
+};
+
+/// What engines on the GPU share: a stream, and rows of a step in an arena.
+class GpuEngine : public Engine {
+ public:
+  ~GpuEngine() override {
+    cudaStreamSynchronize(stream_);
+    arena_.reset();
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+  }
+
+ protected:
+  static constexpr size_t kArenaBytes = 64 << 20;
+
+  absl::Status Init(Client* client, DeviceClient* device, const client::CacheOptions& options) {
+    device_ = device;
+    KV_ASSIGN_OR_RETURN(cache_, client->OpenCache(options));
+    KV_ASSIGN_OR_RETURN(arena_, device->CreateArena(kArenaBytes));
+    return CudaStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+  }
+  /// Uploads rows to the next free place of the arena.
+  absl::StatusOr<client::TensorView> Put(const std::vector<uint16_t>& rows) {
+    KV_ASSIGN_OR_RETURN(const client::TensorView view, Room(rows.size() * 2));
+    KV_RETURN_IF_ERROR(CudaStatus(cudaMemcpyAsync(view.data, rows.data(), view.bytes, cudaMemcpyHostToDevice, stream_),
+                                  "cudaMemcpyAsync"));
+    return view;
+  }
+  absl::StatusOr<client::TensorView> Room(size_t bytes) {
+    const size_t at = (used_ + 255) / 256 * 256;
+    if (at + bytes > kArenaBytes) return absl::ResourceExhaustedError("the test's arena is too small");
+    used_ = at + bytes;
+    return arena_->View(at, bytes);
+  }
+  absl::Status Get(const client::TensorView& view, std::vector<uint16_t>* rows) {
+    rows->resize(view.bytes / 2);
+    return CudaStatus(cudaMemcpyAsync(rows->data(), view.data, view.bytes, cudaMemcpyDeviceToHost, stream_),
+                      "cudaMemcpyAsync");
+  }
+
+  DeviceClient* device_ = nullptr;
+  std::unique_ptr<Arena> arena_;
+  cudaStream_t stream_ = nullptr;
+  size_t used_ = 0;
+};
+
+/// Attention in the daemon.
+class DaemonEngine final : public GpuEngine {
+ public:
+  static absl::StatusOr<std::unique_ptr<Engine>> Make(Client* client, DeviceClient* device,
+                                                      const client::CacheOptions& options) {
+    auto engine = std::make_unique<DaemonEngine>();
+    KV_RETURN_IF_ERROR(engine->Init(client, device, options));
+    return std::unique_ptr<Engine>(std::move(engine));
+  }
+  absl::Status Step(const Text& text, const std::vector<Part>& parts, bool append,
+                    std::vector<std::vector<uint16_t>>* out) override {
+    const std::vector<StepEntry> entries = EntriesOf(parts);
+    out->resize(text.layers);
+    used_ = 0;
+    for (int layer = 0; layer < text.layers; ++layer) {
+      client::StepBatch batch;
+      batch.layer = layer;
+      batch.entries = entries;
+      if (append) {
+        KV_ASSIGN_OR_RETURN(batch.k, Put(RowsOf(text.k[layer], text.kv_row(), parts)));
+        KV_ASSIGN_OR_RETURN(batch.v, Put(RowsOf(text.v[layer], text.kv_row(), parts)));
+      }
+      KV_ASSIGN_OR_RETURN(batch.q, Put(RowsOf(text.q[layer], text.q_row(), parts)));
+      KV_ASSIGN_OR_RETURN(batch.out, Room(batch.q.bytes));
+      batch.q_dtype = DType::kFloat16;
+      batch.ready = ++ready_;
+      KV_RETURN_IF_ERROR(device_->EnqueueReady(stream_, ready_));
+      KV_ASSIGN_OR_RETURN(const client::StepResult result, cache_->Step(batch));
+      KV_RETURN_IF_ERROR(device_->EnqueueWaitDone(stream_, result.done));
+      KV_RETURN_IF_ERROR(Get(batch.out, &(*out)[layer]));
+    }
+    return CudaStatus(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+  }
+
+ private:
+  uint64_t ready_ = 0;
+};
+
+absl::StatusOr<std::shared_ptr<const Codec>> CodecOf(const client::Cache& cache) {
+  static const CodecRegistry& registry = *[] {
+    auto* made = new CodecRegistry;
+    RegisterBuiltinCodecs(*made);
+    return made;
+  }();
+  const client::CacheOptions& options = cache.description().options;
+  CodecContext context;
+  context.layout.kv_heads = uint16_t(options.kv_heads);
+  context.layout.head_dim = uint16_t(options.head_dim);
+  context.layout.page_tokens = uint16_t(options.page_tokens);
+  context.layout.dtype = options.dtype;
+  context.layers = options.layers;
+  context.query_heads = options.query_heads;
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<Codec> codec, registry.Create(options.codec, context));
+  return std::shared_ptr<const Codec>(std::move(codec));
+}
+
+/// Attention in this process.
+class OwnEngine final : public GpuEngine {
+ public:
+  static absl::StatusOr<std::unique_ptr<OwnEngine>> Make(Client* client, DeviceClient* device,
+                                                         const client::CacheOptions& options, bool encode_here) {
+    auto engine = std::make_unique<OwnEngine>();
+    KV_RETURN_IF_ERROR(engine->Init(client, device, options));
+    KV_ASSIGN_OR_RETURN(std::shared_ptr<const Codec> codec, CodecOf(*engine->cache_));
+    InProcess::Options run;
+    run.stream = engine->stream_;
+    run.encode_here = encode_here;
+    KV_ASSIGN_OR_RETURN(engine->run_, InProcess::Create(device, engine->cache_.get(), std::move(codec), run));
+    return engine;
+  }
+  ~OwnEngine() override { run_.reset(); }
+  absl::Status Step(const Text& text, const std::vector<Part>& parts, bool append,
+                    std::vector<std::vector<uint16_t>>* out) override {
+    out->resize(text.layers);
+    used_ = 0;
+    // More than a page at once is appended first: its queries would read encoded what the step itself fills.
+    bool first = false;
+    for (const Part& part : parts) first |= append && part.tokens > kPage;
+    if (first) {
+      KV_RETURN_IF_ERROR(run_->Begin(EntriesOf(parts), true, false));
+      for (int layer = 0; layer < text.layers; ++layer) KV_RETURN_IF_ERROR(AppendRows(text, layer, parts));
+      KV_RETURN_IF_ERROR(run_->End());
+    }
+    append &= !first;
+    KV_RETURN_IF_ERROR(run_->Begin(EntriesOf(parts), append, true));
+    for (int layer = 0; layer < text.layers; ++layer) {
+      if (append) KV_RETURN_IF_ERROR(AppendRows(text, layer, parts));
+      KV_ASSIGN_OR_RETURN(const auto q, Put(RowsOf(text.q[layer], text.q_row(), parts)));
+      KV_ASSIGN_OR_RETURN(const auto o, Room(q.bytes));
+      KV_RETURN_IF_ERROR(run_->Attend(layer, q.data, o.data, nullptr));
+      KV_RETURN_IF_ERROR(Get(o, &(*out)[layer]));
+    }
+    KV_RETURN_IF_ERROR(run_->End());
+    return CudaStatus(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+  }
+  absl::Status After(const client::Sequence& sequence) override { return run_->After(sequence); }
+  void Forget(const client::Sequence& sequence) override { run_->Forget(sequence.id()); }
+  InProcess& run() { return *run_; }
+  cudaStream_t stream() const { return stream_; }
+
+ private:
+  absl::Status AppendRows(const Text& text, int layer, const std::vector<Part>& parts) {
+    KV_ASSIGN_OR_RETURN(const auto k, Put(RowsOf(text.k[layer], text.kv_row(), parts)));
+    KV_ASSIGN_OR_RETURN(const auto v, Put(RowsOf(text.v[layer], text.kv_row(), parts)));
+    return run_->Append(layer, k.data, v.data);
+  }
+
+  std::unique_ptr<InProcess> run_;
+};
+
+enum class Way { kDaemon, kOwn, kOwnButEncoding };
+
+struct Case {
+  const char* name;
+  std::string codec;
+  Way way;
+};
+
+class DeviceCacheTest : public GpuTest {
+ protected:
+  void Start(const std::string& pool_bytes = "1GiB") {
+    DaemonOptions options;
+    options.more_flags = {"--device-pool-bytes", pool_bytes};
+    ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(options));
+    ASSERT_OK_AND_ASSIGN(client_, Client::Connect(daemon_->listen(), {}));
+    ASSERT_OK_AND_ASSIGN(device_, DeviceClient::Open(client_.get(), 0));
+  }
+  void TearDown() override {
+    device_.reset();
+    client_.reset();
+    daemon_.reset();
+  }
+  absl::StatusOr<std::unique_ptr<Engine>> Make(Way way, const client::CacheOptions& options) {
+    if (way == Way::kDaemon) return DaemonEngine::Make(client_.get(), device_.get(), options);
+    return OwnEngine::Make(client_.get(), device_.get(), options, way == Way::kOwn);
+  }
+  double Metric(const std::string& name) {
+    const auto page = Scrape(*daemon_);
+    return page.ok() ? page->Sum(absl::StrCat("kvmanager_", name)) : -1;
+  }
+
+  std::unique_ptr<DaemonProcess> daemon_;
+  std::unique_ptr<Client> client_;
+  std::unique_ptr<DeviceClient> device_;
+};
+
+class DeviceCacheWaysTest : public DeviceCacheTest, public ::testing::WithParamInterface<Case> {};
+
+/// The same steps on the GPU and on the CPU.
+struct Twins {
+  std::unique_ptr<Engine> gpu, cpu;
+  Difference difference;
+
+  absl::Status Step(const Text& text, const std::vector<std::pair<client::Sequence*, client::Sequence*>>& sequences,
+                    const std::vector<uint64_t>& firsts, const std::vector<int>& tokens, bool append) {
+    std::vector<Part> gpu_parts, cpu_parts;
+    for (size_t i = 0; i < sequences.size(); ++i) {
+      gpu_parts.push_back({sequences[i].first->id(), firsts[i], tokens[i]});
+      cpu_parts.push_back({sequences[i].second->id(), firsts[i], tokens[i]});
+    }
+    std::vector<std::vector<uint16_t>> got, expected;
+    KV_RETURN_IF_ERROR(gpu->Step(text, gpu_parts, append, &got));
+    KV_RETURN_IF_ERROR(cpu->Step(text, cpu_parts, append, &expected));
+    for (int layer = 0; layer < text.layers; ++layer) difference.Add(got[layer], expected[layer]);
+    return absl::OkStatus();
+  }
+};
+
+TEST_P(DeviceCacheWaysTest, AttendsAsTheCpuDoes) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  ASSERT_OK_AND_ASSIGN(const Text text, ModelsText());
+  Twins twins;
+  ASSERT_OK_AND_ASSIGN(twins.gpu, Make(GetParam().way, OptionsFor(text, GetParam().codec, 0)));
+  ASSERT_OK_AND_ASSIGN(twins.cpu, HostEngine::Make(client_.get(), OptionsFor(text, GetParam().codec, -1)));
+  EXPECT_EQ(twins.gpu->cache().description().digest, twins.cpu->cache().description().digest);
+  const auto create = [&](Engine& engine, absl::Span<const BlockName> prefix = {}) {
+    auto made = engine.cache().CreateSequence(prefix);
+    EXPECT_OK(made);
+    return std::move(made->sequence);
+  };
+  auto gpu_a = create(*twins.gpu), cpu_a = create(*twins.cpu);
+  auto gpu_b = create(*twins.gpu), cpu_b = create(*twins.cpu);
+  const std::pair<client::Sequence*, client::Sequence*> a{gpu_a.get(), cpu_a.get()}, b{gpu_b.get(), cpu_b.get()};
+  // Prompts in pieces that cross pages, then tokens one by one across two more boundaries.
+  ASSERT_OK(twins.Step(text, {a, b}, {0, 0}, {200, 64}, true));
+  ASSERT_OK(twins.Step(text, {a, b}, {200, 64}, {101, 3}, true));
+  for (uint64_t i = 0; i < 150; ++i) ASSERT_OK(twins.Step(text, {a, b}, {301 + i, 67 + i}, {1, 1}, true));
+  // Queries alone.
+  ASSERT_OK(twins.Step(text, {a}, {440}, {11}, false));
+
+  // A fork goes its own way, a crop goes back.
+  ASSERT_OK_AND_ASSIGN(auto gpu_f, gpu_a->Fork());
+  ASSERT_OK_AND_ASSIGN(auto cpu_f, cpu_a->Fork());
+  ASSERT_OK(twins.gpu->After(*gpu_f));
+  const std::pair<client::Sequence*, client::Sequence*> f{gpu_f.get(), cpu_f.get()};
+  ASSERT_OK(twins.Step(text, {a, f}, {451, 451}, {1, 30}, true));
+  ASSERT_OK(gpu_f->Crop(460));
+  ASSERT_OK(cpu_f->Crop(460));
+  ASSERT_OK(twins.gpu->After(*gpu_f));
+  ASSERT_OK(twins.Step(text, {f, a}, {460, 452}, {40, 5}, true));
+
+  // What is published is found, by another sequence, and read as it is.
+  const auto gpu_names = NamesOf(twins.gpu->cache(), 448, 5), cpu_names = NamesOf(twins.cpu->cache(), 448, 5);
+  ASSERT_EQ(gpu_names.size(), 7u);
+  ASSERT_OK_AND_ASSIGN(const client::PublishOutcome published, gpu_a->Publish(gpu_names));
+  EXPECT_EQ(published.published, 7);
+  ASSERT_OK(cpu_a->Publish(cpu_names));
+  auto gpu_h = create(*twins.gpu, gpu_names), cpu_h = create(*twins.cpu, cpu_names);
+  const std::pair<client::Sequence*, client::Sequence*> h{gpu_h.get(), cpu_h.get()};
+  ASSERT_OK(twins.Step(text, {h, a}, {448, 457}, {70, 1}, true));
+  ASSERT_OK(twins.Step(text, {h}, {518}, {1}, true));
+
+  EXPECT_LT(twins.difference.relative(), 2e-3);
+  std::printf("%s: relative L2 of GPU against CPU %.1e\n", GetParam().name, twins.difference.relative());
+  for (auto* sequence : {gpu_a.get(), gpu_b.get(), gpu_f.get(), gpu_h.get()}) twins.gpu->Forget(*sequence);
+}
+
+INSTANTIATE_TEST_SUITE_P(Ways, DeviceCacheWaysTest,
+                         ::testing::Values(Case{"raw_daemon", "raw", Way::kDaemon}, Case{"raw_own", "raw", Way::kOwn},
+                                           Case{"k2v2_daemon", "hack:k_bits=2,v_bits=2", Way::kDaemon},
+                                           Case{"k2v2_own", "hack:k_bits=2,v_bits=2", Way::kOwn},
+                                           Case{"k2v2_own_but_encoding", "hack:k_bits=2,v_bits=2",
+                                                Way::kOwnButEncoding},
+                                           Case{"k3v2_daemon", "hack:k_bits=3,v_bits=2", Way::kDaemon},
+                                           Case{"k3v2_own", "hack:k_bits=3,v_bits=2", Way::kOwn}),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+TEST_F(DeviceCacheTest, BothWaysGiveTheSame) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  const Text text = RandomText(2);
+  const client::CacheOptions options = OptionsFor(text, "hack:k_bits=2,v_bits=2", 0);
+  ASSERT_OK_AND_ASSIGN(auto daemon, Make(Way::kDaemon, options));
+  ASSERT_OK_AND_ASSIGN(auto own, Make(Way::kOwn, options));
+  ASSERT_OK_AND_ASSIGN(auto made_d, daemon->cache().CreateSequence());
+  ASSERT_OK_AND_ASSIGN(auto made_o, own->cache().CreateSequence());
+  std::vector<std::vector<uint16_t>> d, o;
+  for (const auto& [first, tokens] : {std::pair<uint64_t, int>{0, 130}, {130, 70}, {200, 1}, {201, 16}}) {
+    ASSERT_OK(daemon->Step(text, {{made_d.sequence->id(), first, tokens}}, true, &d));
+    ASSERT_OK(own->Step(text, {{made_o.sequence->id(), first, tokens}}, true, &o));
+    EXPECT_EQ(d, o) << first;
+  }
+}
+
+TEST_F(DeviceCacheTest, WhatIsNotFiniteIsFoundAndNeverPublished) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  Text text = RandomText(3);
+  text.v[1][70 * text.kv_row() + 1 * text.head_dim + 9] = FloatToHalf(INFINITY);  // position 70, head 1, channel 9
+  for (const Way way : {Way::kDaemon, Way::kOwn}) {
+    ASSERT_OK_AND_ASSIGN(auto engine, Make(way, OptionsFor(text, "hack:k_bits=2,v_bits=2", 0)));
+    ASSERT_OK_AND_ASSIGN(auto bad, engine->cache().CreateSequence());
+    ASSERT_OK_AND_ASSIGN(auto good, engine->cache().CreateSequence());
+    std::vector<std::vector<uint16_t>> out;
+    ASSERT_OK(engine->Step(text, {{good.sequence->id(), 0, 64}, {bad.sequence->id(), 0, 64}}, true, &out));
+    ASSERT_OK(engine->Step(text, {{bad.sequence->id(), 64, 64}}, true, &out));
+    const absl::Status published = bad.sequence->Publish(NamesOf(engine->cache(), 128, 9)).status();
+    EXPECT_EQ(published.code(), absl::StatusCode::kInvalidArgument) << published;
+    EXPECT_TRUE(absl::StrContains(published.message(), "v[position 70][layer 1][head 1][channel 9]")) << published;
+    const absl::Status again = engine->Step(text, {{bad.sequence->id(), 128, 1}}, true, &out);
+    EXPECT_EQ(again.code(), absl::StatusCode::kInvalidArgument) << again;
+    ASSERT_OK(engine->Step(text, {{good.sequence->id(), 64, 1}}, true, &out));
+    ASSERT_OK(good.sequence->Publish(NamesOf(engine->cache(), 64, 10 + uint32_t(way))).status());
+    engine->Forget(*bad.sequence);
+    engine->Forget(*good.sequence);
+  }
+}
+
+TEST_F(DeviceCacheTest, WhatIsWrongIsRefused) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  const Text text = RandomText(4);
+  const auto code = [&](const client::CacheOptions& options) { return client_->OpenCache(options).status().code(); };
+  EXPECT_EQ(code(OptionsFor(text, "raw", 1)), absl::StatusCode::kNotFound);
+  EXPECT_EQ(code(OptionsFor(text, "raw", -2)), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(OptionsFor(text, "hack:k_axis=token", 0)), absl::StatusCode::kFailedPrecondition);
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(OptionsFor(text, "raw", 0)));
+  ASSERT_OK_AND_ASSIGN(auto made, cache->CreateSequence());
+  const StepEntry entry{made.sequence->id(), 0, 1};
+  const std::vector<uint16_t> rows(text.q_row());
+  client::StepBatch batch;
+  batch.entries = {&entry, 1};
+  batch.q_dtype = DType::kFloat16;
+  batch.k = batch.v = client::TensorView::Inline(rows.data(), text.kv_row() * 2);
+  EXPECT_EQ(cache->Step(batch).status().code(), absl::StatusCode::kInvalidArgument);  // no bytes by the socket
+  ASSERT_OK_AND_ASSIGN(auto host, client_->CreateArena(1 << 20));
+  batch.k = batch.v = host->View(0, text.kv_row() * 2);
+  EXPECT_EQ(cache->Step(batch).status().code(), absl::StatusCode::kNotFound);
+  ASSERT_OK_AND_ASSIGN(auto arena, device_->CreateArena(2 << 20));
+  batch.k = batch.v = arena->View(0, text.kv_row() * 2);
+  batch.q = arena->View(4096, text.q_row() * 4);
+  batch.out = arena->View(65536, text.q_row() * 4);
+  batch.q_dtype = DType::kFloat32;
+  EXPECT_EQ(cache->Step(batch).status().code(), absl::StatusCode::kInvalidArgument);
+  batch.q = batch.out = {};
+  batch.q_dtype = DType::kFloat16;
+  ASSERT_OK(cache->Step(batch).status());
+  EXPECT_EQ(cache->Step(batch).status().code(), absl::StatusCode::kFailedPrecondition);  // the position again
+  EXPECT_EQ(made.sequence->HandOff("127.0.0.1:1", "", 100).status().code(), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_F(DeviceCacheTest, AFullPoolSaysSoAndHasRoomAgain) {
+  ASSERT_NO_FATAL_FAILURE(Start("256MiB"));
+  const Text text = RandomText(5);
+  ASSERT_OK_AND_ASSIGN(auto engine, Make(Way::kDaemon, OptionsFor(text, "raw", 0)));
+  // A page of one layer is 64 KiB: 2,048 pages of both layers fit.
+  std::vector<std::unique_ptr<client::Sequence>> sequences;
+  std::vector<std::vector<uint16_t>> out;
+  absl::Status full;
+  while (full.ok()) {
+    ASSERT_LT(sequences.size(), 400u);
+    ASSERT_OK_AND_ASSIGN(auto made, engine->cache().CreateSequence());
+    full = engine->Step(text, {{made.sequence->id(), 0, 1024}}, true, &out);
+    sequences.push_back(std::move(made.sequence));
+  }
+  EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted) << full;
+  EXPECT_TRUE(absl::StrContains(full.message(), "device-pool-bytes")) << full;
+  EXPECT_GE(sequences.size(), 100u);
+  const absl::Status again = engine->Step(text, {{sequences[0]->id(), 1023, 1}}, false, &out);
+  EXPECT_OK(again);
+  sequences.resize(sequences.size() / 2);
+  ASSERT_OK_AND_ASSIGN(auto made, engine->cache().CreateSequence());
+  EXPECT_OK(engine->Step(text, {{made.sequence->id(), 0, 1024}}, true, &out));
+}
+
+/// The second process: its kernel writes over pages it appended, long after it said so.
+TEST(EngineProcess, ScribblesOverItsPages) {
+  const char* const address = std::getenv(kAddressVariable);
+  if (address == nullptr) GTEST_SKIP() << "a process of other tests";
+  ASSERT_OK_AND_ASSIGN(auto client, Client::Connect(address, {}));
+  ASSERT_OK_AND_ASSIGN(auto device, DeviceClient::Open(client.get(), 0));
+  const Text text = RandomText(6);
+  ASSERT_OK_AND_ASSIGN(auto engine,
+                       OwnEngine::Make(client.get(), device.get(), OptionsFor(text, "raw", 0, "dying"), true));
+  ASSERT_OK_AND_ASSIGN(auto made, engine->cache().CreateSequence());
+  std::vector<std::vector<uint16_t>> out;
+  ASSERT_OK(engine->Step(text, {{made.sequence->id(), 0, 1000}}, true, &out));
+  const StepEntry entry{made.sequence->id(), 1000, 1};
+  ASSERT_OK(engine->run().Begin({&entry, 1}, true, false));
+  const DeviceRegion& pool = engine->run().pool();
+  uint32_t slab = 0;
+  while (!pool.IsMapped(slab)) ++slab;
+  ASSERT_CUDA(cudaError_t(
+      EnqueueScribble(pool.data() + slab * pool.slab_bytes(), uint64_t{64} << 20, kScribble, 60000, engine->stream())));
+  std::printf("scribbles\n");
+  std::fflush(stdout);
+  for (;;) pause();
+}
+
+TEST_F(DeviceCacheTest, AnEngineKilledUnderItsKernelLeaksNothing) {
+  ASSERT_NO_FATAL_FAILURE(Start("1GiB"));  // four slabs: one dies, two (raw and encoded pages) live
+  setenv(kAddressVariable, daemon_->listen().c_str(), 1);
+  ASSERT_OK_AND_ASSIGN(auto child, ChildProcess::Start({"/proc/self/exe", "--gtest_filter=EngineProcess.Scribbles*"}));
+  unsetenv(kAddressVariable);
+  for (;;) {
+    ASSERT_OK_AND_ASSIGN(const std::string line, child->ReadLine());
+    if (line == "scribbles") break;
+  }
+  ASSERT_OK_AND_ASSIGN(client::DaemonDescription status, client_->Status());
+  EXPECT_GT(status.pools[1].used_bytes, 0u);
+  // While it runs, others go on, and its slab is not theirs.
+  const Text text = RandomText(7);
+  Twins twins;
+  ASSERT_OK_AND_ASSIGN(twins.gpu, Make(Way::kDaemon, OptionsFor(text, "hack:k_bits=2,v_bits=2", 0, "living")));
+  ASSERT_OK_AND_ASSIGN(twins.cpu,
+                       HostEngine::Make(client_.get(), OptionsFor(text, "hack:k_bits=2,v_bits=2", -1, "living")));
+  ASSERT_OK_AND_ASSIGN(auto gpu, twins.gpu->cache().CreateSequence());
+  ASSERT_OK_AND_ASSIGN(auto cpu, twins.cpu->cache().CreateSequence());
+  const std::pair<client::Sequence*, client::Sequence*> s{gpu.sequence.get(), cpu.sequence.get()};
+  ASSERT_OK(twins.Step(text, {s}, {0}, {300}, true));
+  child->Signal(SIGKILL);
+  ASSERT_OK(child->Wait().status());
+  // Its pages come back once its process is gone, and its kernel with it.
+  EXPECT_TRUE(Eventually([&] {
+    const auto now = client_->Status();
+    return now.ok() && now->leases == 2 && now->pools[1].free_slabs == 2;
+  }));
+  // A tenant that gets its slab finds zeros where it wrote nothing.
+  ASSERT_OK_AND_ASSIGN(auto next,
+                       OwnEngine::Make(client_.get(), device_.get(), OptionsFor(text, "raw", 0, "next"), true));
+  ASSERT_OK_AND_ASSIGN(auto made, next->cache().CreateSequence());
+  std::vector<std::vector<uint16_t>> out;
+  ASSERT_OK(next->Step(text, {{made.sequence->id(), 0, 1}}, true, &out));
+  std::vector<uint8_t> slab(256 << 20);
+  int mapped = 0;
+  const DeviceRegion& pool = next->run().pool();
+  for (uint32_t i = 0; i < pool.slabs(); ++i) {
+    if (!pool.IsMapped(i)) continue;
+    ++mapped;
+    ASSERT_CUDA(cudaMemcpy(slab.data(), pool.data() + i * pool.slab_bytes(), slab.size(), cudaMemcpyDeviceToHost));
+    int64_t others = 0;
+    for (const uint8_t byte : slab) others += byte != 0;
+    EXPECT_LE(others, int64_t(2 * 2 * text.layers * text.kv_row()));  // its own token
+    EXPECT_GT(others, 0);
+  }
+  EXPECT_EQ(mapped, 1);
+  for (uint64_t i = 0; i < 40; ++i) ASSERT_OK(twins.Step(text, {s}, {300 + i}, {1}, true));
+  EXPECT_LT(twins.difference.relative(), 2e-3);
+}
+
+}  // namespace
+}  // namespace kvmanager::testing
