@@ -115,7 +115,7 @@ absl::Status InProcessImpl::Init() {
   step.non_finite = device_.words().non_finite();
   step.non_finite_words = StreamWords::kNonFiniteWords;
   KV_ASSIGN_OR_RETURN(step_, DeviceStep::Create(step));
-  KV_ASSIGN_OR_RETURN(encoder_, DeviceEncoder::Create(device.encode_stream(), StreamWords::kDeclinedWords));
+  KV_ASSIGN_OR_RETURN(encoder_, DeviceEncoder::Create(device.encode_stream(), 2 * StreamWords::kDeclinedWords));
   return absl::OkStatus();
 }
 

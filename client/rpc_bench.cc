@@ -6,11 +6,7 @@
 //   rpc_bench --connect unix:/run/kvmanager/kvmanager.sock    # that daemon's own way of waiting; blocking here
 //
 // The context is held at 64 tokens by a crop after each step, outside the timed region.
-#include <fcntl.h>
-#include <signal.h>
 #include <sys/socket.h>
-#include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -26,6 +22,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "client/bench_daemon.h"
 #include "client/client.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/base/status.h"
@@ -43,22 +40,6 @@ struct Arguments {
   int64_t busy_poll_us = 1000;
   bool json = false;
 };
-
-double NowUs() {
-  timespec t;
-  ::clock_gettime(CLOCK_MONOTONIC, &t);
-  return double(t.tv_sec) * 1e6 + double(t.tv_nsec) * 1e-3;
-}
-
-struct Percentiles {
-  double p50_us = 0, p99_us = 0;
-  nlohmann::json Json() const { return {{"p50_us", p50_us}, {"p99_us", p99_us}}; }
-};
-
-Percentiles Of(std::vector<double> us) {
-  std::sort(us.begin(), us.end());
-  return {us[us.size() / 2], us[us.size() * 99 / 100]};
-}
 
 /// The floor: as many bytes there and back over a socket pair, between two threads, with nothing else done.
 Percentiles BareSocket(size_t request_bytes, size_t reply_bytes, int rounds, bool poll) {
@@ -92,44 +73,11 @@ Percentiles BareSocket(size_t request_bytes, size_t reply_bytes, int rounds, boo
   return Of(std::move(us));
 }
 
-/// A kvmanagerd of this benchmark's own.
-class Daemon {
- public:
-  static absl::StatusOr<Daemon> Start(const Arguments& arguments, bool poll) {
-    char directory[] = "/tmp/kv_rpc_bench_XXXXXX";
-    if (::mkdtemp(directory) == nullptr) return absl::InternalError("no temporary directory");
-    Daemon daemon;
-    daemon.directory_ = directory;
-    std::vector<std::string> words = {arguments.daemon, "--listen",         daemon.address(), "--host-pool-bytes",
-                                      "134217728",      "--metrics-listen", "127.0.0.1:0"};
-    if (poll) words.insert(words.end(), {"--busy-poll-us", absl::StrCat(arguments.busy_poll_us)});
-    std::vector<char*> argv;
-    for (std::string& word : words) argv.push_back(word.data());
-    argv.push_back(nullptr);
-    daemon.pid_ = ::fork();
-    if (daemon.pid_ == 0) {
-      const int null = ::open("/dev/null", O_WRONLY);
-      ::dup2(null, 1);
-      ::execv(argv[0], argv.data());
-      ::_exit(127);
-    }
-    return daemon;
-  }
-  Daemon() = default;
-  Daemon(Daemon&& other) noexcept : directory_(std::move(other.directory_)), pid_(std::exchange(other.pid_, -1)) {}
-  ~Daemon() {
-    if (pid_ <= 0) return;
-    ::kill(pid_, SIGTERM);
-    ::waitpid(pid_, nullptr, 0);
-    ::unlink((directory_ + "/s").c_str());
-    ::rmdir(directory_.c_str());
-  }
-  std::string address() const { return absl::StrCat("unix:", directory_, "/s"); }
-
- private:
-  std::string directory_;
-  pid_t pid_ = -1;
-};
+absl::StatusOr<BenchDaemon> StartDaemon(const Arguments& arguments, bool poll) {
+  std::vector<std::string> flags = {"--host-pool-bytes", "134217728"};
+  if (poll) flags.insert(flags.end(), {"--busy-poll-us", absl::StrCat(arguments.busy_poll_us)});
+  return BenchDaemon::Start(arguments.daemon, flags);
+}
 
 struct Measured {
   Percentiles socket_empty, socket_step, ping, step;
@@ -229,9 +177,9 @@ int Main(int argc, char** argv) {
   nlohmann::json json = {{"rounds", arguments.rounds}};
   for (const bool poll : {false, true}) {
     if (poll && arguments.daemon.empty()) break;
-    std::optional<Daemon> daemon;
+    std::optional<BenchDaemon> daemon;
     if (!arguments.daemon.empty()) {
-      auto started = Daemon::Start(arguments, poll);
+      auto started = StartDaemon(arguments, poll);
       if (!started.ok()) {
         std::cerr << "rpc_bench: " << started.status() << "\n";
         return 1;

@@ -4,9 +4,11 @@
 
 #include <cstring>
 #include <deque>
+#include <optional>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/piece_ring.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/memory/device.h"
 
@@ -15,64 +17,54 @@ namespace {
 
 class DeviceEncoderImpl final : public DeviceEncoder {
  public:
-  DeviceEncoderImpl(CUstream_st* stream, uint32_t items_max) : stream_(stream), items_max_(items_max) {}
+  DeviceEncoderImpl(CUstream_st* stream, uint32_t items_max) : stream_(stream), ring_(items_max) {}
   ~DeviceEncoderImpl() override {
     cudaStreamSynchronize(stream_);
-    for (const Batch& batch : batches_) cudaEventDestroy(batch.passed);
+    for (cudaEvent_t event : batches_) cudaEventDestroy(event);
     for (cudaEvent_t event : events_) cudaEventDestroy(event);
     if (items_ != nullptr) cudaFreeHost(items_);
   }
 
   absl::Status Init() {
-    return CudaStatus(
-        cudaHostAlloc(reinterpret_cast<void**>(&items_), items_max_ * sizeof(DeviceEncodeItem), cudaHostAllocMapped),
-        "cudaHostAlloc");
+    return CudaStatus(cudaHostAlloc(reinterpret_cast<void**>(&items_), ring_.places() * sizeof(DeviceEncodeItem),
+                                    cudaHostAllocMapped),
+                      "cudaHostAlloc");
   }
 
   absl::Status Encode(const DeviceCodec& codec, absl::Span<const DeviceEncodeItem> items, uint32_t* declined) override {
     if (items.empty()) return absl::OkStatus();
-    while (!batches_.empty() && cudaEventQuery(batches_.front().passed) == cudaSuccess) {
-      used_ -= batches_.front().places;
-      events_.push_back(batches_.front().passed);
+    while (!batches_.empty() && cudaEventQuery(batches_.front()) == cudaSuccess) {
+      ring_.Release();
+      events_.push_back(batches_.front());
       batches_.pop_front();
-    }
-    if (batches_.empty()) next_ = 0;
-    // A batch lies in one piece: at the end of the ring, if it does not fit there, its rest is left out.
-    const uint32_t count = static_cast<uint32_t>(items.size());
-    const uint32_t skipped = next_ + count > items_max_ ? items_max_ - next_ : 0;
-    if (items.size() > items_max_ || used_ + skipped + count > items_max_) {
-      return FieldError(absl::StatusCode::kResourceExhausted, "pages to be encoded",
-                        absl::StrCat(used_, " and ", items.size(), " more"), absl::StrCat("at most ", items_max_));
     }
     if (events_.empty()) {
       cudaEvent_t event = nullptr;
       KV_RETURN_IF_ERROR(CudaStatus(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate"));
       events_.push_back(event);
     }
-    const uint32_t at = skipped > 0 ? 0 : next_;
-    std::memcpy(items_ + at, items.data(), items.size() * sizeof(DeviceEncodeItem));
-    KV_RETURN_IF_ERROR(codec.Encode(items_ + at, count, declined, stream_));
+    const uint32_t count = static_cast<uint32_t>(items.size());
+    const std::optional<uint32_t> at = ring_.Take(count);
+    if (!at.has_value()) {
+      return FieldError(absl::StatusCode::kResourceExhausted, "pages to be encoded",
+                        absl::StrCat(ring_.used(), " and ", count, " more"),
+                        absl::StrCat("at most ", ring_.places(), " on their way"));
+    }
+    std::memcpy(items_ + *at, items.data(), items.size() * sizeof(DeviceEncodeItem));
+    absl::Status status = codec.Encode(items_ + *at, count, declined, stream_);
     const cudaEvent_t passed = events_.back();
-    KV_RETURN_IF_ERROR(CudaStatus(cudaEventRecord(passed, stream_), "cudaEventRecord"));
     events_.pop_back();
-    batches_.push_back({passed, skipped + count});
-    used_ += skipped + count;
-    next_ = at + count;
-    return absl::OkStatus();
+    batches_.push_back(passed);  // the piece is given back in its turn, whatever happened
+    status.Update(CudaStatus(cudaEventRecord(passed, stream_), "cudaEventRecord"));
+    return status;
   }
 
  private:
-  struct Batch {
-    cudaEvent_t passed;
-    uint32_t places;  // of the ring
-  };
-
   CUstream_st* const stream_;
-  const uint32_t items_max_;
-  DeviceEncodeItem* items_ = nullptr;  // [items_max_], a ring
-  uint32_t next_ = 0, used_ = 0;
-  std::deque<Batch> batches_;  // in the order of the stream
-  std::vector<cudaEvent_t> events_;
+  PieceRing ring_;
+  DeviceEncodeItem* items_ = nullptr;  // [ring_.places()]
+  std::deque<cudaEvent_t> batches_;    // behind each, in the order of the stream
+  std::vector<cudaEvent_t> events_;    // to be used again
 };
 
 }  // namespace

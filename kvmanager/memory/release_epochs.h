@@ -44,6 +44,8 @@ class ReleaseEpochs {
   /// Nothing of this holder runs any more, nor will: its plans count as released.
   void RemoveHolder(HolderId holder);
 
+  /// Reads the holder's counter, as Collect() does: before somebody else writes it.
+  void Refresh(HolderId holder) { ReadCounter(&Live(holder)); }
   /// Would OpenPlan succeed?
   bool HasRoom(HolderId holder);
   /// The epoch of a plan that this holder now makes; it names no slot retired before. Errors: RESOURCE_EXHAUSTED when

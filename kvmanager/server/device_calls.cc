@@ -254,7 +254,7 @@ absl::StatusOr<kj::Promise<void>> RunExtend(const std::shared_ptr<Session>& sess
                                        " in a step that appends and attends: append more in a step of their own"));
     }
     sealed += end / page_tokens - entries[i].position / page_tokens;
-    changes += session->daemon().store->ChangedPages(entries[i].sequence);
+    changes += session->daemon().store->ChangedPages(entries[i].sequence, TableKeeper::kProcess);
     call->words.push_back(words[i]);
   }
   KV_RETURN_IF_ERROR(call->process->CheckRoom(request.getAppend() ? sealed * config.layers : 0, changes));

@@ -2,6 +2,7 @@
 
 #include <spdlog/spdlog.h>
 
+#include <optional>
 #include <string>
 
 #include "kvmanager/base/status.h"
@@ -20,7 +21,7 @@ absl::StatusOr<std::unique_ptr<DeviceEncodes>> DeviceEncodes::Create(const Devic
   KV_RETURN_IF_ERROR(device->Use());
   KV_ASSIGN_OR_RETURN(encodes->words_, StreamWords::Create());
   KV_RETURN_IF_ERROR(encodes->words_->Pin(device));
-  KV_ASSIGN_OR_RETURN(encodes->encoder_, DeviceEncoder::Create(device->encode_stream(), kItemsMax));
+  KV_ASSIGN_OR_RETURN(encodes->encoder_, DeviceEncoder::Create(device->encode_stream(), 2 * kItemsMax));
   return encodes;
 }
 
@@ -37,23 +38,19 @@ void DeviceEncodes::SubmitWaiting() {
   while (!waiting_.empty()) {
     Batch& batch = waiting_.front();
     const uint32_t count = static_cast<uint32_t>(batch.job.items.size());
-    // Flags of a batch lie in one piece.
-    if (submitted_.empty()) next_ = used_ = 0;
-    const uint32_t skipped = next_ + count > StreamWords::kDeclinedWords ? StreamWords::kDeclinedWords - next_ : 0;
-    if (used_ + skipped + count > StreamWords::kDeclinedWords) return;
-    const uint32_t at = skipped > 0 ? 0 : next_;
+    const std::optional<uint32_t> at = flags_.Take(count);
+    if (!at.has_value()) return;
     std::vector<DeviceEncodeItem> items;
     items.reserve(count);
     for (const EncodeItem& item : batch.job.items)
       items.push_back({item.raw, item.encoded, item.first_token, item.layer});
     absl::Status status = device_->Use();
-    if (status.ok()) status = encoder_->Encode(*batch.codec, items, words_->declined() + at);
-    if (absl::IsResourceExhausted(status) && !submitted_.empty()) return;
+    if (status.ok()) status = encoder_->Encode(*batch.codec, items, words_->declined() + *at);
     if (status.ok()) {
       status = device_->EnqueueWrite(device_->encode_stream(), words_->Address(Word::kEncoded), last_ + 1);
     }
     if (!status.ok()) {
-      // The pages stay raw: nothing that reads them is wrong.
+      // The pages stay raw: nothing that reads them is wrong. The GPU has failed, so the flags need not come back.
       spdlog::error("encoding {} pages on GPU {}: {}", count, device_->info().ordinal, std::string(status.message()));
       for (EncodeItem& item : batch.job.items) item.declined = true;
       DeviceEncodeJob job = std::move(batch.job);
@@ -61,11 +58,8 @@ void DeviceEncodes::SubmitWaiting() {
       job.done(job.items);
       continue;
     }
-    batch.at = at;
-    batch.places = skipped + count;
+    batch.at = *at;
     batch.number = ++last_;
-    next_ = at + count;
-    used_ += batch.places;
     submitted_.push_back(std::move(batch));
     waiting_.pop_front();
   }
@@ -76,7 +70,7 @@ bool DeviceEncodes::Poll() {
   while (!submitted_.empty() && submitted_.front().number <= encoded) {
     Batch batch = std::move(submitted_.front());
     submitted_.pop_front();
-    used_ -= batch.places;
+    flags_.Release();
     for (size_t i = 0; i < batch.job.items.size(); ++i) {
       batch.job.items[i].declined = words_->declined()[batch.at + i] != 0;
     }

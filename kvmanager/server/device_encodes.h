@@ -14,6 +14,7 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
 #include "codecs/device/device_encoder.h"
+#include "kvmanager/base/piece_ring.h"
 #include "kvmanager/memory/device.h"
 #include "kvmanager/memory/stream_words.h"
 #include "kvmanager/server/poll_list.h"
@@ -59,7 +60,6 @@ class DeviceEncodes {
     std::shared_ptr<const DeviceCodec> codec;
     DeviceEncodeJob job;
     uint32_t at = 0;      // in the ring of flags
-    uint32_t places = 0;  // of it, with what was left out before
     uint64_t number = 0;  // what the stream stores behind it
   };
 
@@ -75,7 +75,7 @@ class DeviceEncodes {
   std::unique_ptr<StreamWords> words_;  // this process's alone: `encoded`, and the flags
   std::unique_ptr<DeviceEncoder> encoder_;
   std::deque<Batch> waiting_, submitted_;
-  uint32_t next_ = 0, used_ = 0;  // of the ring of flags
+  PieceRing flags_{StreamWords::kDeclinedWords};  // of `submitted_`
   uint64_t last_ = 0;
   bool polling_ = false;
 };

@@ -20,6 +20,12 @@ constexpr int64_t kPauseMsMin = 1, kPauseMsMax = 50;
 constexpr size_t kPageBytes = 4096;
 constexpr size_t kSlotBytes = kPageBytes + StreamWords::kNonFiniteWords * sizeof(uint64_t);
 
+// `released` also says which plans of the engine's are over: it is left alone where nothing waits for it.
+void AbandonWaits(StreamWords& words, uint64_t released_wanted) {
+  words.Abandon(StreamWords::Word::kReady);
+  if (words.Load(StreamWords::Word::kReleased) < released_wanted) words.Abandon(StreamWords::Word::kReleased);
+}
+
 }  // namespace
 
 struct DeviceStream::Slot {
@@ -33,6 +39,7 @@ struct DeviceStream::Slot {
 struct DeviceStreams::Draining {
   Slot* slot;
   std::shared_ptr<StreamWords> words;
+  uint64_t released_wanted = 0;
   std::deque<DeviceStream::Kept> kept;
 };
 
@@ -53,6 +60,11 @@ absl::Status DeviceStream::Begin(uint64_t ready) {
   }
   if (ready == 0) return absl::OkStatus();
   return device().EnqueueWait(slot_->stream, words_->Address(StreamWords::Word::kReady), ready);
+}
+
+absl::Status DeviceStream::WaitReleased(uint64_t value) {
+  released_wanted_ = std::max(released_wanted_, value);
+  return device().EnqueueWait(slot_->stream, words_->Address(StreamWords::Word::kReleased), value);
 }
 
 absl::StatusOr<uint64_t> DeviceStream::End() {
@@ -141,8 +153,9 @@ absl::StatusOr<std::shared_ptr<DeviceStream>> DeviceStreams::Open() {
 
 void DeviceStreams::TakeOver(DeviceStream* stream) {
   open_.erase(std::find(open_.begin(), open_.end(), stream));
-  for (const auto word : {StreamWords::Word::kReady, StreamWords::Word::kReleased}) stream->words_->Abandon(word);
-  draining_.push_back(Draining{stream->slot_, std::move(stream->words_), std::move(stream->kept_)});
+  AbandonWaits(*stream->words_, stream->released_wanted_);
+  draining_.push_back(
+      Draining{stream->slot_, std::move(stream->words_), stream->released_wanted_, std::move(stream->kept_)});
   stream->kept_.clear();
   ShowCounts();
   Watch();
@@ -182,7 +195,7 @@ bool DeviceStreams::Collect() {
   for (size_t i = 0; i < draining_.size();) {
     Draining& draining = draining_[i];
     if (!Passed(*draining.slot, draining.slot->submitted)) {
-      for (const auto word : {StreamWords::Word::kReady, StreamWords::Word::kReleased}) draining.words->Abandon(word);
+      AbandonWaits(*draining.words, draining.released_wanted);
       ++i;
       continue;
     }

@@ -4,7 +4,8 @@
 //  1. Streams are made once and used again, at most kStreamsMax of them: a stream that waits holds up those that share
 //     its way into the GPU (kConnectionsMax ways). What a connection may have submitted is bounded too
 //     (kSubmissionsMax): CUDA blocks who launches beyond a thousand operations that wait.
-//  2. A stream that is closed gets its `ready` word abandoned until all its work has passed; then, not before, it lets
+//  2. A stream that is closed gets the words that it waits for abandoned until all its work has passed; then, not
+//  before, it lets
 //     go of what its work uses (Keep), and may be opened again. `done` is abandoned behind that, for a client that
 //     lives. Nothing here blocks: a timer of the event loop looks at counters that the streams write.
 //  3. Pinned words are unpinned only while no stream has work: CUDA would wait for all streams, and hold up every
@@ -53,6 +54,8 @@ class DeviceStream {
   /// What comes later waits for the engine's `ready` to reach `value`; 0: for nothing. Errors, and then there is
   /// nothing to End: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (kSubmissionsMax), FAILED_PRECONDITION (closed).
   absl::Status Begin(uint64_t ready);
+  /// Between them: what comes later waits for the engine's `released` to reach `value`.
+  absl::Status WaitReleased(uint64_t value);
   /// Returns what the word `done` will be, at least, behind all work so far. It is called after an error of the work in
   /// between, too. Errors: UNAVAILABLE when the GPU has failed.
   absl::StatusOr<uint64_t> End();
@@ -86,7 +89,8 @@ class DeviceStream {
   Slot* const slot_;
   std::shared_ptr<StreamWords> words_;  // nullptr: closed
   uint64_t done_ = 0;
-  std::deque<Kept> kept_;  // by submission
+  uint64_t released_wanted_ = 0;  // by WaitReleased, at most
+  std::deque<Kept> kept_;         // by submission
 };
 
 /// The streams of one GPU.

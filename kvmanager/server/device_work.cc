@@ -216,10 +216,7 @@ absl::StatusOr<uint64_t> DeviceWork::Copy(const StepCache& cache, SequenceId seq
     KV_ASSIGN_OR_RETURN(Run* const run, RunOf(cache));
     std::vector<OpenCopy> copies;
     KV_RETURN_IF_ERROR(change(&copies));
-    if (released != 0) {
-      KV_RETURN_IF_ERROR(stream_->device().EnqueueWait(
-          stream_->stream(), stream_->words().Address(StreamWords::Word::kReleased), released));
-    }
+    if (released != 0) KV_RETURN_IF_ERROR(stream_->WaitReleased(released));
     const DevicePool& pool = *stream_->context().pool;
     if (const auto place = run->places.find(sequence); pages != kAllPages && place != run->places.end()) {
       run->step->Truncate(place->second, static_cast<uint32_t>(pages));

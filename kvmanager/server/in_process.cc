@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -60,6 +61,7 @@ void InProcess::Close() {
   if (closed_) return;
   closed_ = true;
   EndBatches();
+  device_.epochs->Refresh(holder_);
   // Kept by the promise that waits for the process; that promise is this object's, so the reference is given up first.
   observer_ = kj::heap<kj::UnixEventPort::FdObserver>(daemon_.loop->port(), pidfd_.get(),
                                                       kj::UnixEventPort::FdObserver::OBSERVE_READ);
@@ -120,9 +122,9 @@ absl::Status InProcess::CheckRoom(uint64_t pages, uint64_t changes) const {
                         absl::StrCat("at most ", kPlanPagesMax, " of all layers in one call"));
   }
   // Flags of a batch lie in one piece, so up to as many again are left out at the ring's end.
-  if (used_ + 2 * pages > StreamWords::kDeclinedWords) {
+  if (flags_.used() + 2 * pages > StreamWords::kDeclinedWords) {
     return FieldError(absl::StatusCode::kResourceExhausted, "pages that this process has yet to encode",
-                      absl::StrCat(used_, " and ", pages, " more"),
+                      absl::StrCat(flags_.used(), " and ", pages, " more"),
                       absl::StrCat("at most ", StreamWords::kDeclinedWords - pages, ": let its streams come nearer"));
   }
   // Each page that is sealed may be opened by the same call, and changes for both.
@@ -146,7 +148,7 @@ absl::Status InProcess::DescribeChanges(const StepCache& cache, uint32_t entry, 
   const auto unit = [&](PageId slot) { return slot.valid() ? device_.pool->SlotUnit(slot) : kNoSlot; };
   for (int layer = 0; layer < cache.config->layers; ++layer) {
     places.clear();
-    KV_RETURN_IF_ERROR(daemon_.store->TakeChanges(sequence, layer, &places));
+    KV_RETURN_IF_ERROR(daemon_.store->TakeChanges(sequence, layer, &places, TableKeeper::kProcess));
     for (const PagePlace& place : places) {
       all.push_back({place.page, static_cast<uint32_t>(layer), unit(place.raw), unit(place.encoded)});
     }
@@ -187,12 +189,9 @@ void InProcess::TakeJobs(const StepCache& cache, bool encode_here, Plan* plan) {
   Batch batch;
   batch.job = std::move(jobs[0]);
   batch.number = plan->encode_batch = ++last_batch_;
-  if (batches_.empty()) next_ = used_ = 0;
-  const uint32_t skipped = next_ + count > StreamWords::kDeclinedWords ? StreamWords::kDeclinedWords - next_ : 0;
-  batch.at = plan->encode_at = skipped > 0 ? 0 : next_;
-  batch.places = skipped + count;
-  next_ = batch.at + count;
-  used_ += batch.places;
+  const std::optional<uint32_t> at = flags_.Take(count);
+  KV_CHECK(at.has_value());  // CheckRoom
+  batch.at = plan->encode_at = *at;
   batches_.push_back(std::move(batch));
   if (std::exchange(polling_, true)) return;
   daemon_.polls->Add([self = shared_from_this()] {
@@ -220,7 +219,7 @@ bool InProcess::EndBatches() {
   while (!batches_.empty() && batches_.front().number <= encoded) {
     Batch batch = std::move(batches_.front());
     batches_.pop_front();
-    used_ -= batch.places;
+    flags_.Release();
     for (size_t i = 0; i < batch.job.items.size(); ++i) {
       batch.job.items[i].declined = words_->declined()[batch.at + i] != 0;
     }

@@ -20,6 +20,7 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "kvmanager/base/piece_ring.h"
 #include "kvmanager/memory/release_epochs.h"
 #include "kvmanager/memory/stream_words.h"
 #include "kvmanager/server/context.h"
@@ -79,7 +80,7 @@ class InProcess : public std::enable_shared_from_this<InProcess> {
   struct Batch {
     DeviceEncodeJob job;
     uint64_t number = 0;
-    uint32_t at = 0, places = 0;  // of the ring of flags
+    uint32_t at = 0;  // in the ring of flags
   };
 
   InProcess(DaemonContext* daemon, const DeviceContext& device, std::shared_ptr<StreamWords> words)
@@ -102,7 +103,7 @@ class InProcess : public std::enable_shared_from_this<InProcess> {
   absl::flat_hash_map<SequenceId, absl::Status> broken_;
   std::deque<Batch> batches_;
   uint64_t last_batch_ = 0;
-  uint32_t next_ = 0, used_ = 0;  // of the ring of flags
+  PieceRing flags_{StreamWords::kDeclinedWords};  // of `batches_`
   bool polling_ = false, closed_ = false;
   kj::AutoCloseFd pidfd_;
   kj::Own<kj::UnixEventPort::FdObserver> observer_;

@@ -146,6 +146,9 @@ struct PagePlace {
   PageId encoded;  // assigned when the page is full, before its bytes are there
 };
 
+/// Who keeps tables of a sequence's slots: those who run its steps.
+enum class TableKeeper : uint8_t { kDaemon = 0, kProcess = 1 };
+
 /// The first `tokens` tokens of a raw page are to be copied into another slot before anything else touches it. A crop
 /// gives `from` up, so the plan (ReleaseEpochs) under which the copy runs is opened before the call, not after.
 struct OpenCopy {
@@ -278,11 +281,12 @@ class PageStore {
   virtual absl::Status Extend(CacheId cache, int first_layer, int layers, absl::Span<const AppendEntry> entries) = 0;
   virtual absl::StatusOr<std::unique_ptr<DeviceLease>> Read(CacheId cache, int first_layer, int layers,
                                                             absl::Span<const AttendEntry> entries) = 0;
-  /// Appends to `changes` the pages of one layer whose slots changed since it was last asked, ascending; a page beyond
-  /// the layer's last is not named.
-  virtual absl::Status TakeChanges(SequenceId sequence, int layer, std::vector<PagePlace>* changes) = 0;
+  /// Appends to `changes` the pages of one layer whose slots changed since this keeper last asked, all at first,
+  /// ascending; a page beyond the layer's last is not named.
+  virtual absl::Status TakeChanges(SequenceId sequence, int layer, std::vector<PagePlace>* changes,
+                                   TableKeeper keeper = TableKeeper::kDaemon) = 0;
   /// Pages, over all layers, that TakeChanges would name at most.
-  virtual uint64_t ChangedPages(SequenceId sequence) const = 0;
+  virtual uint64_t ChangedPages(SequenceId sequence, TableKeeper keeper) const = 0;
   /// Whether pages of this cache's tenant are in a slab of its GPU's pool, so that a process of that tenant may map it.
   virtual bool OwnsSlab(CacheId cache, uint32_t slab) const = 0;
   /// Frees slots that were given up and that kernels have done with; Extend and others do so when they need room.

@@ -4,6 +4,7 @@
 // (ReleaseEpochs), so a step costs as much as it changes, however long its sequences are. Only pages that a step waits
 // for are pinned, until they are encoded.
 #include <algorithm>
+#include <utility>
 
 #include "kvmanager/store/page_store_impl.h"
 
@@ -126,30 +127,39 @@ absl::StatusOr<std::unique_ptr<DeviceLease>> PageStoreImpl::Read(CacheId id, int
   return lease;
 }
 
-absl::Status PageStoreImpl::TakeChanges(SequenceId id, int layer, std::vector<PagePlace>* changes) {
+absl::Status PageStoreImpl::TakeChanges(SequenceId id, int layer, std::vector<PagePlace>* changes, TableKeeper keeper) {
   KV_ASSIGN_OR_RETURN(Sequence * sequence, FindSequence(id));
   if (!sequence->cache->on_device()) return WrongMemory(*sequence->cache);
   KV_CHECK(layer >= 0 && static_cast<uint32_t>(layer) < sequence->cache->layers());
-  std::vector<uint32_t>& changed = sequence->changed[layer];
-  std::sort(changed.begin(), changed.end());
-  changed.erase(std::unique(changed.begin(), changed.end()), changed.end());
-  for (const uint32_t index : changed) {
-    if (index >= sequence->blocks.size()) break;
+  const auto add = [&](uint32_t index) {
     const Page& page = sequence->blocks[index]->pages[layer];
-    if (page.state == PageState::kFree) continue;
+    if (page.state == PageState::kFree) return;
     // Of an identity codec the raw form is the one there is.
     changes->push_back({index, sequence->cache->identity() && !page.raw.valid() ? page.encoded : page.raw,
                         sequence->cache->identity() ? PageId() : page.encoded});
+  };
+  Sequence::Changes& changed = sequence->changed[static_cast<size_t>(keeper)][layer];
+  const uint32_t pages = static_cast<uint32_t>(sequence->blocks.size());
+  if (!std::exchange(changed.followed, true)) {
+    for (uint32_t i = 0; i < pages; ++i) add(i);
+    return absl::OkStatus();
   }
-  changed.clear();
+  std::sort(changed.pages.begin(), changed.pages.end());
+  changed.pages.erase(std::unique(changed.pages.begin(), changed.pages.end()), changed.pages.end());
+  for (const uint32_t index : changed.pages) {
+    if (index < pages) add(index);
+  }
+  changed.pages.clear();
   return absl::OkStatus();
 }
 
-uint64_t PageStoreImpl::ChangedPages(SequenceId id) const {
+uint64_t PageStoreImpl::ChangedPages(SequenceId id, TableKeeper keeper) const {
   const auto sequence = FindSequence(id);
   uint64_t pages = 0;
   if (!sequence.ok()) return pages;
-  for (const std::vector<uint32_t>& layer : (*sequence)->changed) pages += layer.size();
+  for (const Sequence::Changes& layer : (*sequence)->changed[static_cast<size_t>(keeper)]) {
+    pages += layer.followed ? layer.pages.size() : (*sequence)->blocks.size();
+  }
   return pages;
 }
 

@@ -164,8 +164,9 @@ class PageStoreImpl final : public PageStore {
   absl::Status Extend(CacheId cache, int first_layer, int layers, absl::Span<const AppendEntry> entries) override;
   absl::StatusOr<std::unique_ptr<DeviceLease>> Read(CacheId cache, int first_layer, int layers,
                                                     absl::Span<const AttendEntry> entries) override;
-  absl::Status TakeChanges(SequenceId sequence, int layer, std::vector<PagePlace>* changes) override;
-  uint64_t ChangedPages(SequenceId sequence) const override;
+  absl::Status TakeChanges(SequenceId sequence, int layer, std::vector<PagePlace>* changes,
+                           TableKeeper keeper) override;
+  uint64_t ChangedPages(SequenceId sequence, TableKeeper keeper) const override;
   bool OwnsSlab(CacheId cache, uint32_t slab) const override;
   void CollectReleased() override {
     for (const auto& tier : tiers_) Collect(*tier);
@@ -221,7 +222,9 @@ class PageStoreImpl final : public PageStore {
   void Release(Block* block);  // one holder less; of a chain, children first (EvictionPolicy)
   /// Notes that a page of `sequence` has other slots now, for TakeChanges.
   static void NoteChange(Sequence& sequence, uint32_t layer, uint32_t page) {
-    if (!sequence.changed.empty()) sequence.changed[layer].push_back(page);
+    for (auto& keeper : sequence.changed) {
+      if (!keeper.empty() && keeper[layer].followed) keeper[layer].pages.push_back(page);
+    }
   }
   void Attach(Sequence& sequence, Block* block);  // appends `block`, already held, and takes its raw holds
   void DetachLast(Sequence& sequence);            // gives the last block back

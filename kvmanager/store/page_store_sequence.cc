@@ -31,7 +31,7 @@ std::unique_ptr<Sequence> PageStoreImpl::NewSequence(const std::shared_ptr<Cache
   sequence->tokens.assign(cache->layers(), 0);
   sequence->aged.assign(cache->layers(), 0);
   if (cache->on_device()) {
-    sequence->changed.resize(cache->layers());
+    for (auto& keeper : sequence->changed) keeper.resize(cache->layers());
     sequence->settled.assign(cache->layers(), 0);
   }
   return sequence;

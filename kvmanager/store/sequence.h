@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -24,8 +25,12 @@ struct Sequence {
   std::vector<Block*> blocks;    // each with this sequence as a holder
   std::vector<uint64_t> tokens;  // [layers]
   std::vector<uint32_t> aged;    // [layers]
-  /// On a GPU: [layers] pages whose slots changed since TakeChanges was last asked, in any order and perhaps twice.
-  std::vector<std::vector<uint32_t>> changed;
+  /// On a GPU: [keepers][layers] what TakeChanges will name.
+  struct Changes {
+    bool followed = false;        // once asked for; before, every page is a change
+    std::vector<uint32_t> pages;  // since it was last asked for, in any order and perhaps twice
+  };
+  std::array<std::vector<Changes>, 2> changed;
   /// On a GPU: [layers] pages before this one need no waiting for: they are encoded or declined.
   std::vector<uint32_t> settled;
   int hit_blocks = 0;

@@ -1,0 +1,360 @@
+// What sharing a GPU with the daemon costs an engine: attention of one layer in the daemon and in the engine's own
+// process, beside an empty call; and steps in the engine's process while pages are encoded, by itself or by the daemon.
+//
+//   device_bench --daemon bazel-bin/kvmanager/server/kvmanagerd [--json FILE]
+//
+// K, V and queries are random; 32 query and 8 KV heads, head_dim 128, 32 layers, hack with 2 bits.
+#include <cuda_runtime_api.h>
+
+#include <CLI/CLI.hpp>
+#include <atomic>
+#include <cstdio>
+#include <fstream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "client/bench_daemon.h"
+#include "client/client.h"
+#include "client/device.h"
+#include "client/in_process.h"
+#include "codecs/builtin.h"
+#include "codecs/registry.h"
+#include "kvmanager/base/half.h"
+#include "kvmanager/base/status.h"
+
+namespace kvmanager::client {
+namespace {
+
+constexpr int kLayers = 32, kKvHeads = 8, kQueryHeads = 32, kHeadDim = 128;
+constexpr char kCodec[] = "hack:k_bits=2,v_bits=2";
+constexpr size_t kKvRowBytes = size_t{kKvHeads} * kHeadDim * 2, kQRowBytes = size_t{kQueryHeads} * kHeadDim * 2;
+constexpr int kFillTokens = 1024;  // of one append, while contexts are filled
+
+struct Arguments {
+  std::string daemon, json, pool = "24GiB";
+  int batch = 16, context = 8192, rounds = 2000, steps = 600;
+  double encode_gb_per_s = 10;
+  int64_t busy_poll_us = 1000;
+};
+
+absl::Status Cuda(cudaError_t error, const char* call) { return CudaStatus(error, call); }
+
+absl::StatusOr<std::shared_ptr<const Codec>> MakeCodec(const Cache& cache) {
+  static const CodecRegistry& registry = *[] {
+    auto* made = new CodecRegistry;
+    RegisterBuiltinCodecs(*made);
+    return made;
+  }();
+  CodecContext context;
+  context.layout.kv_heads = kKvHeads;
+  context.layout.head_dim = kHeadDim;
+  context.layout.page_tokens = 64;
+  context.layers = kLayers;
+  context.query_heads = kQueryHeads;
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<Codec> codec, registry.Create(cache.description().options.codec, context));
+  return std::shared_ptr<const Codec>(std::move(codec));
+}
+
+/// An engine that attends in its own process, on a stream of the highest or the lowest priority.
+struct Engine {
+  std::unique_ptr<Client> client;
+  std::unique_ptr<DeviceClient> device;
+  std::unique_ptr<Cache> cache;
+  std::unique_ptr<Arena> arena;
+  std::unique_ptr<InProcess> run;
+  std::vector<std::unique_ptr<Sequence>> sequences;
+  cudaStream_t stream = nullptr;
+  TensorView k, v, q, out;
+
+  static absl::StatusOr<std::unique_ptr<Engine>> Make(const std::string& address, int64_t busy_poll_us,
+                                                      const std::string& model, bool lowest, bool encode_here,
+                                                      int tokens_max) {
+    auto engine = std::make_unique<Engine>();
+    Client::Options options{.name = "device_bench", .connect_ms = 20000, .busy_poll_us = busy_poll_us};
+    KV_ASSIGN_OR_RETURN(engine->client, Client::Connect(address, options));
+    KV_ASSIGN_OR_RETURN(engine->device, DeviceClient::Open(engine->client.get(), 0));
+    CacheOptions cache;
+    cache.model = model;
+    cache.layers = kLayers, cache.kv_heads = kKvHeads, cache.query_heads = kQueryHeads, cache.head_dim = kHeadDim;
+    cache.codec = kCodec;
+    cache.device = 0;
+    KV_ASSIGN_OR_RETURN(engine->cache, engine->client->OpenCache(cache));
+    int least = 0, greatest = 0;
+    KV_RETURN_IF_ERROR(Cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "priorities"));
+    KV_RETURN_IF_ERROR(Cuda(
+        cudaStreamCreateWithPriority(&engine->stream, cudaStreamNonBlocking, lowest ? least : greatest), "stream"));
+    KV_ASSIGN_OR_RETURN(auto codec, MakeCodec(*engine->cache));
+    InProcess::Options run;
+    run.stream = engine->stream;
+    run.encode_here = encode_here;
+    run.tokens_max = tokens_max;
+    KV_ASSIGN_OR_RETURN(engine->run,
+                        InProcess::Create(engine->device.get(), engine->cache.get(), std::move(codec), run));
+    const size_t kv = size_t(tokens_max) * kKvRowBytes, rows = size_t{256} * kQRowBytes;
+    KV_ASSIGN_OR_RETURN(engine->arena, engine->device->CreateArena(2 * kv + 2 * rows));
+    engine->k = engine->arena->View(0, kv);
+    engine->v = engine->arena->View(kv, kv);
+    engine->q = engine->arena->View(2 * kv, rows);
+    engine->out = engine->arena->View(2 * kv + rows, rows);
+    std::mt19937_64 random(1);
+    std::normal_distribution<float> normal;
+    std::vector<uint16_t> host((2 * kv + rows) / 2);
+    for (uint16_t& x : host) x = FloatToHalf(normal(random));
+    KV_RETURN_IF_ERROR(
+        Cuda(cudaMemcpyAsync(engine->k.data, host.data(), host.size() * 2, cudaMemcpyHostToDevice, engine->stream),
+             "cudaMemcpyAsync"));
+    KV_RETURN_IF_ERROR(engine->Wait());
+    return engine;
+  }
+  absl::Status Wait() const { return Cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize"); }
+
+  absl::Status AddSequences(int count) {
+    for (int i = 0; i < count; ++i) {
+      KV_ASSIGN_OR_RETURN(auto made, cache->CreateSequence());
+      sequences.push_back(std::move(made.sequence));
+    }
+    return absl::OkStatus();
+  }
+  /// Appends `tokens` tokens at `position` of one sequence, in all layers; the GPU works on.
+  absl::Status Append(const Sequence& sequence, uint64_t position, int tokens) {
+    const StepEntry entry{sequence.id(), position, tokens};
+    KV_RETURN_IF_ERROR(run->Begin({&entry, 1}, true, false));
+    for (int layer = 0; layer < kLayers; ++layer) KV_RETURN_IF_ERROR(run->Append(layer, k.data, v.data));
+    return run->End();
+  }
+  absl::Status Fill(int context) {
+    for (const auto& sequence : sequences) {
+      for (int at = 0; at < context; at += kFillTokens) {
+        KV_RETURN_IF_ERROR(Append(*sequence, uint64_t(at), std::min(kFillTokens, context - at)));
+        KV_RETURN_IF_ERROR(Wait());
+      }
+    }
+    return absl::OkStatus();
+  }
+};
+
+/// Attention of one layer, from call to result: in this process, and in the daemon.
+absl::StatusOr<nlohmann::json> Ways(const std::string& address, const Arguments& arguments, int64_t busy_poll_us) {
+  KV_ASSIGN_OR_RETURN(auto engine, Engine::Make(address, busy_poll_us, "ways", false, true, kFillTokens));
+  KV_RETURN_IF_ERROR(engine->AddSequences(arguments.batch));
+  KV_RETURN_IF_ERROR(engine->Fill(arguments.context));
+  std::vector<StepEntry> entries;
+  for (const auto& sequence : engine->sequences) {
+    entries.push_back({sequence->id(), uint64_t(arguments.context - 1), 1});
+  }
+  const int warm_up = arguments.rounds / 10 + 1;
+  const auto measure = [&](auto call) -> absl::StatusOr<Percentiles> {
+    std::vector<double> us;
+    for (int i = -warm_up; i < arguments.rounds; ++i) {
+      const double begin = NowUs();
+      KV_RETURN_IF_ERROR(call(i + warm_up));
+      if (i >= 0) us.push_back(NowUs() - begin);
+    }
+    return Of(std::move(us));
+  };
+  KV_ASSIGN_OR_RETURN(const Percentiles ping, measure([&](int) { return engine->client->Ping(); }));
+  // In this process: the step begins once, as it does for all layers.
+  KV_RETURN_IF_ERROR(engine->run->Begin(entries, false, true));
+  KV_ASSIGN_OR_RETURN(const Percentiles own, measure([&](int i) -> absl::Status {
+                        KV_RETURN_IF_ERROR(engine->run->Attend(i % kLayers, engine->q.data, engine->out.data, nullptr));
+                        return engine->Wait();
+                      }));
+  std::vector<double> run_us;
+  for (int i = 0; i < arguments.rounds; ++i) {
+    const double begin = NowUs();
+    KV_RETURN_IF_ERROR(engine->run->Attend(i % kLayers, engine->q.data, engine->out.data, nullptr));
+    run_us.push_back(NowUs() - begin);
+    if (i % 64 == 63) KV_RETURN_IF_ERROR(engine->Wait());
+  }
+  KV_RETURN_IF_ERROR(engine->run->End());
+  KV_RETURN_IF_ERROR(engine->Wait());
+  uint64_t ready = 0;
+  const size_t bytes = size_t(arguments.batch) * kQRowBytes;
+  const auto by_daemon = [&](int i) -> absl::Status {
+    StepBatch batch;
+    batch.layer = i % kLayers;
+    batch.entries = entries;
+    batch.q = {engine->q.data, bytes, engine->q.arena};
+    batch.out = {engine->out.data, bytes, engine->out.arena};
+    batch.q_dtype = DType::kFloat16;
+    batch.ready = ++ready;
+    KV_RETURN_IF_ERROR(engine->device->EnqueueReady(engine->stream, ready));
+    KV_ASSIGN_OR_RETURN(const StepResult result, engine->cache->Step(batch));
+    KV_RETURN_IF_ERROR(engine->device->EnqueueWaitDone(engine->stream, result.done));
+    return engine->Wait();
+  };
+  for (int i = 0; i < kLayers; ++i) KV_RETURN_IF_ERROR(by_daemon(i));  // its tables are made
+  KV_ASSIGN_OR_RETURN(const Percentiles daemon, measure(by_daemon));
+  return nlohmann::json{{"empty_call", ping.Json()},
+                        {"in_process", own.Json()},
+                        {"in_process_host", Of(run_us).Json()},
+                        {"in_daemon", daemon.Json()},
+                        {"daemon_less_own_p50_us", daemon.p50_us - own.p50_us},
+                        {"daemon_less_own_less_empty_p50_us", daemon.p50_us - own.p50_us - ping.p50_us}};
+}
+
+/// Pages are appended and encoded beside the engine, at a rate of raw bytes; by this process or by the daemon.
+class Load {
+ public:
+  Load(const std::string& address, const Arguments& arguments, bool encode_here)
+      : address_(address), arguments_(arguments), encode_here_(encode_here), thread_([this] { status_ = Run(); }) {}
+  ~Load() { (void)Stop(); }
+  bool started() const { return started_ || ended_; }
+  /// GB/s of raw K and V that were encoded.
+  absl::StatusOr<double> Stop() {
+    stop_ = true;
+    if (thread_.joinable()) thread_.join();
+    KV_RETURN_IF_ERROR(status_);
+    return gb_per_s_;
+  }
+
+ private:
+  absl::Status Run() {
+    const absl::Status status = Work();
+    ended_ = true;
+    return status;
+  }
+  absl::Status Work() {
+    constexpr int kTokens = kFillTokens, kSequenceTokens = 8192;  // as of a prefill in chunks
+    KV_ASSIGN_OR_RETURN(auto engine,
+                        Engine::Make(address_, arguments_.busy_poll_us, "load", true, encode_here_, kTokens));
+    KV_RETURN_IF_ERROR(engine->AddSequences(1));
+    const double bytes = double{kTokens} * 2 * kKvRowBytes * kLayers;
+    const double pause_us = bytes / arguments_.encode_gb_per_s * 1e-3;
+    uint64_t position = 0, appended = 0;
+    double begin = NowUs(), next = begin;
+    while (!stop_) {
+      if (position == kSequenceTokens) {
+        KV_RETURN_IF_ERROR(engine->Wait());
+        engine->run->Forget(engine->sequences[0]->id());
+        engine->sequences.clear();
+        KV_RETURN_IF_ERROR(engine->AddSequences(1));
+        position = 0;
+      }
+      KV_RETURN_IF_ERROR(engine->Append(*engine->sequences[0], position, kTokens));
+      position += kTokens;
+      if (!started_) {
+        started_ = true;
+        begin = next = NowUs();
+      } else {
+        ++appended;
+      }
+      next += pause_us;
+      while (NowUs() < next && !stop_) std::this_thread::yield();
+    }
+    KV_RETURN_IF_ERROR(engine->Wait());
+    gb_per_s_ = double(appended) * bytes / (NowUs() - begin) * 1e-3;
+    engine->run->Forget(engine->sequences[0]->id());
+    return absl::OkStatus();
+  }
+
+  const std::string address_;
+  const Arguments& arguments_;
+  const bool encode_here_;
+  std::atomic<bool> stop_{false}, started_{false}, ended_{false};
+  absl::Status status_;
+  double gb_per_s_ = 0;
+  std::thread thread_;
+};
+
+/// Whole steps of all layers, appending a token to each sequence; alone and beside encoding.
+absl::StatusOr<nlohmann::json> Steps(const std::string& address, const Arguments& arguments) {
+  KV_ASSIGN_OR_RETURN(auto engine, Engine::Make(address, arguments.busy_poll_us, "steps", false, true, kFillTokens));
+  KV_RETURN_IF_ERROR(engine->AddSequences(arguments.batch));
+  KV_RETURN_IF_ERROR(engine->Fill(arguments.context));
+  uint64_t position = uint64_t(arguments.context);
+  const auto measure = [&]() -> absl::StatusOr<Percentiles> {
+    std::vector<double> us;
+    std::vector<StepEntry> entries(engine->sequences.size());
+    cudaEvent_t first, last;
+    KV_RETURN_IF_ERROR(Cuda(cudaEventCreate(&first), "cudaEventCreate"));
+    KV_RETURN_IF_ERROR(Cuda(cudaEventCreate(&last), "cudaEventCreate"));
+    for (int i = 0; i < arguments.steps; ++i, ++position) {
+      for (size_t s = 0; s < entries.size(); ++s) entries[s] = {engine->sequences[s]->id(), position, 1};
+      KV_RETURN_IF_ERROR(engine->run->Begin(entries, true, true));
+      KV_RETURN_IF_ERROR(Cuda(cudaEventRecord(first, engine->stream), "cudaEventRecord"));
+      for (int layer = 0; layer < kLayers; ++layer) {
+        KV_RETURN_IF_ERROR(engine->run->Append(layer, engine->k.data, engine->v.data));
+        KV_RETURN_IF_ERROR(engine->run->Attend(layer, engine->q.data, engine->out.data, nullptr));
+      }
+      KV_RETURN_IF_ERROR(Cuda(cudaEventRecord(last, engine->stream), "cudaEventRecord"));
+      KV_RETURN_IF_ERROR(engine->run->End());
+      KV_RETURN_IF_ERROR(engine->Wait());
+      float ms = 0;
+      KV_RETURN_IF_ERROR(Cuda(cudaEventElapsedTime(&ms, first, last), "cudaEventElapsedTime"));
+      us.push_back(double(ms) * 1e3);
+    }
+    return Of(std::move(us));
+  };
+  KV_RETURN_IF_ERROR(measure().status());  // warm
+  nlohmann::json json;
+  // Contexts grow from step to step, so what is idle is measured before and after.
+  KV_ASSIGN_OR_RETURN(Percentiles before, measure());
+  for (int again = 0; again < 3; ++again) {
+    for (const bool encode_here : {true, false}) {
+      Percentiles loaded;
+      double gb_per_s = 0;
+      {
+        Load load(address, arguments, encode_here);
+        while (!load.started()) std::this_thread::yield();
+        KV_ASSIGN_OR_RETURN(loaded, measure());
+        KV_ASSIGN_OR_RETURN(gb_per_s, load.Stop());
+      }
+      KV_ASSIGN_OR_RETURN(const Percentiles after, measure());
+      json.push_back({{"encodes", encode_here ? "this process" : "the daemon"},
+                      {"idle_before", before.Json()},
+                      {"step", loaded.Json()},
+                      {"idle_after", after.Json()},
+                      {"encoded_gb_per_s", gb_per_s},
+                      {"p50_ratio", 2 * loaded.p50_us / (before.p50_us + after.p50_us)},
+                      {"p99_ratio", 2 * loaded.p99_us / (before.p99_us + after.p99_us)}});
+      before = after;
+    }
+  }
+  return json;
+}
+
+int Main(int argc, char** argv) {
+  Arguments arguments;
+  CLI::App app{"What sharing a GPU with kvmanagerd costs an engine.", "device_bench"};
+  app.add_option("--daemon", arguments.daemon, "path of kvmanagerd")->required();
+  app.add_option("--json", arguments.json, "write the results to this file");
+  app.add_option("--device-pool-bytes", arguments.pool, "of the daemon")->capture_default_str();
+  app.add_option("--batch", arguments.batch, "sequences")->check(CLI::Range(1, 256))->capture_default_str();
+  app.add_option("--context", arguments.context, "tokens")->check(CLI::Range(64, 1 << 20))->capture_default_str();
+  app.add_option("--rounds", arguments.rounds, "calls per measurement")->capture_default_str();
+  app.add_option("--steps", arguments.steps, "steps per measurement")->capture_default_str();
+  app.add_option("--encode-gb-per-s", arguments.encode_gb_per_s, "of raw K and V")->capture_default_str();
+  app.add_option("--busy-poll-us", arguments.busy_poll_us, "how long both ends poll")->capture_default_str();
+  CLI11_PARSE(app, argc, argv);
+  AllowManyStreams();
+  nlohmann::json json = {{"batch", arguments.batch}, {"context", arguments.context}};
+  const auto work = [&]() -> absl::Status {
+    for (const bool poll : {false, true}) {
+      std::vector<std::string> flags = {"--device-pool-bytes", arguments.pool, "--host-pool-bytes", "134217728"};
+      if (poll) flags.insert(flags.end(), {"--busy-poll-us", absl::StrCat(arguments.busy_poll_us)});
+      KV_ASSIGN_OR_RETURN(const BenchDaemon daemon, BenchDaemon::Start(arguments.daemon, flags));
+      KV_ASSIGN_OR_RETURN(json[poll ? "polling" : "blocking"],
+                          Ways(daemon.address(), arguments, poll ? arguments.busy_poll_us : 0));
+      if (!poll) continue;
+      KV_ASSIGN_OR_RETURN(json["steps"], Steps(daemon.address(), arguments));
+    }
+    return absl::OkStatus();
+  };
+  const absl::Status status = work();
+  std::printf("%s\n", json.dump(1).c_str());
+  if (!arguments.json.empty()) std::ofstream(arguments.json) << json.dump(1) << "\n";
+  if (status.ok()) return 0;
+  std::fprintf(stderr, "device_bench: %s\n", std::string(status.message()).c_str());
+  return 1;
+}
+
+}  // namespace
+}  // namespace kvmanager::client
+
+int main(int argc, char** argv) { return kvmanager::client::Main(argc, argv); }
