@@ -22,14 +22,12 @@
 #include "absl/strings/str_cat.h"
 #include "client/client.h"
 #include "client/device.h"
-#include "client/in_process.h"
-#include "codecs/builtin.h"
 #include "codecs/calibrate/capture.h"
-#include "codecs/registry.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/memory/device_region.h"
 #include "kvmanager/memory/device_testing.h"
 #include "tests/device_cache_kernels.h"
+#include "tests/device_engines.h"
 #include "tests/harness.h"
 #include "tests/matchers.h"
 
@@ -37,13 +35,10 @@ namespace kvmanager::testing {
 namespace {
 
 using calibrate::Capture;
-using client::Arena;
 using client::Client;
 using client::DeviceClient;
-using client::InProcess;
 using client::StepEntry;
 
-constexpr int kPage = 64;
 constexpr char kAddressVariable[] = "KVMANAGER_TEST_DAEMON";
 constexpr char kCaptureVariable[] = "KVMANAGER_TEST_CAPTURE";
 constexpr uint8_t kScribble = 0x3c;  // as an fp16 number: 1.06
@@ -52,33 +47,6 @@ const bool many_streams = [] {
   AllowManyStreams();
   return true;
 }();
-
-/// Q, K and V of a text, fp16, as an engine has them: [tokens][heads][head_dim] per layer.
-struct Text {
-  int layers = 2, kv_heads = 2, query_heads = 8, head_dim = 128;
-  uint64_t tokens = 1024;
-  std::vector<std::vector<uint16_t>> q, k, v;  // [layers]
-
-  size_t kv_row() const { return size_t(kv_heads) * head_dim; }
-  size_t q_row() const { return size_t(query_heads) * head_dim; }
-};
-
-Text RandomText(uint64_t seed) {
-  Text text;
-  std::mt19937_64 random(seed);
-  std::normal_distribution<float> normal;
-  const auto fill = [&](size_t row, std::vector<uint16_t>* out) {
-    out->resize(text.tokens * row);
-    for (uint16_t& x : *out) x = FloatToHalf(normal(random));
-  };
-  text.q.resize(text.layers), text.k.resize(text.layers), text.v.resize(text.layers);
-  for (int layer = 0; layer < text.layers; ++layer) {
-    fill(text.q_row(), &text.q[layer]);
-    fill(text.kv_row(), &text.k[layer]);
-    fill(text.kv_row(), &text.v[layer]);
-  }
-  return text;
-}
 
 absl::StatusOr<Text> ModelsText() {
   const char* const path = std::getenv(kCaptureVariable);
@@ -106,21 +74,6 @@ absl::StatusOr<Text> ModelsText() {
   return text;
 }
 
-client::CacheOptions OptionsFor(const Text& text, const std::string& codec, int device,
-                                const std::string& tenant = "a") {
-  client::CacheOptions options;
-  options.model = "captured";
-  options.tenant = tenant;
-  options.layers = text.layers;
-  options.kv_heads = text.kv_heads;
-  options.query_heads = text.query_heads;
-  options.head_dim = text.head_dim;
-  options.codec = codec;
-  options.lag_pages = 1;
-  options.device = device;
-  return options;
-}
-
 std::vector<BlockName> NamesOf(const client::Cache& cache, uint64_t tokens, uint32_t salt) {
   std::vector<uint32_t> ids(tokens);
   for (size_t i = 0; i < ids.size(); ++i) ids[i] = uint32_t(i) * 7 + salt;
@@ -128,245 +81,6 @@ std::vector<BlockName> NamesOf(const client::Cache& cache, uint64_t tokens, uint
   NameBlocks(cache.description().digest, ids, kPage, &names);
   return names;
 }
-
-/// Sums over rows of squares, of a difference and of what it is compared with.
-struct Difference {
-  double error = 0, norm = 0;
-  double relative() const { return std::sqrt(error / norm); }
-  void Add(const std::vector<uint16_t>& got, const std::vector<uint16_t>& expected) {
-    ASSERT_EQ(got.size(), expected.size());
-    for (size_t i = 0; i < got.size(); ++i) {
-      const double g = HalfToFloat(got[i]), e = HalfToFloat(expected[i]);
-      error += (g - e) * (g - e);
-      norm += e * e;
-    }
-  }
-};
-
-/// Where a token of a batch comes from: entry i takes tokens [first, first + tokens) of the text.
-struct Part {
-  uint64_t sequence;
-  uint64_t first;
-  int tokens;
-};
-
-std::vector<uint16_t> RowsOf(const std::vector<uint16_t>& of, size_t row, const std::vector<Part>& parts) {
-  std::vector<uint16_t> rows;
-  for (const Part& part : parts) {
-    rows.insert(rows.end(), of.begin() + ptrdiff_t(part.first * row),
-                of.begin() + ptrdiff_t((part.first + uint64_t(part.tokens)) * row));
-  }
-  return rows;
-}
-
-std::vector<StepEntry> EntriesOf(const std::vector<Part>& parts) {
-  std::vector<StepEntry> entries;
-  for (const Part& part : parts) entries.push_back({part.sequence, part.first, part.tokens});
-  return entries;
-}
-
-/// One way of running the steps of a cache.
-class Engine {
- public:
-  virtual ~Engine() = default;
-  /// Appends (if asked) and attends to all layers; out: [layers] rows of all parts.
-  virtual absl::Status Step(const Text& text, const std::vector<Part>& parts, bool append,
-                            std::vector<std::vector<uint16_t>>* out) = 0;
-  /// Before a sequence that was forked or cropped is used again.
-  virtual absl::Status After(const client::Sequence& sequence) { return absl::OkStatus(); }
-  virtual void Forget(const client::Sequence& sequence) {}
-  client::Cache& cache() { return *cache_; }
-
- protected:
-  std::unique_ptr<client::Cache> cache_;
-};
-
-/// The CPU path: tensors through the socket.
-class HostEngine final : public Engine {
- public:
-  static absl::StatusOr<std::unique_ptr<Engine>> Make(Client* client, const client::CacheOptions& options) {
-    auto engine = std::make_unique<HostEngine>();
-    KV_ASSIGN_OR_RETURN(engine->cache_, client->OpenCache(options));
-    return std::unique_ptr<Engine>(std::move(engine));
-  }
-  absl::Status Step(const Text& text, const std::vector<Part>& parts, bool append,
-                    std::vector<std::vector<uint16_t>>* out) override {
-    const std::vector<StepEntry> entries = EntriesOf(parts);
-    out->resize(text.layers);
-    for (int layer = 0; layer < text.layers; ++layer) {
-      const auto k = RowsOf(text.k[layer], text.kv_row(), parts), v = RowsOf(text.v[layer], text.kv_row(), parts);
-      const auto q = RowsOf(text.q[layer], text.q_row(), parts);
-      (*out)[layer].resize(q.size());
-      client::StepBatch batch;
-      batch.layer = layer;
-      batch.entries = entries;
-      if (append) {
-        batch.k = client::TensorView::Inline(k.data(), k.size() * 2);
-        batch.v = client::TensorView::Inline(v.data(), v.size() * 2);
-      }
-      batch.q = client::TensorView::Inline(q.data(), q.size() * 2);
-      batch.out = client::TensorView::Inline((*out)[layer].data(), q.size() * 2);
-      batch.q_dtype = DType::kFloat16;
-      KV_RETURN_IF_ERROR(cache_->Step(batch).status());
-    }
-    return absl::OkStatus();
-  }
-};
-
-/// What engines on the GPU share: a stream, and rows of a step in an arena.
-class GpuEngine : public Engine {
- public:
-  ~GpuEngine() override {
-    cudaStreamSynchronize(stream_);
-    arena_.reset();
-    if (stream_ != nullptr) cudaStreamDestroy(stream_);
-  }
-
- protected:
-  static constexpr size_t kArenaBytes = 64 << 20;
-
-  absl::Status Init(Client* client, DeviceClient* device, const client::CacheOptions& options) {
-    device_ = device;
-    KV_ASSIGN_OR_RETURN(cache_, client->OpenCache(options));
-    KV_ASSIGN_OR_RETURN(arena_, device->CreateArena(kArenaBytes));
-    return CudaStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
-  }
-  /// Uploads rows to the next free place of the arena.
-  absl::StatusOr<client::TensorView> Put(const std::vector<uint16_t>& rows) {
-    KV_ASSIGN_OR_RETURN(const client::TensorView view, Room(rows.size() * 2));
-    KV_RETURN_IF_ERROR(CudaStatus(cudaMemcpyAsync(view.data, rows.data(), view.bytes, cudaMemcpyHostToDevice, stream_),
-                                  "cudaMemcpyAsync"));
-    return view;
-  }
-  absl::StatusOr<client::TensorView> Room(size_t bytes) {
-    const size_t at = (used_ + 255) / 256 * 256;
-    if (at + bytes > kArenaBytes) return absl::ResourceExhaustedError("the test's arena is too small");
-    used_ = at + bytes;
-    return arena_->View(at, bytes);
-  }
-  absl::Status Get(const client::TensorView& view, std::vector<uint16_t>* rows) {
-    rows->resize(view.bytes / 2);
-    return CudaStatus(cudaMemcpyAsync(rows->data(), view.data, view.bytes, cudaMemcpyDeviceToHost, stream_),
-                      "cudaMemcpyAsync");
-  }
-
-  DeviceClient* device_ = nullptr;
-  std::unique_ptr<Arena> arena_;
-  cudaStream_t stream_ = nullptr;
-  size_t used_ = 0;
-};
-
-/// Attention in the daemon.
-class DaemonEngine final : public GpuEngine {
- public:
-  static absl::StatusOr<std::unique_ptr<Engine>> Make(Client* client, DeviceClient* device,
-                                                      const client::CacheOptions& options) {
-    auto engine = std::make_unique<DaemonEngine>();
-    KV_RETURN_IF_ERROR(engine->Init(client, device, options));
-    return std::unique_ptr<Engine>(std::move(engine));
-  }
-  absl::Status Step(const Text& text, const std::vector<Part>& parts, bool append,
-                    std::vector<std::vector<uint16_t>>* out) override {
-    const std::vector<StepEntry> entries = EntriesOf(parts);
-    out->resize(text.layers);
-    used_ = 0;
-    for (int layer = 0; layer < text.layers; ++layer) {
-      client::StepBatch batch;
-      batch.layer = layer;
-      batch.entries = entries;
-      if (append) {
-        KV_ASSIGN_OR_RETURN(batch.k, Put(RowsOf(text.k[layer], text.kv_row(), parts)));
-        KV_ASSIGN_OR_RETURN(batch.v, Put(RowsOf(text.v[layer], text.kv_row(), parts)));
-      }
-      KV_ASSIGN_OR_RETURN(batch.q, Put(RowsOf(text.q[layer], text.q_row(), parts)));
-      KV_ASSIGN_OR_RETURN(batch.out, Room(batch.q.bytes));
-      batch.q_dtype = DType::kFloat16;
-      batch.ready = ++ready_;
-      KV_RETURN_IF_ERROR(device_->EnqueueReady(stream_, ready_));
-      KV_ASSIGN_OR_RETURN(const client::StepResult result, cache_->Step(batch));
-      KV_RETURN_IF_ERROR(device_->EnqueueWaitDone(stream_, result.done));
-      KV_RETURN_IF_ERROR(Get(batch.out, &(*out)[layer]));
-    }
-    return CudaStatus(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
-  }
-
- private:
-  uint64_t ready_ = 0;
-};
-
-absl::StatusOr<std::shared_ptr<const Codec>> CodecOf(const client::Cache& cache) {
-  static const CodecRegistry& registry = *[] {
-    auto* made = new CodecRegistry;
-    RegisterBuiltinCodecs(*made);
-    return made;
-  }();
-  const client::CacheOptions& options = cache.description().options;
-  CodecContext context;
-  context.layout.kv_heads = uint16_t(options.kv_heads);
-  context.layout.head_dim = uint16_t(options.head_dim);
-  context.layout.page_tokens = uint16_t(options.page_tokens);
-  context.layout.dtype = options.dtype;
-  context.layers = options.layers;
-  context.query_heads = options.query_heads;
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<Codec> codec, registry.Create(options.codec, context));
-  return std::shared_ptr<const Codec>(std::move(codec));
-}
-
-/// Attention in this process.
-class OwnEngine final : public GpuEngine {
- public:
-  static absl::StatusOr<std::unique_ptr<OwnEngine>> Make(Client* client, DeviceClient* device,
-                                                         const client::CacheOptions& options, bool encode_here) {
-    auto engine = std::make_unique<OwnEngine>();
-    KV_RETURN_IF_ERROR(engine->Init(client, device, options));
-    KV_ASSIGN_OR_RETURN(std::shared_ptr<const Codec> codec, CodecOf(*engine->cache_));
-    InProcess::Options run;
-    run.stream = engine->stream_;
-    run.encode_here = encode_here;
-    KV_ASSIGN_OR_RETURN(engine->run_, InProcess::Create(device, engine->cache_.get(), std::move(codec), run));
-    return engine;
-  }
-  ~OwnEngine() override { run_.reset(); }
-  absl::Status Step(const Text& text, const std::vector<Part>& parts, bool append,
-                    std::vector<std::vector<uint16_t>>* out) override {
-    out->resize(text.layers);
-    used_ = 0;
-    // More than a page at once is appended first: its queries would read encoded what the step itself fills.
-    bool first = false;
-    for (const Part& part : parts) first |= append && part.tokens > kPage;
-    if (first) {
-      KV_RETURN_IF_ERROR(run_->Begin(EntriesOf(parts), true, false));
-      for (int layer = 0; layer < text.layers; ++layer) KV_RETURN_IF_ERROR(AppendRows(text, layer, parts));
-      KV_RETURN_IF_ERROR(run_->End());
-    }
-    append &= !first;
-    KV_RETURN_IF_ERROR(run_->Begin(EntriesOf(parts), append, true));
-    for (int layer = 0; layer < text.layers; ++layer) {
-      if (append) KV_RETURN_IF_ERROR(AppendRows(text, layer, parts));
-      KV_ASSIGN_OR_RETURN(const auto q, Put(RowsOf(text.q[layer], text.q_row(), parts)));
-      KV_ASSIGN_OR_RETURN(const auto o, Room(q.bytes));
-      KV_RETURN_IF_ERROR(run_->Attend(layer, q.data, o.data, nullptr));
-      KV_RETURN_IF_ERROR(Get(o, &(*out)[layer]));
-    }
-    KV_RETURN_IF_ERROR(run_->End());
-    return CudaStatus(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
-  }
-  absl::Status After(const client::Sequence& sequence) override { return run_->After(sequence); }
-  void Forget(const client::Sequence& sequence) override { run_->Forget(sequence.id()); }
-  InProcess& run() { return *run_; }
-  cudaStream_t stream() const { return stream_; }
-
- private:
-  absl::Status AppendRows(const Text& text, int layer, const std::vector<Part>& parts) {
-    KV_ASSIGN_OR_RETURN(const auto k, Put(RowsOf(text.k[layer], text.kv_row(), parts)));
-    KV_ASSIGN_OR_RETURN(const auto v, Put(RowsOf(text.v[layer], text.kv_row(), parts)));
-    return run_->Append(layer, k.data, v.data);
-  }
-
-  std::unique_ptr<InProcess> run_;
-};
-
-enum class Way { kDaemon, kOwn, kOwnButEncoding };
 
 struct Case {
   const char* name;
@@ -389,8 +103,7 @@ class DeviceCacheTest : public GpuTest {
     daemon_.reset();
   }
   absl::StatusOr<std::unique_ptr<Engine>> Make(Way way, const client::CacheOptions& options) {
-    if (way == Way::kDaemon) return DaemonEngine::Make(client_.get(), device_.get(), options);
-    return OwnEngine::Make(client_.get(), device_.get(), options, way == Way::kOwn);
+    return MakeEngine(way, client_.get(), device_.get(), options);
   }
   double Metric(const std::string& name) {
     const auto page = Scrape(*daemon_);
@@ -403,26 +116,6 @@ class DeviceCacheTest : public GpuTest {
 };
 
 class DeviceCacheWaysTest : public DeviceCacheTest, public ::testing::WithParamInterface<Case> {};
-
-/// The same steps on the GPU and on the CPU.
-struct Twins {
-  std::unique_ptr<Engine> gpu, cpu;
-  Difference difference;
-
-  absl::Status Step(const Text& text, const std::vector<std::pair<client::Sequence*, client::Sequence*>>& sequences,
-                    const std::vector<uint64_t>& firsts, const std::vector<int>& tokens, bool append) {
-    std::vector<Part> gpu_parts, cpu_parts;
-    for (size_t i = 0; i < sequences.size(); ++i) {
-      gpu_parts.push_back({sequences[i].first->id(), firsts[i], tokens[i]});
-      cpu_parts.push_back({sequences[i].second->id(), firsts[i], tokens[i]});
-    }
-    std::vector<std::vector<uint16_t>> got, expected;
-    KV_RETURN_IF_ERROR(gpu->Step(text, gpu_parts, append, &got));
-    KV_RETURN_IF_ERROR(cpu->Step(text, cpu_parts, append, &expected));
-    for (int layer = 0; layer < text.layers; ++layer) difference.Add(got[layer], expected[layer]);
-    return absl::OkStatus();
-  }
-};
 
 TEST_P(DeviceCacheWaysTest, AttendsAsTheCpuDoes) {
   ASSERT_NO_FATAL_FAILURE(Start());

@@ -122,8 +122,20 @@ struct ExtendCall final : Call {
   bool attend = false;
   bool encode_here = false;
   InProcess::Plan plan;
+  std::vector<DeviceEncodeJob> jobs;  // booked, and not part of a plan yet
+  bool booked = false;                // and not planned
 
-  absl::Status Book() { return Extend(0, config.layers); }
+  ~ExtendCall() {
+    if (booked) (void)Fail(absl::CancelledError("the call was given up"));
+  }
+
+  // Others book while this call waits for pages: what it is to encode is taken at once.
+  absl::Status Book() {
+    KV_RETURN_IF_ERROR(Extend(0, config.layers));
+    jobs = process->TakeJobs();
+    booked = append;
+    return absl::OkStatus();
+  }
 
   kj::Promise<absl::Status> Proceed(const std::shared_ptr<ExtendCall>& self) {
     if (attend) {
@@ -133,13 +145,14 @@ struct ExtendCall final : Call {
       // Once it is ready it is read again: which pages were declined is known only then.
       if (!lease->ready()) return WhenReady(*lease).then([self] { return self->Proceed(self); });
     }
-    auto made = process->MakePlan(cache, entries, words, encode_here);
+    auto made = process->MakePlan(cache, entries, words, encode_here, &jobs);
     if (!made.ok()) return Fail(made.status());
     plan = *std::move(made);
+    booked = false;
     return absl::OkStatus();
   }
   absl::Status Fail(const absl::Status& status) {
-    process->Break(entries, status);
+    if (std::exchange(booked, false)) process->Break(entries, std::exchange(jobs, {}), status);
     return status;
   }
   void WriteReply(ExtendContext& context) {
@@ -255,6 +268,8 @@ absl::StatusOr<kj::Promise<void>> RunExtend(const std::shared_ptr<Session>& sess
     }
     sealed += end / page_tokens - entries[i].position / page_tokens;
     changes += session->daemon().store->ChangedPages(entries[i].sequence, TableKeeper::kProcess);
+    // A page that its last token alone may still ask is told again (PageStore::Read).
+    if (!request.getAppend() && (entries[i].position + 1) % page_tokens == 0) changes += config.layers;
     call->words.push_back(words[i]);
   }
   KV_RETURN_IF_ERROR(call->process->CheckRoom(request.getAppend() ? sealed * config.layers : 0, changes));

@@ -207,6 +207,7 @@ bool DeviceStreams::Collect() {
   }
   if (!retired_.empty() && Quiet()) retired_.pop_back();
   ShowCounts();
+  gone.clear();
   return kept || !draining_.empty() || !retired_.empty();
 }
 

@@ -81,9 +81,22 @@ bool DeviceWork::HasRoom() const {
   return stream_->submitted() - stream_->passed() + 2 <= DeviceStream::kSubmissionsMax;
 }
 
+// Kernels of these may still be in the stream.
+void DeviceWork::DropRunsOfClosedCaches() {
+  for (auto it = runs_.begin(); it != runs_.end();) {
+    const auto run = it++;
+    if (daemon_.store->codec(run->first) != nullptr) continue;
+    stream_->Keep(std::shared_ptr<Run>(run->second.release(), [streams = stream_->context().streams](const Run* gone) {
+      streams->Retire(std::shared_ptr<const Run>(gone));
+    }));
+    runs_.erase(run);
+  }
+}
+
 absl::StatusOr<DeviceWork::Run*> DeviceWork::RunOf(const StepCache& cache) {
+  if (const auto found = runs_.find(cache.id); found != runs_.end()) return found->second.get();
+  DropRunsOfClosedCaches();
   std::unique_ptr<Run>& run = runs_[cache.id];
-  if (run != nullptr) return run.get();
   const auto none = [&](absl::Status status) {
     runs_.erase(cache.id);
     return status;

@@ -93,6 +93,7 @@ class DeviceWork {
   DeviceWork(DaemonContext* daemon, std::shared_ptr<DeviceStream> stream)
       : daemon_(*daemon), stream_(std::move(stream)) {}
   absl::StatusOr<Run*> RunOf(const StepCache& cache);
+  void DropRunsOfClosedCaches();
   absl::Status Enqueue(Run& run, int layer, absl::Span<const AttendEntry> entries, absl::Span<const uint32_t> aged,
                        const DeviceTensors& tensors);
   absl::StatusOr<uint32_t> PlaceOf(Run& run, SequenceId sequence);

@@ -46,8 +46,11 @@ InProcess::~InProcess() {
   device_.streams->Retire(std::move(words_));
 }
 
-void InProcess::Break(absl::Span<const AttendEntry> entries, const absl::Status& status) {
-  for (DeviceEncodeJob& job : device_.encode_queue->Take()) {
+std::vector<DeviceEncodeJob> InProcess::TakeJobs() { return device_.encode_queue->Take(); }
+
+void InProcess::Break(absl::Span<const AttendEntry> entries, std::vector<DeviceEncodeJob> jobs,
+                      const absl::Status& status) {
+  for (DeviceEncodeJob& job : jobs) {
     for (EncodeItem& item : job.items) item.declined = true;
     job.done(job.items);
   }
@@ -163,8 +166,7 @@ absl::Status InProcess::DescribeChanges(const StepCache& cache, uint32_t entry, 
   return absl::OkStatus();
 }
 
-void InProcess::TakeJobs(const StepCache& cache, bool encode_here, Plan* plan) {
-  std::vector<DeviceEncodeJob> jobs = device_.encode_queue->Take();
+void InProcess::StartJobs(const StepCache& cache, bool encode_here, std::vector<DeviceEncodeJob> jobs, Plan* plan) {
   if (jobs.empty()) return;
   if (!encode_here) {
     // The encode stream must not wait for a client: pages are posted once its word says that they are written.
@@ -196,17 +198,20 @@ void InProcess::TakeJobs(const StepCache& cache, bool encode_here, Plan* plan) {
   if (std::exchange(polling_, true)) return;
   daemon_.polls->Add([self = shared_from_this()] {
     const bool none = self->EndBatches();
-    self->polling_ = !none && !self->closed_;
-    return !self->polling_;
+    self->polling_ = !none;
+    return none;
   });
 }
 
 absl::StatusOr<InProcess::Plan> InProcess::MakePlan(const StepCache& cache, absl::Span<const AttendEntry> entries,
-                                                    absl::Span<const uint32_t> words, bool encode_here) {
+                                                    absl::Span<const uint32_t> words, bool encode_here,
+                                                    std::vector<DeviceEncodeJob>* jobs) {
+  if (closed_) return absl::UnavailableError("the connection has ended");
   Plan plan;
   KV_ASSIGN_OR_RETURN(plan.epoch, device_.epochs->OpenPlan(holder_));
   epoch_ = plan.epoch;
-  TakeJobs(cache, encode_here, &plan);
+  StartJobs(cache, encode_here, std::move(*jobs), &plan);
+  jobs->clear();
   for (uint32_t i = 0; i < entries.size(); ++i) {
     words_of_[entries[i].sequence] = words[i];
     KV_RETURN_IF_ERROR(DescribeChanges(cache, i, entries[i].sequence, &plan.changes));

@@ -64,12 +64,15 @@ class InProcess : public std::enable_shared_from_this<InProcess> {
   /// Whether one more plan may be outstanding, that seals so many pages more and has so many changes of tables to
   /// tell. Errors: RESOURCE_EXHAUSTED.
   absl::Status CheckRoom(uint64_t pages, uint64_t changes) const;
-  /// After PageStore::Extend and Read of all layers. words: of each entry's sequence in the non-finite table.
+  /// What PageStore::Extend gave to be encoded. The queue is of all who use this GPU: to be called right after it.
+  std::vector<DeviceEncodeJob> TakeJobs();
+  /// After PageStore::Extend and Read of all layers. words: of each entry's sequence in the non-finite table. jobs:
+  /// TakeJobs'; empty afterwards, once the plan is open.
   absl::StatusOr<Plan> MakePlan(const StepCache& cache, absl::Span<const AttendEntry> entries,
-                                absl::Span<const uint32_t> words, bool encode_here);
+                                absl::Span<const uint32_t> words, bool encode_here, std::vector<DeviceEncodeJob>* jobs);
 
-  /// What was booked for `entries` cannot be planned: they can only be dropped.
-  void Break(absl::Span<const AttendEntry> entries, const absl::Status& status);
+  /// What was booked for `entries` cannot be planned: they can only be dropped, and their pages stay raw.
+  void Break(absl::Span<const AttendEntry> entries, std::vector<DeviceEncodeJob> jobs, const absl::Status& status);
 
   /// Of the newest plan; 0: none yet.
   uint64_t epoch() const { return epoch_; }
@@ -90,7 +93,7 @@ class InProcess : public std::enable_shared_from_this<InProcess> {
   void ProcessGone();
   absl::Status DescribeChanges(const StepCache& cache, uint32_t entry, SequenceId sequence,
                                std::vector<uint32_t>* changes);
-  void TakeJobs(const StepCache& cache, bool encode_here, Plan* plan);
+  void StartJobs(const StepCache& cache, bool encode_here, std::vector<DeviceEncodeJob> jobs, Plan* plan);
 
   DaemonContext& daemon_;
   const DeviceContext device_;

@@ -139,7 +139,7 @@ class DeviceLease {
   virtual uint32_t aged(size_t entry) const = 0;
 };
 
-/// The slots of one page in one layer; an invalid id: it has no such form.
+/// The slots of one page in one layer; an invalid id: it has no such form, or raw, none that stays for this sequence.
 struct PagePlace {
   uint32_t page = 0;
   PageId raw;
@@ -279,6 +279,8 @@ class PageStore {
   /// to be published only after that was looked at. Pages that this fills are given to the executor before it returns:
   /// their bytes will be there in the order of submission. Errors: as Append's.
   virtual absl::Status Extend(CacheId cache, int first_layer, int layers, absl::Span<const AppendEntry> entries) = 0;
+  /// What queries read. Errors: Attend's, and FAILED_PRECONDITION where the layers are not equally old, or a query that
+  /// is not the last token of its own page would read that encoded (once it is known that it was not declined).
   virtual absl::StatusOr<std::unique_ptr<DeviceLease>> Read(CacheId cache, int first_layer, int layers,
                                                             absl::Span<const AttendEntry> entries) = 0;
   /// Appends to `changes` the pages of one layer whose slots changed since this keeper last asked, all at first,

@@ -96,6 +96,29 @@ void PageStoreImpl::Settle(Sequence& sequence, uint32_t layer, uint32_t end, std
   }
 }
 
+// A query sees part of its own page, and only a raw page can be read in part: one whose own page is aged must be that
+// page's last token. The raw slot of such a page may be another's by now: its tables are told again, without.
+absl::Status PageStoreImpl::CheckOwnPages(Sequence& sequence, uint32_t layer, size_t i, const AttendEntry& entry) {
+  const uint64_t page_tokens = sequence.cache->page_tokens(), end = entry.position + entry.tokens;
+  for (uint64_t begin = entry.position; begin < end;) {
+    const uint32_t index = static_cast<uint32_t>(begin / page_tokens);
+    if (sequence.HoldsRaw(index, layer)) break;
+    const uint64_t page_end = (index + uint64_t{1}) * page_tokens;
+    const Page& page = sequence.blocks[index]->pages[layer];
+    if (!page.awaits_encoding() && !page.declined) {
+      if (begin + 1 != page_end) {
+        return FieldError(
+            absl::StatusCode::kFailedPrecondition, absl::StrCat("entries[", i, "].position"),
+            absl::StrCat(entry.position),
+            absl::StrCat(page_end - 1, " or more: earlier tokens of its page are kept encoded, as a whole"));
+      }
+      NoteChange(sequence, layer, index);
+    }
+    begin = page_end;
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::unique_ptr<DeviceLease>> PageStoreImpl::Read(CacheId id, int first_layer, int layers,
                                                                  absl::Span<const AttendEntry> entries) {
   KV_ASSIGN_OR_RETURN(const std::shared_ptr<Cache> cache, FindCache(id));
@@ -118,7 +141,9 @@ absl::StatusOr<std::unique_ptr<DeviceLease>> PageStoreImpl::Read(CacheId id, int
       // What the newest query reads encoded: what is aged for the sequence, or beyond the query's lag.
       const uint32_t own = static_cast<uint32_t>(newest / cache->page_tokens());
       const uint32_t far = AgedPages(newest, cache->page_tokens(), cache->config.lag_pages);
-      if (!cache->identity()) Settle(sequence, layer, std::max(far, std::min(sequence.aged[layer], own + 1)), &pending);
+      if (cache->identity()) continue;
+      Settle(sequence, layer, std::max(far, std::min(sequence.aged[layer], own + 1)), &pending);
+      KV_RETURN_IF_ERROR(CheckOwnPages(sequence, static_cast<uint32_t>(layer), i, entries[i]));
     }
   }
   KV_RETURN_IF_ERROR(CheckAttendPages(pending.size()));
@@ -135,8 +160,13 @@ absl::Status PageStoreImpl::TakeChanges(SequenceId id, int layer, std::vector<Pa
     const Page& page = sequence->blocks[index]->pages[layer];
     if (page.state == PageState::kFree) return;
     // Of an identity codec the raw form is the one there is.
-    changes->push_back({index, sequence->cache->identity() && !page.raw.valid() ? page.encoded : page.raw,
-                        sequence->cache->identity() ? PageId() : page.encoded});
+    if (sequence->cache->identity()) {
+      changes->push_back({index, page.raw.valid() ? page.raw : page.encoded, PageId()});
+      return;
+    }
+    // The raw form of an aged page goes when its other holders let go, unannounced: it is not offered.
+    const bool offered = sequence->HoldsRaw(index, layer) || page.declined;
+    changes->push_back({index, offered ? page.raw : PageId(), page.encoded});
   };
   Sequence::Changes& changed = sequence->changed[static_cast<size_t>(keeper)][layer];
   const uint32_t pages = static_cast<uint32_t>(sequence->blocks.size());

@@ -311,6 +311,8 @@ class PageStoreImpl final : public PageStore {
                            std::vector<Sequence*>* sequences, uint64_t* pages) const;
   /// Adds to `pending` the pages of a layer before page `end` that are still to be encoded.
   void Settle(Sequence& sequence, uint32_t layer, uint32_t end, std::vector<PageRef>* pending);
+  /// Of the i-th entry of a read.
+  static absl::Status CheckOwnPages(Sequence& sequence, uint32_t layer, size_t i, const AttendEntry& entry);
   static absl::Status WrongMemory(const Cache& cache);
 
   Tier* TierOf(int device);  // nullptr: there is none

@@ -119,7 +119,7 @@ void SimulatedStream::Query(const SimulatedSubmission& submission, const Simulat
     bool reads_raw = false, reads_encoded = false;
     for (uint32_t own = std::max(index, first_own); own <= last_own; ++own) {
       const bool in_lag = index >= rows.aged && own - index <= lag_pages;
-      const bool kernel_reads_raw = identity || !place.encoded.valid() || in_lag;
+      const bool kernel_reads_raw = identity || !place.encoded.valid() || in_lag || (own == index && place.raw.valid());
       ASSERT_EQ(kernel_reads_raw, identity || in_lag || encoded.empty());
       (kernel_reads_raw ? reads_raw : reads_encoded) = true;
       counts_->declined += !identity && !in_lag && encoded.empty();
