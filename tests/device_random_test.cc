@@ -38,8 +38,8 @@ const bool many_streams = [] {
 
 constexpr int kStepsOfEngine = 260;
 constexpr int64_t kLongestMs = 9000;  // of an engine's steps
-constexpr uint64_t kTokensMax = 480;   // of a sequence
-constexpr size_t kSequencesMax = 6;    // of an engine, but for floods
+constexpr uint64_t kTokensMax = 480;  // of a sequence
+constexpr size_t kSequencesMax = 6;   // of an engine, but for floods
 constexpr uint64_t kPromptShifts[] = {0, 97, 194};
 constexpr int kOtherShifts = 400;
 constexpr int kAtOnce = 130, kQueriesMax = 16, kBatchMax = 4;
