@@ -14,6 +14,9 @@
 // appended and encoded: the daemon waits for this stream's words, so a publish may take as long as the stream is
 // behind.
 //
+// One InProcess per DeviceClient: slabs are given to a connection once, and its words are one table. An engine with
+// more caches connects once for each.
+//
 // The engine's stream is the caller's; all calls are made by one thread, whose device is the stream's. Nothing waits
 // for the GPU but Create and the destructor.
 #pragma once
