@@ -99,8 +99,8 @@ class Device {
 };
 
 /// Streams share the ways into a GPU, and one that waits holds up all that share its way: eight by default, and this
-/// many when AllowManyStreams() was called before this process first used CUDA, with one thread. It also has all kernels
-/// loaded at once: loading one later would wait for streams that wait.
+/// many when AllowManyStreams() was called before this process first used CUDA, with one thread. It also has all
+/// kernels loaded at once: loading one later would wait for streams that wait.
 constexpr int kConnectionsMax = 32;
 void AllowManyStreams();
 
