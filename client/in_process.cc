@@ -61,7 +61,6 @@ class InProcessImpl final : public InProcess {
  private:
   static absl::Status NotBegun() { return absl::FailedPreconditionError("no step has begun"); }
   absl::Status ApplyChanges(absl::Span<const StepEntry> entries, absl::Span<const uint32_t> changes);
-  absl::Status CheckSlots(absl::Span<const uint32_t> slots);
   absl::Status EnsureMapped(uint32_t slot);
   absl::Status PrepareStep(absl::Span<const StepEntry> entries, const ExtendOutcome& extended, bool append,
                            bool attend);
@@ -77,7 +76,6 @@ class InProcessImpl final : public InProcess {
   std::unique_ptr<DeviceEncoder> encoder_;
   absl::flat_hash_map<uint64_t, uint32_t> places_;  // by sequence
   std::vector<uint32_t> words_;                     // scratch
-  std::vector<DevicePage> pages_;
   std::vector<DeviceStep::Entry> entries_;
   std::vector<DeviceEncodeItem> items_;
   ExtendOutcome extended_;  // of the step that has begun

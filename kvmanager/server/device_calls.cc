@@ -8,7 +8,6 @@
 #include "kvmanager/base/status.h"
 #include "kvmanager/server/device_work.h"
 #include "kvmanager/server/in_process.h"
-#include "kvmanager/server/limits.h"
 #include "kvmanager/server/serve.h"
 
 namespace kvmanager {
@@ -240,10 +239,8 @@ absl::StatusOr<kj::Promise<void>> RunExtend(const std::shared_ptr<Session>& sess
                       "a GPU: other caches are attended to by step");
   }
   Entries entries;
-  KV_ASSIGN_OR_RETURN(const uint64_t tokens,
-                      CheckStepEntries(
-                          request.getEntries(), [&](SequenceId id) { return session->Holds(id, cache.id); }, &entries));
-  (void)tokens;
+  const auto owned = [&](SequenceId id) { return session->Holds(id, cache.id); };
+  KV_RETURN_IF_ERROR(CheckStepEntries(request.getEntries(), owned, &entries).status());
   auto call = std::make_shared<ExtendCall>(session, cache, entries);
   KV_ASSIGN_OR_RETURN(call->process, session->InProcessOf(config.device));
   const auto words = request.getWords();

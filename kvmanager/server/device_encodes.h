@@ -67,7 +67,6 @@ class DeviceEncodes {
       : device_(device), polls_(polls), metrics_(metrics) {}
   void SubmitWaiting();
   bool Poll();  // true: nothing is on its way
-  static void Finish(DeviceEncodeJob& job, const uint32_t* declined);
 
   const Device* const device_;
   PollList* const polls_;
