@@ -181,6 +181,7 @@ class CudaDeviceStep final : public DeviceStep {
   float* d_partial_max_ = nullptr;
   uint32_t* d_arrived_ = nullptr;
   uint32_t* d_upload_arrived_ = nullptr;
+  float* d_mapped_ = nullptr;
   // Of the memory for uploads:
   uint64_t* done_ = nullptr;
   std::optional<UploadRing> ring_;
@@ -240,10 +241,13 @@ absl::Status CudaDeviceStep::Init() {
   const size_t items = place(items_max_ * o_.layers * sizeof(AttendItem));
   const size_t append_rows = place(size_t(o_.tokens_max) * sizeof(step::AppendRow));
   const size_t first = place(size_t(o_.sequences_max) * sizeof(uint64_t));
-  const size_t partial = place(tile_rows * o_.layout.head_dim * sizeof(float));
+  const bool maps = std::any_of(kernels_.begin(), kernels_.end(), [](const AttendKernels* k) { return k->maps; });
+  const size_t partial = place((maps ? 2 : 1) * tile_rows * o_.layout.head_dim * sizeof(float));
   const size_t partial_max = place(tile_rows * 2 * sizeof(float));
   const size_t arrived = place(tile_rows * sizeof(uint32_t));
   const size_t upload_arrived = place(sizeof(uint32_t));
+  const size_t mapped_rows = maps ? size_t{device::kMappedRows} * o_.tokens_max * o_.query_heads : 0;
+  const size_t mapped = place(mapped_rows * o_.layout.head_dim * sizeof(float));
   KV_RETURN_IF_ERROR(device_.Allocate(bytes));
   uint8_t* const base = device_.data();
   d_tables_ = reinterpret_cast<uint32_t*>(base + tables);
@@ -254,6 +258,7 @@ absl::Status CudaDeviceStep::Init() {
   d_partial_max_ = reinterpret_cast<float*>(base + partial_max);
   d_arrived_ = reinterpret_cast<uint32_t*>(base + arrived);
   d_upload_arrived_ = reinterpret_cast<uint32_t*>(base + upload_arrived);
+  if (maps) d_mapped_ = reinterpret_cast<float*>(base + mapped);
 
   if (o_.upload == nullptr) KV_RETURN_IF_ERROR(pinned_.Allocate(sizes_.upload_bytes()));
   uint8_t* const upload = o_.upload == nullptr ? pinned_.data() : o_.upload;
@@ -490,6 +495,9 @@ absl::Status CudaDeviceStep::Attend(int layer, const void* q, void* out, float* 
   p.page_tokens = o_.layout.page_tokens;
   p.scale_log2 = scale_log2_;
   p.bfloat16 = o_.layout.dtype == DType::kBFloat16;
+  p.codec = o_.codec->attention_data(layer);
+  p.tokens = tokens_;
+  p.mapped = d_mapped_;
   const AttendKernels& kernels = *kernels_[layer];
   return CudaStatus(kernels.launch(p, rows_max_, blocks_of(kernels), o_.stream), "attention");
 }

@@ -44,7 +44,7 @@ struct AttendParams {
   const void* q = nullptr;       // [tokens][query_heads][head_dim] of the cache's dtype
   void* out = nullptr;           // the same
   float* lse = nullptr;          // [tokens][query_heads], natural logarithm, or nullptr
-  float* partial = nullptr;      // [parts][kTileRows][head_dim], not normalised
+  float* partial = nullptr;      // [parts][kTileRows][head_dim], not normalised; twice as much where kernels map
   float* partial_max = nullptr;  // [parts][kTileRows][2]: maximum (of scores * log2 e) and sum
   uint32_t* arrived = nullptr;   // [parts][kTileRows]; zero before and after a launch
   int query_heads = 0;
@@ -52,6 +52,13 @@ struct AttendParams {
   int page_tokens = 0;
   float scale_log2 = 0;   // of scores, times log2(e)
   bool bfloat16 = false;  // q, out and raw pages; else float16
+  // Of codecs that keep what they need on the device (DeviceCodec::attention_data), or a space of their own.
+  const void* codec = nullptr;
+  uint32_t tokens = 0;      // of q
+  float* mapped = nullptr;  // where AttendKernels::maps: kMappedRows * [tokens][query_heads][head_dim]
 };
+
+/// Rows of AttendParams::mapped for each of q: itself in the codec's space, outputs of encoded pages there, of raw ones.
+inline constexpr int kMappedRows = 3;
 
 }  // namespace kvmanager::device

@@ -34,6 +34,8 @@ class DeviceCodec {
   /// Of encoded pages of a layer and raw pages beside them; static, and prepare() has yet to be called. nullptr: there
   /// is no kernel for them: encoded pages are decoded first.
   virtual const device::AttendKernels* attention(int layer) const = 0;
+  /// What those kernels read beside pages (AttendParams::codec), on the device; lives as long as this object.
+  virtual const void* attention_data(int layer) const { return nullptr; }
 
   /// Bytes are those of Codec::Encode. items: [count], pages that do not overlap; declined: [count], out: 1 where a
   /// page cannot be encoded (its bytes are then all zero), else 0. Both in memory that the device reads, until the
