@@ -25,8 +25,11 @@
 //   Scores(params, bytes, state) and Outputs(params, bytes, next, state), which prepares the next unit's bytes
 //   meanwhile (its own again where there is none).
 //
-//   Open(state), Close(state): from the plain order of channels to its own, and back; Store(state, to): acc as
-//   [kRows][kHeadDim].
+//   Open(state), Close(state): from the plain order of channels to its own, and back; Store<add>(state, to): acc as
+//   [kRows][kHeadDim], in place of what is there or added to it.
+//
+//   With kApart its outputs stand in a space of their own (attend_apart.cuh, attend_kernel.cuh): Open and Close concern
+//   sums and maxima alone, and acc is empty then.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -87,6 +90,9 @@ __device__ __forceinline__ void CopyBulk(uint32_t to, const void* from, uint32_t
                "l"(from), "r"(bytes), "r"(barrier.at)
                : "memory");
 }
+/// Of kernels launched one into the other's end: the next may begin its blocks; what the last wrote is there.
+__device__ __forceinline__ void LetNextBegin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void WaitForLast() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ float Exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -202,6 +208,20 @@ struct RowPart {
   }
 };
 
+/// This block's part of rows `index` (of a merger) is written: whether all others are too, and can be read.
+__device__ __forceinline__ bool LastToArrive(const AttendParams& p, const AttendItem& item, int index) {
+  const int lane = threadIdx.x % 32;
+  __threadfence();
+  __syncwarp();
+  uint32_t before = 0;
+  uint32_t* const arrived = p.arrived + static_cast<size_t>(item.first_part) * kTileRows + index;
+  if (lane == 0) before = atomicAdd(arrived, 1);
+  if (__shfl_sync(kAllLanes, before, 0) + 1 < item.parts) return false;
+  if (lane == 0) *arrived = 0;  // for the next launch
+  __threadfence();
+  return true;
+}
+
 /// Merges what the block's warps left of a tile: the tile's output, or this block's part, and, if that is the last of
 /// the tile's parts to come, the output from all of them. The `index`-th of kMergers warps has the index-th rows.
 template <int kHeadDim, int kWarps, int kRows>
@@ -230,16 +250,7 @@ __device__ __forceinline__ void MergeTile(const AttendParams& p, const AttendIte
       if (channel == 0) __stcg(reinterpret_cast<float2*>(p.partial_max) + at, make_float2(part.max, part.sum));
     }
   }
-  if (item.parts == 1) return;
-  __threadfence();
-  __syncwarp();
-  uint32_t before = 0;
-  uint32_t* const arrived = p.arrived + static_cast<size_t>(item.first_part) * kTileRows + index;
-  if (lane == 0) before = atomicAdd(arrived, 1);
-  if (__shfl_sync(kAllLanes, before, 0) + 1 < item.parts) return;
-  if (lane == 0) *arrived = 0;  // for the next launch
-  __threadfence();
-  if (!works) return;
+  if (item.parts == 1 || !LastToArrive(p, item, index) || !works) return;
   const size_t first = static_cast<size_t>(item.first_part) * kTileRows + row;
   const float2* const states = reinterpret_cast<const float2*>(p.partial_max) + first;
   const float* const accs = p.partial + first * kHeadDim + channel;
@@ -271,191 +282,6 @@ __device__ __forceinline__ void LeaveSums(const WarpState<kHeadDim>& state,
   if (2 * lane < kRows) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) memory.state[warp][2 * lane + h] = make_float2(state.max[h], sums[h]);
-  }
-}
-
-// ---- the kernel ----
-
-template <class Raw, class Encoded, int kWarps, int kStages>
-struct AttendMemory {
-  static constexpr int kPieceBytes = Raw::kPieceBytes > Encoded::kPieceBytes ? Raw::kPieceBytes : Encoded::kPieceBytes;
-  alignas(128) uint8_t ring[kWarps][kStages][kPieceBytes];
-  static constexpr int kMergers = Encoded::kRows * Encoded::kHeadDim / 128;  // warps that merge a tile
-  TileStates<Encoded::kHeadDim, kWarps, Encoded::kRows> states;
-  alignas(8) uint64_t left;    // barrier: all warps left their states
-  alignas(8) uint64_t merged;  // barrier: they were merged
-  alignas(8) uint64_t barriers[kWarps][kStages];
-  alignas(16) AttendItem items[kWarps][2];  // that a warp attends to, and that it loads
-  alignas(16) uint8_t scratch[kWarps][Encoded::kScratchBytes == 0 ? 16 : Encoded::kScratchBytes];
-};
-
-/// A warp's copy of an item: registers are short.
-__device__ __forceinline__ void CopyItem(AttendItem* to, const AttendItem* from) {
-  const int lane = threadIdx.x % 32;
-  __syncwarp();
-  if (lane < 2) reinterpret_cast<uint4*>(to)[lane] = reinterpret_cast<const uint4*>(from)[lane];
-  __syncwarp();
-}
-
-/// This warp's first unit of an item whose block had `begun` units in items before: units go round the warps.
-template <int kWarps>
-__device__ __forceinline__ int FirstUnit(int begun) {
-  return (static_cast<int>(threadIdx.x / 32) - begun % kWarps + kWarps) % kWarps;
-}
-
-/// Walks a block's items ahead of its attention, and begins the copies of one warp's pieces.
-template <class Raw, class Encoded, int kWarps>
-struct Loader {
-  const AttendParams& p;
-  AttendItem& item;
-  int unit = 0, units = 0, piece = 0;
-  int begun = 0;  // units of the block's earlier items
-  bool done = false;
-  uint32_t slot = 0;  // of the next unit's page, read ahead
-
-  __device__ __forceinline__ Loader(const AttendParams& params, AttendItem& place) : p(params), item(place) {
-    Open(blockIdx.x);
-    FindUnit();
-  }
-  __device__ __forceinline__ bool raw() const { return item.form == PageForm::kRaw; }
-  __device__ __forceinline__ void Open(uint32_t index) {
-    CopyItem(&item, p.items + index);
-    units = raw() ? Raw::Units(p, item) : Encoded::Units(p, item);
-    unit = FirstUnit<kWarps>(begun);
-    begun += units;
-  }
-  /// The next item that has a unit for this warp, if this one has no more.
-  __device__ __forceinline__ void FindUnit() {
-    while (unit >= units) {
-      const uint32_t next = item.next;
-      done = next == 0;
-      if (done) return;
-      Open(next);
-    }
-    slot = p.slots[item.first_page + (raw() ? Raw::PageOf(p, unit) : Encoded::PageOf(p, unit))];
-  }
-  /// Nothing, if nothing is left.
-  __device__ __forceinline__ void Load(uint32_t to, Barrier barrier) {
-    if (done) return;
-    const uint8_t* const page = p.pool + slot * kSlotUnitBytes;
-    int pieces;
-    if (raw()) {
-      Raw::Load(p, item, page, unit, piece, to, barrier);
-      pieces = Raw::kPieces;
-    } else {
-      Encoded::Load(p, item, page, unit, piece, to, barrier);
-      pieces = Encoded::kPieces;
-    }
-    if (++piece < pieces) return;
-    piece = 0, unit += kWarps;
-    FindUnit();
-  }
-};
-
-template <class Raw, class Encoded, int kWarps, int kStages, int kBlocksPerSm>
-__global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const __grid_constant__ AttendParams p) {
-  using Memory = AttendMemory<Raw, Encoded, kWarps, kStages>;
-  extern __shared__ __align__(128) uint8_t shared[];
-  Memory* const memory = reinterpret_cast<Memory*>(shared);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  uint8_t* const ring = memory->ring[warp][0];
-  const uint32_t barriers = SharedAddress(memory->barriers[warp]);
-  const Barrier left{SharedAddress(&memory->left)}, merged{SharedAddress(&memory->merged)};
-  if (lane < kStages) Barrier{barriers + 8 * lane}.Init(32);
-  if (threadIdx.x == 0) left.Init(kWarps * 32), merged.Init(Memory::kMergers * 32);
-  __syncthreads();
-
-  AttendItem& item = memory->items[warp][0];
-  Loader<Raw, Encoded, kWarps> loader(p, memory->items[warp][1]);
-  uint32_t load_stage = 0, stage = 0, parity = 0;
-  const auto load = [&]() {
-    loader.Load(SharedAddress(ring) + load_stage * Memory::kPieceBytes, {barriers + 8 * load_stage});
-    load_stage = load_stage + 1 == kStages ? 0 : load_stage + 1;
-  };
-  // Bytes of the next piece, once they are there.
-  const auto wait = [&]() -> const uint8_t* {
-    Barrier{barriers + 8 * stage}.Wait(parity);
-    return ring + stage * Memory::kPieceBytes;
-  };
-  const auto advance = [&]() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  };
-#pragma unroll
-  for (int s = 0; s < kStages - 1; ++s) load();
-
-  WarpState<Encoded::kHeadDim> state;
-  bool empty = true, plain = true;  // the state; its order of channels
-  state.Clear();
-  int begun = 0;  // units of the block's earlier items
-  const auto attend = [&](auto pages) {
-    using Pages = decltype(pages);
-    const int units = Pages::Units(p, item);
-    int unit = FirstUnit<kWarps>(begun);
-    begun += units;
-    if (unit >= units) return;
-    pages.Begin(p, item, memory->scratch[warp]);
-    if constexpr (Pages::kPrepares) {
-      if (!empty && plain) Pages::Open(state);
-      plain = false;
-      const uint8_t* piece = wait();
-      advance();
-      pages.Prepare(p, piece);
-      for (; unit < units; unit += kWarps) {
-        load();
-        pages.Scores(p, piece, state);
-        const uint8_t* next = piece;
-        if (unit + kWarps < units) {
-          next = wait();
-          advance();
-        }
-        pages.Outputs(p, piece, next, state);
-        piece = next;
-        __syncwarp();
-      }
-    } else {
-      if (!empty && !plain) Encoded::Close(state);
-      plain = true;
-      for (; unit < units; unit += kWarps) {
-        load();
-        pages.template Attend<0>(p, item, unit, wait(), state);
-        advance();
-        __syncwarp();
-        load();
-        pages.template Attend<1>(p, item, unit, wait(), state);
-        advance();
-        __syncwarp();
-      }
-    }
-    empty = false;
-  };
-  CopyItem(&item, p.items + blockIdx.x);
-  if (item.pages == 0) return;  // fewer blocks were needed
-  for (int tile = 0;;) {
-    if (item.form == PageForm::kRaw) {
-      attend(Raw());
-    } else {
-      attend(Encoded());
-    }
-    if (item.ends_tile) {
-      if (tile > 0) merged.Wait((tile - 1) % 2);
-      LeaveSums(state, memory->states);
-      float* const to = &memory->states.acc[warp][0][0];
-      plain ? Raw::Store(state, to) : Encoded::Store(state, to);
-      left.Arrive();
-      // Warps take turns in merging.
-      const int merger = (warp + tile * Memory::kMergers) % kWarps;
-      if (merger < Memory::kMergers) {
-        left.Wait(tile % 2);
-        MergeTile(p, item, merger, memory->states);
-        merged.Arrive();
-      }
-      state.Clear();
-      empty = plain = true;
-      ++tile;
-    }
-    const uint32_t next = item.next;
-    if (next == 0) return;
-    CopyItem(&item, p.items + next);
   }
 }
 

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "codecs/device/attend_device.cuh"
+#include "codecs/device/attend_kernel.cuh"
 #include "codecs/device/attend_launch.h"
 
 namespace kvmanager::device {

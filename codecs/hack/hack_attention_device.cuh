@@ -10,38 +10,9 @@
 #pragma once
 
 #include "codecs/device/attend_device.cuh"
+#include "codecs/hack/hack_fold_device.cuh"
 
 namespace kvmanager::device {
-
-__host__ __device__ constexpr int AlignTo(int bytes, int alignment) {
-  return (bytes + alignment - 1) / alignment * alignment;
-}
-
-/// Bytes as floats, of fewer instructions than a conversion, which shares its unit with exponentials: a byte behind the
-/// exponent of 2^23.
-struct ByteFloats {
-  /// 0x4b000000, from where the compiler cannot know it: it would keep it as a constant, and give a register, written
-  /// each time, to the other constant of the instruction.
-  uint32_t exponent;
-
-  __device__ __forceinline__ void Init(uint32_t* space) {
-    if (threadIdx.x % 32 == 0) *space = 0x4b000000;
-    __syncwarp();
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(exponent) : "r"(SharedAddress(space)));
-    __syncwarp();
-  }
-  __device__ __forceinline__ float Unsigned(uint32_t word, int byte) const {
-    return AsFloat(__byte_perm(word, exponent, 0x7440 + byte)) - 8388608.f;
-  }
-  /// Of signed bytes whose top bits were flipped (word ^ 0x80808080).
-  __device__ __forceinline__ float Flipped(uint32_t word, int byte) const {
-    return AsFloat(__byte_perm(word, exponent, 0x7440 + byte)) - 8388736.f;
-  }
-};
-/// The low bytes of four words.
-__device__ __forceinline__ uint32_t LowBytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
-}
 
 /// Codes of a segment and strip. Unpack: z[tile][r] holds four codes times Scale(tile).
 template <int kBits>
@@ -162,7 +133,14 @@ __device__ __forceinline__ void MultiplyBytes(int (&d)[4], const uint32_t (&firs
 
 /// kTileRowsMax: 4 where no tile has more rows, else kTileRows.
 template <int kHeadDimension, int kKBits, int kVBits, int kTileRowsMax>
-struct HackPages {
+struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
+  using Fold = StepFold<kHeadDimension, kTileRowsMax>;
+  using Fold::bytes;
+  using Fold::kMagic;
+  using Fold::kMagicBits;
+  using Fold::Tops;
+  using Folding = typename Fold::Folding;
+
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr int kRows = kTileRowsMax;
   static constexpr int kSegments = kHeadDim / 16;
@@ -178,20 +156,11 @@ struct HackPages {
   static constexpr int kVMinima = AlignTo(kVSteps + kHeadDim, 16);
   static constexpr int kPieceBytes = AlignTo(kVMinima + kHeadDim, 64);
 
-  // An integer n whose magnitude is below 2^22 is the float 1.5 * 2^23 + n, less that number, bit by bit: products that
-  // begin at its bits need no conversion.
-  static constexpr float kMagic = 12582912.f;
-  static constexpr int kMagicBits = 0x4b400000;
-  static constexpr float kNegligible = 0x1p-100f;  // hack_reference.h
-
   static constexpr int kScratchBytes = kRows * kHeadDim;  // the folded q: words [row][j][segment]
 
   static constexpr bool kPrepares = true;
 
-  // Of channels 4 * lane .. 4 * lane + 3, which are word j = lane % 4 of segment lane / 4.
-  float q[kRows][4];
   uint32_t* scratch;
-  ByteFloats bytes;
   // Of the unit that was prepared: q times K's steps as B fragments; of rows 2t and 2t + 1, score = unit * integer +
   // base.
   uint32_t folded[kSegments];
@@ -217,19 +186,19 @@ struct HackPages {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       uint2 four = make_uint2(0, 0);
-      if (r < item.rows && HasChannels(lane)) {
+      if (r < item.rows && Fold::HasChannels(lane)) {
         four = reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(params.q) +
                                               RowOf(params, item, r) * kHeadDim)[lane];
       }
       const float2 a = ToFloats(four.x, params.bfloat16), b = ToFloats(four.y, params.bfloat16);
-      q[r][0] = a.x, q[r][1] = a.y, q[r][2] = b.x, q[r][3] = b.y;
+      this->q[r][0] = a.x, this->q[r][1] = a.y, this->q[r][2] = b.x, this->q[r][3] = b.y;
     }
   }
 
   __device__ __forceinline__ void Prepare(const AttendParams& params, const uint8_t* record) {
     Folding fold;
-    MultiplySteps(record, fold);
-    CodeProducts(params, record, fold);
+    this->MultiplySteps(record + kKTops, record + kKSteps, record + kKMinima, fold);
+    this->CodeProducts(params, record + kKTops, fold, scratch, unit, base);
     TakeCodes();
   }
   __device__ __forceinline__ void Scores(const AttendParams&, const uint8_t* record, WarpState<kHeadDim>& state) {
@@ -243,13 +212,14 @@ struct HackPages {
     Folding fold;
 #pragma unroll
     for (int s = 0; s < kSegments; ++s) {
-      if (s == 0) MultiplySteps(next, fold);
-      if (s == kSegments / 2) CodeProducts(params, next, fold);
+      if (s == 0) this->MultiplySteps(next + kKTops, next + kKSteps, next + kKMinima, fold);
+      if (s == kSegments / 2) this->CodeProducts(params, next + kKTops, fold, scratch, unit, base);
       AddSegment(record, s, scale, state);
     }
     TakeCodes();
   }
 
+  template <bool kAdd>
   static __device__ __forceinline__ void Store(const WarpState<kHeadDim>& state, float* to) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if (2 * t >= kRows) return;
@@ -293,104 +263,6 @@ struct HackPages {
   }
 
  private:
-  static __device__ __forceinline__ float2 Tops(const uint8_t* at) {
-    return __half22float2(*reinterpret_cast<const __half2*>(at));
-  }
-
-  static __device__ __forceinline__ bool HasChannels(int lane) { return kHeadDim == 128 || lane < kHeadDim / 4; }
-  /// x / 255, rounded once.
-  static __device__ __forceinline__ float Over255(float x) {
-    const float rough = x * (1 / 255.f);
-    return fmaf(fmaf(-255.f, rough, x), 1 / 255.f, rough);
-  }
-  /// x / y, rounded once, of numbers whose quotient and its inverse are far from fp32's limits: without a branch, which
-  /// would stand between this work and other work that hides its latency.
-  static __device__ __forceinline__ float Over(float x, float y) {
-    float inverse;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(y));
-    const float rough = x * inverse;
-    return fmaf(fmaf(-rough, y, x), inverse, rough);
-  }
-  /// Of values by row, that of `row`, which lanes differ in.
-  static __device__ __forceinline__ float OfRow(const float (&x)[kRows], int row) {
-    const float a = row & 1 ? x[1] : x[0], b = row & 1 ? x[3] : x[2];
-    const float low = row & 2 ? b : a;
-    if constexpr (kRows == 4) return low;
-    const float c = row & 1 ? x[kRows - 3] : x[kRows - 4], d = row & 1 ? x[kRows - 1] : x[kRows - 2];
-    return row & 4 ? (row & 2 ? d : c) : low;
-  }
-  /// Lanes with `bit` keep the sums of the upper half of 2 * kHalf rows, the others those of the lower.
-  template <int kHalf>
-  static __device__ __forceinline__ void HalveRows(float (&x)[kRows], int bit) {
-    const bool upper = (threadIdx.x & bit) != 0;
-#pragma unroll
-    for (int r = 0; r < kHalf; ++r) {
-      const float keep = upper ? x[kHalf + r] : x[r], give = upper ? x[r] : x[kHalf + r];
-      x[r] = keep + __shfl_xor_sync(kAllLanes, give, bit);
-    }
-  }
-  /// Sums over all lanes; row r's is in lane LaneOfSum(r).
-  static __device__ __forceinline__ float SumByRow(float (&x)[kRows]) {
-    int bit = 16;
-    if constexpr (kRows == 8) HalveRows<4>(x, bit), bit /= 2;
-    HalveRows<2>(x, bit), HalveRows<1>(x, bit / 2);
-#pragma unroll
-    for (bit /= 4; bit >= 1; bit /= 2) x[0] += __shfl_xor_sync(kAllLanes, x[0], bit);
-    return x[0];
-  }
-  static __device__ __forceinline__ constexpr int LaneOfSum(int row) { return row * (32 / kRows); }
-
-  /// q times K's steps, in 8 bits with a unit per row, rounded as hack_reference.h has it: in three steps, since each
-  /// ends in a long latency, and the caller has other work to put between them.
-  struct Folding {
-    float f[kRows][4], largest[kRows], minimum[kRows];
-  };
-  __device__ __forceinline__ void MultiplySteps(const uint8_t* record, Folding& fold) const {
-    const int lane = threadIdx.x % 32;
-    const bool has_channels = HasChannels(lane);
-    const float2 tops = Tops(record + kKTops);
-    const uint32_t steps = has_channels ? reinterpret_cast<const uint32_t*>(record + kKSteps)[lane] : 0;
-    const uint32_t minima =
-        (has_channels ? reinterpret_cast<const uint32_t*>(record + kKMinima)[lane] : 0) ^ 0x80808080u;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float step = Over255(tops.x * bytes.Unsigned(steps, j)), least = bytes.Flipped(minima, j);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        fold.f[r][j] = __fmul_rn(q[r][j], step);
-        fold.largest[r] = j == 0 ? fabsf(fold.f[r][0]) : fmaxf(fold.largest[r], fabsf(fold.f[r][j]));
-        fold.minimum[r] = j == 0 ? q[r][0] * least : fmaf(q[r][j], least, fold.minimum[r]);
-      }
-    }
-    // Numbers that are not negative order as their bits do.
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      fold.largest[r] = AsFloat(__reduce_max_sync(kAllLanes, AsBits(fold.largest[r])));
-    }
-  }
-  __device__ __forceinline__ void CodeProducts(const AttendParams& params, const uint8_t* record, Folding& fold) {
-    const int lane = threadIdx.x % 32, t = lane % 4;
-    const float mine = OfRow(fold.largest, lane);
-    const float inverse = Over(127.f, fmaxf(mine, kNegligible)) * (mine > kNegligible ? 1.f : 0.f);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const float times = __shfl_sync(kAllLanes, inverse, r);
-      uint32_t code[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) code[j] = AsBits(__fadd_rn(__fmul_rn(fold.f[r][j], times), kMagic));
-      if (HasChannels(lane)) {
-        scratch[(r * 4 + lane % 4) * kSegments + lane / 4] = LowBytes(code[0], code[1], code[2], code[3]);
-      }
-    }
-    const float sum = SumByRow(fold.minimum);
-    const float least_top = Tops(record + kKTops).y;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = (2 * t + h) % kRows;
-      unit[h] = OfRow(fold.largest, row) * (params.scale_log2 / 127.f);
-      base[h] = __shfl_sync(kAllLanes, sum, LaneOfSum(row)) * least_top * (params.scale_log2 / 127.f);
-    }
-  }
   __device__ __forceinline__ void TakeCodes() {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     __syncwarp();

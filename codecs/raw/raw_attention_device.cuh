@@ -75,13 +75,17 @@ struct RawPages {
   }
 
   // Its order of channels is the plain one.
+  template <bool kAdd>
   static __device__ __forceinline__ void Store(const WarpState<kHeadDim>& state, float* to) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if (2 * t >= kRows) return;
 #pragma unroll
     for (int s = 0; s < kSegments; ++s) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) to[(2 * t + i % 2) * kHeadDim + 16 * s + 8 * (i / 2) + g] = state.acc[s][i];
+      for (int i = 0; i < 4; ++i) {
+        float& place = to[(2 * t + i % 2) * kHeadDim + 16 * s + 8 * (i / 2) + g];
+        place = kAdd ? place + state.acc[s][i] : state.acc[s][i];
+      }
     }
   }
   static __device__ __forceinline__ void Close(WarpState<kHeadDim>&) {}
