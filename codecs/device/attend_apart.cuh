@@ -12,13 +12,6 @@
 
 namespace kvmanager::device {
 
-/// What AttendParams::codec begins with. Factors are [kv_heads][head_dim][head_dim], row-major.
-struct MappedSpace {
-  const float* query;   // q' = q query
-  const float* output;  // of encoded pages' outputs out of the space or, where it folds, of raw pages' into it
-  uint64_t folds;       // outputs stay in the space
-};
-
 inline constexpr int kMapRows = 8, kMapParts = 4;  // of a block: rows of a head; parts of a sum
 
 /// The index of row `row` of a KV head's rows in [tokens][query_heads].

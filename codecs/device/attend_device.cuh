@@ -29,7 +29,7 @@
 //   [kRows][kHeadDim], in place of what is there or added to it.
 //
 //   With kApart its outputs stand in a space of their own (attend_apart.cuh, attend_kernel.cuh): Open and Close concern
-//   sums and maxima alone, and acc is empty then.
+//   sums and maxima alone, and acc is empty then; ClearUnused(state) says which of acc it has no use for.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -160,6 +160,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
         park();
         Pages::Open(state);
       }
+      if constexpr (kApart) Pages::ClearUnused(state);
       plain = false;
       const uint8_t* piece = wait();
       advance();

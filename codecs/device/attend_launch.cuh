@@ -23,4 +23,42 @@ struct Attend {
   }
 };
 
+/// Where encoded pages stand in a space of their own: q is mapped before, outputs are brought together behind.
+template <class Raw, class Encoded, int kWarps, int kStages, int kBlocksPerSm>
+struct AttendApart : Attend<Raw, Encoded, kWarps, kStages, kBlocksPerSm> {
+  using Base = Attend<Raw, Encoded, kWarps, kStages, kBlocksPerSm>;
+  static constexpr int kHeadDim = Encoded::kHeadDim;
+
+  static int Launch(const AttendParams& params, int blocks, CUstream_st* stream) {
+    const int rows = static_cast<int>(params.tokens) * (params.query_heads / params.kv_heads);
+    const dim3 map_blocks(params.kv_heads, (rows + kMapRows - 1) / kMapRows);
+    MapKernel<kHeadDim><<<map_blocks, MapBlock<kHeadDim>::kThreads, 0, stream>>>(params);
+    cudaError_t error = cudaPeekAtLastError();
+    if (error == cudaSuccess) {
+      error = LaunchIntoEnd(Base::kKernel, blocks, kWarps * 32, sizeof(typename Base::Memory), stream, params);
+    }
+    if (error == cudaSuccess) {
+      error = LaunchIntoEnd(ExpandKernel<kHeadDim>, map_blocks, MapBlock<kHeadDim>::kThreads, 0, stream, params);
+    }
+    return error;
+  }
+
+ private:
+  /// So that it may begin when the kernel before it lets it.
+  static cudaError_t LaunchIntoEnd(void (*kernel)(AttendParams), dim3 blocks, int threads, size_t shared_bytes,
+                                   CUstream_st* stream, const AttendParams& params) {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = blocks;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, params);
+  }
+};
+
 }  // namespace kvmanager::device

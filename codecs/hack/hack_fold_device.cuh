@@ -149,8 +149,8 @@ struct StepFold {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = (2 * t + h) % kRows;
-      unit[h] = OfRow(fold.largest, row) * (params.scale_log2 / 127.f);
-      base[h] = __shfl_sync(kAllLanes, sum, LaneOfSum(row)) * least_top * (params.scale_log2 / 127.f);
+      unit[h] = OfRow(fold.largest, row) * (params.scale_log2 * (1 / 127.f));
+      base[h] = __shfl_sync(kAllLanes, sum, LaneOfSum(row)) * least_top * (params.scale_log2 * (1 / 127.f));
     }
   }
 };
