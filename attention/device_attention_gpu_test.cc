@@ -17,6 +17,10 @@
 #include "codecs/hack/hack.h"
 #include "codecs/hack/hack_attention_cuda.h"
 #include "codecs/hack/hack_reference.h"
+#include "codecs/million/million_attention_cuda.h"
+#include "codecs/million/million_device_format.h"
+#include "codecs/million/million_reference.h"
+#include "codecs/million/million_testing.h"
 #include "codecs/raw/raw_attention_cuda.h"
 #include "gtest/gtest.h"
 #include "kvmanager/base/half.h"
@@ -56,8 +60,8 @@ class DeviceBytes {
 enum class Keys { kRandom, kZero, kConstantChannels, kOneHot };
 
 struct Shape {
-  std::string codec = "raw";  // or "hack KBITS VBITS"
-  int k_bits = 0, v_bits = 0;
+  int k_bits = 0, v_bits = 0;  // of HACK; 0 and 0: raw, or
+  bool million = false;        // 64 subspaces of 8 bits
   DType dtype = DType::kFloat16;
   int head_dim = 128;
   int kv_heads = 2;
@@ -84,6 +88,10 @@ class World {
       if (shape.v_bits == 1) parameters.v_range = hack::Range::kLeastSquares;
       format_ = std::make_unique<hack::HackFormat>(hack::MakeHackFormat(layout_, parameters));
     }
+    if (shape.million) {
+      million_ = std::make_unique<million::MillionFormat>(million::MakeFormat(layout_, {64, 8}, {64, 8}));
+      MakeBooks();
+    }
     slot_bytes_ = (layout_.raw_bytes() + 255) / 256 * 256;
     size_t slots = 0;
     for (const auto& [context, tokens] : shape.sequences) slots += 2 * ((context + 63) / shape.page_tokens + 2);
@@ -105,7 +113,7 @@ class World {
     o.layout = layout_;
     o.query_heads = query_heads();
     o.lag_pages = shape_.lag_pages;
-    o.identity = format_ == nullptr;
+    o.identity = !encodes();
     o.blocks = blocks;
     o.warps = kernels.grid.warps;
     o.encoded_cost = kernels.encoded_cost;
@@ -121,7 +129,11 @@ class World {
         q(q16.size() * 2), d_out(q16.size() * 2), d_lse(q16.size() / layout_.head_dim * 4),
         partial(size_t(planned->parts + 1) * device::kTileRows * layout_.head_dim * 4),
         partial_max(size_t(planned->parts + 1) * device::kTileRows * 8),
-        arrived((planned->parts + 1) * device::kTileRows * 4);
+        arrived((planned->parts + 1) * device::kTileRows * 4), codec(kCodecBytesMax);
+    if (million_ != nullptr) {
+      const auto pairs = million::MakeMillionDeviceFormat(*million_, *books_->tables).pairs;
+      codec.Fill(pairs.data(), pairs.size() * sizeof pairs[0]);
+    }
     pool.Fill(pool_.data(), pool_.size());
     d_items.Fill(items.data(), items.size() * sizeof items[0]);
     d_slots.Fill(slots.data(), slots.size() * 4);
@@ -146,6 +158,8 @@ class World {
     p.page_tokens = layout_.page_tokens;
     p.scale_log2 = Scale() * float(M_LOG2E);
     p.bfloat16 = shape_.dtype == DType::kBFloat16;
+    p.codec = codec.as<void>();
+    p.tokens = uint32_t(tokens_);
     ASSERT_CUDA(cudaError_t(kernels.prepare()));
     // Twice: the second finds what the first left in `arrived`.
     for (int i = 0; i < 2; ++i) ASSERT_CUDA(cudaError_t(kernels.launch(p, planned->rows_max, blocks, nullptr)));
@@ -177,9 +191,25 @@ class World {
     }
   }
 
-  const hack::HackFormat* format() const { return format_.get(); }
+  const AttendKernels* kernels() const {
+    if (million_ != nullptr) return MillionAttentionKernels(*million_);
+    return format_ != nullptr ? HackAttentionKernels(*format_) : RawAttentionKernels(layout_.head_dim);
+  }
 
  private:
+  static constexpr size_t kCodecBytesMax = 4 * sizeof(million::MillionPairTables);
+  bool encodes() const { return format_ != nullptr || million_ != nullptr; }
+  /// Channels of different size and place, as pages have them.
+  void MakeBooks() {
+    std::normal_distribution<float> normal(0, 1);
+    std::vector<float> spread(2 * layout_.head_dim), bias(2 * layout_.head_dim);
+    for (float& x : spread) x = std::exp(normal(random_));
+    for (float& x : bias) x = normal(random_);
+    books_ = std::make_unique<million::Books>(*million_, 1, random_(), [&](int side, int channel, int) {
+      const int c = side * layout_.head_dim + channel;
+      return shape_.keys == Keys::kConstantChannels ? bias[c] : spread[c] * normal(random_) + bias[c];
+    });
+  }
   struct Sequence {
     std::vector<DevicePage> pages;
     uint64_t first_position;
@@ -220,12 +250,17 @@ class World {
       }
       const bool sealed = filled == int(page_tokens);
       // The query's own page must be raw: also of the first of several query tokens.
-      const bool may_encode = format_ != nullptr && sealed && (j + 1) * page_tokens <= first;
+      const bool may_encode = encodes() && sealed && (j + 1) * page_tokens <= first;
       const bool far = (j + 1 + shape_.lag_pages) * page_tokens <= first;
       if (may_encode && (far || random_() % 2 == 0) && random_() % 16 != 0) {
         list[j].encoded = TakeSlot();
-        std::vector<uint8_t> encoded(format_->page_bytes);
-        EXPECT_TRUE(hack::ReferenceEncode(*format_, raw.data(), 0, j * page_tokens, encoded.data()));
+        std::vector<uint8_t> encoded(million_ ? million_->page_bytes : format_->page_bytes);
+        if (million_ != nullptr) {
+          // What pages say does not matter to attention, and the nearest centroids take long to find.
+          for (uint8_t& index : encoded) index = uint8_t(random_());
+        } else {
+          EXPECT_TRUE(hack::ReferenceEncode(*format_, raw.data(), 0, j * page_tokens, encoded.data()));
+        }
         std::memcpy(Slot(list[j].encoded), encoded.data(), encoded.size());
       }
       if (list[j].encoded == DevicePage::kNoSlot || !far) {
@@ -272,7 +307,11 @@ class World {
         task.scale = Scale();
         task.kv_head = kv_head;
         task.pages = {&encoded, 1};
-        hack::ReferenceAttend(*format_, task, {&max, &sum, acc.data()});
+        if (million_ != nullptr) {
+          million::ReferenceAttend(*million_, *books_->tables, task, million::Rounding::kGpu, {&max, &sum, acc.data()});
+        } else {
+          hack::ReferenceAttend(*format_, task, {&max, &sum, acc.data()});
+        }
       } else {
         const int seen = j == own ? int(position % page_tokens) + 1 : int(page_tokens);
         std::vector<double> scores(seen), out(d);
@@ -300,6 +339,8 @@ class World {
   std::mt19937_64 random_;
   PageLayout layout_;
   std::unique_ptr<hack::HackFormat> format_;
+  std::unique_ptr<million::MillionFormat> million_;
+  std::unique_ptr<million::Books> books_;
   size_t slot_bytes_ = 0;
   std::vector<uint8_t> pool_;
   std::vector<uint32_t> order_;
@@ -314,9 +355,8 @@ class DeviceAttention : public GpuTest {
   /// Relative L2 of all rows against the same arithmetic in doubles; q's, P's and out's own rounding included.
   void Check(const Shape& shape, uint64_t seed, const std::vector<int>& block_counts = {132}) {
     World world(shape, seed);
-    const AttendKernels* const kernels =
-        world.format() == nullptr ? RawAttentionKernels(shape.head_dim) : HackAttentionKernels(*world.format());
-    ASSERT_NE(kernels, nullptr) << shape.k_bits << " " << shape.v_bits;
+    const AttendKernels* const kernels = world.kernels();
+    ASSERT_NE(kernels, nullptr) << shape.k_bits << " " << shape.v_bits << " " << shape.million;
     std::vector<float> wanted, wanted_lse;
     world.Reference(&wanted, &wanted_lse);
     for (const int blocks : block_counts) {
@@ -334,9 +374,9 @@ class DeviceAttention : public GpuTest {
       const double relative = std::sqrt(error / norm);
       worst_ = std::max(worst_, std::isnan(relative) ? INFINITY : relative);
       EXPECT_LE(relative, shape.dtype == DType::kFloat16 ? 1e-3 : 4e-3)
-          << "bits " << shape.k_bits << "/" << shape.v_bits << " d " << shape.head_dim << " group " << shape.group
-          << " keys " << int(shape.keys) << " blocks " << blocks << " seed " << seed << " first context "
-          << shape.sequences[0].first << " tokens " << shape.sequences[0].second;
+          << "bits " << shape.k_bits << "/" << shape.v_bits << " million " << shape.million << " d " << shape.head_dim
+          << " group " << shape.group << " keys " << int(shape.keys) << " blocks " << blocks << " seed " << seed
+          << " first context " << shape.sequences[0].first << " tokens " << shape.sequences[0].second;
       EXPECT_LE(worst_lse, 1e-3);
     }
   }
@@ -344,14 +384,22 @@ class DeviceAttention : public GpuTest {
   double worst_ = 0;
 };
 
-const std::pair<int, int> kWidths[] = {{0, 0}, {2, 2}, {3, 2}, {4, 3}, {2, 1}, {4, 4}};
+/// Bits of K and V in HACK; none: raw; kMillion: that.
+constexpr std::pair<int, int> kMillion = {64, 64};
+constexpr std::pair<int, int> kWidths[] = {{0, 0}, {2, 2}, {3, 2}, {4, 3}, {2, 1}, {4, 4}, kMillion};
+
+Shape ShapeOf(const std::pair<int, int>& widths) {
+  Shape shape;
+  shape.million = widths == kMillion;
+  if (!shape.million) std::tie(shape.k_bits, shape.v_bits) = widths;
+  return shape;
+}
 
 TEST_F(DeviceAttention, RandomBatches) {
   std::mt19937 random(1);
-  for (int trial = 0; trial < 60; ++trial) {
-    Shape shape;
-    std::tie(shape.k_bits, shape.v_bits) = kWidths[random() % std::size(kWidths)];
-    shape.head_dim = random() % 3 == 0 ? 64 : 128;
+  for (int trial = 0; trial < 70; ++trial) {
+    Shape shape = ShapeOf(kWidths[random() % std::size(kWidths)]);
+    shape.head_dim = random() % 3 == 0 && !shape.million ? 64 : 128;
     shape.dtype = random() % 3 == 0 ? DType::kBFloat16 : DType::kFloat16;
     shape.kv_heads = 1 + random() % 3;
     shape.group = 1 + random() % 16;
@@ -367,12 +415,11 @@ TEST_F(DeviceAttention, RandomBatches) {
 }
 
 TEST_F(DeviceAttention, ContextsAtPageBoundaries) {
-  for (const auto& [k, v] : kWidths) {
+  for (const auto& widths : kWidths) {
     for (const uint64_t context : {1, 2, 16, 17, 63, 64, 65, 127, 128, 129, 192, 193, 256, 320}) {
       for (const int tokens : {1, 2, 16}) {
         if (uint64_t(tokens) > context) continue;
-        Shape shape;
-        shape.k_bits = k, shape.v_bits = v;
+        Shape shape = ShapeOf(widths);
         shape.lag_pages = 1;
         shape.sequences = {{context, tokens}};
         Check(shape, context);
@@ -382,10 +429,9 @@ TEST_F(DeviceAttention, ContextsAtPageBoundaries) {
 }
 
 TEST_F(DeviceAttention, EveryGroup) {
-  for (const auto& [k, v] : {std::pair{0, 0}, {3, 2}}) {
+  for (const auto& widths : {std::pair{0, 0}, {3, 2}, kMillion}) {
     for (int group = 1; group <= 16; ++group) {
-      Shape shape;
-      shape.k_bits = k, shape.v_bits = v;
+      Shape shape = ShapeOf(widths);
       shape.group = group;
       shape.sequences = {{700, 1}, {130, 3}};
       Check(shape, group);
@@ -394,16 +440,14 @@ TEST_F(DeviceAttention, EveryGroup) {
 }
 
 TEST_F(DeviceAttention, HardKeysAndQueries) {
-  for (const auto& [k, v] : kWidths) {
+  for (const auto& widths : kWidths) {
     for (const Keys keys : {Keys::kZero, Keys::kConstantChannels, Keys::kOneHot}) {
-      Shape shape;
-      shape.k_bits = k, shape.v_bits = v;
+      Shape shape = ShapeOf(widths);
       shape.keys = keys;
       shape.sequences = {{900, 1}, {64, 1}, {350, 5}};
       Check(shape, 7);
     }
-    Shape shape;
-    shape.k_bits = k, shape.v_bits = v;
+    Shape shape = ShapeOf(widths);
     shape.q_std = 0;
     shape.sequences = {{900, 1}};
     Check(shape, 8);
@@ -413,9 +457,8 @@ TEST_F(DeviceAttention, HardKeysAndQueries) {
 }
 
 TEST_F(DeviceAttention, HoweverTheWorkIsSplit) {
-  for (const auto& [k, v] : kWidths) {
-    Shape shape;
-    shape.k_bits = k, shape.v_bits = v;
+  for (const auto& widths : kWidths) {
+    Shape shape = ShapeOf(widths);
     shape.sequences = {{2000, 1}, {300, 1}, {65, 1}};
     Check(shape, 11, {1, 2, 3, 7, 32, 131, 264});
   }

@@ -102,8 +102,8 @@ struct Case {
     const int d = format.layout.head_dim;
     const PageAttentionTask task = Task(0, rows, 0, pointers.size());
     State same(rows, d), exact(rows, d);
-    ReferenceAttend(format, *books.tables, task, true, same.Rows());
-    ReferenceAttend(format, *books.tables, task, false, exact.Rows());
+    ReferenceAttend(format, *books.tables, task, Rounding::kCpu, same.Rows());
+    ReferenceAttend(format, *books.tables, task, Rounding::kNothing, exact.Rows());
     for (const Path path : Paths()) {
       SCOPED_TRACE(testing::Message() << IsaName(path.isa) << " look-ups " << int(path.look_ups));
       State got(rows, d);

@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "codecs/million/million.h"
 #include "codecs/million/million_attention.h"
+#include "codecs/million/million_device_codec.h"
 #include "codecs/million/million_kernels.h"
 #include "kvmanager/base/status.h"
 
@@ -37,6 +38,8 @@ void MillionCodec::Encode(absl::Span<EncodeItem> items, absl::Span<uint8_t> work
 void MillionCodec::Decode(absl::Span<const DecodeItem> items) const {
   for (const DecodeItem& item : items) DecodePage(format_, tables_, item.encoded, int(item.layer), item.raw);
 }
+
+std::unique_ptr<DeviceCodec> MillionCodec::NewDeviceCodec() const { return MakeMillionDeviceCodec(format_, tables_); }
 
 absl::Status MillionCodec::Validate(int, absl::Span<const uint8_t> encoded) const {
   if (encoded.size() != format_.page_bytes) {

@@ -26,6 +26,7 @@ class MillionCodec final : public Codec {
   void Decode(absl::Span<const DecodeItem> items) const override;
   absl::Status Validate(int layer, absl::Span<const uint8_t> encoded) const override;
   const PageAttention& attention() const override { return *attention_; }
+  std::unique_ptr<DeviceCodec> NewDeviceCodec() const override;
 
  private:
   const MillionFormat format_;

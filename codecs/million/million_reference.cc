@@ -84,7 +84,8 @@ std::vector<float> ReferenceValues(const MillionFormat& format, const MillionTab
 }
 
 void ReferenceAttend(const MillionFormat& format, const MillionTables& tables, const PageAttentionTask& task,
-                     bool rounded, const SoftmaxRows& state) {
+                     Rounding rounding, const SoftmaxRows& state) {
+  const bool rounded = rounding != Rounding::kNothing;
   const int d = format.layout.head_dim, tokens = format.layout.page_tokens;
   const SideTable& k_table = tables.at(kSideK, task.layer, task.kv_head);
   // What the rounded query stands for.
@@ -101,6 +102,7 @@ void ReferenceAttend(const MillionFormat& format, const MillionTables& tables, c
       if (above > 4) break;
       shift = wider;
     }
+    if (rounding == Rounding::kGpu) shift = 8;
     const float levels = 127.0f * float(1 << shift);
     const float inverse = largest > kNegligible ? levels / largest : 0.0f;
     for (int c = 0; c < d; ++c) {

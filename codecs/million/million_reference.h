@@ -29,9 +29,16 @@ void ReferenceEncode(const MillionFormat& format, const MillionTables& tables, c
 std::vector<float> ReferenceValues(const MillionFormat& format, const MillionTables& tables, const uint8_t* encoded,
                                    int layer, int head, int side);
 
-/// Attention with the kernels' rounding of q and P (million_attention.h) and everything else in fp64, where `rounded`;
-/// without, attention on ReferenceValues in fp64.
+/// What is rounded of q, before and after it is multiplied by K's steps, and of P.
+enum class Rounding {
+  kNothing,
+  kCpu,  // q and P as million_attention.h says
+  kGpu,  // P likewise; q to 1 / (127 * 256) of its largest product with a step
+};
+
+/// Attention with the kernels' rounding of q and P, and everything else in fp64; with kNothing, attention on
+/// ReferenceValues in fp64.
 void ReferenceAttend(const MillionFormat& format, const MillionTables& tables, const PageAttentionTask& task,
-                     bool rounded, const SoftmaxRows& state);
+                     Rounding rounding, const SoftmaxRows& state);
 
 }  // namespace kvmanager::million
