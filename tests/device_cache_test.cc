@@ -15,6 +15,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -90,9 +91,10 @@ struct Case {
 
 class DeviceCacheTest : public GpuTest {
  protected:
-  void Start(const std::string& pool_bytes = "1GiB") {
+  void Start(const std::string& pool_bytes = "1GiB", const std::vector<std::string>& flags = {}) {
     DaemonOptions options;
     options.more_flags = {"--device-pool-bytes", pool_bytes};
+    options.more_flags.insert(options.more_flags.end(), flags.begin(), flags.end());
     ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(options));
     ASSERT_OK_AND_ASSIGN(client_, Client::Connect(daemon_->listen(), {}));
     ASSERT_OK_AND_ASSIGN(device_, DeviceClient::Open(client_.get(), 0));
@@ -269,6 +271,83 @@ TEST_F(DeviceCacheTest, AFullPoolSaysSoAndHasRoomAgain) {
   sequences.resize(sequences.size() / 2);
   ASSERT_OK_AND_ASSIGN(auto made, engine->cache().CreateSequence());
   EXPECT_OK(engine->Step(text, {{made.sequence->id(), 0, 1024}}, true, &out));
+}
+
+/// An engine on one of the daemon's GPUs and its twin on the CPU, on connections of their own. Its thread's device is
+/// that GPU.
+absl::Status AttendOn(const std::string& address, int gpu, Way way, Difference* difference) {
+  KV_ASSIGN_OR_RETURN(auto client, Client::Connect(address, {}));
+  KV_ASSIGN_OR_RETURN(auto device, DeviceClient::Open(client.get(), gpu));
+  const Text text = RandomText(20 + 2 * uint64_t(gpu) + uint64_t(way));
+  const std::string codec = "hack:k_bits=2,v_bits=2", tenant = absl::StrCat("engine", gpu, int(way));
+  Twins twins;
+  KV_ASSIGN_OR_RETURN(twins.gpu, MakeEngine(way, client.get(), device.get(), OptionsFor(text, codec, gpu, tenant)));
+  KV_ASSIGN_OR_RETURN(twins.cpu, HostEngine::Make(client.get(), OptionsFor(text, codec, -1, tenant)));
+  KV_ASSIGN_OR_RETURN(auto on_gpu, twins.gpu->cache().CreateSequence());
+  KV_ASSIGN_OR_RETURN(auto on_cpu, twins.cpu->cache().CreateSequence());
+  const std::pair<client::Sequence*, client::Sequence*> s{on_gpu.sequence.get(), on_cpu.sequence.get()};
+  KV_RETURN_IF_ERROR(twins.Step(text, {s}, {0}, {300}, true));
+  for (uint64_t i = 0; i < 100; ++i) KV_RETURN_IF_ERROR(twins.Step(text, {s}, {300 + i}, {1}, true));
+  twins.gpu->Forget(*s.first);
+  *difference = twins.difference;
+  return absl::OkStatus();
+}
+
+TEST_F(DeviceCacheTest, TwoGpusAtOnceOneDaemon) {
+  int gpus = 0;
+  ASSERT_CUDA(cudaGetDeviceCount(&gpus));
+  if (gpus < 2) GTEST_SKIP() << "one GPU here: this takes two";
+  ASSERT_NO_FATAL_FAILURE(Start("2GiB", {"--devices", "0,1"}));
+  struct Engine {
+    int gpu;
+    Way way;
+    absl::Status status;
+    Difference difference;
+  };
+  Engine engines[] = {
+      {0, Way::kDaemon, {}, {}}, {1, Way::kDaemon, {}, {}}, {0, Way::kOwn, {}, {}}, {1, Way::kOwn, {}, {}}};
+  std::vector<std::thread> threads;
+  for (Engine& e : engines) {
+    threads.emplace_back([this, &e] { e.status = AttendOn(daemon_->listen(), e.gpu, e.way, &e.difference); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const Engine& e : engines) {
+    EXPECT_OK(e.status) << "GPU " << e.gpu << ", way " << int(e.way);
+    EXPECT_GT(e.difference.norm, 0);
+    EXPECT_LT(e.difference.relative(), 2e-3) << "GPU " << e.gpu << ", way " << int(e.way);
+  }
+  // The same cache on each: the same digest and names of blocks, but pages of its own GPU alone.
+  ASSERT_OK_AND_ASSIGN(auto client, Client::Connect(daemon_->listen(), {}));
+  ASSERT_OK_AND_ASSIGN(auto device, DeviceClient::Open(client.get(), 1));
+  const Text text = RandomText(30);
+  ASSERT_OK_AND_ASSIGN(auto other, MakeEngine(Way::kDaemon, client.get(), device.get(), OptionsFor(text, "raw", 1)));
+  ASSERT_OK(device_->device().Use());
+  ASSERT_OK_AND_ASSIGN(auto one, Make(Way::kDaemon, OptionsFor(text, "raw", 0)));
+  EXPECT_EQ(one->cache().description().digest, other->cache().description().digest);
+  ASSERT_OK_AND_ASSIGN(auto made, one->cache().CreateSequence());
+  LayerRows out, again;
+  ASSERT_OK(one->Step(text, {{made.sequence->id(), 0, 128}}, true, &out));
+  const std::vector<BlockName> names = NamesOf(one->cache(), 128, 30);
+  ASSERT_OK(made.sequence->Publish(names).status());
+  ASSERT_OK(device->device().Use());
+  ASSERT_OK_AND_ASSIGN(auto empty, other->cache().CreateSequence(names));
+  EXPECT_EQ(empty.match.hit_blocks, 0);
+  ASSERT_OK(other->Step(text, {{empty.sequence->id(), 0, 128}}, true, &again));
+  EXPECT_EQ(out, again);
+  ASSERT_OK(device_->device().Use());
+  ASSERT_OK_AND_ASSIGN(auto found, one->cache().CreateSequence(names));
+  EXPECT_EQ(found.match.hit_blocks, 2);
+  ASSERT_OK_AND_ASSIGN(const client::DaemonDescription status, client_->Status());
+  ASSERT_EQ(status.pools.size(), 3u);
+  EXPECT_GT(status.pools[1].used_bytes, 0u);
+  EXPECT_GT(status.pools[2].used_bytes, 0u);
+  // What belongs to one GPU goes with that GPU current.
+  found = {}, made = {};
+  one.reset();
+  ASSERT_OK(device->device().Use());
+  empty = {};
+  other.reset();
+  device.reset();
 }
 
 /// The second process: its kernel writes over pages it appended, long after it said so.

@@ -204,13 +204,14 @@ void Device::UnpinHost(uint8_t* data) const {
   if (Use().ok() && cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();
 }
 
-absl::StatusOr<CUstream_st*> Device::NewStream() const {
+absl::StatusOr<CUstream_st*> Device::NewStream(StreamPriority priority) const {
   KV_RETURN_IF_ERROR(Use());
   int lowest = 0, highest = 0;
   KV_RETURN_IF_ERROR(
       CudaStatus(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange"));
   CUstream_st* stream = nullptr;
-  KV_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest),
+  KV_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking,
+                                                             priority == StreamPriority::kHighest ? highest : lowest),
                                 "cudaStreamCreateWithPriority"));
   return stream;
 }

@@ -38,6 +38,8 @@ struct DeviceInfo {
   DeviceUuid uuid = {};
 };
 
+enum class StreamPriority : uint8_t { kHighest = 0, kLowest = 1 };
+
 class Device {
  public:
   static constexpr int kComputeMajor = 9;
@@ -67,9 +69,9 @@ class Device {
   absl::Status PinHost(uint8_t* data, size_t bytes) const;
   void UnpinHost(uint8_t* data) const;
 
-  /// More streams of the highest priority. How many streams can wait at once without holding up others:
+  /// More streams. How many streams can wait at once without holding up others:
   /// kConnectionsMax, if it was allowed (AllowManyStreams).
-  absl::StatusOr<CUstream_st*> NewStream() const;
+  absl::StatusOr<CUstream_st*> NewStream(StreamPriority priority = StreamPriority::kHighest) const;
   void DestroyStream(CUstream_st* stream) const;
   /// Nothing is queued or runs on it. Errors: UNAVAILABLE when the GPU has failed.
   absl::StatusOr<bool> IsIdle(CUstream_st* stream) const;

@@ -21,7 +21,7 @@ absl::Status Device::Use() const { return absl::UnavailableError(kAbsent); }
 absl::StatusOr<uint64_t> Device::FreeBytes() const { return absl::UnavailableError(kAbsent); }
 absl::Status Device::PinHost(uint8_t*, size_t) const { return absl::UnavailableError(kAbsent); }
 void Device::UnpinHost(uint8_t*) const {}
-absl::StatusOr<CUstream_st*> Device::NewStream() const { return absl::UnavailableError(kAbsent); }
+absl::StatusOr<CUstream_st*> Device::NewStream(StreamPriority) const { return absl::UnavailableError(kAbsent); }
 void Device::DestroyStream(CUstream_st*) const {}
 absl::StatusOr<bool> Device::IsIdle(CUstream_st*) const { return absl::UnavailableError(kAbsent); }
 absl::Status Device::EnqueueWait(CUstream_st*, const void*, uint64_t) const { return absl::UnavailableError(kAbsent); }

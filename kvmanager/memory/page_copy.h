@@ -13,20 +13,9 @@
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "kvmanager/memory/device.h"
+#include "kvmanager/memory/page_mover.h"
 
 namespace kvmanager {
-
-enum class PageDirection : uint8_t {
-  kFetch,   // pinned host memory to the device
-  kDemote,  // the device to pinned host memory
-};
-
-struct PageCopy {
-  uint8_t* device = nullptr;  // 16-byte aligned, as `host`
-  uint8_t* host = nullptr;    // pinned (Device::PinHost)
-  uint32_t bytes = 0;         // a multiple of 16, at most kPageCopyBytesMax
-};
-inline constexpr uint32_t kPageCopyBytesMax = 1u << 30;
 
 enum class PageCopyMethod : uint8_t {
   kBest,    // kBatch for pages of 1 MiB and more, kKernel for smaller ones: the faster as measured

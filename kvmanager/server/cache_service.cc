@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kvmanager/server/arrivals.h"
 #include "kvmanager/server/device_calls.h"
 #include "kvmanager/server/device_work.h"
 #include "kvmanager/server/hand_off.h"
@@ -117,8 +118,11 @@ class SequenceService final : public api::Sequence::Server {
           if (timeout_ms == 0 || timeout_ms > limits::kHandOffTimeoutMsMax) {
             return InvalidField("timeoutMs", timeout_ms, absl::StrCat("1..", limits::kHandOffTimeoutMsMax));
           }
-          auto sent = SendSequence(session_->daemon(), id_, std::string(ViewOf(peer)),
-                                   std::string(reinterpret_cast<const char*>(blob.begin()), blob.size()), timeout_ms);
+          const std::string to(ViewOf(peer));
+          const std::string engine_blob(reinterpret_cast<const char*>(blob.begin()), blob.size());
+          const auto bound = session_->BoundOf(cache_);
+          auto sent = bound == nullptr ? SendSequence(session_->daemon(), id_, to, engine_blob, timeout_ms)
+                                       : SendFromDevice(bound->cache, to, engine_blob, timeout_ms);
           context.releaseParams();
           return sent.then([context, session = session_](absl::StatusOr<SendResult> result) mutable {
             auto reply = context.getResults().initReply();
@@ -149,6 +153,24 @@ class SequenceService final : public api::Sequence::Server {
   }
 
  private:
+  // By way of the host's memory: what is sent is a copy there, which goes with the promise.
+  kj::Promise<absl::StatusOr<SendResult>> SendFromDevice(const StepCache& cache, const std::string& peer,
+                                                         const std::string& blob, int64_t timeout_ms) {
+    using Sent = kj::Promise<absl::StatusOr<SendResult>>;
+    return WhenAppended(session_, cache, id_)
+        .then([session = session_, id = id_,
+               device = cache.config->device](absl::Status appended) -> kj::Promise<absl::StatusOr<CreateResult>> {
+          if (!appended.ok()) return absl::StatusOr<CreateResult>(appended);
+          return Arrive(session->daemon(), device,
+                        [session, id] { return session->daemon().store->Copy(id, CacheConfig::kHost); });
+        })
+        .then([session = session_, peer, blob, timeout_ms](absl::StatusOr<CreateResult> copy) -> Sent {
+          if (!copy.ok()) return absl::StatusOr<SendResult>(copy.status());
+          auto drop = kj::defer([session, sequence = copy->sequence] { session->daemon().store->Drop(sequence); });
+          return SendSequence(session->daemon(), copy->sequence, peer, blob, timeout_ms).attach(kj::mv(drop));
+        });
+  }
+
   static uint64_t PagesOf(uint64_t tokens, uint64_t page_tokens) {
     return tokens / page_tokens + (tokens % page_tokens != 0);
   }
@@ -214,8 +236,15 @@ class CacheService final : public api::Cache::Server {
           KV_ASSIGN_OR_RETURN(const Prefixes prefixes, ReadPrefixes(list));
           KV_RETURN_IF_ERROR(EnsureOpen());
           auto replies = context.getResults().initReplies(prefixes.size());
-          for (uint32_t i = 0; i < prefixes.size(); ++i) Create(prefixes[i], list[i].getPromptTokens(), replies[i]);
-          return Done();
+          if (config_.device == CacheConfig::kHost) {
+            for (uint32_t i = 0; i < prefixes.size(); ++i) Create(prefixes[i], list[i].getPromptTokens(), replies[i]);
+            return Done();
+          }
+          auto created = kj::heapArrayBuilder<kj::Promise<void>>(prefixes.size());
+          for (uint32_t i = 0; i < prefixes.size(); ++i) {
+            created.add(FetchOrCreate(prefixes[i], list[i].getPromptTokens(), replies[i]));
+          }
+          return kj::joinPromises(created.finish()).attach(thisCap());
         },
         [&](const absl::Status& status) {
           auto replies = context.getResults().initReplies(requests);
@@ -273,34 +302,63 @@ class CacheService final : public api::Cache::Server {
         [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
   }
 
+  // A sequence that waits in the host's memory comes to a cache on a GPU as a copy.
   kj::Promise<void> claim(ClaimContext context) override {
     return Serve(
         *session_, Method::kClaim, context,
         [&]() -> absl::StatusOr<kj::Promise<void>> {
           KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
           KV_RETURN_IF_ERROR(EnsureOpen());
-          const auto ticket = context.getParams().getTicket();
-          KV_ASSIGN_OR_RETURN(
-              const HandOffDesk::Claimed claimed,
-              session_->daemon().desk->Claim(
-                  absl::string_view(reinterpret_cast<const char*>(ticket.begin()), ticket.size()), cache_.id));
-          api::Sequence::Client sequence = MakeSequenceService(session_, claimed.sequence, cache_.id);
-          KV_ASSIGN_OR_RETURN(const SequenceInfo info, store().DescribeSequence(claimed.sequence));
-          auto results = context.getResults();
-          auto reply = results.initReply();
-          reply.setSequence(kj::mv(sequence));
-          reply.setSequenceId(claimed.sequence);
-          reply.initMatch().setHitBlocks(info.hit_blocks);
-          results.setTokens(claimed.tokens);
-          results.setBlob(
-              capnp::Data::Reader(reinterpret_cast<const kj::byte*>(claimed.blob.data()), claimed.blob.size()));
-          return Done();
+          const auto bytes = context.getParams().getTicket();
+          const std::string ticket(reinterpret_cast<const char*>(bytes.begin()), bytes.size());
+          HandOffDesk& desk = *session_->daemon().desk;
+          KV_ASSIGN_OR_RETURN(const SequenceId waiting, desk.Find(ticket, cache_.id));
+          if (!store().IsTwin(cache_.id, waiting)) {
+            KV_ASSIGN_OR_RETURN(const HandOffDesk::Claimed claimed, desk.Claim(ticket, cache_.id));
+            KV_RETURN_IF_ERROR(WriteClaimed(claimed, context));
+            return Done();
+          }
+          context.releaseParams();
+          const int device = config_.device;
+          return Arrive(session_->daemon(), device, [this, waiting, device] { return store().Copy(waiting, device); })
+              .then([this, ticket, context](absl::StatusOr<CreateResult> copy) mutable {
+                const absl::Status status = copy.ok() ? ClaimCopy(ticket, copy->sequence, context) : copy.status();
+                if (status.ok()) return;
+                ServeError(*session_, Method::kClaim, status, [&](const absl::Status& error) {
+                  WriteStatus(error, context.getResults().initReply().initStatus());
+                });
+              })
+              .attach(thisCap());
         },
         [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
   }
 
  private:
   using Prefixes = std::vector<std::vector<BlockName>>;
+
+  absl::Status ClaimCopy(const std::string& ticket, SequenceId copy, ClaimContext& context) {
+    // Somebody else may have claimed it meanwhile.
+    absl::StatusOr<HandOffDesk::Claimed> claimed = session_->daemon().desk->Claim(ticket, cache_.id);
+    if (!claimed.ok()) {
+      store().Drop(copy);
+      return claimed.status();
+    }
+    store().Drop(claimed->sequence);
+    claimed->sequence = copy;
+    return WriteClaimed(*claimed, context);
+  }
+  absl::Status WriteClaimed(const HandOffDesk::Claimed& claimed, ClaimContext& context) {
+    api::Sequence::Client sequence = MakeSequenceService(session_, claimed.sequence, cache_.id);
+    KV_ASSIGN_OR_RETURN(const SequenceInfo info, store().DescribeSequence(claimed.sequence));
+    auto results = context.getResults();
+    auto reply = results.initReply();
+    reply.setSequence(kj::mv(sequence));
+    reply.setSequenceId(claimed.sequence);
+    reply.initMatch().setHitBlocks(info.hit_blocks);
+    results.setTokens(claimed.tokens);
+    results.setBlob(capnp::Data::Reader(reinterpret_cast<const kj::byte*>(claimed.blob.data()), claimed.blob.size()));
+    return absl::OkStatus();
+  }
 
   PageStore& store() { return *session_->daemon().store; }
 
@@ -355,7 +413,30 @@ class CacheService final : public api::Cache::Server {
 
   void Create(const std::vector<BlockName>& prefix, uint64_t prompt_tokens, api::SequenceReply::Builder reply) {
     absl::Status may = session_->CheckNewSequence();
-    absl::StatusOr<CreateResult> created = may.ok() ? store().CreateSequence(cache_.id, prefix, prompt_tokens) : may;
+    WriteCreated(may.ok() ? store().CreateSequence(cache_.id, prefix, prompt_tokens) : may, reply);
+  }
+
+  // Of a cache on a GPU, also with the blocks that the host has.
+  kj::Promise<void> FetchOrCreate(const std::vector<BlockName>& prefix, uint64_t prompt_tokens,
+                                  api::SequenceReply::Builder reply) {
+    if (absl::Status may = session_->CheckNewSequence(); !may.ok()) {
+      WriteCreated(may, reply);
+      return kj::READY_NOW;
+    }
+    return Arrive(session_->daemon(), config_.device, [this, prefix] { return store().Fetch(cache_.id, prefix); })
+        .then([this, prefix, prompt_tokens, reply](absl::StatusOr<CreateResult> made) mutable {
+          // Where there is no room for all of it, what the GPU has is better than nothing.
+          if (absl::IsResourceExhausted(made.status())) return Create(prefix, prompt_tokens, reply);
+          absl::Status may = session_->CheckNewSequence();
+          if (made.ok() && !may.ok()) {
+            store().Drop(made->sequence);
+            made = std::move(may);
+          }
+          WriteCreated(made, reply);
+        });
+  }
+
+  void WriteCreated(const absl::StatusOr<CreateResult>& created, api::SequenceReply::Builder reply) {
     if (!created.ok()) {
       return ServeError(*session_, Method::kCreateSequences, created.status(),
                         [&](const absl::Status& status) { WriteStatus(status, reply.initStatus()); });

@@ -152,17 +152,24 @@ void HandOffDesk::Abort(std::unique_ptr<IncomingHandOff> hand_off, absl::Status 
   });
 }
 
-absl::StatusOr<HandOffDesk::Claimed> HandOffDesk::Claim(absl::string_view ticket, CacheId cache) {
+absl::StatusOr<SequenceId> HandOffDesk::Find(absl::string_view ticket, CacheId cache) const {
   const auto found = tickets_.find(ticket);
   if (found == tickets_.end()) {
     return FieldError(absl::StatusCode::kNotFound, "ticket", absl::StrCat(ticket.size(), " bytes, unknown"),
                       "one that a hand-off gave, not yet claimed and not expired");
   }
-  Waiting& waiting = *found->second;
-  if (waiting.cache != cache) {
+  const Waiting& waiting = *found->second;
+  if (waiting.cache != cache && !daemon_->store->IsTwin(cache, waiting.sequence)) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "ticket", absl::StrCat("of cache ", waiting.cache),
                       absl::StrCat("of cache ", cache, ", whose digest differs"));
   }
+  return waiting.sequence;
+}
+
+absl::StatusOr<HandOffDesk::Claimed> HandOffDesk::Claim(absl::string_view ticket, CacheId cache) {
+  KV_RETURN_IF_ERROR(Find(ticket, cache).status());
+  const auto found = tickets_.find(ticket);
+  Waiting& waiting = *found->second;
   Claimed claimed = {waiting.sequence, waiting.tokens, std::move(waiting.blob)};
   tickets_.erase(found);
   daemon_->metrics->tickets.Set(double(tickets_.size()));

@@ -38,8 +38,10 @@ class HandOffDesk final : public HandOffReceiver {
   void Complete(std::unique_ptr<IncomingHandOff> hand_off, CompleteReply reply) override;
   void Abort(std::unique_ptr<IncomingHandOff> hand_off, absl::Status why) override;
 
-  /// Takes over a received sequence, once. Errors: NOT_FOUND (no such ticket, or it expired), FAILED_PRECONDITION (it
-  /// is of another cache; the ticket stays good).
+  /// The sequence that waits for this ticket, for a look. Errors: Claim's.
+  absl::StatusOr<SequenceId> Find(absl::string_view ticket, CacheId cache) const;
+  /// Takes over a received sequence, once. It is in the host's memory: `cache`, or the host's of equal digest. Errors:
+  /// NOT_FOUND (no such ticket, or it expired), FAILED_PRECONDITION (it is of another cache; the ticket stays good).
   absl::StatusOr<Claimed> Claim(absl::string_view ticket, CacheId cache);
 
   /// Received sequences that wait to be claimed.

@@ -23,6 +23,7 @@
 #include "kvmanager/server/connections.h"
 #include "kvmanager/server/context.h"
 #include "kvmanager/server/device_encodes.h"
+#include "kvmanager/server/device_mover.h"
 #include "kvmanager/server/device_stream.h"
 #include "kvmanager/server/encode_executor.h"
 #include "kvmanager/server/event_loop.h"
@@ -58,6 +59,7 @@ struct DeviceParts {
   DeviceEncodeQueue encode_queue;
   std::unique_ptr<DeviceStreams> streams;
   std::unique_ptr<DeviceEncodes> encodes;
+  std::unique_ptr<DeviceMover> mover;
   DeviceContext context;
 };
 
@@ -101,7 +103,8 @@ class ServerImpl final : public Server {
     executor_ = std::make_unique<PoolEncodeExecutor>(workers_.get(), &queue_, &server_metrics_, &clock_);
     std::vector<StoreDevice> devices;
     for (const auto& parts : devices_) {
-      devices.push_back({parts->context.ordinal, parts->pool.get(), &parts->epochs, &parts->encode_queue});
+      devices.push_back(
+          {parts->context.ordinal, parts->pool.get(), &parts->epochs, &parts->encode_queue, parts->mover.get()});
     }
     store_ = PageStore::Create(pool_.get(), &registry_, executor_.get(), &store_metrics_, &clock_, devices);
     desk_ = std::make_unique<HandOffDesk>(&daemon_);
@@ -226,6 +229,7 @@ class ServerImpl final : public Server {
       parts->context.encode_queue = &parts->encode_queue;
       KV_ASSIGN_OR_RETURN(parts->encodes, DeviceEncodes::Create(parts->device.get(), &polls_, &server_metrics_));
       parts->context.encodes = parts->encodes.get();
+      KV_ASSIGN_OR_RETURN(parts->mover, DeviceMover::Create(parts->device.get(), &polls_));
       KV_ASSIGN_OR_RETURN(parts->streams, DeviceStreams::Create(parts->context));
       parts->context.streams = parts->streams.get();
       parts->context.metrics->capacity_bytes.Set(double(parts->pool->capacity_bytes()));
@@ -240,6 +244,7 @@ class ServerImpl final : public Server {
         std::move(slabs),
         HostPinner::Calls{[device](uint8_t* data, size_t bytes) { return device->PinHost(data, bytes); },
                           [device](uint8_t* data) { device->UnpinHost(data); }});
+    for (const auto& parts : devices_) parts->mover->SetPinner(pinner_.get());
     pin_log_ns_ = clock_.NowNs();
     return absl::OkStatus();
   }
@@ -263,7 +268,7 @@ class ServerImpl final : public Server {
   // What clients left on the GPUs ends, or is left to the process's end.
   void EndStreams() {
     for (const auto& parts : devices_) {
-      if (parts->streams->Drain(kStreamsEndMs)) continue;
+      if (parts->streams->Drain(kStreamsEndMs) && parts->mover->Drain(kStreamsEndMs)) continue;
       spdlog::error("GPU {} still works for connections that ended: its memory goes with the process",
                     parts->context.ordinal);
       (void)pinner_.release();

@@ -27,6 +27,7 @@ struct Block {
   bool published = false;        // in its cache's table, under `name`
   bool corrupt = false;          // its bytes changed: never published again
   bool evictable = false;        // the eviction policy knows it
+  bool kept = false;             // of a GPU: the host had a copy when it was last looked for
   uint64_t last_use = 0;         // order of uses: a parent's is above its children's
   int64_t last_use_ns = 0;
   BlockName name;

@@ -12,23 +12,29 @@ class LruEviction final : public EvictionPolicy {
  public:
   void Touch(Block* block) override {
     const bool known = block->evictable;
-    if (known) KV_CHECK(blocks_.erase({block->last_use, block}) == 1);
+    if (known) Remove(block);
     block->last_use = ++uses_;
-    if (known) blocks_.emplace(block->last_use, block);
+    if (known) Add(block);
   }
   void Add(Block* block) override {
     KV_CHECK(!block->evictable && blocks_.emplace(block->last_use, block).second);
+    if (!block->kept) unkept_.emplace(block->last_use, block);
     block->evictable = true;
   }
   void Remove(Block* block) override {
     KV_CHECK(block->evictable && blocks_.erase({block->last_use, block}) == 1);
+    KV_CHECK(unkept_.erase({block->last_use, block}) == (block->kept ? 0 : 1));
     block->evictable = false;
   }
-  Block* Victim() const override { return blocks_.empty() ? nullptr : blocks_.begin()->second; }
+  Block* Victim() const override { return First(blocks_); }
+  Block* UnkeptVictim() const override { return First(unkept_); }
 
  private:
+  using Blocks = std::set<std::pair<uint64_t, Block*>>;
+  static Block* First(const Blocks& blocks) { return blocks.empty() ? nullptr : blocks.begin()->second; }
+
   uint64_t uses_ = 0;
-  std::set<std::pair<uint64_t, Block*>> blocks_;
+  Blocks blocks_, unkept_;  // evictable ones, by their last use
 };
 
 }  // namespace

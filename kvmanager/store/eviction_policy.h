@@ -14,12 +14,14 @@ class EvictionPolicy {
   virtual ~EvictionPolicy() = default;
   /// `block` was used now. Of a chain, the last block is touched first, so that leaves go before their parents.
   virtual void Touch(Block* block) = 0;
-  /// `block` became evictable; its last Touch counts.
+  /// `block` became evictable; its last Touch counts. Until Remove, `kept` stays as it is.
   virtual void Add(Block* block) = 0;
   /// `block` is evictable no more.
   virtual void Remove(Block* block) = 0;
   /// The next to go, or nullptr. It stays known until Remove.
   virtual Block* Victim() const = 0;
+  /// The next to go of those that are not kept elsewhere, or nullptr.
+  virtual Block* UnkeptVictim() const = 0;
 };
 
 /// Least recently used first.

@@ -28,6 +28,9 @@ bool CanReserve(const Page&, const PageChange& a) { return !Empty(a); }
 bool CanShowOpen(const Page& b, const PageChange& a) { return Same(b, a) && RawOnly(b, a); }
 bool CanShowRaw(const Page& b, const PageChange& a) { return Same(b, a) && a.raw.valid() && a.encoded.valid(); }
 bool CanShowEncoded(const Page& b, const PageChange& a) { return EncodedOnly(b, a) && a.encoded == b.encoded; }
+bool CanShowCopy(const Page& b, const PageChange& a) {
+  return Same(b, a) && (a.declined ? RawOnly(b, a) : a.encoded.valid());
+}
 bool CanQuarantine(const Page& b, const PageChange& a) { return Same(b, a) && (b.pins > 0 || b.busy); }
 bool CanEndJob(const Page& b, const PageChange& a) { return Same(b, a) && b.busy; }
 bool CanFree(const Page& b, const PageChange& a) { return Empty(a) && b.pins == 0 && !b.busy; }
@@ -45,10 +48,12 @@ constexpr PageTransition kTransitions[] = {
     {E::kDeclined, S::kEncoding, S::kResident, "encode job", "the codec declined; the encoded slot goes", CanDecline},
     {E::kReleaseRaw, S::kResident, S::kResident, "store", "no sequence holds the raw form, no lease pins the page",
      CanReleaseRaw},
-    {E::kReserve, S::kFree, S::kReceiving, "import", "slots are reserved", CanReserve},
-    {E::kReceivedOpen, S::kReceiving, S::kFilling, "import commit", "bytes verified", CanShowOpen},
+    {E::kReserve, S::kFree, S::kReceiving, "import, move", "slots are reserved", CanReserve},
+    {E::kReceivedOpen, S::kReceiving, S::kFilling, "import commit, move", "bytes verified", CanShowOpen},
     {E::kReceivedRaw, S::kReceiving, S::kSealed, "import commit", "bytes verified", CanShowRaw},
     {E::kReceivedEncoded, S::kReceiving, S::kResident, "import commit", "bytes verified", CanShowEncoded},
+    {E::kReceivedCopy, S::kReceiving, S::kResident, "move", "bytes verified; the forms of the page it was copied from",
+     CanShowCopy},
     {E::kQuarantine, S::kFilling, S::kQuarantined, "store", kUsed, CanQuarantine},
     {E::kQuarantine, S::kSealed, S::kQuarantined, "store", kUsed, CanQuarantine},
     {E::kQuarantine, S::kEncoding, S::kQuarantined, "store", kUsed, CanQuarantine},
@@ -56,7 +61,7 @@ constexpr PageTransition kTransitions[] = {
     {E::kJobEnded, S::kQuarantined, S::kQuarantined, "encode job", "a waiting lease may still read the result",
      CanEndJob},
     {E::kFree, S::kFilling, S::kFree, "store", kUnused, CanFree},
-    {E::kFree, S::kReceiving, S::kFree, "import", "the transport writes no more", CanFree},
+    {E::kFree, S::kReceiving, S::kFree, "import, move", "nobody writes it any more", CanFree},
     {E::kFree, S::kSealed, S::kFree, "store", kUnused, CanFree},
     {E::kFree, S::kResident, S::kFree, "store", kUnused, CanFree},
     {E::kFree, S::kQuarantined, S::kFree, "lease, encode job", kUnused, CanFree},
@@ -80,8 +85,9 @@ const char* PageStateName(PageState state) {
 
 const char* PageEventName(PageEvent event) {
   static constexpr const char* kNames[kPageEvents] = {
-      "open",    "seal",          "seal identity", "encode",           "encoded",    "declined",  "release raw",
-      "reserve", "received open", "received raw",  "received encoded", "quarantine", "job ended", "free"};
+      "open",        "seal",      "seal identity", "encode",       "encoded",          "declined",
+      "release raw", "reserve",   "received open", "received raw", "received encoded", "received copy",
+      "quarantine",  "job ended", "free"};
   return kNames[static_cast<size_t>(event)];
 }
 

@@ -6,12 +6,13 @@
 //   Free ──open──> Filling ──seal──> Sealed ──encode──> Encoding ──encoded | declined──> Resident ──release raw──>
 //   Resident
 //    │                └──seal identity──────────────────────────────────────────────────────┘
-//    └──reserve──> Receiving ──received open──> Filling, ──received raw──> Sealed, ──received encoded──> Resident
+//    └──reserve──> Receiving ──received open──> Filling, ──received raw──> Sealed, ──received encoded──> Resident,
+//                            ──received copy──> Resident
 //   any state but Free and Receiving ──quarantine──> Quarantined ──free──> Free, once no lease and no job uses the
 //   slots
 //
-// The table itself, with the owner and the condition of each transition, is kTransitions in page_state.cc. A lower tier
-// adds its states and rows there and nowhere else.
+// The table itself, with the owner and the condition of each transition, is kTransitions in page_state.cc. A page that
+// is copied to another memory is Receiving there, and pinned where it comes from.
 //
 // Invariants (checked by every transition):
 //  1. Free holds no slot; Filling a raw one; Sealed and Encoding a raw one and the encoded one reserved for them;
@@ -47,11 +48,12 @@ enum class PageEvent : uint8_t {
   kReceivedOpen,     // a hand-off's open page became visible
   kReceivedRaw,      // a hand-off's full raw page became visible; to be encoded
   kReceivedEncoded,  // a hand-off's encoded page became visible
+  kReceivedCopy,     // a copy of a Resident page of another memory became visible, in the same forms
   kQuarantine,       // every owner has gone, a lease or a job has not
   kJobEnded,         // the job of a quarantined page ended
   kFree,             // every user has gone
 };
-inline constexpr size_t kPageEvents = 14;
+inline constexpr size_t kPageEvents = 15;
 const char* PageEventName(PageEvent event);
 
 /// One page of a block. Only ApplyTransition writes `state`, `busy`, `declined`, the slots and the checksum.

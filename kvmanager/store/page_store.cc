@@ -27,6 +27,7 @@ PageStoreImpl::PageStoreImpl(PagePool* pool, const CodecRegistry* registry, Enco
     tier->pool = device.pool;
     tier->executor = device.executor;
     tier->epochs = device.epochs;
+    tier->mover = device.mover;
     tiers_.push_back(std::move(tier));
   }
   metrics_->pool_capacity_bytes.Set(static_cast<double>(pool->capacity_bytes()));
@@ -127,7 +128,7 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
   cache->id = next_cache_++;
   cache->raw_slot_bytes = PagePool::RoundedSlotBytes(config.layout.raw_bytes());
   cache->encoded_slots = MakeSlotClasses(encoded_bytes, SlotClassesOfPool(pool.capacity_bytes() / pool.slab_bytes()));
-  cache->gauges = &metrics_->PagesOf(info.name);
+  cache->gauges = &metrics_->PagesOf(info.name, cache->tier->name());
   Tenant& tenant = tenants_[config.tenant];
   if (tenant.caches++ == 0) tenant.id = next_tenant_++;
   cache->tenant = tenant.id;
@@ -195,13 +196,21 @@ uint64_t PageStoreImpl::PurgeOne(Cache& cache) {
 }
 
 absl::StatusOr<uint64_t> PageStoreImpl::Purge(CacheId id) {
-  KV_ASSIGN_OR_RETURN(const auto cache, FindCache(id));
-  const uint64_t blocks = PurgeOne(*cache);
-  CloseIfUnused(cache);
+  KV_ASSIGN_OR_RETURN(const auto named, FindCache(id));
+  // What is on its way to another memory must not be found there later.
+  for (const auto& move : moves_) move->purged |= move->from->digest == named->digest;
+  uint64_t blocks = 0;
+  const auto caches = caches_;
+  for (const auto& [each, cache] : caches) {
+    if (cache->digest != named->digest) continue;
+    blocks += PurgeOne(*cache);
+    CloseIfUnused(cache);
+  }
   return blocks;
 }
 
 uint64_t PageStoreImpl::PurgeAll() {
+  for (const auto& move : moves_) move->purged = true;
   uint64_t blocks = 0;
   const auto caches = caches_;
   for (const auto& [id, cache] : caches) {

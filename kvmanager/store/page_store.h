@@ -35,6 +35,7 @@
 #include "codecs/sequence_index.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/ids.h"
+#include "kvmanager/memory/page_mover.h"
 #include "kvmanager/memory/page_pool.h"
 #include "kvmanager/memory/release_epochs.h"
 #include "kvmanager/store/cache_config.h"
@@ -157,6 +158,19 @@ struct OpenCopy {
   int tokens = 0;
 };
 
+/// A sequence whose pages are on their way from another memory. Destroying it without Commit gives the sequence back;
+/// nothing of it is visible before.
+class ArrivalLease {
+ public:
+  virtual ~ArrivalLease() = default;
+  virtual bool ready() const = 0;
+  /// Calls `fn` once on the store's thread: at once if ready, else when it becomes so.
+  virtual void OnReady(absl::AnyInvocable<void()> fn) = 0;
+  /// After it is ready, at most once. Errors: RESOURCE_EXHAUSTED (of the memory that it was to go to); DATA_LOSS (pages
+  /// did not arrive, or not as they should be: UNAVAILABLE's cause is in the log of who moves them).
+  virtual absl::StatusOr<CreateResult> Commit() = 0;
+};
+
 /// One page of a hand-off.
 enum class PageForm : uint8_t { kRaw = 0, kEncoded = 1 };
 struct HandOffPage {
@@ -211,12 +225,14 @@ struct HolderInfo {
 };
 
 /// A GPU whose memory holds pages. Its bytes are touched by kernels alone, in the order in which somebody submits them
-/// (the server): the store keeps books. executor: as the host's, with addresses on the device.
+/// (the server): the store keeps books. executor: as the host's, with addresses on the device. mover: nullptr: what is
+/// evicted there is lost, and nothing is fetched.
 struct StoreDevice {
   int ordinal = 0;
   SlotPool* pool = nullptr;
   ReleaseEpochs* epochs = nullptr;
   EncodeExecutor* executor = nullptr;
+  PageMover* mover = nullptr;
 };
 
 class PageStore {
@@ -293,8 +309,23 @@ class PageStore {
   virtual bool OwnsSlab(CacheId cache, uint32_t slab) const = 0;
   /// Frees slots that were given up and that kernels have done with; Extend and others do so when they need room.
   virtual void CollectReleased() = 0;
-  /// Slots were given up that kernels may still read: what RESOURCE_EXHAUSTED refused may soon fit.
+  /// Slots were given up that kernels may still read, or are being copied to the host: what RESOURCE_EXHAUSTED refused
+  /// may soon fit.
   virtual bool AwaitsRelease(int device) const = 0;
+
+  // Between a GPU and the host (page_store_tiers.cc): caches of equal digest are one cache in several memories. A block
+  // that nothing uses on a GPU is copied to the host before its room is needed, and can be fetched from there.
+
+  /// CreateSequence for a cache on a GPU, with the blocks that the host has besides: those are fetched, once whoever
+  /// asks. Errors: CreateSequence's; RESOURCE_EXHAUSTED where what is to be fetched finds no room (AwaitsRelease).
+  virtual absl::StatusOr<std::unique_ptr<ArrivalLease>> Fetch(CacheId cache, absl::Span<const BlockName> prefix) = 0;
+  /// A sequence like this one in another memory of its cache: `device`, or CacheConfig::kHost; one of the two is the
+  /// host. It has the same tokens and reads the same forms; the other stays as it is and may go on. What was appended
+  /// must be there. Errors: FAILED_PRECONDITION (layers of different lengths; no such memory, or none that moves
+  /// pages), RESOURCE_EXHAUSTED.
+  virtual absl::StatusOr<std::unique_ptr<ArrivalLease>> Copy(SequenceId sequence, int device) = 0;
+  /// Whether this cache is `sequence`'s in another memory.
+  virtual bool IsTwin(CacheId cache, SequenceId sequence) const = 0;
 
   /// Needs equal token counts in all layers. Shares sealed pages, copies open ones.
   absl::StatusOr<SequenceId> Fork(SequenceId sequence) { return Fork(sequence, nullptr); }
@@ -319,8 +350,8 @@ class PageStore {
     return Import(content, nullptr);
   }
 
-  /// Drops published blocks that nothing pins, of one cache or of all, and closes caches that are then empty and have
-  /// no sequence. Returns the number of blocks.
+  /// Drops published blocks that nothing pins, of one cache or of all, in every memory, and closes caches that are then
+  /// empty and have no sequence. Returns the number of blocks.
   virtual absl::StatusOr<uint64_t> Purge(CacheId cache) = 0;
   virtual uint64_t PurgeAll() = 0;
 

@@ -1,10 +1,24 @@
 // Blocks and slots: every transition of a page, holders, pins, names and eviction.
 #include <algorithm>
 
+#include "absl/container/inlined_vector.h"
 #include "kvmanager/store/page_store_impl.h"
 #include "xxhash.h"
 
 namespace kvmanager {
+namespace {
+
+// Raw slots first, then those of each class.
+absl::InlinedVector<SlotPool::SlotsWanted, 1 + kSlotClassesMax> WantedSlots(const Cache& cache,
+                                                                            const SlotCounts& counts) {
+  absl::InlinedVector<SlotPool::SlotsWanted, 1 + kSlotClassesMax> wanted = {{cache.raw_slot_bytes, counts.raw}};
+  for (size_t i = 0; i < cache.encoded_slots.bytes.size(); ++i) {
+    wanted.push_back({cache.encoded_slots.bytes[i], counts.encoded[i]});
+  }
+  return wanted;
+}
+
+}  // namespace
 
 Reservation::~Reservation() {
   const auto give_back = [this](const Slots& slots) {
@@ -62,7 +76,8 @@ void PageStoreImpl::Collect(Tier& tier) {
 
 bool PageStoreImpl::AwaitsRelease(int device) const {
   for (const auto& tier : tiers_) {
-    if (tier->device == device && tier->epochs != nullptr) return tier->epochs->retired_slots() > 0;
+    if (tier->device == device && tier->epochs != nullptr)
+      return tier->epochs->retired_slots() > 0 || tier->demoting_bytes > 0;
   }
   return false;
 }
@@ -106,13 +121,13 @@ absl::Status PageStoreImpl::Exhausted(const Cache& cache, const SlotCounts& coun
           "; largest holders: ", holders.empty() ? "none" : holders));
 }
 
+bool PageStoreImpl::CanReserve(const Cache& cache, const SlotCounts& counts) {
+  return cache.tier->pool->CanAllocate(cache.tenant, WantedSlots(cache, counts), /*reclaim=*/true);
+}
+
 absl::Status PageStoreImpl::Reserve(const Cache& cache, const SlotCounts& counts, Reservation* out) {
   if (counts.none()) return absl::OkStatus();
-  const size_t classes = cache.encoded_slots.bytes.size();
-  std::array<SlotPool::SlotsWanted, 1 + kSlotClassesMax> every_wanted;
-  every_wanted[0] = {cache.raw_slot_bytes, counts.raw};
-  for (size_t i = 0; i < classes; ++i) every_wanted[1 + i] = {cache.encoded_slots.bytes[i], counts.encoded[i]};
-  const auto wanted = absl::MakeConstSpan(every_wanted).first(1 + classes);
+  const auto wanted = WantedSlots(cache, counts);
   Tier& tier = *cache.tier;
   SlotPool& pool = *tier.pool;
   if (!pool.CanAllocate(cache.tenant, wanted)) {
@@ -122,13 +137,13 @@ absl::Status PageStoreImpl::Reserve(const Cache& cache, const SlotCounts& counts
     uint64_t waiting_bytes_max = pool.slab_bytes();
     for (const SlotPool::SlotsWanted& of : wanted) waiting_bytes_max = std::max(waiting_bytes_max, of.bytes * of.count);
     while (!pool.CanAllocate(cache.tenant, wanted)) {
-      if (tier.evicted_waiting_bytes() >= waiting_bytes_max ||
+      if (tier.evicted_waiting_bytes() + tier.demoting_bytes >= waiting_bytes_max ||
           !pool.CanAllocate(cache.tenant, wanted, /*reclaim=*/true)) {
         return Exhausted(cache, counts);
       }
       Block* const victim = tier.eviction->Victim();
       KV_CHECK(victim != nullptr);
-      Evict(victim);
+      if (!Demote(victim)) Evict(victim);
       Collect(tier);
     }
   }
@@ -142,7 +157,8 @@ absl::Status PageStoreImpl::Reserve(const Cache& cache, const SlotCounts& counts
   };
   // Fails only where a GPU's slab cannot be cleaned; what was taken goes back with `out`.
   KV_RETURN_IF_ERROR(allocate(wanted[0], &out->raw));
-  for (size_t i = 0; i < classes; ++i) KV_RETURN_IF_ERROR(allocate(wanted[1 + i], &out->encoded[i]));
+  for (size_t i = 1; i < wanted.size(); ++i) KV_RETURN_IF_ERROR(allocate(wanted[i], &out->encoded[i - 1]));
+  DemoteAhead(tier);
   return absl::OkStatus();
 }
 
@@ -228,6 +244,7 @@ void PageStoreImpl::MakeEvictableIfUnused(Block* block) {
   Tier& tier = *block->cache->tier;
   tier.eviction->Add(block);
   tier.evictable_bytes += block->bytes;
+  if (block->kept) tier.kept_bytes += block->bytes;
   SetReclaimable(*block, true);
   metrics_->evictable_bytes.Set(static_cast<double>(tiers_[0]->evictable_bytes));
 }
@@ -237,6 +254,7 @@ void PageStoreImpl::MakeUnevictable(Block* block) {
   Tier& tier = *block->cache->tier;
   tier.eviction->Remove(block);
   tier.evictable_bytes -= block->bytes;
+  if (block->kept) tier.kept_bytes -= block->bytes;
   SetReclaimable(*block, false);
   metrics_->evictable_bytes.Set(static_cast<double>(tiers_[0]->evictable_bytes));
 }
@@ -296,12 +314,13 @@ void PageStoreImpl::DeleteIfEmpty(Block* block) {
 }
 
 uint64_t PageStoreImpl::ChecksumOf(const Cache& cache, uint32_t layer, const Page& page) const {
-  if (cache.on_device()) return 0;
+  if (cache.on_device()) return 0;  // made when the page leaves
   if (page.encoded.valid()) return XXH3_64bits(Data(cache, page.encoded), cache.page_bytes(layer));
   return XXH3_64bits(Data(cache, page.raw), cache.layout().raw_bytes());
 }
 
 bool PageStoreImpl::VerifyChecksums(const Block& block) const {
+  if (block.cache->on_device()) return true;  // verified when it leaves
   for (uint32_t layer = 0; layer < block.pages.size(); ++layer) {
     const Page& page = block.pages[layer];
     // A page still to be encoded has nothing to compare with yet.

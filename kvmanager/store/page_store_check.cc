@@ -62,7 +62,7 @@ void PageStoreImpl::CheckInvariants() const {
         const Page& page = block->pages[layer];
         if (sequence.HoldsRaw(i, layer)) ++raw_holds[&page];
         const uint64_t begin = uint64_t{i} * cache.page_tokens();
-        full &= page.is_full();
+        full &= page.is_full() || page.state == PageState::kReceiving;
         if (!visible) continue;
         if (sequence.tokens[layer] <= begin) {
           KV_CHECK(page.state == PageState::kFree);
@@ -75,13 +75,28 @@ void PageStoreImpl::CheckInvariants() const {
       if (!full) KV_CHECK(block->holders == 1 && !block->published);
     }
     for (uint32_t layer = 0; layer < cache.layers(); ++layer) {
-      KV_CHECK(sequence.tokens[layer] <= sequence.blocks.size() * cache.page_tokens());
+      KV_CHECK(!visible || sequence.tokens[layer] <= sequence.blocks.size() * cache.page_tokens());
       KV_CHECK(uint64_t{sequence.aged[layer]} * cache.page_tokens() <= sequence.tokens[layer]);
     }
   };
   for (const auto& [id, sequence] : sequences_) check_sequence(*sequence, true);
   for (const Sequence* sequence : hidden_sequences) check_sequence(*sequence, false);
   for (const Block* block : export_copies) ++holders[block];
+  for (const Block* block : held_blocks) ++holders[block];
+  absl::flat_hash_map<const Cache*, uint64_t> arriving;
+  absl::flat_hash_map<const Tier*, uint64_t> demoting_bytes;
+  for (const auto& move : moves_) {
+    KV_CHECK(move->from->leases > 0 && move->to->leases > 0);
+    for (const BlockMove::Pair& pair : move->blocks) {
+      KV_CHECK(blocks_.contains(pair.from) && blocks_.contains(pair.to) && pair.from->pins > 0);
+      ++holders[pair.to];
+      for (const Page& page : pair.to->pages) KV_CHECK(page.state == PageState::kReceiving);
+      if (!pair.arriving) continue;
+      KV_CHECK(move->to->arriving.at(pair.name.key) == pair.to);
+      ++arriving[move->to.get()];
+    }
+    if (move->demotes) demoting_bytes[move->from->tier] += move->bytes;
+  }
 
   struct Sums {
     std::array<double, kPageStates> pages{}, raw_bytes{}, encoded_bytes{};
@@ -91,7 +106,7 @@ void PageStoreImpl::CheckInvariants() const {
   absl::flat_hash_map<const Cache*, uint64_t> named;
   struct TierSums {
     Slots slots;
-    uint64_t used_bytes = 0, evictable_bytes = 0;
+    uint64_t used_bytes = 0, evictable_bytes = 0, kept_bytes = 0;
   };
   absl::flat_hash_map<const Tier*, TierSums> tiers;
   for (const auto& [key, owned] : blocks_) {
@@ -135,6 +150,7 @@ void PageStoreImpl::CheckInvariants() const {
       KV_CHECK(cache.table.FindKey(block.name.key) == &block && block.is_full() && !block.corrupt);
     }
     if (block.evictable) tier.evictable_bytes += bytes;
+    if (block.evictable && block.kept) tier.kept_bytes += bytes;
     tier.used_bytes += bytes;
   }
   for (const auto& [block, count] : holders) KV_CHECK(blocks_.contains(block));
@@ -144,6 +160,7 @@ void PageStoreImpl::CheckInvariants() const {
     KV_CHECK(retired ? sum.used_bytes < tier->pool->slot_bytes_used()
                      : sum.used_bytes == tier->pool->slot_bytes_used());
     KV_CHECK(sum.evictable_bytes == tier->evictable_bytes && sum.evictable_bytes == tier->pool->reclaimable_bytes());
+    KV_CHECK(sum.kept_bytes == tier->kept_bytes && demoting_bytes[tier.get()] == tier->demoting_bytes);
   }
   for (const auto& [gauges, sum] : sums) {
     for (size_t state = 1; state < kPageStates; ++state) {
@@ -158,6 +175,7 @@ void PageStoreImpl::CheckInvariants() const {
     for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
       KV_CHECK(cache->page_bytes(layer) <= cache->slot_bytes(layer).encoded);
     }
+    KV_CHECK(cache->arriving.size() == arriving[cache.get()]);
     KV_CHECK(cache->sequences == sequences_of[cache.get()] && cache->table.size() == named[cache.get()]);
     KV_CHECK(cache->raw_bytes == cache_bytes[cache.get()].raw &&
              cache->encoded_bytes == cache_bytes[cache.get()].encoded);

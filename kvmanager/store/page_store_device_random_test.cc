@@ -1,11 +1,14 @@
 // Thousands of random operations on caches of a GPU, against a model of what every query must read.
 //
 // The GPU is simulated: each client has a stream, whose submissions run late and in order, each under a plan; encode
-// jobs run behind the writes of their client.
+// jobs run behind the writes of their client. In half of the walks pages move to the host and back, when the walk says
+// so: what was fetched, or copied to the host and back, is queried as all else.
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
+#include <optional>
 #include <set>
 
 #include "kvmanager/base/status.h"
@@ -74,6 +77,16 @@ struct Waiting {
   std::shared_ptr<bool> called = std::make_shared<bool>(false);
 };
 
+/// A sequence on its way between the GPU and the host.
+struct Arrival {
+  size_t cache = 0;
+  Text text;  // of a fetch
+  std::unique_ptr<ArrivalLease> lease;
+  std::optional<ModelSequence> copied;  // of a copy: as it was
+  SequenceId on_host = 0;               // of a copy back: where it comes from
+  std::shared_ptr<bool> called = std::make_shared<bool>(false);
+};
+
 /// An encode job runs behind this submission of its client.
 struct Job {
   const Client* client = nullptr;
@@ -82,13 +95,27 @@ struct Job {
 
 class DeviceRandomTest {
  public:
-  explicit DeviceRandomTest(uint64_t seed) : random_(seed), test_(2 << 20, seed % 3 == 0 ? 32 << 20 : 8 << 20) {
+  explicit DeviceRandomTest(uint64_t seed)
+      : random_(seed),
+        moves_(seed % 2 == 0),
+        test_(moves_ ? (seed % 4 == 0 ? 8 << 20 : 48 << 20) : 2 << 20, seed % 3 == 0 ? 32 << 20 : 8 << 20, moves_) {
     OpenCaches();
     for (Client*& client : clients_) client = NewClient();
   }
 
   void Step() {
-    switch (Below(24)) {
+    switch (Below(moves_ ? 28 : 24)) {
+      case 24:
+        CopyOne();
+        break;
+      case 25:
+      case 26:
+        for (uint64_t n = Below(5); n > 0 && test_.device.mover.moves() > 0; --n) test_.device.mover.FinishOne();
+        break;
+      case 27:
+        for (uint64_t n = Below(5); n > 0 && test_.executor.jobs() > 0; --n)
+          test_.executor.FinishOne(Below(test_.executor.jobs()));
+        break;
       case 0:
       case 1:
         Create();
@@ -135,6 +162,8 @@ class DeviceRandomTest {
     if (::testing::Test::HasFatalFailure()) return;
     SubmitWaiting();
     if (::testing::Test::HasFatalFailure()) return;
+    CommitArrivals();
+    if (::testing::Test::HasFatalFailure()) return;
     BuryClients();
     store().CheckInvariants();
   }
@@ -143,10 +172,15 @@ class DeviceRandomTest {
     for (bool busy = true; busy;) {
       for (auto& client : all_clients_) client->stream.Run(UINT64_MAX);
       while (!jobs_.empty()) RunJob(0);
+      test_.device.mover.FinishAll();
+      test_.executor.FinishAll();
       SubmitWaiting();
       if (::testing::Test::HasFatalFailure()) return;
-      busy = !waiting_.empty() || std::any_of(all_clients_.begin(), all_clients_.end(),
-                                              [](const auto& client) { return client->stream.queued() > 0; });
+      CommitArrivals();
+      if (::testing::Test::HasFatalFailure()) return;
+      busy = !waiting_.empty() || !arrivals_.empty() || test_.device.mover.moves() > 0 || test_.executor.jobs() > 0 ||
+             std::any_of(all_clients_.begin(), all_clients_.end(),
+                         [](const auto& client) { return client->stream.queued() > 0; });
     }
     while (!sequences_.empty()) Drop(sequences_.begin()->first);
     BuryClients();
@@ -165,9 +199,12 @@ class DeviceRandomTest {
 
   struct Counts {
     uint64_t hits = 0, shared = 0, exhausted = 0, awaited = 0, waits = 0, refused = 0, deaths = 0, copies = 0;
+    uint64_t demoted = 0, fetched = 0, waited_arrivals = 0, copied_out = 0, copied_back = 0;
     SimulatedStream::Counts kernels;
   };
   Counts counts;
+  uint64_t demoted() const { return static_cast<uint64_t>(test_.store_metrics.demoted_blocks.Value()); }
+  uint64_t fetched() const { return static_cast<uint64_t>(test_.store_metrics.fetched_blocks.Value()); }
 
  private:
   uint64_t Below(uint64_t n) { return random_() % n; }
@@ -253,6 +290,18 @@ class DeviceRandomTest {
     const auto names = test_.Names(cache.id, text);
     size_t known = 0;
     while (known < names.size() && cache.published.count(names[known].key)) ++known;
+    if (moves_ && Below(4) > 0) {
+      auto lease = store().Fetch(cache.id, names);
+      if (lease.ok()) {
+        const auto match = store().Match(cache.id, names);
+        ASSERT_TRUE(match.ok());
+        ASSERT_LE(match->hit_blocks, static_cast<int>(known));
+        Await({which, text, *std::move(lease), {}, 0});
+        return;
+      }
+      ASSERT_EQ(lease.status().code(), absl::StatusCode::kResourceExhausted) << lease.status();
+      ++counts.exhausted;
+    }
     const auto made = store().CreateSequence(cache.id, names);
     ASSERT_TRUE(made.ok()) << made.status();
     const int hit = made->match.hit_blocks;
@@ -260,16 +309,126 @@ class DeviceRandomTest {
     if (test_.store_metrics.evicted_blocks.Value() == 0 && !lost_names_) {
       ASSERT_EQ(hit, static_cast<int>(known));
     }
+    AddSequence(which, text, *made);
+  }
+
+  void AddSequence(size_t which, Text text, const CreateResult& made) {
+    const ModelCache& cache = caches_[which];
+    const int hit = made.match.hit_blocks;
     counts.hits += hit;
     ModelSequence model;
     model.client = clients_[Below(kClients)];
     model.cache = which;
-    text.Truncate(hit * page_tokens);
+    text.Truncate(hit * cache.config.layout.page_tokens);
     model.text = text;
-    model.tokens.assign(cache.config.layers, hit * page_tokens);
+    model.tokens.assign(cache.config.layers, hit * cache.config.layout.page_tokens);
     model.aged.assign(cache.config.layers, hit);
     model.waiting.assign(cache.config.layers, 0);
-    sequences_.emplace(made->sequence, model);
+    sequences_.emplace(made.sequence, model);
+  }
+
+  // --- between the GPU and the host ---
+
+  void Await(Arrival arrival) {
+    arrival.lease->OnReady([called = arrival.called] { *called = true; });
+    counts.waited_arrivals += !arrival.lease->ready();
+    arrivals_.push_back(std::move(arrival));
+  }
+
+  void CopyOne() {
+    auto it = Pick();
+    if (it == sequences_.end() || it->second.client->dead || arrivals_.size() >= kWaitingMax) return;
+    const ModelSequence& model = it->second;
+    if (model.client->stream.ran() < model.written_by)
+      model.client->stream.Run(model.written_by - model.client->stream.ran());
+    if (::testing::Test::HasFatalFailure()) return;
+    auto lease = store().Copy(it->first, CacheConfig::kHost);
+    if (model.TokensInEveryLayer() != model.TokensInSomeLayer()) {
+      ASSERT_EQ(lease.status().code(), absl::StatusCode::kFailedPrecondition) << lease.status();
+      return;
+    }
+    if (!lease.ok()) {
+      ASSERT_EQ(lease.status().code(), absl::StatusCode::kResourceExhausted) << lease.status();
+      ++counts.exhausted;
+      return;
+    }
+    Await({model.cache, {}, *std::move(lease), model, 0});
+    // Others come and go, and the sequence itself goes on.
+    if (Below(4) == 0) Drop(it->first);
+  }
+
+  void CommitArrivals() {
+    for (size_t i = 0; i < arrivals_.size();) {
+      ASSERT_EQ(arrivals_[i].lease->ready(), *arrivals_[i].called);
+      if (Below(40) == 0) {  // given up
+        Arrival gone = std::move(arrivals_[i]);
+        arrivals_.erase(arrivals_.begin() + i);
+        if (gone.on_host != 0) store().Drop(gone.on_host);
+        continue;
+      }
+      if (!*arrivals_[i].called) {
+        ++i;
+        continue;
+      }
+      Arrival arrival = std::move(arrivals_[i]);
+      arrivals_.erase(arrivals_.begin() + i);
+      const auto made = arrival.lease->Commit();
+      arrival.lease = nullptr;
+      if (arrival.on_host != 0) store().Drop(arrival.on_host);
+      if (made.status().code() == absl::StatusCode::kResourceExhausted) {
+        ++counts.exhausted;
+        continue;
+      }
+      ASSERT_TRUE(made.ok()) << made.status();
+      if (!arrival.copied.has_value()) {
+        AddSequence(arrival.cache, arrival.text, *made);
+      } else if (arrival.on_host == 0) {
+        ASSERT_NO_FATAL_FAILURE(CheckOnHost(made->sequence, *arrival.copied));
+        ++counts.copied_out;
+        auto back = store().Copy(made->sequence, TestDevice::kOrdinal);
+        if (back.ok()) {
+          Await({arrival.cache, {}, *std::move(back), arrival.copied, made->sequence});
+        } else {
+          ASSERT_EQ(back.status().code(), absl::StatusCode::kResourceExhausted) << back.status();
+          ++counts.exhausted;
+          store().Drop(made->sequence);
+        }
+      } else {
+        ++counts.copied_back;
+        ModelSequence model = *arrival.copied;
+        model.client = clients_[Below(kClients)];
+        model.written_by = 0;
+        model.text.Truncate(model.tokens[0]);
+        std::fill(model.waiting.begin(), model.waiting.end(), 0);
+        if (Below(2)) model.text.Add(1000 + static_cast<uint32_t>(Below(1000)));
+        sequences_.emplace(made->sequence, model);
+      }
+    }
+  }
+
+  // What a hand-off would send of it.
+  void CheckOnHost(SequenceId id, const ModelSequence& model) {
+    const auto lease = store().Export(id);
+    if (lease.status().code() == absl::StatusCode::kResourceExhausted) return;  // of the open page's copy
+    ASSERT_TRUE(lease.ok()) << lease.status();
+    ASSERT_TRUE((*lease)->ready());
+    const HandOffContent& content = (*lease)->content();
+    const ModelCache& cache = caches_[model.cache];
+    const PageLayout& layout = cache.config.layout;
+    ASSERT_EQ(content.tokens, model.tokens[0]);
+    for (size_t i = 0; i < content.pages.size(); ++i) {
+      const HandOffPage& page = content.pages[i];
+      const uint64_t begin = uint64_t{page.block} * layout.page_tokens;
+      const int tokens = static_cast<int>(std::min<uint64_t>(layout.page_tokens, content.tokens - begin));
+      const int layer = static_cast<int>(page.layer);
+      std::vector<uint8_t> expected = testing::MakeRawPage(layout, model.text, page.block, tokens, layer);
+      if (page.form == PageForm::kEncoded)
+        expected = testing::MakeEncodedPage(*cache.codec, expected, page.block, layer);
+      ASSERT_EQ(page.bytes, expected.size());
+      ASSERT_EQ(std::memcmp((*lease)->bytes(i).data(), expected.data(), expected.size()), 0)
+          << "page " << page.block << " of layer " << page.layer;
+      ASSERT_EQ(page.checksum, testing::Checksum(expected));
+    }
   }
 
   // A cache's layers, all or some.
@@ -654,12 +813,14 @@ class DeviceRandomTest {
   }
 
   std::mt19937_64 random_;
+  const bool moves_;
   TestStore test_;
   std::vector<std::unique_ptr<Client>> all_clients_;  // dead ones too
   Client* clients_[kClients];                         // live ones
   std::vector<ModelCache> caches_;
   std::map<SequenceId, ModelSequence> sequences_;
   std::vector<Waiting> waiting_;
+  std::vector<Arrival> arrivals_;
   std::vector<Job> jobs_;  // of the executor, by its index
   bool lost_names_ = false;
   bool slow_encoding_ = false;
@@ -678,7 +839,17 @@ TEST(PageStoreDeviceRandom, KernelsReadWhatTheModelSays) {
     }
     test.Finish();
     if (::testing::Test::HasFatalFailure()) return;
-    const auto& counts = test.counts;
+    auto& counts = test.counts;
+    counts.demoted = test.demoted();
+    counts.fetched = test.fetched();
+    std::printf("seed %d: %d demoted, %d fetched, %d arrivals waited, %d copied out, %d back\n", int(seed),
+                int(counts.demoted), int(counts.fetched), int(counts.waited_arrivals), int(counts.copied_out),
+                int(counts.copied_back));
+    sum.demoted += counts.demoted;
+    sum.fetched += counts.fetched;
+    sum.waited_arrivals += counts.waited_arrivals;
+    sum.copied_out += counts.copied_out;
+    sum.copied_back += counts.copied_back;
     std::printf(
         "seed %d: %d hits, %d shared, %d copies, %d exhausted (%d awaited), %d waits, %d refused, %d deaths, %d "
         "queries "
@@ -706,6 +877,11 @@ TEST(PageStoreDeviceRandom, KernelsReadWhatTheModelSays) {
   EXPECT_GT(sum.deaths, 0u);
   EXPECT_GT(sum.kernels.encoded, 0u);
   EXPECT_GT(sum.kernels.declined, 0u);
+  EXPECT_GT(sum.demoted, 0u);
+  EXPECT_GT(sum.fetched, 0u);
+  EXPECT_GT(sum.waited_arrivals, 0u);
+  EXPECT_GT(sum.copied_out, 0u);
+  EXPECT_GT(sum.copied_back, 0u);
 }
 
 }  // namespace

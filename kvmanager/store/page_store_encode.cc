@@ -5,6 +5,16 @@
 
 namespace kvmanager {
 
+namespace {
+
+// What does not arrive is waited for no longer.
+bool Awaits(const PageRef& ref) {
+  const Page& page = ref.page();
+  return page.awaits_encoding() || (page.state == PageState::kReceiving && !ref.block->corrupt);
+}
+
+}  // namespace
+
 EncodeWaiter::EncodeWaiter(PageStoreImpl* store) : store_(store), alive_(store->alive()) {}
 
 EncodeWaiter::~EncodeWaiter() {
@@ -91,7 +101,7 @@ void PageStoreImpl::OnEncoded(const std::vector<PageRef>& pages, absl::Span<cons
 void PageStoreImpl::NotifyWaiters() {
   std::erase_if(waiting_, [this](EncodeWaiter* waiter) {
     auto& pending = waiter->pending_;
-    while (!pending.empty() && !pending.back().page().awaits_encoding()) pending.pop_back();
+    while (!pending.empty() && !Awaits(pending.back())) pending.pop_back();
     auto& jobs = waiter->pending_jobs_;
     while (!jobs.empty() && jobs.back()->done()) jobs.pop_back();
     if (!pending.empty() || !jobs.empty()) return false;

@@ -2,12 +2,14 @@
 //
 // Invariants beyond those of page_state.h, page_table.h and sequence.h (CheckInvariants):
 //  1. A block is in `blocks_` exactly while it has a live page, a holder or a name.
-//  2. block.holders = sequences, hand-offs and export copies that list it; page.raw_holds = those that have not aged
-//  the page.
+//  2. block.holders = sequences, hand-offs, moves and export copies that list it; page.raw_holds = those that have not
+//  aged the page.
 //  3. Every slot that a page names is the pool's current one, and no slot is named twice.
-//  4. A block is evictable exactly while published with no holder, pin or job; its slots, and no others, are then
+//  4. A block that is being copied from another memory is Receiving, held by its move and, before it can be found, by
+//  the sequences that wait for it; it has no name.
+//  5. A block is evictable exactly while published with no holder, pin or job; its slots, and no others, are then
 //  reclaimable in the pool.
-//  5. A Resident page keeps its raw form only if declined, held or pinned (identity codecs have one form).
+//  6. A Resident page keeps its raw form only if declined, held or pinned (identity codecs have one form).
 #pragma once
 
 #include <array>
@@ -20,6 +22,8 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
+#include "absl/functional/function_ref.h"
+#include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/memory/release_epochs.h"
 #include "kvmanager/memory/slot_pool.h"
@@ -38,13 +42,17 @@ struct Tier {
   SlotPool* pool = nullptr;
   EncodeExecutor* executor = nullptr;
   ReleaseEpochs* epochs = nullptr;  // of a GPU: kernels may read a slot after the store gave it up
+  PageMover* mover = nullptr;       // of a GPU: to the host and back; nullptr: nothing moves
   std::unique_ptr<EvictionPolicy> eviction = MakeLruEviction();
   uint64_t evictable_bytes = 0;
+  uint64_t kept_bytes = 0;       // of those, of blocks that the host has, too
+  uint64_t demoting_bytes = 0;   // on their way to the host: evictable once they are there
   std::vector<PageId> reusable;  // scratch of Collect
   uint64_t retired = 0;          // slots ever given to `epochs`
   uint64_t evicted_until = 0;    // of them, up to the last one that was evicted
   uint64_t evicted_bytes = 0;    // since none that was evicted waited
 
+  std::string name() const { return device == CacheConfig::kHost ? "host" : absl::StrCat("gpu", device); }
   /// What was evicted and has not all returned: it is room that only has to be waited for.
   uint64_t evicted_waiting_bytes() const {
     return epochs != nullptr && retired - epochs->retired_slots() < evicted_until ? evicted_bytes : 0;
@@ -63,6 +71,7 @@ struct Cache {
   SlotClasses encoded_slots;
   const PageGauges* gauges = nullptr;
   PageTable table;
+  absl::flat_hash_map<BlockKey, Block*> arriving;  // being fetched: nobody else's, and not to be found yet
   uint64_t sequences = 0;
   uint64_t leases = 0;
   uint64_t opened = 0;  // order of openings, by clients and hand-offs
@@ -89,7 +98,42 @@ struct Cache {
 
 class PageStoreImpl;
 
-/// Something that waits until pages are encoded. It lives in a lease and leaves the store's lists when destroyed.
+/// What is copied of blocks that move.
+struct MoveForms {
+  /// Pages of which the raw form is wanted beside the encoded one.
+  absl::FunctionRef<bool(const Block& block, uint32_t layer)> with_raw;
+  uint32_t full_blocks = UINT32_MAX;  // a block with this index is open
+  int open_tokens = 0;                // of that, as many
+};
+
+/// Blocks on their way between a GPU and the host. The pages that they come from are pinned, the blocks that they
+/// become held; both caches have a lease.
+struct BlockMove {
+  struct PageBytes {
+    const uint8_t* raw = nullptr;  // where the copy will be; nullptr: not in this form
+    const uint8_t* encoded = nullptr;
+    int open_tokens = 0;    // > 0: of an open page
+    uint64_t checksum = 0;  // of the form that stays; 0: not known yet
+    bool refused = false;   // bytes that no page may have
+  };
+  struct Pair {
+    Block* from = nullptr;
+    Block* to = nullptr;
+    std::vector<PageBytes> pages;  // [layers]
+    bool named = false;            // then `to` takes the name, unless another has it by then
+    bool arriving = false;         // `to` is in its cache's `arriving`
+    BlockName name;
+  };
+  PageDirection direction = PageDirection::kFetch;
+  std::shared_ptr<Cache> from, to;
+  std::vector<Pair> blocks;
+  uint64_t bytes = 0;    // that are copied
+  bool demotes = false;  // for room on the GPU: counted in its tier's demoting_bytes
+  bool purged = false;   // meanwhile: what arrives gets no name
+};
+
+/// Something that waits until pages are encoded, or have arrived. It lives in a lease and leaves the store's lists when
+/// destroyed.
 class EncodeWaiter {
  public:
   explicit EncodeWaiter(PageStoreImpl* store);
@@ -101,7 +145,7 @@ class EncodeWaiter {
   void CallWhenReady(absl::AnyInvocable<void()> fn);
 
  protected:
-  /// Waits for `pages`, all pinned by the lease, and `jobs`; resolves at once if there are none.
+  /// Waits for `pages`, whose blocks the lease keeps, and `jobs`; resolves at once if there are none.
   void WaitFor(std::vector<PageRef> pages, IndexJobs jobs = {});
   /// Every page waited for has its final form.
   virtual void Resolve() = 0;
@@ -172,6 +216,9 @@ class PageStoreImpl final : public PageStore {
     for (const auto& tier : tiers_) Collect(*tier);
   }
   bool AwaitsRelease(int device) const override;
+  absl::StatusOr<std::unique_ptr<ArrivalLease>> Fetch(CacheId cache, absl::Span<const BlockName> prefix) override;
+  absl::StatusOr<std::unique_ptr<ArrivalLease>> Copy(SequenceId sequence, int device) override;
+  bool IsTwin(CacheId cache, SequenceId sequence) const override;
   absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, int layer,
                                                       absl::Span<const AttendEntry> entries) override;
   using PageStore::Crop;
@@ -218,6 +265,8 @@ class PageStoreImpl final : public PageStore {
   /// Takes slots, evicting the least recently used blocks until they fit. Errors: RESOURCE_EXHAUSTED, if evicting
   /// every evictable block would not make them fit; then nothing was evicted.
   absl::Status Reserve(const Cache& cache, const SlotCounts& wanted, Reservation* out);
+  /// Whether evicting what can be evicted would make room for all of `wanted`.
+  static bool CanReserve(const Cache& cache, const SlotCounts& wanted);
   void Hold(Block* block);     // one more holder
   void Release(Block* block);  // one holder less; of a chain, children first (EvictionPolicy)
   /// Notes that a page of `sequence` has other slots now, for TakeChanges.
@@ -235,8 +284,28 @@ class PageStoreImpl final : public PageStore {
   void Unname(Block* block);  // out of the table; the block goes if nobody holds it
   bool VerifyChecksums(const Block& block) const;
   uint64_t ChecksumOf(const Cache& cache, uint32_t layer, const Page& page) const;  // of the form that stays
+  /// The blocks named so, one behind the other, each verified and held; of a cache on a GPU where pages move, also
+  /// those that are arriving there or that the host has. match: how far, and why no further.
+  std::vector<Block*> FindAnywhere(Cache& cache, absl::Span<const BlockName> names, MatchResult* match);
+  void CountHits(const MatchResult& match);
   /// The block named so, verified; a corrupt one is dropped. nullptr and the reason otherwise.
   Block* FindVerified(Cache& cache, const BlockName& name, uint32_t index, MissReason* reason);
+
+  // page_store_tiers.cc: blocks that move between a GPU and the host.
+  /// The cache of equal digest in the host's memory, or nullptr.
+  std::shared_ptr<Cache> HostTwin(const Cache& cache) const;
+  /// The same on `device`, opened where there is none.
+  absl::StatusOr<std::shared_ptr<Cache>> TwinOn(const Cache& cache, int device);
+  /// Whether an evictable block of a GPU is on its way to the host now; else the host has it (`kept`), or it cannot go
+  /// there. What was evictable is so no more, or again once it arrived.
+  bool Demote(Block* block);
+  /// Demotes what would go next, while little of the GPU's room can be had at once.
+  void DemoteAhead(Tier& tier);
+  /// Starts to copy `blocks`, all of cache `from`, into slots of `to`, which they need as CountSlots says. Adds the new
+  /// blocks, in order, to `copies`; each has the move as its holder.
+  void StartMove(const std::shared_ptr<Cache>& from, const std::shared_ptr<Cache>& to, absl::Span<Block* const> blocks,
+                 const MoveForms& forms, bool demotes, Reservation* slots, std::vector<Block*>* copies);
+  static void CountSlots(const Block& block, const Cache& to, const MoveForms& forms, SlotCounts* wanted);
 
   // page_store_encode.cc: jobs and those who wait for them.
   void PostEncodes(const std::shared_ptr<Cache>& cache, std::vector<PageRef> pages);
@@ -262,6 +331,7 @@ class PageStoreImpl final : public PageStore {
   absl::StatusOr<Sequence*> FindSequence(SequenceId id) const;
   std::unique_ptr<Sequence> NewSequence(const std::shared_ptr<Cache>& cache);
   absl::Status CheckSequenceLimit() const;
+  static absl::Status CheckNames(absl::Span<const BlockName> names);
   SequenceId Show(std::unique_ptr<Sequence> sequence);  // makes it visible
   void ReleaseBlocks(Sequence& sequence);
   SequenceInfo InfoOf(const Sequence& sequence) const;
@@ -269,6 +339,7 @@ class PageStoreImpl final : public PageStore {
   // Hand-offs under way, for CheckInvariants: sequences that are not visible, blocks that hold copies.
   absl::flat_hash_set<const Sequence*> hidden_sequences;
   absl::flat_hash_set<const Block*> export_copies;
+  std::vector<const Block*> held_blocks;  // by arrivals that have yet to begin
   /// Buffers of finished attend leases, reused so that the hot path allocates little.
   struct AttendBuffers {
     struct EncodedPage {
@@ -289,6 +360,9 @@ class PageStoreImpl final : public PageStore {
 
  private:
   void OnEncoded(const std::vector<PageRef>& pages, absl::Span<const EncodeItem> items);
+  void OnMoved(const std::shared_ptr<BlockMove>& move, bool moved);
+  void Land(BlockMove& move, bool moved);
+  void LandBlock(BlockMove& move, BlockMove::Pair& pair, bool moved);
   void BeginJobs(const Sequence& sequence, const IndexJobs& jobs);
   void CountIndexBytes(Sequence& sequence);
   void NotifyWaiters();
@@ -339,6 +413,7 @@ class PageStoreImpl final : public PageStore {
   absl::flat_hash_map<std::string, Tenant> tenants_;
   absl::flat_hash_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
   absl::flat_hash_map<const Block*, std::unique_ptr<Block>> blocks_;
+  std::vector<std::shared_ptr<BlockMove>> moves_;  // under way
   std::vector<EncodeWaiter*> waiting_;
   std::deque<EncodeWaiter*> ready_;  // whose callbacks are to be called
 };

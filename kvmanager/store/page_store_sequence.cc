@@ -4,14 +4,11 @@
 #include "kvmanager/store/page_store_impl.h"
 
 namespace kvmanager {
-namespace {
 
-absl::Status CheckNames(absl::Span<const BlockName> names) {
+absl::Status PageStoreImpl::CheckNames(absl::Span<const BlockName> names) {
   if (names.size() <= PageStore::kNamesMax) return absl::OkStatus();
   return InvalidField("names", names.size(), absl::StrCat("at most ", PageStore::kNamesMax));
 }
-
-}  // namespace
 
 absl::StatusOr<Sequence*> PageStoreImpl::FindSequence(SequenceId id) const {
   const auto found = sequences_.find(id);
@@ -77,17 +74,43 @@ std::vector<SequenceInfo> PageStoreImpl::Sequences() const {
   return all;
 }
 
+std::vector<Block*> PageStoreImpl::FindAnywhere(Cache& cache, absl::Span<const BlockName> names, MatchResult* match) {
+  std::vector<Block*> found;
+  const bool moves = cache.on_device() && cache.tier->mover != nullptr && cache.tier->mover->ready();
+  const std::shared_ptr<Cache> twin = moves ? HostTwin(cache) : nullptr;
+  for (const BlockName& name : names) {
+    const uint32_t index = static_cast<uint32_t>(found.size());
+    Block* block = FindVerified(cache, name, index, &match->reason);
+    if (block == nullptr && match->reason == MissReason::kNotFound && moves) {
+      const auto arriving = cache.arriving.find(name.key);
+      if (arriving != cache.arriving.end() && arriving->second->index == index &&
+          arriving->second->name.tokens == name.tokens) {
+        match->reason = MissReason::kNone;
+        block = arriving->second;
+        Hold(block);
+      } else if (twin != nullptr) {
+        block = FindVerified(*twin, name, index, &match->reason);
+      }
+    }
+    if (block == nullptr) break;
+    found.push_back(block);
+  }
+  match->hit_blocks = static_cast<int>(found.size());
+  return found;
+}
+
+void PageStoreImpl::CountHits(const MatchResult& match) {
+  if (match.reason != MissReason::kNone) {
+    metrics_->prefix_misses[static_cast<size_t>(match.reason)]->Increment();
+  }
+  metrics_->prefix_hit_blocks.Increment(static_cast<double>(match.hit_blocks));
+}
+
 absl::StatusOr<MatchResult> PageStoreImpl::Match(CacheId id, absl::Span<const BlockName> names) {
   KV_ASSIGN_OR_RETURN(const auto cache, FindCache(id));
   KV_RETURN_IF_ERROR(CheckNames(names));
   MatchResult result;
-  std::vector<Block*> found;
-  for (const BlockName& name : names) {
-    Block* block = FindVerified(*cache, name, static_cast<uint32_t>(found.size()), &result.reason);
-    if (block == nullptr) break;
-    found.push_back(block);
-  }
-  result.hit_blocks = static_cast<int>(found.size());
+  std::vector<Block*> found = FindAnywhere(*cache, names, &result);
   if (result.reason != MissReason::kNone) metrics_->prefix_misses[static_cast<size_t>(result.reason)]->Increment();
   for (; !found.empty(); found.pop_back()) Release(found.back());
   return result;
@@ -108,11 +131,8 @@ absl::StatusOr<CreateResult> PageStoreImpl::CreateSequence(CacheId id, absl::Spa
     if (block == nullptr) break;
     found.push_back(block);
   }
-  if (result.match.reason != MissReason::kNone) {
-    metrics_->prefix_misses[static_cast<size_t>(result.match.reason)]->Increment();
-  }
-  metrics_->prefix_hit_blocks.Increment(static_cast<double>(found.size()));
   result.match.hit_blocks = static_cast<int>(found.size());
+  CountHits(result.match);
   auto sequence = NewSequence(cache);
   sequence->hit_blocks = result.match.hit_blocks;
   // A hit is taken as it is found: its pages have aged.

@@ -26,7 +26,7 @@ class PageStoreTest : public ::testing::Test {
     if (test_ != nullptr) test_->store->CheckInvariants();
   }
   TestStore& test() {
-    if (test_ == nullptr) test_ = std::make_unique<TestStore>(pool_bytes_, device_bytes_);
+    if (test_ == nullptr) test_ = std::make_unique<TestStore>(pool_bytes_, device_bytes_, moves_);
     return *test_;
   }
   PageStore& store() { return *test().store; }
@@ -57,6 +57,7 @@ class PageStoreTest : public ::testing::Test {
 
   uint64_t pool_bytes_ = 16 << 20;
   uint64_t device_bytes_ = 0;
+  bool moves_ = false;
   std::unique_ptr<TestStore> test_;
 };
 

@@ -23,6 +23,13 @@ StoreMetrics::StoreMetrics(Metrics* m)
                                         "Time since the last use of a block when it was evicted",
                                         ExponentialBounds(0.1, 4, 10))),
       purged_blocks(m->Counter("purged_blocks_total", "Published blocks dropped on an operator's request")),
+      demoted_blocks(m->Counter("demoted_blocks_total", "Published blocks copied from a GPU to the host's pool")),
+      demoted_bytes(m->Counter("demoted_bytes_total", "Bytes of blocks copied from a GPU to the host's pool")),
+      fetched_blocks(m->Counter("fetched_blocks_total", "Blocks copied from the host's pool to a GPU")),
+      fetched_bytes(m->Counter("fetched_bytes_total", "Bytes of blocks copied from the host's pool to a GPU")),
+      lost_moves(m->Counter("lost_moves_total",
+                            "Blocks copied between a GPU and the host that did not arrive, or not as they should be")),
+      moving_bytes(m->Gauge("moving_bytes", "Bytes on their way between GPUs and the host's pool")),
       exhausted(m->Counter("pool_exhausted_total", "Requests refused because the host pool was full of pinned pages")),
       appended_tokens(m->Counter("appended_tokens_total", "Tokens appended, counted once per layer")),
       refused_appends(m->Counter("refused_appends_total", "Append calls refused with an error")),
@@ -61,13 +68,13 @@ StoreMetrics::StoreMetrics(Metrics* m)
   }
 }
 
-PageGauges& StoreMetrics::PagesOf(const std::string& codec) {
-  const auto [it, is_new] = pages_.try_emplace(codec);
+PageGauges& StoreMetrics::PagesOf(const std::string& codec, const std::string& tier) {
+  const auto [it, is_new] = pages_.try_emplace({codec, tier});
   if (!is_new) return it->second;
   for (size_t i = 0; i < kPageStates; ++i) {
     const auto state = static_cast<PageState>(i);
     if (state == PageState::kFree) continue;
-    MetricLabels labels = {{"codec", codec}, {"state", PageStateName(state)}, {"tier", "host"}};
+    MetricLabels labels = {{"codec", codec}, {"state", PageStateName(state)}, {"tier", tier}};
     it->second.pages[i] = &metrics_->Gauge("pages", "Pages by state", labels);
     labels["form"] = "raw";
     it->second.raw_bytes[i] =

@@ -5,6 +5,7 @@
 #include <array>
 #include <map>
 #include <string>
+#include <utility>
 
 #include "kvmanager/store/miss_reason.h"
 #include "kvmanager/store/page_state.h"
@@ -15,9 +16,9 @@ namespace kvmanager {
 struct StoreMetrics {
   explicit StoreMetrics(Metrics* metrics);
 
-  /// Gauges of pages and bytes of a codec by state, in tier "host"; made on first use. `codec`: a registered codec's
-  /// name.
-  PageGauges& PagesOf(const std::string& codec);
+  /// Gauges of pages and bytes of a codec by state, in a tier ("host", or "gpu" and its number); made on first use.
+  /// `codec`: a registered codec's name.
+  PageGauges& PagesOf(const std::string& codec, const std::string& tier = "host");
 
   prometheus::Counter& prefix_hit_blocks;
   std::array<prometheus::Counter*, kMissReasons> prefix_misses;  // by MissReason; kNone is nullptr
@@ -26,6 +27,12 @@ struct StoreMetrics {
   prometheus::Counter& evicted_bytes;
   prometheus::Histogram& evicted_idle_seconds;
   prometheus::Counter& purged_blocks;
+  prometheus::Counter& demoted_blocks;
+  prometheus::Counter& demoted_bytes;
+  prometheus::Counter& fetched_blocks;
+  prometheus::Counter& fetched_bytes;
+  prometheus::Counter& lost_moves;
+  prometheus::Gauge& moving_bytes;
   prometheus::Counter& exhausted;
   prometheus::Counter& appended_tokens;  // tokens times layers
   prometheus::Counter& refused_appends;
@@ -57,7 +64,7 @@ struct StoreMetrics {
 
  private:
   Metrics* metrics_;
-  std::map<std::string, PageGauges> pages_;
+  std::map<std::pair<std::string, std::string>, PageGauges> pages_;  // by codec and tier
 };
 
 }  // namespace kvmanager

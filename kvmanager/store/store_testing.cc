@@ -221,13 +221,33 @@ std::unique_ptr<PagePool> MakePool(uint64_t bytes) {
 
 }  // namespace
 
-TestStore::TestStore(uint64_t pool_bytes, uint64_t device_bytes) : store_metrics(&metrics) {
+void ManualMover::Move(PageDirection direction, std::vector<PageCopy> copies, absl::AnyInvocable<void(bool)> done) {
+  moves_.push_back({direction, std::move(copies), std::move(done)});
+}
+
+void ManualMover::FinishOne(bool moved) {
+  Waiting move = std::move(moves_.front());
+  moves_.pop_front();
+  for (const PageCopy& copy : move.copies) {
+    if (!moved) break;
+    const bool fetch = move.direction == PageDirection::kFetch;
+    std::memcpy(fetch ? copy.device : copy.host, fetch ? copy.host : copy.device, copy.bytes);
+  }
+  move.done(moved);
+}
+
+void ManualMover::FinishAll() {
+  while (!moves_.empty()) FinishOne();
+}
+
+TestStore::TestStore(uint64_t pool_bytes, uint64_t device_bytes, bool moves) : store_metrics(&metrics) {
   RegisterTestCodecs(&registry);
   pool = MakePool(pool_bytes);
   std::vector<StoreDevice> devices;
   if (device_bytes > 0) {
     device.pool = MakePool(device_bytes);
-    devices.push_back({TestDevice::kOrdinal, device.pool.get(), &device.epochs, &device.executor});
+    devices.push_back(
+        {TestDevice::kOrdinal, device.pool.get(), &device.epochs, &device.executor, moves ? &device.mover : nullptr});
   }
   store = PageStore::Create(pool.get(), &registry, &executor, &store_metrics, &clock, devices);
 }

@@ -2,6 +2,7 @@
 // contents that are a function of the tokens before them, and a store with everything it needs.
 #pragma once
 
+#include <deque>
 #include <functional>
 #include <memory>
 #include <random>
@@ -72,9 +73,30 @@ uint64_t Checksum(const std::vector<uint8_t>& bytes);
 
 CacheConfig MakeConfig(const std::string& codec, int lag_pages, const std::string& tenant = "a", int layers = 2);
 
+/// Moves wait until told to end, in their order.
+class ManualMover final : public PageMover {
+ public:
+  bool ready() const override { return is_ready; }
+  void Move(PageDirection direction, std::vector<PageCopy> copies, absl::AnyInvocable<void(bool)> done) override;
+  /// moved: else no byte is touched.
+  void FinishOne(bool moved = true);
+  void FinishAll();
+  size_t moves() const { return moves_.size(); }
+  bool is_ready = true;
+
+ private:
+  struct Waiting {
+    PageDirection direction;
+    std::vector<PageCopy> copies;
+    absl::AnyInvocable<void(bool)> done;
+  };
+  std::deque<Waiting> moves_;
+};
+
 /// Plays a GPU's part: its slots are in host memory, its kernels what a test does with them.
 struct TestDevice {
   static constexpr int kOrdinal = 0;
+  ManualMover mover;
   std::unique_ptr<PagePool> pool;
   ReleaseEpochs epochs;
   ManualExecutor executor;
@@ -82,8 +104,8 @@ struct TestDevice {
 
 /// A store with its pool, codecs, executor, metrics and clock.
 struct TestStore {
-  /// device_bytes: 0 without a device.
-  explicit TestStore(uint64_t pool_bytes = 64 << 20, uint64_t device_bytes = 0);
+  /// device_bytes: 0 without a device. moves: its pages move to the host and back.
+  explicit TestStore(uint64_t pool_bytes = 64 << 20, uint64_t device_bytes = 0, bool moves = false);
 
   CodecRegistry registry;
   std::unique_ptr<PagePool> pool;

@@ -1,0 +1,567 @@
+// Blocks in two memories: a GPU's pages go to the host before their room is needed, and come back when they are asked
+// for; sequences are copied from one to the other, to be handed over or taken over.
+//
+// Caches of equal digest are one cache in several memories, so what leaves a GPU is an ordinary published block of the
+// host's cache: found, evicted, handed over and purged as any other. A move is a hand-off inside the daemon: its source
+// is pinned, its target is Receiving and found by nobody until it lands. Bytes that come from a GPU are checked as a
+// peer's are, since engines write there themselves.
+#include <algorithm>
+#include <utility>
+
+#include "kvmanager/store/page_store_impl.h"
+#include "xxhash.h"
+
+namespace kvmanager {
+namespace {
+
+// Room on a GPU that can be had at once: free, or of blocks that the host has, too. Below this share of the pool what
+// would be evicted next is copied to the host, a few blocks in each call.
+constexpr uint64_t kAheadShare = 8;
+constexpr int kDemotionsAtOnce = 16;
+constexpr uint64_t kDemotingBytesMax = uint64_t{256} << 20;
+
+bool NoRaw(const Block&, uint32_t) { return false; }
+
+uint32_t MovedBytes(uint64_t bytes) {
+  constexpr uint64_t kUnit = 16;  // slots are larger
+  return static_cast<uint32_t>((bytes + kUnit - 1) / kUnit * kUnit);
+}
+
+// Slots of a page that are copied, and in which form their copies are. A page whose sequence has gone is copied all the
+// same, since it is pinned.
+struct Sources {
+  PageId raw;
+  PageId encoded;
+};
+Sources SourcesOf(const Block& block, uint32_t layer, const MoveForms& forms) {
+  const Page& page = block.pages[layer];
+  // Its sequence may have filled it since; its raw bytes stay.
+  if (block.index >= forms.full_blocks) return {page.raw.valid() ? page.raw : page.encoded, PageId()};
+  KV_CHECK(!page.awaits_encoding() && (page.raw.valid() || page.encoded.valid()));
+  if (page.declined || !page.encoded.valid()) return {page.raw, PageId()};
+  return {forms.with_raw(block, layer) ? page.raw : PageId(), page.encoded};
+}
+
+class PageWait final : public EncodeWaiter {
+ public:
+  using EncodeWaiter::EncodeWaiter;
+  void Start(std::vector<PageRef> pages, absl::AnyInvocable<void()> fn) {
+    WaitFor(std::move(pages));
+    CallWhenReady(std::move(fn));
+  }
+
+ private:
+  void Resolve() override {}
+};
+
+// First it waits until what is to be copied is encoded, then until the copies are there.
+class ArrivalLeaseImpl final : public ArrivalLease {
+ public:
+  ArrivalLeaseImpl(PageStoreImpl* store, std::shared_ptr<Cache> to)
+      : store_(store), alive_(store->alive()), to_(std::move(to)), encoded_(store), arrived_(store) {
+    ++to_->leases;
+    sequence_ = store_->NewSequence(to_);
+    store_->hidden_sequences.insert(sequence_.get());
+  }
+  ~ArrivalLeaseImpl() override {
+    if (alive_.expired()) return;
+    if (sequence_ != nullptr) {
+      store_->hidden_sequences.erase(sequence_.get());
+      store_->ReleaseBlocks(*sequence_);
+    }
+    LetGo();
+    --to_->leases;
+    if (!to_->wanted) store_->CloseIfUnused(to_);
+  }
+
+  /// Of a fetch. A block of the target's memory that the caller holds, or of another that it holds until this returns.
+  void AddBlock(Block* block) {
+    Source source{block, block->cache == to_};
+    if (source.here) {
+      store_->held_blocks.push_back(block);
+    } else {
+      Pin(block);
+    }
+    sources_.push_back(source);
+  }
+  void StartFetch(const MatchResult& match) {
+    result_.match = match;
+    sequence_->hit_blocks = match.hit_blocks;
+    // A hit is taken as it is found: its pages have aged.
+    std::fill(sequence_->aged.begin(), sequence_->aged.end(), static_cast<uint32_t>(sources_.size()));
+    std::fill(sequence_->tokens.begin(), sequence_->tokens.end(), uint64_t{sources_.size()} * to_->page_tokens());
+    fetches_ = true;
+    AwaitEncoding();
+  }
+  void StartCopy(const Sequence& from) {
+    sequence_->tokens = from.tokens;
+    sequence_->aged = from.aged;
+    sequence_->hit_blocks = from.hit_blocks;
+    for (Block* block : from.blocks) AddBlock(block);
+    AwaitEncoding();
+  }
+
+  bool ready() const override { return ready_; }
+  void OnReady(absl::AnyInvocable<void()> fn) override {
+    if (ready_) return fn();
+    fn_ = std::move(fn);
+  }
+  absl::StatusOr<CreateResult> Commit() override;
+
+  /// Of StartFetch or StartCopy, if it failed at once.
+  const absl::Status& status() const { return status_; }
+
+ private:
+  struct Source {
+    Block* block;
+    bool here;  // held, and shared by the sequence; else pinned, and copied
+  };
+
+  void Pin(Block* block) {
+    for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
+      if (block->pages[layer].state != PageState::kFree) store_->Pin({block, layer});
+    }
+  }
+  void Unpin(Block* block) {
+    // The last unpinning may delete the block.
+    uint32_t pinned = 0;
+    for (const Page& page : block->pages) pinned += page.state != PageState::kFree;
+    for (uint32_t layer = 0; pinned > 0; ++layer) {
+      if (block->pages[layer].state == PageState::kFree) continue;
+      --pinned;
+      store_->Unpin({block, layer});
+    }
+  }
+  // Of the sources, what is not the sequence's.
+  void LetGo() {
+    for (; !sources_.empty(); sources_.pop_back()) {
+      const Source& source = sources_.back();
+      if (!source.here) {
+        Unpin(source.block);
+        continue;
+      }
+      auto& held = store_->held_blocks;
+      held.erase(std::find(held.begin(), held.end(), source.block));
+      store_->Release(source.block);
+    }
+  }
+
+  void AwaitEncoding() {
+    std::vector<PageRef> pending;
+    for (const Source& source : sources_) {
+      for (uint32_t layer = 0; !source.here && layer < source.block->pages.size(); ++layer) {
+        if (source.block->pages[layer].awaits_encoding()) pending.push_back({source.block, layer});
+      }
+    }
+    encoded_.Start(std::move(pending), [this] {
+      status_ = Begin();
+      LetGo();
+      if (!status_.ok()) return End();
+      std::vector<PageRef> arriving;
+      for (Block* block : sequence_->blocks) {
+        for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
+          if (block->pages[layer].state == PageState::kReceiving) arriving.push_back({block, layer});
+        }
+      }
+      arrived_.Start(std::move(arriving), [this] { End(); });
+    });
+  }
+  // May destroy this.
+  void End() {
+    ready_ = true;
+    absl::AnyInvocable<void()> fn = std::move(fn_);
+    fn_ = nullptr;
+    if (fn) fn();
+  }
+
+  // A block of the target that serves every read of the sequence as this one does, held; nullptr: there is none.
+  Block* FindEqual(const Block& block);
+  // Copies what is not there, and gives the sequence its blocks.
+  absl::Status Begin();
+
+  PageStoreImpl* const store_;
+  const std::weak_ptr<const bool> alive_;
+  const std::shared_ptr<Cache> to_;     // shared: see Block
+  std::unique_ptr<Sequence> sequence_;  // not visible; nullptr after Commit
+  std::vector<Source> sources_;         // in order; empty once copies have begun
+  bool fetches_ = false;
+  CreateResult result_;
+  PageWait encoded_, arrived_;
+  absl::Status status_;
+  bool ready_ = false;
+  absl::AnyInvocable<void()> fn_;
+};
+
+Block* ArrivalLeaseImpl::FindEqual(const Block& block) {
+  if (!block.published) return nullptr;
+  bool holds_raw = false;
+  for (uint32_t layer = 0; layer < to_->layers(); ++layer) holds_raw |= sequence_->HoldsRaw(block.index, layer);
+  if (const auto found = to_->arriving.find(block.name.key); found != to_->arriving.end() && !holds_raw) {
+    Block* const arriving = found->second;
+    if (arriving->index != block.index || arriving->name.tokens != block.name.tokens) return nullptr;
+    store_->Hold(arriving);
+    return arriving;
+  }
+  MissReason reason;
+  Block* const equal = store_->FindVerified(*to_, block.name, block.index, &reason);
+  if (equal == nullptr) return nullptr;
+  for (uint32_t layer = 0; layer < to_->layers(); ++layer) {
+    const Page& page = equal->pages[layer];
+    if (!sequence_->HoldsRaw(block.index, layer) || page.raw.valid() || (to_->identity() && page.encoded.valid())) {
+      continue;
+    }
+    store_->Release(equal);
+    return nullptr;
+  }
+  return equal;
+}
+
+absl::Status ArrivalLeaseImpl::Begin() {
+  const uint64_t tokens = sequence_->tokens[0], page_tokens = to_->page_tokens();
+  const auto with_raw = [this](const Block& block, uint32_t layer) { return sequence_->HoldsRaw(block.index, layer); };
+  const MoveForms forms{with_raw, static_cast<uint32_t>(tokens / page_tokens), static_cast<int>(tokens % page_tokens)};
+  std::vector<Block*> blocks;  // the sequence's, held for it; nullptr: to be copied
+  std::vector<Block*> missing;
+  SlotCounts wanted;
+  for (const Source& source : sources_) {
+    Block* block = nullptr;
+    if (source.here) {
+      block = source.block;
+      store_->Hold(block);
+    } else {
+      block = FindEqual(*source.block);
+    }
+    blocks.push_back(block);
+    if (block != nullptr) continue;
+    missing.push_back(source.block);
+    PageStoreImpl::CountSlots(*source.block, *to_, forms, &wanted);
+  }
+  Reservation slots(to_->tier->pool);
+  if (absl::Status status = store_->Reserve(*to_, wanted, &slots); !status.ok()) {
+    for (auto block = blocks.rbegin(); block != blocks.rend(); ++block) {
+      if (*block != nullptr) store_->Release(*block);
+    }
+    return status;
+  }
+  std::vector<Block*> copies;
+  if (!missing.empty()) {
+    const std::shared_ptr<Cache> from = missing[0]->cache;
+    store_->StartMove(from, to_, missing, forms, /*demotes=*/false, &slots, &copies);
+  }
+  size_t copied = 0;
+  for (Block* block : blocks) {
+    if (block == nullptr) {
+      block = copies[copied++];
+      store_->Hold(block);
+    }
+    store_->Attach(*sequence_, block);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<CreateResult> ArrivalLeaseImpl::Commit() {
+  if (alive_.expired()) return absl::UnavailableError("the store has closed");
+  if (sequence_ == nullptr) return absl::FailedPreconditionError("this sequence was made before");
+  KV_CHECK(ready_);
+  KV_RETURN_IF_ERROR(status_);
+  KV_RETURN_IF_ERROR(store_->CheckSequenceLimit());
+  size_t there = 0;
+  while (there < sequence_->blocks.size() && !sequence_->blocks[there]->corrupt) ++there;
+  if (there < sequence_->blocks.size()) {
+    if (!fetches_) {
+      return absl::DataLossError(absl::StrCat("block ", there, " of the sequence was not copied to ", to_->tier->name(),
+                                              ": its bytes did not arrive, or are none that a page may have"));
+    }
+    while (sequence_->blocks.size() > there) store_->DetachLast(*sequence_);
+    std::fill(sequence_->aged.begin(), sequence_->aged.end(), static_cast<uint32_t>(there));
+    std::fill(sequence_->tokens.begin(), sequence_->tokens.end(), uint64_t{there} * to_->page_tokens());
+    result_.match = {static_cast<int>(there), MissReason::kChecksum};
+    sequence_->hit_blocks = result_.match.hit_blocks;
+  }
+  if (fetches_) store_->CountHits(result_.match);
+  store_->hidden_sequences.erase(sequence_.get());
+  result_.sequence = store_->Show(std::move(sequence_));
+  return result_;
+}
+
+}  // namespace
+
+// ---- twins ----
+
+std::shared_ptr<Cache> PageStoreImpl::HostTwin(const Cache& cache) const {
+  const auto found = cache_by_digest_.find({cache.digest, CacheConfig::kHost});
+  return found == cache_by_digest_.end() ? nullptr : caches_.at(found->second);
+}
+
+absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::TwinOn(const Cache& cache, int device) {
+  CacheConfig config = cache.config;
+  config.device = device;
+  return FindOrOpen(config, cache.codec, nullptr);
+}
+
+bool PageStoreImpl::IsTwin(CacheId id, SequenceId sequence) const {
+  const auto cache = FindCache(id);
+  const auto found = FindSequence(sequence);
+  return cache.ok() && found.ok() && (*cache)->digest == (*found)->cache->digest && (*found)->cache != *cache;
+}
+
+// ---- moves ----
+
+void PageStoreImpl::CountSlots(const Block& block, const Cache& to, const MoveForms& forms, SlotCounts* wanted) {
+  for (uint32_t layer = 0; layer < block.pages.size(); ++layer) {
+    const Sources sources = SourcesOf(block, layer, forms);
+    wanted->raw += sources.raw.valid();
+    if (sources.encoded.valid()) to.CountEncodedSlots(layer, 1, wanted);
+  }
+}
+
+void PageStoreImpl::StartMove(const std::shared_ptr<Cache>& from, const std::shared_ptr<Cache>& to,
+                              absl::Span<Block* const> blocks, const MoveForms& forms, bool demotes, Reservation* slots,
+                              std::vector<Block*>* copies) {
+  KV_CHECK(from->on_device() != to->on_device());
+  auto move = std::make_shared<BlockMove>();
+  move->direction = to->on_device() ? PageDirection::kFetch : PageDirection::kDemote;
+  move->from = from;
+  move->to = to;
+  move->demotes = demotes;
+  ++from->leases;
+  ++to->leases;
+  std::vector<PageCopy> bytes;
+  const auto copy = [&](PageId source, PageId target, uint64_t count) -> const uint8_t* {
+    uint8_t* const there = Data(*from, source);
+    uint8_t* const here = Data(*to, target);
+    bytes.push_back({to->on_device() ? here : there, to->on_device() ? there : here, MovedBytes(count)});
+    move->bytes += count;
+    return here;
+  };
+  for (Block* source : blocks) {
+    KV_CHECK(source->cache == from);
+    Block* const target = NewBlock(to, source->index);
+    BlockMove::Pair pair;
+    pair.from = source;
+    pair.to = target;
+    pair.pages.resize(source->pages.size());
+    pair.named = source->published;
+    pair.name = source->name;
+    for (uint32_t layer = 0; layer < source->pages.size(); ++layer) {
+      const Page& page = source->pages[layer];
+      BlockMove::PageBytes& out = pair.pages[layer];
+      const Sources sources = SourcesOf(*source, layer, forms);
+      PageChange reserved;
+      if (sources.raw.valid()) {
+        reserved.raw = slots->TakeRaw();
+        out.raw = copy(sources.raw, reserved.raw, to->layout().raw_bytes());
+      }
+      if (sources.encoded.valid()) {
+        reserved.encoded = slots->TakeEncoded(*to, layer);
+        out.encoded = copy(sources.encoded, reserved.encoded, to->page_bytes(layer));
+      }
+      if (source->index >= forms.full_blocks) {
+        out.open_tokens = forms.open_tokens;
+      } else {
+        out.checksum = page.checksum;
+      }
+      Apply({target, layer}, PageEvent::kReserve, reserved);
+      Pin({source, layer});
+    }
+    if (pair.named) {
+      target->name = pair.name;
+      pair.arriving = to->on_device() && to->arriving.emplace(pair.name.key, target).second;
+    }
+    copies->push_back(target);
+    move->blocks.push_back(std::move(pair));
+  }
+  if (demotes) from->tier->demoting_bytes += move->bytes;
+  metrics_->moving_bytes.Increment(static_cast<double>(move->bytes));
+  moves_.push_back(move);
+  (to->on_device() ? to : from)
+      ->tier->mover->Move(move->direction, std::move(bytes), [this, alive = alive(), move](bool moved) {
+        if (!alive.expired()) OnMoved(move, moved);
+      });
+}
+
+void PageStoreImpl::OnMoved(const std::shared_ptr<BlockMove>& move, bool moved) {
+  if (!moved || move->direction == PageDirection::kFetch) return Land(*move, moved);
+  // On workers: a task touches the bytes of its block's copy, and its own notes.
+  std::vector<absl::AnyInvocable<void()>> tasks;
+  for (BlockMove::Pair& pair : move->blocks) {
+    tasks.push_back([move, &pair] {
+      const Cache& cache = *move->to;
+      for (uint32_t layer = 0; layer < pair.pages.size(); ++layer) {
+        BlockMove::PageBytes& page = pair.pages[layer];
+        NonFinite where;
+        // The rest of an open page is what the slot held before.
+        if (page.open_tokens > 0) ZeroRawTail(cache.layout(), const_cast<uint8_t*>(page.raw), page.open_tokens);
+        for (const uint8_t* raw : {page.raw, cache.identity() ? page.encoded : nullptr}) {
+          if (raw == nullptr) continue;
+          page.refused |= FindNonFinite(cache.layout(), raw, 0, cache.page_tokens(), &where);
+        }
+        if (page.encoded != nullptr && !cache.identity()) {
+          const absl::Span<const uint8_t> bytes(page.encoded, cache.page_bytes(layer));
+          page.refused |= !cache.codec->Validate(static_cast<int>(layer), bytes).ok();
+        }
+        const uint64_t checksum = page.encoded != nullptr ? XXH3_64bits(page.encoded, cache.page_bytes(layer))
+                                                          : XXH3_64bits(page.raw, cache.layout().raw_bytes());
+        page.refused |= page.checksum != 0 && page.checksum != checksum;
+        page.checksum = checksum;
+      }
+    });
+  }
+  tiers_[0]->executor->Run(std::move(tasks), [this, alive = alive(), move] {
+    if (!alive.expired()) Land(*move, true);
+  });
+}
+
+void PageStoreImpl::Land(BlockMove& move, bool moved) {
+  metrics_->moving_bytes.Decrement(static_cast<double>(move.bytes));
+  Tier& gpu = *(move.from->on_device() ? move.from : move.to)->tier;
+  if (move.demotes) gpu.demoting_bytes -= move.bytes;
+  if (!moved) gpu.mover = nullptr;  // the GPU has failed: nothing moves any more
+  // Children first (EvictionPolicy).
+  for (auto pair = move.blocks.rbegin(); pair != move.blocks.rend(); ++pair) LandBlock(move, *pair, moved);
+  for (const std::shared_ptr<Cache>& cache : {move.from, move.to}) {
+    --cache->leases;
+    if (!cache->wanted) CloseIfUnused(cache);
+  }
+  moves_.erase(std::find_if(moves_.begin(), moves_.end(), [&](const auto& each) { return each.get() == &move; }));
+  DemoteAhead(gpu);
+  NotifyWaiters();
+}
+
+void PageStoreImpl::LandBlock(BlockMove& move, BlockMove::Pair& pair, bool moved) {
+  Block* const from = pair.from;
+  Block* const to = pair.to;
+  Cache& cache = *move.to;
+  if (pair.arriving) cache.arriving.erase(pair.name.key);
+  const bool refused = std::any_of(pair.pages.begin(), pair.pages.end(), [](const auto& page) { return page.refused; });
+  if (moved && !refused) {
+    for (uint32_t layer = 0; layer < pair.pages.size(); ++layer) {
+      const PageRef ref{to, layer};
+      const Page& page = ref.page();
+      const BlockMove::PageBytes& bytes = pair.pages[layer];
+      const bool open = bytes.open_tokens > 0;
+      Apply(ref, open ? PageEvent::kReceivedOpen : PageEvent::kReceivedCopy,
+            {page.raw, page.encoded, !open && !page.encoded.valid(), open ? 0 : bytes.checksum});
+      ReleaseRawIfUnused(ref);
+    }
+    if (pair.named && !move.purged && cache.table.FindKey(pair.name.key) == nullptr) {
+      cache.table.Insert(to);
+      metrics_->published_blocks.Increment();
+    }
+    const bool demoted = move.direction == PageDirection::kDemote;
+    (demoted ? from : to)->kept = pair.named && !move.purged;
+    (demoted ? metrics_->demoted_blocks : metrics_->fetched_blocks).Increment();
+    (demoted ? metrics_->demoted_bytes : metrics_->fetched_bytes).Increment(static_cast<double>(to->bytes));
+  } else {
+    metrics_->lost_moves.Increment();
+    to->corrupt = true;
+    // What the host refuses is wrong on the GPU, too.
+    if (refused) {
+      from->corrupt = true;
+      if (from->published) Unname(from);
+    }
+  }
+  Release(to);
+  for (uint32_t layer = 0, pages = static_cast<uint32_t>(pair.pages.size()); layer < pages; ++layer) {
+    if (layer + 1 == pages && move.purged && from->published && from->holders == 0 && from->pins == 1) Unname(from);
+    Unpin({from, layer});
+  }
+}
+
+// ---- room on a GPU ----
+
+bool PageStoreImpl::Demote(Block* block) {
+  KV_CHECK(block->evictable);
+  const std::shared_ptr<Cache> from = block->cache;
+  Tier& tier = *from->tier;
+  if (tier.mover == nullptr || !tier.mover->ready()) return false;
+  const auto set_kept = [&](bool kept) {
+    if (block->kept == kept) return;
+    MakeUnevictable(block);
+    block->kept = kept;
+    MakeEvictableIfUnused(block);
+  };
+  if (const std::shared_ptr<Cache> twin = HostTwin(*from)) {
+    if (Block* const known = twin->table.FindKey(block->name.key)) {
+      tiers_[0]->eviction->Touch(known);
+      set_kept(true);
+      return false;
+    }
+  }
+  set_kept(false);
+  for (const Page& page : block->pages) {
+    if (page.state != PageState::kResident) return false;
+  }
+  const absl::StatusOr<std::shared_ptr<Cache>> to = TwinOn(*from, CacheConfig::kHost);
+  if (!to.ok()) return false;
+  SlotCounts wanted;
+  const MoveForms forms{NoRaw};
+  CountSlots(*block, **to, forms, &wanted);
+  Reservation slots((*to)->tier->pool);
+  std::vector<Block*> copies;
+  if (!CanReserve(**to, wanted) || !Reserve(**to, wanted, &slots).ok()) {
+    if (!(*to)->wanted) CloseIfUnused(*to);
+    return false;
+  }
+  StartMove(from, *to, {&block, 1}, forms, /*demotes=*/true, &slots, &copies);
+  return true;
+}
+
+void PageStoreImpl::DemoteAhead(Tier& tier) {
+  if (tier.mover == nullptr || !tier.mover->ready()) return;
+  const uint64_t capacity = tier.pool->capacity_bytes();
+  for (int i = 0; i < kDemotionsAtOnce && tier.demoting_bytes < kDemotingBytesMax; ++i) {
+    const uint64_t soon = capacity - tier.pool->slot_bytes_used() + tier.kept_bytes + tier.demoting_bytes;
+    if (soon >= capacity / kAheadShare) return;
+    Block* const next = tier.eviction->UnkeptVictim();
+    if (next == nullptr || (!Demote(next) && !next->kept)) return;
+  }
+}
+
+// ---- what others ask for ----
+
+absl::StatusOr<std::unique_ptr<ArrivalLease>> PageStoreImpl::Fetch(CacheId id, absl::Span<const BlockName> prefix) {
+  KV_ASSIGN_OR_RETURN(const auto cache, FindCache(id));
+  if (!cache->on_device()) return WrongMemory(*cache);
+  KV_RETURN_IF_ERROR(CheckNames(prefix));
+  KV_RETURN_IF_ERROR(CheckSequenceLimit());
+  MatchResult match;
+  const std::vector<Block*> found = FindAnywhere(*cache, prefix, &match);
+  auto lease = std::make_unique<ArrivalLeaseImpl>(this, cache);
+  for (Block* block : found) lease->AddBlock(block);
+  // What the lease pins needs no holder.
+  for (auto block = found.rbegin(); block != found.rend(); ++block) {
+    if ((*block)->cache != cache) Release(*block);
+  }
+  lease->StartFetch(match);
+  KV_RETURN_IF_ERROR(lease->status());
+  return lease;
+}
+
+absl::StatusOr<std::unique_ptr<ArrivalLease>> PageStoreImpl::Copy(SequenceId id, int device) {
+  KV_ASSIGN_OR_RETURN(const Sequence* sequence, FindSequence(id));
+  const std::shared_ptr<Cache> from = sequence->cache;
+  if (!sequence->LayersAreEqual()) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "tokens",
+                      absl::StrCat("different in the layers, ", sequence->TokensInEveryLayer(), " in the shortest"),
+                      "equal in all layers to copy");
+  }
+  KV_RETURN_IF_ERROR(CheckSequenceLimit());
+  const int gpu = from->on_device() ? from->config.device : device;
+  if ((device == CacheConfig::kHost) != from->on_device()) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(device),
+                      "one end in the host's memory and one on a GPU");
+  }
+  const Tier* const tier = TierOf(gpu);
+  if (tier == nullptr || tier->mover == nullptr || !tier->mover->ready()) {
+    return absl::UnavailableError(
+        absl::StrCat("the host pool is not pinned for GPU ", gpu, " yet: pages cannot move between the two"));
+  }
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> to, TwinOn(*from, device));
+  auto lease = std::make_unique<ArrivalLeaseImpl>(this, std::move(to));
+  lease->StartCopy(*sequence);
+  KV_RETURN_IF_ERROR(lease->status());
+  return lease;
+}
+
+}  // namespace kvmanager
