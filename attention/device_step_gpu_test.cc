@@ -259,6 +259,8 @@ class World {
     ASSERT_CUDA(cudaMemcpy(q_->data(), q.data(), q.size() * 2, cudaMemcpyHostToDevice));
     ASSERT_CUDA(cudaMemset(out_->data(), 0xff, out_->size() * 2));
     ASSERT_CUDA(cudaMemset(lse_->data(), 0xff, lse_->size() * 4));
+    // The step's stream does not wait for the default stream, which may still fill and copy.
+    ASSERT_CUDA(cudaStreamSynchronize(nullptr));
   }
 
   std::vector<DeviceStep::Entry> Entries(const std::vector<Part>& parts, bool append) const {
@@ -510,6 +512,7 @@ class World {
 
   /// Raw pages on the device hold what was appended.
   void CompareRawPages() {
+    ASSERT_CUDA(cudaStreamSynchronize(stream_));  // copies for forks and crops may be on their way
     std::vector<uint8_t> got(layout_.raw_bytes());
     for (Sequence& s : sequences_) {
       for (int layer = 0; layer < shape_.layers; ++layer) {
@@ -532,6 +535,7 @@ class World {
   void Spoil(int layer, int token, int side, int head, int channel, uint16_t bits) {
     const size_t at = ((size_t(layer) * kTokensMax + token) * shape_.kv_heads + head) * shape_.head_dim + channel;
     ASSERT_CUDA(cudaMemcpy((side == 0 ? k_ : v_)->data() + at, &bits, 2, cudaMemcpyHostToDevice));
+    ASSERT_CUDA(cudaStreamSynchronize(nullptr));
   }
 
  private:
@@ -654,7 +658,8 @@ TEST_F(DeviceStepGpu, OneHotQueriesOnEncodedPages) {
 }
 
 TEST_F(DeviceStepGpu, FirstNonFiniteValueIsNamed) {
-  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+  // A few tokens, and a chunk of a prompt.
+  for (const auto& [dtype, tokens] : {std::pair{DType::kFloat16, 30}, {DType::kBFloat16, 30}, {DType::kFloat16, 331}}) {
     Shape shape;
     shape.dtype = dtype;
     World world(shape, 3);
@@ -664,30 +669,30 @@ TEST_F(DeviceStepGpu, FirstNonFiniteValueIsNamed) {
     EXPECT_EQ(world.words()[a->place], 0u);
     EXPECT_EQ(world.words()[b->place], 0u);
     const uint16_t infinity = dtype == DType::kFloat16 ? 0xfc00 : 0xff80, nan = 0x7fff;
-    const auto run = [&](auto spoil) {
-      world.MakeRoom(a, 30);
+    const auto run = [&, tokens = tokens](auto spoil) {
+      world.MakeRoom(a, tokens);
       world.MakeRoom(b, 40);
-      const std::vector<Part> parts = {{a, 30}, {b, 40}};
+      const std::vector<Part> parts = {{a, tokens}, {b, 40}};
       world.Fill(parts, true, Queries::kRandom);
       spoil();
       ASSERT_TRUE(world.step().Prepare(0, shape.layers, world.Entries(parts, true), true, false).ok());
       for (int layer = 0; layer < shape.layers; ++layer) world.LaunchAppend(layer);
       ASSERT_CUDA(cudaStreamSynchronize(world.stream()));
-      a->length += 30, b->length += 40;
+      a->length += tokens, b->length += 40;
     };
-    run([&] {
-      world.Spoil(1, 30 + 7, 1, 1, 77, infinity);
-      world.Spoil(2, 30 + 6, 0, 1, 5, nan);
-      world.Spoil(2, 30 + 6, 0, 1, 4, nan);
-      for (int c = 0; c < shape.head_dim; ++c) world.Spoil(0, 30 + 39, 0, 0, c, nan);
+    run([&, tokens = tokens] {
+      world.Spoil(1, tokens + 7, 1, 1, 77, infinity);
+      world.Spoil(2, tokens + 6, 0, 1, 5, nan);
+      world.Spoil(2, tokens + 6, 0, 1, 4, nan);
+      for (int c = 0; c < shape.head_dim; ++c) world.Spoil(0, tokens + 39, 0, 0, c, nan);
     });
     EXPECT_EQ(world.words()[a->place], 0u);
     const NonFinitePlace wanted = {9 + 6, 2, 0, 1, 4};
     EXPECT_EQ(ParseNonFiniteWord(world.words()[b->place]), wanted);
     // The first stays; others are not disturbed.
-    run([&] { world.Spoil(0, 3, 0, 0, 0, nan), world.Spoil(0, 31, 0, 0, 0, nan); });
+    run([&, tokens = tokens] { world.Spoil(0, 3, 0, 0, 0, nan), world.Spoil(0, tokens + 1, 0, 0, 0, nan); });
     EXPECT_EQ(ParseNonFiniteWord(world.words()[b->place]), wanted);
-    EXPECT_EQ(ParseNonFiniteWord(world.words()[a->place]), (NonFinitePlace{5 + 30 + 3, 0, 0, 0, 0}));
+    EXPECT_EQ(ParseNonFiniteWord(world.words()[a->place]), (NonFinitePlace{uint32_t(5 + tokens + 3), 0, 0, 0, 0}));
     // A new sequence begins without.
     const uint32_t place = b->place;
     world.Remove(b);

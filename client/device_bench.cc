@@ -7,9 +7,11 @@
 #include <cuda_runtime_api.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <fstream>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <random>
@@ -35,9 +37,28 @@ constexpr char kCodec[] = "hack:k_bits=2,v_bits=2";
 constexpr size_t kKvRowBytes = size_t{kKvHeads} * kHeadDim * 2, kQRowBytes = size_t{kQueryHeads} * kHeadDim * 2;
 constexpr int kFillTokens = 1024;  // of one append, while contexts are filled
 
+/// What goes on beside steps.
+enum class Beside { kEncodeHere, kEncodeByDaemon, kAppend };
+const std::map<std::string, Beside> kBesides = {
+    {"own", Beside::kEncodeHere}, {"daemon", Beside::kEncodeByDaemon}, {"appends", Beside::kAppend}};
+
+std::string Text(Beside beside) {
+  switch (beside) {
+    case Beside::kEncodeHere:
+      return "this process";
+    case Beside::kEncodeByDaemon:
+      return "the daemon";
+    case Beside::kAppend:
+      return "nobody: raw pages are appended";
+  }
+  return "";
+}
+
 struct Arguments {
   std::string daemon, json, pool = "24GiB";
-  int batch = 16, context = 8192, rounds = 2000, steps = 600;
+  int batch = 16, context = 8192, rounds = 2000, steps = 600, repeats = 3;
+  bool only_steps = false;
+  std::vector<Beside> beside = {Beside::kEncodeHere, Beside::kEncodeByDaemon};
   double encode_gb_per_s = 10;
   int64_t busy_poll_us = 1000;
 };
@@ -72,8 +93,8 @@ struct Engine {
   TensorView k, v, q, out;
 
   static absl::StatusOr<std::unique_ptr<Engine>> Make(const std::string& address, int64_t busy_poll_us,
-                                                      const std::string& model, bool lowest, bool encode_here,
-                                                      int tokens_max) {
+                                                      const std::string& model, const std::string& codec_spec,
+                                                      bool lowest, bool encode_here, int tokens_max) {
     auto engine = std::make_unique<Engine>();
     Client::Options options{.name = "device_bench", .connect_ms = 20000, .busy_poll_us = busy_poll_us};
     KV_ASSIGN_OR_RETURN(engine->client, Client::Connect(address, options));
@@ -81,7 +102,7 @@ struct Engine {
     CacheOptions cache;
     cache.model = model;
     cache.layers = kLayers, cache.kv_heads = kKvHeads, cache.query_heads = kQueryHeads, cache.head_dim = kHeadDim;
-    cache.codec = kCodec;
+    cache.codec = codec_spec;
     cache.device = 0;
     KV_ASSIGN_OR_RETURN(engine->cache, engine->client->OpenCache(cache));
     int least = 0, greatest = 0;
@@ -140,7 +161,7 @@ struct Engine {
 
 /// Attention of one layer, from call to result: in this process, and in the daemon.
 absl::StatusOr<nlohmann::json> Ways(const std::string& address, const Arguments& arguments, int64_t busy_poll_us) {
-  KV_ASSIGN_OR_RETURN(auto engine, Engine::Make(address, busy_poll_us, "ways", false, true, kFillTokens));
+  KV_ASSIGN_OR_RETURN(auto engine, Engine::Make(address, busy_poll_us, "ways", kCodec, false, true, kFillTokens));
   KV_RETURN_IF_ERROR(engine->AddSequences(arguments.batch));
   KV_RETURN_IF_ERROR(engine->Fill(arguments.context));
   std::vector<StepEntry> entries;
@@ -201,11 +222,11 @@ absl::StatusOr<nlohmann::json> Ways(const std::string& address, const Arguments&
 /// Pages are appended and encoded beside the engine, at a rate of raw bytes; by this process or by the daemon.
 class Load {
  public:
-  Load(const std::string& address, const Arguments& arguments, bool encode_here)
-      : address_(address), arguments_(arguments), encode_here_(encode_here), thread_([this] { status_ = Run(); }) {}
+  Load(const std::string& address, const Arguments& arguments, Beside beside)
+      : address_(address), arguments_(arguments), beside_(beside), thread_([this] { status_ = Run(); }) {}
   ~Load() { (void)Stop(); }
   bool started() const { return started_ || ended_; }
-  /// GB/s of raw K and V that were encoded.
+  /// GB/s of raw K and V that were appended, and encoded if anybody does.
   absl::StatusOr<double> Stop() {
     stop_ = true;
     if (thread_.joinable()) thread_.join();
@@ -221,8 +242,9 @@ class Load {
   }
   absl::Status Work() {
     constexpr int kTokens = kFillTokens, kSequenceTokens = 8192;  // as of a prefill in chunks
-    KV_ASSIGN_OR_RETURN(auto engine,
-                        Engine::Make(address_, arguments_.busy_poll_us, "load", true, encode_here_, kTokens));
+    KV_ASSIGN_OR_RETURN(auto engine, Engine::Make(address_, arguments_.busy_poll_us, "load",
+                                                  beside_ == Beside::kAppend ? "raw" : kCodec, true,
+                                                  beside_ != Beside::kEncodeByDaemon, kTokens));
     KV_RETURN_IF_ERROR(engine->AddSequences(1));
     const double bytes = double{kTokens} * 2 * kKvRowBytes * kLayers;
     const double pause_us = bytes / arguments_.encode_gb_per_s * 1e-3;
@@ -244,7 +266,8 @@ class Load {
       } else {
         ++appended;
       }
-      next += pause_us;
+      // A chunk that is late is not made up for: the rate is never above what was asked for.
+      next = std::max(next + pause_us, NowUs());
       while (NowUs() < next && !stop_) std::this_thread::yield();
     }
     KV_RETURN_IF_ERROR(engine->Wait());
@@ -255,7 +278,7 @@ class Load {
 
   const std::string address_;
   const Arguments& arguments_;
-  const bool encode_here_;
+  const Beside beside_;
   std::atomic<bool> stop_{false}, started_{false}, ended_{false};
   absl::Status status_;
   double gb_per_s_ = 0;
@@ -264,7 +287,8 @@ class Load {
 
 /// Whole steps of all layers, appending a token to each sequence; alone and beside encoding.
 absl::StatusOr<nlohmann::json> Steps(const std::string& address, const Arguments& arguments) {
-  KV_ASSIGN_OR_RETURN(auto engine, Engine::Make(address, arguments.busy_poll_us, "steps", false, true, kFillTokens));
+  KV_ASSIGN_OR_RETURN(auto engine,
+                      Engine::Make(address, arguments.busy_poll_us, "steps", kCodec, false, true, kFillTokens));
   KV_RETURN_IF_ERROR(engine->AddSequences(arguments.batch));
   KV_RETURN_IF_ERROR(engine->Fill(arguments.context));
   uint64_t position = uint64_t(arguments.context);
@@ -295,18 +319,18 @@ absl::StatusOr<nlohmann::json> Steps(const std::string& address, const Arguments
   nlohmann::json json;
   // Contexts grow from step to step, so what is idle is measured before and after.
   KV_ASSIGN_OR_RETURN(Percentiles before, measure());
-  for (int again = 0; again < 3; ++again) {
-    for (const bool encode_here : {true, false}) {
+  for (int again = 0; again < arguments.repeats; ++again) {
+    for (const Beside beside : arguments.beside) {
       Percentiles loaded;
       double gb_per_s = 0;
       {
-        Load load(address, arguments, encode_here);
+        Load load(address, arguments, beside);
         while (!load.started()) std::this_thread::yield();
         KV_ASSIGN_OR_RETURN(loaded, measure());
         KV_ASSIGN_OR_RETURN(gb_per_s, load.Stop());
       }
       KV_ASSIGN_OR_RETURN(const Percentiles after, measure());
-      json.push_back({{"encodes", encode_here ? "this process" : "the daemon"},
+      json.push_back({{"encodes", Text(beside)},
                       {"idle_before", before.Json()},
                       {"step", loaded.Json()},
                       {"idle_after", after.Json()},
@@ -329,6 +353,11 @@ int Main(int argc, char** argv) {
   app.add_option("--context", arguments.context, "tokens")->check(CLI::Range(64, 1 << 20))->capture_default_str();
   app.add_option("--rounds", arguments.rounds, "calls per measurement")->capture_default_str();
   app.add_option("--steps", arguments.steps, "steps per measurement")->capture_default_str();
+  app.add_flag("--only-steps", arguments.only_steps, "no attention of one layer");
+  app.add_option("--beside", arguments.beside, "what goes on beside steps: own, daemon (which encode), appends")
+      ->delimiter(',')
+      ->transform(CLI::CheckedTransformer(kBesides));
+  app.add_option("--repeats", arguments.repeats, "measurements beside each")->capture_default_str();
   app.add_option("--encode-gb-per-s", arguments.encode_gb_per_s, "of raw K and V")->capture_default_str();
   app.add_option("--busy-poll-us", arguments.busy_poll_us, "how long both ends poll")->capture_default_str();
   CLI11_PARSE(app, argc, argv);
@@ -336,11 +365,14 @@ int Main(int argc, char** argv) {
   nlohmann::json json = {{"batch", arguments.batch}, {"context", arguments.context}};
   const auto work = [&]() -> absl::Status {
     for (const bool poll : {false, true}) {
+      if (arguments.only_steps && !poll) continue;
       std::vector<std::string> flags = {"--device-pool-bytes", arguments.pool, "--host-pool-bytes", "134217728"};
       if (poll) flags.insert(flags.end(), {"--busy-poll-us", absl::StrCat(arguments.busy_poll_us)});
       KV_ASSIGN_OR_RETURN(const BenchDaemon daemon, BenchDaemon::Start(arguments.daemon, flags));
-      KV_ASSIGN_OR_RETURN(json[poll ? "polling" : "blocking"],
-                          Ways(daemon.address(), arguments, poll ? arguments.busy_poll_us : 0));
+      if (!arguments.only_steps) {
+        KV_ASSIGN_OR_RETURN(json[poll ? "polling" : "blocking"],
+                            Ways(daemon.address(), arguments, poll ? arguments.busy_poll_us : 0));
+      }
       if (!poll) continue;
       KV_ASSIGN_OR_RETURN(json["steps"], Steps(daemon.address(), arguments));
     }
