@@ -136,7 +136,8 @@ std::vector<BenchShape> Shapes(const std::string& grid) {
 
 int Main(int argc, char** argv) {
   CLI::App app(
-      "Decode attention of one layer on a GPU, over raw pages and HACK pages: time, bytes, share of the read ceiling.");
+      "Decode attention of one layer on a GPU, over raw, HACK and MILLION pages: time, bytes, share of the read "
+      "ceiling.");
   std::string json, grid = "bars";
   double pool_gib = 0;
   bool check = false;
@@ -164,7 +165,8 @@ int Main(int argc, char** argv) {
   const BenchCodec codecs[] = {{"raw", 0, 0},
                                {"hack:k_bits=2,v_bits=2", 2, 2},
                                {"hack:k_bits=3,v_bits=2", 3, 2},
-                               {"hack:k_bits=4,v_bits=3", 4, 3}};
+                               {"hack:k_bits=4,v_bits=3", 4, 3},
+                               {"million:m=64,bits=8", 0, 0, true}};
   const std::vector<BenchShape> shapes = Shapes(grid);
   if (check) return CheckAttention(shapes, codecs, bench.pool(), bench.multiprocessors(), spoil) == 0 ? 0 : 1;
 

@@ -9,6 +9,7 @@
 #include "codecs/hack/hack_attention_cuda.h"
 #include "codecs/hack/hack_device_format.h"
 #include "codecs/hack/hack_encode_cuda.h"
+#include "codecs/million/million_attention_cuda.h"
 #include "codecs/raw/raw_attention_cuda.h"
 
 namespace kvmanager {
@@ -51,7 +52,15 @@ std::unique_ptr<BenchBatch> BenchBatch::Make(const BenchCodec& codec, const Benc
     if (codec.v_bits == 1) parameters.v_range = hack::Range::kLeastSquares;
     b.format_ = std::make_unique<hack::HackFormat>(hack::MakeHackFormat(b.layout_, parameters));
     b.kernels_ = HackAttentionKernels(*b.format_);
+    b.encoded_bytes_ = b.format_->page_bytes;
   }
+  if (codec.million) {
+    const million::MillionFormat format = million::MakeMillionFormat(b.layout_, million::MillionParameters());
+    b.kernels_ = MillionAttentionKernels(format);
+    b.encoded_bytes_ = format.page_bytes;
+    b.MakeBooks();
+  }
+  const bool encodes = b.encodes();
   if (b.kernels_ == nullptr) return nullptr;
 
   // Which pages of a sequence have which forms.
@@ -62,10 +71,10 @@ std::unique_ptr<BenchBatch> BenchBatch::Make(const BenchCodec& codec, const Benc
     const size_t pages = PagesOf(context);
     b.first_pages_.push_back(uint32_t(total_pages));
     total_pages += pages;
-    raw += b.format_ ? std::min(raw_newest, pages) : pages;
-    if (b.format_) encoded += both ? pages - 1 : pages - std::min(raw_newest, pages);
+    raw += encodes ? std::min(raw_newest, pages) : pages;
+    if (encodes) encoded += both ? pages - 1 : pages - std::min(raw_newest, pages);
   }
-  const size_t raw_bytes = b.layout_.raw_bytes(), encoded_bytes = b.format_ ? b.format_->page_bytes : 0;
+  const size_t raw_bytes = b.layout_.raw_bytes(), encoded_bytes = b.encoded_bytes_;
   const size_t set_bytes = encoded * encoded_bytes + raw * raw_bytes;
   b.sets_ = both ? 1 : int(std::clamp<size_t>((kRotateBytes + set_bytes - 1) / set_bytes, 1, kSetsMax));
   if (set_bytes * b.sets_ + (both && b.format_ ? kStageBytes : 0) > pool.size()) return nullptr;
@@ -91,11 +100,11 @@ std::unique_ptr<BenchBatch> BenchBatch::Make(const BenchCodec& codec, const Benc
     uint32_t* const encoded_table = raw_table + total_pages;
     for (size_t s = 0; s < b.contexts_.size(); ++s) {
       const size_t pages = PagesOf(b.contexts_[s]);
-      const size_t raw_pages = b.format_ ? std::min(raw_newest, pages) : pages;
+      const size_t raw_pages = encodes ? std::min(raw_newest, pages) : pages;
       for (size_t j = 0; j < pages; ++j) {
         OraclePage page;
         if (j + raw_pages >= pages) page.raw = raw_units[raw_next++];
-        if (b.format_ && (both ? j + 1 < pages : j + raw_pages < pages)) page.encoded = encoded_units[encoded_next++];
+        if (encodes && (both ? j + 1 < pages : j + raw_pages < pages)) page.encoded = encoded_units[encoded_next++];
         const size_t at = b.first_pages_[s] + j;
         raw_table[at] = page.raw == OraclePage::kNone ? 0 : page.raw;
         encoded_table[at] = page.encoded == OraclePage::kNone ? 0 : page.encoded;
@@ -108,7 +117,7 @@ std::unique_ptr<BenchBatch> BenchBatch::Make(const BenchCodec& codec, const Benc
   o.layout = b.layout_;
   o.query_heads = shape.query_heads;
   o.lag_pages = kLagPages;
-  o.identity = b.format_ == nullptr;
+  o.identity = !encodes;
   o.blocks = b.blocks_ = multiprocessors * b.kernels_->grid.blocks_per_sm;
   o.warps = b.kernels_->grid.warps;
   o.encoded_cost = b.kernels_->encoded_cost;
@@ -128,7 +137,7 @@ std::unique_ptr<BenchBatch> BenchBatch::Make(const BenchCodec& codec, const Benc
   items.resize(planned->items);
   b.rows_max_ = planned->rows_max;
   b.parts_ = int(planned->parts);
-  const size_t open = b.contexts_.size(), raw_read = b.format_ ? open * (kLagPages + 1) : raw;
+  const size_t open = b.contexts_.size(), raw_read = encodes ? open * (kLagPages + 1) : raw;
   b.bytes_ = double(total_pages - raw_read) * double(encoded_bytes) + double(raw_read - open) * double(raw_bytes) +
              double(open) * double(raw_bytes) * shape.open_tokens() / kPageTokens;
 
@@ -157,6 +166,7 @@ std::unique_ptr<BenchBatch> BenchBatch::Make(const BenchCodec& codec, const Benc
   p.page_tokens = kPageTokens;
   p.scale_log2 = float(M_LOG2E / std::sqrt(double(shape.head_dim)));
   p.bfloat16 = shape.bfloat16;
+  p.codec = b.pairs();
   CHECK_CUDA(b.kernels_->prepare());
   b.FillQueries(1);
   return made;
@@ -164,15 +174,34 @@ std::unique_ptr<BenchBatch> BenchBatch::Make(const BenchCodec& codec, const Benc
 
 void BenchBatch::FillPool(Contents contents, size_t encoded_count, size_t raw_count, uint8_t* raw_at) {
   CHECK_CUDA(FillRandomElements(raw_at, raw_count * layout_.raw_bytes() / 2, 3, 1, shape_.bfloat16));
-  if (!format_) return;
-  if (contents == Contents::kEncoded) return EncodeRandomPages(encoded_count);
+  if (!encodes()) return;
+  if (contents == Contents::kEncoded && format_) return EncodeRandomPages(encoded_count);
   // Any code and any 8-bit step or minimum is valid; the largest of them must be numbers.
-  CHECK_CUDA(FillRandomBits(pool_.data(), encoded_count * format_->page_bytes, 2));
+  CHECK_CUDA(FillRandomBits(pool_.data(), encoded_count * encoded_bytes_, 2));
+  if (!format_) return;
   const size_t record = format_->heads.size() > 1 ? format_->heads[1].offset : format_->page_bytes;
   for (int side = 0; side < 2; ++side) {
     CHECK_CUDA(
         FillPairs(pool_.data(), encoded_count * shape_.kv_heads, record, format_->heads[0].side[side].tops, 0.5f, 1.f));
   }
+}
+
+/// Random centroids.
+void BenchBatch::MakeBooks() {
+  std::vector<million::MillionPairTables> pairs(shape_.kv_heads);
+  std::mt19937_64 random(7);
+  for (million::MillionPairTables& head : pairs) {
+    for (auto& row : head.rows) {
+      for (uint8_t& code : row) code = uint8_t(int(random() % 255) - 127);
+    }
+    for (int side = 0; side < 2; ++side) {
+      for (int c = 0; c < 128; ++c) {
+        head.step[side][c] = float(1 + random() % 4) / 256;
+        head.mid[side][c] = float(int(random() % 9) - 4) / 16;
+      }
+    }
+  }
+  pairs_ = Upload(pairs);
 }
 
 void BenchBatch::EncodeRandomPages(size_t count) {

@@ -15,6 +15,7 @@
 #include "codecs/device/attend_launch.h"
 #include "codecs/device/attend_params.h"
 #include "codecs/hack/hack_format.h"
+#include "codecs/million/million_device_format.h"
 #include "kvmanager/base/page_layout.h"
 
 namespace kvmanager {
@@ -35,7 +36,8 @@ struct BenchShape {
 
 struct BenchCodec {
   const char* name;
-  int k_bits, v_bits;  // 0: raw
+  int k_bits, v_bits;    // of HACK; 0: raw, or
+  bool million = false;  // 64 subspaces of 8 bits
 };
 
 class BenchBatch {
@@ -43,7 +45,8 @@ class BenchBatch {
   static constexpr int kPageTokens = 64, kLagPages = 2, kSetsMax = 8;
   enum class Contents {
     kAnyBits,  // encoded pages of random codes and metadata; only the newest pages are raw
-    kEncoded,  // encoded pages are random pages, encoded; a page beyond the lag has both forms
+    kEncoded,  // encoded pages are random pages, encoded, but MILLION's of random indices; a page beyond the lag has
+               // both forms
   };
 
   /// nullptr: there is no kernel, or it does not fit in the pool.
@@ -62,7 +65,9 @@ class BenchBatch {
   // For a comparison with RunOracle: of the set that call 0 reads.
   const BenchShape& shape() const { return shape_; }
   const PageLayout& layout() const { return layout_; }
-  const hack::HackFormat* format() const { return format_.get(); }  // nullptr: raw
+  bool encodes() const { return encoded_bytes_ != 0; }
+  const hack::HackFormat* format() const { return format_.get(); }          // nullptr: not HACK
+  const million::MillionPairTables* pairs() const { return pairs_.get(); }  // on the device; nullptr: not MILLION
   const device::AttendParams& params() const { return params_; }
   absl::Span<const OraclePage> pages() const { return pages_; }
   uint32_t first_page(int sequence) const { return first_pages_[sequence]; }
@@ -72,10 +77,13 @@ class BenchBatch {
   BenchBatch() = default;
   void FillPool(Contents contents, size_t encoded_count, size_t raw_count, uint8_t* raw_at);
   void EncodeRandomPages(size_t count);
+  void MakeBooks();
 
   BenchShape shape_;
   PageLayout layout_;
   std::unique_ptr<hack::HackFormat> format_;
+  DeviceArray<million::MillionPairTables> pairs_;  // [kv_heads]
+  size_t encoded_bytes_ = 0;                       // of a page; 0: raw
   const device::AttendKernels* kernels_ = nullptr;
   absl::Span<uint8_t> pool_;
   std::vector<int> contexts_;

@@ -21,13 +21,13 @@ uint32_t Chunks(const OracleInput& in) {
 
 struct Shared {
   double value[kTokens][kChannelsMax + 1];  // of one side
-  uint8_t code[kTokens][kChannelsMax + 4];  // of one side, where it is encoded
+  int16_t code[kTokens][kChannelsMax + 2];  // of one side, where it is encoded
   float step[kChannelsMax], minimum[kChannelsMax];
   double q[kRows][kChannelsMax];
-  int8_t folded[kRows][kChannelsMax];  // q times K's steps, in codes
-  double unit[kRows], base[kRows];     // score = unit * integer + base
-  double score[2][kRows][kTokens];     // then P
-  uint8_t weight[kRows][kTokens];      // P in codes
+  int16_t folded[kRows][kChannelsMax];  // q times K's steps, in codes
+  double unit[kRows], base[kRows];      // score = unit * integer + base
+  double score[2][kRows][kTokens];      // then P
+  uint8_t weight[kRows][kTokens];       // P in codes
   double page_weight[kRows], rescale[2][kRows];
   double max[2][kRows], sum[2][kRows], acc[2][kRows][kChannelsMax];
   double scores[kRows][3];
@@ -68,6 +68,24 @@ __device__ int CodeAt(const uint8_t* record, const hack::HackDeviceSide& s, bool
 
 __device__ float HalfAt(const uint8_t* at) { return __half2float(*reinterpret_cast<const __half*>(at)); }
 
+/// Indices of 8 bits: a subspace's 64 tokens, and then the next subspace.
+__device__ void LoadPairs(const OracleInput& in, const OracleQuery& query, const OraclePage& page, bool is_k,
+                          Shared& s) {
+  const million::MillionPairTables& tables = in.pairs[query.kv_head];
+  const int side = is_k ? 0 : 1;
+  const uint8_t* const indices =
+      in.pool + size_t{page.encoded} * device::kSlotUnitBytes + (2 * query.kv_head + side) * 64 * kTokens;
+  for (int i = threadIdx.x; i < kTokens * 128; i += kThreads) {
+    const int token = i / 128, c = i % 128, subspace = c / 2;
+    int index = indices[subspace * kTokens + token];
+    if (in.spoil_codes && is_k && c == 0) index ^= 1;
+    const int place = 128 * side + subspace % 32 * 4 + subspace / 32 * 2 + c % 2;
+    s.code[token][c] = int8_t(tables.rows[index][place]);
+    s.value[token][c] = double(s.code[token][c]) * double(tables.step[side][c]) + double(tables.mid[side][c]);
+    if (token == 0) s.step[c] = tables.step[side][c], s.minimum[c] = tables.mid[side][c];
+  }
+}
+
 __device__ void LoadSide(const OracleInput& in, const OracleQuery& query, const OraclePage& page, bool encoded,
                          bool is_k, Shared& s) {
   const int d = in.head_dim;
@@ -77,6 +95,7 @@ __device__ void LoadSide(const OracleInput& in, const OracleQuery& query, const 
     for (int i = threadIdx.x; i < kTokens * d; i += kThreads) s.value[i / d][i % d] = Element(raw, i, in.bfloat16);
     return;
   }
+  if (in.pairs != nullptr) return LoadPairs(in, query, page, is_k, s);
   const hack::HackDeviceHead& head = in.heads[query.kv_head];
   const hack::HackDeviceSide& side = head.side[is_k ? 0 : 1];
   const uint8_t* const record = in.pool + size_t{page.encoded} * device::kSlotUnitBytes + head.offset;
@@ -87,7 +106,7 @@ __device__ void LoadSide(const OracleInput& in, const OracleQuery& query, const 
         __fdiv_rn(__fmul_rn(HalfAt(record + side.tops + 2), float(int8_t(record[side.minima + c]))), 127.f);
     int code = CodeAt(record, side, is_k, token, c);
     if (in.spoil_codes && is_k && c == 0) code ^= 1;
-    s.code[token][c] = uint8_t(code);
+    s.code[token][c] = int16_t(code);
     s.value[token][c] = double(code) * double(step) + double(minimum);
     if (token == 0) s.step[c] = step, s.minimum[c] = minimum;
   }
@@ -96,6 +115,7 @@ __device__ void LoadSide(const OracleInput& in, const OracleQuery& query, const 
 /// By the row's warp: q times steps, in codes.
 __device__ void Fold(const OracleInput& in, int row, int lane, Shared& s) {
   constexpr double kNegligible = 0x1p-100;  // hack_reference.h
+  const float levels = in.pairs != nullptr ? 127.f * 256 : 127.f;
   double largest = 0, constant = 0;
   for (int c = lane; c < in.head_dim; c += 32) {
     largest = fmax(largest, double(fabsf(__fmul_rn(float(s.q[row][c]), s.step[c]))));
@@ -104,9 +124,10 @@ __device__ void Fold(const OracleInput& in, int row, int lane, Shared& s) {
   largest = Max(largest), constant = Sum(constant);
   for (int c = lane; c < in.head_dim; c += 32) {
     const float product = __fmul_rn(float(s.q[row][c]), s.step[c]);
-    s.folded[row][c] = largest > kNegligible ? int8_t(rintf(__fmul_rn(product, __fdiv_rn(127.f, float(largest))))) : 0;
+    const float code = largest > kNegligible ? rintf(__fmul_rn(product, __fdiv_rn(levels, float(largest)))) : 0;
+    s.folded[row][c] = int16_t(code);
   }
-  if (lane == 0) s.unit[row] = largest / 127, s.base[row] = constant;
+  if (lane == 0) s.unit[row] = largest / levels, s.base[row] = constant;
 }
 
 /// By the row's warp: the scores of a page to P, and what becomes of the state.

@@ -2,15 +2,16 @@
 // the kernels with, at contexts that a host could not compute.
 //
 // It reads pages by the rule itself (own page and lag raw, what lies behind encoded), not by a plan, and codes bit by
-// bit as hack_format.h defines them; it shares no code with the kernels. It gives two results: the arithmetic of
-// hack_reference.h (q times step and P rounded to 8 bits, integer products), and exact attention on the pages' decoded
-// values.
+// bit as hack_format.h and million_format.h define them; it shares no code with the kernels. It gives two results: the
+// arithmetic of hack_reference.h (q times step and P rounded to 8 bits, integer products) or million_reference.h
+// (Rounding::kGpu), and exact attention on the pages' decoded values.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "codecs/hack/hack_device_format.h"
+#include "codecs/million/million_device_format.h"
 
 struct CUstream_st;
 
@@ -46,8 +47,9 @@ struct OracleInput {
   int head_dim = 0;  // at most 128
   int lag_pages = 0;
   bool bfloat16 = false;
-  const hack::HackDeviceHead* heads = nullptr;  // [kv_heads]; 8-bit metadata, k_axis=channel, partitions of 64
-  bool spoil_codes = false;                     // reads channel 0 of K wrongly: a comparison must then fail
+  const million::MillionPairTables* pairs = nullptr;  // [kv_heads], where encoded pages are MILLION's; else
+  const hack::HackDeviceHead* heads = nullptr;        // [kv_heads]; 8-bit metadata, k_axis=channel, partitions of 64
+  bool spoil_codes = false;                           // reads channel 0 of K wrongly: a comparison must then fail
 };
 
 /// What is known of a row: [query][row of the group][kOracleFields(head_dim)] doubles.

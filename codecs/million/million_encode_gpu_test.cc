@@ -1,0 +1,166 @@
+// The GPU's encoder and decoder against the CPU's, byte by byte: every format, ties, extremes, guard bytes around what
+// is written.
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "codecs/million/million.h"
+#include "codecs/million/million_reference.h"
+#include "codecs/million/million_testing.h"
+#include "gtest/gtest.h"
+#include "kvmanager/memory/device_testing.h"
+
+namespace kvmanager::million {
+namespace {
+
+constexpr size_t kGuardBytes = 256;
+constexpr uint8_t kGuard = 0xa5;
+
+/// Memory that host and device read.
+template <typename T>
+class Shared {
+ public:
+  explicit Shared(size_t size) : size_(size) {
+    EXPECT_EQ(cudaMallocManaged(reinterpret_cast<void**>(&data_), size * sizeof(T)), cudaSuccess);
+  }
+  ~Shared() { cudaFree(data_); }
+  Shared(const Shared&) = delete;
+  T* data() const { return data_; }
+  T& operator[](size_t i) const { return data_[i]; }
+  size_t size() const { return size_; }
+
+ private:
+  T* data_ = nullptr;
+  const size_t size_;
+};
+
+enum class Data { kNormal, kZero, kConstant, kHalfWay, kExtreme };
+
+class MillionGpu : public GpuTest {
+ protected:
+  /// Encodes and decodes a page of every kind of data on the GPU and on the CPU. read: whether by the reference too,
+  /// which is slow.
+  void Compare(const MillionFormat& format, const Books& books, uint32_t seed, bool read = false) {
+    SCOPED_TRACE(testing::Message() << MillionSpec(format.parameters) << " d " << format.layout.head_dim << " page "
+                                    << format.layout.page_tokens << " dtype " << int(format.layout.dtype) << " seed "
+                                    << seed);
+    const auto codec = MakeMillionCodec(format, books.books, "million");
+    const auto device = codec->NewDeviceCodec();
+    ASSERT_NE(device, nullptr);
+    const Data kinds[] = {Data::kNormal, Data::kZero, Data::kConstant, Data::kHalfWay, Data::kExtreme};
+    constexpr size_t kPages = std::size(kinds);
+    const size_t raw_bytes = format.layout.raw_bytes();
+    const size_t raw_stride = raw_bytes + kGuardBytes, stride = format.page_bytes + kGuardBytes;
+    Shared<uint8_t> raw(kPages * raw_stride), encoded(kPages * stride), decoded(kPages * raw_stride);
+    Shared<uint32_t> declined(kPages);
+    Shared<DeviceEncodeItem> items(kPages);
+    Shared<DeviceDecodeItem> back(kPages);
+    std::memset(encoded.data(), kGuard, encoded.size());
+    std::memset(decoded.data(), kGuard, decoded.size());
+    for (size_t i = 0; i < kPages; ++i) {
+      Fill(format.layout, kinds[i], seed + uint32_t(i), raw.data() + i * raw_stride);
+      const uint32_t layer = uint32_t(i) % uint32_t(books.books.layers);
+      items[i] = {raw.data() + i * raw_stride, encoded.data() + i * stride, 64 * i, layer};
+      back[i] = {encoded.data() + i * stride, decoded.data() + i * raw_stride, layer};
+      declined[i] = 7;
+    }
+    ASSERT_TRUE(device->Encode(items.data(), kPages, declined.data(), nullptr).ok());
+    ASSERT_TRUE(device->Decode(back.data(), kPages, nullptr).ok());
+    ASSERT_CUDA(cudaDeviceSynchronize());
+    const AlignedArray<uint8_t> workspace = MakeAligned<uint8_t>(codec->encode_workspace_bytes());
+    const AlignedArray<uint8_t> page = MakeAligned<uint8_t>(raw_bytes), wanted = MakeAligned<uint8_t>(stride),
+                                wanted_raw = MakeAligned<uint8_t>(raw_stride);
+    for (size_t i = 0; i < kPages; ++i) {
+      SCOPED_TRACE(testing::Message() << "data " << int(kinds[i]));
+      std::memcpy(page.get(), raw.data() + i * raw_stride, raw_bytes);
+      std::memset(wanted.get(), kGuard, stride);
+      std::memset(wanted_raw.get(), kGuard, raw_stride);
+      EncodeItem item;
+      item.raw = page.get(), item.encoded = wanted.get(), item.layer = items[i].layer;
+      codec->Encode(absl::MakeSpan(&item, 1), {workspace.get(), codec->encode_workspace_bytes()});
+      EXPECT_EQ(declined[i], 0u);
+      ASSERT_EQ(0, std::memcmp(wanted.get(), encoded.data() + i * stride, stride));
+      const DecodeItem decode = {wanted.get(), wanted_raw.get(), items[i].layer};
+      codec->Decode(absl::MakeConstSpan(&decode, 1));
+      ASSERT_EQ(0, std::memcmp(wanted_raw.get(), decoded.data() + i * raw_stride, raw_stride));
+      if (!read) continue;
+      ReferenceEncode(format, *books.tables, page.get(), int(items[i].layer), wanted.get());
+      ASSERT_EQ(0, std::memcmp(wanted.get(), encoded.data() + i * stride, format.page_bytes));
+    }
+  }
+
+ private:
+  static void Fill(const PageLayout& layout, Data kind, uint32_t seed, uint8_t* to) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal(0, 1);
+    const float largest = layout.dtype == DType::kFloat16 ? 65504.0f : 3.3e38f;
+    for (size_t i = 0; i < layout.raw_bytes() / 2; ++i) {
+      float x = normal(random);
+      if (kind == Data::kZero) x = 0;
+      if (kind == Data::kConstant) x = float(i % layout.head_dim) / 16;
+      if (kind == Data::kHalfWay) x = float(random() % 16) + 0.5f;
+      if (kind == Data::kExtreme && random() % 2 == 0) x = random() % 2 ? largest : random() % 2 ? -largest : 6e-8f;
+      StoreElement(to, layout.dtype, i, x);
+    }
+  }
+};
+
+TEST_F(MillionGpu, PairsEncodeAsTheReference) {
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    for (const int page_tokens : {64, 128}) {
+      const MillionFormat format = MakeFormat(MakeLayout(3, 128, page_tokens, dtype), {64, 8}, {64, 8});
+      Compare(format, Books(format, 2, 1), 1, page_tokens == 64);
+      // Every centroid four times; raw values half way between neighbours.
+      Compare(format, Books(format, 1, 1, [](int, int, int index) { return float(index / 4); }), 2);
+      Compare(format, Books(format, 1, 1, [](int, int, int index) { return float(index % 16); }), 3);
+      Compare(format, Books(format, 1, 1, [](int, int, int) { return 0.0f; }), 4);
+      Compare(format, Books(format, 1, 1, [](int, int channel, int) { return channel * 0.5f; }), 5);
+      Compare(format, Books(format, 1, 1, [](int, int, int index) { return index % 2 ? 65504.0f : -65504.0f; }), 6);
+    }
+  }
+  for (const int head_dim : {64, 96, 256}) {
+    const MillionFormat format = MakeFormat(MakeLayout(2, head_dim, 64), {head_dim / 2, 8}, {head_dim / 2, 8});
+    Compare(format, Books(format, 1, 7), 7);
+  }
+}
+
+TEST_F(MillionGpu, EveryWidthAndNumberOfBitsEncodesAsTheCpu) {
+  uint32_t seed = 1;
+  for (int bits = kBitsMin; bits <= kBitsMax; ++bits) {
+    for (const int width : {1, 2, 3, 4, 8, 48}) {
+      ++seed;
+      const PageLayout layout =
+          MakeLayout(2, 48, seed % 3 == 0 ? 128 : 64, seed % 2 ? DType::kFloat16 : DType::kBFloat16);
+      const MillionFormat format = MakeFormat(layout, {48 / width, bits}, {12, 4 + int(seed % 5)});
+      Compare(format, Books(format, 2, seed), seed);
+    }
+  }
+}
+
+TEST_F(MillionGpu, OneCodebookForAllHeadsIsKeptOnce) {
+  const MillionFormat format = MakeFormat(MakeLayout(2, 128, 64), {64, 8}, {64, 8});
+  const Books books(format, 1, 9);
+  MillionCodebooks shared;
+  shared.layers = 3;
+  for (int side = 0; side < 2; ++side) shared.side[side].assign(6, books.books.side[side][0]);
+  const auto codec = MakeMillionCodec(format, shared, "million");
+  const auto device = codec->NewDeviceCodec();
+  ASSERT_NE(device, nullptr);
+  EXPECT_NE(device->attention(0), nullptr);
+  EXPECT_NE(device->attention_data(2), nullptr);
+}
+
+TEST_F(MillionGpu, FormatsWithoutKernelsHaveNoAttention) {
+  const MillionFormat format = MakeFormat(MakeLayout(1, 128, 64), {32, 12}, {32, 12});
+  const Books books(format, 1, 9);
+  const auto device = MakeMillionCodec(format, books.books, "million")->NewDeviceCodec();
+  ASSERT_NE(device, nullptr);
+  EXPECT_EQ(device->attention(0), nullptr);
+  EXPECT_EQ(device->attention_data(0), nullptr);
+}
+
+}  // namespace
+}  // namespace kvmanager::million
