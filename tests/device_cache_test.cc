@@ -246,7 +246,6 @@ TEST_F(DeviceCacheTest, WhatIsWrongIsRefused) {
   batch.q_dtype = DType::kFloat16;
   ASSERT_OK(cache->Step(batch).status());
   EXPECT_EQ(cache->Step(batch).status().code(), absl::StatusCode::kFailedPrecondition);  // the position again
-  EXPECT_EQ(made.sequence->HandOff("127.0.0.1:1", "", 100).status().code(), absl::StatusCode::kFailedPrecondition);
 }
 
 TEST_F(DeviceCacheTest, AFullPoolSaysSoAndHasRoomAgain) {
@@ -348,6 +347,116 @@ TEST_F(DeviceCacheTest, TwoGpusAtOnceOneDaemon) {
   empty = {};
   other.reset();
   device.reset();
+}
+
+class DeviceTiersTest : public DeviceCacheTest, public ::testing::WithParamInterface<Case> {
+ protected:
+  static constexpr uint64_t kPrompt = 960, kTail = 40;  // tokens
+
+  // Steps behind the prompt `names`, of which `blocks` are to be found; the rows of every layer.
+  LayerRows Continue(Engine& engine, const Text& text, const std::vector<BlockName>& names, int blocks) {
+    auto made = engine.cache().CreateSequence(names);
+    EXPECT_OK(made);
+    if (!made.ok()) return {};
+    EXPECT_EQ(made->match.hit_blocks, blocks);
+    LayerRows out;
+    EXPECT_OK(engine.Step(text, {{made->sequence->id(), kPrompt, int(kTail)}}, true, &out));
+    engine.Forget(*made->sequence);
+    return out;
+  }
+};
+
+TEST_P(DeviceTiersTest, WhatIsEvictedComesBackFromTheHost) {
+  ASSERT_NO_FATAL_FAILURE(Start("512MiB"));
+  const Text text = RandomText(8);
+  ASSERT_OK_AND_ASSIGN(auto engine, Make(GetParam().way, OptionsFor(text, GetParam().codec, 0)));
+  const auto publish = [&](uint32_t salt) {
+    ASSERT_OK_AND_ASSIGN(auto made, engine->cache().CreateSequence());
+    LayerRows out;
+    ASSERT_OK(engine->Step(text, {{made.sequence->id(), 0, int(kPrompt)}}, true, &out));
+    ASSERT_OK(made.sequence->Publish(NamesOf(engine->cache(), kPrompt, salt)).status());
+    engine->Forget(*made.sequence);
+  };
+  ASSERT_NO_FATAL_FAILURE(publish(1));
+  const auto names = NamesOf(engine->cache(), kPrompt, 1);
+  const LayerRows first = Continue(*engine, text, names, int(names.size()));
+  // Until it is gone from the GPU, and the host, which has room for less, still has it.
+  uint32_t salt = 2;
+  for (double evicted = 0; evicted < 2 * double(names.size()); evicted = Metric("evicted_blocks_total")) {
+    ASSERT_LT(salt, 20000u);
+    for (int i = 0; i < 16; ++i) ASSERT_NO_FATAL_FAILURE(publish(salt++));
+  }
+  EXPECT_GE(Metric("demoted_blocks_total"), double(names.size()));
+  EXPECT_EQ(Metric("fetched_blocks_total"), 0);
+  EXPECT_EQ(Continue(*engine, text, names, int(names.size())), first);
+  EXPECT_GE(Metric("fetched_blocks_total"), 1);
+  EXPECT_EQ(Metric("lost_moves_total"), 0);
+  std::printf("%s: %u prompts; %.0f blocks demoted, %.0f evicted, %.0f fetched\n", GetParam().name, salt,
+              Metric("demoted_blocks_total"), Metric("evicted_blocks_total"), Metric("fetched_blocks_total"));
+}
+
+INSTANTIATE_TEST_SUITE_P(Ways, DeviceTiersTest,
+                         ::testing::Values(Case{"raw_daemon", "raw", Way::kDaemon}, Case{"raw_own", "raw", Way::kOwn},
+                                           Case{"k2v2_daemon", "hack:k_bits=2,v_bits=2", Way::kDaemon},
+                                           Case{"k3v2_own", "hack:k_bits=3,v_bits=2", Way::kOwn}),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+TEST_F(DeviceCacheTest, IsHandedFromGpuToGpuAndToTheHost) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  DaemonOptions options;
+  options.more_flags = {"--device-pool-bytes", "1GiB"};
+  ASSERT_OK_AND_ASSIGN(auto receiver, DaemonProcess::Start(options));
+  ASSERT_OK_AND_ASSIGN(auto client, Client::Connect(receiver->listen(), {}));
+  ASSERT_OK_AND_ASSIGN(auto device, DeviceClient::Open(client.get(), 0));
+  const Text text = RandomText(9);
+  for (const std::string codec : {"raw", "hack:k_bits=2,v_bits=2"}) {
+    for (const Way way : {Way::kDaemon, Way::kOwn}) {
+      SCOPED_TRACE(absl::StrCat(codec, " ", int(way)));
+      const std::string tenant = absl::StrCat("tenant", int(way));
+      ASSERT_OK_AND_ASSIGN(auto from, Make(way, OptionsFor(text, codec, 0, tenant)));
+      ASSERT_OK_AND_ASSIGN(auto to, MakeEngine(way, client.get(), device.get(), OptionsFor(text, codec, 0, tenant)));
+      ASSERT_OK_AND_ASSIGN(auto host, HostEngine::Make(client.get(), OptionsFor(text, codec, -1, tenant)));
+      ASSERT_OK_AND_ASSIGN(auto made, from->cache().CreateSequence());
+      LayerRows sent, received;
+      ASSERT_OK(from->Step(text, {{made.sequence->id(), 0, 300}}, true, &sent));
+      ASSERT_OK(made.sequence->Publish(NamesOf(from->cache(), 192, 3)).status());
+      absl::StatusOr<client::HandOffOutcome> outcome;
+      // At first the host pools may not be pinned yet.
+      ASSERT_TRUE(Eventually([&] {
+        outcome = made.sequence->HandOff(receiver->peer(), "first token: 17");
+        return !absl::IsUnavailable(outcome.status());
+      }));
+      ASSERT_OK(outcome.status());
+      absl::StatusOr<client::ClaimedSequence> claimed;
+      ASSERT_TRUE(Eventually([&] {
+        claimed = to->cache().Claim(outcome->ticket);
+        return !absl::IsUnavailable(claimed.status());
+      }));
+      ASSERT_OK(claimed.status());
+      EXPECT_EQ(claimed->tokens, 300u);
+      EXPECT_EQ(claimed->blob, "first token: 17");
+      EXPECT_EQ(to->cache().Claim(outcome->ticket).status().code(), absl::StatusCode::kNotFound);
+      for (uint64_t i = 300; i < 400; i += 25) {
+        ASSERT_OK(from->Step(text, {{made.sequence->id(), i, 25}}, true, &sent));
+        ASSERT_OK(to->Step(text, {{claimed->sequence->id(), i, 25}}, true, &received));
+        EXPECT_EQ(sent, received) << i;
+      }
+      // The same to an engine that attends in host memory.
+      ASSERT_OK_AND_ASSIGN(const auto again, made.sequence->HandOff(receiver->peer(), ""));
+      ASSERT_OK_AND_ASSIGN(auto on_host, host->cache().Claim(again.ticket));
+      EXPECT_EQ(on_host.tokens, 400u);
+      ASSERT_OK(from->Step(text, {{made.sequence->id(), 400, 9}}, true, &sent));
+      ASSERT_OK(host->Step(text, {{on_host.sequence->id(), 400, 9}}, true, &received));
+      Difference difference;
+      for (int layer = 0; layer < text.layers; ++layer) difference.Add(sent[layer], received[layer]);
+      EXPECT_LT(difference.relative(), 2e-3);
+      from->Forget(*made.sequence);
+      to->Forget(*claimed->sequence);
+      // What was published came along, and is found on the other GPU by way of its host.
+      ASSERT_OK_AND_ASSIGN(auto hit, to->cache().CreateSequence(NamesOf(to->cache(), 192, 3)));
+      EXPECT_EQ(hit.match.hit_blocks, 3);
+    }
+  }
 }
 
 /// The second process: its kernel writes over pages it appended, long after it said so.
