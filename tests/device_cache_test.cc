@@ -91,8 +91,10 @@ struct Case {
 
 class DeviceCacheTest : public GpuTest {
  protected:
-  void Start(const std::string& pool_bytes = "1GiB", const std::vector<std::string>& flags = {}) {
+  void Start(const std::string& pool_bytes = "1GiB", const std::vector<std::string>& flags = {},
+             uint64_t host_pool_bytes = 64 << 20) {
     DaemonOptions options;
+    options.host_pool_bytes = host_pool_bytes;
     options.more_flags = {"--device-pool-bytes", pool_bytes};
     options.more_flags.insert(options.more_flags.end(), flags.begin(), flags.end());
     ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(options));
@@ -367,8 +369,13 @@ class DeviceTiersTest : public DeviceCacheTest, public ::testing::WithParamInter
 };
 
 TEST_P(DeviceTiersTest, WhatIsEvictedComesBackFromTheHost) {
-  ASSERT_NO_FATAL_FAILURE(Start("512MiB"));
-  const Text text = RandomText(8);
+  // Three slabs: of raw pages, and of encoded ones.
+  constexpr uint64_t kHostBytes = uint64_t{1} << 30;
+  ASSERT_NO_FATAL_FAILURE(Start("768MiB", {}, kHostBytes));
+  ASSERT_TRUE(Eventually([&] { return Metric("pool_pinned_bytes") >= double(kHostBytes); }));
+  Text shape;
+  shape.kv_heads = 8, shape.query_heads = 32;
+  const Text text = RandomText(8, shape);
   ASSERT_OK_AND_ASSIGN(auto engine, Make(GetParam().way, OptionsFor(text, GetParam().codec, 0)));
   const auto publish = [&](uint32_t salt) {
     ASSERT_OK_AND_ASSIGN(auto made, engine->cache().CreateSequence());
@@ -380,7 +387,7 @@ TEST_P(DeviceTiersTest, WhatIsEvictedComesBackFromTheHost) {
   ASSERT_NO_FATAL_FAILURE(publish(1));
   const auto names = NamesOf(engine->cache(), kPrompt, 1);
   const LayerRows first = Continue(*engine, text, names, int(names.size()));
-  // Until it is gone from the GPU, and the host, which has room for less, still has it.
+  // Until it is gone from the GPU.
   uint32_t salt = 2;
   for (double evicted = 0; evicted < 2 * double(names.size()); evicted = Metric("evicted_blocks_total")) {
     ASSERT_LT(salt, 20000u);
@@ -402,9 +409,9 @@ INSTANTIATE_TEST_SUITE_P(Ways, DeviceTiersTest,
                          [](const auto& info) { return std::string(info.param.name); });
 
 TEST_F(DeviceCacheTest, IsHandedFromGpuToGpuAndToTheHost) {
-  ASSERT_NO_FATAL_FAILURE(Start());
+  ASSERT_NO_FATAL_FAILURE(Start("2GiB"));
   DaemonOptions options;
-  options.more_flags = {"--device-pool-bytes", "1GiB"};
+  options.more_flags = {"--device-pool-bytes", "2GiB"};
   ASSERT_OK_AND_ASSIGN(auto receiver, DaemonProcess::Start(options));
   ASSERT_OK_AND_ASSIGN(auto client, Client::Connect(receiver->listen(), {}));
   ASSERT_OK_AND_ASSIGN(auto device, DeviceClient::Open(client.get(), 0));
@@ -412,7 +419,7 @@ TEST_F(DeviceCacheTest, IsHandedFromGpuToGpuAndToTheHost) {
   for (const std::string codec : {"raw", "hack:k_bits=2,v_bits=2"}) {
     for (const Way way : {Way::kDaemon, Way::kOwn}) {
       SCOPED_TRACE(absl::StrCat(codec, " ", int(way)));
-      const std::string tenant = absl::StrCat("tenant", int(way));
+      const std::string tenant = absl::StrCat(codec == "raw" ? "raw" : "hack", int(way));
       ASSERT_OK_AND_ASSIGN(auto from, Make(way, OptionsFor(text, codec, 0, tenant)));
       ASSERT_OK_AND_ASSIGN(auto to, MakeEngine(way, client.get(), device.get(), OptionsFor(text, codec, 0, tenant)));
       ASSERT_OK_AND_ASSIGN(auto host, HostEngine::Make(client.get(), OptionsFor(text, codec, -1, tenant)));

@@ -254,6 +254,7 @@ class ServerImpl final : public Server {
     for (const auto& parts : devices_) parts->context.metrics->used_bytes.Set(double(parts->pool->used_bytes()));
     if (!pinned_) {
       pinned_ = pinner_->done();
+      server_metrics_.pool_pinned_bytes.Set(double(pinner_->ready_bytes()));
       if (pinned_ && !pinner_->status().ok()) {
         spdlog::error("the host pool stays pinned up to {} of {} bytes only: {}", pinner_->ready_bytes(),
                       pinner_->total_bytes(), std::string(pinner_->status().message()));

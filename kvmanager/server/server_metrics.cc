@@ -48,6 +48,7 @@ ServerMetrics::ServerMetrics(Metrics* m)
       encode_seconds(
           m->Histogram("encode_seconds", "Encoding of one page on one worker", ExponentialBounds(4e-6, 2, 18))),
       encode_input_bytes(m->Counter("encode_input_bytes_total", "Raw bytes of pages given to codecs")),
+      pool_pinned_bytes(m->Gauge("pool_pinned_bytes", "Bytes of the host pool that GPUs can move pages to")),
       device_encoded_pages(m->Counter("device_encoded_pages_total", "Pages that the daemon encoded on GPUs")),
       hand_offs_sent(m->Counter("hand_offs_total", kHandOffHelp, {{"direction", "sent"}, {"result", "ok"}})),
       hand_offs_send_failed(m->Counter("hand_offs_total", kHandOffHelp, {{"direction", "sent"}, {"result", "failed"}})),

@@ -74,6 +74,7 @@ struct ServerMetrics {
   prometheus::Counter& attend_tokens;
   prometheus::Histogram& encode_seconds;
   prometheus::Counter& encode_input_bytes;
+  prometheus::Gauge& pool_pinned_bytes;
   prometheus::Counter& device_encoded_pages;
   prometheus::Counter& hand_offs_sent;
   prometheus::Counter& hand_offs_send_failed;
