@@ -9,6 +9,8 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -16,6 +18,8 @@
 #include "attention/device_step.h"
 #include "codecs/codec.h"
 #include "codecs/hack/hack.h"
+#include "codecs/million/million.h"
+#include "codecs/million/million_testing.h"
 #include "codecs/raw/raw.h"
 #include "codecs/raw/raw_attention.h"
 #include "codecs/registry.h"
@@ -59,7 +63,8 @@ class DeviceBuffer {
 };
 
 struct Shape {
-  int k_bits = 0, v_bits = 0;  // 0: raw
+  int k_bits = 0, v_bits = 0;  // of HACK; 0: raw, or
+  bool million = false;        // 64 subspaces of 8 bits
   DType dtype = DType::kFloat16;
   int head_dim = 128;
   int kv_heads = 2;
@@ -111,6 +116,9 @@ class World {
       hack::HackParameters parameters;
       parameters.k_bits = shape.k_bits, parameters.v_bits = shape.v_bits;
       codec_ = MakeHackCodec(hack::MakeHackFormat(layout_, parameters));
+    } else if (shape.million) {
+      const million::MillionFormat format = million::MakeFormat(layout_, {64, 8}, {64, 8});
+      codec_ = MakeMillionCodec(format, million::Books(format, shape.layers, seed).books, "million");
     } else {
       CodecRegistry registry;
       RegisterRaw(registry);
@@ -541,7 +549,8 @@ class World {
  private:
   static constexpr int kItemsMax = 512;
 
-  double Bound() const { return shape_.dtype == DType::kFloat16 ? 1e-3 : 4e-3; }
+  /// MILLION's queries have 8 bits on the CPU and 16 here.
+  double Bound() const { return shape_.million ? 3e-2 : shape_.dtype == DType::kFloat16 ? 1e-3 : 4e-3; }
   uint8_t* Slot(uint32_t slot) const { return pool_->data() + slot * device::kSlotUnitBytes; }
   std::shared_ptr<Page> NewRawPage() {
     auto page = std::make_shared<Page>();
@@ -577,9 +586,19 @@ class World {
 
 class DeviceStepGpu : public GpuTest {};
 
+/// Bits of K and V in HACK; none: raw; kMillion: that.
+constexpr std::pair<int, int> kMillion = {64, 64};
+
+Shape ShapeOf(const std::pair<int, int>& widths) {
+  Shape shape;
+  shape.million = widths == kMillion;
+  if (!shape.million) std::tie(shape.k_bits, shape.v_bits) = widths;
+  return shape;
+}
+
 void RandomSteps(const Shape& shape, uint64_t seed, int operations) {
-  SCOPED_TRACE(absl::StrCat("bits ", shape.k_bits, "/", shape.v_bits, " d ", shape.head_dim, " dtype ",
-                            int(shape.dtype), " seed ", seed));
+  SCOPED_TRACE(absl::StrCat("bits ", shape.k_bits, "/", shape.v_bits, " million ", shape.million, " d ", shape.head_dim,
+                            " dtype ", int(shape.dtype), " seed ", seed));
   World world(shape, seed);
   if (::testing::Test::HasFailure()) return;
   std::mt19937_64& random = world.random();
@@ -627,11 +646,11 @@ void RandomSteps(const Shape& shape, uint64_t seed, int operations) {
 
 TEST_F(DeviceStepGpu, RandomStepsAreTheCpus) {
   uint64_t seed = 1;
-  for (const auto& [k, v] : {std::pair{0, 0}, {2, 2}, {3, 2}}) {
+  for (const auto& widths : {std::pair{0, 0}, {2, 2}, {3, 2}, kMillion}) {
     for (const int head_dim : {64, 128}) {
       for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
-        Shape shape;
-        shape.k_bits = k, shape.v_bits = v;
+        Shape shape = ShapeOf(widths);
+        if (shape.million && head_dim != 128) continue;
         shape.head_dim = head_dim;
         shape.dtype = dtype;
         shape.group = int(seed % 3 == 0 ? 8 : seed % 3 == 1 ? 4 : 1);
@@ -643,11 +662,10 @@ TEST_F(DeviceStepGpu, RandomStepsAreTheCpus) {
 }
 
 TEST_F(DeviceStepGpu, OneHotQueriesOnEncodedPages) {
-  for (const auto& [k, v] : {std::pair{2, 2}, {3, 2}}) {
-    Shape shape;
-    shape.k_bits = k, shape.v_bits = v;
+  for (const auto& widths : {std::pair{2, 2}, {3, 2}, kMillion}) {
+    Shape shape = ShapeOf(widths);
     shape.lag_pages = 0;
-    World world(shape, 50 + k);
+    World world(shape, 50 + widths.first);
     Sequence* const s = world.Add(4);
     world.Run({{s, 400}}, true, false, Queries::kRandom);
     world.EncodeSome(s, 8);
@@ -706,9 +724,8 @@ TEST_F(DeviceStepGpu, FirstNonFiniteValueIsNamed) {
 }
 
 TEST_F(DeviceStepGpu, ACapturedGraphFollowsLaterSteps) {
-  for (const auto& [k, v] : {std::pair{0, 0}, {2, 2}}) {
-    Shape shape;
-    shape.k_bits = k, shape.v_bits = v;
+  for (const auto& widths : {std::pair{0, 0}, {2, 2}, kMillion}) {
+    const Shape shape = ShapeOf(widths);
     World world(shape, 5);
     Sequence* const a = world.Add(1);
     Sequence* const b = world.Add(1);
