@@ -53,19 +53,20 @@ uint32_t DevicePlanner::FirstNearPage(uint32_t own, uint32_t aged, uint32_t lag_
   return std::min(own, std::max(aged, own > lag_pages ? own - lag_pages : 0));
 }
 
-// The runs of pages 0 .. own that a query on page `own` reads in one form (ReadsRaw, of runs instead of pages).
-void DevicePlanner::SplitByForm(const DeviceSequence& sequence, uint32_t own) {
-  forms_.clear();
+// ReadsRaw, of runs instead of pages.
+void DevicePlanner::SplitByForm(const DeviceSequence& sequence, uint32_t own, uint32_t lag_pages, bool identity,
+                                std::vector<FormRun>* forms) {
+  forms->clear();
   const auto add = [&](uint32_t first, uint32_t end, PageForm form) {
     if (first >= end) return;
-    if (!forms_.empty() && forms_.back().form == form) {
-      forms_.back().pages.end = end;
+    if (!forms->empty() && forms->back().form == form) {
+      forms->back().pages.end = end;
     } else {
-      forms_.push_back({{first, end}, form});
+      forms->push_back({{first, end}, form});
     }
   };
-  if (options_.identity) return add(0, own + 1, PageForm::kRaw);
-  const uint32_t near = FirstNearPage(own, sequence.aged, uint32_t(options_.lag_pages));
+  if (identity) return add(0, own + 1, PageForm::kRaw);
+  const uint32_t near = FirstNearPage(own, sequence.aged, lag_pages);
   // `exceptions` interrupt pages [first, end) of the other form.
   const auto split = [&](uint32_t first, uint32_t end, PageForm form, absl::Span<const PageRun> exceptions) {
     for (const PageRun& run : exceptions) {
@@ -88,7 +89,7 @@ void DevicePlanner::AddGroup(const DeviceSequence& sequence, uint32_t first_row_
   const uint32_t page_tokens = options_.layout.page_tokens;
   const uint64_t position = sequence.first_position + token;
   const uint32_t own = uint32_t(position / page_tokens), offset = uint32_t(position % page_tokens);
-  SplitByForm(sequence, own);
+  SplitByForm(sequence, own, uint32_t(options_.lag_pages), options_.identity, &forms_);
   // An encoded page is read whole: it is nobody's own, or its last token asks.
   KV_CHECK(forms_.back().form == PageForm::kRaw || (tokens == 1 && offset + 1 == page_tokens));
   for (const FormRun& run : forms_) {
@@ -180,6 +181,7 @@ absl::StatusOr<DevicePlanSize> DevicePlanner::Plan(absl::Span<const DeviceSequen
   uint32_t row_token = 0;
   for (const DeviceSequence& sequence : sequences) {
     KV_CHECK(sequence.tokens >= 1 && sequence.tokens <= kQueryTokensMax);
+    row_token += sequence.skipped_tokens;
     for (int token = 0; token < sequence.tokens;) {
       const int left = page_tokens - int((sequence.first_position + token) % page_tokens);
       const int tokens = std::min(left, sequence.tokens - token);

@@ -38,7 +38,8 @@ struct DeviceSequence {
   absl::Span<const PageRun> not_encoded;  // read raw whatever the distance
   absl::Span<const PageRun> not_raw;      // read encoded within the lag too
   uint64_t first_position = 0;            // of the first query token
-  int tokens = 0;  // 1..DevicePlanner::kQueryTokensMax; token i sees positions 0 .. first_position + i
+  int tokens = 0;               // 1..DevicePlanner::kQueryTokensMax; token i sees positions 0 .. first_position + i
+  uint32_t skipped_tokens = 0;  // in q, between the sequence before and this one: of others' plans
 };
 
 struct DevicePlanSize {
@@ -69,6 +70,14 @@ class DevicePlanner {
   /// what DeviceSequence says, and that a query's own page is raw, or whole and its last token the only one that asks.
   absl::StatusOr<DevicePlanSize> Plan(absl::Span<const DeviceSequence> sequences, absl::Span<device::AttendItem> items);
 
+  /// Pages of one form.
+  struct FormRun {
+    PageRun pages;
+    device::PageForm form;
+  };
+  /// The runs of pages 0 .. own, ascending, as a query on page `own` reads them.
+  static void SplitByForm(const DeviceSequence& sequence, uint32_t own, uint32_t lag_pages, bool identity,
+                          std::vector<FormRun>* forms);
   /// The first page that the lag lets a query on page `own` read raw; what comes before is read encoded.
   static uint32_t FirstNearPage(uint32_t own, uint32_t aged, uint32_t lag_pages);
 
@@ -80,7 +89,6 @@ class DevicePlanner {
     uint32_t page_cost;
   };
   void AddGroup(const DeviceSequence& sequence, uint32_t first_row_token, int token, int tokens, DevicePlanSize* size);
-  void SplitByForm(const DeviceSequence& sequence, uint32_t own);
   uint32_t BlocksFor() const;
   void Share(uint64_t blocks);
   bool ShareByTiles(uint64_t limit, uint64_t blocks);
@@ -89,10 +97,6 @@ class DevicePlanner {
   const uint32_t group_heads_;
   const uint32_t raw_cost_;  // of one head of a page
   // Kept between plans, so that a plan of a familiar size allocates nothing.
-  struct FormRun {
-    PageRun pages;
-    device::PageForm form;
-  };
   std::vector<FormRun> forms_;  // of a group, ascending
   std::vector<Run> runs_;
   std::vector<uint32_t> tile_items_;

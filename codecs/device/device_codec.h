@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "codecs/device/attend_launch.h"
+#include "codecs/device/prefill_params.h"
 
 namespace kvmanager {
 
@@ -36,6 +37,8 @@ class DeviceCodec {
   virtual const device::AttendKernels* attention(int layer) const = 0;
   /// What those kernels read beside pages (AttendParams::codec), on the device; lives as long as this object.
   virtual const void* attention_data(int layer) const { return nullptr; }
+  /// Of a layer, for many query tokens; as attention() otherwise. Without: attention()'s kernels serve these too.
+  virtual device::Prefill prefill(int layer) const { return {}; }
 
   /// Bytes are those of Codec::Encode. items: [count], pages that do not overlap; declined: [count], out: 1 where a
   /// page cannot be encoded (its bytes are then all zero), else 0. Both in memory that the device reads, until the

@@ -7,6 +7,7 @@
 #include "codecs/hack/hack_attention_cuda.h"
 #include "codecs/hack/hack_device_format.h"
 #include "codecs/hack/hack_encode_cuda.h"
+#include "codecs/hack/hack_prefill_cuda.h"
 #include "kvmanager/memory/device.h"
 
 namespace kvmanager::hack {
@@ -14,12 +15,14 @@ namespace {
 
 class HackDeviceCodec final : public DeviceCodec {
  public:
-  HackDeviceCodec(const HackDeviceShape& shape, HackDeviceHead* heads, const device::AttendKernels* attention)
-      : shape_(shape), heads_(heads), attention_(attention) {}
+  HackDeviceCodec(const HackDeviceShape& shape, HackDeviceHead* heads, const device::AttendKernels* attention,
+                  const device::PrefillKernels* prefill)
+      : shape_(shape), heads_(heads), attention_(attention), prefill_(prefill) {}
   // cudaFree would wait for every stream of the device.
   ~HackDeviceCodec() override { cudaFreeAsync(heads_, nullptr); }
 
   const device::AttendKernels* attention(int) const override { return attention_; }
+  device::Prefill prefill(int) const override { return {prefill_, heads_}; }
   absl::Status Encode(const DeviceEncodeItem* items, uint32_t count, uint32_t* declined,
                       CUstream_st* stream) const override {
     return CudaStatus(LaunchHackEncode(shape_, heads_, items, count, declined, stream), "encoding HACK pages");
@@ -32,6 +35,7 @@ class HackDeviceCodec final : public DeviceCodec {
   const HackDeviceShape shape_;
   HackDeviceHead* const heads_;  // owned; on the device
   const device::AttendKernels* const attention_;
+  const device::PrefillKernels* const prefill_;
 };
 
 }  // namespace
@@ -50,7 +54,7 @@ std::unique_ptr<DeviceCodec> MakeHackDeviceCodec(const HackFormat& format) {
     return nullptr;
   }
   return std::make_unique<HackDeviceCodec>(made.shape, static_cast<HackDeviceHead*>(heads),
-                                           HackAttentionKernels(format));
+                                           HackAttentionKernels(format), HackPrefillKernels(made));
 }
 
 }  // namespace kvmanager::hack

@@ -5,6 +5,7 @@
 #include "codecs/raw/raw.h"
 #include "codecs/raw/raw_attention.h"
 #include "codecs/raw/raw_attention_cuda.h"
+#include "codecs/raw/raw_prefill_cuda.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -15,9 +16,11 @@ constexpr uint32_t kRawVersion = 1;
 /// Attention alone.
 class RawDeviceCodec final : public DeviceCodec {
  public:
-  explicit RawDeviceCodec(const device::AttendKernels* attention) : attention_(attention) {}
+  RawDeviceCodec(const device::AttendKernels* attention, const device::PrefillKernels* prefill)
+      : attention_(attention), prefill_(prefill) {}
 
   const device::AttendKernels* attention(int) const override { return attention_; }
+  device::Prefill prefill(int) const override { return {prefill_, nullptr}; }
   absl::Status Encode(const DeviceEncodeItem*, uint32_t, uint32_t*, CUstream_st*) const override { return Refused(); }
   absl::Status Decode(const DeviceDecodeItem*, uint32_t, CUstream_st*) const override { return Refused(); }
 
@@ -27,6 +30,7 @@ class RawDeviceCodec final : public DeviceCodec {
   }
 
   const device::AttendKernels* const attention_;
+  const device::PrefillKernels* const prefill_;
 };
 
 /// Immutable; every method may be called from any thread at once.
@@ -77,7 +81,11 @@ class RawCodec final : public Codec {
 
   std::unique_ptr<DeviceCodec> NewDeviceCodec() const override {
     const device::AttendKernels* const attention = RawAttentionKernels(layout_.head_dim);
-    return attention == nullptr ? nullptr : std::make_unique<RawDeviceCodec>(attention);
+    return attention == nullptr
+               ? nullptr
+               : std::make_unique<RawDeviceCodec>(attention, layout_.page_tokens == device::kPrefillPageTokens
+                                                                 ? RawPrefillKernels(layout_.head_dim)
+                                                                 : nullptr);
   }
 
  private:

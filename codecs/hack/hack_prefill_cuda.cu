@@ -1,0 +1,34 @@
+#include "codecs/hack/hack_prefill_cuda.h"
+#include "codecs/hack/hack_prefill_device.cuh"
+
+namespace kvmanager::hack {
+namespace {
+
+template <int kHeadDim>
+struct Pages {
+  template <bool kBFloat16>
+  using Of = device::HackPrefillPages<kHeadDim, kBFloat16>;
+};
+template <int kHeadDim>
+constexpr const kvmanager::device::PrefillKernels& kKernelsOf =
+    kvmanager::device::PrefillLaunch<kHeadDim, Pages<kHeadDim>::template Of>::kKernels;
+
+}  // namespace
+
+const kvmanager::device::PrefillKernels* HackPrefillKernels(const HackDeviceFormat& format) {
+  const HackDeviceShape& shape = format.shape;
+  if (!shape.k_along_tokens || !shape.meta8 || shape.partition != 64 || shape.page_tokens != 64 || shape.hadamard) {
+    return nullptr;
+  }
+  if (shape.head_dim != 64 && shape.head_dim != 128) return nullptr;
+  for (const HackDeviceHead& head : format.heads) {
+    for (const HackDeviceSide& side : head.side) {
+      for (int s = 0; s < shape.head_dim / 16; ++s) {
+        if (side.segment_bits[s] > device::kWidthMax) return nullptr;
+      }
+    }
+  }
+  return shape.head_dim == 64 ? &kKernelsOf<64> : &kKernelsOf<128>;
+}
+
+}  // namespace kvmanager::hack
