@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "attention/device_step_kernels.h"
+#include "attention/prefill_plan.h"
 #include "attention/upload_ring.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/memory/device.h"
@@ -21,12 +22,17 @@ namespace {
 
 using device::AttendItem;
 using device::AttendKernels;
+using device::PrefillItem;
+using device::PrefillRun;
 
 constexpr uint64_t kPositionMax = UINT32_MAX;
 constexpr size_t kUploadAlign = 16;
 /// Items beside those of a tile's two forms: pages that have no encoded form, between others.
 constexpr size_t kItemsOfTile = 4;
 constexpr size_t kItemsMin = 4096;
+/// Runs of pages of a tile of many query tokens, which all KV heads share: before, within and behind the lag, and pages
+/// that are there in one form alone.
+constexpr size_t kRunsOfTile = 16;
 constexpr size_t kRingBytesMin = size_t{1} << 20, kRingRoundBytes = 4096;
 constexpr int kNoClass = -1;
 
@@ -72,13 +78,40 @@ class PinnedMemory {
 
 /// What a step's options come to.
 struct Sizes {
-  size_t blocks_max = 0;  // of any layer's kernel
-  size_t items_max = 0;   // of a layer
+  size_t blocks_max = 0;                               // of any layer's kernel
+  size_t items_max = 0;                                // of a layer
+  size_t prefill_items_max = 0, prefill_runs_max = 0;  // of a layer; 0: no layer has kernels for many query tokens
   size_t ring_bytes = 0;
+  /// Of a layer, in the ring.
+  size_t plan_bytes() const {
+    return items_max * sizeof(AttendItem) + prefill_items_max * sizeof(PrefillItem) +
+           prefill_runs_max * sizeof(PrefillRun);
+  }
   size_t upload_bytes() const { return UploadRing::kAlign + ring_bytes; }  // the word "done" stands before the ring
 };
 
 absl::StatusOr<Sizes> SizesOf(const DeviceStep::Options& o);
+
+float ScaleOf(const DeviceStep::Options& o) { return o.scale != 0 ? o.scale : 1 / std::sqrt(float(o.layout.head_dim)); }
+
+/// A layer's kernels for many query tokens, if these options allow them.
+device::Prefill PrefillOf(const DeviceStep::Options& o, int layer) {
+  if (o.layout.page_tokens != device::kPrefillPageTokens || o.tokens_max < PrefillPlanner::kTokensMin ||
+      o.query_heads / o.layout.kv_heads > device::kPrefillGroupMax || !(ScaleOf(o) > 0)) {
+    return {};
+  }
+  return o.codec->prefill(layer);
+}
+
+PrefillPlanner::Options PrefillOptions(const DeviceStep::Options& o) {
+  PrefillPlanner::Options plan;
+  plan.layout = o.layout;
+  plan.query_heads = o.query_heads;
+  plan.lag_pages = o.lag_pages;
+  plan.identity = o.identity;
+  plan.blocks = o.multiprocessors;
+  return plan;
+}
 
 /// Cuts a piece of the ring.
 class PieceWriter {
@@ -113,9 +146,9 @@ class CudaDeviceStep final : public DeviceStep {
         items_max_(sizes.items_max),
         tables_(std::move(tables)),
         group_heads_(options.query_heads / options.layout.kv_heads),
-        scale_log2_(float(M_LOG2E) *
-                    (options.scale != 0 ? options.scale : 1 / std::sqrt(float(options.layout.head_dim)))),
+        scale_log2_(float(M_LOG2E) * ScaleOf(options)),
         kernels_(options.layers),
+        prefill_(options.layers),
         device_(options.stream),
         holds_(options.layers, 0),
         class_of_(options.layers, kNoClass) {}
@@ -142,9 +175,11 @@ class CudaDeviceStep final : public DeviceStep {
   /// Layers that share a plan.
   struct Class {
     const AttendKernels* kernels;
+    bool prefill;  // long entries have a plan of their own
     StepReading reading;
     uint64_t version;  // of the plan; never 0
     DevicePlanSize size;
+    PrefillPlanSize prefill_size;
   };
   /// A kernel's planner; layers may differ in theirs.
   struct Planner {
@@ -154,12 +189,14 @@ class CudaDeviceStep final : public DeviceStep {
   };
 
   int blocks_of(const AttendKernels& kernels) const { return o_.multiprocessors * kernels.grid.blocks_per_sm; }
+  bool Prefills(int layer) const { return long_entries_ > 0 && prefill_[layer].kernels != nullptr; }
   bool Prepared(int layer) const { return layer >= prepared_first_ && layer < prepared_end_; }
   absl::Status CheckEntries(absl::Span<const Entry> entries);
   absl::Status FindClasses(int first_layer, int end_layer);
   absl::Status PlanClass(Class* of);
   absl::Status UploadStep(int first_layer, int end_layer);
   absl::Status Send(size_t changes, bool rows, Class* items_of);
+  absl::Status AttendLong(int layer, const void* q, void* out, float* lse);
 
   const Options o_;
   const Sizes sizes_;
@@ -168,7 +205,9 @@ class CudaDeviceStep final : public DeviceStep {
   const int group_heads_;
   const float scale_log2_;
   std::vector<const AttendKernels*> kernels_;  // [layers]
+  std::vector<device::Prefill> prefill_;       // [layers]
   std::vector<Planner> planners_;
+  std::optional<PrefillPlanner> prefill_planner_;  // if some layer has kernels
 
   PinnedMemory pinned_;
   StreamMemory device_;
@@ -181,6 +220,11 @@ class CudaDeviceStep final : public DeviceStep {
   float* d_partial_max_ = nullptr;
   uint32_t* d_arrived_ = nullptr;
   uint32_t* d_upload_arrived_ = nullptr;
+  PrefillItem* d_prefill_items_ = nullptr;  // [layers][prefill_items_max]
+  PrefillRun* d_prefill_runs_ = nullptr;    // [layers][prefill_runs_max]
+  float* d_prefill_partial_ = nullptr;
+  float* d_prefill_state_ = nullptr;
+  uint32_t* d_prefill_arrived_ = nullptr;
   float* d_mapped_ = nullptr;
   // Of the memory for uploads:
   uint64_t* done_ = nullptr;
@@ -193,7 +237,8 @@ class CudaDeviceStep final : public DeviceStep {
   uint64_t moves_ = 0, reading_generation_ = 0;
   bool rows_done_ = false;
   uint32_t tokens_ = 0;
-  int rows_max_ = 0;
+  size_t long_entries_ = 0;                   // PrefillPlanner::kTokensMin tokens and more
+  int rows_max_ = 0, rows_max_of_short_ = 0;  // of a tile: of any entry, of those that are not long
   std::vector<Class> classes_;
   std::vector<uint64_t> holds_;  // [layers] version of the plan in its items; 0: none
   std::vector<int> class_of_;    // [layers]; kNoClass: some page is not there
@@ -205,8 +250,10 @@ class CudaDeviceStep final : public DeviceStep {
   uint64_t uploads_ = 0;
   // Scratch of Prepare.
   StepReading reading_;
-  std::vector<DeviceSequence> sequences_;
+  std::vector<DeviceSequence> sequences_, long_sequences_;
   std::vector<AttendItem> items_;  // of the class planned last, and its version
+  std::vector<PrefillItem> prefill_items_;
+  std::vector<PrefillRun> prefill_runs_;
   uint64_t items_version_ = 0;
   step::Upload upload_;
 };
@@ -215,6 +262,14 @@ absl::Status CudaDeviceStep::Init() {
   for (int layer = 0; layer < o_.layers; ++layer) {
     const AttendKernels* const kernels = o_.codec->attention(layer);
     kernels_[layer] = kernels;
+    prefill_[layer] = PrefillOf(o_, layer);
+    if (const device::PrefillKernels* const prefill = prefill_[layer].kernels; prefill != nullptr) {
+      const auto had = [&](const device::Prefill& p) { return p.kernels == prefill; };
+      if (std::none_of(prefill_.begin(), prefill_.begin() + layer, had)) {
+        KV_RETURN_IF_ERROR(CudaStatus(prefill->prepare(), "preparing the kernel of attention by many query tokens"));
+      }
+      if (!prefill_planner_) prefill_planner_.emplace(PrefillOptions(o_));
+    }
     const auto same = [&](const Planner& p) { return p.kernels == kernels; };
     if (std::any_of(planners_.begin(), planners_.end(), same)) continue;
     KV_RETURN_IF_ERROR(CudaStatus(kernels->prepare(), "preparing the attention kernel"));
@@ -229,6 +284,8 @@ absl::Status CudaDeviceStep::Init() {
     planners_.push_back({kernels, DevicePlanner(plan), plan.blocks});
   }
   items_.resize(items_max_);
+  prefill_items_.resize(sizes_.prefill_items_max);
+  prefill_runs_.resize(sizes_.prefill_runs_max);
 
   size_t bytes = 0;
   const auto place = [&](size_t size) {
@@ -248,6 +305,12 @@ absl::Status CudaDeviceStep::Init() {
   const size_t upload_arrived = place(sizeof(uint32_t));
   const size_t mapped_rows = maps ? size_t{device::kMappedRows} * o_.tokens_max * o_.query_heads : 0;
   const size_t mapped = place(mapped_rows * o_.layout.head_dim * sizeof(float));
+  const size_t part_rows = prefill_planner_ ? PrefillPlanner::PartsMax(o_.multiprocessors) * device::kPrefillRows : 0;
+  const size_t prefill_items = place(sizes_.prefill_items_max * o_.layers * sizeof(PrefillItem));
+  const size_t prefill_runs = place(sizes_.prefill_runs_max * o_.layers * sizeof(PrefillRun));
+  const size_t prefill_partial = place(part_rows * o_.layout.head_dim * sizeof(float));
+  const size_t prefill_state = place(part_rows * 2 * sizeof(float));
+  const size_t prefill_arrived = place(part_rows / device::kPrefillRows * 2 * sizeof(uint32_t));
   KV_RETURN_IF_ERROR(device_.Allocate(bytes));
   uint8_t* const base = device_.data();
   d_tables_ = reinterpret_cast<uint32_t*>(base + tables);
@@ -258,6 +321,11 @@ absl::Status CudaDeviceStep::Init() {
   d_partial_max_ = reinterpret_cast<float*>(base + partial_max);
   d_arrived_ = reinterpret_cast<uint32_t*>(base + arrived);
   d_upload_arrived_ = reinterpret_cast<uint32_t*>(base + upload_arrived);
+  d_prefill_items_ = reinterpret_cast<PrefillItem*>(base + prefill_items);
+  d_prefill_runs_ = reinterpret_cast<PrefillRun*>(base + prefill_runs);
+  d_prefill_partial_ = reinterpret_cast<float*>(base + prefill_partial);
+  d_prefill_state_ = reinterpret_cast<float*>(base + prefill_state);
+  d_prefill_arrived_ = reinterpret_cast<uint32_t*>(base + prefill_arrived);
   if (maps) d_mapped_ = reinterpret_cast<float*>(base + mapped);
 
   if (o_.upload == nullptr) KV_RETURN_IF_ERROR(pinned_.Allocate(sizes_.upload_bytes()));
@@ -282,7 +350,8 @@ absl::StatusOr<uint32_t> CudaDeviceStep::AddSequence(uint64_t pages_hint) {
 // What the step's shape says, besides.
 absl::Status CudaDeviceStep::CheckEntries(absl::Span<const Entry> entries) {
   uint64_t tokens = 0;
-  int most = 0;
+  size_t long_entries = 0;
+  int most = 0, most_of_short = 0;
   for (const Entry& entry : entries) {
     if (!tables_.Has(entry.place)) return InvalidField("entry's place", entry.place, "one that AddSequence gave");
     if (entry.tokens < 1 || entry.tokens > o_.tokens_max) {
@@ -293,12 +362,21 @@ absl::Status CudaDeviceStep::CheckEntries(absl::Span<const Entry> entries) {
     }
     tokens += uint64_t(entry.tokens);
     most = std::max(most, entry.tokens);
+    if (entry.tokens >= PrefillPlanner::kTokensMin) {
+      ++long_entries;
+    } else {
+      most_of_short = std::max(most_of_short, entry.tokens);
+    }
   }
   if (tokens < 1 || tokens > uint64_t(o_.tokens_max)) {
     return InvalidField("tokens of a step", tokens, absl::StrCat("1..", o_.tokens_max));
   }
   tokens_ = uint32_t(tokens);
-  rows_max_ = std::min(std::min(most, DevicePlanner::kQueryTokensMax) * group_heads_, device::kTileRows);
+  long_entries_ = long_entries;
+  const auto rows_of = [&](int of_entry) {
+    return std::min(std::min(of_entry, DevicePlanner::kQueryTokensMax) * group_heads_, device::kTileRows);
+  };
+  rows_max_ = rows_of(most), rows_max_of_short_ = rows_of(most_of_short);
   return absl::OkStatus();
 }
 
@@ -315,9 +393,12 @@ absl::Status CudaDeviceStep::FindClasses(int first_layer, int end_layer) {
     }
     int index = 0;
     for (; index < int(classes_.size()); ++index) {
-      if (classes_[index].kernels == kernels_[layer] && classes_[index].reading == reading_) break;
+      const Class& other = classes_[index];
+      if (other.kernels == kernels_[layer] && other.prefill == Prefills(layer) && other.reading == reading_) break;
     }
-    if (index == int(classes_.size())) classes_.push_back({kernels_[layer], reading_, ++versions_, {}});
+    if (index == int(classes_.size())) {
+      classes_.push_back({kernels_[layer], Prefills(layer), reading_, ++versions_, {}, {}});
+    }
     class_of_[layer] = index;
   }
   reading_generation_ = tables_.generation();
@@ -326,21 +407,31 @@ absl::Status CudaDeviceStep::FindClasses(int first_layer, int end_layer) {
 
 absl::Status CudaDeviceStep::PlanClass(Class* of) {
   if (items_version_ == of->version) return absl::OkStatus();
-  tables_.MakeSequences(entries_, of->reading, &sequences_);
+  tables_.MakeSequences(entries_, of->reading, &sequences_, of->prefill ? PrefillPlanner::kTokensMin : INT_MAX,
+                        &long_sequences_);
   const auto planner =
       std::find_if(planners_.begin(), planners_.end(), [&](const Planner& p) { return p.kernels == of->kernels; });
   items_version_ = 0;
-  KV_ASSIGN_OR_RETURN(of->size, planner->planner.Plan(sequences_, absl::MakeSpan(items_)));
-  KV_CHECK(of->size.rows_max <= rows_max_);
+  of->size = {}, of->prefill_size = {};
+  if (!sequences_.empty()) {
+    KV_ASSIGN_OR_RETURN(of->size, planner->planner.Plan(sequences_, absl::MakeSpan(items_)));
+  }
+  KV_CHECK(of->size.rows_max <= (of->prefill ? rows_max_of_short_ : rows_max_));
+  if (!long_sequences_.empty()) {
+    KV_ASSIGN_OR_RETURN(of->prefill_size, prefill_planner_->Plan(long_sequences_, absl::MakeSpan(prefill_items_),
+                                                                 absl::MakeSpan(prefill_runs_)));
+  }
   items_version_ = of->version;
   return absl::OkStatus();
 }
 
 // One launch: `changes` of the tables, words to reset and, where asked for, rows and a class's items.
 absl::Status CudaDeviceStep::Send(size_t changes, bool rows, Class* items_of) {
-  const size_t item_count = items_of == nullptr ? 0 : items_of->size.items, row_count = rows ? tokens_ : 0;
+  const size_t row_count = rows ? tokens_ : 0, item_count = items_of == nullptr ? 0 : items_of->size.items;
+  const PrefillPlanSize prefill = items_of == nullptr ? PrefillPlanSize() : items_of->prefill_size;
   const size_t bytes = PieceWriter::Bytes<SlotChange>(changes) + PieceWriter::Bytes<uint32_t>(resets_.size()) +
-                       PieceWriter::Bytes<step::AppendRow>(row_count) + PieceWriter::Bytes<AttendItem>(item_count);
+                       PieceWriter::Bytes<step::AppendRow>(row_count) + PieceWriter::Bytes<AttendItem>(item_count) +
+                       PieceWriter::Bytes<PrefillItem>(prefill.items) + PieceWriter::Bytes<PrefillRun>(prefill.runs);
   if (bytes == 0) return absl::OkStatus();
   uint8_t* const piece = ring_->Take(bytes);
   if (piece == nullptr) {
@@ -372,10 +463,15 @@ absl::Status CudaDeviceStep::Send(size_t changes, bool rows, Class* items_of) {
       }
     }
   }
-  u.items = writer.Copy<AttendItem>(absl::MakeConstSpan(items_.data(), item_count));
-  u.items_to = d_items_;
-  u.items_of_layer = uint32_t(items_max_);
-  u.item_count = uint32_t(item_count);
+  const auto plan_part = [&](const auto& from, size_t count, auto* to) {
+    using T = std::decay_t<decltype(*to)>;
+    constexpr uint32_t kVectors = sizeof(T) / kUploadAlign;
+    return step::Upload::PlanPart{writer.Copy<T>(absl::MakeConstSpan(from.data(), count)), to,
+                                  uint32_t(count) * kVectors, uint32_t(from.size()) * kVectors};
+  };
+  u.plan[0] = plan_part(items_, item_count, d_items_);
+  u.plan[1] = plan_part(prefill_items_, prefill.items, d_prefill_items_);
+  u.plan[2] = plan_part(prefill_runs_, prefill.runs, d_prefill_runs_);
   u.layer_count = 0;
   if (items_of != nullptr) {
     for (int layer = 0; layer < o_.layers; ++layer) {
@@ -398,7 +494,7 @@ absl::Status CudaDeviceStep::Send(size_t changes, bool rows, Class* items_of) {
 absl::Status CudaDeviceStep::UploadStep(int first_layer, int end_layer) {
   // As many changes at once as leave room for the rest in the same piece.
   constexpr size_t kReserveBytes = 256;  // paddings
-  const size_t rest_bytes = items_max_ * sizeof(AttendItem) + size_t(o_.tokens_max) * sizeof(step::AppendRow) +
+  const size_t rest_bytes = sizes_.plan_bytes() + size_t(o_.tokens_max) * sizeof(step::AppendRow) +
                             resets_.size() * sizeof(uint32_t) + kReserveBytes;
   const size_t changes_max = (ring_->largest() - rest_bytes) / sizeof(SlotChange);
   while (tables_.changes() > changes_max) KV_RETURN_IF_ERROR(Send(changes_max, false, nullptr));
@@ -447,9 +543,9 @@ absl::Status CudaDeviceStep::Prepare(int first_layer, int layers, absl::Span<con
   counts_ = {};
   if (attend_) {
     for (int layer = first_layer; layer < end_layer; ++layer) {
-      const DevicePlanSize& size = classes_[class_of_[layer]].size;
-      counts_.encoded_pairs += size.encoded_pairs;
-      counts_.raw_pairs += size.raw_pairs;
+      const Class& of = classes_[class_of_[layer]];
+      counts_.encoded_pairs += of.size.encoded_pairs + of.prefill_size.encoded_pairs;
+      counts_.raw_pairs += of.size.raw_pairs + of.prefill_size.raw_pairs;
     }
   }
   prepared_first_ = first_layer;
@@ -480,6 +576,9 @@ absl::Status CudaDeviceStep::Attend(int layer, const void* q, void* out, float* 
     return absl::FailedPreconditionError(absl::StrCat("no attention is prepared for layer ", layer));
   }
   if (!Aligned(q) || !Aligned(out)) return absl::InvalidArgumentError("q and out must be 16-byte aligned");
+  const bool prefills = Prefills(layer);
+  if (prefills) KV_RETURN_IF_ERROR(AttendLong(layer, q, out, lse));
+  if (prefills && long_entries_ == entries_.size()) return absl::OkStatus();
   device::AttendParams p;
   p.pool = o_.pool;
   p.slots = d_tables_ + size_t(layer) * tables_.layer_entries();
@@ -499,7 +598,30 @@ absl::Status CudaDeviceStep::Attend(int layer, const void* q, void* out, float* 
   p.tokens = tokens_;
   p.mapped = d_mapped_;
   const AttendKernels& kernels = *kernels_[layer];
-  return CudaStatus(kernels.launch(p, rows_max_, blocks_of(kernels), o_.stream), "attention");
+  const int rows_max = prefills ? rows_max_of_short_ : rows_max_;
+  return CudaStatus(kernels.launch(p, rows_max, blocks_of(kernels), o_.stream), "attention");
+}
+
+// Of the entries that have many tokens.
+absl::Status CudaDeviceStep::AttendLong(int layer, const void* q, void* out, float* lse) {
+  device::PrefillParams p;
+  p.pool = o_.pool;
+  p.slots = d_tables_ + size_t(layer) * tables_.layer_entries();
+  p.items = d_prefill_items_ + size_t(layer) * sizes_.prefill_items_max;
+  p.runs = d_prefill_runs_ + size_t(layer) * sizes_.prefill_runs_max;
+  p.q = q;
+  p.out = out;
+  p.lse = lse;
+  p.partial = d_prefill_partial_;
+  p.partial_state = d_prefill_state_;
+  p.arrived = d_prefill_arrived_;
+  p.format = prefill_[layer].format;
+  p.query_heads = o_.query_heads;
+  p.kv_heads = o_.layout.kv_heads;
+  p.scale_log2 = scale_log2_;
+  p.bfloat16 = o_.layout.dtype == DType::kBFloat16;
+  return CudaStatus(prefill_[layer].kernels->launch(p, o_.multiprocessors, o_.stream),
+                    "attention by many query tokens");
 }
 
 absl::Status CudaDeviceStep::CopyOpen(absl::Span<const OpenCopy> copies) {
@@ -562,7 +684,14 @@ absl::StatusOr<Sizes> SizesOf(const DeviceStep::Options& o) {
   const size_t groups = std::min(tokens, 2 * (tokens / DevicePlanner::kQueryTokensMax + size_t(o.sequences_max)) + 2);
   const size_t tiles = o.layout.kv_heads * (tokens * group_heads / device::kTileRows + groups);
   sizes.items_max = 2 * sizes.blocks_max + std::max(kItemsMin, kItemsOfTile * tiles);
-  const size_t largest = sizes.items_max * sizeof(AttendItem) + tokens * sizeof(step::AppendRow) +
+  for (int layer = 0; layer < o.layers; ++layer) {
+    if (PrefillOf(o, layer).kernels == nullptr) continue;
+    const PrefillPlanner::Options plan = PrefillOptions(o);
+    sizes.prefill_items_max = PrefillPlanner::ItemsMax(plan, tokens);
+    sizes.prefill_runs_max = std::max(kItemsMin, kRunsOfTile * PrefillPlanner::TileGroupsMax(plan, tokens));
+    break;
+  }
+  const size_t largest = sizes.plan_bytes() + tokens * sizeof(step::AppendRow) +
                          size_t(o.sequences_max) * sizeof(uint32_t) + kRingRoundBytes;
   sizes.ring_bytes = (std::max(kRingBytesMin, 4 * largest) + kRingRoundBytes - 1) / kRingRoundBytes * kRingRoundBytes;
   return sizes;

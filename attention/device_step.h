@@ -86,6 +86,8 @@ class DeviceStep {
   virtual void Truncate(uint32_t place, uint32_t pages) = 0;
 
   using Entry = StepEntry;
+  /// Entries of PrefillPlanner::kTokensMin tokens and more are attended to on tensor cores where the codec has kernels
+  /// for that (DeviceCodec::prefill), encoded pages as what they decode to.
   /// Plans a step for layers [first_layer, first_layer + layers): the appends and queries of `entries`, one behind the
   /// other in k, v, q and out. It takes the place of the one before; layers that it does not name can be neither
   /// appended nor attended to. A query reads a page raw iff that has no encoded slot, or has a raw one and is the

@@ -16,7 +16,9 @@
 #include "absl/strings/str_cat.h"
 #include "attention/attention.h"
 #include "attention/device_step.h"
+#include "attention/prefill_plan.h"
 #include "codecs/codec.h"
+#include "codecs/decoded_attention.h"
 #include "codecs/hack/hack.h"
 #include "codecs/million/million.h"
 #include "codecs/million/million_testing.h"
@@ -106,6 +108,42 @@ struct Part {
 
 enum class Queries { kRandom, kOneHot };
 
+/// A codec whose pages are attended to as what they decode to, which is what long entries of a step do on a GPU.
+class DecodedCodec final : public Codec, private HeadDecoder {
+ public:
+  explicit DecodedCodec(const Codec* codec) : codec_(*codec), attention_(MakeDecodedAttention(codec->layout(), this)) {}
+
+  const CodecInfo& info() const override { return codec_.info(); }
+  const PageLayout& layout() const override { return codec_.layout(); }
+  size_t encode_workspace_bytes() const override { return codec_.encode_workspace_bytes(); }
+  void Encode(absl::Span<EncodeItem> items, absl::Span<uint8_t> workspace) const override {
+    codec_.Encode(items, workspace);
+  }
+  void Decode(absl::Span<const DecodeItem> items) const override { codec_.Decode(items); }
+  absl::Status Validate(int layer, absl::Span<const uint8_t> encoded) const override {
+    return codec_.Validate(layer, encoded);
+  }
+  const PageAttention& attention() const override { return *attention_; }
+
+ private:
+  size_t decode_workspace_bytes() const override { return layout().raw_bytes() + 64; }
+  bool DecodeHead(int layer, int kv_head, const uint8_t* encoded, uint8_t* raw,
+                  absl::Span<uint8_t> workspace) const override {
+    uint8_t* const page = workspace.data() + (64 - reinterpret_cast<uintptr_t>(workspace.data()) % 64) % 64;
+    const DecodeItem item = {encoded, page, uint32_t(layer)};
+    codec_.Decode({&item, 1});
+    const size_t bytes = layout().raw_head_bytes();
+    for (int side = 0; side < 2; ++side) {
+      std::memcpy(raw + side * bytes, page + layout().raw_offset(side, kv_head, 0), bytes);
+    }
+    return true;
+  }
+  void OnDecoded(size_t) const override {}
+
+  const Codec& codec_;
+  const std::unique_ptr<PageAttention> attention_;
+};
+
 class World {
  public:
   World(const Shape& shape, uint64_t seed) : shape_(shape), random_(seed) {
@@ -124,6 +162,7 @@ class World {
       RegisterRaw(registry);
       codec_ = *registry.Create("raw", layout_);
     }
+    decoded_codec_ = std::make_unique<DecodedCodec>(codec_.get());
     device_codec_ = codec_->NewDeviceCodec();
     raw_attention_ = MakeRawAttention(layout_);
     const size_t slots = 700, encoded_bytes = codec_->info().encoded_bytes;
@@ -352,19 +391,23 @@ class World {
         row += part.tokens;
       }
       for (size_t i = 0; i < pages.size(); ++i) sequences[i].pages = pages[i];
-      AttentionBatch batch;
-      batch.codec = codec_.get();
-      batch.raw_attention = raw_attention_.get();
-      batch.layout = layout_;
-      batch.layer = layer;
-      batch.query_heads = query_heads();
-      batch.lag_pages = shape_.lag_pages;
-      batch.q_dtype = DType::kFloat32;
-      batch.sequences = sequences;
-      const auto plan = AttentionPlan::Make(batch, 1);
-      plan->RunHere();
-      counts.encoded_pairs += plan->counts().encoded_pairs;
-      counts.raw_pairs += plan->counts().raw_pairs;
+      const bool prefills = device_codec_->prefill(layer).kernels != nullptr;
+      for (AttentionSequence& sequence : sequences) {
+        const bool decodes = prefills && sequence.tokens >= PrefillPlanner::kTokensMin;
+        AttentionBatch batch;
+        batch.codec = decodes ? decoded_codec_.get() : codec_.get();
+        batch.raw_attention = raw_attention_.get();
+        batch.layout = layout_;
+        batch.layer = layer;
+        batch.query_heads = query_heads();
+        batch.lag_pages = shape_.lag_pages;
+        batch.q_dtype = DType::kFloat32;
+        batch.sequences = {&sequence, 1};
+        const auto plan = AttentionPlan::Make(batch, 1);
+        plan->RunHere();
+        counts.encoded_pairs += plan->counts().encoded_pairs;
+        counts.raw_pairs += plan->counts().raw_pairs;
+      }
       double error = 0, norm = 0, worst_lse = 0;
       const size_t first = size_t(layer) * kTokensMax * heads;
       for (size_t i = 0; i < row * heads; ++i) {
@@ -434,7 +477,7 @@ class World {
       ASSERT_CUDA(cudaMemcpy(got.data(), Slot(page->encoded_slot), got.size(), cudaMemcpyDeviceToHost));
       ASSERT_EQ(std::memcmp(got.data(), page->encoded.data(), got.size()), 0);
     }
-    for (const size_t j : indices) Announce(s, j);
+    for (const size_t j : indices) AnnounceToAll(s->pages[0][j].get(), j);
   }
   /// Pages behind the lag lose their raw form.
   void DropRaw(Sequence* s) {
@@ -447,12 +490,13 @@ class World {
         page.DropRaw();
         changed = true;
       }
-      if (changed) {
-        // Others may share it.
-        for (Sequence& other : sequences_) {
-          if (other.pages[0].size() > j && other.pages[0][j] == s->pages[0][j]) Announce(&other, j);
-        }
-      }
+      if (changed) AnnounceToAll(s->pages[0][j].get(), j);
+    }
+  }
+  /// Sequences may share a page.
+  void AnnounceToAll(const Page* page, size_t j) {
+    for (Sequence& s : sequences_) {
+      if (s.pages[0].size() > j && s.pages[0][j].get() == page) Announce(&s, j);
     }
   }
   void Announce(Sequence* s, size_t j) {
@@ -566,6 +610,7 @@ class World {
   std::mt19937_64 random_;
   PageLayout layout_;
   std::unique_ptr<Codec> codec_;
+  std::unique_ptr<DecodedCodec> decoded_codec_;  // codec_ outlives it
   std::unique_ptr<DeviceCodec> device_codec_;
   std::unique_ptr<PageAttention> raw_attention_;
   cudaStream_t stream_ = nullptr;
@@ -596,7 +641,7 @@ Shape ShapeOf(const std::pair<int, int>& widths) {
   return shape;
 }
 
-void RandomSteps(const Shape& shape, uint64_t seed, int operations) {
+void RandomSteps(const Shape& shape, uint64_t seed, int operations, int attended_max = 40) {
   SCOPED_TRACE(absl::StrCat("bits ", shape.k_bits, "/", shape.v_bits, " million ", shape.million, " d ", shape.head_dim,
                             " dtype ", int(shape.dtype), " seed ", seed));
   World world(shape, seed);
@@ -621,7 +666,7 @@ void RandomSteps(const Shape& shape, uint64_t seed, int operations) {
       std::vector<Part> parts;
       for (Sequence& s : world.sequences()) {
         if (random() % 3 == 0) continue;
-        int tokens = 1 + int(random() % (attend ? random() % 3 == 0 ? 40 : 1 : 200));
+        int tokens = 1 + int(random() % (attend ? random() % 3 == 0 ? attended_max : 1 : 200));
         if (append && s.length + tokens > 1400) continue;
         if (!append && (s.length < uint64_t(tokens) || !world.CanAttend(s, tokens))) continue;
         s.aged = random() % 3 != 0 ? s.aged : uint32_t(random() % (s.length / world.page_tokens() + 1));
@@ -657,6 +702,21 @@ TEST_F(DeviceStepGpu, RandomStepsAreTheCpus) {
         shape.lag_pages = int(seed % 3);
         RandomSteps(shape, seed++, 60);
       }
+    }
+  }
+}
+
+TEST_F(DeviceStepGpu, RandomStepsOfManyTokensAreTheCpus) {
+  uint64_t seed = 21;
+  for (const auto& widths : {std::pair{0, 0}, {3, 2}, {4, 4}, kMillion}) {
+    for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+      Shape shape = ShapeOf(widths);
+      shape.head_dim = seed % 4 == 0 ? 64 : 128;
+      if (shape.million) shape.head_dim = 128;
+      shape.dtype = dtype;
+      shape.group = int(seed % 3 == 0 ? 6 : seed % 3 == 1 ? 4 : 1);
+      shape.lag_pages = int(seed % 4);
+      RandomSteps(shape, seed++, 40, 200);
     }
   }
 }
@@ -764,6 +824,46 @@ TEST_F(DeviceStepGpu, ACapturedGraphFollowsLaterSteps) {
     }
     ASSERT_CUDA(cudaGraphExecDestroy(ready));
     world.CompareRawPages();
+    world.CheckError();
+  }
+}
+
+// Chunks of prompts beside generated tokens: chunks see pages of the same chunk raw, and those before in either form.
+TEST_F(DeviceStepGpu, ACapturedGraphFollowsLaterChunks) {
+  for (const auto& widths : {std::pair{0, 0}, {3, 2}}) {
+    const Shape shape = ShapeOf(widths);
+    World world(shape, 9);
+    Sequence* const a = world.Add(1);
+    Sequence* const b = world.Add(1);
+    Sequence* const c = world.Add(1);
+    world.Run({{b, 137}}, true, false, Queries::kRandom);
+    const std::vector<Part> parts = {{a, 100}, {b, 1}, {c, 64}};
+    cudaGraphExec_t ready = nullptr;
+    for (int i = 0; i < 9; ++i) {
+      for (const Part& part : parts) world.MakeRoom(part.sequence, part.tokens);
+      world.Fill(parts, true, i % 3 == 2 ? Queries::kOneHot : Queries::kRandom);
+      const absl::Status status = world.step().Prepare(0, shape.layers, world.Entries(parts, true), true, true);
+      ASSERT_TRUE(status.ok()) << status;
+      world.set_counts();
+      if (ready == nullptr) {
+        cudaGraph_t graph;
+        ASSERT_CUDA(cudaStreamBeginCapture(world.stream(), cudaStreamCaptureModeThreadLocal));
+        for (int layer = 0; layer < shape.layers; ++layer) world.LaunchAppend(layer), world.LaunchAttend(layer);
+        ASSERT_CUDA(cudaStreamEndCapture(world.stream(), &graph));
+        ASSERT_CUDA(cudaGraphInstantiate(&ready, graph, 0));
+        ASSERT_CUDA(cudaGraphDestroy(graph));
+      }
+      ASSERT_CUDA(cudaGraphLaunch(ready, world.stream()));
+      for (const Part& part : parts) part.sequence->length += part.tokens;
+      world.Compare(parts);
+      if (::testing::Test::HasFailure()) {
+        ADD_FAILURE() << "step " << i;
+        break;
+      }
+      for (Sequence* const s : {a, b, c}) world.EncodeSome(s, 5);
+      world.DropRaw(a);
+    }
+    ASSERT_CUDA(cudaGraphExecDestroy(ready));
     world.CheckError();
   }
 }

@@ -11,7 +11,7 @@ constexpr int kThreads = 256;
 
 // ---- upload ----
 
-// A thread per change, per word, per row, and per 16 bytes of items, one kind behind the other.
+// A thread per change, per word, per row, and per 16 bytes of a plan, one kind behind the other.
 __global__ void __launch_bounds__(kThreads) UploadKernel(const __grid_constant__ Upload u) {
   uint32_t i = blockIdx.x * kThreads + threadIdx.x;
   const auto at = [&](uint32_t count) {
@@ -19,7 +19,6 @@ __global__ void __launch_bounds__(kThreads) UploadKernel(const __grid_constant__
     i -= count;
     return false;
   };
-  constexpr uint32_t kItemVectors = sizeof(device::AttendItem) / sizeof(uint4);
   if (at(u.change_count)) {
     const uint2 change = __ldcv(reinterpret_cast<const uint2*>(u.changes) + i);
     u.tables[change.x] = change.y;
@@ -29,11 +28,15 @@ __global__ void __launch_bounds__(kThreads) UploadKernel(const __grid_constant__
     if (u.non_finite != nullptr) u.non_finite[place] = 0;
   } else if (at(u.row_count)) {
     reinterpret_cast<uint4*>(u.rows_to)[i] = __ldcv(reinterpret_cast<const uint4*>(u.rows) + i);
-  } else if (at(u.item_count * kItemVectors)) {
-    const uint4 vector = __ldcv(reinterpret_cast<const uint4*>(u.items) + i);
-    for (uint32_t l = 0; l < u.layer_count; ++l) {
-      const size_t first = size_t{u.layers[l]} * u.items_of_layer * kItemVectors;
-      reinterpret_cast<uint4*>(u.items_to)[first + i] = vector;
+  } else {
+#pragma unroll
+    for (const Upload::PlanPart& part : u.plan) {
+      if (!at(part.count)) continue;
+      const uint4 vector = __ldcv(static_cast<const uint4*>(part.from) + i);
+      for (uint32_t l = 0; l < u.layer_count; ++l) {
+        static_cast<uint4*>(part.to)[size_t{u.layers[l]} * part.of_layer + i] = vector;
+      }
+      break;
     }
   }
   // The last block says so to the host.
@@ -129,7 +132,8 @@ int Launch(void (*kernel)(Params), dim3 blocks, const Params& params, CUstream_s
 }  // namespace
 
 int LaunchUpload(const Upload& upload, CUstream_st* stream) {
-  const uint32_t threads = upload.change_count + upload.reset_count + upload.row_count + 2 * upload.item_count;
+  uint32_t threads = upload.change_count + upload.reset_count + upload.row_count;
+  for (const Upload::PlanPart& part : upload.plan) threads += part.count;
   return Launch(UploadKernel, dim3(std::max(1u, (threads + kThreads - 1) / kThreads)), upload, stream);
 }
 

@@ -39,11 +39,16 @@ struct Upload {
   uint64_t* non_finite = nullptr;    // [sequences], pinned, or nullptr
   const AppendRow* rows = nullptr;   // pinned
   AppendRow* rows_to = nullptr;
-  const device::AttendItem* items = nullptr;  // pinned
-  device::AttendItem* items_to = nullptr;     // [layers][items_of_layer]
-  uint32_t items_of_layer = 0;
-  uint32_t change_count = 0, reset_count = 0, row_count = 0, item_count = 0;
-  uint32_t layer_count = 0;     // whose items these are
+  /// A part of a plan, in vectors of 16 bytes.
+  struct PlanPart {
+    const void* from = nullptr;  // pinned
+    void* to = nullptr;          // [layers][of_layer]
+    uint32_t count = 0, of_layer = 0;
+  };
+  static constexpr int kPlanParts = 3;
+  PlanPart plan[kPlanParts];
+  uint32_t change_count = 0, reset_count = 0, row_count = 0;
+  uint32_t layer_count = 0;     // whose plan this is
   uint32_t* arrived = nullptr;  // zero before and after
   uint64_t* done = nullptr;     // pinned
   uint64_t number = 0;

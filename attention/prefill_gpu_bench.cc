@@ -8,6 +8,7 @@
 // torch in the same run.
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <cstdio>
 #include <fstream>
@@ -217,8 +218,11 @@ nlohmann::json Run(const Format& format, const Shape& shape, int blocks) {
 
 int Main(int argc, char** argv) {
   CLI::App app("Attention by many query tokens of one layer on a GPU, over raw pages and HACK pages.");
-  std::string json;
+  std::string json, codec;
+  int shape_count = INT_MAX;
   app.add_option("--json", json, "write the results to this file");
+  app.add_option("--codec", codec, "this one alone: raw, hack:k_bits=3,v_bits=2, ...");
+  app.add_option("--shapes", shape_count, "the first of the shapes alone")->check(CLI::PositiveNumber);
   CLI11_PARSE(app, argc, argv);
   int count = 0;
   if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess || count == 0) {
@@ -238,7 +242,9 @@ int Main(int argc, char** argv) {
               "us", "TFLOP/s", "parts", "plan us");
   nlohmann::json results = {{"runs", nlohmann::json::array()}};
   for (const Shape& shape : shapes) {
+    if (shape_count-- == 0) break;
     for (const Format& format : formats) {
+      if (!codec.empty() && codec != format.name) continue;
       const nlohmann::json run = Run(format, shape, blocks);
       results["runs"].push_back(run);
       std::printf("%-24s %5d %6d %8d %3d/%-3d %4d %10.1f %8.1f %6d %8.0f\n", format.name, shape.batch, shape.tokens,

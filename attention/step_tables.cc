@@ -253,8 +253,11 @@ absl::Status StepTables::ReadEntry(int layer, const StepEntry& entry, bool appen
 }
 
 void StepTables::MakeSequences(absl::Span<const StepEntry> entries, const StepReading& reading,
-                               std::vector<DeviceSequence>* sequences) const {
+                               std::vector<DeviceSequence>* sequences, int whole_from,
+                               std::vector<DeviceSequence>* whole) const {
   sequences->clear();
+  if (whole != nullptr) whole->clear();
+  uint32_t skipped = 0, whole_skipped = 0;  // tokens since the last sequence of either plan
   const PageRun* run = reading.runs.data();
   for (size_t i = 0; i < entries.size(); ++i) {
     const StepEntry& entry = entries[i];
@@ -266,10 +269,23 @@ void StepTables::MakeSequences(absl::Span<const StepEntry> entries, const StepRe
     sequence.not_encoded = {run, counts.not_encoded};
     sequence.not_raw = {run + counts.not_encoded, counts.not_raw};
     run += counts.not_encoded + counts.not_raw;
+    if (entry.tokens >= whole_from) {
+      sequence.first_position = entry.position;
+      sequence.tokens = entry.tokens;
+      sequence.skipped_tokens = whole_skipped;
+      whole->push_back(sequence);
+      whole_skipped = 0;
+      skipped += uint32_t(entry.tokens);
+      continue;
+    }
+    whole_skipped += uint32_t(entry.tokens);
+    sequence.skipped_tokens = skipped;
+    skipped = 0;
     for (int token = 0; token < entry.tokens; token += DevicePlanner::kQueryTokensMax) {
       sequence.first_position = entry.position + uint64_t(token);
       sequence.tokens = std::min(DevicePlanner::kQueryTokensMax, entry.tokens - token);
       sequences->push_back(sequence);
+      sequence.skipped_tokens = 0;
     }
   }
 }

@@ -6,6 +6,7 @@
 // move. Owned by a DeviceStep; single-threaded; knows no device.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 #include <deque>
 #include <vector>
@@ -90,10 +91,11 @@ class StepTables {
   absl::Status Read(int layer, absl::Span<const StepEntry> entries, bool append, bool attend,
                     StepReading* reading) const;
 
-  /// The sequences of a plan for layers that read so, in the order of the entries; long entries are cut. They point
-  /// into `reading`.
+  /// The sequences of a plan for layers that read so, in the order of the entries; long entries are cut, but for those
+  /// of `whole_from` tokens and more, which become sequences of a plan of their own. They point into `reading`.
   void MakeSequences(absl::Span<const StepEntry> entries, const StepReading& reading,
-                     std::vector<DeviceSequence>* sequences) const;
+                     std::vector<DeviceSequence>* sequences, int whole_from = INT_MAX,
+                     std::vector<DeviceSequence>* whole = nullptr) const;
 
   /// Changes that the device has yet to be told.
   size_t changes() const { return change_count_; }

@@ -334,5 +334,49 @@ TEST_F(Tables, WhatIsAlikeIsReadAlike) {
   EXPECT_EQ(a, b);
 }
 
+TEST(StepTables, LongEntriesAreSequencesOfAnotherPlan) {
+  StepTables::Options o;
+  o.layers = 1, o.identity = true, o.page_tokens = 64, o.pages_max = 100, o.sequences_max = 4;
+  auto tables = StepTables::Make(o);
+  ASSERT_TRUE(tables.ok()) << tables.status();
+  std::vector<StepEntry> entries;
+  for (const int tokens : {3, 64, 65, 1, 20, 200}) {
+    if (entries.size() < 4) {
+      const auto place = tables->AddSequence(8);
+      ASSERT_TRUE(place.ok()) << place.status();
+      const std::vector<DevicePage> pages(8, DevicePage{0, 0});
+      ASSERT_TRUE(tables->SetPages(*place, 0, 0, pages).ok());
+      entries.push_back({*place, 10, tokens, 0});
+    } else {
+      entries.push_back({entries[1].place, 100, tokens, 0});
+    }
+  }
+  StepReading reading;
+  ASSERT_TRUE(tables->Read(0, entries, false, true, &reading).ok());
+  std::vector<DeviceSequence> cut, whole;
+  tables->MakeSequences(entries, reading, &cut, 64, &whole);
+  // Which plan has each token of the step, and from which position.
+  const auto rows = [](const std::vector<DeviceSequence>& sequences) {
+    std::map<uint32_t, uint64_t> positions;
+    uint32_t row = 0;
+    for (const DeviceSequence& sequence : sequences) {
+      row += sequence.skipped_tokens;
+      for (int i = 0; i < sequence.tokens; ++i) positions[row++] = sequence.first_position + i;
+    }
+    return positions;
+  };
+  std::map<uint32_t, uint64_t> wanted_cut, wanted_whole;
+  uint32_t row = 0;
+  for (const StepEntry& entry : entries) {
+    for (int i = 0; i < entry.tokens; ++i) {
+      (entry.tokens < 64 ? wanted_cut : wanted_whole)[row++] = entry.position + i;
+    }
+  }
+  EXPECT_EQ(rows(cut), wanted_cut);
+  EXPECT_EQ(rows(whole), wanted_whole);
+  EXPECT_EQ(whole.size(), 3u);
+  for (const DeviceSequence& sequence : cut) EXPECT_LE(sequence.tokens, DevicePlanner::kQueryTokensMax);
+}
+
 }  // namespace
 }  // namespace kvmanager
