@@ -57,7 +57,7 @@ void DeviceWork::Forget(SequenceId sequence) {
   for (const auto& [cache, run] : runs_) {
     const auto place = run->places.find(sequence);
     if (place == run->places.end()) continue;
-    run->step->RemoveSequence(place->second);
+    run->step->RemoveSequence(place->second.place);
     run->places.erase(place);
   }
 }
@@ -67,8 +67,9 @@ absl::Status DeviceWork::CheckSequence(SequenceId sequence, CacheId cache) const
   const auto run = runs_.find(cache);
   if (run == runs_.end()) return absl::OkStatus();
   const auto place = run->second->places.find(sequence);
-  if (place == run->second->places.end()) return absl::OkStatus();
-  return NonFiniteStatus(sequence, stream_->non_finite()[run->second->first_word + place->second]);
+  // Until its first submission has run, the word is of whoever had the place before.
+  if (place == run->second->places.end() || stream_->passed() < place->second.since) return absl::OkStatus();
+  return NonFiniteStatus(sequence, stream_->non_finite()[run->second->first_word + place->second.place]);
 }
 
 absl::Status DeviceWork::CheckTokens(uint64_t tokens) {
@@ -147,9 +148,9 @@ absl::StatusOr<DeviceWork::Run*> DeviceWork::RunOf(const StepCache& cache) {
 }
 
 absl::StatusOr<uint32_t> DeviceWork::PlaceOf(Run& run, SequenceId sequence) {
-  if (const auto found = run.places.find(sequence); found != run.places.end()) return found->second;
+  if (const auto found = run.places.find(sequence); found != run.places.end()) return found->second.place;
   KV_ASSIGN_OR_RETURN(const uint32_t place, run.step->AddSequence(0));
-  run.places.emplace(sequence, place);
+  run.places.emplace(sequence, Run::Place{place, stream_->submitted() + 1});
   return place;
 }
 
@@ -232,7 +233,7 @@ absl::StatusOr<uint64_t> DeviceWork::Copy(const StepCache& cache, SequenceId seq
     if (released != 0) KV_RETURN_IF_ERROR(stream_->WaitReleased(released));
     const DevicePool& pool = *stream_->context().pool;
     if (const auto place = run->places.find(sequence); pages != kAllPages && place != run->places.end()) {
-      run->step->Truncate(place->second, static_cast<uint32_t>(pages));
+      run->step->Truncate(place->second.place, static_cast<uint32_t>(pages));
     }
     std::vector<DeviceStep::OpenCopy> slots;
     slots.reserve(copies.size());

@@ -86,7 +86,11 @@ class DeviceWork {
     std::shared_ptr<const DeviceCodec> codec;  // outlives the step, as the next does
     std::unique_ptr<PinnedRegion> upload;
     std::unique_ptr<DeviceStep> step;
-    absl::flat_hash_map<SequenceId, uint32_t> places;
+    struct Place {
+      uint32_t place = 0;
+      uint64_t since = 0;  // the submission that clears its non-finite word
+    };
+    absl::flat_hash_map<SequenceId, Place> places;
     uint32_t first_word = 0;  // of its places, in the stream's non-finite table
   };
 

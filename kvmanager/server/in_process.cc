@@ -111,8 +111,9 @@ absl::StatusOr<int> InProcess::MapSlab(CacheId cache, uint32_t slab) {
 absl::Status InProcess::CheckSequence(SequenceId sequence) const {
   if (const auto broken = broken_.find(sequence); broken != broken_.end()) return broken->second;
   const auto found = words_of_.find(sequence);
-  if (found == words_of_.end()) return absl::OkStatus();
-  return NonFiniteStatus(sequence, words_->non_finite()[found->second]);
+  // Until its first plan has run, the word is of whoever had it before.
+  if (found == words_of_.end() || words_->Load(Word::kReleased) < found->second.since) return absl::OkStatus();
+  return NonFiniteStatus(sequence, words_->non_finite()[found->second.word]);
 }
 
 absl::Status InProcess::CheckRoom(uint64_t pages, uint64_t changes) const {
@@ -210,12 +211,14 @@ absl::StatusOr<InProcess::Plan> InProcess::MakePlan(const StepCache& cache, absl
   Plan plan;
   KV_ASSIGN_OR_RETURN(plan.epoch, device_.epochs->OpenPlan(holder_));
   epoch_ = plan.epoch;
+  for (uint32_t i = 0; i < entries.size(); ++i) {
+    KV_RETURN_IF_ERROR(DescribeChanges(cache, i, entries[i].sequence, &plan.changes));
+    const auto [word, is_new] = words_of_.try_emplace(entries[i].sequence, NonFiniteWord{words[i], plan.epoch});
+    if (!is_new && word->second.word != words[i]) word->second = {words[i], plan.epoch};
+  }
+  // Last: a batch that is registered is one that the client is told of.
   StartJobs(cache, encode_here, std::move(*jobs), &plan);
   jobs->clear();
-  for (uint32_t i = 0; i < entries.size(); ++i) {
-    words_of_[entries[i].sequence] = words[i];
-    KV_RETURN_IF_ERROR(DescribeChanges(cache, i, entries[i].sequence, &plan.changes));
-  }
   return plan;
 }
 

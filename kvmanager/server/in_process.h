@@ -101,8 +101,12 @@ class InProcess : public std::enable_shared_from_this<InProcess> {
   ReleaseEpochs::HolderId holder_ = 0;
   bool holds_ = false;
   uint64_t epoch_ = 0;
-  absl::flat_hash_set<uint32_t> slabs_;                 // exported to this process
-  absl::flat_hash_map<SequenceId, uint32_t> words_of_;  // of the non-finite table
+  absl::flat_hash_set<uint32_t> slabs_;  // exported to this process
+  struct NonFiniteWord {
+    uint32_t word = 0;   // in the table
+    uint64_t since = 0;  // the plan whose kernels clear it
+  };
+  absl::flat_hash_map<SequenceId, NonFiniteWord> words_of_;
   absl::flat_hash_map<SequenceId, absl::Status> broken_;
   std::deque<Batch> batches_;
   uint64_t last_batch_ = 0;
