@@ -204,6 +204,12 @@ struct MillionPages {
     }
 #undef KVMANAGER_MMA
   }
+  /// low | high << 16, on the pipe that has least to do.
+  static __device__ __forceinline__ uint32_t Join(uint32_t low, uint32_t high) {
+    uint32_t x;
+    asm("mad.lo.u32 %0, %1, 65536, %2;" : "=r"(x) : "r"(high), "r"(low));
+    return x;
+  }
   /// The codes of the index in byte `byte` of `word`. place: of the lane's bank in a row, below 256; half: of the bank.
   __device__ __forceinline__ uint32_t LookUp(uint32_t word, int byte, uint32_t place, int side, int half) const {
     const uint32_t at = __byte_perm(word, place, 0x5504 | byte << 4);
@@ -337,8 +343,8 @@ struct MillionPages {
             uint32_t codes[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) codes[j] = LookUp(word, j, place, 1, half);
-            const uint32_t y0 = __byte_perm(codes[0], codes[1], 0x5140), y1 = __byte_perm(codes[2], codes[3], 0x5140);
-            b[r][0] = __byte_perm(y0, y1, 0x5410), b[r][1] = __byte_perm(y0, y1, 0x7632);
+            const uint32_t y0 = Join(codes[0], codes[1]), y1 = Join(codes[2], codes[3]);
+            b[r][0] = __byte_perm(y0, y1, 0x6420), b[r][1] = __byte_perm(y0, y1, 0x7531);
           }
 #pragma unroll
           for (int set = 0; set < kSets; ++set) {

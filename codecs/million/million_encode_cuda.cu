@@ -36,23 +36,31 @@ __device__ __forceinline__ uint64_t RawOffset(const MillionDeviceShape& shape, i
   return ((uint64_t(side) * shape.kv_heads + head) * shape.page_tokens + token) * shape.head_dim * 2;
 }
 
+/// Of which sides a launch is.
+struct Sides {
+  int first, count;
+};
 // A block has a strip of one side of one head of a page.
 struct Place {
   uint32_t item;
   int head, side, strip;
 };
-__device__ __forceinline__ Place PlaceOf(const MillionDeviceShape& shape, uint32_t block) {
+__device__ __forceinline__ Place PlaceOf(const MillionDeviceShape& shape, Sides sides) {
   const uint32_t strips = shape.page_tokens / kStripTokens;
+  uint32_t block = blockIdx.x;
   Place p;
   p.strip = int(block % strips), block /= strips;
-  p.side = int(block % 2), block /= 2;
+  p.side = sides.first + int(block % sides.count), block /= sides.count;
   p.head = int(block % shape.kv_heads);
   p.item = block / shape.kv_heads;
   return p;
 }
 
-__device__ __forceinline__ void ZeroPadding(const MillionDeviceShape& shape, const Place& p, uint8_t* record) {
+/// Zeros behind the side's indices; and no page is declined.
+__device__ __forceinline__ void BeginPage(const MillionDeviceShape& shape, const Place& p, uint8_t* record,
+                                          uint32_t* declined) {
   if (p.strip != 0) return;
+  if (p.head == 0 && p.side == 0 && threadIdx.x == 0) declined[p.item] = 0;
   const uint32_t end = p.side == 0 ? shape.side[1].offset : shape.record_bytes;
   for (uint32_t i = shape.side[p.side].end + threadIdx.x; i < end; i += kThreads) record[i] = 0;
 }
@@ -61,21 +69,29 @@ __device__ __forceinline__ void ZeroPadding(const MillionDeviceShape& shape, con
 
 constexpr int kTogether = 8;  // centroids whose least key is compared with the best before
 
+/// Of one subspace. Two arrays: every lane reads every centroid, and what is written to registers counts, so no
+/// padding.
+struct Centroids {
+  float4 two[128];    // components of two centroids
+  float4 halves[64];  // of four centroids' squared norms
+};
+
 /// One token's search. What it keeps is the first run of kTogether centroids that has the least key.
 struct Search {
   float x, y;  // less mid
   float best = __builtin_huge_valf();
   int run = 0;
 
-  __device__ __forceinline__ float Key(const float4& centroid) const {
-    return (centroid.z - x * centroid.x) - y * centroid.y;
-  }
+  __device__ __forceinline__ float Key(float half, float a, float b) const { return (half - x * a) - y * b; }
   /// The lowest index of the least key; 0 if no key is less than infinity.
-  __device__ __forceinline__ int Find(const float4* centroids) const {
+  __device__ __forceinline__ int Find(const Centroids& centroids) const {
+    const float2* const components = reinterpret_cast<const float2*>(centroids.two);
+    const float* const halves = reinterpret_cast<const float*>(centroids.halves);
     int index = 0;
 #pragma unroll
     for (int i = kTogether - 1; i >= 0; --i) {
-      if (Key(centroids[run + i]) == best) index = run + i;
+      const float2 c = components[run + i];
+      if (Key(halves[run + i], c.x, c.y) == best) index = run + i;
     }
     return best < __builtin_huge_valf() ? index : 0;
   }
@@ -84,21 +100,19 @@ struct Search {
 /// A warp takes one subspace after another: a lane has two tokens.
 __global__ void __launch_bounds__(kThreads)
     EncodePairs(const __grid_constant__ MillionDeviceShape shape, const uint64_t* codebooks, const uint8_t* bytes,
-                const DeviceEncodeItem* items, uint32_t* declined) {
+                const DeviceEncodeItem* items, uint32_t* declined, Sides sides) {
   constexpr int kCentroids = 256, kSubspaces = 32;  // that are read together
-  __shared__ float4 centroids[kWarps][kCentroids];
+  __shared__ Centroids all_centroids[kWarps];
   __shared__ uint32_t rows[kStripTokens][kSubspaces + 1];
-  const Place p = PlaceOf(shape, blockIdx.x);
+  const Place p = PlaceOf(shape, sides);
   const DeviceEncodeItem item = items[p.item];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Centroids& centroids = all_centroids[warp];
   const Codebook book = CodebookOf(shape, codebooks, bytes, item.layer, p.head, p.side);
   uint8_t* const record = item.encoded + uint64_t{shape.record_bytes} * p.head;
   const SideLayout& side = shape.side[p.side];
   uint8_t* const strip = record + side.offset + side.strip_bytes * p.strip;
-  if (blockIdx.x % (2 * shape.kv_heads * (shape.page_tokens / kStripTokens)) == 0 && threadIdx.x == 0) {
-    declined[p.item] = 0;
-  }
-  ZeroPadding(shape, p, record);
+  BeginPage(shape, p, record, declined);
   for (int first = 0; first < side.subspaces; first += kSubspaces) {
     const int count = min(kSubspaces, side.subspaces - first);
     __syncthreads();
@@ -118,7 +132,8 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = lane; i < kCentroids; i += 32) {
         const float a = step.x * CodeOf(p.side, codes[i]),
                     b = step.y * CodeOf(p.side, codes[shape.entries[p.side] + i]);
-        centroids[warp][i] = make_float4(a, b, (a * a + b * b) * 0.5f, 0);
+        reinterpret_cast<float2*>(centroids.two)[i] = make_float2(a, b);
+        reinterpret_cast<float*>(centroids.halves)[i] = (a * a + b * b) * 0.5f;
       }
       __syncwarp();
       Search search[2];
@@ -133,17 +148,22 @@ __global__ void __launch_bounds__(kThreads)
       for (int run = 0; run < kCentroids; run += kTogether) {
         float least[2] = {__builtin_huge_valf(), __builtin_huge_valf()};
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          const float4 centroid = centroids[warp][run + i];
+        for (int i = 0; i < kTogether; i += 4) {
+          const float4 halves = centroids.halves[(run + i) / 4];
+          const float4 c01 = centroids.two[(run + i) / 2], c23 = centroids.two[(run + i) / 2 + 1];
 #pragma unroll
-          for (int k = 0; k < 2; ++k) least[k] = fminf(least[k], search[k].Key(centroid));
+          for (int k = 0; k < 2; ++k) {
+            const Search& s = search[k];
+            least[k] = fminf(least[k], fminf(s.Key(halves.x, c01.x, c01.y), s.Key(halves.y, c01.z, c01.w)));
+            least[k] = fminf(least[k], fminf(s.Key(halves.z, c23.x, c23.y), s.Key(halves.w, c23.z, c23.w)));
+          }
         }
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
           if (least[k] < search[k].best) search[k].best = least[k], search[k].run = run;
         }
       }
-      const int a = search[0].Find(centroids[warp]), b = search[1].Find(centroids[warp]);
+      const int a = search[0].Find(centroids), b = search[1].Find(centroids);
       reinterpret_cast<uint16_t*>(strip + 64 * (first + m))[lane] = uint16_t(a | b << 8);
     }
   }
@@ -186,9 +206,9 @@ __device__ __forceinline__ void PackByWarp(const SideLayout& side, const uint16_
 /// A warp takes one subspace after another, and 32 tokens at a time.
 __global__ void __launch_bounds__(kThreads)
     EncodeGeneral(const __grid_constant__ MillionDeviceShape shape, const uint64_t* codebooks, const uint8_t* bytes,
-                  const DeviceEncodeItem* items, uint32_t* declined) {
+                  const DeviceEncodeItem* items, uint32_t* declined, Sides sides) {
   __shared__ uint16_t indices[kWarps][kStripTokens];
-  const Place p = PlaceOf(shape, blockIdx.x);
+  const Place p = PlaceOf(shape, sides);
   const DeviceEncodeItem item = items[p.item];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Codebook book = CodebookOf(shape, codebooks, bytes, item.layer, p.head, p.side);
@@ -196,10 +216,7 @@ __global__ void __launch_bounds__(kThreads)
   const SideLayout& side = shape.side[p.side];
   uint8_t* const strip = record + side.offset + side.strip_bytes * p.strip;
   const uint32_t entries = shape.entries[p.side];
-  if (blockIdx.x % (2 * shape.kv_heads * (shape.page_tokens / kStripTokens)) == 0 && threadIdx.x == 0) {
-    declined[p.item] = 0;
-  }
-  ZeroPadding(shape, p, record);
+  BeginPage(shape, p, record, declined);
   for (int m = warp; m < side.subspaces; m += kWarps) {
     const int channel = m * side.width;
     __syncwarp();
@@ -229,10 +246,75 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+/// The same for subspaces of few channels: a lane has two tokens, and makes one of 32 centroids that all lanes compare.
+template <int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    EncodeNarrow(const __grid_constant__ MillionDeviceShape shape, const uint64_t* codebooks, const uint8_t* bytes,
+                 const DeviceEncodeItem* items, uint32_t* declined, Sides sides) {
+  __shared__ uint16_t indices[kWarps][kStripTokens];
+  __shared__ float centroids[kWarps][32][kWidth + 1];  // components, and half their squared norm
+  const Place p = PlaceOf(shape, sides);
+  const DeviceEncodeItem item = items[p.item];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Codebook book = CodebookOf(shape, codebooks, bytes, item.layer, p.head, p.side);
+  uint8_t* const record = item.encoded + uint64_t{shape.record_bytes} * p.head;
+  const SideLayout& side = shape.side[p.side];
+  uint8_t* const strip = record + side.offset + side.strip_bytes * p.strip;
+  const uint32_t entries = shape.entries[p.side];
+  BeginPage(shape, p, record, declined);
+  for (int m = warp; m < side.subspaces; m += kWarps) {
+    const int channel = m * kWidth;
+    float step[kWidth], x[2][kWidth], best[2];
+    int nearest[2] = {0, 0};
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) step[k] = book.step[channel + k];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint8_t* const row = item.raw + RawOffset(shape, p.side, p.head, kStripTokens * p.strip + 32 * i + lane);
+      best[i] = __builtin_huge_valf();
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        const uint16_t* const at = reinterpret_cast<const uint16_t*>(row) + channel + k;
+        x[i][k] = ElementOf(at, shape.bfloat16) - book.mid[channel + k];
+      }
+    }
+    for (int first = 0; first < side.centroids; first += 32) {
+      const int count = min(32, side.centroids - first);
+      __syncwarp();
+      if (lane < count) {
+        float norm = 0;
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+          const float y = step[k] * CodeOf(p.side, book.codes[uint64_t{entries} * (channel + k) + first + lane]);
+          centroids[warp][lane][k] = y;
+          norm = norm + y * y;
+        }
+        centroids[warp][lane][kWidth] = norm * 0.5f;
+      }
+      __syncwarp();
+#pragma unroll 4
+      for (int j = 0; j < count; ++j) {
+        const float* const centroid = centroids[warp][j];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float key = centroid[kWidth];
+#pragma unroll
+          for (int k = 0; k < kWidth; ++k) key = key - x[i][k] * centroid[k];
+          if (key < best[i]) best[i] = key, nearest[i] = first + j;
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) indices[warp][32 * i + lane] = uint16_t(nearest[i]);
+    __syncwarp();
+    PackByWarp(side, indices[warp], m, strip);
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
     Decode(const __grid_constant__ MillionDeviceShape shape, const uint64_t* codebooks, const uint8_t* bytes,
            const DeviceDecodeItem* items) {
-  const Place p = PlaceOf(shape, blockIdx.x);
+  const Place p = PlaceOf(shape, {0, 2});
   const DeviceDecodeItem item = items[p.item];
   const Codebook book = CodebookOf(shape, codebooks, bytes, item.layer, p.head, p.side);
   const SideLayout& side = shape.side[p.side];
@@ -252,12 +334,26 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-bool IsPairs(const MillionDeviceShape& shape) {
-  const auto pairs = [](const SideLayout& s) { return s.width == 2 && s.bits == 8; };
-  return pairs(shape.side[0]) && pairs(shape.side[1]);
+using EncodeKernel = void (*)(const MillionDeviceShape, const uint64_t*, const uint8_t*, const DeviceEncodeItem*,
+                              uint32_t*, Sides);
+
+EncodeKernel KernelFor(const SideLayout& side) {
+  switch (side.width) {
+    case 1:
+      return EncodeNarrow<1>;
+    case 2:
+      return side.bits == 8 ? EncodePairs : EncodeNarrow<2>;
+    case 4:
+      return EncodeNarrow<4>;
+    case 8:
+      return EncodeNarrow<8>;
+    default:
+      return EncodeGeneral;
+  }
 }
-uint32_t BlocksOf(const MillionDeviceShape& shape, uint32_t count) {
-  return count * 2 * shape.kv_heads * (shape.page_tokens / kStripTokens);
+
+uint32_t BlocksOf(const MillionDeviceShape& shape, uint32_t count, Sides sides) {
+  return count * sides.count * shape.kv_heads * (shape.page_tokens / kStripTokens);
 }
 
 }  // namespace
@@ -265,15 +361,24 @@ uint32_t BlocksOf(const MillionDeviceShape& shape, uint32_t count) {
 int LaunchMillionEncode(const MillionDeviceShape& shape, const uint64_t* codebooks, const uint8_t* bytes,
                         const DeviceEncodeItem* items, uint32_t count, uint32_t* declined, CUstream_st* stream) {
   if (count == 0) return cudaSuccess;
-  const auto kernel = IsPairs(shape) ? EncodePairs : EncodeGeneral;
-  kernel<<<BlocksOf(shape, count), kThreads, 0, stream>>>(shape, codebooks, bytes, items, declined);
+  const EncodeKernel kernels[] = {KernelFor(shape.side[0]), KernelFor(shape.side[1])};
+  const auto launch = [&](Sides sides) {
+    kernels[sides.first]<<<BlocksOf(shape, count, sides), kThreads, 0, stream>>>(shape, codebooks, bytes, items,
+                                                                                 declined, sides);
+  };
+  if (kernels[0] == kernels[1]) {
+    launch({0, 2});
+  } else {
+    launch({0, 1});
+    launch({1, 1});
+  }
   return cudaPeekAtLastError();
 }
 
 int LaunchMillionDecode(const MillionDeviceShape& shape, const uint64_t* codebooks, const uint8_t* bytes,
                         const DeviceDecodeItem* items, uint32_t count, CUstream_st* stream) {
   if (count == 0) return cudaSuccess;
-  Decode<<<BlocksOf(shape, count), kThreads, 0, stream>>>(shape, codebooks, bytes, items);
+  Decode<<<BlocksOf(shape, count, {0, 2}), kThreads, 0, stream>>>(shape, codebooks, bytes, items);
   return cudaPeekAtLastError();
 }
 

@@ -19,14 +19,14 @@ namespace {
 constexpr size_t kGuardBytes = 256;
 constexpr uint8_t kGuard = 0xa5;
 
-/// Memory that host and device read.
+/// Pinned memory, which the device reads and writes too.
 template <typename T>
 class Shared {
  public:
   explicit Shared(size_t size) : size_(size) {
-    EXPECT_EQ(cudaMallocManaged(reinterpret_cast<void**>(&data_), size * sizeof(T)), cudaSuccess);
+    EXPECT_EQ(cudaHostAlloc(reinterpret_cast<void**>(&data_), size * sizeof(T), cudaHostAllocDefault), cudaSuccess);
   }
-  ~Shared() { cudaFree(data_); }
+  ~Shared() { cudaFreeHost(data_); }
   Shared(const Shared&) = delete;
   T* data() const { return data_; }
   T& operator[](size_t i) const { return data_[i]; }
@@ -124,6 +124,13 @@ TEST_F(MillionGpu, PairsEncodeAsTheReference) {
   for (const int head_dim : {64, 96, 256}) {
     const MillionFormat format = MakeFormat(MakeLayout(2, head_dim, 64), {head_dim / 2, 8}, {head_dim / 2, 8});
     Compare(format, Books(format, 1, 7), 7);
+  }
+}
+
+TEST_F(MillionGpu, SidesOfDifferentWidths) {
+  for (const int page_tokens : {64, 128}) {
+    const MillionFormat format = MakeFormat(MakeLayout(2, 128, page_tokens), {64, 8}, {32, 8});
+    Compare(format, Books(format, 2, 11), 11, true);
   }
 }
 
