@@ -287,8 +287,22 @@ absl::Status Twins::Step(const Text& text,
   LayerRows got, expected;
   KV_RETURN_IF_ERROR(gpu->Step(text, gpu_parts, append, &got));
   KV_RETURN_IF_ERROR(cpu->Step(text, cpu_parts, append, &expected));
-  for (int layer = 0; layer < text.layers; ++layer) difference.Add(got[layer], expected[layer]);
+  difference.Add(text, gpu_parts, got, expected);
   return absl::OkStatus();
+}
+
+void StepDifference::Add(const Text& text, const std::vector<Part>& parts, const LayerRows& got,
+                         const LayerRows& expected) {
+  for (size_t layer = 0; layer < got.size(); ++layer) {
+    ASSERT_EQ(got[layer].size(), expected[layer].size());
+    auto g = got[layer].begin(), e = expected[layer].begin();
+    for (const Part& part : parts) {
+      const ptrdiff_t rows = ptrdiff_t(size_t(part.tokens) * text.q_row());
+      ASSERT_GE(got[layer].end() - g, rows);
+      (part.tokens < kDecodedTokens ? same : decoded).Add({g, g + rows}, {e, e + rows});
+      g += rows, e += rows;
+    }
+  }
 }
 
 }  // namespace kvmanager::testing

@@ -58,6 +58,18 @@ struct Part {
 
 using LayerRows = std::vector<std::vector<uint16_t>>;  // [layers] rows of all parts
 
+/// Of a GPU's answers and a CPU's. `decoded`: of entries of so many tokens that a GPU decodes encoded pages for them,
+/// where a CPU multiplies codes by codes of q and of weights.
+struct StepDifference {
+  static constexpr int kDecodedTokens = 64;
+  /// What rounding q and weights to 8 bits makes of that (codecs/hack/hack_reference.h).
+  static constexpr double kDecodedError = 1e-1;
+
+  Difference same, decoded;
+  void Add(const Text& text, const std::vector<Part>& parts, const LayerRows& got, const LayerRows& expected);
+  void Add(const StepDifference& other) { same.Add(other.same), decoded.Add(other.decoded); }
+};
+
 /// One way of running the steps of a cache.
 class Engine {
  public:
@@ -167,7 +179,7 @@ absl::StatusOr<std::unique_ptr<Engine>> MakeEngine(Way way, client::Client* clie
 /// The same steps on the GPU and on the CPU.
 struct Twins {
   std::unique_ptr<Engine> gpu, cpu;
-  Difference difference;
+  StepDifference difference;
 
   absl::Status Step(const Text& text, const std::vector<std::pair<client::Sequence*, client::Sequence*>>& sequences,
                     const std::vector<uint64_t>& firsts, const std::vector<int>& tokens, bool append);
