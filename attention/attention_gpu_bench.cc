@@ -166,7 +166,9 @@ int Main(int argc, char** argv) {
                                {"hack:k_bits=2,v_bits=2", 2, 2},
                                {"hack:k_bits=3,v_bits=2", 3, 2},
                                {"hack:k_bits=4,v_bits=3", 4, 3},
-                               {"million:m=64,bits=8", 0, 0, true}};
+                               {"million:m=64,bits=8", 0, 0, true},
+                               {"zack+hack:bytes=56", 0, 0, false, 56},
+                               {"zack+hack:bytes=48", 0, 0, false, 48}};
   const std::vector<BenchShape> shapes = Shapes(grid);
   if (check) return CheckAttention(shapes, codecs, bench.pool(), bench.multiprocessors(), spoil) == 0 ? 0 : 1;
 

@@ -4,13 +4,17 @@
 #include <cmath>
 #include <random>
 
+#include "absl/strings/str_cat.h"
 #include "attention/device_plan.h"
 #include "attention/gpu_bench_fill.h"
+#include "codecs/calibrate/synthetic.h"
 #include "codecs/hack/hack_attention_cuda.h"
+#include "codecs/hack/hack_codec.h"
 #include "codecs/hack/hack_device_format.h"
 #include "codecs/hack/hack_encode_cuda.h"
 #include "codecs/million/million_attention_cuda.h"
 #include "codecs/raw/raw_attention_cuda.h"
+#include "codecs/zack_hack/zack_hack.h"
 
 namespace kvmanager {
 namespace {
@@ -59,6 +63,10 @@ std::unique_ptr<BenchBatch> BenchBatch::Make(const BenchCodec& codec, const Benc
     b.kernels_ = MillionAttentionKernels(format);
     b.encoded_bytes_ = format.page_bytes;
     b.MakeBooks();
+  }
+  if (codec.mapped_bytes != 0) {
+    if (contents == Contents::kEncoded) return nullptr;  // the oracle knows no rotation
+    b.MakeMapped(codec);
   }
   const bool encodes = b.encodes();
   if (b.kernels_ == nullptr) return nullptr;
@@ -148,7 +156,7 @@ std::unique_ptr<BenchBatch> BenchBatch::Make(const BenchCodec& codec, const Benc
   b.q_ = Allocate<uint16_t>(rows * shape.head_dim);
   b.out_ = Allocate<uint16_t>(rows * shape.head_dim);
   b.lse_ = Allocate<float>(rows);
-  b.partial_ = Allocate<float>(rows_of_parts * shape.head_dim);
+  b.partial_ = Allocate<float>((b.kernels_->maps ? 2 : 1) * rows_of_parts * shape.head_dim);
   b.partial_max_ = Allocate<float>(rows_of_parts * 2);
   b.arrived_ = Allocate<uint32_t>(rows_of_parts);
   CHECK_CUDA(cudaMemset(b.arrived_.get(), 0, rows_of_parts * sizeof(uint32_t)));
@@ -167,9 +175,33 @@ std::unique_ptr<BenchBatch> BenchBatch::Make(const BenchCodec& codec, const Benc
   p.scale_log2 = float(M_LOG2E / std::sqrt(double(shape.head_dim)));
   p.bfloat16 = shape.bfloat16;
   p.codec = b.pairs();
+  if (b.device_codec_ != nullptr) {
+    p.codec = b.device_codec_->attention_data(0);
+    p.tokens = uint32_t(b.contexts_.size() * shape.tokens);
+    b.mapped_ = Allocate<float>(device::kMappedRows * rows * shape.head_dim);
+    p.mapped = b.mapped_.get();
+  }
   CHECK_CUDA(b.kernels_->prepare());
   b.FillQueries(1);
   return made;
+}
+
+void BenchBatch::MakeMapped(const BenchCodec& codec) {
+  CodecContext context;
+  context.layout = layout_;
+  context.query_heads = shape_.query_heads;
+  context.calibration = SyntheticCalibration(
+      {"made up", "", context.layers, layout_.kv_heads, shape_.query_heads, layout_.head_dim}, 1, {});
+  auto made = zack_hack::MakeCodec(context, {{"bytes", absl::StrCat(codec.mapped_bytes * layout_.head_dim / 128)}});
+  if (!made.ok()) {
+    std::fprintf(stderr, "attention_gpu_bench: %s\n", made.status().ToString().c_str());
+    std::exit(1);
+  }
+  codec_ = *std::move(made);
+  format_ = std::make_unique<hack::HackFormat>(static_cast<const hack::HackCodec&>(rotated()->inner(0)).format());
+  encoded_bytes_ = format_->page_bytes;
+  device_codec_ = codec_->NewDeviceCodec();
+  kernels_ = device_codec_ == nullptr ? nullptr : device_codec_->attention(0);
 }
 
 void BenchBatch::FillPool(Contents contents, size_t encoded_count, size_t raw_count, uint8_t* raw_at) {
@@ -179,10 +211,10 @@ void BenchBatch::FillPool(Contents contents, size_t encoded_count, size_t raw_co
   // Any code and any 8-bit step or minimum is valid; the largest of them must be numbers.
   CHECK_CUDA(FillRandomBits(pool_.data(), encoded_count * encoded_bytes_, 2));
   if (!format_) return;
-  const size_t record = format_->heads.size() > 1 ? format_->heads[1].offset : format_->page_bytes;
-  for (int side = 0; side < 2; ++side) {
-    CHECK_CUDA(
-        FillPairs(pool_.data(), encoded_count * shape_.kv_heads, record, format_->heads[0].side[side].tops, 0.5f, 1.f));
+  for (const hack::HeadLayout& head : format_->heads) {
+    for (const hack::SideLayout& side : head.side) {
+      CHECK_CUDA(FillPairs(pool_.data(), encoded_count, format_->page_bytes, head.offset + side.tops, 0.5f, 1.f));
+    }
   }
 }
 

@@ -14,8 +14,10 @@
 #include "attention/gpu_oracle.h"
 #include "codecs/device/attend_launch.h"
 #include "codecs/device/attend_params.h"
+#include "codecs/device/device_codec.h"
 #include "codecs/hack/hack_format.h"
 #include "codecs/million/million_device_format.h"
+#include "codecs/zack_hack/rotated_codec.h"
 #include "kvmanager/base/page_layout.h"
 
 namespace kvmanager {
@@ -36,8 +38,9 @@ struct BenchShape {
 
 struct BenchCodec {
   const char* name;
-  int k_bits, v_bits;    // of HACK; 0: raw, or
-  bool million = false;  // 64 subspaces of 8 bits
+  int k_bits, v_bits;       // of HACK; 0: raw, or
+  bool million = false;     // 64 subspaces of 8 bits
+  double mapped_bytes = 0;  // instead: zack+hack of so many bytes of a token and head, by an artifact made up
 };
 
 class BenchBatch {
@@ -68,6 +71,8 @@ class BenchBatch {
   bool encodes() const { return encoded_bytes_ != 0; }
   const hack::HackFormat* format() const { return format_.get(); }          // nullptr: not HACK
   const million::MillionPairTables* pairs() const { return pairs_.get(); }  // on the device; nullptr: not MILLION
+  /// nullptr: pages are not mapped.
+  const zack::RotatedCodec* rotated() const { return static_cast<const zack::RotatedCodec*>(codec_.get()); }
   const device::AttendParams& params() const { return params_; }
   absl::Span<const OraclePage> pages() const { return pages_; }
   uint32_t first_page(int sequence) const { return first_pages_[sequence]; }
@@ -77,11 +82,15 @@ class BenchBatch {
   BenchBatch() = default;
   void FillPool(Contents contents, size_t encoded_count, size_t raw_count, uint8_t* raw_at);
   void EncodeRandomPages(size_t count);
+  void MakeMapped(const BenchCodec& codec);
   void MakeBooks();
 
   BenchShape shape_;
   PageLayout layout_;
   std::unique_ptr<hack::HackFormat> format_;
+  // Of codecs that map.
+  std::unique_ptr<Codec> codec_;
+  std::unique_ptr<DeviceCodec> device_codec_;
   DeviceArray<million::MillionPairTables> pairs_;  // [kv_heads]
   size_t encoded_bytes_ = 0;                       // of a page; 0: raw
   const device::AttendKernels* kernels_ = nullptr;
@@ -96,7 +105,7 @@ class BenchBatch {
   DeviceArray<device::AttendItem> items_;
   DeviceArray<uint32_t> slots_, arrived_;
   DeviceArray<uint16_t> q_, out_;
-  DeviceArray<float> lse_, partial_, partial_max_;
+  DeviceArray<float> lse_, partial_, partial_max_, mapped_;
 };
 
 }  // namespace kvmanager

@@ -12,7 +12,7 @@
 
 namespace kvmanager::device {
 
-inline constexpr int kMapRows = 8, kMapParts = 4;  // of a block: rows of a head; parts of a sum
+inline constexpr int kMapRows = 4, kMapParts = 4;  // of a block: rows of a head; parts of a sum
 
 /// The index of row `row` of a KV head's rows in [tokens][query_heads].
 __device__ __forceinline__ size_t RowOfHead(const AttendParams& p, int kv_head, int row) {
@@ -67,11 +67,12 @@ struct MapBlock {
 template <int kHeadDim>
 __global__ void __launch_bounds__(MapBlock<kHeadDim>::kThreads) MapKernel(const __grid_constant__ AttendParams p) {
   using Block = MapBlock<kHeadDim>;
-  LetNextBegin();
   __shared__ typename Block::Memory memory;
   const int rows = static_cast<int>(p.tokens) * (p.query_heads / p.kv_heads), first = blockIdx.y * kMapRows;
   Block block;
   block.Load(static_cast<const MappedSpace*>(p.codec)->query + size_t{blockIdx.x} * kHeadDim * kHeadDim);
+  WaitForLast();  // whatever that is: what the next kernel reads before this one ends was there before
+  LetNextBegin();
   for (int i = threadIdx.x; i < kMapRows * kHeadDim / 2; i += Block::kThreads) {
     const int row = i / (kHeadDim / 2), pair = i % (kHeadDim / 2);
     uint32_t two = 0;
@@ -98,6 +99,7 @@ __global__ void __launch_bounds__(MapBlock<kHeadDim>::kThreads) ExpandKernel(con
   const MappedSpace space = *static_cast<const MappedSpace*>(p.codec);
   Block block;
   block.Load(space.output + size_t{blockIdx.x} * kHeadDim * kHeadDim);
+  LetNextBegin();
   const int multiplied = space.folds != 0 ? 2 : 1, as_it_is = 3 - multiplied;
   WaitForLast();
   for (int i = threadIdx.x; i < kMapRows * kHeadDim; i += Block::kThreads) {

@@ -32,8 +32,7 @@ struct AttendApart : Attend<Raw, Encoded, kWarps, kStages, kBlocksPerSm> {
   static int Launch(const AttendParams& params, int blocks, CUstream_st* stream) {
     const int rows = static_cast<int>(params.tokens) * (params.query_heads / params.kv_heads);
     const dim3 map_blocks(params.kv_heads, (rows + kMapRows - 1) / kMapRows);
-    MapKernel<kHeadDim><<<map_blocks, MapBlock<kHeadDim>::kThreads, 0, stream>>>(params);
-    cudaError_t error = cudaPeekAtLastError();
+    cudaError_t error = LaunchIntoEnd(MapKernel<kHeadDim>, map_blocks, MapBlock<kHeadDim>::kThreads, 0, stream, params);
     if (error == cudaSuccess) {
       error = LaunchIntoEnd(Base::kKernel, blocks, kWarps * 32, sizeof(typename Base::Memory), stream, params);
     }

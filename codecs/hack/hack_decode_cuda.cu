@@ -92,12 +92,13 @@ __device__ __forceinline__ void DecodeStrip(const HackDeviceShape& shape, const 
 /// Blocks: [item][side of `sides` from first_side on][head].
 template <int kDim, bool kBFloat16>
 __global__ void __launch_bounds__(kDim, 640 / kDim)
-    DecodeStripKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ heads,
+    DecodeStripKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ table,
                       const DeviceDecodeItem* __restrict__ items, int first_side, int sides) {
   __shared__ float2 metas[kDim];
   const uint32_t head = blockIdx.x % shape.kv_heads, rest = blockIdx.x / shape.kv_heads;
   const int side = first_side + rest % sides;
   const DeviceDecodeItem item = items[rest / sides];
+  const HackDeviceHead* const heads = shape.heads_of(table, item.layer);
   uint8_t* const raw = item.raw + shape.raw_offset(side, head);
   const uint8_t* const record = item.encoded + heads[head].offset;
   const HackDeviceSide& layout = heads[head].side[side];

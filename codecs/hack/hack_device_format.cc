@@ -56,4 +56,20 @@ HackDeviceFormat MakeHackDeviceFormat(const HackFormat& format) {
   return out;
 }
 
+HackDeviceFormat MakeHackDeviceFormat(absl::Span<const HackFormat* const> layers) {
+  HackDeviceFormat out = MakeHackDeviceFormat(*layers[0]);
+  out.shape.layer_heads = out.shape.kv_heads;
+  for (const HackFormat* format : layers.subspan(1)) {
+    const HackDeviceFormat layer = MakeHackDeviceFormat(*format);
+    out.heads.insert(out.heads.end(), layer.heads.begin(), layer.heads.end());
+    out.shape.page_bytes = std::max(out.shape.page_bytes, layer.shape.page_bytes);
+    out.shape.strip_bytes_max = std::max(out.shape.strip_bytes_max, layer.shape.strip_bytes_max);
+    for (int side = 0; side < 2; ++side) {
+      // Only the fitted path does what another layer may need.
+      if (layer.shape.encode[side] == HackDevicePath::kFitted) out.shape.encode[side] = HackDevicePath::kFitted;
+    }
+  }
+  return out;
+}
+
 }  // namespace kvmanager::hack

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "absl/types/span.h"
 #include "codecs/hack/hack_format.h"
 
 #if defined(__CUDACC__)
@@ -60,7 +61,16 @@ struct HackDeviceShape {
   bool hadamard;
   HackDevicePath encode[2];  // per side
   bool decode_by_strip[2];   // the fast decoder's conditions hold
+  /// Heads of a layer in the table, where layers differ in their widths: it is then [layers][kv_heads]. 0: all are
+  /// alike.
+  uint32_t layer_heads;
 
+  KV_HACK_HOST_DEVICE const HackDeviceHead* heads_of(const HackDeviceHead* table, uint32_t layer) const {
+    return table + size_t{layer} * layer_heads;
+  }
+  KV_HACK_HOST_DEVICE uint32_t bytes_of(const HackDeviceHead* of_layer) const {
+    return layer_heads == 0 ? page_bytes : uint32_t(of_layer[kv_heads - 1].offset + of_layer[kv_heads - 1].side[1].end);
+  }
   KV_HACK_HOST_DEVICE uint32_t side_raw_bytes() const { return 2u * page_tokens * head_dim; }
   /// Bytes of (side, head) from the start of a raw page.
   KV_HACK_HOST_DEVICE uint64_t raw_offset(int side, int head) const {
@@ -74,5 +84,7 @@ struct HackDeviceFormat {
 };
 
 HackDeviceFormat MakeHackDeviceFormat(const HackFormat& format);
+/// Of a codec whose layers differ in nothing but widths: heads are [layers][kv_heads].
+HackDeviceFormat MakeHackDeviceFormat(absl::Span<const HackFormat* const> layers);
 
 }  // namespace kvmanager::hack

@@ -12,9 +12,10 @@ constexpr size_t kDefaultSharedBytes = 48 * 1024;  // a kernel that wants more a
 
 /// Declined pages become zeros, once all their blocks have ended. Blocks: [item].
 __global__ void __launch_bounds__(kZeroThreads)
-    ZeroDeclinedKernel(const DeviceEncodeItem* __restrict__ items, const uint32_t* __restrict__ declined,
-                       uint32_t page_bytes) {
+    ZeroDeclinedKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ heads,
+                       const DeviceEncodeItem* __restrict__ items, const uint32_t* __restrict__ declined) {
   if (declined[blockIdx.x] == 0) return;
+  const uint32_t page_bytes = shape.bytes_of(shape.heads_of(heads, items[blockIdx.x].layer));
   uint8_t* const page = items[blockIdx.x].encoded;
   for (uint32_t at = 16 * threadIdx.x; at < page_bytes; at += 16 * kZeroThreads) {
     *reinterpret_cast<uint4*>(page + at) = {0, 0, 0, 0};
@@ -86,7 +87,7 @@ int LaunchHackEncode(const HackDeviceShape& shape, const HackDeviceHead* heads, 
     if (error == cudaSuccess) error = launch.Sides(shape.encode[1], 1, 1);
   }
   if (error != cudaSuccess) return error;
-  ZeroDeclinedKernel<<<count, kZeroThreads, 0, stream>>>(items, declined, shape.page_bytes);
+  ZeroDeclinedKernel<<<count, kZeroThreads, 0, stream>>>(shape, heads, items, declined);
   return cudaGetLastError();
 }
 

@@ -437,7 +437,7 @@ __device__ __forceinline__ bool EncodeStrip(const HackDeviceShape& shape, const 
 /// Blocks: [item][side of `sides` from first_side on][head].
 template <int kDim, bool kBFloat16, bool kFit>
 __global__ void __launch_bounds__(kDim, (kFit ? 768 : 1024) / kDim)
-    EncodeStripKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ heads,
+    EncodeStripKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ table,
                       const DeviceEncodeItem* __restrict__ items, uint32_t* declined, int first_side, int sides) {
   extern __shared__ __align__(16) uint8_t record[];
   __shared__ StripMemory<kDim> memory;
@@ -449,6 +449,7 @@ __global__ void __launch_bounds__(kDim, (kFit ? 768 : 1024) / kDim)
   const uint32_t head = blockIdx.x % shape.kv_heads, rest = blockIdx.x / shape.kv_heads;
   const int side = first_side + rest % sides;
   const uint32_t item = rest / sides;
+  const HackDeviceHead* const heads = shape.heads_of(table, items[item].layer);
   const uint8_t* const raw = items[item].raw + shape.raw_offset(side, head);
   uint8_t* const to = items[item].encoded + heads[head].offset;
   const HackDeviceSide& layout = heads[head].side[side];

@@ -28,6 +28,8 @@ struct HeadRotation {
 /// order: [side][d], the factors' columns in the order in which the channels are kept; nullptr: as they are.
 HeadRotation MakeHeadRotation(const Factors& factors, int layer, int head, const int32_t* order);
 
+class RotatedCodec;
+
 struct RotatedCodecOptions {
   std::string name;
   std::string spec;  // canonical, without the calibration
@@ -36,6 +38,7 @@ struct RotatedCodecOptions {
   bool fold = false;  // outputs stay in the space, for a client that folded decode[1] into W_O
   std::shared_ptr<const Calibration> calibration;
   Isa isa = BestIsa();  // of rotations: at most what the processor runs
+  std::unique_ptr<DeviceCodec> (*new_device_codec)(const RotatedCodec& codec) = nullptr;  // nullptr: no GPU
 };
 
 class RotatedCodec final : public Codec {
@@ -55,6 +58,12 @@ class RotatedCodec final : public Codec {
   const PageAttention& attention() const override { return *attention_; }
   bool OutputFactor(int layer, int kv_head, absl::Span<float> factor) const override;
 
+  std::unique_ptr<DeviceCodec> NewDeviceCodec() const override {
+    return options_.new_device_codec == nullptr ? nullptr : options_.new_device_codec(*this);
+  }
+
+  int layers() const { return int(inner_.size()); }
+  bool folds() const { return options_.fold; }
   const Codec& inner(int layer) const { return *inner_[layer]; }
   const HeadRotation& rotation(int layer, int head) const {
     return heads_[size_t(layer) * options_.layout.kv_heads + head];

@@ -9,6 +9,7 @@
 #include "absl/strings/str_join.h"
 #include "codecs/hack/hack_codec.h"
 #include "codecs/zack_hack/rotated_codec.h"
+#include "codecs/zack_hack/zack_hack_device_codec.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -214,6 +215,7 @@ absl::StatusOr<std::unique_ptr<Codec>> MakeCodec(const CodecContext& context, co
   options.fold = parameters.fold;
   options.calibration = context.calibration;
   options.isa = isa;
+  options.new_device_codec = MakeZackHackDeviceCodec;
   PageLayout rotated = context.layout;
   rotated.dtype = DType::kFloat16;
   const hack::HackParameters codes;  // widths and ranges are each segment's own

@@ -1,0 +1,42 @@
+// Products of pages with factors on a GPU: raw K and V into the space that a codec stores, and back.
+//
+// Tensor cores multiply exact 16-bit elements with factors split into 16-bit parts (two of float16, three of bfloat16),
+// summed in fp32: elements are the CPU's (rotation.h) within a step of float16, but for sums that cancel. Launches
+// allocate nothing, do not wait, and may be captured in a graph. Free functions without state: any thread may call
+// them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "codecs/device/device_codec.h"
+#include "kvmanager/base/page_layout.h"
+
+namespace kvmanager::zack {
+
+/// What the launches return where this build has no CUDA; other values are cudaError_t, 0 being success.
+inline constexpr int kRotationCudaUnavailable = -1;
+
+/// A factor [d][d] as the kernels read it, of elements of `in`. d: 64 or 128.
+size_t PackedFactorBytes(int d, DType in);
+/// to: PackedFactorBytes, 16-byte aligned.
+void PackFactor(const float* factor, int d, DType in, uint8_t* to);
+
+struct DeviceRotation {
+  PageLayout layout;                // of raw pages: 64 tokens, head_dim 64 or 128
+  const uint8_t* encode = nullptr;  // packed, on the device: [layers][kv_heads][side], for elements of layout.dtype
+  const uint8_t* decode = nullptr;  // likewise, for elements of float16
+};
+
+/// rotated [count] pages of float16 from items' raw ones; a value that does not fit is an infinity. inner: [count],
+/// out: `items` with the rotated pages for raw ones. All on the device.
+int LaunchRotateRaw(const DeviceRotation& rotation, const DeviceEncodeItem* items, uint32_t count, uint8_t* rotated,
+                    DeviceEncodeItem* inner, CUstream_st* stream);
+/// inner: [count], out: `items` with pages of `rotated` for their raw ones.
+int LaunchNameRotated(const DeviceRotation& rotation, const DeviceDecodeItem* items, uint32_t count, uint8_t* rotated,
+                      DeviceDecodeItem* inner, CUstream_st* stream);
+/// items' raw pages from rotated ones; values beyond the dtype become its largest.
+int LaunchRotateBack(const DeviceRotation& rotation, const DeviceDecodeItem* items, uint32_t count,
+                     const uint8_t* rotated, CUstream_st* stream);
+
+}  // namespace kvmanager::zack

@@ -1,0 +1,53 @@
+#include <algorithm>
+
+#include "codecs/device/attend_launch.cuh"
+#include "codecs/raw/raw_attention_device.cuh"
+#include "codecs/zack_hack/zack_hack_attention_cuda.h"
+#include "codecs/zack_hack/zack_hack_attention_device.cuh"
+
+namespace kvmanager::zack_hack {
+namespace {
+
+using device::AttendKernels;
+
+template <int kHeadDim, int kRecordBytes>
+struct ZackHackAttend {
+  static constexpr int kStages = 2, kBlocksPerSm = 1;
+  // As many as registers (more rows take more) and shared memory hold: each has a record that it reads, one on its way,
+  // and a state to leave in either space.
+  static constexpr int WarpsFor(int rows) {
+    const int bytes = kStages * std::max(kRecordBytes, 32 * kHeadDim) + rows * (kHeadDim * 9 + 16) + 160;
+    return std::min(rows <= 4 ? 16 : 12, 226 * 1024 / bytes);
+  }
+  template <int kRows>
+  using Kernel =
+      device::AttendApart<device::RawPages<kHeadDim, kRows>, device::MixedHackPages<kHeadDim, kRows, kRecordBytes>,
+                          WarpsFor(kRows), kStages, kBlocksPerSm>;
+  static int Launch(const device::AttendParams& params, int rows_max, int blocks, CUstream_st* stream) {
+    return rows_max <= 4 ? Kernel<4>::Launch(params, blocks, stream) : Kernel<8>::Launch(params, blocks, stream);
+  }
+  static int Prepare() {
+    const int error = Kernel<4>::Prepare();
+    return error != 0 ? error : Kernel<8>::Prepare();
+  }
+  // What its instructions take, in bytes that would take as long.
+  static constexpr uint32_t kCost = 6400 * kHeadDim / 128;
+  static constexpr AttendKernels kKernels = {{WarpsFor(4), kBlocksPerSm}, kCost, Launch, Prepare, true};
+};
+
+template <int kHeadDim, int kRecordBytes>
+constexpr AttendKernels kKernelsOf = ZackHackAttend<kHeadDim, kRecordBytes>::kKernels;
+
+// Of records: as many bytes as leave room for 16 warps, and 4 bits throughout.
+constexpr int kUsual128 = 4800, kLargest128 = 8768, kLargest64 = 4416;
+
+}  // namespace
+
+const AttendKernels* FindZackHackAttention(int head_dim, uint32_t record_bytes) {
+  if (head_dim == 128 && record_bytes <= kUsual128) return &kKernelsOf<128, kUsual128>;
+  if (head_dim == 128 && record_bytes <= kLargest128) return &kKernelsOf<128, kLargest128>;
+  if (head_dim == 64 && record_bytes <= kLargest64) return &kKernelsOf<64, kLargest64>;
+  return nullptr;
+}
+
+}  // namespace kvmanager::zack_hack

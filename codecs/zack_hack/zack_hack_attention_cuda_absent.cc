@@ -1,0 +1,7 @@
+#include "codecs/zack_hack/zack_hack_attention_cuda.h"
+
+namespace kvmanager::zack_hack {
+
+const device::AttendKernels* FindZackHackAttention(int, uint32_t) { return nullptr; }
+
+}  // namespace kvmanager::zack_hack
