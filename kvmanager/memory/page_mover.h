@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
 
 namespace kvmanager {
 
@@ -24,8 +25,10 @@ inline constexpr uint32_t kPageCopyBytesMax = 1u << 30;
 class PageMover {
  public:
   virtual ~PageMover() = default;
-  /// Whether the host's slots can take part: they are pinned. Once true it stays so.
+  /// Whether pages can move now: the host's slots are pinned.
   virtual bool ready() const = 0;
+  /// Why not: UNAVAILABLE, not yet; FAILED_PRECONDITION, and never. OK if it is ready.
+  virtual absl::Status status() const = 0;
   /// Moves all of `copies`, in no particular order, behind what was moved before. Then calls `done(moved)` once, on the
   /// store's thread and not before this returned; until then nobody frees the slots. moved: every byte is there.
   virtual void Move(PageDirection direction, std::vector<PageCopy> copies, absl::AnyInvocable<void(bool)> done) = 0;

@@ -1,8 +1,5 @@
 #include "kvmanager/server/arrivals.h"
 
-#include <memory>
-#include <utility>
-
 namespace kvmanager {
 namespace {
 
@@ -10,48 +7,39 @@ constexpr int64_t kRetryUs = 200, kRetryForMs = 1000;
 
 struct Arriving {
   DaemonContext& daemon;
-  const int device;
   const int64_t until_ns;
-  absl::AnyInvocable<absl::StatusOr<std::unique_ptr<ArrivalLease>>()> start;
   std::unique_ptr<ArrivalLease> lease;
-
-  bool MayFitSoon(const absl::Status& status) const {
-    return absl::IsResourceExhausted(status) && daemon.store->AwaitsRelease(device) && daemon.clock->NowNs() < until_ns;
-  }
 };
 
-kj::Promise<absl::StatusOr<CreateResult>> Go(const std::shared_ptr<Arriving>& arriving);
-
-kj::Promise<absl::StatusOr<CreateResult>> GoLater(const std::shared_ptr<Arriving>& arriving) {
-  return arriving->daemon.loop->timer().afterDelay(kRetryUs * kj::MICROSECONDS).then([arriving] {
-    return Go(arriving);
-  });
-}
-
-kj::Promise<absl::StatusOr<CreateResult>> Go(const std::shared_ptr<Arriving>& arriving) {
-  absl::StatusOr<std::unique_ptr<ArrivalLease>> lease = arriving->start();
-  if (!lease.ok()) {
-    if (arriving->MayFitSoon(lease.status())) return GoLater(arriving);
-    return absl::StatusOr<CreateResult>(lease.status());
+kj::Promise<absl::StatusOr<Arrived>> Go(std::shared_ptr<Arriving> arriving) {
+  ArrivalLease& lease = *arriving->lease;
+  DaemonContext& daemon = arriving->daemon;
+  if (!lease.ready()) {
+    auto waiting = kj::newPromiseAndFulfiller<void>();
+    lease.OnReady([fulfiller = kj::mv(waiting.fulfiller)]() mutable { fulfiller->fulfill(); });
+    return waiting.promise.then([arriving = std::move(arriving)]() mutable { return Go(std::move(arriving)); });
   }
-  if ((*lease)->ready()) return (*lease)->Commit();
-  arriving->lease = *std::move(lease);
-  auto waiting = kj::newPromiseAndFulfiller<void>();
-  arriving->lease->OnReady([fulfiller = kj::mv(waiting.fulfiller)]() mutable { fulfiller->fulfill(); });
-  return waiting.promise.then([arriving]() -> kj::Promise<absl::StatusOr<CreateResult>> {
-    absl::StatusOr<CreateResult> made = arriving->lease->Commit();
-    arriving->lease = nullptr;
-    if (!made.ok() && arriving->MayFitSoon(made.status())) return GoLater(arriving);
-    return made;
-  });
+  if (lease.awaits_room() && daemon.store->AwaitsRelease(lease.device()) &&
+      daemon.clock->NowNs() < arriving->until_ns) {
+    return daemon.loop->timer()
+        .afterDelay(kRetryUs * kj::MICROSECONDS)
+        .then([arriving = std::move(arriving)]() mutable {
+          arriving->lease->TryAgain();
+          return Go(std::move(arriving));
+        });
+  }
+  absl::StatusOr<CreateResult> made = lease.Commit();
+  if (!made.ok()) return absl::StatusOr<Arrived>(made.status());
+  return absl::StatusOr<Arrived>(Arrived(daemon.store, *made));
 }
 
 }  // namespace
 
-kj::Promise<absl::StatusOr<CreateResult>> Arrive(
-    DaemonContext& daemon, int device, absl::AnyInvocable<absl::StatusOr<std::unique_ptr<ArrivalLease>>()> start) {
+kj::Promise<absl::StatusOr<Arrived>> Arrive(DaemonContext& daemon,
+                                            absl::StatusOr<std::unique_ptr<ArrivalLease>> lease) {
+  if (!lease.ok()) return absl::StatusOr<Arrived>(lease.status());
   const int64_t until_ns = daemon.clock->NowNs() + kRetryForMs * 1000000;
-  return Go(std::shared_ptr<Arriving>(new Arriving{daemon, device, until_ns, std::move(start), nullptr}));
+  return Go(std::shared_ptr<Arriving>(new Arriving{daemon, until_ns, *std::move(lease)}));
 }
 
 }  // namespace kvmanager

@@ -32,11 +32,18 @@ class SequenceService final : public api::Sequence::Server {
           SequenceId forked = 0;
           uint64_t done = 0;
           if (const auto bound = session_->BoundOf(cache_); bound != nullptr) {
-            KV_ASSIGN_OR_RETURN(done, ChangeOnDevice(*session_, bound->cache, id_, DeviceWork::kAllPages,
-                                                     [&](std::vector<OpenCopy>* copies) -> absl::Status {
-                                                       KV_ASSIGN_OR_RETURN(forked, store().Fork(id_, copies));
-                                                       return absl::OkStatus();
-                                                     }));
+            const absl::StatusOr<uint64_t> changed =
+                ChangeOnDevice(*session_, bound->cache, id_, DeviceWork::kAllPages,
+                               [&](std::vector<OpenCopy>* copies) -> absl::Status {
+                                 KV_ASSIGN_OR_RETURN(forked, store().Fork(id_, copies));
+                                 return absl::OkStatus();
+                               });
+            if (!changed.ok()) {
+              if (forked != 0) store().Drop(forked);  // its open pages were not copied
+              return changed.status();
+            }
+            done = *changed;
+            NoteFork(*session_, bound->cache, forked);
           } else {
             KV_ASSIGN_OR_RETURN(forked, store().Fork(id_));
           }
@@ -122,7 +129,7 @@ class SequenceService final : public api::Sequence::Server {
           const std::string engine_blob(reinterpret_cast<const char*>(blob.begin()), blob.size());
           const auto bound = session_->BoundOf(cache_);
           auto sent = bound == nullptr ? SendSequence(session_->daemon(), id_, to, engine_blob, timeout_ms)
-                                       : SendFromDevice(bound->cache, to, engine_blob, timeout_ms);
+                                       : SendFromDevice(bound, to, engine_blob, timeout_ms);
           context.releaseParams();
           return sent.then([context, session = session_](absl::StatusOr<SendResult> result) mutable {
             auto reply = context.getResults().initReply();
@@ -154,20 +161,31 @@ class SequenceService final : public api::Sequence::Server {
 
  private:
   // By way of the host's memory: what is sent is a copy there, which goes with the promise.
-  kj::Promise<absl::StatusOr<SendResult>> SendFromDevice(const StepCache& cache, const std::string& peer,
-                                                         const std::string& blob, int64_t timeout_ms) {
+  kj::Promise<absl::StatusOr<SendResult>> SendFromDevice(const std::shared_ptr<const BoundCache>& bound,
+                                                         const std::string& peer, const std::string& blob,
+                                                         int64_t timeout_ms) {
     using Sent = kj::Promise<absl::StatusOr<SendResult>>;
-    return WhenAppended(session_, cache, id_)
-        .then([session = session_, id = id_,
-               device = cache.config->device](absl::Status appended) -> kj::Promise<absl::StatusOr<CreateResult>> {
-          if (!appended.ok()) return absl::StatusOr<CreateResult>(appended);
-          return Arrive(session->daemon(), device,
-                        [session, id] { return session->daemon().store->Copy(id, CacheConfig::kHost); });
-        })
-        .then([session = session_, peer, blob, timeout_ms](absl::StatusOr<CreateResult> copy) -> Sent {
+    auto deadline = session_->daemon().loop->timer().afterDelay(timeout_ms * kj::MILLISECONDS).then([timeout_ms] {
+      return absl::StatusOr<SendResult>(absl::DeadlineExceededError(
+          absl::StrCat("the hand-off did not end within ", timeout_ms, " ms, its copy to the host included")));
+    });
+    return CopyToHost(session_, bound, id_)
+        .then([session = session_, peer, blob, timeout_ms](absl::StatusOr<Arrived> copy) -> Sent {
           if (!copy.ok()) return absl::StatusOr<SendResult>(copy.status());
-          auto drop = kj::defer([session, sequence = copy->sequence] { session->daemon().store->Drop(sequence); });
-          return SendSequence(session->daemon(), copy->sequence, peer, blob, timeout_ms).attach(kj::mv(drop));
+          auto sent = SendSequence(session->daemon(), copy->sequence(), peer, blob, timeout_ms);
+          return sent.attach(kj::heap<Arrived>(*std::move(copy)));
+        })
+        .exclusiveJoin(kj::mv(deadline));
+  }
+  static kj::Promise<absl::StatusOr<Arrived>> CopyToHost(const std::shared_ptr<Session>& session,
+                                                         const std::shared_ptr<const BoundCache>& bound,
+                                                         SequenceId id) {
+    return WhenAppended(session, bound->cache, id)
+        .then([session, bound, id](absl::Status appended) -> kj::Promise<absl::StatusOr<Arrived>> {
+          if (!appended.ok()) return absl::StatusOr<Arrived>(appended);
+          // The engine may have gone on meanwhile.
+          if (!HasWritten(*session, bound->cache, id)) return CopyToHost(session, bound, id);
+          return Arrive(session->daemon(), session->daemon().store->Copy(id, CacheConfig::kHost));
         });
   }
 
@@ -318,11 +336,12 @@ class CacheService final : public api::Cache::Server {
             KV_RETURN_IF_ERROR(WriteClaimed(claimed, context));
             return Done();
           }
+          KV_RETURN_IF_ERROR(desk.BeginClaim(ticket));
           context.releaseParams();
-          const int device = config_.device;
-          return Arrive(session_->daemon(), device, [this, waiting, device] { return store().Copy(waiting, device); })
-              .then([this, ticket, context](absl::StatusOr<CreateResult> copy) mutable {
-                const absl::Status status = copy.ok() ? ClaimCopy(ticket, copy->sequence, context) : copy.status();
+          return Arrive(session_->daemon(), store().Copy(waiting, config_.device))
+              .attach(kj::defer([&desk, ticket] { desk.EndClaim(ticket); }))
+              .then([this, ticket, context](absl::StatusOr<Arrived> copy) mutable {
+                const absl::Status status = copy.ok() ? ClaimCopy(ticket, *std::move(copy), context) : copy.status();
                 if (status.ok()) return;
                 ServeError(*session_, Method::kClaim, status, [&](const absl::Status& error) {
                   WriteStatus(error, context.getResults().initReply().initStatus());
@@ -336,16 +355,13 @@ class CacheService final : public api::Cache::Server {
  private:
   using Prefixes = std::vector<std::vector<BlockName>>;
 
-  absl::Status ClaimCopy(const std::string& ticket, SequenceId copy, ClaimContext& context) {
-    // Somebody else may have claimed it meanwhile.
-    absl::StatusOr<HandOffDesk::Claimed> claimed = session_->daemon().desk->Claim(ticket, cache_.id);
-    if (!claimed.ok()) {
-      store().Drop(copy);
-      return claimed.status();
-    }
-    store().Drop(claimed->sequence);
-    claimed->sequence = copy;
-    return WriteClaimed(*claimed, context);
+  absl::Status ClaimCopy(const std::string& ticket, Arrived copy, ClaimContext& context) {
+    KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
+    // It may have expired meanwhile.
+    KV_ASSIGN_OR_RETURN(HandOffDesk::Claimed claimed, session_->daemon().desk->Claim(ticket, cache_.id));
+    store().Drop(claimed.sequence);
+    claimed.sequence = copy.Take().sequence;
+    return WriteClaimed(claimed, context);
   }
   absl::Status WriteClaimed(const HandOffDesk::Claimed& claimed, ClaimContext& context) {
     api::Sequence::Client sequence = MakeSequenceService(session_, claimed.sequence, cache_.id);
@@ -423,16 +439,13 @@ class CacheService final : public api::Cache::Server {
       WriteCreated(may, reply);
       return kj::READY_NOW;
     }
-    return Arrive(session_->daemon(), config_.device, [this, prefix] { return store().Fetch(cache_.id, prefix); })
-        .then([this, prefix, prompt_tokens, reply](absl::StatusOr<CreateResult> made) mutable {
+    return Arrive(session_->daemon(), store().Fetch(cache_.id, prefix, prompt_tokens))
+        .then([this, prefix, prompt_tokens, reply](absl::StatusOr<Arrived> made) mutable {
           // Where there is no room for all of it, what the GPU has is better than nothing.
           if (absl::IsResourceExhausted(made.status())) return Create(prefix, prompt_tokens, reply);
-          absl::Status may = session_->CheckNewSequence();
-          if (made.ok() && !may.ok()) {
-            store().Drop(made->sequence);
-            made = std::move(may);
-          }
-          WriteCreated(made, reply);
+          absl::Status may = made.ok() ? session_->CheckNewSequence() : made.status();
+          if (!may.ok()) return WriteCreated(may, reply);
+          WriteCreated(made->Take(), reply);
         });
   }
 

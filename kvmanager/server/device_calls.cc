@@ -124,8 +124,11 @@ struct ExtendCall final : Call {
   std::vector<DeviceEncodeJob> jobs;  // booked, and not part of a plan yet
   bool booked = false;                // and not planned
 
+  uint64_t reserved = 0;  // pages, in the process's ring of flags
+
   ~ExtendCall() {
     if (booked) (void)Fail(absl::CancelledError("the call was given up"));
+    process->Unreserve(reserved);
   }
 
   // Others book while this call waits for pages: what it is to encode is taken at once.
@@ -144,6 +147,7 @@ struct ExtendCall final : Call {
       // Once it is ready it is read again: which pages were declined is known only then.
       if (!lease->ready()) return WhenReady(*lease).then([self] { return self->Proceed(self); });
     }
+    process->Unreserve(std::exchange(reserved, 0));
     auto made = process->MakePlan(cache, entries, words, encode_here, &jobs);
     if (!made.ok()) return Fail(made.status());
     plan = *std::move(made);
@@ -269,7 +273,10 @@ absl::StatusOr<kj::Promise<void>> RunExtend(const std::shared_ptr<Session>& sess
     if (!request.getAppend() && (entries[i].position + 1) % page_tokens == 0) changes += config.layers;
     call->words.push_back(words[i]);
   }
-  KV_RETURN_IF_ERROR(call->process->CheckRoom(request.getAppend() ? sealed * config.layers : 0, changes));
+  const uint64_t pages = request.getAppend() ? sealed * config.layers : 0;
+  KV_RETURN_IF_ERROR(call->process->CheckRoom(pages, changes));
+  call->reserved = pages;
+  call->process->Reserve(pages);
   call->encode_here = request.getEncodeHere();
   call->append = request.getAppend();
   call->attend = request.getAttend();
@@ -300,6 +307,16 @@ kj::Promise<absl::Status> WhenAppended(const std::shared_ptr<Session>& session, 
     KV_RETURN_IF_ERROR(work->CheckSequence(sequence, id));
     return process == nullptr ? absl::OkStatus() : process->CheckSequence(sequence);
   });
+}
+
+void NoteFork(Session& session, const StepCache& cache, SequenceId fork) {
+  if (const auto work = session.DeviceWorkOf(cache.config->device); work.ok()) (*work)->NoteFork(fork);
+}
+
+bool HasWritten(Session& session, const StepCache& cache, SequenceId sequence) {
+  const auto work = session.DeviceWorkOf(cache.config->device);
+  const std::shared_ptr<InProcess> process = session.FindInProcess(cache.config->device);
+  return work.ok() && (*work)->HasWritten(sequence) && (process == nullptr || process->HasWritten(sequence));
 }
 
 }  // namespace kvmanager

@@ -34,4 +34,10 @@ absl::StatusOr<uint64_t> ChangeOnDevice(Session& session, const StepCache& cache
 kj::Promise<absl::Status> WhenAppended(const std::shared_ptr<Session>& session, const StepCache& cache,
                                        SequenceId sequence);
 
+/// A fork was made by the last change.
+void NoteFork(Session& session, const StepCache& cache, SequenceId fork);
+
+/// Whether everything that was booked for the sequence so far is written.
+bool HasWritten(Session& session, const StepCache& cache, SequenceId sequence);
+
 }  // namespace kvmanager

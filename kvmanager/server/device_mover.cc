@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/memory/page_copy.h"
 
@@ -28,6 +29,22 @@ DeviceMover::~DeviceMover() {
 
 bool DeviceMover::ready() const { return !failed_ && pinner_ != nullptr && pinner_->done() && pinner_->status().ok(); }
 
+absl::Status DeviceMover::status() const {
+  if (ready()) return absl::OkStatus();
+  const std::string gpu = absl::StrCat("GPU ", device_->info().ordinal);
+  if (failed_) return absl::FailedPreconditionError(absl::StrCat(gpu, " has failed: it moves no pages any more"));
+  if (pinner_ != nullptr && pinner_->done()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(gpu, " moves no pages: the host pool could not be pinned: ", pinner_->status().message()));
+  }
+  return absl::UnavailableError(absl::StrCat(gpu, " moves no pages yet: the host pool is being pinned"));
+}
+
+bool DeviceMover::Quiet() const {
+  const auto idle = device_->IsIdle(stream_);
+  return !idle.ok() || *idle;
+}
+
 absl::Status DeviceMover::Enqueue(PageDirection direction, absl::Span<const PageCopy> copies) {
   if (failed_) return absl::UnavailableError("the GPU has failed");
   KV_RETURN_IF_ERROR(device_->Use());
@@ -48,17 +65,19 @@ void DeviceMover::Move(PageDirection direction, std::vector<PageCopy> copies, ab
 }
 
 bool DeviceMover::Poll() {
-  const uint64_t done = words_->Load(Word::kDone);
-  if (!waiting_.empty() && waiting_.front().number > done && !failed_) {
+  if (!failed_ && words_->Load(Word::kDone) < last_) {
     if (const auto idle = device_->IsIdle(stream_); !idle.ok()) {
       failed_ = true;
       spdlog::error("GPU {} moves no more pages: {}", device_->info().ordinal, std::string(idle.status().message()));
     }
   }
+  // What failed may have begun: nobody is told before it has ended.
+  const bool over = failed_ && Quiet();
+  const uint64_t done = words_->Load(Word::kDone);
   while (!waiting_.empty()) {
     Waiting& first = waiting_.front();
     const bool moved = first.number != 0 && first.number <= done;
-    if (!moved && !failed_) break;
+    if (!moved && !over) break;
     absl::AnyInvocable<void(bool)> tell = std::move(first.done);
     waiting_.pop_front();
     tell(moved);  // may move more
@@ -69,9 +88,7 @@ bool DeviceMover::Poll() {
 
 bool DeviceMover::Drain(int64_t deadline_ms) {
   const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(deadline_ms);
-  while (words_->Load(Word::kDone) < last_) {
-    const auto idle = device_->IsIdle(stream_);
-    if (!idle.ok()) return true;  // it runs nothing any more
+  while (!Quiet()) {
     if (std::chrono::steady_clock::now() >= until) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

@@ -28,6 +28,7 @@ class DeviceMover final : public PageMover {
   void SetPinner(const HostPinner* pinner) { pinner_ = pinner; }
 
   bool ready() const override;
+  absl::Status status() const override;
   void Move(PageDirection direction, std::vector<PageCopy> copies, absl::AnyInvocable<void(bool)> done) override;
   /// Waits, blocking, until the GPU touches no page for this any more; nobody is told. false: it still does after
   /// `deadline_ms`.
@@ -41,6 +42,8 @@ class DeviceMover final : public PageMover {
 
   DeviceMover(const Device* device, PollList* polls) : device_(device), polls_(polls) {}
   absl::Status Enqueue(PageDirection direction, absl::Span<const PageCopy> copies);
+  /// The stream touches no page any more, now or ever: it is idle, or the GPU is lost.
+  bool Quiet() const;
   bool Poll();  // true: nothing is on its way
 
   const Device* const device_;
@@ -50,7 +53,7 @@ class DeviceMover final : public PageMover {
   std::unique_ptr<StreamWords> words_;  // this process's alone: `done`
   std::deque<Waiting> waiting_;
   uint64_t last_ = 0;
-  bool failed_ = false;
+  bool failed_ = false;  // nothing is enqueued any more
   bool polling_ = false;
 };
 

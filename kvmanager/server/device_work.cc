@@ -54,6 +54,7 @@ DeviceWork::~DeviceWork() {
 
 void DeviceWork::Forget(SequenceId sequence) {
   broken_.erase(sequence);
+  written_.erase(sequence);
   for (const auto& [cache, run] : runs_) {
     const auto place = run->places.find(sequence);
     if (place == run->places.end()) continue;
@@ -190,6 +191,7 @@ absl::Status DeviceWork::Enqueue(Run& run, int layer, absl::Span<const AttendEnt
     KV_ASSIGN_OR_RETURN(const uint32_t place, PlaceOf(run, entries[i].sequence));
     KV_RETURN_IF_ERROR(Describe(run, entries[i].sequence, layer, place));
     entries_.push_back({place, entries[i].position, entries[i].tokens, aged.empty() ? 0 : aged[i]});
+    if (tensors.k != nullptr) written_[entries[i].sequence] = stream_->submitted() + 1;
   }
   const bool append = tensors.k != nullptr, attend = tensors.q != nullptr;
   KV_RETURN_IF_ERROR(run.step->Prepare(layer, 1, entries_, append, attend));
@@ -230,6 +232,7 @@ absl::StatusOr<uint64_t> DeviceWork::Copy(const StepCache& cache, SequenceId seq
     KV_ASSIGN_OR_RETURN(Run* const run, RunOf(cache));
     std::vector<OpenCopy> copies;
     KV_RETURN_IF_ERROR(change(&copies));
+    if (!copies.empty()) written_[sequence] = stream_->submitted() + 1;
     if (released != 0) KV_RETURN_IF_ERROR(stream_->WaitReleased(released));
     const DevicePool& pool = *stream_->context().pool;
     if (const auto place = run->places.find(sequence); pages != kAllPages && place != run->places.end()) {

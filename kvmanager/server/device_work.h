@@ -76,6 +76,13 @@ class DeviceWork {
   absl::StatusOr<uint64_t> Copy(const StepCache& cache, SequenceId sequence, uint64_t pages, uint64_t released,
                                 absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change);
 
+  /// Whether the stream has written all that was submitted for the sequence so far.
+  bool HasWritten(SequenceId sequence) const {
+    const auto found = written_.find(sequence);
+    return found == written_.end() || stream_->passed() >= found->second;
+  }
+  /// What was submitted last writes pages of this sequence: it is a fork.
+  void NoteFork(SequenceId sequence) { written_[sequence] = stream_->submitted(); }
   /// Whether everything submitted so far has run, when `fn` is asked: calls it once then, on the loop; never, if the
   /// stream closes before.
   void WhenRun(absl::AnyInvocable<void()> fn);
@@ -112,7 +119,8 @@ class DeviceWork {
   bool holds_ = false;
   absl::flat_hash_map<CacheId, std::unique_ptr<Run>> runs_;
   absl::flat_hash_map<SequenceId, absl::Status> broken_;
-  std::vector<PagePlace> changes_;  // scratch
+  absl::flat_hash_map<SequenceId, uint64_t> written_;  // the submission that writes its pages last
+  std::vector<PagePlace> changes_;                     // scratch
   std::vector<DeviceStep::Entry> entries_;
 };
 

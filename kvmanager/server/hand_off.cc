@@ -166,6 +166,19 @@ absl::StatusOr<SequenceId> HandOffDesk::Find(absl::string_view ticket, CacheId c
   return waiting.sequence;
 }
 
+absl::Status HandOffDesk::BeginClaim(absl::string_view ticket) {
+  Waiting& waiting = *tickets_.at(ticket);
+  if (std::exchange(waiting.being_claimed, true)) {
+    return absl::FailedPreconditionError("this ticket is being claimed by another call");
+  }
+  return absl::OkStatus();
+}
+
+void HandOffDesk::EndClaim(absl::string_view ticket) {
+  const auto found = tickets_.find(ticket);
+  if (found != tickets_.end()) found->second->being_claimed = false;
+}
+
 absl::StatusOr<HandOffDesk::Claimed> HandOffDesk::Claim(absl::string_view ticket, CacheId cache) {
   KV_RETURN_IF_ERROR(Find(ticket, cache).status());
   const auto found = tickets_.find(ticket);

@@ -40,6 +40,9 @@ class HandOffDesk final : public HandOffReceiver {
 
   /// The sequence that waits for this ticket, for a look. Errors: Claim's.
   absl::StatusOr<SequenceId> Find(absl::string_view ticket, CacheId cache) const;
+  /// While its sequence is copied nobody else may: FAILED_PRECONDITION if somebody does. Claim and EndClaim end it.
+  absl::Status BeginClaim(absl::string_view ticket);
+  void EndClaim(absl::string_view ticket);
   /// Takes over a received sequence, once. It is in the host's memory: `cache`, or the host's of equal digest. Errors:
   /// NOT_FOUND (no such ticket, or it expired), FAILED_PRECONDITION (it is of another cache; the ticket stays good).
   absl::StatusOr<Claimed> Claim(absl::string_view ticket, CacheId cache);
@@ -58,6 +61,7 @@ class HandOffDesk final : public HandOffReceiver {
     CacheId cache = 0;
     uint64_t tokens = 0;
     std::string blob;
+    bool being_claimed = false;
     kj::Promise<void> expiry = nullptr;
   };
 

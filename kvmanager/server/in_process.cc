@@ -126,9 +126,9 @@ absl::Status InProcess::CheckRoom(uint64_t pages, uint64_t changes) const {
                         absl::StrCat("at most ", kPlanPagesMax, " of all layers in one call"));
   }
   // Flags of a batch lie in one piece, so up to as many again are left out at the ring's end.
-  if (flags_.used() + 2 * pages > StreamWords::kDeclinedWords) {
+  if (flags_.used() + 2 * (reserved_ + pages) > StreamWords::kDeclinedWords) {
     return FieldError(absl::StatusCode::kResourceExhausted, "pages that this process has yet to encode",
-                      absl::StrCat(flags_.used(), " and ", pages, " more"),
+                      absl::StrCat(flags_.used() + reserved_, " and ", pages, " more"),
                       absl::StrCat("at most ", StreamWords::kDeclinedWords - pages, ": let its streams come nearer"));
   }
   // Each page that is sealed may be opened by the same call, and changes for both.
@@ -167,8 +167,22 @@ absl::Status InProcess::DescribeChanges(const StepCache& cache, uint32_t entry, 
   return absl::OkStatus();
 }
 
-void InProcess::StartJobs(const StepCache& cache, bool encode_here, std::vector<DeviceEncodeJob> jobs, Plan* plan) {
-  if (jobs.empty()) return;
+// An error leaves the jobs to the caller.
+absl::Status InProcess::StartJobs(const StepCache& cache, bool encode_here, std::vector<DeviceEncodeJob>* taken,
+                                  Plan* plan) {
+  if (taken->empty()) return absl::OkStatus();
+  std::optional<uint32_t> at;
+  if (encode_here) {
+    KV_CHECK(taken->size() == 1);
+    const uint32_t count = static_cast<uint32_t>(taken->front().items.size());
+    at = flags_.Take(count);
+    if (!at.has_value()) {
+      return FieldError(absl::StatusCode::kResourceExhausted, "pages that this process has yet to encode",
+                        absl::StrCat(flags_.used(), " and ", count, " more in one piece"),
+                        absl::StrCat("at most ", StreamWords::kDeclinedWords));
+    }
+  }
+  std::vector<DeviceEncodeJob> jobs = std::exchange(*taken, {});
   if (!encode_here) {
     // The encode stream must not wait for a client: pages are posted once its word says that they are written.
     daemon_.polls->Add(
@@ -177,10 +191,8 @@ void InProcess::StartJobs(const StepCache& cache, bool encode_here, std::vector<
           for (DeviceEncodeJob& job : jobs) self->device_.encodes->Post(codec, std::move(job));
           return true;
         });
-    return;
+    return absl::OkStatus();
   }
-  KV_CHECK(jobs.size() == 1);
-  const uint32_t count = static_cast<uint32_t>(jobs[0].items.size());
   for (const EncodeItem& item : jobs[0].items) {
     const auto unit = [&](const uint8_t* at) {
       return static_cast<uint32_t>(static_cast<uint64_t>(at - device_.pool->data()) / DevicePool::kSlotUnitBytes);
@@ -192,16 +204,15 @@ void InProcess::StartJobs(const StepCache& cache, bool encode_here, std::vector<
   Batch batch;
   batch.job = std::move(jobs[0]);
   batch.number = plan->encode_batch = ++last_batch_;
-  const std::optional<uint32_t> at = flags_.Take(count);
-  KV_CHECK(at.has_value());  // CheckRoom
   batch.at = plan->encode_at = *at;
   batches_.push_back(std::move(batch));
-  if (std::exchange(polling_, true)) return;
+  if (std::exchange(polling_, true)) return absl::OkStatus();
   daemon_.polls->Add([self = shared_from_this()] {
     const bool none = self->EndBatches();
     self->polling_ = !none;
     return none;
   });
+  return absl::OkStatus();
 }
 
 absl::StatusOr<InProcess::Plan> InProcess::MakePlan(const StepCache& cache, absl::Span<const AttendEntry> entries,
@@ -213,12 +224,12 @@ absl::StatusOr<InProcess::Plan> InProcess::MakePlan(const StepCache& cache, absl
   epoch_ = plan.epoch;
   for (uint32_t i = 0; i < entries.size(); ++i) {
     KV_RETURN_IF_ERROR(DescribeChanges(cache, i, entries[i].sequence, &plan.changes));
-    const auto [word, is_new] = words_of_.try_emplace(entries[i].sequence, NonFiniteWord{words[i], plan.epoch});
-    if (!is_new && word->second.word != words[i]) word->second = {words[i], plan.epoch};
+    NonFiniteWord& word = words_of_.try_emplace(entries[i].sequence, NonFiniteWord{words[i], plan.epoch}).first->second;
+    if (word.word != words[i]) word = {words[i], plan.epoch};
+    word.last = plan.epoch;
   }
   // Last: a batch that is registered is one that the client is told of.
-  StartJobs(cache, encode_here, std::move(*jobs), &plan);
-  jobs->clear();
+  KV_RETURN_IF_ERROR(StartJobs(cache, encode_here, jobs, &plan));
   return plan;
 }
 
@@ -239,6 +250,11 @@ bool InProcess::EndBatches() {
 bool InProcess::HasRun(uint64_t epoch, uint64_t batch) const {
   const uint64_t released = words_->Load(Word::kReleased);
   return (epoch == 0 || released >= epoch) && (batches_.empty() || batches_.front().number > batch);
+}
+
+bool InProcess::HasWritten(SequenceId sequence) const {
+  const auto found = words_of_.find(sequence);
+  return found == words_of_.end() || words_->Load(Word::kReleased) >= found->second.last;
 }
 
 void InProcess::WhenRun(absl::AnyInvocable<void()> fn) {

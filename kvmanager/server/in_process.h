@@ -62,8 +62,11 @@ class InProcess : public std::enable_shared_from_this<InProcess> {
 
   absl::Status CheckSequence(SequenceId sequence) const;
   /// Whether one more plan may be outstanding, that seals so many pages more and has so many changes of tables to
-  /// tell. Errors: RESOURCE_EXHAUSTED.
+  /// tell, beside what others that are not planned yet have reserved. Errors: RESOURCE_EXHAUSTED.
   absl::Status CheckRoom(uint64_t pages, uint64_t changes) const;
+  /// Pages of a plan that is still to be made, from its CheckRoom to its end.
+  void Reserve(uint64_t pages) { reserved_ += pages; }
+  void Unreserve(uint64_t pages) { reserved_ -= pages; }
   /// What PageStore::Extend gave to be encoded. The queue is of all who use this GPU: to be called right after it.
   std::vector<DeviceEncodeJob> TakeJobs();
   /// After PageStore::Extend and Read of all layers. words: of each entry's sequence in the non-finite table. jobs:
@@ -76,6 +79,8 @@ class InProcess : public std::enable_shared_from_this<InProcess> {
 
   /// Of the newest plan; 0: none yet.
   uint64_t epoch() const { return epoch_; }
+  /// Whether this process has written all that was booked for the sequence so far.
+  bool HasWritten(SequenceId sequence) const;
   /// Calls `fn` once, when all plans so far are released and their pages encoded; never, if it closes before.
   void WhenRun(absl::AnyInvocable<void()> fn);
 
@@ -93,7 +98,7 @@ class InProcess : public std::enable_shared_from_this<InProcess> {
   void ProcessGone();
   absl::Status DescribeChanges(const StepCache& cache, uint32_t entry, SequenceId sequence,
                                std::vector<uint32_t>* changes);
-  void StartJobs(const StepCache& cache, bool encode_here, std::vector<DeviceEncodeJob> jobs, Plan* plan);
+  absl::Status StartJobs(const StepCache& cache, bool encode_here, std::vector<DeviceEncodeJob>* jobs, Plan* plan);
 
   DaemonContext& daemon_;
   const DeviceContext device_;
@@ -105,12 +110,14 @@ class InProcess : public std::enable_shared_from_this<InProcess> {
   struct NonFiniteWord {
     uint32_t word = 0;   // in the table
     uint64_t since = 0;  // the plan whose kernels clear it
+    uint64_t last = 0;   // the newest plan of the sequence
   };
   absl::flat_hash_map<SequenceId, NonFiniteWord> words_of_;
   absl::flat_hash_map<SequenceId, absl::Status> broken_;
   std::deque<Batch> batches_;
   uint64_t last_batch_ = 0;
   PieceRing flags_{StreamWords::kDeclinedWords};  // of `batches_`
+  uint64_t reserved_ = 0;                         // of `flags_`, by plans that are still to be made
   bool polling_ = false, closed_ = false;
   kj::AutoCloseFd pidfd_;
   kj::Own<kj::UnixEventPort::FdObserver> observer_;

@@ -226,7 +226,7 @@ std::vector<CacheInfo> PageStoreImpl::Caches() const {
   return all;
 }
 
-std::vector<HolderInfo> PageStoreImpl::LargestHolders(size_t n) const {
+std::vector<HolderInfo> PageStoreImpl::LargestHolders(size_t n, const Tier* tier) const {
   // Named only once the largest are known: this runs at every refusal of a full pool.
   enum class Kind : uint8_t { kSequence, kPublished, kLeased };
   struct Holder {
@@ -237,11 +237,13 @@ std::vector<HolderInfo> PageStoreImpl::LargestHolders(size_t n) const {
   };
   std::vector<Holder> all;
   for (const auto& [id, sequence] : sequences_) {
+    if (tier != nullptr && sequence->cache->tier != tier) continue;
     const uint64_t bytes = InfoOf(*sequence).bytes;
     if (bytes > 0) all.push_back({bytes, Kind::kSequence, id, sequence->cache.get()});
   }
   absl::flat_hash_map<const Cache*, uint64_t> published, leased;
   for (const auto& [block, owned] : blocks_) {
+    if (tier != nullptr && block->cache->tier != tier) continue;
     if (block->holders == 0) (block->published ? published : leased)[block->cache.get()] += block->bytes;
   }
   for (const auto& [cache, bytes] : published) all.push_back({bytes, Kind::kPublished, 0, cache});

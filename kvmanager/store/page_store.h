@@ -166,8 +166,14 @@ class ArrivalLease {
   virtual bool ready() const = 0;
   /// Calls `fn` once on the store's thread: at once if ready, else when it becomes so.
   virtual void OnReady(absl::AnyInvocable<void()> fn) = 0;
+  /// Ready, but for room: nothing was copied, and what it would copy stays pinned. TryAgain looks once more, and it is
+  /// ready then or later; Commit gives it up.
+  virtual bool awaits_room() const = 0;
+  virtual void TryAgain() = 0;
+  /// The memory that it goes to, as CacheConfig::device.
+  virtual int device() const = 0;
   /// After it is ready, at most once. Errors: RESOURCE_EXHAUSTED (of the memory that it was to go to); DATA_LOSS (pages
-  /// did not arrive, or not as they should be: UNAVAILABLE's cause is in the log of who moves them).
+  /// did not arrive, or are none that a page may be).
   virtual absl::StatusOr<CreateResult> Commit() = 0;
 };
 
@@ -317,12 +323,16 @@ class PageStore {
   // that nothing uses on a GPU is copied to the host before its room is needed, and can be fetched from there.
 
   /// CreateSequence for a cache on a GPU, with the blocks that the host has besides: those are fetched, once whoever
-  /// asks. Errors: CreateSequence's; RESOURCE_EXHAUSTED where what is to be fetched finds no room (AwaitsRelease).
-  virtual absl::StatusOr<std::unique_ptr<ArrivalLease>> Fetch(CacheId cache, absl::Span<const BlockName> prefix) = 0;
+  /// asks. Errors: CreateSequence's.
+  virtual absl::StatusOr<std::unique_ptr<ArrivalLease>> Fetch(CacheId cache, absl::Span<const BlockName> prefix,
+                                                              uint64_t prompt_tokens) = 0;
+  absl::StatusOr<std::unique_ptr<ArrivalLease>> Fetch(CacheId cache, absl::Span<const BlockName> prefix) {
+    return Fetch(cache, prefix, 0);
+  }
   /// A sequence like this one in another memory of its cache: `device`, or CacheConfig::kHost; one of the two is the
   /// host. It has the same tokens and reads the same forms; the other stays as it is and may go on. What was appended
   /// must be there. Errors: FAILED_PRECONDITION (layers of different lengths; no such memory, or none that moves
-  /// pages), RESOURCE_EXHAUSTED.
+  /// pages); UNAVAILABLE (pages cannot move yet).
   virtual absl::StatusOr<std::unique_ptr<ArrivalLease>> Copy(SequenceId sequence, int device) = 0;
   /// Whether this cache is `sequence`'s in another memory.
   virtual bool IsTwin(CacheId cache, SequenceId sequence) const = 0;

@@ -76,10 +76,13 @@ void PageStoreImpl::Collect(Tier& tier) {
 
 bool PageStoreImpl::AwaitsRelease(int device) const {
   for (const auto& tier : tiers_) {
-    if (tier->device == device && tier->epochs != nullptr)
-      return tier->epochs->retired_slots() > 0 || tier->demoting_bytes > 0;
+    if (tier->device == device) return AwaitsRelease(*tier);
   }
   return false;
+}
+
+bool PageStoreImpl::AwaitsRelease(const Tier& tier) {
+  return tier.epochs != nullptr && (tier.epochs->retired_slots() > 0 || tier.demoting_bytes > 0);
 }
 
 const uint8_t* PageStoreImpl::RawData(const Cache& cache, const Page& page) {
@@ -97,7 +100,7 @@ void PageStoreImpl::CopyOpen(const Cache& cache, uint32_t layer, const Page& fro
 }
 
 absl::Status PageStoreImpl::Exhausted(const Cache& cache, const SlotCounts& counts) const {
-  metrics_->exhausted.Increment();
+  if (!AwaitsRelease(*cache.tier)) metrics_->exhausted.Increment();  // else whoever asks may ask again
   std::string wanted;
   const auto add = [&wanted](size_t count, uint64_t bytes) {
     if (count > 0) absl::StrAppend(&wanted, wanted.empty() ? "" : " and ", count, " slots of ", bytes);
@@ -105,7 +108,7 @@ absl::Status PageStoreImpl::Exhausted(const Cache& cache, const SlotCounts& coun
   add(counts.raw, cache.raw_slot_bytes);
   for (size_t i = 0; i < cache.encoded_slots.bytes.size(); ++i) add(counts.encoded[i], cache.encoded_slots.bytes[i]);
   std::string holders;
-  for (const HolderInfo& holder : LargestHolders(kHoldersNamed)) {
+  for (const HolderInfo& holder : LargestHolders(kHoldersNamed, cache.tier)) {
     absl::StrAppend(&holders, holders.empty() ? "" : ", ", holder.what, " ", holder.bytes);
   }
   const SlotPool& pool = *cache.tier->pool;
@@ -137,12 +140,14 @@ absl::Status PageStoreImpl::Reserve(const Cache& cache, const SlotCounts& counts
     uint64_t waiting_bytes_max = pool.slab_bytes();
     for (const SlotPool::SlotsWanted& of : wanted) waiting_bytes_max = std::max(waiting_bytes_max, of.bytes * of.count);
     while (!pool.CanAllocate(cache.tenant, wanted)) {
-      if (tier.evicted_waiting_bytes() + tier.demoting_bytes >= waiting_bytes_max ||
+      if (tier.evicted_waiting_bytes() >= waiting_bytes_max ||
           !pool.CanAllocate(cache.tenant, wanted, /*reclaim=*/true)) {
         return Exhausted(cache, counts);
       }
       Block* const victim = tier.eviction->Victim();
       KV_CHECK(victim != nullptr);
+      // What the host has, too, goes at once; the rest goes there first, and that is waited for likewise.
+      if (!victim->kept && tier.demoting_bytes >= waiting_bytes_max) return Exhausted(cache, counts);
       if (!Demote(victim)) Evict(victim);
       Collect(tier);
     }
@@ -281,6 +286,7 @@ void PageStoreImpl::Unname(Block* block) {
   MakeUnevictable(block);
   block->cache->table.Erase(block);
   metrics_->published_blocks.Decrement();
+  if (!block->cache->on_device()) NotKept(*block);
   if (block->holders == 0) Dispose(block);
 }
 

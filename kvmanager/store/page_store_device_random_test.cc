@@ -199,7 +199,7 @@ class DeviceRandomTest {
 
   struct Counts {
     uint64_t hits = 0, shared = 0, exhausted = 0, awaited = 0, waits = 0, refused = 0, deaths = 0, copies = 0;
-    uint64_t demoted = 0, fetched = 0, waited_arrivals = 0, copied_out = 0, copied_back = 0;
+    uint64_t tried_again = 0, demoted = 0, fetched = 0, waited_arrivals = 0, copied_out = 0, copied_back = 0;
     SimulatedStream::Counts kernels;
   };
   Counts counts;
@@ -367,6 +367,14 @@ class DeviceRandomTest {
         continue;
       }
       if (!*arrivals_[i].called) {
+        ++i;
+        continue;
+      }
+      if (arrivals_[i].lease->awaits_room() && Below(4) > 0) {
+        ++counts.tried_again;
+        *arrivals_[i].called = false;
+        arrivals_[i].lease->TryAgain();
+        arrivals_[i].lease->OnReady([called = arrivals_[i].called] { *called = true; });
         ++i;
         continue;
       }
@@ -850,6 +858,7 @@ TEST(PageStoreDeviceRandom, KernelsReadWhatTheModelSays) {
     sum.waited_arrivals += counts.waited_arrivals;
     sum.copied_out += counts.copied_out;
     sum.copied_back += counts.copied_back;
+    sum.tried_again += counts.tried_again;
     std::printf(
         "seed %d: %d hits, %d shared, %d copies, %d exhausted (%d awaited), %d waits, %d refused, %d deaths, %d "
         "queries "
@@ -882,6 +891,7 @@ TEST(PageStoreDeviceRandom, KernelsReadWhatTheModelSays) {
   EXPECT_GT(sum.waited_arrivals, 0u);
   EXPECT_GT(sum.copied_out, 0u);
   EXPECT_GT(sum.copied_back, 0u);
+  EXPECT_GT(sum.tried_again, 0u);
 }
 
 }  // namespace

@@ -216,7 +216,9 @@ class PageStoreImpl final : public PageStore {
     for (const auto& tier : tiers_) Collect(*tier);
   }
   bool AwaitsRelease(int device) const override;
-  absl::StatusOr<std::unique_ptr<ArrivalLease>> Fetch(CacheId cache, absl::Span<const BlockName> prefix) override;
+  static bool AwaitsRelease(const Tier& tier);
+  absl::StatusOr<std::unique_ptr<ArrivalLease>> Fetch(CacheId cache, absl::Span<const BlockName> prefix,
+                                                      uint64_t prompt_tokens) override;
   absl::StatusOr<std::unique_ptr<ArrivalLease>> Copy(SequenceId sequence, int device) override;
   bool IsTwin(CacheId cache, SequenceId sequence) const override;
   absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, int layer,
@@ -234,7 +236,8 @@ class PageStoreImpl final : public PageStore {
   uint64_t PurgeAll() override;
   std::vector<CacheInfo> Caches() const override;
   std::vector<SequenceInfo> Sequences() const override;
-  std::vector<HolderInfo> LargestHolders(size_t n) const override;
+  std::vector<HolderInfo> LargestHolders(size_t n) const override { return LargestHolders(n, nullptr); }
+  std::vector<HolderInfo> LargestHolders(size_t n, const Tier* tier) const;  // of one, or of all
   void CheckInvariants() const override;
 
   // --- for the leases and the source files of the store ---
@@ -296,6 +299,9 @@ class PageStoreImpl final : public PageStore {
   std::shared_ptr<Cache> HostTwin(const Cache& cache) const;
   /// The same on `device`, opened where there is none.
   absl::StatusOr<std::shared_ptr<Cache>> TwinOn(const Cache& cache, int device);
+  void SetKept(Block* block, bool kept);
+  /// The host has this block no more: those of GPUs with its name are not kept.
+  void NotKept(const Block& block);
   /// Whether an evictable block of a GPU is on its way to the host now; else the host has it (`kept`), or it cannot go
   /// there. What was evictable is so no more, or again once it arrived.
   bool Demote(Block* block);
@@ -332,6 +338,7 @@ class PageStoreImpl final : public PageStore {
   std::unique_ptr<Sequence> NewSequence(const std::shared_ptr<Cache>& cache);
   absl::Status CheckSequenceLimit() const;
   static absl::Status CheckNames(absl::Span<const BlockName> names);
+  static absl::Status CheckPrompt(const Cache& cache, uint64_t prompt_tokens);
   SequenceId Show(std::unique_ptr<Sequence> sequence);  // makes it visible
   void ReleaseBlocks(Sequence& sequence);
   SequenceInfo InfoOf(const Sequence& sequence) const;

@@ -74,6 +74,12 @@ std::vector<SequenceInfo> PageStoreImpl::Sequences() const {
   return all;
 }
 
+absl::Status PageStoreImpl::CheckPrompt(const Cache& cache, uint64_t prompt_tokens) {
+  const uint64_t tokens_max = kSequenceBlocksMax * cache.page_tokens();
+  if (prompt_tokens <= tokens_max) return absl::OkStatus();
+  return InvalidField("prompt_tokens", prompt_tokens, absl::StrCat("at most ", tokens_max, ", a sequence's limit"));
+}
+
 std::vector<Block*> PageStoreImpl::FindAnywhere(Cache& cache, absl::Span<const BlockName> names, MatchResult* match) {
   std::vector<Block*> found;
   const bool moves = cache.on_device() && cache.tier->mover != nullptr && cache.tier->mover->ready();
@@ -120,9 +126,7 @@ absl::StatusOr<CreateResult> PageStoreImpl::CreateSequence(CacheId id, absl::Spa
                                                            uint64_t prompt_tokens) {
   KV_ASSIGN_OR_RETURN(const auto cache, FindCache(id));
   KV_RETURN_IF_ERROR(CheckNames(prefix));
-  if (const uint64_t tokens_max = kSequenceBlocksMax * cache->page_tokens(); prompt_tokens > tokens_max) {
-    return InvalidField("prompt_tokens", prompt_tokens, absl::StrCat("at most ", tokens_max, ", a sequence's limit"));
-  }
+  KV_RETURN_IF_ERROR(CheckPrompt(*cache, prompt_tokens));
   KV_RETURN_IF_ERROR(CheckSequenceLimit());
   CreateResult result;
   std::vector<Block*> found;

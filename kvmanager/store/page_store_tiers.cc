@@ -102,19 +102,25 @@ class ArrivalLeaseImpl final : public ArrivalLease {
   }
 
   bool ready() const override { return ready_; }
+  bool awaits_room() const override { return ready_ && absl::IsResourceExhausted(status_) && !sources_.empty(); }
+  void TryAgain() override {
+    KV_CHECK(awaits_room());
+    ready_ = false;
+    if (!alive_.expired()) GoOn();
+  }
+  int device() const override { return to_->config.device; }
   void OnReady(absl::AnyInvocable<void()> fn) override {
     if (ready_) return fn();
     fn_ = std::move(fn);
   }
   absl::StatusOr<CreateResult> Commit() override;
 
-  /// Of StartFetch or StartCopy, if it failed at once.
-  const absl::Status& status() const { return status_; }
-
  private:
   struct Source {
     Block* block;
-    bool here;  // held, and shared by the sequence; else pinned, and copied
+    bool here;               // held, and shared by the sequence; else pinned, and copied
+    Block* equal = nullptr;  // of the target, held: shared instead of a copy
+    bool looked = false;     // for `equal`
   };
 
   void Pin(Block* block) {
@@ -136,14 +142,14 @@ class ArrivalLeaseImpl final : public ArrivalLease {
   void LetGo() {
     for (; !sources_.empty(); sources_.pop_back()) {
       const Source& source = sources_.back();
-      if (!source.here) {
-        Unpin(source.block);
-        continue;
-      }
-      auto& held = store_->held_blocks;
-      held.erase(std::find(held.begin(), held.end(), source.block));
-      store_->Release(source.block);
+      if (source.equal != nullptr) GiveBack(source.equal);
+      source.here ? GiveBack(source.block) : Unpin(source.block);
     }
+  }
+  void GiveBack(Block* block) {
+    auto& held = store_->held_blocks;
+    held.erase(std::find(held.begin(), held.end(), block));
+    store_->Release(block);
   }
 
   void AwaitEncoding() {
@@ -153,18 +159,20 @@ class ArrivalLeaseImpl final : public ArrivalLease {
         if (source.block->pages[layer].awaits_encoding()) pending.push_back({source.block, layer});
       }
     }
-    encoded_.Start(std::move(pending), [this] {
-      status_ = Begin();
-      LetGo();
-      if (!status_.ok()) return End();
-      std::vector<PageRef> arriving;
-      for (Block* block : sequence_->blocks) {
-        for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
-          if (block->pages[layer].state == PageState::kReceiving) arriving.push_back({block, layer});
-        }
+    encoded_.Start(std::move(pending), [this] { GoOn(); });
+  }
+  // What is to be copied is encoded.
+  void GoOn() {
+    status_ = Begin();
+    if (!absl::IsResourceExhausted(status_)) LetGo();
+    if (!status_.ok()) return End();
+    std::vector<PageRef> arriving;
+    for (Block* block : sequence_->blocks) {
+      for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
+        if (block->pages[layer].state == PageState::kReceiving) arriving.push_back({block, layer});
       }
-      arrived_.Start(std::move(arriving), [this] { End(); });
-    });
+    }
+    arrived_.Start(std::move(arriving), [this] { End(); });
   }
   // May destroy this.
   void End() {
@@ -193,7 +201,7 @@ class ArrivalLeaseImpl final : public ArrivalLease {
 };
 
 Block* ArrivalLeaseImpl::FindEqual(const Block& block) {
-  if (!block.published) return nullptr;
+  if (!block.published || block.index >= sequence_->tokens[0] / to_->page_tokens()) return nullptr;
   bool holds_raw = false;
   for (uint32_t layer = 0; layer < to_->layers(); ++layer) holds_raw |= sequence_->HoldsRaw(block.index, layer);
   if (const auto found = to_->arriving.find(block.name.key); found != to_->arriving.end() && !holds_raw) {
@@ -220,29 +228,21 @@ absl::Status ArrivalLeaseImpl::Begin() {
   const uint64_t tokens = sequence_->tokens[0], page_tokens = to_->page_tokens();
   const auto with_raw = [this](const Block& block, uint32_t layer) { return sequence_->HoldsRaw(block.index, layer); };
   const MoveForms forms{with_raw, static_cast<uint32_t>(tokens / page_tokens), static_cast<int>(tokens % page_tokens)};
-  std::vector<Block*> blocks;  // the sequence's, held for it; nullptr: to be copied
+  std::vector<Block*> blocks;  // the sequence's; nullptr: to be copied
   std::vector<Block*> missing;
   SlotCounts wanted;
-  for (const Source& source : sources_) {
-    Block* block = nullptr;
-    if (source.here) {
-      block = source.block;
-      store_->Hold(block);
-    } else {
-      block = FindEqual(*source.block);
+  for (Source& source : sources_) {
+    if (!source.here && !std::exchange(source.looked, true)) {
+      source.equal = FindEqual(*source.block);
+      if (source.equal != nullptr) store_->held_blocks.push_back(source.equal);
     }
-    blocks.push_back(block);
-    if (block != nullptr) continue;
+    blocks.push_back(source.here ? source.block : source.equal);
+    if (blocks.back() != nullptr) continue;
     missing.push_back(source.block);
     PageStoreImpl::CountSlots(*source.block, *to_, forms, &wanted);
   }
   Reservation slots(to_->tier->pool);
-  if (absl::Status status = store_->Reserve(*to_, wanted, &slots); !status.ok()) {
-    for (auto block = blocks.rbegin(); block != blocks.rend(); ++block) {
-      if (*block != nullptr) store_->Release(*block);
-    }
-    return status;
-  }
+  KV_RETURN_IF_ERROR(store_->Reserve(*to_, wanted, &slots));
   std::vector<Block*> copies;
   if (!missing.empty()) {
     const std::shared_ptr<Cache> from = missing[0]->cache;
@@ -250,10 +250,8 @@ absl::Status ArrivalLeaseImpl::Begin() {
   }
   size_t copied = 0;
   for (Block* block : blocks) {
-    if (block == nullptr) {
-      block = copies[copied++];
-      store_->Hold(block);
-    }
+    if (block == nullptr) block = copies[copied++];
+    store_->Hold(block);
     store_->Attach(*sequence_, block);
   }
   return absl::OkStatus();
@@ -374,6 +372,8 @@ void PageStoreImpl::StartMove(const std::shared_ptr<Cache>& from, const std::sha
   if (demotes) from->tier->demoting_bytes += move->bytes;
   metrics_->moving_bytes.Increment(static_cast<double>(move->bytes));
   moves_.push_back(move);
+  // Pages of one size go in one launch.
+  std::stable_sort(bytes.begin(), bytes.end(), [](const PageCopy& a, const PageCopy& b) { return a.bytes < b.bytes; });
   (to->on_device() ? to : from)
       ->tier->mover->Move(move->direction, std::move(bytes), [this, alive = alive(), move](bool moved) {
         if (!alive.expired()) OnMoved(move, moved);
@@ -470,25 +470,37 @@ void PageStoreImpl::LandBlock(BlockMove& move, BlockMove::Pair& pair, bool moved
 
 // ---- room on a GPU ----
 
+void PageStoreImpl::SetKept(Block* block, bool kept) {
+  if (block->kept == kept) return;
+  const bool evictable = block->evictable;
+  MakeUnevictable(block);
+  block->kept = kept;
+  if (evictable) MakeEvictableIfUnused(block);
+}
+
+void PageStoreImpl::NotKept(const Block& block) {
+  for (const auto& tier : tiers_) {
+    if (tier->mover == nullptr) continue;
+    const auto twin = cache_by_digest_.find({block.cache->digest, tier->device});
+    if (twin == cache_by_digest_.end()) continue;
+    Block* const there = caches_.at(twin->second)->table.FindKey(block.name.key);
+    if (there != nullptr) SetKept(there, false);
+  }
+}
+
 bool PageStoreImpl::Demote(Block* block) {
   KV_CHECK(block->evictable);
   const std::shared_ptr<Cache> from = block->cache;
   Tier& tier = *from->tier;
   if (tier.mover == nullptr || !tier.mover->ready()) return false;
-  const auto set_kept = [&](bool kept) {
-    if (block->kept == kept) return;
-    MakeUnevictable(block);
-    block->kept = kept;
-    MakeEvictableIfUnused(block);
-  };
   if (const std::shared_ptr<Cache> twin = HostTwin(*from)) {
     if (Block* const known = twin->table.FindKey(block->name.key)) {
       tiers_[0]->eviction->Touch(known);
-      set_kept(true);
+      SetKept(block, true);
       return false;
     }
   }
-  set_kept(false);
+  SetKept(block, false);
   for (const Page& page : block->pages) {
     if (page.state != PageState::kResident) return false;
   }
@@ -520,10 +532,12 @@ void PageStoreImpl::DemoteAhead(Tier& tier) {
 
 // ---- what others ask for ----
 
-absl::StatusOr<std::unique_ptr<ArrivalLease>> PageStoreImpl::Fetch(CacheId id, absl::Span<const BlockName> prefix) {
+absl::StatusOr<std::unique_ptr<ArrivalLease>> PageStoreImpl::Fetch(CacheId id, absl::Span<const BlockName> prefix,
+                                                                   uint64_t prompt_tokens) {
   KV_ASSIGN_OR_RETURN(const auto cache, FindCache(id));
   if (!cache->on_device()) return WrongMemory(*cache);
   KV_RETURN_IF_ERROR(CheckNames(prefix));
+  KV_RETURN_IF_ERROR(CheckPrompt(*cache, prompt_tokens));
   KV_RETURN_IF_ERROR(CheckSequenceLimit());
   MatchResult match;
   const std::vector<Block*> found = FindAnywhere(*cache, prefix, &match);
@@ -534,7 +548,6 @@ absl::StatusOr<std::unique_ptr<ArrivalLease>> PageStoreImpl::Fetch(CacheId id, a
     if ((*block)->cache != cache) Release(*block);
   }
   lease->StartFetch(match);
-  KV_RETURN_IF_ERROR(lease->status());
   return lease;
 }
 
@@ -553,14 +566,14 @@ absl::StatusOr<std::unique_ptr<ArrivalLease>> PageStoreImpl::Copy(SequenceId id,
                       "one end in the host's memory and one on a GPU");
   }
   const Tier* const tier = TierOf(gpu);
-  if (tier == nullptr || tier->mover == nullptr || !tier->mover->ready()) {
-    return absl::UnavailableError(
-        absl::StrCat("the host pool is not pinned for GPU ", gpu, " yet: pages cannot move between the two"));
+  if (tier == nullptr || tier->mover == nullptr) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(gpu),
+                      "a GPU that this daemon was started with, and that moves pages");
   }
+  KV_RETURN_IF_ERROR(tier->mover->status());
   KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> to, TwinOn(*from, device));
   auto lease = std::make_unique<ArrivalLeaseImpl>(this, std::move(to));
   lease->StartCopy(*sequence);
-  KV_RETURN_IF_ERROR(lease->status());
   return lease;
 }
 

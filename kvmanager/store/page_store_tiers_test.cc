@@ -280,7 +280,7 @@ TEST_F(PageStoreTiersTest, AGpuThatFailsMovesNothingMore) {
   EXPECT_EQ(made->match.reason, MissReason::kChecksum);
   EXPECT_GT(test().store_metrics.lost_moves.Value(), 0);
   EXPECT_EQ(store().Match(cache, Names(cache, text, 40))->hit_blocks, here);
-  EXPECT_EQ(store().Copy(made->sequence, CacheConfig::kHost).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(store().Copy(made->sequence, CacheConfig::kHost).status().code(), absl::StatusCode::kFailedPrecondition);
 }
 
 TEST_F(PageStoreTiersTest, TheHostTakesNothingThatIsNoPage) {
@@ -421,6 +421,54 @@ TEST_F(PageStoreTiersTest, AFullHostLosesTheOldest) {
   EXPECT_GE(Demoted(), static_cast<uint64_t>(kPoolPages / 2));
   EXPECT_GT(store().Match(cache, Names(cache, text, kPoolPages))->hit_blocks, 0);
   EXPECT_LE(test().pool->used_bytes(), 2u << 20);
+}
+
+TEST_F(PageStoreTiersTest, WhatTheHostHasGoesAtOnceWhileOthersMove) {
+  pool_bytes_ = 64 << 20;
+  device_bytes_ = 32 << 20;
+  const CacheId cache = test().Open(Config("raw"));
+  constexpr int kAll = (32 << 20) / (8 << 10);
+  const Text text = MakeText(kAll * kPage);
+  Publish(cache, text, kAll - 8);
+  const SequenceId other = Create(cache);
+  const Text more = MakeText(64 * kPage, 5);
+  int page = 0;
+  for (; page < 4; ++page) ASSERT_TRUE(Extend(cache, other, more, page * kPage, kPage).ok());
+  for (int i = 0; i < 64; ++i) {
+    device().mover.FinishOne();
+    test().executor.FinishAll();
+  }
+  ASSERT_GT(device().mover.moves(), 0u);
+  for (; page < 40; ++page) {
+    const absl::Status status = Extend(cache, other, more, page * kPage, kPage);
+    ASSERT_TRUE(status.ok()) << status;
+  }
+}
+
+TEST_F(PageStoreTiersTest, AFetchWaitsForRoom) {
+  const CacheId cache = test().Open(Config("raw"));
+  const Text text = MakeText(40 * kPage);
+  Publish(cache, text, 40);
+  Crowd(cache, kPoolPages * kPage);
+  const SequenceId other = Written(cache, MakeText(kPoolPages * kPage, 7), kPoolPages * kPage);
+  auto lease = Fetch(cache, text, 40);
+  ASSERT_TRUE(lease->ready() && lease->awaits_room());
+  EXPECT_EQ(lease->device(), TestDevice::kOrdinal);
+  lease->TryAgain();
+  ASSERT_TRUE(lease->ready() && lease->awaits_room());
+  // One that is given up says what is full, and who holds that.
+  const absl::Status status = Fetch(cache, text, 40)->Commit().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_NE(status.message().find("of cache 1 "), std::string::npos) << status;
+  EXPECT_EQ(status.message().find("of cache 2 "), std::string::npos) << status;  // the host's
+  store().Drop(other);
+  bool called = false;
+  lease->TryAgain();
+  lease->OnReady([&called] { called = true; });
+  EXPECT_FALSE(lease->ready() || called);
+  Land();
+  ASSERT_TRUE(called);
+  EXPECT_EQ(lease->Commit()->match.hit_blocks, 40);
 }
 
 TEST_F(PageStoreTiersTest, LeasesAndMovesMayEndAfterTheStore) {

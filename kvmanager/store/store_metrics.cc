@@ -30,7 +30,7 @@ StoreMetrics::StoreMetrics(Metrics* m)
       lost_moves(m->Counter("lost_moves_total",
                             "Blocks copied between a GPU and the host that did not arrive, or not as they should be")),
       moving_bytes(m->Gauge("moving_bytes", "Bytes on their way between GPUs and the host's pool")),
-      exhausted(m->Counter("pool_exhausted_total", "Requests refused because the host pool was full of pinned pages")),
+      exhausted(m->Counter("pool_exhausted_total", "Requests refused because a pool was full of pages in use")),
       appended_tokens(m->Counter("appended_tokens_total", "Tokens appended, counted once per layer")),
       refused_appends(m->Counter("refused_appends_total", "Append calls refused with an error")),
       encoded_pages(m->Counter("encoded_pages_total", "Pages encoded")),

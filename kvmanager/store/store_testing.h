@@ -77,6 +77,9 @@ CacheConfig MakeConfig(const std::string& codec, int lag_pages, const std::strin
 class ManualMover final : public PageMover {
  public:
   bool ready() const override { return is_ready; }
+  absl::Status status() const override {
+    return is_ready ? absl::OkStatus() : absl::UnavailableError("not pinned yet");
+  }
   void Move(PageDirection direction, std::vector<PageCopy> copies, absl::AnyInvocable<void(bool)> done) override;
   /// moved: else no byte is touched.
   void FinishOne(bool moved = true);
