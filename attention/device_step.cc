@@ -12,7 +12,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "attention/device_step_kernels.h"
+#include "attention/device_step_sizes.h"
 #include "attention/prefill_plan.h"
+#include "attention/step_memory.h"
 #include "attention/upload_ring.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/memory/device.h"
@@ -26,121 +28,13 @@ using device::PrefillItem;
 using device::PrefillRun;
 
 constexpr uint64_t kPositionMax = UINT32_MAX;
-constexpr size_t kUploadAlign = 16;
-/// Items beside those of a tile's two forms: pages that have no encoded form, between others.
-constexpr size_t kItemsOfTile = 4;
-constexpr size_t kItemsMin = 4096;
-/// Runs of pages of a tile of many query tokens, which all KV heads share: before, within and behind the lag, and pages
-/// that are there in one form alone.
-constexpr size_t kRunsOfTile = 16;
-constexpr size_t kRingBytesMin = size_t{1} << 20, kRingRoundBytes = 4096;
 constexpr int kNoClass = -1;
 
 bool Aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-/// Device memory of one step. Allocated and freed in the order of its stream: cudaFree would wait for every stream of
-/// the device, and hold up other threads' launches meanwhile.
-class StreamMemory {
- public:
-  explicit StreamMemory(CUstream_st* stream) : stream_(stream) {}
-  ~StreamMemory() {
-    if (data_ != nullptr) cudaFreeAsync(data_, stream_);
-  }
-  StreamMemory(const StreamMemory&) = delete;
-  StreamMemory& operator=(const StreamMemory&) = delete;
-
-  absl::Status Allocate(size_t bytes) { return CudaStatus(cudaMallocAsync(&data_, bytes, stream_), "cudaMallocAsync"); }
-  uint8_t* data() const { return static_cast<uint8_t*>(data_); }
-
- private:
-  CUstream_st* const stream_;
-  void* data_ = nullptr;
-};
-
-/// Pinned memory of a step whose caller gave none.
-class PinnedMemory {
- public:
-  PinnedMemory() = default;
-  ~PinnedMemory() {
-    if (data_ != nullptr) cudaFreeHost(data_);
-  }
-  PinnedMemory(const PinnedMemory&) = delete;
-  PinnedMemory& operator=(const PinnedMemory&) = delete;
-
-  absl::Status Allocate(size_t bytes) {
-    return CudaStatus(cudaHostAlloc(&data_, bytes, cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
-  }
-  uint8_t* data() const { return static_cast<uint8_t*>(data_); }
-
- private:
-  void* data_ = nullptr;
-};
-
-/// What a step's options come to.
-struct Sizes {
-  size_t blocks_max = 0;                               // of any layer's kernel
-  size_t items_max = 0;                                // of a layer
-  size_t prefill_items_max = 0, prefill_runs_max = 0;  // of a layer; 0: no layer has kernels for many query tokens
-  size_t ring_bytes = 0;
-  /// Of a layer, in the ring.
-  size_t plan_bytes() const {
-    return items_max * sizeof(AttendItem) + prefill_items_max * sizeof(PrefillItem) +
-           prefill_runs_max * sizeof(PrefillRun);
-  }
-  size_t upload_bytes() const { return UploadRing::kAlign + ring_bytes; }  // the word "done" stands before the ring
-};
-
-absl::StatusOr<Sizes> SizesOf(const DeviceStep::Options& o);
-
-float ScaleOf(const DeviceStep::Options& o) { return o.scale != 0 ? o.scale : 1 / std::sqrt(float(o.layout.head_dim)); }
-
-/// A layer's kernels for many query tokens, if these options allow them.
-device::Prefill PrefillOf(const DeviceStep::Options& o, int layer) {
-  if (o.layout.page_tokens != device::kPrefillPageTokens || o.tokens_max < PrefillPlanner::kTokensMin ||
-      o.query_heads / o.layout.kv_heads > device::kPrefillGroupMax || !(ScaleOf(o) > 0)) {
-    return {};
-  }
-  return o.codec->prefill(layer);
-}
-
-PrefillPlanner::Options PrefillOptions(const DeviceStep::Options& o) {
-  PrefillPlanner::Options plan;
-  plan.layout = o.layout;
-  plan.query_heads = o.query_heads;
-  plan.lag_pages = o.lag_pages;
-  plan.identity = o.identity;
-  plan.blocks = o.multiprocessors;
-  return plan;
-}
-
-/// Cuts a piece of the ring.
-class PieceWriter {
- public:
-  explicit PieceWriter(uint8_t* at) : at_(at) {}
-  template <typename T>
-  T* Room(size_t count) {
-    T* const room = reinterpret_cast<T*>(at_);
-    at_ += Bytes<T>(count);
-    return room;
-  }
-  template <typename T>
-  const T* Copy(absl::Span<const T> from) {
-    T* const to = Room<T>(from.size());
-    std::copy(from.begin(), from.end(), to);
-    return to;
-  }
-  template <typename T>
-  static size_t Bytes(size_t count) {
-    return (count * sizeof(T) + kUploadAlign - 1) / kUploadAlign * kUploadAlign;
-  }
-
- private:
-  uint8_t* at_;
-};
-
 class CudaDeviceStep final : public DeviceStep {
  public:
-  CudaDeviceStep(const Options& options, const Sizes& sizes, StepTables tables)
+  CudaDeviceStep(const Options& options, const StepSizes& sizes, StepTables tables)
       : o_(options),
         sizes_(sizes),
         items_max_(sizes.items_max),
@@ -199,7 +93,7 @@ class CudaDeviceStep final : public DeviceStep {
   absl::Status AttendLong(int layer, const void* q, void* out, float* lse);
 
   const Options o_;
-  const Sizes sizes_;
+  const StepSizes sizes_;
   const size_t items_max_;  // of a layer
   StepTables tables_;
   const int group_heads_;
@@ -642,70 +536,15 @@ absl::Status CudaDeviceStep::CopyOpen(absl::Span<const OpenCopy> copies) {
   return absl::OkStatus();
 }
 
-absl::Status Check(const DeviceStep::Options& o) {
-  const PageLayout& layout = o.layout;
-  if (layout.dtype == DType::kFloat32) return InvalidField("dtype", "float32", "float16 or bfloat16");
-  if (layout.kv_heads < 1 || layout.kv_heads > PageLayout::kKvHeadsMax || layout.head_dim < PageLayout::kHeadDimMin ||
-      layout.head_dim > PageLayout::kHeadDimMax || layout.head_dim % 16 != 0 ||
-      layout.page_tokens < PageLayout::kPageTokensMin || layout.page_tokens > PageLayout::kPageTokensMax ||
-      layout.page_tokens % 16 != 0) {
-    return absl::InvalidArgumentError("the layout is not one of pages");
-  }
-  if (o.layers < 1 || o.layers > DeviceStep::kLayersMax) {
-    return InvalidField("layers", o.layers, absl::StrCat("1..", DeviceStep::kLayersMax));
-  }
-  if (o.query_heads < 1 || o.query_heads % layout.kv_heads != 0) {
-    return InvalidField("query_heads", o.query_heads, absl::StrCat("a multiple of ", layout.kv_heads));
-  }
-  if (o.lag_pages < 0) return InvalidField("lag_pages", o.lag_pages, "0 or more");
-  if (o.codec == nullptr) return absl::InvalidArgumentError("a codec without a GPU's part has no steps there");
-  if (o.multiprocessors < 1) return InvalidField("multiprocessors", o.multiprocessors, "1 or more");
-  if (o.sequences_max < 1) return InvalidField("sequences_max", o.sequences_max, "1 or more");
-  if (o.tokens_max < 1) return InvalidField("tokens_max", o.tokens_max, "1 or more");
-  if (o.non_finite != nullptr && o.non_finite_words < uint32_t(o.sequences_max)) {
-    return InvalidField("non_finite_words", o.non_finite_words, absl::StrCat("at least ", o.sequences_max));
-  }
-  return absl::OkStatus();
-}
-
-absl::StatusOr<Sizes> SizesOf(const DeviceStep::Options& o) {
-  KV_RETURN_IF_ERROR(Check(o));
-  Sizes sizes;
-  for (int layer = 0; layer < o.layers; ++layer) {
-    const AttendKernels* const kernels = o.codec->attention(layer);
-    if (kernels == nullptr) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("there is no GPU kernel for the pages of layer ", layer, " (head_dim ", o.layout.head_dim, ")"));
-    }
-    sizes.blocks_max = std::max(sizes.blocks_max, size_t(o.multiprocessors) * size_t(kernels->grid.blocks_per_sm));
-  }
-  // Groups of tokens end with a page, with a piece of a long entry, and with an entry.
-  const size_t tokens = o.tokens_max, group_heads = o.query_heads / o.layout.kv_heads;
-  const size_t groups = std::min(tokens, 2 * (tokens / DevicePlanner::kQueryTokensMax + size_t(o.sequences_max)) + 2);
-  const size_t tiles = o.layout.kv_heads * (tokens * group_heads / device::kTileRows + groups);
-  sizes.items_max = 2 * sizes.blocks_max + std::max(kItemsMin, kItemsOfTile * tiles);
-  for (int layer = 0; layer < o.layers; ++layer) {
-    if (PrefillOf(o, layer).kernels == nullptr) continue;
-    const PrefillPlanner::Options plan = PrefillOptions(o);
-    sizes.prefill_items_max = PrefillPlanner::ItemsMax(plan, tokens);
-    sizes.prefill_runs_max = std::max(kItemsMin, kRunsOfTile * PrefillPlanner::TileGroupsMax(plan, tokens));
-    break;
-  }
-  const size_t largest = sizes.plan_bytes() + tokens * sizeof(step::AppendRow) +
-                         size_t(o.sequences_max) * sizeof(uint32_t) + kRingRoundBytes;
-  sizes.ring_bytes = (std::max(kRingBytesMin, 4 * largest) + kRingRoundBytes - 1) / kRingRoundBytes * kRingRoundBytes;
-  return sizes;
-}
-
 }  // namespace
 
 absl::StatusOr<size_t> DeviceStep::UploadBytes(const Options& options) {
-  KV_ASSIGN_OR_RETURN(const Sizes sizes, SizesOf(options));
+  KV_ASSIGN_OR_RETURN(const StepSizes sizes, StepSizesOf(options));
   return sizes.upload_bytes();
 }
 
 absl::StatusOr<std::unique_ptr<DeviceStep>> DeviceStep::Create(const Options& options) {
-  KV_ASSIGN_OR_RETURN(const Sizes sizes, SizesOf(options));
+  KV_ASSIGN_OR_RETURN(const StepSizes sizes, StepSizesOf(options));
   if (options.upload != nullptr && (options.upload_bytes < sizes.upload_bytes() ||
                                     reinterpret_cast<uintptr_t>(options.upload) % UploadRing::kAlign != 0)) {
     return InvalidField("upload_bytes", options.upload_bytes,
