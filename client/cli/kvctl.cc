@@ -1,5 +1,5 @@
 // kvctl: looks at a running kvmanagerd, drains it, purges what it has published; trains calibration artifacts, writes
-// captures and tunes policies.
+// captures and tunes policies; explains how K and V are best reloaded.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -18,6 +18,7 @@
 #include "examples/engine/program.h"
 #include "examples/engine/tune_command.h"
 #include "kvmanager/base/status.h"
+#include "transport/recompute/plan_command.h"
 
 namespace kvmanager::client::cli {
 namespace {
@@ -68,6 +69,16 @@ int Drain(Client& client, const Arguments& arguments, bool on) {
   return kExitOk;
 }
 
+int ExplainReload(const recompute::PlanArguments& plan, const Arguments& arguments) {
+  const auto explanation = recompute::Explain(plan);
+  if (explanation.ok()) {
+    Print(arguments, recompute::FormatPlan(*explanation), recompute::PlanToJson(*explanation));
+    return kExitOk;
+  }
+  Fail(explanation.status(), arguments);
+  return kExitUsage;
+}
+
 int Purge(Client& client, const Arguments& arguments, uint32_t cache_id) {
   const auto blocks = client.Purge(cache_id);
   if (!blocks.ok()) return Fail(blocks.status(), arguments);
@@ -90,7 +101,8 @@ int Main(int argc, char** argv) {
       "  kvctl --connect tcp:10.0.0.2:7000 status --json\n"
       "  kvctl calibrate --model DIR --text FILE --codec zack+hack --out NAME.safetensors\n"
       "  kvctl capture --model DIR --text FILE --tokens 4096 --out CAPTURE.safetensors\n"
-      "  kvctl tune --model DIR --text FILE --max-loss 0.5%   the smallest codec policy that is good enough\n",
+      "  kvctl tune --model DIR --text FILE --max-loss 0.5%   the smallest codec policy that is good enough\n"
+      "  kvctl recompute-plan --help        copy K and V from slower memory, or recompute some of them?\n",
       "kvctl"};
   app.footer(
       "The address is that of --connect, or else of $KVMANAGER_ADDRESS, or else\n"
@@ -129,6 +141,10 @@ int Main(int argc, char** argv) {
   engine::TuneArguments tune_arguments;
   auto* tune = app.add_subcommand("tune", "Measure codec policies, and name the best under a loss: needs no daemon");
   engine::AddTuneOptions(*tune, tune_arguments);
+  recompute::PlanArguments plan_arguments;
+  auto* recompute_plan =
+      app.add_subcommand("recompute-plan", "How many tokens to recompute while a reload copies the rest: no daemon");
+  recompute::AddPlanOptions(*recompute_plan, plan_arguments);
   const auto misused = [](const std::string& why) {
     std::cerr << "kvctl: " << why << "\n`kvctl --help` shows every command with an example.\n";
     return kExitUsage;
@@ -142,6 +158,7 @@ int Main(int argc, char** argv) {
   if (calibrate->parsed()) return engine::ExitCode("kvctl calibrate", engine::RunCalibrate(calibrate_arguments));
   if (capture->parsed()) return engine::ExitCode("kvctl capture", engine::RunCapture(capture_arguments));
   if (tune->parsed()) return engine::ExitCode("kvctl tune", engine::RunTune(tune_arguments));
+  if (recompute_plan->parsed()) return ExplainReload(plan_arguments, arguments);
   uint32_t cache_id = Client::kAllCaches;
   if (purge->parsed() && !arguments.purge_all) {
     uint64_t id = 0;

@@ -12,7 +12,7 @@
 namespace kvmanager::recompute {
 namespace {
 
-using Int = __int128;
+__extension__ typedef __int128 Int;
 
 // The formulas once more, from raw numbers, with a compiler's integers.
 Int BruteTime(const MachineRates& r, const ReloadShape& s, Schedule schedule, int64_t l) {

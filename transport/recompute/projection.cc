@@ -1,0 +1,136 @@
+#include "transport/recompute/projection.h"
+
+#include <cblas.h>
+
+#include <algorithm>
+
+#include "kvmanager/base/finite.h"
+#include "kvmanager/base/parallel.h"
+#include "kvmanager/base/status.h"
+#include "transport/recompute/convert.h"
+
+namespace kvmanager::recompute {
+namespace {
+
+constexpr int kProductWidth = 512;  // columns of one product: enough for OpenBLAS, few enough to share out
+
+absl::Status CheckSize(absl::string_view field, absl::Span<const uint8_t> bytes, size_t want) {
+  if (bytes.size() == want) return absl::OkStatus();
+  return InvalidField(absl::StrCat(field, ".bytes"), bytes.size(), absl::StrCat(want));
+}
+
+std::vector<float> Widened(absl::Span<const uint8_t> bytes, DType dtype) {
+  std::vector<float> wide(bytes.size() / DTypeBytes(dtype));
+  Widen(bytes.data(), dtype, wide.size(), wide.data());
+  return wide;
+}
+
+}  // namespace
+
+Projection::Projection(const ProjectionModel& model, int chunk_rows, WorkerPool* pool)
+    : model_(model),
+      heads_per_product_(std::max(1, kProductWidth / model.layout.head_dim)),
+      pool_(pool),
+      rope_(model.rope),
+      layers_(model.layers),
+      x_(size_t(chunk_rows) * model.hidden),
+      out_{std::vector<float>(size_t(chunk_rows) * model.width()),
+           std::vector<float>(size_t(chunk_rows) * model.width())},
+      cos_(size_t(chunk_rows) * rope_.pairs()),
+      sin_(cos_.size()) {
+  openblas_set_num_threads(1);
+  row_begin_.reserve(chunk_rows);
+}
+
+absl::Status Projection::RegisterWeights(int layer, const LayerWeights& w) {
+  if (layer < 0 || layer >= model_.layers) {
+    return InvalidField("layer", layer, absl::StrCat("0..", model_.layers - 1));
+  }
+  if (w.dtype != DType::kFloat16 && w.dtype != DType::kBFloat16 && w.dtype != DType::kFloat32) {
+    return InvalidField("weights.dtype", int(w.dtype), "0..2");
+  }
+  const size_t width = size_t(model_.width()), bytes = width * model_.hidden * DTypeBytes(w.dtype);
+  KV_RETURN_IF_ERROR(CheckSize("weights.k", w.k, bytes));
+  KV_RETURN_IF_ERROR(CheckSize("weights.v", w.v, bytes));
+  if (!w.k_bias.empty()) KV_RETURN_IF_ERROR(CheckSize("weights.k_bias", w.k_bias, width * DTypeBytes(w.dtype)));
+  if (!w.v_bias.empty()) KV_RETURN_IF_ERROR(CheckSize("weights.v_bias", w.v_bias, width * DTypeBytes(w.dtype)));
+  for (const auto& [field, span] : {std::pair{"weights.k", w.k}, std::pair{"weights.v", w.v},
+                                    std::pair{"weights.k_bias", w.k_bias}, std::pair{"weights.v_bias", w.v_bias}}) {
+    const size_t count = span.size() / DTypeBytes(w.dtype);
+    if (const size_t at = FindNonFinite(w.dtype, span.data(), count); at != count) {
+      return InvalidField(absl::StrCat(field, "[", at, "]"), "not finite", "finite");
+    }
+  }
+  layers_[layer] = {{Widened(w.k, w.dtype), Widened(w.k_bias, w.dtype)},
+                    {Widened(w.v, w.dtype), Widened(w.v_bias, w.dtype)}};
+  return absl::OkStatus();
+}
+
+void Projection::ProjectHeads(const Layer& layer, int side, int head_begin, int head_end,
+                              absl::Span<const PageRows> pages, int rows, std::atomic<int64_t>* not_finite) {
+  const PageLayout& layout = model_.layout;
+  const int d = layout.head_dim, width = model_.width(), hidden = model_.hidden;
+  const int column = head_begin * d, columns = (head_end - head_begin) * d;
+  const Side& weights = side == 0 ? layer.k : layer.v;
+  float* const out = out_[side].data();
+  cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, rows, columns, hidden, 1, x_.data(), hidden,
+              weights.weights.data() + size_t(column) * hidden, hidden, 0, out + column, width);
+  for (size_t p = 0; p < pages.size(); ++p) {
+    for (int t = 0; t < pages[p].tokens; ++t) {
+      const size_t row = size_t(row_begin_[p]) + t;
+      for (int head = head_begin; head < head_end; ++head) {
+        float* const x = out + row * width + size_t(head) * d;
+        if (!weights.bias.empty()) {
+          const float* const bias = weights.bias.data() + size_t(head) * d;
+          for (int c = 0; c < d; ++c) x[c] += bias[c];
+        }
+        if (side == 0) rope_.Rotate(x, &cos_[row * rope_.pairs()], &sin_[row * rope_.pairs()]);
+        uint8_t* const to = pages[p].page + layout.raw_offset(side, head, t);
+        Narrow(x, d, layout.dtype, to);
+        if (FindNonFinite(layout.dtype, to, d) != size_t(d)) {
+          not_finite->store((int64_t(p) * PageLayout::kPageTokensMax + t) * PageLayout::kKvHeadsMax * 2 + head * 2 +
+                            side);
+        }
+      }
+    }
+  }
+}
+
+absl::Status Projection::Run(const uint8_t* x, int layer, absl::Span<const PageRows> pages,
+                             const std::atomic<bool>* cancelled, const std::atomic<bool>& aborted) {
+  const auto stopped = [&] { return aborted.load() || (cancelled != nullptr && cancelled->load()); };
+  int rows = 0;
+  row_begin_.clear();
+  for (const PageRows& page : pages) {
+    row_begin_.push_back(rows);
+    rows += page.tokens;
+  }
+  const size_t hidden = model_.hidden, row_bytes = hidden * DTypeBytes(model_.layout.dtype);
+  ParallelFor(pool_, pages.size(), [&](size_t p) {
+    const size_t begin = row_begin_[p];
+    Widen(x + begin * row_bytes, model_.layout.dtype, pages[p].tokens * hidden, &x_[begin * hidden]);
+    for (int t = 0; t < pages[p].tokens; ++t) {
+      rope_.Fill(pages[p].position + t, cos_.data() + (begin + t) * rope_.pairs(),
+                 sin_.data() + (begin + t) * rope_.pairs());
+    }
+  });
+  const int heads = model_.layout.kv_heads, products = (heads + heads_per_product_ - 1) / heads_per_product_;
+  std::atomic<int64_t> not_finite{-1};
+  ParallelFor(pool_, 2 * size_t(products), [&](size_t item) {
+    if (stopped()) return;
+    const int begin = int(item / 2) * heads_per_product_;
+    ProjectHeads(layers_[layer], int(item % 2), begin, std::min(heads, begin + heads_per_product_), pages, rows,
+                 &not_finite);
+  });
+  if (stopped()) return absl::CancelledError("the reload was cancelled");
+  if (const int64_t at = not_finite.load(); at >= 0) {
+    const int64_t row = at / (2 * PageLayout::kKvHeadsMax), rest = at % (2 * PageLayout::kKvHeadsMax);
+    const PageRows& page = pages[row / PageLayout::kPageTokensMax];
+    return absl::DataLossError(absl::StrCat("recomputed ", rest % 2 == 0 ? "K" : "V", " of layer ", layer, ", head ",
+                                            rest / 2, ", position ", page.position + row % PageLayout::kPageTokensMax,
+                                            " is not finite: activations are damaged, or too large for the dtype"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace kvmanager::recompute
