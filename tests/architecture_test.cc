@@ -51,7 +51,7 @@ std::vector<std::string> Packages() {
 std::string ModuleOf(absl::string_view package) {
   for (const char* const module :
        {"kvmanager/api", "kvmanager/base", "kvmanager/memory", "kvmanager/store", "kvmanager/server", "codecs",
-        "attention", "transport", "client", "monitoring", "examples", "tests", "bazel"}) {
+        "attention", "transport", "client", "monitoring", "examples", "bench", "tests", "bazel"}) {
     if (package == module || absl::StartsWith(package, absl::StrCat(module, "/"))) return module;
   }
   return std::string(package);
@@ -116,7 +116,7 @@ std::vector<Target> Targets(const std::string& text) {
 
 /// Packages whose targets ship nothing.
 bool IsOutside(const std::string& module) {
-  return module == "tests" || module == "bazel" || module == "docs" || module == "tools";
+  return module == "bench" || module == "tests" || module == "bazel" || module == "docs" || module == "tools";
 }
 
 TEST(ArchitectureTest, TheFoldersOfTheDesignAreThere) {
