@@ -22,7 +22,8 @@ struct AttendKernels {
   int (*launch)(const AttendParams& params, int rows_max, int blocks, CUstream_st* stream) = nullptr;
   /// Once per device, before the first launch. Returns a cudaError_t.
   int (*prepare)() = nullptr;
-  /// Encoded pages stand in a space of their own: params.tokens and mapped are set, and `partial` is twice as large.
+  /// Encoded pages stand in a space of their own: params.tokens and mapped are set, and `partial` is twice as large. A
+  /// launch then writes all of `out`: such a codec has no kernels for many query tokens beside these.
   bool maps = false;
 };
 

@@ -257,6 +257,7 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
 #pragma unroll
       for (int j = 0; j < 4; ++j) scores[i][j] = AsFloat(c[i][j]);
     }
+    __syncwarp();  // q may be overwritten now
   }
 
   /// Softmax: P in codes against the page's largest score.
