@@ -27,8 +27,8 @@ class MemoryLink final : public CopyLink {
   void Copy(const uint8_t* from, uint8_t* to, size_t bytes) override;
 };
 
-/// memcpy, then waits until bytes / rate have passed since the later of the call and the end of the copy before: an
-/// error of one wait is made up for by the next, as long as copies follow one another.
+/// memcpy, then waits until bytes / rate have passed since the end of the copy before, or since the call if the link
+/// has been idle: an error of one wait is made up for by the next.
 class PacedLink final : public CopyLink {
  public:
   static constexpr int64_t kSliceNs = 2'000'000;
@@ -37,6 +37,8 @@ class PacedLink final : public CopyLink {
   PacedLink(double bytes_per_second, const Clock* clock, std::function<void(int64_t ns)> sleep_until_ns = {});
   size_t slice_bytes() const override { return slice_bytes_; }
   void Copy(const uint8_t* from, uint8_t* to, size_t bytes) override;
+  /// The link is idle: what follows makes up for nothing.
+  void Restart() { free_at_ns_ = 0; }
 
  private:
   const double ns_per_byte_;

@@ -7,6 +7,8 @@
 namespace kvmanager::recompute {
 namespace {
 
+constexpr size_t kPiecesPerChunk = 8, kPieceBytesMin = 16 << 10;
+
 int64_t PageCount(int64_t tokens, int64_t page_tokens) { return (tokens + page_tokens - 1) / page_tokens; }
 
 absl::Status CheckPointers(const std::string& field, absl::Span<const uint8_t* const> pointers, int64_t want) {
@@ -68,8 +70,8 @@ void ReloadRuntime::Cut(const ReloadRequest& request) {
   const int64_t page_tokens = model.layout.page_tokens;
   const size_t row_bytes = size_t(model.hidden) * DTypeBytes(model.layout.dtype);
   activations_.clear(), pages_.clear(), copies_.clear(), chunks_.clear(), pieces_.clear();
-  // A copy of K and V holds up the next chunk of activations: about half a chunk's bytes at once.
-  const size_t piece_bytes = std::max(request.kv_page_bytes, executor_->chunk_rows() * row_bytes / 2);
+  // What of K and V is posted holds up the next activations: pieces, parts of pages too, are small beside a chunk.
+  const size_t piece_bytes = std::max(kPieceBytesMin, executor_->chunk_rows() * row_bytes / kPiecesPerChunk);
   int64_t chunk_rows = 0;
   size_t bytes = 0;
   for (const ReloadSequence& s : request.sequences) {
@@ -86,13 +88,17 @@ void ReloadRuntime::Cut(const ReloadRequest& request) {
       ++chunks_.back().count;
     }
     for (size_t i = 0; i < s.sources.size(); ++i) {
-      if (pieces_.empty() || bytes + request.kv_page_bytes > piece_bytes) {
-        pieces_.push_back({copies_.size(), 0});
-        bytes = 0;
+      for (size_t begin = 0; begin < request.kv_page_bytes;) {
+        if (pieces_.empty() || bytes == piece_bytes) {
+          pieces_.push_back({copies_.size(), 0});
+          bytes = 0;
+        }
+        const size_t part = std::min(piece_bytes - bytes, request.kv_page_bytes - begin);
+        copies_.push_back({s.sources[i] + begin, s.pages[recomputed + i] + begin, part});
+        begin += part;
+        bytes += part;
+        ++pieces_.back().count;
       }
-      copies_.push_back({s.sources[i], s.pages[recomputed + i], request.kv_page_bytes});
-      bytes += request.kv_page_bytes;
-      ++pieces_.back().count;
     }
   }
 }

@@ -406,6 +406,10 @@ TEST(PacedLink, TakesTheTimeOfItsRate) {
   clock.now_ns += 1'000'000'000;                 // idle: no credit is saved
   link.Copy(from.data(), to.data(), from.size());
   EXPECT_EQ(clock.now_ns, 50 * 100'000 + 1000 + 1'000'000'000 + 100'000 + 1000);
+  const int64_t late_ns = clock.now_ns;
+  link.Restart();
+  link.Copy(from.data(), to.data(), from.size());
+  EXPECT_EQ(clock.now_ns, late_ns + 100'000 + 1000);
   EXPECT_EQ(PacedLink(1, &clock).slice_bytes(), 4096);
 }
 
