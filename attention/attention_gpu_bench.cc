@@ -21,7 +21,7 @@
 #include "attention/gpu_bench_batch.h"
 #include "attention/gpu_bench_check.h"
 #include "attention/gpu_bench_fill.h"
-#include "attention/gpu_bench_memory.h"
+#include "kvmanager/memory/gpu_benchmark.h"
 
 namespace kvmanager {
 namespace {
@@ -29,43 +29,6 @@ namespace {
 constexpr int kWarmUps = 3, kRepetitionsMin = 7, kRepetitionsMax = 15, kCallsMax = BenchBatch::kSetsMax;
 constexpr double kMeasuredUs = 60e3;  // what the replays of one batch take together, where fewer are enough
 constexpr double kLeftFree = 0.06;    // of the device's memory, for tables and partial results
-
-double Median(std::vector<double> x) {
-  std::sort(x.begin(), x.end());
-  return x[x.size() / 2];
-}
-
-/// Microseconds of one call, of which a graph holds `calls`.
-template <typename Call>
-double Time(int calls, int repetitions, Call call) {
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t ready;
-  cudaEvent_t begin, end;
-  CHECK_CUDA(cudaStreamCreate(&stream));
-  CHECK_CUDA(cudaEventCreate(&begin));
-  CHECK_CUDA(cudaEventCreate(&end));
-  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  for (int i = 0; i < calls; ++i) CHECK_CUDA(call(i, stream));
-  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-  CHECK_CUDA(cudaGraphInstantiate(&ready, graph, 0));
-  std::vector<double> us;
-  for (int r = -kWarmUps; r < repetitions; ++r) {
-    CHECK_CUDA(cudaEventRecord(begin, stream));
-    CHECK_CUDA(cudaGraphLaunch(ready, stream));
-    CHECK_CUDA(cudaEventRecord(end, stream));
-    CHECK_CUDA(cudaEventSynchronize(end));
-    float ms = 0;
-    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    if (r >= 0) us.push_back(ms * 1e3 / calls);
-  }
-  cudaGraphExecDestroy(ready);
-  cudaGraphDestroy(graph);
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  cudaStreamDestroy(stream);
-  return Median(us);
-}
 
 class Bench {
  public:
@@ -84,8 +47,8 @@ class Bench {
     const size_t bytes = std::min<size_t>(pool_bytes_, size_t{4} << 30);
     CHECK_CUDA(FillRandomBits(memory_.get(), bytes, 1));
     return bytes /
-           Time(kCallsMax, kRepetitionsMax,
-                [&](int, cudaStream_t stream) { return ReadAll(memory_.get(), bytes, stream); }) *
+           GraphUs(kCallsMax, kWarmUps, kRepetitionsMax,
+                   [&](int, cudaStream_t stream) { return ReadAll(memory_.get(), bytes, stream); }) *
            1e-6;
   }
 
@@ -98,8 +61,8 @@ class Bench {
         batch->sets() > 1 ? kCallsMax : int(std::clamp(kMeasuredUs / 10 / likely_us, 1., double{kCallsMax}));
     const int repetitions =
         int(std::clamp(kMeasuredUs / (likely_us * calls), double{kRepetitionsMin}, double{kRepetitionsMax}));
-    const double us =
-        Time(calls, repetitions, [&](int call, cudaStream_t stream) { return batch->Launch(call, stream); });
+    const double us = GraphUs(calls, kWarmUps, repetitions,
+                              [&](int call, cudaStream_t stream) { return batch->Launch(call, stream); });
     return {{"codec", codec.name},
             {"batch", shape.batch},
             {"context", shape.context},
@@ -154,11 +117,7 @@ int Main(int argc, char** argv) {
       ->transform(CLI::CheckedTransformer(
           std::map<std::string, Spoil>{{"nothing", Spoil::kNothing}, {"lag", Spoil::kLag}, {"codes", Spoil::kCodes}}));
   CLI11_PARSE(app, argc, argv);
-  int count = 0;
-  if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess || count == 0) {
-    std::fprintf(stderr, "attention_gpu_bench: no GPU here: %s\n", cudaGetErrorString(error));
-    return 1;
-  }
+  NeedGpu();
   size_t free_bytes = 0, total_bytes = 0;
   CHECK_CUDA(cudaMemGetInfo(&free_bytes, &total_bytes));
   Bench bench(pool_gib > 0 ? size_t(pool_gib * (1 << 30)) : size_t(double(free_bytes) * (1 - kLeftFree)) / 256 * 256);

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "absl/types/span.h"
-#include "attention/gpu_bench_memory.h"
 #include "attention/gpu_oracle.h"
 #include "codecs/device/attend_launch.h"
 #include "codecs/device/attend_params.h"
@@ -19,6 +18,7 @@
 #include "codecs/million/million_device_format.h"
 #include "codecs/zack_hack/rotated_codec.h"
 #include "kvmanager/base/page_layout.h"
+#include "kvmanager/memory/gpu_benchmark.h"
 
 namespace kvmanager {
 

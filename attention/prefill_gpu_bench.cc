@@ -21,13 +21,13 @@
 #include "absl/types/span.h"
 #include "attention/device_plan_testing.h"
 #include "attention/gpu_bench_fill.h"
-#include "attention/gpu_bench_memory.h"
 #include "attention/prefill_plan.h"
 #include "codecs/device/device_codec.h"
 #include "codecs/hack/hack.h"
 #include "codecs/hack/hack_format.h"
 #include "codecs/raw/raw.h"
 #include "codecs/registry.h"
+#include "kvmanager/memory/gpu_benchmark.h"
 
 namespace kvmanager {
 namespace {
@@ -46,42 +46,6 @@ struct Format {
   const char* name;
   int k_bits, v_bits;  // 0: raw
 };
-
-double Median(std::vector<double> x) {
-  std::sort(x.begin(), x.end());
-  return x[x.size() / 2];
-}
-
-template <typename Call>
-double Time(int calls, Call call) {
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t ready;
-  cudaEvent_t begin, end;
-  CHECK_CUDA(cudaStreamCreate(&stream));
-  CHECK_CUDA(cudaEventCreate(&begin));
-  CHECK_CUDA(cudaEventCreate(&end));
-  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  for (int i = 0; i < calls; ++i) CHECK_CUDA(call(i, stream));
-  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-  CHECK_CUDA(cudaGraphInstantiate(&ready, graph, 0));
-  std::vector<double> us;
-  for (int r = -kWarmUps; r < kRepetitions; ++r) {
-    CHECK_CUDA(cudaEventRecord(begin, stream));
-    CHECK_CUDA(cudaGraphLaunch(ready, stream));
-    CHECK_CUDA(cudaEventRecord(end, stream));
-    CHECK_CUDA(cudaEventSynchronize(end));
-    float ms = 0;
-    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    if (r >= 0) us.push_back(ms * 1e3 / calls);
-  }
-  cudaGraphExecDestroy(ready);
-  cudaGraphDestroy(graph);
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  cudaStreamDestroy(stream);
-  return Median(us);
-}
 
 /// Multiplications and additions, two each, of what is not masked.
 double Flops(const Shape& s) {
@@ -198,7 +162,7 @@ nlohmann::json Run(const Format& format, const Shape& shape, int blocks) {
   p.query_heads = shape.query_heads, p.kv_heads = shape.kv_heads;
   p.scale_log2 = float(M_LOG2E / std::sqrt(double(shape.head_dim)));
   const int calls = int(std::clamp(kMeasuredUs / (Flops(shape) / 5e8), 1., 64.));
-  const double us = Time(calls, [&](int call, cudaStream_t stream) {
+  const double us = GraphUs(calls, kWarmUps, kRepetitions, [&](int call, cudaStream_t stream) {
     device::PrefillParams of = p;
     of.slots = d_slots.get() + call % sets * set_slots;
     return prefill.kernels->launch(of, blocks, stream);
@@ -224,11 +188,7 @@ int Main(int argc, char** argv) {
   app.add_option("--codec", codec, "this one alone: raw, hack:k_bits=3,v_bits=2, ...");
   app.add_option("--shapes", shape_count, "the first of the shapes alone")->check(CLI::PositiveNumber);
   CLI11_PARSE(app, argc, argv);
-  int count = 0;
-  if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess || count == 0) {
-    std::fprintf(stderr, "prefill_gpu_bench: no GPU here: %s\n", cudaGetErrorString(error));
-    return 1;
-  }
+  NeedGpu();
   int blocks = 0;
   CHECK_CUDA(cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, 0));
   const Format formats[] = {{"raw", 0, 0},

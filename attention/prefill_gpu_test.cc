@@ -29,30 +29,6 @@ namespace {
 constexpr int kPageTokens = device::kPrefillPageTokens;
 constexpr uint32_t kNoSlot = DevicePage::kNoSlot;
 
-/// Device memory of a test, freed with it.
-class DeviceBytes {
- public:
-  explicit DeviceBytes(size_t bytes) : bytes_(std::max<size_t>(bytes, 256)) {
-    if (cudaMalloc(&data_, bytes_) != cudaSuccess) data_ = nullptr;
-    EXPECT_NE(data_, nullptr);
-  }
-  ~DeviceBytes() { cudaFree(data_); }
-  DeviceBytes(const DeviceBytes&) = delete;
-  template <typename T>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
-  void Fill(const void* from, size_t bytes) {
-    ASSERT_LE(bytes, bytes_);
-    ASSERT_CUDA(cudaMemcpy(data_, from, bytes, cudaMemcpyHostToDevice));
-  }
-  void Set(int value) { ASSERT_CUDA(cudaMemset(data_, value, bytes_)); }
-
- private:
-  void* data_ = nullptr;
-  size_t bytes_;
-};
-
 enum class Keys { kRandom, kOutliers, kConstantChannels, kOneHot };
 
 struct Shape {

@@ -60,12 +60,14 @@ struct AttendParams {
 
 /// What AttendParams::codec begins with where kernels map. Factors are [kv_heads][head_dim][head_dim], row-major.
 struct alignas(16) MappedSpace {
-  const float* query = nullptr;   // q' = q query
-  const float* output = nullptr;  // of encoded pages' outputs out of the space or, where it folds, of raw pages' into it
-  uint32_t folds = 0;             // outputs stay in the space
+  const float* query = nullptr;  // q' = q query
+  const float* output =
+      nullptr;         // of encoded pages' outputs out of the space or, where it folds, of raw pages' into it
+  uint32_t folds = 0;  // outputs stay in the space
 };
 
-/// Rows of AttendParams::mapped for each of q: itself in the codec's space, outputs of encoded pages there, of raw ones.
+/// Rows of AttendParams::mapped for each of q: itself in the codec's space, outputs of encoded pages there, of raw
+/// ones.
 inline constexpr int kMappedRows = 3;
 
 }  // namespace kvmanager::device

@@ -11,9 +11,10 @@ namespace kvmanager::zack_hack {
 #define KVMANAGER_ZACK_HACK_KEYS(X)                                                                                   \
   X(0x00013444)                                                                                                       \
   X(0x00122344)                                                                                                       \
-  X(0x00023344) X(0x00113344) X(0x00123334) X(0x01122334) X(0x01222234) X(0x11222233) X(0x11122234) X(0x00022444)     \
-      X(0x01222333) X(0x01112344) X(0x00001344) X(0x00012234) X(0x00002334) X(0x00011334) X(0x01112223) X(0x00111234) \
-          X(0x00012333) X(0x00112224) X(0x00122223)
+  X(0x00023344)                                                                                                       \
+  X(0x00113344) X(0x00123334) X(0x01122334) X(0x01222234) X(0x11222233) X(0x11122234) X(0x00022444) X(0x01222333)     \
+      X(0x01112344) X(0x00001344) X(0x00012234) X(0x00002334) X(0x00011334) X(0x01112223) X(0x00111234) X(0x00012333) \
+          X(0x00112224) X(0x00122223)
 #define KVMANAGER_ZACK_HACK_VALUES(X) X(0x00000134) X(0x00001223) X(0x00000233) X(0x00001133) X(0x00000224)
 
 /// One head of a layer's pages: hack_format.h's record with 64 tokens, 8-bit metadata and k_axis=channel.

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <string>
 
 #include "gtest/gtest.h"
@@ -33,5 +35,29 @@ class GpuTest : public ::testing::Test {
     const cudaError_t error_ = (call);                                             \
     ASSERT_EQ(error_, cudaSuccess) << #call << ": " << cudaGetErrorString(error_); \
   } while (0)
+
+/// Device memory of a test, freed with it.
+class DeviceBytes {
+ public:
+  explicit DeviceBytes(size_t bytes) : bytes_(std::max<size_t>(bytes, 256)) {
+    if (cudaMalloc(&data_, bytes_) != cudaSuccess) data_ = nullptr;
+    EXPECT_NE(data_, nullptr);
+  }
+  ~DeviceBytes() { cudaFree(data_); }
+  DeviceBytes(const DeviceBytes&) = delete;
+  template <typename T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  void Fill(const void* from, size_t bytes) {
+    ASSERT_LE(bytes, bytes_);
+    ASSERT_CUDA(cudaMemcpy(data_, from, bytes, cudaMemcpyHostToDevice));
+  }
+  void Set(int value) { ASSERT_CUDA(cudaMemset(data_, value, bytes_)); }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_;
+};
 
 }  // namespace kvmanager
