@@ -241,6 +241,10 @@ absl::Status ArrivalLeaseImpl::Begin() {
     missing.push_back(source.block);
     PageStoreImpl::CountSlots(*source.block, *to_, forms, &wanted);
   }
+  // The GPU may have failed while this waited.
+  if (!missing.empty() && (to_->on_device() ? to_ : missing[0]->cache)->tier->mover == nullptr) {
+    return absl::UnavailableError("the GPU has failed: it moves no pages any more");
+  }
   Reservation slots(to_->tier->pool);
   KV_RETURN_IF_ERROR(store_->Reserve(*to_, wanted, &slots));
   std::vector<Block*> copies;

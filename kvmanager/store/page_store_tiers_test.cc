@@ -283,6 +283,23 @@ TEST_F(PageStoreTiersTest, AGpuThatFailsMovesNothingMore) {
   EXPECT_EQ(store().Copy(made->sequence, CacheConfig::kHost).status().code(), absl::StatusCode::kFailedPrecondition);
 }
 
+TEST_F(PageStoreTiersTest, AGpuThatFailsWhileACopyWaits) {
+  const CacheId cache = test().Open(Config("fake"));
+  const SequenceId moving = Written(cache, MakeText(kPage), kPage);
+  auto first = *store().Copy(moving, CacheConfig::kHost);
+  const SequenceId waiting = Create(cache);
+  AppendEntry entry{waiting, 0, 2 * kPage};
+  ASSERT_TRUE(store().Extend(cache, 0, 1, {&entry, 1}).ok());
+  auto second = *store().Copy(waiting, CacheConfig::kHost);
+  ASSERT_FALSE(first->ready() || second->ready());
+  device().mover.FinishOne(/*moved=*/false);
+  EXPECT_EQ(first->Commit().status().code(), absl::StatusCode::kDataLoss);
+  device().executor.FinishAll();
+  ASSERT_TRUE(second->ready());
+  EXPECT_EQ(second->Commit().status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(device().mover.moves(), 0u);
+}
+
 TEST_F(PageStoreTiersTest, TheHostTakesNothingThatIsNoPage) {
   // Engines write to their slabs: what leaves a GPU may be anything.
   const CacheId cache = test().Open(Config("raw"));
