@@ -392,8 +392,10 @@ class World {
       }
       for (size_t i = 0; i < pages.size(); ++i) sequences[i].pages = pages[i];
       const bool prefills = device_codec_->prefill(layer).kernels != nullptr;
+      std::vector<bool> decoded;  // [row]
       for (AttentionSequence& sequence : sequences) {
         const bool decodes = prefills && sequence.tokens >= PrefillPlanner::kTokensMin;
+        decoded.insert(decoded.end(), size_t(sequence.tokens) * heads, decodes);
         AttentionBatch batch;
         batch.codec = decodes ? decoded_codec_.get() : codec_.get();
         batch.raw_attention = raw_attention_.get();
@@ -411,11 +413,14 @@ class World {
       double error = 0, norm = 0, worst_lse = 0;
       const size_t first = size_t(layer) * kTokensMax * heads;
       for (size_t i = 0; i < row * heads; ++i) {
+        double row_error = 0, row_norm = 0;
         for (size_t c = 0; c < d; ++c) {
           const double got = LoadElement(out.data(), shape_.dtype, (first + i) * d + c), want = wanted[i * d + c];
-          error += (got - want) * (got - want);
-          norm += want * want;
+          row_error += (got - want) * (got - want);
+          row_norm += want * want;
         }
+        error += row_error, norm += row_norm;
+        total_[decoded[i]].error += row_error, total_[decoded[i]].norm += row_norm;
         worst_lse =
             std::max(worst_lse, std::abs(double(lse[first + i]) - wanted_lse[i]) / (1 + std::abs(wanted_lse[i])));
       }
@@ -423,17 +428,18 @@ class World {
       const double bound = Bound(), of_step = identity() ? bound : 4 * bound;
       EXPECT_LE(std::sqrt(error / norm), of_step) << "layer " << layer;
       EXPECT_LE(worst_lse, identity() ? 1e-3 : 2e-2) << "layer " << layer;
-      error_ += error;
-      norm_ += norm;
     }
     EXPECT_EQ(counts_.raw_pairs, counts.raw_pairs);
     EXPECT_EQ(counts_.encoded_pairs, counts.encoded_pairs);
   }
   /// Over all steps.
   void CheckError() const {
-    const double relative = std::sqrt(error_ / norm_);
-    EXPECT_LE(relative, Bound());
-    ::testing::Test::RecordProperty("relative_error", absl::StrCat(relative));
+    for (const bool decoded : {false, true}) {
+      if (total_[decoded].norm == 0) continue;
+      const double relative = std::sqrt(total_[decoded].error / total_[decoded].norm);
+      EXPECT_LE(relative, decoded ? DecodedBound() : Bound()) << (decoded ? "entries of many tokens" : "");
+      ::testing::Test::RecordProperty(decoded ? "relative_error_decoded" : "relative_error", absl::StrCat(relative));
+    }
   }
   void set_counts() { counts_ = step_->counts(); }
 
@@ -595,6 +601,8 @@ class World {
 
   /// MILLION's queries have 8 bits on the CPU and 16 here.
   double Bound() const { return shape_.million ? 3e-2 : shape_.dtype == DType::kFloat16 ? 1e-3 : 4e-3; }
+  /// Weights have the dtype's precision on tensor cores: prefill_gpu_test's bound for keys with outliers.
+  double DecodedBound() const { return shape_.dtype == DType::kFloat16 ? 3e-3 : 1.6e-2; }
   uint8_t* Slot(uint32_t slot) const { return pool_->data() + slot * device::kSlotUnitBytes; }
   std::shared_ptr<Page> NewRawPage() {
     auto page = std::make_shared<Page>();
@@ -626,7 +634,9 @@ class World {
   std::deque<Sequence> sequences_;
   std::unique_ptr<DeviceStep> step_;
   DeviceStep::Counts counts_;
-  double error_ = 0, norm_ = 0;
+  struct Sums {
+    double error = 0, norm = 0;
+  } total_[2];  // of entries attended to as the CPU does; of those for which encoded pages are decoded
 };
 
 class DeviceStepGpu : public GpuTest {};
