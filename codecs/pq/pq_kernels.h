@@ -21,8 +21,12 @@ constexpr size_t kPadding = 64;  // values beyond the last that look_up and sele
 // of 2): shift is 0 but for scores that spread wider than 16 bits tell apart.
 constexpr int kUnitsPerOctave = 128;
 constexpr int kShiftMax = 15;
-/// Tokens this far below the best are all alike: 2^-100.
-constexpr int kOctavesKept = 100;
+/// Weights are summed in runs of so many middle tokens, so that runs need not know of one another; each is relative to
+/// its own best token, rounded down to a whole octave, so that what brings them together is a power of two.
+constexpr size_t kWeightRun = 512;
+/// Tokens this far below the best of their run are all alike, and so are runs this far below the best one: 2^-40. Every
+/// product of a weight and a factor is then a normal number.
+constexpr int kOctavesKept = 40;
 
 /// Attention of a few query rows over tokens given by the addresses of their K and V.
 struct RowArguments {
@@ -69,7 +73,9 @@ struct Kernels {
   void (*look_up)(const LookUpArguments& a);
   /// The least of n sums.
   uint16_t (*least)(const uint16_t* sums, size_t n);
-  /// sums[i] becomes the bits of a bfloat16: 2^(-(sums[i] - least) * 2^shift / 128), within 0.9%. Returns their sum.
+  /// sums[i] becomes the bits of a bfloat16: 2^(-(sums[i] - least) * 2^shift / 128), within 0.9%. Returns their sum: of
+  /// 32 in fp32, the j-th of tokens j, j + 32, ... in order, whose neighbours are added, then neighbours of those, and
+  /// so on.
   float (*exponentials)(uint16_t* sums, size_t n, uint16_t least, int shift);
   /// out[i] = sum over rows r of e[r][i] * weight[r]; weights of 16 significant bits, so that products are exact.
   void (*weigh)(const uint16_t* const* e, int rows, size_t n, const float* weight, float* out);

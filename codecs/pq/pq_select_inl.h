@@ -89,11 +89,12 @@ KVMANAGER_INLINE float ExponentialsOf(uint16_t* sums, size_t n, uint16_t least, 
     for (int v = 0; v < kVectors16; ++v) add(v, LoadH(rest + v * kLanes16));
   }
   // The same 32 sums, added in the same order, on every instruction set.
-  float sum = 0;
-  for (int v = 0; v < kVectors16; ++v) {
-    for (int l = 0; l < kLanes; ++l) sum += even[v][l] + odd[v][l];
+  float sums_of[kBlock16 / 2];
+  for (int v = 0; v < kVectors16; ++v) StoreF(sums_of + v * kLanes, even[v] + odd[v]);
+  for (size_t count = kBlock16 / 4; count > 0; count /= 2) {
+    for (size_t j = 0; j < count; ++j) sums_of[j] = sums_of[2 * j] + sums_of[2 * j + 1];
   }
-  return sum;
+  return sums_of[0];
 }
 
 float Exponentials(uint16_t* sums, size_t n, uint16_t least, int shift) {

@@ -13,6 +13,15 @@ constexpr float kUnitsPerNat = kUnitsPerOctave * 1.44269504f;
 constexpr float kPartLimit = kSumMax - kSubspacesAtOnce;
 constexpr float kTotalLimit = UINT16_MAX - Parameters::kSubspacesMax;
 
+constexpr size_t RunsOf(size_t middle) { return (middle + kWeightRun - 1) / kWeightRun; }
+/// 2^-octaves, of the whole octaves from a run's least sum down to the best one.
+float RunFactor(uint32_t least, uint32_t best, int shift) {
+  const uint64_t octaves = (uint64_t{least - best} << shift) / kUnitsPerOctave;
+  const uint32_t bits = uint32_t(127 - std::min<uint64_t>(octaves, kOctavesKept)) << 23;
+  float factor;
+  std::memcpy(&factor, &bits, sizeof factor);
+  return factor;
+}
 constexpr size_t AlignUp(size_t n) { return (n + 63) / 64 * 64; }
 
 /// How a row's distances are counted: entry = nats * inverse; one unit is 2^shift / kUnitsPerNat nats.
@@ -78,7 +87,8 @@ SelectionScratch::SelectionScratch(const Parameters& parameters, int rows, size_
   indices_at = candidates_at + AlignUp((middle_tokens_max + kPadding) * sizeof(uint32_t));
   chosen_at = indices_at + AlignUp((middle_tokens_max + kPadding) * sizeof(uint32_t));
   tables_at = chosen_at + AlignUp((chosen_max + kPadding) * sizeof(uint32_t));
-  bytes = tables_at + (256 * sizeof(float) + kTableBytes) * size_t(parameters.m) * rows;
+  runs_at = tables_at + (256 * sizeof(float) + kTableBytes) * size_t(parameters.m) * rows;
+  bytes = runs_at + sizeof(RunSum) * rows * RunsOf(middle_tokens_max);
 }
 
 absl::Span<const uint32_t> SelectByCodes(const Kernels& kernels, const Codebook& codebook, const SelectionTask& task,
@@ -134,15 +144,39 @@ absl::Span<const uint32_t> SelectByCodes(const Kernels& kernels, const Codebook&
     }
     a.sums += run.tokens;
   }
-  const uint16_t* row[kRowsMax];
-  float weight[kRowsMax];
+  // Each run's weights relative to its own best token; then each row's sum of all, run by run.
+  const size_t run_count = RunsOf(task.middle);
+  const auto run_tokens = [&](size_t run) { return std::min(kWeightRun, task.middle - run * kWeightRun); };
+  RunSum* run_sums = reinterpret_cast<RunSum*>(workspace + scratch.runs_at);
+  float factor[kRowsMax];
+  uint32_t best[kRowsMax];
   for (int r = 0; r < task.rows; ++r) {
-    uint16_t* sums = scores + size_t(r) * scratch.score_stride;
-    const uint16_t least = kernels.least(sums, task.middle);
-    weight[r] = Shortened(1.0f / kernels.exponentials(sums, task.middle, least, units[r].shift));
-    row[r] = sums;
+    RunSum* of_row = run_sums + r * run_count;
+    const uint32_t whole_octaves = ~uint32_t((kUnitsPerOctave - 1) >> units[r].shift);
+    best[r] = UINT16_MAX;
+    for (size_t run = 0; run < run_count; ++run) {
+      uint16_t* sums = scores + size_t(r) * scratch.score_stride + run * kWeightRun;
+      const uint32_t least = kernels.least(sums, run_tokens(run)) & whole_octaves;
+      of_row[run] = {kernels.exponentials(sums, run_tokens(run), uint16_t(least), units[r].shift), least};
+      best[r] = std::min(best[r], least);
+    }
+    float sum = 0;
+    for (size_t run = 0; run < run_count; ++run) {
+      sum += of_row[run].sum * RunFactor(of_row[run].least, best[r], units[r].shift);
+    }
+    factor[r] = Shortened(1.0f / sum);
   }
-  kernels.weigh(row, task.rows, task.middle, weight, reinterpret_cast<float*>(workspace + scratch.weights_at));
+  float* weights = reinterpret_cast<float*>(workspace + scratch.weights_at);
+  for (size_t run = 0; run < run_count; ++run) {
+    const uint16_t* row[kRowsMax];
+    float weight[kRowsMax];
+    for (int r = 0; r < task.rows; ++r) {
+      const uint32_t least = run_sums[r * run_count + run].least;
+      weight[r] = factor[r] * RunFactor(least, best[r], units[r].shift);
+      row[r] = scores + size_t(r) * scratch.score_stride + run * kWeightRun;
+    }
+    kernels.weigh(row, task.rows, run_tokens(run), weight, weights + run * kWeightRun);
+  }
   return Choose(kernels, task, scratch, workspace);
 }
 

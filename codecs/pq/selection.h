@@ -3,9 +3,9 @@
 //
 // Scores are sums of table entries in 16 bits, in units of 1/128 of an octave (0.0054 nats): a score is off by at most
 // m / 2 units; the weight of a token, a bfloat16, by another 0.9%. Where a query's scores spread wider than 88 nats
-// over four sub-vectors, or 354 in all, the unit is a power of two times that. Tokens 100 octaves below the best are
-// alike. What is chosen by codes is the same on every instruction set. Functions of their arguments; any thread;
-// nothing is allocated.
+// over four sub-vectors, or 354 in all, the unit is a power of two times that. Tokens 40 octaves below the best of
+// their run of 512 are alike. What is chosen by codes is the same on every instruction set, and on a GPU
+// (pq_select_cuda.cu). Functions of their arguments; any thread; nothing is allocated.
 #pragma once
 
 #include <cstddef>
@@ -39,6 +39,13 @@ struct SelectionScratch {
   size_t indices_at;               // [middle] uint32_t
   size_t chosen_at;                // [chosen] uint32_t
   size_t tables_at;                // [rows][m][256] float, then [rows][m][kTableBytes]
+  size_t runs_at;                  // [rows][runs of kWeightRun] RunSum
+};
+
+/// Of a row's weights in a run of kWeightRun tokens.
+struct RunSum {
+  float sum = 0;  // relative to `least`
+  uint32_t least = 0;
 };
 
 struct SelectionTask {
