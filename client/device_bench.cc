@@ -9,6 +9,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <fstream>
 #include <map>
@@ -28,6 +29,7 @@
 #include "codecs/registry.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/memory/sm_clock.h"
 
 namespace kvmanager::client {
 namespace {
@@ -56,7 +58,7 @@ std::string Text(Beside beside) {
 
 struct Arguments {
   std::string daemon, json, pool = "24GiB";
-  int batch = 16, context = 8192, rounds = 2000, steps = 600, repeats = 3;
+  int batch = 16, context = 8192, rounds = 2000, steps = 600, settle_steps = 1000, change_steps = 100, repeats = 3;
   bool only_steps = false;
   std::vector<Beside> beside = {Beside::kEncodeHere, Beside::kEncodeByDaemon};
   double encode_gb_per_s = 10;
@@ -219,59 +221,62 @@ absl::StatusOr<nlohmann::json> Ways(const std::string& address, const Arguments&
                         {"daemon_less_own_less_empty_p50_us", daemon.p50_us - own.p50_us - ping.p50_us}};
 }
 
-/// Pages are appended and encoded beside the engine, at a rate of raw bytes; by this process or by the daemon.
+/// Pages are appended and encoded beside the engine, at a rate of raw bytes, while it is on; by this process or by the
+/// daemon.
 class Load {
  public:
   Load(const std::string& address, const Arguments& arguments, Beside beside)
       : address_(address), arguments_(arguments), beside_(beside), thread_([this] { status_ = Run(); }) {}
   ~Load() { (void)Stop(); }
-  bool started() const { return started_ || ended_; }
-  /// GB/s of raw K and V that were appended, and encoded if anybody does.
-  absl::StatusOr<double> Stop() {
+  /// It has run once, so that nothing is made or loaded for the first time later; or it has failed.
+  bool ready() const { return ready_ || ended_; }
+  void Set(bool on) { on_ = on; }
+  /// Bytes of raw K and V that were appended, and encoded if anybody does.
+  double bytes() const { return double(chunks_) * kChunkBytes; }
+  absl::Status Stop() {
     stop_ = true;
     if (thread_.joinable()) thread_.join();
-    KV_RETURN_IF_ERROR(status_);
-    return gb_per_s_;
+    return status_;
   }
 
  private:
+  static constexpr int kSequenceTokens = 8192;  // of which a chunk is appended at a time, as of a prefill in chunks
+  static constexpr double kChunkBytes = double{kFillTokens} * 2 * kKvRowBytes * kLayers;
+
   absl::Status Run() {
     const absl::Status status = Work();
     ended_ = true;
     return status;
   }
   absl::Status Work() {
-    constexpr int kTokens = kFillTokens, kSequenceTokens = 8192;  // as of a prefill in chunks
     KV_ASSIGN_OR_RETURN(auto engine, Engine::Make(address_, arguments_.busy_poll_us, "load",
                                                   beside_ == Beside::kAppend ? "raw" : kCodec, true,
-                                                  beside_ != Beside::kEncodeByDaemon, kTokens));
+                                                  beside_ != Beside::kEncodeByDaemon, kFillTokens));
     KV_RETURN_IF_ERROR(engine->AddSequences(1));
-    const double bytes = double{kTokens} * 2 * kKvRowBytes * kLayers;
-    const double pause_us = bytes / arguments_.encode_gb_per_s * 1e-3;
-    uint64_t position = 0, appended = 0;
-    double begin = NowUs(), next = begin;
+    const double pause_us = kChunkBytes / arguments_.encode_gb_per_s * 1e-3;
+    uint64_t position = 0;
+    double next = 0;
     while (!stop_) {
+      if (ready_ && !on_) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        continue;
+      }
+      KV_RETURN_IF_ERROR(engine->Append(*engine->sequences[0], position, kFillTokens));
+      position += kFillTokens;
       if (position == kSequenceTokens) {
         KV_RETURN_IF_ERROR(engine->Wait());
         engine->run->Forget(engine->sequences[0]->id());
         engine->sequences.clear();
         KV_RETURN_IF_ERROR(engine->AddSequences(1));
         position = 0;
+        ready_ = true;
       }
-      KV_RETURN_IF_ERROR(engine->Append(*engine->sequences[0], position, kTokens));
-      position += kTokens;
-      if (!started_) {
-        started_ = true;
-        begin = next = NowUs();
-      } else {
-        ++appended;
-      }
+      ++chunks_;
       // A chunk that is late is not made up for: the rate is never above what was asked for.
       next = std::max(next + pause_us, NowUs());
       while (NowUs() < next && !stop_) std::this_thread::yield();
     }
     KV_RETURN_IF_ERROR(engine->Wait());
-    gb_per_s_ = double(appended) * bytes / (NowUs() - begin) * 1e-3;
     engine->run->Forget(engine->sequences[0]->id());
     return absl::OkStatus();
   }
@@ -279,26 +284,51 @@ class Load {
   const std::string address_;
   const Arguments& arguments_;
   const Beside beside_;
-  std::atomic<bool> stop_{false}, started_{false}, ended_{false};
+  std::atomic<bool> stop_{false}, on_{false}, ready_{false}, ended_{false};
+  std::atomic<uint64_t> chunks_{0};
   absl::Status status_;
-  double gb_per_s_ = 0;
   std::thread thread_;
 };
 
-/// Whole steps of all layers, appending a token to each sequence; alone and beside encoding.
+/// Steps of all layers, one after the other, and what they took.
+struct Phase {
+  Percentiles us;
+  double sm_mhz_least = 0, sm_mhz_most = 0;
+  double seconds = 0;
+  nlohmann::json Json() const {
+    nlohmann::json json = us.Json();
+    json["sm_mhz_least"] = sm_mhz_least, json["sm_mhz_most"] = sm_mhz_most;
+    return json;
+  }
+};
+
+/// Whole steps of all layers, appending a token to each sequence; alone and beside encoding, by turns. Steps never
+/// pause: a GPU whose load rises after a pause lowers its clock for some tenths of a second, a second later. What the
+/// clock was is part of the result.
 absl::StatusOr<nlohmann::json> Steps(const std::string& address, const Arguments& arguments) {
   KV_ASSIGN_OR_RETURN(auto engine,
                       Engine::Make(address, arguments.busy_poll_us, "steps", kCodec, false, true, kFillTokens));
   KV_RETURN_IF_ERROR(engine->AddSequences(arguments.batch));
   KV_RETURN_IF_ERROR(engine->Fill(arguments.context));
+  std::map<Beside, std::unique_ptr<Load>> loads;
+  for (const Beside beside : arguments.beside) {
+    if (loads.count(beside)) continue;
+    Load& load = *(loads[beside] = std::make_unique<Load>(address, arguments, beside));
+    while (!load.ready()) std::this_thread::yield();
+  }
   uint64_t position = uint64_t(arguments.context);
-  const auto measure = [&]() -> absl::StatusOr<Percentiles> {
+  cudaEvent_t first, last;
+  KV_RETURN_IF_ERROR(Cuda(cudaEventCreate(&first), "cudaEventCreate"));
+  KV_RETURN_IF_ERROR(Cuda(cudaEventCreate(&last), "cudaEventCreate"));
+  void* pinned = nullptr;
+  KV_RETURN_IF_ERROR(Cuda(cudaMallocHost(&pinned, sizeof(SmClockSample)), "cudaMallocHost"));
+  auto* const clock = static_cast<SmClockSample*>(pinned);
+  const auto run = [&](int steps) -> absl::StatusOr<Phase> {
+    Phase phase;
     std::vector<double> us;
     std::vector<StepEntry> entries(engine->sequences.size());
-    cudaEvent_t first, last;
-    KV_RETURN_IF_ERROR(Cuda(cudaEventCreate(&first), "cudaEventCreate"));
-    KV_RETURN_IF_ERROR(Cuda(cudaEventCreate(&last), "cudaEventCreate"));
-    for (int i = 0; i < arguments.steps; ++i, ++position) {
+    const double begin = NowUs();
+    for (int i = 0; i < steps; ++i, ++position) {
       for (size_t s = 0; s < entries.size(); ++s) entries[s] = {engine->sequences[s]->id(), position, 1};
       KV_RETURN_IF_ERROR(engine->run->Begin(entries, true, true));
       KV_RETURN_IF_ERROR(Cuda(cudaEventRecord(first, engine->stream), "cudaEventRecord"));
@@ -308,38 +338,48 @@ absl::StatusOr<nlohmann::json> Steps(const std::string& address, const Arguments
       }
       KV_RETURN_IF_ERROR(Cuda(cudaEventRecord(last, engine->stream), "cudaEventRecord"));
       KV_RETURN_IF_ERROR(engine->run->End());
+      KV_RETURN_IF_ERROR(Cuda(cudaError_t(SampleSmClock(clock, engine->stream)), "SampleSmClock"));
       KV_RETURN_IF_ERROR(engine->Wait());
       float ms = 0;
       KV_RETURN_IF_ERROR(Cuda(cudaEventElapsedTime(&ms, first, last), "cudaEventElapsedTime"));
       us.push_back(double(ms) * 1e3);
+      phase.sm_mhz_least = i == 0 ? clock->mhz() : std::min(phase.sm_mhz_least, clock->mhz());
+      phase.sm_mhz_most = std::max(phase.sm_mhz_most, clock->mhz());
     }
-    return Of(std::move(us));
+    phase.seconds = (NowUs() - begin) * 1e-6;
+    phase.us = Of(std::move(us));
+    return phase;
   };
-  KV_RETURN_IF_ERROR(measure().status());  // warm
-  nlohmann::json json;
+  KV_ASSIGN_OR_RETURN(const Phase rising, run(arguments.settle_steps));  // after a pause
+  nlohmann::json json = {{"rising", rising.Json()}, {"runs", nlohmann::json::array()}};
   // Contexts grow from step to step, so what is idle is measured before and after.
-  KV_ASSIGN_OR_RETURN(Percentiles before, measure());
+  KV_ASSIGN_OR_RETURN(Phase before, run(arguments.steps));
   for (int again = 0; again < arguments.repeats; ++again) {
     for (const Beside beside : arguments.beside) {
-      Percentiles loaded;
-      double gb_per_s = 0;
-      {
-        Load load(address, arguments, beside);
-        while (!load.started()) std::this_thread::yield();
-        KV_ASSIGN_OR_RETURN(loaded, measure());
-        KV_ASSIGN_OR_RETURN(gb_per_s, load.Stop());
-      }
-      KV_ASSIGN_OR_RETURN(const Percentiles after, measure());
-      json.push_back({{"encodes", Text(beside)},
-                      {"idle_before", before.Json()},
-                      {"step", loaded.Json()},
-                      {"idle_after", after.Json()},
-                      {"encoded_gb_per_s", gb_per_s},
-                      {"p50_ratio", 2 * loaded.p50_us / (before.p50_us + after.p50_us)},
-                      {"p99_ratio", 2 * loaded.p99_us / (before.p99_us + after.p99_us)}});
+      Load& load = *loads[beside];
+      load.Set(true);
+      KV_ASSIGN_OR_RETURN(const Phase changing, run(arguments.change_steps));
+      const double bytes = load.bytes();
+      KV_ASSIGN_OR_RETURN(const Phase loaded, run(arguments.steps));
+      const double gb_per_s = (load.bytes() - bytes) / loaded.seconds * 1e-9;
+      load.Set(false);
+      KV_RETURN_IF_ERROR(run(arguments.change_steps).status());
+      KV_ASSIGN_OR_RETURN(const Phase after, run(arguments.steps));
+      json["runs"].push_back({{"encodes", Text(beside)},
+                              {"idle_before", before.Json()},
+                              {"change", changing.Json()},
+                              {"step", loaded.Json()},
+                              {"idle_after", after.Json()},
+                              {"encoded_gb_per_s", gb_per_s},
+                              {"p50_ratio", 2 * loaded.us.p50_us / (before.us.p50_us + after.us.p50_us)},
+                              {"p99_ratio", 2 * loaded.us.p99_us / (before.us.p99_us + after.us.p99_us)}});
       before = after;
     }
   }
+  for (auto& [beside, load] : loads) KV_RETURN_IF_ERROR(load->Stop());
+  cudaEventDestroy(first);
+  cudaEventDestroy(last);
+  cudaFreeHost(pinned);
   return json;
 }
 
@@ -353,6 +393,13 @@ int Main(int argc, char** argv) {
   app.add_option("--context", arguments.context, "tokens")->check(CLI::Range(64, 1 << 20))->capture_default_str();
   app.add_option("--rounds", arguments.rounds, "calls per measurement")->capture_default_str();
   app.add_option("--steps", arguments.steps, "steps per measurement")->capture_default_str();
+  app.add_option("--settle-steps", arguments.settle_steps,
+                 "before the first measurement, for the GPU's clock to settle")
+      ->check(CLI::Range(1, 100000))
+      ->capture_default_str();
+  app.add_option("--change-steps", arguments.change_steps, "that are not measured when what goes on beside changes")
+      ->check(CLI::Range(1, 100000))
+      ->capture_default_str();
   app.add_flag("--only-steps", arguments.only_steps, "no attention of one layer");
   app.add_option("--beside", arguments.beside, "what goes on beside steps: own, daemon (which encode), appends")
       ->delimiter(',')
