@@ -46,7 +46,12 @@ DevicePlanner::DevicePlanner(const Options& options)
       group_heads_(uint32_t(options.query_heads / options.layout.kv_heads)),
       raw_cost_(uint32_t(2 * options.layout.raw_head_bytes())) {
   KV_CHECK(options.query_heads > 0 && options.query_heads % options.layout.kv_heads == 0);
-  KV_CHECK(options.blocks > 0 && options.warps > 0 && options.encoded_cost > 0);
+  KV_CHECK(options.blocks > 0 && options.warps > 0 && options.encoded_cost > 0 && options.encoded_units > 0);
+  KV_CHECK(options.head_costs.empty() || options.head_costs.size() == options.layout.kv_heads);
+}
+
+uint32_t DevicePlanner::CostOfEncoded(uint32_t head) const {
+  return options_.head_costs.empty() ? options_.encoded_cost : options_.head_costs[head];
 }
 
 uint32_t DevicePlanner::FirstNearPage(uint32_t own, uint32_t aged, uint32_t lag_pages) {
@@ -114,7 +119,7 @@ void DevicePlanner::AddGroup(const DeviceSequence& sequence, uint32_t first_row_
         item.kv_head = uint16_t(head);
         item.first_row = uint16_t(row);
         item.rows = uint8_t(tile_rows);
-        runs_.push_back({item, tiles_, raw ? raw_cost_ : options_.encoded_cost});
+        runs_.push_back({item, tiles_, raw ? raw_cost_ : CostOfEncoded(head)});
       }
     }
   }
@@ -124,7 +129,8 @@ void DevicePlanner::AddGroup(const DeviceSequence& sequence, uint32_t first_row_
 uint32_t DevicePlanner::BlocksFor() const {
   uint64_t units = 0;
   for (const Run& run : runs_) {
-    const uint32_t of_page = run.item.form == PageForm::kRaw ? options_.layout.page_tokens / kRawUnitTokens : 1;
+    const uint32_t of_page = run.item.form == PageForm::kRaw ? options_.layout.page_tokens / kRawUnitTokens
+                                                             : uint32_t(options_.encoded_units);
     units += uint64_t{run.item.pages} * of_page;
   }
   const uint64_t warps = uint64_t(options_.warps);

@@ -62,6 +62,9 @@ class DevicePlanner {
     int blocks = 0;             // of threads that run at once
     int warps = 0;              // of a block
     uint32_t encoded_cost = 0;  // of one head of a page (device::AttendKernels)
+    int encoded_units = 1;      // the same
+    /// By the number of the head; empty: encoded_cost. Items' heads are then places (device::HeadCosts).
+    std::vector<uint32_t> head_costs;
   };
   explicit DevicePlanner(const Options& options);
 
@@ -89,6 +92,7 @@ class DevicePlanner {
     uint32_t page_cost;
   };
   void AddGroup(const DeviceSequence& sequence, uint32_t first_row_token, int token, int tokens, DevicePlanSize* size);
+  uint32_t CostOfEncoded(uint32_t head) const;
   uint32_t BlocksFor() const;
   void Share(uint64_t blocks);
   bool ShareByTiles(uint64_t limit, uint64_t blocks);

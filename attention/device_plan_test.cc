@@ -213,6 +213,45 @@ TEST(DevicePlan, BlocksHaveAsMuchWork) {
   EXPECT_LE(*std::max_element(costs.begin(), costs.end()), even + even / 10 + 5);
 }
 
+TEST(DevicePlan, BlocksHaveAsMuchWorkWhereHeadsCostDifferently) {
+  for (const int sequences : {1, 3, 16, 64}) {
+    DevicePlanner::Options o;
+    o.layout.kv_heads = 8;
+    o.layout.head_dim = 128;
+    o.layout.page_tokens = 64;
+    o.query_heads = 32;
+    o.lag_pages = 2;
+    o.blocks = 132;
+    o.warps = 11;
+    o.encoded_cost = 1;
+    o.encoded_units = 2;
+    for (const uint32_t ranks : {224, 176, 144, 128, 112, 112, 80, 48}) o.head_costs.push_back(ranks * 64 * 2);
+    DeviceTables tables;
+    const uint64_t context = 32768;
+    for (int s = 0; s < sequences; ++s) {
+      std::vector<DevicePage> pages(context / 64);
+      for (size_t j = 0; j < pages.size(); ++j) {
+        (j + 3 >= pages.size() ? pages[j].raw : pages[j].encoded) = uint32_t(j);
+      }
+      tables.Add(pages, 0, context - 1, 1);
+    }
+    std::vector<AttendItem> items(10000);
+    const auto planned = DevicePlanner(o).Plan(tables.sequences(), absl::MakeSpan(items));
+    ASSERT_TRUE(planned.ok()) << planned.status();
+    std::vector<uint64_t> costs;
+    for (uint32_t b = 0; b < 132; ++b) {
+      costs.push_back(0);
+      for (uint32_t at = b;; at = items[at].next) {
+        const uint64_t raw = 2 * o.layout.raw_head_bytes();
+        costs.back() += items[at].pages * (items[at].form == PageForm::kRaw ? raw : o.head_costs[items[at].kv_head]);
+        if (items[at].next == 0) break;
+      }
+    }
+    const uint64_t even = std::accumulate(costs.begin(), costs.end(), uint64_t{0}) / 132;
+    EXPECT_LE(*std::max_element(costs.begin(), costs.end()), even + even / 10 + 128 * 1024) << sequences;
+  }
+}
+
 TEST(DevicePlan, BlocksWorkOnWholeTilesOrOnPartsOfOneWhereThatCostsLittle) {
   for (const int sequences : {1, 4, 16, 48}) {
     DevicePlanner::Options o;

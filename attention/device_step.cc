@@ -42,6 +42,7 @@ class CudaDeviceStep final : public DeviceStep {
         group_heads_(options.query_heads / options.layout.kv_heads),
         scale_log2_(float(M_LOG2E) * ScaleOf(options)),
         kernels_(options.layers),
+        head_costs_(options.layers),
         prefill_(options.layers),
         device_(options.stream),
         holds_(options.layers, 0),
@@ -69,7 +70,8 @@ class CudaDeviceStep final : public DeviceStep {
   /// Layers that share a plan.
   struct Class {
     const AttendKernels* kernels;
-    bool prefill;  // long entries have a plan of their own
+    const uint32_t* costs;  // device::HeadCosts
+    bool prefill;           // long entries have a plan of their own
     StepReading reading;
     uint64_t version;  // of the plan; never 0
     DevicePlanSize size;
@@ -78,6 +80,7 @@ class CudaDeviceStep final : public DeviceStep {
   /// A kernel's planner; layers may differ in theirs.
   struct Planner {
     const AttendKernels* kernels;
+    const uint32_t* costs;
     DevicePlanner planner;
     int blocks;
   };
@@ -99,6 +102,7 @@ class CudaDeviceStep final : public DeviceStep {
   const int group_heads_;
   const float scale_log2_;
   std::vector<const AttendKernels*> kernels_;  // [layers]
+  std::vector<device::HeadCosts> head_costs_;  // [layers]
   std::vector<device::Prefill> prefill_;       // [layers]
   std::vector<Planner> planners_;
   std::optional<PrefillPlanner> prefill_planner_;  // if some layer has kernels
@@ -156,6 +160,8 @@ absl::Status CudaDeviceStep::Init() {
   for (int layer = 0; layer < o_.layers; ++layer) {
     const AttendKernels* const kernels = o_.codec->attention(layer);
     kernels_[layer] = kernels;
+    head_costs_[layer] = o_.codec->head_costs(layer);
+    const uint32_t* const costs = head_costs_[layer].costs;
     prefill_[layer] = PrefillOf(o_, layer);
     if (const device::PrefillKernels* const prefill = prefill_[layer].kernels; prefill != nullptr) {
       const auto had = [&](const device::Prefill& p) { return p.kernels == prefill; };
@@ -164,7 +170,7 @@ absl::Status CudaDeviceStep::Init() {
       }
       if (!prefill_planner_) prefill_planner_.emplace(PrefillOptions(o_));
     }
-    const auto same = [&](const Planner& p) { return p.kernels == kernels; };
+    const auto same = [&](const Planner& p) { return p.kernels == kernels && p.costs == costs; };
     if (std::any_of(planners_.begin(), planners_.end(), same)) continue;
     KV_RETURN_IF_ERROR(CudaStatus(kernels->prepare(), "preparing the attention kernel"));
     DevicePlanner::Options plan;
@@ -175,7 +181,9 @@ absl::Status CudaDeviceStep::Init() {
     plan.blocks = blocks_of(*kernels);
     plan.warps = kernels->grid.warps;
     plan.encoded_cost = kernels->encoded_cost;
-    planners_.push_back({kernels, DevicePlanner(plan), plan.blocks});
+    plan.encoded_units = kernels->encoded_units;
+    if (costs != nullptr) plan.head_costs.assign(costs, costs + o_.layout.kv_heads);
+    planners_.push_back({kernels, costs, DevicePlanner(plan), plan.blocks});
   }
   items_.resize(items_max_);
   prefill_items_.resize(sizes_.prefill_items_max);
@@ -288,10 +296,13 @@ absl::Status CudaDeviceStep::FindClasses(int first_layer, int end_layer) {
     int index = 0;
     for (; index < int(classes_.size()); ++index) {
       const Class& other = classes_[index];
-      if (other.kernels == kernels_[layer] && other.prefill == Prefills(layer) && other.reading == reading_) break;
+      if (other.kernels == kernels_[layer] && other.costs == head_costs_[layer].costs &&
+          other.prefill == Prefills(layer) && other.reading == reading_) {
+        break;
+      }
     }
     if (index == int(classes_.size())) {
-      classes_.push_back({kernels_[layer], Prefills(layer), reading_, ++versions_, {}, {}});
+      classes_.push_back({kernels_[layer], head_costs_[layer].costs, Prefills(layer), reading_, ++versions_, {}, {}});
     }
     class_of_[layer] = index;
   }
@@ -303,8 +314,8 @@ absl::Status CudaDeviceStep::PlanClass(Class* of) {
   if (items_version_ == of->version) return absl::OkStatus();
   tables_.MakeSequences(entries_, of->reading, &sequences_, of->prefill ? PrefillPlanner::kTokensMin : INT_MAX,
                         &long_sequences_);
-  const auto planner =
-      std::find_if(planners_.begin(), planners_.end(), [&](const Planner& p) { return p.kernels == of->kernels; });
+  const auto planner = std::find_if(planners_.begin(), planners_.end(),
+                                    [&](const Planner& p) { return p.kernels == of->kernels && p.costs == of->costs; });
   items_version_ = 0;
   of->size = {}, of->prefill_size = {};
   if (!sequences_.empty()) {
@@ -489,6 +500,7 @@ absl::Status CudaDeviceStep::Attend(int layer, const void* q, void* out, float* 
   p.scale_log2 = scale_log2_;
   p.bfloat16 = o_.layout.dtype == DType::kBFloat16;
   p.codec = o_.codec->attention_data(layer);
+  p.heads = head_costs_[layer].heads;
   p.tokens = tokens_;
   p.mapped = d_mapped_;
   const AttendKernels& kernels = *kernels_[layer];

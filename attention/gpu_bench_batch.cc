@@ -14,6 +14,9 @@
 #include "codecs/hack/hack_encode_cuda.h"
 #include "codecs/million/million_attention_cuda.h"
 #include "codecs/raw/raw_attention_cuda.h"
+#include "codecs/zack/zack_codec.h"
+#include "codecs/zack/zack_testing.h"
+#include "codecs/zack_hack/rotated_codec.h"
 #include "codecs/zack_hack/zack_hack.h"
 
 namespace kvmanager {
@@ -68,6 +71,7 @@ std::unique_ptr<BenchBatch> BenchBatch::Make(const BenchCodec& codec, const Benc
     if (contents == Contents::kEncoded) return nullptr;  // the oracle knows no rotation
     b.MakeMapped(codec);
   }
+  if (codec.zack) b.MakeZack();
   const bool encodes = b.encodes();
   if (b.kernels_ == nullptr) return nullptr;
 
@@ -129,6 +133,9 @@ std::unique_ptr<BenchBatch> BenchBatch::Make(const BenchCodec& codec, const Benc
   o.blocks = b.blocks_ = multiprocessors * b.kernels_->grid.blocks_per_sm;
   o.warps = b.kernels_->grid.warps;
   o.encoded_cost = b.kernels_->encoded_cost;
+  o.encoded_units = b.kernels_->encoded_units;
+  const device::HeadCosts costs = b.device_codec_ == nullptr ? device::HeadCosts() : b.device_codec_->head_costs(0);
+  if (costs.costs != nullptr) o.head_costs.assign(costs.costs, costs.costs + shape.kv_heads);
   std::vector<DeviceSequence> sequences(b.contexts_.size());
   for (size_t s = 0; s < sequences.size(); ++s) {
     sequences[s].raw_table = b.first_pages_[s];
@@ -177,6 +184,7 @@ std::unique_ptr<BenchBatch> BenchBatch::Make(const BenchCodec& codec, const Benc
   p.codec = b.pairs();
   if (b.device_codec_ != nullptr) {
     p.codec = b.device_codec_->attention_data(0);
+    p.heads = costs.heads;
     p.tokens = uint32_t(b.contexts_.size() * shape.tokens);
     b.mapped_ = Allocate<float>(device::kMappedRows * rows * shape.head_dim);
     p.mapped = b.mapped_.get();
@@ -198,8 +206,27 @@ void BenchBatch::MakeMapped(const BenchCodec& codec) {
     std::exit(1);
   }
   codec_ = *std::move(made);
-  format_ = std::make_unique<hack::HackFormat>(static_cast<const hack::HackCodec&>(rotated()->inner(0)).format());
+  const auto& rotated = static_cast<const zack::RotatedCodec&>(*codec_);
+  format_ = std::make_unique<hack::HackFormat>(static_cast<const hack::HackCodec&>(rotated.inner(0)).format());
   encoded_bytes_ = format_->page_bytes;
+  device_codec_ = codec_->NewDeviceCodec();
+  kernels_ = device_codec_ == nullptr ? nullptr : device_codec_->attention(0);
+}
+
+void BenchBatch::MakeZack() {
+  zack_ = true;
+  const CodecContext context = zack::MakeContext(layout_, 1, shape_.query_heads);
+  // Of 128 dimensions; K and V of a head differ, and heads do in what they keep.
+  constexpr int kOf4[] = {96, 112, 48, 64, 64, 48, 48, 32};
+  constexpr int kOf8[] = {112, 112, 32, 96, 96, 80, 48, 64, 80, 64, 64, 48, 48, 32, 32, 16};
+  const int heads = shape_.kv_heads;
+  std::vector<int32_t> ranks(size_t(2 * heads), 64 * layout_.head_dim / 128);
+  for (int i = 0; heads % 4 == 0 && i < 2 * heads; ++i) {
+    const int rank = heads % 8 == 0 ? kOf8[i % 16] : kOf4[i % 8];
+    ranks[i] = (rank * layout_.head_dim / 128 + 15) / 16 * 16;
+  }
+  codec_ = std::make_unique<zack::ZackCodec>(zack::MakeFormat(context, "balanced", false, ranks), nullptr);
+  encoded_bytes_ = codec_->info().encoded_bytes;
   device_codec_ = codec_->NewDeviceCodec();
   kernels_ = device_codec_ == nullptr ? nullptr : device_codec_->attention(0);
 }
@@ -207,6 +234,10 @@ void BenchBatch::MakeMapped(const BenchCodec& codec) {
 void BenchBatch::FillPool(Contents contents, size_t encoded_count, size_t raw_count, uint8_t* raw_at) {
   CHECK_CUDA(FillRandomElements(raw_at, raw_count * layout_.raw_bytes() / 2, 3, 1, shape_.bfloat16));
   if (!encodes()) return;
+  if (zack_) {
+    CHECK_CUDA(FillRandomElements(pool_.data(), encoded_count * encoded_bytes_ / 2, 2, 1, false));
+    return;
+  }
   if (contents == Contents::kEncoded && format_) return EncodeRandomPages(encoded_count);
   // Any code and any 8-bit step or minimum is valid; the largest of them must be numbers.
   CHECK_CUDA(FillRandomBits(pool_.data(), encoded_count * encoded_bytes_, 2));

@@ -16,7 +16,6 @@
 #include "codecs/device/device_codec.h"
 #include "codecs/hack/hack_format.h"
 #include "codecs/million/million_device_format.h"
-#include "codecs/zack_hack/rotated_codec.h"
 #include "kvmanager/base/page_layout.h"
 #include "kvmanager/memory/gpu_benchmark.h"
 
@@ -41,6 +40,7 @@ struct BenchCodec {
   int k_bits, v_bits;       // of HACK; 0: raw, or
   bool million = false;     // 64 subspaces of 8 bits
   double mapped_bytes = 0;  // instead: zack+hack of so many bytes of a token and head, by an artifact made up
+  bool zack = false;        // instead: zack with mixed ranks that keep half of all dimensions
 };
 
 class BenchBatch {
@@ -71,8 +71,8 @@ class BenchBatch {
   bool encodes() const { return encoded_bytes_ != 0; }
   const hack::HackFormat* format() const { return format_.get(); }          // nullptr: not HACK
   const million::MillionPairTables* pairs() const { return pairs_.get(); }  // on the device; nullptr: not MILLION
-  /// nullptr: pages are not mapped.
-  const zack::RotatedCodec* rotated() const { return static_cast<const zack::RotatedCodec*>(codec_.get()); }
+  /// Of ZACK: a device::MappedSpace and heads, on the device; else nullptr.
+  const void* zack() const { return zack_ ? params_.codec : nullptr; }
   const device::AttendParams& params() const { return params_; }
   absl::Span<const OraclePage> pages() const { return pages_; }
   uint32_t first_page(int sequence) const { return first_pages_[sequence]; }
@@ -83,6 +83,7 @@ class BenchBatch {
   void FillPool(Contents contents, size_t encoded_count, size_t raw_count, uint8_t* raw_at);
   void EncodeRandomPages(size_t count);
   void MakeMapped(const BenchCodec& codec);
+  void MakeZack();
   void MakeBooks();
 
   BenchShape shape_;
@@ -92,7 +93,8 @@ class BenchBatch {
   std::unique_ptr<Codec> codec_;
   std::unique_ptr<DeviceCodec> device_codec_;
   DeviceArray<million::MillionPairTables> pairs_;  // [kv_heads]
-  size_t encoded_bytes_ = 0;                       // of a page; 0: raw
+  bool zack_ = false;
+  size_t encoded_bytes_ = 0;  // of a page; 0: raw
   const device::AttendKernels* kernels_ = nullptr;
   absl::Span<uint8_t> pool_;
   std::vector<int> contexts_;

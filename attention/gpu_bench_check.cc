@@ -103,6 +103,7 @@ class Checker {
     in.bfloat16 = shape.bfloat16;
     in.heads = heads.get();
     in.pairs = batch->pairs();
+    in.zack = batch->zack();
     in.spoil_codes = spoil_ == Spoil::kCodes;
     const int group = shape.query_heads / shape.kv_heads;
     const size_t fields = queries.size() * group * OracleFields(shape.head_dim);
@@ -225,7 +226,7 @@ int CheckAttention(absl::Span<const BenchShape> grid, absl::Span<const BenchCode
       BenchShape bfloat16 = plain, narrow = plain;
       bfloat16.bfloat16 = true;
       narrow.head_dim = 64;
-      if (codec.k_bits != 0 || codec.million) checker.Check("some", codec, plain);
+      if (codec.k_bits != 0 || codec.million || codec.zack) checker.Check("some", codec, plain);
       checker.Check("bfloat16", codec, bfloat16);
       checker.Check("head_dim 64", codec, narrow);
     }

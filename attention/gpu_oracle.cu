@@ -3,6 +3,7 @@
 
 #include "attention/gpu_oracle.h"
 #include "codecs/device/attend_params.h"
+#include "codecs/zack/zack_device.h"
 
 namespace kvmanager {
 namespace {
@@ -86,6 +87,25 @@ __device__ void LoadPairs(const OracleInput& in, const OracleQuery& query, const
   }
 }
 
+/// Decoded in double precision.
+__device__ void LoadZack(const OracleInput& in, const OracleQuery& query, const OraclePage& page, bool is_k,
+                         Shared& s) {
+  const auto& space = *static_cast<const device::MappedSpace*>(in.zack);
+  const auto& head = reinterpret_cast<const zack::ZackDeviceHead*>(&space + 1)[query.kv_head];
+  const int d = in.head_dim, rank = head.chunks[is_k ? 0 : 1] * 8;
+  const uint8_t* const rows = in.pool + size_t{page.encoded} * device::kSlotUnitBytes + head.offset +
+                              (is_k ? 0 : size_t(kTokens) * head.chunks[0] * 16);
+  const float* const factor = (is_k ? space.query : space.output) + size_t{query.kv_head} * d * d;
+  for (int i = threadIdx.x; i < kTokens * d; i += kThreads) {
+    const int token = i / d, c = i % d;
+    double value = 0;
+    for (int j = in.spoil_codes && is_k ? 1 : 0; j < rank; ++j) {
+      value += Element(rows, token * rank + j, false) * double(factor[is_k ? c * d + j : j * d + c]);
+    }
+    s.value[token][c] = value;
+  }
+}
+
 __device__ void LoadSide(const OracleInput& in, const OracleQuery& query, const OraclePage& page, bool encoded,
                          bool is_k, Shared& s) {
   const int d = in.head_dim;
@@ -95,6 +115,7 @@ __device__ void LoadSide(const OracleInput& in, const OracleQuery& query, const 
     for (int i = threadIdx.x; i < kTokens * d; i += kThreads) s.value[i / d][i % d] = Element(raw, i, in.bfloat16);
     return;
   }
+  if (in.zack != nullptr) return LoadZack(in, query, page, is_k, s);
   if (in.pairs != nullptr) return LoadPairs(in, query, page, is_k, s);
   const hack::HackDeviceHead& head = in.heads[query.kv_head];
   const hack::HackDeviceSide& side = head.side[is_k ? 0 : 1];
@@ -180,30 +201,31 @@ __global__ void __launch_bounds__(kThreads) Pages(const OracleInput in, double* 
     const OraclePage page = in.pages[query.first_page + j];
     const bool near = j == own || own - j <= uint32_t(in.lag_pages);
     const bool encoded = page.encoded != OraclePage::kNone && !(near && page.raw != OraclePage::kNone);
+    const bool in_codes = encoded && in.zack == nullptr;
     const int seen = j == own ? int(query.position % kTokens) + 1 : kTokens;
     __syncthreads();
     LoadSide(in, query, page, encoded, true, s);
     __syncthreads();
-    if (encoded && warp < rows) Fold(in, warp, lane, s);
+    if (in_codes && warp < rows) Fold(in, warp, lane, s);
     __syncthreads();
     for (int i = threadIdx.x; i < rows * kTokens; i += kThreads) {
       const int row = i / kTokens, t = i % kTokens;
       double exact = 0;
       for (int c = 0; c < d; ++c) exact += s.q[row][c] * s.value[t][c];
       s.score[kExact][row][t] = s.score[kSame][row][t] = scale * exact;
-      if (!encoded) continue;
+      if (!in_codes) continue;
       int dot = 0;
       for (int c = 0; c < d; ++c) dot += int(s.folded[row][c]) * int(s.code[t][c]);
       s.score[kSame][row][t] = scale * (s.unit[row] * dot + s.base[row]);
     }
     __syncthreads();
-    if (warp < rows) Softmax(encoded, seen, warp, lane, s);
+    if (warp < rows) Softmax(in_codes, seen, warp, lane, s);
     LoadSide(in, query, page, encoded, false, s);
     __syncthreads();
     for (int i = threadIdx.x; i < 2 * rows * d; i += kThreads) {
       const int a = i / (rows * d), row = i / d % rows, c = i % d;
       double add = 0;
-      if (a == kSame && encoded) {
+      if (a == kSame && in_codes) {
         int dot = 0, weights = 0;
         for (int t = 0; t < kTokens; ++t) {
           dot += int(s.weight[row][t]) * int(s.code[t][c]);

@@ -4,7 +4,8 @@
 // It reads pages by the rule itself (own page and lag raw, what lies behind encoded), not by a plan, and codes bit by
 // bit as hack_format.h and million_format.h define them; it shares no code with the kernels. It gives two results: the
 // arithmetic of hack_reference.h (q times step and P rounded to 8 bits, integer products) or million_reference.h
-// (Rounding::kGpu), and exact attention on the pages' decoded values.
+// (Rounding::kGpu), and exact attention on the pages' decoded values. Of ZACK's pages both are attention on K' left_k^T
+// and V' left_v^T, which is attention on q left_k, K' and V' with outputs times left_v^T.
 #pragma once
 
 #include <cstddef>
@@ -48,8 +49,10 @@ struct OracleInput {
   int lag_pages = 0;
   bool bfloat16 = false;
   const million::MillionPairTables* pairs = nullptr;  // [kv_heads], where encoded pages are MILLION's; else
-  const hack::HackDeviceHead* heads = nullptr;        // [kv_heads]; 8-bit metadata, k_axis=channel, partitions of 64
-  bool spoil_codes = false;                           // reads channel 0 of K wrongly: a comparison must then fail
+  /// A device::MappedSpace and ZackDeviceHeads [kv_heads], where they are ZACK's, outputs not folded; else
+  const void* zack = nullptr;
+  const hack::HackDeviceHead* heads = nullptr;  // [kv_heads]; 8-bit metadata, k_axis=channel, partitions of 64
+  bool spoil_codes = false;                     // reads channel 0 of K wrongly: a comparison must then fail
 };
 
 /// What is known of a row: [query][row of the group][kOracleFields(head_dim)] doubles.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Decode attention of this project beside torch's, on the same shapes, in one run on one GPU.
 
-    bench/gpu/compare_torch.py --bench bazel-bin/attention/attention_gpu_bench [--grid bars|small|full] [--json FILE]
+    bench/gpu/compare_torch.py --bench bazel-bin/attention/attention_gpu_bench [--grid bars|small|full] [--codec NAME ...] [--json FILE]
 
 Torch's flash and cuDNN back ends read contiguous fp16 K and V; ours reads shuffled pages, the newest of which are raw. Both get
 random data, inputs that rotate so that they do not fit the second-level cache, and replays of a CUDA graph; medians are printed.
@@ -108,6 +108,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bench", required=True, help="the program attention_gpu_bench")
     parser.add_argument("--grid", choices=("bars", "small", "full"), default="bars")
+    parser.add_argument("--codec", nargs="+", default=[], help="these alone, by the names that attention_gpu_bench prints")
     parser.add_argument("--json", help="write everything to this file")
     options = parser.parse_args()
     try:
@@ -119,7 +120,8 @@ def main():
         sys.exit("compare_torch.py: torch sees no GPU here")
 
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        said = subprocess.run([options.bench, "--grid", options.grid, "--json", out.name], stdout=subprocess.PIPE, text=True)
+        chosen = [word for name in options.codec for word in ("--codec", name)]
+        said = subprocess.run([options.bench, "--grid", options.grid, "--json", out.name, *chosen], stdout=subprocess.PIPE, text=True)
         if said.returncode != 0:
             sys.exit(f"compare_torch.py: {options.bench} failed:\n{said.stdout}")
         ours = json.load(open(out.name))

@@ -13,7 +13,7 @@
 //
 //   kRows: of the tiles that it serves, 4 or kTileRows.
 //
-//   Units(params, item), PageOf(params, unit).
+//   Units(params, item), PageOf(params, item, unit).
 //
 //   Load(params, item, page, unit, piece, to, barrier): begins copies; every lane arrives at the barrier once.
 //
@@ -29,7 +29,8 @@
 //   [kRows][kHeadDim], in place of what is there or added to it.
 //
 //   With kApart its outputs stand in a space of their own (attend_apart.cuh, attend_kernel.cuh): Open and Close concern
-//   sums and maxima alone, and acc is empty then; ClearUnused(state) says which of acc it has no use for.
+//   sums and maxima alone, and acc is empty then; ClearUnused(state), with kPrepares, says which of acc it has no use
+//   for.
 #pragma once
 
 #include <cuda_bf16.h>

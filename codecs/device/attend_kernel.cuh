@@ -1,6 +1,7 @@
 // The attention kernel: a template over how raw and encoded pages are read (attend_device.cuh).
 #pragma once
 
+#include <cstddef>
 #include <type_traits>
 
 #include "codecs/device/attend_apart.cuh"
@@ -30,11 +31,16 @@ struct AttendMemory {
   alignas(16) uint8_t scratch[kWarps][Encoded::kScratchBytes == 0 ? 16 : Encoded::kScratchBytes];
 };
 
-/// A warp's copy of an item: registers are short.
-__device__ __forceinline__ void CopyItem(AttendItem* to, const AttendItem* from) {
+/// A warp's copy of an item, with the head that it means: registers are short.
+__device__ __forceinline__ void CopyItem(const AttendParams& p, AttendItem* to, uint32_t index) {
+  static_assert(offsetof(AttendItem, kv_head) == 16);
   const int lane = threadIdx.x % 32;
   __syncwarp();
-  if (lane < 2) reinterpret_cast<uint4*>(to)[lane] = reinterpret_cast<const uint4*>(from)[lane];
+  if (lane < 2) {
+    uint4 half = reinterpret_cast<const uint4*>(p.items + index)[lane];
+    if (lane == 1 && p.heads != nullptr) half.x = (half.x & 0xffff0000u) | __ldg(p.heads + (half.x & 0xffff));
+    reinterpret_cast<uint4*>(to)[lane] = half;
+  }
   __syncwarp();
 }
 
@@ -60,7 +66,7 @@ struct Loader {
   }
   __device__ __forceinline__ bool raw() const { return item.form == PageForm::kRaw; }
   __device__ __forceinline__ void Open(uint32_t index) {
-    CopyItem(&item, p.items + index);
+    CopyItem(p, &item, index);
     units = raw() ? Raw::Units(p, item) : Encoded::Units(p, item);
     unit = FirstUnit<kWarps>(begun);
     begun += units;
@@ -73,7 +79,7 @@ struct Loader {
       if (done) return;
       Open(next);
     }
-    slot = p.slots[item.first_page + (raw() ? Raw::PageOf(p, unit) : Encoded::PageOf(p, unit))];
+    slot = p.slots[item.first_page + (raw() ? Raw::PageOf(p, item, unit) : Encoded::PageOf(p, item, unit))];
   }
   /// Nothing, if nothing is left.
   __device__ __forceinline__ void Load(uint32_t to, Barrier barrier) {
@@ -178,25 +184,32 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
         __syncwarp();
       }
     } else {
-      if (!empty && !plain) {
+      constexpr bool kPlain = !StandsApart<Pages>();
+      if (!empty && plain != kPlain) {
         park();
-        Encoded::Close(state);
+        if constexpr (kPlain) {
+          Encoded::Close(state);
+        } else {
+          Pages::Open(state);
+        }
       }
-      plain = true;
+      plain = kPlain;
       for (; unit < units; unit += kWarps) {
         load();
         pages.template Attend<0>(p, item, unit, wait(), state);
         advance();
         __syncwarp();
-        load();
-        pages.template Attend<1>(p, item, unit, wait(), state);
-        advance();
-        __syncwarp();
+        if constexpr (Pages::kPieces == 2) {
+          load();
+          pages.template Attend<1>(p, item, unit, wait(), state);
+          advance();
+          __syncwarp();
+        }
       }
     }
     empty = false;
   };
-  CopyItem(&item, p.items + blockIdx.x);
+  CopyItem(p, &item, blockIdx.x);
   if (item.pages == 0) return;  // fewer blocks were needed
   for (;;) {
     if (item.form == PageForm::kRaw) {
@@ -236,7 +249,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
     }
     const uint32_t next = item.next;
     if (next == 0) return;
-    CopyItem(&item, p.items + next);
+    CopyItem(p, &item, next);
   }
 }
 

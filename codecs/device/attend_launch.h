@@ -13,6 +13,17 @@ struct AttendGrid {
   int blocks_per_sm = 0;  // that run at once
 };
 
+/// Where pages cost other than AttendKernels::encoded_cost, as heads are of different sizes. A plan serves many layers,
+/// whose costly heads are not the same ones, but whose costs in descending order are alike: so plans number heads by
+/// their place in that order.
+struct HeadCosts {
+  /// [kv_heads] of an encoded page, by place, on the host; nullptr: encoded_cost. The same for all layers that share
+  /// plans.
+  const uint32_t* costs = nullptr;
+  /// AttendParams::heads of a layer.
+  const uint16_t* heads = nullptr;
+};
+
 struct AttendKernels {
   AttendGrid grid;
   /// What one head of an encoded page costs beside raw pages, which cost their bytes.
@@ -25,6 +36,8 @@ struct AttendKernels {
   /// Encoded pages stand in a space of their own: params.tokens and mapped are set, and `partial` is twice as large. A
   /// launch then writes all of `out`: such a codec has no kernels for many query tokens beside these.
   bool maps = false;
+  /// Units (attend_device.cuh) of an encoded page, about.
+  int encoded_units = 1;
 };
 
 }  // namespace kvmanager::device

@@ -22,8 +22,8 @@ struct AttendItem {
   uint32_t pages = 0;        // 0: a block without work
   uint32_t first_token = 0;  // of the tile's group, in q and out
   uint32_t next = 0;         // the block's next item; 0: none. Block b begins with item b
-  uint16_t kv_head = 0;
-  uint8_t rows = 0;  // 1..kTileRows
+  uint16_t kv_head = 0;      // by AttendParams::heads
+  uint8_t rows = 0;          // 1..kTileRows
   PageForm form = PageForm::kRaw;
   uint16_t first_row = 0;      // of the tile among the group's tokens * G rows: row R is token R / G, head R % G
   uint16_t last_visible : 15;  // tokens of the last page that the group's first token sees; its i-th token sees i more
@@ -54,7 +54,9 @@ struct AttendParams {
   bool bfloat16 = false;  // q, out and raw pages; else float16
   // Of codecs that keep what they need on the device (DeviceCodec::attention_data), or a space of their own.
   const void* codec = nullptr;
-  uint32_t tokens = 0;      // of q
+  uint32_t tokens = 0;  // of q
+  // On the device, [kv_heads]: the head that items mean by each number (HeadCosts). nullptr: the head of that number.
+  const uint16_t* heads = nullptr;
   float* mapped = nullptr;  // where AttendKernels::maps: kMappedRows * [tokens][query_heads][head_dim]
 };
 

@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm)
     CopyBulk(SharedAddress(memory->table), Encoded::TableOf(p, item), Encoded::kTableBytes, loaded);
   };
 
-  CopyItem(&item, p.items + blockIdx.x);
+  CopyItem(p, &item, blockIdx.x);
   if (item.pages == 0) return;  // fewer blocks were needed
   bool table_waits = item.form == PageForm::kEncoded;
   if (table_waits) begin_table();
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm)
     }
     const uint32_t next = item.next;
     if (next == 0) return;
-    CopyItem(&item, p.items + next);
+    CopyItem(p, &item, next);
   }
 }
 

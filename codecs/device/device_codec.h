@@ -37,6 +37,8 @@ class DeviceCodec {
   virtual const device::AttendKernels* attention(int layer) const = 0;
   /// What those kernels read beside pages (AttendParams::codec), on the device; lives as long as this object.
   virtual const void* attention_data(int layer) const { return nullptr; }
+  /// Of a layer; what it points to lives as long as this object.
+  virtual device::HeadCosts head_costs(int layer) const { return {}; }
   /// Of a layer, for many query tokens; as attention() otherwise. Without: attention()'s kernels serve these too.
   virtual device::Prefill prefill(int layer) const { return {}; }
 

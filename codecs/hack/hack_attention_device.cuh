@@ -173,7 +173,7 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
 
   static __device__ __forceinline__ int Units(const AttendParams&, const AttendItem& item) { return item.pages; }
 
-  static __device__ __forceinline__ int PageOf(const AttendParams&, int unit) { return unit; }
+  static __device__ __forceinline__ int PageOf(const AttendParams&, const AttendItem&, int unit) { return unit; }
   static __device__ __forceinline__ void Load(const AttendParams&, const AttendItem& item, const uint8_t* page, int,
                                               int, uint32_t to, Barrier barrier) {
     if (threadIdx.x % 32 != 0) return barrier.Arrive();

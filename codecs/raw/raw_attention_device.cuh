@@ -9,6 +9,33 @@
 
 namespace kvmanager::device {
 
+/// d += a b: 16 x 16 and 16 x 8 elements.
+template <bool kBFloat16>
+__device__ __forceinline__ void Multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (kBFloat16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+}
+/// Four 8 x 8 matrices: lane l gives a row of matrix l / 8.
+template <bool kTransposed>
+__device__ __forceinline__ void LoadMatrices(uint32_t (&a)[4], uint32_t row) {
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(row));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(row));
+  }
+}
+
 /// kTileRowsMax: 4 where no tile has more rows, else kTileRows.
 template <int kHeadDimension, int kTileRowsMax>
 struct RawPages {
@@ -35,7 +62,7 @@ struct RawPages {
   static __device__ __forceinline__ int Units(const AttendParams& p, const AttendItem& item) {
     return (Visible(p, item, item.rows - 1) + kUnitTokens - 1) / kUnitTokens;
   }
-  static __device__ __forceinline__ int PageOf(const AttendParams& p, int unit) {
+  static __device__ __forceinline__ int PageOf(const AttendParams& p, const AttendItem&, int unit) {
     return unit * kUnitTokens / p.page_tokens;
   }
   static __device__ __forceinline__ void Load(const AttendParams& p, const AttendItem& item, const uint8_t* page,
@@ -91,32 +118,6 @@ struct RawPages {
   static __device__ __forceinline__ void Close(WarpState<kHeadDim>&) {}
 
  private:
-  template <bool kBFloat16>
-  static __device__ __forceinline__ void Multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-    if constexpr (kBFloat16) {
-      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-    } else {
-      asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-    }
-  }
-  /// Four 8 x 8 matrices: lane l gives a row of matrix l / 8.
-  template <bool kTransposed>
-  static __device__ __forceinline__ void LoadMatrices(uint32_t (&a)[4], uint32_t row) {
-    if constexpr (kTransposed) {
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                   : "r"(row));
-    } else {
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                   : "r"(row));
-    }
-  }
-
   template <bool kBFloat16>
   __device__ __forceinline__ void Scores(const AttendParams& params, int first, const uint8_t* piece,
                                          WarpState<kHeadDim>& state) {

@@ -17,10 +17,10 @@ namespace kvmanager::zack {
 /// What the launches return where this build has no CUDA; other values are cudaError_t, 0 being success.
 inline constexpr int kRotationCudaUnavailable = -1;
 
-/// A factor [d][d] as the kernels read it, of elements of `in`. d: 64 or 128.
-size_t PackedFactorBytes(int d, DType in);
+/// A factor [rows][columns] as the kernels read it, which multiplies elements of `in`. Multiples of 16, at most 128.
+size_t PackedFactorBytes(int rows, int columns, DType in);
 /// to: PackedFactorBytes, 16-byte aligned.
-void PackFactor(const float* factor, int d, DType in, uint8_t* to);
+void PackFactor(const float* factor, int rows, int columns, DType in, uint8_t* to);
 
 struct DeviceRotation {
   PageLayout layout;                // of raw pages: 64 tokens, head_dim 64 or 128

@@ -10,6 +10,7 @@
 #include "codecs/zack/rotation.h"
 #include "codecs/zack/zack.h"
 #include "codecs/zack/zack_attention.h"
+#include "codecs/zack/zack_device_codec.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/base/status.h"
 
@@ -129,6 +130,8 @@ bool ZackCodec::OutputFactor(int layer, int kv_head, absl::Span<float> factor) c
   }
   return true;
 }
+
+std::unique_ptr<DeviceCodec> ZackCodec::NewDeviceCodec() const { return MakeZackDeviceCodec(format_); }
 
 std::string ZackCodec::Describe() const {
   std::string text = absl::StrFormat("zack: mode %s, %.4f of all dimensions removed (asked for %g)",

@@ -25,6 +25,7 @@ class ZackCodec final : public Codec {
   absl::Status Validate(int layer, absl::Span<const uint8_t> encoded) const override;
   const PageAttention& attention() const override { return *attention_; }
   bool OutputFactor(int layer, int kv_head, absl::Span<float> factor) const override;
+  std::unique_ptr<DeviceCodec> NewDeviceCodec() const override;
 
   const ZackFormat& format() const { return format_; }
   /// For a log: the true share of removed dimensions, and the least, mean and largest rank of either side.

@@ -53,7 +53,7 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
     return reinterpret_cast<const Head*>(static_cast<const MappedSpace*>(params.codec) + 1) + kv_head;
   }
   static __device__ __forceinline__ int Units(const AttendParams&, const AttendItem& item) { return item.pages; }
-  static __device__ __forceinline__ int PageOf(const AttendParams&, int unit) { return unit; }
+  static __device__ __forceinline__ int PageOf(const AttendParams&, const AttendItem&, int unit) { return unit; }
   static __device__ __forceinline__ void Load(const AttendParams& params, const AttendItem& item, const uint8_t* page,
                                               int, int, uint32_t to, Barrier barrier) {
     if (threadIdx.x % 32 != 0) return barrier.Arrive();

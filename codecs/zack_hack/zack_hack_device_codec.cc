@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "codecs/device/device_image.h"
 #include "codecs/hack/hack_codec.h"
 #include "codecs/hack/hack_device_format.h"
 #include "codecs/hack/hack_encode_cuda.h"
@@ -24,25 +25,6 @@ using device::MappedSpace;
 
 /// Rotated pages of one launch of the inner codec: few enough to stay in the second-level cache.
 constexpr size_t kRotatedBytes = size_t{32} << 20;
-
-/// Arrays that go to the device in one piece.
-class DeviceImage {
- public:
-  /// Room for `bytes`, 256-byte aligned: an offset.
-  size_t Place(size_t bytes) {
-    const size_t at = bytes_.size();
-    bytes_.resize(at + (bytes + 255) / 256 * 256);
-    return at;
-  }
-  template <typename T>
-  T* At(size_t offset) {
-    return reinterpret_cast<T*>(bytes_.data() + offset);
-  }
-  const std::vector<uint8_t>& bytes() const { return bytes_; }
-
- private:
-  std::vector<uint8_t> bytes_;
-};
 
 ZackHackHead HeadOf(const hack::HackFormat& format, int head) {
   const hack::HeadLayout& from = format.heads[head];
@@ -166,12 +148,12 @@ std::unique_ptr<DeviceCodec> MakeZackHackDeviceCodec(const zack::RotatedCodec& c
   }
   const hack::HackDeviceFormat format = hack::MakeHackDeviceFormat(formats);
 
-  DeviceImage image;
+  device::DeviceImage image;
   Places places;
   places.layers.resize(layers);
   const size_t matrix = size_t(d) * d, matrices = matrix * heads * sizeof(float);
-  const size_t encode_bytes = zack::PackedFactorBytes(d, layout.dtype);
-  const size_t decode_bytes = zack::PackedFactorBytes(d, DType::kFloat16);
+  const size_t encode_bytes = zack::PackedFactorBytes(d, d, layout.dtype);
+  const size_t decode_bytes = zack::PackedFactorBytes(d, d, DType::kFloat16);
   places.heads = image.Place(format.heads.size() * sizeof format.heads[0]);
   std::copy(format.heads.begin(), format.heads.end(), image.At<hack::HackDeviceHead>(places.heads));
   places.encode = image.Place(encode_bytes * layers * heads * 2);
@@ -194,9 +176,9 @@ std::unique_ptr<DeviceCodec> MakeZackHackDeviceCodec(const zack::RotatedCodec& c
       std::copy(output.begin(), output.end(), image.At<float>(factors[l].output) + h * matrix);
       for (int side = 0; side < 2; ++side) {
         const size_t at = (size_t(l) * heads + h) * 2 + side;
-        zack::PackFactor(rotation.encode[side].data(), d, layout.dtype,
+        zack::PackFactor(rotation.encode[side].data(), d, d, layout.dtype,
                          image.At<uint8_t>(places.encode + at * encode_bytes));
-        zack::PackFactor(rotation.decode[side].data(), d, DType::kFloat16,
+        zack::PackFactor(rotation.decode[side].data(), d, d, DType::kFloat16,
                          image.At<uint8_t>(places.decode + at * decode_bytes));
       }
     }

@@ -90,8 +90,8 @@ class ZackHackEncodeGpu : public GpuTest {
   }
   void Append(const std::vector<float>& factor, DType in, std::vector<uint8_t>* to) const {
     const size_t at = to->size();
-    to->resize(at + zack::PackedFactorBytes(layout_.head_dim, in));
-    zack::PackFactor(factor.data(), layout_.head_dim, in, to->data() + at);
+    to->resize(at + zack::PackedFactorBytes(layout_.head_dim, layout_.head_dim, in));
+    zack::PackFactor(factor.data(), layout_.head_dim, layout_.head_dim, in, to->data() + at);
   }
   const zack::RotatedCodec& rotated() const { return static_cast<const zack::RotatedCodec&>(*codec_); }
 

@@ -1,0 +1,313 @@
+// Batches on a GPU by way of device steps, for tests of codecs that map queries and outputs: random pages in both forms
+// in shuffled slots, and what a test's own reference says of each row.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "attention/device_step.h"
+#include "codecs/codec.h"
+#include "codecs/zack_hack/stack_testing.h"
+#include "gtest/gtest.h"
+#include "kvmanager/base/half.h"
+#include "kvmanager/memory/device_testing.h"
+
+namespace kvmanager {
+
+enum class StepKeys { kRandom, kZero, kConstant, kOneHot };
+
+struct StepShape {
+  std::string mode = "joint", fold = "0";
+  DType dtype = DType::kFloat16;
+  int head_dim = 128;
+  int kv_heads = 2;
+  int group = 4;
+  int lag_pages = 2;
+  int multiprocessors = 132;
+  float q_std = 1;
+  StepKeys keys = StepKeys::kRandom;
+  bool holes = true;                                // some pages far back have no encoded form
+  std::vector<std::pair<uint64_t, int>> sequences;  // context with the query tokens, query tokens
+
+  std::string Name() const {
+    return absl::StrCat(mode, " fold ", fold, " dtype ", int(dtype), " d ", head_dim, " heads ", kv_heads, " x ", group,
+                        " lag ", lag_pages, " blocks ", multiprocessors, " q ", q_std, " keys ", int(keys), " first ",
+                        sequences[0].first, " ", sequences[0].second);
+  }
+  PageLayout layout() const {
+    PageLayout layout;
+    layout.dtype = dtype;
+    layout.kv_heads = uint16_t(kv_heads);
+    layout.head_dim = uint16_t(head_dim);
+    layout.page_tokens = 64;
+    return layout;
+  }
+  int query_heads() const { return kv_heads * group; }
+};
+
+template <typename T>
+class TestArray {
+ public:
+  explicit TestArray(size_t size) {
+    EXPECT_EQ(cudaMalloc(reinterpret_cast<void**>(&data_), size * sizeof(T)), cudaSuccess);
+    EXPECT_EQ(cudaMemset(data_, 0xff, size * sizeof(T)), cudaSuccess);
+  }
+  ~TestArray() { cudaFree(data_); }
+  TestArray(const TestArray&) = delete;
+  T* data() const { return data_; }
+
+ private:
+  T* data_ = nullptr;
+};
+
+class StepWorld {
+ public:
+  static constexpr int kLayer = 1, kLayers = 2, kPageTokens = 64;
+
+  virtual ~StepWorld() = default;
+
+  /// Steps on the device, `captured` in a graph: out as floats, lse.
+  void Run(bool captured, std::vector<float>* out, std::vector<float>* lse) {
+    const std::unique_ptr<DeviceCodec> device_codec = codec_->NewDeviceCodec();
+    ASSERT_NE(device_codec, nullptr);
+    const size_t raw_bytes = layout_.raw_bytes(), encoded_bytes = codec_->info().encoded_bytes;
+    const size_t slot_bytes = (std::max(raw_bytes, encoded_bytes) + 255) / 256 * 256;
+    size_t slots = 0;
+    for (const Sequence& s : sequences_) slots += 2 * s.pages.size();
+    std::vector<uint32_t> order(slots);
+    std::iota(order.begin(), order.end(), 0u);
+    std::shuffle(order.begin(), order.end(), random_);
+    std::vector<uint8_t> pool(slots * slot_bytes, 0xff);  // NaN wherever nothing was written
+    TestArray<uint8_t> d_pool(pool.size());
+    cudaStream_t stream;
+    ASSERT_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    DeviceStep::Options o;
+    o.stream = stream;
+    o.pool = d_pool.data();
+    o.layout = layout_;
+    o.layers = kLayers;
+    o.query_heads = shape_.query_heads();
+    o.lag_pages = shape_.lag_pages;
+    o.codec = device_codec.get();
+    o.multiprocessors = shape_.multiprocessors;
+    o.pages_max = slots + 16;
+    o.sequences_max = int(sequences_.size());
+    o.tokens_max = tokens_;
+    auto step = DeviceStep::Create(o);
+    ASSERT_TRUE(step.ok()) << step.status();
+    std::vector<DeviceStep::Entry> entries;
+    size_t taken = 0;
+    for (const Sequence& s : sequences_) {
+      std::vector<DevicePage> list;
+      for (const Page& page : s.pages) {
+        DevicePage place;
+        const auto put = [&](const zack::Memory& bytes, size_t size) -> uint32_t {
+          if (bytes == nullptr) return DevicePage::kNoSlot;
+          const size_t at = order[taken++] * slot_bytes;
+          std::memcpy(pool.data() + at, bytes.get(), size);
+          return uint32_t(at / device::kSlotUnitBytes);
+        };
+        place.raw = put(page.raw, raw_bytes);
+        place.encoded = put(page.encoded, codec_->info().page_bytes(kLayer));
+        list.push_back(place);
+      }
+      const auto place = (*step)->AddSequence(list.size());
+      ASSERT_TRUE(place.ok()) << place.status();
+      ASSERT_TRUE((*step)->SetPages(*place, kLayer, 0, list).ok());
+      entries.push_back({*place, s.first_position, s.tokens, 0});
+    }
+    ASSERT_CUDA(cudaMemcpy(d_pool.data(), pool.data(), pool.size(), cudaMemcpyHostToDevice));
+    TestArray<uint16_t> d_q(q16_.size()), d_out(q16_.size());
+    TestArray<float> d_lse(q16_.size() / layout_.head_dim);
+    ASSERT_CUDA(cudaMemcpy(d_q.data(), q16_.data(), q16_.size() * 2, cudaMemcpyHostToDevice));
+    ASSERT_CUDA(cudaDeviceSynchronize());
+    const absl::Status prepared = (*step)->Prepare(kLayer, 1, entries, false, true);
+    ASSERT_TRUE(prepared.ok()) << prepared;
+    if (captured) {
+      ASSERT_CUDA(cudaStreamSynchronize(stream));
+      ASSERT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+      const absl::Status status = (*step)->Attend(kLayer, d_q.data(), d_out.data(), d_lse.data());
+      cudaGraph_t graph;
+      ASSERT_CUDA(cudaStreamEndCapture(stream, &graph));
+      ASSERT_TRUE(status.ok()) << status;
+      cudaGraphExec_t ready;
+      ASSERT_CUDA(cudaGraphInstantiate(&ready, graph, 0));
+      for (int i = 0; i < 3; ++i) ASSERT_CUDA(cudaGraphLaunch(ready, stream));
+      ASSERT_CUDA(cudaStreamSynchronize(stream));
+      cudaGraphExecDestroy(ready);
+      cudaGraphDestroy(graph);
+    } else {
+      // Twice: the second finds what the first left behind.
+      for (int i = 0; i < 2; ++i) {
+        const absl::Status status = (*step)->Attend(kLayer, d_q.data(), d_out.data(), d_lse.data());
+        ASSERT_TRUE(status.ok()) << status;
+      }
+      ASSERT_CUDA(cudaStreamSynchronize(stream));
+    }
+    std::vector<uint16_t> got(q16_.size());
+    lse->resize(q16_.size() / layout_.head_dim);
+    ASSERT_CUDA(cudaMemcpy(got.data(), d_out.data(), got.size() * 2, cudaMemcpyDeviceToHost));
+    ASSERT_CUDA(cudaMemcpy(lse->data(), d_lse.data(), lse->size() * 4, cudaMemcpyDeviceToHost));
+    out->resize(got.size());
+    for (size_t i = 0; i < got.size(); ++i) (*out)[i] = LoadElement(got.data(), shape_.dtype, i);
+    step->reset();
+    cudaStreamDestroy(stream);
+  }
+
+  /// The same on the host.
+  void Reference(std::vector<double>* out, std::vector<double>* lse) const {
+    const int d = layout_.head_dim;
+    size_t row = 0;
+    for (const Sequence& s : sequences_) {
+      for (int token = 0; token < s.tokens; ++token) {
+        for (int head = 0; head < shape_.query_heads(); ++head, ++row) {
+          const std::vector<double> one = ReferenceRow(s, s.first_position + token, head, &q_[row * d]);
+          out->insert(out->end(), one.begin(), one.end() - 1);
+          lse->push_back(one.back());
+        }
+      }
+    }
+  }
+
+  /// Steps on the device against the reference: relative L2 of all outputs, and the largest error of lse.
+  struct Distance {
+    double relative = INFINITY, lse = INFINITY;
+  };
+  Distance Compare(bool captured) {
+    std::vector<double> wanted, wanted_lse;
+    Reference(&wanted, &wanted_lse);
+    std::vector<float> out, lse;
+    Run(captured, &out, &lse);
+    if (out.size() != wanted.size()) return {};
+    double error = 0, norm = 0, worst_lse = 0;
+    for (size_t i = 0; i < out.size(); ++i) {
+      error += (out[i] - wanted[i]) * (out[i] - wanted[i]), norm += wanted[i] * wanted[i];
+    }
+    for (size_t i = 0; i < lse.size(); ++i) {
+      worst_lse = std::max(worst_lse, std::abs(lse[i] - wanted_lse[i]) / (1 + std::abs(wanted_lse[i])));
+    }
+    const double relative = std::sqrt(error / norm);
+    return {std::isnan(relative) ? INFINITY : relative, worst_lse};
+  }
+
+ protected:
+  struct Page {
+    zack::Memory raw, encoded;  // nullptr: not there
+  };
+  struct Sequence {
+    std::vector<Page> pages;
+    uint64_t first_position;
+    int tokens;
+  };
+  StepWorld(const StepShape& shape, std::unique_ptr<Codec> codec, uint64_t seed)
+      : shape_(shape), random_(seed), layout_(shape.layout()), codec_(std::move(codec)) {
+    for (const auto& [context, tokens] : shape.sequences) AddSequence(context, tokens);
+    std::normal_distribution<float> normal(0, shape.q_std);
+    q16_.resize(size_t(tokens_) * shape_.query_heads() * shape.head_dim);
+    q_.resize(q16_.size());
+    for (size_t i = 0; i < q_.size(); ++i) StoreElement(q16_.data(), shape.dtype, i, normal(random_));
+    if (shape.keys == StepKeys::kOneHot) PointAtTokens();
+    for (size_t i = 0; i < q_.size(); ++i) q_[i] = LoadElement(q16_.data(), shape.dtype, i);
+  }
+
+  /// The output of a row in double precision, and then its logarithm of the sum of exponentials.
+  virtual std::vector<double> ReferenceRow(const Sequence& s, uint64_t position, int head, const float* q) const = 0;
+
+  /// Whether a query on page `own` reads page j raw.
+  bool ReadsRaw(const Sequence& s, uint32_t own, uint32_t j) const {
+    const Page& page = s.pages[j];
+    const bool near = own - j <= uint32_t(shape_.lag_pages);
+    return page.encoded == nullptr || (near && page.raw != nullptr);
+  }
+  const Codec& codec() const { return *codec_; }
+  const PageLayout& layout() const { return layout_; }
+
+ private:
+  void AddSequence(uint64_t context, int tokens) {
+    Sequence s;
+    s.first_position = context - uint64_t(tokens), s.tokens = tokens;
+    const size_t pages = (context + kPageTokens - 1) / kPageTokens;
+    for (size_t j = 0; j < pages; ++j) {
+      zack::Memory raw = zack::RandomRawPage(layout_, random_, 0.5f);
+      const int filled = int(std::min<uint64_t>(kPageTokens, context - j * kPageTokens));
+      for (int side = 0; side < 2; ++side) {
+        for (int head = 0; head < layout_.kv_heads; ++head) {
+          for (int t = 0; t < kPageTokens; ++t) {
+            for (int c = 0; c < layout_.head_dim; ++c) {
+              uint8_t* const at = raw.get() + layout_.raw_offset(side, head, t);
+              if (shape_.keys == StepKeys::kZero && side == 0) StoreElement(at, shape_.dtype, c, 0);
+              if (shape_.keys == StepKeys::kConstant) StoreElement(at, shape_.dtype, c, float(c % 7) - 3);
+              if (t >= filled) StoreElement(at, shape_.dtype, c, NAN);
+            }
+          }
+        }
+      }
+      Page page;
+      // The query's own page is raw: also of the first of several query tokens.
+      const bool may_encode = filled == kPageTokens && (j + 1) * kPageTokens <= s.first_position;
+      const bool far = (j + 1 + size_t(shape_.lag_pages)) * kPageTokens <= s.first_position;
+      if (may_encode && (far || random_() % 2 == 0) && !(shape_.holes && random_() % 8 == 0)) {
+        zack::EncodedPage encoded = zack::EncodeOne(*codec_, kLayer, raw.get(), j * kPageTokens);
+        KV_CHECK(!encoded.declined);
+        page.encoded = std::move(encoded.bytes);
+      }
+      if (page.encoded == nullptr || !far) page.raw = std::move(raw);
+      s.pages.push_back(std::move(page));
+    }
+    tokens_ += tokens;
+    sequences_.push_back(std::move(s));
+  }
+
+  /// Every row's q is a multiple of one key that it sees.
+  void PointAtTokens() {
+    size_t row = 0;
+    for (const Sequence& s : sequences_) {
+      for (int token = 0; token < s.tokens; ++token) {
+        for (int head = 0; head < shape_.query_heads(); ++head, ++row) {
+          const uint64_t at = random_() % (s.first_position + token + 1);
+          const Page& page = s.pages[at / kPageTokens];
+          if (page.raw == nullptr) continue;
+          const uint8_t* k = page.raw.get() + layout_.raw_offset(0, head / shape_.group, int(at % kPageTokens));
+          for (int c = 0; c < layout_.head_dim; ++c) {
+            StoreElement(q16_.data(), shape_.dtype, row * layout_.head_dim + c, 20 * LoadElement(k, shape_.dtype, c));
+          }
+        }
+      }
+    }
+  }
+
+  const StepShape shape_;
+  std::mt19937_64 random_;
+  const PageLayout layout_;
+  const std::unique_ptr<Codec> codec_;
+  std::vector<Sequence> sequences_;
+  std::vector<uint16_t> q16_;
+  std::vector<float> q_;
+  int tokens_ = 0;
+};
+
+class MappedStepTest : public GpuTest {
+ protected:
+  void Check(StepWorld& world, const std::string& name, const StepShape& shape, bool captured) {
+    SCOPED_TRACE(name);
+    const StepWorld::Distance distance = world.Compare(captured);
+    worst_ = std::max(worst_, distance.relative);
+    EXPECT_LE(distance.relative, shape.dtype == DType::kFloat16 ? 1e-3 : 4e-3);
+    EXPECT_LE(distance.lse, 1e-3);
+  }
+  void TearDown() override { RecordProperty("worst", absl::StrCat(worst_)); }
+
+  double worst_ = 0;
+};
+
+}  // namespace kvmanager

@@ -1,0 +1,155 @@
+#include "codecs/zack/zack_device_codec.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "codecs/device/device_image.h"
+#include "codecs/zack/rotation_cuda.h"
+#include "codecs/zack/zack_attention_cuda.h"
+#include "codecs/zack/zack_device.h"
+#include "codecs/zack/zack_encode_cuda.h"
+#include "kvmanager/memory/device.h"
+
+namespace kvmanager::zack {
+namespace {
+
+using device::AttendKernels;
+using device::DeviceImage;
+using device::HeadCosts;
+using device::MappedSpace;
+
+/// What a page of a head costs attention beside its bytes, in bytes that would take as long.
+constexpr uint32_t kPageCost = 512;
+
+/// Offsets on the device.
+struct Places {
+  size_t sides = 0, page_bytes = 0;
+  std::vector<size_t> data;   // [layers] a MappedSpace, then a ZackDeviceHead for each KV head
+  std::vector<size_t> heads;  // [layers] HeadCosts::heads
+};
+
+class ZackDeviceCodec final : public DeviceCodec {
+ public:
+  ZackDeviceCodec(uint8_t* memory, const ZackDeviceShape& shape, std::vector<uint32_t> costs, Places places)
+      : memory_(memory),
+        shape_(shape),
+        costs_(std::move(costs)),
+        places_(std::move(places)),
+        kernels_(ZackAttentionKernels(shape.layout.head_dim)) {}
+  // cudaFree would wait for every stream of the device.
+  ~ZackDeviceCodec() override { cudaFreeAsync(memory_, nullptr); }
+
+  const AttendKernels* attention(int) const override { return kernels_; }
+  const void* attention_data(int layer) const override { return memory_ + places_.data[layer]; }
+  HeadCosts head_costs(int layer) const override {
+    return {costs_.data(), reinterpret_cast<const uint16_t*>(memory_ + places_.heads[layer])};
+  }
+  absl::Status Encode(const DeviceEncodeItem* items, uint32_t count, uint32_t* declined,
+                      CUstream_st* stream) const override {
+    return CudaStatus(LaunchZackEncode(shape_, items, count, declined, stream), "encoding ZACK pages");
+  }
+  absl::Status Decode(const DeviceDecodeItem* items, uint32_t count, CUstream_st* stream) const override {
+    return CudaStatus(LaunchZackDecode(shape_, items, count, stream), "decoding ZACK pages");
+  }
+
+ private:
+  uint8_t* const memory_;  // owned; on the device
+  const ZackDeviceShape shape_;
+  const std::vector<uint32_t> costs_;  // HeadCosts::costs
+  const Places places_;
+  const AttendKernels* const kernels_;
+};
+
+uint32_t CostOf(const ZackFormat& format, int layer, int head) { return format.head_bytes(layer, head) + kPageCost; }
+
+/// `to` [d][d] = `from` [rows][columns], zeros elsewhere.
+void Pad(const std::vector<float>& from, int rows, int columns, int d, float* to) {
+  for (int r = 0; r < rows; ++r) std::copy_n(from.data() + size_t(r) * columns, columns, to + size_t(r) * d);
+}
+
+}  // namespace
+
+std::unique_ptr<DeviceCodec> MakeZackDeviceCodec(const ZackFormat& format) {
+  const PageLayout& layout = format.layout;
+  const int d = layout.head_dim, heads = layout.kv_heads, layers = int(format.page_bytes.size());
+  if (layout.page_tokens != kDevicePageTokens || (d != 64 && d != 128)) return nullptr;
+
+  DeviceImage image;
+  Places places;
+  ZackDeviceShape shape;
+  shape.layout = layout;
+  const size_t matrix = size_t(d) * d, matrices = matrix * heads * sizeof(float);
+  std::vector<ZackDeviceSide> sides;
+  std::vector<uint64_t> costs(heads);
+  struct Factors {
+    size_t query, output;
+  };
+  std::vector<Factors> factors;
+  for (int l = 0; l < layers; ++l) {
+    places.data.push_back(image.Place(sizeof(MappedSpace) + heads * sizeof(ZackDeviceHead)));
+    places.heads.push_back(image.Place(heads * sizeof(uint16_t)));
+    factors.push_back({image.Place(matrices), image.Place(matrices)});
+    for (int h = 0; h < heads; ++h) {
+      const ZackHead& head = format.head(l, h);
+      image.At<ZackDeviceHead>(places.data[l] + sizeof(MappedSpace))[h] =
+          MakeZackDeviceHead(head.offset[0], head.rank[0], head.rank[1]);
+      Pad(head.query, d, head.rank[0], d, image.At<float>(factors[l].query) + h * matrix);
+      float* const output = image.At<float>(factors[l].output) + h * matrix;
+      if (format.parameters.fold) {
+        Pad(head.encode[1], d, head.rank[1], d, output);
+      } else {
+        Pad(head.decode[1], head.rank[1], d, d, output);
+      }
+      for (int side = 0; side < 2; ++side) {
+        const int n = head.rank[side];
+        const size_t encode_bytes = PackedFactorBytes(d, n, layout.dtype),
+                     decode_bytes = PackedFactorBytes(n, d, DType::kFloat16);
+        const ZackDeviceSide of = {head.offset[side], uint32_t(n), image.Place(encode_bytes),
+                                   image.Place(decode_bytes)};
+        PackFactor(head.encode[side].data(), d, n, layout.dtype, image.At<uint8_t>(of.encode));
+        PackFactor(head.decode[side].data(), n, d, DType::kFloat16, image.At<uint8_t>(of.decode));
+        shape.encode_bytes_max = std::max(shape.encode_bytes_max, int(encode_bytes));
+        shape.decode_bytes_max = std::max(shape.decode_bytes_max, int(decode_bytes));
+        sides.push_back(of);
+      }
+    }
+    uint16_t* const order = image.At<uint16_t>(places.heads[l]);
+    std::iota(order, order + heads, uint16_t{0});
+    std::stable_sort(order, order + heads, [&](int a, int b) { return CostOf(format, l, a) > CostOf(format, l, b); });
+    for (int i = 0; i < heads; ++i) costs[i] += CostOf(format, l, order[i]);
+  }
+  places.sides = image.Place(sides.size() * sizeof sides[0]);
+  std::copy(sides.begin(), sides.end(), image.At<ZackDeviceSide>(places.sides));
+  places.page_bytes = image.Place(layers * sizeof(uint32_t));
+  std::copy(format.page_bytes.begin(), format.page_bytes.end(), image.At<uint32_t>(places.page_bytes));
+
+  void* memory = nullptr;
+  if (cudaMallocAsync(&memory, image.bytes().size(), nullptr) != cudaSuccess) {
+    cudaGetLastError();  // the next call that looks would take it for its own
+    return nullptr;
+  }
+  uint8_t* const base = static_cast<uint8_t*>(memory);
+  for (int l = 0; l < layers; ++l) {
+    MappedSpace& space = *image.At<MappedSpace>(places.data[l]);
+    space.query = reinterpret_cast<const float*>(base + factors[l].query);
+    space.output = reinterpret_cast<const float*>(base + factors[l].output);
+    space.folds = format.parameters.fold ? 1 : 0;
+  }
+  shape.factors = base;
+  shape.sides = reinterpret_cast<const ZackDeviceSide*>(base + places.sides);
+  shape.page_bytes = reinterpret_cast<const uint32_t*>(base + places.page_bytes);
+  std::vector<uint32_t> mean_costs;
+  for (const uint64_t cost : costs) mean_costs.push_back(uint32_t(cost / layers));
+  auto made = std::make_unique<ZackDeviceCodec>(base, shape, std::move(mean_costs), std::move(places));
+  if (cudaMemcpy(memory, image.bytes().data(), image.bytes().size(), cudaMemcpyHostToDevice) != cudaSuccess) {
+    cudaGetLastError();
+    return nullptr;
+  }
+  return made;
+}
+
+}  // namespace kvmanager::zack
