@@ -70,8 +70,8 @@ class CudaDeviceStep final : public DeviceStep {
   /// Layers that share a plan.
   struct Class {
     const AttendKernels* kernels;
-    const uint32_t* costs;  // device::HeadCosts
-    bool prefill;           // long entries have a plan of their own
+    const uint32_t* costs;                  // device::HeadCosts
+    const device::PrefillKernels* prefill;  // nullptr: long entries have no plan of their own
     StepReading reading;
     uint64_t version;  // of the plan; never 0
     DevicePlanSize size;
@@ -84,9 +84,18 @@ class CudaDeviceStep final : public DeviceStep {
     DevicePlanner planner;
     int blocks;
   };
+  /// The same for many query tokens.
+  struct LongPlanner {
+    bool apart;
+    const uint32_t* costs;
+    PrefillPlanner planner;
+  };
 
   int blocks_of(const AttendKernels& kernels) const { return o_.multiprocessors * kernels.grid.blocks_per_sm; }
-  bool Prefills(int layer) const { return long_entries_ > 0 && prefill_[layer].kernels != nullptr; }
+  /// nullptr: it has none, or there is no long entry.
+  const device::PrefillKernels* LongKernels(int layer) const {
+    return long_entries_ > 0 ? prefill_[layer].kernels : nullptr;
+  }
   bool Prepared(int layer) const { return layer >= prepared_first_ && layer < prepared_end_; }
   absl::Status CheckEntries(absl::Span<const Entry> entries);
   absl::Status FindClasses(int first_layer, int end_layer);
@@ -105,7 +114,7 @@ class CudaDeviceStep final : public DeviceStep {
   std::vector<device::HeadCosts> head_costs_;  // [layers]
   std::vector<device::Prefill> prefill_;       // [layers]
   std::vector<Planner> planners_;
-  std::optional<PrefillPlanner> prefill_planner_;  // if some layer has kernels
+  std::vector<LongPlanner> long_planners_;
 
   PinnedMemory pinned_;
   StreamMemory device_;
@@ -168,7 +177,12 @@ absl::Status CudaDeviceStep::Init() {
       if (std::none_of(prefill_.begin(), prefill_.begin() + layer, had)) {
         KV_RETURN_IF_ERROR(CudaStatus(prefill->prepare(), "preparing the kernel of attention by many query tokens"));
       }
-      if (!prefill_planner_) prefill_planner_.emplace(PrefillOptions(o_));
+      const auto plans = [&](const LongPlanner& p) { return p.apart == prefill->maps && p.costs == costs; };
+      if (std::none_of(long_planners_.begin(), long_planners_.end(), plans)) {
+        PrefillPlanner::Options plan = PrefillOptions(o_, layer);
+        if (costs != nullptr) plan.head_costs.assign(costs, costs + o_.layout.kv_heads);
+        long_planners_.push_back({plan.apart, costs, PrefillPlanner(plan)});
+      }
     }
     const auto same = [&](const Planner& p) { return p.kernels == kernels && p.costs == costs; };
     if (std::any_of(planners_.begin(), planners_.end(), same)) continue;
@@ -207,7 +221,8 @@ absl::Status CudaDeviceStep::Init() {
   const size_t upload_arrived = place(sizeof(uint32_t));
   const size_t mapped_rows = maps ? size_t{device::kMappedRows} * o_.tokens_max * o_.query_heads : 0;
   const size_t mapped = place(mapped_rows * o_.layout.head_dim * sizeof(float));
-  const size_t part_rows = prefill_planner_ ? PrefillPlanner::PartsMax(o_.multiprocessors) * device::kPrefillRows : 0;
+  const size_t part_rows =
+      long_planners_.empty() ? 0 : PrefillPlanner::PartsMax(o_.multiprocessors) * device::kPrefillRows;
   const size_t prefill_items = place(sizes_.prefill_items_max * o_.layers * sizeof(PrefillItem));
   const size_t prefill_runs = place(sizes_.prefill_runs_max * o_.layers * sizeof(PrefillRun));
   const size_t prefill_partial = place(part_rows * o_.layout.head_dim * sizeof(float));
@@ -297,12 +312,13 @@ absl::Status CudaDeviceStep::FindClasses(int first_layer, int end_layer) {
     for (; index < int(classes_.size()); ++index) {
       const Class& other = classes_[index];
       if (other.kernels == kernels_[layer] && other.costs == head_costs_[layer].costs &&
-          other.prefill == Prefills(layer) && other.reading == reading_) {
+          other.prefill == LongKernels(layer) && other.reading == reading_) {
         break;
       }
     }
     if (index == int(classes_.size())) {
-      classes_.push_back({kernels_[layer], head_costs_[layer].costs, Prefills(layer), reading_, ++versions_, {}, {}});
+      classes_.push_back(
+          {kernels_[layer], head_costs_[layer].costs, LongKernels(layer), reading_, ++versions_, {}, {}});
     }
     class_of_[layer] = index;
   }
@@ -312,8 +328,8 @@ absl::Status CudaDeviceStep::FindClasses(int first_layer, int end_layer) {
 
 absl::Status CudaDeviceStep::PlanClass(Class* of) {
   if (items_version_ == of->version) return absl::OkStatus();
-  tables_.MakeSequences(entries_, of->reading, &sequences_, of->prefill ? PrefillPlanner::kTokensMin : INT_MAX,
-                        &long_sequences_);
+  tables_.MakeSequences(entries_, of->reading, &sequences_,
+                        of->prefill != nullptr ? PrefillPlanner::kTokensMin : INT_MAX, &long_sequences_);
   const auto planner = std::find_if(planners_.begin(), planners_.end(),
                                     [&](const Planner& p) { return p.kernels == of->kernels && p.costs == of->costs; });
   items_version_ = 0;
@@ -321,10 +337,13 @@ absl::Status CudaDeviceStep::PlanClass(Class* of) {
   if (!sequences_.empty()) {
     KV_ASSIGN_OR_RETURN(of->size, planner->planner.Plan(sequences_, absl::MakeSpan(items_)));
   }
-  KV_CHECK(of->size.rows_max <= (of->prefill ? rows_max_of_short_ : rows_max_));
+  KV_CHECK(of->size.rows_max <= (of->prefill != nullptr ? rows_max_of_short_ : rows_max_));
   if (!long_sequences_.empty()) {
-    KV_ASSIGN_OR_RETURN(of->prefill_size, prefill_planner_->Plan(long_sequences_, absl::MakeSpan(prefill_items_),
-                                                                 absl::MakeSpan(prefill_runs_)));
+    const auto long_planner = std::find_if(long_planners_.begin(), long_planners_.end(), [&](const LongPlanner& p) {
+      return p.apart == of->prefill->maps && p.costs == of->costs;
+    });
+    KV_ASSIGN_OR_RETURN(of->prefill_size, long_planner->planner.Plan(long_sequences_, absl::MakeSpan(prefill_items_),
+                                                                     absl::MakeSpan(prefill_runs_)));
   }
   items_version_ = of->version;
   return absl::OkStatus();
@@ -481,9 +500,9 @@ absl::Status CudaDeviceStep::Attend(int layer, const void* q, void* out, float* 
     return absl::FailedPreconditionError(absl::StrCat("no attention is prepared for layer ", layer));
   }
   if (!Aligned(q) || !Aligned(out)) return absl::InvalidArgumentError("q and out must be 16-byte aligned");
-  const bool prefills = Prefills(layer);
-  if (prefills) KV_RETURN_IF_ERROR(AttendLong(layer, q, out, lse));
-  if (prefills && long_entries_ == entries_.size()) return absl::OkStatus();
+  const bool prefills = LongKernels(layer) != nullptr;
+  // Kernels that map write all of `out`: long entries come behind them.
+  if (prefills && long_entries_ == entries_.size()) return AttendLong(layer, q, out, lse);
   device::AttendParams p;
   p.pool = o_.pool;
   p.slots = d_tables_ + size_t(layer) * tables_.layer_entries();
@@ -505,7 +524,8 @@ absl::Status CudaDeviceStep::Attend(int layer, const void* q, void* out, float* 
   p.mapped = d_mapped_;
   const AttendKernels& kernels = *kernels_[layer];
   const int rows_max = prefills ? rows_max_of_short_ : rows_max_;
-  return CudaStatus(kernels.launch(p, rows_max, blocks_of(kernels), o_.stream), "attention");
+  KV_RETURN_IF_ERROR(CudaStatus(kernels.launch(p, rows_max, blocks_of(kernels), o_.stream), "attention"));
+  return prefills ? AttendLong(layer, q, out, lse) : absl::OkStatus();
 }
 
 // Of the entries that have many tokens.
@@ -526,6 +546,9 @@ absl::Status CudaDeviceStep::AttendLong(int layer, const void* q, void* out, flo
   p.kv_heads = o_.layout.kv_heads;
   p.scale_log2 = scale_log2_;
   p.bfloat16 = o_.layout.dtype == DType::kBFloat16;
+  p.tokens = tokens_;
+  p.mapped = d_mapped_;
+  p.heads = head_costs_[layer].heads;
   return CudaStatus(prefill_[layer].kernels->launch(p, o_.multiprocessors, o_.stream),
                     "attention by many query tokens");
 }

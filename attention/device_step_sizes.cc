@@ -56,13 +56,14 @@ device::Prefill PrefillOf(const DeviceStep::Options& o, int layer) {
   return o.codec->prefill(layer);
 }
 
-PrefillPlanner::Options PrefillOptions(const DeviceStep::Options& o) {
+PrefillPlanner::Options PrefillOptions(const DeviceStep::Options& o, int layer) {
   PrefillPlanner::Options plan;
   plan.layout = o.layout;
   plan.query_heads = o.query_heads;
   plan.lag_pages = o.lag_pages;
   plan.identity = o.identity;
   plan.blocks = o.multiprocessors;
+  plan.apart = PrefillOf(o, layer).kernels->maps;
   return plan;
 }
 
@@ -84,10 +85,10 @@ absl::StatusOr<StepSizes> StepSizesOf(const DeviceStep::Options& o) {
   sizes.items_max = 2 * sizes.blocks_max + std::max(kItemsMin, kItemsOfTile * tiles);
   for (int layer = 0; layer < o.layers; ++layer) {
     if (PrefillOf(o, layer).kernels == nullptr) continue;
-    const PrefillPlanner::Options plan = PrefillOptions(o);
-    sizes.prefill_items_max = PrefillPlanner::ItemsMax(plan, tokens);
-    sizes.prefill_runs_max = std::max(kItemsMin, kRunsOfTile * PrefillPlanner::TileGroupsMax(plan, tokens));
-    break;
+    const PrefillPlanner::Options plan = PrefillOptions(o, layer);
+    sizes.prefill_items_max = std::max(sizes.prefill_items_max, PrefillPlanner::ItemsMax(plan, tokens));
+    sizes.prefill_runs_max =
+        std::max({kItemsMin, sizes.prefill_runs_max, kRunsOfTile * PrefillPlanner::TileGroupsMax(plan, tokens)});
   }
   const size_t largest = sizes.plan_bytes() + tokens * sizeof(step::AppendRow) +
                          size_t(o.sequences_max) * sizeof(uint32_t) + kRingRoundBytes;

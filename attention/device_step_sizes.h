@@ -34,6 +34,7 @@ absl::StatusOr<StepSizes> StepSizesOf(const DeviceStep::Options& o);
 float ScaleOf(const DeviceStep::Options& o);
 /// A layer's kernels for many query tokens, if these options allow them.
 device::Prefill PrefillOf(const DeviceStep::Options& o, int layer);
-PrefillPlanner::Options PrefillOptions(const DeviceStep::Options& o);
+/// REQUIRES: the layer has such kernels. head_costs are yet to be set.
+PrefillPlanner::Options PrefillOptions(const DeviceStep::Options& o, int layer);
 
 }  // namespace kvmanager

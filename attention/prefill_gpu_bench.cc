@@ -1,4 +1,4 @@
-// Attention by many query tokens on a GPU, one layer: microseconds over raw pages and HACK pages.
+// Attention by many query tokens on a GPU, one layer: microseconds over raw, HACK and ZACK pages.
 //
 //   bazel run --config=opt //attention:prefill_gpu_bench -- --json FILE
 //
@@ -27,6 +27,8 @@
 #include "codecs/hack/hack_format.h"
 #include "codecs/raw/raw.h"
 #include "codecs/registry.h"
+#include "codecs/zack/zack_codec.h"
+#include "codecs/zack/zack_testing.h"
 #include "kvmanager/memory/gpu_benchmark.h"
 
 namespace kvmanager {
@@ -44,7 +46,8 @@ struct Shape {
 
 struct Format {
   const char* name;
-  int k_bits, v_bits;  // 0: raw
+  int k_bits, v_bits;  // of HACK; 0: raw, or
+  bool zack = false;   // ranks that differ from head to head and average half of all dimensions
 };
 
 /// Multiplications and additions, two each, of what is not masked.
@@ -58,7 +61,15 @@ nlohmann::json Run(const Format& format, const Shape& shape, int blocks) {
   layout.kv_heads = uint16_t(shape.kv_heads), layout.head_dim = uint16_t(shape.head_dim);
   std::unique_ptr<Codec> codec;
   hack::HackFormat hack_format;
-  if (format.k_bits == 0) {
+  if (format.zack) {
+    if (shape.head_dim != 128 || shape.kv_heads % 8 != 0) return {};
+    constexpr int kRanks[] = {112, 112, 32, 96, 96, 80, 48, 64, 80, 64, 64, 48, 48, 32, 32, 16};
+    std::vector<int32_t> ranks;
+    for (int i = 0; i < 2 * shape.kv_heads; ++i) ranks.push_back(kRanks[i % 16]);
+    layout.page_tokens = kPageTokens;
+    codec = std::make_unique<zack::ZackCodec>(
+        zack::MakeFormat(zack::MakeContext(layout, 1, shape.query_heads), "balanced", false, ranks), nullptr);
+  } else if (format.k_bits == 0) {
     CodecRegistry registry;
     RegisterRaw(registry);
     codec = *registry.Create("raw", layout);
@@ -72,7 +83,7 @@ nlohmann::json Run(const Format& format, const Shape& shape, int blocks) {
   const device::Prefill prefill = device_codec->prefill(0);
   CHECK_CUDA(prefill.kernels->prepare());
 
-  const bool raw_alone = format.k_bits == 0;
+  const bool raw_alone = format.k_bits == 0 && !format.zack;
   const uint64_t context = uint64_t(shape.history) + shape.tokens;
   const size_t pages = (context + kPageTokens - 1) / kPageTokens, history = size_t(shape.history) / kPageTokens;
   const size_t encoded_of = raw_alone ? 0 : history,
@@ -83,7 +94,9 @@ nlohmann::json Run(const Format& format, const Shape& shape, int blocks) {
   const size_t encoded_count = sets * shape.batch * encoded_of, raw_count = sets * shape.batch * raw_of;
   const size_t raw_at = raw_alone ? 0 : encoded_count * encoded_bytes;
   const DeviceArray<uint8_t> pool = Allocate<uint8_t>(raw_at + raw_count * layout.raw_bytes());
-  if (encoded_count > 0) {
+  if (format.zack) {
+    CHECK_CUDA(FillRandomElements(pool.get(), raw_at / 2, 1, 1, false));
+  } else if (encoded_count > 0) {
     CHECK_CUDA(FillRandomBits(pool.get(), raw_at / 8 * 8, 1));
     const size_t record = shape.kv_heads > 1 ? hack_format.heads[1].offset : hack_format.page_bytes;
     for (int side = 0; side < 2; ++side) {
@@ -110,6 +123,9 @@ nlohmann::json Run(const Format& format, const Shape& shape, int blocks) {
   PrefillPlanner::Options o;
   o.layout = layout, o.query_heads = shape.query_heads, o.lag_pages = kLagPages, o.identity = raw_alone;
   o.blocks = blocks;
+  o.apart = prefill.kernels->maps;
+  const device::HeadCosts costs = device_codec->head_costs(0);
+  if (costs.costs != nullptr) o.head_costs.assign(costs.costs, costs.costs + shape.kv_heads);
   double plan_us = 0;
   for (int set = 0; set < sets; ++set) {
     DeviceTables tables;
@@ -159,6 +175,9 @@ nlohmann::json Run(const Format& format, const Shape& shape, int blocks) {
   p.q = q.get(), p.out = out.get(), p.lse = lse.get();
   p.partial = partial.get(), p.partial_state = state.get(), p.arrived = arrived.get();
   p.format = prefill.format;
+  DeviceArray<float> mapped;
+  if (o.apart) mapped = Allocate<float>(device::kMappedRows * rows * shape.head_dim);
+  p.mapped = mapped.get(), p.tokens = uint32_t(shape.batch * shape.tokens), p.heads = costs.heads;
   p.query_heads = shape.query_heads, p.kv_heads = shape.kv_heads;
   p.scale_log2 = float(M_LOG2E / std::sqrt(double(shape.head_dim)));
   const int calls = int(std::clamp(kMeasuredUs / (Flops(shape) / 5e8), 1., 64.));
@@ -194,7 +213,8 @@ int Main(int argc, char** argv) {
   const Format formats[] = {{"raw", 0, 0},
                             {"hack:k_bits=3,v_bits=2", 3, 2},
                             {"hack:k_bits=2,v_bits=2", 2, 2},
-                            {"hack:k_bits=4,v_bits=3", 4, 3}};
+                            {"hack:k_bits=4,v_bits=3", 4, 3},
+                            {"zack:rate=0.5", 0, 0, true}};
   const Shape shapes[] = {{1, 2048, 32768, 32, 8, 128},  {4, 2048, 8192, 32, 8, 128},  {8, 512, 16384, 32, 8, 128},
                           {1, 8192, 0, 32, 8, 128},      {1, 512, 32768, 32, 8, 128},  {1, 64, 32768, 32, 8, 128},
                           {1, 2048, 32768, 32, 32, 128}, {1, 2048, 32768, 64, 8, 128}, {1, 2048, 32768, 32, 8, 64}};
@@ -206,6 +226,7 @@ int Main(int argc, char** argv) {
     for (const Format& format : formats) {
       if (!codec.empty() && codec != format.name) continue;
       const nlohmann::json run = Run(format, shape, blocks);
+      if (run.empty()) continue;
       results["runs"].push_back(run);
       std::printf("%-24s %5d %6d %8d %3d/%-3d %4d %10.1f %8.1f %6d %8.0f\n", format.name, shape.batch, shape.tokens,
                   shape.history, shape.query_heads, shape.kv_heads, shape.head_dim, run["us"].get<double>(),

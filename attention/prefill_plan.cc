@@ -16,9 +16,9 @@ using device::PageForm;
 using device::PrefillItem;
 using device::PrefillRun;
 
-// In pages: what beginning and ending a tile costs a block, and what a part of a tile costs beyond that (its state to
-// memory and back).
-constexpr uint64_t kItemCost = 3, kPartCost = 4;
+// What a raw page costs, and as many of these, what beginning and ending a tile costs a block, and what a part of a
+// tile costs beyond that (its state to memory and back).
+constexpr uint64_t kRawPageCost = 64, kItemPages = 3, kPartPages = 4;
 constexpr uint32_t kPartPagesMin = 4;
 constexpr uint32_t kCuts[] = {1, 2, 3, 4, 5, 6, 8, 11, 16, 23, 32, 45, 64};
 // More cuts are worth it where they save this part of the time.
@@ -36,11 +36,12 @@ PrefillPlanner::PrefillPlanner(const Options& options)
   KV_CHECK(options.query_heads > 0 && options.query_heads % options.layout.kv_heads == 0);
   KV_CHECK(options.query_heads / options.layout.kv_heads <= device::kPrefillGroupMax);
   KV_CHECK(options.layout.page_tokens == device::kPrefillPageTokens && options.blocks > 0);
+  KV_CHECK(options.head_costs.empty() || options.head_costs.size() == options.layout.kv_heads);
 }
 
 size_t PrefillPlanner::TileGroupsMax(const Options& options, size_t tokens) {
   const size_t of_tile = size_t(device::PrefillTileTokens(options.query_heads / options.layout.kv_heads));
-  return tokens / of_tile + tokens / kTokensMin + 1;
+  return (tokens / of_tile + tokens / kTokensMin + 1) * (options.apart ? 2 : 1);
 }
 
 size_t PrefillPlanner::ItemsMax(const Options& options, size_t tokens) {
@@ -71,11 +72,19 @@ bool PrefillPlanner::AddRun(absl::Span<PrefillRun> runs, TileGroup* group, uint3
   return true;
 }
 
+// Of a page's two products the second has all columns whatever a head keeps.
+uint64_t PrefillPlanner::PageCost(const TileGroup& group, int head) const {
+  if (!group.encoded || options_.head_costs.empty()) return kRawPageCost;
+  const uint64_t raw = 2 * options_.layout.raw_head_bytes();
+  return kRawPageCost * (raw + std::min<uint64_t>(options_.head_costs[size_t(head)], raw)) / (2 * raw);
+}
+
 absl::Status PrefillPlanner::AddTileGroup(const DeviceSequence& sequence, uint32_t first_token, int token, int tokens,
-                                          absl::Span<PrefillRun> runs, PrefillPlanSize* size) {
+                                          Forms which, absl::Span<PrefillRun> runs, PrefillPlanSize* size) {
   constexpr uint32_t kPageTokens = device::kPrefillPageTokens;
   const uint64_t position = sequence.first_position + token;
-  TileGroup group = {run_count_, first_token, uint32_t(position), 0, tokens};
+  TileGroup group = {run_count_, first_token, uint32_t(position), 0, tokens, which == Forms::kEncoded};
+  const auto has = [&](bool encoded) { return which == Forms::kAll || (which == Forms::kEncoded) == encoded; };
   const uint32_t lag = uint32_t(options_.lag_pages);
   size_t owns = 0;
   for (int i = 0; i < tokens; ++owns) {
@@ -91,6 +100,7 @@ absl::Status PrefillPlanner::AddTileGroup(const DeviceSequence& sequence, uint32
     // An encoded page is read whole: it is nobody's own, or its last token asks.
     KV_CHECK(of.forms.back().form == PageForm::kRaw || (on_page == 1 && offset + 1 == kPageTokens));
     for (const DevicePlanner::FormRun& run : of.forms) {
+      if (!has(run.form == PageForm::kEncoded)) continue;
       const bool has_own = run.pages.end == of.own + 1;
       uint64_t pairs = uint64_t(on_page) * kPageTokens * (run.pages.end - run.pages.first - (has_own ? 1 : 0));
       if (has_own) pairs += uint64_t(on_page) * (offset + 1) + uint64_t(on_page) * (on_page - 1) / 2;
@@ -106,6 +116,7 @@ absl::Status PrefillPlanner::AddTileGroup(const DeviceSequence& sequence, uint32
                                               : DevicePlanner::FirstNearPage(first_own, sequence.aged, lag);
   for (const DevicePlanner::FormRun& run : own_pages.front().forms) {
     if (run.pages.first >= common) break;
+    if (!has(run.form == PageForm::kEncoded)) continue;
     if (!AddRun(runs, &group, run.pages.first, std::min(run.pages.end, common), sequence,
                 run.form == PageForm::kEncoded, 0, uint16_t(tokens))) {
       return full();
@@ -122,10 +133,11 @@ absl::Status PrefillPlanner::AddTileGroup(const DeviceSequence& sequence, uint32
       end[encoded] = of.end;
     }
     for (const bool encoded : {true, false}) {
-      if (end[encoded] == 0) continue;
+      if (end[encoded] == 0 || !has(encoded)) continue;
       if (!AddRun(runs, &group, page, page + 1, sequence, encoded, begin[encoded], end[encoded])) return full();
     }
   }
+  if (group.pages == 0) return absl::OkStatus();
   pages_max_ = std::max(pages_max_, group.pages);
   groups_.push_back(group);
   return absl::OkStatus();
@@ -148,8 +160,9 @@ bool PrefillPlanner::CutTiles(uint32_t cuts) {
         // Cut between pairs of pages.
         const auto cut = [&](uint32_t k) { return k == parts ? pages : uint32_t(uint64_t{pages} * k / parts / 2 * 2); };
         const uint32_t skip = cut(part), of_part = cut(part + 1) - skip;
-        parts_.push_back({g, uint16_t(head), uint8_t(part), uint8_t(parts), skip, of_part, part_places_,
-                          of_part + kItemCost + (parts > 1 ? kPartCost : 0)});
+        parts_.push_back(
+            {g, uint16_t(head), uint8_t(part), uint8_t(parts), skip, of_part, part_places_,
+             of_part * PageCost(groups_[g], head) + kRawPageCost * (kItemPages + (parts > 1 ? kPartPages : 0))});
       }
       if (parts > 1) part_places_ += parts;
     }
@@ -187,8 +200,12 @@ absl::StatusOr<PrefillPlanSize> PrefillPlanner::Plan(absl::Span<const DeviceSequ
     KV_CHECK(sequence.tokens >= 1);
     row_token += sequence.skipped_tokens;
     for (int token = 0; token < sequence.tokens; token += tile_tokens_) {
-      KV_RETURN_IF_ERROR(AddTileGroup(sequence, row_token + uint32_t(token), token,
-                                      std::min(tile_tokens_, sequence.tokens - token), runs, &size));
+      const int tokens = std::min(tile_tokens_, sequence.tokens - token);
+      for (const Forms forms : {Forms::kEncoded, Forms::kRaw}) {
+        KV_RETURN_IF_ERROR(AddTileGroup(sequence, row_token + uint32_t(token), token, tokens,
+                                        options_.apart ? forms : Forms::kAll, runs, &size));
+        if (!options_.apart) break;
+      }
     }
     row_token += uint32_t(sequence.tokens);
   }

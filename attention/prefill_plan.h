@@ -38,6 +38,9 @@ class PrefillPlanner {
     int lag_pages = 0;
     bool identity = false;  // the encoded form is the raw form
     int blocks = 0;         // of threads: one for each multiprocessor
+    bool apart = false;     // tiles of the two forms are apart (device::PrefillKernels::maps)
+    /// Of an encoded page, by the number of the head; empty: as a raw one's (device::HeadCosts).
+    std::vector<uint32_t> head_costs;
   };
   explicit PrefillPlanner(const Options& options);
 
@@ -59,7 +62,9 @@ class PrefillPlanner {
     uint32_t first_run, first_token, first_position;
     uint32_t pages;
     int tokens;
+    bool encoded;  // all of it, where forms are apart
   };
+  enum class Forms { kAll, kRaw, kEncoded };
   /// Tokens of a tile that are on one page.
   struct OwnPage {
     uint32_t own;
@@ -83,8 +88,10 @@ class PrefillPlanner {
 
   bool AddRun(absl::Span<device::PrefillRun> runs, TileGroup* group, uint32_t first_page, uint32_t end_page,
               const DeviceSequence& sequence, bool encoded, uint16_t begin, uint16_t end);
-  absl::Status AddTileGroup(const DeviceSequence& sequence, uint32_t first_token, int token, int tokens,
+  absl::Status AddTileGroup(const DeviceSequence& sequence, uint32_t first_token, int token, int tokens, Forms forms,
                             absl::Span<device::PrefillRun> runs, PrefillPlanSize* size);
+  /// Of a page to a block.
+  uint64_t PageCost(const TileGroup& group, int head) const;
   uint32_t PartsOf(uint32_t pages, uint32_t cuts) const;
   /// Parts of all tiles, of which the largest is cut into `cuts`, the costliest first. false: too many.
   bool CutTiles(uint32_t cuts);

@@ -17,6 +17,9 @@
 //
 //   Load(params, item, page, unit, piece, to, barrier): begins copies; every lane arrives at the barrier once.
 //
+//   Or, instead of PageOf and Load, and in one piece: Lead, what a warp keeps of an item that it loads: Open(params,
+//   item), PageOf(unit), Load(page, unit, to, barrier).
+//
 //   Begin(params, item, scratch): reads the tile's q; scratch has kScratchBytes for this warp, 16-byte aligned.
 //
 //   Attend<piece>(params, item, unit, bytes, state): adds to a WarpState in the form's own order of channels.
@@ -150,6 +153,16 @@ struct WarpState {
 #pragma unroll
       for (int i = 0; i < 4; ++i) acc[s][i] *= factor[i & 1];
     }
+  }
+};
+
+/// For a row of floats whose largest is given: times `up` it fits float16 with few bits lost, the largest becoming 2^14
+/// and more; `down` undoes that. Both are normal numbers.
+struct PowerOfRow {
+  float up, down;
+  __device__ __forceinline__ explicit PowerOfRow(float largest) {
+    const uint32_t exponent = min(max(AsBits(largest) >> 23, 15u), 254u);
+    up = AsFloat((268 - exponent) << 23), down = AsFloat((exponent - 14) << 23);
   }
 };
 

@@ -50,6 +50,18 @@ __device__ __forceinline__ int FirstUnit(int begun) {
   return (static_cast<int>(threadIdx.x / 32) - begun % kWarps + kWarps) % kWarps;
 }
 
+struct NoLead {};
+/// What a warp knows of an encoded item that it loads, where the form keeps that (attend_device.cuh).
+template <class Encoded>
+struct LeadOfForm {
+  using Type = NoLead;
+};
+template <class Encoded>
+requires requires { typename Encoded::Lead; }
+struct LeadOfForm<Encoded> {
+  using Type = typename Encoded::Lead;
+};
+
 /// Walks a block's items ahead of its attention, and begins the copies of one warp's pieces.
 template <class Raw, class Encoded, int kWarps>
 struct Loader {
@@ -59,6 +71,9 @@ struct Loader {
   int begun = 0;  // units of the block's earlier items
   bool done = false;
   uint32_t slot = 0;  // of the next unit's page, read ahead
+  using Lead = typename LeadOfForm<Encoded>::Type;
+  static constexpr bool kLeads = !std::is_same_v<Lead, NoLead>;
+  Lead lead;  // of an encoded item
 
   __device__ __forceinline__ Loader(const AttendParams& params, AttendItem& place) : p(params), item(place) {
     Open(blockIdx.x);
@@ -67,6 +82,9 @@ struct Loader {
   __device__ __forceinline__ bool raw() const { return item.form == PageForm::kRaw; }
   __device__ __forceinline__ void Open(uint32_t index) {
     CopyItem(p, &item, index);
+    if constexpr (kLeads) {
+      if (!raw()) lead.Open(p, item);
+    }
     units = raw() ? Raw::Units(p, item) : Encoded::Units(p, item);
     unit = FirstUnit<kWarps>(begun);
     begun += units;
@@ -79,7 +97,14 @@ struct Loader {
       if (done) return;
       Open(next);
     }
-    slot = p.slots[item.first_page + (raw() ? Raw::PageOf(p, item, unit) : Encoded::PageOf(p, item, unit))];
+    slot = p.slots[item.first_page + (raw() ? Raw::PageOf(p, item, unit) : EncodedPageOf())];
+  }
+  __device__ __forceinline__ int EncodedPageOf() const {
+    if constexpr (kLeads) {
+      return lead.PageOf(unit);
+    } else {
+      return Encoded::PageOf(p, item, unit);
+    }
   }
   /// Nothing, if nothing is left.
   __device__ __forceinline__ void Load(uint32_t to, Barrier barrier) {
@@ -90,7 +115,11 @@ struct Loader {
       Raw::Load(p, item, page, unit, piece, to, barrier);
       pieces = Raw::kPieces;
     } else {
-      Encoded::Load(p, item, page, unit, piece, to, barrier);
+      if constexpr (kLeads) {
+        lead.Load(page, unit, to, barrier);
+      } else {
+        Encoded::Load(p, item, page, unit, piece, to, barrier);
+      }
       pieces = Encoded::kPieces;
     }
     if (++piece < pieces) return;

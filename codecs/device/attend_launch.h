@@ -34,7 +34,7 @@ struct AttendKernels {
   /// Once per device, before the first launch. Returns a cudaError_t.
   int (*prepare)() = nullptr;
   /// Encoded pages stand in a space of their own: params.tokens and mapped are set, and `partial` is twice as large. A
-  /// launch then writes all of `out`: such a codec has no kernels for many query tokens beside these.
+  /// launch then writes all of `out`: other kernels' part of it comes behind.
   bool maps = false;
   /// Units (attend_device.cuh) of an encoded page, about.
   int encoded_units = 1;

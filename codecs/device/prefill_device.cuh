@@ -5,6 +5,10 @@
 // V are wanted and given back at different times. Two groups of four warps have 64 rows each, their scores and outputs
 // in registers. While a group's softmax of two pages runs, its product with the two pages before does. Products are the
 // raw form's for all pages: encoded ones are decoded on their way.
+//
+// Where encoded pages stand in a space of their own instead (IsDirect), the two forms have tiles of their own. Those of
+// encoded pages take q from there, float16 rows scaled by powers of two, and leave outputs there; a MappedRowState says
+// of each row what either form gave.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,6 +19,26 @@
 #include "codecs/device/wgmma_device.cuh"
 
 namespace kvmanager::device {
+
+/// PrefillParams::mapped where kernels map, for `rows` of q: q in the space and outputs of encoded pages there, both
+/// float16 [rows][head_dim], and then these [rows].
+struct MappedRowState {
+  float scale;   // of scores, beside PrefillParams::scale_log2
+  float lse[2];  // by PageForm, natural logarithms; minus infinity: nothing was read
+  float unused;
+};
+static_assert(sizeof(MappedRowState) == 16);
+template <int kHeadDim>
+struct MappedRows {
+  static_assert(kMappedRows * kHeadDim * sizeof(float) >= 2 * kHeadDim * 2 + sizeof(MappedRowState));
+  uint16_t *q, *out;
+  MappedRowState* states;
+
+  __device__ __forceinline__ explicit MappedRows(const PrefillParams& p)
+      : q(reinterpret_cast<uint16_t*>(p.mapped)),
+        out(q + static_cast<size_t>(p.tokens) * p.query_heads * kHeadDim),
+        states(reinterpret_cast<MappedRowState*>(out + static_cast<size_t>(p.tokens) * p.query_heads * kHeadDim)) {}
+};
 
 /// Barriers of some of the block's warps.
 enum NamedBarrier : int { kGroup0 = 1, kGroup1 };
@@ -28,6 +52,7 @@ struct PrefillConsumer {
   using Memory = PrefillMemory<kHeadDim, Encoded>;
   using Tile = PrefillTile<kHeadDim>;
   static constexpr int kScores = kPrefillPairTokens / 2, kOutputs = kHeadDim / 2;  // of a lane
+  static constexpr bool kMaps = IsDirect<Encoded>();
 
   const PrefillParams& p;
   Memory& memory;
@@ -38,6 +63,7 @@ struct PrefillConsumer {
   uint32_t weights[kScores / 2];
   float max[2], sum[2];  // of rows g and g + 8; sums of this lane's columns
   int token[2];          // of these rows, in the tile
+  float scales[2];       // of their scores, with kMaps
 
   __device__ __forceinline__ PrefillConsumer(const PrefillParams& params, Memory& m)
       : p(params),
@@ -45,6 +71,7 @@ struct PrefillConsumer {
         group(__shfl_sync(kAllLanes, threadIdx.x / kGroupThreads, 0) - 2),
         thread(threadIdx.x % kGroupThreads) {}
 
+  __device__ __forceinline__ float ScaleOf(int half) const { return kMaps ? scales[half] : p.scale_log2; }
   __device__ __forceinline__ int RowInGroup(int half) const { return thread / 32 * 16 + thread % 32 / 4 + 8 * half; }
 
   __device__ __forceinline__ void SyncGroup() const { SyncNamed(group == 0 ? kGroup0 : kGroup1, kGroupThreads); }
@@ -54,7 +81,14 @@ struct PrefillConsumer {
     if (thread % 32 == 0) Barrier{SharedAddress(empty)}.Arrive();
   }
 
-  __device__ __forceinline__ void LoadQueries(const PrefillItem& item) const {
+  /// Index of a row of the tile into [tokens][query_heads].
+  __device__ __forceinline__ size_t PlaceOf(const PrefillItem& item, int of_tile) const {
+    const int group_heads = p.query_heads / p.kv_heads;
+    return static_cast<size_t>(item.first_token + of_tile / group_heads) * p.query_heads + item.kv_head * group_heads +
+           of_tile % group_heads;
+  }
+
+  __device__ __forceinline__ void LoadQueries(const PrefillItem& item, const void* from) const {
     constexpr int kChunks = kHeadDim / 8, kRowsAtOnce = kGroupThreads / kChunks;
     const int group_heads = p.query_heads / p.kv_heads, rows = item.tokens * group_heads;
     const int chunk = thread % kChunks, first = thread / kChunks;
@@ -65,9 +99,8 @@ struct PrefillConsumer {
       const int row = first + i * kRowsAtOnce, of_tile = group * kGroupRows + row;
       uint4 eight = {0, 0, 0, 0};
       if (of_tile < rows) {
-        const size_t at = static_cast<size_t>(item.first_token + of_tile / group_heads) * p.query_heads +
-                          item.kv_head * group_heads + of_tile % group_heads;
-        eight = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.q) + at * kHeadDim) + chunk);
+        const size_t at = PlaceOf(item, of_tile);
+        eight = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(from) + at * kHeadDim) + chunk);
       }
       *reinterpret_cast<uint4*>(to + row * 128 + (chunk % 8 ^ row % 8) * 16) = eight;
     }
@@ -75,23 +108,25 @@ struct PrefillConsumer {
     SyncGroup();
   }
 
+  template <bool kInBFloat16>
   __device__ __forceinline__ void BeginScores(uint32_t stage) {
     const uint32_t keys = SharedAddress(memory.keys[stage]), queries = SharedAddress(memory.queries[group]);
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {
       const uint32_t column = k % 4 * 32;
-      MultiplyRows<kBFloat16>(s, SwizzledMatrix(queries + k / 4 * kGroupRows * 128 + column, 0),
-                              SwizzledMatrix(keys + k / 4 * Tile::kColumnBytes + column, 0), k > 0);
+      MultiplyRows<kInBFloat16>(s, SwizzledMatrix(queries + k / 4 * kGroupRows * 128 + column, 0),
+                                SwizzledMatrix(keys + k / 4 * Tile::kColumnBytes + column, 0), k > 0);
     }
     WgmmaCommit();
   }
+  template <bool kInBFloat16>
   __device__ __forceinline__ void BeginOutputs(uint32_t stage, bool accumulate) {
     const uint32_t values = SharedAddress(memory.values[stage]);
 #pragma unroll
     for (int k = 0; k < kPrefillPairTokens / 16; ++k) {
       const uint32_t a[4] = {weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3]};
-      MultiplyColumns<kHeadDim, kBFloat16>(o, a, SwizzledMatrix(values + k * 16 * 128, Tile::kColumnBytes),
-                                           k > 0 || accumulate);
+      MultiplyColumns<kHeadDim, kInBFloat16>(o, a, SwizzledMatrix(values + k * 16 * 128, Tile::kColumnBytes),
+                                             k > 0 || accumulate);
     }
     WgmmaCommit();
   }
@@ -134,8 +169,8 @@ struct PrefillConsumer {
       next = fmaxf(next, __shfl_xor_sync(kAllLanes, next, 1));
       next = fmaxf(next, __shfl_xor_sync(kAllLanes, next, 2));
       // A row may see nothing of these pages, and nothing before them either.
-      const float origin = next == kMinusInfinity ? 0.f : next * p.scale_log2;
-      factor[half] = Exp2(max[half] * p.scale_log2 - origin);
+      const float origin = next == kMinusInfinity ? 0.f : next * ScaleOf(half);
+      factor[half] = Exp2(max[half] * ScaleOf(half) - origin);
       max[half] = next;
       float sums[2] = {sum[half] * factor[half], 0};
 #pragma unroll
@@ -143,33 +178,45 @@ struct PrefillConsumer {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& x = s[4 * j + 2 * half + e];
-          x = Exp2(fmaf(x, p.scale_log2, -origin));
+          x = Exp2(fmaf(x, ScaleOf(half), -origin));
           sums[e] += x;
         }
       }
       sum[half] = sums[0] + sums[1];
     }
   }
+  template <bool kInBFloat16>
   __device__ __forceinline__ void RoundWeights() {
 #pragma unroll
-    for (int i = 0; i < kScores / 2; ++i) weights[i] = FromFloats(s[2 * i], s[2 * i + 1], kBFloat16);
+    for (int i = 0; i < kScores / 2; ++i) weights[i] = FromFloats(s[2 * i], s[2 * i + 1], kInBFloat16);
   }
 
+  template <bool kInSpace>
   __device__ __forceinline__ void Write(const PrefillItem& item) const {
-    const int group_heads = p.query_heads / p.kv_heads, t = thread % 4;
+    const int t = thread % 4;
+    uint16_t* out = static_cast<uint16_t*>(p.out);
+    if constexpr (kInSpace) out = MappedRows<kHeadDim>(p).out;
+    int columns = kHeadDim;
+    if constexpr (kInSpace) columns = Encoded::OutputColumns(p, item.kv_head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (token[half] >= item.tokens) continue;
-      const int row = group * kGroupRows + RowInGroup(half);
-      const size_t at = static_cast<size_t>(item.first_token + token[half]) * p.query_heads +
-                        item.kv_head * group_heads + row % group_heads;
-      const float n = 1.f / sum[half];
-      uint32_t* const to = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + at * kHeadDim) + t;
+      const size_t at = PlaceOf(item, group * kGroupRows + RowInGroup(half));
+      // A row may read nothing in this form.
+      const float n = kMaps && sum[half] == 0 ? 0.f : 1.f / sum[half];
+      uint32_t* const to = reinterpret_cast<uint32_t*>(out + at * kHeadDim) + t;
 #pragma unroll
       for (int j = 0; j < kHeadDim / 8; ++j) {
-        to[4 * j] = FromFloats(o[4 * j + 2 * half] * n, o[4 * j + 2 * half + 1] * n, kBFloat16);
+        const uint32_t two = FromFloats(o[4 * j + 2 * half] * n, o[4 * j + 2 * half + 1] * n, !kInSpace && kBFloat16);
+        to[4 * j] = !kInSpace || 8 * j < columns ? two : 0;  // behind them is anything
       }
-      if (t == 0 && p.lse != nullptr) p.lse[at] = (max[half] + __log2f(sum[half])) * 0.693147181f;
+      if (t != 0) continue;
+      const float lse = (max[half] + __log2f(sum[half])) * 0.693147181f;
+      if constexpr (kMaps) {
+        MappedRows<kHeadDim>(p).states[at].lse[static_cast<int>(kInSpace ? PageForm::kEncoded : PageForm::kRaw)] = lse;
+      } else if (p.lse != nullptr) {
+        p.lse[at] = lse;
+      }
     }
   }
 
@@ -220,65 +267,86 @@ struct PrefillConsumer {
     return true;
   }
 
+  template <bool kInSpace>
   __device__ __forceinline__ void End(const PrefillItem& item) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      max[half] *= p.scale_log2;
+      max[half] *= ScaleOf(half);
       sum[half] += __shfl_xor_sync(kAllLanes, sum[half], 1);
       sum[half] += __shfl_xor_sync(kAllLanes, sum[half], 2);
     }
     if (item.parts > 1 && !Merge(item)) return;
-    Write(item);
+    Write<kInSpace>(item);
+  }
+
+  /// An item, whose first pair is n. kInSpace: its pages are encoded, and stand in a space of their own.
+  template <bool kInSpace>
+  __device__ __forceinline__ void Attend(const PrefillItem& item, uint32_t& n) {
+    constexpr bool kInBFloat16 = !kInSpace && kBFloat16;
+    const auto stage_of = [](uint32_t pair) { return pair % kPrefillStages; };
+    const auto parity_of = [](uint32_t pair) { return pair / kPrefillStages % 2; };
+    const void* queries = p.q;
+    if constexpr (kInSpace) queries = MappedRows<kHeadDim>(p).q;
+    LoadQueries(item, queries);
+    const int group_heads = p.query_heads / p.kv_heads;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int of_tile = group * kGroupRows + RowInGroup(half);
+      token[half] = of_tile / group_heads;
+      max[half] = kMinusInfinity, sum[half] = 0;
+      if constexpr (kMaps) scales[half] = p.scale_log2;
+      if constexpr (kInSpace) {
+        if (token[half] < item.tokens) scales[half] *= MappedRows<kHeadDim>(p).states[PlaceOf(item, of_tile)].scale;
+      }
+    }
+    const uint32_t first = n, end = n + (item.pages + 1) / 2;
+    float factor[2];
+    Barrier{SharedAddress(&memory.keys_full[stage_of(n)])}.Wait(parity_of(n));
+    WgmmaFence();
+    BeginScores<kInBFloat16>(stage_of(n));
+    WgmmaWait<0>();
+    Mask(n);
+    Release(&memory.keys_empty[stage_of(n)]);
+    Softmax(factor);
+    RoundWeights<kInBFloat16>();
+    for (++n; n < end; ++n) {
+      const uint32_t stage = stage_of(n), before = stage_of(n - 1);
+      Barrier{SharedAddress(&memory.keys_full[stage])}.Wait(parity_of(n));
+      WgmmaFence();
+      BeginScores<kInBFloat16>(stage);
+      Barrier{SharedAddress(&memory.values_full[before])}.Wait(parity_of(n - 1));
+      WgmmaFence();
+      BeginOutputs<kInBFloat16>(before, n - 1 > first);
+      WgmmaWait<1>();
+      Mask(n);
+      Release(&memory.keys_empty[stage]);
+      Softmax(factor);
+      WgmmaWait<0>();
+      Release(&memory.values_empty[before]);
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
+      RoundWeights<kInBFloat16>();
+    }
+    Barrier{SharedAddress(&memory.values_full[stage_of(n - 1)])}.Wait(parity_of(n - 1));
+    WgmmaFence();
+    BeginOutputs<kInBFloat16>(stage_of(n - 1), n - 1 > first);
+    WgmmaWait<0>();
+    Release(&memory.values_empty[stage_of(n - 1)]);
+    End<kInSpace>(item);
   }
 
   __device__ __forceinline__ void Run() {
     PrefillItem item = ReadPrefillItem(p, blockIdx.x);
     if (item.pages == 0) return;
     uint32_t n = 0;  // pairs
-    const auto stage_of = [](uint32_t pair) { return pair % kPrefillStages; };
-    const auto parity_of = [](uint32_t pair) { return pair / kPrefillStages % 2; };
     for (;;) {
-      LoadQueries(item);
-      const int group_heads = p.query_heads / p.kv_heads;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        token[half] = (group * kGroupRows + RowInGroup(half)) / group_heads;
-        max[half] = kMinusInfinity, sum[half] = 0;
+      if constexpr (kMaps) {
+        // By a value that the compiler knows to be the same in a warp.
+        const uint32_t encoded = __shfl_sync(kAllLanes, static_cast<uint32_t>(p.runs[item.first_run].encoded), 0);
+        encoded != 0 ? Attend<true>(item, n) : Attend<false>(item, n);
+      } else {
+        Attend<false>(item, n);
       }
-      const uint32_t first = n, end = n + (item.pages + 1) / 2;
-      float factor[2];
-      Barrier{SharedAddress(&memory.keys_full[stage_of(n)])}.Wait(parity_of(n));
-      WgmmaFence();
-      BeginScores(stage_of(n));
-      WgmmaWait<0>();
-      Mask(n);
-      Release(&memory.keys_empty[stage_of(n)]);
-      Softmax(factor);
-      RoundWeights();
-      for (++n; n < end; ++n) {
-        const uint32_t stage = stage_of(n), before = stage_of(n - 1);
-        Barrier{SharedAddress(&memory.keys_full[stage])}.Wait(parity_of(n));
-        WgmmaFence();
-        BeginScores(stage);
-        Barrier{SharedAddress(&memory.values_full[before])}.Wait(parity_of(n - 1));
-        WgmmaFence();
-        BeginOutputs(before, n - 1 > first);
-        WgmmaWait<1>();
-        Mask(n);
-        Release(&memory.keys_empty[stage]);
-        Softmax(factor);
-        WgmmaWait<0>();
-        Release(&memory.values_empty[before]);
-#pragma unroll
-        for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
-        RoundWeights();
-      }
-      Barrier{SharedAddress(&memory.values_full[stage_of(n - 1)])}.Wait(parity_of(n - 1));
-      WgmmaFence();
-      BeginOutputs(stage_of(n - 1), n - 1 > first);
-      WgmmaWait<0>();
-      Release(&memory.values_empty[stage_of(n - 1)]);
-      End(item);
       if (item.next == 0) return;
       item = ReadPrefillItem(p, item.next);
     }

@@ -2,7 +2,11 @@
 //
 // `Encoded` says how pages of a codec are read:
 //
-//   kRecordBytes: that a head of a page has at most, a multiple of 16; 0: there are no encoded pages.
+//   kRecordBytes: that a head of a page has at most, a multiple of 16; 0: there are no encoded pages, or
+//
+//   kDirect: their rows are copied as they stand: Fill(params, kv_head, page, side, tile, first_token), by all threads
+//   of four warps. They are in a space of their own then (prefill_device.cuh), and OutputColumns(params, kv_head) are
+//   those that outputs have there.
 //
 //   Load(params, kv_head, pages, places, barrier): begins copies of the head's records of two pages, of which one may
 //   be nullptr; one lane calls it, and arrives once.
@@ -60,6 +64,12 @@ struct PrefillView {
 
 // ---- the pages of a block's items ----
 
+template <class Encoded>
+constexpr bool IsDirect() {
+  if constexpr (requires { Encoded::kDirect; }) return Encoded::kDirect;
+  return false;
+}
+
 /// Two pages, in shared memory, for those who bring them and those who attend.
 struct PrefillPair {
   PrefillView views[2];
@@ -75,6 +85,7 @@ __device__ __forceinline__ PrefillItem ReadPrefillItem(const PrefillParams& p, u
   const uint4* const from = reinterpret_cast<const uint4*>(p.items + index);
   reinterpret_cast<uint4*>(&item)[0] = __ldg(from);
   reinterpret_cast<uint4*>(&item)[1] = __ldg(from + 1);
+  if (p.heads != nullptr) item.kv_head = static_cast<uint8_t>(__ldg(p.heads + item.kv_head));
   return item;
 }
 
@@ -198,7 +209,7 @@ struct PrefillLoader {
     if (lane == 0) {
       memory.walker = walker;
       pair->encoded = encoded, pair->kv_head = kv_head, pair->end = 0;
-      if (encoded == 0) {
+      if (encoded == 0 || IsDirect<Encoded>()) {
         full.Arrive();
       } else {
         if (n >= kPrefillAhead) {
@@ -263,8 +274,10 @@ struct PrefillProducer {
       const int encoded = pair.encoded;
 #pragma unroll 1
       for (int h = 0; h < 2; ++h) {
-        if (Encoded::kRecordBytes > 0 && (encoded >> h & 1) != 0) {
-          if constexpr (Encoded::kRecordBytes > 0) {
+        if ((Encoded::kRecordBytes > 0 || IsDirect<Encoded>()) && (encoded >> h & 1) != 0) {
+          if constexpr (IsDirect<Encoded>()) {
+            Encoded::Fill(p, kv_head, p.pool + pair.slots[h] * kSlotUnitBytes, kSide, tile, h * kPrefillPageTokens);
+          } else if constexpr (Encoded::kRecordBytes > 0) {
             const uint8_t* const record = memory.records[n % kPrefillAhead][h];
             uint8_t* const scratch = memory.scratch[threadIdx.x / 32][h];
             if constexpr (kSide == 0) {

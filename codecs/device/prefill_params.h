@@ -35,6 +35,7 @@ struct PrefillRun {
 };
 static_assert(sizeof(PrefillRun) == 16, "read as a vector of 16 bytes");
 
+/// Where kernels map (PrefillKernels), all runs of an item have one form, and forms have tiles of their own.
 struct PrefillItem {
   uint32_t first_run = 0;
   uint32_t skip = 0;            // pages of the runs from there on that come before this part
@@ -67,6 +68,10 @@ struct PrefillParams {
   int kv_heads = 0;
   float scale_log2 = 0;   // of scores, times log2(e); above 0
   bool bfloat16 = false;  // q, out and raw pages; else float16
+  // Of kernels that map, as in AttendParams; of q, all tokens of the launch's batch.
+  uint32_t tokens = 0;
+  float* mapped = nullptr;
+  const uint16_t* heads = nullptr;  // that items mean by each number
 };
 
 /// For pages of kPrefillPageTokens tokens and at most kPrefillGroupMax heads to a group.
@@ -75,6 +80,9 @@ struct PrefillKernels {
   int (*launch)(const PrefillParams& params, int blocks, CUstream_st* stream) = nullptr;
   /// Once per device, before the first launch. Returns a cudaError_t.
   int (*prepare)() = nullptr;
+  /// Encoded pages stand in a space of their own: tiles of the two forms are apart, `mapped` is used, and `out` and
+  /// `lse` of rows that no item has stay as they are.
+  bool maps = false;
 };
 
 /// A layer's kernels and what they know of its pages.

@@ -9,6 +9,8 @@
 // exact to 22 bits of it.
 #pragma once
 
+#include <type_traits>
+
 #include "codecs/device/attend_apart.cuh"
 #include "codecs/raw/raw_attention_device.cuh"
 #include "codecs/zack/zack_device.h"
@@ -39,8 +41,10 @@ struct ZackPages {
   uint32_t q[kSegments][2][2];  // B fragments, channels x rows of the tile: by part
   float scale[2];               // of scores of rows 2t and 2t + 1
   int segments[2];              // of K', of V'
-  int chunks[2];
-  int blocks;  // of 16 tokens in a unit
+  int block_bytes[2];           // of 16 tokens
+  int blocks;                   // of 16 tokens in a unit
+  uint32_t row_at[2];           // of the lane's row of a matrix, in 16 tokens
+  int column[2];                // of its first chunk there
 
   static __device__ __forceinline__ const Head* HeadOf(const AttendParams& params, int kv_head) {
     return reinterpret_cast<const Head*>(static_cast<const MappedSpace*>(params.codec) + 1) + kv_head;
@@ -51,29 +55,77 @@ struct ZackPages {
   static __device__ __forceinline__ int Units(const AttendParams& params, const AttendItem& item) {
     return static_cast<int>(item.pages) << UnitsOfPageLog2(params, item);
   }
-  static __device__ __forceinline__ int PageOf(const AttendParams& params, const AttendItem& item, int unit) {
-    return unit >> UnitsOfPageLog2(params, item);
-  }
-  static __device__ __forceinline__ void Load(const AttendParams& params, const AttendItem& item, const uint8_t* page,
-                                              int unit, int, uint32_t to, Barrier barrier) {
-    const int lane = threadIdx.x % 32;
-    const uint4 words = __ldg(reinterpret_cast<const uint4*>(HeadOf(params, item.kv_head)));
-    const int k_chunks = words.y & 0xffff, v_chunks = words.y >> 16, tokens = 16 << words.w;
-    const int first = (unit & ((4 >> words.w) - 1)) * tokens;
-    const uint8_t* const keys = page + words.x;
-    CopyRows(keys + first * k_chunks * 16, tokens, k_chunks, words.z & 0xffff, to, lane);
-    CopyRows(keys + (kPageTokens * k_chunks + first * v_chunks) * 16, tokens, v_chunks, words.z >> 16,
-             to + tokens * k_chunks * 16, lane);
-    barrier.ArriveWithCopies();
-  }
+  /// Where a lane's copies go is the same for all units of an item, and for all 16 tokens of a unit.
+  struct Lead {
+    uint32_t offset;        // of K' in a page
+    int unit_log2;          // tokens of a unit are 16 << unit_log2
+    int chunks[2];          // of a row of K', of V'
+    uint32_t places[2][4];  // of the i-th copy among 16 tokens: two to a word
+
+    __device__ __forceinline__ void Open(const AttendParams& params, const AttendItem& item) {
+      const uint4 words = __ldg(reinterpret_cast<const uint4*>(HeadOf(params, item.kv_head)));
+      // So the compiler knows that lanes agree.
+      const uint32_t both = __reduce_or_sync(kAllLanes, words.y);
+      offset = words.x, unit_log2 = static_cast<int>(__reduce_or_sync(kAllLanes, words.w));
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        chunks[side] = both >> 16 * side & 0xffff;
+        const Swizzle swizzle(chunks[side]);
+        const uint32_t reciprocal = words.z >> 16 * side & 0xffff;
+#pragma unroll
+        for (int i = 0; i < kSegments; ++i) {
+          const int at = threadIdx.x % 32 + 32 * i, row = static_cast<int>(at * reciprocal >> 16);
+          const int chunk = at - row * chunks[side];
+          const uint32_t place = (at - chunk + (chunk ^ swizzle.Flip(row))) * 16;
+          if (i % 2 == 0) {
+            places[side][i / 2] = place;
+          } else {
+            places[side][i / 2] |= place << 16;
+          }
+        }
+      }
+    }
+    __device__ __forceinline__ int PageOf(int unit) const { return unit >> (2 - unit_log2); }
+    __device__ __forceinline__ void Load(const uint8_t* page, int unit, uint32_t to, Barrier barrier) const {
+      const int blocks = 1 << unit_log2, first = (unit & ((4 >> unit_log2) - 1)) << unit_log2;  // of 16 tokens
+      const uint8_t* from = page + offset + threadIdx.x % 32 * 16;
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const int bytes = chunks[side] * 256;  // of 16 tokens
+        const uint8_t* of_side = from + first * bytes;
+#pragma unroll 1
+        for (int b = 0; b < blocks; ++b) {
+#pragma unroll
+          for (int i = 0; i < kSegments; ++i) {
+            if (i == kSegments / 2 && 2 * i >= chunks[side]) break;
+            const uint32_t place = i % 2 == 0 ? places[side][i / 2] & 0xffff : places[side][i / 2] >> 16;
+            if (2 * i < chunks[side]) CopyAsync(to + place, of_side + i * 512);
+          }
+          to += bytes, of_side += bytes;
+        }
+        from += 4 * bytes;
+      }
+      barrier.ArriveWithCopies();
+    }
+  };
 
   __device__ __forceinline__ void Begin(const AttendParams& params, const AttendItem& item, uint8_t*) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint4 words = __ldg(reinterpret_cast<const uint4*>(HeadOf(params, item.kv_head)));
     // So the compiler knows that lanes agree.
     const uint32_t both = __reduce_or_sync(kAllLanes, words.y);
-    chunks[0] = both & 0xffff, chunks[1] = both >> 16;
-    segments[0] = chunks[0] / 2, segments[1] = chunks[1] / 2;
+    // K as A: rows are tokens; matrices 0, 1 are tokens 0..7 and 8..15 of the first 8 channels, 2, 3 of the next 8. V
+    // as A, transposed: rows are channels; matrices 0, 1 are channels 0..7 and 8..15 of tokens 0..7, 2, 3 of the
+    // others.
+    const int rows[2] = {lane % 16, lane % 8 + lane / 16 * 8}, columns[2] = {lane / 16, lane / 8 % 2};
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const int chunks = both >> 16 * side & 0xffff;
+      segments[side] = chunks / 2;
+      block_bytes[side] = chunks * 256;
+      row_at[side] = rows[side] * chunks * 16;
+      column[side] = columns[side] ^ Swizzle(chunks).Flip(rows[side]);
+    }
     blocks = 1 << __reduce_or_sync(kAllLanes, words.w);
     const float* const row = MappedRow<kHeadDim>(params, 0, RowOf(params, item, g < item.rows ? g : 0));
     float2 x[kSegments][2];
@@ -91,14 +143,12 @@ struct ZackPages {
     }
     largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-    // The largest becomes 2^14 and more; both powers are normal numbers.
-    const uint32_t exponent = min(max(AsBits(largest) >> 23, 15u), 254u);
-    const float up = AsFloat((268 - exponent) << 23), down = AsFloat((exponent - 14) << 23);
+    const PowerOfRow power(largest);
 #pragma unroll
     for (int s = 0; s < kSegments; ++s) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float a = x[s][half].x * up, b = x[s][half].y * up;
+        const float a = x[s][half].x * power.up, b = x[s][half].y * power.up;
         const __half2 high = __floats2half2_rn(a, b);
         const float2 back = __half22float2(high);
         const __half2 low = __floats2half2_rn(a - back.x, b - back.y);
@@ -107,19 +157,20 @@ struct ZackPages {
       }
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) scale[h] = __shfl_sync(kAllLanes, down, (2 * t + h) * 4) * params.scale_log2;
+    for (int h = 0; h < 2; ++h) scale[h] = __shfl_sync(kAllLanes, power.down, (2 * t + h) * 4) * params.scale_log2;
   }
 
   template <int kPiece>
   __device__ __forceinline__ void Attend(const AttendParams&, const AttendItem&, int, const uint8_t* piece,
                                          WarpState<kHeadDim>& state) const {
-    const uint32_t keys = SharedAddress(piece), values = keys + blocks * chunks[0] * 256;
+    const uint32_t keys = SharedAddress(piece) + row_at[0],
+                   values = SharedAddress(piece) + blocks * block_bytes[0] + row_at[1];
     if (blocks == 1) {
       AttendBlocks<1>(keys, values, state);
     } else {
 #pragma unroll 1
       for (int i = 0; i < blocks; i += 2) {
-        AttendBlocks<2>(keys + i * chunks[0] * 256, values + i * chunks[1] * 256, state);
+        AttendBlocks<2>(keys + i * block_bytes[0], values + i * block_bytes[1], state);
       }
     }
   }
@@ -133,45 +184,56 @@ struct ZackPages {
   static __device__ __forceinline__ void Close(WarpState<kHeadDim>&) {}
 
  private:
-  static __device__ __forceinline__ void CopyRows(const uint8_t* from, int rows, int chunks, uint32_t reciprocal,
-                                                  uint32_t to, int lane) {
-    const Swizzle swizzle(chunks);
-    const int all = rows * chunks;  // a multiple of 32
-#pragma unroll 4
-    for (int at = lane; at < all; at += 32) {
-      const int row = static_cast<int>(at * reciprocal >> 16), chunk = at - row * chunks;
-      CopyAsync(to + (at - chunk + (chunk ^ swizzle.Flip(row))) * 16, from + at * 16);
+  /// body(N) where N, a constant, is `segments`: code without branches behind each case.
+  template <class Body>
+  static __device__ __forceinline__ void ForSegments(int segments, Body body) {
+    switch (segments) {
+      case 1:
+        return body(std::integral_constant<int, 1>());
+      case 2:
+        return body(std::integral_constant<int, 2>());
+      case 3:
+        return body(std::integral_constant<int, 3>());
+      case 4:
+        return body(std::integral_constant<int, 4>());
+    }
+    if constexpr (kSegments == 8) {
+      switch (segments) {
+        case 5:
+          return body(std::integral_constant<int, 5>());
+        case 6:
+          return body(std::integral_constant<int, 6>());
+        case 7:
+          return body(std::integral_constant<int, 7>());
+        case 8:
+          return body(std::integral_constant<int, 8>());
+      }
     }
   }
 
-  /// 16 tokens, or 32, of which rows of K' and of V' begin there.
+  /// 16 tokens, or 32, of which the lane's rows of K' and of V' are there.
   template <int kBlocks>
   __device__ __forceinline__ void AttendBlocks(uint32_t keys, uint32_t values, WarpState<kHeadDim>& state) const {
-    const int lane = threadIdx.x % 32;
-    float c[kBlocks][4] = {};
-    {
-      // A: rows are tokens; matrices 0, 1 are tokens 0..7 and 8..15 of the first 8 channels, 2, 3 of the next 8.
-      const int row = lane % 16, column = lane / 16 ^ Swizzle(chunks[0]).Flip(row);
-      const uint32_t at = keys + row * chunks[0] * 16;
-      float low[kBlocks][4] = {};
+    float c[kBlocks][4];
+    ForSegments(segments[0], [&](auto count) {
+      float high[kBlocks][4] = {}, low[kBlocks][4] = {};
 #pragma unroll
-      for (int s = 0; s < kSegments; ++s) {
-        if (s >= segments[0]) break;
+      for (int s = 0; s < count.value; ++s) {
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
           uint32_t a[4];
-          LoadMatrices<false>(a, at + b * chunks[0] * 256 + (2 * s ^ column) * 16);
+          LoadMatrices<false>(a, keys + b * block_bytes[0] + (2 * s ^ column[0]) * 16);
           const uint32_t high_part[2] = {q[s][0][0], q[s][1][0]}, low_part[2] = {q[s][0][1], q[s][1][1]};
-          Multiply<false>(c[b], a, high_part);
+          Multiply<false>(high[b], a, high_part);
           Multiply<false>(low[b], a, low_part);
         }
       }
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) c[b][i] = (c[b][i] + low[b][i]) * scale[i % 2];
+        for (int i = 0; i < 4; ++i) c[b][i] = (high[b][i] + low[b][i]) * scale[i % 2];
       }
-    }
+    });
     float alpha[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -195,19 +257,17 @@ struct ZackPages {
       p[b][0] = Transpose8x8(FromFloats(c[b][0], c[b][1], false));
       p[b][1] = Transpose8x8(FromFloats(c[b][2], c[b][3], false));
     }
-    // A, transposed: rows are channels; matrices 0, 1 are channels 0..7 and 8..15 of tokens 0..7, 2, 3 of the others.
-    const int row = lane % 8 + lane / 16 * 8, column = lane / 8 % 2 ^ Swizzle(chunks[1]).Flip(row);
-    const uint32_t at = values + row * chunks[1] * 16;
+    ForSegments(segments[1], [&](auto count) {
 #pragma unroll
-    for (int s = 0; s < kSegments; ++s) {
-      if (s >= segments[1]) break;
+      for (int s = 0; s < count.value; ++s) {
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        uint32_t a[4];
-        LoadMatrices<true>(a, at + b * chunks[1] * 256 + (2 * s ^ column) * 16);
-        Multiply<false>(state.acc[s], a, p[b]);
+        for (int b = 0; b < kBlocks; ++b) {
+          uint32_t a[4];
+          LoadMatrices<true>(a, values + b * block_bytes[1] + (2 * s ^ column[1]) * 16);
+          Multiply<false>(state.acc[s], a, p[b]);
+        }
       }
-    }
+    });
   }
 };
 

@@ -36,4 +36,13 @@ struct ZackDeviceSide {
   uint64_t encode, decode;  // packed factors (rotation_cuda.h), from the codec's first byte on the device
 };
 
+/// A layer, for attention by many query tokens; pointers are the device's.
+struct ZackPrefillLayer {
+  const ZackDeviceHead* heads;  // [kv_heads]
+  const ZackDeviceSide* sides;  // [kv_heads][side]
+  const uint8_t* base;          // what sides count from
+  const uint8_t* query;         // [kv_heads] packed factors of q, of elements of the cache's dtype
+  uint64_t query_bytes;         // from one to the next
+};
+
 }  // namespace kvmanager::zack

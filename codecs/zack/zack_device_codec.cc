@@ -12,6 +12,7 @@
 #include "codecs/zack/zack_attention_cuda.h"
 #include "codecs/zack/zack_device.h"
 #include "codecs/zack/zack_encode_cuda.h"
+#include "codecs/zack/zack_prefill_cuda.h"
 #include "kvmanager/memory/device.h"
 
 namespace kvmanager::zack {
@@ -30,16 +31,18 @@ struct Places {
   size_t sides = 0, page_bytes = 0;
   std::vector<size_t> data;   // [layers] a MappedSpace, then a ZackDeviceHead for each KV head
   std::vector<size_t> heads;  // [layers] HeadCosts::heads
+  size_t prefill = 0;         // [layers] ZackPrefillLayer
 };
 
 class ZackDeviceCodec final : public DeviceCodec {
  public:
-  ZackDeviceCodec(uint8_t* memory, const ZackDeviceShape& shape, std::vector<uint32_t> costs, Places places)
+  ZackDeviceCodec(uint8_t* memory, const ZackDeviceShape& shape, bool folds, std::vector<uint32_t> costs, Places places)
       : memory_(memory),
         shape_(shape),
         costs_(std::move(costs)),
         places_(std::move(places)),
-        kernels_(ZackAttentionKernels(shape.layout.head_dim)) {}
+        kernels_(ZackAttentionKernels(shape.layout.head_dim)),
+        prefill_kernels_(ZackPrefillKernels(shape.layout.head_dim, folds)) {}
   // cudaFree would wait for every stream of the device.
   ~ZackDeviceCodec() override { cudaFreeAsync(memory_, nullptr); }
 
@@ -47,6 +50,9 @@ class ZackDeviceCodec final : public DeviceCodec {
   const void* attention_data(int layer) const override { return memory_ + places_.data[layer]; }
   HeadCosts head_costs(int layer) const override {
     return {costs_.data(), reinterpret_cast<const uint16_t*>(memory_ + places_.heads[layer])};
+  }
+  device::Prefill prefill(int layer) const override {
+    return {prefill_kernels_, reinterpret_cast<const ZackPrefillLayer*>(memory_ + places_.prefill) + layer};
   }
   absl::Status Encode(const DeviceEncodeItem* items, uint32_t count, uint32_t* declined,
                       CUstream_st* stream) const override {
@@ -62,6 +68,7 @@ class ZackDeviceCodec final : public DeviceCodec {
   const std::vector<uint32_t> costs_;  // HeadCosts::costs
   const Places places_;
   const AttendKernels* const kernels_;
+  const device::PrefillKernels* const prefill_kernels_;
 };
 
 uint32_t CostOf(const ZackFormat& format, int layer, int head) { return format.head_bytes(layer, head) + kPageCost; }
@@ -83,21 +90,24 @@ std::unique_ptr<DeviceCodec> MakeZackDeviceCodec(const ZackFormat& format) {
   ZackDeviceShape shape;
   shape.layout = layout;
   const size_t matrix = size_t(d) * d, matrices = matrix * heads * sizeof(float);
+  const size_t packed_query_bytes = PackedFactorBytes(d, d, layout.dtype);
   std::vector<ZackDeviceSide> sides;
   std::vector<uint64_t> costs(heads);
   struct Factors {
-    size_t query, output;
+    size_t query, output, packed_query;
   };
   std::vector<Factors> factors;
   for (int l = 0; l < layers; ++l) {
     places.data.push_back(image.Place(sizeof(MappedSpace) + heads * sizeof(ZackDeviceHead)));
     places.heads.push_back(image.Place(heads * sizeof(uint16_t)));
-    factors.push_back({image.Place(matrices), image.Place(matrices)});
+    factors.push_back({image.Place(matrices), image.Place(matrices), image.Place(heads * packed_query_bytes)});
     for (int h = 0; h < heads; ++h) {
       const ZackHead& head = format.head(l, h);
       image.At<ZackDeviceHead>(places.data[l] + sizeof(MappedSpace))[h] =
           MakeZackDeviceHead(head.offset[0], head.rank[0], head.rank[1]);
       Pad(head.query, d, head.rank[0], d, image.At<float>(factors[l].query) + h * matrix);
+      PackFactor(head.query.data(), d, head.rank[0], layout.dtype,
+                 image.At<uint8_t>(factors[l].packed_query) + h * packed_query_bytes);
       float* const output = image.At<float>(factors[l].output) + h * matrix;
       if (format.parameters.fold) {
         Pad(head.encode[1], d, head.rank[1], d, output);
@@ -126,6 +136,7 @@ std::unique_ptr<DeviceCodec> MakeZackDeviceCodec(const ZackFormat& format) {
   std::copy(sides.begin(), sides.end(), image.At<ZackDeviceSide>(places.sides));
   places.page_bytes = image.Place(layers * sizeof(uint32_t));
   std::copy(format.page_bytes.begin(), format.page_bytes.end(), image.At<uint32_t>(places.page_bytes));
+  places.prefill = image.Place(layers * sizeof(ZackPrefillLayer));
 
   void* memory = nullptr;
   if (cudaMallocAsync(&memory, image.bytes().size(), nullptr) != cudaSuccess) {
@@ -138,13 +149,20 @@ std::unique_ptr<DeviceCodec> MakeZackDeviceCodec(const ZackFormat& format) {
     space.query = reinterpret_cast<const float*>(base + factors[l].query);
     space.output = reinterpret_cast<const float*>(base + factors[l].output);
     space.folds = format.parameters.fold ? 1 : 0;
+    ZackPrefillLayer& prefill = image.At<ZackPrefillLayer>(places.prefill)[l];
+    prefill.heads = reinterpret_cast<const ZackDeviceHead*>(base + places.data[l] + sizeof(MappedSpace));
+    prefill.sides = reinterpret_cast<const ZackDeviceSide*>(base + places.sides) + size_t(l) * heads * 2;
+    prefill.base = base;
+    prefill.query = base + factors[l].packed_query;
+    prefill.query_bytes = packed_query_bytes;
   }
   shape.factors = base;
   shape.sides = reinterpret_cast<const ZackDeviceSide*>(base + places.sides);
   shape.page_bytes = reinterpret_cast<const uint32_t*>(base + places.page_bytes);
   std::vector<uint32_t> mean_costs;
   for (const uint64_t cost : costs) mean_costs.push_back(uint32_t(cost / layers));
-  auto made = std::make_unique<ZackDeviceCodec>(base, shape, std::move(mean_costs), std::move(places));
+  auto made =
+      std::make_unique<ZackDeviceCodec>(base, shape, format.parameters.fold, std::move(mean_costs), std::move(places));
   if (cudaMemcpy(memory, image.bytes().data(), image.bytes().size(), cudaMemcpyHostToDevice) != cudaSuccess) {
     cudaGetLastError();
     return nullptr;
