@@ -1,0 +1,73 @@
+#include <algorithm>
+
+#include "codecs/device/attend_launch.cuh"
+#include "codecs/pq/pq_device.h"
+#include "codecs/pq/pq_rows_cuda.h"
+#include "codecs/raw/raw_attention_device.cuh"
+
+namespace kvmanager::pq {
+namespace {
+
+using device::AttendItem;
+using device::AttendKernels;
+using device::AttendParams;
+
+static_assert(kRowUnitBytes == device::kSlotUnitBytes);
+
+/// A lane reads its row's place ahead, and gives it to those that copy the row.
+template <int kHeadDim, int kRows>
+struct SelectedRows : device::RawPages<kHeadDim, kRows> {
+  using Base = device::RawPages<kHeadDim, kRows>;
+
+  static __device__ __forceinline__ int PageOf(const AttendParams&, const AttendItem&, int unit) {
+    return unit * Base::kUnitTokens + threadIdx.x % Base::kUnitTokens;
+  }
+  /// page: of row lane % 16.
+  static __device__ __forceinline__ void Load(const AttendParams& p, const AttendItem&, const uint8_t* page, int,
+                                              int side, uint32_t to, device::Barrier barrier) {
+    const int lane = threadIdx.x % 32;
+    if (p.codec != nullptr) {
+      const SecondPlace second = *static_cast<const SecondPlace*>(p.codec);
+      const uint64_t unit = static_cast<uint64_t>(page - p.pool) / kRowUnitBytes;
+      if (unit >= second.first_unit) page = second.at + (unit - second.first_unit) * kRowUnitBytes;
+    }
+    page += static_cast<size_t>(side * p.kv_heads) * p.page_tokens * Base::kRowBytes;
+#pragma unroll
+    for (int i = 0; i < Base::kPieceBytes / 512; ++i) {
+      const int at = i * 32 + lane, r = at / Base::kChunks, chunk = at % Base::kChunks;
+      const auto row = __shfl_sync(device::kAllLanes, reinterpret_cast<unsigned long long>(page), r);
+      device::CopyAsync(to + r * Base::kRowBytes + (chunk ^ (r % 8)) * 16,
+                        reinterpret_cast<const uint8_t*>(row) + chunk * 16);
+    }
+    barrier.ArriveWithCopies();
+  }
+};
+
+template <int kHeadDim>
+struct RowsAttend {
+  static constexpr int kBlocksPerSm = 1, kStages = 3 * 128 / kHeadDim;
+  static constexpr int WarpsFor(int rows) {
+    const int bytes = kStages * 32 * kHeadDim + rows * (kHeadDim * 4 + 8) + 160;
+    return std::min(16, 226 * 1024 / bytes);
+  }
+  template <int kRows>
+  using Kernel = device::Attend<SelectedRows<kHeadDim, kRows>, SelectedRows<kHeadDim, kRows>, WarpsFor(kRows), kStages,
+                                kBlocksPerSm>;
+  static int Launch(const AttendParams& params, int rows_max, int blocks, CUstream_st* stream) {
+    return rows_max <= 4 ? Kernel<4>::Launch(params, blocks, stream) : Kernel<8>::Launch(params, blocks, stream);
+  }
+  static int Prepare() {
+    const int error = Kernel<4>::Prepare();
+    return error != 0 ? error : Kernel<8>::Prepare();
+  }
+  static constexpr AttendKernels kKernels = {{WarpsFor(4), kBlocksPerSm}, 64 * 4 * kHeadDim, Launch, Prepare};
+};
+
+}  // namespace
+
+const AttendKernels* SelectedRowsKernels(int head_dim) {
+  static constexpr AttendKernels k64 = RowsAttend<64>::kKernels, k128 = RowsAttend<128>::kKernels;
+  return head_dim == 64 ? &k64 : head_dim == 128 ? &k128 : nullptr;
+}
+
+}  // namespace kvmanager::pq

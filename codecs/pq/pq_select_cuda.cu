@@ -1,0 +1,520 @@
+// The choice of tokens by codes on a GPU: what SelectByCodes (selection.cc) computes, in its order and rounding, so
+// that the same tokens come out. This file is built with -fmad=false; where a product is exact, fmaf says so.
+//
+// One or several blocks (a cluster) have a query token's KV head. Phase by phase, with a barrier of the cluster
+// between:
+//  1. Tables: products of the query rows with all centroids, packed as 16-bit entries, a vector of rows per centroid. A
+//     centroid's vector stands in shared memory so often that lanes that look up together never meet in a bank.
+//  2. A warp takes runs of kWeightRun tokens: sums of entries in registers, the run's least, weights relative to it (to
+//     scratch memory), their 32 sums.
+//  3. Sums over the runs; each token's weight summed over the group, and a histogram of its upper 12 bits.
+//  4. The k-th largest weight, by 10 and 9 bits more.
+//  5. Tokens above it, and the first of those that equal it, in order, as rows of K.
+#include <cooperative_groups.h>
+#include <cuda_runtime.h>
+
+#include "codecs/pq/pq_device.h"
+#include "codecs/pq/pq_kernels.h"
+#include "codecs/pq/pq_select_tables_device.cuh"
+
+namespace kvmanager::pq {
+namespace {
+
+namespace cg = cooperative_groups;
+
+constexpr int kSteps = kWeightRun / 32;  // tokens of a run that a lane has
+// Of a weight's bits: 12, then 10, then 9.
+constexpr int kBins0 = 4096, kBins1 = 1024, kBins2 = 512;
+constexpr int kBinsAll = kBins0 + kBins1 + kBins2;
+
+struct RunSum {
+  float sum;
+  uint32_t least;
+};
+struct RunCounts {
+  uint32_t above, equal;
+};
+
+// ---- scratch memory: parts in the order of their alignment ----
+
+__host__ __device__ inline size_t WeightBytes(const DeviceShape& shape) {  // of a token, in bfloat16
+  const int pairs = PairsOf(shape);
+  return size_t((shape.group() + 2 * pairs - 1) / (2 * pairs)) * pairs * 4;
+}
+struct Scratch {
+  size_t weights_at, totals_at, sums_at, counts_at, bytes;
+  __host__ __device__ Scratch(const DeviceShape& shape, size_t runs) {
+    weights_at = 0;
+    totals_at = weights_at + runs * kWeightRun * WeightBytes(shape);
+    sums_at = totals_at + runs * kWeightRun * sizeof(float);
+    counts_at = sums_at + runs * sizeof(RunSum) * shape.group();
+    bytes = counts_at + runs * sizeof(RunCounts);
+  }
+};
+
+// ---- weights ----
+
+constexpr uint32_t kTwice = 0x00010001u;
+constexpr uint32_t kMost = kOctavesKept * kUnitsPerOctave;
+
+/// ExpBits of two distances.
+__device__ __forceinline__ uint32_t ExpBits(uint32_t distances) {
+  const uint32_t x = 127u * kUnitsPerOctave * kTwice - distances;
+  const uint32_t f = x & (kUnitsPerOctave - 1) * kTwice;
+  // 16 times f (1408 - 11 f) + 2048, whose upper half is then the correction.
+  const uint32_t u = 16 * 11u * kUnitsPerOctave * kTwice - 16 * 11u * f;
+  const uint32_t low = __dp2a_lo(u, f, 32768u), high = __dp2a_hi(u, f << 8, 32768u);
+  return x - __byte_perm(low, high, 0x7632);
+}
+__device__ __forceinline__ uint32_t Shifted(uint32_t distance, int shift) {
+  if (shift == 0) return distance;
+  return min(distance, (kMost >> shift) + 1) << shift;
+}
+template <bool kShift>
+__device__ __forceinline__ uint32_t WeightsOf(uint32_t sums, uint32_t least, const int (&shifts)[2]) {
+  uint32_t distances = sums - least;  // neither half borrows
+  if constexpr (kShift) {
+    distances = Shifted(distances & 0xffff, shifts[0]) | Shifted(distances >> 16, shifts[1]) << 16;
+  }
+  return ExpBits(__vminu2(distances, kMost * kTwice));
+}
+__device__ __forceinline__ float LowOf(uint32_t two) { return __uint_as_float(two << 16); }
+__device__ __forceinline__ float HighOf(uint32_t two) { return __uint_as_float(two & 0xffff0000u); }
+
+/// 2^-octaves from a run's least sum to the best one.
+__device__ __forceinline__ float RunFactor(uint32_t least, uint32_t best, int shift) {
+  const unsigned long long octaves = (static_cast<unsigned long long>(least - best) << shift) / kUnitsPerOctave;
+  return __uint_as_float((127u - uint32_t(min(octaves, static_cast<unsigned long long>(kOctavesKept)))) << 23);
+}
+
+/// A query token's KV head.
+struct Head {
+  const SelectParams& p;
+  const DeviceSelect& query;
+  int head;
+  uint32_t runs;
+  size_t first_run;
+
+  __device__ __forceinline__ Head(const SelectParams& params, const DeviceSelect& of, int kv_head)
+      : p(params),
+        query(of),
+        head(kv_head),
+        runs(SelectRuns(of.middle)),
+        first_run(of.first_run + size_t(runs) * kv_head) {}
+  __device__ __forceinline__ RunSum* sums(int row) const {
+    const Scratch at(p.shape, p.runs);
+    return reinterpret_cast<RunSum*>(p.scratch + at.sums_at) + first_run * p.shape.group() + size_t(row) * runs;
+  }
+  __device__ __forceinline__ RunCounts* counts() const {
+    const Scratch at(p.shape, p.runs);
+    return reinterpret_cast<RunCounts*>(p.scratch + at.counts_at) + first_run;
+  }
+  /// Of the rows from 2 kPairs * group_part on: [runs * kWeightRun].
+  template <int kPairs>
+  __device__ __forceinline__ Packed<kPairs>* weights(int part) const {
+    return reinterpret_cast<Packed<kPairs>*>(p.scratch + first_run * kWeightRun * WeightBytes(p.shape)) +
+           size_t(part) * runs * kWeightRun;
+  }
+  __device__ __forceinline__ float* totals() const {
+    const Scratch at(p.shape, p.runs);
+    return reinterpret_cast<float*>(p.scratch + at.totals_at) + first_run * kWeightRun;
+  }
+  /// The row of K of a token: its unit.
+  __device__ __forceinline__ uint32_t UnitOfToken(uint32_t token) const {
+    const DeviceShape& shape = p.shape;
+    const uint32_t page = token / shape.page_tokens, at = token - page * shape.page_tokens;
+    uint32_t unit = kNoUnit;
+    if (query.cached != nullptr) {
+      const uint32_t block = token / kDeviceBlockTokens;
+      unit = block < query.cached_stride ? __ldcg(query.cached + size_t(head) * query.cached_stride + block) : kNoUnit;
+      const uint32_t in_block = token % kDeviceBlockTokens / shape.page_tokens;
+      if (unit != kNoUnit)
+        unit += in_block * uint32_t(size_t(4) * shape.kv_heads * shape.page_tokens * shape.head_dim / kRowUnitBytes);
+    }
+    if (unit == kNoUnit) unit = __ldg(p.slots + query.table + page);
+    return unit + uint32_t(size_t(head * shape.page_tokens + at) * shape.head_dim * 2 / kRowUnitBytes);
+  }
+};
+
+/// Weights of one run of one part of the rows, and their sums, by a warp.
+template <int kPairs, bool kWide, bool kShift>
+__device__ __forceinline__ void WeighRun(const Head& h, const Tables<kPairs, kWide>& tables, const Rows<kPairs>& rows,
+                                         int part, uint32_t run) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t middle = h.query.middle, first = run * uint32_t(kWeightRun);
+  const uint32_t token = h.query.sinks + first, chunk = token / kCodeChunkTokens;
+  const uint32_t last_chunk = (h.query.sinks + min(first + uint32_t(kWeightRun), middle) - 1) / kCodeChunkTokens;
+  const size_t of_head = size_t(h.head) * h.p.shape.words() * kCodeChunkTokens;
+  // Token t's codes stand at base[t], of the first or of the second chunk. Beyond the middle the last token stands in:
+  // the least stays what it is.
+  const uint32_t* base0 = h.query.chunks[chunk] + of_head - size_t(chunk) * kCodeChunkTokens;
+  const uint32_t* base1 = h.query.chunks[last_chunk] + of_head - size_t(last_chunk) * kCodeChunkTokens;
+  const uint32_t boundary = (chunk + 1) * kCodeChunkTokens;
+  const bool straight = last_chunk == chunk && first + uint32_t(kWeightRun) <= middle;
+  Packed<kPairs> sum[kSteps];
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) sum[k] = {};
+  const int words = kWide ? 1 : h.p.shape.words();
+#pragma unroll 1
+  for (int w = 0; w < words; ++w, base0 += kCodeChunkTokens, base1 += kCodeChunkTokens) {
+    uint32_t word[kSteps];
+    if (straight) {
+      const uint32_t* const from = base0 + token + lane;
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) word[k] = __ldg(from + 32 * k);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        const uint32_t t = h.query.sinks + min(first + 32 * k + lane, middle - 1);
+        word[k] = __ldg((t < boundary ? base0 : base1) + t);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) tables.AddWord(word[k], kCodesOfWord * w, sum[k]);
+  }
+  uint32_t least[kPairs];
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    least[i] = sum[0].of[i];
+#pragma unroll
+    for (int k = 1; k < kSteps; ++k) least[i] = __vminu2(least[i], sum[k].of[i]);
+  }
+  float parts[2 * kPairs] = {};
+  int shifts[kPairs][2];
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) least[i] = __vminu2(least[i], __shfl_xor_sync(kAll, least[i], mask));
+    uint32_t whole = 0;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      shifts[i][j] = kShift ? rows.units[2 * i + j].shift : 0;
+      whole |= (0xffffu & ~uint32_t((kUnitsPerOctave - 1) >> shifts[i][j])) << 16 * j;
+    }
+    least[i] &= whole;
+  }
+  Packed<kPairs>* const to = h.weights<kPairs>(part) + first;
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    const uint32_t kept = first + 32 * k + lane < middle ? kAll : 0;
+    Packed<kPairs> e;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      e.of[i] = WeightsOf<kShift>(sum[k].of[i], least[i], shifts[i]) & kept;
+      parts[2 * i] += LowOf(e.of[i]);
+      parts[2 * i + 1] += HighOf(e.of[i]);
+    }
+    to[32 * k + lane] = e;
+  }
+#pragma unroll
+  for (int r = 0; r < 2 * kPairs; ++r) {
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2) parts[r] += __shfl_xor_sync(kAll, parts[r], mask);
+    const int row = part * 2 * kPairs + r;
+    if (lane == 0 && row < h.p.shape.group()) {
+      h.sums(row)[run] = {parts[r], r % 2 == 0 ? least[r / 2] & 0xffff : least[r / 2] >> 16};
+    }
+  }
+}
+
+/// Of `bins` counts, the one that the k-th largest is in, and how many are in larger ones. All threads.
+struct Found {
+  uint32_t bin, above;
+};
+template <int kCount>
+__device__ Found FindBin(const uint32_t* bins, uint32_t k, uint32_t* warp_sums, Found* found) {
+  constexpr int kEach = kCount / kThreads;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint32_t mine[kEach], sum = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) sum += mine[i] = bins[kCount - 1 - (threadIdx.x * kEach + i)];
+  uint32_t before = sum;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const uint32_t other = __shfl_up_sync(kAll, before, step);
+    if (lane >= step) before += other;
+  }
+  if (lane == 31) warp_sums[warp] = before;
+  __syncthreads();
+  before -= sum;
+  for (int w = 0; w < warp; ++w) before += warp_sums[w];
+  if (before < k && k <= before + sum) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (before < k && k <= before + mine[i]) *found = {uint32_t(kCount - 1 - (threadIdx.x * kEach + i)), before};
+      before += mine[i];
+    }
+  }
+  __syncthreads();
+  return *found;
+}
+
+template <int kPairs, bool kWide>
+__global__ void __launch_bounds__(kThreads, 1)
+    Select(const __grid_constant__ SelectParams p, int blocks, bool totals_in_shared) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ Rows<kPairs> rows;
+  __shared__ float factor[kDeviceRowsMax];
+  __shared__ uint32_t best[kDeviceRowsMax];
+  __shared__ int shifts[kDeviceRowsMax];
+  __shared__ uint32_t warp_sums[kWarps];
+  __shared__ Found found;
+  const cg::cluster_group cluster = cg::this_cluster();
+  const auto all = [&]() {
+    if (blocks == 1) {
+      __syncthreads();
+    } else {
+      cluster.sync();
+    }
+  };
+  const int rank = int(blockIdx.x) % blocks, pair = int(blockIdx.x) / blocks;
+  const DeviceSelect query = p.queries[pair / p.shape.kv_heads];
+  const Head h(p, query, pair % p.shape.kv_heads);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = p.shape.group();
+  const uint32_t each = (h.runs + blocks - 1) / blocks;
+  const uint32_t first_run = min(h.runs, rank * each), end_run = min(h.runs, first_run + each);
+
+  // The codes come while the tables are made.
+  if (end_run > first_run) {
+    const uint32_t first = (query.sinks + first_run * uint32_t(kWeightRun)) / 32;
+    const uint32_t end = (query.sinks + min(end_run * uint32_t(kWeightRun), query.middle) + 31) / 32;
+    const uint32_t words = p.shape.words();
+    for (uint32_t i = threadIdx.x; i < (end - first) * words; i += kThreads) {
+      const uint32_t token = (first + i / words) * 32;
+      const uint32_t* const line = query.chunks[token / kCodeChunkTokens] +
+                                   (size_t(h.head) * words + i % words) * kCodeChunkTokens + token % kCodeChunkTokens;
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+    }
+  }
+  // Rows that are read in any case, and what stands behind the last one.
+  uint32_t* const list = p.rows + query.list + size_t(h.head) * query.list_stride;
+  const uint32_t local_at = query.sinks + query.chosen, count = local_at + query.local;
+  for (uint32_t i = rank * kThreads + threadIdx.x; i < query.list_stride; i += blocks * kThreads) {
+    if (i >= query.sinks && i < local_at) continue;
+    const uint32_t token = i < query.sinks ? i : i < count ? query.sinks + query.middle + (i - local_at) : 0;
+    list[i] = h.UnitOfToken(token);
+  }
+  if (query.chosen == 0) return;
+
+  const TableLayout layout(p.shape, kPairs);
+  for (int part = 0; part * 2 * kPairs < group; ++part) {
+    MakeTables<kPairs>(p, query, h.head, part * 2 * kPairs, layout, shared, rows);
+    const Tables<kPairs, kWide> tables(p.shape, layout, shared);
+    bool shifted = false;
+#pragma unroll
+    for (int r = 0; r < 2 * kPairs; ++r) shifted |= rows.units[r].shift != 0;
+    for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
+      if (shifted) {
+        WeighRun<kPairs, kWide, true>(h, tables, rows, part, run);
+      } else {
+        WeighRun<kPairs, kWide, false>(h, tables, rows, part, run);
+      }
+    }
+    if (threadIdx.x < 2 * kPairs && part * 2 * kPairs + threadIdx.x < group) {
+      shifts[part * 2 * kPairs + threadIdx.x] = rows.units[threadIdx.x].shift;
+    }
+    __syncthreads();
+  }
+  // Tables are not needed any more.
+  uint32_t* const bins = reinterpret_cast<uint32_t*>(shared);
+  float* const totals =
+      totals_in_shared ? reinterpret_cast<float*>(shared + kBinsAll * 4) - size_t(first_run) * kWeightRun : h.totals();
+  for (int i = threadIdx.x; i < kBinsAll; i += kThreads) bins[i] = 0;
+  if (blocks > 1) __threadfence();
+  all();
+
+  // Each row's sum over all runs, in order: a warp has a row, and its first lane adds.
+  for (int r = warp; r < group; r += kWarps) {
+    const RunSum* const of = h.sums(r);
+    uint32_t low = kAll;
+    for (uint32_t run = lane; run < h.runs; run += 32) low = min(low, __ldcg(&of[run].least));
+    low = __reduce_min_sync(kAll, low);
+    float sum = 0;
+    for (uint32_t run = 0; run < h.runs; run += 32) {
+      float x = 0;
+      if (run + lane < h.runs) {
+        const float2 one = __ldcg(reinterpret_cast<const float2*>(of + run + lane));
+        x = one.x * RunFactor(__float_as_uint(one.y), low, shifts[r]);
+      }
+      // Zeros beyond the last run change nothing.
+#pragma unroll
+      for (int i = 0; i < 32; ++i) sum += __shfl_sync(kAll, x, i);
+    }
+    if (lane == 0) {
+      factor[r] = __uint_as_float(__float_as_uint(1.0f / sum) & 0xffffff00u);
+      best[r] = low;
+    }
+  }
+  __syncthreads();
+
+  // Weights summed over the group. An exact product, so fmaf rounds as a product and a sum do.
+  for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
+    float mine = 0;  // lane r's: row r's factor in this run
+    if (lane < group) mine = factor[lane] * RunFactor(__ldcg(&h.sums(lane)[run].least), best[lane], shifts[lane]);
+    const uint32_t first = run * uint32_t(kWeightRun);
+    float total[kSteps] = {};
+    for (int part = 0; part * 2 * kPairs < group; ++part) {
+      const Packed<kPairs>* const from = h.weights<kPairs>(part) + first;
+      float factors[2 * kPairs];
+#pragma unroll
+      for (int r = 0; r < 2 * kPairs; ++r) {
+        const int row = part * 2 * kPairs + r;
+        factors[r] = __shfl_sync(kAll, mine, row & 31);  // 0 beyond the group
+      }
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        const Packed<kPairs> e = from[32 * k + lane];
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+          total[k] = fmaf(LowOf(e.of[i]), factors[2 * i], total[k]);
+          total[k] = fmaf(HighOf(e.of[i]), factors[2 * i + 1], total[k]);
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      const uint32_t t = first + 32 * k + lane;
+      totals[t] = total[k];
+      if (t < query.middle) atomicAdd(&bins[__float_as_uint(total[k]) >> 19], 1u);
+    }
+  }
+
+  // The k-th largest.
+  uint32_t k = query.chosen, threshold = 0;
+  uint32_t* const leader = blocks == 1 ? bins : cluster.map_shared_rank(bins, 0);
+  const auto gather = [&](int at, int n) {
+    all();
+    if (blocks == 1) return;
+    if (rank != 0) {
+      for (int i = at + threadIdx.x; i < at + n; i += kThreads) {
+        if (bins[i] != 0) atomicAdd(leader + i, bins[i]);
+      }
+    }
+    cluster.sync();
+    // The others' own counts are not needed any more.
+    if (rank != 0) {
+      for (int i = at + threadIdx.x; i < at + n; i += kThreads) bins[i] = leader[i];
+    }
+    __syncthreads();
+  };
+  const auto refine = [&](int at, int prefix_shift, int shift, uint32_t mask) {
+    for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const uint32_t t = run * uint32_t(kWeightRun) + 32 * i + lane, bits = __float_as_uint(totals[t]);
+        if (bits >> prefix_shift == threshold && t < query.middle) atomicAdd(&bins[at + (bits >> shift & mask)], 1u);
+      }
+    }
+  };
+  gather(0, kBins0);
+  Found at = FindBin<kBins0>(bins, k, warp_sums, &found);
+  threshold = at.bin, k -= at.above;
+  refine(kBins0, 19, 9, 1023);
+  gather(kBins0, kBins1);
+  at = FindBin<kBins1>(bins + kBins0, k, warp_sums, &found);
+  threshold = threshold << 10 | at.bin, k -= at.above;
+  refine(kBins0 + kBins1, 9, 0, 511);
+  gather(kBins0 + kBins1, kBins2);
+  at = FindBin<kBins2>(bins + kBins0 + kBins1, k, warp_sums, &found);
+  threshold = threshold << 9 | at.bin, k -= at.above;  // k: of those that equal it
+
+  for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
+    RunCounts counts = {0, 0};
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const uint32_t t = run * uint32_t(kWeightRun) + 32 * i + lane, bits = __float_as_uint(totals[t]);
+      counts.above += __popc(__ballot_sync(kAll, t < query.middle && bits > threshold));
+      counts.equal += __popc(__ballot_sync(kAll, t < query.middle && bits == threshold));
+    }
+    if (lane == 0) h.counts()[run] = counts;
+  }
+  if (blocks > 1) __threadfence();
+  all();
+  uint32_t* const chosen = p.chosen == nullptr ? nullptr : p.chosen + query.list + size_t(h.head) * query.list_stride;
+  for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
+    uint32_t above = 0, equal = 0;
+    for (uint32_t i = lane; i < run; i += 32) {
+      const uint2 one = __ldcg(reinterpret_cast<const uint2*>(h.counts() + i));
+      above += one.x, equal += one.y;
+    }
+    above = __reduce_add_sync(kAll, above), equal = __reduce_add_sync(kAll, equal);
+    const uint32_t lower = (1u << lane) - 1;
+#pragma unroll 4
+    for (int i = 0; i < kSteps; ++i) {
+      const uint32_t t = run * uint32_t(kWeightRun) + 32 * i + lane, bits = __float_as_uint(totals[t]);
+      const bool over = t < query.middle && bits > threshold, same = t < query.middle && bits == threshold;
+      const uint32_t overs = __ballot_sync(kAll, over), sames = __ballot_sync(kAll, same);
+      const uint32_t same_before = equal + __popc(sames & lower);
+      if (over || (same && same_before < k)) {
+        const uint32_t place = above + __popc(overs & lower) + min(same_before, k);
+        list[query.sinks + place] = h.UnitOfToken(query.sinks + t);
+        if (chosen != nullptr) chosen[place] = query.sinks + t;
+      }
+      above += __popc(overs), equal += __popc(sames);
+    }
+  }
+  if (blocks > 1) cluster.sync();  // nobody reads this block's counts any more
+}
+
+template <typename Do>
+int WithKernel(const DeviceShape& shape, Do run) {
+  const int pairs = PairsOf(shape);
+  const bool wide = TableLayout(shape, pairs).wide;
+  if (pairs == 1) return wide ? run(Select<1, true>) : run(Select<1, false>);
+  if (pairs == 2) return wide ? run(Select<2, true>) : run(Select<2, false>);
+  return wide ? run(Select<4, true>) : run(Select<4, false>);
+}
+
+}  // namespace
+
+size_t SelectScratchBytes(const DeviceShape& shape, uint32_t runs) { return Scratch(shape, runs).bytes; }
+
+bool CanSelectOnDevice(const DeviceShape& shape) {
+  if (shape.group() > kDeviceRowsMax || shape.head_dim * 2 % int(kRowUnitBytes) != 0) return false;
+  if (int(kDeviceBlockTokens) % shape.page_tokens != 0) return false;
+  return TableLayout(shape, PairsOf(shape)).bytes <= kSharedMax;
+}
+
+int PrepareSelect() {
+  for (const auto kernel :
+       {Select<1, true>, Select<1, false>, Select<2, true>, Select<2, false>, Select<4, true>, Select<4, false>}) {
+    const int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedMax);
+    if (error != 0) return error;
+  }
+  return 0;
+}
+
+int SelectBlocks(const DeviceShape& shape, uint32_t count, uint32_t middle_max, int multiprocessors) {
+  const uint32_t pairs = count * shape.kv_heads, runs = SelectRuns(middle_max);
+  int blocks = 1;
+  while (blocks < 8 && pairs * 2 * blocks <= uint32_t(multiprocessors) && runs >= uint32_t(kWarps * blocks))
+    blocks *= 2;
+  return blocks;
+}
+
+int LaunchPqSelect(const SelectParams& params, int blocks, uint32_t middle_max, CUstream_st* stream) {
+  if (params.count == 0) return 0;
+  const uint32_t tables = TableLayout(params.shape, PairsOf(params.shape)).bytes;
+  const uint32_t each = (SelectRuns(middle_max) + blocks - 1) / blocks;
+  const uint64_t totals = kBinsAll * 4 + uint64_t{each} * kWeightRun * sizeof(float);
+  const uint32_t most = kSharedMax;
+  const bool in_shared = totals <= most;
+  uint32_t bytes = tables > kBinsAll * 4 ? tables : kBinsAll * 4;
+  if (in_shared && totals > bytes) bytes = uint32_t(totals);
+  if (bytes > most) return cudaErrorInvalidConfiguration;
+  return WithKernel(params.shape, [&](auto kernel) {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = blocks, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(params.count * params.shape.kv_heads * blocks);
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = blocks > 1 ? 1 : 0;
+    return int(cudaLaunchKernelEx(&config, kernel, params, blocks, in_shared));
+  });
+}
+
+}  // namespace kvmanager::pq
