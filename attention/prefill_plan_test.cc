@@ -88,7 +88,13 @@ TEST(PrefillPlan, EachTokenReadsEachPageOnceInItsForm) {
   std::mt19937 random(1);
   for (int round = 0; round < 150; ++round) {
     SCOPED_TRACE(round);
-    const Case c = RandomCase(random);
+    Case c = RandomCase(random);
+    if (round % 2 == 1) {
+      c.options.apart = true;
+      for (int head = 0; head < c.options.layout.kv_heads; ++head) {
+        c.options.head_costs.push_back(1 + random() % (3 * c.options.layout.raw_head_bytes()));
+      }
+    }
     Planned p;
     ASSERT_NO_FATAL_FAILURE(Make(c, &p));
     const auto& sequences = p.tables.sequences();
@@ -98,7 +104,7 @@ TEST(PrefillPlan, EachTokenReadsEachPageOnceInItsForm) {
     }
     using Read = std::tuple<uint32_t, int, uint32_t>;  // token of q, head, page
     std::map<Read, bool> read;                         // encoded
-    std::map<std::pair<uint32_t, int>, std::set<int>> parts;
+    std::map<std::tuple<uint32_t, int, bool>, std::set<int>> parts;
     std::vector<bool> linked(p.size.items);
     for (uint32_t b = 0; b < uint32_t(c.options.blocks); ++b) {
       for (uint32_t at = b;; at = p.items[at].next) {
@@ -112,7 +118,8 @@ TEST(PrefillPlan, EachTokenReadsEachPageOnceInItsForm) {
           break;
         }
         ASSERT_LT(item.part, item.parts);
-        ASSERT_TRUE(parts[std::pair(item.first_token, int(item.kv_head))].insert(item.part).second);
+        const bool first_encoded = c.options.apart && p.runs[item.first_run].encoded != 0;
+        ASSERT_TRUE(parts[std::tuple(item.first_token, int(item.kv_head), first_encoded)].insert(item.part).second);
         if (item.parts > 1) {
           ASSERT_LE(item.first_part + item.parts, p.size.parts);
         }
@@ -123,6 +130,7 @@ TEST(PrefillPlan, EachTokenReadsEachPageOnceInItsForm) {
           const PrefillRun& run = p.runs[r];
           ASSERT_LT(run.token_begin, run.token_end);
           ASSERT_LE(run.token_end, item.tokens);
+          ASSERT_TRUE(!c.options.apart || (run.encoded != 0) == first_encoded);
           for (uint32_t k = 0; k < run.pages && left > 0; ++k) {
             if (skip > 0) {
               --skip;

@@ -167,20 +167,20 @@ TEST_F(ZackDevice, ContextsAtPageBoundaries) {
 // Entries of many query tokens have kernels of their own, also beside entries of few.
 TEST_F(ZackDevice, ManyQueryTokens) {
   std::mt19937 random(2);
-  for (int trial = 0; trial < 24; ++trial) {
+  for (int trial = 0; trial < 12; ++trial) {
     Shape shape;
     shape.mode = random() % 2 == 0 ? "joint" : "balanced";
     for (int& rank : shape.ranks) rank = 1 + int(random() % 8);
     if (random() % 3 == 0) shape.fold = "1";
     shape.dtype = random() % 3 == 0 ? DType::kBFloat16 : DType::kFloat16;
     shape.head_dim = random() % 3 == 0 ? 64 : 128;
-    shape.kv_heads = 1 + int(random() % 3);
+    shape.kv_heads = 1 + int(random() % 2);
     shape.group = 1 + int(random() % 8);
     shape.lag_pages = int(random() % 3);
     shape.multiprocessors = random() % 2 == 0 ? 132 : 1 + int(random() % 20);
     shape.q_std = std::exp(float(random() % 4) - 2);
     for (int i = 0; i < 1 + trial % 3; ++i) {
-      const int tokens = i == 1 ? 1 + int(random() % 16) : 64 + int(random() % 150);
+      const int tokens = i == 1 ? 1 + int(random() % 16) : 64 + int(random() % 100);
       shape.sequences.push_back({uint64_t(tokens) + random() % 700, tokens});
     }
     Check(shape, uint64_t(trial), trial % 4 == 0);

@@ -108,24 +108,24 @@ struct PrefillConsumer {
     SyncGroup();
   }
 
-  template <bool kInBFloat16>
+  template <int kColumns, bool kInBFloat16>
   __device__ __forceinline__ void BeginScores(uint32_t stage) {
     const uint32_t keys = SharedAddress(memory.keys[stage]), queries = SharedAddress(memory.queries[group]);
 #pragma unroll
-    for (int k = 0; k < kHeadDim / 16; ++k) {
+    for (int k = 0; k < kColumns / 16; ++k) {
       const uint32_t column = k % 4 * 32;
       MultiplyRows<kInBFloat16>(s, SwizzledMatrix(queries + k / 4 * kGroupRows * 128 + column, 0),
                                 SwizzledMatrix(keys + k / 4 * Tile::kColumnBytes + column, 0), k > 0);
     }
     WgmmaCommit();
   }
-  template <bool kInBFloat16>
+  template <int kColumns, bool kInBFloat16>
   __device__ __forceinline__ void BeginOutputs(uint32_t stage, bool accumulate) {
     const uint32_t values = SharedAddress(memory.values[stage]);
 #pragma unroll
     for (int k = 0; k < kPrefillPairTokens / 16; ++k) {
       const uint32_t a[4] = {weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3]};
-      MultiplyColumns<kHeadDim, kInBFloat16>(o, a, SwizzledMatrix(values + k * 16 * 128, Tile::kColumnBytes),
+      MultiplyColumns<kColumns, kInBFloat16>(o, a, SwizzledMatrix(values + k * 16 * 128, Tile::kColumnBytes),
                                              k > 0 || accumulate);
     }
     WgmmaCommit();
@@ -279,8 +279,9 @@ struct PrefillConsumer {
     Write<kInSpace>(item);
   }
 
-  /// An item, whose first pair is n. kInSpace: its pages are encoded, and stand in a space of their own.
-  template <bool kInSpace>
+  /// An item, whose first pair is n. kInSpace: its pages are encoded, and stand in a space of their own. kKeyColumns,
+  /// kColumns: that products with keys and with values have; what is behind those that there are is zeros, or anything.
+  template <bool kInSpace, int kKeyColumns, int kColumns>
   __device__ __forceinline__ void Attend(const PrefillItem& item, uint32_t& n) {
     constexpr bool kInBFloat16 = !kInSpace && kBFloat16;
     const auto stage_of = [](uint32_t pair) { return pair % kPrefillStages; };
@@ -303,7 +304,7 @@ struct PrefillConsumer {
     float factor[2];
     Barrier{SharedAddress(&memory.keys_full[stage_of(n)])}.Wait(parity_of(n));
     WgmmaFence();
-    BeginScores<kInBFloat16>(stage_of(n));
+    BeginScores<kKeyColumns, kInBFloat16>(stage_of(n));
     WgmmaWait<0>();
     Mask(n);
     Release(&memory.keys_empty[stage_of(n)]);
@@ -313,10 +314,10 @@ struct PrefillConsumer {
       const uint32_t stage = stage_of(n), before = stage_of(n - 1);
       Barrier{SharedAddress(&memory.keys_full[stage])}.Wait(parity_of(n));
       WgmmaFence();
-      BeginScores<kInBFloat16>(stage);
+      BeginScores<kKeyColumns, kInBFloat16>(stage);
       Barrier{SharedAddress(&memory.values_full[before])}.Wait(parity_of(n - 1));
       WgmmaFence();
-      BeginOutputs<kInBFloat16>(before, n - 1 > first);
+      BeginOutputs<kColumns, kInBFloat16>(before, n - 1 > first);
       WgmmaWait<1>();
       Mask(n);
       Release(&memory.keys_empty[stage]);
@@ -324,12 +325,12 @@ struct PrefillConsumer {
       WgmmaWait<0>();
       Release(&memory.values_empty[before]);
 #pragma unroll
-      for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
+      for (int i = 0; i < kColumns / 2; ++i) o[i] *= factor[i / 2 % 2];
       RoundWeights<kInBFloat16>();
     }
     Barrier{SharedAddress(&memory.values_full[stage_of(n - 1)])}.Wait(parity_of(n - 1));
     WgmmaFence();
-    BeginOutputs<kInBFloat16>(stage_of(n - 1), n - 1 > first);
+    BeginOutputs<kColumns, kInBFloat16>(stage_of(n - 1), n - 1 > first);
     WgmmaWait<0>();
     Release(&memory.values_empty[stage_of(n - 1)]);
     End<kInSpace>(item);
@@ -343,9 +344,29 @@ struct PrefillConsumer {
       if constexpr (kMaps) {
         // By a value that the compiler knows to be the same in a warp.
         const uint32_t encoded = __shfl_sync(kAllLanes, static_cast<uint32_t>(p.runs[item.first_run].encoded), 0);
-        encoded != 0 ? Attend<true>(item, n) : Attend<false>(item, n);
+        if (encoded == 0) {
+          Attend<false, kHeadDim, kHeadDim>(item, n);
+        } else if constexpr (kHeadDim == 64) {
+          Attend<true, 64, 64>(item, n);
+        } else {
+          const int wide = (Encoded::KeyColumns(p, item.kv_head) > 64 ? 2 : 0) +
+                           (Encoded::OutputColumns(p, item.kv_head) > 64 ? 1 : 0);
+          switch (__shfl_sync(kAllLanes, wide, 0)) {
+            case 0:
+              Attend<true, 64, 64>(item, n);
+              break;
+            case 1:
+              Attend<true, 64, 128>(item, n);
+              break;
+            case 2:
+              Attend<true, 128, 64>(item, n);
+              break;
+            default:
+              Attend<true, 128, 128>(item, n);
+          }
+        }
       } else {
-        Attend<false>(item, n);
+        Attend<false, kHeadDim, kHeadDim>(item, n);
       }
       if (item.next == 0) return;
       item = ReadPrefillItem(p, item.next);

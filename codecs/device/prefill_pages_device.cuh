@@ -5,8 +5,8 @@
 //   kRecordBytes: that a head of a page has at most, a multiple of 16; 0: there are no encoded pages, or
 //
 //   kDirect: their rows are copied as they stand: Fill(params, kv_head, page, side, tile, first_token), by all threads
-//   of four warps. They are in a space of their own then (prefill_device.cuh), and OutputColumns(params, kv_head) are
-//   those that outputs have there.
+//   of four warps. They are in a space of their own then (prefill_device.cuh), and KeyColumns and
+//   OutputColumns(params, kv_head) are those that keys and outputs have there.
 //
 //   Load(params, kv_head, pages, places, barrier): begins copies of the head's records of two pages, of which one may
 //   be nullptr; one lane calls it, and arrives once.

@@ -65,10 +65,11 @@ __device__ __forceinline__ void MultiplyRows(float (&d)[64], uint64_t a, uint64_
 
 /// a: 16 columns, in registers (pairs: rows g and g + 8 of columns 2t, then of 8 + 2t); b: 16 rows of kColumns columns,
 /// contracted across its rows.
-template <int kColumns, bool kBFloat16>
-__device__ __forceinline__ void MultiplyColumns(float (&d)[kColumns / 2], const uint32_t (&a)[4], uint64_t b,
+/// kColumns: 64, or all that d has.
+template <int kColumns, bool kBFloat16, int kRegisters>
+__device__ __forceinline__ void MultiplyColumns(float (&d)[kRegisters], const uint32_t (&a)[4], uint64_t b,
                                                 int accumulate) {
-  static_assert(kColumns == 64 || kColumns == 128);
+  static_assert((kColumns == 64 || kColumns == 128) && kColumns / 2 <= kRegisters);
   if constexpr (kColumns == 128 && kBFloat16) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"

@@ -8,7 +8,7 @@
 
 namespace kvmanager::device {
 
-/// Rows of K' and V' as they stand; chunks of K' that a head does not have are zeros.
+/// Rows of K' and V' as they stand, those of K' filled up to 64 or 128 columns with zeros.
 template <int kHeadDim>
 struct ZackPrefillPages {
   static constexpr bool kDirect = true;
@@ -17,6 +17,9 @@ struct ZackPrefillPages {
 
   static __device__ __forceinline__ const zack::ZackDeviceHead& HeadOf(const PrefillParams& p, int kv_head) {
     return static_cast<const zack::ZackPrefillLayer*>(p.format)->heads[kv_head];
+  }
+  static __device__ __forceinline__ int KeyColumns(const PrefillParams& p, int kv_head) {
+    return HeadOf(p, kv_head).chunks[0] * 8;
   }
   static __device__ __forceinline__ int OutputColumns(const PrefillParams& p, int kv_head) {
     return HeadOf(p, kv_head).chunks[1] * 8;
@@ -33,9 +36,10 @@ struct ZackPrefillPages {
     const zack::ZackDeviceHead& head = HeadOf(p, kv_head);
     const int k_chunks = head.chunks[0], chunks = side == 0 ? k_chunks : head.chunks[1];
     const bool copy = chunk < chunks;
-    if (side != 0 && !copy) return;
-    const uint8_t* from = page + head.offset + (side == 0 ? 0 : kPrefillPageTokens * k_chunks * 16);
-    from = copy ? from + (token * chunks + chunk) * 16 : p.pool;
+    if (!copy && (side != 0 || chunk >= (chunks + 7) / 8 * 8)) return;
+    const uint8_t* const from =
+        copy ? page + head.offset + (side == 0 ? 0 : kPrefillPageTokens * k_chunks * 16) + (token * chunks + chunk) * 16
+             : p.pool;
     const int step = copy ? kTokensAtOnce * chunks * 16 : 0;
     const uint32_t to = tile + Tile::At(first_token + token, chunk);
 #pragma unroll
