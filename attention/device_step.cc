@@ -72,6 +72,7 @@ class CudaDeviceStep final : public DeviceStep {
     const AttendKernels* kernels;
     const uint32_t* costs;                  // device::HeadCosts
     const device::PrefillKernels* prefill;  // nullptr: long entries have no plan of their own
+    const uint32_t* prefill_costs;
     StepReading reading;
     uint64_t version;  // of the plan; never 0
     DevicePlanSize size;
@@ -177,11 +178,12 @@ absl::Status CudaDeviceStep::Init() {
       if (std::none_of(prefill_.begin(), prefill_.begin() + layer, had)) {
         KV_RETURN_IF_ERROR(CudaStatus(prefill->prepare(), "preparing the kernel of attention by many query tokens"));
       }
-      const auto plans = [&](const LongPlanner& p) { return p.apart == prefill->maps && p.costs == costs; };
+      const uint32_t* const long_costs = prefill_[layer].costs;
+      const auto plans = [&](const LongPlanner& p) { return p.apart == prefill->maps && p.costs == long_costs; };
       if (std::none_of(long_planners_.begin(), long_planners_.end(), plans)) {
         PrefillPlanner::Options plan = PrefillOptions(o_, layer);
-        if (costs != nullptr) plan.head_costs.assign(costs, costs + o_.layout.kv_heads);
-        long_planners_.push_back({plan.apart, costs, PrefillPlanner(plan)});
+        if (long_costs != nullptr) plan.head_costs.assign(long_costs, long_costs + o_.layout.kv_heads);
+        long_planners_.push_back({plan.apart, long_costs, PrefillPlanner(plan)});
       }
     }
     const auto same = [&](const Planner& p) { return p.kernels == kernels && p.costs == costs; };
@@ -312,13 +314,20 @@ absl::Status CudaDeviceStep::FindClasses(int first_layer, int end_layer) {
     for (; index < int(classes_.size()); ++index) {
       const Class& other = classes_[index];
       if (other.kernels == kernels_[layer] && other.costs == head_costs_[layer].costs &&
-          other.prefill == LongKernels(layer) && other.reading == reading_) {
+          other.prefill == LongKernels(layer) && other.prefill_costs == prefill_[layer].costs &&
+          other.reading == reading_) {
         break;
       }
     }
     if (index == int(classes_.size())) {
-      classes_.push_back(
-          {kernels_[layer], head_costs_[layer].costs, LongKernels(layer), reading_, ++versions_, {}, {}});
+      classes_.push_back({kernels_[layer],
+                          head_costs_[layer].costs,
+                          LongKernels(layer),
+                          prefill_[layer].costs,
+                          reading_,
+                          ++versions_,
+                          {},
+                          {}});
     }
     class_of_[layer] = index;
   }
@@ -340,7 +349,7 @@ absl::Status CudaDeviceStep::PlanClass(Class* of) {
   KV_CHECK(of->size.rows_max <= (of->prefill != nullptr ? rows_max_of_short_ : rows_max_));
   if (!long_sequences_.empty()) {
     const auto long_planner = std::find_if(long_planners_.begin(), long_planners_.end(), [&](const LongPlanner& p) {
-      return p.apart == of->prefill->maps && p.costs == of->costs;
+      return p.apart == of->prefill->maps && p.costs == of->prefill_costs;
     });
     KV_ASSIGN_OR_RETURN(of->prefill_size, long_planner->planner.Plan(long_sequences_, absl::MakeSpan(prefill_items_),
                                                                      absl::MakeSpan(prefill_runs_)));

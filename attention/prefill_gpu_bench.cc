@@ -125,7 +125,7 @@ nlohmann::json Run(const Format& format, const Shape& shape, int blocks) {
   o.blocks = blocks;
   o.apart = prefill.kernels->maps;
   const device::HeadCosts costs = device_codec->head_costs(0);
-  if (costs.costs != nullptr) o.head_costs.assign(costs.costs, costs.costs + shape.kv_heads);
+  if (prefill.costs != nullptr) o.head_costs.assign(prefill.costs, prefill.costs + shape.kv_heads);
   double plan_us = 0;
   for (int set = 0; set < sets; ++set) {
     DeviceTables tables;

@@ -18,7 +18,7 @@ using device::PrefillRun;
 
 // What a raw page costs, and as many of these, what beginning and ending a tile costs a block, and what a part of a
 // tile costs beyond that (its state to memory and back).
-constexpr uint64_t kRawPageCost = 64, kItemPages = 3, kPartPages = 4;
+constexpr uint64_t kRawPageCost = device::kPrefillRawPageCost, kItemPages = 3, kPartPages = 4;
 constexpr uint32_t kPartPagesMin = 4;
 constexpr uint32_t kCuts[] = {1, 2, 3, 4, 5, 6, 8, 11, 16, 23, 32, 45, 64};
 // More cuts are worth it where they save this part of the time.
@@ -72,11 +72,9 @@ bool PrefillPlanner::AddRun(absl::Span<PrefillRun> runs, TileGroup* group, uint3
   return true;
 }
 
-// Of a page's two products the second has all columns whatever a head keeps.
 uint64_t PrefillPlanner::PageCost(const TileGroup& group, int head) const {
   if (!group.encoded || options_.head_costs.empty()) return kRawPageCost;
-  const uint64_t raw = 2 * options_.layout.raw_head_bytes();
-  return kRawPageCost * (raw + std::min<uint64_t>(options_.head_costs[size_t(head)], raw)) / (2 * raw);
+  return options_.head_costs[size_t(head)];
 }
 
 absl::Status PrefillPlanner::AddTileGroup(const DeviceSequence& sequence, uint32_t first_token, int token, int tokens,

@@ -39,7 +39,7 @@ class PrefillPlanner {
     bool identity = false;  // the encoded form is the raw form
     int blocks = 0;         // of threads: one for each multiprocessor
     bool apart = false;     // tiles of the two forms are apart (device::PrefillKernels::maps)
-    /// Of an encoded page, by the number of the head; empty: as a raw one's (device::HeadCosts).
+    /// Of an encoded page, by the number of the head; empty: as a raw one's (device::Prefill).
     std::vector<uint32_t> head_costs;
   };
   explicit PrefillPlanner(const Options& options);

@@ -92,7 +92,7 @@ TEST(PrefillPlan, EachTokenReadsEachPageOnceInItsForm) {
     if (round % 2 == 1) {
       c.options.apart = true;
       for (int head = 0; head < c.options.layout.kv_heads; ++head) {
-        c.options.head_costs.push_back(1 + random() % (3 * c.options.layout.raw_head_bytes()));
+        c.options.head_costs.push_back(1 + random() % (2 * device::kPrefillRawPageCost));
       }
     }
     Planned p;

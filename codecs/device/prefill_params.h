@@ -85,10 +85,16 @@ struct PrefillKernels {
   bool maps = false;
 };
 
+/// What plans take a raw page to cost.
+inline constexpr uint32_t kPrefillRawPageCost = 64;
+
 /// A layer's kernels and what they know of its pages.
 struct Prefill {
   const PrefillKernels* kernels = nullptr;  // nullptr: there are none
   const void* format = nullptr;             // PrefillParams::format
+  /// [kv_heads] of an encoded page, by place (HeadCosts), on the host, the same for layers that share plans; nullptr:
+  /// all cost what raw ones do.
+  const uint32_t* costs = nullptr;
 };
 
 }  // namespace kvmanager::device

@@ -23,8 +23,11 @@ using device::DeviceImage;
 using device::HeadCosts;
 using device::MappedSpace;
 
-/// What a page of a head costs attention beside its bytes, in bytes that would take as long.
-constexpr uint32_t kPageCost = 512;
+// What attention costs, in bytes of raw pages that would take as long. While all wait for memory a unit takes about as
+// long whatever it holds, so that blocks whose units hold less get less of the bandwidth.
+constexpr uint32_t kUnitCost = 3072, kBytesOfCost = 8;
+// By many query tokens: products with K' and with V' each have 64 columns, or head_dim.
+constexpr uint32_t kWideProduct = device::kPrefillRawPageCost / 2, kNarrowProduct = kWideProduct * 5 / 8;
 
 /// Offsets on the device.
 struct Places {
@@ -36,10 +39,12 @@ struct Places {
 
 class ZackDeviceCodec final : public DeviceCodec {
  public:
-  ZackDeviceCodec(uint8_t* memory, const ZackDeviceShape& shape, bool folds, std::vector<uint32_t> costs, Places places)
+  ZackDeviceCodec(uint8_t* memory, const ZackDeviceShape& shape, bool folds, std::vector<uint32_t> costs,
+                  std::vector<uint32_t> prefill_costs, Places places)
       : memory_(memory),
         shape_(shape),
         costs_(std::move(costs)),
+        prefill_costs_(std::move(prefill_costs)),
         places_(std::move(places)),
         kernels_(ZackAttentionKernels(shape.layout.head_dim)),
         prefill_kernels_(ZackPrefillKernels(shape.layout.head_dim, folds)) {}
@@ -52,7 +57,8 @@ class ZackDeviceCodec final : public DeviceCodec {
     return {costs_.data(), reinterpret_cast<const uint16_t*>(memory_ + places_.heads[layer])};
   }
   device::Prefill prefill(int layer) const override {
-    return {prefill_kernels_, reinterpret_cast<const ZackPrefillLayer*>(memory_ + places_.prefill) + layer};
+    return {prefill_kernels_, reinterpret_cast<const ZackPrefillLayer*>(memory_ + places_.prefill) + layer,
+            prefill_costs_.data()};
   }
   absl::Status Encode(const DeviceEncodeItem* items, uint32_t count, uint32_t* declined,
                       CUstream_st* stream) const override {
@@ -65,13 +71,31 @@ class ZackDeviceCodec final : public DeviceCodec {
  private:
   uint8_t* const memory_;  // owned; on the device
   const ZackDeviceShape shape_;
-  const std::vector<uint32_t> costs_;  // HeadCosts::costs
+  const std::vector<uint32_t> costs_;          // HeadCosts::costs
+  const std::vector<uint32_t> prefill_costs_;  // device::Prefill::costs
   const Places places_;
   const AttendKernels* const kernels_;
   const device::PrefillKernels* const prefill_kernels_;
 };
 
-uint32_t CostOf(const ZackFormat& format, int layer, int head) { return format.head_bytes(layer, head) + kPageCost; }
+uint32_t CostOf(const ZackFormat& format, int layer, int head) {
+  const ZackHead& of = format.head(layer, head);
+  const uint32_t units = 4u >> MakeZackDeviceHead(of.offset[0], of.rank[0], of.rank[1]).unit_log2;
+  return units * kUnitCost + format.head_bytes(layer, head) / kBytesOfCost;
+}
+uint32_t PrefillCostOf(const ZackFormat& format, int layer, int head) {
+  uint32_t cost = 0;
+  for (const int rank : format.head(layer, head).rank) {
+    cost += rank <= 64 && format.layout.head_dim > 64 ? kNarrowProduct : kWideProduct;
+  }
+  return cost;
+}
+/// Means of what the layers' heads cost, by place.
+std::vector<uint32_t> Means(const std::vector<uint64_t>& sums, int layers) {
+  std::vector<uint32_t> means;
+  for (const uint64_t sum : sums) means.push_back(uint32_t(sum / layers));
+  return means;
+}
 
 /// `to` [d][d] = `from` [rows][columns], zeros elsewhere.
 void Pad(const std::vector<float>& from, int rows, int columns, int d, float* to) {
@@ -92,7 +116,7 @@ std::unique_ptr<DeviceCodec> MakeZackDeviceCodec(const ZackFormat& format) {
   const size_t matrix = size_t(d) * d, matrices = matrix * heads * sizeof(float);
   const size_t packed_query_bytes = PackedFactorBytes(d, d, layout.dtype);
   std::vector<ZackDeviceSide> sides;
-  std::vector<uint64_t> costs(heads);
+  std::vector<uint64_t> costs(heads), prefill_costs(heads);
   struct Factors {
     size_t query, output, packed_query;
   };
@@ -130,7 +154,9 @@ std::unique_ptr<DeviceCodec> MakeZackDeviceCodec(const ZackFormat& format) {
     uint16_t* const order = image.At<uint16_t>(places.heads[l]);
     std::iota(order, order + heads, uint16_t{0});
     std::stable_sort(order, order + heads, [&](int a, int b) { return CostOf(format, l, a) > CostOf(format, l, b); });
-    for (int i = 0; i < heads; ++i) costs[i] += CostOf(format, l, order[i]);
+    for (int i = 0; i < heads; ++i) {
+      costs[i] += CostOf(format, l, order[i]), prefill_costs[i] += PrefillCostOf(format, l, order[i]);
+    }
   }
   places.sides = image.Place(sides.size() * sizeof sides[0]);
   std::copy(sides.begin(), sides.end(), image.At<ZackDeviceSide>(places.sides));
@@ -159,10 +185,8 @@ std::unique_ptr<DeviceCodec> MakeZackDeviceCodec(const ZackFormat& format) {
   shape.factors = base;
   shape.sides = reinterpret_cast<const ZackDeviceSide*>(base + places.sides);
   shape.page_bytes = reinterpret_cast<const uint32_t*>(base + places.page_bytes);
-  std::vector<uint32_t> mean_costs;
-  for (const uint64_t cost : costs) mean_costs.push_back(uint32_t(cost / layers));
-  auto made =
-      std::make_unique<ZackDeviceCodec>(base, shape, format.parameters.fold, std::move(mean_costs), std::move(places));
+  auto made = std::make_unique<ZackDeviceCodec>(base, shape, format.parameters.fold, Means(costs, layers),
+                                                Means(prefill_costs, layers), std::move(places));
   if (cudaMemcpy(memory, image.bytes().data(), image.bytes().size(), cudaMemcpyHostToDevice) != cudaSuccess) {
     cudaGetLastError();
     return nullptr;

@@ -189,14 +189,14 @@ __global__ void __launch_bounds__(zack::kRotateThreads) ZackExpandKernel(const _
   for (int r = 0; r < 2; ++r) {
     rows[r] = nullptr;
     if (places[r] == SIZE_MAX) continue;
-    const float2 lse = *reinterpret_cast<const float2*>(mapped.states[places[r]].lse);
-    const float largest = fmaxf(lse.x, lse.y);
+    const float lse[2] = {mapped.states[places[r]].lse[0], mapped.states[places[r]].lse[1]};
+    const float largest = fmaxf(lse[0], lse[1]);
     if (largest == kMinusInfinity) {  // no item had this row
       places[r] = SIZE_MAX;
       continue;
     }
     constexpr float kLog2E = 1.44269504f;
-    const float a = Exp2((lse.x - largest) * kLog2E), b = Exp2((lse.y - largest) * kLog2E), n = 1.f / (a + b);
+    const float a = Exp2((lse[0] - largest) * kLog2E), b = Exp2((lse[1] - largest) * kLog2E), n = 1.f / (a + b);
     weights[r][0] = a * n, weights[r][1] = b * n;
     if (weights[r][kMultiplied] > 0) rows[r] = (kFolds ? out : mapped.out) + places[r] * kHeadDim;
     if (t == 0 && p.lse != nullptr) p.lse[places[r]] = largest + __log2f(a + b) * 0.693147181f;
