@@ -93,7 +93,7 @@ __device__ __forceinline__ void Multiply(float (&d)[4], const uint32_t (&a)[4], 
 
 /// The two least keys of a row; a key's lowest bits are its centroid.
 struct Best {
-  float first = kInfinity, second = kInfinity;
+  float first, second;
   __device__ __forceinline__ void Add(float key, uint32_t centroid) {
     key = __uint_as_float((__float_as_uint(key) & 0xffffff00u) | centroid);
     second = fminf(second, fmaxf(first, key));
@@ -107,35 +107,35 @@ struct Best {
   }
 };
 
-/// All lanes search all centroids of one sub-vector: a lane has every 32nd.
+/// All lanes search all centroids of one sub-vector: a lane has every 32nd. Without branches, so that loads overlap.
 __device__ __forceinline__ uint32_t Nearest(const uint16_t* x, int width, bool bfloat16, const float* centroids,
                                             const float* half_norms, int count) {
   constexpr int kEach = 8;
   const int lane = threadIdx.x % 32;
+  int at[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) at[i] = min(32 * i + lane, count - 1);  // the last one again changes nothing
   float dot[kEach] = {};
 #pragma unroll 4
   for (int j = 0; j < width; ++j) {
     const float y = ToFloat(__ldg(x + j), bfloat16);
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if (32 * i + lane < count) dot[i] = dot[i] + y * __ldg(centroids + size_t(j) * count + 32 * i + lane);
-    }
+    for (int i = 0; i < kEach; ++i) dot[i] = dot[i] + y * __ldg(centroids + size_t(j) * count + at[i]);
   }
   float best = kInfinity;
-  uint32_t at = 0;
+  uint32_t nearest = 0;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    if (32 * i + lane >= count) continue;
-    const float distance = __ldg(half_norms + 32 * i + lane) - dot[i];
-    if (distance < best) best = distance, at = 32 * i + lane;
+    const float distance = __ldg(half_norms + at[i]) - dot[i];
+    if (distance < best) best = distance, nearest = at[i];
   }
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) {
     const float other = __shfl_xor_sync(kAll, best, mask);
-    const uint32_t other_at = __shfl_xor_sync(kAll, at, mask);
-    if (other < best || (other == best && other_at < at)) best = other, at = other_at;
+    const uint32_t other_nearest = __shfl_xor_sync(kAll, nearest, mask);
+    if (other < best || (other == best && other_nearest < nearest)) best = other, nearest = other_nearest;
   }
-  return at;
+  return nearest;
 }
 
 /// A block has an item's tokens of one KV head, a warp kTiles * 16 of them. kWidth 0: any, by the search alone.
@@ -204,6 +204,8 @@ __global__ void __launch_bounds__(kThreads) Encode(const __grid_constant__ Devic
         }
       }
       Best best[kTiles][2];
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) best[i][0] = best[i][1] = {kInfinity, kInfinity};
       const uint32_t* const fragments =
           reinterpret_cast<const uint32_t*>(item.book + shape.fragments_at()) + size_t(at) * (kWidth / 2) * count;
 #pragma unroll 4
