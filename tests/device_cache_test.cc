@@ -119,6 +119,10 @@ class DeviceCacheTest : public GpuTest {
   std::unique_ptr<DeviceClient> device_;
 };
 
+/// Layers with codecs of their own, a page of sinks; a layer whose pages are never encoded.
+constexpr char kPolicy[] = "hack:k_bits=2,v_bits=2;0=hack:k_bits=4,v_bits=3;sinks=64";
+constexpr char kRawLayer[] = "hack:k_bits=3,v_bits=2;1=raw";
+
 class DeviceCacheWaysTest : public DeviceCacheTest, public ::testing::WithParamInterface<Case> {};
 
 TEST_P(DeviceCacheWaysTest, AttendsAsTheCpuDoes) {
@@ -174,15 +178,18 @@ TEST_P(DeviceCacheWaysTest, AttendsAsTheCpuDoes) {
   for (auto* sequence : {gpu_a.get(), gpu_b.get(), gpu_f.get(), gpu_h.get()}) twins.gpu->Forget(*sequence);
 }
 
-INSTANTIATE_TEST_SUITE_P(Ways, DeviceCacheWaysTest,
-                         ::testing::Values(Case{"raw_daemon", "raw", Way::kDaemon}, Case{"raw_own", "raw", Way::kOwn},
-                                           Case{"k2v2_daemon", "hack:k_bits=2,v_bits=2", Way::kDaemon},
-                                           Case{"k2v2_own", "hack:k_bits=2,v_bits=2", Way::kOwn},
-                                           Case{"k2v2_own_but_encoding", "hack:k_bits=2,v_bits=2",
-                                                Way::kOwnButEncoding},
-                                           Case{"k3v2_daemon", "hack:k_bits=3,v_bits=2", Way::kDaemon},
-                                           Case{"k3v2_own", "hack:k_bits=3,v_bits=2", Way::kOwn}),
-                         [](const auto& info) { return std::string(info.param.name); });
+INSTANTIATE_TEST_SUITE_P(
+    Ways, DeviceCacheWaysTest,
+    ::testing::Values(Case{"raw_daemon", "raw", Way::kDaemon}, Case{"raw_own", "raw", Way::kOwn},
+                      Case{"k2v2_daemon", "hack:k_bits=2,v_bits=2", Way::kDaemon},
+                      Case{"k2v2_own", "hack:k_bits=2,v_bits=2", Way::kOwn},
+                      Case{"k2v2_own_but_encoding", "hack:k_bits=2,v_bits=2", Way::kOwnButEncoding},
+                      Case{"k3v2_daemon", "hack:k_bits=3,v_bits=2", Way::kDaemon},
+                      Case{"k3v2_own", "hack:k_bits=3,v_bits=2", Way::kOwn},
+                      Case{"policy_daemon", kPolicy, Way::kDaemon}, Case{"policy_own", kPolicy, Way::kOwn},
+                      Case{"policy_own_but_encoding", kPolicy, Way::kOwnButEncoding},
+                      Case{"raw_layer_own", kRawLayer, Way::kOwn}),
+    [](const auto& info) { return std::string(info.param.name); });
 
 TEST_F(DeviceCacheTest, BothWaysGiveTheSame) {
   ASSERT_NO_FATAL_FAILURE(Start());
@@ -410,7 +417,8 @@ TEST_P(DeviceTiersTest, WhatIsEvictedComesBackFromTheHost) {
 INSTANTIATE_TEST_SUITE_P(Ways, DeviceTiersTest,
                          ::testing::Values(Case{"raw_daemon", "raw", Way::kDaemon}, Case{"raw_own", "raw", Way::kOwn},
                                            Case{"k2v2_daemon", "hack:k_bits=2,v_bits=2", Way::kDaemon},
-                                           Case{"k3v2_own", "hack:k_bits=3,v_bits=2", Way::kOwn}),
+                                           Case{"k3v2_own", "hack:k_bits=3,v_bits=2", Way::kOwn},
+                                           Case{"policy_daemon", kPolicy, Way::kDaemon}),
                          [](const auto& info) { return std::string(info.param.name); });
 
 TEST_F(DeviceCacheTest, IsHandedFromGpuToGpuAndToTheHost) {

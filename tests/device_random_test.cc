@@ -523,12 +523,13 @@ TEST_P(DeviceRandomTest, EnginesAtOnce) {
   ExpectNothingLeft(*daemon);
 }
 
-INSTANTIATE_TEST_SUITE_P(Codecs, DeviceRandomTest,
-                         ::testing::Values(Case{"raw", "raw", 1, "256MiB"},
-                                           Case{"k2v2_lag0", "hack:k_bits=2,v_bits=2", 0, "512MiB"},
-                                           Case{"k2v2_lag1", "hack:k_bits=2,v_bits=2", 1, "512MiB"},
-                                           Case{"k2v2_lag2", "hack:k_bits=2,v_bits=2", 2, "512MiB"}),
-                         [](const auto& info) { return std::string(info.param.name); });
+INSTANTIATE_TEST_SUITE_P(
+    Codecs, DeviceRandomTest,
+    ::testing::Values(Case{"raw", "raw", 1, "256MiB"}, Case{"k2v2_lag0", "hack:k_bits=2,v_bits=2", 0, "512MiB"},
+                      Case{"k2v2_lag1", "hack:k_bits=2,v_bits=2", 1, "512MiB"},
+                      Case{"k2v2_lag2", "hack:k_bits=2,v_bits=2", 2, "512MiB"},
+                      Case{"policy", "hack:k_bits=2,v_bits=2;0=hack:k_bits=4,v_bits=3;sinks=64", 1, "512MiB"}),
+    [](const auto& info) { return std::string(info.param.name); });
 
 class DeviceClosedCachesTest : public GpuTest {};
 

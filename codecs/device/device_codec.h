@@ -42,10 +42,15 @@ class DeviceCodec {
   /// Of a layer, for many query tokens; as attention() otherwise. Without: attention()'s kernels serve these too.
   virtual device::Prefill prefill(int layer) const { return {}; }
 
+  /// The codec of a layer's pages, whose Encode and Decode serve them: this one, unless layers have their own.
+  virtual const DeviceCodec& of(int layer) const { return *this; }
+  /// The page that begins at this position of the context is not encoded, though it could be: it stays raw.
+  virtual bool keeps_raw(int layer, uint64_t first_token) const { return false; }
+
   /// Bytes are those of Codec::Encode. items: [count], pages that do not overlap; declined: [count], out: 1 where a
   /// page cannot be encoded (its bytes are then all zero), else 0. Both in memory that the device reads, until the
   /// stream has passed them. May be captured in a graph. Errors: CUDA's; FAILED_PRECONDITION for an identity codec,
-  /// whose pages are never encoded.
+  /// whose pages are never encoded, and where layers have codecs of their own.
   virtual absl::Status Encode(const DeviceEncodeItem* items, uint32_t count, uint32_t* declined,
                               CUstream_st* stream) const = 0;
   /// As Codec::Decode; the same of `items` and errors.

@@ -51,7 +51,7 @@ class DeviceEncoderImpl final : public DeviceEncoder {
                         absl::StrCat("at most ", ring_.places(), " on their way"));
     }
     std::memcpy(items_ + *at, items.data(), items.size() * sizeof(DeviceEncodeItem));
-    absl::Status status = codec.Encode(items_ + *at, count, declined, stream_);
+    absl::Status status = Launch(codec, items, items_ + *at, declined);
     const cudaEvent_t passed = events_.back();
     events_.pop_back();
     batches_.push_back(passed);  // the piece is given back in its turn, whatever happened
@@ -60,6 +60,25 @@ class DeviceEncoderImpl final : public DeviceEncoder {
   }
 
  private:
+  /// `on_device`: the items where the device reads them.
+  absl::Status Launch(const DeviceCodec& codec, absl::Span<const DeviceEncodeItem> items,
+                      const DeviceEncodeItem* on_device, uint32_t* declined) const {
+    const auto of = [&](const DeviceEncodeItem& item) -> const DeviceCodec* {
+      return codec.keeps_raw(int(item.layer), item.first_token) ? nullptr : &codec.of(int(item.layer));
+    };
+    for (size_t begin = 0; begin < items.size();) {
+      const DeviceCodec* const one = of(items[begin]);
+      size_t end = begin + 1;
+      while (end < items.size() && of(items[end]) == one) ++end;
+      KV_RETURN_IF_ERROR(
+          one == nullptr ? CudaStatus(cudaMemsetAsync(declined + begin, 1, (end - begin) * sizeof(uint32_t), stream_),
+                                      "cudaMemsetAsync")
+                         : one->Encode(on_device + begin, uint32_t(end - begin), declined + begin, stream_));
+      begin = end;
+    }
+    return absl::OkStatus();
+  }
+
   CUstream_st* const stream_;
   PieceRing ring_;
   DeviceEncodeItem* items_ = nullptr;  // [ring_.places()]

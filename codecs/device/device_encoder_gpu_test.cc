@@ -9,6 +9,8 @@
 
 #include "codecs/device/device_encoder.h"
 #include "codecs/hack/hack.h"
+#include "codecs/policy/policy.h"
+#include "codecs/raw/raw.h"
 #include "codecs/registry.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/memory/device_testing.h"
@@ -127,6 +129,60 @@ TEST_F(DeviceEncoderTest, WhatNeverFitsIsRefused) {
   ASSERT_CUDA(cudaStreamSynchronize(stream_));
   EXPECT_EQ(got, std::vector<uint8_t>(got.size(), 0xee));
   EXPECT_TRUE((*encoder)->Encode(*device_codec_, {}, declined()).ok());
+}
+
+TEST_F(DeviceEncoderTest, EachPageIsEncodedByItsLayersCodecOrKeptRaw) {
+  constexpr int kLayers = 4;
+  CodecRegistry registry;
+  RegisterHack(registry);
+  RegisterRaw(registry);
+  RegisterPolicy(registry);
+  CodecContext context;
+  context.layout = codec_->layout();
+  context.layers = kLayers;
+  const auto policy = registry.Create("hack:k_bits=2,v_bits=2;1=hack:k_bits=4,v_bits=3;3=raw;sinks=128", context);
+  ASSERT_TRUE(policy.ok()) << policy.status();
+  const std::unique_ptr<DeviceCodec> device_policy = (*policy)->NewDeviceCodec();
+  ASSERT_NE(device_policy, nullptr);
+  const size_t bytes = (*policy)->info().encoded_bytes;
+  const Memory encoded = Device(kPages * kLayers * bytes), flags = Device(kPages * kLayers * sizeof(uint32_t));
+  ASSERT_CUDA(cudaMemsetAsync(encoded.get(), 0xee, kPages * kLayers * bytes, stream_));
+  ASSERT_CUDA(cudaMemsetAsync(flags.get(), 0xee, kPages * kLayers * sizeof(uint32_t), stream_));
+  auto encoder = DeviceEncoder::Create(stream_, 2 * kPages * kLayers);
+  ASSERT_TRUE(encoder.ok()) << encoder.status();
+  std::vector<DeviceEncodeItem> items;
+  for (uint32_t layer = 0; layer < kLayers; ++layer) {
+    for (int page = 0; page < kPages; ++page) {
+      items.push_back(
+          {raw_.get() + page * raw_bytes_, encoded.get() + items.size() * bytes, 64 * uint64_t(page), layer});
+    }
+  }
+  const absl::Status status = (*encoder)->Encode(*device_policy, items, reinterpret_cast<uint32_t*>(flags.get()));
+  ASSERT_TRUE(status.ok()) << status;
+  std::vector<uint8_t> got(items.size() * bytes), raw(kPages * raw_bytes_);
+  std::vector<uint32_t> declined(items.size());
+  ASSERT_CUDA(cudaMemcpyAsync(got.data(), encoded.get(), got.size(), cudaMemcpyDeviceToHost, stream_));
+  ASSERT_CUDA(cudaMemcpyAsync(declined.data(), flags.get(), items.size() * 4, cudaMemcpyDeviceToHost, stream_));
+  ASSERT_CUDA(cudaMemcpyAsync(raw.data(), raw_.get(), raw.size(), cudaMemcpyDeviceToHost, stream_));
+  ASSERT_CUDA(cudaStreamSynchronize(stream_));
+  std::vector<uint8_t> workspace((*policy)->encode_workspace_bytes() + 64), expected(bytes + 64);
+  const auto aligned = [](std::vector<uint8_t>& of) {
+    return of.data() + (64 - reinterpret_cast<uintptr_t>(of.data()) % 64) % 64;
+  };
+  for (size_t i = 0; i < items.size(); ++i) {
+    const bool kept = items[i].first_token < 128 || items[i].layer == 3;
+    ASSERT_EQ(declined[i] != 0, kept) << i;
+    if (kept) continue;
+    EncodeItem item;
+    item.raw = raw.data() + (i % kPages) * raw_bytes_;
+    item.encoded = aligned(expected);
+    item.first_token = items[i].first_token;
+    item.layer = items[i].layer;
+    (*policy)->Encode({&item, 1}, absl::MakeSpan(aligned(workspace), (*policy)->encode_workspace_bytes()));
+    ASSERT_FALSE(item.declined);
+    ASSERT_EQ(std::memcmp(got.data() + i * bytes, item.encoded, (*policy)->info().page_bytes(int(item.layer))), 0) << i;
+  }
+  EXPECT_FALSE(device_policy->Encode(items.data(), 1, declined.data(), stream_).ok());
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "codecs/policy/policy_device_codec.h"
 #include "kvmanager/base/sha256.h"
 #include "kvmanager/base/status.h"
 
@@ -146,7 +147,7 @@ class PolicyCodec final : public Codec {
   void Encode(absl::Span<EncodeItem> items, absl::Span<uint8_t> workspace) const override {
     for (size_t begin = 0; begin < items.size();) {
       EncodeItem& first = items[begin];
-      first.is_sink = first.first_token < policy_.sinks;
+      first.is_sink = KeepsRaw(first);
       if (first.is_sink) {
         first.declined = true;
         ++begin;
@@ -155,7 +156,7 @@ class PolicyCodec final : public Codec {
       // As many as go to the same codec at once.
       size_t end = begin + 1;
       for (; end < items.size() && policy_.codec_of[items[end].layer] == policy_.codec_of[first.layer] &&
-             items[end].first_token >= policy_.sinks;
+             !KeepsRaw(items[end]);
            ++end) {
         items[end].is_sink = false;
       }
@@ -174,11 +175,23 @@ class PolicyCodec final : public Codec {
 
   const PageAttention& attention() const override { return attention_; }
 
+  std::unique_ptr<DeviceCodec> NewDeviceCodec() const override {
+    std::vector<std::unique_ptr<DeviceCodec>> codecs;
+    for (const auto& codec : policy_.codecs) codecs.push_back(codec->NewDeviceCodec());
+    std::vector<PolicyDeviceLayer> layers;
+    for (const size_t codec : policy_.codec_of) layers.push_back({codec, policy_.codecs[codec]->info().identity});
+    return MakePolicyDeviceCodec(std::move(codecs), std::move(layers), policy_.sinks);
+  }
+
   bool OutputFactor(int layer, int kv_head, absl::Span<float> factor) const override {
     return Of(layer).OutputFactor(layer, kv_head, factor);
   }
 
  private:
+  /// Sinks, and pages whose encoded form would be a copy.
+  bool KeepsRaw(const EncodeItem& item) const {
+    return item.first_token < policy_.sinks || Of(item.layer).info().identity;
+  }
   const Codec& Of(uint32_t layer) const { return *policy_.codecs[policy_.codec_of[layer]]; }
 
   const Policy policy_;

@@ -4,8 +4,8 @@
 //
 // The first clause is the codec of every layer that no later clause names; layers are counted from 0, and one alone may
 // be written without "..". No layer is named twice. Each SPEC is as for a cache of one codec, with parameters and an
-// artifact of its own, so K and V may differ too. `sinks` tokens at the beginning of every context stay raw, rounded up
-// to whole pages: their pages are not encoded.
+// artifact of its own, so K and V may differ too. Pages of layers whose codec is raw are not encoded. `sinks` tokens at
+// the beginning of every context stay raw, rounded up to whole pages: their pages are not encoded.
 //
 //   hack:k_bits=3,v_bits=2;0..1,30..31=hack:k_bits=8,v_bits=8;sinks=64
 //

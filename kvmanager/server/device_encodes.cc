@@ -27,6 +27,7 @@ absl::StatusOr<std::unique_ptr<DeviceEncodes>> DeviceEncodes::Create(const Devic
 
 void DeviceEncodes::Post(std::shared_ptr<const DeviceCodec> codec, DeviceEncodeJob job) {
   KV_CHECK(job.items.size() <= kJobItemsMax);
+  for (EncodeItem& item : job.items) item.is_sink = codec->keeps_raw(int(item.layer), item.first_token);
   waiting_.push_back({std::move(codec), std::move(job)});
   SubmitWaiting();
   if (polling_ || submitted_.empty()) return;
@@ -72,7 +73,8 @@ bool DeviceEncodes::Poll() {
     submitted_.pop_front();
     flags_.Release();
     for (size_t i = 0; i < batch.job.items.size(); ++i) {
-      batch.job.items[i].declined = words_->declined()[batch.at + i] != 0;
+      EncodeItem& item = batch.job.items[i];
+      item.declined = words_->declined()[batch.at + i] != 0 || item.is_sink;
     }
     metrics_->device_encoded_pages.Increment(static_cast<double>(batch.job.items.size()));
     batch.job.done(batch.job.items);

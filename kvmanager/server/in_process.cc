@@ -193,7 +193,8 @@ absl::Status InProcess::StartJobs(const StepCache& cache, bool encode_here, std:
         });
     return absl::OkStatus();
   }
-  for (const EncodeItem& item : jobs[0].items) {
+  for (EncodeItem& item : jobs[0].items) {
+    item.is_sink = cache.device_codec->keeps_raw(int(item.layer), item.first_token);
     const auto unit = [&](const uint8_t* at) {
       return static_cast<uint32_t>(static_cast<uint64_t>(at - device_.pool->data()) / DevicePool::kSlotUnitBytes);
     };
@@ -240,7 +241,8 @@ bool InProcess::EndBatches() {
     batches_.pop_front();
     flags_.Release();
     for (size_t i = 0; i < batch.job.items.size(); ++i) {
-      batch.job.items[i].declined = words_->declined()[batch.at + i] != 0;
+      EncodeItem& item = batch.job.items[i];
+      item.declined = words_->declined()[batch.at + i] != 0 || item.is_sink;  // whatever the client says
     }
     batch.job.done(batch.job.items);
   }
