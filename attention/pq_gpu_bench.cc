@@ -197,7 +197,7 @@ class Batch {
     cache_.lru = lru;
   }
 
-  int Select(int call, cudaStream_t stream, int blocks = 0) const {
+  int Select(int call, cudaStream_t stream, int blocks = 0, bool early = false) const {
     pq::SelectParams p;
     p.shape = ds_;
     p.slots = slots_.get();
@@ -209,6 +209,7 @@ class Batch {
     p.runs = sizes_.runs;
     p.rows = rows_.get();
     p.chosen = chosen_.get();
+    p.early = early;
     return pq::LaunchPqSelect(p, blocks == 0 ? blocks_ : blocks, sizes_.middle_max, stream);
   }
   int Attend(int call, cudaStream_t stream) const {
@@ -235,7 +236,7 @@ class Batch {
     return pq::LaunchPqCacheUpdate(p, stream);
   }
   int Step(int call, cudaStream_t stream, int blocks = 0) const {
-    int error = Select(call, stream, blocks);
+    int error = Select(call, stream, blocks, caches_ == nullptr);
     if (error == 0) error = Attend(call, stream);
     return error != 0 ? error : UpdateCopies(call, stream);
   }

@@ -2,6 +2,7 @@
 """Decode attention of this project beside torch's, on the same shapes, in one run on one GPU.
 
     bench/gpu/compare_torch.py --bench bazel-bin/attention/attention_gpu_bench [--grid bars|small|full] [--codec NAME ...] [--json FILE]
+        [--also bazel-bin/attention/pq_gpu_bench]
 
 Torch's flash and cuDNN back ends read contiguous fp16 K and V; ours reads shuffled pages, the newest of which are raw. Both get
 random data, inputs that rotate so that they do not fit the second-level cache, and replays of a CUDA graph; medians are printed.
@@ -109,6 +110,8 @@ def main():
     parser.add_argument("--bench", required=True, help="the program attention_gpu_bench")
     parser.add_argument("--grid", choices=("bars", "small", "full"), default="bars")
     parser.add_argument("--codec", nargs="+", default=[], help="these alone, by the names that attention_gpu_bench prints")
+    parser.add_argument("--also", action="append", default=[], metavar="PROGRAM",
+                        help="a benchmark with the same --grid and --json, whose rows are added: pq_gpu_bench")
     parser.add_argument("--json", help="write everything to this file")
     options = parser.parse_args()
     try:
@@ -119,13 +122,17 @@ def main():
     if not torch.cuda.is_available():
         sys.exit("compare_torch.py: torch sees no GPU here")
 
-    with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        chosen = [word for name in options.codec for word in ("--codec", name)]
-        said = subprocess.run([options.bench, "--grid", options.grid, "--json", out.name, *chosen], stdout=subprocess.PIPE, text=True)
-        if said.returncode != 0:
-            sys.exit(f"compare_torch.py: {options.bench} failed:\n{said.stdout}")
-        ours = json.load(open(out.name))
-    print(said.stdout.splitlines()[0])
+    chosen = [word for name in options.codec for word in ("--codec", name)]
+    ours, ceiling = {"runs": []}, None
+    for program in [[options.bench, *chosen]] + [[also] for also in options.also]:
+        with tempfile.NamedTemporaryFile(suffix=".json") as out:
+            said = subprocess.run([*program, "--grid", options.grid, "--json", out.name], stdout=subprocess.PIPE, text=True)
+            if said.returncode != 0:
+                sys.exit(f"compare_torch.py: {program[0]} failed:\n{said.stdout}")
+            theirs = json.load(open(out.name))
+        ours = {**theirs, **ours, "runs": ours["runs"] + theirs["runs"]}
+        ceiling = ceiling or said.stdout.splitlines()[0]
+    print(ceiling)
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
     print(f"{'codec':24}{'batch':>6}{'context':>9}{'heads':>8}{'ours us':>10}{'TB/s':>7}{'flash us':>10}{'cuDNN us':>10}{'ratio':>7}")
     slow, torchs = [], {}

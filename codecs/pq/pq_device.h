@@ -99,6 +99,9 @@ struct SelectParams {
   uint8_t* scratch = nullptr;  // SelectScratchBytes, 16-byte aligned
   uint32_t runs = 0;           // of the scratch memory: of all queries and KV heads
   uint32_t* rows = nullptr;    // out: units of rows of K: sinks, chosen, local, each ascending; then any valid row
+  /// Begins before the kernel before it has ended (and waits for that before it reads q or writes anything), to fetch
+  /// codebooks: that kernel must not have written them, `queries` or what those point to.
+  bool early = false;
   uint32_t* chosen = nullptr;  // out, or nullptr: the chosen ones' tokens, where they are in `rows` less the sinks
 };
 

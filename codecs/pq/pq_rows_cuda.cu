@@ -19,6 +19,10 @@ template <int kHeadDim, int kRows>
 struct SelectedRows : device::RawPages<kHeadDim, kRows> {
   using Base = device::RawPages<kHeadDim, kRows>;
 
+  __device__ __forceinline__ void Begin(const AttendParams& p, const AttendItem& item, uint8_t* scratch) {
+    device::LetNextBegin();  // the next layer's choice fetches its codebooks (SelectParams::early)
+    Base::Begin(p, item, scratch);
+  }
   static __device__ __forceinline__ int PageOf(const AttendParams&, const AttendItem&, int unit) {
     return unit * Base::kUnitTokens + threadIdx.x % Base::kUnitTokens;
   }

@@ -119,58 +119,83 @@ struct Head {
     const Scratch at(p.shape, p.runs);
     return reinterpret_cast<float*>(p.scratch + at.totals_at) + first_run * kWeightRun;
   }
-  /// The row of K of a token: its unit.
+  __device__ __forceinline__ const uint32_t* ChunkAt(uint32_t chunk) const {
+    return reinterpret_cast<const uint32_t*>(__ldg(reinterpret_cast<const unsigned long long*>(query.chunks) + chunk));
+  }
+  /// The row of K of a token: its unit. No branch stands before its loads, so that several overlap.
   __device__ __forceinline__ uint32_t UnitOfToken(uint32_t token) const {
     const DeviceShape& shape = p.shape;
-    const uint32_t page = token / shape.page_tokens, at = token - page * shape.page_tokens;
-    uint32_t unit = kNoUnit;
+    const int page_shift = __ffs(shape.page_tokens) - 1;  // they divide a block
+    uint32_t unit = __ldg(p.slots + query.table + (token >> page_shift));
     if (query.cached != nullptr) {
       const uint32_t block = token / kDeviceBlockTokens;
-      unit = block < query.cached_stride ? __ldcg(query.cached + size_t(head) * query.cached_stride + block) : kNoUnit;
-      const uint32_t in_block = token % kDeviceBlockTokens / shape.page_tokens;
-      if (unit != kNoUnit)
-        unit += in_block * uint32_t(size_t(4) * shape.kv_heads * shape.page_tokens * shape.head_dim / kRowUnitBytes);
+      const uint32_t copy =
+          __ldcg(query.cached + size_t(head) * query.cached_stride + min(block, query.cached_stride - 1));
+      const uint32_t in_block = (token % kDeviceBlockTokens) >> page_shift;
+      const uint32_t page_units =
+          uint32_t(size_t(4) * shape.kv_heads * shape.page_tokens * shape.head_dim / kRowUnitBytes);
+      if (copy != kNoUnit && block < query.cached_stride) unit = copy + in_block * page_units;
     }
-    if (unit == kNoUnit) unit = __ldg(p.slots + query.table + page);
+    const uint32_t at = token & (shape.page_tokens - 1);
     return unit + uint32_t(size_t(head * shape.page_tokens + at) * shape.head_dim * 2 / kRowUnitBytes);
+  }
+  /// Rows of tokens, token_of(i), become entries first <= i < end of the list: every `step`-th, from first + at.
+  template <typename TokenOf>
+  __device__ __forceinline__ void Fill(uint32_t* list, uint32_t first, uint32_t end, uint32_t at, uint32_t step,
+                                       TokenOf token_of) const {
+    constexpr int kTogether = 4;
+    for (uint32_t i = first + at; i < end; i += kTogether * step) {
+      uint32_t unit[kTogether];
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) unit[u] = token_of(i + u * step < end ? i + u * step : i);
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) unit[u] = UnitOfToken(unit[u]);
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        if (i + u * step < end) list[i + u * step] = unit[u];
+      }
+    }
   }
 };
 
-/// Weights of one run of one part of the rows, and their sums, by a warp.
+/// Weights of one run of one part of the rows, and their sums, by a warp: lane l has tokens l, l + 32, ...
 template <int kPairs, bool kWide, bool kShift>
 __device__ __forceinline__ void WeighRun(const Head& h, const Tables<kPairs, kWide>& tables, const Rows<kPairs>& rows,
                                          int part, uint32_t run) {
+  constexpr int kTogether = 8;  // words that are read at once
   const int lane = threadIdx.x % 32;
   const uint32_t middle = h.query.middle, first = run * uint32_t(kWeightRun);
   const uint32_t token = h.query.sinks + first, chunk = token / kCodeChunkTokens;
   const uint32_t last_chunk = (h.query.sinks + min(first + uint32_t(kWeightRun), middle) - 1) / kCodeChunkTokens;
-  const size_t of_head = size_t(h.head) * h.p.shape.words() * kCodeChunkTokens;
-  // Token t's codes stand at base[t], of the first or of the second chunk. Beyond the middle the last token stands in:
-  // the least stays what it is.
-  const uint32_t* base0 = h.query.chunks[chunk] + of_head - size_t(chunk) * kCodeChunkTokens;
-  const uint32_t* base1 = h.query.chunks[last_chunk] + of_head - size_t(last_chunk) * kCodeChunkTokens;
-  const uint32_t boundary = (chunk + 1) * kCodeChunkTokens;
   const bool straight = last_chunk == chunk && first + uint32_t(kWeightRun) <= middle;
   Packed<kPairs> sum[kSteps];
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) sum[k] = {};
-  const int words = kWide ? 1 : h.p.shape.words();
+  const int all_words = kWide ? 1 : h.p.shape.words();
 #pragma unroll 1
-  for (int w = 0; w < words; ++w, base0 += kCodeChunkTokens, base1 += kCodeChunkTokens) {
-    uint32_t word[kSteps];
-    if (straight) {
-      const uint32_t* const from = base0 + token + lane;
+  for (int w = 0; w < all_words; ++w) {
+    const size_t at = (size_t(h.head) * h.p.shape.words() + w) * kCodeChunkTokens;
+    // Token t's word stands at base[t], of the first or of the second chunk. Beyond the middle the last token stands
+    // in: the least stays what it is.
+    const uint32_t* const base0 = h.ChunkAt(chunk) + at - size_t(chunk) * kCodeChunkTokens;
+    const uint32_t* const base1 = h.ChunkAt(last_chunk) + at - size_t(last_chunk) * kCodeChunkTokens;
+    const uint32_t boundary = (chunk + 1) * kCodeChunkTokens;
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) word[k] = __ldg(from + 32 * k);
-    } else {
+    for (int half = 0; half < kSteps; half += kTogether) {
+      uint32_t word[kTogether];
+      if (straight) {
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        const uint32_t t = h.query.sinks + min(first + 32 * k + lane, middle - 1);
-        word[k] = __ldg((t < boundary ? base0 : base1) + t);
+        for (int k = 0; k < kTogether; ++k) word[k] = __ldg(base0 + token + lane + 32 * (half + k));
+      } else {
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) {
+          const uint32_t t = h.query.sinks + min(first + 32 * (half + k) + lane, middle - 1);
+          word[k] = __ldg((t < boundary ? base0 : base1) + t);
+        }
       }
-    }
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) tables.AddWord(word[k], kCodesOfWord * w, sum[k]);
+      for (int k = 0; k < kTogether; ++k) tables.AddWord(word[k], kCodesOfWord * w, sum[half + k]);
+    }
   }
   uint32_t least[kPairs];
 #pragma unroll
@@ -221,13 +246,16 @@ __device__ __forceinline__ void WeighRun(const Head& h, const Tables<kPairs, kWi
 struct Found {
   uint32_t bin, above;
 };
-template <int kCount>
+template <int kThreads, int kCount>
 __device__ Found FindBin(const uint32_t* bins, uint32_t k, uint32_t* warp_sums, Found* found) {
-  constexpr int kEach = kCount / kThreads;
+  constexpr int kEach = kCount > kThreads ? kCount / kThreads : 1;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint32_t mine[kEach], sum = 0;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) sum += mine[i] = bins[kCount - 1 - (threadIdx.x * kEach + i)];
+  for (int i = 0; i < kEach; ++i) {
+    const int bin = kCount - 1 - int(threadIdx.x * kEach + i);
+    sum += mine[i] = bin >= 0 ? bins[bin] : 0;
+  }
   uint32_t before = sum;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -250,8 +278,9 @@ __device__ Found FindBin(const uint32_t* bins, uint32_t k, uint32_t* warp_sums, 
 }
 
 template <int kPairs, bool kWide>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(ThreadsFor(kPairs), 1)
     Select(const __grid_constant__ SelectParams p, int blocks, bool totals_in_shared) {
+  constexpr int kThreads = ThreadsFor(kPairs), kWarps = kThreads / 32;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ Rows<kPairs> rows;
   __shared__ float factor[kDeviceRowsMax];
@@ -259,6 +288,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ int shifts[kDeviceRowsMax];
   __shared__ uint32_t warp_sums[kWarps];
   __shared__ Found found;
+  __shared__ uint32_t places[2];
   const cg::cluster_group cluster = cg::this_cluster();
   const auto all = [&]() {
     if (blocks == 1) {
@@ -274,31 +304,41 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t each = (h.runs + blocks - 1) / blocks;
   const uint32_t first_run = min(h.runs, rank * each), end_run = min(h.runs, first_run + each);
 
-  // The codes come while the tables are made.
-  if (end_run > first_run) {
+  // Centroids come while this waits, for the kernel before or for the first of them; then codes, while tables are made.
+  const uint32_t book_bytes = p.shape.head_dim * p.shape.count() * uint32_t(sizeof(float));
+  for (uint32_t at = threadIdx.x * 128; at < book_bytes; at += kThreads * 128) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(query.book + size_t(h.head) * book_bytes + at));
+  }
+  const auto prefetch_codes = [&]() {
+    if (end_run == first_run) return;
     const uint32_t first = (query.sinks + first_run * uint32_t(kWeightRun)) / 32;
     const uint32_t end = (query.sinks + min(end_run * uint32_t(kWeightRun), query.middle) + 31) / 32;
-    const uint32_t words = p.shape.words();
-    for (uint32_t i = threadIdx.x; i < (end - first) * words; i += kThreads) {
-      const uint32_t token = (first + i / words) * 32;
-      const uint32_t* const line = query.chunks[token / kCodeChunkTokens] +
-                                   (size_t(h.head) * words + i % words) * kCodeChunkTokens + token % kCodeChunkTokens;
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+    for (int w = 0; w < p.shape.words(); ++w) {
+      for (uint32_t i = first + threadIdx.x; i < end; i += kThreads) {
+        const uint32_t* const line = h.ChunkAt(i * 32 / kCodeChunkTokens) +
+                                     (size_t(h.head) * p.shape.words() + w) * kCodeChunkTokens +
+                                     i * 32 % kCodeChunkTokens;
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+      }
     }
-  }
+  };
+  if (p.early) asm volatile("griddepcontrol.wait;" ::: "memory");
   // Rows that are read in any case, and what stands behind the last one.
   uint32_t* const list = p.rows + query.list + size_t(h.head) * query.list_stride;
   const uint32_t local_at = query.sinks + query.chosen, count = local_at + query.local;
-  for (uint32_t i = rank * kThreads + threadIdx.x; i < query.list_stride; i += blocks * kThreads) {
-    if (i >= query.sinks && i < local_at) continue;
-    const uint32_t token = i < query.sinks ? i : i < count ? query.sinks + query.middle + (i - local_at) : 0;
-    list[i] = h.UnitOfToken(token);
-  }
-  if (query.chosen == 0) return;
+  const uint32_t thread = rank * kThreads + threadIdx.x, threads = blocks * kThreads;
+  const auto fill = [&]() {
+    h.Fill(list, 0, query.sinks, thread, threads, [](uint32_t i) { return i; });
+    h.Fill(list, local_at, query.list_stride, thread, threads,
+           [&](uint32_t i) { return i < count ? query.sinks + query.middle + (i - local_at) : 0; });
+  };
+  if (query.chosen == 0) return fill();
 
   const TableLayout layout(p.shape, kPairs);
   for (int part = 0; part * 2 * kPairs < group; ++part) {
-    MakeTables<kPairs>(p, query, h.head, part * 2 * kPairs, layout, shared, rows);
+    MakeTables<kPairs>(p, query, h.head, part * 2 * kPairs, layout, shared, rows, [&]() {
+      if (part == 0) prefetch_codes();
+    });
     const Tables<kPairs, kWide> tables(p.shape, layout, shared);
     bool shifted = false;
 #pragma unroll
@@ -315,6 +355,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncthreads();
   }
+  fill();
   // Tables are not needed any more.
   uint32_t* const bins = reinterpret_cast<uint32_t*>(shared);
   float* const totals =
@@ -349,33 +390,34 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // Weights summed over the group. An exact product, so fmaf rounds as a product and a sum do.
   for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
-    float mine = 0;  // lane r's: row r's factor in this run
-    if (lane < group) mine = factor[lane] * RunFactor(__ldcg(&h.sums(lane)[run].least), best[lane], shifts[lane]);
     const uint32_t first = run * uint32_t(kWeightRun);
+    const uint32_t least = lane < group ? __ldcg(&h.sums(lane)[run].least) : 0;
     float total[kSteps] = {};
+#pragma unroll 1
     for (int part = 0; part * 2 * kPairs < group; ++part) {
-      const Packed<kPairs>* const from = h.weights<kPairs>(part) + first;
+      const Packed<kPairs>* const from = h.weights<kPairs>(part) + first + lane;
+      Packed<kPairs> e[kSteps];
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) e[k] = from[32 * k];
+      // Lane r's: row r's factor in this run; 0 beyond the group.
+      const float mine = lane < group ? factor[lane] * RunFactor(least, best[lane], shifts[lane]) : 0;
       float factors[2 * kPairs];
 #pragma unroll
-      for (int r = 0; r < 2 * kPairs; ++r) {
-        const int row = part * 2 * kPairs + r;
-        factors[r] = __shfl_sync(kAll, mine, row & 31);  // 0 beyond the group
-      }
+      for (int r = 0; r < 2 * kPairs; ++r) factors[r] = __shfl_sync(kAll, mine, (part * 2 * kPairs + r) & 31);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
-        const Packed<kPairs> e = from[32 * k + lane];
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
-          total[k] = fmaf(LowOf(e.of[i]), factors[2 * i], total[k]);
-          total[k] = fmaf(HighOf(e.of[i]), factors[2 * i + 1], total[k]);
+          total[k] = fmaf(LowOf(e[k].of[i]), factors[2 * i], total[k]);
+          total[k] = fmaf(HighOf(e[k].of[i]), factors[2 * i + 1], total[k]);
         }
       }
     }
 #pragma unroll
+    for (int k = 0; k < kSteps; ++k) totals[first + 32 * k + lane] = total[k];
+#pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      const uint32_t t = first + 32 * k + lane;
-      totals[t] = total[k];
-      if (t < query.middle) atomicAdd(&bins[__float_as_uint(total[k]) >> 19], 1u);
+      if (first + 32 * k + lane < query.middle) atomicAdd(&bins[__float_as_uint(total[k]) >> 19], 1u);
     }
   }
 
@@ -397,62 +439,89 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncthreads();
   };
+  // A run's weights as bits; 0 beyond the middle, below any weight.
+  const auto bits_of = [&](uint32_t run, uint32_t(&bits)[kSteps]) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const uint32_t t = run * uint32_t(kWeightRun) + 32 * i + lane;
+      bits[i] = t < query.middle ? __float_as_uint(totals[t]) : 0;
+    }
+  };
   const auto refine = [&](int at, int prefix_shift, int shift, uint32_t mask) {
     for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
+      uint32_t bits[kSteps];
+      bits_of(run, bits);
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        const uint32_t t = run * uint32_t(kWeightRun) + 32 * i + lane, bits = __float_as_uint(totals[t]);
-        if (bits >> prefix_shift == threshold && t < query.middle) atomicAdd(&bins[at + (bits >> shift & mask)], 1u);
+        if (bits[i] >> prefix_shift == threshold) atomicAdd(&bins[at + (bits[i] >> shift & mask)], 1u);
       }
     }
   };
   gather(0, kBins0);
-  Found at = FindBin<kBins0>(bins, k, warp_sums, &found);
+  Found at = FindBin<kThreads, kBins0>(bins, k, warp_sums, &found);
   threshold = at.bin, k -= at.above;
   refine(kBins0, 19, 9, 1023);
   gather(kBins0, kBins1);
-  at = FindBin<kBins1>(bins + kBins0, k, warp_sums, &found);
+  at = FindBin<kThreads, kBins1>(bins + kBins0, k, warp_sums, &found);
   threshold = threshold << 10 | at.bin, k -= at.above;
   refine(kBins0 + kBins1, 9, 0, 511);
   gather(kBins0 + kBins1, kBins2);
-  at = FindBin<kBins2>(bins + kBins0 + kBins1, k, warp_sums, &found);
+  at = FindBin<kThreads, kBins2>(bins + kBins0 + kBins1, k, warp_sums, &found);
   threshold = threshold << 9 | at.bin, k -= at.above;  // k: of those that equal it
 
   for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
+    uint32_t bits[kSteps];
+    bits_of(run, bits);
     RunCounts counts = {0, 0};
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const uint32_t t = run * uint32_t(kWeightRun) + 32 * i + lane, bits = __float_as_uint(totals[t]);
-      counts.above += __popc(__ballot_sync(kAll, t < query.middle && bits > threshold));
-      counts.equal += __popc(__ballot_sync(kAll, t < query.middle && bits == threshold));
+      counts.above += bits[i] > threshold;
+      counts.equal += bits[i] == threshold;
     }
+    counts.above = __reduce_add_sync(kAll, counts.above), counts.equal = __reduce_add_sync(kAll, counts.equal);
     if (lane == 0) h.counts()[run] = counts;
   }
   if (blocks > 1) __threadfence();
   all();
-  uint32_t* const chosen = p.chosen == nullptr ? nullptr : p.chosen + query.list + size_t(h.head) * query.list_stride;
-  for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
-    uint32_t above = 0, equal = 0;
+  // How many are before a run: above the threshold, and equal to it.
+  const auto before = [&](uint32_t run) {
+    RunCounts sum = {0, 0};
     for (uint32_t i = lane; i < run; i += 32) {
       const uint2 one = __ldcg(reinterpret_cast<const uint2*>(h.counts() + i));
-      above += one.x, equal += one.y;
+      sum.above += one.x, sum.equal += one.y;
     }
-    above = __reduce_add_sync(kAll, above), equal = __reduce_add_sync(kAll, equal);
+    return RunCounts{__reduce_add_sync(kAll, sum.above), __reduce_add_sync(kAll, sum.equal)};
+  };
+  // Tokens first, then their rows: the loads of many overlap.
+  uint32_t* const tokens = list + query.sinks;
+  for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
+    uint32_t bits[kSteps];
+    bits_of(run, bits);
+    RunCounts n = before(run);
     const uint32_t lower = (1u << lane) - 1;
-#pragma unroll 4
+#pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const uint32_t t = run * uint32_t(kWeightRun) + 32 * i + lane, bits = __float_as_uint(totals[t]);
-      const bool over = t < query.middle && bits > threshold, same = t < query.middle && bits == threshold;
+      const bool over = bits[i] > threshold, same = bits[i] == threshold;
       const uint32_t overs = __ballot_sync(kAll, over), sames = __ballot_sync(kAll, same);
-      const uint32_t same_before = equal + __popc(sames & lower);
+      const uint32_t same_before = n.equal + __popc(sames & lower);
       if (over || (same && same_before < k)) {
-        const uint32_t place = above + __popc(overs & lower) + min(same_before, k);
-        list[query.sinks + place] = h.UnitOfToken(query.sinks + t);
-        if (chosen != nullptr) chosen[place] = query.sinks + t;
+        const uint32_t t = run * uint32_t(kWeightRun) + 32 * i + lane;
+        tokens[n.above + __popc(overs & lower) + min(same_before, k)] = query.sinks + t;
       }
-      above += __popc(overs), equal += __popc(sames);
+      n.above += __popc(overs), n.equal += __popc(sames);
     }
   }
+  if (warp < 2) {
+    const RunCounts n = before(warp == 0 ? first_run : end_run);
+    if (lane == 0) places[warp] = n.above + min(n.equal, k);
+  }
+  __syncthreads();
+  uint32_t* const chosen = p.chosen == nullptr ? nullptr : p.chosen + query.list + size_t(h.head) * query.list_stride;
+  h.Fill(tokens, places[0], places[1], threadIdx.x, kThreads, [&](uint32_t i) {
+    const uint32_t token = __ldcg(tokens + i);
+    if (chosen != nullptr) chosen[i] = token;
+    return token;
+  });
   if (blocks > 1) cluster.sync();  // nobody reads this block's counts any more
 }
 
@@ -486,9 +555,9 @@ int PrepareSelect() {
 
 int SelectBlocks(const DeviceShape& shape, uint32_t count, uint32_t middle_max, int multiprocessors) {
   const uint32_t pairs = count * shape.kv_heads, runs = SelectRuns(middle_max);
+  const int warps = 16;
   int blocks = 1;
-  while (blocks < 8 && pairs * 2 * blocks <= uint32_t(multiprocessors) && runs >= uint32_t(kWarps * blocks))
-    blocks *= 2;
+  while (blocks < 8 && pairs * 2 * blocks <= uint32_t(multiprocessors) && runs >= uint32_t(warps * blocks)) blocks *= 2;
   return blocks;
 }
 
@@ -503,16 +572,25 @@ int LaunchPqSelect(const SelectParams& params, int blocks, uint32_t middle_max, 
   if (in_shared && totals > bytes) bytes = uint32_t(totals);
   if (bytes > most) return cudaErrorInvalidConfiguration;
   return WithKernel(params.shape, [&](auto kernel) {
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = blocks, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchAttribute attributes[2] = {};
+    unsigned count = 0;
+    if (blocks > 1) {
+      attributes[count].id = cudaLaunchAttributeClusterDimension;
+      attributes[count].val.clusterDim.x = blocks;
+      attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+      ++count;
+    }
+    if (params.early) {
+      attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    }
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(params.count * params.shape.kv_heads * blocks);
-    config.blockDim = dim3(kThreads);
+    config.blockDim = dim3(ThreadsFor(PairsOf(params.shape)));
     config.dynamicSmemBytes = bytes;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = blocks > 1 ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = count;
     return int(cudaLaunchKernelEx(&config, kernel, params, blocks, in_shared));
   });
 }

@@ -13,7 +13,6 @@
 namespace kvmanager::pq {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr unsigned kAll = 0xffffffffu;
 // Static memory takes some of 227 KiB.
 constexpr uint32_t kSharedMax = 216 * 1024;
@@ -42,6 +41,9 @@ struct TableLayout {
     bytes = end();
   }
 };
+
+/// Threads of a block: as many as registers allow, since most of what they do waits for what they did before.
+__host__ __device__ constexpr int ThreadsFor(int pairs) { return pairs > 2 ? 512 : 1024; }
 
 /// Pairs of rows that tables are made of at once.
 __host__ __device__ inline int PairsOf(const DeviceShape& shape) {
@@ -88,11 +90,12 @@ struct Rows {
   Unit units[kRows];
 };
 
-/// Tables of rows first .. first + 2 kPairs - 1 of the group; rows beyond it are zero.
-template <int kPairs>
+/// Tables of rows first .. first + 2 kPairs - 1 of the group; rows beyond it are zero. meanwhile() is called by all
+/// threads once the centroids are read.
+template <int kPairs, typename Meanwhile>
 __device__ void MakeTables(const SelectParams& p, const DeviceSelect& query, int head, int first,
-                           const TableLayout& layout, uint8_t* shared, Rows<kPairs>& rows) {
-  constexpr int kRows = 2 * kPairs;
+                           const TableLayout& layout, uint8_t* shared, Rows<kPairs>& rows, Meanwhile meanwhile) {
+  constexpr int kRows = 2 * kPairs, kThreads = ThreadsFor(kPairs), kWarps = kThreads / 32;
   const DeviceShape& shape = p.shape;
   const int d = shape.head_dim, count = shape.count(), width = shape.width(), centroids = shape.m * count;
   float* const q = reinterpret_cast<float*>(shared + layout.q);
@@ -124,6 +127,7 @@ __device__ void MakeTables(const SelectParams& p, const DeviceSelect& query, int
 #pragma unroll
     for (int r = 0; r < kRows; ++r) values[at * kRows + r] = dot[r] * p.scale;
   }
+  meanwhile();
   __syncthreads();
   for (int i = warp; i < shape.m * kRows; i += kWarps) {
     const int s = i / kRows, r = i % kRows;
