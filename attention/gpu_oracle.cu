@@ -22,7 +22,7 @@ uint32_t Chunks(const OracleInput& in) {
 
 struct Shared {
   double value[kTokens][kChannelsMax + 1];  // of one side
-  int16_t code[kTokens][kChannelsMax + 2];  // of one side, where it is encoded
+  int16_t code[kTokens][kChannelsMax + 2];  // of one side, where it is encoded; ZACK's elements
   float step[kChannelsMax], minimum[kChannelsMax];
   double q[kRows][kChannelsMax];
   int16_t folded[kRows][kChannelsMax];  // q times K's steps, in codes
@@ -96,11 +96,15 @@ __device__ void LoadZack(const OracleInput& in, const OracleQuery& query, const 
   const uint8_t* const rows = in.pool + size_t{page.encoded} * device::kSlotUnitBytes + head.offset +
                               (is_k ? 0 : size_t(kTokens) * head.chunks[0] * 16);
   const float* const factor = (is_k ? space.query : space.output) + size_t{query.kv_head} * d * d;
+  for (int i = threadIdx.x; i < kTokens * rank; i += kThreads) {
+    s.code[i / rank][i % rank] = reinterpret_cast<const int16_t*>(rows)[i];
+  }
+  __syncthreads();
   for (int i = threadIdx.x; i < kTokens * d; i += kThreads) {
-    const int token = i / d, c = i % d;
+    const int token = i % kTokens, c = i / kTokens;  // a warp reads one element of the factor at a time
     double value = 0;
     for (int j = in.spoil_codes && is_k ? 1 : 0; j < rank; ++j) {
-      value += Element(rows, token * rank + j, false) * double(factor[is_k ? c * d + j : j * d + c]);
+      value += Element(s.code[token], j, false) * double(__ldg(factor + (is_k ? c * d + j : j * d + c)));
     }
     s.value[token][c] = value;
   }
