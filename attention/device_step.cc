@@ -320,14 +320,9 @@ absl::Status CudaDeviceStep::FindClasses(int first_layer, int end_layer) {
       }
     }
     if (index == int(classes_.size())) {
-      classes_.push_back({kernels_[layer],
-                          head_costs_[layer].costs,
-                          LongKernels(layer),
-                          prefill_[layer].costs,
-                          reading_,
-                          ++versions_,
-                          {},
-                          {}});
+      Class made = {kernels_[layer], head_costs_[layer].costs, LongKernels(layer), prefill_[layer].costs, reading_};
+      made.version = ++versions_;
+      classes_.push_back(std::move(made));
     }
     class_of_[layer] = index;
   }
