@@ -81,6 +81,21 @@ __device__ __forceinline__ uint32_t WeightsOf(uint32_t sums, uint32_t least, con
 __device__ __forceinline__ float LowOf(uint32_t two) { return __uint_as_float(two << 16); }
 __device__ __forceinline__ float HighOf(uint32_t two) { return __uint_as_float(two & 0xffff0000u); }
 
+template <int kPairs>
+__device__ __forceinline__ Packed<kPairs> ReadOnce(const Packed<kPairs>* from) {
+  Packed<kPairs> to;
+  if constexpr (kPairs == 1) {
+    to.of[0] = __ldcs(reinterpret_cast<const uint32_t*>(from));
+  } else if constexpr (kPairs == 2) {
+    const uint2 x = __ldcs(reinterpret_cast<const uint2*>(from));
+    to.of[0] = x.x, to.of[1] = x.y;
+  } else {
+    const uint4 x = __ldcs(reinterpret_cast<const uint4*>(from));
+    to.of[0] = x.x, to.of[1] = x.y, to.of[2] = x.z, to.of[3] = x.w;
+  }
+  return to;
+}
+
 /// 2^-octaves from a run's least sum to the best one.
 __device__ __forceinline__ float RunFactor(uint32_t least, uint32_t best, int shift) {
   const unsigned long long octaves = (static_cast<unsigned long long>(least - best) << shift) / kUnitsPerOctave;
@@ -185,12 +200,12 @@ __device__ __forceinline__ void WeighRun(const Head& h, const Tables<kPairs, kWi
       uint32_t word[kTogether];
       if (straight) {
 #pragma unroll
-        for (int k = 0; k < kTogether; ++k) word[k] = __ldg(base0 + token + lane + 32 * (half + k));
+        for (int k = 0; k < kTogether; ++k) word[k] = __ldcs(base0 + token + lane + 32 * (half + k));
       } else {
 #pragma unroll
         for (int k = 0; k < kTogether; ++k) {
           const uint32_t t = h.query.sinks + min(first + 32 * (half + k) + lane, middle - 1);
-          word[k] = __ldg((t < boundary ? base0 : base1) + t);
+          word[k] = __ldcs((t < boundary ? base0 : base1) + t);
         }
       }
 #pragma unroll
@@ -358,8 +373,9 @@ __global__ void __launch_bounds__(ThreadsFor(kPairs), 1)
   fill();
   // Tables are not needed any more.
   uint32_t* const bins = reinterpret_cast<uint32_t*>(shared);
-  float* const totals =
-      totals_in_shared ? reinterpret_cast<float*>(shared + kBinsAll * 4) - size_t(first_run) * kWeightRun : h.totals();
+  // Weights of this block's runs.
+  float* const near_totals = reinterpret_cast<float*>(shared + kBinsAll * 4);
+  float* const far_totals = h.totals() + size_t(first_run) * kWeightRun;
   for (int i = threadIdx.x; i < kBinsAll; i += kThreads) bins[i] = 0;
   if (blocks > 1) __threadfence();
   all();
@@ -398,7 +414,7 @@ __global__ void __launch_bounds__(ThreadsFor(kPairs), 1)
       const Packed<kPairs>* const from = h.weights<kPairs>(part) + first + lane;
       Packed<kPairs> e[kSteps];
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) e[k] = from[32 * k];
+      for (int k = 0; k < kSteps; ++k) e[k] = ReadOnce(from + 32 * k);
       // Lane r's: row r's factor in this run; 0 beyond the group.
       const float mine = lane < group ? factor[lane] * RunFactor(least, best[lane], shifts[lane]) : 0;
       float factors[2 * kPairs];
@@ -413,8 +429,14 @@ __global__ void __launch_bounds__(ThreadsFor(kPairs), 1)
         }
       }
     }
+    const uint32_t at = (run - first_run) * uint32_t(kWeightRun) + lane;
+    if (totals_in_shared) {
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) totals[first + 32 * k + lane] = total[k];
+      for (int k = 0; k < kSteps; ++k) near_totals[at + 32 * k] = total[k];
+    } else {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) far_totals[at + 32 * k] = total[k];
+    }
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if (first + 32 * k + lane < query.middle) atomicAdd(&bins[__float_as_uint(total[k]) >> 19], 1u);
@@ -441,10 +463,13 @@ __global__ void __launch_bounds__(ThreadsFor(kPairs), 1)
   };
   // A run's weights as bits; 0 beyond the middle, below any weight.
   const auto bits_of = [&](uint32_t run, uint32_t(&bits)[kSteps]) {
+    const uint32_t at = (run - first_run) * uint32_t(kWeightRun) + lane;
+    if (totals_in_shared) {
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const uint32_t t = run * uint32_t(kWeightRun) + 32 * i + lane;
-      bits[i] = t < query.middle ? __float_as_uint(totals[t]) : 0;
+      for (int i = 0; i < kSteps; ++i) bits[i] = __float_as_uint(near_totals[at + 32 * i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) bits[i] = __float_as_uint(far_totals[at + 32 * i]);
     }
   };
   const auto refine = [&](int at, int prefix_shift, int shift, uint32_t mask) {
@@ -501,14 +526,18 @@ __global__ void __launch_bounds__(ThreadsFor(kPairs), 1)
     const uint32_t lower = (1u << lane) - 1;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const bool over = bits[i] > threshold, same = bits[i] == threshold;
-      const uint32_t overs = __ballot_sync(kAll, over), sames = __ballot_sync(kAll, same);
-      const uint32_t same_before = n.equal + __popc(sames & lower);
-      if (over || (same && same_before < k)) {
-        const uint32_t t = run * uint32_t(kWeightRun) + 32 * i + lane;
-        tokens[n.above + __popc(overs & lower) + min(same_before, k)] = query.sinks + t;
+      const uint32_t t = query.sinks + run * uint32_t(kWeightRun) + 32 * i + lane;
+      const uint32_t overs = __ballot_sync(kAll, bits[i] > threshold),
+                     sames = __ballot_sync(kAll, bits[i] == threshold);
+      const uint32_t place = n.above + __popc(overs & lower);
+      if (sames == 0) {
+        if (bits[i] > threshold) tokens[place + min(n.equal, k)] = t;
+      } else {
+        const uint32_t same_before = n.equal + __popc(sames & lower);
+        if (bits[i] > threshold || (bits[i] == threshold && same_before < k)) tokens[place + min(same_before, k)] = t;
+        n.equal += __popc(sames);
       }
-      n.above += __popc(overs), n.equal += __popc(sames);
+      n.above += __popc(overs);
     }
   }
   if (warp < 2) {

@@ -120,7 +120,7 @@ __device__ void MakeTables(const SelectParams& p, const DeviceSelect& query, int
     float dot[kRows] = {};
 #pragma unroll 16
     for (int j = 0; j < width; ++j, from += count, x += kRows) {
-      const float y = __ldg(from);
+      const float y = __ldcs(from);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) dot[r] = dot[r] + x[r] * y;
     }
