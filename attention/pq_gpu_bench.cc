@@ -24,11 +24,18 @@
 #include "attention/gpu_bench_fill.h"
 #include "attention/selected_plan.h"
 #include "codecs/pq/pq_rows_cuda.h"
+#include "codecs/pq/pq_selects.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/memory/gpu_benchmark.h"
 
 namespace kvmanager {
 namespace {
+
+std::vector<SelectedList> ListsOf(const std::vector<pq::DeviceSelect>& queries) {
+  std::vector<SelectedList> lists;
+  for (const pq::DeviceSelect& query : queries) lists.push_back({query.list, query.list_stride, query.rows()});
+  return lists;
+}
 
 constexpr int kWarmUps = 3, kRepetitions = 11, kCalls = 8;
 constexpr size_t kRotateBytes = size_t{320} << 20;
@@ -131,9 +138,9 @@ class Batch {
           query.cached = cached_.get() + size_t(s) * shape.kv_heads * blocks_of;
           query.cached_stride = blocks_of;
         }
-        SetReads(parameters_, uint64_t(shape.context) - 1, &query);
+        pq::SetReads(parameters_, uint64_t(shape.context) - 1, &query);
       }
-      const auto sizes = PlaceSelects(ds_, absl::MakeSpan(queries));
+      const auto sizes = pq::PlaceSelects(ds_, absl::MakeSpan(queries));
       if (!sizes.ok()) Fail(sizes.status());
       sizes_ = *sizes;
       Append(all, queries);
@@ -147,7 +154,7 @@ class Batch {
     SelectedPlanner planner(layout_, shape.query_heads, multiprocessors * kernels_->grid.blocks_per_sm,
                             kernels_->grid.warps);
     std::vector<device::AttendItem> plan(1 << 16);
-    const auto planned = planner.Plan(queries_, absl::MakeSpan(plan));
+    const auto planned = planner.Plan(ListsOf(queries_), absl::MakeSpan(plan));
     if (!planned.ok()) Fail(planned.status());
     plan.resize(planned->items);
     items_ = Upload(plan);
@@ -305,7 +312,7 @@ class Batch {
   PageLayout layout_;
   pq::DeviceShape ds_;
   const uint8_t* pool_ = nullptr;
-  SelectedSizes sizes_;
+  pq::SelectSizes sizes_;
   std::vector<pq::DeviceSelect> queries_;  // of call 0
   const device::AttendKernels* kernels_ = nullptr;
   int blocks_ = 1, rows_max_ = 0, grid_ = 0;

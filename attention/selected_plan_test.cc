@@ -4,10 +4,17 @@
 #include <set>
 #include <utility>
 
+#include "codecs/pq/pq_selects.h"
 #include "gtest/gtest.h"
 
 namespace kvmanager {
 namespace {
+
+std::vector<SelectedList> ListsOf(const std::vector<pq::DeviceSelect>& queries) {
+  std::vector<SelectedList> lists;
+  for (const pq::DeviceSelect& query : queries) lists.push_back({query.list, query.list_stride, query.rows()});
+  return lists;
+}
 
 PageLayout MakeLayout() {
   PageLayout layout;
@@ -27,21 +34,6 @@ pq::DeviceShape MakeShape(int group) {
   return shape;
 }
 
-TEST(SelectedPlan, ReadsAreTheParameters) {
-  pq::Parameters parameters;
-  for (const uint32_t sinks : {0u, 32u, 500u}) {
-    parameters.sinks = sinks;
-    for (const uint64_t position : {0, 1, 31, 32, 33, 100, 4095, 100000}) {
-      pq::DeviceSelect s;
-      SetReads(parameters, position, &s);
-      EXPECT_EQ(s.sinks + s.middle + s.local, position + 1);
-      EXPECT_EQ(s.rows(), parameters.ReadsOf(position).total(position));
-      EXPECT_LE(s.chosen, s.middle);
-      EXPECT_GE(s.rows(), 1u);
-    }
-  }
-}
-
 TEST(SelectedPlan, EveryRowOfEveryListIsReadOnce) {
   for (const int group : {1, 4, 16}) {
     const pq::DeviceShape shape = MakeShape(group);
@@ -49,9 +41,9 @@ TEST(SelectedPlan, EveryRowOfEveryListIsReadOnce) {
     const uint64_t positions[] = {0, 63, 700, 5000, 100000};
     for (size_t i = 0; i < queries.size(); ++i) {
       queries[i].token = uint32_t(i);
-      SetReads(pq::Parameters(), positions[i], &queries[i]);
+      pq::SetReads(pq::Parameters(), positions[i], &queries[i]);
     }
-    const auto sizes = PlaceSelects(shape, absl::MakeSpan(queries));
+    const auto sizes = pq::PlaceSelects(shape, absl::MakeSpan(queries));
     ASSERT_TRUE(sizes.ok());
     uint32_t rows = 0, runs = 0;
     for (const pq::DeviceSelect& q : queries) {
@@ -68,7 +60,7 @@ TEST(SelectedPlan, EveryRowOfEveryListIsReadOnce) {
 
     SelectedPlanner planner(MakeLayout(), shape.query_heads, 20, 13);
     std::vector<device::AttendItem> items(1000);
-    const auto planned = planner.Plan(queries, absl::MakeSpan(items));
+    const auto planned = planner.Plan(ListsOf(queries), absl::MakeSpan(items));
     ASSERT_TRUE(planned.ok());
     items.resize(planned->items);
     std::map<std::pair<uint32_t, int>, std::set<uint32_t>> read;  // of a query and row of the tile's group and head
@@ -95,13 +87,6 @@ TEST(SelectedPlan, EveryRowOfEveryListIsReadOnce) {
       }
     }
   }
-}
-
-TEST(SelectedPlan, ListsBeyond32BitsAreRefused) {
-  pq::DeviceSelect huge;
-  huge.local = 1u << 31;
-  std::vector<pq::DeviceSelect> queries(3, huge);
-  EXPECT_EQ(PlaceSelects(MakeShape(1), absl::MakeSpan(queries)).status().code(), absl::StatusCode::kResourceExhausted);
 }
 
 }  // namespace

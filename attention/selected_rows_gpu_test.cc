@@ -9,11 +9,18 @@
 
 #include "attention/selected_plan.h"
 #include "codecs/pq/pq_rows_cuda.h"
+#include "codecs/pq/pq_selects.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/memory/device_testing.h"
 
 namespace kvmanager {
 namespace {
+
+std::vector<SelectedList> ListsOf(const std::vector<pq::DeviceSelect>& queries) {
+  std::vector<SelectedList> lists;
+  for (const pq::DeviceSelect& query : queries) lists.push_back({query.list, query.list_stride, query.rows()});
+  return lists;
+}
 
 uint16_t Element(float x, bool bfloat16) { return bfloat16 ? FloatToBFloat16(x) : FloatToHalf(x); }
 float Value(uint16_t bits, bool bfloat16) { return bfloat16 ? BFloat16ToFloat(bits) : HalfToFloat(bits); }
@@ -154,10 +161,10 @@ class SelectedRowsGpu : public GpuTest {
       }
       s.table = tables[i];
       s.token = uint32_t(i);
-      SetReads(parameters, positions[i], &s);
+      pq::SetReads(parameters, positions[i], &s);
       ASSERT_EQ(s.sinks + s.middle + s.local, positions[i] + 1);
     }
-    const auto sizes = PlaceSelects(shape, absl::MakeSpan(selects));
+    const auto sizes = pq::PlaceSelects(shape, absl::MakeSpan(selects));
     ASSERT_TRUE(sizes.ok());
     DeviceBytes d_selects(selects.size() * sizeof(pq::DeviceSelect)), rows(sizes->rows * 4), chosen(sizes->rows * 4);
     Put(d_selects, selects);
@@ -181,7 +188,7 @@ class SelectedRowsGpu : public GpuTest {
     constexpr int kBlocks = 40;
     SelectedPlanner planner(layout, shape.query_heads, kBlocks, kernels->grid.warps);
     std::vector<device::AttendItem> items(4096);
-    const auto planned = planner.Plan(selects, absl::MakeSpan(items));
+    const auto planned = planner.Plan(ListsOf(selects), absl::MakeSpan(items));
     ASSERT_TRUE(planned.ok());
     items.resize(planned->items);
     const size_t parts = size_t{planned->parts} * device::kTileRows;

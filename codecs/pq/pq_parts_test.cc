@@ -9,6 +9,7 @@
 #include "codecs/pq/block_cache.h"
 #include "codecs/pq/cost_model.h"
 #include "codecs/pq/pq_parameters.h"
+#include "codecs/pq/pq_selects.h"
 #include "gtest/gtest.h"
 #include "kvmanager/base/status.h"
 
@@ -201,6 +202,30 @@ TEST(BlockCache, KeepsWhatItsPolicySays) {
       EXPECT_GT(counts.hits, 0u);
     }
   }
+}
+
+TEST(Selects, ReadsAreTheParameters) {
+  Parameters parameters;
+  for (const uint32_t sinks : {0u, 32u, 500u}) {
+    parameters.sinks = sinks;
+    for (const uint64_t position : {0, 1, 31, 32, 33, 100, 4095, 100000}) {
+      DeviceSelect s;
+      SetReads(parameters, position, &s);
+      EXPECT_EQ(s.sinks + s.middle + s.local, position + 1);
+      EXPECT_EQ(s.rows(), parameters.ReadsOf(position).total(position));
+      EXPECT_LE(s.chosen, s.middle);
+      EXPECT_GE(s.rows(), 1u);
+    }
+  }
+}
+
+TEST(Selects, ListsBeyond32BitsAreRefused) {
+  DeviceShape shape;
+  shape.kv_heads = 3, shape.page_tokens = 64;
+  DeviceSelect huge;
+  huge.local = 1u << 31;
+  std::vector<DeviceSelect> queries(3, huge);
+  EXPECT_EQ(PlaceSelects(shape, absl::MakeSpan(queries)).status().code(), absl::StatusCode::kResourceExhausted);
 }
 
 }  // namespace

@@ -1,0 +1,29 @@
+// The host's part of a choice on a GPU: what each query of a batch reads, and where its lists and scratch memory are.
+//
+// How many rows a query reads of each KV head follows from its position; which ones they are, the device finds out.
+// Functions of their arguments; any thread.
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "codecs/pq/pq_device.h"
+#include "codecs/pq/pq_parameters.h"
+
+namespace kvmanager::pq {
+
+/// Tokens that a query at `position` reads, as counts of `select`.
+void SetReads(const Parameters& parameters, uint64_t position, DeviceSelect* select);
+
+/// What a batch's lists and scratch memory come to.
+struct SelectSizes {
+  uint32_t rows = 0;        // entries of lists
+  uint32_t runs = 0;        // of scratch memory
+  uint32_t middle_max = 0;  // of a query
+};
+/// Gives each query its place in the lists and in the scratch memory, one after another. Errors: RESOURCE_EXHAUSTED
+/// where they leave 32 bits.
+absl::StatusOr<SelectSizes> PlaceSelects(const DeviceShape& shape, absl::Span<DeviceSelect> queries);
+
+}  // namespace kvmanager::pq
