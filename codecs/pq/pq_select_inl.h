@@ -43,7 +43,13 @@ uint16_t Least(const uint16_t* sums, size_t n) {
   if (n >= size_t(kLanes16)) {
     VecH v = LoadH(sums);
     for (i = kLanes16; i + kLanes16 <= n; i += kLanes16) v = MinH(v, LoadH(sums + i));
+#if defined(KVMANAGER_ISA_AVX512)
+    const __m512i low = _mm512_and_si512((__m512i)v, _mm512_set1_epi32(0xFFFF)),
+                  high = _mm512_srli_epi32((__m512i)v, 16);
+    least = uint16_t(_mm512_reduce_min_epu32(_mm512_min_epu32(low, high)));
+#else
     for (int l = 0; l < kLanes16; ++l) least = v[l] < least ? v[l] : least;
+#endif
   }
   for (; i < n; ++i) least = sums[i] < least ? sums[i] : least;
   return least;
