@@ -84,7 +84,7 @@ void Projection::ProjectHeads(const Layer& layer, int side, int head_begin, int 
           const float* const bias = weights.bias.data() + size_t(head) * d;
           for (int c = 0; c < d; ++c) x[c] += bias[c];
         }
-        if (side == 0) rope_.Rotate(x, &cos_[row * rope_.pairs()], &sin_[row * rope_.pairs()]);
+        if (side == 0) rope_.Rotate(x, cos_.data() + row * rope_.pairs(), sin_.data() + row * rope_.pairs());
         uint8_t* const to = pages[p].page + layout.raw_offset(side, head, t);
         Narrow(x, d, layout.dtype, to);
         if (FindNonFinite(layout.dtype, to, d) != size_t(d)) {
