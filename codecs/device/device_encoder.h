@@ -22,8 +22,8 @@ class DeviceEncoder {
 
   /// Enqueues one batch; `codec` stays until the stream has passed it. declined: [items.size()], of memory that the
   /// device writes: 0 where a page is encoded, else not: the codec declines it, or keeps it raw. Items that follow one
-  /// another and are of layers of the same codec are one launch. Errors: RESOURCE_EXHAUSTED if the ring has no room for it now;
-  /// nothing is then enqueued. CUDA's.
+  /// another and are of layers of the same codec are one launch. Errors: RESOURCE_EXHAUSTED if the ring has no room for
+  /// it now; nothing is then enqueued. CUDA's.
   virtual absl::Status Encode(const DeviceCodec& codec, absl::Span<const DeviceEncodeItem> items,
                               uint32_t* declined) = 0;
 };

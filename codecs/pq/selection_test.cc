@@ -147,7 +147,8 @@ TEST(Kernels, WeightsArePowersOfTwoAndEqualOnEveryInstructionSet) {
             totals.push_back(kernels->exponentials(e[r].data(), n, least, shift));
             double total = 0;
             for (size_t i = 0; i < n; ++i) {
-              const double octaves = std::min(double(kOctavesKept), std::ldexp(sums[r][i] - least, shift) / kUnitsPerOctave);
+              const double octaves =
+                  std::min(double(kOctavesKept), std::ldexp(sums[r][i] - least, shift) / kUnitsPerOctave);
               const double got = BFloat16ToFloat(e[r][i]);
               ASSERT_NEAR(got / std::exp2(-octaves), 1, 0.009) << octaves;
               total += got;
