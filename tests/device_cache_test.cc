@@ -172,7 +172,7 @@ TEST_P(DeviceCacheWaysTest, AttendsAsTheCpuDoes) {
   const bool raw = GetParam().codec == "raw";
   const Difference &same = twins.difference.same, &decoded = twins.difference.decoded;
   EXPECT_LT(same.relative(), 2e-3);
-  EXPECT_LT(decoded.relative(), raw ? 2e-3 : StepDifference::kDecodedError);
+  EXPECT_LT(decoded.relative(), raw ? 2e-3 : StepDifference::kDecodedRunError);
   std::printf("%s: relative L2 of GPU against CPU %.1e, of long entries %.1e\n", GetParam().name, same.relative(),
               decoded.relative());
   for (auto* sequence : {gpu_a.get(), gpu_b.get(), gpu_f.get(), gpu_h.get()}) twins.gpu->Forget(*sequence);
@@ -302,7 +302,7 @@ absl::Status AttendOn(const std::string& address, int gpu, Way way, Difference* 
   for (uint64_t i = 0; i < 100; ++i) KV_RETURN_IF_ERROR(twins.Step(text, {s}, {300 + i}, {1}, true));
   twins.gpu->Forget(*s.first);
   *difference = twins.difference.same;
-  EXPECT_LT(twins.difference.decoded.relative(), StepDifference::kDecodedError);
+  EXPECT_LT(twins.difference.decoded.relative(), StepDifference::kDecodedRunError);
   return absl::OkStatus();
 }
 
@@ -552,7 +552,7 @@ TEST_F(DeviceCacheTest, AnEngineKilledUnderItsKernelLeaksNothing) {
   EXPECT_EQ(mapped, 1);
   for (uint64_t i = 0; i < 40; ++i) ASSERT_OK(twins.Step(text, {s}, {300 + i}, {1}, true));
   EXPECT_LT(twins.difference.same.relative(), 2e-3);
-  EXPECT_LT(twins.difference.decoded.relative(), StepDifference::kDecodedError);
+  EXPECT_LT(twins.difference.decoded.relative(), StepDifference::kDecodedRunError);
 }
 
 }  // namespace

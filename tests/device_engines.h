@@ -64,6 +64,8 @@ struct StepDifference {
   static constexpr int kDecodedTokens = 64;
   /// What rounding q and weights to 8 bits makes of that (codecs/hack/hack_reference.h).
   static constexpr double kDecodedError = 1e-1;
+  /// Of a whole run, whose steps' scores are of all sizes.
+  static constexpr double kDecodedRunError = 3e-2;
 
   Difference same, decoded;
   void Add(const Text& text, const std::vector<Part>& parts, const LayerRows& got, const LayerRows& expected);

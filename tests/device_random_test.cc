@@ -515,6 +515,7 @@ TEST_P(DeviceRandomTest, EnginesAtOnce) {
   }
   std::printf("%s: %lld ms\n", GetParam().name, static_cast<long long>(NowMs() - from));
   EXPECT_LT(all.same.relative(), kRunError);
+  EXPECT_LT(all.decoded.relative(), StepDifference::kDecodedRunError);
   if (!HasFailure()) {
     EXPECT_GT(hits, 0);
     EXPECT_GT(full, 0);
