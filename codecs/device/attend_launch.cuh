@@ -13,28 +13,28 @@ struct Attend {
   using Memory = AttendMemory<Raw, Encoded, kWarps, kStages>;
   static_assert(sizeof(Memory) * kBlocksPerSm + 1024 * kBlocksPerSm <= 228 * 1024, "a multiprocessor has 228 KiB");
   static constexpr auto kKernel = AttendKernel<Raw, Encoded, kWarps, kStages, kBlocksPerSm>;
+  static constexpr int kThreads = kWarps * 32, kHeadDim = Encoded::kHeadDim;
 
   static int Prepare() {
     return cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Memory));
   }
   static int Launch(const AttendParams& params, int blocks, CUstream_st* stream) {
-    kKernel<<<blocks, kWarps * 32, sizeof(Memory), stream>>>(params);
+    kKernel<<<blocks, kThreads, sizeof(Memory), stream>>>(params);
     return cudaPeekAtLastError();
   }
 };
 
-/// Where encoded pages stand in a space of their own: q is mapped before, outputs are brought together behind.
-template <class Raw, class Encoded, int kWarps, int kStages, int kBlocksPerSm>
-struct AttendApart : Attend<Raw, Encoded, kWarps, kStages, kBlocksPerSm> {
-  using Base = Attend<Raw, Encoded, kWarps, kStages, kBlocksPerSm>;
-  static constexpr int kHeadDim = Encoded::kHeadDim;
+/// Base, where encoded pages stand in a space of their own: q is mapped before, outputs are brought together behind.
+template <class Base>
+struct LaunchApart : Base {
+  static constexpr int kHeadDim = Base::kHeadDim;
 
   static int Launch(const AttendParams& params, int blocks, CUstream_st* stream) {
     const int rows = static_cast<int>(params.tokens) * (params.query_heads / params.kv_heads);
     const dim3 map_blocks(params.kv_heads, (rows + kMapRows - 1) / kMapRows);
     cudaError_t error = LaunchIntoEnd(MapKernel<kHeadDim>, map_blocks, MapBlock<kHeadDim>::kThreads, 0, stream, params);
     if (error == cudaSuccess) {
-      error = LaunchIntoEnd(Base::kKernel, blocks, kWarps * 32, sizeof(typename Base::Memory), stream, params);
+      error = LaunchIntoEnd(Base::kKernel, blocks, Base::kThreads, sizeof(typename Base::Memory), stream, params);
     }
     if (error == cudaSuccess) {
       error = LaunchIntoEnd(ExpandKernel<kHeadDim>, map_blocks, MapBlock<kHeadDim>::kThreads, 0, stream, params);
@@ -57,6 +57,20 @@ struct AttendApart : Attend<Raw, Encoded, kWarps, kStages, kBlocksPerSm> {
     config.attrs = &attribute;
     config.numAttrs = 1;
     return cudaLaunchKernelEx(&config, kernel, params);
+  }
+};
+template <class Raw, class Encoded, int kWarps, int kStages, int kBlocksPerSm>
+using AttendApart = LaunchApart<Attend<Raw, Encoded, kWarps, kStages, kBlocksPerSm>>;
+
+/// A kernel for tiles of at most 4 rows, and one for all, as one.
+template <template <int kRows> class Kernel>
+struct AttendByRows {
+  static int Launch(const AttendParams& params, int rows_max, int blocks, CUstream_st* stream) {
+    return rows_max <= 4 ? Kernel<4>::Launch(params, blocks, stream) : Kernel<8>::Launch(params, blocks, stream);
+  }
+  static int Prepare() {
+    const int error = Kernel<4>::Prepare();
+    return error != 0 ? error : Kernel<8>::Prepare();
   }
 };
 

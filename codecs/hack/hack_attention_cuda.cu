@@ -23,16 +23,10 @@ struct HackAttend {
   template <int kRows>
   using Kernel = device::Attend<device::RawPages<kHeadDim, kRows>, device::HackPages<kHeadDim, kKBits, kVBits, kRows>,
                                 WarpsFor(kRows), kStages, kBlocksPerSm>;
-  static int Launch(const device::AttendParams& params, int rows_max, int blocks, CUstream_st* stream) {
-    return rows_max <= 4 ? Kernel<4>::Launch(params, blocks, stream) : Kernel<8>::Launch(params, blocks, stream);
-  }
-  static int Prepare() {
-    const int error = Kernel<4>::Prepare();
-    return error != 0 ? error : Kernel<8>::Prepare();
-  }
+  using ByRows = device::AttendByRows<Kernel>;
   // Its bytes, and as many as would take the time that its instructions take beyond them.
   static constexpr uint32_t kCost = kRecordBytes + 2600 * kHeadDim / 128;
-  static constexpr AttendKernels kKernels = {{WarpsFor(4), kBlocksPerSm}, kCost, Launch, Prepare};
+  static constexpr AttendKernels kKernels = {{WarpsFor(4), kBlocksPerSm}, kCost, ByRows::Launch, ByRows::Prepare};
 };
 
 template <int kHeadDim, int kKBits, int kVBits>

@@ -1,9 +1,7 @@
-#include <algorithm>
-
-#include "codecs/device/attend_launch.cuh"
 #include "codecs/pq/pq_device.h"
 #include "codecs/pq/pq_rows_cuda.h"
 #include "codecs/raw/raw_attention_device.cuh"
+#include "codecs/raw/raw_attention_launch.cuh"
 
 namespace kvmanager::pq {
 namespace {
@@ -47,31 +45,8 @@ struct SelectedRows : device::RawPages<kHeadDim, kRows> {
   }
 };
 
-template <int kHeadDim>
-struct RowsAttend {
-  static constexpr int kBlocksPerSm = 1, kStages = 3 * 128 / kHeadDim;
-  static constexpr int WarpsFor(int rows) {
-    const int bytes = kStages * 32 * kHeadDim + rows * (kHeadDim * 4 + 8) + 160;
-    return std::min(16, 226 * 1024 / bytes);
-  }
-  template <int kRows>
-  using Kernel = device::Attend<SelectedRows<kHeadDim, kRows>, SelectedRows<kHeadDim, kRows>, WarpsFor(kRows), kStages,
-                                kBlocksPerSm>;
-  static int Launch(const AttendParams& params, int rows_max, int blocks, CUstream_st* stream) {
-    return rows_max <= 4 ? Kernel<4>::Launch(params, blocks, stream) : Kernel<8>::Launch(params, blocks, stream);
-  }
-  static int Prepare() {
-    const int error = Kernel<4>::Prepare();
-    return error != 0 ? error : Kernel<8>::Prepare();
-  }
-  static constexpr AttendKernels kKernels = {{WarpsFor(4), kBlocksPerSm}, 64 * 4 * kHeadDim, Launch, Prepare};
-};
-
 }  // namespace
 
-const AttendKernels* SelectedRowsKernels(int head_dim) {
-  static constexpr AttendKernels k64 = RowsAttend<64>::kKernels, k128 = RowsAttend<128>::kKernels;
-  return head_dim == 64 ? &k64 : head_dim == 128 ? &k128 : nullptr;
-}
+const AttendKernels* SelectedRowsKernels(int head_dim) { return device::FindAttendRaw<SelectedRows>(head_dim); }
 
 }  // namespace kvmanager::pq

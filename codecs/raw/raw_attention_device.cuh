@@ -6,22 +6,10 @@
 #pragma once
 
 #include "codecs/device/attend_device.cuh"
+#include "codecs/device/mma_device.cuh"
 
 namespace kvmanager::device {
 
-/// d += a b: 16 x 16 and 16 x 8 elements.
-template <bool kBFloat16>
-__device__ __forceinline__ void Multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  if constexpr (kBFloat16) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  }
-}
 /// Four 8 x 8 matrices: lane l gives a row of matrix l / 8.
 template <bool kTransposed>
 __device__ __forceinline__ void LoadMatrices(uint32_t (&a)[4], uint32_t row) {

@@ -21,16 +21,11 @@ struct ZackAttend {
   template <int kRows>
   using Kernel = device::AttendApart<device::RawPages<kHeadDim, kRows>, device::ZackPages<kHeadDim, kRows>,
                                      WarpsFor(kRows), kStages, kBlocksPerSm>;
-  static int Launch(const device::AttendParams& params, int rows_max, int blocks, CUstream_st* stream) {
-    return rows_max <= 4 ? Kernel<4>::Launch(params, blocks, stream) : Kernel<8>::Launch(params, blocks, stream);
-  }
-  static int Prepare() {
-    const int error = Kernel<4>::Prepare();
-    return error != 0 ? error : Kernel<8>::Prepare();
-  }
+  using ByRows = device::AttendByRows<Kernel>;
   // Where nobody says what heads cost: as if half of all dimensions were kept.
   static constexpr uint32_t kCost = kDevicePageTokens * 2 * kHeadDim;
-  static constexpr AttendKernels kKernels = {{WarpsFor(4), kBlocksPerSm}, kCost, Launch, Prepare, true, 2};
+  static constexpr AttendKernels kKernels = {
+      {WarpsFor(4), kBlocksPerSm}, kCost, ByRows::Launch, ByRows::Prepare, true, 2};
 };
 
 }  // namespace

@@ -23,16 +23,10 @@ struct ZackHackAttend {
   using Kernel =
       device::AttendApart<device::RawPages<kHeadDim, kRows>, device::MixedHackPages<kHeadDim, kRows, kRecordBytes>,
                           WarpsFor(kRows), kStages, kBlocksPerSm>;
-  static int Launch(const device::AttendParams& params, int rows_max, int blocks, CUstream_st* stream) {
-    return rows_max <= 4 ? Kernel<4>::Launch(params, blocks, stream) : Kernel<8>::Launch(params, blocks, stream);
-  }
-  static int Prepare() {
-    const int error = Kernel<4>::Prepare();
-    return error != 0 ? error : Kernel<8>::Prepare();
-  }
+  using ByRows = device::AttendByRows<Kernel>;
   // What its instructions take, in bytes that would take as long.
   static constexpr uint32_t kCost = 6400 * kHeadDim / 128;
-  static constexpr AttendKernels kKernels = {{WarpsFor(4), kBlocksPerSm}, kCost, Launch, Prepare, true};
+  static constexpr AttendKernels kKernels = {{WarpsFor(4), kBlocksPerSm}, kCost, ByRows::Launch, ByRows::Prepare, true};
 };
 
 template <int kHeadDim, int kRecordBytes>
