@@ -131,9 +131,19 @@ int Main(int argc, char** argv) {
                             {"zack+hack:bytes=56", 0, 0, false, 56},
                             {"zack+hack:bytes=48", 0, 0, false, 48},
                             {"zack:rate=0.5", 0, 0, false, 0, true}};
+  // Those that are measured where they are named.
+  const BenchCodec more[] = {{"million:m=64,bits=6", 0, 0, false, 0, false, true},
+                             {"million:m=32,bits=8", 0, 0, false, 0, false, true},
+                             {"million:k_m=64,k_bits=8,v_m=32,v_bits=8", 0, 0, false, 0, false, true},
+                             {"million:m=32,bits=12", 0, 0, false, 0, false, true},
+                             {"zack+million:m=64,bits=8", 0, 0, false, 0, false, true},
+                             {"zack+million:m=32,bits=8", 0, 0, false, 0, false, true}};
   std::vector<BenchCodec> codecs;
   for (const BenchCodec& codec : all) {
     if (wanted.empty() || std::find(wanted.begin(), wanted.end(), codec.name) != wanted.end()) codecs.push_back(codec);
+  }
+  for (const BenchCodec& codec : more) {
+    if (std::find(wanted.begin(), wanted.end(), codec.name) != wanted.end()) codecs.push_back(codec);
   }
   const std::vector<BenchShape> shapes = Shapes(grid);
   if (check) return CheckAttention(shapes, codecs, bench.pool(), bench.multiprocessors(), spoil) == 0 ? 0 : 1;

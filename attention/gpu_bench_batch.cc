@@ -6,14 +6,17 @@
 
 #include "absl/strings/str_cat.h"
 #include "attention/device_plan.h"
+#include "attention/gpu_bench_codec.h"
 #include "attention/gpu_bench_fill.h"
 #include "codecs/calibrate/synthetic.h"
 #include "codecs/hack/hack_attention_cuda.h"
 #include "codecs/hack/hack_codec.h"
 #include "codecs/hack/hack_device_format.h"
 #include "codecs/hack/hack_encode_cuda.h"
+#include "codecs/million/million.h"
 #include "codecs/million/million_attention_cuda.h"
 #include "codecs/raw/raw_attention_cuda.h"
+#include "codecs/registry.h"
 #include "codecs/zack/zack_codec.h"
 #include "codecs/zack/zack_testing.h"
 #include "codecs/zack_hack/rotated_codec.h"
@@ -72,6 +75,10 @@ std::unique_ptr<BenchBatch> BenchBatch::Make(const BenchCodec& codec, const Benc
     b.MakeMapped(codec);
   }
   if (codec.zack) b.MakeZack();
+  if (codec.made) {
+    if (contents == Contents::kEncoded) return nullptr;  // the oracle does not know it
+    b.MakeNamed(codec);
+  }
   const bool encodes = b.encodes();
   if (b.kernels_ == nullptr) return nullptr;
 
@@ -226,6 +233,13 @@ void BenchBatch::MakeZack() {
     ranks[i] = (rank * layout_.head_dim / 128 + 15) / 16 * 16;
   }
   codec_ = std::make_unique<zack::ZackCodec>(zack::MakeFormat(context, "balanced", false, ranks), nullptr);
+  encoded_bytes_ = codec_->info().encoded_bytes;
+  device_codec_ = codec_->NewDeviceCodec();
+  kernels_ = device_codec_ == nullptr ? nullptr : device_codec_->attention(0);
+}
+
+void BenchBatch::MakeNamed(const BenchCodec& codec) {
+  codec_ = MakeBenchCodec(codec.name, layout_, shape_.query_heads);
   encoded_bytes_ = codec_->info().encoded_bytes;
   device_codec_ = codec_->NewDeviceCodec();
   kernels_ = device_codec_ == nullptr ? nullptr : device_codec_->attention(0);

@@ -41,6 +41,7 @@ struct BenchCodec {
   bool million = false;     // 64 subspaces of 8 bits
   double mapped_bytes = 0;  // instead: zack+hack of so many bytes of a token and head, by an artifact made up
   bool zack = false;        // instead: zack with mixed ranks that keep half of all dimensions
+  bool made = false;        // instead: million or zack+million whose spec `name` is, by an artifact made up
 };
 
 class BenchBatch {
@@ -84,6 +85,7 @@ class BenchBatch {
   void EncodeRandomPages(size_t count);
   void MakeMapped(const BenchCodec& codec);
   void MakeZack();
+  void MakeNamed(const BenchCodec& codec);
   void MakeBooks();
 
   BenchShape shape_;

@@ -55,6 +55,101 @@ struct StepShape {
   int query_heads() const { return kv_heads * group; }
 };
 
+/// `base`, with what a codec's own shape says besides.
+template <class Shape>
+Shape Like(const StepShape& base, Shape own = {}) {
+  static_cast<StepShape&>(own) = base;
+  return own;
+}
+
+// Shapes that the test of every codec has.
+
+/// Up to three sequences of few query tokens.
+inline StepShape RandomStepShape(std::mt19937& random) {
+  StepShape shape;
+  shape.mode = random() % 2 == 0 ? "joint" : "balanced";
+  shape.fold = random() % 4 == 0 ? "1" : "0";
+  shape.dtype = random() % 3 == 0 ? DType::kBFloat16 : DType::kFloat16;
+  shape.head_dim = random() % 3 == 0 ? 64 : 128;
+  shape.kv_heads = 1 + int(random() % 3);
+  shape.group = 1 + int(random() % 16);
+  shape.lag_pages = int(random() % 3);
+  shape.multiprocessors = random() % 2 == 0 ? 132 : 1 + int(random() % 40);
+  shape.q_std = std::exp(float(random() % 4) - 2);
+  const int sequences = 1 + int(random() % 3);
+  for (int i = 0; i < sequences; ++i) {
+    const uint64_t context = 1 + random() % 1200;
+    shape.sequences.push_back({context, 1 + int(random() % std::min<uint64_t>(context, random() % 2 ? 1 : 16))});
+  }
+  return shape;
+}
+/// Sequences of many query tokens, which kernels of their own serve, also beside one of few.
+inline StepShape RandomLongShape(std::mt19937& random) {
+  StepShape shape = RandomStepShape(random);
+  shape.kv_heads = 1 + int(random() % 2);
+  shape.group = 1 + int(random() % 8);
+  const size_t sequences = shape.sequences.size();
+  shape.sequences.clear();
+  for (size_t i = 0; i < sequences; ++i) {
+    const int tokens = i == 1 ? 1 + int(random() % 16) : 64 + int(random() % 100);
+    shape.sequences.push_back({uint64_t(tokens) + random() % 700, tokens});
+  }
+  return shape;
+}
+inline std::vector<StepShape> ShapesAtPageBoundaries() {
+  std::vector<StepShape> shapes;
+  for (const uint64_t context : {1, 16, 17, 63, 64, 65, 128, 129, 192, 193, 256, 320}) {
+    for (const int tokens : {1, 2, 16}) {
+      if (uint64_t(tokens) > context) continue;
+      StepShape& shape = shapes.emplace_back();
+      shape.lag_pages = 1;
+      shape.sequences = {{context, tokens}};
+    }
+  }
+  return shapes;
+}
+inline std::vector<StepShape> ShapesOfEveryGroup() {
+  std::vector<StepShape> shapes;
+  for (int group = 1; group <= 16; ++group) {
+    StepShape& shape = shapes.emplace_back();
+    shape.group = group;
+    shape.sequences = {{700, 1}, {130, 3}};
+  }
+  return shapes;
+}
+/// deviations: of q.
+inline std::vector<StepShape> ShapesOfHardKeysAndQueries(const std::vector<float>& deviations) {
+  std::vector<StepShape> shapes;
+  for (const char* const mode : {"joint", "balanced"}) {
+    for (const StepKeys keys : {StepKeys::kZero, StepKeys::kConstant, StepKeys::kOneHot}) {
+      StepShape& shape = shapes.emplace_back();
+      shape.mode = mode;
+      shape.keys = keys;
+      shape.sequences = {{900, 1}, {64, 1}, {350, 5}};
+    }
+    for (const float deviation : deviations) {
+      StepShape& shape = shapes.emplace_back();
+      shape.mode = mode;
+      shape.q_std = deviation;
+      shape.sequences = {{900, 1}};
+    }
+  }
+  return shapes;
+}
+inline std::vector<StepShape> ShapesHoweverSplit() {
+  std::vector<StepShape> shapes;
+  for (const int blocks : {1, 2, 3, 7, 32, 131, 264}) {
+    for (const bool holes : {false, true}) {
+      StepShape& shape = shapes.emplace_back();
+      shape.kv_heads = 8;
+      shape.holes = holes;
+      shape.multiprocessors = blocks;
+      shape.sequences = {{2000, 1}, {300, 1}, {65, 1}};
+    }
+  }
+  return shapes;
+}
+
 template <typename T>
 class TestArray {
  public:
@@ -296,14 +391,22 @@ class StepWorld {
   int tokens_ = 0;
 };
 
+/// Of the relative L2, of float16 and of bfloat16.
+struct StepBounds {
+  double half = 1e-3, bfloat16 = 4e-3;
+  double lse = 1e-3;  // of 1 and more
+};
+
 class MappedStepTest : public GpuTest {
  protected:
-  void Check(StepWorld& world, const std::string& name, const StepShape& shape, bool captured) {
+  void Check(StepWorld& world, const std::string& name, const StepShape& shape, bool captured,
+             const StepBounds& bounds = {}) {
     SCOPED_TRACE(name);
     const StepWorld::Distance distance = world.Compare(captured);
     worst_ = std::max(worst_, distance.relative);
-    EXPECT_LE(distance.relative, shape.dtype == DType::kFloat16 ? 1e-3 : 4e-3);
-    EXPECT_LE(distance.lse, 1e-3);
+    const double bound = shape.dtype == DType::kFloat16 ? bounds.half : bounds.bfloat16;
+    EXPECT_LE(distance.relative, bound);
+    EXPECT_LE(distance.lse, bounds.lse);
   }
   void TearDown() override { RecordProperty("worst", absl::StrCat(worst_)); }
 

@@ -20,15 +20,18 @@
 
 #include "absl/types/span.h"
 #include "attention/device_plan_testing.h"
+#include "attention/gpu_bench_codec.h"
 #include "attention/gpu_bench_fill.h"
 #include "attention/prefill_plan.h"
 #include "codecs/device/device_codec.h"
 #include "codecs/hack/hack.h"
+#include "codecs/hack/hack_codec.h"
 #include "codecs/hack/hack_format.h"
 #include "codecs/raw/raw.h"
 #include "codecs/registry.h"
 #include "codecs/zack/zack_codec.h"
 #include "codecs/zack/zack_testing.h"
+#include "codecs/zack_hack/rotated_codec.h"
 #include "kvmanager/memory/gpu_benchmark.h"
 
 namespace kvmanager {
@@ -47,7 +50,10 @@ struct Shape {
 struct Format {
   const char* name;
   int k_bits, v_bits;  // of HACK; 0: raw, or
-  bool zack = false;   // ranks that differ from head to head and average half of all dimensions
+  bool zack = false;   // ranks that differ from head to head and average half of all dimensions; or
+  bool made = false;   // the codec whose spec `name` is, by an artifact made up
+
+  bool raw() const { return k_bits == 0 && !zack && !made; }
 };
 
 /// Multiplications and additions, two each, of what is not masked.
@@ -69,6 +75,13 @@ nlohmann::json Run(const Format& format, const Shape& shape, int blocks) {
     layout.page_tokens = kPageTokens;
     codec = std::make_unique<zack::ZackCodec>(
         zack::MakeFormat(zack::MakeContext(layout, 1, shape.query_heads), "balanced", false, ranks), nullptr);
+  } else if (format.made) {
+    layout.page_tokens = kPageTokens;
+    codec = MakeBenchCodec(format.name, layout, shape.query_heads);
+    if (codec->info().name == "zack+hack") {
+      const auto& inner = static_cast<const zack::RotatedCodec&>(*codec).inner(0);
+      hack_format = static_cast<const hack::HackCodec&>(inner).format();
+    }
   } else if (format.k_bits == 0) {
     CodecRegistry registry;
     RegisterRaw(registry);
@@ -83,7 +96,7 @@ nlohmann::json Run(const Format& format, const Shape& shape, int blocks) {
   const device::Prefill prefill = device_codec->prefill(0);
   CHECK_CUDA(prefill.kernels->prepare());
 
-  const bool raw_alone = format.k_bits == 0 && !format.zack;
+  const bool raw_alone = format.raw();
   const uint64_t context = uint64_t(shape.history) + shape.tokens;
   const size_t pages = (context + kPageTokens - 1) / kPageTokens, history = size_t(shape.history) / kPageTokens;
   const size_t encoded_of = raw_alone ? 0 : history,
@@ -98,10 +111,10 @@ nlohmann::json Run(const Format& format, const Shape& shape, int blocks) {
     CHECK_CUDA(FillRandomElements(pool.get(), raw_at / 2, 1, 1, false));
   } else if (encoded_count > 0) {
     CHECK_CUDA(FillRandomBits(pool.get(), raw_at / 8 * 8, 1));
-    const size_t record = shape.kv_heads > 1 ? hack_format.heads[1].offset : hack_format.page_bytes;
-    for (int side = 0; side < 2; ++side) {
-      CHECK_CUDA(FillPairs(pool.get(), encoded_count * shape.kv_heads, record, hack_format.heads[0].side[side].tops,
-                           0.5f, 1.f));
+    for (const hack::HeadLayout& head : hack_format.heads) {
+      for (const hack::SideLayout& side : head.side) {
+        CHECK_CUDA(FillPairs(pool.get(), encoded_count, hack_format.page_bytes, head.offset + side.tops, 0.5f, 1.f));
+      }
     }
   }
   CHECK_CUDA(FillRandomElements(pool.get() + raw_at, raw_count * layout.raw_bytes() / 2, 2, 1, false));
@@ -214,7 +227,11 @@ int Main(int argc, char** argv) {
                             {"hack:k_bits=3,v_bits=2", 3, 2},
                             {"hack:k_bits=2,v_bits=2", 2, 2},
                             {"hack:k_bits=4,v_bits=3", 4, 3},
-                            {"zack:rate=0.5", 0, 0, true}};
+                            {"zack:rate=0.5", 0, 0, true},
+                            // Measured where they are named.
+                            {"zack+hack:bytes=56", 0, 0, false, true},
+                            {"million:m=64,bits=8", 0, 0, false, true},
+                            {"zack+million:m=64,bits=8", 0, 0, false, true}};
   const Shape shapes[] = {{1, 2048, 32768, 32, 8, 128},  {4, 2048, 8192, 32, 8, 128},  {8, 512, 16384, 32, 8, 128},
                           {1, 8192, 0, 32, 8, 128},      {1, 512, 32768, 32, 8, 128},  {1, 64, 32768, 32, 8, 128},
                           {1, 2048, 32768, 32, 32, 128}, {1, 2048, 32768, 64, 8, 128}, {1, 2048, 32768, 32, 8, 64}};
@@ -224,7 +241,7 @@ int Main(int argc, char** argv) {
   for (const Shape& shape : shapes) {
     if (shape_count-- == 0) break;
     for (const Format& format : formats) {
-      if (!codec.empty() && codec != format.name) continue;
+      if (codec.empty() ? format.made : codec != format.name) continue;
       const nlohmann::json run = Run(format, shape, blocks);
       if (run.empty()) continue;
       results["runs"].push_back(run);

@@ -111,26 +111,16 @@ class ZackDevice : public MappedStepTest {
   }
 };
 
+Shape WithRanks(const StepShape& base, std::mt19937& random) {
+  Shape shape = Like<Shape>(base);
+  for (int& rank : shape.ranks) rank = 1 + int(random() % 8);
+  return shape;
+}
+
 TEST_F(ZackDevice, RandomBatches) {
   std::mt19937 random(1);
   for (int trial = 0; trial < 40; ++trial) {
-    Shape shape;
-    shape.mode = random() % 2 == 0 ? "joint" : "balanced";
-    for (int& rank : shape.ranks) rank = 1 + int(random() % 8);
-    if (random() % 4 == 0) shape.fold = "1";
-    shape.dtype = random() % 3 == 0 ? DType::kBFloat16 : DType::kFloat16;
-    shape.head_dim = random() % 3 == 0 ? 64 : 128;
-    shape.kv_heads = 1 + int(random() % 3);
-    shape.group = 1 + int(random() % 16);
-    shape.lag_pages = int(random() % 3);
-    shape.multiprocessors = random() % 2 == 0 ? 132 : 1 + int(random() % 40);
-    shape.q_std = std::exp(float(random() % 4) - 2);
-    const int sequences = 1 + int(random() % 3);
-    for (int i = 0; i < sequences; ++i) {
-      const uint64_t context = 1 + random() % 1200;
-      shape.sequences.push_back({context, 1 + int(random() % std::min<uint64_t>(context, random() % 2 ? 1 : 16))});
-    }
-    Check(shape, uint64_t(trial), trial % 4 == 0);
+    Check(WithRanks(RandomStepShape(random), random), uint64_t(trial), trial % 4 == 0);
   }
 }
 
@@ -153,79 +143,26 @@ TEST_F(ZackDevice, EveryPairOfRanks) {
 }
 
 TEST_F(ZackDevice, ContextsAtPageBoundaries) {
-  for (const uint64_t context : {1, 16, 17, 63, 64, 65, 128, 129, 192, 193, 256, 320}) {
-    for (const int tokens : {1, 2, 16}) {
-      if (uint64_t(tokens) > context) continue;
-      Shape shape;
-      shape.lag_pages = 1;
-      shape.sequences = {{context, tokens}};
-      Check(shape, context);
-    }
-  }
+  for (const StepShape& shape : ShapesAtPageBoundaries()) Check(Like<Shape>(shape), shape.sequences[0].first);
 }
 
-// Entries of many query tokens have kernels of their own, also beside entries of few.
 TEST_F(ZackDevice, ManyQueryTokens) {
   std::mt19937 random(2);
   for (int trial = 0; trial < 12; ++trial) {
-    Shape shape;
-    shape.mode = random() % 2 == 0 ? "joint" : "balanced";
-    for (int& rank : shape.ranks) rank = 1 + int(random() % 8);
-    if (random() % 3 == 0) shape.fold = "1";
-    shape.dtype = random() % 3 == 0 ? DType::kBFloat16 : DType::kFloat16;
-    shape.head_dim = random() % 3 == 0 ? 64 : 128;
-    shape.kv_heads = 1 + int(random() % 2);
-    shape.group = 1 + int(random() % 8);
-    shape.lag_pages = int(random() % 3);
-    shape.multiprocessors = random() % 2 == 0 ? 132 : 1 + int(random() % 20);
-    shape.q_std = std::exp(float(random() % 4) - 2);
-    for (int i = 0; i < 1 + trial % 3; ++i) {
-      const int tokens = i == 1 ? 1 + int(random() % 16) : 64 + int(random() % 100);
-      shape.sequences.push_back({uint64_t(tokens) + random() % 700, tokens});
-    }
-    Check(shape, uint64_t(trial), trial % 4 == 0);
+    Check(WithRanks(RandomLongShape(random), random), uint64_t(trial), trial % 4 == 0);
   }
 }
 
 TEST_F(ZackDevice, EveryGroup) {
-  for (int group = 1; group <= 16; ++group) {
-    Shape shape;
-    shape.group = group;
-    shape.sequences = {{700, 1}, {130, 3}};
-    Check(shape, uint64_t(group));
-  }
+  for (const StepShape& shape : ShapesOfEveryGroup()) Check(Like<Shape>(shape), uint64_t(shape.group));
 }
 
 TEST_F(ZackDevice, HardKeysAndQueries) {
-  for (const char* mode : {"joint", "balanced"}) {
-    for (const StepKeys keys : {StepKeys::kZero, StepKeys::kConstant, StepKeys::kOneHot}) {
-      Shape shape;
-      shape.mode = mode;
-      shape.keys = keys;
-      shape.sequences = {{900, 1}, {64, 1}, {350, 5}};
-      Check(shape, 7);
-    }
-    for (const float q_std : {0.f, 1e-6f, 8.f, 1000.f}) {
-      Shape shape;
-      shape.mode = mode;
-      shape.q_std = q_std;
-      shape.sequences = {{900, 1}};
-      Check(shape, 8);
-    }
-  }
+  for (const StepShape& shape : ShapesOfHardKeysAndQueries({0.f, 1e-6f, 8.f, 1000.f})) Check(Like<Shape>(shape), 7);
 }
 
 TEST_F(ZackDevice, HoweverTheWorkIsSplit) {
-  for (const int blocks : {1, 2, 3, 7, 32, 131, 264}) {
-    for (const bool holes : {false, true}) {
-      Shape shape;
-      shape.kv_heads = 8;
-      shape.holes = holes;
-      shape.multiprocessors = blocks;
-      shape.sequences = {{2000, 1}, {300, 1}, {65, 1}};
-      Check(shape, 11);
-    }
-  }
+  for (const StepShape& shape : ShapesHoweverSplit()) Check(Like<Shape>(shape), 11);
 }
 
 }  // namespace

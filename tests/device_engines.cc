@@ -4,9 +4,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <fstream>
 #include <random>
 
+#include "absl/strings/str_cat.h"
 #include "codecs/builtin.h"
+#include "codecs/calibrate/synthetic.h"
+#include "codecs/calibration.h"
 #include "codecs/registry.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/memory/device.h"
@@ -18,6 +22,10 @@ using client::DeviceClient;
 using client::InProcess;
 using client::StepEntry;
 using client::TensorView;
+
+namespace {
+constexpr char kModel[] = "captured";
+}  // namespace
 
 Text RandomText(uint64_t seed, Text shape) {
   Text text = std::move(shape);
@@ -36,9 +44,18 @@ Text RandomText(uint64_t seed, Text shape) {
   return text;
 }
 
+void WriteArtifact(const Text& text, std::vector<std::string> specs, const std::string& directory,
+                   const std::string& name) {
+  const CalibrationModel model = {kModel, "", text.layers, text.kv_heads, text.query_heads, text.head_dim};
+  const auto made = SyntheticCalibration(model, 1, std::move(specs));
+  const std::string bytes = SerializeCalibration(made->model(), made->tensors(), made->metadata());
+  std::ofstream(absl::StrCat(directory, "/", name, ".safetensors"), std::ios::binary)
+      .write(bytes.data(), std::streamsize(bytes.size()));
+}
+
 client::CacheOptions OptionsFor(const Text& text, const std::string& codec, int device, const std::string& tenant) {
   client::CacheOptions options;
-  options.model = "captured";
+  options.model = kModel;
   options.tenant = tenant;
   options.layers = text.layers;
   options.kv_heads = text.kv_heads;
@@ -76,12 +93,11 @@ std::vector<StepEntry> EntriesOf(const std::vector<Part>& parts) {
   return entries;
 }
 
-absl::StatusOr<std::shared_ptr<const Codec>> CodecOf(const client::Cache& cache) {
-  static const CodecRegistry& registry = *[] {
-    auto* made = new CodecRegistry;
-    RegisterBuiltinCodecs(*made);
-    return made;
-  }();
+absl::StatusOr<std::shared_ptr<const Codec>> CodecOf(const client::Cache& cache, const std::string& artifacts) {
+  const std::unique_ptr<CalibrationSource> source = MakeCalibrationDirectory(artifacts);
+  CodecRegistry registry;
+  registry.SetCalibrations(source.get());
+  RegisterBuiltinCodecs(registry);
   const client::CacheOptions& options = cache.description().options;
   CodecContext context;
   context.layout.kv_heads = uint16_t(options.kv_heads);
@@ -89,6 +105,7 @@ absl::StatusOr<std::shared_ptr<const Codec>> CodecOf(const client::Cache& cache)
   context.layout.page_tokens = uint16_t(options.page_tokens);
   context.layout.dtype = options.dtype;
   context.layers = options.layers;
+  context.model = options.model;
   context.query_heads = options.query_heads;
   KV_ASSIGN_OR_RETURN(std::unique_ptr<Codec> codec, registry.Create(options.codec, context));
   return std::shared_ptr<const Codec>(std::move(codec));
@@ -214,10 +231,11 @@ absl::Status DaemonEngine::RunStep(const Text& text, const std::vector<Part>& pa
 }
 
 absl::StatusOr<std::unique_ptr<OwnEngine>> OwnEngine::Make(Client* client, DeviceClient* device,
-                                                           const client::CacheOptions& options, bool encode_here) {
+                                                           const client::CacheOptions& options, bool encode_here,
+                                                           const std::string& artifacts) {
   auto engine = std::make_unique<OwnEngine>();
   KV_RETURN_IF_ERROR(engine->Init(client, device, options));
-  KV_ASSIGN_OR_RETURN(std::shared_ptr<const Codec> codec, CodecOf(*engine->cache_));
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<const Codec> codec, CodecOf(*engine->cache_, artifacts));
   InProcess::Options run;
   run.stream = engine->stream_;
   run.encode_here = encode_here;
@@ -271,9 +289,9 @@ absl::Status OwnEngine::RunStep(const Text& text, const std::vector<Part>& parts
 }
 
 absl::StatusOr<std::unique_ptr<Engine>> MakeEngine(Way way, Client* client, DeviceClient* device,
-                                                   const client::CacheOptions& options) {
+                                                   const client::CacheOptions& options, const std::string& artifacts) {
   if (way == Way::kDaemon) return DaemonEngine::Make(client, device, options);
-  return OwnEngine::Make(client, device, options, way == Way::kOwn);
+  return OwnEngine::Make(client, device, options, way == Way::kOwn, artifacts);
 }
 
 absl::Status Twins::Step(const Text& text,

@@ -37,6 +37,11 @@ struct Text {
 /// shape: its tensors are ignored.
 Text RandomText(uint64_t seed, Text shape = {});
 
+/// An artifact for the text's shape, trained on nothing, as `name`.safetensors in `directory`; specs: of codecs with
+/// codebooks, which it has too.
+void WriteArtifact(const Text& text, std::vector<std::string> specs, const std::string& directory,
+                   const std::string& name);
+
 client::CacheOptions OptionsFor(const Text& text, const std::string& codec, int device,
                                 const std::string& tenant = "a");
 
@@ -158,7 +163,8 @@ class DaemonEngine final : public GpuEngine {
 class OwnEngine final : public GpuEngine {
  public:
   static absl::StatusOr<std::unique_ptr<OwnEngine>> Make(client::Client* client, client::DeviceClient* device,
-                                                         const client::CacheOptions& options, bool encode_here);
+                                                         const client::CacheOptions& options, bool encode_here,
+                                                         const std::string& artifacts = "");
   ~OwnEngine() override;
   absl::Status Submit(const Text& text, const std::vector<Part>& parts, bool append,
                       std::vector<client::TensorView>* outs);
@@ -175,8 +181,10 @@ class OwnEngine final : public GpuEngine {
 };
 
 enum class Way { kDaemon, kOwn, kOwnButEncoding };
+/// artifacts: the daemon's directory of them.
 absl::StatusOr<std::unique_ptr<Engine>> MakeEngine(Way way, client::Client* client, client::DeviceClient* device,
-                                                   const client::CacheOptions& options);
+                                                   const client::CacheOptions& options,
+                                                   const std::string& artifacts = "");
 
 /// The same steps on the GPU and on the CPU.
 struct Twins {

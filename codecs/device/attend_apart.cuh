@@ -24,6 +24,23 @@ __device__ __forceinline__ float* MappedRow(const AttendParams& p, int area, siz
   return p.mapped + (static_cast<size_t>(area) * p.tokens * p.query_heads + row) * kHeadDim;
 }
 
+/// A row of q in pairs of channels, as it was given or as it was mapped.
+template <int kHeadDim, bool kMapped>
+struct QueryPairs {
+  const uint32_t* given;
+  const float2* mapped;
+  bool bfloat16;
+
+  __device__ __forceinline__ QueryPairs(const AttendParams& p, size_t row)
+      : given(static_cast<const uint32_t*>(p.q) + row * (kHeadDim / 2)),
+        mapped(reinterpret_cast<const float2*>(MappedRow<kHeadDim>(p, 0, row))),
+        bfloat16(p.bfloat16) {}
+  __device__ __forceinline__ float2 operator[](int pair) const {
+    if constexpr (kMapped) return __ldcg(mapped + pair);
+    return ToFloats(given[pair], bfloat16);
+  }
+};
+
 /// Products of up to kMapRows rows with the block's factor; its sum's part of column threadIdx.x % kHeadDim.
 template <int kHeadDim>
 struct MapBlock {

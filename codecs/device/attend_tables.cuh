@@ -10,9 +10,12 @@
 //
 //   State, Clear(state), Leave(params, item, state, place): adds a state to what the warp has of the tile.
 //
-//   kTableBytes, TableOf(params, item): of one KV head, on the device, 16-byte aligned.
+//   kTableBytes, TableBytes(params), TableOf(params, item): of one KV head, on the device, 16-byte aligned; at most, as
+//   many as there are (a multiple of 16; 0: none are kept), and where.
 //
 //   Begin(params, item, table, scratch) with the tables in shared memory.
+//
+// With kApart its outputs stand in a space of their own (attend_apart.cuh): a warp then has two places of the tile.
 #pragma once
 
 #include <type_traits>
@@ -41,14 +44,44 @@ struct WarpPlace {
   }
 };
 
+/// Places of encoded pages where they stand apart: what raw ones have is in TileStates.
+template <int kHeadDim, int kWarps, int kRows>
+struct ApartPlaces : ParkedStates<kHeadDim, kWarps, kRows> {
+  float2 state[kWarps][kRows];
+};
+
+/// Nothing, in a place that nothing was left in.
+template <int kHeadDim, int kRows>
+__device__ __forceinline__ void LeaveNothing(const WarpPlace& place) {
+  const int lane = threadIdx.x % 32;
+  for (int i = lane; i < kRows * kHeadDim; i += 32) place.acc[i] = 0;
+  if (lane < kRows) place.state[lane] = make_float2(kMinusInfinity, 0);
+}
+
+/// A raw and an encoded place of a warp, in two spaces, become what MergeTileApart reads.
+template <int kHeadDim, int kWarps, int kRows>
+__device__ __forceinline__ void JoinPlaces(TileStates<kHeadDim, kWarps, kRows>& raw,
+                                           ApartPlaces<kHeadDim, kWarps, kRows>& encoded) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (lane >= kRows) return;
+  const float2 a = raw.state[warp][lane], b = encoded.state[warp][lane];
+  const float max = fmaxf(a.x, b.x), origin = max == kMinusInfinity ? 0 : max;
+  encoded.max[static_cast<int>(PageForm::kRaw)][warp][lane] = a.x;
+  encoded.max[static_cast<int>(PageForm::kEncoded)][warp][lane] = b.x;
+  raw.state[warp][lane] = make_float2(max, Exp2(a.x - origin) * a.y + Exp2(b.x - origin) * b.y);
+}
+
 template <class Raw, class Encoded, int kWarps, int kStages>
 struct AttendTablesMemory {
-  static_assert(Raw::kPieceBytes == Encoded::kPieceBytes && Raw::kPieces == 2 && Encoded::kPieces == 2);
-  static constexpr int kPieceBytes = Encoded::kPieceBytes;
+  static_assert(Raw::kPieces == 2 && Encoded::kPieces == 2);
+  static constexpr int kPieceBytes = Raw::kPieceBytes > Encoded::kPieceBytes ? Raw::kPieceBytes : Encoded::kPieceBytes;
   alignas(128) uint8_t table[Encoded::kTableBytes];
   alignas(128) uint8_t ring[kWarps][kStages][kPieceBytes];
   static constexpr int kMergers = Encoded::kRows * Encoded::kHeadDim / 128;  // warps that merge a tile
+  static_assert(kMergers <= kWarps);
   TileStates<Encoded::kHeadDim, kWarps, Encoded::kRows> states;
+  std::conditional_t<StandsApart<Encoded>(), ApartPlaces<Encoded::kHeadDim, kWarps, Encoded::kRows>, NothingParked>
+      parked;
   alignas(8) uint64_t left;    // barrier: all warps left their states
   alignas(8) uint64_t merged;  // barrier: they were merged
   alignas(8) uint64_t loaded;  // barrier: the table is there
@@ -122,8 +155,10 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm)
   const auto begin_table = [&]() {
     table_head = item.kv_head;
     if (threadIdx.x != 0) return;
-    loaded.ArriveExpecting(Encoded::kTableBytes);
-    CopyBulk(SharedAddress(memory->table), Encoded::TableOf(p, item), Encoded::kTableBytes, loaded);
+    const uint32_t bytes = Encoded::TableBytes(p);
+    if (bytes == 0) return loaded.Arrive();
+    loaded.ArriveExpecting(bytes);
+    CopyBulk(SharedAddress(memory->table), Encoded::TableOf(p, item), bytes, loaded);
   };
 
   CopyItem(p, &item, blockIdx.x);
@@ -132,11 +167,18 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm)
   if (table_waits) begin_table();
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) load();
+  constexpr bool kApart = StandsApart<Encoded>();
+  if constexpr (kApart) {  // pages were there before what was launched last: it mapped q
+    WaitForLast();
+    LetNextBegin();
+  }
 
   int begun = 0;  // units of the block's earlier items
   int tile = 0;
   WarpPlace place{memory->states.acc[warp][0], memory->states.state[warp], true};
-  const auto attend = [&](auto pages, auto& state) {
+  [[maybe_unused]] WarpPlace apart = place;  // of encoded pages, with kApart
+  if constexpr (kApart) apart = {memory->parked.acc[warp][0], memory->parked.state[warp], true};
+  const auto attend = [&](auto pages, auto& state, const WarpPlace& to) {
     using Pages = decltype(pages);
     const int units = Pages::Units(p, item);
     int unit = FirstUnit<kWarps>(begun);
@@ -155,14 +197,14 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm)
       pages.template Attend<1>(p, item, unit, wait(), state);
       advance();
     }
-    if (place.empty && tile > 0) merged.Wait((tile - 1) % 2);
+    if (to.empty && tile > 0) merged.Wait((tile - 1) % 2);
     return true;
   };
   for (;;) {
     if (item.form == PageForm::kRaw) {
       WarpState<kHeadDim> state;
       state.Clear();
-      if (attend(Raw(), state)) {
+      if (attend(Raw(), state, place)) {
         LeavePlain<kHeadDim, Encoded::kRows>(state, place);
         place.empty = false;
       }
@@ -176,23 +218,36 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm)
       table_waits = false;
       typename Encoded::State state;
       Encoded::Clear(state);
-      if (attend(Encoded(), state)) {
-        Encoded::Leave(p, item, state, place);
-        place.empty = false;
+      WarpPlace& to = kApart ? apart : place;
+      if (attend(Encoded(), state, to)) {
+        Encoded::Leave(p, item, state, to);
+        to.empty = false;
       }
     }
     if (item.ends_tile) {
       if (place.empty) {
         if (tile > 0) merged.Wait((tile - 1) % 2);
-        for (int i = lane; i < Encoded::kRows * kHeadDim; i += 32) place.acc[i] = 0;
-        if (lane < Encoded::kRows) place.state[lane] = make_float2(kMinusInfinity, 0);
+        LeaveNothing<kHeadDim, Encoded::kRows>(place);
+      }
+      if constexpr (kApart) {
+        if (apart.empty) {
+          if (tile > 0) merged.Wait((tile - 1) % 2);
+          LeaveNothing<kHeadDim, Encoded::kRows>(apart);
+        }
+        __syncwarp();
+        JoinPlaces(memory->states, memory->parked);
+        apart.empty = true;
       }
       left.Arrive();
       // Warps take turns in merging.
       const int merger = (warp + tile * Memory::kMergers) % kWarps;
       if (merger < Memory::kMergers) {
         left.Wait(tile % 2);
-        MergeTile(p, item, merger, memory->states);
+        if constexpr (kApart) {
+          MergeTileApart(p, item, merger, memory->states, memory->parked);
+        } else {
+          MergeTile(p, item, merger, memory->states);
+        }
         merged.Arrive();
       }
       place.empty = true;
@@ -209,12 +264,13 @@ struct AttendTables {
   using Memory = AttendTablesMemory<Raw, Encoded, kWarps, kStages>;
   static_assert(sizeof(Memory) <= 227 * 1024, "a block has 227 KiB");
   static constexpr auto kKernel = AttendTablesKernel<Raw, Encoded, kWarps, kStages, 1>;
+  static constexpr int kThreads = kWarps * 32, kHeadDim = Encoded::kHeadDim;
 
   static int Prepare() {
     return cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Memory));
   }
   static int Launch(const AttendParams& params, int blocks, CUstream_st* stream) {
-    kKernel<<<blocks, kWarps * 32, sizeof(Memory), stream>>>(params);
+    kKernel<<<blocks, kThreads, sizeof(Memory), stream>>>(params);
     return cudaPeekAtLastError();
   }
 };

@@ -6,7 +6,7 @@
 // in registers. While a group's softmax of two pages runs, its product with the two pages before does. Products are the
 // raw form's for all pages: encoded ones are decoded on their way.
 //
-// Where encoded pages stand in a space of their own instead (IsDirect), the two forms have tiles of their own. Those of
+// Where encoded pages stand in a space of their own instead (IsMapped), the two forms have tiles of their own. Those of
 // encoded pages take q from there, float16 rows scaled by powers of two, and leave outputs there; a MappedRowState says
 // of each row what either form gave.
 #pragma once
@@ -40,11 +40,6 @@ struct MappedRows {
         states(reinterpret_cast<MappedRowState*>(out + static_cast<size_t>(p.tokens) * p.query_heads * kHeadDim)) {}
 };
 
-/// Barriers of some of the block's warps.
-enum NamedBarrier : int { kGroup0 = 1, kGroup1 };
-__device__ __forceinline__ void SyncNamed(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
 // ---- attending ----
 
 template <int kHeadDim, bool kBFloat16, class Encoded>
@@ -52,7 +47,7 @@ struct PrefillConsumer {
   using Memory = PrefillMemory<kHeadDim, Encoded>;
   using Tile = PrefillTile<kHeadDim>;
   static constexpr int kScores = kPrefillPairTokens / 2, kOutputs = kHeadDim / 2;  // of a lane
-  static constexpr bool kMaps = IsDirect<Encoded>();
+  static constexpr bool kMaps = IsMapped<Encoded>();
 
   const PrefillParams& p;
   Memory& memory;
@@ -197,7 +192,7 @@ struct PrefillConsumer {
     uint16_t* out = static_cast<uint16_t*>(p.out);
     if constexpr (kInSpace) out = MappedRows<kHeadDim>(p).out;
     int columns = kHeadDim;
-    if constexpr (kInSpace) columns = Encoded::OutputColumns(p, item.kv_head);
+    if constexpr (kInSpace && !KeepsAllColumns<Encoded>()) columns = Encoded::OutputColumns(p, item.kv_head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (token[half] >= item.tokens) continue;
@@ -284,8 +279,8 @@ struct PrefillConsumer {
   template <bool kInSpace, int kKeyColumns, int kColumns>
   __device__ __forceinline__ void Attend(const PrefillItem& item, uint32_t& n) {
     constexpr bool kInBFloat16 = !kInSpace && kBFloat16;
-    const auto stage_of = [](uint32_t pair) { return pair % kPrefillStages; };
-    const auto parity_of = [](uint32_t pair) { return pair / kPrefillStages % 2; };
+    const auto stage_of = [](uint32_t pair) { return pair % Memory::kStages; };
+    const auto parity_of = [](uint32_t pair) { return pair / Memory::kStages % 2; };
     const void* queries = p.q;
     if constexpr (kInSpace) queries = MappedRows<kHeadDim>(p).q;
     LoadQueries(item, queries);
@@ -346,8 +341,8 @@ struct PrefillConsumer {
         const uint32_t encoded = __shfl_sync(kAllLanes, static_cast<uint32_t>(p.runs[item.first_run].encoded), 0);
         if (encoded == 0) {
           Attend<false, kHeadDim, kHeadDim>(item, n);
-        } else if constexpr (kHeadDim == 64) {
-          Attend<true, 64, 64>(item, n);
+        } else if constexpr (kHeadDim == 64 || KeepsAllColumns<Encoded>()) {
+          Attend<true, kHeadDim, kHeadDim>(item, n);
         } else {
           const int wide = (Encoded::KeyColumns(p, item.kv_head) > 64 ? 2 : 0) +
                            (Encoded::OutputColumns(p, item.kv_head) > 64 ? 1 : 0);
@@ -382,7 +377,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 1) PrefillKernel(const __grid
   extern __shared__ __align__(1024) uint8_t shared[];
   Memory& memory = *reinterpret_cast<Memory*>(shared);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kPrefillStages; ++i) {
+    for (uint32_t i = 0; i < Memory::kStages; ++i) {
       Barrier{SharedAddress(&memory.keys_full[i])}.Init(kGroupThreads);
       Barrier{SharedAddress(&memory.values_full[i])}.Init(kGroupThreads);
       Barrier{SharedAddress(&memory.keys_empty[i])}.Init(4 * kPrefillGroups);

@@ -5,15 +5,21 @@
 //   kRecordBytes: that a head of a page has at most, a multiple of 16; 0: there are no encoded pages, or
 //
 //   kDirect: their rows are copied as they stand: Fill(params, kv_head, page, side, tile, first_token), by all threads
-//   of four warps. They are in a space of their own then (prefill_device.cuh), and KeyColumns and
-//   OutputColumns(params, kv_head) are those that keys and outputs have there.
+//   of four warps.
+//
+//   kMaps: they are in a space of their own (prefill_device.cuh), in float16; KeyColumns and OutputColumns(params,
+//   kv_head) are those that keys and outputs have there, or, with kAllColumns, there are all.
 //
 //   Load(params, kv_head, pages, places, barrier): begins copies of the head's records of two pages, of which one may
 //   be nullptr; one lane calls it, and arrives once.
 //
+//   kTableBytes: of a side of one head, which are kept in shared memory beside pages: LoadTable(params, kv_head, side,
+//   to), by all threads of four warps. There is one stage then instead of two.
+//
 //   Side: what a thread knows of K's or V's pages. Open(params, kv_head, side) before pages of that head;
 //   FillKeys(record, tile, first_token, scratch) or FillValues: by all lanes of four warps, each a quarter of the
-//   channels; row first_token + t of the tile becomes token t of the page. scratch: kScratchBytes of the warp's own,
+//   channels; row first_token + t of the tile becomes token t of the page. With tables, UseTable(params, table) behind
+//   Open. scratch: kScratchBytes of the warp's own,
 //   16-byte aligned, another one for the next page.
 #pragma once
 
@@ -24,7 +30,6 @@
 
 namespace kvmanager::device {
 
-inline constexpr int kPrefillStages = 2;      // of pairs of pages, K and V each
 inline constexpr uint32_t kPrefillAhead = 3;  // pairs of records: of encoded pages
 inline constexpr uint32_t kPrefillPairs = 8;  // pairs that are known: those ahead, and those that are attended to
 inline constexpr int kPrefillPairTokens = 2 * kPrefillPageTokens;
@@ -38,6 +43,12 @@ static_assert(2 * kProducerRegisters + kPrefillGroups * kConsumerRegisters == 4 
 
 /// What this thread stored to shared memory comes before what wgmma reads behind the next barrier.
 __device__ __forceinline__ void FenceForWgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+/// Barriers of some of the block's warps.
+enum NamedBarrier : int { kGroup0 = 1, kGroup1, kProducers0, kProducers1 };
+__device__ __forceinline__ void SyncNamed(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 
 /// 16 bytes by one lane, or zeros.
 __device__ __forceinline__ void CopyOrZero(uint32_t to, const void* from, bool copy) {
@@ -69,6 +80,27 @@ constexpr bool IsDirect() {
   if constexpr (requires { Encoded::kDirect; }) return Encoded::kDirect;
   return false;
 }
+
+template <class Encoded>
+constexpr bool IsMapped() {
+  if constexpr (requires { Encoded::kMaps; }) return Encoded::kMaps;
+  return false;
+}
+
+template <class Encoded>
+constexpr bool KeepsAllColumns() {
+  if constexpr (requires { Encoded::kAllColumns; }) return Encoded::kAllColumns;
+  return false;
+}
+
+template <class Encoded>
+constexpr int TableBytesOf() {
+  if constexpr (requires { Encoded::kTableBytes; }) return Encoded::kTableBytes;
+  return 0;
+}
+/// Of pairs of pages, K and V each.
+template <class Encoded>
+inline constexpr uint32_t kStagesOf = TableBytesOf<Encoded>() > 0 ? 1 : 2;
 
 /// Two pages, in shared memory, for those who bring them and those who attend.
 struct PrefillPair {
@@ -151,19 +183,21 @@ template <int kHeadDim, class Encoded>
 struct PrefillMemory {
   using Tile = PrefillTile<kHeadDim>;
   static constexpr int kRecordBytes = Encoded::kRecordBytes == 0 ? 16 : (Encoded::kRecordBytes + 127) / 128 * 128;
-  alignas(1024) uint8_t keys[kPrefillStages][Tile::kBytes];
-  alignas(1024) uint8_t values[kPrefillStages][Tile::kBytes];
+  static constexpr uint32_t kStages = kStagesOf<Encoded>;
+  alignas(1024) uint8_t keys[kStages][Tile::kBytes];
+  alignas(1024) uint8_t values[kStages][Tile::kBytes];
   alignas(1024) uint8_t queries[kPrefillGroups][kHeadDim / 64][kGroupRows * 128];
   alignas(128) uint8_t records[kPrefillAhead][2][kRecordBytes];
   alignas(16) uint8_t scratch[8][2][Encoded::kScratchBytes == 0 ? 16 : Encoded::kScratchBytes];
+  alignas(16) uint8_t tables[2][TableBytesOf<Encoded>() == 0 ? 16 : TableBytesOf<Encoded>()];
   alignas(16) PrefillPair pairs[kPrefillPairs];
   alignas(16) PrefillWalker walker;
   alignas(16) uint32_t slots[PrefillWalker::kSlots];
   // Barriers.
-  alignas(8) uint64_t keys_full[kPrefillStages];
-  alignas(8) uint64_t keys_empty[kPrefillStages];
-  alignas(8) uint64_t values_full[kPrefillStages];
-  alignas(8) uint64_t values_empty[kPrefillStages];
+  alignas(8) uint64_t keys_full[kStages];
+  alignas(8) uint64_t keys_empty[kStages];
+  alignas(8) uint64_t values_full[kStages];
+  alignas(8) uint64_t values_empty[kStages];
   alignas(8) uint64_t pair_full[kPrefillPairs];   // known, and its records are there
   alignas(8) uint64_t pair_empty[kPrefillPairs];  // its records were read
   uint32_t last[kPrefillGroups];                  // this group merges a tile
@@ -259,18 +293,25 @@ struct PrefillProducer {
     uint64_t* const empty = kSide == 0 ? memory.keys_empty : memory.values_empty;
     if (kSide == 1 && loads) loader.Begin();
     int kv_head = -1;
+    constexpr uint32_t kStages = Memory::kStages;
     for (uint32_t n = 0;; ++n) {
       const uint32_t at = n % kPrefillPairs;
       Barrier{SharedAddress(&memory.pair_full[at])}.Wait(n / kPrefillPairs % 2);
       const PrefillPair& pair = memory.pairs[at];
       if (pair.end != 0) return;
-      const uint32_t stage = n % kPrefillStages,
+      const uint32_t stage = n % kStages,
                      tile = SharedAddress(kSide == 0 ? memory.keys[0] : memory.values[0]) + stage * Tile::kBytes;
       if (kv_head != pair.kv_head) {
         kv_head = pair.kv_head;
         side.Open(p, kv_head, kSide);
+        if constexpr (TableBytesOf<Encoded>() > 0) {
+          SyncNamed(kSide == 0 ? kProducers0 : kProducers1, kGroupThreads);  // nobody reads the old one any more
+          Encoded::LoadTable(p, kv_head, kSide, memory.tables[kSide]);
+          SyncNamed(kSide == 0 ? kProducers0 : kProducers1, kGroupThreads);
+          side.UseTable(p, memory.tables[kSide]);
+        }
       }
-      Barrier{SharedAddress(empty + stage)}.Wait(n / kPrefillStages % 2 ^ 1);
+      Barrier{SharedAddress(empty + stage)}.Wait(n / kStages % 2 ^ 1);
       const int encoded = pair.encoded;
 #pragma unroll 1
       for (int h = 0; h < 2; ++h) {

@@ -111,7 +111,14 @@ struct PairOfValues<true> {
   }
 };
 
-template <int kHeadDim, bool kBFloat16>
+/// Where a layer's heads are: PrefillParams::format.
+struct FormatHeads {
+  static __device__ __forceinline__ const HackDeviceHead* Of(const PrefillParams& p) {
+    return static_cast<const HackDeviceHead*>(p.format);
+  }
+};
+
+template <int kHeadDim, bool kBFloat16, class Heads = FormatHeads>
 struct HackPrefillPages {
   using Pair = PairOfValues<kBFloat16>;
   using Number = typename Pair::Number;
@@ -124,7 +131,7 @@ struct HackPrefillPages {
   static __device__ __forceinline__ void Load(const PrefillParams& p, int kv_head, const uint8_t* first,
                                               const uint8_t* second, uint32_t first_to, uint32_t second_to,
                                               Barrier barrier) {
-    const HackDeviceHead& head = static_cast<const HackDeviceHead*>(p.format)[kv_head];
+    const HackDeviceHead& head = Heads::Of(p)[kv_head];
     const uint32_t bytes = head.side[1].end;
     barrier.ArriveExpecting(first != nullptr && second != nullptr ? 2 * bytes : bytes);
     if (first != nullptr) CopyBulk(first_to, first + head.offset, bytes, barrier);
@@ -158,7 +165,7 @@ struct HackPrefillPages {
     __device__ __forceinline__ int width(int k) const { return static_cast<int>(widths >> 8 * k & 0xff); }
 
     __device__ __forceinline__ void Open(const PrefillParams& p, int kv_head, int side_index) {
-      const HackDeviceSide& side = static_cast<const HackDeviceHead*>(p.format)[kv_head].side[side_index];
+      const HackDeviceSide& side = Heads::Of(p)[kv_head].side[side_index];
       const int warp = threadIdx.x / 32 % 4, first = warp * kWarpSegments, second = first + kWarpSegments - 1;
       segments = side.codes + side.segment_offset[first];
       next_segment = static_cast<uint32_t>(side.segment_offset[second]) - side.segment_offset[first];

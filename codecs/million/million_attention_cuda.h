@@ -6,9 +6,10 @@
 
 namespace kvmanager {
 
-/// The kernels for pages of this format, which attend to raw pages beside them: head_dim 128, 64 tokens to a page, K
-/// and V in 64 subspaces of 8 bits. They read AttendParams::codec as million::MillionPairTables [kv_heads]. nullptr:
-/// another format, which is decoded first, or built without CUDA.
-const device::AttendKernels* MillionAttentionKernels(const million::MillionFormat& format);
+/// The kernels for pages of this format, which attend to raw pages beside them: head_dim 64 or 128, 64 tokens to a
+/// page. They read AttendParams::codec as million::MillionPairTables [kv_heads] where MillionPairs(format), else as a
+/// million::MillionAnyLayer; apart, pages are of rotated K and V, and it is a million::MillionSpace. nullptr: another
+/// format, or built without CUDA.
+const device::AttendKernels* MillionAttentionKernels(const million::MillionFormat& format, bool apart = false);
 
 }  // namespace kvmanager

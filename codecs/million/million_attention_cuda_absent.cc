@@ -3,6 +3,7 @@
 
 namespace kvmanager::million {
 
-const device::AttendKernels* MillionPairKernels() { return nullptr; }
+const device::AttendKernels* MillionPairKernels(bool) { return nullptr; }
+const device::AttendKernels* MillionAnyKernels(int, uint32_t, bool) { return nullptr; }
 
 }  // namespace kvmanager::million

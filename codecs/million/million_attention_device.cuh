@@ -20,15 +20,17 @@
 #pragma once
 
 #include "codecs/device/attend_tables.cuh"
-#include "codecs/million/million_device_format.h"
+#include "codecs/million/million_space_device.cuh"
 
 namespace kvmanager::device {
 
 using million::MillionPairTables;
 
-/// kTileRowsMax: 4 where no tile has more rows, else kTileRows.
-template <int kTileRowsMax>
+/// kTileRowsMax: 4 where no tile has more rows, else kTileRows. kStandsApart: pages are of rotated K and V
+/// (attend_apart.cuh), and AttendParams::codec is a MillionSpace.
+template <int kTileRowsMax, bool kStandsApart = false>
 struct MillionPages {
+  static constexpr bool kApart = kStandsApart;
   static constexpr int kHeadDim = 128;
   static constexpr int kRows = kTileRowsMax;
   static constexpr int kSets = kRows / 4;  // of four rows
@@ -67,8 +69,9 @@ struct MillionPages {
     CopyBulk(to, page + (2 * item.kv_head + piece) * kPieceBytes, kPieceBytes, barrier);
   }
   static __device__ __forceinline__ const MillionPairTables& TablesOf(const AttendParams& p, const AttendItem& item) {
-    return static_cast<const MillionPairTables*>(p.codec)[item.kv_head];
+    return static_cast<const MillionPairTables*>(MillionTablesOf<kApart>(p))[item.kv_head];
   }
+  static __device__ __forceinline__ uint32_t TableBytes(const AttendParams&) { return kTableBytes; }
   static __device__ __forceinline__ const void* TableOf(const AttendParams& p, const AttendItem& item) {
     return TablesOf(p, item).rows;
   }
@@ -91,13 +94,13 @@ struct MillionPages {
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
       const int row = 4 * set + g / 2;
-      const uint32_t* const from = static_cast<const uint32_t*>(p.q) + RowOf(p, item, row) * (kHeadDim / 2);
+      const QueryPairs<kHeadDim, kApart> from(p, RowOf(p, item, row));
       float2 x[16];  // q times step; [2 * half + a][b], a as even columns have it
       float largest = 0, offset = 0;
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         const int subspace = i / 8 * 32 + (i / 4 % 2 ^ g % 2) * 16 + i % 4 * 4 + t;
-        const float2 two = ToFloats(row < item.rows ? from[subspace] : 0, p.bfloat16);
+        const float2 two = row < item.rows ? from[subspace] : make_float2(0, 0);
         const float2 step = reinterpret_cast<const float2*>(tables.step[0])[subspace];
         const float2 mid = reinterpret_cast<const float2*>(tables.mid[0])[subspace];
         x[i] = make_float2(two.x * step.x, two.y * step.y);

@@ -27,6 +27,8 @@ class MillionCodec final : public Codec {
   absl::Status Validate(int layer, absl::Span<const uint8_t> encoded) const override;
   const PageAttention& attention() const override { return *attention_; }
   std::unique_ptr<DeviceCodec> NewDeviceCodec() const override;
+  const MillionFormat& format() const { return format_; }
+  const MillionTables& tables() const { return tables_; }
 
  private:
   const MillionFormat format_;

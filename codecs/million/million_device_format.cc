@@ -1,7 +1,9 @@
 #include "codecs/million/million_device_format.h"
 
+#include <algorithm>
 #include <cstring>
 #include <map>
+#include <utility>
 
 namespace kvmanager::million {
 namespace {
@@ -21,7 +23,62 @@ void FillPairs(const SideTable& table, int side, MillionPairTables* pairs) {
   std::memcpy(pairs->mid[side], table.mid, sizeof pairs->mid[side]);
 }
 
+MillionAnySide AnySideOf(const SideLayout& from) {
+  MillionAnySide side = {};
+  side.offset = from.offset;
+  side.bytes = (from.strip_bytes + 15) / 16 * 16;
+  for (int i = 0; i < kPlanes; ++i) {
+    side.plane[i] = (from.bits & kPlaneBits[i]) != 0 ? from.plane[i] : MillionAnySide::kNoPlane;
+  }
+  side.bits = uint32_t(from.bits);
+  while (1 << side.width_log2 < from.width) ++side.width_log2;
+  return side;
+}
+
+/// Appends a side's codes: [subspace][2^bits][width].
+void AppendCodes(const SideLayout& layout, const SideTable& table, int side, std::vector<uint8_t>* codes) {
+  for (int m = 0; m < layout.subspaces; ++m) {
+    for (int index = 0; index < layout.centroids; ++index) {
+      for (int c = m * layout.width; c < (m + 1) * layout.width; ++c) {
+        codes->push_back(uint8_t(CodeOf(side, table.by_channel[size_t(c) * table.entries + index]) + 128));
+      }
+    }
+  }
+}
+
+void FillAny(const MillionFormat& format, const MillionTables& tables, MillionDeviceFormat* made) {
+  const int heads = format.layout.kv_heads, d = format.layout.head_dim;
+  MillionAnyLayer layer = {};
+  uint32_t head_bytes = 0;
+  for (int side = 0; side < 2; ++side) {
+    layer.side[side] = AnySideOf(format.side[side]);
+    layer.side[side].codes = head_bytes;
+    head_bytes += uint32_t(d * format.side[side].centroids);
+  }
+  layer.record_bytes = format.record_bytes;
+  layer.shared_bytes = head_bytes <= uint32_t(2 * d * 256) ? head_bytes : 0;
+  made->any_layers.assign(tables.layers(), layer);
+  std::map<std::pair<const uint8_t*, const uint8_t*>, uint64_t> known;
+  for (int at = 0; at < tables.layers() * heads; ++at) {
+    const SideTable* sides[2];
+    for (int side = 0; side < 2; ++side) sides[side] = &tables.at(side, at / heads, at % heads);
+    MillionAnyHead& head = made->any_heads.emplace_back();
+    const auto [codes, added] = known.try_emplace({sides[0]->by_channel, sides[1]->by_channel}, made->any_codes.size());
+    head.codes = codes->second;
+    for (int side = 0; side < 2; ++side) {
+      if (added) AppendCodes(format.side[side], *sides[side], side, &made->any_codes);
+      std::copy_n(sides[side]->step, d, head.step[side]);
+      std::copy_n(sides[side]->mid, d, head.mid[side]);
+    }
+  }
+}
+
 }  // namespace
+
+bool MillionAny(const MillionFormat& format) {
+  const int d = format.layout.head_dim;
+  return (d == 64 || d == 128) && format.layout.page_tokens == kStripTokens;
+}
 
 bool MillionPairs(const MillionFormat& format) {
   const SideParameters pair = {64, 8};
@@ -70,6 +127,7 @@ MillionDeviceFormat MakeMillionDeviceFormat(const MillionFormat& format, const M
       }
     }
   }
+  if (MillionAny(format)) FillAny(format, tables, &made);
   return made;
 }
 

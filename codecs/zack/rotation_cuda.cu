@@ -66,6 +66,26 @@ __global__ void NameKernel(const DeviceDecodeItem* items, uint32_t count, uint8_
   inner[i] = item;
 }
 
+/// A block per page. vectors: 16 bytes each, of a raw page and of an encoded one.
+__global__ void DeclineInfiniteKernel(const DeviceEncodeItem* inner, uint32_t raw_vectors, uint32_t encoded_vectors,
+                                      uint32_t* declined) {
+  const DeviceEncodeItem item = inner[blockIdx.x];
+  int infinite = 0;
+  for (uint32_t i = threadIdx.x; i < raw_vectors; i += blockDim.x) {
+    const uint4 eight = reinterpret_cast<const uint4*>(item.raw)[i];
+    const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+    for (const uint32_t word : words) {
+      infinite |= (word & 0x7c00u) == 0x7c00u || (word & 0x7c000000u) == 0x7c000000u;
+    }
+  }
+  if (__syncthreads_or(infinite) == 0) return;
+  for (uint32_t i = threadIdx.x; i < encoded_vectors; i += blockDim.x) {
+    reinterpret_cast<uint4*>(item.encoded)[i] = make_uint4(0, 0, 0, 0);
+  }
+  if (threadIdx.x == 0) declined[blockIdx.x] = 1;
+}
+
 template <typename Kernel, typename... Arguments>
 cudaError_t Launch(Kernel kernel, int shared_bytes, const PageLayout& layout, uint32_t count, cudaStream_t stream,
                    Arguments... arguments) {
@@ -104,6 +124,13 @@ int LaunchRotateRaw(const DeviceRotation& rotation, const DeviceEncodeItem* item
   if (count == 0) return cudaSuccess;
   return rotation.layout.head_dim == 128 ? RotateRaw<128>(rotation, items, count, rotated, inner, stream)
                                          : RotateRaw<64>(rotation, items, count, rotated, inner, stream);
+}
+
+int LaunchDeclineInfinite(const PageLayout& layout, const DeviceEncodeItem* inner, uint32_t count, uint32_t page_bytes,
+                          uint32_t* declined, CUstream_st* stream) {
+  if (count == 0) return cudaSuccess;
+  DeclineInfiniteKernel<<<count, 256, 0, stream>>>(inner, uint32_t(layout.raw_bytes() / 16), page_bytes / 16, declined);
+  return cudaGetLastError();
 }
 
 int LaunchNameRotated(const DeviceRotation& rotation, const DeviceDecodeItem* items, uint32_t count, uint8_t* rotated,

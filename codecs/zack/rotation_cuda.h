@@ -32,6 +32,10 @@ struct DeviceRotation {
 /// out: `items` with the rotated pages for raw ones. All on the device.
 int LaunchRotateRaw(const DeviceRotation& rotation, const DeviceEncodeItem* items, uint32_t count, uint8_t* rotated,
                     DeviceEncodeItem* inner, CUstream_st* stream);
+/// Of rotated pages with an infinity, which a codec behind would not find: declined[i] = 1, and page_bytes
+/// bytes of the encoded page become zero. inner: what LaunchRotateRaw left.
+int LaunchDeclineInfinite(const PageLayout& layout, const DeviceEncodeItem* inner, uint32_t count, uint32_t page_bytes,
+                          uint32_t* declined, CUstream_st* stream);
 /// inner: [count], out: `items` with pages of `rotated` for their raw ones.
 int LaunchNameRotated(const DeviceRotation& rotation, const DeviceDecodeItem* items, uint32_t count, uint8_t* rotated,
                       DeviceDecodeItem* inner, CUstream_st* stream);

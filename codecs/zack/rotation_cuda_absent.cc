@@ -6,6 +6,9 @@ int LaunchRotateRaw(const DeviceRotation&, const DeviceEncodeItem*, uint32_t, ui
                     CUstream_st*) {
   return kRotationCudaUnavailable;
 }
+int LaunchDeclineInfinite(const PageLayout&, const DeviceEncodeItem*, uint32_t, uint32_t, uint32_t*, CUstream_st*) {
+  return kRotationCudaUnavailable;
+}
 int LaunchNameRotated(const DeviceRotation&, const DeviceDecodeItem*, uint32_t, uint8_t*, DeviceDecodeItem*,
                       CUstream_st*) {
   return kRotationCudaUnavailable;

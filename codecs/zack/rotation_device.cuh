@@ -9,23 +9,14 @@
 
 #include <cstdint>
 
+#include "codecs/device/mma_device.cuh"
+
 namespace kvmanager::zack {
 
 constexpr int kRotatedTokens = 64, kRotateThreads = 2 * kRotatedTokens;
 constexpr int kFactorHeaderBytes = 16;  // the scale
 
-template <bool kBFloat16>
-__device__ __forceinline__ void Multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (kBFloat16) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-}
+using device::Multiply;
 
 enum class Out { kHalfOrInfinity, kHalf, kBFloat16 };
 
@@ -62,6 +53,36 @@ __device__ __forceinline__ void LoadFactor(uint8_t* to, const uint8_t* from, int
   }
 }
 
+/// sums += a16 b of 32 columns: a16 has two rows of a lane, 8 of each 32 elements; b: the lane's place in the columns'
+/// part of a packed factor of `rows` rows.
+template <int kRowsMax, bool kBFloat16>
+__device__ __forceinline__ void MultiplyPacked(const uint4 (&a16)[kRowsMax / 32][2], const uint2* b, int rows,
+                                               float (&sums)[4][4]) {
+  constexpr int kParts = kBFloat16 ? 3 : 2;
+#pragma unroll
+  for (int kb = 0; kb < kRowsMax / 32; ++kb) {
+    if (32 * kb >= rows) break;
+#pragma unroll
+    for (int ks = 0; ks < 2; ++ks) {
+      const uint4 low = a16[kb][0], high = a16[kb][1];
+      const uint32_t a[4] = {ks == 0 ? low.x : low.z, ks == 0 ? high.x : high.z, ks == 0 ? low.y : low.w,
+                             ks == 0 ? high.y : high.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint2* const of = b + ((kb * 2 + ks) * 4 + j) * 32 * kParts;
+        if constexpr (kParts == 2) {
+          const uint4 both = *reinterpret_cast<const uint4*>(of);
+          Multiply<kBFloat16>(sums[j], a, both.z, both.w);  // the small part first
+          Multiply<kBFloat16>(sums[j], a, both.x, both.y);
+        } else {
+#pragma unroll
+          for (int part = kParts - 1; part >= 0; --part) Multiply<kBFloat16>(sums[j], a, of[part].x, of[part].y);
+        }
+      }
+    }
+  }
+}
+
 /// to [64][columns] = from [64][rows] factor, of which a warp has 16 rows; rows (at most kRowsMax) and columns are
 /// multiples of 16. The largest of this lane's results, in value, before they are rounded.
 template <int kRowsMax, bool kBFloat16, Out kOut>
@@ -86,28 +107,7 @@ __device__ __forceinline__ float RotateRows(const uint8_t* from, int rows, uint8
 #pragma unroll 1
   for (int m = 0; m < columns; m += 32) {
     float sums[4][4] = {};
-#pragma unroll
-    for (int kb = 0; kb < kRowsMax / 32; ++kb) {
-      if (32 * kb >= rows) break;
-#pragma unroll
-      for (int ks = 0; ks < 2; ++ks) {
-        const uint4 low = a16[kb][0], high = a16[kb][1];
-        const uint32_t a[4] = {ks == 0 ? low.x : low.z, ks == 0 ? high.x : high.z, ks == 0 ? low.y : low.w,
-                               ks == 0 ? high.y : high.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const uint2* const of = b + ((kb * 2 + ks) * 4 + j) * 32 * kParts;
-          if constexpr (kParts == 2) {
-            const uint4 both = *reinterpret_cast<const uint4*>(of);
-            Multiply<kBFloat16>(sums[j], a, both.z, both.w);  // the small part first
-            Multiply<kBFloat16>(sums[j], a, both.x, both.y);
-          } else {
-#pragma unroll
-            for (int part = kParts - 1; part >= 0; --part) Multiply<kBFloat16>(sums[j], a, of[part].x, of[part].y);
-          }
-        }
-      }
-    }
+    MultiplyPacked<kRowsMax, kBFloat16>(a16, b, rows, sums);
     b += (rows + 31) / 32 * 8 * 32 * kParts;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -11,7 +11,7 @@ namespace kvmanager::device {
 /// Rows of K' and V' as they stand, those of K' filled up to 64 or 128 columns with zeros.
 template <int kHeadDim>
 struct ZackPrefillPages {
-  static constexpr bool kDirect = true;
+  static constexpr bool kDirect = true, kMaps = true;
   static constexpr int kRecordBytes = 0, kScratchBytes = 0;
   using Tile = PrefillTile<kHeadDim>;
 
@@ -79,24 +79,7 @@ struct RowsOfHead {
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[j][i] = 0;
     }
-#pragma unroll
-    for (int kb = 0; kb < kHeadDim / 32; ++kb) {
-      if (32 * kb >= depth) break;
-#pragma unroll
-      for (int ks = 0; ks < 2; ++ks) {
-        const uint4 low = a16[kb][0], high = a16[kb][1];
-        const uint32_t a[4] = {ks == 0 ? low.x : low.z, ks == 0 ? high.x : high.z, ks == 0 ? low.y : low.w,
-                               ks == 0 ? high.y : high.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const uint2* const of = b + ((kb * 2 + ks) * 4 + j) * 32 * kParts;
-#pragma unroll
-          for (int part = kParts - 1; part >= 0; --part) {
-            zack::Multiply<kBFloat16>(sums[j], a, of[part].x, of[part].y);
-          }
-        }
-      }
-    }
+    zack::MultiplyPacked<kHeadDim, kBFloat16>(a16, b, depth, sums);
     const float scale = *reinterpret_cast<const float*>(factor);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {

@@ -1,5 +1,5 @@
-// Encode and decode of ZACK+HACK pages on a GPU against the CPU: the rotation within a step of float16, the codes of
-// identical rotated pages bit for bit.
+// Encode and decode of ZACK+HACK and ZACK+MILLION pages on a GPU against the CPU: the rotation within a step of
+// float16, the codes of identical rotated pages bit for bit.
 #include <cuda_runtime_api.h>
 
 #include <cmath>
@@ -15,6 +15,7 @@
 #include "codecs/zack_hack/rotated_codec.h"
 #include "codecs/zack_hack/stack_testing.h"
 #include "codecs/zack_hack/zack_hack.h"
+#include "codecs/zack_million/zack_million.h"
 #include "gtest/gtest.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/memory/device_testing.h"
@@ -57,8 +58,30 @@ struct Case {
   DType dtype;
   int head_dim;
   const char* mode;
-  const char* bytes;
+  const char* bytes;              // of zack+hack; or
+  const char* million = nullptr;  // parameters of zack+million
 };
+
+class OneArtifact final : public CalibrationSource {
+ public:
+  absl::StatusOr<std::shared_ptr<const Calibration>> Get(absl::string_view) override { return artifact; }
+  std::shared_ptr<const Calibration> artifact;
+};
+
+absl::StatusOr<std::unique_ptr<Codec>> CodecOf(const Case& c, const PageLayout& layout, int layers) {
+  if (c.million == nullptr) {
+    return MakeCodec(zack::SyntheticContext(layout, layers, 2 * layout.kv_heads),
+                     {{"mode", c.mode}, {"bytes", c.bytes}, {"allocation", "model"}});
+  }
+  const std::string spec = absl::StrCat("zack+million:", c.million);
+  const CodecContext context = zack::SyntheticContext(layout, layers, 2 * layout.kv_heads, {spec});
+  OneArtifact source;
+  source.artifact = context.calibration;
+  CodecRegistry registry;
+  registry.SetCalibrations(&source);
+  RegisterZackMillion(registry);
+  return registry.Create(absl::StrCat(spec, ",mode=", c.mode, ",calibration=any"), context);
+}
 
 class ZackHackEncodeGpu : public GpuTest {
  protected:
@@ -69,8 +92,7 @@ class ZackHackEncodeGpu : public GpuTest {
     layout_.kv_heads = uint16_t(kv_heads);
     layout_.head_dim = uint16_t(c.head_dim);
     layout_.page_tokens = 64;
-    auto made = MakeCodec(zack::SyntheticContext(layout_, kLayers, 2 * kv_heads),
-                          {{"mode", c.mode}, {"bytes", c.bytes}, {"allocation", "model"}});
+    auto made = CodecOf(c, layout_, kLayers);
     ASSERT_TRUE(made.ok()) << made.status();
     codec_ = *std::move(made);
     device_codec_ = codec_->NewDeviceCodec();
@@ -121,12 +143,15 @@ constexpr Case kCases[] = {{DType::kFloat16, 128, "balanced", "56"},
                            {DType::kBFloat16, 128, "joint", "48"},
                            {DType::kFloat16, 64, "joint", "40"},
                            {DType::kBFloat16, 64, "balanced", "24"},
-                           {DType::kFloat16, 128, "joint", "100"}};
+                           {DType::kFloat16, 128, "joint", "100"},
+                           {DType::kFloat16, 128, "balanced", nullptr, "m=64,bits=8"},
+                           {DType::kBFloat16, 64, "joint", nullptr, "k_m=32,k_bits=9,v_m=16,v_bits=4"}};
 
 TEST_F(ZackHackEncodeGpu, PagesAndTheirCodes) {
   uint64_t seed = 0;
   for (const Case& c : kCases) {
-    SCOPED_TRACE(absl::StrCat("dtype ", int(c.dtype), " d ", c.head_dim, " ", c.mode, " ", c.bytes));
+    SCOPED_TRACE(absl::StrCat("dtype ", int(c.dtype), " d ", c.head_dim, " ", c.mode, " ",
+                              c.million != nullptr ? c.million : c.bytes));
     const int heads = 1 + int(seed % 3) * 2;
     Open(c, heads);
     const int count = 23;

@@ -12,6 +12,7 @@
 #include "codecs/million/million.h"
 #include "codecs/zack/factors.h"
 #include "codecs/zack_hack/rotated_codec.h"
+#include "codecs/zack_million/zack_million_device_codec.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -57,6 +58,7 @@ absl::StatusOr<std::unique_ptr<Codec>> MakeZackMillion(const CodecContext& conte
   options.layout = context.layout;
   options.fold = fold;
   options.calibration = context.calibration;
+  options.new_device_codec = MakeZackMillionDeviceCodec;
   const million::MillionFormat format = million::MakeMillionFormat(rotated, checked);
   KV_ASSIGN_OR_RETURN(const million::MillionCodebooks codebooks,
                       million::CodebooksOf(*context.calibration, absl::StrCat("zack_million.", mode), format,

@@ -1,0 +1,168 @@
+#include "codecs/zack_hack/rotated_device_codec.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "kvmanager/base/status.h"
+#include "kvmanager/memory/device.h"
+
+namespace kvmanager::zack {
+namespace {
+
+/// Rotated pages of one launch of the inner codec: few enough to stay in the second-level cache.
+constexpr size_t kRotatedBytes = size_t{32} << 20;
+
+/// A pool that keeps what it has; nullptr: none.
+CUmemPoolHandle_st* MakePool() {
+  cudaMemPoolProps properties = {};
+  properties.allocType = cudaMemAllocationTypePinned;
+  properties.location.type = cudaMemLocationTypeDevice;
+  cudaMemPool_t pool = nullptr;
+  if (cudaGetDevice(&properties.location.id) != cudaSuccess || cudaMemPoolCreate(&pool, &properties) != cudaSuccess) {
+    return nullptr;
+  }
+  uint64_t everything = UINT64_MAX;
+  if (cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &everything) != cudaSuccess) {
+    cudaMemPoolDestroy(pool);
+    return nullptr;
+  }
+  return pool;
+}
+
+}  // namespace
+
+RotationPlaces PlaceRotations(const RotatedCodec& codec, device::DeviceImage* image) {
+  const PageLayout& layout = codec.layout();
+  const int d = layout.head_dim, heads = layout.kv_heads, layers = codec.layers();
+  const size_t matrix = size_t(d) * d, matrices = matrix * heads * sizeof(float);
+  const size_t encode_bytes = PackedFactorBytes(d, d, layout.dtype);
+  const size_t decode_bytes = PackedFactorBytes(d, d, DType::kFloat16);
+  RotationPlaces places;
+  places.encode = image->Place(encode_bytes * layers * heads * 2);
+  places.decode = image->Place(decode_bytes * layers * heads * 2);
+  places.prefill_heads = image->Place(heads * sizeof(ZackDeviceHead));
+  std::fill_n(image->At<ZackDeviceHead>(places.prefill_heads), heads, MakeZackDeviceHead(0, d, d));
+  places.prefill_sides = image->Place(size_t(layers) * heads * 2 * sizeof(ZackDeviceSide));
+  for (int l = 0; l < layers; ++l) {
+    places.query.push_back(image->Place(matrices));
+    places.output.push_back(image->Place(matrices));
+    places.packed_query.push_back(image->Place(heads * encode_bytes));
+    for (int h = 0; h < heads; ++h) {
+      const HeadRotation& rotation = codec.rotation(l, h);
+      const std::vector<float>& output = codec.folds() ? rotation.encode[1] : rotation.decode[1];
+      std::copy(rotation.query.begin(), rotation.query.end(), image->At<float>(places.query[l]) + h * matrix);
+      std::copy(output.begin(), output.end(), image->At<float>(places.output[l]) + h * matrix);
+      PackFactor(rotation.query.data(), d, d, layout.dtype,
+                 image->At<uint8_t>(places.packed_query[l] + h * encode_bytes));
+      for (int side = 0; side < 2; ++side) {
+        const size_t at = (size_t(l) * heads + h) * 2 + side;
+        image->At<ZackDeviceSide>(places.prefill_sides)[at] = {0, uint32_t(d), places.encode + at * encode_bytes,
+                                                               places.decode + at * decode_bytes};
+        PackFactor(rotation.encode[side].data(), d, d, layout.dtype,
+                   image->At<uint8_t>(places.encode + at * encode_bytes));
+        PackFactor(rotation.decode[side].data(), d, d, DType::kFloat16,
+                   image->At<uint8_t>(places.decode + at * decode_bytes));
+      }
+    }
+  }
+  return places;
+}
+
+RotatedMemory::RotatedMemory(RotatedMemory&& from) noexcept
+    : data_(std::exchange(from.data_, nullptr)), pool_(std::exchange(from.pool_, nullptr)) {}
+
+RotatedMemory::~RotatedMemory() {
+  if (data_ != nullptr) cudaFreeAsync(data_, nullptr);
+  if (pool_ != nullptr) cudaMemPoolDestroy(pool_);
+}
+
+bool RotatedMemory::Allocate(size_t bytes) {
+  pool_ = MakePool();
+  void* memory = nullptr;
+  if (pool_ == nullptr || cudaMallocAsync(&memory, bytes, nullptr) != cudaSuccess) {
+    cudaGetLastError();  // the next call that looks would take it for its own
+    return false;
+  }
+  data_ = static_cast<uint8_t*>(memory);
+  return true;
+}
+
+bool RotatedMemory::Fill(const device::DeviceImage& image) {
+  if (cudaMemcpy(data_, image.bytes().data(), image.bytes().size(), cudaMemcpyHostToDevice) == cudaSuccess) return true;
+  cudaGetLastError();
+  return false;
+}
+
+RotatedDeviceCodec::RotatedDeviceCodec(const PageLayout& layout, RotatedMemory memory, const RotationPlaces& places)
+    : memory_(std::move(memory)) {
+  rotation_.layout = layout;
+  rotation_.encode = memory_.data() + places.encode;
+  rotation_.decode = memory_.data() + places.decode;
+}
+
+/// launch(first, n, rotated pages, items) for all of `count`, as many at once as the scratch memory holds, which comes
+/// and goes in the order of the stream.
+template <typename Item, typename Body>
+absl::Status RotatedDeviceCodec::WithScratch(uint32_t count, CUstream_st* stream, const char* what, Body launch) const {
+  if (count == 0) return absl::OkStatus();
+  const size_t raw_bytes = rotation_.layout.raw_bytes();
+  const uint32_t together = uint32_t(std::clamp<size_t>(kRotatedBytes / raw_bytes, 1, count));
+  void* scratch = nullptr;
+  KV_RETURN_IF_ERROR(CudaStatus(
+      cudaMallocFromPoolAsync(&scratch, together * (raw_bytes + sizeof(Item)), memory_.pool(), stream), what));
+  uint8_t* const rotated = static_cast<uint8_t*>(scratch);
+  Item* const inner = reinterpret_cast<Item*>(rotated + together * raw_bytes);
+  absl::Status status;
+  for (uint32_t first = 0; first < count && status.ok(); first += together) {
+    status = launch(first, std::min(together, count - first), rotated, inner);
+  }
+  status.Update(CudaStatus(cudaFreeAsync(scratch, stream), what));
+  return status;
+}
+
+absl::Status RotatedDeviceCodec::Encode(const DeviceEncodeItem* items, uint32_t count, uint32_t* declined,
+                                        CUstream_st* stream) const {
+  return WithScratch<DeviceEncodeItem>(
+      count, stream, "encoding rotated pages",
+      [&](uint32_t first, uint32_t n, uint8_t* rotated, DeviceEncodeItem* inner) -> absl::Status {
+        KV_RETURN_IF_ERROR(
+            CudaStatus(LaunchRotateRaw(rotation_, items + first, n, rotated, inner, stream), "rotating pages"));
+        return EncodeRotated(inner, n, declined + first, stream);
+      });
+}
+
+absl::Status RotatedDeviceCodec::Decode(const DeviceDecodeItem* items, uint32_t count, CUstream_st* stream) const {
+  return WithScratch<DeviceDecodeItem>(
+      count, stream, "decoding rotated pages",
+      [&](uint32_t first, uint32_t n, uint8_t* rotated, DeviceDecodeItem* inner) -> absl::Status {
+        KV_RETURN_IF_ERROR(
+            CudaStatus(LaunchNameRotated(rotation_, items + first, n, rotated, inner, stream), "rotating pages"));
+        KV_RETURN_IF_ERROR(DecodeRotated(inner, n, stream));
+        return CudaStatus(LaunchRotateBack(rotation_, items + first, n, rotated, stream), "rotating pages");
+      });
+}
+
+ZackPrefillLayer PrefillSpaceOf(const RotatedCodec& codec, const RotationPlaces& places, const uint8_t* base,
+                                int layer) {
+  const PageLayout& layout = codec.layout();
+  ZackPrefillLayer space;
+  space.heads = reinterpret_cast<const ZackDeviceHead*>(base + places.prefill_heads);
+  space.sides =
+      reinterpret_cast<const ZackDeviceSide*>(base + places.prefill_sides) + size_t(layer) * layout.kv_heads * 2;
+  space.base = base;
+  space.query = base + places.packed_query[layer];
+  space.query_bytes = PackedFactorBytes(layout.head_dim, layout.head_dim, layout.dtype);
+  return space;
+}
+
+device::MappedSpace SpaceOf(const RotatedCodec& codec, const RotationPlaces& places, const uint8_t* base, int layer) {
+  device::MappedSpace space;
+  space.query = reinterpret_cast<const float*>(base + places.query[layer]);
+  space.output = reinterpret_cast<const float*>(base + places.output[layer]);
+  space.folds = codec.folds() ? 1 : 0;
+  return space;
+}
+
+}  // namespace kvmanager::zack

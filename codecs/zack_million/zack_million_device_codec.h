@@ -1,0 +1,16 @@
+// ZACK+MILLION on a GPU, as the seam that caches see (codecs/device/device_codec.h).
+#pragma once
+
+#include <memory>
+
+#include "codecs/device/device_codec.h"
+#include "codecs/zack_hack/rotated_codec.h"
+
+namespace kvmanager {
+
+/// For the calling thread's device, on which it keeps the codec's factors and codebooks. codec: its inner codecs are
+/// one million::MillionCodec. nullptr: built without CUDA, head_dim other than 64 or 128, pages of other than 64
+/// tokens, or the device has no memory for it.
+std::unique_ptr<DeviceCodec> MakeZackMillionDeviceCodec(const zack::RotatedCodec& codec);
+
+}  // namespace kvmanager
