@@ -14,6 +14,7 @@
 #include "attention/device_step_kernels.h"
 #include "attention/device_step_sizes.h"
 #include "attention/prefill_plan.h"
+#include "attention/step_choice.h"
 #include "attention/step_memory.h"
 #include "attention/upload_ring.h"
 #include "kvmanager/base/status.h"
@@ -55,15 +56,14 @@ class CudaDeviceStep final : public DeviceStep {
 
   absl::StatusOr<uint32_t> AddSequence(uint64_t pages_hint) override;
   void RemoveSequence(uint32_t place) override { tables_.RemoveSequence(place); }
-  absl::Status SetPages(uint32_t place, int layer, uint32_t first_page, absl::Span<const DevicePage> pages) override {
-    return tables_.SetPages(place, layer, first_page, pages);
-  }
+  absl::Status SetPages(uint32_t place, int layer, uint32_t first_page, absl::Span<const DevicePage> pages) override;
   void Truncate(uint32_t place, uint32_t pages) override { tables_.Truncate(place, pages); }
   absl::Status Prepare(int first_layer, int layers, absl::Span<const Entry> entries, bool append, bool attend) override;
   absl::Status Append(int layer, const void* k, const void* v) override;
   absl::Status Attend(int layer, const void* q, void* out, float* lse) override;
   absl::Status CopyOpen(absl::Span<const OpenCopy> copies) override;
   Counts counts() const override { return counts_; }
+  uint64_t launches() const override { return choosing_ ? choice_->launches() : 0; }
   uint64_t uploads() const override { return uploads_; }
 
  private:
@@ -103,6 +103,7 @@ class CudaDeviceStep final : public DeviceStep {
   absl::Status PlanClass(Class* of);
   absl::Status UploadStep(int first_layer, int end_layer);
   absl::Status Send(size_t changes, bool rows, Class* items_of);
+  absl::Status PrepareChoice(int first_layer, int end_layer);
   absl::Status AttendLong(int layer, const void* q, void* out, float* lse);
 
   const Options o_;
@@ -137,6 +138,7 @@ class CudaDeviceStep final : public DeviceStep {
   // Of the memory for uploads:
   uint64_t* done_ = nullptr;
   std::optional<UploadRing> ring_;
+  std::optional<StepChoice> choice_;  // where queries choose what they read
 
   // The step, as last prepared: entries_ and what follows from them.
   std::vector<Entry> entries_;
@@ -145,12 +147,14 @@ class CudaDeviceStep final : public DeviceStep {
   uint64_t moves_ = 0, reading_generation_ = 0;
   bool rows_done_ = false;
   uint32_t tokens_ = 0;
-  size_t long_entries_ = 0;                   // PrefillPlanner::kTokensMin tokens and more
+  size_t exact_entries_ = 0;                  // with queries that read everything
+  size_t long_entries_ = 0;                   // PrefillPlanner::kTokensMin such queries and more
   int rows_max_ = 0, rows_max_of_short_ = 0;  // of a tile: of any entry, of those that are not long
   std::vector<Class> classes_;
   std::vector<uint64_t> holds_;  // [layers] version of the plan in its items; 0: none
   std::vector<int> class_of_;    // [layers]; kNoClass: some page is not there
   uint64_t versions_ = 0;
+  bool choosing_ = false, choice_planned_ = false;  // some queries choose; choice_ has the plan of entries_
   int prepared_first_ = 0, prepared_end_ = 0;
   Counts counts_;
 
@@ -252,6 +256,10 @@ absl::Status CudaDeviceStep::Init() {
   done_ = reinterpret_cast<uint64_t*>(upload);
   *done_ = 0;
   ring_.emplace(upload + UploadRing::kAlign, sizes_.ring_bytes, done_);
+  if (o_.codec->choice() != nullptr) {
+    choice_.emplace(o_, sizes_.choice);
+    KV_RETURN_IF_ERROR(choice_->Init());
+  }
   if (o_.non_finite != nullptr) std::fill_n(o_.non_finite, o_.sequences_max, 0);
   KV_RETURN_IF_ERROR(CudaStatus(cudaMemsetAsync(base, 0, bytes, o_.stream), "cudaMemsetAsync"));
   return CudaStatus(cudaMemsetAsync(d_first_, 0xff, size_t(o_.sequences_max) * sizeof(uint64_t), o_.stream),
@@ -260,16 +268,31 @@ absl::Status CudaDeviceStep::Init() {
 
 absl::StatusOr<uint32_t> CudaDeviceStep::AddSequence(uint64_t pages_hint) {
   KV_ASSIGN_OR_RETURN(const uint32_t place, tables_.AddSequence(pages_hint));
+  if (choice_) choice_->NoCodes(place);
   if (o_.non_finite != nullptr && std::find(resets_.begin(), resets_.end(), place) == resets_.end()) {
     resets_.push_back(place);
   }
   return place;
 }
 
+absl::Status CudaDeviceStep::SetPages(uint32_t place, int layer, uint32_t first_page,
+                                      absl::Span<const DevicePage> pages) {
+  KV_RETURN_IF_ERROR(tables_.SetPages(place, layer, first_page, pages));
+  if (!choice_) return absl::OkStatus();
+  // A codebook or a chunk of codes that is named is new.
+  const auto index = std::find_if(pages.begin(), pages.end(),
+                                  [](const DevicePage& page) { return page.encoded != DevicePage::kNoSlot; });
+  if (index == pages.end()) return absl::OkStatus();
+  const uint64_t at = first_page + uint64_t(index - pages.begin());
+  choice_->NoCodes(place, layer, at == 0 ? 0 : (at - 1) * device::kCodeChunkTokens);
+  return absl::OkStatus();
+}
+
 // What the step's shape says, besides.
 absl::Status CudaDeviceStep::CheckEntries(absl::Span<const Entry> entries) {
   uint64_t tokens = 0;
-  size_t long_entries = 0;
+  size_t long_entries = 0, exact_entries = 0;
+  bool choosing = false;
   int most = 0, most_of_short = 0;
   for (const Entry& entry : entries) {
     if (!tables_.Has(entry.place)) return InvalidField("entry's place", entry.place, "one that AddSequence gave");
@@ -280,11 +303,18 @@ absl::Status CudaDeviceStep::CheckEntries(absl::Span<const Entry> entries) {
       return InvalidField("entry's position", entry.position, "so that its last is below 2^32");
     }
     tokens += uint64_t(entry.tokens);
-    most = std::max(most, entry.tokens);
-    if (entry.tokens >= PrefillPlanner::kTokensMin) {
+    if (entry.choosing < 0 || entry.choosing > (choice_ ? entry.tokens : 0)) {
+      return InvalidField("queries of an entry that choose", entry.choosing,
+                          absl::StrCat("0..", choice_ ? entry.tokens : 0));
+    }
+    choosing |= entry.choosing > 0;
+    const int exact = entry.tokens - entry.choosing;
+    exact_entries += exact > 0;
+    most = std::max(most, exact);
+    if (exact >= PrefillPlanner::kTokensMin) {
       ++long_entries;
     } else {
-      most_of_short = std::max(most_of_short, entry.tokens);
+      most_of_short = std::max(most_of_short, exact);
     }
   }
   if (tokens < 1 || tokens > uint64_t(o_.tokens_max)) {
@@ -292,6 +322,9 @@ absl::Status CudaDeviceStep::CheckEntries(absl::Span<const Entry> entries) {
   }
   tokens_ = uint32_t(tokens);
   long_entries_ = long_entries;
+  exact_entries_ = exact_entries;
+  choosing_ = choosing;
+  choice_planned_ = false;
   const auto rows_of = [&](int of_entry) {
     return std::min(std::min(of_entry, DevicePlanner::kQueryTokensMax) * group_heads_, device::kTileRows);
   };
@@ -363,8 +396,7 @@ absl::Status CudaDeviceStep::Send(size_t changes, bool rows, Class* items_of) {
   if (bytes == 0) return absl::OkStatus();
   uint8_t* const piece = ring_->Take(bytes);
   if (piece == nullptr) {
-    return absl::ResourceExhaustedError(
-        "the host is so far ahead of the stream that there is no room to pass another step: try again later");
+    return HostTooFarAhead();
   }
   PieceWriter writer(piece);
   step::Upload& u = upload_;
@@ -441,6 +473,15 @@ absl::Status CudaDeviceStep::UploadStep(int first_layer, int end_layer) {
   return absl::OkStatus();
 }
 
+absl::Status CudaDeviceStep::PrepareChoice(int first_layer, int end_layer) {
+  if (!choice_planned_) {
+    KV_RETURN_IF_ERROR(choice_->Plan(entries_, tables_));
+    choice_planned_ = true;
+  }
+  KV_RETURN_IF_ERROR(choice_->Upload(&*ring_, done_, d_upload_arrived_));
+  return choice_->CodeEarlier(first_layer, end_layer, entries_, tables_, d_tables_, &*ring_, done_, d_upload_arrived_);
+}
+
 absl::Status CudaDeviceStep::Prepare(int first_layer, int layers, absl::Span<const Entry> entries, bool append,
                                      bool attend) {
   prepared_first_ = prepared_end_ = 0;
@@ -468,12 +509,14 @@ absl::Status CudaDeviceStep::Prepare(int first_layer, int layers, absl::Span<con
   };
   if (reading_generation_ != tables_.generation() || unknown()) KV_RETURN_IF_ERROR(FindClasses(first_layer, end_layer));
   KV_RETURN_IF_ERROR(UploadStep(first_layer, end_layer));
+  const bool chooses = attend_ && choosing_;
+  if (chooses) KV_RETURN_IF_ERROR(PrepareChoice(first_layer, end_layer));
   counts_ = {};
   if (attend_) {
     for (int layer = first_layer; layer < end_layer; ++layer) {
       const Class& of = classes_[class_of_[layer]];
       counts_.encoded_pairs += of.size.encoded_pairs + of.prefill_size.encoded_pairs;
-      counts_.raw_pairs += of.size.raw_pairs + of.prefill_size.raw_pairs;
+      counts_.raw_pairs += of.size.raw_pairs + of.prefill_size.raw_pairs + (chooses ? choice_->pairs() : 0);
     }
   }
   prepared_first_ = first_layer;
@@ -505,8 +548,6 @@ absl::Status CudaDeviceStep::Attend(int layer, const void* q, void* out, float* 
   }
   if (!Aligned(q) || !Aligned(out)) return absl::InvalidArgumentError("q and out must be 16-byte aligned");
   const bool prefills = LongKernels(layer) != nullptr;
-  // Kernels that map write all of `out`: long entries come behind them.
-  if (prefills && long_entries_ == entries_.size()) return AttendLong(layer, q, out, lse);
   device::AttendParams p;
   p.pool = o_.pool;
   p.slots = d_tables_ + size_t(layer) * tables_.layer_entries();
@@ -528,8 +569,12 @@ absl::Status CudaDeviceStep::Attend(int layer, const void* q, void* out, float* 
   p.mapped = d_mapped_;
   const AttendKernels& kernels = *kernels_[layer];
   const int rows_max = prefills ? rows_max_of_short_ : rows_max_;
-  KV_RETURN_IF_ERROR(CudaStatus(kernels.launch(p, rows_max, blocks_of(kernels), o_.stream), "attention"));
-  return prefills ? AttendLong(layer, q, out, lse) : absl::OkStatus();
+  // Kernels that map write all of `out`: long entries come behind them, and queries that choose have none.
+  if (exact_entries_ > (prefills ? long_entries_ : 0)) {
+    KV_RETURN_IF_ERROR(CudaStatus(kernels.launch(p, rows_max, blocks_of(kernels), o_.stream), "attention"));
+  }
+  if (prefills) KV_RETURN_IF_ERROR(AttendLong(layer, q, out, lse));
+  return choosing_ ? choice_->Launch(p) : absl::OkStatus();
 }
 
 // Of the entries that have many tokens.
@@ -596,6 +641,7 @@ absl::StatusOr<std::unique_ptr<DeviceStep>> DeviceStep::Create(const Options& op
   tables.page_tokens = options.layout.page_tokens;
   tables.pages_max = options.pages_max;
   tables.sequences_max = options.sequences_max;
+  tables.index_tokens = options.codec->choice() == nullptr ? 0 : device::kCodeChunkTokens;
   KV_ASSIGN_OR_RETURN(StepTables made, StepTables::Make(tables));
   auto step = std::make_unique<CudaDeviceStep>(options, sizes, std::move(made));
   KV_RETURN_IF_ERROR(step->Init());

@@ -8,8 +8,9 @@
 //   Prepare(0, layers, entries, true, true); for each layer: Append(layer, k, v); Attend(layer, q, out, lse);
 //
 // What Append and Attend launch depends on the step's shape (how many tokens each entry has) and on their pointers, but
-// on nothing else: a CUDA graph captured once for a shape follows every later Prepare of that shape. Prepare itself is
-// never captured.
+// on nothing else: a CUDA graph captured once for a shape follows every later Prepare of that shape. Where queries
+// choose what they read, it follows while launches() stays, too, which changes with how many of them choose, and when
+// the longest context has grown by a quarter. Prepare itself is never captured.
 //
 // One thread, whose device is the stream's. Nothing waits for the device, but the destructor where Options::upload was
 // nullptr. Stream, slots, pool and codec outlive what is on the stream.
@@ -86,6 +87,8 @@ class DeviceStep {
   virtual void Truncate(uint32_t place, uint32_t pages) = 0;
 
   using Entry = StepEntry;
+  /// Of an entry's queries the last `choosing` choose what they read (DeviceCodec::choice), by the index that SetPages
+  /// named: codes of what the index has yet to cover are made here, and of the entry's own tokens behind its Append.
   /// Entries of PrefillPlanner::kTokensMin tokens and more are attended to on tensor cores where the codec has kernels
   /// for that (DeviceCodec::prefill), encoded pages as what they decode to.
   /// Plans a step for layers [first_layer, first_layer + layers): the appends and queries of `entries`, one behind the
@@ -117,6 +120,8 @@ class DeviceStep {
     uint64_t raw_pairs = 0;
   };
   virtual Counts counts() const = 0;
+  /// Of the prepared step: equal where Attend launches the same for a shape.
+  virtual uint64_t launches() const = 0;
   /// Uploads so far: kernels that Prepare has launched.
   virtual uint64_t uploads() const = 0;
 };

@@ -33,7 +33,8 @@ namespace {
 
 std::vector<SelectedList> ListsOf(const std::vector<pq::DeviceSelect>& queries) {
   std::vector<SelectedList> lists;
-  for (const pq::DeviceSelect& query : queries) lists.push_back({query.list, query.list_stride, query.rows()});
+  for (const pq::DeviceSelect& query : queries)
+    lists.push_back({query.list, query.list_stride, query.rows(), query.token});
   return lists;
 }
 
@@ -85,39 +86,46 @@ class Batch {
     slots_ = Upload(slots);
 
     // Queries and codebooks of each call; codes of each codebook and the call's pages.
-    books_ = Allocate<uint8_t>(ds_.book_bytes() * kCalls * shape.batch);
-    CHECK_CUDA(cudaMemset(books_.get(), 0, ds_.book_bytes() * kCalls * shape.batch));
+    const size_t chunks = (size_t(shape.context) + pq::kCodeChunkTokens - 1) / pq::kCodeChunkTokens;
+    const size_t book_bytes = (ds_.book_bytes() + 255) / 256 * 256,
+                 index_bytes = book_bytes + chunks * ds_.chunk_bytes();
+    index_bytes_ = index_bytes;
+    indexes_ = Allocate<uint8_t>(index_bytes * kCalls * shape.batch);
+    CHECK_CUDA(cudaStreamCreateWithFlags(&side_, cudaStreamNonBlocking));
+    CHECK_CUDA(cudaEventCreateWithFlags(&begins_, cudaEventDisableTiming));
+    CHECK_CUDA(cudaEventCreateWithFlags(&ends_, cudaEventDisableTiming));
+    CHECK_CUDA(cudaMemset(indexes_.get(), 0, index_bytes * kCalls * shape.batch));
     std::vector<uint8_t*> book_at;
+    std::vector<uint32_t> index;  // of each: its codebook, and its chunks
     std::vector<float> book(ds_.bounds_at() / 4);
     for (int i = 0; i < kCalls * shape.batch; ++i) {
-      uint8_t* const at = books_.get() + i * ds_.book_bytes();
+      uint8_t* const at = indexes_.get() + i * index_bytes;
       book_at.push_back(at);
+      index.push_back(uint32_t(i * index_bytes / pq::kRowUnitBytes));
+      for (size_t c = 0; c < chunks; ++c) {
+        index.push_back(uint32_t((i * index_bytes + book_bytes + c * ds_.chunk_bytes()) / pq::kRowUnitBytes));
+      }
       if (i < 4) MakeBook(random, &book);  // the others are the same at other places
       CHECK_CUDA(cudaMemcpy(at, book.data(), book.size() * 4, cudaMemcpyHostToDevice));
     }
     const auto d_books = Upload(book_at);
     CHECK_CUDA(pq::LaunchPqPrepareBooks(ds_, d_books.get(), uint32_t(book_at.size()), nullptr));
-    const size_t chunks = (size_t(shape.context) + pq::kCodeChunkTokens - 1) / pq::kCodeChunkTokens;
-    codes_ = Allocate<uint8_t>(chunks * ds_.chunk_bytes() * kCalls * shape.batch);
-    std::vector<uint32_t*> chunk_at;
-    for (size_t i = 0; i < chunks * kCalls * shape.batch; ++i) {
-      chunk_at.push_back(reinterpret_cast<uint32_t*>(codes_.get() + i * ds_.chunk_bytes()));
-    }
-    chunks_ = Upload(chunk_at);
+    index_slots_ = Upload(index);
     std::vector<pq::DeviceEncodeCodes> items;
     for (int call = 0; call < kCalls; ++call) {
       for (int s = 0; s < shape.batch; ++s) {
         const size_t at = one_index ? s : size_t(call) * shape.batch + s;
         for (uint32_t t = 0; t < uint32_t(shape.context); t += pq::kEncodeTokensMax) {
-          items.push_back({book_at[at], chunk_at[at * chunks + t / pq::kCodeChunkTokens],
-                           uint32_t((call % sets) * of_set + s * of_sequence), t, pq::kEncodeTokensMax});
+          items.push_back({uint32_t(at * (1 + chunks)), uint32_t((call % sets) * of_set + s * of_sequence), t,
+                           pq::kEncodeTokensMax});
         }
       }
     }
     pool_ = pages;
     encode_items_ = Upload(items);
     encode_count_ = uint32_t(items.size() / kCalls);
-    CHECK_CUDA(pq::LaunchPqEncode(ds_, pool_, slots_.get(), encode_items_.get(), uint32_t(items.size()), nullptr));
+    CHECK_CUDA(pq::LaunchPqEncode(ds_, pool_, slots_.get(), {indexes_.get(), index_slots_.get()}, encode_items_.get(),
+                                  uint32_t(items.size()), nullptr));
     CHECK_CUDA(cudaDeviceSynchronize());
 
     const uint32_t blocks_of = uint32_t(shape.context) / pq::kDeviceBlockTokens;
@@ -130,8 +138,7 @@ class Batch {
       for (int s = 0; s < shape.batch; ++s) {
         const size_t at = one_index ? s : size_t(call) * shape.batch + s;
         pq::DeviceSelect& query = queries[s];
-        query.book = book_at[at];
-        query.chunks = const_cast<const uint32_t* const*>(chunks_.get()) + at * chunks;
+        query.index = uint32_t(at * (1 + chunks));
         query.table = uint32_t((call % sets) * of_set + s * of_sequence);
         query.token = uint32_t(s);
         if (copies > 0) {
@@ -204,10 +211,19 @@ class Batch {
     cache_.lru = lru;
   }
 
+  ~Batch() {
+    cudaEventDestroy(begins_);
+    cudaEventDestroy(ends_);
+    cudaStreamDestroy(side_);
+  }
+  Batch(const Batch&) = delete;
+  Batch& operator=(const Batch&) = delete;
+
   int Select(int call, cudaStream_t stream, int blocks = 0, bool early = false) const {
     pq::SelectParams p;
     p.shape = ds_;
     p.slots = slots_.get();
+    p.index = {indexes_.get(), index_slots_.get()};
     p.queries = selects_.get() + size_t(call) * shape_.batch;
     p.count = uint32_t(shape_.batch);
     p.q = Queries(call);
@@ -247,9 +263,21 @@ class Batch {
     if (error == 0) error = Attend(call, stream);
     return error != 0 ? error : UpdateCopies(call, stream);
   }
+  /// As Step, but the next call's index is read on another stream while this one's rows are, so that it may be in the
+  /// second-level cache when it is wanted.
+  int StepAndFetchNext(int call, cudaStream_t stream) const {
+    int error = Select(call, stream);
+    if (error == 0) error = cudaEventRecord(begins_, stream);
+    if (error == 0) error = cudaStreamWaitEvent(side_, begins_);
+    const size_t bytes = index_bytes_ * shape_.batch;
+    if (error == 0) error = ReadAll(indexes_.get() + (call + 1) % kCalls * bytes, bytes, side_);
+    if (error == 0) error = cudaEventRecord(ends_, side_);
+    if (error == 0) error = Attend(call, stream);
+    return error != 0 ? error : cudaStreamWaitEvent(stream, ends_);
+  }
   int Encode(int call, cudaStream_t stream) const {
-    return pq::LaunchPqEncode(ds_, pool_, slots_.get(), encode_items_.get() + size_t(call) * encode_count_,
-                              encode_count_, stream);
+    return pq::LaunchPqEncode(ds_, pool_, slots_.get(), {indexes_.get(), index_slots_.get()},
+                              encode_items_.get() + size_t(call) * encode_count_, encode_count_, stream);
   }
   /// Queries of call i are `likeness` times those of the call before, and noise.
   void Drift(float likeness) {
@@ -317,9 +345,11 @@ class Batch {
   const device::AttendKernels* kernels_ = nullptr;
   int blocks_ = 1, rows_max_ = 0, grid_ = 0;
   uint32_t encode_count_ = 0;
-  DeviceArray<uint32_t> slots_, cached_, rows_, chosen_, arrived_, copy_lists_;
-  DeviceArray<uint8_t> books_, codes_, scratch_, copied_;
-  DeviceArray<uint32_t*> chunks_;
+  size_t index_bytes_ = 0;  // of a sequence
+  cudaStream_t side_ = nullptr;
+  cudaEvent_t begins_ = nullptr, ends_ = nullptr;
+  DeviceArray<uint32_t> slots_, index_slots_, cached_, rows_, chosen_, arrived_, copy_lists_;
+  DeviceArray<uint8_t> indexes_, scratch_, copied_;
   DeviceArray<pq::DeviceEncodeCodes> encode_items_;
   DeviceArray<pq::DeviceSelect> selects_;
   DeviceArray<device::AttendItem> items_;
@@ -344,10 +374,16 @@ nlohmann::json OnDevice(const Shape& shape, int multiprocessors, double ceiling,
   const double us = Measure([&](int call, cudaStream_t stream) { return batch.Step(call, stream, blocks); });
   const double select_us = Measure([&](int call, cudaStream_t stream) { return batch.Select(call, stream, blocks); });
   const double attend_us = Measure([&](int call, cudaStream_t stream) { return batch.Attend(call, stream); });
+  const double apart_us = Measure([&](int call, cudaStream_t stream) {
+    const int error = batch.Select(call, stream, blocks);
+    return error != 0 ? error : batch.Attend(call, stream);
+  });
+  const double fetched_us =
+      Measure([&](int call, cudaStream_t stream) { return batch.StepAndFetchNext(call, stream); });
   const double bytes = batch.row_bytes() + batch.index_bytes();
-  std::printf("%5d %7d %3d/%-3d %9.2f %8.3f %6.2f %10.2f %10.2f %7d\n", shape.batch, shape.context, shape.query_heads,
-              shape.kv_heads, us, bytes / us * 1e-6, bytes / us * 1e-6 / ceiling, select_us, attend_us,
-              blocks == 0 ? batch.blocks() : blocks);
+  std::printf("%5d %7d %3d/%-3d %9.2f %8.3f %6.2f %10.2f %10.2f %7d %10.2f %10.2f\n", shape.batch, shape.context,
+              shape.query_heads, shape.kv_heads, us, bytes / us * 1e-6, bytes / us * 1e-6 / ceiling, select_us,
+              attend_us, blocks == 0 ? batch.blocks() : blocks, apart_us, fetched_us);
   nlohmann::json run = {{"codec", "pq:m=4,bits=8,ratio=0.1"},
                         {"batch", shape.batch},
                         {"context", shape.context},
@@ -356,6 +392,8 @@ nlohmann::json OnDevice(const Shape& shape, int multiprocessors, double ceiling,
                         {"us", us},
                         {"select_us", select_us},
                         {"attend_us", attend_us},
+                        {"apart_us", apart_us},
+                        {"fetched_us", fetched_us},
                         {"bytes", bytes},
                         {"tb_per_s", bytes / us * 1e-6},
                         {"of_read_ceiling", bytes / us * 1e-6 / ceiling}};
@@ -446,8 +484,10 @@ int Main(int argc, char** argv) {
     ceiling = bytes / Measure([&](int, cudaStream_t stream) { return ReadAll(memory.get(), bytes, stream); }) * 1e-6;
   }
   std::printf("read ceiling %.3f TB/s, SM clock at most %.0f MHz\n", ceiling, khz / 1e3);
-  std::printf("%5s %7s %6s %10s %8s %6s %10s %10s %7s\n", "batch", "context", "heads", "us", "TB/s", "share",
-              "select us", "attend us", "blocks");
+  // Of a step: `us` with the choice launched into the end of what is before it, apart without, fetched with the next
+  // index read on another stream meanwhile.
+  std::printf("%5s %7s %6s %10s %8s %6s %10s %10s %7s %10s %10s\n", "batch", "context", "heads", "us", "TB/s", "share",
+              "select us", "attend us", "blocks", "apart us", "fetched us");
   nlohmann::json results = {{"read_ceiling_tb_per_s", ceiling}, {"runs", nlohmann::json::array()}};
   std::vector<Shape> shapes = {{16, 32768, 32, 8}, {1, 131072, 32, 8}, {64, 8192, 32, 8}, {1, 4096, 32, 8}};
   if (grid == "small") shapes = {{1, 16384, 32, 8}, {1, 32768, 32, 8}, {8, 4096, 32, 8}, {8, 32768, 64, 8}};

@@ -17,7 +17,8 @@ namespace kvmanager {
 struct SelectedList {
   uint32_t first = 0;
   uint32_t stride = 0;
-  uint32_t rows = 0;  // of each, at least 1
+  uint32_t rows = 0;   // of each, at least 1
+  uint32_t token = 0;  // in q
 };
 
 /// A planner belongs to one thread.
@@ -27,7 +28,7 @@ class SelectedPlanner {
   SelectedPlanner(const PageLayout& layout, int query_heads, int blocks, int warps);
 
   /// items: as of DevicePlanner::Plan, their pages being runs of page_tokens rows of a list; errors: the same. lists:
-  /// of each query token, in the order of q.
+  /// of a query token each, in the order of q.
   absl::StatusOr<DevicePlanSize> Plan(absl::Span<const SelectedList> lists, absl::Span<device::AttendItem> items);
 
  private:

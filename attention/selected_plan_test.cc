@@ -12,7 +12,8 @@ namespace {
 
 std::vector<SelectedList> ListsOf(const std::vector<pq::DeviceSelect>& queries) {
   std::vector<SelectedList> lists;
-  for (const pq::DeviceSelect& query : queries) lists.push_back({query.list, query.list_stride, query.rows()});
+  for (const pq::DeviceSelect& query : queries)
+    lists.push_back({query.list, query.list_stride, query.rows(), query.token});
   return lists;
 }
 
@@ -40,7 +41,7 @@ TEST(SelectedPlan, EveryRowOfEveryListIsReadOnce) {
     std::vector<pq::DeviceSelect> queries(5);
     const uint64_t positions[] = {0, 63, 700, 5000, 100000};
     for (size_t i = 0; i < queries.size(); ++i) {
-      queries[i].token = uint32_t(i);
+      queries[i].token = uint32_t(3 * i + 1);  // others' tokens lie between
       pq::SetReads(pq::Parameters(), positions[i], &queries[i]);
     }
     const auto sizes = pq::PlaceSelects(shape, absl::MakeSpan(queries));
@@ -66,7 +67,8 @@ TEST(SelectedPlan, EveryRowOfEveryListIsReadOnce) {
     std::map<std::pair<uint32_t, int>, std::set<uint32_t>> read;  // of a query and row of the tile's group and head
     for (const device::AttendItem& item : items) {
       if (item.pages == 0) continue;
-      const pq::DeviceSelect& q = queries[item.first_token];
+      ASSERT_EQ(item.first_token % 3, 1u);
+      const pq::DeviceSelect& q = queries[item.first_token / 3];
       const uint32_t list = q.list + item.kv_head * q.list_stride;
       for (uint32_t i = 0; i < item.pages; ++i) {
         const uint32_t tokens = i + 1 == item.pages ? item.last_visible : 64;
@@ -83,7 +85,7 @@ TEST(SelectedPlan, EveryRowOfEveryListIsReadOnce) {
     }
     for (uint32_t i = 0; i < queries.size(); ++i) {
       for (int head = 0; head < shape.query_heads; ++head) {
-        EXPECT_EQ((read[{i, head}].size()), queries[i].rows()) << i << " " << head;
+        EXPECT_EQ((read[{3 * i + 1, head}].size()), queries[i].rows()) << i << " " << head;
       }
     }
   }

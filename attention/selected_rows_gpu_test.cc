@@ -18,7 +18,8 @@ namespace {
 
 std::vector<SelectedList> ListsOf(const std::vector<pq::DeviceSelect>& queries) {
   std::vector<SelectedList> lists;
-  for (const pq::DeviceSelect& query : queries) lists.push_back({query.list, query.list_stride, query.rows()});
+  for (const pq::DeviceSelect& query : queries)
+    lists.push_back({query.list, query.list_stride, query.rows(), query.token});
   return lists;
 }
 
@@ -98,17 +99,20 @@ class SelectedRowsGpu : public GpuTest {
     // Random codes and centroids.
     std::vector<float> centroids(shape.half_norms_at() / 4);
     for (float& x : centroids) x = Normal();
-    DeviceBytes book(shape.book_bytes());
-    Put(book, centroids);
     const uint32_t longest = *std::max_element(positions.begin(), positions.end()) + 1;
     const uint32_t chunks = (longest + pq::kCodeChunkTokens - 1) / pq::kCodeChunkTokens;
     std::vector<uint32_t> codes(chunks * shape.chunk_bytes() / 4);
     for (uint32_t& x : codes) x = random_() & 0x3F3F3F3F;
-    DeviceBytes d_codes(codes.size() * 4), d_chunks(chunks * 8);
-    Put(d_codes, codes);
-    std::vector<const uint32_t*> chunk_at;
-    for (uint32_t i = 0; i < chunks; ++i) chunk_at.push_back(d_codes.as<uint32_t>() + i * shape.chunk_bytes() / 4);
-    Put(d_chunks, chunk_at);
+    // The codebook, then chunks.
+    const size_t chunk_at = (shape.book_bytes() + 255) / 256 * 256;
+    DeviceBytes index(chunk_at + codes.size() * 4), d_index((1 + chunks) * 4);
+    Put(index, centroids);
+    ASSERT_CUDA(cudaMemcpy(index.as<uint8_t>() + chunk_at, codes.data(), codes.size() * 4, cudaMemcpyHostToDevice));
+    std::vector<uint32_t> index_slots = {0};
+    for (uint32_t i = 0; i < chunks; ++i) {
+      index_slots.push_back(uint32_t((chunk_at + i * shape.chunk_bytes()) / pq::kRowUnitBytes));
+    }
+    Put(d_index, index_slots);
     std::vector<uint16_t> q(positions.size() * shape.query_heads * c.head_dim);
     for (uint16_t& x : q) x = Element(Normal(c.deviation), c.bfloat16);
     DeviceBytes d_q(q.size() * 2), out(q.size() * 2), lse(q.size() / c.head_dim * 4), d_slots(slots.size() * 4);
@@ -153,8 +157,6 @@ class SelectedRowsGpu : public GpuTest {
     std::vector<pq::DeviceSelect> selects(positions.size());
     for (size_t i = 0; i < positions.size(); ++i) {
       pq::DeviceSelect& s = selects[i];
-      s.book = book.as<uint8_t>();
-      s.chunks = d_chunks.as<const uint32_t*>();
       if (c.where == Where::kHostWithCopies) {
         s.cached = d_cached.as<uint32_t>() + i * c.kv_heads * blocks;
         s.cached_stride = blocks;
@@ -172,6 +174,7 @@ class SelectedRowsGpu : public GpuTest {
     pq::SelectParams sp;
     sp.shape = shape;
     sp.slots = d_slots.as<uint32_t>();
+    sp.index = {index.as<uint8_t>(), d_index.as<uint32_t>()};
     sp.queries = d_selects.as<pq::DeviceSelect>();
     sp.count = uint32_t(selects.size());
     sp.q = d_q.as<uint16_t>();

@@ -17,6 +17,11 @@ namespace kvmanager {
 
 inline constexpr size_t kUploadAlign = 16;
 
+inline absl::Status HostTooFarAhead() {
+  return absl::ResourceExhaustedError(
+      "the host is so far ahead of the stream that there is no room to pass another step: try again later");
+}
+
 /// Device memory of one step. Allocated and freed in the order of its stream: cudaFree would wait for every stream of
 /// the device, and hold up other threads' launches meanwhile.
 class StreamMemory {

@@ -31,7 +31,7 @@ absl::StatusOr<StepTables> StepTables::Make(const Options& options) {
   if (options.pages_max > kEntriesMax) return InvalidField("pages_max", options.pages_max, "below 2^32");
   // Regions grow by doubling and leave gaps behind.
   const uint64_t pages = 2 * options.pages_max + uint64_t(kRegionPages) * uint64_t(options.sequences_max);
-  const uint64_t entries = options.identity ? pages : 2 * pages;
+  const uint64_t entries = options.identity && options.index_tokens == 0 ? pages : 2 * pages;
   if (entries * uint64_t(options.layers) > kEntriesMax) {
     return InvalidField(
         "pages_max", options.pages_max,
@@ -112,7 +112,7 @@ absl::Status StepTables::Grow(Sequence* sequence, uint32_t pages) {
   for (int layer = 0; layer < options_.layers; ++layer) {
     uint32_t* const table = slots_.data() + size_t(layer) * layer_entries_;
     const uint32_t base = uint32_t(layer) * layer_entries_;
-    if (!options_.identity) {  // first, since raw slots may take the place of encoded ones
+    if (halves() == 2) {  // first, since raw slots may take the place of encoded ones
       uint32_t* const from = table + old_first + before;
       std::copy_backward(from, from + count, table + sequence->first + sequence->capacity + count);
       AddChange(base + sequence->first + sequence->capacity, count);
@@ -168,7 +168,7 @@ absl::Status StepTables::SetPages(uint32_t place, int layer, uint32_t first_page
   sequence.pages = std::max(sequence.pages, end);
   LayerPages& of_layer = sequence.layers[layer];
   Write(layer, raw_table(place) + first_page, pages.size(), [&](size_t i) { return pages[i].raw; });
-  if (!options_.identity) {
+  if (halves() == 2) {
     Write(layer, encoded_table(place) + first_page, pages.size(), [&](size_t i) { return pages[i].encoded; });
   }
   // Runs of pages that are alike.
@@ -181,7 +181,11 @@ absl::Status StepTables::SetPages(uint32_t place, int layer, uint32_t first_page
     }
     const uint32_t a = first_page + uint32_t(i), b = first_page + uint32_t(to);
     raw ? of_layer.not_raw.Remove(a, b) : of_layer.not_raw.Add(a, b);
-    encoded ? of_layer.not_encoded.Remove(a, b) : of_layer.not_encoded.Add(a, b);
+    if (encoded) {
+      of_layer.not_encoded.Remove(a, b);
+    } else if (options_.index_tokens == 0) {
+      of_layer.not_encoded.Add(a, b);
+    }
     i = to;
   }
   ++generation_;
@@ -193,7 +197,7 @@ void StepTables::Truncate(uint32_t place, uint32_t pages) {
   Sequence& sequence = sequences_[place];
   sequence.pages = std::min(sequence.pages, pages);
   for (LayerPages& layer : sequence.layers) {
-    layer.not_encoded.Add(pages, PageRuns::kAll);
+    if (options_.index_tokens == 0) layer.not_encoded.Add(pages, PageRuns::kAll);
     layer.not_raw.Add(pages, PageRuns::kAll);
   }
   ++generation_;
@@ -220,6 +224,16 @@ absl::Status StepTables::ReadEntry(int layer, const StepEntry& entry, bool appen
     const uint32_t from = attend && options_.identity ? 0 : own;
     const uint32_t missing = pages.not_raw.FirstIn(from, last + 1);
     if (missing <= last) return NotThere(layer, entry, missing, "raw");
+  }
+  if (attend && entry.choosing > 0) {
+    const uint32_t chunks = options_.index_tokens == 0
+                                ? 0
+                                : uint32_t((entry.position + uint64_t(entry.tokens) - 1) / options_.index_tokens) + 1;
+    if (chunks == 0 || pages.not_encoded.FirstIn(0, 1 + chunks) <= chunks) {
+      return absl::FailedPreconditionError(absl::StrCat("the index of the sequence at place ", entry.place,
+                                                        " is not there in layer ", layer, ", as queries from position ",
+                                                        entry.position, " on need it"));
+    }
   }
   if (!attend || options_.identity) {
     reading->counts.push_back(counts);
@@ -269,24 +283,26 @@ void StepTables::MakeSequences(absl::Span<const StepEntry> entries, const StepRe
     sequence.not_encoded = {run, counts.not_encoded};
     sequence.not_raw = {run + counts.not_encoded, counts.not_raw};
     run += counts.not_encoded + counts.not_raw;
-    if (entry.tokens >= whole_from) {
+    const int tokens = entry.tokens - entry.choosing;
+    if (tokens >= whole_from) {
       sequence.first_position = entry.position;
-      sequence.tokens = entry.tokens;
+      sequence.tokens = tokens;
       sequence.skipped_tokens = whole_skipped;
       whole->push_back(sequence);
-      whole_skipped = 0;
+      whole_skipped = uint32_t(entry.choosing);
       skipped += uint32_t(entry.tokens);
       continue;
     }
     whole_skipped += uint32_t(entry.tokens);
     sequence.skipped_tokens = skipped;
-    skipped = 0;
-    for (int token = 0; token < entry.tokens; token += DevicePlanner::kQueryTokensMax) {
+    if (tokens > 0) skipped = 0;
+    for (int token = 0; token < tokens; token += DevicePlanner::kQueryTokensMax) {
       sequence.first_position = entry.position + uint64_t(token);
-      sequence.tokens = std::min(DevicePlanner::kQueryTokensMax, entry.tokens - token);
+      sequence.tokens = std::min(DevicePlanner::kQueryTokensMax, tokens - token);
       sequences->push_back(sequence);
       sequence.skipped_tokens = 0;
     }
+    skipped += uint32_t(entry.choosing);
   }
 }
 

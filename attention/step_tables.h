@@ -3,7 +3,9 @@
 // The host's side: a copy of what the device has, the changes that it has yet to be told, and, for each sequence and
 // layer, which pages are there in which form, by which a step knows what each of its queries reads. Each layer's table
 // has the same entries: a sequence has a region, its pages' raw slots and then their encoded slots, which grows and may
-// move. Owned by a DeviceStep; single-threaded; knows no device.
+// move. Of a codec whose queries choose what they read (codecs/sequence_index.h) there is one form, and the second half
+// of a region has the sequence's index: its codebook, then its chunks of codes. Owned by a DeviceStep; single-threaded;
+// knows no device.
 #pragma once
 
 #include <climits>
@@ -26,8 +28,15 @@ struct StepEntry {
   uint64_t position = 0;  // of its first token; below 2^32
   int tokens = 0;         // 1 or more
   uint32_t aged = 0;      // pages [0, aged) are read encoded whatever the distance, but for a query's own
+  int choosing = 0;       // of its queries, the last ones, that choose what they read: they are in no plan of pages
   friend bool operator==(const StepEntry&, const StepEntry&) = default;
 };
+
+/// StepEntry::choosing of queries at `position` and behind, where those from `chooses_from` on choose.
+inline int ChoosingTokens(uint64_t chooses_from, uint64_t position, int tokens) {
+  const uint64_t end = position + uint64_t(tokens);
+  return chooses_from >= end ? 0 : int(end - (chooses_from > position ? chooses_from : position));
+}
 
 /// What the entries of a step read in one layer; layers where it is equal share a plan.
 struct StepReading {
@@ -55,6 +64,7 @@ class StepTables {
     uint32_t page_tokens = 0;
     uint64_t pages_max = 0;  // of all sequences together
     int sequences_max = 0;
+    uint32_t index_tokens = 0;  // of a chunk of codes; 0: sequences have no index
   };
   /// Pages that a region grows by at least.
   static constexpr uint32_t kRegionPages = 16;
@@ -71,7 +81,8 @@ class StepTables {
   void RemoveSequence(uint32_t place);
   bool Has(uint32_t place) const { return place < sequences_.size() && sequences_[place].used; }
   /// Pages first_page ... of a layer; a form that is kNoSlot is not there. Where there are gaps, pages without any
-  /// form. Errors: INVALID_ARGUMENT; RESOURCE_EXHAUSTED, when nothing has changed.
+  /// form. Of sequences with an index, DevicePage::encoded is the index's slot at that place, kNoSlot: as before.
+  /// Errors: INVALID_ARGUMENT; RESOURCE_EXHAUSTED, when nothing has changed.
   absl::Status SetPages(uint32_t place, int layer, uint32_t first_page, absl::Span<const DevicePage> pages);
   /// Pages from `pages` on are not there, in any layer.
   void Truncate(uint32_t place, uint32_t pages);
@@ -80,10 +91,10 @@ class StepTables {
   uint64_t generation() const { return generation_; }
   uint64_t moves() const { return moves_; }
 
-  /// The places in each layer's table of the first page's raw and encoded slots.
+  /// The places in each layer's table of the first page's raw and encoded slots, or of the index.
   uint32_t raw_table(uint32_t place) const { return sequences_[place].first; }
   uint32_t encoded_table(uint32_t place) const {
-    return sequences_[place].first + (options_.identity ? 0 : sequences_[place].capacity);
+    return sequences_[place].first + (halves() == 1 ? 0 : sequences_[place].capacity);
   }
 
   /// What the entries read in a layer. attend: queries at an entry's positions; append: they are written first. Errors:
@@ -118,7 +129,8 @@ class StepTables {
   };
 
   StepTables(const Options& options, uint32_t layer_entries);
-  uint32_t EntriesFor(uint32_t pages) const { return options_.identity ? pages : 2 * pages; }
+  uint32_t halves() const { return options_.identity && options_.index_tokens == 0 ? 1 : 2; }  // of a region
+  uint32_t EntriesFor(uint32_t pages) const { return halves() * pages; }
   absl::Status Grow(Sequence* sequence, uint32_t pages);
   /// What changes among `count` entries of a layer from `at` on; *slot of page i is slot_of(i).
   template <typename SlotOf>

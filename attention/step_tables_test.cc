@@ -334,6 +334,83 @@ TEST_F(Tables, WhatIsAlikeIsReadAlike) {
   EXPECT_EQ(a, b);
 }
 
+TEST(StepTables, AnIndexHasTheSecondHalfOfARegion) {
+  StepTables::Options o;
+  o.layers = 2, o.identity = true, o.page_tokens = 64, o.pages_max = 400, o.sequences_max = 2, o.index_tokens = 1024;
+  auto tables = StepTables::Make(o);
+  ASSERT_TRUE(tables.ok()) << tables.status();
+  std::vector<uint32_t> device(size_t{tables->layer_entries()} * 2, 0xdeadbeef);
+  const auto apply = [&] {
+    std::vector<SlotChange> changes(tables->changes());
+    tables->TakeChanges(absl::MakeSpan(changes));
+    for (const SlotChange& change : changes) device[change.at] = change.slot;
+  };
+  const uint32_t place = *tables->AddSequence(0);
+  const std::vector<DevicePage> pages(16, DevicePage{7, DevicePage::kNoSlot});
+  StepReading reading;
+  const StepEntry chooses{place, 100, 1, 0, 1}, reads_all{place, 100, 1, 0, 0};
+  for (int layer = 0; layer < 2; ++layer) {
+    ASSERT_TRUE(tables->SetPages(place, layer, 0, pages).ok());
+    EXPECT_TRUE(tables->Read(layer, {&reads_all, 1}, false, true, &reading).ok());
+    EXPECT_FALSE(tables->Read(layer, {&chooses, 1}, false, true, &reading).ok());
+    for (uint32_t i = 0; i < 2; ++i) {
+      const DevicePage index{7, 100 + 10 * uint32_t(layer) + i};
+      ASSERT_TRUE(tables->SetPages(place, layer, i, {&index, 1}).ok());
+    }
+    // A page that changes leaves the index beside it.
+    const DevicePage changed{8, DevicePage::kNoSlot};
+    ASSERT_TRUE(tables->SetPages(place, layer, 1, {&changed, 1}).ok());
+    EXPECT_TRUE(tables->Read(layer, {&chooses, 1}, false, true, &reading).ok());
+  }
+  // The region grows and moves; a longer context wants more codes.
+  ASSERT_TRUE(tables->AddSequence(0).ok());
+  ASSERT_TRUE(tables->SetPages(place, 0, 16, std::vector<DevicePage>(40, DevicePage{9, DevicePage::kNoSlot})).ok());
+  apply();
+  for (uint32_t layer = 0; layer < 2; ++layer) {
+    const uint32_t at = layer * tables->layer_entries();
+    for (uint32_t i = 0; i < 2; ++i) EXPECT_EQ(device[at + tables->encoded_table(place) + i], 100 + 10 * layer + i);
+    EXPECT_EQ(device[at + tables->raw_table(place)], 7u);
+    EXPECT_EQ(device[at + tables->raw_table(place) + 1], 8u);
+  }
+  const StepEntry longer{place, 1024, 1, 0, 1};
+  EXPECT_FALSE(tables->Read(0, {&longer, 1}, false, true, &reading).ok());
+}
+
+TEST(StepTables, QueriesThatChooseAreInNoPlanOfPages) {
+  StepTables::Options o;
+  o.layers = 1, o.identity = true, o.page_tokens = 64, o.pages_max = 100, o.sequences_max = 1, o.index_tokens = 1024;
+  auto tables = StepTables::Make(o);
+  ASSERT_TRUE(tables.ok()) << tables.status();
+  const uint32_t place = *tables->AddSequence(8);
+  ASSERT_TRUE(tables->SetPages(place, 0, 0, std::vector<DevicePage>(8, DevicePage{0, 0})).ok());
+  // Tokens, and how many of them choose.
+  std::vector<StepEntry> entries;
+  for (const auto& [tokens, choosing] : {std::pair{5, 5}, {7, 0}, {80, 10}, {3, 1}, {90, 80}, {1, 1}, {70, 0}}) {
+    entries.push_back({place, 20, tokens, 0, choosing});
+  }
+  StepReading reading;
+  ASSERT_TRUE(tables->Read(0, entries, false, true, &reading).ok());
+  std::vector<DeviceSequence> cut, whole;
+  tables->MakeSequences(entries, reading, &cut, 64, &whole);
+  std::map<uint32_t, uint64_t> got, wanted;
+  for (const auto* sequences : {&cut, &whole}) {
+    uint32_t row = 0;
+    for (const DeviceSequence& sequence : *sequences) {
+      row += sequence.skipped_tokens;
+      for (int i = 0; i < sequence.tokens; ++i) {
+        ASSERT_TRUE(got.emplace(row++, sequence.first_position + uint64_t(i)).second);
+      }
+    }
+  }
+  uint32_t row = 0;
+  for (const StepEntry& entry : entries) {
+    for (int i = 0; i < entry.tokens - entry.choosing; ++i) wanted[row + uint32_t(i)] = entry.position + uint64_t(i);
+    row += uint32_t(entry.tokens);
+  }
+  EXPECT_EQ(got, wanted);
+  EXPECT_EQ(whole.size(), 2u);  // of 70 tokens each
+}
+
 TEST(StepTables, LongEntriesAreSequencesOfAnotherPlan) {
   StepTables::Options o;
   o.layers = 1, o.identity = true, o.page_tokens = 64, o.pages_max = 100, o.sequences_max = 4;

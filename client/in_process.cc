@@ -47,6 +47,7 @@ class InProcessImpl final : public InProcess {
     return step_->Attend(layer, q, out, lse);
   }
   absl::Status End() override;
+  uint64_t launches() const override { return step_->launches(); }
   const DeviceRegion& pool() const override { return *region_; }
   absl::Status After(const Sequence& sequence) override {
     return sequence.copied() == 0 ? absl::OkStatus() : device_.EnqueueWaitDone(options_.stream, sequence.copied());
@@ -151,11 +152,16 @@ absl::Status InProcessImpl::ApplyChanges(absl::Span<const StepEntry> entries, ab
 
 absl::Status InProcessImpl::PrepareStep(absl::Span<const StepEntry> entries, const ExtendOutcome& extended, bool append,
                                         bool attend) {
-  if (extended.aged.size() != entries.size()) return absl::InternalError("the daemon's answer is not of this step");
+  if (extended.aged.size() != entries.size() ||
+      (!extended.chooses_from.empty() && extended.chooses_from.size() != entries.size())) {
+    return absl::InternalError("the daemon's answer is not of this step");
+  }
   KV_RETURN_IF_ERROR(ApplyChanges(entries, extended.changes));
   entries_.clear();
   for (size_t i = 0; i < entries.size(); ++i) {
-    entries_.push_back({places_.at(entries[i].sequence), entries[i].position, entries[i].tokens, extended.aged[i]});
+    const uint64_t from = extended.chooses_from.empty() ? UINT64_MAX : extended.chooses_from[i];
+    entries_.push_back({places_.at(entries[i].sequence), entries[i].position, entries[i].tokens, extended.aged[i],
+                        ChoosingTokens(from, entries[i].position, entries[i].tokens)});
   }
   return step_->Prepare(0, cache_.description().options.layers, entries_, append, attend);
 }

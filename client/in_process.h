@@ -8,7 +8,8 @@
 //   run->End();                                                     // encodes what was filled, lets the plan go
 //
 // Append and Attend of a step's shape may be captured in a CUDA graph once, and replayed between later Begin and End of
-// that shape. Results equal those of Cache::Step on the same cache.
+// that shape; where queries choose what they read ("pq"), while launches() is what it was then, too. Results equal
+// those of Cache::Step on the same cache.
 //
 // Sequences are made, forked, cropped and published by their handles, between End and Begin. What publish names must be
 // appended and encoded: the daemon waits for this stream's words, so a publish may take as long as the stream is
@@ -68,6 +69,9 @@ class InProcess {
   virtual absl::Status Attend(int layer, const void* q, void* out, float* lse) = 0;
   /// The step's kernels are in the stream.
   virtual absl::Status End() = 0;
+
+  /// Of the step that has begun: equal where Attend launches the same for a shape.
+  virtual uint64_t launches() const = 0;
 
   /// The daemon's pool as this process maps it: the slabs in which it was told of pages.
   virtual const DeviceRegion& pool() const = 0;

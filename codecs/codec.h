@@ -96,6 +96,9 @@ class Codec {
   /// For a sequence of this cache, an index by which its queries choose what they read (sequence_index.h); nullptr:
   /// every query reads everything. Only of identity codecs.
   virtual std::unique_ptr<SequenceIndex> NewIndex(const IndexFacts& facts) const { return nullptr; }
+  /// The same for a cache on a GPU, and what it takes there.
+  virtual std::unique_ptr<SequenceIndex> NewDeviceIndex(const IndexFacts& facts) const { return nullptr; }
+  virtual DeviceIndexLayout device_index() const { return {}; }
 
   /// What this codec does on the calling thread's GPU; nullptr: nothing, here or in this build.
   virtual std::unique_ptr<DeviceCodec> NewDeviceCodec() const { return nullptr; }

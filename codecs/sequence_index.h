@@ -8,6 +8,10 @@
 //  - TokenSelector is what one step's queries of one sequence and layer read through: a snapshot that stays valid
 //    whatever happens to the sequence meanwhile. Attention calls it on workers; the store takes it back afterwards.
 //
+// On a GPU (NewIndex with a layout) queries choose there (codecs/device/device_codec.h, choice), and there are no
+// selectors: the index has facts and jobs, its memory on the GPU is the store's, and a job's tasks train alone, on keys
+// that were copied to the host.
+//
 // What a query reads depends on its sequence's tokens and on the prompt's length alone, never on timing or chunking: a
 // query that needs a job waits for it. Such codecs are of the identity kind (CodecInfo::identity): pages are raw.
 #pragma once
@@ -19,6 +23,7 @@
 
 #include "absl/types/span.h"
 #include "codecs/page_attention.h"
+#include "kvmanager/base/ids.h"
 
 namespace kvmanager {
 
@@ -30,6 +35,13 @@ struct SelectiveTask {
   int kv_head = 0;
   uint64_t position = 0;                   // of the query token: it may read tokens 0 .. position
   absl::Span<const uint8_t* const> pages;  // raw form, in order of position from 0; cover `position`
+};
+
+/// Memory of a sequence's index in one layer on a GPU; zero where a codec has none there.
+struct DeviceIndexLayout {
+  uint64_t book_bytes = 0;    // of the part that is made once
+  uint64_t chunk_bytes = 0;   // of one chunk of codes
+  uint64_t chunk_tokens = 0;  // tokens of a chunk
 };
 
 class TokenSelector {
@@ -63,6 +75,11 @@ class TokenSelector {
   virtual Counts counts() const = 0;
 };
 
+/// A slot of a GPU's pool that belongs to indexes: shared by those of forks, and given back with the last of them.
+struct IndexMemory {
+  PageId slot;
+};
+
 class IndexJob {
  public:
   virtual ~IndexJob() = default;
@@ -76,6 +93,15 @@ class IndexJob {
   virtual void Finish() = 0;
   /// Store's thread.
   virtual bool done() const = 0;
+
+  // On a GPU:
+
+  /// What its tasks made, as the device wants it at the beginning of the index's fixed part. After every task, once,
+  /// any thread; the bytes on the host are then given up.
+  virtual uint64_t image_bytes() const { return 0; }
+  virtual void WriteImage(uint8_t* to) {}
+  /// Where that goes: the store's, which sets it before it begins the job.
+  std::shared_ptr<const IndexMemory> place;
 };
 
 using IndexJobs = std::vector<std::shared_ptr<IndexJob>>;
@@ -89,9 +115,14 @@ struct IndexFacts {
 
 class SequenceIndex {
  public:
+  static constexpr uint64_t kNever = UINT64_MAX;
+
   virtual ~SequenceIndex() = default;
 
   virtual IndexFacts facts() const = 0;
+  /// The position from which on queries choose, if the next append were of `tokens` tokens at `position`, or 0: none.
+  /// kNever: it is not known yet.
+  virtual uint64_t ChoosesFrom(uint64_t position, int tokens) const = 0;
 
   /// `tokens` tokens were appended to `layer`, the first at `position`. Without a prompt length, the first single token
   /// behind others ends the prompt. now_ns: of a monotonic clock, to learn how long a prefill takes.

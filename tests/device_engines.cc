@@ -7,6 +7,7 @@
 #include <fstream>
 #include <random>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "codecs/builtin.h"
 #include "codecs/calibrate/synthetic.h"
@@ -255,11 +256,13 @@ absl::Status OwnEngine::AppendRows(const Text& text, int layer, const std::vecto
 absl::Status OwnEngine::Submit(const Text& text, const std::vector<Part>& parts, bool append,
                                std::vector<TensorView>* outs) {
   failed_layer_ = 0;
-  // Queries of one step must not read encoded what it fills itself: then it is appended first.
+  // Queries of one step must not read encoded what it fills itself, nor by an index that is made of it: then it is
+  // appended first.
+  const bool has_index = absl::StartsWith(cache_->description().options.codec, "pq");
   bool first = false;
   for (const Part& part : parts) {
     const uint64_t together = (part.first / kPage + uint64_t(cache_->description().options.lag_pages) + 1) * kPage;
-    first |= append && part.first + uint64_t(part.tokens) > together;
+    first |= append && (part.first + uint64_t(part.tokens) > together || (has_index && part.tokens > 1));
   }
   if (first) {
     KV_RETURN_IF_ERROR(run_->Begin(EntriesOf(parts), true, false));

@@ -12,6 +12,8 @@
 
 namespace kvmanager {
 
+class DeviceChoice;
+
 struct DeviceEncodeItem {
   const uint8_t* raw;    // a full raw page, finite values only; 16-byte aligned
   uint8_t* encoded;      // CodecInfo::page_bytes(layer), 16-byte aligned; every byte is written
@@ -41,6 +43,10 @@ class DeviceCodec {
   virtual device::HeadCosts head_costs(int layer) const { return {}; }
   /// Of a layer, for many query tokens; as attention() otherwise. Without: attention()'s kernels serve these too.
   virtual device::Prefill prefill(int layer) const { return {}; }
+
+  /// Of a codec whose queries choose what they read (Codec::NewIndex), by kernels of its own; lives as long as this
+  /// object. nullptr: all read everything.
+  virtual const DeviceChoice* choice() const { return nullptr; }
 
   /// The codec of a layer's pages, whose Encode and Decode serve them: this one, unless layers have their own.
   virtual const DeviceCodec& of(int layer) const { return *this; }

@@ -4,8 +4,8 @@
 namespace kvmanager::pq {
 
 int LaunchPqPrepareBooks(const DeviceShape&, uint8_t* const*, uint32_t, CUstream_st*) { return kPqCudaUnavailable; }
-int LaunchPqEncode(const DeviceShape&, const uint8_t*, const uint32_t*, const DeviceEncodeCodes*, uint32_t,
-                   CUstream_st*) {
+int LaunchPqEncode(const DeviceShape&, const uint8_t*, const uint32_t*, const DeviceIndexTable&,
+                   const DeviceEncodeCodes*, uint32_t, CUstream_st*) {
   return kPqCudaUnavailable;
 }
 size_t SelectScratchBytes(const DeviceShape&, uint32_t) { return 0; }

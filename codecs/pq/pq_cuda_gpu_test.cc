@@ -71,10 +71,14 @@ Codebook MakeBook(const DeviceShape& shape, Draw draw) {
   return book;
 }
 
-/// A codebook on the device.
+/// A codebook on the device, and memory for chunks of codes behind it.
 class Book {
  public:
-  Book(const DeviceShape& shape, const Codebook& book) : bytes_(shape.book_bytes()), at_({bytes_.as<uint8_t>()}) {
+  Book(const DeviceShape& shape, const Codebook& book, uint32_t chunks)
+      : chunk_at_((shape.book_bytes() + 255) / 256 * 256),
+        chunk_bytes_(shape.chunk_bytes()),
+        bytes_(chunk_at_ + chunks * chunk_bytes_),
+        at_({bytes_.as<uint8_t>()}) {
     bytes_.Set(0xFF);
     EXPECT_EQ(shape.half_norms_at(), book.centroids.size() * 4);
     bytes_.Fill(book.centroids.data(), book.centroids.size() * 4);
@@ -85,8 +89,13 @@ class Book {
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   }
   uint8_t* get() const { return bytes_.as<uint8_t>(); }
+  uint32_t* chunk(uint32_t i) const { return reinterpret_cast<uint32_t*>(get() + chunk_at_ + i * chunk_bytes_); }
+  /// An entry of the table of indexes.
+  uint32_t unit() const { return 0; }
+  uint32_t chunk_unit(uint32_t i) const { return uint32_t((chunk_at_ + i * chunk_bytes_) / kRowUnitBytes); }
 
  private:
+  const size_t chunk_at_, chunk_bytes_;
   DeviceBytes bytes_;
   OnDevice<uint8_t*> at_;
 };
@@ -123,21 +132,26 @@ class PqGpu : public GpuTest {
       }
     }
     for (uint32_t& slot : slots) slot *= uint32_t(page_elements * 2 / kRowUnitBytes);
-    const Book on_device(shape, book);
+    const Book on_device(shape, book, 1);
     const OnDevice<uint16_t> d_pool(pool);
     const OnDevice<uint32_t> d_slots(slots);
     constexpr uint32_t kGuard = 0xA5A5A5A5;
-    const OnDevice<uint32_t> chunk(std::vector<uint32_t>(shape.chunk_bytes() / 4, kGuard));
+    ASSERT_CUDA(cudaMemset(on_device.chunk(0), kGuard & 0xFF, shape.chunk_bytes()));
+    constexpr uint32_t kIndex = 3;
+    std::vector<uint32_t> index(kIndex + 2 + first / kCodeChunkTokens, kNoUnit);
+    index[kIndex] = on_device.unit(), index.back() = on_device.chunk_unit(0);
+    const OnDevice<uint32_t> d_index(index);
     std::vector<DeviceEncodeCodes> items;
     for (uint32_t t = 0; t < tokens; t += kEncodeTokensMax) {
-      items.push_back({on_device.get(), chunk.get(), 0, first + t, std::min(kEncodeTokensMax, tokens - t)});
+      items.push_back({kIndex, 0, first + t, std::min(kEncodeTokensMax, tokens - t)});
     }
     const OnDevice<DeviceEncodeCodes> d_items(items);
-    ASSERT_EQ(LaunchPqEncode(shape, reinterpret_cast<const uint8_t*>(d_pool.get()), d_slots.get(), d_items.get(),
-                             uint32_t(items.size()), nullptr),
+    ASSERT_EQ(LaunchPqEncode(shape, reinterpret_cast<const uint8_t*>(d_pool.get()), d_slots.get(),
+                             {on_device.get(), d_index.get()}, d_items.get(), uint32_t(items.size()), nullptr),
               0);
     ASSERT_CUDA(cudaDeviceSynchronize());
-    const std::vector<uint32_t> got = chunk.Read();
+    std::vector<uint32_t> got(shape.chunk_bytes() / 4);
+    ASSERT_CUDA(cudaMemcpy(got.data(), on_device.chunk(0), shape.chunk_bytes(), cudaMemcpyDeviceToHost));
     const Kernels& kernels = KernelsOf(BestIsa());
     const int width = shape.width();
     for (int h = 0; h < shape.kv_heads; ++h) {
@@ -258,20 +272,17 @@ class Choice {
         }
       }
     }
-    const OnDevice<uint32_t> d_words(words);
-    std::vector<const uint32_t*> chunk_at;
-    for (uint32_t i = 0; i < chunks; ++i) chunk_at.push_back(d_words.get() + i * (shape_.chunk_bytes() / 4));
-    std::reverse(chunk_at.begin(), chunk_at.end());  // in any order
-    {
-      std::vector<uint32_t> reversed;
-      for (uint32_t i = chunks; i-- > 0;) {
-        reversed.insert(reversed.end(), words.begin() + i * (shape_.chunk_bytes() / 4),
-                        words.begin() + (i + 1) * (shape_.chunk_bytes() / 4));
-      }
-      ASSERT_CUDA(cudaMemcpy(d_words.get(), reversed.data(), reversed.size() * 4, cudaMemcpyHostToDevice));
+    // A codebook, and the chunks in any order.
+    const Book book(shape_, book_, chunks);
+    constexpr uint32_t kIndex = 5;
+    std::vector<uint32_t> index(kIndex + 1 + chunks);
+    index[kIndex] = book.unit();
+    for (uint32_t i = 0; i < chunks; ++i) {
+      index[kIndex + 1 + i] = book.chunk_unit(chunks - 1 - i);
+      ASSERT_CUDA(cudaMemcpy(book.chunk(chunks - 1 - i), words.data() + i * (shape_.chunk_bytes() / 4),
+                             shape_.chunk_bytes(), cudaMemcpyHostToDevice));
     }
-    const OnDevice<const uint32_t*> d_chunks(chunk_at);
-    const Book book(shape_, book_);
+    const OnDevice<uint32_t> d_index(index);
     const uint32_t pages = (tokens_ + shape_.page_tokens - 1) / shape_.page_tokens;
     const uint32_t page_units =
         uint32_t(4 * shape_.kv_heads * shape_.page_tokens * shape_.head_dim / int(kRowUnitBytes));
@@ -286,8 +297,7 @@ class Choice {
     uint32_t runs = 0, list = 0, middle_max = 0;
     for (size_t i = 0; i < queries.size(); ++i) {
       DeviceSelect s;
-      s.book = book.get();
-      s.chunks = d_chunks.get();
+      s.index = kIndex;
       s.token = uint32_t(i);
       s.sinks = queries[i].sinks, s.middle = queries[i].middle, s.chosen = queries[i].chosen,
       s.local = queries[i].local;
@@ -306,6 +316,7 @@ class Choice {
     SelectParams p;
     p.shape = shape_;
     p.slots = d_slots.get();
+    p.index = {book.get(), d_index.get()};
     p.queries = d_selects.get();
     p.count = uint32_t(selects.size());
     p.q = d_q.get();

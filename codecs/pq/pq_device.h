@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "codecs/device/choice_params.h"
+
 struct CUstream_st;
 
 namespace kvmanager::pq {
@@ -15,10 +17,15 @@ namespace kvmanager::pq {
 /// What launches return where this build has no CUDA; other values are cudaError_t, 0 being success.
 inline constexpr int kPqCudaUnavailable = -1;
 
+using DeviceIndexTable = device::IndexTable;
+using DeviceEncodeCodes = device::EncodeCodes;
+using DeviceSelect = device::Select;
+using device::SelectRuns;
+
 inline constexpr int kDeviceRowsMax = 16;  // heads of a group
 inline constexpr int kCodesOfWord = 4;
-inline constexpr uint32_t kCodeChunkTokens = 1024;
-inline constexpr uint32_t kEncodeTokensMax = 256;  // of an item
+inline constexpr uint32_t kCodeChunkTokens = device::kCodeChunkTokens;
+inline constexpr uint32_t kEncodeTokensMax = device::kEncodeTokensMax;
 inline constexpr uint32_t kDeviceBlockTokens = 128;
 /// Rows of K and pages are named by their distance from the pool's first byte in these units (device::kSlotUnitBytes).
 inline constexpr uint64_t kRowUnitBytes = 64;
@@ -55,43 +62,16 @@ int LaunchPqPrepareBooks(const DeviceShape& shape, uint8_t* const* books, uint32
 
 // ---- codes ----
 
-/// Tokens of one sequence and layer, at most kEncodeTokensMax, all of one chunk of codes.
-struct DeviceEncodeCodes {
-  const uint8_t* book = nullptr;
-  uint32_t* chunk = nullptr;  // of their codes
-  uint32_t table = 0;         // of the sequence's first page, in `slots`
-  uint32_t first = 0;         // token
-  uint32_t tokens = 0;
-};
-
 /// Codes of keys in raw pages: those of Kernels::nearest, bit for bit. pool, slots: as AttendParams. items: [count].
-int LaunchPqEncode(const DeviceShape& shape, const uint8_t* pool, const uint32_t* slots, const DeviceEncodeCodes* items,
-                   uint32_t count, CUstream_st* stream);
+int LaunchPqEncode(const DeviceShape& shape, const uint8_t* pool, const uint32_t* slots, const DeviceIndexTable& table,
+                   const DeviceEncodeCodes* items, uint32_t count, CUstream_st* stream);
 
 // ---- the choice ----
-
-/// A query token. Tokens 0 .. sinks - 1 and the last `local` are read in any case; of the `middle` between them,
-/// `chosen`.
-struct DeviceSelect {
-  const uint8_t* book = nullptr;
-  const uint32_t* const* chunks = nullptr;  // of codes, by token / kCodeChunkTokens
-  /// Copies of blocks of kDeviceBlockTokens tokens, or nullptr: [kv_heads][cached_stride] units of a copy's first page,
-  /// or kNoUnit. A copy is as many raw pages as hold a block.
-  const uint32_t* cached = nullptr;
-  uint32_t cached_stride = 0;
-  uint32_t table = 0;  // of the sequence's first page, in `slots`
-  uint32_t token = 0;  // in q
-  uint32_t sinks = 0, middle = 0, chosen = 0, local = 0;
-  uint32_t list = 0;         // in `rows`, of KV head 0; a multiple of 16
-  uint32_t list_stride = 0;  // of a KV head; rows() rounded up to a multiple of page_tokens
-  uint32_t first_run = 0;    // of KV head 0, in the scratch memory; the batch's queries one after another
-
-  uint32_t rows() const { return sinks + chosen + local; }
-};
 
 struct SelectParams {
   DeviceShape shape;
   const uint32_t* slots = nullptr;  // the layer's table
+  DeviceIndexTable index;
   const DeviceSelect* queries = nullptr;
   uint32_t count = 0;
   const void* q = nullptr;  // [tokens][query_heads][head_dim] of the cache's dtype
@@ -105,8 +85,6 @@ struct SelectParams {
   uint32_t* chosen = nullptr;  // out, or nullptr: the chosen ones' tokens, where they are in `rows` less the sinks
 };
 
-/// Runs of scratch memory that a query takes of each KV head.
-constexpr uint32_t SelectRuns(uint32_t middle) { return (middle + 511) / 512; }
 /// Of `runs` in all.
 size_t SelectScratchBytes(const DeviceShape& shape, uint32_t runs);
 /// Whether there are kernels: at most kDeviceRowsMax heads of a group, tables that fit, head_dim 16 to 256.

@@ -130,13 +130,18 @@ __device__ __forceinline__ uint32_t Nearest(const uint16_t* x, int width, bool b
 
 /// A block has an item's tokens of one KV head, a warp kTiles * 16 of them. kWidth 0: any, by the search alone.
 template <int kWidth, bool kBFloat16>
-__global__ void __launch_bounds__(kThreads) Encode(const __grid_constant__ DeviceShape shape, const uint8_t* pool,
-                                                   const uint32_t* slots, const DeviceEncodeCodes* items) {
+__global__ void __launch_bounds__(kThreads)
+    Encode(const __grid_constant__ DeviceShape shape, const uint8_t* pool, const uint32_t* slots,
+           const DeviceIndexTable table, const DeviceEncodeCodes* items) {
   const DeviceEncodeCodes item = items[blockIdx.x / shape.kv_heads];
   const int head = blockIdx.x % shape.kv_heads, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int g = lane / 4, t = lane % 4;
   const uint32_t first = warp * kTiles * 16;
   if (first >= item.tokens) return;
+  const auto in_index = [&](uint32_t at) {
+    return const_cast<uint8_t*>(table.pool) + __ldg(table.slots + item.index + at) * kRowUnitBytes;
+  };
+  const uint8_t* const book = in_index(0);
   const int width = kWidth == 0 ? shape.width() : kWidth, count = shape.count();
   const auto row_of = [&](uint32_t index) {  // of the item; beyond it the last token stands in
     const uint32_t token = item.first + min(index, item.tokens - 1), page = token / shape.page_tokens;
@@ -153,16 +158,16 @@ __global__ void __launch_bounds__(kThreads) Encode(const __grid_constant__ Devic
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) rows[i][0] = row_at(16 * i + g), rows[i][1] = row_at(16 * i + 8 + g);
   uint32_t word = 0;  // of row `lane`
-  uint32_t* const out = item.chunk + size_t(head) * shape.words() * kCodeChunkTokens + item.first % kCodeChunkTokens;
+  uint32_t* const out = reinterpret_cast<uint32_t*>(in_index(1 + item.first / kCodeChunkTokens)) +
+                        size_t(head) * shape.words() * kCodeChunkTokens + item.first % kCodeChunkTokens;
   for (int s = 0; s < shape.m; ++s) {
     const int at = head * shape.m + s;
-    const float* const centroids = reinterpret_cast<const float*>(item.book) + size_t(at) * width * count;
-    const float* const half_norms =
-        reinterpret_cast<const float*>(item.book + shape.half_norms_at()) + size_t(at) * count;
+    const float* const centroids = reinterpret_cast<const float*>(book) + size_t(at) * width * count;
+    const float* const half_norms = reinterpret_cast<const float*>(book + shape.half_norms_at()) + size_t(at) * count;
     uint32_t code = 0, unsure = kAll;  // of row `lane`; of all rows
     if constexpr (kWidth != 0) {
       constexpr int kSteps = kWidth / 16;
-      const float2 bound = __ldg(reinterpret_cast<const float2*>(item.book + shape.bounds_at()) + at);
+      const float2 bound = __ldg(reinterpret_cast<const float2*>(book + shape.bounds_at()) + at);
       uint32_t a[kTiles][kSteps][4];
       float squares[kTiles][2];
 #pragma unroll
@@ -197,7 +202,7 @@ __global__ void __launch_bounds__(kThreads) Encode(const __grid_constant__ Devic
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) best[i][0] = best[i][1] = {kInfinity, kInfinity};
       const uint32_t* const fragments =
-          reinterpret_cast<const uint32_t*>(item.book + shape.fragments_at()) + size_t(at) * (kWidth / 2) * count;
+          reinterpret_cast<const uint32_t*>(book + shape.fragments_at()) + size_t(at) * (kWidth / 2) * count;
 #pragma unroll 4
       for (int tile = 0; tile < count / 8; ++tile) {
         uint32_t b[2 * kSteps];
@@ -274,11 +279,11 @@ int LaunchPqPrepareBooks(const DeviceShape& shape, uint8_t* const* books, uint32
   return cudaPeekAtLastError();
 }
 
-int LaunchPqEncode(const DeviceShape& shape, const uint8_t* pool, const uint32_t* slots, const DeviceEncodeCodes* items,
-                   uint32_t count, CUstream_st* stream) {
+int LaunchPqEncode(const DeviceShape& shape, const uint8_t* pool, const uint32_t* slots, const DeviceIndexTable& table,
+                   const DeviceEncodeCodes* items, uint32_t count, CUstream_st* stream) {
   if (count == 0) return 0;
   const auto kernel = shape.bfloat16 ? KernelFor<true>(shape.width()) : KernelFor<false>(shape.width());
-  kernel<<<count * shape.kv_heads, kThreads, 0, stream>>>(shape, pool, slots, items);
+  kernel<<<count * shape.kv_heads, kThreads, 0, stream>>>(shape, pool, slots, table, items);
   return cudaPeekAtLastError();
 }
 

@@ -17,6 +17,7 @@ class Index final : public SequenceIndex {
   }
 
   IndexFacts facts() const override { return facts_; }
+  uint64_t ChoosesFrom(uint64_t position, int tokens) const override;
   void OnAppend(int layer, uint64_t position, int tokens, int64_t now_ns) override;
   void OnTokens(uint64_t tokens) override {
     for (Layer& layer : layers_) layer.tokens = std::max(layer.tokens, tokens);
@@ -60,7 +61,7 @@ class Index final : public SequenceIndex {
 
 void Index::ResetCaches(Layer& layer) {
   const Parameters& p = shape_->parameters;
-  if (p.cache_blocks == 0) return;
+  if (p.cache_blocks == 0 || shape_->on_device) return;
   layer.caches.clear();
   const size_t block_bytes = 2 * kCacheBlockTokens * shape_->layout.head_dim * DTypeBytes(shape_->layout.dtype);
   for (int h = 0; h < shape_->layout.kv_heads; ++h) {
@@ -87,6 +88,11 @@ void Index::NotePrefill(int layer, uint64_t position, int tokens, int64_t now_ns
     shape_->model->AddPrefill(position + tokens, prefill_seconds_ / layer);
     prefill_seconds_ = 0;
   }
+}
+
+uint64_t Index::ChoosesFrom(uint64_t position, int tokens) const {
+  if (prompt_known()) return FirstPosition();
+  return tokens == 1 && position > 0 ? shape_->parameters.FirstPosition(position) : kNever;
 }
 
 void Index::OnAppend(int layer, uint64_t position, int tokens, int64_t now_ns) {
@@ -150,7 +156,7 @@ void Index::NeedNext(int layer, IndexJobs* begin) {
 }
 
 std::unique_ptr<TokenSelector> Index::Select(int layer_index, uint64_t first, uint64_t last) {
-  if (!prompt_known() || last < FirstPosition()) return nullptr;
+  if (!prompt_known() || last < FirstPosition() || shape_->on_device) return nullptr;
   Layer& layer = layers_[layer_index];
   const Parameters& p = shape_->parameters;
   SelectorParts parts;

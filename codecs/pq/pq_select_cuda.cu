@@ -135,7 +135,7 @@ struct Head {
     return reinterpret_cast<float*>(p.scratch + at.totals_at) + first_run * kWeightRun;
   }
   __device__ __forceinline__ const uint32_t* ChunkAt(uint32_t chunk) const {
-    return reinterpret_cast<const uint32_t*>(__ldg(reinterpret_cast<const unsigned long long*>(query.chunks) + chunk));
+    return reinterpret_cast<const uint32_t*>(InIndex(p, query.index + 1 + chunk));
   }
   /// The row of K of a token: its unit. No branch stands before its loads, so that several overlap.
   __device__ __forceinline__ uint32_t UnitOfToken(uint32_t token) const {
@@ -320,9 +320,12 @@ __global__ void __launch_bounds__(ThreadsFor(kPairs), 1)
   const uint32_t first_run = min(h.runs, rank * each), end_run = min(h.runs, first_run + each);
 
   // Centroids come while this waits, for the kernel before or for the first of them; then codes, while tables are made.
-  const uint32_t book_bytes = p.shape.head_dim * p.shape.count() * uint32_t(sizeof(float));
-  for (uint32_t at = threadIdx.x * 128; at < book_bytes; at += kThreads * 128) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(query.book + size_t(h.head) * book_bytes + at));
+  if (query.chosen > 0) {
+    const uint32_t book_bytes = p.shape.head_dim * p.shape.count() * uint32_t(sizeof(float));
+    const uint8_t* const book = InIndex(p, query.index) + size_t(h.head) * book_bytes;
+    for (uint32_t at = threadIdx.x * 128; at < book_bytes; at += kThreads * 128) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(book + at));
+    }
   }
   const auto prefetch_codes = [&]() {
     if (end_run == first_run) return;
@@ -570,7 +573,7 @@ size_t SelectScratchBytes(const DeviceShape& shape, uint32_t runs) { return Scra
 bool CanSelectOnDevice(const DeviceShape& shape) {
   if (shape.group() > kDeviceRowsMax || shape.head_dim * 2 % int(kRowUnitBytes) != 0) return false;
   if (int(kDeviceBlockTokens) % shape.page_tokens != 0) return false;
-  return TableLayout(shape, PairsOf(shape)).bytes <= kSharedMax;
+  return TableLayout(shape, PairsOf(shape)).reach <= kSharedMax;
 }
 
 int PrepareSelect() {
@@ -592,7 +595,7 @@ int SelectBlocks(const DeviceShape& shape, uint32_t count, uint32_t middle_max, 
 
 int LaunchPqSelect(const SelectParams& params, int blocks, uint32_t middle_max, CUstream_st* stream) {
   if (params.count == 0) return 0;
-  const uint32_t tables = TableLayout(params.shape, PairsOf(params.shape)).bytes;
+  const uint32_t tables = TableLayout(params.shape, PairsOf(params.shape)).reach;
   const uint32_t each = (SelectRuns(middle_max) + blocks - 1) / blocks;
   const uint64_t totals = kBinsAll * 4 + uint64_t{each} * kWeightRun * sizeof(float);
   const uint32_t most = kSharedMax;

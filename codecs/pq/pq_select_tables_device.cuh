@@ -28,6 +28,7 @@ struct TableLayout {
   uint32_t q, values, entries, bytes;
   uint32_t row_shift;  // of a centroid's copies
   bool wide;           // Tables
+  uint32_t reach;      // how far a look-up goes, whatever byte stands in the place of a code
   __host__ __device__ TableLayout(const DeviceShape& shape, int pairs) {
     const uint32_t centroids = shape.m * shape.count(), rows = 2 * pairs;
     q = 0;
@@ -39,6 +40,9 @@ struct TableLayout {
     while (1u << (row_shift - 2) > uint32_t(pairs) && end() > kSharedMax) --row_shift;
     wide = row_shift == 7 && shape.m <= kCodesOfWord;
     bytes = end();
+    const uint32_t codes = 256u << row_shift, last = (shape.m - 1) * (uint32_t(shape.count()) << row_shift);
+    reach = wide && shape.m < kCodesOfWord ? bytes - 128 + codes : entries + last + codes;
+    if (reach < bytes) reach = bytes;
   }
 };
 
@@ -48,8 +52,15 @@ __host__ __device__ constexpr int ThreadsFor(int pairs) { return pairs > 2 ? 512
 /// Pairs of rows that tables are made of at once.
 __host__ __device__ inline int PairsOf(const DeviceShape& shape) {
   int pairs = shape.group() <= 2 ? 1 : shape.group() <= 4 ? 2 : 4;
-  while (pairs > 1 && TableLayout(shape, pairs).bytes > kSharedMax) pairs /= 2;
+  while (pairs > 1 && TableLayout(shape, pairs).reach > kSharedMax) pairs /= 2;
   return pairs;
+}
+
+/// An entry of the table of indexes.
+__device__ __forceinline__ const uint8_t* InIndex(const SelectParams& p, uint32_t at) {
+  static_assert(kRowUnitBytes == 1 << 6);
+  const uint32_t* const slot = p.index.slots + at;
+  return p.index.pool + (static_cast<uint64_t>(__ldg(slot)) << 6);
 }
 
 template <int kPairs>
@@ -112,7 +123,7 @@ __device__ void MakeTables(const SelectParams& p, const DeviceSelect& query, int
     q[c * kRows + r] = x;
   }
   __syncthreads();
-  const float* const book = reinterpret_cast<const float*>(query.book) + size_t(head) * d * count;
+  const float* const book = reinterpret_cast<const float*>(InIndex(p, query.index)) + size_t(head) * d * count;
   for (int at = threadIdx.x; at < centroids; at += kThreads) {
     const int s = at >> shape.bits, c = at & (count - 1);
     const float* from = book + size_t(s) * width * count + c;

@@ -16,12 +16,8 @@ namespace kvmanager::pq {
 /// Tokens that a query at `position` reads, as counts of `select`.
 void SetReads(const Parameters& parameters, uint64_t position, DeviceSelect* select);
 
-/// What a batch's lists and scratch memory come to.
-struct SelectSizes {
-  uint32_t rows = 0;        // entries of lists
-  uint32_t runs = 0;        // of scratch memory
-  uint32_t middle_max = 0;  // of a query
-};
+using device::SelectSizes;
+
 /// Gives each query its place in the lists and in the scratch memory, one after another. Errors: RESOURCE_EXHAUSTED
 /// where they leave 32 bits.
 absl::StatusOr<SelectSizes> PlaceSelects(const DeviceShape& shape, absl::Span<DeviceSelect> queries);

@@ -1,6 +1,7 @@
 #include "codecs/pq/training.h"
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "codecs/calibrate/kmeans.h"
@@ -37,7 +38,20 @@ Training::Training(std::shared_ptr<const Shape> shape, int layer, uint64_t token
       iterations_(iterations),
       codebook_(shape_->layout.kv_heads, shape_->parameters.m, shape_->parameters.centroids(), shape_->width()),
       codes_(shape_->code_rows()) {
-  codes_.Extend(tokens);
+  if (!shape_->on_device) codes_.Extend(tokens);
+}
+
+uint64_t Training::image_bytes() const {
+  const uint64_t centroids = shape_->code_rows() * codebook_.count;
+  return centroids * (codebook_.width + 1) * sizeof(float);
+}
+
+void Training::WriteImage(uint8_t* to) {
+  const size_t centroid_bytes = codebook_.centroids.size() * sizeof(float);
+  std::memcpy(to, codebook_.centroids.data(), centroid_bytes);
+  std::memcpy(to + centroid_bytes, codebook_.half_norms.data(), codebook_.half_norms.size() * sizeof(float));
+  std::vector<float>().swap(codebook_.centroids);
+  std::vector<float>().swap(codebook_.half_norms);
 }
 
 void Training::RunTask(int task, absl::Span<const uint8_t* const> pages) {

@@ -21,6 +21,7 @@ struct Shape {
   Parameters parameters;
   PageLayout layout;
   int layers = 1;
+  bool on_device = false;  // codes are made by a GPU, which also chooses
   const Kernels* kernels = nullptr;
   std::shared_ptr<CostModel> model;  // shared: indexes may outlive the codec
 
@@ -42,6 +43,8 @@ class Training final : public IndexJob {
   void RunTask(int task, absl::Span<const uint8_t* const> pages) override;
   void Finish() override;
   bool done() const override { return done_; }
+  uint64_t image_bytes() const override;
+  void WriteImage(uint8_t* to) override;
 
   const Codebook& codebook() const { return codebook_; }
   /// Of the tokens that it reads; the tasks write them.

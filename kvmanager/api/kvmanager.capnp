@@ -156,6 +156,10 @@ struct ExtendReply {
   # the first token. For the i-th, one u32 of the words' declined ring at (encodeAt + i) % ring is 1 if the codec declined, else 0.
   encodeBatch @5 :UInt64;        # to be stored to the word `encoded` behind them; 0: nothing to encode
   encodeAt @6 :UInt32;
+  choosesFrom @7 :List(UInt64);
+  # [entries], of codecs whose queries choose what they read: those from this position on do, by the sequence's index; 2^64 - 1:
+  # none does. An encoded slot in `changes` is then one of the index: at page 0 its codebook, at page 1 + i chunk i of its codes,
+  # beside the raw slot of the page of that number, if there is one. Codes are the engine's to make, of tokens before its queries.
 }
 
 struct SequenceRequest {

@@ -1,11 +1,13 @@
 #include "kvmanager/server/device_calls.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/server/device_indexes.h"
 #include "kvmanager/server/device_work.h"
 #include "kvmanager/server/in_process.h"
 #include "kvmanager/server/serve.h"
@@ -54,10 +56,34 @@ struct Call {
   bool MayFitSoon(const absl::Status& status) const {
     return absl::IsResourceExhausted(status) && session->daemon().store->AwaitsRelease(config.device);
   }
-  std::vector<uint32_t> Aged() const {
-    std::vector<uint32_t> aged(entries.size());
-    for (size_t i = 0; i < aged.size(); ++i) aged[i] = lease->aged(i);
-    return aged;
+  std::vector<EntryReading> Readings() const {
+    std::vector<EntryReading> readings(entries.size());
+    for (size_t i = 0; i < readings.size(); ++i) readings[i] = {lease->aged(i), lease->chooses_from(i)};
+    return readings;
+  }
+  /// Trainings begin when everything that was submitted and planned so far has run.
+  void PostIndexJobs(std::vector<DeviceIndexJob> jobs) {
+    if (jobs.empty()) return;
+    const auto work = session->DeviceWorkOf(config.device);
+    const std::shared_ptr<InProcess> process = session->FindInProcess(config.device);
+    const std::shared_ptr<DeviceStream> stream = work.ok() ? (*work)->stream() : nullptr;
+    daemon().polls->Add([stream, submitted = stream == nullptr ? 0 : stream->submitted(), process,
+                         epoch = process == nullptr ? 0 : process->epoch(), indexes = IndexesOf(),
+                         codec = cache.device_codec, jobs = std::move(jobs)]() mutable {
+      if (stream != nullptr && stream->passed() < submitted) return false;
+      if (process != nullptr && !process->HasReleased(epoch)) return false;
+      for (DeviceIndexJob& job : jobs) indexes->Post(codec, std::move(job));
+      return true;
+    });
+  }
+
+ private:
+  DeviceIndexes* IndexesOf() {
+    for (const DeviceContext* const device : daemon().devices) {
+      if (device->ordinal == config.device) return device->indexes;
+    }
+    KV_CHECK(false && "a cache is on a GPU of this daemon");
+    return nullptr;
   }
 };
 
@@ -86,7 +112,8 @@ struct StepCall final : Call {
       return read.status();
     }
     lease = *std::move(read);
-    if (lease->ready()) return Submit(tensors, Aged());
+    if (lease->ready()) return Submit(tensors, Readings());
+    if (tensors.k == nullptr) PostIndexJobs(work->stream()->context().encode_queue->TakeIndexJobs());
     if (tensors.k != nullptr) {
       if (absl::Status status = Submit({.k = tensors.k, .v = tensors.v, .ready = tensors.ready}, {}); !status.ok()) {
         return status;
@@ -97,8 +124,11 @@ struct StepCall final : Call {
     return WhenReady(*lease).then([self] { return self->Proceed(self); });
   }
 
-  absl::Status Submit(const DeviceTensors& what, absl::Span<const uint32_t> aged) {
-    KV_ASSIGN_OR_RETURN(done, work->Submit(cache, layer, entries, aged, what, &counts));
+  absl::Status Submit(const DeviceTensors& what, absl::Span<const EntryReading> readings) {
+    const auto submitted = work->Submit(cache, layer, entries, readings, what, &counts);
+    PostIndexJobs(work->stream()->context().encode_queue->TakeIndexJobs());
+    KV_RETURN_IF_ERROR(submitted.status());
+    done = *submitted;
     return absl::OkStatus();
   }
 
@@ -121,8 +151,9 @@ struct ExtendCall final : Call {
   bool attend = false;
   bool encode_here = false;
   InProcess::Plan plan;
-  std::vector<DeviceEncodeJob> jobs;  // booked, and not part of a plan yet
-  bool booked = false;                // and not planned
+  std::vector<DeviceEncodeJob> jobs;       // booked, and not part of a plan yet
+  std::vector<DeviceIndexJob> index_jobs;  // on keys that this plan's kernels append
+  bool booked = false;                     // and not planned
 
   uint64_t reserved = 0;  // pages, in the process's ring of flags
 
@@ -135,8 +166,20 @@ struct ExtendCall final : Call {
   absl::Status Book() {
     KV_RETURN_IF_ERROR(Extend(0, config.layers));
     jobs = process->TakeJobs();
+    SortIndexJobs();
     booked = append;
     return absl::OkStatus();
+  }
+  // What this call's queries wait for must not wait for its plan.
+  void SortIndexJobs() {
+    std::vector<DeviceIndexJob> now;
+    for (DeviceIndexJob& job : process->TakeIndexJobs()) {
+      const bool later = append && std::any_of(entries.begin(), entries.end(), [&](const AttendEntry& entry) {
+                           return entry.sequence == job.sequence && entry.position < job.job->tokens();
+                         });
+      (later ? index_jobs : now).push_back(std::move(job));
+    }
+    PostIndexJobs(std::move(now));
   }
 
   kj::Promise<absl::Status> Proceed(const std::shared_ptr<ExtendCall>& self) {
@@ -144,6 +187,7 @@ struct ExtendCall final : Call {
       auto read = daemon().store->Read(cache.id, 0, config.layers, entries);
       if (!read.ok()) return Fail(read.status());
       lease = *std::move(read);
+      SortIndexJobs();
       // Once it is ready it is read again: which pages were declined is known only then.
       if (!lease->ready()) return WhenReady(*lease).then([self] { return self->Proceed(self); });
     }
@@ -152,18 +196,26 @@ struct ExtendCall final : Call {
     if (!made.ok()) return Fail(made.status());
     plan = *std::move(made);
     booked = false;
+    PostIndexJobs(std::exchange(index_jobs, {}));
     return absl::OkStatus();
   }
   absl::Status Fail(const absl::Status& status) {
     if (std::exchange(booked, false)) process->Break(entries, std::exchange(jobs, {}), status);
+    PostIndexJobs(std::exchange(index_jobs, {}));  // pages are pinned until they end
     return status;
   }
   void WriteReply(ExtendContext& context) {
-    const size_t bytes = (plan.changes.size() + plan.encode_items.size() + entries.size()) * sizeof(uint32_t);
+    const size_t bytes = (plan.changes.size() + plan.encode_items.size() + 3 * entries.size()) * sizeof(uint32_t);
     auto reply = context.getResults(capnp::MessageSize{kReplyWords + bytes / sizeof(capnp::word) + 3, 0}).initReply();
     reply.setEpoch(plan.epoch);
     auto aged = reply.initAged(static_cast<uint32_t>(entries.size()));
     for (uint32_t i = 0; i < entries.size(); ++i) aged.set(i, lease == nullptr ? 0 : lease->aged(i));
+    if (cache.codec->device_index().chunk_bytes > 0) {
+      auto chooses_from = reply.initChoosesFrom(static_cast<uint32_t>(entries.size()));
+      for (uint32_t i = 0; i < entries.size(); ++i) {
+        chooses_from.set(i, lease == nullptr ? SequenceIndex::kNever : lease->chooses_from(i));
+      }
+    }
     const auto data = [](const std::vector<uint32_t>& from) {
       return capnp::Data::Reader(reinterpret_cast<const kj::byte*>(from.data()), from.size() * sizeof(uint32_t));
     };
@@ -266,6 +318,16 @@ absl::StatusOr<kj::Promise<void>> RunExtend(const std::shared_ptr<Session>& sess
       return InvalidField(absl::StrCat("entries[", i, "].tokens"), entries[i].tokens,
                           absl::StrCat("at most ", together - entries[i].position,
                                        " in a step that appends and attends: append more in a step of their own"));
+    }
+    // Nor for an index that is made of them.
+    if (request.getAppend() && request.getAttend()) {
+      const uint64_t from =
+          session->daemon().store->ChoosesFrom(entries[i].sequence, entries[i].position, entries[i].tokens);
+      if (from > entries[i].position && end > from) {
+        return InvalidField(absl::StrCat("entries[", i, "].tokens"), entries[i].tokens,
+                            absl::StrCat("at most ", from - entries[i].position,
+                                         ", to the end of the prompt, in a step that appends and attends"));
+      }
     }
     sealed += end / page_tokens - entries[i].position / page_tokens;
     changes += session->daemon().store->ChangedPages(entries[i].sequence, TableKeeper::kProcess);

@@ -12,6 +12,7 @@ namespace kvmanager {
 
 class DeviceEncodeQueue;
 class DeviceEncodes;
+class DeviceIndexes;
 class DeviceStreams;
 class ReleaseEpochs;
 
@@ -41,6 +42,7 @@ struct DeviceContext {
   ReleaseEpochs* epochs = nullptr;
   DeviceEncodeQueue* encode_queue = nullptr;  // the store's executor
   DeviceEncodes* encodes = nullptr;
+  DeviceIndexes* indexes = nullptr;
 };
 
 }  // namespace kvmanager

@@ -12,7 +12,7 @@ namespace kvmanager {
 using Word = StreamWords::Word;
 
 void DeviceEncodeQueue::Run(std::vector<absl::AnyInvocable<void()>>, absl::AnyInvocable<void()>) {
-  KV_CHECK(false && "no index belongs to a cache on a GPU");
+  KV_CHECK(false && "what runs on a GPU's pages is encoding or training");
 }
 
 absl::StatusOr<std::unique_ptr<DeviceEncodes>> DeviceEncodes::Create(const Device* device, PollList* polls,

@@ -35,12 +35,15 @@ class DeviceEncodeQueue final : public EncodeExecutor {
               absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) override {
     jobs_.push_back({std::move(items), std::move(done)});
   }
-  /// Indexes of sequences are trained on host memory alone: a cache on a GPU has none.
+  /// Nothing runs on the host's copies of these pages.
   void Run(std::vector<absl::AnyInvocable<void()>> tasks, absl::AnyInvocable<void()> done) override;
+  void Train(DeviceIndexJob job) override { index_jobs_.push_back(std::move(job)); }
   std::vector<DeviceEncodeJob> Take() { return std::exchange(jobs_, {}); }
+  std::vector<DeviceIndexJob> TakeIndexJobs() { return std::exchange(index_jobs_, {}); }
 
  private:
   std::vector<DeviceEncodeJob> jobs_;
+  std::vector<DeviceIndexJob> index_jobs_;
 };
 
 class DeviceEncodes {

@@ -130,8 +130,9 @@ absl::StatusOr<std::shared_ptr<const DeviceCodec>> MakeDeviceCodec(const DeviceC
     if (made != nullptr && made->attention(layer) != nullptr) continue;
     return FieldError(
         absl::StatusCode::kFailedPrecondition, "codec", codec.info().spec,
-        "one with kernels for a GPU, in pages of 64 tokens with head_dim 64 or 128: raw, hack, zack, "
-        "million, zack+hack or zack+million, with the parameters that docs/api.md names (Caches on a GPU)");
+        "one with kernels for a GPU, in pages of 64 tokens with head_dim 64 or 128: raw, pq by codes and without "
+        "rebuild, hack, zack, million, zack+hack or zack+million, with the parameters that docs/api.md names (Caches "
+        "on a GPU)");
   }
   // Freeing what it has on the device waits for all streams.
   return std::shared_ptr<const DeviceCodec>(made.release(), [streams = device.streams](const DeviceCodec* gone) {

@@ -185,12 +185,14 @@ absl::StatusOr<uint64_t> DeviceWork::Submission(uint64_t ready, Work work) {
 }
 
 absl::Status DeviceWork::Enqueue(Run& run, int layer, absl::Span<const AttendEntry> entries,
-                                 absl::Span<const uint32_t> aged, const DeviceTensors& tensors) {
+                                 absl::Span<const EntryReading> readings, const DeviceTensors& tensors) {
   entries_.clear();
   for (size_t i = 0; i < entries.size(); ++i) {
     KV_ASSIGN_OR_RETURN(const uint32_t place, PlaceOf(run, entries[i].sequence));
     KV_RETURN_IF_ERROR(Describe(run, entries[i].sequence, layer, place));
-    entries_.push_back({place, entries[i].position, entries[i].tokens, aged.empty() ? 0 : aged[i]});
+    const EntryReading reading = readings.empty() ? EntryReading() : readings[i];
+    entries_.push_back({place, entries[i].position, entries[i].tokens, reading.aged,
+                        ChoosingTokens(reading.chooses_from, entries[i].position, entries[i].tokens)});
     if (tensors.k != nullptr) written_[entries[i].sequence] = stream_->submitted() + 1;
   }
   const bool append = tensors.k != nullptr, attend = tensors.q != nullptr;
@@ -201,11 +203,11 @@ absl::Status DeviceWork::Enqueue(Run& run, int layer, absl::Span<const AttendEnt
 }
 
 absl::StatusOr<uint64_t> DeviceWork::Submit(const StepCache& cache, int layer, absl::Span<const AttendEntry> entries,
-                                            absl::Span<const uint32_t> aged, const DeviceTensors& tensors,
+                                            absl::Span<const EntryReading> readings, const DeviceTensors& tensors,
                                             AttentionCounts* counts) {
   const auto submitted = Submission(tensors.ready, [&]() -> absl::Status {
     KV_ASSIGN_OR_RETURN(Run* const run, RunOf(cache));
-    KV_RETURN_IF_ERROR(Enqueue(*run, layer, entries, aged, tensors));
+    KV_RETURN_IF_ERROR(Enqueue(*run, layer, entries, readings, tensors));
     if (tensors.q != nullptr) {
       const DeviceStep::Counts read = run->step->counts();
       *counts = {read.encoded_pairs, read.raw_pairs};

@@ -35,6 +35,12 @@ struct DeviceTensors {
   uint64_t ready = 0;  // DeviceStream::Begin's
 };
 
+/// What an entry's queries read, as its DeviceLease says.
+struct EntryReading {
+  uint32_t aged = 0;
+  uint64_t chooses_from = UINT64_MAX;
+};
+
 /// OK for 0; else what the word of a non-finite table says of a sequence: INVALID_ARGUMENT.
 absl::Status NonFiniteStatus(SequenceId sequence, uint64_t word);
 
@@ -65,10 +71,10 @@ class DeviceWork {
   /// Whether a step can be submitted now: the stream is not too far behind.
   bool HasRoom() const;
 
-  /// After PageStore::Extend of one layer, or without. aged: of each entry (DeviceLease); of an append alone it does
-  /// not matter. Returns the value that `done` will reach; an error leaves the entries' sequences unusable.
+  /// After PageStore::Extend of one layer, or without. readings: of each entry; empty for an append alone. Returns the
+  /// value that `done` will reach; an error leaves the entries' sequences unusable.
   absl::StatusOr<uint64_t> Submit(const StepCache& cache, int layer, absl::Span<const AttendEntry> entries,
-                                  absl::Span<const uint32_t> aged, const DeviceTensors& tensors,
+                                  absl::Span<const EntryReading> readings, const DeviceTensors& tensors,
                                   AttentionCounts* counts);
   /// Of a fork or crop: `change` makes it in the store, inside a plan, since the store gives up pages that are still to
   /// be copied; then its copies are enqueued. `sequence` has no pages from `pages` on. released: first the
@@ -105,8 +111,8 @@ class DeviceWork {
       : daemon_(*daemon), stream_(std::move(stream)) {}
   absl::StatusOr<Run*> RunOf(const StepCache& cache);
   void DropRunsOfClosedCaches();
-  absl::Status Enqueue(Run& run, int layer, absl::Span<const AttendEntry> entries, absl::Span<const uint32_t> aged,
-                       const DeviceTensors& tensors);
+  absl::Status Enqueue(Run& run, int layer, absl::Span<const AttendEntry> entries,
+                       absl::Span<const EntryReading> readings, const DeviceTensors& tensors);
   absl::StatusOr<uint32_t> PlaceOf(Run& run, SequenceId sequence);
   absl::Status Describe(Run& run, SequenceId sequence, int layer, uint32_t place);
   template <typename Work>

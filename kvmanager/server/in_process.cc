@@ -47,6 +47,7 @@ InProcess::~InProcess() {
 }
 
 std::vector<DeviceEncodeJob> InProcess::TakeJobs() { return device_.encode_queue->Take(); }
+std::vector<DeviceIndexJob> InProcess::TakeIndexJobs() { return device_.encode_queue->TakeIndexJobs(); }
 
 void InProcess::Break(absl::Span<const AttendEntry> entries, std::vector<DeviceEncodeJob> jobs,
                       const absl::Status& status) {

@@ -69,6 +69,7 @@ class InProcess : public std::enable_shared_from_this<InProcess> {
   void Unreserve(uint64_t pages) { reserved_ -= pages; }
   /// What PageStore::Extend gave to be encoded. The queue is of all who use this GPU: to be called right after it.
   std::vector<DeviceEncodeJob> TakeJobs();
+  std::vector<DeviceIndexJob> TakeIndexJobs();
   /// After PageStore::Extend and Read of all layers. words: of each entry's sequence in the non-finite table. jobs:
   /// TakeJobs'; empty afterwards, once the plan is open.
   absl::StatusOr<Plan> MakePlan(const StepCache& cache, absl::Span<const AttendEntry> entries,
@@ -79,6 +80,8 @@ class InProcess : public std::enable_shared_from_this<InProcess> {
 
   /// Of the newest plan; 0: none yet.
   uint64_t epoch() const { return epoch_; }
+  /// Whether its kernels have done with all plans up to this one, or are gone with it.
+  bool HasReleased(uint64_t epoch) const { return !holds_ || HasRun(epoch, 0); }
   /// Whether this process has written all that was booked for the sequence so far.
   bool HasWritten(SequenceId sequence) const;
   /// Calls `fn` once, when all plans so far are released and their pages encoded; never, if it closes before.

@@ -23,6 +23,7 @@
 #include "kvmanager/server/connections.h"
 #include "kvmanager/server/context.h"
 #include "kvmanager/server/device_encodes.h"
+#include "kvmanager/server/device_indexes.h"
 #include "kvmanager/server/device_mover.h"
 #include "kvmanager/server/device_stream.h"
 #include "kvmanager/server/encode_executor.h"
@@ -59,6 +60,7 @@ struct DeviceParts {
   DeviceEncodeQueue encode_queue;
   std::unique_ptr<DeviceStreams> streams;
   std::unique_ptr<DeviceEncodes> encodes;
+  std::unique_ptr<DeviceIndexes> indexes;
   std::unique_ptr<DeviceMover> mover;
   DeviceContext context;
 };
@@ -118,7 +120,10 @@ class ServerImpl final : public Server {
     daemon_.queue = &queue_;
     daemon_.metrics = &server_metrics_;
     daemon_.desk = desk_.get();
-    for (const auto& parts : devices_) daemon_.devices.push_back(&parts->context);
+    for (const auto& parts : devices_) {
+      parts->indexes->SetWorkers(executor_.get());
+      daemon_.devices.push_back(&parts->context);
+    }
     daemon_.pinner = pinner_.get();
     daemon_.polls = &polls_;
     daemon_.boot_epoch = RandomEpoch();
@@ -232,6 +237,8 @@ class ServerImpl final : public Server {
       KV_ASSIGN_OR_RETURN(parts->mover, DeviceMover::Create(parts->device.get(), &polls_));
       KV_ASSIGN_OR_RETURN(parts->streams, DeviceStreams::Create(parts->context));
       parts->context.streams = parts->streams.get();
+      KV_ASSIGN_OR_RETURN(parts->indexes, DeviceIndexes::Create(parts->context, &polls_));
+      parts->context.indexes = parts->indexes.get();
       parts->context.metrics->capacity_bytes.Set(double(parts->pool->capacity_bytes()));
       spdlog::info("GPU {}: a pool of {} slabs of {} MiB", ordinal, slabs, options_.device_slab_bytes >> 20);
       devices_.push_back(std::move(parts));
@@ -269,7 +276,10 @@ class ServerImpl final : public Server {
   // What clients left on the GPUs ends, or is left to the process's end.
   void EndStreams() {
     for (const auto& parts : devices_) {
-      if (parts->streams->Drain(kStreamsEndMs) && parts->mover->Drain(kStreamsEndMs)) continue;
+      if (parts->streams->Drain(kStreamsEndMs) && parts->mover->Drain(kStreamsEndMs) &&
+          parts->indexes->Drain(kStreamsEndMs)) {
+        continue;
+      }
       spdlog::error("GPU {} still works for connections that ended: its memory goes with the process",
                     parts->context.ordinal);
       (void)pinner_.release();

@@ -99,10 +99,7 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
     return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(config.device),
                       absl::StrCat(CacheConfig::kHost, " for host memory, or a GPU that this daemon was started with"));
   }
-  if (cache->on_device() && cache->codec->NewIndex({}) != nullptr) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, "codec", info.name,
-                      "one whose queries read everything, on a GPU");
-  }
+  if (cache->on_device()) cache->index = cache->codec->device_index();
   if (const auto known = cache_by_digest_.find({cache->digest, config.device}); known != cache_by_digest_.end()) {
     const std::shared_ptr<Cache>& found = caches_.at(known->second);
     found->opened = ++opens_;
@@ -113,7 +110,8 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
     encoded_bytes[layer] = PagePool::RoundedSlotBytes(info.page_bytes(layer));
   }
   const uint64_t page_bytes =
-      std::max<uint64_t>(config.layout.raw_bytes(), *std::max_element(encoded_bytes.begin(), encoded_bytes.end()));
+      std::max({uint64_t{config.layout.raw_bytes()}, *std::max_element(encoded_bytes.begin(), encoded_bytes.end()),
+                cache->index.book_bytes, cache->index.chunk_bytes});
   const SlotPool& pool = *cache->tier->pool;
   if (page_bytes > pool.slab_bytes()) {
     return FieldError(absl::StatusCode::kResourceExhausted, "page bytes", absl::StrCat(page_bytes),
@@ -128,6 +126,10 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
   cache->id = next_cache_++;
   cache->raw_slot_bytes = PagePool::RoundedSlotBytes(config.layout.raw_bytes());
   cache->encoded_slots = MakeSlotClasses(encoded_bytes, SlotClassesOfPool(pool.capacity_bytes() / pool.slab_bytes()));
+  for (const uint64_t index_bytes : {cache->index.book_bytes, cache->index.chunk_bytes}) {
+    if (index_bytes > 0) cache->encoded_slots.bytes.push_back(PagePool::RoundedSlotBytes(index_bytes));
+  }
+  KV_CHECK(cache->encoded_slots.bytes.size() <= kSlotClassesMax);
   cache->gauges = &metrics_->PagesOf(info.name, cache->tier->name());
   Tenant& tenant = tenants_[config.tenant];
   if (tenant.caches++ == 0) tenant.id = next_tenant_++;

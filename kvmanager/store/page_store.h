@@ -49,6 +49,17 @@ using CacheId = uint32_t;
 /// A sequence of this store; never reused while the store lives.
 using SequenceId = uint64_t;
 
+/// Training of one layer's index on a GPU: the keys are copied to the host and given to the job's tasks, whose image
+/// goes to `image` and is completed there (DeviceChoice::LaunchPrepareIndexes). All addresses are the device's.
+struct DeviceIndexJob {
+  SequenceId sequence = 0;
+  std::shared_ptr<IndexJob> job;
+  std::vector<const uint8_t*> pages;  // raw form; the keys are their first halves
+  uint64_t key_bytes = 0;             // of a page
+  uint8_t* image = nullptr;
+  absl::AnyInvocable<void()> done;  // once, on the store's thread; until then bytes and slots stay
+};
+
 /// Runs encode jobs away from the store's thread.
 class EncodeExecutor {
  public:
@@ -59,6 +70,8 @@ class EncodeExecutor {
                       absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) = 0;
   /// Runs `tasks`, in any order and at once, and then calls `done()` on the store's thread, exactly once.
   virtual void Run(std::vector<absl::AnyInvocable<void()>> tasks, absl::AnyInvocable<void()> done) = 0;
+  /// Of a GPU whose caches have indexes. The keys will be there in the order of submission, as what is encoded.
+  virtual void Train(DeviceIndexJob job);
 };
 
 struct AppendEntry {
@@ -138,13 +151,17 @@ class DeviceLease {
   virtual void OnReady(absl::AnyInvocable<void()> fn) = 0;
   /// Pages [0, aged) of the i-th entry are read encoded, whatever the distance.
   virtual uint32_t aged(size_t entry) const = 0;
+  /// The position from which on the i-th entry's queries choose what they read; SequenceIndex::kNever: all read
+  /// everything.
+  virtual uint64_t chooses_from(size_t entry) const = 0;
 };
 
 /// The slots of one page in one layer; an invalid id: it has no such form, or raw, none that stays for this sequence.
 struct PagePlace {
   uint32_t page = 0;
   PageId raw;
-  PageId encoded;  // assigned when the page is full, before its bytes are there
+  PageId encoded;  // assigned when the page is full, before its bytes are there; of codecs with indexes: the index's
+                   // slot at place `page`, if that is what changed (the page may then be beyond the sequence's)
 };
 
 /// Who keeps tables of a sequence's slots: those who run its steps.
@@ -299,16 +316,21 @@ class PageStore {
   /// Append to layers `first_layer` .. `first_layer + layers - 1`, of which every entry's position must be the token
   /// count. K and V are given to the kernels that write them; whether they are finite is known later, so a sequence is
   /// to be published only after that was looked at. Pages that this fills are given to the executor before it returns:
-  /// their bytes will be there in the order of submission. Errors: as Append's.
+  /// their bytes will be there in the order of submission. Memory for indexes is taken here, too, and their jobs are
+  /// given to the executor (Train). Errors: as Append's.
   virtual absl::Status Extend(CacheId cache, int first_layer, int layers, absl::Span<const AppendEntry> entries) = 0;
   /// What queries read. Errors: Attend's, and FAILED_PRECONDITION where the layers are not equally old, or a query that
-  /// is not the last token of its own page would read that encoded (once it is known that it was not declined).
+  /// is not the last token of its own page would read that encoded (once it is known that it was not declined);
+  /// RESOURCE_EXHAUSTED where there is no memory for the index that queries choose by.
   virtual absl::StatusOr<std::unique_ptr<DeviceLease>> Read(CacheId cache, int first_layer, int layers,
                                                             absl::Span<const AttendEntry> entries) = 0;
   /// Appends to `changes` the pages of one layer whose slots changed since this keeper last asked, all at first,
   /// ascending; a page beyond the layer's last is not named.
   virtual absl::Status TakeChanges(SequenceId sequence, int layer, std::vector<PagePlace>* changes,
                                    TableKeeper keeper = TableKeeper::kDaemon) = 0;
+  /// The position from which on queries of the sequence choose what they read (SequenceIndex::ChoosesFrom, for an
+  /// append to come); SequenceIndex::kNever: none does, or it does not exist.
+  virtual uint64_t ChoosesFrom(SequenceId sequence, uint64_t position, int tokens) const = 0;
   /// Pages, over all layers, that TakeChanges would name at most.
   virtual uint64_t ChangedPages(SequenceId sequence, TableKeeper keeper) const = 0;
   /// Whether pages of this cache's tenant are in a slab of its GPU's pool, so that a process of that tenant may map it.

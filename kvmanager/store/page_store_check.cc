@@ -154,11 +154,30 @@ void PageStoreImpl::CheckInvariants() const {
     tier.used_bytes += bytes;
   }
   for (const auto& [block, count] : holders) KV_CHECK(blocks_.contains(block));
+  // Of indexes, besides: what jobs and moves hold of sequences that are gone.
+  absl::flat_hash_map<const Tier*, uint64_t> index_bytes;
+  absl::flat_hash_set<const IndexMemory*> index_memory;
+  for (const auto& [id, sequence] : sequences_) {
+    const Cache& cache = *sequence->cache;
+    const auto check = [&](const IndexMemory* memory, size_t slot_class) {
+      if (memory == nullptr || !index_memory.insert(memory).second) return;
+      const uint64_t bytes = cache.encoded_slots.bytes[slot_class];
+      CheckSlot(*cache.tier->pool, memory->slot, bytes, &tiers[cache.tier].slots);
+      index_bytes[cache.tier] += bytes;
+    };
+    for (uint32_t layer = 0; layer < sequence->index_places.size(); ++layer) {
+      const Sequence::IndexPlaces& places = sequence->index_places[layer];
+      check(places.book.get(), cache.book_class());
+      for (const auto& chunk : places.chunks) check(chunk.get(), cache.chunk_class());
+      KV_CHECK(places.chunks.empty() || places.book != nullptr);
+    }
+  }
   for (const auto& tier : tiers_) {
     const TierSums& sum = tiers[tier.get()];
     const bool retired = tier->epochs != nullptr && tier->epochs->retired_slots() > 0;
-    KV_CHECK(retired ? sum.used_bytes < tier->pool->slot_bytes_used()
-                     : sum.used_bytes == tier->pool->slot_bytes_used());
+    KV_CHECK(index_bytes[tier.get()] <= tier->index_bytes);
+    const uint64_t used_bytes = sum.used_bytes + tier->index_bytes;
+    KV_CHECK(retired ? used_bytes < tier->pool->slot_bytes_used() : used_bytes == tier->pool->slot_bytes_used());
     KV_CHECK(sum.evictable_bytes == tier->evictable_bytes && sum.evictable_bytes == tier->pool->reclaimable_bytes());
     KV_CHECK(sum.kept_bytes == tier->kept_bytes && demoting_bytes[tier.get()] == tier->demoting_bytes);
   }

@@ -13,8 +13,9 @@ namespace {
 
 class DeviceLeaseImpl final : public DeviceLease, private EncodeWaiter {
  public:
-  DeviceLeaseImpl(PageStoreImpl* store, std::shared_ptr<Cache> cache, std::vector<uint32_t> aged)
-      : EncodeWaiter(store), cache_(std::move(cache)), aged_(std::move(aged)) {
+  DeviceLeaseImpl(PageStoreImpl* store, std::shared_ptr<Cache> cache, std::vector<uint32_t> aged,
+                  std::vector<uint64_t> chooses_from)
+      : EncodeWaiter(store), cache_(std::move(cache)), aged_(std::move(aged)), chooses_from_(std::move(chooses_from)) {
     ++cache_->leases;
     store->metrics()->attend_leases.Increment();
   }
@@ -26,13 +27,13 @@ class DeviceLeaseImpl final : public DeviceLease, private EncodeWaiter {
     --cache_->leases;
     store->metrics()->attend_leases.Decrement();
   }
-  /// pages: to wait for.
-  void Start(std::vector<PageRef> pages) {
-    if (!pages.empty()) store()->metrics()->attend_waits.Increment();
+  /// pages, jobs: to wait for.
+  void Start(std::vector<PageRef> pages, IndexJobs jobs) {
+    if (!pages.empty() || !jobs.empty()) store()->metrics()->attend_waits.Increment();
     for (const PageRef& ref : pages) store()->Pin(ref);
     store()->attend_pages += pages.size();
     pins_ = pages;
-    WaitFor(std::move(pages));
+    WaitFor(std::move(pages), std::move(jobs));
   }
 
   bool ready() const override { return is_ready(); }
@@ -41,12 +42,17 @@ class DeviceLeaseImpl final : public DeviceLease, private EncodeWaiter {
     KV_CHECK(entry < aged_.size());
     return aged_[entry];
   }
+  uint64_t chooses_from(size_t entry) const override {
+    KV_CHECK(entry < chooses_from_.size());
+    return chooses_from_[entry];
+  }
 
  private:
   void Resolve() override {}
 
   std::shared_ptr<Cache> cache_;  // shared: see Block
   const std::vector<uint32_t> aged_;
+  const std::vector<uint64_t> chooses_from_;
   std::vector<PageRef> pins_;
 };
 
@@ -70,9 +76,19 @@ absl::Status PageStoreImpl::Extend(CacheId id, int first_layer, int layers, absl
   SlotCounts wanted;
   uint64_t pages = 0, tokens = 0;
   absl::Status status = CheckAppend(*cache, first_layer, layers, entries, &sequences, &wanted, &pages);
+  for (size_t i = 0; i < sequences.size() && status.ok(); ++i) {
+    const AppendEntry& entry = entries[i];
+    CountIndexSlots(*sequences[i], first_layer, layers, entry.position, entry.tokens, entry.position + entry.tokens,
+                    &wanted);
+  }
   Reservation slots(cache->tier->pool);
   if (status.ok()) status = Reserve(*cache, wanted, &slots);
   if (!status.ok()) return refuse(std::move(status));
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    const AppendEntry& entry = entries[i];
+    GiveIndexSlots(*sequences[i], first_layer, layers, entry.position, entry.tokens, entry.position + entry.tokens,
+                   &slots);
+  }
   std::vector<PageRef> to_encode;
   for (int layer = first_layer; layer < first_layer + layers; ++layer) {
     CommitAppend(cache, static_cast<uint32_t>(layer), entries, sequences, &slots, &to_encode);
@@ -80,6 +96,11 @@ absl::Status PageStoreImpl::Extend(CacheId id, int first_layer, int layers, absl
   for (const AppendEntry& entry : entries) tokens += static_cast<uint64_t>(entry.tokens) * layers;
   metrics_->appended_tokens.Increment(static_cast<double>(tokens));
   PostEncodes(cache, std::move(to_encode));
+  for (Sequence* sequence : sequences) {
+    for (int layer = first_layer; sequence->index != nullptr && layer < first_layer + layers; ++layer) {
+      AdvanceIndex(*sequence, static_cast<uint32_t>(layer));
+    }
+  }
   return absl::OkStatus();
 }
 
@@ -127,6 +148,24 @@ absl::StatusOr<std::unique_ptr<DeviceLease>> PageStoreImpl::Read(CacheId id, int
   sequences.reserve(entries.size());
   uint64_t pages = 0;
   KV_RETURN_IF_ERROR(CheckAttend(*cache, first_layer, layers, entries, &sequences, &pages));
+  SlotCounts wanted;
+  const auto end_of = [&](size_t i) { return entries[i].position + entries[i].tokens; };
+  for (size_t i = 0; i < entries.size(); ++i) {
+    CountIndexSlots(*sequences[i], first_layer, layers, 0, 0, end_of(i), &wanted);
+  }
+  Reservation slots(cache->tier->pool);
+  KV_RETURN_IF_ERROR(Reserve(*cache, wanted, &slots));
+  IndexJobs jobs;
+  std::vector<uint64_t> chooses_from(entries.size(), SequenceIndex::kNever);
+  for (size_t i = 0; i < entries.size(); ++i) {
+    Sequence& sequence = *sequences[i];
+    if (sequence.index == nullptr) continue;
+    GiveIndexSlots(sequence, first_layer, layers, 0, 0, end_of(i), &slots);
+    chooses_from[i] = sequence.index->ChoosesFrom(0, 0);
+    for (int layer = first_layer; layer < first_layer + layers; ++layer) {
+      NeedIndex(sequence, static_cast<uint32_t>(layer), entries[i].position, end_of(i) - 1, &jobs);
+    }
+  }
   std::vector<PageRef> pending;
   std::vector<uint32_t> aged(entries.size());
   for (size_t i = 0; i < entries.size(); ++i) {
@@ -147,8 +186,13 @@ absl::StatusOr<std::unique_ptr<DeviceLease>> PageStoreImpl::Read(CacheId id, int
     }
   }
   KV_RETURN_IF_ERROR(CheckAttendPages(pending.size()));
-  auto lease = std::make_unique<DeviceLeaseImpl>(this, cache, std::move(aged));
-  lease->Start(std::move(pending));
+  for (size_t i = 0; i < entries.size() && jobs.empty() && pending.empty(); ++i) {
+    if (chooses_from[i] >= end_of(i)) continue;
+    const uint64_t choosing = end_of(i) - std::max(chooses_from[i], entries[i].position);
+    metrics_->index_selections.Increment(static_cast<double>(choosing * layers * cache->layout().kv_heads));
+  }
+  auto lease = std::make_unique<DeviceLeaseImpl>(this, cache, std::move(aged), std::move(chooses_from));
+  lease->Start(std::move(pending), std::move(jobs));
   return lease;
 }
 
@@ -172,6 +216,9 @@ absl::Status PageStoreImpl::TakeChanges(SequenceId id, int layer, std::vector<Pa
   const uint32_t pages = static_cast<uint32_t>(sequence->blocks.size());
   if (!std::exchange(changed.followed, true)) {
     for (uint32_t i = 0; i < pages; ++i) add(i);
+    if (sequence->index_places.empty()) return absl::OkStatus();
+    for (uint32_t i = 0; i <= sequence->index_places[layer].chunks.size(); ++i) changed.index.push_back(i);
+    AddIndexChanges(*sequence, static_cast<uint32_t>(layer), changed, changes);
     return absl::OkStatus();
   }
   std::sort(changed.pages.begin(), changed.pages.end());
@@ -180,6 +227,7 @@ absl::Status PageStoreImpl::TakeChanges(SequenceId id, int layer, std::vector<Pa
     if (index < pages) add(index);
   }
   changed.pages.clear();
+  AddIndexChanges(*sequence, static_cast<uint32_t>(layer), changed, changes);
   return absl::OkStatus();
 }
 
@@ -188,7 +236,11 @@ uint64_t PageStoreImpl::ChangedPages(SequenceId id, TableKeeper keeper) const {
   uint64_t pages = 0;
   if (!sequence.ok()) return pages;
   for (const Sequence::Changes& layer : (*sequence)->changed[static_cast<size_t>(keeper)]) {
-    pages += layer.followed ? layer.pages.size() : (*sequence)->blocks.size();
+    pages += layer.followed ? layer.pages.size() + layer.index.size() : (*sequence)->blocks.size();
+  }
+  // Of the index a place at most for each chunk of its tokens, and one.
+  if (const uint64_t chunk_tokens = (*sequence)->cache->index.chunk_tokens; chunk_tokens > 0) {
+    for (const uint64_t tokens : (*sequence)->tokens) pages += tokens / chunk_tokens + 3;
   }
   return pages;
 }

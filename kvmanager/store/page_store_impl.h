@@ -51,6 +51,7 @@ struct Tier {
   uint64_t retired = 0;          // slots ever given to `epochs`
   uint64_t evicted_until = 0;    // of them, up to the last one that was evicted
   uint64_t evicted_bytes = 0;    // since none that was evicted waited
+  uint64_t index_bytes = 0;      // of a GPU: slots of indexes
 
   std::string name() const { return device == CacheConfig::kHost ? "host" : absl::StrCat("gpu", device); }
   /// What was evicted and has not all returned: it is room that only has to be waited for.
@@ -69,6 +70,7 @@ struct Cache {
   TenantId tenant = 0;
   uint64_t raw_slot_bytes = 0;  // as the pool rounds them
   SlotClasses encoded_slots;
+  DeviceIndexLayout index;  // on a GPU; its slots are two more classes than pages have
   const PageGauges* gauges = nullptr;
   PageTable table;
   absl::flat_hash_map<BlockKey, Block*> arriving;  // being fetched: nobody else's, and not to be found yet
@@ -91,6 +93,8 @@ struct Cache {
   }
   /// Of the encoded form: what is sent and checked, in a slot of slot_bytes(layer).encoded.
   size_t page_bytes(uint32_t layer) const { return codec->info().page_bytes(static_cast<int>(layer)); }
+  size_t book_class() const { return encoded_slots.bytes.size() - 2; }
+  size_t chunk_class() const { return encoded_slots.bytes.size() - 1; }
   void CountEncodedSlots(uint32_t layer, size_t count, SlotCounts* wanted) const {
     wanted->encoded[encoded_slots.of_layer[layer]] += count;
   }
@@ -170,6 +174,7 @@ class Reservation {
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
   PageId TakeRaw() { return Take(&raw); }
+  PageId TakeOfClass(size_t slot_class) { return Take(&encoded[slot_class]); }
   PageId TakeEncoded(const Cache& cache, uint32_t layer) { return Take(&encoded[cache.encoded_slots.of_layer[layer]]); }
 
   struct Slots {
@@ -211,6 +216,7 @@ class PageStoreImpl final : public PageStore {
   absl::Status TakeChanges(SequenceId sequence, int layer, std::vector<PagePlace>* changes,
                            TableKeeper keeper) override;
   uint64_t ChangedPages(SequenceId sequence, TableKeeper keeper) const override;
+  uint64_t ChoosesFrom(SequenceId sequence, uint64_t position, int tokens) const override;
   bool OwnsSlab(CacheId cache, uint32_t slab) const override;
   void CollectReleased() override {
     for (const auto& tier : tiers_) Collect(*tier);
@@ -330,6 +336,17 @@ class PageStoreImpl final : public PageStore {
   /// A selector for queries `first` .. `last` of `layer`, or nullptr; the jobs that it waits for are begun.
   std::unique_ptr<TokenSelector> SelectorFor(Sequence& sequence, uint32_t layer, uint64_t first, uint64_t last,
                                              IndexJobs* wait);
+  /// On a GPU: what an append (or none, of 0 tokens) of entries at `position` needs of index memory so that queries
+  /// before `end` can choose, in layers first .. first + layers - 1; and its giving.
+  void CountIndexSlots(const Sequence& sequence, int first, int layers, uint64_t position, int tokens, uint64_t end,
+                       SlotCounts* wanted) const;
+  void GiveIndexSlots(Sequence& sequence, int first, int layers, uint64_t position, int tokens, uint64_t end,
+                      Reservation* slots);
+  /// Adds to `wait` what queries `first` .. `last` of `layer` wait for; it is begun.
+  void NeedIndex(Sequence& sequence, uint32_t layer, uint64_t first, uint64_t last, IndexJobs* wait);
+  static void NoteIndexChange(Sequence& sequence, uint32_t layer, uint32_t place);
+  static void AddIndexChanges(const Sequence& sequence, uint32_t layer, Sequence::Changes& changed,
+                              std::vector<PagePlace>* changes);
   /// After its step.
   void TakeBack(SequenceId sequence, TokenSelector& selector);
 
@@ -371,6 +388,10 @@ class PageStoreImpl final : public PageStore {
   void Land(BlockMove& move, bool moved);
   void LandBlock(BlockMove& move, BlockMove::Pair& pair, bool moved);
   void BeginJobs(const Sequence& sequence, const IndexJobs& jobs);
+  void EndJob(IndexJob& job, absl::Span<const PageRef> pins);
+  std::shared_ptr<const IndexMemory> NewIndexMemory(Tier* tier, PageId slot);
+  /// Chunks of a sequence of `tokens` tokens of which none changes any more, whoever else has them.
+  static void KeepFullChunks(const Cache& cache, uint64_t tokens, Sequence& sequence);
   void CountIndexBytes(Sequence& sequence);
   void NotifyWaiters();
   void ReleaseRawIfUnused(PageRef ref);

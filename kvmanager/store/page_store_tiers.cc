@@ -84,8 +84,9 @@ class ArrivalLeaseImpl final : public ArrivalLease {
     }
     sources_.push_back(source);
   }
-  void StartFetch(const MatchResult& match) {
+  void StartFetch(const MatchResult& match, uint64_t prompt_tokens) {
     result_.match = match;
+    index_facts_.prompt_tokens = prompt_tokens;
     sequence_->hit_blocks = match.hit_blocks;
     // A hit is taken as it is found: its pages have aged.
     std::fill(sequence_->aged.begin(), sequence_->aged.end(), static_cast<uint32_t>(sources_.size()));
@@ -97,6 +98,7 @@ class ArrivalLeaseImpl final : public ArrivalLease {
     sequence_->tokens = from.tokens;
     sequence_->aged = from.aged;
     sequence_->hit_blocks = from.hit_blocks;
+    if (from.index != nullptr) index_facts_ = from.index->facts();
     for (Block* block : from.blocks) AddBlock(block);
     AwaitEncoding();
   }
@@ -194,6 +196,7 @@ class ArrivalLeaseImpl final : public ArrivalLease {
   std::vector<Source> sources_;         // in order; empty once copies have begun
   bool fetches_ = false;
   CreateResult result_;
+  IndexFacts index_facts_;
   PageWait encoded_, arrived_;
   absl::Status status_;
   bool ready_ = false;
@@ -282,6 +285,7 @@ absl::StatusOr<CreateResult> ArrivalLeaseImpl::Commit() {
   }
   if (fetches_) store_->CountHits(result_.match);
   store_->hidden_sequences.erase(sequence_.get());
+  store_->MakeIndex(*sequence_, index_facts_, sequence_->tokens[0]);
   result_.sequence = store_->Show(std::move(sequence_));
   return result_;
 }
@@ -551,7 +555,7 @@ absl::StatusOr<std::unique_ptr<ArrivalLease>> PageStoreImpl::Fetch(CacheId id, a
   for (auto block = found.rbegin(); block != found.rend(); ++block) {
     if ((*block)->cache != cache) Release(*block);
   }
-  lease->StartFetch(match);
+  lease->StartFetch(match, prompt_tokens);
   return lease;
 }
 

@@ -29,6 +29,7 @@ struct Sequence {
   struct Changes {
     bool followed = false;        // once asked for; before, every page is a change
     std::vector<uint32_t> pages;  // since it was last asked for, in any order and perhaps twice
+    std::vector<uint32_t> index;  // the same, of the index's places
   };
   std::array<std::vector<Changes>, 2> changed;
   /// On a GPU: [layers] pages before this one need no waiting for: they are encoded or declined.
@@ -36,7 +37,13 @@ struct Sequence {
   int hit_blocks = 0;
   std::unique_ptr<SequenceIndex> index;  // nullptr: queries read everything
   uint64_t index_bytes = 0;              // of it, as counted in the metrics
-  uint64_t call = 0;                     // the last append that named it, so that one call names it once
+  /// On a GPU: [layers] where the index lies. Place 0 is the part that training makes, place 1 + i chunk i of codes.
+  struct IndexPlaces {
+    std::shared_ptr<const IndexMemory> book;                 // shared with the job that makes it, and with forks
+    std::vector<std::shared_ptr<const IndexMemory>> chunks;  // full ones shared with forks
+  };
+  std::vector<IndexPlaces> index_places;
+  uint64_t call = 0;  // the last append that named it, so that one call names it once
 
   uint64_t TokensInEveryLayer() const { return *std::min_element(tokens.begin(), tokens.end()); }
   bool LayersAreEqual() const {

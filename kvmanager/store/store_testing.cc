@@ -100,6 +100,18 @@ void ManualExecutor::Run(std::vector<absl::AnyInvocable<void()>> tasks, absl::An
   if (run_inline) FinishAll();
 }
 
+void ManualExecutor::Train(DeviceIndexJob job) {
+  auto shared = std::make_shared<DeviceIndexJob>(std::move(job));  // by the tasks and their end
+  std::vector<absl::AnyInvocable<void()>> tasks;
+  for (int task = 0; task < shared->job->tasks(); ++task) {
+    tasks.push_back([shared, task] { shared->job->RunTask(task, shared->pages); });
+  }
+  Run(std::move(tasks), [shared] {
+    shared->job->WriteImage(shared->image);
+    shared->done();
+  });
+}
+
 void ManualExecutor::FinishOne(size_t index) {
   Job job = std::move(jobs_[index]);
   jobs_.erase(jobs_.begin() + index);

@@ -30,6 +30,7 @@ class ManualExecutor final : public EncodeExecutor {
   void Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items,
               absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) override;
   void Run(std::vector<absl::AnyInvocable<void()>> tasks, absl::AnyInvocable<void()> done) override;
+  void Train(DeviceIndexJob job) override;  // on slots in host memory
   void FinishOne(size_t index);
   void FinishAll();
   size_t jobs() const { return jobs_.size(); }
