@@ -1,28 +1,31 @@
-// Reloads of one layer's K and V over an emulated link: everything copied, everything recomputed, and the planner's
-// split, over tokens s, batch b, hidden size h, query heads per KV head G and link speed, measured beside what was
-// modelled.
+// Reloads of one layer's K and V: everything copied, everything recomputed, and the planner's split, over tokens s,
+// batch b, hidden size h, query heads per KV head G and link speed, measured beside what was modelled.
 //
 //   bazel run --config=opt //bench/recompute:recompute_bench -- [--json] [--repeats 3] [--hidden 1024,2048] ...
+//   ... --device 0: on a GPU
 //
-// The link is a copy that is held to a rate (transport/recompute/link.h); its own copying costs this CPU time that a
-// device's would not. Compute is OpenBLAS in fp32 on the threads given. Rates for the plan come from the profile, which
-// measures both ways once per shape and link before anything is timed; every reload feeds it afterwards.
-// Per row the three ways take turns `repeats` times, and the smallest time of each counts.
+// Without --device the link is a copy that is held to a rate (transport/recompute/link.h); its own copying costs this
+// CPU time that a device's would not. Compute is OpenBLAS in fp32 on the threads given. With it the link is the GPU's
+// own, activations and stored pages lie in pinned memory, and one large copy in the same run says what the link can do.
+// Pages are random and lie in random order. Rates for the plan come from the profile, which measures both ways once per
+// shape and link before anything is timed; every reload feeds it afterwards.
+// Per row the three ways take turns `repeats` times; of each the smallest time counts, on a GPU the median.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
-#include <cstring>
+#include <functional>
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_format.h"
+#include "bench/recompute/machine.h"
 #include "examples/engine/blas_core.h"
 #include "examples/engine/program.h"
-#include "kvmanager/base/half.h"
 #include "kvmanager/base/status.h"
 #include "transport/recompute/cpu_executor.h"
 #include "transport/recompute/plan.h"
@@ -34,9 +37,9 @@ namespace {
 
 constexpr int kHeadDim = 128, kPageTokens = 64;
 constexpr char kNotCovered[] =
-    "Not covered: a GPU and a real link (the link is emulated by waiting, and copying into memory takes CPU time of "
+    "Not covered: without --device a real link (it is emulated by waiting, and copying into memory takes CPU time of "
     "the\n"
-    "compute threads), attention that uses K and V, encoded pages unless --kv-ratio is given, several reloads at "
+    "compute threads); attention that uses K and V, encoded pages unless --kv-ratio is given, several reloads at "
     "once,\n"
     "weights that are streamed.\n";
 
@@ -45,25 +48,47 @@ struct Arguments {
   std::vector<double> link_gbps = {0.25, 1, 4};
   int64_t rows_max = 1024;
   double kv_ratio = 1;
-  int repeats = 3, threads = 0, chunk_rows = 256;
-  bool json = false;
+  int repeats = 3, threads = 0, chunk_rows = 0, buffers = 0, device = -1;
+  bool json = false, copy_engines_only = false;
 };
 
-/// Memory for the largest row of the grid, and pointers into it.
-struct Arena {
-  std::vector<uint8_t> activations, stored, pages, weights;
-  std::vector<const uint8_t*> activation_pointers, stored_pointers;
-  std::vector<uint8_t*> page_pointers;
-};
+constexpr int kCpuChunkRows = 256;
+constexpr double kLinkOfGpu = 0;  // Gbit/s: not emulated
 
-/// Finite values of about unit size.
-void FillWithHalves(std::vector<uint8_t>& bytes, float scale) {
-  std::mt19937 random(1);
-  constexpr size_t kDistinct = 1 << 16;
-  std::vector<uint16_t> some(kDistinct);
-  for (uint16_t& half : some) half = FloatToHalf(scale * (float(random() % 2001) / 1000 - 1));
-  for (size_t i = 0; i + 1 < bytes.size(); i += 2) std::memcpy(&bytes[i], &some[(i / 2 + i / 77777) % kDistinct], 2);
-}
+/// This CPU, and a link held to a rate.
+class CpuMachine final : public Machine {
+ public:
+  CpuMachine(int threads, int chunk_rows)
+      : threads_(threads), chunk_rows_(chunk_rows), pool_(std::max(1, threads - 1)) {}
+
+  std::string description() const override { return absl::StrFormat("%d compute threads", threads_); }
+  absl::StatusOr<Arena> MakeArena(size_t activation_bytes, size_t stored_bytes, size_t page_bytes) override {
+    if (activation_bytes > activations_.size()) {
+      activations_.resize(activation_bytes);
+      FillWithHalves(activations_.data(), activation_bytes, 1);
+    }
+    if (stored_bytes > stored_.size()) {
+      stored_.resize(stored_bytes);
+      FillWithHalves(stored_.data(), stored_bytes, 1);
+    }
+    if (page_bytes > pages_.size()) pages_.resize(page_bytes);
+    return Arena{activations_.data(), stored_.data(), pages_.data()};
+  }
+  absl::StatusOr<std::unique_ptr<ReloadExecutor>> MakeExecutor(const ProjectionModel& model,
+                                                               double link_gbps) override {
+    link_.emplace(link_gbps * 1e9 / 8, &clock_);
+    return MakeCpuExecutor(model, {.chunk_rows = chunk_rows_ > 0 ? chunk_rows_ : kCpuChunkRows}, &*link_,
+                           threads_ > 1 ? &pool_ : nullptr, &clock_);
+  }
+  void Restart() override { link_->Restart(); }
+
+ private:
+  const int threads_, chunk_rows_;
+  SteadyClock clock_;
+  WorkerPool pool_;
+  std::optional<PacedLink> link_;
+  std::vector<uint8_t> activations_, stored_, pages_;
+};
 
 struct Row {
   int64_t tokens = 0, batch = 0, hidden = 0, group = 0;
@@ -71,41 +96,71 @@ struct Row {
 };
 
 struct Times {
-  double copy_ms = 1e300, recompute_ms = 1e300, split_ms = 1e300;
+  double copy_ms = 0, recompute_ms = 0, split_ms = 0;
   double modelled_copy_ms = 0, modelled_recompute_ms = 0, modelled_split_ms = 0;
   int64_t split_tokens = 0;
   MachineRates rates;
   double over_better() const { return split_ms / std::min(copy_ms, recompute_ms); }
 };
 
+/// Of the times of one way.
+double Summary(std::vector<double> ms, bool median) {
+  std::sort(ms.begin(), ms.end());
+  return median ? ms[ms.size() / 2] : ms[0];
+}
+
 class Bench {
  public:
-  explicit Bench(const Arguments& arguments) : arguments_(arguments), pool_(std::max(1, arguments.threads - 1)) {}
+  Bench(const Arguments& arguments, Machine* machine) : arguments_(arguments), machine_(machine) {}
+
+  /// The largest arena of the grid: memory is taken, pinned and filled once.
+  absl::Status Reserve() {
+    size_t activations = 0, stored = 0, to = 0;
+    ForRows([&](const Row& row) {
+      const Sizes sizes = SizesOf(row);
+      activations = std::max(activations, sizes.pages * sizes.model.activation_page_bytes());
+      stored = std::max(stored, sizes.pages * sizes.page_bytes);
+      to = std::max(to, sizes.pages * sizes.slot_bytes);
+      return absl::OkStatus();
+    }).IgnoreError();
+    return machine_->MakeArena(activations, stored, to).status();
+  }
+
+  /// Ends with the first error of `call`.
+  absl::Status ForRows(const std::function<absl::Status(const Row& row)>& call) const {
+    for (const int64_t hidden : arguments_.hidden) {
+      for (const int64_t group : arguments_.group) {
+        for (const double gbps : arguments_.link_gbps) {
+          for (const int64_t batch : arguments_.batch) {
+            for (const int64_t tokens : arguments_.tokens) {
+              if (tokens * batch > arguments_.rows_max) continue;
+              KV_RETURN_IF_ERROR(call({tokens, batch, hidden, group, gbps}));
+            }
+          }
+        }
+      }
+    }
+    return absl::OkStatus();
+  }
 
   absl::StatusOr<Times> Measure(const Row& row) {
-    ProjectionModel model{.layers = 1, .hidden = int(row.hidden), .rope = {kHeadDim, 5e5}};
-    model.layout = {DType::kFloat16, uint16_t(row.hidden / kHeadDim / row.group), kHeadDim, kPageTokens};
-    const size_t page_bytes = std::max<size_t>(1, size_t(model.layout.raw_bytes() * arguments_.kv_ratio));
-    const int64_t sequence_pages = (row.tokens + kPageTokens - 1) / kPageTokens, pages = sequence_pages * row.batch;
-    Arena arena;
-    arena.activations.resize(pages * model.activation_page_bytes());
-    arena.stored.resize(pages * page_bytes);
-    arena.pages.resize(pages * std::max(page_bytes, model.layout.raw_bytes()));
-    arena.weights.resize(size_t(row.hidden) * model.width() * 2);
-    FillWithHalves(arena.activations, 1);
-    FillWithHalves(arena.weights, 1 / float(row.hidden));
+    const auto [model, sequence_pages, pages, page_bytes, slot_bytes] = SizesOf(row);
+    KV_ASSIGN_OR_RETURN(const Arena arena, machine_->MakeArena(pages * model.activation_page_bytes(),
+                                                               pages * page_bytes, pages * slot_bytes));
+    std::vector<const uint8_t*> activations, stored;
+    std::vector<uint8_t*> to;
     for (int64_t p = 0; p < pages; ++p) {
-      arena.activation_pointers.push_back(&arena.activations[p * model.activation_page_bytes()]);
-      arena.stored_pointers.push_back(&arena.stored[p * page_bytes]);
-      arena.page_pointers.push_back(&arena.pages[p * std::max(page_bytes, model.layout.raw_bytes())]);
+      activations.push_back(arena.activations + p * model.activation_page_bytes());
+      stored.push_back(arena.stored + p * page_bytes);
+      to.push_back(arena.pages + p * slot_bytes);
     }
-    PacedLink link(row.link_gbps * 1e9 / 8, &clock_);
-    KV_ASSIGN_OR_RETURN(const std::unique_ptr<ReloadExecutor> executor,
-                        MakeCpuExecutor(model, {.chunk_rows = arguments_.chunk_rows}, &link,
-                                        arguments_.threads > 1 ? &pool_ : nullptr, &clock_));
-    KV_RETURN_IF_ERROR(executor->RegisterWeights(0, {DType::kFloat16, arena.weights, arena.weights}));
+    std::mt19937_64 random(3);
+    std::shuffle(activations.begin(), activations.end(), random);
+    std::shuffle(stored.begin(), stored.end(), random);
+    std::shuffle(to.begin(), to.end(), random);
+    KV_ASSIGN_OR_RETURN(ReloadExecutor* const executor, Executor(model, row.link_gbps));
     Profile profile(&clock_);
-    ReloadRuntime runtime(executor.get(), &clock_, &profile);
+    ReloadRuntime runtime(executor, &clock_, &profile);
 
     std::vector<ReloadSequence> sequences(row.batch);
     const auto request = [&](int64_t split, bool everything) {
@@ -114,12 +169,7 @@ class Bench {
         const auto pages_of = [&](const auto& pointers) {
           return absl::MakeConstSpan(pointers).subspan(i * sequence_pages, sequence_pages);
         };
-        sequences[i] = {row.tokens,
-                        split,
-                        0,
-                        pages_of(arena.activation_pointers),
-                        pages_of(arena.page_pointers),
-                        pages_of(arena.stored_pointers)};
+        sequences[i] = {row.tokens, split, 0, pages_of(activations), pages_of(to), pages_of(stored)};
         if (everything) continue;
         sequences[i].activations = sequences[i].activations.subspan(0, recomputed);
         sequences[i].sources = sequences[i].sources.subspan(recomputed);
@@ -136,9 +186,12 @@ class Bench {
                       .query_heads = row.hidden / kHeadDim,
                       .head_dim = kHeadDim,
                       .kv_token_bytes = int64_t(page_bytes / kPageTokens),
-                      .chunk_tokens = std::max<int64_t>(1, arguments_.chunk_rows / row.batch),
+                      .chunk_tokens = std::max<int64_t>(1, executor->chunk_rows() / row.batch),
                       .split_multiple = kPageTokens};
-    for (int repeat = 0; repeat < arguments_.repeats; ++repeat) {
+    std::vector<double> copy_ms, recompute_ms, split_ms;
+    const int64_t warm_at_ns = clock_.NowNs() + machine_->warm_up_ns();
+    while (int(split_ms.size()) < arguments_.repeats) {
+      const bool warm = clock_.NowNs() >= warm_at_ns;
       KV_ASSIGN_OR_RETURN(times.rates, RatesOf(profile, {row.hidden, model.width()}));
       KV_ASSIGN_OR_RETURN(const ReloadCosts costs, MakeCosts(times.rates, shape));
       const SplitPlan plan = PlanSplit(costs);
@@ -146,21 +199,54 @@ class Bench {
       times.modelled_copy_ms = Seconds(plan.all_copy) * 1e3;
       times.modelled_recompute_ms = Seconds(plan.recompute_most) * 1e3;
       times.modelled_split_ms = Seconds(plan.time) * 1e3;
-      for (const auto& [split, best_ms] :
-           {std::pair{int64_t{0}, &times.copy_ms}, std::pair{row.tokens, &times.recompute_ms},
-            std::pair{plan.split_tokens, &times.split_ms}}) {
-        link.Restart();
+      for (const auto& [split, ms] : {std::pair{int64_t{0}, &copy_ms}, std::pair{row.tokens, &recompute_ms},
+                                      std::pair{plan.split_tokens, &split_ms}}) {
+        machine_->Restart();
         KV_ASSIGN_OR_RETURN(const ReloadReport report, runtime.Run(request(split, false)));
-        *best_ms = std::min(*best_ms, double(report.elapsed_ns) / 1e6);
+        if (warm) ms->push_back(double(report.elapsed_ns) / 1e6);
       }
     }
+    times.copy_ms = Summary(std::move(copy_ms), machine_->medians());
+    times.recompute_ms = Summary(std::move(recompute_ms), machine_->medians());
+    times.split_ms = Summary(std::move(split_ms), machine_->medians());
     return times;
   }
 
  private:
+  struct Sizes {
+    ProjectionModel model;
+    int64_t sequence_pages, pages;
+    size_t page_bytes, slot_bytes;
+  };
+  Sizes SizesOf(const Row& row) const {
+    ProjectionModel model{.layers = 1, .hidden = int(row.hidden), .rope = {kHeadDim, 5e5}};
+    model.layout = {DType::kFloat16, uint16_t(row.hidden / kHeadDim / row.group), kHeadDim, kPageTokens};
+    const size_t page_bytes = std::max<size_t>(1, size_t(model.layout.raw_bytes() * arguments_.kv_ratio));
+    const int64_t sequence_pages = (row.tokens + kPageTokens - 1) / kPageTokens;
+    return {model, sequence_pages, sequence_pages * row.batch, page_bytes,
+            std::max(page_bytes, model.layout.raw_bytes())};
+  }
+
+  /// That of the row before, if it serves.
+  absl::StatusOr<ReloadExecutor*> Executor(const ProjectionModel& model, double link_gbps) {
+    if (executor_ != nullptr && link_gbps == link_gbps_ && model.hidden == executor_->model().hidden &&
+        model.layout == executor_->model().layout) {
+      return executor_.get();
+    }
+    executor_ = nullptr;
+    KV_ASSIGN_OR_RETURN(executor_, machine_->MakeExecutor(model, link_gbps));
+    link_gbps_ = link_gbps;
+    std::vector<uint8_t> weights(size_t(model.hidden) * model.width() * 2);
+    FillWithHalves(weights.data(), weights.size(), 1 / std::sqrt(float(model.hidden)));
+    KV_RETURN_IF_ERROR(executor_->RegisterWeights(0, {DType::kFloat16, weights, weights}));
+    return executor_.get();
+  }
+
   const Arguments arguments_;
+  Machine* const machine_;
   SteadyClock clock_;
-  WorkerPool pool_;
+  std::unique_ptr<ReloadExecutor> executor_;
+  double link_gbps_ = 0;
 };
 
 absl::Status Check(const Arguments& a) {
@@ -178,71 +264,70 @@ absl::Status Check(const Arguments& a) {
     if (batch < 1 || batch > 1024) return InvalidField("--batch", batch, "1..1024");
   }
   for (const double gbps : a.link_gbps) {
-    if (!(gbps >= 0.001) || gbps > 10000) return InvalidField("--link-gbps", gbps, "0.001..10000");
+    if (a.device < 0 && (!(gbps >= 0.001) || gbps > 10000)) return InvalidField("--link-gbps", gbps, "0.001..10000");
   }
   return absl::OkStatus();
 }
 
 absl::Status Run(const Arguments& arguments) {
   KV_RETURN_IF_ERROR(Check(arguments));
-  Bench bench(arguments);
-  nlohmann::json json = {{"threads", arguments.threads},
-                         {"repeats", arguments.repeats},
-                         {"kv_ratio", arguments.kv_ratio},
-                         {"not_covered", kNotCovered},
-                         {"rows", nlohmann::json::array()}};
+  std::unique_ptr<Machine> machine;
+  if (arguments.device >= 0) {
+    KV_ASSIGN_OR_RETURN(machine, MakeGpuMachine({.ordinal = arguments.device,
+                                                 .chunk_rows = arguments.chunk_rows,
+                                                 .buffers = arguments.buffers,
+                                                 .copy_engines_only = arguments.copy_engines_only}));
+  } else {
+    machine = std::make_unique<CpuMachine>(arguments.threads, arguments.chunk_rows);
+  }
+  Bench bench(arguments, machine.get());
+  KV_RETURN_IF_ERROR(bench.Reserve());
+  const char* const summary = machine->medians() ? "median" : "smallest";
+  nlohmann::json json = {{"machine", machine->description()}, {"times", summary},
+                         {"repeats", arguments.repeats},      {"kv_ratio", arguments.kv_ratio},
+                         {"not_covered", kNotCovered},        {"rows", nlohmann::json::array()}};
   if (!arguments.json) {
-    std::cout << absl::StrFormat(
-                     "%d compute threads, smallest of %d; times in ms; meas/mod: measured over modelled\n\n",
-                     arguments.threads, arguments.repeats)
+    std::cout << absl::StrFormat("%s\n%s of %d; times in ms; meas/mod: measured over modelled\n\n",
+                                 machine->description(), summary, arguments.repeats)
               << absl::StrFormat("%5s %3s %5s %2s %6s  %8s %9s %8s %11s  %7s %7s  %8s %8s  %s\n", "s", "b", "h", "G",
                                  "Gbit/s", "copy", "recompute", "split", "l", "of copy", "of best", "GFLOP/s", "MB/s",
                                  "meas/mod: copy, recompute, split");
   }
   double worst = 0, log_sum = 0;
   int rows = 0;
-  for (const int64_t hidden : arguments.hidden) {
-    for (const int64_t group : arguments.group) {
-      for (const int64_t batch : arguments.batch) {
-        for (const int64_t tokens : arguments.tokens) {
-          if (tokens * batch > arguments.rows_max) continue;
-          for (const double gbps : arguments.link_gbps) {
-            KV_ASSIGN_OR_RETURN(const Times t, bench.Measure({tokens, batch, hidden, group, gbps}));
-            const double copy_ratio = t.copy_ms / t.modelled_copy_ms, split_ratio = t.split_ms / t.modelled_split_ms;
-            const double recompute_ratio = t.recompute_ms / t.modelled_recompute_ms;
-            worst = std::max(worst, t.over_better());
-            log_sum += std::log(split_ratio);
-            ++rows;
-            json["rows"].push_back({{"tokens", tokens},
-                                    {"batch", batch},
-                                    {"hidden", hidden},
-                                    {"group", group},
-                                    {"link_gbps", gbps},
-                                    {"split_tokens", t.split_tokens},
-                                    {"copy_ms", t.copy_ms},
-                                    {"recompute_ms", t.recompute_ms},
-                                    {"split_ms", t.split_ms},
-                                    {"split_over_copy", t.split_ms / t.copy_ms},
-                                    {"split_over_better", t.over_better()},
-                                    {"flops_per_second", t.rates.compute_flops_per_second},
-                                    {"link_bytes_per_second", t.rates.link_bytes_per_second},
-                                    {"measured_over_modelled",
-                                     {{"copy", copy_ratio}, {"recompute", recompute_ratio}, {"split", split_ratio}}}});
-            if (arguments.json) continue;
-            std::cout
-                << absl::StrFormat(
-                       "%5d %3d %5d %2d %6g  %8.2f %9.2f %8.2f %5d (%2.0f%%)  %7.3f %7.3f  %8.1f %8.1f  %.2f, %.2f, "
-                       "%.2f\n",
-                       tokens, batch, hidden, group, gbps, t.copy_ms, t.recompute_ms, t.split_ms, t.split_tokens,
-                       100.0 * t.split_tokens / tokens, t.split_ms / t.copy_ms, t.over_better(),
-                       t.rates.compute_flops_per_second / 1e9, t.rates.link_bytes_per_second / 1e6, copy_ratio,
-                       recompute_ratio, split_ratio)
-                << std::flush;
-          }
-        }
-      }
-    }
-  }
+  KV_RETURN_IF_ERROR(bench.ForRows([&](const Row& row) -> absl::Status {
+    KV_ASSIGN_OR_RETURN(const Times t, bench.Measure(row));
+    const double copy_ratio = t.copy_ms / t.modelled_copy_ms, split_ratio = t.split_ms / t.modelled_split_ms;
+    const double recompute_ratio = t.recompute_ms / t.modelled_recompute_ms;
+    worst = std::max(worst, t.over_better());
+    log_sum += std::log(split_ratio);
+    ++rows;
+    json["rows"].push_back(
+        {{"tokens", row.tokens},
+         {"batch", row.batch},
+         {"hidden", row.hidden},
+         {"group", row.group},
+         {"link_gbps", row.link_gbps},
+         {"split_tokens", t.split_tokens},
+         {"copy_ms", t.copy_ms},
+         {"recompute_ms", t.recompute_ms},
+         {"split_ms", t.split_ms},
+         {"split_over_copy", t.split_ms / t.copy_ms},
+         {"split_over_better", t.over_better()},
+         {"flops_per_second", t.rates.compute_flops_per_second},
+         {"link_bytes_per_second", t.rates.link_bytes_per_second},
+         {"measured_over_modelled", {{"copy", copy_ratio}, {"recompute", recompute_ratio}, {"split", split_ratio}}}});
+    if (arguments.json) return absl::OkStatus();
+    std::cout << absl::StrFormat(
+                     "%5d %3d %5d %2d %6g  %8.2f %9.2f %8.2f %5d (%2.0f%%)  %7.3f %7.3f  %8.1f %8.1f  %.2f, %.2f, "
+                     "%.2f\n",
+                     row.tokens, row.batch, row.hidden, row.group, row.link_gbps, t.copy_ms, t.recompute_ms, t.split_ms,
+                     t.split_tokens, 100.0 * t.split_tokens / row.tokens, t.split_ms / t.copy_ms, t.over_better(),
+                     t.rates.compute_flops_per_second / 1e9, t.rates.link_bytes_per_second / 1e6, copy_ratio,
+                     recompute_ratio, split_ratio)
+              << std::flush;
+    return absl::OkStatus();
+  }));
   json["worst_split_over_better"] = worst;
   json["geometric_mean_of_split_measured_over_modelled"] = rows == 0 ? 1 : std::exp(log_sum / rows);
   if (arguments.json) {
@@ -260,24 +345,38 @@ absl::Status Run(const Arguments& arguments) {
 int Main(int argc, char** argv) {
   Arguments a;
   CLI::App app{
-      "Reloads K and V of a layer: all copied, all recomputed, and the planner's split, over an emulated link.",
+      "Reloads K and V of a layer: all copied, all recomputed, and the planner's split, over an emulated link or to a "
+      "GPU.",
       "recompute_bench"};
   app.footer(kNotCovered);
-  app.add_option("--tokens", a.tokens, "s, comma-separated")->delimiter(',')->capture_default_str();
-  app.add_option("--batch", a.batch, "b")->delimiter(',')->capture_default_str();
-  app.add_option("--hidden", a.hidden, "h, multiples of 128 * G")->delimiter(',')->capture_default_str();
+  auto* const tokens = app.add_option("--tokens", a.tokens, "s, comma-separated");
+  auto* const batch = app.add_option("--batch", a.batch, "b");
+  auto* const hidden = app.add_option("--hidden", a.hidden, "h, multiples of 128 * G");
+  for (auto* const option : {tokens, batch, hidden}) option->delimiter(',')->capture_default_str();
   app.add_option("--group", a.group, "G, query heads per KV head")->delimiter(',')->capture_default_str();
   app.add_option("--link-gbps", a.link_gbps, "emulated link, Gbit/s")->delimiter(',')->capture_default_str();
-  app.add_option("--rows-max", a.rows_max, "leave out what has more tokens in all")->capture_default_str();
+  auto* const rows_max =
+      app.add_option("--rows-max", a.rows_max, "leave out what has more tokens in all")->capture_default_str();
   app.add_option("--kv-ratio", a.kv_ratio, "bytes of a stored page over those of a raw one: 0.172 for hack's default")
       ->check(CLI::Range(0.001, 1.0))
       ->capture_default_str();
-  app.add_option("--repeats", a.repeats)->check(CLI::Range(1, 1000))->capture_default_str();
-  app.add_option("--chunk-rows", a.chunk_rows, "rows of X that are projected at once")->capture_default_str();
+  auto* const repeats = app.add_option("--repeats", a.repeats)->check(CLI::Range(1, 1000))->capture_default_str();
+  app.add_option("--device", a.device, "a GPU, by number: its own link, pinned memory, and a grid of its own");
+  app.add_option("--chunk-rows", a.chunk_rows, "rows of X that are projected at once; 0: 256, or the GPU's default");
+  app.add_option("--buffers", a.buffers, "of a GPU, for chunks; 0: its default")->check(CLI::Range(0, 8));
+  app.add_flag("--copy-engines-only", a.copy_engines_only, "of a GPU: no kernel copies small pages");
   app.add_option("--threads", a.threads, "that compute; 0: one per usable CPU")->check(CLI::Range(0, 1024));
   app.add_flag("--json", a.json, "JSON instead of a table; sizes in bytes, times in milliseconds");
   CLI11_PARSE(app, argc, argv);
   if (a.threads == 0) a.threads = engine::CoreCount();
+  if (a.device >= 0) {
+    a.link_gbps = {kLinkOfGpu};
+    if (tokens->count() == 0) a.tokens = {64, 256, 1024, 2048, 4096};
+    if (batch->count() == 0) a.batch = {1, 32};
+    if (hidden->count() == 0) a.hidden = {4096, 8192};
+    if (rows_max->count() == 0) a.rows_max = 1 << 17;
+    if (repeats->count() == 0) a.repeats = 9;
+  }
   const absl::Status status = Run(a);
   return absl::IsInvalidArgument(status) ? (engine::ExitCode("recompute_bench", status), engine::kUsageExitCode)
                                          : engine::ExitCode("recompute_bench", status);

@@ -1,26 +1,11 @@
 // The seam between what a reload does in which order (runtime.h) and who does it: a ReloadExecutor copies and computes.
-// CpuExecutor (cpu_executor.h) is one on threads.
+// CpuExecutor (cpu_executor.h) is one on threads, CudaExecutor (cuda_executor.h) one on two streams of a GPU.
 //
 // An executor has two lanes, which run side by side:
 // - the copy lane does PostActivations and PostKv in the order they were posted, one after another, over one link;
 // - the compute lane does PostProjection in order; a projection begins once the activations posted before it to the
-// same
-//   buffer have arrived.
+//   same buffer have arrived.
 // Everything posted is answered by exactly one Wait(), in the order of completion, also what was aborted.
-//
-// What an executor on CUDA has to provide:
-// - staging: `buffers` device buffers of chunk_rows * hidden elements, and W_K, W_V of each layer on the device, taken
-// in
-//   RegisterWeights (16-bit, as they are: tensor cores multiply them and accumulate in fp32);
-// - the copy lane: a stream of cudaMemcpyAsync from pinned memory (or one kernel that reads it), an event behind each
-//   post. Runtime keeps kCopiesInFlight posted, so that the link does not wait for the host;
-// - the compute lane: a second stream that waits (cudaStreamWaitEvent) for the buffer's event, multiplies X by W_K and
-//   W_V into fp32 or directly into a fused epilogue that adds the bias, rotates K and rounds to the layout's dtype, and
-//   scatters rows to pages: K and V of token t of a page lie at PageLayout::raw_offset;
-// - Wait: the oldest of either lane whose event has passed (cudaEventQuery over both heads, as the two streams complete
-//   independently), with the elapsed time between the lane's events; Abort: nothing more is enqueued; what is in the
-//   streams runs out, since only then are staging and destinations free to be given away;
-// - its own check that what it stored is finite, as CpuExecutor makes.
 //
 // Owned by whoever wires a reload; used by one thread, ReloadRuntime's caller.
 #pragma once
@@ -61,6 +46,11 @@ struct LayerWeights {
   absl::Span<const uint8_t> k, v;
   absl::Span<const uint8_t> k_bias, v_bias;  // [kv_heads * head_dim] of dtype, or empty
 };
+/// Sizes, and that everything is finite. Errors: INVALID_ARGUMENT naming the field.
+absl::Status CheckWeights(const ProjectionModel& model, int layer, const LayerWeights& weights);
+
+/// DATA_LOSS: what was recomputed is not finite. side: 0 K, 1 V.
+absl::Status NotFinite(int layer, int side, int head, int64_t position);
 
 /// Rows of activations on their way into a staging buffer.
 struct ActivationRows {
@@ -95,6 +85,9 @@ class ReloadExecutor {
   virtual const ProjectionModel& model() const = 0;
   virtual int buffers() const = 0;     // 2..kBuffersMax
   virtual int chunk_rows() const = 0;  // rows of a staging buffer, at least page_tokens
+  /// Bytes of one PostKv, parts of pages too. What is posted holds up the next activations: by default an eighth of
+  /// their chunk, at least 16 KiB.
+  virtual size_t kv_piece_bytes() const;
 
   /// Copies what it needs of `weights`. Not during a reload. Errors: INVALID_ARGUMENT naming the field.
   virtual absl::Status RegisterWeights(int layer, const LayerWeights& weights) = 0;

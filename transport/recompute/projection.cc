@@ -14,11 +14,6 @@ namespace {
 
 constexpr int kProductWidth = 512;  // columns of one product: enough for OpenBLAS, few enough to share out
 
-absl::Status CheckSize(absl::string_view field, absl::Span<const uint8_t> bytes, size_t want) {
-  if (bytes.size() == want) return absl::OkStatus();
-  return InvalidField(absl::StrCat(field, ".bytes"), bytes.size(), absl::StrCat(want));
-}
-
 std::vector<float> Widened(absl::Span<const uint8_t> bytes, DType dtype) {
   std::vector<float> wide(bytes.size() / DTypeBytes(dtype));
   Widen(bytes.data(), dtype, wide.size(), wide.data());
@@ -43,24 +38,7 @@ Projection::Projection(const ProjectionModel& model, int chunk_rows, WorkerPool*
 }
 
 absl::Status Projection::RegisterWeights(int layer, const LayerWeights& w) {
-  if (layer < 0 || layer >= model_.layers) {
-    return InvalidField("layer", layer, absl::StrCat("0..", model_.layers - 1));
-  }
-  if (w.dtype != DType::kFloat16 && w.dtype != DType::kBFloat16 && w.dtype != DType::kFloat32) {
-    return InvalidField("weights.dtype", int(w.dtype), "0..2");
-  }
-  const size_t width = size_t(model_.width()), bytes = width * model_.hidden * DTypeBytes(w.dtype);
-  KV_RETURN_IF_ERROR(CheckSize("weights.k", w.k, bytes));
-  KV_RETURN_IF_ERROR(CheckSize("weights.v", w.v, bytes));
-  if (!w.k_bias.empty()) KV_RETURN_IF_ERROR(CheckSize("weights.k_bias", w.k_bias, width * DTypeBytes(w.dtype)));
-  if (!w.v_bias.empty()) KV_RETURN_IF_ERROR(CheckSize("weights.v_bias", w.v_bias, width * DTypeBytes(w.dtype)));
-  for (const auto& [field, span] : {std::pair{"weights.k", w.k}, std::pair{"weights.v", w.v},
-                                    std::pair{"weights.k_bias", w.k_bias}, std::pair{"weights.v_bias", w.v_bias}}) {
-    const size_t count = span.size() / DTypeBytes(w.dtype);
-    if (const size_t at = FindNonFinite(w.dtype, span.data(), count); at != count) {
-      return InvalidField(absl::StrCat(field, "[", at, "]"), "not finite", "finite");
-    }
-  }
+  KV_RETURN_IF_ERROR(CheckWeights(model_, layer, w));
   layers_[layer] = {{Widened(w.k, w.dtype), Widened(w.k_bias, w.dtype)},
                     {Widened(w.v, w.dtype), Widened(w.v_bias, w.dtype)}};
   return absl::OkStatus();
@@ -126,9 +104,7 @@ absl::Status Projection::Run(const uint8_t* x, int layer, absl::Span<const PageR
   if (const int64_t at = not_finite.load(); at >= 0) {
     const int64_t row = at / (2 * PageLayout::kKvHeadsMax), rest = at % (2 * PageLayout::kKvHeadsMax);
     const PageRows& page = pages[row / PageLayout::kPageTokensMax];
-    return absl::DataLossError(absl::StrCat("recomputed ", rest % 2 == 0 ? "K" : "V", " of layer ", layer, ", head ",
-                                            rest / 2, ", position ", page.position + row % PageLayout::kPageTokensMax,
-                                            " is not finite: activations are damaged, or too large for the dtype"));
+    return NotFinite(layer, int(rest % 2), int(rest / 2), page.position + row % PageLayout::kPageTokensMax);
   }
   return absl::OkStatus();
 }

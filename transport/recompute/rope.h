@@ -41,6 +41,8 @@ class Rope {
   /// facts: checked.
   explicit Rope(const RopeFacts& facts);
   int pairs() const { return int(frequencies_.size()); }
+  /// Radians per position of each pair, as facts.angles has them.
+  const std::vector<double>& frequencies() const { return frequencies_; }
   /// cos, sin: [pairs()] of one position, 0..kPositionMax.
   void Fill(int64_t position, float* cos, float* sin) const;
   /// Rotates the head_dim channels at `head` in place.

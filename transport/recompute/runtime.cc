@@ -7,8 +7,6 @@
 namespace kvmanager::recompute {
 namespace {
 
-constexpr size_t kPiecesPerChunk = 8, kPieceBytesMin = 16 << 10;
-
 int64_t PageCount(int64_t tokens, int64_t page_tokens) { return (tokens + page_tokens - 1) / page_tokens; }
 
 absl::Status CheckPointers(const std::string& field, absl::Span<const uint8_t* const> pointers, int64_t want) {
@@ -70,8 +68,7 @@ void ReloadRuntime::Cut(const ReloadRequest& request) {
   const int64_t page_tokens = model.layout.page_tokens;
   const size_t row_bytes = size_t(model.hidden) * DTypeBytes(model.layout.dtype);
   activations_.clear(), pages_.clear(), copies_.clear(), chunks_.clear(), pieces_.clear();
-  // What of K and V is posted holds up the next activations: pieces, parts of pages too, are small beside a chunk.
-  const size_t piece_bytes = std::max(kPieceBytesMin, executor_->chunk_rows() * row_bytes / kPiecesPerChunk);
+  const size_t piece_bytes = executor_->kv_piece_bytes();
   int64_t chunk_rows = 0;
   size_t bytes = 0;
   for (const ReloadSequence& s : request.sequences) {

@@ -1,0 +1,400 @@
+#include "transport/recompute/cuda_executor.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <deque>
+#include <thread>
+#include <vector>
+
+#include "kvmanager/base/status.h"
+#include "kvmanager/memory/page_copy.h"
+#include "transport/recompute/convert.h"
+#include "transport/recompute/cublas.h"
+#include "transport/recompute/cuda_projection.h"
+
+namespace kvmanager::recompute {
+namespace {
+
+constexpr int kTileRows = 64;       // products are of whole tiles of rows: cuBLAS has its fastest kernels for them
+constexpr int kWarmRowsMax = 1024;  // of each size up to this one product is made before the first reload
+constexpr size_t kPieceBytesMin = 2 << 20;  // of K and V: what is between two posts takes the time of some 100 KB
+constexpr int64_t kAllFinite = -1;
+
+absl::Status Check(cudaError_t error, absl::string_view call) { return CudaStatus(error, call); }
+
+struct DeviceFree {
+  void operator()(void* memory) const { cudaFree(memory); }
+};
+struct PinnedFree {
+  void operator()(void* memory) const { cudaFreeHost(memory); }
+};
+template <typename T>
+using DeviceArray = std::unique_ptr<T[], DeviceFree>;
+
+template <typename T>
+absl::StatusOr<DeviceArray<T>> Allocate(size_t count) {
+  void* memory = nullptr;
+  KV_RETURN_IF_ERROR(Check(cudaMalloc(&memory, std::max<size_t>(count * sizeof(T), 1)), "cudaMalloc"));
+  return DeviceArray<T>(static_cast<T*>(memory));
+}
+
+class CudaExecutor final : public ReloadExecutor {
+ public:
+  CudaExecutor(const ProjectionModel& model, const CudaExecutorOptions& options, const Device* device)
+      : model_(model), options_(options), device_(device), layers_(model.layers), staging_(options.buffers) {}
+
+  absl::Status Prepare() {
+    KV_RETURN_IF_ERROR(device_->Use());
+    KV_ASSIGN_OR_RETURN(copy_.stream, device_->NewStream());
+    KV_ASSIGN_OR_RETURN(compute_.stream, device_->NewStream(StreamPriority::kLowest));
+    KV_ASSIGN_OR_RETURN(cublas_, Cublas::Make(compute_.stream));
+    const size_t rows = RoundedRows(options_.chunk_rows), pairs = model_.rope.rotary_dims / 2;
+    const size_t row_bytes = size_t(model_.hidden) * DTypeBytes(model_.layout.dtype);
+    for (Staging& staging : staging_) {
+      KV_ASSIGN_OR_RETURN(staging.rows, Allocate<uint8_t>(rows * row_bytes));
+      // Rows that fill up a tile are products of something finite, if of nothing in particular.
+      KV_RETURN_IF_ERROR(Check(cudaMemset(staging.rows.get(), 0, rows * row_bytes), "cudaMemset"));
+    }
+    KV_ASSIGN_OR_RETURN(products_, Allocate<float>(rows * 2 * model_.width()));
+    KV_ASSIGN_OR_RETURN(angles_, Allocate<float>(rows * 2 * pairs));
+    KV_ASSIGN_OR_RETURN(frequencies_, Allocate<double>(pairs));
+    const std::vector<double> frequencies = Rope(model_.rope).frequencies();
+    KV_RETURN_IF_ERROR(
+        Check(cudaMemcpy(frequencies_.get(), frequencies.data(), pairs * sizeof(double), cudaMemcpyHostToDevice),
+              "cudaMemcpy"));
+    void* words = nullptr;
+    KV_RETURN_IF_ERROR(
+        Check(cudaHostAlloc(&words, options_.buffers * sizeof(int64_t), cudaHostAllocPortable), "cudaHostAlloc"));
+    not_finite_.reset(static_cast<int64_t*>(words));
+    KV_RETURN_IF_ERROR(LoadStoreKernels());
+    return Check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  }
+
+  ~CudaExecutor() override {
+    (void)device_->Use();
+    for (Lane* const lane : {&copy_, &compute_}) {
+      if (lane->stream == nullptr) continue;
+      cudaStreamSynchronize(lane->stream);
+      for (const Post& post : lane->posts) {
+        Recycle(post.begin);
+        Recycle(post.end);
+      }
+      Recycle(lane->previous_end);
+    }
+    cublas_ = nullptr;
+    for (Lane* const lane : {&copy_, &compute_}) {
+      if (lane->stream != nullptr) device_->DestroyStream(lane->stream);
+    }
+    for (const cudaEvent_t event : events_) cudaEventDestroy(event);
+  }
+
+  const ProjectionModel& model() const override { return model_; }
+  int buffers() const override { return options_.buffers; }
+  int chunk_rows() const override { return options_.chunk_rows; }
+  size_t kv_piece_bytes() const override { return std::max(kPieceBytesMin, ReloadExecutor::kv_piece_bytes()); }
+  bool HasWeights(int layer) const override { return layers_[layer].weights != nullptr; }
+
+  absl::Status RegisterWeights(int layer, const LayerWeights& w) override {
+    KV_RETURN_IF_ERROR(CheckWeights(model_, layer, w));
+    if (w.dtype != model_.layout.dtype) {
+      return InvalidField("weights.dtype", int(w.dtype),
+                          absl::StrCat(int(model_.layout.dtype), ", that of activations, on a GPU"));
+    }
+    KV_RETURN_IF_ERROR(device_->Use());
+    Layer made;
+    KV_ASSIGN_OR_RETURN(made.weights, Allocate<uint8_t>(w.k.size() + w.v.size()));
+    KV_RETURN_IF_ERROR(Upload(w.k, made.weights.get()));
+    KV_RETURN_IF_ERROR(Upload(w.v, made.weights.get() + w.k.size()));
+    if (!w.k_bias.empty() || !w.v_bias.empty()) {
+      std::vector<float> bias(2 * model_.width());
+      Widen(w.k_bias.data(), w.dtype, w.k_bias.size() / DTypeBytes(w.dtype), bias.data());
+      Widen(w.v_bias.data(), w.dtype, w.v_bias.size() / DTypeBytes(w.dtype), bias.data() + model_.width());
+      KV_ASSIGN_OR_RETURN(made.bias, Allocate<float>(bias.size()));
+      KV_RETURN_IF_ERROR(Check(
+          cudaMemcpy(made.bias.get(), bias.data(), bias.size() * sizeof(float), cudaMemcpyHostToDevice), "cudaMemcpy"));
+    }
+    if (!warm_) KV_RETURN_IF_ERROR(WarmUp(made));
+    warm_ = true;
+    layers_[layer] = std::move(made);
+    return absl::OkStatus();
+  }
+
+  void Begin(const std::atomic<bool>* cancelled) override {
+    KV_CHECK(copy_.posts.empty() && compute_.posts.empty());
+    cancelled_ = cancelled;
+    aborted_ = false;
+    begun_ = device_->Use();
+    for (Staging& staging : staging_) staging.status = absl::FailedPreconditionError("nothing was staged");
+  }
+
+  void PostActivations(int buffer, absl::Span<const ActivationRows> rows) override {
+    Staging& staging = staging_[buffer];
+    Post post{.what = Done::What::kActivations, .buffer = buffer};
+    copies_.clear();
+    uint8_t* to = staging.rows.get();
+    for (const ActivationRows& piece : rows) {
+      copies_.push_back({piece.from, to, piece.bytes});
+      to += piece.bytes;
+    }
+    EnqueueOnCopyLane(&post, copies_);
+    staging.status = post.status;
+    staging.arrived = post.status.ok() ? post.end : nullptr;
+    copy_.posts.push_back(std::move(post));
+  }
+
+  void PostKv(absl::Span<const CopyPiece> pieces) override {
+    Post post{.what = Done::What::kKv};
+    EnqueueOnCopyLane(&post, pieces);
+    copy_.posts.push_back(std::move(post));
+  }
+
+  void PostProjection(int buffer, int layer, absl::Span<const PageRows> pages) override {
+    Post post{.what = Done::What::kProjection, .buffer = buffer, .layer = layer, .pages = pages};
+    post.status = Enqueueable();
+    if (post.status.ok()) post.status = staging_[buffer].status;
+    if (post.status.ok()) {
+      not_finite_[buffer] = kAllFinite;
+      post.status = EnqueueProjection(staging_[buffer], layers_[layer], pages, &not_finite_[buffer], &post);
+      post.enqueued = true;
+    }
+    compute_.posts.push_back(std::move(post));
+  }
+
+  Done Wait() override {
+    KV_CHECK(!copy_.posts.empty() || !compute_.posts.empty());
+    while (true) {
+      for (Lane* const lane : {&compute_, &copy_}) {
+        if (lane->posts.empty()) continue;
+        const Post& post = lane->posts.front();
+        if (!post.status.ok()) return Answer(lane, absl::OkStatus());
+        const cudaError_t passed = cudaEventQuery(post.end);
+        if (passed != cudaErrorNotReady) return Answer(lane, Check(passed, "cudaEventQuery"));
+      }
+      std::this_thread::yield();
+    }
+  }
+
+  void Abort() override { aborted_ = true; }
+
+ private:
+  struct Staging {
+    DeviceArray<uint8_t> rows;
+    cudaEvent_t arrived = nullptr;  // of activations that are posted; nullptr: they have been answered
+    absl::Status status;            // why there are none to project
+  };
+  struct Layer {
+    DeviceArray<uint8_t> weights;  // [side][width][hidden]
+    DeviceArray<float> bias;       // [side][width], or nullptr
+  };
+  struct Post {
+    Done::What what = Done::What::kKv;
+    int buffer = -1, layer = 0;
+    absl::Span<const PageRows> pages;
+    cudaEvent_t begin = nullptr;  // nullptr: when the lane's post before it ended
+    cudaEvent_t end = nullptr;
+    bool enqueued = false;  // perhaps in part, if status is an error
+    absl::Status status;
+  };
+  struct Lane {
+    CUstream_st* stream = nullptr;
+    std::deque<Post> posts;
+    cudaEvent_t previous_end = nullptr;
+  };
+
+  static size_t RoundedRows(size_t rows) { return (rows + kTileRows - 1) / kTileRows * kTileRows; }
+
+  absl::Status Upload(absl::Span<const uint8_t> from, uint8_t* to) {
+    return Check(cudaMemcpy(to, from.data(), from.size(), cudaMemcpyHostToDevice), "cudaMemcpy");
+  }
+
+  /// A kernel of cuBLAS is loaded when it is first used, which waits for the device: not in a reload.
+  absl::Status WarmUp(const Layer& layer) {
+    const size_t rows_max = RoundedRows(options_.chunk_rows);
+    for (size_t rows = kTileRows; rows <= std::min<size_t>(rows_max, kWarmRowsMax); rows += kTileRows) {
+      KV_RETURN_IF_ERROR(Multiply(staging_[0], layer, rows));
+    }
+    if (rows_max > kWarmRowsMax) KV_RETURN_IF_ERROR(Multiply(staging_[0], layer, rows_max));
+    return Check(cudaStreamSynchronize(compute_.stream), "cudaStreamSynchronize");
+  }
+
+  absl::Status Multiply(const Staging& staging, const Layer& layer, size_t rows) {
+    return cublas_->Multiply(model_.layout.dtype, int(rows), 2 * model_.width(), model_.hidden, staging.rows.get(),
+                             layer.weights.get(), products_.get());
+  }
+
+  bool Stopped() const { return aborted_ || (cancelled_ != nullptr && cancelled_->load()); }
+  absl::Status Enqueueable() const {
+    if (!begun_.ok()) return begun_;
+    return Stopped() ? absl::CancelledError("the reload was cancelled") : absl::OkStatus();
+  }
+
+  absl::StatusOr<cudaEvent_t> TakeEvent() {
+    if (events_.empty()) {
+      cudaEvent_t event = nullptr;
+      KV_RETURN_IF_ERROR(Check(cudaEventCreate(&event), "cudaEventCreate"));
+      return event;
+    }
+    const cudaEvent_t event = events_.back();
+    events_.pop_back();
+    return event;
+  }
+  void Recycle(cudaEvent_t event) {
+    if (event != nullptr) events_.push_back(event);
+  }
+  absl::Status Record(cudaEvent_t* event, const Lane& lane) {
+    KV_ASSIGN_OR_RETURN(*event, TakeEvent());
+    return Check(cudaEventRecord(*event, lane.stream), "cudaEventRecord");
+  }
+
+  void EnqueueOnCopyLane(Post* post, absl::Span<const CopyPiece> pieces) {
+    post->status = Enqueueable();
+    if (!post->status.ok()) return;
+    post->enqueued = true;
+    post->status = [&] {
+      if (copy_.posts.empty()) KV_RETURN_IF_ERROR(Record(&post->begin, copy_));
+      KV_RETURN_IF_ERROR(EnqueueCopies(pieces));
+      return Record(&post->end, copy_);
+    }();
+  }
+
+  absl::Status EnqueueCopies(absl::Span<const CopyPiece> pieces) {
+    if (pieces.empty()) return absl::OkStatus();
+    if (!options_.copy_engines_only && compute_.posts.empty() && FitKernel(pieces)) {
+      kernel_copies_.clear();
+      for (const CopyPiece& piece : pieces) {
+        kernel_copies_.push_back({piece.to, const_cast<uint8_t*>(piece.from), uint32_t(piece.bytes)});
+      }
+      return EnqueuePageCopies(PageDirection::kFetch, kernel_copies_, copy_.stream, PageCopyMethod::kKernel);
+    }
+    if (pieces.size() == 1) {
+      return Check(cudaMemcpyAsync(pieces[0].to, pieces[0].from, pieces[0].bytes, cudaMemcpyDefault, copy_.stream),
+                   "cudaMemcpyAsync");
+    }
+    from_.clear(), to_.clear(), bytes_.clear();
+    for (const CopyPiece& piece : pieces) {
+      from_.push_back(piece.from);
+      to_.push_back(piece.to);
+      bytes_.push_back(piece.bytes);
+    }
+    cudaMemcpyAttributes attributes = {};
+    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+    size_t first = 0;
+    return Check(cudaMemcpyBatchAsync(to_.data(), from_.data(), bytes_.data(), bytes_.size(), &attributes, &first, 1,
+                                      copy_.stream),
+                 "cudaMemcpyBatchAsync");
+  }
+
+  static bool FitKernel(absl::Span<const CopyPiece> pieces) {
+    uintptr_t bits = 0;
+    for (const CopyPiece& piece : pieces) {
+      if (piece.bytes >= CudaExecutorOptions::kKernelBytesMax) return false;
+      bits |= reinterpret_cast<uintptr_t>(piece.from) | reinterpret_cast<uintptr_t>(piece.to) | piece.bytes;
+    }
+    return bits % 16 == 0;
+  }
+
+  absl::Status EnqueueProjection(const Staging& staging, const Layer& layer, absl::Span<const PageRows> pages,
+                                 int64_t* not_finite, Post* post) {
+    const StoreBuffers buffers = {.frequencies = frequencies_.get(),
+                                  .angles = angles_.get(),
+                                  .products = products_.get(),
+                                  .bias = layer.bias.get()};
+    size_t rows = 0;
+    for (const PageRows& page : pages) rows += page.tokens;
+    KV_RETURN_IF_ERROR(EnqueueAngles(model_, pages, buffers, compute_.stream));
+    if (staging.arrived != nullptr) {
+      KV_RETURN_IF_ERROR(Check(cudaStreamWaitEvent(compute_.stream, staging.arrived, 0), "cudaStreamWaitEvent"));
+    }
+    KV_RETURN_IF_ERROR(Record(&post->begin, compute_));
+    KV_RETURN_IF_ERROR(Multiply(staging, layer, RoundedRows(rows)));
+    KV_RETURN_IF_ERROR(EnqueueStore(model_, pages, buffers, not_finite, compute_.stream));
+    return Record(&post->end, compute_);
+  }
+
+  /// Of the lane's oldest post, whose end has passed or failed.
+  Done Answer(Lane* lane, absl::Status passed) {
+    Post post = std::move(lane->posts.front());
+    lane->posts.pop_front();
+    if (post.enqueued && !post.status.ok()) cudaStreamSynchronize(lane->stream);  // what was enqueued of it
+    Done done{.what = post.what, .buffer = post.buffer, .status = std::move(post.status)};
+    if (done.status.ok()) done.status = std::move(passed);
+    if (done.status.ok()) {
+      float ms = 0;
+      const cudaEvent_t begin = post.begin != nullptr ? post.begin : lane->previous_end;
+      done.status = Check(cudaEventElapsedTime(&ms, begin, post.end), "cudaEventElapsedTime");
+      done.elapsed_ns = int64_t(double(ms) * 1e6);
+    }
+    if (done.what == Done::What::kActivations) staging_[post.buffer].arrived = nullptr;
+    if (done.what == Done::What::kProjection && done.status.ok()) done.status = WhetherFinite(post);
+    if (done.status.ok()) done.status = Enqueueable();  // CANCELLED meanwhile
+    Recycle(post.begin);
+    if (post.end != nullptr) {
+      Recycle(lane->previous_end);
+      lane->previous_end = post.end;
+    }
+    return done;
+  }
+
+  absl::Status WhetherFinite(const Post& post) const {
+    const int64_t code = static_cast<const volatile int64_t&>(not_finite_[post.buffer]);
+    if (code == kAllFinite) return absl::OkStatus();
+    int64_t row = NotFiniteCode::row(code);
+    size_t p = 0;
+    for (; row >= post.pages[p].tokens; ++p) row -= post.pages[p].tokens;
+    return NotFinite(post.layer, NotFiniteCode::side(code), NotFiniteCode::head(code), post.pages[p].position + row);
+  }
+
+  const ProjectionModel model_;
+  const CudaExecutorOptions options_;
+  const Device* const device_;
+  Lane copy_, compute_;
+  std::unique_ptr<Cublas> cublas_;
+  std::vector<Layer> layers_;
+  bool warm_ = false;
+  std::vector<Staging> staging_;
+  DeviceArray<float> products_;                        // [chunk_rows, whole tiles][side][width]
+  DeviceArray<float> angles_;                          // [chunk_rows, whole tiles][pairs][cos, sin]
+  DeviceArray<double> frequencies_;                    // [pairs]
+  std::unique_ptr<int64_t[], PinnedFree> not_finite_;  // [buffers]: kAllFinite, or a NotFiniteCode
+
+  const std::atomic<bool>* cancelled_ = nullptr;
+  bool aborted_ = false;
+  absl::Status begun_;
+  std::vector<cudaEvent_t> events_;  // that nothing uses
+  std::vector<CopyPiece> copies_;    // of activations, while they are posted
+  std::vector<PageCopy> kernel_copies_;
+  std::vector<const void*> from_;
+  std::vector<void*> to_;
+  std::vector<size_t> bytes_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<ReloadExecutor>> MakeCudaExecutor(const ProjectionModel& model,
+                                                                 const CudaExecutorOptions& options,
+                                                                 const Device* device) {
+  KV_CHECK(device != nullptr);
+  KV_RETURN_IF_ERROR(CheckModel(model));
+  if (options.chunk_rows < model.layout.page_tokens || options.chunk_rows > CudaExecutorOptions::kChunkRowsMax) {
+    return InvalidField("chunk_rows", options.chunk_rows,
+                        absl::StrCat(model.layout.page_tokens, "..", CudaExecutorOptions::kChunkRowsMax));
+  }
+  if (options.buffers < 2 || options.buffers > ReloadExecutor::kBuffersMax) {
+    return InvalidField("buffers", options.buffers, absl::StrCat("2..", ReloadExecutor::kBuffersMax));
+  }
+  const int64_t row_bytes =
+      int64_t{model.hidden} * 2 * options.buffers + 8 * int64_t{model.width()} + 4 * int64_t{model.rope.rotary_dims};
+  if (options.chunk_rows * row_bytes > CudaExecutorOptions::kStagingBytesMax) {
+    return InvalidField("chunk_rows", options.chunk_rows,
+                        absl::StrCat("at most ", CudaExecutorOptions::kStagingBytesMax / row_bytes, ", of ", row_bytes,
+                                     " staging bytes each"));
+  }
+  auto executor = std::make_unique<CudaExecutor>(model, options, device);
+  KV_RETURN_IF_ERROR(executor->Prepare());
+  return std::unique_ptr<ReloadExecutor>(std::move(executor));
+}
+
+}  // namespace kvmanager::recompute
