@@ -14,7 +14,6 @@ namespace {
 
 constexpr size_t kLargeCopyBytes = 512 << 20;
 constexpr int kLargeCopies = 5;
-constexpr int64_t kWarmUpNs = 100'000'000;  // clocks rise under load (docs/kernels.md)
 
 struct PinnedFree {
   void operator()(uint8_t* memory) const { cudaFreeHost(memory); }
@@ -41,13 +40,12 @@ class GpuMachine final : public Machine {
     return Arena{activations_.get(), stored_.get(), pages_.get()};
   }
   absl::StatusOr<std::unique_ptr<ReloadExecutor>> MakeExecutor(const ProjectionModel& model, double) override {
-    CudaExecutorOptions options{.copy_engines_only = options_.copy_engines_only};
+    CudaExecutorOptions options;
     if (options_.chunk_rows > 0) options.chunk_rows = options_.chunk_rows;
     if (options_.buffers > 0) options.buffers = options_.buffers;
     return MakeCudaExecutor(model, options, device_.get());
   }
-  int64_t warm_up_ns() const override { return kWarmUpNs; }
-  bool medians() const override { return true; }
+  bool sustained() const override { return true; }
 
  private:
   static absl::Status Grow(size_t bytes, PinnedBytes* memory, size_t* has) {

@@ -31,17 +31,15 @@ class Machine {
                                                                        double link_gbps) = 0;
   /// Before each reload that is timed.
   virtual void Restart() {}
-  /// Reloads of each row go on for that long before any is timed.
-  virtual int64_t warm_up_ns() const { return 0; }
-  /// Whether times are medians; else the smallest counts.
-  virtual bool medians() const { return false; }
+  /// Each way is measured for itself, many times in a row, and the median counts; else they take turns, and the
+  /// smallest time counts.
+  virtual bool sustained() const { return false; }
 };
 
 struct GpuMachineOptions {
   int ordinal = 0;
   int chunk_rows = 0;  // 0: the executor's default
   int buffers = 0;     // 0: likewise
-  bool copy_engines_only = false;
 };
 /// Errors: UNAVAILABLE.
 absl::StatusOr<std::unique_ptr<Machine>> MakeGpuMachine(const GpuMachineOptions& options);

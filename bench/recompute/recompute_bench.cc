@@ -9,7 +9,9 @@
 // own, activations and stored pages lie in pinned memory, and one large copy in the same run says what the link can do.
 // Pages are random and lie in random order. Rates for the plan come from the profile, which measures both ways once per
 // shape and link before anything is timed; every reload feeds it afterwards.
-// Per row the three ways take turns `repeats` times; of each the smallest time counts, on a GPU the median.
+// Per row the three ways take turns `repeats` times, and the smallest time of each counts. On a GPU each way has
+// `repeats` in a row behind warm-ups of its own, and medians count: it lowers its clock after tens of milliseconds of
+// products, and ways in turns would profit from each other's rests.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
@@ -49,7 +51,7 @@ struct Arguments {
   int64_t rows_max = 1024;
   double kv_ratio = 1;
   int repeats = 3, threads = 0, chunk_rows = 0, buffers = 0, device = -1;
-  bool json = false, copy_engines_only = false;
+  bool json = false;
 };
 
 constexpr int kCpuChunkRows = 256;
@@ -97,17 +99,12 @@ struct Row {
 
 struct Times {
   double copy_ms = 0, recompute_ms = 0, split_ms = 0;
+  double split_link_ms = 0, split_compute_ms = 0;  // that the lanes worked in a split's reload
   double modelled_copy_ms = 0, modelled_recompute_ms = 0, modelled_split_ms = 0;
-  int64_t split_tokens = 0;
+  int64_t split_tokens = 0;  // of a sequence, rounded down
   MachineRates rates;
   double over_better() const { return split_ms / std::min(copy_ms, recompute_ms); }
 };
-
-/// Of the times of one way.
-double Summary(std::vector<double> ms, bool median) {
-  std::sort(ms.begin(), ms.end());
-  return median ? ms[ms.size() / 2] : ms[0];
-}
 
 class Bench {
  public:
@@ -163,56 +160,94 @@ class Bench {
     ReloadRuntime runtime(executor, &clock_, &profile);
 
     std::vector<ReloadSequence> sequences(row.batch);
-    const auto request = [&](int64_t split, bool everything) {
-      const size_t recomputed = (split + kPageTokens - 1) / kPageTokens;
+    const auto request = [&](int64_t split, bool everything) {  // split: of the batch
       for (int64_t i = 0; i < row.batch; ++i) {
+        const int64_t mine = SplitOfSequence(split, row.batch, row.tokens, kPageTokens, i);
+        const size_t recomputed = (mine + kPageTokens - 1) / kPageTokens;
         const auto pages_of = [&](const auto& pointers) {
           return absl::MakeConstSpan(pointers).subspan(i * sequence_pages, sequence_pages);
         };
-        sequences[i] = {row.tokens, split, 0, pages_of(activations), pages_of(to), pages_of(stored)};
+        sequences[i] = {row.tokens, mine, 0, pages_of(activations), pages_of(to), pages_of(stored)};
         if (everything) continue;
         sequences[i].activations = sequences[i].activations.subspan(0, recomputed);
         sequences[i].sources = sequences[i].sources.subspan(recomputed);
       }
       return ReloadRequest{.kv_page_bytes = page_bytes, .sequences = sequences};
     };
-    KV_RETURN_IF_ERROR(runtime.Measure(request(0, true)));
 
     Times times;
-    ReloadShape shape{.tokens = row.tokens,
-                      .batch = row.batch,
-                      .hidden = row.hidden,
-                      .kv_heads = model.layout.kv_heads,
-                      .query_heads = row.hidden / kHeadDim,
-                      .head_dim = kHeadDim,
-                      .kv_token_bytes = int64_t(page_bytes / kPageTokens),
-                      .chunk_tokens = std::max<int64_t>(1, executor->chunk_rows() / row.batch),
-                      .split_multiple = kPageTokens};
-    std::vector<double> copy_ms, recompute_ms, split_ms;
-    const int64_t warm_at_ns = clock_.NowNs() + machine_->warm_up_ns();
-    while (int(split_ms.size()) < arguments_.repeats) {
-      const bool warm = clock_.NowNs() >= warm_at_ns;
+    // The batch as one sequence: SplitOfSequence.
+    const ReloadShape shape{.tokens = row.tokens * row.batch,
+                            .hidden = row.hidden,
+                            .kv_heads = model.layout.kv_heads,
+                            .query_heads = row.hidden / kHeadDim,
+                            .head_dim = kHeadDim,
+                            .kv_token_bytes = int64_t(page_bytes / kPageTokens),
+                            .chunk_tokens = executor->chunk_rows(),
+                            .split_multiple = kPageTokens};
+    std::vector<double> copy_ms, recompute_ms, split_ms, link_ms, compute_ms;
+    const auto reload = [&](ReloadRuntime& by, int64_t split, std::vector<double>* ms) -> absl::Status {
+      machine_->Restart();
+      KV_ASSIGN_OR_RETURN(const ReloadReport report, by.Run(request(split, false)));
+      ms->push_back(double(report.elapsed_ns) / 1e6);
+      if (ms == &split_ms) {
+        link_ms.push_back(double(report.link_ns) / 1e6);
+        compute_ms.push_back(double(report.compute_ns) / 1e6);
+      }
+      return absl::OkStatus();
+    };
+    const auto reload_split = [&]() -> absl::Status {
       KV_ASSIGN_OR_RETURN(times.rates, RatesOf(profile, {row.hidden, model.width()}));
       KV_ASSIGN_OR_RETURN(const ReloadCosts costs, MakeCosts(times.rates, shape));
       const SplitPlan plan = PlanSplit(costs);
-      times.split_tokens = plan.split_tokens;
+      times.split_tokens = plan.split_tokens / row.batch;
       times.modelled_copy_ms = Seconds(plan.all_copy) * 1e3;
       times.modelled_recompute_ms = Seconds(plan.recompute_most) * 1e3;
       times.modelled_split_ms = Seconds(plan.time) * 1e3;
-      for (const auto& [split, ms] : {std::pair{int64_t{0}, &copy_ms}, std::pair{row.tokens, &recompute_ms},
-                                      std::pair{plan.split_tokens, &split_ms}}) {
-        machine_->Restart();
-        KV_ASSIGN_OR_RETURN(const ReloadReport report, runtime.Run(request(split, false)));
-        if (warm) ms->push_back(double(report.elapsed_ns) / 1e6);
+      return reload(runtime, plan.split_tokens, &split_ms);
+    };
+    if (machine_->sustained()) {
+      // Each way goes on for itself: a GPU that has rested computes faster than one that always computes.
+      ReloadRuntime unprofiled(executor, &clock_, nullptr);
+      KV_RETURN_IF_ERROR(Sustain(&copy_ms, [&] { return reload(unprofiled, 0, &copy_ms); }));
+      KV_RETURN_IF_ERROR(
+          Sustain(&recompute_ms, [&] { return reload(unprofiled, row.tokens * row.batch, &recompute_ms); }));
+      for (int i = 0; i < kMeasures; ++i) KV_RETURN_IF_ERROR(runtime.Measure(request(0, true)));
+      KV_RETURN_IF_ERROR(Sustain(&split_ms, reload_split));
+    } else {
+      KV_RETURN_IF_ERROR(runtime.Measure(request(0, true)));
+      for (int repeat = 0; repeat < arguments_.repeats; ++repeat) {
+        KV_RETURN_IF_ERROR(reload(runtime, 0, &copy_ms));
+        KV_RETURN_IF_ERROR(reload(runtime, row.tokens * row.batch, &recompute_ms));
+        KV_RETURN_IF_ERROR(reload_split());
       }
     }
-    times.copy_ms = Summary(std::move(copy_ms), machine_->medians());
-    times.recompute_ms = Summary(std::move(recompute_ms), machine_->medians());
-    times.split_ms = Summary(std::move(split_ms), machine_->medians());
+    times.copy_ms = Summarize(copy_ms);
+    times.recompute_ms = Summarize(recompute_ms);
+    times.split_ms = Summarize(split_ms);
+    times.split_link_ms = Summarize(link_ms);
+    times.split_compute_ms = Summarize(compute_ms);
     return times;
   }
 
  private:
+  static constexpr int kMeasures = 3, kWarmUps = 8;
+  static constexpr int64_t kWarmUpNs = 20'000'000;
+
+  /// Runs `reload`, which adds to `ms`, kWarmUps times and at least kWarmUpNs, and then as often as is timed.
+  absl::Status Sustain(const std::vector<double>* ms, const std::function<absl::Status()>& reload) {
+    const int64_t begin_ns = clock_.NowNs();
+    while (ms->size() < kWarmUps || clock_.NowNs() - begin_ns < kWarmUpNs) KV_RETURN_IF_ERROR(reload());
+    for (int repeat = 0; repeat < arguments_.repeats; ++repeat) KV_RETURN_IF_ERROR(reload());
+    return absl::OkStatus();
+  }
+  /// Of the times of one way, the last of which count.
+  double Summarize(std::vector<double> ms) const {
+    ms.erase(ms.begin(), ms.end() - arguments_.repeats);
+    std::sort(ms.begin(), ms.end());
+    return machine_->sustained() ? ms[ms.size() / 2] : ms[0];
+  }
+
   struct Sizes {
     ProjectionModel model;
     int64_t sequence_pages, pages;
@@ -273,25 +308,24 @@ absl::Status Run(const Arguments& arguments) {
   KV_RETURN_IF_ERROR(Check(arguments));
   std::unique_ptr<Machine> machine;
   if (arguments.device >= 0) {
-    KV_ASSIGN_OR_RETURN(machine, MakeGpuMachine({.ordinal = arguments.device,
-                                                 .chunk_rows = arguments.chunk_rows,
-                                                 .buffers = arguments.buffers,
-                                                 .copy_engines_only = arguments.copy_engines_only}));
+    KV_ASSIGN_OR_RETURN(
+        machine, MakeGpuMachine(
+                     {.ordinal = arguments.device, .chunk_rows = arguments.chunk_rows, .buffers = arguments.buffers}));
   } else {
     machine = std::make_unique<CpuMachine>(arguments.threads, arguments.chunk_rows);
   }
   Bench bench(arguments, machine.get());
   KV_RETURN_IF_ERROR(bench.Reserve());
-  const char* const summary = machine->medians() ? "median" : "smallest";
+  const char* const summary = machine->sustained() ? "median" : "smallest";
   nlohmann::json json = {{"machine", machine->description()}, {"times", summary},
                          {"repeats", arguments.repeats},      {"kv_ratio", arguments.kv_ratio},
                          {"not_covered", kNotCovered},        {"rows", nlohmann::json::array()}};
   if (!arguments.json) {
     std::cout << absl::StrFormat("%s\n%s of %d; times in ms; meas/mod: measured over modelled\n\n",
                                  machine->description(), summary, arguments.repeats)
-              << absl::StrFormat("%5s %3s %5s %2s %6s  %8s %9s %8s %11s  %7s %7s  %8s %8s  %s\n", "s", "b", "h", "G",
-                                 "Gbit/s", "copy", "recompute", "split", "l", "of copy", "of best", "GFLOP/s", "MB/s",
-                                 "meas/mod: copy, recompute, split");
+              << absl::StrFormat("%5s %3s %5s %2s %6s  %8s %9s %8s %11s  %7s %7s  %13s  %8s %8s  %s\n", "s", "b", "h",
+                                 "G", "Gbit/s", "copy", "recompute", "split", "l", "of copy", "of best",
+                                 "link, compute", "GFLOP/s", "MB/s", "meas/mod: copy, recompute, split");
   }
   double worst = 0, log_sum = 0;
   int rows = 0;
@@ -312,6 +346,8 @@ absl::Status Run(const Arguments& arguments) {
          {"copy_ms", t.copy_ms},
          {"recompute_ms", t.recompute_ms},
          {"split_ms", t.split_ms},
+         {"split_link_ms", t.split_link_ms},
+         {"split_compute_ms", t.split_compute_ms},
          {"split_over_copy", t.split_ms / t.copy_ms},
          {"split_over_better", t.over_better()},
          {"flops_per_second", t.rates.compute_flops_per_second},
@@ -319,12 +355,12 @@ absl::Status Run(const Arguments& arguments) {
          {"measured_over_modelled", {{"copy", copy_ratio}, {"recompute", recompute_ratio}, {"split", split_ratio}}}});
     if (arguments.json) return absl::OkStatus();
     std::cout << absl::StrFormat(
-                     "%5d %3d %5d %2d %6g  %8.2f %9.2f %8.2f %5d (%2.0f%%)  %7.3f %7.3f  %8.1f %8.1f  %.2f, %.2f, "
-                     "%.2f\n",
+                     "%5d %3d %5d %2d %6g  %8.3f %9.3f %8.3f %5d (%2.0f%%)  %7.3f %7.3f  %6.2f %6.2f  %8.1f %8.1f  "
+                     "%.2f, %.2f, %.2f\n",
                      row.tokens, row.batch, row.hidden, row.group, row.link_gbps, t.copy_ms, t.recompute_ms, t.split_ms,
                      t.split_tokens, 100.0 * t.split_tokens / row.tokens, t.split_ms / t.copy_ms, t.over_better(),
-                     t.rates.compute_flops_per_second / 1e9, t.rates.link_bytes_per_second / 1e6, copy_ratio,
-                     recompute_ratio, split_ratio)
+                     t.split_link_ms, t.split_compute_ms, t.rates.compute_flops_per_second / 1e9,
+                     t.rates.link_bytes_per_second / 1e6, copy_ratio, recompute_ratio, split_ratio)
               << std::flush;
     return absl::OkStatus();
   }));
@@ -364,7 +400,6 @@ int Main(int argc, char** argv) {
   app.add_option("--device", a.device, "a GPU, by number: its own link, pinned memory, and a grid of its own");
   app.add_option("--chunk-rows", a.chunk_rows, "rows of X that are projected at once; 0: 256, or the GPU's default");
   app.add_option("--buffers", a.buffers, "of a GPU, for chunks; 0: its default")->check(CLI::Range(0, 8));
-  app.add_flag("--copy-engines-only", a.copy_engines_only, "of a GPU: no kernel copies small pages");
   app.add_option("--threads", a.threads, "that compute; 0: one per usable CPU")->check(CLI::Range(0, 1024));
   app.add_flag("--json", a.json, "JSON instead of a table; sizes in bytes, times in milliseconds");
   CLI11_PARSE(app, argc, argv);

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "kvmanager/base/status.h"
-#include "kvmanager/memory/page_copy.h"
 #include "transport/recompute/convert.h"
 #include "transport/recompute/cublas.h"
 #include "transport/recompute/cuda_projection.h"
@@ -19,7 +18,7 @@ namespace {
 
 constexpr int kTileRows = 64;       // products are of whole tiles of rows: cuBLAS has its fastest kernels for them
 constexpr int kWarmRowsMax = 1024;  // of each size up to this one product is made before the first reload
-constexpr size_t kPieceBytesMin = 2 << 20;  // of K and V: what is between two posts takes the time of some 100 KB
+constexpr size_t kPieceBytesMin = 8 << 20;  // of K and V: between two posts the link rests for the time of 260 KB
 constexpr int64_t kAllFinite = -1;
 
 absl::Status Check(cudaError_t error, absl::string_view call) { return CudaStatus(error, call); }
@@ -49,6 +48,7 @@ class CudaExecutor final : public ReloadExecutor {
     KV_RETURN_IF_ERROR(device_->Use());
     KV_ASSIGN_OR_RETURN(copy_.stream, device_->NewStream());
     KV_ASSIGN_OR_RETURN(compute_.stream, device_->NewStream(StreamPriority::kLowest));
+    KV_ASSIGN_OR_RETURN(angle_stream_, device_->NewStream());
     KV_ASSIGN_OR_RETURN(cublas_, Cublas::Make(compute_.stream));
     const size_t rows = RoundedRows(options_.chunk_rows), pairs = model_.rope.rotary_dims / 2;
     const size_t row_bytes = size_t(model_.hidden) * DTypeBytes(model_.layout.dtype);
@@ -56,9 +56,10 @@ class CudaExecutor final : public ReloadExecutor {
       KV_ASSIGN_OR_RETURN(staging.rows, Allocate<uint8_t>(rows * row_bytes));
       // Rows that fill up a tile are products of something finite, if of nothing in particular.
       KV_RETURN_IF_ERROR(Check(cudaMemset(staging.rows.get(), 0, rows * row_bytes), "cudaMemset"));
+      KV_ASSIGN_OR_RETURN(staging.angles, Allocate<float>(rows * 2 * pairs));
+      KV_ASSIGN_OR_RETURN(staging.turned, TakeEvent());
     }
     KV_ASSIGN_OR_RETURN(products_, Allocate<float>(rows * 2 * model_.width()));
-    KV_ASSIGN_OR_RETURN(angles_, Allocate<float>(rows * 2 * pairs));
     KV_ASSIGN_OR_RETURN(frequencies_, Allocate<double>(pairs));
     const std::vector<double> frequencies = Rope(model_.rope).frequencies();
     KV_RETURN_IF_ERROR(
@@ -83,10 +84,12 @@ class CudaExecutor final : public ReloadExecutor {
       }
       Recycle(lane->previous_end);
     }
+    if (angle_stream_ != nullptr) cudaStreamSynchronize(angle_stream_);
     cublas_ = nullptr;
-    for (Lane* const lane : {&copy_, &compute_}) {
-      if (lane->stream != nullptr) device_->DestroyStream(lane->stream);
+    for (CUstream_st* const stream : {copy_.stream, compute_.stream, angle_stream_}) {
+      if (stream != nullptr) device_->DestroyStream(stream);
     }
+    for (const Staging& staging : staging_) Recycle(staging.turned);
     for (const cudaEvent_t event : events_) cudaEventDestroy(event);
   }
 
@@ -180,7 +183,9 @@ class CudaExecutor final : public ReloadExecutor {
 
  private:
   struct Staging {
-    DeviceArray<uint8_t> rows;
+    DeviceArray<uint8_t> rows;      // [chunk_rows, whole tiles][hidden]
+    DeviceArray<float> angles;      // [chunk_rows, whole tiles][pairs][cos, sin]
+    cudaEvent_t turned = nullptr;   // angles are there
     cudaEvent_t arrived = nullptr;  // of activations that are posted; nullptr: they have been answered
     absl::Status status;            // why there are none to project
   };
@@ -261,13 +266,6 @@ class CudaExecutor final : public ReloadExecutor {
 
   absl::Status EnqueueCopies(absl::Span<const CopyPiece> pieces) {
     if (pieces.empty()) return absl::OkStatus();
-    if (!options_.copy_engines_only && compute_.posts.empty() && FitKernel(pieces)) {
-      kernel_copies_.clear();
-      for (const CopyPiece& piece : pieces) {
-        kernel_copies_.push_back({piece.to, const_cast<uint8_t*>(piece.from), uint32_t(piece.bytes)});
-      }
-      return EnqueuePageCopies(PageDirection::kFetch, kernel_copies_, copy_.stream, PageCopyMethod::kKernel);
-    }
     if (pieces.size() == 1) {
       return Check(cudaMemcpyAsync(pieces[0].to, pieces[0].from, pieces[0].bytes, cudaMemcpyDefault, copy_.stream),
                    "cudaMemcpyAsync");
@@ -287,24 +285,18 @@ class CudaExecutor final : public ReloadExecutor {
                  "cudaMemcpyBatchAsync");
   }
 
-  static bool FitKernel(absl::Span<const CopyPiece> pieces) {
-    uintptr_t bits = 0;
-    for (const CopyPiece& piece : pieces) {
-      if (piece.bytes >= CudaExecutorOptions::kKernelBytesMax) return false;
-      bits |= reinterpret_cast<uintptr_t>(piece.from) | reinterpret_cast<uintptr_t>(piece.to) | piece.bytes;
-    }
-    return bits % 16 == 0;
-  }
-
   absl::Status EnqueueProjection(const Staging& staging, const Layer& layer, absl::Span<const PageRows> pages,
                                  int64_t* not_finite, Post* post) {
     const StoreBuffers buffers = {.frequencies = frequencies_.get(),
-                                  .angles = angles_.get(),
+                                  .angles = staging.angles.get(),
                                   .products = products_.get(),
                                   .bias = layer.bias.get()};
     size_t rows = 0;
     for (const PageRows& page : pages) rows += page.tokens;
-    KV_RETURN_IF_ERROR(EnqueueAngles(model_, pages, buffers, compute_.stream));
+    // Ahead of the activations, and of the projections before this one.
+    KV_RETURN_IF_ERROR(EnqueueAngles(model_, pages, buffers, angle_stream_));
+    KV_RETURN_IF_ERROR(Check(cudaEventRecord(staging.turned, angle_stream_), "cudaEventRecord"));
+    KV_RETURN_IF_ERROR(Check(cudaStreamWaitEvent(compute_.stream, staging.turned, 0), "cudaStreamWaitEvent"));
     if (staging.arrived != nullptr) {
       KV_RETURN_IF_ERROR(Check(cudaStreamWaitEvent(compute_.stream, staging.arrived, 0), "cudaStreamWaitEvent"));
     }
@@ -318,7 +310,10 @@ class CudaExecutor final : public ReloadExecutor {
   Done Answer(Lane* lane, absl::Status passed) {
     Post post = std::move(lane->posts.front());
     lane->posts.pop_front();
-    if (post.enqueued && !post.status.ok()) cudaStreamSynchronize(lane->stream);  // what was enqueued of it
+    if (post.enqueued && !post.status.ok()) {  // what was enqueued of it
+      cudaStreamSynchronize(angle_stream_);
+      cudaStreamSynchronize(lane->stream);
+    }
     Done done{.what = post.what, .buffer = post.buffer, .status = std::move(post.status)};
     if (done.status.ok()) done.status = std::move(passed);
     if (done.status.ok()) {
@@ -351,12 +346,12 @@ class CudaExecutor final : public ReloadExecutor {
   const CudaExecutorOptions options_;
   const Device* const device_;
   Lane copy_, compute_;
+  CUstream_st* angle_stream_ = nullptr;
   std::unique_ptr<Cublas> cublas_;
   std::vector<Layer> layers_;
   bool warm_ = false;
   std::vector<Staging> staging_;
   DeviceArray<float> products_;                        // [chunk_rows, whole tiles][side][width]
-  DeviceArray<float> angles_;                          // [chunk_rows, whole tiles][pairs][cos, sin]
   DeviceArray<double> frequencies_;                    // [pairs]
   std::unique_ptr<int64_t[], PinnedFree> not_finite_;  // [buffers]: kAllFinite, or a NotFiniteCode
 
@@ -365,7 +360,6 @@ class CudaExecutor final : public ReloadExecutor {
   absl::Status begun_;
   std::vector<cudaEvent_t> events_;  // that nothing uses
   std::vector<CopyPiece> copies_;    // of activations, while they are posted
-  std::vector<PageCopy> kernel_copies_;
   std::vector<const void*> from_;
   std::vector<void*> to_;
   std::vector<size_t> bytes_;

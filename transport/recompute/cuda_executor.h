@@ -29,10 +29,6 @@ struct CudaExecutorOptions {
   int chunk_rows = 1024;  // page_tokens..kChunkRowsMax
   /// With two, an arriving chunk often finds both taken, behind a piece of K and V that was posted meanwhile.
   int buffers = 3;  // 2..ReloadExecutor::kBuffersMax
-  /// Who copies: the copy engines, which kernels beside them hardly notice, or, for pieces below
-  /// kKernelBytesMax, a kernel that reads pinned memory, while nothing is being computed (docs/recompute.md).
-  bool copy_engines_only = false;
-  static constexpr size_t kKernelBytesMax = 256 << 10;
 };
 
 /// device: outlives the executor. Errors: INVALID_ARGUMENT naming the field; UNAVAILABLE: no CUDA in this build, or no

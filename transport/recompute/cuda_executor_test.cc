@@ -152,10 +152,7 @@ TEST_F(CudaExecutorTest, RandomSplitsAndBuffers) {
     }
     World world(model, model.layout.dtype, false, shapes, 64 + 2 * (random() % 3000), round);
     DeviceWorld memory(&world);
-    Machine machine(model, device_.get(),
-                    {.chunk_rows = 16 + int(random() % 100),
-                     .buffers = 2 + int(random() % 3),
-                     .copy_engines_only = round % 2 == 0});
+    Machine machine(model, device_.get(), {.chunk_rows = 16 + int(random() % 100), .buffers = 2 + int(random() % 3)});
     ASSERT_TRUE(machine.executor->RegisterWeights(1, world.Weights()).ok());
     ReloadAndVerify(world, memory, machine, splits);
   }

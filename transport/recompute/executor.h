@@ -99,6 +99,7 @@ class ReloadExecutor {
   /// Rows, packed one behind the other, into staging buffer `buffer`. REQUIRES: its last projection has been waited
   /// for; at most chunk_rows() rows. Spans stay valid until it is done.
   virtual void PostActivations(int buffer, absl::Span<const ActivationRows> rows) = 0;
+  /// K and V of the rows in `buffer` to `pages`. REQUIRES: no other projection of the buffer is posted.
   virtual void PostProjection(int buffer, int layer, absl::Span<const PageRows> pages) = 0;
   virtual void PostKv(absl::Span<const CopyPiece> pieces) = 0;
   /// Blocks until something posted is done. REQUIRES: something is posted.

@@ -40,6 +40,12 @@ absl::Status CheckSequence(const std::string& field, const ReloadSequence& s, in
 
 }  // namespace
 
+int64_t SplitOfSequence(int64_t batch_split, int64_t batch, int64_t tokens, int64_t page_tokens, int64_t i) {
+  if (batch_split >= batch * tokens) return tokens;
+  const int64_t pages = batch_split / page_tokens;
+  return std::min(tokens, (pages / batch + (i < pages % batch ? 1 : 0)) * page_tokens);
+}
+
 absl::Status ReloadRuntime::Check(const ReloadRequest& request) const {
   const ProjectionModel& model = executor_->model();
   if (request.layer < 0 || request.layer >= model.layers) {

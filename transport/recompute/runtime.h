@@ -60,6 +60,11 @@ struct ReloadReport {
   int64_t link_ns = 0, compute_ns = 0;  // that each lane worked
 };
 
+/// A batch of sequences of equal length is planned best as one sequence of all their tokens, since a split of one page
+/// more of each would be a coarse step. This shares such a split out, in whole pages: the split_tokens of sequence i.
+/// batch_split: 0..batch * tokens; i: 0..batch - 1.
+int64_t SplitOfSequence(int64_t batch_split, int64_t batch, int64_t tokens, int64_t page_tokens, int64_t i);
+
 class ReloadRuntime {
  public:
   static constexpr int kCopiesInFlight = 2;

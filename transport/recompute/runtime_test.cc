@@ -75,6 +75,27 @@ TEST(Runtime, RandomSplitsAndBuffers) {
   }
 }
 
+TEST(Runtime, ASplitOfTheBatchIsSharedOut) {
+  std::mt19937_64 random(2);
+  for (int round = 0; round < 2000; ++round) {
+    const int64_t batch = 1 + random() % 9, pages = 1 + random() % 7, page_tokens = 16;
+    const int64_t tokens = pages * page_tokens - (random() % 2) * (random() % page_tokens);
+    const int64_t batch_pages = random() % (batch * pages + 1);
+    int64_t sum = 0, least = tokens, most = 0;
+    for (int64_t i = 0; i < batch; ++i) {
+      const int64_t split =
+          SplitOfSequence(std::min(batch_pages * page_tokens, batch * tokens), batch, tokens, page_tokens, i);
+      ASSERT_TRUE(split == tokens || split % page_tokens == 0) << split;
+      ASSERT_LE(split, tokens);
+      sum += split, least = std::min(least, split), most = std::max(most, split);
+    }
+    ASSERT_LE(most - least, page_tokens);
+    ASSERT_LE(sum, batch_pages * page_tokens);
+    if (tokens % page_tokens == 0) ASSERT_EQ(sum, batch_pages * page_tokens);
+  }
+  EXPECT_EQ(SplitOfSequence(3 * 40, 3, 40, 16, 1), 40);
+}
+
 TEST(Runtime, ReportsAndProfiles) {
   const ProjectionModel model = Model(64, 2, 16, {});
   const World world(model, DType::kFloat16, false, {{160, 0}}, 6000, 3);
