@@ -19,6 +19,7 @@ namespace {
 constexpr int kTileRows = 64;       // products are of whole tiles of rows: cuBLAS has its fastest kernels for them
 constexpr int kWarmRowsMax = 1024;  // of each size up to this one product is made before the first reload
 constexpr size_t kPieceBytesMin = 8 << 20;  // of K and V: between two posts the link rests for the time of 260 KB
+constexpr int kFirstChunkShare = 3;
 constexpr int64_t kAllFinite = -1;
 
 absl::Status Check(cudaError_t error, absl::string_view call) { return CudaStatus(error, call); }
@@ -96,6 +97,9 @@ class CudaExecutor final : public ReloadExecutor {
   const ProjectionModel& model() const override { return model_; }
   int buffers() const override { return options_.buffers; }
   int chunk_rows() const override { return options_.chunk_rows; }
+  int first_chunk_rows() const override {
+    return std::max<int>(model_.layout.page_tokens, options_.chunk_rows / kFirstChunkShare / kTileRows * kTileRows);
+  }
   size_t kv_piece_bytes() const override { return std::max(kPieceBytesMin, ReloadExecutor::kv_piece_bytes()); }
   bool HasWeights(int layer) const override { return layers_[layer].weights != nullptr; }
 

@@ -27,8 +27,9 @@ struct CudaExecutorOptions {
 
   /// Rows of X that are projected at once.
   int chunk_rows = 1024;  // page_tokens..kChunkRowsMax
-  /// With two, an arriving chunk often finds both taken, behind a piece of K and V that was posted meanwhile.
-  int buffers = 3;  // 2..ReloadExecutor::kBuffersMax
+  /// With two, an arriving chunk often finds both taken, and then waits behind a piece of K and V that was posted
+  /// meanwhile; chunks at the start are small and follow each other quickly.
+  int buffers = 4;  // 2..ReloadExecutor::kBuffersMax
 };
 
 /// device: outlives the executor. Errors: INVALID_ARGUMENT naming the field; UNAVAILABLE: no CUDA in this build, or no

@@ -85,6 +85,9 @@ class ReloadExecutor {
   virtual const ProjectionModel& model() const = 0;
   virtual int buffers() const = 0;     // 2..kBuffersMax
   virtual int chunk_rows() const = 0;  // rows of a staging buffer, at least page_tokens
+  /// Rows of a reload's first chunk, page_tokens..chunk_rows(); those that follow are larger, up to chunk_rows(). Small
+  /// ones let projections begin earlier, where they are not much slower per row. By default all are alike.
+  virtual int first_chunk_rows() const { return chunk_rows(); }
   /// Bytes of one PostKv, parts of pages too. What is posted holds up the next activations: by default an eighth of
   /// their chunk, at least 16 KiB.
   virtual size_t kv_piece_bytes() const;

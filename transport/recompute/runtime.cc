@@ -7,6 +7,10 @@
 namespace kvmanager::recompute {
 namespace {
 
+/// Of a chunk after a smaller first one: its activations arrive while the one before is projected, if their time on the
+/// link is at most 5/7 of that of their projections, as it is where both take as long as they can.
+constexpr int kGrowth = 7, kGrowthOf = 5;
+
 int64_t PageCount(int64_t tokens, int64_t page_tokens) { return (tokens + page_tokens - 1) / page_tokens; }
 
 absl::Status CheckPointers(const std::string& field, absl::Span<const uint8_t* const> pointers, int64_t want) {
@@ -75,13 +79,16 @@ void ReloadRuntime::Cut(const ReloadRequest& request) {
   const size_t row_bytes = size_t(model.hidden) * DTypeBytes(model.layout.dtype);
   activations_.clear(), pages_.clear(), copies_.clear(), chunks_.clear(), pieces_.clear();
   const size_t piece_bytes = executor_->kv_piece_bytes();
-  int64_t chunk_rows = 0;
+  int64_t chunk_rows = 0, chunk_rows_max = executor_->first_chunk_rows();
   size_t bytes = 0;
   for (const ReloadSequence& s : request.sequences) {
     const int64_t recomputed = int64_t(s.activations.size());
     for (int64_t p = 0; p < recomputed; ++p) {
       const int tokens = int(std::min(page_tokens, s.split_tokens - p * page_tokens));
-      if (chunks_.empty() || chunk_rows + tokens > executor_->chunk_rows()) {
+      if (chunks_.empty() || chunk_rows + tokens > chunk_rows_max) {
+        if (!chunks_.empty()) {
+          chunk_rows_max = std::min<int64_t>(executor_->chunk_rows(), chunk_rows_max * kGrowth / kGrowthOf);
+        }
         chunks_.push_back({activations_.size(), 0});
         chunk_rows = 0;
       }

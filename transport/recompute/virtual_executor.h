@@ -12,15 +12,28 @@
 
 namespace kvmanager::recompute {
 
+/// What an executor says of itself.
+struct VirtualOptions {
+  int chunk_rows = 1024, buffers = 2;
+  int first_chunk_rows = 0;   // 0: chunk_rows
+  size_t kv_piece_bytes = 0;  // 0: the seam's default
+};
+
 class VirtualExecutor final : public ReloadExecutor, public Clock {
  public:
-  VirtualExecutor(const ProjectionModel& model, const MachineRates& rates, int chunk_rows, int buffers = 2)
-      : model_(model), rates_(rates), chunk_rows_(chunk_rows), buffers_(buffers), staged_(buffers), rows_(buffers) {}
+  VirtualExecutor(const ProjectionModel& model, const MachineRates& rates, const VirtualOptions& options)
+      : model_(model), rates_(rates), options_(options), staged_(options.buffers), rows_(options.buffers) {}
 
   int64_t NowNs() const override { return int64_t(now_ns_); }
   const ProjectionModel& model() const override { return model_; }
-  int buffers() const override { return buffers_; }
-  int chunk_rows() const override { return chunk_rows_; }
+  int buffers() const override { return options_.buffers; }
+  int chunk_rows() const override { return options_.chunk_rows; }
+  int first_chunk_rows() const override {
+    return options_.first_chunk_rows == 0 ? options_.chunk_rows : options_.first_chunk_rows;
+  }
+  size_t kv_piece_bytes() const override {
+    return options_.kv_piece_bytes == 0 ? ReloadExecutor::kv_piece_bytes() : options_.kv_piece_bytes;
+  }
   absl::Status RegisterWeights(int, const LayerWeights&) override { return absl::OkStatus(); }
   bool HasWeights(int) const override { return true; }
 
@@ -36,7 +49,7 @@ class VirtualExecutor final : public ReloadExecutor, public Clock {
   }
   void PostProjection(int buffer, int, absl::Span<const PageRows> pages) override {
     for (const PageRows& page : pages) rows_[buffer] += page.tokens;
-    KV_CHECK(rows_[buffer] <= chunk_rows_);
+    KV_CHECK(rows_[buffer] <= options_.chunk_rows);
     const double ns = 4e9 * rows_[buffer] * model_.hidden * model_.width() / double(rates_.compute_flops_per_second);
     compute_free_ns_ = std::max({compute_free_ns_, staged_[buffer], now_ns_}) + ns;
     posted_.push_back({compute_free_ns_, {Done::What::kProjection, buffer, int64_t(ns)}});
@@ -75,7 +88,7 @@ class VirtualExecutor final : public ReloadExecutor, public Clock {
 
   const ProjectionModel model_;
   const MachineRates rates_;
-  const int chunk_rows_, buffers_;
+  const VirtualOptions options_;
   double now_ns_ = 0, link_free_ns_ = 0, compute_free_ns_ = 0;
   std::vector<double> staged_;  // when a buffer's activations have arrived
   std::vector<int> rows_;       // that it holds
