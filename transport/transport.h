@@ -1,9 +1,13 @@
-// Moves the pages of a hand-off from one daemon's slots into another's.
+// Moves the pages of a hand-off from one daemon's slots into another's, while the sender still makes them.
 //
-// The transport knows descriptors, not stores: what is handed over is an opaque manifest and a list of pages, each a
-// run of bytes with a checksum; the receiver answers with targets. A transfer completes exactly once on each side.
-// Nothing is visible at the receiver before HandOffReceiver::Complete. Owned by main(); methods may be called from any
-// thread; callbacks run on the transport's own thread and must only pass a message on.
+// The transport knows descriptors, not stores: what is handed over is an opaque manifest and numbered pages, each a run
+// of bytes; the receiver answers with targets. A hand-off has two parts. The first, with which it begins, says what can
+// be said before a page is there; the last comes when everything is known, and its pages go ahead of those of the first
+// that still wait. Pages travel in the order in which they are posted, each with its checksum. A connection that breaks
+// is made again, and what had arrived is not sent twice.
+//
+// Owned by main(); methods may be called from any thread; callbacks run on the transport's own thread and must only
+// pass a message on.
 #pragma once
 
 #include <cstdint>
@@ -18,52 +22,97 @@
 
 namespace kvmanager {
 
-struct SendPage {
-  absl::Span<const uint8_t> bytes;  // stays valid and unchanged until `done`
-  uint64_t checksum = 0;            // XXH3-64 of bytes
-};
-
-struct SendRequest {
-  std::string peer;             // "HOST:PORT"
-  std::string manifest;         // opaque, 1..kManifestBytesMax
-  std::vector<SendPage> pages;  // in the order of sending
-  int64_t timeout_ms = 0;       // without progress; 0: kStallMsDefault
+/// Pages are numbered from 0 in the first part; those of the last go on from there.
+struct HandOffPart {
+  std::string manifest;              // opaque, 1..kManifestBytesMax
+  std::vector<uint64_t> page_bytes;  // each 1..kPageBytesMax; at most kPagesMax in both parts
+  std::vector<uint32_t> withdrawn;   // of the last part: pages of the first that will not come, ascending
 
   static constexpr size_t kManifestBytesMax = 16 << 20;
   static constexpr size_t kPagesMax = 1 << 20;
   static constexpr uint64_t kPageBytesMax = 64 << 20;
-  static constexpr int64_t kStallMsDefault = 4000;  // both sides give up after this long without a byte
+};
+
+struct SendRequest {
+  std::string peer;  // "HOST:PORT"
+  HandOffPart first;
+  int64_t stall_ms = 0;  // a peer that is not heard of for so long is given up; 0: kStallMsDefault
+  int64_t room_ms = 0;   // how long a receiver that is full may let this wait for room; 0: it refuses at once
+
+  static constexpr int64_t kStallMsDefault = 4000;
+  static constexpr int64_t kRoomMsMax = 3600 * 1000;
+};
+
+struct SendPage {
+  uint32_t page = 0;
+  absl::Span<const uint8_t> bytes;  // as many as its part said; valid and unchanged until `done`
+  uint64_t checksum = 0;            // XXH3-64 of bytes
 };
 
 struct SendResult {
-  std::string ticket;       // from the receiver: what a client claims the sequence with
-  uint64_t bytes_sent = 0;  // of pages; pages the receiver had already are not sent
+  uint64_t bytes_sent = 0;    // of pages; pages that the receiver had already are not sent
+  uint64_t bytes_resent = 0;  // of those, sent once more because a connection broke
   uint64_t pages_sent = 0;
   uint64_t pages_skipped = 0;
-  double seconds = 0;  // from the first byte to the receiver's confirmation
+  uint64_t resumes = 0;  // connections that broke and were made again
+  double seconds = 0;    // from the offer to the receiver's confirmation
 };
 
-/// Where received pages go. One object per incoming hand-off; destroyed without Complete means: give everything back.
+struct SendEvents {
+  /// The receiver has room, and this is what a client claims the sequence with. At most once.
+  absl::AnyInvocable<void(std::string ticket)> accepted;
+  /// The receiver is full and lets the hand-off wait: why. Any number of times before `accepted`.
+  absl::AnyInvocable<void(absl::Status why)> waiting;
+  /// Exactly once, last. Errors: UNAVAILABLE (peer), DATA_LOSS (checksum), RESOURCE_EXHAUSTED and others as the
+  /// receiver answered, CANCELLED, DEADLINE_EXCEEDED (the peer was not heard of, or took no page, for stall_ms).
+  absl::AnyInvocable<void(absl::StatusOr<SendResult>)> done;
+};
+
+/// Where received pages go, and what becomes of them. Called on the transport's thread; replies may come from any.
+/// Exactly one of Complete and Abort is called, last; destroyed without either: the transport has ended.
 class IncomingHandOff {
  public:
   virtual ~IncomingHandOff() = default;
-  /// Target of page i; empty: not wanted, the sender skips it.
-  virtual absl::Span<uint8_t> target(size_t page) = 0;
+  /// Target of a page, of exactly its size; empty: not wanted, the sender skips it. Pages of the last part: after
+  /// Extend's reply.
+  virtual absl::Span<uint8_t> target(uint32_t page) const = 0;
+  /// Every byte of these pages is in its target and matches its checksum. They are not written again.
+  virtual void Arrived(absl::Span<const uint32_t> pages) = 0;
+  /// The last part. Once; pages of the first may still arrive.
+  virtual void Extend(HandOffPart last, absl::AnyInvocable<void(absl::Status)> reply) = 0;
+  /// Every wanted page has arrived.
+  virtual void Complete(absl::AnyInvocable<void(absl::Status)> reply) = 0;
+  /// The hand-off ended early: targets are no longer written.
+  virtual void Abort(absl::Status why) = 0;
 };
 
-/// What the daemon does with an incoming hand-off. Called on the transport's thread; answers may come from any thread.
+/// How much a receiver has to do, for whoever chooses one.
+struct ReceiverLoad {
+  uint64_t capacity_bytes = 0;
+  uint64_t free_bytes = 0;      // to be had at once, evictable pages included
+  uint64_t waiting_offers = 0;  // for room
+  uint64_t active_transfers = 0;
+  uint64_t queued_bytes = 0;  // accepted, or waiting for room, and not yet arrived
+};
+
+/// What the daemon does with incoming hand-offs. Called on the transport's thread; replies may come from any.
 class HandOffReceiver {
  public:
+  struct Accepted {
+    std::shared_ptr<IncomingHandOff> hand_off;
+    std::string ticket;  // 1..kTicketBytesMax
+  };
+  struct OfferReply {
+    absl::AnyInvocable<void(absl::Status why)> waiting;       // for room; any number of times before `done`
+    absl::AnyInvocable<void(absl::StatusOr<Accepted>)> done;  // once
+  };
+  static constexpr size_t kTicketBytesMax = 4096;
+
   virtual ~HandOffReceiver() = default;
-  using OfferReply = absl::AnyInvocable<void(absl::StatusOr<std::unique_ptr<IncomingHandOff>>)>;
-  using CompleteReply = absl::AnyInvocable<void(absl::StatusOr<std::string> ticket)>;
-  /// `page_bytes[i]` and `page_checksums[i]` as the sender announced them; targets must have exactly those sizes.
-  virtual void Offer(std::string peer, std::string manifest, std::vector<uint64_t> page_bytes,
-                     std::vector<uint64_t> page_checksums, OfferReply reply) = 0;
-  /// Every wanted page arrived and matched its checksum.
-  virtual void Complete(std::unique_ptr<IncomingHandOff> hand_off, CompleteReply reply) = 0;
-  /// The transfer ended early: `hand_off`'s targets are no longer written.
-  virtual void Abort(std::unique_ptr<IncomingHandOff> hand_off, absl::Status why) = 0;
+  /// room_ms: how long the sender lets it wait for room.
+  virtual void Offer(std::string peer, HandOffPart first, int64_t room_ms, OfferReply reply) = 0;
+  /// capacity_bytes, free_bytes and waiting_offers; the rest is the transport's to know.
+  virtual ReceiverLoad Load() const = 0;
 };
 
 struct PeerInfo {
@@ -71,18 +120,22 @@ struct PeerInfo {
   bool incoming = false;
   uint64_t transfers = 0, failures = 0, bytes = 0;
   uint64_t active = 0;     // transfers under way
-  double bytes_per_s = 0;  // of the last finished transfer
+  double bytes_per_s = 0;  // of finished transfers, recent ones counting most
   std::string last_error;
 };
 
 class Transport {
  public:
   virtual ~Transport() = default;
-  /// Sends; `done` is called exactly once. Returns a handle for Cancel. Errors given to `done`: UNAVAILABLE (peer),
-  /// DATA_LOSS (checksum), RESOURCE_EXHAUSTED and others as the receiver answered, CANCELLED, DEADLINE_EXCEEDED (no
-  /// progress).
-  virtual uint64_t Send(SendRequest request, absl::AnyInvocable<void(absl::StatusOr<SendResult>)> done) = 0;
+  /// Offers a hand-off. Returns its handle for the calls below, which do nothing once it has ended.
+  virtual uint64_t Begin(SendRequest request, SendEvents events) = 0;
+  /// Pages that are ready, each once: of the first part or, after Finish, of the last.
+  virtual void Post(uint64_t transfer, std::vector<SendPage> pages) = 0;
+  /// Says the last part, once. The hand-off ends when every page that is wanted and not withdrawn was posted and taken.
+  virtual void Finish(uint64_t transfer, HandOffPart last) = 0;
   virtual void Cancel(uint64_t transfer) = 0;
+  /// Asks a peer how much it has to do. Errors: as SendEvents::done.
+  virtual void Probe(std::string peer, absl::AnyInvocable<void(absl::StatusOr<ReceiverLoad>)> done) = 0;
   virtual std::vector<PeerInfo> Peers() const = 0;
   /// "HOST:PORT" that peers connect to; empty if this transport only sends.
   virtual std::string listen_address() const = 0;

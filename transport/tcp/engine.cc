@@ -6,6 +6,7 @@
 #include "kvmanager/base/status.h"
 #include "transport/tcp/host_port.h"
 #include "transport/tcp/incoming.h"
+#include "transport/tcp/visitor.h"
 
 namespace kvmanager::tcp {
 
@@ -59,34 +60,59 @@ void Engine::Shutdown() {
     accept_timer_.cancel();
     const absl::Status why = absl::CancelledError("the transport is shutting down");
     while (!loop.outgoing.empty()) std::shared_ptr<Outgoing>(loop.outgoing.begin()->second)->Stop(why);
-    while (!loop.incoming.empty()) std::shared_ptr<Incoming>(loop.incoming.begin()->second)->Stop(why);
+    while (!loop.incoming.empty()) std::shared_ptr<Incoming>(loop.incoming.begin()->second)->Stop();
+    while (!loop.visitors.empty()) std::shared_ptr<Visitor>(*loop.visitors.begin())->Stop();
+    while (!loop.probes.empty()) std::shared_ptr<Probe>(*loop.probes.begin())->Stop();
+    while (!loop.lingering.empty()) std::shared_ptr<FrameLink>(*loop.lingering.begin())->Close();
     work_.reset();
   });
   thread_.join();
 }
 
-uint64_t Engine::Send(SendRequest request, Outgoing::Done done) {
+uint64_t Engine::Begin(SendRequest request, SendEvents events) {
   const uint64_t id = next_transfer_.fetch_add(1, std::memory_order_relaxed);
-  const bool posted = loop_.gate->Post([id, request = std::move(request), done = std::move(done)](Loop& loop) mutable {
-    if (loop.outgoing.size() >= loop.options.outgoing_max) {
-      loop.metrics.sent.transfers(TransferResult::kFailed).Increment();
-      done(FieldError(absl::StatusCode::kResourceExhausted, "hand-offs being sent",
-                      absl::StrCat(loop.outgoing.size() + 1), absl::StrCat("at most ", loop.options.outgoing_max)));
-      return;
-    }
-    auto transfer = std::make_shared<Outgoing>(loop, id, std::move(request), std::move(done));
-    loop.outgoing.emplace(id, transfer);
-    transfer->Start();
-  });
+  const bool posted =
+      loop_.gate->Post([id, request = std::move(request), events = std::move(events)](Loop& loop) mutable {
+        if (loop.outgoing.size() >= loop.options.outgoing_max || loop.stopping) {
+          loop.metrics.sent.transfers(TransferResult::kFailed).Increment();
+          events.done(FieldError(absl::StatusCode::kResourceExhausted, "hand-offs being sent",
+                                 absl::StrCat(loop.outgoing.size() + 1),
+                                 absl::StrCat("at most ", loop.options.outgoing_max)));
+          return;
+        }
+        auto transfer = std::make_shared<Outgoing>(loop, id, std::move(request), std::move(events));
+        loop.outgoing.emplace(id, transfer);
+        transfer->Start();
+      });
   KV_CHECK(posted);
   return id;
 }
 
-void Engine::Cancel(uint64_t transfer) {
-  loop_.gate->Post([transfer](Loop& loop) {
+void Engine::With(uint64_t transfer, absl::AnyInvocable<void(Outgoing&)> call) {
+  loop_.gate->Post([transfer, call = std::move(call)](Loop& loop) mutable {
     const auto found = loop.outgoing.find(transfer);
-    if (found == loop.outgoing.end()) return;
-    std::shared_ptr<Outgoing>(found->second)->Stop(absl::CancelledError("the hand-off was cancelled"));
+    if (found != loop.outgoing.end()) call(*std::shared_ptr<Outgoing>(found->second));
+  });
+}
+
+void Engine::Post(uint64_t transfer, std::vector<SendPage> pages) {
+  With(transfer, [pages = std::move(pages)](Outgoing& outgoing) mutable { outgoing.Post(std::move(pages)); });
+}
+
+void Engine::Finish(uint64_t transfer, HandOffPart last) {
+  With(transfer, [last = std::move(last)](Outgoing& outgoing) mutable { outgoing.FinishParts(std::move(last)); });
+}
+
+void Engine::Cancel(uint64_t transfer) {
+  With(transfer, [](Outgoing& outgoing) { outgoing.Stop(absl::CancelledError("the hand-off was cancelled")); });
+}
+
+void Engine::Ask(std::string peer, Probe::Done done) {
+  loop_.gate->Post([peer = std::move(peer), done = std::move(done)](Loop& loop) mutable {
+    if (loop.stopping) return done(absl::CancelledError("the transport is shutting down"));
+    auto probe = std::make_shared<Probe>(loop, std::move(peer), std::move(done));
+    loop.probes.insert(probe);
+    probe->Start();
   });
 }
 
@@ -106,18 +132,13 @@ void Engine::Accept() {
 }
 
 void Engine::OnAccepted(Socket socket) {
-  const TcpTransport::Options& options = loop_.options;
-  absl::Status refusal;
-  if (loop_.incoming_open >= options.incoming_max) {
+  if (loop_.visitors.size() >= loop_.options.visitors_max) {
     loop_.metrics.connections_refused.Increment();
-    if (loop_.incoming.size() >= kClosingPerOpenMax * options.incoming_max) return;
-    refusal = FieldError(absl::StatusCode::kResourceExhausted, "hand-offs being received",
-                         absl::StrCat(loop_.incoming_open + 1), absl::StrCat("at most ", options.incoming_max));
+    return;
   }
-  const uint64_t id = next_incoming_++;
-  auto connection = std::make_shared<Incoming>(loop_, id, std::move(socket));
-  loop_.incoming.emplace(id, connection);
-  connection->Start(std::move(refusal));
+  auto visitor = std::make_shared<Visitor>(loop_, std::move(socket));
+  loop_.visitors.insert(visitor);
+  visitor->Start();
 }
 
 }  // namespace kvmanager::tcp

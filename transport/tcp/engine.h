@@ -1,5 +1,5 @@
 // The transport's thread, its listening socket, and the making of connections. Owned by TcpTransport. Listen and Run
-// come first, from one thread; then Send, Cancel, Peers from any; then Shutdown, once, from any but its own thread.
+// come first, from one thread; then what Transport has from any; then Shutdown, once, from any but its own thread.
 #pragma once
 
 #include <atomic>
@@ -10,6 +10,7 @@
 
 #include "transport/tcp/loop.h"
 #include "transport/tcp/outgoing.h"
+#include "transport/tcp/probe.h"
 
 namespace kvmanager::tcp {
 
@@ -17,22 +18,25 @@ class Engine {
  public:
   static constexpr int64_t kAcceptRetryMs = 100;  // after the process ran out of descriptors or memory
   static constexpr int kBacklog = 128;
-  static constexpr size_t kClosingPerOpenMax =
-      4;  // connections of which the peer is still being told, for each open one allowed
 
   explicit Engine(TcpTransport::Options options);
   absl::Status Listen();
   void Run();
   void Shutdown();
 
-  uint64_t Send(SendRequest request, Outgoing::Done done);
+  uint64_t Begin(SendRequest request, SendEvents events);
+  void Post(uint64_t transfer, std::vector<SendPage> pages);
+  void Finish(uint64_t transfer, HandOffPart last);
   void Cancel(uint64_t transfer);
+  void Ask(std::string peer, Probe::Done done);
   std::vector<PeerInfo> Peers() const { return loop_.peers.List(); }
   const std::string& listen_address() const { return listen_address_; }
 
  private:
   void Accept();
   void OnAccepted(Socket socket);
+  /// Calls `call` of a transfer that has not ended, on the transport's thread.
+  void With(uint64_t transfer, absl::AnyInvocable<void(Outgoing&)> call);
 
   Loop loop_;
   asio::executor_work_guard<Executor> work_;
@@ -40,7 +44,6 @@ class Engine {
   Timer accept_timer_;
   std::string listen_address_;
   std::atomic<uint64_t> next_transfer_{1};
-  uint64_t next_incoming_ = 1;
   std::thread thread_;
 };
 

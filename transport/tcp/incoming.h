@@ -1,28 +1,27 @@
-// One connection from a sender of pages. Owned by Loop::incoming and the handlers of its pending operations; the
-// transport's thread alone.
+// A hand-off that is being received: what its control connection says, and which pages its lanes have brought. Owned by
+// Loop::incoming, under its token, and the handlers of its pending operations; the transport's thread alone.
 //
-//   state        means                                                 next, and on what
-//   kHello       ours is being written, theirs read                    kOffer: theirs is good
-//   kOffer       OFFER being read, its memory growing as bytes arrive  kOffered: it is good, the receiver is asked
-//   kOffered     the receiver's answer awaited                         kReceiving: a hand-off with targets of the right
-//   sizes kReceiving   ANSWER being written, PAGEs and END read              kCompleting: all pages matched, END agrees
-//   kCompleting  the receiver's ticket awaited                         kClosing: DONE queued
-//   any of these an error, no progress, a broken connection, CANCEL    kClosing: ERROR queued; kClosed: the peer is
-//   gone kClosing     the last frame is written; what still comes is read and thrown away, so that closing does not
-//   destroy that frame on
-//                its way (a reset would)                               kClosed: the peer closed, or kLingerMs passed
+//   state        means                                             next, and on what
+//   kOffered     the receiver's answer awaited                     kReceiving: accepted, with targets of the right
+//   sizes kReceiving   pages and LAST come                               kCompleting: LAST is known, every wanted page
+//   there kCompleting  the receiver's confirmation awaited               kEnded: DONE any          refused, an error,
+//   CANCEL, nothing heard          kEnded: ERROR kEnded       kept for stall_ms, so that a sender whose connection
+//   broke learns how it ended
 //
-// Invariants: 1. End makes every transition out of the first five states that is not progress, and hands the hand-off
-// to Abort there if it still holds one. 2. A read into targets is pending in kReceiving alone; End cancels it before
-// Abort, and on one thread a cancelled read writes nothing more. 3. Targets get bytes of the length announced and no
-// others: the place of every byte is known before it is read. 4. The connection is in loop.incoming until kClosed.
+// A connection that breaks changes no state: it is made again, or nothing is heard for stall_ms.
+//
+// Invariants: 1. End makes every transition into kEnded, and hands the hand-off to Abort there unless it was completed.
+// 2. Pages are written by lanes alone, each by one at a time, while kComing; End closes the lanes before Abort, and on
+// one thread a cancelled read writes nothing more. 3. A page that has arrived is never written again.
 #pragma once
 
-#include <array>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "transport/tcp/frame_link.h"
+#include "transport/tcp/in_lane.h"
 #include "transport/tcp/loop.h"
 #include "transport/tcp/wire.h"
 
@@ -30,79 +29,92 @@ namespace kvmanager::tcp {
 
 class Incoming : public std::enable_shared_from_this<Incoming> {
  public:
-  static constexpr size_t kPagesPerReadMax =
-      32;  // a header and a payload each: the 64 buffers that Asio gives to one recvmsg
-  static constexpr size_t kOfferStepBytes = 256 << 10;
-  static constexpr size_t kDrainBytes = 16 << 10;
-  static constexpr int64_t kLingerMs = 1000;
+  static constexpr int64_t kTicksPerStall = 8;
+  static constexpr int64_t kTickMsMax = 250;
+  static constexpr uint64_t kGotsPerWindow = 8;  // at least so many confirmations for a window of pages
+  static constexpr size_t kEndedMax = 256;       // that are kept
 
-  Incoming(Loop& loop, uint64_t id, Socket socket);
-  /// REQUIRES: this is in loop.incoming. With an error, the peer hears that and nothing else.
-  void Start(absl::Status refusal);
-  /// Ends it with `why`, at once: what is not yet written to the peer is lost.
-  void Stop(absl::Status why);
-
-  void OnOfferReply(absl::StatusOr<std::unique_ptr<IncomingHandOff>> reply);
-  void OnCompleteReply(absl::StatusOr<std::string> ticket);
-
- private:
-  enum class State { kHello, kOffer, kOffered, kReceiving, kCompleting, kClosing, kClosed };
-
-  void Queue(std::string frame);
-  void ContinueWriting();
-  void ReadHello();
-  void ReadOfferHeader();
-  void ReadOfferBody();
-  absl::Status GrowOffer();
-  void OnOffer(absl::StatusOr<Frame> frame);
-  absl::Status TakeTargets();
-  void ReadPages();
-  absl::Status OnPageBytes(size_t bytes);
-  absl::Status CheckPageHeader(absl::Span<const uint8_t> header, uint32_t page);
-  void ReadEnd();
-  void OnEnd();
-  void Drain();
-  void Touch();
-  void ArmTimer();
-  /// Ends what is under way; `tell`: the peer still listens. `why` is moved to the receiver, not shared with it:
+  /// host, peer: the sender's address, without and with its port. peer_stall_ms: as its hello said.
+  Incoming(Loop& loop, const Token& token, std::string host, std::string peer, int64_t peer_stall_ms);
+  void Start(std::shared_ptr<FrameLink> link, OfferFrame offer);
+  /// The sender's control connection, made again.
+  void Resume(std::shared_ptr<FrameLink> link);
+  void AddLane(uint32_t lane, std::shared_ptr<FrameLink> link);
+  /// Ends it with `why`; `tell`: the peer still listens. `why` is moved to the receiver, not shared with it:
   /// ThreadSanitizer does not see the reference count in Debian's absl::Status.
   void End(absl::Status why, bool tell);
-  void EndProtocol(absl::Status why);
-  void EndBroken(absl::string_view what, const ErrorCode& error);
-  void Leave(const absl::Status& status);
-  void Close();
+  /// Ends it and forgets it: the transport ends.
+  void Stop();
+
+  void OnWaiting(const absl::Status& why);
+  void OnOfferReply(absl::StatusOr<HandOffReceiver::Accepted> reply);
+  void OnExtendReply(absl::Status status);
+  void OnCompleteReply(absl::Status status);
+
+  /// Accepted, or waiting for room, and not yet arrived.
+  uint64_t bytes_to_come() const { return state_ == State::kEnded ? 0 : bytes_wanted_ - bytes_arrived_; }
+
+  // For its lanes.
+  /// The target of a page that a lane announces. INVALID_ARGUMENT if it may not come now.
+  absl::StatusOr<absl::Span<uint8_t>> BeginPage(uint32_t page);
+  /// A lane ended before that page had all its bytes, or with wrong ones.
+  void DropPage(uint32_t page) { pages_[page] = PageState::kWanted; }
+  /// Its bytes match its checksum.
+  void OnPage(uint32_t page);
+  /// After a few OnPage: tells the receiver and the sender, unless a few are not worth it yet. `all`: they are.
+  void Confirm(bool all);
+  void OnPayload(size_t bytes);
+  /// DATA_LOSS: a page or frame arrived changed, and the sender will make the lane again; INVALID_ARGUMENT ends the
+  /// hand-off; UNAVAILABLE: the connection broke.
+  void OnLaneBroken(uint32_t lane, absl::Status why, bool bad_page);
+
+ private:
+  enum class State { kOffered, kReceiving, kCompleting, kEnded };
+  enum class PageState : uint8_t { kUnwanted, kWanted, kComing, kArrived, kWithdrawn };
+
+  void Attach(std::shared_ptr<FrameLink> link);
+  void OnFrame(Frame frame);
+  void OnLast(LastFrame last);
+  void OnLinkBroken(absl::Status why);
+  /// Targets of pages `first` .. end of pages_, and which of them are wanted.
+  absl::StatusOr<PageBitmap> TakeTargets(size_t first);
+  std::string EncodedJoined() const;
+  absl::Status CheckTotal(const HandOffPart& part);
+  std::string EncodedAccept() const;
+  void CompleteIfAll();
+  void Tick();
+  void CloseLanes();
+  void Count(const absl::Status& status);
 
   Loop& loop_;
-  const uint64_t id_;
-  State state_ = State::kHello;
-  Socket socket_;
+  const Token token_;
+  const std::string host_, peer_;
+  const int64_t peer_stall_ms_;
+  State state_ = State::kOffered;
   Timer timer_;
-  SteadyTime deadline_;
-  std::string peer_;  // "HOST:PORT"
-  std::string host_;  // of peer_: what the peer book knows it by
+  SteadyTime started_ = Now();
+  SteadyTime heard_ = Now();
+  std::shared_ptr<FrameLink> link_;  // nullptr while broken
+  std::map<uint32_t, std::shared_ptr<InLane>> lanes_;
 
-  std::string out_;        // being written
-  std::string out_queue_;  // after it
-  size_t out_sent_ = 0;
-  bool writing_ = false;
-  bool peer_closed_ = false;  // in kClosing: it sends no more, and the last frame is still being written
-
-  std::vector<uint8_t> in_;      // HELLO, OFFER or END being read; in kClosing what is thrown away
-  size_t in_bytes_ = 0;          // of in_, those read
-  uint64_t frame_bytes_ = 0;     // of the OFFER being read
-  uint64_t buffer_counted_ = 0;  // in loop.offer_buffer_bytes
-
-  bool transfer_ = false;  // an OFFER was good: in the active gauge and the peer book
-  SteadyTime started_;
-  std::unique_ptr<IncomingHandOff> hand_off_;
-  std::vector<uint64_t> page_bytes_, page_checksums_;
-  std::vector<absl::Span<uint8_t>> targets_;  // of order_, not of all pages
-  std::vector<uint32_t> order_;               // wanted pages, ascending
-  size_t next_ = 0;                           // of order_: the page being received
-  size_t offset_ = 0;                         // bytes of its frame, header included, that have arrived
+  std::shared_ptr<IncomingHandOff> hand_off_;
+  std::string ticket_;
+  std::vector<uint64_t> page_bytes_;  // of the parts that are known
+  std::vector<PageState> pages_;      // as many, once accepted
+  std::vector<absl::Span<uint8_t>> targets_;
+  PageBitmap wanted_first_, wanted_last_;  // as answered
+  size_t first_pages_ = 0;
+  bool last_known_ = false;
+  bool extended_ = false;
+  uint64_t bytes_wanted_ = 0, bytes_arrived_ = 0;
+  uint64_t pages_to_come_ = 0;
   uint64_t payload_bytes_ = 0;
-  std::array<std::array<uint8_t, kHeaderBytes>, kPagesPerReadMax> headers_;  // [0] is of order_[next_]
-  std::array<asio::mutable_buffer, 2 * kPagesPerReadMax> buffers_;
+  int bad_pages_ = 0;
+  absl::Status ended_with_;
+  bool refused_ = false;
+
+  std::vector<uint32_t> got_;  // arrived, and not yet confirmed
+  uint64_t got_bytes_ = 0;
 };
 
 }  // namespace kvmanager::tcp

@@ -3,10 +3,13 @@
 // replies hold it.
 #pragma once
 
+#include <algorithm>
 #include <boost/asio.hpp>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include "absl/functional/any_invocable.h"
@@ -14,6 +17,7 @@
 #include "transport/tcp/peer_book.h"
 #include "transport/tcp/rate_limit.h"
 #include "transport/tcp/tcp_transport.h"
+#include "transport/tcp/wire.h"
 
 namespace kvmanager::tcp {
 
@@ -27,8 +31,11 @@ using Resolver = asio::ip::basic_resolver<asio::ip::tcp, Executor>;
 using Timer =
     asio::basic_waitable_timer<std::chrono::steady_clock, asio::wait_traits<std::chrono::steady_clock>, Executor>;
 
+class FrameLink;
 class Incoming;
 class Outgoing;
+class Probe;
+class Visitor;
 struct Loop;
 
 /// Posts onto the transport's thread until it has ended. The one shared_ptr-owned object between the transport and its
@@ -52,6 +59,9 @@ struct Loop {
         rate(options.send_bytes_per_s),
         gate(std::make_shared<Gate>(this)) {}
 
+  /// How far a sender may be ahead of what has arrived here: the window of all, shared by those that send.
+  uint64_t window() const { return std::max<uint64_t>(options.window_bytes / std::max<size_t>(receiving, 1), 1); }
+
   // Declared first, destroyed last: sockets and timers refer to it.
   asio::io_context io{1};
   const TcpTransport::Options options;
@@ -59,12 +69,17 @@ struct Loop {
   PeerBook peers;
   RateLimit rate;
   std::shared_ptr<Gate> gate;
-  // A connection stays here until it is closed; handlers of its pending operations share it, hence shared_ptr.
+  // What has sockets or timers stays here until they are closed, so that the end of the transport finds it. Handlers of
+  // pending operations share it, hence shared_ptr.
   std::unordered_map<uint64_t, std::shared_ptr<Outgoing>> outgoing;
-  std::unordered_map<uint64_t, std::shared_ptr<Incoming>> incoming;
+  std::map<Token, std::shared_ptr<Incoming>> incoming;  // those that have ended a while longer, for who asks again
+  std::unordered_set<std::shared_ptr<Visitor>> visitors;
+  std::unordered_set<std::shared_ptr<FrameLink>> lingering;
+  std::unordered_set<std::shared_ptr<Probe>> probes;
   bool stopping = false;
   size_t incoming_open = 0;         // of `incoming`, those not yet ended
-  uint64_t offer_buffer_bytes = 0;  // held by `incoming`
+  size_t receiving = 0;             // of those, accepted by the receiver
+  uint64_t frame_buffer_bytes = 0;  // of long frames that are being read
 };
 
 /// Bytes of the kernel's socket buffers, where its limits allow so much; elsewhere its own tuning does better than a
@@ -77,9 +92,10 @@ void Tune(Socket& socket, int64_t stall_ms);
 /// Buffers and close-on-exec; before connect or listen, so that the window is scaled for them.
 void TuneEarly(int fd);
 
+inline SteadyTime Now() { return std::chrono::steady_clock::now(); }
 inline int64_t NowNs() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Now().time_since_epoch()).count();
 }
+inline double SecondsSince(SteadyTime since) { return std::chrono::duration<double>(Now() - since).count(); }
 
 }  // namespace kvmanager::tcp

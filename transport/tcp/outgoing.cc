@@ -1,327 +1,442 @@
 #include "transport/tcp/outgoing.h"
 
+#include <sys/random.h>
+
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::tcp {
+namespace {
 
-Outgoing::Outgoing(Loop& loop, uint64_t id, SendRequest request, Done done)
+bool IsBroken(const absl::Status& why) {
+  return why.code() == absl::StatusCode::kUnavailable || why.code() == absl::StatusCode::kDataLoss ||
+         why.code() == absl::StatusCode::kDeadlineExceeded;
+}
+
+absl::string_view MessageOf(const absl::Status& status) { return {status.message().data(), status.message().size()}; }
+
+}  // namespace
+
+Outgoing::Outgoing(Loop& loop, uint64_t id, SendRequest request, SendEvents events)
     : loop_(loop),
       id_(id),
       request_(std::move(request)),
-      done_(std::move(done)),
-      socket_(loop.io),
-      resolver_(loop.io),
-      stall_timer_(loop.io),
-      rate_timer_(loop.io),
-      stall_(request_.timeout_ms == 0 ? SendRequest::kStallMsDefault : request_.timeout_ms) {}
+      events_(std::move(events)),
+      stall_ms_(request_.stall_ms == 0 ? loop.options.stall_ms : request_.stall_ms),
+      peer_stall_ms_(stall_ms_),
+      timer_(loop.io) {
+  KV_CHECK(getrandom(token_.data(), token_.size(), 0) == static_cast<ssize_t>(token_.size()));
+}
 
-absl::Status Outgoing::CheckRequest() {
-  if (request_.timeout_ms < 0 || request_.timeout_ms > TcpTransport::kStallMsMax) {
-    return InvalidField("timeout_ms", request_.timeout_ms, absl::StrCat("0..", TcpTransport::kStallMsMax));
+absl::Status Outgoing::CheckRequest() const {
+  if (request_.stall_ms < 0 || request_.stall_ms > kStallMsMax) {
+    return InvalidField("stall_ms", request_.stall_ms, absl::StrCat("0..", kStallMsMax));
   }
-  if (request_.manifest.empty() || request_.manifest.size() > SendRequest::kManifestBytesMax) {
-    return InvalidField("manifest bytes", request_.manifest.size(),
-                        absl::StrCat("1..", SendRequest::kManifestBytesMax));
+  if (request_.room_ms < 0 || request_.room_ms > SendRequest::kRoomMsMax) {
+    return InvalidField("room_ms", request_.room_ms, absl::StrCat("0..", SendRequest::kRoomMsMax));
   }
-  if (request_.pages.size() > SendRequest::kPagesMax) {
-    return InvalidField("pages", request_.pages.size(), absl::StrCat("0..", SendRequest::kPagesMax));
+  return CheckPart(request_.first, 0);
+}
+
+absl::Status Outgoing::CheckTotal(const HandOffPart& part) {
+  for (const uint64_t bytes : part.page_bytes) total_bytes_ += bytes;
+  if (total_bytes_ <= loop_.options.transfer_bytes_max) return absl::OkStatus();
+  return InvalidField("bytes of all pages", total_bytes_, absl::StrCat("at most ", loop_.options.transfer_bytes_max));
+}
+
+void Outgoing::Start() {
+  absl::Status status = CheckRequest();
+  if (status.ok()) status = CheckTotal(request_.first);
+  if (!status.ok()) return Finish(std::move(status));
+  counted_ = true;
+  loop_.metrics.sent.active.Increment();
+  loop_.peers.Begin(request_.peer, false);
+  first_pages_ = request_.first.page_bytes.size();
+  pages_.resize(first_pages_);
+  for (size_t i = 0; i < first_pages_; ++i) pages_[i].size = request_.first.page_bytes[i];
+  pages_to_go_ = first_pages_;
+  started_ = heard_ = progress_ = Now();
+  DialControl();
+  if (state_ != State::kFinished) Tick();
+}
+
+void Outgoing::DialControl() {
+  dial_ = std::make_shared<Dial>(loop_, request_.peer, stall_ms_,
+                                 [self = shared_from_this()](absl::StatusOr<Dial::Connection> connection) {
+                                   self->dial_ = nullptr;
+                                   if (connection.ok()) return self->OnControl(*std::move(connection));
+                                   const absl::Status why = std::move(connection).status();
+                                   if (!self->connected_before_ || !IsBroken(why)) return self->Finish(why);
+                                   self->ScheduleRedial(why);
+                                 });
+  const auto dial = dial_;
+  dial->Start();
+}
+
+void Outgoing::ScheduleRedial(const absl::Status& why) {
+  broken_by_ = why;
+  redial_at_ = Now() + std::chrono::milliseconds(redial_ms_);
+  redial_ms_ = std::clamp<int64_t>(2 * redial_ms_, kRedialMsMin, kRedialMsMax);
+}
+
+void Outgoing::OnControl(Dial::Connection connection) {
+  peer_stall_ms_ = connection.theirs.stall_ms;
+  heard_ = Now();
+  link_ = std::make_shared<FrameLink>(loop_, std::move(connection.socket));
+  const auto self = shared_from_this();
+  link_->Listen({FrameType::kWaiting, FrameType::kAccept, FrameType::kExtended, FrameType::kGot, FrameType::kJoined,
+                 FrameType::kPing, FrameType::kDone, FrameType::kError},
+                {[self](Frame frame) { self->OnFrame(std::move(frame)); },
+                 [self](absl::Status why) { self->OnLinkBroken(std::move(why)); }});
+  if (connected_before_ && !offer_again_) {
+    ++result_.resumes;
+    return link_->Send(EncodeJoin({token_, 0}));
   }
-  uint64_t total_bytes = 0;
-  for (size_t i = 0; i < request_.pages.size(); ++i) {
-    const uint64_t bytes = request_.pages[i].bytes.size();
-    if (bytes < 1 || bytes > SendRequest::kPageBytesMax) {
-      return InvalidField(absl::StrCat("page ", i, " bytes"), bytes, absl::StrCat("1..", SendRequest::kPageBytesMax));
-    }
-    total_bytes += bytes;
+  if (!connected_before_) started_ = Now();
+  connected_before_ = true;
+  offer_again_ = false;
+  link_->Send(EncodeOffer(token_, request_.room_ms, request_.first));
+}
+
+void Outgoing::OnFrame(Frame frame) {
+  heard_ = Now();
+  redial_ms_ = 0;
+  absl::Status status;
+  if (auto* waiting = std::get_if<WaitingFrame>(&frame)) {
+    if (events_.waiting) events_.waiting(std::move(waiting->why));
+  } else if (auto* accept = std::get_if<AcceptFrame>(&frame)) {
+    status = OnAccept(std::move(*accept));
+  } else if (const auto* extended = std::get_if<ExtendedFrame>(&frame)) {
+    status = OnExtended(*extended);
+  } else if (const auto* got = std::get_if<GotFrame>(&frame)) {
+    status = OnGot(*got);
+  } else if (const auto* joined = std::get_if<JoinedFrame>(&frame)) {
+    status = OnJoined(*joined);
+  } else if (std::holds_alternative<DoneFrame>(frame)) {
+    status = OnDone();
+  } else if (const auto* error = std::get_if<ErrorFrame>(&frame)) {
+    return OnError(error->status);
   }
-  if (total_bytes > loop_.options.transfer_bytes_max) {
-    return InvalidField("bytes of all pages", total_bytes, absl::StrCat("at most ", loop_.options.transfer_bytes_max));
+  if (state_ == State::kFinished) return;
+  if (!status.ok()) return FinishProtocol(status);
+  OpenLanes();
+  Pump();
+}
+
+absl::Status Outgoing::OnAccept(AcceptFrame accept) {
+  if (accept.wanted.count != first_pages_) {
+    return InvalidField("ACCEPT pages", accept.wanted.count, absl::StrCat(first_pages_));
+  }
+  window_ = accept.window;
+  if (state_ == State::kSending) return absl::OkStatus();  // once more, after a connection was made again
+  state_ = State::kSending;
+  progress_ = Now();
+  for (uint32_t i = 0; i < first_pages_; ++i) {
+    if (!accept.wanted.has(i)) Skip(i);
+  }
+  const uint64_t useful = (total_bytes_ + kBytesPerLane - 1) / kBytesPerLane;
+  const uint64_t allowed = std::min<uint64_t>(loop_.options.lanes, accept.lanes);
+  lanes_.resize(std::clamp<uint64_t>(useful, 1, allowed));
+  if (events_.accepted) events_.accepted(std::move(accept.ticket));
+  if (state_ == State::kSending) SayLast();
+  return absl::OkStatus();
+}
+
+void Outgoing::SayLast() {
+  if (last_.has_value() && state_ == State::kSending && link_ != nullptr) link_->Send(EncodeLast(*last_));
+}
+
+absl::Status Outgoing::OnExtended(const ExtendedFrame& extended) {
+  if (!last_.has_value() || state_ != State::kSending) return absl::InvalidArgumentError("EXTENDED out of turn");
+  if (extended.wanted.count != last_->page_bytes.size()) {
+    return InvalidField("EXTENDED pages", extended.wanted.count, absl::StrCat(last_->page_bytes.size()));
+  }
+  if (std::exchange(extended_, true)) return absl::OkStatus();
+  progress_ = Now();
+  for (uint32_t i = 0; i < extended.wanted.count; ++i) {
+    if (!extended.wanted.has(i)) Skip(static_cast<uint32_t>(first_pages_) + i);
   }
   return absl::OkStatus();
 }
 
-void Outgoing::Start() {
-  if (absl::Status status = CheckRequest(); !status.ok()) return Finish(std::move(status));
-  absl::StatusOr<HostPort> peer = ParseHostPort("peer", request_.peer, false);
-  if (!peer.ok()) return Finish(std::move(peer).status());
-  counted_ = true;
-  loop_.metrics.sent.active.Increment();
-  loop_.peers.Begin(request_.peer, false);
-  started_ = std::chrono::steady_clock::now();
-  Touch();
-  ArmTimer();
-  ErrorCode not_numeric;
-  const auto address = asio::ip::make_address(peer->host, not_numeric);
-  if (!not_numeric) {
-    endpoints_ = {asio::ip::tcp::endpoint(address, peer->port)};
-    return ConnectNext({});
+void Outgoing::Skip(uint32_t page) {
+  Page& skipped = pages_[page];
+  if (skipped.state == PageState::kWithdrawn) return;
+  if (skipped.state == PageState::kQueued) --queued_pages_;
+  skipped.state = PageState::kSkipped;
+  --pages_to_go_;
+  ++result_.pages_skipped;
+  loop_.metrics.sent.pages_skipped.Increment();
+}
+
+void Outgoing::SetArrived(uint32_t page) {
+  Page& arrived = pages_[page];
+  arrived.state = PageState::kArrived;
+  unacked_bytes_ -= arrived.size;
+  --pages_to_go_;
+  ++result_.pages_sent;
+  progress_ = Now();
+}
+
+absl::Status Outgoing::OnGot(const GotFrame& got) {
+  window_ = got.window;
+  for (const uint32_t page : got.pages) {
+    const PageState state = page < pages_.size() ? pages_[page].state : PageState::kUnposted;
+    if (state == PageState::kArrived) continue;  // JOINED said so before
+    if (state != PageState::kSent) return InvalidField("GOT page", page, "a page that was sent");
+    SetArrived(page);
   }
-  resolver_.async_resolve(peer->host, absl::StrCat(peer->port), asio::ip::resolver_base::numeric_service,
-                          [self = shared_from_this()](const ErrorCode& error, Resolver::results_type results) {
-                            if (self->state_ == State::kFinished) return;
-                            if (error) return self->FinishBroken("resolving", error);
-                            for (const auto& entry : results) self->endpoints_.push_back(entry.endpoint());
-                            self->ConnectNext(asio::error::host_not_found);
-                          });
+  return absl::OkStatus();
 }
 
-void Outgoing::ConnectNext(const ErrorCode& last_error) {
-  if (endpoints_tried_ == endpoints_.size()) return FinishBroken("connecting", last_error);
-  const asio::ip::tcp::endpoint endpoint = endpoints_[endpoints_tried_++];
-  ErrorCode error;
-  socket_.close(error);
-  socket_.open(endpoint.protocol(), error);
-  if (error) return ConnectNext(error);
-  TuneEarly(socket_.native_handle());
-  socket_.async_connect(endpoint, [self = shared_from_this()](const ErrorCode& error) {
-    if (self->state_ == State::kFinished) return;
-    if (error) return self->ConnectNext(error);
-    self->OnConnected();
-  });
-}
-
-void Outgoing::OnConnected() {
-  Tune(socket_, stall_.count());
-  started_ = std::chrono::steady_clock::now();
-  Touch();
-  state_ = State::kHello;
-  WriteControl(EncodeHello());
-}
-
-void Outgoing::WriteControl(std::string bytes) {
-  control_ = std::move(bytes);
-  control_sent_ = 0;
-  ContinueControl();
-}
-
-void Outgoing::ContinueControl() {
-  writing_ = true;
-  socket_.async_write_some(asio::buffer(control_.data() + control_sent_, control_.size() - control_sent_),
-                           [self = shared_from_this()](const ErrorCode& error, size_t bytes) {
-                             self->writing_ = false;
-                             if (self->state_ == State::kFinished) return;
-                             if (error) return self->OnWriteError(error);
-                             self->Touch();
-                             self->control_sent_ += bytes;
-                             if (self->control_sent_ < self->control_.size()) return self->ContinueControl();
-                             if (self->state_ == State::kHello) self->ReadHello();
-                           });
-}
-
-void Outgoing::ReadHello() {
-  in_.resize(kHelloBytes);
-  asio::async_read(socket_, asio::buffer(in_), [self = shared_from_this()](const ErrorCode& error, size_t) {
-    if (self->state_ == State::kFinished) return;
-    if (error) return self->FinishBroken("waiting for its hello", error);
-    self->Touch();
-    const absl::StatusOr<Frame> frame = ParseFrame(self->in_);
-    if (!frame.ok()) return self->FinishProtocol(frame.status());
-    const HelloFrame* hello = std::get_if<HelloFrame>(&*frame);
-    if (hello == nullptr) return self->FinishProtocol(absl::InvalidArgumentError("no hello"));
-    if (absl::Status status = CheckVersion(*hello); !status.ok()) return self->Finish(std::move(status));
-    self->state_ = State::kOffered;
-    self->ReadFrame();
-    self->WriteControl(EncodeOffer(self->request_.pages, self->request_.manifest));
-  });
-}
-
-void Outgoing::ReadFrame() {
-  in_.resize(kHeaderBytes);
-  asio::async_read(socket_, asio::buffer(in_), [self = shared_from_this()](const ErrorCode& error, size_t) {
-    if (self->state_ == State::kFinished) return;
-    if (error) return self->FinishBroken("receiving", error);
-    self->Touch();
-    const absl::StatusOr<FrameHeader> header = ParseHeader(self->in_);
-    if (!header.ok()) return self->FinishProtocol(header.status());
-    if (header->type != FrameType::kAnswer && header->type != FrameType::kDone && header->type != FrameType::kError) {
-      return self->FinishProtocol(InvalidField("frame type from a receiver", static_cast<int>(header->type),
-                                               "2 (ANSWER), 5 (DONE) or 6 (ERROR)"));
+absl::Status Outgoing::OnJoined(const JoinedFrame& joined) {
+  for (uint32_t i = 0; i < joined.arrived.count; ++i) {
+    if (!joined.arrived.has(i)) continue;
+    if (i >= pages_.size() || (pages_[i].state != PageState::kSent && pages_[i].state != PageState::kArrived)) {
+      return InvalidField("JOINED page", i, "a page that was sent");
     }
-    self->ReadBody(*header);
-  });
+    if (pages_[i].state == PageState::kSent) SetArrived(i);
+  }
+  if (!joined.last_known) SayLast();
+  return absl::OkStatus();
 }
 
-void Outgoing::ReadBody(const FrameHeader& header) {
-  in_.resize(kHeaderBytes + header.body_bytes);
-  asio::async_read(socket_, asio::buffer(in_.data() + kHeaderBytes, header.body_bytes),
-                   [self = shared_from_this()](const ErrorCode& error, size_t) {
-                     if (self->state_ == State::kFinished) return;
-                     if (error) return self->FinishBroken("receiving", error);
-                     self->Touch();
-                     self->OnFrame(ParseFrame(self->in_));
-                   });
+absl::Status Outgoing::OnDone() {
+  if (state_ != State::kSending || !extended_ || pages_to_go_ > 0) {
+    return InvalidField("DONE", absl::StrCat("with ", pages_to_go_, " pages to come"), "after the last page");
+  }
+  result_.seconds = SecondsSince(started_);
+  Finish(result_);
+  return absl::OkStatus();
 }
 
-void Outgoing::OnFrame(absl::StatusOr<Frame> frame) {
-  if (!frame.ok()) return FinishProtocol(frame.status());
-  if (auto* error = std::get_if<ErrorFrame>(&*frame)) {
-    absl::Status said(error->status.code(),
-                      absl::StrCat("peer ", request_.peer, " answered: ", error->status.message()));
-    return Finish(WithDetail(std::move(said), DetailOf(error->status)), /*refused=*/state_ == State::kOffered);
+void Outgoing::OnError(const absl::Status& said) {
+  if (said.code() == absl::StatusCode::kNotFound && result_.resumes > 0) {
+    if (state_ == State::kOffering) {  // the connection broke before it had the offer
+      offer_again_ = true;
+      std::exchange(link_, nullptr)->Close();
+      return DialControl();
+    }
+    return Finish(absl::UnavailableError(
+        absl::StrCat("peer ", request_.peer, " does not know this hand-off any more: ", MessageOf(said))));
   }
-  const bool control_written = control_sent_ == control_.size();
-  if (auto* answer = std::get_if<AnswerFrame>(&*frame); answer && state_ == State::kOffered && control_written) {
-    return OnAnswer(std::move(*answer));
-  }
-  if (auto* done = std::get_if<DoneFrame>(&*frame); done && state_ == State::kEnding && control_written) {
-    return OnDone(std::move(*done));
-  }
-  FinishProtocol(absl::InvalidArgumentError("answer or confirmation out of turn"));
+  refused_ = state_ == State::kOffering;
+  absl::Status status(said.code(), absl::StrCat("peer ", request_.peer, " answered: ", MessageOf(said)));
+  Finish(WithDetail(std::move(status), DetailOf(said)));
 }
 
-void Outgoing::OnAnswer(AnswerFrame answer) {
-  if (answer.page_count != request_.pages.size()) {
-    return FinishProtocol(InvalidField("answer pages", answer.page_count, absl::StrCat(request_.pages.size())));
-  }
-  for (uint32_t i = 0; i < answer.page_count; ++i) {
-    if (answer.wanted(i)) order_.push_back(i);
-  }
-  loop_.metrics.sent.pages_skipped.Increment(static_cast<double>(answer.page_count - order_.size()));
-  state_ = State::kSending;
-  ReadFrame();
-  WritePages();
+void Outgoing::OnLinkBroken(absl::Status why) {
+  if (state_ == State::kFinished) return;
+  if (!IsBroken(why)) return FinishProtocol(why);
+  std::exchange(link_, nullptr)->Close();
+  ScheduleRedial(absl::UnavailableError(absl::StrCat("peer ", request_.peer, ": ", MessageOf(why))));
+  if (Now() >= redial_at_) DialControl();
 }
 
-void Outgoing::OnDone(DoneFrame done) {
-  SendResult result;
-  result.ticket = std::move(done.ticket);
-  result.bytes_sent = payload_bytes_;
-  result.pages_sent = order_.size();
-  result.pages_skipped = request_.pages.size() - order_.size();
-  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started_).count();
-  Finish(std::move(result));
+absl::Status Outgoing::TakePosted(const SendPage& posted) {
+  if (posted.page >= pages_.size()) {
+    return InvalidField("posted page", posted.page, absl::StrCat("below ", pages_.size()));
+  }
+  Page& page = pages_[posted.page];
+  if (posted.bytes.size() != page.size) {
+    return InvalidField(absl::StrCat("page ", posted.page, " bytes"), posted.bytes.size(), absl::StrCat(page.size));
+  }
+  if (page.state == PageState::kSkipped) return absl::OkStatus();
+  if (page.state != PageState::kUnposted) return InvalidField("posted page", posted.page, "posted once");
+  page.bytes = posted.bytes.data();
+  page.checksum = posted.checksum;
+  page.state = PageState::kQueued;
+  if (!HasWork()) progress_ = Now();
+  ++queued_pages_;
+  (posted.page < first_pages_ ? first_queue_ : last_queue_).push_back(posted.page);
+  return absl::OkStatus();
 }
 
-void Outgoing::WritePages() {
-  if (next_ == order_.size()) {
-    state_ = State::kEnding;
-    return WriteControl(EncodeEnd({order_.size(), payload_bytes_}));
+void Outgoing::Post(std::vector<SendPage> pages) {
+  for (const SendPage& page : pages) {
+    if (absl::Status status = TakePosted(page); !status.ok()) return Stop(std::move(status));
   }
-  const size_t pages = std::min(kPagesPerWriteMax, order_.size() - next_);
-  uint64_t want = 0;
-  for (size_t i = 0; i < pages; ++i) want += kHeaderBytes + request_.pages[order_[next_ + i]].bytes.size();
-  want -= offset_;
-  const uint64_t granted = loop_.rate.Take(want, NowNs());
-  if (granted == 0) {
-    rate_timer_.expires_after(std::chrono::milliseconds(kRateWaitMs));
-    rate_timer_.async_wait([self = shared_from_this()](const ErrorCode& error) {
-      if (!error && self->state_ == State::kSending) self->WritePages();
-    });
-    return;
-  }
-  size_t count = 0;
-  size_t skip = offset_;
-  uint64_t left = granted;
-  const auto add = [&](const uint8_t* bytes, size_t size) {
-    const size_t skipped = std::min(skip, size);
-    skip -= skipped;
-    const size_t taken = std::min<uint64_t>(size - skipped, left);
-    left -= taken;
-    if (taken > 0) buffers_[count++] = asio::const_buffer(bytes + skipped, taken);
-  };
-  for (size_t i = 0; i < pages && left > 0; ++i) {
-    const uint32_t page = order_[next_ + i];
-    const absl::Span<const uint8_t> bytes = request_.pages[page].bytes;
-    PutHeader({FrameType::kPage, page, bytes.size()}, headers_[i].data());
-    add(headers_[i].data(), kHeaderBytes);
-    add(bytes.data(), bytes.size());
-  }
-  writing_ = true;
-  socket_.async_write_some(absl::MakeConstSpan(buffers_.data(), count),
-                           [self = shared_from_this(), granted](const ErrorCode& error, size_t bytes) {
-                             self->writing_ = false;
-                             self->loop_.rate.GiveBack(granted - std::min<uint64_t>(granted, bytes));
-                             if (self->state_ == State::kFinished) return;
-                             if (error) return self->OnWriteError(error);
-                             self->Touch();
-                             self->OnPagesWritten(bytes);
-                             self->WritePages();
-                           });
+  Pump();
 }
 
-void Outgoing::OnPagesWritten(size_t bytes) {
-  uint64_t payload = 0;
-  uint64_t pages = 0;
-  while (bytes > 0) {
-    const size_t frame_bytes = kHeaderBytes + request_.pages[order_[next_]].bytes.size();
-    const size_t taken = std::min(bytes, frame_bytes - offset_);
-    const size_t header_left = kHeaderBytes - std::min(offset_, kHeaderBytes);
-    payload += taken - std::min(taken, header_left);
-    bytes -= taken;
-    offset_ += taken;
-    if (offset_ == frame_bytes) {
-      ++next_;
-      ++pages;
-      offset_ = 0;
+void Outgoing::FinishParts(HandOffPart last) {
+  absl::Status status = CheckPart(last, first_pages_);
+  if (status.ok() && last_.has_value()) status = absl::FailedPreconditionError("the last part was said before");
+  if (status.ok()) status = CheckTotal(last);
+  for (size_t i = 0; status.ok() && i < last.withdrawn.size(); ++i) {
+    Page& page = pages_[last.withdrawn[i]];
+    if (page.state == PageState::kSkipped) continue;
+    if (page.state != PageState::kUnposted) {
+      status = InvalidField(absl::StrCat("withdrawn[", i, "]"), last.withdrawn[i], "a page that was not posted");
+      break;
+    }
+    page.state = PageState::kWithdrawn;
+    --pages_to_go_;
+  }
+  if (!status.ok()) return Stop(std::move(status));
+  pages_.resize(first_pages_ + last.page_bytes.size());
+  for (size_t i = 0; i < last.page_bytes.size(); ++i) pages_[first_pages_ + i].size = last.page_bytes[i];
+  pages_to_go_ += last.page_bytes.size();
+  last_ = std::move(last);
+  SayLast();
+}
+
+bool Outgoing::TakeFrame(uint32_t lane, std::vector<SendPage>* pages) {
+  pages->clear();
+  uint64_t frame_bytes = 0;
+  const uint64_t frame_max = std::min<uint64_t>(kFrameBytesTarget, window_ / (2 * lanes_.size()));
+  while (pages->size() < kPagesPerFrameMax && (pages->empty() || frame_bytes < frame_max)) {
+    std::deque<uint32_t>& queue = extended_ && !last_queue_.empty() ? last_queue_ : first_queue_;
+    if (queue.empty()) break;
+    Page& page = pages_[queue.front()];
+    if (page.state != PageState::kQueued) {  // skipped since
+      queue.pop_front();
+      continue;
+    }
+    if (unacked_bytes_ > 0 && unacked_bytes_ + page.size > window_) break;
+    if (page.sent_before) result_.bytes_resent += page.size;
+    page.state = PageState::kSent;
+    page.sent_before = true;
+    page.lane = lane;
+    unacked_bytes_ += page.size;
+    frame_bytes += page.size;
+    --queued_pages_;
+    pages->push_back({queue.front(), {page.bytes, page.size}, page.checksum});
+    queue.pop_front();
+  }
+  return !pages->empty();
+}
+
+void Outgoing::OnPayload(uint64_t bytes) {
+  progress_ = Now();
+  result_.bytes_sent += bytes;
+  loop_.metrics.sent.bytes.Increment(static_cast<double>(bytes));
+}
+
+void Outgoing::OnPagesWritten(uint64_t pages) { loop_.metrics.sent.pages.Increment(static_cast<double>(pages)); }
+
+void Outgoing::OnLaneJoined(uint32_t lane, const JoinedFrame& joined) {
+  LaneSlot& slot = lanes_[lane - 1];
+  slot.redial_ms = 0;
+  heard_ = progress_ = Now();
+  if (std::exchange(slot.joined_before, true)) {
+    ++result_.resumes;
+    // What was on its way on the connection that broke goes first.
+    for (uint32_t i = static_cast<uint32_t>(pages_.size()); i-- > 0;) {
+      Page& page = pages_[i];
+      if (page.state != PageState::kSent || page.lane != lane) continue;
+      if (joined.arrived.has(i)) {
+        SetArrived(i);
+        continue;
+      }
+      page.state = PageState::kQueued;
+      unacked_bytes_ -= page.size;
+      ++queued_pages_;
+      (i < first_pages_ ? first_queue_ : last_queue_).push_front(i);
     }
   }
-  payload_bytes_ += payload;
-  loop_.metrics.sent.bytes.Increment(static_cast<double>(payload));
-  loop_.metrics.sent.pages.Increment(static_cast<double>(pages));
+  Pump();
 }
 
-void Outgoing::OnWriteError(const ErrorCode& error) {
-  if (state_ == State::kHello) return FinishBroken("sending the hello", error);
-  writing_ = true;  // the connection is no longer at a frame's end
-  // The pending read tells whether the peer said why; the stall timer bounds the wait.
+void Outgoing::OnLaneBroken(uint32_t lane, absl::Status why) {
+  if (state_ == State::kFinished) return;
+  LaneSlot& slot = lanes_[lane - 1];
+  slot.lane = nullptr;
+  // A receiver that has all pages takes no lanes any more, and will say DONE.
+  if (!IsBroken(why) && why.code() != absl::StatusCode::kFailedPrecondition) {
+    if (why.code() == absl::StatusCode::kNotFound) {
+      return Finish(absl::UnavailableError(
+          absl::StrCat("peer ", request_.peer, " does not know this hand-off any more: ", MessageOf(why))));
+    }
+    return FinishProtocol(why);
+  }
+  slot.redial_at = Now() + std::chrono::milliseconds(slot.redial_ms);
+  slot.redial_ms = std::clamp<int64_t>(2 * slot.redial_ms, kRedialMsMin, kRedialMsMax);
+  if (Now() >= slot.redial_at) OpenLanes();
 }
 
-void Outgoing::ArmTimer() {
-  stall_timer_.expires_at(deadline_);
-  stall_timer_.async_wait([self = shared_from_this()](const ErrorCode& error) {
-    if (error || self->state_ == State::kFinished) return;
-    if (std::chrono::steady_clock::now() < self->deadline_) return self->ArmTimer();
-    self->Finish(FieldError(absl::StatusCode::kDeadlineExceeded,
-                            absl::StrCat("ms without progress with peer ", self->request_.peer),
-                            absl::StrCat(self->stall_.count()), absl::StrCat("below ", self->stall_.count())));
+void Outgoing::OpenLanes() {
+  if (state_ != State::kSending) return;
+  for (uint32_t i = 0; i < lanes_.size() && state_ == State::kSending; ++i) {
+    LaneSlot& slot = lanes_[i];
+    if (slot.lane != nullptr || Now() < slot.redial_at || pages_to_go_ == 0) continue;
+    slot.lane = std::make_shared<OutLane>(loop_, *this, i + 1);
+    std::shared_ptr<OutLane>(slot.lane)->Start();
+  }
+}
+
+void Outgoing::Pump() {
+  for (size_t i = 0; i < lanes_.size() && state_ == State::kSending; ++i) {
+    if (lanes_[i].lane != nullptr) std::shared_ptr<OutLane>(lanes_[i].lane)->Pump();
+  }
+}
+
+void Outgoing::Tick() {
+  if (state_ == State::kFinished) return;
+  const auto stall = std::chrono::milliseconds(stall_ms_);
+  if (link_ != nullptr) {
+    heard_ = std::max(heard_, link_->heard());
+    const auto quiet = std::chrono::milliseconds(std::min(stall_ms_, peer_stall_ms_) / 4);
+    if (Now() - link_->sent() >= quiet) link_->Send(EncodeEmpty(FrameType::kPing));
+  }
+  if (!HasWork() || state_ != State::kSending) progress_ = Now();
+  const char* missing = Now() - heard_ >= stall ? "ms without a sign of peer " : nullptr;
+  if (missing == nullptr && Now() - progress_ >= stall) missing = "ms without a page taken by peer ";
+  if (missing != nullptr) {
+    if (link_ == nullptr && !broken_by_.ok()) return Finish(broken_by_);
+    return Finish(FieldError(absl::StatusCode::kDeadlineExceeded, absl::StrCat(missing, request_.peer),
+                             absl::StrCat(stall_ms_), absl::StrCat("below ", stall_ms_)));
+  }
+  if (link_ == nullptr && dial_ == nullptr && Now() >= redial_at_) DialControl();
+  OpenLanes();
+  if (state_ == State::kFinished) return;
+  int64_t next_ms = std::clamp<int64_t>(std::min(stall_ms_, peer_stall_ms_) / kTicksPerStall, 1, kTickMsMax);
+  if (link_ == nullptr) next_ms = std::min(next_ms, kRedialMsMin);
+  for (const LaneSlot& slot : lanes_) {
+    if (slot.lane == nullptr) next_ms = std::min(next_ms, kRedialMsMin);
+  }
+  timer_.expires_after(std::chrono::milliseconds(next_ms));
+  timer_.async_wait([self = shared_from_this()](const ErrorCode& error) {
+    if (!error) self->Tick();
   });
 }
 
 void Outgoing::Stop(absl::Status why) {
-  const bool offered = state_ == State::kOffered || state_ == State::kSending || state_ == State::kEnding;
-  if (offered && !writing_ && offset_ == 0) {
-    // Only between two frames, and only if it fits now: else closing says the same, less politely.
-    ErrorCode ignored;
-    socket_.write_some(asio::buffer(EncodeCancel()), ignored);
-  }
+  if (state_ == State::kFinished) return;
+  if (link_ != nullptr) link_->Send(EncodeEmpty(FrameType::kCancel));
   Finish(std::move(why));
 }
 
-void Outgoing::FinishBroken(absl::string_view what, const ErrorCode& error) {
-  Finish(absl::UnavailableError(absl::StrCat("peer ", request_.peer, ": ", what, ": ", error.message())));
-}
-
-void Outgoing::FinishProtocol(absl::Status why) {
+void Outgoing::FinishProtocol(const absl::Status& why) {
   loop_.metrics.protocol_errors.Increment();
-  Finish(absl::UnavailableError(absl::StrCat(
-      "peer ", request_.peer, " broke the protocol: ", absl::string_view(why.message().data(), why.message().size()))));
+  Finish(absl::UnavailableError(absl::StrCat("peer ", request_.peer, " broke the protocol: ", MessageOf(why))));
 }
 
-void Outgoing::Finish(absl::StatusOr<SendResult> result, bool refused) {
+void Outgoing::Finish(absl::StatusOr<SendResult> result) {
   if (state_ == State::kFinished) return;
   const auto self = shared_from_this();
   state_ = State::kFinished;
-  ErrorCode ignored;
-  socket_.close(ignored);
-  resolver_.cancel();
-  stall_timer_.cancel();
-  rate_timer_.cancel();
+  if (dial_ != nullptr) std::exchange(dial_, nullptr)->Cancel();
+  for (LaneSlot& slot : lanes_) {
+    if (slot.lane != nullptr) std::exchange(slot.lane, nullptr)->Close();
+  }
+  if (link_ != nullptr) std::exchange(link_, nullptr)->Close(/*lingering=*/!result.ok());
+  timer_.cancel();
   loop_.outgoing.erase(id_);
   if (counted_) {
     const double seconds = result.ok() ? result->seconds : 0;
     loop_.metrics.sent.active.Decrement();
-    loop_.metrics.sent.transfers(refused ? TransferResult::kRefused : ResultOf(result.status())).Increment();
+    loop_.metrics.sent.transfers(refused_ ? TransferResult::kRefused : ResultOf(result.status())).Increment();
     if (result.ok()) loop_.metrics.sent.seconds.Observe(seconds);
-    loop_.peers.End(request_.peer, false, result.status(), payload_bytes_, seconds);
+    loop_.peers.End(request_.peer, false, result.status(), result_.bytes_sent, seconds);
   } else {
     loop_.metrics.sent.transfers(ResultOf(result.status())).Increment();
   }
-  std::exchange(done_, nullptr)(std::move(result));
+  const auto done = std::make_unique<SendEvents>(std::move(events_));
+  done->done(std::move(result));
 }
 
 }  // namespace kvmanager::tcp

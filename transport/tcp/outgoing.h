@@ -1,93 +1,136 @@
-// One hand-off being sent. Owned by Loop::outgoing and the handlers of its pending operations; the transport's thread
-// alone.
+// A hand-off that is being sent: what its control connection says, which pages wait, are on their way or have arrived,
+// and its lanes. Owned by Loop::outgoing and the handlers of its pending operations; the transport's thread alone.
 //
-//   state        means                                                next, and on what
-//   kConnecting  resolving, connecting                                kHello: connected
-//   kHello       our HELLO is written, then theirs read               kOffered: theirs is good
-//   kOffered     OFFER being written, ANSWER awaited                  kSending: ANSWER
-//   kSending     PAGEs being written                                  kEnding: the last wanted page written
-//   kEnding      END being written, DONE awaited                      kFinished: DONE
-//   any          ERROR, a broken connection, no progress, Stop        kFinished
+//   state       means                                          next, and on what
+//   kOffering   the receiver's ACCEPT awaited                  kSending: it came
+//   kSending    pages go as they are posted, LAST once known   kFinished: DONE
+//   any         an error, a refusal, nothing heard, Stop       kFinished
 //
-// Invariants: 1. Finish makes every transition to kFinished, and calls `done` there, once. 2. After Finish the socket
-// is closed, and no byte of the request's pages is read again. 3. From kOffered on exactly one read is pending, so that
-// an ERROR is seen while pages are written; a failed write therefore waits for the read to tell why.
+// A connection that breaks changes no state: the control connection and each lane are made again, first at once, then
+// ever more slowly, until nothing was heard for the stall time. Before the first connection there is no second try.
+//
+// Invariants: 1. Finish makes every transition into kFinished, closes everything and calls `done`; nothing reads pages'
+// bytes after it. 2. A page is sent by one lane at a time; it is queued again only once JOINED of that lane has said
+// that it did not arrive. 3. unacked_bytes_ are those of pages in kSent.
 #pragma once
 
-#include <array>
+#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "transport/tcp/host_port.h"
+#include "absl/types/optional.h"
+#include "transport/tcp/dial.h"
+#include "transport/tcp/frame_link.h"
 #include "transport/tcp/loop.h"
+#include "transport/tcp/out_lane.h"
 #include "transport/tcp/wire.h"
 
 namespace kvmanager::tcp {
 
 class Outgoing : public std::enable_shared_from_this<Outgoing> {
  public:
-  using Done = absl::AnyInvocable<void(absl::StatusOr<SendResult>)>;
-  static constexpr size_t kPagesPerWriteMax =
-      32;  // a header and a payload each: the 64 buffers that Asio gives to one sendmsg
-  static constexpr int64_t kRateWaitMs = 5;
+  static constexpr uint64_t kBytesPerLane = 8 << 20;      // a hand-off of less needs no second lane
+  static constexpr uint64_t kFrameBytesTarget = 2 << 20;  // a frame of several pages is not longer
+  static constexpr int64_t kRedialMsMin = 10, kRedialMsMax = 320;
+  static constexpr int64_t kTicksPerStall = 8;
+  static constexpr int64_t kTickMsMax = 250;
 
-  Outgoing(Loop& loop, uint64_t id, SendRequest request, Done done);
-  /// REQUIRES: this is in loop.outgoing.
+  Outgoing(Loop& loop, uint64_t id, SendRequest request, SendEvents events);
   void Start();
-  /// Ends the transfer with `why`, telling the peer where that is possible at once.
+  void Post(std::vector<SendPage> pages);
+  void FinishParts(HandOffPart last);
   void Stop(absl::Status why);
 
- private:
-  enum class State { kConnecting, kHello, kOffered, kSending, kEnding, kFinished };
+  // For its lanes.
+  const std::string& peer() const { return request_.peer; }
+  const Token& token() const { return token_; }
+  int64_t stall_ms() const { return stall_ms_; }
+  /// What to send next, in one frame; the pages count as sent by `lane`. False: nothing now.
+  bool TakeFrame(uint32_t lane, std::vector<SendPage>* pages);
+  void OnPayload(uint64_t bytes);
+  void OnPagesWritten(uint64_t pages);
+  void OnLaneJoined(uint32_t lane, const JoinedFrame& joined);
+  /// UNAVAILABLE, DATA_LOSS, DEADLINE_EXCEEDED: it is made again; anything else ends the hand-off.
+  void OnLaneBroken(uint32_t lane, absl::Status why);
 
-  absl::Status CheckRequest();
-  void ConnectNext(const ErrorCode& last_error);
-  void OnConnected();
-  void WriteControl(std::string bytes);
-  void ContinueControl();
-  void ReadHello();
-  void ReadFrame();
-  void ReadBody(const FrameHeader& header);
-  void OnFrame(absl::StatusOr<Frame> frame);
-  void OnAnswer(AnswerFrame answer);
-  void OnDone(DoneFrame done);
-  void WritePages();
-  void OnPagesWritten(size_t bytes);
-  void OnWriteError(const ErrorCode& error);
-  void Touch() { deadline_ = std::chrono::steady_clock::now() + stall_; }
-  void ArmTimer();
-  void Finish(absl::StatusOr<SendResult> result, bool refused = false);
-  void FinishBroken(absl::string_view what, const ErrorCode& error);
-  void FinishProtocol(absl::Status why);
+ private:
+  enum class State { kOffering, kSending, kFinished };
+  enum class PageState : uint8_t { kUnposted, kQueued, kSent, kArrived, kSkipped, kWithdrawn };
+  struct Page {
+    uint64_t size = 0;
+    const uint8_t* bytes = nullptr;  // once posted
+    uint64_t checksum = 0;
+    PageState state = PageState::kUnposted;
+    bool sent_before = false;
+    uint32_t lane = 0;  // of kSent
+  };
+  struct LaneSlot {
+    std::shared_ptr<OutLane> lane;  // nullptr while broken
+    bool joined_before = false;
+    int64_t redial_ms = 0;  // the next pause
+    SteadyTime redial_at;
+  };
+
+  absl::Status CheckRequest() const;
+  absl::Status CheckTotal(const HandOffPart& part);
+  absl::Status TakePosted(const SendPage& page);
+  void DialControl();
+  void OnControl(Dial::Connection connection);
+  void OnFrame(Frame frame);
+  absl::Status OnAccept(AcceptFrame accept);
+  absl::Status OnExtended(const ExtendedFrame& extended);
+  absl::Status OnGot(const GotFrame& got);
+  absl::Status OnJoined(const JoinedFrame& joined);
+  absl::Status OnDone();
+  void OnError(const absl::Status& status);
+  void OnLinkBroken(absl::Status why);
+  void SayLast();
+  void SetArrived(uint32_t page);
+  void Skip(uint32_t page);
+  void OpenLanes();
+  void Pump();
+  bool HasWork() const { return unacked_bytes_ > 0 || queued_pages_ > 0; }
+  void ScheduleRedial(const absl::Status& why);
+  void Tick();
+  void FinishProtocol(const absl::Status& why);
+  void Finish(absl::StatusOr<SendResult> result);
 
   Loop& loop_;
   const uint64_t id_;
   SendRequest request_;
-  Done done_;
-  State state_ = State::kConnecting;
-  bool writing_ = false;  // a write is pending, or one failed
+  SendEvents events_;
+  const int64_t stall_ms_;
+  int64_t peer_stall_ms_;
+  Token token_;
+  State state_ = State::kOffering;
   bool counted_ = false;  // in the active gauge and the peer book
+  bool refused_ = false;
+  Timer timer_;
+  SteadyTime started_ = Now();
+  SteadyTime heard_ = Now();
+  SteadyTime progress_ = Now();  // a page's bytes were taken, or there was nothing to send
 
-  std::vector<asio::ip::tcp::endpoint> endpoints_;
-  size_t endpoints_tried_ = 0;
-  Socket socket_;
-  Resolver resolver_;
-  Timer stall_timer_;
-  Timer rate_timer_;
-  std::chrono::milliseconds stall_;
-  SteadyTime deadline_;
-  SteadyTime started_;
+  std::shared_ptr<Dial> dial_;
+  std::shared_ptr<FrameLink> link_;  // nullptr while broken
+  bool connected_before_ = false;
+  bool offer_again_ = false;  // the receiver never had it
+  int64_t redial_ms_ = 0;
+  SteadyTime redial_at_;
+  absl::Status broken_by_;  // why the control connection broke last
 
-  std::string control_;          // HELLO, OFFER or END under way
-  size_t control_sent_ = 0;      // of it
-  std::vector<uint8_t> in_;      // the frame being read
-  std::vector<uint32_t> order_;  // wanted pages, ascending
-  size_t next_ = 0;              // of order_: the page being sent
-  size_t offset_ = 0;            // bytes of its frame, header included, that are sent
-  uint64_t payload_bytes_ = 0;
-  std::array<std::array<uint8_t, kHeaderBytes>, kPagesPerWriteMax> headers_;
-  std::array<asio::const_buffer, 2 * kPagesPerWriteMax> buffers_;
+  std::vector<Page> pages_;
+  size_t first_pages_ = 0;
+  absl::optional<HandOffPart> last_;
+  bool extended_ = false;
+  std::deque<uint32_t> first_queue_, last_queue_;  // those in kQueued, and some that are no longer
+  uint64_t queued_pages_ = 0;
+  uint64_t window_ = 1;
+  uint64_t unacked_bytes_ = 0;
+  uint64_t pages_to_go_ = 0;  // neither arrived, nor skipped, nor withdrawn
+  uint64_t total_bytes_ = 0;
+  std::vector<LaneSlot> lanes_;
+  SendResult result_;
 };
 
 }  // namespace kvmanager::tcp

@@ -17,6 +17,7 @@ namespace kvmanager::tcp {
 class PeerBook {
  public:
   static constexpr size_t kPeersMax = 256;
+  static constexpr double kNewestWeight = 0.3;  // of a transfer's bandwidth in the average
 
   /// A transfer with `peer` began.
   void Begin(const std::string& peer, bool incoming);

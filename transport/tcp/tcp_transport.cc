@@ -19,9 +19,16 @@ absl::Status CheckOptions(const TcpTransport::Options& options) {
     return InvalidField("send_bytes_per_s", options.send_bytes_per_s,
                         absl::StrCat("0 or at least ", tcp::RateLimit::kBytesPerSMin));
   }
-  if (options.stall_ms < 1 || options.stall_ms > TcpTransport::kStallMsMax) {
-    return InvalidField("stall_ms", options.stall_ms, absl::StrCat("1..", TcpTransport::kStallMsMax));
+  if (options.stall_ms < 1 || options.stall_ms > tcp::kStallMsMax) {
+    return InvalidField("stall_ms", options.stall_ms, absl::StrCat("1..", tcp::kStallMsMax));
   }
+  if (options.lanes < 1 || options.lanes > tcp::kLanesMax) {
+    return InvalidField("lanes", options.lanes, absl::StrCat("1..", tcp::kLanesMax));
+  }
+  if (options.lanes_max < 1 || options.lanes_max > tcp::kLanesMax) {
+    return InvalidField("lanes_max", options.lanes_max, absl::StrCat("1..", tcp::kLanesMax));
+  }
+  if (options.window_bytes < 1) return InvalidField("window_bytes", options.window_bytes, "at least 1");
   if (options.incoming_max < 1) return InvalidField("incoming_max", options.incoming_max, "at least 1");
   if (options.outgoing_max < 1) return InvalidField("outgoing_max", options.outgoing_max, "at least 1");
   return absl::OkStatus();
@@ -45,10 +52,15 @@ absl::StatusOr<std::unique_ptr<TcpTransport>> TcpTransport::Create(Options optio
   }
 }
 
-uint64_t TcpTransport::Send(SendRequest request, absl::AnyInvocable<void(absl::StatusOr<SendResult>)> done) {
-  return engine_->Send(std::move(request), std::move(done));
+uint64_t TcpTransport::Begin(SendRequest request, SendEvents events) {
+  return engine_->Begin(std::move(request), std::move(events));
 }
+void TcpTransport::Post(uint64_t transfer, std::vector<SendPage> pages) { engine_->Post(transfer, std::move(pages)); }
+void TcpTransport::Finish(uint64_t transfer, HandOffPart last) { engine_->Finish(transfer, std::move(last)); }
 void TcpTransport::Cancel(uint64_t transfer) { engine_->Cancel(transfer); }
+void TcpTransport::Probe(std::string peer, absl::AnyInvocable<void(absl::StatusOr<ReceiverLoad>)> done) {
+  engine_->Ask(std::move(peer), std::move(done));
+}
 std::vector<PeerInfo> TcpTransport::Peers() const { return engine_->Peers(); }
 std::string TcpTransport::listen_address() const { return engine_->listen_address(); }
 

@@ -1,14 +1,16 @@
-// The transport over TCP: one connection for each hand-off, one thread of its own for all of them. Pages are written
-// from the sender's slots and read into the receiver's, never copied in between; wire.h has the bytes.
+// The transport over TCP: for each hand-off a control connection and lanes that carry its pages, one thread of its own
+// for all of them. Pages are written from the sender's slots and read into the receiver's, never copied in between;
+// wire.h has the bytes, and what happens when a connection breaks.
 //
 // Owned by main(). Methods from any thread; callbacks on the transport's thread. Create fails with the field that is
 // wrong, or with UNAVAILABLE if the address cannot be listened on. The destructor fails what is being sent with
 // CANCELLED, aborts what is being received, and joins the thread (a name being resolved is waited for); it must not run
 // on the transport's thread.
 //
-// Each IncomingHandOff goes exactly once to Complete or Abort; one that the receiver offers after the destructor began
-// is destroyed. If the connection dies between Complete and its confirmation, the receiver has the hand-off and the
-// sender sees UNAVAILABLE: an unclaimed ticket is the receiver's to expire.
+// A side that has heard nothing of the other for its stall time ends the hand-off, within 9/8 of that time: each side
+// makes itself heard whenever it was silent for a quarter of the shorter stall time. An IncomingHandOff that the
+// receiver offers after the destructor began is destroyed. If the sender dies between Complete and its confirmation,
+// the receiver has the hand-off: an unclaimed ticket is the receiver's to expire.
 #pragma once
 
 #include <memory>
@@ -32,23 +34,33 @@ class TcpTransport final : public Transport {
     HandOffReceiver* receiver = nullptr;              // outlives the transport; needed if `listen` is set
     TransportMetrics* metrics = nullptr;              // outlives the transport
     uint64_t send_bytes_per_s = 0;                    // of all hand-offs together; 0: as fast as it goes
-    int64_t stall_ms = SendRequest::kStallMsDefault;  // incoming: given up after this long without a byte
+    int64_t stall_ms = SendRequest::kStallMsDefault;  // a peer that is not heard of for so long is given up
+    uint32_t lanes = kLanesDefault;                   // connections for the pages of a hand-off that is sent, at most
+    uint32_t lanes_max = kLanesMaxDefault;            // of one that is received
+    uint64_t window_bytes = kWindowBytesDefault;      // of pages on their way here, of all senders; each may send one
     size_t incoming_max = kIncomingMaxDefault;        // hand-offs received at once; more are refused
     size_t outgoing_max = kOutgoingMaxDefault;        // hand-offs sent at once; more fail with RESOURCE_EXHAUSTED
+    size_t visitors_max = kVisitorsMaxDefault;        // connections that have not said what they are; more are closed
     uint64_t transfer_bytes_max = kTransferBytesMaxDefault;         // pages of one hand-off, either way
     uint64_t offer_buffer_bytes_max = kOfferBufferBytesMaxDefault;  // memory for incoming manifests and page lists
   };
+  static constexpr uint32_t kLanesDefault = 4;
+  static constexpr uint32_t kLanesMaxDefault = 16;
+  static constexpr uint64_t kWindowBytesDefault = 64 << 20;
+  static constexpr size_t kVisitorsMaxDefault = 256;
   static constexpr size_t kIncomingMaxDefault = 64;
   static constexpr size_t kOutgoingMaxDefault = 256;
   static constexpr uint64_t kTransferBytesMaxDefault = uint64_t{256} << 30;
   static constexpr uint64_t kOfferBufferBytesMaxDefault = 256 << 20;
-  static constexpr int64_t kStallMsMax = 3600 * 1000;
 
   static absl::StatusOr<std::unique_ptr<TcpTransport>> Create(Options options);
   ~TcpTransport() override;
 
-  uint64_t Send(SendRequest request, absl::AnyInvocable<void(absl::StatusOr<SendResult>)> done) override;
+  uint64_t Begin(SendRequest request, SendEvents events) override;
+  void Post(uint64_t transfer, std::vector<SendPage> pages) override;
+  void Finish(uint64_t transfer, HandOffPart last) override;
   void Cancel(uint64_t transfer) override;
+  void Probe(std::string peer, absl::AnyInvocable<void(absl::StatusOr<ReceiverLoad>)> done) override;
   std::vector<PeerInfo> Peers() const override;
   std::string listen_address() const override;
 

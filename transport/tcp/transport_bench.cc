@@ -1,81 +1,85 @@
-// MB/s of hand-offs between two transports of this process over loopback, beside a plain copy through a loopback
-// socket: the limit that the kernel sets here. Usage: transport_bench [MiB, default 1024]. Pages come from and go to
-// the same 256 MiB each time.
+// Bytes per second of one hand-off between two transports of this process over loopback, beside iperf3 with as many
+// connections in the same run: what the kernel's sockets give. Random bytes, a pool as large as the hand-off on each
+// side, checksums made before. Prints the CPU time of both sides as well.
+#include <sys/resource.h>
 #include <xxhash.h>
 
+#include <CLI/CLI.hpp>
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <future>
-#include <thread>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <string>
+#include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
-#include "transport/tcp/test_util.h"
+#include "transport/tcp/tcp_transport.h"
 
 namespace kvmanager::tcp {
 namespace {
 
-constexpr size_t kPoolBytes = 256 << 20;
+struct Measured {
+  double bytes_per_s = 0;
+  double cpu_s_per_gib = 0;  // of both sides
+};
 
-double Seconds(std::chrono::steady_clock::time_point since) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count();
+double CpuSeconds(int who) {
+  rusage usage;
+  getrusage(who, &usage);
+  const auto seconds = [](const timeval& t) {
+    return static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_usec);
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
-Page Filled(uint64_t seed) {
-  Page pool(kPoolBytes);
-  for (size_t i = 0; i < pool.size(); ++i) pool[i] = static_cast<uint8_t>((seed += 0x9e3779b97f4a7c15) >> 56);
+std::vector<uint8_t> RandomBytes(uint64_t bytes) {
+  std::vector<uint8_t> pool(bytes);
+  std::mt19937_64 random(1);
+  for (uint64_t i = 0; i + 8 <= bytes; i += 8) {
+    const uint64_t word = random();
+    std::copy_n(reinterpret_cast<const uint8_t*>(&word), 8, pool.begin() + static_cast<ptrdiff_t>(i));
+  }
   return pool;
 }
 
 /// Accepts everything into one buffer.
 class PoolReceiver final : public HandOffReceiver {
  public:
-  explicit PoolReceiver(Page* pool) : pool_(pool) {}
+  explicit PoolReceiver(std::vector<uint8_t>* pool) : pool_(pool) {}
   class HandOff final : public IncomingHandOff {
    public:
-    absl::Span<uint8_t> target(size_t page) override { return targets[page]; }
+    absl::Span<uint8_t> target(uint32_t page) const override { return targets[page]; }
+    void Arrived(absl::Span<const uint32_t>) override {}
+    void Extend(HandOffPart, absl::AnyInvocable<void(absl::Status)> reply) override { reply(absl::OkStatus()); }
+    void Complete(absl::AnyInvocable<void(absl::Status)> reply) override { reply(absl::OkStatus()); }
+    void Abort(absl::Status why) override { std::printf("aborted: %s\n", why.ToString().c_str()); }
     std::vector<absl::Span<uint8_t>> targets;
   };
-  void Offer(std::string, std::string, std::vector<uint64_t> bytes, std::vector<uint64_t>, OfferReply reply) override {
-    auto hand_off = std::make_unique<HandOff>();
+  void Offer(std::string, HandOffPart first, int64_t, OfferReply reply) override {
+    auto hand_off = std::make_shared<HandOff>();
     size_t at = 0;
-    for (const uint64_t size : bytes) {
+    for (const uint64_t size : first.page_bytes) {
       hand_off->targets.push_back(absl::MakeSpan(pool_->data() + at, size));
       at += size;
     }
-    reply(std::move(hand_off));
+    reply.done(Accepted{std::move(hand_off), "ticket"});
   }
-  void Complete(std::unique_ptr<IncomingHandOff>, CompleteReply reply) override { reply(std::string("ticket")); }
-  void Abort(std::unique_ptr<IncomingHandOff>, absl::Status) override {}
+  ReceiverLoad Load() const override { return {}; }
 
  private:
-  Page* pool_;
+  std::vector<uint8_t>* pool_;
 };
 
-double PlainCopy(const Page& from, Page& to, size_t rounds) {
-  RawSocket listener = RawSocket::Listen();
-  RawSocket writer = RawSocket::Connect(listener.address());
-  RawSocket reader = listener.Accept();
-  constexpr size_t kChunk = 256 << 10;
-  const auto start = std::chrono::steady_clock::now();
-  std::thread thread([&] {
-    for (size_t round = 0; round < rounds; ++round) {
-      for (size_t at = 0; at < from.size(); at += kChunk) writer.WriteFrom(&from[at], kChunk);
-    }
-  });
-  for (size_t round = 0; round < rounds; ++round) {
-    for (size_t at = 0; at < to.size(); at += kChunk) reader.ReadInto(&to[at], kChunk);
-  }
-  thread.join();
-  return static_cast<double>(rounds * from.size()) / Seconds(start) / 1e6;
-}
-
-double HandOffs(const Page& from, Page& to, size_t rounds, size_t page_bytes) {
+Measured HandOff(const std::vector<uint8_t>& from, std::vector<uint8_t>* to, uint64_t page_bytes, uint32_t lanes) {
   Metrics registry;
   TransportMetrics metrics(&registry);
-  PoolReceiver receiver(&to);
+  PoolReceiver receiver(to);
   TcpTransport::Options options;
   options.metrics = &metrics;
+  options.lanes = lanes;
   auto sender = TcpTransport::Create(options);
   options.listen = "127.0.0.1:0";
   options.receiver = &receiver;
@@ -83,40 +87,84 @@ double HandOffs(const Page& from, Page& to, size_t rounds, size_t page_bytes) {
   KV_CHECK(sender.ok() && receiving.ok());
   SendRequest request;
   request.peer = (*receiving)->listen_address();
-  request.manifest = "bench";
-  for (size_t at = 0; at + page_bytes <= from.size(); at += page_bytes) {
-    request.pages.push_back({absl::MakeConstSpan(&from[at], page_bytes), XXH3_64bits(&from[at], page_bytes)});
+  request.first.manifest = "bench";
+  std::vector<SendPage> pages;
+  for (uint64_t at = 0; at + page_bytes <= from.size(); at += page_bytes) {
+    request.first.page_bytes.push_back(page_bytes);
+    pages.push_back({static_cast<uint32_t>(pages.size()), absl::MakeConstSpan(&from[at], page_bytes),
+                     XXH3_64bits(&from[at], page_bytes)});
   }
-  uint64_t bytes = 0;
-  const auto start = std::chrono::steady_clock::now();
-  for (size_t round = 0; round < rounds; ++round) {
-    std::promise<absl::StatusOr<SendResult>> promise;
-    (*sender)->Send(request, [&](absl::StatusOr<SendResult> result) { promise.set_value(std::move(result)); });
-    const absl::StatusOr<SendResult> result = promise.get_future().get();
-    KV_CHECK(result.ok());
-    bytes += result->bytes_sent;
-  }
-  const double mb_per_s = static_cast<double>(bytes) / Seconds(start) / 1e6;
-  KV_CHECK(std::equal(from.begin(), from.begin() + request.pages.size() * page_bytes, to.begin()));
-  return mb_per_s;
+  std::promise<absl::StatusOr<SendResult>> promise;
+  SendEvents events;
+  events.done = [&](absl::StatusOr<SendResult> result) { promise.set_value(std::move(result)); };
+  HandOffPart last;
+  last.manifest = "end";
+  const double cpu_before = CpuSeconds(RUSAGE_SELF);
+  const uint64_t id = (*sender)->Begin(std::move(request), std::move(events));
+  (*sender)->Post(id, std::move(pages));
+  (*sender)->Finish(id, std::move(last));
+  const absl::StatusOr<SendResult> result = promise.get_future().get();
+  KV_CHECK(result.ok());
+  KV_CHECK(std::equal(from.begin(), from.begin() + static_cast<ptrdiff_t>(result->bytes_sent), to->begin()));
+  const auto sent = static_cast<double>(result->bytes_sent);
+  return {sent / result->seconds, (CpuSeconds(RUSAGE_SELF) - cpu_before) / sent * (1 << 30)};
+}
+
+/// What iperf3 measures; nothing if it is not installed.
+Measured Iperf(int port, uint32_t connections, uint64_t bytes) {
+  Measured out;
+  const std::string command = absl::StrCat(
+      "iperf3 --server --one-off --port ", port, " >/dev/null 2>&1 & sleep 0.5; iperf3 --client 127.0.0.1 --port ",
+      port, " --parallel ", connections, " --bytes ", bytes / connections, " --json 2>/dev/null; wait");
+  const double cpu_before = CpuSeconds(RUSAGE_CHILDREN);
+  FILE* pipe = ::popen(command.c_str(), "r");
+  if (pipe == nullptr) return out;
+  std::string text;
+  char chunk[4096];
+  for (size_t n; (n = std::fread(chunk, 1, sizeof(chunk), pipe)) > 0;) text.append(chunk, n);
+  ::pclose(pipe);
+  const nlohmann::json json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const nlohmann::json::json_pointer rate("/end/sum_received/bits_per_second"), moved("/end/sum_received/bytes");
+  if (json.is_discarded() || !json.contains(rate)) return out;
+  out.bytes_per_s = json[rate].get<double>() / 8;
+  out.cpu_s_per_gib = (CpuSeconds(RUSAGE_CHILDREN) - cpu_before) / json[moved].get<double>() * (1 << 30);
+  return out;
 }
 
 int Main(int argc, char** argv) {
-  const size_t mib = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1024;
-  const size_t rounds = std::max<size_t>(1, (mib << 20) / kPoolBytes);
-  const Page from = Filled(1);
-  Page to = Filled(2);
-  const auto start = std::chrono::steady_clock::now();
-  uint64_t sum = 0;
-  for (size_t at = 0; at < from.size(); at += 256 << 10) sum += XXH3_64bits(&from[at], 256 << 10);
-  const double hash = static_cast<double>(from.size()) / Seconds(start) / 1e6;
-  std::printf("XXH3-64 alone, one core          %8.0f MB/s  (%02x)\n", hash, static_cast<unsigned>(sum & 0xff));
-  for (const size_t page_bytes : {size_t{256} << 10, size_t{11} << 10}) {
-    const double plain = PlainCopy(from, to, rounds);
-    const double pages = HandOffs(from, to, rounds, page_bytes);
-    std::printf("plain loopback socket copy       %8.0f MB/s\n", plain);
-    std::printf("hand-off, pages of %4zu KiB       %8.0f MB/s  %.2f of the copy\n", page_bytes >> 10, pages,
-                pages / plain);
+  CLI::App app("One hand-off over loopback TCP, beside iperf3.");
+  uint64_t mib = 2048, page_bytes = 48640;
+  std::vector<uint32_t> lanes = {1, 2, 4};
+  int port = 5309, repetitions = 3;
+  app.add_option("--mib", mib, "MiB of one hand-off")->check(CLI::Range(1, 65536))->capture_default_str();
+  app.add_option("--page-bytes", page_bytes, "bytes of a page (default: hack K3V2, 64 tokens, 8 KV heads of 128)")
+      ->check(CLI::Range(uint64_t{1}, HandOffPart::kPageBytesMax))
+      ->capture_default_str();
+  app.add_option("--lanes", lanes, "connections, one row for each")->delimiter(',')->capture_default_str();
+  app.add_option("--port", port, "that iperf3 listens on")->capture_default_str();
+  app.add_option("--repetitions", repetitions, "the median of so many")
+      ->check(CLI::Range(1, 99))
+      ->capture_default_str();
+  CLI11_PARSE(app, argc, argv);
+  const std::vector<uint8_t> from = RandomBytes(mib << 20);
+  std::vector<uint8_t> to = RandomBytes(mib << 20);
+  std::printf("%6s %16s %16s %8s %24s\n", "lanes", "hand-off GB/s", "iperf3 GB/s", "ratio", "CPU s/GiB, and iperf3's");
+  for (const uint32_t n : lanes) {
+    std::vector<Measured> ours, theirs;
+    for (int i = 0; i < repetitions; ++i) {
+      ours.push_back(HandOff(from, &to, page_bytes, n));
+      theirs.push_back(Iperf(port, n, mib << 20));
+    }
+    const auto median = [](std::vector<Measured>& all) {
+      std::sort(all.begin(), all.end(),
+                [](const Measured& a, const Measured& b) { return a.bytes_per_s < b.bytes_per_s; });
+      return all[all.size() / 2];
+    };
+    const Measured a = median(ours), b = median(theirs);
+    if (b.bytes_per_s == 0) std::printf("(iperf3 is not installed, or could not run)\n");
+    std::printf("%6u %16.2f %16.2f %8.2f %14.2f %9.2f\n", n, a.bytes_per_s / 1e9, b.bytes_per_s / 1e9,
+                b.bytes_per_s > 0 ? a.bytes_per_s / b.bytes_per_s : 0, a.cpu_s_per_gib, b.cpu_s_per_gib);
+    std::fflush(stdout);
   }
   return 0;
 }

@@ -1,7 +1,10 @@
 // The transport as its users see it: hand-offs that succeed, fail, stall and are cancelled. hostile_test.cc has the bad
 // peers.
 #include <numeric>
+#include <thread>
 
+#include "absl/functional/function_ref.h"
+#include "absl/types/optional.h"
 #include "kvmanager/base/status.h"
 #include "transport/tcp/test_util.h"
 
@@ -30,15 +33,11 @@ class TransportTest : public testing::Test {
     return *std::move(made);
   }
   using Result = absl::StatusOr<SendResult>;
-  std::future<Result> Send(SendRequest request, uint64_t* id = nullptr) {
-    auto promise = std::make_shared<std::promise<Result>>();
-    std::future<Result> future = promise->get_future();
-    const uint64_t transfer =
-        sender_side_->Send(std::move(request), [promise](Result result) { promise->set_value(std::move(result)); });
-    if (id != nullptr) *id = transfer;
-    return future;
+  Outcome Send(const std::vector<Page>& pages, SendRequest request) {
+    return SendAll(*sender_side_, std::move(request), PagesOf(pages));
   }
-  Result SendAndWait(const std::vector<Page>& pages) { return Send(RequestOf(pages, peer())).get(); }
+  Outcome Send(const std::vector<Page>& pages) { return Send(pages, RequestOf(pages, peer())); }
+  Result SendAndWait(const std::vector<Page>& pages) { return Send(pages).done.get(); }
   std::string peer() const { return receiver_side_->listen_address(); }
   // What the sender is told of the receiver's own error: whose it is, and all of it.
   void ExpectAnswer(const absl::Status& got, const absl::Status& answered) {
@@ -69,7 +68,6 @@ TEST_F(TransportTest, ManyPagesOfOddSizesSomeSkipped) {
   const size_t bytes = std::accumulate(sizes.begin(), sizes.end(), size_t{0}) - skipped_bytes;
   const Result result = SendAndWait(pages);
   ASSERT_TRUE(result.ok()) << result.status();
-  EXPECT_EQ(result->ticket, "ticket");
   EXPECT_EQ(result->bytes_sent, bytes);
   EXPECT_EQ(result->pages_skipped, receiver_.skip.size());
   EXPECT_EQ(result->pages_sent, pages.size() - receiver_.skip.size());
@@ -117,8 +115,123 @@ TEST_F(TransportTest, SixtyFourMebibytes) {
 
 TEST_F(TransportTest, LargestManifestArrives) {
   SendRequest request = RequestOf({}, peer());
-  request.manifest.assign(SendRequest::kManifestBytesMax, 'm');
-  EXPECT_TRUE(Send(request).get().ok());
+  request.first.manifest.assign(HandOffPart::kManifestBytesMax, 'm');
+  EXPECT_TRUE(Send({}, request).done.get().ok());
+}
+
+TEST_F(TransportTest, PagesGoWhileOthersAreStillMade) {
+  const std::vector<Page> pages = RandomPages({1000, 2000, 300000, 4000, 5000, 6000}, 11);
+  SendRequest request = RequestOf({pages[0], pages[1], pages[2], pages[3]}, peer());
+  Outcome out = Begin(*sender_side_, request);
+  EXPECT_EQ(out.ticket.get(), "ticket");  // before any page
+  sender_side_->Post(out.id, {PageOf(pages, 2)});
+  receiver_.WaitForArrivals(1);
+  sender_side_->Post(out.id, {PageOf(pages, 0)});
+  receiver_.WaitForArrivals(2);
+  HandOffPart last = PartOf({pages[4], pages[5]});
+  last.withdrawn = {3};
+  sender_side_->Finish(out.id, last);
+  sender_side_->Post(out.id, {PageOf(pages, 5), PageOf(pages, 4)});
+  receiver_.WaitForArrivals(4);
+  EXPECT_TRUE(receiver_.completed().empty());
+  sender_side_->Post(out.id, {PageOf(pages, 1)});
+  const Result result = out.done.get();
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->pages_sent, 5u);
+  std::vector<Page> expected = pages;
+  std::fill(expected[3].begin(), expected[3].end(), 0);
+  EXPECT_TRUE(receiver_.completed()[0] == expected);
+}
+
+TEST_F(TransportTest, PagesOfTheLastPartGoAhead) {
+  // A slow link: the first part's pages cannot all have gone when the last part comes.
+  TcpTransport::Options options = SenderOptions();
+  options.send_bytes_per_s = 8 << 20;
+  sender_side_ = Make(options);
+  std::vector<Page> pages = RandomPages(std::vector<size_t>(64, 64 << 10), 12);
+  pages.push_back(RandomPages({100}, 13)[0]);
+  Outcome out = Begin(*sender_side_, RequestOf({pages.begin(), pages.begin() + 64}, peer()));
+  std::vector<SendPage> posted = PagesOf(pages);
+  const SendPage urgent = posted.back();
+  posted.pop_back();
+  sender_side_->Post(out.id, posted);
+  sender_side_->Finish(out.id, PartOf({pages[64]}));
+  sender_side_->Post(out.id, {urgent});
+  const Result result = out.done.get();
+  ASSERT_TRUE(result.ok()) << result.status();
+  const std::vector<uint32_t> order = receiver_.arrivals();
+  const auto place = std::find(order.begin(), order.end(), 64u) - order.begin();
+  EXPECT_LT(place, 60) << "of " << order.size();
+}
+
+TEST_F(TransportTest, LastPartThatIsWrongNamesTheField) {
+  const std::vector<Page> pages = RandomPages({100, 200}, 1);
+  const auto field_of = [&](absl::FunctionRef<void(uint64_t id)> wrong) {
+    Outcome out = Begin(*sender_side_, RequestOf(pages, peer()));
+    EXPECT_EQ(out.ticket.get(), "ticket");
+    wrong(out.id);
+    const Result result = out.done.get();
+    EXPECT_EQ(result.status().code(), absl::StatusCode::kInvalidArgument) << result.status();
+    return DetailOf(result.status()).field;
+  };
+  EXPECT_EQ(field_of([&](uint64_t id) {
+              HandOffPart last = NothingMore();
+              last.withdrawn = {2};
+              sender_side_->Finish(id, last);
+            }),
+            "withdrawn[0]");
+  EXPECT_EQ(field_of([&](uint64_t id) {
+              sender_side_->Post(id, {PageOf(pages, 1)});
+              HandOffPart last = NothingMore();
+              last.withdrawn = {1};
+              sender_side_->Finish(id, last);
+            }),
+            "withdrawn[0]");
+  EXPECT_EQ(field_of([&](uint64_t id) {
+              sender_side_->Post(id, {PageOf(pages, 1), PageOf(pages, 1)});
+            }),
+            "posted page");
+  EXPECT_EQ(field_of([&](uint64_t id) { sender_side_->Post(id, {{0, pages[1], 0}}); }), "page 0 bytes");
+  EXPECT_EQ(field_of([&](uint64_t id) { sender_side_->Post(id, {{2, pages[1], 0}}); }), "posted page");
+  EXPECT_EQ(receiver_.WaitForAborts(1)[0].code(), absl::StatusCode::kCancelled);
+}
+
+TEST_F(TransportTest, RefusedLastPartReachesTheSender) {
+  receiver_.refuse_last = FieldError(absl::StatusCode::kResourceExhausted, "slots", "9", "at most 8");
+  ExpectAnswer(SendAndWait(RandomPages({100}, 1)).status(), receiver_.refuse_last);
+  EXPECT_EQ(receiver_.WaitForAborts(1).size(), 1u);
+  EXPECT_EQ(receiver_.live, 0);
+}
+
+TEST_F(TransportTest, FullReceiverLetsItWait) {
+  receiver_.hold_offers = true;
+  const std::vector<Page> pages = RandomPages({100}, 1);
+  Outcome out = Send(pages);
+  receiver_.WaitForOffers(1);
+  while (*out.waits == 0) std::this_thread::yield();
+  receiver_.ReleaseOffers();
+  EXPECT_EQ(out.done.get().status(), absl::OkStatus());
+}
+
+TEST_F(TransportTest, ProbeTellsTheLoad) {
+  receiver_.hold_offers = true;
+  const std::vector<Page> pages = RandomPages({100, 50}, 1);
+  Outcome out = Send(pages);
+  receiver_.WaitForOffers(1);
+  std::promise<absl::StatusOr<ReceiverLoad>> promise;
+  sender_side_->Probe(peer(), [&](absl::StatusOr<ReceiverLoad> load) { promise.set_value(std::move(load)); });
+  const absl::StatusOr<ReceiverLoad> load = promise.get_future().get();
+  ASSERT_TRUE(load.ok()) << load.status();
+  EXPECT_EQ(load->capacity_bytes, 1000u);
+  EXPECT_EQ(load->free_bytes, 600u);
+  EXPECT_EQ(load->waiting_offers, 3u);
+  EXPECT_EQ(load->active_transfers, 1u);
+  EXPECT_EQ(load->queued_bytes, 150u);
+  receiver_.ReleaseOffers();
+  EXPECT_TRUE(out.done.get().ok());
+  std::promise<absl::StatusOr<ReceiverLoad>> nobody;
+  sender_side_->Probe("127.0.0.1:1", [&](absl::StatusOr<ReceiverLoad> l) { nobody.set_value(std::move(l)); });
+  EXPECT_EQ(nobody.get_future().get().status().code(), absl::StatusCode::kUnavailable);
 }
 
 TEST_F(TransportTest, RefusalReachesTheSenderWithItsDetail) {
@@ -145,24 +258,26 @@ TEST_F(TransportTest, TargetsOfTheWrongSizeAreNeverWritten) {
 }
 
 TEST_F(TransportTest, WrongChecksumIsDataLossAndNothingCompletes) {
+  // The sender's memory has changed since the checksum was made: sending it again does not help.
   const std::vector<Page> pages = RandomPages({1000, 300000, 1000}, 2);
-  SendRequest request = RequestOf(pages, peer());
-  request.pages[1].checksum ^= 1;
-  const Result result = Send(request).get();
+  std::vector<SendPage> posted = PagesOf(pages);
+  posted[1].checksum ^= 1;
+  const Result result = SendAll(*sender_side_, RequestOf(pages, peer()), posted).done.get();
   EXPECT_EQ(result.status().code(), absl::StatusCode::kDataLoss) << result.status();
   EXPECT_EQ(DetailOf(result.status()).field, "checksum of page 1");
   EXPECT_EQ(receiver_.WaitForAborts(1)[0].code(), absl::StatusCode::kDataLoss);
   EXPECT_TRUE(receiver_.completed().empty());
-  EXPECT_EQ(receiver_metrics_.checksum_failures.Value(), 1);
+  EXPECT_EQ(receiver_metrics_.checksum_failures.Value(), 4);
   EXPECT_EQ(sender_metrics_.sent.transfers(TransferResult::kChecksum).Value(), 1);
   EXPECT_TRUE(SendAndWait(pages).ok());
 }
 
 TEST_F(TransportTest, WrongChecksumEarlyInALongTransferStillTellsWhy) {
   const std::vector<Page> pages = RandomPages(std::vector<size_t>(64, 256 << 10), 2);
-  SendRequest request = RequestOf(pages, peer());
-  request.pages[0].checksum ^= 1;
-  EXPECT_EQ(Send(request).get().status().code(), absl::StatusCode::kDataLoss);
+  std::vector<SendPage> posted = PagesOf(pages);
+  posted[0].checksum ^= 1;
+  EXPECT_EQ(SendAll(*sender_side_, RequestOf(pages, peer()), posted).done.get().status().code(),
+            absl::StatusCode::kDataLoss);
 }
 
 TEST_F(TransportTest, NobodyListensThere) {
@@ -171,7 +286,7 @@ TEST_F(TransportTest, NobodyListensThere) {
     RawSocket listener = RawSocket::Listen();
     closed = listener.address();
   }
-  const Result result = Send(RequestOf(RandomPages({1}, 1), closed)).get();
+  const Result result = Send({}, RequestOf({}, closed)).done.get();
   EXPECT_EQ(result.status().code(), absl::StatusCode::kUnavailable);
   EXPECT_NE(result.status().message().find(closed), absl::string_view::npos);
   EXPECT_EQ(sender_side_->Peers()[0].failures, 1u);
@@ -180,25 +295,28 @@ TEST_F(TransportTest, NobodyListensThere) {
 TEST_F(TransportTest, BadRequestsNameTheField) {
   const std::vector<Page> pages = RandomPages({4}, 1);
   const auto field_of = [&](SendRequest request) {
-    const absl::Status status = Send(std::move(request)).get().status();
+    const absl::Status status = Send({}, std::move(request)).done.get().status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
     return DetailOf(status).field;
   };
   EXPECT_EQ(field_of(RequestOf(pages, "nowhere")), "peer");
   EXPECT_EQ(field_of(RequestOf(pages, "127.0.0.1:0")), "peer");
   SendRequest request = RequestOf(pages, peer());
-  request.manifest.clear();
+  request.first.manifest.clear();
   EXPECT_EQ(field_of(request), "manifest bytes");
-  request.manifest.assign(SendRequest::kManifestBytesMax + 1, 'm');
+  request.first.manifest.assign(HandOffPart::kManifestBytesMax + 1, 'm');
   EXPECT_EQ(field_of(request), "manifest bytes");
   request = RequestOf(pages, peer());
-  request.pages.push_back({});
+  request.first.page_bytes.push_back(0);
   EXPECT_EQ(field_of(request), "page 1 bytes");
   request = RequestOf(pages, peer());
-  request.timeout_ms = -1;
-  EXPECT_EQ(field_of(request), "timeout_ms");
+  request.stall_ms = -1;
+  EXPECT_EQ(field_of(request), "stall_ms");
   request = RequestOf(pages, peer());
-  request.pages.resize(SendRequest::kPagesMax + 1, request.pages[0]);
+  request.room_ms = -1;
+  EXPECT_EQ(field_of(request), "room_ms");
+  request = RequestOf(pages, peer());
+  request.first.page_bytes.resize(HandOffPart::kPagesMax + 1, 1);
   EXPECT_EQ(field_of(request), "pages");
 }
 
@@ -219,6 +337,15 @@ TEST_F(TransportTest, BadOptionsNameTheField) {
   options = SenderOptions();
   options.stall_ms = 0;
   EXPECT_EQ(field_of(options), "stall_ms");
+  options = SenderOptions();
+  options.lanes = 0;
+  EXPECT_EQ(field_of(options), "lanes");
+  options.lanes = 1;
+  options.lanes_max = kLanesMax + 1;
+  EXPECT_EQ(field_of(options), "lanes_max");
+  options.lanes_max = 1;
+  options.window_bytes = 0;
+  EXPECT_EQ(field_of(options), "window_bytes");
   options = ReceiverOptions();
   RawSocket listener = RawSocket::Listen();
   options.listen = listener.address();
@@ -229,125 +356,173 @@ TEST_F(TransportTest, BadOptionsNameTheField) {
 TEST_F(TransportTest, PeersByNameAndIPv6) {
   const std::vector<Page> pages = RandomPages({1000}, 1);
   const std::string port = peer().substr(peer().rfind(':'));
-  EXPECT_TRUE(Send(RequestOf(pages, "localhost" + port)).get().ok());
+  EXPECT_TRUE(Send(pages, RequestOf(pages, "localhost" + port)).done.get().ok());
   TcpTransport::Options options = ReceiverOptions();
   options.listen = "[::1]:0";
   auto other = TcpTransport::Create(options);
   if (!other.ok()) GTEST_SKIP() << "no IPv6 loopback: " << other.status();
-  EXPECT_TRUE(Send(RequestOf(pages, (*other)->listen_address())).get().ok());
+  EXPECT_TRUE(Send(pages, RequestOf(pages, (*other)->listen_address())).done.get().ok());
 }
 
 TEST_F(TransportTest, SilentReceiverIsADeadline) {
   RawSocket listener = RawSocket::Listen();  // never accepts
-  SendRequest request = RequestOf(RandomPages({100}, 1), listener.address());
-  request.timeout_ms = 50;
-  const Result result = Send(request).get();
+  SendRequest request = RequestOf({}, listener.address());
+  request.stall_ms = 50;
+  const Result result = Send({}, request).done.get();
   EXPECT_EQ(result.status().code(), absl::StatusCode::kDeadlineExceeded) << result.status();
   EXPECT_EQ(sender_metrics_.sent.transfers(TransferResult::kTimeout).Value(), 1);
 }
 
+// A receiver of one hand-off, played by the test: its two connections, up to the first page.
+struct PlayedReceiver {
+  explicit PlayedReceiver(size_t pages) : control(-1), lane(-1), count(pages) {}
+  void Accept(RawSocket& listener) {
+    control = listener.Accept();
+    control.Write(EncodeHello({}));
+    control.Expect<HelloFrame>();
+    control.Expect<OfferFrame>();
+    AcceptFrame accept;
+    accept.window = 64 << 20;
+    accept.ticket = "ticket";
+    accept.wanted = PageBitmap(count);
+    for (uint32_t i = 0; i < count; ++i) accept.wanted.Add(i);
+    control.Write(EncodeAccept(accept));
+    lane = listener.Accept();
+    lane.Write(EncodeHello({}));
+    lane.Expect<HelloFrame>();
+    EXPECT_EQ(lane.Expect<JoinFrame>().lane, 1u);
+    lane.Write(EncodeJoined({false, PageBitmap(count)}));
+  }
+  RawSocket control, lane;
+  size_t count;
+};
+
 TEST_F(TransportTest, ReceiverThatStopsReadingIsADeadline) {
+  TcpTransport::Options options = SenderOptions();
+  options.lanes = 1;
+  sender_side_ = Make(options);
   RawSocket listener = RawSocket::Listen();
   const std::vector<Page> pages = RandomPages(std::vector<size_t>(64, 1 << 20), 1);
   SendRequest request = RequestOf(pages, listener.address());
-  request.timeout_ms = 100;
-  std::future<Result> result = Send(request);
-  RawSocket connection = listener.Accept();
-  connection.Write(EncodeHello());
-  EXPECT_TRUE(std::holds_alternative<HelloFrame>(*connection.ReadFrame()));
-  EXPECT_TRUE(std::holds_alternative<OfferFrame>(*connection.ReadFrame()));
-  connection.Write(EncodeAnswer({64, std::vector<uint8_t>(8, 0xff)}));
-  EXPECT_EQ(result.get().status().code(), absl::StatusCode::kDeadlineExceeded);
+  request.stall_ms = 200;
+  Outcome out = Send(pages, request);
+  PlayedReceiver receiver(64);
+  receiver.Accept(listener);
+  // It answers pings, and takes no page.
+  std::atomic<bool> over{false};
+  std::thread pings([&] {
+    while (!over && receiver.control.Write(EncodeEmpty(FrameType::kPing))) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  });
+  const absl::Status status = out.done.get().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_NE(status.message().find("without a page taken"), absl::string_view::npos) << status;
+  over = true;
+  pings.join();
 }
 
-TEST_F(TransportTest, SlowAnswerIsADeadlineAndTheLateHandOffIsAborted) {
+TEST_F(TransportTest, ReceiverThatFallsSilentIsADeadline) {
+  TcpTransport::Options options = SenderOptions();
+  options.lanes = 1;
+  sender_side_ = Make(options);
+  RawSocket listener = RawSocket::Listen();
+  const std::vector<Page> pages = RandomPages({100}, 1);
+  SendRequest request = RequestOf(pages, listener.address());
+  request.stall_ms = 100;
+  Outcome out = Send(pages, request);
+  PlayedReceiver receiver(1);
+  receiver.Accept(listener);
+  const absl::Status status = out.done.get().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_NE(status.message().find("without a sign"), absl::string_view::npos) << status;
+}
+
+TEST_F(TransportTest, SlowAnswerIsNoStall) {
   receiver_.hold_offers = true;
-  SendRequest request = RequestOf(RandomPages({100}, 1), peer());
-  request.timeout_ms = 50;
-  EXPECT_EQ(Send(request).get().status().code(), absl::StatusCode::kDeadlineExceeded);
+  const std::vector<Page> pages = RandomPages({100}, 1);
+  SendRequest request = RequestOf(pages, peer());
+  request.stall_ms = 50;
+  Outcome out = Send(pages, request);
   receiver_.WaitForOffers(1);
+  EXPECT_EQ(out.done.wait_for(std::chrono::milliseconds(300)), std::future_status::timeout);
   receiver_.ReleaseOffers();
-  receiver_.WaitForAborts(1);
-  EXPECT_EQ(receiver_.live, 0);
-  EXPECT_TRUE(receiver_.completed().empty());
+  EXPECT_EQ(out.done.get().status(), absl::OkStatus());
 }
 
 TEST_F(TransportTest, ReceiverThatDiesIsUnavailable) {
   for (const int stage : {0, 1, 2}) {
-    RawSocket listener = RawSocket::Listen();
+    absl::optional<RawSocket> listener(RawSocket::Listen());
     const std::vector<Page> pages = RandomPages(std::vector<size_t>(64, 1 << 20), 1);
-    std::future<Result> result = Send(RequestOf(pages, listener.address()));
-    {
-      RawSocket connection = listener.Accept();
-      if (stage > 0) connection.Write(EncodeHello());
-      if (stage > 1) {
-        connection.Read(kHelloBytes);
-        EXPECT_TRUE(std::holds_alternative<OfferFrame>(*connection.ReadFrame()));
-        connection.Write(EncodeAnswer({64, std::vector<uint8_t>(8, 0xff)}));
-        connection.Read(1000000);
-      }
+    SendRequest request = RequestOf(pages, listener->address());
+    request.stall_ms = 200;
+    Outcome out = Send(pages, request);
+    if (stage < 2) {
+      RawSocket connection = listener->Accept();
+      listener.reset();
+      if (stage > 0) connection.Write(EncodeHello({}));
+    } else {
+      PlayedReceiver receiver(64);
+      receiver.Accept(*listener);
+      listener.reset();
+      receiver.lane.Read(1000000);
     }
-    EXPECT_EQ(result.get().status().code(), absl::StatusCode::kUnavailable) << stage;
+    EXPECT_EQ(out.done.get().status().code(), absl::StatusCode::kUnavailable) << stage;
   }
 }
 
 TEST_F(TransportTest, CancelBeforeTheAnswer) {
   receiver_.hold_offers = true;
-  uint64_t id = 0;
-  std::future<Result> result = Send(RequestOf(RandomPages({100}, 1), peer()), &id);
+  const std::vector<Page> pages = RandomPages({100}, 1);
+  Outcome out = Send(pages);
   receiver_.WaitForOffers(1);
-  sender_side_->Cancel(id + 1);  // unknown: ignored
-  sender_side_->Cancel(id);
-  EXPECT_EQ(result.get().status().code(), absl::StatusCode::kCancelled);
+  sender_side_->Cancel(out.id + 1);  // unknown: ignored
+  sender_side_->Cancel(out.id);
+  EXPECT_EQ(out.done.get().status().code(), absl::StatusCode::kCancelled);
   receiver_.ReleaseOffers();
-  receiver_.WaitForAborts(
-      1);  // CANCELLED, or UNAVAILABLE if the connection closed before the frame that says so could be written
+  receiver_.WaitForAborts(1);
   EXPECT_EQ(receiver_.live, 0);
   EXPECT_TRUE(receiver_.completed().empty());
-  sender_side_->Cancel(id);
+  sender_side_->Cancel(out.id);
   EXPECT_EQ(sender_metrics_.sent.transfers(TransferResult::kCancelled).Value(), 1);
 }
 
 TEST_F(TransportTest, CancelAmongPages) {
-  RawSocket listener = RawSocket::Listen();
-  const std::vector<Page> pages = RandomPages(std::vector<size_t>(64, 1 << 20), 1);
-  uint64_t id = 0;
-  std::future<Result> result = Send(RequestOf(pages, listener.address()), &id);
-  RawSocket connection = listener.Accept();
-  connection.Write(EncodeHello());
-  connection.Read(kHelloBytes);
-  EXPECT_TRUE(std::holds_alternative<OfferFrame>(*connection.ReadFrame()));
-  connection.Write(EncodeAnswer({64, std::vector<uint8_t>(8, 0xff)}));
-  EXPECT_EQ(connection.Read(100000).size(), 100000u);
-  sender_side_->Cancel(id);
-  EXPECT_EQ(result.get().status().code(), absl::StatusCode::kCancelled);
-  EXPECT_LT(connection.ReadToEnd().size(), size_t{64} << 20);
+  const std::vector<Page> pages = RandomPages({1000, 2000}, 1);
+  Outcome out = Begin(*sender_side_, RequestOf(pages, peer()));
+  sender_side_->Post(out.id, {PageOf(pages, 0)});
+  receiver_.WaitForArrivals(1);
+  sender_side_->Cancel(out.id);
+  EXPECT_EQ(out.done.get().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(receiver_.WaitForAborts(1)[0].code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(receiver_.live, 0);
 }
 
 TEST_F(TransportTest, DestructorFailsSendsAndAbortsReceipts) {
   const std::vector<Page> pages = RandomPages({100, 200}, 1);
   RawSocket listener = RawSocket::Listen();
-  std::future<Result> to_silence = Send(RequestOf(pages, listener.address()));
-  RawSocket sender = RawSocket::Connect(peer());
-  const std::string stream = StreamOf(pages);
-  sender.Write(stream.substr(0, stream.size() - 100));
-  receiver_.WaitForOffers(1);
-  EXPECT_TRUE(std::holds_alternative<HelloFrame>(*sender.ReadFrame()));
-  EXPECT_TRUE(std::holds_alternative<AnswerFrame>(*sender.ReadFrame()));
-  sender_side_.reset();
-  EXPECT_EQ(to_silence.get().status().code(), absl::StatusCode::kCancelled);
+  Outcome to_silence = Send({}, RequestOf({}, listener.address()));
+  Outcome half = Begin(*sender_side_, RequestOf(pages, peer()));
+  sender_side_->Post(half.id, {PageOf(pages, 0)});
+  receiver_.WaitForArrivals(1);
+  RawSocket visitor = RawSocket::Connect(peer());
+  visitor.Write(EncodeHello({}));
   receiver_side_.reset();
   EXPECT_EQ(receiver_.WaitForAborts(1)[0].code(), absl::StatusCode::kCancelled);
   EXPECT_EQ(receiver_.live, 0);
   EXPECT_TRUE(receiver_.completed().empty());
+  sender_side_.reset();
+  EXPECT_EQ(to_silence.done.get().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(half.done.get().status().code(), absl::StatusCode::kCancelled);
 }
 
 TEST_F(TransportTest, HandOffOfferedAfterTheDestructorIsDestroyed) {
   receiver_.hold_offers = true;
-  std::future<Result> result = Send(RequestOf(RandomPages({100}, 1), peer()));
+  const std::vector<Page> pages = RandomPages({100}, 1);
+  Outcome out = Send(pages);
   receiver_.WaitForOffers(1);
   receiver_side_.reset();
-  EXPECT_FALSE(result.get().ok());
+  EXPECT_FALSE(out.done.get().ok());
   receiver_.ReleaseOffers();
   EXPECT_EQ(receiver_.live, 0);
   EXPECT_EQ(receiver_.aborts(), 0u);
@@ -355,10 +530,10 @@ TEST_F(TransportTest, HandOffOfferedAfterTheDestructorIsDestroyed) {
 
 TEST_F(TransportTest, HandOffsAtOnce) {
   std::vector<std::vector<Page>> sent;
-  std::vector<std::future<Result>> results;
+  std::vector<Outcome> results;
   for (int i = 0; i < 8; ++i) sent.push_back(RandomPages(std::vector<size_t>(40, 30001 + i), i));
-  for (const auto& pages : sent) results.push_back(Send(RequestOf(pages, peer())));
-  for (auto& result : results) EXPECT_TRUE(result.get().ok());
+  for (const auto& pages : sent) results.push_back(Send(pages));
+  for (auto& result : results) EXPECT_TRUE(result.done.get().ok());
   auto completed = receiver_.completed();
   ASSERT_EQ(completed.size(), sent.size());
   std::sort(completed.begin(), completed.end());
@@ -373,21 +548,21 @@ TEST_F(TransportTest, MoreThanTheLimitsAreRefused) {
   options.incoming_max = 1;
   receiver_side_ = Make(options);
   const std::vector<Page> pages = RandomPages({100}, 1);
-  std::future<Result> first = Send(RequestOf(pages, peer()));
+  Outcome first = Send(pages);
   receiver_.WaitForOffers(1);
   EXPECT_EQ(SendAndWait(pages).status().code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(receiver_metrics_.connections_refused.Value(), 1);
   receiver_.ReleaseOffers();
-  EXPECT_TRUE(first.get().ok());
+  EXPECT_TRUE(first.done.get().ok());
 
   TcpTransport::Options few = SenderOptions();
   few.outgoing_max = 1;
   sender_side_ = Make(few);
   RawSocket listener = RawSocket::Listen();
-  std::future<Result> stuck = Send(RequestOf(pages, listener.address()));
+  Outcome stuck = Send({}, RequestOf({}, listener.address()));
   EXPECT_EQ(SendAndWait(pages).status().code(), absl::StatusCode::kResourceExhausted);
   sender_side_.reset();
-  EXPECT_EQ(stuck.get().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(stuck.done.get().status().code(), absl::StatusCode::kCancelled);
 }
 
 TEST_F(TransportTest, TooManyBytesAreRefused) {
@@ -399,8 +574,8 @@ TEST_F(TransportTest, TooManyBytesAreRefused) {
   options.offer_buffer_bytes_max = 1 << 20;
   receiver_side_ = Make(options);
   SendRequest request = RequestOf({}, peer());
-  request.manifest.assign(4 << 20, 'm');
-  EXPECT_EQ(Send(request).get().status().code(), absl::StatusCode::kResourceExhausted);
+  request.first.manifest.assign(4 << 20, 'm');
+  EXPECT_EQ(Send({}, request).done.get().status().code(), absl::StatusCode::kResourceExhausted);
   EXPECT_TRUE(SendAndWait(RandomPages({99}, 1)).ok());
 }
 

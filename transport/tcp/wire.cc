@@ -1,5 +1,7 @@
 #include "transport/tcp/wire.h"
 
+#include <xxhash.h>
+
 #include <cstring>
 #include <utility>
 
@@ -8,6 +10,20 @@
 
 namespace kvmanager::tcp {
 namespace {
+
+constexpr size_t kTokenBytes = sizeof(Token);
+constexpr size_t kOfferFixedBytes = 32;
+constexpr size_t kJoinBytes = 24;
+constexpr size_t kAcceptFixedBytes = 24;
+constexpr size_t kLastFixedBytes = 16;
+constexpr size_t kExtendedFixedBytes = 8;
+constexpr size_t kGotFixedBytes = 8;
+constexpr size_t kJoinedFixedBytes = 8;
+constexpr size_t kErrorFixedBytes = 20;
+constexpr size_t kLoadBytes = 40;
+constexpr size_t kHelloCheckAt = 12;
+constexpr size_t kHeaderCheckAt = 4;
+constexpr uint64_t kBitmapBytesMax = (HandOffPart::kPagesMax + 7) / 8;
 
 uint16_t Load16(const uint8_t* p) { return static_cast<uint16_t>(p[0] | p[1] << 8); }
 uint32_t Load32(const uint8_t* p) { return Load16(p) | static_cast<uint32_t>(Load16(p + 2)) << 16; }
@@ -19,18 +35,37 @@ void Store(uint8_t* p, uint64_t value, int bytes) {
 void Append(std::string& out, uint64_t value, int bytes) {
   for (int i = 0; i < bytes; ++i) out.push_back(static_cast<char>(value >> (8 * i)));
 }
+void Append(std::string& out, absl::Span<const uint8_t> bytes) { out.append(bytes.begin(), bytes.end()); }
 
-absl::Status OutOfRange(absl::string_view field, uint64_t value, uint64_t min, uint64_t max) {
-  return InvalidField(field, value, absl::StrCat(min, "..", max));
+/// The check of a frame that has it at `at`.
+uint32_t CheckOf(absl::Span<const uint8_t> frame, size_t at) {
+  return static_cast<uint32_t>(
+      XXH3_64bits_withSeed(frame.data() + at + 4, frame.size() - at - 4, Load32(&frame[at - 4])));
+}
+void Seal(uint8_t* frame, size_t size, size_t at) { Store(frame + at, CheckOf({frame, size}, at), 4); }
+std::string Sealed(std::string frame, size_t at = kHeaderCheckAt) {
+  Seal(reinterpret_cast<uint8_t*>(frame.data()), frame.size(), at);
+  return frame;
+}
+absl::Status VerifyCheck(absl::Span<const uint8_t> frame, size_t at) {
+  const uint32_t said = Load32(&frame[at]);
+  const uint32_t is = CheckOf(frame, at);
+  if (said == is) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kDataLoss, "frame check", absl::StrCat(absl::Hex(is, absl::kZeroPad8)),
+                    absl::StrCat(absl::Hex(said, absl::kZeroPad8)));
 }
 
 absl::Status CheckRange(absl::string_view field, uint64_t value, uint64_t min, uint64_t max) {
-  return value < min || value > max ? OutOfRange(field, value, min, max) : absl::OkStatus();
+  if (value >= min && value <= max) return absl::OkStatus();
+  return InvalidField(field, value, absl::StrCat(min, "..", max));
 }
-
-const char* TypeName(FrameType type) {
-  static constexpr const char* kNames[] = {"", "OFFER", "ANSWER", "PAGE", "END", "DONE", "ERROR", "CANCEL"};
-  return kNames[static_cast<int>(type)];
+absl::Status CheckBodyBytes(FrameType type, uint64_t bytes, uint64_t expected) {
+  if (bytes == expected) return absl::OkStatus();
+  return InvalidField(absl::StrCat(FrameTypeName(type), " body bytes"), bytes, absl::StrCat(expected));
+}
+absl::Status CheckZero(FrameType type, uint32_t value) {
+  if (value == 0) return absl::OkStatus();
+  return InvalidField(absl::StrCat(FrameTypeName(type), " reserved"), value, "0");
 }
 
 std::string Printable(const uint8_t* bytes, size_t size) {
@@ -45,20 +80,33 @@ struct Bounds {
   uint64_t min, max;
 };
 Bounds BodyBounds(FrameType type) {
+  constexpr uint64_t kPartMax = HandOffPart::kManifestBytesMax + 4 * HandOffPart::kPagesMax;
   switch (type) {
     case FrameType::kOffer:
-      return {kOfferFixedBytes + 1, kOfferBytesMax};
-    case FrameType::kAnswer:
-      return {kAnswerFixedBytes, kAnswerFixedBytes + (SendRequest::kPagesMax + 7) / 8};
-    case FrameType::kPage:
-      return {1, SendRequest::kPageBytesMax};
-    case FrameType::kEnd:
-      return {kEndBytes, kEndBytes};
-    case FrameType::kDone:
-      return {0, kTicketBytesMax};
+      return {kOfferFixedBytes + 1, kOfferFixedBytes + kPartMax};
+    case FrameType::kJoin:
+      return {kJoinBytes, kJoinBytes};
+    case FrameType::kAccept:
+      return {kAcceptFixedBytes + 1, kAcceptFixedBytes + HandOffReceiver::kTicketBytesMax + kBitmapBytesMax};
+    case FrameType::kLast:
+      return {kLastFixedBytes + 1, kLastFixedBytes + kPartMax + 4 * HandOffPart::kPagesMax};
+    case FrameType::kExtended:
+      return {kExtendedFixedBytes, kExtendedFixedBytes + kBitmapBytesMax};
+    case FrameType::kPages:
+      return {kPageRecordBytes, kPageRecordBytes * kPagesPerFrameMax};
+    case FrameType::kGot:
+      return {kGotFixedBytes, kGotFixedBytes + 4 * kGotPagesMax};
+    case FrameType::kJoined:
+      return {kJoinedFixedBytes, kJoinedFixedBytes + kBitmapBytesMax};
+    case FrameType::kWaiting:
     case FrameType::kError:
       return {kErrorFixedBytes, kErrorFixedBytes + 4 * kErrorTextBytesMax};
+    case FrameType::kLoad:
+      return {kLoadBytes, kLoadBytes};
+    case FrameType::kPing:
+    case FrameType::kDone:
     case FrameType::kCancel:
+    case FrameType::kProbe:
       return {0, 0};
   }
   return {0, 0};
@@ -69,52 +117,142 @@ absl::StatusOr<Frame> ParseHello(absl::Span<const uint8_t> bytes) {
   HelloFrame hello;
   hello.version = Load16(&bytes[8]);
   hello.version_min = Load16(&bytes[10]);
-  hello.features = Load64(&bytes[16]);
-  if (Load32(&bytes[12]) != 0) return InvalidField("hello reserved", Load32(&bytes[12]), "0");
+  hello.features = Load32(&bytes[16]);
+  hello.stall_ms = Load32(&bytes[20]);
   KV_RETURN_IF_ERROR(CheckRange("hello version", hello.version, 1, UINT16_MAX));
   KV_RETURN_IF_ERROR(CheckRange("hello version_min", hello.version_min, 1, hello.version));
+  // The rest is version 2's: of a version that cannot be spoken, the version alone is looked at.
+  if (!CheckVersion(hello).ok()) return Frame(hello);
+  KV_RETURN_IF_ERROR(VerifyCheck(bytes, kHelloCheckAt));
+  KV_RETURN_IF_ERROR(CheckRange("hello stall_ms", hello.stall_ms, 1, kStallMsMax));
   return Frame(hello);
 }
 
+template <typename T>
+std::vector<T> ParseList(const uint8_t* p, uint64_t count) {
+  std::vector<T> list(count);
+  for (uint64_t i = 0; i < count; ++i) list[i] = Load32(p + 4 * i);
+  return list;
+}
+
 absl::StatusOr<Frame> ParseOffer(absl::Span<const uint8_t> body) {
-  const uint64_t manifest_bytes = Load32(&body[0]);
-  const uint64_t page_count = Load32(&body[4]);
-  KV_RETURN_IF_ERROR(CheckRange("offer manifest bytes", manifest_bytes, 1, SendRequest::kManifestBytesMax));
-  KV_RETURN_IF_ERROR(CheckRange("offer pages", page_count, 0, SendRequest::kPagesMax));
-  const uint64_t expected = kOfferFixedBytes + page_count * kPageRecordBytes + manifest_bytes;
-  if (body.size() != expected) return InvalidField("offer body bytes", body.size(), absl::StrCat(expected));
   OfferFrame offer;
-  offer.page_bytes.resize(page_count);
-  offer.page_checksums.resize(page_count);
-  const uint8_t* record = &body[kOfferFixedBytes];
-  for (uint64_t i = 0; i < page_count; ++i, record += kPageRecordBytes) {
-    const uint64_t page_bytes = Load64(record);
-    if (page_bytes < 1 || page_bytes > SendRequest::kPageBytesMax) {
-      return OutOfRange(absl::StrCat("offer page ", i, " bytes"), page_bytes, 1, SendRequest::kPageBytesMax);
-    }
-    offer.page_bytes[i] = page_bytes;
-    offer.page_checksums[i] = Load64(record + 8);
-    offer.total_bytes += page_bytes;
-  }
-  offer.manifest.assign(reinterpret_cast<const char*>(record), manifest_bytes);
+  std::memcpy(offer.token.data(), body.data(), kTokenBytes);
+  offer.room_ms = Load32(&body[16]);
+  const uint64_t manifest_bytes = Load32(&body[20]);
+  const uint64_t pages = Load32(&body[24]);
+  KV_RETURN_IF_ERROR(CheckRange("OFFER room_ms", static_cast<uint64_t>(offer.room_ms), 0, SendRequest::kRoomMsMax));
+  KV_RETURN_IF_ERROR(CheckRange("manifest bytes", manifest_bytes, 1, HandOffPart::kManifestBytesMax));
+  KV_RETURN_IF_ERROR(CheckRange("pages", pages, 0, HandOffPart::kPagesMax));
+  KV_RETURN_IF_ERROR(CheckZero(FrameType::kOffer, Load32(&body[28])));
+  KV_RETURN_IF_ERROR(CheckBodyBytes(FrameType::kOffer, body.size(), kOfferFixedBytes + 4 * pages + manifest_bytes));
+  offer.part.page_bytes = ParseList<uint64_t>(&body[kOfferFixedBytes], pages);
+  offer.part.manifest.assign(body.end() - manifest_bytes, body.end());
+  KV_RETURN_IF_ERROR(CheckPart(offer.part, 0));
   return Frame(std::move(offer));
 }
 
-absl::StatusOr<Frame> ParseAnswer(absl::Span<const uint8_t> body) {
-  AnswerFrame answer;
-  answer.page_count = Load32(&body[0]);
-  KV_RETURN_IF_ERROR(CheckRange("answer pages", answer.page_count, 0, SendRequest::kPagesMax));
-  if (Load32(&body[4]) != 0) return InvalidField("answer reserved", Load32(&body[4]), "0");
-  const uint64_t expected = kAnswerFixedBytes + (answer.page_count + 7) / 8;
-  if (body.size() != expected) return InvalidField("answer body bytes", body.size(), absl::StrCat(expected));
-  answer.bitmap.assign(body.begin() + kAnswerFixedBytes, body.end());
-  if (answer.page_count % 8 != 0 && answer.bitmap.back() >> (answer.page_count % 8) != 0) {
-    return InvalidField("answer bitmap's last byte", static_cast<int>(answer.bitmap.back()), "zero past the last page");
-  }
-  return Frame(std::move(answer));
+absl::StatusOr<Frame> ParseLast(absl::Span<const uint8_t> body) {
+  LastFrame last;
+  const uint64_t manifest_bytes = Load32(&body[0]);
+  const uint64_t pages = Load32(&body[4]);
+  const uint64_t withdrawn = Load32(&body[8]);
+  KV_RETURN_IF_ERROR(CheckRange("manifest bytes", manifest_bytes, 1, HandOffPart::kManifestBytesMax));
+  KV_RETURN_IF_ERROR(CheckRange("pages", pages, 0, HandOffPart::kPagesMax));
+  KV_RETURN_IF_ERROR(CheckRange("withdrawn pages", withdrawn, 0, HandOffPart::kPagesMax));
+  KV_RETURN_IF_ERROR(CheckZero(FrameType::kLast, Load32(&body[12])));
+  KV_RETURN_IF_ERROR(
+      CheckBodyBytes(FrameType::kLast, body.size(), kLastFixedBytes + 4 * (pages + withdrawn) + manifest_bytes));
+  last.part.page_bytes = ParseList<uint64_t>(&body[kLastFixedBytes], pages);
+  last.part.withdrawn = ParseList<uint32_t>(&body[kLastFixedBytes + 4 * pages], withdrawn);
+  last.part.manifest.assign(body.end() - manifest_bytes, body.end());
+  return Frame(std::move(last));
 }
 
-absl::StatusOr<Frame> ParseError(absl::Span<const uint8_t> body) {
+absl::StatusOr<PageBitmap> ParseBitmap(FrameType type, uint64_t pages, absl::Span<const uint8_t> bytes) {
+  KV_RETURN_IF_ERROR(CheckRange(absl::StrCat(FrameTypeName(type), " pages"), pages, 0, HandOffPart::kPagesMax));
+  PageBitmap bitmap(pages);
+  if (bytes.size() != bitmap.bits.size()) {
+    return InvalidField(absl::StrCat(FrameTypeName(type), " bitmap bytes"), bytes.size(),
+                        absl::StrCat(bitmap.bits.size()));
+  }
+  if (pages % 8 != 0 && bytes.back() >> (pages % 8) != 0) {
+    return InvalidField(absl::StrCat(FrameTypeName(type), " bitmap's last byte"), static_cast<int>(bytes.back()),
+                        "zero past the last page");
+  }
+  bitmap.bits.assign(bytes.begin(), bytes.end());
+  return bitmap;
+}
+
+absl::StatusOr<Frame> ParseAccept(absl::Span<const uint8_t> body) {
+  AcceptFrame accept;
+  accept.window = Load64(&body[0]);
+  accept.lanes = Load32(&body[8]);
+  const uint64_t ticket_bytes = Load32(&body[12]);
+  KV_RETURN_IF_ERROR(CheckRange("ACCEPT window", accept.window, 1, UINT64_MAX));
+  KV_RETURN_IF_ERROR(CheckRange("ACCEPT lanes", accept.lanes, 1, kLanesMax));
+  KV_RETURN_IF_ERROR(CheckRange("ACCEPT ticket bytes", ticket_bytes, 1, HandOffReceiver::kTicketBytesMax));
+  KV_RETURN_IF_ERROR(CheckZero(FrameType::kAccept, Load32(&body[20])));
+  absl::Span<const uint8_t> rest = body.subspan(kAcceptFixedBytes);
+  KV_RETURN_IF_ERROR(CheckRange("ACCEPT ticket bytes", ticket_bytes, 1, rest.size()));
+  accept.ticket.assign(rest.begin(), rest.begin() + static_cast<ptrdiff_t>(ticket_bytes));
+  KV_ASSIGN_OR_RETURN(accept.wanted, ParseBitmap(FrameType::kAccept, Load32(&body[16]), rest.subspan(ticket_bytes)));
+  return Frame(std::move(accept));
+}
+
+absl::StatusOr<Frame> ParsePages(absl::Span<const uint8_t> body) {
+  if (body.size() % kPageRecordBytes != 0) {
+    return InvalidField("PAGES body bytes", body.size(), absl::StrCat("a multiple of ", kPageRecordBytes));
+  }
+  PagesFrame frame;
+  frame.pages.resize(body.size() / kPageRecordBytes);
+  for (size_t i = 0; i < frame.pages.size(); ++i) {
+    const uint8_t* record = &body[i * kPageRecordBytes];
+    frame.pages[i] = {Load32(record), Load64(record + 8)};
+    KV_RETURN_IF_ERROR(CheckZero(FrameType::kPages, Load32(record + 4)));
+    KV_RETURN_IF_ERROR(CheckRange("page", frame.pages[i].page, 0, HandOffPart::kPagesMax - 1));
+  }
+  return Frame(std::move(frame));
+}
+
+absl::StatusOr<Frame> ParseGot(absl::Span<const uint8_t> body) {
+  GotFrame got;
+  got.window = Load64(&body[0]);
+  KV_RETURN_IF_ERROR(CheckRange("GOT window", got.window, 1, UINT64_MAX));
+  if ((body.size() - kGotFixedBytes) % 4 != 0) {
+    return InvalidField("GOT body bytes", body.size(), absl::StrCat(kGotFixedBytes, " and a multiple of 4"));
+  }
+  for (size_t at = kGotFixedBytes; at < body.size(); at += 4) got.pages.push_back(Load32(&body[at]));
+  return Frame(std::move(got));
+}
+
+absl::StatusOr<Frame> ParseJoin(absl::Span<const uint8_t> body) {
+  JoinFrame join;
+  std::memcpy(join.token.data(), body.data(), kTokenBytes);
+  join.lane = Load32(&body[16]);
+  KV_RETURN_IF_ERROR(CheckRange("JOIN lane", join.lane, 0, kLanesMax));
+  KV_RETURN_IF_ERROR(CheckZero(FrameType::kJoin, Load32(&body[20])));
+  return Frame(join);
+}
+
+absl::StatusOr<Frame> ParseJoined(absl::Span<const uint8_t> body) {
+  JoinedFrame joined;
+  KV_RETURN_IF_ERROR(CheckRange("JOINED last_known", Load32(&body[4]), 0, 1));
+  joined.last_known = Load32(&body[4]) == 1;
+  KV_ASSIGN_OR_RETURN(joined.arrived,
+                      ParseBitmap(FrameType::kJoined, Load32(&body[0]), body.subspan(kJoinedFixedBytes)));
+  return Frame(std::move(joined));
+}
+
+absl::StatusOr<Frame> ParseExtended(absl::Span<const uint8_t> body) {
+  ExtendedFrame extended;
+  KV_RETURN_IF_ERROR(CheckZero(FrameType::kExtended, Load32(&body[4])));
+  KV_ASSIGN_OR_RETURN(extended.wanted,
+                      ParseBitmap(FrameType::kExtended, Load32(&body[0]), body.subspan(kExtendedFixedBytes)));
+  return Frame(std::move(extended));
+}
+
+absl::StatusOr<Frame> ParseStatus(FrameType type, absl::Span<const uint8_t> body) {
   const uint32_t code = Load32(&body[0]);
   KV_RETURN_IF_ERROR(CheckRange("error code", code, 1, 16));
   uint64_t sizes[4];
@@ -124,36 +262,61 @@ absl::StatusOr<Frame> ParseError(absl::Span<const uint8_t> body) {
     KV_RETURN_IF_ERROR(CheckRange("error text bytes", sizes[i], 0, kErrorTextBytesMax));
     expected += sizes[i];
   }
-  if (body.size() != expected) return InvalidField("error body bytes", body.size(), absl::StrCat(expected));
+  KV_RETURN_IF_ERROR(CheckBodyBytes(type, body.size(), expected));
   std::string texts[4];
   const uint8_t* p = body.data() + kErrorFixedBytes;
   for (int i = 0; i < 4; p += sizes[i++]) texts[i] = Printable(p, sizes[i]);
   absl::Status status(static_cast<absl::StatusCode>(code), texts[0]);
-  return Frame(ErrorFrame{WithDetail(std::move(status), {texts[1], texts[2], texts[3]})});
+  status = WithDetail(std::move(status), {texts[1], texts[2], texts[3]});
+  return type == FrameType::kWaiting ? Frame(WaitingFrame{std::move(status)}) : Frame(ErrorFrame{std::move(status)});
 }
 
 std::string HeaderString(FrameType type, uint64_t body_bytes) {
-  std::string out(kHeaderBytes, '\0');
-  PutHeader({type, 0, body_bytes}, reinterpret_cast<uint8_t*>(out.data()));
+  std::string out;
+  out.reserve(kHeaderBytes + body_bytes);
+  Append(out, static_cast<uint8_t>(type), 4);
+  Append(out, 0, 4);
+  Append(out, body_bytes, 8);
   return out;
+}
+
+std::string EncodeStatus(FrameType type, const absl::Status& status) {
+  KV_CHECK(!status.ok());
+  const int raw_code = static_cast<int>(status.code());
+  const int code = raw_code >= 1 && raw_code <= 16 ? raw_code : static_cast<int>(absl::StatusCode::kUnknown);
+  const ErrorDetail detail = DetailOf(status);
+  std::string texts[4] = {std::string(status.message()), detail.field, detail.value, detail.bound};
+  size_t body_bytes = kErrorFixedBytes;
+  for (std::string& text : texts) {
+    if (text.size() > kErrorTextBytesMax) text.resize(kErrorTextBytesMax);
+    body_bytes += text.size();
+  }
+  std::string out = HeaderString(type, body_bytes);
+  Append(out, code, 4);
+  for (const std::string& text : texts) Append(out, text.size(), 4);
+  for (const std::string& text : texts) out += text;
+  return Sealed(std::move(out));
 }
 
 }  // namespace
 
+const char* FrameTypeName(FrameType type) {
+  static constexpr const char* kNames[] = {"",    "OFFER",  "JOIN", "WAITING", "ACCEPT", "LAST",   "EXTENDED", "PAGES",
+                                           "GOT", "JOINED", "PING", "DONE",    "ERROR",  "CANCEL", "PROBE",    "LOAD"};
+  return kNames[static_cast<int>(type)];
+}
+
 absl::StatusOr<FrameHeader> ParseHeader(absl::Span<const uint8_t> bytes) {
   if (bytes.size() != kHeaderBytes) return InvalidField("frame header bytes", bytes.size(), absl::StrCat(kHeaderBytes));
-  KV_RETURN_IF_ERROR(CheckRange("frame type", bytes[0], 1, 7));
+  KV_RETURN_IF_ERROR(CheckRange("frame type", bytes[0], 1, static_cast<int>(FrameType::kLoad)));
   FrameHeader header;
   header.type = static_cast<FrameType>(bytes[0]);
-  header.page = Load32(&bytes[4]);
+  header.check = Load32(&bytes[kHeaderCheckAt]);
   header.body_bytes = Load64(&bytes[8]);
   if (bytes[1] != 0 || bytes[2] != 0 || bytes[3] != 0) return InvalidField("frame reserved", "set", "0");
-  KV_RETURN_IF_ERROR(
-      CheckRange("frame page", header.page, 0, header.type == FrameType::kPage ? SendRequest::kPagesMax - 1 : 0));
   const Bounds bounds = BodyBounds(header.type);
-  if (header.body_bytes < bounds.min || header.body_bytes > bounds.max) {
-    return OutOfRange(absl::StrCat(TypeName(header.type), " body bytes"), header.body_bytes, bounds.min, bounds.max);
-  }
+  KV_RETURN_IF_ERROR(
+      CheckRange(absl::StrCat(FrameTypeName(header.type), " body bytes"), header.body_bytes, bounds.min, bounds.max));
   return header;
 }
 
@@ -166,23 +329,41 @@ absl::StatusOr<Frame> ParseFrame(absl::Span<const uint8_t> bytes) {
   }
   KV_ASSIGN_OR_RETURN(const FrameHeader header, ParseHeader(bytes.subspan(0, kHeaderBytes)));
   const absl::Span<const uint8_t> body = bytes.subspan(kHeaderBytes);
-  const uint64_t expected = header.type == FrameType::kPage ? 0 : header.body_bytes;
-  if (body.size() != expected) return InvalidField("frame body bytes", body.size(), absl::StrCat(expected));
+  if (body.size() != header.body_bytes) {
+    return InvalidField("frame body bytes", body.size(), absl::StrCat(header.body_bytes));
+  }
+  KV_RETURN_IF_ERROR(VerifyCheck(bytes, kHeaderCheckAt));
   switch (header.type) {
     case FrameType::kOffer:
       return ParseOffer(body);
-    case FrameType::kAnswer:
-      return ParseAnswer(body);
-    case FrameType::kPage:
-      return Frame(PageFrame{header.page, header.body_bytes});
-    case FrameType::kEnd:
-      return Frame(EndFrame{Load64(&body[0]), Load64(&body[8])});
+    case FrameType::kJoin:
+      return ParseJoin(body);
+    case FrameType::kAccept:
+      return ParseAccept(body);
+    case FrameType::kLast:
+      return ParseLast(body);
+    case FrameType::kExtended:
+      return ParseExtended(body);
+    case FrameType::kPages:
+      return ParsePages(body);
+    case FrameType::kGot:
+      return ParseGot(body);
+    case FrameType::kJoined:
+      return ParseJoined(body);
+    case FrameType::kPing:
+      return Frame(PingFrame{});
     case FrameType::kDone:
-      return Frame(DoneFrame{std::string(body.begin(), body.end())});
+      return Frame(DoneFrame{});
+    case FrameType::kWaiting:
     case FrameType::kError:
-      return ParseError(body);
+      return ParseStatus(header.type, body);
     case FrameType::kCancel:
       return Frame(CancelFrame{});
+    case FrameType::kProbe:
+      return Frame(ProbeFrame{});
+    case FrameType::kLoad:
+      return Frame(
+          LoadFrame{{Load64(&body[0]), Load64(&body[8]), Load64(&body[16]), Load64(&body[24]), Load64(&body[32])}});
   }
   return absl::InternalError("unreachable frame type");
 }
@@ -193,10 +374,24 @@ absl::Status CheckVersion(const HelloFrame& hello) {
                     absl::StrCat(hello.version_min, "..", hello.version), absl::StrCat(kVersionMin, "..", kVersion));
 }
 
-void PutHeader(const FrameHeader& header, uint8_t* out) {
-  Store(out, static_cast<uint8_t>(header.type), 4);
-  Store(out + 4, header.page, 4);
-  Store(out + 8, header.body_bytes, 8);
+absl::Status CheckPart(const HandOffPart& part, size_t pages_before) {
+  KV_RETURN_IF_ERROR(CheckRange("manifest bytes", part.manifest.size(), 1, HandOffPart::kManifestBytesMax));
+  KV_RETURN_IF_ERROR(CheckRange("pages", pages_before + part.page_bytes.size(), 0, HandOffPart::kPagesMax));
+  for (size_t i = 0; i < part.page_bytes.size(); ++i) {
+    const uint64_t bytes = part.page_bytes[i];
+    if (bytes < 1 || bytes > HandOffPart::kPageBytesMax) {
+      return InvalidField(absl::StrCat("page ", pages_before + i, " bytes"), bytes,
+                          absl::StrCat("1..", HandOffPart::kPageBytesMax));
+    }
+  }
+  for (size_t i = 0; i < part.withdrawn.size(); ++i) {
+    const uint32_t page = part.withdrawn[i];
+    if (page >= pages_before || (i > 0 && page <= part.withdrawn[i - 1])) {
+      return InvalidField(absl::StrCat("withdrawn[", i, "]"), page,
+                          absl::StrCat("ascending, below ", pages_before, ", the pages of the first part"));
+    }
+  }
+  return absl::OkStatus();
 }
 
 std::string EncodeHello(const HelloFrame& hello) {
@@ -204,61 +399,109 @@ std::string EncodeHello(const HelloFrame& hello) {
   Append(out, hello.version, 2);
   Append(out, hello.version_min, 2);
   Append(out, 0, 4);
-  Append(out, hello.features, 8);
-  return out;
+  Append(out, hello.features, 4);
+  Append(out, hello.stall_ms, 4);
+  return Sealed(std::move(out), kHelloCheckAt);
 }
 
-std::string EncodeOffer(absl::Span<const SendPage> pages, const std::string& manifest) {
-  const size_t body_bytes = kOfferFixedBytes + pages.size() * kPageRecordBytes + manifest.size();
-  std::string out;
-  out.reserve(kHeaderBytes + body_bytes);
-  out += HeaderString(FrameType::kOffer, body_bytes);
-  Append(out, manifest.size(), 4);
-  Append(out, pages.size(), 4);
-  for (const SendPage& page : pages) {
-    Append(out, page.bytes.size(), 8);
-    Append(out, page.checksum, 8);
-  }
-  return out += manifest;
-}
-
-std::string EncodeAnswer(const AnswerFrame& answer) {
-  std::string out = HeaderString(FrameType::kAnswer, kAnswerFixedBytes + answer.bitmap.size());
-  Append(out, answer.page_count, 4);
+std::string EncodeOffer(const Token& token, int64_t room_ms, const HandOffPart& part) {
+  std::string out =
+      HeaderString(FrameType::kOffer, kOfferFixedBytes + 4 * part.page_bytes.size() + part.manifest.size());
+  Append(out, token);
+  Append(out, static_cast<uint64_t>(room_ms), 4);
+  Append(out, part.manifest.size(), 4);
+  Append(out, part.page_bytes.size(), 4);
   Append(out, 0, 4);
-  return out.append(answer.bitmap.begin(), answer.bitmap.end());
+  for (const uint64_t bytes : part.page_bytes) Append(out, bytes, 4);
+  return Sealed(std::move(out += part.manifest));
 }
 
-std::string EncodeEnd(const EndFrame& end) {
-  std::string out = HeaderString(FrameType::kEnd, kEndBytes);
-  Append(out, end.pages, 8);
-  Append(out, end.bytes, 8);
-  return out;
+std::string EncodeLast(const HandOffPart& part) {
+  std::string out = HeaderString(
+      FrameType::kLast, kLastFixedBytes + 4 * (part.page_bytes.size() + part.withdrawn.size()) + part.manifest.size());
+  Append(out, part.manifest.size(), 4);
+  Append(out, part.page_bytes.size(), 4);
+  Append(out, part.withdrawn.size(), 4);
+  Append(out, 0, 4);
+  for (const uint64_t bytes : part.page_bytes) Append(out, bytes, 4);
+  for (const uint32_t page : part.withdrawn) Append(out, page, 4);
+  return Sealed(std::move(out += part.manifest));
 }
 
-std::string EncodeDone(const std::string& ticket) {
-  KV_CHECK(ticket.size() <= kTicketBytesMax);
-  return HeaderString(FrameType::kDone, ticket.size()) + ticket;
+std::string EncodeJoin(const JoinFrame& join) {
+  std::string out = HeaderString(FrameType::kJoin, kJoinBytes);
+  Append(out, join.token);
+  Append(out, join.lane, 4);
+  Append(out, 0, 4);
+  return Sealed(std::move(out));
 }
 
-std::string EncodeError(const absl::Status& status) {
-  KV_CHECK(!status.ok());
-  const int raw_code = static_cast<int>(status.code());
-  const int code = raw_code >= 1 && raw_code <= 16 ? raw_code : static_cast<int>(absl::StatusCode::kUnknown);
-  const ErrorDetail detail = DetailOf(status);
-  std::string texts[4] = {std::string(status.message()), detail.field, detail.value, detail.bound};
-  size_t body_bytes = kErrorFixedBytes;
-  for (std::string& text : texts) {
-    if (text.size() > kErrorTextBytesMax) text.resize(kErrorTextBytesMax);
-    body_bytes += text.size();
+std::string EncodeWaiting(const absl::Status& why) { return EncodeStatus(FrameType::kWaiting, why); }
+std::string EncodeError(const absl::Status& status) { return EncodeStatus(FrameType::kError, status); }
+
+std::string EncodeAccept(const AcceptFrame& accept) {
+  KV_CHECK(!accept.ticket.empty() && accept.ticket.size() <= HandOffReceiver::kTicketBytesMax);
+  std::string out =
+      HeaderString(FrameType::kAccept, kAcceptFixedBytes + accept.ticket.size() + accept.wanted.bits.size());
+  Append(out, accept.window, 8);
+  Append(out, accept.lanes, 4);
+  Append(out, accept.ticket.size(), 4);
+  Append(out, accept.wanted.count, 4);
+  Append(out, 0, 4);
+  out += accept.ticket;
+  Append(out, accept.wanted.bits);
+  return Sealed(std::move(out));
+}
+
+std::string EncodeExtended(const ExtendedFrame& extended) {
+  std::string out = HeaderString(FrameType::kExtended, kExtendedFixedBytes + extended.wanted.bits.size());
+  Append(out, extended.wanted.count, 4);
+  Append(out, 0, 4);
+  Append(out, extended.wanted.bits);
+  return Sealed(std::move(out));
+}
+
+void PutPagesHead(absl::Span<const PageRecord> pages, uint8_t* out) {
+  KV_CHECK(!pages.empty() && pages.size() <= kPagesPerFrameMax);
+  Store(out, static_cast<uint8_t>(FrameType::kPages), 8);
+  Store(out + 8, kPageRecordBytes * pages.size(), 8);
+  uint8_t* record = out + kHeaderBytes;
+  for (const PageRecord& page : pages) {
+    Store(record, page.page, 8);
+    Store(record + 8, page.checksum, 8);
+    record += kPageRecordBytes;
   }
-  std::string out = HeaderString(FrameType::kError, body_bytes);
-  Append(out, code, 4);
-  for (const std::string& text : texts) Append(out, text.size(), 4);
-  for (const std::string& text : texts) out += text;
-  return out;
+  Seal(out, kHeaderBytes + kPageRecordBytes * pages.size(), kHeaderCheckAt);
 }
 
-std::string EncodeCancel() { return HeaderString(FrameType::kCancel, 0); }
+std::string EncodeGot(uint64_t window, absl::Span<const uint32_t> pages) {
+  KV_CHECK(pages.size() <= kGotPagesMax);
+  std::string out = HeaderString(FrameType::kGot, kGotFixedBytes + 4 * pages.size());
+  Append(out, window, 8);
+  for (const uint32_t page : pages) Append(out, page, 4);
+  return Sealed(std::move(out));
+}
+
+std::string EncodeJoined(const JoinedFrame& joined) {
+  std::string out = HeaderString(FrameType::kJoined, kJoinedFixedBytes + joined.arrived.bits.size());
+  Append(out, joined.arrived.count, 4);
+  Append(out, joined.last_known ? 1 : 0, 4);
+  Append(out, joined.arrived.bits);
+  return Sealed(std::move(out));
+}
+
+std::string EncodeLoad(const ReceiverLoad& load) {
+  std::string out = HeaderString(FrameType::kLoad, kLoadBytes);
+  for (const uint64_t value :
+       {load.capacity_bytes, load.free_bytes, load.waiting_offers, load.active_transfers, load.queued_bytes}) {
+    Append(out, value, 8);
+  }
+  return Sealed(std::move(out));
+}
+
+std::string EncodeEmpty(FrameType type) {
+  KV_CHECK(BodyBounds(type).max == 0);
+  return Sealed(HeaderString(type, 0));
+}
 
 }  // namespace kvmanager::tcp

@@ -1,49 +1,82 @@
-// The bytes that two daemons exchange over TCP, version 1. Parsing is pure: bytes in, a struct or INVALID_ARGUMENT out;
+// The bytes that two daemons exchange over TCP, version 2. Parsing is pure: bytes in, a struct or INVALID_ARGUMENT out;
 // nothing is allocated before a length is checked against its limit. Plain values, any thread.
 //
-// One connection carries one hand-off. Integers are little-endian. Both sides send HELLO first; then, S the sender and
-// R the receiver of pages:
+// A hand-off has one control connection, which carries what is said about pages, and lanes, which carry the pages.
+// Integers are little-endian. On every connection both sides say HELLO first; then, S the sender and R the receiver of
+// pages:
 //
-//   S: OFFER   R: ANSWER   S: PAGE ... PAGE END   R: DONE
+//   control   S: OFFER         R: WAITING* ACCEPT   S: LAST   R: EXTENDED   R: GOT*   R: DONE
+//   lane      S: JOIN(lane)    R: JOINED            S: PAGES*
+//   control,
+//   resumed   S: JOIN(0)       R: JOINED, then once more those of ACCEPT, EXTENDED and DONE that it has said
+//   probe     S: PROBE         R: LOAD
 //
-// R may send ERROR in place of anything it owes, and at any moment between; S may send CANCEL between two of its
-// frames. Both then close. Each wanted page is sent exactly once, by ascending index: so R knows the place of every
-// byte after ANSWER, and reads several pages and their headers by one scattered read, straight into the slots. Bytes
-// after END, DONE, ERROR or CANCEL: none.
+// PING, of both sides, whenever a control connection has been silent: a side that hears nothing for its stall time
+// gives up. R may say ERROR in place of anything it owes, and at any moment; S CANCEL. Either ends the hand-off. A
+// connection that breaks, or carries bytes whose check fails, is made again within the stall time: JOINED says which
+// pages have arrived, and only others of that connection are sent again. A page may come on any lane, in any order,
+// once. S sends no more than ACCEPT's or the last GOT's window of pages ahead of what GOT confirmed.
 //
 // HELLO, 24 bytes:
 //    0  8  magic "KVMPAGE\0"
 //    8  2  version       the newest that this side speaks
 //   10  2  version_min   the oldest; the two sides use min(version, version), which must be at least both version_min
-//   12  4  zero
-//   16  8  features      bits; both sides use the bits set in both. Version 1 defines none; unknown bits are ignored.
+//   12  4  check
+//   16  4  features      bits; both sides use the bits set in both. Version 2 defines none; unknown bits are ignored.
+//   20  4  stall_ms      1..kStallMsMax
 //
 // Every other frame begins with a header, 16 bytes:
-//    0  1  type          1 OFFER, 2 ANSWER, 3 PAGE, 4 END, 5 DONE, 6 ERROR, 7 CANCEL
+//    0  1  type          as FrameType
 //    1  3  zero
-//    4  4  page          PAGE: its index in the offer; else zero
+//    4  4  check
 //    8  8  body_bytes    what follows
+// A check is the low 32 bits of XXH3-64 of what follows it, the four bytes before it being the seed.
 //
-// Bodies:
-//   OFFER   0  4  manifest_bytes, 1..SendRequest::kManifestBytesMax
-//           4  4  page count n, 0..SendRequest::kPagesMax
-//           8 16n per page: 8 bytes length, 1..SendRequest::kPageBytesMax; 8 bytes XXH3-64 of its bytes
+// Bodies (a bitmap has page i in bit i%8 of byte i/8, bits past the last page zero):
+//   OFFER    0 16  token          random, of S: names the hand-off in JOIN
+//           16  4  room_ms        0..SendRequest::kRoomMsMax
+//           20  4  manifest_bytes 1..HandOffPart::kManifestBytesMax
+//           24  4  page count n   0..HandOffPart::kPagesMax
+//           28  4  zero
+//           32 4n  bytes of each page, 1..HandOffPart::kPageBytesMax
 //           then the manifest
-//   ANSWER  0  4  page count, that of the offer
-//           4  4  zero
-//           8  ceil(n/8)  bitmap, page i is bit i%8 of byte i/8; 1: wanted. Bits past n are zero.
-//   PAGE    the page's bytes, as many as the offer said
-//   END     0  8  pages sent
-//           8  8  bytes of those pages
-//   DONE    the ticket, 0..kTicketBytesMax
-//   ERROR   0  4  code, as absl::StatusCode, 1..16
-//           4 16  four lengths of 4 bytes, each 0..kErrorTextBytesMax: message, and the error's field, value and bound
-//           then the four texts
-//   CANCEL  empty
+//   JOIN     0 16  token
+//           16  4  lane           0: the control connection; 1..kLanesMax
+//           20  4  zero
+//   WAITING        as ERROR
+//   ACCEPT   0  8  window         bytes of pages, at least 1
+//            8  4  lanes          at most so many, 1..kLanesMax
+//           12  4  ticket_bytes   1..HandOffReceiver::kTicketBytesMax
+//           16  4  page count n
+//           20  4  zero
+//           24     the ticket, then the bitmap of pages that are wanted
+//   LAST     0  4  manifest_bytes
+//            4  4  page count m   n + m at most kPagesMax
+//            8  4  withdrawn w    0..kPagesMax
+//           12  4  zero
+//           16 4m  bytes of each page
+//              4w  pages of the first part that will not come, ascending
+//           then the manifest
+//   EXTENDED 0  4  page count m
+//            4  4  zero
+//            8     bitmap of the last part's pages that are wanted
+//   PAGES    16 bytes for each page, 1..kPagesPerFrameMax of them: 4 page, 4 zero, 8 XXH3-64 of its bytes.
+//            The pages' bytes follow, one page after the other; body_bytes and check do not cover them.
+//   GOT      0  8  window
+//            8 4k  pages that have arrived, k in 0..kGotPagesMax
+//   JOINED   0  4  page count     of the parts that R knows; 0 before it has accepted
+//            4  4  last_known     1: it has read LAST; else 0
+//            8     bitmap of pages that have arrived
+//   PING, DONE, CANCEL, PROBE     empty
+//   ERROR    0  4  code, as absl::StatusCode, 1..16
+//            4 16  four lengths of 4 bytes, each 0..kErrorTextBytesMax: message, and the error's field, value and bound
+//            then the four texts
+//   LOAD     five times 8 bytes: capacity_bytes, free_bytes, waiting_offers, active_transfers, queued_bytes
 //
 // A change of meaning raises the version; an addition that old peers need not know takes a feature bit.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <variant>
@@ -57,86 +90,150 @@
 namespace kvmanager::tcp {
 
 inline constexpr char kMagic[8] = {'K', 'V', 'M', 'P', 'A', 'G', 'E', '\0'};
-inline constexpr uint16_t kVersion = 1;
-inline constexpr uint16_t kVersionMin = 1;
-inline constexpr uint64_t kFeatures = 0;
+inline constexpr uint16_t kVersion = 2;
+inline constexpr uint16_t kVersionMin = 2;
+inline constexpr uint32_t kFeatures = 0;
 
 inline constexpr size_t kHelloBytes = 24;
 inline constexpr size_t kHeaderBytes = 16;
-inline constexpr size_t kOfferFixedBytes = 8;
 inline constexpr size_t kPageRecordBytes = 16;
-inline constexpr size_t kAnswerFixedBytes = 8;
-inline constexpr size_t kEndBytes = 16;
-inline constexpr size_t kErrorFixedBytes = 20;
+inline constexpr size_t kPagesPerFrameMax = 60;  // with header and records in one write of 64 pieces
+inline constexpr size_t kGotPagesMax = 4096;
+inline constexpr uint32_t kLanesMax = 64;
+inline constexpr int64_t kStallMsMax = 3600 * 1000;
 inline constexpr size_t kErrorTextBytesMax = 4096;
-inline constexpr size_t kTicketBytesMax = 4096;
-inline constexpr size_t kOfferBytesMax =
-    kOfferFixedBytes + kPageRecordBytes * SendRequest::kPagesMax + SendRequest::kManifestBytesMax;
+inline constexpr int kBadPagesMax = 3;  // pages or frames that R takes for changed on their way; one more ends it
 
-enum class FrameType : uint8_t { kOffer = 1, kAnswer, kPage, kEnd, kDone, kError, kCancel };
+/// Names a hand-off between its two sides; nobody else can guess it.
+using Token = std::array<uint8_t, 16>;
+
+enum class FrameType : uint8_t {
+  kOffer = 1,
+  kJoin,
+  kWaiting,
+  kAccept,
+  kLast,
+  kExtended,
+  kPages,
+  kGot,
+  kJoined,
+  kPing,
+  kDone,
+  kError,
+  kCancel,
+  kProbe,
+  kLoad,
+};
 
 struct FrameHeader {
-  FrameType type = FrameType::kCancel;
-  uint32_t page = 0;
-  uint64_t body_bytes = 0;
+  FrameType type = FrameType::kPing;
+  uint32_t check = 0;
+  uint64_t body_bytes = 0;  // within the bounds of its type
 };
 
 struct HelloFrame {
   uint16_t version = kVersion;
   uint16_t version_min = kVersionMin;
-  uint64_t features = kFeatures;
+  uint32_t features = kFeatures;
+  uint32_t stall_ms = SendRequest::kStallMsDefault;
 };
 struct OfferFrame {
-  std::string manifest;
-  std::vector<uint64_t> page_bytes;      // each 1..SendRequest::kPageBytesMax
-  std::vector<uint64_t> page_checksums;  // as many
-  uint64_t total_bytes = 0;              // sum of page_bytes; cannot overflow within the limits
+  Token token = {};
+  int64_t room_ms = 0;
+  HandOffPart part;
 };
-struct AnswerFrame {
-  uint32_t page_count = 0;
-  std::vector<uint8_t> bitmap;  // ceil(page_count/8)
-  bool wanted(uint32_t page) const { return bitmap[page / 8] >> (page % 8) & 1; }
+struct JoinFrame {
+  Token token = {};
+  uint32_t lane = 0;
 };
-struct PageFrame {  // the header alone: the payload is read where it belongs
-  uint32_t page = 0;
-  uint64_t bytes = 0;
+struct WaitingFrame {
+  absl::Status why;  // as ErrorFrame's
 };
-struct EndFrame {
-  uint64_t pages = 0;
-  uint64_t bytes = 0;
+/// A set of pages.
+struct PageBitmap {
+  PageBitmap() = default;
+  explicit PageBitmap(size_t pages) : count(static_cast<uint32_t>(pages)), bits((pages + 7) / 8) {}
+  bool has(uint32_t page) const { return page < count && bits[page / 8] >> (page % 8) & 1; }
+  void Add(uint32_t page) { bits[page / 8] = static_cast<uint8_t>(bits[page / 8] | 1 << (page % 8)); }
+
+  uint32_t count = 0;
+  std::vector<uint8_t> bits;  // ceil(count/8)
 };
-struct DoneFrame {
+struct AcceptFrame {
+  uint64_t window = 1;
+  uint32_t lanes = 1;
   std::string ticket;
+  PageBitmap wanted;
 };
+struct LastFrame {
+  HandOffPart part;
+};
+struct ExtendedFrame {
+  PageBitmap wanted;
+};
+struct PageRecord {
+  uint32_t page = 0;
+  uint64_t checksum = 0;
+};
+struct PagesFrame {  // without the pages' bytes, which are read where they belong
+  std::vector<PageRecord> pages;
+};
+struct GotFrame {
+  uint64_t window = 1;
+  std::vector<uint32_t> pages;
+};
+struct JoinedFrame {
+  bool last_known = false;
+  PageBitmap arrived;
+};
+struct PingFrame {};
+struct DoneFrame {};
 struct ErrorFrame {
   absl::Status status;  // never OK; with ErrorDetail; bytes other than printable ASCII became '?'
 };
 struct CancelFrame {};
+struct ProbeFrame {};
+struct LoadFrame {
+  ReceiverLoad load;
+};
 using Frame =
-    std::variant<HelloFrame, OfferFrame, AnswerFrame, PageFrame, EndFrame, DoneFrame, ErrorFrame, CancelFrame>;
+    std::variant<HelloFrame, OfferFrame, JoinFrame, WaitingFrame, AcceptFrame, LastFrame, ExtendedFrame, PagesFrame,
+                 GotFrame, JoinedFrame, PingFrame, DoneFrame, ErrorFrame, CancelFrame, ProbeFrame, LoadFrame>;
 
-/// The header in `bytes` (kHeaderBytes of them), its body length within the bounds of its type.
+const char* FrameTypeName(FrameType type);
+
+/// The header in `bytes` (kHeaderBytes of them), its body length within the bounds of its type. The check can be
+/// verified only with the body.
 absl::StatusOr<FrameHeader> ParseHeader(absl::Span<const uint8_t> bytes);
 
-/// The frame that fills `bytes` exactly: a HELLO, or header and body (of PAGE the header alone). INVALID_ARGUMENT
-/// otherwise.
+/// The frame that fills `bytes` exactly: a HELLO, or header and body. DATA_LOSS if its check does not match, which
+/// comes before everything but its lengths; INVALID_ARGUMENT if it is not a good frame.
 absl::StatusOr<Frame> ParseFrame(absl::Span<const uint8_t> bytes);
 
 /// OK if a peer that said `hello` can be spoken to; UNIMPLEMENTED naming both versions if not.
 absl::Status CheckVersion(const HelloFrame& hello);
 
-/// `header` into `out`, kHeaderBytes long.
-void PutHeader(const FrameHeader& header, uint8_t* out);
+/// OK if `part` is within its limits; `pages_before` of a last part: those of the first.
+absl::Status CheckPart(const HandOffPart& part, size_t pages_before);
 
-std::string EncodeHello(const HelloFrame& hello = {});
-/// REQUIRES: manifest and pages within SendRequest's limits.
-std::string EncodeOffer(absl::Span<const SendPage> pages, const std::string& manifest);
-std::string EncodeAnswer(const AnswerFrame& answer);
-std::string EncodeEnd(const EndFrame& end);
-/// REQUIRES: ticket.size() <= kTicketBytesMax.
-std::string EncodeDone(const std::string& ticket);
-/// Texts longer than kErrorTextBytesMax are cut. REQUIRES: !status.ok().
+std::string EncodeHello(const HelloFrame& hello);
+/// REQUIRES: the parts passed CheckPart.
+std::string EncodeOffer(const Token& token, int64_t room_ms, const HandOffPart& part);
+std::string EncodeLast(const HandOffPart& part);
+std::string EncodeJoin(const JoinFrame& join);
+/// Texts longer than kErrorTextBytesMax are cut. REQUIRES: !why.ok().
+std::string EncodeWaiting(const absl::Status& why);
 std::string EncodeError(const absl::Status& status);
-std::string EncodeCancel();
+/// REQUIRES: a ticket of 1..kTicketBytesMax bytes.
+std::string EncodeAccept(const AcceptFrame& accept);
+std::string EncodeExtended(const ExtendedFrame& extended);
+/// Header and records into `out`, kHeaderBytes + kPageRecordBytes for each page. REQUIRES: 1..kPagesPerFrameMax pages.
+void PutPagesHead(absl::Span<const PageRecord> pages, uint8_t* out);
+/// REQUIRES: at most kGotPagesMax pages.
+std::string EncodeGot(uint64_t window, absl::Span<const uint32_t> pages);
+std::string EncodeJoined(const JoinedFrame& joined);
+std::string EncodeLoad(const ReceiverLoad& load);
+/// PING, DONE, CANCEL or PROBE.
+std::string EncodeEmpty(FrameType type);
 
 }  // namespace kvmanager::tcp

@@ -1,5 +1,7 @@
 #include "transport/tcp/wire.h"
 
+#include <xxhash.h>
+
 #include <cstring>
 #include <random>
 
@@ -10,22 +12,47 @@ namespace kvmanager::tcp {
 namespace {
 
 absl::Span<const uint8_t> Bytes(const std::string& s) { return {reinterpret_cast<const uint8_t*>(s.data()), s.size()}; }
-void Poke(std::string& s, size_t at, uint64_t value, int bytes) {
-  for (int i = 0; i < bytes; ++i) s[at + i] = static_cast<char>(value >> (8 * i));
+HandOffPart ExamplePart() {
+  HandOffPart part;
+  part.manifest = "manifest";
+  part.page_bytes = {5, 1};
+  return part;
 }
-std::string ExampleOffer() {
-  static const uint8_t kPage[5] = {};
-  const SendPage pages[] = {{absl::MakeConstSpan(kPage, 5), 0x1122334455667788}, {absl::MakeConstSpan(kPage, 1), 7}};
-  return EncodeOffer(pages, "manifest");
+HandOffPart ExampleLast() {
+  HandOffPart part = ExamplePart();
+  part.withdrawn = {0, 3};
+  return part;
 }
-std::string ExamplePage() {
-  std::string out(kHeaderBytes, 0);
-  PutHeader({FrameType::kPage, 3, 77}, reinterpret_cast<uint8_t*>(out.data()));
+PageBitmap BitmapOf(size_t pages, std::initializer_list<uint32_t> in) {
+  PageBitmap bitmap(pages);
+  for (const uint32_t page : in) bitmap.Add(page);
+  return bitmap;
+}
+std::string ExamplePages() {
+  const PageRecord pages[] = {{3, 0x1122334455667788}, {7, 9}};
+  std::string out(kHeaderBytes + 2 * kPageRecordBytes, 0);
+  PutPagesHead(pages, reinterpret_cast<uint8_t*>(out.data()));
   return out;
 }
+constexpr Token kExampleToken = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16};
 std::vector<std::string> Examples() {
-  return {EncodeHello(),     ExampleOffer(),       EncodeAnswer({10, {0xff, 0x03}}),       ExamplePage(),
-          EncodeEnd({2, 6}), EncodeDone("ticket"), EncodeError(InvalidField("f", 1, "2")), EncodeCancel()};
+  const absl::Status error = InvalidField("f", 1, "2");
+  return {EncodeHello({}),
+          EncodeOffer(kExampleToken, 7, ExamplePart()),
+          EncodeJoin({kExampleToken, 3}),
+          EncodeWaiting(error),
+          EncodeAccept({1 << 20, 4, "ticket", BitmapOf(10, {0, 7, 9})}),
+          EncodeLast(ExampleLast()),
+          EncodeExtended({BitmapOf(2, {1})}),
+          ExamplePages(),
+          EncodeGot(99, {1, 2, 3}),
+          EncodeJoined({true, BitmapOf(3, {2})}),
+          EncodeEmpty(FrameType::kPing),
+          EncodeEmpty(FrameType::kDone),
+          EncodeError(error),
+          EncodeEmpty(FrameType::kCancel),
+          EncodeEmpty(FrameType::kProbe),
+          EncodeLoad({1, 2, 3, 4, 5})};
 }
 template <typename T>
 T Parsed(const std::string& bytes) {
@@ -33,6 +60,18 @@ T Parsed(const std::string& bytes) {
   EXPECT_TRUE(frame.ok()) << frame.status();
   EXPECT_TRUE(std::holds_alternative<T>(*frame));
   return std::get<T>(*frame);
+}
+/// `bytes` with a changed field and a good check, so that the field itself is looked at.
+std::string Poke(std::string bytes, size_t at, uint64_t value, int size) {
+  for (int i = 0; i < size; ++i) bytes[at + i] = static_cast<char>(value >> (8 * i));
+  const bool hello = bytes.compare(0, 8, std::string(kMagic, 8)) == 0;
+  const size_t check_at = hello ? 12 : 4;
+  // What the header says it is: "the four bytes before the check are the seed".
+  uint32_t seed = 0;
+  for (int i = 0; i < 4; ++i) seed |= static_cast<uint32_t>(static_cast<uint8_t>(bytes[check_at - 4 + i])) << (8 * i);
+  const uint64_t check = XXH3_64bits_withSeed(bytes.data() + check_at + 4, bytes.size() - check_at - 4, seed);
+  for (int i = 0; i < 4; ++i) bytes[check_at + i] = static_cast<char>(check >> (8 * i));
+  return bytes;
 }
 void ExpectInvalid(const std::string& bytes, absl::string_view field) {
   const absl::StatusOr<Frame> frame = ParseFrame(Bytes(bytes));
@@ -42,31 +81,44 @@ void ExpectInvalid(const std::string& bytes, absl::string_view field) {
 }
 
 TEST(Wire, RoundTrips) {
-  EXPECT_EQ(Parsed<HelloFrame>(EncodeHello({3, 2, 0x8000000000000001})).features, 0x8000000000000001u);
-  const OfferFrame offer = Parsed<OfferFrame>(ExampleOffer());
-  EXPECT_EQ(offer.manifest, "manifest");
-  EXPECT_EQ(offer.page_bytes, (std::vector<uint64_t>{5, 1}));
-  EXPECT_EQ(offer.page_checksums, (std::vector<uint64_t>{0x1122334455667788, 7}));
-  EXPECT_EQ(offer.total_bytes, 6u);
-  const AnswerFrame answer = Parsed<AnswerFrame>(EncodeAnswer({10, {0x81, 0x02}}));
-  EXPECT_TRUE(answer.wanted(0) && answer.wanted(7) && answer.wanted(9));
-  EXPECT_FALSE(answer.wanted(1) || answer.wanted(8));
-  EXPECT_EQ(Parsed<AnswerFrame>(EncodeAnswer({})).page_count, 0u);
-  EXPECT_EQ(Parsed<PageFrame>(ExamplePage()).page, 3u);
-  EXPECT_EQ(Parsed<PageFrame>(ExamplePage()).bytes, 77u);
-  EXPECT_EQ(Parsed<EndFrame>(EncodeEnd({2, uint64_t{1} << 40})).bytes, uint64_t{1} << 40);
-  EXPECT_EQ(Parsed<DoneFrame>(EncodeDone(std::string("a\0b", 3))).ticket, std::string("a\0b", 3));
+  const HelloFrame hello = Parsed<HelloFrame>(EncodeHello({3, 2, 0x80000001, 77}));
+  EXPECT_EQ(hello.features, 0x80000001u);
+  EXPECT_EQ(hello.stall_ms, 77u);
+  const OfferFrame offer = Parsed<OfferFrame>(EncodeOffer(kExampleToken, 7, ExamplePart()));
+  EXPECT_EQ(offer.token, kExampleToken);
+  EXPECT_EQ(offer.room_ms, 7);
+  EXPECT_EQ(offer.part.manifest, "manifest");
+  EXPECT_EQ(offer.part.page_bytes, (std::vector<uint64_t>{5, 1}));
+  const LastFrame last = Parsed<LastFrame>(EncodeLast(ExampleLast()));
+  EXPECT_EQ(last.part.page_bytes, (std::vector<uint64_t>{5, 1}));
+  EXPECT_EQ(last.part.withdrawn, (std::vector<uint32_t>{0, 3}));
+  EXPECT_EQ(last.part.manifest, "manifest");
+  const AcceptFrame accept = Parsed<AcceptFrame>(EncodeAccept({1 << 20, 4, "ti\0ck", BitmapOf(10, {0, 7, 9})}));
+  EXPECT_TRUE(accept.wanted.has(0) && accept.wanted.has(7) && accept.wanted.has(9));
+  EXPECT_FALSE(accept.wanted.has(1) || accept.wanted.has(8) || accept.wanted.has(10));
+  EXPECT_EQ(accept.window, 1u << 20);
+  EXPECT_EQ(accept.lanes, 4u);
+  EXPECT_EQ(accept.ticket, "ti");
+  EXPECT_EQ(Parsed<ExtendedFrame>(EncodeExtended({})).wanted.count, 0u);
+  const PagesFrame pages = Parsed<PagesFrame>(ExamplePages());
+  ASSERT_EQ(pages.pages.size(), 2u);
+  EXPECT_EQ(pages.pages[0].page, 3u);
+  EXPECT_EQ(pages.pages[0].checksum, 0x1122334455667788u);
+  EXPECT_EQ(Parsed<GotFrame>(EncodeGot(99, {1, 2, 3})).pages, (std::vector<uint32_t>{1, 2, 3}));
+  EXPECT_TRUE(Parsed<JoinedFrame>(EncodeJoined({true, BitmapOf(3, {2})})).arrived.has(2));
+  EXPECT_EQ(Parsed<JoinFrame>(EncodeJoin({kExampleToken, 3})).lane, 3u);
+  EXPECT_EQ(Parsed<LoadFrame>(EncodeLoad({1, 2, 3, 4, 5})).load.queued_bytes, 5u);
   const absl::Status sent = FieldError(absl::StatusCode::kDataLoss, "field", "value", "bound");
-  const absl::Status status = Parsed<ErrorFrame>(EncodeError(sent)).status;
-  EXPECT_EQ(status, sent);
-  EXPECT_EQ(DetailOf(status).bound, "bound");
+  EXPECT_EQ(Parsed<ErrorFrame>(EncodeError(sent)).status, sent);
+  EXPECT_EQ(DetailOf(Parsed<WaitingFrame>(EncodeWaiting(sent)).why).bound, "bound");
 }
 
 TEST(Wire, LayoutIsTheDocumentedOne) {
-  const std::string hello("KVMPAGE\0\1\0\1\0\0\0\0\0\0\0\0\0\0\0\0\0", 24);
-  EXPECT_EQ(EncodeHello(), hello);
-  EXPECT_EQ(EncodeEnd({1, 2}), std::string("\4\0\0\0\0\0\0\0\x10\0\0\0\0\0\0\0\1\0\0\0\0\0\0\0\2\0\0\0\0\0\0\0", 32));
-  EXPECT_EQ(EncodeDone("t"), std::string("\5\0\0\0\0\0\0\0\1\0\0\0\0\0\0\0t", 17));
+  EXPECT_EQ(EncodeHello({}).substr(0, 12), std::string("KVMPAGE\0\2\0\2\0", 12));
+  EXPECT_EQ(EncodeHello({}).substr(16), std::string("\0\0\0\0\xa0\x0f\0\0", 8));
+  const std::string got = EncodeGot(258, {3});
+  EXPECT_EQ(got.substr(0, 4), std::string("\x08\0\0\0", 4));
+  EXPECT_EQ(got.substr(8), std::string("\x0c\0\0\0\0\0\0\0\2\1\0\0\0\0\0\0\3\0\0\0", 20));
 }
 
 TEST(Wire, EveryTruncationAndExtensionIsAnError) {
@@ -77,60 +129,76 @@ TEST(Wire, EveryTruncationAndExtensionIsAnError) {
   }
 }
 
+TEST(Wire, EveryFlippedBitIsAnError) {
+  for (const std::string& frame : Examples()) {
+    for (size_t bit = 0; bit < 8 * frame.size(); ++bit) {
+      std::string changed = frame;
+      changed[bit / 8] = static_cast<char>(changed[bit / 8] ^ 1 << (bit % 8));
+      const absl::StatusOr<Frame> parsed = ParseFrame(Bytes(changed));
+      if (!parsed.ok()) continue;
+      // A hello of a version that is not spoken is read no further.
+      const HelloFrame* hello = std::get_if<HelloFrame>(&*parsed);
+      ASSERT_TRUE(hello != nullptr && !CheckVersion(*hello).ok()) << bit;
+    }
+  }
+}
+
 TEST(Wire, LimitsAreNamed) {
-  std::string offer = ExampleOffer();
-  Poke(offer, 16, SendRequest::kManifestBytesMax + 1, 4);
-  ExpectInvalid(offer, "offer manifest bytes");
-  Poke(offer, 16, 0, 4);
-  ExpectInvalid(offer, "offer manifest bytes");
-  offer = ExampleOffer();
-  Poke(offer, 20, SendRequest::kPagesMax + 1, 4);
-  ExpectInvalid(offer, "offer pages");
-  Poke(offer, 20, 3, 4);
-  ExpectInvalid(offer, "offer body bytes");
-  for (const uint64_t bytes : {uint64_t{0}, SendRequest::kPageBytesMax + 1, ~uint64_t{0}}) {
-    offer = ExampleOffer();
-    Poke(offer, 40, bytes, 8);
-    ExpectInvalid(offer, "offer page 1 bytes");
-  }
-  for (const uint64_t bytes : {uint64_t{kOfferBytesMax + 1}, ~uint64_t{0}, uint64_t{0}}) {
-    offer = ExampleOffer();
-    Poke(offer, 8, bytes, 8);
-    ExpectInvalid(offer, "OFFER body bytes");
-  }
-  std::string page = ExamplePage();
-  Poke(page, 4, SendRequest::kPagesMax, 4);
-  ExpectInvalid(page, "frame page");
-  page = ExamplePage();
-  Poke(page, 8, SendRequest::kPageBytesMax + 1, 8);
-  ExpectInvalid(page, "PAGE body bytes");
-  std::string cancel = EncodeCancel();
-  Poke(cancel, 4, 1, 4);
-  ExpectInvalid(cancel, "frame page");
-  for (const int type : {0, 8, 255}) {
-    cancel = EncodeCancel();
-    Poke(cancel, 0, type, 1);
-    ExpectInvalid(cancel, "frame type");
-  }
-  for (const int at : {1, 2, 3}) {
-    cancel = EncodeCancel();
-    Poke(cancel, at, 1, 1);
-    ExpectInvalid(cancel, "frame reserved");
-  }
-  ExpectInvalid(EncodeAnswer({10, {0xff, 0x07}}), "answer bitmap's last byte");
-  ExpectInvalid(EncodeAnswer({17, {0xff, 0x03}}), "answer body bytes");
-  std::string error = EncodeError(absl::InternalError("x"));
-  Poke(error, 16, 0, 4);
-  ExpectInvalid(error, "error code");
-  Poke(error, 16, 17, 4);
-  ExpectInvalid(error, "error code");
-  error = EncodeError(absl::InternalError("x"));
-  Poke(error, 20, kErrorTextBytesMax + 1, 4);
-  ExpectInvalid(error, "error text bytes");
-  Poke(error, 20, 2, 4);
-  ExpectInvalid(error, "error body bytes");
-  ExpectInvalid(EncodeHello({0, 1, 0}), "hello version");
-  ExpectInvalid(EncodeHello({1, 2, 0}), "hello version_min");
+  const std::string offer = EncodeOffer(kExampleToken, 7, ExamplePart());
+  ExpectInvalid(Poke(offer, 16 + 16, SendRequest::kRoomMsMax + 1, 4), "OFFER room_ms");
+  ExpectInvalid(Poke(offer, 16 + 20, HandOffPart::kManifestBytesMax + 1, 4), "manifest bytes");
+  ExpectInvalid(Poke(offer, 16 + 20, 0, 4), "manifest bytes");
+  ExpectInvalid(Poke(offer, 16 + 24, HandOffPart::kPagesMax + 1, 4), "pages");
+  ExpectInvalid(Poke(offer, 16 + 24, 3, 4), "OFFER body bytes");
+  ExpectInvalid(Poke(offer, 16 + 28, 1, 4), "OFFER reserved");
+  ExpectInvalid(Poke(offer, 16 + 32, 0, 4), "page 0 bytes");
+  ExpectInvalid(Poke(offer, 16 + 36, HandOffPart::kPageBytesMax + 1, 4), "page 1 bytes");
+  ExpectInvalid(Poke(offer, 8, uint64_t{1} << 40, 8), "OFFER body bytes");
+  ExpectInvalid(Poke(offer, 0, 16, 1), "frame type");
+  ExpectInvalid(Poke(offer, 0, 0, 1), "frame type");
+  ExpectInvalid(Poke(offer, 1, 1, 1), "frame reserved");
+  const std::string last = EncodeLast(ExampleLast());
+  ExpectInvalid(Poke(last, 16 + 8, HandOffPart::kPagesMax + 1, 4), "withdrawn pages");
+  ExpectInvalid(Poke(last, 16 + 8, 1, 4), "LAST body bytes");
+  const std::string accept = EncodeAccept({1 << 20, 4, "ticket", BitmapOf(10, {0, 7, 9})});
+  ExpectInvalid(Poke(accept, 16, 0, 8), "ACCEPT window");
+  ExpectInvalid(Poke(accept, 16 + 8, 0, 4), "ACCEPT lanes");
+  ExpectInvalid(Poke(accept, 16 + 8, kLanesMax + 1, 4), "ACCEPT lanes");
+  ExpectInvalid(Poke(accept, 16 + 12, 0, 4), "ACCEPT ticket bytes");
+  ExpectInvalid(Poke(accept, 16 + 12, 4000, 4), "ACCEPT ticket bytes");
+  ExpectInvalid(Poke(accept, 16 + 16, 17, 4), "ACCEPT bitmap bytes");
+  ExpectInvalid(Poke(accept, accept.size() - 1, 0x04, 1), "ACCEPT bitmap's last byte");
+  const std::string join = EncodeJoin({kExampleToken, 3});
+  ExpectInvalid(Poke(join, 16 + 16, kLanesMax + 1, 4), "JOIN lane");
+  ExpectInvalid(Poke(EncodeJoined({}), 16 + 4, 2, 4), "JOINED last_known");
+  ExpectInvalid(Poke(EncodeGot(1, {}), 16, 0, 8), "GOT window");
+  ExpectInvalid(Poke(ExamplePages(), 16, HandOffPart::kPagesMax, 4), "page");
+  ExpectInvalid(Poke(ExamplePages(), 16 + 4, 1, 4), "PAGES reserved");
+  ExpectInvalid(Poke(ExamplePages(), 8, kPageRecordBytes * (kPagesPerFrameMax + 1), 8), "PAGES body bytes");
+  const std::string error = EncodeError(absl::InternalError("x"));
+  ExpectInvalid(Poke(error, 16, 0, 4), "error code");
+  ExpectInvalid(Poke(error, 16, 17, 4), "error code");
+  ExpectInvalid(Poke(error, 16 + 4, kErrorTextBytesMax + 1, 4), "error text bytes");
+  ExpectInvalid(Poke(error, 16 + 4, 2, 4), "ERROR body bytes");
+  ExpectInvalid(EncodeHello({0, 1, 0, 1}), "hello version");
+  ExpectInvalid(EncodeHello({2, 3, 0, 1}), "hello version_min");
+  ExpectInvalid(EncodeHello({2, 2, 0, 0}), "hello stall_ms");
+}
+
+TEST(Wire, PartsAreChecked) {
+  HandOffPart part = ExamplePart();
+  EXPECT_TRUE(CheckPart(part, 0).ok());
+  const auto field_of = [](const HandOffPart& bad, size_t before) { return DetailOf(CheckPart(bad, before)).field; };
+  part.page_bytes.resize(HandOffPart::kPagesMax, 1);
+  EXPECT_EQ(field_of(part, 1), "pages");
+  part = ExampleLast();
+  EXPECT_TRUE(CheckPart(part, 4).ok());
+  EXPECT_EQ(field_of(part, 3), "withdrawn[1]");
+  part.withdrawn = {2, 2};
+  EXPECT_EQ(field_of(part, 4), "withdrawn[1]");
+  part = ExamplePart();
+  part.page_bytes[1] = 0;
+  EXPECT_EQ(field_of(part, 5), "page 6 bytes");
 }
 
 TEST(Wire, ErrorTextsAreCutAndPrintable) {
@@ -139,9 +207,10 @@ TEST(Wire, ErrorTextsAreCutAndPrintable) {
 }
 
 TEST(Wire, VersionsOverlapOrNot) {
-  EXPECT_TRUE(CheckVersion({1, 1, 0}).ok());
-  EXPECT_TRUE(CheckVersion({9, 1, ~uint64_t{0}}).ok());
-  EXPECT_EQ(CheckVersion({9, 2, 0}).code(), absl::StatusCode::kUnimplemented);
+  EXPECT_TRUE(CheckVersion({2, 2, 0, 1}).ok());
+  EXPECT_TRUE(CheckVersion({9, 1, ~uint32_t{0}, 1}).ok());
+  EXPECT_EQ(CheckVersion({9, 3, 0, 1}).code(), absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(CheckVersion({1, 1, 0, 1}).code(), absl::StatusCode::kUnimplemented);
 }
 
 TEST(Wire, RandomMutationsNeverCrash) {
@@ -149,13 +218,14 @@ TEST(Wire, RandomMutationsNeverCrash) {
   const std::vector<std::string> examples = Examples();
   for (int i = 0; i < 50000; ++i) {
     std::string frame = examples[random() % examples.size()];
-    for (int flips = 1 + random() % 4; flips > 0; --flips) {
+    for (int flips = 1 + static_cast<int>(random() % 4); flips > 0; --flips) {
       frame[random() % frame.size()] = static_cast<char>(random() % 4 == 0 ? 0xff : random());
     }
+    frame = Poke(frame, random() % frame.size(), random(), 1);  // with a good check
     const absl::StatusOr<Frame> parsed = ParseFrame(Bytes(frame));
     if (!parsed.ok()) continue;
     if (const auto* offer = std::get_if<OfferFrame>(&*parsed)) {
-      for (const uint64_t bytes : offer->page_bytes) ASSERT_LE(bytes, SendRequest::kPageBytesMax);
+      for (const uint64_t bytes : offer->part.page_bytes) ASSERT_LE(bytes, HandOffPart::kPageBytesMax);
     }
   }
 }

@@ -1,0 +1,99 @@
+#include "transport/tcp/dial.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
+#include "transport/tcp/host_port.h"
+
+namespace kvmanager::tcp {
+
+Dial::Dial(Loop& loop, std::string peer, int64_t stall_ms, Done done)
+    : loop_(loop),
+      peer_(std::move(peer)),
+      stall_ms_(stall_ms),
+      deadline_(Now() + std::chrono::milliseconds(stall_ms)),
+      done_(std::move(done)),
+      resolver_(loop.io),
+      timer_(loop.io),
+      socket_(loop.io) {}
+
+void Dial::Start() {
+  absl::StatusOr<HostPort> peer = ParseHostPort("peer", peer_, false);
+  if (!peer.ok()) return Finish(std::move(peer).status());
+  timer_.expires_at(deadline_);
+  timer_.async_wait([self = shared_from_this()](const ErrorCode& error) {
+    if (error || !self->done_) return;
+    self->Finish(FieldError(absl::StatusCode::kDeadlineExceeded,
+                            absl::StrCat("ms without an answer of peer ", self->peer_), absl::StrCat(self->stall_ms_),
+                            absl::StrCat("below ", self->stall_ms_)));
+  });
+  ErrorCode not_numeric;
+  const auto address = asio::ip::make_address(peer->host, not_numeric);
+  if (!not_numeric) {
+    endpoints_ = {asio::ip::tcp::endpoint(address, peer->port)};
+    return ConnectNext({});
+  }
+  resolver_.async_resolve(peer->host, absl::StrCat(peer->port), asio::ip::resolver_base::numeric_service,
+                          [self = shared_from_this()](const ErrorCode& error, Resolver::results_type results) {
+                            if (!self->done_) return;
+                            if (error) {
+                              return self->Finish(absl::UnavailableError(
+                                  absl::StrCat("peer ", self->peer_, ": resolving: ", error.message())));
+                            }
+                            for (const auto& entry : results) self->endpoints_.push_back(entry.endpoint());
+                            self->ConnectNext(asio::error::host_not_found);
+                          });
+}
+
+void Dial::ConnectNext(const ErrorCode& last_error) {
+  if (endpoints_tried_ == endpoints_.size()) {
+    return Finish(absl::UnavailableError(absl::StrCat("peer ", peer_, ": connecting: ", last_error.message())));
+  }
+  const asio::ip::tcp::endpoint endpoint = endpoints_[endpoints_tried_++];
+  ErrorCode error;
+  socket_.close(error);
+  socket_.open(endpoint.protocol(), error);
+  if (error) return ConnectNext(error);
+  TuneEarly(socket_.native_handle());
+  socket_.async_connect(endpoint, [self = shared_from_this()](const ErrorCode& error) {
+    if (!self->done_) return;
+    if (error) return self->ConnectNext(error);
+    self->OnConnected();
+  });
+}
+
+void Dial::OnConnected() {
+  greeting_ = std::make_shared<Greeting>(
+      loop_, std::move(socket_), stall_ms_, deadline_,
+      [self = shared_from_this()](absl::Status status, Socket socket, HelloFrame theirs) {
+        self->greeting_ = nullptr;
+        if (status.ok()) return self->Finish(Connection{std::move(socket), theirs});
+        const bool spoke =
+            status.code() == absl::StatusCode::kInvalidArgument || status.code() == absl::StatusCode::kDataLoss;
+        if (spoke) self->loop_.metrics.protocol_errors.Increment();
+        const absl::StatusCode code = spoke ? absl::StatusCode::kUnavailable : status.code();
+        const absl::string_view said(status.message().data(), status.message().size());
+        self->Finish(WithDetail(absl::Status(code, absl::StrCat("peer ", self->peer_, ": ", said)), DetailOf(status)));
+      });
+  const auto greeting = greeting_;
+  greeting->Start();
+}
+
+void Dial::Finish(absl::StatusOr<Connection> result) {
+  Done done = std::exchange(done_, nullptr);
+  const auto self = shared_from_this();
+  Cancel();
+  done(std::move(result));
+}
+
+void Dial::Cancel() {
+  done_ = nullptr;
+  ErrorCode ignored;
+  socket_.close(ignored);
+  resolver_.cancel();
+  timer_.cancel();
+  if (greeting_ != nullptr) std::exchange(greeting_, nullptr)->Cancel();
+}
+
+}  // namespace kvmanager::tcp

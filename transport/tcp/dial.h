@@ -1,0 +1,47 @@
+// Makes a connection to a peer: its name resolved, each address tried, hellos said. Owned by whoever wants the
+// connection and the handlers of its pending operations; the transport's thread alone. `done` is called once, unless
+// Cancel comes first.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "transport/tcp/greeting.h"
+#include "transport/tcp/loop.h"
+
+namespace kvmanager::tcp {
+
+class Dial : public std::enable_shared_from_this<Dial> {
+ public:
+  struct Connection {
+    Socket socket;
+    HelloFrame theirs;
+  };
+  using Done = absl::AnyInvocable<void(absl::StatusOr<Connection>)>;
+
+  /// peer: "HOST:PORT". stall_ms: DEADLINE_EXCEEDED after so long.
+  Dial(Loop& loop, std::string peer, int64_t stall_ms, Done done);
+  void Start();
+  void Cancel();
+
+ private:
+  void ConnectNext(const ErrorCode& last_error);
+  void OnConnected();
+  void Finish(absl::StatusOr<Connection> result);
+
+  Loop& loop_;
+  const std::string peer_;
+  const int64_t stall_ms_;
+  const SteadyTime deadline_;
+  Done done_;  // empty once called
+  Resolver resolver_;
+  Timer timer_;
+  Socket socket_;
+  std::vector<asio::ip::tcp::endpoint> endpoints_;
+  size_t endpoints_tried_ = 0;
+  std::shared_ptr<Greeting> greeting_;
+};
+
+}  // namespace kvmanager::tcp

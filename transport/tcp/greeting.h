@@ -1,0 +1,43 @@
+// The two hellos with which every connection begins. Owned by Dial or Visitor and the handlers of its pending
+// operations; the transport's thread alone. `done` is called once, unless Cancel comes first.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/tcp/loop.h"
+#include "transport/tcp/wire.h"
+
+namespace kvmanager::tcp {
+
+class Greeting : public std::enable_shared_from_this<Greeting> {
+ public:
+  /// status: OK: both may go on. UNIMPLEMENTED: of another version; INVALID_ARGUMENT, DATA_LOSS: no hello; then the
+  /// socket is still good for telling so. UNAVAILABLE, DEADLINE_EXCEEDED: the socket is closed.
+  using Done = absl::AnyInvocable<void(absl::Status status, Socket socket, HelloFrame theirs)>;
+
+  /// stall_ms: what this side says it is.
+  Greeting(Loop& loop, Socket socket, int64_t stall_ms, SteadyTime deadline, Done done);
+  void Start();
+  void Cancel();
+
+ private:
+  void Write();
+  void Read();
+  void MaybeDone();
+  void Finish(absl::Status status, bool close);
+
+  Socket socket_;
+  Timer timer_;
+  const int64_t stall_ms_;
+  const SteadyTime deadline_;
+  Done done_;  // empty once called
+  std::string out_;
+  size_t out_sent_ = 0;
+  std::vector<uint8_t> in_;
+  bool heard_ = false;
+  HelloFrame theirs_;
+};
+
+}  // namespace kvmanager::tcp

@@ -1,0 +1,126 @@
+#include "transport/tcp/out_lane.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
+#include "transport/tcp/outgoing.h"
+
+namespace kvmanager::tcp {
+
+OutLane::OutLane(Loop& loop, Outgoing& session, uint32_t index)
+    : loop_(loop), session_(&session), index_(index), socket_(loop.io), rate_timer_(loop.io) {}
+
+void OutLane::Start() {
+  dial_ = std::make_shared<Dial>(loop_, session_->peer(), session_->stall_ms(),
+                                 [self = shared_from_this()](absl::StatusOr<Dial::Connection> connection) {
+                                   self->dial_ = nullptr;
+                                   if (!connection.ok()) return self->Break(std::move(connection).status());
+                                   self->Join(*std::move(connection));
+                                 });
+  const auto dial = dial_;
+  dial->Start();
+}
+
+void OutLane::Join(Dial::Connection connection) {
+  link_ = std::make_shared<FrameLink>(loop_, std::move(connection.socket));
+  const auto self = shared_from_this();
+  link_->Listen({FrameType::kJoined, FrameType::kError}, {[self](Frame frame) { self->OnJoined(std::move(frame)); },
+                                                          [self](absl::Status why) { self->Break(std::move(why)); }});
+  link_->Send(EncodeJoin({session_->token(), index_}));
+}
+
+void OutLane::OnJoined(Frame frame) {
+  if (auto* error = std::get_if<ErrorFrame>(&frame)) return Break(std::move(error->status));
+  if (!link_->idle()) return Break(absl::InvalidArgumentError("JOINED before JOIN was read"));
+  socket_ = std::exchange(link_, nullptr)->Release();
+  const auto self = shared_from_this();
+  session_->OnLaneJoined(index_, std::get<JoinedFrame>(frame));
+  if (session_ == nullptr) return;
+  ready_ = true;
+  WatchForEnd();
+  Pump();
+}
+
+void OutLane::WatchForEnd() {
+  socket_.async_read_some(asio::buffer(&unexpected_, 1), [self = shared_from_this()](const ErrorCode& error, size_t) {
+    if (self->session_ == nullptr) return;
+    if (!error) return self->Break(absl::InvalidArgumentError("the receiver wrote on a lane"));
+    self->Break(absl::UnavailableError(error.message()));
+  });
+}
+
+void OutLane::Pump() {
+  if (!ready_ || busy_ || session_ == nullptr) return;
+  if (!session_->TakeFrame(index_, &pages_)) return;
+  std::array<PageRecord, kPagesPerFrameMax> records;
+  for (size_t i = 0; i < pages_.size(); ++i) records[i] = {pages_[i].page, pages_[i].checksum};
+  head_.resize(kHeaderBytes + kPageRecordBytes * pages_.size());
+  PutPagesHead(absl::MakeConstSpan(records.data(), pages_.size()), head_.data());
+  frame_bytes_ = head_.size();
+  for (const SendPage& page : pages_) frame_bytes_ += page.bytes.size();
+  written_ = 0;
+  Write();
+}
+
+void OutLane::Write() {
+  busy_ = true;
+  const uint64_t granted = loop_.rate.Take(frame_bytes_ - written_, NowNs());
+  if (granted == 0) {
+    rate_timer_.expires_after(std::chrono::milliseconds(kRateWaitMs));
+    rate_timer_.async_wait([self = shared_from_this()](const ErrorCode& error) {
+      if (!error && self->session_ != nullptr) self->Write();
+    });
+    return;
+  }
+  size_t count = 0;
+  uint64_t skip = written_;
+  uint64_t left = granted;
+  const auto add = [&](const uint8_t* bytes, size_t size) {
+    const size_t skipped = std::min<uint64_t>(skip, size);
+    skip -= skipped;
+    const size_t taken = std::min<uint64_t>(size - skipped, left);
+    left -= taken;
+    if (taken > 0) buffers_[count++] = asio::const_buffer(bytes + skipped, taken);
+  };
+  add(head_.data(), head_.size());
+  for (size_t i = 0; i < pages_.size() && left > 0; ++i) add(pages_[i].bytes.data(), pages_[i].bytes.size());
+  socket_.async_write_some(absl::MakeConstSpan(buffers_.data(), count),
+                           [self = shared_from_this(), granted](const ErrorCode& error, size_t bytes) {
+                             self->loop_.rate.GiveBack(granted - std::min<uint64_t>(granted, bytes));
+                             if (self->session_ == nullptr) return;
+                             if (error) return self->Break(absl::UnavailableError(error.message()));
+                             self->OnWritten(bytes);
+                           });
+}
+
+void OutLane::OnWritten(size_t bytes) {
+  const uint64_t head_left = head_.size() - std::min<uint64_t>(written_, head_.size());
+  session_->OnPayload(bytes - std::min<uint64_t>(bytes, head_left));
+  written_ += bytes;
+  if (written_ < frame_bytes_) return Write();
+  session_->OnPagesWritten(pages_.size());
+  pages_.clear();
+  busy_ = false;
+  Pump();
+}
+
+void OutLane::Close() {
+  if (session_ == nullptr) return;
+  session_ = nullptr;
+  if (dial_ != nullptr) std::exchange(dial_, nullptr)->Cancel();
+  if (link_ != nullptr) std::exchange(link_, nullptr)->Close();
+  ErrorCode ignored;
+  socket_.close(ignored);
+  rate_timer_.cancel();
+}
+
+void OutLane::Break(absl::Status why) {
+  Outgoing* session = session_;
+  const auto self = shared_from_this();
+  Close();
+  if (session != nullptr) session->OnLaneBroken(index_, std::move(why));
+}
+
+}  // namespace kvmanager::tcp

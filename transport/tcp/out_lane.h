@@ -1,0 +1,52 @@
+// One lane of a hand-off that is being sent: joins, then writes frame after frame of pages, straight from their slots.
+// Owned by Outgoing and the handlers of its pending operations; the transport's thread alone.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <vector>
+
+#include "transport/tcp/dial.h"
+#include "transport/tcp/frame_link.h"
+#include "transport/tcp/loop.h"
+#include "transport/tcp/wire.h"
+
+namespace kvmanager::tcp {
+
+class OutLane : public std::enable_shared_from_this<OutLane> {
+ public:
+  static constexpr int64_t kRateWaitMs = 2;
+
+  OutLane(Loop& loop, Outgoing& session, uint32_t index);
+  void Start();
+  /// There may be something to send.
+  void Pump();
+  void Close();
+
+ private:
+  void Join(Dial::Connection connection);
+  void OnJoined(Frame frame);
+  void WatchForEnd();
+  void Write();
+  void OnWritten(size_t bytes);
+  void Break(absl::Status why);
+
+  Loop& loop_;
+  Outgoing* session_;  // nullptr once closed
+  const uint32_t index_;
+  std::shared_ptr<Dial> dial_;
+  std::shared_ptr<FrameLink> link_;  // until joined
+  Socket socket_;
+  Timer rate_timer_;
+  bool ready_ = false;
+  bool busy_ = false;  // a write, or the wait for one, is under way
+  uint8_t unexpected_ = 0;
+
+  std::vector<SendPage> pages_;  // of the frame being written
+  std::vector<uint8_t> head_;
+  uint64_t frame_bytes_ = 0;
+  uint64_t written_ = 0;  // of it
+  std::array<asio::const_buffer, kPagesPerFrameMax + 1> buffers_;
+};
+
+}  // namespace kvmanager::tcp

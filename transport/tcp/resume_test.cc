@@ -1,0 +1,228 @@
+// Links that break, and bytes that change on their way: a proxy between two transports does both.
+#include <thread>
+
+#include "transport/tcp/test_util.h"
+
+namespace kvmanager::tcp {
+namespace {
+
+/// Passes connections on to a listening transport, and spoils them: once `budget` bytes have passed in both directions
+/// together, the connection at hand is cut, or one byte of what it carries is changed.
+class Proxy {
+ public:
+  enum class Fault { kNone, kCut, kFlip };
+
+  explicit Proxy(const std::string& to) : to_(to), listener_(RawSocket::Listen()), address_(listener_.address()) {
+    accepting_ = std::thread([this] { Accept(); });
+  }
+  ~Proxy() {
+    stopping_ = true;
+    listener_.EndBoth();
+    accepting_.join();
+    {
+      MutexLock lock(mutex_);
+      for (auto& pair : pairs_) pair->Cut();
+    }
+    for (auto& thread : threads_) thread.join();
+  }
+  const std::string& address() const { return address_; }
+  /// The next fault, after `bytes` more.
+  void Spoil(Fault fault, int64_t bytes) {
+    fault_ = fault;
+    budget_ = bytes;
+  }
+  int faults() const { return faults_; }
+
+ private:
+  struct Pair {
+    Pair(RawSocket a, RawSocket b) : near(std::move(a)), far(std::move(b)) {}
+    void Cut() {
+      near.EndBoth();
+      far.EndBoth();
+    }
+    RawSocket near, far;
+  };
+
+  void Accept() {
+    for (;;) {
+      RawSocket near = listener_.Accept();
+      if (stopping_ || !near.valid()) return;
+      auto pair = std::make_shared<Pair>(std::move(near), RawSocket::Connect(to_));
+      MutexLock lock(mutex_);
+      pairs_.push_back(pair);
+      threads_.emplace_back([this, pair] { Pump(*pair, pair->near, pair->far); });
+      threads_.emplace_back([this, pair] { Pump(*pair, pair->far, pair->near); });
+    }
+  }
+  void Pump(Pair& pair, RawSocket& from, RawSocket& to) {
+    std::vector<char> chunk(16 << 10);
+    for (;;) {
+      const ssize_t n = from.ReadSome(chunk.data(), chunk.size());
+      if (n <= 0) break;
+      const int64_t before = budget_.fetch_sub(n);
+      if (before > 0 && before <= n) {  // this chunk has the byte
+        const Fault fault = fault_.exchange(Fault::kNone);
+        if (fault != Fault::kNone) ++faults_;
+        if (fault == Fault::kFlip) chunk[before - 1] = static_cast<char>(chunk[before - 1] ^ 0x20);
+        if (fault == Fault::kCut) {
+          to.WriteFrom(chunk.data(), before - 1);
+          break;
+        }
+      }
+      if (!to.WriteFrom(chunk.data(), n)) break;
+    }
+    pair.Cut();
+  }
+
+  const std::string to_;
+  RawSocket listener_;
+  const std::string address_;
+  std::atomic<bool> stopping_{false};
+  std::atomic<Fault> fault_{Fault::kNone};
+  std::atomic<int64_t> budget_{0};
+  std::atomic<int> faults_{0};
+  Mutex mutex_;
+  std::vector<std::shared_ptr<Pair>> pairs_;
+  std::vector<std::thread> threads_;
+  std::thread accepting_;
+};
+
+class ResumeTest : public testing::Test {
+ protected:
+  static constexpr uint64_t kWindowBytes = 128 << 10;
+
+  ResumeTest() {
+    TcpTransport::Options options;
+    options.metrics = &sender_metrics_;
+    sender_ = *TcpTransport::Create(options);
+    options.metrics = &receiver_metrics_;
+    options.listen = "127.0.0.1:0";
+    options.receiver = &receiver_;
+    options.window_bytes = kWindowBytes;
+    receiving_ = *TcpTransport::Create(options);
+    proxy_ = std::make_unique<Proxy>(receiving_->listen_address());
+  }
+  /// A hand-off of 48 pages and 4 of the last part, posted in pieces.
+  absl::StatusOr<SendResult> HandOff(uint64_t seed) {
+    std::mt19937_64 random(seed);
+    std::vector<size_t> sizes(kPages + kLastPages);
+    for (size_t& size : sizes) size = 1 + random() % (128 << 10);
+    pages_ = RandomPages(sizes, seed);
+    Outcome out = Begin(*sender_, RequestOf({pages_.begin(), pages_.begin() + kPages}, proxy_->address()));
+    const std::vector<SendPage> posted = PagesOf(pages_);
+    for (size_t i = 0; i < kPages; i += kPages / 4) {
+      sender_->Post(out.id, {posted.begin() + i, posted.begin() + i + kPages / 4});
+    }
+    sender_->Finish(out.id, PartOf({pages_.begin() + kPages, pages_.end()}));
+    sender_->Post(out.id, {posted.begin() + kPages, posted.end()});
+    return out.done.get();
+  }
+  uint64_t bytes() const {
+    uint64_t sum = 0;
+    for (const Page& page : pages_) sum += page.size();
+    return sum;
+  }
+  void ExpectComplete(const absl::StatusOr<SendResult>& result, size_t hand_offs) {
+    ASSERT_TRUE(result.ok()) << result.status();
+    ASSERT_EQ(receiver_.completions(), hand_offs);
+    EXPECT_TRUE(receiver_.newest() == pages_);
+    EXPECT_EQ(receiver_.aborts(), 0u);
+  }
+
+  static constexpr ptrdiff_t kPages = 48, kLastPages = 4;
+  std::vector<Page> pages_;
+  Metrics sender_registry_, receiver_registry_;
+  TransportMetrics sender_metrics_{&sender_registry_}, receiver_metrics_{&receiver_registry_};
+  TestReceiver receiver_;
+  std::unique_ptr<TcpTransport> receiving_, sender_;
+  std::unique_ptr<Proxy> proxy_;
+};
+
+TEST_F(ResumeTest, NothingIsWrongWithTheProxy) {
+  const absl::StatusOr<SendResult> result = HandOff(1);
+  ExpectComplete(result, 1);
+  EXPECT_EQ(result->resumes, 0u);
+  EXPECT_EQ(result->bytes_resent, 0u);
+}
+
+TEST_F(ResumeTest, CutAtRandomPoints) {
+  std::mt19937_64 random(2);
+  uint64_t sent = 0, resent = 0, resumes = 0;
+  for (int seed = 0; seed < 100; ++seed) {
+    proxy_->Spoil(Proxy::Fault::kCut, 1 + static_cast<int64_t>(random() % (3 << 20)));
+    const absl::StatusOr<SendResult> result = HandOff(100 + seed);
+    ExpectComplete(result, seed + 1);
+    if (HasFatalFailure()) return;
+    sent += bytes();
+    resent += result->bytes_resent;
+    resumes += result->resumes;
+    EXPECT_EQ(result->pages_sent, pages_.size());
+    // One cut costs at most what was on its way.
+    EXPECT_LE(result->bytes_resent, kWindowBytes + (128 << 10));
+  }
+  EXPECT_GT(proxy_->faults(), 80);
+  EXPECT_GT(resumes, 60u);
+  EXPECT_LE(resent, sent / 20) << resent << " of " << sent;
+  EXPECT_EQ(receiver_.live, 0);
+}
+
+TEST_F(ResumeTest, FlippedBytesAreNeverTaken) {
+  std::mt19937_64 random(3);
+  for (int seed = 0; seed < 100; ++seed) {
+    proxy_->Spoil(Proxy::Fault::kFlip, 1 + static_cast<int64_t>(random() % (3 << 20)));
+    const absl::StatusOr<SendResult> result = HandOff(300 + seed);
+    // A hello that is changed into that of another version, or the offer's, may end it; nothing wrong is ever taken.
+    if (!result.ok()) continue;
+    EXPECT_TRUE(receiver_.newest() == pages_);
+  }
+  EXPECT_GT(proxy_->faults(), 80);
+  EXPECT_GT(receiver_.completions(), 90u);
+  EXPECT_GT(receiver_metrics_.checksum_failures.Value(), 50);
+  EXPECT_EQ(receiver_.live, 0);
+}
+
+TEST_F(ResumeTest, CutOfThePeersFirstBytes) {
+  // Before the offer has arrived, among hellos, in the answers: each byte of the beginning.
+  for (int64_t at = 60; at < 1200; at += 13) {
+    proxy_->Spoil(Proxy::Fault::kCut, at);
+    const absl::StatusOr<SendResult> result = HandOff(at);
+    ASSERT_TRUE(result.ok()) << at << ": " << result.status();
+    EXPECT_TRUE(receiver_.newest() == pages_);
+  }
+}
+
+TEST_F(ResumeTest, ManySendersToOneAreFair) {
+  constexpr int kSenders = 16;
+  struct Sender {
+    Metrics registry;
+    TransportMetrics metrics{&registry};
+    std::unique_ptr<TcpTransport> transport;
+    Outcome out;
+  };
+  const std::vector<Page> pages = RandomPages(std::vector<size_t>(128, 64 << 10), 5);
+  std::vector<std::unique_ptr<Sender>> senders;
+  receiver_.hold_offers = true;
+  for (int i = 0; i < kSenders; ++i) {
+    senders.push_back(std::make_unique<Sender>());
+    Sender& sender = *senders.back();
+    TcpTransport::Options options;
+    options.metrics = &sender.metrics;
+    sender.transport = *TcpTransport::Create(options);
+    sender.out = SendAll(*sender.transport, RequestOf(pages, receiving_->listen_address()), PagesOf(pages));
+  }
+  receiver_.WaitForOffers(kSenders);
+  receiver_.ReleaseOffers();
+  for (auto& sender : senders) ASSERT_TRUE(sender->out.done.get().ok());
+  const std::vector<double> shares = receiver_.shares_at_first_completion();
+  ASSERT_EQ(shares.size(), size_t{kSenders});
+  double sum = 0, squares = 0;
+  for (const double share : shares) {
+    sum += share;
+    squares += share * share;
+  }
+  // Jain's index: 1 when all have got as much by the time the first has everything, 1/16 when one took all.
+  EXPECT_GT(sum * sum / (kSenders * squares), 0.5);
+}
+
+}  // namespace
+}  // namespace kvmanager::tcp

@@ -1,0 +1,123 @@
+#include "transport/tcp/visitor.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
+#include "transport/tcp/host_port.h"
+#include "transport/tcp/incoming.h"
+
+namespace kvmanager::tcp {
+
+Visitor::Visitor(Loop& loop, Socket socket)
+    : loop_(loop),
+      socket_(std::move(socket)),
+      timer_(loop.io),
+      deadline_(Now() + std::chrono::milliseconds(loop.options.stall_ms)) {
+  ErrorCode gone;
+  const asio::ip::tcp::endpoint endpoint = socket_.remote_endpoint(gone);
+  host_ = gone ? "unknown" : endpoint.address().to_string(gone);
+  peer_ = FormatHostPort(host_, endpoint.port());
+}
+
+void Visitor::Start() {
+  greeting_ =
+      std::make_shared<Greeting>(loop_, std::move(socket_), loop_.options.stall_ms, deadline_,
+                                 [self = shared_from_this()](absl::Status status, Socket socket, HelloFrame theirs) {
+                                   self->OnHello(std::move(status), std::move(socket), theirs);
+                                 });
+  const auto greeting = greeting_;
+  greeting->Start();
+}
+
+void Visitor::OnHello(absl::Status status, Socket socket, HelloFrame theirs) {
+  greeting_ = nullptr;
+  theirs_ = theirs;
+  if (!socket.is_open()) return Leave();
+  link_ = std::make_shared<FrameLink>(loop_, std::move(socket));
+  if (!status.ok()) {
+    if (status.code() != absl::StatusCode::kUnimplemented) loop_.metrics.protocol_errors.Increment();
+    return Refuse(status);
+  }
+  timer_.expires_at(deadline_);
+  timer_.async_wait([self = shared_from_this()](const ErrorCode& error) {
+    if (error || self->link_ == nullptr) return;
+    const int64_t stall_ms = self->loop_.options.stall_ms;
+    self->Refuse(FieldError(absl::StatusCode::kDeadlineExceeded, "ms without a first frame", absl::StrCat(stall_ms),
+                            absl::StrCat("below ", stall_ms)));
+  });
+  const auto self = shared_from_this();
+  link_->Listen({FrameType::kOffer, FrameType::kJoin, FrameType::kProbe, FrameType::kCancel},
+                {[self](Frame frame) { self->OnFrame(std::move(frame)); },
+                 [self](absl::Status why) {
+                   if (why.code() == absl::StatusCode::kUnavailable) return self->Leave();
+                   self->loop_.metrics.protocol_errors.Increment();
+                   self->Refuse(why);
+                 }});
+}
+
+void Visitor::OnFrame(Frame frame) {
+  if (auto* offer = std::get_if<OfferFrame>(&frame)) return OnOffer(std::move(*offer));
+  if (const auto* join = std::get_if<JoinFrame>(&frame)) return OnJoin(*join);
+  if (std::holds_alternative<ProbeFrame>(frame)) return OnProbe();
+  Leave();
+}
+
+void Visitor::OnOffer(OfferFrame offer) {
+  if (loop_.incoming.count(offer.token) > 0) {
+    return Refuse(absl::AlreadyExistsError("this hand-off was offered before"));
+  }
+  if (loop_.incoming_open >= loop_.options.incoming_max) {
+    loop_.metrics.connections_refused.Increment();
+    return Refuse(FieldError(absl::StatusCode::kResourceExhausted, "hand-offs being received",
+                             absl::StrCat(loop_.incoming_open + 1),
+                             absl::StrCat("at most ", loop_.options.incoming_max)));
+  }
+  auto incoming = std::make_shared<Incoming>(loop_, offer.token, host_, peer_, theirs_.stall_ms);
+  loop_.incoming.emplace(offer.token, incoming);
+  incoming->Start(std::move(link_), std::move(offer));
+  Leave();
+}
+
+void Visitor::OnJoin(const JoinFrame& join) {
+  const auto found = loop_.incoming.find(join.token);
+  if (found == loop_.incoming.end()) {
+    return Refuse(absl::NotFoundError("no such hand-off here: it has ended, or this daemon was started anew"));
+  }
+  const std::shared_ptr<Incoming> incoming = found->second;
+  if (join.lane == 0) {
+    incoming->Resume(std::move(link_));
+  } else {
+    incoming->AddLane(join.lane, std::move(link_));
+  }
+  Leave();
+}
+
+void Visitor::OnProbe() {
+  ReceiverLoad load = loop_.options.receiver->Load();
+  load.active_transfers = loop_.incoming_open;
+  for (const auto& [token, incoming] : loop_.incoming) load.queued_bytes += incoming->bytes_to_come();
+  link_->Send(EncodeLoad(load));
+  std::exchange(link_, nullptr)->Close(/*lingering=*/true);
+  Leave();
+}
+
+void Visitor::Refuse(const absl::Status& why) {
+  link_->Send(EncodeError(why));
+  std::exchange(link_, nullptr)->Close(/*lingering=*/true);
+  Leave();
+}
+
+void Visitor::Leave() {
+  timer_.cancel();
+  if (link_ != nullptr) std::exchange(link_, nullptr)->Close();
+  loop_.visitors.erase(shared_from_this());
+}
+
+void Visitor::Stop() {
+  const auto self = shared_from_this();
+  if (greeting_ != nullptr) std::exchange(greeting_, nullptr)->Cancel();
+  Leave();
+}
+
+}  // namespace kvmanager::tcp
