@@ -151,23 +151,28 @@ TEST_F(BadStreamTest, AMessageOfAnAdmissibleSizeIsTaken) {
 TEST_F(BadStreamTest, APeerThatSendsGarbageIsCutOff) {
   std::vector<std::string> streams;
   for (uint64_t seed = 0; seed < 8; ++seed) streams.push_back(Noise(4096, seed));
-  const std::string hello = tcp::EncodeHello();
+  const std::string hello = tcp::EncodeHello({});
   for (uint64_t seed = 0; seed < 8; ++seed) streams.push_back(hello + Noise(4096, 100 + seed));
   // Headers whose lengths lie.
   for (const uint64_t body : {uint64_t{0}, uint64_t{1} << 30, uint64_t{1} << 62, UINT64_MAX}) {
-    std::string header(tcp::kHeaderBytes, 0);
-    tcp::PutHeader({tcp::FrameType::kOffer, 0, body}, reinterpret_cast<uint8_t*>(header.data()));
+    std::string header = tcp::EncodeEmpty(tcp::FrameType::kPing);
+    header[0] = static_cast<char>(tcp::FrameType::kOffer);
+    for (int i = 0; i < 8; ++i) header[8 + i] = static_cast<char>(body >> (8 * i));
     streams.push_back(hello + header + std::string(64, '\xff'));
   }
   // A well-formed offer of pages behind a manifest that is none, and an honest size with more pages than bytes.
-  const std::string bytes(1024, 'p');
-  const SendPage page{{reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()}, 1};
-  streams.push_back(hello + tcp::EncodeOffer(absl::MakeConstSpan(&page, 1), "no manifest at all"));
-  streams.push_back(hello + tcp::EncodeOffer({}, Noise(1 << 16, 7)));
-  streams.push_back(hello + tcp::EncodeOffer({}, std::string(64, '\0')));
+  HandOffPart part;
+  part.page_bytes = {1024};
+  for (const std::string& manifest : {std::string("no manifest at all"), Noise(1 << 16, 7), std::string(64, '\0')}) {
+    part.manifest = manifest;
+    tcp::Token token = {};
+    token[0] = static_cast<uint8_t>(streams.size());
+    streams.push_back(hello + tcp::EncodeOffer(token, 0, part));
+    part.page_bytes.clear();
+  }
   // Frames out of turn.
-  streams.push_back(hello + tcp::EncodeEnd({}));
-  streams.push_back(hello + tcp::EncodeDone("ticket"));
+  streams.push_back(hello + tcp::EncodeLast(part));
+  streams.push_back(hello + tcp::EncodeEmpty(tcp::FrameType::kDone));
   streams.push_back(hello + hello);
   tcp::HelloFrame future;
   future.version = 99;

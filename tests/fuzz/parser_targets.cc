@@ -19,6 +19,7 @@
 #include "tests/fuzz/fuzz_target.h"
 #include "tests/model.h"
 #include "transport/tcp/wire.h"
+#include "transport/tcp/wire_testing.h"
 
 namespace kvmanager::fuzz {
 namespace {
@@ -47,41 +48,52 @@ void MustExplain(const absl::Status& status) {
 class PeerWireTarget final : public FuzzTarget {
  public:
   std::vector<std::string> Seeds() override {
-    const std::string bytes(64, 'p');
-    const SendPage page{{reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()}, 42};
-    const std::vector<SendPage> pages(20, page);
-    std::string header(tcp::kHeaderBytes, 0);
-    tcp::PutHeader({tcp::FrameType::kPage, 7, 64}, reinterpret_cast<uint8_t*>(header.data()));
-    return {tcp::EncodeHello(),
-            tcp::EncodeOffer(pages, "manifest"),
-            tcp::EncodeAnswer({20, {0xff, 0x0f, 0x03}}),
-            tcp::EncodeEnd({20, 1280}),
-            tcp::EncodeDone("ticket"),
+    HandOffPart part;
+    part.manifest = "manifest";
+    part.page_bytes.assign(20, 64);
+    HandOffPart last = part;
+    last.withdrawn = {3, 7};
+    tcp::PageBitmap pages(20);
+    for (const uint32_t page : {0, 9, 19}) pages.Add(page);
+    const tcp::PageRecord records[] = {{7, 64}, {8, 1}};
+    std::string frame(tcp::kHeaderBytes + 2 * tcp::kPageRecordBytes, 0);
+    tcp::PutPagesHead(records, reinterpret_cast<uint8_t*>(frame.data()));
+    return {tcp::EncodeHello({}),
+            tcp::EncodeOffer({}, 7, part),
+            tcp::EncodeJoin({{}, 1}),
+            tcp::EncodeAccept({1 << 20, 4, "ticket", pages}),
+            tcp::EncodeLast(last),
+            tcp::EncodeExtended({pages}),
+            frame,
+            tcp::EncodeGot(1 << 20, {1, 2, 3}),
+            tcp::EncodeJoined({true, pages}),
+            tcp::EncodeEmpty(tcp::FrameType::kDone),
             tcp::EncodeError(InvalidField("field", 7, "less")),
-            tcp::EncodeCancel(),
-            header};
+            tcp::EncodeWaiting(InvalidField("field", 7, "less")),
+            tcp::EncodeLoad({1, 2, 3, 4, 5})};
   }
   void Run(absl::Span<const uint8_t> input) override {
+    Parse(input);
+    const std::string good = tcp::WithGoodCheck({input.begin(), input.end()});
+    Parse({reinterpret_cast<const uint8_t*>(good.data()), good.size()});
+  }
+
+ private:
+  static void Parse(absl::Span<const uint8_t> input) {
     const absl::StatusOr<tcp::Frame> frame = tcp::ParseFrame(input);
     MustExplain(frame.status());
     if (input.size() >= tcp::kHeaderBytes) MustExplain(tcp::ParseHeader(input.subspan(0, tcp::kHeaderBytes)).status());
     if (!frame.ok()) return;
-    if (const auto* offer = std::get_if<tcp::OfferFrame>(&*frame)) {
-      KV_CHECK(offer->page_bytes.size() == offer->page_checksums.size());
-      KV_CHECK(offer->page_bytes.size() <= SendRequest::kPagesMax);
-      KV_CHECK(!offer->manifest.empty() && offer->manifest.size() <= SendRequest::kManifestBytesMax);
-      uint64_t total = 0;
-      for (const uint64_t bytes : offer->page_bytes) {
-        KV_CHECK(bytes >= 1 && bytes <= SendRequest::kPageBytesMax);
-        total += bytes;
-      }
-      KV_CHECK(total == offer->total_bytes);
-    }
-    if (const auto* answer = std::get_if<tcp::AnswerFrame>(&*frame)) {
-      KV_CHECK(answer->bitmap.size() == (size_t{answer->page_count} + 7) / 8);
-    }
+    if (const auto* offer = std::get_if<tcp::OfferFrame>(&*frame)) KV_CHECK(tcp::CheckPart(offer->part, 0).ok());
+    if (const auto* last = std::get_if<tcp::LastFrame>(&*frame)) MustExplain(tcp::CheckPart(last->part, 20));
+    if (const auto* accept = std::get_if<tcp::AcceptFrame>(&*frame)) MustFit(accept->wanted);
+    if (const auto* joined = std::get_if<tcp::JoinedFrame>(&*frame)) MustFit(joined->arrived);
     if (const auto* error = std::get_if<tcp::ErrorFrame>(&*frame)) KV_CHECK(!error->status.ok());
     if (const auto* hello = std::get_if<tcp::HelloFrame>(&*frame)) MustExplain(tcp::CheckVersion(*hello));
+  }
+  static void MustFit(const tcp::PageBitmap& bitmap) {
+    KV_CHECK(bitmap.bits.size() == (size_t{bitmap.count} + 7) / 8);
+    KV_CHECK(!bitmap.has(bitmap.count));
   }
 };
 

@@ -23,6 +23,7 @@
 #include "tests/raw_rpc.h"
 #include "transport/tcp/tcp_transport.h"
 #include "transport/tcp/wire.h"
+#include "transport/tcp/wire_testing.h"
 
 namespace kvmanager::fuzz {
 namespace {
@@ -204,51 +205,67 @@ class BudgetReceiver final : public HandOffReceiver {
  public:
   static constexpr uint64_t kBytesMax = 1 << 20;
 
-  void Offer(std::string peer, std::string manifest, std::vector<uint64_t> page_bytes,
-             std::vector<uint64_t> page_checksums, OfferReply reply) override {
-    uint64_t total = 0;
-    for (const uint64_t bytes : page_bytes) total += bytes;
-    if (total > kBytesMax || page_bytes.size() > 1000) {
-      reply(InvalidField("pages", total, "a small hand-off"));
-      return;
-    }
-    KV_CHECK(page_bytes.size() == page_checksums.size() && !manifest.empty());
-    ++active;
-    reply(std::make_unique<Pages>(this, page_bytes, page_checksums));
+  void Offer(std::string, HandOffPart first, int64_t, OfferReply reply) override {
+    KV_CHECK(!first.manifest.empty());
+    if (!Fits(first)) return reply.done(InvalidField("pages", first.page_bytes.size(), "a small hand-off"));
+    reply.done(Accepted{std::make_shared<Pages>(this, first), "ticket"});
   }
-  void Complete(std::unique_ptr<IncomingHandOff> hand_off, CompleteReply reply) override {
-    // Whatever the stream was, what is complete is what was announced.
-    static_cast<Pages&>(*hand_off).MustMatch();
-    ++completed;
-    reply(std::string("ticket"));
-  }
-  void Abort(std::unique_ptr<IncomingHandOff> hand_off, absl::Status why) override { KV_CHECK(!why.ok()); }
+  ReceiverLoad Load() const override { return {}; }
 
   std::atomic<int> active{0};
   std::atomic<uint64_t> completed{0};
 
  private:
+  static bool Fits(const HandOffPart& part) {
+    uint64_t total = 0;
+    for (const uint64_t bytes : part.page_bytes) total += bytes;
+    return total <= kBytesMax && part.page_bytes.size() <= 1000;
+  }
   class Pages final : public IncomingHandOff {
    public:
-    Pages(BudgetReceiver* receiver, const std::vector<uint64_t>& bytes, std::vector<uint64_t> checksums)
-        : receiver_(receiver), checksums_(std::move(checksums)) {
-      for (size_t i = 0; i < bytes.size(); ++i) pages_.emplace_back(i % 5 == 4 ? 0 : bytes[i]);  // every fifth is there
+    Pages(BudgetReceiver* receiver, const HandOffPart& first) : receiver_(receiver) {
+      ++receiver_->active;
+      Add(first);
     }
     ~Pages() override { --receiver_->active; }
-    absl::Span<uint8_t> target(size_t page) override { return absl::MakeSpan(pages_.at(page)); }
-    void MustMatch() const {
-      for (size_t i = 0; i < pages_.size(); ++i) {
-        KV_CHECK(pages_[i].empty() || XXH3_64bits(pages_[i].data(), pages_[i].size()) == checksums_[i]);
-      }
+    absl::Span<uint8_t> target(uint32_t page) const override {
+      return absl::MakeSpan(const_cast<std::vector<uint8_t>&>(pages_.at(page)));
     }
+    void Arrived(absl::Span<const uint32_t> pages) override {
+      for (const uint32_t page : pages) KV_CHECK(!pages_.at(page).empty() && !std::exchange(arrived_.at(page), true));
+    }
+    void Extend(HandOffPart last, absl::AnyInvocable<void(absl::Status)> reply) override {
+      KV_CHECK(!last.manifest.empty() && !std::exchange(extended_, true));
+      if (!Fits(last)) return reply(InvalidField("pages", last.page_bytes.size(), "a small hand-off"));
+      for (const uint32_t page : last.withdrawn) arrived_.at(page) = true;
+      Add(last);
+      reply(absl::OkStatus());
+    }
+    void Complete(absl::AnyInvocable<void(absl::Status)> reply) override {
+      // Whatever the stream was, what is complete is all of what was announced.
+      KV_CHECK(extended_);
+      for (size_t i = 0; i < pages_.size(); ++i) KV_CHECK(pages_[i].empty() || arrived_[i]);
+      ++receiver_->completed;
+      reply(absl::OkStatus());
+    }
+    void Abort(absl::Status why) override { KV_CHECK(!why.ok()); }
 
    private:
+    void Add(const HandOffPart& part) {
+      for (const uint64_t bytes : part.page_bytes) {
+        pages_.emplace_back(pages_.size() % 5 == 4 ? 0 : bytes);  // every fifth is there
+        arrived_.push_back(false);
+      }
+    }
     BudgetReceiver* const receiver_;
     std::vector<std::vector<uint8_t>> pages_;
-    std::vector<uint64_t> checksums_;
+    std::vector<bool> arrived_;
+    bool extended_ = false;
   };
 };
 
+/// A hand-off's two connections: the input begins with the length of what the control connection carries, two bytes;
+/// the rest is the lane's.
 class PeerStreamTarget final : public FuzzTarget {
  public:
   PeerStreamTarget() : transport_metrics_(&metrics_) {
@@ -256,6 +273,7 @@ class PeerStreamTarget final : public FuzzTarget {
     options.listen = "127.0.0.1:0";
     options.receiver = &receiver_;
     options.metrics = &transport_metrics_;
+    options.stall_ms = kStallMs;
     absl::StatusOr<std::unique_ptr<TcpTransport>> transport = TcpTransport::Create(options);
     KV_CHECK(transport.ok());
     transport_ = std::move(*transport);
@@ -263,40 +281,69 @@ class PeerStreamTarget final : public FuzzTarget {
   std::vector<std::string> Seeds() override {
     std::vector<std::string> seeds;
     for (const size_t count : {0, 1, 7}) {
-      std::vector<std::vector<uint8_t>> store;
-      std::vector<SendPage> pages;
-      for (size_t i = 0; i < count; ++i) store.emplace_back(64 * (i + 1), uint8_t(i));
-      for (const auto& bytes : store) pages.push_back({bytes, XXH3_64bits(bytes.data(), bytes.size())});
-      std::string stream = tcp::EncodeHello() + tcp::EncodeOffer(pages, "a manifest");
-      seeds.push_back(stream + tcp::EncodeCancel());
-      tcp::EndFrame end;
-      for (size_t i = 0; i < count; ++i) {
+      HandOffPart first, last;
+      first.manifest = last.manifest = "a manifest";
+      std::vector<tcp::PageRecord> records;
+      std::string payload;
+      for (uint32_t i = 0; i < count; ++i) {
+        const std::string bytes(64 * (i + 1), static_cast<char>(i));
+        first.page_bytes.push_back(bytes.size());
         if (i % 5 == 4) continue;
-        std::string header(tcp::kHeaderBytes, 0);
-        tcp::PutHeader({tcp::FrameType::kPage, uint32_t(i), store[i].size()},
-                       reinterpret_cast<uint8_t*>(header.data()));
-        stream += header + std::string(store[i].begin(), store[i].end());
-        ++end.pages;
-        end.bytes += store[i].size();
+        records.push_back({i, XXH3_64bits(bytes.data(), bytes.size())});
+        payload += bytes;
       }
-      seeds.push_back(stream + tcp::EncodeEnd(end));
+      const std::string hello = tcp::EncodeHello({});
+      const std::string offer = hello + tcp::EncodeOffer({}, 0, first);
+      seeds.push_back(Split(offer + tcp::EncodeEmpty(tcp::FrameType::kCancel), ""));
+      std::string lane = hello + tcp::EncodeJoin({{}, 1});
+      if (!records.empty()) {
+        std::string head(tcp::kHeaderBytes + tcp::kPageRecordBytes * records.size(), 0);
+        tcp::PutPagesHead(records, reinterpret_cast<uint8_t*>(head.data()));
+        lane += head + payload;
+      }
+      seeds.push_back(Split(offer + tcp::EncodeLast(last), lane));
     }
     return seeds;
   }
-  void Run(absl::Span<const uint8_t> input) override { RunStream(transport_->listen_address(), input); }
+  void Run(absl::Span<const uint8_t> input) override {
+    if (input.size() < 2) return;
+    std::string both(input.begin() + 2, input.end());
+    const size_t control_bytes = std::min<size_t>(input[0] | input[1] << 8, both.size());
+    std::string streams[2] = {both.substr(0, control_bytes), both.substr(control_bytes)};
+    ++token_;
+    for (std::string& stream : streams) {
+      // A token of its own: the hand-off of the last run may not have ended yet.
+      constexpr size_t kTokenAt = tcp::kHelloBytes + tcp::kHeaderBytes;
+      for (size_t i = 0; i < 8 && kTokenAt + i < stream.size(); ++i) {
+        stream[kTokenAt + i] = static_cast<char>(token_ >> (8 * i));
+      }
+      if (token_ % 8 != 0) stream = tcp::WithGoodChecks(stream);
+      if (!stream.empty()) RunStream(transport_->listen_address(), BytesOf(stream));
+    }
+  }
   void Check() override {
     KV_CHECK(testing::Eventually([&] { return receiver_.active == 0; }));
     const uint64_t before = receiver_.completed;
     const std::string seed = Seeds().back();
-    Run(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(seed.data()), seed.size()));
+    Run(BytesOf(seed));
     KV_CHECK(testing::Eventually([&] { return receiver_.active == 0 && receiver_.completed > before; }));
   }
 
  private:
+  static constexpr int64_t kStallMs = 100;  // a hand-off whose connections are gone is kept so long
+
+  static absl::Span<const uint8_t> BytesOf(const std::string& s) {
+    return {reinterpret_cast<const uint8_t*>(s.data()), s.size()};
+  }
+  static std::string Split(const std::string& control, const std::string& lane) {
+    const char length[2] = {static_cast<char>(control.size()), static_cast<char>(control.size() >> 8)};
+    return std::string(length, 2) + control + lane;
+  }
   BudgetReceiver receiver_;
   Metrics metrics_;
   TransportMetrics transport_metrics_;
   std::unique_ptr<TcpTransport> transport_;
+  uint64_t token_ = 0;
 };
 
 }  // namespace

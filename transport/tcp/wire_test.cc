@@ -1,12 +1,11 @@
 #include "transport/tcp/wire.h"
 
-#include <xxhash.h>
-
 #include <cstring>
 #include <random>
 
 #include "gtest/gtest.h"
 #include "kvmanager/base/status.h"
+#include "transport/tcp/wire_testing.h"
 
 namespace kvmanager::tcp {
 namespace {
@@ -64,14 +63,7 @@ T Parsed(const std::string& bytes) {
 /// `bytes` with a changed field and a good check, so that the field itself is looked at.
 std::string Poke(std::string bytes, size_t at, uint64_t value, int size) {
   for (int i = 0; i < size; ++i) bytes[at + i] = static_cast<char>(value >> (8 * i));
-  const bool hello = bytes.compare(0, 8, std::string(kMagic, 8)) == 0;
-  const size_t check_at = hello ? 12 : 4;
-  // What the header says it is: "the four bytes before the check are the seed".
-  uint32_t seed = 0;
-  for (int i = 0; i < 4; ++i) seed |= static_cast<uint32_t>(static_cast<uint8_t>(bytes[check_at - 4 + i])) << (8 * i);
-  const uint64_t check = XXH3_64bits_withSeed(bytes.data() + check_at + 4, bytes.size() - check_at - 4, seed);
-  for (int i = 0; i < 4; ++i) bytes[check_at + i] = static_cast<char>(check >> (8 * i));
-  return bytes;
+  return WithGoodCheck(std::move(bytes));
 }
 void ExpectInvalid(const std::string& bytes, absl::string_view field) {
   const absl::StatusOr<Frame> frame = ParseFrame(Bytes(bytes));
