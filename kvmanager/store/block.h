@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "kvmanager/base/ids.h"
 #include "kvmanager/store/page_state.h"
 
@@ -31,6 +32,7 @@ struct Block {
   uint64_t last_use = 0;         // order of uses: a parent's is above its children's
   int64_t last_use_ns = 0;
   BlockName name;
+  absl::Status arrival;  // an error: its pages that are Receiving will not come, and why
 
   /// Every layer's page is sealed.
   bool is_full() const {

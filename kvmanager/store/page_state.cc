@@ -22,9 +22,13 @@ bool CanEncode(const Page& b, const PageChange& a) { return Same(b, a) && !b.bus
 bool CanFinish(const Page& b, const PageChange& a) { return Same(b, a) && b.busy && !a.declined; }
 bool CanDecline(const Page& b, const PageChange& a) { return RawOnly(b, a) && a.raw == b.raw && b.busy && a.declined; }
 bool CanReleaseRaw(const Page& b, const PageChange& a) {
-  return EncodedOnly(b, a) && a.encoded == b.encoded && b.raw.valid() && b.raw_holds == 0 && b.pins == 0 && !b.declined;
+  return EncodedOnly(b, a) && a.encoded == b.encoded && b.raw.valid() && b.raw_holds == 0 && b.pins == b.encoded_pins &&
+         !b.declined;
 }
 bool CanReserve(const Page&, const PageChange& a) { return !Empty(a); }
+bool CanReserveRaw(const Page& b, const PageChange& a) {
+  return !b.raw.valid() && a.raw.valid() && a.encoded.valid() && a.encoded == b.encoded;
+}
 bool CanShowOpen(const Page& b, const PageChange& a) { return Same(b, a) && RawOnly(b, a); }
 bool CanShowRaw(const Page& b, const PageChange& a) { return Same(b, a) && a.raw.valid() && a.encoded.valid(); }
 bool CanShowEncoded(const Page& b, const PageChange& a) { return EncodedOnly(b, a) && a.encoded == b.encoded; }
@@ -46,14 +50,16 @@ constexpr PageTransition kTransitions[] = {
     {E::kEncode, S::kSealed, S::kEncoding, "append, import", "the job is posted", CanEncode},
     {E::kEncoded, S::kEncoding, S::kResident, "encode job", "every byte is written", CanFinish},
     {E::kDeclined, S::kEncoding, S::kResident, "encode job", "the codec declined; the encoded slot goes", CanDecline},
-    {E::kReleaseRaw, S::kResident, S::kResident, "store", "no sequence holds the raw form, no lease pins the page",
+    {E::kReleaseRaw, S::kResident, S::kResident, "store", "no sequence holds the raw form, no lease pins it",
      CanReleaseRaw},
     {E::kReserve, S::kFree, S::kReceiving, "import, move", "slots are reserved", CanReserve},
-    {E::kReceivedOpen, S::kReceiving, S::kFilling, "import commit, move", "bytes verified", CanShowOpen},
-    {E::kReceivedRaw, S::kReceiving, S::kSealed, "import commit", "bytes verified", CanShowRaw},
-    {E::kReceivedEncoded, S::kReceiving, S::kResident, "import commit", "bytes verified", CanShowEncoded},
+    {E::kReserveRaw, S::kReceiving, S::kReceiving, "import", "a raw slot is reserved", CanReserveRaw},
+    {E::kReceivedOpen, S::kReceiving, S::kFilling, "import, move", "bytes verified", CanShowOpen},
+    {E::kReceivedRaw, S::kReceiving, S::kSealed, "import", "bytes verified", CanShowRaw},
+    {E::kReceivedEncoded, S::kReceiving, S::kResident, "import", "bytes verified", CanShowEncoded},
     {E::kReceivedCopy, S::kReceiving, S::kResident, "move", "bytes verified; the forms of the page it was copied from",
      CanShowCopy},
+    {E::kQuarantine, S::kReceiving, S::kQuarantined, "store", kUsed, CanQuarantine},
     {E::kQuarantine, S::kFilling, S::kQuarantined, "store", kUsed, CanQuarantine},
     {E::kQuarantine, S::kSealed, S::kQuarantined, "store", kUsed, CanQuarantine},
     {E::kQuarantine, S::kEncoding, S::kQuarantined, "store", kUsed, CanQuarantine},
@@ -85,9 +91,9 @@ const char* PageStateName(PageState state) {
 
 const char* PageEventName(PageEvent event) {
   static constexpr const char* kNames[kPageEvents] = {
-      "open",        "seal",      "seal identity", "encode",       "encoded",          "declined",
-      "release raw", "reserve",   "received open", "received raw", "received encoded", "received copy",
-      "quarantine",  "job ended", "free"};
+      "open",        "seal",       "seal identity", "encode",       "encoded",          "declined",
+      "release raw", "reserve",    "received open", "received raw", "received encoded", "received copy",
+      "reserve raw", "quarantine", "job ended",     "free"};
   return kNames[static_cast<size_t>(event)];
 }
 

@@ -7,9 +7,8 @@
 //   Resident
 //    │                └──seal identity──────────────────────────────────────────────────────┘
 //    └──reserve──> Receiving ──received open──> Filling, ──received raw──> Sealed, ──received encoded──> Resident,
-//                            ──received copy──> Resident
-//   any state but Free and Receiving ──quarantine──> Quarantined ──free──> Free, once no lease and no job uses the
-//   slots
+//                            ──received copy──> Resident, ──reserve raw──> Receiving
+//   any state but Free ──quarantine──> Quarantined ──free──> Free, once no lease and no job uses the slots
 //
 // The table itself, with the owner and the condition of each transition, is kTransitions in page_state.cc. A page that
 // is copied to another memory is Receiving there, and pinned where it comes from.
@@ -17,8 +16,8 @@
 // Invariants (checked by every transition):
 //  1. Free holds no slot; Filling a raw one; Sealed and Encoding a raw one and the encoded one reserved for them;
 //     Resident an encoded one, or, if declined, a raw one; Receiving what will arrive.
-//  2. A slot changes or goes only while no lease pins the page; releasing the raw form also needs that no sequence
-//  holds it.
+//  2. A slot changes or goes only while no lease pins the page; releasing the raw form needs that no sequence holds it
+//  and that those leases which pin the page read its encoded form alone.
 //  3. `busy` exactly from `encode` to the end of the job; Encoding implies busy.
 #pragma once
 
@@ -49,20 +48,22 @@ enum class PageEvent : uint8_t {
   kReceivedRaw,      // a hand-off's full raw page became visible; to be encoded
   kReceivedEncoded,  // a hand-off's encoded page became visible
   kReceivedCopy,     // a copy of a Resident page of another memory became visible, in the same forms
+  kReserveRaw,       // a page that was to be received encoded will be received raw: the sender's codec declined it
   kQuarantine,       // every owner has gone, a lease or a job has not
   kJobEnded,         // the job of a quarantined page ended
   kFree,             // every user has gone
 };
-inline constexpr size_t kPageEvents = 15;
+inline constexpr size_t kPageEvents = 16;
 const char* PageEventName(PageEvent event);
 
 /// One page of a block. Only ApplyTransition writes `state`, `busy`, `declined`, the slots and the checksum.
 struct Page {
   PageState state = PageState::kFree;
-  bool busy = false;       // an encode job reads and writes the slots
-  bool declined = false;   // by the codec: the raw form is the only one
-  uint32_t raw_holds = 0;  // sequences that have not aged this page
-  uint32_t pins = 0;       // leases
+  bool busy = false;          // an encode job reads and writes the slots
+  bool declined = false;      // by the codec: the raw form is the only one
+  uint32_t raw_holds = 0;     // sequences that have not aged this page
+  uint32_t pins = 0;          // leases
+  uint32_t encoded_pins = 0;  // those of them that read the encoded form alone, if there is one
   PageId raw;
   PageId encoded;
   uint64_t checksum = 0;  // XXH3-64 of the form that stays, once Resident

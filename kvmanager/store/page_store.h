@@ -111,7 +111,8 @@ struct SequenceInfo {
   uint64_t tokens = 0;  // appended to every layer
   int hit_blocks = 0;   // that came by prefix hits or a hand-off
   int published_blocks = 0;
-  uint64_t bytes = 0;  // of its pages, shared ones in full
+  uint64_t bytes = 0;     // of its pages, shared ones in full
+  bool arriving = false;  // by a hand-off, of which pages are still to come
 };
 
 struct CacheInfo {
@@ -129,11 +130,13 @@ struct CacheInfo {
 class AttendLease {
  public:
   virtual ~AttendLease() = default;
-  /// Every page that must be read encoded is encoded.
+  /// Every page that must be read encoded is encoded and here, or will never be.
   virtual bool ready() const = 0;
   /// Calls `fn` once on the store's thread: at once if ready, else when it becomes so.
   virtual void OnReady(absl::AnyInvocable<void()> fn) = 0;
-  /// Pages of the i-th entry; only after it is ready. Valid while the lease lives.
+  /// After it is ready. UNAVAILABLE: pages of an entry were to arrive by a hand-off that ended early.
+  virtual const absl::Status& status() const = 0;
+  /// Pages of the i-th entry; only after it is ready, with an OK status. Valid while the lease lives.
   virtual absl::Span<const AttentionPage> pages(size_t entry) const = 0;
   /// Chooses what the i-th entry's queries read; nullptr: everything. As pages(), and it goes before the lease's pages.
   virtual TokenSelector* selector(size_t entry) const = 0;
@@ -194,52 +197,97 @@ class ArrivalLease {
   virtual absl::StatusOr<CreateResult> Commit() = 0;
 };
 
-/// One page of a hand-off.
-enum class PageForm : uint8_t { kRaw = 0, kEncoded = 1 };
-struct HandOffPage {
-  uint32_t block = 0;  // index in HandOffContent::blocks; blocks.size() is the open page
-  uint32_t layer = 0;
-  PageForm form = PageForm::kRaw;
-  uint64_t bytes = 0;     // of the form; an open page's are those of a whole raw page
-  uint64_t checksum = 0;  // XXH3-64 of the bytes; an open page's unused tokens are zeros
-};
+// A sequence as it is handed over, without the bytes of its pages, in two parts: the first says what is known before
+// the pages are made, and what of them will travel encoded; the last says the rest. Pages are numbered from 0 in the
+// first part; those of the last go on from there.
 
-/// A sequence as it is handed over, without the bytes of its pages.
+struct HandOffPage {
+  uint32_t block = 0;
+  uint32_t layer = 0;
+  uint64_t bytes =
+      0;  // of the form that travels; an open page's are those of a whole raw page, its unused tokens zeros
+};
 struct HandOffBlock {
   BlockName name;  // all zeros: not published
   bool named = false;
 };
-struct HandOffContent {
+struct HandOffFirst {
   CacheConfig config;
   uint32_t codec_version = 0;
-  uint64_t tokens = 0;
+  uint64_t tokens = 0;               // of every layer, once the sender has appended them
+  std::vector<HandOffBlock> blocks;  // full ones, in order; the names that they have already
+  std::vector<uint32_t> aged;        // [layers] pages before this one are read encoded, unless the codec declined them
+  std::vector<HandOffPage> pages;    // what will travel encoded, all aged: by layer, then by block
+};
+struct HandOffLast {
+  std::vector<uint32_t> withdrawn;   // pages of the first part that the codec declined, ascending
+  std::vector<HandOffPage> pages;    // every page that does not travel encoded, raw: by layer, then by block
+  std::vector<HandOffBlock> blocks;  // [HandOffFirst::blocks] names since the first part
   IndexFacts index;                  // of a codec with indexes: the receiver makes an equal one
-  std::vector<HandOffBlock> blocks;  // full blocks, in order
-  std::vector<HandOffPage> pages;    // by layer, then by block: the order of sending
 };
 
-/// A sequence pinned for sending.
+/// Bytes of a page that is ready to be sent: unchanged while the lease lives.
+struct ExportedPage {
+  uint32_t page = 0;
+  absl::Span<const uint8_t> bytes;
+  uint64_t checksum = 0;  // XXH3-64. Of a page that stays in this form the one kept since it was made.
+};
+
+/// A sequence that is being sent, perhaps while it grows. Its pages are pinned once they are full: it may be dropped or
+/// published meanwhile, but until Finish it cannot be cropped, nor grow beyond first().tokens.
 class ExportLease {
  public:
   virtual ~ExportLease() = default;
-  virtual bool ready() const = 0;
+  virtual const HandOffFirst& first() const = 0;
+  /// Pages of the first part that were encoded since the last call, in the order in which they were.
+  virtual std::vector<ExportedPage> TakeReady() = 0;
+  /// Calls `fn` on the store's thread, from within other calls of the store: now and whenever there is something to
+  /// take, or last() appears. It may call this lease, but destroy none, and not call the store.
   virtual void OnReady(absl::AnyInvocable<void()> fn) = 0;
-  /// After ready. Checksums are computed here.
-  virtual const HandOffContent& content() const = 0;
-  /// Bytes of content().pages[i].
-  virtual absl::Span<const uint8_t> bytes(size_t page) const = 0;
+  /// The sequence is complete; copies its open pages. Errors leave everything as it was: FAILED_PRECONDITION naming the
+  /// shortest layer; NOT_FOUND, if it was dropped; RESOURCE_EXHAUSTED.
+  virtual absl::Status Finish() = 0;
+  /// nullptr before Finish, and until the codec has encoded or declined every page of the first part.
+  virtual const HandOffLast* last() const = 0;
+  /// Of last()->pages.
+  virtual absl::Span<const ExportedPage> last_pages() const = 0;
 };
 
-/// Slots reserved for a sequence that is being received. Destroying it without Commit gives everything back; nothing of
-/// it is visible before Commit.
+struct ArrivedPage {
+  uint32_t page = 0;
+  uint64_t checksum = 0;
+};
+
+/// Slots reserved for a sequence that is being received. Destroying it without Commit gives back what nobody else uses.
 class ImportLease {
  public:
   virtual ~ImportLease() = default;
-  /// Where the bytes of content.pages[i] go; empty if the block is already here and need not be sent.
+  /// Where the bytes of a page go; empty if the block is already here and need not be sent. Of the last part after
+  /// Extend. A worker may call it once the call that the page is of has returned.
   virtual absl::Span<uint8_t> target(size_t page) const = 0;
-  /// All wanted bytes have arrived and their checksums were verified by the transport: validates encoded pages (hostile
-  /// bytes), refuses NaN and Inf in raw ones, publishes named blocks and makes the sequence. At most once.
-  virtual absl::StatusOr<SequenceId> Commit() = 0;
+  /// The last part, once: may need slots for pages that were declined. Errors: INVALID_ARGUMENT (what contradicts
+  /// itself or the first part), RESOURCE_EXHAUSTED; either leaves everything as it was.
+  virtual absl::Status Extend(const HandOffLast& last) = 0;
+  /// Looks at the bytes of a page that has arrived, which come from a stranger: an encoded page must be one that the
+  /// codec can compute on, a raw one finite. On any thread; reads as long as it runs. Returns the checksum.
+  virtual absl::StatusOr<uint64_t> Validate(uint32_t page) const = 0;
+  /// Pages that passed Validate. Who waits for them goes on. Errors: INVALID_ARGUMENT for one that is not awaited;
+  /// those before it have arrived.
+  virtual absl::Status Arrived(absl::Span<const ArrivedPage> pages) = 0;
+  /// Show may be called: the last part and all its pages are here. With a codec that has indexes, which are made from
+  /// all pages, all of the first part too.
+  virtual bool can_show() const = 0;
+  /// Makes the sequence visible, while encoded pages may still arrive: queries that need one wait for it. Until Commit
+  /// the sequence can be attended to, appended to and dropped, not forked, cropped, published, exported or copied
+  /// (FAILED_PRECONDITION). Once. Errors: RESOURCE_EXHAUSTED.
+  virtual absl::StatusOr<SequenceId> Show() = 0;
+  /// Every page is here.
+  virtual bool complete() const = 0;
+  /// After Show, once complete: publishes named blocks. At most once.
+  virtual absl::Status Commit() = 0;
+  /// No more comes. A sequence that was shown is broken: who waits for its pages, and all later calls but
+  /// DescribeSequence and Drop, get UNAVAILABLE with the reason. Slots go with the lease, which workers may still read.
+  virtual void Break(const absl::Status& why) = 0;
 };
 
 struct HolderInfo {
@@ -373,14 +421,19 @@ class PageStore {
   /// Gives the sequence back; pages under a lease go when the lease does.
   virtual void Drop(SequenceId sequence) = 0;
 
+  /// A sequence that is complete: begins and finishes at once. Errors: FAILED_PRECONDITION naming the shortest layer;
+  /// RESOURCE_EXHAUSTED.
   virtual absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence) = 0;
-  /// Errors: INVALID_ARGUMENT (content that contradicts itself or its cache), FAILED_PRECONDITION (codec version),
+  /// One that will have `tokens` tokens. Errors: INVALID_ARGUMENT (tokens).
+  virtual absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence, uint64_t tokens) = 0;
+  /// Errors: INVALID_ARGUMENT (what contradicts itself or its cache), FAILED_PRECONDITION (codec version),
   /// RESOURCE_EXHAUSTED. codec: as OpenCache's.
-  virtual absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffContent& content,
+  virtual absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first,
                                                               std::shared_ptr<const Codec> codec) = 0;
-  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffContent& content) {
-    return Import(content, nullptr);
-  }
+  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first) { return Import(first, nullptr); }
+  /// Calls `fn` once, when host memory is next given back or can be evicted: what was refused may fit then. It is
+  /// called from within other calls, and must only pass a message on. A later call replaces it.
+  virtual void OnRoom(absl::AnyInvocable<void()> fn) = 0;
 
   /// Drops published blocks that nothing pins, of one cache or of all, in every memory, and closes caches that are then
   /// empty and have no sequence. Returns the number of blocks.

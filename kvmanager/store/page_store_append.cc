@@ -63,7 +63,7 @@ absl::Status PageStoreImpl::CheckAppend(const Cache& cache, int first, int layer
   const uint64_t call = ++calls_;
   for (size_t i = 0; i < entries.size(); ++i) {
     const AppendEntry& entry = entries[i];
-    KV_ASSIGN_OR_RETURN(Sequence * sequence, FindSequence(entry.sequence));
+    KV_ASSIGN_OR_RETURN(Sequence * sequence, FindUsable(entry.sequence));
     const auto field = [i](absl::string_view name) { return absl::StrCat("entries[", i, "].", name); };
     if (sequence->cache.get() != &cache) {
       return InvalidField(field("sequence"), entry.sequence, absl::StrCat("a sequence of cache ", cache.id));
@@ -80,6 +80,12 @@ absl::Status PageStoreImpl::CheckAppend(const Cache& cache, int first, int layer
                           absl::StrCat("1..", tokens_max - entry.position, ", a sequence's limit being ", tokens_max));
     }
     const uint64_t end = entry.position + entry.tokens;
+    for (const PageFollower* follower : sequence->followers) {
+      if (end <= follower->tokens()) continue;
+      return FieldError(absl::StatusCode::kFailedPrecondition, field("tokens"), absl::StrCat(entry.tokens),
+                        absl::StrCat("at most ", follower->tokens() - entry.position,
+                                     ": a hand-off of this sequence is under way, of ", follower->tokens(), " tokens"));
+    }
     const uint64_t opened = (end + page_tokens - 1) / page_tokens - (entry.position + page_tokens - 1) / page_tokens;
     const size_t sealed = end / page_tokens - entry.position / page_tokens;
     wanted->raw += opened * layers;
@@ -119,6 +125,7 @@ void PageStoreImpl::CommitAppend(const std::shared_ptr<Cache>& cache, uint32_t l
         Apply(ref, PageEvent::kSeal, {raw, slots->TakeEncoded(*cache, layer)});
         to_encode->push_back(ref);
       }
+      for (PageFollower* follower : sequence.followers) follower->OnFull(index, layer);
     }
     sequence.tokens[layer] = end;
     if (sequence.index != nullptr) {
@@ -159,6 +166,7 @@ absl::Status PageStoreImpl::Append(CacheId id, int layer, absl::Span<const Appen
   metrics_->appended_tokens.Increment(static_cast<double>(tokens));
   PostEncodes(cache, std::move(to_encode));
   for (Sequence* sequence : sequences) {
+    for (PageFollower* follower : sequence->followers) follower->Tell();
     if (sequence->index != nullptr) AdvanceIndex(*sequence, static_cast<uint32_t>(layer));
   }
   return absl::OkStatus();

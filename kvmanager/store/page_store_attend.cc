@@ -56,7 +56,7 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
       if (out.lag_applies) out.raw = store()->RawData(*cache_, page);
       if (!out.lag_applies || last_page > index + lag) {
         buffers_.encoded.push_back({ref, buffers_.pages.size()});
-        if (page.awaits_encoding()) pending_pages_.push_back(ref);
+        if (PageStoreImpl::Awaits(ref)) pending_pages_.push_back(ref);
       }
       buffers_.pages.push_back(out);
     }
@@ -70,8 +70,12 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
 
   bool ready() const override { return is_ready(); }
   void OnReady(absl::AnyInvocable<void()> fn) override { CallWhenReady(std::move(fn)); }
+  const absl::Status& status() const override {
+    KV_CHECK(is_ready());
+    return status_;
+  }
   absl::Span<const AttentionPage> pages(size_t entry) const override {
-    KV_CHECK(is_ready() && entry < buffers_.ends.size());
+    KV_CHECK(is_ready() && status_.ok() && entry < buffers_.ends.size());
     const size_t begin = entry == 0 ? 0 : buffers_.ends[entry - 1];
     return absl::MakeConstSpan(buffers_.pages).subspan(begin, buffers_.ends[entry] - begin);
   }
@@ -88,6 +92,10 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
 
   void Resolve() override {
     for (const auto& read : buffers_.encoded) {
+      if (!read.ref.block->arrival.ok()) {
+        status_ = read.ref.block->arrival;
+        return;
+      }
       const Page& page = read.ref.page();
       AttentionPage& out = buffers_.pages[read.at];
       if (page.declined) {
@@ -103,6 +111,7 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
   std::vector<PageRef> pending_pages_;
   std::vector<Chosen> chosen_;  // by entry; empty of codecs without indexes
   IndexJobs pending_jobs_;
+  absl::Status status_;
 };
 
 }  // namespace
@@ -123,7 +132,7 @@ absl::Status PageStoreImpl::CheckAttend(const Cache& cache, int first_layer, int
     return InvalidField("entries", entries.size(), absl::StrCat("at most ", kEntriesMax));
   for (size_t i = 0; i < entries.size(); ++i) {
     const AttendEntry& entry = entries[i];
-    KV_ASSIGN_OR_RETURN(Sequence * sequence, FindSequence(entry.sequence));
+    KV_ASSIGN_OR_RETURN(Sequence * sequence, FindUsable(entry.sequence));
     const auto field = [i](absl::string_view name) { return absl::StrCat("entries[", i, "].", name); };
     if (sequence->cache.get() != &cache) {
       return InvalidField(field("sequence"), entry.sequence, absl::StrCat("a sequence of cache ", cache.id));

@@ -62,9 +62,19 @@ void PageStoreImpl::Apply(PageRef ref, PageEvent event, const PageChange& after)
 }
 
 void PageStoreImpl::FreeSlot(Tier& tier, PageId slot) {
-  if (tier.epochs == nullptr) return tier.pool->Free(slot);
+  if (tier.epochs == nullptr) {
+    tier.pool->Free(slot);
+    return NoteRoom(tier);
+  }
   tier.epochs->Retire(slot);
   ++tier.retired;
+}
+
+void PageStoreImpl::NoteRoom(const Tier& tier) {
+  if (on_room_ == nullptr || &tier != tiers_[0].get()) return;
+  absl::AnyInvocable<void()> fn = std::move(on_room_);
+  on_room_ = nullptr;
+  fn();
 }
 
 void PageStoreImpl::Collect(Tier& tier) {
@@ -219,8 +229,8 @@ void PageStoreImpl::Age(Sequence& sequence, uint32_t layer, uint64_t position) {
 
 void PageStoreImpl::ReleaseRawIfUnused(PageRef ref) {
   const Page& page = ref.page();
-  if (page.state != PageState::kResident || page.declined || !page.raw.valid() || page.raw_holds > 0 || page.pins > 0)
-    return;
+  if (page.state != PageState::kResident || page.declined || !page.raw.valid()) return;
+  if (page.raw_holds > 0 || page.pins > page.encoded_pins) return;
   Apply(ref, PageEvent::kReleaseRaw, {PageId(), page.encoded, false, page.checksum});
 }
 
@@ -244,6 +254,17 @@ void PageStoreImpl::Unpin(PageRef ref) {
   MakeEvictableIfUnused(block);
 }
 
+void PageStoreImpl::PinEncoded(PageRef ref) {
+  ++ref.page().encoded_pins;
+  Pin(ref);
+}
+
+void PageStoreImpl::UnpinEncoded(PageRef ref) {
+  KV_CHECK(ref.page().encoded_pins > 0);
+  --ref.page().encoded_pins;
+  Unpin(ref);
+}
+
 void PageStoreImpl::MakeEvictableIfUnused(Block* block) {
   if (block->evictable || !block->published || block->holders > 0 || block->pins > 0 || block->jobs > 0) return;
   Tier& tier = *block->cache->tier;
@@ -252,6 +273,7 @@ void PageStoreImpl::MakeEvictableIfUnused(Block* block) {
   if (block->kept) tier.kept_bytes += block->bytes;
   SetReclaimable(*block, true);
   metrics_->evictable_bytes.Set(static_cast<double>(tiers_[0]->evictable_bytes));
+  NoteRoom(tier);
 }
 
 void PageStoreImpl::MakeUnevictable(Block* block) {

@@ -1,4 +1,6 @@
 // Every invariant of the whole store, from the outside in.
+#include <algorithm>
+
 #include "kvmanager/store/page_store_impl.h"
 
 namespace kvmanager {
@@ -13,6 +15,7 @@ void CheckSlot(const SlotPool& pool, PageId slot, uint64_t bytes, Slots* seen) {
 }
 
 void CheckPage(const Block& block, const Page& page, bool identity) {
+  KV_CHECK(page.pins >= page.encoded_pins);
   const bool raw = page.raw.valid(), encoded = page.encoded.valid();
   switch (page.state) {
     case PageState::kFree:
@@ -22,7 +25,7 @@ void CheckPage(const Block& block, const Page& page, bool identity) {
       KV_CHECK(raw && !encoded && !page.busy);
       break;
     case PageState::kReceiving:
-      KV_CHECK((raw || encoded) && !page.busy && page.pins == 0 && !block.published);
+      KV_CHECK((raw || encoded) && !page.busy && !block.published);
       break;
     case PageState::kSealed:
       KV_CHECK(raw && encoded && !page.busy);
@@ -33,7 +36,7 @@ void CheckPage(const Block& block, const Page& page, bool identity) {
     case PageState::kResident:
       KV_CHECK(!page.busy && (page.declined ? raw && !encoded : encoded));
       if (!page.declined) KV_CHECK(!identity || !raw);
-      if (raw && !page.declined) KV_CHECK(page.raw_holds > 0 || page.pins > 0);
+      if (raw && !page.declined) KV_CHECK(page.raw_holds > 0 || page.pins > page.encoded_pins);
       if (page.raw_holds > 0) KV_CHECK(raw || identity);
       break;
     case PageState::kQuarantined:
@@ -69,7 +72,8 @@ void PageStoreImpl::CheckInvariants() const {
         } else if (sequence.tokens[layer] < begin + cache.page_tokens()) {
           KV_CHECK(page.state == PageState::kFilling);
         } else {
-          KV_CHECK(page.is_full());
+          const bool to_come = sequence.arriving || !sequence.broken.ok();
+          KV_CHECK(page.is_full() || (to_come && page.state == PageState::kReceiving && !page.raw.valid()));
         }
       }
       if (!full) KV_CHECK(block->holders == 1 && !block->published);
@@ -81,7 +85,7 @@ void PageStoreImpl::CheckInvariants() const {
   };
   for (const auto& [id, sequence] : sequences_) check_sequence(*sequence, true);
   for (const Sequence* sequence : hidden_sequences) check_sequence(*sequence, false);
-  for (const Block* block : export_copies) ++holders[block];
+  for (const Block* block : hand_off_blocks) ++holders[block];
   for (const Block* block : held_blocks) ++holders[block];
   absl::flat_hash_map<const Cache*, uint64_t> arriving;
   absl::flat_hash_map<const Tier*, uint64_t> demoting_bytes;
@@ -201,6 +205,15 @@ void PageStoreImpl::CheckInvariants() const {
     KV_CHECK(tenants_.at(cache->config.tenant).id == cache->tenant);
   }
   for (const EncodeWaiter* waiter : waiting_) KV_CHECK(!waiter->is_ready());
+  size_t following = 0;
+  for (const auto& [id, sequence] : sequences_) {
+    following += sequence->followers.size();
+    for (const PageFollower* follower : sequence->followers) {
+      KV_CHECK(std::find(followers.begin(), followers.end(), follower) != followers.end());
+      for (const uint64_t tokens : sequence->tokens) KV_CHECK(tokens <= follower->tokens());
+    }
+  }
+  KV_CHECK(following <= followers.size());
 }
 
 }  // namespace kvmanager

@@ -422,23 +422,22 @@ class DeviceRandomTest {
     const auto lease = store().Export(id);
     if (lease.status().code() == absl::StatusCode::kResourceExhausted) return;  // of the open page's copy
     ASSERT_TRUE(lease.ok()) << lease.status();
-    ASSERT_TRUE((*lease)->ready());
-    const HandOffContent& content = (*lease)->content();
+    ASSERT_NE((*lease)->last(), nullptr);
+    const uint64_t all_tokens = (*lease)->first().tokens;
     const ModelCache& cache = caches_[model.cache];
     const PageLayout& layout = cache.config.layout;
-    ASSERT_EQ(content.tokens, model.tokens[0]);
-    for (size_t i = 0; i < content.pages.size(); ++i) {
-      const HandOffPage& page = content.pages[i];
+    ASSERT_EQ(all_tokens, model.tokens[0]);
+    for (const testing::SentPage& sent : testing::TakeAll(**lease)) {
+      const HandOffPage& page = sent.page;
       const uint64_t begin = uint64_t{page.block} * layout.page_tokens;
-      const int tokens = static_cast<int>(std::min<uint64_t>(layout.page_tokens, content.tokens - begin));
+      const int tokens = static_cast<int>(std::min<uint64_t>(layout.page_tokens, all_tokens - begin));
       const int layer = static_cast<int>(page.layer);
       std::vector<uint8_t> expected = testing::MakeRawPage(layout, model.text, page.block, tokens, layer);
-      if (page.form == PageForm::kEncoded)
-        expected = testing::MakeEncodedPage(*cache.codec, expected, page.block, layer);
+      if (sent.encoded) expected = testing::MakeEncodedPage(*cache.codec, expected, page.block, layer);
       ASSERT_EQ(page.bytes, expected.size());
-      ASSERT_EQ(std::memcmp((*lease)->bytes(i).data(), expected.data(), expected.size()), 0)
+      ASSERT_EQ(std::memcmp(sent.bytes.bytes.data(), expected.data(), expected.size()), 0)
           << "page " << page.block << " of layer " << page.layer;
-      ASSERT_EQ(page.checksum, testing::Checksum(expected));
+      ASSERT_EQ(sent.bytes.checksum, testing::Checksum(expected));
     }
   }
 

@@ -82,7 +82,7 @@ TEST_F(PageStoreDeviceTest, CallsThatTouchPagesAreForHostMemoryAlone) {
   ExpectWrongMemory(store().Fork(sequence).status());
   ExpectWrongMemory(store().Crop(sequence, kPage + 1));
   EXPECT_EQ(store().DescribeSequence(sequence)->tokens, kPage + 3u);
-  HandOffContent content;
+  HandOffFirst content;
   content.config = store().DescribeCache(cache)->config;
   content.codec_version = 1;
   ExpectWrongMemory(store().Import(content).status());

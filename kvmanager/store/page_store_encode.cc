@@ -5,16 +5,6 @@
 
 namespace kvmanager {
 
-namespace {
-
-// What does not arrive is waited for no longer.
-bool Awaits(const PageRef& ref) {
-  const Page& page = ref.page();
-  return page.awaits_encoding() || (page.state == PageState::kReceiving && !ref.block->corrupt);
-}
-
-}  // namespace
-
 EncodeWaiter::EncodeWaiter(PageStoreImpl* store) : store_(store), alive_(store->alive()) {}
 
 EncodeWaiter::~EncodeWaiter() {
@@ -95,7 +85,13 @@ void PageStoreImpl::OnEncoded(const std::vector<PageRef>& pages, absl::Span<cons
     ReleaseRawIfUnused(ref);
     MakeEvictableIfUnused(block);
   }
+  for (PageFollower* follower : followers) follower->OnEncoded();
+  TellFollowers();
   NotifyWaiters();
+}
+
+void PageStoreImpl::TellFollowers() {
+  for (PageFollower* follower : followers) follower->Tell();
 }
 
 void PageStoreImpl::NotifyWaiters() {

@@ -2,14 +2,14 @@
 //
 // Invariants beyond those of page_state.h, page_table.h and sequence.h (CheckInvariants):
 //  1. A block is in `blocks_` exactly while it has a live page, a holder or a name.
-//  2. block.holders = sequences, hand-offs, moves and export copies that list it; page.raw_holds = those that have not
-//  aged the page.
+//  2. block.holders = sequences, hand-offs and moves that list it; page.raw_holds = those that have not aged the page.
 //  3. Every slot that a page names is the pool's current one, and no slot is named twice.
 //  4. A block that is being copied from another memory is Receiving, held by its move and, before it can be found, by
 //  the sequences that wait for it; it has no name.
 //  5. A block is evictable exactly while published with no holder, pin or job; its slots, and no others, are then
 //  reclaimable in the pool.
-//  6. A Resident page keeps its raw form only if declined, held or pinned (identity codecs have one form).
+//  6. A Resident page keeps its raw form only if declined, held, or pinned by who may read it (identity codecs have one
+//  form).
 #pragma once
 
 #include <array>
@@ -102,6 +102,21 @@ struct Cache {
 
 class PageStoreImpl;
 
+/// A hand-off that sends pages of a sequence while it grows. It lives in a lease and leaves the store's lists when
+/// destroyed. Callbacks of the lease's owner run in Tell alone.
+class PageFollower {
+ public:
+  virtual ~PageFollower() = default;
+  /// What every layer will have: no append goes beyond.
+  virtual uint64_t tokens() const = 0;
+  /// A page of the sequence is full.
+  virtual void OnFull(uint32_t block, uint32_t layer) = 0;
+  /// Some pages have been encoded, of any sequence.
+  virtual void OnEncoded() = 0;
+  /// Tells its owner what is new.
+  virtual void Tell() = 0;
+};
+
 /// What is copied of blocks that move.
 struct MoveForms {
   /// Pages of which the raw form is wanted beside the encoded one.
@@ -151,7 +166,7 @@ class EncodeWaiter {
  protected:
   /// Waits for `pages`, whose blocks the lease keeps, and `jobs`; resolves at once if there are none.
   void WaitFor(std::vector<PageRef> pages, IndexJobs jobs = {});
-  /// Every page waited for has its final form.
+  /// Every page waited for has its final form, or never will (Block::arrival).
   virtual void Resolve() = 0;
   /// The store, or nullptr if it has gone.
   PageStoreImpl* store() const { return alive_.expired() ? nullptr : store_; }
@@ -236,8 +251,10 @@ class PageStoreImpl final : public PageStore {
   absl::StatusOr<PublishResult> Publish(SequenceId sequence, absl::Span<const BlockName> names) override;
   void Drop(SequenceId sequence) override;
   absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence) override;
-  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffContent& content,
+  absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence, uint64_t tokens) override;
+  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first,
                                                       std::shared_ptr<const Codec> codec) override;
+  void OnRoom(absl::AnyInvocable<void()> fn) override { on_room_ = std::move(fn); }
   absl::StatusOr<uint64_t> Purge(CacheId cache) override;
   uint64_t PurgeAll() override;
   std::vector<CacheInfo> Caches() const override;
@@ -290,6 +307,9 @@ class PageStoreImpl final : public PageStore {
   void Age(Sequence& sequence, uint32_t layer, uint64_t position);
   void Pin(PageRef ref);
   void Unpin(PageRef ref);
+  /// Of a lease that reads the encoded form alone, if there is one.
+  void PinEncoded(PageRef ref);
+  void UnpinEncoded(PageRef ref);
   void Unname(Block* block);  // out of the table; the block goes if nobody holds it
   bool VerifyChecksums(const Block& block) const;
   uint64_t ChecksumOf(const Cache& cache, uint32_t layer, const Page& page) const;  // of the form that stays
@@ -323,6 +343,14 @@ class PageStoreImpl final : public PageStore {
   void PostEncodes(const std::shared_ptr<Cache>& cache, std::vector<PageRef> pages);
   void AddWaiter(EncodeWaiter* waiter) { waiting_.push_back(waiter); }
   void RemoveWaiter(EncodeWaiter* waiter);
+  /// Whether the page's bytes are still to come: from the codec, or from elsewhere. What will not arrive is not waited
+  /// for.
+  static bool Awaits(const PageRef& ref) {
+    const Page& page = ref.page();
+    return page.awaits_encoding() || (page.state == PageState::kReceiving && !ref.block->corrupt);
+  }
+  void NotifyWaiters();
+  void TellFollowers();
 
   // page_store_index.cc: indexes of sequences.
   /// A new index for a sequence of `cache` that has `tokens` tokens, if the codec has indexes.
@@ -352,6 +380,10 @@ class PageStoreImpl final : public PageStore {
 
   // page_store_sequence.cc
   absl::StatusOr<Sequence*> FindSequence(SequenceId id) const;
+  /// One that calls may use. Errors: NOT_FOUND; UNAVAILABLE for one that did not arrive whole.
+  absl::StatusOr<Sequence*> FindUsable(SequenceId id) const;
+  /// One that is here as a whole. Errors: FindUsable's; FAILED_PRECONDITION for one that still arrives.
+  absl::StatusOr<Sequence*> FindWhole(SequenceId id) const;
   std::unique_ptr<Sequence> NewSequence(const std::shared_ptr<Cache>& cache);
   absl::Status CheckSequenceLimit() const;
   static absl::Status CheckNames(absl::Span<const BlockName> names);
@@ -360,9 +392,11 @@ class PageStoreImpl final : public PageStore {
   void ReleaseBlocks(Sequence& sequence);
   SequenceInfo InfoOf(const Sequence& sequence) const;
 
-  // Hand-offs under way, for CheckInvariants: sequences that are not visible, blocks that hold copies.
+  // Hand-offs under way. For CheckInvariants: sequences that are not visible; blocks that an export holds since they
+  // are copies, or an import since pages of them are to come.
   absl::flat_hash_set<const Sequence*> hidden_sequences;
-  absl::flat_hash_set<const Block*> export_copies;
+  absl::flat_hash_set<const Block*> hand_off_blocks;
+  std::vector<PageFollower*> followers;
   std::vector<const Block*> held_blocks;  // by arrivals that have yet to begin
   /// Buffers of finished attend leases, reused so that the hot path allocates little.
   struct AttendBuffers {
@@ -393,7 +427,6 @@ class PageStoreImpl final : public PageStore {
   /// Chunks of a sequence of `tokens` tokens of which none changes any more, whoever else has them.
   static void KeepFullChunks(const Cache& cache, uint64_t tokens, Sequence& sequence);
   void CountIndexBytes(Sequence& sequence);
-  void NotifyWaiters();
   void ReleaseRawIfUnused(PageRef ref);
   void MakeEvictableIfUnused(Block* block);
   void MakeUnevictable(Block* block);
@@ -419,6 +452,7 @@ class PageStoreImpl final : public PageStore {
 
   Tier* TierOf(int device);  // nullptr: there is none
   void FreeSlot(Tier& tier, PageId slot);
+  void NoteRoom(const Tier& tier);
   static void Collect(Tier& tier);  // frees what kernels have done with
 
   std::vector<std::unique_ptr<Tier>> tiers_;  // host memory first
@@ -444,6 +478,7 @@ class PageStoreImpl final : public PageStore {
   std::vector<std::shared_ptr<BlockMove>> moves_;  // under way
   std::vector<EncodeWaiter*> waiting_;
   std::deque<EncodeWaiter*> ready_;  // whose callbacks are to be called
+  absl::AnyInvocable<void()> on_room_;
 };
 
 /// Copies the first `tokens` tokens of a raw page.

@@ -18,6 +18,7 @@ using testing::MakeEncodedPage;
 using testing::MakeKeysValues;
 using testing::MakeRawPage;
 using testing::RawPrefixEquals;
+using testing::SentPage;
 using testing::TestStore;
 using testing::Text;
 
@@ -488,67 +489,59 @@ class RandomTest {
     const size_t which = Below(side.exports.size());
     HeldExport held = std::move(side.exports[which]);
     side.exports.erase(side.exports.begin() + which);
-    if (!held.lease->ready()) return;
+    if (held.lease->last() == nullptr) return;
     Side& peer = *sides_[&side == sides_[0].get() ? 1 : 0];
     if (peer.sequences.size() >= 24) return;
-    const HandOffContent& content = held.lease->content();
+    const HandOffFirst& first = held.lease->first();
+    const std::vector<SentPage> sent = testing::TakeAll(*held.lease);
     const ModelCache& cache = peer.caches[held.sequence.cache];
     const PageLayout& layout = cache.config.layout;
-    ASSERT_EQ(content.tokens, held.sequence.tokens[0]);
-    const size_t per_layer = content.blocks.size() + (content.tokens % layout.page_tokens != 0);
-    ASSERT_EQ(content.pages.size(), per_layer * cache.config.layers);
+    ASSERT_EQ(first.tokens, held.sequence.tokens[0]);
+    const size_t per_layer = first.blocks.size() + (first.tokens % layout.page_tokens != 0);
+    ASSERT_EQ(sent.size(), per_layer * cache.config.layers);
     ModelSequence model = held.sequence;
     model.client = static_cast<int>(Below(kClients));
-    std::fill(model.aged.begin(), model.aged.end(), 0);
-    for (size_t i = 0; i < content.pages.size(); ++i) {
-      const HandOffPage& page = content.pages[i];
+    model.aged = first.aged;
+    for (const SentPage& each : sent) {
+      const HandOffPage& page = each.page;
       const int tokens = static_cast<int>(
-          std::min<uint64_t>(layout.page_tokens, content.tokens - uint64_t{page.block} * layout.page_tokens));
+          std::min<uint64_t>(layout.page_tokens, first.tokens - uint64_t{page.block} * layout.page_tokens));
       std::vector<uint8_t> expected = MakeRawPage(layout, model.text, page.block, tokens, static_cast<int>(page.layer));
       const bool aged = page.block < held.sequence.aged[page.layer] ||
-                        (content.tokens - 1) / layout.page_tokens > uint64_t{page.block} + cache.config.lag_pages;
+                        (first.tokens - 1) / layout.page_tokens > uint64_t{page.block} + cache.config.lag_pages;
+      ASSERT_EQ(aged, page.block < first.aged[page.layer]);
       if (aged) {
         auto encoded = MakeEncodedPage(*cache.codec, expected, page.block, static_cast<int>(page.layer));
-        ASSERT_EQ(page.form == PageForm::kEncoded, !encoded.empty());
+        ASSERT_EQ(each.encoded, !encoded.empty());
         if (!encoded.empty()) expected = std::move(encoded);
-        if (page.form == PageForm::kEncoded) model.aged[page.layer] = page.block + 1;
       } else {
-        ASSERT_EQ(page.form, PageForm::kRaw);
+        ASSERT_FALSE(each.encoded);
       }
-      const auto bytes = held.lease->bytes(i);
+      const auto bytes = each.bytes.bytes;
       ASSERT_EQ(bytes.size(), page.bytes);
       ASSERT_EQ(bytes.size(), expected.size());
       ASSERT_EQ(std::memcmp(bytes.data(), expected.data(), bytes.size()), 0);
-      ASSERT_EQ(page.checksum, XXH3_64bits(bytes.data(), bytes.size()));
+      ASSERT_EQ(each.bytes.checksum, XXH3_64bits(bytes.data(), bytes.size()));
     }
-    auto import = peer.store.store->Import(content);
+    auto import = peer.store.store->Import(first);
     if (import.status().code() == absl::StatusCode::kResourceExhausted) {
       ++exhausted;
       return;
     }
     ASSERT_TRUE(import.ok()) << import.status();
     peer.store.store->CheckInvariants();
-    std::vector<size_t> wanted;
-    for (size_t i = 0; i < content.pages.size(); ++i) {
-      const auto target = (*import)->target(i);
-      if (target.empty()) continue;
-      ASSERT_EQ(target.size(), content.pages[i].bytes);
-      std::memcpy(target.data(), held.lease->bytes(i).data(), target.size());
-      wanted.push_back(i);
-    }
     const uint64_t fate = Below(6);
     if (fate == 0) return;  // the transfer broke off
-    if (fate == 1 && !wanted.empty()) {
-      const auto target = (*import)->target(wanted[Below(wanted.size())]);
-      target[Below(target.size())] ^= 1;
-      ASSERT_FALSE((*import)->Commit().ok());
+    const auto id = testing::Receive(**import, *held.lease->last(), sent);
+    if (id.status().code() == absl::StatusCode::kResourceExhausted) {
+      ++exhausted;
       return;
     }
-    const auto id = (*import)->Commit();
     ASSERT_TRUE(id.ok()) << id.status();
     ASSERT_FALSE((*import)->Commit().ok());
     ++imports;
-    for (const HandOffBlock& block : content.blocks) {
+    for (size_t i = 0; i < first.blocks.size(); ++i) {
+      const HandOffBlock& block = first.blocks[i].named ? first.blocks[i] : held.lease->last()->blocks[i];
       if (block.named) peer.caches[model.cache].published.insert(block.name.key);
     }
     peer.sequences.emplace(*id, model);

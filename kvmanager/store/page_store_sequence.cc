@@ -16,6 +16,19 @@ absl::StatusOr<Sequence*> PageStoreImpl::FindSequence(SequenceId id) const {
   return found->second.get();
 }
 
+absl::StatusOr<Sequence*> PageStoreImpl::FindUsable(SequenceId id) const {
+  KV_ASSIGN_OR_RETURN(Sequence * sequence, FindSequence(id));
+  KV_RETURN_IF_ERROR(sequence->broken);
+  return sequence;
+}
+
+absl::StatusOr<Sequence*> PageStoreImpl::FindWhole(SequenceId id) const {
+  KV_ASSIGN_OR_RETURN(Sequence * sequence, FindUsable(id));
+  if (!sequence->arriving) return sequence;
+  return absl::FailedPreconditionError(
+      absl::StrCat("sequence ", id, " still arrives by a hand-off: until then it can be read and appended to"));
+}
+
 absl::Status PageStoreImpl::CheckSequenceLimit() const {
   if (sequences_.size() < kSequencesMax) return absl::OkStatus();
   return FieldError(absl::StatusCode::kResourceExhausted, "open sequences", absl::StrCat(sequences_.size()),
@@ -54,6 +67,7 @@ SequenceInfo PageStoreImpl::InfoOf(const Sequence& sequence) const {
   info.cache = sequence.cache->id;
   info.tokens = sequence.TokensInEveryLayer();
   info.hit_blocks = sequence.hit_blocks;
+  info.arriving = sequence.arriving;
   for (const Block* block : sequence.blocks) {
     info.published_blocks += block->published;
     info.bytes += block->bytes;
@@ -150,7 +164,7 @@ absl::StatusOr<CreateResult> PageStoreImpl::CreateSequence(CacheId id, absl::Spa
 }
 
 absl::StatusOr<SequenceId> PageStoreImpl::Fork(SequenceId id, std::vector<OpenCopy>* copies) {
-  KV_ASSIGN_OR_RETURN(const Sequence* source, FindSequence(id));
+  KV_ASSIGN_OR_RETURN(const Sequence* source, FindWhole(id));
   KV_RETURN_IF_ERROR(CheckSequenceLimit());
   if (!source->LayersAreEqual()) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "tokens",
@@ -188,7 +202,7 @@ absl::StatusOr<SequenceId> PageStoreImpl::Fork(SequenceId id, std::vector<OpenCo
 }
 
 absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens, std::vector<OpenCopy>* copies) {
-  KV_ASSIGN_OR_RETURN(Sequence * sequence, FindSequence(id));
+  KV_ASSIGN_OR_RETURN(Sequence * sequence, FindWhole(id));
   const std::shared_ptr<Cache> cache = sequence->cache;
   if (tokens > sequence->TokensInEveryLayer()) {
     return InvalidField("tokens", tokens,
@@ -197,6 +211,10 @@ absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens, std::vector<Ope
   const bool crops =
       std::any_of(sequence->tokens.begin(), sequence->tokens.end(), [tokens](uint64_t has) { return has > tokens; });
   if (!crops) return absl::OkStatus();
+  if (!sequence->followers.empty()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("sequence ", id, " is being handed off while it grows: it cannot be cropped before the end"));
+  }
   if (cache->on_device() && copies == nullptr) return WrongMemory(*cache);
   const uint32_t index = static_cast<uint32_t>(tokens / cache->page_tokens());
   const int rest = static_cast<int>(tokens % cache->page_tokens());
@@ -248,7 +266,7 @@ absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens, std::vector<Ope
 }
 
 absl::StatusOr<PublishResult> PageStoreImpl::Publish(SequenceId id, absl::Span<const BlockName> names) {
-  KV_ASSIGN_OR_RETURN(Sequence * sequence, FindSequence(id));
+  KV_ASSIGN_OR_RETURN(Sequence * sequence, FindWhole(id));
   KV_RETURN_IF_ERROR(CheckNames(names));
   Cache& cache = *sequence->cache;
   const uint64_t full_blocks = sequence->TokensInEveryLayer() / cache.page_tokens();

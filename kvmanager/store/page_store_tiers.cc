@@ -560,7 +560,7 @@ absl::StatusOr<std::unique_ptr<ArrivalLease>> PageStoreImpl::Fetch(CacheId id, a
 }
 
 absl::StatusOr<std::unique_ptr<ArrivalLease>> PageStoreImpl::Copy(SequenceId id, int device) {
-  KV_ASSIGN_OR_RETURN(const Sequence* sequence, FindSequence(id));
+  KV_ASSIGN_OR_RETURN(const Sequence* sequence, FindWhole(id));
   const std::shared_ptr<Cache> from = sequence->cache;
   if (!sequence->LayersAreEqual()) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "tokens",

@@ -87,18 +87,19 @@ class PageStoreTiersTest : public PageStoreTest {
   void ExpectOnHost(SequenceId sequence, const Text& text) {
     const auto lease = store().Export(sequence);
     ASSERT_TRUE(lease.ok()) << lease.status();
-    const HandOffContent& content = (*lease)->content();
+    const uint64_t all_tokens = (*lease)->first().tokens;
     const auto codec = store().codec(store().DescribeSequence(sequence)->cache);
-    for (size_t i = 0; i < content.pages.size(); ++i) {
-      const HandOffPage& page = content.pages[i];
-      const int tokens = static_cast<int>(std::min<uint64_t>(kPage, content.tokens - uint64_t{page.block} * kPage));
+    for (const testing::SentPage& sent : testing::TakeAll(**lease)) {
+      const HandOffPage& page = sent.page;
+      const int tokens = static_cast<int>(std::min<uint64_t>(kPage, all_tokens - uint64_t{page.block} * kPage));
       auto expected = MakeRawPage(codec->layout(), text, page.block, tokens, page.layer);
-      if (page.form == PageForm::kEncoded) {
+      if (sent.encoded) {
         expected = testing::MakeEncodedPage(*codec, expected, page.block, static_cast<int>(page.layer));
       }
       ASSERT_EQ(page.bytes, expected.size());
-      EXPECT_EQ(std::memcmp((*lease)->bytes(i).data(), expected.data(), expected.size()), 0) << "page " << i;
-      EXPECT_EQ(page.checksum, testing::Checksum(expected));
+      EXPECT_EQ(std::memcmp(sent.bytes.bytes.data(), expected.data(), expected.size()), 0)
+          << "page " << sent.bytes.page;
+      EXPECT_EQ(sent.bytes.checksum, testing::Checksum(expected));
     }
   }
   // Every page of `sequence` that is read encoded.

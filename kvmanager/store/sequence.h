@@ -6,6 +6,7 @@
 //  2. Pages 0 .. aged[l] - 1 of layer l have aged for this sequence and are full; it holds the raw form of all later
 //  ones.
 //  3. A block that is not full in every layer belongs to this sequence alone.
+//  4. Pages are Receiving only while `arriving`, or once it is `broken`.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +15,13 @@
 #include <memory>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "codecs/sequence_index.h"
 #include "kvmanager/store/block.h"
 
 namespace kvmanager {
+
+class PageFollower;
 
 struct Sequence {
   uint64_t id = 0;
@@ -43,7 +47,10 @@ struct Sequence {
     std::vector<std::shared_ptr<const IndexMemory>> chunks;  // full ones shared with forks
   };
   std::vector<IndexPlaces> index_places;
-  uint64_t call = 0;  // the last append that named it, so that one call names it once
+  uint64_t call = 0;                     // the last append that named it, so that one call names it once
+  bool arriving = false;                 // by a hand-off that is visible and not committed
+  absl::Status broken;                   // an error: that hand-off ended early, and why
+  std::vector<PageFollower*> followers;  // hand-offs that send it while it grows
 
   uint64_t TokensInEveryLayer() const { return *std::min_element(tokens.begin(), tokens.end()); }
   bool LayersAreEqual() const {

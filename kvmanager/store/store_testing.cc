@@ -205,6 +205,39 @@ bool RawPrefixEquals(const PageLayout& layout, const uint8_t* page, const std::v
 
 uint64_t Checksum(const std::vector<uint8_t>& bytes) { return XXH3_64bits(bytes.data(), bytes.size()); }
 
+std::vector<SentPage> TakeAll(ExportLease& from) {
+  std::vector<ExportedPage> ready = from.TakeReady();
+  std::sort(ready.begin(), ready.end(), [](const auto& a, const auto& b) { return a.page < b.page; });
+  KV_CHECK(from.last() != nullptr);
+  KV_CHECK(ready.size() + from.last()->withdrawn.size() == from.first().pages.size());
+  std::vector<SentPage> all;
+  for (const ExportedPage& page : ready) all.push_back({from.first().pages[page.page], true, page});
+  for (size_t i = 0; i < from.last()->pages.size(); ++i) {
+    KV_CHECK(from.last_pages()[i].page == from.first().pages.size() + i);
+    all.push_back({from.last()->pages[i], false, from.last_pages()[i]});
+  }
+  return all;
+}
+
+absl::Status Deliver(ImportLease& to, const ExportedPage& page) {
+  const absl::Span<uint8_t> target = to.target(page.page);
+  if (target.empty()) return absl::OkStatus();
+  KV_CHECK(target.size() == page.bytes.size());
+  std::memcpy(target.data(), page.bytes.data(), target.size());
+  KV_ASSIGN_OR_RETURN(const uint64_t checksum, to.Validate(page.page));
+  KV_CHECK(checksum == page.checksum);
+  const ArrivedPage arrived{page.page, checksum};
+  return to.Arrived({&arrived, 1});
+}
+
+absl::StatusOr<SequenceId> Receive(ImportLease& to, const HandOffLast& last, const std::vector<SentPage>& pages) {
+  KV_RETURN_IF_ERROR(to.Extend(last));
+  for (const SentPage& page : pages) KV_RETURN_IF_ERROR(Deliver(to, page.bytes));
+  KV_ASSIGN_OR_RETURN(const SequenceId sequence, to.Show());
+  KV_RETURN_IF_ERROR(to.Commit());
+  return sequence;
+}
+
 CacheConfig MakeConfig(const std::string& codec, int lag_pages, const std::string& tenant, int layers) {
   CacheConfig config;
   config.model = "model";

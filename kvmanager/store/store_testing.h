@@ -72,6 +72,19 @@ bool RawPrefixEquals(const PageLayout& layout, const uint8_t* page, const std::v
 /// XXH3-64.
 uint64_t Checksum(const std::vector<uint8_t>& bytes);
 
+/// Every page of a hand-off, in order: what is sent encoded or raw, as the receiver's pages are numbered. Takes what is
+/// ready; all must be.
+struct SentPage {
+  HandOffPage page;
+  bool encoded = false;
+  ExportedPage bytes;
+};
+std::vector<SentPage> TakeAll(ExportLease& from);
+/// Writes a page's bytes to its target, validates and delivers it; nothing if it is not wanted.
+absl::Status Deliver(ImportLease& to, const ExportedPage& page);
+/// Extend, every page, Show and Commit.
+absl::StatusOr<SequenceId> Receive(ImportLease& to, const HandOffLast& last, const std::vector<SentPage>& pages);
+
 CacheConfig MakeConfig(const std::string& codec, int lag_pages, const std::string& tenant = "a", int layers = 2);
 
 /// Moves wait until told to end, in their order.

@@ -1,0 +1,255 @@
+// Sending a sequence: its pages are pinned as they become full, and offered as they become encoded.
+#include <algorithm>
+
+#include "kvmanager/store/page_store_impl.h"
+#include "xxhash.h"
+
+namespace kvmanager {
+namespace {
+
+class ExportLeaseImpl final : public ExportLease, public PageFollower {
+ public:
+  ExportLeaseImpl(PageStoreImpl* store, std::shared_ptr<Cache> cache, SequenceId sequence)
+      : store_(store), alive_(store->alive()), cache_(std::move(cache)), sequence_(sequence) {
+    ++cache_->leases;
+    store_->metrics()->export_leases.Increment();
+    store_->followers.push_back(this);
+  }
+  ~ExportLeaseImpl() override {
+    if (alive_.expired()) return;
+    LeaveSequence();
+    std::erase(store_->followers, this);
+    for (const PageRef& ref : encoded_) {
+      if (ref.block != nullptr) store_->UnpinEncoded(ref);
+    }
+    for (const PageRef& ref : raw_) store_->Unpin(ref);
+    if (copy_ != nullptr) {
+      store_->hand_off_blocks.erase(copy_);
+      store_->Release(copy_);
+    }
+    --cache_->leases;
+    store_->metrics()->export_leases.Decrement();
+  }
+
+  void Begin(Sequence& sequence, uint64_t tokens);
+
+  const HandOffFirst& first() const override { return first_; }
+  std::vector<ExportedPage> TakeReady() override { return std::exchange(ready_, {}); }
+  void OnReady(absl::AnyInvocable<void()> fn) override {
+    fn_ = std::move(fn);
+    told_last_ = false;
+    Tell();
+  }
+  absl::Status Finish() override;
+  const HandOffLast* last() const override { return settled_ ? &last_ : nullptr; }
+  absl::Span<const ExportedPage> last_pages() const override { return last_pages_; }
+
+ private:
+  static constexpr uint32_t kNotEncoded = UINT32_MAX;
+
+  uint64_t tokens() const override { return first_.tokens; }
+  void OnFull(uint32_t block, uint32_t layer) override;
+  void OnEncoded() override;
+  void Tell() override {
+    if (fn_ == nullptr || (ready_.empty() && (!settled_ || told_last_))) return;
+    told_last_ = settled_;
+    fn_();
+  }
+
+  uint32_t full_blocks() const { return static_cast<uint32_t>(first_.blocks.size()); }
+  uint32_t& NumberOf(uint32_t block, uint32_t layer) { return numbers_[size_t{layer} * full_blocks() + block]; }
+  // A page of the first part that the codec has done with.
+  void Offer(uint32_t number);
+  // The last part, once nothing of the first is awaited.
+  void SettleIfDone();
+  void LeaveSequence();
+
+  PageStoreImpl* const store_;
+  const std::weak_ptr<const bool> alive_;
+  const std::shared_ptr<Cache> cache_;  // shared: see Block
+  const SequenceId sequence_;
+  HandOffFirst first_;
+  HandOffLast last_;
+  std::vector<ExportedPage> last_pages_;
+  std::vector<uint32_t> numbers_;  // [layers][full blocks] in first_.pages
+  std::vector<PageRef> encoded_;   // [first_.pages]; no block: not full yet. Pinned for their encoded form
+  std::vector<PageRef> raw_;       // pinned
+  std::vector<uint32_t> awaited_;  // in encoded_: full, and not encoded yet
+  std::vector<ExportedPage> ready_;
+  Block* copy_ = nullptr;  // of zero-padded copies of open pages
+  bool finished_ = false;
+  bool settled_ = false;
+  bool told_last_ = false;
+  absl::AnyInvocable<void()> fn_;
+};
+
+void ExportLeaseImpl::Begin(Sequence& sequence, uint64_t tokens) {
+  first_.config = cache_->config;
+  first_.codec_version = cache_->codec->info().version;
+  first_.tokens = tokens;
+  const uint64_t page_tokens = cache_->page_tokens();
+  first_.blocks.resize(tokens / page_tokens);
+  numbers_.assign(size_t{full_blocks()} * cache_->layers(), kNotEncoded);
+  for (uint32_t i = 0; i < full_blocks() && i < sequence.blocks.size(); ++i) {
+    const Block& block = *sequence.blocks[i];
+    if (block.published) first_.blocks[i] = {block.name, true};
+  }
+  for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
+    // As if the newest token had been appended alone. Not more: the receiver may crop and ask as the sender may.
+    const uint64_t newest = tokens > 0 ? tokens - 1 : 0;
+    const uint32_t aged = std::max(sequence.aged[layer], AgedPages(newest, page_tokens, cache_->config.lag_pages));
+    first_.aged.push_back(aged);
+    for (uint32_t i = 0; i < aged; ++i) {
+      const bool full = sequence.tokens[layer] >= (uint64_t{i} + 1) * page_tokens;
+      if (full && sequence.blocks[i]->pages[layer].declined) continue;  // it travels raw
+      NumberOf(i, layer) = static_cast<uint32_t>(first_.pages.size());
+      first_.pages.push_back({i, layer, cache_->page_bytes(layer)});
+    }
+  }
+  encoded_.resize(first_.pages.size());
+  sequence.followers.push_back(this);
+  for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
+    const uint64_t full = std::min<uint64_t>(sequence.tokens[layer] / page_tokens, full_blocks());
+    for (uint32_t i = 0; i < full; ++i) OnFull(i, layer);
+  }
+}
+
+void ExportLeaseImpl::OnFull(uint32_t block, uint32_t layer) {
+  const uint32_t number = NumberOf(block, layer);
+  if (number == kNotEncoded) return;
+  const auto sequence = store_->FindSequence(sequence_);
+  KV_CHECK(sequence.ok());
+  const PageRef ref{(*sequence)->blocks[block], layer};
+  store_->PinEncoded(ref);
+  encoded_[number] = ref;
+  if (ref.page().awaits_encoding()) {
+    awaited_.push_back(number);
+  } else {
+    Offer(number);
+  }
+}
+
+void ExportLeaseImpl::OnEncoded() {
+  const size_t before = awaited_.size();
+  std::erase_if(awaited_, [this](uint32_t number) {
+    if (encoded_[number].page().awaits_encoding()) return false;
+    Offer(number);
+    return true;
+  });
+  if (awaited_.size() != before) SettleIfDone();
+}
+
+void ExportLeaseImpl::Offer(uint32_t number) {
+  const PageRef& ref = encoded_[number];
+  const Page& page = ref.page();
+  if (page.declined) return;
+  const absl::Span<const uint8_t> bytes(store_->Data(*cache_, page.encoded), first_.pages[number].bytes);
+  // Of a resident page the checksum is the one kept since it was made, so that the receiver notices what changed since.
+  const bool kept = page.state == PageState::kResident;
+  ready_.push_back({number, bytes, kept ? page.checksum : XXH3_64bits(bytes.data(), bytes.size())});
+}
+
+absl::Status ExportLeaseImpl::Finish() {
+  if (alive_.expired()) return absl::UnavailableError("the store has closed");
+  if (finished_) return absl::FailedPreconditionError("this hand-off was finished before");
+  KV_ASSIGN_OR_RETURN(const Sequence* sequence, store_->FindSequence(sequence_));
+  const auto shortest = std::min_element(sequence->tokens.begin(), sequence->tokens.end());
+  if (*shortest != first_.tokens) {
+    return FieldError(
+        absl::StatusCode::kFailedPrecondition, "tokens",
+        absl::StrCat(*shortest, " in layer ", shortest - sequence->tokens.begin()),
+        absl::StrCat(first_.tokens, " in every layer, as the hand-off of sequence ", sequence_, " began"));
+  }
+  const int open_tokens = static_cast<int>(first_.tokens % cache_->page_tokens());
+  if (open_tokens > 0) {
+    // The sequence may grow while it is sent, so its open pages are copied.
+    Reservation slots(cache_->tier->pool);
+    KV_RETURN_IF_ERROR(store_->Reserve(*cache_, {.raw = cache_->layers()}, &slots));
+    copy_ = store_->NewBlock(cache_, full_blocks());
+    store_->hand_off_blocks.insert(copy_);
+    for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
+      const PageId slot = slots.TakeRaw();
+      store_->CopyOpen(*cache_, layer, sequence->blocks[full_blocks()]->pages[layer], slot, open_tokens, nullptr);
+      ZeroRawTail(cache_->layout(), store_->Data(*cache_, slot), open_tokens);
+      store_->Apply({copy_, layer}, PageEvent::kOpen, {slot, PageId()});
+    }
+  }
+  finished_ = true;
+  for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
+    for (uint32_t i = 0; i < full_blocks(); ++i) {
+      if (NumberOf(i, layer) != kNotEncoded) continue;
+      raw_.push_back({sequence->blocks[i], layer});
+      store_->Pin(raw_.back());
+    }
+  }
+  last_.blocks.resize(full_blocks());
+  for (uint32_t i = 0; i < full_blocks(); ++i) {
+    const Block& block = *sequence->blocks[i];
+    if (block.published && !first_.blocks[i].named) last_.blocks[i] = {block.name, true};
+  }
+  if (sequence->index != nullptr) last_.index = sequence->index->facts();
+  LeaveSequence();
+  store_->metrics()->exports.Increment();
+  SettleIfDone();
+  Tell();
+  return absl::OkStatus();
+}
+
+void ExportLeaseImpl::SettleIfDone() {
+  if (!finished_ || !awaited_.empty()) return;
+  settled_ = true;
+  auto next_raw = raw_.begin();
+  const auto add = [this](const PageRef& ref, uint32_t block) {
+    const Page& page = ref.page();
+    const absl::Span<const uint8_t> bytes(store_->RawData(*cache_, page), cache_->layout().raw_bytes());
+    const bool kept = page.state == PageState::kResident && page.declined;
+    const uint32_t number = static_cast<uint32_t>(first_.pages.size() + last_.pages.size());
+    last_.pages.push_back({block, ref.layer, bytes.size()});
+    last_pages_.push_back({number, bytes, kept ? page.checksum : XXH3_64bits(bytes.data(), bytes.size())});
+  };
+  for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
+    for (uint32_t i = 0; i < full_blocks(); ++i) {
+      const uint32_t number = NumberOf(i, layer);
+      if (number == kNotEncoded) {
+        add(*next_raw++, i);
+      } else if (encoded_[number].page().declined) {
+        last_.withdrawn.push_back(number);
+        add(encoded_[number], i);
+      }
+    }
+    if (copy_ != nullptr) add({copy_, layer}, full_blocks());
+  }
+}
+
+void ExportLeaseImpl::LeaveSequence() {
+  const auto sequence = store_->FindSequence(sequence_);
+  if (sequence.ok()) std::erase((*sequence)->followers, this);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::Export(SequenceId id) {
+  KV_ASSIGN_OR_RETURN(const Sequence* sequence, FindWhole(id));
+  const uint64_t longest = *std::max_element(sequence->tokens.begin(), sequence->tokens.end());
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, Export(id, longest));
+  KV_RETURN_IF_ERROR(lease->Finish());
+  return lease;
+}
+
+absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::Export(SequenceId id, uint64_t tokens) {
+  KV_ASSIGN_OR_RETURN(Sequence * sequence, FindWhole(id));
+  const std::shared_ptr<Cache> cache = sequence->cache;
+  if (cache->on_device()) return WrongMemory(*cache);
+  const uint64_t longest = *std::max_element(sequence->tokens.begin(), sequence->tokens.end());
+  const uint64_t tokens_max = kSequenceBlocksMax * cache->page_tokens();
+  if (tokens < longest || tokens > tokens_max) {
+    return InvalidField(
+        "tokens", tokens,
+        absl::StrCat(longest, "..", tokens_max, ": what sequence ", id, " has, and a sequence's limit"));
+  }
+  auto lease = std::make_unique<ExportLeaseImpl>(this, cache, id);
+  lease->Begin(*sequence, tokens);
+  return lease;
+}
+
+}  // namespace kvmanager

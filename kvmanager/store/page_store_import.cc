@@ -1,0 +1,418 @@
+// Receiving a sequence: slots for pages that arrive in any order, and the sequence that they become.
+#include <algorithm>
+
+#include "kvmanager/store/page_store_impl.h"
+#include "xxhash.h"
+
+namespace kvmanager {
+namespace {
+
+// Names of blocks, each key once. seen: keys so far.
+absl::Status CheckBlockNames(absl::string_view field, absl::Span<const HandOffBlock> blocks,
+                             absl::flat_hash_set<BlockKey>* seen) {
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (blocks[i].named && !seen->insert(blocks[i].name.key).second) {
+      return InvalidField(absl::StrCat(field, "[", i, "].name"), blocks[i].name.key.ToHex(8), "named once");
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Whether `first` is of one piece: blocks and pages as its token count says, with the sizes of the cache's forms.
+absl::Status CheckFirst(const Cache& cache, const HandOffFirst& first) {
+  const uint64_t page_tokens = cache.page_tokens();
+  const uint64_t tokens_max = PageStore::kSequenceBlocksMax * page_tokens;
+  if (first.tokens > tokens_max) return InvalidField("tokens", first.tokens, absl::StrCat("at most ", tokens_max));
+  const uint64_t full_blocks = first.tokens / page_tokens;
+  if (first.blocks.size() != full_blocks) {
+    return InvalidField("blocks", first.blocks.size(), absl::StrCat(full_blocks, " for ", first.tokens, " tokens"));
+  }
+  if (first.aged.size() != cache.layers()) {
+    return InvalidField("aged", first.aged.size(), absl::StrCat(cache.layers(), ", one per layer"));
+  }
+  for (size_t layer = 0; layer < first.aged.size(); ++layer) {
+    if (first.aged[layer] <= full_blocks) continue;
+    return InvalidField(absl::StrCat("aged[", layer, "]"), first.aged[layer], absl::StrCat("at most ", full_blocks));
+  }
+  absl::flat_hash_set<BlockKey> keys;
+  KV_RETURN_IF_ERROR(CheckBlockNames("blocks", first.blocks, &keys));
+  for (size_t i = 0; i < first.pages.size(); ++i) {
+    const HandOffPage& page = first.pages[i];
+    const auto field = [i](absl::string_view name) { return absl::StrCat("pages[", i, "].", name); };
+    const uint32_t layer_min = i == 0 ? 0 : first.pages[i - 1].layer;
+    if (page.layer < layer_min || page.layer >= cache.layers()) {
+      return InvalidField(field("layer"), page.layer, absl::StrCat(layer_min, "..", cache.layers() - 1));
+    }
+    const uint32_t block_min = i > 0 && page.layer == layer_min ? first.pages[i - 1].block + 1 : 0;
+    if (page.block < block_min || page.block >= first.aged[page.layer]) {
+      return InvalidField(field("block"), page.block,
+                          absl::StrCat(block_min, "..", int64_t{first.aged[page.layer]} - 1, ", the aged pages"));
+    }
+    const uint64_t bytes = cache.page_bytes(page.layer);
+    if (page.bytes != bytes) return InvalidField(field("bytes"), page.bytes, absl::StrCat(bytes));
+  }
+  return absl::OkStatus();
+}
+
+class ImportLeaseImpl final : public ImportLease {
+ public:
+  ImportLeaseImpl(PageStoreImpl* store, std::shared_ptr<Cache> cache, const HandOffFirst& first)
+      : store_(store), alive_(store->alive()), cache_(std::move(cache)), first_(first) {
+    ++cache_->leases;
+    store_->metrics()->import_leases.Increment();
+  }
+  ~ImportLeaseImpl() override {
+    if (alive_.expired()) return;
+    Break(absl::CancelledError("it was given up"));
+    if (hidden_ != nullptr) {
+      store_->hidden_sequences.erase(hidden_.get());
+      store_->ReleaseBlocks(*hidden_);
+    }
+    for (NewBlock& block : new_blocks_) LetGo(block);
+    --cache_->leases;
+    if (!cache_->wanted) store_->CloseIfUnused(cache_);
+    store_->metrics()->import_leases.Decrement();
+  }
+
+  absl::Status Start();
+  absl::Span<uint8_t> target(size_t page) const override {
+    if (page < first_targets_.size()) return first_targets_[page];
+    KV_CHECK(page - first_targets_.size() < last_targets_.size());
+    return last_targets_[page - first_targets_.size()];
+  }
+  absl::Status Extend(const HandOffLast& last) override;
+  absl::StatusOr<uint64_t> Validate(uint32_t page) const override;
+  absl::Status Arrived(absl::Span<const ArrivedPage> pages) override;
+  bool can_show() const override { return extended_ && awaited_last_ == 0 && (awaited_first_ == 0 || !shows_whole_); }
+  absl::StatusOr<SequenceId> Show() override;
+  bool complete() const override { return extended_ && awaited_first_ + awaited_last_ == 0; }
+  absl::Status Commit() override;
+  void Break(const absl::Status& why) override;
+
+ private:
+  // How a page of the sequence travels.
+  enum class How : uint8_t { kEncoded, kRaw };
+  // A block that was not here. It is held by the sequence, and from Show on by this too while pages are to come.
+  struct NewBlock {
+    Block* block = nullptr;  // nullptr: shared
+    uint32_t awaited = 0;    // pages
+    bool held = false;
+  };
+
+  uint32_t full_blocks() const { return static_cast<uint32_t>(first_.blocks.size()); }
+  uint32_t pages_per_layer() const { return full_blocks() + (first_.tokens % cache_->page_tokens() != 0); }
+  How& how(uint32_t block, uint32_t layer) { return how_[size_t{layer} * pages_per_layer() + block]; }
+  const HandOffPage& page_of(uint32_t number) const {
+    return number < first_.pages.size() ? first_.pages[number] : last_.pages[number - first_.pages.size()];
+  }
+  bool CanShare(const Block& block) const;
+  absl::Status CheckLast(const HandOffLast& last) const;
+  void LetGo(NewBlock& block);
+
+  PageStoreImpl* const store_;
+  const std::weak_ptr<const bool> alive_;
+  const std::shared_ptr<Cache> cache_;  // shared: see Block
+  const HandOffFirst first_;
+  HandOffLast last_;
+  std::vector<How> how_;                            // [layers][pages_per_layer()]
+  std::unique_ptr<Sequence> hidden_;                // nullptr after Show
+  SequenceId sequence_ = 0;                         // after Show; it may have been dropped since
+  std::vector<NewBlock> new_blocks_;                // [pages_per_layer()]
+  std::vector<absl::Span<uint8_t>> first_targets_;  // unchanged after Start
+  std::vector<absl::Span<uint8_t>> last_targets_;   // unchanged after Extend
+  std::vector<bool> awaited_;                       // by number: wanted, and not here yet
+  uint64_t awaited_first_ = 0, awaited_last_ = 0;
+  bool shows_whole_ = false;  // a codec with indexes: they are made from all pages
+  bool extended_ = false, committed_ = false, broken_ = false;
+};
+
+// Whether the block that is here serves every read of the received sequence.
+bool ImportLeaseImpl::CanShare(const Block& block) const {
+  for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
+    if (!hidden_->HoldsRaw(block.index, layer)) continue;
+    if (store_->RawData(*cache_, block.pages[layer]) == nullptr) return false;
+  }
+  return true;
+}
+
+absl::Status ImportLeaseImpl::Start() {
+  KV_RETURN_IF_ERROR(CheckFirst(*cache_, first_));
+  const bool identity = cache_->identity();
+  shows_whole_ = cache_->codec->NewIndex({}) != nullptr;
+  hidden_ = store_->NewSequence(cache_);
+  store_->hidden_sequences.insert(hidden_.get());
+  std::fill(hidden_->tokens.begin(), hidden_->tokens.end(), first_.tokens);
+  hidden_->aged = first_.aged;
+  how_.assign(size_t{pages_per_layer()} * cache_->layers(), How::kRaw);
+  for (const HandOffPage& page : first_.pages) how(page.block, page.layer) = How::kEncoded;
+  // Find and hold first: reserving may evict.
+  std::vector<Block*> shared(full_blocks(), nullptr), unfit;
+  SlotCounts wanted;
+  for (uint32_t i = 0; i < full_blocks(); ++i) {
+    MissReason reason;
+    Block* block = first_.blocks[i].named ? store_->FindVerified(*cache_, first_.blocks[i].name, i, &reason) : nullptr;
+    if (block != nullptr && !CanShare(*block)) {
+      unfit.push_back(block);
+      block = nullptr;
+    }
+    shared[i] = block;
+    for (uint32_t layer = 0; block == nullptr && layer < cache_->layers(); ++layer) {
+      wanted.raw += !identity && how(i, layer) == How::kRaw;
+      cache_->CountEncodedSlots(layer, 1, &wanted);  // a raw page's is for its encoding
+    }
+  }
+  for (; !unfit.empty(); unfit.pop_back()) store_->Release(unfit.back());
+  if (pages_per_layer() > full_blocks()) wanted.raw += cache_->layers();
+  Reservation slots(cache_->tier->pool);
+  if (absl::Status status = store_->Reserve(*cache_, wanted, &slots); !status.ok()) {
+    for (auto block = shared.rbegin(); block != shared.rend(); ++block) {
+      if (*block != nullptr) store_->Release(*block);
+    }
+    return status;
+  }
+  new_blocks_.resize(pages_per_layer());
+  for (uint32_t i = 0; i < pages_per_layer(); ++i) {
+    const bool open = i == full_blocks();
+    if (!open && shared[i] != nullptr) {
+      store_->Attach(*hidden_, shared[i]);
+      continue;
+    }
+    Block* block = store_->NewBlock(cache_, i);
+    new_blocks_[i].block = block;
+    new_blocks_[i].awaited = cache_->layers();
+    for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
+      PageChange reserved;
+      if (open || (!identity && how(i, layer) == How::kRaw)) reserved.raw = slots.TakeRaw();
+      if (!open) reserved.encoded = slots.TakeEncoded(*cache_, layer);
+      store_->Apply({block, layer}, PageEvent::kReserve, reserved);
+    }
+    store_->Attach(*hidden_, block);
+  }
+  for (const HandOffPage& page : first_.pages) {
+    const Block* block = new_blocks_[page.block].block;
+    awaited_.push_back(block != nullptr);
+    awaited_first_ += block != nullptr;
+    first_targets_.push_back(
+        block == nullptr ? absl::Span<uint8_t>()
+                         : absl::Span<uint8_t>(store_->Data(*cache_, block->pages[page.layer].encoded), page.bytes));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ImportLeaseImpl::CheckLast(const HandOffLast& last) const {
+  const uint64_t tokens_max = PageStore::kSequenceBlocksMax * cache_->page_tokens();
+  if (last.index.prompt_tokens > tokens_max) {
+    return InvalidField("prompt_tokens", last.index.prompt_tokens, absl::StrCat("at most ", tokens_max));
+  }
+  if (last.index.iterations > IndexFacts::kIterationsMax) {
+    return InvalidField("index_iterations", last.index.iterations,
+                        absl::StrCat("at most ", IndexFacts::kIterationsMax));
+  }
+  std::vector<How> how = how_;
+  for (size_t i = 0; i < last.withdrawn.size(); ++i) {
+    const uint32_t number = last.withdrawn[i];
+    const std::string field = absl::StrCat("withdrawn[", i, "]");
+    if (number >= first_.pages.size() || (i > 0 && number <= last.withdrawn[i - 1])) {
+      return InvalidField(field, number, absl::StrCat("ascending, below ", first_.pages.size()));
+    }
+    if (cache_->identity()) return InvalidField(field, number, "none: this codec declines no page");
+    if (!first_targets_[number].empty() && !awaited_[number]) return InvalidField(field, number, "one that never came");
+    how[size_t{first_.pages[number].layer} * pages_per_layer() + first_.pages[number].block] = How::kRaw;
+  }
+  if (last.blocks.size() != first_.blocks.size()) {
+    return InvalidField("blocks", last.blocks.size(), absl::StrCat(first_.blocks.size(), ", as in the first part"));
+  }
+  absl::flat_hash_set<BlockKey> keys;
+  KV_RETURN_IF_ERROR(CheckBlockNames("blocks", first_.blocks, &keys));
+  KV_RETURN_IF_ERROR(CheckBlockNames("blocks", last.blocks, &keys));
+  for (size_t i = 0; i < last.blocks.size(); ++i) {
+    if (last.blocks[i].named && first_.blocks[i].named) {
+      return InvalidField(absl::StrCat("blocks[", i, "].name"), last.blocks[i].name.key.ToHex(8),
+                          "none: the first part named it");
+    }
+  }
+  // Exactly what does not travel encoded, in order.
+  const uint64_t raw = static_cast<uint64_t>(std::count(how.begin(), how.end(), How::kRaw));
+  if (last.pages.size() != raw) {
+    return InvalidField("pages", last.pages.size(), absl::StrCat(raw, ", those that do not travel encoded"));
+  }
+  size_t at = 0;
+  for (size_t i = 0; i < last.pages.size(); ++i, ++at) {
+    while (how[at] != How::kRaw) ++at;
+    const HandOffPage& page = last.pages[i];
+    const auto field = [i](absl::string_view name) { return absl::StrCat("pages[", i, "].", name); };
+    const uint64_t layer = at / pages_per_layer(), block = at % pages_per_layer();
+    if (page.layer != layer) return InvalidField(field("layer"), page.layer, absl::StrCat(layer));
+    if (page.block != block) return InvalidField(field("block"), page.block, absl::StrCat(block));
+    const uint64_t bytes = cache_->layout().raw_bytes();
+    if (page.bytes != bytes) return InvalidField(field("bytes"), page.bytes, absl::StrCat(bytes));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ImportLeaseImpl::Extend(const HandOffLast& last) {
+  if (alive_.expired()) return absl::UnavailableError("the store has closed");
+  if (extended_) return absl::FailedPreconditionError("the last part of this hand-off came before");
+  KV_RETURN_IF_ERROR(CheckLast(last));
+  SlotCounts wanted;
+  for (const uint32_t number : last.withdrawn) wanted.raw += awaited_[number];
+  Reservation slots(cache_->tier->pool);
+  KV_RETURN_IF_ERROR(store_->Reserve(*cache_, wanted, &slots));
+  last_ = last;
+  extended_ = true;
+  for (const uint32_t number : last_.withdrawn) {
+    if (!awaited_[number]) continue;
+    awaited_[number] = false;
+    --awaited_first_;
+    const PageRef ref{new_blocks_[first_.pages[number].block].block, first_.pages[number].layer};
+    store_->Apply(ref, PageEvent::kReserveRaw, {slots.TakeRaw(), ref.page().encoded});
+  }
+  for (const HandOffPage& page : last_.pages) {
+    const Block* block = new_blocks_[page.block].block;
+    awaited_.push_back(block != nullptr);
+    awaited_last_ += block != nullptr;
+    if (block == nullptr) {
+      last_targets_.emplace_back();
+      continue;
+    }
+    const Page& into = block->pages[page.layer];
+    last_targets_.emplace_back(store_->Data(*cache_, into.raw.valid() ? into.raw : into.encoded), page.bytes);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<uint64_t> ImportLeaseImpl::Validate(uint32_t number) const {
+  const absl::Span<const uint8_t> bytes = target(number);
+  if (bytes.empty()) return InvalidField("page", number, "a page that is wanted");
+  const HandOffPage& page = page_of(number);
+  if (number < first_.pages.size() && !cache_->identity()) {
+    KV_RETURN_IF_ERROR(cache_->codec->Validate(static_cast<int>(page.layer), bytes));
+    return XXH3_64bits(bytes.data(), bytes.size());
+  }
+  NonFinite where;
+  if (FindNonFinite(cache_->layout(), bytes.data(), 0, cache_->page_tokens(), &where)) {
+    return InvalidField(absl::StrCat("pages[", number, where.side == 0 ? "].k" : "].v", "[head ", where.head,
+                                     "][token ", where.token, "][channel ", where.channel, "]"),
+                        "NaN or Inf", "finite");
+  }
+  return XXH3_64bits(bytes.data(), bytes.size());
+}
+
+absl::Status ImportLeaseImpl::Arrived(absl::Span<const ArrivedPage> pages) {
+  if (alive_.expired()) return absl::UnavailableError("the store has closed");
+  if (broken_) return absl::FailedPreconditionError("this hand-off has ended");
+  std::vector<PageRef> to_encode;
+  absl::Status status;
+  for (const ArrivedPage& arrived : pages) {
+    if (arrived.page >= awaited_.size() || !awaited_[arrived.page]) {
+      status = InvalidField("page", arrived.page, "a page that is awaited");
+      break;
+    }
+    awaited_[arrived.page] = false;
+    --(arrived.page < first_.pages.size() ? awaited_first_ : awaited_last_);
+    const HandOffPage& received = page_of(arrived.page);
+    NewBlock& block = new_blocks_[received.block];
+    const PageRef ref{block.block, received.layer};
+    const Page& page = ref.page();
+    if (received.block == full_blocks()) {
+      store_->Apply(ref, PageEvent::kReceivedOpen, {page.raw, page.encoded});
+    } else if (page.raw.valid()) {
+      store_->Apply(ref, PageEvent::kReceivedRaw, {page.raw, page.encoded});
+      to_encode.push_back(ref);
+    } else {
+      store_->Apply(ref, PageEvent::kReceivedEncoded, {page.raw, page.encoded, false, arrived.checksum});
+    }
+    --block.awaited;
+  }
+  store_->PostEncodes(cache_, std::move(to_encode));
+  for (const ArrivedPage& arrived : pages) {
+    if (arrived.page >= awaited_.size()) break;
+    NewBlock& block = new_blocks_[page_of(arrived.page).block];
+    if (block.awaited == 0) LetGo(block);
+  }
+  store_->NotifyWaiters();
+  return status;
+}
+
+void ImportLeaseImpl::LetGo(NewBlock& block) {
+  if (!std::exchange(block.held, false)) return;
+  store_->hand_off_blocks.erase(block.block);
+  store_->Release(std::exchange(block.block, nullptr));
+}
+
+absl::StatusOr<SequenceId> ImportLeaseImpl::Show() {
+  if (alive_.expired()) return absl::UnavailableError("the store has closed");
+  if (hidden_ == nullptr) return absl::FailedPreconditionError("this hand-off was shown before");
+  if (broken_ || !can_show()) return absl::FailedPreconditionError("the last part of this hand-off is still to come");
+  KV_RETURN_IF_ERROR(store_->CheckSequenceLimit());
+  hidden_->hit_blocks = static_cast<int>(full_blocks());
+  hidden_->arriving = true;
+  for (NewBlock& block : new_blocks_) {
+    if (block.awaited == 0) continue;
+    store_->Hold(block.block);
+    store_->hand_off_blocks.insert(block.block);
+    block.held = true;
+  }
+  store_->hidden_sequences.erase(hidden_.get());
+  store_->MakeIndex(*hidden_, last_.index, first_.tokens);
+  store_->AdvanceIndexes(*hidden_);
+  sequence_ = store_->Show(std::move(hidden_));
+  return sequence_;
+}
+
+absl::Status ImportLeaseImpl::Commit() {
+  if (alive_.expired()) return absl::UnavailableError("the store has closed");
+  if (sequence_ == 0 || committed_ || broken_ || !complete()) {
+    return absl::FailedPreconditionError("a hand-off is committed once, when it was shown and every page is here");
+  }
+  committed_ = true;
+  const auto found = store_->FindSequence(sequence_);
+  if (!found.ok()) return absl::OkStatus();  // dropped meanwhile
+  Sequence& sequence = **found;
+  sequence.arriving = false;
+  for (uint32_t i = 0; i < full_blocks(); ++i) {
+    const HandOffBlock& named = first_.blocks[i].named ? first_.blocks[i] : last_.blocks[i];
+    Block* block = sequence.blocks[i];
+    // A key that somebody else published meanwhile stays theirs; the next publish shares it.
+    if (!named.named || block->published || cache_->table.FindKey(named.name.key) != nullptr) continue;
+    block->name = named.name;
+    cache_->table.Insert(block);
+    store_->metrics()->published.Increment();
+    store_->metrics()->published_blocks.Increment();
+  }
+  store_->metrics()->imports.Increment();
+  return absl::OkStatus();
+}
+
+void ImportLeaseImpl::Break(const absl::Status& why) {
+  if (alive_.expired() || committed_ || std::exchange(broken_, true) || sequence_ == 0) return;
+  const absl::Status status = absl::UnavailableError(
+      absl::StrCat("sequence ", sequence_, " did not arrive whole, its hand-off ended: ", why.message()));
+  if (const auto found = store_->FindSequence(sequence_); found.ok()) {
+    (*found)->arriving = false;
+    (*found)->broken = status;
+  }
+  for (NewBlock& block : new_blocks_) {
+    if (!block.held) continue;
+    block.block->corrupt = true;
+    block.block->arrival = status;
+  }
+  store_->NotifyWaiters();
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<ImportLease>> PageStoreImpl::Import(const HandOffFirst& first,
+                                                                   std::shared_ptr<const Codec> codec) {
+  KV_RETURN_IF_ERROR(CheckSequenceLimit());
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> cache, FindOrOpen(first.config, std::move(codec), &first.codec_version));
+  if (cache->on_device()) {
+    if (!cache->wanted) CloseIfUnused(cache);
+    return WrongMemory(*cache);
+  }
+  auto lease = std::make_unique<ImportLeaseImpl>(this, std::move(cache), first);
+  KV_RETURN_IF_ERROR(lease->Start());
+  return lease;
+}
+
+}  // namespace kvmanager

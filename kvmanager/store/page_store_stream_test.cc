@@ -1,0 +1,310 @@
+// Hand-offs of sequences that still grow, to a receiver that reads what has arrived.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "kvmanager/store/page_store.h"
+#include "kvmanager/store/store_fixture.h"
+
+namespace kvmanager {
+namespace {
+
+using testing::Deliver;
+using testing::kPage;
+using testing::MakeConfig;
+using testing::MakeEncodedPage;
+using testing::MakeRawPage;
+using testing::MakeText;
+using testing::PageStoreTest;
+using testing::RawPrefixEquals;
+using testing::TestStore;
+using testing::Text;
+
+constexpr auto kPrecondition = absl::StatusCode::kFailedPrecondition;
+
+class StreamTest : public PageStoreTest {
+ protected:
+  std::unique_ptr<AttendLease> AttendPeer(SequenceId sequence, int layer, uint64_t position, int tokens = 1) {
+    const AttendEntry entry{sequence, position, tokens};
+    auto lease = peer_.store->Attend(peer_.store->DescribeSequence(sequence)->cache, layer, {&entry, 1});
+    EXPECT_TRUE(lease.ok()) << lease.status();
+    return *std::move(lease);
+  }
+  // A sequence whose raw pages are there and whose encoded ones, `waiting`, are still to come.
+  void ShowAtPeer(const std::string& codec, int lag, int tokens) {
+    cache_ = test().Open(MakeConfig(codec, lag));
+    a_ = Filled(cache_, text_, tokens);
+    out_ = *store().Export(a_);
+    test().executor.FinishAll();
+    auto in = peer_.store->Import(out_->first());
+    ASSERT_TRUE(in.ok()) << in.status();
+    in_ = *std::move(in);
+    waiting_ = out_->TakeReady();
+    EXPECT_FALSE(in_->can_show());
+    ASSERT_TRUE(in_->Extend(*out_->last()).ok());
+    for (const ExportedPage& page : out_->last_pages()) {
+      EXPECT_FALSE(in_->can_show());
+      ASSERT_TRUE(Deliver(*in_, page).ok());
+    }
+    ASSERT_TRUE(in_->can_show());
+    const auto shown = in_->Show();
+    ASSERT_TRUE(shown.ok()) << shown.status();
+    b_ = *shown;
+    peer_.executor.FinishAll();
+    peer_.store->CheckInvariants();
+  }
+  void DeliverLayer(int layer) {
+    for (const ExportedPage& page : waiting_) {
+      if (out_->first().pages[page.page].layer == static_cast<uint32_t>(layer)) {
+        ASSERT_TRUE(Deliver(*in_, page).ok());
+      }
+    }
+  }
+
+  TestStore peer_{16 << 20};
+  const Text text_ = MakeText(10 * kPage);
+  CacheId cache_ = 0;
+  SequenceId a_ = 0, b_ = 0;
+  std::unique_ptr<ExportLease> out_;
+  std::unique_ptr<ImportLease> in_;
+  std::vector<ExportedPage> waiting_;
+};
+
+TEST_F(StreamTest, PagesAreOfferedAsLayersAreAppendedAndEncoded) {
+  const CacheId cache = test().Open(MakeConfig("fake", 1));
+  const int tokens = 5 * kPage + 3;
+  const SequenceId a = Create(cache);
+  auto out = *store().Export(a, tokens);
+  EXPECT_EQ(out->first().tokens, static_cast<uint64_t>(tokens));
+  EXPECT_EQ(out->first().blocks.size(), 5u);
+  EXPECT_EQ(out->first().aged, (std::vector<uint32_t>{4, 4}));
+  ASSERT_EQ(out->first().pages.size(), 8u);
+  int told = 0;
+  out->OnReady([&told] { ++told; });
+  EXPECT_EQ(told, 0);
+  // The first layer in two chunks, before the second has anything.
+  ASSERT_TRUE(test().Append(cache, a, text_, 0, 2 * kPage + 5, 0).ok());
+  EXPECT_TRUE(out->TakeReady().empty());
+  test().executor.FinishAll();
+  EXPECT_EQ(told, 1);
+  std::vector<ExportedPage> ready = out->TakeReady();
+  ASSERT_EQ(ready.size(), 2u);
+  const auto codec = store().codec(cache);
+  for (const ExportedPage& page : ready) {
+    const HandOffPage& named = out->first().pages[page.page];
+    EXPECT_EQ(named.layer, 0u);
+    const auto raw = MakeRawPage(codec->layout(), text_, named.block, kPage, 0);
+    const auto expected = MakeEncodedPage(*codec, raw, named.block, 0);
+    ASSERT_EQ(page.bytes.size(), expected.size());
+    EXPECT_TRUE(std::equal(expected.begin(), expected.end(), page.bytes.begin()));
+    EXPECT_EQ(page.checksum, testing::Checksum(expected));
+  }
+  const absl::Status early = out->Finish();
+  EXPECT_EQ(early.code(), kPrecondition);
+  EXPECT_NE(early.message().find("0 in layer 1"), absl::string_view::npos) << early;
+  ASSERT_TRUE(test().Append(cache, a, text_, 2 * kPage + 5, 3 * kPage - 2, 0).ok());
+  test().executor.FinishAll();
+  EXPECT_EQ(out->TakeReady().size(), 2u);
+  // Not beyond its end, and not back.
+  EXPECT_EQ(test().Append(cache, a, text_, 0, tokens + 1, 1).code(), kPrecondition);
+  ASSERT_TRUE(test().Append(cache, a, text_, 0, tokens, 1).ok());
+  EXPECT_EQ(test().Append(cache, a, text_, tokens, 1, 0).code(), kPrecondition);
+  EXPECT_EQ(store().Crop(a, tokens - 1).code(), kPrecondition);
+  store().CheckInvariants();
+  // Finish waits for what is still to be encoded.
+  ASSERT_TRUE(out->Finish().ok());
+  EXPECT_EQ(out->Finish().code(), kPrecondition);
+  EXPECT_EQ(out->last(), nullptr);
+  ASSERT_TRUE(test().AppendAll(cache, a, text_, tokens, 2 * kPage).ok());  // it goes on
+  told = 0;
+  test().executor.FinishAll();
+  EXPECT_GE(told, 1);
+  ASSERT_NE(out->last(), nullptr);
+  EXPECT_EQ(out->TakeReady().size(), 4u);
+  EXPECT_TRUE(out->last()->withdrawn.empty());
+  ASSERT_EQ(out->last_pages().size(), 4u);  // of each layer the lag and the open page
+  for (size_t i = 0; i < 4; ++i) {
+    const HandOffPage& page = out->last()->pages[i];
+    const auto raw = MakeRawPage(codec->layout(), text_, page.block, page.block == 5 ? 3 : kPage, page.layer);
+    EXPECT_TRUE(std::equal(raw.begin(), raw.end(), out->last_pages()[i].bytes.begin()));
+  }
+  store().CheckInvariants();
+}
+
+TEST_F(StreamTest, BoundsOfTheTokensAreNamed) {
+  const CacheId cache = test().Open(MakeConfig("fake", 1));
+  const SequenceId a = Filled(cache, text_, 20);
+  EXPECT_EQ(store().Export(a, 19).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(store().Export(a, UINT64_MAX).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(store().Export(99, 20).status().code(), absl::StatusCode::kNotFound);
+  auto out = *store().Export(a, 21);
+  store().Drop(a);
+  EXPECT_EQ(out->Finish().code(), absl::StatusCode::kNotFound);
+  store().CheckInvariants();
+}
+
+// A hand-off under way does not keep raw forms that nobody reads.
+TEST_F(StreamTest, PinnedPagesGiveUpTheirRawForm) {
+  const CacheId cache = test().Open(MakeConfig("fake", 0));
+  const SequenceId a = Create(cache);
+  auto out = *store().Export(a, 6 * kPage + 1);
+  uint64_t used = 0;
+  for (int page = 0; page < 6; ++page) {
+    ASSERT_TRUE(test().AppendAll(cache, a, text_, page * kPage, kPage).ok());
+    test().executor.FinishAll();
+  }
+  ASSERT_TRUE(test().AppendAll(cache, a, text_, 6 * kPage, 1).ok());
+  store().CheckInvariants();
+  used = test().pool->used_bytes();
+  out = nullptr;
+  EXPECT_EQ(test().pool->used_bytes(), used);
+}
+
+// Pages outlive their sequence, also those that are still to be encoded, and those whose block another replaced.
+TEST_F(StreamTest, TheSequenceMayGoWhileItIsSent) {
+  const CacheId cache = test().Open(MakeConfig("declining", 0));
+  const SequenceId a = Filled(cache, text_, 4 * kPage + 1);
+  test().executor.FinishAll();
+  ASSERT_TRUE(store().Publish(a, Names(cache, text_, 4)).ok());
+  const SequenceId b = Create(cache);
+  auto out = *store().Export(b, 4 * kPage + 1);
+  ASSERT_TRUE(test().AppendAll(cache, b, text_, 0, 4 * kPage).ok());
+  ASSERT_TRUE(test().AppendAll(cache, b, text_, 4 * kPage, 1).ok());
+  EXPECT_EQ(store().Publish(b, Names(cache, text_, 4))->shared, 4);
+  ASSERT_TRUE(out->Finish().ok());
+  store().Drop(b);
+  EXPECT_EQ(out->last(), nullptr);
+  test().executor.FinishAll();
+  store().CheckInvariants();
+  ASSERT_NE(out->last(), nullptr);
+  for (const HandOffBlock& block : out->last()->blocks) EXPECT_TRUE(block.named);
+  const auto codec = store().codec(cache);
+  for (const testing::SentPage& sent : testing::TakeAll(*out)) {
+    const int tokens = sent.page.block == 4 ? 1 : kPage;
+    auto expected = MakeRawPage(codec->layout(), text_, sent.page.block, tokens, sent.page.layer);
+    if (sent.encoded) expected = MakeEncodedPage(*codec, expected, sent.page.block, sent.page.layer);
+    ASSERT_EQ(sent.bytes.bytes.size(), expected.size());
+    EXPECT_TRUE(std::equal(expected.begin(), expected.end(), sent.bytes.bytes.begin()));
+    EXPECT_EQ(sent.bytes.checksum, testing::Checksum(expected));
+  }
+  out = nullptr;
+  store().CheckInvariants();
+}
+
+TEST_F(StreamTest, ALayerIsReadWhileTheNextArrives) {
+  const int tokens = 5 * kPage + 3;
+  ShowAtPeer("fake", 1, tokens);
+  EXPECT_TRUE(peer_.store->DescribeSequence(b_)->arriving);
+  const CacheId cache = peer_.store->DescribeSequence(b_)->cache;
+  // It decodes: appends at once, attends when the layer is there.
+  ASSERT_TRUE(peer_.AppendAll(cache, b_, text_, tokens, 1).ok());
+  auto first = AttendPeer(b_, 0, tokens), second = AttendPeer(b_, 1, tokens);
+  EXPECT_FALSE(first->ready());
+  bool called = false;
+  first->OnReady([&called] { called = true; });
+  DeliverLayer(0);
+  EXPECT_TRUE(called && first->ready() && first->status().ok());
+  EXPECT_FALSE(second->ready());
+  const auto codec = peer_.store->codec(cache);
+  for (uint32_t i = 0; i < 4; ++i) {
+    const auto raw = MakeRawPage(codec->layout(), text_, i, kPage, 0);
+    const auto encoded = MakeEncodedPage(*codec, raw, i, 0);
+    EXPECT_TRUE(std::equal(encoded.begin(), encoded.end(), first->pages(0)[i].encoded));
+  }
+  const auto open = MakeRawPage(codec->layout(), text_, 5, 4, 0);
+  EXPECT_TRUE(RawPrefixEquals(codec->layout(), first->pages(0)[5].raw, open, 4));
+  // Until it is here as a whole nobody else may have it.
+  EXPECT_EQ(peer_.store->Fork(b_).status().code(), kPrecondition);
+  EXPECT_EQ(peer_.store->Crop(b_, tokens).code(), kPrecondition);
+  EXPECT_EQ(peer_.store->Publish(b_, Names(cache_, text_, 1)).status().code(), kPrecondition);
+  EXPECT_EQ(peer_.store->Export(b_).status().code(), kPrecondition);
+  EXPECT_EQ(peer_.store->Copy(b_, 0).status().code(), kPrecondition);
+  EXPECT_EQ(in_->Commit().code(), kPrecondition);
+  DeliverLayer(1);
+  EXPECT_TRUE(second->ready());
+  ASSERT_TRUE(in_->complete());
+  ASSERT_TRUE(in_->Commit().ok());
+  EXPECT_FALSE(peer_.store->DescribeSequence(b_)->arriving);
+  in_ = nullptr;
+  peer_.store->CheckInvariants();
+  EXPECT_TRUE(peer_.store->Fork(b_).ok());
+  EXPECT_TRUE(peer_.store->Publish(b_, Names(cache_, text_, 5)).ok());
+}
+
+TEST_F(StreamTest, ABrokenSequenceSaysWhyAndLeavesNothing) {
+  for (const bool says : {true, false}) {
+    ShowAtPeer("fake", 1, 5 * kPage + 3);
+    const CacheId cache = peer_.store->DescribeSequence(b_)->cache;
+    DeliverLayer(0);
+    auto whole = AttendPeer(b_, 0, 5 * kPage), waits = AttendPeer(b_, 1, 5 * kPage);
+    ASSERT_TRUE(whole->ready() && !waits->ready());
+    bool called = false;
+    waits->OnReady([&called] { called = true; });
+    if (says) in_->Break(absl::DeadlineExceededError("the peer was not heard"));
+    EXPECT_EQ(called, says);
+    in_ = nullptr;
+    EXPECT_TRUE(called && waits->ready());
+    EXPECT_EQ(waits->status().code(), absl::StatusCode::kUnavailable);
+    const bool said = waits->status().message().find("the peer was not heard") != absl::string_view::npos;
+    EXPECT_EQ(said, says);
+    peer_.store->CheckInvariants();
+    const auto broken = absl::StatusCode::kUnavailable;
+    EXPECT_EQ(peer_.AppendAll(cache, b_, text_, 5 * kPage + 3, 1).code(), broken);
+    const AttendEntry entry{b_, 0, 1};
+    EXPECT_EQ(peer_.store->Attend(cache, 0, {&entry, 1}).status().code(), broken);
+    EXPECT_EQ(peer_.store->Fork(b_).status().code(), broken);
+    EXPECT_EQ(peer_.store->Crop(b_, 1).code(), broken);
+    EXPECT_EQ(peer_.store->Publish(b_, {}).status().code(), broken);
+    EXPECT_EQ(peer_.store->Export(b_).status().code(), broken);
+    EXPECT_TRUE(peer_.store->DescribeSequence(b_).ok());
+    peer_.store->Drop(b_);
+    peer_.store->CheckInvariants();
+    whole = nullptr;
+    waits = nullptr;
+    peer_.store->CheckInvariants();
+    EXPECT_EQ(peer_.pool->used_bytes(), 0u);
+    out_ = nullptr;
+    store().Drop(a_);
+  }
+}
+
+// Who waits in one batch for a page that will not come, and for one that is still to be encoded.
+TEST_F(StreamTest, ABatchWaitsForItsOtherPages) {
+  ShowAtPeer("fake", 0, 3 * kPage + 1);
+  const CacheId cache = peer_.store->DescribeSequence(b_)->cache;
+  const auto other = peer_.store->CreateSequence(cache, {});
+  ASSERT_TRUE(peer_.AppendAll(cache, other->sequence, text_, 0, 2 * kPage).ok());
+  const AttendEntry entries[] = {{b_, 3 * kPage, 1}, {other->sequence, 2 * kPage - 1, 1}};
+  auto lease = *peer_.store->Attend(cache, 0, entries);
+  in_ = nullptr;
+  peer_.store->Drop(b_);
+  peer_.store->CheckInvariants();
+  EXPECT_FALSE(lease->ready());
+  peer_.executor.FinishAll();
+  ASSERT_TRUE(lease->ready());
+  EXPECT_EQ(lease->status().code(), absl::StatusCode::kUnavailable);
+  lease = nullptr;
+  peer_.store->Drop(other->sequence);
+  peer_.store->CheckInvariants();
+  EXPECT_EQ(peer_.pool->used_bytes(), 0u);
+}
+
+TEST_F(StreamTest, ASequenceThatIsDroppedWhileItArrives) {
+  ShowAtPeer("fake", 1, 5 * kPage + 3);
+  auto waits = AttendPeer(b_, 1, 5 * kPage);
+  peer_.store->Drop(b_);
+  peer_.store->CheckInvariants();
+  DeliverLayer(1);
+  ASSERT_TRUE(waits->ready() && waits->status().ok());
+  waits = nullptr;
+  peer_.store->CheckInvariants();
+  DeliverLayer(0);
+  ASSERT_TRUE(in_->complete());
+  EXPECT_TRUE(in_->Commit().ok());
+  in_ = nullptr;
+  peer_.store->CheckInvariants();
+  EXPECT_EQ(peer_.pool->used_bytes(), 0u);
+}
+
+}  // namespace
+}  // namespace kvmanager
