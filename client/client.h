@@ -35,6 +35,7 @@ namespace kvmanager::client {
 
 class Arena;
 class Cache;
+class HandOff;
 class Sequence;
 
 /// What a cache is (api/kvmanager.capnp, CacheConfig): all of it is part of every block's name.
@@ -131,7 +132,8 @@ struct PublishOutcome {
 struct HandOffOutcome {
   std::string ticket;
   uint64_t bytes_sent = 0, pages_sent = 0, pages_skipped = 0;
-  double seconds = 0;
+  uint64_t bytes_resent = 0, resumes = 0;  // of bytes_sent, after connections that broke
+  double seconds = 0;                      // from the offer to the receiver's confirmation
 };
 
 struct SequenceDescription {
@@ -275,12 +277,29 @@ class Cache {
     return absl::FailedPreconditionError("this cache is not on a GPU");
   }
 
-  virtual absl::StatusOr<ClaimedSequence> Claim(absl::string_view ticket) = 0;
+  /// Takes over a sequence that was handed off. Of a hand-off that is under way it waits until the sequence has all of
+  /// its tokens; steps then wait for the pages that they need. UNAVAILABLE, then or from later calls: the hand-off
+  /// ended early, and the sequence can only be dropped.
+  absl::StatusOr<ClaimedSequence> Claim(absl::string_view ticket) { return ClaimAsync(ticket, 0).Wait(); }
+  /// deadline_ms: of this call; 0: Options::deadline_ms.
+  virtual Pending<absl::StatusOr<ClaimedSequence>> ClaimAsync(absl::string_view ticket, int64_t deadline_ms) = 0;
 
   /// [kv_heads][head_dim][head_dim], row-major, where steps of `layer` leave their outputs in the codec's space (a
   /// codec with fold=1): an output o' of a query head stands for A o', A being its KV head's factor; FoldOutputWeights
   /// (fold.h) makes it part of W_O. Empty: outputs are as usual.
   virtual absl::StatusOr<std::vector<float>> OutputFactors(int layer) = 0;
+};
+
+/// A hand-off of a sequence that still grows. It keeps the sequence.
+class HandOff {
+ public:
+  virtual ~HandOff() = default;  // cancels it, unless it has ended
+  /// The receiver's clients may claim the sequence with it from now on.
+  virtual const std::string& ticket() const = 0;
+  /// Every layer has its tokens: sends the rest, and waits until the receiver has all of it. FAILED_PRECONDITION naming
+  /// the shortest layer: it may be called again.
+  absl::StatusOr<HandOffOutcome> Finish(absl::string_view blob) { return FinishAsync(blob).Wait(); }
+  virtual Pending<absl::StatusOr<HandOffOutcome>> FinishAsync(absl::string_view blob) = 0;
 };
 
 class Sequence {
@@ -290,12 +309,29 @@ class Sequence {
   virtual absl::StatusOr<std::unique_ptr<Sequence>> Fork() = 0;
   virtual absl::Status Crop(uint64_t tokens) = 0;
   virtual absl::StatusOr<PublishOutcome> Publish(absl::Span<const BlockName> names) = 0;
-  /// peer: "HOST:PORT" of the other daemon's --peer-listen. The deadline of this call is `timeout_ms` plus a second.
-  absl::StatusOr<HandOffOutcome> HandOff(absl::string_view peer, absl::string_view blob, int64_t timeout_ms = 30000) {
-    return HandOffAsync(peer, blob, timeout_ms).Wait();
+  /// peer: "HOST:PORT" of the other daemon's --peer-listen. room_ms: how long a receiver that is full may let it wait
+  /// for room. The deadline of this call is `timeout_ms` and `room_ms` plus a second.
+  absl::StatusOr<HandOffOutcome> HandOff(absl::string_view peer, absl::string_view blob, int64_t timeout_ms = 30000,
+                                         int64_t room_ms = 0) {
+    return HandOffAsync(peer, blob, timeout_ms, room_ms).Wait();
   }
   virtual Pending<absl::StatusOr<HandOffOutcome>> HandOffAsync(absl::string_view peer, absl::string_view blob,
-                                                               int64_t timeout_ms) = 0;
+                                                               int64_t timeout_ms, int64_t room_ms) = 0;
+  Pending<absl::StatusOr<HandOffOutcome>> HandOffAsync(absl::string_view peer, absl::string_view blob,
+                                                       int64_t timeout_ms) {
+    return HandOffAsync(peer, blob, timeout_ms, 0);
+  }
+  /// The same while the sequence still grows, to `tokens` tokens in every layer: its pages go as soon as they are full
+  /// and encoded. Done when the receiver has room. Until Finish the sequence cannot be cropped, nor grow beyond
+  /// `tokens`. Deadlines of this call and of Finish as HandOff's.
+  absl::StatusOr<std::unique_ptr<client::HandOff>> BeginHandOff(absl::string_view peer, uint64_t tokens,
+                                                                int64_t timeout_ms = 30000, int64_t room_ms = 0) {
+    return BeginHandOffAsync(peer, tokens, timeout_ms, room_ms).Wait();
+  }
+  virtual Pending<absl::StatusOr<std::unique_ptr<client::HandOff>>> BeginHandOffAsync(absl::string_view peer,
+                                                                                      uint64_t tokens,
+                                                                                      int64_t timeout_ms,
+                                                                                      int64_t room_ms) = 0;
   virtual absl::StatusOr<SequenceDescription> Info() = 0;
   /// Of a cache on a GPU: the word `done` is at least this once what crops of this sequence, or the fork that made it,
   /// copy is there. In the daemon's stream it is there anyway.

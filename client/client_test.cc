@@ -369,6 +369,27 @@ TEST(Client, HandOffClaimAndMatch) {
   EXPECT_EQ(matches[1].reason, Miss::kNotFound);
 }
 
+TEST(Client, AHandOffThatIsUnderWay) {
+  FakeDaemon daemon(FakeDaemon::Behaviour{.message_bytes_max = 4096});
+  auto client = ConnectTo(daemon, {.deadline_ms = 5000});
+  auto cache = *client->OpenCache(SmallCache());
+  auto sequence = std::move(cache->CreateSequence()->sequence);
+  EXPECT_EQ(DetailOf(sequence->BeginHandOff("h:1", 101).status()).field, "tokens");
+  EXPECT_EQ(DetailOf(sequence->BeginHandOff("h:1", 1, 0).status()).field, "timeout_ms");
+  EXPECT_EQ(DetailOf(sequence->BeginHandOff("h:1", 1, 1, -1).status()).field, "room_ms");
+  EXPECT_EQ(sequence->BeginHandOff("held:1", 1, 1).status().code(), StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(DetailOf(cache->ClaimAsync("ticket", -1).Wait().status()).field, "deadline_ms");
+  auto begun = sequence->BeginHandOff("h:1", 100, 1000, 77);
+  ASSERT_TRUE(begun.ok()) << begun.status();
+  EXPECT_EQ((*begun)->ticket(), "early");
+  EXPECT_EQ((*begun)->Finish(std::string(5000, 'x')).status().code(), StatusCode::kInvalidArgument);
+  const auto outcome = (*begun)->Finish(absl::string_view("a\0b", 3));
+  ASSERT_TRUE(outcome.ok()) << outcome.status();
+  EXPECT_EQ(outcome->ticket, std::string("a\0b", 3));
+  EXPECT_EQ(outcome->pages_sent, 77u);
+  EXPECT_EQ(outcome->resumes, 2u);
+}
+
 TEST(Client, Administration) {
   FakeDaemon daemon;
   auto client = ConnectTo(daemon);

@@ -109,13 +109,21 @@ absl::Status Run(const char* address, const char* peer, const char* peer_client_
   // 8. Take back what speculation got wrong.
   KV_RETURN_IF_ERROR(fork->Crop(kPromptTokens));
 
-  // 9. Hand the sequence to the daemon of another host. The ticket travels by the engine's own means.
+  // 9. Hand a sequence to the daemon of another host while it is prefilled: pages go as soon as a layer has them. The
+  // ticket travels by the engine's own means, and may be claimed at once: the answer comes when the prompt is complete.
   if (peer != nullptr) {
-    KV_ASSIGN_OR_RETURN(const HandOffOutcome sent, created.sequence->HandOff(peer, "sampling state"));
-    std::cout << "handed off " << sent.pages_sent << " pages, " << sent.bytes_sent << " bytes\n";
+    KV_ASSIGN_OR_RETURN(CreatedSequence going, cache->CreateSequence());
+    KV_ASSIGN_OR_RETURN(auto hand_off, going.sequence->BeginHandOff(peer, kPromptTokens));
     KV_ASSIGN_OR_RETURN(auto there, Client::Connect(peer_client_address, {.name = "example"}));
     KV_ASSIGN_OR_RETURN(auto same_cache, there->OpenCache(options));
-    KV_ASSIGN_OR_RETURN(const ClaimedSequence claimed, same_cache->Claim(sent.ticket));
+    auto claim = same_cache->ClaimAsync(hand_off->ticket(), /*deadline_ms=*/30000);
+    for (int layer = 0; layer < kLayers; ++layer) {
+      KV_RETURN_IF_ERROR(tensors.Layer(*cache, layer, going.sequence->id(), 0, kPromptTokens));
+    }
+    KV_RETURN_IF_ERROR(going.sequence->Publish(names).status());
+    KV_ASSIGN_OR_RETURN(const HandOffOutcome sent, hand_off->Finish("sampling state"));
+    std::cout << "handed off " << sent.pages_sent << " pages, " << sent.bytes_sent << " bytes\n";
+    KV_ASSIGN_OR_RETURN(const ClaimedSequence claimed, claim.Wait());
     std::cout << "claimed " << claimed.tokens << " tokens, blob \"" << claimed.blob << "\"\n";
   }
   return absl::OkStatus();  // 10. Handles give back what they name; published blocks stay.

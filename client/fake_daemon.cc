@@ -60,6 +60,21 @@ class ArenaServer final : public api::Arena::Server {
   uint8_t* data_;
 };
 
+class HandOffServer final : public api::HandOff::Server {
+ public:
+  explicit HandOffServer(uint64_t room_ms) : room_ms_(room_ms) {}
+  kj::Promise<void> finish(FinishContext context) override {
+    auto reply = context.getResults().initReply();
+    reply.setTicket(context.getParams().getBlob());
+    reply.setPagesSent(room_ms_);
+    reply.setResumes(2);
+    return kj::READY_NOW;
+  }
+
+ private:
+  const uint64_t room_ms_;
+};
+
 class SequenceServer final : public api::Sequence::Server {
  public:
   SequenceServer(FakeDaemon& daemon, uint64_t id) : daemon_(daemon), id_(id) {
@@ -90,6 +105,16 @@ class SequenceServer final : public api::Sequence::Server {
     auto reply = context.getResults().initReply();
     reply.setTicket(context.getParams().getBlob());
     reply.setPagesSent(context.getParams().getTimeoutMs());
+    return kj::READY_NOW;
+  }
+  kj::Promise<void> beginHandOff(BeginHandOffContext context) override {
+    if (context.getParams().getPeer() == "held:1") return Held(daemon_, context);
+    if (context.getParams().getTokens() > 100) {
+      SetFieldError(context.getResults().initStatus(), "tokens", "101", "at most 100");
+      return kj::READY_NOW;
+    }
+    context.getResults().setTicket(kj::StringPtr("early").asBytes());
+    context.getResults().setHandOff(kj::heap<HandOffServer>(context.getParams().getRoomMs()));
     return kj::READY_NOW;
   }
   kj::Promise<void> info(InfoContext context) override {

@@ -16,6 +16,57 @@ namespace {
 constexpr int64_t kHandOffMsMax = 3600000;
 constexpr int64_t kHandOffMarginMs = 1000;  // the daemon's own deadline comes first, and says more
 
+absl::Status CheckTimes(int64_t timeout_ms, int64_t room_ms) {
+  if (timeout_ms < 1 || timeout_ms > kHandOffMsMax) {
+    return InvalidField("timeout_ms", timeout_ms, absl::StrCat("1..", kHandOffMsMax));
+  }
+  if (room_ms < 0 || room_ms > kHandOffMsMax) {
+    return InvalidField("room_ms", room_ms, absl::StrCat("0..", kHandOffMsMax));
+  }
+  return absl::OkStatus();
+}
+
+auto BytesOf(absl::string_view text) {
+  return ToKj(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(text.data()), text.size()));
+}
+
+absl::StatusOr<HandOffOutcome> ReadOutcome(api::HandOffReply::Reader reply) {
+  KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
+  return HandOffOutcome{.ticket = ToString(reply.getTicket()),
+                        .bytes_sent = reply.getBytesSent(),
+                        .pages_sent = reply.getPagesSent(),
+                        .pages_skipped = reply.getPagesSkipped(),
+                        .bytes_resent = reply.getBytesResent(),
+                        .resumes = reply.getResumes(),
+                        .seconds = reply.getSeconds()};
+}
+
+class HandOffImpl final : public HandOff {
+ public:
+  HandOffImpl(std::shared_ptr<Connection> connection, api::HandOff::Client cap, std::string ticket, int64_t timeout_ms)
+      : handle_(std::move(connection), std::move(cap)), ticket_(std::move(ticket)), timeout_ms_(timeout_ms) {}
+
+  const std::string& ticket() const override { return ticket_; }
+  Pending<absl::StatusOr<HandOffOutcome>> FinishAsync(absl::string_view blob) override {
+    using Result = absl::StatusOr<HandOffOutcome>;
+    if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
+    const uint64_t bytes = kMessageOverheadBytes + blob.size();
+    if (auto fits = CheckMessageBytes("blob", bytes, handle_.connection().message_bytes_max()); !fits.ok()) {
+      return Ready<Result>(fits);
+    }
+    auto request = handle_.cap().finishRequest(capnp::MessageSize{bytes / sizeof(capnp::word), 0});
+    request.setBlob(BytesOf(blob));
+    return handle_.connection().CallLater<Result>(
+        std::move(request), [](auto& response) { return ReadOutcome(response.getReply()); },
+        timeout_ms_ + kHandOffMarginMs);
+  }
+
+ private:
+  Handle<api::HandOff::Client> handle_;
+  const std::string ticket_;
+  const int64_t timeout_ms_;
+};
+
 template <typename Cap>
 CreatedSequence ReadSequence(const std::shared_ptr<Connection>& connection, Cap reply);
 
@@ -62,32 +113,47 @@ class SequenceImpl final : public Sequence {
   }
 
   Pending<absl::StatusOr<HandOffOutcome>> HandOffAsync(absl::string_view peer, absl::string_view blob,
-                                                       int64_t timeout_ms) override {
+                                                       int64_t timeout_ms, int64_t room_ms) override {
     using Result = absl::StatusOr<HandOffOutcome>;
     if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
-    if (timeout_ms < 1 || timeout_ms > kHandOffMsMax) {
-      return Ready<Result>(InvalidField("timeout_ms", timeout_ms, absl::StrCat("1..", kHandOffMsMax)));
-    }
+    if (absl::Status good = CheckTimes(timeout_ms, room_ms); !good.ok()) return Ready<Result>(good);
     const uint64_t bytes = kMessageOverheadBytes + peer.size() + blob.size();
     if (auto fits = CheckMessageBytes("blob", bytes, handle_.connection().message_bytes_max()); !fits.ok()) {
       return Ready<Result>(fits);
     }
     auto request = handle_.cap().handOffRequest(capnp::MessageSize{bytes / sizeof(capnp::word), 0});
     request.setPeer(ToKj(std::string(peer)));
-    request.setBlob(ToKj(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(blob.data()), blob.size())));
+    request.setBlob(BytesOf(blob));
     request.setTimeoutMs(uint32_t(timeout_ms));
+    request.setRoomMs(uint32_t(room_ms));
+    return handle_.connection().CallLater<Result>(
+        std::move(request), [](auto& response) { return ReadOutcome(response.getReply()); },
+        timeout_ms + room_ms + kHandOffMarginMs);
+  }
+
+  Pending<absl::StatusOr<std::unique_ptr<client::HandOff>>> BeginHandOffAsync(absl::string_view peer, uint64_t tokens,
+                                                                              int64_t timeout_ms,
+                                                                              int64_t room_ms) override {
+    using Result = absl::StatusOr<std::unique_ptr<client::HandOff>>;
+    if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
+    if (absl::Status good = CheckTimes(timeout_ms, room_ms); !good.ok()) return Ready<Result>(good);
+    const uint64_t bytes = kMessageOverheadBytes + peer.size();
+    if (auto fits = CheckMessageBytes("peer", bytes, handle_.connection().message_bytes_max()); !fits.ok()) {
+      return Ready<Result>(fits);
+    }
+    auto request = handle_.cap().beginHandOffRequest(capnp::MessageSize{bytes / sizeof(capnp::word), 0});
+    request.setPeer(ToKj(std::string(peer)));
+    request.setTokens(tokens);
+    request.setTimeoutMs(uint32_t(timeout_ms));
+    request.setRoomMs(uint32_t(room_ms));
     return handle_.connection().CallLater<Result>(
         std::move(request),
-        [](auto& response) -> Result {
-          const auto reply = response.getReply();
-          KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
-          return HandOffOutcome{.ticket = ToString(reply.getTicket()),
-                                .bytes_sent = reply.getBytesSent(),
-                                .pages_sent = reply.getPagesSent(),
-                                .pages_skipped = reply.getPagesSkipped(),
-                                .seconds = reply.getSeconds()};
+        [connection = handle_.shared_connection(), timeout_ms](auto& response) -> Result {
+          KV_RETURN_IF_ERROR(FromWire(response.getStatus()));
+          return std::make_unique<HandOffImpl>(connection, response.getHandOff(), ToString(response.getTicket()),
+                                               timeout_ms);
         },
-        timeout_ms + kHandOffMarginMs);
+        timeout_ms + room_ms + kHandOffMarginMs);
   }
 
   absl::StatusOr<SequenceDescription> Info() override {
@@ -209,19 +275,27 @@ class CacheImpl final : public Cache {
     });
   }
 
-  absl::StatusOr<ClaimedSequence> Claim(absl::string_view ticket) override {
+  Pending<absl::StatusOr<ClaimedSequence>> ClaimAsync(absl::string_view ticket, int64_t deadline_ms) override {
     using Result = absl::StatusOr<ClaimedSequence>;
-    KV_RETURN_IF_ERROR(handle_.Usable());
-    KV_RETURN_IF_ERROR(
-        CheckMessageBytes("ticket", kMessageOverheadBytes + ticket.size(), handle_.connection().message_bytes_max()));
+    if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
+    if (deadline_ms < 0 || deadline_ms > kHandOffMsMax) {
+      return Ready<Result>(InvalidField("deadline_ms", deadline_ms, absl::StrCat("0..", kHandOffMsMax)));
+    }
+    const uint64_t bytes = kMessageOverheadBytes + ticket.size();
+    if (auto fits = CheckMessageBytes("ticket", bytes, handle_.connection().message_bytes_max()); !fits.ok()) {
+      return Ready<Result>(fits);
+    }
     auto request = handle_.cap().claimRequest();
-    request.setTicket(ToKj(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(ticket.data()), ticket.size())));
-    return handle_.connection().Call<Result>(std::move(request), [this](auto& response) -> Result {
-      const auto reply = response.getReply();
-      KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
-      return ClaimedSequence{ReadSequence(handle_.shared_connection(), reply).sequence, response.getTokens(),
-                             ToString(response.getBlob())};
-    });
+    request.setTicket(BytesOf(ticket));
+    return handle_.connection().CallLater<Result>(
+        std::move(request),
+        [connection = handle_.shared_connection()](auto& response) -> Result {
+          const auto reply = response.getReply();
+          KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
+          return ClaimedSequence{ReadSequence(connection, reply).sequence, response.getTokens(),
+                                 ToString(response.getBlob())};
+        },
+        deadline_ms > 0 ? deadline_ms : handle_.connection().options().deadline_ms);
   }
 
  private:

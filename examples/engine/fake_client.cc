@@ -80,7 +80,7 @@ class FakeSequence final : public client::Sequence {
     return outcome;
   }
 
-  Pending<absl::StatusOr<client::HandOffOutcome>> HandOffAsync(absl::string_view peer, absl::string_view blob,
+  Pending<absl::StatusOr<client::HandOffOutcome>> HandOffAsync(absl::string_view peer, absl::string_view blob, int64_t,
                                                                int64_t) override {
     const auto found = host_->peers.find(std::string(peer));
     if (found == host_->peers.end())
@@ -90,6 +90,11 @@ class FakeSequence final : public client::Sequence {
     outcome.pages_sent = host_->sequences.at(id_).layers.size();
     found->second->tickets[outcome.ticket] = {host_->sequences.at(id_), std::string(blob)};
     return Now<absl::StatusOr<client::HandOffOutcome>>(outcome);
+  }
+
+  Pending<absl::StatusOr<std::unique_ptr<client::HandOff>>> BeginHandOffAsync(absl::string_view, uint64_t, int64_t,
+                                                                              int64_t) override {
+    return Now<absl::StatusOr<std::unique_ptr<client::HandOff>>>(absl::UnimplementedError("hand off at the end"));
   }
 
   absl::StatusOr<client::SequenceDescription> Info() override {
@@ -169,15 +174,16 @@ class FakeCache final : public client::Cache {
   }
 
   absl::StatusOr<std::vector<float>> OutputFactors(int) override { return std::vector<float>(); }
-  absl::StatusOr<client::ClaimedSequence> Claim(absl::string_view ticket) override {
+  Pending<absl::StatusOr<client::ClaimedSequence>> ClaimAsync(absl::string_view ticket, int64_t) override {
+    using Result = absl::StatusOr<client::ClaimedSequence>;
     const auto found = host_->tickets.find(std::string(ticket));
-    if (found == host_->tickets.end()) return absl::NotFoundError("no such ticket");
+    if (found == host_->tickets.end()) return Now<Result>(absl::NotFoundError("no such ticket"));
     client::ClaimedSequence claimed;
     claimed.tokens = found->second.sequence.tokens[0];
     claimed.blob = found->second.blob;
     claimed.sequence = Adopt(std::move(found->second.sequence));
     host_->tickets.erase(found);
-    return claimed;
+    return Now<Result>(std::move(claimed));
   }
 
  private:

@@ -30,7 +30,7 @@ struct Flags {
   int tokens = 200, lag_pages = 2, chunk = 512;
   int64_t busy_poll_us = 0;
   SamplingState sampling;
-  bool quiet = false;
+  bool quiet = false, stream = false;
 };
 
 double Seconds(std::chrono::steady_clock::time_point since) {
@@ -88,6 +88,7 @@ class Program {
     }
     if (flags_.hand_off.empty() != flags_.ticket_file.empty())
       return absl::InvalidArgumentError("--hand-off and --ticket-file go together");
+    if (flags_.stream && flags_.hand_off.empty()) return absl::InvalidArgumentError("--stream goes with --hand-off");
     if (!flags_.hand_off.empty() && !flags_.claim_ticket_file.empty()) {
       return absl::InvalidArgumentError("--hand-off goes with --prompt-file");
     }
@@ -108,6 +109,7 @@ class Program {
     const auto begun = std::chrono::steady_clock::now();
     KV_ASSIGN_OR_RETURN(client::CreatedSequence created, engine_->CreateSequence(tokens_, tokens_.size()));
     sequence_ = std::move(created.sequence);
+    if (flags_.stream) KV_RETURN_IF_ERROR(BeginHandOff());
     std::vector<float> logits;
     {
       Progress progress("prefill, tokens", flags_.quiet);
@@ -127,10 +129,23 @@ class Program {
     return engine_->Publish(*sequence_, tokens_).status();
   }
 
+  // The other host may claim it from now on.
+  absl::Status BeginHandOff() {
+    KV_ASSIGN_OR_RETURN(hand_off_, sequence_->BeginHandOff(flags_.hand_off, prompt_tokens_));
+    return WriteTicket(hand_off_->ticket());
+  }
+
+  absl::Status WriteTicket(const std::string& ticket) {
+    return WriteFile(flags_.ticket_file, absl::BytesToHexString(ticket) + "\n");
+  }
+
   absl::Status HandOff(uint32_t first) {
     const std::string blob = EncodeBlob({prompt_tokens_, first, flags_.sampling});
-    KV_ASSIGN_OR_RETURN(const client::HandOffOutcome done, sequence_->HandOff(flags_.hand_off, blob));
-    KV_RETURN_IF_ERROR(WriteFile(flags_.ticket_file, absl::BytesToHexString(done.ticket) + "\n"));
+    const auto begun = std::chrono::steady_clock::now();
+    KV_ASSIGN_OR_RETURN(const client::HandOffOutcome done,
+                        hand_off_ != nullptr ? hand_off_->Finish(blob) : sequence_->HandOff(flags_.hand_off, blob));
+    if (hand_off_ == nullptr) KV_RETURN_IF_ERROR(WriteTicket(done.ticket));
+    report_["exposed_seconds"] = Seconds(begun);
     report_["transferred_bytes"] = done.bytes_sent;
     report_["transferred_seconds"] = done.seconds;
     report_["pages_sent"] = done.pages_sent;
@@ -190,7 +205,8 @@ class Program {
   std::unique_ptr<KvEngine> engine_;
   std::unique_ptr<Runner> runner_;
   std::unique_ptr<client::Sequence> sequence_;
-  std::vector<uint32_t> tokens_;  // of the whole context, where it is known
+  std::unique_ptr<client::HandOff> hand_off_;  // under way while the prompt is prefilled
+  std::vector<uint32_t> tokens_;               // of the whole context, where it is known
   uint64_t prompt_tokens_ = 0;
   Json report_;
 };
@@ -223,6 +239,7 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--seed", flags.sampling.random_state, "of sampling")->capture_default_str();
   app.add_option("--hand-off", flags.hand_off, "HOST:PORT of another daemon's --peer-listen");
+  app.add_flag("--stream", flags.stream, "with --hand-off: send pages during prefill, and write the ticket before it");
   app.add_option("--ticket-file", flags.ticket_file, "where to write the hand-off's ticket");
   app.add_option("--claim-ticket-file", flags.claim_ticket_file,
                  "the ticket of a hand-off to --connect's daemon, to go on from");

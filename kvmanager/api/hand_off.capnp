@@ -1,5 +1,6 @@
-# The manifest of a hand-off between two daemons: opaque to the transport, which carries it ahead of the pages. The rules for
-# changing it are those of kvmanager.capnp; a receiver refuses another `version`.
+# The manifests of a hand-off between two daemons, opaque to the transport: the first goes ahead of the pages, the last comes when
+# the sender's sequence is complete. The rules for changing them are those of kvmanager.capnp; a receiver refuses another `version`.
+# Pages are in the order of their numbers; their sizes travel with the transport's parts, their checksums with the pages.
 @0x920175bcafa2e9ec;
 
 using Cxx = import "/capnp/c++.capnp";
@@ -7,19 +8,29 @@ using Api = import "kvmanager.capnp";
 $Cxx.namespace("kvmanager::api");
 
 struct HandOffManifest {
-  version @0 :UInt16 = 1;
+  version @0 :UInt16 = 1;          # 2; 1 was a hand-off in one part
   config @1 :Api.CacheConfig;
   codecVersion @2 :UInt32;
-  tokens @3 :UInt64;
-  blocks @4 :List(Api.BlockName);  # full blocks, in order; an empty key: not published
-  pages @5 :List(Page);            # in the order of sending; sizes and checksums travel with the transport's offer
-  blob @6 :Data;
-  promptTokens @7 :UInt64;         # of codecs with an index per sequence: what it was made with, 0 where nothing is known
+  tokens @3 :UInt64;               # of every layer, once the sender has appended them
+  blocks @4 :List(Api.BlockName);  # full blocks, in order; an empty key: not published yet
+  pages @5 :List(Page);            # those that travel encoded
+  blob @6 :Data;                   # of version 1, here and below
+  promptTokens @7 :UInt64;
   indexIterations @8 :UInt32;
+  aged @9 :List(UInt32);           # [layers] pages before this one are read encoded, unless the codec declined them
 
   struct Page {
     block @0 :UInt32;              # blocks.size(): the open page
     layer @1 :UInt32;
-    encoded @2 :Bool;
+    encoded @2 :Bool;              # false in the last manifest
   }
+}
+
+struct HandOffLastManifest {
+  version @0 :UInt16 = 2;
+  blocks @1 :List(Api.BlockName);  # as in the first: names since then
+  pages @2 :List(HandOffManifest.Page);   # those that travel raw: numbered behind the first's
+  blob @3 :Data;
+  promptTokens @4 :UInt64;         # of codecs with an index per sequence: what it was made with, 0 where nothing is known
+  indexIterations @5 :UInt32;
 }

@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 3;
+const apiMinor :UInt16 = 4;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -203,7 +203,9 @@ struct HandOffReply {
   bytesSent @2 :UInt64;    # of pages
   pagesSent @3 :UInt64;
   pagesSkipped @4 :UInt64; # the receiver had them
-  seconds @5 :Float64;
+  seconds @5 :Float64;     # from the offer to the receiver's confirmation
+  bytesResent @6 :UInt64;  # of bytesSent, again after a connection broke
+  resumes @7 :UInt64;      # connections that broke and were made again
 }
 
 interface Sequence {
@@ -211,10 +213,24 @@ interface Sequence {
   fork @0 () -> (reply :SequenceReply);
   crop @1 (tokens :UInt64) -> (status :Status, done :UInt64);   # done: as SequenceReply's
   publish @2 (names :List(BlockName)) -> (reply :PublishReply);
-  handOff @3 (peer :Text, blob :Data, timeoutMs :UInt32) -> (reply :HandOffReply);
+  handOff @3 (peer :Text, blob :Data, timeoutMs :UInt32, roomMs :UInt32) -> (reply :HandOffReply);
   # Sends the sequence to the daemon at peer ("HOST:PORT" of its --peer-listen): full blocks by key, open pages raw, and an
-  # opaque blob of the engine (at most 1 MiB). The sequence here stays until it is dropped.
+  # opaque blob of the engine (at most 1 MiB). The sequence here stays until it is dropped. roomMs: how long a receiver that is full
+  # may let it wait for room, beyond timeoutMs; 0: it refuses at once. Feature "hand-off-stream".
   info @4 () -> (status :Status, info :SequenceInfo);
+  beginHandOff @5 (peer :Text, tokens :UInt64, timeoutMs :UInt32, roomMs :UInt32)
+      -> (status :Status, handOff :HandOff, ticket :Data);
+  # The same while the sequence still grows to `tokens` tokens in every layer: pages go as soon as they are full and encoded. Answered
+  # when the receiver has room; its clients may claim the ticket from then on. Until finish the sequence can be appended to, not
+  # beyond `tokens`, attended, forked and published, not cropped. timeoutMs: for this answer, and again for finish's. Not of a cache
+  # on a GPU. Feature "hand-off-stream".
+}
+
+interface HandOff {
+  # A hand-off under way, and its sequence. Dropping it before finish is answered cancels it.
+  finish @0 (blob :Data) -> (reply :HandOffReply);
+  # Every layer has its tokens; sends the rest, answered when the receiver has all of it. FAILED_PRECONDITION naming the shortest
+  # layer: it may be called again. Other errors: the hand-off has ended, and the receiver's client gets UNAVAILABLE.
 }
 
 interface Arena {
@@ -266,7 +282,10 @@ interface Cache {
   createSequences @2 (requests :List(SequenceRequest)) -> (replies :List(SequenceReply));
   step @3 (request :StepRequest) -> (reply :StepReply);
   claim @4 (ticket :Data) -> (reply :SequenceReply, tokens :UInt64, blob :Data);
-  # Takes over a handed-off sequence, once. The ticket must be of a cache with an equal digest.
+  # Takes over a handed-off sequence, once. The ticket must be of a cache with an equal digest. Of a hand-off that is under way it
+  # waits until the sequence has all of its tokens; pages may arrive later: steps that need one wait, and so do fork, crop, publish
+  # and hand-offs of it. If the hand-off ends early, all of these are UNAVAILABLE, and the sequence can only be dropped. (A batch
+  # that is refused so has appended what it was to append; its other sequences can be asked again.)
   outputFactors @5 (layer :UInt32) -> (status :Status, folds :Bool, factors :Data);
   # folds: steps of this layer leave their outputs in the codec's space ("fold=1" of a codec), for the client to fold the way
   # back into its output projection. factors: [kvHeads][headDim][headDim] float32, row-major: an output o' of a query head stands

@@ -1,4 +1,4 @@
-// Cache and Sequence.
+// Cache.
 #include <utility>
 #include <vector>
 
@@ -15,195 +15,6 @@
 
 namespace kvmanager {
 namespace {
-
-class SequenceService final : public api::Sequence::Server {
- public:
-  SequenceService(std::shared_ptr<Session> session, SequenceId id, CacheId cache)
-      : session_(std::move(session)), id_(id), cache_(cache) {
-    session_->Hold(id_, cache_);
-  }
-  ~SequenceService() { session_->Release(id_); }
-
-  kj::Promise<void> fork(ForkContext context) override {
-    return Serve(
-        *session_, Method::kFork, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> {
-          KV_RETURN_IF_ERROR(session_->CheckNewSequence());
-          SequenceId forked = 0;
-          uint64_t done = 0;
-          if (const auto bound = session_->BoundOf(cache_); bound != nullptr) {
-            const absl::StatusOr<uint64_t> changed =
-                ChangeOnDevice(*session_, bound->cache, id_, DeviceWork::kAllPages,
-                               [&](std::vector<OpenCopy>* copies) -> absl::Status {
-                                 KV_ASSIGN_OR_RETURN(forked, store().Fork(id_, copies));
-                                 return absl::OkStatus();
-                               });
-            if (!changed.ok()) {
-              if (forked != 0) store().Drop(forked);  // its open pages were not copied
-              return changed.status();
-            }
-            done = *changed;
-            NoteFork(*session_, bound->cache, forked);
-          } else {
-            KV_ASSIGN_OR_RETURN(forked, store().Fork(id_));
-          }
-          auto reply = context.getResults().initReply();
-          reply.setDone(done);
-          reply.setSequence(MakeSequenceService(session_, forked, cache_));
-          reply.setSequenceId(forked);
-          return Done();
-        },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
-  }
-
-  kj::Promise<void> crop(CropContext context) override {
-    return Serve(
-        *session_, Method::kCrop, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> {
-          const uint64_t tokens = context.getParams().getTokens();
-          const auto bound = session_->BoundOf(cache_);
-          if (bound == nullptr) {
-            KV_RETURN_IF_ERROR(store().Crop(id_, tokens));
-            return Done();
-          }
-          KV_ASSIGN_OR_RETURN(
-              const uint64_t done,
-              ChangeOnDevice(*session_, bound->cache, id_, PagesOf(tokens, bound->config.layout.page_tokens),
-                             [&](std::vector<OpenCopy>* copies) { return store().Crop(id_, tokens, copies); }));
-          context.getResults().setDone(done);
-          return Done();
-        },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
-  }
-
-  kj::Promise<void> publish(PublishContext context) override {
-    return Serve(
-        *session_, Method::kPublish, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> {
-          KV_ASSIGN_OR_RETURN(std::vector<BlockName> names,
-                              ReadBlockNames("names", context.getParams().getNames(), limits::kBlockNamesMax));
-          const auto bound = session_->BoundOf(cache_);
-          if (bound == nullptr) {
-            KV_ASSIGN_OR_RETURN(const PublishResult result, store().Publish(id_, names));
-            WritePublished(result, context);
-            return Done();
-          }
-          // What others find must be there, and finite.
-          context.releaseParams();
-          return WhenAppended(session_, bound->cache, id_)
-              .then([context, session = session_, id = id_, names = std::move(names)](absl::Status appended) mutable {
-                absl::Status error = std::move(appended);
-                if (error.ok()) {
-                  const absl::StatusOr<PublishResult> result = session->daemon().store->Publish(id, names);
-                  if (result.ok()) return WritePublished(*result, context);
-                  error = result.status();
-                }
-                ServeError(*session, Method::kPublish, error, [&](const absl::Status& status) {
-                  WriteStatus(status, context.getResults().initReply().initStatus());
-                });
-              });
-        },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
-  }
-
-  kj::Promise<void> handOff(HandOffContext context) override {
-    return Serve(
-        *session_, Method::kHandOff, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> {
-          const auto params = context.getParams();
-          const auto peer = params.getPeer();
-          const auto blob = params.getBlob();
-          if (peer.size() == 0 || peer.size() > limits::kPeerTextBytesMax) {
-            return InvalidField("peer", absl::StrCat(peer.size(), " bytes long"),
-                                absl::StrCat("HOST:PORT of 1..", limits::kPeerTextBytesMax, " bytes"));
-          }
-          if (blob.size() > limits::kBlobBytesMax) {
-            return InvalidField("blob", absl::StrCat(blob.size(), " bytes long"),
-                                absl::StrCat("at most ", limits::kBlobBytesMax, " bytes long"));
-          }
-          const uint32_t timeout_ms = params.getTimeoutMs();
-          if (timeout_ms == 0 || timeout_ms > limits::kHandOffTimeoutMsMax) {
-            return InvalidField("timeoutMs", timeout_ms, absl::StrCat("1..", limits::kHandOffTimeoutMsMax));
-          }
-          const std::string to(ViewOf(peer));
-          const std::string engine_blob(reinterpret_cast<const char*>(blob.begin()), blob.size());
-          const auto bound = session_->BoundOf(cache_);
-          auto sent = bound == nullptr ? SendSequence(session_->daemon(), id_, to, engine_blob, timeout_ms)
-                                       : SendFromDevice(bound, to, engine_blob, timeout_ms);
-          context.releaseParams();
-          return sent.then([context, session = session_](absl::StatusOr<SendResult> result) mutable {
-            auto reply = context.getResults().initReply();
-            if (!result.ok()) {
-              return ServeError(*session, Method::kHandOff, result.status(),
-                                [&](const absl::Status& status) { WriteStatus(status, reply.initStatus()); });
-            }
-            reply.setTicket(
-                capnp::Data::Reader(reinterpret_cast<const kj::byte*>(result->ticket.data()), result->ticket.size()));
-            reply.setBytesSent(result->bytes_sent);
-            reply.setPagesSent(result->pages_sent);
-            reply.setPagesSkipped(result->pages_skipped);
-            reply.setSeconds(result->seconds);
-          });
-        },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
-  }
-
-  kj::Promise<void> info(InfoContext context) override {
-    return Serve(
-        *session_, Method::kSequenceInfo, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> {
-          KV_ASSIGN_OR_RETURN(const SequenceInfo info, store().DescribeSequence(id_));
-          WriteHeldSequence(session_->daemon(), info, context.getResults().initInfo());
-          return Done();
-        },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
-  }
-
- private:
-  // By way of the host's memory: what is sent is a copy there, which goes with the promise.
-  kj::Promise<absl::StatusOr<SendResult>> SendFromDevice(const std::shared_ptr<const BoundCache>& bound,
-                                                         const std::string& peer, const std::string& blob,
-                                                         int64_t timeout_ms) {
-    using Sent = kj::Promise<absl::StatusOr<SendResult>>;
-    auto deadline = session_->daemon().loop->timer().afterDelay(timeout_ms * kj::MILLISECONDS).then([timeout_ms] {
-      return absl::StatusOr<SendResult>(absl::DeadlineExceededError(
-          absl::StrCat("the hand-off did not end within ", timeout_ms, " ms, its copy to the host included")));
-    });
-    return CopyToHost(session_, bound, id_)
-        .then([session = session_, peer, blob, timeout_ms](absl::StatusOr<Arrived> copy) -> Sent {
-          if (!copy.ok()) return absl::StatusOr<SendResult>(copy.status());
-          auto sent = SendSequence(session->daemon(), copy->sequence(), peer, blob, timeout_ms);
-          return sent.attach(kj::heap<Arrived>(*std::move(copy)));
-        })
-        .exclusiveJoin(kj::mv(deadline));
-  }
-  static kj::Promise<absl::StatusOr<Arrived>> CopyToHost(const std::shared_ptr<Session>& session,
-                                                         const std::shared_ptr<const BoundCache>& bound,
-                                                         SequenceId id) {
-    return WhenAppended(session, bound->cache, id)
-        .then([session, bound, id](absl::Status appended) -> kj::Promise<absl::StatusOr<Arrived>> {
-          if (!appended.ok()) return absl::StatusOr<Arrived>(appended);
-          // The engine may have gone on meanwhile.
-          if (!HasWritten(*session, bound->cache, id)) return CopyToHost(session, bound, id);
-          return Arrive(session->daemon(), session->daemon().store->Copy(id, CacheConfig::kHost));
-        });
-  }
-
-  static uint64_t PagesOf(uint64_t tokens, uint64_t page_tokens) {
-    return tokens / page_tokens + (tokens % page_tokens != 0);
-  }
-  static void WritePublished(const PublishResult& result, PublishContext& context) {
-    auto reply = context.getResults().initReply();
-    reply.setPublished(static_cast<uint32_t>(result.published));
-    reply.setShared(static_cast<uint32_t>(result.shared));
-    reply.setDeferred(static_cast<uint32_t>(result.deferred));
-  }
-  PageStore& store() { return *session_->daemon().store; }
-
-  const std::shared_ptr<Session> session_;
-  const SequenceId id_;
-  const CacheId cache_;
-};
 
 class CacheService final : public api::Cache::Server {
  public:
@@ -320,7 +131,6 @@ class CacheService final : public api::Cache::Server {
         [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
   }
 
-  // A sequence that waits in the host's memory comes to a cache on a GPU as a copy.
   kj::Promise<void> claim(ClaimContext context) override {
     return Serve(
         *session_, Method::kClaim, context,
@@ -330,18 +140,17 @@ class CacheService final : public api::Cache::Server {
           const auto bytes = context.getParams().getTicket();
           const std::string ticket(reinterpret_cast<const char*>(bytes.begin()), bytes.size());
           HandOffDesk& desk = *session_->daemon().desk;
-          KV_ASSIGN_OR_RETURN(const SequenceId waiting, desk.Find(ticket, cache_.id));
-          if (!store().IsTwin(cache_.id, waiting)) {
+          if (const auto waiting = desk.Find(ticket, cache_.id); waiting.ok() && !store().IsTwin(cache_.id, *waiting)) {
             KV_ASSIGN_OR_RETURN(const HandOffDesk::Claimed claimed, desk.Claim(ticket, cache_.id));
             KV_RETURN_IF_ERROR(WriteClaimed(claimed, context));
             return Done();
           }
-          KV_RETURN_IF_ERROR(desk.BeginClaim(ticket));
           context.releaseParams();
-          return Arrive(session_->daemon(), store().Copy(waiting, config_.device))
-              .attach(kj::defer([&desk, ticket] { desk.EndClaim(ticket); }))
-              .then([this, ticket, context](absl::StatusOr<Arrived> copy) mutable {
-                const absl::Status status = copy.ok() ? ClaimCopy(ticket, *std::move(copy), context) : copy.status();
+          return desk.WhenShown(ticket, cache_.id)
+              .then([this, ticket, context](absl::Status shown) mutable {
+                return shown.ok() ? ClaimShown(ticket, context) : kj::Promise<absl::Status>(std::move(shown));
+              })
+              .then([this, context](absl::Status status) mutable {
                 if (status.ok()) return;
                 ServeError(*session_, Method::kClaim, status, [&](const absl::Status& error) {
                   WriteStatus(error, context.getResults().initReply().initStatus());
@@ -355,6 +164,26 @@ class CacheService final : public api::Cache::Server {
  private:
   using Prefixes = std::vector<std::vector<BlockName>>;
 
+  // The sequence waits in the host's memory, perhaps while its last pages arrive. To a cache on a GPU it comes as a
+  // copy, once all of them are here.
+  kj::Promise<absl::Status> ClaimShown(const std::string& ticket, ClaimContext context) {
+    HandOffDesk& desk = *session_->daemon().desk;
+    const absl::StatusOr<SequenceId> waiting = desk.Find(ticket, cache_.id);
+    if (!waiting.ok()) return waiting.status();
+    if (!store().IsTwin(cache_.id, *waiting)) return ClaimHere(ticket, context);
+    if (absl::Status begun = desk.BeginClaim(ticket); !begun.ok()) return begun;
+    return desk.WhenSettled(*waiting)
+        .then([this, id = *waiting] { return Arrive(session_->daemon(), store().Copy(id, config_.device)); })
+        .attach(kj::defer([&desk, ticket] { desk.EndClaim(ticket); }))
+        .then([this, ticket, context](absl::StatusOr<Arrived> copy) mutable {
+          return copy.ok() ? ClaimCopy(ticket, *std::move(copy), context) : copy.status();
+        });
+  }
+  absl::Status ClaimHere(const std::string& ticket, ClaimContext& context) {
+    KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
+    KV_ASSIGN_OR_RETURN(const HandOffDesk::Claimed claimed, session_->daemon().desk->Claim(ticket, cache_.id));
+    return WriteClaimed(claimed, context);
+  }
   absl::Status ClaimCopy(const std::string& ticket, Arrived copy, ClaimContext& context) {
     KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
     // It may have expired meanwhile.
@@ -469,10 +298,6 @@ class CacheService final : public api::Cache::Server {
 api::Cache::Client MakeCacheService(std::shared_ptr<Session> session, CacheId cache,
                                     std::shared_ptr<const DeviceCodec> device_codec) {
   return kj::heap<CacheService>(std::move(session), cache, std::move(device_codec));
-}
-
-api::Sequence::Client MakeSequenceService(std::shared_ptr<Session> session, SequenceId sequence, CacheId cache) {
-  return kj::heap<SequenceService>(std::move(session), sequence, cache);
 }
 
 }  // namespace kvmanager

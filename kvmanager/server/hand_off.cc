@@ -13,80 +13,123 @@
 
 namespace kvmanager {
 
-// A sequence being received. Targets are read on the transport's thread; the import itself belongs to the loop's, and
-// is sent back there wherever this is destroyed.
-class HandOffDesk::Incoming final : public IncomingHandOff {
+// A sequence being received. Targets are read on the transport's thread, bytes on workers; the import itself belongs to
+// the loop's, and is sent back there wherever this is destroyed. Shared by the transport, workers and messages.
+class HandOffDesk::Incoming final : public IncomingHandOff, public std::enable_shared_from_this<Incoming> {
  public:
-  Incoming(MessageQueue* queue, std::shared_ptr<std::atomic<size_t>> receiving, std::unique_ptr<ImportLease> import,
-           size_t pages, std::string peer, std::string blob, uint64_t tokens)
+  Incoming(HandOffDesk* desk, std::unique_ptr<ImportLease> import, std::string peer, std::string ticket,
+           uint64_t tokens, size_t first_pages)
       : peer(std::move(peer)),
-        blob(std::move(blob)),
+        ticket(std::move(ticket)),
         tokens(tokens),
-        queue_(queue),
-        receiving_(std::move(receiving)),
+        desk_(desk),
+        queue_(desk->daemon_->queue),
         import_(std::move(import)) {
-    receiving_->fetch_add(1, std::memory_order_relaxed);
-    targets_.reserve(pages);
-    for (size_t i = 0; i < pages; ++i) targets_.push_back(import_->target(i));
+    for (size_t i = 0; i < first_pages; ++i) first_targets_.push_back(import_->target(i));
   }
   ~Incoming() override {
-    receiving_->fetch_sub(1, std::memory_order_relaxed);
-    if (import_ != nullptr) queue_->Post([import = std::move(import_)]() mutable { import.reset(); });
+    queue_->Post([import = std::move(import_)]() mutable { import.reset(); });
   }
-  absl::Span<uint8_t> target(size_t page) override { return targets_[page]; }
 
-  std::unique_ptr<ImportLease> TakeImport() { return std::move(import_); }
+  absl::Span<uint8_t> target(uint32_t page) const override {
+    if (page < first_targets_.size()) return first_targets_[page];
+    KV_CHECK(page - first_targets_.size() < last_targets_.size());
+    return last_targets_[page - first_targets_.size()];
+  }
+  void Arrived(absl::Span<const uint32_t> pages) override {
+    for (size_t at = 0; at < pages.size(); at += kValidateAtOnce) {
+      const auto some = pages.subspan(at, kValidateAtOnce);
+      desk_->daemon_->workers->Post(
+          WorkerPool::Priority::kEncode,
+          [self = shared_from_this(), some = std::vector<uint32_t>(some.begin(), some.end())]() mutable {
+            absl::StatusOr<std::vector<ArrivedPage>> looked = self->Validate(some);
+            MessageQueue* const queue = self->queue_;
+            queue->Post([self = std::move(self), looked = std::move(looked)]() mutable {
+              self->desk_->Landed(*self, std::move(looked));
+            });
+          });
+    }
+  }
+  void Extend(HandOffPart last, absl::AnyInvocable<void(absl::Status)> reply) override {
+    queue_->Post([self = shared_from_this(), last = std::move(last), reply = std::move(reply)]() mutable {
+      reply(self->desk_->Extend(*self, last));
+    });
+  }
+  void Complete(absl::AnyInvocable<void(absl::Status)> reply) override {
+    queue_->Post([self = shared_from_this(), reply = std::move(reply)]() mutable {
+      self->desk_->Complete(*self, std::move(reply));
+    });
+  }
+  void Abort(absl::Status why) override {
+    queue_->Post([self = shared_from_this(), why = std::move(why)] { self->desk_->Abort(*self, why); });
+  }
+
+  // On a worker.
+  absl::StatusOr<std::vector<ArrivedPage>> Validate(const std::vector<uint32_t>& pages) const {
+    std::vector<ArrivedPage> good;
+    good.reserve(pages.size());
+    for (const uint32_t page : pages) {
+      KV_ASSIGN_OR_RETURN(const uint64_t checksum, import_->Validate(page));
+      good.push_back({page, checksum});
+    }
+    return good;
+  }
+
+  // The loop's. The last part's targets are there before its reply lets the transport ask for them.
+  ImportLease& import() { return *import_; }
+  void SetLastTargets(size_t pages) {
+    for (size_t i = 0; i < pages; ++i) last_targets_.push_back(import_->target(first_targets_.size() + i));
+  }
 
   const std::string peer;
-  std::string blob;
+  const std::string ticket;
   const uint64_t tokens;
+  SequenceId sequence = 0;                           // once it is shown
+  absl::Status failed;                               // why it ended early
+  absl::AnyInvocable<void(absl::Status)> completed;  // the sender has sent everything
 
  private:
+  HandOffDesk* const desk_;
   MessageQueue* const queue_;
-  const std::shared_ptr<std::atomic<size_t>> receiving_;
-  std::unique_ptr<ImportLease> import_;
-  std::vector<absl::Span<uint8_t>> targets_;
+  std::unique_ptr<ImportLease> import_;  // as long as this
+  std::vector<absl::Span<uint8_t>> first_targets_, last_targets_;
 };
 
 // What a peer offers, until it is answered. Shared by the messages and the work that carry it on, one after the other.
 struct HandOffDesk::Offered {
   std::string peer;
-  Manifest manifest;
+  HandOffFirst first;
   absl::StatusOr<std::shared_ptr<const Codec>> codec = std::shared_ptr<const Codec>();
+  int64_t room_ms = 0;
   OfferReply reply;
+  absl::Status full;                     // why there is no room
+  kj::Promise<void> deadline = nullptr;  // while it waits
 };
 
-void HandOffDesk::Offer(std::string peer, std::string manifest, std::vector<uint64_t> page_bytes,
-                        std::vector<uint64_t> page_checksums, OfferReply reply) {
-  daemon_->queue->Post([this, peer = std::move(peer), manifest = std::move(manifest),
-                        page_bytes = std::move(page_bytes), page_checksums = std::move(page_checksums),
-                        reply = std::move(reply)]() mutable {
-    auto offered = std::make_shared<Offered>();
-    offered->peer = std::move(peer);
-    offered->reply = std::move(reply);
-    if (absl::Status may = MayReceive(); !may.ok()) return Answer(*offered, std::move(may));
-    absl::StatusOr<Manifest> parsed = ParseManifest(manifest, page_bytes, page_checksums);
-    if (!parsed.ok()) return Answer(*offered, parsed.status());
-    offered->manifest = *std::move(parsed);
-    Consider(std::move(offered));
-  });
+// ---- offers ----
+
+void HandOffDesk::Offer(std::string peer, HandOffPart part, int64_t room_ms, OfferReply reply) {
+  daemon_->queue->Post(
+      [this, peer = std::move(peer), part = std::move(part), room_ms, reply = std::move(reply)]() mutable {
+        auto offered = std::make_shared<Offered>();
+        offered->peer = std::move(peer);
+        offered->room_ms = std::min(room_ms, kRoomMsMax);
+        offered->reply = std::move(reply);
+        if (absl::Status may = MayReceive(); !may.ok()) return Answer(*offered, std::move(may));
+        absl::StatusOr<HandOffFirst> first = ParseFirstManifest(part.manifest, part.page_bytes);
+        if (!first.ok()) return Answer(*offered, first.status());
+        offered->first = *std::move(first);
+        Consider(std::move(offered));
+      });
 }
 
 // A codec may read a large artifact, and work on it: on a worker.
 void HandOffDesk::Consider(std::shared_ptr<Offered> offered) {
   daemon_->workers->Post(WorkerPool::Priority::kEncode, [this, queue = daemon_->queue, registry = daemon_->registry,
                                                          offered = std::move(offered)]() mutable {
-    offered->codec = PageStore::MakeCodec(*registry, offered->manifest.content.config);
-    queue->Post([this, offered = std::move(offered)] { Answer(*offered, Accept(*offered)); });
+    offered->codec = PageStore::MakeCodec(*registry, offered->first.config);
+    queue->Post([this, offered = std::move(offered)]() mutable { TryAccept(std::move(offered)); });
   });
-}
-
-void HandOffDesk::Answer(Offered& offered, absl::StatusOr<std::unique_ptr<IncomingHandOff>> incoming) {
-  if (!incoming.ok()) {
-    daemon_->metrics->hand_offs_refused.Increment();
-    spdlog::warn("hand-off from {} refused: {}", offered.peer, incoming.status().ToString());
-  }
-  offered.reply(std::move(incoming));
 }
 
 absl::Status HandOffDesk::MayReceive() const {
@@ -98,218 +141,298 @@ absl::Status HandOffDesk::MayReceive() const {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::unique_ptr<IncomingHandOff>> HandOffDesk::Accept(Offered& offered) {
+void HandOffDesk::TryAccept(std::shared_ptr<Offered> offered) {
+  // In the order of coming, so that a large one is not passed for ever by small ones.
+  absl::StatusOr<Accepted> accepted =
+      waiting_.empty() ? Accept(*offered)
+                       : FieldError(absl::StatusCode::kResourceExhausted, "hand-offs that wait for room",
+                                    absl::StrCat(waiting_.size()), "none, for another to be received at once");
+  uint64_t bytes = 0;
+  for (const HandOffPage& page : offered->first.pages) bytes += page.bytes;
+  const bool may_wait =
+      absl::IsResourceExhausted(accepted.status()) && offered->room_ms > 0 && bytes <= daemon_->pool->capacity_bytes();
+  if (!may_wait) return Answer(*offered, std::move(accepted));
+  if (waiting_.size() >= kOffersWaitingMax) {
+    return Answer(*offered, FieldError(absl::StatusCode::kResourceExhausted, "hand-offs that wait for room",
+                                       absl::StrCat(waiting_.size()), absl::StrCat("below ", kOffersWaitingMax)));
+  }
+  offered->full = accepted.status();
+  offered->deadline = daemon_->loop->timer()
+                          .afterDelay(offered->room_ms * kj::MILLISECONDS)
+                          .then([this, offered = offered.get()] {
+                            const auto found = std::find_if(waiting_.begin(), waiting_.end(),
+                                                            [&](const auto& each) { return each.get() == offered; });
+                            if (found == waiting_.end()) return;
+                            const std::shared_ptr<Offered> late = std::move(*found);
+                            waiting_.erase(found);
+                            late->deadline.detach([](kj::Exception&&) {});  // it runs now
+                            Answer(*late, late->full);
+                            // Those behind it may need less.
+                            RetryOffers();
+                          })
+                          .eagerlyEvaluate(nullptr);
+  spdlog::info("hand-off from {} waits for room, at most {} ms: {}", offered->peer, offered->room_ms,
+               std::string(offered->full.message()));
+  offered->reply.waiting(offered->full);
+  waiting_.push_back(std::move(offered));
+  daemon_->metrics->hand_offs_waiting.Set(double(waiting_.size()));
+  AwaitRoom();
+}
+
+absl::StatusOr<HandOffReceiver::Accepted> HandOffDesk::Accept(Offered& offered) {
   KV_RETURN_IF_ERROR(MayReceive());
-  KV_RETURN_IF_ERROR(offered.codec.status());
-  Manifest& manifest = offered.manifest;
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<ImportLease> import,
-                      daemon_->store->Import(manifest.content, *std::move(offered.codec)));
-  return std::make_unique<Incoming>(daemon_->queue, receiving_, std::move(import), manifest.content.pages.size(),
-                                    offered.peer, std::move(manifest.blob), manifest.content.tokens);
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<const Codec> codec, offered.codec);
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<ImportLease> import, daemon_->store->Import(offered.first, codec));
+  std::string name(kTicketBytes, '\0');
+  KV_CHECK(getrandom(name.data(), name.size(), 0) == static_cast<ssize_t>(name.size()));
+  auto ticket = std::make_unique<Ticket>();
+  ticket->cache = import->cache();
+  ticket->tokens = offered.first.tokens;
+  tickets_.emplace(name, std::move(ticket));
+  SetTicketGauge();
+  return Accepted{std::make_shared<Incoming>(this, std::move(import), offered.peer, name, offered.first.tokens,
+                                             offered.first.pages.size()),
+                  name};
 }
 
-void HandOffDesk::Complete(std::unique_ptr<IncomingHandOff> hand_off, CompleteReply reply) {
-  daemon_->queue->Post([this, hand_off = std::move(hand_off), reply = std::move(reply)]() mutable {
-    Incoming& incoming = static_cast<Incoming&>(*hand_off);
-    auto ticket = Keep(incoming);
-    if (ticket.ok()) {
-      daemon_->metrics->hand_offs_received.Increment();
-      spdlog::info("hand-off from {}: {} tokens wait to be claimed", incoming.peer, incoming.tokens);
-    } else {
-      daemon_->metrics->hand_offs_refused.Increment();
-      spdlog::warn("hand-off from {} refused after its pages came: {}", incoming.peer, ticket.status().ToString());
+void HandOffDesk::Answer(Offered& offered, absl::StatusOr<Accepted> accepted) {
+  if (!accepted.ok()) {
+    daemon_->metrics->hand_offs_refused.Increment();
+    spdlog::warn("hand-off from {} refused: {}", offered.peer, accepted.status().ToString());
+  }
+  daemon_->metrics->hand_offs_waiting.Set(double(waiting_.size()));
+  offered.reply.done(std::move(accepted));
+}
+
+void HandOffDesk::AwaitRoom() {
+  daemon_->store->OnRoom([this, queue = daemon_->queue] {
+    queue->Post([this] {
+      if (waiting_.empty() || std::exchange(retry_due_, true)) return;
+      retry_ = daemon_->loop->timer()
+                   .afterDelay(kRoomRetryMs * kj::MILLISECONDS)
+                   .then([this] {
+                     retry_due_ = false;
+                     RetryOffers();
+                   })
+                   .eagerlyEvaluate(nullptr);
+    });
+  });
+}
+
+void HandOffDesk::RetryOffers() {
+  while (!waiting_.empty()) {
+    absl::StatusOr<Accepted> accepted = Accept(*waiting_.front());
+    if (absl::IsResourceExhausted(accepted.status())) {
+      waiting_.front()->full = accepted.status();
+      return AwaitRoom();
     }
-    reply(std::move(ticket));
-  });
+    const std::shared_ptr<Offered> offered = std::move(waiting_.front());
+    waiting_.pop_front();
+    Answer(*offered, std::move(accepted));
+  }
 }
 
-absl::StatusOr<std::string> HandOffDesk::Keep(Incoming& incoming) {
-  const std::unique_ptr<ImportLease> import = incoming.TakeImport();
-  std::string ticket(kTicketBytes, '\0');
-  KV_CHECK(getrandom(ticket.data(), ticket.size(), 0) == static_cast<ssize_t>(ticket.size()));
-  auto waiting = std::make_unique<Waiting>();
-  KV_ASSIGN_OR_RETURN(waiting->sequence, import->Commit());
-  const absl::StatusOr<SequenceInfo> info = daemon_->store->DescribeSequence(waiting->sequence);
-  KV_CHECK(info.ok());
-  waiting->cache = info->cache;
-  waiting->tokens = info->tokens;
-  waiting->blob = std::move(incoming.blob);
-  waiting->expiry = daemon_->loop->timer()
-                        .afterDelay(daemon_->options->hand_off_lease_ms * kj::MILLISECONDS)
-                        .then([this, ticket] { Expire(ticket); })
-                        .eagerlyEvaluate(nullptr);
-  tickets_.emplace(ticket, std::move(waiting));
-  daemon_->metrics->tickets.Set(double(tickets_.size()));
-  return ticket;
+// ---- what arrives ----
+
+absl::Status HandOffDesk::Extend(Incoming& incoming, const HandOffPart& part) {
+  KV_RETURN_IF_ERROR(incoming.failed);
+  absl::StatusOr<LastManifest> manifest = ParseLastManifest(part.manifest, part.page_bytes, part.withdrawn);
+  const absl::Status status = manifest.ok() ? incoming.import().Extend(manifest->last) : manifest.status();
+  if (!status.ok()) {
+    daemon_->metrics->hand_offs_refused.Increment();
+    Fail(incoming, status);
+    return status;
+  }
+  incoming.SetLastTargets(manifest->last.pages.size());
+  if (const auto found = tickets_.find(incoming.ticket); found != tickets_.end()) {
+    found->second->blob = std::move(manifest->blob);
+  }
+  GoOn(incoming);
+  return incoming.failed;
 }
 
-void HandOffDesk::Abort(std::unique_ptr<IncomingHandOff> hand_off, absl::Status why) {
-  daemon_->queue->Post([this, hand_off = std::move(hand_off), why = std::move(why)]() mutable {
-    Incoming& incoming = static_cast<Incoming&>(*hand_off);
-    daemon_->metrics->hand_offs_aborted.Increment();
-    spdlog::warn("hand-off from {} ended early, its pages were given back: {}", incoming.peer, why.ToString());
-    incoming.TakeImport().reset();
-  });
+void HandOffDesk::Landed(Incoming& incoming, absl::StatusOr<std::vector<ArrivedPage>> pages) {
+  if (!incoming.failed.ok()) return;
+  const absl::Status status = pages.ok() ? incoming.import().Arrived(*pages) : pages.status();
+  if (status.ok()) return GoOn(incoming);
+  daemon_->metrics->hand_offs_refused.Increment();
+  Fail(incoming, status);
 }
 
-absl::StatusOr<SequenceId> HandOffDesk::Find(absl::string_view ticket, CacheId cache) const {
-  const auto found = tickets_.find(ticket);
+void HandOffDesk::Complete(Incoming& incoming, absl::AnyInvocable<void(absl::Status)> reply) {
+  if (!incoming.failed.ok()) return reply(incoming.failed);
+  incoming.completed = std::move(reply);
+  GoOn(incoming);
+}
+
+void HandOffDesk::Abort(Incoming& incoming, const absl::Status& why) {
+  if (!incoming.failed.ok()) return;
+  daemon_->metrics->hand_offs_aborted.Increment();
+  Fail(incoming, why);
+}
+
+void HandOffDesk::GoOn(Incoming& incoming) {
+  ImportLease& import = incoming.import();
+  if (incoming.sequence == 0 && import.can_show()) {
+    const absl::StatusOr<SequenceId> shown = import.Show();
+    if (!shown.ok()) return Fail(incoming, shown.status());
+    incoming.sequence = *shown;
+    arriving_[*shown];
+    if (const auto found = tickets_.find(incoming.ticket); found != tickets_.end()) {
+      Ticket& ticket = *found->second;
+      ticket.sequence = *shown;
+      ticket.expiry = AfterLease([this, name = incoming.ticket] { Expire(name); });
+      for (auto& claim : std::exchange(ticket.claims, {})) claim->fulfill(absl::OkStatus());
+    } else {
+      daemon_->store->Drop(*shown);
+    }
+  }
+  if (incoming.completed == nullptr || !import.complete()) return;
+  const absl::Status committed = import.Commit();
+  if (!committed.ok()) return Fail(incoming, committed);
+  daemon_->metrics->hand_offs_received.Increment();
+  spdlog::info("hand-off from {}: {} tokens are here", incoming.peer, incoming.tokens);
+  Settle(incoming.sequence);
+  std::exchange(incoming.completed, nullptr)(absl::OkStatus());
+}
+
+void HandOffDesk::Fail(Incoming& incoming, const absl::Status& why) {
+  incoming.failed = why;
+  spdlog::warn("hand-off from {} ended early, its pages are given back: {}", incoming.peer, why.ToString());
+  incoming.import().Break(why);
+  if (const auto found = tickets_.find(incoming.ticket); found != tickets_.end()) {
+    const std::unique_ptr<Ticket> ticket = std::move(found->second);
+    tickets_.erase(found);
+    SetTicketGauge();
+    if (ticket->sequence != 0) daemon_->store->Drop(ticket->sequence);
+    const absl::Status status =
+        absl::UnavailableError(absl::StrCat("the hand-off of this sequence ended early: ", why.message()));
+    for (auto& claim : ticket->claims) claim->fulfill(absl::Status(status));
+    if (failed_.size() < kFailedTicketsMax) {
+      auto failed = std::make_unique<FailedTicket>();
+      failed->why = status;
+      failed->expiry = AfterLease([this, name = incoming.ticket] {
+        const auto it = failed_.find(name);
+        it->second->expiry.detach([](kj::Exception&&) {});  // it runs now
+        failed_.erase(it);
+      });
+      failed_.emplace(incoming.ticket, std::move(failed));
+    }
+  }
+  if (incoming.sequence != 0) Settle(incoming.sequence);
+  if (incoming.completed != nullptr) std::exchange(incoming.completed, nullptr)(why);
+}
+
+void HandOffDesk::Settle(SequenceId sequence) {
+  const auto found = arriving_.find(sequence);
+  if (found == arriving_.end()) return;
+  auto waiting = std::move(found->second);
+  arriving_.erase(found);
+  for (auto& each : waiting) each->fulfill();
+}
+
+kj::Promise<void> HandOffDesk::WhenSettled(SequenceId sequence) {
+  const auto found = arriving_.find(sequence);
+  if (found == arriving_.end()) return kj::READY_NOW;
+  auto waiting = kj::newPromiseAndFulfiller<void>();
+  std::erase_if(found->second, [](auto& each) { return !each->isWaiting(); });
+  found->second.push_back(kj::mv(waiting.fulfiller));
+  return kj::mv(waiting.promise);
+}
+
+// ---- tickets ----
+
+absl::Status HandOffDesk::CheckCache(const Ticket& ticket, CacheId cache) const {
+  if (ticket.cache == cache) return absl::OkStatus();
+  const auto theirs = daemon_->store->DescribeCache(ticket.cache), ours = daemon_->store->DescribeCache(cache);
+  if (theirs.ok() && ours.ok() && theirs->digest == ours->digest) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kFailedPrecondition, "ticket", absl::StrCat("of cache ", ticket.cache),
+                    absl::StrCat("of cache ", cache, ", whose digest differs"));
+}
+
+kj::Promise<absl::Status> HandOffDesk::WhenShown(absl::string_view name, CacheId cache) {
+  const auto found = tickets_.find(name);
+  if (found == tickets_.end() || found->second->sequence != 0) return Find(name, cache).status();
+  Ticket& ticket = *found->second;
+  if (absl::Status status = CheckCache(ticket, cache); !status.ok()) return status;
+  auto waiting = kj::newPromiseAndFulfiller<absl::Status>();
+  std::erase_if(ticket.claims, [](auto& each) { return !each->isWaiting(); });
+  ticket.claims.push_back(kj::mv(waiting.fulfiller));
+  return kj::mv(waiting.promise);
+}
+
+absl::StatusOr<SequenceId> HandOffDesk::Find(absl::string_view name, CacheId cache) const {
+  const auto found = tickets_.find(name);
   if (found == tickets_.end()) {
-    return FieldError(absl::StatusCode::kNotFound, "ticket", absl::StrCat(ticket.size(), " bytes, unknown"),
+    if (const auto failed = failed_.find(name); failed != failed_.end()) return failed->second->why;
+    return FieldError(absl::StatusCode::kNotFound, "ticket", absl::StrCat(name.size(), " bytes, unknown"),
                       "one that a hand-off gave, not yet claimed and not expired");
   }
-  const Waiting& waiting = *found->second;
-  if (waiting.cache != cache && !daemon_->store->IsTwin(cache, waiting.sequence)) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, "ticket", absl::StrCat("of cache ", waiting.cache),
-                      absl::StrCat("of cache ", cache, ", whose digest differs"));
-  }
-  return waiting.sequence;
+  const Ticket& ticket = *found->second;
+  KV_RETURN_IF_ERROR(CheckCache(ticket, cache));
+  if (ticket.sequence == 0) return absl::FailedPreconditionError("the sequence of this ticket still arrives");
+  return ticket.sequence;
 }
 
-absl::Status HandOffDesk::BeginClaim(absl::string_view ticket) {
-  Waiting& waiting = *tickets_.at(ticket);
-  if (std::exchange(waiting.being_claimed, true)) {
+absl::Status HandOffDesk::BeginClaim(absl::string_view name) {
+  Ticket& ticket = *tickets_.at(name);
+  if (std::exchange(ticket.being_claimed, true)) {
     return absl::FailedPreconditionError("this ticket is being claimed by another call");
   }
   return absl::OkStatus();
 }
 
-void HandOffDesk::EndClaim(absl::string_view ticket) {
-  const auto found = tickets_.find(ticket);
+void HandOffDesk::EndClaim(absl::string_view name) {
+  const auto found = tickets_.find(name);
   if (found != tickets_.end()) found->second->being_claimed = false;
 }
 
-absl::StatusOr<HandOffDesk::Claimed> HandOffDesk::Claim(absl::string_view ticket, CacheId cache) {
-  KV_RETURN_IF_ERROR(Find(ticket, cache).status());
-  const auto found = tickets_.find(ticket);
-  Waiting& waiting = *found->second;
-  Claimed claimed = {waiting.sequence, waiting.tokens, std::move(waiting.blob)};
+absl::StatusOr<HandOffDesk::Claimed> HandOffDesk::Claim(absl::string_view name, CacheId cache) {
+  KV_RETURN_IF_ERROR(Find(name, cache).status());
+  const auto found = tickets_.find(name);
+  Ticket& ticket = *found->second;
+  Claimed claimed = {ticket.sequence, ticket.tokens, std::move(ticket.blob)};
   tickets_.erase(found);
-  daemon_->metrics->tickets.Set(double(tickets_.size()));
+  SetTicketGauge();
   daemon_->metrics->hand_offs_claimed.Increment();
   return claimed;
 }
 
-void HandOffDesk::Expire(const std::string& ticket) {
-  const auto found = tickets_.find(ticket);
+kj::Promise<void> HandOffDesk::AfterLease(absl::AnyInvocable<void()> fn) {
+  return daemon_->loop->timer()
+      .afterDelay(daemon_->options->hand_off_lease_ms * kj::MILLISECONDS)
+      .then([fn = std::move(fn)]() mutable { fn(); })
+      .eagerlyEvaluate(nullptr);
+}
+
+void HandOffDesk::Expire(const std::string& name) {
+  const auto found = tickets_.find(name);
   if (found == tickets_.end()) return;
   spdlog::warn("a received sequence of {} tokens was not claimed in {} ms and is given back", found->second->tokens,
                daemon_->options->hand_off_lease_ms);
   daemon_->store->Drop(found->second->sequence);
   found->second->expiry.detach([](kj::Exception&&) {});  // it runs now: it cannot be destroyed here
   tickets_.erase(found);
-  daemon_->metrics->tickets.Set(double(tickets_.size()));
+  SetTicketGauge();
   daemon_->metrics->hand_offs_expired.Increment();
 }
 
+void HandOffDesk::SetTicketGauge() { daemon_->metrics->tickets.Set(double(tickets_.size())); }
+
 void HandOffDesk::DropAll() {
   if (!tickets_.empty()) spdlog::warn("{} received sequences were not claimed, and are lost", tickets_.size());
-  for (auto& [ticket, waiting] : tickets_) daemon_->store->Drop(waiting->sequence);
+  for (auto& [name, ticket] : tickets_) {
+    if (ticket->sequence != 0) daemon_->store->Drop(ticket->sequence);
+  }
   tickets_.clear();
-  daemon_->metrics->tickets.Set(0);
-}
-
-namespace {
-
-// One sequence being sent. Shared by the promise that waits and by the transport's completion, whichever lives longer;
-// destroyed on the loop's thread.
-class Sending final : public std::enable_shared_from_this<Sending> {
- public:
-  Sending(DaemonContext& daemon, std::unique_ptr<ExportLease> lease, std::string peer, std::string blob,
-          int64_t timeout_ms, kj::Own<kj::PromiseFulfiller<absl::StatusOr<SendResult>>> fulfiller)
-      : daemon_(daemon),
-        lease_(std::move(lease)),
-        peer_(std::move(peer)),
-        blob_(std::move(blob)),
-        timeout_ms_(timeout_ms),
-        fulfiller_(kj::mv(fulfiller)) {
-    ++daemon_.sends_active;
+  failed_.clear();
+  for (const auto& offered : std::exchange(waiting_, {})) {
+    offered->deadline = nullptr;
+    Answer(*offered, absl::UnavailableError("this daemon ends"));
   }
-  ~Sending() { --daemon_.sends_active; }
-
-  void Begin() {
-    lease_->OnReady([weak = weak_from_this()] {
-      if (const auto self = weak.lock()) self->Send();
-    });
-  }
-
-  // Nobody waits any more.
-  void Abandon() {
-    abandoned_ = true;
-    if (transfer_.has_value() && !finished_) daemon_.transport->Cancel(*transfer_);
-  }
-
- private:
-  void Send() {
-    if (abandoned_) return;
-    const HandOffContent& content = lease_->content();
-    SendRequest request;
-    request.peer = peer_;
-    request.manifest = WriteManifest(content, blob_);
-    if (request.manifest.size() > SendRequest::kManifestBytesMax || content.pages.size() > SendRequest::kPagesMax) {
-      finished_ = true;
-      fulfiller_->fulfill(
-          InvalidField("sequence", absl::StrCat(content.pages.size(), " pages long"),
-                       absl::StrCat("at most ", SendRequest::kPagesMax, " pages long to be handed off")));
-      return;
-    }
-    request.pages.reserve(content.pages.size());
-    for (size_t i = 0; i < content.pages.size(); ++i) {
-      request.pages.push_back({lease_->bytes(i), content.pages[i].checksum});
-    }
-    request.timeout_ms = std::min(timeout_ms_, SendRequest::kStallMsDefault);
-    transfer_ = daemon_.transport->Send(std::move(request), [queue = daemon_.queue, self = shared_from_this()](
-                                                                absl::StatusOr<SendResult> result) mutable {
-      queue->Post([self = std::move(self), result = std::move(result)]() mutable { self->Finish(std::move(result)); });
-    });
-  }
-
-  void Finish(absl::StatusOr<SendResult> result) {
-    finished_ = true;
-    lease_.reset();
-    if (result.ok()) {
-      daemon_.metrics->hand_offs_sent.Increment();
-      spdlog::info("hand-off to {}: {} pages, {} bytes, {} pages skipped, {:.3f} s", peer_, result->pages_sent,
-                   result->bytes_sent, result->pages_skipped, result->seconds);
-    } else {
-      daemon_.metrics->hand_offs_send_failed.Increment();
-      spdlog::warn("hand-off to {} failed: {}", peer_, result.status().ToString());
-    }
-    fulfiller_->fulfill(std::move(result));
-  }
-
-  DaemonContext& daemon_;
-  std::unique_ptr<ExportLease> lease_;
-  const std::string peer_;
-  const std::string blob_;
-  const int64_t timeout_ms_;
-  kj::Own<kj::PromiseFulfiller<absl::StatusOr<SendResult>>> fulfiller_;
-  absl::optional<uint64_t> transfer_;
-  bool finished_ = false;
-  bool abandoned_ = false;
-};
-
-struct AbandonOnDrop {
-  explicit AbandonOnDrop(std::shared_ptr<Sending> s) : sending(std::move(s)) {}
-  ~AbandonOnDrop() { sending->Abandon(); }
-  std::shared_ptr<Sending> sending;
-};
-
-}  // namespace
-
-kj::Promise<absl::StatusOr<SendResult>> SendSequence(DaemonContext& daemon, SequenceId sequence, std::string peer,
-                                                     std::string blob, int64_t timeout_ms) {
-  absl::StatusOr<std::unique_ptr<ExportLease>> lease = daemon.store->Export(sequence);
-  if (!lease.ok()) return absl::StatusOr<SendResult>(lease.status());
-  auto waiting = kj::newPromiseAndFulfiller<absl::StatusOr<SendResult>>();
-  auto sending = std::make_shared<Sending>(daemon, *std::move(lease), std::move(peer), std::move(blob), timeout_ms,
-                                           kj::mv(waiting.fulfiller));
-  sending->Begin();
-  auto deadline = daemon.loop->timer().afterDelay(timeout_ms * kj::MILLISECONDS).then([timeout_ms] {
-    return absl::StatusOr<SendResult>(
-        absl::DeadlineExceededError(absl::StrCat("the hand-off did not end within ", timeout_ms, " ms")));
-  });
-  return waiting.promise.exclusiveJoin(kj::mv(deadline)).attach(kj::heap<AbandonOnDrop>(std::move(sending)));
+  retry_ = nullptr;
+  daemon_->store->OnRoom(nullptr);
+  SetTicketGauge();
 }
 
 }  // namespace kvmanager

@@ -17,57 +17,78 @@
 namespace kvmanager {
 namespace {
 
-absl::StatusOr<Manifest> Read(api::HandOffManifest::Reader in, absl::Span<const uint64_t> page_bytes,
-                              absl::Span<const uint64_t> page_checksums) {
-  if (in.getVersion() != kManifestVersion) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, "manifest.version", absl::StrCat(in.getVersion()),
-                      absl::StrCat(kManifestVersion));
-  }
-  Manifest manifest;
-  HandOffContent& content = manifest.content;
-  KV_ASSIGN_OR_RETURN(content.config, ReadCacheConfig(in.getConfig()));
-  KV_RETURN_IF_ERROR(ValidateCacheConfig(content.config));
-  content.codec_version = in.getCodecVersion();
-  content.tokens = in.getTokens();
-  content.index = {in.getPromptTokens(), in.getIndexIterations()};
-  const auto blocks = in.getBlocks();
-  if (blocks.size() > limits::kHandOffBlocksMax) {
-    return InvalidField("manifest.blocks", absl::StrCat(blocks.size(), " long"),
+using Page = api::HandOffManifest::Page;
+
+absl::Status CheckVersion(uint16_t version) {
+  if (version == kManifestVersion) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kFailedPrecondition, "manifest.version", absl::StrCat(version),
+                    absl::StrCat(kManifestVersion));
+}
+
+absl::StatusOr<std::vector<HandOffBlock>> ReadBlocks(capnp::List<api::BlockName>::Reader in) {
+  if (in.size() > limits::kHandOffBlocksMax) {
+    return InvalidField("manifest.blocks", absl::StrCat(in.size(), " long"),
                         absl::StrCat("at most ", limits::kHandOffBlocksMax, " long"));
   }
-  const uint64_t page_tokens = content.config.layout.page_tokens;
-  if (content.tokens / page_tokens != blocks.size()) {
-    return InvalidField("manifest.tokens", content.tokens,
-                        absl::StrCat(blocks.size(), " blocks of ", page_tokens, ", and less than one more"));
-  }
-  content.blocks.resize(blocks.size());
-  for (uint32_t i = 0; i < blocks.size(); ++i) {
-    const auto block = blocks[i];
-    const capnp::Data::Reader key = block.getKey();
+  std::vector<HandOffBlock> blocks(in.size());
+  for (uint32_t i = 0; i < in.size(); ++i) {
+    const capnp::Data::Reader key = in[i].getKey();
     if (key.size() == 0) continue;
-    KV_ASSIGN_OR_RETURN(content.blocks[i].name.key, ReadDigest("manifest.blocks.key", key));
-    KV_ASSIGN_OR_RETURN(content.blocks[i].name.tokens, ReadDigest("manifest.blocks.tokens", block.getTokens()));
-    content.blocks[i].named = true;
+    KV_ASSIGN_OR_RETURN(blocks[i].name.key, ReadDigest("manifest.blocks.key", key));
+    KV_ASSIGN_OR_RETURN(blocks[i].name.tokens, ReadDigest("manifest.blocks.tokens", in[i].getTokens()));
+    blocks[i].named = true;
   }
-  const auto pages = in.getPages();
-  if (pages.size() != page_bytes.size() || pages.size() != page_checksums.size()) {
-    return InvalidField("manifest.pages", absl::StrCat(pages.size(), " long"),
-                        absl::StrCat(page_bytes.size(), " long, as offered"));
+  return blocks;
+}
+
+// encoded: as every page must be. Blocks and layers are the store's to judge.
+absl::StatusOr<std::vector<HandOffPage>> ReadPages(capnp::List<Page>::Reader in, absl::Span<const uint64_t> page_bytes,
+                                                   bool encoded) {
+  if (in.size() != page_bytes.size()) {
+    return InvalidField("manifest.pages", absl::StrCat(in.size(), " long"),
+                        absl::StrCat(page_bytes.size(), " long, as the transport's part"));
   }
-  content.pages.resize(pages.size());
-  for (uint32_t i = 0; i < pages.size(); ++i) {
-    const auto page = pages[i];
-    if (page.getBlock() > blocks.size()) {
-      return InvalidField(absl::StrCat("manifest.pages[", i, "].block"), page.getBlock(),
-                          absl::StrCat("0..", blocks.size()));
+  std::vector<HandOffPage> pages(in.size());
+  for (uint32_t i = 0; i < in.size(); ++i) {
+    const auto page = in[i];
+    if (page.getEncoded() != encoded) {
+      return InvalidField(absl::StrCat("manifest.pages[", i, "].encoded"), page.getEncoded() ? "true" : "false",
+                          encoded ? "true in the first manifest" : "false in the last");
     }
-    if (page.getLayer() >= static_cast<uint32_t>(content.config.layers)) {
-      return InvalidField(absl::StrCat("manifest.pages[", i, "].layer"), page.getLayer(),
-                          absl::StrCat("0..", content.config.layers - 1));
-    }
-    content.pages[i] = {page.getBlock(), page.getLayer(), page.getEncoded() ? PageForm::kEncoded : PageForm::kRaw,
-                        page_bytes[i], page_checksums[i]};
+    pages[i] = {page.getBlock(), page.getLayer(), page_bytes[i]};
   }
+  return pages;
+}
+
+absl::StatusOr<HandOffFirst> ReadFirst(api::HandOffManifest::Reader in, absl::Span<const uint64_t> page_bytes) {
+  KV_RETURN_IF_ERROR(CheckVersion(in.getVersion()));
+  HandOffFirst first;
+  KV_ASSIGN_OR_RETURN(first.config, ReadCacheConfig(in.getConfig()));
+  KV_RETURN_IF_ERROR(ValidateCacheConfig(first.config));
+  first.codec_version = in.getCodecVersion();
+  first.tokens = in.getTokens();
+  KV_ASSIGN_OR_RETURN(first.blocks, ReadBlocks(in.getBlocks()));
+  const uint64_t page_tokens = first.config.layout.page_tokens;
+  if (first.tokens / page_tokens != first.blocks.size()) {
+    return InvalidField("manifest.tokens", first.tokens,
+                        absl::StrCat(first.blocks.size(), " blocks of ", page_tokens, ", and less than one more"));
+  }
+  const auto aged = in.getAged();
+  if (aged.size() != static_cast<uint32_t>(first.config.layers)) {
+    return InvalidField("manifest.aged", absl::StrCat(aged.size(), " long"),
+                        absl::StrCat(first.config.layers, " long, one per layer"));
+  }
+  for (const uint32_t pages : aged) first.aged.push_back(pages);
+  KV_ASSIGN_OR_RETURN(first.pages, ReadPages(in.getPages(), page_bytes, /*encoded=*/true));
+  return first;
+}
+
+absl::StatusOr<LastManifest> ReadLast(api::HandOffLastManifest::Reader in, absl::Span<const uint64_t> page_bytes) {
+  KV_RETURN_IF_ERROR(CheckVersion(in.getVersion()));
+  LastManifest manifest;
+  KV_ASSIGN_OR_RETURN(manifest.last.blocks, ReadBlocks(in.getBlocks()));
+  KV_ASSIGN_OR_RETURN(manifest.last.pages, ReadPages(in.getPages(), page_bytes, /*encoded=*/false));
+  manifest.last.index = {in.getPromptTokens(), in.getIndexIterations()};
   const capnp::Data::Reader blob = in.getBlob();
   if (blob.size() > limits::kBlobBytesMax) {
     return InvalidField("manifest.blob", absl::StrCat(blob.size(), " bytes long"),
@@ -77,56 +98,89 @@ absl::StatusOr<Manifest> Read(api::HandOffManifest::Reader in, absl::Span<const 
   return manifest;
 }
 
-}  // namespace
-
-std::string WriteManifest(const HandOffContent& content, absl::string_view blob) {
-  capnp::MallocMessageBuilder message;
-  auto out = message.initRoot<api::HandOffManifest>();
-  out.setVersion(kManifestVersion);
-  WriteCacheConfig(content.config, out.initConfig());
-  out.setCodecVersion(content.codec_version);
-  out.setTokens(content.tokens);
-  out.setPromptTokens(content.index.prompt_tokens);
-  out.setIndexIterations(content.index.iterations);
-  auto blocks = out.initBlocks(content.blocks.size());
+void WriteBlocks(absl::Span<const HandOffBlock> blocks, capnp::List<api::BlockName>::Builder out) {
   for (uint32_t i = 0; i < blocks.size(); ++i) {
-    if (!content.blocks[i].named) continue;
-    blocks[i].setKey(DataOf(content.blocks[i].name.key));
-    blocks[i].setTokens(DataOf(content.blocks[i].name.tokens));
+    if (!blocks[i].named) continue;
+    out[i].setKey(DataOf(blocks[i].name.key));
+    out[i].setTokens(DataOf(blocks[i].name.tokens));
   }
-  auto pages = out.initPages(content.pages.size());
+}
+
+void WritePages(absl::Span<const HandOffPage> pages, bool encoded, capnp::List<Page>::Builder out) {
   for (uint32_t i = 0; i < pages.size(); ++i) {
-    const HandOffPage& page = content.pages[i];
-    pages[i].setBlock(page.block);
-    pages[i].setLayer(page.layer);
-    pages[i].setEncoded(page.form == PageForm::kEncoded);
+    out[i].setBlock(pages[i].block);
+    out[i].setLayer(pages[i].layer);
+    out[i].setEncoded(encoded);
   }
-  out.setBlob(capnp::Data::Reader(reinterpret_cast<const kj::byte*>(blob.data()), blob.size()));
+}
+
+std::string BytesOf(capnp::MessageBuilder& message) {
   const kj::Array<capnp::word> words = capnp::messageToFlatArray(message);
   const auto bytes = words.asBytes();
   return std::string(reinterpret_cast<const char*>(bytes.begin()), bytes.size());
 }
 
-absl::StatusOr<Manifest> ParseManifest(absl::string_view bytes, absl::Span<const uint64_t> page_bytes,
-                                       absl::Span<const uint64_t> page_checksums) {
-  if (bytes.empty() || bytes.size() > SendRequest::kManifestBytesMax || bytes.size() % sizeof(capnp::word) != 0) {
+// Root: the message's; read(Root::Reader) gives the Result.
+template <typename Root, typename Result, typename Read>
+absl::StatusOr<Result> Parse(absl::string_view bytes, Read read) {
+  if (bytes.empty() || bytes.size() > HandOffPart::kManifestBytesMax || bytes.size() % sizeof(capnp::word) != 0) {
     return InvalidField("manifest", absl::StrCat(bytes.size(), " bytes long"),
-                        absl::StrCat("a multiple of 8, at most ", SendRequest::kManifestBytesMax));
+                        absl::StrCat("a multiple of 8, at most ", HandOffPart::kManifestBytesMax));
   }
   kj::Array<capnp::word> words = kj::heapArray<capnp::word>(bytes.size() / sizeof(capnp::word));
   std::memcpy(words.begin(), bytes.data(), bytes.size());
-  absl::StatusOr<Manifest> manifest = absl::InternalError("not read");
+  absl::StatusOr<Result> result = absl::InternalError("not read");
   KJ_IF_MAYBE (exception, kj::runCatchingExceptions([&] {
                  // Everything is read once, so an honest message stays within twice its own size.
                  capnp::ReaderOptions options;
                  options.traversalLimitInWords = 2 * words.size() + 1024;
                  options.nestingLimit = 8;
                  capnp::FlatArrayMessageReader reader(words, options);
-                 manifest = Read(reader.getRoot<api::HandOffManifest>(), page_bytes, page_checksums);
+                 result = read(reader.getRoot<Root>());
                })) {
     return InvalidField("manifest", absl::StrCat("malformed (", exception->getDescription().cStr(), ")"),
                         "a hand_off.capnp message");
   }
+  return result;
+}
+
+}  // namespace
+
+std::string WriteFirstManifest(const HandOffFirst& first) {
+  capnp::MallocMessageBuilder message;
+  auto out = message.initRoot<api::HandOffManifest>();
+  out.setVersion(kManifestVersion);
+  WriteCacheConfig(first.config, out.initConfig());
+  out.setCodecVersion(first.codec_version);
+  out.setTokens(first.tokens);
+  WriteBlocks(first.blocks, out.initBlocks(first.blocks.size()));
+  WritePages(first.pages, true, out.initPages(first.pages.size()));
+  auto aged = out.initAged(first.aged.size());
+  for (uint32_t layer = 0; layer < first.aged.size(); ++layer) aged.set(layer, first.aged[layer]);
+  return BytesOf(message);
+}
+
+std::string WriteLastManifest(const HandOffLast& last, absl::string_view blob) {
+  capnp::MallocMessageBuilder message;
+  auto out = message.initRoot<api::HandOffLastManifest>();
+  out.setVersion(kManifestVersion);
+  WriteBlocks(last.blocks, out.initBlocks(last.blocks.size()));
+  WritePages(last.pages, false, out.initPages(last.pages.size()));
+  out.setPromptTokens(last.index.prompt_tokens);
+  out.setIndexIterations(last.index.iterations);
+  out.setBlob(capnp::Data::Reader(reinterpret_cast<const kj::byte*>(blob.data()), blob.size()));
+  return BytesOf(message);
+}
+
+absl::StatusOr<HandOffFirst> ParseFirstManifest(absl::string_view bytes, absl::Span<const uint64_t> page_bytes) {
+  return Parse<api::HandOffManifest, HandOffFirst>(bytes, [&](auto root) { return ReadFirst(root, page_bytes); });
+}
+
+absl::StatusOr<LastManifest> ParseLastManifest(absl::string_view bytes, absl::Span<const uint64_t> page_bytes,
+                                               absl::Span<const uint32_t> withdrawn) {
+  KV_ASSIGN_OR_RETURN(LastManifest manifest, (Parse<api::HandOffLastManifest, LastManifest>(
+                                                 bytes, [&](auto root) { return ReadLast(root, page_bytes); })));
+  manifest.last.withdrawn.assign(withdrawn.begin(), withdrawn.end());
   return manifest;
 }
 

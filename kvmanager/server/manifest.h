@@ -1,7 +1,8 @@
-// The manifest of a hand-off: HandOffContent and the engine's blob as a hand_off.capnp message, and back. Pure.
+// The manifests of a hand-off: HandOffFirst, HandOffLast and the engine's blob as hand_off.capnp messages, and back.
+// Pure.
 //
 // What is parsed comes from a peer and is hostile: lengths, counts and references are checked here, the cache and its
-// codec by PageStore::Import, the pages' bytes by their checksums and PageStore.
+// codec by PageStore::Import, the pages' bytes by their checksums and ImportLease::Validate.
 #pragma once
 
 #include <cstdint>
@@ -14,18 +15,20 @@
 
 namespace kvmanager {
 
-constexpr uint16_t kManifestVersion = 1;
+constexpr uint16_t kManifestVersion = 2;
 
-struct Manifest {
-  HandOffContent content;
+struct LastManifest {
+  HandOffLast last;
   std::string blob;
 };
 
-/// Sizes and checksums of pages are not in it: they travel with the transport's offer.
-std::string WriteManifest(const HandOffContent& content, absl::string_view blob);
+/// Sizes of pages are not in them, nor which are withdrawn: the transport's parts say so.
+std::string WriteFirstManifest(const HandOffFirst& first);
+std::string WriteLastManifest(const HandOffLast& last, absl::string_view blob);
 
 /// Errors: INVALID_ARGUMENT with field, value and bound; FAILED_PRECONDITION for another version.
-absl::StatusOr<Manifest> ParseManifest(absl::string_view bytes, absl::Span<const uint64_t> page_bytes,
-                                       absl::Span<const uint64_t> page_checksums);
+absl::StatusOr<HandOffFirst> ParseFirstManifest(absl::string_view bytes, absl::Span<const uint64_t> page_bytes);
+absl::StatusOr<LastManifest> ParseLastManifest(absl::string_view bytes, absl::Span<const uint64_t> page_bytes,
+                                               absl::Span<const uint32_t> withdrawn);
 
 }  // namespace kvmanager

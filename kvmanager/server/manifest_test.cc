@@ -11,144 +11,172 @@
 namespace kvmanager {
 namespace {
 
-HandOffContent SomeContent(int blocks, int layers) {
-  HandOffContent content;
-  content.config.model = "model";
-  content.config.revision = "r1";
-  content.config.tenant = "tenant";
-  content.config.rope = "default:theta=500000";
-  content.config.layers = layers;
-  content.config.query_heads = 8;
-  content.config.layout = {DType::kBFloat16, 2, 128, 64};
-  content.config.codec = "hack:k_bits=3";
-  content.config.lag_pages = 1;
-  content.codec_version = 7;
-  content.tokens = uint64_t(blocks) * 64 + 5;
-  content.blocks.resize(blocks);
-  for (int i = 0; i < blocks; i += 2) {
-    content.blocks[i].named = true;
-    content.blocks[i].name.key.bytes.fill(uint8_t(i + 1));
-    content.blocks[i].name.tokens.bytes.fill(uint8_t(i + 101));
+std::vector<HandOffBlock> SomeBlocks(int blocks, int first) {
+  std::vector<HandOffBlock> made(blocks);
+  for (int i = first; i < blocks; i += 2) {
+    made[i].named = true;
+    made[i].name.key.bytes.fill(uint8_t(i + 1));
+    made[i].name.tokens.bytes.fill(uint8_t(i + 101));
   }
+  return made;
+}
+
+HandOffFirst SomeFirst(int blocks, int layers) {
+  HandOffFirst first;
+  first.config.model = "model";
+  first.config.revision = "r1";
+  first.config.tenant = "tenant";
+  first.config.rope = "default:theta=500000";
+  first.config.layers = layers;
+  first.config.query_heads = 8;
+  first.config.layout = {DType::kBFloat16, 2, 128, 64};
+  first.config.codec = "hack:k_bits=3";
+  first.config.lag_pages = 1;
+  first.codec_version = 7;
+  first.tokens = uint64_t(blocks) * 64 + 5;
+  first.blocks = SomeBlocks(blocks, 0);
   for (uint32_t layer = 0; layer < uint32_t(layers); ++layer) {
-    for (uint32_t block = 0; block <= uint32_t(blocks); ++block) {
-      const bool raw = block + 1 >= uint32_t(blocks);
-      content.pages.push_back({block, layer, raw ? PageForm::kRaw : PageForm::kEncoded, raw ? 65536u : 13312u,
-                               uint64_t{0x9e3779b97f4a7c15} * (layer * 1000 + block + 1)});
-    }
+    first.aged.push_back(layer + 1);
+    for (uint32_t block = 0; block + 1 < uint32_t(blocks); ++block) first.pages.push_back({block, layer, 13312u});
   }
-  return content;
+  return first;
 }
 
-struct Offer {
-  std::string manifest;
-  std::vector<uint64_t> bytes, checksums;
-};
-
-Offer MakeOffer(const HandOffContent& content, absl::string_view blob) {
-  Offer offer;
-  offer.manifest = WriteManifest(content, blob);
-  for (const HandOffPage& page : content.pages) {
-    offer.bytes.push_back(page.bytes);
-    offer.checksums.push_back(page.checksum);
-  }
-  return offer;
+HandOffLast SomeLast(int blocks, int layers) {
+  HandOffLast last;
+  last.blocks = SomeBlocks(blocks, 1);
+  last.withdrawn = {3, 7};
+  last.index = {12345, 6};
+  for (uint32_t layer = 0; layer < uint32_t(layers); ++layer) last.pages.push_back({uint32_t(blocks), layer, 65536u});
+  return last;
 }
 
-absl::StatusOr<Manifest> Parse(const Offer& offer) {
-  return ParseManifest(offer.manifest, offer.bytes, offer.checksums);
+std::vector<uint64_t> BytesOf(const std::vector<HandOffPage>& pages) {
+  std::vector<uint64_t> bytes;
+  for (const HandOffPage& page : pages) bytes.push_back(page.bytes);
+  return bytes;
+}
+
+absl::StatusOr<HandOffFirst> Parse(const HandOffFirst& first) {
+  return ParseFirstManifest(WriteFirstManifest(first), BytesOf(first.pages));
+}
+
+void ExpectEqual(const std::vector<HandOffBlock>& got, const std::vector<HandOffBlock>& expected) {
+  ASSERT_EQ(got.size(), expected.size());
+  for (size_t i = 0; i < got.size(); ++i) {
+    EXPECT_EQ(got[i].named, expected[i].named);
+    EXPECT_EQ(got[i].name.key, expected[i].name.key);
+    EXPECT_EQ(got[i].name.tokens, expected[i].name.tokens);
+  }
+}
+
+void ExpectEqual(const std::vector<HandOffPage>& got, const std::vector<HandOffPage>& expected) {
+  ASSERT_EQ(got.size(), expected.size());
+  for (size_t i = 0; i < got.size(); ++i) {
+    EXPECT_EQ(got[i].block, expected[i].block);
+    EXPECT_EQ(got[i].layer, expected[i].layer);
+    EXPECT_EQ(got[i].bytes, expected[i].bytes);
+  }
 }
 
 TEST(ManifestTest, RoundTrip) {
   for (const int blocks : {0, 1, 9}) {
-    const HandOffContent content = SomeContent(blocks, 3);
+    const HandOffFirst first = SomeFirst(blocks, 3);
+    const auto got = Parse(first);
+    ASSERT_TRUE(got.ok()) << got.status();
+    EXPECT_EQ(DigestOf(got->config, got->codec_version), DigestOf(first.config, first.codec_version));
+    EXPECT_EQ(got->codec_version, first.codec_version);
+    EXPECT_EQ(got->tokens, first.tokens);
+    EXPECT_EQ(got->aged, first.aged);
+    ExpectEqual(got->blocks, first.blocks);
+    ExpectEqual(got->pages, first.pages);
+
+    const HandOffLast last = SomeLast(blocks, 3);
     const std::string blob("any\0bytes", 9);
-    auto manifest = Parse(MakeOffer(content, blob));
-    ASSERT_TRUE(manifest.ok()) << manifest.status();
-    EXPECT_EQ(manifest->blob, blob);
-    const HandOffContent& got = manifest->content;
-    EXPECT_EQ(DigestOf(got.config, got.codec_version), DigestOf(content.config, content.codec_version));
-    EXPECT_EQ(got.codec_version, content.codec_version);
-    EXPECT_EQ(got.tokens, content.tokens);
-    ASSERT_EQ(got.blocks.size(), content.blocks.size());
-    for (size_t i = 0; i < got.blocks.size(); ++i) {
-      EXPECT_EQ(got.blocks[i].named, content.blocks[i].named);
-      EXPECT_EQ(got.blocks[i].name.key, content.blocks[i].name.key);
-      EXPECT_EQ(got.blocks[i].name.tokens, content.blocks[i].name.tokens);
-    }
-    ASSERT_EQ(got.pages.size(), content.pages.size());
-    for (size_t i = 0; i < got.pages.size(); ++i) {
-      EXPECT_EQ(got.pages[i].block, content.pages[i].block);
-      EXPECT_EQ(got.pages[i].layer, content.pages[i].layer);
-      EXPECT_EQ(got.pages[i].form, content.pages[i].form);
-      EXPECT_EQ(got.pages[i].bytes, content.pages[i].bytes);
-      EXPECT_EQ(got.pages[i].checksum, content.pages[i].checksum);
-    }
+    const auto got_last = ParseLastManifest(WriteLastManifest(last, blob), BytesOf(last.pages), last.withdrawn);
+    ASSERT_TRUE(got_last.ok()) << got_last.status();
+    EXPECT_EQ(got_last->blob, blob);
+    EXPECT_EQ(got_last->last.withdrawn, last.withdrawn);
+    EXPECT_EQ(got_last->last.index.prompt_tokens, 12345u);
+    EXPECT_EQ(got_last->last.index.iterations, 6u);
+    ExpectEqual(got_last->last.blocks, last.blocks);
+    ExpectEqual(got_last->last.pages, last.pages);
   }
 }
 
 std::string FieldOf(const absl::Status& status) { return DetailOf(status).field; }
 
 TEST(ManifestTest, ContradictionsAreNamed) {
-  HandOffContent content = SomeContent(4, 2);
-  content.tokens = 5 * 64;
-  EXPECT_EQ(FieldOf(Parse(MakeOffer(content, "")).status()), "manifest.tokens");
-  content = SomeContent(4, 2);
-  content.pages[3].block = 5;
-  EXPECT_EQ(FieldOf(Parse(MakeOffer(content, "")).status()), "manifest.pages[3].block");
-  content = SomeContent(4, 2);
-  content.pages[3].layer = 2;
-  EXPECT_EQ(FieldOf(Parse(MakeOffer(content, "")).status()), "manifest.pages[3].layer");
-  content = SomeContent(4, 2);
-  content.config.layers = 5000;
-  EXPECT_EQ(FieldOf(Parse(MakeOffer(content, "")).status()), "layers");
-  content = SomeContent(4, 2);
-  EXPECT_EQ(FieldOf(Parse(MakeOffer(content, std::string(limits::kBlobBytesMax + 1, 'x'))).status()), "manifest.blob");
-  Offer offer = MakeOffer(content, "");
-  offer.bytes.pop_back();
-  EXPECT_EQ(FieldOf(Parse(offer).status()), "manifest.pages");
-  offer = MakeOffer(content, "");
-  offer.checksums.push_back(0);
-  EXPECT_EQ(FieldOf(Parse(offer).status()), "manifest.pages");
+  HandOffFirst first = SomeFirst(4, 2);
+  first.tokens = 5 * 64;
+  EXPECT_EQ(FieldOf(Parse(first).status()), "manifest.tokens");
+  first = SomeFirst(4, 2);
+  first.aged.pop_back();
+  EXPECT_EQ(FieldOf(Parse(first).status()), "manifest.aged");
+  first = SomeFirst(4, 2);
+  first.config.layers = 5000;
+  EXPECT_EQ(FieldOf(Parse(first).status()), "layers");
+  first = SomeFirst(4, 2);
+  std::vector<uint64_t> bytes = BytesOf(first.pages);
+  bytes.pop_back();
+  EXPECT_EQ(FieldOf(ParseFirstManifest(WriteFirstManifest(first), bytes).status()), "manifest.pages");
+  const HandOffLast last = SomeLast(4, 2);
+  bytes = BytesOf(last.pages);
+  const std::string large(limits::kBlobBytesMax + 1, 'x');
+  EXPECT_EQ(FieldOf(ParseLastManifest(WriteLastManifest(last, large), bytes, {}).status()), "manifest.blob");
+  bytes.push_back(64);
+  EXPECT_EQ(FieldOf(ParseLastManifest(WriteLastManifest(last, ""), bytes, {}).status()), "manifest.pages");
 }
 
 TEST(ManifestTest, TruncationsAreErrors) {
-  const Offer offer = MakeOffer(SomeContent(5, 3), "blob");
-  for (size_t bytes = 0; bytes < offer.manifest.size(); ++bytes) {
-    Offer cut = offer;
-    cut.manifest.resize(bytes);
-    auto manifest = Parse(cut);
-    ASSERT_FALSE(manifest.ok()) << bytes;
-    EXPECT_EQ(FieldOf(manifest.status()), "manifest") << bytes << manifest.status();
+  const HandOffFirst first = SomeFirst(5, 3);
+  const HandOffLast last = SomeLast(5, 3);
+  const std::string whole = WriteFirstManifest(first), whole_last = WriteLastManifest(last, "blob");
+  for (size_t bytes = 0; bytes < whole.size(); ++bytes) {
+    const auto got = ParseFirstManifest(absl::string_view(whole).substr(0, bytes), BytesOf(first.pages));
+    ASSERT_FALSE(got.ok()) << bytes;
+    EXPECT_EQ(FieldOf(got.status()), "manifest") << bytes << got.status();
+  }
+  for (size_t bytes = 0; bytes < whole_last.size(); ++bytes) {
+    const auto got = ParseLastManifest(absl::string_view(whole_last).substr(0, bytes), BytesOf(last.pages), {});
+    ASSERT_FALSE(got.ok()) << bytes;
+    EXPECT_EQ(FieldOf(got.status()), "manifest") << bytes << got.status();
   }
 }
 
-// Whatever is accepted keeps its promises: the pages name blocks and layers that are there.
+// Whatever is accepted keeps its promises: as many pages as the transport has, blocks as the token count says.
 TEST(ManifestTest, MutationsNeverBreakWhatParseChecks) {
   std::mt19937_64 random(1);
-  const Offer offer = MakeOffer(SomeContent(5, 3), "blob");
+  const HandOffFirst first = SomeFirst(5, 3);
+  const HandOffLast last = SomeLast(5, 3);
+  const std::string whole = WriteFirstManifest(first), whole_last = WriteLastManifest(last, "blob");
   int accepted = 0, refused = 0;
   for (int round = 0; round < 20000; ++round) {
-    Offer changed = offer;
+    std::string changed = round % 2 ? whole : whole_last;
     for (uint64_t n = 1 + random() % 3; n > 0; --n) {
-      char& byte = changed.manifest[random() % changed.manifest.size()];
+      char& byte = changed[random() % changed.size()];
       byte = random() % 2 ? char(random()) : char(byte ^ (1 << random() % 8));
     }
-    auto manifest = Parse(changed);
-    if (!manifest.ok()) {
-      ++refused;
-      EXPECT_FALSE(FieldOf(manifest.status()).empty()) << manifest.status();
-      continue;
+    absl::Status status;
+    if (round % 2) {
+      const auto got = ParseFirstManifest(changed, BytesOf(first.pages));
+      status = got.status();
+      if (got.ok()) {
+        ASSERT_TRUE(ValidateCacheConfig(got->config).ok());
+        ASSERT_EQ(got->pages.size(), first.pages.size());
+        ASSERT_EQ(got->aged.size(), size_t(got->config.layers));
+        ASSERT_EQ(got->blocks.size(), got->tokens / got->config.layout.page_tokens);
+      }
+    } else {
+      const auto got = ParseLastManifest(changed, BytesOf(last.pages), last.withdrawn);
+      status = got.status();
+      if (got.ok()) {
+        ASSERT_EQ(got->last.pages.size(), last.pages.size());
+        ASSERT_LE(got->last.blocks.size(), limits::kHandOffBlocksMax);
+      }
     }
-    ++accepted;
-    const HandOffContent& content = manifest->content;
-    ASSERT_TRUE(ValidateCacheConfig(content.config).ok());
-    ASSERT_EQ(content.pages.size(), offer.bytes.size());
-    ASSERT_EQ(content.blocks.size(), content.tokens / content.config.layout.page_tokens);
-    for (const HandOffPage& page : content.pages) {
-      ASSERT_LE(page.block, content.blocks.size());
-      ASSERT_LT(page.layer, uint32_t(content.config.layers));
-    }
+    EXPECT_TRUE(status.ok() || !FieldOf(status).empty()) << status;
+    ++(status.ok() ? accepted : refused);
   }
   EXPECT_GT(accepted, 100);
   EXPECT_GT(refused, 1000);
@@ -159,7 +187,8 @@ TEST(ManifestTest, RandomBytesAreRefused) {
   for (int round = 0; round < 2000; ++round) {
     std::string bytes(8 * (1 + random() % 64), '\0');
     for (char& byte : bytes) byte = char(random());
-    EXPECT_FALSE(ParseManifest(bytes, {}, {}).ok());
+    EXPECT_FALSE(ParseFirstManifest(bytes, {}).ok());
+    EXPECT_FALSE(ParseLastManifest(bytes, {7}, {}).ok());
   }
 }
 

@@ -18,10 +18,10 @@ std::vector<double> AttendBounds() { return ExponentialBounds(4e-6, 2, 20); }
 
 const char* MethodName(Method method) {
   static constexpr const char* kNames[kMethods] = {
-      "hello",   "openCache",       "createArena",  "openDevice", "createDeviceArena", "admin",  "ping",   "info",
-      "match",   "createSequences", "step",         "claim",      "outputFactors",     "extend", "fork",   "crop",
-      "publish", "handOff",         "sequenceInfo", "copy",       "mapSlab",           "status", "caches", "sequences",
-      "peers",   "drain",           "undrain",      "purge",
+      "hello",   "openCache",       "createArena",  "openDevice",    "createDeviceArena", "admin",  "ping",    "info",
+      "match",   "createSequences", "step",         "claim",         "outputFactors",     "extend", "fork",    "crop",
+      "publish", "handOff",         "beginHandOff", "finishHandOff", "sequenceInfo",      "copy",   "mapSlab", "status",
+      "caches",  "sequences",       "peers",        "drain",         "undrain",           "purge",
   };
   return kNames[static_cast<int>(method)];
 }
@@ -61,7 +61,8 @@ ServerMetrics::ServerMetrics(Metrics* m)
           m->Counter("tickets_total", "Received sequences by how their wait ended", {{"end", "claimed"}})),
       hand_offs_expired(
           m->Counter("tickets_total", "Received sequences by how their wait ended", {{"end", "expired"}})),
-      tickets(m->Gauge("tickets", "Received sequences that wait to be claimed")),
+      tickets(m->Gauge("tickets", "Sequences that wait to be claimed: received, or being received")),
+      hand_offs_waiting(m->Gauge("hand_offs_waiting", "Offered hand-offs that wait for room here")),
       metrics_(m) {
   for (int i = 0; i < kMethods; ++i) {
     calls_by_method[i] =

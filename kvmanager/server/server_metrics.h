@@ -30,7 +30,9 @@ enum class Method : int {
   kCrop,
   kPublish,
   kHandOff,
-  kSequenceInfo,  // Sequence
+  kBeginHandOff,
+  kFinishHandOff,
+  kSequenceInfo,  // Sequence, HandOff
   kDeviceCopy,
   kMapSlab,  // DeviceStream
   kStatus,
@@ -84,6 +86,7 @@ struct ServerMetrics {
   prometheus::Counter& hand_offs_claimed;
   prometheus::Counter& hand_offs_expired;
   prometheus::Gauge& tickets;
+  prometheus::Gauge& hand_offs_waiting;
 
  private:
   Metrics* const metrics_;

@@ -178,7 +178,8 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
  private:
   // May be called by the lease: it must outlive this.
   void Run() {
-    status_ = CheckOwnPages(cache_, step_, *lease_);
+    status_ = lease_->status();
+    if (status_.ok()) status_ = CheckOwnPages(cache_, step_, *lease_);
     if (!status_.ok()) {
       fulfiller_->fulfill();
       return;
@@ -235,6 +236,7 @@ absl::StatusOr<kj::Promise<void>> RunStep(const std::shared_ptr<Session>& sessio
   }
   KV_ASSIGN_OR_RETURN(std::unique_ptr<AttendLease> lease, daemon.store->Attend(cache.id, step.layer, step.entries));
   if (step.multiply_adds_max <= kLoopMultiplyAddsMax && lease->ready()) {
+    KV_RETURN_IF_ERROR(lease->status());
     KV_RETURN_IF_ERROR(CheckOwnPages(cache, step, *lease));
     RunOnLoop(daemon, cache, step, *lease, context);
     return kj::Promise<void>(kj::READY_NOW);

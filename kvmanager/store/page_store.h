@@ -247,6 +247,7 @@ class ExportLease {
   /// The sequence is complete; copies its open pages. Errors leave everything as it was: FAILED_PRECONDITION naming the
   /// shortest layer; NOT_FOUND, if it was dropped; RESOURCE_EXHAUSTED.
   virtual absl::Status Finish() = 0;
+  virtual bool finished() const = 0;
   /// nullptr before Finish, and until the codec has encoded or declined every page of the first part.
   virtual const HandOffLast* last() const = 0;
   /// Of last()->pages.
@@ -262,6 +263,7 @@ struct ArrivedPage {
 class ImportLease {
  public:
   virtual ~ImportLease() = default;
+  virtual CacheId cache() const = 0;
   /// Where the bytes of a page go; empty if the block is already here and need not be sent. Of the last part after
   /// Extend. A worker may call it once the call that the page is of has returned.
   virtual absl::Span<uint8_t> target(size_t page) const = 0;

@@ -41,6 +41,7 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
     Tell();
   }
   absl::Status Finish() override;
+  bool finished() const override { return finished_; }
   const HandOffLast* last() const override { return settled_ ? &last_ : nullptr; }
   absl::Span<const ExportedPage> last_pages() const override { return last_pages_; }
 

@@ -75,6 +75,7 @@ class ImportLeaseImpl final : public ImportLease {
   }
 
   absl::Status Start();
+  CacheId cache() const override { return cache_->id; }
   absl::Span<uint8_t> target(size_t page) const override {
     if (page < first_targets_.size()) return first_targets_[page];
     KV_CHECK(page - first_targets_.size() < last_targets_.size());

@@ -126,57 +126,75 @@ class ManifestTarget final : public FuzzTarget {
     std::vector<std::string> seeds;
     for (const char* const codec : {"raw", "hack:k_bits=3,v_bits=2"}) {
       for (const uint64_t tokens : {0, 10, 64, 200}) {
-        HandOffContent content;
-        content.config = SmallConfig(codec);
-        content.codec_version = 1;
-        content.tokens = tokens;
-        content.blocks.resize(tokens / 64);
-        for (size_t i = 0; i < content.blocks.size(); ++i) {
-          content.blocks[i].named = i % 2 == 0;
-          content.blocks[i].name.key.bytes[0] = uint8_t(i + 1);
+        HandOffFirst first;
+        first.config = SmallConfig(codec);
+        first.codec_version = 1;
+        first.tokens = tokens;
+        first.blocks.resize(tokens / 64);
+        first.aged.assign(2, uint32_t(tokens / 128));
+        HandOffLast last;
+        last.blocks.resize(tokens / 64);
+        for (size_t i = 0; i < first.blocks.size(); ++i) {
+          HandOffBlock& block = i % 2 == 0 ? first.blocks[i] : last.blocks[i];
+          block.named = true;
+          block.name.key.bytes[0] = uint8_t(i + 1);
         }
         for (uint32_t layer = 0; layer < 2; ++layer) {
-          for (uint32_t block = 0; block <= content.blocks.size(); ++block) {
-            if (block == content.blocks.size() && tokens % 64 == 0) continue;
-            content.pages.push_back({block, layer, PageForm::kRaw, 0, 0});
+          for (uint32_t block = 0; block * 64 < tokens; ++block) {
+            (block < first.aged[layer] ? first.pages : last.pages).push_back({block, layer, 0});
           }
         }
-        // The first byte is the number of pages that the transport's offer had.
-        seeds.push_back(std::string(8, char(content.pages.size())) + WriteManifest(content, "blob"));
+        const std::string head = WriteFirstManifest(first);
+        const auto made = testing::AllCodecs().Create(codec, first.config.layout);
+        KV_CHECK(made.ok());
+        const size_t units = codec == absl::string_view("raw") ? 0 : (*made)->info().page_bytes(0) / 64;
+        seeds.push_back(Header(head.size(), first.pages.size(), last.pages.size(), units) + head +
+                        WriteLastManifest(last, "blob"));
       }
     }
     return seeds;
   }
   void Run(absl::Span<const uint8_t> input) override {
-    if (input.size() < 8) return;
-    // The offer's sizes: those of a raw page, or of an encoded one, or hostile.
-    const size_t pages = input[0];
+    if (input.size() < kHeaderBytes) return;
+    const absl::string_view bytes(reinterpret_cast<const char*>(input.data()), input.size());
+    // The parts' sizes: those of a raw or encoded page, or hostile.
     const uint64_t raw = 2 * 2 * 64 * 32 * 2;
-    std::vector<uint64_t> bytes(pages), checksums(pages, 7);
-    for (size_t i = 0; i < pages; ++i) bytes[i] = input[1] == input[0] ? raw : input[1 + i % 7] * 64;
-    const absl::StatusOr<Manifest> manifest = ParseManifest(
-        absl::string_view(reinterpret_cast<const char*>(input.data()) + 8, input.size() - 8), bytes, checksums);
-    MustExplain(manifest.status());
-    if (!manifest.ok()) return;
-    KV_CHECK(manifest->content.pages.size() == pages);
-    for (const HandOffPage& page : manifest->content.pages) {
-      KV_CHECK(page.block <= manifest->content.blocks.size());
-      KV_CHECK(page.layer < static_cast<uint32_t>(manifest->content.config.layers));
+    std::vector<uint64_t> first_bytes(input[2], input[4] == 0 ? raw : uint64_t(input[4]) * 64);
+    std::vector<uint64_t> last_bytes(input[3], input[5] == 0 ? raw : uint64_t(input[5]) * 64);
+    std::vector<uint32_t> withdrawn;
+    for (uint32_t page = 0; page < 8; ++page) {
+      if (input[6] >> page & 1) withdrawn.push_back(page);
     }
+    const size_t split = std::min<size_t>(input.size(), kHeaderBytes + input[0] + size_t(input[1]) * 256);
+    const auto first = ParseFirstManifest(bytes.substr(kHeaderBytes, split - kHeaderBytes), first_bytes);
+    const auto last = ParseLastManifest(bytes.substr(split), last_bytes, withdrawn);
+    MustExplain(first.status());
+    MustExplain(last.status());
+    if (last.ok()) KV_CHECK(last->last.pages.size() == last_bytes.size());
+    if (!first.ok()) return;
+    KV_CHECK(first->pages.size() == first_bytes.size());
+    KV_CHECK(first->aged.size() == static_cast<size_t>(first->config.layers));
     const uint64_t used = pool_->used_bytes();
     {
-      const absl::StatusOr<std::unique_ptr<ImportLease>> lease = store_->Import(manifest->content);
+      const absl::StatusOr<std::unique_ptr<ImportLease>> lease = store_->Import(*first);
       MustExplain(lease.status());
       if (lease.ok()) {
-        for (size_t i = 0; i < pages; ++i) {
-          const absl::Span<uint8_t> target = (*lease)->target(i);
-          KV_CHECK(target.empty() || target.size() == bytes[i]);
-          // What a hostile peer may write, with a matching checksum: here the input itself, over and over.
-          for (size_t b = 0; b < target.size(); ++b) target[b] = input[b % input.size()];
+        const size_t early = input[7] % (first_bytes.size() + 1);
+        for (uint32_t page = 0; page < early; ++page) Receive(**lease, page, input);
+        const absl::Status extended = last.ok() ? (*lease)->Extend(last->last) : last.status();
+        MustExplain(extended);
+        if (extended.ok()) {
+          for (size_t page = early; page < first_bytes.size() + last_bytes.size(); ++page) {
+            Receive(**lease, uint32_t(page), input);
+          }
         }
-        const absl::StatusOr<SequenceId> sequence = (*lease)->Commit();
-        MustExplain(sequence.status());
-        if (sequence.ok()) store_->Drop(*sequence);
+        if ((*lease)->can_show()) {
+          const absl::StatusOr<SequenceId> sequence = (*lease)->Show();
+          KV_CHECK(sequence.ok());
+          if ((*lease)->complete()) KV_CHECK((*lease)->Commit().ok());
+          store_->CheckInvariants();
+          store_->Drop(*sequence);
+        }
       }
     }
     for (NoExecutor::Job& job : std::exchange(executor_.held, {})) {
@@ -189,6 +207,29 @@ class ManifestTarget final : public FuzzTarget {
   }
 
  private:
+  // The first manifest's length, the parts' page counts and page sizes in units of 64 bytes (0: of a raw page), which
+  // of the first pages are withdrawn, how many come before the last part.
+  static constexpr size_t kHeaderBytes = 8;
+  static std::string Header(size_t bytes, size_t first_pages, size_t last_pages, size_t units) {
+    std::string header(kHeaderBytes, '\0');
+    header[0] = char(bytes);
+    header[1] = char(bytes >> 8);
+    header[2] = char(first_pages);
+    header[3] = char(last_pages);
+    header[4] = char(units);
+    return header;
+  }
+  // What a hostile peer may write, with a matching checksum: here the input itself, over and over.
+  static void Receive(ImportLease& lease, uint32_t page, absl::Span<const uint8_t> input) {
+    const absl::Span<uint8_t> target = lease.target(page);
+    for (size_t b = 0; b < target.size(); ++b) target[b] = input[b % input.size()];
+    const absl::StatusOr<uint64_t> checksum = lease.Validate(page);
+    MustExplain(checksum.status());
+    if (!checksum.ok()) return;
+    const ArrivedPage arrived{page, *checksum};
+    MustExplain(lease.Arrived({&arrived, 1}));
+  }
+
   SteadyClock clock_;
   Metrics metrics_;
   StoreMetrics store_metrics_{&metrics_};

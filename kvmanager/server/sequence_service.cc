@@ -1,0 +1,310 @@
+// Sequence, and a hand-off of one that is under way.
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/server/arrivals.h"
+#include "kvmanager/server/device_calls.h"
+#include "kvmanager/server/device_work.h"
+#include "kvmanager/server/hand_off.h"
+#include "kvmanager/server/hand_off_send.h"
+#include "kvmanager/server/limits.h"
+#include "kvmanager/server/serve.h"
+#include "kvmanager/server/service.h"
+
+namespace kvmanager {
+namespace {
+
+// Params: with a peer, timeoutMs and roomMs.
+template <typename Params>
+absl::StatusOr<OutgoingHandOff::Target> ReadTarget(const Params& params) {
+  const auto peer = params.getPeer();
+  if (peer.size() == 0 || peer.size() > limits::kPeerTextBytesMax) {
+    return InvalidField("peer", absl::StrCat(peer.size(), " bytes long"),
+                        absl::StrCat("HOST:PORT of 1..", limits::kPeerTextBytesMax, " bytes"));
+  }
+  const uint32_t timeout_ms = params.getTimeoutMs(), room_ms = params.getRoomMs();
+  if (timeout_ms == 0 || timeout_ms > limits::kHandOffTimeoutMsMax) {
+    return InvalidField("timeoutMs", timeout_ms, absl::StrCat("1..", limits::kHandOffTimeoutMsMax));
+  }
+  if (room_ms > limits::kHandOffTimeoutMsMax) {
+    return InvalidField("roomMs", room_ms, absl::StrCat("at most ", limits::kHandOffTimeoutMsMax));
+  }
+  return OutgoingHandOff::Target{std::string(ViewOf(peer)), room_ms, timeout_ms};
+}
+
+absl::StatusOr<std::string> ReadBlob(capnp::Data::Reader blob) {
+  if (blob.size() > limits::kBlobBytesMax) {
+    return InvalidField("blob", absl::StrCat(blob.size(), " bytes long"),
+                        absl::StrCat("at most ", limits::kBlobBytesMax, " bytes long"));
+  }
+  return std::string(reinterpret_cast<const char*>(blob.begin()), blob.size());
+}
+
+void WriteSent(Session& session, Method method, const absl::StatusOr<SentHandOff>& sent,
+               api::HandOffReply::Builder reply) {
+  if (!sent.ok()) {
+    return ServeError(session, method, sent.status(),
+                      [&](const absl::Status& status) { WriteStatus(status, reply.initStatus()); });
+  }
+  reply.setTicket(capnp::Data::Reader(reinterpret_cast<const kj::byte*>(sent->ticket.data()), sent->ticket.size()));
+  reply.setBytesSent(sent->result.bytes_sent);
+  reply.setPagesSent(sent->result.pages_sent);
+  reply.setPagesSkipped(sent->result.pages_skipped);
+  reply.setSeconds(sent->result.seconds);
+  reply.setBytesResent(sent->result.bytes_resent);
+  reply.setResumes(sent->result.resumes);
+}
+
+class HandOffService final : public api::HandOff::Server {
+ public:
+  HandOffService(std::shared_ptr<Session> session, api::Sequence::Client sequence, kj::Own<CancelOnDrop> hand_off)
+      : session_(std::move(session)), sequence_(kj::mv(sequence)), hand_off_(kj::mv(hand_off)) {}
+
+  kj::Promise<void> finish(FinishContext context) override {
+    return Serve(
+        *session_, Method::kFinishHandOff, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_ASSIGN_OR_RETURN(std::string blob, ReadBlob(context.getParams().getBlob()));
+          context.releaseParams();
+          return (*hand_off_)
+              ->Finish(std::move(blob))
+              .then([this, context](absl::StatusOr<SentHandOff> sent) mutable {
+                WriteSent(*session_, Method::kFinishHandOff, sent, context.getResults().initReply());
+              })
+              .attach(thisCap());
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+  }
+
+ private:
+  const std::shared_ptr<Session> session_;
+  const api::Sequence::Client sequence_;  // kept
+  const kj::Own<CancelOnDrop> hand_off_;
+};
+
+class SequenceService final : public api::Sequence::Server {
+ public:
+  SequenceService(std::shared_ptr<Session> session, SequenceId id, CacheId cache)
+      : session_(std::move(session)), id_(id), cache_(cache) {
+    session_->Hold(id_, cache_);
+  }
+  ~SequenceService() { session_->Release(id_); }
+
+  // These need the sequence as a whole: of one that still arrives by a hand-off they wait until it has, or has not.
+  kj::Promise<void> fork(ForkContext context) override { return WhenWhole(context, &SequenceService::ForkNow); }
+  kj::Promise<void> crop(CropContext context) override { return WhenWhole(context, &SequenceService::CropNow); }
+  kj::Promise<void> publish(PublishContext context) override {
+    return WhenWhole(context, &SequenceService::PublishNow);
+  }
+  kj::Promise<void> handOff(HandOffContext context) override {
+    return WhenWhole(context, &SequenceService::HandOffNow);
+  }
+  kj::Promise<void> beginHandOff(BeginHandOffContext context) override {
+    return WhenWhole(context, &SequenceService::BeginHandOffNow);
+  }
+
+  kj::Promise<void> info(InfoContext context) override {
+    return Serve(
+        *session_, Method::kSequenceInfo, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_ASSIGN_OR_RETURN(const SequenceInfo info, store().DescribeSequence(id_));
+          WriteHeldSequence(session_->daemon(), info, context.getResults().initInfo());
+          return Done();
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+  }
+
+ private:
+  template <typename Context>
+  kj::Promise<void> WhenWhole(Context context, kj::Promise<void> (SequenceService::*method)(Context)) {
+    HandOffDesk& desk = *session_->daemon().desk;
+    if (!desk.arriving(id_)) return (this->*method)(context);
+    context.allowCancellation();
+    return desk.WhenSettled(id_)
+        .then([this, context, method]() mutable { return (this->*method)(context); })
+        .attach(thisCap());
+  }
+
+  kj::Promise<void> ForkNow(ForkContext context) {
+    return Serve(
+        *session_, Method::kFork, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_RETURN_IF_ERROR(session_->CheckNewSequence());
+          SequenceId forked = 0;
+          uint64_t done = 0;
+          if (const auto bound = session_->BoundOf(cache_); bound != nullptr) {
+            const absl::StatusOr<uint64_t> changed =
+                ChangeOnDevice(*session_, bound->cache, id_, DeviceWork::kAllPages,
+                               [&](std::vector<OpenCopy>* copies) -> absl::Status {
+                                 KV_ASSIGN_OR_RETURN(forked, store().Fork(id_, copies));
+                                 return absl::OkStatus();
+                               });
+            if (!changed.ok()) {
+              if (forked != 0) store().Drop(forked);  // its open pages were not copied
+              return changed.status();
+            }
+            done = *changed;
+            NoteFork(*session_, bound->cache, forked);
+          } else {
+            KV_ASSIGN_OR_RETURN(forked, store().Fork(id_));
+          }
+          auto reply = context.getResults().initReply();
+          reply.setDone(done);
+          reply.setSequence(MakeSequenceService(session_, forked, cache_));
+          reply.setSequenceId(forked);
+          return Done();
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+  }
+
+  kj::Promise<void> CropNow(CropContext context) {
+    return Serve(
+        *session_, Method::kCrop, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          const uint64_t tokens = context.getParams().getTokens();
+          const auto bound = session_->BoundOf(cache_);
+          if (bound == nullptr) {
+            KV_RETURN_IF_ERROR(store().Crop(id_, tokens));
+            return Done();
+          }
+          KV_ASSIGN_OR_RETURN(
+              const uint64_t done,
+              ChangeOnDevice(*session_, bound->cache, id_, PagesOf(tokens, bound->config.layout.page_tokens),
+                             [&](std::vector<OpenCopy>* copies) { return store().Crop(id_, tokens, copies); }));
+          context.getResults().setDone(done);
+          return Done();
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+  }
+
+  kj::Promise<void> PublishNow(PublishContext context) {
+    return Serve(
+        *session_, Method::kPublish, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_ASSIGN_OR_RETURN(std::vector<BlockName> names,
+                              ReadBlockNames("names", context.getParams().getNames(), limits::kBlockNamesMax));
+          const auto bound = session_->BoundOf(cache_);
+          if (bound == nullptr) {
+            KV_ASSIGN_OR_RETURN(const PublishResult result, store().Publish(id_, names));
+            WritePublished(result, context);
+            return Done();
+          }
+          // What others find must be there, and finite.
+          context.releaseParams();
+          return WhenAppended(session_, bound->cache, id_)
+              .then([context, session = session_, id = id_, names = std::move(names)](absl::Status appended) mutable {
+                absl::Status error = std::move(appended);
+                if (error.ok()) {
+                  const absl::StatusOr<PublishResult> result = session->daemon().store->Publish(id, names);
+                  if (result.ok()) return WritePublished(*result, context);
+                  error = result.status();
+                }
+                ServeError(*session, Method::kPublish, error, [&](const absl::Status& status) {
+                  WriteStatus(status, context.getResults().initReply().initStatus());
+                });
+              });
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+  }
+
+  kj::Promise<void> HandOffNow(HandOffContext context) {
+    return Serve(
+        *session_, Method::kHandOff, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          const auto params = context.getParams();
+          KV_ASSIGN_OR_RETURN(OutgoingHandOff::Target target, ReadTarget(params));
+          KV_ASSIGN_OR_RETURN(std::string blob, ReadBlob(params.getBlob()));
+          const auto bound = session_->BoundOf(cache_);
+          auto sent = bound == nullptr ? SendSequence(session_->daemon(), id_, std::move(target), std::move(blob))
+                                       : SendFromDevice(bound, std::move(target), std::move(blob));
+          context.releaseParams();
+          return sent.then([context, session = session_](absl::StatusOr<SentHandOff> result) mutable {
+            WriteSent(*session, Method::kHandOff, result, context.getResults().initReply());
+          });
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+  }
+
+  kj::Promise<void> BeginHandOffNow(BeginHandOffContext context) {
+    return Serve(
+        *session_, Method::kBeginHandOff, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          const auto params = context.getParams();
+          KV_ASSIGN_OR_RETURN(OutgoingHandOff::Target target, ReadTarget(params));
+          KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, store().Export(id_, params.getTokens()));
+          KV_ASSIGN_OR_RETURN(std::shared_ptr<OutgoingHandOff> begun,
+                              OutgoingHandOff::Begin(session_->daemon(), std::move(lease), std::move(target)));
+          context.releaseParams();
+          auto hand_off = kj::heap<CancelOnDrop>(std::move(begun));
+          auto accepted = (*hand_off)->Accepted();
+          return accepted
+              .then([this, context, hand_off = kj::mv(hand_off)](absl::StatusOr<std::string> ticket) mutable {
+                if (!ticket.ok()) {
+                  return ServeError(*session_, Method::kBeginHandOff, ticket.status(), [&](const absl::Status& status) {
+                    WriteStatus(status, context.getResults().initStatus());
+                  });
+                }
+                auto results = context.getResults();
+                results.setTicket(
+                    capnp::Data::Reader(reinterpret_cast<const kj::byte*>(ticket->data()), ticket->size()));
+                results.setHandOff(kj::heap<HandOffService>(session_, thisCap(), kj::mv(hand_off)));
+              })
+              .attach(thisCap());
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+  }
+
+  // By way of the host's memory: what is sent is a copy there, which goes with the promise.
+  kj::Promise<absl::StatusOr<SentHandOff>> SendFromDevice(const std::shared_ptr<const BoundCache>& bound,
+                                                          OutgoingHandOff::Target target, std::string blob) {
+    using Sent = kj::Promise<absl::StatusOr<SentHandOff>>;
+    const int64_t ms = target.timeout_ms + target.room_ms;
+    auto deadline = session_->daemon().loop->timer().afterDelay(ms * kj::MILLISECONDS).then([ms] {
+      return absl::StatusOr<SentHandOff>(absl::DeadlineExceededError(
+          absl::StrCat("the hand-off did not end within ", ms, " ms, its copy to the host included")));
+    });
+    return CopyToHost(session_, bound, id_)
+        .then([session = session_, target = std::move(target),
+               blob = std::move(blob)](absl::StatusOr<Arrived> copy) mutable -> Sent {
+          if (!copy.ok()) return absl::StatusOr<SentHandOff>(copy.status());
+          auto sent = SendSequence(session->daemon(), copy->sequence(), std::move(target), std::move(blob));
+          return sent.attach(kj::heap<Arrived>(*std::move(copy)));
+        })
+        .exclusiveJoin(kj::mv(deadline));
+  }
+  static kj::Promise<absl::StatusOr<Arrived>> CopyToHost(const std::shared_ptr<Session>& session,
+                                                         const std::shared_ptr<const BoundCache>& bound,
+                                                         SequenceId id) {
+    return WhenAppended(session, bound->cache, id)
+        .then([session, bound, id](absl::Status appended) -> kj::Promise<absl::StatusOr<Arrived>> {
+          if (!appended.ok()) return absl::StatusOr<Arrived>(appended);
+          // The engine may have gone on meanwhile.
+          if (!HasWritten(*session, bound->cache, id)) return CopyToHost(session, bound, id);
+          return Arrive(session->daemon(), session->daemon().store->Copy(id, CacheConfig::kHost));
+        });
+  }
+
+  static uint64_t PagesOf(uint64_t tokens, uint64_t page_tokens) {
+    return tokens / page_tokens + (tokens % page_tokens != 0);
+  }
+  static void WritePublished(const PublishResult& result, PublishContext& context) {
+    auto reply = context.getResults().initReply();
+    reply.setPublished(static_cast<uint32_t>(result.published));
+    reply.setShared(static_cast<uint32_t>(result.shared));
+    reply.setDeferred(static_cast<uint32_t>(result.deferred));
+  }
+  PageStore& store() { return *session_->daemon().store; }
+
+  const std::shared_ptr<Session> session_;
+  const SequenceId id_;
+  const CacheId cache_;
+};
+
+}  // namespace
+
+api::Sequence::Client MakeSequenceService(std::shared_ptr<Session> session, SequenceId sequence, CacheId cache) {
+  return kj::heap<SequenceService>(std::move(session), sequence, cache);
+}
+
+}  // namespace kvmanager
