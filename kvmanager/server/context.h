@@ -19,6 +19,7 @@
 #include "kvmanager/server/options.h"
 #include "kvmanager/server/server_metrics.h"
 #include "kvmanager/store/page_store.h"
+#include "kvmanager/store/store_metrics.h"
 #include "transport/transport.h"
 
 namespace kvmanager {
@@ -38,6 +39,7 @@ struct DaemonContext {
   Transport* transport = nullptr;
   MessageQueue* queue = nullptr;
   ServerMetrics* metrics = nullptr;
+  const StoreMetrics* store_metrics = nullptr;
   HandOffDesk* desk = nullptr;
   EventLoop* loop = nullptr;  // while Run() runs
 

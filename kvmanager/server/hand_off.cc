@@ -123,6 +123,16 @@ void HandOffDesk::Offer(std::string peer, HandOffPart part, int64_t room_ms, Off
       });
 }
 
+ReceiverLoad HandOffDesk::Load() const {
+  const StoreMetrics& store = *daemon_->store_metrics;  // whose values any thread may read
+  ReceiverLoad load;
+  load.capacity_bytes = static_cast<uint64_t>(store.pool_capacity_bytes.Value());
+  const double free = store.pool_capacity_bytes.Value() - store.pool_used_bytes.Value() + store.evictable_bytes.Value();
+  load.free_bytes = static_cast<uint64_t>(std::max(free, 0.0));
+  load.waiting_offers = static_cast<uint64_t>(daemon_->metrics->hand_offs_waiting.Value());
+  return load;
+}
+
 // A codec may read a large artifact, and work on it: on a worker.
 void HandOffDesk::Consider(std::shared_ptr<Offered> offered) {
   daemon_->workers->Post(WorkerPool::Priority::kEncode, [this, queue = daemon_->queue, registry = daemon_->registry,

@@ -1,10 +1,10 @@
 // Receiving hand-offs: offers that wait for room, sequences that arrive, and tickets for clients that claim them.
 //
-// HandOffDesk is owned by the Server and outlives the transport. Offer and the methods of incoming hand-offs are called
-// on the transport's thread and only post messages, to the loop and, for looking at what arrived, to workers;
-// everything else is the loop's thread. A received sequence is visible to nobody but the holder of its ticket: 32
-// random bytes, known to the sender from acceptance on, good for one claim within Options::hand_off_lease_ms of the
-// time when the sequence has all of its tokens.
+// HandOffDesk is owned by the Server and outlives the transport. Offer, Load and the methods of incoming hand-offs are
+// called on the transport's thread; they only read metrics and post messages, to the loop and, for looking at what
+// arrived, to workers; everything else is the loop's thread. A received sequence is visible to nobody but the holder of
+// its ticket: 32 random bytes, known to the sender from acceptance on, good for one claim within
+// Options::hand_off_lease_ms of the time when the sequence has all of its tokens.
 #pragma once
 
 #include <kj/async.h>
@@ -42,6 +42,7 @@ class HandOffDesk final : public HandOffReceiver {
   ~HandOffDesk() noexcept override {}
 
   void Offer(std::string peer, HandOffPart first, int64_t room_ms, OfferReply reply) override;
+  ReceiverLoad Load() const override;
 
   /// Once the ticket's sequence can be claimed. Errors: NOT_FOUND (no such ticket, or it expired), FAILED_PRECONDITION
   /// (it is of another cache; the ticket stays good), UNAVAILABLE (its hand-off ended early).

@@ -119,6 +119,7 @@ class ServerImpl final : public Server {
     daemon_.workers = workers_.get();
     daemon_.queue = &queue_;
     daemon_.metrics = &server_metrics_;
+    daemon_.store_metrics = &store_metrics_;
     daemon_.desk = desk_.get();
     for (const auto& parts : devices_) {
       parts->indexes->SetWorkers(executor_.get());
@@ -310,7 +311,7 @@ class ServerImpl final : public Server {
 
   // What a peer was told is accepted counts as held, until it is claimed or expires.
   bool Over() const {
-    return stop_ || (terminating_ && daemon_.held_sequences == 0 && daemon_.sends_active == 0 && desk_->waiting() == 0);
+    return stop_ || (terminating_ && daemon_.held_sequences == 0 && daemon_.sends_active == 0 && desk_->tickets() == 0);
   }
 
   kj::Promise<void> ReadSignals(int fd, kj::UnixEventPort::FdObserver& observer) {
