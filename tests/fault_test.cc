@@ -309,6 +309,7 @@ TEST_F(MidTransferTest, AStoppedReceiverIsGivenUp) {
 TEST_F(MidTransferTest, AReceivingHostThatLosesItsConnectionDropsWhatItHad) {
   auto pending = made_.sequence->HandOffAsync(proxy_->address(), "blob", 30000);
   ASSERT_TRUE(proxy_->WaitStalled());
+  proxy_->Refuse(true);
   proxy_->Cut();
   const int64_t start = NowMs();
   EXPECT_CODE(pending.Wait(), kUnavailable);

@@ -18,6 +18,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <utility>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -378,69 +379,84 @@ std::string Proxy::Recorded() {
   return std::move(recorded_);
 }
 
-void Proxy::Serve() {
-  while (!stopping_) {
-    pollfd waits[2] = {{listener_, POLLIN, 0}, {wake_, POLLIN, 0}};
-    if (poll(waits, 2, -1) <= 0) continue;
-    if (waits[0].revents == 0) {
-      uint64_t count;
-      (void)!read(wake_, &count, sizeof count);
-      continue;
-    }
-    const int down = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
-    if (down < 0) continue;
-    const int up = ConnectSocket(upstream_);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      cut_ = false;
-      stalled_ = false;
-    }
-    forwarded_ = 0;
-    if (up >= 0) Pump(down, up);
-    if (up >= 0) close(up);
-    close(down);
-  }
-}
+void Proxy::Refuse(bool on) { refuse_ = on; }
 
-void Proxy::Pump(int down, int up) {
-  std::vector<char> bytes(64 << 10);
+void Proxy::Serve() {
+  std::vector<Pair> pairs;
+  std::vector<pollfd> waits;
   while (!stopping_) {
-    const uint64_t limit = stall_after_;
-    const bool stall = forwarded_ >= limit;
-    if (stall) {
+    const bool stall = forwarded_ >= stall_after_;
+    if (stall && !pairs.empty()) {
       std::lock_guard<std::mutex> lock(mutex_);
       stalled_ = true;
       changed_.notify_all();
     }
-    // A stalled stream still sees its source close (POLLRDHUP), and then closes upstream, as a dead host's kernel does.
-    pollfd waits[3] = {{down, short(stall ? POLLRDHUP : POLLIN | POLLRDHUP), 0}, {up, POLLIN, 0}, {wake_, POLLIN, 0}};
-    if (poll(waits, 3, -1) <= 0) continue;
-    if (waits[2].revents != 0) {
+    waits = {{listener_, POLLIN, 0}, {wake_, POLLIN, 0}};
+    for (const Pair& pair : pairs) {
+      // A stalled stream still sees its source close (POLLRDHUP), and then closes upstream, as a dead host's kernel
+      // does.
+      waits.push_back({pair.down, short(stall ? POLLRDHUP : POLLIN | POLLRDHUP), 0});
+      waits.push_back({pair.up, POLLIN, 0});
+    }
+    if (poll(waits.data(), waits.size(), -1) <= 0) continue;
+    bool cut = false;
+    if (waits[1].revents != 0) {
       uint64_t count;
       (void)!read(wake_, &count, sizeof count);
       std::string add;
       {
         std::lock_guard<std::mutex> lock(mutex_);
-        if (cut_) return;
+        cut = std::exchange(cut_, false);
         add.swap(injected_);
       }
-      if (!add.empty() && !WriteAll(up, add)) return;
+      if (!add.empty() && !pairs.empty() && !WriteAll(pairs[0].up, add)) cut = true;
     }
-    if (waits[1].revents != 0) {
-      const ssize_t n = read(up, bytes.data(), bytes.size());
-      if (n <= 0 || !WriteAll(down, absl::string_view(bytes.data(), n))) return;
+    for (size_t i = pairs.size(); i-- > 0;) {
+      if (!cut && Pass(pairs[i], waits[2 + 2 * i].revents, waits[3 + 2 * i].revents, stall)) continue;
+      close(pairs[i].up);
+      close(pairs[i].down);
+      pairs.erase(pairs.begin() + i);
     }
-    if (stall) {
-      if ((waits[0].revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0) return;
-    } else if (waits[0].revents != 0) {
-      const uint64_t room = limit - forwarded_;
-      const ssize_t n = read(down, bytes.data(), std::min<uint64_t>(bytes.size(), room));
-      if (n <= 0 || !WriteAll(up, absl::string_view(bytes.data(), n))) return;
-      forwarded_ += n;
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (recording_) recorded_.append(bytes.data(), n);
-    }
+    if (waits[0].revents != 0) Accept(&pairs);
   }
+  for (const Pair& pair : pairs) {
+    close(pair.up);
+    close(pair.down);
+  }
+}
+
+void Proxy::Accept(std::vector<Pair>* pairs) {
+  const int down = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
+  if (down < 0) return;
+  const int up = refuse_ ? -1 : ConnectSocket(upstream_);
+  if (up < 0) {
+    close(down);
+    return;
+  }
+  if (pairs->empty()) {
+    forwarded_ = 0;
+    std::lock_guard<std::mutex> lock(mutex_);
+    cut_ = false;
+    stalled_ = false;
+  }
+  pairs->push_back({down, up});
+}
+
+bool Proxy::Pass(const Pair& pair, short down_events, short up_events, bool stall) {
+  char bytes[64 << 10];
+  if (up_events != 0) {
+    const ssize_t n = read(pair.up, bytes, sizeof bytes);
+    if (n <= 0 || !WriteAll(pair.down, absl::string_view(bytes, n))) return false;
+  }
+  if (stall) return (down_events & (POLLRDHUP | POLLHUP | POLLERR)) == 0;
+  const uint64_t limit = stall_after_;
+  if (down_events == 0 || forwarded_ >= limit) return true;
+  const ssize_t n = read(pair.down, bytes, std::min<uint64_t>(sizeof bytes, limit - forwarded_));
+  if (n <= 0 || !WriteAll(pair.up, absl::string_view(bytes, n))) return false;
+  forwarded_ += n;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (recording_) recorded_.append(bytes, n);
+  return true;
 }
 
 }  // namespace kvmanager::testing

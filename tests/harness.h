@@ -146,7 +146,7 @@ bool WriteAll(int fd, absl::string_view bytes);
 /// True when the other side closes (or resets) within the deadline; what it sends before is dropped.
 bool ClosedByPeer(int fd, int64_t deadline_ms = 10000);
 
-/// Passes one connection at a time from a port of its own to `upstream`, and can stall it, cut it or add bytes to it.
+/// Passes connections from a port of its own to `upstream`, and can stall them, cut them or add bytes to the first.
 /// Its methods may be called from any thread.
 class Proxy {
  public:
@@ -156,22 +156,29 @@ class Proxy {
   Proxy& operator=(const Proxy&) = delete;
 
   std::string address() const;  // "127.0.0.1:PORT"
-  /// Stop passing bytes upstream once so many have gone; UINT64_MAX: never.
+  /// Stop passing bytes upstream once so many have gone since there was no connection; UINT64_MAX: never.
   void StallAfter(uint64_t bytes);
   /// True once the stream upstream stands still because of StallAfter.
   bool WaitStalled(int64_t deadline_ms = 20000);
   /// Adds bytes to the stream that goes upstream, at the next message-free moment (the client is idle).
   void Inject(std::string bytes);
-  /// Ends the connection in both directions.
+  /// Ends the connections in both directions.
   void Cut();
+  /// Whether new connections are closed at once.
+  void Refuse(bool on);
   uint64_t forwarded() const { return forwarded_.load(); }
   /// Everything that went upstream from now on is kept, until Recorded() takes it.
   void Record();
   std::string Recorded();
 
  private:
+  struct Pair {
+    int down, up;
+  };
   void Serve();
-  void Pump(int down, int up);
+  void Accept(std::vector<Pair>* pairs);
+  /// What is there to be passed; false: one side has closed.
+  bool Pass(const Pair& pair, short down_events, short up_events, bool stall);
 
   const std::string upstream_;
   int listener_ = -1;
@@ -180,6 +187,7 @@ class Proxy {
   std::atomic<uint64_t> forwarded_{0};
   std::atomic<uint64_t> stall_after_{UINT64_MAX};
   std::atomic<bool> stopping_{false};
+  std::atomic<bool> refuse_{false};
   std::mutex mutex_;
   std::condition_variable changed_;
   bool stalled_ = false;
