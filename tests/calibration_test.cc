@@ -322,40 +322,52 @@ TEST_F(CalibrationTest, MadeUpPagesAreRefused) {
     SCOPED_TRACE(codec);
     ASSERT_OK_AND_ASSIGN(auto cache, host_.client->OpenCache(SmallCache(codec)));
     const client::CacheDescription d = cache->description();
-    HandOffContent content;
-    content.config.model = d.options.model;
-    content.config.revision = d.options.revision;
-    content.config.tenant = d.options.tenant;
-    content.config.rope = d.options.rope;
-    content.config.layers = d.options.layers;
-    content.config.query_heads = d.options.query_heads;
-    content.config.layout = {d.options.dtype, uint16_t(d.options.kv_heads), uint16_t(d.options.head_dim),
-                             uint16_t(d.options.page_tokens)};
-    content.config.codec = d.options.codec;
-    content.config.calibration_digest = d.options.calibration_digest;
-    content.config.lag_pages = d.options.lag_pages;
+    HandOffFirst first;
+    first.config.model = d.options.model;
+    first.config.revision = d.options.revision;
+    first.config.tenant = d.options.tenant;
+    first.config.rope = d.options.rope;
+    first.config.layers = d.options.layers;
+    first.config.query_heads = d.options.query_heads;
+    first.config.layout = {d.options.dtype, uint16_t(d.options.kv_heads), uint16_t(d.options.head_dim),
+                           uint16_t(d.options.page_tokens)};
+    first.config.codec = d.options.codec;
+    first.config.calibration_digest = d.options.calibration_digest;
+    first.config.lag_pages = d.options.lag_pages;
     // The codec as this process makes it says the sizes.
     const std::unique_ptr<CalibrationSource> files = MakeCalibrationDirectory(host_.directory.path());
     CodecRegistry registry;
     RegisterBuiltinCodecs(registry);
     registry.SetCalibrations(files.get());
-    ASSERT_OK_AND_ASSIGN(const auto made, PageStore::MakeCodec(registry, content.config));
-    content.codec_version = made->info().version;
-    content.tokens = 64;
-    content.blocks.resize(1);
+    ASSERT_OK_AND_ASSIGN(const auto made, PageStore::MakeCodec(registry, first.config));
+    first.codec_version = made->info().version;
+    first.tokens = 64;
+    first.blocks.resize(1);
+    first.aged = {1, 1};
     std::vector<std::vector<uint8_t>> bytes;
+    std::vector<SendPage> pages;
     SendRequest request;
     request.peer = host_.daemon->peer();
     for (uint32_t layer = 0; layer < 2; ++layer) {
       bytes.emplace_back(made->info().page_bytes(int(layer)), uint8_t{0xff});
-      const uint64_t checksum = XXH3_64bits(bytes[layer].data(), bytes[layer].size());
-      content.pages.push_back({0, layer, PageForm::kEncoded, bytes[layer].size(), checksum});
-      request.pages.push_back({bytes[layer], checksum});
+      const std::vector<uint8_t>& page = bytes.back();
+      first.pages.push_back({0, layer, page.size()});
+      request.first.page_bytes.push_back(page.size());
+      pages.push_back({layer, page, XXH3_64bits(page.data(), page.size())});
     }
-    request.manifest = WriteManifest(content, "");
+    request.first.manifest = WriteFirstManifest(first);
+    HandOffLast last;
+    last.blocks.resize(1);
+    HandOffPart last_part;
+    last_part.manifest = WriteLastManifest(last, "");
     std::promise<absl::StatusOr<SendResult>> done;
-    transport->Send(std::move(request),
-                    [&done](absl::StatusOr<SendResult> result) { done.set_value(std::move(result)); });
+    SendEvents events;
+    events.accepted = [](std::string) {};
+    events.waiting = [](absl::Status) {};
+    events.done = [&done](absl::StatusOr<SendResult> result) { done.set_value(std::move(result)); };
+    const uint64_t transfer = transport->Begin(std::move(request), std::move(events));
+    transport->Post(transfer, pages);
+    transport->Finish(transfer, std::move(last_part));
     const absl::StatusOr<SendResult> result = done.get_future().get();
     EXPECT_EQ(result.status().code(), absl::StatusCode::kDataLoss) << result.status();
     EXPECT_TRUE(absl::StrContains(result.status().message(), "encoded page head 0")) << result.status();

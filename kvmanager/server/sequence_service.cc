@@ -213,8 +213,8 @@ class SequenceService final : public api::Sequence::Server {
         *session_, Method::kHandOff, context,
         [&]() -> absl::StatusOr<kj::Promise<void>> {
           const auto params = context.getParams();
-          KV_ASSIGN_OR_RETURN(OutgoingHandOff::Target target, ReadTarget(params));
           KV_ASSIGN_OR_RETURN(std::string blob, ReadBlob(params.getBlob()));
+          KV_ASSIGN_OR_RETURN(OutgoingHandOff::Target target, ReadTarget(params));
           const auto bound = session_->BoundOf(cache_);
           auto sent = bound == nullptr ? SendSequence(session_->daemon(), id_, std::move(target), std::move(blob))
                                        : SendFromDevice(bound, std::move(target), std::move(blob));

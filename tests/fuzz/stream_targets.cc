@@ -259,7 +259,7 @@ class BudgetReceiver final : public HandOffReceiver {
     }
     BudgetReceiver* const receiver_;
     std::vector<std::vector<uint8_t>> pages_;
-    std::vector<bool> arrived_;
+    std::vector<char> arrived_;
     bool extended_ = false;
   };
 };
