@@ -19,7 +19,9 @@ Dial::Dial(Loop& loop, std::string peer, int64_t stall_ms, Done done)
       socket_(loop.io) {}
 
 void Dial::Start() {
-  absl::StatusOr<HostPort> peer = ParseHostPort("peer", peer_, false);
+  absl::StatusOr<HostPort> peer = HostPort();
+  const bool local = !peer_.empty() && peer_[0] == '@';
+  if (!local) peer = ParseHostPort("peer", peer_, false);
   if (!peer.ok()) return Finish(std::move(peer).status());
   timer_.expires_at(deadline_);
   timer_.async_wait([self = shared_from_this()](const ErrorCode& error) {
@@ -28,10 +30,14 @@ void Dial::Start() {
                             absl::StrCat("ms without an answer of peer ", self->peer_), absl::StrCat(self->stall_ms_),
                             absl::StrCat("below ", self->stall_ms_)));
   });
+  if (local) {
+    endpoints_ = {LocalEndpoint(peer_.substr(1))};
+    return ConnectNext({});
+  }
   ErrorCode not_numeric;
   const auto address = asio::ip::make_address(peer->host, not_numeric);
   if (!not_numeric) {
-    endpoints_ = {asio::ip::tcp::endpoint(address, peer->port)};
+    endpoints_ = {asio::generic::stream_protocol::endpoint(asio::ip::tcp::endpoint(address, peer->port))};
     return ConnectNext({});
   }
   resolver_.async_resolve(peer->host, absl::StrCat(peer->port), asio::ip::resolver_base::numeric_service,
@@ -41,7 +47,7 @@ void Dial::Start() {
                               return self->Finish(absl::UnavailableError(
                                   absl::StrCat("peer ", self->peer_, ": resolving: ", error.message())));
                             }
-                            for (const auto& entry : results) self->endpoints_.push_back(entry.endpoint());
+                            for (const auto& entry : results) self->endpoints_.emplace_back(entry.endpoint());
                             self->ConnectNext(asio::error::host_not_found);
                           });
 }
@@ -50,7 +56,7 @@ void Dial::ConnectNext(const ErrorCode& last_error) {
   if (endpoints_tried_ == endpoints_.size()) {
     return Finish(absl::UnavailableError(absl::StrCat("peer ", peer_, ": connecting: ", last_error.message())));
   }
-  const asio::ip::tcp::endpoint endpoint = endpoints_[endpoints_tried_++];
+  const asio::generic::stream_protocol::endpoint endpoint = endpoints_[endpoints_tried_++];
   ErrorCode error;
   socket_.close(error);
   socket_.open(endpoint.protocol(), error);

@@ -13,6 +13,11 @@
 
 namespace kvmanager::tcp {
 
+/// The address of an abstract Unix socket.
+inline asio::local::stream_protocol::endpoint LocalEndpoint(const std::string& name) {
+  return asio::local::stream_protocol::endpoint(std::string(1, '\0') + name);
+}
+
 class Dial : public std::enable_shared_from_this<Dial> {
  public:
   struct Connection {
@@ -21,7 +26,8 @@ class Dial : public std::enable_shared_from_this<Dial> {
   };
   using Done = absl::AnyInvocable<void(absl::StatusOr<Connection>)>;
 
-  /// peer: "HOST:PORT". stall_ms: DEADLINE_EXCEEDED after so long.
+  /// peer: "HOST:PORT", or "@NAME" of a Unix socket in the abstract namespace. stall_ms: DEADLINE_EXCEEDED after so
+  /// long.
   Dial(Loop& loop, std::string peer, int64_t stall_ms, Done done);
   void Start();
   void Cancel();
@@ -39,7 +45,7 @@ class Dial : public std::enable_shared_from_this<Dial> {
   Resolver resolver_;
   Timer timer_;
   Socket socket_;
-  std::vector<asio::ip::tcp::endpoint> endpoints_;
+  std::vector<asio::generic::stream_protocol::endpoint> endpoints_;
   size_t endpoints_tried_ = 0;
   std::shared_ptr<Greeting> greeting_;
 };

@@ -1,17 +1,27 @@
 #include "transport/tcp/engine.h"
 
+#include <type_traits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
+#include "transport/tcp/dial.h"
 #include "transport/tcp/host_port.h"
 #include "transport/tcp/incoming.h"
+#include "transport/tcp/local.h"
 #include "transport/tcp/visitor.h"
 
 namespace kvmanager::tcp {
 
 Engine::Engine(TcpTransport::Options options)
-    : loop_(std::move(options)), work_(loop_.io.get_executor()), acceptor_(loop_.io), accept_timer_(loop_.io) {}
+    : loop_(std::move(options)),
+      work_(loop_.io.get_executor()),
+      acceptor_(loop_.io),
+      local_acceptor_(loop_.io),
+      accept_timer_(loop_.io),
+      local_accept_timer_(loop_.io) {
+  loop_.host = ThisHost();
+}
 
 absl::Status Engine::Listen() {
   if (loop_.options.listen.empty()) return absl::OkStatus();
@@ -38,11 +48,24 @@ absl::Status Engine::Listen() {
   endpoint = acceptor_.local_endpoint(error);
   if (error) return failed("asking for the port", error);
   listen_address_ = FormatHostPort(where.host, endpoint.port());
+  return loop_.options.local_lanes ? ListenLocally() : absl::OkStatus();
+}
+
+absl::Status Engine::ListenLocally() {
+  std::string name = NewLocalName();
+  ErrorCode error;
+  local_acceptor_.open({}, error);
+  if (!error) TuneEarly(local_acceptor_.native_handle());
+  if (!error) local_acceptor_.bind(LocalEndpoint(name), error);
+  if (!error) local_acceptor_.listen(kBacklog, error);
+  if (error) return absl::UnavailableError(absl::StrCat("listening for local lanes: ", error.message()));
+  loop_.local_name = std::move(name);
   return absl::OkStatus();
 }
 
 void Engine::Run() {
-  if (acceptor_.is_open()) Accept();
+  if (acceptor_.is_open()) Accept(acceptor_, accept_timer_);
+  if (local_acceptor_.is_open()) Accept(local_acceptor_, local_accept_timer_);
   thread_ = std::thread([this] {
     loop_.io.run();
     // What was posted before the gate closed still runs: a late offer's hand-off is aborted, not forgotten.
@@ -57,7 +80,9 @@ void Engine::Shutdown() {
     loop.stopping = true;
     ErrorCode ignored;
     acceptor_.close(ignored);
+    local_acceptor_.close(ignored);
     accept_timer_.cancel();
+    local_accept_timer_.cancel();
     const absl::Status why = absl::CancelledError("the transport is shutting down");
     while (!loop.outgoing.empty()) std::shared_ptr<Outgoing>(loop.outgoing.begin()->second)->Stop(why);
     while (!loop.incoming.empty()) std::shared_ptr<Incoming>(loop.incoming.begin()->second)->Stop();
@@ -116,27 +141,38 @@ void Engine::Ask(std::string peer, Probe::Done done) {
   });
 }
 
-void Engine::Accept() {
-  acceptor_.async_accept([this](const ErrorCode& error, Socket socket) {
-    if (!acceptor_.is_open()) return;
+template <typename SomeAcceptor>
+void Engine::Accept(SomeAcceptor& acceptor, Timer& retry) {
+  using Accepted = asio::basic_stream_socket<typename SomeAcceptor::protocol_type, Executor>;
+  acceptor.async_accept([this, &acceptor, &retry](const ErrorCode& error, Accepted socket) {
+    if (!acceptor.is_open()) return;
     if (!error) {
-      OnAccepted(std::move(socket));
-      return Accept();
+      std::string host = "local", peer = "local";
+      if constexpr (std::is_same_v<SomeAcceptor, Acceptor>) {
+        ErrorCode gone;
+        const asio::ip::tcp::endpoint endpoint = socket.remote_endpoint(gone);
+        host = gone ? "unknown" : endpoint.address().to_string(gone);
+        peer = FormatHostPort(host, endpoint.port());
+        OnAccepted(Socket(std::move(socket)), std::move(host), std::move(peer));
+      } else if (IsSameUser(socket.native_handle())) {
+        OnAccepted(Socket(std::move(socket)), std::move(host), std::move(peer));
+      }
+      return Accept(acceptor, retry);
     }
-    if (error == asio::error::connection_aborted) return Accept();
-    accept_timer_.expires_after(std::chrono::milliseconds(kAcceptRetryMs));
-    accept_timer_.async_wait([this](const ErrorCode& stopped) {
-      if (!stopped && acceptor_.is_open()) Accept();
+    if (error == asio::error::connection_aborted) return Accept(acceptor, retry);
+    retry.expires_after(std::chrono::milliseconds(kAcceptRetryMs));
+    retry.async_wait([this, &acceptor, &retry](const ErrorCode& stopped) {
+      if (!stopped && acceptor.is_open()) Accept(acceptor, retry);
     });
   });
 }
 
-void Engine::OnAccepted(Socket socket) {
+void Engine::OnAccepted(Socket socket, std::string host, std::string peer) {
   if (loop_.visitors.size() >= loop_.options.visitors_max) {
     loop_.metrics.connections_refused.Increment();
     return;
   }
-  auto visitor = std::make_shared<Visitor>(loop_, std::move(socket));
+  auto visitor = std::make_shared<Visitor>(loop_, std::move(socket), std::move(host), std::move(peer));
   loop_.visitors.insert(visitor);
   visitor->Start();
 }

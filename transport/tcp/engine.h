@@ -33,15 +33,18 @@ class Engine {
   const std::string& listen_address() const { return listen_address_; }
 
  private:
-  void Accept();
-  void OnAccepted(Socket socket);
+  absl::Status ListenLocally();
+  template <typename SomeAcceptor>
+  void Accept(SomeAcceptor& acceptor, Timer& retry);
+  void OnAccepted(Socket socket, std::string host, std::string peer);
   /// Calls `call` of a transfer that has not ended, on the transport's thread.
   void With(uint64_t transfer, absl::AnyInvocable<void(Outgoing&)> call);
 
   Loop loop_;
   asio::executor_work_guard<Executor> work_;
   Acceptor acceptor_;
-  Timer accept_timer_;
+  LocalAcceptor local_acceptor_;
+  Timer accept_timer_, local_accept_timer_;
   std::string listen_address_;
   std::atomic<uint64_t> next_transfer_{1};
   std::thread thread_;

@@ -79,7 +79,7 @@ void FrameLink::OnHeader() {
   if (!header.ok()) return Break(header.status());
   if ((accepts_ >> static_cast<int>(header->type) & 1) == 0) {
     std::string accepted;
-    for (int type = 1; type <= static_cast<int>(FrameType::kLoad); ++type) {
+    for (int type = 1; type <= static_cast<int>(FrameType::kLocal); ++type) {
       if ((accepts_ >> type & 1) == 0) continue;
       absl::StrAppend(&accepted, accepted.empty() ? "" : ", ", FrameTypeName(static_cast<FrameType>(type)));
     }

@@ -1,14 +1,18 @@
 // One lane of a hand-off that is being received: reads PAGES, each page's bytes straight into its target, several pages
-// by one scattered read. Owned by Incoming and the handlers of its pending operations; the transport's thread alone.
+// by one scattered read; on a Unix socket also copies pages out of the sender's memory. Owned by Incoming and the
+// handlers of its pending operations; the transport's thread alone.
 //
 // Invariant: every page of the frame being read is kComing in Incoming, and this lane's alone; Close gives back those
 // that have not all arrived.
 #pragma once
 
 #include <array>
+#include <map>
 #include <memory>
 #include <vector>
 
+#include "kvmanager/memory/region.h"
+#include "transport/tcp/copy_hash.h"
 #include "transport/tcp/loop.h"
 #include "transport/tcp/wire.h"
 
@@ -16,17 +20,22 @@ namespace kvmanager::tcp {
 
 class InLane : public std::enable_shared_from_this<InLane> {
  public:
-  InLane(Loop& loop, Incoming& session, uint32_t index, Socket socket)
-      : loop_(loop), session_(&session), index_(index), socket_(std::move(socket)) {}
+  InLane(Loop& loop, Incoming& session, uint32_t index, Socket socket);
+  ~InLane();
   void Start() { ReadHeader(); }
   void Close();
 
  private:
   void ReadHeader();
-  void ReadRecords(size_t bytes);
-  void OnRecords();
+  void ReadHeaderLocally();
+  void OnHeader();
+  void ReadBody(FrameType type, size_t bytes);
+  void OnPages(std::vector<PageRecord> pages);
+  void OnRegion(const RegionFrame& region);
+  void OnLocal(const LocalFrame& local);
   void ReadPayload();
   void OnPayload(size_t bytes);
+  void BadPage(uint32_t page, uint64_t checksum, uint64_t announced);
   void Break(absl::Status why, bool bad_page = false);
   void BreakSocket(const ErrorCode& error);
 
@@ -34,7 +43,12 @@ class InLane : public std::enable_shared_from_this<InLane> {
   Incoming* session_;  // nullptr once closed
   const uint32_t index_;
   Socket socket_;
-  std::vector<uint8_t> head_;                 // header and records
+  const bool local_;           // a Unix socket
+  std::vector<uint8_t> head_;  // header and records
+  size_t head_bytes_ = 0;      // of it, those read, where that is not Asio's to know
+  int descriptor_ = -1;        // that came with the header
+  std::map<uint32_t, std::unique_ptr<Region>> regions_;
+  CopyHash copy_;
   std::vector<PageRecord> pages_;             // of the frame being read
   std::vector<absl::Span<uint8_t>> targets_;  // as many
   size_t next_ = 0;                           // of pages_: the one being read

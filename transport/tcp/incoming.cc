@@ -44,6 +44,7 @@ void Incoming::Start(std::shared_ptr<FrameLink> link, OfferFrame offer) {
   ++loop_.incoming_open;
   loop_.metrics.received.active.Increment();
   loop_.peers.Begin(host_, true);
+  offered_host_ = offer.host;
   Attach(std::move(link));
   Tick();
   if (absl::Status status = CheckTotal(offer.part); !status.ok()) return End(std::move(status), /*tell=*/true);
@@ -158,7 +159,9 @@ void Incoming::OnOfferReply(absl::StatusOr<HandOffReceiver::Accepted> reply) {
 }
 
 std::string Incoming::EncodedAccept() const {
-  return EncodeAccept({loop_.window(), loop_.options.lanes_max, ticket_, wanted_first_});
+  const bool local = offered_host_ != HostId() && offered_host_ == loop_.host;
+  return EncodeAccept(
+      {loop_.window(), loop_.options.lanes_max, ticket_, wanted_first_, local ? loop_.local_name : std::string()});
 }
 
 absl::StatusOr<PageBitmap> Incoming::TakeTargets(size_t first) {

@@ -99,6 +99,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
 
   std::shared_ptr<IncomingHandOff> hand_off_;
   std::string ticket_;
+  HostId offered_host_ = {};          // the sender's
   std::vector<uint64_t> page_bytes_;  // of the parts that are known
   std::vector<PageState> pages_;      // as many, once accepted
   std::vector<absl::Span<uint8_t>> targets_;

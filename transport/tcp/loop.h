@@ -25,8 +25,10 @@ namespace asio = boost::asio;
 using ErrorCode = boost::system::error_code;
 using SteadyTime = std::chrono::steady_clock::time_point;
 using Executor = asio::io_context::executor_type;
-using Socket = asio::basic_stream_socket<asio::ip::tcp, Executor>;
+/// A TCP connection, or one of a Unix socket (local lanes).
+using Socket = asio::basic_stream_socket<asio::generic::stream_protocol, Executor>;
 using Acceptor = asio::basic_socket_acceptor<asio::ip::tcp, Executor>;
+using LocalAcceptor = asio::basic_socket_acceptor<asio::local::stream_protocol, Executor>;
 using Resolver = asio::ip::basic_resolver<asio::ip::tcp, Executor>;
 using Timer =
     asio::basic_waitable_timer<std::chrono::steady_clock, asio::wait_traits<std::chrono::steady_clock>, Executor>;
@@ -69,6 +71,8 @@ struct Loop {
   PeerBook peers;
   RateLimit rate;
   std::shared_ptr<Gate> gate;
+  std::string local_name;  // of the Unix socket for local lanes; empty: none
+  HostId host = {};
   // What has sockets or timers stays here until they are closed, so that the end of the transport finds it. Handlers of
   // pending operations share it, hence shared_ptr.
   std::unordered_map<uint64_t, std::shared_ptr<Outgoing>> outgoing;

@@ -1,19 +1,27 @@
 #include "transport/tcp/out_lane.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
+#include "transport/tcp/local.h"
 #include "transport/tcp/outgoing.h"
 
 namespace kvmanager::tcp {
 
 OutLane::OutLane(Loop& loop, Outgoing& session, uint32_t index)
-    : loop_(loop), session_(&session), index_(index), socket_(loop.io), rate_timer_(loop.io) {}
+    : loop_(loop),
+      session_(&session),
+      index_(index),
+      socket_(loop.io),
+      rate_timer_(loop.io),
+      local_(session.lane_address()[0] == '@'),
+      passed_(loop.options.memory.size()) {}
 
 void OutLane::Start() {
-  dial_ = std::make_shared<Dial>(loop_, session_->peer(), session_->stall_ms(),
+  dial_ = std::make_shared<Dial>(loop_, session_->lane_address(), session_->stall_ms(),
                                  [self = shared_from_this()](absl::StatusOr<Dial::Connection> connection) {
                                    self->dial_ = nullptr;
                                    if (!connection.ok()) return self->Break(std::move(connection).status());
@@ -54,19 +62,75 @@ void OutLane::WatchForEnd() {
 void OutLane::Pump() {
   if (!ready_ || busy_ || session_ == nullptr) return;
   if (!session_->TakeFrame(index_, &pages_)) return;
+  written_ = 0;
+  if (local_ && MakeLocal()) {
+    frame_bytes_ = head_.size();
+    return WriteRegions();
+  }
   std::array<PageRecord, kPagesPerFrameMax> records;
   for (size_t i = 0; i < pages_.size(); ++i) records[i] = {pages_[i].page, pages_[i].checksum};
   head_.resize(kHeaderBytes + kPageRecordBytes * pages_.size());
   PutPagesHead(absl::MakeConstSpan(records.data(), pages_.size()), head_.data());
   frame_bytes_ = head_.size();
   for (const SendPage& page : pages_) frame_bytes_ += page.bytes.size();
-  written_ = 0;
+  Write();
+}
+
+bool OutLane::MakeLocal() {
+  const std::vector<SharedMemory>& memory = loop_.options.memory;
+  std::vector<LocalRecord> records;
+  to_pass_.clear();
+  for (const SendPage& page : pages_) {
+    // The last region that does not begin behind the page; they are in order of address.
+    const auto after = std::upper_bound(memory.begin(), memory.end(), page.bytes.data(),
+                                        [](const uint8_t* p, const SharedMemory& m) { return p < m.data; });
+    if (after == memory.begin()) return false;
+    const SharedMemory& region = *(after - 1);
+    const uint64_t offset = static_cast<uint64_t>(page.bytes.data() - region.data);
+    if (offset + page.bytes.size() > region.bytes) return false;
+    const auto index = static_cast<uint32_t>(after - 1 - memory.begin());
+    records.push_back({page.page, index, offset, page.checksum});
+    if (!passed_[index] && std::find(to_pass_.begin(), to_pass_.end(), index) == to_pass_.end()) {
+      to_pass_.push_back(index);
+    }
+  }
+  const std::string frame = EncodeLocal(records);
+  head_.assign(frame.begin(), frame.end());
+  return true;
+}
+
+void OutLane::WriteRegions() {
+  busy_ = true;
+  while (!to_pass_.empty()) {
+    const uint32_t index = to_pass_.back();
+    const SharedMemory& memory = loop_.options.memory[index];
+    const std::string frame = EncodeRegion({index, memory.bytes});
+    const absl::Span<const uint8_t> rest(reinterpret_cast<const uint8_t*>(frame.data()) + region_written_,
+                                         frame.size() - region_written_);
+    const ssize_t n = SendWithDescriptor(socket_.native_handle(), rest, region_written_ == 0 ? memory.fd : -1);
+    if (n < 0 && errno != EAGAIN && errno != EINTR) {
+      return Break(absl::UnavailableError(ErrorCode(errno, asio::error::get_system_category()).message()));
+    }
+    if (n > 0) region_written_ += n;
+    if (region_written_ == frame.size()) {
+      passed_[index] = true;
+      to_pass_.pop_back();
+      region_written_ = 0;
+      continue;
+    }
+    return socket_.async_wait(Socket::wait_write, [self = shared_from_this()](const ErrorCode& error) {
+      if (self->session_ == nullptr) return;
+      if (error) return self->Break(absl::UnavailableError(error.message()));
+      self->WriteRegions();
+    });
+  }
   Write();
 }
 
 void OutLane::Write() {
   busy_ = true;
-  const uint64_t granted = loop_.rate.Take(frame_bytes_ - written_, NowNs());
+  const bool by_place = frame_bytes_ == head_.size();  // the pages are not written, only where they are
+  const uint64_t granted = by_place ? frame_bytes_ - written_ : loop_.rate.Take(frame_bytes_ - written_, NowNs());
   if (granted == 0) {
     rate_timer_.expires_after(std::chrono::milliseconds(kRateWaitMs));
     rate_timer_.async_wait([self = shared_from_this()](const ErrorCode& error) {
@@ -85,10 +149,11 @@ void OutLane::Write() {
     if (taken > 0) buffers_[count++] = asio::const_buffer(bytes + skipped, taken);
   };
   add(head_.data(), head_.size());
-  for (size_t i = 0; i < pages_.size() && left > 0; ++i) add(pages_[i].bytes.data(), pages_[i].bytes.size());
+  for (size_t i = 0; !by_place && i < pages_.size() && left > 0; ++i)
+    add(pages_[i].bytes.data(), pages_[i].bytes.size());
   socket_.async_write_some(absl::MakeConstSpan(buffers_.data(), count),
-                           [self = shared_from_this(), granted](const ErrorCode& error, size_t bytes) {
-                             self->loop_.rate.GiveBack(granted - std::min<uint64_t>(granted, bytes));
+                           [self = shared_from_this(), granted, by_place](const ErrorCode& error, size_t bytes) {
+                             if (!by_place) self->loop_.rate.GiveBack(granted - std::min<uint64_t>(granted, bytes));
                              if (self->session_ == nullptr) return;
                              if (error) return self->Break(absl::UnavailableError(error.message()));
                              self->OnWritten(bytes);
@@ -100,6 +165,9 @@ void OutLane::OnWritten(size_t bytes) {
   session_->OnPayload(bytes - std::min<uint64_t>(bytes, head_left));
   written_ += bytes;
   if (written_ < frame_bytes_) return Write();
+  if (frame_bytes_ == head_.size()) {
+    for (const SendPage& page : pages_) session_->OnPayload(page.bytes.size());
+  }
   session_->OnPagesWritten(pages_.size());
   pages_.clear();
   busy_ = false;

@@ -1,4 +1,5 @@
-// One lane of a hand-off that is being sent: joins, then writes frame after frame of pages, straight from their slots.
+// One lane of a hand-off that is being sent: joins, then writes frame after frame of pages, straight from their slots;
+// or, on a Unix socket, says where they lie.
 // Owned by Outgoing and the handlers of its pending operations; the transport's thread alone.
 #pragma once
 
@@ -27,6 +28,9 @@ class OutLane : public std::enable_shared_from_this<OutLane> {
   void Join(Dial::Connection connection);
   void OnJoined(Frame frame);
   void WatchForEnd();
+  /// Whether the frame's pages lie in shared memory: then head_ says where, and is all there is to write.
+  bool MakeLocal();
+  void WriteRegions();
   void Write();
   void OnWritten(size_t bytes);
   void Break(absl::Status why);
@@ -44,6 +48,10 @@ class OutLane : public std::enable_shared_from_this<OutLane> {
 
   std::vector<SendPage> pages_;  // of the frame being written
   std::vector<uint8_t> head_;
+  bool local_ = false;             // a Unix socket
+  std::vector<uint32_t> to_pass_;  // regions that the frame names first
+  std::vector<bool> passed_;       // of options.memory
+  size_t region_written_ = 0;      // bytes of the REGION of to_pass_.back()
   uint64_t frame_bytes_ = 0;
   uint64_t written_ = 0;  // of it
   std::array<asio::const_buffer, kPagesPerFrameMax + 1> buffers_;

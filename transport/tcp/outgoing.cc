@@ -68,8 +68,8 @@ void Outgoing::DialControl() {
                                  [self = shared_from_this()](absl::StatusOr<Dial::Connection> connection) {
                                    self->dial_ = nullptr;
                                    if (connection.ok()) return self->OnControl(*std::move(connection));
-                                   const absl::Status why = std::move(connection).status();
-                                   if (!self->connected_before_ || !IsBroken(why)) return self->Finish(why);
+                                   absl::Status why = std::move(connection).status();
+                                   if (!self->connected_before_ || !IsBroken(why)) return self->Finish(std::move(why));
                                    self->ScheduleRedial(why);
                                  });
   const auto dial = dial_;
@@ -98,7 +98,8 @@ void Outgoing::OnControl(Dial::Connection connection) {
   if (!connected_before_) started_ = Now();
   connected_before_ = true;
   offer_again_ = false;
-  link_->Send(EncodeOffer(token_, request_.room_ms, request_.first));
+  link_->Send(
+      EncodeOffer(token_, request_.room_ms, request_.first, loop_.options.memory.empty() ? HostId() : loop_.host));
 }
 
 void Outgoing::OnFrame(Frame frame) {
@@ -137,12 +138,22 @@ absl::Status Outgoing::OnAccept(AcceptFrame accept) {
   for (uint32_t i = 0; i < first_pages_; ++i) {
     if (!accept.wanted.has(i)) Skip(i);
   }
-  const uint64_t useful = (total_bytes_ + kBytesPerLane - 1) / kBytesPerLane;
-  const uint64_t allowed = std::min<uint64_t>(loop_.options.lanes, accept.lanes);
-  lanes_.resize(std::clamp<uint64_t>(useful, 1, allowed));
+  lanes_allowed_ = std::min(loop_.options.lanes, accept.lanes);
+  if (accept.local_name.empty()) {
+    UseTcpLanes();
+  } else {
+    lane_address_ = absl::StrCat("@", accept.local_name);
+    lanes_.resize(1);
+  }
   if (events_.accepted) events_.accepted(std::move(accept.ticket));
   if (state_ == State::kSending) SayLast();
   return absl::OkStatus();
+}
+
+void Outgoing::UseTcpLanes() {
+  lane_address_ = request_.peer;
+  const uint64_t useful = (total_bytes_ + kBytesPerLane - 1) / kBytesPerLane;
+  lanes_.resize(std::clamp<uint64_t>(useful, 1, lanes_allowed_));
 }
 
 void Outgoing::SayLast() {
@@ -343,8 +354,13 @@ void Outgoing::OnLaneJoined(uint32_t lane, const JoinedFrame& joined) {
 
 void Outgoing::OnLaneBroken(uint32_t lane, absl::Status why) {
   if (state_ == State::kFinished) return;
+  lanes_[lane - 1].lane = nullptr;
+  if (lane_address_ != request_.peer && !lanes_[lane - 1].joined_before && IsBroken(why)) {
+    // The same host, but not one where its Unix socket can be reached: another network namespace, or another user.
+    UseTcpLanes();
+    return OpenLanes();
+  }
   LaneSlot& slot = lanes_[lane - 1];
-  slot.lane = nullptr;
   // A receiver that has all pages takes no lanes any more, and will say DONE.
   if (!IsBroken(why) && why.code() != absl::StatusCode::kFailedPrecondition) {
     if (why.code() == absl::StatusCode::kNotFound) {
@@ -386,7 +402,7 @@ void Outgoing::Tick() {
   const char* missing = Now() - heard_ >= stall ? "ms without a sign of peer " : nullptr;
   if (missing == nullptr && Now() - progress_ >= stall) missing = "ms without a page taken by peer ";
   if (missing != nullptr) {
-    if (link_ == nullptr && !broken_by_.ok()) return Finish(broken_by_);
+    if (link_ == nullptr && !broken_by_.ok()) return Finish(std::move(broken_by_));
     return Finish(FieldError(absl::StatusCode::kDeadlineExceeded, absl::StrCat(missing, request_.peer),
                              absl::StrCat(stall_ms_), absl::StrCat("below ", stall_ms_)));
   }

@@ -43,7 +43,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   void Stop(absl::Status why);
 
   // For its lanes.
-  const std::string& peer() const { return request_.peer; }
+  const std::string& lane_address() const { return lane_address_; }
   const Token& token() const { return token_; }
   int64_t stall_ms() const { return stall_ms_; }
   /// What to send next, in one frame; the pages count as sent by `lane`. False: nothing now.
@@ -85,6 +85,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   absl::Status OnDone();
   void OnError(const absl::Status& status);
   void OnLinkBroken(absl::Status why);
+  void UseTcpLanes();
   void SayLast();
   void SetArrived(uint32_t page);
   void Skip(uint32_t page);
@@ -129,6 +130,8 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   uint64_t unacked_bytes_ = 0;
   uint64_t pages_to_go_ = 0;  // neither arrived, nor skipped, nor withdrawn
   uint64_t total_bytes_ = 0;
+  std::string lane_address_;  // for Dial: the peer, or its Unix socket
+  uint32_t lanes_allowed_ = 1;
   std::vector<LaneSlot> lanes_;
   SendResult result_;
 };

@@ -1,5 +1,6 @@
 #include "transport/tcp/tcp_transport.h"
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -28,6 +29,9 @@ absl::Status CheckOptions(const TcpTransport::Options& options) {
   if (options.lanes_max < 1 || options.lanes_max > tcp::kLanesMax) {
     return InvalidField("lanes_max", options.lanes_max, absl::StrCat("1..", tcp::kLanesMax));
   }
+  if (options.memory.size() > tcp::kRegionsMax) {
+    return InvalidField("memory regions", options.memory.size(), absl::StrCat("at most ", tcp::kRegionsMax));
+  }
   if (options.window_bytes < 1) return InvalidField("window_bytes", options.window_bytes, "at least 1");
   if (options.incoming_max < 1) return InvalidField("incoming_max", options.incoming_max, "at least 1");
   if (options.outgoing_max < 1) return InvalidField("outgoing_max", options.outgoing_max, "at least 1");
@@ -42,6 +46,8 @@ TcpTransport::~TcpTransport() { engine_->Shutdown(); }
 absl::StatusOr<std::unique_ptr<TcpTransport>> TcpTransport::Create(Options options) {
   KV_RETURN_IF_ERROR(CheckOptions(options));
   try {
+    std::sort(options.memory.begin(), options.memory.end(),
+              [](const SharedMemory& a, const SharedMemory& b) { return a.data < b.data; });
     auto engine = std::make_unique<tcp::Engine>(std::move(options));
     KV_RETURN_IF_ERROR(engine->Listen());
     engine->Run();

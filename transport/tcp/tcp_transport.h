@@ -13,6 +13,7 @@
 // the receiver has the hand-off: an unclaimed ticket is the receiver's to expire.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -27,12 +28,21 @@ namespace tcp {
 class Engine;
 }
 
+/// Memory in which pages lie that are sent, as another process of this host can map it.
+struct SharedMemory {
+  const uint8_t* data = nullptr;
+  uint64_t bytes = 0;
+  int fd = -1;  // of a memfd that cannot shrink (Region); outlives the transport
+};
+
 class TcpTransport final : public Transport {
  public:
   struct Options {
     std::string listen;                               // "HOST:PORT", port 0: any; empty: this transport only sends
     HandOffReceiver* receiver = nullptr;              // outlives the transport; needed if `listen` is set
     TransportMetrics* metrics = nullptr;              // outlives the transport
+    std::vector<SharedMemory> memory;                 // lets daemons of this host copy pages out of it; else by TCP
+    bool local_lanes = true;                          // whether to take pages so, and listen for it
     uint64_t send_bytes_per_s = 0;                    // of all hand-offs together; 0: as fast as it goes
     int64_t stall_ms = SendRequest::kStallMsDefault;  // a peer that is not heard of for so long is given up
     uint32_t lanes = kLanesDefault;                   // connections for the pages of a hand-off that is sent, at most

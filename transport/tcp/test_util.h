@@ -6,6 +6,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 #include <xxhash.h>
 
@@ -307,6 +308,7 @@ class RawSocket {
   void EndWriting() { ::shutdown(fd_, SHUT_WR); }
   void EndBoth() { ::shutdown(fd_, SHUT_RDWR); }
   bool valid() const { return fd_ >= 0; }
+  int fd() const { return fd_; }
   ssize_t ReadSome(void* bytes, size_t size) { return ::recv(fd_, bytes, size, 0); }
   /// `size` bytes, or fewer if the other side closed before.
   std::string Read(size_t size) {

@@ -1,6 +1,7 @@
-// Bytes per second of one hand-off between two transports of this process over loopback, beside iperf3 with as many
-// connections in the same run: what the kernel's sockets give. Random bytes, a pool as large as the hand-off on each
-// side, checksums made before. Prints the CPU time of both sides as well.
+// Bytes per second of one hand-off between two transports of this process: over loopback TCP, beside iperf3 with as
+// many connections in the same run (what the kernel's sockets give), and over a local lane, beside one memcpy of as
+// much. Random bytes, a pool as large as the hand-off on each side, checksums made before. Prints the CPU time of both
+// sides as well.
 #include <sys/resource.h>
 #include <xxhash.h>
 
@@ -8,7 +9,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <future>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <string>
@@ -16,6 +19,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/memory/region.h"
 #include "transport/tcp/tcp_transport.h"
 
 namespace kvmanager::tcp {
@@ -35,20 +39,31 @@ double CpuSeconds(int who) {
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
-std::vector<uint8_t> RandomBytes(uint64_t bytes) {
-  std::vector<uint8_t> pool(bytes);
-  std::mt19937_64 random(1);
-  for (uint64_t i = 0; i + 8 <= bytes; i += 8) {
-    const uint64_t word = random();
-    std::copy_n(reinterpret_cast<const uint8_t*>(&word), 8, pool.begin() + static_cast<ptrdiff_t>(i));
+/// Memory of a pool, as the daemon's: another process could map it.
+class Pool {
+ public:
+  Pool(uint64_t bytes, uint64_t seed) {
+    auto region = Region::Create({.bytes = bytes, .huge_pages = true, .sharing = Region::Sharing::kReadOnly});
+    KV_CHECK(region.ok());
+    region_ = *std::move(region);
+    std::mt19937_64 random(seed);
+    for (uint64_t i = 0; i + 8 <= bytes; i += 8) {
+      const uint64_t word = random();
+      std::memcpy(region_->data() + i, &word, 8);
+    }
   }
-  return pool;
-}
+  uint8_t* data() const { return region_->data(); }
+  uint64_t size() const { return region_->bytes(); }
+  SharedMemory shared() const { return {region_->data(), region_->bytes(), region_->fd()}; }
+
+ private:
+  std::unique_ptr<Region> region_;
+};
 
 /// Accepts everything into one buffer.
 class PoolReceiver final : public HandOffReceiver {
  public:
-  explicit PoolReceiver(std::vector<uint8_t>* pool) : pool_(pool) {}
+  explicit PoolReceiver(const Pool* pool) : pool_(pool) {}
   class HandOff final : public IncomingHandOff {
    public:
     absl::Span<uint8_t> target(uint32_t page) const override { return targets[page]; }
@@ -70,16 +85,18 @@ class PoolReceiver final : public HandOffReceiver {
   ReceiverLoad Load() const override { return {}; }
 
  private:
-  std::vector<uint8_t>* pool_;
+  const Pool* pool_;
 };
 
-Measured HandOff(const std::vector<uint8_t>& from, std::vector<uint8_t>* to, uint64_t page_bytes, uint32_t lanes) {
+/// lanes: over TCP; 0: a local lane.
+Measured HandOff(const Pool& from, const Pool& to, uint64_t page_bytes, uint32_t lanes) {
   Metrics registry;
   TransportMetrics metrics(&registry);
-  PoolReceiver receiver(to);
+  PoolReceiver receiver(&to);
   TcpTransport::Options options;
   options.metrics = &metrics;
-  options.lanes = lanes;
+  options.lanes = std::max(lanes, 1u);
+  if (lanes == 0) options.memory = {from.shared()};
   auto sender = TcpTransport::Create(options);
   options.listen = "127.0.0.1:0";
   options.receiver = &receiver;
@@ -91,8 +108,8 @@ Measured HandOff(const std::vector<uint8_t>& from, std::vector<uint8_t>* to, uin
   std::vector<SendPage> pages;
   for (uint64_t at = 0; at + page_bytes <= from.size(); at += page_bytes) {
     request.first.page_bytes.push_back(page_bytes);
-    pages.push_back({static_cast<uint32_t>(pages.size()), absl::MakeConstSpan(&from[at], page_bytes),
-                     XXH3_64bits(&from[at], page_bytes)});
+    pages.push_back({static_cast<uint32_t>(pages.size()), absl::MakeConstSpan(from.data() + at, page_bytes),
+                     XXH3_64bits(from.data() + at, page_bytes)});
   }
   std::promise<absl::StatusOr<SendResult>> promise;
   SendEvents events;
@@ -105,9 +122,19 @@ Measured HandOff(const std::vector<uint8_t>& from, std::vector<uint8_t>* to, uin
   (*sender)->Finish(id, std::move(last));
   const absl::StatusOr<SendResult> result = promise.get_future().get();
   KV_CHECK(result.ok());
-  KV_CHECK(std::equal(from.begin(), from.begin() + static_cast<ptrdiff_t>(result->bytes_sent), to->begin()));
+  KV_CHECK(std::memcmp(from.data(), to.data(), result->bytes_sent) == 0);
   const auto sent = static_cast<double>(result->bytes_sent);
   return {sent / result->seconds, (CpuSeconds(RUSAGE_SELF) - cpu_before) / sent * (1 << 30)};
+}
+
+/// One memcpy of all of it.
+Measured Copy(const Pool& from, const Pool& to) {
+  const auto start = std::chrono::steady_clock::now();
+  const double cpu_before = CpuSeconds(RUSAGE_SELF);
+  std::memcpy(to.data(), from.data(), from.size());
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const auto bytes = static_cast<double>(from.size());
+  return {bytes / seconds, (CpuSeconds(RUSAGE_SELF) - cpu_before) / bytes * (1 << 30)};
 }
 
 /// What iperf3 measures; nothing if it is not installed.
@@ -146,26 +173,27 @@ int Main(int argc, char** argv) {
       ->check(CLI::Range(1, 99))
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
-  const std::vector<uint8_t> from = RandomBytes(mib << 20);
-  std::vector<uint8_t> to = RandomBytes(mib << 20);
-  std::printf("%6s %16s %16s %8s %24s\n", "lanes", "hand-off GB/s", "iperf3 GB/s", "ratio", "CPU s/GiB, and iperf3's");
-  for (const uint32_t n : lanes) {
+  const Pool from(mib << 20, 1), to(mib << 20, 2);
+  const auto median = [](std::vector<Measured>& all) {
+    std::sort(all.begin(), all.end(),
+              [](const Measured& a, const Measured& b) { return a.bytes_per_s < b.bytes_per_s; });
+    return all[all.size() / 2];
+  };
+  std::printf("%-12s %16s %16s %8s %26s\n", "", "hand-off GB/s", "peer GB/s", "ratio", "CPU s/GiB, and the peer's");
+  const auto row = [&](const std::string& name, uint32_t n) {
     std::vector<Measured> ours, theirs;
     for (int i = 0; i < repetitions; ++i) {
-      ours.push_back(HandOff(from, &to, page_bytes, n));
-      theirs.push_back(Iperf(port, n, mib << 20));
+      ours.push_back(HandOff(from, to, page_bytes, n));
+      theirs.push_back(n == 0 ? Copy(from, to) : Iperf(port, n, mib << 20));
     }
-    const auto median = [](std::vector<Measured>& all) {
-      std::sort(all.begin(), all.end(),
-                [](const Measured& a, const Measured& b) { return a.bytes_per_s < b.bytes_per_s; });
-      return all[all.size() / 2];
-    };
     const Measured a = median(ours), b = median(theirs);
     if (b.bytes_per_s == 0) std::printf("(iperf3 is not installed, or could not run)\n");
-    std::printf("%6u %16.2f %16.2f %8.2f %14.2f %9.2f\n", n, a.bytes_per_s / 1e9, b.bytes_per_s / 1e9,
+    std::printf("%-12s %16.2f %16.2f %8.2f %16.2f %9.2f\n", name.c_str(), a.bytes_per_s / 1e9, b.bytes_per_s / 1e9,
                 b.bytes_per_s > 0 ? a.bytes_per_s / b.bytes_per_s : 0, a.cpu_s_per_gib, b.cpu_s_per_gib);
     std::fflush(stdout);
-  }
+  };
+  for (const uint32_t n : lanes) row(absl::StrCat("tcp, ", n), n);
+  row("local", 0);
   return 0;
 }
 

@@ -9,16 +9,13 @@
 
 namespace kvmanager::tcp {
 
-Visitor::Visitor(Loop& loop, Socket socket)
+Visitor::Visitor(Loop& loop, Socket socket, std::string host, std::string peer)
     : loop_(loop),
       socket_(std::move(socket)),
       timer_(loop.io),
-      deadline_(Now() + std::chrono::milliseconds(loop.options.stall_ms)) {
-  ErrorCode gone;
-  const asio::ip::tcp::endpoint endpoint = socket_.remote_endpoint(gone);
-  host_ = gone ? "unknown" : endpoint.address().to_string(gone);
-  peer_ = FormatHostPort(host_, endpoint.port());
-}
+      deadline_(Now() + std::chrono::milliseconds(loop.options.stall_ms)),
+      host_(std::move(host)),
+      peer_(std::move(peer)) {}
 
 void Visitor::Start() {
   greeting_ =

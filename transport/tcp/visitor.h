@@ -14,7 +14,8 @@ namespace kvmanager::tcp {
 
 class Visitor : public std::enable_shared_from_this<Visitor> {
  public:
-  Visitor(Loop& loop, Socket socket);
+  /// host, peer: its address, without and with its port, for people to read.
+  Visitor(Loop& loop, Socket socket, std::string host, std::string peer);
   /// REQUIRES: this is in loop.visitors.
   void Start();
   void Stop();
@@ -32,7 +33,7 @@ class Visitor : public std::enable_shared_from_this<Visitor> {
   Socket socket_;
   Timer timer_;
   const SteadyTime deadline_;
-  std::string host_, peer_;  // address; "HOST:PORT"
+  const std::string host_, peer_;
   HelloFrame theirs_;
   std::shared_ptr<Greeting> greeting_;
   std::shared_ptr<FrameLink> link_;

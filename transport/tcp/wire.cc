@@ -12,7 +12,7 @@ namespace kvmanager::tcp {
 namespace {
 
 constexpr size_t kTokenBytes = sizeof(Token);
-constexpr size_t kOfferFixedBytes = 32;
+constexpr size_t kOfferFixedBytes = 48;
 constexpr size_t kJoinBytes = 24;
 constexpr size_t kAcceptFixedBytes = 24;
 constexpr size_t kLastFixedBytes = 16;
@@ -21,6 +21,7 @@ constexpr size_t kGotFixedBytes = 8;
 constexpr size_t kJoinedFixedBytes = 8;
 constexpr size_t kErrorFixedBytes = 20;
 constexpr size_t kLoadBytes = 40;
+constexpr size_t kRegionBytes = 16;
 constexpr size_t kHelloCheckAt = 12;
 constexpr size_t kHeaderCheckAt = 4;
 constexpr uint64_t kBitmapBytesMax = (HandOffPart::kPagesMax + 7) / 8;
@@ -87,7 +88,8 @@ Bounds BodyBounds(FrameType type) {
     case FrameType::kJoin:
       return {kJoinBytes, kJoinBytes};
     case FrameType::kAccept:
-      return {kAcceptFixedBytes + 1, kAcceptFixedBytes + HandOffReceiver::kTicketBytesMax + kBitmapBytesMax};
+      return {kAcceptFixedBytes + 1,
+              kAcceptFixedBytes + HandOffReceiver::kTicketBytesMax + kLocalNameBytesMax + kBitmapBytesMax};
     case FrameType::kLast:
       return {kLastFixedBytes + 1, kLastFixedBytes + kPartMax + 4 * HandOffPart::kPagesMax};
     case FrameType::kExtended:
@@ -103,6 +105,10 @@ Bounds BodyBounds(FrameType type) {
       return {kErrorFixedBytes, kErrorFixedBytes + 4 * kErrorTextBytesMax};
     case FrameType::kLoad:
       return {kLoadBytes, kLoadBytes};
+    case FrameType::kRegion:
+      return {kRegionBytes, kRegionBytes};
+    case FrameType::kLocal:
+      return {kLocalRecordBytes, kLocalRecordBytes * kPagesPerFrameMax};
     case FrameType::kPing:
     case FrameType::kDone:
     case FrameType::kCancel:
@@ -145,6 +151,7 @@ absl::StatusOr<Frame> ParseOffer(absl::Span<const uint8_t> body) {
   KV_RETURN_IF_ERROR(CheckRange("manifest bytes", manifest_bytes, 1, HandOffPart::kManifestBytesMax));
   KV_RETURN_IF_ERROR(CheckRange("pages", pages, 0, HandOffPart::kPagesMax));
   KV_RETURN_IF_ERROR(CheckZero(FrameType::kOffer, Load32(&body[28])));
+  std::memcpy(offer.host.data(), &body[32], sizeof(HostId));
   KV_RETURN_IF_ERROR(CheckBodyBytes(FrameType::kOffer, body.size(), kOfferFixedBytes + 4 * pages + manifest_bytes));
   offer.part.page_bytes = ParseList<uint64_t>(&body[kOfferFixedBytes], pages);
   offer.part.manifest.assign(body.end() - manifest_bytes, body.end());
@@ -192,11 +199,16 @@ absl::StatusOr<Frame> ParseAccept(absl::Span<const uint8_t> body) {
   KV_RETURN_IF_ERROR(CheckRange("ACCEPT window", accept.window, 1, UINT64_MAX));
   KV_RETURN_IF_ERROR(CheckRange("ACCEPT lanes", accept.lanes, 1, kLanesMax));
   KV_RETURN_IF_ERROR(CheckRange("ACCEPT ticket bytes", ticket_bytes, 1, HandOffReceiver::kTicketBytesMax));
-  KV_RETURN_IF_ERROR(CheckZero(FrameType::kAccept, Load32(&body[20])));
+  const uint64_t local_bytes = Load32(&body[20]);
+  KV_RETURN_IF_ERROR(CheckRange("ACCEPT local name bytes", local_bytes, 0, kLocalNameBytesMax));
   absl::Span<const uint8_t> rest = body.subspan(kAcceptFixedBytes);
   KV_RETURN_IF_ERROR(CheckRange("ACCEPT ticket bytes", ticket_bytes, 1, rest.size()));
   accept.ticket.assign(rest.begin(), rest.begin() + static_cast<ptrdiff_t>(ticket_bytes));
-  KV_ASSIGN_OR_RETURN(accept.wanted, ParseBitmap(FrameType::kAccept, Load32(&body[16]), rest.subspan(ticket_bytes)));
+  rest.remove_prefix(ticket_bytes);
+  KV_RETURN_IF_ERROR(CheckRange("ACCEPT local name bytes", local_bytes, 0, rest.size()));
+  accept.local_name.assign(rest.begin(), rest.begin() + static_cast<ptrdiff_t>(local_bytes));
+  rest.remove_prefix(local_bytes);
+  KV_ASSIGN_OR_RETURN(accept.wanted, ParseBitmap(FrameType::kAccept, Load32(&body[16]), rest));
   return Frame(std::move(accept));
 }
 
@@ -211,6 +223,27 @@ absl::StatusOr<Frame> ParsePages(absl::Span<const uint8_t> body) {
     frame.pages[i] = {Load32(record), Load64(record + 8)};
     KV_RETURN_IF_ERROR(CheckZero(FrameType::kPages, Load32(record + 4)));
     KV_RETURN_IF_ERROR(CheckRange("page", frame.pages[i].page, 0, HandOffPart::kPagesMax - 1));
+  }
+  return Frame(std::move(frame));
+}
+
+absl::StatusOr<Frame> ParseRegion(absl::Span<const uint8_t> body) {
+  const RegionFrame region{Load32(&body[0]), Load64(&body[8])};
+  KV_RETURN_IF_ERROR(CheckRange("region", region.region, 0, kRegionsMax - 1));
+  KV_RETURN_IF_ERROR(CheckZero(FrameType::kRegion, Load32(&body[4])));
+  KV_RETURN_IF_ERROR(CheckRange("region bytes", region.bytes, 1, uint64_t{1} << 42));
+  return Frame(region);
+}
+
+absl::StatusOr<Frame> ParseLocal(absl::Span<const uint8_t> body) {
+  if (body.size() % kLocalRecordBytes != 0) {
+    return InvalidField("LOCAL body bytes", body.size(), absl::StrCat("a multiple of ", kLocalRecordBytes));
+  }
+  LocalFrame frame;
+  for (size_t at = 0; at < body.size(); at += kLocalRecordBytes) {
+    const uint8_t* record = &body[at];
+    frame.pages.push_back({Load32(record), Load32(record + 4), Load64(record + 8), Load64(record + 16)});
+    if (Load64(record + 24) != 0) return InvalidField("LOCAL reserved", Load64(record + 24), "0");
   }
   return Frame(std::move(frame));
 }
@@ -301,14 +334,15 @@ std::string EncodeStatus(FrameType type, const absl::Status& status) {
 }  // namespace
 
 const char* FrameTypeName(FrameType type) {
-  static constexpr const char* kNames[] = {"",    "OFFER",  "JOIN", "WAITING", "ACCEPT", "LAST",   "EXTENDED", "PAGES",
-                                           "GOT", "JOINED", "PING", "DONE",    "ERROR",  "CANCEL", "PROBE",    "LOAD"};
+  static constexpr const char* kNames[] = {"",         "OFFER",  "JOIN",  "WAITING", "ACCEPT", "LAST",
+                                           "EXTENDED", "PAGES",  "GOT",   "JOINED",  "PING",   "DONE",
+                                           "ERROR",    "CANCEL", "PROBE", "LOAD",    "REGION", "LOCAL"};
   return kNames[static_cast<int>(type)];
 }
 
 absl::StatusOr<FrameHeader> ParseHeader(absl::Span<const uint8_t> bytes) {
   if (bytes.size() != kHeaderBytes) return InvalidField("frame header bytes", bytes.size(), absl::StrCat(kHeaderBytes));
-  KV_RETURN_IF_ERROR(CheckRange("frame type", bytes[0], 1, static_cast<int>(FrameType::kLoad)));
+  KV_RETURN_IF_ERROR(CheckRange("frame type", bytes[0], 1, static_cast<int>(FrameType::kLocal)));
   FrameHeader header;
   header.type = static_cast<FrameType>(bytes[0]);
   header.check = Load32(&bytes[kHeaderCheckAt]);
@@ -346,6 +380,10 @@ absl::StatusOr<Frame> ParseFrame(absl::Span<const uint8_t> bytes) {
       return ParseExtended(body);
     case FrameType::kPages:
       return ParsePages(body);
+    case FrameType::kRegion:
+      return ParseRegion(body);
+    case FrameType::kLocal:
+      return ParseLocal(body);
     case FrameType::kGot:
       return ParseGot(body);
     case FrameType::kJoined:
@@ -404,7 +442,7 @@ std::string EncodeHello(const HelloFrame& hello) {
   return Sealed(std::move(out), kHelloCheckAt);
 }
 
-std::string EncodeOffer(const Token& token, int64_t room_ms, const HandOffPart& part) {
+std::string EncodeOffer(const Token& token, int64_t room_ms, const HandOffPart& part, const HostId& host) {
   std::string out =
       HeaderString(FrameType::kOffer, kOfferFixedBytes + 4 * part.page_bytes.size() + part.manifest.size());
   Append(out, token);
@@ -412,6 +450,7 @@ std::string EncodeOffer(const Token& token, int64_t room_ms, const HandOffPart& 
   Append(out, part.manifest.size(), 4);
   Append(out, part.page_bytes.size(), 4);
   Append(out, 0, 4);
+  Append(out, host);
   for (const uint64_t bytes : part.page_bytes) Append(out, bytes, 4);
   return Sealed(std::move(out += part.manifest));
 }
@@ -441,14 +480,16 @@ std::string EncodeError(const absl::Status& status) { return EncodeStatus(FrameT
 
 std::string EncodeAccept(const AcceptFrame& accept) {
   KV_CHECK(!accept.ticket.empty() && accept.ticket.size() <= HandOffReceiver::kTicketBytesMax);
-  std::string out =
-      HeaderString(FrameType::kAccept, kAcceptFixedBytes + accept.ticket.size() + accept.wanted.bits.size());
+  KV_CHECK(accept.local_name.size() <= kLocalNameBytesMax);
+  std::string out = HeaderString(FrameType::kAccept, kAcceptFixedBytes + accept.ticket.size() +
+                                                         accept.local_name.size() + accept.wanted.bits.size());
   Append(out, accept.window, 8);
   Append(out, accept.lanes, 4);
   Append(out, accept.ticket.size(), 4);
   Append(out, accept.wanted.count, 4);
-  Append(out, 0, 4);
+  Append(out, accept.local_name.size(), 4);
   out += accept.ticket;
+  out += accept.local_name;
   Append(out, accept.wanted.bits);
   return Sealed(std::move(out));
 }
@@ -472,6 +513,27 @@ void PutPagesHead(absl::Span<const PageRecord> pages, uint8_t* out) {
     record += kPageRecordBytes;
   }
   Seal(out, kHeaderBytes + kPageRecordBytes * pages.size(), kHeaderCheckAt);
+}
+
+std::string EncodeRegion(const RegionFrame& region) {
+  std::string out = HeaderString(FrameType::kRegion, kRegionBytes);
+  Append(out, region.region, 4);
+  Append(out, 0, 4);
+  Append(out, region.bytes, 8);
+  return Sealed(std::move(out));
+}
+
+std::string EncodeLocal(absl::Span<const LocalRecord> pages) {
+  KV_CHECK(!pages.empty() && pages.size() <= kPagesPerFrameMax);
+  std::string out = HeaderString(FrameType::kLocal, kLocalRecordBytes * pages.size());
+  for (const LocalRecord& page : pages) {
+    Append(out, page.page, 4);
+    Append(out, page.region, 4);
+    Append(out, page.offset, 8);
+    Append(out, page.checksum, 8);
+    Append(out, 0, 8);
+  }
+  return Sealed(std::move(out));
 }
 
 std::string EncodeGot(uint64_t window, absl::Span<const uint32_t> pages) {

@@ -6,7 +6,7 @@
 // pages:
 //
 //   control   S: OFFER         R: WAITING* ACCEPT   S: LAST   R: EXTENDED   R: GOT*   R: DONE
-//   lane      S: JOIN(lane)    R: JOINED            S: PAGES*
+//   lane      S: JOIN(lane)    R: JOINED            S: (PAGES, REGION, LOCAL)*
 //   control,
 //   resumed   S: JOIN(0)       R: JOINED, then once more those of ACCEPT, EXTENDED and DONE that it has said
 //   probe     S: PROBE         R: LOAD
@@ -16,6 +16,9 @@
 // connection that breaks, or carries bytes whose check fails, is made again within the stall time: JOINED says which
 // pages have arrived, and only others of that connection are sent again. A page may come on any lane, in any order,
 // once. S sends no more than ACCEPT's or the last GOT's window of pages ahead of what GOT confirmed.
+//
+// Lanes are TCP connections or, between daemons of one host and user, connections of R's Unix socket: there S may pass
+// the memory in which its pages lie (REGION) and say where they are (LOCAL), and R copies them out of it.
 //
 // HELLO, 24 bytes:
 //    0  8  magic "KVMPAGE\0"
@@ -38,7 +41,8 @@
 //           20  4  manifest_bytes 1..HandOffPart::kManifestBytesMax
 //           24  4  page count n   0..HandOffPart::kPagesMax
 //           28  4  zero
-//           32 4n  bytes of each page, 1..HandOffPart::kPageBytesMax
+//           32 16  host           the boot id of S's host if S can share its pages' memory; else zeros
+//           48 4n  bytes of each page, 1..HandOffPart::kPageBytesMax
 //           then the manifest
 //   JOIN     0 16  token
 //           16  4  lane           0: the control connection; 1..kLanesMax
@@ -48,8 +52,8 @@
 //            8  4  lanes          at most so many, 1..kLanesMax
 //           12  4  ticket_bytes   1..HandOffReceiver::kTicketBytesMax
 //           16  4  page count n
-//           20  4  zero
-//           24     the ticket, then the bitmap of pages that are wanted
+//           20  4  local_bytes    0..kLocalNameBytesMax; 0: no local lanes
+//           24     the ticket, then the name of R's abstract Unix socket, then the bitmap of pages that are wanted
 //   LAST     0  4  manifest_bytes
 //            4  4  page count m   n + m at most kPagesMax
 //            8  4  withdrawn w    0..kPagesMax
@@ -62,6 +66,10 @@
 //            8     bitmap of the last part's pages that are wanted
 //   PAGES    16 bytes for each page, 1..kPagesPerFrameMax of them: 4 page, 4 zero, 8 XXH3-64 of its bytes.
 //            The pages' bytes follow, one page after the other; body_bytes and check do not cover them.
+//   REGION   0  4  region         names it in LOCAL; 0..kRegionsMax - 1
+//            4  4  zero
+//            8  8  bytes          its descriptor, a memfd that cannot shrink, comes with the header's first byte
+//   LOCAL    32 bytes for each page, 1..kPagesPerFrameMax of them: 4 page, 4 region, 8 offset, 8 XXH3-64, 8 zero
 //   GOT      0  8  window
 //            8 4k  pages that have arrived, k in 0..kGotPagesMax
 //   JOINED   0  4  page count     of the parts that R knows; 0 before it has accepted
@@ -99,6 +107,9 @@ inline constexpr size_t kHeaderBytes = 16;
 inline constexpr size_t kPageRecordBytes = 16;
 inline constexpr size_t kPagesPerFrameMax = 60;  // with header and records in one write of 64 pieces
 inline constexpr size_t kGotPagesMax = 4096;
+inline constexpr size_t kLocalRecordBytes = 32;
+inline constexpr size_t kLocalNameBytesMax = 100;
+inline constexpr uint32_t kRegionsMax = 4096;
 inline constexpr uint32_t kLanesMax = 64;
 inline constexpr int64_t kStallMsMax = 3600 * 1000;
 inline constexpr size_t kErrorTextBytesMax = 4096;
@@ -106,6 +117,8 @@ inline constexpr int kBadPagesMax = 3;  // pages or frames that R takes for chan
 
 /// Names a hand-off between its two sides; nobody else can guess it.
 using Token = std::array<uint8_t, 16>;
+/// The boot id of a host; zeros: unknown.
+using HostId = std::array<uint8_t, 16>;
 
 enum class FrameType : uint8_t {
   kOffer = 1,
@@ -123,6 +136,8 @@ enum class FrameType : uint8_t {
   kCancel,
   kProbe,
   kLoad,
+  kRegion,
+  kLocal,
 };
 
 struct FrameHeader {
@@ -140,6 +155,7 @@ struct HelloFrame {
 struct OfferFrame {
   Token token = {};
   int64_t room_ms = 0;
+  HostId host = {};
   HandOffPart part;
 };
 struct JoinFrame {
@@ -164,6 +180,7 @@ struct AcceptFrame {
   uint32_t lanes = 1;
   std::string ticket;
   PageBitmap wanted;
+  std::string local_name = {};
 };
 struct LastFrame {
   HandOffPart part;
@@ -177,6 +194,19 @@ struct PageRecord {
 };
 struct PagesFrame {  // without the pages' bytes, which are read where they belong
   std::vector<PageRecord> pages;
+};
+struct RegionFrame {
+  uint32_t region = 0;
+  uint64_t bytes = 0;
+};
+struct LocalRecord {
+  uint32_t page = 0;
+  uint32_t region = 0;
+  uint64_t offset = 0;
+  uint64_t checksum = 0;
+};
+struct LocalFrame {
+  std::vector<LocalRecord> pages;
 };
 struct GotFrame {
   uint64_t window = 1;
@@ -196,9 +226,9 @@ struct ProbeFrame {};
 struct LoadFrame {
   ReceiverLoad load;
 };
-using Frame =
-    std::variant<HelloFrame, OfferFrame, JoinFrame, WaitingFrame, AcceptFrame, LastFrame, ExtendedFrame, PagesFrame,
-                 GotFrame, JoinedFrame, PingFrame, DoneFrame, ErrorFrame, CancelFrame, ProbeFrame, LoadFrame>;
+using Frame = std::variant<HelloFrame, OfferFrame, JoinFrame, WaitingFrame, AcceptFrame, LastFrame, ExtendedFrame,
+                           PagesFrame, GotFrame, JoinedFrame, PingFrame, DoneFrame, ErrorFrame, CancelFrame, ProbeFrame,
+                           LoadFrame, RegionFrame, LocalFrame>;
 
 const char* FrameTypeName(FrameType type);
 
@@ -218,7 +248,7 @@ absl::Status CheckPart(const HandOffPart& part, size_t pages_before);
 
 std::string EncodeHello(const HelloFrame& hello);
 /// REQUIRES: the parts passed CheckPart.
-std::string EncodeOffer(const Token& token, int64_t room_ms, const HandOffPart& part);
+std::string EncodeOffer(const Token& token, int64_t room_ms, const HandOffPart& part, const HostId& host = {});
 std::string EncodeLast(const HandOffPart& part);
 std::string EncodeJoin(const JoinFrame& join);
 /// Texts longer than kErrorTextBytesMax are cut. REQUIRES: !why.ok().
@@ -229,6 +259,9 @@ std::string EncodeAccept(const AcceptFrame& accept);
 std::string EncodeExtended(const ExtendedFrame& extended);
 /// Header and records into `out`, kHeaderBytes + kPageRecordBytes for each page. REQUIRES: 1..kPagesPerFrameMax pages.
 void PutPagesHead(absl::Span<const PageRecord> pages, uint8_t* out);
+std::string EncodeRegion(const RegionFrame& region);
+/// REQUIRES: 1..kPagesPerFrameMax pages.
+std::string EncodeLocal(absl::Span<const LocalRecord> pages);
 /// REQUIRES: at most kGotPagesMax pages.
 std::string EncodeGot(uint64_t window, absl::Span<const uint32_t> pages);
 std::string EncodeJoined(const JoinedFrame& joined);

@@ -51,7 +51,9 @@ std::vector<std::string> Examples() {
           EncodeError(error),
           EncodeEmpty(FrameType::kCancel),
           EncodeEmpty(FrameType::kProbe),
-          EncodeLoad({1, 2, 3, 4, 5})};
+          EncodeLoad({1, 2, 3, 4, 5}),
+          EncodeRegion({3, 4096}),
+          EncodeLocal({{1, 3, 64, 0x1122334455667788}, {2, 3, 128, 9}})};
 }
 template <typename T>
 T Parsed(const std::string& bytes) {
@@ -105,6 +107,18 @@ TEST(Wire, RoundTrips) {
   EXPECT_EQ(DetailOf(Parsed<WaitingFrame>(EncodeWaiting(sent)).why).bound, "bound");
 }
 
+TEST(Wire, LocalLanesRoundTrip) {
+  const HostId host = {9, 8, 7};
+  EXPECT_EQ(Parsed<OfferFrame>(EncodeOffer(kExampleToken, 7, ExamplePart(), host)).host, host);
+  EXPECT_EQ(Parsed<AcceptFrame>(EncodeAccept({1, 1, "ticket", BitmapOf(10, {9}), "name"})).local_name, "name");
+  EXPECT_TRUE(Parsed<AcceptFrame>(EncodeAccept({1, 1, "ticket", BitmapOf(10, {9}), "name"})).wanted.has(9));
+  EXPECT_EQ(Parsed<RegionFrame>(EncodeRegion({3, 4096})).bytes, 4096u);
+  const LocalFrame local = Parsed<LocalFrame>(EncodeLocal({{1, 3, 64, 0x1122334455667788}, {2, 3, 128, 9}}));
+  ASSERT_EQ(local.pages.size(), 2u);
+  EXPECT_EQ(local.pages[0].checksum, 0x1122334455667788u);
+  EXPECT_EQ(local.pages[1].offset, 128u);
+}
+
 TEST(Wire, LayoutIsTheDocumentedOne) {
   EXPECT_EQ(EncodeHello({}).substr(0, 12), std::string("KVMPAGE\0\2\0\2\0", 12));
   EXPECT_EQ(EncodeHello({}).substr(16), std::string("\0\0\0\0\xa0\x0f\0\0", 8));
@@ -143,10 +157,10 @@ TEST(Wire, LimitsAreNamed) {
   ExpectInvalid(Poke(offer, 16 + 24, HandOffPart::kPagesMax + 1, 4), "pages");
   ExpectInvalid(Poke(offer, 16 + 24, 3, 4), "OFFER body bytes");
   ExpectInvalid(Poke(offer, 16 + 28, 1, 4), "OFFER reserved");
-  ExpectInvalid(Poke(offer, 16 + 32, 0, 4), "page 0 bytes");
-  ExpectInvalid(Poke(offer, 16 + 36, HandOffPart::kPageBytesMax + 1, 4), "page 1 bytes");
+  ExpectInvalid(Poke(offer, 16 + 48, 0, 4), "page 0 bytes");
+  ExpectInvalid(Poke(offer, 16 + 52, HandOffPart::kPageBytesMax + 1, 4), "page 1 bytes");
   ExpectInvalid(Poke(offer, 8, uint64_t{1} << 40, 8), "OFFER body bytes");
-  ExpectInvalid(Poke(offer, 0, 16, 1), "frame type");
+  ExpectInvalid(Poke(offer, 0, 18, 1), "frame type");
   ExpectInvalid(Poke(offer, 0, 0, 1), "frame type");
   ExpectInvalid(Poke(offer, 1, 1, 1), "frame reserved");
   const std::string last = EncodeLast(ExampleLast());
@@ -160,6 +174,10 @@ TEST(Wire, LimitsAreNamed) {
   ExpectInvalid(Poke(accept, 16 + 12, 4000, 4), "ACCEPT ticket bytes");
   ExpectInvalid(Poke(accept, 16 + 16, 17, 4), "ACCEPT bitmap bytes");
   ExpectInvalid(Poke(accept, accept.size() - 1, 0x04, 1), "ACCEPT bitmap's last byte");
+  ExpectInvalid(Poke(accept, 16 + 20, kLocalNameBytesMax + 1, 4), "ACCEPT local name bytes");
+  ExpectInvalid(Poke(accept, 16 + 20, 50, 4), "ACCEPT local name bytes");
+  ExpectInvalid(Poke(EncodeRegion({3, 4096}), 16, kRegionsMax, 4), "region");
+  ExpectInvalid(Poke(EncodeRegion({3, 4096}), 16 + 8, 0, 8), "region bytes");
   const std::string join = EncodeJoin({kExampleToken, 3});
   ExpectInvalid(Poke(join, 16 + 16, kLanesMax + 1, 4), "JOIN lane");
   ExpectInvalid(Poke(EncodeJoined({}), 16 + 4, 2, 4), "JOINED last_known");

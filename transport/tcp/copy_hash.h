@@ -1,0 +1,25 @@
+// Copies bytes and computes their checksum in one pass over them: what a local lane does with each page.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace kvmanager::tcp {
+
+/// One thread at a time; allocates once.
+class CopyHash {
+ public:
+  CopyHash();
+  ~CopyHash();
+  /// Copies `bytes` bytes, past the caches (they are read much later), and returns their XXH3-64. What it hashes is
+  /// what it copies as long as nobody writes there meanwhile; if somebody does, the checksum differs or the bytes are
+  /// as they were at some time: either way they came from who may write them.
+  uint64_t Copy(const uint8_t* from, uint8_t* to, size_t bytes);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace kvmanager::tcp

@@ -1,0 +1,29 @@
+// What lanes between daemons of one host need of the kernel: who is on the other side of a Unix socket, descriptors
+// that travel with bytes, and whether two processes are on one host. Any thread.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <string>
+
+#include "absl/types/span.h"
+#include "transport/tcp/wire.h"
+
+namespace kvmanager::tcp {
+
+/// This host's boot id; zeros if the kernel does not say.
+HostId ThisHost();
+
+/// A new name in the abstract namespace of Unix sockets, which nobody else has; without the leading zero byte.
+std::string NewLocalName();
+
+/// Whether the process on the other side of `socket` runs as this one's user.
+bool IsSameUser(int socket);
+
+/// As send() and recv() on a non-blocking Unix socket, with a descriptor beside the first byte: -1 for none, and -1 if
+/// none came. A descriptor that came is the caller's; of several at once the first is taken and the others are closed.
+ssize_t SendWithDescriptor(int socket, absl::Span<const uint8_t> bytes, int fd);
+ssize_t ReceiveWithDescriptor(int socket, absl::Span<uint8_t> bytes, int* fd);
+
+}  // namespace kvmanager::tcp
