@@ -1,10 +1,9 @@
 #include "transport/tcp/copy_hash.h"
 
-#include <xxhash.h>
-
 #include <algorithm>
 #include <cstring>
 
+#include "kvmanager/base/checksum.h"
 #include "kvmanager/base/status.h"
 
 #ifdef __SSE2__

@@ -60,6 +60,7 @@ absl::Status Engine::ListenLocally() {
   if (!error) local_acceptor_.listen(kBacklog, error);
   if (error) return absl::UnavailableError(absl::StrCat("listening for local lanes: ", error.message()));
   loop_.local_name = std::move(name);
+  loop_.copiers = std::make_unique<WorkerPool>(loop_.options.copy_threads);
   return absl::OkStatus();
 }
 

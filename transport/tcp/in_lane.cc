@@ -2,13 +2,13 @@
 
 #include <sys/socket.h>
 #include <unistd.h>
-#include <xxhash.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/checksum.h"
 #include "kvmanager/base/status.h"
 #include "transport/tcp/incoming.h"
 #include "transport/tcp/local.h"
@@ -100,27 +100,56 @@ void InLane::OnRegion(const RegionFrame& region) {
 }
 
 void InLane::OnLocal(const LocalFrame& local) {
-  const auto self = shared_from_this();
-  for (const LocalRecord& page : local.pages) {
-    const auto region = regions_.find(page.region);
-    if (region == regions_.end()) return Break(InvalidField("region", page.region, "one that was passed"));
-    absl::StatusOr<absl::Span<uint8_t>> target = session_->BeginPage(page.page);
-    if (!target.ok()) return Break(std::move(target).status());
+  std::vector<CopyJob::Page> pages;
+  const auto refuse = [&](absl::Status why) {
+    for (const CopyJob::Page& page : pages) session_->DropPage(page.page);
+    Break(std::move(why));
+  };
+  for (const LocalRecord& record : local.pages) {
+    const auto region = regions_.find(record.region);
+    if (region == regions_.end()) return refuse(InvalidField("region", record.region, "one that was passed"));
+    absl::StatusOr<absl::Span<uint8_t>> target = session_->BeginPage(record.page);
+    if (!target.ok()) return refuse(std::move(target).status());
+    pages.push_back({record.page, nullptr, *target, record.checksum});
     const uint64_t bytes = region->second->bytes();
-    if (page.offset > bytes || target->size() > bytes - page.offset) {
-      session_->DropPage(page.page);
-      return Break(InvalidField("offset", page.offset, absl::StrCat("a page of ", target->size(), " within ", bytes)));
+    if (record.offset > bytes || target->size() > bytes - record.offset) {
+      return refuse(
+          InvalidField("offset", record.offset, absl::StrCat("a page of ", target->size(), " within ", bytes)));
     }
-    const uint64_t checksum = copy_.Copy(region->second->data() + page.offset, target->data(), target->size());
-    session_->OnPayload(target->size());
-    if (checksum != page.checksum) {
-      session_->DropPage(page.page);
-      return BadPage(page.page, checksum, page.checksum);
-    }
-    session_->OnPage(page.page);
+    pages.back().from = region->second->data() + record.offset;
   }
-  session_->Confirm(/*all=*/true);
-  if (session_ != nullptr) ReadHeader();
+  auto job = std::make_shared<CopyJob>(std::move(pages));
+  jobs_.push_back(job);
+  CopyJob::Start(job, *loop_.copiers, [gate = loop_.gate, self = shared_from_this()] {
+    gate->Post([self](Loop&) {
+      if (self->session_ != nullptr) self->OnCopied();
+    });
+  });
+  if (jobs_.size() < kJobsMax) ReadHeader();
+}
+
+void InLane::OnCopied() {
+  // In the order of the frames, whichever was copied first.
+  const auto self = shared_from_this();
+  const bool full = jobs_.size() == kJobsMax;
+  while (!jobs_.empty() && jobs_.front()->done()) {
+    const std::shared_ptr<CopyJob> job = std::move(jobs_.front());
+    jobs_.pop_front();
+    const CopyJob::Page* bad = nullptr;
+    for (const CopyJob::Page& page : job->pages()) {
+      session_->OnPayload(page.to.size());
+      if (page.copied_checksum == page.checksum) {
+        session_->OnPage(page.page);
+      } else {
+        session_->DropPage(page.page);
+        bad = &page;
+      }
+    }
+    if (bad != nullptr) return BadPage(bad->page, bad->copied_checksum, bad->checksum);
+    session_->Confirm(/*all=*/true);
+    if (session_ == nullptr) return;
+  }
+  if (full && jobs_.size() < kJobsMax) ReadHeader();
 }
 
 void InLane::OnPages(std::vector<PageRecord> pages) {
@@ -161,7 +190,7 @@ void InLane::OnPayload(size_t bytes) {
     bytes -= taken;
     offset_ += taken;
     if (offset_ < target.size()) break;
-    const uint64_t checksum = XXH3_64bits(target.data(), target.size());
+    const uint64_t checksum = Checksum(target.data(), target.size());
     if (checksum != pages_[next_].checksum) return BadPage(pages_[next_].page, checksum, pages_[next_].checksum);
     session_->OnPage(pages_[next_].page);
     ++next_;
@@ -184,6 +213,10 @@ void InLane::BadPage(uint32_t page, uint64_t checksum, uint64_t announced) {
 void InLane::Close() {
   if (session_ == nullptr) return;
   for (size_t i = next_; i < pages_.size(); ++i) session_->DropPage(pages_[i].page);
+  for (const auto& job : std::exchange(jobs_, {})) {
+    job->Abandon();  // nothing is written after this
+    for (const CopyJob::Page& page : job->pages()) session_->DropPage(page.page);
+  }
   pages_.clear();
   session_ = nullptr;
   ErrorCode ignored;

@@ -2,17 +2,18 @@
 // by one scattered read; on a Unix socket also copies pages out of the sender's memory. Owned by Incoming and the
 // handlers of its pending operations; the transport's thread alone.
 //
-// Invariant: every page of the frame being read is kComing in Incoming, and this lane's alone; Close gives back those
-// that have not all arrived.
+// Invariant: every page of the frames being read or copied is kComing in Incoming, and this lane's alone; Close waits
+// for the copies that are under way, and gives back what has not arrived.
 #pragma once
 
 #include <array>
+#include <deque>
 #include <map>
 #include <memory>
 #include <vector>
 
 #include "kvmanager/memory/region.h"
-#include "transport/tcp/copy_hash.h"
+#include "transport/tcp/copy_job.h"
 #include "transport/tcp/loop.h"
 #include "transport/tcp/wire.h"
 
@@ -20,6 +21,8 @@ namespace kvmanager::tcp {
 
 class InLane : public std::enable_shared_from_this<InLane> {
  public:
+  static constexpr size_t kJobsMax = 4;  // frames that are copied at once
+
   InLane(Loop& loop, Incoming& session, uint32_t index, Socket socket);
   ~InLane();
   void Start() { ReadHeader(); }
@@ -33,6 +36,7 @@ class InLane : public std::enable_shared_from_this<InLane> {
   void OnPages(std::vector<PageRecord> pages);
   void OnRegion(const RegionFrame& region);
   void OnLocal(const LocalFrame& local);
+  void OnCopied();
   void ReadPayload();
   void OnPayload(size_t bytes);
   void BadPage(uint32_t page, uint64_t checksum, uint64_t announced);
@@ -48,7 +52,7 @@ class InLane : public std::enable_shared_from_this<InLane> {
   size_t head_bytes_ = 0;      // of it, those read, where that is not Asio's to know
   int descriptor_ = -1;        // that came with the header
   std::map<uint32_t, std::unique_ptr<Region>> regions_;
-  CopyHash copy_;
+  std::deque<std::shared_ptr<CopyJob>> jobs_;
   std::vector<PageRecord> pages_;             // of the frame being read
   std::vector<absl::Span<uint8_t>> targets_;  // as many
   size_t next_ = 0;                           // of pages_: the one being read

@@ -14,6 +14,7 @@
 
 #include "absl/functional/any_invocable.h"
 #include "kvmanager/base/mutex.h"
+#include "kvmanager/base/worker_pool.h"
 #include "transport/tcp/peer_book.h"
 #include "transport/tcp/rate_limit.h"
 #include "transport/tcp/tcp_transport.h"
@@ -71,7 +72,8 @@ struct Loop {
   PeerBook peers;
   RateLimit rate;
   std::shared_ptr<Gate> gate;
-  std::string local_name;  // of the Unix socket for local lanes; empty: none
+  std::unique_ptr<WorkerPool> copiers;  // of local lanes
+  std::string local_name;               // of the Unix socket for local lanes; empty: none
   HostId host = {};
   // What has sockets or timers stays here until they are closed, so that the end of the transport finds it. Handlers of
   // pending operations share it, hence shared_ptr.

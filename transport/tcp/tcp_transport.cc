@@ -29,6 +29,9 @@ absl::Status CheckOptions(const TcpTransport::Options& options) {
   if (options.lanes_max < 1 || options.lanes_max > tcp::kLanesMax) {
     return InvalidField("lanes_max", options.lanes_max, absl::StrCat("1..", tcp::kLanesMax));
   }
+  if (options.copy_threads < 1 || options.copy_threads > TcpTransport::kCopyThreadsMax) {
+    return InvalidField("copy_threads", options.copy_threads, absl::StrCat("1..", TcpTransport::kCopyThreadsMax));
+  }
   if (options.memory.size() > tcp::kRegionsMax) {
     return InvalidField("memory regions", options.memory.size(), absl::StrCat("at most ", tcp::kRegionsMax));
   }

@@ -42,6 +42,7 @@ class TcpTransport final : public Transport {
     HandOffReceiver* receiver = nullptr;              // outlives the transport; needed if `listen` is set
     TransportMetrics* metrics = nullptr;              // outlives the transport
     std::vector<SharedMemory> memory;                 // lets daemons of this host copy pages out of it; else by TCP
+    int copy_threads = kCopyThreadsDefault;           // that copy them
     bool local_lanes = true;                          // whether to take pages so, and listen for it
     uint64_t send_bytes_per_s = 0;                    // of all hand-offs together; 0: as fast as it goes
     int64_t stall_ms = SendRequest::kStallMsDefault;  // a peer that is not heard of for so long is given up
@@ -55,6 +56,8 @@ class TcpTransport final : public Transport {
     uint64_t offer_buffer_bytes_max = kOfferBufferBytesMaxDefault;  // memory for incoming manifests and page lists
   };
   static constexpr uint32_t kLanesDefault = 4;
+  static constexpr int kCopyThreadsDefault = 2;
+  static constexpr int kCopyThreadsMax = 64;
   static constexpr uint32_t kLanesMaxDefault = 16;
   static constexpr uint64_t kWindowBytesDefault = 64 << 20;
   static constexpr size_t kVisitorsMaxDefault = 256;

@@ -3,7 +3,6 @@
 // much. Random bytes, a pool as large as the hand-off on each side, checksums made before. Prints the CPU time of both
 // sides as well.
 #include <sys/resource.h>
-#include <xxhash.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -18,6 +17,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/checksum.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/memory/region.h"
 #include "transport/tcp/tcp_transport.h"
@@ -109,7 +109,7 @@ Measured HandOff(const Pool& from, const Pool& to, uint64_t page_bytes, uint32_t
   for (uint64_t at = 0; at + page_bytes <= from.size(); at += page_bytes) {
     request.first.page_bytes.push_back(page_bytes);
     pages.push_back({static_cast<uint32_t>(pages.size()), absl::MakeConstSpan(from.data() + at, page_bytes),
-                     XXH3_64bits(from.data() + at, page_bytes)});
+                     Checksum(from.data() + at, page_bytes)});
   }
   std::promise<absl::StatusOr<SendResult>> promise;
   SendEvents events;
@@ -121,10 +121,11 @@ Measured HandOff(const Pool& from, const Pool& to, uint64_t page_bytes, uint32_t
   (*sender)->Post(id, std::move(pages));
   (*sender)->Finish(id, std::move(last));
   const absl::StatusOr<SendResult> result = promise.get_future().get();
+  const double cpu = CpuSeconds(RUSAGE_SELF) - cpu_before;
   KV_CHECK(result.ok());
   KV_CHECK(std::memcmp(from.data(), to.data(), result->bytes_sent) == 0);
   const auto sent = static_cast<double>(result->bytes_sent);
-  return {sent / result->seconds, (CpuSeconds(RUSAGE_SELF) - cpu_before) / sent * (1 << 30)};
+  return {sent / result->seconds, cpu / sent * (1 << 30)};
 }
 
 /// One memcpy of all of it.

@@ -1,0 +1,50 @@
+#include "transport/tcp/copy_job.h"
+
+#include <utility>
+
+#include "transport/tcp/copy_hash.h"
+
+namespace kvmanager::tcp {
+
+void CopyJob::Start(const std::shared_ptr<CopyJob>& job, WorkerPool& workers, absl::AnyInvocable<void()> copied) {
+  job->copied_ = std::move(copied);
+  for (int i = 0; i < workers.threads(); ++i) {
+    workers.Post(WorkerPool::Priority::kEncode, [job] { job->Work(); });
+  }
+}
+
+void CopyJob::Work() {
+  CopyHash copy;
+  absl::AnyInvocable<void()> copied;
+  for (bool more = true; more;) {
+    size_t at = 0;
+    {
+      MutexLock lock(mutex_);
+      if (next_ >= pages_.size()) return;
+      at = next_++;
+      ++working_;
+    }
+    Page& page = pages_[at];
+    page.copied_checksum = copy.Copy(page.from, page.to.data(), page.to.size());
+    MutexLock lock(mutex_);
+    --working_;
+    if (++finished_ == pages_.size()) copied = std::move(copied_);
+    more = next_ < pages_.size();
+    if (working_ == 0) idle_.notify_all();
+  }
+  if (copied) copied();
+}
+
+void CopyJob::Abandon() {
+  MutexLock lock(mutex_);
+  next_ = pages_.size();
+  copied_ = nullptr;
+  while (working_ > 0) lock.Wait(idle_);
+}
+
+bool CopyJob::done() const {
+  MutexLock lock(mutex_);
+  return finished_ == pages_.size();
+}
+
+}  // namespace kvmanager::tcp
