@@ -90,7 +90,7 @@ class HostileTest : public testing::Test {
     }
     EXPECT_EQ(receiver_.completions(), before + 1);
     EXPECT_EQ(receiver_.newest(), pages_);
-    EXPECT_EQ(receiver_.live, 0);
+    receiver_.WaitUntilNoneLives();
   }
 
   const std::vector<Page> pages_ = RandomPages({5, 40, 1, 17}, 4);
@@ -142,7 +142,7 @@ TEST_F(HostileTest, TruncatedAtEveryLength) {
   control.Close();
   receiver_.WaitForAborts(1);
   EXPECT_EQ(receiver_.completions(), 0u);
-  EXPECT_EQ(receiver_.live, 0);
+  receiver_.WaitUntilNoneLives();
   ExpectAlive();
 }
 
@@ -210,7 +210,7 @@ TEST_F(HostileTest, SenderThatFallsSilent) {
   RawSocket control = Open(NextToken());
   EXPECT_EQ(ErrorOn(control).code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_EQ(receiver_.WaitForAborts(1)[0].code(), absl::StatusCode::kDeadlineExceeded);
-  EXPECT_EQ(receiver_.live, 0);
+  receiver_.WaitUntilNoneLives();
 }
 
 TEST_F(HostileTest, FirstFrameThatTrickles) {
@@ -360,7 +360,7 @@ TEST_F(HostileTest, RandomMutationsOfAGoodStream) {
   }
   while (receiver_.offers() > receiver_.aborts() + receiver_.completions())
     receiver_.WaitForAborts(receiver_.aborts() + 1);
-  EXPECT_EQ(receiver_.live, 0);
+  receiver_.WaitUntilNoneLives();
   for (const auto& completed : receiver_.completed()) EXPECT_EQ(completed, pages_);
   ExpectAlive();
 }

@@ -86,8 +86,7 @@ void InLane::ReadBody(FrameType type, size_t bytes) {
 void InLane::OnRegion(const RegionFrame& region) {
   if (descriptor_ < 0) return Break(InvalidField("REGION", "without a descriptor", "with one"));
   if (regions_.count(region.region) > 0) return Break(InvalidField("region", region.region, "named once"));
-  absl::StatusOr<std::unique_ptr<Region>> mapped =
-      Region::Map(std::exchange(descriptor_, -1), region.bytes, /*writable=*/false);
+  absl::StatusOr<std::shared_ptr<Region>> mapped = loop_.regions.Map(std::exchange(descriptor_, -1), region.bytes);
   if (!mapped.ok()) {
     return Break(InvalidField(
         "region",

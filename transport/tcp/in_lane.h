@@ -51,7 +51,7 @@ class InLane : public std::enable_shared_from_this<InLane> {
   std::vector<uint8_t> head_;  // header and records
   size_t head_bytes_ = 0;      // of it, those read, where that is not Asio's to know
   int descriptor_ = -1;        // that came with the header
-  std::map<uint32_t, std::unique_ptr<Region>> regions_;
+  std::map<uint32_t, std::shared_ptr<Region>> regions_;
   std::deque<std::shared_ptr<CopyJob>> jobs_;
   std::vector<PageRecord> pages_;             // of the frame being read
   std::vector<absl::Span<uint8_t>> targets_;  // as many

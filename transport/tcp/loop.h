@@ -17,6 +17,7 @@
 #include "kvmanager/base/worker_pool.h"
 #include "transport/tcp/peer_book.h"
 #include "transport/tcp/rate_limit.h"
+#include "transport/tcp/region_cache.h"
 #include "transport/tcp/tcp_transport.h"
 #include "transport/tcp/wire.h"
 
@@ -73,7 +74,8 @@ struct Loop {
   RateLimit rate;
   std::shared_ptr<Gate> gate;
   std::unique_ptr<WorkerPool> copiers;  // of local lanes
-  std::string local_name;               // of the Unix socket for local lanes; empty: none
+  RegionCache regions;
+  std::string local_name;  // of the Unix socket for local lanes; empty: none
   HostId host = {};
   // What has sockets or timers stays here until they are closed, so that the end of the transport finds it. Handlers of
   // pending operations share it, hence shared_ptr.

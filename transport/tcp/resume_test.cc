@@ -163,7 +163,7 @@ TEST_F(ResumeTest, CutAtRandomPoints) {
   EXPECT_GT(proxy_->faults(), 80);
   EXPECT_GT(resumes, 60u);
   EXPECT_LE(resent, sent / 20) << resent << " of " << sent;
-  EXPECT_EQ(receiver_.live, 0);
+  receiver_.WaitUntilNoneLives();
 }
 
 TEST_F(ResumeTest, FlippedBytesAreNeverTaken) {
@@ -178,7 +178,7 @@ TEST_F(ResumeTest, FlippedBytesAreNeverTaken) {
   EXPECT_GT(proxy_->faults(), 80);
   EXPECT_GT(receiver_.completions(), 90u);
   EXPECT_GT(receiver_metrics_.checksum_failures.Value(), 50);
-  EXPECT_EQ(receiver_.live, 0);
+  receiver_.WaitUntilNoneLives();
 }
 
 TEST_F(ResumeTest, CutOfThePeersFirstBytes) {
@@ -186,6 +186,10 @@ TEST_F(ResumeTest, CutOfThePeersFirstBytes) {
   for (int64_t at = 60; at < 1200; at += 13) {
     proxy_->Spoil(Proxy::Fault::kCut, at);
     const absl::StatusOr<SendResult> result = HandOff(at);
+    if (at < 150 && !result.ok()) {  // before the first hellos were said there is no second try
+      EXPECT_EQ(result.status().code(), absl::StatusCode::kUnavailable);
+      continue;
+    }
     ASSERT_TRUE(result.ok()) << at << ": " << result.status();
     EXPECT_TRUE(receiver_.newest() == pages_);
   }

@@ -54,10 +54,17 @@ class TestReceiver final : public HandOffReceiver {
   class HandOff final : public IncomingHandOff {
    public:
     HandOff(TestReceiver* owner, const HandOffPart& first) : owner_(owner) {
-      ++owner_->live;
+      {
+        MutexLock lock(owner_->mutex_);
+        ++owner_->live_;
+      }
       Add(first);
     }
-    ~HandOff() override { --owner_->live; }
+    ~HandOff() override {
+      MutexLock lock(owner_->mutex_);
+      --owner_->live_;
+      owner_->changed_.notify_all();
+    }
     absl::Span<uint8_t> target(uint32_t page) const override { return absl::MakeSpan(const_cast<Page&>(pages_[page])); }
     void Arrived(absl::Span<const uint32_t> pages) override {
       for (const uint32_t page : pages) {
@@ -113,8 +120,6 @@ class TestReceiver final : public HandOffReceiver {
   int target_size_error = 0;
   std::string ticket = "ticket";
 
-  std::atomic<int> live{0};
-
   void Offer(std::string, HandOffPart first, int64_t, OfferReply reply) override {
     if (!refuse.ok()) return reply.done(refuse);
     Accepted accepted{std::make_shared<HandOff>(this, first), ticket};
@@ -127,6 +132,11 @@ class TestReceiver final : public HandOffReceiver {
   }
   ReceiverLoad Load() const override { return {1000, 600, 3, 0, 0}; }
 
+  /// Hand-offs are let go of right after their end.
+  void WaitUntilNoneLives() {
+    MutexLock lock(mutex_);
+    while (live_ > 0) lock.Wait(changed_);
+  }
   void WaitForOffers(size_t n) {
     MutexLock lock(mutex_);
     while (offers_ < n) lock.Wait(changed_);
@@ -185,6 +195,7 @@ class TestReceiver final : public HandOffReceiver {
   Mutex mutex_;
   std::condition_variable changed_;
   size_t offers_ = 0;
+  int live_ = 0;
   std::vector<uint32_t> arrived_;
   std::map<const void*, double> shares_, shares_then_;
   std::vector<std::pair<OfferReply, Accepted>> held_offers_;

@@ -77,7 +77,7 @@ TEST_F(TransportTest, ManyPagesOfOddSizesSomeSkipped) {
   ASSERT_EQ(receiver_.completed().size(), 1u);
   EXPECT_EQ(receiver_.completed()[0], expected);
   EXPECT_EQ(receiver_.aborts(), 0u);
-  EXPECT_EQ(receiver_.live, 0);
+  receiver_.WaitUntilNoneLives();
 
   EXPECT_EQ(sender_metrics_.sent.bytes.Value(), bytes);
   EXPECT_EQ(receiver_metrics_.received.bytes.Value(), bytes);
@@ -200,7 +200,7 @@ TEST_F(TransportTest, RefusedLastPartReachesTheSender) {
   receiver_.refuse_last = FieldError(absl::StatusCode::kResourceExhausted, "slots", "9", "at most 8");
   ExpectAnswer(SendAndWait(RandomPages({100}, 1)).status(), receiver_.refuse_last);
   EXPECT_EQ(receiver_.WaitForAborts(1).size(), 1u);
-  EXPECT_EQ(receiver_.live, 0);
+  receiver_.WaitUntilNoneLives();
 }
 
 TEST_F(TransportTest, FullReceiverLetsItWait) {
@@ -247,14 +247,14 @@ TEST_F(TransportTest, FailedCompleteReachesTheSender) {
   receiver_.fail_complete = absl::AbortedError("drained meanwhile");
   ExpectAnswer(SendAndWait(RandomPages({100}, 1)).status(), receiver_.fail_complete);
   EXPECT_EQ(receiver_.aborts(), 0u);
-  EXPECT_EQ(receiver_.live, 0);
+  receiver_.WaitUntilNoneLives();
 }
 
 TEST_F(TransportTest, TargetsOfTheWrongSizeAreNeverWritten) {
   receiver_.target_size_error = -1;
   EXPECT_EQ(SendAndWait(RandomPages({100}, 1)).status().code(), absl::StatusCode::kInternal);
   EXPECT_EQ(receiver_.WaitForAborts(1).size(), 1u);
-  EXPECT_EQ(receiver_.live, 0);
+  receiver_.WaitUntilNoneLives();
 }
 
 TEST_F(TransportTest, WrongChecksumIsDataLossAndNothingCompletes) {
@@ -481,7 +481,7 @@ TEST_F(TransportTest, CancelBeforeTheAnswer) {
   EXPECT_EQ(out.done.get().status().code(), absl::StatusCode::kCancelled);
   receiver_.ReleaseOffers();
   receiver_.WaitForAborts(1);
-  EXPECT_EQ(receiver_.live, 0);
+  receiver_.WaitUntilNoneLives();
   EXPECT_TRUE(receiver_.completed().empty());
   sender_side_->Cancel(out.id);
   EXPECT_EQ(sender_metrics_.sent.transfers(TransferResult::kCancelled).Value(), 1);
@@ -495,7 +495,7 @@ TEST_F(TransportTest, CancelAmongPages) {
   sender_side_->Cancel(out.id);
   EXPECT_EQ(out.done.get().status().code(), absl::StatusCode::kCancelled);
   EXPECT_EQ(receiver_.WaitForAborts(1)[0].code(), absl::StatusCode::kCancelled);
-  EXPECT_EQ(receiver_.live, 0);
+  receiver_.WaitUntilNoneLives();
 }
 
 TEST_F(TransportTest, DestructorFailsSendsAndAbortsReceipts) {
@@ -509,7 +509,7 @@ TEST_F(TransportTest, DestructorFailsSendsAndAbortsReceipts) {
   visitor.Write(EncodeHello({}));
   receiver_side_.reset();
   EXPECT_EQ(receiver_.WaitForAborts(1)[0].code(), absl::StatusCode::kCancelled);
-  EXPECT_EQ(receiver_.live, 0);
+  receiver_.WaitUntilNoneLives();
   EXPECT_TRUE(receiver_.completed().empty());
   sender_side_.reset();
   EXPECT_EQ(to_silence.done.get().status().code(), absl::StatusCode::kCancelled);
@@ -524,7 +524,7 @@ TEST_F(TransportTest, HandOffOfferedAfterTheDestructorIsDestroyed) {
   receiver_side_.reset();
   EXPECT_FALSE(out.done.get().ok());
   receiver_.ReleaseOffers();
-  EXPECT_EQ(receiver_.live, 0);
+  receiver_.WaitUntilNoneLives();
   EXPECT_EQ(receiver_.aborts(), 0u);
 }
 
