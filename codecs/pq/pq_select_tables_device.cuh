@@ -143,6 +143,7 @@ __device__ void MakeTables(const SelectParams& p, const DeviceSelect& query, int
   for (int i = warp; i < shape.m * kRows; i += kWarps) {
     const int s = i / kRows, r = i % kRows;
     float low = __builtin_huge_valf(), high = -low;
+#pragma unroll 4
     for (int c = lane; c < count; c += 32) {
       const float x = values[((s << shape.bits) + c) * kRows + r];
       low = fminf(low, x), high = fmaxf(high, x);

@@ -38,6 +38,7 @@ class LocalTest : public testing::Test {
     options.metrics = &receiver_metrics_;
     options.listen = "127.0.0.1:0";
     options.receiver = &receiver_;
+    options.local_lanes = true;
     receiving_ = *TcpTransport::Create(options);
     TcpTransport::Options sending;
     sending.metrics = &sender_metrics_;
@@ -150,7 +151,6 @@ TEST_F(LocalTest, ReceiverWithoutLocalLanesIsReachedByTcp) {
   options.metrics = &receiver_metrics_;
   options.listen = "127.0.0.1:0";
   options.receiver = &receiver_;
-  options.local_lanes = false;
   receiving_ = *TcpTransport::Create(options);
   std::vector<Page> bytes;
   EXPECT_TRUE(Send(PagesIn(100, 7, &bytes)).ok());

@@ -10,6 +10,7 @@ namespace kvmanager::tcp {
 class RateLimit {
  public:
   static constexpr int64_t kBurstMs = 20;
+  static constexpr int kGrantsPerBurst = 4;  // at most
   static constexpr uint64_t kBytesPerSMin = 64 << 10;
 
   /// 0: no limit; else at least kBytesPerSMin.
@@ -18,7 +19,8 @@ class RateLimit {
         burst_bytes_(static_cast<double>(bytes_per_s) * kBurstMs / 1000),
         bytes_(burst_bytes_) {}
 
-  /// How many of `want` bytes may be sent at `now_ns` (monotonic); they count as sent. 0: ask again later.
+  /// How many of `want` bytes may be sent at `now_ns` (monotonic); they count as sent. 0: ask again later. Never a few
+  /// bytes of many: each grant is a call of the kernel on both sides.
   uint64_t Take(uint64_t want, int64_t now_ns) {
     if (bytes_per_s_ == 0) return want;
     if (now_ns > last_ns_) {
@@ -27,6 +29,7 @@ class RateLimit {
       last_ns_ = now_ns;
     }
     const uint64_t granted = std::min(want, static_cast<uint64_t>(bytes_));
+    if (granted < want && static_cast<double>(granted) < burst_bytes_ / kGrantsPerBurst) return 0;
     bytes_ -= static_cast<double>(granted);
     return granted;
   }

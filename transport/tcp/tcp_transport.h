@@ -43,7 +43,7 @@ class TcpTransport final : public Transport {
     TransportMetrics* metrics = nullptr;              // outlives the transport
     std::vector<SharedMemory> memory;                 // lets daemons of this host copy pages out of it; else by TCP
     int copy_threads = kCopyThreadsDefault;           // that copy them
-    bool local_lanes = true;                          // whether to take pages so, and listen for it
+    bool local_lanes = false;                         // whether to take pages so, and listen for it
     uint64_t send_bytes_per_s = 0;                    // of all hand-offs together; 0: as fast as it goes
     int64_t stall_ms = SendRequest::kStallMsDefault;  // a peer that is not heard of for so long is given up
     uint32_t lanes = kLanesDefault;                   // connections for the pages of a hand-off that is sent, at most

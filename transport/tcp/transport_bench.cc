@@ -100,6 +100,7 @@ Measured HandOff(const Pool& from, const Pool& to, uint64_t page_bytes, uint32_t
   auto sender = TcpTransport::Create(options);
   options.listen = "127.0.0.1:0";
   options.receiver = &receiver;
+  options.local_lanes = true;
   auto receiving = TcpTransport::Create(options);
   KV_CHECK(sender.ok() && receiving.ok());
   SendRequest request;
