@@ -66,6 +66,8 @@ std::unique_ptr<BenchBatch> BenchBatch::Make(const BenchCodec& codec, const Benc
   }
   if (codec.million) {
     const million::MillionFormat format = million::MakeMillionFormat(b.layout_, million::MillionParameters());
+    // What the oracle reads, and the batch makes, are tables of pairs.
+    if (!million::MillionPairs(format)) return nullptr;
     b.kernels_ = MillionAttentionKernels(format);
     b.encoded_bytes_ = format.page_bytes;
     b.MakeBooks();

@@ -161,7 +161,7 @@ TEST_F(MillionGpu, OneCodebookForAllHeadsIsKeptOnce) {
 }
 
 TEST_F(MillionGpu, FormatsWithoutKernelsHaveNoAttention) {
-  const MillionFormat format = MakeFormat(MakeLayout(1, 128, 64), {32, 12}, {32, 12});
+  const MillionFormat format = MakeFormat(MakeLayout(1, 128, 128), {32, 12}, {32, 12});  // pages of 128 tokens
   const Books books(format, 1, 9);
   const auto device = MakeMillionCodec(format, books.books, "million")->NewDeviceCodec();
   ASSERT_NE(device, nullptr);
