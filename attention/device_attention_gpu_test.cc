@@ -188,6 +188,7 @@ class World {
   }
   struct Sequence {
     std::vector<DevicePage> pages;
+    std::vector<std::vector<float>> keys;  // [pages] of [kv_heads][page_tokens][head_dim]: K of both forms, or near it
     uint64_t first_position;
     int tokens;
   };
@@ -207,6 +208,7 @@ class World {
     std::vector<float> spread(layout_.head_dim), bias(layout_.head_dim);
     for (float& x : spread) x = std::exp(normal(random_));
     for (float& x : bias) x = normal(random_);
+    std::vector<std::vector<float>> keys(list.size());
     for (size_t j = 0; j < list.size(); ++j) {
       std::vector<uint8_t> raw(layout_.raw_bytes() + 64);
       const int filled = int(std::min<uint64_t>(page_tokens, context - j * page_tokens));
@@ -237,15 +239,30 @@ class World {
         } else {
           EXPECT_TRUE(hack::ReferenceEncode(*format_, raw.data(), 0, j * page_tokens, encoded.data()));
         }
+        if (million_ != nullptr && far && shape_.keys == Keys::kOneHot) keys[j] = MillionKeys(encoded.data());
         std::memcpy(Slot(list[j].encoded), encoded.data(), encoded.size());
       }
       if (list[j].encoded == DevicePage::kNoSlot || !far) {
         list[j].raw = TakeSlot();
         std::memcpy(Slot(list[j].raw), raw.data(), layout_.raw_bytes());
       }
+      if (keys[j].empty() && shape_.keys == Keys::kOneHot) keys[j] = RawKeys(raw.data());
     }
-    sequences_.push_back({std::move(list), first, tokens});
+    sequences_.push_back({std::move(list), std::move(keys), first, tokens});
     tokens_ += tokens;
+  }
+  std::vector<float> RawKeys(const uint8_t* raw) const {
+    std::vector<float> keys(layout_.raw_bytes() / 4);
+    for (size_t i = 0; i < keys.size(); ++i) keys[i] = LoadElement(raw, shape_.dtype, i);
+    return keys;
+  }
+  std::vector<float> MillionKeys(const uint8_t* encoded) const {
+    std::vector<float> keys;
+    for (int head = 0; head < layout_.kv_heads; ++head) {
+      const auto of_head = million::ReferenceValues(*million_, *books_->tables, encoded, 0, head, million::kSideK);
+      keys.insert(keys.end(), of_head.begin(), of_head.end());
+    }
+    return keys;
   }
 
   /// Every row's q is a multiple of one key that it sees: its weight is 1, all others' 0.
@@ -255,11 +272,10 @@ class World {
       for (int token = 0; token < s.tokens; ++token) {
         for (int head = 0; head < query_heads(); ++head, ++row) {
           const uint64_t at = random_() % (s.first_position + token + 1);
-          const DevicePage& page = s.pages[at / layout_.page_tokens];
-          if (page.raw == DevicePage::kNoSlot) continue;
-          const uint8_t* k = Slot(page.raw) + layout_.raw_offset(0, head / shape_.group, int(at % layout_.page_tokens));
+          const size_t in_page = size_t(head / shape_.group) * layout_.page_tokens + at % layout_.page_tokens;
+          const float* const k = s.keys[at / layout_.page_tokens].data() + in_page * layout_.head_dim;
           for (int c = 0; c < layout_.head_dim; ++c) {
-            q_[row * layout_.head_dim + c] = Rounded(20 * LoadElement(k, shape_.dtype, c));
+            q_[row * layout_.head_dim + c] = Rounded(20 * k[c]);
           }
         }
       }

@@ -616,7 +616,7 @@ class World {
     const bool half = shape_.dtype == DType::kFloat16;
     if (kind == kDecoded) return half ? 3e-3 : 1.6e-2;
     if (kind == kDecodedOneHot) return half ? 1e-2 : 3e-2;
-    return shape_.million ? 3e-2 : half ? 1e-3 : 4e-3;
+    return shape_.million ? 1e-2 : half ? 1e-3 : 4e-3;
   }
   uint8_t* Slot(uint32_t slot) const { return pool_->data() + slot * device::kSlotUnitBytes; }
   std::shared_ptr<Page> NewRawPage() {

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -36,7 +37,9 @@ struct StepShape {
   int multiprocessors = 132;
   float q_std = 1;
   StepKeys keys = StepKeys::kRandom;
-  bool holes = true;                                // some pages far back have no encoded form
+  bool holes = true;     // some pages far back have no encoded form
+  int pages_made = 0;    // of those far back, which are then pages of these again and again; 0: all are
+  int rows_checked = 0;  // of each sequence; 0: all
   std::vector<std::pair<uint64_t, int>> sequences;  // context with the query tokens, query tokens
 
   std::string Name() const {
@@ -150,6 +153,39 @@ inline std::vector<StepShape> ShapesHoweverSplit() {
   return shapes;
 }
 
+/// Long contexts: of generated tokens, and last of a prompt's chunk. Of few pages and checked rows, so that the host
+/// has little to do.
+inline std::vector<StepShape> ShapesOfLongContexts() {
+#ifdef KVMANAGER_SANITIZED
+  constexpr int kShorter = 16, kPages = 24, kChunk = 128;
+#else
+  constexpr int kShorter = 1, kPages = 96, kChunk = 2048;
+#endif
+  StepShape shape;
+  shape.kv_heads = 4;
+  shape.pages_made = kPages;
+  std::vector<StepShape> shapes(3, shape);
+  shapes[0].sequences = {{131072 / kShorter, 1}};
+  shapes[0].rows_checked = 4;
+  for (uint64_t i = 0; i < 4; ++i) shapes[1].sequences.push_back({32768 / kShorter - 13 * i, 1});
+  shapes[1].rows_checked = 2;
+  shapes[2].sequences = {{32768 / kShorter + kChunk, kChunk}};
+  shapes[2].rows_checked = 3;
+  shapes[2].holes = false;  // each would be runs of its own in every tile
+  return shapes;
+}
+/// A block that attends by many query tokens to so many pages that all places in shared memory are used again, and
+/// their barriers go around twice; little enough for a tool that looks at every access.
+inline StepShape ShapeThatReusesPlaces() {
+  StepShape shape;
+  shape.kv_heads = shape.group = 1;
+  shape.lag_pages = 1;
+  shape.holes = false;
+  shape.multiprocessors = 1;
+  shape.sequences = {{64 * 41, 64}};
+  return shape;
+}
+
 template <typename T>
 class TestArray {
  public:
@@ -177,12 +213,12 @@ class StepWorld {
     ASSERT_NE(device_codec, nullptr);
     const size_t raw_bytes = layout_.raw_bytes(), encoded_bytes = codec_->info().encoded_bytes;
     const size_t slot_bytes = (std::max(raw_bytes, encoded_bytes) + 255) / 256 * 256;
-    size_t slots = 0;
-    for (const Sequence& s : sequences_) slots += 2 * s.pages.size();
-    std::vector<uint32_t> order(slots);
+    size_t pages = 0;
+    for (const Sequence& s : sequences_) pages += s.pages.size();
+    std::vector<uint32_t> order(bytes_.size());
     std::iota(order.begin(), order.end(), 0u);
     std::shuffle(order.begin(), order.end(), random_);
-    std::vector<uint8_t> pool(slots * slot_bytes, 0xff);  // NaN wherever nothing was written
+    std::vector<uint8_t> pool(order.size() * slot_bytes, 0xff);  // NaN wherever nothing was written
     TestArray<uint8_t> d_pool(pool.size());
     cudaStream_t stream;
     ASSERT_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -195,22 +231,25 @@ class StepWorld {
     o.lag_pages = shape_.lag_pages;
     o.codec = device_codec.get();
     o.multiprocessors = shape_.multiprocessors;
-    o.pages_max = slots + 16;
+    o.pages_max = 2 * pages + 16;
     o.sequences_max = int(sequences_.size());
     o.tokens_max = tokens_;
     auto step = DeviceStep::Create(o);
     ASSERT_TRUE(step.ok()) << step.status();
     std::vector<DeviceStep::Entry> entries;
-    size_t taken = 0;
+    std::map<const uint8_t*, size_t> places;  // in the pool
     for (const Sequence& s : sequences_) {
       std::vector<DevicePage> list;
       for (const Page& page : s.pages) {
         DevicePage place;
-        const auto put = [&](const zack::Memory& bytes, size_t size) -> uint32_t {
+        const auto put = [&](const uint8_t* bytes, size_t size) -> uint32_t {
           if (bytes == nullptr) return DevicePage::kNoSlot;
-          const size_t at = order[taken++] * slot_bytes;
-          std::memcpy(pool.data() + at, bytes.get(), size);
-          return uint32_t(at / device::kSlotUnitBytes);
+          auto at = places.find(bytes);
+          if (at == places.end()) {
+            at = places.emplace(bytes, order[places.size()]).first;
+            std::memcpy(pool.data() + at->second * slot_bytes, bytes, size);
+          }
+          return uint32_t(at->second * slot_bytes / device::kSlotUnitBytes);
         };
         place.raw = put(page.raw, raw_bytes);
         place.encoded = put(page.encoded, codec_->info().page_bytes(kLayer));
@@ -259,13 +298,14 @@ class StepWorld {
     cudaStreamDestroy(stream);
   }
 
-  /// The same on the host.
+  /// The same of checked rows on the host, one row behind the other.
   void Reference(std::vector<double>* out, std::vector<double>* lse) const {
     const int d = layout_.head_dim;
     size_t row = 0;
     for (const Sequence& s : sequences_) {
       for (int token = 0; token < s.tokens; ++token) {
         for (int head = 0; head < shape_.query_heads(); ++head, ++row) {
+          if (!checked_[row]) continue;
           const std::vector<double> one = ReferenceRow(s, s.first_position + token, head, &q_[row * d]);
           out->insert(out->end(), one.begin(), one.end() - 1);
           lse->push_back(one.back());
@@ -274,7 +314,7 @@ class StepWorld {
     }
   }
 
-  /// Steps on the device against the reference: relative L2 of all outputs, and the largest error of lse.
+  /// Steps on the device against the reference: relative L2 of all checked outputs, and the largest error of lse.
   struct Distance {
     double relative = INFINITY, lse = INFINITY;
   };
@@ -283,13 +323,18 @@ class StepWorld {
     Reference(&wanted, &wanted_lse);
     std::vector<float> out, lse;
     Run(captured, &out, &lse);
-    if (out.size() != wanted.size()) return {};
+    if (lse.size() != checked_.size()) return {};
     double error = 0, norm = 0, worst_lse = 0;
-    for (size_t i = 0; i < out.size(); ++i) {
-      error += (out[i] - wanted[i]) * (out[i] - wanted[i]), norm += wanted[i] * wanted[i];
-    }
-    for (size_t i = 0; i < lse.size(); ++i) {
-      worst_lse = std::max(worst_lse, std::abs(lse[i] - wanted_lse[i]) / (1 + std::abs(wanted_lse[i])));
+    const size_t d = layout_.head_dim;
+    for (size_t row = 0, at = 0; row < lse.size(); ++row) {
+      if (!checked_[row]) continue;
+      for (size_t c = 0; c < d; ++c) {
+        const double want = wanted[at * d + c], got = out[row * d + c];
+        error += (got - want) * (got - want), norm += want * want;
+      }
+      const double of_lse = std::abs(lse[row] - wanted_lse[at]) / (1 + std::abs(wanted_lse[at]));
+      worst_lse = std::isnan(of_lse) ? INFINITY : std::max(worst_lse, of_lse);
+      ++at;
     }
     const double relative = std::sqrt(error / norm);
     return {std::isnan(relative) ? INFINITY : relative, worst_lse};
@@ -297,7 +342,8 @@ class StepWorld {
 
  protected:
   struct Page {
-    zack::Memory raw, encoded;  // nullptr: not there
+    const uint8_t *raw = nullptr, *encoded = nullptr;  // nullptr: not there
+    const uint8_t* appended = nullptr;                 // what both forms were made of
   };
   struct Sequence {
     std::vector<Page> pages;
@@ -312,6 +358,7 @@ class StepWorld {
     q_.resize(q16_.size());
     for (size_t i = 0; i < q_.size(); ++i) StoreElement(q16_.data(), shape.dtype, i, normal(random_));
     if (shape.keys == StepKeys::kOneHot) PointAtTokens();
+    ChooseRows();
     for (size_t i = 0; i < q_.size(); ++i) q_[i] = LoadElement(q16_.data(), shape.dtype, i);
   }
 
@@ -333,46 +380,56 @@ class StepWorld {
     s.first_position = context - uint64_t(tokens), s.tokens = tokens;
     const size_t pages = (context + kPageTokens - 1) / kPageTokens;
     for (size_t j = 0; j < pages; ++j) {
-      zack::Memory raw = zack::RandomRawPage(layout_, random_, 0.5f);
       const int filled = int(std::min<uint64_t>(kPageTokens, context - j * kPageTokens));
-      for (int side = 0; side < 2; ++side) {
-        for (int head = 0; head < layout_.kv_heads; ++head) {
-          for (int t = 0; t < kPageTokens; ++t) {
-            for (int c = 0; c < layout_.head_dim; ++c) {
-              uint8_t* const at = raw.get() + layout_.raw_offset(side, head, t);
-              if (shape_.keys == StepKeys::kZero && side == 0) StoreElement(at, shape_.dtype, c, 0);
-              if (shape_.keys == StepKeys::kConstant) StoreElement(at, shape_.dtype, c, float(c % 7) - 3);
-              if (t >= filled) StoreElement(at, shape_.dtype, c, NAN);
-            }
-          }
-        }
+      const bool far = (j + 1 + size_t(shape_.lag_pages)) * kPageTokens <= s.first_position;
+      if (far && shape_.pages_made > 0 && far_.size() == size_t(shape_.pages_made)) {
+        s.pages.push_back(far_[random_() % far_.size()]);
+        continue;
       }
-      Page page;
       // The query's own page is raw: also of the first of several query tokens.
       const bool may_encode = filled == kPageTokens && (j + 1) * kPageTokens <= s.first_position;
-      const bool far = (j + 1 + size_t(shape_.lag_pages)) * kPageTokens <= s.first_position;
+      Page page;
+      page.appended = Keep(RandomPage(filled));
       if (may_encode && (far || random_() % 2 == 0) && !(shape_.holes && random_() % 8 == 0)) {
-        zack::EncodedPage encoded = zack::EncodeOne(*codec_, kLayer, raw.get(), j * kPageTokens);
+        zack::EncodedPage encoded = zack::EncodeOne(*codec_, kLayer, page.appended, j * kPageTokens);
         KV_CHECK(!encoded.declined);
-        page.encoded = std::move(encoded.bytes);
+        page.encoded = Keep(std::move(encoded.bytes));
       }
-      if (page.encoded == nullptr || !far) page.raw = std::move(raw);
-      s.pages.push_back(std::move(page));
+      if (page.encoded == nullptr || !far) page.raw = page.appended;
+      s.pages.push_back(page);
+      if (far && shape_.pages_made > 0) far_.push_back(page);
     }
     tokens_ += tokens;
     sequences_.push_back(std::move(s));
   }
 
-  /// Every row's q is a multiple of one key that it sees.
+  zack::Memory RandomPage(int filled) {
+    zack::Memory raw = zack::RandomRawPage(layout_, random_, 0.5f);
+    for (int side = 0; side < 2; ++side) {
+      for (int head = 0; head < layout_.kv_heads; ++head) {
+        for (int t = 0; t < kPageTokens; ++t) {
+          for (int c = 0; c < layout_.head_dim; ++c) {
+            uint8_t* const at = raw.get() + layout_.raw_offset(side, head, t);
+            if (shape_.keys == StepKeys::kZero && side == 0) StoreElement(at, shape_.dtype, c, 0);
+            if (shape_.keys == StepKeys::kConstant) StoreElement(at, shape_.dtype, c, float(c % 7) - 3);
+            if (t >= filled) StoreElement(at, shape_.dtype, c, NAN);
+          }
+        }
+      }
+    }
+    return raw;
+  }
+  const uint8_t* Keep(zack::Memory bytes) { return bytes_.emplace_back(std::move(bytes)).get(); }
+
+  /// Every row's q is a multiple of one key that it sees, in whatever form it reads that.
   void PointAtTokens() {
     size_t row = 0;
     for (const Sequence& s : sequences_) {
       for (int token = 0; token < s.tokens; ++token) {
         for (int head = 0; head < shape_.query_heads(); ++head, ++row) {
           const uint64_t at = random_() % (s.first_position + token + 1);
-          const Page& page = s.pages[at / kPageTokens];
-          if (page.raw == nullptr) continue;
-          const uint8_t* k = page.raw.get() + layout_.raw_offset(0, head / shape_.group, int(at % kPageTokens));
+          const uint8_t* const k =
+              s.pages[at / kPageTokens].appended + layout_.raw_offset(0, head / shape_.group, int(at % kPageTokens));
           for (int c = 0; c < layout_.head_dim; ++c) {
             StoreElement(q16_.data(), shape_.dtype, row * layout_.head_dim + c, 20 * LoadElement(k, shape_.dtype, c));
           }
@@ -381,11 +438,22 @@ class StepWorld {
     }
   }
 
+  void ChooseRows() {
+    for (const Sequence& s : sequences_) {
+      const size_t first = checked_.size(), rows = size_t(s.tokens) * shape_.query_heads();
+      checked_.resize(first + rows, shape_.rows_checked == 0);
+      for (int i = 0; i < shape_.rows_checked; ++i) checked_[first + random_() % rows] = true;
+    }
+  }
+
   const StepShape shape_;
   std::mt19937_64 random_;
   const PageLayout layout_;
   const std::unique_ptr<Codec> codec_;
+  std::vector<zack::Memory> bytes_;  // of pages, which sequences may share
+  std::vector<Page> far_;            // that are attended to as far pages
   std::vector<Sequence> sequences_;
+  std::vector<bool> checked_;  // [rows]
   std::vector<uint16_t> q16_;
   std::vector<float> q_;
   int tokens_ = 0;

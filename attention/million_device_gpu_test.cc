@@ -109,7 +109,7 @@ class World final : public StepWorld {
     // Encoded pages.
     std::vector<const uint8_t*> pages;
     for (uint32_t j = 0; j < own; ++j) {
-      if (!ReadsRaw(s, own, j)) pages.push_back(s.pages[j].encoded.get());
+      if (!ReadsRaw(s, own, j)) pages.push_back(s.pages[j].encoded);
     }
     float max = -INFINITY, sum = 0;
     std::fill_n(reinterpret_cast<float*>(acc.get()), d, 0.f);
@@ -126,7 +126,7 @@ class World final : public StepWorld {
       if (!ReadsRaw(s, own, j)) continue;
       const int seen = j == own ? int(position % kPageTokens) + 1 : kPageTokens;
       for (int t = 0; t < seen; ++t) {
-        const uint8_t* const k = s.pages[j].raw.get() + layout().raw_offset(0, kv_head, t);
+        const uint8_t* const k = s.pages[j].raw + layout().raw_offset(0, kv_head, t);
         double score = 0;
         for (int c = 0; c < d; ++c) score += double(q[c]) * LoadElement(k, shape_.dtype, c);
         scores.push_back({j * kPageTokens + uint32_t(t), score * scale});
@@ -138,8 +138,7 @@ class World final : public StepWorld {
     for (int c = 0; c < d; ++c) in_space[c] = factor * reinterpret_cast<const float*>(acc.get())[c];
     for (const auto& [at, score] : scores) {
       const double p = std::exp(score - largest);
-      const uint8_t* const v =
-          s.pages[at / kPageTokens].raw.get() + layout().raw_offset(1, kv_head, int(at % kPageTokens));
+      const uint8_t* const v = s.pages[at / kPageTokens].raw + layout().raw_offset(1, kv_head, int(at % kPageTokens));
       total += p;
       for (int c = 0; c < d; ++c) plain[c] += p * LoadElement(v, shape_.dtype, c);
     }
@@ -193,11 +192,13 @@ TEST_F(MillionDevice, RandomBatches) {
 
 // Decoded values are rounded to float16, or to bfloat16 where K and V are not rotated, whose errors scores make more
 // of.
+StepBounds DecodedBounds(const Shape& shape) { return {3e-3, shape.rotated ? 5e-3 : 1.6e-2, 2e-3}; }
+
 TEST_F(MillionDevice, ManyQueryTokens) {
   std::mt19937 random(2);
   for (int trial = 0; trial < (kTrials + 2) / 3; ++trial) {
     const Shape shape = WithFormat(RandomLongShape(random), random);
-    Check(shape, uint64_t(trial), trial % 4 == 0, {3e-3, shape.rotated ? 5e-3 : 1.6e-2, 2e-3});
+    Check(shape, uint64_t(trial), trial % 4 == 0, DecodedBounds(shape));
   }
 }
 
@@ -276,6 +277,28 @@ TEST_F(MillionDevice, HoweverTheWorkIsSplit) {
         Check(shape, 11);
       }
     }
+  }
+}
+
+TEST_F(MillionDevice, LongContexts) {
+  for (const bool rotated : {false, true}) {
+    for (const SideParameters& side : {kPairs, kNarrow}) {
+      for (const StepShape& base : ShapesOfLongContexts()) {
+        Shape shape = Like<Shape>(base);
+        shape.rotated = rotated;
+        shape.k = shape.v = side;
+        Check(shape, 13, true, base.sequences[0].second > 1 ? DecodedBounds(shape) : StepBounds());
+      }
+    }
+  }
+}
+
+TEST_F(MillionDevice, ReusesPlaces) {
+  for (const bool rotated : {false, true}) {
+    Shape shape = Like<Shape>(ShapeThatReusesPlaces());
+    shape.rotated = rotated;
+    shape.k = shape.v = kPairs;
+    Check(shape, 17, false, DecodedBounds(shape));
   }
 }
 

@@ -71,8 +71,8 @@ class World final : public StepWorld {
         const std::vector<double>& query = raw ? plain_q : mapped_q;
         std::vector<double>& out = raw ? plain : in_space;
         const auto row = [&](int side, int t) {
-          return raw ? s.pages[j].raw.get() + layout().raw_offset(side, kv_head, t)
-                     : s.pages[j].encoded.get() + of.offset[side] + size_t(t) * of.rank[side] * 2;
+          return raw ? s.pages[j].raw + layout().raw_offset(side, kv_head, t)
+                     : s.pages[j].encoded + of.offset[side] + size_t(t) * of.rank[side] * 2;
         };
         for (int t = 0; t < seen; ++t) {
           if (finds_max) {
@@ -164,6 +164,12 @@ TEST_F(ZackDevice, HardKeysAndQueries) {
 TEST_F(ZackDevice, HoweverTheWorkIsSplit) {
   for (const StepShape& shape : ShapesHoweverSplit()) Check(Like<Shape>(shape), 11);
 }
+
+TEST_F(ZackDevice, LongContexts) {
+  for (const StepShape& shape : ShapesOfLongContexts()) Check(Like<Shape>(shape), 13, true);
+}
+
+TEST_F(ZackDevice, ReusesPlaces) { Check(Like<Shape>(ShapeThatReusesPlaces()), 17); }
 
 }  // namespace
 }  // namespace kvmanager::zack

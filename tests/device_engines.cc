@@ -147,16 +147,20 @@ absl::Status HostEngine::RunStep(const Text& text, const std::vector<Part>& part
 GpuEngine::~GpuEngine() {
   if (stream_ != nullptr) cudaStreamSynchronize(stream_);
   arena_.reset();
-  if (stream_ != nullptr) cudaStreamDestroy(stream_);
+  if (owned_stream_ != nullptr) cudaStreamDestroy(owned_stream_);
   if (staging_ != nullptr) cudaFreeHost(staging_);
 }
 
-absl::Status GpuEngine::Init(Client* client, DeviceClient* device, const client::CacheOptions& options) {
-  device_ = device;
+absl::Status GpuEngine::Init(Client* client, DeviceClient* device, const client::CacheOptions& options,
+                             cudaStream_t stream) {
+  device_ = device, stream_ = stream;
   KV_ASSIGN_OR_RETURN(cache_, client->OpenCache(options));
   KV_ASSIGN_OR_RETURN(arena_, device->CreateArena(kArenaBytes));
   KV_RETURN_IF_ERROR(CudaStatus(cudaMallocHost(reinterpret_cast<void**>(&staging_), kArenaBytes), "cudaMallocHost"));
-  return CudaStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+  if (stream_ != nullptr) return absl::OkStatus();
+  KV_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithFlags(&owned_stream_, cudaStreamNonBlocking), "cudaStreamCreate"));
+  stream_ = owned_stream_;
+  return absl::OkStatus();
 }
 
 absl::StatusOr<TensorView> GpuEngine::Put(const std::vector<uint16_t>& rows) {
@@ -233,9 +237,9 @@ absl::Status DaemonEngine::RunStep(const Text& text, const std::vector<Part>& pa
 
 absl::StatusOr<std::unique_ptr<OwnEngine>> OwnEngine::Make(Client* client, DeviceClient* device,
                                                            const client::CacheOptions& options, bool encode_here,
-                                                           const std::string& artifacts) {
+                                                           const std::string& artifacts, cudaStream_t stream) {
   auto engine = std::make_unique<OwnEngine>();
-  KV_RETURN_IF_ERROR(engine->Init(client, device, options));
+  KV_RETURN_IF_ERROR(engine->Init(client, device, options, stream));
   KV_ASSIGN_OR_RETURN(std::shared_ptr<const Codec> codec, CodecOf(*engine->cache_, artifacts));
   InProcess::Options run;
   run.stream = engine->stream_;
@@ -282,6 +286,35 @@ absl::Status OwnEngine::Submit(const Text& text, const std::vector<Part>& parts,
   return run_->End();
 }
 
+absl::Status OwnEngine::BeginStep(const Text& text, const std::vector<Part>& parts) {
+  Restart();
+  rows_.clear();
+  for (int layer = 0; layer < text.layers; ++layer) {
+    StepRows& rows = rows_.emplace_back();
+    KV_ASSIGN_OR_RETURN(rows.k, Put(RowsOf(text.k[layer], text.kv_row(), parts)));
+    KV_ASSIGN_OR_RETURN(rows.v, Put(RowsOf(text.v[layer], text.kv_row(), parts)));
+    KV_ASSIGN_OR_RETURN(rows.q, Put(RowsOf(text.q[layer], text.q_row(), parts)));
+    KV_ASSIGN_OR_RETURN(rows.out, Room(rows.q.bytes));
+  }
+  return run_->Begin(EntriesOf(parts), true, true);
+}
+
+absl::Status OwnEngine::LaunchStep() {
+  for (size_t layer = 0; layer < rows_.size(); ++layer) {
+    const StepRows& rows = rows_[layer];
+    KV_RETURN_IF_ERROR(run_->Append(int(layer), rows.k.data, rows.v.data));
+    KV_RETURN_IF_ERROR(run_->Attend(int(layer), rows.q.data, rows.out.data, nullptr));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status OwnEngine::EndStep(LayerRows* out) {
+  KV_RETURN_IF_ERROR(run_->End());
+  std::vector<TensorView> outs;
+  for (const StepRows& rows : rows_) outs.push_back(rows.out);
+  return Collect(outs, out);
+}
+
 absl::Status OwnEngine::RunStep(const Text& text, const std::vector<Part>& parts, bool append, LayerRows* out,
                                 int first_layer) {
   KV_CHECK(first_layer == 0);
@@ -314,15 +347,27 @@ absl::Status Twins::Step(const Text& text,
 
 void StepDifference::Add(const Text& text, const std::vector<Part>& parts, const LayerRows& got,
                          const LayerRows& expected) {
+  same_of_layer.resize(std::max(same_of_layer.size(), got.size()));
   for (size_t layer = 0; layer < got.size(); ++layer) {
     ASSERT_EQ(got[layer].size(), expected[layer].size());
     auto g = got[layer].begin(), e = expected[layer].begin();
     for (const Part& part : parts) {
       const ptrdiff_t rows = ptrdiff_t(size_t(part.tokens) * text.q_row());
       ASSERT_GE(got[layer].end() - g, rows);
-      (part.tokens < kDecodedTokens ? same : decoded).Add({g, g + rows}, {e, e + rows});
+      Difference of_part;
+      of_part.Add({g, g + rows}, {e, e + rows});
+      (part.tokens < kDecodedTokens ? same : decoded).Add(of_part);
+      if (part.tokens < kDecodedTokens) same_of_layer[layer].Add(of_part);
       g += rows, e += rows;
     }
+  }
+}
+
+void StepDifference::Add(const StepDifference& other) {
+  same.Add(other.same), decoded.Add(other.decoded);
+  same_of_layer.resize(std::max(same_of_layer.size(), other.same_of_layer.size()));
+  for (size_t layer = 0; layer < other.same_of_layer.size(); ++layer) {
+    same_of_layer[layer].Add(other.same_of_layer[layer]);
   }
 }
 

@@ -73,8 +73,9 @@ struct StepDifference {
   static constexpr double kDecodedRunError = 3e-2;
 
   Difference same, decoded;
+  std::vector<Difference> same_of_layer;
   void Add(const Text& text, const std::vector<Part>& parts, const LayerRows& got, const LayerRows& expected);
-  void Add(const StepDifference& other) { same.Add(other.same), decoded.Add(other.decoded); }
+  void Add(const StepDifference& other);
 };
 
 /// One way of running the steps of a cache.
@@ -129,7 +130,9 @@ class GpuEngine : public Engine {
  protected:
   static constexpr size_t kArenaBytes = 64 << 20;
 
-  absl::Status Init(client::Client* client, client::DeviceClient* device, const client::CacheOptions& options);
+  /// stream: outlives the engine; nullptr: one of its own.
+  absl::Status Init(client::Client* client, client::DeviceClient* device, const client::CacheOptions& options,
+                    cudaStream_t stream = nullptr);
   /// Uploads rows to the next free place of the arena.
   absl::StatusOr<client::TensorView> Put(const std::vector<uint16_t>& rows);
   absl::StatusOr<client::TensorView> Room(size_t bytes);
@@ -143,6 +146,7 @@ class GpuEngine : public Engine {
     return staging_ + (static_cast<uint8_t*>(view.data) - arena_->data().data());
   }
 
+  cudaStream_t owned_stream_ = nullptr;
   uint8_t* staging_ = nullptr;  // [kArenaBytes] pinned; every place of the arena has its own
   size_t used_ = 0;
   uint64_t ready_ = 0;
@@ -164,10 +168,20 @@ class OwnEngine final : public GpuEngine {
  public:
   static absl::StatusOr<std::unique_ptr<OwnEngine>> Make(client::Client* client, client::DeviceClient* device,
                                                          const client::CacheOptions& options, bool encode_here,
-                                                         const std::string& artifacts = "");
+                                                         const std::string& artifacts = "",
+                                                         cudaStream_t stream = nullptr);
   ~OwnEngine() override;
   absl::Status Submit(const Text& text, const std::vector<Part>& parts, bool append,
                       std::vector<client::TensorView>* outs);
+
+  // A step that appends and attends, in three, of which a graph may capture the second: rows of steps of one shape are
+  // at the same places.
+
+  absl::Status BeginStep(const Text& text, const std::vector<Part>& parts);
+  absl::Status LaunchStep();
+  /// Waits for the stream.
+  absl::Status EndStep(LayerRows* out);
+
   absl::Status After(const client::Sequence& sequence) override { return run_->After(sequence); }
   void Forget(const client::Sequence& sequence) override { run_->Forget(sequence.id()); }
   client::InProcess& run() { return *run_; }
@@ -177,6 +191,10 @@ class OwnEngine final : public GpuEngine {
                        int first_layer) override;
   absl::Status AppendRows(const Text& text, int layer, const std::vector<Part>& parts);
 
+  struct StepRows {
+    client::TensorView k, v, q, out;
+  };
+  std::vector<StepRows> rows_;  // [layers] of the step that has begun by BeginStep
   std::unique_ptr<client::InProcess> run_;
 };
 

@@ -47,12 +47,21 @@ constexpr int kPromptMax = 300;  // where it is said; codecs whose queries choos
 constexpr int kAtOnce = 130, kQueriesMax = 16, kBatchMax = 4;
 constexpr int kFloodBatch = 64, kFloodBatches = 5, kFloodStays = 8;
 constexpr double kStepError = 4e-3, kRunError = 2e-3;
+/// A CPU rounds q more than a GPU does where it looks centroids up (codecs/million/million_attention.h).
+constexpr double kLookUpStepError = 2e-2, kLookUpRunError = 1e-2;
+constexpr char kArtifact[] = "made";
+constexpr char kZack[] = "zack:mode=balanced,rate=0.5,calibration=made";
+constexpr char kMillion[] = "million:m=64,bits=8,calibration=made";
 
 struct Case {
   const char* name;
   const char* codec;
   int lag_pages;
   const char* pool;
+
+  bool looks_up() const { return absl::StartsWith(codec, "million"); }
+  double step_error() const { return looks_up() ? kLookUpStepError : kStepError; }
+  double run_error() const { return looks_up() ? kLookUpRunError : kRunError; }
 };
 
 /// What the engines of a run share.
@@ -60,7 +69,8 @@ struct Shared {
   const DaemonProcess* daemon;
   const Text* text;
   const Case* shape;
-  std::mutex no_purge;  // held while a cache is opened that nothing holds yet
+  std::string artifacts;  // the daemon's directory of them
+  std::mutex no_purge;    // held while a cache is opened that nothing holds yet
 };
 
 /// An engine with its sequences and their twins.
@@ -110,7 +120,7 @@ class Actor {
     ASSERT_OK_AND_ASSIGN(device_, DeviceClient::Open(gpu_client_.get(), 0));
     client::CacheOptions options = OptionsFor(text(), shared_.shape->codec, 0);
     options.lag_pages = shared_.shape->lag_pages;
-    ASSERT_OK_AND_ASSIGN(gpu_, MakeEngine(way_, gpu_client_.get(), device_.get(), options));
+    ASSERT_OK_AND_ASSIGN(gpu_, MakeEngine(way_, gpu_client_.get(), device_.get(), options, shared_.artifacts));
     options.device = -1;
     ASSERT_OK_AND_ASSIGN(cpu_, HostEngine::Make(cpu_client_.get(), options));
     // Empty sequences: a purge closes caches that nothing holds.
@@ -226,7 +236,7 @@ class Actor {
     StepDifference step;
     ASSERT_EQ(got.size(), expected.size());
     step.Add(text(), parts, got, expected);
-    EXPECT_LT(step.same.relative(), kStepError) << what << Named(parts) << Parts(got, expected, parts);
+    EXPECT_LT(step.same.relative(), shared_.shape->step_error()) << what << Named(parts) << Parts(got, expected, parts);
     const bool raw = absl::StartsWith(shared_.shape->codec, "raw") || absl::StartsWith(shared_.shape->codec, "pq");
     EXPECT_LT(step.decoded.relative(), raw ? kStepError : StepDifference::kDecodedError)
         << what << Named(parts) << Parts(got, expected, parts);
@@ -495,9 +505,13 @@ TEST_P(DeviceRandomTest, EnginesAtOnce) {
   static const Text text = RandomText(11, {.layers = 4, .kv_heads = 8, .query_heads = 32});
   DaemonOptions options;
   options.host_pool_bytes = uint64_t{3} << 30;  // the twins' blocks stay
-  options.more_flags = {"--device-pool-bytes", GetParam().pool};
+  const TempDir artifacts;
+  if (absl::StrContains(GetParam().codec, "calibration=")) {
+    WriteArtifact(text, {kMillion}, artifacts.path(), kArtifact);
+  }
+  options.more_flags = {"--device-pool-bytes", GetParam().pool, "--calibration-dir", artifacts.path()};
   ASSERT_OK_AND_ASSIGN(auto daemon, DaemonProcess::Start(options));
-  Shared shared{daemon.get(), &text, &GetParam()};
+  Shared shared{daemon.get(), &text, &GetParam(), artifacts.path()};
   std::vector<std::unique_ptr<Actor>> actors;
   const int64_t from = NowMs();
   {
@@ -517,7 +531,7 @@ TEST_P(DeviceRandomTest, EnginesAtOnce) {
     hits += actor->count("hits"), full += actor->count("full");
   }
   std::printf("%s: %lld ms\n", GetParam().name, static_cast<long long>(NowMs() - from));
-  EXPECT_LT(all.same.relative(), kRunError);
+  EXPECT_LT(all.same.relative(), GetParam().run_error());
   EXPECT_LT(all.decoded.relative(), StepDifference::kDecodedRunError);
   if (!HasFailure()) {
     EXPECT_GT(hits, 0);
@@ -533,6 +547,7 @@ INSTANTIATE_TEST_SUITE_P(Codecs, DeviceRandomTest,
                                            Case{"k2v2_lag0", "hack:k_bits=2,v_bits=2", 0, "512MiB"},
                                            Case{"k2v2_lag1", "hack:k_bits=2,v_bits=2", 1, "512MiB"},
                                            Case{"k2v2_lag2", "hack:k_bits=2,v_bits=2", 2, "512MiB"},
+                                           Case{"zack", kZack, 1, "512MiB"}, Case{"million", kMillion, 1, "512MiB"},
                                            Case{"policy", "hack:k_bits=2,v_bits=2;0=hack:k_bits=4,v_bits=3;sinks=64", 1,
                                                 "512MiB"}),
                          [](const auto& info) { return std::string(info.param.name); });
