@@ -396,6 +396,9 @@ TEST_F(PrefillGpu, LongContexts) {
     shape.kv_heads = 1;
     shape.sequences = {{131072 / kShorter, 64}};
     EXPECT_LE(Check(shape, 7), Bound(shape));
+    shape.sequences.assign(4, {32768 / kShorter, 64});
+    shape.sequences[1].first -= 13;
+    EXPECT_LE(Check(shape, 8), Bound(shape));
   }
 }
 
