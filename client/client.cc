@@ -99,10 +99,17 @@ class ClientImpl final : public Client {
     });
   }
 
-  absl::StatusOr<std::vector<PeerDescription>> Peers() override {
+  absl::StatusOr<std::vector<PeerDescription>> Peers(absl::Span<const std::string> named) override {
     using Result = absl::StatusOr<std::vector<PeerDescription>>;
     KV_RETURN_IF_ERROR(connection_->Usable());
-    return connection_->Call<Result>(connection_->admin().peersRequest(), [](auto& response) -> Result {
+    uint64_t bytes = kMessageOverheadBytes;
+    for (const std::string& peer : named) bytes += kPrefixBytes + peer.size();
+    KV_RETURN_IF_ERROR(CheckMessageBytes("peers", bytes, connection_->message_bytes_max()));
+    auto request = connection_->admin().peersRequest();
+    request.setLoad(true);
+    auto peers = request.initPeers(uint(named.size()));
+    for (uint i = 0; i < peers.size(); ++i) peers.set(i, ToKj(named[i]));
+    return connection_->Call<Result>(std::move(request), [](auto& response) -> Result {
       KV_RETURN_IF_ERROR(FromWire(response.getError()));
       std::vector<PeerDescription> peers;
       for (const auto peer : response.getPeers()) peers.push_back(FromWire(peer));

@@ -129,11 +129,31 @@ struct PublishOutcome {
   int published = 0, shared = 0, deferred = 0;
 };
 
+struct HandOffOptions {
+  int64_t timeout_ms = 30000;  // of each call but for what room_ms allows: 1..3600000
+  int64_t room_ms = 0;         // how long a receiver that is full may let it wait for room: 0..3600000
+  /// Whoever claims the sequence appends to it before it reads or crops, as an engine does whose blob holds the next
+  /// token. Pages then travel as that token will read them: one that the last token filled goes encoded where the lag
+  /// lets it, and the receiver cannot crop into it.
+  bool goes_on = false;
+};
+
+/// When the pages of a layer went, in seconds since the offer; negative: none did.
+struct LayerTimes {
+  double ready_first = -1, ready_last = -1;  // full, and encoded where they travel so
+  double sent_first = -1;                    // given to a connection
+  double arrived_last = -1;                  // the receiver said that it has them all
+};
+
 struct HandOffOutcome {
   std::string ticket;
   uint64_t bytes_sent = 0, pages_sent = 0, pages_skipped = 0;
   uint64_t bytes_resent = 0, resumes = 0;  // of bytes_sent, after connections that broke
   double seconds = 0;                      // from the offer to the receiver's confirmation
+  double sending_seconds = 0;              // of these, with pages to send, or on their way
+  std::string peer;                        // who has it: of several, the one that was chosen
+  int64_t begun_unix_ns = 0;               // when it was offered, by the sender's clock
+  std::vector<LayerTimes> layers;
 };
 
 struct SequenceDescription {
@@ -167,12 +187,21 @@ struct DaemonDescription {
   std::string pin_error;                           // why the rest stays unpinned
 };
 
+/// How much a peer has to do, as it says itself.
+struct PeerLoad {
+  uint64_t capacity_bytes = 0, free_bytes = 0;  // of its host pool; free: to be had at once, what it may evict included
+  uint64_t queued_bytes = 0;                    // of hand-offs that it accepted, or lets wait, and that are to come yet
+  uint64_t waiting_offers = 0;                  // for room
+  uint64_t active_transfers = 0;                // that it receives
+};
+
 struct PeerDescription {
   std::string peer;
   bool incoming = false;
   uint64_t transfers = 0, failures = 0, bytes = 0, active = 0;
-  double bytes_per_second = 0;
+  double bytes_per_second = 0;  // measured while there was something to send, recent transfers counting most; 0: never
   std::string last_error;
+  absl::StatusOr<PeerLoad> load = absl::UnavailableError("not asked");  // of peers that sequences are handed to
 };
 
 /// What a call will give. Waiting drives the client's event loop. Destroying an unfinished one cancels the call.
@@ -225,7 +254,11 @@ class Client {
   virtual absl::StatusOr<DaemonDescription> Status() = 0;
   virtual absl::StatusOr<std::vector<CacheDescription>> Caches() = 0;
   virtual absl::StatusOr<std::vector<SequenceDescription>> Sequences() = 0;
-  virtual absl::StatusOr<std::vector<PeerDescription>> Peers() = 0;
+  /// The daemons that sequences were handed to or came from; the former are asked how much they have to do, all at
+  /// once, for at most half a second.
+  absl::StatusOr<std::vector<PeerDescription>> Peers() { return Peers({}); }
+  /// If `peers` is not empty, of these alone, in this order: at most 256 of "HOST:PORT".
+  virtual absl::StatusOr<std::vector<PeerDescription>> Peers(absl::Span<const std::string> peers) = 0;
   /// Refuses new sequences, forks and incoming hand-offs; claims, outgoing hand-offs and all else go on.
   virtual absl::Status Drain(bool on) = 0;
   /// Published blocks that nothing pins; of one cache, or of all if `cache_id` is kAllCaches. Returns how many.
@@ -296,6 +329,8 @@ class HandOff {
   virtual ~HandOff() = default;  // cancels it, unless it has ended
   /// The receiver's clients may claim the sequence with it from now on.
   virtual const std::string& ticket() const = 0;
+  /// Who has it: of several peers, the one that was chosen.
+  virtual const std::string& peer() const = 0;
   /// Every layer has its tokens: sends the rest, and waits until the receiver has all of it. FAILED_PRECONDITION naming
   /// the shortest layer: it may be called again.
   absl::StatusOr<HandOffOutcome> Finish(absl::string_view blob) { return FinishAsync(blob).Wait(); }
@@ -309,29 +344,40 @@ class Sequence {
   virtual absl::StatusOr<std::unique_ptr<Sequence>> Fork() = 0;
   virtual absl::Status Crop(uint64_t tokens) = 0;
   virtual absl::StatusOr<PublishOutcome> Publish(absl::Span<const BlockName> names) = 0;
-  /// peer: "HOST:PORT" of the other daemon's --peer-listen. room_ms: how long a receiver that is full may let it wait
-  /// for room. The deadline of this call is `timeout_ms` and `room_ms` plus a second.
+  /// peer: "HOST:PORT" of the other daemon's --peer-listen, or up to 16 of them, "HOST:PORT,HOST:PORT": of those that
+  /// answer and have room, the one that would have it first gets it (docs/operating.md, "Several decode hosts"); if it
+  /// refuses, the next. The deadline of this call is timeout_ms and room_ms plus a second.
+  virtual Pending<absl::StatusOr<HandOffOutcome>> HandOffAsync(absl::string_view peer, absl::string_view blob,
+                                                               const HandOffOptions& options) = 0;
+  Pending<absl::StatusOr<HandOffOutcome>> HandOffAsync(absl::string_view peer, absl::string_view blob,
+                                                       int64_t timeout_ms, int64_t room_ms = 0) {
+    return HandOffAsync(peer, blob, HandOffOptions{timeout_ms, room_ms});
+  }
+  absl::StatusOr<HandOffOutcome> HandOff(absl::string_view peer, absl::string_view blob,
+                                         const HandOffOptions& options) {
+    return HandOffAsync(peer, blob, options).Wait();
+  }
   absl::StatusOr<HandOffOutcome> HandOff(absl::string_view peer, absl::string_view blob, int64_t timeout_ms = 30000,
                                          int64_t room_ms = 0) {
-    return HandOffAsync(peer, blob, timeout_ms, room_ms).Wait();
-  }
-  virtual Pending<absl::StatusOr<HandOffOutcome>> HandOffAsync(absl::string_view peer, absl::string_view blob,
-                                                               int64_t timeout_ms, int64_t room_ms) = 0;
-  Pending<absl::StatusOr<HandOffOutcome>> HandOffAsync(absl::string_view peer, absl::string_view blob,
-                                                       int64_t timeout_ms) {
-    return HandOffAsync(peer, blob, timeout_ms, 0);
+    return HandOff(peer, blob, HandOffOptions{timeout_ms, room_ms});
   }
   /// The same while the sequence still grows, to `tokens` tokens in every layer: its pages go as soon as they are full
   /// and encoded. Done when the receiver has room. Until Finish the sequence cannot be cropped, nor grow beyond
   /// `tokens`. Deadlines of this call and of Finish as HandOff's.
+  virtual Pending<absl::StatusOr<std::unique_ptr<client::HandOff>>> BeginHandOffAsync(
+      absl::string_view peer, uint64_t tokens, const HandOffOptions& options) = 0;
+  Pending<absl::StatusOr<std::unique_ptr<client::HandOff>>> BeginHandOffAsync(absl::string_view peer, uint64_t tokens,
+                                                                              int64_t timeout_ms, int64_t room_ms) {
+    return BeginHandOffAsync(peer, tokens, HandOffOptions{timeout_ms, room_ms});
+  }
+  absl::StatusOr<std::unique_ptr<client::HandOff>> BeginHandOff(absl::string_view peer, uint64_t tokens,
+                                                                const HandOffOptions& options) {
+    return BeginHandOffAsync(peer, tokens, options).Wait();
+  }
   absl::StatusOr<std::unique_ptr<client::HandOff>> BeginHandOff(absl::string_view peer, uint64_t tokens,
                                                                 int64_t timeout_ms = 30000, int64_t room_ms = 0) {
-    return BeginHandOffAsync(peer, tokens, timeout_ms, room_ms).Wait();
+    return BeginHandOff(peer, tokens, HandOffOptions{timeout_ms, room_ms});
   }
-  virtual Pending<absl::StatusOr<std::unique_ptr<client::HandOff>>> BeginHandOffAsync(absl::string_view peer,
-                                                                                      uint64_t tokens,
-                                                                                      int64_t timeout_ms,
-                                                                                      int64_t room_ms) = 0;
   virtual absl::StatusOr<SequenceDescription> Info() = 0;
   /// Of a cache on a GPU: the word `done` is at least this once what crops of this sequence, or the fork that made it,
   /// copy is there. In the daemon's stream it is there anyway.

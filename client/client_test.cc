@@ -396,7 +396,16 @@ TEST(Client, Administration) {
   EXPECT_EQ(client->Status()->pools[0].capacity_bytes, uint64_t{1} << 30);
   EXPECT_EQ(client->Caches()->front().options.model, "m");
   EXPECT_EQ(client->Sequences()->back().tokens, 77u);
-  EXPECT_EQ(client->Peers()->front().peer, "10.0.0.2:7000");
+  const auto peers = client->Peers({"10.0.0.3:7000"});
+  ASSERT_TRUE(peers.ok()) << peers.status();
+  ASSERT_EQ(peers->size(), 2u);
+  EXPECT_EQ(peers->front().peer, "10.0.0.2:7000");
+  ASSERT_TRUE(peers->front().load.ok());
+  EXPECT_EQ(peers->front().load->free_bytes, 77u);
+  EXPECT_EQ(peers->front().load->queued_bytes, 5u);
+  EXPECT_EQ(peers->back().peer, "10.0.0.3:7000");
+  EXPECT_EQ(peers->back().load.status(), absl::UnavailableError("gone"));
+  EXPECT_EQ(client->Peers()->size(), 1u);
   EXPECT_TRUE(client->Drain(true).ok());
   EXPECT_TRUE(daemon.seen().draining);
   EXPECT_TRUE(client->Drain(false).ok());

@@ -233,7 +233,18 @@ class AdminServer final : public api::Admin::Server {
     return kj::READY_NOW;
   }
   kj::Promise<void> peers(PeersContext context) override {
-    context.getResults().initPeers(1)[0].setPeer("10.0.0.2:7000");
+    const auto named = context.getParams().getPeers();
+    auto peers = context.getResults().initPeers(1 + named.size());
+    peers[0].setPeer("10.0.0.2:7000");
+    if (context.getParams().getLoad()) {
+      peers[0].initLoad().setFreeBytes(77);
+      peers[0].getLoad().setQueuedBytes(5);
+    }
+    for (uint i = 0; i < named.size(); ++i) {
+      peers[1 + i].setPeer(named[i]);
+      peers[1 + i].initLoadError().setCode(14);
+      peers[1 + i].getLoadError().setMessage("gone");
+    }
     return kj::READY_NOW;
   }
   kj::Promise<void> drain(DrainContext) override {

@@ -16,14 +16,23 @@ namespace {
 constexpr int64_t kHandOffMsMax = 3600000;
 constexpr int64_t kHandOffMarginMs = 1000;  // the daemon's own deadline comes first, and says more
 
-absl::Status CheckTimes(int64_t timeout_ms, int64_t room_ms) {
-  if (timeout_ms < 1 || timeout_ms > kHandOffMsMax) {
-    return InvalidField("timeout_ms", timeout_ms, absl::StrCat("1..", kHandOffMsMax));
+absl::Status Check(const HandOffOptions& options) {
+  if (options.timeout_ms < 1 || options.timeout_ms > kHandOffMsMax) {
+    return InvalidField("timeout_ms", options.timeout_ms, absl::StrCat("1..", kHandOffMsMax));
   }
-  if (room_ms < 0 || room_ms > kHandOffMsMax) {
-    return InvalidField("room_ms", room_ms, absl::StrCat("0..", kHandOffMsMax));
+  if (options.room_ms < 0 || options.room_ms > kHandOffMsMax) {
+    return InvalidField("room_ms", options.room_ms, absl::StrCat("0..", kHandOffMsMax));
   }
   return absl::OkStatus();
+}
+
+// Request: with a peer, timeoutMs, roomMs and goesOn.
+template <typename Request>
+void Write(absl::string_view peer, const HandOffOptions& options, Request& request) {
+  request.setPeer(ToKj(std::string(peer)));
+  request.setTimeoutMs(uint32_t(options.timeout_ms));
+  request.setRoomMs(uint32_t(options.room_ms));
+  request.setGoesOn(options.goes_on);
 }
 
 auto BytesOf(absl::string_view text) {
@@ -32,21 +41,34 @@ auto BytesOf(absl::string_view text) {
 
 absl::StatusOr<HandOffOutcome> ReadOutcome(api::HandOffReply::Reader reply) {
   KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
-  return HandOffOutcome{.ticket = ToString(reply.getTicket()),
-                        .bytes_sent = reply.getBytesSent(),
-                        .pages_sent = reply.getPagesSent(),
-                        .pages_skipped = reply.getPagesSkipped(),
-                        .bytes_resent = reply.getBytesResent(),
-                        .resumes = reply.getResumes(),
-                        .seconds = reply.getSeconds()};
+  HandOffOutcome outcome{.ticket = ToString(reply.getTicket()),
+                         .bytes_sent = reply.getBytesSent(),
+                         .pages_sent = reply.getPagesSent(),
+                         .pages_skipped = reply.getPagesSkipped(),
+                         .bytes_resent = reply.getBytesResent(),
+                         .resumes = reply.getResumes(),
+                         .seconds = reply.getSeconds(),
+                         .sending_seconds = reply.getSendingSeconds(),
+                         .peer = ToString(reply.getPeer()),
+                         .begun_unix_ns = reply.getBegunUnixNs()};
+  for (const auto layer : reply.getLayers()) {
+    outcome.layers.push_back(
+        {layer.getReadyFirst(), layer.getReadyLast(), layer.getSentFirst(), layer.getArrivedLast()});
+  }
+  return outcome;
 }
 
 class HandOffImpl final : public HandOff {
  public:
-  HandOffImpl(std::shared_ptr<Connection> connection, api::HandOff::Client cap, std::string ticket, int64_t timeout_ms)
-      : handle_(std::move(connection), std::move(cap)), ticket_(std::move(ticket)), timeout_ms_(timeout_ms) {}
+  HandOffImpl(std::shared_ptr<Connection> connection, api::HandOff::Client cap, std::string ticket, std::string peer,
+              int64_t timeout_ms)
+      : handle_(std::move(connection), std::move(cap)),
+        ticket_(std::move(ticket)),
+        peer_(std::move(peer)),
+        timeout_ms_(timeout_ms) {}
 
   const std::string& ticket() const override { return ticket_; }
+  const std::string& peer() const override { return peer_; }
   Pending<absl::StatusOr<HandOffOutcome>> FinishAsync(absl::string_view blob) override {
     using Result = absl::StatusOr<HandOffOutcome>;
     if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
@@ -63,7 +85,7 @@ class HandOffImpl final : public HandOff {
 
  private:
   Handle<api::HandOff::Client> handle_;
-  const std::string ticket_;
+  const std::string ticket_, peer_;
   const int64_t timeout_ms_;
 };
 
@@ -113,47 +135,42 @@ class SequenceImpl final : public Sequence {
   }
 
   Pending<absl::StatusOr<HandOffOutcome>> HandOffAsync(absl::string_view peer, absl::string_view blob,
-                                                       int64_t timeout_ms, int64_t room_ms) override {
+                                                       const HandOffOptions& options) override {
     using Result = absl::StatusOr<HandOffOutcome>;
     if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
-    if (absl::Status good = CheckTimes(timeout_ms, room_ms); !good.ok()) return Ready<Result>(good);
+    if (absl::Status good = Check(options); !good.ok()) return Ready<Result>(good);
     const uint64_t bytes = kMessageOverheadBytes + peer.size() + blob.size();
     if (auto fits = CheckMessageBytes("blob", bytes, handle_.connection().message_bytes_max()); !fits.ok()) {
       return Ready<Result>(fits);
     }
     auto request = handle_.cap().handOffRequest(capnp::MessageSize{bytes / sizeof(capnp::word), 0});
-    request.setPeer(ToKj(std::string(peer)));
+    Write(peer, options, request);
     request.setBlob(BytesOf(blob));
-    request.setTimeoutMs(uint32_t(timeout_ms));
-    request.setRoomMs(uint32_t(room_ms));
     return handle_.connection().CallLater<Result>(
         std::move(request), [](auto& response) { return ReadOutcome(response.getReply()); },
-        timeout_ms + room_ms + kHandOffMarginMs);
+        options.timeout_ms + options.room_ms + kHandOffMarginMs);
   }
 
   Pending<absl::StatusOr<std::unique_ptr<client::HandOff>>> BeginHandOffAsync(absl::string_view peer, uint64_t tokens,
-                                                                              int64_t timeout_ms,
-                                                                              int64_t room_ms) override {
+                                                                              const HandOffOptions& options) override {
     using Result = absl::StatusOr<std::unique_ptr<client::HandOff>>;
     if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
-    if (absl::Status good = CheckTimes(timeout_ms, room_ms); !good.ok()) return Ready<Result>(good);
+    if (absl::Status good = Check(options); !good.ok()) return Ready<Result>(good);
     const uint64_t bytes = kMessageOverheadBytes + peer.size();
     if (auto fits = CheckMessageBytes("peer", bytes, handle_.connection().message_bytes_max()); !fits.ok()) {
       return Ready<Result>(fits);
     }
     auto request = handle_.cap().beginHandOffRequest(capnp::MessageSize{bytes / sizeof(capnp::word), 0});
-    request.setPeer(ToKj(std::string(peer)));
+    Write(peer, options, request);
     request.setTokens(tokens);
-    request.setTimeoutMs(uint32_t(timeout_ms));
-    request.setRoomMs(uint32_t(room_ms));
     return handle_.connection().CallLater<Result>(
         std::move(request),
-        [connection = handle_.shared_connection(), timeout_ms](auto& response) -> Result {
+        [connection = handle_.shared_connection(), timeout_ms = options.timeout_ms](auto& response) -> Result {
           KV_RETURN_IF_ERROR(FromWire(response.getStatus()));
           return std::make_unique<HandOffImpl>(connection, response.getHandOff(), ToString(response.getTicket()),
-                                               timeout_ms);
+                                               ToString(response.getPeer()), timeout_ms);
         },
-        timeout_ms + room_ms + kHandOffMarginMs);
+        options.timeout_ms + options.room_ms + kHandOffMarginMs);
   }
 
   absl::StatusOr<SequenceDescription> Info() override {

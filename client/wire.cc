@@ -157,14 +157,25 @@ DaemonDescription FromWire(api::DaemonStatus::Reader wire) {
 }
 
 PeerDescription FromWire(api::PeerStatus::Reader wire) {
-  return {.peer = ToString(wire.getPeer()),
-          .incoming = wire.getIncoming(),
-          .transfers = wire.getTransfers(),
-          .failures = wire.getFailures(),
-          .bytes = wire.getBytes(),
-          .active = wire.getActive(),
-          .bytes_per_second = wire.getBytesPerSecond(),
-          .last_error = ToString(wire.getLastError())};
+  PeerDescription peer{.peer = ToString(wire.getPeer()),
+                       .incoming = wire.getIncoming(),
+                       .transfers = wire.getTransfers(),
+                       .failures = wire.getFailures(),
+                       .bytes = wire.getBytes(),
+                       .active = wire.getActive(),
+                       .bytes_per_second = wire.getBytesPerSecond(),
+                       .last_error = ToString(wire.getLastError())};
+  if (wire.hasLoad()) {
+    const auto load = wire.getLoad();
+    peer.load = PeerLoad{.capacity_bytes = load.getCapacityBytes(),
+                         .free_bytes = load.getFreeBytes(),
+                         .queued_bytes = load.getQueuedBytes(),
+                         .waiting_offers = load.getWaitingOffers(),
+                         .active_transfers = load.getActiveTransfers()};
+  } else if (absl::Status error = FromWire(wire.getLoadError()); !error.ok()) {
+    peer.load = std::move(error);
+  }
+  return peer;
 }
 
 PrefixMatch FromWire(api::MatchResult::Reader wire) {

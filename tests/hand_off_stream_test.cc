@@ -195,6 +195,42 @@ INSTANTIATE_TEST_SUITE_P(Codecs, StreamCodecTest,
                                            Case{kHack, 2, 64 * 4, 50, false}, Case{kHack, 1, 20},
                                            Case{"hack:k_bits=3,v_bits=2;0=raw;sinks=100", 1}));
 
+TEST_F(StreamTest, WhoGoesOnGetsThePageThatTheLastTokenFilledEncoded) {
+  Start();
+  constexpr int kFull = 64 * 4;
+  const CacheOptions options = SmallCache(kHack, 0);
+  const Source source{74, Kind::kOutliers, options};
+  ASSERT_OK_AND_ASSIGN(auto cache, here_->OpenCache(options));
+  ASSERT_OK_AND_ASSIGN(auto other, there_->OpenCache(options));
+  const uint64_t encoded = cache->description().encoded_page_bytes, raw = cache->description().raw_page_bytes;
+  ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence());
+  ASSERT_OK_AND_ASSIGN(auto hand_off,
+                       made.sequence->BeginHandOff(receiver_->peer(), kFull, client::HandOffOptions{.goes_on = true}));
+  for (int layer = 0; layer < options.layers; ++layer) {
+    ASSERT_OK(LoadLayer(*cache, made.sequence->id(), source, layer, 0, kFull));
+  }
+  ASSERT_OK_AND_ASSIGN(const HandOffOutcome streamed, hand_off->Finish(""));
+  EXPECT_EQ(streamed.bytes_sent, 4 * encoded * options.layers);
+  ASSERT_OK_AND_ASSIGN(const HandOffOutcome at_once,
+                       made.sequence->HandOff(receiver_->peer(), "", client::HandOffOptions{.goes_on = true}));
+  EXPECT_EQ(at_once.bytes_sent, streamed.bytes_sent);
+  ASSERT_OK_AND_ASSIGN(const HandOffOutcome cropped, made.sequence->HandOff(receiver_->peer(), ""));
+  EXPECT_EQ(cropped.bytes_sent, (3 * encoded + raw) * options.layers);
+
+  ASSERT_OK_AND_ASSIGN(const ClaimedSequence a, other->Claim(streamed.ticket));
+  ASSERT_OK_AND_ASSIGN(const ClaimedSequence b, other->Claim(at_once.ticket));
+  ASSERT_OK_AND_ASSIGN(const ClaimedSequence c, other->Claim(cropped.ticket));
+  const absl::Status inside = a.sequence->Crop(kFull - 1);
+  EXPECT_CODE(inside, kFailedPrecondition);
+  EXPECT_OK(c.sequence->Crop(kFull - 1));
+  ASSERT_OK(Load(*other, c.sequence->id(), source, kFull - 1, 1, 1));
+  ASSERT_OK_AND_ASSIGN(const std::vector<float> stayed, Feed(*cache, made.sequence->id(), source, kFull, 70, 7));
+  for (const ClaimedSequence* each : {&a, &b, &c}) {
+    ASSERT_OK_AND_ASSIGN(const std::vector<float> went, Feed(*other, each->sequence->id(), source, kFull, 70, 7));
+    EXPECT_EQ(stayed, went);
+  }
+}
+
 TEST_F(StreamTest, ALayerIsReadBeforeTheNextHasCome) {
   ASSERT_NO_FATAL_FAILURE(StartSlow());
   auto claim = other_->ClaimAsync(hand_off_->ticket(), 20000);

@@ -68,6 +68,11 @@ TEST_F(KvctlTest, ListsDrainsAndPurges) {
   EXPECT_EQ(info.pid, uint32_t(getpid()));
   EXPECT_EQ(info.client, "client");
 
+  const nlohmann::json peers = Ask({"peers", "127.0.0.1:1", "127.0.0.1:2"})["peers"];
+  ASSERT_EQ(peers.size(), 2u);
+  EXPECT_EQ(peers[1]["peer"], "127.0.0.1:2");
+  EXPECT_TRUE(peers[1].contains("load_error")) << peers;
+
   Ask({"drain"});
   ASSERT_OK_AND_ASSIGN(client::DaemonDescription status, client_->Status());
   EXPECT_TRUE(status.draining);

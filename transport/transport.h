@@ -47,6 +47,16 @@ struct SendPage {
   uint32_t page = 0;
   absl::Span<const uint8_t> bytes;  // as many as its part said; valid and unchanged until `done`
   uint64_t checksum = 0;            // XXH3-64 of bytes
+  uint32_t group = 0;               // below kGroupsMax: pages whose times are told together
+
+  static constexpr uint32_t kGroupsMax = 1 << 16;
+};
+
+/// When pages of a group went, in seconds since Begin; negative: none did.
+struct SendTimes {
+  double posted_first = -1, posted_last = -1;  // ready to go
+  double sent_first = -1;                      // given to a connection
+  double arrived_last = -1;                    // the receiver said that it has them
 };
 
 struct SendResult {
@@ -54,8 +64,10 @@ struct SendResult {
   uint64_t bytes_resent = 0;  // of those, sent once more because a connection broke
   uint64_t pages_sent = 0;
   uint64_t pages_skipped = 0;
-  uint64_t resumes = 0;  // connections that broke and were made again
-  double seconds = 0;    // from the offer to the receiver's confirmation
+  uint64_t resumes = 0;           // connections that broke and were made again
+  double seconds = 0;             // from the offer to the receiver's confirmation
+  std::vector<SendTimes> groups;  // by SendPage::group
+  double sending_seconds = 0;     // of these, with pages to send, or on their way
 };
 
 struct SendEvents {
@@ -120,7 +132,7 @@ struct PeerInfo {
   bool incoming = false;
   uint64_t transfers = 0, failures = 0, bytes = 0;
   uint64_t active = 0;     // transfers under way
-  double bytes_per_s = 0;  // of finished transfers, recent ones counting most
+  double bytes_per_s = 0;  // while there were pages to send, of finished transfers, recent ones counting most; 0: never
   std::string last_error;
 };
 
@@ -134,7 +146,7 @@ class Transport {
   /// Says the last part, once. The hand-off ends when every page that is wanted and not withdrawn was posted and taken.
   virtual void Finish(uint64_t transfer, HandOffPart last) = 0;
   virtual void Cancel(uint64_t transfer) = 0;
-  /// Asks a peer how much it has to do. Errors: as SendEvents::done.
+  /// Asks a peer how much it has to do. Errors: as SendEvents::done; RESOURCE_EXHAUSTED if too many are being asked.
   virtual void Probe(std::string peer, absl::AnyInvocable<void(absl::StatusOr<ReceiverLoad>)> done) = 0;
   virtual std::vector<PeerInfo> Peers() const = 0;
   /// "HOST:PORT" that peers connect to; empty if this transport only sends.

@@ -163,14 +163,26 @@ std::string FormatSequences(const std::vector<SequenceDescription>& sequences) {
 
 std::string FormatPeers(const std::vector<PeerDescription>& peers) {
   if (peers.empty()) return "no peers: nothing has been handed off since the daemon started\n";
-  std::vector<std::vector<std::string>> rows;
+  const auto rate = [](double bytes_per_second) {
+    return bytes_per_second > 0 ? absl::StrCat(FormatBytes(uint64_t(bytes_per_second)), "/s") : "-";
+  };
+  std::vector<std::vector<std::string>> rows, loads;
   for (const PeerDescription& p : peers) {
     rows.push_back({p.peer, p.incoming ? "in" : "out", absl::StrCat(p.transfers), absl::StrCat(p.failures),
-                    absl::StrCat(p.active), FormatBytes(p.bytes),
-                    absl::StrCat(FormatBytes(uint64_t(std::max(0.0, p.bytes_per_second))), "/s"),
-                    OrNone(p.last_error)});
+                    absl::StrCat(p.active), FormatBytes(p.bytes), rate(p.bytes_per_second), OrNone(p.last_error)});
+    if (p.incoming) continue;
+    if (p.load.ok()) {
+      loads.push_back({p.peer, FormatBytes(p.load->free_bytes), FormatBytes(p.load->capacity_bytes),
+                       FormatBytes(p.load->queued_bytes), absl::StrCat(p.load->waiting_offers),
+                       absl::StrCat(p.load->active_transfers), rate(p.bytes_per_second)});
+    } else {
+      loads.push_back({p.peer, "-", "-", "-", "-", "-", std::string(p.load.status().message())});
+    }
   }
-  return FormatTable({"PEER", "WAY", "TRANSFERS", "FAILURES", "ACTIVE", "BYTES", "RATE", "LAST ERROR"}, rows);
+  std::string text =
+      FormatTable({"PEER", "WAY", "TRANSFERS", "FAILURES", "ACTIVE", "BYTES", "RATE", "LAST ERROR"}, rows);
+  if (loads.empty()) return text;
+  return absl::StrCat(text, "\n", FormatTable({"ASKED", "FREE", "OF", "QUEUED", "WAITING", "RECEIVES", "RATE"}, loads));
 }
 
 json ToJson(const DaemonDescription& d) {
@@ -255,14 +267,24 @@ json ToJson(const std::vector<SequenceDescription>& sequences) {
 json ToJson(const std::vector<PeerDescription>& peers) {
   json list = json::array();
   for (const PeerDescription& p : peers) {
-    list.push_back({{"peer", Utf8(p.peer)},
-                    {"incoming", p.incoming},
-                    {"transfers", p.transfers},
-                    {"failures", p.failures},
-                    {"active", p.active},
-                    {"bytes", p.bytes},
-                    {"bytes_per_second", p.bytes_per_second},
-                    {"last_error", Utf8(p.last_error)}});
+    json peer = {{"peer", Utf8(p.peer)},
+                 {"incoming", p.incoming},
+                 {"transfers", p.transfers},
+                 {"failures", p.failures},
+                 {"active", p.active},
+                 {"bytes", p.bytes},
+                 {"bytes_per_second", p.bytes_per_second},
+                 {"last_error", Utf8(p.last_error)}};
+    if (p.load.ok()) {
+      peer["load"] = {{"capacity_bytes", p.load->capacity_bytes},
+                      {"free_bytes", p.load->free_bytes},
+                      {"queued_bytes", p.load->queued_bytes},
+                      {"waiting_offers", p.load->waiting_offers},
+                      {"active_transfers", p.load->active_transfers}};
+    } else if (!p.incoming) {
+      peer["load_error"] = Utf8(std::string(p.load.status().message()));
+    }
+    list.push_back(std::move(peer));
   }
   return {{"peers", list}};
 }

@@ -80,6 +80,16 @@ TEST(Format, ListsAndEmptyLists) {
   EXPECT_NE(FormatSequences({}).find("no sequences"), std::string::npos);
   EXPECT_NE(FormatPeers({{.peer = "h:1", .bytes_per_second = 2e9}}).find("1.9 GiB/s"), std::string::npos);
   EXPECT_NE(FormatPeers({}).find("no peers"), std::string::npos);
+  PeerDescription asked{.peer = "h:1", .bytes_per_second = 1 << 30};
+  asked.load = PeerLoad{.capacity_bytes = 4 << 20, .free_bytes = 3 << 20, .queued_bytes = 1 << 20, .waiting_offers = 5};
+  const std::string load = FormatPeers({asked, {.peer = "h:2"}});
+  for (const char* word : {"ASKED", "4.0 MiB", "3.0 MiB", "1.0 MiB", " 5 ", "not asked"}) {
+    EXPECT_NE(load.find(word), std::string::npos) << word << "\n" << load;
+  }
+  const nlohmann::json both = ToJson(std::vector<PeerDescription>{asked, {.peer = "h:2"}})["peers"];
+  EXPECT_EQ(both[0]["load"]["free_bytes"], 3 << 20);
+  EXPECT_EQ(both[1]["load_error"], "not asked");
+  EXPECT_FALSE(both[1].contains("load"));
 }
 
 TEST(Format, AnyBytesOfAClientMakeValidJson) {

@@ -7,6 +7,7 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -31,6 +32,7 @@ struct Arguments {
   int64_t deadline_ms = 5000;
   bool json = false;
   bool drain_off = false;
+  std::vector<std::string> peers;
   std::string purge_cache;
   bool purge_all = false;
 };
@@ -94,7 +96,9 @@ int Main(int argc, char** argv) {
       "  kvctl status                       what the daemon is, how full its memory is\n"
       "  kvctl caches                       which models' caches, their codecs and sizes\n"
       "  kvctl sequences                    who holds how many tokens\n"
-      "  kvctl peers                        hand-offs to and from other daemons\n"
+      "  kvctl peers                        hand-offs to and from other daemons, and how much those have to do\n"
+      "  kvctl peers 10.0.0.2:9470 10.0.0.3:9470\n"
+      "                                     whether a hand-off to these could be taken, and how soon\n"
       "  kvctl drain                        before a restart: take in nothing new\n"
       "  kvctl drain --off                  take it back (the same as undrain)\n"
       "  kvctl purge --cache 3              forget the published blocks of cache 3 that nobody holds\n"
@@ -122,7 +126,13 @@ int Main(int argc, char** argv) {
   auto* status = app.add_subcommand("status", "What the daemon is, whether it drains, how full its memory is");
   auto* caches = app.add_subcommand("caches", "The caches: model, codec, geometry, pages resident raw and encoded");
   auto* sequences = app.add_subcommand("sequences", "The sequences that clients hold");
-  auto* peers = app.add_subcommand("peers", "The daemons that sequences were handed to or came from");
+  auto* peers = app.add_subcommand(
+      "peers",
+      "The daemons that sequences were handed to or came from. Those handed to, or those given, are asked by the "
+      "daemon "
+      "how much memory they have free, and how much is on its way to them; RATE is what was measured to there while "
+      "there was something to send");
+  peers->add_option("peers", arguments.peers, "HOST:PORT of daemons' --peer-listen: these alone")->expected(0, 256);
   auto* drain = app.add_subcommand(
       "drain", "Take in no new sequences, forks or hand-offs; those that exist go on and can be claimed");
   drain->add_flag("--off", arguments.drain_off, "serve again");
@@ -181,7 +191,7 @@ int Main(int argc, char** argv) {
   if (status->parsed()) return Show((*client)->Status(), arguments, FormatStatus);
   if (caches->parsed()) return Show((*client)->Caches(), arguments, FormatCaches);
   if (sequences->parsed()) return Show((*client)->Sequences(), arguments, FormatSequences);
-  if (peers->parsed()) return Show((*client)->Peers(), arguments, FormatPeers);
+  if (peers->parsed()) return Show((*client)->Peers(arguments.peers), arguments, FormatPeers);
   if (drain->parsed()) return Drain(**client, arguments, !arguments.drain_off);
   if (undrain->parsed()) return Drain(**client, arguments, false);
   return Purge(**client, arguments, cache_id);

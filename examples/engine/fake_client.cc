@@ -80,8 +80,8 @@ class FakeSequence final : public client::Sequence {
     return outcome;
   }
 
-  Pending<absl::StatusOr<client::HandOffOutcome>> HandOffAsync(absl::string_view peer, absl::string_view blob, int64_t,
-                                                               int64_t) override {
+  Pending<absl::StatusOr<client::HandOffOutcome>> HandOffAsync(absl::string_view peer, absl::string_view blob,
+                                                               const client::HandOffOptions&) override {
     const auto found = host_->peers.find(std::string(peer));
     if (found == host_->peers.end())
       return Now<absl::StatusOr<client::HandOffOutcome>>(absl::UnavailableError("no such peer"));
@@ -92,8 +92,8 @@ class FakeSequence final : public client::Sequence {
     return Now<absl::StatusOr<client::HandOffOutcome>>(outcome);
   }
 
-  Pending<absl::StatusOr<std::unique_ptr<client::HandOff>>> BeginHandOffAsync(absl::string_view, uint64_t, int64_t,
-                                                                              int64_t) override {
+  Pending<absl::StatusOr<std::unique_ptr<client::HandOff>>> BeginHandOffAsync(absl::string_view, uint64_t,
+                                                                              const client::HandOffOptions&) override {
     return Now<absl::StatusOr<std::unique_ptr<client::HandOff>>>(absl::UnimplementedError("hand off at the end"));
   }
 
@@ -295,7 +295,9 @@ class FakeClient final : public client::Client {
   absl::StatusOr<client::DaemonDescription> Status() override { return Absent("status"); }
   absl::StatusOr<std::vector<CacheDescription>> Caches() override { return Absent("caches"); }
   absl::StatusOr<std::vector<client::SequenceDescription>> Sequences() override { return Absent("sequences"); }
-  absl::StatusOr<std::vector<client::PeerDescription>> Peers() override { return Absent("peers"); }
+  absl::StatusOr<std::vector<client::PeerDescription>> Peers(absl::Span<const std::string>) override {
+    return Absent("peers");
+  }
   absl::Status Drain(bool) override { return Absent("drain"); }
   absl::StatusOr<uint64_t> Purge(uint32_t) override { return Absent("purge"); }
 

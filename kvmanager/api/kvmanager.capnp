@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 4;
+const apiMinor :UInt16 = 5;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -206,6 +206,18 @@ struct HandOffReply {
   seconds @5 :Float64;     # from the offer to the receiver's confirmation
   bytesResent @6 :UInt64;  # of bytesSent, again after a connection broke
   resumes @7 :UInt64;      # connections that broke and were made again
+  peer @8 :Text;           # who has it: of several, the one that was chosen
+  sendingSeconds @9 :Float64;  # of `seconds`, with pages to send, or on their way
+  begunUnixNs @10 :Int64;      # when it was offered, by the sender's clock
+  layers @11 :List(LayerTimes);
+}
+
+struct LayerTimes {
+  # When the pages of a layer went, in seconds since the offer; negative: none did.
+  readyFirst @0 :Float64 = -1; # the first was full, and encoded where it travels so
+  readyLast @1 :Float64 = -1;
+  sentFirst @2 :Float64 = -1; # the first was given to a connection
+  arrivedLast @3 :Float64 = -1; # the receiver said that it has them all
 }
 
 interface Sequence {
@@ -213,13 +225,18 @@ interface Sequence {
   fork @0 () -> (reply :SequenceReply);
   crop @1 (tokens :UInt64) -> (status :Status, done :UInt64);   # done: as SequenceReply's
   publish @2 (names :List(BlockName)) -> (reply :PublishReply);
-  handOff @3 (peer :Text, blob :Data, timeoutMs :UInt32, roomMs :UInt32) -> (reply :HandOffReply);
+  handOff @3 (peer :Text, blob :Data, timeoutMs :UInt32, roomMs :UInt32, goesOn :Bool) -> (reply :HandOffReply);
   # Sends the sequence to the daemon at peer ("HOST:PORT" of its --peer-listen): full blocks by key, open pages raw, and an
   # opaque blob of the engine (at most 1 MiB). The sequence here stays until it is dropped. roomMs: how long a receiver that is full
   # may let it wait for room, beyond timeoutMs; 0: it refuses at once. Feature "hand-off-stream".
+  # peer may be up to 16 addresses, "HOST:PORT,HOST:PORT". Then each is asked how much it has to do, for at most half a second. Of
+  # those that answer, it goes to the one that has as much free as it needs and would be done first: queued bytes and its own over the
+  # bandwidth measured to there, ties in their order; if that one refuses, or does not accept, to the next. Feature "choose-peer".
+  # goesOn: whoever claims it appends before it reads or crops. Pages then travel as the token to come will read them: one that the
+  # last token filled goes encoded where the lag lets it, and the receiver cannot crop into it. Feature "choose-peer".
   info @4 () -> (status :Status, info :SequenceInfo);
-  beginHandOff @5 (peer :Text, tokens :UInt64, timeoutMs :UInt32, roomMs :UInt32)
-      -> (status :Status, handOff :HandOff, ticket :Data);
+  beginHandOff @5 (peer :Text, tokens :UInt64, timeoutMs :UInt32, roomMs :UInt32, goesOn :Bool)
+      -> (status :Status, handOff :HandOff, ticket :Data, peer :Text);
   # The same while the sequence still grows to `tokens` tokens in every layer: pages go as soon as they are full and encoded. Answered
   # when the receiver has room; its clients may claim the ticket from then on. Until finish the sequence can be appended to, not
   # beyond `tokens`, attended, forked and published, not cropped. timeoutMs: for this answer, and again for finish's. Not of a cache
@@ -350,15 +367,28 @@ struct PeerStatus {
   failures @3 :UInt64;
   bytes @4 :UInt64;
   active @5 :UInt64;
-  bytesPerSecond @6 :Float64;
+  bytesPerSecond @6 :Float64;  # measured while there was something to send, recent transfers counting most; 0: never
   lastError @7 :Text;
+  loadError @8 :Status;        # why there is no load; empty where there is, and where it was not asked
+  load @9 :PeerLoad;           # null: not known
+}
+
+struct PeerLoad {
+  # How much a peer has to do, as it says itself.
+  capacityBytes @0 :UInt64;    # of its host pool
+  freeBytes @1 :UInt64;        # to be had at once, what it may evict included
+  queuedBytes @2 :UInt64;      # of hand-offs that it accepted, or lets wait for room, and that are to come yet
+  waitingOffers @3 :UInt64;    # for room
+  activeTransfers @4 :UInt64;  # that it receives
 }
 
 interface Admin {
   status @0 () -> (status :DaemonStatus, error :Status);
   caches @1 () -> (caches :List(CacheInfo), error :Status);
   sequences @2 () -> (sequences :List(SequenceInfo), error :Status);
-  peers @3 () -> (peers :List(PeerStatus), error :Status);
+  peers @3 (load :Bool, peers :List(Text)) -> (peers :List(PeerStatus), error :Status);
+  # load: peers that sequences were handed to, or those listed, are asked how much they have to do, all at once, for at most half a
+  # second. peers: these alone ("HOST:PORT", at most 256), in this order; empty: all that are known. Feature "choose-peer".
   drain @4 () -> (status :Status);
   # Refuses what is new, with UNAVAILABLE: createSequences, forks, incoming hand-offs. Allows everything else: steps and
   # publishing of held sequences, claims of sequences received before, outgoing hand-offs. SIGTERM does the same, and the daemon

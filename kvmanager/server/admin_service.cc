@@ -6,6 +6,8 @@
 #include "absl/strings/str_cat.h"
 #include "codecs/cpu_isa.h"
 #include "kvmanager/server/hand_off.h"
+#include "kvmanager/server/limits.h"
+#include "kvmanager/server/peer_choice.h"
 #include "kvmanager/server/serve.h"
 #include "kvmanager/server/service.h"
 
@@ -79,20 +81,27 @@ class AdminService final : public api::Admin::Server {
   }
 
   kj::Promise<void> peers(PeersContext context) override {
-    return Answer(Method::kPeers, context, [&] {
-      const std::vector<PeerInfo> peers = session_->daemon().transport->Peers();
-      auto out = context.getResults().initPeers(peers.size());
-      for (size_t i = 0; i < peers.size(); ++i) {
-        out[i].setPeer(TextOf(peers[i].peer));
-        out[i].setIncoming(peers[i].incoming);
-        out[i].setTransfers(peers[i].transfers);
-        out[i].setFailures(peers[i].failures);
-        out[i].setBytes(peers[i].bytes);
-        out[i].setActive(peers[i].active);
-        out[i].setBytesPerSecond(peers[i].bytes_per_s);
-        out[i].setLastError(TextOf(peers[i].last_error));
-      }
-    });
+    return Serve(
+        *session_, Method::kPeers, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_ASSIGN_OR_RETURN(std::vector<PeerInfo> peers, ListedPeers(context.getParams().getPeers()));
+          const bool load = context.getParams().getLoad();
+          context.releaseParams();
+          std::vector<std::string> asked;
+          for (const PeerInfo& peer : peers) {
+            if (load && !peer.incoming) asked.push_back(peer.peer);
+          }
+          return AskPeers(session_->daemon(), std::move(asked))
+              .then([context, peers = std::move(peers), load](std::vector<PeerCandidate> answers) mutable {
+                auto out = context.getResults().initPeers(peers.size());
+                size_t next = 0;
+                for (size_t i = 0; i < peers.size(); ++i) {
+                  WritePeer(peers[i], out[i]);
+                  if (load && !peers[i].incoming) WriteLoad(answers[next++].load, out[i]);
+                }
+              });
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initError()); });
   }
 
   kj::Promise<void> drain(DrainContext context) override {
@@ -138,6 +147,49 @@ class AdminService final : public api::Admin::Server {
             WriteStatus(status, context.getResults().initStatus());
           }
         });
+  }
+
+  // Those that are named, or all that are known.
+  absl::StatusOr<std::vector<PeerInfo>> ListedPeers(capnp::List<capnp::Text>::Reader named) const {
+    std::vector<PeerInfo> known = session_->daemon().transport->Peers();
+    if (named.size() == 0) return known;
+    if (named.size() > limits::kPeersAskedMax) {
+      return InvalidField("peers", absl::StrCat(named.size(), " long"),
+                          absl::StrCat("at most ", limits::kPeersAskedMax, " long"));
+    }
+    std::vector<PeerInfo> listed;
+    for (const auto name : named) {
+      if (name.size() > limits::kPeerTextBytesMax) {
+        return InvalidField(absl::StrCat("peers[", listed.size(), "]"), absl::StrCat(name.size(), " bytes long"),
+                            absl::StrCat("HOST:PORT of 1..", limits::kPeerTextBytesMax, " bytes"));
+      }
+      PeerInfo& info = listed.emplace_back();
+      info.peer = std::string(ViewOf(name));
+      for (const PeerInfo& each : known) {
+        if (!each.incoming && each.peer == info.peer) info = each;
+      }
+    }
+    return listed;
+  }
+
+  static void WritePeer(const PeerInfo& peer, api::PeerStatus::Builder out) {
+    out.setPeer(TextOf(peer.peer));
+    out.setIncoming(peer.incoming);
+    out.setTransfers(peer.transfers);
+    out.setFailures(peer.failures);
+    out.setBytes(peer.bytes);
+    out.setActive(peer.active);
+    out.setBytesPerSecond(peer.bytes_per_s);
+    out.setLastError(TextOf(peer.last_error));
+  }
+  static void WriteLoad(const absl::StatusOr<ReceiverLoad>& load, api::PeerStatus::Builder out) {
+    if (!load.ok()) return WriteStatus(load.status(), out.initLoadError());
+    auto to = out.initLoad();
+    to.setCapacityBytes(load->capacity_bytes);
+    to.setFreeBytes(load->free_bytes);
+    to.setQueuedBytes(load->queued_bytes);
+    to.setWaitingOffers(load->waiting_offers);
+    to.setActiveTransfers(load->active_transfers);
   }
 
   void SetDraining(bool on) {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/server/manifest.h"
 
@@ -66,15 +67,21 @@ absl::Status OutgoingHandOff::Offer() {
   events.done = [queue, self = shared_from_this()](absl::StatusOr<SendResult> result) mutable {
     queue->Post([self = std::move(self), result = std::move(result)]() mutable { self->OnDone(std::move(result)); });
   };
+  begun_unix_ns_ = absl::ToUnixNanos(absl::Now());
   transfer_ = daemon_.transport->Begin(std::move(request), std::move(events));
   lease_->OnReady([this] { Pump(); });  // the lease is this object's
   return absl::OkStatus();
 }
 
-std::vector<SendPage> OutgoingHandOff::PagesOf(absl::Span<const ExportedPage> pages) {
+std::vector<SendPage> OutgoingHandOff::PagesOf(absl::Span<const ExportedPage> pages) const {
+  const std::vector<HandOffPage>& first = lease_->first().pages;
   std::vector<SendPage> out;
   out.reserve(pages.size());
-  for (const ExportedPage& page : pages) out.push_back({page.page, page.bytes, page.checksum});
+  for (const ExportedPage& page : pages) {
+    const uint32_t layer =
+        page.page < first.size() ? first[page.page].layer : lease_->last()->pages[page.page - first.size()].layer;
+    out.push_back({page.page, page.bytes, page.checksum, layer});
+  }
   return out;
 }
 
@@ -109,7 +116,8 @@ void OutgoingHandOff::OnDone(absl::StatusOr<SendResult> result) {
   if (accepted_.get() != nullptr && !result.ok()) accepted_->fulfill(absl::StatusOr<std::string>(result.status()));
   if (finished_.get() == nullptr) return;
   if (!result.ok()) return finished_->fulfill(absl::StatusOr<SentHandOff>(result.status()));
-  finished_->fulfill(absl::StatusOr<SentHandOff>(SentHandOff{ticket_, *std::move(result)}));
+  finished_->fulfill(
+      absl::StatusOr<SentHandOff>(SentHandOff{ticket_, target_.peer, *std::move(result), begun_unix_ns_}));
 }
 
 template <typename T>
@@ -153,7 +161,7 @@ void OutgoingHandOff::Cancel() {
 kj::Promise<absl::StatusOr<SentHandOff>> SendSequence(DaemonContext& daemon, SequenceId sequence,
                                                       OutgoingHandOff::Target target, std::string blob) {
   using Result = absl::StatusOr<SentHandOff>;
-  auto lease = daemon.store->Export(sequence);
+  auto lease = daemon.store->ExportWhole(sequence, target.goes_on);
   if (!lease.ok()) return Result(lease.status());
   const int64_t room_ms = target.room_ms;
   auto begun = OutgoingHandOff::Begin(daemon, *std::move(lease), std::move(target));

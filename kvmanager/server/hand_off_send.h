@@ -16,7 +16,9 @@ namespace kvmanager {
 
 struct SentHandOff {
   std::string ticket;
-  SendResult result;
+  std::string peer;
+  SendResult result;          // its groups: by layer
+  int64_t begun_unix_ns = 0;  // when it was offered
 };
 
 /// One hand-off, from its offer to the receiver's confirmation. Shared by who waits for it and by the transport's
@@ -27,6 +29,7 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
     std::string peer;        // "HOST:PORT"
     int64_t room_ms = 0;     // how long a receiver that is full may let it wait
     int64_t timeout_ms = 0;  // 1..kHandOffTimeoutMsMax, of what is waited for, room_ms beside
+    bool goes_on = false;    // as PageStore::ExportWhole's
   };
 
   /// Offers it and sends its pages as the lease has them. Errors: INVALID_ARGUMENT for one that is too long.
@@ -44,6 +47,8 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
   kj::Promise<absl::StatusOr<SentHandOff>> Finish(std::string blob, int64_t room_ms = 0);
   /// Nobody wants it any more. Nothing once it has ended.
   void Cancel();
+  const std::string& peer() const { return target_.peer; }
+  const std::string& ticket() const { return ticket_; }  // empty before it was accepted
 
  private:
   template <typename T>
@@ -52,12 +57,13 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
   void Pump();
   void OnAccepted(std::string ticket);
   void OnDone(absl::StatusOr<SendResult> result);
-  static std::vector<SendPage> PagesOf(absl::Span<const ExportedPage> pages);
+  std::vector<SendPage> PagesOf(absl::Span<const ExportedPage> pages) const;
 
   DaemonContext& daemon_;
   std::unique_ptr<ExportLease> lease_;  // nullptr once it has ended
   const Target target_;
   std::optional<uint64_t> transfer_;
+  int64_t begun_unix_ns_ = 0;
   std::string ticket_;               // empty before it was accepted
   std::optional<std::string> blob_;  // once it is complete
   bool said_last_ = false;

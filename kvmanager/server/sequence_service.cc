@@ -7,22 +7,20 @@
 #include "kvmanager/server/device_calls.h"
 #include "kvmanager/server/device_work.h"
 #include "kvmanager/server/hand_off.h"
+#include "kvmanager/server/hand_off_begin.h"
 #include "kvmanager/server/hand_off_send.h"
 #include "kvmanager/server/limits.h"
+#include "kvmanager/server/peer_choice.h"
 #include "kvmanager/server/serve.h"
 #include "kvmanager/server/service.h"
 
 namespace kvmanager {
 namespace {
 
-// Params: with a peer, timeoutMs and roomMs.
+// Params: with a peer, timeoutMs, roomMs and goesOn.
 template <typename Params>
-absl::StatusOr<OutgoingHandOff::Target> ReadTarget(const Params& params) {
-  const auto peer = params.getPeer();
-  if (peer.size() == 0 || peer.size() > limits::kPeerTextBytesMax) {
-    return InvalidField("peer", absl::StrCat(peer.size(), " bytes long"),
-                        absl::StrCat("HOST:PORT of 1..", limits::kPeerTextBytesMax, " bytes"));
-  }
+absl::StatusOr<HandOffTargets> ReadTargets(const Params& params) {
+  KV_ASSIGN_OR_RETURN(std::vector<std::string> peers, ParsePeers(ViewOf(params.getPeer())));
   const uint32_t timeout_ms = params.getTimeoutMs(), room_ms = params.getRoomMs();
   if (timeout_ms == 0 || timeout_ms > limits::kHandOffTimeoutMsMax) {
     return InvalidField("timeoutMs", timeout_ms, absl::StrCat("1..", limits::kHandOffTimeoutMsMax));
@@ -30,7 +28,7 @@ absl::StatusOr<OutgoingHandOff::Target> ReadTarget(const Params& params) {
   if (room_ms > limits::kHandOffTimeoutMsMax) {
     return InvalidField("roomMs", room_ms, absl::StrCat("at most ", limits::kHandOffTimeoutMsMax));
   }
-  return OutgoingHandOff::Target{std::string(ViewOf(peer)), room_ms, timeout_ms};
+  return HandOffTargets{std::move(peers), room_ms, timeout_ms, params.getGoesOn()};
 }
 
 absl::StatusOr<std::string> ReadBlob(capnp::Data::Reader blob) {
@@ -54,6 +52,17 @@ void WriteSent(Session& session, Method method, const absl::StatusOr<SentHandOff
   reply.setSeconds(sent->result.seconds);
   reply.setBytesResent(sent->result.bytes_resent);
   reply.setResumes(sent->result.resumes);
+  reply.setPeer(TextOf(sent->peer));
+  reply.setSendingSeconds(sent->result.sending_seconds);
+  reply.setBegunUnixNs(sent->begun_unix_ns);
+  auto layers = reply.initLayers(static_cast<uint32_t>(sent->result.groups.size()));
+  for (uint32_t i = 0; i < layers.size(); ++i) {
+    const SendTimes& times = sent->result.groups[i];
+    layers[i].setReadyFirst(times.posted_first);
+    layers[i].setReadyLast(times.posted_last);
+    layers[i].setSentFirst(times.sent_first);
+    layers[i].setArrivedLast(times.arrived_last);
+  }
 }
 
 class HandOffService final : public api::HandOff::Server {
@@ -214,10 +223,10 @@ class SequenceService final : public api::Sequence::Server {
         [&]() -> absl::StatusOr<kj::Promise<void>> {
           const auto params = context.getParams();
           KV_ASSIGN_OR_RETURN(std::string blob, ReadBlob(params.getBlob()));
-          KV_ASSIGN_OR_RETURN(OutgoingHandOff::Target target, ReadTarget(params));
+          KV_ASSIGN_OR_RETURN(HandOffTargets targets, ReadTargets(params));
           const auto bound = session_->BoundOf(cache_);
-          auto sent = bound == nullptr ? SendSequence(session_->daemon(), id_, std::move(target), std::move(blob))
-                                       : SendFromDevice(bound, std::move(target), std::move(blob));
+          auto sent = bound == nullptr ? SendSequence(session_->daemon(), id_, std::move(targets), std::move(blob))
+                                       : SendFromDevice(bound, std::move(targets), std::move(blob));
           context.releaseParams();
           return sent.then([context, session = session_](absl::StatusOr<SentHandOff> result) mutable {
             WriteSent(*session, Method::kHandOff, result, context.getResults().initReply());
@@ -231,23 +240,23 @@ class SequenceService final : public api::Sequence::Server {
         *session_, Method::kBeginHandOff, context,
         [&]() -> absl::StatusOr<kj::Promise<void>> {
           const auto params = context.getParams();
-          KV_ASSIGN_OR_RETURN(OutgoingHandOff::Target target, ReadTarget(params));
-          KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, store().Export(id_, params.getTokens()));
-          KV_ASSIGN_OR_RETURN(std::shared_ptr<OutgoingHandOff> begun,
-                              OutgoingHandOff::Begin(session_->daemon(), std::move(lease), std::move(target)));
+          KV_ASSIGN_OR_RETURN(HandOffTargets targets, ReadTargets(params));
+          auto lease = [this, tokens = params.getTokens(), goes_on = targets.goes_on] {
+            return store().ExportGrowing(id_, tokens, goes_on);
+          };
           context.releaseParams();
-          auto hand_off = kj::heap<CancelOnDrop>(std::move(begun));
-          auto accepted = (*hand_off)->Accepted();
-          return accepted
-              .then([this, context, hand_off = kj::mv(hand_off)](absl::StatusOr<std::string> ticket) mutable {
-                if (!ticket.ok()) {
-                  return ServeError(*session_, Method::kBeginHandOff, ticket.status(), [&](const absl::Status& status) {
+          return BeginHandOff(session_->daemon(), std::move(lease), std::move(targets))
+              .then([this, context](absl::StatusOr<kj::Own<CancelOnDrop>> begun) mutable {
+                if (!begun.ok()) {
+                  return ServeError(*session_, Method::kBeginHandOff, begun.status(), [&](const absl::Status& status) {
                     WriteStatus(status, context.getResults().initStatus());
                   });
                 }
+                kj::Own<CancelOnDrop> hand_off = *std::move(begun);
+                const std::string& ticket = (*hand_off)->ticket();
                 auto results = context.getResults();
-                results.setTicket(
-                    capnp::Data::Reader(reinterpret_cast<const kj::byte*>(ticket->data()), ticket->size()));
+                results.setTicket(capnp::Data::Reader(reinterpret_cast<const kj::byte*>(ticket.data()), ticket.size()));
+                results.setPeer(TextOf((*hand_off)->peer()));
                 results.setHandOff(kj::heap<HandOffService>(session_, thisCap(), kj::mv(hand_off)));
               })
               .attach(thisCap());
@@ -257,18 +266,18 @@ class SequenceService final : public api::Sequence::Server {
 
   // By way of the host's memory: what is sent is a copy there, which goes with the promise.
   kj::Promise<absl::StatusOr<SentHandOff>> SendFromDevice(const std::shared_ptr<const BoundCache>& bound,
-                                                          OutgoingHandOff::Target target, std::string blob) {
+                                                          HandOffTargets targets, std::string blob) {
     using Sent = kj::Promise<absl::StatusOr<SentHandOff>>;
-    const int64_t ms = target.timeout_ms + target.room_ms;
+    const int64_t ms = targets.timeout_ms + targets.room_ms;
     auto deadline = session_->daemon().loop->timer().afterDelay(ms * kj::MILLISECONDS).then([ms] {
       return absl::StatusOr<SentHandOff>(absl::DeadlineExceededError(
           absl::StrCat("the hand-off did not end within ", ms, " ms, its copy to the host included")));
     });
     return CopyToHost(session_, bound, id_)
-        .then([session = session_, target = std::move(target),
+        .then([session = session_, targets = std::move(targets),
                blob = std::move(blob)](absl::StatusOr<Arrived> copy) mutable -> Sent {
           if (!copy.ok()) return absl::StatusOr<SentHandOff>(copy.status());
-          auto sent = SendSequence(session->daemon(), copy->sequence(), std::move(target), std::move(blob));
+          auto sent = SendSequence(session->daemon(), copy->sequence(), std::move(targets), std::move(blob));
           return sent.attach(kj::heap<Arrived>(*std::move(copy)));
         })
         .exclusiveJoin(kj::mv(deadline));

@@ -423,11 +423,18 @@ class PageStore {
   /// Gives the sequence back; pages under a lease go when the lease does.
   virtual void Drop(SequenceId sequence) = 0;
 
-  /// A sequence that is complete: begins and finishes at once. Errors: FAILED_PRECONDITION naming the shortest layer;
+  /// A sequence that is complete: begins and finishes at once. goes_on: the receiver appends before it reads, so pages
+  /// travel as the token to come will read them, not as the last one did; one that the last token filled may then
+  /// travel encoded, and the receiver cannot crop into it. Errors: FAILED_PRECONDITION naming the shortest layer;
   /// RESOURCE_EXHAUSTED.
-  virtual absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence) = 0;
+  virtual absl::StatusOr<std::unique_ptr<ExportLease>> ExportWhole(SequenceId sequence, bool goes_on) = 0;
+  absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence) { return ExportWhole(sequence, false); }
   /// One that will have `tokens` tokens. Errors: INVALID_ARGUMENT (tokens).
-  virtual absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence, uint64_t tokens) = 0;
+  virtual absl::StatusOr<std::unique_ptr<ExportLease>> ExportGrowing(SequenceId sequence, uint64_t tokens,
+                                                                     bool goes_on) = 0;
+  absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence, uint64_t tokens) {
+    return ExportGrowing(sequence, tokens, false);
+  }
   /// Errors: INVALID_ARGUMENT (what contradicts itself or its cache), FAILED_PRECONDITION (codec version),
   /// RESOURCE_EXHAUSTED. codec: as OpenCache's.
   virtual absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first,

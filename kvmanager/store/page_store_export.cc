@@ -31,7 +31,7 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
     store_->metrics()->export_leases.Decrement();
   }
 
-  void Begin(Sequence& sequence, uint64_t tokens);
+  void Begin(Sequence& sequence, uint64_t tokens, bool goes_on);
 
   const HandOffFirst& first() const override { return first_; }
   std::vector<ExportedPage> TakeReady() override { return std::exchange(ready_, {}); }
@@ -84,7 +84,7 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
   absl::AnyInvocable<void()> fn_;
 };
 
-void ExportLeaseImpl::Begin(Sequence& sequence, uint64_t tokens) {
+void ExportLeaseImpl::Begin(Sequence& sequence, uint64_t tokens, bool goes_on) {
   first_.config = cache_->config;
   first_.codec_version = cache_->codec->info().version;
   first_.tokens = tokens;
@@ -96,8 +96,9 @@ void ExportLeaseImpl::Begin(Sequence& sequence, uint64_t tokens) {
     if (block.published) first_.blocks[i] = {block.name, true};
   }
   for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
-    // As if the newest token had been appended alone. Not more: the receiver may crop and ask as the sender may.
-    const uint64_t newest = tokens > 0 ? tokens - 1 : 0;
+    // As if the newest token had been appended alone; not more, unless it is said that the receiver goes on behind it:
+    // else it may crop and ask as the sender may.
+    const uint64_t newest = tokens > 0 && !goes_on ? tokens - 1 : tokens;
     const uint32_t aged = std::max(sequence.aged[layer], AgedPages(newest, page_tokens, cache_->config.lag_pages));
     first_.aged.push_back(aged);
     for (uint32_t i = 0; i < aged; ++i) {
@@ -229,15 +230,16 @@ void ExportLeaseImpl::LeaveSequence() {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::Export(SequenceId id) {
+absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::ExportWhole(SequenceId id, bool goes_on) {
   KV_ASSIGN_OR_RETURN(const Sequence* sequence, FindWhole(id));
   const uint64_t longest = *std::max_element(sequence->tokens.begin(), sequence->tokens.end());
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, Export(id, longest));
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, ExportGrowing(id, longest, goes_on));
   KV_RETURN_IF_ERROR(lease->Finish());
   return lease;
 }
 
-absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::Export(SequenceId id, uint64_t tokens) {
+absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::ExportGrowing(SequenceId id, uint64_t tokens,
+                                                                          bool goes_on) {
   KV_ASSIGN_OR_RETURN(Sequence * sequence, FindWhole(id));
   const std::shared_ptr<Cache> cache = sequence->cache;
   if (cache->on_device()) return WrongMemory(*cache);
@@ -249,7 +251,7 @@ absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::Export(SequenceId id
         absl::StrCat(longest, "..", tokens_max, ": what sequence ", id, " has, and a sequence's limit"));
   }
   auto lease = std::make_unique<ExportLeaseImpl>(this, cache, id);
-  lease->Begin(*sequence, tokens);
+  lease->Begin(*sequence, tokens, goes_on);
   return lease;
 }
 

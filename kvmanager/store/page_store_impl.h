@@ -250,8 +250,9 @@ class PageStoreImpl final : public PageStore {
   absl::Status Crop(SequenceId sequence, uint64_t tokens, std::vector<OpenCopy>* copies) override;
   absl::StatusOr<PublishResult> Publish(SequenceId sequence, absl::Span<const BlockName> names) override;
   void Drop(SequenceId sequence) override;
-  absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence) override;
-  absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence, uint64_t tokens) override;
+  absl::StatusOr<std::unique_ptr<ExportLease>> ExportWhole(SequenceId sequence, bool goes_on) override;
+  absl::StatusOr<std::unique_ptr<ExportLease>> ExportGrowing(SequenceId sequence, uint64_t tokens,
+                                                             bool goes_on) override;
   absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first,
                                                       std::shared_ptr<const Codec> codec) override;
   void OnRoom(absl::AnyInvocable<void()> fn) override { on_room_ = std::move(fn); }

@@ -141,6 +141,10 @@ void Engine::Cancel(uint64_t transfer) {
 void Engine::Ask(std::string peer, Probe::Done done) {
   loop_.gate->Post([peer = std::move(peer), done = std::move(done)](Loop& loop) mutable {
     if (loop.stopping) return done(absl::CancelledError("the transport is shutting down"));
+    if (loop.probes.size() >= kProbesMax) {
+      return done(FieldError(absl::StatusCode::kResourceExhausted, "peers being asked",
+                             absl::StrCat(loop.probes.size() + 1), absl::StrCat("at most ", kProbesMax)));
+    }
     auto probe = std::make_shared<Probe>(loop, std::move(peer), std::move(done));
     loop.probes.insert(probe);
     probe->Start();

@@ -18,7 +18,8 @@ class Engine {
  public:
   static constexpr int64_t kAcceptRetryMs = 100;  // after the process ran out of descriptors or memory
   static constexpr int kBacklog = 128;
-  static constexpr int64_t kSweepMs = 2000;  // of other daemons' memory that nobody uses
+  static constexpr int64_t kSweepMs = 2000;   // of other daemons' memory that nobody uses
+  static constexpr size_t kProbesMax = 1024;  // peers asked at once
 
   explicit Engine(TcpTransport::Options options);
   absl::Status Listen();

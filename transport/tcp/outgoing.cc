@@ -123,8 +123,20 @@ void Outgoing::OnFrame(Frame frame) {
   }
   if (state_ == State::kFinished) return;
   if (!status.ok()) return FinishProtocol(status);
+  CountSending();
   OpenLanes();
   Pump();
+}
+
+void Outgoing::CountSending() {
+  const bool sending = state_ == State::kSending && HasWork();
+  if (sending == sending_since_.has_value()) return;
+  if (sending) {
+    sending_since_ = Now();
+  } else {
+    result_.sending_seconds += SecondsSince(*sending_since_);
+    sending_since_.reset();
+  }
 }
 
 absl::Status Outgoing::OnAccept(AcceptFrame accept) {
@@ -190,6 +202,7 @@ void Outgoing::SetArrived(uint32_t page) {
   --pages_to_go_;
   ++result_.pages_sent;
   progress_ = Now();
+  result_.groups[arrived.group].arrived_last = SecondsSince(begun_);
 }
 
 absl::Status Outgoing::OnGot(const GotFrame& got) {
@@ -220,6 +233,7 @@ absl::Status Outgoing::OnDone() {
     return InvalidField("DONE", absl::StrCat("with ", pages_to_go_, " pages to come"), "after the last page");
   }
   result_.seconds = SecondsSince(started_);
+  CountSending();
   Finish(result_);
   return absl::OkStatus();
 }
@@ -255,11 +269,20 @@ absl::Status Outgoing::TakePosted(const SendPage& posted) {
   if (posted.bytes.size() != page.size) {
     return InvalidField(absl::StrCat("page ", posted.page, " bytes"), posted.bytes.size(), absl::StrCat(page.size));
   }
+  if (posted.group >= SendPage::kGroupsMax) {
+    return InvalidField(absl::StrCat("page ", posted.page, " group"), posted.group,
+                        absl::StrCat("below ", SendPage::kGroupsMax));
+  }
   if (page.state == PageState::kSkipped) return absl::OkStatus();
   if (page.state != PageState::kUnposted) return InvalidField("posted page", posted.page, "posted once");
   page.bytes = posted.bytes.data();
   page.checksum = posted.checksum;
+  page.group = posted.group;
   page.state = PageState::kQueued;
+  if (result_.groups.size() <= page.group) result_.groups.resize(page.group + 1);
+  SendTimes& times = result_.groups[page.group];
+  times.posted_last = SecondsSince(begun_);
+  if (times.posted_first < 0) times.posted_first = times.posted_last;
   if (!HasWork()) progress_ = Now();
   ++queued_pages_;
   (posted.page < first_pages_ ? first_queue_ : last_queue_).push_back(posted.page);
@@ -270,6 +293,7 @@ void Outgoing::Post(std::vector<SendPage> pages) {
   for (const SendPage& page : pages) {
     if (absl::Status status = TakePosted(page); !status.ok()) return Stop(std::move(status));
   }
+  CountSending();
   Pump();
 }
 
@@ -311,6 +335,7 @@ bool Outgoing::TakeFrame(uint32_t lane, std::vector<SendPage>* pages) {
     if (page.sent_before) result_.bytes_resent += page.size;
     page.state = PageState::kSent;
     page.sent_before = true;
+    if (SendTimes& times = result_.groups[page.group]; times.sent_first < 0) times.sent_first = SecondsSince(begun_);
     page.lane = lane;
     unacked_bytes_ += page.size;
     frame_bytes += page.size;
@@ -349,6 +374,7 @@ void Outgoing::OnLaneJoined(uint32_t lane, const JoinedFrame& joined) {
       (i < first_pages_ ? first_queue_ : last_queue_).push_front(i);
     }
   }
+  CountSending();
   Pump();
 }
 
@@ -447,7 +473,7 @@ void Outgoing::Finish(absl::StatusOr<SendResult> result) {
     loop_.metrics.sent.active.Decrement();
     loop_.metrics.sent.transfers(refused_ ? TransferResult::kRefused : ResultOf(result.status())).Increment();
     if (result.ok()) loop_.metrics.sent.seconds.Observe(seconds);
-    loop_.peers.End(request_.peer, false, result.status(), result_.bytes_sent, seconds);
+    loop_.peers.End(request_.peer, false, result.status(), result_.bytes_sent, result_.sending_seconds);
   } else {
     loop_.metrics.sent.transfers(ResultOf(result.status())).Increment();
   }

@@ -64,6 +64,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
     PageState state = PageState::kUnposted;
     bool sent_before = false;
     uint32_t lane = 0;  // of kSent
+    uint32_t group = 0;
   };
   struct LaneSlot {
     std::shared_ptr<OutLane> lane;  // nullptr while broken
@@ -92,6 +93,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   void OpenLanes();
   void Pump();
   bool HasWork() const { return unacked_bytes_ > 0 || queued_pages_ > 0; }
+  void CountSending();  // after what may have changed HasWork
   void ScheduleRedial(const absl::Status& why);
   void Tick();
   void FinishProtocol(const absl::Status& why);
@@ -108,9 +110,11 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   bool counted_ = false;  // in the active gauge and the peer book
   bool refused_ = false;
   Timer timer_;
-  SteadyTime started_ = Now();
+  const SteadyTime begun_ = Now();
+  SteadyTime started_ = Now();  // the offer went
   SteadyTime heard_ = Now();
-  SteadyTime progress_ = Now();  // a page's bytes were taken, or there was nothing to send
+  SteadyTime progress_ = Now();               // a page's bytes were taken, or there was nothing to send
+  absl::optional<SteadyTime> sending_since_;  // there have been pages to send, or on their way
 
   std::shared_ptr<Dial> dial_;
   std::shared_ptr<FrameLink> link_;  // nullptr while broken

@@ -32,7 +32,8 @@ void PeerBook::End(const std::string& peer, bool incoming, const absl::Status& s
   ++info.transfers;
   info.bytes += bytes;
   if (status.ok()) {
-    const double rate = seconds > 0 ? static_cast<double>(bytes) / seconds : 0;
+    if (bytes == 0 || seconds <= 0) return;
+    const double rate = static_cast<double>(bytes) / seconds;
     info.bytes_per_s += (info.bytes_per_s == 0 ? 1 : kNewestWeight) * (rate - info.bytes_per_s);
   } else {
     ++info.failures;
