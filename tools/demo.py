@@ -4,7 +4,8 @@
 First `kvctl calibrate` trains an artifact for the codecs that need one, on examples/model/calibration.txt; later runs find it
 in ~/.cache/kvmanager. For each codec: an engine process prefills the first 6,000 bytes of docs/design.md against the prefill
 daemon and hands the sequence over; a second engine process claims it at the decode daemon and continues the text, attention
-running in that daemon. Then `evaluate` measures bits per byte of a held-out text through the prefill daemon. Everything started is stopped.
+running in that daemon. Then `evaluate` measures bits per byte of a held-out text through the prefill daemon. In the end one hand-off goes
+out while its prefill still runs, and is drawn layer by layer. Everything started is stopped.
 """
 import argparse
 import hashlib
@@ -38,6 +39,10 @@ CODECS = (  # name in the table, codec, lag in pages; CALIBRATION stands for the
 )
 CALIBRATED = ("zack", "zack+hack", "million:m=64,bits=8", "zack+million:m=32,bits=8")  # what the artifact is trained for
 CALIBRATION_WINDOWS = 8  # of 4,096 bytes
+TIMELINE_CODEC = ("hack K3V2", "hack", 0)
+TIMELINE_RATE = 8 << 20  # bytes per second: so much slower than loopback that there is something to see
+TIMELINE_COLUMNS = 100
+PAGE_TOKENS = 64
 RAW_BYTES = 512  # per token and KV head: fp16, head_dim 128, K and V
 
 
@@ -152,6 +157,81 @@ def one_codec(folder, prefill, decode, codec, lag, options, progress, name):
     }
 
 
+def timeline(folder, decode, flags, options, progress):
+    """One hand-off that begins before its prefill does, by way of a link that --peer-rate-bytes holds to TIMELINE_RATE. The
+    times are those that the engines' steps and the sending daemon measured, by one clock."""
+    name, codec, lag = TIMELINE_CODEC
+    progress.step(f"{name}: pages sent while prefill runs")
+    sender = Daemon("streaming", folder, options.pool, [*flags, "--peer-rate-bytes", TIMELINE_RATE])
+    common = ["--model", MODEL, "--codec", codec, "--lag", lag, "--quiet"]
+    ticket, out = folder / "early-ticket", [folder / "sent.json", folder / "read.json"]
+    generate = [BIN / "examples/engine/generate", *map(str, common)]
+    prompt_bytes = str(max(options.prompt_bytes // PAGE_TOKENS, 1) * PAGE_TOKENS)  # whole pages: an open one goes at the very end
+    engines = []
+    try:
+        engines.append(subprocess.Popen([*generate, "--connect", sender.address, "--prompt-file", ROOT / "docs/design.md", "--prompt-bytes",
+                                         prompt_bytes, "--chunk", prompt_bytes, "--stream", "--hand-off", decode.peer,
+                                         "--ticket-file", ticket, "--json", out[0]]))
+        while not ticket.exists():  # it is there before prefill begins
+            if engines[0].poll() is not None:
+                raise RuntimeError(f"generate --stream ended with status {engines[0].returncode}")
+            time.sleep(0.01)
+        engines.append(subprocess.Popen([*generate, "--connect", decode.address, "--claim-ticket-file", ticket, "--tokens", "8", "--json", out[1]]))
+        for engine in engines:
+            if engine.wait():
+                raise RuntimeError(f"generate failed with status {engine.returncode} while the timeline was measured")
+    finally:
+        for engine in engines:
+            if engine.poll() is None:
+                engine.terminate()
+                engine.wait()
+        status = sender.stop()
+    if status:
+        raise RuntimeError(f"the streaming daemon ended with status {status}")
+    sent, read = (json.loads(path.read_text()) for path in out)
+    seconds = lambda unix_ns: (unix_ns - sent["begun_unix_ns"]) * 1e-9
+    return {
+        "codec": name, "tokens": sent["prompt_tokens"], "bytes": sent["transferred_bytes"], "rate_bytes": TIMELINE_RATE,
+        "layers": [{"prefill": [seconds(a["prefill_begun_unix_ns"]), seconds(a["prefill_ended_unix_ns"])],
+                    "ready": [a["ready_first"], a["ready_last"]], "sent": [a["sent_first"], a["arrived_last"]],
+                    "read": [seconds(b["read_begun_unix_ns"]), seconds(b["read_ended_unix_ns"])]}
+                   for a, b in zip(sent["layers"], read["layers"])],
+    }
+
+
+def draw(measured):
+    """The timeline as lines of at most TIMELINE_COLUMNS characters: two per layer."""
+    label = 9
+    begin = min(layer["prefill"][0] for layer in measured["layers"])
+    end = max(layer["read"][1] for layer in measured["layers"])
+    scale = (TIMELINE_COLUMNS - label) / (end - begin)
+
+    def bar(line, span, mark):
+        first = int((span[0] - begin) * scale)
+        last = max(first + 1, int((span[1] - begin) * scale))
+        for column in range(max(first, 0), min(last, len(line))):
+            line[column] = mark
+
+    lines = [f"A hand-off's timeline: {measured['codec']}, {measured['tokens']} tokens, {measured['bytes'] / 1e6:.2f} MB "
+             f"over a link held to {measured['rate_bytes'] / 1e6:.1f} MB/s.",
+             "= prefill's attention   . encoded, waits for the link   > first byte sent to last page there",
+             "# the decode engine's first step reads it",
+             " " * label + f"0 s{f'{end - begin:.2f} s':>{TIMELINE_COLUMNS - label - 3}}"]
+    for number, layer in enumerate(measured["layers"]):
+        above, below = ([" "] * (TIMELINE_COLUMNS - label) for _ in range(2))
+        bar(above, layer["prefill"], "=")
+        bar(above, layer["read"], "#")
+        if layer["sent"][0] > layer["ready"][0]:
+            bar(below, [layer["ready"][0], layer["sent"][0]], ".")
+        bar(below, layer["sent"], ">")
+        lines += [f"layer {number:<3}".ljust(label) + "".join(above).rstrip(), " " * label + "".join(below).rstrip()]
+    prefilled = max(layer["prefill"][1] for layer in measured["layers"])
+    late = max(layer["sent"][1] for layer in measured["layers"]) - prefilled
+    lines.append(f"The last page arrived {max(late, 0):.3f} s after prefill's last attention.")
+    lines.append(f"Behind it in one piece, the link alone would take {measured['bytes'] / measured['rate_bytes']:.2f} s.")
+    return lines
+
+
 def show(rows):
     raw = rows[0]
     print("\nThe text each codec continued with (prompt: the first bytes of docs/design.md; model: examples/model, 7.6 M parameters):")
@@ -183,7 +263,7 @@ def main():
     options = parser.parse_args()
 
     begun, folder, daemons, rows = time.time(), pathlib.Path(tempfile.mkdtemp(prefix="kvmanager-demo-")), [], []
-    progress = Progress(3 * len(CODECS) + 1)
+    progress = Progress(3 * len(CODECS) + 2)
     stop_on_signals()
     try:
         artifact = calibrate(folder, progress)
@@ -194,6 +274,7 @@ def main():
         for name, codec, lag in CODECS:
             codec = codec.replace("CALIBRATION", f"calibration={artifact}").replace("PLUGIN", options.plugin_codec)
             rows.append(one_codec(folder, *daemons, codec, lag, options, progress, name))
+        measured = timeline(folder, daemons[1], flags, options, progress)
     except (RuntimeError, Stopped) as error:
         progress.finish()
         print(f"demo: {'stopped by ' if isinstance(error, Stopped) else ''}{error}", file=sys.stderr)
@@ -203,8 +284,9 @@ def main():
         statuses = {daemon.name: daemon.stop() for daemon in daemons}
         shutil.rmtree(folder, ignore_errors=True)
     computed = show(rows)
+    print("\n" + "\n".join(draw(measured)))
     if options.json:
-        options.json.write_text(json.dumps({"codecs": rows, "seconds": time.time() - begun}, indent=2) + "\n")
+        options.json.write_text(json.dumps({"codecs": rows, "timeline": measured, "seconds": time.time() - begun}, indent=2) + "\n")
     print(f"demo: done in {time.time() - begun:.0f} s; both daemons were stopped (exit status {', '.join(map(str, statuses.values()))}).")
     return 1 if computed or any(statuses.values()) else 0
 

@@ -23,6 +23,7 @@ using Json = nlohmann::ordered_json;
 
 constexpr int kTokensMax = 1 << 20;
 constexpr int64_t kDeadlineMs = 120000;
+constexpr client::HandOffOptions kHandOff = {.goes_on = true};  // the blob holds the next token
 
 struct Flags {
   std::string connect, model, prompt_file, codec = "raw", hand_off, ticket_file, claim_ticket_file, json;
@@ -131,7 +132,7 @@ class Program {
 
   // The other host may claim it from now on.
   absl::Status BeginHandOff() {
-    KV_ASSIGN_OR_RETURN(hand_off_, sequence_->BeginHandOff(flags_.hand_off, prompt_tokens_));
+    KV_ASSIGN_OR_RETURN(hand_off_, sequence_->BeginHandOff(flags_.hand_off, prompt_tokens_, kHandOff));
     return WriteTicket(hand_off_->ticket());
   }
 
@@ -142,15 +143,29 @@ class Program {
   absl::Status HandOff(uint32_t first) {
     const std::string blob = EncodeBlob({prompt_tokens_, first, flags_.sampling});
     const auto begun = std::chrono::steady_clock::now();
-    KV_ASSIGN_OR_RETURN(const client::HandOffOutcome done,
-                        hand_off_ != nullptr ? hand_off_->Finish(blob) : sequence_->HandOff(flags_.hand_off, blob));
+    KV_ASSIGN_OR_RETURN(const client::HandOffOutcome done, hand_off_ != nullptr
+                                                               ? hand_off_->Finish(blob)
+                                                               : sequence_->HandOff(flags_.hand_off, blob, kHandOff));
     if (hand_off_ == nullptr) KV_RETURN_IF_ERROR(WriteTicket(done.ticket));
     report_["exposed_seconds"] = Seconds(begun);
     report_["transferred_bytes"] = done.bytes_sent;
     report_["transferred_seconds"] = done.seconds;
     report_["pages_sent"] = done.pages_sent;
     report_["pages_skipped"] = done.pages_skipped;
-    Say(absl::StrCat("hand-off: ", done.pages_sent, " pages, ", done.bytes_sent, " bytes in ", done.seconds, " s"));
+    report_["begun_unix_ns"] = done.begun_unix_ns;
+    for (size_t layer = 0; layer < done.layers.size(); ++layer) {
+      const client::LayerTimes& times = done.layers[layer];
+      const LayerSteps& steps = engine_->layer_steps()[layer];
+      report_["layers"].push_back({{"prefill_begun_unix_ns", steps.first_begun_ns},
+                                   {"prefill_ended_unix_ns", steps.last_ended_ns},
+                                   {"ready_first", times.ready_first},
+                                   {"ready_last", times.ready_last},
+                                   {"sent_first", times.sent_first},
+                                   {"arrived_last", times.arrived_last}});
+    }
+    report_["peer"] = done.peer;
+    Say(absl::StrCat("hand-off to ", done.peer, ": ", done.pages_sent, " pages, ", done.bytes_sent, " bytes in ",
+                     done.seconds, " s"));
     return absl::OkStatus();
   }
 
@@ -170,7 +185,12 @@ class Program {
     flags_.sampling = blob.sampling;
     engine_->set_prompt_tokens(prompt_tokens_);
     report_["prompt_tokens"] = prompt_tokens_;
-    return DecodeHere(blob.first_token);
+    KV_RETURN_IF_ERROR(DecodeHere(blob.first_token));
+    for (const LayerSteps& steps : engine_->layer_steps()) {
+      report_["layers"].push_back(
+          {{"read_begun_unix_ns", steps.first_begun_ns}, {"read_ended_unix_ns", steps.first_ended_ns}});
+    }
+    return absl::OkStatus();
   }
 
   absl::Status DecodeHere(uint32_t first) {
@@ -238,7 +258,9 @@ int main(int argc, char** argv) {
   app.add_option("--temperature", flags.sampling.temperature, "of sampling; 0: the most likely token")
       ->capture_default_str();
   app.add_option("--seed", flags.sampling.random_state, "of sampling")->capture_default_str();
-  app.add_option("--hand-off", flags.hand_off, "HOST:PORT of another daemon's --peer-listen");
+  app.add_option("--hand-off", flags.hand_off,
+                 "HOST:PORT of another daemon's --peer-listen, or several with commas between: the one that would have "
+                 "it first gets it");
   app.add_flag("--stream", flags.stream, "with --hand-off: send pages during prefill, and write the ticket before it");
   app.add_option("--ticket-file", flags.ticket_file, "where to write the hand-off's ticket");
   app.add_option("--claim-ticket-file", flags.claim_ticket_file,

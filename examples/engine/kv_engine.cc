@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
 #include "client/fold.h"
 #include "kvmanager/base/status.h"
 
@@ -22,6 +23,7 @@ absl::StatusOr<std::unique_ptr<KvEngine>> KvEngine::Open(client::Client* client,
   std::unique_ptr<KvEngine> engine(new KvEngine);
   engine->options_ = options;
   engine->layers_ = c.layers;
+  engine->steps_.resize(c.layers);
   engine->q_row_bytes_ = size_t(c.query_heads) * c.head_dim * sizeof(float);
   engine->kv_row_bytes_ = size_t(c.kv_heads) * c.head_dim * sizeof(uint16_t);
   const uint64_t row_bytes = 2 * (engine->q_row_bytes_ + engine->kv_row_bytes_);
@@ -105,7 +107,11 @@ absl::Status KvEngine::AppendAndAttend(int layer, absl::Span<const KvEntry> entr
   batch.q = View(buffers_.q, rows * q_row_bytes_);
   batch.out = View(buffers_.out, rows * q_row_bytes_);
   batch.q_dtype = DType::kFloat32;
+  LayerSteps& steps = steps_[layer];
+  const int64_t begun_ns = absl::ToUnixNanos(absl::Now());
   KV_ASSIGN_OR_RETURN(const client::StepResult result, cache_->Step(batch));
+  steps.last_ended_ns = absl::ToUnixNanos(absl::Now());
+  if (steps.first_begun_ns == 0) steps = {begun_ns, steps.last_ended_ns, steps.last_ended_ns};
   counts_.encoded_pairs += result.encoded_pairs;
   counts_.raw_pairs += result.raw_pairs;
   if (layer == layers_ - 1) {

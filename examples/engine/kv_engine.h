@@ -36,6 +36,11 @@ struct KvCounts {
            raw_pairs = 0;  // (query, context) token pairs by the form they were read in, summed over layers
 };
 
+/// When steps of a layer ran, by the system's clock, in nanoseconds since 1970; 0: none did.
+struct LayerSteps {
+  int64_t first_begun_ns = 0, first_ended_ns = 0, last_ended_ns = 0;
+};
+
 class KvEngine final : public KvBackend {
  public:
   /// A step's inline tensors must fit one message with room to spare.
@@ -60,6 +65,7 @@ class KvEngine final : public KvBackend {
 
   client::Cache& cache() { return *cache_; }
   const KvCounts& counts() const { return counts_; }
+  const std::vector<LayerSteps>& layer_steps() const { return steps_; }  // [layers]
   void set_prompt_tokens(uint64_t tokens) { options_.prompt_tokens = tokens; }
   bool uses_arena() const { return arena_ != nullptr; }
 
@@ -79,6 +85,7 @@ class KvEngine final : public KvBackend {
   std::vector<std::vector<float>> folded_;  // [layers] W_O for outputs in the codec's space; empty: the model's
   std::vector<client::StepEntry> entries_;
   KvCounts counts_;
+  std::vector<LayerSteps> steps_;
 };
 
 }  // namespace kvmanager::engine
