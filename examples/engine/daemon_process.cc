@@ -1,6 +1,7 @@
 #include "examples/engine/daemon_process.h"
 
 #include <fcntl.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
@@ -62,7 +63,8 @@ absl::StatusOr<std::string> FindDaemon(const std::string& given) {
 }
 
 absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(const std::string& program, uint64_t pool_bytes,
-                                                                    const std::vector<std::string>& more_flags) {
+                                                                    const std::vector<std::string>& more_flags,
+                                                                    int network) {
   std::unique_ptr<DaemonProcess> daemon(new DaemonProcess);
   std::string directory = (std::filesystem::temp_directory_path() / "kvmanager-XXXXXX").string();
   if (mkdtemp(directory.data()) == nullptr)
@@ -82,6 +84,7 @@ absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(const std::s
     prctl(PR_SET_PDEATHSIG, SIGTERM);
     const int null = open("/dev/null", O_WRONLY);  // stdout is this program's result
     if (null >= 0) dup2(null, STDOUT_FILENO);
+    if (network >= 0 && setns(network, CLONE_NEWNET) != 0) _exit(126);
     if (getppid() == parent) execv(program.c_str(), const_cast<char* const*>(argv.data()));
     _exit(127);
   }

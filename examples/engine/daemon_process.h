@@ -22,9 +22,10 @@ absl::StatusOr<std::string> FindDaemon(const std::string& given);
 class DaemonProcess {
  public:
   /// Starts `program` with a host pool of `pool_bytes`, and waits until its socket accepts connections or it ends or a
-  /// bound passes.
+  /// bound passes. network: a descriptor of the network namespace in which it runs; -1: this process's.
   static absl::StatusOr<std::unique_ptr<DaemonProcess>> Start(const std::string& program, uint64_t pool_bytes,
-                                                              const std::vector<std::string>& more_flags = {});
+                                                              const std::vector<std::string>& more_flags = {},
+                                                              int network = -1);
   /// SIGTERM, then SIGKILL after a bound.
   ~DaemonProcess();
   DaemonProcess(const DaemonProcess&) = delete;
