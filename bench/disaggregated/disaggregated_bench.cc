@@ -376,6 +376,7 @@ constexpr char kAbout[] =
     "  transfer  the same hand-off sent behind the prefill in one piece, over the same link\n"
     "  exposed   from the first token until the decode host has every page\n"
     "  hidden    1 - exposed / transfer\n"
+    "  link use  pages' bits over transfer, of the link's rate: far below 1, this machine was the bottleneck\n"
     "  wait      by how much the decode engine's first step was late: the claim, and pages that it needed\n"
     "  decode    its steps\n"
     "  job       from the request to the last token\n\n"

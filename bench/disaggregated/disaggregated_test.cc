@@ -113,6 +113,7 @@ TEST(Report, MediansAndRatiosToRaw) {
   EXPECT_DOUBLE_EQ(row.Median(&Sample::prefill), 2);
   EXPECT_DOUBLE_EQ(row.Hidden(), 0.9);
   EXPECT_DOUBLE_EQ(report.links[0].rows[0].Hidden(), 0.75);
+  EXPECT_DOUBLE_EQ(row.LinkUse(1e6), 180 * 8 / 2.0 / 1e6);
   EXPECT_DOUBLE_EQ(row.raw_bytes_ratio, 0.18);
   EXPECT_DOUBLE_EQ(row.raw_job_ratio, 0.5);
   EXPECT_NE(MarkdownTables(report).find("| hack | 0 | 0.000 | 0.1800 | 2.0000 | 2.0000 | 2.0000 | 0.2000 |"),

@@ -37,6 +37,11 @@ double Row::Hidden() const {
   return alone > 0 ? 1 - Median(&Sample::exposed) / alone : 0;
 }
 
+double Row::LinkUse(double bits_per_s) const {
+  const double alone = Median(&Sample::alone);
+  return alone > 0 && bits_per_s > 0 ? 8 * double(bytes) / alone / bits_per_s : 0;
+}
+
 void AddRatios(Report* report) {
   for (LinkReport& link : report->links) {
     const auto raw =
@@ -56,14 +61,15 @@ std::string MarkdownTables(const Report& report) {
     absl::StrAppendFormat(&text, "\n### %s (%.4g Mbit/s)\n\n", link.name, link.bits_per_s / 1e6);
     absl::StrAppend(&text, "| codec | lag | MB | of raw's | ");
     for (const Column& column : kTimes) absl::StrAppend(&text, column.name, " s | ");
-    absl::StrAppend(&text, "hidden | job of raw's |\n|---|--:|--:|--:|");
-    for (size_t i = 0; i < std::size(kTimes) + 2; ++i) absl::StrAppend(&text, "--:|");
+    absl::StrAppend(&text, "hidden | link use | job of raw's |\n|---|--:|--:|--:|");
+    for (size_t i = 0; i < std::size(kTimes) + 3; ++i) absl::StrAppend(&text, "--:|");
     absl::StrAppend(&text, "\n");
     for (const Row& row : link.rows) {
       absl::StrAppendFormat(&text, "| %s | %d | %.3f | %.4f | ", row.codec, row.lag, double(row.bytes) / 1e6,
                             row.raw_bytes_ratio);
       for (const Column& column : kTimes) absl::StrAppendFormat(&text, "%.4f | ", row.Median(column.field));
-      absl::StrAppendFormat(&text, "%.3f | %.3f |\n", row.Hidden(), row.raw_job_ratio);
+      absl::StrAppendFormat(&text, "%.3f | %.2f | %.3f |\n", row.Hidden(), row.LinkUse(link.bits_per_s),
+                            row.raw_job_ratio);
     }
   }
   for (const std::string& note : report.notes) absl::StrAppend(&text, "\n", note, "\n");
@@ -105,8 +111,7 @@ nlohmann::ordered_json ToJson(const Report& report) {
 }
 
 std::string Chart(const Report& report) {
-  const std::vector<std::string> parts = {"prefill", "encoding, its share of prefill", "waiting for the transfer",
-                                          "decode"};
+  const std::vector<std::string> parts = {"prefill", "encoding, its share of prefill", "decode waits", "decode"};
   std::vector<BarGroup> groups;
   for (const LinkReport& link : report.links) {
     BarGroup group{absl::StrFormat("%s (%.4g Mbit/s)", link.name, link.bits_per_s / 1e6), {}};
@@ -120,7 +125,7 @@ std::string Chart(const Report& report) {
     }
     groups.push_back(std::move(group));
   }
-  return StackedBarsSvg(absl::StrFormat("A request of %d prompt tokens, from prefill to its %d-th token",
+  return StackedBarsSvg(absl::StrFormat("A request of %d prompt tokens, until token %d behind them is known",
                                         report.prompt_tokens, report.decode_tokens),
                         "seconds", parts, groups);
 }

@@ -29,6 +29,8 @@ struct Row {
   double Median(double Sample::*field) const;
   /// 1 - exposed / alone, of their medians: the share of the transfer that prefill hides.
   double Hidden() const;
+  /// The share of the link's rate at which the pages went behind the prefill.
+  double LinkUse(double bits_per_s) const;
 };
 
 struct LinkReport {
