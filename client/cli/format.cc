@@ -174,15 +174,17 @@ std::string FormatPeers(const std::vector<PeerDescription>& peers) {
     if (p.load.ok()) {
       loads.push_back({p.peer, FormatBytes(p.load->free_bytes), FormatBytes(p.load->capacity_bytes),
                        FormatBytes(p.load->queued_bytes), absl::StrCat(p.load->waiting_offers),
-                       absl::StrCat(p.load->active_transfers), rate(p.bytes_per_second)});
+                       absl::StrCat(p.load->active_transfers), rate(p.bytes_per_second), "-"});
     } else {
-      loads.push_back({p.peer, "-", "-", "-", "-", "-", std::string(p.load.status().message())});
+      loads.push_back(
+          {p.peer, "-", "-", "-", "-", "-", rate(p.bytes_per_second), std::string(p.load.status().message())});
     }
   }
   std::string text =
       FormatTable({"PEER", "WAY", "TRANSFERS", "FAILURES", "ACTIVE", "BYTES", "RATE", "LAST ERROR"}, rows);
   if (loads.empty()) return text;
-  return absl::StrCat(text, "\n", FormatTable({"ASKED", "FREE", "OF", "QUEUED", "WAITING", "RECEIVES", "RATE"}, loads));
+  return absl::StrCat(text, "\n",
+                      FormatTable({"ASKED", "FREE", "OF", "QUEUED", "WAITING", "RECEIVES", "RATE", "ERROR"}, loads));
 }
 
 json ToJson(const DaemonDescription& d) {
