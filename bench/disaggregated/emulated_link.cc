@@ -44,15 +44,15 @@ absl::StatusOr<std::string> Run(const std::vector<std::string>& words, int netwo
   std::vector<char*> argv;
   for (const std::string& word : words) argv.push_back(const_cast<char*>(word.c_str()));
   argv.push_back(nullptr);
+  std::vector<std::string> places;  // made here: between fork and exec nothing is allocated
+  for (const char* folder : {"/usr/sbin/", "/sbin/", "/usr/bin/", "/bin/"}) places.push_back(folder + words[0]);
   const pid_t child = ::fork();
   if (child < 0) return absl::UnavailableError(absl::StrCat("fork: ", std::strerror(errno)));
   if (child == 0) {
     ::dup2(ends[1], STDOUT_FILENO);
     ::dup2(ends[1], STDERR_FILENO);
     if (network >= 0 && ::setns(network, CLONE_NEWNET) != 0) ::_exit(126);
-    for (const char* folder : {"/usr/sbin/", "/sbin/", "/usr/bin/", "/bin/"}) {
-      ::execv(absl::StrCat(folder, words[0]).c_str(), argv.data());
-    }
+    for (const std::string& place : places) ::execv(place.c_str(), argv.data());
     ::_exit(kNoProgram);
   }
   ::close(ends[1]);
