@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "absl/container/inlined_vector.h"
+#include "kvmanager/base/checksum.h"
 #include "kvmanager/store/page_store_impl.h"
-#include "xxhash.h"
 
 namespace kvmanager {
 namespace {
@@ -343,8 +343,8 @@ void PageStoreImpl::DeleteIfEmpty(Block* block) {
 
 uint64_t PageStoreImpl::ChecksumOf(const Cache& cache, uint32_t layer, const Page& page) const {
   if (cache.on_device()) return 0;  // made when the page leaves
-  if (page.encoded.valid()) return XXH3_64bits(Data(cache, page.encoded), cache.page_bytes(layer));
-  return XXH3_64bits(Data(cache, page.raw), cache.layout().raw_bytes());
+  if (page.encoded.valid()) return Checksum(Data(cache, page.encoded), cache.page_bytes(layer));
+  return Checksum(Data(cache, page.raw), cache.layout().raw_bytes());
 }
 
 bool PageStoreImpl::VerifyChecksums(const Block& block) const {

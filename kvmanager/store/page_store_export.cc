@@ -1,8 +1,8 @@
 // Sending a sequence: its pages are pinned as they become full, and offered as they become encoded.
 #include <algorithm>
 
+#include "kvmanager/base/checksum.h"
 #include "kvmanager/store/page_store_impl.h"
-#include "xxhash.h"
 
 namespace kvmanager {
 namespace {
@@ -148,7 +148,7 @@ void ExportLeaseImpl::Offer(uint32_t number) {
   const absl::Span<const uint8_t> bytes(store_->Data(*cache_, page.encoded), first_.pages[number].bytes);
   // Of a resident page the checksum is the one kept since it was made, so that the receiver notices what changed since.
   const bool kept = page.state == PageState::kResident;
-  ready_.push_back({number, bytes, kept ? page.checksum : XXH3_64bits(bytes.data(), bytes.size())});
+  ready_.push_back({number, bytes, kept ? page.checksum : Checksum(bytes.data(), bytes.size())});
 }
 
 absl::Status ExportLeaseImpl::Finish() {
@@ -207,7 +207,7 @@ void ExportLeaseImpl::SettleIfDone() {
     const bool kept = page.state == PageState::kResident && page.declined;
     const uint32_t number = static_cast<uint32_t>(first_.pages.size() + last_.pages.size());
     last_.pages.push_back({block, ref.layer, bytes.size()});
-    last_pages_.push_back({number, bytes, kept ? page.checksum : XXH3_64bits(bytes.data(), bytes.size())});
+    last_pages_.push_back({number, bytes, kept ? page.checksum : Checksum(bytes.data(), bytes.size())});
   };
   for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
     for (uint32_t i = 0; i < full_blocks(); ++i) {

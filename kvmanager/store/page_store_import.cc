@@ -1,8 +1,8 @@
 // Receiving a sequence: slots for pages that arrive in any order, and the sequence that they become.
 #include <algorithm>
 
+#include "kvmanager/base/checksum.h"
 #include "kvmanager/store/page_store_impl.h"
-#include "xxhash.h"
 
 namespace kvmanager {
 namespace {
@@ -288,7 +288,7 @@ absl::StatusOr<uint64_t> ImportLeaseImpl::Validate(uint32_t number) const {
   const HandOffPage& page = page_of(number);
   if (number < first_.pages.size() && !cache_->identity()) {
     KV_RETURN_IF_ERROR(cache_->codec->Validate(static_cast<int>(page.layer), bytes));
-    return XXH3_64bits(bytes.data(), bytes.size());
+    return Checksum(bytes.data(), bytes.size());
   }
   NonFinite where;
   if (FindNonFinite(cache_->layout(), bytes.data(), 0, cache_->page_tokens(), &where)) {
@@ -296,7 +296,7 @@ absl::StatusOr<uint64_t> ImportLeaseImpl::Validate(uint32_t number) const {
                                      "][token ", where.token, "][channel ", where.channel, "]"),
                         "NaN or Inf", "finite");
   }
-  return XXH3_64bits(bytes.data(), bytes.size());
+  return Checksum(bytes.data(), bytes.size());
 }
 
 absl::Status ImportLeaseImpl::Arrived(absl::Span<const ArrivedPage> pages) {

@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "kvmanager/base/checksum.h"
 #include "kvmanager/store/page_store_impl.h"
-#include "xxhash.h"
 
 namespace kvmanager {
 namespace {
@@ -408,8 +408,8 @@ void PageStoreImpl::OnMoved(const std::shared_ptr<BlockMove>& move, bool moved) 
           const absl::Span<const uint8_t> bytes(page.encoded, cache.page_bytes(layer));
           page.refused |= !cache.codec->Validate(static_cast<int>(layer), bytes).ok();
         }
-        const uint64_t checksum = page.encoded != nullptr ? XXH3_64bits(page.encoded, cache.page_bytes(layer))
-                                                          : XXH3_64bits(page.raw, cache.layout().raw_bytes());
+        const uint64_t checksum = page.encoded != nullptr ? Checksum(page.encoded, cache.page_bytes(layer))
+                                                          : Checksum(page.raw, cache.layout().raw_bytes());
         page.refused |= page.checksum != 0 && page.checksum != checksum;
         page.checksum = checksum;
       }
