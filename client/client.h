@@ -199,6 +199,7 @@ struct PeerDescription {
   std::string peer;
   bool incoming = false;
   uint64_t transfers = 0, failures = 0, bytes = 0, active = 0;
+  uint64_t copied_bytes = 0;    // of `bytes`: from one daemon's memory to the other's, through no socket
   double bytes_per_second = 0;  // measured while there was something to send, recent transfers counting most; 0: never
   std::string last_error;
   absl::StatusOr<PeerLoad> load = absl::UnavailableError("not asked");  // of peers that sequences are handed to

@@ -163,6 +163,7 @@ PeerDescription FromWire(api::PeerStatus::Reader wire) {
                        .failures = wire.getFailures(),
                        .bytes = wire.getBytes(),
                        .active = wire.getActive(),
+                       .copied_bytes = wire.getCopiedBytes(),
                        .bytes_per_second = wire.getBytesPerSecond(),
                        .last_error = ToString(wire.getLastError())};
   if (wire.hasLoad()) {

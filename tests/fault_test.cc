@@ -201,8 +201,9 @@ TEST_F(FaultTest, ACallToAStoppedDaemonEndsAtItsDeadline) {
 class MidTransferTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    ASSERT_OK_AND_ASSIGN(sender_, DaemonProcess::Start({}));
-    ASSERT_OK_AND_ASSIGN(receiver_, DaemonProcess::Start({}));
+    const DaemonOptions options{.more_flags = {"--peer-local-copy", "off"}};  // so that pages pass the proxy
+    ASSERT_OK_AND_ASSIGN(sender_, DaemonProcess::Start(options));
+    ASSERT_OK_AND_ASSIGN(receiver_, DaemonProcess::Start(options));
     proxy_ = std::make_unique<Proxy>(receiver_->peer());
     proxy_->StallAfter(1 << 20);
     ASSERT_OK_AND_ASSIGN(here_, Client::Connect(sender_->listen(), {}));

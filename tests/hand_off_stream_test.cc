@@ -8,6 +8,7 @@
 #include "client/client.h"
 #include "gtest/gtest.h"
 #include "kvmanager/base/status.h"
+#include "tests/daemon_pair.h"
 #include "tests/harness.h"
 #include "tests/matchers.h"
 #include "tests/model.h"
@@ -15,7 +16,6 @@
 namespace kvmanager::testing {
 namespace {
 
-using client::Cache;
 using client::CacheOptions;
 using client::ClaimedSequence;
 using client::Client;
@@ -26,55 +26,14 @@ using client::Pending;
 using client::Sequence;
 
 constexpr char kHack[] = "hack:k_bits=3,v_bits=2";
-constexpr int64_t kPeerMs = 5000;  // until a dead peer is given up
 
-// Appends to one layer alone.
-absl::Status LoadLayer(Cache& cache, uint64_t sequence, const Source& source, int layer, uint64_t first, int tokens) {
-  const std::vector<uint8_t> k = source.K(layer, first, tokens), v = source.V(layer, first, tokens);
-  const client::StepEntry entry{sequence, first, tokens};
-  client::StepBatch batch;
-  batch.layer = layer;
-  batch.entries = {&entry, 1};
-  batch.k = client::TensorView::Inline(k.data(), k.size());
-  batch.v = client::TensorView::Inline(v.data(), v.size());
-  return cache.Step(batch).status();
-}
-
-// The output of one query at `position` of a layer.
-absl::StatusOr<std::vector<float>> AskLayer(Cache& cache, uint64_t sequence, const Source& source, int layer,
-                                            uint64_t position) {
-  const std::vector<float> q = source.Q(layer, position, 1);
-  std::vector<float> out(q.size());
-  const client::StepEntry entry{sequence, position, 1};
-  client::StepBatch batch;
-  batch.layer = layer;
-  batch.entries = {&entry, 1};
-  batch.q = client::TensorView::Inline(q.data(), q.size() * sizeof(float));
-  batch.out = client::TensorView::Inline(out.data(), out.size() * sizeof(float));
-  KV_RETURN_IF_ERROR(cache.Step(batch).status());
-  return out;
-}
-
-class StreamTest : public ::testing::Test {
+class StreamTest : public DaemonPairTest {
  protected:
-  void Start(const std::vector<std::string>& sender_flags = {}, uint64_t receiver_bytes = 64 << 20) {
-    DaemonOptions options;
-    options.more_flags = {"--threads", "2"};
-    DaemonOptions sending = options;
-    sending.more_flags.insert(sending.more_flags.end(), sender_flags.begin(), sender_flags.end());
-    options.host_pool_bytes = receiver_bytes;
-    ASSERT_OK_AND_ASSIGN(sender_, DaemonProcess::Start(sending));
-    ASSERT_OK_AND_ASSIGN(receiver_, DaemonProcess::Start(options));
-    ASSERT_OK_AND_ASSIGN(here_, Client::Connect(sender_->listen(), {}));
-    ASSERT_OK_AND_ASSIGN(there_, Client::Connect(receiver_->listen(), {}));
-    ASSERT_OK_AND_ASSIGN(cache_, here_->OpenCache(options_));
-    ASSERT_OK_AND_ASSIGN(other_, there_->OpenCache(options_));
-  }
   // A sender that takes two seconds for 8 MiB, and a sequence of that much in each of two layers, handed over but for
   // its finish. (The transport writes frames of up to 2 MiB on each of four connections; what comes later waits for
   // them.)
   void StartSlow() {
-    Start({"--peer-rate-bytes", std::to_string(4 << 20)});
+    Start({.more_flags = {"--peer-rate-bytes", std::to_string(4 << 20)}});
     ASSERT_OK_AND_ASSIGN(made_, cache_->CreateSequence());
     ASSERT_OK_AND_ASSIGN(hand_off_, made_.sequence->BeginHandOff(receiver_->peer(), kTokens));
     for (int layer = 0; layer < options_.layers; ++layer) {
@@ -85,29 +44,11 @@ class StreamTest : public ::testing::Test {
     hand_off_.reset();
     made_.sequence.reset();
     claimed_.sequence.reset();
-    cache_.reset();
-    other_.reset();
-    here_.reset();
-    there_.reset();
-  }
-  static uint64_t UsedBytes(Client& client) {
-    absl::StatusOr<client::DaemonDescription> status = client.Status();
-    EXPECT_OK(status);
-    return status.ok() ? status->pools.at(0).used_bytes : UINT64_MAX;
-  }
-  static void ExpectNothingAt(Client& client) {
-    EXPECT_TRUE(Eventually([&] { return UsedBytes(client) == 0; }, kPeerMs)) << UsedBytes(client);
-    ASSERT_OK_AND_ASSIGN(const client::DaemonDescription status, client.Status());
-    EXPECT_EQ(status.published_blocks, 0u);
-    EXPECT_EQ(status.waiting_hand_offs, 0u);
+    DaemonPairTest::TearDown();
   }
 
   static constexpr int kTokens = 256 * 64 + 5;
-  const CacheOptions options_ = SmallCache("raw", 1);
   const Source source_{71, Kind::kNormal, options_};
-  std::unique_ptr<DaemonProcess> sender_, receiver_;
-  std::unique_ptr<Client> here_, there_;
-  std::unique_ptr<Cache> cache_, other_;
   CreatedSequence made_;
   std::unique_ptr<HandOff> hand_off_;
   ClaimedSequence claimed_;
@@ -323,7 +264,7 @@ TEST_F(StreamTest, BadRequestsAreNamed) {
 }
 
 TEST_F(StreamTest, OffersWaitForRoomInTheirOrder) {
-  Start({}, 4 << 20);
+  Start({}, {.host_pool_bytes = 4 << 20});
   // The receiver is full of what somebody holds.
   ASSERT_OK_AND_ASSIGN(CreatedSequence holder, other_->CreateSequence());
   ASSERT_OK(Load(*other_, holder.sequence->id(), source_, 0, 48 * 64, 1024));

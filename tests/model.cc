@@ -406,6 +406,32 @@ std::vector<double> AskModel(const ModelSequence& model, const Source& source, u
   return all;
 }
 
+absl::Status LoadLayer(client::Cache& cache, uint64_t sequence, const Source& source, int layer, uint64_t first,
+                       int tokens) {
+  const std::vector<uint8_t> k = source.K(layer, first, tokens), v = source.V(layer, first, tokens);
+  const client::StepEntry entry{sequence, first, tokens};
+  client::StepBatch batch;
+  batch.layer = layer;
+  batch.entries = {&entry, 1};
+  batch.k = client::TensorView::Inline(k.data(), k.size());
+  batch.v = client::TensorView::Inline(v.data(), v.size());
+  return cache.Step(batch).status();
+}
+
+absl::StatusOr<std::vector<float>> AskLayer(client::Cache& cache, uint64_t sequence, const Source& source, int layer,
+                                            uint64_t position) {
+  const std::vector<float> q = source.Q(layer, position, 1);
+  std::vector<float> out(q.size());
+  const client::StepEntry entry{sequence, position, 1};
+  client::StepBatch batch;
+  batch.layer = layer;
+  batch.entries = {&entry, 1};
+  batch.q = client::TensorView::Inline(q.data(), q.size() * sizeof(float));
+  batch.out = client::TensorView::Inline(out.data(), out.size() * sizeof(float));
+  KV_RETURN_IF_ERROR(cache.Step(batch).status());
+  return out;
+}
+
 std::vector<BlockName> Names(const client::Cache& cache, const Source& source, int blocks) {
   const int page_tokens = source.shape.page_tokens;
   std::vector<BlockName> names;

@@ -114,6 +114,13 @@ absl::StatusOr<std::vector<float>> Ask(client::Cache& cache, uint64_t sequence, 
                                        int tokens = 1);
 std::vector<double> AskModel(const ModelSequence& model, const Source& source, uint64_t position, int tokens = 1);
 
+/// Load of one layer alone, in one call.
+absl::Status LoadLayer(client::Cache& cache, uint64_t sequence, const Source& source, int layer, uint64_t first,
+                       int tokens);
+/// The output of one query at `position` of one layer.
+absl::StatusOr<std::vector<float>> AskLayer(client::Cache& cache, uint64_t sequence, const Source& source, int layer,
+                                            uint64_t position);
+
 /// Names of the first `blocks` blocks of source's token ids.
 std::vector<BlockName> Names(const client::Cache& cache, const Source& source, int blocks);
 

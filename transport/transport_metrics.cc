@@ -2,6 +2,17 @@
 
 namespace kvmanager {
 
+namespace {
+
+prometheus::Counter& BytesCounter(Metrics* m, const char* direction, const char* by) {
+  return m->Counter("transport_bytes_total",
+                    "Bytes of pages moved between daemons, headers not counted: by socket, or by a copy from one "
+                    "daemon's memory to the other's on one host.",
+                    {{"by", by}, {"direction", direction}});
+}
+
+}  // namespace
+
 TransferResult ResultOf(const absl::Status& status) {
   switch (status.code()) {
     case absl::StatusCode::kOk:
@@ -18,8 +29,8 @@ TransferResult ResultOf(const absl::Status& status) {
 }
 
 TransportMetrics::Direction::Direction(Metrics* m, const char* direction)
-    : bytes(m->Counter("transport_bytes_total", "Bytes of pages moved between daemons, headers not counted.",
-                       {{"direction", direction}})),
+    : socket_bytes(BytesCounter(m, direction, "socket")),
+      copied_bytes(BytesCounter(m, direction, "copy")),
       pages(m->Counter("transport_pages_total", "Pages moved between daemons.", {{"direction", direction}})),
       pages_skipped(m->Counter("transport_pages_skipped_total",
                                "Pages of a hand-off that the receiver had already and that were not moved.",

@@ -20,9 +20,14 @@ struct TransportMetrics {
   /// The metrics of one direction, label `direction`: "sent" or "received".
   struct Direction {
     Direction(Metrics* metrics, const char* direction);
+    /// Of pages; `copied`: from memory to memory, through no socket.
+    void CountBytes(uint64_t bytes, bool copied) {
+      (copied ? copied_bytes : socket_bytes).Increment(static_cast<double>(bytes));
+    }
     prometheus::Counter& transfers(TransferResult result) { return *transfers_by_result[static_cast<int>(result)]; }
 
-    prometheus::Counter& bytes;
+    prometheus::Counter& socket_bytes;
+    prometheus::Counter& copied_bytes;
     prometheus::Counter& pages;
     prometheus::Counter& pages_skipped;
     prometheus::Gauge& active;

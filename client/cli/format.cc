@@ -169,7 +169,8 @@ std::string FormatPeers(const std::vector<PeerDescription>& peers) {
   std::vector<std::vector<std::string>> rows, loads;
   for (const PeerDescription& p : peers) {
     rows.push_back({p.peer, p.incoming ? "in" : "out", absl::StrCat(p.transfers), absl::StrCat(p.failures),
-                    absl::StrCat(p.active), FormatBytes(p.bytes), rate(p.bytes_per_second), OrNone(p.last_error)});
+                    absl::StrCat(p.active), FormatBytes(p.bytes), FormatBytes(p.copied_bytes), rate(p.bytes_per_second),
+                    OrNone(p.last_error)});
     if (p.incoming) continue;
     if (p.load.ok()) {
       loads.push_back({p.peer, FormatBytes(p.load->free_bytes), FormatBytes(p.load->capacity_bytes),
@@ -181,7 +182,7 @@ std::string FormatPeers(const std::vector<PeerDescription>& peers) {
     }
   }
   std::string text =
-      FormatTable({"PEER", "WAY", "TRANSFERS", "FAILURES", "ACTIVE", "BYTES", "RATE", "LAST ERROR"}, rows);
+      FormatTable({"PEER", "WAY", "TRANSFERS", "FAILURES", "ACTIVE", "BYTES", "COPIED", "RATE", "LAST ERROR"}, rows);
   if (loads.empty()) return text;
   return absl::StrCat(text, "\n",
                       FormatTable({"ASKED", "FREE", "OF", "QUEUED", "WAITING", "RECEIVES", "RATE", "ERROR"}, loads));
@@ -275,6 +276,7 @@ json ToJson(const std::vector<PeerDescription>& peers) {
                  {"failures", p.failures},
                  {"active", p.active},
                  {"bytes", p.bytes},
+                 {"copied_bytes", p.copied_bytes},
                  {"bytes_per_second", p.bytes_per_second},
                  {"last_error", Utf8(p.last_error)}};
     if (p.load.ok()) {

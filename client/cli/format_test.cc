@@ -79,6 +79,8 @@ TEST(Format, ListsAndEmptyLists) {
   for (const char* word : {"6000", "4242", "my engine"}) EXPECT_NE(held.find(word), std::string::npos) << held;
   EXPECT_NE(FormatSequences({}).find("no sequences"), std::string::npos);
   EXPECT_NE(FormatPeers({{.peer = "h:1", .bytes_per_second = 2e9}}).find("1.9 GiB/s"), std::string::npos);
+  EXPECT_NE(FormatPeers({{.peer = "h:1", .bytes = 2048, .copied_bytes = 1024}}).find("2.0 KiB  1.0 KiB"),
+            std::string::npos);
   EXPECT_NE(FormatPeers({}).find("no peers"), std::string::npos);
   PeerDescription asked{.peer = "h:1", .bytes_per_second = 1 << 30};
   asked.load = PeerLoad{.capacity_bytes = 4 << 20, .free_bytes = 3 << 20, .queued_bytes = 1 << 20, .waiting_offers = 5};

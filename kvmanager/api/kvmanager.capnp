@@ -371,6 +371,7 @@ struct PeerStatus {
   lastError @7 :Text;
   loadError @8 :Status;        # why there is no load; empty where there is, and where it was not asked
   load @9 :PeerLoad;           # null: not known
+  copiedBytes @10 :UInt64;     # of bytes: from one daemon's memory to the other's on one host, through no socket
 }
 
 struct PeerLoad {

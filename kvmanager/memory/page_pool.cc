@@ -8,8 +8,9 @@
 
 namespace kvmanager {
 
-PagePool::PagePool(const SlabAllocator::Options& options, std::vector<std::unique_ptr<Region>> regions)
-    : SlotPool(options), regions_(std::move(regions)) {}
+PagePool::PagePool(const SlabAllocator::Options& options, uint64_t slabs_per_region,
+                   std::vector<std::unique_ptr<Region>> regions)
+    : SlotPool(options), slabs_per_region_(slabs_per_region), regions_(std::move(regions)) {}
 
 absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(const Options& options) {
   if (options.pool_bytes < kSlabBytesMin || options.pool_bytes > kPoolBytesMax) {
@@ -29,37 +30,37 @@ absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(const Options& option
     return FieldError(absl::StatusCode::kResourceExhausted, "host-pool-bytes", absl::StrCat(options.pool_bytes),
                       absl::StrCat("at most the host's available ", available + huge_bytes));
   }
-  std::vector<std::unique_ptr<Region>> regions(count);
-  for (uint64_t i = 0; i < count; ++i) {
+  const uint64_t slabs_per_region = (count + kRegionsMax - 1) / kRegionsMax;
+  std::vector<std::unique_ptr<Region>> regions((count + slabs_per_region - 1) / slabs_per_region);
+  for (uint64_t i = 0; i < regions.size(); ++i) {
     Region::Options region;
-    region.name = absl::StrCat("kvmanager-slab-", i);
-    region.bytes = slab_bytes;
+    region.name = absl::StrCat("kvmanager-pool-", i);
+    region.bytes = std::min(slabs_per_region, count - i * slabs_per_region) * slab_bytes;
     region.huge_pages = options.huge_pages;
     region.sharing = Region::Sharing::kReadOnly;
-    region.keep_descriptor = false;
     KV_ASSIGN_OR_RETURN(regions[i], Region::Create(region));
   }
   SlabAllocator::Options allocator;
   allocator.slab_bytes = slab_bytes;
   allocator.slabs = static_cast<uint32_t>(count);
   allocator.limit = "host-pool-bytes";
-  return std::unique_ptr<PagePool>(new PagePool(allocator, std::move(regions)));
+  return std::unique_ptr<PagePool>(new PagePool(allocator, slabs_per_region, std::move(regions)));
 }
 
 absl::StatusOr<PageId> PagePool::Allocate(TenantId tenant, size_t bytes) {
   return allocator_.Allocate(tenant, bytes, [this](uint32_t slab) {
-    std::memset(regions_[slab]->data(), 0, slab_bytes());
+    std::memset(SlabData(slab).data(), 0, slab_bytes());
     return absl::OkStatus();
   });
 }
 
 uint8_t* PagePool::Data(PageId id) const {
   const SlabAllocator::Place place = allocator_.PlaceOf(id);
-  return regions_[place.slab]->data() + place.offset;
+  return SlabData(place.slab).data() + place.offset;
 }
 
 std::string PagePool::huge_page_state() const {
-  // The weakest of the slabs': what an operator can rely on.
+  // The weakest of the regions': what an operator can rely on.
   auto weakest = Region::HugePages::kHugetlb;
   for (const auto& region : regions_) weakest = std::min(weakest, region->huge_pages());
   if (weakest == Region::HugePages::kHugetlb) return "hugetlb";

@@ -1,9 +1,13 @@
 // Fixed slots in slabs: the daemon's host memory for pages. Sized at start; allocates no page memory afterwards.
 //
-// A slab is one memfd, mapped, fallocated and sealed at start; its descriptor is closed then. Which slots are whose is
-// a SlabAllocator's (its invariants hold here); freed memory of one tenant is never readable by another: a slab is
-// zeroed before it changes tenant. Single-threaded (the store's thread), except Data() and SlabData(), whose pointers
-// any thread may use while somebody keeps the slot from being freed.
+// Slabs lie in at most kRegionsMax memfds, mapped, fallocated and sealed at start, whose descriptors are kept: another
+// process that gets one can read, not write, every page of every tenant in it, then and later, and cannot be made to
+// stop. So they are for processes that the daemon trusts with all of its pages, and nobody else.
+//
+// Which slots are whose is a SlabAllocator's (its invariants hold here); freed memory of one tenant is never readable
+// by another through the daemon: a slab is zeroed before it changes tenant. Single-threaded (the store's thread),
+// except Data(), SlabData() and regions(), whose pointers any thread may use while somebody keeps the slot from being
+// freed.
 #pragma once
 
 #include <cstddef>
@@ -29,6 +33,7 @@ class PagePool final : public SlotPool {
   };
   static constexpr uint64_t kSlabBytesMin = 2 << 20;
   static constexpr uint64_t kPoolBytesMax = uint64_t{1} << 41;  // slot numbers stay below 2^32
+  static constexpr uint64_t kRegionsMax = 64;  // a descriptor and a mapping each, here and at whoever maps them
 
   /// Errors: INVALID_ARGUMENT; RESOURCE_EXHAUSTED when the host has not that much memory.
   static absl::StatusOr<std::unique_ptr<PagePool>> Create(const Options& options);
@@ -38,13 +43,19 @@ class PagePool final : public SlotPool {
   uint8_t* Data(PageId id) const override;
 
   /// A slab's memory; those with lower numbers are used first.
-  absl::Span<uint8_t> SlabData(uint32_t slab) const { return {regions_[slab]->data(), slab_bytes()}; }
+  absl::Span<uint8_t> SlabData(uint32_t slab) const {
+    return {regions_[slab / slabs_per_region_]->data() + slab % slabs_per_region_ * slab_bytes(), slab_bytes()};
+  }
+  /// All of the memory; sealed against resizing and against writing by other processes. Fixed from start to end.
+  absl::Span<const std::unique_ptr<Region>> regions() const { return regions_; }
   std::string huge_page_state() const;  // "hugetlb", "transparent" or "none"
 
  private:
-  PagePool(const SlabAllocator::Options& options, std::vector<std::unique_ptr<Region>> regions);
+  PagePool(const SlabAllocator::Options& options, uint64_t slabs_per_region,
+           std::vector<std::unique_ptr<Region>> regions);
 
-  const std::vector<std::unique_ptr<Region>> regions_;  // [slab]
+  const uint64_t slabs_per_region_;  // of all but the last, which may have fewer
+  const std::vector<std::unique_ptr<Region>> regions_;
 };
 
 }  // namespace kvmanager

@@ -1,6 +1,7 @@
 #include "kvmanager/memory/page_pool.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <filesystem>
@@ -77,14 +78,36 @@ TEST(PagePool, ExhaustsExactlyWhereCanAllocateSays) {
   EXPECT_EQ(pool->free_slabs(), 2u);
 }
 
-TEST(PagePool, SlabsKeepNoDescriptors) {
+TEST(PagePool, ManySlabsKeepFewDescriptors) {
   const auto open_descriptors = [] {
     const std::filesystem::directory_iterator all("/proc/self/fd");
     return std::distance(begin(all), end(all));
   };
   const auto before = open_descriptors();
-  const auto pool = MakePool(16 * kMiB);
-  EXPECT_EQ(open_descriptors(), before);
+  const auto small = MakePool(16 * kMiB);
+  EXPECT_EQ(open_descriptors(), before + 8);
+  const auto large = MakePool(2 * (PagePool::kRegionsMax + 3) * kMiB);
+  EXPECT_LE(open_descriptors(), before + 8 + static_cast<int64_t>(PagePool::kRegionsMax));
+  // Every slab is in exactly one region, in order.
+  uint32_t slab = 0;
+  for (const auto& region : large->regions()) {
+    for (uint64_t at = 0; at < region->bytes(); at += large->slab_bytes()) {
+      EXPECT_EQ(large->SlabData(slab++).data(), region->data() + at);
+    }
+  }
+  EXPECT_EQ(slab, large->slabs());
+}
+
+TEST(PagePool, OthersMapItsRegionsForReadingOnly) {
+  const auto pool = MakePool(4 * kMiB);
+  const auto id = pool->Allocate(1, 4096);
+  ASSERT_TRUE(id.ok());
+  std::memset(pool->Data(*id), 7, 4096);
+  const Region& region = *pool->regions()[0];
+  EXPECT_FALSE(Region::Map(dup(region.fd()), region.bytes(), /*writable=*/true).ok());
+  const auto mapped = Region::Map(dup(region.fd()), region.bytes(), /*writable=*/false);
+  ASSERT_TRUE(mapped.ok()) << mapped.status();
+  EXPECT_TRUE(IsFilledWith((*mapped)->data() + (pool->Data(*id) - region.data()), 4096, 7));
 }
 
 // What CanAllocate says of reclaimable slots against what happens when they are freed.

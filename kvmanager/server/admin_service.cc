@@ -178,6 +178,7 @@ class AdminService final : public api::Admin::Server {
     out.setTransfers(peer.transfers);
     out.setFailures(peer.failures);
     out.setBytes(peer.bytes);
+    out.setCopiedBytes(peer.copied_bytes);
     out.setActive(peer.active);
     out.setBytesPerSecond(peer.bytes_per_s);
     out.setLastError(TextOf(peer.last_error));

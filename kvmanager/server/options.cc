@@ -60,7 +60,7 @@ absl::Status CheckBytes(absl::string_view field, const std::string& text, uint64
 // The flags as texts: what CLI11 fills from the command line and the file, before values are checked.
 struct Texts {
   std::string host_pool_bytes, threads, busy_poll_us, arena_bytes, slab_bytes, hand_off_lease_ms, drain_s,
-      peer_rate_bytes, device_pool_bytes, device_slab_bytes, devices;
+      peer_rate_bytes, peer_window_bytes, peer_local_copy, device_pool_bytes, device_slab_bytes, devices;
 };
 
 absl::Status CheckDevices(const Texts& texts, Options* options) {
@@ -148,6 +148,16 @@ absl::Status Check(const Texts& texts, Options* options) {
       return InvalidField("--peer-rate-bytes", texts.peer_rate_bytes,
                           absl::StrCat("0 (no limit), or ", Options::kPeerRateBytesMin, " or more"));
     }
+  }
+  if (!texts.peer_window_bytes.empty()) {
+    KV_RETURN_IF_ERROR(CheckBytes("--peer-window-bytes", texts.peer_window_bytes, Options::kPeerWindowBytesMin,
+                                  Options::kPeerWindowBytesMax, &options->peer_window_bytes));
+  }
+  if (!texts.peer_local_copy.empty()) {
+    if (texts.peer_local_copy != "on" && texts.peer_local_copy != "off") {
+      return InvalidField("--peer-local-copy", texts.peer_local_copy, "on or off");
+    }
+    options->peer_local_copy = texts.peer_local_copy == "on";
   }
   if (std::error_code error;
       !options->calibration_dir.empty() && !std::filesystem::is_directory(options->calibration_dir, error)) {
@@ -273,6 +283,14 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--peer-rate-bytes", texts.peer_rate_bytes,
                  "Bytes per second sent to peers, all together; 0: no limit (default 0)")
       ->type_name("BYTES");
+  app.add_option("--peer-window-bytes", texts.peer_window_bytes,
+                 "Bytes of pages on their way to this daemon, of all senders: what is sent again at most after a link "
+                 "breaks (default 64MiB)")
+      ->type_name("BYTES");
+  app.add_option("--peer-local-copy", texts.peer_local_copy,
+                 "Pages go between daemons of this host and user from memory to memory, through no socket: these "
+                 "daemons can read the whole pool; on or off (default on; what is sent never with --peer-rate-bytes)")
+      ->type_name("on|off");
   app.add_option("--calibration-dir", options.calibration_dir,
                  "Directory of calibration artifacts, for caches whose codec names one: calibration=FILE")
       ->type_name("DIR");

@@ -30,6 +30,7 @@ struct Options {
   static constexpr size_t kDevicesMax = 16;
   static constexpr int kDeviceOrdinalMax = 1023;
   static constexpr uint64_t kPeerRateBytesMin = 1 << 16;
+  static constexpr uint64_t kPeerWindowBytesMin = 1 << 16, kPeerWindowBytesMax = uint64_t{4} << 30;
 
   std::vector<std::string> listen;           // "unix:PATH" or "tcp:HOST:PORT"; 1..kListenMax
   uint64_t host_pool_bytes = 0;              // kHostPoolBytesMin..kHostPoolBytesMax
@@ -44,8 +45,10 @@ struct Options {
   std::vector<int> devices = {0};                    // ordinals, each once; 1..kDevicesMax
   int64_t hand_off_lease_ms = 60000;                 // kHandOffLeaseMsMin..kHandOffLeaseMsMax
   int64_t drain_s = 10;                              // 0..kDrainSMax
-  uint64_t peer_rate_bytes = 0;            // per second sent to all peers; 0: no limit; else kPeerRateBytesMin or more
-  std::string calibration_dir;             // of artifacts that codecs may name; empty: none can be named
+  uint64_t peer_rate_bytes = 0;           // per second sent to all peers; 0: no limit; else kPeerRateBytesMin or more
+  uint64_t peer_window_bytes = 64 << 20;  // on their way to this daemon: kPeerWindowBytesMin..Max
+  bool peer_local_copy = true;            // pages from and to daemons of this host and user by copying between memories
+  std::string calibration_dir;            // of artifacts that codecs may name; empty: none can be named
   std::vector<std::string> codec_plugins;  // shared objects; at most kCodecPluginsMax
   std::string log_level = "info";          // debug, info, warn, error or off
 };

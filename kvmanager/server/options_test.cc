@@ -43,6 +43,7 @@ TEST(OptionsTest, DefaultsAreThoseOfTheHeader) {
   EXPECT_EQ(line->options.drain_s, 10);
   EXPECT_EQ(line->options.busy_poll_us, 0);
   EXPECT_EQ(line->options.log_level, "info");
+  EXPECT_TRUE(line->options.peer_local_copy);
 }
 
 TEST(OptionsTest, WithoutADevicePoolThereIsNone) {
@@ -104,7 +105,8 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
       "listen = [\"unix:/tmp/a.sock\", \"tcp:127.0.0.1:0\"]\n"
       "host-pool-bytes = \"1.5GiB\"\nmetrics-listen = \"127.0.0.1:9464\"\n"
       "peer-listen = \"[::1]:9470\"\nthreads = 3\nbusy-poll-us = 50\narena-bytes = \"1GiB\"\nslab-bytes = \"4MiB\"\n"
-      "hand-off-lease-ms = 1000\ndrain-s = 2\npeer-rate-bytes = 1000000\nlog-level = warn\n");
+      "hand-off-lease-ms = 1000\ndrain-s = 2\npeer-rate-bytes = 1000000\npeer-window-bytes = \"1MiB\"\npeer-local-copy "
+      "= off\nlog-level = warn\n");
   auto file = Parse({"--config", path});
   auto flags = Parse({"--listen",
                       "unix:/tmp/a.sock",
@@ -130,6 +132,10 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
                       "2",
                       "--peer-rate-bytes",
                       "1000000",
+                      "--peer-window-bytes",
+                      "1MiB",
+                      "--peer-local-copy",
+                      "off",
                       "--log-level",
                       "warn"});
   ASSERT_TRUE(file.ok()) << file.status();
@@ -147,6 +153,8 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
     EXPECT_EQ(o.hand_off_lease_ms, 1000);
     EXPECT_EQ(o.drain_s, 2);
     EXPECT_EQ(o.peer_rate_bytes, 1000000u);
+    EXPECT_EQ(o.peer_window_bytes, uint64_t{1} << 20);
+    EXPECT_FALSE(o.peer_local_copy);
     EXPECT_EQ(o.log_level, "warn");
   }
   auto both = Parse({"--config", path, "--threads", "7"});
@@ -170,6 +178,9 @@ TEST(OptionsTest, ErrorsNameFlagValueAndBound) {
            {With({"--hand-off-lease-ms", "1"}), "--hand-off-lease-ms", "1"},
            {With({"--drain-s", "3601"}), "--drain-s", "3601"},
            {With({"--peer-rate-bytes", "1"}), "--peer-rate-bytes", "1"},
+           {With({"--peer-window-bytes", "1KiB"}), "--peer-window-bytes", "1KiB"},
+           {With({"--peer-window-bytes", "8GiB"}), "--peer-window-bytes", "8GiB"},
+           {With({"--peer-local-copy", "yes"}), "--peer-local-copy", "yes"},
            {With({"--log-level", "loud"}), "--log-level", "loud"},
            {With({"--metrics-listen", "localhost"}), "--metrics-listen", "localhost"},
            {With({"--metrics-listen", "localhost:65536"}), "--metrics-listen", "localhost:65536"},

@@ -45,12 +45,14 @@ namespace kvmanager {
 namespace {
 
 static_assert(Options::kHostPoolBytesMax == PagePool::kPoolBytesMax);
+
 static_assert(Options::kDeviceSlabBytesMin == DeviceRegion::kSlabBytesMin);
 static_assert(Options::kDevicePoolBytesMax == SlabMemory::kBytesMax);
 
 constexpr int64_t kLookMs = 1000;             // at what only a look shows: pools of GPUs
 constexpr int64_t kPinLogNs = 3'000'000'000;  // between two lines about pinning
 constexpr int64_t kStreamsEndMs = 10000;      // for what runs on GPUs when the daemon stops
+constexpr int kCopyThreadsMax = 4;  // that copy pages from other daemons of this host: memory has no more to give
 
 // One GPU: members in the order of who needs whom.
 struct DeviceParts {
@@ -141,6 +143,14 @@ class ServerImpl final : public Server {
     transport.receiver = desk_.get();
     transport.metrics = &transport_metrics_;
     transport.send_bytes_per_s = options_.peer_rate_bytes;
+    transport.window_bytes = options_.peer_window_bytes;
+    transport.local_lanes = options_.peer_local_copy;
+    transport.copy_threads = std::min(UsableCpus(), kCopyThreadsMax);
+    if (options_.peer_local_copy && options_.peer_rate_bytes == 0) {
+      for (const auto& region : pool_->regions()) {
+        transport.memory.push_back({region->data(), region->bytes(), region->fd()});
+      }
+    }
     KV_ASSIGN_OR_RETURN(transport_, TcpTransport::Create(std::move(transport)));
     daemon_.transport = transport_.get();
     daemon_.peer_listen = transport_->listen_address();

@@ -36,9 +36,9 @@ TEST(PeerBook, CountsByPeerAndDirection) {
   book.Begin("a:1", true);
   EXPECT_EQ(book.List().size(), 2u);
   EXPECT_EQ(book.List()[0].active, 1u);
-  book.End("a:1", false, absl::OkStatus(), 1000, 0.5);
+  book.End("a:1", false, absl::OkStatus(), 1000, 600, 0.5);
   book.Begin("a:1", false);
-  book.End("a:1", false, absl::DataLossError("page 3"), 10, 1);
+  book.End("a:1", false, absl::DataLossError("page 3"), 10, 0, 1);
   const PeerInfo info = book.List()[0];
   EXPECT_FALSE(info.incoming);
   EXPECT_EQ(info.active, 0u);
@@ -59,7 +59,7 @@ TEST(PeerBook, DropsTheLeastRecentlyUsed) {
   EXPECT_EQ(list[0].peer, "new");
   EXPECT_EQ(list[1].peer, "0");
   EXPECT_EQ(list.back().peer, "2");
-  book.End("1", true, absl::OkStatus(), 0, 0);  // dropped while active: begins anew, never below zero
+  book.End("1", true, absl::OkStatus(), 0, 0, 0);  // dropped while active: begins anew, never below zero
   EXPECT_EQ(book.List()[0].active, 0u);
 }
 

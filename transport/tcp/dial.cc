@@ -5,12 +5,13 @@
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
 #include "transport/tcp/host_port.h"
+#include "transport/tcp/local.h"
 
 namespace kvmanager::tcp {
 
-Dial::Dial(Loop& loop, std::string peer, int64_t stall_ms, Done done)
+Dial::Dial(Loop& loop, Address to, int64_t stall_ms, Done done)
     : loop_(loop),
-      peer_(std::move(peer)),
+      to_(std::move(to)),
       stall_ms_(stall_ms),
       deadline_(Now() + std::chrono::milliseconds(stall_ms)),
       done_(std::move(done)),
@@ -20,18 +21,17 @@ Dial::Dial(Loop& loop, std::string peer, int64_t stall_ms, Done done)
 
 void Dial::Start() {
   absl::StatusOr<HostPort> peer = HostPort();
-  const bool local = !peer_.empty() && peer_[0] == '@';
-  if (!local) peer = ParseHostPort("peer", peer_, false);
+  if (!to_.local) peer = ParseHostPort("peer", to_.peer, false);
   if (!peer.ok()) return Finish(std::move(peer).status());
   timer_.expires_at(deadline_);
   timer_.async_wait([self = shared_from_this()](const ErrorCode& error) {
     if (error || !self->done_) return;
     self->Finish(FieldError(absl::StatusCode::kDeadlineExceeded,
-                            absl::StrCat("ms without an answer of peer ", self->peer_), absl::StrCat(self->stall_ms_),
-                            absl::StrCat("below ", self->stall_ms_)));
+                            absl::StrCat("ms without an answer of peer ", self->to_.peer),
+                            absl::StrCat(self->stall_ms_), absl::StrCat("below ", self->stall_ms_)));
   });
-  if (local) {
-    endpoints_ = {LocalEndpoint(peer_.substr(1))};
+  if (to_.local) {
+    endpoints_ = {LocalEndpoint(to_.peer)};
     return ConnectNext({});
   }
   ErrorCode not_numeric;
@@ -45,7 +45,7 @@ void Dial::Start() {
                             if (!self->done_) return;
                             if (error) {
                               return self->Finish(absl::UnavailableError(
-                                  absl::StrCat("peer ", self->peer_, ": resolving: ", error.message())));
+                                  absl::StrCat("peer ", self->to_.peer, ": resolving: ", error.message())));
                             }
                             for (const auto& entry : results) self->endpoints_.emplace_back(entry.endpoint());
                             self->ConnectNext(asio::error::host_not_found);
@@ -54,7 +54,7 @@ void Dial::Start() {
 
 void Dial::ConnectNext(const ErrorCode& last_error) {
   if (endpoints_tried_ == endpoints_.size()) {
-    return Finish(absl::UnavailableError(absl::StrCat("peer ", peer_, ": connecting: ", last_error.message())));
+    return Finish(absl::UnavailableError(absl::StrCat("peer ", to_.peer, ": connecting: ", last_error.message())));
   }
   const asio::generic::stream_protocol::endpoint endpoint = endpoints_[endpoints_tried_++];
   ErrorCode error;
@@ -65,6 +65,10 @@ void Dial::ConnectNext(const ErrorCode& last_error) {
   socket_.async_connect(endpoint, [self = shared_from_this()](const ErrorCode& error) {
     if (!self->done_) return;
     if (error) return self->ConnectNext(error);
+    // Who listens there is going to be given descriptors of this process's memory.
+    if (self->to_.local && !IsSameUser(self->socket_.native_handle())) {
+      return self->ConnectNext(asio::error::access_denied);
+    }
     self->OnConnected();
   });
 }
@@ -80,7 +84,8 @@ void Dial::OnConnected() {
         if (spoke) self->loop_.metrics.protocol_errors.Increment();
         const absl::StatusCode code = spoke ? absl::StatusCode::kUnavailable : status.code();
         const absl::string_view said(status.message().data(), status.message().size());
-        self->Finish(WithDetail(absl::Status(code, absl::StrCat("peer ", self->peer_, ": ", said)), DetailOf(status)));
+        self->Finish(
+            WithDetail(absl::Status(code, absl::StrCat("peer ", self->to_.peer, ": ", said)), DetailOf(status)));
       });
   const auto greeting = greeting_;
   greeting->Start();

@@ -24,11 +24,14 @@ class Dial : public std::enable_shared_from_this<Dial> {
     Socket socket;
     HelloFrame theirs;
   };
+  struct Address {
+    std::string peer;    // "HOST:PORT"; if `local`, the name of a Unix socket in the abstract namespace
+    bool local = false;  // then UNAVAILABLE unless a process of this one's user listens there
+  };
   using Done = absl::AnyInvocable<void(absl::StatusOr<Connection>)>;
 
-  /// peer: "HOST:PORT", or "@NAME" of a Unix socket in the abstract namespace. stall_ms: DEADLINE_EXCEEDED after so
-  /// long.
-  Dial(Loop& loop, std::string peer, int64_t stall_ms, Done done);
+  /// stall_ms: DEADLINE_EXCEEDED after so long.
+  Dial(Loop& loop, Address to, int64_t stall_ms, Done done);
   void Start();
   void Cancel();
 
@@ -38,7 +41,7 @@ class Dial : public std::enable_shared_from_this<Dial> {
   void Finish(absl::StatusOr<Connection> result);
 
   Loop& loop_;
-  const std::string peer_;
+  const Address to_;
   const int64_t stall_ms_;
   const SteadyTime deadline_;
   Done done_;  // empty once called

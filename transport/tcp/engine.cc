@@ -19,8 +19,7 @@ Engine::Engine(TcpTransport::Options options)
       acceptor_(loop_.io),
       local_acceptor_(loop_.io),
       accept_timer_(loop_.io),
-      local_accept_timer_(loop_.io),
-      sweep_timer_(loop_.io) {
+      local_accept_timer_(loop_.io) {
   loop_.host = ThisHost();
 }
 
@@ -62,15 +61,13 @@ absl::Status Engine::ListenLocally() {
   if (error) return absl::UnavailableError(absl::StrCat("listening for local lanes: ", error.message()));
   loop_.local_name = std::move(name);
   loop_.copiers = std::make_unique<WorkerPool>(loop_.options.copy_threads);
+  loop_.regions = std::make_unique<RegionCache>(loop_.io, *loop_.copiers);
   return absl::OkStatus();
 }
 
 void Engine::Run() {
   if (acceptor_.is_open()) Accept(acceptor_, accept_timer_);
-  if (local_acceptor_.is_open()) {
-    Accept(local_acceptor_, local_accept_timer_);
-    SweepRegions();
-  }
+  if (local_acceptor_.is_open()) Accept(local_acceptor_, local_accept_timer_);
   thread_ = std::thread([this] {
     loop_.io.run();
     // What was posted before the gate closed still runs: a late offer's hand-off is aborted, not forgotten.
@@ -88,7 +85,7 @@ void Engine::Shutdown() {
     local_acceptor_.close(ignored);
     accept_timer_.cancel();
     local_accept_timer_.cancel();
-    sweep_timer_.cancel();
+    if (loop.regions != nullptr) loop.regions->Close();
     const absl::Status why = absl::CancelledError("the transport is shutting down");
     while (!loop.outgoing.empty()) std::shared_ptr<Outgoing>(loop.outgoing.begin()->second)->Stop(why);
     while (!loop.incoming.empty()) std::shared_ptr<Incoming>(loop.incoming.begin()->second)->Stop();
@@ -174,14 +171,6 @@ void Engine::Accept(SomeAcceptor& acceptor, Timer& retry) {
     retry.async_wait([this, &acceptor, &retry](const ErrorCode& stopped) {
       if (!stopped && acceptor.is_open()) Accept(acceptor, retry);
     });
-  });
-}
-
-void Engine::SweepRegions() {
-  loop_.regions.Sweep();
-  sweep_timer_.expires_after(std::chrono::milliseconds(kSweepMs));
-  sweep_timer_.async_wait([this](const ErrorCode& stopped) {
-    if (!stopped && !loop_.stopping) SweepRegions();
   });
 }
 

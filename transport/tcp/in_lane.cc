@@ -42,7 +42,7 @@ void InLane::ReadHeaderLocally() {
   int descriptor = -1;
   const ssize_t n =
       ReceiveWithDescriptor(socket_.native_handle(), absl::MakeSpan(head_).subspan(head_bytes_), &descriptor);
-  if (descriptor >= 0) {
+  if (descriptor != -1) {
     if (descriptor_ >= 0) ::close(descriptor_);
     descriptor_ = descriptor;
   }
@@ -84,15 +84,17 @@ void InLane::ReadBody(FrameType type, size_t bytes) {
 }
 
 void InLane::OnRegion(const RegionFrame& region) {
+  if (descriptor_ == kDescriptorLost) return Break(absl::UnavailableError("no descriptor is left for a region"));
   if (descriptor_ < 0) return Break(InvalidField("REGION", "without a descriptor", "with one"));
   if (regions_.count(region.region) > 0) return Break(InvalidField("region", region.region, "named once"));
-  absl::StatusOr<std::shared_ptr<Region>> mapped = loop_.regions.Map(std::exchange(descriptor_, -1), region.bytes);
+  absl::StatusOr<std::shared_ptr<const Region>> mapped =
+      loop_.regions->Map(std::exchange(descriptor_, -1), region.bytes, socket_.native_handle());
   if (!mapped.ok()) {
-    return Break(InvalidField(
-        "region",
-        absl::StrCat(region.region, ", which cannot be mapped: ",
-                     absl::string_view(mapped.status().message().data(), mapped.status().message().size())),
-        "memory that can be mapped"));
+    const absl::string_view why(mapped.status().message().data(), mapped.status().message().size());
+    // This process's limits are not the sender's fault: it sends by TCP instead.
+    if (!absl::IsFailedPrecondition(mapped.status())) return Break(absl::UnavailableError(why));
+    return Break(InvalidField("region", absl::StrCat(region.region, ", which cannot be mapped: ", why),
+                              "memory that can be mapped"));
   }
   regions_[region.region] = *std::move(mapped);
   ReadHeader();
@@ -136,7 +138,7 @@ void InLane::OnCopied() {
     jobs_.pop_front();
     const CopyJob::Page* bad = nullptr;
     for (const CopyJob::Page& page : job->pages()) {
-      session_->OnPayload(page.to.size());
+      session_->OnPayload(page.to.size(), /*copied=*/true);
       if (page.copied_checksum == page.checksum) {
         session_->OnPage(page.page);
       } else {
@@ -145,7 +147,7 @@ void InLane::OnCopied() {
       }
     }
     if (bad != nullptr) return BadPage(bad->page, bad->copied_checksum, bad->checksum);
-    session_->Confirm(/*all=*/true);
+    session_->Confirm(/*all=*/jobs_.empty());
     if (session_ == nullptr) return;
   }
   if (full && jobs_.size() < kJobsMax) ReadHeader();
@@ -182,7 +184,7 @@ void InLane::ReadPayload() {
 
 void InLane::OnPayload(size_t bytes) {
   const auto self = shared_from_this();
-  session_->OnPayload(bytes);
+  session_->OnPayload(bytes, /*copied=*/false);
   while (bytes > 0) {
     const absl::Span<uint8_t> target = targets_[next_];
     const size_t taken = std::min(bytes, target.size() - offset_);

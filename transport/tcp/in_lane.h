@@ -21,7 +21,7 @@ namespace kvmanager::tcp {
 
 class InLane : public std::enable_shared_from_this<InLane> {
  public:
-  static constexpr size_t kJobsMax = 4;  // frames that are copied at once
+  static constexpr size_t kJobsMax = 8;  // frames that are copied at once
 
   InLane(Loop& loop, Incoming& session, uint32_t index, Socket socket);
   ~InLane();
@@ -51,7 +51,7 @@ class InLane : public std::enable_shared_from_this<InLane> {
   std::vector<uint8_t> head_;  // header and records
   size_t head_bytes_ = 0;      // of it, those read, where that is not Asio's to know
   int descriptor_ = -1;        // that came with the header
-  std::map<uint32_t, std::shared_ptr<Region>> regions_;
+  std::map<uint32_t, std::shared_ptr<const Region>> regions_;
   std::deque<std::shared_ptr<CopyJob>> jobs_;
   std::vector<PageRecord> pages_;             // of the frame being read
   std::vector<absl::Span<uint8_t>> targets_;  // as many

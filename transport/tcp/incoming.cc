@@ -239,10 +239,11 @@ absl::StatusOr<absl::Span<uint8_t>> Incoming::BeginPage(uint32_t page) {
   return targets_[page];
 }
 
-void Incoming::OnPayload(size_t bytes) {
+void Incoming::OnPayload(size_t bytes, bool copied) {
   heard_ = Now();
   payload_bytes_ += bytes;
-  loop_.metrics.received.bytes.Increment(static_cast<double>(bytes));
+  if (copied) copied_bytes_ += bytes;
+  loop_.metrics.received.CountBytes(bytes, copied);
 }
 
 void Incoming::OnPage(uint32_t page) {
@@ -333,7 +334,7 @@ void Incoming::Count(const absl::Status& status) {
   loop_.metrics.received.active.Decrement();
   loop_.metrics.received.transfers(refused_ ? TransferResult::kRefused : ResultOf(status)).Increment();
   if (status.ok()) loop_.metrics.received.seconds.Observe(seconds);
-  loop_.peers.End(host_, true, status, payload_bytes_, seconds);
+  loop_.peers.End(host_, true, status, payload_bytes_, copied_bytes_, seconds);
 }
 
 void Incoming::End(absl::Status why, bool tell) {

@@ -1,12 +1,14 @@
 // A hand-off that is being received: what its control connection says, and which pages its lanes have brought. Owned by
 // Loop::incoming, under its token, and the handlers of its pending operations; the transport's thread alone.
 //
-//   state        means                                             next, and on what
-//   kOffered     the receiver's answer awaited                     kReceiving: accepted, with targets of the right
-//   sizes kReceiving   pages and LAST come                               kCompleting: LAST is known, every wanted page
-//   there kCompleting  the receiver's confirmation awaited               kEnded: DONE any          refused, an error,
-//   CANCEL, nothing heard          kEnded: ERROR kEnded       kept for stall_ms, so that a sender whose connection
-//   broke learns how it ended
+// clang-format off
+//   state        means                                                  next, and on what
+//   kOffered     the receiver's answer awaited                          kReceiving: accepted, targets of the right sizes
+//   kReceiving   pages and LAST come                                    kCompleting: LAST and every wanted page are here
+//   kCompleting  the receiver's confirmation awaited                    kEnded: DONE
+//   any          refused, an error, CANCEL, nothing heard               kEnded: ERROR
+//   kEnded       kept for stall_ms, so that a sender whose connection broke learns how it ended
+// clang-format on
 //
 // A connection that breaks changes no state: it is made again, or nothing is heard for stall_ms.
 //
@@ -63,7 +65,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   void OnPage(uint32_t page);
   /// After a few OnPage: tells the receiver and the sender, unless a few are not worth it yet. `all`: they are.
   void Confirm(bool all);
-  void OnPayload(size_t bytes);
+  void OnPayload(size_t bytes, bool copied);
   /// DATA_LOSS: a page or frame arrived changed, and the sender will make the lane again; INVALID_ARGUMENT ends the
   /// hand-off; UNAVAILABLE: the connection broke.
   void OnLaneBroken(uint32_t lane, absl::Status why, bool bad_page);
@@ -109,7 +111,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   bool extended_ = false;
   uint64_t bytes_wanted_ = 0, bytes_arrived_ = 0;
   uint64_t pages_to_come_ = 0;
-  uint64_t payload_bytes_ = 0;
+  uint64_t payload_bytes_ = 0, copied_bytes_ = 0;
   int bad_pages_ = 0;
   absl::Status ended_with_;
   bool refused_ = false;

@@ -2,8 +2,10 @@
 
 #include <sys/random.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 
@@ -33,6 +35,22 @@ std::string NewLocalName() {
   KV_CHECK(getrandom(random, sizeof(random), 0) == static_cast<ssize_t>(sizeof(random)));
   return absl::StrCat("kvmanager-peer-",
                       absl::BytesToHexString({reinterpret_cast<const char*>(random), sizeof(random)}));
+}
+
+pid_t PeerPid(int socket) {
+  ucred credentials{};
+  socklen_t size = sizeof(credentials);
+  const bool known = ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &size) == 0;
+  return known ? std::max<pid_t>(credentials.pid, 0) : 0;
+}
+
+int OpenPeerProcess(int socket) {
+  constexpr int kSoPeerPidFd = 77;  // SO_PEERPIDFD, Linux 6.5: free of races with a PID's reuse
+  int process = -1;
+  socklen_t size = sizeof(process);
+  if (::getsockopt(socket, SOL_SOCKET, kSoPeerPidFd, &process, &size) == 0) return process;
+  const pid_t pid = PeerPid(socket);
+  return pid == 0 ? -1 : static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));
 }
 
 bool IsSameUser(int socket) {
@@ -70,13 +88,14 @@ ssize_t ReceiveWithDescriptor(int socket, absl::Span<uint8_t> bytes, int* fd) {
   message.msg_controllen = sizeof(control);
   const ssize_t n = ::recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (n < 0) return n;
+  if ((message.msg_flags & MSG_CTRUNC) != 0) *fd = kDescriptorLost;
   for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr; header = CMSG_NXTHDR(&message, header)) {
     if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
     const size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
     for (size_t i = 0; i < count; ++i) {
       int received = -1;
       std::memcpy(&received, CMSG_DATA(header) + i * sizeof(int), sizeof(int));
-      if (*fd < 0) {
+      if (*fd == -1) {
         *fd = received;
       } else {
         ::close(received);

@@ -1,8 +1,13 @@
 // Lanes between daemons of one host: pages that the receiver copies out of the sender's memory.
 #include "transport/tcp/local.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 
+#include <thread>
+
+#include "absl/strings/str_cat.h"
 #include "kvmanager/memory/region.h"
 #include "transport/tcp/copy_hash.h"
 #include "transport/tcp/test_util.h"
@@ -83,6 +88,32 @@ class LocalTest : public testing::Test {
     lane_.Expect<HelloFrame>();
     lane_.Expect<JoinedFrame>();
   }
+  /// A receiver, played by the test, that names a Unix socket at which the sender finds no lane: it uses TCP.
+  void ExpectTcpInstead(const std::string& local_name) {
+    RawSocket listener = RawSocket::Listen();
+    std::vector<Page> bytes;
+    const std::vector<SendPage> pages = PagesIn(1, 8, &bytes);
+    SendRequest request;
+    request.peer = listener.address();
+    request.first = PartOf(bytes);
+    Outcome out = SendAll(*sender_, request, pages);
+    RawSocket control = listener.Accept();
+    control.Write(EncodeHello({}));
+    control.Expect<HelloFrame>();
+    control.Expect<OfferFrame>();
+    PageBitmap wanted(1);
+    wanted.Add(0);
+    control.Write(EncodeAccept({1 << 20, 4, "ticket", wanted, local_name}));
+    RawSocket lane = listener.Accept();
+    lane.Write(EncodeHello({}));
+    lane.Expect<HelloFrame>();
+    EXPECT_EQ(lane.Expect<JoinFrame>().lane, 1u);
+    lane.Write(EncodeJoined({false, PageBitmap(1)}));
+    EXPECT_EQ(lane.Expect<PagesFrame>().pages.size(), 1u);
+    control.Expect<LastFrame>();
+    control.Write(EncodeExtended({}) + EncodeGot(1 << 20, {0}) + EncodeEmpty(FrameType::kDone));
+    EXPECT_TRUE(out.done.get().ok());
+  }
   void WriteRegion(const RegionFrame& region, int fd) {
     const std::string frame = EncodeRegion(region);
     EXPECT_EQ(SendWithDescriptor(lane_.fd(), RawSocket::Span(frame), fd), static_cast<ssize_t>(frame.size()));
@@ -127,7 +158,11 @@ TEST_F(LocalTest, PagesAreCopiedOutOfTheSendersMemory) {
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_TRUE(receiver_.newest() == bytes);
   EXPECT_EQ(result->pages_sent, 700u);
-  ASSERT_EQ(receiving_->Peers().size(), 1u);
+  for (const TcpTransport* const side : {sender_.get(), receiving_.get()}) {
+    ASSERT_EQ(side->Peers().size(), 1u);
+    EXPECT_EQ(side->Peers()[0].bytes, result->bytes_sent);
+    EXPECT_EQ(side->Peers()[0].copied_bytes, result->bytes_sent);
+  }
   // Again, with the regions known and the transports as they were.
   bytes.clear();
   EXPECT_TRUE(Send(PagesIn(100, 4, &bytes)).ok());
@@ -158,31 +193,59 @@ TEST_F(LocalTest, ReceiverWithoutLocalLanesIsReachedByTcp) {
   EXPECT_TRUE(receiver_.newest() == bytes);
 }
 
-TEST_F(LocalTest, UnixSocketOutOfReachFallsBackToTcp) {
-  RawSocket listener = RawSocket::Listen();
+TEST_F(LocalTest, MemoryThatCannotBeMappedGoesByTcp) {
+  TcpTransport::Options options;
+  options.metrics = &sender_metrics_;
+  const std::string path = absl::StrCat("/proc/self/fd/", first_->fd());
+  const int unreadable = ::open(path.c_str(), O_WRONLY | O_CLOEXEC);
+  ASSERT_GE(unreadable, 0);
+  options.memory = {{first_->data(), first_->bytes(), unreadable}, MemoryOf(*second_)};
+  sender_ = *TcpTransport::Create(options);
   std::vector<Page> bytes;
-  const std::vector<SendPage> pages = PagesIn(1, 8, &bytes);
-  SendRequest request;
-  request.peer = listener.address();
-  request.first = PartOf(bytes);
-  Outcome out = SendAll(*sender_, request, pages);
-  RawSocket control = listener.Accept();
-  control.Write(EncodeHello({}));
-  control.Expect<HelloFrame>();
-  control.Expect<OfferFrame>();
-  PageBitmap wanted(1);
-  wanted.Add(0);
-  control.Write(EncodeAccept({1 << 20, 4, "ticket", wanted, "kvmanager-nobody-listens-here"}));
-  RawSocket lane = listener.Accept();
-  lane.Write(EncodeHello({}));
-  lane.Expect<HelloFrame>();
-  EXPECT_EQ(lane.Expect<JoinFrame>().lane, 1u);
-  lane.Write(EncodeJoined({false, PageBitmap(1)}));
-  EXPECT_EQ(lane.Expect<PagesFrame>().pages.size(), 1u);
-  control.Expect<LastFrame>();
-  control.Write(EncodeExtended({}) + EncodeGot(1 << 20, {0}) + EncodeEmpty(FrameType::kDone));
-  EXPECT_TRUE(out.done.get().ok());
+  const absl::StatusOr<SendResult> result = Send(PagesIn(300, 10, &bytes));
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_TRUE(receiver_.newest() == bytes);
+  EXPECT_EQ(result->bytes_resent, 0u);
+  double sum = 0;
+  for (const Page& page : bytes) sum += static_cast<double>(page.size());
+  EXPECT_EQ(sender_metrics_.sent.socket_bytes.Value() + sender_metrics_.sent.copied_bytes.Value(), sum);
+  EXPECT_GT(receiver_metrics_.received.socket_bytes.Value(), 0);
+  EXPECT_EQ(receiver_metrics_.protocol_errors.Value(), 0);
+  ::close(unreadable);
 }
+
+/// A listening Unix socket of another user, in the abstract namespace; -1 if this process may not be one.
+int ListenAsAnotherUser(const std::string& name) {
+  int listener = -1;
+  std::thread([&] {
+    // The bare system call is this thread's alone.
+    if (::syscall(SYS_setresuid, -1, 65534, -1) != 0) return;
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    std::copy(name.begin(), name.end(), address.sun_path + 1);
+    listener = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+    EXPECT_EQ(::bind(listener, reinterpret_cast<const sockaddr*>(&address), size), 0);
+    EXPECT_EQ(::listen(listener, 1), 0);
+  }).join();
+  return listener;
+}
+
+TEST_F(LocalTest, AnotherUsersSocketGetsNothing) {
+  const std::string name = NewLocalName();
+  const int listener = ListenAsAnotherUser(name);
+  if (listener < 0) GTEST_SKIP() << "only root can be another user";
+  ExpectTcpInstead(name);
+  // It was connected, and then closed without a byte or a descriptor.
+  const int lane = ::accept(listener, nullptr, nullptr);
+  ASSERT_GE(lane, 0);
+  uint8_t byte;
+  EXPECT_EQ(::recv(lane, &byte, 1, 0), 0);
+  ::close(lane);
+  ::close(listener);
+}
+
+TEST_F(LocalTest, UnixSocketOutOfReachFallsBackToTcp) { ExpectTcpInstead("kvmanager-nobody-listens-here"); }
 
 TEST_F(LocalTest, SenderOfAnotherHostIsToldNoUnixSocket) {
   RawSocket control = RawSocket::Connect(receiving_->listen_address());

@@ -17,7 +17,7 @@ OutLane::OutLane(Loop& loop, Outgoing& session, uint32_t index)
       index_(index),
       socket_(loop.io),
       rate_timer_(loop.io),
-      local_(session.lane_address()[0] == '@'),
+      local_(session.lane_address().local),
       passed_(loop.options.memory.size()) {}
 
 void OutLane::Start() {
@@ -65,6 +65,7 @@ void OutLane::Pump() {
   written_ = 0;
   if (local_ && MakeLocal()) {
     frame_bytes_ = head_.size();
+    session_->OnNamed(pages_);
     return WriteRegions();
   }
   std::array<PageRecord, kPagesPerFrameMax> records;
@@ -162,13 +163,10 @@ void OutLane::Write() {
 
 void OutLane::OnWritten(size_t bytes) {
   const uint64_t head_left = head_.size() - std::min<uint64_t>(written_, head_.size());
-  session_->OnPayload(bytes - std::min<uint64_t>(bytes, head_left));
+  session_->OnPayload(bytes - std::min<uint64_t>(bytes, head_left), /*copied=*/false);
   written_ += bytes;
   if (written_ < frame_bytes_) return Write();
-  if (frame_bytes_ == head_.size()) {
-    for (const SendPage& page : pages_) session_->OnPayload(page.bytes.size());
-  }
-  session_->OnPagesWritten(pages_.size());
+  if (frame_bytes_ > head_.size()) session_->OnPagesWritten(pages_.size());
   pages_.clear();
   busy_ = false;
   Pump();

@@ -64,7 +64,7 @@ void Outgoing::Start() {
 }
 
 void Outgoing::DialControl() {
-  dial_ = std::make_shared<Dial>(loop_, request_.peer, stall_ms_,
+  dial_ = std::make_shared<Dial>(loop_, Dial::Address{request_.peer}, stall_ms_,
                                  [self = shared_from_this()](absl::StatusOr<Dial::Connection> connection) {
                                    self->dial_ = nullptr;
                                    if (connection.ok()) return self->OnControl(*std::move(connection));
@@ -154,7 +154,7 @@ absl::Status Outgoing::OnAccept(AcceptFrame accept) {
   if (accept.local_name.empty()) {
     UseTcpLanes();
   } else {
-    lane_address_ = absl::StrCat("@", accept.local_name);
+    lane_address_ = {accept.local_name, /*local=*/true};
     lanes_.resize(1);
   }
   if (events_.accepted) events_.accepted(std::move(accept.ticket));
@@ -163,7 +163,7 @@ absl::Status Outgoing::OnAccept(AcceptFrame accept) {
 }
 
 void Outgoing::UseTcpLanes() {
-  lane_address_ = request_.peer;
+  lane_address_ = {request_.peer};
   const uint64_t useful = (total_bytes_ + kBytesPerLane - 1) / kBytesPerLane;
   lanes_.resize(std::clamp<uint64_t>(useful, 1, lanes_allowed_));
 }
@@ -203,6 +203,9 @@ void Outgoing::SetArrived(uint32_t page) {
   ++result_.pages_sent;
   progress_ = Now();
   result_.groups[arrived.group].arrived_last = SecondsSince(begun_);
+  if (!arrived.named) return;
+  OnPayload(arrived.size, /*copied=*/true);
+  OnPagesWritten(1);
 }
 
 absl::Status Outgoing::OnGot(const GotFrame& got) {
@@ -346,10 +349,15 @@ bool Outgoing::TakeFrame(uint32_t lane, std::vector<SendPage>* pages) {
   return !pages->empty();
 }
 
-void Outgoing::OnPayload(uint64_t bytes) {
+void Outgoing::OnNamed(const std::vector<SendPage>& pages) {
+  for (const SendPage& page : pages) pages_[page.page].named = true;
+}
+
+void Outgoing::OnPayload(uint64_t bytes, bool copied) {
   progress_ = Now();
   result_.bytes_sent += bytes;
-  loop_.metrics.sent.bytes.Increment(static_cast<double>(bytes));
+  if (copied) copied_bytes_ += bytes;
+  loop_.metrics.sent.CountBytes(bytes, copied);
 }
 
 void Outgoing::OnPagesWritten(uint64_t pages) { loop_.metrics.sent.pages.Increment(static_cast<double>(pages)); }
@@ -369,6 +377,7 @@ void Outgoing::OnLaneJoined(uint32_t lane, const JoinedFrame& joined) {
         continue;
       }
       page.state = PageState::kQueued;
+      if (std::exchange(page.named, false)) page.sent_before = false;
       unacked_bytes_ -= page.size;
       ++queued_pages_;
       (i < first_pages_ ? first_queue_ : last_queue_).push_front(i);
@@ -381,8 +390,9 @@ void Outgoing::OnLaneJoined(uint32_t lane, const JoinedFrame& joined) {
 void Outgoing::OnLaneBroken(uint32_t lane, absl::Status why) {
   if (state_ == State::kFinished) return;
   lanes_[lane - 1].lane = nullptr;
-  if (lane_address_ != request_.peer && !lanes_[lane - 1].joined_before && IsBroken(why)) {
-    // The same host, but not one where its Unix socket can be reached: another network namespace, or another user.
+  if (lane_address_.local && IsBroken(why)) {
+    // Its Unix socket cannot be reached (another network namespace, or user), or it cannot map this one's memory, or
+    // did not find there what was announced. TCP takes what the first lane has not brought.
     UseTcpLanes();
     return OpenLanes();
   }
@@ -473,7 +483,7 @@ void Outgoing::Finish(absl::StatusOr<SendResult> result) {
     loop_.metrics.sent.active.Decrement();
     loop_.metrics.sent.transfers(refused_ ? TransferResult::kRefused : ResultOf(result.status())).Increment();
     if (result.ok()) loop_.metrics.sent.seconds.Observe(seconds);
-    loop_.peers.End(request_.peer, false, result.status(), result_.bytes_sent, result_.sending_seconds);
+    loop_.peers.End(request_.peer, false, result.status(), result_.bytes_sent, copied_bytes_, result_.sending_seconds);
   } else {
     loop_.metrics.sent.transfers(ResultOf(result.status())).Increment();
   }

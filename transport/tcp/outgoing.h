@@ -43,12 +43,14 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   void Stop(absl::Status why);
 
   // For its lanes.
-  const std::string& lane_address() const { return lane_address_; }
+  const Dial::Address& lane_address() const { return lane_address_; }
   const Token& token() const { return token_; }
   int64_t stall_ms() const { return stall_ms_; }
   /// What to send next, in one frame; the pages count as sent by `lane`. False: nothing now.
   bool TakeFrame(uint32_t lane, std::vector<SendPage>* pages);
-  void OnPayload(uint64_t bytes);
+  /// The receiver was told where they lie. They count as sent when it says that they have arrived.
+  void OnNamed(const std::vector<SendPage>& pages);
+  void OnPayload(uint64_t bytes, bool copied);
   void OnPagesWritten(uint64_t pages);
   void OnLaneJoined(uint32_t lane, const JoinedFrame& joined);
   /// UNAVAILABLE, DATA_LOSS, DEADLINE_EXCEEDED: it is made again; anything else ends the hand-off.
@@ -63,7 +65,8 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
     uint64_t checksum = 0;
     PageState state = PageState::kUnposted;
     bool sent_before = false;
-    uint32_t lane = 0;  // of kSent
+    bool named = false;  // kSent: the receiver was told where it lies, and copies it
+    uint32_t lane = 0;   // of kSent
     uint32_t group = 0;
   };
   struct LaneSlot {
@@ -134,7 +137,8 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   uint64_t unacked_bytes_ = 0;
   uint64_t pages_to_go_ = 0;  // neither arrived, nor skipped, nor withdrawn
   uint64_t total_bytes_ = 0;
-  std::string lane_address_;  // for Dial: the peer, or its Unix socket
+  uint64_t copied_bytes_ = 0;   // of result_.bytes_sent
+  Dial::Address lane_address_;  // the peer, or its Unix socket
   uint32_t lanes_allowed_ = 1;
   std::vector<LaneSlot> lanes_;
   SendResult result_;

@@ -25,12 +25,14 @@ void PeerBook::Begin(const std::string& peer, bool incoming) {
   ++Touch(peer, incoming).active;
 }
 
-void PeerBook::End(const std::string& peer, bool incoming, const absl::Status& status, uint64_t bytes, double seconds) {
+void PeerBook::End(const std::string& peer, bool incoming, const absl::Status& status, uint64_t bytes,
+                   uint64_t copied_bytes, double seconds) {
   MutexLock lock(mutex_);
   PeerInfo& info = Touch(peer, incoming);
   if (info.active > 0) --info.active;  // 0 if the entry was dropped since Begin
   ++info.transfers;
   info.bytes += bytes;
+  info.copied_bytes += copied_bytes;
   if (status.ok()) {
     if (bytes == 0 || seconds <= 0) return;
     const double rate = static_cast<double>(bytes) / seconds;

@@ -21,8 +21,10 @@ class PeerBook {
 
   /// A transfer with `peer` began.
   void Begin(const std::string& peer, bool incoming);
-  /// It ended: `status`, after `bytes` of pages. seconds: during which it had some to send, or was receiving.
-  void End(const std::string& peer, bool incoming, const absl::Status& status, uint64_t bytes, double seconds);
+  /// It ended: `status`, after `bytes` of pages, copied_bytes of them as PeerInfo says. seconds: during which it had
+  /// some to send, or was receiving.
+  void End(const std::string& peer, bool incoming, const absl::Status& status, uint64_t bytes, uint64_t copied_bytes,
+           double seconds);
   /// Most recently used first.
   std::vector<PeerInfo> List() const;
 

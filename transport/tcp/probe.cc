@@ -19,11 +19,12 @@ void Probe::Start() {
     self->Finish(FieldError(absl::StatusCode::kDeadlineExceeded, absl::StrCat("ms without an answer of ", self->peer_),
                             absl::StrCat(stall_ms), absl::StrCat("below ", stall_ms)));
   });
-  dial_ = std::make_shared<Dial>(loop_, peer_, stall_ms, [self](absl::StatusOr<Dial::Connection> connection) {
-    self->dial_ = nullptr;
-    if (!connection.ok()) return self->Finish(std::move(connection).status());
-    self->Ask(*std::move(connection));
-  });
+  dial_ = std::make_shared<Dial>(loop_, Dial::Address{peer_}, stall_ms,
+                                 [self](absl::StatusOr<Dial::Connection> connection) {
+                                   self->dial_ = nullptr;
+                                   if (!connection.ok()) return self->Finish(std::move(connection).status());
+                                   self->Ask(*std::move(connection));
+                                 });
   const auto dial = dial_;
   dial->Start();
 }

@@ -20,6 +20,9 @@ absl::Status CheckOptions(const TcpTransport::Options& options) {
     return InvalidField("send_bytes_per_s", options.send_bytes_per_s,
                         absl::StrCat("0 or at least ", tcp::RateLimit::kBytesPerSMin));
   }
+  if (options.send_bytes_per_s != 0 && !options.memory.empty()) {
+    return InvalidField("send_bytes_per_s", options.send_bytes_per_s, "0 where memory is shared: copies have no limit");
+  }
   if (options.stall_ms < 1 || options.stall_ms > tcp::kStallMsMax) {
     return InvalidField("stall_ms", options.stall_ms, absl::StrCat("1..", tcp::kStallMsMax));
   }

@@ -28,11 +28,13 @@ namespace tcp {
 class Engine;
 }
 
-/// Memory in which pages lie that are sent, as another process of this host can map it.
+/// Memory in which pages lie that are sent, as another process of this host can map it: all of it, for reading, and for
+/// as long as it wants, hence only one that runs as this one's user.
 struct SharedMemory {
   const uint8_t* data = nullptr;
   uint64_t bytes = 0;
-  int fd = -1;  // of a memfd that cannot shrink (Region); outlives the transport
+  int fd =
+      -1;  // of a memfd that can neither shrink nor be mapped for writing (Region, kReadOnly); outlives the transport
 };
 
 class TcpTransport final : public Transport {
@@ -41,10 +43,10 @@ class TcpTransport final : public Transport {
     std::string listen;                               // "HOST:PORT", port 0: any; empty: this transport only sends
     HandOffReceiver* receiver = nullptr;              // outlives the transport; needed if `listen` is set
     TransportMetrics* metrics = nullptr;              // outlives the transport
-    std::vector<SharedMemory> memory;                 // lets daemons of this host copy pages out of it; else by TCP
-    int copy_threads = kCopyThreadsDefault;           // that copy them
+    std::vector<SharedMemory> memory;                 // lets daemons of this host copy pages out of it; else by sockets
     bool local_lanes = false;                         // whether to take pages so, and listen for it
-    uint64_t send_bytes_per_s = 0;                    // of all hand-offs together; 0: as fast as it goes
+    int copy_threads = kCopyThreadsDefault;           // that copy them
+    uint64_t send_bytes_per_s = 0;                    // of all hand-offs; 0: no limit; else `memory` must be empty
     int64_t stall_ms = SendRequest::kStallMsDefault;  // a peer that is not heard of for so long is given up
     uint32_t lanes = kLanesDefault;                   // connections for the pages of a hand-off that is sent, at most
     uint32_t lanes_max = kLanesMaxDefault;            // of one that is received

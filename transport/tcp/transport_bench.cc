@@ -1,7 +1,8 @@
 // Bytes per second of one hand-off between two transports of this process: over loopback TCP, beside iperf3 with as
 // many connections in the same run (what the kernel's sockets give), and over a local lane, beside one memcpy of as
-// much. Random bytes, a pool as large as the hand-off on each side, checksums made before. Prints the CPU time of both
-// sides as well.
+// much by one thread. Random bytes, a pool as large as the hand-off on each side, checksums made before. Transports are
+// made once, as daemons' are; the first hand-off over a local lane, which maps the sender's pool, is a row of its own.
+// Prints the CPU time of both sides as well, and what memcpy of all cores together makes.
 #include <sys/resource.h>
 
 #include <CLI/CLI.hpp>
@@ -14,6 +15,7 @@
 #include <nlohmann/json.hpp>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -88,52 +90,71 @@ class PoolReceiver final : public HandOffReceiver {
   const Pool* pool_;
 };
 
-/// lanes: over TCP; 0: a local lane.
-Measured HandOff(const Pool& from, const Pool& to, uint64_t page_bytes, uint32_t lanes) {
-  Metrics registry;
-  TransportMetrics metrics(&registry);
-  PoolReceiver receiver(&to);
-  TcpTransport::Options options;
-  options.metrics = &metrics;
-  options.lanes = std::max(lanes, 1u);
-  if (lanes == 0) options.memory = {from.shared()};
-  auto sender = TcpTransport::Create(options);
-  options.listen = "127.0.0.1:0";
-  options.receiver = &receiver;
-  options.local_lanes = true;
-  auto receiving = TcpTransport::Create(options);
-  KV_CHECK(sender.ok() && receiving.ok());
-  SendRequest request;
-  request.peer = (*receiving)->listen_address();
-  request.first.manifest = "bench";
-  std::vector<SendPage> pages;
-  for (uint64_t at = 0; at + page_bytes <= from.size(); at += page_bytes) {
-    request.first.page_bytes.push_back(page_bytes);
-    pages.push_back({static_cast<uint32_t>(pages.size()), absl::MakeConstSpan(from.data() + at, page_bytes),
-                     Checksum(from.data() + at, page_bytes)});
+/// A sender and a receiver, made once as a daemon's are. lanes: over TCP; 0: a local lane.
+class Pair {
+ public:
+  Pair(const Pool& from, const Pool& to, uint64_t page_bytes, uint32_t lanes) : from_(from), to_(to), receiver_(&to) {
+    TcpTransport::Options options;
+    options.metrics = &metrics_;
+    options.lanes = std::max(lanes, 1u);
+    if (lanes == 0) options.memory = {from.shared()};
+    sending_ = *TcpTransport::Create(options);
+    options.listen = "127.0.0.1:0";
+    options.receiver = &receiver_;
+    options.local_lanes = true;
+    receiving_ = *TcpTransport::Create(options);
+    for (uint64_t at = 0; at + page_bytes <= from.size(); at += page_bytes) {
+      pages_.push_back({static_cast<uint32_t>(pages_.size()), absl::MakeConstSpan(from.data() + at, page_bytes),
+                        Checksum(from.data() + at, page_bytes)});
+    }
   }
-  std::promise<absl::StatusOr<SendResult>> promise;
-  SendEvents events;
-  events.done = [&](absl::StatusOr<SendResult> result) { promise.set_value(std::move(result)); };
-  HandOffPart last;
-  last.manifest = "end";
-  const double cpu_before = CpuSeconds(RUSAGE_SELF);
-  const uint64_t id = (*sender)->Begin(std::move(request), std::move(events));
-  (*sender)->Post(id, std::move(pages));
-  (*sender)->Finish(id, std::move(last));
-  const absl::StatusOr<SendResult> result = promise.get_future().get();
-  const double cpu = CpuSeconds(RUSAGE_SELF) - cpu_before;
-  KV_CHECK(result.ok());
-  KV_CHECK(std::memcmp(from.data(), to.data(), result->bytes_sent) == 0);
-  const auto sent = static_cast<double>(result->bytes_sent);
-  return {sent / result->seconds, cpu / sent * (1 << 30)};
-}
 
-/// One memcpy of all of it.
-Measured Copy(const Pool& from, const Pool& to) {
-  const auto start = std::chrono::steady_clock::now();
+  Measured HandOff() {
+    SendRequest request;
+    request.peer = receiving_->listen_address();
+    request.first.manifest = "bench";
+    for (const SendPage& page : pages_) request.first.page_bytes.push_back(page.bytes.size());
+    std::promise<absl::StatusOr<SendResult>> promise;
+    SendEvents events;
+    events.done = [&](absl::StatusOr<SendResult> result) { promise.set_value(std::move(result)); };
+    HandOffPart last;
+    last.manifest = "end";
+    std::memset(to_.data(), 0, to_.size());
+    const double cpu_before = CpuSeconds(RUSAGE_SELF);
+    const uint64_t id = sending_->Begin(std::move(request), std::move(events));
+    sending_->Post(id, pages_);
+    sending_->Finish(id, std::move(last));
+    const absl::StatusOr<SendResult> result = promise.get_future().get();
+    const double cpu = CpuSeconds(RUSAGE_SELF) - cpu_before;
+    KV_CHECK(result.ok());
+    KV_CHECK(std::memcmp(from_.data(), to_.data(), result->bytes_sent) == 0);
+    const auto sent = static_cast<double>(result->bytes_sent);
+    return {sent / result->seconds, cpu / sent * (1 << 30)};
+  }
+
+ private:
+  const Pool& from_;
+  const Pool& to_;
+  std::vector<SendPage> pages_;
+  Metrics registry_;
+  TransportMetrics metrics_{&registry_};
+  PoolReceiver receiver_;
+  std::unique_ptr<TcpTransport> sending_, receiving_;
+};
+
+/// One memcpy of all of it by one thread, or a share of it by each of several.
+Measured Copy(const Pool& from, const Pool& to, uint64_t threads) {
   const double cpu_before = CpuSeconds(RUSAGE_SELF);
-  std::memcpy(to.data(), from.data(), from.size());
+  const auto start = std::chrono::steady_clock::now();
+  const auto copy = [&](uint64_t thread) {
+    const uint64_t begin = from.size() / threads * thread;
+    const uint64_t end = thread + 1 == threads ? from.size() : from.size() / threads * (thread + 1);
+    std::memcpy(to.data() + begin, from.data() + begin, end - begin);
+  };
+  std::vector<std::thread> others;
+  for (uint64_t i = 1; i < threads; ++i) others.emplace_back(copy, i);
+  copy(0);
+  for (std::thread& other : others) other.join();
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   const auto bytes = static_cast<double>(from.size());
   return {bytes / seconds, (CpuSeconds(RUSAGE_SELF) - cpu_before) / bytes * (1 << 30)};
@@ -182,20 +203,34 @@ int Main(int argc, char** argv) {
     return all[all.size() / 2];
   };
   std::printf("%-12s %16s %16s %8s %26s\n", "", "hand-off GB/s", "peer GB/s", "ratio", "CPU s/GiB, and the peer's");
-  const auto row = [&](const std::string& name, uint32_t n) {
-    std::vector<Measured> ours, theirs;
-    for (int i = 0; i < repetitions; ++i) {
-      ours.push_back(HandOff(from, to, page_bytes, n));
-      theirs.push_back(n == 0 ? Copy(from, to) : Iperf(port, n, mib << 20));
-    }
-    const Measured a = median(ours), b = median(theirs);
-    if (b.bytes_per_s == 0) std::printf("(iperf3 is not installed, or could not run)\n");
+  const auto print = [](const std::string& name, const Measured& a, const Measured& b) {
     std::printf("%-12s %16.2f %16.2f %8.2f %16.2f %9.2f\n", name.c_str(), a.bytes_per_s / 1e9, b.bytes_per_s / 1e9,
                 b.bytes_per_s > 0 ? a.bytes_per_s / b.bytes_per_s : 0, a.cpu_s_per_gib, b.cpu_s_per_gib);
     std::fflush(stdout);
   };
-  for (const uint32_t n : lanes) row(absl::StrCat("tcp, ", n), n);
-  row("local", 0);
+  for (const uint32_t n : lanes) {
+    Pair pair(from, to, page_bytes, n);
+    std::vector<Measured> ours, theirs;
+    for (int i = 0; i < repetitions; ++i) {
+      ours.push_back(pair.HandOff());
+      theirs.push_back(Iperf(port, n, mib << 20));
+    }
+    if (median(theirs).bytes_per_s == 0) std::printf("(iperf3 is not installed, or could not run)\n");
+    print(absl::StrCat("tcp, ", n), median(ours), median(theirs));
+  }
+  const auto cpus = std::max(1u, std::thread::hardware_concurrency());
+  std::vector<Measured> first, ours, one, all;
+  for (int i = 0; i < repetitions; ++i) {
+    Pair pair(from, to, page_bytes, 0);
+    first.push_back(pair.HandOff());
+    ours.push_back(pair.HandOff());
+    one.push_back(Copy(from, to, 1));
+    all.push_back(Copy(from, to, cpus));
+  }
+  print("local, first", median(first), median(one));
+  print("local", median(ours), median(one));
+  std::printf("one thread's memcpy, and that of %u threads: %.2f and %.2f GB/s\n", cpus, median(one).bytes_per_s / 1e9,
+              median(all).bytes_per_s / 1e9);
   return 0;
 }
 

@@ -79,8 +79,8 @@ TEST_F(TransportTest, ManyPagesOfOddSizesSomeSkipped) {
   EXPECT_EQ(receiver_.aborts(), 0u);
   receiver_.WaitUntilNoneLives();
 
-  EXPECT_EQ(sender_metrics_.sent.bytes.Value(), bytes);
-  EXPECT_EQ(receiver_metrics_.received.bytes.Value(), bytes);
+  EXPECT_EQ(sender_metrics_.sent.socket_bytes.Value(), bytes);
+  EXPECT_EQ(receiver_metrics_.received.socket_bytes.Value(), bytes);
   EXPECT_EQ(receiver_metrics_.received.pages.Value(), result->pages_sent);
   EXPECT_EQ(sender_metrics_.sent.pages_skipped.Value(), result->pages_skipped);
   EXPECT_EQ(sender_metrics_.sent.transfers(TransferResult::kOk).Value(), 1);
@@ -333,6 +333,10 @@ TEST_F(TransportTest, BadOptionsNameTheField) {
   EXPECT_EQ(field_of(options), "peer-listen");
   options = SenderOptions();
   options.send_bytes_per_s = 1;
+  EXPECT_EQ(field_of(options), "send_bytes_per_s");
+  const uint8_t shared = 0;
+  options.send_bytes_per_s = 1 << 20;
+  options.memory = {{&shared, 1, 0}};
   EXPECT_EQ(field_of(options), "send_bytes_per_s");
   options = SenderOptions();
   options.stall_ms = 0;
