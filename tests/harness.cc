@@ -369,6 +369,12 @@ void Proxy::Cut() {
   KV_CHECK(write(wake_, &one, sizeof one) == sizeof one);
 }
 
+void Proxy::Spoil(Fault fault, uint64_t after_bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  fault_ = fault;
+  fault_in_ = after_bytes;
+}
+
 void Proxy::Record() {
   std::lock_guard<std::mutex> lock(mutex_);
   recording_ = true;
@@ -417,6 +423,13 @@ void Proxy::Serve() {
       close(pairs[i].down);
       pairs.erase(pairs.begin() + i);
     }
+    if (std::exchange(cut_all_, false)) {
+      for (const Pair& pair : pairs) {
+        close(pair.up);
+        close(pair.down);
+      }
+      pairs.clear();
+    }
     if (waits[0].revents != 0) Accept(&pairs);
   }
   for (const Pair& pair : pairs) {
@@ -451,8 +464,23 @@ bool Proxy::Pass(const Pair& pair, short down_events, short up_events, bool stal
   if (stall) return (down_events & (POLLRDHUP | POLLHUP | POLLERR)) == 0;
   const uint64_t limit = stall_after_;
   if (down_events == 0 || forwarded_ >= limit) return true;
-  const ssize_t n = read(pair.down, bytes, std::min<uint64_t>(sizeof bytes, limit - forwarded_));
-  if (n <= 0 || !WriteAll(pair.up, absl::string_view(bytes, n))) return false;
+  ssize_t n = read(pair.down, bytes, std::min<uint64_t>(sizeof bytes, limit - forwarded_));
+  if (n <= 0) return false;
+  bool cut = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (fault_ != Fault::kNone && fault_in_ >= uint64_t(n)) {
+      fault_in_ -= n;
+    } else if (fault_ != Fault::kNone) {
+      cut = fault_ == Fault::kCut;
+      if (cut) n = ssize_t(fault_in_);
+      if (!cut) bytes[fault_in_] ^= 1 << fault_in_ % 8;
+      fault_ = Fault::kNone;
+      ++faults_;
+    }
+  }
+  cut_all_ |= cut;
+  if (!WriteAll(pair.up, absl::string_view(bytes, n)) || cut) return false;
   forwarded_ += n;
   std::lock_guard<std::mutex> lock(mutex_);
   if (recording_) recorded_.append(bytes, n);

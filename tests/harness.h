@@ -146,8 +146,8 @@ bool WriteAll(int fd, absl::string_view bytes);
 /// True when the other side closes (or resets) within the deadline; what it sends before is dropped.
 bool ClosedByPeer(int fd, int64_t deadline_ms = 10000);
 
-/// Passes connections from a port of its own to `upstream`, and can stall them, cut them or add bytes to the first.
-/// Its methods may be called from any thread.
+/// Passes connections from a port of its own to `upstream`, and can stall them, cut them, change a byte, or add bytes
+/// to the first. Its methods may be called from any thread.
 class Proxy {
  public:
   explicit Proxy(std::string upstream);
@@ -164,6 +164,12 @@ class Proxy {
   void Inject(std::string bytes);
   /// Ends the connections in both directions.
   void Cut();
+  enum class Fault { kNone, kCut, kFlip };
+  /// Once so many bytes more have gone upstream: ends the connections in both directions, or changes one bit of the
+  /// next byte; then no more. Takes the place of one that has not come.
+  void Spoil(Fault fault, uint64_t after_bytes);
+  /// How many came.
+  int faults() const { return faults_.load(); }
   /// Whether new connections are closed at once.
   void Refuse(bool on);
   uint64_t forwarded() const { return forwarded_.load(); }
@@ -188,13 +194,17 @@ class Proxy {
   std::atomic<uint64_t> stall_after_{UINT64_MAX};
   std::atomic<bool> stopping_{false};
   std::atomic<bool> refuse_{false};
+  std::atomic<int> faults_{0};
   std::mutex mutex_;
   std::condition_variable changed_;
   bool stalled_ = false;
   bool cut_ = false;
+  Fault fault_ = Fault::kNone;
+  uint64_t fault_in_ = 0;  // bytes
   bool recording_ = false;
   std::string recorded_;
   std::string injected_;
+  bool cut_all_ = false;  // the thread's own: a cut came in Pass
   std::thread thread_;
 };
 
