@@ -13,28 +13,36 @@
 namespace kvmanager::tcp {
 namespace {
 
-constexpr size_t kPieceBytes = 8 << 10;  // stays in the first cache between its two uses
+constexpr size_t kPieceBytes = 16 << 10;  // stays in the first cache between its two uses
+constexpr size_t kStreams = 4;            // places of a piece that are copied side by side
+
+#ifdef __SSE2__
+void StreamLine(const uint8_t* from, uint8_t* to) {
+  const auto* source = reinterpret_cast<const __m128i*>(from);
+  auto* target = reinterpret_cast<__m128i*>(to);
+  const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
+  const __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
+  _mm_stream_si128(target, a);
+  _mm_stream_si128(target + 1, b);
+  _mm_stream_si128(target + 2, c);
+  _mm_stream_si128(target + 3, d);
+}
+#endif
 
 void CopyPiece(const uint8_t* from, uint8_t* to, size_t bytes) {
+  size_t copied = 0;
 #ifdef __SSE2__
+  constexpr size_t kLine = 64;
   if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
-    size_t i = 0;
-    for (; i + 64 <= bytes; i += 64) {
-      const auto* source = reinterpret_cast<const __m128i*>(from + i);
-      auto* target = reinterpret_cast<__m128i*>(to + i);
-      const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
-      const __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
-      _mm_stream_si128(target, a);
-      _mm_stream_si128(target + 1, b);
-      _mm_stream_si128(target + 2, c);
-      _mm_stream_si128(target + 3, d);
+    // Memory answers several places at a time, where a single one waits for the next page of memory.
+    const size_t stream = bytes / kStreams / kLine * kLine;
+    for (size_t at = 0; at < stream; at += kLine) {
+      for (size_t i = 0; i < kStreams; ++i) StreamLine(from + i * stream + at, to + i * stream + at);
     }
-    from += i;
-    to += i;
-    bytes -= i;
+    copied = kStreams * stream;
   }
 #endif
-  std::memcpy(to, from, bytes);
+  std::memcpy(to + copied, from + copied, bytes - copied);
 }
 
 }  // namespace
@@ -51,8 +59,8 @@ uint64_t CopyHash::Copy(const uint8_t* from, uint8_t* to, size_t bytes) {
   XXH3_64bits_reset(state_->xxh);
   for (size_t at = 0; at < bytes; at += kPieceBytes) {
     const size_t piece = std::min(kPieceBytes, bytes - at);
-    XXH3_64bits_update(state_->xxh, from + at, piece);
     CopyPiece(from + at, to + at, piece);
+    XXH3_64bits_update(state_->xxh, from + at, piece);
   }
 #ifdef __SSE2__
   _mm_sfence();  // streamed stores are not ordered before later ones
