@@ -219,6 +219,7 @@ void InLane::Close() {
     for (const CopyJob::Page& page : job->pages()) session_->DropPage(page.page);
   }
   pages_.clear();
+  regions_.clear();
   session_ = nullptr;
   ErrorCode ignored;
   socket_.close(ignored);

@@ -66,15 +66,15 @@ struct Loop {
   /// How far a sender may be ahead of what has arrived here: the window of all, shared by those that send.
   uint64_t window() const { return std::max<uint64_t>(options.window_bytes / std::max<size_t>(receiving, 1), 1); }
 
-  // Declared first, destroyed last: regions that others still hold are unmapped by them.
-  std::unique_ptr<WorkerPool> copiers;  // of local lanes
-  // Sockets and timers refer to it.
+  // Declared first, destroyed last: sockets and timers refer to it.
   asio::io_context io{1};
   const TcpTransport::Options options;
   TransportMetrics& metrics;
   PeerBook peers;
   RateLimit rate;
   std::shared_ptr<Gate> gate;
+  // Destroyed before io, since what they do last may hold a lane, and after all regions, which they unmap.
+  std::unique_ptr<WorkerPool> copiers;   // of local lanes
   std::unique_ptr<RegionCache> regions;  // with copiers
   std::string local_name;                // of the Unix socket for local lanes; empty: none
   HostId host = {};
