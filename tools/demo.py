@@ -162,7 +162,7 @@ def timeline(folder, decode, flags, options, progress):
     times are those that the engines' steps and the sending daemon measured, by one clock."""
     name, codec, lag = TIMELINE_CODEC
     progress.step(f"{name}: pages sent while prefill runs")
-    sender = Daemon("streaming", folder, options.pool, [*flags, "--peer-rate-bytes", TIMELINE_RATE])
+    sender = Daemon("streaming", folder, options.pool, [*flags, "--peer-local-copy", "off", "--peer-rate-bytes", TIMELINE_RATE])
     common = ["--model", MODEL, "--codec", codec, "--lag", lag, "--quiet"]
     ticket, out = folder / "early-ticket", [folder / "sent.json", folder / "read.json"]
     generate = [BIN / "examples/engine/generate", *map(str, common)]

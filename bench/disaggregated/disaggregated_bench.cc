@@ -188,12 +188,14 @@ absl::Status Benchmark::LoadPrompt() {
 
 absl::Status Benchmark::StartDaemons() {
   KV_ASSIGN_OR_RETURN(const std::string program, engine::FindDaemon(arguments_.daemon));
-  std::vector<std::string> flags;
+  std::string directory;
+  std::vector<std::string> flags = {"--peer-local-copy", "off"};  // the link is what is measured
   for (CodecChoice& choice : choices_) {
     KV_ASSIGN_OR_RETURN(const engine::CodecFiles files, engine::ResolveCodecFiles(choice.spec, /*own_daemon=*/true));
     choice.spec = files.codec;
-    if (!files.directory.empty()) flags = {"--calibration-dir", files.directory};
+    if (!files.directory.empty()) directory = files.directory;
   }
+  if (!directory.empty()) flags.insert(flags.end(), {"--calibration-dir", directory});
   KV_ASSIGN_OR_RETURN(prefill_, engine::DaemonProcess::Start(program, arguments_.pool_bytes, flags));
   flags.insert(flags.end(), {"--peer-listen", EmulatedLink::far_address() + ":0"});
   KV_ASSIGN_OR_RETURN(decode_,
@@ -300,10 +302,12 @@ absl::Status Benchmark::Measure(double bits_per_s, const std::string& name) {
 
 void Benchmark::CheckBars() {
   bar_missed_ = true;
+  bool measured = false;
   for (const LinkReport& link : report_.links) {
     if (link.name != kMatchedName) continue;
     for (const Row& row : link.rows) {
-      if (row.codec != kBarCodec || row.lag != 0) continue;
+      if ((row.codec != kBarCodec && row.codec != "hack") || row.lag != 0) continue;  // hack: of --codec hack@0
+      measured = true;
       bar_missed_ = !(row.raw_bytes_ratio <= kBytesBar && row.Hidden() >= kHiddenBar);
       Say(absl::StrFormat(
           "bars: %s with lag 0 moves %.4f of raw's bytes (at most %.3f), hides %.3f of its transfer "
@@ -311,6 +315,8 @@ void Benchmark::CheckBars() {
           kBarCodec, row.raw_bytes_ratio, kBytesBar, row.Hidden(), kHiddenBar, bar_missed_ ? "MISSED" : "met"));
     }
   }
+  if (!measured)
+    Say(absl::StrCat("bars: not measured; they are of ", kBarCodec, " with lag 0 over --links ", kMatched));
 }
 
 absl::Status Benchmark::Write() {
