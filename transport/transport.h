@@ -10,6 +10,7 @@
 // pass a message on.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -22,11 +23,24 @@
 
 namespace kvmanager {
 
+/// A GPU's name in every process, whatever CUDA_VISIBLE_DEVICES says there; zeros: none.
+using GpuName = std::array<uint8_t, 16>;
+
+/// Memory of a GPU out of which pages are sent, as another process of this host can map it.
+struct DeviceSlab {
+  GpuName gpu = {};
+  std::array<uint8_t, 16> name = {};  // of this memory alone, also once it is gone: receivers keep what they mapped
+  const uint8_t* data = nullptr;      // on the GPU
+  uint64_t bytes = 0;
+  int fd = -1;
+};
+
 /// Pages are numbered from 0 in the first part; those of the last go on from there.
 struct HandOffPart {
   std::string manifest;              // opaque, 1..kManifestBytesMax
   std::vector<uint64_t> page_bytes;  // each 1..kPageBytesMax; at most kPagesMax in both parts
   std::vector<uint32_t> withdrawn;   // of the last part: pages of the first that will not come, ascending
+  GpuName gpu = {};                  // of the first part: in whose memory all pages lie; zeros: in the host's
 
   static constexpr size_t kManifestBytesMax = 16 << 20;
   static constexpr size_t kPagesMax = 1 << 20;
@@ -45,9 +59,10 @@ struct SendRequest {
 
 struct SendPage {
   uint32_t page = 0;
-  absl::Span<const uint8_t> bytes;  // as many as its part said; valid and unchanged until `done`
-  uint64_t checksum = 0;            // XXH3-64 of bytes
-  uint32_t group = 0;               // below kGroupsMax: pages whose times are told together
+  absl::Span<const uint8_t> bytes;   // as many as its part said; valid and unchanged until `done`
+  uint64_t checksum = 0;             // XXH3-64 of bytes
+  uint32_t group = 0;                // below kGroupsMax: pages whose times are told together
+  const DeviceSlab* slab = nullptr;  // that they are in, if they are a GPU's; valid until `done`
 
   static constexpr uint32_t kGroupsMax = 1 << 16;
 };
@@ -113,6 +128,7 @@ class HandOffReceiver {
   struct Accepted {
     std::shared_ptr<IncomingHandOff> hand_off;
     std::string ticket;  // 1..kTicketBytesMax
+    int device = -1;     // where its targets are: the ordinal of a GPU, exactly if the offer's pages are a GPU's
   };
   struct OfferReply {
     absl::AnyInvocable<void(absl::Status why)> waiting;       // for room; any number of times before `done`
@@ -121,7 +137,8 @@ class HandOffReceiver {
   static constexpr size_t kTicketBytesMax = 4096;
 
   virtual ~HandOffReceiver() = default;
-  /// room_ms: how long the sender lets it wait for room.
+  /// room_ms: how long the sender lets it wait for room. Pages of a GPU (HandOffPart::gpu) can come into a GPU's memory
+  /// alone: FAILED_PRECONDITION of the field `gpu` tells the sender to offer them from host memory.
   virtual void Offer(std::string peer, HandOffPart first, int64_t room_ms, OfferReply reply) = 0;
   /// capacity_bytes, free_bytes and waiting_offers; the rest is the transport's to know.
   virtual ReceiverLoad Load() const = 0;

@@ -35,6 +35,33 @@ void CopyJob::Work() {
   if (copied) copied();
 }
 
+void CopyJob::StartOnDevice(const std::shared_ptr<CopyJob>& job, DeviceCopier& copier, int device,
+                            std::vector<DeviceCopier::Page> sources, absl::AnyInvocable<void()> copied) {
+  job->copied_ = std::move(copied);
+  {
+    MutexLock lock(job->mutex_);
+    job->next_ = job->pages_.size();
+    job->working_ = 1;
+  }
+  copier.Copy(device, std::move(sources), [job](absl::Status status, std::vector<DeviceCopier::Page> copies) {
+    job->OnDeviceDone(std::move(status), copies);
+  });
+}
+
+void CopyJob::OnDeviceDone(absl::Status status, absl::Span<const DeviceCopier::Page> copies) {
+  absl::AnyInvocable<void()> copied;
+  {
+    MutexLock lock(mutex_);
+    for (size_t i = 0; status.ok() && i < pages_.size(); ++i) pages_[i].copied_checksum = copies[i].checksum;
+    status_ = std::move(status);
+    working_ = 0;
+    finished_ = pages_.size();
+    copied = std::move(copied_);
+    idle_.notify_all();
+  }
+  if (copied) copied();
+}
+
 void CopyJob::Abandon() {
   MutexLock lock(mutex_);
   next_ = pages_.size();

@@ -1,15 +1,18 @@
-// The pages of one LOCAL frame, copied by workers out of a sender's memory. Made and abandoned on the transport's
-// thread; workers hold it while they copy.
+// The pages of one LOCAL frame, copied by workers out of a sender's memory, or by a GPU out of another's. Made and
+// abandoned on the transport's thread; workers, or the copier's thread, hold it while they copy.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "kvmanager/base/mutex.h"
 #include "kvmanager/base/worker_pool.h"
+#include "transport/device_copier.h"
 
 namespace kvmanager::tcp {
 
@@ -17,7 +20,7 @@ class CopyJob {
  public:
   struct Page {
     uint32_t page = 0;
-    const uint8_t* from = nullptr;
+    const uint8_t* from = nullptr;  // of a GPU's page nullptr
     absl::Span<uint8_t> to;
     uint64_t checksum = 0;         // that it must have
     uint64_t copied_checksum = 0;  // that it has, once copied
@@ -28,15 +31,22 @@ class CopyJob {
   /// Copies with all of `workers`. copied: called once, on one of them, when every page is copied; not if the job was
   /// abandoned.
   static void Start(const std::shared_ptr<CopyJob>& job, WorkerPool& workers, absl::AnyInvocable<void()> copied);
+  /// Copies with a GPU: `sources` are the job's pages, in order. copied: as Start's, also when status() is an error.
+  static void StartOnDevice(const std::shared_ptr<CopyJob>& job, DeviceCopier& copier, int device,
+                            std::vector<DeviceCopier::Page> sources, absl::AnyInvocable<void()> copied);
   /// Returns once nobody writes any more.
   void Abandon();
   bool done() const;
+  /// Once done: why a GPU did not copy.
+  absl::Status TakeStatus() { return std::exchange(status_, absl::OkStatus()); }
   const std::vector<Page>& pages() const { return pages_; }
 
  private:
   void Work();
+  void OnDeviceDone(absl::Status status, absl::Span<const DeviceCopier::Page> copies);
 
   std::vector<Page> pages_;  // each touched by the worker that took it, until all are done
+  absl::Status status_;      // until done the copier's
   absl::AnyInvocable<void()> copied_;
   mutable Mutex mutex_;
   std::condition_variable idle_;

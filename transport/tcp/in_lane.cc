@@ -62,9 +62,10 @@ void InLane::OnHeader() {
   const absl::StatusOr<FrameHeader> header = ParseHeader(head_);
   if (!header.ok()) return Break(header.status());
   const bool of_local = header->type == FrameType::kRegion || header->type == FrameType::kLocal;
-  if (header->type != FrameType::kPages && !(local_ && of_local)) {
-    return Break(
-        InvalidField("frame type on a lane", FrameTypeName(header->type), local_ ? "PAGES, REGION, LOCAL" : "PAGES"));
+  const bool into_gpu = session_->device() >= 0;
+  if ((header->type != FrameType::kPages || into_gpu) && !(local_ && of_local)) {
+    return Break(InvalidField("frame type on a lane", FrameTypeName(header->type),
+                              into_gpu ? "REGION, LOCAL on a local one" : (local_ ? "PAGES, REGION, LOCAL" : "PAGES")));
   }
   ReadBody(header->type, header->body_bytes);
 }
@@ -86,7 +87,21 @@ void InLane::ReadBody(FrameType type, size_t bytes) {
 void InLane::OnRegion(const RegionFrame& region) {
   if (descriptor_ == kDescriptorLost) return Break(absl::UnavailableError("no descriptor is left for a region"));
   if (descriptor_ < 0) return Break(InvalidField("REGION", "without a descriptor", "with one"));
-  if (regions_.count(region.region) > 0) return Break(InvalidField("region", region.region, "named once"));
+  if (regions_.count(region.region) + device_regions_.count(region.region) > 0) {
+    return Break(InvalidField("region", region.region, "named once"));
+  }
+  if ((region.gpu != GpuName()) != (session_->device() >= 0)) {
+    return Break(InvalidField("REGION gpu", region.gpu != GpuName() ? 1 : 0, "as the offer"));
+  }
+  if (region.gpu != GpuName()) {
+    DeviceSlab slab;
+    slab.gpu = region.gpu;
+    slab.name = region.name;
+    slab.bytes = region.bytes;
+    slab.fd = std::exchange(descriptor_, -1);
+    device_regions_[region.region] = {loop_.options.device_copier->Open(slab), region.bytes};
+    return ReadHeader();
+  }
   absl::StatusOr<std::shared_ptr<const Region>> mapped =
       loop_.regions->Map(std::exchange(descriptor_, -1), region.bytes, socket_.native_handle());
   if (!mapped.ok()) {
@@ -101,6 +116,10 @@ void InLane::OnRegion(const RegionFrame& region) {
 }
 
 void InLane::OnLocal(const LocalFrame& local) {
+  if (session_->device() >= 0) return OnDeviceLocal(local);
+  if (local.pages.size() > kPagesPerFrameMax) {
+    return Break(InvalidField("LOCAL pages", local.pages.size(), absl::StrCat("at most ", kPagesPerFrameMax)));
+  }
   std::vector<CopyJob::Page> pages;
   const auto refuse = [&](absl::Status why) {
     for (const CopyJob::Page& page : pages) session_->DropPage(page.page);
@@ -129,6 +148,48 @@ void InLane::OnLocal(const LocalFrame& local) {
   if (jobs_.size() < kJobsMax) ReadHeader();
 }
 
+void InLane::OnDeviceLocal(const LocalFrame& local) {
+  std::vector<CopyJob::Page> pages;
+  std::vector<DeviceCopier::Page> sources;
+  pages.reserve(local.pages.size());
+  sources.reserve(local.pages.size());
+  absl::Status wrong;
+  for (const LocalRecord& record : local.pages) {
+    const auto region = device_regions_.find(record.region);
+    if (region == device_regions_.end()) {
+      wrong = InvalidField("region", record.region, "one that was passed");
+      break;
+    }
+    absl::StatusOr<absl::Span<uint8_t>> target = session_->BeginPage(record.page);
+    if (!target.ok()) {
+      wrong = std::move(target).status();
+      break;
+    }
+    pages.push_back({record.page, nullptr, *target, record.checksum});
+    const uint64_t bytes = region->second.bytes;
+    if (record.offset > bytes || target->size() > bytes - record.offset || record.offset % kDeviceOffsetAlign != 0) {
+      wrong = InvalidField(
+          "offset", record.offset,
+          absl::StrCat("a page of ", target->size(), " within ", bytes, ", a multiple of ", kDeviceOffsetAlign));
+      break;
+    }
+    sources.push_back({region->second.source, record.offset, target->data(), static_cast<uint32_t>(target->size())});
+  }
+  if (!wrong.ok()) {
+    for (const CopyJob::Page& page : pages) session_->DropPage(page.page);
+    return Break(std::move(wrong));
+  }
+  auto job = std::make_shared<CopyJob>(std::move(pages));
+  jobs_.push_back(job);
+  CopyJob::StartOnDevice(job, *loop_.options.device_copier, session_->device(), std::move(sources),
+                         [gate = loop_.gate, self = shared_from_this()] {
+                           gate->Post([self](Loop&) {
+                             if (self->session_ != nullptr) self->OnCopied();
+                           });
+                         });
+  if (jobs_.size() < kJobsMax) ReadHeader();
+}
+
 void InLane::OnCopied() {
   // In the order of the frames, whichever was copied first.
   const auto self = shared_from_this();
@@ -136,6 +197,10 @@ void InLane::OnCopied() {
   while (!jobs_.empty() && jobs_.front()->done()) {
     const std::shared_ptr<CopyJob> job = std::move(jobs_.front());
     jobs_.pop_front();
+    if (absl::Status failed = job->TakeStatus(); !failed.ok()) {
+      for (const CopyJob::Page& page : job->pages()) session_->DropPage(page.page);
+      return Break(std::move(failed));
+    }
     const CopyJob::Page* bad = nullptr;
     for (const CopyJob::Page& page : job->pages()) {
       session_->OnPayload(page.to.size(), /*copied=*/true);

@@ -1,6 +1,6 @@
 // One lane of a hand-off that is being received: reads PAGES, each page's bytes straight into its target, several pages
-// by one scattered read; on a Unix socket also copies pages out of the sender's memory. Owned by Incoming and the
-// handlers of its pending operations; the transport's thread alone.
+// by one scattered read; on a Unix socket also copies pages out of the sender's memory, and of a hand-off into a GPU
+// nothing else. Owned by Incoming and the handlers of its pending operations; the transport's thread alone.
 //
 // Invariant: every page of the frames being read or copied is kComing in Incoming, and this lane's alone; Close waits
 // for the copies that are under way, and gives back what has not arrived.
@@ -36,6 +36,7 @@ class InLane : public std::enable_shared_from_this<InLane> {
   void OnPages(std::vector<PageRecord> pages);
   void OnRegion(const RegionFrame& region);
   void OnLocal(const LocalFrame& local);
+  void OnDeviceLocal(const LocalFrame& local);
   void OnCopied();
   void ReadPayload();
   void OnPayload(size_t bytes);
@@ -52,6 +53,11 @@ class InLane : public std::enable_shared_from_this<InLane> {
   size_t head_bytes_ = 0;      // of it, those read, where that is not Asio's to know
   int descriptor_ = -1;        // that came with the header
   std::map<uint32_t, std::shared_ptr<const Region>> regions_;
+  struct DeviceRegion {
+    std::shared_ptr<DeviceCopier::Source> source;
+    uint64_t bytes = 0;
+  };
+  std::map<uint32_t, DeviceRegion> device_regions_;  // of a hand-off into a GPU, which has no others
   std::deque<std::shared_ptr<CopyJob>> jobs_;
   std::vector<PageRecord> pages_;             // of the frame being read
   std::vector<absl::Span<uint8_t>> targets_;  // as many

@@ -48,6 +48,11 @@ void Incoming::Start(std::shared_ptr<FrameLink> link, OfferFrame offer) {
   Attach(std::move(link));
   Tick();
   if (absl::Status status = CheckTotal(offer.part); !status.ok()) return End(std::move(status), /*tell=*/true);
+  of_gpu_ = offer.part.gpu != GpuName();
+  if (absl::Status status = CheckGpu(); !status.ok()) {
+    refused_ = true;
+    return End(std::move(status), /*tell=*/true);
+  }
   page_bytes_ = offer.part.page_bytes;
   first_pages_ = page_bytes_.size();
   HandOffReceiver::OfferReply reply;
@@ -70,6 +75,16 @@ absl::Status Incoming::CheckTotal(const HandOffPart& part) {
   }
   bytes_wanted_ = total;
   return absl::OkStatus();
+}
+
+absl::Status Incoming::CheckGpu() const {
+  if (!of_gpu_) return absl::OkStatus();
+  const char* missing = nullptr;
+  if (loop_.options.device_copier == nullptr) missing = "a receiver that has GPUs";
+  if (loop_.local_name.empty()) missing = "a receiver with local lanes";
+  if (offered_host_ == HostId() || offered_host_ != loop_.host) missing = "a receiver on the sender's host";
+  if (missing == nullptr) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kFailedPrecondition, "gpu", "pages in a GPU's memory", missing);
 }
 
 void Incoming::Attach(std::shared_ptr<FrameLink> link) {
@@ -149,6 +164,12 @@ void Incoming::OnOfferReply(absl::StatusOr<HandOffReceiver::Accepted> reply) {
                           absl::StrCat("1..", HandOffReceiver::kTicketBytesMax)),
                /*tell=*/true);
   }
+  if ((reply->device >= 0) != of_gpu_) {
+    return End(FieldError(absl::StatusCode::kInternal, "device of targets", absl::StrCat(reply->device),
+                          of_gpu_ ? "a GPU" : "the host"),
+               /*tell=*/true);
+  }
+  device_ = reply->device;
   absl::StatusOr<PageBitmap> wanted = TakeTargets(0);
   if (!wanted.ok()) return End(std::move(wanted).status(), /*tell=*/true);
   wanted_first_ = *std::move(wanted);
@@ -161,7 +182,7 @@ void Incoming::OnOfferReply(absl::StatusOr<HandOffReceiver::Accepted> reply) {
 std::string Incoming::EncodedAccept() const {
   const bool local = offered_host_ != HostId() && offered_host_ == loop_.host;
   return EncodeAccept(
-      {loop_.window(), loop_.options.lanes_max, ticket_, wanted_first_, local ? loop_.local_name : std::string()});
+      {window(), loop_.options.lanes_max, ticket_, wanted_first_, local ? loop_.local_name : std::string()});
 }
 
 absl::StatusOr<PageBitmap> Incoming::TakeTargets(size_t first) {
@@ -257,10 +278,10 @@ void Incoming::OnPage(uint32_t page) {
 
 void Incoming::Confirm(bool all) {
   if (got_.empty() || state_ != State::kReceiving) return;
-  if (!all && got_bytes_ < loop_.window() / kGotsPerWindow) return;
+  if (!all && got_bytes_ < window() / kGotsPerWindow) return;
   hand_off_->Arrived(got_);
   for (size_t at = 0; link_ != nullptr && at < got_.size(); at += kGotPagesMax) {
-    link_->Send(EncodeGot(loop_.window(), absl::MakeConstSpan(got_).subspan(at, kGotPagesMax)));
+    link_->Send(EncodeGot(window(), absl::MakeConstSpan(got_).subspan(at, kGotPagesMax)));
   }
   got_.clear();
   got_bytes_ = 0;
@@ -286,7 +307,8 @@ void Incoming::OnLaneBroken(uint32_t lane, absl::Status why, bool bad_page) {
   if (state_ == State::kEnded) return;
   if (why.code() == absl::StatusCode::kUnavailable) return;
   if (why.code() == absl::StatusCode::kDataLoss && ++bad_pages_ <= kBadPagesMax) return;
-  if (!bad_page) loop_.metrics.protocol_errors.Increment();
+  const bool by_gpu = why.code() == absl::StatusCode::kFailedPrecondition;  // it could not copy
+  if (!bad_page && !by_gpu) loop_.metrics.protocol_errors.Increment();
   End(std::move(why), /*tell=*/true);
 }
 

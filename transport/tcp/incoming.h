@@ -33,8 +33,9 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
  public:
   static constexpr int64_t kTicksPerStall = 8;
   static constexpr int64_t kTickMsMax = 250;
-  static constexpr uint64_t kGotsPerWindow = 8;  // at least so many confirmations for a window of pages
-  static constexpr size_t kEndedMax = 256;       // that are kept
+  static constexpr uint64_t kGotsPerWindow = 8;   // at least so many confirmations for a window of pages
+  static constexpr size_t kEndedMax = 256;        // that are kept
+  static constexpr uint64_t kDeviceWindows = 16;  // nothing waits in buffers where GPUs copy
 
   /// host, peer: the sender's address, without and with its port. peer_stall_ms: as its hello said.
   Incoming(Loop& loop, const Token& token, std::string host, std::string peer, int64_t peer_stall_ms);
@@ -55,6 +56,8 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
 
   /// Accepted, or waiting for room, and not yet arrived.
   uint64_t bytes_to_come() const { return state_ == State::kEnded ? 0 : bytes_wanted_ - bytes_arrived_; }
+  /// Of the GPU that its targets are on; -1: they are in the host's memory.
+  int device() const { return device_; }
 
   // For its lanes.
   /// The target of a page that a lane announces. INVALID_ARGUMENT if it may not come now.
@@ -82,6 +85,8 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   absl::StatusOr<PageBitmap> TakeTargets(size_t first);
   std::string EncodedJoined() const;
   absl::Status CheckTotal(const HandOffPart& part);
+  absl::Status CheckGpu() const;
+  uint64_t window() const { return of_gpu_ ? loop_.window() * kDeviceWindows : loop_.window(); }
   std::string EncodedAccept() const;
   void CompleteIfAll();
   void Tick();
@@ -102,6 +107,8 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   std::shared_ptr<IncomingHandOff> hand_off_;
   std::string ticket_;
   HostId offered_host_ = {};          // the sender's
+  bool of_gpu_ = false;               // its pages are a GPU's
+  int device_ = -1;                   // once accepted: where its targets are
   std::vector<uint64_t> page_bytes_;  // of the parts that are known
   std::vector<PageState> pages_;      // as many, once accepted
   std::vector<absl::Span<uint8_t>> targets_;

@@ -63,6 +63,11 @@ void OutLane::Pump() {
   if (!ready_ || busy_ || session_ == nullptr) return;
   if (!session_->TakeFrame(index_, &pages_)) return;
   written_ = 0;
+  if (session_->of_gpu()) {
+    MakeDeviceLocal();
+    frame_bytes_ = head_.size();
+    return WriteRegions();
+  }
   if (local_ && MakeLocal()) {
     frame_bytes_ = head_.size();
     session_->OnNamed(pages_);
@@ -100,21 +105,55 @@ bool OutLane::MakeLocal() {
   return true;
 }
 
+void OutLane::MakeDeviceLocal() {
+  std::vector<LocalRecord> records;
+  records.reserve(pages_.size());
+  to_pass_.clear();
+  size_t index = 0;  // most pages lie where the one before does
+  for (const SendPage& page : pages_) {
+    if (index >= slabs_.size() || slabs_[index] != page.slab) {
+      index = std::find(slabs_.begin(), slabs_.end(), page.slab) - slabs_.begin();
+      if (index == slabs_.size()) {
+        slabs_.push_back(page.slab);
+        to_pass_.push_back(static_cast<uint32_t>(index));
+      }
+    }
+    records.push_back({page.page, static_cast<uint32_t>(index),
+                       static_cast<uint64_t>(page.bytes.data() - page.slab->data), page.checksum});
+  }
+  const std::string frame = EncodeLocal(records);
+  head_.assign(frame.begin(), frame.end());
+}
+
+std::pair<std::string, int> OutLane::RegionOf(uint32_t index) const {
+  RegionFrame region;
+  region.region = index;
+  if (session_->of_gpu()) {
+    const DeviceSlab& slab = *slabs_[index];
+    region.bytes = slab.bytes;
+    region.gpu = slab.gpu;
+    region.name = slab.name;
+    return {EncodeRegion(region), slab.fd};
+  }
+  const SharedMemory& memory = loop_.options.memory[index];
+  region.bytes = memory.bytes;
+  return {EncodeRegion(region), memory.fd};
+}
+
 void OutLane::WriteRegions() {
   busy_ = true;
   while (!to_pass_.empty()) {
     const uint32_t index = to_pass_.back();
-    const SharedMemory& memory = loop_.options.memory[index];
-    const std::string frame = EncodeRegion({index, memory.bytes});
+    const auto [frame, fd] = RegionOf(index);
     const absl::Span<const uint8_t> rest(reinterpret_cast<const uint8_t*>(frame.data()) + region_written_,
                                          frame.size() - region_written_);
-    const ssize_t n = SendWithDescriptor(socket_.native_handle(), rest, region_written_ == 0 ? memory.fd : -1);
+    const ssize_t n = SendWithDescriptor(socket_.native_handle(), rest, region_written_ == 0 ? fd : -1);
     if (n < 0 && errno != EAGAIN && errno != EINTR) {
       return Break(absl::UnavailableError(ErrorCode(errno, asio::error::get_system_category()).message()));
     }
     if (n > 0) region_written_ += n;
     if (region_written_ == frame.size()) {
-      passed_[index] = true;
+      if (!session_->of_gpu()) passed_[index] = true;
       to_pass_.pop_back();
       region_written_ = 0;
       continue;

@@ -5,6 +5,8 @@
 
 #include <array>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "transport/tcp/dial.h"
@@ -30,6 +32,9 @@ class OutLane : public std::enable_shared_from_this<OutLane> {
   void WatchForEnd();
   /// Whether the frame's pages lie in shared memory: then head_ says where, and is all there is to write.
   bool MakeLocal();
+  void MakeDeviceLocal();
+  /// A region's frame, and the descriptor that goes with it.
+  std::pair<std::string, int> RegionOf(uint32_t index) const;
   void WriteRegions();
   void Write();
   void OnWritten(size_t bytes);
@@ -48,10 +53,11 @@ class OutLane : public std::enable_shared_from_this<OutLane> {
 
   std::vector<SendPage> pages_;  // of the frame being written
   std::vector<uint8_t> head_;
-  bool local_ = false;             // a Unix socket
-  std::vector<uint32_t> to_pass_;  // regions that the frame names first
-  std::vector<bool> passed_;       // of options.memory
-  size_t region_written_ = 0;      // bytes of the REGION of to_pass_.back()
+  bool local_ = false;                    // a Unix socket
+  std::vector<uint32_t> to_pass_;         // regions that the frame names first
+  std::vector<bool> passed_;              // of options.memory
+  std::vector<const DeviceSlab*> slabs_;  // of GPUs' pages: regions by their numbers on this lane
+  size_t region_written_ = 0;             // bytes of the REGION of to_pass_.back()
   uint64_t frame_bytes_ = 0;
   uint64_t written_ = 0;  // of it
   std::array<asio::const_buffer, kPagesPerFrameMax + 1> buffers_;

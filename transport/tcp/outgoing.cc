@@ -85,6 +85,10 @@ void Outgoing::ScheduleRedial(const absl::Status& why) {
 void Outgoing::OnControl(Dial::Connection connection) {
   peer_stall_ms_ = connection.theirs.stall_ms;
   heard_ = Now();
+  if (of_gpu() && (connection.theirs.features & kFeatureGpuPages) == 0) {
+    return Finish(FieldError(absl::StatusCode::kFailedPrecondition, "gpu", "pages in a GPU's memory",
+                             "a receiver that knows of them"));
+  }
   link_ = std::make_shared<FrameLink>(loop_, std::move(connection.socket));
   const auto self = shared_from_this();
   link_->Listen({FrameType::kWaiting, FrameType::kAccept, FrameType::kExtended, FrameType::kGot, FrameType::kJoined,
@@ -98,8 +102,8 @@ void Outgoing::OnControl(Dial::Connection connection) {
   if (!connected_before_) started_ = Now();
   connected_before_ = true;
   offer_again_ = false;
-  link_->Send(
-      EncodeOffer(token_, request_.room_ms, request_.first, loop_.options.memory.empty() ? HostId() : loop_.host));
+  const bool shares = of_gpu() || !loop_.options.memory.empty();
+  link_->Send(EncodeOffer(token_, request_.room_ms, request_.first, shares ? loop_.host : HostId()));
 }
 
 void Outgoing::OnFrame(Frame frame) {
@@ -151,6 +155,9 @@ absl::Status Outgoing::OnAccept(AcceptFrame accept) {
     if (!accept.wanted.has(i)) Skip(i);
   }
   lanes_allowed_ = std::min(loop_.options.lanes, accept.lanes);
+  if (of_gpu() && accept.local_name.empty()) {
+    return InvalidField("ACCEPT local name", "empty", "one, for pages in a GPU's memory");
+  }
   if (accept.local_name.empty()) {
     UseTcpLanes();
   } else {
@@ -276,9 +283,21 @@ absl::Status Outgoing::TakePosted(const SendPage& posted) {
     return InvalidField(absl::StrCat("page ", posted.page, " group"), posted.group,
                         absl::StrCat("below ", SendPage::kGroupsMax));
   }
+  if ((posted.slab != nullptr) != of_gpu()) {
+    return InvalidField(absl::StrCat("page ", posted.page), of_gpu() ? "without a slab" : "in a slab", "as its offer");
+  }
+  if (of_gpu()) {
+    const auto offset = static_cast<uint64_t>(posted.bytes.data() - posted.slab->data);
+    if (posted.bytes.data() < posted.slab->data || offset > posted.slab->bytes ||
+        page.size > posted.slab->bytes - offset || offset % kDeviceOffsetAlign != 0) {
+      return InvalidField(absl::StrCat("page ", posted.page, " offset"), offset,
+                          absl::StrCat("within ", posted.slab->bytes, ", a multiple of ", kDeviceOffsetAlign));
+    }
+  }
   if (page.state == PageState::kSkipped) return absl::OkStatus();
   if (page.state != PageState::kUnposted) return InvalidField("posted page", posted.page, "posted once");
   page.bytes = posted.bytes.data();
+  page.slab = posted.slab;
   page.checksum = posted.checksum;
   page.group = posted.group;
   page.state = PageState::kQueued;
@@ -325,8 +344,10 @@ void Outgoing::FinishParts(HandOffPart last) {
 bool Outgoing::TakeFrame(uint32_t lane, std::vector<SendPage>* pages) {
   pages->clear();
   uint64_t frame_bytes = 0;
-  const uint64_t frame_max = std::min<uint64_t>(kFrameBytesTarget, window_ / (2 * lanes_.size()));
-  while (pages->size() < kPagesPerFrameMax && (pages->empty() || frame_bytes < frame_max)) {
+  const uint64_t frame_max =
+      std::min(of_gpu() ? kDeviceFrameBytesTarget : kFrameBytesTarget, window_ / (2 * lanes_.size()));
+  const size_t pages_max = of_gpu() ? kDevicePagesPerFrameMax : kPagesPerFrameMax;
+  while (pages->size() < pages_max && (pages->empty() || frame_bytes < frame_max)) {
     std::deque<uint32_t>& queue = extended_ && !last_queue_.empty() ? last_queue_ : first_queue_;
     if (queue.empty()) break;
     Page& page = pages_[queue.front()];
@@ -343,7 +364,7 @@ bool Outgoing::TakeFrame(uint32_t lane, std::vector<SendPage>* pages) {
     unacked_bytes_ += page.size;
     frame_bytes += page.size;
     --queued_pages_;
-    pages->push_back({queue.front(), {page.bytes, page.size}, page.checksum});
+    pages->push_back({queue.front(), {page.bytes, page.size}, page.checksum, page.group, page.slab});
     queue.pop_front();
   }
   return !pages->empty();
@@ -390,7 +411,12 @@ void Outgoing::OnLaneJoined(uint32_t lane, const JoinedFrame& joined) {
 void Outgoing::OnLaneBroken(uint32_t lane, absl::Status why) {
   if (state_ == State::kFinished) return;
   lanes_[lane - 1].lane = nullptr;
-  if (lane_address_.local && IsBroken(why)) {
+  if (of_gpu() && !lanes_[lane - 1].joined_before && IsBroken(why)) {
+    if (link_ != nullptr) link_->Send(EncodeEmpty(FrameType::kCancel));
+    return Finish(FieldError(absl::StatusCode::kFailedPrecondition, "gpu", "pages in a GPU's memory",
+                             "a receiver whose Unix socket can be reached"));
+  }
+  if (lane_address_.local && !of_gpu() && IsBroken(why)) {
     // Its Unix socket cannot be reached (another network namespace, or user), or it cannot map this one's memory, or
     // did not find there what was announced. TCP takes what the first lane has not brought.
     UseTcpLanes();

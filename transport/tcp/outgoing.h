@@ -30,8 +30,9 @@ namespace kvmanager::tcp {
 
 class Outgoing : public std::enable_shared_from_this<Outgoing> {
  public:
-  static constexpr uint64_t kBytesPerLane = 8 << 20;      // a hand-off of less needs no second lane
-  static constexpr uint64_t kFrameBytesTarget = 2 << 20;  // a frame of several pages is not longer
+  static constexpr uint64_t kBytesPerLane = 8 << 20;             // a hand-off of less needs no second lane
+  static constexpr uint64_t kFrameBytesTarget = 2 << 20;         // a frame of several pages is not longer
+  static constexpr uint64_t kDeviceFrameBytesTarget = 32 << 20;  // of a GPU's: a launch is worth so much
   static constexpr int64_t kRedialMsMin = 10, kRedialMsMax = 320;
   static constexpr int64_t kTicksPerStall = 8;
   static constexpr int64_t kTickMsMax = 250;
@@ -46,6 +47,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   const Dial::Address& lane_address() const { return lane_address_; }
   const Token& token() const { return token_; }
   int64_t stall_ms() const { return stall_ms_; }
+  bool of_gpu() const { return request_.first.gpu != GpuName(); }
   /// What to send next, in one frame; the pages count as sent by `lane`. False: nothing now.
   bool TakeFrame(uint32_t lane, std::vector<SendPage>* pages);
   /// The receiver was told where they lie. They count as sent when it says that they have arrived.
@@ -62,6 +64,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   struct Page {
     uint64_t size = 0;
     const uint8_t* bytes = nullptr;  // once posted
+    const DeviceSlab* slab = nullptr;
     uint64_t checksum = 0;
     PageState state = PageState::kUnposted;
     bool sent_before = false;

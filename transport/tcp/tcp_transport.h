@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "transport/device_copier.h"
 #include "transport/transport.h"
 #include "transport/transport_metrics.h"
 
@@ -45,6 +46,7 @@ class TcpTransport final : public Transport {
     TransportMetrics* metrics = nullptr;              // outlives the transport
     std::vector<SharedMemory> memory;                 // lets daemons of this host copy pages out of it; else by sockets
     bool local_lanes = false;                         // whether to take pages so, and listen for it
+    DeviceCopier* device_copier = nullptr;            // of GPUs' pages; they need local lanes; nullptr: none are taken
     int copy_threads = kCopyThreadsDefault;           // that copy them
     uint64_t send_bytes_per_s = 0;                    // of all hand-offs; 0: no limit; else `memory` must be empty
     int64_t stall_ms = SendRequest::kStallMsDefault;  // a peer that is not heard of for so long is given up

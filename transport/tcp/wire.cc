@@ -22,6 +22,8 @@ constexpr size_t kJoinedFixedBytes = 8;
 constexpr size_t kErrorFixedBytes = 20;
 constexpr size_t kLoadBytes = 40;
 constexpr size_t kRegionBytes = 16;
+constexpr size_t kRegionNameBytes = 32;  // of a GPU's memory
+constexpr size_t kGpuNameBytes = sizeof(GpuName);
 constexpr size_t kHelloCheckAt = 12;
 constexpr size_t kHeaderCheckAt = 4;
 constexpr uint64_t kBitmapBytesMax = (HandOffPart::kPagesMax + 7) / 8;
@@ -84,7 +86,7 @@ Bounds BodyBounds(FrameType type) {
   constexpr uint64_t kPartMax = HandOffPart::kManifestBytesMax + 4 * HandOffPart::kPagesMax;
   switch (type) {
     case FrameType::kOffer:
-      return {kOfferFixedBytes + 1, kOfferFixedBytes + kPartMax};
+      return {kOfferFixedBytes + 1, kOfferFixedBytes + kGpuNameBytes + kPartMax};
     case FrameType::kJoin:
       return {kJoinBytes, kJoinBytes};
     case FrameType::kAccept:
@@ -106,9 +108,9 @@ Bounds BodyBounds(FrameType type) {
     case FrameType::kLoad:
       return {kLoadBytes, kLoadBytes};
     case FrameType::kRegion:
-      return {kRegionBytes, kRegionBytes};
+      return {kRegionBytes, kRegionBytes + kRegionNameBytes};
     case FrameType::kLocal:
-      return {kLocalRecordBytes, kLocalRecordBytes * kPagesPerFrameMax};
+      return {kLocalRecordBytes, kLocalRecordBytes * kDevicePagesPerFrameMax};
     case FrameType::kPing:
     case FrameType::kDone:
     case FrameType::kCancel:
@@ -150,10 +152,14 @@ absl::StatusOr<Frame> ParseOffer(absl::Span<const uint8_t> body) {
   KV_RETURN_IF_ERROR(CheckRange("OFFER room_ms", static_cast<uint64_t>(offer.room_ms), 0, SendRequest::kRoomMsMax));
   KV_RETURN_IF_ERROR(CheckRange("manifest bytes", manifest_bytes, 1, HandOffPart::kManifestBytesMax));
   KV_RETURN_IF_ERROR(CheckRange("pages", pages, 0, HandOffPart::kPagesMax));
-  KV_RETURN_IF_ERROR(CheckZero(FrameType::kOffer, Load32(&body[28])));
+  KV_RETURN_IF_ERROR(CheckRange("OFFER gpu", Load32(&body[28]), 0, 1));
   std::memcpy(offer.host.data(), &body[32], sizeof(HostId));
-  KV_RETURN_IF_ERROR(CheckBodyBytes(FrameType::kOffer, body.size(), kOfferFixedBytes + 4 * pages + manifest_bytes));
-  offer.part.page_bytes = ParseList<uint64_t>(&body[kOfferFixedBytes], pages);
+  const size_t name_bytes = Load32(&body[28]) == 1 ? kGpuNameBytes : 0;
+  const size_t list_at = kOfferFixedBytes + name_bytes;
+  KV_RETURN_IF_ERROR(CheckBodyBytes(FrameType::kOffer, body.size(), list_at + 4 * pages + manifest_bytes));
+  std::memcpy(offer.part.gpu.data(), body.data() + kOfferFixedBytes, name_bytes);
+  if (name_bytes > 0 && offer.part.gpu == GpuName()) return InvalidField("OFFER GPU's name", "zeros", "a name");
+  offer.part.page_bytes = ParseList<uint64_t>(body.data() + list_at, pages);
   offer.part.manifest.assign(body.end() - manifest_bytes, body.end());
   KV_RETURN_IF_ERROR(CheckPart(offer.part, 0));
   return Frame(std::move(offer));
@@ -228,10 +234,18 @@ absl::StatusOr<Frame> ParsePages(absl::Span<const uint8_t> body) {
 }
 
 absl::StatusOr<Frame> ParseRegion(absl::Span<const uint8_t> body) {
-  const RegionFrame region{Load32(&body[0]), Load64(&body[8])};
+  RegionFrame region;
+  region.region = Load32(&body[0]);
+  region.bytes = Load64(&body[8]);
   KV_RETURN_IF_ERROR(CheckRange("region", region.region, 0, kRegionsMax - 1));
-  KV_RETURN_IF_ERROR(CheckZero(FrameType::kRegion, Load32(&body[4])));
+  KV_RETURN_IF_ERROR(CheckRange("REGION gpu", Load32(&body[4]), 0, 1));
   KV_RETURN_IF_ERROR(CheckRange("region bytes", region.bytes, 1, uint64_t{1} << 42));
+  const size_t name_bytes = Load32(&body[4]) == 1 ? kRegionNameBytes : 0;
+  KV_RETURN_IF_ERROR(CheckBodyBytes(FrameType::kRegion, body.size(), kRegionBytes + name_bytes));
+  if (name_bytes == 0) return Frame(region);
+  std::memcpy(region.gpu.data(), &body[kRegionBytes], kGpuNameBytes);
+  std::memcpy(region.name.data(), &body[kRegionBytes + kGpuNameBytes], sizeof(region.name));
+  if (region.gpu == GpuName()) return InvalidField("REGION GPU's name", "zeros", "a name");
   return Frame(region);
 }
 
@@ -240,6 +254,7 @@ absl::StatusOr<Frame> ParseLocal(absl::Span<const uint8_t> body) {
     return InvalidField("LOCAL body bytes", body.size(), absl::StrCat("a multiple of ", kLocalRecordBytes));
   }
   LocalFrame frame;
+  frame.pages.reserve(body.size() / kLocalRecordBytes);
   for (size_t at = 0; at < body.size(); at += kLocalRecordBytes) {
     const uint8_t* record = &body[at];
     frame.pages.push_back({Load32(record), Load32(record + 4), Load64(record + 8), Load64(record + 16)});
@@ -443,14 +458,16 @@ std::string EncodeHello(const HelloFrame& hello) {
 }
 
 std::string EncodeOffer(const Token& token, int64_t room_ms, const HandOffPart& part, const HostId& host) {
-  std::string out =
-      HeaderString(FrameType::kOffer, kOfferFixedBytes + 4 * part.page_bytes.size() + part.manifest.size());
+  const bool of_gpu = part.gpu != GpuName();
+  std::string out = HeaderString(FrameType::kOffer, kOfferFixedBytes + (of_gpu ? kGpuNameBytes : 0) +
+                                                        4 * part.page_bytes.size() + part.manifest.size());
   Append(out, token);
   Append(out, static_cast<uint64_t>(room_ms), 4);
   Append(out, part.manifest.size(), 4);
   Append(out, part.page_bytes.size(), 4);
-  Append(out, 0, 4);
+  Append(out, of_gpu, 4);
   Append(out, host);
+  if (of_gpu) Append(out, part.gpu);
   for (const uint64_t bytes : part.page_bytes) Append(out, bytes, 4);
   return Sealed(std::move(out += part.manifest));
 }
@@ -516,15 +533,20 @@ void PutPagesHead(absl::Span<const PageRecord> pages, uint8_t* out) {
 }
 
 std::string EncodeRegion(const RegionFrame& region) {
-  std::string out = HeaderString(FrameType::kRegion, kRegionBytes);
+  const bool of_gpu = region.gpu != GpuName();
+  std::string out = HeaderString(FrameType::kRegion, kRegionBytes + (of_gpu ? kRegionNameBytes : 0));
   Append(out, region.region, 4);
-  Append(out, 0, 4);
+  Append(out, of_gpu, 4);
   Append(out, region.bytes, 8);
+  if (of_gpu) {
+    Append(out, region.gpu);
+    Append(out, region.name);
+  }
   return Sealed(std::move(out));
 }
 
 std::string EncodeLocal(absl::Span<const LocalRecord> pages) {
-  KV_CHECK(!pages.empty() && pages.size() <= kPagesPerFrameMax);
+  KV_CHECK(!pages.empty() && pages.size() <= kDevicePagesPerFrameMax);
   std::string out = HeaderString(FrameType::kLocal, kLocalRecordBytes * pages.size());
   for (const LocalRecord& page : pages) {
     Append(out, page.page, 4);

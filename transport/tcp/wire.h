@@ -25,7 +25,7 @@
 //    8  2  version       the newest that this side speaks
 //   10  2  version_min   the oldest; the two sides use min(version, version), which must be at least both version_min
 //   12  4  check
-//   16  4  features      bits; both sides use the bits set in both. Version 2 defines none; unknown bits are ignored.
+//   16  4  features      bits; both sides use the bits set in both; unknown bits are ignored. Bit 0: pages of GPUs
 //   20  4  stall_ms      1..kStallMsMax
 //
 // Every other frame begins with a header, 16 bytes:
@@ -40,9 +40,10 @@
 //           16  4  room_ms        0..SendRequest::kRoomMsMax
 //           20  4  manifest_bytes 1..HandOffPart::kManifestBytesMax
 //           24  4  page count n   0..HandOffPart::kPagesMax
-//           28  4  zero
+//           28  4  gpu            1: all pages are in the memory of a GPU, and come on a local lane alone; else 0
 //           32 16  host           the boot id of S's host if S can share its pages' memory; else zeros
-//           48 4n  bytes of each page, 1..HandOffPart::kPageBytesMax
+//           48 16  name           of that GPU, only if there is one
+//              4n  bytes of each page, 1..HandOffPart::kPageBytesMax
 //           then the manifest
 //   JOIN     0 16  token
 //           16  4  lane           0: the control connection; 1..kLanesMax
@@ -67,9 +68,12 @@
 //   PAGES    16 bytes for each page, 1..kPagesPerFrameMax of them: 4 page, 4 zero, 8 XXH3-64 of its bytes.
 //            The pages' bytes follow, one page after the other; body_bytes and check do not cover them.
 //   REGION   0  4  region         names it in LOCAL; 0..kRegionsMax - 1
-//            4  4  zero
-//            8  8  bytes          its descriptor, a memfd that cannot shrink, comes with the header's first byte
-//   LOCAL    32 bytes for each page, 1..kPagesPerFrameMax of them: 4 page, 4 region, 8 offset, 8 XXH3-64, 8 zero
+//            4  4  gpu            1: memory of a GPU; else 0
+//            8  8  bytes          its descriptor comes with the header's first byte: a memfd that cannot shrink, or one
+//                                 of CUDA's virtual memory management
+//           16 16  GPU's name, and 16 of the memory (DeviceSlab), only of a GPU's
+//   LOCAL    32 bytes for each page: 4 page, 4 region, 8 offset, 8 XXH3-64, 8 zero. 1..kPagesPerFrameMax of them; of
+//            GPUs' pages 1..kDevicePagesPerFrameMax
 //   GOT      0  8  window
 //            8 4k  pages that have arrived, k in 0..kGotPagesMax
 //   JOINED   0  4  page count     of the parts that R knows; 0 before it has accepted
@@ -100,7 +104,8 @@ namespace kvmanager::tcp {
 inline constexpr char kMagic[8] = {'K', 'V', 'M', 'P', 'A', 'G', 'E', '\0'};
 inline constexpr uint16_t kVersion = 2;
 inline constexpr uint16_t kVersionMin = 2;
-inline constexpr uint32_t kFeatures = 0;
+inline constexpr uint32_t kFeatureGpuPages = 1;
+inline constexpr uint32_t kFeatures = kFeatureGpuPages;
 
 inline constexpr size_t kHelloBytes = 24;
 inline constexpr size_t kHeaderBytes = 16;
@@ -108,6 +113,8 @@ inline constexpr size_t kPageRecordBytes = 16;
 inline constexpr size_t kPagesPerFrameMax = 60;  // with header and records in one write of 64 pieces
 inline constexpr size_t kGotPagesMax = 4096;
 inline constexpr size_t kLocalRecordBytes = 32;
+inline constexpr size_t kDevicePagesPerFrameMax = 2048;
+inline constexpr uint64_t kDeviceOffsetAlign = 16;  // bytes: what GPUs copy in one piece
 inline constexpr size_t kLocalNameBytesMax = 100;
 inline constexpr uint32_t kRegionsMax = 4096;
 inline constexpr uint32_t kLanesMax = 64;
@@ -198,6 +205,8 @@ struct PagesFrame {  // without the pages' bytes, which are read where they belo
 struct RegionFrame {
   uint32_t region = 0;
   uint64_t bytes = 0;
+  GpuName gpu = {};                   // zeros: host memory
+  std::array<uint8_t, 16> name = {};  // of a GPU's memory
 };
 struct LocalRecord {
   uint32_t page = 0;
@@ -260,7 +269,7 @@ std::string EncodeExtended(const ExtendedFrame& extended);
 /// Header and records into `out`, kHeaderBytes + kPageRecordBytes for each page. REQUIRES: 1..kPagesPerFrameMax pages.
 void PutPagesHead(absl::Span<const PageRecord> pages, uint8_t* out);
 std::string EncodeRegion(const RegionFrame& region);
-/// REQUIRES: 1..kPagesPerFrameMax pages.
+/// REQUIRES: 1..kDevicePagesPerFrameMax pages.
 std::string EncodeLocal(absl::Span<const LocalRecord> pages);
 /// REQUIRES: at most kGotPagesMax pages.
 std::string EncodeGot(uint64_t window, absl::Span<const uint32_t> pages);

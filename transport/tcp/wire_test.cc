@@ -34,6 +34,19 @@ std::string ExamplePages() {
   return out;
 }
 constexpr Token kExampleToken = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16};
+HandOffPart ExampleGpuPart() {
+  HandOffPart part = ExamplePart();
+  part.gpu = {1, 2, 3};
+  return part;
+}
+RegionFrame ExampleSlab() {
+  RegionFrame slab;
+  slab.region = 3;
+  slab.bytes = 4096;
+  slab.gpu = {1, 2};
+  slab.name = {4, 5};
+  return slab;
+}
 std::vector<std::string> Examples() {
   const absl::Status error = InvalidField("f", 1, "2");
   return {EncodeHello({}),
@@ -52,7 +65,9 @@ std::vector<std::string> Examples() {
           EncodeEmpty(FrameType::kCancel),
           EncodeEmpty(FrameType::kProbe),
           EncodeLoad({1, 2, 3, 4, 5}),
+          EncodeOffer(kExampleToken, 7, ExampleGpuPart()),
           EncodeRegion({3, 4096}),
+          EncodeRegion(ExampleSlab()),
           EncodeLocal({{1, 3, 64, 0x1122334455667788}, {2, 3, 128, 9}})};
 }
 template <typename T>
@@ -113,6 +128,15 @@ TEST(Wire, LocalLanesRoundTrip) {
   EXPECT_EQ(Parsed<AcceptFrame>(EncodeAccept({1, 1, "ticket", BitmapOf(10, {9}), "name"})).local_name, "name");
   EXPECT_TRUE(Parsed<AcceptFrame>(EncodeAccept({1, 1, "ticket", BitmapOf(10, {9}), "name"})).wanted.has(9));
   EXPECT_EQ(Parsed<RegionFrame>(EncodeRegion({3, 4096})).bytes, 4096u);
+  const HandOffPart of_gpu = ExampleGpuPart();
+  const OfferFrame gpu_offer = Parsed<OfferFrame>(EncodeOffer(kExampleToken, 7, of_gpu, host));
+  EXPECT_EQ(gpu_offer.part.gpu, of_gpu.gpu);
+  EXPECT_EQ(gpu_offer.part.page_bytes, of_gpu.page_bytes);
+  EXPECT_EQ(gpu_offer.part.manifest, of_gpu.manifest);
+  const RegionFrame slab = ExampleSlab();
+  const RegionFrame said = Parsed<RegionFrame>(EncodeRegion(slab));
+  EXPECT_EQ(said.gpu, slab.gpu);
+  EXPECT_EQ(said.name, slab.name);
   const LocalFrame local = Parsed<LocalFrame>(EncodeLocal({{1, 3, 64, 0x1122334455667788}, {2, 3, 128, 9}}));
   ASSERT_EQ(local.pages.size(), 2u);
   EXPECT_EQ(local.pages[0].checksum, 0x1122334455667788u);
@@ -121,7 +145,7 @@ TEST(Wire, LocalLanesRoundTrip) {
 
 TEST(Wire, LayoutIsTheDocumentedOne) {
   EXPECT_EQ(EncodeHello({}).substr(0, 12), std::string("KVMPAGE\0\2\0\2\0", 12));
-  EXPECT_EQ(EncodeHello({}).substr(16), std::string("\0\0\0\0\xa0\x0f\0\0", 8));
+  EXPECT_EQ(EncodeHello({}).substr(16), std::string("\1\0\0\0\xa0\x0f\0\0", 8));
   const std::string got = EncodeGot(258, {3});
   EXPECT_EQ(got.substr(0, 4), std::string("\x08\0\0\0", 4));
   EXPECT_EQ(got.substr(8), std::string("\x0c\0\0\0\0\0\0\0\2\1\0\0\0\0\0\0\3\0\0\0", 20));
@@ -156,7 +180,8 @@ TEST(Wire, LimitsAreNamed) {
   ExpectInvalid(Poke(offer, 16 + 20, 0, 4), "manifest bytes");
   ExpectInvalid(Poke(offer, 16 + 24, HandOffPart::kPagesMax + 1, 4), "pages");
   ExpectInvalid(Poke(offer, 16 + 24, 3, 4), "OFFER body bytes");
-  ExpectInvalid(Poke(offer, 16 + 28, 1, 4), "OFFER reserved");
+  ExpectInvalid(Poke(offer, 16 + 28, 2, 4), "OFFER gpu");
+  ExpectInvalid(Poke(offer, 16 + 28, 1, 4), "OFFER body bytes");
   ExpectInvalid(Poke(offer, 16 + 48, 0, 4), "page 0 bytes");
   ExpectInvalid(Poke(offer, 16 + 52, HandOffPart::kPageBytesMax + 1, 4), "page 1 bytes");
   ExpectInvalid(Poke(offer, 8, uint64_t{1} << 40, 8), "OFFER body bytes");
@@ -178,6 +203,13 @@ TEST(Wire, LimitsAreNamed) {
   ExpectInvalid(Poke(accept, 16 + 20, 50, 4), "ACCEPT local name bytes");
   ExpectInvalid(Poke(EncodeRegion({3, 4096}), 16, kRegionsMax, 4), "region");
   ExpectInvalid(Poke(EncodeRegion({3, 4096}), 16 + 8, 0, 8), "region bytes");
+  ExpectInvalid(Poke(EncodeRegion({3, 4096}), 16 + 4, 1, 4), "REGION body bytes");
+  ExpectInvalid(Poke(EncodeRegion({3, 4096}), 16 + 4, 2, 4), "REGION gpu");
+  ExpectInvalid(Poke(EncodeRegion(ExampleSlab()), 16 + 4, 0, 4), "REGION body bytes");
+  ExpectInvalid(Poke(EncodeRegion(ExampleSlab()), 16 + 16, 0, 8), "REGION GPU's name");
+  const std::string of_gpu = EncodeOffer(kExampleToken, 7, ExampleGpuPart());
+  ExpectInvalid(Poke(of_gpu, 16 + 28, 0, 4), "OFFER body bytes");
+  ExpectInvalid(Poke(of_gpu, 16 + 48, 0, 8), "OFFER GPU's name");
   const std::string join = EncodeJoin({kExampleToken, 3});
   ExpectInvalid(Poke(join, 16 + 16, kLanesMax + 1, 4), "JOIN lane");
   ExpectInvalid(Poke(EncodeJoined({}), 16 + 4, 2, 4), "JOINED last_known");
