@@ -16,14 +16,14 @@ namespace kvmanager {
 
 class DeviceCopier {
  public:
-  /// Memory that a sender passed. Kept mapped a while after its last user has let go.
+  /// Memory that a sender passed. Kept mapped a while after its last user has let go (Sweep).
   class Source {
    public:
     virtual ~Source() = default;
   };
   struct Page {
-    std::shared_ptr<Source> from;
-    uint64_t offset = 0;  // in it; the page is within its bytes
+    Source* from = nullptr;  // one of the job's sources
+    uint64_t offset = 0;     // in it; the page is within its bytes
     uint8_t* to = nullptr;
     uint32_t bytes = 0;
     uint64_t checksum = 0;  // set: XXH3-64 of what is in the target
@@ -35,9 +35,12 @@ class DeviceCopier {
   virtual ~DeviceCopier() = default;
   /// slab.fd is taken. Whether it is what it says shows when it is copied from.
   virtual std::shared_ptr<Source> Open(const DeviceSlab& slab) = 0;
-  /// Targets are memory of the GPU `device` (HandOffReceiver::Accepted). copied: called once, from any thread; nothing
-  /// is written after.
-  virtual void Copy(int device, std::vector<Page> pages, Copied copied) = 0;
+  /// Targets are memory of the GPU `device` (HandOffReceiver::Accepted). sources: shared until `copied`, which is
+  /// called once, from any thread; nothing is written after.
+  virtual void Copy(int device, std::vector<std::shared_ptr<Source>> sources, std::vector<Page> pages,
+                    Copied copied) = 0;
+  /// Lets go of memory that nobody has used since the last call.
+  virtual void Sweep() = 0;
 };
 
 }  // namespace kvmanager

@@ -77,6 +77,7 @@ void DevicePool::RemakeIfForsaken(uint32_t slab) {
   allocator_.Withdraw(slab);
   memory_->Unmake(slab);
   exports_[slab].exported = false;
+  ++exports_[slab].generation;
   if (memory_->Make(slab).ok()) {
     allocator_.Restore(slab);
   } else {

@@ -48,6 +48,8 @@ class DevicePool final : public SlotPool {
   absl::StatusOr<int> Export(uint32_t slab);
   void ImporterGone(uint32_t slab);
   uint32_t importers(uint32_t slab) const { return exports_[slab].importers; }
+  /// How often the slab's memory was made anew.
+  uint32_t generation(uint32_t slab) const { return exports_[slab].generation; }
 
   /// Tries again to make lost slabs; Allocate and ImporterGone do so too.
   void RemakeLost();
@@ -63,6 +65,7 @@ class DevicePool final : public SlotPool {
   struct Exports {
     bool exported = false;  // since its memory was made
     uint32_t importers = 0;
+    uint32_t generation = 0;
   };
 
   DevicePool(std::unique_ptr<SlabMemory> memory, const SlabAllocator::Options& options)

@@ -164,8 +164,8 @@ class CacheService final : public api::Cache::Server {
  private:
   using Prefixes = std::vector<std::vector<BlockName>>;
 
-  // The sequence waits in the host's memory, perhaps while its last pages arrive. To a cache on a GPU it comes as a
-  // copy, once all of them are here.
+  // The sequence waits in its memory, perhaps while its last pages arrive. To a cache in another it comes as a copy,
+  // once all of them are here; from one GPU to another by way of the host.
   kj::Promise<absl::Status> ClaimShown(const std::string& ticket, ClaimContext context) {
     HandOffDesk& desk = *session_->daemon().desk;
     const absl::StatusOr<SequenceId> waiting = desk.Find(ticket, cache_.id);
@@ -173,10 +173,25 @@ class CacheService final : public api::Cache::Server {
     if (!store().IsTwin(cache_.id, *waiting)) return ClaimHere(ticket, context);
     if (absl::Status begun = desk.BeginClaim(ticket); !begun.ok()) return begun;
     return desk.WhenSettled(*waiting)
-        .then([this, id = *waiting] { return Arrive(session_->daemon(), store().Copy(id, config_.device)); })
+        .then([this, id = *waiting] { return CopyHere(id); })
         .attach(kj::defer([&desk, ticket] { desk.EndClaim(ticket); }))
         .then([this, ticket, context](absl::StatusOr<Arrived> copy) mutable {
           return copy.ok() ? ClaimCopy(ticket, *std::move(copy), context) : copy.status();
+        });
+  }
+  kj::Promise<absl::StatusOr<Arrived>> CopyHere(SequenceId id) {
+    using Copied = kj::Promise<absl::StatusOr<Arrived>>;
+    const auto info = store().DescribeSequence(id);
+    if (!info.ok()) return absl::StatusOr<Arrived>(info.status());
+    const bool on_gpu = store().DescribeCache(info->cache)->config.device != CacheConfig::kHost;
+    if (!on_gpu || config_.device == CacheConfig::kHost) {
+      return Arrive(session_->daemon(), store().Copy(id, config_.device));
+    }
+    return Arrive(session_->daemon(), store().Copy(id, CacheConfig::kHost))
+        .then([this](absl::StatusOr<Arrived> copy) -> Copied {
+          if (!copy.ok()) return absl::StatusOr<Arrived>(copy.status());
+          auto here = Arrive(session_->daemon(), store().Copy(copy->sequence(), config_.device));
+          return here.attach(kj::heap<Arrived>(*std::move(copy)));
         });
   }
   absl::Status ClaimHere(const std::string& ticket, ClaimContext& context) {

@@ -26,6 +26,7 @@ namespace kvmanager {
 
 class HandOffDesk;
 class InProcess;
+class PeerCopier;
 class PollList;
 class Session;
 
@@ -37,6 +38,7 @@ struct DaemonContext {
   PageStore* store = nullptr;
   WorkerPool* workers = nullptr;
   Transport* transport = nullptr;
+  const PeerCopier* copier = nullptr;  // of pages of other daemons' GPUs; nullptr: none are taken
   MessageQueue* queue = nullptr;
   ServerMetrics* metrics = nullptr;
   const StoreMetrics* store_metrics = nullptr;

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/server/limits.h"
+#include "kvmanager/server/make_device_codec.h"
 #include "kvmanager/server/on_worker.h"
 #include "kvmanager/server/serve.h"
 #include "kvmanager/server/service.h"
@@ -225,8 +226,8 @@ class DaemonService final : public api::Daemon::Server {
     reply.setApiMinor(api::API_MINOR);
     reply.setBootEpoch(daemon.boot_epoch);
     reply.setVersion(capnp::Text::Reader(kVersion.data(), kVersion.size()));
-    std::vector<const char*> names = {"inline", "hand-off", "hand-off-stream", "output-factors", "prompt-tokens",
-                                      "choose-peer"};
+    std::vector<const char*> names = {"inline",         "hand-off",      "hand-off-stream",
+                                      "output-factors", "prompt-tokens", "choose-peer"};
     if (session_->unix_socket()) names.push_back("arena");
     if (session_->unix_socket() && !daemon.devices.empty()) names.push_back("device");
     if (daemon.options->busy_poll_us > 0) names.push_back("busy-poll");

@@ -13,6 +13,7 @@ namespace kvmanager {
 class DeviceEncodeQueue;
 class DeviceEncodes;
 class DeviceIndexes;
+class DeviceSends;
 class DeviceStreams;
 class ReleaseEpochs;
 
@@ -43,6 +44,7 @@ struct DeviceContext {
   DeviceEncodeQueue* encode_queue = nullptr;  // the store's executor
   DeviceEncodes* encodes = nullptr;
   DeviceIndexes* indexes = nullptr;
+  DeviceSends* sends = nullptr;  // nullptr: its pages are sent by way of the host
 };
 
 }  // namespace kvmanager

@@ -122,24 +122,6 @@ class DeviceArenaService final : public api::Arena::Server {
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<const DeviceCodec>> MakeDeviceCodec(const DeviceContext& device, const Codec& codec,
-                                                                   int layers) {
-  KV_RETURN_IF_ERROR(device.device->Use());
-  std::unique_ptr<DeviceCodec> made = codec.NewDeviceCodec();
-  for (int layer = 0; layer < layers; ++layer) {
-    if (made != nullptr && made->attention(layer) != nullptr) continue;
-    return FieldError(
-        absl::StatusCode::kFailedPrecondition, "codec", codec.info().spec,
-        "one with kernels for a GPU, in pages of 64 tokens with head_dim 64 or 128: raw, pq by codes and without "
-        "rebuild, hack, zack, million, zack+hack or zack+million, with the parameters that docs/api.md names (Caches "
-        "on a GPU)");
-  }
-  // Freeing what it has on the device waits for all streams.
-  return std::shared_ptr<const DeviceCodec>(made.release(), [streams = device.streams](const DeviceCodec* gone) {
-    streams->Retire(std::shared_ptr<const DeviceCodec>(gone));
-  });
-}
-
 absl::StatusOr<uint64_t> DeviceArena::RoundedBytes(uint64_t bytes) {
   if (bytes == 0 || bytes > limits::kArenaBytesMax) {
     return InvalidField("bytes", bytes, absl::StrCat("1..", limits::kArenaBytesMax));

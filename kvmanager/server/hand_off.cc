@@ -8,7 +8,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/server/device_encodes.h"
 #include "kvmanager/server/limits.h"
+#include "kvmanager/server/make_device_codec.h"
 #include "kvmanager/server/manifest.h"
 
 namespace kvmanager {
@@ -18,17 +20,18 @@ namespace kvmanager {
 class HandOffDesk::Incoming final : public IncomingHandOff, public std::enable_shared_from_this<Incoming> {
  public:
   Incoming(HandOffDesk* desk, std::unique_ptr<ImportLease> import, std::string peer, std::string ticket,
-           uint64_t tokens, size_t first_pages)
+           uint64_t tokens, size_t first_pages, GpuLanding landing)
       : peer(std::move(peer)),
         ticket(std::move(ticket)),
         tokens(tokens),
+        landing(std::move(landing)),
         desk_(desk),
         queue_(desk->daemon_->queue),
         import_(std::move(import)) {
     for (size_t i = 0; i < first_pages; ++i) first_targets_.push_back(import_->target(i));
   }
   ~Incoming() override {
-    queue_->Post([import = std::move(import_)]() mutable { import.reset(); });
+    queue_->Post([import = std::move(import_), landing = std::move(landing)]() mutable { import.reset(); });
   }
 
   absl::Span<uint8_t> target(uint32_t page) const override {
@@ -37,6 +40,15 @@ class HandOffDesk::Incoming final : public IncomingHandOff, public std::enable_s
     return last_targets_[page - first_targets_.size()];
   }
   void Arrived(absl::Span<const uint32_t> pages) override {
+    if (landing.device != nullptr) {
+      std::vector<ArrivedPage> good;  // which are a GPU's to look at
+      good.reserve(pages.size());
+      for (const uint32_t page : pages) good.push_back({page, 0});
+      queue_->Post([self = shared_from_this(), good = std::move(good)]() mutable {
+        self->desk_->Landed(*self, std::move(good));
+      });
+      return;
+    }
     for (size_t at = 0; at < pages.size(); at += kValidateAtOnce) {
       const auto some = pages.subspan(at, kValidateAtOnce);
       desk_->daemon_->workers->Post(
@@ -84,6 +96,7 @@ class HandOffDesk::Incoming final : public IncomingHandOff, public std::enable_s
   const std::string peer;
   const std::string ticket;
   const uint64_t tokens;
+  GpuLanding landing;                                // where its targets are; unchanged while this lives
   SequenceId sequence = 0;                           // once it is shown
   absl::Status failed;                               // why it ended early
   absl::AnyInvocable<void(absl::Status)> completed;  // the sender has sent everything
@@ -99,6 +112,8 @@ class HandOffDesk::Incoming final : public IncomingHandOff, public std::enable_s
 struct HandOffDesk::Offered {
   std::string peer;
   HandOffFirst first;
+  GpuName gpu = {};  // whose pages they are
+  GpuLanding landing;
   absl::StatusOr<std::shared_ptr<const Codec>> codec = std::shared_ptr<const Codec>();
   int64_t room_ms = 0;
   OfferReply reply;
@@ -119,6 +134,7 @@ void HandOffDesk::Offer(std::string peer, HandOffPart part, int64_t room_ms, Off
         absl::StatusOr<HandOffFirst> first = ParseFirstManifest(part.manifest, part.page_bytes);
         if (!first.ok()) return Answer(*offered, first.status());
         offered->first = *std::move(first);
+        offered->gpu = part.gpu;
         Consider(std::move(offered));
       });
 }
@@ -138,7 +154,31 @@ void HandOffDesk::Consider(std::shared_ptr<Offered> offered) {
   daemon_->workers->Post(WorkerPool::Priority::kEncode, [this, queue = daemon_->queue, registry = daemon_->registry,
                                                          offered = std::move(offered)]() mutable {
     offered->codec = PageStore::MakeCodec(*registry, offered->first.config);
-    queue->Post([this, offered = std::move(offered)]() mutable { TryAccept(std::move(offered)); });
+    queue->Post([this, offered = std::move(offered)]() mutable {
+      offered->gpu == GpuName() ? TryAccept(std::move(offered)) : ConsiderGpu(std::move(offered));
+    });
+  });
+}
+
+// Pages of a GPU land on one at once, or the sender sends them by way of the host, where they may wait for room. What a
+// codec has on a GPU is uploaded: on a worker, too.
+void HandOffDesk::ConsiderGpu(std::shared_ptr<Offered> offered) {
+  if (!offered->codec.ok()) return Answer(*offered, offered->codec.status());
+  const std::shared_ptr<const Codec> codec = *offered->codec;
+  const auto chosen = ChooseGpu(*daemon_, offered->gpu, offered->first, *codec);
+  if (!chosen.ok()) return Answer(*offered, chosen.status());
+  offered->first.config.device = (*chosen)->ordinal;
+  daemon_->workers->Post(WorkerPool::Priority::kEncode, [this, queue = daemon_->queue, device = *chosen, codec,
+                                                         offered = std::move(offered)]() mutable {
+    auto made = MakeDeviceCodec(*device, *codec, offered->first.config.layers);
+    queue->Post([this, device, made = std::move(made), offered = std::move(offered)]() mutable {
+      if (!made.ok()) return Answer(*offered, OfferFromHost(made.status()));
+      offered->landing = {device, *std::move(made)};
+      absl::StatusOr<Accepted> accepted = Accept(*offered);
+      const bool by_host =
+          absl::IsResourceExhausted(accepted.status()) || absl::IsFailedPrecondition(accepted.status());
+      Answer(*offered, by_host ? OfferFromHost(accepted.status()) : std::move(accepted));
+    });
   });
 }
 
@@ -200,13 +240,17 @@ absl::StatusOr<HandOffReceiver::Accepted> HandOffDesk::Accept(Offered& offered) 
   ticket->tokens = offered.first.tokens;
   tickets_.emplace(name, std::move(ticket));
   SetTicketGauge();
-  return Accepted{std::make_shared<Incoming>(this, std::move(import), offered.peer, name, offered.first.tokens,
-                                             offered.first.pages.size()),
-                  name};
+  Accepted accepted{std::make_shared<Incoming>(this, std::move(import), offered.peer, name, offered.first.tokens,
+                                               offered.first.pages.size(), offered.landing),
+                    name};
+  if (offered.landing.device != nullptr) accepted.device = offered.landing.device->ordinal;
+  return accepted;
 }
 
 void HandOffDesk::Answer(Offered& offered, absl::StatusOr<Accepted> accepted) {
-  if (!accepted.ok()) {
+  if (WantsHostPages(accepted.status())) {
+    spdlog::info("hand-off from {} is to come by way of the host: {}", offered.peer, accepted.status().ToString());
+  } else if (!accepted.ok()) {
     daemon_->metrics->hand_offs_refused.Increment();
     spdlog::warn("hand-off from {} refused: {}", offered.peer, accepted.status().ToString());
   }
@@ -264,9 +308,18 @@ absl::Status HandOffDesk::Extend(Incoming& incoming, const HandOffPart& part) {
 void HandOffDesk::Landed(Incoming& incoming, absl::StatusOr<std::vector<ArrivedPage>> pages) {
   if (!incoming.failed.ok()) return;
   const absl::Status status = pages.ok() ? incoming.import().Arrived(*pages) : pages.status();
+  PostEncodes(incoming);
   if (status.ok()) return GoOn(incoming);
   daemon_->metrics->hand_offs_refused.Increment();
   Fail(incoming, status);
+}
+
+// What Arrived gave to a GPU's queue, which is of all who use that GPU: its bytes are there.
+void HandOffDesk::PostEncodes(const Incoming& incoming) {
+  if (incoming.landing.device == nullptr) return;
+  for (DeviceEncodeJob& job : incoming.landing.device->encode_queue->Take()) {
+    incoming.landing.device->encodes->Post(incoming.landing.codec, std::move(job));
+  }
 }
 
 void HandOffDesk::Complete(Incoming& incoming, absl::AnyInvocable<void(absl::Status)> reply) {
@@ -301,6 +354,7 @@ void HandOffDesk::GoOn(Incoming& incoming) {
   const absl::Status committed = import.Commit();
   if (!committed.ok()) return Fail(incoming, committed);
   daemon_->metrics->hand_offs_received.Increment();
+  if (incoming.landing.device != nullptr) daemon_->metrics->hand_offs_between_gpus.Increment();
   spdlog::info("hand-off from {}: {} tokens are here", incoming.peer, incoming.tokens);
   Settle(incoming.sequence);
   std::exchange(incoming.completed, nullptr)(absl::OkStatus());

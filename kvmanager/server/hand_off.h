@@ -19,6 +19,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "kvmanager/server/context.h"
+#include "kvmanager/server/hand_off_gpu.h"
 #include "transport/transport.h"
 
 namespace kvmanager {
@@ -52,7 +53,7 @@ class HandOffDesk final : public HandOffReceiver {
   /// While its sequence is copied nobody else may: FAILED_PRECONDITION if somebody does. Claim and EndClaim end it.
   absl::Status BeginClaim(absl::string_view ticket);
   void EndClaim(absl::string_view ticket);
-  /// Takes over a received sequence, once. It is in the host's memory: `cache`, or the host's of equal digest. Errors:
+  /// Takes over a received sequence, once. It is of `cache`, or of one of equal digest in another memory. Errors:
   /// Find's.
   absl::StatusOr<Claimed> Claim(absl::string_view ticket, CacheId cache);
 
@@ -85,6 +86,7 @@ class HandOffDesk final : public HandOffReceiver {
 
   absl::Status MayReceive() const;
   void Consider(std::shared_ptr<Offered> offered);
+  void ConsiderGpu(std::shared_ptr<Offered> offered);
   // Whether it was answered; else it waits for room.
   void TryAccept(std::shared_ptr<Offered> offered);
   absl::StatusOr<Accepted> Accept(Offered& offered);
@@ -96,6 +98,7 @@ class HandOffDesk final : public HandOffReceiver {
   // Of one that is being received.
   absl::Status Extend(Incoming& incoming, const HandOffPart& part);
   void Landed(Incoming& incoming, absl::StatusOr<std::vector<ArrivedPage>> pages);
+  void PostEncodes(const Incoming& incoming);
   void Complete(Incoming& incoming, absl::AnyInvocable<void(absl::Status)> reply);
   void Abort(Incoming& incoming, const absl::Status& why);
   void GoOn(Incoming& incoming);  // shows and commits what it can

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/server/hand_off_gpu.h"
 #include "kvmanager/server/peer_choice.h"
 
 namespace kvmanager {
@@ -63,7 +64,9 @@ kj::Promise<Begun> TryFrom(kj::Own<Trial> trial, size_t at) {
       return tried.attach(kj::mv(trial));
     }
     const absl::StatusCode code = trial->best.ok() ? absl::StatusCode::kUnavailable : trial->best.code();
-    return Begun(absl::Status(code, absl::StrCat("no peer takes the hand-off: ", trial->refusals)));
+    absl::Status none(code, absl::StrCat("no peer takes the hand-off: ", trial->refusals));
+    if (WantsHostPages(trial->best)) none = WithDetail(std::move(none), DetailOf(trial->best));
+    return Begun(std::move(none));
   }
   const std::string peer = trial->order[at];
   auto tried = TryOne(*trial, peer, 0);

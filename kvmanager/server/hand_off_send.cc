@@ -8,6 +8,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/server/device_sends.h"
+#include "kvmanager/server/hand_off_gpu.h"
 #include "kvmanager/server/manifest.h"
 
 namespace kvmanager {
@@ -19,6 +21,10 @@ HandOffPart MakePart(std::string manifest, absl::Span<const HandOffPage> pages) 
   part.page_bytes.reserve(pages.size());
   for (const HandOffPage& page : pages) part.page_bytes.push_back(page.bytes);
   return part;
+}
+
+absl::Status NoGpuPages(const absl::Status& why) {
+  return FieldError(absl::StatusCode::kFailedPrecondition, "gpu", std::string(why.message()), "pages that it can send");
 }
 
 }  // namespace
@@ -34,8 +40,27 @@ absl::StatusOr<std::shared_ptr<OutgoingHandOff>> OutgoingHandOff::Begin(DaemonCo
                                                                         std::unique_ptr<ExportLease> lease,
                                                                         Target target) {
   auto made = std::make_shared<OutgoingHandOff>(daemon, std::move(lease), std::move(target));
+  KV_RETURN_IF_ERROR(made->FindGpu());
   KV_RETURN_IF_ERROR(made->Offer());
   return made;
+}
+
+absl::Status OutgoingHandOff::FindGpu() {
+  const HandOffFirst& first = lease_->first();
+  if (first.config.device == CacheConfig::kHost) return absl::OkStatus();
+  for (const DeviceContext* device : daemon_.devices) {
+    if (device->ordinal == first.config.device && device->sends != nullptr) gpu_ = device;
+  }
+  if (gpu_ == nullptr) return NoGpuPages(absl::UnavailableError("a GPU that sends nothing itself"));
+  // What a GPU reads of another goes at the link's rate.
+  if (!daemon_.options->peer_local_copy || daemon_.options->peer_rate_bytes != 0) {
+    return NoGpuPages(absl::UnavailableError("a daemon whose memory no other may read, or whose rate is limited"));
+  }
+  for (const HandOffPage& page : first.pages) {
+    if (page.bytes >= kPageHashBytesMin) continue;
+    return NoGpuPages(InvalidField("page bytes", page.bytes, absl::StrCat("at least ", kPageHashBytesMin)));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status OutgoingHandOff::Offer() {
@@ -45,6 +70,7 @@ absl::Status OutgoingHandOff::Offer() {
   SendRequest request;
   request.peer = target_.peer;
   request.first = MakePart(WriteFirstManifest(first), first.pages);
+  if (gpu_ != nullptr) request.first.gpu = gpu_->device->info().uuid;
   request.stall_ms = std::min(target_.timeout_ms, SendRequest::kStallMsDefault);
   request.room_ms = target_.room_ms;
   if (request.first.manifest.size() > HandOffPart::kManifestBytesMax || pages > HandOffPart::kPagesMax) {
@@ -73,28 +99,68 @@ absl::Status OutgoingHandOff::Offer() {
   return absl::OkStatus();
 }
 
-std::vector<SendPage> OutgoingHandOff::PagesOf(absl::Span<const ExportedPage> pages) const {
+uint32_t OutgoingHandOff::LayerOf(uint32_t page) const {
   const std::vector<HandOffPage>& first = lease_->first().pages;
+  return page < first.size() ? first[page].layer : lease_->last()->pages[page - first.size()].layer;
+}
+
+void OutgoingHandOff::Post(absl::Span<const ExportedPage> pages, absl::Span<const ExportedOpenPage> open) {
+  if (pages.empty()) return;
+  if (gpu_ != nullptr) return PostFromGpu(pages, open);
   std::vector<SendPage> out;
   out.reserve(pages.size());
+  for (const ExportedPage& page : pages) out.push_back({page.page, page.bytes, page.checksum, LayerOf(page.page)});
+  daemon_.transport->Post(*transfer_, std::move(out));
+}
+
+// A checksum that is known is what the page had when it was made: it is sent as it is, so that the receiver notices
+// what changed since.
+void OutgoingHandOff::PostFromGpu(absl::Span<const ExportedPage> pages, absl::Span<const ExportedOpenPage> open) {
+  std::vector<SendPage> out;
+  out.reserve(pages.size());
+  DeviceSends::Work work;
+  const DeviceSlab* slab = nullptr;  // most pages lie where the one before does
   for (const ExportedPage& page : pages) {
-    const uint32_t layer =
-        page.page < first.size() ? first[page.page].layer : lease_->last()->pages[page.page - first.size()].layer;
-    out.push_back({page.page, page.bytes, page.checksum, layer});
+    if (slab == nullptr || page.bytes.data() < slab->data || page.bytes.data() >= slab->data + slab->bytes) {
+      const auto found = gpu_->sends->SlabOf(page.bytes.data());
+      if (!found.ok()) return Fail(NoGpuPages(found.status()));
+      slab = found->get();
+      if (std::find(slabs_.begin(), slabs_.end(), *found) == slabs_.end()) slabs_.push_back(*found);
+    }
+    out.push_back({page.page, page.bytes, page.checksum, LayerOf(page.page), slab});
+    work.pages.push_back({page.bytes.data(), static_cast<uint32_t>(page.bytes.size())});
   }
-  return out;
+  const PageLayout& layout = lease_->first().config.layout;
+  const auto token_bytes = static_cast<uint32_t>(layout.head_dim * sizeof(uint16_t));
+  work.shape.rows = 2 * static_cast<uint32_t>(layout.kv_heads);
+  work.shape.row_bytes = static_cast<uint32_t>(layout.page_tokens) * token_bytes;
+  work.shape.kept_bytes = static_cast<uint32_t>(lease_->first().tokens % layout.page_tokens) * token_bytes;
+  for (const ExportedOpenPage& page : open) work.open.push_back({page.from, page.to});
+  gpu_->sends->Prepare(std::move(work), [self = shared_from_this(), lease = lease_, out = std::move(out)](
+                                            absl::StatusOr<std::vector<uint64_t>> checksums) mutable {
+    if (self->ended_.has_value()) return;
+    if (!checksums.ok()) return self->Fail(NoGpuPages(checksums.status()));
+    for (size_t i = 0; i < out.size(); ++i) {
+      if (out[i].checksum == 0) out[i].checksum = (*checksums)[i];
+    }
+    self->daemon_.transport->Post(*self->transfer_, std::move(out));
+  });
+}
+
+void OutgoingHandOff::Fail(absl::Status why) {
+  failed_ = std::move(why);
+  Cancel();
 }
 
 void OutgoingHandOff::Pump() {
   if (ended_.has_value()) return;
-  const std::vector<ExportedPage> ready = lease_->TakeReady();
-  if (!ready.empty()) daemon_.transport->Post(*transfer_, PagesOf(ready));
+  Post(lease_->TakeReady());
   const HandOffLast* const last = lease_->last();
   if (last == nullptr || !blob_.has_value() || std::exchange(said_last_, true)) return;
   HandOffPart part = MakePart(WriteLastManifest(*last, *blob_), last->pages);
   part.withdrawn = last->withdrawn;
   daemon_.transport->Finish(*transfer_, std::move(part));
-  if (!last->pages.empty()) daemon_.transport->Post(*transfer_, PagesOf(lease_->last_pages()));
+  Post(lease_->last_pages(), lease_->open_pages());
 }
 
 void OutgoingHandOff::OnAccepted(std::string ticket) {
@@ -103,15 +169,19 @@ void OutgoingHandOff::OnAccepted(std::string ticket) {
 }
 
 void OutgoingHandOff::OnDone(absl::StatusOr<SendResult> result) {
+  if (!result.ok() && !failed_.ok()) result = failed_;
   lease_.reset();
+  slabs_.clear();
   ended_ = result.status();
   if (result.ok()) {
     daemon_.metrics->hand_offs_sent.Increment();
     spdlog::info("hand-off to {}: {} pages, {} bytes, {} pages skipped, {} bytes sent again, {:.3f} s", target_.peer,
                  result->pages_sent, result->bytes_sent, result->pages_skipped, result->bytes_resent, result->seconds);
   } else {
-    daemon_.metrics->hand_offs_send_failed.Increment();
-    spdlog::warn("hand-off to {} failed: {}", target_.peer, result.status().ToString());
+    // What is sent again by way of the host has not failed.
+    if (!WantsHostPages(result.status())) daemon_.metrics->hand_offs_send_failed.Increment();
+    spdlog::log(WantsHostPages(result.status()) ? spdlog::level::info : spdlog::level::warn,
+                "hand-off to {} failed: {}", target_.peer, result.status().ToString());
   }
   if (accepted_.get() != nullptr && !result.ok()) accepted_->fulfill(absl::StatusOr<std::string>(result.status()));
   if (finished_.get() == nullptr) return;

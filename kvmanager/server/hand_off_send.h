@@ -32,7 +32,8 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
     bool goes_on = false;    // as PageStore::ExportWhole's
   };
 
-  /// Offers it and sends its pages as the lease has them. Errors: INVALID_ARGUMENT for one that is too long.
+  /// Offers it and sends its pages as the lease has them, those of a GPU out of its memory. Errors: INVALID_ARGUMENT
+  /// for one that is too long; WantsHostPages.
   static absl::StatusOr<std::shared_ptr<OutgoingHandOff>> Begin(DaemonContext& daemon,
                                                                 std::unique_ptr<ExportLease> lease, Target target);
   OutgoingHandOff(DaemonContext& daemon, std::unique_ptr<ExportLease> lease, Target target);
@@ -57,11 +58,18 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
   void Pump();
   void OnAccepted(std::string ticket);
   void OnDone(absl::StatusOr<SendResult> result);
-  std::vector<SendPage> PagesOf(absl::Span<const ExportedPage> pages) const;
+  uint32_t LayerOf(uint32_t page) const;
+  absl::Status FindGpu();
+  void Post(absl::Span<const ExportedPage> pages, absl::Span<const ExportedOpenPage> open = {});
+  void PostFromGpu(absl::Span<const ExportedPage> pages, absl::Span<const ExportedOpenPage> open);
+  void Fail(absl::Status why);
 
   DaemonContext& daemon_;
-  std::unique_ptr<ExportLease> lease_;  // nullptr once it has ended
+  std::shared_ptr<ExportLease> lease_;  // nullptr once it has ended; a GPU that still works for it shares it
   const Target target_;
+  const DeviceContext* gpu_ = nullptr;                    // whose pages they are
+  std::vector<std::shared_ptr<const DeviceSlab>> slabs_;  // in which they lie
+  absl::Status failed_;                                   // why this ended it
   std::optional<uint64_t> transfer_;
   int64_t begun_unix_ns_ = 0;
   std::string ticket_;               // empty before it was accepted

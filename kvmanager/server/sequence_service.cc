@@ -8,6 +8,7 @@
 #include "kvmanager/server/device_work.h"
 #include "kvmanager/server/hand_off.h"
 #include "kvmanager/server/hand_off_begin.h"
+#include "kvmanager/server/hand_off_gpu.h"
 #include "kvmanager/server/hand_off_send.h"
 #include "kvmanager/server/limits.h"
 #include "kvmanager/server/peer_choice.h"
@@ -264,7 +265,8 @@ class SequenceService final : public api::Sequence::Server {
         [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
   }
 
-  // By way of the host's memory: what is sent is a copy there, which goes with the promise.
+  // Out of the GPU's memory; where that cannot be, by way of the host's: what is sent is then a copy there, which goes
+  // with the promise.
   kj::Promise<absl::StatusOr<SentHandOff>> SendFromDevice(const std::shared_ptr<const BoundCache>& bound,
                                                           HandOffTargets targets, std::string blob) {
     using Sent = kj::Promise<absl::StatusOr<SentHandOff>>;
@@ -273,24 +275,46 @@ class SequenceService final : public api::Sequence::Server {
       return absl::StatusOr<SentHandOff>(absl::DeadlineExceededError(
           absl::StrCat("the hand-off did not end within ", ms, " ms, its copy to the host included")));
     });
-    return CopyToHost(session_, bound, id_)
-        .then([session = session_, targets = std::move(targets),
+    return WhenWritten(session_, bound, id_)
+        .then([session = session_, id = id_, targets, blob](absl::Status written) -> Sent {
+          if (!written.ok()) return absl::StatusOr<SentHandOff>(written);
+          return SendSequence(session->daemon(), id, targets, blob);
+        })
+        .then([session = session_, bound, id = id_, targets, blob](absl::StatusOr<SentHandOff> sent) -> Sent {
+          const bool has_room = !absl::IsResourceExhausted(sent.status());
+          if (has_room && !WantsHostPages(sent.status()) && !IsOfWrongMemory(sent.status())) return sent;
+          return SendFromHost(session, bound, id, targets, blob);
+        })
+        .exclusiveJoin(kj::mv(deadline));
+  }
+  static bool IsOfWrongMemory(const absl::Status& status) {
+    return absl::IsFailedPrecondition(status) && DetailOf(status).field == "device";
+  }
+  static kj::Promise<absl::StatusOr<SentHandOff>> SendFromHost(const std::shared_ptr<Session>& session,
+                                                               const std::shared_ptr<const BoundCache>& bound,
+                                                               SequenceId id, HandOffTargets targets,
+                                                               std::string blob) {
+    using Sent = kj::Promise<absl::StatusOr<SentHandOff>>;
+    return WhenWritten(session, bound, id)
+        .then([session, id](absl::Status written) -> kj::Promise<absl::StatusOr<Arrived>> {
+          if (!written.ok()) return absl::StatusOr<Arrived>(written);
+          return Arrive(session->daemon(), session->daemon().store->Copy(id, CacheConfig::kHost));
+        })
+        .then([session, targets = std::move(targets),
                blob = std::move(blob)](absl::StatusOr<Arrived> copy) mutable -> Sent {
           if (!copy.ok()) return absl::StatusOr<SentHandOff>(copy.status());
           auto sent = SendSequence(session->daemon(), copy->sequence(), std::move(targets), std::move(blob));
           return sent.attach(kj::heap<Arrived>(*std::move(copy)));
-        })
-        .exclusiveJoin(kj::mv(deadline));
+        });
   }
-  static kj::Promise<absl::StatusOr<Arrived>> CopyToHost(const std::shared_ptr<Session>& session,
-                                                         const std::shared_ptr<const BoundCache>& bound,
-                                                         SequenceId id) {
+  // Once everything that was appended to the sequence is in its pages.
+  static kj::Promise<absl::Status> WhenWritten(const std::shared_ptr<Session>& session,
+                                               const std::shared_ptr<const BoundCache>& bound, SequenceId id) {
     return WhenAppended(session, bound->cache, id)
-        .then([session, bound, id](absl::Status appended) -> kj::Promise<absl::StatusOr<Arrived>> {
-          if (!appended.ok()) return absl::StatusOr<Arrived>(appended);
+        .then([session, bound, id](absl::Status appended) -> kj::Promise<absl::Status> {
           // The engine may have gone on meanwhile.
-          if (!HasWritten(*session, bound->cache, id)) return CopyToHost(session, bound, id);
-          return Arrive(session->daemon(), session->daemon().store->Copy(id, CacheConfig::kHost));
+          if (!appended.ok() || HasWritten(*session, bound->cache, id)) return appended;
+          return WhenWritten(session, bound, id);
         });
   }
 

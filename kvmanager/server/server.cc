@@ -25,6 +25,7 @@
 #include "kvmanager/server/device_encodes.h"
 #include "kvmanager/server/device_indexes.h"
 #include "kvmanager/server/device_mover.h"
+#include "kvmanager/server/device_sends.h"
 #include "kvmanager/server/device_stream.h"
 #include "kvmanager/server/encode_executor.h"
 #include "kvmanager/server/event_loop.h"
@@ -38,6 +39,7 @@
 #include "kvmanager/store/store_metrics.h"
 #include "monitoring/exporter.h"
 #include "monitoring/metrics.h"
+#include "transport/cuda/peer_copier.h"
 #include "transport/tcp/tcp_transport.h"
 #include "transport/transport_metrics.h"
 
@@ -64,6 +66,7 @@ struct DeviceParts {
   std::unique_ptr<DeviceEncodes> encodes;
   std::unique_ptr<DeviceIndexes> indexes;
   std::unique_ptr<DeviceMover> mover;
+  std::unique_ptr<DeviceSends> sends;
   DeviceContext context;
 };
 
@@ -151,6 +154,7 @@ class ServerImpl final : public Server {
         transport.memory.push_back({region->data(), region->bytes(), region->fd()});
       }
     }
+    transport.device_copier = options_.peer_local_copy ? copier_.get() : nullptr;
     KV_ASSIGN_OR_RETURN(transport_, TcpTransport::Create(std::move(transport)));
     daemon_.transport = transport_.get();
     daemon_.peer_listen = transport_->listen_address();
@@ -246,6 +250,8 @@ class ServerImpl final : public Server {
       KV_ASSIGN_OR_RETURN(parts->encodes, DeviceEncodes::Create(parts->device.get(), &polls_, &server_metrics_));
       parts->context.encodes = parts->encodes.get();
       KV_ASSIGN_OR_RETURN(parts->mover, DeviceMover::Create(parts->device.get(), &polls_));
+      KV_ASSIGN_OR_RETURN(parts->sends, DeviceSends::Create(parts->device.get(), parts->pool.get(), &polls_));
+      parts->context.sends = parts->sends.get();
       KV_ASSIGN_OR_RETURN(parts->streams, DeviceStreams::Create(parts->context));
       parts->context.streams = parts->streams.get();
       KV_ASSIGN_OR_RETURN(parts->indexes, DeviceIndexes::Create(parts->context, &polls_));
@@ -263,6 +269,10 @@ class ServerImpl final : public Server {
         HostPinner::Calls{[device](uint8_t* data, size_t bytes) { return device->PinHost(data, bytes); },
                           [device](uint8_t* data) { device->UnpinHost(data); }});
     for (const auto& parts : devices_) parts->mover->SetPinner(pinner_.get());
+    std::vector<const Device*> gpus;
+    for (const auto& parts : devices_) gpus.push_back(parts->device.get());
+    KV_ASSIGN_OR_RETURN(copier_, PeerCopier::Create(gpus));
+    daemon_.copier = copier_.get();
     pin_log_ns_ = clock_.NowNs();
     return absl::OkStatus();
   }
@@ -288,12 +298,13 @@ class ServerImpl final : public Server {
   void EndStreams() {
     for (const auto& parts : devices_) {
       if (parts->streams->Drain(kStreamsEndMs) && parts->mover->Drain(kStreamsEndMs) &&
-          parts->indexes->Drain(kStreamsEndMs)) {
+          parts->sends->Drain(kStreamsEndMs) && parts->indexes->Drain(kStreamsEndMs)) {
         continue;
       }
       spdlog::error("GPU {} still works for connections that ended: its memory goes with the process",
                     parts->context.ordinal);
       (void)pinner_.release();
+      (void)copier_.release();
       for (auto& each : devices_) (void)each.release();
       devices_.clear();
       return;
@@ -350,6 +361,7 @@ class ServerImpl final : public Server {
   PollList polls_;
   std::vector<std::unique_ptr<DeviceParts>> devices_;
   std::unique_ptr<HostPinner> pinner_;
+  std::unique_ptr<PeerCopier> copier_;
   std::unique_ptr<WorkerPool> workers_;
   std::unique_ptr<PoolEncodeExecutor> executor_;
   std::unique_ptr<PageStore> store_;

@@ -53,6 +53,8 @@ ServerMetrics::ServerMetrics(Metrics* m)
       hand_offs_sent(m->Counter("hand_offs_total", kHandOffHelp, {{"direction", "sent"}, {"result", "ok"}})),
       hand_offs_send_failed(m->Counter("hand_offs_total", kHandOffHelp, {{"direction", "sent"}, {"result", "failed"}})),
       hand_offs_received(m->Counter("hand_offs_total", kHandOffHelp, {{"direction", "received"}, {"result", "ok"}})),
+      hand_offs_between_gpus(
+          m->Counter("hand_offs_between_gpus_total", "Hand-offs received out of a peer's GPU into one here")),
       hand_offs_refused(
           m->Counter("hand_offs_total", kHandOffHelp, {{"direction", "received"}, {"result", "refused"}})),
       hand_offs_aborted(

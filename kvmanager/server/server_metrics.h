@@ -81,6 +81,7 @@ struct ServerMetrics {
   prometheus::Counter& hand_offs_sent;
   prometheus::Counter& hand_offs_send_failed;
   prometheus::Counter& hand_offs_received;
+  prometheus::Counter& hand_offs_between_gpus;
   prometheus::Counter& hand_offs_refused;
   prometheus::Counter& hand_offs_aborted;
   prometheus::Counter& hand_offs_claimed;

@@ -16,10 +16,6 @@ api::Daemon::Client MakeDaemonService(std::shared_ptr<Session> session);
 absl::StatusOr<const DeviceContext*> FindDevice(const Session& session, int ordinal);
 /// A stream for this connection, which has none on that GPU. Errors: FAILED_PRECONDITION, RESOURCE_EXHAUSTED.
 absl::StatusOr<std::shared_ptr<DeviceStream>> OpenDeviceStream(Session& session, const DeviceContext& device);
-/// What the codec does on the GPU of this cache. Any thread; the result goes on the loop's. Errors: FAILED_PRECONDITION
-/// where there are no kernels for its pages; CUDA's.
-absl::StatusOr<std::shared_ptr<const DeviceCodec>> MakeDeviceCodec(const DeviceContext& device, const Codec& codec,
-                                                                   int layers);
 void WriteDeviceInfo(const DeviceContext& device, api::DeviceInfo::Builder out);
 /// The lease of a stream: dropping the capability closes it.
 api::DeviceStream::Client MakeDeviceStreamService(std::shared_ptr<Session> session,

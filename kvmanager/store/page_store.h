@@ -229,8 +229,15 @@ struct HandOffLast {
 /// Bytes of a page that is ready to be sent: unchanged while the lease lives.
 struct ExportedPage {
   uint32_t page = 0;
-  absl::Span<const uint8_t> bytes;
-  uint64_t checksum = 0;  // XXH3-64. Of a page that stays in this form the one kept since it was made.
+  absl::Span<const uint8_t> bytes;  // of a cache on a GPU there
+  uint64_t checksum = 0;  // XXH3-64. Of a page that stays in this form the one kept since it was made; 0: on a
+                          // GPU, where nobody has made it yet
+};
+
+/// The first tokens of an open page on a GPU, to be copied before the copy is sent, with zeros behind them.
+struct ExportedOpenPage {
+  const uint8_t* from = nullptr;
+  uint8_t* to = nullptr;
 };
 
 /// A sequence that is being sent, perhaps while it grows. Its pages are pinned once they are full: it may be dropped or
@@ -252,6 +259,9 @@ class ExportLease {
   virtual const HandOffLast* last() const = 0;
   /// Of last()->pages.
   virtual absl::Span<const ExportedPage> last_pages() const = 0;
+  /// Of a cache on a GPU, after Finish: what is to be copied before last_pages' bytes are there, of
+  /// first().tokens % page_tokens tokens each.
+  virtual absl::Span<const ExportedOpenPage> open_pages() const = 0;
 };
 
 struct ArrivedPage {
@@ -264,14 +274,16 @@ class ImportLease {
  public:
   virtual ~ImportLease() = default;
   virtual CacheId cache() const = 0;
-  /// Where the bytes of a page go; empty if the block is already here and need not be sent. Of the last part after
-  /// Extend. A worker may call it once the call that the page is of has returned.
+  /// Where the bytes of a page go, on a GPU if its cache is there; empty if the block is already here and need not be
+  /// sent. Of the last part after Extend. A worker may call it once the call that the page is of has returned.
   virtual absl::Span<uint8_t> target(size_t page) const = 0;
   /// The last part, once: may need slots for pages that were declined. Errors: INVALID_ARGUMENT (what contradicts
   /// itself or the first part), RESOURCE_EXHAUSTED; either leaves everything as it was.
   virtual absl::Status Extend(const HandOffLast& last) = 0;
   /// Looks at the bytes of a page that has arrived, which come from a stranger: an encoded page must be one that the
-  /// codec can compute on, a raw one finite. On any thread; reads as long as it runs. Returns the checksum.
+  /// codec can compute on, a raw one finite. On any thread; reads as long as it runs. Returns the checksum. Of a GPU's
+  /// page nothing is looked at, and 0 returned: kernels are safe on any bytes, since engines write there, too, and what
+  /// leaves the GPU is looked at then.
   virtual absl::StatusOr<uint64_t> Validate(uint32_t page) const = 0;
   /// Pages that passed Validate. Who waits for them goes on. Errors: INVALID_ARGUMENT for one that is not awaited;
   /// those before it have arrived.
@@ -336,6 +348,8 @@ class PageStore {
   static absl::StatusOr<std::shared_ptr<const Codec>> MakeCodec(const CodecRegistry& registry,
                                                                 const CacheConfig& config);
   virtual absl::StatusOr<CacheInfo> DescribeCache(CacheId cache) const = 0;
+  /// Whether a cache of this digest is open on `device`.
+  virtual bool IsOpen(const CacheDigest& digest, int device) const = 0;
   virtual std::shared_ptr<const Codec> codec(CacheId cache) const = 0;  // nullptr: no such cache
   virtual const PageAttention* raw_attention(CacheId cache) const = 0;  // nullptr: no such cache
 
@@ -360,8 +374,8 @@ class PageStore {
   virtual absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, int layer,
                                                               absl::Span<const AttendEntry> entries) = 0;
 
-  // Of caches on a GPU (CacheConfig::device). Append, Attend, hand-offs are not for them, nor these for others:
-  // FAILED_PRECONDITION. Fork and Crop want `copies`.
+  // Of caches on a GPU (CacheConfig::device). Append, Attend, hand-offs that begin early are not for them, nor these
+  // for others: FAILED_PRECONDITION. Fork and Crop want `copies`.
 
   /// Append to layers `first_layer` .. `first_layer + layers - 1`, of which every entry's position must be the token
   /// count. K and V are given to the kernels that write them; whether they are finite is known later, so a sequence is
@@ -425,18 +439,20 @@ class PageStore {
 
   /// A sequence that is complete: begins and finishes at once. goes_on: the receiver appends before it reads, so pages
   /// travel as the token to come will read them, not as the last one did; one that the last token filled may then
-  /// travel encoded, and the receiver cannot crop into it. Errors: FAILED_PRECONDITION naming the shortest layer;
+  /// travel encoded, and the receiver cannot crop into it. On a GPU everything that was appended must have been
+  /// written. Errors: FAILED_PRECONDITION naming the shortest layer, or of a cache on a GPU whose codec has indexes;
   /// RESOURCE_EXHAUSTED.
   virtual absl::StatusOr<std::unique_ptr<ExportLease>> ExportWhole(SequenceId sequence, bool goes_on) = 0;
   absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence) { return ExportWhole(sequence, false); }
-  /// One that will have `tokens` tokens. Errors: INVALID_ARGUMENT (tokens).
+  /// One that will have `tokens` tokens. Errors: INVALID_ARGUMENT (tokens); FAILED_PRECONDITION (of a cache on a GPU).
   virtual absl::StatusOr<std::unique_ptr<ExportLease>> ExportGrowing(SequenceId sequence, uint64_t tokens,
                                                                      bool goes_on) = 0;
   absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence, uint64_t tokens) {
     return ExportGrowing(sequence, tokens, false);
   }
-  /// Errors: INVALID_ARGUMENT (what contradicts itself or its cache), FAILED_PRECONDITION (codec version),
-  /// RESOURCE_EXHAUSTED. codec: as OpenCache's.
+  /// first.config.device: where it is to be. On a GPU it is shown once it is whole, and raw pages are given to the
+  /// executor in Arrived. Errors: INVALID_ARGUMENT (what contradicts itself or its cache), FAILED_PRECONDITION (codec
+  /// version; a codec with indexes, on a GPU), RESOURCE_EXHAUSTED. codec: as OpenCache's.
   virtual absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first,
                                                               std::shared_ptr<const Codec> codec) = 0;
   absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first) { return Import(first, nullptr); }

@@ -23,6 +23,7 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
       if (ref.block != nullptr) store_->UnpinEncoded(ref);
     }
     for (const PageRef& ref : raw_) store_->Unpin(ref);
+    for (const PageRef& ref : open_) store_->Unpin(ref);
     if (copy_ != nullptr) {
       store_->hand_off_blocks.erase(copy_);
       store_->Release(copy_);
@@ -44,6 +45,7 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
   bool finished() const override { return finished_; }
   const HandOffLast* last() const override { return settled_ ? &last_ : nullptr; }
   absl::Span<const ExportedPage> last_pages() const override { return last_pages_; }
+  absl::Span<const ExportedOpenPage> open_pages() const override { return open_pages_; }
 
  private:
   static constexpr uint32_t kNotEncoded = UINT32_MAX;
@@ -64,6 +66,9 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
   // The last part, once nothing of the first is awaited.
   void SettleIfDone();
   void LeaveSequence();
+  uint64_t ChecksumOf(absl::Span<const uint8_t> bytes) const {
+    return cache_->on_device() ? 0 : XXH3_64bits(bytes.data(), bytes.size());
+  }
 
   PageStoreImpl* const store_;
   const std::weak_ptr<const bool> alive_;
@@ -75,6 +80,8 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
   std::vector<uint32_t> numbers_;  // [layers][full blocks] in first_.pages
   std::vector<PageRef> encoded_;   // [first_.pages]; no block: not full yet. Pinned for their encoded form
   std::vector<PageRef> raw_;       // pinned
+  std::vector<PageRef> open_;      // pinned, on a GPU: the sequence's own, which are copied later
+  std::vector<ExportedOpenPage> open_pages_;
   std::vector<uint32_t> awaited_;  // in encoded_: full, and not encoded yet
   std::vector<ExportedPage> ready_;
   Block* copy_ = nullptr;  // of zero-padded copies of open pages
@@ -148,7 +155,7 @@ void ExportLeaseImpl::Offer(uint32_t number) {
   const absl::Span<const uint8_t> bytes(store_->Data(*cache_, page.encoded), first_.pages[number].bytes);
   // Of a resident page the checksum is the one kept since it was made, so that the receiver notices what changed since.
   const bool kept = page.state == PageState::kResident;
-  ready_.push_back({number, bytes, kept ? page.checksum : Checksum(bytes.data(), bytes.size())});
+  ready_.push_back({number, bytes, kept ? page.checksum : ChecksumOf(bytes)});
 }
 
 absl::Status ExportLeaseImpl::Finish() {
@@ -171,8 +178,15 @@ absl::Status ExportLeaseImpl::Finish() {
     store_->hand_off_blocks.insert(copy_);
     for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
       const PageId slot = slots.TakeRaw();
-      store_->CopyOpen(*cache_, layer, sequence->blocks[full_blocks()]->pages[layer], slot, open_tokens, nullptr);
-      ZeroRawTail(cache_->layout(), store_->Data(*cache_, slot), open_tokens);
+      const PageRef open{sequence->blocks[full_blocks()], layer};
+      if (cache_->on_device()) {
+        open_pages_.push_back({store_->Data(*cache_, open.page().raw), store_->Data(*cache_, slot)});
+        open_.push_back(open);
+        store_->Pin(open);
+      } else {
+        store_->CopyOpen(*cache_, layer, open.page(), slot, open_tokens, nullptr);
+        ZeroRawTail(cache_->layout(), store_->Data(*cache_, slot), open_tokens);
+      }
       store_->Apply({copy_, layer}, PageEvent::kOpen, {slot, PageId()});
     }
   }
@@ -204,10 +218,11 @@ void ExportLeaseImpl::SettleIfDone() {
   const auto add = [this](const PageRef& ref, uint32_t block) {
     const Page& page = ref.page();
     const absl::Span<const uint8_t> bytes(store_->RawData(*cache_, page), cache_->layout().raw_bytes());
+    KV_CHECK(bytes.data() != nullptr);
     const bool kept = page.state == PageState::kResident && page.declined;
     const uint32_t number = static_cast<uint32_t>(first_.pages.size() + last_.pages.size());
     last_.pages.push_back({block, ref.layer, bytes.size()});
-    last_pages_.push_back({number, bytes, kept ? page.checksum : Checksum(bytes.data(), bytes.size())});
+    last_pages_.push_back({number, bytes, kept ? page.checksum : ChecksumOf(bytes)});
   };
   for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
     for (uint32_t i = 0; i < full_blocks(); ++i) {
@@ -232,17 +247,23 @@ void ExportLeaseImpl::LeaveSequence() {
 
 absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::ExportWhole(SequenceId id, bool goes_on) {
   KV_ASSIGN_OR_RETURN(const Sequence* sequence, FindWhole(id));
+  if (sequence->cache->on_device() && sequence->index != nullptr) return WrongMemory(*sequence->cache);
   const uint64_t longest = *std::max_element(sequence->tokens.begin(), sequence->tokens.end());
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, ExportGrowing(id, longest, goes_on));
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, BeginExport(id, longest, goes_on));
   KV_RETURN_IF_ERROR(lease->Finish());
   return lease;
 }
 
 absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::ExportGrowing(SequenceId id, uint64_t tokens,
                                                                           bool goes_on) {
+  KV_ASSIGN_OR_RETURN(const Sequence* sequence, FindWhole(id));
+  if (sequence->cache->on_device()) return WrongMemory(*sequence->cache);
+  return BeginExport(id, tokens, goes_on);
+}
+
+absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::BeginExport(SequenceId id, uint64_t tokens, bool goes_on) {
   KV_ASSIGN_OR_RETURN(Sequence * sequence, FindWhole(id));
   const std::shared_ptr<Cache> cache = sequence->cache;
-  if (cache->on_device()) return WrongMemory(*cache);
   const uint64_t longest = *std::max_element(sequence->tokens.begin(), sequence->tokens.end());
   const uint64_t tokens_max = kSequenceBlocksMax * cache->page_tokens();
   if (tokens < longest || tokens > tokens_max) {

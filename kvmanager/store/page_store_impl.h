@@ -218,6 +218,9 @@ class PageStoreImpl final : public PageStore {
   using PageStore::OpenCache;
   absl::StatusOr<CacheId> OpenCache(const CacheConfig& config, std::shared_ptr<const Codec> codec) override;
   absl::StatusOr<CacheInfo> DescribeCache(CacheId cache) const override;
+  bool IsOpen(const CacheDigest& digest, int device) const override {
+    return cache_by_digest_.contains({digest, device});
+  }
   std::shared_ptr<const Codec> codec(CacheId cache) const override;
   const PageAttention* raw_attention(CacheId cache) const override;
   absl::StatusOr<MatchResult> Match(CacheId cache, absl::Span<const BlockName> names) override;
@@ -253,6 +256,7 @@ class PageStoreImpl final : public PageStore {
   absl::StatusOr<std::unique_ptr<ExportLease>> ExportWhole(SequenceId sequence, bool goes_on) override;
   absl::StatusOr<std::unique_ptr<ExportLease>> ExportGrowing(SequenceId sequence, uint64_t tokens,
                                                              bool goes_on) override;
+  absl::StatusOr<std::unique_ptr<ExportLease>> BeginExport(SequenceId sequence, uint64_t tokens, bool goes_on);
   absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first,
                                                       std::shared_ptr<const Codec> codec) override;
   void OnRoom(absl::AnyInvocable<void()> fn) override { on_room_ = std::move(fn); }

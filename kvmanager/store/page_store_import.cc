@@ -123,7 +123,7 @@ class ImportLeaseImpl final : public ImportLease {
   std::vector<absl::Span<uint8_t>> last_targets_;   // unchanged after Extend
   std::vector<bool> awaited_;                       // by number: wanted, and not here yet
   uint64_t awaited_first_ = 0, awaited_last_ = 0;
-  bool shows_whole_ = false;  // a codec with indexes: they are made from all pages
+  bool shows_whole_ = false;  // on a GPU; and with a codec that has indexes: they are made from all pages
   bool extended_ = false, committed_ = false, broken_ = false;
 };
 
@@ -139,7 +139,8 @@ bool ImportLeaseImpl::CanShare(const Block& block) const {
 absl::Status ImportLeaseImpl::Start() {
   KV_RETURN_IF_ERROR(CheckFirst(*cache_, first_));
   const bool identity = cache_->identity();
-  shows_whole_ = cache_->codec->NewIndex({}) != nullptr;
+  // A step on a GPU waits for what is to be encoded, not for what is to come.
+  shows_whole_ = cache_->on_device() || cache_->codec->NewIndex({}) != nullptr;
   hidden_ = store_->NewSequence(cache_);
   store_->hidden_sequences.insert(hidden_.get());
   std::fill(hidden_->tokens.begin(), hidden_->tokens.end(), first_.tokens);
@@ -285,6 +286,7 @@ absl::Status ImportLeaseImpl::Extend(const HandOffLast& last) {
 absl::StatusOr<uint64_t> ImportLeaseImpl::Validate(uint32_t number) const {
   const absl::Span<const uint8_t> bytes = target(number);
   if (bytes.empty()) return InvalidField("page", number, "a page that is wanted");
+  if (cache_->on_device()) return 0;
   const HandOffPage& page = page_of(number);
   if (number < first_.pages.size() && !cache_->identity()) {
     KV_RETURN_IF_ERROR(cache_->codec->Validate(static_cast<int>(page.layer), bytes));
@@ -407,7 +409,7 @@ absl::StatusOr<std::unique_ptr<ImportLease>> PageStoreImpl::Import(const HandOff
                                                                    std::shared_ptr<const Codec> codec) {
   KV_RETURN_IF_ERROR(CheckSequenceLimit());
   KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> cache, FindOrOpen(first.config, std::move(codec), &first.codec_version));
-  if (cache->on_device()) {
+  if (cache->on_device() && cache->index.chunk_tokens > 0) {
     if (!cache->wanted) CloseIfUnused(cache);
     return WrongMemory(*cache);
   }

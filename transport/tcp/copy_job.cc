@@ -36,16 +36,17 @@ void CopyJob::Work() {
 }
 
 void CopyJob::StartOnDevice(const std::shared_ptr<CopyJob>& job, DeviceCopier& copier, int device,
-                            std::vector<DeviceCopier::Page> sources, absl::AnyInvocable<void()> copied) {
+                            std::vector<std::shared_ptr<DeviceCopier::Source>> sources,
+                            std::vector<DeviceCopier::Page> copies, absl::AnyInvocable<void()> copied) {
   job->copied_ = std::move(copied);
   {
     MutexLock lock(job->mutex_);
     job->next_ = job->pages_.size();
     job->working_ = 1;
   }
-  copier.Copy(device, std::move(sources), [job](absl::Status status, std::vector<DeviceCopier::Page> copies) {
-    job->OnDeviceDone(std::move(status), copies);
-  });
+  copier.Copy(
+      device, std::move(sources), std::move(copies),
+      [job](absl::Status status, std::vector<DeviceCopier::Page> done) { job->OnDeviceDone(std::move(status), done); });
 }
 
 void CopyJob::OnDeviceDone(absl::Status status, absl::Span<const DeviceCopier::Page> copies) {

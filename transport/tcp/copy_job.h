@@ -31,9 +31,10 @@ class CopyJob {
   /// Copies with all of `workers`. copied: called once, on one of them, when every page is copied; not if the job was
   /// abandoned.
   static void Start(const std::shared_ptr<CopyJob>& job, WorkerPool& workers, absl::AnyInvocable<void()> copied);
-  /// Copies with a GPU: `sources` are the job's pages, in order. copied: as Start's, also when status() is an error.
+  /// Copies with a GPU: `copies` are the job's pages, in order. copied: as Start's, also when TakeStatus() is an error.
   static void StartOnDevice(const std::shared_ptr<CopyJob>& job, DeviceCopier& copier, int device,
-                            std::vector<DeviceCopier::Page> sources, absl::AnyInvocable<void()> copied);
+                            std::vector<std::shared_ptr<DeviceCopier::Source>> sources,
+                            std::vector<DeviceCopier::Page> copies, absl::AnyInvocable<void()> copied);
   /// Returns once nobody writes any more.
   void Abandon();
   bool done() const;

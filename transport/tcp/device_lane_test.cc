@@ -31,9 +31,9 @@ class FakeCopier final : public DeviceCopier {
     ++opened;
     return memory;
   }
-  void Copy(int device, std::vector<Page> pages, Copied copied) override {
+  void Copy(int device, std::vector<std::shared_ptr<Source>> sources, std::vector<Page> pages, Copied copied) override {
     EXPECT_EQ(device, kDevice);
-    auto work = [this, pages = std::move(pages), copied = std::move(copied)]() mutable {
+    auto work = [this, sources = std::move(sources), pages = std::move(pages), copied = std::move(copied)]() mutable {
       for (Page& page : pages) {
         const auto& from = static_cast<const Memory&>(*page.from);
         if (from.region == nullptr || fail) {
@@ -51,6 +51,7 @@ class FakeCopier final : public DeviceCopier {
     held_.push_back(std::move(work));
     came_.notify_all();
   }
+  void Sweep() override {}
   void WaitForHeld() {
     MutexLock lock(mutex_);
     while (held_.empty()) lock.Wait(came_);

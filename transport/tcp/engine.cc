@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
+#include "transport/device_copier.h"
 #include "transport/tcp/dial.h"
 #include "transport/tcp/host_port.h"
 #include "transport/tcp/incoming.h"
@@ -19,7 +20,8 @@ Engine::Engine(TcpTransport::Options options)
       acceptor_(loop_.io),
       local_acceptor_(loop_.io),
       accept_timer_(loop_.io),
-      local_accept_timer_(loop_.io) {
+      local_accept_timer_(loop_.io),
+      sweep_timer_(loop_.io) {
   loop_.host = ThisHost();
 }
 
@@ -68,6 +70,7 @@ absl::Status Engine::ListenLocally() {
 void Engine::Run() {
   if (acceptor_.is_open()) Accept(acceptor_, accept_timer_);
   if (local_acceptor_.is_open()) Accept(local_acceptor_, local_accept_timer_);
+  if (loop_.options.device_copier != nullptr) SweepSlabs();
   thread_ = std::thread([this] {
     loop_.io.run();
     // What was posted before the gate closed still runs: a late offer's hand-off is aborted, not forgotten.
@@ -85,6 +88,7 @@ void Engine::Shutdown() {
     local_acceptor_.close(ignored);
     accept_timer_.cancel();
     local_accept_timer_.cancel();
+    sweep_timer_.cancel();
     if (loop.regions != nullptr) loop.regions->Close();
     const absl::Status why = absl::CancelledError("the transport is shutting down");
     while (!loop.outgoing.empty()) std::shared_ptr<Outgoing>(loop.outgoing.begin()->second)->Stop(why);
@@ -171,6 +175,14 @@ void Engine::Accept(SomeAcceptor& acceptor, Timer& retry) {
     retry.async_wait([this, &acceptor, &retry](const ErrorCode& stopped) {
       if (!stopped && acceptor.is_open()) Accept(acceptor, retry);
     });
+  });
+}
+
+void Engine::SweepSlabs() {
+  loop_.options.device_copier->Sweep();
+  sweep_timer_.expires_after(std::chrono::milliseconds(kSweepMs));
+  sweep_timer_.async_wait([this](const ErrorCode& stopped) {
+    if (!stopped && !loop_.stopping) SweepSlabs();
   });
 }
 

@@ -18,6 +18,7 @@ class Engine {
  public:
   static constexpr int64_t kAcceptRetryMs = 100;  // after the process ran out of descriptors or memory
   static constexpr int kBacklog = 128;
+  static constexpr int64_t kSweepMs = 2000;   // of slabs of other daemons' GPUs that nobody uses
   static constexpr size_t kProbesMax = 1024;  // peers asked at once
 
   explicit Engine(TcpTransport::Options options);
@@ -37,6 +38,7 @@ class Engine {
   absl::Status ListenLocally();
   template <typename SomeAcceptor>
   void Accept(SomeAcceptor& acceptor, Timer& retry);
+  void SweepSlabs();
   void OnAccepted(Socket socket, std::string host, std::string peer);
   /// Calls `call` of a transfer that has not ended, on the transport's thread.
   void With(uint64_t transfer, absl::AnyInvocable<void(Outgoing&)> call);
@@ -45,7 +47,7 @@ class Engine {
   asio::executor_work_guard<Executor> work_;
   Acceptor acceptor_;
   LocalAcceptor local_acceptor_;
-  Timer accept_timer_, local_accept_timer_;
+  Timer accept_timer_, local_accept_timer_, sweep_timer_;
   std::string listen_address_;
   std::atomic<uint64_t> next_transfer_{1};
   std::thread thread_;

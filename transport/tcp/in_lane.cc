@@ -150,15 +150,20 @@ void InLane::OnLocal(const LocalFrame& local) {
 
 void InLane::OnDeviceLocal(const LocalFrame& local) {
   std::vector<CopyJob::Page> pages;
-  std::vector<DeviceCopier::Page> sources;
+  std::vector<DeviceCopier::Page> copies;
+  std::vector<std::shared_ptr<DeviceCopier::Source>> sources;
   pages.reserve(local.pages.size());
-  sources.reserve(local.pages.size());
+  copies.reserve(local.pages.size());
   absl::Status wrong;
+  auto region = device_regions_.end();  // most pages lie where the one before does
   for (const LocalRecord& record : local.pages) {
-    const auto region = device_regions_.find(record.region);
-    if (region == device_regions_.end()) {
-      wrong = InvalidField("region", record.region, "one that was passed");
-      break;
+    if (region == device_regions_.end() || region->first != record.region) {
+      region = device_regions_.find(record.region);
+      if (region == device_regions_.end()) {
+        wrong = InvalidField("region", record.region, "one that was passed");
+        break;
+      }
+      sources.push_back(region->second.source);
     }
     absl::StatusOr<absl::Span<uint8_t>> target = session_->BeginPage(record.page);
     if (!target.ok()) {
@@ -173,7 +178,8 @@ void InLane::OnDeviceLocal(const LocalFrame& local) {
           absl::StrCat("a page of ", target->size(), " within ", bytes, ", a multiple of ", kDeviceOffsetAlign));
       break;
     }
-    sources.push_back({region->second.source, record.offset, target->data(), static_cast<uint32_t>(target->size())});
+    copies.push_back(
+        {region->second.source.get(), record.offset, target->data(), static_cast<uint32_t>(target->size())});
   }
   if (!wrong.ok()) {
     for (const CopyJob::Page& page : pages) session_->DropPage(page.page);
@@ -181,7 +187,7 @@ void InLane::OnDeviceLocal(const LocalFrame& local) {
   }
   auto job = std::make_shared<CopyJob>(std::move(pages));
   jobs_.push_back(job);
-  CopyJob::StartOnDevice(job, *loop_.options.device_copier, session_->device(), std::move(sources),
+  CopyJob::StartOnDevice(job, *loop_.options.device_copier, session_->device(), std::move(sources), std::move(copies),
                          [gate = loop_.gate, self = shared_from_this()] {
                            gate->Post([self](Loop&) {
                              if (self->session_ != nullptr) self->OnCopied();
@@ -202,8 +208,9 @@ void InLane::OnCopied() {
       return Break(std::move(failed));
     }
     const CopyJob::Page* bad = nullptr;
+    uint64_t bytes = 0;
     for (const CopyJob::Page& page : job->pages()) {
-      session_->OnPayload(page.to.size(), /*copied=*/true);
+      bytes += page.to.size();
       if (page.copied_checksum == page.checksum) {
         session_->OnPage(page.page);
       } else {
@@ -211,6 +218,7 @@ void InLane::OnCopied() {
         bad = &page;
       }
     }
+    session_->OnPayload(bytes, /*copied=*/true);
     if (bad != nullptr) return BadPage(bad->page, bad->copied_checksum, bad->checksum);
     session_->Confirm(/*all=*/jobs_.empty());
     if (session_ == nullptr) return;

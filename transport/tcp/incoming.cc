@@ -273,12 +273,12 @@ void Incoming::OnPage(uint32_t page) {
   bytes_arrived_ += page_bytes_[page];
   got_bytes_ += page_bytes_[page];
   got_.push_back(page);
-  loop_.metrics.received.pages.Increment();
 }
 
 void Incoming::Confirm(bool all) {
   if (got_.empty() || state_ != State::kReceiving) return;
   if (!all && got_bytes_ < window() / kGotsPerWindow) return;
+  loop_.metrics.received.pages.Increment(static_cast<double>(got_.size()));
   hand_off_->Arrived(got_);
   for (size_t at = 0; link_ != nullptr && at < got_.size(); at += kGotPagesMax) {
     link_->Send(EncodeGot(window(), absl::MakeConstSpan(got_).subspan(at, kGotPagesMax)));

@@ -66,6 +66,7 @@ void OutLane::Pump() {
   if (session_->of_gpu()) {
     MakeDeviceLocal();
     frame_bytes_ = head_.size();
+    session_->OnNamed(pages_);
     return WriteRegions();
   }
   if (local_ && MakeLocal()) {

@@ -202,38 +202,42 @@ void Outgoing::Skip(uint32_t page) {
   loop_.metrics.sent.pages_skipped.Increment();
 }
 
-void Outgoing::SetArrived(uint32_t page) {
+void Outgoing::SetArrived(uint32_t page, double now) {
   Page& arrived = pages_[page];
   arrived.state = PageState::kArrived;
   unacked_bytes_ -= arrived.size;
   --pages_to_go_;
   ++result_.pages_sent;
-  progress_ = Now();
-  result_.groups[arrived.group].arrived_last = SecondsSince(begun_);
+  result_.groups[arrived.group].arrived_last = now;
   if (!arrived.named) return;
-  OnPayload(arrived.size, /*copied=*/true);
-  OnPagesWritten(1);
+  uncounted_bytes_ += arrived.size;
+  ++uncounted_pages_;
 }
 
 absl::Status Outgoing::OnGot(const GotFrame& got) {
   window_ = got.window;
+  progress_ = Now();
+  const double now = SecondsSince(begun_);
   for (const uint32_t page : got.pages) {
     const PageState state = page < pages_.size() ? pages_[page].state : PageState::kUnposted;
     if (state == PageState::kArrived) continue;  // JOINED said so before
     if (state != PageState::kSent) return InvalidField("GOT page", page, "a page that was sent");
-    SetArrived(page);
+    SetArrived(page, now);
   }
+  CountNamed();
   return absl::OkStatus();
 }
 
 absl::Status Outgoing::OnJoined(const JoinedFrame& joined) {
+  progress_ = Now();
   for (uint32_t i = 0; i < joined.arrived.count; ++i) {
     if (!joined.arrived.has(i)) continue;
     if (i >= pages_.size() || (pages_[i].state != PageState::kSent && pages_[i].state != PageState::kArrived)) {
       return InvalidField("JOINED page", i, "a page that was sent");
     }
-    if (pages_[i].state == PageState::kSent) SetArrived(i);
+    if (pages_[i].state == PageState::kSent) SetArrived(i, SecondsSince(begun_));
   }
+  CountNamed();
   if (!joined.last_known) SayLast();
   return absl::OkStatus();
 }
@@ -271,7 +275,7 @@ void Outgoing::OnLinkBroken(absl::Status why) {
   if (Now() >= redial_at_) DialControl();
 }
 
-absl::Status Outgoing::TakePosted(const SendPage& posted) {
+absl::Status Outgoing::TakePosted(const SendPage& posted, double now) {
   if (posted.page >= pages_.size()) {
     return InvalidField("posted page", posted.page, absl::StrCat("below ", pages_.size()));
   }
@@ -303,7 +307,7 @@ absl::Status Outgoing::TakePosted(const SendPage& posted) {
   page.state = PageState::kQueued;
   if (result_.groups.size() <= page.group) result_.groups.resize(page.group + 1);
   SendTimes& times = result_.groups[page.group];
-  times.posted_last = SecondsSince(begun_);
+  times.posted_last = now;
   if (times.posted_first < 0) times.posted_first = times.posted_last;
   if (!HasWork()) progress_ = Now();
   ++queued_pages_;
@@ -312,8 +316,9 @@ absl::Status Outgoing::TakePosted(const SendPage& posted) {
 }
 
 void Outgoing::Post(std::vector<SendPage> pages) {
+  const double now = SecondsSince(begun_);
   for (const SendPage& page : pages) {
-    if (absl::Status status = TakePosted(page); !status.ok()) return Stop(std::move(status));
+    if (absl::Status status = TakePosted(page, now); !status.ok()) return Stop(std::move(status));
   }
   CountSending();
   Pump();
@@ -374,6 +379,12 @@ void Outgoing::OnNamed(const std::vector<SendPage>& pages) {
   for (const SendPage& page : pages) pages_[page.page].named = true;
 }
 
+void Outgoing::CountNamed() {
+  if (uncounted_pages_ == 0) return;
+  OnPayload(std::exchange(uncounted_bytes_, 0), /*copied=*/true);
+  OnPagesWritten(std::exchange(uncounted_pages_, 0));
+}
+
 void Outgoing::OnPayload(uint64_t bytes, bool copied) {
   progress_ = Now();
   result_.bytes_sent += bytes;
@@ -394,7 +405,7 @@ void Outgoing::OnLaneJoined(uint32_t lane, const JoinedFrame& joined) {
       Page& page = pages_[i];
       if (page.state != PageState::kSent || page.lane != lane) continue;
       if (joined.arrived.has(i)) {
-        SetArrived(i);
+        SetArrived(i, SecondsSince(begun_));
         continue;
       }
       page.state = PageState::kQueued;
@@ -403,6 +414,7 @@ void Outgoing::OnLaneJoined(uint32_t lane, const JoinedFrame& joined) {
       ++queued_pages_;
       (i < first_pages_ ? first_queue_ : last_queue_).push_front(i);
     }
+    CountNamed();
   }
   CountSending();
   Pump();

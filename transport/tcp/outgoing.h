@@ -81,7 +81,8 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
 
   absl::Status CheckRequest() const;
   absl::Status CheckTotal(const HandOffPart& part);
-  absl::Status TakePosted(const SendPage& page);
+  /// now: seconds since Begin, as SetArrived's.
+  absl::Status TakePosted(const SendPage& page, double now);
   void DialControl();
   void OnControl(Dial::Connection connection);
   void OnFrame(Frame frame);
@@ -94,7 +95,8 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   void OnLinkBroken(absl::Status why);
   void UseTcpLanes();
   void SayLast();
-  void SetArrived(uint32_t page);
+  void SetArrived(uint32_t page, double now);
+  void CountNamed();
   void Skip(uint32_t page);
   void OpenLanes();
   void Pump();
@@ -138,7 +140,8 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   uint64_t queued_pages_ = 0;
   uint64_t window_ = 1;
   uint64_t unacked_bytes_ = 0;
-  uint64_t pages_to_go_ = 0;  // neither arrived, nor skipped, nor withdrawn
+  uint64_t uncounted_bytes_ = 0, uncounted_pages_ = 0;  // that the receiver copied, since CountNamed
+  uint64_t pages_to_go_ = 0;                            // neither arrived, nor skipped, nor withdrawn
   uint64_t total_bytes_ = 0;
   uint64_t copied_bytes_ = 0;   // of result_.bytes_sent
   Dial::Address lane_address_;  // the peer, or its Unix socket

@@ -19,11 +19,12 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "transport/device_copier.h"
 #include "transport/transport.h"
 #include "transport/transport_metrics.h"
 
 namespace kvmanager {
+
+class DeviceCopier;
 
 namespace tcp {
 class Engine;

@@ -548,12 +548,14 @@ std::string EncodeRegion(const RegionFrame& region) {
 std::string EncodeLocal(absl::Span<const LocalRecord> pages) {
   KV_CHECK(!pages.empty() && pages.size() <= kDevicePagesPerFrameMax);
   std::string out = HeaderString(FrameType::kLocal, kLocalRecordBytes * pages.size());
+  out.resize(kHeaderBytes + kLocalRecordBytes * pages.size());  // zeros
+  auto* record = reinterpret_cast<uint8_t*>(out.data()) + kHeaderBytes;
   for (const LocalRecord& page : pages) {
-    Append(out, page.page, 4);
-    Append(out, page.region, 4);
-    Append(out, page.offset, 8);
-    Append(out, page.checksum, 8);
-    Append(out, 0, 8);
+    Store(record, page.page, 4);
+    Store(record + 4, page.region, 4);
+    Store(record + 8, page.offset, 8);
+    Store(record + 16, page.checksum, 8);
+    record += kLocalRecordBytes;
   }
   return Sealed(std::move(out));
 }

@@ -1,0 +1,375 @@
+// Hand-offs between caches on GPUs of two stores: the books of both, while a test copies the bytes.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+
+#include "kvmanager/base/status.h"
+#include "kvmanager/store/page_store.h"
+#include "kvmanager/store/simulated_gpu.h"
+#include "kvmanager/store/store_fixture.h"
+
+namespace kvmanager {
+namespace {
+
+using testing::kPage;
+using testing::MakeConfig;
+using testing::MakeRawPage;
+using testing::MakeText;
+using testing::SimulatedStream;
+using testing::SimulatedSubmission;
+using testing::TestDevice;
+using testing::TestStore;
+using testing::Text;
+
+// A store whose device has one stream, which runs everything at once.
+class Gpu {
+ public:
+  explicit Gpu(uint64_t bytes = 16 << 20) : test_(4 << 20, bytes), stream_(&test_.device, &counts_) {}
+  ~Gpu() {
+    store().CheckInvariants();
+    stream_.Close();
+  }
+  PageStore& store() { return *test_.store; }
+  TestStore& test() { return test_; }
+  CacheId Open(CacheConfig config) {
+    config.device = TestDevice::kOrdinal;
+    return test_.Open(config);
+  }
+  SequenceId Create(CacheId cache) { return store().CreateSequence(cache, {})->sequence; }
+  absl::Status Extend(CacheId cache, SequenceId sequence, const Text& text, uint64_t position, int tokens) {
+    const CacheInfo info = *store().DescribeCache(cache);
+    AppendEntry entry;
+    entry.sequence = sequence;
+    entry.position = position;
+    entry.tokens = tokens;
+    SimulatedSubmission submission = NewSubmission(cache);
+    const absl::Status extended = store().Extend(cache, 0, info.config.layers, {&entry, 1});
+    if (extended.ok()) {
+      AddUpdates(sequence, &submission);
+      for (int layer = 0; layer < info.config.layers; ++layer) {
+        submission.writes.push_back({sequence, layer, position, tokens, Upto(text, position + tokens), 0});
+      }
+    }
+    stream_.Submit(std::move(submission));
+    stream_.Run(1);
+    if (!hold_encodes) test_.device.executor.FinishAll();
+    return extended;
+  }
+  // Attends to the newest token in every layer, and compares what is read with rule 2 of page_store.h.
+  void ExpectReads(CacheId cache, SequenceId sequence, const Text& text, uint64_t tokens) {
+    const CacheInfo info = *store().DescribeCache(cache);
+    test_.device.executor.FinishAll();
+    SimulatedSubmission submission = NewSubmission(cache);
+    const AttendEntry entry{sequence, tokens - 1, 1};
+    auto lease = store().Read(cache, 0, info.config.layers, {&entry, 1});
+    ASSERT_TRUE(lease.ok()) << lease.status();
+    ASSERT_TRUE((*lease)->ready());
+    AddUpdates(sequence, &submission);
+    for (int layer = 0; layer < info.config.layers; ++layer) {
+      submission.queries.push_back({sequence, layer, tokens - 1, 1, Upto(text, tokens), (*lease)->aged(0)});
+    }
+    stream_.Submit(std::move(submission));
+    ASSERT_NO_FATAL_FAILURE(stream_.Run(1));
+  }
+  uint64_t used_bytes() {
+    store().CollectReleased();
+    return test_.device.pool->slot_bytes_used();
+  }
+  static Text Upto(Text text, uint64_t tokens) {
+    text.Truncate(tokens);
+    return text;
+  }
+
+  bool hold_encodes = false;
+
+ private:
+  SimulatedSubmission NewSubmission(CacheId cache) {
+    SimulatedSubmission submission;
+    submission.config = store().DescribeCache(cache)->config;
+    submission.codec = store().codec(cache);
+    submission.epoch = stream_.OpenPlan();
+    return submission;
+  }
+  void AddUpdates(SequenceId sequence, SimulatedSubmission* submission) {
+    for (int layer = 0; layer < submission->config.layers; ++layer) {
+      SimulatedSubmission::Update update{sequence, layer, {}};
+      ASSERT_TRUE(store().TakeChanges(sequence, layer, &update.pages).ok());
+      submission->updates.push_back(std::move(update));
+    }
+  }
+
+  TestStore test_;
+  SimulatedStream::Counts counts_;
+  SimulatedStream stream_;
+};
+
+// As a GPU does before open pages are sent.
+void CopyOpenPages(const ExportLease& lease) {
+  const CacheConfig& config = lease.first().config;
+  const PageLayout& layout = config.layout;
+  const int tokens = static_cast<int>(lease.first().tokens % layout.page_tokens);
+  for (const ExportedOpenPage& page : lease.open_pages()) {
+    std::memset(page.to, 0, layout.raw_bytes());
+    for (int side = 0; side < 2; ++side) {
+      for (int head = 0; head < layout.kv_heads; ++head) {
+        const size_t at = layout.raw_offset(side, head, 0);
+        std::memcpy(page.to + at, page.from + at, size_t(tokens) * layout.head_dim * 2);
+      }
+    }
+  }
+}
+
+// As a copier does. Checks checksums that are known.
+absl::Status Deliver(ImportLease& to, const ExportedPage& page) {
+  const absl::Span<uint8_t> target = to.target(page.page);
+  if (target.empty()) return absl::OkStatus();
+  EXPECT_EQ(target.size(), page.bytes.size());
+  std::memcpy(target.data(), page.bytes.data(), target.size());
+  if (page.checksum != 0) {
+    EXPECT_EQ(page.checksum, testing::Checksum({page.bytes.begin(), page.bytes.end()}));
+  }
+  const absl::StatusOr<uint64_t> looked = to.Validate(page.page);
+  EXPECT_TRUE(looked.ok() && *looked == 0);
+  const ArrivedPage arrived{page.page, page.checksum};
+  return to.Arrived({&arrived, 1});
+}
+
+absl::StatusOr<std::unique_ptr<ImportLease>> Import(Gpu& to, HandOffFirst first) {
+  first.config.device = TestDevice::kOrdinal;
+  return to.store().Import(first);
+}
+
+absl::StatusOr<SequenceId> HandOver(ExportLease& from, Gpu& to) {
+  KV_ASSIGN_OR_RETURN(const std::unique_ptr<ImportLease> import, Import(to, from.first()));
+  CopyOpenPages(from);
+  const std::vector<testing::SentPage> pages = testing::TakeAll(from);
+  KV_RETURN_IF_ERROR(import->Extend(*from.last()));
+  for (const testing::SentPage& page : pages) {
+    EXPECT_FALSE(import->can_show());
+    KV_RETURN_IF_ERROR(Deliver(*import, page.bytes));
+  }
+  EXPECT_TRUE(import->can_show());
+  KV_ASSIGN_OR_RETURN(const SequenceId sequence, import->Show());
+  KV_RETURN_IF_ERROR(import->Commit());
+  return sequence;
+}
+
+TEST(PageStoreDeviceHandOff, ReadsTheSameAtTheOtherEnd) {
+  for (const char* codec : {"raw", "fake", "declining", "sinks", "uneven"}) {
+    for (int lag = 0; lag < 3; ++lag) {
+      for (const int tokens : {1, kPage - 1, kPage, 3 * kPage, 5 * kPage + 7}) {
+        SCOPED_TRACE(::testing::Message() << codec << ", lag " << lag << ", " << tokens << " tokens");
+        Gpu a, b;
+        const CacheConfig config = MakeConfig(codec, lag);
+        const CacheId from = a.Open(config);
+        const Text text = MakeText(8 * kPage);
+        const SequenceId sequence = a.Create(from);
+        ASSERT_TRUE(a.Extend(from, sequence, text, 0, tokens).ok());
+        auto lease = a.store().Export(sequence);
+        ASSERT_TRUE(lease.ok()) << lease.status();
+        // It goes on meanwhile: what is sent stays.
+        ASSERT_TRUE(a.Extend(from, sequence, text, tokens, kPage + 3).ok());
+        const auto received = HandOver(**lease, b);
+        ASSERT_TRUE(received.ok()) << received.status();
+        a.store().CheckInvariants();
+        b.store().CheckInvariants();
+        lease->reset();
+        const CacheId to = b.store().DescribeSequence(*received)->cache;
+        EXPECT_EQ(b.store().DescribeCache(to)->config.device, TestDevice::kOrdinal);
+        ASSERT_NO_FATAL_FAILURE(b.ExpectReads(to, *received, text, tokens));
+        ASSERT_TRUE(b.Extend(to, *received, text, tokens, 2 * kPage).ok());
+        ASSERT_NO_FATAL_FAILURE(b.ExpectReads(to, *received, text, tokens + 2 * kPage));
+        ASSERT_NO_FATAL_FAILURE(a.ExpectReads(from, sequence, text, tokens + kPage + 3));
+        a.store().Drop(sequence);
+        b.store().Drop(*received);
+        EXPECT_EQ(a.used_bytes() + b.used_bytes(), 0u);
+      }
+    }
+  }
+}
+
+TEST(PageStoreDeviceHandOff, WaitsForWhatIsStillEncoded) {
+  Gpu a, b;
+  const CacheId from = a.Open(MakeConfig("fake", 0));
+  const Text text = MakeText(3 * kPage);
+  const SequenceId sequence = a.Create(from);
+  a.hold_encodes = true;
+  ASSERT_TRUE(a.Extend(from, sequence, text, 0, 2 * kPage + 5).ok());
+  auto lease = a.store().Export(sequence);
+  ASSERT_TRUE(lease.ok());
+  EXPECT_EQ((*lease)->last(), nullptr);
+  EXPECT_TRUE((*lease)->TakeReady().empty());
+  EXPECT_EQ((*lease)->open_pages().size(), 2u);
+  bool told = false;
+  (*lease)->OnReady([&told] { told = true; });
+  a.test().device.executor.FinishAll();
+  EXPECT_TRUE(told);
+  const auto received = HandOver(**lease, b);
+  ASSERT_TRUE(received.ok()) << received.status();
+}
+
+TEST(PageStoreDeviceHandOff, BlocksThatAreThereAreNotSent) {
+  Gpu a, b;
+  const CacheConfig config = MakeConfig("fake", 0);
+  const CacheId from = a.Open(config), to = b.Open(config);
+  const Text text = MakeText(4 * kPage);
+  const auto publish = [&](Gpu& gpu, CacheId cache, int blocks) {
+    const SequenceId sequence = gpu.Create(cache);
+    EXPECT_TRUE(gpu.Extend(cache, sequence, text, 0, blocks * kPage).ok());
+    auto names = gpu.test().Names(cache, text);
+    names.resize(blocks);
+    EXPECT_EQ(gpu.store().Publish(sequence, names)->published, blocks);
+    return sequence;
+  };
+  const SequenceId sequence = publish(a, from, 4);
+  b.store().Drop(publish(b, to, 3));
+  EXPECT_TRUE(b.store().IsOpen(b.store().DescribeCache(to)->digest, TestDevice::kOrdinal));
+  EXPECT_FALSE(b.store().IsOpen(b.store().DescribeCache(to)->digest, CacheConfig::kHost));
+  const auto lease = a.store().Export(sequence);
+  const auto import = Import(b, (*lease)->first());
+  ASSERT_TRUE(import.ok()) << import.status();
+  ASSERT_TRUE((*import)->Extend(*(*lease)->last()).ok());
+  int wanted = 0;
+  for (const testing::SentPage& page : testing::TakeAll(**lease)) {
+    wanted += !(*import)->target(page.bytes.page).empty();
+    ASSERT_TRUE(Deliver(**import, page.bytes).ok());
+  }
+  // The last block: in page_store.h's sense its pages are the newest, so one form each.
+  EXPECT_EQ(wanted, 2);
+  const auto received = (*import)->Show();
+  ASSERT_TRUE(received.ok() && (*import)->Commit().ok());
+  EXPECT_EQ(b.store().Match(to, b.test().Names(to, text))->hit_blocks, 4);
+  ASSERT_NO_FATAL_FAILURE(b.ExpectReads(to, *received, text, 4 * kPage));
+}
+
+TEST(PageStoreDeviceHandOff, WhatEndsEarlyLeavesNothing) {
+  std::mt19937 random(1);
+  for (int round = 0; round < 60; ++round) {
+    SCOPED_TRACE(round);
+    Gpu a, b;
+    const CacheConfig config = MakeConfig(round % 2 == 0 ? "declining" : "raw", round % 3);
+    const CacheId from = a.Open(config);
+    const Text text = MakeText(8 * kPage);
+    const SequenceId sequence = a.Create(from);
+    ASSERT_TRUE(a.Extend(from, sequence, text, 0, 5 * kPage + 3).ok());
+    auto lease = *a.store().Export(sequence);
+    auto import = *Import(b, lease->first());
+    CopyOpenPages(*lease);
+    std::vector<testing::SentPage> pages = testing::TakeAll(*lease);
+    const bool extended = random() % 4 != 0;
+    if (extended) {
+      ASSERT_TRUE(import->Extend(*lease->last()).ok());
+    }
+    const size_t first_pages = lease->first().pages.size();
+    std::erase_if(pages, [&](const auto& page) { return !extended && page.bytes.page >= first_pages; });
+    std::shuffle(pages.begin(), pages.end(), random);
+    pages.resize(random() % (pages.size() + 1) * 9 / 10);
+    for (const testing::SentPage& page : pages) {
+      ASSERT_TRUE(Deliver(*import, page.bytes).ok());
+    }
+    if (random() % 2 == 0) import->Break(absl::UnavailableError("the sender is gone"));
+    if (random() % 2 == 0) lease.reset();
+    a.store().Drop(sequence);
+    a.store().CheckInvariants();
+    b.store().CheckInvariants();
+    import.reset();
+    lease.reset();
+    b.test().device.executor.FinishAll();
+    EXPECT_EQ(a.used_bytes() + b.used_bytes(), 0u);
+  }
+}
+
+TEST(PageStoreDeviceHandOff, AFullPoolRefusesAndKeepsNothing) {
+  Gpu a, b(2 << 20);
+  const CacheId from = a.Open(MakeConfig("raw", 0));
+  const Text text = MakeText(200 * kPage);
+  const SequenceId sequence = a.Create(from);
+  ASSERT_TRUE(a.Extend(from, sequence, text, 0, 200 * kPage).ok());
+  const auto lease = a.store().Export(sequence);
+  ASSERT_TRUE(lease.ok());
+  EXPECT_EQ(Import(b, (*lease)->first()).status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(b.store().Caches().empty());
+  EXPECT_EQ(b.used_bytes(), 0u);
+}
+
+TEST(PageStoreDeviceHandOff, OnesThatBeginEarlyAreForHostMemoryAlone) {
+  Gpu a;
+  const CacheId from = a.Open(MakeConfig("fake", 0));
+  const SequenceId sequence = a.Create(from);
+  ASSERT_TRUE(a.Extend(from, sequence, MakeText(kPage), 0, 5).ok());
+  const absl::Status status = a.store().Export(sequence, 100).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(DetailOf(status).field, "device");
+}
+
+// Sequences of two stores that grow, are handed to and fro, forked from one another by hand-offs, and dropped; some
+// hand-offs end early. What is read is right at every step.
+TEST(PageStoreDeviceHandOff, RandomOperations) {
+  for (uint32_t seed = 0; seed < 12; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    Gpu gpus[2];
+    const char* const codecs[] = {"raw", "fake", "declining", "sinks"};
+    const CacheConfig config = MakeConfig(codecs[seed % 4], static_cast<int>(seed % 3));
+    const CacheId caches[2] = {gpus[0].Open(config), gpus[1].Open(config)};
+    struct Live {
+      int gpu;
+      SequenceId id;
+      uint32_t salt;
+      int tokens;
+    };
+    std::vector<Live> live;
+    for (int i = 0; i < 120; ++i) {
+      const int what = static_cast<int>(random() % 10);
+      if (live.empty() || (what == 0 && live.size() < 6)) {
+        const int gpu = static_cast<int>(random() % 2);
+        live.push_back({gpu, gpus[gpu].Create(caches[gpu]), static_cast<uint32_t>(random() % 1000), 0});
+        continue;
+      }
+      Live& one = live[random() % live.size()];
+      const Text text = MakeText(600, one.salt);
+      Gpu& gpu = gpus[one.gpu];
+      if (what < 4 || one.tokens == 0) {
+        const int more = 1 + static_cast<int>(random() % (2 * kPage));
+        if (one.tokens + more > 600) continue;
+        ASSERT_TRUE(gpu.Extend(caches[one.gpu], one.id, text, one.tokens, more).ok());
+        one.tokens += more;
+      } else if (what < 6) {
+        ASSERT_NO_FATAL_FAILURE(gpu.ExpectReads(caches[one.gpu], one.id, text, one.tokens));
+      } else if (what < 9) {
+        const int other = 1 - one.gpu;
+        const auto lease = gpu.store().Export(one.id);
+        ASSERT_TRUE(lease.ok()) << lease.status();
+        gpu.test().device.executor.FinishAll();  // what it received raw
+        if (random() % 4 == 0) {
+          ASSERT_TRUE(Import(gpus[other], (*lease)->first()).ok());  // and given up
+          continue;
+        }
+        const auto received = HandOver(**lease, gpus[other]);
+        ASSERT_TRUE(received.ok()) << received.status();
+        live.push_back({other, *received, one.salt, one.tokens});
+      } else if (live.size() > 2) {
+        gpu.store().Drop(one.id);
+        live.erase(live.begin() + (&one - live.data()));
+      }
+      gpus[0].store().CheckInvariants();
+      gpus[1].store().CheckInvariants();
+    }
+    for (const Live& one : live) {
+      if (one.tokens > 0) {
+        ASSERT_NO_FATAL_FAILURE(
+            gpus[one.gpu].ExpectReads(caches[one.gpu], one.id, MakeText(600, one.salt), one.tokens));
+      }
+      gpus[one.gpu].store().Drop(one.id);
+    }
+    for (Gpu& gpu : gpus) {
+      gpu.test().device.executor.FinishAll();
+      EXPECT_EQ(gpu.used_bytes(), 0u);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvmanager

@@ -1,0 +1,251 @@
+// Hand-offs straight from one GPU's pool into another's, between two daemons: what the receiving GPU attends to is what
+// the sender's does, bit for bit; and what becomes of pages when a daemon dies or is full. Of two GPUs where there are
+// two; else both daemons have the one.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "client/client.h"
+#include "client/device.h"
+#include "kvmanager/memory/device_testing.h"
+#include "tests/device_engines.h"
+#include "tests/harness.h"
+#include "tests/matchers.h"
+
+namespace kvmanager::testing {
+namespace {
+
+using client::Client;
+using client::DeviceClient;
+
+constexpr uint64_t kPrompt = 700;  // tokens
+constexpr uint64_t kHostBytes = 256 << 20;
+
+const bool many_streams = [] {
+  AllowManyStreams();
+  return true;
+}();
+
+std::vector<BlockName> NamesOf(const client::Cache& cache, uint64_t tokens, uint32_t salt) {
+  std::vector<uint32_t> ids(tokens);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = uint32_t(i) * 7 + salt;
+  std::vector<BlockName> names;
+  NameBlocks(cache.description().digest, ids, kPage, &names);
+  return names;
+}
+
+// A daemon on one GPU, and a client of it.
+struct Side {
+  int gpu = 0;
+  std::unique_ptr<DaemonProcess> daemon;
+  std::unique_ptr<Client> client;
+  std::unique_ptr<DeviceClient> device;
+
+  absl::Status Start(int ordinal, const std::string& pool_bytes, const std::string& artifacts) {
+    gpu = ordinal;
+    DaemonOptions options;
+    options.host_pool_bytes = kHostBytes;
+    options.more_flags = {"--devices",         absl::StrCat(gpu), "--device-pool-bytes", pool_bytes,
+                          "--calibration-dir", artifacts,         "--hand-off-lease-ms", "5000"};
+    KV_ASSIGN_OR_RETURN(daemon, DaemonProcess::Start(options));
+    KV_ASSIGN_OR_RETURN(client, Client::Connect(daemon->listen(), {}));
+    KV_ASSIGN_OR_RETURN(device, DeviceClient::Open(client.get(), gpu));
+    return absl::OkStatus();
+  }
+  double Metric(const std::string& name) const {
+    const auto page = Scrape(*daemon);
+    return page.ok() ? page->Sum(absl::StrCat("kvmanager_", name)) : -1;
+  }
+  double pages() const {
+    const auto page = Scrape(*daemon);
+    return page.ok() ? page->Sum("kvmanager_pages", {absl::StrCat("tier=\"gpu", gpu, "\"")}) : -1;
+  }
+  void Use() const { EXPECT_OK(device->device().Use()); }
+};
+
+class DeviceHandOffTest : public GpuTest {
+ protected:
+  void Start(const std::string& receiver_bytes = "2GiB") {
+    int gpus = 0;
+    ASSERT_CUDA(cudaGetDeviceCount(&gpus));
+    other_gpu_ = gpus > 1 ? 1 : 0;
+    std::printf("%d GPUs: pages go from GPU 0 to GPU %d\n", gpus, other_gpu_);
+    ASSERT_OK(a_.Start(0, "2GiB", artifacts_.path()));
+    ASSERT_OK(b_.Start(other_gpu_, receiver_bytes, artifacts_.path()));
+    // What goes by way of the host needs that.
+    for (const Side* side : {&a_, &b_}) {
+      ASSERT_TRUE(Eventually([&] { return side->Metric("pool_pinned_bytes") >= double(kHostBytes); }));
+    }
+  }
+  void TearDown() override {
+    for (Side* side : {&b_, &a_}) {
+      if (side->device != nullptr) side->Use();
+      side->device.reset();
+      side->client.reset();
+      side->daemon.reset();
+    }
+  }
+  absl::StatusOr<std::unique_ptr<Engine>> Make(Side& side, Way way, const Text& text, const std::string& codec,
+                                               const std::string& tenant) {
+    side.Use();
+    return MakeEngine(way, side.client.get(), side.device.get(), OptionsFor(text, codec, side.gpu, tenant),
+                      artifacts_.path());
+  }
+  // Once nothing holds them: no page is lost, and no lease.
+  void ExpectEmpty(Side& side) {
+    EXPECT_TRUE(Eventually(
+        [&] {
+          EXPECT_OK(side.client->Purge(Client::kAllCaches).status());
+          return side.pages() == 0 && side.Metric("leases") == 0;
+        },
+        30000))
+        << "GPU " << side.gpu << " keeps " << side.pages() << " pages, under " << side.Metric("leases") << " leases";
+  }
+
+  TempDir artifacts_;
+  Side a_, b_;
+  int other_gpu_ = 0;
+};
+
+TEST_F(DeviceHandOffTest, AttendsToTheSameOnTheOtherGpu) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  Text shape;
+  shape.kv_heads = 8, shape.query_heads = 32;
+  const Text text = RandomText(11, shape);
+  const std::string zack_hack = "zack+hack:mode=balanced,bytes=56,calibration=made";
+  WriteArtifact(text, {}, artifacts_.path(), "made");
+  int hand_offs = 0;
+  for (const std::string& codec : {std::string("raw"), std::string("hack:k_bits=3,v_bits=2"), zack_hack,
+                                   std::string("hack:k_bits=2,v_bits=2;1=raw;sinks=64")}) {
+    for (const Way way : {Way::kDaemon, Way::kOwn}) {
+      SCOPED_TRACE(absl::StrCat(codec, " ", int(way)));
+      const std::string tenant = absl::StrCat("tenant", hand_offs);
+      ASSERT_OK_AND_ASSIGN(auto from, Make(a_, way, text, codec, tenant));
+      ASSERT_OK_AND_ASSIGN(auto to, Make(b_, way, text, codec, tenant));
+      a_.Use();
+      ASSERT_OK_AND_ASSIGN(auto made, from->cache().CreateSequence());
+      LayerRows sent, received;
+      ASSERT_OK(from->Step(text, {{made.sequence->id(), 0, int(kPrompt)}}, true, &sent));
+      ASSERT_OK(made.sequence->Publish(NamesOf(from->cache(), 640, 3)).status());
+      ASSERT_OK_AND_ASSIGN(const auto outcome, made.sequence->HandOff(b_.daemon->peer(), "first token: 17"));
+      b_.Use();
+      ASSERT_OK_AND_ASSIGN(auto claimed, to->cache().Claim(outcome.ticket));
+      EXPECT_EQ(b_.Metric("hand_offs_between_gpus_total"), ++hand_offs);
+      EXPECT_EQ(claimed.tokens, kPrompt);
+      EXPECT_EQ(claimed.blob, "first token: 17");
+      // Queries alone, of the whole lag window; then both go on.
+      for (const auto& [first, tokens, append] : {std::tuple<uint64_t, int, bool>{kPrompt - 1, 1, false},
+                                                  {kPrompt, 1, true},
+                                                  {kPrompt + 1, 90, true},
+                                                  {kPrompt + 91, 1, true},
+                                                  {kPrompt + 92, 3, true}}) {
+        a_.Use();
+        ASSERT_OK(from->Step(text, {{made.sequence->id(), first, tokens}}, append, &sent));
+        b_.Use();
+        ASSERT_OK(to->Step(text, {{claimed.sequence->id(), first, tokens}}, append, &received));
+        EXPECT_EQ(sent, received) << first;
+      }
+      // What was published came along.
+      ASSERT_OK_AND_ASSIGN(auto hit, to->cache().CreateSequence(NamesOf(to->cache(), 640, 3)));
+      EXPECT_EQ(hit.match.hit_blocks, 10);
+      // And back: blocks that are there are not sent.
+      ASSERT_OK_AND_ASSIGN(const auto back, claimed.sequence->HandOff(a_.daemon->peer(), ""));
+      EXPECT_GT(back.pages_skipped, 0u);
+      a_.Use();
+      ASSERT_OK_AND_ASSIGN(auto returned, from->cache().Claim(back.ticket));
+      ASSERT_OK(from->Step(text, {{made.sequence->id(), kPrompt + 95, 1}}, true, &sent));
+      ASSERT_OK(from->Step(text, {{returned.sequence->id(), kPrompt + 95, 1}}, true, &received));
+      EXPECT_EQ(sent, received);
+      from->Forget(*made.sequence);
+      from->Forget(*returned.sequence);
+      made = {}, returned = {};
+      from.reset();
+      b_.Use();
+      to->Forget(*claimed.sequence);
+      claimed = {}, hit = {};
+      to.reset();
+    }
+  }
+  ExpectEmpty(a_);
+  ExpectEmpty(b_);
+}
+
+TEST_F(DeviceHandOffTest, AHostCacheClaimsWhatCameToAGpu) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  const Text text = RandomText(12);
+  const std::string codec = "hack:k_bits=3,v_bits=2";
+  ASSERT_OK_AND_ASSIGN(auto from, Make(a_, Way::kDaemon, text, codec, "a"));
+  ASSERT_OK_AND_ASSIGN(auto host, HostEngine::Make(b_.client.get(), OptionsFor(text, codec, -1, "a")));
+  ASSERT_OK_AND_ASSIGN(auto made, from->cache().CreateSequence());
+  LayerRows sent, received;
+  ASSERT_OK(from->Step(text, {{made.sequence->id(), 0, int(kPrompt)}}, true, &sent));
+  ASSERT_OK_AND_ASSIGN(const auto outcome, made.sequence->HandOff(b_.daemon->peer(), ""));
+  ASSERT_OK_AND_ASSIGN(auto claimed, host->cache().Claim(outcome.ticket));
+  EXPECT_EQ(b_.Metric("hand_offs_between_gpus_total"), 1);
+  ASSERT_OK(from->Step(text, {{made.sequence->id(), kPrompt, 9}}, true, &sent));
+  ASSERT_OK(host->Step(text, {{claimed.sequence->id(), kPrompt, 9}}, true, &received));
+  Difference difference;
+  for (int layer = 0; layer < text.layers; ++layer) difference.Add(sent[layer], received[layer]);
+  EXPECT_LT(difference.relative(), 2e-3);
+  claimed = {};
+  ExpectEmpty(b_);
+}
+
+TEST_F(DeviceHandOffTest, AFullGpuIsPassedByWayOfTheHost) {
+  ASSERT_NO_FATAL_FAILURE(Start("256MiB"));  // one slab: raw pages and encoded ones need two
+  const Text text = RandomText(13);
+  const std::string codec = "hack:k_bits=3,v_bits=2";
+  ASSERT_OK_AND_ASSIGN(auto from, Make(a_, Way::kDaemon, text, codec, "a"));
+  ASSERT_OK_AND_ASSIGN(auto host, HostEngine::Make(b_.client.get(), OptionsFor(text, codec, -1, "a")));
+  ASSERT_OK_AND_ASSIGN(auto made, from->cache().CreateSequence());
+  LayerRows sent, received;
+  ASSERT_OK(from->Step(text, {{made.sequence->id(), 0, int(kPrompt)}}, true, &sent));
+  ASSERT_OK_AND_ASSIGN(const auto outcome, made.sequence->HandOff(b_.daemon->peer(), ""));
+  EXPECT_EQ(b_.Metric("hand_offs_between_gpus_total"), 0);
+  ASSERT_OK_AND_ASSIGN(auto claimed, host->cache().Claim(outcome.ticket));
+  ASSERT_OK(from->Step(text, {{made.sequence->id(), kPrompt, 9}}, true, &sent));
+  ASSERT_OK(host->Step(text, {{claimed.sequence->id(), kPrompt, 9}}, true, &received));
+  Difference difference;
+  for (int layer = 0; layer < text.layers; ++layer) difference.Add(sent[layer], received[layer]);
+  EXPECT_LT(difference.relative(), 2e-3);
+  EXPECT_EQ(b_.pages(), 0);
+}
+
+TEST_F(DeviceHandOffTest, ASenderThatDiesLeavesNothing) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  Text shape;
+  shape.layers = 8, shape.kv_heads = 8, shape.query_heads = 32, shape.tokens = 2048;
+  const Text text = RandomText(14, shape);
+  const std::string listen = a_.daemon->listen(), peer = b_.daemon->peer();
+  ASSERT_OK_AND_ASSIGN(auto from, Make(a_, Way::kDaemon, text, "raw", "a"));
+  ASSERT_OK_AND_ASSIGN(auto made, from->cache().CreateSequence());
+  LayerRows out;
+  ASSERT_OK(from->Step(text, {{made.sequence->id(), 0, 2000}}, true, &out));
+  // Killed while hand-offs follow one another, wherever they are.
+  std::thread sends([&] {
+    while (made.sequence->HandOff(peer, "").ok()) continue;
+  });
+  ASSERT_TRUE(Eventually([&] { return b_.Metric("hand_offs_between_gpus_total") >= 1; }));
+  a_.daemon->Kill();
+  sends.join();
+  // What arrived whole expires; the rest is gone, and the GPU takes others.
+  ExpectEmpty(b_);
+  ASSERT_OK_AND_ASSIGN(auto to, Make(b_, Way::kDaemon, text, "raw", "b"));
+  ASSERT_OK_AND_ASSIGN(auto next, to->cache().CreateSequence());
+  ASSERT_OK(to->Step(text, {{next.sequence->id(), 0, 2000}}, true, &out));
+  to->Forget(*next.sequence);
+  next = {};
+  to.reset();
+  a_.Use();
+  from.reset();
+}
+
+}  // namespace
+}  // namespace kvmanager::testing
