@@ -72,12 +72,12 @@ struct Side {
 
 class DeviceHandOffTest : public GpuTest {
  protected:
-  void Start(const std::string& receiver_bytes = "2GiB") {
+  void Start(const std::string& receiver_bytes = "2GiB", const std::string& sender_bytes = "2GiB") {
     int gpus = 0;
     ASSERT_CUDA(cudaGetDeviceCount(&gpus));
     other_gpu_ = gpus > 1 ? 1 : 0;
     std::printf("%d GPUs: pages go from GPU 0 to GPU %d\n", gpus, other_gpu_);
-    ASSERT_OK(a_.Start(0, "2GiB", artifacts_.path()));
+    ASSERT_OK(a_.Start(0, sender_bytes, artifacts_.path()));
     ASSERT_OK(b_.Start(other_gpu_, receiver_bytes, artifacts_.path()));
     // What goes by way of the host needs that.
     for (const Side* side : {&a_, &b_}) {
@@ -115,7 +115,7 @@ class DeviceHandOffTest : public GpuTest {
 };
 
 TEST_F(DeviceHandOffTest, AttendsToTheSameOnTheOtherGpu) {
-  ASSERT_NO_FATAL_FAILURE(Start());
+  ASSERT_NO_FATAL_FAILURE(Start("6GiB", "6GiB"));  // slabs of eight tenants, for each size of their slots
   Text shape;
   shape.kv_heads = 8, shape.query_heads = 32;
   const Text text = RandomText(11, shape);
@@ -227,7 +227,7 @@ TEST_F(DeviceHandOffTest, ASenderThatDiesLeavesNothing) {
   ASSERT_OK_AND_ASSIGN(auto from, Make(a_, Way::kDaemon, text, "raw", "a"));
   ASSERT_OK_AND_ASSIGN(auto made, from->cache().CreateSequence());
   LayerRows out;
-  ASSERT_OK(from->Step(text, {{made.sequence->id(), 0, 2000}}, true, &out));
+  for (uint64_t i = 0; i < 2000; i += 250) ASSERT_OK(from->Step(text, {{made.sequence->id(), i, 250}}, true, &out));
   // Killed while hand-offs follow one another, wherever they are.
   std::thread sends([&] {
     while (made.sequence->HandOff(peer, "").ok()) continue;
@@ -239,7 +239,7 @@ TEST_F(DeviceHandOffTest, ASenderThatDiesLeavesNothing) {
   ExpectEmpty(b_);
   ASSERT_OK_AND_ASSIGN(auto to, Make(b_, Way::kDaemon, text, "raw", "b"));
   ASSERT_OK_AND_ASSIGN(auto next, to->cache().CreateSequence());
-  ASSERT_OK(to->Step(text, {{next.sequence->id(), 0, 2000}}, true, &out));
+  for (uint64_t i = 0; i < 2000; i += 250) ASSERT_OK(to->Step(text, {{next.sequence->id(), i, 250}}, true, &out));
   to->Forget(*next.sequence);
   next = {};
   to.reset();

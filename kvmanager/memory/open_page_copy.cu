@@ -1,6 +1,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <memory>
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
@@ -35,12 +36,13 @@ absl::Status EnqueueOpenPageCopies(absl::Span<const OpenPageCopy> pages, const O
     return InvalidField("open page", absl::StrCat(shape.kept_bytes, " of ", shape.row_bytes, " bytes of a row"),
                         "multiples of 16");
   }
-  static thread_local OpenPageList list;  // too large for a small stack; the launch copies it
-  list.shape = shape;
+  // Too large for a small stack, and for every thread's static memory; the launch copies it.
+  const auto list = std::make_unique<OpenPageList>();
+  list->shape = shape;
   for (size_t at = 0; at < pages.size(); at += kPagesPerLaunch) {
     const auto some = pages.subspan(at, kPagesPerLaunch);
-    std::copy(some.begin(), some.end(), list.page);
-    void* arguments[] = {&list};
+    std::copy(some.begin(), some.end(), list->page);
+    void* arguments[] = {list.get()};
     KV_RETURN_IF_ERROR(
         CudaStatus(cudaLaunchKernel(reinterpret_cast<const void*>(CopyOpenPages),
                                     dim3(static_cast<unsigned>(some.size())), dim3(kThreads), arguments, 0, stream),

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
@@ -92,13 +93,14 @@ absl::Status EnqueuePageHashes(absl::Span<const PageBytes> pages, uint64_t* out,
                           absl::StrCat("16-byte aligned, at least ", kPageHashBytesMin, " bytes"));
     }
   }
-  static thread_local HashList list;  // too large for a small stack; the launch copies it
-  std::memcpy(list.secret, hash::DefaultSecret(), hash::kSecretBytes);
+  // Too large for a small stack, and for every thread's static memory; the launch copies it.
+  const auto list = std::make_unique<HashList>();
+  std::memcpy(list->secret, hash::DefaultSecret(), hash::kSecretBytes);
   for (size_t at = 0; at < pages.size(); at += kPagesPerLaunch) {
     const auto some = pages.subspan(at, kPagesPerLaunch);
-    std::copy(some.begin(), some.end(), list.page);
-    list.out = out + at;
-    void* arguments[] = {&list};
+    std::copy(some.begin(), some.end(), list->page);
+    list->out = out + at;
+    void* arguments[] = {list.get()};
     KV_RETURN_IF_ERROR(
         CudaStatus(cudaLaunchKernel(reinterpret_cast<const void*>(HashPages), dim3(static_cast<unsigned>(some.size())),
                                     dim3(kThreads), arguments, 0, stream),
