@@ -67,7 +67,7 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
   void SettleIfDone();
   void LeaveSequence();
   uint64_t ChecksumOf(absl::Span<const uint8_t> bytes) const {
-    return cache_->on_device() ? 0 : XXH3_64bits(bytes.data(), bytes.size());
+    return cache_->on_device() ? 0 : Checksum(bytes.data(), bytes.size());
   }
 
   PageStoreImpl* const store_;
