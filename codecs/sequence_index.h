@@ -21,6 +21,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "codecs/page_attention.h"
 #include "kvmanager/base/ids.h"
@@ -93,6 +94,9 @@ class IndexJob {
   virtual void Finish() = 0;
   /// Store's thread.
   virtual bool done() const = 0;
+
+  /// Why it ended without Finish, for whoever needs it. The store's.
+  absl::Status failure;
 
   // On a GPU:
 

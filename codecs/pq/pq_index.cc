@@ -97,7 +97,8 @@ uint64_t Index::ChoosesFrom(uint64_t position, int tokens) const {
 
 void Index::OnAppend(int layer, uint64_t position, int tokens, int64_t now_ns) {
   if (!prompt_known() && tokens == 1 && position > 0) facts_.prompt_tokens = position;
-  if (shape_->parameters.iterations == 0) NotePrefill(layer, position, tokens, now_ns);
+  // A GPU's prefill runs when its appends are long booked: their times say nothing.
+  if (shape_->parameters.iterations == 0 && !shape_->on_device) NotePrefill(layer, position, tokens, now_ns);
   layers_[layer].tokens = position + tokens;
 }
 

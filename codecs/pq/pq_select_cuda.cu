@@ -26,6 +26,9 @@ constexpr int kSteps = kWeightRun / 32;  // tokens of a run that a lane has
 // Of a weight's bits: 12, then 10, then 9.
 constexpr int kBins0 = 4096, kBins1 = 1024, kBins2 = 512;
 constexpr int kBinsAll = kBins0 + kBins1 + kBins2;
+// Where one block has the whole head, counts of its runs and the tokens it chose take the place of the bins, if they
+// fit there.
+constexpr uint32_t kNearRuns = 512, kNearTokens = kBinsAll - 2 * kNearRuns;
 
 struct RunSum {
   float sum;
@@ -279,8 +282,8 @@ __device__ Found FindBin(const uint32_t* bins, uint32_t k, uint32_t* warp_sums, 
   }
   if (lane == 31) warp_sums[warp] = before;
   __syncthreads();
-  before -= sum;
-  for (int w = 0; w < warp; ++w) before += warp_sums[w];
+  static_assert(kThreads <= 32 * 32);
+  before += __reduce_add_sync(kAll, lane < warp ? warp_sums[lane] : 0) - sum;
   if (before < k && k <= before + sum) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -350,7 +353,8 @@ __global__ void __launch_bounds__(ThreadsFor(kPairs), 1)
     h.Fill(list, local_at, query.list_stride, thread, threads,
            [&](uint32_t i) { return i < count ? query.sinks + query.middle + (i - local_at) : 0; });
   };
-  if (query.chosen == 0) return fill();
+  fill();
+  if (query.chosen == 0) return;
 
   const TableLayout layout(p.shape, kPairs);
   for (int part = 0; part * 2 * kPairs < group; ++part) {
@@ -373,7 +377,6 @@ __global__ void __launch_bounds__(ThreadsFor(kPairs), 1)
     }
     __syncthreads();
   }
-  fill();
   // Tables are not needed any more.
   uint32_t* const bins = reinterpret_cast<uint32_t*>(shared);
   // Weights of this block's runs.
@@ -385,20 +388,33 @@ __global__ void __launch_bounds__(ThreadsFor(kPairs), 1)
 
   // Each row's sum over all runs, in order: a warp has a row, and its first lane adds.
   for (int r = warp; r < group; r += kWarps) {
-    const RunSum* const of = h.sums(r);
+    constexpr int kTogether = 2;
+    const auto* const of = reinterpret_cast<const float2*>(h.sums(r));
+    float2 one[kTogether];
+    const auto read = [&](uint32_t run) {
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        const uint32_t at = run + 32 * u + lane;
+        one[u] = at < h.runs ? __ldcg(of + at) : float2{0, __uint_as_float(kAll)};
+      }
+    };
     uint32_t low = kAll;
-    for (uint32_t run = lane; run < h.runs; run += 32) low = min(low, __ldcg(&of[run].least));
+    for (uint32_t run = 0; run < h.runs; run += 32 * kTogether) {
+      read(run);
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) low = min(low, __float_as_uint(one[u].y));
+    }
     low = __reduce_min_sync(kAll, low);
     float sum = 0;
-    for (uint32_t run = 0; run < h.runs; run += 32) {
-      float x = 0;
-      if (run + lane < h.runs) {
-        const float2 one = __ldcg(reinterpret_cast<const float2*>(of + run + lane));
-        x = one.x * RunFactor(__float_as_uint(one.y), low, shifts[r]);
-      }
-      // Zeros beyond the last run change nothing.
+    for (uint32_t run = 0; run < h.runs; run += 32 * kTogether) {
+      if (h.runs > 32 * kTogether) read(run);
 #pragma unroll
-      for (int i = 0; i < 32; ++i) sum += __shfl_sync(kAll, x, i);
+      for (int u = 0; u < kTogether; ++u) {
+        // Zeros beyond the last run change nothing.
+        const float x = one[u].x * RunFactor(__float_as_uint(one[u].y), low, shifts[r]);
+#pragma unroll
+        for (int i = 0; i < 32; ++i) sum += __shfl_sync(kAll, x, i);
+      }
     }
     if (lane == 0) {
       factor[r] = __uint_as_float(__float_as_uint(1.0f / sum) & 0xffffff00u);
@@ -497,6 +513,10 @@ __global__ void __launch_bounds__(ThreadsFor(kPairs), 1)
   at = FindBin<kThreads, kBins2>(bins + kBins0 + kBins1, k, warp_sums, &found);
   threshold = threshold << 9 | at.bin, k -= at.above;  // k: of those that equal it
 
+  RunCounts* const near_counts = reinterpret_cast<RunCounts*>(bins);
+  uint32_t* const near_tokens = bins + 2 * kNearRuns;
+  const bool counts_near = blocks == 1 && h.runs <= kNearRuns;
+  const bool tokens_near = counts_near && query.chosen <= kNearTokens;
   for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
     uint32_t bits[kSteps];
     bits_of(run, bits);
@@ -507,7 +527,13 @@ __global__ void __launch_bounds__(ThreadsFor(kPairs), 1)
       counts.equal += bits[i] == threshold;
     }
     counts.above = __reduce_add_sync(kAll, counts.above), counts.equal = __reduce_add_sync(kAll, counts.equal);
-    if (lane == 0) h.counts()[run] = counts;
+    if (lane == 0) {
+      if (counts_near) {
+        near_counts[run] = counts;
+      } else {
+        h.counts()[run] = counts;
+      }
+    }
   }
   if (blocks > 1) __threadfence();
   all();
@@ -515,13 +541,21 @@ __global__ void __launch_bounds__(ThreadsFor(kPairs), 1)
   const auto before = [&](uint32_t run) {
     RunCounts sum = {0, 0};
     for (uint32_t i = lane; i < run; i += 32) {
-      const uint2 one = __ldcg(reinterpret_cast<const uint2*>(h.counts() + i));
+      const auto* const far = reinterpret_cast<const uint2*>(h.counts() + i);
+      const uint2 one = counts_near ? reinterpret_cast<const uint2*>(near_counts)[i] : __ldcg(far);
       sum.above += one.x, sum.equal += one.y;
     }
     return RunCounts{__reduce_add_sync(kAll, sum.above), __reduce_add_sync(kAll, sum.equal)};
   };
   // Tokens first, then their rows: the loads of many overlap.
   uint32_t* const tokens = list + query.sinks;
+  const auto emit = [&](uint32_t place, uint32_t token) {
+    if (tokens_near) {
+      near_tokens[place] = token;
+    } else {
+      tokens[place] = token;
+    }
+  };
   for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
     uint32_t bits[kSteps];
     bits_of(run, bits);
@@ -534,23 +568,25 @@ __global__ void __launch_bounds__(ThreadsFor(kPairs), 1)
                      sames = __ballot_sync(kAll, bits[i] == threshold);
       const uint32_t place = n.above + __popc(overs & lower);
       if (sames == 0) {
-        if (bits[i] > threshold) tokens[place + min(n.equal, k)] = t;
+        if (bits[i] > threshold) emit(place + min(n.equal, k), t);
       } else {
         const uint32_t same_before = n.equal + __popc(sames & lower);
-        if (bits[i] > threshold || (bits[i] == threshold && same_before < k)) tokens[place + min(same_before, k)] = t;
+        if (bits[i] > threshold || (bits[i] == threshold && same_before < k)) emit(place + min(same_before, k), t);
         n.equal += __popc(sames);
       }
       n.above += __popc(overs);
     }
   }
-  if (warp < 2) {
+  if (blocks == 1) {
+    if (threadIdx.x == 0) places[0] = 0, places[1] = query.chosen;
+  } else if (warp < 2) {
     const RunCounts n = before(warp == 0 ? first_run : end_run);
     if (lane == 0) places[warp] = n.above + min(n.equal, k);
   }
   __syncthreads();
   uint32_t* const chosen = p.chosen == nullptr ? nullptr : p.chosen + query.list + size_t(h.head) * query.list_stride;
   h.Fill(tokens, places[0], places[1], threadIdx.x, kThreads, [&](uint32_t i) {
-    const uint32_t token = __ldcg(tokens + i);
+    const uint32_t token = tokens_near ? near_tokens[i] : __ldcg(tokens + i);
     if (chosen != nullptr) chosen[i] = token;
     return token;
   });

@@ -66,8 +66,14 @@ void DeviceIndexes::WhenPassed(absl::Status status, absl::AnyInvocable<void()> t
     status = context_.device->EnqueueWrite(stream_, words_->Address(Word::kDone), ++last_);
   }
   if (!status.ok()) {
-    // The GPU has failed, or the host has no memory to pin: what waits for this index waits on.
-    spdlog::error("GPU {} trains no more indexes: {}", context_.ordinal, std::string(status.message()));
+    // The GPU has failed, or the host has no memory to pin. What was enqueued may still touch the job's bytes.
+    spdlog::error("GPU {} could not train an index: {}", context_.ordinal, std::string(status.message()));
+    polls_->Add([this, status = std::move(status)]() mutable {
+      const auto idle = context_.device->IsIdle(stream_);
+      if (idle.ok() && !*idle) return false;
+      End(std::move(status));
+      return true;
+    });
     return;
   }
   polls_->Add([this, number = last_, then = std::move(then)]() mutable {
@@ -131,13 +137,13 @@ void DeviceIndexes::PutImage() {
       status = CudaStatus(now.codec->choice()->LaunchPrepareIndexes(address, 1, stream_), "completing an index");
     }
   }
-  WhenPassed(std::move(status), [this] { End(); });
+  WhenPassed(std::move(status), [this] { End(absl::OkStatus()); });
 }
 
-void DeviceIndexes::End() {
+void DeviceIndexes::End(absl::Status status) {
   Waiting ended = std::move(waiting_.front());
   waiting_.pop_front();
-  ended.job.done();
+  ended.job.done(std::move(status));
   Next();
 }
 

@@ -34,7 +34,7 @@ class DeviceIndexes {
   DeviceIndexes& operator=(const DeviceIndexes&) = delete;
 
   void SetWorkers(EncodeExecutor* workers) { workers_ = workers; }
-  /// The keys are there. job.done is called once, when the index's part is on the GPU; never, if that has failed.
+  /// The keys are there. job.done is called once: when the index's part is on the GPU, or why it is not.
   void Post(std::shared_ptr<const DeviceCodec> codec, DeviceIndexJob job);
   /// Waits, blocking, until the GPU touches nothing for this any more; nobody is told. false: it still does after
   /// `deadline_ms`.
@@ -52,9 +52,9 @@ class DeviceIndexes {
   void KeepKeys(size_t count);  // of a piece, from pinned memory
   void Train();
   void PutImage();
-  void End();
+  void End(absl::Status status);
   absl::Status EnsureStaging(size_t bytes);
-  /// Calls `then` once the stream has passed what is enqueued now; `status`: of enqueuing it.
+  /// Calls `then` once the stream has passed what is enqueued now; `status`: of enqueuing it, an error ends the job.
   void WhenPassed(absl::Status status, absl::AnyInvocable<void()> then);
 
   const DeviceContext context_;

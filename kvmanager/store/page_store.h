@@ -57,7 +57,8 @@ struct DeviceIndexJob {
   std::vector<const uint8_t*> pages;  // raw form; the keys are their first halves
   uint64_t key_bytes = 0;             // of a page
   uint8_t* image = nullptr;
-  absl::AnyInvocable<void()> done;  // once, on the store's thread; until then bytes and slots stay
+  /// Once, on the store's thread; until then bytes and slots stay. An error: the image is not there.
+  absl::AnyInvocable<void(absl::Status)> done;
 };
 
 /// Runs encode jobs away from the store's thread.

@@ -165,6 +165,11 @@ absl::StatusOr<std::unique_ptr<DeviceLease>> PageStoreImpl::Read(CacheId id, int
     for (int layer = first_layer; layer < first_layer + layers; ++layer) {
       NeedIndex(sequence, static_cast<uint32_t>(layer), entries[i].position, end_of(i) - 1, &jobs);
     }
+    for (const std::shared_ptr<IndexJob>& job : jobs) {
+      if (job->failure.ok()) continue;
+      return absl::UnavailableError(absl::StrCat("entries[", i, "]: the index of sequence ", entries[i].sequence,
+                                                 " could not be made, drop it: ", job->failure.message()));
+    }
   }
   std::vector<PageRef> pending;
   std::vector<uint32_t> aged(entries.size());

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "codecs/pq/pq.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/store/page_store.h"
@@ -113,6 +114,39 @@ TEST_F(DeviceIndexTest, APromptsEndTakesACodebookAndCodesAreTakenAsTokensCome) {
   store().CheckInvariants();
   prompt->reset(), query->reset();
   store().Drop(sequence);
+  EXPECT_EQ(IndexBytes(), 0);
+  store().CollectReleased();
+  EXPECT_EQ(test().device.pool->slot_bytes_used(), 0u);
+}
+
+TEST_F(DeviceIndexTest, WhoNeedsAnIndexThatCouldNotBeMadeHearsSoAndOthersGoOn) {
+  const CacheId cache = Open();
+  const SequenceId lost = Make(cache, 40);
+  ASSERT_TRUE(Extend(cache, lost, 0, 41).ok());
+  auto query = Read(cache, lost, 40);
+  ASSERT_TRUE(query.ok());
+  bool told = false;
+  (*query)->OnReady([&] { told = true; });
+  executor().train_failure = absl::ResourceExhaustedError("no memory to pin");
+  executor().FinishAll();
+  EXPECT_TRUE(told);
+  query->reset();
+  const absl::Status status = Read(cache, lost, 40).status();
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), absl::StrCat("the index of sequence ", lost))) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "no memory to pin")) << status;
+  EXPECT_TRUE(Read(cache, lost, 30, 10).ok());  // queries of the prompt need none
+  executor().train_failure = absl::OkStatus();
+  const SequenceId next = Make(cache, 40);
+  ASSERT_TRUE(Extend(cache, next, 0, 41).ok());
+  executor().FinishAll();
+  query = Read(cache, next, 40);
+  EXPECT_TRUE(query.ok() && (*query)->ready());
+  EXPECT_EQ(test().store_metrics.index_trainings.Value(), kLayers);
+  query->reset();
+  store().CheckInvariants();
+  store().Drop(lost);
+  store().Drop(next);
   EXPECT_EQ(IndexBytes(), 0);
   store().CollectReleased();
   EXPECT_EQ(test().device.pool->slot_bytes_used(), 0u);

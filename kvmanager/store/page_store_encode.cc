@@ -99,7 +99,7 @@ void PageStoreImpl::NotifyWaiters() {
     auto& pending = waiter->pending_;
     while (!pending.empty() && !Awaits(pending.back())) pending.pop_back();
     auto& jobs = waiter->pending_jobs_;
-    while (!jobs.empty() && jobs.back()->done()) jobs.pop_back();
+    while (!jobs.empty() && (jobs.back()->done() || !jobs.back()->failure.ok())) jobs.pop_back();
     if (!pending.empty() || !jobs.empty()) return false;
     ready_.push_back(waiter);
     return true;

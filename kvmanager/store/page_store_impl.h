@@ -427,7 +427,7 @@ class PageStoreImpl final : public PageStore {
   void Land(BlockMove& move, bool moved);
   void LandBlock(BlockMove& move, BlockMove::Pair& pair, bool moved);
   void BeginJobs(const Sequence& sequence, const IndexJobs& jobs);
-  void EndJob(IndexJob& job, absl::Span<const PageRef> pins);
+  void EndJob(IndexJob& job, absl::Span<const PageRef> pins, absl::Status status);
   std::shared_ptr<const IndexMemory> NewIndexMemory(Tier* tier, PageId slot);
   /// Chunks of a sequence of `tokens` tokens of which none changes any more, whoever else has them.
   static void KeepFullChunks(const Cache& cache, uint64_t tokens, Sequence& sequence);

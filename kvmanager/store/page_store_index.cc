@@ -98,8 +98,8 @@ void PageStoreImpl::BeginJobs(const Sequence& sequence, const IndexJobs& jobs) {
       pins.push_back(ref);
       pages.push_back(RawData(cache, ref.page()));
     }
-    auto done = [this, alive = alive(), job, pins = std::move(pins)] {
-      if (!alive.expired()) EndJob(*job, pins);
+    auto done = [this, alive = alive(), job, pins = std::move(pins)](absl::Status status) {
+      if (!alive.expired()) EndJob(*job, pins, std::move(status));
     };
     if (cache.on_device()) {
       job->place = sequence.index_places[job->layer()].book;
@@ -114,14 +114,18 @@ void PageStoreImpl::BeginJobs(const Sequence& sequence, const IndexJobs& jobs) {
     for (int task = 0; task < job->tasks(); ++task) {
       tasks.push_back([job, keys, task] { job->RunTask(task, *keys); });
     }
-    cache.tier->executor->Run(std::move(tasks), std::move(done));
+    cache.tier->executor->Run(std::move(tasks), [done = std::move(done)]() mutable { done(absl::OkStatus()); });
   }
 }
 
-void PageStoreImpl::EndJob(IndexJob& job, absl::Span<const PageRef> pins) {
+void PageStoreImpl::EndJob(IndexJob& job, absl::Span<const PageRef> pins, absl::Status status) {
   for (const PageRef& ref : pins) Unpin(ref);
-  job.Finish();
-  metrics_->index_trainings.Increment();
+  if (status.ok()) {
+    job.Finish();
+    metrics_->index_trainings.Increment();
+  } else {
+    job.failure = std::move(status);
+  }
   NotifyWaiters();
 }
 

@@ -106,9 +106,9 @@ void ManualExecutor::Train(DeviceIndexJob job) {
   for (int task = 0; task < shared->job->tasks(); ++task) {
     tasks.push_back([shared, task] { shared->job->RunTask(task, shared->pages); });
   }
-  Run(std::move(tasks), [shared] {
-    shared->job->WriteImage(shared->image);
-    shared->done();
+  Run(std::move(tasks), [this, shared] {
+    if (train_failure.ok()) shared->job->WriteImage(shared->image);
+    shared->done(train_failure);
   });
 }
 

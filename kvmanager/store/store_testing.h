@@ -35,6 +35,7 @@ class ManualExecutor final : public EncodeExecutor {
   void FinishAll();
   size_t jobs() const { return jobs_.size(); }
   bool run_inline = false;
+  absl::Status train_failure;  // of trainings that end from now on
 
  private:
   struct Job {
