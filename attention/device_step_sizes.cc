@@ -15,7 +15,7 @@ constexpr size_t kItemsOfTile = 4;
 constexpr size_t kItemsMin = 4096;
 /// Runs of pages of a tile of many query tokens, which all KV heads share: before, within and behind the lag, and pages
 /// that are there in one form alone.
-constexpr size_t kRunsOfTile = 16;
+constexpr size_t kRunsOfTile = 128;
 constexpr size_t kRingBytesMin = size_t{1} << 20, kRingRoundBytes = 4096;
 
 absl::Status Check(const DeviceStep::Options& o) {
