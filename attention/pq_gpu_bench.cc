@@ -40,6 +40,7 @@ std::vector<SelectedList> ListsOf(const std::vector<pq::DeviceSelect>& queries) 
 
 constexpr int kWarmUps = 3, kRepetitions = 11, kCalls = 8;
 constexpr size_t kRotateBytes = size_t{320} << 20;
+constexpr size_t kPageBytesMax = size_t{24} << 30;  // of the full grid: making them takes the host longer than reading
 constexpr int kPageTokens = 64, kHeadDim = 128;
 
 struct Shape {
@@ -258,8 +259,8 @@ class Batch {
     p.queries = selects_.get() + size_t(call) * shape_.batch;
     return pq::LaunchPqCacheUpdate(p, stream);
   }
-  int Step(int call, cudaStream_t stream, int blocks = 0) const {
-    int error = Select(call, stream, blocks, caches_ == nullptr);
+  int Step(int call, cudaStream_t stream, int blocks = 0, bool early = false) const {
+    int error = Select(call, stream, blocks, early);
     if (error == 0) error = Attend(call, stream);
     return error != 0 ? error : UpdateCopies(call, stream);
   }
@@ -374,16 +375,14 @@ nlohmann::json OnDevice(const Shape& shape, int multiprocessors, double ceiling,
   const double us = Measure([&](int call, cudaStream_t stream) { return batch.Step(call, stream, blocks); });
   const double select_us = Measure([&](int call, cudaStream_t stream) { return batch.Select(call, stream, blocks); });
   const double attend_us = Measure([&](int call, cudaStream_t stream) { return batch.Attend(call, stream); });
-  const double apart_us = Measure([&](int call, cudaStream_t stream) {
-    const int error = batch.Select(call, stream, blocks);
-    return error != 0 ? error : batch.Attend(call, stream);
-  });
+  const double early_us =
+      Measure([&](int call, cudaStream_t stream) { return batch.Step(call, stream, blocks, true); });
   const double fetched_us =
       Measure([&](int call, cudaStream_t stream) { return batch.StepAndFetchNext(call, stream); });
   const double bytes = batch.row_bytes() + batch.index_bytes();
   std::printf("%5d %7d %3d/%-3d %9.2f %8.3f %6.2f %10.2f %10.2f %7d %10.2f %10.2f\n", shape.batch, shape.context,
               shape.query_heads, shape.kv_heads, us, bytes / us * 1e-6, bytes / us * 1e-6 / ceiling, select_us,
-              attend_us, blocks == 0 ? batch.blocks() : blocks, apart_us, fetched_us);
+              attend_us, blocks == 0 ? batch.blocks() : blocks, early_us, fetched_us);
   nlohmann::json run = {{"codec", "pq:m=4,bits=8,ratio=0.1"},
                         {"batch", shape.batch},
                         {"context", shape.context},
@@ -392,7 +391,7 @@ nlohmann::json OnDevice(const Shape& shape, int multiprocessors, double ceiling,
                         {"us", us},
                         {"select_us", select_us},
                         {"attend_us", attend_us},
-                        {"apart_us", apart_us},
+                        {"early_us", early_us},
                         {"fetched_us", fetched_us},
                         {"bytes", bytes},
                         {"tb_per_s", bytes / us * 1e-6},
@@ -466,7 +465,9 @@ int Main(int argc, char** argv) {
   bool host = false, encode = false;
   int blocks = 0;
   app.add_option("--json", json, "write the results to this file");
-  app.add_option("--grid", grid, "bars or small")->check(CLI::IsMember({"bars", "small"}))->capture_default_str();
+  app.add_option("--grid", grid, "bars (the shapes that the project promises numbers for), small (batches) or full")
+      ->check(CLI::IsMember({"bars", "small", "full"}))
+      ->capture_default_str();
   app.add_flag("--host", host, "K and V in pinned host memory too");
   app.add_flag("--encode", encode, "codes of keys too");
   app.add_option("--blocks", blocks, "of threads that choose, per query and KV head; 0: as many as suit")
@@ -484,13 +485,24 @@ int Main(int argc, char** argv) {
     ceiling = bytes / Measure([&](int, cudaStream_t stream) { return ReadAll(memory.get(), bytes, stream); }) * 1e-6;
   }
   std::printf("read ceiling %.3f TB/s, SM clock at most %.0f MHz\n", ceiling, khz / 1e3);
-  // Of a step: `us` with the choice launched into the end of what is before it, apart without, fetched with the next
-  // index read on another stream meanwhile.
+  // Of a step: `us` as a layer's step launches it, early with the choice launched into the end of what is before it,
+  // fetched with the next index read on another stream meanwhile.
   std::printf("%5s %7s %6s %10s %8s %6s %10s %10s %7s %10s %10s\n", "batch", "context", "heads", "us", "TB/s", "share",
-              "select us", "attend us", "blocks", "apart us", "fetched us");
+              "select us", "attend us", "blocks", "early us", "fetched us");
   nlohmann::json results = {{"read_ceiling_tb_per_s", ceiling}, {"runs", nlohmann::json::array()}};
   std::vector<Shape> shapes = {{16, 32768, 32, 8}, {1, 131072, 32, 8}, {64, 8192, 32, 8}, {1, 4096, 32, 8}};
   if (grid == "small") shapes = {{1, 16384, 32, 8}, {1, 32768, 32, 8}, {8, 4096, 32, 8}, {8, 32768, 64, 8}};
+  if (grid == "full") {
+    shapes.clear();
+    for (const auto& [q, kv] : {std::pair{32, 32}, {32, 8}, {64, 8}, {32, 4}, {8, 1}}) {
+      for (const int batch : {1, 8, 32, 128}) {
+        for (const int context : {4096, 16384, 32768, 131072}) {
+          const Shape shape = {batch, context, q, kv};
+          if (PageBytes(shape) <= kPageBytesMax) shapes.push_back(shape);
+        }
+      }
+    }
+  }
   for (const Shape& shape : shapes) {
     results["runs"].push_back(OnDevice(shape, multiprocessors, ceiling, blocks, encode && shape.batch == 16));
   }

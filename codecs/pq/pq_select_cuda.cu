@@ -23,6 +23,8 @@ namespace {
 namespace cg = cooperative_groups;
 
 constexpr int kSteps = kWeightRun / 32;  // tokens of a run that a lane has
+constexpr int kHalf = 8, kQuarter = 4;   // of these, taken at once
+static_assert(kSteps % kHalf == 0);
 // Of a weight's bits: 12, then 10, then 9.
 constexpr int kBins0 = 4096, kBins1 = 1024, kBins2 = 512;
 constexpr int kBinsAll = kBins0 + kBins1 + kBins2;
@@ -157,20 +159,24 @@ struct Head {
     const uint32_t at = token & (shape.page_tokens - 1);
     return unit + uint32_t(size_t(head * shape.page_tokens + at) * shape.head_dim * 2 / kRowUnitBytes);
   }
-  /// Rows of tokens, token_of(i), become entries first <= i < end of the list: every `step`-th, from first + at.
-  template <typename TokenOf>
-  __device__ __forceinline__ void Fill(uint32_t* list, uint32_t first, uint32_t end, uint32_t at, uint32_t step,
-                                       TokenOf token_of) const {
+  struct Entry {
+    uint32_t at, token;
+  };
+  /// Entries entry_of(i) of the list become their tokens' rows: every `step`-th i below `end`, from `first` on.
+  template <typename EntryOf>
+  __device__ __forceinline__ void Fill(uint32_t* list, uint32_t first, uint32_t end, uint32_t step,
+                                       EntryOf entry_of) const {
     constexpr int kTogether = 4;
-    for (uint32_t i = first + at; i < end; i += kTogether * step) {
-      uint32_t unit[kTogether];
+#pragma unroll 1
+    for (uint32_t i = first; i < end; i += kTogether * step) {
+      Entry entry[kTogether];
 #pragma unroll
-      for (int u = 0; u < kTogether; ++u) unit[u] = token_of(i + u * step < end ? i + u * step : i);
+      for (int u = 0; u < kTogether; ++u) entry[u] = entry_of(i + u * step < end ? i + u * step : i);
 #pragma unroll
-      for (int u = 0; u < kTogether; ++u) unit[u] = UnitOfToken(unit[u]);
+      for (int u = 0; u < kTogether; ++u) entry[u].token = UnitOfToken(entry[u].token);
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
-        if (i + u * step < end) list[i + u * step] = unit[u];
+        if (i + u * step < end) list[entry[u].at] = entry[u].token;
       }
     }
   }
@@ -344,251 +350,257 @@ __global__ void __launch_bounds__(ThreadsFor(kPairs), 1)
     }
   };
   if (p.early) asm volatile("griddepcontrol.wait;" ::: "memory");
-  // Rows that are read in any case, and what stands behind the last one.
+  // The list: sinks, what is chosen, what is local, and what stands behind the last row.
   uint32_t* const list = p.rows + query.list + size_t(h.head) * query.list_stride;
   const uint32_t local_at = query.sinks + query.chosen, count = local_at + query.local;
-  const uint32_t thread = rank * kThreads + threadIdx.x, threads = blocks * kThreads;
-  const auto fill = [&]() {
-    h.Fill(list, 0, query.sinks, thread, threads, [](uint32_t i) { return i; });
-    h.Fill(list, local_at, query.list_stride, thread, threads,
-           [&](uint32_t i) { return i < count ? query.sinks + query.middle + (i - local_at) : 0; });
-  };
-  fill();
-  if (query.chosen == 0) return;
-
-  const TableLayout layout(p.shape, kPairs);
-  for (int part = 0; part * 2 * kPairs < group; ++part) {
-    MakeTables<kPairs>(p, query, h.head, part * 2 * kPairs, layout, shared, rows, [&]() {
-      if (part == 0) prefetch_codes();
-    });
-    const Tables<kPairs, kWide> tables(p.shape, layout, shared);
-    bool shifted = false;
-#pragma unroll
-    for (int r = 0; r < 2 * kPairs; ++r) shifted |= rows.units[r].shift != 0;
-    for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
-      if (shifted) {
-        WeighRun<kPairs, kWide, true>(h, tables, rows, part, run);
-      } else {
-        WeighRun<kPairs, kWide, false>(h, tables, rows, part, run);
-      }
-    }
-    if (threadIdx.x < 2 * kPairs && part * 2 * kPairs + threadIdx.x < group) {
-      shifts[part * 2 * kPairs + threadIdx.x] = rows.units[threadIdx.x].shift;
-    }
-    __syncthreads();
-  }
-  // Tables are not needed any more.
   uint32_t* const bins = reinterpret_cast<uint32_t*>(shared);
-  // Weights of this block's runs.
-  float* const near_totals = reinterpret_cast<float*>(shared + kBinsAll * 4);
-  float* const far_totals = h.totals() + size_t(first_run) * kWeightRun;
-  for (int i = threadIdx.x; i < kBinsAll; i += kThreads) bins[i] = 0;
-  if (blocks > 1) __threadfence();
-  all();
-
-  // Each row's sum over all runs, in order: a warp has a row, and its first lane adds.
-  for (int r = warp; r < group; r += kWarps) {
-    constexpr int kTogether = 2;
-    const auto* const of = reinterpret_cast<const float2*>(h.sums(r));
-    float2 one[kTogether];
-    const auto read = [&](uint32_t run) {
-#pragma unroll
-      for (int u = 0; u < kTogether; ++u) {
-        const uint32_t at = run + 32 * u + lane;
-        one[u] = at < h.runs ? __ldcg(of + at) : float2{0, __uint_as_float(kAll)};
-      }
-    };
-    uint32_t low = kAll;
-    for (uint32_t run = 0; run < h.runs; run += 32 * kTogether) {
-      read(run);
-#pragma unroll
-      for (int u = 0; u < kTogether; ++u) low = min(low, __float_as_uint(one[u].y));
-    }
-    low = __reduce_min_sync(kAll, low);
-    float sum = 0;
-    for (uint32_t run = 0; run < h.runs; run += 32 * kTogether) {
-      if (h.runs > 32 * kTogether) read(run);
-#pragma unroll
-      for (int u = 0; u < kTogether; ++u) {
-        // Zeros beyond the last run change nothing.
-        const float x = one[u].x * RunFactor(__float_as_uint(one[u].y), low, shifts[r]);
-#pragma unroll
-        for (int i = 0; i < 32; ++i) sum += __shfl_sync(kAll, x, i);
-      }
-    }
-    if (lane == 0) {
-      factor[r] = __uint_as_float(__float_as_uint(1.0f / sum) & 0xffffff00u);
-      best[r] = low;
-    }
-  }
-  __syncthreads();
-
-  // Weights summed over the group. An exact product, so fmaf rounds as a product and a sum do.
-  for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
-    const uint32_t first = run * uint32_t(kWeightRun);
-    const uint32_t least = lane < group ? __ldcg(&h.sums(lane)[run].least) : 0;
-    float total[kSteps] = {};
-#pragma unroll 1
-    for (int part = 0; part * 2 * kPairs < group; ++part) {
-      const Packed<kPairs>* const from = h.weights<kPairs>(part) + first + lane;
-      Packed<kPairs> e[kSteps];
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) e[k] = ReadOnce(from + 32 * k);
-      // Lane r's: row r's factor in this run; 0 beyond the group.
-      const float mine = lane < group ? factor[lane] * RunFactor(least, best[lane], shifts[lane]) : 0;
-      float factors[2 * kPairs];
-#pragma unroll
-      for (int r = 0; r < 2 * kPairs; ++r) factors[r] = __shfl_sync(kAll, mine, (part * 2 * kPairs + r) & 31);
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-          total[k] = fmaf(LowOf(e[k].of[i]), factors[2 * i], total[k]);
-          total[k] = fmaf(HighOf(e[k].of[i]), factors[2 * i + 1], total[k]);
-        }
-      }
-    }
-    const uint32_t at = (run - first_run) * uint32_t(kWeightRun) + lane;
-    if (totals_in_shared) {
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) near_totals[at + 32 * k] = total[k];
-    } else {
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) far_totals[at + 32 * k] = total[k];
-    }
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      if (first + 32 * k + lane < query.middle) atomicAdd(&bins[__float_as_uint(total[k]) >> 19], 1u);
-    }
-  }
-
-  // The k-th largest.
-  uint32_t k = query.chosen, threshold = 0;
-  uint32_t* const leader = blocks == 1 ? bins : cluster.map_shared_rank(bins, 0);
-  const auto gather = [&](int at, int n) {
-    all();
-    if (blocks == 1) return;
-    if (rank != 0) {
-      for (int i = at + threadIdx.x; i < at + n; i += kThreads) {
-        if (bins[i] != 0) atomicAdd(leader + i, bins[i]);
-      }
-    }
-    cluster.sync();
-    // The others' own counts are not needed any more.
-    if (rank != 0) {
-      for (int i = at + threadIdx.x; i < at + n; i += kThreads) bins[i] = leader[i];
-    }
-    __syncthreads();
-  };
-  // A run's weights as bits; 0 beyond the middle, below any weight.
-  const auto bits_of = [&](uint32_t run, uint32_t(&bits)[kSteps]) {
-    const uint32_t at = (run - first_run) * uint32_t(kWeightRun) + lane;
-    if (totals_in_shared) {
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) bits[i] = __float_as_uint(near_totals[at + 32 * i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) bits[i] = __float_as_uint(far_totals[at + 32 * i]);
-    }
-  };
-  const auto refine = [&](int at, int prefix_shift, int shift, uint32_t mask) {
-    for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
-      uint32_t bits[kSteps];
-      bits_of(run, bits);
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        if (bits[i] >> prefix_shift == threshold) atomicAdd(&bins[at + (bits[i] >> shift & mask)], 1u);
-      }
-    }
-  };
-  gather(0, kBins0);
-  Found at = FindBin<kThreads, kBins0>(bins, k, warp_sums, &found);
-  threshold = at.bin, k -= at.above;
-  refine(kBins0, 19, 9, 1023);
-  gather(kBins0, kBins1);
-  at = FindBin<kThreads, kBins1>(bins + kBins0, k, warp_sums, &found);
-  threshold = threshold << 10 | at.bin, k -= at.above;
-  refine(kBins0 + kBins1, 9, 0, 511);
-  gather(kBins0 + kBins1, kBins2);
-  at = FindBin<kThreads, kBins2>(bins + kBins0 + kBins1, k, warp_sums, &found);
-  threshold = threshold << 9 | at.bin, k -= at.above;  // k: of those that equal it
-
   RunCounts* const near_counts = reinterpret_cast<RunCounts*>(bins);
   uint32_t* const near_tokens = bins + 2 * kNearRuns;
   const bool counts_near = blocks == 1 && h.runs <= kNearRuns;
   const bool tokens_near = counts_near && query.chosen <= kNearTokens;
-  for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
-    uint32_t bits[kSteps];
-    bits_of(run, bits);
-    RunCounts counts = {0, 0};
+  const auto choose = [&]() {
+    const TableLayout layout(p.shape, kPairs);
+    for (int part = 0; part * 2 * kPairs < group; ++part) {
+      MakeTables<kPairs>(p, query, h.head, part * 2 * kPairs, layout, shared, rows, [&]() {
+        if (part == 0) prefetch_codes();
+      });
+      const Tables<kPairs, kWide> tables(p.shape, layout, shared);
+      bool shifted = false;
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      counts.above += bits[i] > threshold;
-      counts.equal += bits[i] == threshold;
+      for (int r = 0; r < 2 * kPairs; ++r) shifted |= rows.units[r].shift != 0;
+      for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
+        if (shifted) {
+          WeighRun<kPairs, kWide, true>(h, tables, rows, part, run);
+        } else {
+          WeighRun<kPairs, kWide, false>(h, tables, rows, part, run);
+        }
+      }
+      if (threadIdx.x < 2 * kPairs && part * 2 * kPairs + threadIdx.x < group) {
+        shifts[part * 2 * kPairs + threadIdx.x] = rows.units[threadIdx.x].shift;
+      }
+      __syncthreads();
     }
-    counts.above = __reduce_add_sync(kAll, counts.above), counts.equal = __reduce_add_sync(kAll, counts.equal);
-    if (lane == 0) {
-      if (counts_near) {
-        near_counts[run] = counts;
-      } else {
-        h.counts()[run] = counts;
+    // Tables are not needed any more. Weights of this block's runs:
+    float* const near_totals = reinterpret_cast<float*>(shared + kBinsAll * 4);
+    float* const far_totals = h.totals() + size_t(first_run) * kWeightRun;
+    for (int i = threadIdx.x; i < kBinsAll; i += kThreads) bins[i] = 0;
+    if (blocks > 1) __threadfence();
+    all();
+
+    // Each row's sum over all runs, in order: a warp has a row, and its first lane adds.
+    for (int r = warp; r < group; r += kWarps) {
+      constexpr int kTogether = 2;
+      const auto* const of = reinterpret_cast<const float2*>(h.sums(r));
+      float2 one[kTogether];
+      const auto read = [&](uint32_t run) {
+#pragma unroll
+        for (int u = 0; u < kTogether; ++u) {
+          const uint32_t at = run + 32 * u + lane;
+          one[u] = at < h.runs ? __ldcg(of + at) : float2{0, __uint_as_float(kAll)};
+        }
+      };
+      uint32_t low = kAll;
+      for (uint32_t run = 0; run < h.runs; run += 32 * kTogether) {
+        read(run);
+#pragma unroll
+        for (int u = 0; u < kTogether; ++u) low = min(low, __float_as_uint(one[u].y));
+      }
+      low = __reduce_min_sync(kAll, low);
+      float sum = 0;
+      for (uint32_t run = 0; run < h.runs; run += 32 * kTogether) {
+        if (h.runs > 32 * kTogether) read(run);
+#pragma unroll
+        for (int u = 0; u < kTogether; ++u) {
+          // Zeros beyond the last run change nothing.
+          const float x = one[u].x * RunFactor(__float_as_uint(one[u].y), low, shifts[r]);
+#pragma unroll
+          for (int i = 0; i < 32; ++i) sum += __shfl_sync(kAll, x, i);
+        }
+      }
+      if (lane == 0) {
+        factor[r] = __uint_as_float(__float_as_uint(1.0f / sum) & 0xffffff00u);
+        best[r] = low;
       }
     }
-  }
-  if (blocks > 1) __threadfence();
-  all();
-  // How many are before a run: above the threshold, and equal to it.
-  const auto before = [&](uint32_t run) {
-    RunCounts sum = {0, 0};
-    for (uint32_t i = lane; i < run; i += 32) {
-      const auto* const far = reinterpret_cast<const uint2*>(h.counts() + i);
-      const uint2 one = counts_near ? reinterpret_cast<const uint2*>(near_counts)[i] : __ldcg(far);
-      sum.above += one.x, sum.equal += one.y;
-    }
-    return RunCounts{__reduce_add_sync(kAll, sum.above), __reduce_add_sync(kAll, sum.equal)};
-  };
-  // Tokens first, then their rows: the loads of many overlap.
-  uint32_t* const tokens = list + query.sinks;
-  const auto emit = [&](uint32_t place, uint32_t token) {
-    if (tokens_near) {
-      near_tokens[place] = token;
-    } else {
-      tokens[place] = token;
-    }
-  };
-  for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
-    uint32_t bits[kSteps];
-    bits_of(run, bits);
-    RunCounts n = before(run);
-    const uint32_t lower = (1u << lane) - 1;
+    __syncthreads();
+
+    // Weights summed over the group. An exact product, so fmaf rounds as a product and a sum do. Loops are kept short
+    // from here on: what runs once or twice is fetched as instructions first.
+    for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
+      const uint32_t first = run * uint32_t(kWeightRun);
+      const uint32_t least = lane < group ? __ldcg(&h.sums(lane)[run].least) : 0;
+#pragma unroll 1
+      for (int half = 0; half < kSteps; half += kHalf) {
+        float total[kHalf] = {};
+#pragma unroll 1
+        for (int part = 0; part * 2 * kPairs < group; ++part) {
+          const Packed<kPairs>* const from = h.weights<kPairs>(part) + first + 32 * half + lane;
+          Packed<kPairs> e[kHalf];
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const uint32_t t = query.sinks + run * uint32_t(kWeightRun) + 32 * i + lane;
-      const uint32_t overs = __ballot_sync(kAll, bits[i] > threshold),
-                     sames = __ballot_sync(kAll, bits[i] == threshold);
-      const uint32_t place = n.above + __popc(overs & lower);
-      if (sames == 0) {
-        if (bits[i] > threshold) emit(place + min(n.equal, k), t);
-      } else {
-        const uint32_t same_before = n.equal + __popc(sames & lower);
-        if (bits[i] > threshold || (bits[i] == threshold && same_before < k)) emit(place + min(same_before, k), t);
-        n.equal += __popc(sames);
+          for (int k = 0; k < kHalf; ++k) e[k] = ReadOnce(from + 32 * k);
+          // Lane r's: row r's factor in this run; 0 beyond the group.
+          const float mine = lane < group ? factor[lane] * RunFactor(least, best[lane], shifts[lane]) : 0;
+          float factors[2 * kPairs];
+#pragma unroll
+          for (int r = 0; r < 2 * kPairs; ++r) factors[r] = __shfl_sync(kAll, mine, (part * 2 * kPairs + r) & 31);
+#pragma unroll
+          for (int k = 0; k < kHalf; ++k) {
+#pragma unroll
+            for (int i = 0; i < kPairs; ++i) {
+              total[k] = fmaf(LowOf(e[k].of[i]), factors[2 * i], total[k]);
+              total[k] = fmaf(HighOf(e[k].of[i]), factors[2 * i + 1], total[k]);
+            }
+          }
+        }
+        float* const to = (totals_in_shared ? near_totals : far_totals) + (run - first_run) * uint32_t(kWeightRun);
+#pragma unroll
+        for (int k = 0; k < kHalf; ++k) to[32 * (half + k) + lane] = total[k];
+#pragma unroll
+        for (int k = 0; k < kHalf; ++k) {
+          if (first + 32 * (half + k) + lane < query.middle) atomicAdd(&bins[__float_as_uint(total[k]) >> 19], 1u);
+        }
       }
-      n.above += __popc(overs);
     }
-  }
-  if (blocks == 1) {
-    if (threadIdx.x == 0) places[0] = 0, places[1] = query.chosen;
-  } else if (warp < 2) {
-    const RunCounts n = before(warp == 0 ? first_run : end_run);
-    if (lane == 0) places[warp] = n.above + min(n.equal, k);
+
+    // The k-th largest.
+    uint32_t k = query.chosen, threshold = 0;
+    uint32_t* const leader = blocks == 1 ? bins : cluster.map_shared_rank(bins, 0);
+    const auto gather = [&](int at, int n) {
+      all();
+      if (blocks == 1) return;
+      if (rank != 0) {
+        for (int i = at + threadIdx.x; i < at + n; i += kThreads) {
+          if (bins[i] != 0) atomicAdd(leader + i, bins[i]);
+        }
+      }
+      cluster.sync();
+      // The others' own counts are not needed any more.
+      if (rank != 0) {
+        for (int i = at + threadIdx.x; i < at + n; i += kThreads) bins[i] = leader[i];
+      }
+      __syncthreads();
+    };
+    // Some of a run's weights as bits; 0 beyond the middle, below any weight.
+    const auto bits_of = [&](uint32_t run, int from, uint32_t(&bits)[kQuarter]) {
+      const uint32_t at = (run - first_run) * uint32_t(kWeightRun) + 32 * from + lane;
+      if (totals_in_shared) {
+#pragma unroll
+        for (int i = 0; i < kQuarter; ++i) bits[i] = __float_as_uint(near_totals[at + 32 * i]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kQuarter; ++i) bits[i] = __float_as_uint(far_totals[at + 32 * i]);
+      }
+    };
+    const auto refine = [&](int at, int prefix_shift, int shift, uint32_t mask) {
+      for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
+#pragma unroll 1
+        for (int from = 0; from < kSteps; from += kQuarter) {
+          uint32_t bits[kQuarter];
+          bits_of(run, from, bits);
+#pragma unroll
+          for (int i = 0; i < kQuarter; ++i) {
+            if (bits[i] >> prefix_shift == threshold) atomicAdd(&bins[at + (bits[i] >> shift & mask)], 1u);
+          }
+        }
+      }
+    };
+    gather(0, kBins0);
+    Found at = FindBin<kThreads, kBins0>(bins, k, warp_sums, &found);
+    threshold = at.bin, k -= at.above;
+    refine(kBins0, 19, 9, 1023);
+    gather(kBins0, kBins1);
+    at = FindBin<kThreads, kBins1>(bins + kBins0, k, warp_sums, &found);
+    threshold = threshold << 10 | at.bin, k -= at.above;
+    refine(kBins0 + kBins1, 9, 0, 511);
+    gather(kBins0 + kBins1, kBins2);
+    at = FindBin<kThreads, kBins2>(bins + kBins0 + kBins1, k, warp_sums, &found);
+    threshold = threshold << 9 | at.bin, k -= at.above;  // k: of those that equal it
+
+    for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
+      RunCounts counts = {0, 0};
+#pragma unroll 1
+      for (int from = 0; from < kSteps; from += kQuarter) {
+        uint32_t bits[kQuarter];
+        bits_of(run, from, bits);
+#pragma unroll
+        for (int i = 0; i < kQuarter; ++i) {
+          counts.above += bits[i] > threshold;
+          counts.equal += bits[i] == threshold;
+        }
+      }
+      counts.above = __reduce_add_sync(kAll, counts.above), counts.equal = __reduce_add_sync(kAll, counts.equal);
+      if (lane == 0) {
+        if (counts_near) {
+          near_counts[run] = counts;
+        } else {
+          h.counts()[run] = counts;
+        }
+      }
+    }
+    if (blocks > 1) __threadfence();
+    all();
+    // How many are before a run: above the threshold, and equal to it.
+    const auto before = [&](uint32_t run) {
+      RunCounts sum = {0, 0};
+      for (uint32_t i = lane; i < run; i += 32) {
+        const auto* const far = reinterpret_cast<const uint2*>(h.counts() + i);
+        const uint2 one = counts_near ? reinterpret_cast<const uint2*>(near_counts)[i] : __ldcg(far);
+        sum.above += one.x, sum.equal += one.y;
+      }
+      return RunCounts{__reduce_add_sync(kAll, sum.above), __reduce_add_sync(kAll, sum.equal)};
+    };
+    // Tokens first, then their rows: the loads of many overlap.
+    for (uint32_t run = first_run + warp; run < end_run; run += kWarps) {
+      RunCounts n = before(run);
+      const uint32_t lower = (1u << lane) - 1;
+#pragma unroll 1
+      for (int from = 0; from < kSteps; from += kQuarter) {
+        uint32_t bits[kQuarter];
+        bits_of(run, from, bits);
+#pragma unroll
+        for (int i = 0; i < kQuarter; ++i) {
+          const bool over = bits[i] > threshold, same = bits[i] == threshold;
+          const uint32_t overs = __ballot_sync(kAll, over), sames = __ballot_sync(kAll, same);
+          const uint32_t same_before = n.equal + __popc(sames & lower);
+          const uint32_t place = n.above + __popc(overs & lower) + min(same_before, k);
+          const uint32_t token = query.sinks + run * uint32_t(kWeightRun) + 32 * (from + i) + lane;
+          if (over || (same && same_before < k)) {
+            if (tokens_near) {
+              near_tokens[place] = token;
+            } else {
+              list[query.sinks + place] = token;
+            }
+          }
+          n.above += __popc(overs), n.equal += __popc(sames);
+        }
+      }
+    }
+    if (blocks == 1) {
+      if (threadIdx.x == 0) places[0] = 0, places[1] = query.chosen;
+    } else if (warp < 2) {
+      const RunCounts n = before(warp == 0 ? first_run : end_run);
+      if (lane == 0) places[warp] = n.above + min(n.equal, k);
+    }
+  };
+  if (query.chosen > 0) {
+    choose();
+  } else if (threadIdx.x < 2) {
+    places[threadIdx.x] = 0;
   }
   __syncthreads();
+  // What this block chose, and its share of what is read in any case.
+  const uint32_t first = places[0], own = places[1] - first, others = query.list_stride - query.chosen;
   uint32_t* const chosen = p.chosen == nullptr ? nullptr : p.chosen + query.list + size_t(h.head) * query.list_stride;
-  h.Fill(tokens, places[0], places[1], threadIdx.x, kThreads, [&](uint32_t i) {
-    const uint32_t token = tokens_near ? near_tokens[i] : __ldcg(tokens + i);
-    if (chosen != nullptr) chosen[i] = token;
-    return token;
+  h.Fill(list, threadIdx.x, own + (others + blocks - 1 - rank) / blocks, kThreads, [&](uint32_t i) {
+    if (i < own) {
+      const uint32_t at = query.sinks + first + i, token = tokens_near ? near_tokens[first + i] : __ldcg(list + at);
+      if (chosen != nullptr) chosen[first + i] = token;
+      return Head::Entry{at, token};
+    }
+    const uint32_t other = (i - own) * blocks + rank;
+    if (other < query.sinks) return Head::Entry{other, other};
+    const uint32_t at = other + query.chosen;
+    return Head::Entry{at, at < count ? query.middle + other : 0};
   });
   if (blocks > 1) cluster.sync();  // nobody reads this block's counts any more
 }
