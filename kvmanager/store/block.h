@@ -16,25 +16,32 @@ namespace kvmanager {
 
 struct Cache;
 
+/// K and V of a block's tokens in one layer, or the activations that these can be recomputed from (the input of the
+/// layer's K and V projections). Both live by the table of page_state.h; the bytes of activations are [page_tokens]
+/// [hidden] values of the cache's dtype, and have one form, as pages of an identity codec have: raw while they are
+/// filled, encoded from the seal on.
+enum class PageKind : uint8_t { kKeysValues = 0, kActivations };
+
 struct Block {
-  std::shared_ptr<Cache> cache;  // shared: a block under a lease outlives the closing of its cache
-  uint32_t index = 0;            // place in its sequence: the first token is index * page_tokens
-  std::vector<Page> pages;       // [layers]
-  uint32_t holders = 0;          // sequences and hand-offs
-  uint32_t pins = 0;             // of all pages
-  uint32_t jobs = 0;             // encode jobs under way
-  uint32_t live_pages = 0;       // pages that are not Free
-  uint64_t bytes = 0;            // of their slots
-  bool published = false;        // in its cache's table, under `name`
-  bool corrupt = false;          // its bytes changed: never published again
-  bool evictable = false;        // the eviction policy knows it
-  bool kept = false;             // of a GPU: the host had a copy when it was last looked for
-  uint64_t last_use = 0;         // order of uses: a parent's is above its children's
+  std::shared_ptr<Cache> cache;   // shared: a block under a lease outlives the closing of its cache
+  uint32_t index = 0;             // place in its sequence: the first token is index * page_tokens
+  std::vector<Page> pages;        // [layers]
+  std::vector<Page> activations;  // [layers], Free where the engine gave none; empty in a cache without activations
+  uint32_t holders = 0;           // sequences and hand-offs
+  uint32_t pins = 0;              // of all pages, here and below of both kinds
+  uint32_t jobs = 0;              // encode jobs under way
+  uint32_t live_pages = 0;        // pages that are not Free
+  uint64_t bytes = 0;             // of their slots
+  bool published = false;         // in its cache's table, under `name`
+  bool corrupt = false;           // its bytes changed: never published again
+  bool evictable = false;         // the eviction policy knows it
+  bool kept = false;              // of a GPU: the host had a copy when it was last looked for
+  uint64_t last_use = 0;          // order of uses: a parent's is above its children's
   int64_t last_use_ns = 0;
   BlockName name;
   absl::Status arrival;  // an error: its pages that are Receiving will not come, and why
 
-  /// Every layer's page is sealed.
+  /// Every layer's page of K and V is sealed. (Activations are a help: nothing waits for them.)
   bool is_full() const {
     for (const Page& page : pages) {
       if (!page.is_full()) return false;
@@ -47,7 +54,8 @@ struct Block {
 struct PageRef {
   Block* block = nullptr;
   uint32_t layer = 0;
-  Page& page() const { return block->pages[layer]; }
+  PageKind kind = PageKind::kKeysValues;
+  Page& page() const { return (kind == PageKind::kKeysValues ? block->pages : block->activations)[layer]; }
 };
 
 }  // namespace kvmanager

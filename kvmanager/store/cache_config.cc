@@ -50,6 +50,7 @@ absl::Status ValidateCacheConfig(const CacheConfig& config) {
   KV_RETURN_IF_ERROR(CheckRange("query_heads", config.query_heads, layout.kv_heads,
                                 layout.kv_heads * CacheConfig::kGroupMax, layout.kv_heads));
   KV_RETURN_IF_ERROR(CheckRange("lag_pages", config.lag_pages, 0, CacheConfig::kLagPagesMax));
+  KV_RETURN_IF_ERROR(CheckRange("hidden", config.hidden, 0, CacheConfig::kHiddenMax));
   KV_RETURN_IF_ERROR(CheckRange("device", config.device, CacheConfig::kHost, CacheConfig::kDeviceMax));
   KV_RETURN_IF_ERROR(CheckRange("tensor_parallel_size", config.tensor_parallel_size, 1, 1024));
   return CheckRange("tensor_parallel_rank", config.tensor_parallel_rank, 0, config.tensor_parallel_size - 1);
@@ -63,7 +64,8 @@ CacheDigest DigestOf(const CacheConfig& config, uint32_t codec_version) {
       "\nquery_heads=", config.query_heads, "\ntensor_parallel_rank=", config.tensor_parallel_rank,
       "\ntensor_parallel_size=", config.tensor_parallel_size, "\ndtype=", static_cast<int>(layout.dtype),
       "\nkv_heads=", layout.kv_heads, "\nhead_dim=", layout.head_dim, "\npage_tokens=", layout.page_tokens,
-      "\ncodec=", config.codec, "\ncodec_version=", codec_version, "\nlag_pages=", config.lag_pages, "\n");
+      "\ncodec=", config.codec, "\ncodec_version=", codec_version, "\nlag_pages=", config.lag_pages, "\n",
+      config.hidden > 0 ? absl::StrCat("hidden=", config.hidden, "\n") : "");
   return Sha256({reinterpret_cast<const uint8_t*>(text.data()), text.size()});
 }
 

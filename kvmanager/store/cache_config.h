@@ -15,6 +15,7 @@ struct CacheConfig {
   static constexpr int kLayersMax = 1024;
   static constexpr int kGroupMax = 64;  // query heads per KV head
   static constexpr int kLagPagesMax = 64;
+  static constexpr int kHiddenMax = 1 << 17;    // a page of 256 tokens is then what a transport takes as one
   static constexpr size_t kTextBytesMax = 256;  // of each name
   static constexpr size_t kCodecBytesMax = 4096;
 
@@ -30,6 +31,7 @@ struct CacheConfig {
   PageLayout layout;
   std::string codec = "raw";  // canonical after the store opened it: "hack:k_axis=channel,..."
   int lag_pages = 2;          // 0..kLagPagesMax: newest full pages that are read raw
+  int hidden = 0;             // values of an activation, 0..kHiddenMax; 0: no activations are kept (nor on a GPU)
 
   /// Where its pages are computed on: in host memory, or on the GPU with this ordinal. Not part of the digest: the same
   /// page has the same bytes and the same name everywhere.
@@ -41,7 +43,8 @@ struct CacheConfig {
 /// Checks everything but the codec. Errors: INVALID_ARGUMENT with field, value and bound.
 absl::Status ValidateCacheConfig(const CacheConfig& config);
 
-/// SHA-256 of every field, as lines of "name=value"; `codec_version` is the codec's byte-format version.
+/// SHA-256 of every field, as lines of "name=value"; `codec_version` is the codec's byte-format version. `hidden` has a
+/// line where it is not 0, so that caches without activations have the digests that they had before there were any.
 CacheDigest DigestOf(const CacheConfig& config, uint32_t codec_version);
 
 }  // namespace kvmanager

@@ -11,7 +11,8 @@
 //   any state but Free ──quarantine──> Quarantined ──free──> Free, once no lease and no job uses the slots
 //
 // The table itself, with the owner and the condition of each transition, is kTransitions in page_state.cc. A page that
-// is copied to another memory is Receiving there, and pinned where it comes from.
+// is copied to another memory is Receiving there, and pinned where it comes from. Pages of activations (block.h) have
+// one form: they go by the rows of an identity codec's pages.
 //
 // Invariants (checked by every transition):
 //  1. Free holds no slot; Filling a raw one; Sealed and Encoding a raw one and the encoded one reserved for them;

@@ -109,9 +109,13 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
   for (int layer = 0; layer < config.layers; ++layer) {
     encoded_bytes[layer] = PagePool::RoundedSlotBytes(info.page_bytes(layer));
   }
-  const uint64_t page_bytes =
-      std::max({uint64_t{config.layout.raw_bytes()}, *std::max_element(encoded_bytes.begin(), encoded_bytes.end()),
-                cache->index.book_bytes, cache->index.chunk_bytes});
+  if (config.hidden > 0 && !cache->on_device()) {
+    cache->activation_slot_bytes = PagePool::RoundedSlotBytes(cache->activation_page_bytes());
+    cache->activation_gauges = &metrics_->PagesOf("activation", cache->tier->name());
+  }
+  const uint64_t page_bytes = std::max({uint64_t{config.layout.raw_bytes()}, cache->activation_slot_bytes,
+                                        *std::max_element(encoded_bytes.begin(), encoded_bytes.end()),
+                                        cache->index.book_bytes, cache->index.chunk_bytes});
   const SlotPool& pool = *cache->tier->pool;
   if (page_bytes > pool.slab_bytes()) {
     return FieldError(absl::StatusCode::kResourceExhausted, "page bytes", absl::StrCat(page_bytes),
@@ -169,6 +173,7 @@ CacheInfo PageStoreImpl::InfoOf(const Cache& cache) const {
   info.published_blocks = cache.table.size();
   info.raw_bytes = cache.raw_bytes;
   info.encoded_bytes = cache.encoded_bytes;
+  info.activation_bytes = cache.activation_bytes;
   return info;
 }
 

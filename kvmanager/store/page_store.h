@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
@@ -82,6 +83,9 @@ struct AppendEntry {
   const uint8_t* k =
       nullptr;  // [tokens][kv_heads][head_dim] of the layout's dtype; may change under the copy (it is checked after)
   const uint8_t* v = nullptr;
+  /// Activations, [tokens][CacheConfig::hidden] of the layout's dtype, or none. Kept of pages all of whose tokens had
+  /// them; may change under the copy as K and V.
+  const uint8_t* x = nullptr;
 };
 
 struct AttendEntry {
@@ -125,6 +129,7 @@ struct CacheInfo {
   uint64_t published_blocks = 0;
   uint64_t raw_bytes = 0;      // resident, raw and open pages
   uint64_t encoded_bytes = 0;  // resident, encoded pages
+  uint64_t activation_bytes = 0;
 };
 
 /// Pages pinned for one layer's attention; releases them when destroyed (on the store's thread).
@@ -219,6 +224,14 @@ struct HandOffFirst {
   std::vector<HandOffBlock> blocks;  // full ones, in order; the names that they have already
   std::vector<uint32_t> aged;        // [layers] pages before this one are read encoded, unless the codec declined them
   std::vector<HandOffPage> pages;    // what will travel encoded, all aged: by layer, then by block
+  /// Activations of some of `pages`, in their order. Numbered behind them. The receiver takes a page in one of the two
+  /// forms: K and V as they are, or activations, from which it recomputes K and V.
+  std::vector<HandOffPage> activations;
+
+  size_t size() const { return pages.size() + activations.size(); }
+  const HandOffPage& page(size_t number) const {
+    return number < pages.size() ? pages[number] : activations[number - pages.size()];
+  }
 };
 struct HandOffLast {
   std::vector<uint32_t> withdrawn;   // pages of the first part that the codec declined, ascending
@@ -247,7 +260,8 @@ class ExportLease {
  public:
   virtual ~ExportLease() = default;
   virtual const HandOffFirst& first() const = 0;
-  /// Pages of the first part that were encoded since the last call, in the order in which they were.
+  /// Pages of the first part that were encoded since the last call, in the order in which they were; at first their
+  /// activations, so that who takes those can compute while the others are on their way.
   virtual std::vector<ExportedPage> TakeReady() = 0;
   /// Calls `fn` on the store's thread, from within other calls of the store: now and whenever there is something to
   /// take, or last() appears. It may call this lease, but destroy none, and not call the store.
@@ -270,6 +284,19 @@ struct ArrivedPage {
   uint64_t checksum = 0;
 };
 
+/// How many pages of a layer to recompute from their activations, of `pages` that are to come, the first
+/// `with_activations` of which may be recomputed: at most that many.
+using RecomputeChoice = absl::FunctionRef<uint32_t(uint32_t layer, uint32_t pages, uint32_t with_activations)>;
+
+/// A page whose activations have arrived. Only who recomputes it touches `raw`, until Recomputed.
+struct RecomputePage {
+  uint32_t page = 0;  // number of the activations
+  uint32_t layer = 0;
+  uint64_t first_token = 0;
+  const uint8_t* activations = nullptr;  // [page_tokens][hidden]
+  uint8_t* raw = nullptr;                // where K and V go
+};
+
 /// Slots reserved for a sequence that is being received. Destroying it without Commit gives back what nobody else uses.
 class ImportLease {
  public:
@@ -289,6 +316,11 @@ class ImportLease {
   /// Pages that passed Validate. Who waits for them goes on. Errors: INVALID_ARGUMENT for one that is not awaited;
   /// those before it have arrived.
   virtual absl::Status Arrived(absl::Span<const ArrivedPage> pages) = 0;
+  /// Pages whose activations have arrived since the last call.
+  virtual std::vector<RecomputePage> TakeRecomputable() = 0;
+  /// K and V of these are in their places, finite; they are encoded if the codec does. checksum: of K and V. Errors:
+  /// INVALID_ARGUMENT for one that was not taken; those before it have been recomputed.
+  virtual absl::Status Recomputed(absl::Span<const ArrivedPage> pages) = 0;
   /// Show may be called: the last part and all its pages are here. With a codec that has indexes, which are made from
   /// all pages, all of the first part too.
   virtual bool can_show() const = 0;
@@ -367,7 +399,8 @@ class PageStore {
   virtual absl::StatusOr<SequenceInfo> DescribeSequence(SequenceId sequence) const = 0;
 
   /// Appends to one layer. Errors: NOT_FOUND (sequence), FAILED_PRECONDITION (position, naming the expected one),
-  /// INVALID_ARGUMENT (tokens; NaN or Inf in K or V with entry, side, token, head, channel), RESOURCE_EXHAUSTED (naming
+  /// INVALID_ARGUMENT (tokens; NaN or Inf in K or V with entry, side, token, head, channel, or in X; X for a cache that
+  /// keeps no activations), RESOURCE_EXHAUSTED (naming
   /// the pool's limit and the largest holders: evicting every evictable block would not make room, and none was
   /// evicted; or kAttendPagesMax, if the entries could then not be attended to: what was appended can be).
   virtual absl::Status Append(CacheId cache, int layer, absl::Span<const AppendEntry> entries) = 0;
@@ -453,10 +486,14 @@ class PageStore {
   }
   /// first.config.device: where it is to be. On a GPU it is shown once it is whole, and raw pages are given to the
   /// executor in Arrived. Errors: INVALID_ARGUMENT (what contradicts itself or its cache), FAILED_PRECONDITION (codec
-  /// version; a codec with indexes, on a GPU), RESOURCE_EXHAUSTED. codec: as OpenCache's.
+  /// version; a codec with indexes, on a GPU), RESOURCE_EXHAUSTED. codec: as OpenCache's. recompute: asked once per
+  /// layer before this returns; by default nothing is recomputed, and nothing is on a GPU.
   virtual absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first,
-                                                              std::shared_ptr<const Codec> codec) = 0;
-  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first) { return Import(first, nullptr); }
+                                                              std::shared_ptr<const Codec> codec,
+                                                              RecomputeChoice recompute) = 0;
+  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first) {
+    return Import(first, nullptr, [](uint32_t, uint32_t, uint32_t) { return 0u; });
+  }
   /// Calls `fn` once, when host memory is next given back or can be evicted: what was refused may fit then. It is
   /// called from within other calls, and must only pass a message on. A later call replaces it.
   virtual void OnRoom(absl::AnyInvocable<void()> fn) = 0;

@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kvmanager/base/checksum.h"
+#include "kvmanager/base/finite.h"
 #include "kvmanager/store/page_store_impl.h"
 
 namespace kvmanager {
@@ -22,10 +24,30 @@ void CopyTokens(const PageLayout& layout, const AppendEntry& entry, int first, i
   }
 }
 
+// The page of activations that goes on where an append goes on in this page of K and V; nullptr: some token before had
+// none.
+const Page* OpenActivations(const Block& block, uint32_t layer) {
+  const Page* const page = block.activations.empty() ? nullptr : &block.activations[layer];
+  return page != nullptr && page->state == PageState::kFilling ? page : nullptr;
+}
+
+// The same for activations, into an activation page's tokens from `at` on.
+absl::Status CopyActivations(const Cache& cache, const AppendEntry& entry, size_t i, int first, int count,
+                             uint8_t* page, int at) {
+  const size_t row_bytes = cache.activation_row_bytes(), hidden = cache.config.hidden;
+  uint8_t* const to = page + at * row_bytes;
+  std::memcpy(to, entry.x + first * row_bytes, count * row_bytes);
+  const size_t wrong = FindNonFinite(cache.layout().dtype, to, count * hidden);
+  if (wrong == count * hidden) return absl::OkStatus();
+  return InvalidField(
+      absl::StrCat("entries[", i, "].x[token ", first + wrong / hidden, "][value ", wrong % hidden, "]"), "NaN or Inf",
+      "finite");
+}
+
 // Copies an entry's rows into the pages they belong to, of which `slots` has the new ones from `next_slot` on, and
 // looks for what is not finite. What an error leaves in an open page's unused tokens is overwritten by the next append.
 absl::Status CopyEntry(const Cache& cache, uint32_t layer, const AppendEntry& entry, size_t i, const Sequence& sequence,
-                       const Reservation& slots, size_t* next_slot) {
+                       const Reservation& slots, size_t* next_slot, size_t* next_activation) {
   const PageLayout& layout = cache.layout();
   const int page_tokens = cache.page_tokens();
   for (int done = 0; done < entry.tokens;) {
@@ -42,6 +64,13 @@ absl::Status CopyEntry(const Cache& cache, uint32_t layer, const AppendEntry& en
           absl::StrCat("entries[", i, "].", where.side == 0 ? "k" : "v", "[token ", done + where.token - at, "][head ",
                        where.head, "][channel ", where.channel, "]"),
           "NaN or Inf", "finite");
+    }
+    if (entry.x != nullptr) {
+      const Page* const open = at == 0 ? nullptr : OpenActivations(*sequence.blocks[position / page_tokens], layer);
+      if (at == 0 || open != nullptr) {
+        const PageId to = at == 0 ? slots.activations.ids[(*next_activation)++] : open->raw;
+        KV_RETURN_IF_ERROR(CopyActivations(cache, entry, i, done, count, cache.tier->pool->Data(to), at));
+      }
     }
     done += count;
   }
@@ -89,6 +118,12 @@ absl::Status PageStoreImpl::CheckAppend(const Cache& cache, int first, int layer
     const uint64_t opened = (end + page_tokens - 1) / page_tokens - (entry.position + page_tokens - 1) / page_tokens;
     const size_t sealed = end / page_tokens - entry.position / page_tokens;
     wanted->raw += opened * layers;
+    if (entry.x != nullptr) {
+      if (!cache.keeps_activations()) {
+        return InvalidField(field("x"), "given", absl::StrCat("none: cache ", cache.id, " keeps no activations"));
+      }
+      wanted->activations += opened * layers;
+    }
     for (int layer = first; layer < first + layers && !cache.identity(); ++layer) {
       cache.CountEncodedSlots(layer, sealed, wanted);
     }
@@ -113,10 +148,20 @@ void PageStoreImpl::CommitAppend(const std::shared_ptr<Cache>& cache, uint32_t l
       const PageRef ref{sequence.blocks[index], layer};
       const bool opens = position % page_tokens == 0;
       if (opens) Apply(ref, PageEvent::kOpen, {slots->TakeRaw(), PageId()});
+      const PageRef activations{ref.block, layer, PageKind::kActivations};
+      if (entry.x == nullptr) {
+        DropOpenActivations(ref);
+      } else if (opens) {
+        Apply(activations, PageEvent::kOpen, {slots->TakeActivations(), PageId()});
+      }
       position = std::min(end, (uint64_t{index} + 1) * page_tokens);
       const bool seals = position % page_tokens == 0;
       if (opens || seals) NoteChange(sequence, layer, index);
       if (!seals) break;
+      if (const Page* const full = OpenActivations(*ref.block, layer)) {
+        const uint64_t checksum = Checksum(Data(*cache, full->raw), cache->activation_page_bytes());
+        Apply(activations, PageEvent::kSealIdentity, {PageId(), full->raw, false, checksum});
+      }
       const PageId raw = ref.page().raw;
       if (cache->identity()) {
         PageChange sealed_page{PageId(), raw, false, ChecksumOf(*cache, ref.layer, ref.page())};
@@ -153,11 +198,11 @@ absl::Status PageStoreImpl::Append(CacheId id, int layer, absl::Span<const Appen
   if (absl::Status status = Reserve(*cache, wanted, &slots); !status.ok()) return refuse(std::move(status));
 
   // Everything is copied and checked before anything is committed.
-  size_t next_slot = 0;
+  size_t next_slot = 0, next_activation = 0;
   uint64_t tokens = 0;
   for (size_t i = 0; i < entries.size(); ++i) {
-    absl::Status copied =
-        CopyEntry(*cache, static_cast<uint32_t>(layer), entries[i], i, *sequences[i], slots, &next_slot);
+    absl::Status copied = CopyEntry(*cache, static_cast<uint32_t>(layer), entries[i], i, *sequences[i], slots,
+                                    &next_slot, &next_activation);
     if (!copied.ok()) return refuse(std::move(copied));
     tokens += entries[i].tokens;
   }

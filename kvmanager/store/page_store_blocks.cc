@@ -8,13 +8,14 @@
 namespace kvmanager {
 namespace {
 
-// Raw slots first, then those of each class.
-absl::InlinedVector<SlotPool::SlotsWanted, 1 + kSlotClassesMax> WantedSlots(const Cache& cache,
-                                                                            const SlotCounts& counts) {
-  absl::InlinedVector<SlotPool::SlotsWanted, 1 + kSlotClassesMax> wanted = {{cache.raw_slot_bytes, counts.raw}};
+// Raw slots first, then those of each class, then activations if the cache keeps any.
+using SlotsOfAll = absl::InlinedVector<SlotPool::SlotsWanted, 2 + kSlotClassesMax>;
+SlotsOfAll WantedSlots(const Cache& cache, const SlotCounts& counts) {
+  SlotsOfAll wanted = {{cache.raw_slot_bytes, counts.raw}};
   for (size_t i = 0; i < cache.encoded_slots.bytes.size(); ++i) {
     wanted.push_back({cache.encoded_slots.bytes[i], counts.encoded[i]});
   }
+  if (cache.keeps_activations()) wanted.push_back({cache.activation_slot_bytes, counts.activations});
   return wanted;
 }
 
@@ -25,6 +26,7 @@ Reservation::~Reservation() {
     for (size_t i = slots.taken; i < slots.ids.size(); ++i) pool_->Free(slots.ids[i]);
   };
   give_back(raw);
+  give_back(activations);
   for (const Slots& slots : encoded) give_back(slots);
 }
 
@@ -34,6 +36,7 @@ Block* PageStoreImpl::NewBlock(const std::shared_ptr<Cache>& cache, uint32_t ind
   block->cache = cache;
   block->index = index;
   block->pages.resize(cache->layers());
+  if (cache->keeps_activations()) block->activations.resize(cache->layers());
   block->holders = 1;
   blocks_.emplace(block, std::move(owned));
   return block;
@@ -45,14 +48,17 @@ void PageStoreImpl::Apply(PageRef ref, PageEvent event, const PageChange& after)
   Page& page = ref.page();
   const PageId old_raw = page.raw, old_encoded = page.encoded;
   const bool was_live = page.state != PageState::kFree;
-  const FormBytes slot_bytes = cache.slot_bytes(ref.layer);
+  const bool activations = ref.kind == PageKind::kActivations;
+  const FormBytes slot_bytes = cache.slot_bytes(ref.layer, ref.kind);
+  uint64_t& raw_bytes = activations ? cache.activation_bytes : cache.raw_bytes;
+  uint64_t& encoded_bytes = activations ? cache.activation_bytes : cache.encoded_bytes;
   block.bytes -= slot_bytes.Of(page.raw, page.encoded);
-  if (page.raw.valid()) cache.raw_bytes -= slot_bytes.raw;
-  if (page.encoded.valid()) cache.encoded_bytes -= slot_bytes.encoded;
-  ApplyTransition(page, event, after, slot_bytes, *cache.gauges);
+  if (page.raw.valid()) raw_bytes -= slot_bytes.raw;
+  if (page.encoded.valid()) encoded_bytes -= slot_bytes.encoded;
+  ApplyTransition(page, event, after, slot_bytes, activations ? *cache.activation_gauges : *cache.gauges);
   block.bytes += slot_bytes.Of(page.raw, page.encoded);
-  if (page.raw.valid()) cache.raw_bytes += slot_bytes.raw;
-  if (page.encoded.valid()) cache.encoded_bytes += slot_bytes.encoded;
+  if (page.raw.valid()) raw_bytes += slot_bytes.raw;
+  if (page.encoded.valid()) encoded_bytes += slot_bytes.encoded;
   block.live_pages += (page.state != PageState::kFree) - was_live;
   // Slots that the page named and names no more, in either form, go back.
   for (const PageId& slot : {old_raw, old_encoded}) {
@@ -117,6 +123,7 @@ absl::Status PageStoreImpl::Exhausted(const Cache& cache, const SlotCounts& coun
   };
   add(counts.raw, cache.raw_slot_bytes);
   for (size_t i = 0; i < cache.encoded_slots.bytes.size(); ++i) add(counts.encoded[i], cache.encoded_slots.bytes[i]);
+  add(counts.activations, cache.activation_slot_bytes);
   std::string holders;
   for (const HolderInfo& holder : LargestHolders(kHoldersNamed, cache.tier)) {
     absl::StrAppend(&holders, holders.empty() ? "" : ", ", holder.what, " ", holder.bytes);
@@ -172,7 +179,10 @@ absl::Status PageStoreImpl::Reserve(const Cache& cache, const SlotCounts& counts
   };
   // Fails only where a GPU's slab cannot be cleaned; what was taken goes back with `out`.
   KV_RETURN_IF_ERROR(allocate(wanted[0], &out->raw));
-  for (size_t i = 1; i < wanted.size(); ++i) KV_RETURN_IF_ERROR(allocate(wanted[i], &out->encoded[i - 1]));
+  for (size_t i = 0; i < cache.encoded_slots.bytes.size(); ++i) {
+    KV_RETURN_IF_ERROR(allocate(wanted[1 + i], &out->encoded[i]));
+  }
+  if (counts.activations > 0) KV_RETURN_IF_ERROR(allocate(wanted.back(), &out->activations));
   DemoteAhead(tier);
   return absl::OkStatus();
 }
@@ -215,6 +225,11 @@ void PageStoreImpl::DropRawHold(PageRef ref) {
   KV_CHECK(ref.page().raw_holds > 0);
   --ref.page().raw_holds;
   ReleaseRawIfUnused(ref);
+}
+
+void PageStoreImpl::DropOpenActivations(PageRef keys_values) {
+  const PageRef ref{keys_values.block, keys_values.layer, PageKind::kActivations};
+  if (!ref.block->activations.empty() && ref.page().state == PageState::kFilling) Apply(ref, PageEvent::kFree, {});
 }
 
 void PageStoreImpl::Age(Sequence& sequence, uint32_t layer, uint64_t position) {
@@ -287,9 +302,11 @@ void PageStoreImpl::MakeUnevictable(Block* block) {
 }
 
 void PageStoreImpl::SetReclaimable(const Block& block, bool reclaimable) {
-  for (const Page& page : block.pages) {
-    for (const PageId slot : {page.raw, page.encoded}) {
-      if (slot.valid()) block.cache->tier->pool->SetReclaimable(slot, reclaimable);
+  for (const auto* pages : {&block.pages, &block.activations}) {
+    for (const Page& page : *pages) {
+      for (const PageId slot : {page.raw, page.encoded}) {
+        if (slot.valid()) block.cache->tier->pool->SetReclaimable(slot, reclaimable);
+      }
     }
   }
 }
@@ -317,8 +334,9 @@ void PageStoreImpl::Dispose(Block* block) {
   const std::shared_ptr<Cache> cache = block->cache;
   uint32_t live = block->live_pages;
   if (live == 0) return DeleteIfEmpty(block);
-  for (uint32_t layer = 0; live > 0; ++layer) {
-    const PageRef ref{block, layer};
+  const uint32_t layers = cache->layers();
+  for (uint32_t at = 0; live > 0; ++at) {
+    const PageRef ref{block, at % layers, at < layers ? PageKind::kKeysValues : PageKind::kActivations};
     const Page& page = ref.page();
     if (page.state == PageState::kFree) continue;
     --live;

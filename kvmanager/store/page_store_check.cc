@@ -45,6 +45,24 @@ void CheckPage(const Block& block, const Page& page, bool identity) {
   }
 }
 
+// A page of activations beside K and V of the same tokens.
+void CheckActivations(const Page& keys_values, const Page& page) {
+  KV_CHECK(!page.declined && page.raw_holds == 0);
+  switch (page.state) {
+    case PageState::kFilling:
+      KV_CHECK(keys_values.state == PageState::kFilling);
+      break;
+    case PageState::kReceiving:
+      KV_CHECK(keys_values.state == PageState::kReceiving && page.encoded.valid() && !page.raw.valid());
+      break;
+    case PageState::kResident:
+      KV_CHECK(keys_values.is_full() || keys_values.state == PageState::kReceiving);
+      break;
+    default:
+      KV_CHECK(page.state == PageState::kFree || page.state == PageState::kQuarantined);
+  }
+}
+
 }  // namespace
 
 void PageStoreImpl::CheckInvariants() const {
@@ -73,7 +91,10 @@ void PageStoreImpl::CheckInvariants() const {
           KV_CHECK(page.state == PageState::kFilling);
         } else {
           const bool to_come = sequence.arriving || !sequence.broken.ok();
-          KV_CHECK(page.is_full() || (to_come && page.state == PageState::kReceiving && !page.raw.valid()));
+          // What is recomputed needs its raw form for the codec.
+          const bool arrives = page.state == PageState::kReceiving &&
+                               (!page.raw.valid() || block->activations[layer].state != PageState::kFree);
+          KV_CHECK(page.is_full() || (to_come && arrives));
         }
       }
       if (!full) KV_CHECK(block->holders == 1 && !block->published);
@@ -106,7 +127,10 @@ void PageStoreImpl::CheckInvariants() const {
     std::array<double, kPageStates> pages{}, raw_bytes{}, encoded_bytes{};
   };
   absl::flat_hash_map<const PageGauges*, Sums> sums;
-  absl::flat_hash_map<const Cache*, FormBytes> cache_bytes;
+  struct CacheBytes {
+    uint64_t raw = 0, encoded = 0, activations = 0;
+  };
+  absl::flat_hash_map<const Cache*, CacheBytes> cache_bytes;
   absl::flat_hash_map<const Cache*, uint64_t> named;
   struct TierSums {
     Slots slots;
@@ -119,10 +143,16 @@ void PageStoreImpl::CheckInvariants() const {
     TierSums& tier = tiers[cache.tier];
     uint32_t pins = 0, jobs = 0, live_pages = 0;
     uint64_t bytes = 0;
-    for (uint32_t layer = 0; layer < block.pages.size(); ++layer) {
-      const Page& page = block.pages[layer];
-      const FormBytes slot_bytes = cache.slot_bytes(layer);
-      CheckPage(block, page, cache.identity());
+    KV_CHECK(block.pages.size() == cache.layers());
+    KV_CHECK(block.activations.size() == (cache.keeps_activations() ? cache.layers() : 0));
+    for (uint32_t at = 0; at < block.pages.size() + block.activations.size(); ++at) {
+      const uint32_t layer = at % cache.layers();
+      const bool activations = at >= cache.layers();
+      const PageKind kind = activations ? PageKind::kActivations : PageKind::kKeysValues;
+      const Page& page = activations ? block.activations[layer] : block.pages[layer];
+      const FormBytes slot_bytes = cache.slot_bytes(layer, kind);
+      CheckPage(block, page, activations || cache.identity());
+      if (activations) CheckActivations(block.pages[layer], page);
       const auto held = raw_holds.find(&page);
       KV_CHECK(page.raw_holds == (held == raw_holds.end() ? 0 : held->second));
       CheckSlot(*cache.tier->pool, page.raw, slot_bytes.raw, &tier.slots);
@@ -131,18 +161,14 @@ void PageStoreImpl::CheckInvariants() const {
       jobs += page.busy;
       live_pages += page.state != PageState::kFree;
       bytes += slot_bytes.Of(page.raw, page.encoded);
-      Sums& sum = sums[cache.gauges];
+      Sums& sum = sums[activations ? cache.activation_gauges : cache.gauges];
       const size_t state = static_cast<size_t>(page.state);
       sum.pages[state] += 1;
-      FormBytes& forms = cache_bytes[&cache];
-      if (page.raw.valid()) {
-        sum.raw_bytes[state] += static_cast<double>(slot_bytes.raw);
-        forms.raw += slot_bytes.raw;
-      }
-      if (page.encoded.valid()) {
-        sum.encoded_bytes[state] += static_cast<double>(slot_bytes.encoded);
-        forms.encoded += slot_bytes.encoded;
-      }
+      if (page.raw.valid()) sum.raw_bytes[state] += static_cast<double>(slot_bytes.raw);
+      if (page.encoded.valid()) sum.encoded_bytes[state] += static_cast<double>(slot_bytes.encoded);
+      CacheBytes& of = cache_bytes[&cache];
+      (activations ? of.activations : of.raw) += page.raw.valid() ? slot_bytes.raw : 0;
+      (activations ? of.activations : of.encoded) += page.encoded.valid() ? slot_bytes.encoded : 0;
     }
     KV_CHECK(block.pins == pins && block.jobs == jobs && block.live_pages == live_pages && block.bytes == bytes);
     const auto holding = holders.find(&block);
@@ -200,8 +226,9 @@ void PageStoreImpl::CheckInvariants() const {
     }
     KV_CHECK(cache->arriving.size() == arriving[cache.get()]);
     KV_CHECK(cache->sequences == sequences_of[cache.get()] && cache->table.size() == named[cache.get()]);
-    KV_CHECK(cache->raw_bytes == cache_bytes[cache.get()].raw &&
-             cache->encoded_bytes == cache_bytes[cache.get()].encoded);
+    const CacheBytes& bytes = cache_bytes[cache.get()];
+    KV_CHECK(cache->raw_bytes == bytes.raw && cache->encoded_bytes == bytes.encoded &&
+             cache->activation_bytes == bytes.activations);
     KV_CHECK(tenants_.at(cache->config.tenant).id == cache->tenant);
   }
   for (const EncodeWaiter* waiter : waiting_) KV_CHECK(!waiter->is_ready());

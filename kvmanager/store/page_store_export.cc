@@ -24,6 +24,7 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
     }
     for (const PageRef& ref : raw_) store_->Unpin(ref);
     for (const PageRef& ref : open_) store_->Unpin(ref);
+    for (const PageRef& ref : activations_) store_->Unpin(ref);
     if (copy_ != nullptr) {
       store_->hand_off_blocks.erase(copy_);
       store_->Release(copy_);
@@ -60,6 +61,8 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
   }
 
   uint32_t full_blocks() const { return static_cast<uint32_t>(first_.blocks.size()); }
+  // Activations that are there, of pages of the first part that are full.
+  void OfferActivations(const Sequence& sequence);
   uint32_t& NumberOf(uint32_t block, uint32_t layer) { return numbers_[size_t{layer} * full_blocks() + block]; }
   // A page of the first part that the codec has done with.
   void Offer(uint32_t number);
@@ -82,7 +85,8 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
   std::vector<PageRef> raw_;       // pinned
   std::vector<PageRef> open_;      // pinned, on a GPU: the sequence's own, which are copied later
   std::vector<ExportedOpenPage> open_pages_;
-  std::vector<uint32_t> awaited_;  // in encoded_: full, and not encoded yet
+  std::vector<PageRef> activations_;  // [first_.activations] pinned
+  std::vector<uint32_t> awaited_;     // in encoded_: full, and not encoded yet
   std::vector<ExportedPage> ready_;
   Block* copy_ = nullptr;  // of zero-padded copies of open pages
   bool finished_ = false;
@@ -115,11 +119,26 @@ void ExportLeaseImpl::Begin(Sequence& sequence, uint64_t tokens, bool goes_on) {
       first_.pages.push_back({i, layer, cache_->page_bytes(layer)});
     }
   }
+  OfferActivations(sequence);
   encoded_.resize(first_.pages.size());
   sequence.followers.push_back(this);
   for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
     const uint64_t full = std::min<uint64_t>(sequence.tokens[layer] / page_tokens, full_blocks());
     for (uint32_t i = 0; i < full; ++i) OnFull(i, layer);
+  }
+}
+
+void ExportLeaseImpl::OfferActivations(const Sequence& sequence) {
+  for (const HandOffPage& page : first_.pages) {
+    if (page.block >= sequence.blocks.size() || sequence.blocks[page.block]->activations.empty()) continue;
+    const PageRef ref{sequence.blocks[page.block], page.layer, PageKind::kActivations};
+    if (ref.page().state != PageState::kResident) continue;
+    store_->Pin(ref);
+    activations_.push_back(ref);
+    const absl::Span<const uint8_t> bytes(store_->Data(*cache_, ref.page().encoded), cache_->activation_page_bytes());
+    first_.activations.push_back({page.block, page.layer, bytes.size()});
+    const uint32_t number = static_cast<uint32_t>(first_.size() - 1);
+    ready_.push_back({number, bytes, ref.page().checksum});
   }
 }
 
@@ -220,7 +239,7 @@ void ExportLeaseImpl::SettleIfDone() {
     const absl::Span<const uint8_t> bytes(store_->RawData(*cache_, page), cache_->layout().raw_bytes());
     KV_CHECK(bytes.data() != nullptr);
     const bool kept = page.state == PageState::kResident && page.declined;
-    const uint32_t number = static_cast<uint32_t>(first_.pages.size() + last_.pages.size());
+    const uint32_t number = static_cast<uint32_t>(first_.size() + last_.pages.size());
     last_.pages.push_back({block, ref.layer, bytes.size()});
     last_pages_.push_back({number, bytes, kept ? page.checksum : ChecksumOf(bytes)});
   };

@@ -68,18 +68,21 @@ struct Cache {
   std::unique_ptr<Codec> raw;          // for attention on raw pages
   Tier* tier = nullptr;
   TenantId tenant = 0;
-  uint64_t raw_slot_bytes = 0;  // as the pool rounds them
+  uint64_t raw_slot_bytes = 0;         // as the pool rounds them
+  uint64_t activation_slot_bytes = 0;  // 0: this cache keeps none
   SlotClasses encoded_slots;
-  DeviceIndexLayout index;  // on a GPU; its slots are two more classes than pages have
-  const PageGauges* gauges = nullptr;
+  DeviceIndexLayout index;                        // on a GPU; its slots are two more classes than pages have
+  const PageGauges* gauges = nullptr;             // of K and V
+  const PageGauges* activation_gauges = nullptr;  // nullptr: this cache keeps none
   PageTable table;
   absl::flat_hash_map<BlockKey, Block*> arriving;  // being fetched: nobody else's, and not to be found yet
   uint64_t sequences = 0;
   uint64_t leases = 0;
-  uint64_t opened = 0;  // order of openings, by clients and hand-offs
-  bool wanted = false;  // by a client or a visible sequence; else it goes with the last unfinished import
-  uint64_t raw_bytes = 0;
+  uint64_t opened = 0;     // order of openings, by clients and hand-offs
+  bool wanted = false;     // by a client or a visible sequence; else it goes with the last unfinished import
+  uint64_t raw_bytes = 0;  // of slots
   uint64_t encoded_bytes = 0;
+  uint64_t activation_bytes = 0;
 
   const PageLayout& layout() const { return config.layout; }
   int page_tokens() const { return config.layout.page_tokens; }
@@ -88,9 +91,13 @@ struct Cache {
   bool unused() const { return sequences == 0 && leases == 0 && table.size() == 0; }
   bool identity() const { return codec->info().identity; }
   bool on_device() const { return tier->epochs != nullptr; }
-  FormBytes slot_bytes(uint32_t layer) const {
+  FormBytes slot_bytes(uint32_t layer, PageKind kind = PageKind::kKeysValues) const {
+    if (kind == PageKind::kActivations) return {activation_slot_bytes, activation_slot_bytes};
     return {raw_slot_bytes, encoded_slots.bytes[encoded_slots.of_layer[layer]]};
   }
+  bool keeps_activations() const { return activation_slot_bytes > 0; }
+  size_t activation_row_bytes() const { return size_t(config.hidden) * DTypeBytes(layout().dtype); }
+  size_t activation_page_bytes() const { return page_tokens() * activation_row_bytes(); }
   /// Of the encoded form: what is sent and checked, in a slot of slot_bytes(layer).encoded.
   size_t page_bytes(uint32_t layer) const { return codec->info().page_bytes(static_cast<int>(layer)); }
   size_t book_class() const { return encoded_slots.bytes.size() - 2; }
@@ -189,6 +196,7 @@ class Reservation {
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
   PageId TakeRaw() { return Take(&raw); }
+  PageId TakeActivations() { return Take(&activations); }
   PageId TakeOfClass(size_t slot_class) { return Take(&encoded[slot_class]); }
   PageId TakeEncoded(const Cache& cache, uint32_t layer) { return Take(&encoded[cache.encoded_slots.of_layer[layer]]); }
 
@@ -196,7 +204,7 @@ class Reservation {
     std::vector<PageId> ids;
     size_t taken = 0;
   };
-  Slots raw;
+  Slots raw, activations;
   std::array<Slots, kSlotClassesMax> encoded;  // by class
 
  private:
@@ -257,8 +265,8 @@ class PageStoreImpl final : public PageStore {
   absl::StatusOr<std::unique_ptr<ExportLease>> ExportGrowing(SequenceId sequence, uint64_t tokens,
                                                              bool goes_on) override;
   absl::StatusOr<std::unique_ptr<ExportLease>> BeginExport(SequenceId sequence, uint64_t tokens, bool goes_on);
-  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first,
-                                                      std::shared_ptr<const Codec> codec) override;
+  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first, std::shared_ptr<const Codec> codec,
+                                                      RecomputeChoice recompute) override;
   void OnRoom(absl::AnyInvocable<void()> fn) override { on_room_ = std::move(fn); }
   absl::StatusOr<uint64_t> Purge(CacheId cache) override;
   uint64_t PurgeAll() override;
@@ -309,6 +317,8 @@ class PageStoreImpl final : public PageStore {
   void Attach(Sequence& sequence, Block* block);  // appends `block`, already held, and takes its raw holds
   void DetachLast(Sequence& sequence);            // gives the last block back
   void DropRawHold(PageRef ref);
+  /// An append continues a page of K and V without activations: those so far are of no use.
+  void DropOpenActivations(PageRef keys_values);
   void Age(Sequence& sequence, uint32_t layer, uint64_t position);
   void Pin(PageRef ref);
   void Unpin(PageRef ref);

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "kvmanager/base/checksum.h"
+#include "kvmanager/base/finite.h"
 #include "kvmanager/store/page_store_impl.h"
 
 namespace kvmanager {
@@ -13,6 +14,27 @@ absl::Status CheckBlockNames(absl::string_view field, absl::Span<const HandOffBl
   for (size_t i = 0; i < blocks.size(); ++i) {
     if (blocks[i].named && !seen->insert(blocks[i].name.key).second) {
       return InvalidField(absl::StrCat(field, "[", i, "].name"), blocks[i].name.key.ToHex(8), "named once");
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Activations are of pages, in their order, and as large as this cache's.
+absl::Status CheckActivations(const Cache& cache, const HandOffFirst& first) {
+  auto page = first.pages.begin();
+  for (size_t i = 0; i < first.activations.size(); ++i) {
+    const HandOffPage& of = first.activations[i];
+    const auto field = [i](absl::string_view name) { return absl::StrCat("activations[", i, "].", name); };
+    while (page != first.pages.end() && (page->layer != of.layer || page->block != of.block)) ++page;
+    if (page == first.pages.end()) {
+      return InvalidField(field("block"), absl::StrCat(of.block, " of layer ", of.layer),
+                          "a page that travels encoded, behind those before it");
+    }
+    ++page;
+    if (cache.config.hidden == 0 || of.bytes != cache.activation_page_bytes()) {
+      return InvalidField(
+          field("bytes"), of.bytes,
+          cache.config.hidden > 0 ? absl::StrCat(cache.activation_page_bytes()) : "no activations: the cache has none");
     }
   }
   return absl::OkStatus();
@@ -51,7 +73,7 @@ absl::Status CheckFirst(const Cache& cache, const HandOffFirst& first) {
     const uint64_t bytes = cache.page_bytes(page.layer);
     if (page.bytes != bytes) return InvalidField(field("bytes"), page.bytes, absl::StrCat(bytes));
   }
-  return absl::OkStatus();
+  return CheckActivations(cache, first);
 }
 
 class ImportLeaseImpl final : public ImportLease {
@@ -74,7 +96,7 @@ class ImportLeaseImpl final : public ImportLease {
     store_->metrics()->import_leases.Decrement();
   }
 
-  absl::Status Start();
+  absl::Status Start(RecomputeChoice recompute);
   CacheId cache() const override { return cache_->id; }
   absl::Span<uint8_t> target(size_t page) const override {
     if (page < first_targets_.size()) return first_targets_[page];
@@ -84,19 +106,21 @@ class ImportLeaseImpl final : public ImportLease {
   absl::Status Extend(const HandOffLast& last) override;
   absl::StatusOr<uint64_t> Validate(uint32_t page) const override;
   absl::Status Arrived(absl::Span<const ArrivedPage> pages) override;
-  bool can_show() const override { return extended_ && awaited_last_ == 0 && (awaited_first_ == 0 || !shows_whole_); }
+  std::vector<RecomputePage> TakeRecomputable() override { return std::exchange(recomputable_, {}); }
+  absl::Status Recomputed(absl::Span<const ArrivedPage> pages) override;
+  bool can_show() const override { return extended_ && awaited_last_ == 0 && (!first_awaited() || !shows_whole_); }
   absl::StatusOr<SequenceId> Show() override;
-  bool complete() const override { return extended_ && awaited_first_ + awaited_last_ == 0; }
+  bool complete() const override { return extended_ && awaited_last_ == 0 && !first_awaited(); }
   absl::Status Commit() override;
   void Break(const absl::Status& why) override;
 
  private:
   // How a page of the sequence travels.
-  enum class How : uint8_t { kEncoded, kRaw };
+  enum class How : uint8_t { kEncoded, kRaw, kRecomputed };
   // A block that was not here. It is held by the sequence, and from Show on by this too while pages are to come.
   struct NewBlock {
     Block* block = nullptr;  // nullptr: shared
-    uint32_t awaited = 0;    // pages
+    uint32_t awaited = 0;    // pages of K and V
     bool held = false;
   };
 
@@ -104,8 +128,13 @@ class ImportLeaseImpl final : public ImportLease {
   uint32_t pages_per_layer() const { return full_blocks() + (first_.tokens % cache_->page_tokens() != 0); }
   How& how(uint32_t block, uint32_t layer) { return how_[size_t{layer} * pages_per_layer() + block]; }
   const HandOffPage& page_of(uint32_t number) const {
-    return number < first_.pages.size() ? first_.pages[number] : last_.pages[number - first_.pages.size()];
+    return number < first_.size() ? first_.page(number) : last_.pages[number - first_.size()];
   }
+  bool is_activations(uint32_t number) const { return number >= first_.pages.size() && number < first_.size(); }
+  bool first_awaited() const { return awaited_first_ > 0 || recomputing_.size() > 0; }
+  // Decides which pages of blocks that are to come (not in `shared`) are recomputed.
+  void ChooseRecomputed(absl::Span<Block* const> shared, RecomputeChoice recompute);
+  void LetGoOf(absl::Span<const ArrivedPage> pages);
   bool CanShare(const Block& block) const;
   absl::Status CheckLast(const HandOffLast& last) const;
   void LetGo(NewBlock& block);
@@ -123,6 +152,8 @@ class ImportLeaseImpl final : public ImportLease {
   std::vector<absl::Span<uint8_t>> last_targets_;   // unchanged after Extend
   std::vector<bool> awaited_;                       // by number: wanted, and not here yet
   uint64_t awaited_first_ = 0, awaited_last_ = 0;
+  std::vector<RecomputePage> recomputable_;    // not taken yet
+  absl::flat_hash_set<uint32_t> recomputing_;  // numbers of activations that are here, whose K and V are not
   bool shows_whole_ = false;  // on a GPU; and with a codec that has indexes: they are made from all pages
   bool extended_ = false, committed_ = false, broken_ = false;
 };
@@ -136,7 +167,22 @@ bool ImportLeaseImpl::CanShare(const Block& block) const {
   return true;
 }
 
-absl::Status ImportLeaseImpl::Start() {
+void ImportLeaseImpl::ChooseRecomputed(absl::Span<Block* const> shared, RecomputeChoice recompute) {
+  if (!cache_->keeps_activations()) return;  // on a GPU
+  std::vector<uint32_t> pages(cache_->layers(), 0), left(cache_->layers(), 0);
+  for (const HandOffPage& page : first_.pages) pages[page.layer] += shared[page.block] == nullptr;
+  for (const HandOffPage& page : first_.activations) left[page.layer] += shared[page.block] == nullptr;
+  for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
+    if (left[layer] > 0) left[layer] = std::min(left[layer], recompute(layer, pages[layer], left[layer]));
+  }
+  for (const HandOffPage& page : first_.activations) {
+    if (shared[page.block] != nullptr || left[page.layer] == 0) continue;
+    --left[page.layer];
+    how(page.block, page.layer) = How::kRecomputed;
+  }
+}
+
+absl::Status ImportLeaseImpl::Start(RecomputeChoice recompute) {
   KV_RETURN_IF_ERROR(CheckFirst(*cache_, first_));
   const bool identity = cache_->identity();
   // A step on a GPU waits for what is to be encoded, not for what is to come.
@@ -158,8 +204,12 @@ absl::Status ImportLeaseImpl::Start() {
       block = nullptr;
     }
     shared[i] = block;
-    for (uint32_t layer = 0; block == nullptr && layer < cache_->layers(); ++layer) {
-      wanted.raw += !identity && how(i, layer) == How::kRaw;
+  }
+  ChooseRecomputed(shared, recompute);
+  for (uint32_t i = 0; i < full_blocks(); ++i) {
+    for (uint32_t layer = 0; shared[i] == nullptr && layer < cache_->layers(); ++layer) {
+      wanted.raw += !identity && how(i, layer) != How::kEncoded;
+      wanted.activations += how(i, layer) == How::kRecomputed;
       cache_->CountEncodedSlots(layer, 1, &wanted);  // a raw page's is for its encoding
     }
   }
@@ -184,19 +234,25 @@ absl::Status ImportLeaseImpl::Start() {
     new_blocks_[i].awaited = cache_->layers();
     for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
       PageChange reserved;
-      if (open || (!identity && how(i, layer) == How::kRaw)) reserved.raw = slots.TakeRaw();
+      if (open || (!identity && how(i, layer) != How::kEncoded)) reserved.raw = slots.TakeRaw();
       if (!open) reserved.encoded = slots.TakeEncoded(*cache_, layer);
       store_->Apply({block, layer}, PageEvent::kReserve, reserved);
+      if (how(i, layer) != How::kRecomputed) continue;
+      store_->Apply({block, layer, PageKind::kActivations}, PageEvent::kReserve, {PageId(), slots.TakeActivations()});
     }
     store_->Attach(*hidden_, block);
   }
-  for (const HandOffPage& page : first_.pages) {
+  for (uint32_t number = 0; number < first_.size(); ++number) {
+    const HandOffPage& page = first_.page(number);
     const Block* block = new_blocks_[page.block].block;
-    awaited_.push_back(block != nullptr);
-    awaited_first_ += block != nullptr;
-    first_targets_.push_back(
-        block == nullptr ? absl::Span<uint8_t>()
-                         : absl::Span<uint8_t>(store_->Data(*cache_, block->pages[page.layer].encoded), page.bytes));
+    const bool recomputed = how(page.block, page.layer) == How::kRecomputed;
+    const bool wanted_here = block != nullptr && is_activations(number) == recomputed;
+    awaited_.push_back(wanted_here);
+    awaited_first_ += wanted_here;
+    first_targets_.emplace_back();
+    if (!wanted_here) continue;
+    const Page& into = recomputed ? block->activations[page.layer] : block->pages[page.layer];
+    first_targets_.back() = absl::Span<uint8_t>(store_->Data(*cache_, into.encoded), page.bytes);
   }
   return absl::OkStatus();
 }
@@ -271,9 +327,11 @@ absl::Status ImportLeaseImpl::Extend(const HandOffLast& last) {
   }
   for (const HandOffPage& page : last_.pages) {
     const Block* block = new_blocks_[page.block].block;
-    awaited_.push_back(block != nullptr);
-    awaited_last_ += block != nullptr;
-    if (block == nullptr) {
+    // What is recomputed was withdrawn by its sender: its codec declined it. Here the codec is asked again.
+    const bool wanted_here = block != nullptr && how(page.block, page.layer) != How::kRecomputed;
+    awaited_.push_back(wanted_here);
+    awaited_last_ += wanted_here;
+    if (!wanted_here) {
       last_targets_.emplace_back();
       continue;
     }
@@ -288,6 +346,14 @@ absl::StatusOr<uint64_t> ImportLeaseImpl::Validate(uint32_t number) const {
   if (bytes.empty()) return InvalidField("page", number, "a page that is wanted");
   if (cache_->on_device()) return 0;
   const HandOffPage& page = page_of(number);
+  if (is_activations(number)) {
+    const size_t count = bytes.size() / DTypeBytes(cache_->layout().dtype);
+    const size_t at = FindNonFinite(cache_->layout().dtype, bytes.data(), count);
+    if (at == count) return Checksum(bytes.data(), bytes.size());
+    return InvalidField(absl::StrCat("activations[", number - first_.pages.size(), "][token ",
+                                     at / cache_->config.hidden, "][value ", at % cache_->config.hidden, "]"),
+                        "NaN or Inf", "finite");
+  }
   if (number < first_.pages.size() && !cache_->identity()) {
     KV_RETURN_IF_ERROR(cache_->codec->Validate(static_cast<int>(page.layer), bytes));
     return Checksum(bytes.data(), bytes.size());
@@ -312,11 +378,20 @@ absl::Status ImportLeaseImpl::Arrived(absl::Span<const ArrivedPage> pages) {
       break;
     }
     awaited_[arrived.page] = false;
-    --(arrived.page < first_.pages.size() ? awaited_first_ : awaited_last_);
+    --(arrived.page < first_.size() ? awaited_first_ : awaited_last_);
     const HandOffPage& received = page_of(arrived.page);
-    NewBlock& block = new_blocks_[received.block];
-    const PageRef ref{block.block, received.layer};
+    const PageRef ref{new_blocks_[received.block].block, received.layer};
     const Page& page = ref.page();
+    if (is_activations(arrived.page)) {
+      const PageRef activations{ref.block, ref.layer, PageKind::kActivations};
+      const PageId slot = activations.page().encoded;
+      store_->Apply(activations, PageEvent::kReceivedEncoded, {PageId(), slot, false, arrived.checksum});
+      recomputing_.insert(arrived.page);
+      recomputable_.push_back({arrived.page, received.layer, uint64_t{received.block} * cache_->page_tokens(),
+                               store_->Data(*cache_, slot),
+                               store_->Data(*cache_, page.raw.valid() ? page.raw : page.encoded)});
+      continue;
+    }
     if (received.block == full_blocks()) {
       store_->Apply(ref, PageEvent::kReceivedOpen, {page.raw, page.encoded});
     } else if (page.raw.valid()) {
@@ -325,16 +400,47 @@ absl::Status ImportLeaseImpl::Arrived(absl::Span<const ArrivedPage> pages) {
     } else {
       store_->Apply(ref, PageEvent::kReceivedEncoded, {page.raw, page.encoded, false, arrived.checksum});
     }
-    --block.awaited;
+    --new_blocks_[received.block].awaited;
   }
   store_->PostEncodes(cache_, std::move(to_encode));
-  for (const ArrivedPage& arrived : pages) {
-    if (arrived.page >= awaited_.size()) break;
-    NewBlock& block = new_blocks_[page_of(arrived.page).block];
-    if (block.awaited == 0) LetGo(block);
-  }
+  LetGoOf(pages);
   store_->NotifyWaiters();
   return status;
+}
+
+absl::Status ImportLeaseImpl::Recomputed(absl::Span<const ArrivedPage> pages) {
+  if (alive_.expired()) return absl::UnavailableError("the store has closed");
+  if (broken_) return absl::FailedPreconditionError("this hand-off has ended");
+  std::vector<PageRef> to_encode;
+  absl::Status status;
+  for (const ArrivedPage& done : pages) {
+    if (recomputing_.erase(done.page) == 0) {
+      status = InvalidField("page", done.page, "activations whose K and V are being recomputed");
+      break;
+    }
+    const HandOffPage& recomputed = page_of(done.page);
+    const PageRef ref{new_blocks_[recomputed.block].block, recomputed.layer};
+    const Page& page = ref.page();
+    if (page.raw.valid()) {
+      store_->Apply(ref, PageEvent::kReceivedRaw, {page.raw, page.encoded});
+      to_encode.push_back(ref);
+    } else {
+      store_->Apply(ref, PageEvent::kReceivedEncoded, {page.raw, page.encoded, false, done.checksum});
+    }
+    --new_blocks_[recomputed.block].awaited;
+  }
+  store_->PostEncodes(cache_, std::move(to_encode));
+  LetGoOf(pages);
+  store_->NotifyWaiters();
+  return status;
+}
+
+void ImportLeaseImpl::LetGoOf(absl::Span<const ArrivedPage> pages) {
+  for (const ArrivedPage& page : pages) {
+    if (page.page >= awaited_.size()) break;
+    NewBlock& block = new_blocks_[page_of(page.page).block];
+    if (block.awaited == 0) LetGo(block);
+  }
 }
 
 void ImportLeaseImpl::LetGo(NewBlock& block) {
@@ -406,7 +512,8 @@ void ImportLeaseImpl::Break(const absl::Status& why) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<ImportLease>> PageStoreImpl::Import(const HandOffFirst& first,
-                                                                   std::shared_ptr<const Codec> codec) {
+                                                                   std::shared_ptr<const Codec> codec,
+                                                                   RecomputeChoice recompute) {
   KV_RETURN_IF_ERROR(CheckSequenceLimit());
   KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> cache, FindOrOpen(first.config, std::move(codec), &first.codec_version));
   if (cache->on_device() && cache->index.chunk_tokens > 0) {
@@ -414,7 +521,7 @@ absl::StatusOr<std::unique_ptr<ImportLease>> PageStoreImpl::Import(const HandOff
     return WrongMemory(*cache);
   }
   auto lease = std::make_unique<ImportLeaseImpl>(this, std::move(cache), first);
-  KV_RETURN_IF_ERROR(lease->Start());
+  KV_RETURN_IF_ERROR(lease->Start(recompute));
   return lease;
 }
 

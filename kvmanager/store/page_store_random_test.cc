@@ -13,6 +13,7 @@ namespace kvmanager {
 namespace {
 
 using testing::KeysValues;
+using testing::MakeActivations;
 using testing::MakeConfig;
 using testing::MakeEncodedPage;
 using testing::MakeKeysValues;
@@ -158,16 +159,21 @@ class RandomTest {
     }
   }
 
-  uint64_t exhausted = 0, hits = 0, imports = 0, refused = 0, shared = 0;
+  uint64_t exhausted = 0, hits = 0, imports = 0, refused = 0, shared = 0, activations = 0, recomputed = 0;
 
  private:
   uint64_t Below(uint64_t n) { return random_() % n; }
 
   // Opens what a purge may have closed; names known so far stay, as an upper bound of what can be hit.
   void OpenCaches(Side& side) {
-    const CacheConfig configs[] = {MakeConfig("fake", 1, "a"),         MakeConfig("fake", 0, "b", 3),
-                                   MakeConfig("declining", 2, "a"),    MakeConfig("raw", 1, "b"),
-                                   MakeConfig("declining", 0, "c", 1), MakeConfig("uneven", 1, "a", 4)};
+    CacheConfig configs[] = {MakeConfig("fake", 1, "a"),         MakeConfig("fake", 0, "b", 3),
+                             MakeConfig("declining", 2, "a"),    MakeConfig("raw", 1, "b"),
+                             MakeConfig("declining", 0, "c", 1), MakeConfig("uneven", 1, "a", 4),
+                             MakeConfig("raw", 1, "b"),          MakeConfig("declining", 1, "b", 3)};
+    // Some keep activations; of the last ones a page is as large as a raw one of K and V.
+    configs[1].hidden = 44;
+    configs[6].hidden = 100;
+    configs[7].hidden = 256;
     side.caches.resize(std::size(configs));
     for (size_t i = 0; i < std::size(configs); ++i) {
       ModelCache& cache = side.caches[i];
@@ -232,6 +238,9 @@ class RandomTest {
     std::vector<AppendEntry> entries;
     std::vector<KeysValues> data;
     data.reserve(chosen.size());
+    std::vector<std::vector<uint8_t>> x(chosen.size());
+    // Pages have activations in some layers, in others not.
+    const bool with_x = cache.config.hidden > 0 && Below(5) > 0;
     for (SequenceId id : chosen) {
       ModelSequence& model = side.sequences.at(id);
       const uint64_t at = model.tokens[layer];
@@ -243,6 +252,9 @@ class RandomTest {
       while (model.text.ids.size() < at + tokens) model.text.Add(NextId(model.text));
       data.push_back(MakeKeysValues(layout, model.text, at, static_cast<int>(tokens), layer));
       entries.push_back({id, at, static_cast<int>(tokens), data.back().k.data(), data.back().v.data()});
+      if (!with_x) continue;
+      x[entries.size() - 1] = MakeActivations(cache.config.hidden, model.text, at, static_cast<int>(tokens), layer);
+      entries.back().x = x[entries.size() - 1].data();
     }
     if (entries.empty()) return;
     const uint64_t what = Below(20);
@@ -250,7 +262,9 @@ class RandomTest {
       absl::StatusCode code = absl::StatusCode::kInvalidArgument;
       const size_t bad = Below(entries.size());
       if (what == 0) {
-        std::vector<uint8_t>& side_data = Below(2) ? data[bad].k : data[bad].v;
+        std::vector<uint8_t>& kv = Below(2) ? data[bad].k : data[bad].v;
+        std::vector<uint8_t>& side_data =
+            with_x && Below(2) && entries[bad].position % layout.page_tokens == 0 ? x[bad] : kv;
         const uint16_t not_finite = Below(2) ? 0x7c00 : 0xfe01;
         std::memcpy(side_data.data() + 2 * Below(side_data.size() / 2), &not_finite, 2);
       } else if (what == 1) {
@@ -498,7 +512,8 @@ class RandomTest {
     const PageLayout& layout = cache.config.layout;
     ASSERT_EQ(first.tokens, held.sequence.tokens[0]);
     const size_t per_layer = first.blocks.size() + (first.tokens % layout.page_tokens != 0);
-    ASSERT_EQ(sent.size(), per_layer * cache.config.layers);
+    ASSERT_EQ(sent.size(), per_layer * cache.config.layers + first.activations.size());
+    activations += first.activations.size();
     ModelSequence model = held.sequence;
     model.client = static_cast<int>(Below(kClients));
     model.aged = first.aged;
@@ -506,6 +521,14 @@ class RandomTest {
       const HandOffPage& page = each.page;
       const int tokens = static_cast<int>(
           std::min<uint64_t>(layout.page_tokens, first.tokens - uint64_t{page.block} * layout.page_tokens));
+      if (each.activations) {
+        const auto expected =
+            MakeActivations(cache.config.hidden, model.text, uint64_t{page.block} * layout.page_tokens, tokens,
+                            static_cast<int>(page.layer));
+        ASSERT_TRUE(absl::MakeConstSpan(expected) == each.bytes.bytes);
+        ASSERT_EQ(each.bytes.checksum, testing::Checksum(expected));
+        continue;
+      }
       std::vector<uint8_t> expected = MakeRawPage(layout, model.text, page.block, tokens, static_cast<int>(page.layer));
       const bool aged = page.block < held.sequence.aged[page.layer] ||
                         (first.tokens - 1) / layout.page_tokens > uint64_t{page.block} + cache.config.lag_pages;
@@ -523,7 +546,11 @@ class RandomTest {
       ASSERT_EQ(std::memcmp(bytes.data(), expected.data(), bytes.size()), 0);
       ASSERT_EQ(each.bytes.checksum, XXH3_64bits(bytes.data(), bytes.size()));
     }
-    auto import = peer.store.store->Import(first);
+    auto import = peer.store.store->Import(first, nullptr, [this](uint32_t, uint32_t, uint32_t with_activations) {
+      const auto chosen = static_cast<uint32_t>(Below(with_activations + 1));
+      recomputed += chosen;
+      return chosen;
+    });
     if (import.status().code() == absl::StatusCode::kResourceExhausted) {
       ++exhausted;
       return;
@@ -532,7 +559,7 @@ class RandomTest {
     peer.store.store->CheckInvariants();
     const uint64_t fate = Below(6);
     if (fate == 0) return;  // the transfer broke off
-    const auto id = testing::Receive(**import, *held.lease->last(), sent);
+    const auto id = testing::Receive(**import, *held.lease->last(), sent, &cache.config, &model.text);
     if (id.status().code() == absl::StatusCode::kResourceExhausted) {
       ++exhausted;
       return;
@@ -553,7 +580,7 @@ class RandomTest {
 };
 
 TEST(PageStoreRandom, AgreesWithTheModel) {
-  uint64_t hits = 0, imports = 0, shared = 0, exhausted = 0;
+  uint64_t hits = 0, imports = 0, shared = 0, exhausted = 0, activations = 0, recomputed = 0;
   for (uint64_t seed = 1; seed <= kSeeds; ++seed) {
     SCOPED_TRACE(::testing::Message() << "seed " << seed);
     RandomTest test(seed);
@@ -570,12 +597,16 @@ TEST(PageStoreRandom, AgreesWithTheModel) {
     imports += test.imports;
     shared += test.shared;
     exhausted += test.exhausted;
+    activations += test.activations;
+    recomputed += test.recomputed;
   }
   // The walk went where it should.
   EXPECT_GT(hits, 0u);
   EXPECT_GT(imports, 0u);
   EXPECT_GT(shared, 0u);
   EXPECT_GT(exhausted, 0u);
+  EXPECT_GT(activations, recomputed);
+  EXPECT_GT(recomputed, 0u);
 }
 
 }  // namespace

@@ -13,7 +13,8 @@ constexpr uint64_t kSlabsPerClass = 8;  // a class of encoded slots per so many 
 }  // namespace
 
 bool SlotCounts::none() const {
-  return raw == 0 && std::all_of(encoded.begin(), encoded.end(), [](size_t count) { return count == 0; });
+  return raw == 0 && activations == 0 &&
+         std::all_of(encoded.begin(), encoded.end(), [](size_t count) { return count == 0; });
 }
 
 size_t SlotClassesOfPool(uint64_t slabs) {

@@ -32,6 +32,7 @@ size_t SlotClassesOfPool(uint64_t slabs);
 struct SlotCounts {
   size_t raw = 0;
   std::array<size_t, kSlotClassesMax> encoded{};  // by class
+  size_t activations = 0;                         // of these the one form that they have
   bool none() const;
 };
 

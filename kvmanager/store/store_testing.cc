@@ -167,6 +167,13 @@ KeysValues MakeKeysValues(const PageLayout& layout, const Text& text, uint64_t f
   return kv;
 }
 
+std::vector<uint8_t> MakeActivations(int hidden, const Text& text, uint64_t first, int tokens, int layer) {
+  std::vector<uint8_t> x(size_t(tokens) * hidden * 2);
+  for (int t = 0; t < tokens; ++t)
+    FillRow(text.chain[first + t], layer, 2, 0, hidden, x.data() + size_t(t) * hidden * 2);
+  return x;
+}
+
 std::vector<uint8_t> MakeRawPage(const PageLayout& layout, const Text& text, uint32_t index, int tokens, int layer) {
   std::vector<uint8_t> page(layout.raw_bytes(), 0);
   for (int side = 0; side < 2; ++side) {
@@ -209,12 +216,16 @@ std::vector<SentPage> TakeAll(ExportLease& from) {
   std::vector<ExportedPage> ready = from.TakeReady();
   std::sort(ready.begin(), ready.end(), [](const auto& a, const auto& b) { return a.page < b.page; });
   KV_CHECK(from.last() != nullptr);
-  KV_CHECK(ready.size() + from.last()->withdrawn.size() == from.first().pages.size());
+  const HandOffFirst& first = from.first();
+  KV_CHECK(ready.size() + from.last()->withdrawn.size() == first.size());
   std::vector<SentPage> all;
-  for (const ExportedPage& page : ready) all.push_back({from.first().pages[page.page], true, page});
+  for (const ExportedPage& page : ready) {
+    const bool activations = page.page >= first.pages.size();
+    all.push_back({first.page(page.page), !activations, activations, page});
+  }
   for (size_t i = 0; i < from.last()->pages.size(); ++i) {
-    KV_CHECK(from.last_pages()[i].page == from.first().pages.size() + i);
-    all.push_back({from.last()->pages[i], false, from.last_pages()[i]});
+    KV_CHECK(from.last_pages()[i].page == first.size() + i);
+    all.push_back({from.last()->pages[i], false, false, from.last_pages()[i]});
   }
   return all;
 }
@@ -230,9 +241,26 @@ absl::Status Deliver(ImportLease& to, const ExportedPage& page) {
   return to.Arrived({&arrived, 1});
 }
 
-absl::StatusOr<SequenceId> Receive(ImportLease& to, const HandOffLast& last, const std::vector<SentPage>& pages) {
+absl::Status Recompute(ImportLease& to, const CacheConfig& config, const Text& text) {
+  const int page_tokens = config.layout.page_tokens;
+  std::vector<ArrivedPage> done;
+  for (const RecomputePage& page : to.TakeRecomputable()) {
+    const int layer = static_cast<int>(page.layer);
+    const std::vector<uint8_t> x = MakeActivations(config.hidden, text, page.first_token, page_tokens, layer);
+    if (std::memcmp(page.activations, x.data(), x.size()) != 0) return absl::DataLossError("other activations");
+    const auto block = static_cast<uint32_t>(page.first_token / page_tokens);
+    const std::vector<uint8_t> raw = MakeRawPage(config.layout, text, block, page_tokens, layer);
+    std::memcpy(page.raw, raw.data(), raw.size());
+    done.push_back({page.page, Checksum(raw)});
+  }
+  return to.Recomputed(done);
+}
+
+absl::StatusOr<SequenceId> Receive(ImportLease& to, const HandOffLast& last, const std::vector<SentPage>& pages,
+                                   const CacheConfig* config, const Text* text) {
   KV_RETURN_IF_ERROR(to.Extend(last));
   for (const SentPage& page : pages) KV_RETURN_IF_ERROR(Deliver(to, page.bytes));
+  if (text != nullptr) KV_RETURN_IF_ERROR(Recompute(to, *config, *text));
   KV_ASSIGN_OR_RETURN(const SequenceId sequence, to.Show());
   KV_RETURN_IF_ERROR(to.Commit());
   return sequence;
@@ -304,14 +332,18 @@ CacheId TestStore::Open(const CacheConfig& config) {
 }
 
 absl::Status TestStore::Append(CacheId cache, SequenceId sequence, const Text& text, uint64_t first, int tokens,
-                               int layer) {
-  const KeysValues kv = MakeKeysValues(store->DescribeCache(cache)->config.layout, text, first, tokens, layer);
+                               int layer, bool activations) {
+  const CacheConfig config = store->DescribeCache(cache)->config;
+  const KeysValues kv = MakeKeysValues(config.layout, text, first, tokens, layer);
+  std::vector<uint8_t> x;
+  if (activations && config.hidden > 0) x = MakeActivations(config.hidden, text, first, tokens, layer);
   AppendEntry entry;
   entry.sequence = sequence;
   entry.position = first;
   entry.tokens = tokens;
   entry.k = kv.k.data();
   entry.v = kv.v.data();
+  entry.x = x.empty() ? nullptr : x.data();
   return store->Append(cache, layer, {&entry, 1});
 }
 

@@ -62,6 +62,8 @@ struct KeysValues {
   std::vector<uint8_t> k, v;
 };
 KeysValues MakeKeysValues(const PageLayout& layout, const Text& text, uint64_t first, int tokens, int layer);
+/// Activations of the same tokens: [tokens][hidden].
+std::vector<uint8_t> MakeActivations(int hidden, const Text& text, uint64_t first, int tokens, int layer);
 /// The raw page `index` of `text`, its first `tokens` tokens; the rest zero. 64-byte aligned.
 std::vector<uint8_t> MakeRawPage(const PageLayout& layout, const Text& text, uint32_t index, int tokens, int layer);
 /// Its encoded form; empty if the codec declines.
@@ -73,18 +75,22 @@ bool RawPrefixEquals(const PageLayout& layout, const uint8_t* page, const std::v
 /// XXH3-64.
 uint64_t Checksum(const std::vector<uint8_t>& bytes);
 
-/// Every page of a hand-off, in order: what is sent encoded or raw, as the receiver's pages are numbered. Takes what is
-/// ready; all must be.
+/// Every page of a hand-off, in order: what is sent encoded, activations, and what is sent raw, as the receiver's pages
+/// are numbered. Takes what is ready; all must be.
 struct SentPage {
   HandOffPage page;
   bool encoded = false;
+  bool activations = false;
   ExportedPage bytes;
 };
 std::vector<SentPage> TakeAll(ExportLease& from);
 /// Writes a page's bytes to its target, validates and delivers it; nothing if it is not wanted.
 absl::Status Deliver(ImportLease& to, const ExportedPage& page);
-/// Extend, every page, Show and Commit.
-absl::StatusOr<SequenceId> Receive(ImportLease& to, const HandOffLast& last, const std::vector<SentPage>& pages);
+/// Recomputes the K and V of pages whose activations have arrived: those of `text`, which the activations must be of.
+absl::Status Recompute(ImportLease& to, const CacheConfig& config, const Text& text);
+/// Extend, every page, Recompute, Show and Commit. text: nullptr where nothing is recomputed.
+absl::StatusOr<SequenceId> Receive(ImportLease& to, const HandOffLast& last, const std::vector<SentPage>& pages,
+                                   const CacheConfig* config = nullptr, const Text* text = nullptr);
 
 CacheConfig MakeConfig(const std::string& codec, int lag_pages, const std::string& tenant = "a", int layers = 2);
 
@@ -136,7 +142,9 @@ struct TestStore {
 
   /// Opens a cache; aborts on errors.
   CacheId Open(const CacheConfig& config);
-  absl::Status Append(CacheId cache, SequenceId sequence, const Text& text, uint64_t first, int tokens, int layer);
+  /// activations: with those, if the cache keeps any.
+  absl::Status Append(CacheId cache, SequenceId sequence, const Text& text, uint64_t first, int tokens, int layer,
+                      bool activations = true);
   /// To every layer.
   absl::Status AppendAll(CacheId cache, SequenceId sequence, const Text& text, uint64_t first, int tokens);
   std::vector<BlockName> Names(CacheId cache, const Text& text) const;
