@@ -117,6 +117,15 @@ class ClientImpl final : public Client {
     });
   }
 
+  absl::StatusOr<RecomputeDescription> Recompute() override {
+    using Result = absl::StatusOr<RecomputeDescription>;
+    KV_RETURN_IF_ERROR(connection_->Usable());
+    return connection_->Call<Result>(connection_->admin().recomputeRequest(), [](auto& response) -> Result {
+      KV_RETURN_IF_ERROR(FromWire(response.getError()));
+      return FromWire(response.getRecompute());
+    });
+  }
+
   absl::Status Drain(bool on) override {
     KV_RETURN_IF_ERROR(connection_->Usable());
     const auto read = [](auto& response) { return FromWire(response.getStatus()); };

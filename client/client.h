@@ -36,6 +36,7 @@ namespace kvmanager::client {
 class Arena;
 class Cache;
 class HandOff;
+class Projections;
 class Sequence;
 
 /// What a cache is (api/kvmanager.capnp, CacheConfig): all of it is part of every block's name.
@@ -48,7 +49,8 @@ struct CacheOptions {
   int tensor_parallel_rank = 0, tensor_parallel_size = 1;
   std::string codec = "raw";  // "NAME[:key=value,...]", or a policy: "SPEC[;FIRST..LAST=SPEC...][;sinks=N]"
   int lag_pages = 2;
-  int device = -1;  // where pages are computed on: host memory, or the daemon's GPU with this ordinal (device.h)
+  int device = -1;      // where pages are computed on: host memory, or the daemon's GPU with this ordinal (device.h)
+  int hidden_size = 0;  // values per token of activations, which steps may then give; 0: none are kept
 };
 
 struct CacheDescription {
@@ -58,7 +60,7 @@ struct CacheDescription {
   uint64_t raw_page_bytes = 0;
   uint64_t encoded_page_bytes = 0;  // of the largest layer's, padding included
   uint64_t payload_page_bytes = 0;  // the mean over layers, without padding
-  uint64_t resident_raw_bytes = 0, resident_encoded_bytes = 0;
+  uint64_t resident_raw_bytes = 0, resident_encoded_bytes = 0, resident_activation_bytes = 0;
   uint64_t sequences = 0, published_blocks = 0;
 };
 
@@ -86,6 +88,7 @@ struct StepBatch {
   int layer = 0;
   absl::Span<const StepEntry> entries;
   TensorView k, v;    // [sum of tokens][kv_heads][head_dim] of the cache's dtype
+  TensorView x;       // with them, optional: activations, [sum of tokens][hidden_size] of the cache's dtype
   TensorView q, out;  // [sum of tokens][query_heads][head_dim] of q_dtype
   DType q_dtype = DType::kFloat32;
   TensorView lse;   // [sum of tokens][query_heads] float32, optional
@@ -205,6 +208,51 @@ struct PeerDescription {
   absl::StatusOr<PeerLoad> load = absl::UnavailableError("not asked");  // of peers that sequences are handed to
 };
 
+/// How K is rotated; api/kvmanager.capnp, ProjectionFacts. Scaled frequencies are not known.
+struct ProjectionFacts {
+  int rotary_dims = 0;  // the first ones of a head; 0: K is not rotated
+  double theta = 10000;
+  bool interleaved = false;    // channel 2 i with 2 i + 1; else i with i + rotary_dims / 2
+  bool double_angles = false;  // frequency times position in double precision; else rounded to float
+};
+
+/// W_K and W_V of a layer, [kv_heads][head_dim][hidden_size] of `dtype`, as Linear layers keep them, with biases
+/// [kv_heads][head_dim] or none; and a proof: K and V that the engine itself made of x at these positions, all of the
+/// cache's dtype, against which the daemon compares its own. tokens: 1..page_tokens; position: 256 or more where K is
+/// rotated.
+struct LayerProjections {
+  int layer = 0;
+  DType dtype = DType::kFloat16;
+  TensorView k, v, k_bias, v_bias;
+  struct Proof {
+    uint64_t position = 0;
+    int tokens = 0;
+    TensorView x, k, v;  // [tokens][hidden_size], [tokens][kv_heads][head_dim]
+  } proof;
+};
+
+/// What the daemon plans reloads by: rates are medians of what it measured.
+struct RecomputeDescription {
+  struct Rate {
+    double per_second = 0;
+    uint32_t samples = 0;  // 0: not measured
+    bool stale = false;    // not within the last minute
+  };
+  struct Set {
+    CacheDigest digest;
+    uint32_t hidden_size = 0, kv_width = 0, layers = 0, layers_ready = 0, chunk_tokens = 0;
+    Rate flops;
+    std::string failed;  // why nothing is recomputed with it any more
+  };
+  struct Link {
+    std::string peer;  // host that pages came from
+    Rate bytes;
+  };
+  uint64_t weight_bytes = 0, weight_bytes_max = 0;
+  std::vector<Set> sets;
+  std::vector<Link> links;
+};
+
 /// What a call will give. Waiting drives the client's event loop. Destroying an unfinished one cancels the call.
 template <typename T>
 class Pending {
@@ -260,6 +308,9 @@ class Client {
   absl::StatusOr<std::vector<PeerDescription>> Peers() { return Peers({}); }
   /// If `peers` is not empty, of these alone, in this order: at most 256 of "HOST:PORT".
   virtual absl::StatusOr<std::vector<PeerDescription>> Peers(absl::Span<const std::string> peers) = 0;
+  virtual absl::StatusOr<RecomputeDescription> Recompute() {
+    return absl::UnimplementedError("this client does not ask what is recomputed");
+  }
   /// Refuses new sequences, forks and incoming hand-offs; claims, outgoing hand-offs and all else go on.
   virtual absl::Status Drain(bool on) = 0;
   /// Published blocks that nothing pins; of one cache, or of all if `cache_id` is kAllCaches. Returns how many.
@@ -322,6 +373,22 @@ class Cache {
   /// codec with fold=1): an output o' of a query head stands for A o', A being its KV head's factor; FoldOutputWeights
   /// (fold.h) makes it part of W_O. Empty: outputs are as usual.
   virtual absl::StatusOr<std::vector<float>> OutputFactors(int layer) = 0;
+
+  /// Of a cache with a hidden_size. Errors: INVALID_ARGUMENT, FAILED_PRECONDITION (others registered other facts),
+  /// RESOURCE_EXHAUSTED.
+  virtual absl::StatusOr<std::unique_ptr<Projections>> OpenProjections(const ProjectionFacts&) {
+    return absl::UnimplementedError("this client registers no projections");
+  }
+};
+
+/// Weights that a daemon recomputes K and V with, where a received sequence's activations cross the link faster. A
+/// lease: they stay while somebody holds one of the cache.
+class Projections {
+ public:
+  virtual ~Projections() = default;
+  /// Copies what it needs. Errors: INVALID_ARGUMENT (shapes, NaN or Inf, a proof that does not match),
+  /// FAILED_PRECONDITION (others were registered for the layer), RESOURCE_EXHAUSTED (--recompute-bytes).
+  virtual absl::Status SetLayer(const LayerProjections& layer) = 0;
 };
 
 /// A hand-off of a sequence that still grows. It keeps the sequence.

@@ -292,6 +292,22 @@ class CacheImpl final : public Cache {
     });
   }
 
+  absl::StatusOr<std::unique_ptr<Projections>> OpenProjections(const ProjectionFacts& facts) override {
+    using Result = absl::StatusOr<std::unique_ptr<Projections>>;
+    KV_RETURN_IF_ERROR(handle_.Usable());
+    if (facts.rotary_dims < 0) return InvalidField("rotary_dims", facts.rotary_dims, "at least 0");
+    auto call = handle_.cap().openProjectionsRequest();
+    auto wire = call.initFacts();
+    wire.setRotaryDims(uint32_t(facts.rotary_dims));
+    wire.setTheta(facts.theta);
+    wire.setInterleaved(facts.interleaved);
+    wire.setDoubleAngles(facts.double_angles);
+    return handle_.connection().Call<Result>(std::move(call), [this](auto& response) -> Result {
+      KV_RETURN_IF_ERROR(FromWire(response.getStatus()));
+      return MakeProjections(handle_.shared_connection(), response.getProjections());
+    });
+  }
+
   Pending<absl::StatusOr<ClaimedSequence>> ClaimAsync(absl::string_view ticket, int64_t deadline_ms) override {
     using Result = absl::StatusOr<ClaimedSequence>;
     if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
@@ -336,43 +352,10 @@ class CacheImpl final : public Cache {
   /// Bytes of the request, or what is wrong with the batch. Only what the client alone can know, or must for its own
   /// memory's sake: the rest is the daemon's to judge.
   absl::StatusOr<uint64_t> CheckStep(const StepBatch& batch) const;
-  absl::Status CheckTensor(absl::string_view field, const TensorView& tensor, uint64_t* inline_bytes) const;
 
   Handle<api::Cache::Client> handle_;
   const CacheDescription description_;
 };
-
-void WriteTensor(const TensorView& tensor, api::Tensor::Builder wire) {
-  if (tensor.data == nullptr) return;  // none
-  if (tensor.arena == nullptr) {
-    wire.setInline(capnp::Data::Reader(static_cast<const kj::byte*>(tensor.data), tensor.bytes));
-    return;
-  }
-  auto range = wire.initArena();
-  range.setId(static_cast<const ArenaHandle*>(tensor.arena)->id());
-  range.setOffset(uint64_t(static_cast<uint8_t*>(tensor.data) - tensor.arena->data().data()));
-  range.setBytes(tensor.bytes);
-}
-
-absl::Status CacheImpl::CheckTensor(absl::string_view field, const TensorView& tensor, uint64_t* inline_bytes) const {
-  if (tensor.data == nullptr) return absl::OkStatus();
-  if (tensor.arena == nullptr) {
-    *inline_bytes += tensor.bytes + sizeof(capnp::word);
-    return absl::OkStatus();
-  }
-  const auto* arena = static_cast<const ArenaHandle*>(tensor.arena);
-  if (&arena->handle().connection() != &handle_.connection() || arena->handle().generation() != handle_.generation()) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, field, "in an arena of another connection",
-                      "in an arena of the cache's own");
-  }
-  const auto data = arena->data();
-  const auto* at = static_cast<const uint8_t*>(tensor.data);
-  if (at < data.data() || at > data.data() + data.size() || tensor.bytes > size_t(data.data() + data.size() - at)) {
-    return InvalidField(field, absl::StrCat(tensor.bytes, " bytes at offset ", at - data.data()),
-                        absl::StrCat("inside the arena's ", data.size(), " bytes"));
-  }
-  return absl::OkStatus();
-}
 
 void WriteEntries(absl::Span<const StepEntry> entries, capnp::List<api::StepEntry>::Builder wire) {
   for (size_t i = 0; i < entries.size(); ++i) {
@@ -390,11 +373,15 @@ absl::StatusOr<uint64_t> CacheImpl::CheckStep(const StepBatch& batch) const {
     tokens += uint64_t(entry.tokens);
   }
   uint64_t sent = kMessageOverheadBytes + batch.entries.size() * kStepEntryBytes, received = kMessageOverheadBytes;
-  KV_RETURN_IF_ERROR(CheckTensor("k", batch.k, &sent));
-  KV_RETURN_IF_ERROR(CheckTensor("v", batch.v, &sent));
-  KV_RETURN_IF_ERROR(CheckTensor("q", batch.q, &sent));
-  KV_RETURN_IF_ERROR(CheckTensor("out", batch.out, &received));
-  KV_RETURN_IF_ERROR(CheckTensor("lse", batch.lse, &received));
+  const auto check = [this](absl::string_view field, const TensorView& tensor, uint64_t* inline_bytes) {
+    return CheckTensor(field, tensor, handle_.connection(), handle_.generation(), inline_bytes);
+  };
+  KV_RETURN_IF_ERROR(check("k", batch.k, &sent));
+  KV_RETURN_IF_ERROR(check("v", batch.v, &sent));
+  KV_RETURN_IF_ERROR(check("x", batch.x, &sent));
+  KV_RETURN_IF_ERROR(check("q", batch.q, &sent));
+  KV_RETURN_IF_ERROR(check("out", batch.out, &received));
+  KV_RETURN_IF_ERROR(check("lse", batch.lse, &received));
   if ((batch.q.data != nullptr) != (batch.out.data != nullptr)) {
     return InvalidField("out", batch.out.data == nullptr ? "absent" : "given", "given exactly where q is");
   }
@@ -436,6 +423,7 @@ Pending<absl::StatusOr<StepResult>> CacheImpl::StepAsync(const StepBatch& batch)
   WriteEntries(batch.entries, request.initEntries(uint(batch.entries.size())));
   WriteTensor(batch.k, request.initK());
   WriteTensor(batch.v, request.initV());
+  if (batch.x.data != nullptr) WriteTensor(batch.x, request.initX());
   WriteTensor(batch.q, request.initQ());
   request.setQDtype(ToWire(batch.q_dtype));
   if (batch.out.arena != nullptr) WriteTensor(batch.out, request.initOut());

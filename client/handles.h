@@ -43,6 +43,15 @@ absl::StatusOr<int> DescriptorOf(Connection& connection, Cap& cap) {
   return connection.Await(got);
 }
 
+/// That an arena range is in an arena of this connection; adds the bytes of an inline tensor to `inline_bytes`. Errors:
+/// FAILED_PRECONDITION, INVALID_ARGUMENT naming `field`.
+absl::Status CheckTensor(absl::string_view field, const TensorView& tensor, const Connection& connection,
+                         uint64_t generation, uint64_t* inline_bytes);
+/// REQUIRES: CheckTensor.
+void WriteTensor(const TensorView& tensor, api::Tensor::Builder wire);
+
+std::unique_ptr<Projections> MakeProjections(std::shared_ptr<Connection> connection, api::Projections::Client cap);
+
 /// Maps the memfd of `cap`, which must be of `bytes`. FAILED_PRECONDITION if no descriptor came, INTERNAL if it is of
 /// another size, RESOURCE_EXHAUSTED if it cannot be mapped.
 absl::StatusOr<std::unique_ptr<Arena>> MakeArena(std::shared_ptr<Connection> connection, api::Arena::Client cap,

@@ -44,6 +44,7 @@ absl::Status CheckOptions(const CacheOptions& o) {
       {"tensor_parallel_rank", o.tensor_parallel_rank},
       {"tensor_parallel_size", o.tensor_parallel_size},
       {"lag_pages", o.lag_pages},
+      {"hidden_size", o.hidden_size},
   };
   for (const auto& [field, value] : numbers) {
     if (value < 0) return InvalidField(field, value, "at least 0");
@@ -68,6 +69,7 @@ void ToWire(const CacheOptions& o, api::CacheConfig::Builder wire) {
   wire.setCodec(ToKj(o.codec));
   wire.setLagPages(uint32_t(o.lag_pages));
   wire.setDevice(o.device);
+  wire.setHiddenSize(uint32_t(o.hidden_size));
 }
 
 void ToWire(absl::Span<const BlockName> names, capnp::List<api::BlockName>::Builder wire) {
@@ -97,6 +99,7 @@ absl::StatusOr<CacheDescription> FromWire(api::CacheInfo::Reader wire) {
   o.codec = ToString(config.getCodec());
   o.lag_pages = int(config.getLagPages());
   o.device = config.getDevice();
+  o.hidden_size = int(config.getHiddenSize());
   const auto digest = wire.getDigest();
   if (digest.size() != d.digest.bytes.size()) {
     return absl::InternalError(
@@ -109,6 +112,7 @@ absl::StatusOr<CacheDescription> FromWire(api::CacheInfo::Reader wire) {
   d.payload_page_bytes = wire.getPayloadPageBytes();
   d.resident_raw_bytes = wire.getResidentRawBytes();
   d.resident_encoded_bytes = wire.getResidentEncodedBytes();
+  d.resident_activation_bytes = wire.getResidentActivationBytes();
   d.sequences = wire.getSequences();
   d.published_blocks = wire.getPublishedBlocks();
   return d;
@@ -177,6 +181,34 @@ PeerDescription FromWire(api::PeerStatus::Reader wire) {
     peer.load = std::move(error);
   }
   return peer;
+}
+
+absl::StatusOr<RecomputeDescription> FromWire(api::RecomputeStatus::Reader wire) {
+  const auto rate = [](api::RecomputeStatus::Rate::Reader in) {
+    return RecomputeDescription::Rate{in.getPerSecond(), in.getSamples(), in.getStale()};
+  };
+  RecomputeDescription d;
+  d.weight_bytes = wire.getWeightBytes();
+  d.weight_bytes_max = wire.getWeightBytesMax();
+  for (const auto in : wire.getSets()) {
+    RecomputeDescription::Set set;
+    const auto digest = in.getDigest();
+    if (digest.size() != set.digest.bytes.size()) {
+      return absl::InternalError(
+          absl::StrCat("the daemon sent a cache digest of ", digest.size(), " bytes, expected 32"));
+    }
+    std::memcpy(set.digest.bytes.data(), digest.begin(), digest.size());
+    set.hidden_size = in.getHiddenSize();
+    set.kv_width = in.getKvWidth();
+    set.layers = in.getLayers();
+    set.layers_ready = in.getLayersReady();
+    set.chunk_tokens = in.getChunkTokens();
+    set.flops = rate(in.getFlops());
+    set.failed = ToString(in.getFailed());
+    d.sets.push_back(std::move(set));
+  }
+  for (const auto in : wire.getLinks()) d.links.push_back({ToString(in.getPeer()), rate(in.getBytes())});
+  return d;
 }
 
 PrefixMatch FromWire(api::MatchResult::Reader wire) {

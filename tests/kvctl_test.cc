@@ -11,6 +11,7 @@
 #include "tests/harness.h"
 #include "tests/matchers.h"
 #include "tests/model.h"
+#include "tests/projected_source.h"
 
 namespace kvmanager::testing {
 namespace {
@@ -81,6 +82,26 @@ TEST_F(KvctlTest, ListsDrainsAndPurges) {
   Ask({"purge", "--all"});
   ASSERT_OK_AND_ASSIGN(status, client_->Status());
   EXPECT_EQ(status.published_blocks, 0u);
+}
+
+TEST_F(KvctlTest, PlansByWhatTheDaemonMeasured) {
+  const ProjectedSource source;
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(source.shape));
+  const std::string id = std::to_string(cache->description().id);
+  const std::vector<std::string> plan = {"recompute-plan", "--tokens", "640", "--cache", id, "--link-gbps", "0.002"};
+  EXPECT_EQ(Run(plan).status, 1);  // nobody registered projections
+  ASSERT_OK_AND_ASSIGN(auto projections, RegisterAll(*cache, source));
+  const CommandResult told = Run(plan);
+  EXPECT_EQ(told.status, 0);
+  EXPECT_NE(told.output.find("projections: "), std::string::npos) << told.output;
+  const nlohmann::json answer = Ask(plan);
+  EXPECT_EQ(answer["link_bytes_per_second"], 250000);
+  EXPECT_GT(answer["compute_flops_per_second"], 0);
+  EXPECT_EQ(answer["split_tokens"], 640);  // X is half of K and V, and no processor is slower than this link
+  EXPECT_EQ(Run({"recompute-plan", "--tokens", "640", "--cache", id}).status, 1);  // no pages came from anywhere
+  EXPECT_EQ(Run({"recompute-plan", "--tokens", "640", "--cache", "77"}).status, 1);
+  EXPECT_EQ(Run({"recompute-plan", "--tokens", "640", "--cache", "x"}).status, 2);
+  EXPECT_EQ(Run({"recompute-plan", "--tokens", "640"}).status, 2);
 }
 
 TEST_F(KvctlTest, SaysWhatIsWrong) {

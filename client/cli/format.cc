@@ -142,11 +142,12 @@ std::string FormatCaches(const std::vector<CacheDescription>& caches) {
         {absl::StrCat(c.id), o.model, OrNone(o.tenant), o.codec,
          absl::StrCat(o.layers, "x", o.query_heads, "/", o.kv_heads, "x", o.head_dim, " ", DTypeName(o.dtype)),
          absl::StrCat(o.page_tokens), absl::StrCat(o.lag_pages), absl::StrFormat("%.3f", ratio),
-         FormatBytes(c.resident_raw_bytes), FormatBytes(c.resident_encoded_bytes), absl::StrCat(c.sequences),
-         absl::StrCat(c.published_blocks), c.digest.ToHex(6)});
+         FormatBytes(c.resident_raw_bytes), FormatBytes(c.resident_encoded_bytes),
+         FormatBytes(c.resident_activation_bytes), absl::StrCat(c.sequences), absl::StrCat(c.published_blocks),
+         c.digest.ToHex(6)});
   }
   return FormatTable({"ID", "MODEL", "TENANT", "CODEC", "LAYERSxQ/KVxD", "PAGE", "LAG", "RATIO", "RAW", "ENCODED",
-                      "SEQUENCES", "BLOCKS", "DIGEST"},
+                      "ACTIVATIONS", "SEQUENCES", "BLOCKS", "DIGEST"},
                      rows);
 }
 
@@ -241,11 +242,13 @@ json ToJson(const std::vector<CacheDescription>& caches) {
                     {"codec", Utf8(o.codec)},
                     {"lag_pages", o.lag_pages},
                     {"device", o.device},
+                    {"hidden_size", o.hidden_size},
                     {"raw_page_bytes", c.raw_page_bytes},
                     {"encoded_page_bytes", c.encoded_page_bytes},
                     {"payload_page_bytes", c.payload_page_bytes},
                     {"resident_raw_bytes", c.resident_raw_bytes},
                     {"resident_encoded_bytes", c.resident_encoded_bytes},
+                    {"resident_activation_bytes", c.resident_activation_bytes},
                     {"sequences", c.sequences},
                     {"published_blocks", c.published_blocks}});
   }

@@ -12,6 +12,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "client/cli/format.h"
+#include "client/cli/measured_plan.h"
 #include "client/client.h"
 #include "examples/engine/blas_core.h"
 #include "examples/engine/calibrate_command.h"
@@ -35,6 +36,7 @@ struct Arguments {
   std::vector<std::string> peers;
   std::string purge_cache;
   bool purge_all = false;
+  std::string plan_cache, plan_peer;
 };
 
 int Fail(const absl::Status& error, const Arguments& arguments) {
@@ -71,10 +73,11 @@ int Drain(Client& client, const Arguments& arguments, bool on) {
   return kExitOk;
 }
 
-int ExplainReload(const recompute::PlanArguments& plan, const Arguments& arguments) {
+int ExplainReload(const recompute::PlanArguments& plan, const std::string& measured, const Arguments& arguments) {
   const auto explanation = recompute::Explain(plan);
   if (explanation.ok()) {
-    Print(arguments, recompute::FormatPlan(*explanation), recompute::PlanToJson(*explanation));
+    Print(arguments, measured + (measured.empty() ? "" : "\n") + recompute::FormatPlan(*explanation),
+          recompute::PlanToJson(*explanation));
     return kExitOk;
   }
   Fail(explanation.status(), arguments);
@@ -106,7 +109,8 @@ int Main(int argc, char** argv) {
       "  kvctl calibrate --model DIR --text FILE --codec zack+hack --out NAME.safetensors\n"
       "  kvctl capture --model DIR --text FILE --tokens 4096 --out CAPTURE.safetensors\n"
       "  kvctl tune --model DIR --text FILE --max-loss 0.5%   the smallest codec policy that is good enough\n"
-      "  kvctl recompute-plan --help        copy K and V from slower memory, or recompute some of them?\n",
+      "  kvctl recompute-plan --help        copy K and V from slower memory, or recompute some of them?\n"
+      "  kvctl recompute-plan --tokens 4096 --cache 3    the same by what the daemon measured\n",
       "kvctl"};
   app.footer(
       "The address is that of --connect, or else of $KVMANAGER_ADDRESS, or else\n"
@@ -153,8 +157,14 @@ int Main(int argc, char** argv) {
   engine::AddTuneOptions(*tune, tune_arguments);
   recompute::PlanArguments plan_arguments;
   auto* recompute_plan =
-      app.add_subcommand("recompute-plan", "How many tokens to recompute while a reload copies the rest: no daemon");
+      app.add_subcommand("recompute-plan", "How many tokens to recompute while a reload copies the rest");
   recompute::AddPlanOptions(*recompute_plan, plan_arguments);
+  recompute_plan->add_option(
+      "--cache", arguments.plan_cache,
+      "of --connect's daemon, an id that `kvctl caches` shows: what is not given here is as this "
+      "cache has it and as the daemon measured it; without this no daemon is asked");
+  recompute_plan->add_option("--peer", arguments.plan_peer,
+                             "with --cache: the link from this host, by default the only one that pages came from");
   const auto misused = [](const std::string& why) {
     std::cerr << "kvctl: " << why << "\n`kvctl --help` shows every command with an example.\n";
     return kExitUsage;
@@ -168,8 +178,11 @@ int Main(int argc, char** argv) {
   if (calibrate->parsed()) return engine::ExitCode("kvctl calibrate", engine::RunCalibrate(calibrate_arguments));
   if (capture->parsed()) return engine::ExitCode("kvctl capture", engine::RunCapture(capture_arguments));
   if (tune->parsed()) return engine::ExitCode("kvctl tune", engine::RunTune(tune_arguments));
-  if (recompute_plan->parsed()) return ExplainReload(plan_arguments, arguments);
+  if (recompute_plan->parsed() && arguments.plan_cache.empty()) return ExplainReload(plan_arguments, "", arguments);
   uint32_t cache_id = Client::kAllCaches;
+  if (recompute_plan->parsed() && !absl::SimpleAtoi(arguments.plan_cache, &cache_id)) {
+    return misused(absl::StrCat("--cache is ", arguments.plan_cache, ", must be an id that `kvctl caches` shows"));
+  }
   if (purge->parsed() && !arguments.purge_all) {
     uint64_t id = 0;
     if (one->count() == 0) return misused("purge wants --cache ID (see `kvctl caches`) or --all");
@@ -187,6 +200,11 @@ int Main(int argc, char** argv) {
   if (!client.ok()) {
     const int exit_code = Fail(client.status(), arguments);
     return absl::IsInvalidArgument(client.status()) ? kExitUsage : exit_code;
+  }
+  if (recompute_plan->parsed()) {
+    const auto measured = FillFromDaemon(**client, cache_id, arguments.plan_peer, &plan_arguments);
+    if (!measured.ok()) return Fail(measured.status(), arguments);
+    return ExplainReload(plan_arguments, *measured, arguments);
   }
   if (status->parsed()) return Show((*client)->Status(), arguments, FormatStatus);
   if (caches->parsed()) return Show((*client)->Caches(), arguments, FormatCaches);

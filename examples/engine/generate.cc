@@ -31,7 +31,7 @@ struct Flags {
   int tokens = 200, lag_pages = 2, chunk = 512;
   int64_t busy_poll_us = 0;
   SamplingState sampling;
-  bool quiet = false, stream = false;
+  bool quiet = false, stream = false, activations = false;
 };
 
 double Seconds(std::chrono::steady_clock::time_point since) {
@@ -58,6 +58,7 @@ class Program {
     engine_options.codec = files.codec;
     engine_options.calibration_digest = files.calibration_digest;
     engine_options.lag_pages = flags_.lag_pages;
+    engine_options.activations = flags_.activations;
     engine_options.rows_max = flags_.claim_ticket_file.empty() ? flags_.chunk : 1;
     KV_ASSIGN_OR_RETURN(engine_, KvEngine::Open(client_.get(), *model_, engine_options));
     runner_ = std::make_unique<Runner>(model_.get(), engine_.get(), flags_.claim_ticket_file.empty() ? CoreCount() : 1);
@@ -262,6 +263,10 @@ int main(int argc, char** argv) {
                  "HOST:PORT of another daemon's --peer-listen, or several with commas between: the one that would have "
                  "it first gets it");
   app.add_flag("--stream", flags.stream, "with --hand-off: send pages during prefill, and write the ticket before it");
+  app.add_flag(
+      "--activations", flags.activations,
+      "give the daemon activations and projections, so that a receiver of a hand-off may recompute K and V: on "
+      "both sides, or on none");
   app.add_option("--ticket-file", flags.ticket_file, "where to write the hand-off's ticket");
   app.add_option("--claim-ticket-file", flags.claim_ticket_file,
                  "the ticket of a hand-off to --connect's daemon, to go on from");

@@ -25,6 +25,9 @@ struct StepBuffers {
   uint16_t* k = nullptr;       // [rows][kv_heads][head_dim], float16, after RoPE
   uint16_t* v = nullptr;       // the same shape
   const float* out = nullptr;  // the shape of q
+  /// [rows][hidden], float16: where the input of the projections goes, of which q, k and v are then made; nullptr: not
+  /// wanted.
+  uint16_t* x = nullptr;
 };
 
 class KvBackend {

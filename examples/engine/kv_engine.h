@@ -26,6 +26,9 @@ struct KvEngineOptions {
   int page_tokens = 64;
   int rows_max = 512;          // of a step, all sequences together
   uint64_t prompt_tokens = 0;  // KvCounts::prompt_computed counts positions below it
+  /// Gives the daemon activations, and registers W_K and W_V: a hand-off may then send the one where the receiver is to
+  /// recompute K and V, and the other daemon recompute here. All engines of a cache do, or none.
+  bool activations = false;
 };
 
 struct KvCounts {
@@ -73,11 +76,13 @@ class KvEngine final : public KvBackend {
   KvEngine() = default;
   client::TensorView View(const void* data, size_t bytes) const;
   absl::Status FoldOutputs(const Model& model);
+  absl::Status RegisterProjections(client::Client* client, const Model& model);
 
   KvEngineOptions options_;
   int layers_ = 0;
-  size_t q_row_bytes_ = 0, kv_row_bytes_ = 0;
+  size_t q_row_bytes_ = 0, kv_row_bytes_ = 0, x_row_bytes_ = 0;  // x: 0 without activations
   std::unique_ptr<client::Cache> cache_;
+  std::unique_ptr<client::Projections> projections_;
   std::unique_ptr<client::Arena> arena_;  // nullptr: inline
   std::vector<float> inline_buffer_;
   uint8_t* base_ = nullptr;  // of the arena or the inline buffer

@@ -64,6 +64,11 @@ class Model {
   std::vector<float> embeddings_, final_norm_, head_;
 };
 
+/// K and V of activations `x` [tokens][hidden], float16, at `position` onwards, as Runner makes them:
+/// [tokens][kv_heads] [head_dim], float16.
+void ProjectKeysValues(const Model& model, int layer, absl::Span<const uint16_t> x, uint64_t position, uint16_t* k,
+                       uint16_t* v);
+
 class Runner {
  public:
   /// threads: 1..WorkerPool::kThreadsMax, for long chunks.
@@ -85,12 +90,12 @@ class Runner {
   const Model* const model_;
   KvBackend* const backend_;
   const StepBuffers buffers_;
-  std::vector<float> inverse_frequencies_;       // [head_dim / 2]
-  std::vector<float> hidden_, normed_, branch_;  // [rows_max][hidden]
-  std::vector<float> k_, v_;                     // [rows_max][kv_heads][head_dim]
-  std::vector<float> gate_, up_;                 // [rows_max][intermediate]
-  std::vector<float> cos_, sin_;                 // [rows_max][head_dim / 2]
-  std::unique_ptr<WorkerPool> workers_;          // nullptr: one thread
+  const std::vector<float> inverse_frequencies_;  // [head_dim / 2]
+  std::vector<float> hidden_, normed_, branch_;   // [rows_max][hidden]
+  std::vector<float> k_, v_;                      // [rows_max][kv_heads][head_dim]
+  std::vector<float> gate_, up_;                  // [rows_max][intermediate]
+  std::vector<float> cos_, sin_;                  // [rows_max][head_dim / 2]
+  std::unique_ptr<WorkerPool> workers_;           // nullptr: one thread
 };
 
 }  // namespace kvmanager::engine

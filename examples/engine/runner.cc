@@ -50,14 +50,47 @@ void Add(float* x, const float* y, size_t n) {
   for (size_t i = 0; i < n; ++i) x[i] += y[i];
 }
 
+std::vector<float> InverseFrequencies(const ModelConfig& c) {
+  std::vector<float> inverse;
+  for (int i = 0; i < c.head_dim / 2; ++i) inverse.push_back(float(std::pow(c.rope_theta, -2.0 * i / c.head_dim)));
+  return inverse;
+}
+
+void FillAngles(absl::Span<const float> inverse_frequencies, uint64_t position, float* cos, float* sin) {
+  for (size_t f = 0; f < inverse_frequencies.size(); ++f) {
+    const float angle = float(position) * inverse_frequencies[f];
+    cos[f] = std::cos(angle);
+    sin[f] = std::sin(angle);
+  }
+}
+
 }  // namespace
 
+void ProjectKeysValues(const Model& model, int layer, absl::Span<const uint16_t> x, uint64_t position, uint16_t* k,
+                       uint16_t* v) {
+  const ModelConfig& c = model.config();
+  const LayerWeights& w = model.layers()[layer];
+  const int tokens = int(x.size()) / c.hidden_size, half_dim = c.head_dim / 2, width = c.kv_heads * c.head_dim;
+  const std::vector<float> inverse_frequencies = InverseFrequencies(c);
+  std::vector<float> in(x.size()), keys(size_t(tokens) * width), values(keys.size()), cos(half_dim), sin(half_dim);
+  for (size_t i = 0; i < in.size(); ++i) in[i] = HalfToFloat(x[i]);
+  Multiply(in.data(), w.k, keys.data(), tokens, c.hidden_size, width);
+  Multiply(in.data(), w.v, values.data(), tokens, c.hidden_size, width);
+  for (int t = 0; t < tokens; ++t) {
+    FillAngles(inverse_frequencies, position + t, cos.data(), sin.data());
+    Rope(&keys[size_t(t) * width], c.kv_heads, half_dim, cos.data(), sin.data());
+  }
+  for (size_t i = 0; i < keys.size(); ++i) k[i] = FloatToHalf(keys[i]);
+  for (size_t i = 0; i < values.size(); ++i) v[i] = FloatToHalf(values[i]);
+}
+
 Runner::Runner(const Model* model, KvBackend* backend, int threads)
-    : model_(model), backend_(backend), buffers_(backend->buffers()) {
+    : model_(model),
+      backend_(backend),
+      buffers_(backend->buffers()),
+      inverse_frequencies_(InverseFrequencies(model->config())) {
   const ModelConfig& c = model->config();
   const size_t rows = backend->rows_max();
-  for (int i = 0; i < c.head_dim / 2; ++i)
-    inverse_frequencies_.push_back(float(std::pow(c.rope_theta, -2.0 * i / c.head_dim)));
   for (auto* buffer : {&hidden_, &normed_, &branch_}) buffer->resize(rows * c.hidden_size);
   for (auto* buffer : {&k_, &v_}) buffer->resize(rows * c.kv_heads * c.head_dim);
   for (auto* buffer : {&gate_, &up_}) buffer->resize(rows * c.intermediate_size);
@@ -94,6 +127,13 @@ void Runner::BeforeAttention(const LayerWeights& w, int begin, int end) {
   float* k = &k_[begin * kv_row];
   float* v = &v_[begin * kv_row];
   RmsNorm(&hidden_[size_t(begin) * c.hidden_size], w.input_norm, c.rms_norm_eps, normed, rows);
+  if (buffers_.x != nullptr) {
+    uint16_t* const x = buffers_.x + size_t(begin) * c.hidden_size;
+    for (size_t i = 0; i < size_t(rows) * c.hidden_size; ++i) {
+      x[i] = FloatToHalf(normed[i]);
+      normed[i] = HalfToFloat(x[i]);
+    }
+  }
   Multiply(normed, w.q, q, rows, c.hidden_size, int(q_row));
   Multiply(normed, w.k, k, rows, c.hidden_size, int(kv_row));
   Multiply(normed, w.v, v, rows, c.hidden_size, int(kv_row));
@@ -145,11 +185,8 @@ absl::Status Runner::Step(absl::Span<const KvEntry> entries, absl::Span<const ui
   int row = 0;
   for (const KvEntry& entry : entries) {
     for (int i = 0; i < entry.tokens; ++i, ++row) {
-      for (int f = 0; f < half_dim; ++f) {
-        const float angle = float(entry.position + i) * inverse_frequencies_[f];
-        cos_[size_t(row) * half_dim + f] = std::cos(angle);
-        sin_[size_t(row) * half_dim + f] = std::sin(angle);
-      }
+      FillAngles(inverse_frequencies_, entry.position + i, &cos_[size_t(row) * half_dim],
+                 &sin_[size_t(row) * half_dim]);
       std::copy_n(&model_->embeddings()[size_t(tokens[row]) * c.hidden_size], c.hidden_size,
                   &hidden_[size_t(row) * c.hidden_size]);
     }

@@ -8,7 +8,7 @@ using Api = import "kvmanager.capnp";
 $Cxx.namespace("kvmanager::api");
 
 struct HandOffManifest {
-  version @0 :UInt16 = 1;          # 2; 1 was a hand-off in one part
+  version @0 :UInt16 = 1;          # 2; 3 if activations are offered; 1 was a hand-off in one part
   config @1 :Api.CacheConfig;
   codecVersion @2 :UInt32;
   tokens @3 :UInt64;               # of every layer, once the sender has appended them
@@ -18,6 +18,9 @@ struct HandOffManifest {
   promptTokens @7 :UInt64;
   indexIterations @8 :UInt32;
   aged @9 :List(UInt32);           # [layers] pages before this one are read encoded, unless the codec declined them
+  activations @10 :List(Page);
+  # Of some of `pages`, in their order, numbered behind them; encoded is true. The receiver wants a page in one of the two forms:
+  # as it is, or as activations from which it recomputes K and V.
 
   struct Page {
     block @0 :UInt32;              # blocks.size(): the open page
@@ -29,7 +32,7 @@ struct HandOffManifest {
 struct HandOffLastManifest {
   version @0 :UInt16 = 2;
   blocks @1 :List(Api.BlockName);  # as in the first: names since then
-  pages @2 :List(HandOffManifest.Page);   # those that travel raw: numbered behind the first's
+  pages @2 :List(HandOffManifest.Page);   # those that travel raw: numbered behind the first's, its activations included
   blob @3 :Data;
   promptTokens @4 :UInt64;         # of codecs with an index per sequence: what it was made with, 0 where nothing is known
   indexIterations @5 :UInt32;

@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 5;
+const apiMinor :UInt16 = 6;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -53,6 +53,9 @@ struct CacheConfig {
   lagPages @14 :UInt32 = 2;      # newest full pages that are read raw
   device @15 :Int32 = -1;        # where pages are computed on: -1: host memory; else the GPU of the daemon with this ordinal.
                                  # Not part of the digest: blocks have the same names and bytes everywhere. Feature "device".
+  hiddenSize @16 :UInt32;
+  # Values per token of activations X, the input of a layer's K and V projections (after its norm): steps may then give X, too. Part
+  # of the digest unless 0: none are kept, nor are they in GPU memory. Feature "recompute".
 }
 
 struct CacheInfo {
@@ -67,6 +70,7 @@ struct CacheInfo {
   publishedBlocks @8 :UInt64;
   residentRawBytes @9 :UInt64;
   residentEncodedBytes @10 :UInt64;
+  residentActivationBytes @11 :UInt64;
 }
 
 struct BlockName {
@@ -116,6 +120,9 @@ struct StepRequest {
   # for this connection (openDevice) begins the step once the word `ready` is at least this; 0: at once. The reply comes when the
   # step is submitted, not when it is done: see done. NaN and Inf in k and v are found then; later calls that name the sequence are
   # INVALID_ARGUMENT and say where: it can only be dropped. Those in q spoil their own rows of out.
+  x @11 :Tensor;
+  # With k and v: activations, [sum of tokens][hiddenSize] of the cache's dtype, or none. They are kept of pages all of whose tokens
+  # had them, beside their K and V, for a receiver of a hand-off to recompute those from. Feature "recompute".
 }
 
 struct StepReply {
@@ -202,7 +209,7 @@ struct HandOffReply {
   ticket @1 :Data;         # what the receiving side's client claims the sequence with
   bytesSent @2 :UInt64;    # of pages
   pagesSent @3 :UInt64;
-  pagesSkipped @4 :UInt64; # the receiver had them
+  pagesSkipped @4 :UInt64; # the receiver had them, or took activations instead, or not these activations
   seconds @5 :Float64;     # from the offer to the receiver's confirmation
   bytesResent @6 :UInt64;  # of bytesSent, again after a connection broke
   resumes @7 :UInt64;      # connections that broke and were made again
@@ -308,6 +315,44 @@ interface Cache {
   # back into its output projection. factors: [kvHeads][headDim][headDim] float32, row-major: an output o' of a query head stands
   # for o = A o', A being its KV head's. Empty where folds is false: outputs are as usual. Feature "output-factors".
   extend @6 (request :ExtendRequest) -> (reply :ExtendReply);
+  openProjections @7 (facts :ProjectionFacts) -> (status :Status, projections :Projections);
+  # For a cache with a hiddenSize: what K and V are made of here. The capability is the lease: weights stay while somebody holds it,
+  # or a hand-off uses them. All who open it share them; other facts than theirs are FAILED_PRECONDITION. RESOURCE_EXHAUSTED beyond
+  # the daemon's --recompute-bytes. Feature "recompute".
+}
+
+struct ProjectionFacts {
+  # Rotary position embedding of K; frequencies are theta^(-2 i / rotaryDims), not scaled.
+  rotaryDims @0 :UInt32;   # the first ones of a head, even; 0: K is not rotated
+  theta @1 :Float64;       # above 0
+  interleaved @2 :Bool;    # channel 2 i rotates with 2 i + 1; else i with i + rotaryDims / 2
+  doubleAngles @3 :Bool;   # frequency times position in double precision; else rounded to float, as most engines do
+}
+
+struct LayerProjections {
+  layer @0 :UInt32;
+  dtype @1 :DType;         # of the weights and biases
+  k @2 :Tensor;            # W_K [kvHeads][headDim][hiddenSize]: row o makes channel o of K, in the order that the engine stores
+  v @3 :Tensor;
+  kBias @4 :Tensor;        # [kvHeads][headDim], or none
+  vBias @5 :Tensor;
+  proof @6 :Proof;
+
+  struct Proof {
+    # K and V that the engine itself made: the daemon projects x and compares, so that weights and facts which are not those of the
+    # engine are refused here, rather than found in its answers. 1..pageTokens tokens, neither K nor V all zeros.
+    position @0 :UInt64;   # of the first token; at least 256 where K is rotated, so that a wrong theta shows
+    tokens @1 :UInt32;
+    x @2 :Tensor;          # [tokens][hiddenSize] of the cache's dtype
+    k @3 :Tensor;          # [tokens][kvHeads][headDim] of the cache's dtype, rotated
+    v @4 :Tensor;
+  }
+}
+
+interface Projections {
+  setLayer @0 (layer :LayerProjections) -> (status :Status);
+  # Copies the weights; arenas must not change before the reply. INVALID_ARGUMENT: sizes, what is not finite, a proof that fails.
+  # A layer that somebody registered takes equal weights only (FAILED_PRECONDITION).
 }
 
 struct HelloRequest {
@@ -383,6 +428,33 @@ struct PeerLoad {
   activeTransfers @4 :UInt64;  # that it receives
 }
 
+struct RecomputeStatus {
+  weightBytes @0 :UInt64;        # of all sets, their buffers included
+  weightBytesMax @1 :UInt64;     # --recompute-bytes
+  sets @2 :List(Set);
+  links @3 :List(Link);
+
+  struct Set {
+    digest @0 :Data;             # of the cache
+    hiddenSize @1 :UInt32;
+    kvWidth @2 :UInt32;          # kvHeads x headDim
+    layers @3 :UInt32;           # of the cache
+    layersReady @4 :UInt32;      # registered
+    flops @5 :Rate;              # of its projections, per second
+    failed @6 :Text;             # why nothing is recomputed with it any more; empty: it is
+    chunkTokens @7 :UInt32;      # projected at once
+  }
+  struct Link {
+    peer @0 :Text;               # host that pages came from
+    bytes @1 :Rate;              # per second
+  }
+  struct Rate {
+    perSecond @0 :Float64;       # the median of `samples`; 0 without any
+    samples @1 :UInt32;
+    stale @2 :Bool;              # all of them are older than a minute
+  }
+}
+
 interface Admin {
   status @0 () -> (status :DaemonStatus, error :Status);
   caches @1 () -> (caches :List(CacheInfo), error :Status);
@@ -396,6 +468,7 @@ interface Admin {
   # then exits when leases are gone and received sequences are claimed or expired, or after its --drain-s.
   undrain @5 () -> (status :Status);
   purge @6 (cacheId :UInt32, all :Bool) -> (status :Status, blocks :UInt64);  # published blocks that nothing pins
+  recompute @7 () -> (recompute :RecomputeStatus, error :Status);             # what plans go by. Feature "recompute"
 }
 
 interface Daemon {

@@ -8,6 +8,7 @@
 #include "kvmanager/server/hand_off.h"
 #include "kvmanager/server/limits.h"
 #include "kvmanager/server/peer_choice.h"
+#include "kvmanager/server/recomputer.h"
 #include "kvmanager/server/serve.h"
 #include "kvmanager/server/service.h"
 
@@ -102,6 +103,38 @@ class AdminService final : public api::Admin::Server {
               });
         },
         [&](const absl::Status& status) { WriteStatus(status, context.getResults().initError()); });
+  }
+
+  kj::Promise<void> recompute(RecomputeContext context) override {
+    return Answer(Method::kRecomputeStatus, context, [&] {
+      const Recomputer& recomputer = *session_->daemon().recomputer;
+      auto out = context.getResults().initRecompute();
+      out.setWeightBytes(recomputer.bytes());
+      out.setWeightBytesMax(recomputer.bytes_max());
+      const auto write = [](const Recomputer::Rate& rate, api::RecomputeStatus::Rate::Builder to) {
+        to.setPerSecond(rate.per_second);
+        to.setSamples(rate.samples);
+        to.setStale(rate.stale);
+      };
+      const std::vector<Recomputer::SetInfo> sets = recomputer.Sets();
+      auto out_sets = out.initSets(sets.size());
+      for (size_t i = 0; i < sets.size(); ++i) {
+        out_sets[i].setDigest(DataOf(sets[i].digest));
+        out_sets[i].setHiddenSize(sets[i].hidden);
+        out_sets[i].setKvWidth(sets[i].width);
+        out_sets[i].setLayers(sets[i].layers);
+        out_sets[i].setLayersReady(sets[i].layers_ready);
+        out_sets[i].setChunkTokens(sets[i].chunk_tokens);
+        out_sets[i].setFailed(TextOf(sets[i].failed));
+        write(sets[i].flops, out_sets[i].initFlops());
+      }
+      const auto links = recomputer.Links();
+      auto out_links = out.initLinks(links.size());
+      for (size_t i = 0; i < links.size(); ++i) {
+        out_links[i].setPeer(TextOf(links[i].first));
+        write(links[i].second, out_links[i].initBytes());
+      }
+    });
   }
 
   kj::Promise<void> drain(DrainContext context) override {

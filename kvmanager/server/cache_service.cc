@@ -8,6 +8,7 @@
 #include "kvmanager/server/device_work.h"
 #include "kvmanager/server/hand_off.h"
 #include "kvmanager/server/limits.h"
+#include "kvmanager/server/recomputer.h"
 #include "kvmanager/server/serve.h"
 #include "kvmanager/server/service.h"
 #include "kvmanager/server/step.h"
@@ -101,6 +102,36 @@ class CacheService final : public api::Cache::Server {
         *session_, Method::kExtend, context,
         [&]() -> absl::StatusOr<kj::Promise<void>> { return RunExtend(session_, cache_, context); },
         [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+  }
+
+  kj::Promise<void> openProjections(OpenProjectionsContext context) override {
+    return Serve(
+        *session_, Method::kOpenProjections, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          KV_RETURN_IF_ERROR(EnsureOpen());
+          if (config_.hidden == 0) {
+            return InvalidField("hiddenSize", 0, "above 0, as the cache was opened, to register projections");
+          }
+          KV_ASSIGN_OR_RETURN(const CacheInfo info, store().DescribeCache(cache_.id));
+          const auto facts = context.getParams().getFacts();
+          recompute::ProjectionModel model;
+          model.layout = config_.layout;
+          model.layers = config_.layers;
+          model.hidden = config_.hidden;
+          if (facts.getRotaryDims() > config_.layout.head_dim) {
+            return InvalidField("rotaryDims", facts.getRotaryDims(), absl::StrCat("at most ", config_.layout.head_dim));
+          }
+          model.rope.rotary_dims = static_cast<int>(facts.getRotaryDims());
+          model.rope.theta = facts.getTheta();
+          using recompute::RopeFacts;
+          model.rope.pairs = facts.getInterleaved() ? RopeFacts::Pairs::kInterleaved : RopeFacts::Pairs::kHalfSplit;
+          model.rope.angles = facts.getDoubleAngles() ? RopeFacts::Angles::kDouble : RopeFacts::Angles::kFloat32;
+          KV_ASSIGN_OR_RETURN(std::shared_ptr<ProjectionSet> set,
+                              session_->daemon().recomputer->Open(info.digest, model));
+          context.getResults().setProjections(MakeProjectionsService(session_, std::move(set), config_));
+          return Done();
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
   }
 
   kj::Promise<void> outputFactors(OutputFactorsContext context) override {

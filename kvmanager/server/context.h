@@ -28,6 +28,7 @@ class HandOffDesk;
 class InProcess;
 class PeerCopier;
 class PollList;
+class Recomputer;
 class Session;
 
 struct DaemonContext {
@@ -43,6 +44,7 @@ struct DaemonContext {
   ServerMetrics* metrics = nullptr;
   const StoreMetrics* store_metrics = nullptr;
   HandOffDesk* desk = nullptr;
+  Recomputer* recomputer = nullptr;
   EventLoop* loop = nullptr;  // while Run() runs
 
   std::vector<const DeviceContext*> devices;  // GPUs with a pool; empty: none

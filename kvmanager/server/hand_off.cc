@@ -12,19 +12,33 @@
 #include "kvmanager/server/limits.h"
 #include "kvmanager/server/make_device_codec.h"
 #include "kvmanager/server/manifest.h"
+#include "kvmanager/server/recomputer.h"
 
 namespace kvmanager {
 
+namespace {
+
+// A sample of a link: long enough that it holds several pages of each lane.
+constexpr int64_t kLinkSampleBytes = 64 << 10, kLinkSampleNs = 2'000'000;
+
+// Of "HOST:PORT".
+std::string HostOf(const std::string& peer) { return peer.substr(0, peer.rfind(':')); }
+
+}  // namespace
+
 // A sequence being received. Targets are read on the transport's thread, bytes on workers; the import itself belongs to
 // the loop's, and is sent back there wherever this is destroyed. Shared by the transport, workers and messages.
-class HandOffDesk::Incoming final : public IncomingHandOff, public std::enable_shared_from_this<Incoming> {
+class HandOffDesk::Incoming final : public IncomingHandOff,
+                                    public RecomputeOwner,
+                                    public std::enable_shared_from_this<Incoming> {
  public:
   Incoming(HandOffDesk* desk, std::unique_ptr<ImportLease> import, std::string peer, std::string ticket,
-           uint64_t tokens, size_t first_pages, GpuLanding landing)
+           uint64_t tokens, size_t first_pages, GpuLanding landing, std::shared_ptr<ProjectionSet> projections)
       : peer(std::move(peer)),
         ticket(std::move(ticket)),
         tokens(tokens),
         landing(std::move(landing)),
+        projections(std::move(projections)),
         desk_(desk),
         queue_(desk->daemon_->queue),
         import_(std::move(import)) {
@@ -40,6 +54,7 @@ class HandOffDesk::Incoming final : public IncomingHandOff, public std::enable_s
     return last_targets_[page - first_targets_.size()];
   }
   void Arrived(absl::Span<const uint32_t> pages) override {
+    MeasureLink(pages);
     if (landing.device != nullptr) {
       std::vector<ArrivedPage> good;  // which are a GPU's to look at
       good.reserve(pages.size());
@@ -63,6 +78,7 @@ class HandOffDesk::Incoming final : public IncomingHandOff, public std::enable_s
     }
   }
   void Extend(HandOffPart last, absl::AnyInvocable<void(absl::Status)> reply) override {
+    link_begin_ns_ = desk_->daemon_->clock->NowNs();
     queue_->Post([self = shared_from_this(), last = std::move(last), reply = std::move(reply)]() mutable {
       reply(self->desk_->Extend(*self, last));
     });
@@ -73,7 +89,12 @@ class HandOffDesk::Incoming final : public IncomingHandOff, public std::enable_s
     });
   }
   void Abort(absl::Status why) override {
+    cancelled = true;
     queue_->Post([self = shared_from_this(), why = std::move(why)] { self->desk_->Abort(*self, why); });
+  }
+
+  void OnRecomputed(absl::StatusOr<std::vector<ArrivedPage>> pages) override {
+    desk_->Recomputed(*this, std::move(pages));
   }
 
   // On a worker.
@@ -97,15 +118,30 @@ class HandOffDesk::Incoming final : public IncomingHandOff, public std::enable_s
   const std::string ticket;
   const uint64_t tokens;
   GpuLanding landing;                                // where its targets are; unchanged while this lives
+  const std::shared_ptr<ProjectionSet> projections;  // shared: as registered when pages were chosen; or nullptr
   SequenceId sequence = 0;                           // once it is shown
   absl::Status failed;                               // why it ended early
   absl::AnyInvocable<void(absl::Status)> completed;  // the sender has sent everything
 
  private:
+  // The transport's thread. From the last part on the sender has everything, so that pages come as fast as the link
+  // carries them.
+  void MeasureLink(absl::Span<const uint32_t> pages) {
+    if (link_begin_ns_ == 0) return;
+    for (const uint32_t page : pages) link_bytes_ += target(page).size();
+    const int64_t now_ns = desk_->daemon_->clock->NowNs();
+    if (link_bytes_ < kLinkSampleBytes || now_ns - link_begin_ns_ < kLinkSampleNs) return;
+    desk_->daemon_->recomputer->RecordLink(HostOf(peer), link_bytes_, now_ns - link_begin_ns_);
+    link_begin_ns_ = now_ns;
+    link_bytes_ = 0;
+  }
+
   HandOffDesk* const desk_;
   MessageQueue* const queue_;
   std::unique_ptr<ImportLease> import_;  // as long as this
   std::vector<absl::Span<uint8_t>> first_targets_, last_targets_;
+  // The transport's thread: of the link's sample under way; 0: before the last part.
+  int64_t link_begin_ns_ = 0, link_bytes_ = 0;
 };
 
 // What a peer offers, until it is answered. Shared by the messages and the work that carry it on, one after the other.
@@ -232,7 +268,20 @@ void HandOffDesk::TryAccept(std::shared_ptr<Offered> offered) {
 absl::StatusOr<HandOffReceiver::Accepted> HandOffDesk::Accept(Offered& offered) {
   KV_RETURN_IF_ERROR(MayReceive());
   KV_ASSIGN_OR_RETURN(const std::shared_ptr<const Codec> codec, offered.codec);
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<ImportLease> import, daemon_->store->Import(offered.first, codec));
+  std::shared_ptr<ProjectionSet> projections;
+  const auto recompute = [&](uint32_t layer, uint32_t pages, uint32_t with_activations) {
+    return daemon_->recomputer->Choose(projections.get(), HostOf(offered.peer), static_cast<int>(layer),
+                                       codec->info().page_bytes(static_cast<int>(layer)),
+                                       offered.first.config.query_heads, pages, with_activations);
+  };
+  if (!offered.first.activations.empty()) {
+    // As the store names the cache: its config may not be canonical yet.
+    CacheConfig config = offered.first.config;
+    config.codec = codec->info().spec;
+    config.calibration_digest = codec->info().calibration_digest;
+    projections = daemon_->recomputer->Find(DigestOf(config, codec->info().version));
+  }
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<ImportLease> import, daemon_->store->Import(offered.first, codec, recompute));
   std::string name(kTicketBytes, '\0');
   KV_CHECK(getrandom(name.data(), name.size(), 0) == static_cast<ssize_t>(name.size()));
   auto ticket = std::make_unique<Ticket>();
@@ -241,7 +290,7 @@ absl::StatusOr<HandOffReceiver::Accepted> HandOffDesk::Accept(Offered& offered) 
   tickets_.emplace(name, std::move(ticket));
   SetTicketGauge();
   Accepted accepted{std::make_shared<Incoming>(this, std::move(import), offered.peer, name, offered.first.tokens,
-                                               offered.first.pages.size(), offered.landing),
+                                               offered.first.size(), offered.landing, std::move(projections)),
                     name};
   if (offered.landing.device != nullptr) accepted.device = offered.landing.device->ordinal;
   return accepted;
@@ -309,7 +358,13 @@ void HandOffDesk::Landed(Incoming& incoming, absl::StatusOr<std::vector<ArrivedP
   if (!incoming.failed.ok()) return;
   const absl::Status status = pages.ok() ? incoming.import().Arrived(*pages) : pages.status();
   PostEncodes(incoming);
-  if (status.ok()) return GoOn(incoming);
+  if (status.ok()) {
+    std::vector<RecomputePage> to_recompute = incoming.import().TakeRecomputable();
+    if (!to_recompute.empty()) {
+      daemon_->recomputer->Recompute(incoming.projections, incoming.shared_from_this(), std::move(to_recompute));
+    }
+    return GoOn(incoming);
+  }
   daemon_->metrics->hand_offs_refused.Increment();
   Fail(incoming, status);
 }
@@ -320,6 +375,16 @@ void HandOffDesk::PostEncodes(const Incoming& incoming) {
   for (DeviceEncodeJob& job : incoming.landing.device->encode_queue->Take()) {
     incoming.landing.device->encodes->Post(incoming.landing.codec, std::move(job));
   }
+}
+
+void HandOffDesk::Recomputed(Incoming& incoming, absl::StatusOr<std::vector<ArrivedPage>> pages) {
+  if (!incoming.failed.ok()) return;
+  const absl::Status status = pages.ok() ? incoming.import().Recomputed(*pages) : pages.status();
+  if (status.ok()) return GoOn(incoming);
+  // The next attempt takes K and V as they are.
+  daemon_->recomputer->NoteFailure(*incoming.projections, status);
+  daemon_->metrics->hand_offs_aborted.Increment();
+  Fail(incoming, status);
 }
 
 void HandOffDesk::Complete(Incoming& incoming, absl::AnyInvocable<void(absl::Status)> reply) {
@@ -362,6 +427,7 @@ void HandOffDesk::GoOn(Incoming& incoming) {
 
 void HandOffDesk::Fail(Incoming& incoming, const absl::Status& why) {
   incoming.failed = why;
+  incoming.cancelled = true;
   spdlog::warn("hand-off from {} ended early, its pages are given back: {}", incoming.peer, why.ToString());
   incoming.import().Break(why);
   if (const auto found = tickets_.find(incoming.ticket); found != tickets_.end()) {

@@ -99,6 +99,7 @@ class HandOffDesk final : public HandOffReceiver {
   absl::Status Extend(Incoming& incoming, const HandOffPart& part);
   void Landed(Incoming& incoming, absl::StatusOr<std::vector<ArrivedPage>> pages);
   void PostEncodes(const Incoming& incoming);
+  void Recomputed(Incoming& incoming, absl::StatusOr<std::vector<ArrivedPage>> pages);
   void Complete(Incoming& incoming, absl::AnyInvocable<void(absl::Status)> reply);
   void Abort(Incoming& incoming, const absl::Status& why);
   void GoOn(Incoming& incoming);  // shows and commits what it can

@@ -66,10 +66,11 @@ absl::Status OutgoingHandOff::FindGpu() {
 absl::Status OutgoingHandOff::Offer() {
   const HandOffFirst& first = lease_->first();
   const uint64_t page_tokens = first.config.layout.page_tokens;
-  const uint64_t pages = (first.tokens + page_tokens - 1) / page_tokens * first.config.layers + first.pages.size();
+  const uint64_t pages = (first.tokens + page_tokens - 1) / page_tokens * first.config.layers + first.size();
   SendRequest request;
   request.peer = target_.peer;
   request.first = MakePart(WriteFirstManifest(first), first.pages);
+  for (const HandOffPage& page : first.activations) request.first.page_bytes.push_back(page.bytes);
   if (gpu_ != nullptr) request.first.gpu = gpu_->device->info().uuid;
   request.stall_ms = std::min(target_.timeout_ms, SendRequest::kStallMsDefault);
   request.room_ms = target_.room_ms;
@@ -100,8 +101,8 @@ absl::Status OutgoingHandOff::Offer() {
 }
 
 uint32_t OutgoingHandOff::LayerOf(uint32_t page) const {
-  const std::vector<HandOffPage>& first = lease_->first().pages;
-  return page < first.size() ? first[page].layer : lease_->last()->pages[page - first.size()].layer;
+  const HandOffFirst& first = lease_->first();
+  return page < first.size() ? first.page(page).layer : lease_->last()->pages[page - first.size()].layer;
 }
 
 void OutgoingHandOff::Post(absl::Span<const ExportedPage> pages, absl::Span<const ExportedOpenPage> open) {

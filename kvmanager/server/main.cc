@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <memory>
 
+#include "kvmanager/base/blas_core.h"
 #include "kvmanager/memory/device.h"
 #include "kvmanager/server/options.h"
 #include "kvmanager/server/server.h"
@@ -49,6 +50,7 @@ int main(int argc, char** argv) {
     std::fputs(line->text.c_str(), stdout);
     return 0;
   }
+  kvmanager::SetBlasCore();  // for projections that clients register
   auto log = std::make_shared<spdlog::logger>("kvmanagerd", std::make_shared<spdlog::sinks::stderr_sink_mt>());
   log->set_level(spdlog::level::from_str(line->options.log_level));
   log->set_pattern("%Y-%m-%dT%H:%M:%S.%e %l %v");

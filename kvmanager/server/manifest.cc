@@ -61,7 +61,8 @@ absl::StatusOr<std::vector<HandOffPage>> ReadPages(capnp::List<Page>::Reader in,
 }
 
 absl::StatusOr<HandOffFirst> ReadFirst(api::HandOffManifest::Reader in, absl::Span<const uint64_t> page_bytes) {
-  KV_RETURN_IF_ERROR(CheckVersion(in.getVersion()));
+  const bool with_activations = in.getVersion() == kActivationsManifestVersion;
+  if (!with_activations) KV_RETURN_IF_ERROR(CheckVersion(in.getVersion()));
   HandOffFirst first;
   KV_ASSIGN_OR_RETURN(first.config, ReadCacheConfig(in.getConfig()));
   KV_RETURN_IF_ERROR(ValidateCacheConfig(first.config));
@@ -79,7 +80,14 @@ absl::StatusOr<HandOffFirst> ReadFirst(api::HandOffManifest::Reader in, absl::Sp
                         absl::StrCat(first.config.layers, " long, one per layer"));
   }
   for (const uint32_t pages : aged) first.aged.push_back(pages);
-  KV_ASSIGN_OR_RETURN(first.pages, ReadPages(in.getPages(), page_bytes, /*encoded=*/true));
+  const size_t pages = in.getPages().size(), activations = with_activations ? in.getActivations().size() : 0;
+  if (pages + activations != page_bytes.size()) {
+    return InvalidField("manifest.pages", absl::StrCat(pages, " and ", activations, " of activations"),
+                        absl::StrCat(page_bytes.size(), " in all, as the transport's part"));
+  }
+  KV_ASSIGN_OR_RETURN(first.pages, ReadPages(in.getPages(), page_bytes.first(pages), /*encoded=*/true));
+  if (!with_activations) return first;
+  KV_ASSIGN_OR_RETURN(first.activations, ReadPages(in.getActivations(), page_bytes.subspan(pages), /*encoded=*/true));
   return first;
 }
 
@@ -149,12 +157,15 @@ absl::StatusOr<Result> Parse(absl::string_view bytes, Read read) {
 std::string WriteFirstManifest(const HandOffFirst& first) {
   capnp::MallocMessageBuilder message;
   auto out = message.initRoot<api::HandOffManifest>();
-  out.setVersion(kManifestVersion);
+  out.setVersion(first.activations.empty() ? kManifestVersion : kActivationsManifestVersion);
   WriteCacheConfig(first.config, out.initConfig());
   out.setCodecVersion(first.codec_version);
   out.setTokens(first.tokens);
   WriteBlocks(first.blocks, out.initBlocks(first.blocks.size()));
   WritePages(first.pages, true, out.initPages(first.pages.size()));
+  if (!first.activations.empty()) {
+    WritePages(first.activations, true, out.initActivations(first.activations.size()));
+  }
   auto aged = out.initAged(first.aged.size());
   for (uint32_t layer = 0; layer < first.aged.size(); ++layer) aged.set(layer, first.aged[layer]);
   return BytesOf(message);

@@ -16,6 +16,7 @@
 namespace kvmanager {
 
 constexpr uint16_t kManifestVersion = 2;
+constexpr uint16_t kActivationsManifestVersion = 3;  // of a first manifest that offers activations
 
 struct LastManifest {
   HandOffLast last;

@@ -59,8 +59,8 @@ absl::Status CheckBytes(absl::string_view field, const std::string& text, uint64
 
 // The flags as texts: what CLI11 fills from the command line and the file, before values are checked.
 struct Texts {
-  std::string host_pool_bytes, threads, busy_poll_us, arena_bytes, slab_bytes, hand_off_lease_ms, drain_s,
-      peer_rate_bytes, peer_window_bytes, peer_local_copy, device_pool_bytes, device_slab_bytes, devices;
+  std::string host_pool_bytes, threads, busy_poll_us, arena_bytes, recompute_bytes, slab_bytes, hand_off_lease_ms,
+      drain_s, peer_rate_bytes, peer_window_bytes, peer_local_copy, device_pool_bytes, device_slab_bytes, devices;
 };
 
 absl::Status CheckDevices(const Texts& texts, Options* options) {
@@ -118,6 +118,10 @@ absl::Status Check(const Texts& texts, Options* options) {
   if (!texts.arena_bytes.empty()) {
     KV_RETURN_IF_ERROR(
         CheckBytes("--arena-bytes", texts.arena_bytes, 0, Options::kArenaBytesMax, &options->arena_bytes));
+  }
+  if (!texts.recompute_bytes.empty()) {
+    KV_RETURN_IF_ERROR(
+        CheckBytes("--recompute-bytes", texts.recompute_bytes, 0, Options::kArenaBytesMax, &options->recompute_bytes));
   }
   if (!texts.slab_bytes.empty()) {
     KV_RETURN_IF_ERROR(CheckBytes("--slab-bytes", texts.slab_bytes, 0, Options::kSlabBytesMax, &options->slab_bytes));
@@ -264,6 +268,10 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--arena-bytes", texts.arena_bytes,
                  "Most memory that clients may have in arenas, all together, besides the pool (default 8GiB)")
       ->type_name("BYTES");
+  app.add_option(
+      "--recompute-bytes", texts.recompute_bytes,
+      "memory for the projection weights that clients register, to recompute K and V of received activations "
+      "(default 8GiB; taken as they register; 0: none)");
   app.add_option("--slab-bytes", texts.slab_bytes,
                  "Unit in which tenants get memory; 0: chosen by pool size (default 0)")
       ->type_name("BYTES");

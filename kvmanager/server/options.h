@@ -32,15 +32,16 @@ struct Options {
   static constexpr uint64_t kPeerRateBytesMin = 1 << 16;
   static constexpr uint64_t kPeerWindowBytesMin = 1 << 16, kPeerWindowBytesMax = uint64_t{4} << 30;
 
-  std::vector<std::string> listen;           // "unix:PATH" or "tcp:HOST:PORT"; 1..kListenMax
-  uint64_t host_pool_bytes = 0;              // kHostPoolBytesMin..kHostPoolBytesMax
-  std::string metrics_listen;                // "HOST:PORT"; empty: no metrics endpoint
-  std::string peer_listen;                   // "HOST:PORT"; empty: receives no hand-offs
-  int64_t threads = 0;                       // 0: one per CPU that the process may use
-  int64_t busy_poll_us = 0;                  // 0..kBusyPollUsMax
-  uint64_t arena_bytes = uint64_t{8} << 30;  // of all arenas together: 0..kArenaBytesMax
-  uint64_t slab_bytes = 0;                   // 0: from host_pool_bytes; else a multiple of 2 MiB up to kSlabBytesMax
-  uint64_t device_pool_bytes = 0;            // of each GPU: 0 (none is used), or device_slab_bytes..kDevicePoolBytesMax
+  std::vector<std::string> listen;               // "unix:PATH" or "tcp:HOST:PORT"; 1..kListenMax
+  uint64_t host_pool_bytes = 0;                  // kHostPoolBytesMin..kHostPoolBytesMax
+  std::string metrics_listen;                    // "HOST:PORT"; empty: no metrics endpoint
+  std::string peer_listen;                       // "HOST:PORT"; empty: receives no hand-offs
+  int64_t threads = 0;                           // 0: one per CPU that the process may use
+  int64_t busy_poll_us = 0;                      // 0..kBusyPollUsMax
+  uint64_t arena_bytes = uint64_t{8} << 30;      // of all arenas together: 0..kArenaBytesMax
+  uint64_t recompute_bytes = uint64_t{8} << 30;  // of projections that clients register: 0..kArenaBytesMax
+  uint64_t slab_bytes = 0;         // 0: from host_pool_bytes; else a multiple of 2 MiB up to kSlabBytesMax
+  uint64_t device_pool_bytes = 0;  // of each GPU: 0 (none is used), or device_slab_bytes..kDevicePoolBytesMax
   uint64_t device_slab_bytes = uint64_t{256} << 20;  // kDeviceSlabBytesMin..Max, a multiple of kDeviceSlabBytesStep
   std::vector<int> devices = {0};                    // ordinals, each once; 1..kDevicesMax
   int64_t hand_off_lease_ms = 60000;                 // kHandOffLeaseMsMin..kHandOffLeaseMsMax

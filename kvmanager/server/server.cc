@@ -34,6 +34,7 @@
 #include "kvmanager/server/listen_socket.h"
 #include "kvmanager/server/message_queue.h"
 #include "kvmanager/server/plugin_events.h"
+#include "kvmanager/server/recomputer.h"
 #include "kvmanager/server/server_metrics.h"
 #include "kvmanager/store/page_store.h"
 #include "kvmanager/store/store_metrics.h"
@@ -92,6 +93,7 @@ class ServerImpl final : public Server {
         store_metrics_(&metrics_),
         transport_metrics_(&metrics_),
         server_metrics_(&metrics_),
+        recompute_metrics_(&metrics_),
         plugin_events_(&metrics_) {}
 
   ~ServerImpl() noexcept override { Close(); }
@@ -114,6 +116,8 @@ class ServerImpl final : public Server {
           {parts->context.ordinal, parts->pool.get(), &parts->epochs, &parts->encode_queue, parts->mover.get()});
     }
     store_ = PageStore::Create(pool_.get(), &registry_, executor_.get(), &store_metrics_, &clock_, devices);
+    recomputer_ =
+        std::make_unique<Recomputer>(workers_.get(), &queue_, &clock_, &recompute_metrics_, options_.recompute_bytes);
     desk_ = std::make_unique<HandOffDesk>(&daemon_);
 
     daemon_.options = &options_;
@@ -126,6 +130,7 @@ class ServerImpl final : public Server {
     daemon_.metrics = &server_metrics_;
     daemon_.store_metrics = &store_metrics_;
     daemon_.desk = desk_.get();
+    daemon_.recomputer = recomputer_.get();
     for (const auto& parts : devices_) {
       parts->indexes->SetWorkers(executor_.get());
       daemon_.devices.push_back(&parts->context);
@@ -192,6 +197,8 @@ class ServerImpl final : public Server {
     // The last completions find nobody waiting, and give back what they pinned. The transport's last messages still
     // give workers work.
     transport_.reset();
+    loop.RunReady();
+    recomputer_->Stop();
     loop.RunReady();
     workers_.reset();
     loop.RunReady();
@@ -344,6 +351,7 @@ class ServerImpl final : public Server {
   void Close() {
     exporter_.reset();
     transport_.reset();
+    if (recomputer_ != nullptr) recomputer_->Stop();
     workers_.reset();
   }
 
@@ -353,6 +361,7 @@ class ServerImpl final : public Server {
   StoreMetrics store_metrics_;
   TransportMetrics transport_metrics_;
   ServerMetrics server_metrics_;
+  RecomputeMetrics recompute_metrics_;
   PluginEvents plugin_events_;
   std::unique_ptr<CalibrationSource> calibrations_;
   CodecRegistry registry_;
@@ -365,7 +374,8 @@ class ServerImpl final : public Server {
   std::unique_ptr<WorkerPool> workers_;
   std::unique_ptr<PoolEncodeExecutor> executor_;
   std::unique_ptr<PageStore> store_;
-  MessageQueue queue_;  // its messages hold leases of the store
+  std::unique_ptr<Recomputer> recomputer_;
+  MessageQueue queue_;  // its messages hold leases of the store, and projections
   DaemonContext daemon_;
   std::unique_ptr<HandOffDesk> desk_;
   std::vector<std::unique_ptr<ListenSocket>> sockets_;

@@ -18,10 +18,13 @@ std::vector<double> AttendBounds() { return ExponentialBounds(4e-6, 2, 20); }
 
 const char* MethodName(Method method) {
   static constexpr const char* kNames[kMethods] = {
-      "hello",   "openCache",       "createArena",  "openDevice",    "createDeviceArena", "admin",  "ping",    "info",
-      "match",   "createSequences", "step",         "claim",         "outputFactors",     "extend", "fork",    "crop",
-      "publish", "handOff",         "beginHandOff", "finishHandOff", "sequenceInfo",      "copy",   "mapSlab", "status",
-      "caches",  "sequences",       "peers",        "drain",         "undrain",           "purge",
+      "hello",          "openCache",     "createArena",   "openDevice", "createDeviceArena",
+      "admin",          "ping",          "info",          "match",      "createSequences",
+      "step",           "claim",         "outputFactors", "extend",     "openProjections",
+      "setProjections", "fork",          "crop",          "publish",    "handOff",
+      "beginHandOff",   "finishHandOff", "sequenceInfo",  "copy",       "mapSlab",
+      "status",         "caches",        "sequences",     "peers",      "drain",
+      "undrain",        "purge",         "recompute",
   };
   return kNames[static_cast<int>(method)];
 }

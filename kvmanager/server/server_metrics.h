@@ -25,7 +25,9 @@ enum class Method : int {
   kStep,
   kClaim,
   kOutputFactors,
-  kExtend,  // Cache
+  kExtend,
+  kOpenProjections,  // Cache
+  kSetProjections,
   kFork,
   kCrop,
   kPublish,
@@ -41,9 +43,10 @@ enum class Method : int {
   kPeers,
   kDrain,
   kUndrain,
-  kPurge,  // Admin
+  kPurge,
+  kRecomputeStatus,  // Admin
 };
-constexpr int kMethods = static_cast<int>(Method::kPurge) + 1;
+constexpr int kMethods = static_cast<int>(Method::kRecomputeStatus) + 1;
 const char* MethodName(Method method);
 
 /// Why a connection ended; label `reason`.

@@ -8,6 +8,8 @@
 
 namespace kvmanager {
 
+class ProjectionSet;
+
 /// The bootstrap capability of the connection that `session` belongs to.
 api::Daemon::Client MakeDaemonService(std::shared_ptr<Session> session);
 
@@ -31,6 +33,10 @@ api::Admin::Client MakeAdminService(std::shared_ptr<Session> session);
 /// device_codec: of a cache on a GPU.
 api::Cache::Client MakeCacheService(std::shared_ptr<Session> session, CacheId cache,
                                     std::shared_ptr<const DeviceCodec> device_codec);
+
+/// A lease of a cache's projections.
+api::Projections::Client MakeProjectionsService(std::shared_ptr<Session> session, std::shared_ptr<ProjectionSet> set,
+                                                const CacheConfig& config);
 
 /// The lease of `sequence`, which the session holds from now on: dropping the capability drops it.
 api::Sequence::Client MakeSequenceService(std::shared_ptr<Session> session, SequenceId sequence, CacheId cache);

@@ -18,12 +18,14 @@ constexpr size_t kReplyWords = 32;  // of a StepReply without its outputs
 absl::Status Append(PageStore& store, const StepCache& cache, const CheckedStep& step) {
   const PageLayout& layout = cache.config->layout;
   const size_t row_bytes = size_t{layout.kv_heads} * layout.head_dim * DTypeBytes(layout.dtype);
+  const size_t x_row_bytes = size_t(cache.config->hidden) * DTypeBytes(layout.dtype);
   absl::InlinedVector<AppendEntry, 4> entries;
   entries.reserve(step.entries.size());
   size_t row = 0;
   for (const AttendEntry& entry : step.entries) {
     entries.push_back({entry.sequence, entry.position, entry.tokens, step.k.bytes.data() + row * row_bytes,
-                       step.v.bytes.data() + row * row_bytes});
+                       step.v.bytes.data() + row * row_bytes,
+                       step.x.given() ? step.x.bytes.data() + row * x_row_bytes : nullptr});
     row += entry.tokens;
   }
   return store.Append(cache.id, step.layer, entries);
@@ -149,7 +151,7 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
     if (!step_.out.given()) out_ = AlignedBuffer(step_.out_bytes);
     if (step_.lse_inline) lse_ = AlignedBuffer(step_.lse_bytes);
     // The request goes with the call's context.
-    step_.k = step_.v = StepTensor();
+    step_.k = step_.v = step_.x = StepTensor();
   }
 
   // Keeps an arena that the step reads or writes.

@@ -15,51 +15,6 @@ namespace {
 
 std::string EntryField(uint32_t entry, absl::string_view name) { return absl::StrCat("entries[", entry, "].", name); }
 
-// `want`: what the shape says, in bytes.
-absl::StatusOr<StepTensor> CheckTensor(absl::string_view field, api::Tensor::Reader in, uint64_t want,
-                                       absl::FunctionRef<absl::Span<uint8_t>(uint32_t)> arena) {
-  StepTensor tensor;
-  switch (in.which()) {
-    case api::Tensor::NONE:
-      return tensor;
-    case api::Tensor::INLINE: {
-      const capnp::Data::Reader data = in.getInline();
-      if (data.size() != want) {
-        return InvalidField(absl::StrCat(field, ".inline"), absl::StrCat(data.size(), " bytes long"),
-                            absl::StrCat(want, " bytes long, as its shape says"));
-      }
-      tensor.where = StepTensor::Where::kInline;
-      tensor.bytes = {const_cast<uint8_t*>(data.begin()), data.size()};
-      return tensor;
-    }
-    case api::Tensor::ARENA: {
-      const auto range = in.getArena();
-      const absl::Span<uint8_t> memory = arena(range.getId());
-      if (memory.empty()) {
-        return FieldError(absl::StatusCode::kNotFound, absl::StrCat(field, ".arena.id"), absl::StrCat(range.getId()),
-                          "an arena of this connection");
-      }
-      if (range.getBytes() != want) {
-        return InvalidField(absl::StrCat(field, ".arena.bytes"), range.getBytes(),
-                            absl::StrCat(want, ", as its shape says"));
-      }
-      if (range.getOffset() % limits::kTensorAlign != 0) {
-        return InvalidField(absl::StrCat(field, ".arena.offset"), range.getOffset(),
-                            absl::StrCat("a multiple of ", limits::kTensorAlign));
-      }
-      if (want > memory.size() || range.getOffset() > memory.size() - want) {
-        return InvalidField(absl::StrCat(field, ".arena.offset"), range.getOffset(),
-                            absl::StrCat("such that ", want, " bytes fit the arena's ", memory.size()));
-      }
-      tensor.where = StepTensor::Where::kArena;
-      tensor.arena = range.getId();
-      tensor.bytes = memory.subspan(range.getOffset(), want);
-      return tensor;
-    }
-  }
-  return InvalidField(field, absl::StrCat("of kind ", static_cast<int>(in.which())), "none, inline or arena");
-}
-
 uint64_t MultiplyAddsMax(absl::Span<const AttendEntry> entries, uint64_t work_per_pair) {
   uint64_t pairs = 0;  // at most 2^58 for all entries
   for (const AttendEntry& entry : entries) {
@@ -106,6 +61,50 @@ absl::Status CheckOnDevice(const CheckedStep& step, const CacheConfig& config) {
 }
 
 }  // namespace
+
+absl::StatusOr<StepTensor> CheckTensor(absl::string_view field, api::Tensor::Reader in, uint64_t want,
+                                       absl::FunctionRef<absl::Span<uint8_t>(uint32_t)> arena) {
+  StepTensor tensor;
+  switch (in.which()) {
+    case api::Tensor::NONE:
+      return tensor;
+    case api::Tensor::INLINE: {
+      const capnp::Data::Reader data = in.getInline();
+      if (data.size() != want) {
+        return InvalidField(absl::StrCat(field, ".inline"), absl::StrCat(data.size(), " bytes long"),
+                            absl::StrCat(want, " bytes long, as its shape says"));
+      }
+      tensor.where = StepTensor::Where::kInline;
+      tensor.bytes = {const_cast<uint8_t*>(data.begin()), data.size()};
+      return tensor;
+    }
+    case api::Tensor::ARENA: {
+      const auto range = in.getArena();
+      const absl::Span<uint8_t> memory = arena(range.getId());
+      if (memory.empty()) {
+        return FieldError(absl::StatusCode::kNotFound, absl::StrCat(field, ".arena.id"), absl::StrCat(range.getId()),
+                          "an arena of this connection");
+      }
+      if (range.getBytes() != want) {
+        return InvalidField(absl::StrCat(field, ".arena.bytes"), range.getBytes(),
+                            absl::StrCat(want, ", as its shape says"));
+      }
+      if (range.getOffset() % limits::kTensorAlign != 0) {
+        return InvalidField(absl::StrCat(field, ".arena.offset"), range.getOffset(),
+                            absl::StrCat("a multiple of ", limits::kTensorAlign));
+      }
+      if (want > memory.size() || range.getOffset() > memory.size() - want) {
+        return InvalidField(absl::StrCat(field, ".arena.offset"), range.getOffset(),
+                            absl::StrCat("such that ", want, " bytes fit the arena's ", memory.size()));
+      }
+      tensor.where = StepTensor::Where::kArena;
+      tensor.arena = range.getId();
+      tensor.bytes = memory.subspan(range.getOffset(), want);
+      return tensor;
+    }
+  }
+  return InvalidField(field, absl::StrCat("of kind ", static_cast<int>(in.which())), "none, inline or arena");
+}
 
 absl::StatusOr<uint64_t> CheckStepEntries(capnp::List<api::StepEntry>::Reader in,
                                           absl::FunctionRef<bool(SequenceId)> owned,
@@ -160,11 +159,21 @@ absl::StatusOr<CheckedStep> CheckStep(const CacheConfig& config, api::StepReques
   const uint64_t lse_bytes = step.tokens * config.query_heads * sizeof(float);
   KV_ASSIGN_OR_RETURN(step.k, CheckTensor("k", request.getK(), kv_bytes, arena));
   KV_ASSIGN_OR_RETURN(step.v, CheckTensor("v", request.getV(), kv_bytes, arena));
+  const uint64_t x_bytes = step.tokens * config.hidden * DTypeBytes(config.layout.dtype);
+  if (config.hidden > 0 || request.getX().which() == api::Tensor::NONE) {
+    KV_ASSIGN_OR_RETURN(step.x, CheckTensor("x", request.getX(), x_bytes, arena));
+  } else {
+    return InvalidField("x", "given", "none: this cache has no hiddenSize");
+  }
   KV_ASSIGN_OR_RETURN(step.q, CheckTensor("q", request.getQ(), q_bytes, arena));
   KV_ASSIGN_OR_RETURN(step.out, CheckTensor("out", request.getOut(), q_bytes, arena));
   KV_ASSIGN_OR_RETURN(step.lse, CheckTensor("lse", request.getLse(), lse_bytes, arena));
   if (step.k.given() != step.v.given()) {
     return InvalidField(step.k.given() ? "v" : "k", "none", absl::StrCat("given with ", step.k.given() ? "k" : "v"));
+  }
+  if (step.x.given() && !step.append()) return InvalidField("x", "given", "none where k and v are none");
+  if (step.x.given() && config.device != CacheConfig::kHost) {
+    return InvalidField("x", "given", "none: activations are kept in host memory only");
   }
   if (!step.append() && !step.attend()) return InvalidField("q", "none", "given where k and v are not");
   KV_RETURN_IF_ERROR(OnlyArena("out", step.out));

@@ -28,7 +28,7 @@ struct CheckedStep {
   int layer = 0;
   absl::InlinedVector<AttendEntry, 4> entries;
   uint64_t tokens = 0;  // of all entries
-  StepTensor k, v, q, out, lse;
+  StepTensor k, v, x, q, out, lse;
   DType q_dtype = DType::kFloat32;
   float scale = 0;
   bool lse_inline = false;  // wanted, and to be sent inline
@@ -40,6 +40,10 @@ struct CheckedStep {
   bool append() const { return k.given(); }
   bool attend() const { return q.given(); }
 };
+
+/// A tensor of `want` bytes, or none. Errors: INVALID_ARGUMENT and NOT_FOUND naming `field`.
+absl::StatusOr<StepTensor> CheckTensor(absl::string_view field, api::Tensor::Reader in, uint64_t want,
+                                       absl::FunctionRef<absl::Span<uint8_t>(uint32_t id)> arena);
 
 /// Entries of a step, or of an ExtendRequest; returns the tokens of all.
 absl::StatusOr<uint64_t> CheckStepEntries(capnp::List<api::StepEntry>::Reader in,

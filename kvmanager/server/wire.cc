@@ -42,6 +42,7 @@ absl::StatusOr<CacheConfig> ReadCacheConfig(api::CacheConfig::Reader in) {
   KV_RETURN_IF_ERROR(narrow("page_tokens", in.getPageTokens(), PageLayout::kPageTokensMax));
   KV_RETURN_IF_ERROR(narrow("tensor_parallel_rank", in.getTensorParallelRank(), 1 << 20));
   KV_RETURN_IF_ERROR(narrow("tensor_parallel_size", in.getTensorParallelSize(), 1 << 20));
+  KV_RETURN_IF_ERROR(narrow("hidden", in.getHiddenSize(), CacheConfig::kHiddenMax));
   KV_RETURN_IF_ERROR(narrow("lag_pages", in.getLagPages(), CacheConfig::kLagPagesMax));
   CacheConfig config;
   KV_ASSIGN_OR_RETURN(config.layout.dtype, ReadDType("dtype", in.getDtype()));
@@ -60,6 +61,7 @@ absl::StatusOr<CacheConfig> ReadCacheConfig(api::CacheConfig::Reader in) {
   config.codec = std::string(ViewOf(in.getCodec()));
   config.lag_pages = static_cast<int>(in.getLagPages());
   config.device = in.getDevice();
+  config.hidden = static_cast<int>(in.getHiddenSize());
   return config;
 }
 
@@ -80,6 +82,7 @@ void WriteCacheConfig(const CacheConfig& config, api::CacheConfig::Builder out) 
   out.setCodec(TextOf(config.codec));
   out.setLagPages(config.lag_pages);
   out.setDevice(config.device);
+  out.setHiddenSize(config.hidden);
 }
 
 void WriteCacheInfo(const CacheInfo& info, api::CacheInfo::Builder out) {
@@ -94,6 +97,7 @@ void WriteCacheInfo(const CacheInfo& info, api::CacheInfo::Builder out) {
   out.setPublishedBlocks(info.published_blocks);
   out.setResidentRawBytes(info.raw_bytes);
   out.setResidentEncodedBytes(info.encoded_bytes);
+  out.setResidentActivationBytes(info.activation_bytes);
 }
 
 void WriteSequenceInfo(const SequenceInfo& info, api::SequenceInfo::Builder out) {

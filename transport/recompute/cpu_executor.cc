@@ -15,12 +15,12 @@ namespace {
 class CpuExecutor final : public ReloadExecutor {
  public:
   CpuExecutor(const ProjectionModel& model, const CpuExecutorOptions& options, CopyLink* link, WorkerPool* pool,
-              const Clock* clock)
+              const Clock* clock, const Blas* blas)
       : model_(model),
         options_(options),
         link_(link),
         clock_(clock),
-        projection_(model, options.chunk_rows, pool),
+        projection_(model, options.chunk_rows, pool, blas),
         row_bytes_(size_t(model.hidden) * DTypeBytes(model.layout.dtype)),
         staging_(options.buffers, std::vector<uint8_t>(row_bytes_ * options.chunk_rows)),
         staged_(options.buffers, false),
@@ -212,7 +212,8 @@ absl::StatusOr<std::unique_ptr<ReloadExecutor>> MakeCpuExecutor(const Projection
                         absl::StrCat("at most ", CpuExecutorOptions::kStagingBytesMax / row_bytes, ", of ", row_bytes,
                                      " staging bytes each"));
   }
-  return std::unique_ptr<ReloadExecutor>(std::make_unique<CpuExecutor>(model, options, link, pool, clock));
+  KV_ASSIGN_OR_RETURN(const Blas* const blas, LoadBlas());
+  return std::unique_ptr<ReloadExecutor>(std::make_unique<CpuExecutor>(model, options, link, pool, clock, blas));
 }
 
 }  // namespace kvmanager::recompute

@@ -5,8 +5,8 @@
 // finite fails its reload (DATA_LOSS, naming layer, side, head and position): nothing else would notice before
 // attention.
 //
-// Sets OpenBLAS to one thread, process-wide: work is split outside of it. Whether OpenBLAS uses this processor's
-// vectors is the program's business (examples/engine/blas_core.h).
+// OpenBLAS is loaded with the first executor (blas.h) and set to one thread, process-wide: work is split outside of it.
+// Whether it uses this processor's vectors is the program's business (kvmanager/base/blas_core.h).
 #pragma once
 
 #include <memory>
@@ -29,7 +29,7 @@ struct CpuExecutorOptions {
 };
 
 /// link, pool (nullptr: the compute thread alone), clock: outlive the executor. Errors: INVALID_ARGUMENT naming the
-/// field.
+/// field; UNAVAILABLE without OpenBLAS.
 absl::StatusOr<std::unique_ptr<ReloadExecutor>> MakeCpuExecutor(const ProjectionModel& model,
                                                                 const CpuExecutorOptions& options, CopyLink* link,
                                                                 WorkerPool* pool, const Clock* clock);

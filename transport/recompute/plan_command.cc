@@ -62,14 +62,13 @@ void AddPlanOptions(CLI::App& app, PlanArguments& a) {
       "      --head-dim 128 --link-gbps 440 --tflops 700 --kv-bytes-per-token 5632   # 88 bytes x 64 KV heads");
   app.add_option("--tokens", a.shape.tokens, "tokens of each sequence")->required();
   app.add_option("--batch", a.shape.batch, "sequences that are reloaded together")->capture_default_str();
-  app.add_option("--hidden", a.shape.hidden, "hidden size: values of X per token")->required();
-  app.add_option("--kv-heads", a.shape.kv_heads, "KV heads of a layer, of this shard")->required();
-  app.add_option("--query-heads", a.shape.query_heads, "query heads, a multiple of --kv-heads")->required();
+  app.add_option("--hidden", a.shape.hidden, "hidden size: values of X per token");
+  app.add_option("--kv-heads", a.shape.kv_heads, "KV heads of a layer, of this shard");
+  app.add_option("--query-heads", a.shape.query_heads, "query heads, a multiple of --kv-heads");
   app.add_option("--head-dim", a.shape.head_dim, "channels of a head")->capture_default_str()->default_val(128);
-  app.add_option("--link-gbps", a.link_gbps, "link to the device, gigabits per second: 8 is 1 GB/s")->required();
+  app.add_option("--link-gbps", a.link_gbps, "link to the device, gigabits per second: 8 is 1 GB/s");
   app.add_option("--link-latency-us", a.link_latency_us, "once for X, once for K and V")->capture_default_str();
-  app.add_option("--tflops", a.tflops, "TFLOP/s of the projections, as measured: 4 * tokens * hidden * KV width")
-      ->required();
+  app.add_option("--tflops", a.tflops, "TFLOP/s of the projections, as measured: 4 * tokens * hidden * KV width");
   app.add_option("--compute-latency-us", a.compute_latency_us, "once, if anything is recomputed")
       ->capture_default_str();
   app.add_option("--kv-bytes-per-token", a.shape.kv_token_bytes,

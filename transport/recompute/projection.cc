@@ -1,7 +1,5 @@
 #include "transport/recompute/projection.h"
 
-#include <cblas.h>
-
 #include <algorithm>
 
 #include "kvmanager/base/finite.h"
@@ -22,8 +20,9 @@ std::vector<float> Widened(absl::Span<const uint8_t> bytes, DType dtype) {
 
 }  // namespace
 
-Projection::Projection(const ProjectionModel& model, int chunk_rows, WorkerPool* pool)
+Projection::Projection(const ProjectionModel& model, int chunk_rows, WorkerPool* pool, const Blas* blas)
     : model_(model),
+      blas_(*blas),
       heads_per_product_(std::max(1, kProductWidth / model.layout.head_dim)),
       pool_(pool),
       rope_(model.rope),
@@ -33,7 +32,6 @@ Projection::Projection(const ProjectionModel& model, int chunk_rows, WorkerPool*
            std::vector<float>(size_t(chunk_rows) * model.width())},
       cos_(size_t(chunk_rows) * rope_.pairs()),
       sin_(cos_.size()) {
-  openblas_set_num_threads(1);
   row_begin_.reserve(chunk_rows);
 }
 
@@ -51,8 +49,8 @@ void Projection::ProjectHeads(const Layer& layer, int side, int head_begin, int 
   const int column = head_begin * d, columns = (head_end - head_begin) * d;
   const Side& weights = side == 0 ? layer.k : layer.v;
   float* const out = out_[side].data();
-  cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, rows, columns, hidden, 1, x_.data(), hidden,
-              weights.weights.data() + size_t(column) * hidden, hidden, 0, out + column, width);
+  blas_.Multiply(rows, columns, hidden, x_.data(), weights.weights.data() + size_t(column) * hidden, out + column,
+                 width);
   for (size_t p = 0; p < pages.size(); ++p) {
     for (int t = 0; t < pages[p].tokens; ++t) {
       const size_t row = size_t(row_begin_[p]) + t;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kvmanager/base/worker_pool.h"
+#include "transport/recompute/blas.h"
 #include "transport/recompute/executor.h"
 
 namespace kvmanager::recompute {
@@ -15,7 +16,7 @@ namespace kvmanager::recompute {
 class Projection {
  public:
   /// model: checked.
-  Projection(const ProjectionModel& model, int chunk_rows, WorkerPool* pool);
+  Projection(const ProjectionModel& model, int chunk_rows, WorkerPool* pool, const Blas* blas);
 
   absl::Status RegisterWeights(int layer, const LayerWeights& weights);
   bool HasWeights(int layer) const { return !layers_[layer].k.weights.empty(); }
@@ -38,6 +39,7 @@ class Projection {
                     int rows, std::atomic<int64_t>* not_finite);
 
   const ProjectionModel model_;
+  const Blas& blas_;
   const int heads_per_product_;
   WorkerPool* const pool_;
   const Rope rope_;

@@ -1,10 +1,10 @@
-#include "examples/engine/blas_core.h"
+#include "kvmanager/base/blas_core.h"
 
 #include <unistd.h>
 
 #include <cstdlib>
 
-namespace kvmanager::engine {
+namespace kvmanager {
 namespace {
 
 const char* BestCore() {
@@ -19,13 +19,19 @@ const char* BestCore() {
   return nullptr;
 }
 
+// Whether something was to be set, and is.
+bool SetIfUnset() {
+  const char* core = BestCore();
+  if (std::getenv("OPENBLAS_CORETYPE") != nullptr || core == nullptr) return false;
+  return setenv("OPENBLAS_CORETYPE", core, 0) == 0 && setenv("OPENBLAS_NUM_THREADS", "1", 0) == 0;
+}
+
 }  // namespace
 
 void ChooseBlasCore(char** argv) {
-  const char* core = BestCore();
-  if (std::getenv("OPENBLAS_CORETYPE") != nullptr || core == nullptr) return;
-  if (setenv("OPENBLAS_CORETYPE", core, 0) != 0 || setenv("OPENBLAS_NUM_THREADS", "1", 0) != 0) return;
-  execv("/proc/self/exe", argv);
+  if (SetIfUnset()) execv("/proc/self/exe", argv);
 }
 
-}  // namespace kvmanager::engine
+void SetBlasCore() { SetIfUnset(); }
+
+}  // namespace kvmanager
