@@ -1,0 +1,167 @@
+/* kvmanager's C interface: the C++ client (client/client.h) for languages that call C.
+ *
+ * Conventions
+ *  - Every function but those that say otherwise returns 0, or an error's code (absl::StatusCode: 3 INVALID_ARGUMENT, 5
+ *    NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, 14 UNAVAILABLE, ...).
+ *  - kvm_text() is what this thread's last call left: after an error a JSON object {"code", "message", "field",
+ * "value", "bound"}; after success, where a function says so, its result in JSON. Bytes (digests, tickets, blobs) are
+ *    hexadecimal there. Members are only added.
+ *  - Strings and JSON go in as pointer and length in bytes. A pointer may be NULL where its count is 0.
+ *  - An object (kvm_object) is a lease, or a call under way. kvm_close gives back what it holds; kvm_release frees it.
+ *
+ * Threads: an object belongs to the thread that connected its client. A call from another thread, or in a forked child,
+ * is FAILED_PRECONDITION and changes nothing. kvm_release, kvm_wake and kvm_text may be called anywhere: an object that
+ * another thread releases is given back when its owner next calls anything here (as many as there are objects may
+ * wait); what a forked child releases stays its parent's. When the thread has ended, its leases end with the process.
+ *
+ * Tensors are addresses of dense arrays. What lies in an arena of the client, from a multiple of 64 of it on, is read
+ * and written by the daemon in place; everything else is copied through the socket. Shapes: client/client.h, StepBatch.
+ */
+#ifndef KVMANAGER_CLIENT_C_KVMANAGER_H_
+#define KVMANAGER_CLIENT_C_KVMANAGER_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define KVM_API __attribute__((visibility("default")))
+#define KVM_ABI 1 /* grows with every change that a caller built for an older one could not survive */
+
+typedef struct kvm_object kvm_object;
+
+KVM_API uint32_t kvm_abi(void);
+/* Valid until this thread's next call. Never NULL. */
+KVM_API const char* kvm_text(uint64_t* bytes);
+
+/* Gives back what the object holds; it answers FAILED_PRECONDITION from then on. A client's: everything that was made
+ * through it, too, and the connection; device arenas that tensors still use keep theirs until those are gone. */
+KVM_API int kvm_close(kvm_object* object);
+/* Frees the object, giving back what it holds. NULL is allowed. */
+KVM_API void kvm_release(kvm_object* object);
+
+/* A client. options: {"name", "deadline_ms", "connect_ms", "hello_ms", "busy_poll_us"}, each optional. Text:
+ * {"boot_epoch", "peer_address"}. */
+KVM_API int kvm_connect(const char* address, size_t address_bytes, const char* options, size_t options_bytes,
+                        kvm_object** client);
+/* Text as kvm_connect's. */
+KVM_API int kvm_reconnect(kvm_object* client);
+KVM_API int kvm_connected(kvm_object* client, int* connected);
+KVM_API int kvm_ping(kvm_object* client);
+/* Text: the description; of lists, an array of them. Members are named as in client/client.h. */
+KVM_API int kvm_status(kvm_object* client);
+KVM_API int kvm_caches(kvm_object* client);
+KVM_API int kvm_sequences(kvm_object* client);
+KVM_API int kvm_peers(kvm_object* client, const char* peers, size_t peers_bytes); /* peers: an array of strings */
+KVM_API int kvm_recompute(kvm_object* client);
+KVM_API int kvm_drain(kvm_object* client, int on);
+KVM_API int kvm_purge(kvm_object* client, int64_t cache_id, uint64_t* blocks); /* cache_id: -1: all */
+
+/* Waits until something may have happened to calls under way: an answer, a deadline, the connection's end, or kvm_wake,
+ * before this call or while it waits. */
+KVM_API int kvm_wait_for_news(kvm_object* client);
+/* Any thread, as long as the client is not released. */
+KVM_API void kvm_wake(kvm_object* client);
+
+/* Shared memory. data: readable and writable here until kvm_release, and as long as kvm_dlpack's tensors live. */
+KVM_API int kvm_create_arena(kvm_object* client, uint64_t bytes, kvm_object** arena, void** data,
+                             uint64_t* arena_bytes);
+/* A DLManagedTensor (versioned: DLManagedTensorVersioned) of dense rows at `offset` of an arena, the caller's. Any
+ * thread. code: DLPack's, 1 unsigned, 2 float, 4 bfloat. */
+KVM_API int kvm_dlpack(kvm_object* arena, uint64_t offset, const int64_t* shape, int32_t dimensions, uint8_t code,
+                       uint8_t bits, int versioned, void** managed);
+/* What Python's capsules of such tensors need: addresses of PyCapsule_IsValid and PyCapsule_GetPointer; returns the
+ * address of a PyCapsule_Destructor. Once, before others. */
+KVM_API void* kvm_capsule_destructor(void* is_valid, void* get_pointer);
+
+/* options: as CacheOptions, {"model", "layers", ..., "dtype": "float16"}. Text: the description. */
+KVM_API int kvm_open_cache(kvm_object* client, const char* options, size_t options_bytes, kvm_object** cache);
+KVM_API int kvm_refresh(kvm_object* cache); /* text: the description */
+/* Names of the full pages of token ids: 64 bytes each (key, digest of tokens), ids / page_tokens of them. Any thread.
+ */
+KVM_API int kvm_name_blocks(const uint8_t* digest, const uint32_t* ids, uint64_t count, int32_t page_tokens,
+                            uint8_t* names);
+
+typedef struct kvm_match_result {
+  int32_t hit_blocks;
+  int32_t reason; /* 0 none, 1 not found, 2 token mismatch, 3 checksum */
+} kvm_match_result;
+/* names: those of all prefixes behind one another; blocks: [prefixes]. */
+KVM_API int kvm_match(kvm_object* cache, const uint8_t* names, const uint32_t* blocks, uint32_t prefixes,
+                      kvm_match_result* results);
+
+typedef struct kvm_created {
+  kvm_object* sequence; /* NULL: `code` says why, and the text's array has the error in this place */
+  uint64_t id;
+  kvm_match_result match;
+  int32_t code;
+  int32_t reserved;
+} kvm_created;
+/* prompt_tokens: [prefixes], or NULL. Text: an array with null or an error for each. */
+KVM_API int kvm_create_sequences(kvm_object* cache, const uint8_t* names, const uint32_t* blocks,
+                                 const uint64_t* prompt_tokens, uint32_t prefixes, kvm_created* created);
+
+typedef struct kvm_tensor {
+  void* data; /* NULL: none */
+  uint64_t bytes;
+} kvm_tensor;
+
+typedef struct kvm_entry {
+  uint64_t sequence;
+  uint64_t position;
+  uint64_t tokens;
+} kvm_entry;
+
+typedef struct kvm_step {
+  int32_t layer;
+  int32_t q_dtype; /* 0 float16, 1 bfloat16, 2 float32 */
+  float scale;     /* 0: 1/sqrt(head_dim) */
+  uint32_t entry_count;
+  const kvm_entry* entries;
+  kvm_tensor k, v, x, q, out, lse;
+  uint64_t ready;
+} kvm_step;
+/* values: encoded_pairs, raw_pairs, done. */
+KVM_API int kvm_cache_step(kvm_object* cache, const kvm_step* step, uint64_t* values);
+/* k, v, x and q that are not in an arena are copied before it returns; such out and lse are written by kvm_wait. */
+KVM_API int kvm_cache_step_async(kvm_object* cache, const kvm_step* step, kvm_object** pending);
+
+/* A call under way. Closing it, or releasing it, cancels the call. */
+KVM_API int kvm_ready(kvm_object* pending, int* ready);
+/* Once. values: [3], as the call says; made: the object that the call makes, or NULL. */
+KVM_API int kvm_wait(kvm_object* pending, uint64_t* values, kvm_object** made);
+
+/* factors: [kv_heads][head_dim][head_dim]; folds: 0 where outputs are as usual, and nothing was written. */
+KVM_API int kvm_output_factors(kvm_object* cache, int32_t layer, float* factors, uint64_t count, int* folds);
+/* deadline_ms: 0: the client's. Makes the sequence; values: tokens, id. Text: {"blob"}. */
+KVM_API int kvm_claim(kvm_object* cache, const uint8_t* ticket, size_t ticket_bytes, int64_t deadline_ms,
+                      kvm_object** pending);
+
+KVM_API int kvm_fork(kvm_object* sequence, kvm_object** fork, uint64_t* id);
+KVM_API int kvm_crop(kvm_object* sequence, uint64_t tokens);
+/* outcome: [3]: published, shared, deferred. */
+KVM_API int kvm_publish(kvm_object* sequence, const uint8_t* names, uint32_t blocks, int32_t* outcome);
+KVM_API int kvm_info(kvm_object* sequence); /* text: the description */
+
+typedef struct kvm_hand_off_options {
+  int64_t timeout_ms;
+  int64_t room_ms;
+  int32_t goes_on;
+  int32_t reserved;
+} kvm_hand_off_options;
+/* Text: the outcome. */
+KVM_API int kvm_hand_off(kvm_object* sequence, const char* peer, size_t peer_bytes, const uint8_t* blob,
+                         size_t blob_bytes, const kvm_hand_off_options* options, kvm_object** pending);
+/* Makes the hand-off. Text: {"ticket", "peer"}. */
+KVM_API int kvm_begin_hand_off(kvm_object* sequence, const char* peer, size_t peer_bytes, uint64_t tokens,
+                               const kvm_hand_off_options* options, kvm_object** pending);
+/* Text: the outcome. */
+KVM_API int kvm_finish(kvm_object* hand_off, const uint8_t* blob, size_t blob_bytes, kvm_object** pending);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* KVMANAGER_CLIENT_C_KVMANAGER_H_ */

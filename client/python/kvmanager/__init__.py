@@ -1,0 +1,52 @@
+"""kvmanager: attention keys and values in a daemon of their own.
+
+    import kvmanager as kv
+
+    with kv.connect("unix:/run/kvmanager/kvmanager.sock") as client:
+        cache = client.open_cache(model="m", layers=32, kv_heads=8, query_heads=32, head_dim=128)
+        names = cache.block_names(token_ids)
+        seq = cache.create_sequence(names)                    # begins with the blocks that were found
+        cache.step(layer, [(seq, position, tokens)], k, v, q, out)
+        seq.publish(names)                                    # others find them now
+
+Handles are leases. A client and its handles belong to the thread that connected; kvmanager.aio has coroutines.
+Neither numpy nor torch is needed: tensors of both, and whatever has __dlpack__, are arguments.
+"""
+
+from .arena import Arena, ArenaTensor
+from .cache import BlockNames, Cache, Claimed, Entries, HandOff, Pending, Sequence
+from .client import Client, connect
+from .errors import (
+    AbortedError,
+    AlreadyExistsError,
+    CancelledError,
+    DataLossError,
+    DeadlineExceededError,
+    Error,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfRangeError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnimplementedError,
+)
+from .types import (
+    CacheDescription,
+    CacheOptions,
+    DaemonDescription,
+    HandOffOutcome,
+    LayerTimes,
+    PeerDescription,
+    PeerLoad,
+    PoolDescription,
+    PrefixMatch,
+    PublishOutcome,
+    SequenceDescription,
+    StepResult,
+)
+
+__version__ = "0.1.0"

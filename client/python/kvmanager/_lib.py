@@ -1,0 +1,146 @@
+"""The C interface (client/c/kvmanager.h), loaded: prototypes, results, and handles that give themselves back."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
+
+from .errors import from_text
+
+_ABI = 1
+_FILE = "libkvmanager_client.so"
+
+
+class MatchResult(ctypes.Structure):
+    _fields_ = [("hit_blocks", c_int32), ("reason", c_int32)]
+
+
+class Created(ctypes.Structure):
+    _fields_ = [
+        ("sequence", c_void_p),
+        ("id", c_uint64),
+        ("hit_blocks", c_int32),
+        ("reason", c_int32),
+        ("code", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class HandOffOptions(ctypes.Structure):
+    _fields_ = [("timeout_ms", c_int64), ("room_ms", c_int64), ("goes_on", c_int32), ("reserved", c_int32)]
+
+
+_OBJECT = POINTER(c_void_p)
+
+# Functions that return a code. Buffers go as addresses (c_void_p takes integers, bytes and ctypes arrays).
+_CALLS = {
+    "kvm_close": [c_void_p],
+    "kvm_connect": [c_char_p, c_size_t, c_char_p, c_size_t, _OBJECT],
+    "kvm_reconnect": [c_void_p],
+    "kvm_connected": [c_void_p, POINTER(c_int)],
+    "kvm_ping": [c_void_p],
+    "kvm_status": [c_void_p],
+    "kvm_caches": [c_void_p],
+    "kvm_sequences": [c_void_p],
+    "kvm_peers": [c_void_p, c_char_p, c_size_t],
+    "kvm_recompute": [c_void_p],
+    "kvm_drain": [c_void_p, c_int],
+    "kvm_purge": [c_void_p, c_int64, POINTER(c_uint64)],
+    "kvm_wait_for_news": [c_void_p],
+    "kvm_create_arena": [c_void_p, c_uint64, _OBJECT, _OBJECT, POINTER(c_uint64)],
+    "kvm_dlpack": [c_void_p, c_uint64, c_void_p, c_int32, c_uint8, c_uint8, c_int, _OBJECT],
+    "kvm_open_cache": [c_void_p, c_char_p, c_size_t, _OBJECT],
+    "kvm_refresh": [c_void_p],
+    "kvm_name_blocks": [c_char_p, c_void_p, c_uint64, c_int32, c_void_p],
+    "kvm_match": [c_void_p, c_char_p, c_void_p, c_uint32, c_void_p],
+    "kvm_create_sequences": [c_void_p, c_char_p, c_void_p, c_void_p, c_uint32, c_void_p],
+    "kvm_cache_step": [c_void_p, c_char_p, c_void_p],
+    "kvm_cache_step_async": [c_void_p, c_char_p, _OBJECT],
+    "kvm_ready": [c_void_p, POINTER(c_int)],
+    "kvm_wait": [c_void_p, c_void_p, _OBJECT],
+    "kvm_output_factors": [c_void_p, c_int32, c_void_p, c_uint64, POINTER(c_int)],
+    "kvm_claim": [c_void_p, c_char_p, c_size_t, c_int64, _OBJECT],
+    "kvm_fork": [c_void_p, _OBJECT, POINTER(c_uint64)],
+    "kvm_crop": [c_void_p, c_uint64],
+    "kvm_publish": [c_void_p, c_char_p, c_uint32, c_void_p],
+    "kvm_info": [c_void_p],
+    "kvm_hand_off": [c_void_p, c_char_p, c_size_t, c_char_p, c_size_t, POINTER(HandOffOptions), _OBJECT],
+    "kvm_begin_hand_off": [c_void_p, c_char_p, c_size_t, c_uint64, POINTER(HandOffOptions), _OBJECT],
+    "kvm_finish": [c_void_p, c_char_p, c_size_t, _OBJECT],
+}
+
+
+def _load() -> ctypes.CDLL:
+    path = os.environ.get("KVMANAGER_CLIENT_LIBRARY") or os.path.join(os.path.dirname(__file__), _FILE)
+    try:
+        library = ctypes.CDLL(path)
+    except OSError as error:
+        raise ImportError(
+            f"kvmanager: {path} cannot be loaded ({error}); install the wheel, or build //client/python:package and "
+            "put bazel-bin/client/python/package on PYTHONPATH"
+        ) from error
+    library.kvm_abi.restype = c_uint32
+    if library.kvm_abi() != _ABI:
+        raise ImportError(f"kvmanager: {path} has interface {library.kvm_abi()}, this package needs {_ABI}")
+    for name, arguments in _CALLS.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = c_int
+    library.kvm_text.argtypes = [POINTER(c_uint64)]
+    library.kvm_text.restype = c_void_p
+    library.kvm_release.argtypes = [c_void_p]
+    library.kvm_release.restype = None
+    library.kvm_wake.argtypes = [c_void_p]
+    library.kvm_wake.restype = None
+    library.kvm_capsule_destructor.argtypes = [c_void_p, c_void_p]
+    library.kvm_capsule_destructor.restype = c_void_p
+    return library
+
+
+lib = _load()
+
+
+def text() -> bytes:
+    """What this thread's last call left."""
+    size = c_uint64()
+    address = lib.kvm_text(byref(size))
+    return ctypes.string_at(address, size.value)
+
+
+def check(code: int) -> None:
+    """Raises the error that a call returned."""
+    if code:
+        raise from_text(text())
+
+
+def result() -> object:
+    """The JSON that this thread's last call left."""
+    return json.loads(text())
+
+
+class Handle:
+    """Owns an object of the C interface. Destroyed on another thread, it is given back at its owner's next call."""
+
+    __slots__ = ("_object", "__weakref__")
+
+    def __init__(self, address: int | None) -> None:
+        self._object = address
+
+    def close(self) -> None:
+        """Gives back what this holds, at once. Again: nothing."""
+        check(lib.kvm_close(self._object))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self, _release=lib.kvm_release) -> None:
+        try:
+            address, self._object = self._object, None
+        except AttributeError:  # its making failed
+            return
+        _release(address)

@@ -1,0 +1,464 @@
+"""Caches, sequences, and calls under way."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import hashlib
+import struct
+from ctypes import byref, c_int, c_int32, c_uint32, c_uint64, c_void_p
+from typing import TYPE_CHECKING, Iterable, NamedTuple, Sequence as Many
+
+from . import _lib
+from ._lib import Handle, check, lib
+from ._tensor import rows
+from .errors import Error, InvalidArgumentError, from_fields, invalid
+from .types import (
+    MISS_REASONS,
+    CacheDescription,
+    CacheOptions,
+    HandOffOutcome,
+    PrefixMatch,
+    PublishOutcome,
+    SequenceDescription,
+    StepResult,
+)
+
+if TYPE_CHECKING:
+    from .client import Client
+
+_NAME_BYTES = 64  # a block's key and the digest of its tokens, 32 each
+_HASH_BYTES_MAX = 64
+_Q_DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
+# kvm_step: layer, q_dtype, scale, entry_count, entries, address and bytes of k, v, x, q, out, lse, ready.
+_pack_step = struct.Struct("<iifIQ12QQ").pack
+_NONE = (0, 0)
+
+
+class BlockNames(Many):
+    """Names of consecutive blocks from the first on; slices are names too. Each is 64 bytes: key, digest of tokens."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes = b"") -> None:
+        if len(data) % _NAME_BYTES:
+            raise invalid("names (bytes)", len(data), f"a multiple of {_NAME_BYTES}")
+        self.data = bytes(data)
+
+    def __len__(self) -> int:
+        return len(self.data) // _NAME_BYTES
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            first, last, step = index.indices(len(self))
+            if step != 1:
+                raise invalid("step of a slice", step, "1")
+            return BlockNames(self.data[first * _NAME_BYTES : max(first, last) * _NAME_BYTES])
+        if index < 0:
+            index += len(self)
+        if not 0 <= index < len(self):
+            raise IndexError(f"block {index} of {len(self)}")
+        return self.data[index * _NAME_BYTES : (index + 1) * _NAME_BYTES]
+
+    def __add__(self, other: BlockNames) -> BlockNames:
+        return BlockNames(self.data + other.data)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockNames) and self.data == other.data
+
+    def __hash__(self) -> int:
+        return hash(self.data)
+
+    def __repr__(self) -> str:
+        return f"BlockNames({len(self)} blocks)"
+
+
+class Entries:
+    """What a step does, for each sequence of a batch: (sequence, position of its first token, tokens). Made once, it
+    serves all layers of a step."""
+
+    __slots__ = ("address", "count", "tokens", "_words")
+
+    def __init__(self, entries: Iterable[tuple[Sequence | int, int, int]]) -> None:
+        words = []
+        for sequence, position, tokens in entries:
+            words += (sequence if type(sequence) is int else int(sequence), position, tokens)
+        try:
+            self._words = array.array("Q", words)
+        except (OverflowError, TypeError) as error:
+            raise InvalidArgumentError(f"entries: {error}; integers from 0 on are expected", "entries") from error
+        self.address, size = self._words.buffer_info()
+        self.count = size // 3
+        self.tokens = sum(self._words[2::3])
+
+
+class Pending(Handle):
+    """A call under way: it goes on while others are made. Closing it, or letting it go, cancels it."""
+
+    __slots__ = ("_finish", "_keep", "_result")
+
+    def __init__(self, address: int, finish, keep: object = None) -> None:
+        super().__init__(address)
+        self._finish = finish
+        self._keep = keep  # arguments that the call still writes, and the client
+        self._result = None
+
+    def ready(self) -> bool:
+        """Whether wait() would not block."""
+        if self._finish is None:
+            return True
+        ready = c_int()
+        check(lib.kvm_ready(self._object, byref(ready)))
+        return ready.value != 0
+
+    def wait(self):
+        """The call's result, or its error."""
+        if self._finish is not None:
+            values, made = (c_uint64 * 3)(), c_void_p()
+            finish, self._finish = self._finish, None
+            check(lib.kvm_wait(self._object, values, byref(made)))
+            self._result = finish(values, made.value)
+            self._keep = None
+        return self._result
+
+
+class Cache(Handle):
+    """A lease of one model's cache. Made by Client.open_cache."""
+
+    __slots__ = ("client", "description", "_factors")
+
+    def __init__(self, client: Client, address: int, description: CacheDescription) -> None:
+        super().__init__(address)
+        self.client = client
+        self.description = description
+
+    @property
+    def options(self) -> CacheOptions:
+        """With the codec's canonical form."""
+        return self.description.options
+
+    def refresh(self) -> CacheDescription:
+        """Asks the daemon for the description as it is now, and keeps it."""
+        check(lib.kvm_refresh(self._object))
+        self.description = CacheDescription.parse(_lib.result())
+        return self.description
+
+    # Names.
+
+    def block_names(self, token_ids) -> BlockNames:
+        """The names of the full pages of `token_ids` (integers of 0..2**32-1; a list, an array, or a tensor)."""
+        ids = _token_ids(token_ids)
+        page_tokens = self.description.options.page_tokens
+        blocks = len(ids) // page_tokens
+        names = ctypes.create_string_buffer(max(1, blocks * _NAME_BYTES))
+        address, count = ids.buffer_info()
+        check(lib.kvm_name_blocks(self.description.digest, address, count, page_tokens, names))
+        return BlockNames(names.raw[: blocks * _NAME_BYTES])
+
+    def external_names(self, hashes: Iterable[bytes]) -> BlockNames:
+        """Names of consecutive blocks by an engine's own hashes of them (1..64 bytes each), which must depend on all
+        that comes before a block, and on nothing that differs between equal ones. A name is SHA-256 of this cache's
+        digest and the hash; so is the digest that a hit is compared with."""
+        digest = self.description.digest
+        names = bytearray()
+        for each in hashes:
+            if not isinstance(each, (bytes, bytearray, memoryview)) or not 1 <= len(each) <= _HASH_BYTES_MAX:
+                raise invalid("hash", each, f"bytes, 1..{_HASH_BYTES_MAX} of them")
+            names += hashlib.sha256(b"kvmanager external block\0" + digest + each).digest()
+            names += hashlib.sha256(b"kvmanager external tokens\0" + digest + each).digest()
+        return BlockNames(bytes(names))
+
+    # Prefixes and sequences.
+
+    def match(self, prefixes: Iterable[BlockNames]) -> list[PrefixMatch]:
+        """How much of each prefix the daemon has. It may be evicted before it is asked for."""
+        names, blocks, count = _prefixes(prefixes)
+        results = (_lib.MatchResult * count)()
+        check(lib.kvm_match(self._object, names, blocks, count, results))
+        return [PrefixMatch(each.hit_blocks, _reason(each.reason)) for each in results]
+
+    def create_sequence(self, names: BlockNames | None = None, prompt_tokens: int = 0) -> Sequence:
+        """A sequence that begins with the blocks of `names` that were found (seq.hit_blocks). prompt_tokens: of its
+        prompt, the prefix included, for codecs whose queries choose what they read behind it ("pq"); 0: unknown."""
+        return self.create_sequences([names], [prompt_tokens])[0]
+
+    def create_sequences(
+        self,
+        prefixes: Iterable[BlockNames | None],
+        prompt_tokens: Iterable[int] | None = None,
+        partial: bool = False,
+    ) -> list[Sequence | Error]:
+        """A sequence for each prefix. An error of any of them is raised, and the others given back; with `partial` it
+        stands in its place of the list instead."""
+        names, blocks, count = _prefixes(prefixes)
+        prompts = None
+        if prompt_tokens is not None:
+            prompts = (c_uint64 * count)(*_counted("prompt_tokens", prompt_tokens, count))
+        created = (_lib.Created * count)()
+        check(lib.kvm_create_sequences(self._object, names, blocks, prompts, count, created))
+        errors = _lib.result() if any(each.code for each in created) else [None] * count
+        sequences = [
+            Sequence(self, each.sequence, each.id, each.hit_blocks, _reason(each.reason))
+            if error is None
+            else from_fields(error)
+            for each, error in zip(created, errors)
+        ]
+        for each in sequences:
+            if isinstance(each, Error) and not partial:
+                for other in sequences:
+                    if isinstance(other, Sequence):
+                        other.close()
+                raise each
+        return sequences
+
+    def claim(self, ticket: bytes, deadline_ms: int = 0) -> Claimed:
+        """Takes over a sequence that was handed off, once. deadline_ms: of this call; 0: the client's."""
+        return self.claim_async(ticket, deadline_ms).wait()
+
+    def claim_async(self, ticket: bytes, deadline_ms: int = 0) -> Pending:
+        pending = c_void_p()
+        check(lib.kvm_claim(self._object, ticket, len(ticket), deadline_ms, byref(pending)))
+
+        def finish(values, made: int) -> Claimed:
+            blob = bytes.fromhex(_lib.result()["blob"])
+            return Claimed(Sequence(self, made, values[1], 0, "none"), values[0], blob)
+
+        return Pending(pending.value, finish)
+
+    # Steps.
+
+    def step(
+        self, layer: int, entries, k=None, v=None, q=None, out=None, lse=None, x=None, scale: float = 0.0, ready: int = 0
+    ) -> StepResult:
+        """One layer's step of a batch: appends k and v, attends q into out, or both.
+
+        entries: Entries, or an iterable of (sequence, position, tokens). k, v: [tokens][kv_heads][head_dim] of the
+        cache's dtype, tokens being the sum; q, out: [tokens][query_heads][head_dim] of one dtype; lse: [tokens]
+        [query_heads] float32; x: activations, [tokens][hidden_size]. scale 0: 1/sqrt(head_dim). ready: of a cache on a
+        GPU (Device). Tensors in arenas are read and written in place, others copied. Errors change nothing."""
+        entries, packed, keep = self._pack(layer, entries, k, v, q, out, lse, x, scale, ready)
+        values = (c_uint64 * 3)()
+        check(lib.kvm_cache_step(self._object, packed, values))
+        return StepResult(*values)
+
+    def step_async(
+        self, layer: int, entries, k=None, v=None, q=None, out=None, lse=None, x=None, scale: float = 0.0, ready: int = 0
+    ) -> Pending:
+        """The same, to be waited for later: it is under way when this returns. Tensors in arenas must stay as they are
+        until then; out and lse that are not are written by wait()."""
+        entries, packed, keep = self._pack(layer, entries, k, v, q, out, lse, x, scale, ready)
+        pending = c_void_p()
+        check(lib.kvm_cache_step_async(self._object, packed, byref(pending)))
+        return Pending(pending.value, _step_result, (keep, self))
+
+    def _pack(self, layer, entries, k, v, q, out, lse, x, scale, ready):
+        if type(entries) is not Entries:
+            entries = Entries(entries)
+        o = self.description.options
+        tokens = entries.tokens
+        kv_dtypes = (o.dtype, "uint16")
+        keep = []
+
+        def place(field, tensor, heads, width, dtypes, item_bytes, written=False):
+            if tensor is None:
+                return _NONE
+            given = rows(field, tensor, tokens, heads, width, dtypes)
+            if given.on_device != (o.device >= 0):
+                raise invalid(field, "on a GPU" if given.on_device else "in host memory", _PLACES[o.device >= 0])
+            if written and not given.writable:
+                raise invalid(field, "read-only", "writable")
+            keep.append(given.owner)
+            return given.address, tokens * heads * width * item_bytes
+
+        places = place("k", k, o.kv_heads, o.head_dim, kv_dtypes, 2)
+        places += place("v", v, o.kv_heads, o.head_dim, kv_dtypes, 2)
+        places += place("x", x, 1, o.hidden_size, kv_dtypes, 2)
+        q_dtype = 2
+        if q is not None:
+            given = rows("q", q, tokens, o.query_heads, o.head_dim, ("float32", "float16", "bfloat16", "uint16"))
+            name = o.dtype if given.dtype == "uint16" else given.dtype
+            q_dtype = _Q_DTYPES[name]
+            item_bytes = 4 if q_dtype == 2 else 2
+            places += place("q", given, o.query_heads, o.head_dim, (given.dtype,), item_bytes)
+            if out is None:
+                raise invalid("out", "None", "given where q is")
+            out_dtypes = ("float32",) if q_dtype == 2 else (name, "uint16")
+            places += place("out", out, o.query_heads, o.head_dim, out_dtypes, item_bytes, True)
+        elif out is not None:
+            raise invalid("q", "None", "given where out is")
+        else:
+            places += _NONE + _NONE
+        places += place("lse", lse, 1, o.query_heads, ("float32",), 4, True)
+        try:
+            packed = _pack_step(layer, q_dtype, scale, entries.count, entries.address, *places, ready)
+        except struct.error as error:
+            raise InvalidArgumentError(f"layer {layer}, scale {scale} or ready {ready}: {error}", "layer") from error
+        return entries, packed, keep
+
+    def output_factors(self, layer: int) -> array.array | None:
+        """[kv_heads][head_dim][head_dim] float32 where steps of this layer leave outputs in the codec's space: an
+        output o' of a query head stands for A o', A being its KV head's. None: outputs are as usual."""
+        o = self.description.options
+        factors = array.array("f", bytes(4 * o.kv_heads * o.head_dim * o.head_dim))
+        folds = c_int()
+        address, count = factors.buffer_info()
+        check(lib.kvm_output_factors(self._object, layer, address, count, byref(folds)))
+        return factors if folds.value else None
+
+
+_PLACES = {True: "in a device arena, as its cache is on a GPU", False: "in host memory, as its cache is"}
+
+
+def _step_result(values, made) -> StepResult:
+    return StepResult(*values)
+
+
+def _outcome(values, made) -> HandOffOutcome:
+    return HandOffOutcome.parse(_lib.result())
+
+
+class Sequence(Handle):
+    """A lease of one sequence: closing it, or letting it go, gives its pages back. Published blocks stay.
+
+    id: what entries name it by; hit_blocks, miss_reason: what was found of its prefix when it was made."""
+
+    __slots__ = ("cache", "id", "hit_blocks", "miss_reason")
+
+    def __init__(self, cache: Cache, address: int, id: int, hit_blocks: int, miss_reason: str) -> None:
+        super().__init__(address)
+        self.cache = cache
+        self.id = id
+        self.hit_blocks = hit_blocks
+        self.miss_reason = miss_reason
+
+    def __int__(self) -> int:
+        return self.id
+
+    __index__ = __int__
+
+    def __repr__(self) -> str:
+        return f"Sequence(id={self.id}, hit_blocks={self.hit_blocks})"
+
+    def fork(self) -> Sequence:
+        """A second sequence with the same tokens: full blocks are shared, open pages copied."""
+        made, id = c_void_p(), c_uint64()
+        check(lib.kvm_fork(self._object, byref(made), byref(id)))
+        return Sequence(self.cache, made.value, id.value, self.hit_blocks, self.miss_reason)
+
+    def crop(self, tokens: int) -> None:
+        """Gives back all but the first `tokens` tokens."""
+        if tokens < 0:
+            raise invalid("tokens", tokens, "at least 0")
+        check(lib.kvm_crop(self._object, tokens))
+
+    def publish(self, names: BlockNames) -> PublishOutcome:
+        """From now on others find the full blocks that this names, from the first on."""
+        outcome = (c_int32 * 3)()
+        check(lib.kvm_publish(self._object, names.data, len(names), outcome))
+        return PublishOutcome(*outcome)
+
+    def info(self) -> SequenceDescription:
+        check(lib.kvm_info(self._object))
+        return SequenceDescription(**_lib.result())
+
+    def hand_off(
+        self, peer: str, blob: bytes = b"", timeout_ms: int = 30000, room_ms: int = 0, goes_on: bool = False
+    ) -> HandOffOutcome:
+        """Sends the sequence to another daemon; outcome.ticket is what its clients claim it with. It stays here, too.
+
+        peer: "HOST:PORT" of its --peer-listen, or several, "HOST:PORT,HOST:PORT": the one that would have it first gets
+        it. blob: the engine's, at most 1 MiB. room_ms: how long a receiver that is full may let it wait. goes_on:
+        whoever claims it appends before it reads or crops."""
+        return self.hand_off_async(peer, blob, timeout_ms, room_ms, goes_on).wait()
+
+    def hand_off_async(
+        self, peer: str, blob: bytes = b"", timeout_ms: int = 30000, room_ms: int = 0, goes_on: bool = False
+    ) -> Pending:
+        to, pending = peer.encode(), c_void_p()
+        options = _lib.HandOffOptions(timeout_ms, room_ms, bool(goes_on))
+        check(lib.kvm_hand_off(self._object, to, len(to), blob, len(blob), byref(options), byref(pending)))
+        return Pending(pending.value, _outcome, self)
+
+    def begin_hand_off(
+        self, peer: str, tokens: int, timeout_ms: int = 30000, room_ms: int = 0, goes_on: bool = False
+    ) -> HandOff:
+        """The same while the sequence still grows to `tokens` tokens in every layer: pages go as they are made."""
+        return self.begin_hand_off_async(peer, tokens, timeout_ms, room_ms, goes_on).wait()
+
+    def begin_hand_off_async(
+        self, peer: str, tokens: int, timeout_ms: int = 30000, room_ms: int = 0, goes_on: bool = False
+    ) -> Pending:
+        if tokens < 0:
+            raise invalid("tokens", tokens, "at least 0")
+        to, pending = peer.encode(), c_void_p()
+        options = _lib.HandOffOptions(timeout_ms, room_ms, bool(goes_on))
+        check(lib.kvm_begin_hand_off(self._object, to, len(to), tokens, byref(options), byref(pending)))
+
+        def finish(values, made: int) -> HandOff:
+            said = _lib.result()
+            return HandOff(self, made, bytes.fromhex(said["ticket"]), said["peer"])
+
+        return Pending(pending.value, finish)
+
+
+class HandOff(Handle):
+    """A hand-off of a sequence that still grows; it keeps the sequence. Closed before finish(), it is cancelled.
+
+    ticket: the receiver's clients may claim the sequence with it from now on; peer: who has it."""
+
+    __slots__ = ("sequence", "ticket", "peer")
+
+    def __init__(self, sequence: Sequence, address: int, ticket: bytes, peer: str) -> None:
+        super().__init__(address)
+        self.sequence = sequence
+        self.ticket = ticket
+        self.peer = peer
+
+    def finish(self, blob: bytes = b"") -> HandOffOutcome:
+        """Every layer has its tokens: sends the rest, and waits until the receiver has all of it."""
+        return self.finish_async(blob).wait()
+
+    def finish_async(self, blob: bytes = b"") -> Pending:
+        pending = c_void_p()
+        check(lib.kvm_finish(self._object, blob, len(blob), byref(pending)))
+        return Pending(pending.value, _outcome, self)
+
+
+class Claimed(NamedTuple):
+    """tokens: how many the sequence has; blob: what the sender's engine said."""
+
+    sequence: Sequence
+    tokens: int
+    blob: bytes
+
+
+def _reason(number: int) -> str:
+    return MISS_REASONS[number] if 0 <= number < len(MISS_REASONS) else "not_found"
+
+
+def _counted(field: str, values: Iterable[int], count: int) -> list[int]:
+    given = list(values)
+    if len(given) != count:
+        raise invalid(f"{field} (length)", len(given), f"{count}, one per prefix")
+    for value in given:
+        if value < 0:
+            raise invalid(field, value, "at least 0")
+    return given
+
+
+def _prefixes(prefixes: Iterable[BlockNames | None]) -> tuple[bytes, ctypes.Array, int]:
+    given = [BlockNames() if each is None else each for each in prefixes]
+    for each in given:
+        if not isinstance(each, BlockNames):
+            raise invalid("names", type(each).__name__, "BlockNames: block_names() or external_names() makes them")
+    return b"".join(each.data for each in given), (c_uint32 * len(given))(*map(len, given)), len(given)
+
+
+def _token_ids(token_ids) -> array.array:
+    tolist = getattr(token_ids, "tolist", None)
+    if tolist is not None:
+        token_ids = tolist()
+    try:
+        return array.array("I", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise InvalidArgumentError(f"token_ids: {error}; integers of 0..2**32-1 are expected", "token_ids") from error

@@ -1,0 +1,166 @@
+"""A connection to the daemon."""
+
+from __future__ import annotations
+
+import json
+from ctypes import byref, c_int, c_uint64, c_void_p
+
+from . import _lib, arena
+from ._lib import Handle, check, lib
+from .cache import Cache
+from .errors import invalid
+from .types import CacheDescription, DaemonDescription, PeerDescription, SequenceDescription
+
+_ARENA_MULTIPLE = 4096
+
+
+def connect(
+    address: str,
+    name: str = "python",
+    deadline_ms: int = 30000,
+    connect_ms: int = 5000,
+    hello_ms: int = 0,
+    busy_poll_us: int = 0,
+) -> Client:
+    """A client of the daemon at "unix:PATH" or "tcp:HOST:PORT".
+
+    name: for listings. deadline_ms: of every call, 1..3600000. connect_ms: for connecting, which is tried again until
+    then. hello_ms: for the first answer once connected; 0: what is left of connect_ms. busy_poll_us: spin this long for
+    an answer before blocking. Errors: InvalidArgumentError, UnavailableError, FailedPreconditionError (API version)."""
+    options = {
+        "name": name,
+        "deadline_ms": deadline_ms,
+        "connect_ms": connect_ms,
+        "hello_ms": hello_ms,
+        "busy_poll_us": busy_poll_us,
+    }
+    said, to, made = json.dumps(options).encode(), address.encode(), c_void_p()
+    check(lib.kvm_connect(to, len(to), said, len(said), byref(made)))
+    return Client(made.value, address, _lib.result())
+
+
+class Client(Handle):
+    """A connection, and the leases made through it. It belongs to the thread that connected: a call from another, or in
+    a forked child, is FailedPreconditionError. As a context manager it gives back all of its leases at the end.
+
+    boot_epoch: another after the daemon was started anew; peer_address: where other daemons hand sequences to."""
+
+    __slots__ = ("address", "boot_epoch", "peer_address")
+
+    def __init__(self, handle: int, address: str, hello: dict) -> None:
+        super().__init__(handle)
+        self.address = address
+        self._greeted(hello)
+
+    def _greeted(self, hello: dict) -> None:
+        self.boot_epoch = hello["boot_epoch"]
+        self.peer_address = hello["peer_address"]
+
+    @property
+    def connected(self) -> bool:
+        connected = c_int()
+        check(lib.kvm_connected(self._object, byref(connected)))
+        return connected.value != 0
+
+    def reconnect(self) -> None:
+        """After UnavailableError: connects again. Handles from before are void; arenas' memory stays readable."""
+        check(lib.kvm_reconnect(self._object))
+        self._greeted(_lib.result())
+
+    def ping(self) -> None:
+        """An empty round trip."""
+        check(lib.kvm_ping(self._object))
+
+    def open_cache(
+        self,
+        *,
+        model: str,
+        revision: str = "",
+        tenant: str = "",
+        rope: str = "",
+        layers: int,
+        kv_heads: int,
+        query_heads: int,
+        head_dim: int,
+        page_tokens: int = 64,
+        dtype: str = "float16",
+        codec: str = "raw",
+        lag_pages: int = 2,
+        device: int = -1,
+        hidden_size: int = 0,
+        tensor_parallel_rank: int = 0,
+        tensor_parallel_size: int = 1,
+        calibration_digest: str = "",
+    ) -> Cache:
+        """The cache of a model. All but `device` is part of every block's name: caches that differ share nothing.
+
+        tenant: a salt. dtype: of K and V, float16 or bfloat16. codec: "NAME[:key=value,...]", or a policy. lag_pages:
+        newest full pages that are read raw. device: -1: host memory, else a GPU of the daemon. hidden_size: values per
+        token of activations that steps may give; 0: none."""
+        options = {
+            "model": model,
+            "revision": revision,
+            "tenant": tenant,
+            "rope": rope,
+            "layers": layers,
+            "kv_heads": kv_heads,
+            "query_heads": query_heads,
+            "head_dim": head_dim,
+            "page_tokens": page_tokens,
+            "dtype": str(dtype).rpartition(".")[2],
+            "codec": codec,
+            "lag_pages": lag_pages,
+            "device": device,
+            "hidden_size": hidden_size,
+            "tensor_parallel_rank": tensor_parallel_rank,
+            "tensor_parallel_size": tensor_parallel_size,
+            "calibration_digest": calibration_digest,
+        }
+        try:
+            said = json.dumps(options).encode()
+        except TypeError as error:
+            raise invalid("options", error, "strings and integers") from error
+        made = c_void_p()
+        check(lib.kvm_open_cache(self._object, said, len(said), byref(made)))
+        return Cache(self, made.value, CacheDescription.parse(_lib.result()))
+
+    def create_arena(self, nbytes: int) -> arena.Arena:
+        """Zeroed memory that both sides see, rounded up to 4096 bytes; at most 1 GiB. Unix sockets only
+        (FailedPreconditionError: use tensors of your own, which are copied)."""
+        return arena.create(self, lib.kvm_create_arena, self._object, nbytes, _ARENA_MULTIPLE)
+
+    # Administration.
+
+    def status(self) -> DaemonDescription:
+        check(lib.kvm_status(self._object))
+        return DaemonDescription.parse(_lib.result())
+
+    def caches(self) -> list[CacheDescription]:
+        check(lib.kvm_caches(self._object))
+        return [CacheDescription.parse(each) for each in _lib.result()]
+
+    def sequences(self) -> list[SequenceDescription]:
+        check(lib.kvm_sequences(self._object))
+        return [SequenceDescription(**each) for each in _lib.result()]
+
+    def peers(self, peers: list[str] | None = None) -> list[PeerDescription]:
+        """The daemons that sequences were handed to or came from; if `peers` ("HOST:PORT") is not empty, of these
+        alone, in this order. Those handed to are asked how much they have to do, for at most half a second."""
+        said = json.dumps(list(peers or [])).encode()
+        check(lib.kvm_peers(self._object, said, len(said)))
+        return [PeerDescription.parse(each) for each in _lib.result()]
+
+    def recompute(self) -> dict:
+        """What the daemon plans reloads by, as client/client.h, RecomputeDescription, has it."""
+        check(lib.kvm_recompute(self._object))
+        return _lib.result()
+
+    def drain(self, on: bool = True) -> None:
+        """Refuses new sequences, forks and incoming hand-offs; on=False: no longer."""
+        check(lib.kvm_drain(self._object, bool(on)))
+
+    def purge(self, cache_id: int | None = None) -> int:
+        """Drops published blocks that nothing pins, of one cache or of all. Returns how many."""
+        blocks = c_uint64()
+        check(lib.kvm_purge(self._object, -1 if cache_id is None else cache_id, byref(blocks)))
+        return blocks.value

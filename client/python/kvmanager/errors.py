@@ -1,0 +1,141 @@
+"""What calls raise: a class per kind of error, each with the field that is wrong, its value and its bound.
+
+    try:
+        cache.step(...)
+    except kvmanager.UnavailableError:
+        client.reconnect()
+"""
+
+from __future__ import annotations
+
+import json
+
+
+class Error(Exception):
+    """An error of the client or the daemon. `field`, `value` and `bound` are strings, empty where there is none."""
+
+    code = 2
+    name = "UNKNOWN"
+    todo = ""  # what to do, where the message does not say
+
+    def __init__(self, message: str, field: str = "", value: str = "", bound: str = "") -> None:
+        super().__init__(message, field, value, bound)
+        self.message = message
+        self.field = field
+        self.value = value
+        self.bound = bound
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.message}" + (f" ({self.todo})" if self.todo else "")
+
+
+class CancelledError(Error):
+    """The call was cancelled before it was answered."""
+
+    code, name = 1, "CANCELLED"
+
+
+class InvalidArgumentError(Error, ValueError):
+    """This request is wrong; nothing has changed."""
+
+    code, name = 3, "INVALID_ARGUMENT"
+
+
+class DeadlineExceededError(Error):
+    """No answer within the deadline: the call was cancelled, and the connection lives."""
+
+    code, name = 4, "DEADLINE_EXCEEDED"
+    todo = "a step may have been made: look at info().tokens, then retry"
+
+
+class NotFoundError(Error):
+    """What was named is not there."""
+
+    code, name = 5, "NOT_FOUND"
+
+
+class AlreadyExistsError(Error):
+    """What was to be made is there."""
+
+    code, name = 6, "ALREADY_EXISTS"
+
+
+class PermissionDeniedError(Error):
+    """The daemon does not allow it."""
+
+    code, name = 7, "PERMISSION_DENIED"
+
+
+class ResourceExhaustedError(Error):
+    """Memory or a limit; the message names the limit, and the largest holders."""
+
+    code, name = 8, "RESOURCE_EXHAUSTED"
+    todo = "close sequences, or retry later"
+
+
+class FailedPreconditionError(Error):
+    """A handle of an earlier connection, another thread, a forked child, a closed handle, a draining daemon."""
+
+    code, name = 9, "FAILED_PRECONDITION"
+
+
+class AbortedError(Error):
+    """Given up because of something else that happened."""
+
+    code, name = 10, "ABORTED"
+
+
+class OutOfRangeError(Error):
+    """Beyond what is there."""
+
+    code, name = 11, "OUT_OF_RANGE"
+
+
+class UnimplementedError(Error):
+    """The daemon does not have this call."""
+
+    code, name = 12, "UNIMPLEMENTED"
+    todo = "install client and daemon of one version"
+
+
+class InternalError(Error):
+    """Something answered what it should not."""
+
+    code, name = 13, "INTERNAL"
+
+
+class UnavailableError(Error):
+    """The daemon is gone, and every lease with it; or it cannot be reached."""
+
+    code, name = 14, "UNAVAILABLE"
+    todo = "reconnect(), then open caches and create sequences again; recompute what they held"
+
+
+class DataLossError(Error):
+    """Bytes did not match their checksum."""
+
+    code, name = 15, "DATA_LOSS"
+
+
+class UnauthenticatedError(Error):
+    """Who asks is not known."""
+
+    code, name = 16, "UNAUTHENTICATED"
+
+
+_BY_CODE = {kind.code: kind for kind in Error.__subclasses__()}
+
+
+def from_text(text: bytes) -> Error:
+    """The error in the text that the C interface left."""
+    return from_fields(json.loads(text))
+
+
+def from_fields(fields: dict) -> Error:
+    kind = _BY_CODE.get(fields["code"], Error)
+    return kind(fields["message"], fields["field"], fields["value"], fields["bound"])
+
+
+def invalid(field: str, value: object, bound: str) -> InvalidArgumentError:
+    """InvalidArgumentError with the message "<field> is <value>, must be <bound>"."""
+    return InvalidArgumentError(f"{field} is {value}, must be {bound}", field, str(value), bound)
