@@ -103,6 +103,20 @@ struct StepResult {
   uint64_t done = 0;  // of a cache on a GPU: out and lse are there when the word `done` is at least this
 };
 
+/// K and V of tokens of one layer, as dense rows: what an engine with KV pages of its own loads them from. Waits, as a
+/// step does, for pages that are still to be encoded or to arrive. A page that is raw for its sequence (within the lag,
+/// or declined) gives the bytes that were appended, another what its codec decodes: what a prefix hit gives is decoded.
+/// Of caches in host memory; of a daemon that has the feature "read" (else UNIMPLEMENTED).
+struct ReadBatch {
+  int layer = 0;
+  absl::Span<const StepEntry> entries;  // tokens that are there: position + tokens <= the layer's tokens
+  TensorView k, v;                      // [sum of tokens][kv_heads][head_dim] of the cache's dtype, both; written
+};
+
+struct ReadResult {
+  uint64_t encoded_tokens = 0, raw_tokens = 0;  // that were decoded, and that were copied from raw pages
+};
+
 /// A step of all layers whose kernels are this process's: in_process.h makes such calls.
 struct ExtendBatch {
   absl::Span<const StepEntry> entries;
@@ -357,6 +371,13 @@ class Cache {
 
   absl::StatusOr<StepResult> Step(const StepBatch& batch) { return StepAsync(batch).Wait(); }
   virtual Pending<absl::StatusOr<StepResult>> StepAsync(const StepBatch& batch) = 0;
+  /// Errors: INVALID_ARGUMENT, NOT_FOUND (sequence), FAILED_PRECONDITION (a cache on a GPU), RESOURCE_EXHAUSTED,
+  /// UNAVAILABLE (the hand-off by which it was arriving ended early); DATA_LOSS: the codec could not decode a page, and
+  /// what k and v hold is of no use.
+  absl::StatusOr<ReadResult> Read(const ReadBatch& batch) { return ReadAsync(batch).Wait(); }
+  /// k and v must stay until the result was waited for, or the Pending is gone (arena ranges may be written to until
+  /// the daemon has noticed).
+  virtual Pending<absl::StatusOr<ReadResult>> ReadAsync(const ReadBatch& batch) = 0;
   /// Of a cache on a GPU.
   virtual absl::StatusOr<ExtendOutcome> Extend(const ExtendBatch&) {
     return absl::FailedPreconditionError("this cache is not on a GPU");

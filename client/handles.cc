@@ -268,6 +268,7 @@ class CacheImpl final : public Cache {
   }
 
   Pending<absl::StatusOr<StepResult>> StepAsync(const StepBatch& batch) override;
+  Pending<absl::StatusOr<ReadResult>> ReadAsync(const ReadBatch& batch) override;
   absl::StatusOr<ExtendOutcome> Extend(const ExtendBatch& batch) override;
   absl::StatusOr<std::vector<float>> OutputFactors(int layer) override {
     using Result = absl::StatusOr<std::vector<float>>;
@@ -353,6 +354,8 @@ class CacheImpl final : public Cache {
   /// memory's sake: the rest is the daemon's to judge.
   absl::StatusOr<uint64_t> CheckStep(const StepBatch& batch) const;
 
+  absl::StatusOr<uint64_t> CheckRead(const ReadBatch& batch) const;
+
   Handle<api::Cache::Client> handle_;
   const CacheDescription description_;
 };
@@ -401,6 +404,30 @@ absl::StatusOr<uint64_t> CacheImpl::CheckStep(const StepBatch& batch) const {
   return sent;
 }
 
+absl::StatusOr<uint64_t> CacheImpl::CheckRead(const ReadBatch& batch) const {
+  if (batch.layer < 0) return InvalidField("layer", batch.layer, "at least 0");
+  uint64_t tokens = 0;
+  for (const StepEntry& entry : batch.entries) {
+    if (entry.tokens < 0) return InvalidField("tokens", entry.tokens, "at least 0");
+    tokens += uint64_t(entry.tokens);
+  }
+  const CacheOptions& o = description_.options;
+  const uint64_t want = tokens * uint64_t(o.kv_heads) * uint64_t(o.head_dim) * DTypeBytes(o.dtype);
+  uint64_t received = kMessageOverheadBytes;
+  for (const auto& [field, tensor] : {std::pair<absl::string_view, const TensorView&>("k", batch.k), {"v", batch.v}}) {
+    KV_RETURN_IF_ERROR(CheckTensor(field, tensor, handle_.connection(), handle_.generation(), &received));
+    if (tensor.data == nullptr) return InvalidField(field, "none", "given");
+    if (tensor.bytes != want) {
+      return InvalidField(absl::StrCat(field, " (bytes)"), tensor.bytes,
+                          absl::StrCat(want, ": tokens x kv_heads x head_dim of the cache's dtype"));
+    }
+  }
+  const uint64_t sent = kMessageOverheadBytes + batch.entries.size() * kStepEntryBytes;
+  KV_RETURN_IF_ERROR(CheckMessageBytes("read", sent, handle_.connection().message_bytes_max()));
+  KV_RETURN_IF_ERROR(CheckMessageBytes("read's reply", received, handle_.connection().message_bytes_max()));
+  return sent;
+}
+
 /// Copies an inline reply to where it was wanted.
 absl::Status CopyReply(absl::string_view field, capnp::Data::Reader data, const TensorView& to) {
   if (to.data == nullptr || to.arena != nullptr) return absl::OkStatus();
@@ -442,6 +469,29 @@ Pending<absl::StatusOr<StepResult>> CacheImpl::StepAsync(const StepBatch& batch)
         KV_RETURN_IF_ERROR(CopyReply("out", reply.getOut(), out));
         KV_RETURN_IF_ERROR(CopyReply("lse", reply.getLse(), lse));
         return StepResult{reply.getEncodedPairs(), reply.getRawPairs(), reply.getDone()};
+      },
+      handle_.connection().options().deadline_ms);
+}
+
+Pending<absl::StatusOr<ReadResult>> CacheImpl::ReadAsync(const ReadBatch& batch) {
+  using Result = absl::StatusOr<ReadResult>;
+  if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
+  const auto bytes = CheckRead(batch);
+  if (!bytes.ok()) return Ready<Result>(bytes.status());
+  auto call = handle_.cap().readRequest(capnp::MessageSize{*bytes / sizeof(capnp::word), 0});
+  auto request = call.initRequest();
+  request.setLayer(uint32_t(batch.layer));
+  WriteEntries(batch.entries, request.initEntries(uint(batch.entries.size())));
+  if (batch.k.arena != nullptr) WriteTensor(batch.k, request.initK());
+  if (batch.v.arena != nullptr) WriteTensor(batch.v, request.initV());
+  return handle_.connection().CallLater<Result>(
+      std::move(call),
+      [k = batch.k, v = batch.v](auto& response) -> Result {
+        const auto reply = response.getReply();
+        KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
+        KV_RETURN_IF_ERROR(CopyReply("k", reply.getK(), k));
+        KV_RETURN_IF_ERROR(CopyReply("v", reply.getV(), v));
+        return ReadResult{reply.getEncodedTokens(), reply.getRawTokens()};
       },
       handle_.connection().options().deadline_ms);
 }

@@ -269,6 +269,44 @@ TEST_F(BadRequestTest, StepsNameWhatIsWrong) {
   EXPECT_EQ(Append(cache_, sequence_id_, 0, 100, 5).getCode(), 0) << "and a good one is taken";
 }
 
+TEST_F(BadRequestTest, ReadsNameWhatIsWrong) {
+  const auto read = [&](const std::function<void(api::ReadRequest::Builder)>& edit) {
+    auto request = cache_.readRequest();
+    auto entry = request.initRequest().initEntries(1)[0];
+    entry.setSequenceId(sequence_id_);
+    entry.setPosition(10);
+    entry.setTokens(90);
+    edit(request.getRequest());
+    auto reply = request.send().wait(raw_->wait());
+    return Keep(reply.getReply().getStatus());
+  };
+  const auto refused = [&](const char* what, int code, const char* field,
+                           const std::function<void(api::ReadRequest::Builder)>& edit) {
+    ExpectRefused(what, code, field, [&] { return read(edit); });
+  };
+  refused("layer", kInvalid, "layer", [](auto r) { r.setLayer(2); });
+  refused("layer", kInvalid, "layer", [](auto r) { r.setLayer(UINT32_MAX); });
+  refused("no entries", kInvalid, "entries", [](auto r) { r.initEntries(0); });
+  refused("too many entries", kInvalid, "entries", [](auto r) { r.initEntries(16385); });
+  refused("unknown sequence", kNotFound, "entries[0].sequenceId",
+          [](auto r) { r.getEntries()[0].setSequenceId(1u << 30); });
+  refused("no tokens", kInvalid, "entries[0].tokens", [](auto r) { r.getEntries()[0].setTokens(0); });
+  refused("beyond the end", kInvalid, "entries[0].tokens", [](auto r) { r.getEntries()[0].setTokens(91); });
+  refused("more than a step", kInvalid, "entries[0].tokens",
+          [](auto r) { r.getEntries()[0].setTokens((1 << 18) + 1); });
+  refused("huge tokens", kInvalid, "entries[0].tokens", [](auto r) { r.getEntries()[0].setTokens(UINT32_MAX); });
+  refused("behind the end", kInvalid, "entries[0].position", [](auto r) { r.getEntries()[0].setPosition(100); });
+  refused("beyond all", kInvalid, "entries[0].position", [](auto r) { r.getEntries()[0].setPosition(UINT64_MAX); });
+  refused("inline k", kInvalid, "k", [&](auto r) { r.initK().initInline(90 * 2 * 64 * 2); });
+  refused("inline v", kInvalid, "v", [&](auto r) { r.initV().initInline(90 * 2 * 64 * 2); });
+  refused("no such arena", kNotFound, "v.arena.id", [](auto r) {
+    auto arena = r.initV().initArena();
+    arena.setId(12345);
+    arena.setBytes(90 * 2 * 64 * 2);
+  });
+  EXPECT_EQ(read([](auto) {}).getCode(), 0) << "and a good one is answered";
+}
+
 TEST_F(BadRequestTest, NaNAndInfinityAreRefusedWithTheirPlace) {
   const size_t row = size_t(kShape.kv_heads) * kShape.head_dim;
   for (const uint16_t bits : {0x7e00, 0x7c00, 0xfc00, 0x7c01, 0xffff}) {

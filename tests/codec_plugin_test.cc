@@ -257,6 +257,37 @@ TEST(CodecPluginTest, AFailingPluginLosesNothing) {
   EXPECT_TRUE(absl::StrContains(refused.message(), "it takes no parameters")) << refused;
 }
 
+// What cannot be decoded is not given back as NaN.
+TEST(CodecPluginTest, ReadingWhatAPluginCannotDecodeIsDataLoss) {
+  const auto daemon = Daemon::Start({BadPath("bad_decode_error")});
+  ASSERT_NE(daemon, nullptr);
+  ASSERT_OK_AND_ASSIGN(auto client, Client::Connect(daemon->address(), {}));
+  const CacheOptions options = SmallCache("copy", kLagPages);
+  const Source source{3, Kind::kNormal, options};
+  ASSERT_OK_AND_ASSIGN(auto cache, client->OpenCache(options));
+  ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence());
+  ASSERT_OK(Load(*cache, made.sequence->id(), source, 0, kTokens, kPageTokens));
+  const auto read = [&](uint64_t position, int tokens, std::vector<uint8_t>* k) {
+    const client::StepEntry entry{made.sequence->id(), position, tokens};
+    k->resize(size_t(tokens) * options.kv_heads * options.head_dim * 2);
+    std::vector<uint8_t> v(k->size());
+    client::ReadBatch batch;
+    batch.entries = {&entry, 1};
+    batch.k = client::TensorView::Inline(k->data(), k->size());
+    batch.v = client::TensorView::Inline(v.data(), v.size());
+    return cache->Read(batch);
+  };
+  std::vector<uint8_t> k;
+  const absl::Status status = read(70, kTokens - 70, &k).status();
+  EXPECT_TRUE(NamesField(status, absl::StatusCode::kDataLoss, "entries[0]"));
+  EXPECT_TRUE(absl::StrContains(DetailOf(status).value, "page 1 of sequence")) << status;
+  EXPECT_GT(daemon->Metric("kvmanager_codec_plugin_errors_total", {"entry=\"decode\""}), 0);
+  // Pages that are raw yet are given back.
+  ASSERT_OK_AND_ASSIGN(const client::ReadResult raw, read(kTokens - kPageTokens, kPageTokens, &k));
+  EXPECT_EQ(raw.raw_tokens, uint64_t(kPageTokens));
+  EXPECT_EQ(k, source.K(0, kTokens - kPageTokens, kPageTokens));
+}
+
 TEST(CodecPluginTest, ABadPluginStopsTheStartWithASentence) {
   Options options;
   options.listen = {"tcp:127.0.0.1:0"};

@@ -135,6 +135,14 @@ TEST(MetricsTest, CountersCountWhatHappened) {
   ASSERT_OK(made.sequence->Publish(Names(*cache, source, 6)));
   ASSERT_OK_AND_ASSIGN(CreatedSequence hit, cache->CreateSequence(Names(*cache, source, 6)));
   EXPECT_FALSE(made.sequence->Crop(10000).ok());
+  const client::StepEntry entries[2] = {{made.sequence->id(), 250, 150}, {hit.sequence->id(), 0, 100}};
+  std::vector<uint8_t> k(250 * 2 * 64 * 2), v = k;
+  client::ReadBatch read;
+  read.layer = 1;
+  read.entries = entries;
+  read.k = client::TensorView::Inline(k.data(), k.size());
+  read.v = client::TensorView::Inline(v.data(), v.size());
+  ASSERT_OK(cache->Read(read));
   MetricsPage after;
   // The last page's encoding may still be under way.
   EXPECT_TRUE(Eventually([&] {
@@ -147,6 +155,10 @@ TEST(MetricsTest, CountersCountWhatHappened) {
   EXPECT_EQ(grown("kvmanager_appended_tokens_total"), 800);
   EXPECT_EQ(grown("kvmanager_attend_pairs_total", {"form=\"encoded\""}), double(counts.encoded_pairs));
   EXPECT_EQ(grown("kvmanager_attend_pairs_total", {"form=\"raw\""}), double(counts.raw_pairs));
+  // Appends ended at 400 in chunks of 50: the last began at 350, in page 5, so pages 0 to 3 have aged.
+  EXPECT_EQ(grown("kvmanager_read_tokens_total", {"form=\"encoded\""}), 6 + 100);
+  EXPECT_EQ(grown("kvmanager_read_tokens_total", {"form=\"raw\""}), 144);
+  EXPECT_EQ(grown("kvmanager_read_seconds_count"), 1);
   EXPECT_EQ(grown("kvmanager_encode_seconds_count"), 12);
   EXPECT_EQ(grown("kvmanager_prefix_hit_blocks_total"), 6);
   EXPECT_EQ(after.Sum("kvmanager_published_blocks"), 6);

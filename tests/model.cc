@@ -109,7 +109,8 @@ const CodecRegistry& AllCodecs() {
   return *registry;
 }
 
-ModelSequence::ModelSequence(const client::CacheOptions& shape) : shape_(shape), layers_(shape.layers) {
+ModelSequence::ModelSequence(const client::CacheOptions& shape, const CodecRegistry& registry)
+    : shape_(shape), layers_(shape.layers) {
   layout_.dtype = shape.dtype;
   layout_.kv_heads = static_cast<uint16_t>(shape.kv_heads);
   layout_.head_dim = static_cast<uint16_t>(shape.head_dim);
@@ -118,7 +119,7 @@ ModelSequence::ModelSequence(const client::CacheOptions& shape) : shape_(shape),
   context.layout = layout_;
   context.layers = shape.layers;
   context.query_heads = shape.query_heads;
-  absl::StatusOr<std::unique_ptr<Codec>> codec = AllCodecs().Create(shape.codec, context);
+  absl::StatusOr<std::unique_ptr<Codec>> codec = registry.Create(shape.codec, context);
   KV_CHECK(codec.ok());
   codec_ = std::move(*codec);
 }
@@ -163,11 +164,13 @@ void ModelSequence::DecodeFullPages(int layer) {
         }
       }
     }
+    l.declined.push_back(false);
     if (!info.identity) {
       EncodeItem item{raw, encoded, uint32_t(layer), first_token};
       codec_->Encode(absl::MakeSpan(&item, 1), absl::MakeSpan(workspace, codec_->encode_workspace_bytes()));
       const DecodeItem decode{encoded, raw, uint32_t(layer)};
       if (!item.declined) codec_->Decode(absl::MakeSpan(&decode, 1));
+      l.declined.back() = item.declined;
     }
     for (int side = 0; side < 2; ++side) {
       std::vector<float>& to = side == 0 ? l.decoded_k : l.decoded_v;
@@ -201,6 +204,7 @@ void ModelSequence::Crop(uint64_t tokens) {
     l.v.resize(std::min(l.v.size(), elements));
     l.decoded_k.resize(std::min(l.decoded_k.size(), full_elements));
     l.decoded_v.resize(std::min(l.decoded_v.size(), full_elements));
+    l.declined.resize(std::min(l.declined.size(), full));
     l.aged_pages = std::min<uint64_t>(l.aged_pages, full);
   }
   shared_pages_ = std::min<uint64_t>(shared_pages_, full);
@@ -274,6 +278,26 @@ ModelSequence::Output ModelSequence::Attend(int layer, uint64_t position, int to
     }
   }
   return output;
+}
+
+ModelSequence::Rows ModelSequence::Read(int layer, uint64_t position, int tokens) const {
+  const Layer& l = layers_[layer];
+  const size_t row = size_t(shape_.kv_heads) * shape_.head_dim;
+  const uint64_t encoded_pages = codec_->info().identity ? 0 : std::max(l.aged_pages, shared_pages_);
+  Rows rows;
+  rows.k.resize(tokens * row * DTypeBytes(shape_.dtype));
+  rows.v.resize(rows.k.size());
+  for (int i = 0; i < tokens; ++i) {
+    const uint64_t page = (position + i) / shape_.page_tokens;
+    const bool encoded = page < encoded_pages && !l.declined[page];
+    rows.encoded_tokens += encoded;
+    for (size_t c = 0; c < row; ++c) {
+      const size_t at = (position + i) * row + c;
+      StoreElement(rows.k.data(), shape_.dtype, i * row + c, encoded ? l.decoded_k[at] : l.k[at]);
+      StoreElement(rows.v.data(), shape_.dtype, i * row + c, encoded ? l.decoded_v[at] : l.v[at]);
+    }
+  }
+  return rows;
 }
 
 double RelativeError(absl::Span<const float> a, absl::Span<const double> b) {

@@ -50,11 +50,15 @@ struct Source {
 /// A cache of 2 layers, 2 KV heads and 4 query heads that is opened by `codec`.
 client::CacheOptions SmallCache(const std::string& codec, int lag_pages = 2, int page_tokens = 64, int head_dim = 64);
 
+/// A registry with every codec of this repository.
+const CodecRegistry& AllCodecs();
+
 /// What a sequence of a cache holds, and what attention over it gives. Pages that a query reads encoded are replaced by
 /// what the codec's Decode gives for them; everything else is plain.
 class ModelSequence {
  public:
-  explicit ModelSequence(const client::CacheOptions& shape);
+  explicit ModelSequence(const client::CacheOptions& shape) : ModelSequence(shape, AllCodecs()) {}
+  ModelSequence(const client::CacheOptions& shape, const CodecRegistry& registry);
 
   uint64_t tokens(int layer) const;
   /// k, v as in Source. Pages more than the lag before the first new token age (docs/design.md section 1, rule 3).
@@ -76,10 +80,18 @@ class ModelSequence {
   /// Causal attention of queries at position .. position + tokens - 1.
   Output Attend(int layer, uint64_t position, int tokens, const std::vector<float>& q) const;
 
+  struct Rows {
+    std::vector<uint8_t> k, v;  // [tokens][kv_heads][head_dim] of the dtype
+    uint64_t encoded_tokens = 0;
+  };
+  /// What Cache::Read gives of these tokens.
+  Rows Read(int layer, uint64_t position, int tokens) const;
+
  private:
   struct Layer {
     std::vector<float> k, v;                  // [token][kv_heads][head_dim], as stored in the dtype
     std::vector<float> decoded_k, decoded_v;  // the same for full pages, as Decode gives
+    std::vector<bool> declined;               // by full page
     uint64_t aged_pages = 0;
   };
   void DecodeFullPages(int layer);
@@ -91,9 +103,6 @@ class ModelSequence {
   std::vector<Layer> layers_;
   uint64_t shared_pages_ = 0;
 };
-
-/// A registry with every codec of this repository.
-const CodecRegistry& AllCodecs();
 
 /// Root mean square of a - b over that of b (1e-30 added).
 double RelativeError(absl::Span<const float> a, absl::Span<const double> b);

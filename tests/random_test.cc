@@ -62,8 +62,10 @@ class Actor {
       FeedOne();
     } else if (choice < 55) {
       FeedBatch();
-    } else if (choice < 63) {
+    } else if (choice < 60) {
       AskOld();
+    } else if (choice < 63) {
+      ReadBack();
     } else if (choice < 70) {
       Fork();
     } else if (choice < 77) {
@@ -277,6 +279,29 @@ class Actor {
     ASSERT_OK(got);
     EXPECT_LT(RelativeError(*got, AskModel(live.model, source, at, n)), live.cache == 0 ? kRawError : kHackError)
         << "cache " << live.cache << " at " << at << " of " << tokens << (Fail(), "");
+  }
+
+  void ReadBack() {
+    Live& live = Pick();
+    if (live.origin.empty()) return;
+    const CacheOptions shape = Shapes()[live.cache];
+    const int at = Uniform(0, int(live.origin.size()) - 1), tokens = Uniform(1, int(live.origin.size()) - at);
+    const StepEntry entry{live.sequence->id(), uint64_t(at), tokens};
+    for (int layer = 0; layer < shape.layers; ++layer) {
+      const ModelSequence::Rows expected = live.model.Read(layer, at, tokens);
+      std::vector<uint8_t> k(expected.k.size()), v(expected.v.size());
+      client::ReadBatch batch;
+      batch.layer = layer;
+      batch.entries = {&entry, 1};
+      batch.k = TensorView::Inline(k.data(), k.size());
+      batch.v = TensorView::Inline(v.data(), v.size());
+      const auto read = caches_[live.cache]->Read(batch);
+      ASSERT_OK(read);
+      EXPECT_EQ(read->encoded_tokens, expected.encoded_tokens) << "cache " << live.cache << (Fail(), "");
+      EXPECT_EQ(read->raw_tokens, tokens - expected.encoded_tokens);
+      EXPECT_TRUE(k == expected.k && v == expected.v)
+          << "cache " << live.cache << " layer " << layer << " at " << at << " tokens " << tokens << (Fail(), "");
+    }
   }
 
   void Fork() {

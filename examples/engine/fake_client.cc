@@ -173,6 +173,10 @@ class FakeCache final : public client::Cache {
     return Now<absl::StatusOr<client::StepResult>>(DoStep(batch));
   }
 
+  Pending<absl::StatusOr<client::ReadResult>> ReadAsync(const client::ReadBatch&) override {
+    return Now<absl::StatusOr<client::ReadResult>>(Absent("read"));
+  }
+
   absl::StatusOr<std::vector<float>> OutputFactors(int) override { return std::vector<float>(); }
   Pending<absl::StatusOr<client::ClaimedSequence>> ClaimAsync(absl::string_view ticket, int64_t) override {
     using Result = absl::StatusOr<client::ClaimedSequence>;

@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 6;
+const apiMinor :UInt16 = 7;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -132,6 +132,26 @@ struct StepReply {
   encodedPairs @3 :UInt64; # (query token, context token) pairs read in encoded form, and raw
   rawPairs @4 :UInt64;
   done @5 :UInt64;         # of a cache on a GPU: the word `done` is at least this once out and lse are there
+}
+
+struct ReadRequest {
+  # K and V of tokens of one layer, as dense rows, for engines that keep pages of their own: no query, no attention. Tokens
+  # position .. position + tokens - 1 of each entry must be in the layer. What a page gives depends on the sequence's operations
+  # alone: the bytes that were appended while it is raw for this sequence (not aged, or declined by its codec), later what the codec
+  # decodes, which is what attention on the encoded page stands for. Waits for pages that are still to be encoded, or to arrive.
+  # Feature "read".
+  layer @0 :UInt32;
+  entries @1 :List(StepEntry);
+  k @2 :Tensor;            # where K goes: an arena range of [sum of tokens][kvHeads][headDim] of the cache's dtype, or none: inline
+  v @3 :Tensor;            # the same for V; not the same range
+}
+
+struct ReadReply {
+  status @0 :Status;       # DATA_LOSS: the codec could not decode a page; the arena ranges may have been written to
+  k @1 :Data;              # inline
+  v @2 :Data;
+  encodedTokens @3 :UInt64; # of all entries, that were decoded, and that were copied from raw pages
+  rawTokens @4 :UInt64;
 }
 
 struct ExtendRequest {
@@ -319,6 +339,9 @@ interface Cache {
   # For a cache with a hiddenSize: what K and V are made of here. The capability is the lease: weights stay while somebody holds it,
   # or a hand-off uses them. All who open it share them; other facts than theirs are FAILED_PRECONDITION. RESOURCE_EXHAUSTED beyond
   # the daemon's --recompute-bytes. Feature "recompute".
+  read @8 (request :ReadRequest) -> (reply :ReadReply);
+  # Of a cache in host memory. FAILED_PRECONDITION of one on a GPU: hand the sequence over to a host cache of equal digest, or open
+  # one and find its published blocks there.
 }
 
 struct ProjectionFacts {

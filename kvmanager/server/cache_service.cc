@@ -8,6 +8,7 @@
 #include "kvmanager/server/device_work.h"
 #include "kvmanager/server/hand_off.h"
 #include "kvmanager/server/limits.h"
+#include "kvmanager/server/read.h"
 #include "kvmanager/server/recomputer.h"
 #include "kvmanager/server/serve.h"
 #include "kvmanager/server/service.h"
@@ -93,6 +94,25 @@ class CacheService final : public api::Cache::Server {
                   [this](SequenceId sequence) { return session_->Holds(sequence, cache_.id); }));
           if (config_.device == CacheConfig::kHost) return RunStep(session_, cache_, step, context);
           return RunDeviceStep(session_, cache_, step, context.getParams().getRequest().getReady(), context);
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+  }
+
+  kj::Promise<void> read(ReadContext context) override {
+    return Serve(
+        *session_, Method::kRead, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          if (config_.device != CacheConfig::kHost) {
+            return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(config_.device),
+                              "-1: open a cache of equal digest in host memory, and read there what is handed over to "
+                              "it, or published and demoted");
+          }
+          KV_ASSIGN_OR_RETURN(
+              const CheckedRead read,
+              CheckRead(
+                  config_, context.getParams().getRequest(), [this](uint32_t arena) { return ArenaBytes(arena); },
+                  [this](SequenceId sequence) { return session_->Holds(sequence, cache_.id); }));
+          return RunRead(session_, cache_, read, context);
         },
         [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
   }

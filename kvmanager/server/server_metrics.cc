@@ -10,6 +10,7 @@ constexpr char kErrorsHelp[] = "RPC calls answered with an error, by status code
 constexpr char kPairsHelp[] =
     "Pairs of query token and context token attended to, by the form in which the context was read";
 constexpr char kAttendHelp[] = "Attention of one step, from plan to result, on the event loop (small) or on workers";
+constexpr char kReadHelp[] = "Tokens whose K and V were read back, counted once per layer, by the form of their page";
 constexpr char kHandOffHelp[] = "Hand-offs by what became of them";
 
 std::vector<double> AttendBounds() { return ExponentialBounds(4e-6, 2, 20); }
@@ -18,13 +19,13 @@ std::vector<double> AttendBounds() { return ExponentialBounds(4e-6, 2, 20); }
 
 const char* MethodName(Method method) {
   static constexpr const char* kNames[kMethods] = {
-      "hello",          "openCache",     "createArena",   "openDevice", "createDeviceArena",
-      "admin",          "ping",          "info",          "match",      "createSequences",
-      "step",           "claim",         "outputFactors", "extend",     "openProjections",
-      "setProjections", "fork",          "crop",          "publish",    "handOff",
-      "beginHandOff",   "finishHandOff", "sequenceInfo",  "copy",       "mapSlab",
-      "status",         "caches",        "sequences",     "peers",      "drain",
-      "undrain",        "purge",         "recompute",
+      "hello",   "openCache",      "createArena",   "openDevice",   "createDeviceArena",
+      "admin",   "ping",           "info",          "match",        "createSequences",
+      "step",    "claim",          "outputFactors", "extend",       "openProjections",
+      "read",    "setProjections", "fork",          "crop",         "publish",
+      "handOff", "beginHandOff",   "finishHandOff", "sequenceInfo", "copy",
+      "mapSlab", "status",         "caches",        "sequences",    "peers",
+      "drain",   "undrain",        "purge",         "recompute",
   };
   return kNames[static_cast<int>(method)];
 }
@@ -48,6 +49,10 @@ ServerMetrics::ServerMetrics(Metrics* m)
       attend_loop_seconds(m->Histogram("attend_seconds", kAttendHelp, AttendBounds(), {{"where", "loop"}})),
       attend_worker_seconds(m->Histogram("attend_seconds", kAttendHelp, AttendBounds(), {{"where", "workers"}})),
       attend_tokens(m->Counter("attend_tokens_total", "Query tokens attended for, counted once per layer")),
+      read_seconds(
+          m->Histogram("read_seconds", "One read of K and V, from pages that are ready to rows", AttendBounds())),
+      read_encoded_tokens(m->Counter("read_tokens_total", kReadHelp, {{"form", "encoded"}})),
+      read_raw_tokens(m->Counter("read_tokens_total", kReadHelp, {{"form", "raw"}})),
       encode_seconds(
           m->Histogram("encode_seconds", "Encoding of one page on one worker", ExponentialBounds(4e-6, 2, 18))),
       encode_input_bytes(m->Counter("encode_input_bytes_total", "Raw bytes of pages given to codecs")),

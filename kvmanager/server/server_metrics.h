@@ -26,7 +26,8 @@ enum class Method : int {
   kClaim,
   kOutputFactors,
   kExtend,
-  kOpenProjections,  // Cache
+  kOpenProjections,
+  kRead,  // Cache
   kSetProjections,
   kFork,
   kCrop,
@@ -77,6 +78,9 @@ struct ServerMetrics {
   prometheus::Histogram& attend_loop_seconds;
   prometheus::Histogram& attend_worker_seconds;
   prometheus::Counter& attend_tokens;
+  prometheus::Histogram& read_seconds;
+  prometheus::Counter& read_encoded_tokens;
+  prometheus::Counter& read_raw_tokens;
   prometheus::Histogram& encode_seconds;
   prometheus::Counter& encode_input_bytes;
   prometheus::Gauge& pool_pinned_bytes;

@@ -196,4 +196,31 @@ absl::StatusOr<CheckedStep> CheckStep(const CacheConfig& config, api::StepReques
   return step;
 }
 
+absl::StatusOr<CheckedRead> CheckRead(const CacheConfig& config, api::ReadRequest::Reader request,
+                                      absl::FunctionRef<absl::Span<uint8_t>(uint32_t id)> arena,
+                                      absl::FunctionRef<bool(SequenceId)> owned) {
+  CheckedRead read;
+  if (request.getLayer() >= static_cast<uint32_t>(config.layers)) {
+    return InvalidField("layer", request.getLayer(), absl::StrCat("0..", config.layers - 1));
+  }
+  read.layer = static_cast<int>(request.getLayer());
+  KV_ASSIGN_OR_RETURN(read.tokens, CheckStepEntries(request.getEntries(), owned, &read.entries));
+  read.bytes = read.tokens * config.layout.kv_heads * config.layout.head_dim * DTypeBytes(config.layout.dtype);
+  KV_ASSIGN_OR_RETURN(read.k, CheckTensor("k", request.getK(), read.bytes, arena));
+  KV_ASSIGN_OR_RETURN(read.v, CheckTensor("v", request.getV(), read.bytes, arena));
+  KV_RETURN_IF_ERROR(OnlyArena("k", read.k));
+  KV_RETURN_IF_ERROR(OnlyArena("v", read.v));
+  if (read.k.given() && read.v.given() && read.k.arena == read.v.arena &&
+      read.k.bytes.data() < read.v.bytes.data() + read.bytes &&
+      read.v.bytes.data() < read.k.bytes.data() + read.bytes) {
+    return InvalidField("v.arena.offset", request.getV().getArena().getOffset(), "a range that is not k's, too");
+  }
+  const uint64_t reply_bytes = (read.k.given() ? 0 : read.bytes) + (read.v.given() ? 0 : read.bytes);
+  if (reply_bytes > limits::kReplyBytesMax) {
+    return InvalidField(read.k.given() ? "v" : "k", absl::StrCat("inline with ", reply_bytes, " bytes in the reply"),
+                        absl::StrCat("at most ", limits::kReplyBytesMax, " bytes, or an arena range"));
+  }
+  return read;
+}
+
 }  // namespace kvmanager

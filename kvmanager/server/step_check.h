@@ -1,5 +1,5 @@
-// Checks one StepRequest against its cache: what a hostile client says becomes plain spans and numbers, or an error
-// that names the field, its value and its bound. Pure; reads each part of the message once.
+// Checks one StepRequest, or ReadRequest, against its cache: what a hostile client says becomes plain spans and
+// numbers, or an error that names the field, its value and its bound. Pure; reads each part of the message once.
 #pragma once
 
 #include <cstdint>
@@ -41,6 +41,14 @@ struct CheckedStep {
   bool attend() const { return q.given(); }
 };
 
+struct CheckedRead {
+  int layer = 0;
+  absl::InlinedVector<AttendEntry, 4> entries;
+  uint64_t tokens = 0;  // of all entries
+  uint64_t bytes = 0;   // of K, and of V
+  StepTensor k, v;      // arena ranges, or none: inline
+};
+
 /// A tensor of `want` bytes, or none. Errors: INVALID_ARGUMENT and NOT_FOUND naming `field`.
 absl::StatusOr<StepTensor> CheckTensor(absl::string_view field, api::Tensor::Reader in, uint64_t want,
                                        absl::FunctionRef<absl::Span<uint8_t>(uint32_t id)> arena);
@@ -55,6 +63,11 @@ absl::StatusOr<uint64_t> CheckStepEntries(capnp::List<api::StepEntry>::Reader in
 /// and V; those of q are found here. Of a cache on a GPU all tensors are in arenas, whose bytes nobody here reads. A
 /// client that writes to q in an arena after this check spoils its own output only.
 absl::StatusOr<CheckedStep> CheckStep(const CacheConfig& config, api::StepRequest::Reader request,
+                                      absl::FunctionRef<absl::Span<uint8_t>(uint32_t id)> arena,
+                                      absl::FunctionRef<bool(SequenceId)> owned);
+
+/// The same for a read, of a cache in host memory.
+absl::StatusOr<CheckedRead> CheckRead(const CacheConfig& config, api::ReadRequest::Reader request,
                                       absl::FunctionRef<absl::Span<uint8_t>(uint32_t id)> arena,
                                       absl::FunctionRef<bool(SequenceId)> owned);
 

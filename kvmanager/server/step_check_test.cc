@@ -283,5 +283,69 @@ TEST_F(StepCheckTest, MutationsStayInside) {
   EXPECT_GT(accepted, 100);
 }
 
+TEST_F(StepCheckTest, ReadsSayWhereTheirRowsGo) {
+  capnp::MallocMessageBuilder message;
+  auto request = message.initRoot<api::ReadRequest>();
+  const auto check = [&] {
+    return CheckRead(
+        config_, request.asReader(),
+        [this](uint32_t id) { return id == 3 ? absl::MakeSpan(arena_) : absl::Span<uint8_t>(); },
+        [](SequenceId sequence) { return sequence >= 10 && sequence < 20; });
+  };
+  const auto field = [&] { return DetailOf(check().status()).field; };
+  request.setLayer(kLayers - 1);
+  auto entries = request.initEntries(2);
+  for (uint32_t i = 0; i < 2; ++i) {
+    entries[i].setSequenceId(10 + i);
+    entries[i].setPosition(1000 * i);
+    entries[i].setTokens(3 + i);
+  }
+  const size_t bytes = 7 * kKvRow;
+  auto read = check();
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(read->tokens, 7u);
+  EXPECT_EQ(read->bytes, bytes);
+  EXPECT_FALSE(read->k.given() || read->v.given());
+  SetArena(request.initK(), 3, 128, bytes);
+  SetArena(request.initV(), 3, kArenaBytes - bytes, bytes);
+  read = check();
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(read->k.bytes.data(), arena_.data() + 128);
+  EXPECT_EQ(read->v.bytes.data(), arena_.data() + kArenaBytes - bytes);
+  EXPECT_EQ(read->v.bytes.size(), bytes);
+  SetArena(request.initV(), 3, kArenaBytes - bytes + 64, bytes);
+  EXPECT_EQ(field(), "v.arena.offset");
+  SetArena(request.initV(), 3, UINT64_MAX - 63, bytes);
+  EXPECT_EQ(field(), "v.arena.offset");
+  SetArena(request.initV(), 3, 4096 + 32, bytes);
+  EXPECT_EQ(field(), "v.arena.offset");
+  // Not over one another, by a byte.
+  SetArena(request.initV(), 3, 128, bytes);
+  EXPECT_EQ(field(), "v.arena.offset");
+  SetArena(request.initV(), 3, 128 + bytes - 64, bytes);
+  EXPECT_EQ(field(), "v.arena.offset");
+  SetArena(request.initV(), 3, 128 + bytes, bytes);
+  EXPECT_TRUE(check().ok());
+  SetArena(request.initV(), 3, 128 + bytes, bytes - 2);
+  EXPECT_EQ(field(), "v.arena.bytes");
+  SetArena(request.initV(), 4, 128 + bytes, bytes);
+  EXPECT_EQ(field(), "v.arena.id");
+  request.initV().setInline(kj::arrayPtr(arena_.data(), bytes));
+  EXPECT_EQ(field(), "v");
+  // A reply has room for 32 MiB: that of 70,003 tokens of K, not of V, too.
+  request.initV();
+  entries[1].setTokens(70000);
+  SetArena(request.initK(), 3, 0, 70003 * kKvRow);
+  EXPECT_EQ(field(), "k.arena.offset");  // the arena is of 1 MiB
+  request.initK();
+  EXPECT_EQ(field(), "k");
+  entries[1].setTokens(32000);
+  EXPECT_TRUE(check().ok());
+  entries[1].setTokens(limits::kStepTokensMax);
+  EXPECT_EQ(field(), "entries[1].tokens");
+  request.setLayer(kLayers);
+  EXPECT_EQ(field(), "layer");
+}
+
 }  // namespace
 }  // namespace kvmanager

@@ -132,7 +132,7 @@ struct CacheInfo {
   uint64_t activation_bytes = 0;
 };
 
-/// Pages pinned for one layer's attention; releases them when destroyed (on the store's thread).
+/// Pages pinned for one layer's attention, or to be read back; releases them when destroyed (on the store's thread).
 class AttendLease {
  public:
   virtual ~AttendLease() = default;
@@ -407,6 +407,11 @@ class PageStore {
   /// Pins what the entries' queries read. Errors: as Append's, but for memory.
   virtual absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, int layer,
                                                               absl::Span<const AttendEntry> entries) = 0;
+  /// Pins the pages of the entries' tokens, each in the one form that the sequence reads it in, whatever the query: raw
+  /// while it has not aged there, else encoded, or raw where the codec declined it. The lease's pages(i) begin with the
+  /// page of token entries[i].position, and it has no selectors. Errors: Attend's.
+  virtual absl::StatusOr<std::unique_ptr<AttendLease>> Load(CacheId cache, int layer,
+                                                            absl::Span<const AttendEntry> entries) = 0;
 
   // Of caches on a GPU (CacheConfig::device). Append, Attend, hand-offs that begin early are not for them, nor these
   // for others: FAILED_PRECONDITION. Fork and Crop want `copies`.

@@ -1,4 +1,5 @@
-// Attend: pins what a batch of queries reads, in the form that rule 2 of page_store.h says.
+// Attend and Load: pin what a batch of queries reads, or the pages of some tokens, in the form that rule 2 of
+// page_store.h says.
 #include <algorithm>
 
 #include "kvmanager/store/page_store_impl.h"
@@ -45,28 +46,20 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
     const int page_tokens = cache_->page_tokens();
     const uint64_t last_page = last / page_tokens;
     const uint64_t lag = cache_->config.lag_pages;
-    for (uint32_t index = 0; index <= last_page; ++index) {
-      const PageRef ref{sequence.blocks[index], layer};
-      const Page& page = ref.page();
-      store()->Pin(ref);
-      buffers_.pins.push_back(ref);
-      AttentionPage out;
-      out.lag_applies = sequence.HoldsRaw(index, layer);
-      // Of an aged page the raw form is not offered even if it is still there, so that timing cannot show.
-      if (out.lag_applies) out.raw = store()->RawData(*cache_, page);
-      if (!out.lag_applies || last_page > index + lag) {
-        buffers_.encoded.push_back({ref, buffers_.pages.size()});
-        if (PageStoreImpl::Awaits(ref)) pending_pages_.push_back(ref);
-      }
-      buffers_.pages.push_back(out);
+    for (uint32_t index = 0; index <= last_page; ++index) AddPage(sequence, layer, index, last_page > index + lag);
+    EndEntry(last_page + 1);
+  }
+  /// Adds the pages of tokens `first` .. `last` of `sequence`, in the form that it keeps.
+  void AddTokens(Sequence& sequence, uint32_t layer, uint64_t first, uint64_t last) {
+    const int page_tokens = cache_->page_tokens();
+    const uint64_t first_page = first / page_tokens, last_page = last / page_tokens;
+    for (uint64_t index = first_page; index <= last_page; ++index) {
+      AddPage(sequence, layer, static_cast<uint32_t>(index), false);
     }
-    store()->attend_pages += last_page + 1;
-    buffers_.ends.push_back(buffers_.pages.size());
+    EndEntry(last_page - first_page + 1);
   }
-  void Finish() {
-    if (!pending_pages_.empty() || !pending_jobs_.empty()) store()->metrics()->attend_waits.Increment();
-    WaitFor(std::move(pending_pages_), std::move(pending_jobs_));
-  }
+  bool waits() const { return !pending_pages_.empty() || !pending_jobs_.empty(); }
+  void Finish() { WaitFor(std::move(pending_pages_), std::move(pending_jobs_)); }
 
   bool ready() const override { return is_ready(); }
   void OnReady(absl::AnyInvocable<void()> fn) override { CallWhenReady(std::move(fn)); }
@@ -85,6 +78,26 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
   }
 
  private:
+  // beyond_lag: every query of the entry reads the page encoded.
+  void AddPage(Sequence& sequence, uint32_t layer, uint32_t index, bool beyond_lag) {
+    const PageRef ref{sequence.blocks[index], layer};
+    store()->Pin(ref);
+    buffers_.pins.push_back(ref);
+    AttentionPage out;
+    out.lag_applies = sequence.HoldsRaw(index, layer);
+    // Of an aged page the raw form is not offered even if it is still there, so that timing cannot show.
+    if (out.lag_applies) out.raw = store()->RawData(*cache_, ref.page());
+    if (!out.lag_applies || beyond_lag) {
+      buffers_.encoded.push_back({ref, buffers_.pages.size()});
+      if (PageStoreImpl::Awaits(ref)) pending_pages_.push_back(ref);
+    }
+    buffers_.pages.push_back(out);
+  }
+  void EndEntry(uint64_t pages) {
+    store()->attend_pages += pages;
+    buffers_.ends.push_back(buffers_.pages.size());
+  }
+
   struct Chosen {
     SequenceId sequence = 0;
     std::unique_ptr<TokenSelector> selector;
@@ -165,6 +178,28 @@ absl::StatusOr<std::unique_ptr<AttendLease>> PageStoreImpl::Attend(CacheId id, i
   auto lease = std::make_unique<AttendLeaseImpl>(this, cache);
   for (size_t i = 0; i < entries.size(); ++i) {
     lease->AddEntry(*sequences[i], layer, entries[i].position, entries[i].position + entries[i].tokens - 1);
+  }
+  if (lease->waits()) metrics_->attend_waits.Increment();
+  lease->Finish();
+  return lease;
+}
+
+absl::StatusOr<std::unique_ptr<AttendLease>> PageStoreImpl::Load(CacheId id, int layer,
+                                                                 absl::Span<const AttendEntry> entries) {
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<Cache> cache, FindCache(id));
+  if (cache->on_device()) return WrongMemory(*cache);
+  std::vector<Sequence*> sequences;
+  sequences.reserve(entries.size());
+  uint64_t to_attend = 0, pages = 0;
+  KV_RETURN_IF_ERROR(CheckAttend(*cache, layer, 1, entries, &sequences, &to_attend));
+  const uint64_t page_tokens = cache->page_tokens();
+  for (const AttendEntry& entry : entries) {
+    pages += (entry.position + entry.tokens - 1) / page_tokens - entry.position / page_tokens + 1;
+  }
+  KV_RETURN_IF_ERROR(CheckAttendPages(pages));
+  auto lease = std::make_unique<AttendLeaseImpl>(this, cache);
+  for (size_t i = 0; i < entries.size(); ++i) {
+    lease->AddTokens(*sequences[i], layer, entries[i].position, entries[i].position + entries[i].tokens - 1);
   }
   lease->Finish();
   return lease;

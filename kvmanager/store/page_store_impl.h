@@ -255,6 +255,8 @@ class PageStoreImpl final : public PageStore {
   bool IsTwin(CacheId cache, SequenceId sequence) const override;
   absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, int layer,
                                                       absl::Span<const AttendEntry> entries) override;
+  absl::StatusOr<std::unique_ptr<AttendLease>> Load(CacheId cache, int layer,
+                                                    absl::Span<const AttendEntry> entries) override;
   using PageStore::Crop;
   using PageStore::Fork;
   absl::StatusOr<SequenceId> Fork(SequenceId sequence, std::vector<OpenCopy>* copies) override;

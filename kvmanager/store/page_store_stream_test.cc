@@ -200,11 +200,19 @@ TEST_F(StreamTest, ALayerIsReadWhileTheNextArrives) {
   ASSERT_TRUE(peer_.AppendAll(cache, b_, text_, tokens, 1).ok());
   auto first = AttendPeer(b_, 0, tokens), second = AttendPeer(b_, 1, tokens);
   EXPECT_FALSE(first->ready());
+  // Who reads pages back waits for the same ones.
+  const AttendEntry whole{b_, 0, tokens}, newest{b_, 4 * kPage, kPage};
+  auto read = *peer_.store->Load(cache, 0, {&whole, 1});
+  EXPECT_FALSE(read->ready());
+  EXPECT_TRUE((*peer_.store->Load(cache, 0, {&newest, 1}))->ready());
   bool called = false;
   first->OnReady([&called] { called = true; });
   DeliverLayer(0);
   EXPECT_TRUE(called && first->ready() && first->status().ok());
   EXPECT_FALSE(second->ready());
+  ASSERT_TRUE(read->ready() && read->status().ok());
+  EXPECT_EQ(read->pages(0)[1].encoded, first->pages(0)[1].encoded);
+  read = nullptr;
   const auto codec = peer_.store->codec(cache);
   for (uint32_t i = 0; i < 4; ++i) {
     const auto raw = MakeRawPage(codec->layout(), text_, i, kPage, 0);

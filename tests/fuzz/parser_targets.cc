@@ -307,6 +307,22 @@ class StepTarget final : public FuzzTarget {
       KV_CHECK(!step->append() || step->k.bytes.size() == tokens * 2 * 32 * 2);
       KV_CHECK(!step->attend() || step->q.bytes.size() == tokens * 4 * 32 * DTypeBytes(step->q_dtype));
     });
+    (void)kj::runCatchingExceptions([&] {
+      capnp::FlatArrayMessageReader reader(words);
+      const absl::StatusOr<CheckedRead> read = CheckRead(
+          config_, reader.getRoot<api::ReadRequest>(),
+          [&](uint32_t id) { return id == 1 ? absl::MakeSpan(arena_) : absl::Span<uint8_t>(); },
+          [](SequenceId id) { return id == 1 || id == 2; });
+      MustExplain(read.status());
+      if (!read.ok()) return;
+      KV_CHECK(read->bytes == read->tokens * 2 * 32 * 2);
+      for (const StepTensor* const tensor : {&read->k, &read->v}) {
+        KV_CHECK(tensor->where != StepTensor::Where::kInline);
+        if (!tensor->given()) continue;
+        KV_CHECK(tensor->bytes.size() == read->bytes && tensor->bytes.data() >= arena_.data() &&
+                 tensor->bytes.data() + tensor->bytes.size() <= arena_.data() + arena_.size());
+      }
+    });
   }
 
  private:
