@@ -9,9 +9,7 @@
 namespace kvmanager::client::c {
 namespace {
 
-static_assert(sizeof(BlockName) == 64 && sizeof(StepEntry) == 24);
-
-constexpr uint64_t kTokensMax = INT32_MAX;  // of an entry
+static_assert(sizeof(BlockName) == 64);
 
 template <typename F>
 int Ask(kvm_object* cache, F f) {
@@ -35,14 +33,7 @@ kvm_match_result ResultOf(const PrefixMatch& match) { return {match.hit_blocks, 
 /// What a batch names must live as long as the batch.
 absl::Status ReadStep(const Session& session, const kvm_step& step, std::vector<StepEntry>* entries, StepBatch* batch) {
   if (step.q_dtype < 0 || step.q_dtype > 2) return InvalidField("q_dtype", step.q_dtype, "0..2");
-  entries->resize(step.entry_count);
-  for (uint32_t i = 0; i < step.entry_count; ++i) {
-    if (step.entries[i].tokens > kTokensMax) {
-      return InvalidField(absl::StrCat("entries[", i, "].tokens"), step.entries[i].tokens,
-                          absl::StrCat("at most ", kTokensMax));
-    }
-    (*entries)[i] = {step.entries[i].sequence, step.entries[i].position, int(step.entries[i].tokens)};
-  }
+  KV_RETURN_IF_ERROR(ReadEntries(step.entries, step.entry_count, entries));
   batch->layer = step.layer;
   batch->entries = *entries;
   batch->k = ViewOf(session, step.k);

@@ -138,13 +138,13 @@ int kvm_connect(const char* address, size_t address_bytes, const char* options, 
   *client = nullptr;
   return Guard([&]() -> absl::Status {
     KV_ASSIGN_OR_RETURN(const Client::Options parsed, ParseClientOptions({options, options_bytes}));
-    KV_ASSIGN_OR_RETURN(auto owner, Owner::OfThisThread());
-    KV_RETURN_IF_ERROR(owner->Enter());
+    const auto session = std::make_shared<Session>();  // shared by what is made through this client
+    session->owner = Owner::OfThisThread();
+    KV_RETURN_IF_ERROR(session->owner->Enter());
     KV_ASSIGN_OR_RETURN(auto made, Client::Connect({address, address_bytes}, parsed));
-    auto session = std::make_shared<Session>();  // shared by what is made through this client
-    session->owner = std::move(owner);
+    KV_RETURN_IF_ERROR(session->owner->Hold());
     LeaveHello(*made);
-    *client = new ClientObject(std::move(session), std::move(made));
+    *client = new ClientObject(session, std::move(made));
     return absl::OkStatus();
   });
 }
@@ -229,20 +229,11 @@ int kvm_purge(kvm_object* client, int64_t cache_id, uint64_t* blocks) {
 int kvm_wait_for_news(kvm_object* client) {
   return Guard([&]() -> absl::Status {
     KV_ASSIGN_OR_RETURN(ClientObject * object, Use<ClientObject>(client));
-    ThreadLoop& loop = object->session->owner->loop();
-    try {
-      loop.port.wait();
-      loop.scope->poll();
-    } catch (const kj::Exception& e) {  // what failed is known to whoever waits for it
-      return absl::InternalError(absl::string_view(e.getDescription().begin(), e.getDescription().size()));
-    }
-    return absl::OkStatus();
+    return object->session->owner->WaitForNews();
   });
 }
 
-void kvm_wake(kvm_object* client) {
-  if (!client->session->owner->forked()) client->session->owner->loop().port.wake();
-}
+void kvm_wake(kvm_object* client) { client->session->owner->Wake(); }
 
 int kvm_create_arena(kvm_object* client, uint64_t bytes, kvm_object** arena, void** data, uint64_t* arena_bytes) {
   *arena = nullptr;

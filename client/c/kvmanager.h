@@ -59,8 +59,8 @@ KVM_API int kvm_recompute(kvm_object* client);
 KVM_API int kvm_drain(kvm_object* client, int on);
 KVM_API int kvm_purge(kvm_object* client, int64_t cache_id, uint64_t* blocks); /* cache_id: -1: all */
 
-/* Waits until something may have happened to calls under way: an answer, a deadline, the connection's end, or kvm_wake,
- * before this call or while it waits. */
+/* Waits until something may have happened to calls under way: an answer, a deadline, the connection's end, kvm_wake, or
+ * an object that another thread released; before this call or while it waits. */
 KVM_API int kvm_wait_for_news(kvm_object* client);
 /* Any thread, as long as the client is not released. */
 KVM_API void kvm_wake(kvm_object* client);
@@ -159,6 +159,42 @@ KVM_API int kvm_begin_hand_off(kvm_object* sequence, const char* peer, size_t pe
                                const kvm_hand_off_options* options, kvm_object** pending);
 /* Text: the outcome. */
 KVM_API int kvm_finish(kvm_object* hand_off, const uint8_t* blob, size_t blob_bytes, kvm_object** pending);
+
+/* A GPU of the daemon (client/device.h). Streams are CUDA's, of this process. Text: {"ordinal", "here", "uuid", "name",
+ * "pool_bytes", "slab_bytes", "slabs"}; here: this process's number of it. */
+KVM_API int kvm_open_device(kvm_object* client, int32_t ordinal, kvm_object** device);
+/* data: an address of the GPU. */
+KVM_API int kvm_create_device_arena(kvm_object* device, uint64_t bytes, kvm_object** arena, void** data,
+                                    uint64_t* arena_bytes);
+KVM_API int kvm_enqueue_ready(kvm_object* device, void* stream, uint64_t value);
+KVM_API int kvm_enqueue_wait_done(kvm_object* device, void* stream, uint64_t value);
+KVM_API int kvm_device_lost(kvm_object* device, int* lost);
+/* Between two ranges of device arenas; done: what the word `done` will be behind it. */
+KVM_API int kvm_device_copy(kvm_object* device, const void* from, void* to, uint64_t bytes, uint64_t ready,
+                            uint64_t* done);
+/* Once, before this process first uses CUDA, while it has one thread (kvmanager/memory/device.h). */
+KVM_API void kvm_allow_many_streams(void);
+
+/* Attention in this process (client/in_process.h). */
+typedef struct kvm_run_options {
+  void* stream;
+  uint64_t pages_max;
+  int32_t encode_here;
+  int32_t sequences_max;
+  int32_t tokens_max;
+  int32_t reserved;
+} kvm_run_options;
+/* calibration_dir: where the artifact that the cache's codec names lies; may be empty. Closing device or cache closes
+ * the run first. */
+KVM_API int kvm_create_run(kvm_object* device, kvm_object* cache, const char* calibration_dir,
+                           size_t calibration_dir_bytes, const kvm_run_options* options, kvm_object** run);
+KVM_API int kvm_run_begin(kvm_object* run, const kvm_entry* entries, uint32_t entry_count, int append, int attend);
+KVM_API int kvm_run_append(kvm_object* run, int32_t layer, const void* k, const void* v);
+KVM_API int kvm_run_attend(kvm_object* run, int32_t layer, const void* q, void* out, void* lse);
+KVM_API int kvm_run_end(kvm_object* run);
+KVM_API int kvm_run_launches(kvm_object* run, uint64_t* launches);
+KVM_API int kvm_run_after(kvm_object* run, kvm_object* sequence);
+KVM_API int kvm_run_forget(kvm_object* run, uint64_t sequence);
 
 #ifdef __cplusplus
 }

@@ -12,33 +12,43 @@
 namespace kvmanager::client::c {
 namespace {
 
-thread_local std::weak_ptr<Owner> owner_of_this_thread;
-thread_local const Owner* here = nullptr;  // the same, to be compared
+thread_local std::shared_ptr<Owner> owner_of_this_thread;  // shared by the thread and its objects
 thread_local std::string text_of_this_thread;
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<Owner>> Owner::OfThisThread() {
-  if (auto owner = owner_of_this_thread.lock(); owner != nullptr && !owner->forked()) return owner;
+std::shared_ptr<Owner> Owner::OfThisThread() {
+  if (owner_of_this_thread == nullptr || owner_of_this_thread->forked())
+    owner_of_this_thread = std::make_shared<Owner>();
+  return owner_of_this_thread;
+}
+
+absl::Status Owner::Hold() {
   KV_ASSIGN_OR_RETURN(auto loop, ThreadLoop::OfThisThread());
-  auto owner = std::make_shared<Owner>(std::move(loop));
-  owner_of_this_thread = owner;
-  here = owner.get();
-  return owner;
+  MutexLock lock(mutex_);
+  ++clients_;
+  loop_ = std::move(loop);
+  return absl::OkStatus();
 }
 
-Owner::~Owner() {
-  if (here == this) here = nullptr;
+void Owner::LetGo() {
+  std::shared_ptr<ThreadLoop> loop;  // goes after the lock
+  {
+    MutexLock lock(mutex_);
+    if (--clients_ > 0) return;
+    loop = std::move(loop_);
+  }
+  GiveBack();
 }
 
-bool Owner::IsHere() const { return here == this && !forked(); }
+bool Owner::IsHere() const { return owner_of_this_thread.get() == this && !forked(); }
 
 absl::Status Owner::Enter() {
   if (forked()) {
     return absl::FailedPreconditionError(
         "this process was forked from the client's; it must connect a client of its own");
   }
-  if (here != this) {
+  if (!IsHere()) {
     return absl::FailedPreconditionError(
         "called on another thread than the one that connected; use a client per thread");
   }
@@ -46,10 +56,43 @@ absl::Status Owner::Enter() {
   return absl::OkStatus();
 }
 
-void Owner::Leave(kvm_object* object) {
+void Owner::Release(kvm_object* object) {
+  if (forked()) return;  // it is the parent's
+  if (IsHere()) {
+    kvm_object::Destroy(object);
+    return;
+  }
+  {
+    MutexLock lock(mutex_);
+    if (clients_ > 0 || !object->closed) {
+      left_.push_back(object);
+      any_left_.store(true, std::memory_order_release);
+      if (loop_ != nullptr) loop_->port.wake();  // if the owner waits for news, this is some
+      return;
+    }
+  }
+  delete object;
+}
+
+void Owner::Wake() {
+  if (forked()) return;
   MutexLock lock(mutex_);
-  left_.push_back(object);
-  any_left_.store(true, std::memory_order_release);
+  if (loop_ != nullptr) loop_->port.wake();
+}
+
+absl::Status Owner::WaitForNews() {
+  ThreadLoop* loop;
+  {
+    MutexLock lock(mutex_);
+    loop = loop_.get();
+  }
+  try {
+    loop->port.wait();
+    loop->scope->poll();
+  } catch (const kj::Exception& e) {
+    return absl::InternalError(absl::string_view(e.getDescription().begin(), e.getDescription().size()));
+  }
+  return absl::OkStatus();
 }
 
 void Owner::GiveBack() {
@@ -123,6 +166,19 @@ void Mapping::Unref() {
   delete this;
 }
 
+absl::Status ReadEntries(const kvm_entry* entries, uint32_t count, std::vector<StepEntry>* read) {
+  constexpr uint64_t kTokensMax = INT32_MAX;
+  read->resize(count);
+  for (uint32_t i = 0; i < count; ++i) {
+    if (entries[i].tokens > kTokensMax) {
+      return InvalidField(absl::StrCat("entries[", i, "].tokens"), entries[i].tokens,
+                          absl::StrCat("at most ", kTokensMax));
+    }
+    (*read)[i] = {entries[i].sequence, entries[i].position, int(entries[i].tokens)};
+  }
+  return absl::OkStatus();
+}
+
 ArenaObject::ArenaObject(std::shared_ptr<Session> session, std::unique_ptr<Arena> arena, Mapping* memory)
     : Object(std::move(session), std::move(arena)), mapping(memory) {
   this->session->arenas.push_back(this);
@@ -156,7 +212,9 @@ kvm_object::kvm_object(Kind kind_of, std::shared_ptr<kvmanager::client::c::Sessi
   session->live.insert(this);
 }
 
-kvm_object::~kvm_object() { session->live.erase(this); }
+kvm_object::~kvm_object() {
+  if (!closed) session->live.erase(this);
+}
 
 void kvm_object::Close() {
   if (closed) return;
@@ -198,13 +256,8 @@ int kvm_close(kvm_object* object) {
 
 void kvm_release(kvm_object* object) {
   if (object == nullptr) return;
-  const std::shared_ptr<kvmanager::client::c::Session> session = object->session;
-  if (session->owner->forked()) return;  // it is the parent's
-  if (session->owner->IsHere()) {
-    kvm_object::Destroy(object);
-  } else {
-    session->owner->Leave(object);
-  }
+  const std::shared_ptr<kvmanager::client::c::Owner> owner = object->session->owner;  // may go with the object
+  owner->Release(object);
 }
 
 }  // extern "C"

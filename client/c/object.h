@@ -2,7 +2,8 @@
 //
 // Invariants
 //  1. The C++ handle of an object is touched on its owner's thread alone, in the process that made it. Whoever else
-//     releases the object puts it on the owner's list.
+//     releases the object puts it on the owner's list; but for closed ones of an owner without clients, which nobody
+//     else can touch any more.
 //  2. A Session's `live` has every object with a C++ handle, so that closing the client gives back all of them.
 //  3. The mapping of an arena that callers see is its own, and lives as long as somebody uses it: a view outlives its
 //     lease without dangling.
@@ -24,36 +25,45 @@
 #include "client/c/kvmanager.h"
 #include "client/client.h"
 #include "client/connection.h"
+#include "client/device.h"
 #include "kvmanager/base/mutex.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::client::c {
 
-/// A thread that connected clients, and what others released of its objects.
+/// A thread that connected clients, and what others released of its objects. Lives as long as the thread, or its
+/// objects.
 class Owner {
  public:
-  /// This thread's; FAILED_PRECONDITION where it cannot have an event loop.
-  static absl::StatusOr<std::shared_ptr<Owner>> OfThisThread();
-  explicit Owner(std::shared_ptr<ThreadLoop> loop) : loop_(std::move(loop)) {}
-  ~Owner();
+  /// This thread's.
+  static std::shared_ptr<Owner> OfThisThread();
 
-  ThreadLoop& loop() const { return *loop_; }
+  /// For a client that is connected: FAILED_PRECONDITION where the thread cannot have an event loop. And for one that
+  /// is closed: the last takes the loop along, on its own thread, and what is left of closed objects.
+  absl::Status Hold();
+  void LetGo();
+
   /// OK on the owner's thread, in its process: then what others released is given back first.
   absl::Status Enter();
-  /// The owner's thread, in its process.
-  bool IsHere() const;
   bool forked() const { return forks_ != ForkCount(); }
-  /// Any thread: the owner deletes it at its next call.
-  void Leave(kvm_object* object);
+  /// Gives the object back, here or when the owner comes by. Any thread.
+  void Release(kvm_object* object);
+  /// Ends WaitForNews, now or when it comes. Any thread.
+  void Wake();
+  /// REQUIRES: a client holds the loop.
+  absl::Status WaitForNews();
 
  private:
+  /// The owner's thread, in its process.
+  bool IsHere() const;
   void GiveBack();
 
-  const std::shared_ptr<ThreadLoop> loop_;  // shared by the thread's connections
   const uint64_t forks_ = ForkCount();
   std::atomic<bool> any_left_{false};
   Mutex mutex_;
   std::vector<kvm_object*> left_ ABSL_GUARDED_BY(mutex_);  // at most the live objects of the thread
+  int clients_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::shared_ptr<ThreadLoop> loop_ ABSL_GUARDED_BY(mutex_);  // shared by the thread's connections; while clients_ > 0
 };
 
 struct ArenaObject;
@@ -132,10 +142,36 @@ struct Object : kvm_object {
   std::unique_ptr<Handle> handle;
 };
 
-using ClientObject = Object<Kind::kClient, Client>;
-using CacheObject = Object<Kind::kCache, Cache>;
+/// It holds its owner's loop.
+struct ClientObject final : Object<Kind::kClient, Client> {
+  using Object::Object;
+  void Drop() override {
+    Object::Drop();
+    session->owner->LetGo();
+  }
+};
+
 using SequenceObject = Object<Kind::kSequence, Sequence>;
 using HandOffObject = Object<Kind::kHandOff, HandOff>;
+
+/// Closes the runs that use `object`, a device or a cache.
+void CloseRunsOf(const kvm_object& object);
+
+struct CacheObject final : Object<Kind::kCache, Cache> {
+  using Object::Object;
+  void Drop() override {
+    CloseRunsOf(*this);
+    Object::Drop();
+  }
+};
+
+struct DeviceObject final : Object<Kind::kDevice, DeviceClient> {
+  using Object::Object;
+  void Drop() override {
+    CloseRunsOf(*this);
+    Object::Drop();
+  }
+};
 
 /// Memory that callers see, for as long as anybody does. Any thread.
 class Mapping {
@@ -166,6 +202,9 @@ struct ArenaObject final : Object<Kind::kArena, Arena> {
   bool InUse() const override { return mapping->on_device() && mapping->shared(); }
   Mapping* const mapping;
 };
+
+/// The caller's entries as the client takes them. Errors: INVALID_ARGUMENT for more tokens than an int holds.
+absl::Status ReadEntries(const kvm_entry* entries, uint32_t count, std::vector<StepEntry>* read);
 
 /// A tensor of the caller's as the client takes it: in the session's arena where it lies in one.
 TensorView ViewOf(const Session& session, const kvm_tensor& tensor);

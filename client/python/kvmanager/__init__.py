@@ -16,6 +16,7 @@ Neither numpy nor torch is needed: tensors of both, and whatever has __dlpack__,
 from .arena import Arena, ArenaTensor
 from .cache import BlockNames, Cache, Claimed, Entries, HandOff, Pending, Sequence
 from .client import Client, connect
+from .device import Device, InProcess, allow_many_streams
 from .errors import (
     AbortedError,
     AlreadyExistsError,

@@ -32,6 +32,17 @@ class HandOffOptions(ctypes.Structure):
     _fields_ = [("timeout_ms", c_int64), ("room_ms", c_int64), ("goes_on", c_int32), ("reserved", c_int32)]
 
 
+class RunOptions(ctypes.Structure):
+    _fields_ = [
+        ("stream", c_void_p),
+        ("pages_max", c_uint64),
+        ("encode_here", c_int32),
+        ("sequences_max", c_int32),
+        ("tokens_max", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
 _OBJECT = POINTER(c_void_p)
 
 # Functions that return a code. Buffers go as addresses (c_void_p takes integers, bytes and ctypes arrays).
@@ -69,6 +80,20 @@ _CALLS = {
     "kvm_hand_off": [c_void_p, c_char_p, c_size_t, c_char_p, c_size_t, POINTER(HandOffOptions), _OBJECT],
     "kvm_begin_hand_off": [c_void_p, c_char_p, c_size_t, c_uint64, POINTER(HandOffOptions), _OBJECT],
     "kvm_finish": [c_void_p, c_char_p, c_size_t, _OBJECT],
+    "kvm_open_device": [c_void_p, c_int32, _OBJECT],
+    "kvm_create_device_arena": [c_void_p, c_uint64, _OBJECT, _OBJECT, POINTER(c_uint64)],
+    "kvm_enqueue_ready": [c_void_p, c_void_p, c_uint64],
+    "kvm_enqueue_wait_done": [c_void_p, c_void_p, c_uint64],
+    "kvm_device_lost": [c_void_p, POINTER(c_int)],
+    "kvm_device_copy": [c_void_p, c_void_p, c_void_p, c_uint64, c_uint64, POINTER(c_uint64)],
+    "kvm_create_run": [c_void_p, c_void_p, c_char_p, c_size_t, POINTER(RunOptions), _OBJECT],
+    "kvm_run_begin": [c_void_p, c_void_p, c_uint32, c_int, c_int],
+    "kvm_run_append": [c_void_p, c_int32, c_void_p, c_void_p],
+    "kvm_run_attend": [c_void_p, c_int32, c_void_p, c_void_p, c_void_p],
+    "kvm_run_end": [c_void_p],
+    "kvm_run_launches": [c_void_p, POINTER(c_uint64)],
+    "kvm_run_after": [c_void_p, c_void_p],
+    "kvm_run_forget": [c_void_p, c_uint64],
 }
 
 
@@ -94,6 +119,8 @@ def _load() -> ctypes.CDLL:
     library.kvm_release.restype = None
     library.kvm_wake.argtypes = [c_void_p]
     library.kvm_wake.restype = None
+    library.kvm_allow_many_streams.argtypes = []
+    library.kvm_allow_many_streams.restype = None
     library.kvm_capsule_destructor.argtypes = [c_void_p, c_void_p]
     library.kvm_capsule_destructor.restype = c_void_p
     return library

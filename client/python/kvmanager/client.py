@@ -8,6 +8,7 @@ from ctypes import byref, c_int, c_uint64, c_void_p
 from . import _lib, arena
 from ._lib import Handle, check, lib
 from .cache import Cache
+from .device import Device
 from .errors import invalid
 from .types import CacheDescription, DaemonDescription, PeerDescription, SequenceDescription
 
@@ -128,6 +129,14 @@ class Client(Handle):
         """Zeroed memory that both sides see, rounded up to 4096 bytes; at most 1 GiB. Unix sockets only
         (FailedPreconditionError: use tensors of your own, which are copied)."""
         return arena.create(self, lib.kvm_create_arena, self._object, nbytes, _ARENA_MULTIPLE)
+
+    def open_device(self, ordinal: int = 0) -> Device:
+        """A GPU of the daemon, by its number there; the same GPU here becomes this thread's current device. Errors:
+        FailedPreconditionError where the daemon uses no GPU or over TCP; NotFoundError; UnavailableError where this
+        process cannot use that GPU, or was built without CUDA."""
+        made = c_void_p()
+        check(lib.kvm_open_device(self._object, ordinal, byref(made)))
+        return Device(self, made.value, _lib.result())
 
     # Administration.
 
