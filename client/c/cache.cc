@@ -170,6 +170,43 @@ int kvm_cache_step_async(kvm_object* cache, const kvm_step* step, kvm_object** p
   });
 }
 
+int kvm_read(kvm_object* cache, int32_t layer, const kvm_entry* entries, uint32_t entry_count, const kvm_tensor* k,
+             const kvm_tensor* v, uint64_t* values) {
+  return Ask(cache, [&](CacheObject& object) -> absl::Status {
+    std::vector<StepEntry> read;
+    KV_RETURN_IF_ERROR(ReadEntries(entries, entry_count, &read));
+    const Session& session = *object.session;
+    KV_ASSIGN_OR_RETURN(const ReadResult result,
+                        object.handle->Read({layer, read, ViewOf(session, *k), ViewOf(session, *v)}));
+    values[0] = result.encoded_tokens;
+    values[1] = result.raw_tokens;
+    values[2] = 0;
+    return absl::OkStatus();
+  });
+}
+
+int kvm_read_async(kvm_object* cache, int32_t layer, const kvm_entry* entries, uint32_t entry_count,
+                   const kvm_tensor* k, const kvm_tensor* v, kvm_object** pending) {
+  *pending = nullptr;
+  return Ask(cache, [&](CacheObject& object) -> absl::Status {
+    std::vector<StepEntry> read;
+    KV_RETURN_IF_ERROR(ReadEntries(entries, entry_count, &read));
+    ReadBatch batch{layer, read, ViewOf(*object.session, *k), ViewOf(*object.session, *v)};
+    Copied k_copy, v_copy;
+    k_copy.Redirect(&batch.k);
+    v_copy.Redirect(&batch.v);
+    auto under_way = object.handle->ReadAsync(batch);
+    *pending = NewPending(object, std::move(under_way),
+                          [k_copy = std::move(k_copy), v_copy = std::move(v_copy)](
+                              const Session&, ReadResult result) -> absl::StatusOr<Done> {
+                            k_copy.Deliver();
+                            v_copy.Deliver();
+                            return Done{{result.encoded_tokens, result.raw_tokens}, nullptr, ""};
+                          });
+    return absl::OkStatus();
+  });
+}
+
 int kvm_ready(kvm_object* pending, int* ready) {
   *ready = 0;
   return Guard([&]() -> absl::Status {

@@ -128,6 +128,13 @@ KVM_API int kvm_cache_step(kvm_object* cache, const kvm_step* step, uint64_t* va
 /* k, v, x and q that are not in an arena are copied before it returns; such out and lse are written by kvm_wait. */
 KVM_API int kvm_cache_step_async(kvm_object* cache, const kvm_step* step, kvm_object** pending);
 
+/* K and V of tokens as dense rows (client/client.h, ReadBatch). values: encoded_tokens, raw_tokens, 0. */
+KVM_API int kvm_read(kvm_object* cache, int32_t layer, const kvm_entry* entries, uint32_t entry_count,
+                     const kvm_tensor* k, const kvm_tensor* v, uint64_t* values);
+/* k and v that are not in an arena are written by kvm_wait. */
+KVM_API int kvm_read_async(kvm_object* cache, int32_t layer, const kvm_entry* entries, uint32_t entry_count,
+                           const kvm_tensor* k, const kvm_tensor* v, kvm_object** pending);
+
 /* A call under way. Closing it, or releasing it, cancels the call. */
 KVM_API int kvm_ready(kvm_object* pending, int* ready);
 /* Once. values: [3], as the call says; made: the object that the call makes, or NULL. */

@@ -46,6 +46,7 @@ from .types import (
     PoolDescription,
     PrefixMatch,
     PublishOutcome,
+    ReadResult,
     SequenceDescription,
     StepResult,
 )

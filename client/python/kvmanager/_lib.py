@@ -43,6 +43,10 @@ class RunOptions(ctypes.Structure):
     ]
 
 
+class TensorRange(ctypes.Structure):
+    _fields_ = [("data", c_void_p), ("bytes", c_uint64)]
+
+
 _OBJECT = POINTER(c_void_p)
 
 # Functions that return a code. Buffers go as addresses (c_void_p takes integers, bytes and ctypes arrays).
@@ -69,6 +73,8 @@ _CALLS = {
     "kvm_create_sequences": [c_void_p, c_char_p, c_void_p, c_void_p, c_uint32, c_void_p],
     "kvm_cache_step": [c_void_p, c_char_p, c_void_p],
     "kvm_cache_step_async": [c_void_p, c_char_p, _OBJECT],
+    "kvm_read": [c_void_p, c_int32, c_void_p, c_uint32, POINTER(TensorRange), POINTER(TensorRange), c_void_p],
+    "kvm_read_async": [c_void_p, c_int32, c_void_p, c_uint32, POINTER(TensorRange), POINTER(TensorRange), _OBJECT],
     "kvm_ready": [c_void_p, POINTER(c_int)],
     "kvm_wait": [c_void_p, c_void_p, _OBJECT],
     "kvm_output_factors": [c_void_p, c_int32, c_void_p, c_uint64, POINTER(c_int)],

@@ -29,6 +29,7 @@ from .types import (
     PeerDescription,
     PrefixMatch,
     PublishOutcome,
+    ReadResult,
     SequenceDescription,
     StepResult,
 )
@@ -312,9 +313,10 @@ class Cache(_Owned):
     async def step(
         self, layer: int, entries, k=None, v=None, q=None, out=None, lse=None, x=None, scale: float = 0.0, ready: int = 0
     ) -> StepResult:
-        if type(entries) is not Entries:
-            entries = Entries(entries)
         return await self._call(self.blocking.step_async, layer, entries, k, v, q, out, lse, x, scale, ready)
+
+    async def read(self, layer: int, entries, k, v) -> ReadResult:
+        return await self._call(self.blocking.read_async, layer, entries, k, v)
 
     async def output_factors(self, layer: int):
         return await self._call(self.blocking.output_factors, layer)

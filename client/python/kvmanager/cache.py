@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Iterable, NamedTuple, Sequence as Many
 
 from . import _lib
 from ._lib import Handle, check, lib
-from ._tensor import rows
+from ._tensor import ITEM_BYTES, rows
 from .errors import Error, InvalidArgumentError, from_fields, invalid
 from .types import (
     MISS_REASONS,
@@ -20,6 +20,7 @@ from .types import (
     HandOffOutcome,
     PrefixMatch,
     PublishOutcome,
+    ReadResult,
     SequenceDescription,
     StepResult,
 )
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _NAME_BYTES = 64  # a block's key and the digest of its tokens, 32 each
 _HASH_BYTES_MAX = 64
 _Q_DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
+_Q_NAMES = ("float32", "float16", "bfloat16", "uint16")
 # kvm_step: layer, q_dtype, scale, entry_count, entries, address and bytes of k, v, x, q, out, lse, ready.
 _pack_step = struct.Struct("<iifIQ12QQ").pack
 _NONE = (0, 0)
@@ -255,45 +257,58 @@ class Cache(Handle):
         if type(entries) is not Entries:
             entries = Entries(entries)
         o = self.description.options
-        tokens = entries.tokens
+        at = _Places(entries.tokens, o.device >= 0)
         kv_dtypes = (o.dtype, "uint16")
-        keep = []
-
-        def place(field, tensor, heads, width, dtypes, item_bytes, written=False):
-            if tensor is None:
-                return _NONE
-            given = rows(field, tensor, tokens, heads, width, dtypes)
-            if given.on_device != (o.device >= 0):
-                raise invalid(field, "on a GPU" if given.on_device else "in host memory", _PLACES[o.device >= 0])
-            if written and not given.writable:
-                raise invalid(field, "read-only", "writable")
-            keep.append(given.owner)
-            return given.address, tokens * heads * width * item_bytes
-
-        places = place("k", k, o.kv_heads, o.head_dim, kv_dtypes, 2)
-        places += place("v", v, o.kv_heads, o.head_dim, kv_dtypes, 2)
-        places += place("x", x, 1, o.hidden_size, kv_dtypes, 2)
+        places = at.of("k", k, o.kv_heads, o.head_dim, kv_dtypes) + at.of("v", v, o.kv_heads, o.head_dim, kv_dtypes)
+        places += at.of("x", x, 1, o.hidden_size, kv_dtypes)
         q_dtype = 2
         if q is not None:
-            given = rows("q", q, tokens, o.query_heads, o.head_dim, ("float32", "float16", "bfloat16", "uint16"))
-            name = o.dtype if given.dtype == "uint16" else given.dtype
-            q_dtype = _Q_DTYPES[name]
-            item_bytes = 4 if q_dtype == 2 else 2
-            places += place("q", given, o.query_heads, o.head_dim, (given.dtype,), item_bytes)
             if out is None:
                 raise invalid("out", "None", "given where q is")
-            out_dtypes = ("float32",) if q_dtype == 2 else (name, "uint16")
-            places += place("out", out, o.query_heads, o.head_dim, out_dtypes, item_bytes, True)
+            places += at.of("q", q, o.query_heads, o.head_dim, _Q_NAMES)
+            name = at.dtype if at.dtype != "uint16" else o.dtype
+            q_dtype = _Q_DTYPES[name]
+            places += at.of("out", out, o.query_heads, o.head_dim, (name, "uint16") if q_dtype < 2 else (name,), True)
         elif out is not None:
             raise invalid("q", "None", "given where out is")
         else:
             places += _NONE + _NONE
-        places += place("lse", lse, 1, o.query_heads, ("float32",), 4, True)
+        places += at.of("lse", lse, 1, o.query_heads, ("float32",), True)
         try:
             packed = _pack_step(layer, q_dtype, scale, entries.count, entries.address, *places, ready)
         except struct.error as error:
             raise InvalidArgumentError(f"layer {layer}, scale {scale} or ready {ready}: {error}", "layer") from error
-        return entries, packed, keep
+        return entries, packed, at.owners
+
+    def read(self, layer: int, entries, k, v) -> ReadResult:
+        """Writes K and V of tokens of a layer as dense rows: of each entry (sequence, position, tokens) the tokens
+        from `position` on, which must be there, into k and v, [sum of tokens][kv_heads][head_dim] of the cache's dtype.
+        Pages that are raw for the sequence give what was appended, others what their codec decodes. Of caches in host
+        memory. DataLossError: a page could not be decoded, and what k and v hold is of no use."""
+        entries, k_range, v_range, keep = self._places_to_read(entries, k, v)
+        values = (c_uint64 * 3)()
+        check(lib.kvm_read(self._object, layer, entries.address, entries.count, k_range, v_range, values))
+        return ReadResult(values[0], values[1])
+
+    def read_async(self, layer: int, entries, k, v) -> Pending:
+        """The same, to be waited for later; k and v that are not in arenas are written by wait()."""
+        entries, k_range, v_range, keep = self._places_to_read(entries, k, v)
+        pending = c_void_p()
+        check(
+            lib.kvm_read_async(self._object, layer, entries.address, entries.count, k_range, v_range, byref(pending))
+        )
+        return Pending(pending.value, _read_result, (keep, self))
+
+    def _places_to_read(self, entries, k, v):
+        if type(entries) is not Entries:
+            entries = Entries(entries)
+        o = self.description.options
+        at = _Places(entries.tokens, False)
+        places = [
+            _lib.TensorRange(*at.of(field, tensor, o.kv_heads, o.head_dim, (o.dtype, "uint16"), True))
+            for field, tensor in (("k", k), ("v", v))
+        ]
+        return entries, *places, at.owners
 
     def output_factors(self, layer: int) -> array.array | None:
         """[kv_heads][head_dim][head_dim] float32 where steps of this layer leave outputs in the codec's space: an
@@ -306,7 +321,32 @@ class Cache(Handle):
         return factors if folds.value else None
 
 
-_PLACES = {True: "in a device arena, as its cache is on a GPU", False: "in host memory, as its cache is"}
+class _Places:
+    """Where a call's tensors lie, once they were found right. `dtype` is the last one's."""
+
+    __slots__ = ("tokens", "on_device", "owners", "dtype")
+
+    def __init__(self, tokens: int, on_device: bool) -> None:
+        self.tokens = tokens
+        self.on_device = on_device
+        self.owners: list[object] = []  # of the tensors' memory
+
+    def of(self, field: str, tensor, heads: int, width: int, dtypes: tuple[str, ...], written: bool = False):
+        """(address, bytes) of [tokens][heads][width]; none of None."""
+        if tensor is None:
+            return _NONE
+        address, _, self.dtype, on_device, writable, owner = rows(field, tensor, self.tokens, heads, width, dtypes)
+        if on_device != self.on_device:
+            bound = "in a device arena, as its cache is on a GPU" if self.on_device else "in host memory, as its cache is"
+            raise invalid(field, "on a GPU" if on_device else "in host memory", bound)
+        if written and not writable:
+            raise invalid(field, "read-only", "writable")
+        self.owners.append(owner)
+        return address, self.tokens * heads * width * ITEM_BYTES[self.dtype]
+
+
+def _read_result(values, made) -> ReadResult:
+    return ReadResult(values[0], values[1])
 
 
 def _step_result(values, made) -> StepResult:

@@ -17,6 +17,13 @@ class StepResult(NamedTuple):
     done: int
 
 
+class ReadResult(NamedTuple):
+    """Tokens, of all entries, that were decoded, and that were copied from raw pages."""
+
+    encoded_tokens: int
+    raw_tokens: int
+
+
 class PrefixMatch(NamedTuple):
     """hit_blocks: consecutive, from the first. reason: of the first block that was no hit, one of MISS_REASONS."""
 
