@@ -228,13 +228,15 @@ TEST_F(DeviceHandOffTest, ASenderThatDiesLeavesNothing) {
   ASSERT_OK_AND_ASSIGN(auto made, from->cache().CreateSequence());
   LayerRows out;
   for (uint64_t i = 0; i < 2000; i += 250) ASSERT_OK(from->Step(text, {{made.sequence->id(), i, 250}}, true, &out));
-  // Killed while hand-offs follow one another, wherever they are.
-  std::thread sends([&] {
-    while (made.sequence->HandOff(peer, "").ok()) continue;
+  // Killed while hand-offs follow one another, wherever they are. They are of the thread that made the client.
+  std::thread kills([&] {
+    EXPECT_TRUE(Eventually([&] { return b_.Metric("hand_offs_between_gpus_total") >= 1; }));
+    a_.daemon->Kill();
   });
-  ASSERT_TRUE(Eventually([&] { return b_.Metric("hand_offs_between_gpus_total") >= 1; }));
-  a_.daemon->Kill();
-  sends.join();
+  absl::Status ended;
+  while (ended.ok()) ended = made.sequence->HandOff(peer, "").status();
+  kills.join();
+  EXPECT_EQ(ended.code(), absl::StatusCode::kUnavailable) << ended;
   // What arrived whole expires; the rest is gone, and the GPU takes others.
   ExpectEmpty(b_);
   ASSERT_OK_AND_ASSIGN(auto to, Make(b_, Way::kDaemon, text, "raw", "b"));

@@ -100,8 +100,8 @@ struct SendEvents {
 class IncomingHandOff {
  public:
   virtual ~IncomingHandOff() = default;
-  /// Target of a page, of exactly its size; empty: not wanted, the sender skips it. Pages of the last part: after
-  /// Extend's reply.
+  /// Target of a page, of exactly its size; empty: not wanted, the sender skips it. The same whenever it is asked. Pages
+  /// of the last part: after Extend's reply.
   virtual absl::Span<uint8_t> target(uint32_t page) const = 0;
   /// Every byte of these pages is in its target and matches its checksum. They are not written again.
   virtual void Arrived(absl::Span<const uint32_t> pages) = 0;

@@ -53,7 +53,7 @@ void Incoming::Start(std::shared_ptr<FrameLink> link, OfferFrame offer) {
     refused_ = true;
     return End(std::move(status), /*tell=*/true);
   }
-  page_bytes_ = offer.part.page_bytes;
+  page_bytes_.assign(offer.part.page_bytes.begin(), offer.part.page_bytes.end());
   first_pages_ = page_bytes_.size();
   HandOffReceiver::OfferReply reply;
   reply.waiting = OnLoop(loop_, token_, [](Incoming& self, const absl::Status& why) { self.OnWaiting(why); });
@@ -188,19 +188,18 @@ std::string Incoming::EncodedAccept() const {
 absl::StatusOr<PageBitmap> Incoming::TakeTargets(size_t first) {
   PageBitmap wanted(page_bytes_.size() - first);
   pages_.resize(page_bytes_.size());
-  targets_.resize(page_bytes_.size());
   uint64_t skipped = 0;
   for (size_t i = first; i < page_bytes_.size(); ++i) {
-    targets_[i] = hand_off_->target(static_cast<uint32_t>(i));
-    if (targets_[i].empty()) {
+    const size_t bytes = hand_off_->target(static_cast<uint32_t>(i)).size();
+    if (bytes == 0) {
       pages_[i] = PageState::kUnwanted;
       bytes_wanted_ -= page_bytes_[i];
       ++skipped;
       continue;
     }
-    if (targets_[i].size() != page_bytes_[i]) {
-      return FieldError(absl::StatusCode::kInternal, absl::StrCat("target bytes of page ", i),
-                        absl::StrCat(targets_[i].size()), absl::StrCat(page_bytes_[i]));
+    if (bytes != page_bytes_[i]) {
+      return FieldError(absl::StatusCode::kInternal, absl::StrCat("target bytes of page ", i), absl::StrCat(bytes),
+                        absl::StrCat(page_bytes_[i]));
     }
     pages_[i] = PageState::kWanted;
     ++pages_to_come_;
@@ -257,7 +256,7 @@ absl::StatusOr<absl::Span<uint8_t>> Incoming::BeginPage(uint32_t page) {
                         "a page that is wanted and has not arrived");
   }
   pages_[page] = PageState::kComing;
-  return targets_[page];
+  return hand_off_->target(page);
 }
 
 void Incoming::OnPayload(size_t bytes, bool copied) {
@@ -374,7 +373,6 @@ void Incoming::End(absl::Status why, bool tell) {
                                .status;
   // Before the peer hears of it, so that a sender which tries again finds the slots free.
   if (hand_off_ != nullptr) std::exchange(hand_off_, nullptr)->Abort(std::move(why));
-  targets_ = {};
   page_bytes_ = {};
   if (link_ != nullptr) {
     const std::shared_ptr<FrameLink> link = std::exchange(link_, nullptr);

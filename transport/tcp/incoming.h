@@ -81,7 +81,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   void OnFrame(Frame frame);
   void OnLast(LastFrame last);
   void OnLinkBroken(absl::Status why);
-  /// Targets of pages `first` .. end of pages_, and which of them are wanted.
+  /// Which of pages `first` .. end of page_bytes_ have targets.
   absl::StatusOr<PageBitmap> TakeTargets(size_t first);
   std::string EncodedJoined() const;
   absl::Status CheckTotal(const HandOffPart& part);
@@ -106,12 +106,11 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
 
   std::shared_ptr<IncomingHandOff> hand_off_;
   std::string ticket_;
-  HostId offered_host_ = {};          // the sender's
-  bool of_gpu_ = false;               // its pages are a GPU's
-  int device_ = -1;                   // once accepted: where its targets are
-  std::vector<uint64_t> page_bytes_;  // of the parts that are known
-  std::vector<PageState> pages_;      // as many, once accepted
-  std::vector<absl::Span<uint8_t>> targets_;
+  HostId offered_host_ = {};               // the sender's
+  bool of_gpu_ = false;                    // its pages are a GPU's
+  int device_ = -1;                        // once accepted: where its targets are
+  std::vector<uint32_t> page_bytes_;       // of the parts that are known
+  std::vector<PageState> pages_;           // as many, once accepted
   PageBitmap wanted_first_, wanted_last_;  // as answered
   size_t first_pages_ = 0;
   bool last_known_ = false;

@@ -55,8 +55,6 @@ void Outgoing::Start() {
   loop_.metrics.sent.active.Increment();
   loop_.peers.Begin(request_.peer, false);
   first_pages_ = request_.first.page_bytes.size();
-  pages_.resize(first_pages_);
-  for (size_t i = 0; i < first_pages_; ++i) pages_[i].size = request_.first.page_bytes[i];
   pages_to_go_ = first_pages_;
   started_ = heard_ = progress_ = Now();
   DialControl();
@@ -104,6 +102,32 @@ void Outgoing::OnControl(Dial::Connection connection) {
   offer_again_ = false;
   const bool shares = of_gpu() || !loop_.options.memory.empty();
   link_->Send(EncodeOffer(token_, request_.room_ms, request_.first, shares ? loop_.host : HostId()));
+  if (!pages_made_) MakePages();
+}
+
+void Outgoing::AddPages(const HandOffPart& part, std::vector<Page>* pages) {
+  const size_t first = pages->size();
+  pages->resize(first + part.page_bytes.size());
+  for (size_t i = 0; i < part.page_bytes.size(); ++i) {
+    (*pages)[first + i].size = static_cast<uint32_t>(part.page_bytes[i]);
+  }
+}
+
+void Outgoing::MakePages() {
+  pages_made_ = true;
+  AddPages(request_.first, &pages_);
+  // First: what was posted may be of the last part.
+  if (early_last_.has_value()) FinishParts(*std::exchange(early_last_, absl::nullopt));
+  TakeEarlyPost();
+}
+
+void Outgoing::TakeEarlyPost() {
+  if (state_ == State::kFinished || early_posts_.empty()) return;
+  std::vector<SendPage> pages = std::move(early_posts_.front());
+  early_posts_.pop_front();
+  TakePosts(pages);
+  // One at a time, so that the receiver's answer is not behind all of them.
+  if (!early_posts_.empty()) asio::post(loop_.io, [self = shared_from_this()] { self->TakeEarlyPost(); });
 }
 
 void Outgoing::OnFrame(Frame frame) {
@@ -316,6 +340,11 @@ absl::Status Outgoing::TakePosted(const SendPage& posted, double now) {
 }
 
 void Outgoing::Post(std::vector<SendPage> pages) {
+  if (!pages_made_ || !early_posts_.empty()) return early_posts_.push_back(std::move(pages));
+  TakePosts(pages);
+}
+
+void Outgoing::TakePosts(const std::vector<SendPage>& pages) {
   const double now = SecondsSince(begun_);
   for (const SendPage& page : pages) {
     if (absl::Status status = TakePosted(page, now); !status.ok()) return Stop(std::move(status));
@@ -326,8 +355,13 @@ void Outgoing::Post(std::vector<SendPage> pages) {
 
 void Outgoing::FinishParts(HandOffPart last) {
   absl::Status status = CheckPart(last, first_pages_);
-  if (status.ok() && last_.has_value()) status = absl::FailedPreconditionError("the last part was said before");
+  if (status.ok() && (last_.has_value() || early_last_.has_value()))
+    status = absl::FailedPreconditionError("the last part was said before");
   if (status.ok()) status = CheckTotal(last);
+  if (status.ok() && !pages_made_) {
+    early_last_ = std::move(last);
+    return;
+  }
   for (size_t i = 0; status.ok() && i < last.withdrawn.size(); ++i) {
     Page& page = pages_[last.withdrawn[i]];
     if (page.state == PageState::kSkipped) continue;
@@ -339,8 +373,7 @@ void Outgoing::FinishParts(HandOffPart last) {
     --pages_to_go_;
   }
   if (!status.ok()) return Stop(std::move(status));
-  pages_.resize(first_pages_ + last.page_bytes.size());
-  for (size_t i = 0; i < last.page_bytes.size(); ++i) pages_[first_pages_ + i].size = last.page_bytes[i];
+  AddPages(last, &pages_);
   pages_to_go_ += last.page_bytes.size();
   last_ = std::move(last);
   SayLast();
@@ -365,7 +398,7 @@ bool Outgoing::TakeFrame(uint32_t lane, std::vector<SendPage>* pages) {
     page.state = PageState::kSent;
     page.sent_before = true;
     if (SendTimes& times = result_.groups[page.group]; times.sent_first < 0) times.sent_first = SecondsSince(begun_);
-    page.lane = lane;
+    page.lane = static_cast<uint16_t>(lane);
     unacked_bytes_ += page.size;
     frame_bytes += page.size;
     --queued_pages_;

@@ -61,17 +61,18 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
  private:
   enum class State { kOffering, kSending, kFinished };
   enum class PageState : uint8_t { kUnposted, kQueued, kSent, kArrived, kSkipped, kWithdrawn };
-  struct Page {
-    uint64_t size = 0;
+  struct Page {                      // small: hand-offs have hundreds of thousands
     const uint8_t* bytes = nullptr;  // once posted
     const DeviceSlab* slab = nullptr;
     uint64_t checksum = 0;
+    uint32_t size = 0;
+    uint32_t group = 0;
+    uint16_t lane = 0;  // of kSent
     PageState state = PageState::kUnposted;
     bool sent_before = false;
     bool named = false;  // kSent: the receiver was told where it lies, and copies it
-    uint32_t lane = 0;   // of kSent
-    uint32_t group = 0;
   };
+  static_assert(HandOffPart::kPageBytesMax <= UINT32_MAX && kLanesMax <= UINT16_MAX);
   struct LaneSlot {
     std::shared_ptr<OutLane> lane;  // nullptr while broken
     bool joined_before = false;
@@ -80,9 +81,15 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   };
 
   absl::Status CheckRequest() const;
+  static void AddPages(const HandOffPart& part, std::vector<Page>* pages);
   absl::Status CheckTotal(const HandOffPart& part);
   /// now: seconds since Begin, as SetArrived's.
   absl::Status TakePosted(const SendPage& page, double now);
+  /// The offer went. What was said of its pages before waited for that, so that the receiver makes its list of them
+  /// while this one does.
+  void MakePages();
+  void TakeEarlyPost();
+  void TakePosts(const std::vector<SendPage>& pages);
   void DialControl();
   void OnControl(Dial::Connection connection);
   void OnFrame(Frame frame);
@@ -134,6 +141,9 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
 
   std::vector<Page> pages_;
   size_t first_pages_ = 0;
+  bool pages_made_ = false;
+  std::deque<std::vector<SendPage>> early_posts_;  // until they are taken; whoever posts has each page once
+  absl::optional<HandOffPart> early_last_;
   absl::optional<HandOffPart> last_;
   bool extended_ = false;
   std::deque<uint32_t> first_queue_, last_queue_;  // those in kQueued, and some that are no longer

@@ -143,6 +143,23 @@ TEST_F(TransportTest, PagesGoWhileOthersAreStillMade) {
   EXPECT_TRUE(receiver_.completed()[0] == expected);
 }
 
+TEST_F(TransportTest, EverythingIsSaidBeforeTheReceiverIsReached) {
+  const std::vector<Page> pages = RandomPages(std::vector<size_t>(600, 1000), 15);
+  Outcome out = Begin(*sender_side_, RequestOf({pages.begin(), pages.begin() + 500}, peer()));
+  HandOffPart last = PartOf({pages.begin() + 500, pages.end()});
+  last.withdrawn = {7};
+  sender_side_->Finish(out.id, last);
+  for (uint32_t i = 600; i-- > 0;) {
+    if (i != 7) sender_side_->Post(out.id, {PageOf(pages, i)});
+  }
+  const Result result = out.done.get();
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->pages_sent, 599u);
+  std::vector<Page> expected = pages;
+  std::fill(expected[7].begin(), expected[7].end(), 0);
+  EXPECT_TRUE(receiver_.completed()[0] == expected);
+}
+
 TEST_F(TransportTest, PagesOfTheLastPartGoAhead) {
   // A slow link: the first part's pages cannot all have gone when the last part comes.
   TcpTransport::Options options = SenderOptions();

@@ -39,6 +39,14 @@ void Append(std::string& out, uint64_t value, int bytes) {
   for (int i = 0; i < bytes; ++i) out.push_back(static_cast<char>(value >> (8 * i)));
 }
 void Append(std::string& out, absl::Span<const uint8_t> bytes) { out.append(bytes.begin(), bytes.end()); }
+/// Of 4 bytes each; lists may have hundreds of thousands.
+template <typename List>
+void AppendList(std::string& out, const List& list) {
+  const size_t at = out.size();
+  out.resize(at + 4 * list.size());
+  auto* to = reinterpret_cast<uint8_t*>(out.data()) + at;
+  for (size_t i = 0; i < list.size(); ++i) Store(to + 4 * i, list[i], 4);
+}
 
 /// The check of a frame that has it at `at`.
 uint32_t CheckOf(absl::Span<const uint8_t> frame, size_t at) {
@@ -468,7 +476,7 @@ std::string EncodeOffer(const Token& token, int64_t room_ms, const HandOffPart& 
   Append(out, of_gpu, 4);
   Append(out, host);
   if (of_gpu) Append(out, part.gpu);
-  for (const uint64_t bytes : part.page_bytes) Append(out, bytes, 4);
+  AppendList(out, part.page_bytes);
   return Sealed(std::move(out += part.manifest));
 }
 
@@ -479,8 +487,8 @@ std::string EncodeLast(const HandOffPart& part) {
   Append(out, part.page_bytes.size(), 4);
   Append(out, part.withdrawn.size(), 4);
   Append(out, 0, 4);
-  for (const uint64_t bytes : part.page_bytes) Append(out, bytes, 4);
-  for (const uint32_t page : part.withdrawn) Append(out, page, 4);
+  AppendList(out, part.page_bytes);
+  AppendList(out, part.withdrawn);
   return Sealed(std::move(out += part.manifest));
 }
 
@@ -564,7 +572,7 @@ std::string EncodeGot(uint64_t window, absl::Span<const uint32_t> pages) {
   KV_CHECK(pages.size() <= kGotPagesMax);
   std::string out = HeaderString(FrameType::kGot, kGotFixedBytes + 4 * pages.size());
   Append(out, window, 8);
-  for (const uint32_t page : pages) Append(out, page, 4);
+  AppendList(out, pages);
   return Sealed(std::move(out));
 }
 
