@@ -32,7 +32,7 @@ class PeerCopier final : public DeviceCopier {
  public:
   static constexpr size_t kJobsAtOnce = 8;        // on a GPU; more wait
   static constexpr size_t kJobPagesMax = 2048;    // of one Copy
-  static constexpr int kCopyBlocksDefault = 132;  // of a launch; two of which run at once
+  static constexpr int kCopyBlocksDefault = 264;  // of a launch: reads of NVLink need many on their way
 
   /// `devices` outlive it. Errors: UNAVAILABLE, RESOURCE_EXHAUSTED.
   static absl::StatusOr<std::unique_ptr<PeerCopier>> Create(absl::Span<const Device* const> devices,
