@@ -1,0 +1,184 @@
+"""Blocks of paged caches in vLLM's layouts, to the daemon and back: equal bytes with raw, the codec's error with K3V2.
+
+On a GPU as on the CPU; needs torch and a daemon, and no engine."""
+
+from __future__ import annotations
+
+import unittest
+
+import kvmanager
+import torch
+from kvmanager.paged import Fence, PagedCopy, Staging, layer_views
+from kvmanager_testing import Daemon
+
+LAYERS, HEADS, HEAD_DIM, BLOCKS = 3, 4, 128, 24
+
+
+def caches(layout: str, tokens: int, device: str, fill: bool) -> list[torch.Tensor]:
+    """One per layer; names are the order of axes in memory, the shape is what vLLM shows."""
+    generator = torch.Generator(device="cpu").manual_seed(1)
+    made = []
+    for _ in range(LAYERS):
+        both = torch.zeros(BLOCKS, tokens, HEADS, 2, HEAD_DIM, dtype=torch.float16)
+        if fill:
+            both = torch.randn(both.shape, generator=generator).to(torch.float16)
+        both = both.to(device)
+        if layout == "BHN(KV)":
+            made.append(both.permute(0, 2, 1, 3, 4).flatten(3).contiguous())
+        elif layout == "BNH(KV)":
+            made.append(both.flatten(3).contiguous().permute(0, 2, 1, 3))
+        elif layout == "BHN(KV) split":
+            made.append(both.flatten(3).unflatten(1, (2, tokens // 2)).flatten(0, 1).permute(0, 2, 1, 3).contiguous())
+        elif layout == "2BNHD":
+            made.append(both.permute(3, 0, 1, 2, 4).contiguous())
+        elif layout == "2BHND":
+            made.append(both.permute(3, 0, 2, 1, 4).contiguous().permute(0, 1, 3, 2, 4))
+        elif layout == "B2NHD":
+            made.append(both.permute(0, 3, 1, 2, 4).contiguous())
+        elif layout == "B2HND":
+            made.append(both.permute(0, 3, 2, 1, 4).contiguous().permute(0, 1, 3, 2, 4))
+        else:
+            raise ValueError(layout)
+    return made
+
+
+LAYOUTS = ("BHN(KV)", "BNH(KV)", "BHN(KV) split", "2BNHD", "2BHND", "B2NHD", "B2HND")
+
+
+class PagedTest(unittest.TestCase):
+    device = "cpu"
+
+    def staging(self, tokens: int, blocks: int) -> Staging:
+        memory = torch.zeros(blocks * LAYERS * 2 * tokens * HEADS * HEAD_DIM * 2, dtype=torch.uint8)
+        return Staging(memory, LAYERS, tokens, HEADS, HEAD_DIM, torch.float16)
+
+    def test_blocks_move_between_all_layouts(self) -> None:
+        ids = [5, 2, 17, 9]
+        for tokens in (16, 64):
+            reference = layer_views(caches(LAYOUTS[0], tokens, "cpu", True)[1], BLOCKS, tokens, HEADS, HEAD_DIM)
+            for number, layout in enumerate(LAYOUTS):
+                with self.subTest(layout=layout, tokens=tokens):
+                    source = PagedCopy(caches(layout, tokens, self.device, True), BLOCKS, tokens, HEADS, HEAD_DIM)
+                    staging = self.staging(tokens, 8)
+                    extent = staging.take(len(ids))
+                    fences = [
+                        source.save(layer, source.indices(ids), *extent.rows(layer), source.here())
+                        for layer in range(LAYERS)
+                    ]
+                    for fence in fences:
+                        fence.wait()
+                    for rows, view in zip(extent.rows(1), reference):
+                        self.assertTrue(torch.equal(rows.view(-1), view[ids].reshape(-1)))
+                    for to in (LAYOUTS[number - 1], LAYOUTS[number - 3]):
+                        empty = caches(to, tokens, self.device, False)
+                        target = PagedCopy(empty, BLOCKS, tokens, HEADS, HEAD_DIM)
+                        there = [3, 4, 20, 1]
+                        for layer in range(LAYERS):
+                            fence = target.load(layer, target.indices(there), *extent.rows(layer), target.here())
+                        fence.wait()
+                        for view, expected in zip(layer_views(empty[1], BLOCKS, tokens, HEADS, HEAD_DIM), reference):
+                            got = view.cpu().reshape(BLOCKS, -1)
+                            self.assertTrue(torch.equal(got[there], expected.reshape(BLOCKS, -1)[ids]), to)
+                            others = [block for block in range(BLOCKS) if block not in there]
+                            self.assertEqual(0, int(got[others].count_nonzero()))
+
+    def test_shapes_that_are_no_layout_are_refused(self) -> None:
+        for shape in ((BLOCKS, HEADS, 16, HEAD_DIM), (3, BLOCKS, 16, HEADS, HEAD_DIM), (BLOCKS + 1, HEADS, 16, 256)):
+            with self.assertRaisesRegex(ValueError, "kv_caches"):
+                layer_views(torch.zeros(shape), BLOCKS, 16, HEADS, HEAD_DIM)
+
+    def test_extents_are_given_back(self) -> None:
+        staging = self.staging(16, 8)
+        a, b, c = staging.take(3), staging.take(3), staging.take(2)
+        self.assertIsNone(staging.take(1))
+        b.close()
+        self.assertIsNone(staging.take(4))
+        c.close()
+        self.assertIsNotNone(staging.take(5))
+        a.close()
+        a.close()
+        self.assertIsNone(staging.take(4))
+        self.assertIsNotNone(staging.take(3))
+
+    def test_copies_are_behind_what_the_engine_did(self) -> None:
+        """A step that takes a while writes blocks; the copy, begun at once, has what it wrote."""
+        tokens, ids = 16, [7, 8]
+        layers = caches("BHN(KV)", tokens, self.device, False)
+        copy = PagedCopy(layers, BLOCKS, tokens, HEADS, HEAD_DIM)
+        staging = self.staging(tokens, 4)
+        extent = staging.take(2)
+        work = torch.randn(2048, 2048, device=self.device)
+        for _ in range(20):
+            work = work @ work / 2048
+        for layer in layers:
+            layer.fill_(2.0)
+        saved = [copy.save(layer, copy.indices(ids), *extent.rows(layer), copy.here()) for layer in range(LAYERS)]
+        for fence in saved:  # blocks are taken away: what the engine writes now comes after the copies
+            fence.hold()
+        for layer in layers:
+            layer.fill_(3.0)
+        for fence in saved:
+            fence.wait()
+            self.assertTrue(fence.passed())
+        for layer in range(LAYERS):
+            for rows in extent.rows(layer):
+                self.assertTrue(bool((rows == 2.0).all()))
+        self.assertTrue(Fence().passed())
+
+    def test_through_the_daemon(self) -> None:
+        """raw: equal bytes. K3V2: the codec's error."""
+        for codec, bounds in (("raw", (0.0, 0.0)), ("hack:k_bits=3,v_bits=2", (0.25, 0.5))):
+            with self.subTest(codec=codec), Daemon(host_pool="256MiB") as daemon:
+                with kvmanager.connect(daemon.listen) as client:
+                    error = self._there_and_back(client, codec)
+                print(f"{self.device} {codec}: relative error of K {error[0]:.4f}, of V {error[1]:.4f}")
+                for each, bound in zip(error, bounds):
+                    self.assertLessEqual(each, bound)
+                    self.assertEqual(codec == "raw", each == 0.0)
+
+    def _there_and_back(self, client, codec: str) -> list[float]:
+        tokens, ids, there = 64, list(range(2, 18)), list(range(20, 4, -1))
+        layers = caches("BHN(KV)", tokens, self.device, True)
+        source = PagedCopy(layers, BLOCKS, tokens, HEADS, HEAD_DIM)
+        empty = caches("2BNHD", tokens, self.device, False)
+        target = PagedCopy(empty, BLOCKS, tokens, HEADS, HEAD_DIM)
+        cache = client.open_cache(
+            model="m", layers=LAYERS, kv_heads=HEADS, query_heads=HEADS, head_dim=HEAD_DIM, codec=codec, lag_pages=0
+        )
+        arena = client.create_arena(len(ids) * LAYERS * 2 * tokens * HEADS * HEAD_DIM * 2)
+        memory = torch.from_dlpack(arena.tensor((arena.nbytes,), "uint8"))
+        staging = Staging(memory, LAYERS, tokens, HEADS, HEAD_DIM, torch.float16)
+        extent = staging.take(len(ids))
+        names = cache.external_names(bytes([block]) * 32 for block in range(len(ids)))
+        with cache.create_sequence() as sequence:
+            for layer in range(LAYERS):
+                source.save(layer, source.indices(ids), *extent.rows(layer), source.here()).wait()
+                cache.step(layer, [(sequence, 0, len(ids) * tokens)], *extent.rows(layer))
+            sequence.publish(names)
+        memory.zero_()
+        with cache.create_sequence(names) as found:
+            self.assertEqual(len(ids), found.hit_blocks)
+            for layer in range(LAYERS):
+                cache.read(layer, [(found, 0, len(ids) * tokens)], *extent.rows(layer))
+                target.load(layer, target.indices(there), *extent.rows(layer), target.here()).wait()
+        errors = [0.0, 0.0]
+        for was, now in zip(layers, empty):
+            before = layer_views(was, BLOCKS, tokens, HEADS, HEAD_DIM)
+            after = layer_views(now, BLOCKS, tokens, HEADS, HEAD_DIM)
+            for side in range(2):
+                expected, got = before[side][ids].flatten().float(), after[side][there].flatten().float()
+                errors[side] = max(errors[side], float((expected - got).norm() / expected.norm()))
+        extent.close()
+        return errors
+
+
+class CudaPagedTest(PagedTest):
+    device = "cuda"
+
+    def setUp(self) -> None:
+        if not torch.cuda.is_available():
+            self.skipTest("needs a GPU")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,351 @@
+"""The connector inside vLLM's own scheduler and model runner's hooks, against a real daemon."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import unittest
+
+import kvmanager
+from engine import Engine
+from kvmanager.vllm import KvManagerConnector
+from kvmanager_testing import Daemon
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=tokens)
+
+
+class InterfaceTest(unittest.TestCase):
+    def test_every_abstract_method_is_there(self) -> None:
+        self.assertEqual(set(), set(KvManagerConnector.__abstractmethods__))
+        self.assertTrue(issubclass(KvManagerConnector, SupportsHMA))
+
+    def test_methods_have_the_signatures_of_their_bases(self) -> None:
+        compared = 0
+        for base in (KVConnectorBase_V1, SupportsHMA):
+            for name, theirs in inspect.getmembers(base, inspect.isroutine):
+                if name not in KvManagerConnector.__dict__ or name not in base.__dict__:
+                    continue
+                ours = getattr(KvManagerConnector, name)
+
+                def shape(function):
+                    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+                self.assertEqual(shape(theirs), shape(ours), name)
+                compared += 1
+        self.assertGreaterEqual(compared, 20)
+
+    def test_unknown_settings_are_refused(self) -> None:
+        with self.assertRaisesRegex(ValueError, "addres"):
+            Engine("unix:/nowhere", addres="x")
+
+
+class LifeTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.daemon = Daemon(host_pool="256MiB")
+        cls.addClassCleanup(cls.daemon.__exit__)
+
+    def setUp(self) -> None:
+        with kvmanager.connect(self.daemon.listen) as client:
+            client.purge()
+
+    def engine(self, **options) -> Engine:
+        return Engine(self.daemon.listen, **options)
+
+    def published(self) -> int:
+        with kvmanager.connect(self.daemon.listen) as client:
+            return client.status().published_blocks
+
+    def test_the_factory_makes_both_halves(self) -> None:
+        with self.engine() as engine:
+            self.assertIs(KVConnectorFactory.get_connector_class(engine.config.kv_transfer_config), KvManagerConnector)
+            self.assertIsInstance(engine.connector, KvManagerConnector)
+            self.assertIsInstance(engine.workers[0].connector, KvManagerConnector)
+            self.assertTrue(engine.connector.attached)
+
+    def test_miss_store_hit(self) -> None:
+        tokens = prompt(1, 700)
+        with self.engine() as first:
+            (expected,) = first.run(first.add("a", tokens, output=20))
+            self.assertEqual(0, first.loaded_tokens)
+            self.assertEqual(0, first.scheduler.kv_cache_manager.usage)
+        # 700 prompt tokens and 19 of the output have K and V.
+        self.assertEqual(719 // 16, self.published())
+        with self.engine() as second:
+            (found,) = second.run(second.add("b", tokens, output=20))
+            self.assertEqual(expected, found)
+            self.assertEqual(699 // 16 * 16, second.loaded_tokens)
+        self.assertEqual(719 // 16, self.published())
+
+    def test_partial_hit_and_what_follows_is_stored(self) -> None:
+        tokens = prompt(2, 320)
+        with self.engine() as first:
+            first.run(first.add("a", tokens, output=1))
+        longer = tokens[:200] + prompt(3, 200)
+        with self.engine() as second:
+            second.run(second.add("b", longer, output=1))
+            self.assertEqual(192, second.loaded_tokens)
+        with self.engine() as third:
+            third.run(third.add("c", longer, output=1))
+            self.assertEqual(399 // 16 * 16, third.loaded_tokens)
+
+    def test_a_local_prefix_is_not_loaded_again(self) -> None:
+        tokens = prompt(4, 320)
+        with self.engine() as first:
+            first.run(first.add("a", tokens, output=1))
+        with self.engine() as second:
+            second.run(second.add("b", tokens[:160], output=1))
+            loaded = second.loaded_tokens
+            second.run(second.add("c", tokens, output=1))
+            self.assertEqual(144, loaded)
+            self.assertEqual(144 + 304 - 160, second.loaded_tokens)
+
+    def test_salts_are_tenants(self) -> None:
+        tokens = prompt(5, 160)
+        with self.engine() as first:
+            first.run(first.add("a", tokens, output=1, salt="one"))
+        with self.engine() as second:
+            second.run(second.add("b", tokens, output=1, salt="two"), second.add("c", tokens, output=1))
+            self.assertEqual(0, second.loaded_tokens)
+            second.run(second.add("d", prompt(6, 16) + tokens, output=1, salt="one"))
+            self.assertEqual(0, second.loaded_tokens)
+        with self.engine() as third:
+            third.run(third.add("e", tokens, output=1, salt="one"))
+            self.assertEqual(144, third.loaded_tokens)
+        with kvmanager.connect(self.daemon.listen) as client:
+            tenants = {cache.options.tenant for cache in client.caches()}
+        self.assertFalse(any("one" in tenant for tenant in tenants))
+        self.assertGreaterEqual(len(tenants), 3)
+
+    def test_preempted_requests_go_on(self) -> None:
+        prompts = [prompt(10 + i, 100) for i in range(3)]
+        with self.engine() as roomy:
+            expected = roomy.run(*[roomy.add(f"r{i}", each, output=30) for i, each in enumerate(prompts)])
+        with kvmanager.connect(self.daemon.listen) as client:
+            client.purge()
+        with self.engine(blocks=24) as tight:
+            found = tight.run(*[tight.add(f"t{i}", each, output=30) for i, each in enumerate(prompts)])
+            self.assertGreater(tight.preemptions, 0)
+            self.assertEqual(expected, found)
+
+    def test_a_load_that_fails_is_recomputed(self) -> None:
+        tokens = prompt(20, 320)
+        with self.engine() as first:
+            (expected,) = first.run(first.add("a", tokens))
+        with self.engine() as second, kvmanager.connect(self.daemon.listen) as client:
+            request = second.add("b", tokens)
+            second.settle()  # the lookup hits
+            client.purge()
+            self.assertEqual([expected], second.run(request))
+            self.assertEqual(1, sum(each.get("loads_failed", 0) for each in second.stats))
+        self.assertEqual(323 // 16, self.published())
+
+    def test_a_hit_that_shrank_is_loaded_in_part(self) -> None:
+        tokens = prompt(21, 320)
+        with self.engine() as first:
+            (expected,) = first.run(first.add("a", tokens))
+        with self.engine() as second, kvmanager.connect(self.daemon.listen) as client:
+            worker = second.workers[0].connector._worker
+            request = second.add("b", tokens)
+            second.settle()
+            # A holder of the first half keeps it from being purged.
+            cache = client.open_cache(**worker.facts.describe(("", 0)))
+            half = cache.create_sequence(cache.external_names([bytes(each) for each in request.block_hashes[:10]]))
+            self.assertEqual(10, half.hit_blocks)
+            client.purge()
+            self.assertEqual([expected], second.run(request))
+
+    def test_many_at_once(self) -> None:
+        prompts = [prompt(30, 100) + prompt(31 + i, 150) for i in range(8)]
+        with self.engine(blocks=256) as first:
+            expected = first.run(*[first.add(f"a{i}", each) for i, each in enumerate(prompts)])
+        with self.engine(blocks=256, heads_first=False) as second:
+            found = second.run(*[second.add(f"b{i}", each) for i, each in enumerate(prompts)])
+            self.assertEqual(expected, found)
+            self.assertGreater(second.loaded_tokens, 8 * 200)
+
+    def test_layer_by_layer(self) -> None:
+        tokens = prompt(40, 320)
+        with self.engine(layerwise_saves=True) as first:
+            self.assertTrue(KvManagerConnector.requires_piecewise_for_cudagraph({"layerwise_saves": True}))
+            first.run(first.add("a", tokens))
+        with self.engine() as second:
+            second.run(second.add("b", tokens))
+            self.assertEqual(304, second.loaded_tokens)
+
+    def test_small_staging_takes_several_turns_or_drops(self) -> None:
+        tokens = prompt(41, 1500)
+        with self.engine(staging_mib=1, chunk=2048) as first:
+            (expected,) = first.run(first.add("a", tokens))
+            data = first.workers[0].connector._worker
+            self.assertLess(data.extent_blocks * 16, 1500)
+        stored = self.published()
+        self.assertGreater(stored, 0)
+        with self.engine(staging_mib=1) as second:
+            self.assertEqual([expected], second.run(second.add("b", tokens)))
+            self.assertEqual(min(stored, 1499 // 16) * 16, second.loaded_tokens)
+
+    def test_encoded_pages_come_back_within_the_codec_s_error(self) -> None:
+        tokens = prompt(42, 640)
+        options = {"codec": "hack:k_bits=3,v_bits=2", "block_size": 64, "tolerance": 0.8}
+        with self.engine(**options) as first:
+            first.run(first.add("a", tokens))
+        with self.engine(**options) as second:
+            second.run(second.add("b", tokens))
+            self.assertEqual(576, second.loaded_tokens)
+        with self.assertRaisesRegex(AssertionError, "differ"), self.engine(**{**options, "tolerance": 0.0}) as third:
+            third.run(third.add("c", tokens))
+
+    def test_sliding_windows_beside_full_attention(self) -> None:
+        tokens = prompt(43, 640)
+        with self.engine(windows=(None, 64), blocks=256) as first:
+            (expected,) = first.run(first.add("a", tokens, output=20))
+        with self.engine(windows=(None, 64), blocks=256) as second, kvmanager.connect(self.daemon.listen) as client:
+            self.assertEqual([expected], second.run(second.add("b", tokens, output=20)))
+            self.assertEqual(639 // 16 * 16, second.loaded_tokens)
+            second.scheduler.reset_prefix_cache()
+            request = second.add("c", tokens, output=20)
+            second.settle()
+            client.purge()
+            self.assertEqual([expected], second.run(request))
+
+    def test_ranks_have_caches_of_their_own(self) -> None:
+        tokens = prompt(44, 320)
+        with self.engine(ranks=2) as first:
+            (expected,) = first.run(first.add("a", tokens))
+        self.assertEqual(2 * (323 // 16), self.published())
+        with self.engine(ranks=2) as second, kvmanager.connect(self.daemon.listen) as client:
+            self.assertEqual([expected], second.run(second.add("b", tokens)))
+            self.assertEqual(304, second.loaded_tokens)
+            # What one rank lacks is no hit.
+            second.scheduler.reset_prefix_cache()
+            cache = client.open_cache(**second.workers[0].connector._facts.describe(("", 1)))
+            client.purge(cache.description.id)
+            before = second.loaded_tokens
+            self.assertEqual([expected], second.run(second.add("c", tokens)))
+            self.assertEqual(before, second.loaded_tokens)
+
+    def test_counts_reach_prometheus_and_the_log(self) -> None:
+        tokens = prompt(45, 320)
+        lines: list[str] = []
+        registry = CollectorRegistry()
+
+        def of(kind):
+            return lambda name, documentation, labelnames, **more: kind(
+                name, documentation, labelnames, registry=registry, **more
+            )
+
+        with self.engine() as engine:
+            config = engine.config
+            kinds = {Gauge: of(Gauge), Counter: of(Counter), Histogram: of(Histogram)}
+            metrics = KvManagerConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
+            log = KVConnectorLogging(config.kv_transfer_config)
+            for name in ("a", "b"):
+                engine.scheduler.reset_prefix_cache()
+                engine.run(engine.add(name, tokens))
+                for each in engine.stats:
+                    metrics.observe(each)
+                    log.observe(each)
+                engine.stats.clear()
+            log.log(lambda form, text: lines.append(text))
+        text = generate_latest(registry).decode()
+        self.assertIn('vllm:kvmanager_stored_tokens_total{engine="0"} 320.0', text)
+        self.assertIn('vllm:kvmanager_loaded_tokens_total{engine="0"} 304.0', text)
+        self.assertIn('vllm:kvmanager_load_seconds_count{engine="0"} 1.0', text)
+        self.assertIn("stored_tokens=320", lines[0])
+
+    def test_a_model_that_cannot_be_kept_is_served_without(self) -> None:
+        engine = self.engine(block_size=8)
+        self.assertIsNone(engine.connector._scheduler)
+        self.assertIn("block_size", engine.connector._facts.off)
+        request = engine.add("a", prompt(46, 64))
+        while not request.is_finished():
+            self.assertTrue(engine.step())
+
+
+class DisaggregatedTest(unittest.TestCase):
+    def test_prefill_here_decode_there_through_one_daemon(self) -> None:
+        tokens = prompt(50, 500)
+        with Daemon(host_pool="128MiB") as daemon:
+            with Engine(daemon.listen, role="kv_producer") as prefill, Engine(daemon.listen, role="kv_consumer") as decode:
+                self._hand_over(prefill, decode, tokens, {"do_remote_decode": True})
+
+    def test_prefill_here_decode_on_another_daemon(self) -> None:
+        tokens = prompt(51, 500)
+        with Daemon(host_pool="128MiB") as here, Daemon(host_pool="128MiB") as there:
+            with Engine(here.listen, role="kv_producer") as prefill, Engine(there.listen, role="kv_consumer") as decode:
+                self._hand_over(prefill, decode, tokens, {"do_remote_decode": True, "kvmanager_peer": there.peer})
+
+    def test_a_prefill_that_never_comes_is_computed(self) -> None:
+        with Daemon(host_pool="128MiB") as daemon:
+            with Engine(daemon.listen, role="kv_consumer", prefill_wait_ms=200) as decode:
+                request = decode.add("d", prompt(52, 100), params={"do_remote_prefill": True, "kvmanager_blocks": 6})
+                decode.run(request)
+                self.assertEqual(0, decode.loaded_tokens)
+
+    def _hand_over(self, prefill: Engine, decode: Engine, tokens: list[int], params: dict) -> None:
+        # The decode engine is told before the blocks are there: it waits for them.
+        request = prefill.add("p", tokens, output=1, params=params)
+        while not request.is_finished():
+            prefill.step()
+        told = prefill.done["p"]
+        self.assertEqual(500 // 16, told["kvmanager_blocks"])
+        decoding = decode.add("d", tokens, output=4, params=told)
+        decode.step()
+        self.assertEqual(0, decode.loaded_tokens)
+        prefill.run(request)
+        decode.run(decoding)
+        self.assertEqual(499 // 16 * 16, decode.loaded_tokens)
+
+
+class DaemonGoneTest(unittest.TestCase):
+    def test_the_engine_goes_on_and_attaches_again(self) -> None:
+        tokens = prompt(60, 320)
+        with Daemon(host_pool="128MiB") as daemon, Engine(daemon.listen) as engine:
+            (expected,) = engine.run(engine.add("a", tokens))
+            # In the middle of a request that was looked up and of one that stores.
+            engine.scheduler.reset_prefix_cache()
+            loading = engine.add("b", tokens)
+            storing = engine.add("c", prompt(61, 400), output=40)
+            engine.settle()
+            daemon.kill()
+            engine.run(loading, storing)
+            self.assertEqual(expected, list(loading.output_token_ids))
+            self.assertTrue(engine.wait(False))
+            # While it is away: misses.
+            engine.scheduler.reset_prefix_cache()
+            before = engine.loaded_tokens
+            engine.run(engine.add("d", tokens))
+            self.assertEqual(before, engine.loaded_tokens)
+            daemon.start()
+            self.assertTrue(engine.wait(True))
+            engine.scheduler.reset_prefix_cache()
+            engine.run(engine.add("e", tokens))  # the new daemon has nothing
+            self.assertEqual(before, engine.loaded_tokens)
+            engine.scheduler.reset_prefix_cache()
+            engine.run(engine.add("f", tokens))
+            self.assertEqual(before + 304, engine.loaded_tokens)
+
+    def test_a_daemon_that_comes_later(self) -> None:
+        with Daemon(host_pool="128MiB") as daemon:
+            daemon.kill()
+            engine = Engine(daemon.listen)
+            self.assertFalse(engine.connector.attached)
+            engine.run(engine.add("a", prompt(62, 100)))
+            daemon.start()
+            with engine:
+                engine.scheduler.reset_prefix_cache()
+                engine.run(engine.add("b", prompt(62, 100)))
+                engine.scheduler.reset_prefix_cache()
+                engine.run(engine.add("c", prompt(62, 100)))
+                self.assertEqual(96, engine.loaded_tokens)
+
+
+if __name__ == "__main__":
+    unittest.main()

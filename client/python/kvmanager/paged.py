@@ -1,0 +1,197 @@
+"""Moves blocks between an engine's paged KV cache and host memory. Needs torch alone.
+
+Layouts of one layer's cache, B blocks of N tokens, H heads of D values, strides being whatever they are:
+
+    [B][H][N][2 D]     K, then V, of a token and head (vLLM since 0.24); B may be a multiple of the blocks, of fewer tokens
+    [2][B][N][H][D]    vLLM's FlashAttention before
+    [B][2][N][H][D]    vLLM's FlashInfer and Triton before
+
+On a GPU, copies go by a stream of their own. Nothing here waits for a GPU but Fence.wait(), and it waits for the copies
+alone: what the engine's stream wrote before is ordered by an event that the copies' stream waits for.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import torch
+
+
+def layer_views(cache: torch.Tensor, blocks: int, block_tokens: int, heads: int, head_dim: int):
+    """(K, V) of a layer's cache as views [blocks][pieces][tokens of a piece][heads][head_dim]. ValueError: no layout of
+    the above has this shape."""
+    shape = tuple(cache.shape)
+    if cache.dim() == 4 and shape[1] == heads and shape[3] == 2 * head_dim and shape[0] % blocks == 0:
+        pieces = shape[0] // blocks
+        if pieces * shape[2] == block_tokens:
+            both = cache.permute(0, 2, 1, 3).unflatten(0, (blocks, pieces))
+            return both[..., :head_dim], both[..., head_dim:]
+    if cache.dim() == 5 and shape[2:] == (block_tokens, heads, head_dim):
+        if shape[:2] == (2, blocks) and blocks != 2:
+            return cache[0].unsqueeze(1), cache[1].unsqueeze(1)
+        if shape[:2] == (blocks, 2) and blocks != 2:
+            return cache[:, 0].unsqueeze(1), cache[:, 1].unsqueeze(1)
+    raise ValueError(
+        f"kv_caches (shape) is {shape}, must be [{blocks}][{heads}][{block_tokens}][{2 * head_dim}], "
+        f"[2][{blocks}][{block_tokens}][{heads}][{head_dim}] or [{blocks}][2][{block_tokens}][{heads}][{head_dim}], "
+        "with more than 2 blocks"
+    )
+
+
+class Fence:
+    """A point in the copies' stream; of copies on the CPU, one that is passed."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+        self._event = event
+
+    def passed(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Blocks this thread, and no stream. For threads of the connector's own."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def hold(self) -> None:
+        """What the engine's current stream does from now on comes after; blocks no thread."""
+        if self._event is not None:
+            self._event.wait()
+
+
+class PagedCopy:
+    """Copies between blocks of an engine's caches and dense rows [tokens][heads][head_dim] in host memory.
+
+    layers: per layer the engine's cache. save() and load() may be called by one thread each."""
+
+    def __init__(self, layers: list[torch.Tensor], blocks: int, block_tokens: int, heads: int, head_dim: int) -> None:
+        self._views = [layer_views(layer, blocks, block_tokens, heads, head_dim) for layer in layers]
+        self.device = layers[0].device
+        self.block_tokens = block_tokens
+        self.cuda = self.device.type == "cuda"
+        self._save_stream = self._load_stream = None
+        if self.cuda:
+            low = torch.cuda.Stream.priority_range()[0]
+            self._save_stream = torch.cuda.Stream(self.device, priority=low)
+            self._load_stream = torch.cuda.Stream(self.device, priority=low)
+
+    def here(self) -> Fence:
+        """Where the engine's current stream is: what it was given so far."""
+        return self._record(torch.cuda.current_stream(self.device)) if self.cuda else Fence()
+
+    def indices(self, block_ids: list[int]) -> torch.Tensor:
+        """For save() and load(), of any layer."""
+        ids = torch.tensor(block_ids, dtype=torch.int64)
+        return ids.pin_memory() if self.cuda else ids
+
+    def save(self, layer: int, indices: torch.Tensor, k: torch.Tensor, v: torch.Tensor, after: Fence) -> Fence:
+        """Copies blocks of `layer` into rows k and v behind `after`. Only begun: rows are there behind the fence."""
+        if not self.cuda:
+            for view, rows in zip(self._views[layer], (k, v)):
+                rows.view(-1).copy_(view.index_select(0, indices).reshape(-1))
+            return Fence()
+        with torch.cuda.stream(self._save_stream):
+            after.hold()
+            on_device = indices.to(self.device, non_blocking=True)
+            for view, rows in zip(self._views[layer], (k, v)):
+                rows.view(-1).copy_(view.index_select(0, on_device).view(-1), non_blocking=True)
+            return self._record(self._save_stream)
+
+    def load(self, layer: int, indices: torch.Tensor, k: torch.Tensor, v: torch.Tensor, after: Fence) -> Fence:
+        """Copies rows k and v into blocks of `layer` behind `after`. Only begun: rows are read, and blocks there, behind
+        the fence."""
+        if not self.cuda:
+            for view, rows in zip(self._views[layer], (k, v)):
+                view.index_copy_(0, indices, rows.reshape(len(indices), *view.shape[1:]))
+            return Fence()
+        with torch.cuda.stream(self._load_stream):
+            after.hold()
+            on_device = indices.to(self.device, non_blocking=True)
+            for view, rows in zip(self._views[layer], (k, v)):
+                there = rows.to(self.device, non_blocking=True)
+                view.index_copy_(0, on_device, there.reshape(len(indices), *view.shape[1:]))
+            return self._record(self._load_stream)
+
+    def _record(self, stream: torch.cuda.Stream) -> Fence:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return Fence(event)
+
+
+class Staging:
+    """Host memory cut into extents of whole blocks, each [layers][K, V][blocks * tokens][heads][head_dim].
+
+    memory: a flat uint8 tensor that stays mapped; with `pin`, on a machine with GPUs, it is pinned while this lives. Every method may
+    be called by any thread."""
+
+    def __init__(
+        self, memory: torch.Tensor, layers: int, block_tokens: int, heads: int, head_dim: int, dtype, pin: bool = True
+    ) -> None:
+        self._memory = memory
+        self._shape = (layers, 2, block_tokens, heads, head_dim)
+        self._dtype = dtype
+        self.block_bytes = layers * 2 * block_tokens * heads * head_dim * dtype.itemsize
+        self.blocks = memory.numel() // self.block_bytes
+        self._lock = threading.Lock()
+        self._free = [(0, self.blocks)]  # (first, blocks), ascending, apart from one another
+        self._pinned = False
+        if pin and torch.cuda.is_available():
+            self._pinned = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0) == 0
+            if not self._pinned:
+                warnings.warn("staging could not be pinned: copies between GPU and host will wait for one another")
+
+    def __del__(self) -> None:
+        if getattr(self, "_pinned", False):
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+
+    def take(self, blocks: int) -> Extent | None:
+        """None: there is no room for that many in a row."""
+        with self._lock:
+            for place, (first, size) in enumerate(self._free):
+                if size >= blocks:
+                    self._free[place : place + 1] = [(first + blocks, size - blocks)] if size > blocks else []
+                    return Extent(self, first, blocks)
+        return None
+
+    def _give_back(self, first: int, blocks: int) -> None:
+        with self._lock:
+            merged: list[tuple[int, int]] = []
+            for begin, size in sorted([*self._free, (first, blocks)]):
+                if merged and sum(merged[-1]) == begin:
+                    merged[-1] = (merged[-1][0], merged[-1][1] + size)
+                else:
+                    merged.append((begin, size))
+            self._free = merged
+
+
+class Extent:
+    """Room for some blocks of all layers: rows(layer) is (K, V), each [blocks * tokens][heads][head_dim]. Given back by
+    close()."""
+
+    __slots__ = ("_staging", "_first", "blocks", "_rows")
+
+    def __init__(self, staging: Staging, first: int, blocks: int) -> None:
+        self._staging: Staging | None = staging
+        self._first, self.blocks = first, blocks
+        layers, two, tokens, heads, head_dim = staging._shape
+        begin, size = first * staging.block_bytes, blocks * staging.block_bytes
+        flat = staging._memory[begin : begin + size].view(staging._dtype)
+        self._rows = flat.view(layers, two, blocks * tokens, heads, head_dim)
+
+    def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._rows[layer, 0], self._rows[layer, 1]
+
+    def side(self, side: int) -> torch.Tensor:
+        """K (0) or V (1) of all layers: [layers][blocks * tokens][heads][head_dim]."""
+        return self._rows[:, side]
+
+    def close(self) -> None:
+        """Nothing reads or writes it any more."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging._give_back(self._first, self.blocks)
+
+
+__all__ = ["Extent", "Fence", "PagedCopy", "Staging", "layer_views"]

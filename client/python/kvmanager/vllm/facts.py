@@ -1,0 +1,176 @@
+"""What the connector must know of a vLLM engine, from its configuration: both halves derive the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_TEXT_BYTES_MAX = 256
+_PAGE_TOKENS = range(16, 257, 16)
+_STAGING_MIB_MAX = 2048  # two arenas of 1 GiB
+
+
+@dataclass(frozen=True)
+class Settings:
+    """kv_connector_extra_config; an unknown key is a ValueError."""
+
+    address: str = "unix:/run/kvmanager/kvmanager.sock"
+    codec: str = "raw"
+    lag_pages: int = 0
+    tenant: str = ""
+    calibration_digest: str = ""
+    deadline_ms: int = 10000  # of a call to the daemon
+    lookup_ms: int = 1000  # a lookup without an answer by then is a miss
+    prefill_wait_ms: int = 10000  # how long a decode engine waits for blocks that a prefill engine promised
+    staging_mib: int = 256  # per rank: half for stores, half for loads
+    layerwise_saves: bool = False  # copies a layer when it is computed; CUDA graphs become piecewise
+    store_output: bool = True  # blocks of generated tokens, too
+    peer: str = ""  # "HOST:PORT[,HOST:PORT]": where prefills of do_remote_decode are handed to; empty: nowhere
+
+    @classmethod
+    def of(cls, given: dict) -> Settings:
+        unknown = set(given) - set(cls.__dataclass_fields__)
+        if unknown:
+            known = ", ".join(cls.__dataclass_fields__)
+            raise ValueError(f"kv_connector_extra_config has {', '.join(sorted(unknown))}, must be of {known}")
+        settings = cls(**given)
+        if not 1 <= settings.staging_mib <= _STAGING_MIB_MAX:
+            raise ValueError(f"staging_mib is {settings.staging_mib}, must be 1..{_STAGING_MIB_MAX}")
+        return settings
+
+
+@dataclass(frozen=True)
+class Facts:
+    """off: why nothing can be kept of this model; empty: it can. groups: per layer the cache group whose block tables
+    name its blocks."""
+
+    off: str = ""
+    layers: tuple[str, ...] = ()
+    groups: tuple[int, ...] = ()
+    group_count: int = 1
+    block_tokens: int = 0
+    hashes_per_block: int = 1
+    blocks: int = 0
+    heads: int = 0
+    head_dim: int = 0
+    dtype: torch.dtype = torch.float16
+    ranks: int = 1
+    rank: int = 0  # of this process, in a worker
+    options: dict = field(default_factory=dict)  # Client.open_cache's, but for tenant and rank
+
+    def describe(self, key: tuple[str, int]) -> dict:
+        """Client.open_cache's arguments of (tenant, tensor-parallel rank)."""
+        tenant, rank = key
+        return {**self.options, "tenant": tenant, "tensor_parallel_rank": rank, "tensor_parallel_size": self.ranks}
+
+
+def tenant_of(settings: Settings, salt: str | None) -> str:
+    """A salt may be a secret, and of any length: its digest stands for it."""
+    if not salt:
+        return settings.tenant
+    return f"{settings.tenant[:150]}/salt:{hashlib.sha256(salt.encode()).hexdigest()}"
+
+
+def facts_of(config: VllmConfig, caches: KVCacheConfig, settings: Settings, rank: int = 0) -> Facts:
+    try:
+        return _facts_of(config, caches, settings, rank)
+    except _Off as off:
+        return Facts(off=str(off))
+
+
+class _Off(Exception):
+    pass
+
+
+def _natural(name: str) -> list:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _fits(text: str) -> str:
+    """Names that are too long for the daemon, or not printable, stand as their digest."""
+    plain = len(text.encode()) <= _TEXT_BYTES_MAX and text.isprintable()
+    return text if plain else "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def _rope(model) -> str:
+    """RoPE facts of the model's own configuration, whatever they are called there."""
+    text = getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None)
+    found = {
+        name: getattr(text, name)
+        for name in ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+        if getattr(text, name, None) is not None
+    }
+    return _fits(json.dumps(found, sort_keys=True, default=str)) if found else ""
+
+
+def _facts_of(config: VllmConfig, caches: KVCacheConfig, settings: Settings, rank: int) -> Facts:
+    parallel = config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise _Off(f"{name} is {getattr(parallel, name)}, must be 1")
+    layers: dict[str, tuple[int, object]] = {}
+    for index, group in enumerate(caches.kv_cache_groups):
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        for name in group.layer_names:
+            layers[name] = (index, specs[name] if specs else group.kv_cache_spec)
+    if not layers:
+        raise _Off("the model has no KV cache")
+    shapes = set()
+    for name, (_, spec) in layers.items():
+        heads, width = getattr(spec, "num_kv_heads", None), getattr(spec, "head_size", None)
+        if not heads or not width or "MLA" in type(spec).__name__:
+            raise _Off(f"layer {name} is {type(spec).__name__}, must be attention with K and V")
+        odd = getattr(spec, "head_size_v", None) not in (None, width) or getattr(spec, "num_head_slots", None)
+        if odd or getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "page_size_padded", None):
+            raise _Off(f"layer {name} does not keep K and V of {width} values for each token and head")
+        shapes.add((heads, width, spec.dtype, spec.block_size))
+    if len(shapes) > 1:
+        raise _Off(f"layers differ in KV heads, head size, dtype or block size: {sorted(map(str, shapes))}")
+    ((heads, width, dtype, block_tokens),) = shapes
+    if dtype not in _DTYPES:
+        raise _Off(f"kv_cache_dtype is {dtype}, must be float16 or bfloat16")
+    if block_tokens not in _PAGE_TOKENS:
+        raise _Off(f"block_size is {block_tokens}, must be a multiple of 16 in 16..256")
+    hash_tokens = getattr(caches, "hash_block_size", None) or block_tokens
+    if block_tokens % hash_tokens:
+        raise _Off(f"block hashes are of {hash_tokens} tokens, must divide {block_tokens}")
+    names = sorted(layers, key=_natural)
+    model = config.model_config
+    query_heads = model.get_num_attention_heads(parallel)
+    return Facts(
+        layers=tuple(names),
+        groups=tuple(layers[name][0] for name in names),
+        group_count=len(caches.kv_cache_groups),
+        block_tokens=block_tokens,
+        hashes_per_block=block_tokens // hash_tokens,
+        blocks=caches.num_blocks,
+        heads=heads,
+        head_dim=width,
+        dtype=dtype,
+        ranks=parallel.tensor_parallel_size,
+        rank=rank,
+        options={
+            "model": _fits(model.model),
+            "revision": _fits(model.revision or ""),
+            "rope": _rope(model),
+            "layers": len(names),
+            "kv_heads": heads,
+            "query_heads": query_heads if query_heads % heads == 0 else heads,
+            "head_dim": width,
+            "page_tokens": block_tokens,
+            "dtype": _DTYPES[dtype],
+            "codec": settings.codec,
+            "lag_pages": settings.lag_pages,
+            "calibration_digest": settings.calibration_digest,
+        },
+    )

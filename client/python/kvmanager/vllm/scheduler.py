@@ -1,0 +1,289 @@
+"""The half of the connector in vLLM's scheduler: looks prompts up, plans loads and stores. It never waits for the daemon.
+
+A request, as this half knows it:
+
+    looking   a lookup is under way; the scheduler is told to ask again
+    looked    so many blocks are in the daemon
+    loading   blocks were allocated for them; the workers load
+    barred    a load failed: this request is computed
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from .._link import Link, Session
+from ..errors import Error
+from .facts import Facts, Settings, tenant_of
+from .messages import Finish, Load, StepPlan, Store
+from .metrics import KvManagerStats
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_LOOKUP_KEEP_S = 1.0  # a lookup older than that is made again: blocks may have been evicted, or come
+_LOOKUP_AGAIN_S = 0.005  # between lookups that wait for a prefill elsewhere
+
+
+class Lookup:
+    """How many blocks of a prompt every rank has. A job of the link."""
+
+    def __init__(self, tenant: str, hashes: list[bytes], ranks: int) -> None:
+        self._tenant, self._hashes, self._ranks = tenant, hashes, ranks
+        self.began = time.monotonic()
+        self.blocks: int | None = None
+        self.failed = False
+
+    def run(self, session: Session) -> None:
+        blocks = len(self._hashes)
+        for rank in range(self._ranks):
+            cache = session.cache((self._tenant, rank))
+            blocks = min(blocks, cache.match([cache.external_names(self._hashes[:blocks])])[0].hit_blocks)
+            if not blocks:
+                break
+        self.blocks = blocks
+
+    def fail(self, error: Error) -> None:
+        self.failed, self.blocks = True, 0
+
+
+class Purge:
+    """Drops the published blocks of the model's caches."""
+
+    def __init__(self, tenant: str, ranks: int) -> None:
+        self._tenant, self._ranks = tenant, ranks
+
+    def run(self, session: Session) -> None:
+        for rank in range(self._ranks):
+            session.client.purge(session.cache((self._tenant, rank)).description.id)
+
+    def fail(self, error: Error) -> None:
+        pass
+
+
+class RequestState:
+    def __init__(self, request: Request, tenant: str) -> None:
+        self.request = request
+        self.tenant = tenant
+        self.lookup: Lookup | None = None
+        self.local_tokens = 0  # computed here, when the last lookup was used
+        self.loading = False
+        self.load_ids: set[int] = set()  # blocks that are loaded into
+        self.barred = False
+        self.table: list[list[int]] = []  # block ids by group
+        self.stored = 0  # blocks that are in the daemon, or were planned to be
+        self.sent = 0  # hashes that the workers were told
+        self.any_store = False
+        self.preempted = False
+        self.wait_until = 0.0  # for blocks that a prefill elsewhere promised
+        self.promised = 0
+
+
+class SchedulerHalf:
+    """Belongs to the scheduler's thread."""
+
+    def __init__(self, facts: Facts, settings: Settings, producer: bool, consumer: bool) -> None:
+        self._facts, self._settings = facts, settings
+        self._producer, self._consumer = producer, consumer
+        self._requests: dict[str, RequestState] = {}
+        self._loads: list[Load] = []
+        self._finishes: list[Finish] = []
+        self._sending: set[str] = set()
+        self._stats = KvManagerStats()
+        self.link = Link(settings.address, "vllm scheduler", facts.describe, deadline_ms=settings.deadline_ms)
+
+    # Lookups.
+
+    def new_request(self, request: Request) -> None:
+        """Begins the lookup before the scheduler asks."""
+        if self._consumer and not request.skip_reading_prefix_cache:
+            state = self._state(request)
+            if state.lookup is None:
+                self._look(state)
+
+    def matched(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+        """KVConnectorBase_V1.get_num_new_matched_tokens."""
+        block = self._facts.block_tokens
+        state = self._state(request)
+        if not self._consumer or state.barred or state.loading or computed_tokens % block:
+            return 0, False
+        usable = (request.num_tokens - 1) // block * block
+        if computed_tokens >= usable:
+            return 0, False
+        now = time.monotonic()
+        lookup = state.lookup
+        if lookup is None or (lookup.blocks is not None and now - lookup.began > _LOOKUP_KEEP_S):
+            lookup = self._look(state)
+        if lookup is None:
+            return 0, False
+        if lookup.blocks is None:
+            if now - lookup.began < self._settings.lookup_ms / 1000:
+                return None, False
+            self._stats.add("lookups_unanswered")
+            return 0, False
+        if lookup.blocks < state.promised and now < state.wait_until and not lookup.failed:
+            if now - lookup.began >= _LOOKUP_AGAIN_S:
+                self._look(state)
+            return None, False
+        state.local_tokens = computed_tokens
+        tokens = min(lookup.blocks * block, usable) - computed_tokens
+        return (tokens, True) if tokens > 0 else (0, False)
+
+    def _look(self, state: RequestState) -> Lookup | None:
+        hashes = self._hashes(state.request)
+        if not hashes:
+            return None
+        lookup = Lookup(state.tenant, hashes, self._facts.ranks)
+        self._stats.add("lookups")
+        if not self.link.submit(lookup, urgent=True):
+            self._stats.add("lookups_unanswered")
+            state.lookup = None
+            return None
+        state.lookup = lookup
+        return lookup
+
+    def _hashes(self, request: Request, first: int = 0, last: int | None = None) -> list[bytes]:
+        """Of blocks first .. last: vLLM's hashes may be of fewer tokens, each covering all that comes before."""
+        per_block = self._facts.hashes_per_block
+        last = len(request.block_hashes) // per_block if last is None else last
+        return [bytes(each) for each in request.block_hashes[(first + 1) * per_block - 1 : last * per_block : per_block]]
+
+    def _state(self, request: Request) -> RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            state = RequestState(request, tenant_of(self._settings, request.cache_salt))
+            params = request.kv_transfer_params or {}
+            if params.get("do_remote_prefill"):
+                state.promised = int(params.get("kvmanager_blocks", 0))
+                state.wait_until = time.monotonic() + self._settings.prefill_wait_ms / 1000
+            self._requests[request.request_id] = state
+        return state
+
+    # Steps.
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """KVConnectorBase_V1.update_state_after_alloc."""
+        state = self._state(request)
+        lookup, state.lookup = state.lookup, None
+        if lookup is not None and lookup.blocks is not None:
+            state.stored = max(state.stored, lookup.blocks)
+            if external_tokens or not lookup.blocks:
+                self._stats.add("lookup_hit_tokens" if lookup.blocks else "lookup_misses", external_tokens or 1)
+        if not external_tokens:
+            return
+        block = self._facts.block_tokens
+        first, count = state.local_tokens // block, external_tokens // block
+        ids = tuple(list(group[first : first + count]) for group in blocks.get_block_ids())
+        self._loads.append(
+            Load(request.request_id, state.tenant, self._hashes(request, 0, first + count), first, ids)
+        )
+        state.loading, state.load_ids = True, {each for group in ids for each in group}
+
+    def plan(self, output: SchedulerOutput) -> StepPlan:
+        """KVConnectorBase_V1.build_connector_meta."""
+        plan = StepPlan(loads=self._loads, finishes=self._finishes, preempted=self._preempted(output))
+        self._loads, self._finishes = [], []
+        cached = output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens))
+        for new in output.scheduled_new_reqs:
+            computed[new.req_id] = new.num_computed_tokens
+            if new.req_id in self._requests:
+                self._requests[new.req_id].table = [list(ids) for ids in new.block_ids]
+        for name, ids in zip(cached.req_ids, cached.new_block_ids):
+            if name in self._requests:
+                self._append_ids(self._requests[name], ids, name in cached.resumed_req_ids)
+        if self._producer:
+            for name, tokens in output.num_scheduled_tokens.items():
+                if name in self._requests and name in computed:
+                    store = self._store(name, computed[name] + tokens, output)
+                    if store is not None:
+                        plan.stores.append(store)
+        return plan
+
+    def _append_ids(self, state: RequestState, ids, whole: bool) -> None:
+        if whole or not state.table:
+            state.table = [list(each) for each in ids or ()]
+        elif ids is not None:
+            for group, more in zip(state.table, ids):
+                group.extend(more)
+
+    def _store(self, name: str, computed_tokens: int, output: SchedulerOutput) -> Store | None:
+        state = self._requests[name]
+        tokens = computed_tokens
+        if not self._settings.store_output:
+            tokens = min(tokens, state.request.num_prompt_tokens)
+        full = min(tokens // self._facts.block_tokens, len(state.request.block_hashes) // self._facts.hashes_per_block)
+        if full <= state.stored:
+            return None
+        now = getattr(output, "kv_connector_block_state", None)
+        table = (now.get_block_ids(name) if now is not None else None) or state.table
+        ids = tuple(list(group[state.stored : full]) for group in table)
+        if any(len(group) < full - state.stored for group in ids):
+            return None
+        hashes = self._hashes(state.request, state.sent, full)
+        store = Store(name, state.tenant, state.sent, hashes, state.stored, ids)
+        state.stored, state.sent, state.any_store = full, full, True
+        return store
+
+    def _preempted(self, output: SchedulerOutput) -> bool:
+        """Whether blocks that workers may still read were taken from a request."""
+        found = bool(output.preempted_req_ids)
+        for state in self._requests.values():
+            preempted = state.request.status.name == "PREEMPTED"
+            found |= preempted and not state.preempted and state.any_store
+            state.preempted = preempted
+        return found
+
+    # Ends.
+
+    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """KVConnectorBase_V1.request_finished."""
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
+            return False, None
+        params = request.kv_transfer_params or {}
+        remote_decode = bool(params.get("do_remote_decode")) and self._producer
+        if not state.any_store:
+            return False, self._promise(state) if remote_decode else None
+        # Blocks of a request that loads are kept until the load is reported; blocks that were preempted are gone.
+        report = not state.loading and not state.preempted
+        peer = str(params.get("kvmanager_peer") or self._settings.peer) if remote_decode else ""
+        self._finishes.append(Finish(request.request_id, report, peer))
+        if report:
+            self._sending.add(request.request_id)
+        return report, self._promise(state) if remote_decode else None
+
+    def _promise(self, state: RequestState) -> dict[str, Any]:
+        """kv_transfer_params of the request that decodes."""
+        return {"do_remote_prefill": True, "do_remote_decode": False, "kvmanager_blocks": state.stored}
+
+    def worked(self, output: KVConnectorOutput) -> None:
+        """KVConnectorBase_V1.update_connector_output."""
+        self._sending.difference_update(output.finished_sending or ())
+        invalid = getattr(output, "invalid_block_ids", None) or set()
+        failed = getattr(output, "failed_recving", None) or set()
+        for name, state in self._requests.items():
+            if name in failed or (state.loading and not invalid.isdisjoint(state.load_ids)):
+                state.barred, state.stored, state.sent = True, 0, 0
+        for name in output.finished_recving or ():
+            if name in self._requests:
+                self._requests[name].loading = False
+
+    def sending(self) -> bool:
+        return bool(self._sending)
+
+    def take_stats(self) -> KvManagerStats | None:
+        if self._stats.is_empty():
+            return None
+        taken, self._stats = self._stats, KvManagerStats()
+        return taken
+
+    def reset(self) -> bool:
+        return self.link.submit(Purge(self._settings.tenant, self._facts.ranks))
+
+    def close(self) -> None:
+        self.link.close()
