@@ -138,13 +138,17 @@ class Staging:
         self._free = [(0, self.blocks)]  # (first, blocks), ascending, apart from one another
         self._pinned = False
         if pin and torch.cuda.is_available():
-            self._pinned = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0) == 0
+            self._pinned = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
             if not self._pinned:
                 warnings.warn("staging could not be pinned: copies between GPU and host will wait for one another")
 
     def __del__(self) -> None:
         if getattr(self, "_pinned", False):
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+
+    @property
+    def pinned(self) -> bool:
+        return self._pinned
 
     def take(self, blocks: int) -> Extent | None:
         """None: there is no room for that many in a row."""

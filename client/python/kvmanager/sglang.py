@@ -1,0 +1,484 @@
+"""SGLang's HiCache keeps its third level in the daemon:
+
+    python -m sglang.launch_server --model MODEL --page-size 64 --enable-hierarchical-cache
+      --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "kvmanager",
+        "module_path": "kvmanager.sglang", "class_name": "KvManagerHiCache", "interface_v1": 1,
+        "address": "unix:/run/kvmanager/kvmanager.sock"}'
+
+A page of SGLang is a block of one page: its key, a hash of all tokens up to its end, is its name. So pages are found,
+stored and evicted one by one, and nothing need be known of what comes before them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from typing import Any, Callable, List, Optional
+
+import torch
+from sglang.srt.mem_cache import hicache_storage as base
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
+
+from ._link import Link, Session
+from .cache import BlockNames, Cache, Sequence
+from .errors import Error, UnavailableError
+from .paged import Extent, Staging
+
+# What versions of SGLang differ in.
+PoolTransfer = getattr(base, "PoolTransfer", Any)
+PoolTransferResult = getattr(base, "PoolTransferResult", Any)
+
+logger = logging.getLogger("sglang.kvmanager")
+
+_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_SETTINGS = {
+    "address": "unix:/run/kvmanager/kvmanager.sock",
+    "codec": "raw",
+    "lag_pages": 0,
+    "tenant": "",
+    "calibration_digest": "",
+    "deadline_ms": 10000,
+    "staging_mib": 64,
+}
+_OURS_NOT = ("backend_name", "module_path", "class_name", "interface_v1")  # SGLang's own keys of extra_config
+_STAGING_MIB_MAX = 1024
+_KV = "kv"
+
+
+class Pool:
+    """A host pool of SGLang that has K and V: views of it by page, and its cache's identity. ValueError: it has another
+    shape."""
+
+    def __init__(self, host_pool: Any, config: HiCacheStorageConfig, name: str, settings: dict) -> None:
+        self.layout = getattr(host_pool, "layout", None)
+        self.page_tokens = host_pool.page_size
+        layers, heads = getattr(host_pool, "layer_num", None), getattr(host_pool, "head_num", None)
+        width = getattr(host_pool, "head_dim", None)
+        buffer = getattr(host_pool, "kv_buffer", None)
+        if None in (layers, heads, width) or not isinstance(buffer, torch.Tensor):
+            raise ValueError(f"{type(host_pool).__name__} has no K and V by head")
+        if getattr(host_pool, "v_head_dim", width) != width:
+            raise ValueError(f"v_head_dim is {host_pool.v_head_dim}, must be {width}")
+        if buffer.dtype not in _DTYPES:
+            raise ValueError(f"dtype is {buffer.dtype}, must be float16 or bfloat16")
+        if self.page_tokens not in range(16, 257, 16):
+            raise ValueError(f"page_size is {self.page_tokens}, must be a multiple of 16 in 16..256")
+        self.shape = (layers, self.page_tokens, heads, width)
+        self.dtype = buffer.dtype
+        self.sides = tuple(self._by_page(buffer[side]) for side in range(2))
+        self.pages = self.sides[0].shape[0]
+        self.page_bytes = 2 * layers * self.page_tokens * heads * width * buffer.dtype.itemsize
+        place = f"pp={config.pp_rank}/{config.pp_size}"
+        if getattr(config, "attn_cp_size", 1) > 1:
+            place += f",cp={config.attn_cp_rank}/{config.attn_cp_size}"
+        model = config.model_name or "model"
+        if len(model.encode()) > 256 or not model.isprintable():
+            model = "sha256:" + hashlib.sha256(model.encode()).hexdigest()
+        self.options = {
+            "model": model,
+            "revision": f"sglang:{place},pool={name}",
+            "tenant": settings["tenant"],
+            "layers": layers,
+            "kv_heads": heads,
+            "query_heads": heads,
+            "head_dim": width,
+            "page_tokens": self.page_tokens,
+            "dtype": _DTYPES[buffer.dtype],
+            "codec": settings["codec"],
+            "lag_pages": settings["lag_pages"],
+            "calibration_digest": settings["calibration_digest"],
+            "tensor_parallel_rank": config.tp_rank,
+            "tensor_parallel_size": config.tp_size,
+        }
+
+    def _by_page(self, side: torch.Tensor) -> torch.Tensor:
+        """K or V of all pages as a view [pages][layers][page tokens][heads][head_dim]."""
+        if self.layout == "layer_first":
+            return side.unflatten(1, (-1, self.page_tokens)).transpose(0, 1)
+        if self.layout == "page_first":
+            return side.unflatten(0, (-1, self.page_tokens)).transpose(1, 2)
+        if self.layout == "page_first_direct":
+            return side
+        if self.layout == "page_head":
+            return side.permute(0, 3, 2, 1, 4)
+        raise ValueError(f"layout is {self.layout}, must be layer_first, page_first, page_first_direct or page_head")
+
+    def flat_views(self, page: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a flat page, as SGLang makes and takes them, as views [layers][page tokens][heads][head_dim]."""
+        layers, tokens, heads, width = self.shape
+        if self.layout == "page_first":
+            both = page.view(2, tokens, layers, heads, width).transpose(1, 2)
+        elif self.layout == "page_head":
+            both = page.view(2, heads, tokens, layers, width).permute(0, 3, 2, 1, 4)
+        else:
+            both = page.view(2, layers, tokens, heads, width)
+        return both[0], both[1]
+
+    def rows(self, extent: Extent, side: int) -> torch.Tensor:
+        """An extent's K or V as [pages][layers][page tokens][heads][head_dim]."""
+        layers, tokens, heads, width = self.shape
+        return extent.side(side).view(layers, extent.blocks, tokens, heads, width).transpose(0, 1)
+
+
+class Call:
+    """A job that somebody waits for."""
+
+    def __init__(self, function: Callable[[Session], Any]) -> None:
+        self._function = function
+        self._done = threading.Event()
+        self.result: Any = None
+        self.error: Error | None = None
+
+    def run(self, session: Session) -> None:
+        self.result = self._function(session)
+        self._done.set()
+
+    def fail(self, error: Error) -> None:
+        self.error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+
+
+class KvManagerHiCache(HiCacheStorage):
+    """A storage backend of SGLang's HiCache. Its methods are called by SGLang's own threads for storage, and wait for
+    the daemon there, deadline_ms at most for each of its calls; where it is away, pages are misses and are not stored,
+    at once. It attaches again by itself.
+
+    storage_config.extra_config: address, codec, lag_pages, tenant, calibration_digest, deadline_ms, staging_mib beside
+    SGLang's own keys; others are a ValueError."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Optional[dict] = None) -> None:
+        given = {key: value for key, value in (storage_config.extra_config or {}).items() if key not in _OURS_NOT}
+        unknown = sorted(key for key in given if key not in _SETTINGS)
+        if unknown:
+            raise ValueError(f"extra_config has {', '.join(unknown)}, must be of {', '.join(_SETTINGS)}")
+        self._settings = {**_SETTINGS, **given}
+        if not 1 <= self._settings["staging_mib"] <= _STAGING_MIB_MAX:
+            raise ValueError(f"staging_mib is {self._settings['staging_mib']}, must be 1..{_STAGING_MIB_MAX}")
+        self._config = storage_config
+        self._pools: dict[str, Pool] = {}
+        self._link: Link | None = None
+        self._misses = {"away": 0, "failed": 0}
+
+    # Set-up.
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        self._register(mem_pool_host, _KV)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._register(host_pool, str(host_pool_name))
+
+    def _register(self, host_pool: Any, name: str) -> None:
+        config = self._config
+        if name == _KV and name in self._pools:
+            return
+        try:
+            if config.is_mla_model or getattr(config, "should_split_heads", False):
+                raise ValueError("MLA, and heads split for other tensor-parallel sizes, are not kept")
+            self._pools[name] = Pool(host_pool, config, name, self._settings)
+        except ValueError as error:
+            logger.warning("kvmanager keeps nothing of pool %s: %s", name, error)
+            return
+        if self._link is None:
+            self._link = Link(
+                self._settings["address"],
+                f"sglang rank {config.tp_rank}",
+                lambda key: self._pools[key].options,
+                lambda session: session.cache(name),
+                deadline_ms=self._settings["deadline_ms"],
+            )
+
+    @property
+    def attached(self) -> bool:
+        return self._link is not None and self._link.attached
+
+    # Calls, on SGLang's threads.
+
+    def _call(self, function: Callable[[Session], Any], otherwise: Any) -> Any:
+        call = Call(function)
+        if self._link is None or not self._link.submit(call):
+            self._misses["away"] += 1
+            return otherwise
+        call.wait()
+        if call.error is not None:
+            self._misses["failed"] += 1
+            if not isinstance(call.error, UnavailableError):
+                logger.warning("kvmanager: %s", call.error)
+            return otherwise
+        return call.result
+
+    def _exist(self, name: str, keys: List[str]) -> list[bool]:
+        if name not in self._pools:
+            return [False] * len(keys)
+
+        def ask(session: Session) -> list[bool]:
+            cache = session.cache(name)
+            return [match.hit_blocks == 1 for match in cache.match([_name(cache, key) for key in keys])]
+
+        return self._call(ask, [False] * len(keys)) if keys else []
+
+    def _set(self, name: str, keys: List[str], fill: Callable[[torch.Tensor, int, List[int]], None]) -> list[bool]:
+        """fill(rows, side, places): writes K (side 0) or V (1) of these keys to [places][layers]...[head_dim]."""
+        done = [False] * len(keys)
+        pool = self._pools.get(name)
+
+        def store(session: Session) -> list[bool]:
+            cache, staging = session.cache(name), _staging(session, name, pool, self._settings)
+            names = [_name(cache, key) for key in keys]
+            for place, match in enumerate(cache.match(names)):
+                done[place] = match.hit_blocks == 1
+            missing = [place for place in range(len(keys)) if not done[place]]
+            for begin in range(0, len(missing), staging.blocks):
+                places = missing[begin : begin + staging.blocks]
+                with _Room(staging, len(places)) as extent:
+                    for side in range(2):
+                        fill(pool.rows(extent, side), side, places)
+                    _append(cache, pool, extent, [names[place] for place in places])
+                for place in places:
+                    done[place] = True
+            return done
+
+        if pool is None or not keys:
+            return done
+        return self._call(store, done)
+
+    def _get(self, name: str, keys: List[str], take: Callable[[torch.Tensor, int, List[int]], None]) -> list[bool]:
+        """take(rows, side, places): reads K or V of these keys."""
+        done = [False] * len(keys)
+        pool = self._pools.get(name)
+
+        def load(session: Session) -> list[bool]:
+            cache, staging = session.cache(name), _staging(session, name, pool, self._settings)
+            for begin in range(0, len(keys), staging.blocks):
+                some = range(begin, min(begin + staging.blocks, len(keys)))
+                sequences = cache.create_sequences([_name(cache, keys[place]) for place in some])
+                try:
+                    found = [(place, each) for place, each in zip(some, sequences) if each.hit_blocks == 1]
+                    if found:
+                        with _Room(staging, len(found)) as extent:
+                            _read(cache, pool, extent, [each for _, each in found])
+                            for side in range(2):
+                                take(pool.rows(extent, side), side, [place for place, _ in found])
+                        for place, _ in found:
+                            done[place] = True
+                finally:
+                    for each in sequences:
+                        each.close()
+            return done
+
+        if pool is None or not keys:
+            return done
+        return self._call(load, done)
+
+    # Version 1: pages of the registered host pool.
+
+    def batch_get_v1(
+        self, keys: List[str], host_indices: torch.Tensor, extra_info: Optional[HiCacheStorageExtraInfo] = None
+    ) -> List[bool]:
+        return self._get_pages(_KV, keys, host_indices)
+
+    def batch_set_v1(
+        self, keys: List[str], host_indices: torch.Tensor, extra_info: Optional[HiCacheStorageExtraInfo] = None
+    ) -> List[bool]:
+        return self._set_pages(_KV, keys, host_indices)
+
+    def _pages(self, name: str, keys: List[str], host_indices: Optional[torch.Tensor]) -> torch.Tensor | None:
+        """The numbers of the host pool's pages; None, and said: indices do not fit the keys."""
+        pool = self._pools[name]
+        expected = len(keys) * pool.page_tokens
+        if host_indices is None or host_indices.numel() != expected:
+            got = 0 if host_indices is None else host_indices.numel()
+            logger.error("kvmanager: host_indices of pool %s has %d tokens, must have %d", name, got, expected)
+            return None
+        return host_indices.view(-1)[:: pool.page_tokens].cpu() // pool.page_tokens
+
+    def _get_pages(self, name: str, keys: List[str], host_indices: Optional[torch.Tensor]) -> list[bool]:
+        pages = self._pages(name, keys, host_indices) if name in self._pools else None
+        if pages is None:
+            return [False] * len(keys)
+        sides = self._pools[name].sides
+        return self._get(name, keys, lambda rows, side, places: sides[side].index_copy_(0, pages[places], rows))
+
+    def _set_pages(self, name: str, keys: List[str], host_indices: Optional[torch.Tensor]) -> list[bool]:
+        pages = self._pages(name, keys, host_indices) if name in self._pools else None
+        if pages is None:
+            return [False] * len(keys)
+        sides = self._pools[name].sides
+        return self._set(name, keys, lambda rows, side, places: rows.copy_(sides[side][pages[places]]))
+
+    # Version 2: several pools.
+
+    def batch_exists_v2(
+        self,
+        keys: List[str],
+        pool_transfers: Optional[List[PoolTransfer]] = None,
+        extra_info: Optional[HiCacheStorageExtraInfo] = None,
+    ) -> PoolTransferResult:
+        policies = base.PoolHitPolicy
+        pages = self.batch_exists(keys, extra_info)
+        hits: dict[str, int] = {base.PoolName.KV: pages} if pages else {}
+        restorable = list(range(1, pages + 1))
+        for transfer in pool_transfers or []:
+            if str(transfer.name) == _KV or transfer.hit_policy == getattr(policies, "BLOCK_GROUPS", None):
+                continue
+            there = self._exist(str(transfer.name), keys[:pages])
+            if transfer.hit_policy == policies.TRAILING_PAGES:
+                tail = max(1, len(transfer.keys or ()))
+                held = {end for end in range(1, pages + 1) if all(there[max(0, end - tail) : end])}
+            else:
+                held = set(range(1, _leading(there) + 1))
+            if held:
+                hits[transfer.name] = max(held)
+            restorable = [end for end in restorable if end in held]
+        result = PoolTransferResult(restorable[-1] if restorable else 0, hits)
+        if hasattr(result, "restorable_prefix_pages"):
+            result.restorable_prefix_pages = restorable
+        return result
+
+    def batch_get_v2(
+        self, transfers: List[PoolTransfer], extra_info: Optional[HiCacheStorageExtraInfo] = None
+    ) -> dict[str, List[bool]]:
+        return {each.name: self._get_pages(str(each.name), each.keys or [], each.host_indices) for each in transfers}
+
+    def batch_set_v2(
+        self, transfers: List[PoolTransfer], extra_info: Optional[HiCacheStorageExtraInfo] = None
+    ) -> dict[str, List[bool]]:
+        return {each.name: self._set_pages(str(each.name), each.keys or [], each.host_indices) for each in transfers}
+
+    # The generic interface: flat pages.
+
+    def get(
+        self, key: str, target_location: Optional[Any] = None, target_sizes: Optional[Any] = None
+    ) -> torch.Tensor | None:
+        return self.batch_get([key], [target_location], target_sizes)[0]
+
+    def batch_get(
+        self, keys: List[str], target_locations: Optional[Any] = None, target_sizes: Optional[Any] = None
+    ) -> List[torch.Tensor | None] | int:
+        pool = self._pools.get(_KV)
+        if pool is None:
+            return [None] * len(keys)
+        targets = list(target_locations or [None] * len(keys))
+        for place, each in enumerate(targets):
+            if each is None:
+                targets[place] = torch.empty(pool.page_bytes // pool.dtype.itemsize, dtype=pool.dtype)
+
+        def take(rows: torch.Tensor, side: int, places: List[int]) -> None:
+            for row, place in zip(rows, places):
+                pool.flat_views(targets[place])[side].copy_(row)
+
+        there = self._get(_KV, keys, take)
+        return [target if found else None for target, found in zip(targets, there)]
+
+    def set(
+        self,
+        key: str,
+        value: Optional[Any] = None,
+        target_location: Optional[Any] = None,
+        target_sizes: Optional[Any] = None,
+    ) -> bool:
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: List[str],
+        values: Optional[Any] = None,
+        target_locations: Optional[Any] = None,
+        target_sizes: Optional[Any] = None,
+    ) -> bool:
+        pool = self._pools.get(_KV)
+        if pool is None or values is None:
+            return False
+
+        def fill(rows: torch.Tensor, side: int, places: List[int]) -> None:
+            for row, place in zip(rows, places):
+                row.copy_(pool.flat_views(values[place].contiguous())[side])
+
+        return all(self._set(_KV, keys, fill))
+
+    def exists(self, key: str) -> bool:
+        return self._exist(_KV, [key])[0]
+
+    def batch_exists(self, keys: List[str], extra_info: Optional[HiCacheStorageExtraInfo] = None) -> int:
+        return _leading(self._exist(_KV, keys))
+
+    # The rest.
+
+    def clear(self) -> None:
+        """Purges this model's pages."""
+
+        def purge(session: Session) -> None:
+            for name in self._pools:
+                session.client.purge(session.cache(name).description.id)
+
+        self._call(purge, None)
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+
+def _leading(there: list[bool]) -> int:
+    return there.index(False) if False in there else len(there)
+
+
+def _name(cache: Cache, key: str) -> BlockNames:
+    """SGLang's keys are hexadecimal digests, perhaps with a suffix."""
+    try:
+        digest = bytes.fromhex(key)
+    except ValueError:
+        digest = b""
+    return cache.external_names([digest if len(digest) == 32 else hashlib.sha256(key.encode()).digest()])
+
+
+def _staging(session: Session, name: str, pool: Pool, settings: dict) -> Staging:
+    """Of the link's thread, made once for a connection and pool."""
+    staging = session.state.get(name)
+    if staging is None:
+        arena = session.client.create_arena(max(pool.page_bytes, settings["staging_mib"] << 20))
+        layers, tokens, heads, width = pool.shape
+        memory = torch.from_dlpack(arena.tensor((arena.nbytes,), "uint8"))
+        staging = session.state[name] = Staging(memory, layers, tokens, heads, width, pool.dtype, pin=False)
+        session.state[name, "arena"] = arena
+    return staging
+
+
+class _Room:
+    """An extent for a while."""
+
+    def __init__(self, staging: Staging, blocks: int) -> None:
+        self._extent = staging.take(blocks)
+
+    def __enter__(self) -> Extent:
+        return self._extent
+
+    def __exit__(self, *_: object) -> None:
+        self._extent.close()
+
+
+def _append(cache: Cache, pool: Pool, extent: Extent, names: list[BlockNames]) -> None:
+    """A sequence of one page for each name, published and given back."""
+    sequences: list[Sequence] = cache.create_sequences([None] * len(names))
+    try:
+        entries = [(each, 0, pool.page_tokens) for each in sequences]
+        for layer in range(pool.shape[0]):
+            cache.step(layer, entries, *extent.rows(layer))
+        for each, name in zip(sequences, names):
+            each.publish(name)
+    finally:
+        for each in sequences:
+            each.close()
+
+
+def _read(cache: Cache, pool: Pool, extent: Extent, sequences: list[Sequence]) -> None:
+    entries = [(each, 0, pool.page_tokens) for each in sequences]
+    for layer in range(pool.shape[0]):
+        cache.read(layer, entries, *extent.rows(layer))
+
+
+__all__ = ["KvManagerHiCache"]
