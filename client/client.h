@@ -375,8 +375,8 @@ class Cache {
   /// UNAVAILABLE (the hand-off by which it was arriving ended early); DATA_LOSS: the codec could not decode a page, and
   /// what k and v hold is of no use.
   absl::StatusOr<ReadResult> Read(const ReadBatch& batch) { return ReadAsync(batch).Wait(); }
-  /// k and v must stay until the result was waited for, or the Pending is gone (arena ranges may be written to until
-  /// the daemon has noticed).
+  /// k and v must stay until the result was waited for, or the Pending is gone; arena ranges may still be written to a
+  /// little after that: use others.
   virtual Pending<absl::StatusOr<ReadResult>> ReadAsync(const ReadBatch& batch) = 0;
   /// Of a cache on a GPU.
   virtual absl::StatusOr<ExtendOutcome> Extend(const ExtendBatch&) {

@@ -144,6 +144,7 @@ TEST_F(ReadTest, RaggedBatchesComeInTheOrderOfTheirEntries) {
   std::mt19937_64 random(5);
   const auto uniform = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
   ASSERT_OK_AND_ASSIGN(auto arena, client_->CreateArena(8 << 20));
+  ASSERT_OK_AND_ASSIGN(auto spoilt, client_->CreateArena(8 << 20));  // what is given up may still write to its ranges
   for (const std::string codec : {"raw", "hack:k_bits=4,v_bits=4"}) {
     CacheOptions options = SmallCache(codec, uniform(0, 2), codec == "raw" ? 16 : 64, 32);
     options.kv_heads = 3;
@@ -174,6 +175,7 @@ TEST_F(ReadTest, RaggedBatchesComeInTheOrderOfTheirEntries) {
       };
       std::vector<Call> calls(uniform(1, 4));
       size_t free = 0;
+      const bool give_one_up = uniform(0, 3) == 0;
       for (Call& call : calls) {
         const int layer = uniform(0, 1);
         for (int n = uniform(1, 9); n > 0; --n) {
@@ -192,8 +194,8 @@ TEST_F(ReadTest, RaggedBatchesComeInTheOrderOfTheirEntries) {
             own->resize(bytes);
             return TensorView::Inline(own->data(), bytes);
           }
-          const TensorView view = arena->View(free, bytes);
-          std::memset(view.data, 0xee, bytes);
+          const TensorView view = (give_one_up && &call == &calls.front() ? spoilt : arena)->View(free, bytes);
+          if (view.arena == arena.get()) std::memset(view.data, 0xee, bytes);
           free += (bytes + 63) / 64 * 64;
           return view;
         };
@@ -206,7 +208,6 @@ TEST_F(ReadTest, RaggedBatchesComeInTheOrderOfTheirEntries) {
         batch.v = call.v;
         call.pending = std::make_unique<Pending<absl::StatusOr<ReadResult>>>(cache->ReadAsync(batch));
       }
-      const bool give_one_up = uniform(0, 3) == 0;
       if (give_one_up) calls.front().pending.reset();
       for (Call& call : calls) {
         if (call.pending == nullptr) continue;
@@ -216,8 +217,6 @@ TEST_F(ReadTest, RaggedBatchesComeInTheOrderOfTheirEntries) {
         EXPECT_EQ(std::memcmp(call.k.data, call.expected.k.data(), call.expected.k.size()), 0);
         EXPECT_EQ(std::memcmp(call.v.data, call.expected.v.data(), call.expected.v.size()), 0);
       }
-      // What was given up may still write to its ranges: they are not used again before the daemon has noticed.
-      if (give_one_up) ASSERT_OK(client_->Ping());
     }
   }
 }

@@ -81,6 +81,9 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
     return kj::mv(waiting.promise);
   }
 
+  // Nobody waits any more: what is not begun need not be read.
+  void GiveUp() { next_.store(kNone / 2, std::memory_order_relaxed); }
+
   const absl::Status& status() const { return status_; }
 
   // REQUIRES: status() is OK.
@@ -176,6 +179,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
   }
 
   void Finish() {
+    if (!fulfiller_->isWaiting()) return;
     if (const size_t at = spoilt_.load(); at != kNone) {
       const Piece& piece = pieces_[at];
       const AttendEntry& entry = read_.entries[piece.entry];
@@ -225,7 +229,7 @@ absl::StatusOr<kj::Promise<void>> RunRead(const std::shared_ptr<Session>& sessio
                       session->daemon().store->Load(cache.id, read.layer, read.entries));
   auto call = std::make_shared<ReadCall>(session, cache, read, std::move(lease));
   context.releaseParams();
-  kj::Promise<void> ran = call->Begin();
+  kj::Promise<void> ran = call->Begin().attach(kj::defer([call] { call->GiveUp(); }));
   return ran.then([call, context, session]() mutable {
     if (call->status().ok()) return call->WriteReply(context);
     ServeError(*session, Method::kRead, call->status(),
