@@ -1,5 +1,5 @@
 // Encode and decode speed of each codec, one thread, in bytes of raw pages per second; `bytes_per_token_head` beside
-// it.
+// it. "compare" is what sampling a page costs (page_error.h): attention of 4 query tokens of 32 heads in both forms.
 //
 //   bazel run --config=opt //codecs:codec_bench -- [--codec=SPEC ...] [--codec-plugin=FILE.so ...]
 //       [flags of Google Benchmark]
@@ -17,6 +17,7 @@
 
 #include "benchmark/benchmark.h"
 #include "codecs/bench_codecs.h"
+#include "codecs/page_error.h"
 #include "codecs/registry.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/base/status.h"
@@ -104,6 +105,31 @@ void Decode(benchmark::State& state, const std::string& spec) {
   Report(state, *e.codec);
 }
 
+void Compare(benchmark::State& state, const std::string& spec) {
+  const Encoded e = Prepare(spec);
+  constexpr int kQueryTokens = 4;
+  std::vector<float> q(size_t{kQueryTokens} * 4 * kLayout.kv_heads * kLayout.head_dim);
+  std::mt19937 random(2);
+  std::normal_distribution<float> normal;
+  for (float& x : q) x = normal(random);
+  double errors = 0;
+  for (auto _ : state) {
+    errors = 0;
+    for (const EncodeItem& item : e.items) {
+      PageErrorTask task;
+      task.codec = e.codec.get();
+      task.raw = item.raw;
+      task.encoded = item.encoded;
+      task.q = q.data();
+      task.q_tokens = kQueryTokens;
+      task.query_heads = 4 * kLayout.kv_heads;
+      errors += RelativePageError(task);
+    }
+  }
+  Report(state, *e.codec);
+  state.counters["relative_error"] = errors / kPages;
+}
+
 void Validate(benchmark::State& state, const std::string& spec) {
   const Encoded e = Prepare(spec);
   const size_t page_bytes = e.codec->info().encoded_bytes;
@@ -136,6 +162,9 @@ int main(int argc, char** argv) {
     const std::string name = spec == "raw" ? "copy" : spec;
     benchmark::RegisterBenchmark(("encode/" + name).c_str(), [spec](benchmark::State& s) { Encode(s, spec); });
     benchmark::RegisterBenchmark(("decode/" + name).c_str(), [spec](benchmark::State& s) { Decode(s, spec); });
+    if (spec != "raw") {
+      benchmark::RegisterBenchmark(("compare/" + name).c_str(), [spec](benchmark::State& s) { Compare(s, spec); });
+    }
     benchmark::RegisterBenchmark(("validate/" + spec).c_str(), [spec](benchmark::State& s) { Validate(s, spec); });
   }
   benchmark::Initialize(&argc, argv);

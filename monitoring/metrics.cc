@@ -32,7 +32,7 @@ prometheus::Gauge& Metrics::Gauge(const std::string& name, const std::string& he
 
 prometheus::Histogram& Metrics::Histogram(const std::string& name, const std::string& help,
                                           const std::vector<double>& bounds, const MetricLabels& labels) {
-  KV_CHECK(absl::EndsWith(name, "_seconds") || absl::EndsWith(name, "_bytes"));
+  KV_CHECK(absl::EndsWith(name, "_seconds") || absl::EndsWith(name, "_bytes") || absl::EndsWith(name, "_error"));
   Declare({kPrefix + name, "histogram", {}, help}, labels);
   return prometheus::BuildHistogram().Name(kPrefix + name).Help(help).Register(*registry_).Add(labels, bounds);
 }

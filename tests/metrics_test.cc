@@ -1,4 +1,5 @@
 // docs/metrics.md and the daemon's metrics page say the same, both ways, once every path has been walked.
+#include <cmath>
 #include <fstream>
 #include <map>
 #include <memory>
@@ -11,6 +12,7 @@
 #include "absl/strings/str_split.h"
 #include "client/client.h"
 #include "gtest/gtest.h"
+#include "kvmanager/base/half.h"
 #include "tests/harness.h"
 #include "tests/matchers.h"
 #include "tests/model.h"
@@ -97,9 +99,13 @@ void WalkEveryPath(DaemonProcess& daemon, DaemonProcess& peer) {
 TEST(MetricsTest, TheCatalogueIsTheMetricsPage) {
   const std::map<std::string, Row> catalogue = ReadCatalogue();
   ASSERT_FALSE(catalogue.empty());
-  ASSERT_OK_AND_ASSIGN(auto daemon, DaemonProcess::Start({}));
+  DaemonOptions options;
+  options.more_flags = {"--quality-sample", "1"};
+  ASSERT_OK_AND_ASSIGN(auto daemon, DaemonProcess::Start(options));
   ASSERT_OK_AND_ASSIGN(auto peer, DaemonProcess::Start({}));
   WalkEveryPath(*daemon, *peer);
+  // Sampled pages are compared behind all else.
+  EXPECT_TRUE(Eventually([&] { return Scrape(*daemon)->Sum("kvmanager_codec_relative_error_count") > 0; }));
   ASSERT_OK_AND_ASSIGN(const MetricsPage page, Scrape(*daemon));
   std::string missing;
   for (const auto& [name, row] : catalogue) {
@@ -173,6 +179,86 @@ TEST(MetricsTest, CountersCountWhatHappened) {
   ASSERT_OK_AND_ASSIGN(const MetricsPage end, Scrape(*daemon));
   EXPECT_EQ(end.Sum("kvmanager_pages"), 0);
   EXPECT_EQ(end.Sum("kvmanager_page_bytes"), 0);
+}
+
+/// sqrt(sum |o' - o|^2 / sum |o|^2) of attention over each full page of 64 tokens of `layer` alone, with the queries of
+/// positions `first` .. `first + 3`: by what was appended, and by what comes back decoded. Summed over pages.
+double SumOfErrors(const Source& source, int layer, int pages, const ModelSequence& decoded, uint64_t first) {
+  const CacheOptions& o = source.shape;
+  const std::vector<float> q = source.Q(layer, first, 4);
+  double sum = 0;
+  for (int page = 0; page < pages; ++page) {
+    const ModelSequence::Rows read = decoded.Read(layer, page * 64, 64);
+    const std::vector<uint8_t> k[2] = {source.K(layer, page * 64, 64), read.k},
+                               v[2] = {source.V(layer, page * 64, 64), read.v};
+    double error = 0, norm = 0;
+    for (int row = 0; row < 4 * o.query_heads; ++row) {
+      const int head = row % o.query_heads / (o.query_heads / o.kv_heads);
+      std::vector<double> out[2];
+      for (int form = 0; form < 2; ++form) {
+        out[form].assign(o.head_dim, 0);
+        double weights = 0;
+        for (int t = 0; t < 64; ++t) {
+          const size_t at = (size_t(t) * o.kv_heads + head) * o.head_dim;
+          double score = 0;
+          for (int c = 0; c < o.head_dim; ++c) {
+            score += double(q[row * o.head_dim + c]) * LoadElement(k[form].data(), o.dtype, at + c);
+          }
+          const double weight = std::exp(score / std::sqrt(double(o.head_dim)));
+          weights += weight;
+          for (int c = 0; c < o.head_dim; ++c) out[form][c] += weight * LoadElement(v[form].data(), o.dtype, at + c);
+        }
+        for (double& x : out[form]) x /= weights;
+      }
+      for (int c = 0; c < o.head_dim; ++c) {
+        error += (out[1][c] - out[0][c]) * (out[1][c] - out[0][c]);
+        norm += out[0][c] * out[0][c];
+      }
+    }
+    sum += std::sqrt(error / norm);
+  }
+  return sum;
+}
+
+TEST(MetricsTest, SampledPagesSayWhatEncodingCosts) {
+  for (const int every : {0, 1, 3}) {
+    SCOPED_TRACE(every);
+    DaemonOptions daemon_options;
+    daemon_options.more_flags = {"--quality-sample", std::to_string(every), "--threads", "2"};
+    ASSERT_OK_AND_ASSIGN(auto daemon, DaemonProcess::Start(daemon_options));
+    ASSERT_OK_AND_ASSIGN(auto client, Client::Connect(daemon->listen(), {}));
+    for (const char* const codec : {"hack:k_bits=8,v_bits=8", "hack:k_bits=3,v_bits=2"}) {
+      const CacheOptions options = SmallCache(codec, 1);
+      const Source source{3, Kind::kNormal, options};
+      ASSERT_OK_AND_ASSIGN(auto cache, client->OpenCache(options));
+      ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence());
+      // Four steps with a query each, and from then on none: those four are what every page is compared with.
+      ASSERT_OK(Load(*cache, made.sequence->id(), source, 0, 44, 44));
+      for (uint64_t at = 40; at < 44; ++at) ASSERT_OK(Ask(*cache, made.sequence->id(), source, at));
+      const int pages = 12;
+      ASSERT_OK(Load(*cache, made.sequence->id(), source, 44, pages * 64 - 44, 100));
+      const double sampled = every == 0 ? 0 : 2 * pages / every;
+      const std::string label = "cache=\"" + cache->description().digest.ToHex(6) + "\"",
+                        layers[2] = {"layer=\"0\"", "layer=\"1\""};
+      const auto grown = [&](const char* part, const std::string& layer) {
+        return Scrape(*daemon)->Sum(std::string("kvmanager_codec_relative_error_") + part, {label, layer});
+      };
+      const auto encoded = [&] { return Scrape(*daemon)->Sum("kvmanager_encoded_pages_total"); };
+      EXPECT_TRUE(Eventually([&] {
+        return grown("count", layers[0]) + grown("count", layers[1]) == sampled && encoded() >= 2 * pages;
+      })) << grown("count", layers[0]);
+      if (every == 0) EXPECT_EQ(Scrape(*daemon)->families.count("kvmanager_codec_relative_error"), 0u);
+      if (every != 1) continue;
+      ModelSequence decoded(options);
+      LoadModel(decoded, source, 0, pages * 64, pages * 64);
+      decoded.MarkShared(pages * 64);
+      for (int layer = 0; layer < 2; ++layer) {
+        const double expected = SumOfErrors(source, layer, pages, decoded, 40);
+        // Attention on encoded pages rounds queries, too.
+        EXPECT_NEAR(grown("sum", layers[layer]), expected, 0.05 * expected + 0.002 * pages) << codec;
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -430,7 +430,7 @@ INSTANTIATE_TEST_SUITE_P(Seeds, RandomTest, ::testing::Values(1, 2, 3, 4));
 TEST(RandomThreadsTest, ClientsAtOnceInASmallPool) {
   DaemonOptions options;
   options.host_pool_bytes = 4 << 20;  // evictions and refusals
-  options.more_flags = {"--threads", "2"};
+  options.more_flags = {"--threads", "2", "--quality-sample", "2"};
   ASSERT_OK_AND_ASSIGN(auto daemon, DaemonProcess::Start(options));
   std::vector<std::thread> threads;
   for (uint64_t i = 0; i < 3; ++i) {

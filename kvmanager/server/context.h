@@ -28,6 +28,7 @@ class HandOffDesk;
 class InProcess;
 class PeerCopier;
 class PollList;
+class QualityMonitor;
 class Recomputer;
 class Session;
 
@@ -45,6 +46,7 @@ struct DaemonContext {
   const StoreMetrics* store_metrics = nullptr;
   HandOffDesk* desk = nullptr;
   Recomputer* recomputer = nullptr;
+  QualityMonitor* quality = nullptr;  // nullptr: no page is sampled
   EventLoop* loop = nullptr;  // while Run() runs
 
   std::vector<const DeviceContext*> devices;  // GPUs with a pool; empty: none

@@ -59,8 +59,9 @@ absl::Status CheckBytes(absl::string_view field, const std::string& text, uint64
 
 // The flags as texts: what CLI11 fills from the command line and the file, before values are checked.
 struct Texts {
-  std::string host_pool_bytes, threads, busy_poll_us, arena_bytes, recompute_bytes, slab_bytes, hand_off_lease_ms,
-      drain_s, peer_rate_bytes, peer_window_bytes, peer_local_copy, device_pool_bytes, device_slab_bytes, devices;
+  std::string host_pool_bytes, threads, busy_poll_us, quality_sample, arena_bytes, recompute_bytes, slab_bytes,
+      hand_off_lease_ms, drain_s, peer_rate_bytes, peer_window_bytes, peer_local_copy, device_pool_bytes,
+      device_slab_bytes, devices;
 };
 
 absl::Status CheckDevices(const Texts& texts, Options* options) {
@@ -139,6 +140,7 @@ absl::Status Check(const Texts& texts, Options* options) {
   } integers[] = {
       {"--threads", texts.threads, 0, Options::kThreadsMax, &options->threads},
       {"--busy-poll-us", texts.busy_poll_us, 0, Options::kBusyPollUsMax, &options->busy_poll_us},
+      {"--quality-sample", texts.quality_sample, 0, Options::kQualitySampleMax, &options->quality_sample},
       {"--hand-off-lease-ms", texts.hand_off_lease_ms, Options::kHandOffLeaseMsMin, Options::kHandOffLeaseMsMax,
        &options->hand_off_lease_ms},
       {"--drain-s", texts.drain_s, 0, Options::kDrainSMax, &options->drain_s},
@@ -262,6 +264,10 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->type_name("HOST:PORT");
   app.add_option("--threads", texts.threads, "Workers that encode and attend; 0: one per usable CPU (default 0)")
       ->type_name("N");
+  app.add_option("--quality-sample", texts.quality_sample,
+                 "Of each layer one encoded page in so many is attended to raw and encoded with recent queries, for "
+                 "kvmanager_codec_relative_error; 0: none (default 64)")
+      ->type_name("PAGES");
   app.add_option("--busy-poll-us", texts.busy_poll_us,
                  "Look for calls this long before blocking: lower latency for one busy CPU (default 0)")
       ->type_name("US");

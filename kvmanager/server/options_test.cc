@@ -42,6 +42,7 @@ TEST(OptionsTest, DefaultsAreThoseOfTheHeader) {
   EXPECT_EQ(line->options.hand_off_lease_ms, 60000);
   EXPECT_EQ(line->options.drain_s, 10);
   EXPECT_EQ(line->options.busy_poll_us, 0);
+  EXPECT_EQ(line->options.quality_sample, 64);
   EXPECT_EQ(line->options.log_level, "info");
   EXPECT_TRUE(line->options.peer_local_copy);
 }
@@ -104,7 +105,7 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
       "all.conf",
       "listen = [\"unix:/tmp/a.sock\", \"tcp:127.0.0.1:0\"]\n"
       "host-pool-bytes = \"1.5GiB\"\nmetrics-listen = \"127.0.0.1:9464\"\n"
-      "peer-listen = \"[::1]:9470\"\nthreads = 3\nbusy-poll-us = 50\narena-bytes = \"1GiB\"\nslab-bytes = \"4MiB\"\n"
+      "peer-listen = \"[::1]:9470\"\nthreads = 3\nbusy-poll-us = 50\nquality-sample = 0\narena-bytes = \"1GiB\"\nslab-bytes = \"4MiB\"\n"
       "hand-off-lease-ms = 1000\ndrain-s = 2\npeer-rate-bytes = 1000000\npeer-window-bytes = \"1MiB\"\npeer-local-copy "
       "= off\nlog-level = warn\n");
   auto file = Parse({"--config", path});
@@ -122,6 +123,8 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
                       "3",
                       "--busy-poll-us",
                       "50",
+                      "--quality-sample",
+                      "0",
                       "--arena-bytes",
                       "1GiB",
                       "--slab-bytes",
@@ -148,6 +151,7 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
     EXPECT_EQ(o.peer_listen, "[::1]:9470");
     EXPECT_EQ(o.threads, 3);
     EXPECT_EQ(o.busy_poll_us, 50);
+    EXPECT_EQ(o.quality_sample, 0);
     EXPECT_EQ(o.arena_bytes, uint64_t{1} << 30);
     EXPECT_EQ(o.slab_bytes, uint64_t{4} << 20);
     EXPECT_EQ(o.hand_off_lease_ms, 1000);
@@ -172,6 +176,8 @@ TEST(OptionsTest, ErrorsNameFlagValueAndBound) {
            {With({"--threads", "-1"}), "--threads", "-1"},
            {With({"--threads", "many"}), "--threads", "many"},
            {With({"--busy-poll-us", "1000001"}), "--busy-poll-us", "1000001"},
+           {With({"--quality-sample", "-1"}), "--quality-sample", "-1"},
+           {With({"--quality-sample", "1000000001"}), "--quality-sample", "1000000001"},
            {With({"--arena-bytes", "3TiB"}), "--arena-bytes", "3TiB"},
            {With({"--slab-bytes", "3MiB"}), "--slab-bytes", "3MiB"},
            {With({"--slab-bytes", "128MiB"}), "--slab-bytes", "128MiB"},

@@ -34,6 +34,7 @@
 #include "kvmanager/server/listen_socket.h"
 #include "kvmanager/server/message_queue.h"
 #include "kvmanager/server/plugin_events.h"
+#include "kvmanager/server/quality.h"
 #include "kvmanager/server/recomputer.h"
 #include "kvmanager/server/server_metrics.h"
 #include "kvmanager/store/page_store.h"
@@ -116,6 +117,10 @@ class ServerImpl final : public Server {
           {parts->context.ordinal, parts->pool.get(), &parts->epochs, &parts->encode_queue, parts->mover.get()});
     }
     store_ = PageStore::Create(pool_.get(), &registry_, executor_.get(), &store_metrics_, &clock_, devices);
+    if (options_.quality_sample > 0) {
+      quality_ = std::make_unique<QualityMonitor>(executor_.get(), &metrics_, uint32_t(options_.quality_sample));
+      store_->SetSampler(quality_.get());
+    }
     recomputer_ =
         std::make_unique<Recomputer>(workers_.get(), &queue_, &clock_, &recompute_metrics_, options_.recompute_bytes);
     desk_ = std::make_unique<HandOffDesk>(&daemon_);
@@ -131,6 +136,7 @@ class ServerImpl final : public Server {
     daemon_.store_metrics = &store_metrics_;
     daemon_.desk = desk_.get();
     daemon_.recomputer = recomputer_.get();
+    daemon_.quality = quality_.get();
     for (const auto& parts : devices_) {
       parts->indexes->SetWorkers(executor_.get());
       daemon_.devices.push_back(&parts->context);
@@ -373,6 +379,7 @@ class ServerImpl final : public Server {
   std::unique_ptr<PeerCopier> copier_;
   std::unique_ptr<WorkerPool> workers_;
   std::unique_ptr<PoolEncodeExecutor> executor_;
+  std::unique_ptr<QualityMonitor> quality_;
   std::unique_ptr<PageStore> store_;
   std::unique_ptr<Recomputer> recomputer_;
   MessageQueue queue_;  // its messages hold leases of the store, and projections

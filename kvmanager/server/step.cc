@@ -8,6 +8,7 @@
 #include "attention/attention.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/server/aligned_buffer.h"
+#include "kvmanager/server/quality.h"
 #include "kvmanager/server/serve.h"
 
 namespace kvmanager {
@@ -237,6 +238,10 @@ absl::StatusOr<kj::Promise<void>> RunStep(const std::shared_ptr<Session>& sessio
     return kj::Promise<void>(kj::READY_NOW);
   }
   KV_ASSIGN_OR_RETURN(std::unique_ptr<AttendLease> lease, daemon.store->Attend(cache.id, step.layer, step.entries));
+  if (daemon.quality != nullptr && !cache.codec->info().identity) {
+    daemon.quality->NoteQueries(cache.id, *cache.config, step.layer, step.entries, step.q_dtype, step.scale,
+                                step.q.bytes.data());
+  }
   if (step.multiply_adds_max <= kLoopMultiplyAddsMax && lease->ready()) {
     KV_RETURN_IF_ERROR(lease->status());
     KV_RETURN_IF_ERROR(CheckOwnPages(cache, step, *lease));

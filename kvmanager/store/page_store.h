@@ -76,6 +76,26 @@ class EncodeExecutor {
   virtual void Train(DeviceIndexJob job);
 };
 
+/// A page whose encoded form has just been made.
+struct PageSample {
+  CacheId cache = 0;
+  CacheDigest digest;  // the cache's
+  uint32_t layer = 0;
+  std::shared_ptr<const Codec> codec;  // shared: it outlives the cache's closing
+  const uint8_t* raw = nullptr;
+  const uint8_t* encoded = nullptr;
+};
+
+/// Looks at both forms of some pages of host memory before their raw form goes. The store's thread.
+class PageSampler {
+ public:
+  virtual ~PageSampler() = default;
+  /// Asked once for each page that was encoded.
+  virtual bool Wants(CacheId cache, uint32_t layer) = 0;
+  /// Right after Wants said so. Both forms stay until `done` is called, once, on the store's thread.
+  virtual void Compare(const PageSample& page, absl::AnyInvocable<void()> done) = 0;
+};
+
 struct AppendEntry {
   SequenceId sequence = 0;
   uint64_t position = 0;  // the layer's token count that the caller expects; another one is FAILED_PRECONDITION
@@ -502,6 +522,8 @@ class PageStore {
   /// Calls `fn` once, when host memory is next given back or can be evicted: what was refused may fit then. It is
   /// called from within other calls, and must only pass a message on. A later call replaces it.
   virtual void OnRoom(absl::AnyInvocable<void()> fn) = 0;
+  /// Before the first append; it outlives the store's use. nullptr: none, as at first.
+  virtual void SetSampler(PageSampler* sampler) = 0;
 
   /// Drops published blocks that nothing pins, of one cache or of all, in every memory, and closes caches that are then
   /// empty and have no sequence. Returns the number of blocks.

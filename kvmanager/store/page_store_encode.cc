@@ -82,12 +82,31 @@ void PageStoreImpl::OnEncoded(const std::vector<PageRef>& pages, absl::Span<cons
     kept.encoded = after.encoded;
     after.checksum = ChecksumOf(*block->cache, ref.layer, kept);
     Apply(ref, declined ? PageEvent::kDeclined : PageEvent::kEncoded, after);
+    if (!declined && sampler_ != nullptr && !block->cache->on_device() &&
+        sampler_->Wants(block->cache->id, ref.layer)) {
+      Sample(ref);
+    }
     ReleaseRawIfUnused(ref);
     MakeEvictableIfUnused(block);
   }
   for (PageFollower* follower : followers) follower->OnEncoded();
   TellFollowers();
   NotifyWaiters();
+}
+
+void PageStoreImpl::Sample(const PageRef& ref) {
+  const std::shared_ptr<Cache> cache = ref.block->cache;
+  const Page& page = ref.page();
+  Pin(ref);
+  ++cache->leases;
+  PageSample sample{cache->id, cache->digest, ref.layer, cache->codec};
+  sample.raw = Data(*cache, page.raw);
+  sample.encoded = Data(*cache, page.encoded);
+  sampler_->Compare(sample, [this, alive = alive(), cache, ref] {
+    if (alive.expired()) return;
+    --cache->leases;
+    Unpin(ref);
+  });
 }
 
 void PageStoreImpl::TellFollowers() {

@@ -270,6 +270,7 @@ class PageStoreImpl final : public PageStore {
   absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first, std::shared_ptr<const Codec> codec,
                                                       RecomputeChoice recompute) override;
   void OnRoom(absl::AnyInvocable<void()> fn) override { on_room_ = std::move(fn); }
+  void SetSampler(PageSampler* sampler) override { sampler_ = sampler; }
   absl::StatusOr<uint64_t> Purge(CacheId cache) override;
   uint64_t PurgeAll() override;
   std::vector<CacheInfo> Caches() const override;
@@ -435,6 +436,7 @@ class PageStoreImpl final : public PageStore {
 
  private:
   void OnEncoded(const std::vector<PageRef>& pages, absl::Span<const EncodeItem> items);
+  void Sample(const PageRef& ref);
   void OnMoved(const std::shared_ptr<BlockMove>& move, bool moved);
   void Land(BlockMove& move, bool moved);
   void LandBlock(BlockMove& move, BlockMove::Pair& pair, bool moved);
@@ -496,6 +498,7 @@ class PageStoreImpl final : public PageStore {
   std::vector<EncodeWaiter*> waiting_;
   std::deque<EncodeWaiter*> ready_;  // whose callbacks are to be called
   absl::AnyInvocable<void()> on_room_;
+  PageSampler* sampler_ = nullptr;
 };
 
 /// Copies the first `tokens` tokens of a raw page.

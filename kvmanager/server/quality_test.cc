@@ -1,0 +1,231 @@
+#include "kvmanager/server/quality.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "codecs/builtin.h"
+#include "codecs/page_error.h"
+#include "kvmanager/base/half.h"
+
+namespace kvmanager {
+namespace {
+
+constexpr int kQueryHeads = 4, kDim = 64;
+const PageLayout kLayout = {DType::kFloat16, 2, kDim, 64};
+constexpr size_t kRow = size_t{kQueryHeads} * kDim;  // values of a query token
+
+// Tasks wait until told to run.
+class HeldExecutor final : public EncodeExecutor {
+ public:
+  void Encode(std::shared_ptr<const Codec>, std::vector<EncodeItem>,
+              absl::AnyInvocable<void(absl::Span<const EncodeItem>)>) override {
+    ADD_FAILURE() << "nothing is encoded here";
+  }
+  void Run(std::vector<absl::AnyInvocable<void()>> tasks, absl::AnyInvocable<void()> done) override {
+    held_.push_back({std::move(tasks), std::move(done)});
+  }
+  void RunAll() {
+    for (; !held_.empty(); held_.pop_front()) {
+      for (auto& task : held_.front().tasks) task();
+      held_.front().done();
+    }
+  }
+  size_t held() const { return held_.size(); }
+
+ private:
+  struct Held {
+    std::vector<absl::AnyInvocable<void()>> tasks;
+    absl::AnyInvocable<void()> done;
+  };
+  std::deque<Held> held_;
+};
+
+class QualityTest : public ::testing::Test {
+ protected:
+  QualityTest() : raw_(kLayout.raw_bytes()) {
+    RegisterBuiltinCodecs(registry_);
+    codec_ = registry_.Create("hack:k_bits=3,v_bits=2", kLayout).value();
+    encoded_ = AlignedBuffer(codec_->info().encoded_bytes);
+    std::mt19937 random(1);
+    std::normal_distribution<float> normal;
+    for (size_t i = 0; i < kLayout.raw_bytes() / 2; ++i) {
+      StoreElement(raw_.data(), kLayout.dtype, i, normal(random));
+    }
+    const AlignedBuffer workspace(codec_->encode_workspace_bytes());
+    EncodeItem item{raw_.data(), encoded_.data(), 0, 0};
+    codec_->Encode(absl::MakeSpan(&item, 1), workspace.span());
+    EXPECT_FALSE(item.declined);
+    for (int i = 0; i < 64; ++i) {
+      for (size_t c = 0; c < kRow; ++c) q_.push_back(normal(random));
+    }
+  }
+  static CacheConfig Config(int layers, int query_heads = kQueryHeads) {
+    CacheConfig config;
+    config.layers = layers;
+    config.query_heads = query_heads;
+    config.layout = kLayout;
+    return config;
+  }
+  static CacheDigest Digest(uint8_t first) {
+    CacheDigest digest{};
+    digest.bytes[0] = first;
+    return digest;
+  }
+  PageSample Sample(CacheId cache, uint32_t layer, uint8_t digest = 0xab) const {
+    return {cache, Digest(digest), layer, codec_, raw_.data(), encoded_.data()};
+  }
+  // A step of `tokens` tokens each, whose first is query row `row` of q_.
+  void Note(QualityMonitor& monitor, CacheId cache, int layer, int row, const std::vector<int>& tokens,
+            int layers = 2) {
+    std::vector<AttendEntry> entries;
+    for (const int n : tokens) entries.push_back({1, 0, n});
+    monitor.NoteQueries(cache, Config(layers), layer, entries, DType::kFloat32, 0,
+                        reinterpret_cast<const uint8_t*>(q_.data() + row * kRow));
+  }
+  double ErrorOf(const std::vector<int>& rows) const {
+    std::vector<float> q;
+    for (const int row : rows) q.insert(q.end(), q_.begin() + row * kRow, q_.begin() + (row + 1) * kRow);
+    PageErrorTask task;
+    task.codec = codec_.get();
+    task.raw = raw_.data();
+    task.encoded = encoded_.data();
+    task.q = q.data();
+    task.q_tokens = static_cast<int>(rows.size());
+    task.query_heads = kQueryHeads;
+    return RelativePageError(task);
+  }
+  // Of the histogram; -1: there is no such series.
+  double Series(const std::string& part, const std::string& labels) {
+    const std::string text = metrics_.Text(),
+                      line = absl::StrCat("kvmanager_codec_relative_error_", part, "{", labels, "} ");
+    const size_t at = text.find(line);
+    return at == std::string::npos ? -1 : std::stod(text.substr(at + line.size()));
+  }
+  static std::string Labels(const std::string& cache, const std::string& layer) {
+    return absl::StrCat("cache=\"", cache, "\",codec=\"hack\",layer=\"", layer, "\"");
+  }
+
+  CodecRegistry registry_;
+  std::shared_ptr<const Codec> codec_;
+  AlignedBuffer raw_, encoded_;
+  std::vector<float> q_;  // [64][kQueryHeads][kDim]
+  Metrics metrics_;
+  HeldExecutor executor_;
+};
+
+TEST_F(QualityTest, ComparesWithTheNewestRowsOfEntriesInTurn) {
+  QualityMonitor monitor(&executor_, &metrics_, 1);
+  EXPECT_FALSE(monitor.Wants(7, 1)) << "there are no queries yet";
+  // Rows 2, 5 (of the second entry), 9 (of the first again), then 12, each the last token of its entry.
+  Note(monitor, 7, 1, 0, {3});
+  Note(monitor, 7, 1, 3, {1, 2});
+  Note(monitor, 7, 1, 9, {1, 2});
+  Note(monitor, 7, 1, 12, {1});
+  // Four rows are there: the next is copied once 16 more tokens were seen.
+  Note(monitor, 7, 1, 20, {14});
+  EXPECT_FALSE(monitor.Wants(7, 0));
+  ASSERT_TRUE(monitor.Wants(7, 1));
+  int done = 0;
+  monitor.Compare(Sample(7, 1), [&done] { ++done; });
+  EXPECT_EQ(done, 0);
+  executor_.RunAll();
+  EXPECT_EQ(done, 1);
+  const std::string labels = Labels("ab0000000000", "1");
+  EXPECT_EQ(Series("count", labels), 1);
+  const double first = ErrorOf({2, 5, 9, 12});
+  EXPECT_GT(first, 0.01);
+  EXPECT_NEAR(Series("sum", labels), first, 1e-6);
+  // The sixteenth takes the place of the oldest.
+  Note(monitor, 7, 1, 40, {2});
+  ASSERT_TRUE(monitor.Wants(7, 1));
+  monitor.Compare(Sample(7, 1), [&done] { ++done; });
+  Note(monitor, 7, 1, 50, {16});  // too late for this one
+  executor_.RunAll();
+  EXPECT_EQ(Series("count", labels), 2);
+  EXPECT_NEAR(Series("sum", labels), first + ErrorOf({41, 5, 9, 12}), 1e-6);
+}
+
+TEST_F(QualityTest, OfEachLayerOnePageInSoManyAndLayersTakeTurns) {
+  QualityMonitor monitor(&executor_, &metrics_, 4);
+  std::vector<std::vector<int>> wanted(6);
+  for (int layer = 0; layer < 6; ++layer) Note(monitor, 1, layer, layer, {1}, 6);
+  for (int page = 0; page < 12; ++page) {
+    for (int layer = 0; layer < 6; ++layer) {
+      if (monitor.Wants(1, layer)) wanted[layer].push_back(page);
+    }
+  }
+  for (int layer = 0; layer < 6; ++layer) {
+    EXPECT_EQ(wanted[layer], (std::vector<int>{layer % 4, layer % 4 + 4, layer % 4 + 8}));
+  }
+}
+
+TEST_F(QualityTest, SoManyComparisonsAtOnce) {
+  QualityMonitor monitor(&executor_, &metrics_, 1);
+  Note(monitor, 1, 0, 0, {1});
+  int done = 0;
+  for (int i = 0; i < QualityMonitor::kComparisonsMax; ++i) {
+    ASSERT_TRUE(monitor.Wants(1, 0));
+    monitor.Compare(Sample(1, 0), [&done] { ++done; });
+  }
+  EXPECT_FALSE(monitor.Wants(1, 0));
+  EXPECT_EQ(executor_.held(), size_t{QualityMonitor::kComparisonsMax});
+  executor_.RunAll();
+  EXPECT_EQ(done, QualityMonitor::kComparisonsMax);
+  EXPECT_TRUE(monitor.Wants(1, 0));
+}
+
+TEST_F(QualityTest, QueriesTakeBoundedMemory) {
+  QualityMonitor monitor(&executor_, &metrics_, 1);
+  // Rows of 4 MiB: four layers of a cache are all there is room for.
+  const int heads = 16384;
+  const std::vector<float> wide(size_t{heads} * kDim, 1.0f);
+  const AttendEntry entry{1, 0, 1};
+  const auto note = [&](CacheId cache, int layer) {
+    monitor.NoteQueries(cache, Config(8, heads), layer, {&entry, 1}, DType::kFloat32, 0,
+                        reinterpret_cast<const uint8_t*>(wide.data()));
+    EXPECT_LE(monitor.query_bytes(), QualityMonitor::kQueryBytesMax);
+  };
+  for (int layer = 0; layer < 8; ++layer) note(1, layer);
+  EXPECT_EQ(monitor.query_bytes(), QualityMonitor::kQueryBytesMax);
+  EXPECT_TRUE(monitor.Wants(1, 3));
+  EXPECT_FALSE(monitor.Wants(1, 4));
+  // Another cache's take their place.
+  note(2, 0);
+  EXPECT_EQ(monitor.query_bytes(), 16u << 20);
+  EXPECT_FALSE(monitor.Wants(1, 3));
+  EXPECT_TRUE(monitor.Wants(2, 0));
+  // Queries of another kind begin anew, in as much memory as they need.
+  monitor.NoteQueries(2, Config(8, heads), 0, {&entry, 1}, DType::kFloat16, 0,
+                      reinterpret_cast<const uint8_t*>(wide.data()));
+  EXPECT_EQ(monitor.query_bytes(), 8u << 20);
+  // Caches come and go: the least recently used are forgotten.
+  for (CacheId cache = 10; cache < 10 + 2 * QualityMonitor::kCachesMax; ++cache) Note(monitor, cache, 0, 0, {1});
+  EXPECT_LE(monitor.query_bytes(), QualityMonitor::kCachesMax * QualityMonitor::kRows * kRow * sizeof(float));
+  EXPECT_FALSE(monitor.Wants(10, 0));
+  EXPECT_TRUE(monitor.Wants(9 + 2 * QualityMonitor::kCachesMax, 0));
+}
+
+TEST_F(QualityTest, SeriesAreBounded) {
+  QualityMonitor monitor(&executor_, &metrics_, 1);
+  const int layers = static_cast<int>(QualityMonitor::kSeriesMax) + 3;
+  for (int layer = 0; layer < layers; ++layer) {
+    Note(monitor, 1, layer, 0, {1}, layers);
+    ASSERT_TRUE(monitor.Wants(1, layer));
+    PageSample sample = Sample(1, layer);
+    monitor.Compare(sample, [] {});
+    executor_.RunAll();
+  }
+  EXPECT_EQ(Series("count", Labels("ab0000000000", "1023")), 1);
+  EXPECT_EQ(Series("count", Labels("ab0000000000", "1024")), -1);
+  EXPECT_EQ(Series("count", Labels("other", "other")), 3);
+}
+
+}  // namespace
+}  // namespace kvmanager
