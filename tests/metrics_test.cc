@@ -254,8 +254,9 @@ TEST(MetricsTest, SampledPagesSayWhatEncodingCosts) {
       decoded.MarkShared(pages * 64);
       for (int layer = 0; layer < 2; ++layer) {
         const double expected = SumOfErrors(source, layer, pages, decoded, 40);
-        // Attention on encoded pages rounds queries, too.
-        EXPECT_NEAR(grown("sum", layers[layer]), expected, 0.05 * expected + 0.002 * pages) << codec;
+        // Attention of hack rounds queries and weights to 8 bits, too: an error of about 0.007 of its own.
+        EXPECT_GT(grown("sum", layers[layer]), 0.95 * expected) << codec;
+        EXPECT_LT(grown("sum", layers[layer]), 1.05 * pages * std::hypot(expected / pages, 0.01)) << codec;
       }
     }
   }
