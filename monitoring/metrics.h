@@ -38,8 +38,8 @@ class Metrics {
   Metrics();
 
   /// The series `name{labels}`, made on first use. `name` is without the prefix; a counter ends in _total, a histogram
-  /// in _seconds or _bytes, a gauge in neither _total. All series of a name have the same type, help and label names
-  /// (aborts).
+  /// in _seconds, _bytes or _error (a ratio), a gauge in neither _total. All series of a name have the same type, help
+  /// and label names (aborts).
   prometheus::Counter& Counter(const std::string& name, const std::string& help, const MetricLabels& labels = {});
   prometheus::Gauge& Gauge(const std::string& name, const std::string& help, const MetricLabels& labels = {});
   /// bounds: upper edges of the buckets, rising.
