@@ -114,6 +114,14 @@ class PagedCopy:
                 view.index_copy_(0, on_device, there.reshape(len(indices), *view.shape[1:]))
             return self._record(self._load_stream)
 
+    def saved(self) -> Fence:
+        """All that save() began so far, also where it failed in the middle."""
+        return self._record(self._save_stream) if self.cuda else Fence()
+
+    def loaded(self) -> Fence:
+        """The same of load()."""
+        return self._record(self._load_stream) if self.cuda else Fence()
+
     def _record(self, stream: torch.cuda.Stream) -> Fence:
         event = torch.cuda.Event()
         event.record(stream)
@@ -123,11 +131,18 @@ class PagedCopy:
 class Staging:
     """Host memory cut into extents of whole blocks, each [layers][K, V][blocks * tokens][heads][head_dim].
 
-    memory: a flat uint8 tensor that stays mapped; with `pin`, on a machine with GPUs, it is pinned while this lives. Every method may
+    memory: a flat uint8 tensor that stays mapped; device: a GPU that it is pinned for while this lives, or none. Every method may
     be called by any thread."""
 
     def __init__(
-        self, memory: torch.Tensor, layers: int, block_tokens: int, heads: int, head_dim: int, dtype, pin: bool = True
+        self,
+        memory: torch.Tensor,
+        layers: int,
+        block_tokens: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
         self._memory = memory
         self._shape = (layers, 2, block_tokens, heads, head_dim)
@@ -137,14 +152,18 @@ class Staging:
         self._lock = threading.Lock()
         self._free = [(0, self.blocks)]  # (first, blocks), ascending, apart from one another
         self._pinned = False
-        if pin and torch.cuda.is_available():
-            self._pinned = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+        self._device = device
+        if device is not None and device.type == "cuda":
+            with torch.cuda.device(device):
+                failed = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+            self._pinned = int(failed) == 0
             if not self._pinned:
                 warnings.warn("staging could not be pinned: copies between GPU and host will wait for one another")
 
     def __del__(self) -> None:
         if getattr(self, "_pinned", False):
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            with torch.cuda.device(self._device):
+                torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
 
     @property
     def pinned(self) -> bool:

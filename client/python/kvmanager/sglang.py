@@ -443,7 +443,7 @@ def _staging(session: Session, name: str, pool: Pool, settings: dict) -> Staging
         arena = session.client.create_arena(max(pool.page_bytes, settings["staging_mib"] << 20))
         layers, tokens, heads, width = pool.shape
         memory = torch.from_dlpack(arena.tensor((arena.nbytes,), "uint8"))
-        staging = session.state[name] = Staging(memory, layers, tokens, heads, width, pool.dtype, pin=False)
+        staging = session.state[name] = Staging(memory, layers, tokens, heads, width, pool.dtype)
         session.state[name, "arena"] = arena
     return staging
 

@@ -47,7 +47,7 @@ def main() -> None:
         with Daemon(host_pool="6GiB") as daemon, kvmanager.connect(daemon.listen) as client:
             arena = client.create_arena(nbytes)
             memory = torch.from_dlpack(arena.tensor((nbytes,), "uint8"))
-            staging = Staging(memory, LAYERS, block, HEADS, HEAD_DIM, torch.float16)
+            staging = Staging(memory, LAYERS, block, HEADS, HEAD_DIM, torch.float16, copy.device)
             extent = staging.take(count)
             on_device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
             out = median_seconds(lambda: memory.copy_(on_device, non_blocking=True))

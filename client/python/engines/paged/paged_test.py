@@ -50,7 +50,7 @@ class PagedTest(unittest.TestCase):
 
     def staging(self, tokens: int, blocks: int) -> Staging:
         memory = torch.zeros(blocks * LAYERS * 2 * tokens * HEADS * HEAD_DIM * 2, dtype=torch.uint8)
-        return Staging(memory, LAYERS, tokens, HEADS, HEAD_DIM, torch.float16)
+        return Staging(memory, LAYERS, tokens, HEADS, HEAD_DIM, torch.float16, torch.device(self.device))
 
     def test_blocks_move_between_all_layouts(self) -> None:
         ids = [5, 2, 17, 9]
@@ -147,7 +147,7 @@ class PagedTest(unittest.TestCase):
         )
         arena = client.create_arena(len(ids) * LAYERS * 2 * tokens * HEADS * HEAD_DIM * 2)
         memory = torch.from_dlpack(arena.tensor((arena.nbytes,), "uint8"))
-        staging = Staging(memory, LAYERS, tokens, HEADS, HEAD_DIM, torch.float16)
+        staging = Staging(memory, LAYERS, tokens, HEADS, HEAD_DIM, torch.float16, torch.device(self.device))
         extent = staging.take(len(ids))
         names = cache.external_names(bytes([block]) * 32 for block in range(len(ids)))
         with cache.create_sequence() as sequence:

@@ -7,6 +7,7 @@ import random
 import unittest
 
 import kvmanager
+import torch
 from engine import Engine
 from kvmanager.vllm import KvManagerConnector
 from kvmanager_testing import Daemon
@@ -214,6 +215,24 @@ class LifeTest(unittest.TestCase):
             second.settle()
             client.purge()
             self.assertEqual([expected], second.run(request))
+
+    def test_a_copy_that_fails_costs_a_store(self) -> None:
+        tokens = prompt(47, 320)
+        with self.engine() as first:
+            copies = first.workers[0].connector._worker._copies
+            as_it_was = copies.save
+
+            def save(layer, *arguments):
+                if layer == 2:
+                    raise torch.OutOfMemoryError("no room")
+                return as_it_was(layer, *arguments)
+
+            copies.save = save
+            (expected,) = first.run(first.add("a", tokens))
+            self.assertEqual(0, self.published())
+            copies.save = as_it_was
+            self.assertEqual([expected], first.run(first.add("b", tokens)))
+            self.assertEqual(323 // 16, self.published())
 
     def test_ranks_have_caches_of_their_own(self) -> None:
         tokens = prompt(44, 320)

@@ -89,7 +89,7 @@ class KvManagerConnector(KVConnectorBase_V1, _Hybrid):
     def attached(self) -> bool:
         """Whether the daemon is there."""
         half = self._scheduler or self._worker
-        return half is not None and half.link.attached
+        return half is not None and half.link is not None and half.link.attached
 
     # The worker's half.
 

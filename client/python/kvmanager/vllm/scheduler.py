@@ -100,7 +100,7 @@ class SchedulerHalf:
 
     def new_request(self, request: Request) -> None:
         """Begins the lookup before the scheduler asks."""
-        if self._consumer and not request.skip_reading_prefix_cache:
+        if self._consumer and not getattr(request, "skip_reading_prefix_cache", False):
             state = self._state(request)
             if state.lookup is None:
                 self._look(state)

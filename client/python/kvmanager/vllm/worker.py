@@ -42,6 +42,7 @@ class StoreJob:
 
     def __init__(self, half: WorkerHalf, store: Store, extent: Extent, fences: list[Fence | None]) -> None:
         self.store, self.extent, self.fences = store, extent, fences
+        self.spoilt = ""  # why a copy could not be begun
         self._half = half
         self._began = time.monotonic()
 
@@ -51,6 +52,11 @@ class StoreJob:
 
     def run(self, session: Session) -> None:
         half, store = self._half, self.store
+        if self.spoilt:
+            half.forget(session, store.request, barred=True)
+            half.log(f"a store of request {store.request} failed", self.spoilt)
+            self._dropped()
+            return
         cache = session.cache((store.tenant, half.facts.rank))
         kept = half.keep(session, cache, store)
         count = self.extent.blocks
@@ -113,6 +119,7 @@ class LoadJob:
             try:
                 self._copy(session, cache, sequence, found, extents)
             finally:
+                half.drained().wait()
                 for extent, fences in extents:
                     self._free(extent, fences)
         half.count("loaded_tokens", self._done * half.facts.block_tokens)
@@ -208,24 +215,30 @@ class WorkerHalf:
         self._received: set[str] = set()
         self._failed: dict[str, set[int]] = {}  # block ids of group 0 that were not loaded, by request
         self._stats = KvManagerStats()
-        self.link = Link(
-            settings.address,
-            f"vllm worker {facts.rank}",
-            facts.describe,
-            self._attach,
-            self._detach,
-            deadline_ms=settings.deadline_ms,
-        )
+        self.link: Link | None = None  # once the caches are known
 
     # Set-up.
 
     def register(self, caches: dict[str, torch.Tensor]) -> None:
-        facts = self.facts
+        """ValueError: they have no layout that is known; then loads fail and stores are dropped."""
+        facts, settings = self.facts, self._settings
         missing = [name for name in facts.layers if name not in caches]
         if missing:
             raise ValueError(f"kv_caches lacks {', '.join(missing)}")
         layers = [caches[name] for name in facts.layers]
         self._copies = PagedCopy(layers, facts.blocks, facts.block_tokens, facts.heads, facts.head_dim)
+        if self.link is None:
+            self.link = Link(
+                settings.address,
+                f"vllm worker {facts.rank}",
+                facts.describe,
+                self._attach,
+                self._detach,
+                deadline_ms=settings.deadline_ms,
+            )
+
+    def _submit(self, job, urgent: bool = False) -> bool:
+        return self.link is not None and self.link.submit(job, urgent)
 
     def _attach(self, session: Session) -> None:
         """The link's thread: staging of this connection. What the daemon does not accept is an error here."""
@@ -240,7 +253,8 @@ class WorkerHalf:
         arena = session.client.create_arena(self._staging_bytes)
         session.state.setdefault("arenas", []).append(arena)
         memory = from_dlpack(arena.tensor((self._staging_bytes,), "uint8"))
-        return Staging(memory, len(facts.layers), facts.block_tokens, facts.heads, facts.head_dim, facts.dtype)
+        shape = (len(facts.layers), facts.block_tokens, facts.heads, facts.head_dim)
+        return Staging(memory, *shape, facts.dtype, self._copies.device)
 
     def _detach(self) -> None:
         """The link's thread."""
@@ -262,7 +276,7 @@ class WorkerHalf:
         after = self._copies.here() if plan.loads and self._copies is not None else Fence()
         for load in plan.loads:
             job = LoadJob(self, load, after)
-            if self._copies is None or not self.link.submit(job, urgent=True):
+            if not self._submit(job, urgent=True):
                 job.fail(UnavailableError("the daemon is away"))
 
     def prepare_stores(self, plan: StepPlan) -> None:
@@ -278,7 +292,7 @@ class WorkerHalf:
             size = min(self.extent_blocks, count - begin)
             ids = tuple(group[begin : begin + size] for group in store.block_ids)
             whole = all(all(group) for group in ids)  # id 0: vLLM has given the block up
-            extent = staging.take(size) if staging is not None and self._copies is not None and whole else None
+            extent = staging.take(size) if staging is not None and whole else None
             if extent is None:
                 self.count("stores_dropped")
                 return  # what follows could not be appended
@@ -300,7 +314,11 @@ class WorkerHalf:
             if job.fences[layer] is None:
                 k, v = job.extent.rows(layer)
                 indices = self._indices[job][self.facts.groups[layer]]
-                job.fences[layer] = self._copies.save(layer, indices, k, v, after)
+                try:
+                    job.fences[layer] = self._copies.save(layer, indices, k, v, after)
+                except RuntimeError as error:  # a GPU without memory for the copy, for example
+                    job.spoilt = f"{type(error).__name__}: {error}"
+                    job.fences[layer] = self._copies.saved()
 
     def finish_saves(self) -> None:
         """Begins what is left, and hands the jobs over."""
@@ -312,7 +330,7 @@ class WorkerHalf:
         jobs, self._step = self._step, []
         for job in jobs:
             del self._indices[job]
-            if not self.link.submit(job):
+            if not self._submit(job):
                 self.count("stores_dropped")
                 self._abandoned.append(job)
 
@@ -320,7 +338,7 @@ class WorkerHalf:
         for finish in plan.finishes:
             self._hashes.pop(finish.request, None)
             job = FinishJob(self, finish)
-            if not self.link.submit(job):
+            if not self._submit(job):
                 job.fail(UnavailableError("the daemon is away"))
             if finish.report:
                 self._reports.add(finish.request)
@@ -391,6 +409,10 @@ class WorkerHalf:
             ids = [each for each in ids if each]
         return self._copies.load(layer, self._copies.indices(ids), k, v, after)
 
+    def drained(self) -> Fence:
+        """Behind all copies of loads."""
+        return self._copies.loaded()
+
     def loaded(self, load: Load, blocks: int) -> None:
         """Also the worker's thread."""
         missing = {each for each in load.block_ids[0][blocks:] if each}
@@ -426,4 +448,5 @@ class WorkerHalf:
             return taken
 
     def close(self) -> None:
-        self.link.close()
+        if self.link is not None:
+            self.link.close()
