@@ -83,11 +83,11 @@ class Entries:
 
     def __init__(self, entries: Iterable[tuple[Sequence | int, int, int]]) -> None:
         words = []
-        for sequence, position, tokens in entries:
-            words += (sequence if type(sequence) is int else int(sequence), position, tokens)
         try:
+            for sequence, position, tokens in entries:
+                words += (sequence if type(sequence) is int else sequence.__index__(), position, tokens)
             self._words = array.array("Q", words)
-        except (OverflowError, TypeError) as error:
+        except (AttributeError, OverflowError, TypeError, ValueError) as error:
             raise InvalidArgumentError(f"entries: {error}; integers from 0 on are expected", "entries") from error
         self.address, size = self._words.buffer_info()
         self.count = size // 3
