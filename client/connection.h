@@ -45,6 +45,9 @@ class ThreadLoop {
   kj::UnixEventPort port;
   kj::EventLoop loop;
   std::optional<kj::WaitScope> scope;  // none once a child has disowned the loop
+  /// Answers and deadlines so far of calls that are waited for later. Who looks at several of them in turn drives the
+  /// loop, and so the ones it has looked at: it blocks only if this has not grown since before it began.
+  uint64_t news = 0;
   const uint64_t forks = ForkCount();
 };
 
@@ -111,6 +114,10 @@ class Connection : public std::enable_shared_from_this<Connection> {
   absl::Status FromException(const kj::Exception& e);
   absl::Status Lost() const;
   static kj::Exception Caught();
+  /// To be attached to what is eagerly evaluated: counts when that is done.
+  auto CountNews() {
+    return kj::defer([loop = loop_.get()] { ++loop->news; });
+  }
 
   const Address address_;
   const Client::Options options_;
@@ -167,7 +174,8 @@ template <typename R>
 kj::Promise<R> Connection::WithDeadline(kj::Promise<R> promise, int64_t deadline_ms) {
   // atTime, of the clock as it is now: the timer's own idea of the time is as old as the loop's last turn.
   const kj::TimePoint at = kj::systemPreciseMonotonicClock().now() + deadline_ms * kj::MILLISECONDS;
-  return promise.exclusiveJoin(loop_->port.getTimer().atTime(at).then([deadline_ms]() -> R {
+  auto late = loop_->port.getTimer().atTime(at).attach(CountNews()).eagerlyEvaluate(nullptr);
+  return promise.exclusiveJoin(late.then([deadline_ms]() -> R {
     return absl::DeadlineExceededError(
         absl::StrCat("no answer from the daemon within ", deadline_ms, " ms; the call was cancelled"));
   }));
@@ -232,10 +240,12 @@ Pending<R> Connection::CallLater(Request&& request, Read read, int64_t deadline_
   };
   try {
     auto state = std::make_unique<State>(
-        shared_from_this(), WithDeadline<R>(request.send().then([read = std::move(read)](auto&& response) mutable -> R {
-          return read(response);
-        }),
-                                            deadline_ms));
+        shared_from_this(),
+        WithDeadline<R>(request.send()
+                            .attach(CountNews())
+                            .eagerlyEvaluate(nullptr)
+                            .then([read = std::move(read)](auto&& response) mutable -> R { return read(response); }),
+                        deadline_ms));
     Pump();
     return Pending<R>(std::move(state));
   } catch (...) {

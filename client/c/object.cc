@@ -76,6 +76,7 @@ void Owner::Release(kvm_object* object) {
 
 void Owner::Wake() {
   if (forked()) return;
+  woken_.store(true);
   MutexLock lock(mutex_);
   if (loop_ != nullptr) loop_->port.wake();
 }
@@ -86,9 +87,13 @@ absl::Status Owner::WaitForNews() {
     MutexLock lock(mutex_);
     loop = loop_.get();
   }
+  // Whoever drives the loop may have taken the wake and the answers; what comes from here on ends the wait.
+  const bool woken = woken_.exchange(false), answered = std::exchange(news_, loop->news) != loop->news;
+  if (woken || answered || any_left_.load()) return absl::OkStatus();
   try {
     loop->port.wait();
     loop->scope->poll();
+    news_ = loop->news;
   } catch (const kj::Exception& e) {
     return absl::InternalError(absl::string_view(e.getDescription().begin(), e.getDescription().size()));
   }

@@ -59,7 +59,8 @@ class Owner {
   void GiveBack();
 
   const uint64_t forks_ = ForkCount();
-  std::atomic<bool> any_left_{false};
+  uint64_t news_ = 0;  // ThreadLoop::news as of the last WaitForNews
+  std::atomic<bool> any_left_{false}, woken_{false};
   Mutex mutex_;
   std::vector<kvm_object*> left_ ABSL_GUARDED_BY(mutex_);  // at most the live objects of the thread
   int clients_ ABSL_GUARDED_BY(mutex_) = 0;
