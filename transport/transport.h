@@ -148,7 +148,7 @@ struct PeerInfo {
   std::string peer;
   bool incoming = false;
   uint64_t transfers = 0, failures = 0, bytes = 0;
-  uint64_t copied_bytes = 0;  // of `bytes`: from one daemon's memory to the other's, through no socket
+  uint64_t copied_bytes = 0;  // of `bytes`: from one daemon's memory to the other's, or through UCX
   uint64_t active = 0;        // transfers under way
   double bytes_per_s = 0;  // while there were pages to send, of finished transfers, recent ones counting most; 0: never
   std::string last_error;

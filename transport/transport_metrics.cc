@@ -6,8 +6,8 @@ namespace {
 
 prometheus::Counter& BytesCounter(Metrics* m, const char* direction, const char* by) {
   return m->Counter("transport_bytes_total",
-                    "Bytes of pages moved between daemons, headers not counted: by socket, or by a copy from one "
-                    "daemon's memory to the other's on one host.",
+                    "Bytes of pages moved between daemons, headers not counted: by socket, by a copy from one "
+                    "daemon's memory to the other's on one host, or by ucx.",
                     {{"by", by}, {"direction", direction}});
 }
 
@@ -31,6 +31,7 @@ TransferResult ResultOf(const absl::Status& status) {
 TransportMetrics::Direction::Direction(Metrics* m, const char* direction)
     : socket_bytes(BytesCounter(m, direction, "socket")),
       copied_bytes(BytesCounter(m, direction, "copy")),
+      ucx_bytes(BytesCounter(m, direction, "ucx")),
       pages(m->Counter("transport_pages_total", "Pages moved between daemons.", {{"direction", direction}})),
       pages_skipped(m->Counter("transport_pages_skipped_total",
                                "Pages of a hand-off that the receiver had already and that were not moved.",

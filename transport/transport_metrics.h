@@ -14,20 +14,26 @@ enum class TransferResult { kOk, kRefused, kCancelled, kTimeout, kChecksum, kFai
 /// kFailed.
 TransferResult ResultOf(const absl::Status& status);
 
+/// How pages went: through sockets, by a copy from memory to memory of one host, or read through UCX; the label `by` of
+/// kvmanager_transport_bytes_total.
+enum class PageWay { kSocket, kCopy, kUcx };
+
 struct TransportMetrics {
   explicit TransportMetrics(Metrics* metrics);
 
   /// The metrics of one direction, label `direction`: "sent" or "received".
   struct Direction {
     Direction(Metrics* metrics, const char* direction);
-    /// Of pages; `copied`: from memory to memory, through no socket.
-    void CountBytes(uint64_t bytes, bool copied) {
-      (copied ? copied_bytes : socket_bytes).Increment(static_cast<double>(bytes));
+    void CountBytes(uint64_t bytes, PageWay way) {
+      prometheus::Counter& counter =
+          way == PageWay::kSocket ? socket_bytes : (way == PageWay::kCopy ? copied_bytes : ucx_bytes);
+      counter.Increment(static_cast<double>(bytes));
     }
     prometheus::Counter& transfers(TransferResult result) { return *transfers_by_result[static_cast<int>(result)]; }
 
     prometheus::Counter& socket_bytes;
     prometheus::Counter& copied_bytes;
+    prometheus::Counter& ucx_bytes;
     prometheus::Counter& pages;
     prometheus::Counter& pages_skipped;
     prometheus::Gauge& active;

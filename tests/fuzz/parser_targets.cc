@@ -70,6 +70,7 @@ class PeerWireTarget final : public FuzzTarget {
             tcp::EncodeEmpty(tcp::FrameType::kDone),
             tcp::EncodeError(InvalidField("field", 7, "less")),
             tcp::EncodeWaiting(InvalidField("field", 7, "less")),
+            tcp::EncodeMemory({1, "described"}),
             tcp::EncodeLoad({1, 2, 3, 4, 5})};
   }
   void Run(absl::Span<const uint8_t> input) override {

@@ -35,6 +35,44 @@ void CopyJob::Work() {
   if (copied) copied();
 }
 
+void CopyJob::StartRemotely(const std::shared_ptr<CopyJob>& job, RemoteMemory& memory,
+                            const std::shared_ptr<WorkerPool>& workers, std::vector<Place> places,
+                            absl::AnyInvocable<void()> copied) {
+  job->copied_ = std::move(copied);
+  for (size_t i = 0; i < places.size(); ++i) {
+    memory.Read(std::move(places[i].source), places[i].offset, job->pages_[i].to.size(),
+                [job, i, workers](absl::StatusOr<std::unique_ptr<RemoteMemory::Piece>> piece) {
+                  if (!piece.ok()) return job->OnRead(i, std::move(piece));
+                  workers->Post(WorkerPool::Priority::kEncode,
+                                [job, i, piece = std::move(piece)]() mutable { job->OnRead(i, std::move(piece)); });
+                });
+  }
+}
+
+void CopyJob::OnRead(size_t at, absl::StatusOr<std::unique_ptr<RemoteMemory::Piece>> piece) {
+  {
+    MutexLock lock(mutex_);
+    if (abandoned_) return;
+    ++working_;
+  }
+  Page& page = pages_[at];
+  // The bytes in the target are looked at, once they are there: a peer may change those that were read.
+  if (piece.ok()) {
+    CopyHash copy;
+    page.copied_checksum = copy.Copy((*piece)->bytes().data(), page.to.data(), page.to.size());
+    piece->reset();
+  }
+  absl::AnyInvocable<void()> copied;
+  {
+    MutexLock lock(mutex_);
+    if (!piece.ok() && status_.ok()) status_ = std::move(piece).status();
+    --working_;
+    if (++finished_ == pages_.size()) copied = std::move(copied_);
+    if (working_ == 0) idle_.notify_all();
+  }
+  if (copied) copied();
+}
+
 void CopyJob::StartOnDevice(const std::shared_ptr<CopyJob>& job, DeviceCopier& copier, int device,
                             std::vector<std::shared_ptr<DeviceCopier::Source>> sources,
                             std::vector<DeviceCopier::Page> copies, absl::AnyInvocable<void()> copied) {
@@ -66,6 +104,7 @@ void CopyJob::OnDeviceDone(absl::Status status, absl::Span<const DeviceCopier::P
 void CopyJob::Abandon() {
   MutexLock lock(mutex_);
   next_ = pages_.size();
+  abandoned_ = true;
   copied_ = nullptr;
   while (working_ > 0) lock.Wait(idle_);
 }

@@ -1,5 +1,6 @@
-// The pages of one LOCAL frame, copied by workers out of a sender's memory, or by a GPU out of another's. Made and
-// abandoned on the transport's thread; workers, or the copier's thread, hold it while they copy.
+// The pages of one LOCAL frame, copied by workers out of a sender's memory or of what was read from it, or by a GPU
+// out of another's. Made and abandoned on the transport's thread; workers, or the copier's thread, hold it while they
+// copy, and who reads remote memory until it was read.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,7 @@
 #include "kvmanager/base/mutex.h"
 #include "kvmanager/base/worker_pool.h"
 #include "transport/device_copier.h"
+#include "transport/remote_memory.h"
 
 namespace kvmanager::tcp {
 
@@ -35,25 +37,36 @@ class CopyJob {
   static void StartOnDevice(const std::shared_ptr<CopyJob>& job, DeviceCopier& copier, int device,
                             std::vector<std::shared_ptr<DeviceCopier::Source>> sources,
                             std::vector<DeviceCopier::Page> copies, absl::AnyInvocable<void()> copied);
+  struct Place {
+    std::shared_ptr<RemoteMemory::Source> source;
+    uint64_t offset = 0;
+  };
+  /// Reads the job's pages, in order, from `places`, and copies each with `workers` as it comes. copied: as
+  /// StartOnDevice's.
+  static void StartRemotely(const std::shared_ptr<CopyJob>& job, RemoteMemory& memory,
+                            const std::shared_ptr<WorkerPool>& workers, std::vector<Place> places,
+                            absl::AnyInvocable<void()> copied);
   /// Returns once nobody writes any more.
   void Abandon();
   bool done() const;
-  /// Once done: why a GPU did not copy.
+  /// Once done: why a GPU did not copy, or remote memory could not be read.
   absl::Status TakeStatus() { return std::exchange(status_, absl::OkStatus()); }
   const std::vector<Page>& pages() const { return pages_; }
 
  private:
   void Work();
+  void OnRead(size_t at, absl::StatusOr<std::unique_ptr<RemoteMemory::Piece>> piece);
   void OnDeviceDone(absl::Status status, absl::Span<const DeviceCopier::Page> copies);
 
   std::vector<Page> pages_;  // each touched by the worker that took it, until all are done
-  absl::Status status_;      // until done the copier's
+  absl::Status status_;      // until done the copier's, or under the mutex
   absl::AnyInvocable<void()> copied_;
   mutable Mutex mutex_;
   std::condition_variable idle_;
   size_t next_ ABSL_GUARDED_BY(mutex_) = 0;
   size_t working_ ABSL_GUARDED_BY(mutex_) = 0;
   size_t finished_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool abandoned_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace kvmanager::tcp

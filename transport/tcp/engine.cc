@@ -50,6 +50,9 @@ absl::Status Engine::Listen() {
   endpoint = acceptor_.local_endpoint(error);
   if (error) return failed("asking for the port", error);
   listen_address_ = FormatHostPort(where.host, endpoint.port());
+  if (loop_.options.local_lanes || loop_.options.remote_memory != nullptr) {
+    loop_.copiers = std::make_shared<WorkerPool>(loop_.options.copy_threads);
+  }
   return loop_.options.local_lanes ? ListenLocally() : absl::OkStatus();
 }
 
@@ -62,7 +65,6 @@ absl::Status Engine::ListenLocally() {
   if (!error) local_acceptor_.listen(kBacklog, error);
   if (error) return absl::UnavailableError(absl::StrCat("listening for local lanes: ", error.message()));
   loop_.local_name = std::move(name);
-  loop_.copiers = std::make_unique<WorkerPool>(loop_.options.copy_threads);
   loop_.regions = std::make_unique<RegionCache>(loop_.io, *loop_.copiers);
   return absl::OkStatus();
 }

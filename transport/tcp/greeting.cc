@@ -8,7 +8,12 @@
 namespace kvmanager::tcp {
 
 Greeting::Greeting(Loop& loop, Socket socket, int64_t stall_ms, SteadyTime deadline, Done done)
-    : socket_(std::move(socket)), timer_(loop.io), stall_ms_(stall_ms), deadline_(deadline), done_(std::move(done)) {}
+    : socket_(std::move(socket)),
+      timer_(loop.io),
+      features_(kFeatures | (loop.options.remote_memory == nullptr ? 0 : kFeatureRemoteMemory)),
+      stall_ms_(stall_ms),
+      deadline_(deadline),
+      done_(std::move(done)) {}
 
 void Greeting::Start() {
   Tune(socket_, stall_ms_);
@@ -18,6 +23,7 @@ void Greeting::Start() {
     self->Finish(absl::DeadlineExceededError("no hello in time"), /*close=*/true);
   });
   HelloFrame ours;
+  ours.features = features_;
   ours.stall_ms = static_cast<uint32_t>(stall_ms_);
   out_ = EncodeHello(ours);
   Write();

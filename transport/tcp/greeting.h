@@ -30,6 +30,7 @@ class Greeting : public std::enable_shared_from_this<Greeting> {
 
   Socket socket_;
   Timer timer_;
+  const uint32_t features_;
   const int64_t stall_ms_;
   const SteadyTime deadline_;
   Done done_;  // empty once called

@@ -62,10 +62,13 @@ void InLane::OnHeader() {
   const absl::StatusOr<FrameHeader> header = ParseHeader(head_);
   if (!header.ok()) return Break(header.status());
   const bool of_local = header->type == FrameType::kRegion || header->type == FrameType::kLocal;
+  const bool of_remote = header->type == FrameType::kMemory || header->type == FrameType::kLocal;
   const bool into_gpu = session_->device() >= 0;
-  if ((header->type != FrameType::kPages || into_gpu) && !(local_ && of_local)) {
+  const bool remote = !local_ && !into_gpu && loop_.options.remote_memory != nullptr;
+  if ((header->type != FrameType::kPages || into_gpu) && !(local_ && of_local) && !(remote && of_remote)) {
+    const char* const some = local_ ? "PAGES, REGION, LOCAL" : (remote ? "PAGES, MEMORY, LOCAL" : "PAGES");
     return Break(InvalidField("frame type on a lane", FrameTypeName(header->type),
-                              into_gpu ? "REGION, LOCAL on a local one" : (local_ ? "PAGES, REGION, LOCAL" : "PAGES")));
+                              into_gpu ? "REGION, LOCAL on a local one" : some));
   }
   ReadBody(header->type, header->body_bytes);
 }
@@ -79,6 +82,7 @@ void InLane::ReadBody(FrameType type, size_t bytes) {
                      absl::StatusOr<Frame> frame = ParseFrame(self->head_);
                      if (!frame.ok()) return self->Break(std::move(frame).status());
                      if (type == FrameType::kRegion) return self->OnRegion(std::get<RegionFrame>(*frame));
+                     if (type == FrameType::kMemory) return self->OnMemory(std::get<MemoryFrame>(*frame));
                      if (type == FrameType::kLocal) return self->OnLocal(std::get<LocalFrame>(*frame));
                      self->OnPages(std::move(std::get<PagesFrame>(*frame).pages));
                    });
@@ -115,8 +119,18 @@ void InLane::OnRegion(const RegionFrame& region) {
   ReadHeader();
 }
 
+void InLane::OnMemory(const MemoryFrame& memory) {
+  if (remote_regions_.count(memory.region) > 0) return Break(InvalidField("region", memory.region, "named once"));
+  absl::StatusOr<std::shared_ptr<RemoteMemory::Source>> opened = loop_.options.remote_memory->Open(
+      {reinterpret_cast<const uint8_t*>(memory.description.data()), memory.description.size()}, session_->token());
+  if (!opened.ok()) return Break(std::move(opened).status());
+  remote_regions_[memory.region] = *std::move(opened);
+  ReadHeader();
+}
+
 void InLane::OnLocal(const LocalFrame& local) {
   if (session_->device() >= 0) return OnDeviceLocal(local);
+  if (!local_) return OnRemoteLocal(local);
   if (local.pages.size() > kPagesPerFrameMax) {
     return Break(InvalidField("LOCAL pages", local.pages.size(), absl::StrCat("at most ", kPagesPerFrameMax)));
   }
@@ -146,6 +160,53 @@ void InLane::OnLocal(const LocalFrame& local) {
     });
   });
   if (jobs_.size() < kJobsMax) ReadHeader();
+}
+
+void InLane::OnRemoteLocal(const LocalFrame& local) {
+  if (local.pages.size() > kPagesPerFrameMax) {
+    return Break(InvalidField("LOCAL pages", local.pages.size(), absl::StrCat("at most ", kPagesPerFrameMax)));
+  }
+  std::vector<CopyJob::Page> pages;
+  std::vector<CopyJob::Place> places;
+  absl::Status wrong;
+  for (const LocalRecord& record : local.pages) {
+    const auto region = remote_regions_.find(record.region);
+    if (region == remote_regions_.end()) {
+      wrong = InvalidField("region", record.region, "one that was described");
+      break;
+    }
+    absl::StatusOr<absl::Span<uint8_t>> target = session_->BeginPage(record.page);
+    if (!target.ok()) {
+      wrong = std::move(target).status();
+      break;
+    }
+    pages.push_back({record.page, nullptr, *target, record.checksum});
+    const uint64_t bytes = region->second->bytes();
+    if (record.offset > bytes || target->size() > bytes - record.offset) {
+      wrong = InvalidField("offset", record.offset, absl::StrCat("a page of ", target->size(), " within ", bytes));
+      break;
+    }
+    places.push_back({region->second, record.offset});
+  }
+  if (!wrong.ok()) {
+    for (const CopyJob::Page& page : pages) session_->DropPage(page.page);
+    return Break(std::move(wrong));
+  }
+  auto job = std::make_shared<CopyJob>(std::move(pages));
+  if (jobs_.empty()) jobs_moved_ = Now();
+  jobs_.push_back(job);
+  CopyJob::StartRemotely(job, *loop_.options.remote_memory, loop_.copiers, std::move(places),
+                         [gate = loop_.gate, self = shared_from_this()] {
+                           gate->Post([self](Loop&) {
+                             if (self->session_ != nullptr) self->OnCopied();
+                           });
+                         });
+  if (jobs_.size() < kJobsMax) ReadHeader();
+}
+
+void InLane::CheckStall(int64_t stall_ms) {
+  if (remote_regions_.empty() || jobs_.empty() || Now() - jobs_moved_ < std::chrono::milliseconds(stall_ms)) return;
+  Break(absl::UnavailableError(absl::StrCat("nothing came of remote memory in ", stall_ms, " ms")));
 }
 
 void InLane::OnDeviceLocal(const LocalFrame& local) {
@@ -218,7 +279,8 @@ void InLane::OnCopied() {
         bad = &page;
       }
     }
-    session_->OnPayload(bytes, /*copied=*/true);
+    jobs_moved_ = Now();
+    session_->OnPayload(bytes, remote_regions_.empty() ? PageWay::kCopy : PageWay::kUcx);
     if (bad != nullptr) return BadPage(bad->page, bad->copied_checksum, bad->checksum);
     session_->Confirm(/*all=*/jobs_.empty());
     if (session_ == nullptr) return;
@@ -257,7 +319,7 @@ void InLane::ReadPayload() {
 
 void InLane::OnPayload(size_t bytes) {
   const auto self = shared_from_this();
-  session_->OnPayload(bytes, /*copied=*/false);
+  session_->OnPayload(bytes, PageWay::kSocket);
   while (bytes > 0) {
     const absl::Span<uint8_t> target = targets_[next_];
     const size_t taken = std::min(bytes, target.size() - offset_);
@@ -293,6 +355,7 @@ void InLane::Close() {
   }
   pages_.clear();
   regions_.clear();
+  remote_regions_.clear();
   session_ = nullptr;
   ErrorCode ignored;
   socket_.close(ignored);

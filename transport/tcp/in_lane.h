@@ -1,6 +1,7 @@
 // One lane of a hand-off that is being received: reads PAGES, each page's bytes straight into its target, several pages
 // by one scattered read; on a Unix socket also copies pages out of the sender's memory, and of a hand-off into a GPU
-// nothing else. Owned by Incoming and the handlers of its pending operations; the transport's thread alone.
+// nothing else; with UCX also reads pages of a described memory and copies what came. Owned by Incoming and the
+// handlers of its pending operations; the transport's thread alone.
 //
 // Invariant: every page of the frames being read or copied is kComing in Incoming, and this lane's alone; Close waits
 // for the copies that are under way, and gives back what has not arrived.
@@ -26,6 +27,8 @@ class InLane : public std::enable_shared_from_this<InLane> {
   InLane(Loop& loop, Incoming& session, uint32_t index, Socket socket);
   ~InLane();
   void Start() { ReadHeader(); }
+  /// Breaks it if what it reads of remote memory has not come for too long. The sender then uses the connection itself.
+  void CheckStall(int64_t stall_ms);
   void Close();
 
  private:
@@ -35,7 +38,9 @@ class InLane : public std::enable_shared_from_this<InLane> {
   void ReadBody(FrameType type, size_t bytes);
   void OnPages(std::vector<PageRecord> pages);
   void OnRegion(const RegionFrame& region);
+  void OnMemory(const MemoryFrame& memory);
   void OnLocal(const LocalFrame& local);
+  void OnRemoteLocal(const LocalFrame& local);
   void OnDeviceLocal(const LocalFrame& local);
   void OnCopied();
   void ReadPayload();
@@ -58,7 +63,9 @@ class InLane : public std::enable_shared_from_this<InLane> {
     uint64_t bytes = 0;
   };
   std::map<uint32_t, DeviceRegion> device_regions_;  // of a hand-off into a GPU, which has no others
+  std::map<uint32_t, std::shared_ptr<RemoteMemory::Source>> remote_regions_;  // of a TCP connection
   std::deque<std::shared_ptr<CopyJob>> jobs_;
+  SteadyTime jobs_moved_ = Now();             // when one began that had none before it, or the first ended
   std::vector<PageRecord> pages_;             // of the frame being read
   std::vector<absl::Span<uint8_t>> targets_;  // as many
   size_t next_ = 0;                           // of pages_: the one being read

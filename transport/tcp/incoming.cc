@@ -259,11 +259,11 @@ absl::StatusOr<absl::Span<uint8_t>> Incoming::BeginPage(uint32_t page) {
   return hand_off_->target(page);
 }
 
-void Incoming::OnPayload(size_t bytes, bool copied) {
+void Incoming::OnPayload(size_t bytes, PageWay way) {
   heard_ = Now();
   payload_bytes_ += bytes;
-  if (copied) copied_bytes_ += bytes;
-  loop_.metrics.received.CountBytes(bytes, copied);
+  if (way != PageWay::kSocket) copied_bytes_ += bytes;
+  loop_.metrics.received.CountBytes(bytes, way);
 }
 
 void Incoming::OnPage(uint32_t page) {
@@ -338,6 +338,10 @@ void Incoming::Tick() {
                    absl::StrCat(stall_ms), absl::StrCat("below ", stall_ms)),
         /*tell=*/true);
   }
+  if (state_ == State::kEnded) return;
+  std::vector<std::shared_ptr<InLane>> lanes;
+  for (const auto& [index, lane] : lanes_) lanes.push_back(lane);
+  for (const auto& lane : lanes) lane->CheckStall(std::min(stall_ms, peer_stall_ms_) / 2);
   if (state_ == State::kEnded) return;
   const int64_t next_ms = std::clamp<int64_t>(std::min(stall_ms, peer_stall_ms_) / kTicksPerStall, 1, kTickMsMax);
   timer_.expires_after(std::chrono::milliseconds(next_ms));

@@ -60,6 +60,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   int device() const { return device_; }
 
   // For its lanes.
+  const Token& token() const { return token_; }
   /// The target of a page that a lane announces. INVALID_ARGUMENT if it may not come now.
   absl::StatusOr<absl::Span<uint8_t>> BeginPage(uint32_t page);
   /// A lane ended before that page had all its bytes, or with wrong ones.
@@ -68,7 +69,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   void OnPage(uint32_t page);
   /// After a few OnPage: tells the receiver and the sender, unless a few are not worth it yet. `all`: they are.
   void Confirm(bool all);
-  void OnPayload(size_t bytes, bool copied);
+  void OnPayload(size_t bytes, PageWay way);
   /// DATA_LOSS: a page or frame arrived changed, and the sender will make the lane again; INVALID_ARGUMENT ends the
   /// hand-off; UNAVAILABLE: the connection broke.
   void OnLaneBroken(uint32_t lane, absl::Status why, bool bad_page);

@@ -74,8 +74,10 @@ struct Loop {
   RateLimit rate;
   std::shared_ptr<Gate> gate;
   // Destroyed before io, since what they do last may hold a lane, and after all regions, which they unmap.
-  std::unique_ptr<WorkerPool> copiers;   // of local lanes
-  std::unique_ptr<RegionCache> regions;  // with copiers
+  // Of lanes that copy. Shared with what is read out of remote memory, which may end after the transport: abandoned
+  // then.
+  std::shared_ptr<WorkerPool> copiers;
+  std::unique_ptr<RegionCache> regions;  // of local lanes
   std::string local_name;                // of the Unix socket for local lanes; empty: none
   HostId host = {};
   // What has sockets or timers stays here until they are closed, so that the end of the transport finds it. Handlers of

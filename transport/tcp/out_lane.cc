@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
+#include "transport/remote_memory.h"
 #include "transport/tcp/local.h"
 #include "transport/tcp/outgoing.h"
 
@@ -18,7 +19,8 @@ OutLane::OutLane(Loop& loop, Outgoing& session, uint32_t index)
       socket_(loop.io),
       rate_timer_(loop.io),
       local_(session.lane_address().local),
-      passed_(loop.options.memory.size()) {}
+      by_ucx_(session.by_ucx()),
+      passed_(by_ucx_ ? loop.options.remote_memory->memory().size() : loop.options.memory.size()) {}
 
 void OutLane::Start() {
   dial_ = std::make_shared<Dial>(loop_, session_->lane_address(), session_->stall_ms(),
@@ -74,6 +76,11 @@ void OutLane::Pump() {
     session_->OnNamed(pages_);
     return WriteRegions();
   }
+  if (by_ucx_ && MakeRemote()) {
+    frame_bytes_ = head_.size();
+    session_->OnNamed(pages_);
+    return Write();
+  }
   std::array<PageRecord, kPagesPerFrameMax> records;
   for (size_t i = 0; i < pages_.size(); ++i) records[i] = {pages_[i].page, pages_[i].checksum};
   head_.resize(kHeaderBytes + kPageRecordBytes * pages_.size());
@@ -83,19 +90,33 @@ void OutLane::Pump() {
   Write();
 }
 
+template <typename MemoryAt>
+std::pair<size_t, uint64_t> OutLane::FindMemory(absl::Span<const uint8_t> page, size_t count, MemoryAt memory_at) {
+  size_t low = 0, high = count;  // the first that begins behind the page's begin
+  while (low < high) {
+    const size_t middle = (low + high) / 2;
+    if (page.data() < memory_at(middle).data()) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  if (low == 0) return {count, 0};
+  const absl::Span<const uint8_t> memory = memory_at(low - 1);
+  const auto offset = static_cast<uint64_t>(page.data() - memory.data());
+  if (offset > memory.size() || page.size() > memory.size() - offset) return {count, 0};
+  return {low - 1, offset};
+}
+
 bool OutLane::MakeLocal() {
   const std::vector<SharedMemory>& memory = loop_.options.memory;
   std::vector<LocalRecord> records;
   to_pass_.clear();
   for (const SendPage& page : pages_) {
-    // The last region that does not begin behind the page; they are in order of address.
-    const auto after = std::upper_bound(memory.begin(), memory.end(), page.bytes.data(),
-                                        [](const uint8_t* p, const SharedMemory& m) { return p < m.data; });
-    if (after == memory.begin()) return false;
-    const SharedMemory& region = *(after - 1);
-    const uint64_t offset = static_cast<uint64_t>(page.bytes.data() - region.data);
-    if (offset + page.bytes.size() > region.bytes) return false;
-    const auto index = static_cast<uint32_t>(after - 1 - memory.begin());
+    const auto [at, offset] = FindMemory(
+        page.bytes, memory.size(), [&](size_t i) { return absl::MakeConstSpan(memory[i].data, memory[i].bytes); });
+    if (at == memory.size()) return false;
+    const auto index = static_cast<uint32_t>(at);
     records.push_back({page.page, index, offset, page.checksum});
     if (!passed_[index] && std::find(to_pass_.begin(), to_pass_.end(), index) == to_pass_.end()) {
       to_pass_.push_back(index);
@@ -103,6 +124,29 @@ bool OutLane::MakeLocal() {
   }
   const std::string frame = EncodeLocal(records);
   head_.assign(frame.begin(), frame.end());
+  return true;
+}
+
+bool OutLane::MakeRemote() {
+  const RemoteMemory& remote = *loop_.options.remote_memory;
+  const absl::Span<const absl::Span<const uint8_t>> memory = remote.memory();
+  std::vector<LocalRecord> records;
+  std::vector<size_t> news;
+  for (const SendPage& page : pages_) {
+    const auto [at, offset] = FindMemory(page.bytes, memory.size(), [&](size_t i) { return memory[i]; });
+    if (at == memory.size()) return false;
+    records.push_back({page.page, static_cast<uint32_t>(at), offset, page.checksum});
+    if (!passed_[at] && std::find(news.begin(), news.end(), at) == news.end()) news.push_back(at);
+  }
+  std::string frames;
+  for (const size_t at : news) {
+    MemoryFrame frame{static_cast<uint32_t>(at), remote.Describe(at, session_->token())};
+    if (frame.description.empty()) return false;  // for the moment
+    frames += EncodeMemory(frame);
+  }
+  for (const size_t at : news) passed_[at] = true;
+  frames += EncodeLocal(records);
+  head_.assign(frames.begin(), frames.end());
   return true;
 }
 
@@ -203,7 +247,7 @@ void OutLane::Write() {
 
 void OutLane::OnWritten(size_t bytes) {
   const uint64_t head_left = head_.size() - std::min<uint64_t>(written_, head_.size());
-  session_->OnPayload(bytes - std::min<uint64_t>(bytes, head_left), /*copied=*/false);
+  session_->OnPayload(bytes - std::min<uint64_t>(bytes, head_left), PageWay::kSocket);
   written_ += bytes;
   if (written_ < frame_bytes_) return Write();
   if (frame_bytes_ > head_.size()) session_->OnPagesWritten(pages_.size());

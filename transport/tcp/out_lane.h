@@ -30,8 +30,13 @@ class OutLane : public std::enable_shared_from_this<OutLane> {
   void Join(Dial::Connection connection);
   void OnJoined(Frame frame);
   void WatchForEnd();
-  /// Whether the frame's pages lie in shared memory: then head_ says where, and is all there is to write.
+  /// Whether the frame's pages lie in memory that the receiver may copy or read: then head_ says where, and is all
+  /// there is to write.
   bool MakeLocal();
+  bool MakeRemote();
+  /// Which of `count` memories `page` lies in, and where; `count` if in none. They are in order of address.
+  template <typename MemoryAt>
+  static std::pair<size_t, uint64_t> FindMemory(absl::Span<const uint8_t> page, size_t count, MemoryAt memory_at);
   void MakeDeviceLocal();
   /// A region's frame, and the descriptor that goes with it.
   std::pair<std::string, int> RegionOf(uint32_t index) const;
@@ -55,7 +60,8 @@ class OutLane : public std::enable_shared_from_this<OutLane> {
   std::vector<uint8_t> head_;
   bool local_ = false;                    // a Unix socket
   std::vector<uint32_t> to_pass_;         // regions that the frame names first
-  std::vector<bool> passed_;              // of options.memory
+  const bool by_ucx_;                     // when it was made
+  std::vector<bool> passed_;              // of options.memory, or of UCX's
   std::vector<const DeviceSlab*> slabs_;  // of GPUs' pages: regions by their numbers on this lane
   size_t region_written_ = 0;             // bytes of the REGION of to_pass_.back()
   uint64_t frame_bytes_ = 0;

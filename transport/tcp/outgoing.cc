@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
+#include "transport/remote_memory.h"
 
 namespace kvmanager::tcp {
 namespace {
@@ -82,6 +83,7 @@ void Outgoing::ScheduleRedial(const absl::Status& why) {
 
 void Outgoing::OnControl(Dial::Connection connection) {
   peer_stall_ms_ = connection.theirs.stall_ms;
+  peer_features_ = connection.theirs.features;
   heard_ = Now();
   if (of_gpu() && (connection.theirs.features & kFeatureGpuPages) == 0) {
     return Finish(FieldError(absl::StatusCode::kFailedPrecondition, "gpu", "pages in a GPU's memory",
@@ -182,11 +184,17 @@ absl::Status Outgoing::OnAccept(AcceptFrame accept) {
   if (of_gpu() && accept.local_name.empty()) {
     return InvalidField("ACCEPT local name", "empty", "one, for pages in a GPU's memory");
   }
-  if (accept.local_name.empty()) {
-    UseTcpLanes();
-  } else {
+  const RemoteMemory* const remote = loop_.options.send_bytes_per_s == 0 ? loop_.options.remote_memory : nullptr;
+  if (!accept.local_name.empty()) {
     lane_address_ = {accept.local_name, /*local=*/true};
     lanes_.resize(1);
+  } else if (remote != nullptr && !remote->memory().empty() && (peer_features_ & kFeatureRemoteMemory) != 0) {
+    lane_address_ = {request_.peer};
+    by_ucx_ = true;
+    named_way_ = PageWay::kUcx;
+    lanes_.resize(1);
+  } else {
+    UseTcpLanes();
   }
   if (events_.accepted) events_.accepted(std::move(accept.ticket));
   if (state_ == State::kSending) SayLast();
@@ -194,6 +202,7 @@ absl::Status Outgoing::OnAccept(AcceptFrame accept) {
 }
 
 void Outgoing::UseTcpLanes() {
+  by_ucx_ = false;
   lane_address_ = {request_.peer};
   const uint64_t useful = (total_bytes_ + kBytesPerLane - 1) / kBytesPerLane;
   lanes_.resize(std::clamp<uint64_t>(useful, 1, lanes_allowed_));
@@ -414,15 +423,15 @@ void Outgoing::OnNamed(const std::vector<SendPage>& pages) {
 
 void Outgoing::CountNamed() {
   if (uncounted_pages_ == 0) return;
-  OnPayload(std::exchange(uncounted_bytes_, 0), /*copied=*/true);
+  OnPayload(std::exchange(uncounted_bytes_, 0), named_way_);
   OnPagesWritten(std::exchange(uncounted_pages_, 0));
 }
 
-void Outgoing::OnPayload(uint64_t bytes, bool copied) {
+void Outgoing::OnPayload(uint64_t bytes, PageWay way) {
   progress_ = Now();
   result_.bytes_sent += bytes;
-  if (copied) copied_bytes_ += bytes;
-  loop_.metrics.sent.CountBytes(bytes, copied);
+  if (way != PageWay::kSocket) copied_bytes_ += bytes;
+  loop_.metrics.sent.CountBytes(bytes, way);
 }
 
 void Outgoing::OnPagesWritten(uint64_t pages) { loop_.metrics.sent.pages.Increment(static_cast<double>(pages)); }
@@ -461,9 +470,9 @@ void Outgoing::OnLaneBroken(uint32_t lane, absl::Status why) {
     return Finish(FieldError(absl::StatusCode::kFailedPrecondition, "gpu", "pages in a GPU's memory",
                              "a receiver whose Unix socket can be reached"));
   }
-  if (lane_address_.local && !of_gpu() && IsBroken(why)) {
-    // Its Unix socket cannot be reached (another network namespace, or user), or it cannot map this one's memory, or
-    // did not find there what was announced. TCP takes what the first lane has not brought.
+  if ((lane_address_.local || by_ucx_) && !of_gpu() && IsBroken(why)) {
+    // Its Unix socket cannot be reached (another network namespace, or user), or it cannot map this one's memory or
+    // read it through UCX, or did not find there what was announced. TCP takes what the first lane has not brought.
     UseTcpLanes();
     return OpenLanes();
   }

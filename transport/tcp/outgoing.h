@@ -47,12 +47,14 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   const Dial::Address& lane_address() const { return lane_address_; }
   const Token& token() const { return token_; }
   int64_t stall_ms() const { return stall_ms_; }
+  /// Lanes say where pages lie, and the receiver reads them through UCX.
+  bool by_ucx() const { return by_ucx_; }
   bool of_gpu() const { return request_.first.gpu != GpuName(); }
   /// What to send next, in one frame; the pages count as sent by `lane`. False: nothing now.
   bool TakeFrame(uint32_t lane, std::vector<SendPage>* pages);
   /// The receiver was told where they lie. They count as sent when it says that they have arrived.
   void OnNamed(const std::vector<SendPage>& pages);
-  void OnPayload(uint64_t bytes, bool copied);
+  void OnPayload(uint64_t bytes, PageWay way);
   void OnPagesWritten(uint64_t pages);
   void OnLaneJoined(uint32_t lane, const JoinedFrame& joined);
   /// UNAVAILABLE, DATA_LOSS, DEADLINE_EXCEEDED: it is made again; anything else ends the hand-off.
@@ -155,6 +157,9 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   uint64_t total_bytes_ = 0;
   uint64_t copied_bytes_ = 0;   // of result_.bytes_sent
   Dial::Address lane_address_;  // the peer, or its Unix socket
+  uint32_t peer_features_ = 0;
+  bool by_ucx_ = false;
+  PageWay named_way_ = PageWay::kCopy;  // of pages in `named`
   uint32_t lanes_allowed_ = 1;
   std::vector<LaneSlot> lanes_;
   SendResult result_;

@@ -25,6 +25,7 @@
 namespace kvmanager {
 
 class DeviceCopier;
+class RemoteMemory;
 
 namespace tcp {
 class Engine;
@@ -48,6 +49,7 @@ class TcpTransport final : public Transport {
     std::vector<SharedMemory> memory;                 // lets daemons of this host copy pages out of it; else by sockets
     bool local_lanes = false;                         // whether to take pages so, and listen for it
     DeviceCopier* device_copier = nullptr;            // of GPUs' pages; they need local lanes; nullptr: none are taken
+    RemoteMemory* remote_memory = nullptr;            // pages that are neither copied so nor limited; outlives this
     int copy_threads = kCopyThreadsDefault;           // that copy them
     uint64_t send_bytes_per_s = 0;                    // of all hand-offs; 0: no limit; else `memory` must be empty
     int64_t stall_ms = SendRequest::kStallMsDefault;  // a peer that is not heard of for so long is given up

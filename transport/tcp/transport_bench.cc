@@ -1,8 +1,9 @@
 // Bytes per second of one hand-off between two transports of this process: over loopback TCP, beside iperf3 with as
-// many connections in the same run (what the kernel's sockets give), and over a local lane, beside one memcpy of as
-// much by one thread. Random bytes, a pool as large as the hand-off on each side, checksums made before. Transports are
-// made once, as daemons' are; the first hand-off over a local lane, which maps the sender's pool, is a row of its own.
-// Prints the CPU time of both sides as well, and what memcpy of all cores together makes.
+// many connections in the same run (what the kernel's sockets give); over a local lane, beside one memcpy of as much by
+// one thread; and through UCX's TCP and shared memory, beside the same. Random bytes, a pool as large as the hand-off
+// on each side, checksums made before. Transports are made once, as daemons' are; the first hand-off over a local lane,
+// which maps the sender's pool, is a row of its own. Prints the CPU time of both sides as well, and what memcpy of all
+// cores together makes.
 #include <sys/resource.h>
 
 #include <CLI/CLI.hpp>
@@ -10,6 +11,8 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <ctime>
+#include <filesystem>
 #include <future>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -23,6 +26,7 @@
 #include "kvmanager/base/status.h"
 #include "kvmanager/memory/region.h"
 #include "transport/tcp/tcp_transport.h"
+#include "transport/ucx/ucx_memory.h"
 
 namespace kvmanager::tcp {
 namespace {
@@ -39,6 +43,13 @@ double CpuSeconds(int who) {
     return static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_usec);
   };
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+double CpuOfProcess(pid_t pid) {
+  clockid_t clock;
+  timespec time{};
+  KV_CHECK(clock_getcpuclockid(pid, &clock) == 0 && clock_gettime(clock, &time) == 0);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
 /// Memory of a pool, as the daemon's: another process could map it.
@@ -90,18 +101,36 @@ class PoolReceiver final : public HandOffReceiver {
   const Pool* pool_;
 };
 
-/// A sender and a receiver, made once as a daemon's are. lanes: over TCP; 0: a local lane.
+/// UCX over the transports `tls`; nullptr if there is none, which it says.
+std::unique_ptr<UcxMemory> OpenUcx(const Pool& pool, const std::string& tls) {
+  UcxMemory::Options options;
+  options.program = {std::filesystem::canonical("/proc/self/exe").parent_path() / "../ucx/ucx_process_main"};
+  options.key = "a key of the benchmark";
+  options.memory = {{pool.data(), pool.size(), pool.shared().fd}};
+  options.settings = {{"TLS", tls}};
+  absl::StatusOr<std::unique_ptr<UcxMemory>> ucx = UcxMemory::Create(options);
+  if (ucx.ok()) return *std::move(ucx);
+  std::printf("%s\n", ucx.status().ToString().c_str());
+  return nullptr;
+}
+
+/// A sender and a receiver, made once as a daemon's are. lanes: over TCP; 0: a local lane. Through UCX, if both have
+/// it.
 class Pair {
  public:
-  Pair(const Pool& from, const Pool& to, uint64_t page_bytes, uint32_t lanes) : from_(from), to_(to), receiver_(&to) {
+  Pair(const Pool& from, const Pool& to, uint64_t page_bytes, uint32_t lanes, UcxMemory* from_ucx = nullptr,
+       UcxMemory* to_ucx = nullptr)
+      : from_(from), to_(to), by_ucx_(from_ucx != nullptr), receiver_(&to) {
     TcpTransport::Options options;
     options.metrics = &metrics_;
     options.lanes = std::max(lanes, 1u);
     if (lanes == 0) options.memory = {from.shared()};
+    options.remote_memory = from_ucx;
     sending_ = *TcpTransport::Create(options);
     options.listen = "127.0.0.1:0";
     options.receiver = &receiver_;
     options.local_lanes = true;
+    options.remote_memory = to_ucx;
     receiving_ = *TcpTransport::Create(options);
     for (uint64_t at = 0; at + page_bytes <= from.size(); at += page_bytes) {
       pages_.push_back({static_cast<uint32_t>(pages_.size()), absl::MakeConstSpan(from.data() + at, page_bytes),
@@ -120,6 +149,7 @@ class Pair {
     HandOffPart last;
     last.manifest = "end";
     std::memset(to_.data(), 0, to_.size());
+    const double ucx_before = metrics_.received.ucx_bytes.Value();
     const double cpu_before = CpuSeconds(RUSAGE_SELF);
     const uint64_t id = sending_->Begin(std::move(request), std::move(events));
     sending_->Post(id, pages_);
@@ -129,12 +159,14 @@ class Pair {
     KV_CHECK(result.ok());
     KV_CHECK(std::memcmp(from_.data(), to_.data(), result->bytes_sent) == 0);
     const auto sent = static_cast<double>(result->bytes_sent);
+    KV_CHECK(metrics_.received.ucx_bytes.Value() - ucx_before == (by_ucx_ ? sent : 0));
     return {sent / result->seconds, cpu / sent * (1 << 30)};
   }
 
  private:
   const Pool& from_;
   const Pool& to_;
+  const bool by_ucx_;
   std::vector<SendPage> pages_;
   Metrics registry_;
   TransportMetrics metrics_{&registry_};
@@ -229,6 +261,20 @@ int Main(int argc, char** argv) {
   }
   print("local, first", median(first), median(one));
   print("local", median(ours), median(one));
+  for (const auto& [name, tls] : {std::pair("ucx, tcp", "tcp"), std::pair("ucx, shared", "posix,cma")}) {
+    const auto from_ucx = OpenUcx(from, tls), to_ucx = OpenUcx(to, tls);
+    if (from_ucx == nullptr || to_ucx == nullptr) continue;
+    Pair pair(from, to, page_bytes, 1, from_ucx.get(), to_ucx.get());
+    const auto processes = [&] { return CpuOfProcess(from_ucx->process()) + CpuOfProcess(to_ucx->process()); };
+    std::vector<Measured> read, beside;
+    for (int i = 0; i < repetitions; ++i) {
+      const double before = processes();
+      read.push_back(pair.HandOff());
+      read.back().cpu_s_per_gib += (processes() - before) / static_cast<double>(from.size()) * (1 << 30);
+      beside.push_back(Copy(from, to, 1));
+    }
+    print(name, median(read), median(beside));
+  }
   std::printf("one thread's memcpy, and that of %u threads: %.2f and %.2f GB/s\n", cpus, median(one).bytes_per_s / 1e9,
               median(all).bytes_per_s / 1e9);
   return 0;

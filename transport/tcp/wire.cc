@@ -22,6 +22,7 @@ constexpr size_t kJoinedFixedBytes = 8;
 constexpr size_t kErrorFixedBytes = 20;
 constexpr size_t kLoadBytes = 40;
 constexpr size_t kRegionBytes = 16;
+constexpr size_t kMemoryFixedBytes = 8;
 constexpr size_t kRegionNameBytes = 32;  // of a GPU's memory
 constexpr size_t kGpuNameBytes = sizeof(GpuName);
 constexpr size_t kHelloCheckAt = 12;
@@ -119,6 +120,8 @@ Bounds BodyBounds(FrameType type) {
       return {kRegionBytes, kRegionBytes + kRegionNameBytes};
     case FrameType::kLocal:
       return {kLocalRecordBytes, kLocalRecordBytes * kDevicePagesPerFrameMax};
+    case FrameType::kMemory:
+      return {kMemoryFixedBytes + 1, kMemoryFixedBytes + RemoteMemory::kDescriptionBytesMax};
     case FrameType::kPing:
     case FrameType::kDone:
     case FrameType::kCancel:
@@ -271,6 +274,15 @@ absl::StatusOr<Frame> ParseLocal(absl::Span<const uint8_t> body) {
   return Frame(std::move(frame));
 }
 
+absl::StatusOr<Frame> ParseMemory(absl::Span<const uint8_t> body) {
+  MemoryFrame memory;
+  memory.region = Load32(&body[0]);
+  KV_RETURN_IF_ERROR(CheckRange("region", memory.region, 0, kRegionsMax - 1));
+  KV_RETURN_IF_ERROR(CheckZero(FrameType::kMemory, Load32(&body[4])));
+  memory.description.assign(body.begin() + kMemoryFixedBytes, body.end());
+  return Frame(std::move(memory));
+}
+
 absl::StatusOr<Frame> ParseGot(absl::Span<const uint8_t> body) {
   GotFrame got;
   got.window = Load64(&body[0]);
@@ -357,15 +369,15 @@ std::string EncodeStatus(FrameType type, const absl::Status& status) {
 }  // namespace
 
 const char* FrameTypeName(FrameType type) {
-  static constexpr const char* kNames[] = {"",         "OFFER",  "JOIN",  "WAITING", "ACCEPT", "LAST",
-                                           "EXTENDED", "PAGES",  "GOT",   "JOINED",  "PING",   "DONE",
-                                           "ERROR",    "CANCEL", "PROBE", "LOAD",    "REGION", "LOCAL"};
+  static constexpr const char* kNames[] = {"",      "OFFER", "JOIN",   "WAITING", "ACCEPT", "LAST",  "EXTENDED",
+                                           "PAGES", "GOT",   "JOINED", "PING",    "DONE",   "ERROR", "CANCEL",
+                                           "PROBE", "LOAD",  "REGION", "LOCAL",   "MEMORY"};
   return kNames[static_cast<int>(type)];
 }
 
 absl::StatusOr<FrameHeader> ParseHeader(absl::Span<const uint8_t> bytes) {
   if (bytes.size() != kHeaderBytes) return InvalidField("frame header bytes", bytes.size(), absl::StrCat(kHeaderBytes));
-  KV_RETURN_IF_ERROR(CheckRange("frame type", bytes[0], 1, static_cast<int>(FrameType::kLocal)));
+  KV_RETURN_IF_ERROR(CheckRange("frame type", bytes[0], 1, static_cast<int>(FrameType::kMemory)));
   FrameHeader header;
   header.type = static_cast<FrameType>(bytes[0]);
   header.check = Load32(&bytes[kHeaderCheckAt]);
@@ -407,6 +419,8 @@ absl::StatusOr<Frame> ParseFrame(absl::Span<const uint8_t> bytes) {
       return ParseRegion(body);
     case FrameType::kLocal:
       return ParseLocal(body);
+    case FrameType::kMemory:
+      return ParseMemory(body);
     case FrameType::kGot:
       return ParseGot(body);
     case FrameType::kJoined:
@@ -551,6 +565,14 @@ std::string EncodeRegion(const RegionFrame& region) {
     Append(out, region.name);
   }
   return Sealed(std::move(out));
+}
+
+std::string EncodeMemory(const MemoryFrame& memory) {
+  KV_CHECK(!memory.description.empty() && memory.description.size() <= RemoteMemory::kDescriptionBytesMax);
+  std::string out = HeaderString(FrameType::kMemory, kMemoryFixedBytes + memory.description.size());
+  Append(out, memory.region, 4);
+  Append(out, 0, 4);
+  return Sealed(std::move(out += memory.description));
 }
 
 std::string EncodeLocal(absl::Span<const LocalRecord> pages) {

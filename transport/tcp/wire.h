@@ -6,7 +6,7 @@
 // pages:
 //
 //   control   S: OFFER         R: WAITING* ACCEPT   S: LAST   R: EXTENDED   R: GOT*   R: DONE
-//   lane      S: JOIN(lane)    R: JOINED            S: (PAGES, REGION, LOCAL)*
+//   lane      S: JOIN(lane)    R: JOINED            S: (PAGES, REGION, MEMORY, LOCAL)*
 //   control,
 //   resumed   S: JOIN(0)       R: JOINED, then once more those of ACCEPT, EXTENDED and DONE that it has said
 //   probe     S: PROBE         R: LOAD
@@ -18,14 +18,17 @@
 // once. S sends no more than ACCEPT's or the last GOT's window of pages ahead of what GOT confirmed.
 //
 // Lanes are TCP connections or, between daemons of one host and user, connections of R's Unix socket: there S may pass
-// the memory in which its pages lie (REGION) and say where they are (LOCAL), and R copies them out of it.
+// the memory in which its pages lie (REGION) and say where they are (LOCAL), and R copies them out of it. Where both
+// have UCX, S may describe its memory on a TCP connection (MEMORY) and say where in it pages are (LOCAL), and R reads
+// them.
 //
 // HELLO, 24 bytes:
 //    0  8  magic "KVMPAGE\0"
 //    8  2  version       the newest that this side speaks
 //   10  2  version_min   the oldest; the two sides use min(version, version), which must be at least both version_min
 //   12  4  check
-//   16  4  features      bits; both sides use the bits set in both; unknown bits are ignored. Bit 0: pages of GPUs
+//   16  4  features      bits; both sides use the bits set in both; unknown bits are ignored. Bit 0: pages of GPUs;
+//                        1: this side takes MEMORY
 //   20  4  stall_ms      1..kStallMsMax
 //
 // Every other frame begins with a header, 16 bytes:
@@ -74,6 +77,10 @@
 //           16 16  GPU's name, and 16 of the memory (DeviceSlab), only of a GPU's
 //   LOCAL    32 bytes for each page: 4 page, 4 region, 8 offset, 8 XXH3-64, 8 zero. 1..kPagesPerFrameMax of them; of
 //            GPUs' pages 1..kDevicePagesPerFrameMax
+//   MEMORY   0  4  region         as REGION's
+//            4  4  zero
+//            8     what R's UCX needs to read it, 1..RemoteMemory::kDescriptionBytesMax (transport/ucx/description.h,
+//                  the token being its context)
 //   GOT      0  8  window
 //            8 4k  pages that have arrived, k in 0..kGotPagesMax
 //   JOINED   0  4  page count     of the parts that R knows; 0 before it has accepted
@@ -97,6 +104,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "transport/remote_memory.h"
 #include "transport/transport.h"
 
 namespace kvmanager::tcp {
@@ -105,7 +113,8 @@ inline constexpr char kMagic[8] = {'K', 'V', 'M', 'P', 'A', 'G', 'E', '\0'};
 inline constexpr uint16_t kVersion = 2;
 inline constexpr uint16_t kVersionMin = 2;
 inline constexpr uint32_t kFeatureGpuPages = 1;
-inline constexpr uint32_t kFeatures = kFeatureGpuPages;
+inline constexpr uint32_t kFeatureRemoteMemory = 2;
+inline constexpr uint32_t kFeatures = kFeatureGpuPages;  // of every daemon
 
 inline constexpr size_t kHelloBytes = 24;
 inline constexpr size_t kHeaderBytes = 16;
@@ -145,6 +154,7 @@ enum class FrameType : uint8_t {
   kLoad,
   kRegion,
   kLocal,
+  kMemory,
 };
 
 struct FrameHeader {
@@ -208,6 +218,10 @@ struct RegionFrame {
   GpuName gpu = {};                   // zeros: host memory
   std::array<uint8_t, 16> name = {};  // of a GPU's memory
 };
+struct MemoryFrame {
+  uint32_t region = 0;
+  std::string description;
+};
 struct LocalRecord {
   uint32_t page = 0;
   uint32_t region = 0;
@@ -237,7 +251,7 @@ struct LoadFrame {
 };
 using Frame = std::variant<HelloFrame, OfferFrame, JoinFrame, WaitingFrame, AcceptFrame, LastFrame, ExtendedFrame,
                            PagesFrame, GotFrame, JoinedFrame, PingFrame, DoneFrame, ErrorFrame, CancelFrame, ProbeFrame,
-                           LoadFrame, RegionFrame, LocalFrame>;
+                           LoadFrame, RegionFrame, LocalFrame, MemoryFrame>;
 
 const char* FrameTypeName(FrameType type);
 
@@ -269,6 +283,8 @@ std::string EncodeExtended(const ExtendedFrame& extended);
 /// Header and records into `out`, kHeaderBytes + kPageRecordBytes for each page. REQUIRES: 1..kPagesPerFrameMax pages.
 void PutPagesHead(absl::Span<const PageRecord> pages, uint8_t* out);
 std::string EncodeRegion(const RegionFrame& region);
+/// REQUIRES: a description of 1..RemoteMemory::kDescriptionBytesMax bytes.
+std::string EncodeMemory(const MemoryFrame& memory);
 /// REQUIRES: 1..kDevicePagesPerFrameMax pages.
 std::string EncodeLocal(absl::Span<const LocalRecord> pages);
 /// REQUIRES: at most kGotPagesMax pages.

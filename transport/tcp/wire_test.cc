@@ -68,6 +68,7 @@ std::vector<std::string> Examples() {
           EncodeOffer(kExampleToken, 7, ExampleGpuPart()),
           EncodeRegion({3, 4096}),
           EncodeRegion(ExampleSlab()),
+          EncodeMemory({3, "described"}),
           EncodeLocal({{1, 3, 64, 0x1122334455667788}, {2, 3, 128, 9}})};
 }
 template <typename T>
@@ -133,6 +134,9 @@ TEST(Wire, LocalLanesRoundTrip) {
   EXPECT_EQ(gpu_offer.part.gpu, of_gpu.gpu);
   EXPECT_EQ(gpu_offer.part.page_bytes, of_gpu.page_bytes);
   EXPECT_EQ(gpu_offer.part.manifest, of_gpu.manifest);
+  const MemoryFrame memory = Parsed<MemoryFrame>(EncodeMemory({3, "described"}));
+  EXPECT_EQ(memory.region, 3u);
+  EXPECT_EQ(memory.description, "described");
   const RegionFrame slab = ExampleSlab();
   const RegionFrame said = Parsed<RegionFrame>(EncodeRegion(slab));
   EXPECT_EQ(said.gpu, slab.gpu);
@@ -185,7 +189,7 @@ TEST(Wire, LimitsAreNamed) {
   ExpectInvalid(Poke(offer, 16 + 48, 0, 4), "page 0 bytes");
   ExpectInvalid(Poke(offer, 16 + 52, HandOffPart::kPageBytesMax + 1, 4), "page 1 bytes");
   ExpectInvalid(Poke(offer, 8, uint64_t{1} << 40, 8), "OFFER body bytes");
-  ExpectInvalid(Poke(offer, 0, 18, 1), "frame type");
+  ExpectInvalid(Poke(offer, 0, 19, 1), "frame type");
   ExpectInvalid(Poke(offer, 0, 0, 1), "frame type");
   ExpectInvalid(Poke(offer, 1, 1, 1), "frame reserved");
   const std::string last = EncodeLast(ExampleLast());
@@ -222,6 +226,8 @@ TEST(Wire, LimitsAreNamed) {
   ExpectInvalid(Poke(error, 16, 17, 4), "error code");
   ExpectInvalid(Poke(error, 16 + 4, kErrorTextBytesMax + 1, 4), "error text bytes");
   ExpectInvalid(Poke(error, 16 + 4, 2, 4), "ERROR body bytes");
+  ExpectInvalid(Poke(EncodeMemory({3, "described"}), kHeaderBytes, kRegionsMax, 4), "region");
+  ExpectInvalid(Poke(EncodeMemory({3, "described"}), kHeaderBytes + 4, 1, 4), "MEMORY reserved");
   ExpectInvalid(EncodeHello({0, 1, 0, 1}), "hello version");
   ExpectInvalid(EncodeHello({2, 3, 0, 1}), "hello version_min");
   ExpectInvalid(EncodeHello({2, 2, 0, 0}), "hello stall_ms");

@@ -1,0 +1,76 @@
+#include "transport/ucx/child.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
+
+extern char** environ;
+
+namespace kvmanager::ucx {
+namespace {
+
+constexpr int kFirstFd = 3;
+
+}  // namespace
+
+absl::StatusOr<Child> Child::Start(const std::vector<std::string>& program, absl::Span<const int> fds) {
+  KV_CHECK(!program.empty());
+  const int above = kFirstFd + static_cast<int>(fds.size());
+  posix_spawn_file_actions_t actions;
+  posix_spawnattr_t attributes;
+  KV_CHECK(posix_spawn_file_actions_init(&actions) == 0 && posix_spawnattr_init(&attributes) == 0);
+  // Copies above all numbers that the child will have, so that none is replaced before it has been taken.
+  std::vector<int> copies;
+  int error = 0;
+  for (size_t i = 0; i < fds.size() && error == 0; ++i) {
+    copies.push_back(::fcntl(fds[i], F_DUPFD_CLOEXEC, above));
+    error = copies.back() < 0 ? errno : 0;
+    if (error == 0) error = posix_spawn_file_actions_adddup2(&actions, copies.back(), kFirstFd + static_cast<int>(i));
+  }
+  if (error == 0) error = posix_spawn_file_actions_addclosefrom_np(&actions, above);
+  // The daemon takes its signals through a descriptor; the child ends by them.
+  sigset_t none, all;
+  sigemptyset(&none);
+  sigfillset(&all);
+  if (error == 0) error = posix_spawnattr_setsigmask(&attributes, &none);
+  if (error == 0) error = posix_spawnattr_setsigdefault(&attributes, &all);
+  if (error == 0) error = posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
+  std::vector<char*> arguments;
+  for (const std::string& text : program) arguments.push_back(const_cast<char*>(text.c_str()));
+  arguments.push_back(nullptr);
+  Child child;
+  if (error == 0) error = ::posix_spawn(&child.pid_, arguments[0], &actions, &attributes, arguments.data(), environ);
+  for (const int copy : copies) {
+    if (copy >= 0) ::close(copy);
+  }
+  posix_spawn_file_actions_destroy(&actions);
+  posix_spawnattr_destroy(&attributes);
+  if (error == 0) return child;
+  child.pid_ = 0;
+  return absl::UnavailableError(absl::StrCat("starting ", program[0], ": ", std::strerror(error)));
+}
+
+Child& Child::operator=(Child&& other) noexcept {
+  End();
+  pid_ = std::exchange(other.pid_, 0);
+  return *this;
+}
+
+void Child::End() {
+  if (pid_ == 0) return;
+  ::kill(pid_, SIGKILL);
+  while (::waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
+  }
+  pid_ = 0;
+}
+
+}  // namespace kvmanager::ucx
