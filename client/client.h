@@ -200,6 +200,7 @@ struct DaemonDescription {
   uint64_t waiting_hand_offs = 0;  // received sequences that nobody has claimed yet
   std::string cpu_target, listen, peer_listen, metrics_listen;
   std::string gpus;                                // what GPUs the daemon sees, or why none
+  std::string ucx;                                 // whether pages go to and from peers through UCX, or why not
   uint64_t pinned_bytes = 0, pin_total_bytes = 0;  // of the host pool; 0: no GPU
   std::string pin_error;                           // why the rest stays unpinned
 };
@@ -216,7 +217,7 @@ struct PeerDescription {
   std::string peer;
   bool incoming = false;
   uint64_t transfers = 0, failures = 0, bytes = 0, active = 0;
-  uint64_t copied_bytes = 0;    // of `bytes`: from one daemon's memory to the other's, through no socket
+  uint64_t copied_bytes = 0;    // of `bytes`: from one daemon's memory to the other's, or through UCX
   double bytes_per_second = 0;  // measured while there was something to send, recent transfers counting most; 0: never
   std::string last_error;
   absl::StatusOr<PeerLoad> load = absl::UnavailableError("not asked");  // of peers that sequences are handed to

@@ -154,6 +154,7 @@ DaemonDescription FromWire(api::DaemonStatus::Reader wire) {
   d.peer_listen = ToString(wire.getPeerListen());
   d.metrics_listen = ToString(wire.getMetricsListen());
   d.gpus = ToString(wire.getGpus());
+  d.ucx = ToString(wire.getUcx());
   d.pinned_bytes = wire.getPinnedBytes();
   d.pin_total_bytes = wire.getPinTotalBytes();
   d.pin_error = ToString(wire.getPinError());

@@ -115,6 +115,7 @@ json Describe(const DaemonDescription& d) {
           {"peer_listen", d.peer_listen},
           {"metrics_listen", d.metrics_listen},
           {"gpus", d.gpus},
+          {"ucx", d.ucx},
           {"pinned_bytes", d.pinned_bytes},
           {"pin_total_bytes", d.pin_total_bytes},
           {"pin_error", d.pin_error}};

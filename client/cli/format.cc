@@ -114,6 +114,7 @@ std::string FormatStatus(const DaemonDescription& d) {
   line("caches", absl::StrCat(d.caches));
   line("leases", absl::StrCat(d.leases));
   line("GPUs", OrNone(d.gpus));
+  line("UCX", OrNone(d.ucx));
   if (d.pin_total_bytes > 0) {
     line("host pool pinned", absl::StrCat(FormatBytes(d.pinned_bytes), " of ", FormatBytes(d.pin_total_bytes),
                                           d.pin_error.empty() ? "" : "; the rest stays so: ", d.pin_error));
@@ -215,6 +216,7 @@ json ToJson(const DaemonDescription& d) {
           {"peer_listen", Utf8(d.peer_listen)},
           {"metrics_listen", Utf8(d.metrics_listen)},
           {"gpus", Utf8(d.gpus)},
+          {"ucx", Utf8(d.ucx)},
           {"pinned_bytes", d.pinned_bytes},
           {"pin_total_bytes", d.pin_total_bytes},
           {"pin_error", Utf8(d.pin_error)}};

@@ -47,6 +47,7 @@ TEST(Format, Status) {
   d.leases = 5;
   d.waiting_hand_offs = 7;
   d.gpus = "no GPU driver";
+  d.ucx = "UCX 1.13, process 7";
   d.pools.push_back({.tier = "device:1", .capacity_bytes = uint64_t{8} << 30});
   d.pinned_bytes = uint64_t{1} << 30;
   d.pin_total_bytes = uint64_t{4} << 30;
@@ -62,6 +63,8 @@ TEST(Format, Status) {
   EXPECT_EQ(json["leases"], 5);
   EXPECT_EQ(json["pin_total_bytes"], uint64_t{4} << 30);
   EXPECT_EQ(json["gpus"], "no GPU driver");
+  EXPECT_EQ(json["ucx"], "UCX 1.13, process 7");
+  EXPECT_NE(text.find("UCX:               UCX 1.13, process 7"), std::string::npos) << text;
   EXPECT_EQ(json["waiting_hand_offs"], 7);
   EXPECT_NE(text.find("waiting hand-offs: 7"), std::string::npos) << text;
   EXPECT_EQ(nlohmann::json::parse(json.dump()), json);

@@ -426,6 +426,7 @@ struct DaemonStatus {
   pinnedBytes @16 :UInt64;      # of the host pool, for copies to and from GPUs: pinned so far, and to be pinned; 0: no GPU
   pinTotalBytes @17 :UInt64;
   pinError @18 :Text;           # why the rest stays unpinned
+  ucx @19 :Text;                # whether pages go to and from peers through UCX: its version, or why not
 }
 
 struct PeerStatus {

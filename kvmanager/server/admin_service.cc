@@ -49,6 +49,7 @@ class AdminService final : public api::Admin::Server {
         if (daemon.pinner->done()) out.setPinError(TextOf(std::string(daemon.pinner->status().message())));
       }
       out.setGpus(TextOf(daemon.gpu_summary));
+      out.setUcx(TextOf(daemon.ucx_summary()));
       const std::vector<CacheInfo> caches = daemon.store->Caches();
       uint64_t blocks = 0;
       for (const CacheInfo& cache : caches) blocks += cache.published_blocks;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -53,6 +54,7 @@ struct DaemonContext {
   const HostPinner* pinner = nullptr;         // of the host pool's slabs, in their order; nullptr: no GPU
   PollList* polls = nullptr;
   std::vector<std::shared_ptr<InProcess>> departed;  // of connections that ended before their processes
+  std::function<std::string()> ucx_summary;          // whether pages go through UCX, or why not
   std::string gpu_summary;                           // what GPUs this process sees, or why none
 
   uint64_t boot_epoch = 0;

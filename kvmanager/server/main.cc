@@ -7,12 +7,14 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstring>
 #include <memory>
 
 #include "kvmanager/base/blas_core.h"
 #include "kvmanager/memory/device.h"
 #include "kvmanager/server/options.h"
 #include "kvmanager/server/server.h"
+#include "transport/ucx/ucx_process.h"
 
 namespace {
 
@@ -41,6 +43,7 @@ void RaiseDescriptorLimit() {
 }  // namespace
 
 int main(int argc, char** argv) {
+  if (argc == 2 && std::strcmp(argv[1], kvmanager::kUcxProcessFlag) == 0) return kvmanager::RunUcxProcess();
   const auto line = kvmanager::ParseCommandLine(argc, argv);
   if (!line.ok()) {
     std::fprintf(stderr, "kvmanagerd: %s\nTry kvmanagerd --help.\n", std::string(line.status().message()).c_str());

@@ -166,6 +166,10 @@ absl::Status Check(const Texts& texts, Options* options) {
     options->peer_local_copy = texts.peer_local_copy == "on";
   }
   if (std::error_code error;
+      !options->peer_ucx_key.empty() && !std::filesystem::is_regular_file(options->peer_ucx_key, error)) {
+    return InvalidField("--peer-ucx-key", options->peer_ucx_key, "a file that exists");
+  }
+  if (std::error_code error;
       !options->calibration_dir.empty() && !std::filesystem::is_directory(options->calibration_dir, error)) {
     return InvalidField("--calibration-dir", options->calibration_dir, "a directory that exists");
   }
@@ -305,6 +309,10 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                  "Pages go between daemons of this host and user from memory to memory, through no socket: these "
                  "daemons can read the whole pool; on or off (default on; what is sent never with --peer-rate-bytes)")
       ->type_name("on|off");
+  app.add_option("--peer-ucx-key", options.peer_ucx_key,
+                 "Pages also go through UCX (RDMA, shared memory, TCP), between daemons that have the same file, 16 to "
+                 "4096 bytes; UCX's ports are open to whoever reaches them, see docs/operating.md (default: off)")
+      ->type_name("FILE");
   app.add_option("--calibration-dir", options.calibration_dir,
                  "Directory of calibration artifacts, for caches whose codec names one: calibration=FILE")
       ->type_name("DIR");

@@ -187,6 +187,7 @@ TEST(OptionsTest, ErrorsNameFlagValueAndBound) {
            {With({"--peer-window-bytes", "1KiB"}), "--peer-window-bytes", "1KiB"},
            {With({"--peer-window-bytes", "8GiB"}), "--peer-window-bytes", "8GiB"},
            {With({"--peer-local-copy", "yes"}), "--peer-local-copy", "yes"},
+           {With({"--peer-ucx-key", "/nowhere"}), "--peer-ucx-key", "/nowhere"},
            {With({"--log-level", "loud"}), "--log-level", "loud"},
            {With({"--metrics-listen", "localhost"}), "--metrics-listen", "localhost"},
            {With({"--metrics-listen", "localhost:65536"}), "--metrics-listen", "localhost:65536"},

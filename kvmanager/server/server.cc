@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <fstream>
 #include <utility>
 #include <vector>
 
@@ -44,6 +45,8 @@
 #include "transport/cuda/peer_copier.h"
 #include "transport/tcp/tcp_transport.h"
 #include "transport/transport_metrics.h"
+#include "transport/ucx/ucx_memory.h"
+#include "transport/ucx/ucx_process.h"
 
 namespace kvmanager {
 namespace {
@@ -83,6 +86,17 @@ uint64_t RandomEpoch() {
   uint64_t epoch = 0;
   while (epoch == 0) KV_CHECK(getrandom(&epoch, sizeof epoch, 0) == sizeof epoch);
   return epoch;
+}
+
+absl::StatusOr<std::string> ReadKey(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string key(UcxMemory::kKeyBytesMax + 1, '\0');
+  file.read(key.data(), static_cast<std::streamsize>(key.size()));
+  key.resize(static_cast<size_t>(file.gcount()));
+  if (key.size() >= UcxMemory::kKeyBytesMin && key.size() <= UcxMemory::kKeyBytesMax) return key;
+  return InvalidField("--peer-ucx-key", path,
+                      absl::StrCat("a file that can be read, of ", UcxMemory::kKeyBytesMin, "..",
+                                   UcxMemory::kKeyBytesMax, " bytes; this has ", key.size(), " or more"));
 }
 
 // Members stand in the order of who needs whom: each outlives those after it, but for the threads (transport, workers),
@@ -152,6 +166,7 @@ class ServerImpl final : public Server {
     }
     daemon_.listen = absl::StrJoin(
         sockets_, ",", [](std::string* out, const auto& socket) { absl::StrAppend(out, socket->address()); });
+    KV_RETURN_IF_ERROR(OpenUcx());
     TcpTransport::Options transport;
     transport.listen = options_.peer_listen;
     transport.receiver = desk_.get();
@@ -165,6 +180,7 @@ class ServerImpl final : public Server {
         transport.memory.push_back({region->data(), region->bytes(), region->fd()});
       }
     }
+    transport.remote_memory = ucx_.get();
     transport.device_copier = options_.peer_local_copy ? copier_.get() : nullptr;
     KV_ASSIGN_OR_RETURN(transport_, TcpTransport::Create(std::move(transport)));
     daemon_.transport = transport_.get();
@@ -227,6 +243,29 @@ class ServerImpl final : public Server {
   std::string MetricsText() const override { return metrics_.Text(); }
 
  private:
+  absl::Status OpenUcx() {
+    daemon_.ucx_summary = [this] {
+      if (ucx_ == nullptr) return absl::StrCat("off, ", UcxBuild());
+      return ucx_->process() == 0 ? std::string("its process has ended, and is started anew")
+                                  : absl::StrCat("UCX ", ucx_->version(), ", process ", ucx_->process());
+    };
+    if (options_.peer_ucx_key.empty()) return absl::OkStatus();
+    UcxMemory::Options options;
+    options.program = {"/proc/self/exe", kUcxProcessFlag};
+    KV_ASSIGN_OR_RETURN(options.key, ReadKey(options_.peer_ucx_key));
+    for (const auto& region : pool_->regions()) {
+      options.memory.push_back({region->data(), region->bytes(), region->fd()});
+    }
+    absl::StatusOr<std::unique_ptr<UcxMemory>> ucx = UcxMemory::Create(std::move(options));
+    if (!ucx.ok()) {
+      return absl::Status(ucx.status().code(), absl::StrCat("--peer-ucx-key asks for UCX, but ", ucx.status().message(),
+                                                            "; leave the option out to do without"));
+    }
+    ucx_ = *std::move(ucx);
+    spdlog::info("peers with the same key: {}", daemon_.ucx_summary());
+    return absl::OkStatus();
+  }
+
   // GPUs' pools, and the pinning of the host's beside them.
   absl::Status OpenDevices() {
     daemon_.gpu_summary = DeviceSummary();
@@ -386,6 +425,7 @@ class ServerImpl final : public Server {
   DaemonContext daemon_;
   std::unique_ptr<HandOffDesk> desk_;
   std::vector<std::unique_ptr<ListenSocket>> sockets_;
+  std::unique_ptr<UcxMemory> ucx_;
   std::unique_ptr<TcpTransport> transport_;
   std::unique_ptr<Exporter> exporter_;
 

@@ -127,6 +127,7 @@ class DaemonDescription:
     peer_listen: str
     metrics_listen: str
     gpus: str
+    ucx: str
     pinned_bytes: int
     pin_total_bytes: int
     pin_error: str
