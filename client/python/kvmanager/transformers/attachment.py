@@ -1,0 +1,243 @@
+"""A model and the daemon that keeps its keys and values."""
+
+import inspect
+import json
+import struct
+import weakref
+from array import array
+from typing import Any, NamedTuple
+
+import torch
+
+import kvmanager as kv
+from kvmanager.transformers.cache import KvCache
+from kvmanager.transformers.fold import factors_digest, fingerprint, folded_with
+from kvmanager.transformers.paths import DevicePath, HostPath
+from kvmanager.transformers.rows import Row, leads_of_mask
+
+_BLOB = struct.Struct("<4sIII")  # magic, ids in the cache, ids chosen beyond them, bytes of the caller
+_MAGIC = b"kvT1"
+
+
+class Claimed(NamedTuple):
+    """What was handed off, ready for generate(): rows padded on the left to one length."""
+
+    cache: KvCache
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    blobs: list[bytes]
+
+
+def attach(model: torch.nn.Module, address: str, **options: Any) -> "Attachment":
+    """See Attachment."""
+    return Attachment(model, address, **options)
+
+
+def _rope(config: Any) -> str:
+    facts = {name: getattr(config, name) for name in ("rope_parameters", "rope_theta", "rope_scaling",
+                                                      "partial_rotary_factor") if getattr(config, name, None)}
+    return json.dumps(facts, sort_keys=True, default=str)
+
+
+class Attachment:
+    """model: a decoder loaded with attn_implementation="kvmanager". It is not changed, but for a hook that tells caches
+    of a forward pass.
+
+    address: "unix:PATH" of the daemon on this host.
+    codec, lag_pages, page_tokens, tenant, calibration_digest: as Client.open_cache takes them.
+    model_name, revision: what the cache's blocks are known by; default: the last part of the name or directory that
+        the model was loaded from, as `kvctl calibrate` has it, and a digest of samples of the weights; a codec's
+        artifact may want its own revision (`kvctl calibrate --json` has it). Processes share blocks where these, the
+        tenant and the codec are equal.
+    dtype: of keys and values in pages: "float16" or "bfloat16"; default: the model's, float16 for float32.
+    device: the daemon's GPU, for a model on a GPU; default: the one with the model's ordinal. -1: the host.
+    calibration_dir: where the artifact lies that the codec names, for a model on a GPU: its kernels run here.
+    publish_prompts: others find the full blocks of a prompt once it is prefilled.
+    chunk_tokens: of a call of a long prefill, 64..16384: the staging memory is that many tokens' k, v, q and output.
+    deadline_ms, name: of the connection.
+
+    Errors: ValueError (the model); those of kvmanager. Belongs to the thread that made it."""
+
+    def __init__(self, model: torch.nn.Module, address: str, *, codec: str = "raw", lag_pages: int = 2,
+                 page_tokens: int = 64, tenant: str = "", calibration_digest: str = "", calibration_dir: str = "",
+                 model_name: str = "", revision: str = "", dtype: str = "", device: int | None = None,
+                 publish_prompts: bool = True, chunk_tokens: int = 2048, deadline_ms: int = 30000,
+                 name: str = "transformers"):
+        config = model.config.get_text_config(decoder=True)
+        if config._attn_implementation != "kvmanager":
+            raise ValueError(f"attn_implementation: {config._attn_implementation!r}; must be 'kvmanager' where the "
+                             "model is loaded, or model.set_attn_implementation('kvmanager')")
+        if not 64 <= chunk_tokens <= 16384:
+            raise ValueError(f"chunk_tokens: {chunk_tokens}; must be 64..16384")
+        parameter = next(model.parameters())
+        self.torch_device = parameter.device
+        if self.torch_device.type not in ("cpu", "cuda"):
+            raise ValueError(f"model: is on {self.torch_device}; must be on the CPU or a CUDA device")
+        if device is None:
+            device = -1 if self.torch_device.type == "cpu" else self.torch_device.index or 0
+        if (device >= 0) != (self.torch_device.type == "cuda"):
+            raise ValueError(f"device: {device}; the model is on {self.torch_device}")
+        self.layers = config.num_hidden_layers
+        self.query_heads = config.num_attention_heads
+        self.kv_heads = getattr(config, "num_key_value_heads", None) or self.query_heads
+        self._vocabulary = config.vocab_size
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.query_heads
+        self.default_scale_inverse = self.head_dim**0.5
+        self.page_tokens = page_tokens
+        self.publish_prompts = publish_prompts
+        self.tokens_computed = 0  # tokens whose queries were attended, in each layer
+        if not dtype:
+            dtype = "bfloat16" if parameter.dtype == torch.bfloat16 else "float16"
+        self._chunk_tokens, self._calibration_dir = chunk_tokens, calibration_dir
+        self._model = weakref.ref(model)
+        self._options = dict(
+            model=model_name or config._name_or_path.rstrip("/").rpartition("/")[2] or type(model).__name__,
+            revision=revision or fingerprint(model), tenant=tenant, rope=_rope(config), layers=self.layers,
+            kv_heads=self.kv_heads, query_heads=self.query_heads, head_dim=self.head_dim, page_tokens=page_tokens,
+            dtype=dtype, codec=codec, lag_pages=lag_pages, device=device, calibration_digest=calibration_digest)
+        self.client = kv.connect(address, name=name, deadline_ms=deadline_ms)
+        self.path: HostPath | DevicePath
+        self._open()
+        decoder = getattr(model, model.base_model_prefix, model)
+        self._names = list(inspect.signature(decoder.forward).parameters)
+        self._hook = decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def _open(self) -> None:
+        self._cache = self.client.open_cache(**self._options)
+        shape = dict(kv_heads=self.kv_heads, query_heads=self.query_heads, head_dim=self.head_dim,
+                     dtype=self._options["dtype"])
+        device = self._options["device"]
+        if device < 0:
+            self.path = HostPath(self.client, self._cache, shape, self._chunk_tokens)
+        else:
+            self.path = DevicePath(self.client, self._cache, shape, self._chunk_tokens, device, self.torch_device,
+                                   self._calibration_dir)
+        self._factors: list | None = None
+
+    @property
+    def description(self) -> Any:
+        """Of the daemon's cache: kvmanager.CacheDescription."""
+        return self._cache.description
+
+    def output_factors(self) -> list:
+        """Of each layer, Cache.output_factors()."""
+        if self._factors is None:
+            self._factors = [self._cache.output_factors(layer) for layer in range(self.layers)]
+        return self._factors
+
+    def cache(self, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None, *,
+              rows: int = 1, expand: int = 1) -> KvCache:
+        """A cache for one generation. With the input_ids [rows, columns] that generate() will get, and their
+        attention_mask, each row begins with the blocks of its prompt that the daemon has, and the model computes the
+        rest: generate() cuts the input as it does for any cache that is not empty. Without, `rows` empty rows.
+        expand: num_beams or num_return_sequences of generate(), which repeats each row so often: they are one sequence
+        until the prompt is prefilled, then forks. Connects again if the daemon was gone meanwhile."""
+        if expand < 1 or rows < 1:
+            raise ValueError(f"rows, expand: {rows}, {expand}; must be at least 1")
+        if not self.client.connected:
+            self.path.close()
+            self.client.reconnect()
+            self._open()
+        self._check_folded()
+        if input_ids is None:
+            return KvCache(self, [Row(made) for made in self.new_sequences([None] * rows, [0] * rows)], 0, expand)
+        count, width = input_ids.shape
+        leads = [0] * count if attention_mask is None else leads_of_mask(attention_mask, width)
+        prompts = [array("I", ids[lead:]) for ids, lead in zip(input_ids.tolist(), leads)]
+        # The last token is computed in any case: the next one comes from its logits.
+        names = [self.block_names(ids[: max(0, len(ids) - 1)]) for ids in prompts]
+        made = self.new_sequences(names, [len(ids) for ids in prompts])
+        row_list = []
+        for sequence, ids, lead in zip(made, prompts, leads):
+            hit = sequence.hit_blocks * self.page_tokens
+            row_list.append(Row(sequence, lead, hit, ids[:hit]))
+        return KvCache(self, row_list, min((row.lead + row.tokens for row in row_list), default=0), expand)
+
+    def claim(self, tickets: list, pad_token_id: int = 0) -> Claimed:
+        """Takes over the rows of a cache that KvCache.hand_off() sent to this daemon, once. Errors: those of
+        Cache.claim(); ValueError for what is no such row."""
+        self._check_folded()
+        rows, sequences, blobs = [], [], []
+        for ticket in tickets:
+            got = self._cache.claim(ticket)
+            ids, chosen, blob = _unpack(bytes(got.blob))
+            if len(ids) != got.tokens:
+                raise ValueError(f"blob: names {len(ids)} tokens; the sequence has {got.tokens}")
+            if max(ids + chosen, default=0) >= self._vocabulary:
+                raise ValueError(f"blob: names token {max(ids + chosen)}; the vocabulary has {self._vocabulary}")
+            rows.append(Row(got.sequence, 0, got.tokens, ids))
+            sequences.append(ids + chosen)
+            blobs.append(blob)
+        width = max(len(ids) for ids in sequences)
+        input_ids = torch.full((len(rows), width), pad_token_id, dtype=torch.long)
+        mask = torch.zeros((len(rows), width), dtype=torch.long)
+        for at, (row, ids) in enumerate(zip(rows, sequences)):
+            row.lead = width - len(ids)
+            input_ids[at, row.lead :] = torch.tensor(ids.tolist(), dtype=torch.long)
+            mask[at, row.lead :] = 1
+        cache = KvCache(self, rows, min(row.lead + row.tokens for row in rows), 1)
+        return Claimed(cache, input_ids.to(self.torch_device), mask.to(self.torch_device), blobs)
+
+    def close(self) -> None:
+        """Gives back everything: caches made here are void."""
+        self._hook.remove()
+        self.path.close()
+        self.client.close()
+
+    def __enter__(self) -> "Attachment":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    # For KvCache.
+
+    def new_sequences(self, names: list, prompt_tokens: list[int]) -> list:
+        return self._cache.create_sequences(names, prompt_tokens)
+
+    def block_names(self, ids: array) -> Any:
+        return self._cache.block_names(ids)
+
+    def send(self, row: Row, chosen: list[int], blob: bytes, peer: str, options: dict[str, Any]) -> Any:
+        if row.ids is None:
+            raise ValueError("hand_off: a row was fed embeddings, whose ids the other side could not know")
+        head = _BLOB.pack(_MAGIC, len(row.ids), len(chosen), len(blob))
+        packed = head + row.ids.tobytes() + array("I", chosen).tobytes() + blob
+        return row.sequence.hand_off(peer, packed, **options).ticket
+
+    def _check_folded(self) -> None:
+        digest = folded_with(self._model())
+        if digest is None and "fold=1" not in self._cache.description.options.codec:
+            return
+        factors = self.output_factors()
+        wanted = None if all(layer is None for layer in factors) else factors_digest(factors)
+        if digest != wanted:
+            raise ValueError("model: its W_O does not fit the codec: call fold_output_weights(model, attachment)"
+                             if digest is None else "model: its W_O is folded for another codec; load it again")
+
+    def _before_forward(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        given = dict(zip(self._names, args)) | kwargs
+        cache = given.get("past_key_values")
+        if not isinstance(cache, KvCache) or cache.attachment is not self:
+            return None
+        ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
+        batch, columns = (ids if ids is not None else embeddings).shape[:2]
+        positions = given.get("position_ids")
+        wanted = cache.begin(batch, columns, ids, given.get("attention_mask"), positions)
+        return None if wanted is positions else ((), given | {"position_ids": wanted})
+
+
+def _unpack(blob: bytes) -> tuple[array, array, bytes]:
+    """What Attachment.send packed; another client may have sent anything."""
+    if len(blob) < _BLOB.size:
+        raise ValueError(f"blob: {len(blob)} bytes; must be at least {_BLOB.size}: KvCache.hand_off() makes them")
+    magic, count, chosen_count, extra = _BLOB.unpack_from(blob)
+    if magic != _MAGIC:
+        raise ValueError(f"blob: begins with {magic!r}; must be {_MAGIC!r}: KvCache.hand_off() makes them")
+    wanted = _BLOB.size + 4 * (count + chosen_count) + extra
+    if len(blob) != wanted:
+        raise ValueError(f"blob: {len(blob)} bytes; its head says {wanted}")
+    ids, chosen = array("I"), array("I")
+    ids.frombytes(blob[_BLOB.size : _BLOB.size + 4 * count])
+    chosen.frombytes(blob[_BLOB.size + 4 * count : wanted - extra])
+    return ids, chosen, blob[wanted - extra :]
