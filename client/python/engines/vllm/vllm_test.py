@@ -219,7 +219,7 @@ class LifeTest(unittest.TestCase):
     def test_a_copy_that_fails_costs_a_store(self) -> None:
         tokens = prompt(47, 320)
         with self.engine() as first:
-            copies = first.workers[0].connector._worker._copies
+            copies = first.workers[0].connector._worker.copies
             as_it_was = copies.save
 
             def save(layer, *arguments):

@@ -57,6 +57,7 @@ class Facts:
     off: str = ""
     layers: tuple[str, ...] = ()
     groups: tuple[int, ...] = ()
+    windowed: bool = False  # some group gives blocks back while their request runs
     group_count: int = 1
     block_tokens: int = 0
     hashes_per_block: int = 1
@@ -113,6 +114,10 @@ def _rope(model) -> str:
     return _fits(json.dumps(found, sort_keys=True, default=str)) if found else ""
 
 
+def _keeps_all(spec: object) -> bool:
+    return any(kind.__name__ == "FullAttentionSpec" for kind in type(spec).__mro__)
+
+
 def _facts_of(config: VllmConfig, caches: KVCacheConfig, settings: Settings, rank: int) -> Facts:
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -150,6 +155,7 @@ def _facts_of(config: VllmConfig, caches: KVCacheConfig, settings: Settings, ran
     return Facts(
         layers=tuple(names),
         groups=tuple(layers[name][0] for name in names),
+        windowed=any(not _keeps_all(spec) for _, spec in layers.values()),
         group_count=len(caches.kv_cache_groups),
         block_tokens=block_tokens,
         hashes_per_block=block_tokens // hash_tokens,

@@ -1,8 +1,9 @@
 """The half of the connector in a vLLM worker: copies blocks between the paged cache and the daemon.
 
-The engine's thread only begins copies and hands jobs over. What waits, for copies and for the daemon, is the link's
-thread. Copies are ordered by events: a store's begin behind the step that computed its blocks, a load's behind what the
-engine's stream was given before, and blocks that are taken from a preempted request are written after stores read them.
+The engine's thread records events and hands jobs over. What begins copies, and waits for them and for the daemon, is
+the link's thread. Copies are ordered by events: a store's begin behind the step that computed its blocks, a load's behind
+what the engine's stream was given before. Blocks of a finished request are kept until stores have read them; those that
+are taken from a preempted one, or that leave a window, are written after the copies that were begun, and others are not.
 A store for which there is no room is dropped, and costs a miss later.
 """
 
@@ -38,23 +39,57 @@ class Kept:
 
 
 class StoreJob:
-    """Appends the blocks of an extent to the request's sequence, and publishes them."""
+    """Copies blocks into an extent, appends them to the request's sequence, and publishes them.
 
-    def __init__(self, half: WorkerHalf, store: Store, extent: Extent, fences: list[Fence | None]) -> None:
-        self.store, self.extent, self.fences = store, extent, fences
-        self.spoilt = ""  # why a copy could not be begun
+    The link's thread begins the copies, so that the engine's spends nothing on them; they are behind `after`. Whoever
+    takes the blocks away calls take_blocks() before."""
+
+    def __init__(self, half: WorkerHalf, store: Store, extent: Extent) -> None:
+        layers = len(half.facts.layers)
+        self.store, self.extent = store, extent
+        self.after: list[Fence | None] = [None] * layers  # by layer: what computed it; the worker's thread
+        self._fences: list[Fence | None] = [None] * layers
+        self._spoilt = ""  # why not all copies were begun, or will be
+        self._lock = threading.Lock()  # of _fences and _spoilt
         self._half = half
         self._began = time.monotonic()
 
+    def begin(self) -> None:
+        """Begins all copies that are not."""
+        half = self._half
+        with self._lock:
+            indices = [half.copies.indices(ids) for ids in self.store.block_ids]
+            for layer, group in enumerate(half.facts.groups):
+                if self._fences[layer] is not None or self._spoilt:
+                    continue
+                try:
+                    rows = self.extent.rows(layer)
+                    self._fences[layer] = half.copies.save(layer, indices[group], *rows, self.after[layer])
+                except RuntimeError as error:  # a GPU without memory for the copy, for example
+                    self._spoilt = f"{type(error).__name__}: {error}"
+                    self._fences[layer] = half.copies.saved()
+
+    def take_blocks(self) -> None:
+        """What the engine's stream does from now on to the blocks comes after the copies; those not begun never are."""
+        with self._lock:
+            if any(fence is None for fence in self._fences):
+                self._spoilt = self._spoilt or "its blocks were taken away"
+            for fence in self._fences:
+                if fence is not None:
+                    fence.hold()
+
     def read(self) -> bool:
-        """Whether the engine's blocks are read: they may be given to others."""
-        return all(fence is not None and fence.passed() for fence in self.fences)
+        """Whether nothing reads the engine's blocks any more, nor will."""
+        with self._lock:
+            begun = [fence for fence in self._fences if fence is not None]
+            return (len(begun) == len(self._fences) or bool(self._spoilt)) and all(fence.passed() for fence in begun)
 
     def run(self, session: Session) -> None:
         half, store = self._half, self.store
-        if self.spoilt:
+        self.begin()
+        if self._spoilt:
             half.forget(session, store.request, barred=True)
-            half.log(f"a store of request {store.request} failed", self.spoilt)
+            half.log(f"a store of request {store.request} was given up", self._spoilt)
             self._dropped()
             return
         cache = session.cache((store.tenant, half.facts.rank))
@@ -78,7 +113,7 @@ class StoreJob:
         page, facts = self._half.facts.block_tokens, self._half.facts
         blocks = self.extent.blocks - skip
         for layer in range(len(facts.layers)):
-            self.fences[layer].wait()
+            self._fences[layer].wait()
             k, v = self.extent.rows(layer)
             cache.step(layer, [(kept.sequence, kept.blocks * page, blocks * page)], k[skip * page :], v[skip * page :])
         kept.blocks += blocks
@@ -95,8 +130,12 @@ class StoreJob:
         self._close()
 
     def _close(self) -> None:
-        for fence in self.fences:  # nobody writes to the extent any more
-            fence.wait()
+        with self._lock:
+            if any(fence is None for fence in self._fences):
+                self._spoilt = self._spoilt or "given up"
+        for fence in self._fences:  # nobody writes to the extent any more
+            if fence is not None:
+                fence.wait()
         self.extent.close()
 
 
@@ -202,11 +241,10 @@ class WorkerHalf:
         fitting = self._staging_bytes // (2 * self.block_bytes)
         self.extent_blocks = max(1, min(_EXTENT_TOKENS // facts.block_tokens, fitting))
         self._logged = -_LOG_S
-        self._copies: PagedCopy | None = None
+        self.copies: PagedCopy | None = None
         self._layer_of = {name: layer for layer, name in enumerate(facts.layers)}
         self._stores: Staging | None = None  # while attached
         self._step: list[StoreJob] = []  # of this step, their copies not all begun
-        self._indices: dict[StoreJob, list] = {}
         self._reading: dict[str, list[StoreJob]] = {}  # whose blocks may still be read, by request
         self._abandoned: list[StoreJob] = []  # that the link refused, whose copies may still run
         self._hashes: dict[str, list[bytes]] = {}
@@ -226,7 +264,7 @@ class WorkerHalf:
         if missing:
             raise ValueError(f"kv_caches lacks {', '.join(missing)}")
         layers = [caches[name] for name in facts.layers]
-        self._copies = PagedCopy(layers, facts.blocks, facts.block_tokens, facts.heads, facts.head_dim)
+        self.copies = PagedCopy(layers, facts.blocks, facts.block_tokens, facts.heads, facts.head_dim)
         if self.link is None:
             self.link = Link(
                 settings.address,
@@ -254,7 +292,7 @@ class WorkerHalf:
         session.state.setdefault("arenas", []).append(arena)
         memory = from_dlpack(arena.tensor((self._staging_bytes,), "uint8"))
         shape = (len(facts.layers), facts.block_tokens, facts.heads, facts.head_dim)
-        return Staging(memory, *shape, facts.dtype, self._copies.device)
+        return Staging(memory, *shape, facts.dtype, self.copies.device)
 
     def _detach(self) -> None:
         """The link's thread."""
@@ -265,15 +303,13 @@ class WorkerHalf:
 
     def begin(self, plan: StepPlan) -> None:
         """Before the step runs, and before blocks of preempted requests are written."""
-        if plan.preempted:
+        if plan.preempted or self.facts.windowed:
             for jobs in self._reading.values():
                 for job in jobs:
-                    for fence in job.fences:
-                        if fence is not None:
-                            fence.hold()
+                    job.take_blocks()
 
     def start_loads(self, plan: StepPlan) -> None:
-        after = self._copies.here() if plan.loads and self._copies is not None else Fence()
+        after = self.copies.here() if plan.loads and self.copies is not None else Fence()
         for load in plan.loads:
             job = LoadJob(self, load, after)
             if not self._submit(job, urgent=True):
@@ -298,39 +334,30 @@ class WorkerHalf:
                 return  # what follows could not be appended
             first = store.first + begin
             part = Store(store.request, store.tenant, 0, hashes[: first + size], first, ids)
-            job = StoreJob(self, part, extent, [None] * len(self.facts.layers))
-            self._indices[job] = [self._copies.indices(group) for group in ids]
+            job = StoreJob(self, part, extent)
             self._step.append(job)
             self._reading.setdefault(store.request, []).append(job)
 
     def save_layer(self, name: str) -> None:
-        """Begins the copies of one layer, behind what the engine's stream was given so far."""
+        """A layer is computed, behind what the engine's stream was given so far."""
         layer = self._layer_of.get(name)
         if self._step and layer is not None:
-            self._save(layer, self._copies.here())
-
-    def _save(self, layer: int, after: Fence) -> None:
-        for job in self._step:
-            if job.fences[layer] is None:
-                k, v = job.extent.rows(layer)
-                indices = self._indices[job][self.facts.groups[layer]]
-                try:
-                    job.fences[layer] = self._copies.save(layer, indices, k, v, after)
-                except RuntimeError as error:  # a GPU without memory for the copy, for example
-                    job.spoilt = f"{type(error).__name__}: {error}"
-                    job.fences[layer] = self._copies.saved()
+            after = self.copies.here()
+            for job in self._step:
+                job.after[layer] = after
 
     def finish_saves(self) -> None:
-        """Begins what is left, and hands the jobs over."""
+        """All layers are; hands the jobs over."""
         if not self._step:
             return
-        after = self._copies.here()
-        for layer in range(len(self.facts.layers)):
-            self._save(layer, after)
+        after = self.copies.here()
         jobs, self._step = self._step, []
         for job in jobs:
-            del self._indices[job]
+            job.after = [each or after for each in job.after]
+            if self.facts.windowed:  # the next step may take blocks, and would stop what has not begun
+                job.begin()
             if not self._submit(job):
+                job.take_blocks()
                 self.count("stores_dropped")
                 self._abandoned.append(job)
 
@@ -407,11 +434,11 @@ class WorkerHalf:
             shape = (len(ids), self.facts.block_tokens, self.facts.heads, self.facts.head_dim)
             k, v = (rows.view(shape)[places].flatten(0, 1) for rows in (k, v))
             ids = [each for each in ids if each]
-        return self._copies.load(layer, self._copies.indices(ids), k, v, after)
+        return self.copies.load(layer, self.copies.indices(ids), k, v, after)
 
     def drained(self) -> Fence:
         """Behind all copies of loads."""
-        return self._copies.loaded()
+        return self.copies.loaded()
 
     def loaded(self, load: Load, blocks: int) -> None:
         """Also the worker's thread."""
