@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Iterable, NamedTuple, Sequence as Many
 from . import _lib
 from ._lib import Handle, check, lib
 from ._tensor import ITEM_BYTES, rows
-from .errors import Error, InvalidArgumentError, from_fields, invalid
+from .errors import Error, FailedPreconditionError, InvalidArgumentError, from_fields, invalid
 from .types import (
     MISS_REASONS,
     CacheDescription,
@@ -97,13 +97,14 @@ class Entries:
 class Pending(Handle):
     """A call under way: it goes on while others are made. Closing it, or letting it go, cancels it."""
 
-    __slots__ = ("_finish", "_keep", "_result")
+    __slots__ = ("_finish", "_keep", "_result", "_error")
 
     def __init__(self, address: int, finish, keep: object = None) -> None:
         super().__init__(address)
         self._finish = finish
         self._keep = keep  # arguments that the call still writes, and the client
         self._result = None
+        self._error: Error | None = None
 
     def ready(self) -> bool:
         """Whether wait() would not block."""
@@ -114,13 +115,20 @@ class Pending(Handle):
         return ready.value != 0
 
     def wait(self):
-        """The call's result, or its error."""
+        """The call's result, or its error; the same when it is asked again."""
         if self._finish is not None:
             values, made = (c_uint64 * 3)(), c_void_p()
-            finish, self._finish = self._finish, None
-            check(lib.kvm_wait(self._object, values, byref(made)))
-            self._result = finish(values, made.value)
-            self._keep = None
+            try:
+                check(lib.kvm_wait(self._object, values, byref(made)))
+            except FailedPreconditionError:  # perhaps of another thread: its own may still wait
+                raise
+            except Error as error:
+                self._error = error
+            else:
+                self._result = self._finish(values, made.value)
+            self._finish = self._keep = None
+        if self._error is not None:
+            raise self._error
         return self._result
 
 

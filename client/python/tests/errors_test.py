@@ -134,6 +134,9 @@ class Others(WithDaemon):
         error = self.refused(kv.NotFoundError, self.cache.step, 0, [(12345, 0, 1)], k, k)
         self.assertIn("12345", str(error))
         self.refused(kv.NotFoundError, self.cache.claim, b"none such")
+        pending = self.cache.claim_async(b"none such")
+        first, second = self.refused(kv.NotFoundError, pending.wait), self.refused(kv.NotFoundError, pending.wait)
+        self.assertIs(first, second)
 
     def test_memory_is_exhausted_and_the_message_says_what_to_do(self) -> None:
         sequence = self.cache.create_sequence()
@@ -192,18 +195,21 @@ class Others(WithDaemon):
 
         def work() -> None:
             for call in (self.client.ping, self.cache.refresh, sequence.fork, sequence.close, self.client.close,
-                         lambda: self.client.create_arena(4096), lambda: self.cache.step(0, [(sequence, 0, 1)], k, k)):
+                         lambda: self.client.create_arena(4096), lambda: self.cache.step(0, [(sequence, 0, 1)], k, k),
+                         lambda: pending.wait()):
                 try:
                     call()
                 except kv.Error as error:
                     found.append(error)
 
+        pending = self.cache.step_async(0, [(sequence, 0, 1)], k, k)
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        self.assertEqual([type(error) for error in found], [kv.FailedPreconditionError] * 7)
+        self.assertEqual([type(error) for error in found], [kv.FailedPreconditionError] * 8)
         self.assertTrue(all("client per thread" in str(error) for error in found))
-        self.cache.step(0, [(sequence, 0, 1)], k, k)  # nothing has changed
+        pending.wait()  # nothing has changed
+        self.cache.step(0, [(sequence, 1, 1)], k, k)
 
     def test_closed_handles_say_so(self) -> None:
         sequence = self.cache.create_sequence()
