@@ -12,7 +12,11 @@
 #include "absl/strings/str_cat.h"
 #include "codecs/builtin.h"
 #include "codecs/page_error.h"
+#include "kvmanager/base/clock.h"
 #include "kvmanager/base/half.h"
+#include "kvmanager/base/worker_pool.h"
+#include "kvmanager/server/encode_executor.h"
+#include "kvmanager/server/message_queue.h"
 
 namespace kvmanager {
 namespace {
@@ -210,6 +214,36 @@ TEST_F(QualityTest, QueriesTakeBoundedMemory) {
   EXPECT_LE(monitor.query_bytes(), QualityMonitor::kCachesMax * QualityMonitor::kRows * kRow * sizeof(float));
   EXPECT_FALSE(monitor.Wants(10, 0));
   EXPECT_TRUE(monitor.Wants(9 + 2 * QualityMonitor::kCachesMax, 0));
+}
+
+// While workers compare, steps bring new queries.
+TEST_F(QualityTest, WorkersCompareBesideSteps) {
+  ServerMetrics server_metrics(&metrics_);
+  const SteadyClock clock;
+  MessageQueue queue;
+  auto workers = std::make_unique<WorkerPool>(3);
+  PoolEncodeExecutor executor(workers.get(), &queue, &server_metrics, &clock);
+  QualityMonitor monitor(&executor, &metrics_, 1);
+  int compared = 0, done = 0;
+  double sum = 0;
+  for (int round = 0; round < 60; ++round) {
+    const int first = round % 16;
+    for (int row = first; row < first + 4; ++row) Note(monitor, 1, 0, row, {16});
+    if (!monitor.Wants(1, 0)) {
+      queue.RunAll();
+      continue;
+    }
+    ++compared;
+    sum += ErrorOf({first + 15, first + 16, first + 17, first + 18});
+    monitor.Compare(Sample(1, 0), [&done] { ++done; });
+  }
+  workers.reset();  // joins: every completion is queued
+  while (queue.RunAll()) {
+  }
+  EXPECT_GT(compared, 0);
+  EXPECT_EQ(done, compared);
+  EXPECT_EQ(Series("count", Labels("ab0000000000", "0")), compared);
+  EXPECT_NEAR(Series("sum", Labels("ab0000000000", "0")), sum, 1e-5 * compared);
 }
 
 TEST_F(QualityTest, SeriesAreBounded) {
