@@ -126,6 +126,15 @@ class ClientImpl final : public Client {
     });
   }
 
+  absl::StatusOr<std::string> MetricsText() override {
+    using Result = absl::StatusOr<std::string>;
+    KV_RETURN_IF_ERROR(connection_->Usable());
+    return connection_->Call<Result>(connection_->admin().metricsRequest(), [](auto& response) -> Result {
+      KV_RETURN_IF_ERROR(FromWire(response.getError()));
+      return ToString(response.getText());
+    });
+  }
+
   absl::Status Drain(bool on) override {
     KV_RETURN_IF_ERROR(connection_->Usable());
     const auto read = [](auto& response) { return FromWire(response.getStatus()); };

@@ -198,7 +198,7 @@ struct DaemonDescription {
   uint32_t connections = 0, caches = 0, threads = 0;
   uint64_t leases = 0, published_blocks = 0;
   uint64_t waiting_hand_offs = 0;  // received sequences that nobody has claimed yet
-  std::string cpu_target, listen, peer_listen, metrics_listen;
+  std::string cpu_target, listen, peer_listen, metrics_listen, http_listen;
   std::string gpus;                                // what GPUs the daemon sees, or why none
   std::string ucx;                                 // whether pages go to and from peers through UCX, or why not
   uint64_t pinned_bytes = 0, pin_total_bytes = 0;  // of the host pool; 0: no GPU
@@ -323,6 +323,10 @@ class Client {
   absl::StatusOr<std::vector<PeerDescription>> Peers() { return Peers({}); }
   /// If `peers` is not empty, of these alone, in this order: at most 256 of "HOST:PORT".
   virtual absl::StatusOr<std::vector<PeerDescription>> Peers(absl::Span<const std::string> peers) = 0;
+  /// Every metric, in Prometheus' text format. UNIMPLEMENTED by daemons of earlier versions.
+  virtual absl::StatusOr<std::string> MetricsText() {
+    return absl::UnimplementedError("this client does not ask for metrics");
+  }
   virtual absl::StatusOr<RecomputeDescription> Recompute() {
     return absl::UnimplementedError("this client does not ask what is recomputed");
   }

@@ -153,6 +153,7 @@ DaemonDescription FromWire(api::DaemonStatus::Reader wire) {
   d.listen = ToString(wire.getListen());
   d.peer_listen = ToString(wire.getPeerListen());
   d.metrics_listen = ToString(wire.getMetricsListen());
+  d.http_listen = ToString(wire.getHttpListen());
   d.gpus = ToString(wire.getGpus());
   d.ucx = ToString(wire.getUcx());
   d.pinned_bytes = wire.getPinnedBytes();

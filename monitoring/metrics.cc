@@ -30,6 +30,10 @@ prometheus::Gauge& Metrics::Gauge(const std::string& name, const std::string& he
   return prometheus::BuildGauge().Name(kPrefix + name).Help(help).Register(*registry_).Add(labels);
 }
 
+void Metrics::RemoveGauge(const std::string& name, const std::string& help, prometheus::Gauge* gauge) {
+  prometheus::BuildGauge().Name(kPrefix + name).Help(help).Register(*registry_).Remove(gauge);
+}
+
 prometheus::Histogram& Metrics::Histogram(const std::string& name, const std::string& help,
                                           const std::vector<double>& bounds, const MetricLabels& labels) {
   KV_CHECK(absl::EndsWith(name, "_seconds") || absl::EndsWith(name, "_bytes") || absl::EndsWith(name, "_error"));

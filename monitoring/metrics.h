@@ -42,6 +42,8 @@ class Metrics {
   /// and label names (aborts).
   prometheus::Counter& Counter(const std::string& name, const std::string& help, const MetricLabels& labels = {});
   prometheus::Gauge& Gauge(const std::string& name, const std::string& help, const MetricLabels& labels = {});
+  /// Takes a series away again, which nobody may touch any more; its name stays in the catalogue.
+  void RemoveGauge(const std::string& name, const std::string& help, prometheus::Gauge* gauge);
   /// bounds: upper edges of the buckets, rising.
   prometheus::Histogram& Histogram(const std::string& name, const std::string& help, const std::vector<double>& bounds,
                                    const MetricLabels& labels = {});

@@ -185,6 +185,7 @@ absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(const Daemon
       if (absl::ConsumePrefix(&word, "listen=")) daemon->listen_ = std::string(word);
       if (absl::ConsumePrefix(&word, "peer=")) daemon->peer_ = std::string(word);
       if (absl::ConsumePrefix(&word, "metrics=")) daemon->metrics_ = std::string(word);
+      if (absl::ConsumePrefix(&word, "http=")) daemon->http_ = std::string(word);
     }
     return daemon;
   }

@@ -107,6 +107,7 @@ class DaemonProcess {
   const std::string& listen() const { return listen_; }    // "unix:PATH" or "tcp:HOST:PORT"
   const std::string& peer() const { return peer_; }        // "HOST:PORT"
   const std::string& metrics() const { return metrics_; }  // "HOST:PORT"
+  const std::string& http() const { return http_; }        // "HOST:PORT"; empty without --http-listen
   pid_t pid() const { return process_->pid(); }
   ChildProcess& process() { return *process_; }
   /// kill -9, and waits for its end.
@@ -117,7 +118,7 @@ class DaemonProcess {
  private:
   std::unique_ptr<TempDir> directory_;
   std::unique_ptr<ChildProcess> process_;
-  std::string listen_, peer_, metrics_;
+  std::string listen_, peer_, metrics_, http_;
   bool ended_ = false;
 };
 

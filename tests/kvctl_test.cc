@@ -84,6 +84,37 @@ TEST_F(KvctlTest, ListsDrainsAndPurges) {
   EXPECT_EQ(status.published_blocks, 0u);
 }
 
+TEST_F(KvctlTest, TopShowsWhatHappensNow) {
+  const CacheOptions options = SmallCache("hack:k_bits=3,v_bits=2");
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+  const Source source{72, Kind::kNormal, options};
+  ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence());
+  ASSERT_OK(Load(*cache, made.sequence->id(), source, 0, 130, 130));
+  EXPECT_FALSE(made.sequence->Crop(10000).ok());
+  const CommandResult once = Run({"top", "--once", "--interval", "0.1"});
+  EXPECT_EQ(once.status, 0);
+  EXPECT_EQ(once.output.find('\x1b'), std::string::npos);  // plain where it is no terminal
+  for (const char* const shown : {"kvmanagerd ", "host ", "test-model", "client ", "crop  INVALID_ARGUMENT"}) {
+    EXPECT_NE(once.output.find(shown), std::string::npos) << shown << "\n" << once.output;
+  }
+  const nlohmann::json seen = Ask({"top", "--once", "--interval", "0.1"});
+  EXPECT_EQ(seen["tiers"][0]["tier"], "host");
+  EXPECT_GT(seen["tiers"][0]["used_bytes"], 0);
+  EXPECT_EQ(seen["errors"][0]["method"], "crop");
+  EXPECT_EQ(seen["sequences"][0]["tokens"], 130);
+  EXPECT_GT(seen["calls_per_second"], 0);  // kvctl's own
+  for (const std::string& interval : {std::string("0"), std::string("3601"), std::string("x")}) {
+    EXPECT_EQ(Run({"top", "--once", "--interval", interval}).status, 2);
+  }
+  // Watched, and the watcher goes away.
+  ASSERT_OK_AND_ASSIGN(auto watching, ChildProcess::Start({DataPath("client/cli/kvctl"), "--connect", daemon_->listen(),
+                                                           "top", "--interval", "0.1"}));
+  for (int pictures = 0; pictures < 2;) {
+    ASSERT_OK_AND_ASSIGN(const std::string line, watching->ReadLine());
+    if (line.rfind("kvmanagerd ", 0) == 0) ++pictures;
+  }
+}
+
 TEST_F(KvctlTest, PlansByWhatTheDaemonMeasured) {
   const ProjectedSource source;
   ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(source.shape));

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/base/tenant_label.h"
 
 namespace kvmanager::client::cli {
 namespace {
@@ -110,6 +111,7 @@ std::string FormatStatus(const DaemonDescription& d) {
   line("listening", OrNone(d.listen));
   line("peers connect to", OrNone(d.peer_listen));
   line("metrics", OrNone(d.metrics_listen));
+  line("page", OrNone(d.http_listen));
   line("connections", absl::StrCat(d.connections));
   line("caches", absl::StrCat(d.caches));
   line("leases", absl::StrCat(d.leases));
@@ -140,14 +142,14 @@ std::string FormatCaches(const std::vector<CacheDescription>& caches) {
     const CacheOptions& o = c.options;
     const double ratio = c.raw_page_bytes == 0 ? 0 : double(c.encoded_page_bytes) / double(c.raw_page_bytes);
     rows.push_back(
-        {absl::StrCat(c.id), o.model, OrNone(o.tenant), o.codec,
+        {absl::StrCat(c.id), o.model, OrNone(o.tenant), TenantLabel(o.tenant), o.codec,
          absl::StrCat(o.layers, "x", o.query_heads, "/", o.kv_heads, "x", o.head_dim, " ", DTypeName(o.dtype)),
          absl::StrCat(o.page_tokens), absl::StrCat(o.lag_pages), absl::StrFormat("%.3f", ratio),
          FormatBytes(c.resident_raw_bytes), FormatBytes(c.resident_encoded_bytes),
          FormatBytes(c.resident_activation_bytes), absl::StrCat(c.sequences), absl::StrCat(c.published_blocks),
          c.digest.ToHex(6)});
   }
-  return FormatTable({"ID", "MODEL", "TENANT", "CODEC", "LAYERSxQ/KVxD", "PAGE", "LAG", "RATIO", "RAW", "ENCODED",
+  return FormatTable({"ID", "MODEL", "TENANT", "LABEL", "CODEC", "LAYERSxQ/KVxD", "PAGE", "LAG", "RATIO", "RAW", "ENCODED",
                       "ACTIVATIONS", "SEQUENCES", "BLOCKS", "DIGEST"},
                      rows);
 }
@@ -215,6 +217,7 @@ json ToJson(const DaemonDescription& d) {
           {"listen", Utf8(d.listen)},
           {"peer_listen", Utf8(d.peer_listen)},
           {"metrics_listen", Utf8(d.metrics_listen)},
+          {"http_listen", Utf8(d.http_listen)},
           {"gpus", Utf8(d.gpus)},
           {"ucx", Utf8(d.ucx)},
           {"pinned_bytes", d.pinned_bytes},
@@ -231,6 +234,7 @@ json ToJson(const std::vector<CacheDescription>& caches) {
                     {"model", Utf8(o.model)},
                     {"revision", Utf8(o.revision)},
                     {"tenant", Utf8(o.tenant)},
+                    {"tenant_label", TenantLabel(o.tenant)},
                     {"rope", Utf8(o.rope)},
                     {"calibration_digest", Utf8(o.calibration_digest)},
                     {"layers", o.layers},

@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/cli/format.h"
 #include "client/cli/measured_plan.h"
+#include "client/cli/top.h"
 #include "client/client.h"
 #include "examples/engine/blas_core.h"
 #include "examples/engine/calibrate_command.h"
@@ -97,6 +98,7 @@ int Main(int argc, char** argv) {
   CLI::App app{
       "kvctl looks at a running kvmanagerd, drains it, and purges what it has published.\n\n"
       "  kvctl status                       what the daemon is, how full its memory is\n"
+      "  kvctl top                          what it does now: memory, hits, times, transfers, holders, errors\n"
       "  kvctl caches                       which models' caches, their codecs and sizes\n"
       "  kvctl sequences                    who holds how many tokens\n"
       "  kvctl peers                        hand-offs to and from other daemons, and how much those have to do\n"
@@ -128,6 +130,26 @@ int Main(int argc, char** argv) {
   app.add_flag("--json", arguments.json, "JSON instead of tables: sizes in bytes, times in seconds; errors too");
 
   auto* status = app.add_subcommand("status", "What the daemon is, whether it drains, how full its memory is");
+  TopArguments top_arguments;
+  auto* top = app.add_subcommand(
+      "top",
+      "What the daemon does now, drawn every second until Ctrl-C; piped, one picture behind the other, without colours "
+      "or "
+      "cursor movement; 80 columns\n\n"
+      "  kvctl top                     watch\n"
+      "  kvctl top --interval 10       rates and quantiles are of the last ten seconds\n"
+      "  kvctl top --once              one picture, for a ticket: rates of the second that begins now\n"
+      "  kvctl top --once --json | jq .tiers\n\n"
+      "host, gpuN   memory in use of what was taken at start; evictable: published blocks that nobody holds\n"
+      "hits         blocks found of the blocks that new sequences asked for\n"
+      "attention    time of a step's attention in the daemon: small ones on the loop, others on workers\n"
+      "encoding     full pages that wait for their codec: should be near 0\n"
+      "transfer     pages to and from other daemons; hand-offs that did not arrive count as `not`\n"
+      "quality      relative error of attention on encoded pages, if the daemon samples it");
+  top->add_option("--interval", top_arguments.interval_s, "seconds between two readings")
+      ->check(CLI::Range(TopArguments::kIntervalMinS, TopArguments::kIntervalMaxS))
+      ->capture_default_str();
+  top->add_flag("--once", top_arguments.once, "one picture, then end");
   auto* caches = app.add_subcommand("caches", "The caches: model, codec, geometry, pages resident raw and encoded");
   auto* sequences = app.add_subcommand("sequences", "The sequences that clients hold");
   auto* peers = app.add_subcommand(
@@ -207,6 +229,10 @@ int Main(int argc, char** argv) {
     return ExplainReload(plan_arguments, *measured, arguments);
   }
   if (status->parsed()) return Show((*client)->Status(), arguments, FormatStatus);
+  if (top->parsed()) {
+    const absl::Status ended = RunTop(**client, top_arguments, arguments.connect, arguments.json);
+    return ended.ok() ? kExitOk : Fail(ended, arguments);
+  }
   if (caches->parsed()) return Show((*client)->Caches(), arguments, FormatCaches);
   if (sequences->parsed()) return Show((*client)->Sequences(), arguments, FormatSequences);
   if (peers->parsed()) return Show((*client)->Peers(arguments.peers), arguments, FormatPeers);

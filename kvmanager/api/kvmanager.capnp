@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 7;
+const apiMinor :UInt16 = 8;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -427,6 +427,7 @@ struct DaemonStatus {
   pinTotalBytes @17 :UInt64;
   pinError @18 :Text;           # why the rest stays unpinned
   ucx @19 :Text;                # whether pages go to and from peers through UCX: its version, or why not
+  httpListen @20 :Text;         # the page for people; empty: none
 }
 
 struct PeerStatus {
@@ -493,6 +494,7 @@ interface Admin {
   undrain @5 () -> (status :Status);
   purge @6 (cacheId :UInt32, all :Bool) -> (status :Status, blocks :UInt64);  # published blocks that nothing pins
   recompute @7 () -> (recompute :RecomputeStatus, error :Status);             # what plans go by. Feature "recompute"
+  metrics @8 () -> (text :Text, error :Status);                               # as on /metrics. Feature "metrics-text"
 }
 
 interface Daemon {

@@ -7,6 +7,7 @@
 #include "codecs/cpu_isa.h"
 #include "kvmanager/server/hand_off.h"
 #include "kvmanager/server/limits.h"
+#include "kvmanager/server/on_worker.h"
 #include "kvmanager/server/peer_choice.h"
 #include "kvmanager/server/recomputer.h"
 #include "kvmanager/server/serve.h"
@@ -63,6 +64,7 @@ class AdminService final : public api::Admin::Server {
       out.setListen(TextOf(daemon.listen));
       out.setPeerListen(TextOf(daemon.peer_listen));
       out.setMetricsListen(TextOf(daemon.metrics_listen));
+      out.setHttpListen(TextOf(daemon.http_listen));
     });
   }
 
@@ -136,6 +138,18 @@ class AdminService final : public api::Admin::Server {
         write(links[i].second, out_links[i].initBytes());
       }
     });
+  }
+
+  // Hundreds of series are a millisecond's work.
+  kj::Promise<void> metrics(MetricsContext context) override {
+    return Serve(
+        *session_, Method::kMetricsText, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          return OnWorker<std::string>(session_->daemon(),
+                                       [all = session_->daemon().all_metrics] { return all->Text(); })
+              .then([context](std::string text) mutable { context.getResults().setText(TextOf(text)); });
+        },
+        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initError()); });
   }
 
   kj::Promise<void> drain(DrainContext context) override {

@@ -21,6 +21,7 @@
 #include "kvmanager/server/server_metrics.h"
 #include "kvmanager/store/page_store.h"
 #include "kvmanager/store/store_metrics.h"
+#include "monitoring/recent_errors.h"
 #include "transport/transport.h"
 
 namespace kvmanager {
@@ -44,6 +45,8 @@ struct DaemonContext {
   const PeerCopier* copier = nullptr;  // of pages of other daemons' GPUs; nullptr: none are taken
   MessageQueue* queue = nullptr;
   ServerMetrics* metrics = nullptr;
+  const Metrics* all_metrics = nullptr;
+  RecentErrors* errors = nullptr;
   const StoreMetrics* store_metrics = nullptr;
   HandOffDesk* desk = nullptr;
   Recomputer* recomputer = nullptr;
@@ -59,7 +62,7 @@ struct DaemonContext {
 
   uint64_t boot_epoch = 0;
   int64_t start_ns = 0;
-  std::string listen, peer_listen, metrics_listen;  // as bound
+  std::string listen, peer_listen, metrics_listen, http_listen;  // as bound
 
   bool draining = false;
   uint64_t held_sequences = 0;                              // by clients

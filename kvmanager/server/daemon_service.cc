@@ -227,7 +227,8 @@ class DaemonService final : public api::Daemon::Server {
     reply.setBootEpoch(daemon.boot_epoch);
     reply.setVersion(capnp::Text::Reader(kVersion.data(), kVersion.size()));
     std::vector<const char*> names = {"inline",        "hand-off",    "hand-off-stream", "output-factors",
-                                      "prompt-tokens", "choose-peer", "recompute",       "read"};
+                                      "prompt-tokens", "choose-peer", "recompute",       "read",
+                                      "metrics-text"};
     if (session_->unix_socket()) names.push_back("arena");
     if (session_->unix_socket() && !daemon.devices.empty()) names.push_back("device");
     if (daemon.options->busy_poll_us > 0) names.push_back("busy-poll");

@@ -67,8 +67,8 @@ int main(int argc, char** argv) {
     spdlog::error("cannot start: {}", std::string(server.status().message()));
     return server.status().code() == absl::StatusCode::kInvalidArgument ? kExitUsage : kExitFailed;
   }
-  std::printf("kvmanagerd ready listen=%s peer=%s metrics=%s\n", (*server)->listen_address().c_str(),
-              (*server)->peer_address().c_str(), (*server)->metrics_address().c_str());
+  std::printf("kvmanagerd ready listen=%s peer=%s metrics=%s http=%s\n", (*server)->listen_address().c_str(),
+              (*server)->peer_address().c_str(), (*server)->metrics_address().c_str(), (*server)->http_address().c_str());
   std::fflush(stdout);
   (*server)->Run(signal_fd);
   server->reset();

@@ -37,7 +37,8 @@ constexpr char kExamples[] =
     "      host-pool-bytes = \"64GiB\"\n"
     "      metrics-listen = \"0.0.0.0:9464\"\n"
     "      peer-listen = \"0.0.0.0:9470\"\n"
-    "Port 0 picks a free port; the line `kvmanagerd ready listen=... peer=... metrics=...` on stdout names it.\n"
+    "Port 0 picks a free port; the line `kvmanagerd ready listen=... peer=... metrics=... http=...` on stdout names "
+    "it.\n"
     "SIGTERM drains (no new sequences; leases and unclaimed hand-offs get --drain-s seconds) and exits with 0;\n"
     "a second one exits at once.\n";
 
@@ -112,6 +113,9 @@ absl::Status Check(const Texts& texts, Options* options) {
                                 Options::kHostPoolBytesMax, &options->host_pool_bytes));
   if (!options->metrics_listen.empty()) {
     KV_RETURN_IF_ERROR(ParseHostPort("--metrics-listen", options->metrics_listen).status());
+  }
+  if (!options->http_listen.empty()) {
+    KV_RETURN_IF_ERROR(ParseHostPort("--http-listen", options->http_listen).status());
   }
   if (!options->peer_listen.empty()) {
     KV_RETURN_IF_ERROR(ParseHostPort("--peer-listen", options->peer_listen).status());
@@ -262,6 +266,11 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--host-pool-bytes", texts.host_pool_bytes, "Host memory for pages, taken at start: 512MiB, 8GiB, ...")
       ->type_name("BYTES");
   app.add_option("--metrics-listen", options.metrics_listen, "Where Prometheus scrapes /metrics; absent: nowhere")
+      ->type_name("HOST:PORT");
+  app.add_option(
+         "--http-listen", options.http_listen,
+         "A page for people: memory, hits, transfers, attention, errors; 127.0.0.1:PORT, as it has no password; "
+         "absent: nowhere")
       ->type_name("HOST:PORT");
   app.add_option("--peer-listen", options.peer_listen,
                  "Where other daemons hand sequences to; absent: none are received")

@@ -36,6 +36,7 @@ struct Options {
   std::vector<std::string> listen;               // "unix:PATH" or "tcp:HOST:PORT"; 1..kListenMax
   uint64_t host_pool_bytes = 0;                  // kHostPoolBytesMin..kHostPoolBytesMax
   std::string metrics_listen;                    // "HOST:PORT"; empty: no metrics endpoint
+  std::string http_listen;                       // "HOST:PORT"; empty: no page for people
   std::string peer_listen;                       // "HOST:PORT"; empty: receives no hand-offs
   int64_t threads = 0;                           // 0: one per CPU that the process may use
   int64_t busy_poll_us = 0;                      // 0..kBusyPollUsMax

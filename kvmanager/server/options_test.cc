@@ -191,6 +191,7 @@ TEST(OptionsTest, ErrorsNameFlagValueAndBound) {
            {With({"--log-level", "loud"}), "--log-level", "loud"},
            {With({"--metrics-listen", "localhost"}), "--metrics-listen", "localhost"},
            {With({"--metrics-listen", "localhost:65536"}), "--metrics-listen", "localhost:65536"},
+           {With({"--http-listen", "9465"}), "--http-listen", "9465"},
            {With({"--peer-listen", "a:b:1"}), "--peer-listen", "a:b:1"},
            {With({"--listen", "http://x"}), "--listen", "http://x"},
            {With({"--listen", "unix:"}), "--listen", "unix:"},

@@ -14,6 +14,13 @@
 
 namespace kvmanager {
 
+/// Counts an error that a client is answered with, and keeps it for people to see.
+inline void NoteError(Session& session, Method method, const absl::Status& status) {
+  const DaemonContext& daemon = session.daemon();
+  daemon.metrics->CountError(method, status.code());
+  daemon.errors->Record(MethodName(method), status, daemon.clock->NowNs());
+}
+
 /// Runs `body`: void, kj::Promise<void> or absl::Status. An error status goes to `write_error(status)` and is counted.
 template <typename Context, typename Body, typename WriteError>
 kj::Promise<void> Serve(Session& session, Method method, Context& context, Body&& body, WriteError&& write_error) {
@@ -26,7 +33,7 @@ kj::Promise<void> Serve(Session& session, Method method, Context& context, Body&
                  if (done.ok()) {
                    result = *std::move(done);
                  } else {
-                   metrics.CountError(method, done.status().code());
+                   NoteError(session, method, done.status());
                    write_error(done.status());
                  }
                })) {
@@ -43,7 +50,7 @@ kj::Promise<void> Serve(Session& session, Method method, Context& context, Body&
 /// An error that arrives later than Serve's body.
 template <typename WriteError>
 void ServeError(Session& session, Method method, const absl::Status& status, WriteError&& write_error) {
-  session.daemon().metrics->CountError(method, status.code());
+  NoteError(session, method, status);
   write_error(status);
 }
 

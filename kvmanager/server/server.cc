@@ -15,6 +15,7 @@
 #include "absl/strings/str_join.h"
 #include "codecs/abi/plugin_codec.h"
 #include "codecs/builtin.h"
+#include "codecs/cpu_isa.h"
 #include "codecs/registry.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/status.h"
@@ -38,10 +39,13 @@
 #include "kvmanager/server/quality.h"
 #include "kvmanager/server/recomputer.h"
 #include "kvmanager/server/server_metrics.h"
+#include "kvmanager/server/tenant_gauges.h"
 #include "kvmanager/store/page_store.h"
 #include "kvmanager/store/store_metrics.h"
 #include "monitoring/exporter.h"
 #include "monitoring/metrics.h"
+#include "monitoring/recent_errors.h"
+#include "monitoring/web_page.h"
 #include "transport/cuda/peer_copier.h"
 #include "transport/tcp/tcp_transport.h"
 #include "transport/transport_metrics.h"
@@ -56,7 +60,7 @@ static_assert(Options::kHostPoolBytesMax == PagePool::kPoolBytesMax);
 static_assert(Options::kDeviceSlabBytesMin == DeviceRegion::kSlabBytesMin);
 static_assert(Options::kDevicePoolBytesMax == SlabMemory::kBytesMax);
 
-constexpr int64_t kLookMs = 1000;             // at what only a look shows: pools of GPUs
+constexpr int64_t kLookMs = 1000;             // at what only a look shows: tenants, pools of GPUs
 constexpr int64_t kPinLogNs = 3'000'000'000;  // between two lines about pinning
 constexpr int64_t kStreamsEndMs = 10000;      // for what runs on GPUs when the daemon stops
 constexpr int kCopyThreadsMax = 4;  // that copy pages from other daemons of this host: memory has no more to give
@@ -109,7 +113,8 @@ class ServerImpl final : public Server {
         transport_metrics_(&metrics_),
         server_metrics_(&metrics_),
         recompute_metrics_(&metrics_),
-        plugin_events_(&metrics_) {}
+        plugin_events_(&metrics_),
+        tenant_gauges_(&metrics_) {}
 
   ~ServerImpl() noexcept override { Close(); }
 
@@ -147,6 +152,8 @@ class ServerImpl final : public Server {
     daemon_.workers = workers_.get();
     daemon_.queue = &queue_;
     daemon_.metrics = &server_metrics_;
+    daemon_.all_metrics = &metrics_;
+    daemon_.errors = &errors_;
     daemon_.store_metrics = &store_metrics_;
     daemon_.desk = desk_.get();
     daemon_.recomputer = recomputer_.get();
@@ -190,7 +197,7 @@ class ServerImpl final : public Server {
       const size_t colon = options_.metrics_listen.rfind(':');
       daemon_.metrics_listen = absl::StrCat(options_.metrics_listen.substr(0, colon + 1), exporter_->port());
     }
-    return absl::OkStatus();
+    return OpenPage();
   }
 
   void Run(int signal_fd) override {
@@ -206,8 +213,7 @@ class ServerImpl final : public Server {
       }
       polls_.SetLoop(&loop);
       for (const auto& parts : devices_) parts->streams->SetLoop(&loop);
-      kj::Promise<void> looking = nullptr;
-      if (!devices_.empty()) looking = LookAtDevices().eagerlyEvaluate(nullptr);
+      kj::Promise<void> looking = Look().eagerlyEvaluate(nullptr);
       Connections connections(&daemon_, sockets_);
       loop.Run([this] { return Over(); });
     }
@@ -240,6 +246,7 @@ class ServerImpl final : public Server {
   std::string listen_address() const override { return daemon_.listen; }
   std::string peer_address() const override { return daemon_.peer_listen; }
   std::string metrics_address() const override { return daemon_.metrics_listen; }
+  std::string http_address() const override { return daemon_.http_listen; }
   std::string MetricsText() const override { return metrics_.Text(); }
 
  private:
@@ -329,7 +336,30 @@ class ServerImpl final : public Server {
     return absl::OkStatus();
   }
 
-  kj::Promise<void> LookAtDevices() {
+  absl::Status OpenPage() {
+    if (options_.http_listen.empty()) return absl::OkStatus();
+    DashboardFacts facts;
+    facts.version = std::string(kVersion);
+    facts.listen = daemon_.listen;
+    facts.peer_listen = daemon_.peer_listen;
+    facts.metrics_listen = daemon_.metrics_listen;
+    facts.cpu_target = IsaName(BestIsa());
+    facts.gpus = daemon_.gpu_summary;
+    facts.threads = workers_->threads();
+    facts.start_ns = daemon_.start_ns;
+    KV_ASSIGN_OR_RETURN(page_, WebPage::Start(options_.http_listen, &metrics_, &errors_, &clock_, std::move(facts)));
+    const size_t colon = options_.http_listen.rfind(':');
+    daemon_.http_listen = absl::StrCat(options_.http_listen.substr(0, colon + 1), page_->port());
+    return absl::OkStatus();
+  }
+
+  kj::Promise<void> Look() {
+    tenant_gauges_.Set(store_->Caches());
+    if (!devices_.empty()) LookAtDevices();
+    return daemon_.loop->timer().afterDelay(kLookMs * kj::MILLISECONDS).then([this] { return Look(); });
+  }
+
+  void LookAtDevices() {
     store_->CollectReleased();
     for (const auto& parts : devices_) parts->context.metrics->used_bytes.Set(double(parts->pool->used_bytes()));
     if (!pinned_) {
@@ -343,7 +373,6 @@ class ServerImpl final : public Server {
         spdlog::info("host pool: {} of {} MiB pinned", pinner_->ready_bytes() >> 20, pinner_->total_bytes() >> 20);
       }
     }
-    return daemon_.loop->timer().afterDelay(kLookMs * kj::MILLISECONDS).then([this] { return LookAtDevices(); });
   }
 
   // What clients left on the GPUs ends, or is left to the process's end.
@@ -394,6 +423,7 @@ class ServerImpl final : public Server {
   }
 
   void Close() {
+    page_.reset();
     exporter_.reset();
     transport_.reset();
     if (recomputer_ != nullptr) recomputer_->Stop();
@@ -408,6 +438,8 @@ class ServerImpl final : public Server {
   ServerMetrics server_metrics_;
   RecomputeMetrics recompute_metrics_;
   PluginEvents plugin_events_;
+  TenantGauges tenant_gauges_;
+  RecentErrors errors_;
   std::unique_ptr<CalibrationSource> calibrations_;
   CodecRegistry registry_;
   std::unique_ptr<PagePool> pool_;
@@ -428,6 +460,7 @@ class ServerImpl final : public Server {
   std::unique_ptr<UcxMemory> ucx_;
   std::unique_ptr<TcpTransport> transport_;
   std::unique_ptr<Exporter> exporter_;
+  std::unique_ptr<WebPage> page_;
 
   // The loop's thread.
   bool stop_ = false;

@@ -37,6 +37,7 @@ class Server {
   virtual std::string listen_address() const = 0;
   virtual std::string peer_address() const = 0;     // empty: none
   virtual std::string metrics_address() const = 0;  // empty: none
+  virtual std::string http_address() const = 0;     // empty: none
   /// The metrics in Prometheus' text format.
   virtual std::string MetricsText() const = 0;
 };

@@ -25,7 +25,7 @@ const char* MethodName(Method method) {
       "read",    "setProjections", "fork",          "crop",         "publish",
       "handOff", "beginHandOff",   "finishHandOff", "sequenceInfo", "copy",
       "mapSlab", "status",         "caches",        "sequences",    "peers",
-      "drain",   "undrain",        "purge",         "recompute",
+      "drain",   "undrain",        "purge",         "recompute",    "metrics",
   };
   return kNames[static_cast<int>(method)];
 }

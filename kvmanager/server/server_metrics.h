@@ -45,9 +45,10 @@ enum class Method : int {
   kDrain,
   kUndrain,
   kPurge,
-  kRecomputeStatus,  // Admin
+  kRecomputeStatus,
+  kMetricsText,  // Admin
 };
-constexpr int kMethods = static_cast<int>(Method::kRecomputeStatus) + 1;
+constexpr int kMethods = static_cast<int>(Method::kMetricsText) + 1;
 const char* MethodName(Method method);
 
 /// Why a connection ended; label `reason`.

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "kvmanager/base/tenant_label.h"
 #include "kvmanager/store/page_store_impl.h"
 
 namespace kvmanager {
@@ -265,7 +266,7 @@ std::vector<HolderInfo> PageStoreImpl::LargestHolders(size_t n, const Tier* tier
                              : holder.kind == Kind::kPublished ? "published blocks"
                                                                : "leases on dropped pages";
     named.push_back(
-        {absl::StrCat(what, " of cache ", holder.cache->id, " (tenant '", holder.cache->config.tenant, "')"),
+        {absl::StrCat(what, " of cache ", holder.cache->id, " (tenant ", TenantLabel(holder.cache->config.tenant), ")"),
          holder.bytes});
   }
   return named;

@@ -3,6 +3,7 @@
 
 #include "absl/container/inlined_vector.h"
 #include "kvmanager/base/checksum.h"
+#include "kvmanager/base/tenant_label.h"
 #include "kvmanager/store/page_store_impl.h"
 
 namespace kvmanager {
@@ -132,7 +133,7 @@ absl::Status PageStoreImpl::Exhausted(const Cache& cache, const SlotCounts& coun
   const uint64_t retired = cache.tier->epochs == nullptr ? 0 : cache.tier->epochs->retired_slots();
   return FieldError(
       absl::StatusCode::kResourceExhausted, pool.limit(),
-      absl::StrCat(pool.used_bytes(), " used, and ", wanted, " wanted by tenant '", cache.config.tenant, "'"),
+      absl::StrCat(pool.used_bytes(), " used, and ", wanted, " wanted by tenant ", TenantLabel(cache.config.tenant)),
       absl::StrCat(
           "at most ", pool.capacity_bytes(), " in slabs of ", pool.slab_bytes(), ", ", pool.free_slabs(),
           " of them free, each of one tenant and slot size; ", cache.tier->evictable_bytes,

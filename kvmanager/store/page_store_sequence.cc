@@ -150,6 +150,7 @@ absl::StatusOr<CreateResult> PageStoreImpl::CreateSequence(CacheId id, absl::Spa
     found.push_back(block);
   }
   result.match.hit_blocks = static_cast<int>(found.size());
+  metrics_->prefix_asked_blocks.Increment(static_cast<double>(prefix.size()));
   CountHits(result.match);
   auto sequence = NewSequence(cache);
   sequence->hit_blocks = result.match.hit_blocks;

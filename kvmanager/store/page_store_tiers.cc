@@ -547,6 +547,7 @@ absl::StatusOr<std::unique_ptr<ArrivalLease>> PageStoreImpl::Fetch(CacheId id, a
   KV_RETURN_IF_ERROR(CheckNames(prefix));
   KV_RETURN_IF_ERROR(CheckPrompt(*cache, prompt_tokens));
   KV_RETURN_IF_ERROR(CheckSequenceLimit());
+  metrics_->prefix_asked_blocks.Increment(static_cast<double>(prefix.size()));
   MatchResult match;
   const std::vector<Block*> found = FindAnywhere(*cache, prefix, &match);
   auto lease = std::make_unique<ArrivalLeaseImpl>(this, cache);

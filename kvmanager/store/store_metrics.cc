@@ -13,7 +13,8 @@ const char* MissReasonName(MissReason reason) {
 }
 
 StoreMetrics::StoreMetrics(Metrics* m)
-    : prefix_hit_blocks(m->Counter("prefix_hit_blocks_total", "Blocks that new sequences took from a prefix hit")),
+    : prefix_asked_blocks(m->Counter("prefix_asked_blocks_total", "Blocks that new sequences asked for by name")),
+      prefix_hit_blocks(m->Counter("prefix_hit_blocks_total", "Blocks that new sequences took from a prefix hit")),
       prefix_misses(),
       checksum_failures(
           m->Counter("checksum_failures_total", "Published blocks found with changed bytes, and dropped")),

@@ -20,6 +20,7 @@ struct StoreMetrics {
   /// `codec`: a registered codec's name.
   PageGauges& PagesOf(const std::string& codec, const std::string& tier = "host");
 
+  prometheus::Counter& prefix_asked_blocks;
   prometheus::Counter& prefix_hit_blocks;
   std::array<prometheus::Counter*, kMissReasons> prefix_misses;  // by MissReason; kNone is nullptr
   prometheus::Counter& checksum_failures;

@@ -29,12 +29,12 @@ def _die_with_parent() -> None:
 class Daemon:
     """A kvmanagerd of its own, on a Unix socket in a directory of its own. A context manager.
 
-    listen: where clients connect; peer, metrics: "HOST:PORT"."""
+    listen: where clients connect; peer, metrics, http: "HOST:PORT"; http only with --http-listen among the flags."""
 
     def __init__(self, host_pool: str = "64MiB", flags: tuple[str, ...] = (), listen: str = "") -> None:
         self.directory = tempfile.mkdtemp(prefix="kvpy")
         self.listen = listen or f"unix:{self.directory}/kv.sock"
-        self.peer = self.metrics = ""
+        self.peer = self.metrics = self.http = ""
         self._flags = ["--host-pool-bytes", host_pool, "--metrics-listen", "127.0.0.1:0"]
         self._flags += ["--peer-listen", "127.0.0.1:0", *flags]
         self.process: subprocess.Popen | None = None
@@ -53,6 +53,7 @@ class Daemon:
             if line.startswith("kvmanagerd ready"):
                 words = dict(word.split("=", 1) for word in line.split() if "=" in word)
                 self.listen, self.peer, self.metrics = words["listen"], words.get("peer", ""), words.get("metrics", "")
+                self.http = words.get("http", "")
                 return
         raise RuntimeError(f"kvmanagerd ended with {self.process.wait()} before it was ready")
 

@@ -1,0 +1,38 @@
+// Gauges of what each tenant holds, set anew once a second from a listing of the caches.
+//
+// Owned by the Server; the event loop's thread alone. Tenants come and go as clients open caches, so series go, too,
+// and are bounded: the largest have series of their own.
+#pragma once
+
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kvmanager/store/page_store.h"
+#include "monitoring/metrics.h"
+
+namespace kvmanager {
+
+class TenantGauges {
+ public:
+  static constexpr size_t kTenantsMax = 64;  // with series of their own: the largest; the rest is tenant "others"
+
+  explicit TenantGauges(Metrics* metrics);
+
+  /// caches: all of them.
+  void Set(const std::vector<CacheInfo>& caches);
+
+ private:
+  using Series = std::map<MetricLabels, double>;
+  struct Family {
+    std::string name, help;
+    std::map<MetricLabels, prometheus::Gauge*> gauges;
+  };
+  void Set(Family* family, const Series& series);
+
+  Metrics* const metrics_;
+  Family bytes_, sequences_, published_blocks_;
+};
+
+}  // namespace kvmanager

@@ -1,0 +1,53 @@
+// A small HTTP/1.1 server for people's browsers: answers GET and HEAD of a few paths, and holds nothing a stranger may
+// want.
+//
+// Owned by whoever started it; it has one thread, on which the handler and the tick run too, so what they share needs
+// no lock. Destroying it closes every connection and joins the thread. Requests are hostile: only their first line and
+// header fields are read, by Boost.Beast, within kHeaderBytesMax and kRequestMs; a body, another method or more than
+// kConnectionsMax at once is refused; a reader that does not take its answer within kAnswerMs is cut off.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace kvmanager {
+
+struct HttpAnswer {
+  int status = 404;
+  std::string content_type = "text/plain; charset=utf-8";
+  std::shared_ptr<const std::string> body;  // nullptr: the status in words
+};
+
+class HttpServer {
+ public:
+  static constexpr size_t kConnectionsMax = 64;
+  static constexpr uint32_t kHeaderBytesMax = 8 << 10;  // of a request: its line and fields
+  static constexpr int64_t kRequestMs = 10000;          // from a connection, or the answer before, to a whole request
+  static constexpr int64_t kAnswerMs = 10000;
+  static constexpr int64_t kTickMs = 1000;
+
+  struct Options {
+    std::string listen;  // "HOST:PORT": a numeric address or localhost; port 0 takes a free one
+    /// path: of a GET or HEAD, as sent, without the query.
+    std::function<HttpAnswer(absl::string_view path)> handler;
+    std::function<void()> tick;  // every kTickMs, the first time at once
+  };
+
+  /// Bound to a loopback address, it answers only requests whose Host is one, too, so that a page of the Internet whose
+  /// name was made to resolve to 127.0.0.1 reads nothing here. Errors: INVALID_ARGUMENT (listen), UNAVAILABLE (the
+  /// address cannot be bound).
+  static absl::StatusOr<std::unique_ptr<HttpServer>> Start(Options options);
+  virtual ~HttpServer() = default;
+  virtual int port() const = 0;  // the bound one
+};
+
+/// Whether a Host header field names this machine itself: localhost, 127.0.0.0/8 or [::1], with any port, since a
+/// tunnel has its own.
+bool IsLoopbackHost(absl::string_view host);
+
+}  // namespace kvmanager

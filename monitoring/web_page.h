@@ -1,0 +1,33 @@
+// The page that the daemon serves to people: kvmanagerd --http-listen. HTML, style and script are in the binary; the
+// script asks for state.json once a second.
+//
+// Owned by the Server. Its thread reads the Metrics and RecentErrors objects, which outlive it, and nothing else.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "kvmanager/base/clock.h"
+#include "monitoring/dashboard.h"
+#include "monitoring/http_server.h"
+
+namespace kvmanager {
+
+class WebPage {
+ public:
+  /// clock: outlives it. Errors: HttpServer::Start's.
+  static absl::StatusOr<std::unique_ptr<WebPage>> Start(const std::string& listen, const Metrics* metrics,
+                                                        const RecentErrors* errors, const Clock* clock,
+                                                        DashboardFacts facts);
+  int port() const { return server_->port(); }
+
+ private:
+  WebPage(const Metrics* metrics, const RecentErrors* errors, DashboardFacts facts)
+      : dashboard_(metrics, errors, std::move(facts)) {}
+
+  Dashboard dashboard_;
+  std::unique_ptr<HttpServer> server_;  // its thread uses dashboard_
+};
+
+}  // namespace kvmanager

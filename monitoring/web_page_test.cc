@@ -1,0 +1,247 @@
+// The page's server against browsers and strangers.
+#include "monitoring/web_page.h"
+
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "kvmanager/base/status.h"
+
+namespace kvmanager {
+namespace {
+
+using nlohmann::json;
+
+class Socket {
+ public:
+  explicit Socket(int port) : fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(static_cast<uint16_t>(port));
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    connected_ = connect(fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0;
+  }
+  ~Socket() { close(fd_); }
+  bool connected() const { return connected_; }
+  void Send(const std::string& text) { (void)!send(fd_, text.data(), text.size(), MSG_NOSIGNAL); }
+  // Until the other side closes.
+  std::string ReadAll() {
+    std::string answer;
+    char buffer[4096];
+    for (ssize_t n; (n = read(fd_, buffer, sizeof buffer)) > 0;) answer.append(buffer, n);
+    return answer;
+  }
+  // One answer with a Content-Length.
+  std::string ReadOne() {
+    std::string answer;
+    size_t wanted = std::string::npos;
+    char c;
+    while (answer.size() < wanted && read(fd_, &c, 1) == 1) {
+      answer += c;
+      if (wanted == std::string::npos && answer.ends_with("\r\n\r\n")) {
+        wanted = answer.size() + std::stoul(answer.substr(answer.find("Content-Length: ") + 16));
+      }
+    }
+    return answer;
+  }
+
+ private:
+  const int fd_;
+  bool connected_ = false;
+};
+
+class WebPageTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    metrics_.Gauge("pool_capacity_bytes", "Bytes").Set(1000);
+    metrics_.Gauge("pool_used_bytes", "Bytes").Set(250);
+    auto page = WebPage::Start("localhost:0", &metrics_, &errors_, &clock_, {.version = "1.2.3"});
+    ASSERT_TRUE(page.ok()) << page.status();
+    page_ = *std::move(page);
+  }
+  std::string Ask(const std::string& request) {
+    Socket socket(page_->port());
+    socket.Send(request);
+    return socket.ReadAll();
+  }
+  std::string Get(const std::string& path, const std::string& host = "localhost") {
+    return Ask("GET " + path + " HTTP/1.1\r\nHost: " + host + "\r\nConnection: close\r\n\r\n");
+  }
+  static std::string Body(const std::string& answer) { return answer.substr(answer.find("\r\n\r\n") + 4); }
+  static std::string Line(const std::string& answer) { return answer.substr(0, answer.find("\r\n")); }
+  // The state once it is there: the first sample is taken when the server has started.
+  json State() {
+    json state;
+    do state = json::parse(Body(Get("/state.json")));
+    while (!state.contains("now"));
+    return state;
+  }
+
+  const SteadyClock clock_;
+  Metrics metrics_;
+  RecentErrors errors_;
+  std::unique_ptr<WebPage> page_;
+};
+
+TEST_F(WebPageTest, ServesItsFilesAndNothingElse) {
+  for (const auto& [path, type] : std::vector<std::pair<std::string, std::string>>{
+           {"/", "text/html"}, {"/?a=b", "text/html"}, {"/page.css", "text/css"}, {"/page.js", "text/javascript"}}) {
+    const std::string answer = Get(path);
+    EXPECT_EQ(Line(answer), "HTTP/1.1 200 OK") << path;
+    EXPECT_NE(answer.find("\r\nContent-Type: " + type), std::string::npos) << path;
+    EXPECT_NE(answer.find("\r\nX-Content-Type-Options: nosniff\r\n"), std::string::npos);
+    EXPECT_NE(answer.find("\r\nContent-Security-Policy: default-src 'none';"), std::string::npos);
+    EXPECT_GT(Body(answer).size(), 100u) << path;
+  }
+  for (const char* path : {"/metrics", "/../etc/passwd", "/page.js/", "//", "/%2e", "*", "http://localhost/"}) {
+    EXPECT_EQ(Line(Get(path)).substr(0, 12), "HTTP/1.1 404") << path;
+  }
+}
+
+TEST_F(WebPageTest, ThePageNamesNothingOutsideItself) {
+  const std::string html = Body(Get("/"));
+  for (const std::string& text : {html, Body(Get("/page.css")), Body(Get("/page.js"))}) {
+    std::string rest = text;
+    const std::string svg = "http://www.w3.org/2000/svg";  // a name, never fetched
+    if (const size_t at = rest.find(svg); at != std::string::npos) rest.erase(at, svg.size());
+    EXPECT_EQ(rest.find("://"), std::string::npos) << rest.substr(rest.find("://") - 20, 60);
+    EXPECT_EQ(rest.find("@import"), std::string::npos);
+  }
+  EXPECT_EQ(html.find("style="), std::string::npos);  // the policy forbids what stands in the page itself
+  EXPECT_EQ(html.find("<style"), std::string::npos);
+  EXPECT_EQ(html.find("<script>"), std::string::npos);
+}
+
+TEST_F(WebPageTest, TellsTheState) {
+  errors_.Record("step", InvalidField("tokens", 5, "0..4 \"<b>\xff\n"), clock_.NowNs());
+  errors_.Record("step", InvalidField("tokens", 6, "0..4"), clock_.NowNs());
+  json state;
+  do state = State();  // of a sample behind the errors
+  while (state["errors"].empty());
+  EXPECT_EQ(state["daemon"]["version"], "1.2.3");
+  EXPECT_EQ(state["now"]["tiers"][0], (json{{"name", "host"}, {"used", 250}, {"capacity", 1000}}));
+  EXPECT_FALSE(state["history"]["used"].empty());
+  for (const auto& [name, values] : state["history"].items()) {
+    EXPECT_EQ(values.size(), state["history"]["unix_ms"].size()) << name;
+  }
+  EXPECT_EQ(state["errors"][0]["code"], "INVALID_ARGUMENT");
+  EXPECT_EQ(state["errors"][0]["field"], "tokens");
+  EXPECT_EQ(state["errors"][0]["count"], 2);
+  EXPECT_TRUE(state["now"]["quality"].empty());
+}
+
+TEST_F(WebPageTest, HeadHasNoBody) {
+  Socket socket(page_->port());
+  socket.Send("HEAD / HTTP/1.1\r\nHost: 127.0.0.1:9999\r\nConnection: close\r\n\r\n");
+  const std::string answer = socket.ReadAll();
+  EXPECT_EQ(Line(answer), "HTTP/1.1 200 OK");
+  EXPECT_EQ(Body(answer), "");
+}
+
+TEST_F(WebPageTest, AConnectionServesManyRequests) {
+  Socket socket(page_->port());
+  const std::string request = "GET /page.css HTTP/1.1\r\nHost: [::1]\r\n\r\n";
+  socket.Send(request + request);
+  EXPECT_EQ(socket.ReadOne(), socket.ReadOne());
+  socket.Send("GET / HTTP/1.0\r\nHost: localhost\r\n\r\n");
+  EXPECT_EQ(Line(socket.ReadAll()), "HTTP/1.1 200 OK");
+}
+
+TEST_F(WebPageTest, ForeignNamesAreRefused) {
+  for (const char* host : {"example.com", "127.0.0.1.example.com", "localhost.example.com", "10.0.0.1", "", "[::1",
+                           "[::2]", "127.0.0.1@example.com", "[::1]x"}) {
+    EXPECT_EQ(Line(Get("/state.json", host)).substr(0, 12), "HTTP/1.1 421") << host;
+  }
+  EXPECT_EQ(Line(Ask("GET / HTTP/1.1\r\nConnection: close\r\n\r\n")).substr(0, 12), "HTTP/1.1 421");
+  for (const char* host : {"localhost", "LocalHost:80", "127.0.0.1", "127.1.2.3:1", "[::1]", "[::1]:8080"}) {
+    EXPECT_EQ(Line(Get("/state.json", host)), "HTTP/1.1 200 OK") << host;
+  }
+}
+
+TEST_F(WebPageTest, RequestsOfOtherKindsAreRefused) {
+  const std::string host = "\r\nHost: localhost\r\n";
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"POST / HTTP/1.1" + host + "\r\n", "405"},
+      {"DELETE / HTTP/1.1" + host + "\r\n", "405"},
+      {"OPTIONS * HTTP/1.1" + host + "\r\n", "405"},
+      {"POST / HTTP/1.1" + host + "Content-Length: 5\r\n\r\nhello", "413"},
+      {"GET / HTTP/1.1" + host + "Content-Length: 18446744073709551614\r\n\r\n", "413"},
+      {"GET / HTTP/1.1" + host + "Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", "413"},
+      {"GET / HTTP/1.1" + host + "Host: 127.0.0.1\r\n\r\n", "400"},
+      {"GET / HTTP/1.1" + host + "Content-Length: x\r\n\r\n", "400"},
+      {"GET / HTTP/9.9" + host + "\r\n", "400"},
+      {"GET  / HTTP/1.1" + host + "\r\n", "400"},
+      {"\x16\x03\x01\x02\x01 not HTTP at all\r\n\r\n", "400"},
+      {std::string("GET /\0 HTTP/1.1", 15) + host + "\r\n", "400"},
+      {"GET /" + std::string(HttpServer::kHeaderBytesMax, 'a') + " HTTP/1.1" + host + "\r\n", "431"},
+      {"GET / HTTP/1.1" + host + "X: " + std::string(HttpServer::kHeaderBytesMax, 'a') + "\r\n\r\n", "431"},
+  };
+  for (const auto& [request, code] : cases) {
+    EXPECT_EQ(Line(Ask(request)).substr(0, 12), "HTTP/1.1 " + code) << request.substr(0, 60);
+  }
+  EXPECT_EQ(Line(Get("/")), "HTTP/1.1 200 OK");
+}
+
+TEST_F(WebPageTest, OneConnectionTooManyIsClosed) {
+  std::vector<std::unique_ptr<Socket>> held;
+  for (size_t i = 0; i < HttpServer::kConnectionsMax; ++i) {
+    held.push_back(std::make_unique<Socket>(page_->port()));
+    ASSERT_TRUE(held.back()->connected());
+  }
+  held.back()->Send("GET /page.css HTTP/1.1\r\nHost: localhost\r\n\r\n");  // so that all were accepted
+  EXPECT_EQ(Line(held.back()->ReadOne()), "HTTP/1.1 200 OK");
+  EXPECT_EQ(Socket(page_->port()).ReadAll(), "");
+  held.clear();
+  // What ended is noticed in its turn.
+  while (Line(Get("/page.css")) != "HTTP/1.1 200 OK") {
+  }
+}
+
+TEST_F(WebPageTest, EndsWhileConnectionsAreOpen) {
+  Socket idle(page_->port()), half(page_->port());
+  half.Send("GET / HTT");
+  page_.reset();
+  EXPECT_EQ(idle.ReadAll(), "");
+  EXPECT_EQ(half.ReadAll(), "");
+}
+
+TEST(HttpServer, BadAddressesAreErrors) {
+  for (const char* listen : {"", "nothing", ":80", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536", "127.0.0.1:-1",
+                             "example.com:80", "[::1:80", "127.0.0.1:80s"}) {
+    HttpServer::Options options;
+    options.listen = listen;
+    EXPECT_EQ(HttpServer::Start(std::move(options)).status().code(), absl::StatusCode::kInvalidArgument) << listen;
+  }
+  HttpServer::Options options;
+  options.listen = "127.0.0.1:0";
+  options.handler = [](absl::string_view) { return HttpAnswer{}; };
+  auto first = HttpServer::Start(options);
+  ASSERT_TRUE(first.ok()) << first.status();
+  options.listen = "127.0.0.1:" + std::to_string((*first)->port());
+  EXPECT_EQ(HttpServer::Start(options).status().code(), absl::StatusCode::kUnavailable);
+}
+
+TEST(RecentErrors, KeepTheLastOfEachKind) {
+  RecentErrors errors;
+  for (size_t i = 0; i < RecentErrors::kEntriesMax + 3; ++i) {
+    errors.Record("step", InvalidField("field" + std::to_string(i), "x", "y"), int64_t(i));
+  }
+  errors.Record("step", InvalidField("field10", std::string(1000, 'z'), "y"), 99);
+  const auto list = errors.List();
+  ASSERT_EQ(list.size(), RecentErrors::kEntriesMax);
+  EXPECT_EQ(list[0].field, "field10");
+  EXPECT_EQ(list[0].count, 2u);
+  EXPECT_EQ(list[0].last_ns, 99);
+  EXPECT_LE(list[0].message.size(), RecentErrors::kTextBytesMax + 3);
+  EXPECT_EQ(list.back().field, "field3");
+}
+
+}  // namespace
+}  // namespace kvmanager

@@ -1,0 +1,244 @@
+"""Grafana's panels and the alerts against Debian's Prometheus, which scrapes daemons under load, and promtool's checks.
+
+Skipped where Prometheus is not installed. Windows and waiting times of rules and panels are shortened, so that a test
+takes seconds; what they mean in full is tested by promtool's clock in prometheus/alerts_test.yml."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import unittest
+import urllib.parse
+import urllib.request
+
+import kvmanager_testing
+from kvmanager_testing import data_path
+
+DEADLINE_S = 120  # of what should take seconds
+WINDOW = "10s"
+QUIET = ("--log-level", "error")
+# Made by a codec's sampling, which is off unless asked for.
+SAMPLED = "kvmanager_codec_relative_error"
+SAMPLE_FLAG = "--quality-sample"
+# Causes that no test can make in seconds: promtool alone fires these.
+NOT_CAUSED = {
+    "KvmanagerEncodeBacklog",  # takes more pages than the encoders of a test machine can do, or fewer of them
+    "KvmanagerStepsSlow",  # takes contexts of many thousands of tokens
+    "KvmanagerHitRatioDropped",  # compares with yesterday
+    "KvmanagerQualityLow",  # takes a codec that errs
+}
+
+
+def prometheus_file(name: str) -> str:
+    return data_path("monitoring/prometheus/" + name)
+
+
+def shorten(text: str) -> str:
+    """The same rules or query with windows and waiting times of seconds."""
+    text = text.replace("$__rate_interval", WINDOW).replace("$instance", ".*")
+    text = re.sub(r"\[(\d+[mhd])\] offset \S+?\)", f"[{WINDOW}] offset {WINDOW})", text)
+    text = re.sub(r"\[\d+[mhd]\]", f"[{WINDOW}]", text)
+    return re.sub(r"(?m)^(\s+for: )\d+[mhd]$", r"\g<1>1s", text)
+
+
+def panels() -> list[tuple[str, str]]:
+    """Dashboard and panel, and one query of it."""
+    queries = []
+    for path in sorted(glob.glob(data_path("monitoring/grafana/*.json"))):
+        with open(path, encoding="utf-8") as file:
+            board = json.load(file)
+        for panel in board["panels"]:
+            for target in panel["targets"]:
+                queries.append((f"{board['title']} / {panel['title']}", target["expr"]))
+    return queries
+
+
+def alerts() -> list[str]:
+    with open(prometheus_file("alerts.yml"), encoding="utf-8") as file:
+        return re.findall(r"(?m)^\s+- alert: (\w+)$", file.read())
+
+
+def has_sampling() -> bool:
+    text = subprocess.run([kvmanager_testing.daemon_program(), "--help"], capture_output=True, text=True, check=True).stdout
+    return SAMPLE_FLAG in text
+
+
+class Prometheus:
+    """One that scrapes `targets` every second by the shortened rules of this repository."""
+
+    def __init__(self, targets: list[str]) -> None:
+        self.directory = tempfile.mkdtemp(prefix="kvprom")
+        for name in ("recording_rules.yml", "alerts.yml"):
+            with open(prometheus_file(name), encoding="utf-8") as file:
+                rules = shorten(file.read())
+            with open(os.path.join(self.directory, name), "w", encoding="utf-8") as file:
+                file.write(rules)
+        with open(prometheus_file("prometheus.yml"), encoding="utf-8") as file:
+            config = file.read().replace("15s", "1s").replace('"127.0.0.1:9464"', ", ".join(f'"{t}"' for t in targets))
+        path = os.path.join(self.directory, "prometheus.yml")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(config)
+        self.log = open(os.path.join(self.directory, "log"), "w+b")  # noqa: SIM115
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.address = "127.0.0.1:%d" % free.getsockname()[1]
+        self.process = subprocess.Popen(
+            ["prometheus", f"--config.file={path}", f"--storage.tsdb.path={self.directory}/data",
+             f"--web.listen-address={self.address}"],
+            stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, preexec_fn=kvmanager_testing._die_with_parent)
+
+    def get(self, path: str, **parameters: str) -> dict:
+        url = f"http://{self.address}{path}?" + urllib.parse.urlencode(parameters)
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{parameters}: {error.read().decode()}") from error
+        except OSError:
+            if self.process.poll() is not None:
+                self.log.seek(0)
+                raise AssertionError(self.log.read().decode()[-2000:]) from None
+            return {}
+
+    def has_data(self, query: str) -> bool:
+        """Whether a query gives a number."""
+        return any(sample["value"][1] != "NaN" for sample in self.get("/api/v1/query", query=query).get("result", []))
+
+    def firing(self) -> set[str]:
+        return {alert["labels"]["alertname"] for alert in self.get("/api/v1/alerts").get("alerts", [])
+                if alert["state"] == "firing"}
+
+    def __enter__(self) -> Prometheus:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def helper(program: str, *words: str):
+    """A program of //tests that runs until its standard input ends."""
+    with subprocess.Popen([data_path("tests/" + program), *words], stdin=subprocess.PIPE, text=True) as process:
+        yield process
+        process.stdin.close()
+        if process.wait(timeout=DEADLINE_S) != 0:
+            raise AssertionError(f"{program} ended with {process.returncode}")
+
+
+def until(missing, process) -> None:
+    """Waits until missing() is empty, which it names if that takes too long or `process` has ended."""
+    end = time.monotonic() + DEADLINE_S
+    while True:
+        left = missing()
+        if not left:
+            return
+        if process.poll() is not None:
+            raise AssertionError(f"the load ended with {process.returncode}")
+        if time.monotonic() > end:
+            raise AssertionError("\n".join(["still without:"] + sorted(map(str, left))))
+        time.sleep(0.5)  # between two looks at a clock of seconds
+
+
+class Files(unittest.TestCase):
+    def test_every_metric_is_in_the_catalogue(self) -> None:
+        with open(data_path("docs/metrics.md"), encoding="utf-8") as file:
+            known = set(re.findall(r"(?m)^\| `(kvmanager_\w+)` \|", file.read()))
+        texts = {name: query for name, query in panels()}
+        for name in ("recording_rules.yml", "alerts.yml", "alerts_test.yml"):
+            with open(prometheus_file(name), encoding="utf-8") as file:
+                texts[name] = file.read()
+        for name, text in texts.items():
+            # A recorded series is LEVEL:NAME:HOW, and no metric.
+            for metric in re.findall(r"(?<![\w:])kvmanager_\w+(?![\w:])", text):
+                base = re.sub(r"_(bucket|count|sum)$", "", metric)
+                with self.subTest(where=name, metric=metric):
+                    self.assertTrue(metric in known or base in known or base == SAMPLED)
+
+    def test_every_recorded_series_that_is_used_is_recorded(self) -> None:
+        with open(prometheus_file("recording_rules.yml"), encoding="utf-8") as file:
+            recorded = set(re.findall(r"record: (\S+)", file.read()))
+        with open(prometheus_file("alerts.yml"), encoding="utf-8") as file:
+            texts = [file.read()] + [query for _, query in panels()]
+        used = {name for text in texts for name in re.findall(r"\w+:kvmanager_\w+:\w+", text)}
+        self.assertEqual(used - recorded, set())
+
+    def test_every_alert_says_what_to_do_and_has_a_test(self) -> None:
+        with open(prometheus_file("alerts.yml"), encoding="utf-8") as file:
+            rules = file.read().split("- alert: ")[1:]
+        with open(prometheus_file("alerts_test.yml"), encoding="utf-8") as file:
+            tested = set(re.findall(r'alertname="(\w+)"', file.read()))
+        self.assertGreater(len(rules), 10)
+        for rule in rules:
+            name = rule.split()[0]
+            with self.subTest(name=name):
+                self.assertIn(name, tested)
+                self.assertRegex(rule, r"labels: \{severity: (page|ticket)\}")
+                self.assertGreater(len(rule.split("description: >-")[1].split()), 15)
+
+
+@unittest.skipUnless(shutil.which("promtool"), "promtool is not installed: apt-get install prometheus")
+class Promtool(unittest.TestCase):
+    def check(self, *words: str) -> None:
+        done = subprocess.run(["promtool", *words], capture_output=True, text=True, check=False,
+                              cwd=os.path.dirname(prometheus_file("alerts.yml")))
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+    def test_configuration(self) -> None:
+        self.check("check", "config", "prometheus.yml")
+
+    def test_rules(self) -> None:
+        self.check("check", "rules", "recording_rules.yml", "alerts.yml")
+
+    def test_alerts_fire(self) -> None:
+        self.check("test", "rules", "alerts_test.yml")
+
+
+@unittest.skipUnless(shutil.which("prometheus"), "Prometheus is not installed: apt-get install prometheus")
+class Scraped(unittest.TestCase):
+    def test_every_panel_has_data(self) -> None:
+        sampling = has_sampling()
+        flags = QUIET + ((SAMPLE_FLAG, "1") if sampling else ())
+        queries = [(name, shorten(query)) for name, query in panels() if sampling or SAMPLED not in query]
+        self.assertGreater(len(queries), 40)
+        with kvmanager_testing.Daemon("32MiB", flags) as daemon, kvmanager_testing.Daemon("32MiB", flags) as peer, \
+                helper("daemon_load", daemon.listen, "--peer", peer.listen, "--peer-address", peer.peer) as load, \
+                Prometheus([daemon.metrics, peer.metrics]) as prometheus:
+            until(lambda: [each for each in queries if not prometheus.has_data(each[1])], load)
+
+    def test_alerts_fire(self) -> None:
+        names = alerts()
+        caused = set(names) - NOT_CAUSED
+        self.assertLessEqual(NOT_CAUSED, set(names))
+        flags = QUIET + ("--peer-local-copy", "off", "--hand-off-lease-ms", "200")
+        with socket.socket() as nobody, kvmanager_testing.Daemon("32MiB", QUIET) as small, \
+                kvmanager_testing.Daemon("48MiB", flags) as daemon, kvmanager_testing.Daemon("48MiB", flags) as peer, \
+                kvmanager_testing.Daemon("32MiB", QUIET) as draining:
+            nobody.bind(("127.0.0.1", 0))  # nobody listens there
+            down = "127.0.0.1:%d" % nobody.getsockname()[1]
+            subprocess.run([data_path("client/cli/kvctl"), "--connect", draining.listen, "drain"], check=True,
+                           stdout=subprocess.DEVNULL)
+            with helper("daemon_load", small.listen), \
+                    helper("daemon_trouble", daemon.listen, "--peer", peer.peer, "--draining", draining.peer) as trouble, \
+                    Prometheus([small.metrics, daemon.metrics, peer.metrics, draining.metrics, down]) as prometheus:
+                seen: set[str] = set()
+
+                def missing() -> set[str]:
+                    seen.update(prometheus.firing())
+                    return caused - seen
+
+                until(missing, trouble)
+
+
+if __name__ == "__main__":
+    unittest.main()

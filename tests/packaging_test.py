@@ -1,0 +1,46 @@
+"""The configurations of packaging/ start a daemon, and systemd accepts its unit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import unittest
+import urllib.request
+
+import kvmanager_testing
+from kvmanager_testing import data_path
+
+
+class Packaging(unittest.TestCase):
+    def test_configurations_start_a_daemon(self) -> None:
+        for name in ("kvmanagerd.conf", "container.conf"):
+            # Addresses and sizes of the command line win: a test takes free ports and little memory.
+            flags = ("--config", data_path("packaging/" + name), "--http-listen", "127.0.0.1:0")
+            with self.subTest(name=name), kvmanager_testing.Daemon(flags=flags) as daemon:
+                with urllib.request.urlopen(f"http://{daemon.http}/", timeout=60) as page:
+                    self.assertEqual(page.status, 200)
+
+    @unittest.skipUnless(shutil.which("systemd-analyze"), "systemd is not installed")
+    def test_unit(self) -> None:
+        with open(data_path("packaging/kvmanagerd.service"), encoding="utf-8") as file:
+            text = file.read()
+        with tempfile.TemporaryDirectory(prefix="kvunit") as folder:
+            unit = os.path.join(folder, "kvmanagerd.service")
+            program = os.path.realpath(kvmanager_testing.daemon_program())
+            with open(unit, "w", encoding="utf-8") as file:
+                file.write(text.replace("/usr/local/bin/kvmanagerd", program))
+            done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
+            self.assertEqual((done.returncode, done.stdout + done.stderr), (0, ""))
+
+    def test_the_container_copies_what_is_there(self) -> None:
+        with open(data_path("packaging/Containerfile"), encoding="utf-8") as file:
+            words = [line.split() for line in file if line.startswith("COPY ") and "--from" not in line]
+        self.assertGreater(len(words), 1)
+        for _, source, _ in words:
+            self.assertTrue(source == "." or source == "tools/setup" or os.path.exists(data_path(source)), source)
+
+
+if __name__ == "__main__":
+    unittest.main()
