@@ -13,6 +13,7 @@ middle. --model may be a directory of config.json alone: weights are random then
 """
 
 import argparse
+import copy
 import json
 import pathlib
 import statistics
@@ -146,7 +147,7 @@ def main() -> None:
                                                                 attn_implementation=name)
         else:
             with torch.device("cuda"):
-                models[name] = AutoModelForCausalLM.from_config(config, dtype=torch.float16, attn_implementation=name)
+                models[name] = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float16, attn_implementation=name)
         models[name] = models[name].to("cuda").eval()
     layers = config.num_hidden_layers
     timers = {name: Timer(name) for name in models}
