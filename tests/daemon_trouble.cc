@@ -40,21 +40,6 @@ absl::Status MustFail(const absl::Status& status, absl::StatusCode code) {
   return absl::InternalError(absl::StrCat("expected ", absl::StatusCodeToString(code), ", got ", status.ToString()));
 }
 
-// Tokens with a value that no codec but raw holds: beyond fp16's range.
-absl::Status LoadHuge(client::Cache& cache, uint64_t sequence, const CacheOptions& options, int tokens) {
-  std::vector<uint8_t> values(size_t(tokens) * options.kv_heads * options.head_dim * 2);
-  for (size_t i = 0; i < values.size(); i += 2) values[i] = 0x6e, values[i + 1] = 0x4e;  // 1e9 as bfloat16
-  for (int layer = 0; layer < options.layers; ++layer) {
-    const client::StepEntry entry{sequence, 0, tokens};
-    client::StepBatch batch;
-    batch.layer = layer;
-    batch.entries = {&entry, 1};
-    batch.k = batch.v = client::TensorView::Inline(values.data(), values.size());
-    KV_RETURN_IF_ERROR(cache.Step(batch).status());
-  }
-  return absl::OkStatus();
-}
-
 // Appends to sequences that stay held until nothing more fits.
 absl::Status FillPool(client::Cache& cache, const Source& source, std::vector<CreatedSequence>* held) {
   for (;;) {
@@ -81,12 +66,6 @@ absl::Status Run(const std::string& address, const std::string& peer, const std:
   KV_ASSIGN_OR_RETURN(CreatedSequence fresh, cache->CreateSequence());
   KV_RETURN_IF_ERROR(Load(*cache, fresh.sequence->id(), source, 0, kTokens, kTokens));
 
-  // Values that the codec cannot hold: its pages stay raw.
-  CacheOptions huge_options = SmallCache("hack:k_bits=3,v_bits=2", 0);
-  huge_options.dtype = DType::kBFloat16;
-  KV_ASSIGN_OR_RETURN(auto huge_cache, client->OpenCache(huge_options));
-  KV_ASSIGN_OR_RETURN(CreatedSequence declined, huge_cache->CreateSequence());
-
   std::vector<CreatedSequence> held;
   while (!InputEnded()) {
     KV_ASSIGN_OR_RETURN(CreatedSequence lied, cache->CreateSequence(names));
@@ -101,8 +80,6 @@ absl::Status Run(const std::string& address, const std::string& peer, const std:
       (void)ClosedByPeer(stranger);
       close(stranger);
     }
-    KV_RETURN_IF_ERROR(declined.sequence->Crop(0));
-    KV_RETURN_IF_ERROR(LoadHuge(*huge_cache, declined.sequence->id(), huge_options, kTokens / 2));
     KV_RETURN_IF_ERROR(FillPool(*cache, source, &held));
   }
   return absl::OkStatus();

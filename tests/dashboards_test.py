@@ -33,6 +33,7 @@ NOT_CAUSED = {
     "KvmanagerEncodeBacklog",  # takes more pages than the encoders of a test machine can do, or fewer of them
     "KvmanagerStepsSlow",  # takes contexts of many thousands of tokens
     "KvmanagerHitRatioDropped",  # compares with yesterday
+    "KvmanagerPagesDeclined",  # takes room that a full pool has not
     "KvmanagerQualityLow",  # takes a codec that errs
 }
 
