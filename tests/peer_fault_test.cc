@@ -160,6 +160,24 @@ TEST_F(PeerFaultTest, AFullReceiverSaysWhyOrLetsWait) {
   ExpectNothingLeaked();
 }
 
+TEST_F(PeerFaultTest, WhatWaitsForRoomGoesWithItsSender) {
+  StartPair({}, {.host_pool_bytes = 4 << 20});
+  ASSERT_OK_AND_ASSIGN(CreatedSequence holder, other_->CreateSequence());
+  ASSERT_OK(Load(*other_, holder.sequence->id(), source_, 0, 48 * 64, 1024));
+  ASSERT_NO_FATAL_FAILURE(Make(30 * 64));
+  const auto waiting = [&] { return Metric(*receiver_, "kvmanager_hand_offs_waiting"); };
+  constexpr int64_t kRoomMs = 600000;
+  {
+    const auto given_up = made_.sequence->HandOffAsync(receiver_->peer(), "", kRoomMs, kRoomMs);
+    EXPECT_TRUE(Eventually([&] { return waiting() == 1; }));
+  }
+  EXPECT_TRUE(Eventually([&] { return waiting() == 0; })) << "of a call that was given up";
+  const auto killed = made_.sequence->HandOffAsync(receiver_->peer(), "", kRoomMs, kRoomMs);
+  EXPECT_TRUE(Eventually([&] { return waiting() == 1; }));
+  sender_->Kill();
+  EXPECT_TRUE(Eventually([&] { return waiting() == 0; })) << "of a sender that was killed";
+}
+
 TEST_F(PeerFaultTest, ALinkThatBreaksAtAnyPoint) {
   // A break costs at most what is on its way: the window.
   DaemonOptions receiver = kByTcp;

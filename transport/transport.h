@@ -11,6 +11,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -100,8 +101,8 @@ struct SendEvents {
 class IncomingHandOff {
  public:
   virtual ~IncomingHandOff() = default;
-  /// Target of a page, of exactly its size; empty: not wanted, the sender skips it. The same whenever it is asked. Pages
-  /// of the last part: after Extend's reply.
+  /// Target of a page, of exactly its size; empty: not wanted, the sender skips it. The same whenever it is asked.
+  /// Pages of the last part: after Extend's reply.
   virtual absl::Span<uint8_t> target(uint32_t page) const = 0;
   /// Every byte of these pages is in its target and matches its checksum. They are not written again.
   virtual void Arrived(absl::Span<const uint32_t> pages) = 0;
@@ -133,6 +134,7 @@ class HandOffReceiver {
   struct OfferReply {
     absl::AnyInvocable<void(absl::Status why)> waiting;       // for room; any number of times before `done`
     absl::AnyInvocable<void(absl::StatusOr<Accepted>)> done;  // once
+    std::shared_ptr<const std::atomic<bool>> gone;            // true: the sender is, nobody looks at an answer
   };
   static constexpr size_t kTicketBytesMax = 4096;
 
@@ -140,6 +142,8 @@ class HandOffReceiver {
   /// room_ms: how long the sender lets it wait for room. Pages of a GPU (HandOffPart::gpu) can come into a GPU's memory
   /// alone: FAILED_PRECONDITION of the field `gpu` tells the sender to offer them from host memory.
   virtual void Offer(std::string peer, HandOffPart first, int64_t room_ms, OfferReply reply) = 0;
+  /// One of `gone` has become true. Those that wait for room behind it need not.
+  virtual void OfferGone() {}
   /// capacity_bytes, free_bytes and waiting_offers; the rest is the transport's to know.
   virtual ReceiverLoad Load() const = 0;
 };

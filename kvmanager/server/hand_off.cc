@@ -153,6 +153,7 @@ struct HandOffDesk::Offered {
   absl::StatusOr<std::shared_ptr<const Codec>> codec = std::shared_ptr<const Codec>();
   int64_t room_ms = 0;
   OfferReply reply;
+  bool gone() const { return reply.gone != nullptr && *reply.gone; }
   absl::Status full;                     // why there is no room
   kj::Promise<void> deadline = nullptr;  // while it waits
 };
@@ -228,6 +229,7 @@ absl::Status HandOffDesk::MayReceive() const {
 }
 
 void HandOffDesk::TryAccept(std::shared_ptr<Offered> offered) {
+  if (offered->gone()) return Answer(*offered, absl::CancelledError("its sender is gone"));
   // In the order of coming, so that a large one is not passed for ever by small ones.
   absl::StatusOr<Accepted> accepted =
       waiting_.empty() ? Accept(*offered)
@@ -322,7 +324,22 @@ void HandOffDesk::AwaitRoom() {
   });
 }
 
+void HandOffDesk::OfferGone() {
+  daemon_->queue->Post([this] { RetryOffers(); });
+}
+
+void HandOffDesk::ForgetGone() {
+  std::deque<std::shared_ptr<Offered>> gone;
+  for (size_t i = waiting_.size(); i-- > 0;) {
+    if (!waiting_[i]->gone()) continue;
+    gone.push_front(std::move(waiting_[i]));
+    waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+  for (const auto& offered : gone) Answer(*offered, absl::CancelledError("its sender is gone"));
+}
+
 void HandOffDesk::RetryOffers() {
+  ForgetGone();
   while (!waiting_.empty()) {
     absl::StatusOr<Accepted> accepted = Accept(*waiting_.front());
     if (absl::IsResourceExhausted(accepted.status())) {

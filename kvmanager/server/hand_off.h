@@ -43,6 +43,7 @@ class HandOffDesk final : public HandOffReceiver {
   ~HandOffDesk() noexcept override {}
 
   void Offer(std::string peer, HandOffPart first, int64_t room_ms, OfferReply reply) override;
+  void OfferGone() override;
   ReceiverLoad Load() const override;
 
   /// Once the ticket's sequence can be claimed. Errors: NOT_FOUND (no such ticket, or it expired), FAILED_PRECONDITION
@@ -92,6 +93,7 @@ class HandOffDesk final : public HandOffReceiver {
   absl::StatusOr<Accepted> Accept(Offered& offered);
   void Answer(Offered& offered, absl::StatusOr<Accepted> accepted);
   void AwaitRoom();
+  void ForgetGone();
   void RetryOffers();
   absl::Status CheckCache(const Ticket& ticket, CacheId cache) const;
 

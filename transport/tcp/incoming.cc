@@ -56,6 +56,7 @@ void Incoming::Start(std::shared_ptr<FrameLink> link, OfferFrame offer) {
   page_bytes_.assign(offer.part.page_bytes.begin(), offer.part.page_bytes.end());
   first_pages_ = page_bytes_.size();
   HandOffReceiver::OfferReply reply;
+  reply.gone = gone_;
   reply.waiting = OnLoop(loop_, token_, [](Incoming& self, const absl::Status& why) { self.OnWaiting(why); });
   reply.done = OnLoop<absl::StatusOr<HandOffReceiver::Accepted>>(
       loop_, token_,
@@ -366,7 +367,8 @@ void Incoming::End(absl::Status why, bool tell) {
   if (state_ == State::kEnded) return;
   const auto self = shared_from_this();
   CloseLanes();
-  if (state_ != State::kOffered) --loop_.receiving;
+  const bool offered = state_ == State::kOffered;
+  if (!offered) --loop_.receiving;
   state_ = State::kEnded;
   --loop_.incoming_open;
   Count(why);
@@ -378,6 +380,10 @@ void Incoming::End(absl::Status why, bool tell) {
   // Before the peer hears of it, so that a sender which tries again finds the slots free.
   if (hand_off_ != nullptr) std::exchange(hand_off_, nullptr)->Abort(std::move(why));
   page_bytes_ = {};
+  if (offered && !refused_) {
+    *gone_ = true;
+    loop_.options.receiver->OfferGone();
+  }
   if (link_ != nullptr) {
     const std::shared_ptr<FrameLink> link = std::exchange(link_, nullptr);
     if (tell) link->Send(said);

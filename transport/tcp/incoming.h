@@ -106,6 +106,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   std::map<uint32_t, std::shared_ptr<InLane>> lanes_;
 
   std::shared_ptr<IncomingHandOff> hand_off_;
+  const std::shared_ptr<std::atomic<bool>> gone_ = std::make_shared<std::atomic<bool>>(false);  // while it is offered
   std::string ticket_;
   HostId offered_host_ = {};               // the sender's
   bool of_gpu_ = false;                    // its pages are a GPU's

@@ -366,11 +366,11 @@ void Outgoing::FinishParts(HandOffPart last) {
   absl::Status status = CheckPart(last, first_pages_);
   if (status.ok() && (last_.has_value() || early_last_.has_value()))
     status = absl::FailedPreconditionError("the last part was said before");
-  if (status.ok()) status = CheckTotal(last);
   if (status.ok() && !pages_made_) {
     early_last_ = std::move(last);
     return;
   }
+  if (status.ok()) status = CheckTotal(last);
   for (size_t i = 0; status.ok() && i < last.withdrawn.size(); ++i) {
     Page& page = pages_[last.withdrawn[i]];
     if (page.state == PageState::kSkipped) continue;
