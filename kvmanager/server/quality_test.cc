@@ -150,7 +150,7 @@ TEST_F(QualityTest, ComparesWithTheNewestRowsOfEntriesInTurn) {
   Note(monitor, 7, 1, 40, {2});
   ASSERT_TRUE(monitor.Wants(7, 1));
   monitor.Compare(Sample(7, 1), [&done] { ++done; });
-  Note(monitor, 7, 1, 50, {16});  // too late for this one
+  Note(monitor, 7, 1, 45, {16});  // too late for this one
   executor_.RunAll();
   EXPECT_EQ(Series("count", labels), 2);
   EXPECT_NEAR(Series("sum", labels), first + ErrorOf({41, 5, 9, 12}), 1e-6);
