@@ -16,7 +16,7 @@ class Error(Exception):
 
     code = 2
     name = "UNKNOWN"
-    todo = ""  # what to do, where the message does not say
+    advice = ""  # what to do, where the message does not say
 
     def __init__(self, message: str, field: str = "", value: str = "", bound: str = "") -> None:
         super().__init__(message, field, value, bound)
@@ -26,7 +26,7 @@ class Error(Exception):
         self.bound = bound
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.message}" + (f" ({self.todo})" if self.todo else "")
+        return f"{self.name}: {self.message}" + (f" ({self.advice})" if self.advice else "")
 
 
 class CancelledError(Error):
@@ -45,7 +45,7 @@ class DeadlineExceededError(Error):
     """No answer within the deadline: the call was cancelled, and the connection lives."""
 
     code, name = 4, "DEADLINE_EXCEEDED"
-    todo = "a step may have been made: look at info().tokens, then retry"
+    advice = "a step may have been made: look at info().tokens, then retry"
 
 
 class NotFoundError(Error):
@@ -70,7 +70,7 @@ class ResourceExhaustedError(Error):
     """Memory or a limit; the message names the limit, and the largest holders."""
 
     code, name = 8, "RESOURCE_EXHAUSTED"
-    todo = "close sequences, or retry later"
+    advice = "close sequences, or retry later"
 
 
 class FailedPreconditionError(Error):
@@ -95,7 +95,7 @@ class UnimplementedError(Error):
     """The daemon does not have this call."""
 
     code, name = 12, "UNIMPLEMENTED"
-    todo = "install client and daemon of one version"
+    advice = "install client and daemon of one version"
 
 
 class InternalError(Error):
@@ -108,7 +108,7 @@ class UnavailableError(Error):
     """The daemon is gone, and every lease with it; or it cannot be reached."""
 
     code, name = 14, "UNAVAILABLE"
-    todo = "reconnect(), then open caches and create sequences again; recompute what they held"
+    advice = "reconnect(), then open caches and create sequences again; recompute what they held"
 
 
 class DataLossError(Error):
