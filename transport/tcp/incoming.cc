@@ -277,7 +277,9 @@ void Incoming::OnPage(uint32_t page) {
 
 void Incoming::Confirm(bool all) {
   if (got_.empty() || state_ != State::kReceiving) return;
-  if (!all && got_bytes_ < window() / kGotsPerWindow) return;
+  const auto quiet = std::chrono::milliseconds(std::min(loop_.options.stall_ms, peer_stall_ms_) / kGotsPerStall);
+  if (!all && got_bytes_ < window() / kGotsPerWindow && Now() - confirmed_ < quiet) return;
+  confirmed_ = Now();
   loop_.metrics.received.pages.Increment(static_cast<double>(got_.size()));
   hand_off_->Arrived(got_);
   for (size_t at = 0; link_ != nullptr && at < got_.size(); at += kGotPagesMax) {

@@ -34,6 +34,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   static constexpr int64_t kTicksPerStall = 8;
   static constexpr int64_t kTickMsMax = 250;
   static constexpr uint64_t kGotsPerWindow = 8;   // at least so many confirmations for a window of pages
+  static constexpr int64_t kGotsPerStall = 8;     // and, while pages arrive, in the time after which a sender gives up
   static constexpr size_t kEndedMax = 256;        // that are kept
   static constexpr uint64_t kDeviceWindows = 16;  // nothing waits in buffers where GPUs copy
 
@@ -126,6 +127,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
 
   std::vector<uint32_t> got_;  // arrived, and not yet confirmed
   uint64_t got_bytes_ = 0;
+  SteadyTime confirmed_ = Now();  // the last of those
 };
 
 }  // namespace kvmanager::tcp

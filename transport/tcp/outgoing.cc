@@ -112,6 +112,7 @@ void Outgoing::AddPages(const HandOffPart& part, std::vector<Page>* pages) {
   pages->resize(first + part.page_bytes.size());
   for (size_t i = 0; i < part.page_bytes.size(); ++i) {
     (*pages)[first + i].size = static_cast<uint32_t>(part.page_bytes[i]);
+    wanted_bytes_ += part.page_bytes[i];
   }
 }
 
@@ -204,7 +205,7 @@ absl::Status Outgoing::OnAccept(AcceptFrame accept) {
 void Outgoing::UseTcpLanes() {
   by_ucx_ = false;
   lane_address_ = {request_.peer};
-  const uint64_t useful = (total_bytes_ + kBytesPerLane - 1) / kBytesPerLane;
+  const uint64_t useful = (wanted_bytes_ + kBytesPerLane - 1) / kBytesPerLane;
   lanes_.resize(std::clamp<uint64_t>(useful, 1, lanes_allowed_));
 }
 
@@ -231,6 +232,7 @@ void Outgoing::Skip(uint32_t page) {
   if (skipped.state == PageState::kQueued) --queued_pages_;
   skipped.state = PageState::kSkipped;
   --pages_to_go_;
+  wanted_bytes_ -= skipped.size;
   ++result_.pages_skipped;
   loop_.metrics.sent.pages_skipped.Increment();
 }
@@ -380,6 +382,7 @@ void Outgoing::FinishParts(HandOffPart last) {
     }
     page.state = PageState::kWithdrawn;
     --pages_to_go_;
+    wanted_bytes_ -= page.size;
   }
   if (!status.ok()) return Stop(std::move(status));
   AddPages(last, &pages_);
@@ -388,11 +391,18 @@ void Outgoing::FinishParts(HandOffPart last) {
   SayLast();
 }
 
+uint64_t Outgoing::UnackedMax() const {
+  // Pages that are only named are not sent twice.
+  if (of_gpu() || by_ucx_ || lane_address_.local) return window_;
+  return std::min(window_, wanted_bytes_ / kUnackedShare);
+}
+
 bool Outgoing::TakeFrame(uint32_t lane, std::vector<SendPage>* pages) {
   pages->clear();
   uint64_t frame_bytes = 0;
+  const uint64_t unacked_max = UnackedMax();
   const uint64_t frame_max =
-      std::min(of_gpu() ? kDeviceFrameBytesTarget : kFrameBytesTarget, window_ / (2 * lanes_.size()));
+      std::min(of_gpu() ? kDeviceFrameBytesTarget : kFrameBytesTarget, unacked_max / (2 * lanes_.size()));
   const size_t pages_max = of_gpu() ? kDevicePagesPerFrameMax : kPagesPerFrameMax;
   while (pages->size() < pages_max && (pages->empty() || frame_bytes < frame_max)) {
     std::deque<uint32_t>& queue = extended_ && !last_queue_.empty() ? last_queue_ : first_queue_;
@@ -402,7 +412,7 @@ bool Outgoing::TakeFrame(uint32_t lane, std::vector<SendPage>* pages) {
       queue.pop_front();
       continue;
     }
-    if (unacked_bytes_ > 0 && unacked_bytes_ + page.size > window_) break;
+    if (unacked_bytes_ > 0 && unacked_bytes_ + page.size > unacked_max) break;
     if (page.sent_before) result_.bytes_resent += page.size;
     page.state = PageState::kSent;
     page.sent_before = true;
@@ -483,7 +493,8 @@ void Outgoing::OnLaneBroken(uint32_t lane, absl::Status why) {
       return Finish(absl::UnavailableError(
           absl::StrCat("peer ", request_.peer, " does not know this hand-off any more: ", MessageOf(why))));
     }
-    return FinishProtocol(why);
+    // It may have read a JOIN that changed on its way, and so does who lies: that one is not asked for ever.
+    if (++slot.refused > kLaneRefusedMax) return FinishProtocol(why);
   }
   slot.redial_at = Now() + std::chrono::milliseconds(slot.redial_ms);
   slot.redial_ms = std::clamp<int64_t>(2 * slot.redial_ms, kRedialMsMin, kRedialMsMax);
@@ -543,6 +554,7 @@ void Outgoing::Stop(absl::Status why) {
 }
 
 void Outgoing::FinishProtocol(const absl::Status& why) {
+  if (link_ != nullptr) link_->Send(EncodeEmpty(FrameType::kCancel));
   loop_.metrics.protocol_errors.Increment();
   Finish(absl::UnavailableError(absl::StrCat("peer ", request_.peer, " broke the protocol: ", MessageOf(why))));
 }

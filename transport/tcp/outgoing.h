@@ -34,6 +34,8 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   static constexpr uint64_t kFrameBytesTarget = 2 << 20;         // a frame of several pages is not longer
   static constexpr uint64_t kDeviceFrameBytesTarget = 32 << 20;  // of a GPU's: a launch is worth so much
   static constexpr int64_t kRedialMsMin = 10, kRedialMsMax = 320;
+  static constexpr int kLaneRefusedMax = 3;      // JOINs of a lane that the receiver calls wrong
+  static constexpr uint64_t kUnackedShare = 20;  // a connection that breaks costs at most this part of the hand-off
   static constexpr int64_t kTicksPerStall = 8;
   static constexpr int64_t kTickMsMax = 250;
 
@@ -80,10 +82,11 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
     bool joined_before = false;
     int64_t redial_ms = 0;  // the next pause
     SteadyTime redial_at;
+    int refused = 0;
   };
 
   absl::Status CheckRequest() const;
-  static void AddPages(const HandOffPart& part, std::vector<Page>* pages);
+  void AddPages(const HandOffPart& part, std::vector<Page>* pages);
   absl::Status CheckTotal(const HandOffPart& part);
   /// now: seconds since Begin, as SetArrived's.
   absl::Status TakePosted(const SendPage& page, double now);
@@ -113,6 +116,8 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   void CountSending();  // after what may have changed HasWork
   void ScheduleRedial(const absl::Status& why);
   void Tick();
+  /// Bytes that may be on their way at once: what a connection that breaks may cost is a share of the hand-off.
+  uint64_t UnackedMax() const;
   void FinishProtocol(const absl::Status& why);
   void Finish(absl::StatusOr<SendResult> result);
 
@@ -155,6 +160,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   uint64_t uncounted_bytes_ = 0, uncounted_pages_ = 0;  // that the receiver copied, since CountNamed
   uint64_t pages_to_go_ = 0;                            // neither arrived, nor skipped, nor withdrawn
   uint64_t total_bytes_ = 0;
+  uint64_t wanted_bytes_ = 0;   // of total_bytes_: neither skipped nor withdrawn
   uint64_t copied_bytes_ = 0;   // of result_.bytes_sent
   Dial::Address lane_address_;  // the peer, or its Unix socket
   uint32_t peer_features_ = 0;
