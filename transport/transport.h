@@ -39,7 +39,7 @@ struct DeviceSlab {
 /// Pages are numbered from 0 in the first part; those of the last go on from there.
 struct HandOffPart {
   std::string manifest;              // opaque, 1..kManifestBytesMax
-  std::vector<uint64_t> page_bytes;  // each 1..kPageBytesMax; at most kPagesMax in both parts
+  std::vector<uint32_t> page_bytes;  // each 1..kPageBytesMax; at most kPagesMax in both parts
   std::vector<uint32_t> withdrawn;   // of the last part: pages of the first that will not come, ascending
   GpuName gpu = {};                  // of the first part: in whose memory all pages lie; zeros: in the host's
 

@@ -42,7 +42,7 @@ absl::StatusOr<std::vector<HandOffBlock>> ReadBlocks(capnp::List<api::BlockName>
 }
 
 // encoded: as every page must be. Blocks and layers are the store's to judge.
-absl::StatusOr<std::vector<HandOffPage>> ReadPages(capnp::List<Page>::Reader in, absl::Span<const uint64_t> page_bytes,
+absl::StatusOr<std::vector<HandOffPage>> ReadPages(capnp::List<Page>::Reader in, absl::Span<const uint32_t> page_bytes,
                                                    bool encoded) {
   if (in.size() != page_bytes.size()) {
     return InvalidField("manifest.pages", absl::StrCat(in.size(), " long"),
@@ -60,7 +60,7 @@ absl::StatusOr<std::vector<HandOffPage>> ReadPages(capnp::List<Page>::Reader in,
   return pages;
 }
 
-absl::StatusOr<HandOffFirst> ReadFirst(api::HandOffManifest::Reader in, absl::Span<const uint64_t> page_bytes) {
+absl::StatusOr<HandOffFirst> ReadFirst(api::HandOffManifest::Reader in, absl::Span<const uint32_t> page_bytes) {
   const bool with_activations = in.getVersion() == kActivationsManifestVersion;
   if (!with_activations) KV_RETURN_IF_ERROR(CheckVersion(in.getVersion()));
   HandOffFirst first;
@@ -91,7 +91,7 @@ absl::StatusOr<HandOffFirst> ReadFirst(api::HandOffManifest::Reader in, absl::Sp
   return first;
 }
 
-absl::StatusOr<LastManifest> ReadLast(api::HandOffLastManifest::Reader in, absl::Span<const uint64_t> page_bytes) {
+absl::StatusOr<LastManifest> ReadLast(api::HandOffLastManifest::Reader in, absl::Span<const uint32_t> page_bytes) {
   KV_RETURN_IF_ERROR(CheckVersion(in.getVersion()));
   LastManifest manifest;
   KV_ASSIGN_OR_RETURN(manifest.last.blocks, ReadBlocks(in.getBlocks()));
@@ -183,11 +183,11 @@ std::string WriteLastManifest(const HandOffLast& last, absl::string_view blob) {
   return BytesOf(message);
 }
 
-absl::StatusOr<HandOffFirst> ParseFirstManifest(absl::string_view bytes, absl::Span<const uint64_t> page_bytes) {
+absl::StatusOr<HandOffFirst> ParseFirstManifest(absl::string_view bytes, absl::Span<const uint32_t> page_bytes) {
   return Parse<api::HandOffManifest, HandOffFirst>(bytes, [&](auto root) { return ReadFirst(root, page_bytes); });
 }
 
-absl::StatusOr<LastManifest> ParseLastManifest(absl::string_view bytes, absl::Span<const uint64_t> page_bytes,
+absl::StatusOr<LastManifest> ParseLastManifest(absl::string_view bytes, absl::Span<const uint32_t> page_bytes,
                                                absl::Span<const uint32_t> withdrawn) {
   KV_ASSIGN_OR_RETURN(LastManifest manifest, (Parse<api::HandOffLastManifest, LastManifest>(
                                                  bytes, [&](auto root) { return ReadLast(root, page_bytes); })));

@@ -28,8 +28,8 @@ std::string WriteFirstManifest(const HandOffFirst& first);
 std::string WriteLastManifest(const HandOffLast& last, absl::string_view blob);
 
 /// Errors: INVALID_ARGUMENT with field, value and bound; FAILED_PRECONDITION for another version.
-absl::StatusOr<HandOffFirst> ParseFirstManifest(absl::string_view bytes, absl::Span<const uint64_t> page_bytes);
-absl::StatusOr<LastManifest> ParseLastManifest(absl::string_view bytes, absl::Span<const uint64_t> page_bytes,
+absl::StatusOr<HandOffFirst> ParseFirstManifest(absl::string_view bytes, absl::Span<const uint32_t> page_bytes);
+absl::StatusOr<LastManifest> ParseLastManifest(absl::string_view bytes, absl::Span<const uint32_t> page_bytes,
                                                absl::Span<const uint32_t> withdrawn);
 
 }  // namespace kvmanager

@@ -51,8 +51,8 @@ HandOffLast SomeLast(int blocks, int layers) {
   return last;
 }
 
-std::vector<uint64_t> BytesOf(const std::vector<HandOffPage>& pages) {
-  std::vector<uint64_t> bytes;
+std::vector<uint32_t> BytesOf(const std::vector<HandOffPage>& pages) {
+  std::vector<uint32_t> bytes;
   for (const HandOffPage& page : pages) bytes.push_back(page.bytes);
   return bytes;
 }
@@ -117,7 +117,7 @@ TEST(ManifestTest, ContradictionsAreNamed) {
   first.config.layers = 5000;
   EXPECT_EQ(FieldOf(Parse(first).status()), "layers");
   first = SomeFirst(4, 2);
-  std::vector<uint64_t> bytes = BytesOf(first.pages);
+  std::vector<uint32_t> bytes = BytesOf(first.pages);
   bytes.pop_back();
   EXPECT_EQ(FieldOf(ParseFirstManifest(WriteFirstManifest(first), bytes).status()), "manifest.pages");
   const HandOffLast last = SomeLast(4, 2);

@@ -53,7 +53,7 @@ void Incoming::Start(std::shared_ptr<FrameLink> link, OfferFrame offer) {
     refused_ = true;
     return End(std::move(status), /*tell=*/true);
   }
-  page_bytes_.assign(offer.part.page_bytes.begin(), offer.part.page_bytes.end());
+  page_bytes_ = offer.part.page_bytes;
   first_pages_ = page_bytes_.size();
   HandOffReceiver::OfferReply reply;
   reply.gone = gone_;

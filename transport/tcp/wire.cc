@@ -27,6 +27,7 @@ constexpr size_t kRegionNameBytes = 32;  // of a GPU's memory
 constexpr size_t kGpuNameBytes = sizeof(GpuName);
 constexpr size_t kHelloCheckAt = 12;
 constexpr size_t kHeaderCheckAt = 4;
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "lists of numbers are copied as they are");
 constexpr uint64_t kBitmapBytesMax = (HandOffPart::kPagesMax + 7) / 8;
 
 uint16_t Load16(const uint8_t* p) { return static_cast<uint16_t>(p[0] | p[1] << 8); }
@@ -41,12 +42,8 @@ void Append(std::string& out, uint64_t value, int bytes) {
 }
 void Append(std::string& out, absl::Span<const uint8_t> bytes) { out.append(bytes.begin(), bytes.end()); }
 /// Of 4 bytes each; lists may have hundreds of thousands.
-template <typename List>
-void AppendList(std::string& out, const List& list) {
-  const size_t at = out.size();
-  out.resize(at + 4 * list.size());
-  auto* to = reinterpret_cast<uint8_t*>(out.data()) + at;
-  for (size_t i = 0; i < list.size(); ++i) Store(to + 4 * i, list[i], 4);
+void AppendList(std::string& out, absl::Span<const uint32_t> list) {
+  out.append(reinterpret_cast<const char*>(list.data()), 4 * list.size());
 }
 
 /// The check of a frame that has it at `at`.
@@ -147,10 +144,9 @@ absl::StatusOr<Frame> ParseHello(absl::Span<const uint8_t> bytes) {
   return Frame(hello);
 }
 
-template <typename T>
-std::vector<T> ParseList(const uint8_t* p, uint64_t count) {
-  std::vector<T> list(count);
-  for (uint64_t i = 0; i < count; ++i) list[i] = Load32(p + 4 * i);
+std::vector<uint32_t> ParseList(const uint8_t* p, uint64_t count) {
+  std::vector<uint32_t> list(count);
+  if (count > 0) std::memcpy(list.data(), p, 4 * count);
   return list;
 }
 
@@ -170,7 +166,7 @@ absl::StatusOr<Frame> ParseOffer(absl::Span<const uint8_t> body) {
   KV_RETURN_IF_ERROR(CheckBodyBytes(FrameType::kOffer, body.size(), list_at + 4 * pages + manifest_bytes));
   std::memcpy(offer.part.gpu.data(), body.data() + kOfferFixedBytes, name_bytes);
   if (name_bytes > 0 && offer.part.gpu == GpuName()) return InvalidField("OFFER GPU's name", "zeros", "a name");
-  offer.part.page_bytes = ParseList<uint64_t>(body.data() + list_at, pages);
+  offer.part.page_bytes = ParseList(body.data() + list_at, pages);
   offer.part.manifest.assign(body.end() - manifest_bytes, body.end());
   KV_RETURN_IF_ERROR(CheckPart(offer.part, 0));
   return Frame(std::move(offer));
@@ -187,8 +183,8 @@ absl::StatusOr<Frame> ParseLast(absl::Span<const uint8_t> body) {
   KV_RETURN_IF_ERROR(CheckZero(FrameType::kLast, Load32(&body[12])));
   KV_RETURN_IF_ERROR(
       CheckBodyBytes(FrameType::kLast, body.size(), kLastFixedBytes + 4 * (pages + withdrawn) + manifest_bytes));
-  last.part.page_bytes = ParseList<uint64_t>(&body[kLastFixedBytes], pages);
-  last.part.withdrawn = ParseList<uint32_t>(&body[kLastFixedBytes + 4 * pages], withdrawn);
+  last.part.page_bytes = ParseList(&body[kLastFixedBytes], pages);
+  last.part.withdrawn = ParseList(&body[kLastFixedBytes + 4 * pages], withdrawn);
   last.part.manifest.assign(body.end() - manifest_bytes, body.end());
   return Frame(std::move(last));
 }

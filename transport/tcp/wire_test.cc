@@ -98,9 +98,9 @@ TEST(Wire, RoundTrips) {
   EXPECT_EQ(offer.token, kExampleToken);
   EXPECT_EQ(offer.room_ms, 7);
   EXPECT_EQ(offer.part.manifest, "manifest");
-  EXPECT_EQ(offer.part.page_bytes, (std::vector<uint64_t>{5, 1}));
+  EXPECT_EQ(offer.part.page_bytes, (std::vector<uint32_t>{5, 1}));
   const LastFrame last = Parsed<LastFrame>(EncodeLast(ExampleLast()));
-  EXPECT_EQ(last.part.page_bytes, (std::vector<uint64_t>{5, 1}));
+  EXPECT_EQ(last.part.page_bytes, (std::vector<uint32_t>{5, 1}));
   EXPECT_EQ(last.part.withdrawn, (std::vector<uint32_t>{0, 3}));
   EXPECT_EQ(last.part.manifest, "manifest");
   const AcceptFrame accept = Parsed<AcceptFrame>(EncodeAccept({1 << 20, 4, "ti\0ck", BitmapOf(10, {0, 7, 9})}));
