@@ -123,9 +123,17 @@ class PagedCopy:
         return self._record(self._load_stream) if self.cuda else Fence()
 
     def _record(self, stream: torch.cuda.Stream) -> Fence:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # who waits sleeps: a step may take long, and engines need their cores
         event.record(stream)
         return Fence(event)
+
+
+def _forget_error(device: torch.device) -> None:
+    """CUDA keeps the last error of a call for each thread, and torch takes it for that of the next kernel it begins."""
+    try:
+        torch.empty(1, device=device).fill_(1)
+    except RuntimeError:
+        pass
 
 
 class Staging:
@@ -159,6 +167,7 @@ class Staging:
             self._pinned = int(failed) == 0
             if not self._pinned:
                 warnings.warn("staging could not be pinned: copies between GPU and host will wait for one another")
+                _forget_error(device)
 
     def __del__(self) -> None:
         if getattr(self, "_pinned", False):

@@ -179,6 +179,23 @@ class CudaPagedTest(PagedTest):
         if not torch.cuda.is_available():
             self.skipTest("needs a GPU")
 
+    def test_memory_that_cannot_be_pinned_costs_time_alone(self) -> None:
+        """Registered already, it cannot be registered again; that error is nobody else's."""
+        tokens, ids = 16, [7, 8]
+        source = PagedCopy(caches("BHN(KV)", tokens, self.device, True), BLOCKS, tokens, HEADS, HEAD_DIM)
+        pinned = self.staging(tokens, 4)
+        self.assertTrue(pinned.pinned)
+        with self.assertWarnsRegex(UserWarning, "pinned"):
+            shape = (LAYERS, tokens, HEADS, HEAD_DIM)
+            unpinned = Staging(pinned._memory, *shape, torch.float16, torch.device(self.device))
+        self.assertFalse(unpinned.pinned)
+        extent = unpinned.take(2)
+        for layer in range(LAYERS):
+            source.save(layer, source.indices(ids), *extent.rows(layer), source.here()).wait()
+        expected = layer_views(caches("BHN(KV)", tokens, "cpu", True)[1], BLOCKS, tokens, HEADS, HEAD_DIM)
+        for rows, view in zip(extent.rows(1), expected):
+            self.assertTrue(torch.equal(rows.view(-1), view[ids].reshape(-1)))
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -79,10 +79,14 @@ class StoreJob:
                     fence.hold()
 
     def read(self) -> bool:
-        """Whether nothing reads the engine's blocks any more, nor will."""
-        with self._lock:
+        """Whether nothing reads the engine's blocks any more, nor will. Never waits: while copies are being begun, no."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
             begun = [fence for fence in self._fences if fence is not None]
             return (len(begun) == len(self._fences) or bool(self._spoilt)) and all(fence.passed() for fence in begun)
+        finally:
+            self._lock.release()
 
     def run(self, session: Session) -> None:
         half, store = self._half, self.store
