@@ -1,6 +1,6 @@
 """python_test: the unittest cases of a file, as a Bazel test that counts them one by one."""
 
-def python_test(name, src, engine = None, data = [], size = "medium", tags = []):
+def python_test(name, src, engine = None, data = [], size = "medium", tags = [], env = {}):
     """Runs by Debian's Python, with the package and kvmanager_testing on its path and kvmanagerd among its data.
 
     Args:
@@ -11,6 +11,7 @@ def python_test(name, src, engine = None, data = [], size = "medium", tags = [])
       data: files that it reads, other modules among them.
       size: as of other tests.
       tags: as of other tests.
+      env: as of other tests; without, variables given by --test_env stay.
     """
     native.sh_test(
         name = name,
@@ -24,4 +25,5 @@ def python_test(name, src, engine = None, data = [], size = "medium", tags = [])
             "//kvmanager/server:kvmanagerd",
         ],
         tags = tags,
+        env = env,
     )

@@ -1,0 +1,212 @@
+"""Pages of a KV pool on a device through SGLang's storage backend, against a real daemon: to host pages, on to the daemon,
+and back into other places.
+
+On a GPU with KVMANAGER_TEST_DEVICE=cuda: then host pages are pinned. Needs torch, and SGLang or not: without it, stand-ins
+for its base class and its configuration are put into sys.modules, which do what SGLang's do as far as this needs them. The
+host pool is a stand-in in both cases, with the shapes of SGLang's (sglang_test.py takes SGLang's own, on the CPU).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+import types
+import unittest
+
+import kvmanager
+import torch
+from kvmanager_testing import Daemon
+
+if importlib.util.find_spec("sglang") is None:
+    USED = "stand-ins for SGLang's types"
+
+    class HiCacheStorage:
+        def register_mem_pool_host(self, mem_pool_host) -> None:
+            self.mem_pool_host = mem_pool_host
+
+    _storage = types.ModuleType("sglang.srt.mem_cache.hicache_storage")
+    _storage.HiCacheStorage = HiCacheStorage
+    _storage.HiCacheStorageConfig = _storage.HiCacheStorageExtraInfo = types.SimpleNamespace
+    for _name in ("sglang", "sglang.srt", "sglang.srt.mem_cache"):
+        sys.modules[_name] = types.ModuleType(_name)
+    sys.modules["sglang.srt.mem_cache"].hicache_storage = _storage
+    sys.modules[_storage.__name__] = _storage
+else:
+    USED = "SGLang's own types"
+    if not hasattr(torch.ops.torchvision, "nms"):  # torchvision, which SGLang imports, has its operators with CUDA alone
+        _library = torch.library.Library("torchvision", "DEF")
+        for _name in ("nms", "qnms"):
+            _library.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+from kvmanager.sglang import HiCacheStorageConfig, KvManagerHiCache
+
+LAYERS, HEADS, HEAD_DIM, PAGE, PAGES = 3, 2, 128, 64, 24
+DEADLINE_S = 120
+DEVICE = torch.device(os.environ.get("KVMANAGER_TEST_DEVICE", "cpu"))
+# A host pool's shape, and that as [K, V][layers][pages][tokens of a page][heads][head_dim].
+LAYOUTS = {
+    "layer_first": (
+        (2, LAYERS, PAGES * PAGE, HEADS, HEAD_DIM),
+        lambda pool: pool.unflatten(2, (PAGES, PAGE)),
+    ),
+    "page_first": (
+        (2, PAGES * PAGE, LAYERS, HEADS, HEAD_DIM),
+        lambda pool: pool.unflatten(1, (PAGES, PAGE)).permute(0, 3, 1, 2, 4, 5),
+    ),
+    "page_first_direct": (
+        (2, PAGES, LAYERS, PAGE, HEADS, HEAD_DIM),
+        lambda pool: pool.permute(0, 2, 1, 3, 4, 5),
+    ),
+    "page_head": (
+        (2, PAGES, HEADS, PAGE, LAYERS, HEAD_DIM),
+        lambda pool: pool.permute(0, 4, 1, 3, 2, 5),
+    ),
+}
+
+
+def setUpModule() -> None:
+    name = torch.cuda.get_device_name(DEVICE) if DEVICE.type == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}, {USED}", flush=True)
+
+
+def keys_of(seed: int, count: int) -> list[str]:
+    return [hashlib.sha256(bytes([seed, page])).hexdigest() for page in range(count)]
+
+
+def indices(pages: list[int]) -> torch.Tensor:
+    return torch.cat([torch.arange(each * PAGE, (each + 1) * PAGE) for each in pages])
+
+
+class Engine:
+    """A pool on the device, a host pool, and the backend, as SGLang's controller makes it. A context manager."""
+
+    def __init__(self, address: str, layout: str = "layer_first", seed: int = 0, **extra) -> None:
+        shape = (2, LAYERS, PAGES, PAGE, HEADS, HEAD_DIM)
+        generator = torch.Generator().manual_seed(seed)
+        filled = torch.randn(shape, generator=generator) if seed else torch.zeros(shape)
+        self.pool = filled.to(torch.float16).to(DEVICE)
+        made, seen = LAYOUTS[layout]
+        buffer = torch.zeros(made, dtype=torch.float16, pin_memory=DEVICE.type == "cuda")
+        self.host = seen(buffer)
+        ranks = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
+        config = HiCacheStorageConfig(
+            **ranks,
+            is_mla_model=False,
+            enable_storage_metrics=False,
+            is_page_first_layout=layout != "layer_first",
+            model_name="model",
+            extra_config={"address": address, **extra},
+        )
+        self.backend = KvManagerHiCache(config, {})
+        self.backend.register_mem_pool_host(
+            types.SimpleNamespace(
+                layout=layout,
+                page_size=PAGE,
+                layer_num=LAYERS,
+                head_num=HEADS,
+                head_dim=HEAD_DIM,
+                kv_buffer=buffer,
+            )
+        )
+        if self.backend._link is None or not self.backend._link.wait(True, DEADLINE_S):
+            raise AssertionError("the backend does not attach")
+
+    def store(self, keys: list[str], pages: list[int]) -> list[bool]:
+        """Device to host, and on to the daemon when that is done."""
+        for page in pages:
+            self.host[:, :, page].copy_(self.pool[:, :, page])
+        return self.backend.batch_set_v1(keys, indices(pages))
+
+    def load(self, keys: list[str], pages: list[int]) -> list[bool]:
+        """From the daemon to the host, and on to the device."""
+        done = self.backend.batch_get_v1(keys, indices(pages))
+        for page, there in zip(pages, done):
+            if there:
+                self.pool[:, :, page].copy_(self.host[:, :, page])
+        return done
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.backend.close()
+
+
+class PagesTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.daemon = Daemon(host_pool="128MiB")
+        cls.addClassCleanup(cls.daemon.__exit__)
+
+    def assert_pages(self, expected: torch.Tensor, was: list[int], got: torch.Tensor, now: list[int]) -> None:
+        off = (expected[:, :, was].view(torch.int16) != got[:, :, now].view(torch.int16)).sum()
+        self.assertEqual(0, int(off), "values that differ")
+
+    def test_equal_bytes_between_all_layouts(self) -> None:
+        for number, layout in enumerate(LAYOUTS):
+            to = list(LAYOUTS)[number - 1]
+            with self.subTest(layout=layout, to=to):
+                keys, was, now = keys_of(number, 8), [7, 1, 22, 3, 9, 20, 11, 12], [2, 4, 6, 8, 10, 5, 3, 1]
+                with Engine(self.daemon.listen, layout, seed=number + 1) as source:
+                    self.assertEqual([True] * 8, source.store(keys, was))
+                with Engine(self.daemon.listen, to) as target:
+                    more = keys + keys_of(100 + number, 1)
+                    self.assertEqual(8, target.backend.batch_exists(more))
+                    self.assertEqual([True] * 8 + [False], target.load(more, [*now, 15]))
+                    self.assert_pages(source.pool, was, target.pool, now)
+                    others = [page for page in range(PAGES) if page not in now]
+                    self.assertEqual(0, int(target.pool[:, :, others].count_nonzero()))
+
+    def test_encoded_pages_are_what_the_codec_makes_of_the_same_rows(self) -> None:
+        keys, pages = keys_of(20, 8), list(range(8))
+        codec = "hack:k_bits=3,v_bits=2"
+        with Engine(self.daemon.listen, seed=21, codec=codec) as source:
+            self.assertEqual([True] * 8, source.store(keys, pages))
+            options = source.backend._pools["kv"].options
+        with Engine(self.daemon.listen, "page_head", codec=codec) as target:
+            self.assertEqual([True] * 8, target.load(keys, pages))
+        expected = torch.zeros_like(source.pool, device="cpu")
+        with kvmanager.connect(self.daemon.listen) as client:
+            cache = client.open_cache(**{**options, "revision": "by Cache alone"})
+            names = [cache.external_names([bytes.fromhex(key)]) for key in keys]
+            for page, name in zip(pages, names):
+                rows = source.pool[:, :, page].cpu()
+                with cache.create_sequence() as sequence:
+                    for layer in range(LAYERS):
+                        cache.step(layer, [(sequence, 0, PAGE)], rows[0, layer], rows[1, layer])
+                    sequence.publish(name)
+                with cache.create_sequence(name) as found:
+                    self.assertEqual(1, found.hit_blocks)
+                    for layer in range(LAYERS):
+                        back = expected[:, layer, page]
+                        self.assertEqual((PAGE, 0), cache.read(layer, [(found, 0, PAGE)], back[0], back[1]))
+        self.assert_pages(expected.to(DEVICE), pages, target.pool, pages)
+        for side, name in enumerate("KV"):
+            was = source.pool[side, :, :8].double()
+            error = float((target.pool[side, :, :8].double() - was).norm() / was.norm())
+            self.assertGreater(error, 0)
+            print(f"{codec}: relative error of {name} {error:.4f}", flush=True)
+
+    def test_the_daemon_dies_and_comes_back(self) -> None:
+        keys, pages = keys_of(30, 4), [3, 4, 5, 6]
+        with Daemon(host_pool="64MiB") as daemon, Engine(daemon.listen, seed=31) as engine:
+            self.assertEqual([True] * 4, engine.store(keys, pages))
+            before = engine.pool.clone()
+            daemon.kill()
+            self.assertEqual([False] * 4, engine.load(keys, pages))
+            self.assertEqual([False] * 4, engine.store(keys, pages))
+            self.assertTrue(engine.backend._link.wait(False, DEADLINE_S))
+            self.assertEqual(0, engine.backend.batch_exists(keys))
+            daemon.start()
+            self.assertTrue(engine.backend._link.wait(True, DEADLINE_S))
+            self.assertEqual([False] * 4, engine.load(keys, pages))
+            self.assertEqual([True] * 4, engine.store(keys, pages))
+            self.assertEqual([True] * 4, engine.load(keys, [10, 11, 12, 13]))
+            self.assert_pages(before, pages, engine.pool, [10, 11, 12, 13])
+            self.assert_pages(before, pages, engine.pool, pages)
+
+
+if __name__ == "__main__":
+    unittest.main()

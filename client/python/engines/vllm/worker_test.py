@@ -1,0 +1,328 @@
+"""The connector's half in a worker, against a real daemon: blocks of real paged caches there and back, in order with what
+the engine's stream does, and what is said of loads that fail.
+
+On a GPU with KVMANAGER_TEST_DEVICE=cuda: there steps are kernels that are under way while the connector copies, and blocks
+are written again as soon as it allows that; with =threads, threads of the CPU are. Needs torch, and vLLM or not (stand_in.py). The daemon keeps these blocks in
+host memory: the connector has no caches on a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import unittest
+
+import kvmanager
+import torch
+from kvmanager_testing import Daemon
+from rank import BLOCKS, DEVICE, DEVICE_NAME, HEAD_DIM, HEADS, LAYERS, LAYOUTS, STREAM, Rank, StepPlan
+from rank import hashes_of, random_rows
+from stand_in import USED
+
+DEADLINE_S = 120
+
+
+def setUpModule() -> None:
+    name = torch.cuda.get_device_name(DEVICE) if DEVICE.type == "cuda" else DEVICE_NAME
+    print(f"{name}, torch {torch.__version__}, {USED}", flush=True)
+
+
+class Gate:
+    """A job that keeps the link's thread until it is opened."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._open, self._entered = threading.Event(), threading.Event()
+        assert rank.half.link.submit(self, urgent=True)
+        assert self._entered.wait(DEADLINE_S)
+
+    def run(self, session) -> None:
+        self._entered.set()
+        assert self._open.wait(DEADLINE_S)
+
+    def fail(self, error) -> None:
+        raise AssertionError(error)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+class WorkerTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.daemon = Daemon(host_pool="256MiB")
+        cls.addClassCleanup(cls.daemon.__exit__)
+
+    def setUp(self) -> None:
+        with kvmanager.connect(self.daemon.listen) as client:
+            client.purge()
+
+    def rank(self, daemon: Daemon | None = None, **options) -> Rank:
+        rank = Rank((daemon or self.daemon).listen, **options)
+        self.addCleanup(rank.close)
+        self.assertEqual(DEVICE.type, rank.half.copies.device.type)
+        if DEVICE.type == "cuda":
+            self.assertTrue(rank.half._stores.pinned)
+        return rank
+
+    def published(self) -> int:
+        with kvmanager.connect(self.daemon.listen) as client:
+            return client.status().published_blocks
+
+    def assert_bytes(self, rank: Rank, ids: list[int], rows: torch.Tensor, layers=range(LAYERS), name: object = "") -> None:
+        """Blocks of `ids` are `rows`, by layer."""
+        for layer in layers:
+            got = rank.read(layer, ids)
+            off = int((got.view(torch.int16) != rows[layer].view(torch.int16)).sum())
+            self.assertEqual(0, off, f"{name} layer {layer}: values that differ, of {got.numel()}")
+
+    def assert_spoilt(self, rank: Rank, ids: list[int]) -> None:
+        for layer in range(LAYERS):
+            self.assertTrue(bool(rank.read(layer, ids).isnan().all()))
+
+    def there_and_back(self, source: Rank, target: Rank, seed: int, count: int = 9) -> None:
+        """Stores blocks of a step that takes a while, spoils them when they are given back, and loads them elsewhere."""
+        rows, hashes = random_rows(seed, count, source.block_tokens, source.dtype), hashes_of(seed, count)
+        ids, there = list(range(3, 3 + count)), list(range(BLOCKS - 2, BLOCKS - 2 - 2 * count, -2))
+        name = f"request {seed}"
+        written, end = source.indices(ids), time.monotonic() + DEADLINE_S
+        source.store(name, hashes, ids, rows)
+        computed = STREAM.here()
+        source.finish(name)
+        while name not in source.sent:  # as an engine's loop does
+            self.assertLess(time.monotonic(), end, "blocks are not given back")
+            source.step(StepPlan())
+        self.assertTrue(computed(), "blocks are given back before they are computed")
+        source.spoil(written)
+        source.settle()
+        self.assertEqual(set(), target.load(name, hashes, (there,)))
+        self.assert_bytes(target, there, rows, name=name)
+        self.assert_spoilt(target, [each for each in range(1, BLOCKS) if each not in there])
+
+    def test_equal_bytes_between_all_layouts(self) -> None:
+        for tokens in (16, 64):
+            ranks = {layout: self.rank(layout=layout, block_tokens=tokens) for layout in LAYOUTS}
+            names = list(LAYOUTS)
+            for number, layout in enumerate(names):
+                to = names[number - 1]
+                with self.subTest(tokens=tokens, layout=layout, to=to):
+                    fresh = self.rank(layout=to, block_tokens=tokens)
+                    self.there_and_back(ranks[layout], fresh, 16 * number + tokens // 16)
+                    self.assertEqual(9 * tokens, fresh.stats["loaded_tokens"])
+
+    def test_equal_bytes_layer_by_layer_and_in_bfloat16(self) -> None:
+        source = self.rank(layerwise_saves=True, dtype=torch.bfloat16, block_tokens=64)
+        self.there_and_back(source, self.rank(dtype=torch.bfloat16, block_tokens=64, layout="2BNHD"), 1)
+
+    def test_many_blocks_take_turns_in_little_staging(self) -> None:
+        source = self.rank(staging_mib=1, block_tokens=64)
+        target = self.rank(staging_mib=1, block_tokens=64, layout="B2NHD")
+        self.assertEqual(1, target.half.extent_blocks)
+        rows, hashes = random_rows(2, 20, 64), hashes_of(2, 20)
+        for first in range(0, 20, 2):
+            ids = [5 + first, 6 + first]
+            source.store("a", hashes[: first + 2], ids, rows[:, first : first + 2], first)
+            source.settle()
+        self.assertEqual(20, self.published())
+        there = list(range(25, 45))
+        self.assertEqual(set(), target.load("a", hashes, (there,)))
+        self.assert_bytes(target, there, rows)
+
+    def test_blocks_that_are_taken_while_they_are_copied(self) -> None:
+        """Preemption: their next owner's step is behind the copies that were begun."""
+        rank = self.rank()
+        rows, hashes, ids = random_rows(3, 8, 16), hashes_of(3, 8), list(range(10, 18))
+        save, begun, count = rank.half.copies.save, threading.Event(), [0]
+
+        def counted(*arguments):
+            fence = save(*arguments)
+            count[0] += 1
+            if count[0] == LAYERS:
+                begun.set()
+            return fence
+
+        rank.half.copies.save = counted
+        taken = rank.indices(ids)
+        rank.store("a", hashes, ids, rows)
+        self.assertTrue(begun.wait(DEADLINE_S))
+        rank.step(StepPlan(preempted=True), lambda layer: rank.spoil(taken))
+        rank.settle()
+        self.assertEqual(8, self.published())
+        self.assertEqual(set(), rank.load("b", hashes, (list(range(20, 28)),)))
+        self.assert_bytes(rank, list(range(20, 28)), rows)
+
+    def test_blocks_that_are_taken_before_they_are_copied(self) -> None:
+        """Then nothing is stored: not what their next owner wrote."""
+        rank = self.rank()
+        rows, hashes, ids = random_rows(4, 8, 16), hashes_of(4, 8), list(range(10, 18))
+        gate, taken = Gate(rank), rank.indices(ids)
+        rank.store("a", hashes, ids, rows)
+        rank.step(StepPlan(preempted=True), lambda layer: rank.spoil(taken))
+        gate.open()
+        rank.settle()
+        self.assertEqual(0, self.published())
+        self.assertEqual(1, rank.stats["stores_dropped"])
+
+    def test_blocks_are_kept_until_they_are_copied(self) -> None:
+        rank = self.rank()
+        rows, hashes, ids = random_rows(5, 8, 16), hashes_of(5, 8), list(range(10, 18))
+        gate = Gate(rank)
+        rank.store("a", hashes, ids, rows)
+        rank.finish("a")
+        rank.step(StepPlan())
+        self.assertEqual(set(), rank.sent)
+        gate.open()
+        rank.settle()
+        self.assertEqual({"a"}, rank.sent)
+        self.assertEqual(8, self.published())
+
+    def test_a_prefix_grows_and_is_loaded_behind_what_is_there(self) -> None:
+        source, target = self.rank(), self.rank(layout="B2HND")
+        rows, hashes = random_rows(6, 12, 16), hashes_of(6, 12)
+        source.store("a", hashes[:5], [4, 9, 2, 7, 30], rows[:, :5])
+        source.settle()
+        # Another request with the same beginning stores what follows.
+        source.store("b", hashes, [11, 12, 13, 14, 15, 21, 22, 23, 24, 25, 26, 27], rows)
+        source.settle()
+        self.assertEqual(12, self.published())
+        self.assertEqual(5 * 16, source.stats["stores_present"])
+        there = list(range(31, 40))
+        self.assertEqual(set(), target.load("c", hashes, (there,), first=3))
+        self.assert_bytes(target, there, rows[:, 3:])
+
+    def test_windows_take_their_blocks_back(self) -> None:
+        """A group of layers with a sliding window: its blocks may be written in the next step, and a load leaves out those
+        before the window."""
+        windows = (None, 64)
+        source, target = self.rank(windows=windows), self.rank(windows=windows, layout="2BHND")
+        rows, hashes, ids = random_rows(7, 8, 16), hashes_of(7, 8), list(range(10, 18))
+        taken = source.indices(ids)
+        source.store("a", hashes, ids, rows)
+        source.step(StepPlan(), lambda layer: source.spoil(taken))
+        source.settle()
+        self.assertEqual(8, self.published())
+        full, window = list(range(20, 28)), [0, 0, 0, 0, 31, 32, 33, 34]
+        self.assertEqual(set(), target.load("b", hashes, (full, window)))
+        self.assert_bytes(target, full, rows, layers=(0, 2))
+        self.assert_bytes(target, window[4:], rows[:, 4:], layers=(1,))
+        self.assert_spoilt(target, [1, 2, 3, 40, 41])
+
+    def test_blocks_that_are_not_there_are_said_by_id(self) -> None:
+        rank = self.rank()
+        rows, hashes = random_rows(8, 8, 16), hashes_of(8, 8)
+        rank.store("a", hashes, list(range(10, 18)), rows)
+        rank.finish("a")
+        rank.settle()
+        # What follows was never stored.
+        there = [40, 31, 22, 43, 24, 35, 26, 37, 28, 19]
+        self.assertEqual({28, 19}, rank.load("b", hashes + hashes_of(9, 2), (there,)))
+        self.assert_bytes(rank, there[:8], rows)
+        self.assert_spoilt(rank, [28, 19])
+        # Evicted from the sixth block on: somebody holds those before.
+        with kvmanager.connect(self.daemon.listen) as client:
+            cache = client.open_cache(**rank.half.facts.describe(("", 0)))
+            with cache.create_sequence(cache.external_names(hashes[:5])) as held:
+                self.assertEqual(5, held.hit_blocks)
+                client.purge()
+                self.assertEqual({35, 26, 37}, rank.load("c", hashes, (there[:8],)))
+                self.assert_bytes(rank, there[:5], rows[:, :5])
+                self.assertEqual({35, 26, 37}, rank.load("d", hashes, (there[4:8],), first=4))
+            client.purge()
+            self.assertEqual(set(there[:8]), rank.load("e", hashes, (there[:8],)))
+        self.assertEqual(4, rank.stats["loads_failed"])
+
+    def test_the_daemon_dies_in_the_middle_of_a_load_and_comes_back(self) -> None:
+        with Daemon(host_pool="64MiB") as daemon:
+            rank = self.rank(daemon)
+            rows, hashes, there = random_rows(10, 8, 16), hashes_of(10, 8), list(range(30, 38))
+            rank.store("a", hashes, list(range(10, 18)), rows)
+            rank.settle()
+            load = rank.half.copies.load
+
+            def deadly(layer, *arguments):
+                fence = load(layer, *arguments)
+                if layer == 1:
+                    daemon.kill()
+                return fence
+
+            rank.half.copies.load = deadly
+            self.assertEqual(set(there), rank.load("b", hashes, (there,)))
+            rank.half.copies.load = load
+            self.assertTrue(rank.half.link.wait(False, DEADLINE_S))
+            # While it is away: loads fail, stores are dropped, blocks are given back.
+            self.assertEqual({30, 31}, rank.load("c", hashes[:2], ([30, 31],)))
+            rank.store("d", hashes, there, rows)
+            rank.finish("d")
+            rank.settle()
+            self.assertIn("d", rank.sent)
+            daemon.start()
+            self.assertTrue(rank.half.link.wait(True, DEADLINE_S))
+            self.assertEqual(set(there), rank.load("e", hashes, (there,)))
+            self.there_and_back(rank, self.rank(daemon, layout="2BNHD"), 11)
+            self.assertEqual(1, rank.stats["detachments"])
+
+    def test_the_daemon_dies_with_stores_under_way(self) -> None:
+        with Daemon(host_pool="64MiB") as daemon:
+            rank = self.rank(daemon)
+            rows, hashes = random_rows(12, 8, 16), hashes_of(12, 8)
+            gate = Gate(rank)
+            for number in range(3):
+                rank.store(f"r{number}", hashes, list(range(10, 18)), rows)
+                rank.finish(f"r{number}")
+            daemon.kill()
+            gate.open()
+            self.assertTrue(rank.half.link.wait(False, DEADLINE_S))
+            rank.settle()
+            self.assertEqual({"r0", "r1", "r2"}, rank.sent)
+            self.assertEqual(3, rank.stats["stores_dropped"])
+
+    def test_encoded_blocks_are_what_the_codec_makes_of_the_same_rows(self) -> None:
+        """K3V2, and K4V3: the error is that of rows that went by way of Cache alone."""
+        for codec in ("hack:k_bits=3,v_bits=2", "hack:k_bits=4,v_bits=3"):
+            with self.subTest(codec=codec):
+                source = self.rank(codec=codec, block_tokens=64)
+                target = self.rank(codec=codec, block_tokens=64, layout="2BNHD")
+                rows, hashes = random_rows(13, 8, 64), hashes_of(13, 8)
+                source.store("a", hashes, list(range(10, 18)), rows)
+                source.settle()
+                there = list(range(40, 32, -1))
+                self.assertEqual(set(), target.load("b", hashes, (there,)))
+                expected = self._by_cache(source, rows)
+                self.assert_bytes(target, there, expected)
+                errors = [self._errors(torch.stack([target.read(i, there) for i in range(LAYERS)]), rows)]
+                errors.append(self._errors(expected, rows))
+                self.assertEqual(errors[1], errors[0])
+                self.assertGreater(min(errors[0]), 0)
+                print(f"{codec}: relative error of K {errors[0][0]:.4f}, of V {errors[0][1]:.4f}", flush=True)
+
+    def _by_cache(self, rank: Rank, rows: torch.Tensor) -> torch.Tensor:
+        """The rows as the package's Cache gives them back, of a cache of its own, without the connector."""
+        layers, blocks, tokens = rows.shape[:3]
+        host = rows.cpu().view(layers, blocks * tokens, HEADS, 2, HEAD_DIM)
+        back = torch.empty_like(host)
+        with kvmanager.connect(self.daemon.listen) as client:
+            cache = client.open_cache(**{**rank.half.facts.describe(("", 0)), "revision": "by Cache alone"})
+            names = cache.block_names(list(range(blocks * tokens)))
+            with cache.create_sequence() as sequence:
+                for layer in range(layers):
+                    k, v = (host[layer, :, :, side].contiguous() for side in range(2))
+                    cache.step(layer, [(sequence, 0, blocks * tokens)], k, v)
+                sequence.publish(names)
+            with cache.create_sequence(names) as found:
+                self.assertEqual(blocks, found.hit_blocks)
+                for layer in range(layers):
+                    k, v = (torch.empty(blocks * tokens, HEADS, HEAD_DIM, dtype=rows.dtype) for _ in range(2))
+                    result = cache.read(layer, [(found, 0, blocks * tokens)], k, v)
+                    self.assertEqual((blocks * tokens, 0), result)
+                    back[layer] = torch.stack([k, v], dim=2)
+        return back.view(rows.shape).to(DEVICE)
+
+    def _errors(self, got: torch.Tensor, rows: torch.Tensor) -> list[float]:
+        """Of K and V: the L2 norm of what differs, over that of the rows."""
+        return [
+            float((got[..., side, :].double() - rows[..., side, :].double()).norm() / rows[..., side, :].double().norm())
+            for side in range(2)
+        ]
+
+
+if __name__ == "__main__":
+    unittest.main()
