@@ -254,6 +254,9 @@ class CacheImpl final : public Cache {
     for (size_t i = 0; i < prompt_tokens.size(); ++i) requests[uint(i)].setPromptTokens(prompt_tokens[i]);
     return handle_.connection().Call<Result>(std::move(request), [&](auto& response) -> Result {
       const auto replies = response.getReplies();
+      if (replies.size() > 0 && replies.size() < prefixes.size()) {  // too many were asked for: all answers say so
+        KV_RETURN_IF_ERROR(FromWire(replies[0].getStatus()));
+      }
       KV_RETURN_IF_ERROR(CheckCount(replies.size(), prefixes.size()));
       std::vector<absl::StatusOr<CreatedSequence>> created;
       for (const auto reply : replies) {

@@ -165,6 +165,9 @@ class Handle:
         """Gives back what this holds, at once. Again: nothing."""
         check(lib.kvm_close(self._object))
 
+    def __reduce_ex__(self, protocol):  # what copy and pickle ask: a second owner of one object would free it twice
+        raise TypeError(f"a {type(self).__name__} of kvmanager is a lease: it cannot be copied or pickled")
+
     def __enter__(self):
         return self
 

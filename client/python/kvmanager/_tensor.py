@@ -47,11 +47,11 @@ class Tensor(NamedTuple):
 _dtype_names: dict[object, str] = {}
 
 
-def _name_of(dtype: object) -> str:
-    """Of torch's dtypes: "torch.float16" is float16."""
+def name_of(dtype: object) -> str:
+    """Of a string, or a type of torch's or numpy's: "torch.float16" is float16, and so is numpy.float16."""
     name = _dtype_names.get(dtype)
     if name is None:
-        name = _dtype_names[dtype] = str(dtype).rpartition(".")[2]
+        name = _dtype_names[dtype] = getattr(dtype, "__name__", None) or str(dtype).rpartition(".")[2]
     return name
 
 
@@ -61,7 +61,7 @@ def view(field: str, tensor) -> Tensor:
     if data_ptr is not None:
         if not tensor.is_contiguous():
             raise invalid(field, f"a tensor with strides {tuple(tensor.stride())}", "contiguous: use .contiguous()")
-        return Tensor(data_ptr(), tuple(tensor.shape), _name_of(tensor.dtype), tensor.is_cuda, True, tensor)
+        return Tensor(data_ptr(), tuple(tensor.shape), name_of(tensor.dtype), tensor.is_cuda, True, tensor)
     interface = getattr(tensor, "__array_interface__", None)
     if interface is not None:
         if interface.get("strides") is not None:

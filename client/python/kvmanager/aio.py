@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import functools
+import os
 import threading
 from typing import Any, Callable, Iterable, NamedTuple
 
@@ -48,6 +49,7 @@ class _Thread:
     """Owns a blocking client. Calls come in any thread, and are answered in their own event loop."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._calls: collections.deque[_Call] = collections.deque()  # as many as tasks wait for
         self._lock = threading.Lock()
         self._client: blocking_client.Client | None = None  # while calls are taken
@@ -60,6 +62,7 @@ class _Thread:
         return call.future
 
     def call(self, make: Callable[[], Any]) -> asyncio.Future:
+        self._must_be_here()
         call = _call(make)
         with self._lock:
             if self._client is None:
@@ -71,6 +74,7 @@ class _Thread:
 
     def close(self) -> asyncio.Future | None:
         """Takes no more calls; None: it did not before."""
+        self._must_be_here()
         with self._lock:
             if self._client is None:
                 return None
@@ -79,6 +83,13 @@ class _Thread:
             self._client = None
         return self._closed.future
 
+    def _must_be_here(self) -> None:
+        """A forked child has no such thread, and its lock is as it was when the parent forked."""
+        if self._pid != os.getpid():
+            raise FailedPreconditionError(
+                "this process was forked from the client's; it must connect a client of its own"
+            )
+
     def abandon(self) -> None:
         with self._lock:
             self._abandoned = True
@@ -86,7 +97,7 @@ class _Thread:
                 lib.kvm_wake(self._client._object)
 
     def _cancelled(self, future: asyncio.Future) -> None:
-        if future.cancelled():
+        if future.cancelled() and self._pid == os.getpid():
             with self._lock:
                 if self._client is not None:
                     lib.kvm_wake(self._client._object)

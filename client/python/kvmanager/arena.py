@@ -7,8 +7,8 @@ from ctypes import byref, c_int64, c_uint64, c_void_p
 
 
 from ._lib import Handle, check, lib
-from ._tensor import ITEM_BYTES
-from .errors import invalid
+from ._tensor import ITEM_BYTES, name_of
+from .errors import integer, invalid
 
 _DLPACK = {"float16": (2, 16), "bfloat16": (4, 16), "float32": (2, 32), "uint16": (1, 16), "uint8": (1, 8)}
 _TYPESTR = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4", "uint16": "<u2", "uint8": "|u1"}
@@ -49,9 +49,10 @@ class ArenaTensor:
 
     def __init__(self, arena: Arena, shape, dtype: str, offset: int) -> None:
         self.arena = arena
-        self.shape = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
-        self.dtype = str(dtype).rpartition(".")[2]
-        self.offset = offset
+        sizes = (shape,) if isinstance(shape, int) else shape
+        self.shape = tuple(integer("shape", size, 0, arena.nbytes) for size in sizes)
+        self.dtype = name_of(dtype)
+        self.offset = offset = integer("offset", offset)
         self.is_cuda = arena.device_index >= 0
         if self.dtype not in _DLPACK:
             raise invalid("dtype", dtype, ", ".join(_DLPACK))
@@ -59,10 +60,8 @@ class ArenaTensor:
             raise invalid("shape", self.shape, "at most 8 dimensions")
         self.nbytes = ITEM_BYTES[self.dtype]
         for size in self.shape:
-            if size < 0:
-                raise invalid("shape", self.shape, "sizes of at least 0")
             self.nbytes *= size
-        if offset < 0 or offset % 64:
+        if offset % 64:
             raise invalid("offset", offset, "a multiple of 64")
         if offset + self.nbytes > arena.nbytes:
             raise invalid("shape", f"{self.nbytes} bytes at offset {offset}", f"inside the arena's {arena.nbytes}")
@@ -134,8 +133,7 @@ class ArenaTensor:
 
 def create(owner: object, function, handle: int, nbytes: int, multiple: int, device_index: int = -1) -> Arena:
     """An arena of a client, or of a device. `owner` is kept."""
-    if nbytes < 1:
-        raise invalid("nbytes", nbytes, "at least 1")
+    nbytes = integer("nbytes", nbytes, 1, 2**63)
     made, data, size = c_void_p(), c_void_p(), c_uint64()
     check(function(handle, -(-nbytes // multiple) * multiple, byref(made), byref(data), byref(size)))
     return Arena(owner, made.value, data.value, size.value, device_index)

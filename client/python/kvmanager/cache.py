@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Iterable, NamedTuple, Sequence as Many
 from . import _lib
 from ._lib import Handle, check, lib
 from ._tensor import ITEM_BYTES, rows
-from .errors import Error, FailedPreconditionError, InvalidArgumentError, from_fields, invalid
+from .errors import Error, FailedPreconditionError, InvalidArgumentError, data, encoded, from_fields, integer, invalid
 from .types import (
     MISS_REASONS,
     CacheDescription,
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _NAME_BYTES = 64  # a block's key and the digest of its tokens, 32 each
 _HASH_BYTES_MAX = 64
 _Q_DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
+_INT32_MAX = 2**31 - 1
+_INT64_MAX = 2**63 - 1
 _Q_NAMES = ("float32", "float16", "bfloat16", "uint16")
 # kvm_step: layer, q_dtype, scale, entry_count, entries, address and bytes of k, v, x, q, out, lse, ready.
 _pack_step = struct.Struct("<iifIQ12QQ").pack
@@ -226,7 +228,8 @@ class Cache(Handle):
         return self.claim_async(ticket, deadline_ms).wait()
 
     def claim_async(self, ticket: bytes, deadline_ms: int = 0) -> Pending:
-        pending = c_void_p()
+        ticket, pending = data("ticket", ticket), c_void_p()
+        deadline_ms = integer("deadline_ms", deadline_ms, 0, _INT64_MAX)
         check(lib.kvm_claim(self._object, ticket, len(ticket), deadline_ms, byref(pending)))
 
         def finish(values, made: int) -> Claimed:
@@ -293,6 +296,7 @@ class Cache(Handle):
         from `position` on, which must be there, into k and v, [sum of tokens][kv_heads][head_dim] of the cache's dtype.
         Pages that are raw for the sequence give what was appended, others what their codec decodes. Of caches in host
         memory. DataLossError: a page could not be decoded, and what k and v hold is of no use."""
+        layer = integer("layer", layer, 0, _INT32_MAX)
         entries, k_range, v_range, keep = self._places_to_read(entries, k, v)
         values = (c_uint64 * 3)()
         check(lib.kvm_read(self._object, layer, entries.address, entries.count, k_range, v_range, values))
@@ -300,6 +304,7 @@ class Cache(Handle):
 
     def read_async(self, layer: int, entries, k, v) -> Pending:
         """The same, to be waited for later; k and v that are not in arenas are written by wait()."""
+        layer = integer("layer", layer, 0, _INT32_MAX)
         entries, k_range, v_range, keep = self._places_to_read(entries, k, v)
         pending = c_void_p()
         check(
@@ -321,7 +326,7 @@ class Cache(Handle):
     def output_factors(self, layer: int) -> array.array | None:
         """[kv_heads][head_dim][head_dim] float32 where steps of this layer leave outputs in the codec's space: an
         output o' of a query head stands for A o', A being its KV head's. None: outputs are as usual."""
-        o = self.description.options
+        o, layer = self.description.options, integer("layer", layer, 0, _INT32_MAX)
         factors = array.array("f", bytes(4 * o.kv_heads * o.head_dim * o.head_dim))
         folds = c_int()
         address, count = factors.buffer_info()
@@ -395,14 +400,12 @@ class Sequence(Handle):
 
     def crop(self, tokens: int) -> None:
         """Gives back all but the first `tokens` tokens."""
-        if tokens < 0:
-            raise invalid("tokens", tokens, "at least 0")
-        check(lib.kvm_crop(self._object, tokens))
+        check(lib.kvm_crop(self._object, integer("tokens", tokens)))
 
     def publish(self, names: BlockNames) -> PublishOutcome:
         """From now on others find the full blocks that this names, from the first on."""
         outcome = (c_int32 * 3)()
-        check(lib.kvm_publish(self._object, names.data, len(names), outcome))
+        check(lib.kvm_publish(self._object, _names(names).data, len(names), outcome))
         return PublishOutcome(*outcome)
 
     def info(self) -> SequenceDescription:
@@ -415,15 +418,16 @@ class Sequence(Handle):
         """Sends the sequence to another daemon; outcome.ticket is what its clients claim it with. It stays here, too.
 
         peer: "HOST:PORT" of its --peer-listen, or several, "HOST:PORT,HOST:PORT": the one that would have it first gets
-        it. blob: the engine's, at most 1 MiB. room_ms: how long a receiver that is full may let it wait. goes_on:
+        it. blob: the engine's, at most 1 MiB. timeout_ms: of the transfer; this waits a second longer for the daemon's
+        word, whatever the client's deadline_ms. room_ms: how long a receiver that is full may let it wait. goes_on:
         whoever claims it appends before it reads or crops."""
         return self.hand_off_async(peer, blob, timeout_ms, room_ms, goes_on).wait()
 
     def hand_off_async(
         self, peer: str, blob: bytes = b"", timeout_ms: int = 30000, room_ms: int = 0, goes_on: bool = False
     ) -> Pending:
-        to, pending = peer.encode(), c_void_p()
-        options = _lib.HandOffOptions(timeout_ms, room_ms, bool(goes_on))
+        to, blob, pending = encoded("peer", peer), data("blob", blob), c_void_p()
+        options = _options(timeout_ms, room_ms, goes_on)
         check(lib.kvm_hand_off(self._object, to, len(to), blob, len(blob), byref(options), byref(pending)))
         return Pending(pending.value, _outcome, self)
 
@@ -436,10 +440,8 @@ class Sequence(Handle):
     def begin_hand_off_async(
         self, peer: str, tokens: int, timeout_ms: int = 30000, room_ms: int = 0, goes_on: bool = False
     ) -> Pending:
-        if tokens < 0:
-            raise invalid("tokens", tokens, "at least 0")
-        to, pending = peer.encode(), c_void_p()
-        options = _lib.HandOffOptions(timeout_ms, room_ms, bool(goes_on))
+        to, tokens, pending = encoded("peer", peer), integer("tokens", tokens), c_void_p()
+        options = _options(timeout_ms, room_ms, goes_on)
         check(lib.kvm_begin_hand_off(self._object, to, len(to), tokens, byref(options), byref(pending)))
 
         def finish(values, made: int) -> HandOff:
@@ -467,7 +469,7 @@ class HandOff(Handle):
         return self.finish_async(blob).wait()
 
     def finish_async(self, blob: bytes = b"") -> Pending:
-        pending = c_void_p()
+        blob, pending = data("blob", blob), c_void_p()
         check(lib.kvm_finish(self._object, blob, len(blob), byref(pending)))
         return Pending(pending.value, _outcome, self)
 
@@ -485,20 +487,25 @@ def _reason(number: int) -> str:
 
 
 def _counted(field: str, values: Iterable[int], count: int) -> list[int]:
-    given = list(values)
+    given = [integer(field, value) for value in values]
     if len(given) != count:
         raise invalid(f"{field} (length)", len(given), f"{count}, one per prefix")
-    for value in given:
-        if value < 0:
-            raise invalid(field, value, "at least 0")
     return given
 
 
+def _options(timeout_ms: int, room_ms: int, goes_on: bool) -> _lib.HandOffOptions:
+    waits = (integer("timeout_ms", timeout_ms, 0, _INT64_MAX), integer("room_ms", room_ms, 0, _INT64_MAX))
+    return _lib.HandOffOptions(*waits, bool(goes_on))
+
+
+def _names(names: BlockNames) -> BlockNames:
+    if not isinstance(names, BlockNames):
+        raise invalid("names", type(names).__name__, "BlockNames: block_names() or external_names() makes them")
+    return names
+
+
 def _prefixes(prefixes: Iterable[BlockNames | None]) -> tuple[bytes, ctypes.Array, int]:
-    given = [BlockNames() if each is None else each for each in prefixes]
-    for each in given:
-        if not isinstance(each, BlockNames):
-            raise invalid("names", type(each).__name__, "BlockNames: block_names() or external_names() makes them")
+    given = [BlockNames() if each is None else _names(each) for each in prefixes]
     return b"".join(each.data for each in given), (c_uint32 * len(given))(*map(len, given)), len(given)
 
 

@@ -7,9 +7,10 @@ from ctypes import byref, c_int, c_uint64, c_void_p
 
 from . import _lib, arena
 from ._lib import Handle, check, lib
+from ._tensor import name_of
 from .cache import Cache
 from .device import Device
-from .errors import invalid
+from .errors import encoded, integer, invalid
 from .types import CacheDescription, DaemonDescription, PeerDescription, SequenceDescription
 
 _ARENA_MULTIPLE = 4096
@@ -35,7 +36,8 @@ def connect(
         "hello_ms": hello_ms,
         "busy_poll_us": busy_poll_us,
     }
-    said, to, made = json.dumps(options).encode(), address.encode(), c_void_p()
+    to, made = encoded("address", address), c_void_p()
+    said = _json(options)
     check(lib.kvm_connect(to, len(to), said, len(said), byref(made)))
     return Client(made.value, address, _lib.result())
 
@@ -108,7 +110,7 @@ class Client(Handle):
             "query_heads": query_heads,
             "head_dim": head_dim,
             "page_tokens": page_tokens,
-            "dtype": str(dtype).rpartition(".")[2],
+            "dtype": name_of(dtype),
             "codec": codec,
             "lag_pages": lag_pages,
             "device": device,
@@ -117,11 +119,7 @@ class Client(Handle):
             "tensor_parallel_size": tensor_parallel_size,
             "calibration_digest": calibration_digest,
         }
-        try:
-            said = json.dumps(options).encode()
-        except TypeError as error:
-            raise invalid("options", error, "strings and integers") from error
-        made = c_void_p()
+        said, made = _json(options), c_void_p()
         check(lib.kvm_open_cache(self._object, said, len(said), byref(made)))
         return Cache(self, made.value, CacheDescription.parse(_lib.result()))
 
@@ -135,7 +133,7 @@ class Client(Handle):
         FailedPreconditionError where the daemon uses no GPU or over TCP; NotFoundError; UnavailableError where this
         process cannot use that GPU, or was built without CUDA."""
         made = c_void_p()
-        check(lib.kvm_open_device(self._object, ordinal, byref(made)))
+        check(lib.kvm_open_device(self._object, integer("ordinal", ordinal, 0, 2**31 - 1), byref(made)))
         return Device(self, made.value, _lib.result())
 
     # Administration.
@@ -155,7 +153,7 @@ class Client(Handle):
     def peers(self, peers: list[str] | None = None) -> list[PeerDescription]:
         """The daemons that sequences were handed to or came from; if `peers` ("HOST:PORT") is not empty, of these
         alone, in this order. Those handed to are asked how much they have to do, for at most half a second."""
-        said = json.dumps(list(peers or [])).encode()
+        said = _json(list(peers or []))
         check(lib.kvm_peers(self._object, said, len(said)))
         return [PeerDescription.parse(each) for each in _lib.result()]
 
@@ -171,5 +169,13 @@ class Client(Handle):
     def purge(self, cache_id: int | None = None) -> int:
         """Drops published blocks that nothing pins, of one cache or of all. Returns how many."""
         blocks = c_uint64()
-        check(lib.kvm_purge(self._object, -1 if cache_id is None else cache_id, byref(blocks)))
+        which = -1 if cache_id is None else integer("cache_id", cache_id, 0, 2**32 - 2)
+        check(lib.kvm_purge(self._object, which, byref(blocks)))
         return blocks.value
+
+
+def _json(options: object) -> bytes:
+    try:
+        return json.dumps(options, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:
+        raise invalid("options", error, "strings and integers") from error

@@ -12,7 +12,7 @@ from . import _lib, arena
 from ._lib import Handle, check, lib
 from ._tensor import rows
 from .cache import Cache, Entries, Sequence
-from .errors import invalid
+from .errors import encoded, integer, invalid
 
 if TYPE_CHECKING:
     from .client import Client
@@ -51,11 +51,11 @@ class Device(Handle):
 
     def enqueue_ready(self, stream: int, value: int) -> None:
         """Behind all work on `stream` so far, the daemon's stream may pass `value`: step(ready=value). Values grow."""
-        check(lib.kvm_enqueue_ready(self._object, stream, value))
+        check(lib.kvm_enqueue_ready(self._object, stream, integer("value", value)))
 
     def enqueue_wait_done(self, stream: int, value: int) -> None:
         """What comes later on `stream` waits for the daemon's to reach `value` (StepResult.done), or to be lost."""
-        check(lib.kvm_enqueue_wait_done(self._object, stream, value))
+        check(lib.kvm_enqueue_wait_done(self._object, stream, integer("value", value)))
 
     def copy(self, source: arena.ArenaTensor, to: arena.ArenaTensor, ready: int = 0) -> int:
         """The daemon copies between two tensors of device arenas. Returns what `done` will be. To try the wiring."""
@@ -113,8 +113,11 @@ class InProcess(Handle):
         self._q = (o.query_heads, o.head_dim, (o.dtype, "uint16"))
         self._tokens = 0
         self._seen: dict[str, tuple] = {}  # shape and dtype of the step's tensors, once they were found right
-        where, made = calibration_dir.encode(), c_void_p()
-        options = _lib.RunOptions(stream, pages_max, bool(encode_here), sequences_max, tokens_max, 0)
+        where, made = encoded("calibration_dir", calibration_dir), c_void_p()
+        limits = [integer(*each) for each in (("sequences_max", sequences_max, 0, 2**31 - 1),
+                                              ("tokens_max", tokens_max, 0, 2**31 - 1))]
+        pages_max = integer("pages_max", pages_max)
+        options = _lib.RunOptions(stream, pages_max, bool(encode_here), *limits, 0)
         check(
             lib.kvm_create_run(device._object, cache._object, where, len(where), byref(options), byref(made))
         )

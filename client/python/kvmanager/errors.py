@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import operator
 
 
 class Error(Exception):
@@ -105,10 +106,11 @@ class InternalError(Error):
 
 
 class UnavailableError(Error):
-    """The daemon is gone, and every lease with it; or it cannot be reached."""
+    """The daemon is gone, and every lease with it; or it cannot be reached; or, the connection living, it drains, or a
+    peer cannot be reached."""
 
     code, name = 14, "UNAVAILABLE"
-    advice = "reconnect(), then open caches and create sequences again; recompute what they held"
+    advice = "retry; if client.connected is False, reconnect(), then open caches and create sequences again"
 
 
 class DataLossError(Error):
@@ -139,3 +141,29 @@ def from_fields(fields: dict) -> Error:
 def invalid(field: str, value: object, bound: str) -> InvalidArgumentError:
     """InvalidArgumentError with the message "<field> is <value>, must be <bound>"."""
     return InvalidArgumentError(f"{field} is {value}, must be {bound}", field, str(value), bound)
+
+
+def integer(field: str, value: object, least: int = 0, most: int = 2**64 - 1) -> int:
+    """`value`, which is to go to C, where what does not fit would be cut. InvalidArgumentError."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise invalid(field, repr(value), f"an integer of {least}..{most}") from None
+    if not least <= number <= most:
+        raise invalid(field, number, f"{least}..{most}")
+    return number
+
+
+def data(field: str, value: object) -> bytes:
+    """`value`, which is to be bytes or like them. InvalidArgumentError."""
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        raise invalid(field, repr(value), "bytes")
+    return bytes(value)
+
+
+def encoded(field: str, value: object) -> bytes:
+    """`value`, which is to be a string that has a UTF-8 form. InvalidArgumentError."""
+    try:
+        return value.encode()  # type: ignore[attr-defined]
+    except (AttributeError, UnicodeEncodeError):
+        raise invalid(field, ascii(value), "a string") from None

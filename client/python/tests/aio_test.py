@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import unittest
 
@@ -140,6 +141,36 @@ class Coroutines(unittest.IsolatedAsyncioTestCase):
         await self.client.reconnect()
         cache = await self.client.open_cache(**MODEL)
         await cache.create_sequence()
+
+
+class Forks(unittest.TestCase):
+    def test_a_child_is_told_so_and_may_connect_itself(self) -> None:
+        daemon = self.enterContext(Daemon())
+        loop = asyncio.new_event_loop()
+        self.addCleanup(loop.close)
+        client = loop.run_until_complete(aio.connect(daemon.listen))
+
+        async def work() -> None:
+            for call in (client.ping, client.close):
+                try:
+                    await call()
+                    raise AssertionError("it was answered")
+                except kv.FailedPreconditionError as error:
+                    assert "connect a client of its own" in str(error), error
+            async with await aio.connect(daemon.listen) as own:
+                await own.ping()
+
+        pid = os.fork()
+        if pid == 0:
+            try:
+                asyncio.new_event_loop().run_until_complete(work())
+                os._exit(0)
+            except BaseException as error:
+                print(f"child: {error!r}", flush=True)
+                os._exit(1)
+        self.assertEqual(os.waitpid(pid, 0)[1], 0)
+        loop.run_until_complete(client.ping())
+        loop.run_until_complete(client.close())
 
 
 if __name__ == "__main__":

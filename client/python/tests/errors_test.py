@@ -124,8 +124,61 @@ class InvalidArgument(WithDaemon):
         self.refused(kv.InvalidArgumentError, sequence.crop, 1)
         self.refused(kv.InvalidArgumentError, self.cache.output_factors, 2)
         self.refused(kv.InvalidArgumentError, self.client.purge, -2)
+        self.refused(kv.InvalidArgumentError, self.client.purge, -1)
         self.refused(kv.InvalidArgumentError, sequence.hand_off, "nowhere")
         self.refused(kv.InvalidArgumentError, sequence.hand_off, "127.0.0.1:1", timeout_ms=0)
+
+    def test_numbers_that_c_would_cut_are_refused(self) -> None:
+        prompt = Prompt(1, 10)
+        sequence = self.cache.create_sequence()
+        prompt.append(self.cache, sequence)
+        k = numpy.zeros((10, 2, 64), numpy.float16)
+        arena = self.client.create_arena(4096)
+        for field, call in (
+            ("tokens", lambda: sequence.crop(2**70)),
+            ("tokens", lambda: sequence.begin_hand_off("127.0.0.1:1", 2**64)),
+            ("timeout_ms", lambda: sequence.hand_off("127.0.0.1:1", timeout_ms=2**64)),
+            ("layer", lambda: self.cache.read(2**32, [(sequence, 0, 10)], k, k)),
+            ("layer", lambda: self.cache.output_factors(2**32)),
+            ("prompt_tokens", lambda: self.cache.create_sequences([None], [2**64])),
+            ("deadline_ms", lambda: self.cache.claim(b"ticket", 2**64 + 1)),
+            ("nbytes", lambda: self.client.create_arena(2**64 + 4096)),
+            ("cache_id", lambda: self.client.purge(2**64 - 1)),
+            ("ordinal", lambda: self.client.open_device(2**32)),
+            ("shape", lambda: arena.tensor((4.5,))),
+            ("offset", lambda: arena.tensor((4,), offset=2**64)),
+        ):
+            with self.subTest(field):
+                error = self.refused(kv.InvalidArgumentError, call)
+                self.assertEqual(error.field, field)
+                self.assertTrue(error.value and error.bound)
+        self.assertEqual(sequence.info().tokens, 10)
+
+    def test_what_is_of_another_type_is_named(self) -> None:
+        sequence = self.cache.create_sequence()
+        for field, call in (
+            ("address", lambda: kv.connect(None)),
+            ("options", lambda: self.client.open_cache(**{**MODEL, "model": "\ud800"})),
+            ("options", lambda: self.client.open_cache(**{**MODEL, "layers": float("nan")})),
+            ("names", lambda: sequence.publish(None)),
+            ("names", lambda: sequence.publish(bytes(64))),
+            ("peer", lambda: sequence.hand_off(b"127.0.0.1:1")),
+            ("blob", lambda: sequence.hand_off("127.0.0.1:1", "text")),
+            ("ticket", lambda: self.cache.claim("text")),
+            ("tokens", lambda: sequence.crop("1")),
+            ("nbytes", lambda: self.client.create_arena(1.5)),
+            ("prompt_tokens", lambda: self.cache.create_sequences([None], ["1"])),
+        ):
+            with self.subTest(field):
+                self.assertEqual(self.refused(kv.InvalidArgumentError, call).field, field)
+        self.refused(kv.NotFoundError, self.cache.claim, bytearray(16))
+        self.client.open_cache(**{**MODEL, "dtype": numpy.float16})
+
+    def test_more_than_one_call_may_ask_for(self) -> None:
+        names = self.cache.block_names(range(64))
+        for call, given in ((self.cache.match, [names] * 4097), (self.cache.create_sequences, [None] * 4097)):
+            error = self.refused(kv.InvalidArgumentError, call, given)
+            self.assertEqual((error.field, error.value), ("requests", "4097 long"))
 
 
 class Others(WithDaemon):
@@ -167,6 +220,13 @@ class Others(WithDaemon):
     def test_nobody_there_is_unavailable(self) -> None:
         error = self.refused(kv.UnavailableError, kv.connect, "unix:/tmp/kv_nobody_is_there", connect_ms=20)
         self.assertIn("reconnect()", str(error))
+
+    def test_a_peer_that_is_not_there_costs_no_lease(self) -> None:
+        sequence = self.cache.create_sequence()
+        error = self.refused(kv.UnavailableError, sequence.hand_off, "127.0.0.1:1")
+        self.assertIn("if client.connected is False", str(error))
+        self.assertTrue(self.client.connected)
+        self.assertEqual(sequence.info().tokens, 0)
 
     def test_a_gpu_that_is_not_there(self) -> None:
         error = self.refused(kv.FailedPreconditionError, self.client.open_device, 0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import threading
 import time
 import unittest
@@ -182,6 +184,23 @@ class Daemons(WithDaemon):
         with self.assertRaises(kv.Error):  # the daemon may have answered before
             claim.wait()
         self.daemon.start()
+
+
+class Copies(WithDaemon):
+    def test_a_lease_has_one_owner(self) -> None:
+        cache = self.client.open_cache(**MODEL)
+        sequence = cache.create_sequence()
+        arena = self.client.create_arena(4096)
+        pending = cache.step_async(0, [(sequence, 0, 1)], *[numpy.zeros((1, 2, 64), numpy.float16)] * 2)
+        for held in (self.client, cache, sequence, arena, arena.tensor(16), pending):
+            for copier in (copy.copy, copy.deepcopy, pickle.dumps):
+                if isinstance(held, kv.ArenaTensor) and copier is copy.copy:
+                    continue  # a second view of the same memory
+                with self.assertRaisesRegex(TypeError, "cannot be copied or pickled"):
+                    copier([held] if copier is copy.deepcopy else held)
+        gc.collect()
+        pending.wait()
+        self.assertEqual(sequence.info().tokens, 0)  # layer 1 has none
 
 
 class Forks(WithDaemon):

@@ -1,13 +1,18 @@
 """Models of transformers whose keys and values are in a daemon, beside the same models with transformers' attention."""
 
+import copy
+import gc
 import json
 import os
 import pathlib
+import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import unittest
+import unittest.mock
 
 import torch
 from transformers import (LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config,
@@ -288,6 +293,59 @@ class Killed(WithDaemon):
         self.daemon.start()
         got = generate_here(self.model, kv, ids, max_new_tokens=16)
         self.assert_near(expected, got, torch.ones_like(ids), "with the daemon that came after")
+
+
+    def test_a_daemon_that_hangs_ends_generation_and_is_served_by_a_new_connection(self):
+        kv = self.attach(deadline_ms=500)
+        first, ids = kv.client, prompt(0, 200)
+        expected = generate(self.own, ids, max_new_tokens=16)
+
+        def stop_at_5(input_ids, scores):
+            if input_ids.shape[1] == 205:
+                self.daemon.process.send_signal(signal.SIGSTOP)
+            return scores
+
+        try:
+            with self.assertRaises(kvmanager.DeadlineExceededError):
+                generate_here(self.model, kv, ids, max_new_tokens=64, logits_processor=[stop_at_5])
+            with self.assertRaises(kvmanager.UnavailableError):
+                kv.cache()  # still hangs
+        finally:
+            self.daemon.process.send_signal(signal.SIGCONT)
+        got = generate_here(self.model, kv, ids, max_new_tokens=16)
+        self.assert_near(expected, got, torch.ones_like(ids), "with the daemon that goes on")
+        # The step that was given up may be answered late, into the first connection's memory.
+        self.assertIsNot(kv.client, first)
+        with self.assertRaisesRegex(kvmanager.FailedPreconditionError, "closed"):
+            first.ping()
+
+    def test_what_could_not_be_opened_again_is_tried_again(self):
+        kv = self.attach()
+        ids = prompt(0, 100)
+        expected = generate_here(self.model, kv, ids, max_new_tokens=4)
+        self.daemon.kill()
+        self.daemon.start()
+        with unittest.mock.patch.object(type(kv.client), "open_cache", side_effect=kvmanager.ResourceExhaustedError("")):
+            with self.assertRaises(kvmanager.ResourceExhaustedError):
+                kv.cache()
+        self.assertTrue(torch.equal(expected, generate_here(self.model, kv, ids, max_new_tokens=4)))
+
+
+class Copies(WithDaemon):
+    def test_a_copied_model_shares_nothing(self):
+        kv = self.attach()
+        ids = prompt(0, 100)
+        expected = generate_here(self.model, kv, ids, max_new_tokens=8)
+        copied = copy.deepcopy(self.model)
+        with self.assertRaisesRegex(ValueError, "attach it, too"):
+            generate_here(copied, kv, ids, max_new_tokens=8)
+        with kvt.attach(copied, self.daemon.listen) as other:
+            self.assertTrue(torch.equal(expected, generate_here(copied, other, ids, max_new_tokens=8)))
+        del copied
+        gc.collect()
+        self.assertTrue(torch.equal(expected, generate_here(self.model, kv, ids, max_new_tokens=8)))
+        with self.assertRaisesRegex(TypeError, "cannot be copied or pickled"):
+            pickle.dumps(kv.client)
 
 
 class Architectures(unittest.TestCase):

@@ -1,5 +1,6 @@
 """A model and the daemon that keeps its keys and values."""
 
+import functools
 import inspect
 import json
 import struct
@@ -95,10 +96,14 @@ class Attachment:
             revision=revision or fingerprint(model), tenant=tenant, rope=_rope(config), layers=self.layers,
             kv_heads=self.kv_heads, query_heads=self.query_heads, head_dim=self.head_dim, page_tokens=page_tokens,
             dtype=dtype, codec=codec, lag_pages=lag_pages, device=device, calibration_digest=calibration_digest)
-        self.client = kv.connect(address, name=name, deadline_ms=deadline_ms)
+        self._connect = functools.partial(kv.connect, address, name=name, deadline_ms=deadline_ms)
+        self.client = self._connect()
         self.path: HostPath | DevicePath
+        self._whole = False  # what _open() makes belongs to the client's connection
+        self._gave_up = False
         self._open()
         decoder = getattr(model, model.base_model_prefix, model)
+        self._decoder = weakref.ref(decoder)
         self._names = list(inspect.signature(decoder.forward).parameters)
         self._hook = decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
@@ -113,6 +118,18 @@ class Attachment:
             self.path = DevicePath(self.client, self._cache, shape, self._chunk_tokens, device, self.torch_device,
                                    self._calibration_dir)
         self._factors: list | None = None
+        self._whole = True
+
+    def _open_again(self) -> None:
+        self._whole = False
+        self.path.close()
+        if self._gave_up:
+            client = self._connect()
+            self.client.close()
+            self.client, self._gave_up = client, False
+        else:
+            self.client.reconnect()
+        self._open()
 
     @property
     def description(self) -> Any:
@@ -134,10 +151,8 @@ class Attachment:
         until the prompt is prefilled, then forks. Connects again if the daemon was gone meanwhile."""
         if expand < 1 or rows < 1:
             raise ValueError(f"rows, expand: {rows}, {expand}; must be at least 1")
-        if not self.client.connected:
-            self.path.close()
-            self.client.reconnect()
-            self._open()
+        if self._gave_up or not self._whole or not self.client.connected:
+            self._open_again()
         self._check_folded()
         if input_ids is None:
             return KvCache(self, [Row(made) for made in self.new_sequences([None] * rows, [0] * rows)], 0, expand)
@@ -190,7 +205,16 @@ class Attachment:
     def __exit__(self, *exception: Any) -> None:
         self.close()
 
+    def __deepcopy__(self, memo: dict) -> "Attachment":
+        """Of a model that is copied with its hooks: the copy is not attached, see _before_forward."""
+        return self
+
     # For KvCache.
+
+    def give_up(self) -> None:
+        """A step was not answered in time. The daemon may yet write its output into memory that this connection shares:
+        the next cache begins another."""
+        self._gave_up = True
 
     def new_sequences(self, names: list, prompt_tokens: list[int]) -> list:
         return self._cache.create_sequences(names, prompt_tokens)
@@ -220,6 +244,8 @@ class Attachment:
         cache = given.get("past_key_values")
         if not isinstance(cache, KvCache) or cache.attachment is not self:
             return None
+        if module is not self._decoder():
+            raise ValueError("model: is a copy of the one that was attached; attach it, too")
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
         batch, columns = (ids if ids is not None else embeddings).shape[:2]
         positions = given.get("position_ids")

@@ -232,6 +232,8 @@ class KvCache(Cache):
             if step.layer == self.attachment.layers:
                 self._end(step)
         except BaseException as error:
+            if isinstance(error, kv.DeadlineExceededError):
+                self.attachment.give_up()
             self._fail(f"{type(error).__name__} in layer {layer}: {error}")
             raise
         return out
