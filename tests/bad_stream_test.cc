@@ -168,7 +168,7 @@ TEST_F(BadStreamTest, APeerThatSendsGarbageIsCutOff) {
     tcp::Token token = {};
     token[0] = static_cast<uint8_t>(streams.size());
     streams.push_back(hello + tcp::EncodeOffer(token, 0, part));
-    part.page_bytes.clear();
+    part.page_bytes = {};
   }
   // Frames out of turn.
   streams.push_back(hello + tcp::EncodeLast(part));

@@ -21,6 +21,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "transport/page_sizes.h"
 
 namespace kvmanager {
 
@@ -38,10 +39,10 @@ struct DeviceSlab {
 
 /// Pages are numbered from 0 in the first part; those of the last go on from there.
 struct HandOffPart {
-  std::string manifest;              // opaque, 1..kManifestBytesMax
-  std::vector<uint32_t> page_bytes;  // each 1..kPageBytesMax; at most kPagesMax in both parts
-  std::vector<uint32_t> withdrawn;   // of the last part: pages of the first that will not come, ascending
-  GpuName gpu = {};                  // of the first part: in whose memory all pages lie; zeros: in the host's
+  std::string manifest;             // opaque, 1..kManifestBytesMax
+  PageSizes page_bytes;             // each 1..kPageBytesMax; at most kPagesMax in both parts
+  std::vector<uint32_t> withdrawn;  // of the last part: pages of the first that will not come, ascending
+  GpuName gpu = {};                 // of the first part: in whose memory all pages lie; zeros: in the host's
 
   static constexpr size_t kManifestBytesMax = 16 << 20;
   static constexpr size_t kPagesMax = 1 << 20;

@@ -18,7 +18,6 @@ namespace {
 HandOffPart MakePart(std::string manifest, absl::Span<const HandOffPage> pages) {
   HandOffPart part;
   part.manifest = std::move(manifest);
-  part.page_bytes.reserve(pages.size());
   for (const HandOffPage& page : pages) part.page_bytes.push_back(page.bytes);
   return part;
 }

@@ -41,13 +41,10 @@ absl::StatusOr<std::vector<HandOffBlock>> ReadBlocks(capnp::List<api::BlockName>
   return blocks;
 }
 
-// encoded: as every page must be. Blocks and layers are the store's to judge.
-absl::StatusOr<std::vector<HandOffPage>> ReadPages(capnp::List<Page>::Reader in, absl::Span<const uint32_t> page_bytes,
+// bytes: of these pages, and then of those that follow. encoded: as every page must be. Blocks and layers are the
+// store's to judge.
+absl::StatusOr<std::vector<HandOffPage>> ReadPages(capnp::List<Page>::Reader in, PageSizes::Iterator& bytes,
                                                    bool encoded) {
-  if (in.size() != page_bytes.size()) {
-    return InvalidField("manifest.pages", absl::StrCat(in.size(), " long"),
-                        absl::StrCat(page_bytes.size(), " long, as the transport's part"));
-  }
   std::vector<HandOffPage> pages(in.size());
   for (uint32_t i = 0; i < in.size(); ++i) {
     const auto page = in[i];
@@ -55,12 +52,13 @@ absl::StatusOr<std::vector<HandOffPage>> ReadPages(capnp::List<Page>::Reader in,
       return InvalidField(absl::StrCat("manifest.pages[", i, "].encoded"), page.getEncoded() ? "true" : "false",
                           encoded ? "true in the first manifest" : "false in the last");
     }
-    pages[i] = {page.getBlock(), page.getLayer(), page_bytes[i]};
+    pages[i] = {page.getBlock(), page.getLayer(), *bytes};
+    ++bytes;
   }
   return pages;
 }
 
-absl::StatusOr<HandOffFirst> ReadFirst(api::HandOffManifest::Reader in, absl::Span<const uint32_t> page_bytes) {
+absl::StatusOr<HandOffFirst> ReadFirst(api::HandOffManifest::Reader in, const PageSizes& page_bytes) {
   const bool with_activations = in.getVersion() == kActivationsManifestVersion;
   if (!with_activations) KV_RETURN_IF_ERROR(CheckVersion(in.getVersion()));
   HandOffFirst first;
@@ -85,17 +83,23 @@ absl::StatusOr<HandOffFirst> ReadFirst(api::HandOffManifest::Reader in, absl::Sp
     return InvalidField("manifest.pages", absl::StrCat(pages, " and ", activations, " of activations"),
                         absl::StrCat(page_bytes.size(), " in all, as the transport's part"));
   }
-  KV_ASSIGN_OR_RETURN(first.pages, ReadPages(in.getPages(), page_bytes.first(pages), /*encoded=*/true));
+  PageSizes::Iterator bytes = page_bytes.begin();
+  KV_ASSIGN_OR_RETURN(first.pages, ReadPages(in.getPages(), bytes, /*encoded=*/true));
   if (!with_activations) return first;
-  KV_ASSIGN_OR_RETURN(first.activations, ReadPages(in.getActivations(), page_bytes.subspan(pages), /*encoded=*/true));
+  KV_ASSIGN_OR_RETURN(first.activations, ReadPages(in.getActivations(), bytes, /*encoded=*/true));
   return first;
 }
 
-absl::StatusOr<LastManifest> ReadLast(api::HandOffLastManifest::Reader in, absl::Span<const uint32_t> page_bytes) {
+absl::StatusOr<LastManifest> ReadLast(api::HandOffLastManifest::Reader in, const PageSizes& page_bytes) {
   KV_RETURN_IF_ERROR(CheckVersion(in.getVersion()));
   LastManifest manifest;
   KV_ASSIGN_OR_RETURN(manifest.last.blocks, ReadBlocks(in.getBlocks()));
-  KV_ASSIGN_OR_RETURN(manifest.last.pages, ReadPages(in.getPages(), page_bytes, /*encoded=*/false));
+  if (in.getPages().size() != page_bytes.size()) {
+    return InvalidField("manifest.pages", absl::StrCat(in.getPages().size(), " long"),
+                        absl::StrCat(page_bytes.size(), " long, as the transport's part"));
+  }
+  PageSizes::Iterator bytes = page_bytes.begin();
+  KV_ASSIGN_OR_RETURN(manifest.last.pages, ReadPages(in.getPages(), bytes, /*encoded=*/false));
   manifest.last.index = {in.getPromptTokens(), in.getIndexIterations()};
   const capnp::Data::Reader blob = in.getBlob();
   if (blob.size() > limits::kBlobBytesMax) {
@@ -183,11 +187,11 @@ std::string WriteLastManifest(const HandOffLast& last, absl::string_view blob) {
   return BytesOf(message);
 }
 
-absl::StatusOr<HandOffFirst> ParseFirstManifest(absl::string_view bytes, absl::Span<const uint32_t> page_bytes) {
+absl::StatusOr<HandOffFirst> ParseFirstManifest(absl::string_view bytes, const PageSizes& page_bytes) {
   return Parse<api::HandOffManifest, HandOffFirst>(bytes, [&](auto root) { return ReadFirst(root, page_bytes); });
 }
 
-absl::StatusOr<LastManifest> ParseLastManifest(absl::string_view bytes, absl::Span<const uint32_t> page_bytes,
+absl::StatusOr<LastManifest> ParseLastManifest(absl::string_view bytes, const PageSizes& page_bytes,
                                                absl::Span<const uint32_t> withdrawn) {
   KV_ASSIGN_OR_RETURN(LastManifest manifest, (Parse<api::HandOffLastManifest, LastManifest>(
                                                  bytes, [&](auto root) { return ReadLast(root, page_bytes); })));

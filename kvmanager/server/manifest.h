@@ -12,6 +12,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "kvmanager/store/page_store.h"
+#include "transport/page_sizes.h"
 
 namespace kvmanager {
 
@@ -28,8 +29,8 @@ std::string WriteFirstManifest(const HandOffFirst& first);
 std::string WriteLastManifest(const HandOffLast& last, absl::string_view blob);
 
 /// Errors: INVALID_ARGUMENT with field, value and bound; FAILED_PRECONDITION for another version.
-absl::StatusOr<HandOffFirst> ParseFirstManifest(absl::string_view bytes, absl::Span<const uint32_t> page_bytes);
-absl::StatusOr<LastManifest> ParseLastManifest(absl::string_view bytes, absl::Span<const uint32_t> page_bytes,
+absl::StatusOr<HandOffFirst> ParseFirstManifest(absl::string_view bytes, const PageSizes& page_bytes);
+absl::StatusOr<LastManifest> ParseLastManifest(absl::string_view bytes, const PageSizes& page_bytes,
                                                absl::Span<const uint32_t> withdrawn);
 
 }  // namespace kvmanager

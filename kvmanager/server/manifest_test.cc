@@ -51,8 +51,8 @@ HandOffLast SomeLast(int blocks, int layers) {
   return last;
 }
 
-std::vector<uint32_t> BytesOf(const std::vector<HandOffPage>& pages) {
-  std::vector<uint32_t> bytes;
+PageSizes BytesOf(const std::vector<HandOffPage>& pages) {
+  PageSizes bytes;
   for (const HandOffPage& page : pages) bytes.push_back(page.bytes);
   return bytes;
 }
@@ -117,8 +117,9 @@ TEST(ManifestTest, ContradictionsAreNamed) {
   first.config.layers = 5000;
   EXPECT_EQ(FieldOf(Parse(first).status()), "layers");
   first = SomeFirst(4, 2);
-  std::vector<uint32_t> bytes = BytesOf(first.pages);
-  bytes.pop_back();
+  std::vector<HandOffPage> fewer = first.pages;
+  fewer.pop_back();
+  PageSizes bytes = BytesOf(fewer);
   EXPECT_EQ(FieldOf(ParseFirstManifest(WriteFirstManifest(first), bytes).status()), "manifest.pages");
   const HandOffLast last = SomeLast(4, 2);
   bytes = BytesOf(last.pages);

@@ -50,7 +50,7 @@ class PeerWireTarget final : public FuzzTarget {
   std::vector<std::string> Seeds() override {
     HandOffPart part;
     part.manifest = "manifest";
-    part.page_bytes.assign(20, 64);
+    part.page_bytes.Append(20, 64);
     HandOffPart last = part;
     last.withdrawn = {3, 7};
     tcp::PageBitmap pages(20);
@@ -159,9 +159,10 @@ class ManifestTarget final : public FuzzTarget {
     if (input.size() < kHeaderBytes) return;
     const absl::string_view bytes(reinterpret_cast<const char*>(input.data()), input.size());
     // The parts' sizes: those of a raw or encoded page, or hostile.
-    const uint64_t raw = 2 * 2 * 64 * 32 * 2;
-    std::vector<uint64_t> first_bytes(input[2], input[4] == 0 ? raw : uint64_t(input[4]) * 64);
-    std::vector<uint64_t> last_bytes(input[3], input[5] == 0 ? raw : uint64_t(input[5]) * 64);
+    const uint32_t raw = 2 * 2 * 64 * 32 * 2;
+    PageSizes first_bytes, last_bytes;
+    first_bytes.Append(input[2], input[4] == 0 ? raw : input[4] * 64);
+    last_bytes.Append(input[3], input[5] == 0 ? raw : input[5] * 64);
     std::vector<uint32_t> withdrawn;
     for (uint32_t page = 0; page < 8; ++page) {
       if (input[6] >> page & 1) withdrawn.push_back(page);

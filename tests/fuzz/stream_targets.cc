@@ -217,9 +217,7 @@ class BudgetReceiver final : public HandOffReceiver {
 
  private:
   static bool Fits(const HandOffPart& part) {
-    uint64_t total = 0;
-    for (const uint64_t bytes : part.page_bytes) total += bytes;
-    return total <= kBytesMax && part.page_bytes.size() <= 1000;
+    return part.page_bytes.total() <= kBytesMax && part.page_bytes.size() <= 1000;
   }
   class Pages final : public IncomingHandOff {
    public:

@@ -69,7 +69,7 @@ void Incoming::Start(std::shared_ptr<FrameLink> link, OfferFrame offer) {
 
 absl::Status Incoming::CheckTotal(const HandOffPart& part) {
   uint64_t total = bytes_wanted_;
-  for (const uint64_t bytes : part.page_bytes) total += bytes;
+  total += part.page_bytes.total();
   if (total > loop_.options.transfer_bytes_max) {
     return FieldError(absl::StatusCode::kResourceExhausted, "bytes of all pages", absl::StrCat(total),
                       absl::StrCat("at most ", loop_.options.transfer_bytes_max));
@@ -171,7 +171,7 @@ void Incoming::OnOfferReply(absl::StatusOr<HandOffReceiver::Accepted> reply) {
                /*tell=*/true);
   }
   device_ = reply->device;
-  absl::StatusOr<PageBitmap> wanted = TakeTargets(0);
+  absl::StatusOr<PageBitmap> wanted = TakeTargets(page_bytes_);
   if (!wanted.ok()) return End(std::move(wanted).status(), /*tell=*/true);
   wanted_first_ = *std::move(wanted);
   ticket_ = std::move(reply->ticket);
@@ -186,26 +186,28 @@ std::string Incoming::EncodedAccept() const {
       {window(), loop_.options.lanes_max, ticket_, wanted_first_, local ? loop_.local_name : std::string()});
 }
 
-absl::StatusOr<PageBitmap> Incoming::TakeTargets(size_t first) {
-  PageBitmap wanted(page_bytes_.size() - first);
-  pages_.resize(page_bytes_.size());
+absl::StatusOr<PageBitmap> Incoming::TakeTargets(const PageSizes& part) {
+  const size_t first = pages_.size();
+  PageBitmap wanted = PageBitmap::All(part.size());
+  pages_.resize(first + part.size(), PageState::kWanted);
+  const IncomingHandOff& hand_off = *hand_off_;
   uint64_t skipped = 0;
-  for (size_t i = first; i < page_bytes_.size(); ++i) {
-    const size_t bytes = hand_off_->target(static_cast<uint32_t>(i)).size();
-    if (bytes == 0) {
-      pages_[i] = PageState::kUnwanted;
-      bytes_wanted_ -= page_bytes_[i];
+  uint32_t page = 0;  // of the part
+  for (const PageSizes::Run& run : part.runs()) {
+    for (; page < run.end; ++page) {
+      const size_t bytes = hand_off.target(static_cast<uint32_t>(first + page)).size();
+      if (bytes == run.bytes) continue;
+      if (bytes != 0) {
+        return FieldError(absl::StatusCode::kInternal, absl::StrCat("target bytes of page ", first + page),
+                          absl::StrCat(bytes), absl::StrCat(run.bytes));
+      }
+      pages_[first + page] = PageState::kUnwanted;
+      wanted.Remove(page);
+      bytes_wanted_ -= run.bytes;
       ++skipped;
-      continue;
     }
-    if (bytes != page_bytes_[i]) {
-      return FieldError(absl::StatusCode::kInternal, absl::StrCat("target bytes of page ", i), absl::StrCat(bytes),
-                        absl::StrCat(page_bytes_[i]));
-    }
-    pages_[i] = PageState::kWanted;
-    ++pages_to_come_;
-    wanted.Add(static_cast<uint32_t>(i - first));
   }
+  pages_to_come_ += part.size() - skipped;
   loop_.metrics.received.pages_skipped.Increment(static_cast<double>(skipped));
   return wanted;
 }
@@ -230,7 +232,8 @@ void Incoming::OnLast(LastFrame last) {
     --pages_to_come_;
   }
   last_known_ = true;
-  page_bytes_.insert(page_bytes_.end(), last.part.page_bytes.begin(), last.part.page_bytes.end());
+  last_bytes_ = last.part.page_bytes;
+  page_bytes_.Append(last_bytes_);
   hand_off_->Extend(std::move(last.part), OnLoop(loop_, token_, [](Incoming& self, absl::Status status) {
                       self.OnExtendReply(std::move(status));
                     }));
@@ -239,7 +242,7 @@ void Incoming::OnLast(LastFrame last) {
 void Incoming::OnExtendReply(absl::Status status) {
   if (state_ != State::kReceiving || !last_known_ || extended_) return;
   if (!status.ok()) return End(std::move(status), /*tell=*/true);
-  absl::StatusOr<PageBitmap> wanted = TakeTargets(first_pages_);
+  absl::StatusOr<PageBitmap> wanted = TakeTargets(last_bytes_);
   if (!wanted.ok()) return End(std::move(wanted).status(), /*tell=*/true);
   wanted_last_ = *std::move(wanted);
   extended_ = true;

@@ -83,8 +83,8 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   void OnFrame(Frame frame);
   void OnLast(LastFrame last);
   void OnLinkBroken(absl::Status why);
-  /// Which of pages `first` .. end of page_bytes_ have targets.
-  absl::StatusOr<PageBitmap> TakeTargets(size_t first);
+  /// Which pages of a part have targets; the parts in their order.
+  absl::StatusOr<PageBitmap> TakeTargets(const PageSizes& part);
   std::string EncodedJoined() const;
   absl::Status CheckTotal(const HandOffPart& part);
   absl::Status CheckGpu() const;
@@ -112,7 +112,8 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   HostId offered_host_ = {};               // the sender's
   bool of_gpu_ = false;                    // its pages are a GPU's
   int device_ = -1;                        // once accepted: where its targets are
-  std::vector<uint32_t> page_bytes_;       // of the parts that are known
+  PageSizes page_bytes_;                   // of the parts that are known
+  PageSizes last_bytes_;                   // of the last alone
   std::vector<PageState> pages_;           // as many, once accepted
   PageBitmap wanted_first_, wanted_last_;  // as answered
   size_t first_pages_ = 0;

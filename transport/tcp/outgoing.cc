@@ -26,6 +26,7 @@ Outgoing::Outgoing(Loop& loop, uint64_t id, SendRequest request, SendEvents even
       id_(id),
       request_(std::move(request)),
       events_(std::move(events)),
+      of_gpu_(request_.first.gpu != GpuName()),
       stall_ms_(request_.stall_ms == 0 ? loop.options.stall_ms : request_.stall_ms),
       peer_stall_ms_(stall_ms_),
       timer_(loop.io) {
@@ -43,7 +44,7 @@ absl::Status Outgoing::CheckRequest() const {
 }
 
 absl::Status Outgoing::CheckTotal(const HandOffPart& part) {
-  for (const uint64_t bytes : part.page_bytes) total_bytes_ += bytes;
+  total_bytes_ += part.page_bytes.total();
   if (total_bytes_ <= loop_.options.transfer_bytes_max) return absl::OkStatus();
   return InvalidField("bytes of all pages", total_bytes_, absl::StrCat("at most ", loop_.options.transfer_bytes_max));
 }
@@ -107,18 +108,20 @@ void Outgoing::OnControl(Dial::Connection connection) {
   if (!pages_made_) MakePages();
 }
 
-void Outgoing::AddPages(const HandOffPart& part, std::vector<Page>* pages) {
-  const size_t first = pages->size();
-  pages->resize(first + part.page_bytes.size());
-  for (size_t i = 0; i < part.page_bytes.size(); ++i) {
-    (*pages)[first + i].size = static_cast<uint32_t>(part.page_bytes[i]);
-    wanted_bytes_ += part.page_bytes[i];
+void Outgoing::AddPages(const HandOffPart& part, std::vector<Posted>* posted) {
+  const size_t first = pages_.size();
+  for (const PageSizes::Run& run : part.page_bytes.runs()) {
+    Page page;
+    page.size = run.bytes;
+    pages_.resize(first + run.end, page);
   }
+  posted->resize(part.page_bytes.size());
+  wanted_bytes_ += part.page_bytes.total();
 }
 
 void Outgoing::MakePages() {
   pages_made_ = true;
-  AddPages(request_.first, &pages_);
+  AddPages(request_.first, &first_posted_);
   // First: what was posted may be of the last part.
   if (early_last_.has_value()) FinishParts(*std::exchange(early_last_, absl::nullopt));
   TakeEarlyPost();
@@ -178,9 +181,7 @@ absl::Status Outgoing::OnAccept(AcceptFrame accept) {
   if (state_ == State::kSending) return absl::OkStatus();  // once more, after a connection was made again
   state_ = State::kSending;
   progress_ = Now();
-  for (uint32_t i = 0; i < first_pages_; ++i) {
-    if (!accept.wanted.has(i)) Skip(i);
-  }
+  accept.wanted.ForEachMissing([this](uint32_t page) { Skip(page); });
   lanes_allowed_ = std::min(loop_.options.lanes, accept.lanes);
   if (of_gpu() && accept.local_name.empty()) {
     return InvalidField("ACCEPT local name", "empty", "one, for pages in a GPU's memory");
@@ -220,9 +221,7 @@ absl::Status Outgoing::OnExtended(const ExtendedFrame& extended) {
   }
   if (std::exchange(extended_, true)) return absl::OkStatus();
   progress_ = Now();
-  for (uint32_t i = 0; i < extended.wanted.count; ++i) {
-    if (!extended.wanted.has(i)) Skip(static_cast<uint32_t>(first_pages_) + i);
-  }
+  extended.wanted.ForEachMissing([this](uint32_t page) { Skip(static_cast<uint32_t>(first_pages_) + page); });
   return absl::OkStatus();
 }
 
@@ -243,7 +242,7 @@ void Outgoing::SetArrived(uint32_t page, double now) {
   unacked_bytes_ -= arrived.size;
   --pages_to_go_;
   ++result_.pages_sent;
-  result_.groups[arrived.group].arrived_last = now;
+  result_.groups[posted(page).group].arrived_last = now;
   if (!arrived.named) return;
   uncounted_bytes_ += arrived.size;
   ++uncounted_pages_;
@@ -310,43 +309,44 @@ void Outgoing::OnLinkBroken(absl::Status why) {
   if (Now() >= redial_at_) DialControl();
 }
 
-absl::Status Outgoing::TakePosted(const SendPage& posted, double now) {
-  if (posted.page >= pages_.size()) {
-    return InvalidField("posted page", posted.page, absl::StrCat("below ", pages_.size()));
+absl::Status Outgoing::TakePosted(const SendPage& said, double now) {
+  if (said.page >= pages_.size()) {
+    return InvalidField("posted page", said.page, absl::StrCat("below ", pages_.size()));
   }
-  Page& page = pages_[posted.page];
-  if (posted.bytes.size() != page.size) {
-    return InvalidField(absl::StrCat("page ", posted.page, " bytes"), posted.bytes.size(), absl::StrCat(page.size));
+  Page& page = pages_[said.page];
+  if (said.bytes.size() != page.size) {
+    return InvalidField(absl::StrCat("page ", said.page, " bytes"), said.bytes.size(), absl::StrCat(page.size));
   }
-  if (posted.group >= SendPage::kGroupsMax) {
-    return InvalidField(absl::StrCat("page ", posted.page, " group"), posted.group,
+  if (said.group >= SendPage::kGroupsMax) {
+    return InvalidField(absl::StrCat("page ", said.page, " group"), said.group,
                         absl::StrCat("below ", SendPage::kGroupsMax));
   }
-  if ((posted.slab != nullptr) != of_gpu()) {
-    return InvalidField(absl::StrCat("page ", posted.page), of_gpu() ? "without a slab" : "in a slab", "as its offer");
+  if ((said.slab != nullptr) != of_gpu()) {
+    return InvalidField(absl::StrCat("page ", said.page), of_gpu() ? "without a slab" : "in a slab", "as its offer");
   }
   if (of_gpu()) {
-    const auto offset = static_cast<uint64_t>(posted.bytes.data() - posted.slab->data);
-    if (posted.bytes.data() < posted.slab->data || offset > posted.slab->bytes ||
-        page.size > posted.slab->bytes - offset || offset % kDeviceOffsetAlign != 0) {
-      return InvalidField(absl::StrCat("page ", posted.page, " offset"), offset,
-                          absl::StrCat("within ", posted.slab->bytes, ", a multiple of ", kDeviceOffsetAlign));
+    const auto offset = static_cast<uint64_t>(said.bytes.data() - said.slab->data);
+    if (said.bytes.data() < said.slab->data || offset > said.slab->bytes || page.size > said.slab->bytes - offset ||
+        offset % kDeviceOffsetAlign != 0) {
+      return InvalidField(absl::StrCat("page ", said.page, " offset"), offset,
+                          absl::StrCat("within ", said.slab->bytes, ", a multiple of ", kDeviceOffsetAlign));
     }
   }
   if (page.state == PageState::kSkipped) return absl::OkStatus();
-  if (page.state != PageState::kUnposted) return InvalidField("posted page", posted.page, "posted once");
-  page.bytes = posted.bytes.data();
-  page.slab = posted.slab;
-  page.checksum = posted.checksum;
-  page.group = posted.group;
+  if (page.state != PageState::kUnposted) return InvalidField("posted page", said.page, "posted once");
+  Posted& kept = posted(said.page);
+  kept.bytes = said.bytes.data();
+  kept.slab = said.slab;
+  kept.checksum = said.checksum;
+  kept.group = said.group;
   page.state = PageState::kQueued;
-  if (result_.groups.size() <= page.group) result_.groups.resize(page.group + 1);
-  SendTimes& times = result_.groups[page.group];
+  if (result_.groups.size() <= said.group) result_.groups.resize(said.group + 1);
+  SendTimes& times = result_.groups[said.group];
   times.posted_last = now;
   if (times.posted_first < 0) times.posted_first = times.posted_last;
   if (!HasWork()) progress_ = Now();
   ++queued_pages_;
-  (posted.page < first_pages_ ? first_queue_ : last_queue_).push_back(posted.page);
+  (said.page < first_pages_ ? first_queue_ : last_queue_).push_back(said.page);
   return absl::OkStatus();
 }
 
@@ -385,7 +385,7 @@ void Outgoing::FinishParts(HandOffPart last) {
     wanted_bytes_ -= page.size;
   }
   if (!status.ok()) return Stop(std::move(status));
-  AddPages(last, &pages_);
+  AddPages(last, &last_posted_);
   pages_to_go_ += last.page_bytes.size();
   last_ = std::move(last);
   SayLast();
@@ -416,12 +416,13 @@ bool Outgoing::TakeFrame(uint32_t lane, std::vector<SendPage>* pages) {
     if (page.sent_before) result_.bytes_resent += page.size;
     page.state = PageState::kSent;
     page.sent_before = true;
-    if (SendTimes& times = result_.groups[page.group]; times.sent_first < 0) times.sent_first = SecondsSince(begun_);
-    page.lane = static_cast<uint16_t>(lane);
+    const Posted& kept = posted(queue.front());
+    if (SendTimes& times = result_.groups[kept.group]; times.sent_first < 0) times.sent_first = SecondsSince(begun_);
+    page.lane = static_cast<uint8_t>(lane);
     unacked_bytes_ += page.size;
     frame_bytes += page.size;
     --queued_pages_;
-    pages->push_back({queue.front(), {page.bytes, page.size}, page.checksum, page.group, page.slab});
+    pages->push_back({queue.front(), {kept.bytes, page.size}, kept.checksum, kept.group, kept.slab});
     queue.pop_front();
   }
   return !pages->empty();

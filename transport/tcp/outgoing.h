@@ -51,7 +51,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   int64_t stall_ms() const { return stall_ms_; }
   /// Lanes say where pages lie, and the receiver reads them through UCX.
   bool by_ucx() const { return by_ucx_; }
-  bool of_gpu() const { return request_.first.gpu != GpuName(); }
+  bool of_gpu() const { return of_gpu_; }
   /// What to send next, in one frame; the pages count as sent by `lane`. False: nothing now.
   bool TakeFrame(uint32_t lane, std::vector<SendPage>* pages);
   /// The receiver was told where they lie. They count as sent when it says that they have arrived.
@@ -65,18 +65,21 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
  private:
   enum class State { kOffering, kSending, kFinished };
   enum class PageState : uint8_t { kUnposted, kQueued, kSent, kArrived, kSkipped, kWithdrawn };
-  struct Page {                      // small: hand-offs have hundreds of thousands
-    const uint8_t* bytes = nullptr;  // once posted
-    const DeviceSlab* slab = nullptr;
-    uint64_t checksum = 0;
+  struct Page {  // small, as the lists are: hand-offs have hundreds of thousands, and made before the first can go
     uint32_t size = 0;
-    uint32_t group = 0;
-    uint16_t lane = 0;  // of kSent
+    uint8_t lane = 0;  // of kSent
     PageState state = PageState::kUnposted;
     bool sent_before = false;
     bool named = false;  // kSent: the receiver was told where it lies, and copies it
   };
-  static_assert(HandOffPart::kPageBytesMax <= UINT32_MAX && kLanesMax <= UINT16_MAX);
+  struct Posted {  // what Post said of a page; not initialised before
+    Posted() {}    // NOLINT(modernize-use-equals-default): then resizing would write zeros
+    const uint8_t* bytes;
+    const DeviceSlab* slab;
+    uint64_t checksum;
+    uint32_t group;
+  };
+  static_assert(HandOffPart::kPageBytesMax <= UINT32_MAX && kLanesMax <= UINT8_MAX);
   struct LaneSlot {
     std::shared_ptr<OutLane> lane;  // nullptr while broken
     bool joined_before = false;
@@ -86,7 +89,10 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   };
 
   absl::Status CheckRequest() const;
-  void AddPages(const HandOffPart& part, std::vector<Page>* pages);
+  void AddPages(const HandOffPart& part, std::vector<Posted>* posted);
+  Posted& posted(uint32_t page) {
+    return page < first_pages_ ? first_posted_[page] : last_posted_[page - first_pages_];
+  }
   absl::Status CheckTotal(const HandOffPart& part);
   /// now: seconds since Begin, as SetArrived's.
   absl::Status TakePosted(const SendPage& page, double now);
@@ -125,6 +131,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   const uint64_t id_;
   SendRequest request_;
   SendEvents events_;
+  const bool of_gpu_;  // asked for each page
   const int64_t stall_ms_;
   int64_t peer_stall_ms_;
   Token token_;
@@ -147,6 +154,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   absl::Status broken_by_;  // why the control connection broke last
 
   std::vector<Page> pages_;
+  std::vector<Posted> first_posted_, last_posted_;  // of the parts' pages
   size_t first_pages_ = 0;
   bool pages_made_ = false;
   std::deque<std::vector<SendPage>> early_posts_;  // until they are taken; whoever posts has each page once

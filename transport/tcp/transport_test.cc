@@ -333,7 +333,7 @@ TEST_F(TransportTest, BadRequestsNameTheField) {
   request.room_ms = -1;
   EXPECT_EQ(field_of(request), "room_ms");
   request = RequestOf(pages, peer());
-  request.first.page_bytes.resize(HandOffPart::kPagesMax + 1, 1);
+  request.first.page_bytes.Append(HandOffPart::kPagesMax + 1, 1);
   EXPECT_EQ(field_of(request), "pages");
 }
 

@@ -16,6 +16,7 @@ constexpr size_t kOfferFixedBytes = 48;
 constexpr size_t kJoinBytes = 24;
 constexpr size_t kAcceptFixedBytes = 24;
 constexpr size_t kLastFixedBytes = 16;
+constexpr size_t kRunBytes = 8;
 constexpr size_t kExtendedFixedBytes = 8;
 constexpr size_t kGotFixedBytes = 8;
 constexpr size_t kJoinedFixedBytes = 8;
@@ -89,7 +90,7 @@ struct Bounds {
   uint64_t min, max;
 };
 Bounds BodyBounds(FrameType type) {
-  constexpr uint64_t kPartMax = HandOffPart::kManifestBytesMax + 4 * HandOffPart::kPagesMax;
+  constexpr uint64_t kPartMax = HandOffPart::kManifestBytesMax + kRunBytes * HandOffPart::kPagesMax;  // a run for each
   switch (type) {
     case FrameType::kOffer:
       return {kOfferFixedBytes + 1, kOfferFixedBytes + kGpuNameBytes + kPartMax};
@@ -144,6 +145,25 @@ absl::StatusOr<Frame> ParseHello(absl::Span<const uint8_t> bytes) {
   return Frame(hello);
 }
 
+void AppendRuns(std::string& out, const PageSizes& sizes) {
+  uint32_t begin = 0;
+  for (const PageSizes::Run& run : sizes.runs()) {
+    Append(out, run.end - begin, 4);
+    Append(out, run.bytes, 4);
+    begin = run.end;
+  }
+}
+
+absl::StatusOr<PageSizes> ParseRuns(const uint8_t* p, uint64_t runs) {
+  PageSizes sizes;
+  for (uint64_t i = 0; i < runs; ++i, p += kRunBytes) {
+    const uint32_t pages = Load32(p);
+    KV_RETURN_IF_ERROR(CheckRange("pages of a run", pages, 1, HandOffPart::kPagesMax - sizes.size()));
+    sizes.Append(pages, Load32(p + 4));
+  }
+  return sizes;
+}
+
 std::vector<uint32_t> ParseList(const uint8_t* p, uint64_t count) {
   std::vector<uint32_t> list(count);
   if (count > 0) std::memcpy(list.data(), p, 4 * count);
@@ -155,18 +175,18 @@ absl::StatusOr<Frame> ParseOffer(absl::Span<const uint8_t> body) {
   std::memcpy(offer.token.data(), body.data(), kTokenBytes);
   offer.room_ms = Load32(&body[16]);
   const uint64_t manifest_bytes = Load32(&body[20]);
-  const uint64_t pages = Load32(&body[24]);
+  const uint64_t runs = Load32(&body[24]);
   KV_RETURN_IF_ERROR(CheckRange("OFFER room_ms", static_cast<uint64_t>(offer.room_ms), 0, SendRequest::kRoomMsMax));
   KV_RETURN_IF_ERROR(CheckRange("manifest bytes", manifest_bytes, 1, HandOffPart::kManifestBytesMax));
-  KV_RETURN_IF_ERROR(CheckRange("pages", pages, 0, HandOffPart::kPagesMax));
+  KV_RETURN_IF_ERROR(CheckRange("runs of pages", runs, 0, HandOffPart::kPagesMax));
   KV_RETURN_IF_ERROR(CheckRange("OFFER gpu", Load32(&body[28]), 0, 1));
   std::memcpy(offer.host.data(), &body[32], sizeof(HostId));
   const size_t name_bytes = Load32(&body[28]) == 1 ? kGpuNameBytes : 0;
   const size_t list_at = kOfferFixedBytes + name_bytes;
-  KV_RETURN_IF_ERROR(CheckBodyBytes(FrameType::kOffer, body.size(), list_at + 4 * pages + manifest_bytes));
+  KV_RETURN_IF_ERROR(CheckBodyBytes(FrameType::kOffer, body.size(), list_at + kRunBytes * runs + manifest_bytes));
   std::memcpy(offer.part.gpu.data(), body.data() + kOfferFixedBytes, name_bytes);
   if (name_bytes > 0 && offer.part.gpu == GpuName()) return InvalidField("OFFER GPU's name", "zeros", "a name");
-  offer.part.page_bytes = ParseList(body.data() + list_at, pages);
+  KV_ASSIGN_OR_RETURN(offer.part.page_bytes, ParseRuns(body.data() + list_at, runs));
   offer.part.manifest.assign(body.end() - manifest_bytes, body.end());
   KV_RETURN_IF_ERROR(CheckPart(offer.part, 0));
   return Frame(std::move(offer));
@@ -175,16 +195,16 @@ absl::StatusOr<Frame> ParseOffer(absl::Span<const uint8_t> body) {
 absl::StatusOr<Frame> ParseLast(absl::Span<const uint8_t> body) {
   LastFrame last;
   const uint64_t manifest_bytes = Load32(&body[0]);
-  const uint64_t pages = Load32(&body[4]);
+  const uint64_t runs = Load32(&body[4]);
   const uint64_t withdrawn = Load32(&body[8]);
   KV_RETURN_IF_ERROR(CheckRange("manifest bytes", manifest_bytes, 1, HandOffPart::kManifestBytesMax));
-  KV_RETURN_IF_ERROR(CheckRange("pages", pages, 0, HandOffPart::kPagesMax));
+  KV_RETURN_IF_ERROR(CheckRange("runs of pages", runs, 0, HandOffPart::kPagesMax));
   KV_RETURN_IF_ERROR(CheckRange("withdrawn pages", withdrawn, 0, HandOffPart::kPagesMax));
   KV_RETURN_IF_ERROR(CheckZero(FrameType::kLast, Load32(&body[12])));
-  KV_RETURN_IF_ERROR(
-      CheckBodyBytes(FrameType::kLast, body.size(), kLastFixedBytes + 4 * (pages + withdrawn) + manifest_bytes));
-  last.part.page_bytes = ParseList(&body[kLastFixedBytes], pages);
-  last.part.withdrawn = ParseList(&body[kLastFixedBytes + 4 * pages], withdrawn);
+  const size_t withdrawn_at = kLastFixedBytes + kRunBytes * runs;
+  KV_RETURN_IF_ERROR(CheckBodyBytes(FrameType::kLast, body.size(), withdrawn_at + 4 * withdrawn + manifest_bytes));
+  KV_ASSIGN_OR_RETURN(last.part.page_bytes, ParseRuns(&body[kLastFixedBytes], runs));
+  last.part.withdrawn = ParseList(&body[withdrawn_at], withdrawn);
   last.part.manifest.assign(body.end() - manifest_bytes, body.end());
   return Frame(std::move(last));
 }
@@ -448,12 +468,13 @@ absl::Status CheckVersion(const HelloFrame& hello) {
 absl::Status CheckPart(const HandOffPart& part, size_t pages_before) {
   KV_RETURN_IF_ERROR(CheckRange("manifest bytes", part.manifest.size(), 1, HandOffPart::kManifestBytesMax));
   KV_RETURN_IF_ERROR(CheckRange("pages", pages_before + part.page_bytes.size(), 0, HandOffPart::kPagesMax));
-  for (size_t i = 0; i < part.page_bytes.size(); ++i) {
-    const uint64_t bytes = part.page_bytes[i];
-    if (bytes < 1 || bytes > HandOffPart::kPageBytesMax) {
-      return InvalidField(absl::StrCat("page ", pages_before + i, " bytes"), bytes,
+  size_t page = pages_before;
+  for (const PageSizes::Run& run : part.page_bytes.runs()) {
+    if (run.bytes < 1 || run.bytes > HandOffPart::kPageBytesMax) {
+      return InvalidField(absl::StrCat("page ", page, " bytes"), run.bytes,
                           absl::StrCat("1..", HandOffPart::kPageBytesMax));
     }
+    page = pages_before + run.end;
   }
   for (size_t i = 0; i < part.withdrawn.size(); ++i) {
     const uint32_t page = part.withdrawn[i];
@@ -477,27 +498,28 @@ std::string EncodeHello(const HelloFrame& hello) {
 
 std::string EncodeOffer(const Token& token, int64_t room_ms, const HandOffPart& part, const HostId& host) {
   const bool of_gpu = part.gpu != GpuName();
-  std::string out = HeaderString(FrameType::kOffer, kOfferFixedBytes + (of_gpu ? kGpuNameBytes : 0) +
-                                                        4 * part.page_bytes.size() + part.manifest.size());
+  std::string out =
+      HeaderString(FrameType::kOffer, kOfferFixedBytes + (of_gpu ? kGpuNameBytes : 0) +
+                                          kRunBytes * part.page_bytes.runs().size() + part.manifest.size());
   Append(out, token);
   Append(out, static_cast<uint64_t>(room_ms), 4);
   Append(out, part.manifest.size(), 4);
-  Append(out, part.page_bytes.size(), 4);
+  Append(out, part.page_bytes.runs().size(), 4);
   Append(out, of_gpu, 4);
   Append(out, host);
   if (of_gpu) Append(out, part.gpu);
-  AppendList(out, part.page_bytes);
+  AppendRuns(out, part.page_bytes);
   return Sealed(std::move(out += part.manifest));
 }
 
 std::string EncodeLast(const HandOffPart& part) {
-  std::string out = HeaderString(
-      FrameType::kLast, kLastFixedBytes + 4 * (part.page_bytes.size() + part.withdrawn.size()) + part.manifest.size());
+  std::string out = HeaderString(FrameType::kLast, kLastFixedBytes + kRunBytes * part.page_bytes.runs().size() +
+                                                       4 * part.withdrawn.size() + part.manifest.size());
   Append(out, part.manifest.size(), 4);
-  Append(out, part.page_bytes.size(), 4);
+  Append(out, part.page_bytes.runs().size(), 4);
   Append(out, part.withdrawn.size(), 4);
   Append(out, 0, 4);
-  AppendList(out, part.page_bytes);
+  AppendRuns(out, part.page_bytes);
   AppendList(out, part.withdrawn);
   return Sealed(std::move(out += part.manifest));
 }

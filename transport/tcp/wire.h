@@ -42,11 +42,12 @@
 //   OFFER    0 16  token          random, of S: names the hand-off in JOIN
 //           16  4  room_ms        0..SendRequest::kRoomMsMax
 //           20  4  manifest_bytes 1..HandOffPart::kManifestBytesMax
-//           24  4  page count n   0..HandOffPart::kPagesMax
+//           24  4  runs r         0..HandOffPart::kPagesMax
 //           28  4  gpu            1: all pages are in the memory of a GPU, and come on a local lane alone; else 0
 //           32 16  host           the boot id of S's host if S can share its pages' memory; else zeros
 //           48 16  name           of that GPU, only if there is one
-//              4n  bytes of each page, 1..HandOffPart::kPageBytesMax
+//              8r  a run of pages of one size: 4 how many, 4 bytes of each, 1..HandOffPart::kPageBytesMax; in all at
+//                  most kPagesMax
 //           then the manifest
 //   JOIN     0 16  token
 //           16  4  lane           0: the control connection; 1..kLanesMax
@@ -59,10 +60,10 @@
 //           20  4  local_bytes    0..kLocalNameBytesMax; 0: no local lanes
 //           24     the ticket, then the name of R's abstract Unix socket, then the bitmap of pages that are wanted
 //   LAST     0  4  manifest_bytes
-//            4  4  page count m   n + m at most kPagesMax
+//            4  4  runs r         pages of both parts at most kPagesMax
 //            8  4  withdrawn w    0..kPagesMax
 //           12  4  zero
-//           16 4m  bytes of each page
+//           16 8r  runs of pages, as OFFER
 //              4w  pages of the first part that will not come, ascending
 //           then the manifest
 //   EXTENDED 0  4  page count m
@@ -95,6 +96,7 @@
 // A change of meaning raises the version; an addition that old peers need not know takes a feature bit.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <string>
@@ -188,6 +190,24 @@ struct PageBitmap {
   explicit PageBitmap(size_t pages) : count(static_cast<uint32_t>(pages)), bits((pages + 7) / 8) {}
   bool has(uint32_t page) const { return page < count && bits[page / 8] >> (page % 8) & 1; }
   void Add(uint32_t page) { bits[page / 8] = static_cast<uint8_t>(bits[page / 8] | 1 << (page % 8)); }
+  void Remove(uint32_t page) { bits[page / 8] = static_cast<uint8_t>(bits[page / 8] & ~(1 << (page % 8))); }
+  static PageBitmap All(size_t pages) {
+    PageBitmap all(pages);
+    std::fill(all.bits.begin(), all.bits.end(), uint8_t{0xff});
+    if (pages % 8 != 0) all.bits.back() = static_cast<uint8_t>((1 << (pages % 8)) - 1);
+    return all;
+  }
+  /// Calls take(page) for each that is not in it, in order. Mostly none is.
+  template <typename Take>
+  void ForEachMissing(Take take) const {
+    for (size_t i = 0; i < bits.size(); ++i) {
+      if (bits[i] == 0xff) continue;
+      const auto end = static_cast<uint32_t>(std::min<size_t>(8 * i + 8, count));
+      for (auto page = static_cast<uint32_t>(8 * i); page < end; ++page) {
+        if (!has(page)) take(page);
+      }
+    }
+  }
 
   uint32_t count = 0;
   std::vector<uint8_t> bits;  // ceil(count/8)

@@ -98,9 +98,9 @@ TEST(Wire, RoundTrips) {
   EXPECT_EQ(offer.token, kExampleToken);
   EXPECT_EQ(offer.room_ms, 7);
   EXPECT_EQ(offer.part.manifest, "manifest");
-  EXPECT_EQ(offer.part.page_bytes, (std::vector<uint32_t>{5, 1}));
+  EXPECT_TRUE(offer.part.page_bytes == (PageSizes{5, 1}));
   const LastFrame last = Parsed<LastFrame>(EncodeLast(ExampleLast()));
-  EXPECT_EQ(last.part.page_bytes, (std::vector<uint32_t>{5, 1}));
+  EXPECT_TRUE(last.part.page_bytes == (PageSizes{5, 1}));
   EXPECT_EQ(last.part.withdrawn, (std::vector<uint32_t>{0, 3}));
   EXPECT_EQ(last.part.manifest, "manifest");
   const AcceptFrame accept = Parsed<AcceptFrame>(EncodeAccept({1 << 20, 4, "ti\0ck", BitmapOf(10, {0, 7, 9})}));
@@ -182,12 +182,15 @@ TEST(Wire, LimitsAreNamed) {
   ExpectInvalid(Poke(offer, 16 + 16, SendRequest::kRoomMsMax + 1, 4), "OFFER room_ms");
   ExpectInvalid(Poke(offer, 16 + 20, HandOffPart::kManifestBytesMax + 1, 4), "manifest bytes");
   ExpectInvalid(Poke(offer, 16 + 20, 0, 4), "manifest bytes");
-  ExpectInvalid(Poke(offer, 16 + 24, HandOffPart::kPagesMax + 1, 4), "pages");
+  ExpectInvalid(Poke(offer, 16 + 24, HandOffPart::kPagesMax + 1, 4), "runs of pages");
   ExpectInvalid(Poke(offer, 16 + 24, 3, 4), "OFFER body bytes");
   ExpectInvalid(Poke(offer, 16 + 28, 2, 4), "OFFER gpu");
   ExpectInvalid(Poke(offer, 16 + 28, 1, 4), "OFFER body bytes");
-  ExpectInvalid(Poke(offer, 16 + 48, 0, 4), "page 0 bytes");
-  ExpectInvalid(Poke(offer, 16 + 52, HandOffPart::kPageBytesMax + 1, 4), "page 1 bytes");
+  ExpectInvalid(Poke(offer, 16 + 52, 0, 4), "page 0 bytes");
+  ExpectInvalid(Poke(offer, 16 + 60, HandOffPart::kPageBytesMax + 1, 4), "page 1 bytes");
+  ExpectInvalid(Poke(offer, 16 + 56, 0, 4), "pages of a run");
+  ExpectInvalid(Poke(offer, 16 + 56, HandOffPart::kPagesMax, 4), "pages of a run");
+  EXPECT_TRUE(ParseFrame(Bytes(Poke(offer, 16 + 56, HandOffPart::kPagesMax - 1, 4))).ok());
   ExpectInvalid(Poke(offer, 8, uint64_t{1} << 40, 8), "OFFER body bytes");
   ExpectInvalid(Poke(offer, 0, 19, 1), "frame type");
   ExpectInvalid(Poke(offer, 0, 0, 1), "frame type");
@@ -233,11 +236,40 @@ TEST(Wire, LimitsAreNamed) {
   ExpectInvalid(EncodeHello({2, 2, 0, 0}), "hello stall_ms");
 }
 
+TEST(Wire, BitmapsOfEverySize) {
+  for (uint32_t count = 0; count < 40; ++count) {
+    PageBitmap all = PageBitmap::All(count), one_by_one(count);
+    for (uint32_t page = 0; page < count; ++page) one_by_one.Add(page);
+    EXPECT_EQ(all.bits, one_by_one.bits);
+    std::vector<uint32_t> removed, missing;
+    for (uint32_t page = count % 3; page < count; page += 1 + count % 7) removed.push_back(page);
+    for (const uint32_t page : removed) all.Remove(page);
+    all.ForEachMissing([&](uint32_t page) { missing.push_back(page); });
+    EXPECT_EQ(missing, removed);
+  }
+}
+
+TEST(Wire, RunsOfPagesAreShort) {
+  HandOffPart part = ExamplePart();
+  part.page_bytes = {};
+  part.page_bytes.Append(500, 5);
+  part.page_bytes.Append(1, 6);
+  part.page_bytes.Append(499, 5);
+  const std::string offer = EncodeOffer(kExampleToken, 7, part, {});
+  EXPECT_EQ(offer.size(), EncodeOffer(kExampleToken, 7, ExamplePart(), {}).size() + 8);  // three runs, not two
+  EXPECT_TRUE(Parsed<OfferFrame>(offer).part.page_bytes == part.page_bytes);
+  part.withdrawn = {7};
+  EXPECT_TRUE(Parsed<LastFrame>(EncodeLast(part)).part.page_bytes == part.page_bytes);
+  part.page_bytes = {};
+  EXPECT_TRUE(Parsed<LastFrame>(EncodeLast(part)).part.page_bytes.empty());
+}
+
 TEST(Wire, PartsAreChecked) {
   HandOffPart part = ExamplePart();
   EXPECT_TRUE(CheckPart(part, 0).ok());
   const auto field_of = [](const HandOffPart& bad, size_t before) { return DetailOf(CheckPart(bad, before)).field; };
-  part.page_bytes.resize(HandOffPart::kPagesMax, 1);
+  part.page_bytes = {};
+  part.page_bytes.Append(HandOffPart::kPagesMax, 1);
   EXPECT_EQ(field_of(part, 1), "pages");
   part = ExampleLast();
   EXPECT_TRUE(CheckPart(part, 4).ok());
@@ -245,7 +277,7 @@ TEST(Wire, PartsAreChecked) {
   part.withdrawn = {2, 2};
   EXPECT_EQ(field_of(part, 4), "withdrawn[1]");
   part = ExamplePart();
-  part.page_bytes[1] = 0;
+  part.page_bytes = {1, 0};
   EXPECT_EQ(field_of(part, 5), "page 6 bytes");
 }
 
