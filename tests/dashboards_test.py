@@ -25,17 +25,7 @@ from kvmanager_testing import data_path
 DEADLINE_S = 120  # of what should take seconds
 WINDOW = "10s"
 QUIET = ("--log-level", "error")
-# Made by a codec's sampling, which is off unless asked for.
-SAMPLED = "kvmanager_codec_relative_error"
-SAMPLE_FLAG = "--quality-sample"
-# Causes that no test can make in seconds: promtool alone fires these.
-NOT_CAUSED = {
-    "KvmanagerEncodeBacklog",  # takes more pages than the encoders of a test machine can do, or fewer of them
-    "KvmanagerStepsSlow",  # takes contexts of many thousands of tokens
-    "KvmanagerHitRatioDropped",  # compares with yesterday
-    "KvmanagerPagesDeclined",  # takes room that a full pool has not
-    "KvmanagerQualityLow",  # takes a codec that errs
-}
+SAMPLE_ALL = ("--quality-sample", "1")
 
 
 def prometheus_file(name: str) -> str:
@@ -65,11 +55,6 @@ def panels() -> list[tuple[str, str]]:
 def alerts() -> list[str]:
     with open(prometheus_file("alerts.yml"), encoding="utf-8") as file:
         return re.findall(r"(?m)^\s+- alert: (\w+)$", file.read())
-
-
-def has_sampling() -> bool:
-    text = subprocess.run([kvmanager_testing.daemon_program(), "--help"], capture_output=True, text=True, check=True).stdout
-    return SAMPLE_FLAG in text
 
 
 class Prometheus:
@@ -164,7 +149,7 @@ class Files(unittest.TestCase):
             for metric in re.findall(r"(?<![\w:])kvmanager_\w+(?![\w:])", text):
                 base = re.sub(r"_(bucket|count|sum)$", "", metric)
                 with self.subTest(where=name, metric=metric):
-                    self.assertTrue(metric in known or base in known or base == SAMPLED)
+                    self.assertTrue(metric in known or base in known)
 
     def test_every_recorded_series_that_is_used_is_recorded(self) -> None:
         with open(prometheus_file("recording_rules.yml"), encoding="utf-8") as file:
@@ -208,9 +193,8 @@ class Promtool(unittest.TestCase):
 @unittest.skipUnless(shutil.which("prometheus"), "Prometheus is not installed: apt-get install prometheus")
 class Scraped(unittest.TestCase):
     def test_every_panel_has_data(self) -> None:
-        sampling = has_sampling()
-        flags = QUIET + ((SAMPLE_FLAG, "1") if sampling else ())
-        queries = [(name, shorten(query)) for name, query in panels() if sampling or SAMPLED not in query]
+        flags = QUIET + SAMPLE_ALL
+        queries = [(name, shorten(query)) for name, query in panels()]
         self.assertGreater(len(queries), 40)
         with kvmanager_testing.Daemon("32MiB", flags) as daemon, kvmanager_testing.Daemon("32MiB", flags) as peer, \
                 helper("daemon_load", daemon.listen, "--peer", peer.listen, "--peer-address", peer.peer) as load, \
@@ -218,25 +202,24 @@ class Scraped(unittest.TestCase):
             until(lambda: [each for each in queries if not prometheus.has_data(each[1])], load)
 
     def test_alerts_fire(self) -> None:
-        names = alerts()
-        caused = set(names) - NOT_CAUSED
-        self.assertLessEqual(NOT_CAUSED, set(names))
         flags = QUIET + ("--peer-local-copy", "off", "--hand-off-lease-ms", "200")
         with socket.socket() as nobody, kvmanager_testing.Daemon("32MiB", QUIET) as small, \
                 kvmanager_testing.Daemon("48MiB", flags) as daemon, kvmanager_testing.Daemon("48MiB", flags) as peer, \
-                kvmanager_testing.Daemon("32MiB", QUIET) as draining:
+                kvmanager_testing.Daemon("32MiB", QUIET) as draining, \
+                kvmanager_testing.Daemon("96MiB", QUIET + SAMPLE_ALL + ("--threads", "1")) as strained:
             nobody.bind(("127.0.0.1", 0))  # nobody listens there
             down = "127.0.0.1:%d" % nobody.getsockname()[1]
             subprocess.run([data_path("client/cli/kvctl"), "--connect", draining.listen, "drain"], check=True,
                            stdout=subprocess.DEVNULL)
-            with helper("daemon_load", small.listen), \
+            with helper("daemon_load", small.listen), helper("daemon_strain", strained.listen), \
                     helper("daemon_trouble", daemon.listen, "--peer", peer.peer, "--draining", draining.peer) as trouble, \
-                    Prometheus([small.metrics, daemon.metrics, peer.metrics, draining.metrics, down]) as prometheus:
+                    Prometheus([each.metrics for each in (small, daemon, peer, draining, strained)]
+                               + [down]) as prometheus:
                 seen: set[str] = set()
 
                 def missing() -> set[str]:
                     seen.update(prometheus.firing())
-                    return caused - seen
+                    return set(alerts()) - seen
 
                 until(missing, trouble)
 
