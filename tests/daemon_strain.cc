@@ -50,8 +50,9 @@ absl::Status ReadAtOnce(client::Cache& cache, const CacheOptions& options) {
 // Pages between the largest and the least of fp16, a step of one bit too far for a codec to note: they are declined.
 absl::Status AppendHuge(client::Cache& cache, const CacheOptions& options) {
   KV_ASSIGN_OR_RETURN(CreatedSequence huge, cache.CreateSequence());
-  std::vector<uint16_t> rows(size_t(kTokens) * options.kv_heads * options.head_dim);
-  for (size_t i = 0; i < rows.size(); ++i) rows[i] = (i / options.head_dim + i) % 2 ? 0x7bff : 0xfbff;  // +-65504
+  const size_t token = size_t(options.kv_heads) * options.head_dim;
+  std::vector<uint16_t> rows(kTokens * token);
+  for (size_t i = 0; i < rows.size(); ++i) rows[i] = (i / token + i) % 2 ? 0x7bff : 0xfbff;  // +-65504, over both axes
   const TensorView view{rows.data(), rows.size() * sizeof(rows[0])};
   const StepEntry entry{huge.sequence->id(), 0, kTokens};
   for (int layer = 0; layer < options.layers; ++layer) {
