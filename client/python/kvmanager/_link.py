@@ -30,7 +30,18 @@ PING_S = 1.0  # of an idle connection, so that a daemon that died is noticed bef
 POLL_S = 0.005  # of calls under way
 JOBS_MAX = 4096
 CACHES_MAX = 64  # open at once; the least recently used goes
+_MS_MAX = 3600000
 PENDING_MAX = 64  # calls under way that nobody waits for
+
+
+def check_setting(key: str, value: object, default: object, staging_mib_max: int) -> None:
+    """ValueError where a value of an engine's settings is not of its default's type, or beyond its range: these are
+    read in the engine's threads, which must not learn it later."""
+    if type(value) is not type(default):
+        raise ValueError(f"{key} is {value!r}, must be a {type(default).__name__}")
+    most = staging_mib_max if key == "staging_mib" else _MS_MAX if key.endswith("_ms") else None
+    if most is not None and not 1 <= value <= most:
+        raise ValueError(f"{key} is {value}, must be 1..{most}")
 
 
 class Job(Protocol):

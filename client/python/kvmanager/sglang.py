@@ -20,7 +20,7 @@ import torch
 from sglang.srt.mem_cache import hicache_storage as base
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
-from ._link import Link, Session
+from ._link import Link, Session, check_setting
 from .cache import BlockNames, Cache, Sequence
 from .errors import Error, UnavailableError
 from .paged import Extent, Staging
@@ -43,6 +43,7 @@ _SETTINGS = {
 }
 _OURS_NOT = ("backend_name", "module_path", "class_name", "interface_v1")  # SGLang's own keys of extra_config
 _STAGING_MIB_MAX = 1024
+_BATCH_MAX = 4096  # pages of one call
 _KV = "kv"
 
 
@@ -156,8 +157,8 @@ class KvManagerHiCache(HiCacheStorage):
         if unknown:
             raise ValueError(f"extra_config has {', '.join(unknown)}, must be of {', '.join(_SETTINGS)}")
         self._settings = {**_SETTINGS, **given}
-        if not 1 <= self._settings["staging_mib"] <= _STAGING_MIB_MAX:
-            raise ValueError(f"staging_mib is {self._settings['staging_mib']}, must be 1..{_STAGING_MIB_MAX}")
+        for key, value in given.items():
+            check_setting(key, value, _SETTINGS[key], _STAGING_MIB_MAX)
         self._config = storage_config
         self._pools: dict[str, Pool] = {}
         self._link: Link | None = None
@@ -218,7 +219,7 @@ class KvManagerHiCache(HiCacheStorage):
 
         def ask(session: Session) -> list[bool]:
             cache = session.cache(name)
-            return [match.hit_blocks == 1 for match in cache.match([_name(cache, key) for key in keys])]
+            return _there(cache, [_name(cache, key) for key in keys])
 
         return self._call(ask, [False] * len(keys)) if keys else []
 
@@ -230,11 +231,11 @@ class KvManagerHiCache(HiCacheStorage):
         def store(session: Session) -> list[bool]:
             cache, staging = session.cache(name), _staging(session, name, pool, self._settings)
             names = [_name(cache, key) for key in keys]
-            for place, match in enumerate(cache.match(names)):
-                done[place] = match.hit_blocks == 1
+            done[:] = _there(cache, names)
             missing = [place for place in range(len(keys)) if not done[place]]
-            for begin in range(0, len(missing), staging.blocks):
-                places = missing[begin : begin + staging.blocks]
+            size = min(staging.blocks, _BATCH_MAX)
+            for begin in range(0, len(missing), size):
+                places = missing[begin : begin + size]
                 with _Room(staging, len(places)) as extent:
                     for side in range(2):
                         fill(pool.rows(extent, side), side, places)
@@ -254,8 +255,9 @@ class KvManagerHiCache(HiCacheStorage):
 
         def load(session: Session) -> list[bool]:
             cache, staging = session.cache(name), _staging(session, name, pool, self._settings)
-            for begin in range(0, len(keys), staging.blocks):
-                some = range(begin, min(begin + staging.blocks, len(keys)))
+            size = min(staging.blocks, _BATCH_MAX)
+            for begin in range(0, len(keys), size):
+                some = range(begin, min(begin + size, len(keys)))
                 sequences = cache.create_sequences([_name(cache, keys[place]) for place in some])
                 try:
                     found = [(place, each) for place, each in zip(some, sequences) if each.hit_blocks == 1]
@@ -427,13 +429,20 @@ def _leading(there: list[bool]) -> int:
     return there.index(False) if False in there else len(there)
 
 
+def _there(cache: Cache, names: list[BlockNames]) -> list[bool]:
+    parts = [names[begin : begin + _BATCH_MAX] for begin in range(0, len(names), _BATCH_MAX)]
+    return [match.hit_blocks == 1 for part in parts for match in cache.match(part)]
+
+
 def _name(cache: Cache, key: str) -> BlockNames:
     """SGLang's keys are hexadecimal digests, perhaps with a suffix."""
     try:
         digest = bytes.fromhex(key)
     except ValueError:
         digest = b""
-    return cache.external_names([digest if len(digest) == 32 else hashlib.sha256(key.encode()).digest()])
+    if len(digest) != 32:
+        digest = hashlib.sha256(key.encode(errors="surrogatepass")).digest()
+    return cache.external_names([digest])
 
 
 def _staging(session: Session, name: str, pool: Pool, settings: dict) -> Staging:

@@ -135,6 +135,9 @@ class InterfaceTest(unittest.TestCase):
     def test_unknown_settings_are_refused(self) -> None:
         with self.assertRaisesRegex(ValueError, "addres"):
             KvManagerHiCache(config("unix:/nowhere", addres=1), {})
+        for wrong in ({"deadline_ms": "10"}, {"deadline_ms": 0}, {"staging_mib": 4096}, {"codec": None}):
+            with self.subTest(wrong), self.assertRaisesRegex(ValueError, f"{next(iter(wrong))} is .* must be"):
+                KvManagerHiCache(config("unix:/nowhere", **wrong), {})
 
 
 class StorageTest(unittest.TestCase):
@@ -203,6 +206,14 @@ class StorageTest(unittest.TestCase):
         self.assertEqual([True] * 6, backend.batch_set_v1(keys, indices([0, 1, 2, 3, 4, 5])))
         with kvmanager.connect(self.daemon.listen) as client:
             self.assertEqual(6, client.status().published_blocks)
+
+    def test_more_pages_than_one_call_takes(self) -> None:
+        keys, pool = keys_of(39, 4), host_pool(seed=15)
+        backend = self.backend(pool)
+        backend.batch_set_v1(keys, indices([0, 1, 2, 3]))
+        others = [hashlib.sha256(b"%d" % each).hexdigest() for each in range(4096)]
+        self.assertEqual(4, backend.batch_exists(keys + others))
+        self.assertEqual(0, backend.batch_exists(["\ud800"] + keys))
 
     def test_many_pages_take_several_turns(self) -> None:
         keys, pool, target = keys_of(31, 30), host_pool(seed=7), host_pool()

@@ -10,6 +10,7 @@ import kvmanager
 import torch
 from engine import Engine
 from kvmanager.vllm import KvManagerConnector
+from kvmanager.vllm.facts import Settings, tenant_of
 from kvmanager_testing import Daemon
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -44,6 +45,12 @@ class InterfaceTest(unittest.TestCase):
     def test_unknown_settings_are_refused(self) -> None:
         with self.assertRaisesRegex(ValueError, "addres"):
             Engine("unix:/nowhere", addres="x")
+
+    def test_settings_of_another_type_are_refused(self) -> None:
+        for wrong in ({"lookup_ms": "1000"}, {"deadline_ms": 0}, {"prefill_wait_ms": 10.5}, {"staging_mib": 4096},
+                      {"codec": None}, {"store_output": "no"}, {"lag_pages": True}):
+            with self.subTest(wrong), self.assertRaisesRegex(ValueError, f"{next(iter(wrong))} is .* must be"):
+                Engine("unix:/nowhere", **wrong)
 
 
 class LifeTest(unittest.TestCase):
@@ -307,6 +314,27 @@ class DisaggregatedTest(unittest.TestCase):
                 request = decode.add("d", prompt(52, 100), params={"do_remote_prefill": True, "kvmanager_blocks": 6})
                 decode.run(request)
                 self.assertEqual(0, decode.loaded_tokens)
+
+    def test_a_request_that_says_anything_is_served(self) -> None:
+        """kv_transfer_params are a client's of the API, and read in the scheduler's own thread."""
+        anything = [{"do_remote_prefill": True, "kvmanager_blocks": each} for each in
+                    ("six", None, float("nan"), [6], {}, -5, True, 10**30)]
+        anything += [{"do_remote_decode": True, "kvmanager_peer": each} for each in (["x"], "\ud800", "a\0b:1", 7)]
+        with Daemon(host_pool="128MiB") as daemon, Engine(daemon.listen, prefill_wait_ms=50) as engine:
+            for number, params in enumerate(anything):
+                with self.subTest(params):
+                    request = engine.add(f"r{number}", prompt(70 + number, 100), params=params)
+                    (output,) = engine.run(request)
+                    self.assertEqual(4, len(output))
+            salted = engine.add("salted", prompt(99, 100), salt="\ud800")
+            engine.run(salted)
+            self.assertTrue(engine.connector.attached)
+
+    def test_tenants_of_equal_salts_are_told_apart_by_their_whole_name(self) -> None:
+        long = "t" * 200
+        names = {tenant_of(Settings.of({"tenant": tenant}), "salt") for tenant in (long, long + "a", long + "b")}
+        self.assertEqual(3, len(names))
+        self.assertTrue(all(len(each) <= 256 for each in names))
 
     def _hand_over(self, prefill: Engine, decode: Engine, tokens: list[int], params: dict) -> None:
         # The decode engine is told before the blocks are there: it waits for them.

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .._link import check_setting
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -22,7 +24,7 @@ _STAGING_MIB_MAX = 2048  # two arenas of 1 GiB
 
 @dataclass(frozen=True)
 class Settings:
-    """kv_connector_extra_config; an unknown key is a ValueError."""
+    """kv_connector_extra_config; an unknown key, a value of another type or beyond its range is a ValueError."""
 
     address: str = "unix:/run/kvmanager/kvmanager.sock"
     codec: str = "raw"
@@ -43,10 +45,9 @@ class Settings:
         if unknown:
             known = ", ".join(cls.__dataclass_fields__)
             raise ValueError(f"kv_connector_extra_config has {', '.join(sorted(unknown))}, must be of {known}")
-        settings = cls(**given)
-        if not 1 <= settings.staging_mib <= _STAGING_MIB_MAX:
-            raise ValueError(f"staging_mib is {settings.staging_mib}, must be 1..{_STAGING_MIB_MAX}")
-        return settings
+        for key, value in given.items():
+            check_setting(key, value, cls.__dataclass_fields__[key].default, _STAGING_MIB_MAX)
+        return cls(**given)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def tenant_of(settings: Settings, salt: str | None) -> str:
     """A salt may be a secret, and of any length: its digest stands for it."""
     if not salt:
         return settings.tenant
-    return f"{settings.tenant[:150]}/salt:{hashlib.sha256(salt.encode()).hexdigest()}"
+    both = f"{settings.tenant}\0{salt}".encode(errors="surrogatepass")
+    return f"{settings.tenant[:150]}/salt:{hashlib.sha256(both).hexdigest()}"
 
 
 def facts_of(config: VllmConfig, caches: KVCacheConfig, settings: Settings, rank: int = 0) -> Facts:

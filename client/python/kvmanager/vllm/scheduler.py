@@ -158,7 +158,8 @@ class SchedulerHalf:
             state = RequestState(request, tenant_of(self._settings, request.cache_salt))
             params = request.kv_transfer_params or {}
             if params.get("do_remote_prefill"):
-                state.promised = int(params.get("kvmanager_blocks", 0))
+                blocks = params.get("kvmanager_blocks")  # whoever sends requests may say anything
+                state.promised = blocks if isinstance(blocks, int) else 0
                 state.wait_until = time.monotonic() + self._settings.prefill_wait_ms / 1000
             self._requests[request.request_id] = state
         return state
