@@ -23,6 +23,7 @@ Engine::Engine(TcpTransport::Options options)
       local_accept_timer_(loop_.io),
       sweep_timer_(loop_.io) {
   loop_.host = ThisHost();
+  loop_.copiers = std::make_shared<WorkerPool>(loop_.options.copy_threads);
 }
 
 absl::Status Engine::Listen() {
@@ -50,9 +51,6 @@ absl::Status Engine::Listen() {
   endpoint = acceptor_.local_endpoint(error);
   if (error) return failed("asking for the port", error);
   listen_address_ = FormatHostPort(where.host, endpoint.port());
-  if (loop_.options.local_lanes || loop_.options.remote_memory != nullptr) {
-    loop_.copiers = std::make_shared<WorkerPool>(loop_.options.copy_threads);
-  }
   return loop_.options.local_lanes ? ListenLocally() : absl::OkStatus();
 }
 

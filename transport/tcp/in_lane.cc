@@ -20,7 +20,8 @@ InLane::InLane(Loop& loop, Incoming& session, uint32_t index, Socket socket)
       session_(&session),
       index_(index),
       socket_(std::move(socket)),
-      local_(socket_.local_endpoint().protocol().family() == AF_UNIX) {}
+      local_(socket_.local_endpoint().protocol().family() == AF_UNIX),
+      read_(std::make_shared<SocketJob>(SocketJob::Way::kRead, socket_.native_handle())) {}
 
 InLane::~InLane() {
   if (descriptor_ >= 0) ::close(descriptor_);
@@ -290,51 +291,49 @@ void InLane::OnCopied() {
 
 void InLane::OnPages(std::vector<PageRecord> pages) {
   pages_ = std::move(pages);
-  targets_.clear();
-  next_ = offset_ = 0;
+  next_ = 0;
+  read_->Clear();
   for (size_t i = 0; i < pages_.size(); ++i) {
     absl::StatusOr<absl::Span<uint8_t>> target = session_->BeginPage(pages_[i].page);
     if (!target.ok()) {
       pages_.resize(i);  // those that are this lane's
       return Break(std::move(target).status());
     }
-    targets_.push_back(*target);
+    read_->Add(target->data(), target->size());
   }
   ReadPayload();
 }
 
 void InLane::ReadPayload() {
-  size_t count = 0;
-  for (size_t i = next_; i < pages_.size(); ++i) {
-    const size_t skipped = i == next_ ? offset_ : 0;
-    buffers_[count++] = asio::mutable_buffer(targets_[i].data() + skipped, targets_[i].size() - skipped);
-  }
-  socket_.async_read_some(absl::MakeConstSpan(buffers_.data(), count),
-                          [self = shared_from_this()](const ErrorCode& error, size_t bytes) {
-                            if (self->session_ == nullptr) return;
-                            if (error) return self->BreakSocket(error);
-                            self->OnPayload(bytes);
-                          });
+  socket_.async_wait(Socket::wait_read, [self = shared_from_this()](const ErrorCode& error) {
+    if (self->session_ == nullptr) return;
+    if (error) return self->BreakSocket(error);
+    self->StartReading();
+  });
 }
 
-void InLane::OnPayload(size_t bytes) {
+void InLane::StartReading() {
+  SocketJob::Start(read_, *loop_.copiers, UINT64_MAX, [gate = loop_.gate, self = shared_from_this()] {
+    gate->Post([self](Loop&) {
+      if (self->session_ != nullptr) self->OnRead();
+    });
+  });
+}
+
+void InLane::OnRead() {
   const auto self = shared_from_this();
-  session_->OnPayload(bytes, PageWay::kSocket);
-  while (bytes > 0) {
-    const absl::Span<uint8_t> target = targets_[next_];
-    const size_t taken = std::min(bytes, target.size() - offset_);
-    bytes -= taken;
-    offset_ += taken;
-    if (offset_ < target.size()) break;
-    const uint64_t checksum = Checksum(target.data(), target.size());
-    if (checksum != pages_[next_].checksum) return BadPage(pages_[next_].page, checksum, pages_[next_].checksum);
-    session_->OnPage(pages_[next_].page);
+  if (read_->bytes() > 0) session_->OnPayload(read_->bytes(), PageWay::kSocket);
+  while (next_ < read_->whole()) {
+    const PageRecord& page = pages_[next_];
+    if (read_->checksum(next_) != page.checksum) return BadPage(page.page, read_->checksum(next_), page.checksum);
+    session_->OnPage(page.page);
     ++next_;
-    offset_ = 0;
   }
-  session_->Confirm(/*all=*/next_ == pages_.size());
+  session_->Confirm(/*all=*/read_->complete());
   if (session_ == nullptr) return;
-  if (next_ == pages_.size()) return ReadHeader();
+  if (read_->error() == SocketJob::kEnd) return BreakSocket(asio::error::eof);
+  if (read_->error() != 0) return BreakSocket(ErrorCode(read_->error(), asio::error::get_system_category()));
+  if (read_->complete()) return ReadHeader();
   ReadPayload();
 }
 
@@ -348,9 +347,10 @@ void InLane::BadPage(uint32_t page, uint64_t checksum, uint64_t announced) {
 
 void InLane::Close() {
   if (session_ == nullptr) return;
+  read_->Abandon();  // nothing is written after this
   for (size_t i = next_; i < pages_.size(); ++i) session_->DropPage(pages_[i].page);
   for (const auto& job : std::exchange(jobs_, {})) {
-    job->Abandon();  // nothing is written after this
+    job->Abandon();
     for (const CopyJob::Page& page : job->pages()) session_->DropPage(page.page);
   }
   pages_.clear();

@@ -1,13 +1,12 @@
-// One lane of a hand-off that is being received: reads PAGES, each page's bytes straight into its target, several pages
-// by one scattered read; on a Unix socket also copies pages out of the sender's memory, and of a hand-off into a GPU
-// nothing else; with UCX also reads pages of a described memory and copies what came. Owned by Incoming and the
-// handlers of its pending operations; the transport's thread alone.
+// One lane of a hand-off that is being received: reads PAGES, has a worker read each page's bytes straight into its
+// target, several pages by one scattered read; on a Unix socket also copies pages out of the sender's memory, and of a
+// hand-off into a GPU nothing else; with UCX also reads pages of a described memory and copies what came. Owned by
+// Incoming and the handlers of its pending operations; the transport's thread alone.
 //
 // Invariant: every page of the frames being read or copied is kComing in Incoming, and this lane's alone; Close waits
-// for the copies that are under way, and gives back what has not arrived.
+// for the reads and copies that are under way, and gives back what has not arrived.
 #pragma once
 
-#include <array>
 #include <deque>
 #include <map>
 #include <memory>
@@ -16,6 +15,7 @@
 #include "kvmanager/memory/region.h"
 #include "transport/tcp/copy_job.h"
 #include "transport/tcp/loop.h"
+#include "transport/tcp/socket_job.h"
 #include "transport/tcp/wire.h"
 
 namespace kvmanager::tcp {
@@ -44,7 +44,8 @@ class InLane : public std::enable_shared_from_this<InLane> {
   void OnDeviceLocal(const LocalFrame& local);
   void OnCopied();
   void ReadPayload();
-  void OnPayload(size_t bytes);
+  void StartReading();
+  void OnRead();
   void BadPage(uint32_t page, uint64_t checksum, uint64_t announced);
   void Break(absl::Status why, bool bad_page = false);
   void BreakSocket(const ErrorCode& error);
@@ -65,12 +66,10 @@ class InLane : public std::enable_shared_from_this<InLane> {
   std::map<uint32_t, DeviceRegion> device_regions_;  // of a hand-off into a GPU, which has no others
   std::map<uint32_t, std::shared_ptr<RemoteMemory::Source>> remote_regions_;  // of a TCP connection
   std::deque<std::shared_ptr<CopyJob>> jobs_;
-  SteadyTime jobs_moved_ = Now();             // when one began that had none before it, or the first ended
-  std::vector<PageRecord> pages_;             // of the frame being read
-  std::vector<absl::Span<uint8_t>> targets_;  // as many
-  size_t next_ = 0;                           // of pages_: the one being read
-  size_t offset_ = 0;                         // of its bytes, those that have arrived
-  std::array<asio::mutable_buffer, kPagesPerFrameMax> buffers_;
+  SteadyTime jobs_moved_ = Now();    // when one began that had none before it, or the first ended
+  std::vector<PageRecord> pages_;    // of the frame being read
+  size_t next_ = 0;                  // of pages_: the first that has not arrived
+  std::shared_ptr<SocketJob> read_;  // their bytes
 };
 
 }  // namespace kvmanager::tcp

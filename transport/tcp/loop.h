@@ -74,7 +74,7 @@ struct Loop {
   RateLimit rate;
   std::shared_ptr<Gate> gate;
   // Destroyed before io, since what they do last may hold a lane, and after all regions, which they unmap.
-  // Of lanes that copy. Shared with what is read out of remote memory, which may end after the transport: abandoned
+  // Of lanes' bytes. Shared with what is read out of remote memory, which may end after the transport: abandoned
   // then.
   std::shared_ptr<WorkerPool> copiers;
   std::unique_ptr<RegionCache> regions;  // of local lanes

@@ -45,6 +45,7 @@ void OutLane::OnJoined(Frame frame) {
   if (auto* error = std::get_if<ErrorFrame>(&frame)) return Break(std::move(error->status));
   if (!link_->idle()) return Break(absl::InvalidArgumentError("JOINED before JOIN was read"));
   socket_ = std::exchange(link_, nullptr)->Release();
+  write_ = std::make_shared<SocketJob>(SocketJob::Way::kWrite, socket_.native_handle());
   const auto self = shared_from_this();
   session_->OnLaneJoined(index_, std::get<JoinedFrame>(frame));
   if (session_ == nullptr) return;
@@ -79,14 +80,19 @@ void OutLane::Pump() {
   if (by_ucx_ && MakeRemote()) {
     frame_bytes_ = head_.size();
     session_->OnNamed(pages_);
-    return Write();
+    return WriteHead();
   }
   std::array<PageRecord, kPagesPerFrameMax> records;
   for (size_t i = 0; i < pages_.size(); ++i) records[i] = {pages_[i].page, pages_[i].checksum};
   head_.resize(kHeaderBytes + kPageRecordBytes * pages_.size());
   PutPagesHead(absl::MakeConstSpan(records.data(), pages_.size()), head_.data());
   frame_bytes_ = head_.size();
-  for (const SendPage& page : pages_) frame_bytes_ += page.bytes.size();
+  write_->Clear();
+  write_->Add(head_.data(), head_.size());
+  for (const SendPage& page : pages_) {
+    frame_bytes_ += page.bytes.size();
+    write_->Add(page.bytes.data(), page.bytes.size());
+  }
   Write();
 }
 
@@ -209,13 +215,22 @@ void OutLane::WriteRegions() {
       self->WriteRegions();
     });
   }
-  Write();
+  WriteHead();
+}
+
+void OutLane::WriteHead() {
+  busy_ = true;
+  socket_.async_write_some(asio::buffer(head_.data() + written_, head_.size() - written_),
+                           [self = shared_from_this()](const ErrorCode& error, size_t bytes) {
+                             if (self->session_ == nullptr) return;
+                             if (error) return self->Break(absl::UnavailableError(error.message()));
+                             self->OnWritten(bytes);
+                           });
 }
 
 void OutLane::Write() {
   busy_ = true;
-  const bool by_place = frame_bytes_ == head_.size();  // the pages are not written, only where they are
-  const uint64_t granted = by_place ? frame_bytes_ - written_ : loop_.rate.Take(frame_bytes_ - written_, NowNs());
+  const uint64_t granted = loop_.rate.Take(frame_bytes_ - written_, NowNs());
   if (granted == 0) {
     rate_timer_.expires_after(std::chrono::milliseconds(kRateWaitMs));
     rate_timer_.async_wait([self = shared_from_this()](const ErrorCode& error) {
@@ -223,34 +238,34 @@ void OutLane::Write() {
     });
     return;
   }
-  size_t count = 0;
-  uint64_t skip = written_;
-  uint64_t left = granted;
-  const auto add = [&](const uint8_t* bytes, size_t size) {
-    const size_t skipped = std::min<uint64_t>(skip, size);
-    skip -= skipped;
-    const size_t taken = std::min<uint64_t>(size - skipped, left);
-    left -= taken;
-    if (taken > 0) buffers_[count++] = asio::const_buffer(bytes + skipped, taken);
-  };
-  add(head_.data(), head_.size());
-  for (size_t i = 0; !by_place && i < pages_.size() && left > 0; ++i)
-    add(pages_[i].bytes.data(), pages_[i].bytes.size());
-  socket_.async_write_some(absl::MakeConstSpan(buffers_.data(), count),
-                           [self = shared_from_this(), granted, by_place](const ErrorCode& error, size_t bytes) {
-                             if (!by_place) self->loop_.rate.GiveBack(granted - std::min<uint64_t>(granted, bytes));
-                             if (self->session_ == nullptr) return;
-                             if (error) return self->Break(absl::UnavailableError(error.message()));
-                             self->OnWritten(bytes);
-                           });
+  socket_.async_wait(Socket::wait_write, [self = shared_from_this(), granted](const ErrorCode& error) {
+    if (self->session_ == nullptr) return self->loop_.rate.GiveBack(granted);
+    if (error) return self->Break(absl::UnavailableError(error.message()));
+    self->StartWriting(granted);
+  });
 }
 
-void OutLane::OnWritten(size_t bytes) {
+void OutLane::StartWriting(uint64_t granted) {
+  SocketJob::Start(write_, *loop_.copiers, granted, [gate = loop_.gate, self = shared_from_this(), granted] {
+    gate->Post([self, granted](Loop& loop) {
+      if (self->session_ == nullptr) return;
+      const uint64_t bytes = self->write_->bytes();
+      loop.rate.GiveBack(granted - bytes);
+      if (const int error = self->write_->error(); error != 0) {
+        return self->Break(absl::UnavailableError(ErrorCode(error, asio::error::get_system_category()).message()));
+      }
+      self->OnWritten(bytes);
+    });
+  });
+}
+
+void OutLane::OnWritten(uint64_t bytes) {
   const uint64_t head_left = head_.size() - std::min<uint64_t>(written_, head_.size());
   session_->OnPayload(bytes - std::min<uint64_t>(bytes, head_left), PageWay::kSocket);
   written_ += bytes;
-  if (written_ < frame_bytes_) return Write();
-  if (frame_bytes_ > head_.size()) session_->OnPagesWritten(pages_.size());
+  const bool by_place = frame_bytes_ == head_.size();  // the pages are not written, only where they are
+  if (written_ < frame_bytes_) return by_place ? WriteHead() : Write();
+  if (!by_place) session_->OnPagesWritten(pages_.size());
   pages_.clear();
   busy_ = false;
   Pump();
@@ -261,6 +276,7 @@ void OutLane::Close() {
   session_ = nullptr;
   if (dial_ != nullptr) std::exchange(dial_, nullptr)->Cancel();
   if (link_ != nullptr) std::exchange(link_, nullptr)->Close();
+  if (write_ != nullptr) write_->Abandon();
   ErrorCode ignored;
   socket_.close(ignored);
   rate_timer_.cancel();

@@ -1,9 +1,8 @@
-// One lane of a hand-off that is being sent: joins, then writes frame after frame of pages, straight from their slots;
-// or, on a Unix socket, says where they lie.
+// One lane of a hand-off that is being sent: joins, then has workers write frame after frame of pages, straight from
+// their slots; or, on a Unix socket, says where they lie.
 // Owned by Outgoing and the handlers of its pending operations; the transport's thread alone.
 #pragma once
 
-#include <array>
 #include <memory>
 #include <string>
 #include <utility>
@@ -12,6 +11,7 @@
 #include "transport/tcp/dial.h"
 #include "transport/tcp/frame_link.h"
 #include "transport/tcp/loop.h"
+#include "transport/tcp/socket_job.h"
 #include "transport/tcp/wire.h"
 
 namespace kvmanager::tcp {
@@ -42,7 +42,10 @@ class OutLane : public std::enable_shared_from_this<OutLane> {
   std::pair<std::string, int> RegionOf(uint32_t index) const;
   void WriteRegions();
   void Write();
-  void OnWritten(size_t bytes);
+  /// A frame that only says where pages are.
+  void WriteHead();
+  void StartWriting(uint64_t bytes_max);
+  void OnWritten(uint64_t bytes);
   void Break(absl::Status why);
 
   Loop& loop_;
@@ -65,8 +68,8 @@ class OutLane : public std::enable_shared_from_this<OutLane> {
   std::vector<const DeviceSlab*> slabs_;  // of GPUs' pages: regions by their numbers on this lane
   size_t region_written_ = 0;             // bytes of the REGION of to_pass_.back()
   uint64_t frame_bytes_ = 0;
-  uint64_t written_ = 0;  // of it
-  std::array<asio::const_buffer, kPagesPerFrameMax + 1> buffers_;
+  uint64_t written_ = 0;              // of it
+  std::shared_ptr<SocketJob> write_;  // head and pages, once joined
 };
 
 }  // namespace kvmanager::tcp

@@ -1,6 +1,6 @@
-// The transport over TCP: for each hand-off a control connection and lanes that carry its pages, one thread of its own
-// for all of them. Pages are written from the sender's slots and read into the receiver's, never copied in between;
-// wire.h has the bytes, and what happens when a connection breaks.
+// The transport over TCP: for each hand-off a control connection and lanes that carry its pages. One thread of its own
+// has the books of all of them; workers move the bytes. Pages are written from the sender's slots and read into the
+// receiver's, never copied in between; wire.h has the bytes, and what happens when a connection breaks.
 //
 // Owned by main(). Methods from any thread; callbacks on the transport's thread. Create fails with the field that is
 // wrong, or with UNAVAILABLE if the address cannot be listened on. The destructor fails what is being sent with
@@ -50,7 +50,7 @@ class TcpTransport final : public Transport {
     bool local_lanes = false;                         // whether to take pages so, and listen for it
     DeviceCopier* device_copier = nullptr;            // of GPUs' pages; they need local lanes; nullptr: none are taken
     RemoteMemory* remote_memory = nullptr;            // pages that are neither copied so nor limited; outlives this
-    int copy_threads = kCopyThreadsDefault;           // that copy them
+    int copy_threads = kCopyThreadsDefault;           // that copy them, and move bytes from and to sockets
     uint64_t send_bytes_per_s = 0;                    // of all hand-offs; 0: no limit; else `memory` must be empty
     int64_t stall_ms = SendRequest::kStallMsDefault;  // a peer that is not heard of for so long is given up
     uint32_t lanes = kLanesDefault;                   // connections for the pages of a hand-off that is sent, at most

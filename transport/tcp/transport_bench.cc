@@ -124,6 +124,8 @@ class Pair {
     TcpTransport::Options options;
     options.metrics = &metrics_;
     options.lanes = std::max(lanes, 1u);
+    options.copy_threads =
+        std::min<int>(static_cast<int>(std::thread::hardware_concurrency()), TcpTransport::kCopyThreadsMax);
     if (lanes == 0) options.memory = {from.shared()};
     options.remote_memory = from_ucx;
     sending_ = *TcpTransport::Create(options);
