@@ -1,5 +1,6 @@
 #include "monitoring/http_server.h"
 
+#include <algorithm>
 #include <array>
 #include <boost/asio.hpp>
 #include <boost/beast/core.hpp>
@@ -192,15 +193,14 @@ class HttpServerImpl final : public HttpServer {
 }  // namespace
 
 bool IsLoopbackHost(absl::string_view host) {
-  if (absl::ConsumePrefix(&host, "[")) {
-    const size_t end = host.find(']');
-    if (end == absl::string_view::npos) return false;
-    const absl::string_view behind = host.substr(end + 1);
-    if (!behind.empty() && behind.front() != ':') return false;
-    host = host.substr(0, end);
-  } else {
-    host = host.substr(0, host.find(':'));
+  const bool bracketed = absl::ConsumePrefix(&host, "[");
+  const size_t end = std::min(host.find(bracketed ? ']' : ':'), host.size());
+  absl::string_view behind = host.substr(end);
+  if (bracketed && !absl::ConsumePrefix(&behind, "]")) return false;
+  if (absl::ConsumePrefix(&behind, ":") ? behind.find_first_not_of("0123456789") != behind.npos : !behind.empty()) {
+    return false;
   }
+  host = host.substr(0, end);
   if (absl::EqualsIgnoreCase(host, "localhost")) return true;
   error_code error;
   const auto address = asio::ip::make_address(std::string(host), error);

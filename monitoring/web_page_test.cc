@@ -155,8 +155,9 @@ TEST_F(WebPageTest, AConnectionServesManyRequests) {
 }
 
 TEST_F(WebPageTest, ForeignNamesAreRefused) {
-  for (const char* host : {"example.com", "127.0.0.1.example.com", "localhost.example.com", "10.0.0.1", "", "[::1",
-                           "[::2]", "127.0.0.1@example.com", "[::1]x"}) {
+  for (const char* host :
+       {"example.com", "127.0.0.1.example.com", "localhost.example.com", "10.0.0.1", "", "[::1", "[::2]",
+        "127.0.0.1@example.com", "[::1]x", "localhost:1@example.com", "127.0.0.1:x", "[::1]:8080x"}) {
     EXPECT_EQ(Line(Get("/state.json", host)).substr(0, 12), "HTTP/1.1 421") << host;
   }
   EXPECT_EQ(Line(Ask("GET / HTTP/1.1\r\nConnection: close\r\n\r\n")).substr(0, 12), "HTTP/1.1 421");

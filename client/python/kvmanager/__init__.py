@@ -14,7 +14,7 @@ Neither numpy nor torch is needed: tensors of both, and whatever has __dlpack__,
 """
 
 from .arena import Arena, ArenaTensor
-from .cache import BlockNames, Cache, Claimed, Entries, HandOff, Pending, Sequence
+from .cache import Cache, Claimed, Entries, HandOff, Sequence
 from .client import Client, connect
 from .device import Device, InProcess, allow_many_streams
 from .errors import (
@@ -35,6 +35,8 @@ from .errors import (
     UnavailableError,
     UnimplementedError,
 )
+from .names import BlockNames
+from .pending import Pending
 from .types import (
     CacheDescription,
     CacheOptions,
@@ -52,3 +54,49 @@ from .types import (
 )
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AbortedError",
+    "allow_many_streams",
+    "AlreadyExistsError",
+    "Arena",
+    "ArenaTensor",
+    "BlockNames",
+    "Cache",
+    "CacheDescription",
+    "CacheOptions",
+    "CancelledError",
+    "Claimed",
+    "Client",
+    "connect",
+    "DaemonDescription",
+    "DataLossError",
+    "DeadlineExceededError",
+    "Device",
+    "Entries",
+    "Error",
+    "FailedPreconditionError",
+    "HandOff",
+    "HandOffOutcome",
+    "InProcess",
+    "InternalError",
+    "InvalidArgumentError",
+    "LayerTimes",
+    "NotFoundError",
+    "OutOfRangeError",
+    "PeerDescription",
+    "PeerLoad",
+    "Pending",
+    "PermissionDeniedError",
+    "PoolDescription",
+    "PrefixMatch",
+    "PublishOutcome",
+    "ReadResult",
+    "ResourceExhaustedError",
+    "Sequence",
+    "SequenceDescription",
+    "StepResult",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "UnimplementedError",
+]

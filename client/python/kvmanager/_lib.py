@@ -6,8 +6,12 @@ import ctypes
 import json
 import os
 from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .errors import from_text
+
+if TYPE_CHECKING:
+    from typing import Self
 
 _ABI = 1
 _FILE = "libkvmanager_client.so"
@@ -148,7 +152,7 @@ def check(code: int) -> None:
         raise from_text(text())
 
 
-def result() -> object:
+def result() -> Any:
     """The JSON that this thread's last call left."""
     return json.loads(text())
 
@@ -165,16 +169,17 @@ class Handle:
         """Gives back what this holds, at once. Again: nothing."""
         check(lib.kvm_close(self._object))
 
-    def __reduce_ex__(self, protocol):  # what copy and pickle ask: a second owner of one object would free it twice
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # What copy and pickle ask. A second owner of one object would free it twice.
         raise TypeError(f"a {type(self).__name__} of kvmanager is a lease: it cannot be copied or pickled")
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self, _release=lib.kvm_release) -> None:
+    def __del__(self, _release: Any = lib.kvm_release) -> None:
         try:
             address, self._object = self._object, None
         except AttributeError:  # its making failed

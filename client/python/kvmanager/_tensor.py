@@ -6,7 +6,7 @@ Nothing is copied, and neither torch nor numpy is imported.
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .errors import invalid
 
@@ -55,7 +55,7 @@ def name_of(dtype: object) -> str:
     return name
 
 
-def view(field: str, tensor) -> Tensor:
+def view(field: str, tensor: Any) -> Tensor:
     """InvalidArgumentError naming `field` for what is no dense array."""
     data_ptr = getattr(tensor, "data_ptr", None)
     if data_ptr is not None:
@@ -78,7 +78,7 @@ def view(field: str, tensor) -> Tensor:
     raise invalid(field, type(tensor).__name__, "a tensor: data_ptr(), __array_interface__ or __dlpack__")
 
 
-def _from_dlpack(field: str, tensor) -> Tensor:
+def _from_dlpack(field: str, tensor: Any) -> Tensor:
     capsule = tensor.__dlpack__()
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -98,7 +98,7 @@ def _from_dlpack(field: str, tensor) -> Tensor:
     return Tensor(address, shape, name, described.device_type in _CUDA_TYPES, True, (tensor, capsule))
 
 
-def rows(field: str, tensor, tokens: int, heads: int, width: int, dtypes: tuple[str, ...]) -> Tensor:
+def rows(field: str, tensor: Any, tokens: int, heads: int, width: int, dtypes: tuple[str, ...]) -> Tensor:
     """`tensor` as [tokens][heads][width] of one of `dtypes`: that shape with any leading dimensions whose product is
     `tokens`, or with the last two as one. InvalidArgumentError otherwise."""
     given = tensor if type(tensor) is Tensor else view(field, tensor)

@@ -17,11 +17,14 @@ import collections
 import functools
 import os
 import threading
-from typing import Any, Callable, Iterable, NamedTuple
+from typing import TYPE_CHECKING, Any, Callable, Iterable, NamedTuple
 
 from . import arena, cache as blocking, client as blocking_client
 from ._lib import check, lib
+from .cache import Entries as Entries
 from .errors import Error, FailedPreconditionError
+from .names import BlockNames
+from .pending import Pending
 from .types import (
     CacheDescription,
     CacheOptions,
@@ -35,14 +38,17 @@ from .types import (
     StepResult,
 )
 
-BlockNames = blocking.BlockNames
-Entries = blocking.Entries
+if TYPE_CHECKING:
+    import array
+    from typing import Self
+
+    from .cache import StepEntries
 
 
 class _Call(NamedTuple):
     make: Callable[[], Any]  # its result, or a Pending of it
     loop: asyncio.AbstractEventLoop
-    future: asyncio.Future
+    future: asyncio.Future[Any]
 
 
 class _Thread:
@@ -56,12 +62,12 @@ class _Thread:
         self._closed: _Call | None = None  # who waits for the end
         self._abandoned = False  # nobody waits for the connection
 
-    def start(self, connect: Callable[[], blocking_client.Client]) -> asyncio.Future:
+    def start(self, connect: Callable[[], blocking_client.Client]) -> asyncio.Future[Any]:
         call = _call(connect)
         threading.Thread(target=self._run, args=(call,), name="kvmanager", daemon=True).start()
         return call.future
 
-    def call(self, make: Callable[[], Any]) -> asyncio.Future:
+    def call(self, make: Callable[[], Any]) -> asyncio.Future[Any]:
         self._must_be_here()
         call = _call(make)
         with self._lock:
@@ -72,7 +78,7 @@ class _Thread:
         call.future.add_done_callback(self._cancelled)
         return call.future
 
-    def close(self) -> asyncio.Future | None:
+    def close(self) -> asyncio.Future[Any] | None:
         """Takes no more calls; None: it did not before."""
         self._must_be_here()
         with self._lock:
@@ -96,7 +102,7 @@ class _Thread:
             if self._client is not None:
                 lib.kvm_wake(self._client._object)
 
-    def _cancelled(self, future: asyncio.Future) -> None:
+    def _cancelled(self, future: asyncio.Future[Any]) -> None:
         if future.cancelled() and self._pid == os.getpid():
             with self._lock:
                 if self._client is not None:
@@ -114,7 +120,7 @@ class _Thread:
         with self._lock:
             self._client = client
         _answer(first, client, None)
-        under_way: list[tuple[_Call, blocking.Pending]] = []
+        under_way: list[tuple[_Call, Pending[Any]]] = []
         failure: Exception = _closed()
         try:
             while not self._ends():
@@ -143,7 +149,7 @@ def _call(make: Callable[[], Any]) -> _Call:
     return _Call(make, loop, loop.create_future())
 
 
-def _begin(call: _Call, under_way: list[tuple[_Call, blocking.Pending]]) -> None:
+def _begin(call: _Call, under_way: list[tuple[_Call, Pending[Any]]]) -> None:
     if call.future.cancelled():
         return
     try:
@@ -151,13 +157,13 @@ def _begin(call: _Call, under_way: list[tuple[_Call, blocking.Pending]]) -> None
     except Exception as error:
         _answer(call, None, error)
         return
-    if isinstance(made, blocking.Pending):
+    if isinstance(made, Pending):
         under_way.append((call, made))
     else:
         _answer(call, made, None)
 
 
-def _finished(call: _Call, pending: blocking.Pending) -> bool:
+def _finished(call: _Call, pending: Pending[Any]) -> bool:
     if call.future.cancelled():
         pending.close()
         return True
@@ -194,21 +200,21 @@ class _Owned:
         self._thread = thread
         self.blocking = handle
 
-    async def _call(self, function: Callable, *arguments, **named) -> Any:
+    async def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         return await self._thread.call(functools.partial(function, *arguments, **named))
 
     async def close(self) -> None:
         """Gives back what this holds, at once."""
         await self._call(self.blocking.close)
 
-    async def __aenter__(self):
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 
-async def connect(address: str, **options) -> Client:
+async def connect(address: str, **options: Any) -> Client:
     """As kvmanager.connect."""
     thread = _Thread()
     connected = thread.start(functools.partial(blocking_client.connect, address, **options))
@@ -251,7 +257,7 @@ class Client(_Owned):
     async def ping(self) -> None:
         await self._call(self.blocking.ping)
 
-    async def open_cache(self, **options) -> Cache:
+    async def open_cache(self, **options: Any) -> Cache:
         return Cache(self._thread, await self._call(self.blocking.open_cache, **options))
 
     async def create_arena(self, nbytes: int) -> arena.Arena:
@@ -270,7 +276,7 @@ class Client(_Owned):
     async def peers(self, peers: list[str] | None = None) -> list[PeerDescription]:
         return await self._call(self.blocking.peers, peers)
 
-    async def recompute(self) -> dict:
+    async def recompute(self) -> dict[str, Any]:
         return await self._call(self.blocking.recompute)
 
     async def drain(self, on: bool = True) -> None:
@@ -293,7 +299,7 @@ class Cache(_Owned):
     def options(self) -> CacheOptions:
         return self.blocking.options
 
-    def block_names(self, token_ids) -> BlockNames:
+    def block_names(self, token_ids: object) -> BlockNames:
         return self.blocking.block_names(token_ids)
 
     def external_names(self, hashes: Iterable[bytes]) -> BlockNames:
@@ -322,14 +328,24 @@ class Cache(_Owned):
         return Claimed(Sequence(self._thread, claimed.sequence), claimed.tokens, claimed.blob)
 
     async def step(
-        self, layer: int, entries, k=None, v=None, q=None, out=None, lse=None, x=None, scale: float = 0.0, ready: int = 0
+        self,
+        layer: int,
+        entries: StepEntries,
+        k: object = None,
+        v: object = None,
+        q: object = None,
+        out: object = None,
+        lse: object = None,
+        x: object = None,
+        scale: float = 0.0,
+        ready: int = 0,
     ) -> StepResult:
         return await self._call(self.blocking.step_async, layer, entries, k, v, q, out, lse, x, scale, ready)
 
-    async def read(self, layer: int, entries, k, v) -> ReadResult:
+    async def read(self, layer: int, entries: StepEntries, k: object, v: object) -> ReadResult:
         return await self._call(self.blocking.read_async, layer, entries, k, v)
 
-    async def output_factors(self, layer: int):
+    async def output_factors(self, layer: int) -> array.array[float] | None:
         return await self._call(self.blocking.output_factors, layer)
 
 

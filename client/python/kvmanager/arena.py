@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref, c_int64, c_uint64, c_void_p
-
+from typing import Any, Iterable
 
 from ._lib import Handle, check, lib
 from ._tensor import ITEM_BYTES, name_of
@@ -28,14 +28,14 @@ class Arena(Handle):
 
     __slots__ = ("_owner", "address", "nbytes", "device_index")
 
-    def __init__(self, owner: object, address: int, data: int, nbytes: int, device_index: int = -1) -> None:
+    def __init__(self, owner: object, address: int | None, data: Any, nbytes: int, device_index: int = -1) -> None:
         super().__init__(address)
         self._owner = owner
-        self.address = data
+        self.address: int = data
         self.nbytes = nbytes
         self.device_index = device_index
 
-    def tensor(self, shape, dtype: str = "float32", offset: int = 0) -> ArenaTensor:
+    def tensor(self, shape: int | Iterable[int], dtype: object = "float32", offset: int = 0) -> ArenaTensor:
         """A dense tensor at `offset` bytes, a multiple of 64. dtype: float16, bfloat16, float32, uint16 or uint8."""
         return ArenaTensor(self, shape, dtype, offset)
 
@@ -47,7 +47,7 @@ class ArenaTensor:
 
     __slots__ = ("arena", "shape", "dtype", "offset", "nbytes", "is_cuda")
 
-    def __init__(self, arena: Arena, shape, dtype: str, offset: int) -> None:
+    def __init__(self, arena: Arena, shape: int | Iterable[int], dtype: object, offset: int) -> None:
         self.arena = arena
         sizes = (shape,) if isinstance(shape, int) else shape
         self.shape = tuple(integer("shape", size, 0, arena.nbytes) for size in sizes)
@@ -72,7 +72,7 @@ class ArenaTensor:
     def is_contiguous(self) -> bool:
         return True
 
-    def numpy(self):
+    def numpy(self) -> Any:
         """A numpy array that can be written; of host memory."""
         import numpy
 
@@ -80,25 +80,25 @@ class ArenaTensor:
             raise invalid("tensor", "on a GPU", "in host memory: use torch.from_dlpack")
         return numpy.asarray(self)
 
-    def torch(self):
+    def torch(self) -> Any:
         """A torch tensor."""
         import torch
 
         return torch.from_dlpack(self)
 
     @property
-    def __array_interface__(self) -> dict:
+    def __array_interface__(self) -> dict[str, Any]:
         if self.is_cuda:
             raise AttributeError("__array_interface__: this tensor is on a GPU")
         return self._interface()
 
     @property
-    def __cuda_array_interface__(self) -> dict:
+    def __cuda_array_interface__(self) -> dict[str, Any]:
         if not self.is_cuda:
             raise AttributeError("__cuda_array_interface__: this tensor is in host memory")
         return self._interface()
 
-    def _interface(self) -> dict:
+    def _interface(self) -> dict[str, Any]:
         return {
             "version": 3,
             "shape": self.shape,
@@ -110,7 +110,9 @@ class ArenaTensor:
     def __dlpack_device__(self) -> tuple[int, int]:
         return (_CUDA, self.arena.device_index) if self.is_cuda else (_CPU, 0)
 
-    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+    def __dlpack__(
+        self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None
+    ) -> Any:
         """`stream` may be any: nothing is under way on this memory but what the caller began."""
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
             raise BufferError(f"this tensor is on device {self.__dlpack_device__()}")
@@ -131,7 +133,9 @@ class ArenaTensor:
         return f"ArenaTensor(shape={self.shape}, dtype={self.dtype}, offset={self.offset})"
 
 
-def create(owner: object, function, handle: int, nbytes: int, multiple: int, device_index: int = -1) -> Arena:
+def create(
+    owner: object, function: Any, handle: int | None, nbytes: int, multiple: int, device_index: int = -1
+) -> Arena:
     """An arena of a client, or of a device. `owner` is kept."""
     nbytes = integer("nbytes", nbytes, 1, 2**63)
     made, data, size = c_void_p(), c_void_p(), c_uint64()

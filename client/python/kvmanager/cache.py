@@ -1,4 +1,4 @@
-"""Caches, sequences, and calls under way."""
+"""Caches, sequences and hand-offs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import ctypes
 import hashlib
 import struct
 from ctypes import byref, c_int, c_int32, c_uint32, c_uint64, c_void_p
-from typing import TYPE_CHECKING, Iterable, NamedTuple, Sequence as Many
+from typing import TYPE_CHECKING, Any, Iterable, Literal, NamedTuple, SupportsIndex, overload
 
 from . import _lib
 from ._lib import Handle, check, lib
 from ._tensor import ITEM_BYTES, rows
 from .errors import Error, FailedPreconditionError, InvalidArgumentError, data, encoded, from_fields, integer, invalid
+from .names import NAME_BYTES, BlockNames
+from .pending import Pending
 from .types import (
     MISS_REASONS,
     CacheDescription,
@@ -28,7 +30,6 @@ from .types import (
 if TYPE_CHECKING:
     from .client import Client
 
-_NAME_BYTES = 64  # a block's key and the digest of its tokens, 32 each
 _HASH_BYTES_MAX = 64
 _Q_DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
 _INT32_MAX = 2**31 - 1
@@ -39,52 +40,14 @@ _pack_step = struct.Struct("<iifIQ12QQ").pack
 _NONE = (0, 0)
 
 
-class BlockNames(Many):
-    """Names of consecutive blocks from the first on; slices are names too. Each is 64 bytes: key, digest of tokens."""
-
-    __slots__ = ("data",)
-
-    def __init__(self, data: bytes = b"") -> None:
-        if len(data) % _NAME_BYTES:
-            raise invalid("names (bytes)", len(data), f"a multiple of {_NAME_BYTES}")
-        self.data = bytes(data)
-
-    def __len__(self) -> int:
-        return len(self.data) // _NAME_BYTES
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            first, last, step = index.indices(len(self))
-            if step != 1:
-                raise invalid("step of a slice", step, "1")
-            return BlockNames(self.data[first * _NAME_BYTES : max(first, last) * _NAME_BYTES])
-        if index < 0:
-            index += len(self)
-        if not 0 <= index < len(self):
-            raise IndexError(f"block {index} of {len(self)}")
-        return self.data[index * _NAME_BYTES : (index + 1) * _NAME_BYTES]
-
-    def __add__(self, other: BlockNames) -> BlockNames:
-        return BlockNames(self.data + other.data)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BlockNames) and self.data == other.data
-
-    def __hash__(self) -> int:
-        return hash(self.data)
-
-    def __repr__(self) -> str:
-        return f"BlockNames({len(self)} blocks)"
-
-
 class Entries:
     """What a step does, for each sequence of a batch: (sequence, position of its first token, tokens). Made once, it
     serves all layers of a step."""
 
     __slots__ = ("address", "count", "tokens", "_words")
 
-    def __init__(self, entries: Iterable[tuple[Sequence | int, int, int]]) -> None:
-        words = []
+    def __init__(self, entries: Iterable[tuple[SupportsIndex, int, int]]) -> None:
+        words: list[int] = []
         try:
             for sequence, position, tokens in entries:
                 words += (sequence if type(sequence) is int else sequence.__index__(), position, tokens)
@@ -96,42 +59,7 @@ class Entries:
         self.tokens = sum(self._words[2::3])
 
 
-class Pending(Handle):
-    """A call under way: it goes on while others are made. Closing it, or letting it go, cancels it."""
-
-    __slots__ = ("_finish", "_keep", "_result", "_error")
-
-    def __init__(self, address: int, finish, keep: object = None) -> None:
-        super().__init__(address)
-        self._finish = finish
-        self._keep = keep  # arguments that the call still writes, and the client
-        self._result = None
-        self._error: Error | None = None
-
-    def ready(self) -> bool:
-        """Whether wait() would not block."""
-        if self._finish is None:
-            return True
-        ready = c_int()
-        check(lib.kvm_ready(self._object, byref(ready)))
-        return ready.value != 0
-
-    def wait(self):
-        """The call's result, or its error; the same when it is asked again."""
-        if self._finish is not None:
-            values, made = (c_uint64 * 3)(), c_void_p()
-            try:
-                check(lib.kvm_wait(self._object, values, byref(made)))
-            except FailedPreconditionError:  # perhaps of another thread: its own may still wait
-                raise
-            except Error as error:
-                self._error = error
-            else:
-                self._result = self._finish(values, made.value)
-            self._finish = self._keep = None
-        if self._error is not None:
-            raise self._error
-        return self._result
+StepEntries = Entries | Iterable[tuple[SupportsIndex, int, int]]  # what steps and reads take
 
 
 class Cache(Handle):
@@ -139,7 +67,7 @@ class Cache(Handle):
 
     __slots__ = ("client", "description", "_factors")
 
-    def __init__(self, client: Client, address: int, description: CacheDescription) -> None:
+    def __init__(self, client: Client, address: int | None, description: CacheDescription) -> None:
         super().__init__(address)
         self.client = client
         self.description = description
@@ -157,15 +85,15 @@ class Cache(Handle):
 
     # Names.
 
-    def block_names(self, token_ids) -> BlockNames:
+    def block_names(self, token_ids: object) -> BlockNames:
         """The names of the full pages of `token_ids` (integers of 0..2**32-1; a list, an array, or a tensor)."""
         ids = _token_ids(token_ids)
         page_tokens = self.description.options.page_tokens
         blocks = len(ids) // page_tokens
-        names = ctypes.create_string_buffer(max(1, blocks * _NAME_BYTES))
+        names = ctypes.create_string_buffer(max(1, blocks * NAME_BYTES))
         address, count = ids.buffer_info()
         check(lib.kvm_name_blocks(self.description.digest, address, count, page_tokens, names))
-        return BlockNames(names.raw[: blocks * _NAME_BYTES])
+        return BlockNames(names.raw[: blocks * NAME_BYTES])
 
     def external_names(self, hashes: Iterable[bytes]) -> BlockNames:
         """Names of consecutive blocks by an engine's own hashes of them (1..64 bytes each), which must depend on all
@@ -194,12 +122,25 @@ class Cache(Handle):
         prompt, the prefix included, for codecs whose queries choose what they read behind it ("pq"); 0: unknown."""
         return self.create_sequences([names], [prompt_tokens])[0]
 
+    @overload
+    def create_sequences(
+        self,
+        prefixes: Iterable[BlockNames | None],
+        prompt_tokens: Iterable[int] | None = None,
+        partial: Literal[False] = False,
+    ) -> list[Sequence]: ...
+
+    @overload
+    def create_sequences(
+        self, prefixes: Iterable[BlockNames | None], prompt_tokens: Iterable[int] | None = None, partial: bool = False
+    ) -> list[Sequence | Error]: ...
+
     def create_sequences(
         self,
         prefixes: Iterable[BlockNames | None],
         prompt_tokens: Iterable[int] | None = None,
         partial: bool = False,
-    ) -> list[Sequence | Error]:
+    ) -> Any:
         """A sequence for each prefix. An error of any of them is raised, and the others given back; with `partial` it
         stands in its place of the list instead."""
         names, blocks, count = _prefixes(prefixes)
@@ -209,7 +150,7 @@ class Cache(Handle):
         created = (_lib.Created * count)()
         check(lib.kvm_create_sequences(self._object, names, blocks, prompts, count, created))
         errors = _lib.result() if any(each.code for each in created) else [None] * count
-        sequences = [
+        sequences: list[Sequence | Error] = [
             Sequence(self, each.sequence, each.id, each.hit_blocks, _reason(each.reason))
             if error is None
             else from_fields(error)
@@ -227,12 +168,12 @@ class Cache(Handle):
         """Takes over a sequence that was handed off, once. deadline_ms: of this call; 0: the client's."""
         return self.claim_async(ticket, deadline_ms).wait()
 
-    def claim_async(self, ticket: bytes, deadline_ms: int = 0) -> Pending:
+    def claim_async(self, ticket: bytes, deadline_ms: int = 0) -> Pending[Claimed]:
         ticket, pending = data("ticket", ticket), c_void_p()
         deadline_ms = integer("deadline_ms", deadline_ms, 0, _INT64_MAX)
         check(lib.kvm_claim(self._object, ticket, len(ticket), deadline_ms, byref(pending)))
 
-        def finish(values, made: int) -> Claimed:
+        def finish(values: Any, made: Any) -> Claimed:
             blob = bytes.fromhex(_lib.result()["blob"])
             return Claimed(Sequence(self, made, values[1], 0, "none"), values[0], blob)
 
@@ -241,7 +182,17 @@ class Cache(Handle):
     # Steps.
 
     def step(
-        self, layer: int, entries, k=None, v=None, q=None, out=None, lse=None, x=None, scale: float = 0.0, ready: int = 0
+        self,
+        layer: int,
+        entries: StepEntries,
+        k: object = None,
+        v: object = None,
+        q: object = None,
+        out: object = None,
+        lse: object = None,
+        x: object = None,
+        scale: float = 0.0,
+        ready: int = 0,
     ) -> StepResult:
         """One layer's step of a batch: appends k and v, attends q into out, or both.
 
@@ -255,8 +206,18 @@ class Cache(Handle):
         return StepResult(*values)
 
     def step_async(
-        self, layer: int, entries, k=None, v=None, q=None, out=None, lse=None, x=None, scale: float = 0.0, ready: int = 0
-    ) -> Pending:
+        self,
+        layer: int,
+        entries: StepEntries,
+        k: object = None,
+        v: object = None,
+        q: object = None,
+        out: object = None,
+        lse: object = None,
+        x: object = None,
+        scale: float = 0.0,
+        ready: int = 0,
+    ) -> Pending[StepResult]:
         """The same, to be waited for later: it is under way when this returns. Tensors in arenas must stay as they are
         until then; out and lse that are not are written by wait()."""
         entries, packed, keep = self._pack(layer, entries, k, v, q, out, lse, x, scale, ready)
@@ -264,13 +225,16 @@ class Cache(Handle):
         check(lib.kvm_cache_step_async(self._object, packed, byref(pending)))
         return Pending(pending.value, _step_result, (keep, self))
 
-    def _pack(self, layer, entries, k, v, q, out, lse, x, scale, ready):
+    def _pack(
+        self, layer: Any, entries: Any, k: Any, v: Any, q: Any, out: Any, lse: Any, x: Any, scale: Any, ready: Any
+    ) -> Any:
         if type(entries) is not Entries:
             entries = Entries(entries)
         o = self.description.options
         at = _Places(entries.tokens, o.device >= 0)
         kv_dtypes = (o.dtype, "uint16")
-        places = at.of("k", k, o.kv_heads, o.head_dim, kv_dtypes) + at.of("v", v, o.kv_heads, o.head_dim, kv_dtypes)
+        places: tuple[int, ...] = at.of("k", k, o.kv_heads, o.head_dim, kv_dtypes)
+        places += at.of("v", v, o.kv_heads, o.head_dim, kv_dtypes)
         places += at.of("x", x, 1, o.hidden_size, kv_dtypes)
         q_dtype = 2
         if q is not None:
@@ -291,28 +255,28 @@ class Cache(Handle):
             raise InvalidArgumentError(f"layer {layer}, scale {scale} or ready {ready}: {error}", "layer") from error
         return entries, packed, at.owners
 
-    def read(self, layer: int, entries, k, v) -> ReadResult:
+    def read(self, layer: int, entries: StepEntries, k: object, v: object) -> ReadResult:
         """Writes K and V of tokens of a layer as dense rows: of each entry (sequence, position, tokens) the tokens
         from `position` on, which must be there, into k and v, [sum of tokens][kv_heads][head_dim] of the cache's dtype.
         Pages that are raw for the sequence give what was appended, others what their codec decodes. Of caches in host
         memory. DataLossError: a page could not be decoded, and what k and v hold is of no use."""
         layer = integer("layer", layer, 0, _INT32_MAX)
-        entries, k_range, v_range, keep = self._places_to_read(entries, k, v)
+        given, k_range, v_range, keep = self._places_to_read(entries, k, v)
         values = (c_uint64 * 3)()
-        check(lib.kvm_read(self._object, layer, entries.address, entries.count, k_range, v_range, values))
+        check(lib.kvm_read(self._object, layer, given.address, given.count, k_range, v_range, values))
         return ReadResult(values[0], values[1])
 
-    def read_async(self, layer: int, entries, k, v) -> Pending:
+    def read_async(self, layer: int, entries: StepEntries, k: object, v: object) -> Pending[ReadResult]:
         """The same, to be waited for later; k and v that are not in arenas are written by wait()."""
         layer = integer("layer", layer, 0, _INT32_MAX)
-        entries, k_range, v_range, keep = self._places_to_read(entries, k, v)
+        given, k_range, v_range, keep = self._places_to_read(entries, k, v)
         pending = c_void_p()
         check(
-            lib.kvm_read_async(self._object, layer, entries.address, entries.count, k_range, v_range, byref(pending))
+            lib.kvm_read_async(self._object, layer, given.address, given.count, k_range, v_range, byref(pending))
         )
         return Pending(pending.value, _read_result, (keep, self))
 
-    def _places_to_read(self, entries, k, v):
+    def _places_to_read(self, entries: Any, k: Any, v: Any) -> Any:
         if type(entries) is not Entries:
             entries = Entries(entries)
         o = self.description.options
@@ -323,7 +287,7 @@ class Cache(Handle):
         ]
         return entries, *places, at.owners
 
-    def output_factors(self, layer: int) -> array.array | None:
+    def output_factors(self, layer: int) -> array.array[float] | None:
         """[kv_heads][head_dim][head_dim] float32 where steps of this layer leave outputs in the codec's space: an
         output o' of a query head stands for A o', A being its KV head's. None: outputs are as usual."""
         o, layer = self.description.options, integer("layer", layer, 0, _INT32_MAX)
@@ -344,7 +308,9 @@ class _Places:
         self.on_device = on_device
         self.owners: list[object] = []  # of the tensors' memory
 
-    def of(self, field: str, tensor, heads: int, width: int, dtypes: tuple[str, ...], written: bool = False):
+    def of(
+        self, field: str, tensor: Any, heads: int, width: int, dtypes: tuple[str, ...], written: bool = False
+    ) -> tuple[int, int]:
         """(address, bytes) of [tokens][heads][width]; none of None."""
         if tensor is None:
             return _NONE
@@ -358,15 +324,15 @@ class _Places:
         return address, self.tokens * heads * width * ITEM_BYTES[self.dtype]
 
 
-def _read_result(values, made) -> ReadResult:
+def _read_result(values: Any, made: Any) -> ReadResult:
     return ReadResult(values[0], values[1])
 
 
-def _step_result(values, made) -> StepResult:
+def _step_result(values: Any, made: Any) -> StepResult:
     return StepResult(*values)
 
 
-def _outcome(values, made) -> HandOffOutcome:
+def _outcome(values: Any, made: Any) -> HandOffOutcome:
     return HandOffOutcome.parse(_lib.result())
 
 
@@ -377,7 +343,7 @@ class Sequence(Handle):
 
     __slots__ = ("cache", "id", "hit_blocks", "miss_reason")
 
-    def __init__(self, cache: Cache, address: int, id: int, hit_blocks: int, miss_reason: str) -> None:
+    def __init__(self, cache: Cache, address: int | None, id: int, hit_blocks: int, miss_reason: str) -> None:
         super().__init__(address)
         self.cache = cache
         self.id = id
@@ -425,7 +391,7 @@ class Sequence(Handle):
 
     def hand_off_async(
         self, peer: str, blob: bytes = b"", timeout_ms: int = 30000, room_ms: int = 0, goes_on: bool = False
-    ) -> Pending:
+    ) -> Pending[HandOffOutcome]:
         to, blob, pending = encoded("peer", peer), data("blob", blob), c_void_p()
         options = _options(timeout_ms, room_ms, goes_on)
         check(lib.kvm_hand_off(self._object, to, len(to), blob, len(blob), byref(options), byref(pending)))
@@ -439,12 +405,12 @@ class Sequence(Handle):
 
     def begin_hand_off_async(
         self, peer: str, tokens: int, timeout_ms: int = 30000, room_ms: int = 0, goes_on: bool = False
-    ) -> Pending:
+    ) -> Pending[HandOff]:
         to, tokens, pending = encoded("peer", peer), integer("tokens", tokens), c_void_p()
         options = _options(timeout_ms, room_ms, goes_on)
         check(lib.kvm_begin_hand_off(self._object, to, len(to), tokens, byref(options), byref(pending)))
 
-        def finish(values, made: int) -> HandOff:
+        def finish(values: Any, made: Any) -> HandOff:
             said = _lib.result()
             return HandOff(self, made, bytes.fromhex(said["ticket"]), said["peer"])
 
@@ -468,7 +434,7 @@ class HandOff(Handle):
         """Every layer has its tokens: sends the rest, and waits until the receiver has all of it."""
         return self.finish_async(blob).wait()
 
-    def finish_async(self, blob: bytes = b"") -> Pending:
+    def finish_async(self, blob: bytes = b"") -> Pending[HandOffOutcome]:
         blob, pending = data("blob", blob), c_void_p()
         check(lib.kvm_finish(self._object, blob, len(blob), byref(pending)))
         return Pending(pending.value, _outcome, self)
@@ -504,12 +470,12 @@ def _names(names: BlockNames) -> BlockNames:
     return names
 
 
-def _prefixes(prefixes: Iterable[BlockNames | None]) -> tuple[bytes, ctypes.Array, int]:
+def _prefixes(prefixes: Iterable[BlockNames | None]) -> tuple[bytes, ctypes.Array[c_uint32], int]:
     given = [BlockNames() if each is None else _names(each) for each in prefixes]
     return b"".join(each.data for each in given), (c_uint32 * len(given))(*map(len, given)), len(given)
 
 
-def _token_ids(token_ids) -> array.array:
+def _token_ids(token_ids: Any) -> array.array[int]:
     tolist = getattr(token_ids, "tolist", None)
     if tolist is not None:
         token_ids = tolist()

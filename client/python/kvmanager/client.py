@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from ctypes import byref, c_int, c_uint64, c_void_p
+from typing import Any
 
 from . import _lib, arena
 from ._lib import Handle, check, lib
@@ -50,12 +51,12 @@ class Client(Handle):
 
     __slots__ = ("address", "boot_epoch", "peer_address")
 
-    def __init__(self, handle: int, address: str, hello: dict) -> None:
+    def __init__(self, handle: int | None, address: str, hello: dict[str, Any]) -> None:
         super().__init__(handle)
         self.address = address
         self._greeted(hello)
 
-    def _greeted(self, hello: dict) -> None:
+    def _greeted(self, hello: dict[str, Any]) -> None:
         self.boot_epoch = hello["boot_epoch"]
         self.peer_address = hello["peer_address"]
 
@@ -157,10 +158,11 @@ class Client(Handle):
         check(lib.kvm_peers(self._object, said, len(said)))
         return [PeerDescription.parse(each) for each in _lib.result()]
 
-    def recompute(self) -> dict:
+    def recompute(self) -> dict[str, Any]:
         """What the daemon plans reloads by, as client/client.h, RecomputeDescription, has it."""
         check(lib.kvm_recompute(self._object))
-        return _lib.result()
+        plans: dict[str, Any] = _lib.result()
+        return plans
 
     def drain(self, on: bool = True) -> None:
         """Refuses new sequences, forks and incoming hand-offs; on=False: no longer."""

@@ -6,12 +6,12 @@ Streams are integers: torch.cuda.current_stream().cuda_stream.
 from __future__ import annotations
 
 from ctypes import byref, c_int, c_uint64, c_void_p
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import _lib, arena
 from ._lib import Handle, check, lib
 from ._tensor import rows
-from .cache import Cache, Entries, Sequence
+from .cache import Cache, Entries, Sequence, StepEntries
 from .errors import encoded, integer, invalid
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Device(Handle):
 
     __slots__ = ("client", "ordinal", "index", "uuid", "name", "pool_bytes", "slab_bytes", "slabs")
 
-    def __init__(self, client: Client, handle: int, said: dict) -> None:
+    def __init__(self, client: Client, handle: int | None, said: dict[str, Any]) -> None:
         super().__init__(handle)
         self.client = client
         self.ordinal: int = said["ordinal"]
@@ -112,7 +112,7 @@ class InProcess(Handle):
         self._kv = (o.kv_heads, o.head_dim, (o.dtype, "uint16"))
         self._q = (o.query_heads, o.head_dim, (o.dtype, "uint16"))
         self._tokens = 0
-        self._seen: dict[str, tuple] = {}  # shape and dtype of the step's tensors, once they were found right
+        self._seen: dict[str, tuple[Any, ...]] = {}  # shape and dtype of the step's tensors, once they were found right
         where, made = encoded("calibration_dir", calibration_dir), c_void_p()
         limits = [integer(*each) for each in (("sequences_max", sequences_max, 0, 2**31 - 1),
                                               ("tokens_max", tokens_max, 0, 2**31 - 1))]
@@ -123,16 +123,15 @@ class InProcess(Handle):
         )
         self._object = made.value
 
-    def begin(self, entries, append: bool = True, attend: bool = True) -> None:
+    def begin(self, entries: StepEntries, append: bool = True, attend: bool = True) -> None:
         """Begins a step of all layers: asks the daemon, uploads the plan. Without `append` the tokens are there."""
-        if type(entries) is not Entries:
-            entries = Entries(entries)
-        if entries.tokens != self._tokens:
-            self._tokens = entries.tokens
+        given = entries if isinstance(entries, Entries) else Entries(entries)
+        if given.tokens != self._tokens:
+            self._tokens = given.tokens
             self._seen.clear()
-        check(lib.kvm_run_begin(self._object, entries.address, entries.count, append, attend))
+        check(lib.kvm_run_begin(self._object, given.address, given.count, append, attend))
 
-    def append(self, layer: int, k, v, _call=lib.kvm_run_append) -> None:
+    def append(self, layer: int, k: Any, v: Any, _call: Any = lib.kvm_run_append) -> None:
         """k, v: [tokens][kv_heads][head_dim] of the cache's dtype on the GPU, 16-byte aligned; tensors, or addresses
         that are taken as they are."""
         if type(k) is not int:
@@ -143,7 +142,7 @@ class InProcess(Handle):
         if code:
             check(code)
 
-    def attend(self, layer: int, q, out, lse=None, _call=lib.kvm_run_attend) -> None:
+    def attend(self, layer: int, q: Any, out: Any, lse: Any = None, _call: Any = lib.kvm_run_attend) -> None:
         """q, out: [tokens][query_heads][head_dim], the same; lse: [tokens][query_heads] float32, or None. After the
         layer's append, if the step appends."""
         if type(q) is not int:
@@ -156,12 +155,12 @@ class InProcess(Handle):
         if code:
             check(code)
 
-    def _address(self, field: str, tensor, of: tuple) -> int:
+    def _address(self, field: str, tensor: Any, of: tuple[Any, ...]) -> int:
         """A tensor's address. What shape and dtype decide is looked at once per step shape."""
         try:
             looks = (tensor.shape, tensor.dtype)
             if self._seen.get(field) == looks and tensor.is_contiguous() and tensor.is_cuda:
-                return tensor.data_ptr()
+                return int(tensor.data_ptr())
         except AttributeError:
             looks = None  # of another library
         given = rows(field, tensor, self._tokens, *of)

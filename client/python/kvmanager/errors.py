@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import operator
+from typing import Any
 
 
 class Error(Exception):
@@ -133,7 +134,7 @@ def from_text(text: bytes) -> Error:
     return from_fields(json.loads(text))
 
 
-def from_fields(fields: dict) -> Error:
+def from_fields(fields: dict[str, Any]) -> Error:
     kind = _BY_CODE.get(fields["code"], Error)
     return kind(fields["message"], fields["field"], fields["value"], fields["bound"])
 
@@ -143,10 +144,10 @@ def invalid(field: str, value: object, bound: str) -> InvalidArgumentError:
     return InvalidArgumentError(f"{field} is {value}, must be {bound}", field, str(value), bound)
 
 
-def integer(field: str, value: object, least: int = 0, most: int = 2**64 - 1) -> int:
+def integer(field: str, value: Any, least: int = 0, most: int = 2**64 - 1) -> int:
     """`value`, which is to go to C, where what does not fit would be cut. InvalidArgumentError."""
     try:
-        number = operator.index(value)  # type: ignore[arg-type]
+        number = operator.index(value)
     except TypeError:
         raise invalid(field, repr(value), f"an integer of {least}..{most}") from None
     if not least <= number <= most:
@@ -161,9 +162,9 @@ def data(field: str, value: object) -> bytes:
     return bytes(value)
 
 
-def encoded(field: str, value: object) -> bytes:
+def encoded(field: str, value: Any) -> bytes:
     """`value`, which is to be a string that has a UTF-8 form. InvalidArgumentError."""
     try:
-        return value.encode()  # type: ignore[attr-defined]
+        return bytes(value.encode())
     except (AttributeError, UnicodeEncodeError):
         raise invalid(field, ascii(value), "a string") from None

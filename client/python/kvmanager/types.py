@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MISS_REASONS = ("none", "not_found", "token_mismatch", "checksum")
 
@@ -80,7 +80,7 @@ class CacheDescription:
     published_blocks: int
 
     @classmethod
-    def parse(cls, fields: dict) -> CacheDescription:
+    def parse(cls, fields: dict[str, Any]) -> CacheDescription:
         options = CacheOptions(**fields.pop("options"))
         return cls(options=options, digest=bytes.fromhex(fields.pop("digest")), **fields)
 
@@ -133,7 +133,7 @@ class DaemonDescription:
     pin_error: str
 
     @classmethod
-    def parse(cls, fields: dict) -> DaemonDescription:
+    def parse(cls, fields: dict[str, Any]) -> DaemonDescription:
         pools = [PoolDescription(**pool) for pool in fields.pop("pools")]
         return cls(pools=pools, **fields)
 
@@ -164,7 +164,7 @@ class PeerDescription:
     load_error: str
 
     @classmethod
-    def parse(cls, fields: dict) -> PeerDescription:
+    def parse(cls, fields: dict[str, Any]) -> PeerDescription:
         load = fields.pop("load")
         return cls(load=None if load is None else PeerLoad(**load), **fields)
 
@@ -196,6 +196,6 @@ class HandOffOutcome:
     layers: list[LayerTimes] = field(repr=False)
 
     @classmethod
-    def parse(cls, fields: dict) -> HandOffOutcome:
+    def parse(cls, fields: dict[str, Any]) -> HandOffOutcome:
         layers = [LayerTimes(**layer) for layer in fields.pop("layers")]
         return cls(ticket=bytes.fromhex(fields.pop("ticket")), layers=layers, **fields)

@@ -1,4 +1,5 @@
-"""The wheel as PyPI would take it, and its example in a fresh virtual environment with the newest numpy."""
+"""The wheel as PyPI would take it, its types as a checker sees them, and its example in a fresh virtual environment
+with the newest numpy."""
 
 from __future__ import annotations
 
@@ -28,6 +29,20 @@ def run(*command: str) -> str:
 class Published(unittest.TestCase):
     def test_twine_finds_nothing_wrong(self) -> None:
         self.assertIn("PASSED", run(sys.executable, "-m", "twine", "check", "--strict", wheel_path()))
+
+    def test_the_types_of_its_interface_are_known(self) -> None:
+        program = data_path("client/python/engines/wheel/typed.py")
+        with tempfile.TemporaryDirectory(prefix="kvtyped") as folder:
+            run(sys.executable, "-m", "venv", folder)
+            inside = os.path.join(folder, "bin", "python")
+            run(inside, "-m", "pip", "install", "--quiet", wheel_path())
+            check = (sys.executable, "-m", "mypy", "--strict", "--python-executable", inside, "--cache-dir", folder)
+            self.assertIn("Success", run(*check, program))
+            wrong = os.path.join(folder, "wrong.py")
+            with open(wrong, "w", encoding="utf-8") as file:
+                file.write("import kvmanager\n\nkvmanager.connect(5).ping(1)\n")
+            done = subprocess.run([*check, wrong], capture_output=True, text=True, check=False)
+            self.assertIn("Found 2 errors", done.stdout)
 
     def test_the_example_runs_in_a_fresh_virtual_environment(self) -> None:
         """Of this Python, and of those of $KVMANAGER_PYTHONS (paths, ':' between them)."""

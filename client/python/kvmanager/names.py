@@ -1,0 +1,53 @@
+"""Names of blocks."""
+
+from __future__ import annotations
+
+from typing import Sequence, overload
+
+from .errors import invalid
+
+NAME_BYTES = 64  # a block's key and the digest of its tokens, 32 each
+
+
+class BlockNames(Sequence[bytes]):
+    """Names of consecutive blocks from the first on; slices are names too. Each is 64 bytes: key, digest of tokens."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes = b"") -> None:
+        if len(data) % NAME_BYTES:
+            raise invalid("names (bytes)", len(data), f"a multiple of {NAME_BYTES}")
+        self.data = bytes(data)
+
+    def __len__(self) -> int:
+        return len(self.data) // NAME_BYTES
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> BlockNames: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | BlockNames:
+        if isinstance(index, slice):
+            first, last, step = index.indices(len(self))
+            if step != 1:
+                raise invalid("step of a slice", step, "1")
+            return BlockNames(self.data[first * NAME_BYTES : max(first, last) * NAME_BYTES])
+        if index < 0:
+            index += len(self)
+        if not 0 <= index < len(self):
+            raise IndexError(f"block {index} of {len(self)}")
+        return self.data[index * NAME_BYTES : (index + 1) * NAME_BYTES]
+
+    def __add__(self, other: BlockNames) -> BlockNames:
+        return BlockNames(self.data + other.data)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockNames) and self.data == other.data
+
+    def __hash__(self) -> int:
+        return hash(self.data)
+
+    def __repr__(self) -> str:
+        return f"BlockNames({len(self)} blocks)"
