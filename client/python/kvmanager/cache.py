@@ -318,6 +318,8 @@ class _Places:
         if on_device != self.on_device:
             bound = "in a device arena, as its cache is on a GPU" if self.on_device else "in host memory, as its cache is"
             raise invalid(field, "on a GPU" if on_device else "in host memory", bound)
+        if not address and self.tokens:  # torch's meta and fake tensors
+            raise invalid(field, "a tensor without memory", "in memory")
         if written and not writable:
             raise invalid(field, "read-only", "writable")
         self.owners.append(owner)

@@ -30,6 +30,18 @@ class Classes(unittest.TestCase):
         self.assertIs(type(error), kv.Error)
 
 
+class WithoutMemory:
+    """As torch's on the meta device."""
+
+    shape, dtype, is_cuda = (10, 2, 64), "torch.float16", False
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def is_contiguous(self) -> bool:
+        return True
+
+
 class WithDaemon(unittest.TestCase):
     def setUp(self) -> None:
         self.daemon = self.enterContext(Daemon(host_pool="8MiB", flags=("--arena-bytes", "16MiB")))
@@ -80,6 +92,7 @@ class InvalidArgument(WithDaemon):
             ("out", (k, v), {"q": q, "out": read_only}),
             ("out", (k, v), {"q": q}),
             ("q", (k, v), {"out": out}),
+            ("k", (WithoutMemory(), v), {}),
             ("lse (shape)", (k, v), {"q": q, "out": out, "lse": numpy.zeros(10, numpy.float32)}),
         )
         for field, arguments, named in wrong:
