@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 import unittest
@@ -33,6 +35,22 @@ class Packaging(unittest.TestCase):
                 file.write(text.replace("/usr/local/bin/kvmanagerd", program))
             done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
             self.assertEqual((done.returncode, done.stdout + done.stderr), (0, ""))
+
+    def test_the_container_s_socket_is_for_its_group(self) -> None:
+        with open(data_path("packaging/Containerfile"), encoding="utf-8") as file:
+            (entry,) = [line.removeprefix("ENTRYPOINT ") for line in file if line.startswith("ENTRYPOINT ")]
+        with tempfile.TemporaryDirectory(prefix="kventry") as folder:
+            os.symlink(os.path.realpath(kvmanager_testing.daemon_program()), f"{folder}/kvmanagerd")
+            words = [word.replace("/etc/kvmanagerd.conf", data_path("packaging/container.conf")) for word in json.loads(entry)]
+            flags = ["--listen", f"unix:{folder}/kv.sock", "--host-pool-bytes", "64MiB"]
+            flags += ["--metrics-listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
+            path = {"PATH": f"{folder}:{os.environ['PATH']}"}
+            with subprocess.Popen(words + flags, stdout=subprocess.PIPE, text=True, env=os.environ | path) as process:
+                self.assertIn("kvmanagerd ready", process.stdout.readline())
+                mode = os.stat(f"{folder}/kv.sock").st_mode
+                process.terminate()  # reaches the daemon, which has nothing to wait for
+                self.assertEqual(process.wait(timeout=60), 0)
+            self.assertEqual(stat.S_IMODE(mode), 0o770)
 
     def test_the_container_copies_what_is_there(self) -> None:
         with open(data_path("packaging/Containerfile"), encoding="utf-8") as file:
