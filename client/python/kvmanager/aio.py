@@ -7,7 +7,8 @@
 
 A thread of the client's own owns the connection. Steps, claims and hand-offs of many tasks are under way at once;
 other calls are short, and made one behind the other. A call whose task is cancelled is cancelled in the daemon.
-Arguments must stay as they are until a call is done. Close clients: their threads live until then.
+Arguments must stay as they are until a call is done. The thread ends when its client is closed, or when the client and
+all handles made through it were let go.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class _Thread:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._calls: collections.deque[_Call] = collections.deque()  # as many as tasks wait for
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may let a lease go anywhere
         self._client: blocking_client.Client | None = None  # while calls are taken
         self._closed: _Call | None = None  # who waits for the end
         self._abandoned = False  # nobody waits for the connection
@@ -97,6 +98,8 @@ class _Thread:
             )
 
     def abandon(self) -> None:
+        if self._pid != os.getpid():
+            return
         with self._lock:
             self._abandoned = True
             if self._client is not None:
@@ -191,17 +194,29 @@ def _answer(call: _Call, result: object, error: Exception | None) -> None:
         pass
 
 
+class _Lease:
+    """What handles have of their client's thread: the thread ends with the last of them."""
+
+    __slots__ = ("thread",)
+
+    def __init__(self, thread: _Thread) -> None:
+        self.thread = thread
+
+    def __del__(self) -> None:
+        self.thread.abandon()
+
+
 class _Owned:
     """A blocking handle, and the thread that owns it."""
 
-    __slots__ = ("_thread", "blocking")
+    __slots__ = ("_lease", "blocking")
 
-    def __init__(self, thread: _Thread, handle: Any) -> None:
-        self._thread = thread
+    def __init__(self, lease: _Lease, handle: Any) -> None:
+        self._lease = lease
         self.blocking = handle
 
     async def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        return await self._thread.call(functools.partial(function, *arguments, **named))
+        return await self._lease.thread.call(functools.partial(function, *arguments, **named))
 
     async def close(self) -> None:
         """Gives back what this holds, at once."""
@@ -216,13 +231,8 @@ class _Owned:
 
 async def connect(address: str, **options: Any) -> Client:
     """As kvmanager.connect."""
-    thread = _Thread()
-    connected = thread.start(functools.partial(blocking_client.connect, address, **options))
-    try:
-        return Client(thread, await connected)
-    except asyncio.CancelledError:
-        thread.abandon()
-        raise
+    lease = _Lease(_Thread())
+    return Client(lease, await lease.thread.start(functools.partial(blocking_client.connect, address, **options)))
 
 
 class Client(_Owned):
@@ -244,7 +254,7 @@ class Client(_Owned):
 
     async def close(self) -> None:
         """Gives back all leases, and ends the thread. Calls under way are cancelled, FailedPreconditionError."""
-        closed = self._thread.close()
+        closed = self._lease.thread.close()
         if closed is not None:
             await closed
 
@@ -258,7 +268,7 @@ class Client(_Owned):
         await self._call(self.blocking.ping)
 
     async def open_cache(self, **options: Any) -> Cache:
-        return Cache(self._thread, await self._call(self.blocking.open_cache, **options))
+        return Cache(self._lease, await self._call(self.blocking.open_cache, **options))
 
     async def create_arena(self, nbytes: int) -> arena.Arena:
         """The arena's tensors may be made and used anywhere; it is given back when it is let go."""
@@ -312,7 +322,7 @@ class Cache(_Owned):
         return await self._call(self.blocking.match, prefixes)
 
     async def create_sequence(self, names: BlockNames | None = None, prompt_tokens: int = 0) -> Sequence:
-        return Sequence(self._thread, await self._call(self.blocking.create_sequence, names, prompt_tokens))
+        return Sequence(self._lease, await self._call(self.blocking.create_sequence, names, prompt_tokens))
 
     async def create_sequences(
         self,
@@ -321,11 +331,11 @@ class Cache(_Owned):
         partial: bool = False,
     ) -> list[Sequence | Error]:
         made = await self._call(self.blocking.create_sequences, prefixes, prompt_tokens, partial)
-        return [each if isinstance(each, Error) else Sequence(self._thread, each) for each in made]
+        return [each if isinstance(each, Error) else Sequence(self._lease, each) for each in made]
 
     async def claim(self, ticket: bytes, deadline_ms: int = 0) -> Claimed:
         claimed = await self._call(self.blocking.claim_async, ticket, deadline_ms)
-        return Claimed(Sequence(self._thread, claimed.sequence), claimed.tokens, claimed.blob)
+        return Claimed(Sequence(self._lease, claimed.sequence), claimed.tokens, claimed.blob)
 
     async def step(
         self,
@@ -372,7 +382,7 @@ class Sequence(_Owned):
     __index__ = __int__
 
     async def fork(self) -> Sequence:
-        return Sequence(self._thread, await self._call(self.blocking.fork))
+        return Sequence(self._lease, await self._call(self.blocking.fork))
 
     async def crop(self, tokens: int) -> None:
         await self._call(self.blocking.crop, tokens)
@@ -392,7 +402,7 @@ class Sequence(_Owned):
         self, peer: str, tokens: int, timeout_ms: int = 30000, room_ms: int = 0, goes_on: bool = False
     ) -> HandOff:
         made = await self._call(self.blocking.begin_hand_off_async, peer, tokens, timeout_ms, room_ms, goes_on)
-        return HandOff(self._thread, made)
+        return HandOff(self._lease, made)
 
 
 class HandOff(_Owned):

@@ -115,6 +115,24 @@ class Coroutines(unittest.IsolatedAsyncioTestCase):
         while (await self.client.status()).leases:
             pass
 
+    async def test_clients_that_are_let_go_end_with_their_last_handle(self) -> None:
+        with Daemon() as there:
+            async with await aio.connect(there.listen) as watcher:
+                client = await aio.connect(there.listen)
+                sequence = await (await client.open_cache(**MODEL)).create_sequence()
+                dropped = [await aio.connect(there.listen) for _ in range(3)]
+                waiting = asyncio.ensure_future(dropped[0].ping())
+                del client, dropped
+                await waiting
+                gc.collect()
+                while (await watcher.status()).connections > 2:
+                    pass
+                self.assertEqual((await sequence.info()).tokens, 0)  # it keeps its client
+                del sequence
+                gc.collect()
+                while (await watcher.status()).connections > 1:
+                    pass
+
     async def test_a_closed_client_refuses_and_its_thread_ends(self) -> None:
         with Daemon() as there:
             client = await aio.connect(there.listen)
