@@ -17,6 +17,7 @@ from kvmanager_testing import data_path
 BROWSER = os.environ.get("KVMANAGER_BROWSER", "")
 DEADLINE_S = 120
 PAGE_MS = 5000  # of the browser's own clock: five polls
+COLOURS = (("light", ()), ("dark", ("--blink-settings=preferredColorScheme=0",)))
 PANELS = {"summary", "memory", "tiers", "codecs", "tenants", "hits", "transfer", "attention", "encoding", "quality", "calls",
           "errors"}
 
@@ -79,20 +80,22 @@ class Page(unittest.TestCase):
         return done.stdout
 
     def test_every_panel_is_alive(self) -> None:
-        page = Panels()
-        page.feed(self.browse("--dump-dom", "--window-size=400,1000"))
-        self.assertEqual(set(page.marks), PANELS)
-        self.assertGreaterEqual(int(page.root.get("data-polls", "0")), 2)
-        for name, marks in page.marks.items():
-            with self.subTest(panel=name):
-                self.assertGreater(marks, 0, page.texts[name])
-        self.assertIn("crop", page.texts["errors"])
-        self.assertIn("INVALID_ARGUMENT", page.texts["errors"])
+        for width in (1280, 400):
+            for colours, flags in COLOURS:
+                page = Panels()
+                page.feed(self.browse("--dump-dom", f"--window-size={width},1000", *flags))
+                self.assertEqual(set(page.marks), PANELS)
+                self.assertGreaterEqual(int(page.root.get("data-polls", "0")), 2)
+                for name, marks in page.marks.items():
+                    with self.subTest(width=width, colours=colours, panel=name):
+                        self.assertGreater(marks, 0, page.texts[name])
+                self.assertIn("crop", page.texts["errors"])
+                self.assertIn("INVALID_ARGUMENT", page.texts["errors"])
 
     def test_pictures(self) -> None:
         folder = os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR", self.folder)  # kept beside the test's log, to be looked at
         for width, height in ((1280, 1400), (400, 3000)):
-            for colours, flags in (("light", ()), ("dark", ("--blink-settings=preferredColorScheme=0",))):
+            for colours, flags in COLOURS:
                 with self.subTest(width=width, colours=colours):
                     picture = os.path.join(folder, f"page-{width}-{colours}.png")
                     self.browse(f"--window-size={width},{height}", f"--screenshot={picture}", *flags)

@@ -126,6 +126,8 @@ class DevicePath:
         return all(tokens <= self._lag_tokens + page - position % page for _, position, tokens in entries)
 
     def begin(self, entries: Entries) -> None:
+        if self._run is None:
+            raise kv.FailedPreconditionError("this cache is of an earlier connection, whose leases are gone")
         stream = torch.cuda.current_stream(self._torch_device).cuda_stream
         if stream != self._stream:
             raise ValueError(f"stream: torch's current one is {stream:#x}; must be {self._stream:#x}, which was when "
