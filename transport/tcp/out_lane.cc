@@ -246,12 +246,15 @@ void OutLane::Write() {
 }
 
 void OutLane::StartWriting(uint64_t granted) {
+  writing_ = true;
   SocketJob::Start(write_, *loop_.copiers, granted, [gate = loop_.gate, self = shared_from_this(), granted] {
     gate->Post([self, granted](Loop& loop) {
       if (self->session_ == nullptr) return;
+      self->writing_ = false;
       const uint64_t bytes = self->write_->bytes();
       loop.rate.GiveBack(granted - bytes);
       if (const int error = self->write_->error(); error != 0) {
+        self->Count(bytes);
         return self->Break(absl::UnavailableError(ErrorCode(error, asio::error::get_system_category()).message()));
       }
       self->OnWritten(bytes);
@@ -259,13 +262,16 @@ void OutLane::StartWriting(uint64_t granted) {
   });
 }
 
-void OutLane::OnWritten(uint64_t bytes) {
+void OutLane::Count(uint64_t bytes) {
   const uint64_t head_left = head_.size() - std::min<uint64_t>(written_, head_.size());
   session_->OnPayload(bytes - std::min<uint64_t>(bytes, head_left), PageWay::kSocket);
   written_ += bytes;
-  const bool by_place = frame_bytes_ == head_.size();  // the pages are not written, only where they are
-  if (written_ < frame_bytes_) return by_place ? WriteHead() : Write();
-  if (!by_place) session_->OnPagesWritten(pages_.size());
+  if (written_ == frame_bytes_ && !by_place()) session_->OnPagesWritten(pages_.size());
+}
+
+void OutLane::OnWritten(uint64_t bytes) {
+  Count(bytes);
+  if (written_ < frame_bytes_) return by_place() ? WriteHead() : Write();
   pages_.clear();
   busy_ = false;
   Pump();
@@ -273,10 +279,12 @@ void OutLane::OnWritten(uint64_t bytes) {
 
 void OutLane::Close() {
   if (session_ == nullptr) return;
+  if (write_ != nullptr) write_->Abandon();
+  // The receiver may have all of it, and have said so, before this thread hears of it from the worker.
+  if (std::exchange(writing_, false)) Count(write_->bytes());
   session_ = nullptr;
   if (dial_ != nullptr) std::exchange(dial_, nullptr)->Cancel();
   if (link_ != nullptr) std::exchange(link_, nullptr)->Close();
-  if (write_ != nullptr) write_->Abandon();
   ErrorCode ignored;
   socket_.close(ignored);
   rate_timer_.cancel();

@@ -46,6 +46,9 @@ class OutLane : public std::enable_shared_from_this<OutLane> {
   void WriteHead();
   void StartWriting(uint64_t bytes_max);
   void OnWritten(uint64_t bytes);
+  void Count(uint64_t bytes);
+  /// Pages are not written, only where they are.
+  bool by_place() const { return frame_bytes_ == head_.size(); }
   void Break(absl::Status why);
 
   Loop& loop_;
@@ -56,7 +59,8 @@ class OutLane : public std::enable_shared_from_this<OutLane> {
   Socket socket_;
   Timer rate_timer_;
   bool ready_ = false;
-  bool busy_ = false;  // a write, or the wait for one, is under way
+  bool busy_ = false;     // a write, or the wait for one, is under way
+  bool writing_ = false;  // a worker has write_
   uint8_t unexpected_ = 0;
 
   std::vector<SendPage> pages_;  // of the frame being written

@@ -282,6 +282,7 @@ absl::Status Outgoing::OnDone() {
   }
   result_.seconds = SecondsSince(started_);
   CountSending();
+  CloseLanes();  // which counts
   Finish(result_);
   return absl::OkStatus();
 }
@@ -560,14 +561,18 @@ void Outgoing::FinishProtocol(const absl::Status& why) {
   Finish(absl::UnavailableError(absl::StrCat("peer ", request_.peer, " broke the protocol: ", MessageOf(why))));
 }
 
+void Outgoing::CloseLanes() {
+  for (LaneSlot& slot : lanes_) {
+    if (slot.lane != nullptr) std::exchange(slot.lane, nullptr)->Close();
+  }
+}
+
 void Outgoing::Finish(absl::StatusOr<SendResult> result) {
   if (state_ == State::kFinished) return;
   const auto self = shared_from_this();
   state_ = State::kFinished;
   if (dial_ != nullptr) std::exchange(dial_, nullptr)->Cancel();
-  for (LaneSlot& slot : lanes_) {
-    if (slot.lane != nullptr) std::exchange(slot.lane, nullptr)->Close();
-  }
+  CloseLanes();
   if (link_ != nullptr) std::exchange(link_, nullptr)->Close(/*lingering=*/!result.ok());
   timer_.cancel();
   loop_.outgoing.erase(id_);

@@ -124,6 +124,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   void Tick();
   /// Bytes that may be on their way at once: what a connection that breaks may cost is a share of the hand-off.
   uint64_t UnackedMax() const;
+  void CloseLanes();
   void FinishProtocol(const absl::Status& why);
   void Finish(absl::StatusOr<SendResult> result);
 
