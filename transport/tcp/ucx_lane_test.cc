@@ -53,8 +53,9 @@ class PlayedMemory final : public RemoteMemory {
     const std::string text(description.begin(), description.end());
     size_t at = 0, bytes = 0;
     int head = 0;
-    if (std::sscanf(text.c_str(), "%zu %zu %n", &at, &bytes, &head) != 2) return absl::UnavailableError("no memory");
-    if (text.substr(head) != std::string(context.begin(), context.end())) return absl::UnavailableError("not for this");
+    if (std::sscanf(text.c_str(), "%zu %zu%n", &at, &bytes, &head) != 2) return absl::UnavailableError("no memory");
+    if (text.substr(head) != " " + std::string(context.begin(), context.end()))
+      return absl::UnavailableError("not for this");
     return std::shared_ptr<Source>(std::make_shared<PlayedSource>(reinterpret_cast<const uint8_t*>(at), bytes));
   }
   void Read(std::shared_ptr<Source> from, uint64_t offset, uint64_t bytes, Done done) override {
