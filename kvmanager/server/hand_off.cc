@@ -254,7 +254,7 @@ void HandOffDesk::TryAccept(std::shared_ptr<Offered> offered) {
                             const std::shared_ptr<Offered> late = std::move(*found);
                             waiting_.erase(found);
                             late->deadline.detach([](kj::Exception&&) {});  // it runs now
-                            Answer(*late, late->full);
+                            Answer(*late, std::move(late->full));
                             // Those behind it may need less.
                             RetryOffers();
                           })
