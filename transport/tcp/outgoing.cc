@@ -478,9 +478,8 @@ void Outgoing::OnLaneBroken(uint32_t lane, absl::Status why) {
   if (state_ == State::kFinished) return;
   lanes_[lane - 1].lane = nullptr;
   if (of_gpu() && !lanes_[lane - 1].joined_before && IsBroken(why)) {
-    if (link_ != nullptr) link_->Send(EncodeEmpty(FrameType::kCancel));
-    return Finish(FieldError(absl::StatusCode::kFailedPrecondition, "gpu", "pages in a GPU's memory",
-                             "a receiver whose Unix socket can be reached"));
+    return Stop(FieldError(absl::StatusCode::kFailedPrecondition, "gpu", "pages in a GPU's memory",
+                           "a receiver whose Unix socket can be reached"));
   }
   if ((lane_address_.local || by_ucx_) && !of_gpu() && IsBroken(why)) {
     // Its Unix socket cannot be reached (another network namespace, or user), or it cannot map this one's memory or
@@ -556,9 +555,8 @@ void Outgoing::Stop(absl::Status why) {
 }
 
 void Outgoing::FinishProtocol(const absl::Status& why) {
-  if (link_ != nullptr) link_->Send(EncodeEmpty(FrameType::kCancel));
   loop_.metrics.protocol_errors.Increment();
-  Finish(absl::UnavailableError(absl::StrCat("peer ", request_.peer, " broke the protocol: ", MessageOf(why))));
+  Stop(absl::UnavailableError(absl::StrCat("peer ", request_.peer, " broke the protocol: ", MessageOf(why))));
 }
 
 void Outgoing::CloseLanes() {
