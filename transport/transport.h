@@ -105,6 +105,15 @@ class IncomingHandOff {
   /// Target of a page, of exactly its size; empty: not wanted, the sender skips it. The same whenever it is asked.
   /// Pages of the last part: after Extend's reply.
   virtual absl::Span<uint8_t> target(uint32_t page) const = 0;
+  /// Of pages [first, first + count) those without a target, ascending. For who knows it without a look at each: the
+  /// sender waits for the answer, and hand-offs have hundreds of thousands.
+  virtual std::vector<uint32_t> Unwanted(uint32_t first, uint32_t count) const {
+    std::vector<uint32_t> pages;
+    for (uint32_t page = first; page < first + count; ++page) {
+      if (target(page).empty()) pages.push_back(page);
+    }
+    return pages;
+  }
   /// Every byte of these pages is in its target and matches its checksum. They are not written again.
   virtual void Arrived(absl::Span<const uint32_t> pages) = 0;
   /// The last part. Once; pages of the first may still arrive.

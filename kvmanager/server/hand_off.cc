@@ -42,7 +42,7 @@ class HandOffDesk::Incoming final : public IncomingHandOff,
         desk_(desk),
         queue_(desk->daemon_->queue),
         import_(std::move(import)) {
-    for (size_t i = 0; i < first_pages; ++i) first_targets_.push_back(import_->target(i));
+    AddTargets(first_pages, &first_targets_);
   }
   ~Incoming() override {
     queue_->Post([import = std::move(import_), landing = std::move(landing)]() mutable { import.reset(); });
@@ -52,6 +52,9 @@ class HandOffDesk::Incoming final : public IncomingHandOff,
     if (page < first_targets_.size()) return first_targets_[page];
     KV_CHECK(page - first_targets_.size() < last_targets_.size());
     return last_targets_[page - first_targets_.size()];
+  }
+  std::vector<uint32_t> Unwanted(uint32_t first, uint32_t) const override {
+    return {std::lower_bound(unwanted_.begin(), unwanted_.end(), first), unwanted_.end()};
   }
   void Arrived(absl::Span<const uint32_t> pages) override {
     MeasureLink(pages);
@@ -110,9 +113,7 @@ class HandOffDesk::Incoming final : public IncomingHandOff,
 
   // The loop's. The last part's targets are there before its reply lets the transport ask for them.
   ImportLease& import() { return *import_; }
-  void SetLastTargets(size_t pages) {
-    for (size_t i = 0; i < pages; ++i) last_targets_.push_back(import_->target(first_targets_.size() + i));
-  }
+  void SetLastTargets(size_t pages) { AddTargets(pages, &last_targets_); }
 
   const std::string peer;
   const std::string ticket;
@@ -124,6 +125,14 @@ class HandOffDesk::Incoming final : public IncomingHandOff,
   absl::AnyInvocable<void(absl::Status)> completed;  // the sender has sent everything
 
  private:
+  void AddTargets(size_t pages, std::vector<absl::Span<uint8_t>>* targets) {
+    const size_t first = first_targets_.size() + last_targets_.size();
+    targets->reserve(pages);
+    for (size_t page = first; page < first + pages; ++page) {
+      targets->push_back(import_->target(page));
+      if (targets->back().empty()) unwanted_.push_back(static_cast<uint32_t>(page));
+    }
+  }
   // The transport's thread. From the last part on the sender has everything, so that pages come as fast as the link
   // carries them.
   void MeasureLink(absl::Span<const uint32_t> pages) {
@@ -140,6 +149,7 @@ class HandOffDesk::Incoming final : public IncomingHandOff,
   MessageQueue* const queue_;
   std::unique_ptr<ImportLease> import_;  // as long as this
   std::vector<absl::Span<uint8_t>> first_targets_, last_targets_;
+  std::vector<uint32_t> unwanted_;  // those that are empty
   // The transport's thread: of the link's sample under way; 0: before the last part.
   int64_t link_begin_ns_ = 0, link_bytes_ = 0;
 };

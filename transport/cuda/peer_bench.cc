@@ -143,6 +143,7 @@ class PoolReceiver final : public HandOffReceiver {
       const auto& bytes = (*targets_)[page].bytes;
       return {const_cast<uint8_t*>(bytes.data()), bytes.size()};
     }
+    std::vector<uint32_t> Unwanted(uint32_t, uint32_t) const override { return {}; }
     void Arrived(absl::Span<const uint32_t>) override {}
     void Extend(HandOffPart, absl::AnyInvocable<void(absl::Status)> reply) override { reply(absl::OkStatus()); }
     void Complete(absl::AnyInvocable<void(absl::Status)> reply) override { reply(absl::OkStatus()); }

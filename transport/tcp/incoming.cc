@@ -171,9 +171,7 @@ void Incoming::OnOfferReply(absl::StatusOr<HandOffReceiver::Accepted> reply) {
                /*tell=*/true);
   }
   device_ = reply->device;
-  absl::StatusOr<PageBitmap> wanted = TakeTargets(page_bytes_);
-  if (!wanted.ok()) return End(std::move(wanted).status(), /*tell=*/true);
-  wanted_first_ = *std::move(wanted);
+  wanted_first_ = TakePart(page_bytes_);
   ticket_ = std::move(reply->ticket);
   state_ = State::kReceiving;
   ++loop_.receiving;
@@ -186,29 +184,18 @@ std::string Incoming::EncodedAccept() const {
       {window(), loop_.options.lanes_max, ticket_, wanted_first_, local ? loop_.local_name : std::string()});
 }
 
-absl::StatusOr<PageBitmap> Incoming::TakeTargets(const PageSizes& part) {
-  const size_t first = pages_.size();
+PageBitmap Incoming::TakePart(const PageSizes& part) {
+  const auto first = static_cast<uint32_t>(pages_.size());
   PageBitmap wanted = PageBitmap::All(part.size());
   pages_.resize(first + part.size(), PageState::kWanted);
-  const IncomingHandOff& hand_off = *hand_off_;
-  uint64_t skipped = 0;
-  uint32_t page = 0;  // of the part
-  for (const PageSizes::Run& run : part.runs()) {
-    for (; page < run.end; ++page) {
-      const size_t bytes = hand_off.target(static_cast<uint32_t>(first + page)).size();
-      if (bytes == run.bytes) continue;
-      if (bytes != 0) {
-        return FieldError(absl::StatusCode::kInternal, absl::StrCat("target bytes of page ", first + page),
-                          absl::StrCat(bytes), absl::StrCat(run.bytes));
-      }
-      pages_[first + page] = PageState::kUnwanted;
-      wanted.Remove(page);
-      bytes_wanted_ -= run.bytes;
-      ++skipped;
-    }
+  const std::vector<uint32_t> unwanted = hand_off_->Unwanted(first, static_cast<uint32_t>(part.size()));
+  for (const uint32_t page : unwanted) {
+    pages_[page] = PageState::kUnwanted;
+    wanted.Remove(page - first);
+    bytes_wanted_ -= part[page - first];
   }
-  pages_to_come_ += part.size() - skipped;
-  loop_.metrics.received.pages_skipped.Increment(static_cast<double>(skipped));
+  pages_to_come_ += part.size() - unwanted.size();
+  loop_.metrics.received.pages_skipped.Increment(static_cast<double>(unwanted.size()));
   return wanted;
 }
 
@@ -242,9 +229,7 @@ void Incoming::OnLast(LastFrame last) {
 void Incoming::OnExtendReply(absl::Status status) {
   if (state_ != State::kReceiving || !last_known_ || extended_) return;
   if (!status.ok()) return End(std::move(status), /*tell=*/true);
-  absl::StatusOr<PageBitmap> wanted = TakeTargets(last_bytes_);
-  if (!wanted.ok()) return End(std::move(wanted).status(), /*tell=*/true);
-  wanted_last_ = *std::move(wanted);
+  wanted_last_ = TakePart(last_bytes_);
   extended_ = true;
   if (link_ != nullptr) link_->Send(EncodeExtended({wanted_last_}));
   CompleteIfAll();
@@ -259,8 +244,13 @@ absl::StatusOr<absl::Span<uint8_t>> Incoming::BeginPage(uint32_t page) {
     return InvalidField("page", absl::StrCat(page, ", which is ", kWhy[static_cast<int>(pages_[page])]),
                         "a page that is wanted and has not arrived");
   }
+  const absl::Span<uint8_t> target = hand_off_->target(page);
+  if (target.size() != page_bytes_[page]) {
+    return FieldError(absl::StatusCode::kInternal, absl::StrCat("target bytes of page ", page),
+                      absl::StrCat(target.size()), absl::StrCat(page_bytes_[page]));
+  }
   pages_[page] = PageState::kComing;
-  return hand_off_->target(page);
+  return target;
 }
 
 void Incoming::OnPayload(size_t bytes, PageWay way) {
@@ -313,7 +303,7 @@ void Incoming::OnLaneBroken(uint32_t lane, absl::Status why, bool bad_page) {
   if (why.code() == absl::StatusCode::kUnavailable) return;
   if (why.code() == absl::StatusCode::kDataLoss && ++bad_pages_ <= kBadPagesMax) return;
   const bool by_gpu = why.code() == absl::StatusCode::kFailedPrecondition;  // it could not copy
-  if (!bad_page && !by_gpu) loop_.metrics.protocol_errors.Increment();
+  if (!bad_page && !by_gpu && !absl::IsInternal(why)) loop_.metrics.protocol_errors.Increment();
   End(std::move(why), /*tell=*/true);
 }
 

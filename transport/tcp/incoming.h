@@ -83,8 +83,8 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   void OnFrame(Frame frame);
   void OnLast(LastFrame last);
   void OnLinkBroken(absl::Status why);
-  /// Which pages of a part have targets; the parts in their order.
-  absl::StatusOr<PageBitmap> TakeTargets(const PageSizes& part);
+  /// Which pages of a part are wanted; the parts in their order.
+  PageBitmap TakePart(const PageSizes& part);
   std::string EncodedJoined() const;
   absl::Status CheckTotal(const HandOffPart& part);
   absl::Status CheckGpu() const;
