@@ -384,9 +384,7 @@ class Cache {
   /// little after that: use others.
   virtual Pending<absl::StatusOr<ReadResult>> ReadAsync(const ReadBatch& batch) = 0;
   /// Of a cache on a GPU.
-  virtual absl::StatusOr<ExtendOutcome> Extend(const ExtendBatch&) {
-    return absl::FailedPreconditionError("this cache is not on a GPU");
-  }
+  virtual Pending<absl::StatusOr<ExtendOutcome>> ExtendAsync(const ExtendBatch& batch) = 0;
 
   /// Takes over a sequence that was handed off. Of a hand-off that is under way it waits until the sequence has all of
   /// its tokens; steps then wait for the pages that they need. UNAVAILABLE, then or from later calls: the hand-off

@@ -272,7 +272,7 @@ class CacheImpl final : public Cache {
 
   Pending<absl::StatusOr<StepResult>> StepAsync(const StepBatch& batch) override;
   Pending<absl::StatusOr<ReadResult>> ReadAsync(const ReadBatch& batch) override;
-  absl::StatusOr<ExtendOutcome> Extend(const ExtendBatch& batch) override;
+  Pending<absl::StatusOr<ExtendOutcome>> ExtendAsync(const ExtendBatch& batch) override;
   absl::StatusOr<std::vector<float>> OutputFactors(int layer) override {
     using Result = absl::StatusOr<std::vector<float>>;
     KV_RETURN_IF_ERROR(handle_.Usable());
@@ -508,36 +508,41 @@ absl::Status ReadWords(absl::string_view field, capnp::Data::Reader data, std::v
   return absl::OkStatus();
 }
 
-absl::StatusOr<ExtendOutcome> CacheImpl::Extend(const ExtendBatch& batch) {
+Pending<absl::StatusOr<ExtendOutcome>> CacheImpl::ExtendAsync(const ExtendBatch& batch) {
   using Result = absl::StatusOr<ExtendOutcome>;
-  KV_RETURN_IF_ERROR(handle_.Usable());
+  if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
   const uint64_t bytes =
       kMessageOverheadBytes + batch.entries.size() * kStepEntryBytes + batch.words.size() * sizeof(uint32_t);
-  KV_RETURN_IF_ERROR(CheckMessageBytes("entries", bytes, handle_.connection().message_bytes_max()));
+  if (auto fits = CheckMessageBytes("entries", bytes, handle_.connection().message_bytes_max()); !fits.ok()) {
+    return Ready<Result>(fits);
+  }
+  for (const StepEntry& entry : batch.entries) {
+    if (entry.tokens < 0) return Ready<Result>(InvalidField("tokens", entry.tokens, "at least 0"));
+  }
   auto call = handle_.cap().extendRequest(capnp::MessageSize{bytes / sizeof(capnp::word), 0});
   auto request = call.initRequest();
-  for (const StepEntry& entry : batch.entries) {
-    if (entry.tokens < 0) return InvalidField("tokens", entry.tokens, "at least 0");
-  }
   WriteEntries(batch.entries, request.initEntries(uint(batch.entries.size())));
   request.setAppend(batch.append);
   request.setAttend(batch.attend);
   request.setEncodeHere(batch.encode_here);
   auto words = request.initWords(uint(batch.words.size()));
   for (uint i = 0; i < words.size(); ++i) words.set(i, batch.words[i]);
-  return handle_.connection().Call<Result>(std::move(call), [](auto& response) -> Result {
-    const auto reply = response.getReply();
-    KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
-    ExtendOutcome outcome;
-    outcome.epoch = reply.getEpoch();
-    for (const uint32_t aged : reply.getAged()) outcome.aged.push_back(aged);
-    for (const uint64_t from : reply.getChoosesFrom()) outcome.chooses_from.push_back(from);
-    KV_RETURN_IF_ERROR(ReadWords("changes", reply.getChanges(), &outcome.changes));
-    KV_RETURN_IF_ERROR(ReadWords("encodeItems", reply.getEncodeItems(), &outcome.encode_items));
-    outcome.encode_batch = reply.getEncodeBatch();
-    outcome.encode_at = reply.getEncodeAt();
-    return outcome;
-  });
+  return handle_.connection().CallLater<Result>(
+      std::move(call),
+      [](auto& response) -> Result {
+        const auto reply = response.getReply();
+        KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
+        ExtendOutcome outcome;
+        outcome.epoch = reply.getEpoch();
+        for (const uint32_t aged : reply.getAged()) outcome.aged.push_back(aged);
+        for (const uint64_t from : reply.getChoosesFrom()) outcome.chooses_from.push_back(from);
+        KV_RETURN_IF_ERROR(ReadWords("changes", reply.getChanges(), &outcome.changes));
+        KV_RETURN_IF_ERROR(ReadWords("encodeItems", reply.getEncodeItems(), &outcome.encode_items));
+        outcome.encode_batch = reply.getEncodeBatch();
+        outcome.encode_at = reply.getEncodeAt();
+        return outcome;
+      },
+      handle_.connection().options().deadline_ms);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
+#include "absl/types/optional.h"
 #include "attention/device_step.h"
 #include "codecs/device/device_encoder.h"
 #include "kvmanager/base/status.h"
@@ -33,17 +34,18 @@ class InProcessImpl final : public InProcess {
       : device_(*device), cache_(*cache), codec_(std::move(codec)), options_(options) {}
   ~InProcessImpl() override {
     // The daemon must not wait for a step that will not end.
-    if (begun_) (void)End();
+    if (state_ != State::kIdle) (void)End();
   }
 
   absl::Status Init();
-  absl::Status Begin(absl::Span<const StepEntry> entries, bool append, bool attend) override;
+  absl::Status Ask(absl::Span<const StepEntry> entries, bool append, bool attend) override;
+  absl::Status Start() override;
   absl::Status Append(int layer, const void* k, const void* v) override {
-    if (!begun_) return NotBegun();
+    if (state_ != State::kBegun) return NotBegun();
     return step_->Append(layer, k, v);
   }
   absl::Status Attend(int layer, const void* q, void* out, float* lse) override {
-    if (!begun_) return NotBegun();
+    if (state_ != State::kBegun) return NotBegun();
     return step_->Attend(layer, q, out, lse);
   }
   absl::Status End() override;
@@ -60,11 +62,21 @@ class InProcessImpl final : public InProcess {
   }
 
  private:
+  // kIdle -> kAsked: Ask; -> kBegun: Start, answered and planned; -> kIdle: End, and errors of Start.
+  enum class State { kIdle, kAsked, kBegun };
+
   static absl::Status NotBegun() { return absl::FailedPreconditionError("no step has begun"); }
   absl::Status ApplyChanges(absl::Span<const StepEntry> entries, absl::Span<const uint32_t> changes);
   absl::Status EnsureMapped(uint32_t slot);
-  absl::Status PrepareStep(absl::Span<const StepEntry> entries, const ExtendOutcome& extended, bool append,
-                           bool attend);
+  absl::StatusOr<ExtendOutcome> Answer() {
+    absl::StatusOr<ExtendOutcome> answer = answer_->Wait();
+    answer_.reset();
+    return answer;
+  }
+  absl::Status PrepareStep();
+  // What the daemon booked of the step's appends will not be written: a sequence with such pages is never published.
+  void WillNotBeWritten();
+  absl::Status Release(absl::Status status);
   absl::Status EncodeFilled();
 
   DeviceClient& device_;
@@ -79,8 +91,12 @@ class InProcessImpl final : public InProcess {
   std::vector<uint32_t> words_;                     // scratch
   std::vector<DeviceStep::Entry> entries_;
   std::vector<DeviceEncodeItem> items_;
-  ExtendOutcome extended_;  // of the step that has begun
-  bool begun_ = false;
+  State state_ = State::kIdle;
+  // Of the step under way.
+  std::vector<StepEntry> asked_entries_;
+  bool append_ = false, attend_ = false;
+  absl::optional<Pending<absl::StatusOr<ExtendOutcome>>> answer_;  // kAsked
+  ExtendOutcome extended_;
 };
 
 absl::Status InProcessImpl::Init() {
@@ -150,24 +166,24 @@ absl::Status InProcessImpl::ApplyChanges(absl::Span<const StepEntry> entries, ab
   return absl::OkStatus();
 }
 
-absl::Status InProcessImpl::PrepareStep(absl::Span<const StepEntry> entries, const ExtendOutcome& extended, bool append,
-                                        bool attend) {
-  if (extended.aged.size() != entries.size() ||
-      (!extended.chooses_from.empty() && extended.chooses_from.size() != entries.size())) {
+absl::Status InProcessImpl::PrepareStep() {
+  const absl::Span<const StepEntry> entries = asked_entries_;
+  if (extended_.aged.size() != entries.size() ||
+      (!extended_.chooses_from.empty() && extended_.chooses_from.size() != entries.size())) {
     return absl::InternalError("the daemon's answer is not of this step");
   }
-  KV_RETURN_IF_ERROR(ApplyChanges(entries, extended.changes));
+  KV_RETURN_IF_ERROR(ApplyChanges(entries, extended_.changes));
   entries_.clear();
   for (size_t i = 0; i < entries.size(); ++i) {
-    const uint64_t from = extended.chooses_from.empty() ? UINT64_MAX : extended.chooses_from[i];
-    entries_.push_back({places_.at(entries[i].sequence), entries[i].position, entries[i].tokens, extended.aged[i],
+    const uint64_t from = extended_.chooses_from.empty() ? UINT64_MAX : extended_.chooses_from[i];
+    entries_.push_back({places_.at(entries[i].sequence), entries[i].position, entries[i].tokens, extended_.aged[i],
                         ChoosingTokens(from, entries[i].position, entries[i].tokens)});
   }
-  return step_->Prepare(0, cache_.description().options.layers, entries_, append, attend);
+  return step_->Prepare(0, cache_.description().options.layers, entries_, append_, attend_);
 }
 
-absl::Status InProcessImpl::Begin(absl::Span<const StepEntry> entries, bool append, bool attend) {
-  if (begun_) return absl::FailedPreconditionError("the step before has not ended");
+absl::Status InProcessImpl::Ask(absl::Span<const StepEntry> entries, bool append, bool attend) {
+  if (state_ != State::kIdle) return absl::FailedPreconditionError("the step before has not ended");
   words_.clear();
   for (const StepEntry& entry : entries) {
     auto place = places_.find(entry.sequence);
@@ -183,16 +199,32 @@ absl::Status InProcessImpl::Begin(absl::Span<const StepEntry> entries, bool appe
   batch.attend = attend;
   batch.encode_here = options_.encode_here;
   batch.words = words_;
-  KV_ASSIGN_OR_RETURN(extended_, cache_.Extend(batch));
-  begun_ = true;
-  absl::Status prepared = PrepareStep(entries, extended_, append, attend);
-  if (prepared.ok()) return prepared;
-  if (append) {
-    // What was booked will not be written: a sequence with such pages must never be published.
-    for (const uint32_t word : words_) device_.words().non_finite()[word] = kNeverWritten;
+  answer_ = cache_.ExtendAsync(batch);
+  asked_entries_.assign(entries.begin(), entries.end());
+  append_ = append;
+  attend_ = attend;
+  state_ = State::kAsked;
+  return absl::OkStatus();
+}
+
+absl::Status InProcessImpl::Start() {
+  if (state_ == State::kBegun) return absl::FailedPreconditionError("the step has started");
+  if (state_ == State::kIdle) return NotBegun();
+  state_ = State::kIdle;
+  KV_ASSIGN_OR_RETURN(extended_, Answer());
+  absl::Status prepared = PrepareStep();
+  if (prepared.ok()) {
+    state_ = State::kBegun;
+    return prepared;
   }
-  (void)End();
+  WillNotBeWritten();
+  (void)Release(EncodeFilled());
   return prepared;
+}
+
+void InProcessImpl::WillNotBeWritten() {
+  if (!append_) return;
+  for (const uint32_t word : words_) device_.words().non_finite()[word] = kNeverWritten;
 }
 
 absl::Status InProcessImpl::EncodeFilled() {
@@ -218,9 +250,16 @@ absl::Status InProcessImpl::EncodeFilled() {
 }
 
 absl::Status InProcessImpl::End() {
-  if (!begun_) return NotBegun();
-  begun_ = false;
-  absl::Status status = EncodeFilled();
+  const State before = std::exchange(state_, State::kIdle);
+  if (before == State::kIdle) return NotBegun();
+  if (before == State::kAsked) {
+    KV_ASSIGN_OR_RETURN(extended_, Answer());
+    WillNotBeWritten();
+  }
+  return Release(EncodeFilled());
+}
+
+absl::Status InProcessImpl::Release(absl::Status status) {
   status.Update(
       device_.device().EnqueueWrite(options_.stream, device_.words().Address(Word::kReleased), extended_.epoch));
   return status;

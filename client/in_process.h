@@ -31,6 +31,7 @@
 #include "client/client.h"
 #include "client/device.h"
 #include "codecs/codec.h"
+#include "kvmanager/base/status.h"
 #include "kvmanager/memory/device_region.h"
 
 struct CUstream_st;
@@ -61,13 +62,21 @@ class InProcess {
   /// pages to a sequence and what its open page has room for: INVALID_ARGUMENT says how many tokens that is. Waits for
   /// one answer of the daemon. Errors are the daemon's, and RESOURCE_EXHAUSTED when the host is too far ahead of the
   /// stream.
-  virtual absl::Status Begin(absl::Span<const StepEntry> entries, bool append, bool attend) = 0;
+  absl::Status Begin(absl::Span<const StepEntry> entries, bool append, bool attend) {
+    KV_RETURN_IF_ERROR(Ask(entries, append, attend));
+    return Start();
+  }
+  /// Begin in two: Ask sends the question and waits for nothing, so that the caller may work until its first layer
+  /// needs the plan; Start waits for the answer and uploads. Behind an error of either no step has begun.
+  virtual absl::Status Ask(absl::Span<const StepEntry> entries, bool append, bool attend) = 0;
+  virtual absl::Status Start() = 0;
   /// k, v: [tokens][kv_heads][head_dim] of the cache's dtype on the device, 16-byte aligned.
   virtual absl::Status Append(int layer, const void* k, const void* v) = 0;
   /// q, out: [tokens][query_heads][head_dim], the same; lse: [tokens][query_heads], natural logarithm, or nullptr.
   /// After the layer's Append, if the step appends.
   virtual absl::Status Attend(int layer, const void* q, void* out, float* lse) = 0;
-  /// The step's kernels are in the stream.
+  /// The step's kernels are in the stream. Of a step that was asked for and not started it waits for the answer: what
+  /// it books will never be written, so its sequences cannot be published.
   virtual absl::Status End() = 0;
 
   /// Of the step that has begun: equal where Attend launches the same for a shape.

@@ -267,6 +267,39 @@ TEST_F(DeviceCacheTest, WhatIsNotFiniteIsFoundAndNeverPublished) {
   }
 }
 
+TEST_F(DeviceCacheTest, AStepThatIsAskedForMayBeRefusedOrGivenUp) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  const Text text = RandomText(5);
+  ASSERT_OK_AND_ASSIGN(auto engine, OwnEngine::Make(client_.get(), device_.get(),
+                                                    OptionsFor(text, "hack:k_bits=2,v_bits=2", 0), true));
+  client::InProcess& run = engine->run();
+  ASSERT_OK_AND_ASSIGN(auto dropped, engine->cache().CreateSequence());
+  ASSERT_OK_AND_ASSIGN(auto kept, engine->cache().CreateSequence());
+  std::vector<std::vector<uint16_t>> out;
+  ASSERT_OK(engine->Step(text, {{kept.sequence->id(), 0, 64}, {dropped.sequence->id(), 0, 64}}, true, &out));
+
+  // Refused: the answer comes with Start, and nothing has begun.
+  const StepEntry gap{kept.sequence->id(), 99, 1}, next{dropped.sequence->id(), 64, 64};
+  ASSERT_OK(run.Ask({&gap, 1}, true, true));
+  EXPECT_EQ(run.Start().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(run.Start().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(run.End().code(), absl::StatusCode::kFailedPrecondition);
+
+  // Given up: what the daemon booked is never published, and it does not wait for it.
+  ASSERT_OK(run.Ask({&next, 1}, true, true));
+  EXPECT_EQ(run.Ask({&next, 1}, true, true).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(run.Append(0, nullptr, nullptr).code(), absl::StatusCode::kFailedPrecondition);
+  ASSERT_OK(run.End());
+  const absl::Status published = dropped.sequence->Publish(NamesOf(engine->cache(), 128, 11)).status();
+  EXPECT_EQ(published.code(), absl::StatusCode::kInvalidArgument) << published;
+
+  ASSERT_OK(engine->Step(text, {{kept.sequence->id(), 64, 64}}, true, &out));
+  ASSERT_OK(kept.sequence->Publish(NamesOf(engine->cache(), 128, 12)).status());
+  engine->Forget(*dropped.sequence);
+  const StepEntry last{kept.sequence->id(), 128, 1};
+  ASSERT_OK(run.Ask({&last, 1}, true, true));  // and the run ends
+}
+
 TEST_F(DeviceCacheTest, WhatIsWrongIsRefused) {
   ASSERT_NO_FATAL_FAILURE(Start());
   const Text text = RandomText(4);

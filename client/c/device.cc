@@ -156,11 +156,20 @@ int kvm_create_run(kvm_object* device, kvm_object* cache, const char* calibratio
 }
 
 int kvm_run_begin(kvm_object* run, const kvm_entry* entries, uint32_t entry_count, int append, int attend) {
+  const int asked = kvm_run_ask(run, entries, entry_count, append, attend);
+  return asked != 0 ? asked : kvm_run_start(run);
+}
+
+int kvm_run_ask(kvm_object* run, const kvm_entry* entries, uint32_t entry_count, int append, int attend) {
   return Ask<RunObject>(run, [&](RunObject& object) -> absl::Status {
     std::vector<StepEntry> read;
     KV_RETURN_IF_ERROR(ReadEntries(entries, entry_count, &read));
-    return object.run->Begin(read, append != 0, attend != 0);
+    return object.run->Ask(read, append != 0, attend != 0);
   });
+}
+
+int kvm_run_start(kvm_object* run) {
+  return Ask<RunObject>(run, [](RunObject& object) { return object.run->Start(); });
 }
 
 int kvm_run_append(kvm_object* run, int32_t layer, const void* k, const void* v) {

@@ -196,6 +196,9 @@ typedef struct kvm_run_options {
 KVM_API int kvm_create_run(kvm_object* device, kvm_object* cache, const char* calibration_dir,
                            size_t calibration_dir_bytes, const kvm_run_options* options, kvm_object** run);
 KVM_API int kvm_run_begin(kvm_object* run, const kvm_entry* entries, uint32_t entry_count, int append, int attend);
+/* begin in two: ask sends, start waits for the answer, before the first append or attend. */
+KVM_API int kvm_run_ask(kvm_object* run, const kvm_entry* entries, uint32_t entry_count, int append, int attend);
+KVM_API int kvm_run_start(kvm_object* run);
 KVM_API int kvm_run_append(kvm_object* run, int32_t layer, const void* k, const void* v);
 KVM_API int kvm_run_attend(kvm_object* run, int32_t layer, const void* q, void* out, void* lse);
 KVM_API int kvm_run_end(kvm_object* run);

@@ -177,6 +177,10 @@ class FakeCache final : public client::Cache {
     return Now<absl::StatusOr<client::ReadResult>>(Absent("read"));
   }
 
+  Pending<absl::StatusOr<client::ExtendOutcome>> ExtendAsync(const client::ExtendBatch&) override {
+    return Now<absl::StatusOr<client::ExtendOutcome>>(Absent("extend"));
+  }
+
   absl::StatusOr<std::vector<float>> OutputFactors(int) override { return std::vector<float>(); }
   Pending<absl::StatusOr<client::ClaimedSequence>> ClaimAsync(absl::string_view ticket, int64_t) override {
     using Result = absl::StatusOr<client::ClaimedSequence>;

@@ -98,6 +98,8 @@ _CALLS = {
     "kvm_device_copy": [c_void_p, c_void_p, c_void_p, c_uint64, c_uint64, POINTER(c_uint64)],
     "kvm_create_run": [c_void_p, c_void_p, c_char_p, c_size_t, POINTER(RunOptions), _OBJECT],
     "kvm_run_begin": [c_void_p, c_void_p, c_uint32, c_int, c_int],
+    "kvm_run_ask": [c_void_p, c_void_p, c_uint32, c_int, c_int],
+    "kvm_run_start": [c_void_p],
     "kvm_run_append": [c_void_p, c_int32, c_void_p, c_void_p],
     "kvm_run_attend": [c_void_p, c_int32, c_void_p, c_void_p, c_void_p],
     "kvm_run_end": [c_void_p],

@@ -125,11 +125,21 @@ class InProcess(Handle):
 
     def begin(self, entries: StepEntries, append: bool = True, attend: bool = True) -> None:
         """Begins a step of all layers: asks the daemon, uploads the plan. Without `append` the tokens are there."""
+        self.ask(entries, append, attend)
+        self.start()
+
+    def ask(self, entries: StepEntries, append: bool = True, attend: bool = True) -> None:
+        """begin in two: sends the question and waits for nothing. start() goes before the first append or attend; end()
+        without it gives up the step, and its sequences cannot be published."""
         given = entries if isinstance(entries, Entries) else Entries(entries)
         if given.tokens != self._tokens:
             self._tokens = given.tokens
             self._seen.clear()
-        check(lib.kvm_run_begin(self._object, given.address, given.count, append, attend))
+        check(lib.kvm_run_ask(self._object, given.address, given.count, append, attend))
+
+    def start(self) -> None:
+        """Waits for the answer and uploads the plan. Behind an error no step has begun."""
+        check(lib.kvm_run_start(self._object))
 
     def append(self, layer: int, k: Any, v: Any, _call: Any = lib.kvm_run_append) -> None:
         """k, v: [tokens][kv_heads][head_dim] of the cache's dtype on the GPU, 16-byte aligned; tensors, or addresses

@@ -105,7 +105,10 @@ class OnAGpu(unittest.TestCase):
         sequence = self.cache.create_sequence()
         layers = [(rows(2, torch.float16, "cuda"), rows(2, torch.float16, "cuda"), rows(8, torch.float16, "cuda"))
                   for _ in range(2)]
-        run.begin([(sequence, 0, TOKENS)])
+        run.ask([(sequence, 0, TOKENS)])
+        with self.assertRaises(kv.FailedPreconditionError):
+            run.append(0, *layers[0][:2])
+        run.start()
         outs = []
         for layer, (k, v, q) in enumerate(layers):
             run.append(layer, k, v)

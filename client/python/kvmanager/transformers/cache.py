@@ -161,7 +161,8 @@ class KvCache(Cache):
     def __exit__(self, *exception: Any) -> None:
         self.close()
 
-    # A step: begin() before the first layer, attend() in each.
+    # A step: begin() before the first layer, which asks the daemon; attend() in each, the first of which waits for its
+    # answer.
 
     def begin(self, batch: int, columns: int, ids: torch.Tensor | None, mask: torch.Tensor | None,
               positions: torch.Tensor | None) -> torch.Tensor | None:
@@ -223,6 +224,8 @@ class KvCache(Cache):
         if abs(factor - 1.0) > 1e-6:
             q = q * factor
         k, v, q = k.transpose(1, 2), v.transpose(1, 2), q.transpose(1, 2)
+        if layer == 0:
+            self._start()
         try:
             if step.plain:
                 out = self._path.attend(layer, k, v, q)
@@ -237,6 +240,18 @@ class KvCache(Cache):
             self._fail(f"{type(error).__name__} in layer {layer}: {error}")
             raise
         return out
+
+    def _start(self) -> None:
+        """The daemon has booked the step, or refuses it: then nothing has changed, and the pass may be tried again."""
+        try:
+            self._path.start()
+        except BaseException as error:
+            if isinstance(error, kv.DeadlineExceededError):
+                self.attachment.give_up()
+                self._fail(f"{type(error).__name__} as a forward pass began: {error}")
+            self._step = None
+            self._new_ids.pop()
+            raise
 
     def _attend_some(self, step: Step, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         every = self._expand

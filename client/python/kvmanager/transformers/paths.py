@@ -1,7 +1,8 @@
 """How a step's keys, values and queries get to the daemon's pages: through shared memory to a daemon that attends on
 the host, or by this process's own kernels on the daemon's GPU.
 
-A path is told of a step's entries (begin), then layer by layer of [1 or rows, tokens, heads, head_dim] in their order
+A path is told of a step's entries (begin), waits for what it asked of the daemon (start; behind an error the step has
+not begun), is told layer by layer of [1 or rows, tokens, heads, head_dim] in their order
 (attend, which returns an output like q), then of its end."""
 
 from typing import Any
@@ -60,6 +61,9 @@ class HostPath:
 
     def begin(self, entries: Entries) -> None:
         self._chunks = chunks_of(entries, self._chunk_tokens)
+
+    def start(self) -> None:
+        pass
 
     def attend(self, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         k, v, rows = k.flatten(0, 1), v.flatten(0, 1), q.flatten(0, 1)
@@ -136,10 +140,18 @@ class DevicePath:
         for sequence in copied:
             self._run.after(sequence)
         if self._fits(entries):
-            self._run.begin(entries, append=True, attend=True)
+            self._run.ask(entries, append=True, attend=True)
             self._here = True
         else:
             self._chunks = chunks_of(entries, self._chunk_tokens)
+
+    def start(self) -> None:
+        if self._here:
+            try:
+                self._run.start()
+            except BaseException:
+                self._here = False
+                raise
 
     def attend(self, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         if not self._here:
