@@ -3,11 +3,13 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <thread>
 #include <utility>
@@ -21,13 +23,32 @@ namespace kvmanager::client {
 namespace {
 
 constexpr int kAbandonMsMin = 1, kAbandonMsMax = 250;
+constexpr int kLooksPerStall = 8;
+
+/// Values only grow; any thread.
+class Newest {
+ public:
+  void Note(uint64_t value) {
+    uint64_t seen = value_.load(std::memory_order_relaxed);
+    while (seen < value && !value_.compare_exchange_weak(seen, value)) {
+    }
+  }
+  uint64_t value() const { return value_.load(); }
+
+ private:
+  std::atomic<uint64_t> value_{0};
+};
 
 /// Sees the end of a connection while the engine's thread is elsewhere, and abandons `done` from then on: a daemon that
-/// still runs may overwrite it.
+/// still runs may overwrite it. Ends the connection where a stream waits for `done` and that has not moved for
+/// stall_ms, though the engine's streams have written all that they were to write.
 class Watcher {
  public:
-  Watcher(GuardedFd socket, StreamWords* words)
-      : socket_(std::move(socket)), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), words_(*words) {
+  Watcher(GuardedFd socket, StreamWords* words, int64_t stall_ms)
+      : socket_(std::move(socket)),
+        wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+        words_(*words),
+        stall_(std::chrono::milliseconds(stall_ms)) {
     thread_ = std::thread([this] { Run(); });
   }
   ~Watcher() {
@@ -42,6 +63,10 @@ class Watcher {
   }
   Watcher(const Watcher&) = delete;
 
+  void WillWrite(StreamWords::Word word, uint64_t value) {
+    (word == StreamWords::Word::kReady ? ready_ : released_).Note(value);
+  }
+  void WaitsForDone(uint64_t value) { awaited_.Note(value); }
   bool lost() const { return lost_.load(std::memory_order_acquire); }
   void Abandon() {
     lost_.store(true, std::memory_order_release);
@@ -57,8 +82,14 @@ class Watcher {
     while (!stop_.load() && !lost()) {
       // POLLRDHUP alone: what the connection reads is none of this thread's business.
       pollfd fds[] = {{socket_.get(), POLLRDHUP, 0}, {wake_, POLLIN, 0}};
-      if (poll(fds, 2, -1) < 0 && errno != EINTR) break;
+      const int look_ms = static_cast<int>(std::max<int64_t>(1, stall_ / std::chrono::milliseconds(kLooksPerStall)));
+      if (poll(fds, 2, look_ms) < 0 && errno != EINTR) break;
       if (fds[0].revents != 0) lost_.store(true, std::memory_order_release);
+      if (Stalled()) {
+        // The words of a daemon that goes on later are of no use: what waited for them has passed.
+        shutdown(socket_.get(), SHUT_RDWR);
+        lost_.store(true, std::memory_order_release);
+      }
     }
     for (int pause_ms = kAbandonMsMin; !stop_.load(); pause_ms = std::min(2 * pause_ms, kAbandonMsMax)) {
       words_.Abandon(StreamWords::Word::kDone);
@@ -70,10 +101,27 @@ class Watcher {
     }
   }
 
+  bool Stalled() {
+    const auto now = std::chrono::steady_clock::now();
+    const uint64_t done = words_.Load(StreamWords::Word::kDone);
+    const bool owes = words_.Load(StreamWords::Word::kReady) < ready_.value() ||
+                      words_.Load(StreamWords::Word::kReleased) < released_.value();
+    if (owes || done >= awaited_.value() || done != done_seen_) {
+      done_seen_ = done;
+      moved_ = now;
+    }
+    return now - moved_ >= stall_;
+  }
+
   const uint64_t forks_ = ForkCount();
   const GuardedFd socket_;  // a duplicate: seen by this thread alone
   const int wake_;
   StreamWords& words_;
+  const std::chrono::nanoseconds stall_;
+  Newest ready_, released_, awaited_;  // as the engine's streams will write or want them
+  // The thread's.
+  uint64_t done_seen_ = 0;
+  std::chrono::steady_clock::time_point moved_ = std::chrono::steady_clock::now();
   std::atomic<bool> stop_{false}, lost_{false};
   std::thread thread_;
 };
@@ -100,7 +148,7 @@ class DeviceClientImpl final : public DeviceClient {
         device_(std::move(device)),
         words_(std::move(words)),
         handle_(std::in_place, std::move(connection), std::move(cap)),
-        watcher_(std::in_place, std::move(socket), words_.get()) {}
+        watcher_(std::in_place, std::move(socket), words_.get(), handle_->connection().options().deadline_ms) {}
 
   ~DeviceClientImpl() override {
     handle_.reset();
@@ -114,6 +162,16 @@ class DeviceClientImpl final : public DeviceClient {
   const Device& device() const override { return *device_; }
   StreamWords& words() override { return *words_; }
   bool lost() const override { return watcher_->lost(); }
+  absl::Status EnqueueReady(CUstream_st* stream, uint64_t value) override {
+    return Write(stream, StreamWords::Word::kReady, value);
+  }
+  absl::Status EnqueueReleased(CUstream_st* stream, uint64_t epoch) override {
+    return Write(stream, StreamWords::Word::kReleased, epoch);
+  }
+  absl::Status EnqueueWaitDone(CUstream_st* stream, uint64_t value) override {
+    watcher_->WaitsForDone(value);
+    return device_->EnqueueWait(stream, words_->Address(StreamWords::Word::kDone), value);
+  }
 
   absl::StatusOr<std::unique_ptr<Arena>> CreateArena(uint64_t bytes) override {
     KV_RETURN_IF_ERROR(handle_->Usable());
@@ -177,6 +235,11 @@ class DeviceClientImpl final : public DeviceClient {
   }
 
  private:
+  absl::Status Write(CUstream_st* stream, StreamWords::Word word, uint64_t value) {
+    watcher_->WillWrite(word, value);
+    return device_->EnqueueWrite(stream, words_->Address(word), value);
+  }
+
   const DeviceDescription description_;
   const std::shared_ptr<const Device> device_;  // shared with the arenas, which may be destroyed later
   const std::unique_ptr<StreamWords> words_;

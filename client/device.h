@@ -12,7 +12,8 @@
 //
 // A lease, as other handles are: it belongs to the thread of its Client, and is void after Reconnect(). A thread of its
 // own sees the connection's end and lets through whatever of this process's streams waits for the daemon, so that they
-// end. The GPU's work is of this process: nothing here waits for it but the destructor.
+// end; it ends the connection itself when a daemon that hangs, or is stopped, holds up a stream. The GPU's work is of
+// this process: nothing here waits for it but the destructor.
 //
 // In builds without the CUDA Toolkit Open() says so.
 #pragma once
@@ -54,13 +55,12 @@ class DeviceClient {
   virtual absl::StatusOr<std::unique_ptr<Arena>> CreateArena(uint64_t bytes) = 0;
 
   /// Behind all work on this process's `stream` so far, the daemon's stream may pass `value`: values grow.
-  absl::Status EnqueueReady(CUstream_st* stream, uint64_t value) {
-    return device().EnqueueWrite(stream, words().Address(StreamWords::Word::kReady), value);
-  }
-  /// What comes later on this process's `stream` waits for the daemon's to reach `value`, or to be lost.
-  absl::Status EnqueueWaitDone(CUstream_st* stream, uint64_t value) {
-    return device().EnqueueWait(stream, words().Address(StreamWords::Word::kDone), value);
-  }
+  virtual absl::Status EnqueueReady(CUstream_st* stream, uint64_t value) = 0;
+  /// What comes later on this process's `stream` waits for the daemon's to reach `value`, or to be lost: also once
+  /// `done` has not moved for Client::Options::deadline_ms though this process's streams owe the daemon nothing.
+  virtual absl::Status EnqueueWaitDone(CUstream_st* stream, uint64_t value) = 0;
+  /// Behind all work on this process's `stream` so far: steps up to `epoch` are over (in_process.h).
+  virtual absl::Status EnqueueReleased(CUstream_st* stream, uint64_t epoch) = 0;
 
   /// The daemon copies between two ranges of this client's device arenas behind `ready` (0: at once); returns what
   /// `done` will be behind that. To try how an engine is wired.
@@ -69,7 +69,7 @@ class DeviceClient {
   /// A descriptor, the caller's, of a slab of the pool with pages of this cache's tenant, once (in_process.h).
   virtual absl::StatusOr<int> MapSlab(uint32_t cache_id, uint32_t slab) = 0;
 
-  /// The connection has ended: waits for `done` pass. Any thread.
+  /// The connection has ended, or was ended here: waits for `done` pass. Any thread.
   virtual bool lost() const = 0;
 };
 

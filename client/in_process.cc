@@ -260,8 +260,7 @@ absl::Status InProcessImpl::End() {
 }
 
 absl::Status InProcessImpl::Release(absl::Status status) {
-  status.Update(
-      device_.device().EnqueueWrite(options_.stream, device_.words().Address(Word::kReleased), extended_.epoch));
+  status.Update(device_.EnqueueReleased(options_.stream, extended_.epoch));
   return status;
 }
 

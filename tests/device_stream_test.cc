@@ -63,9 +63,10 @@ int64_t CountOthers(const uint8_t* data, uint64_t bytes, uint8_t value, cudaStre
 
 /// One engine: a client, its GPU, two arenas and a stream.
 struct Engine {
-  static absl::StatusOr<std::unique_ptr<Engine>> Start(const std::string& address, uint64_t bytes = kBytes) {
+  static absl::StatusOr<std::unique_ptr<Engine>> Start(const std::string& address, uint64_t bytes = kBytes,
+                                                       const Client::Options& options = {}) {
     auto engine = std::make_unique<Engine>();
-    KV_ASSIGN_OR_RETURN(engine->client, Client::Connect(address, {}));
+    KV_ASSIGN_OR_RETURN(engine->client, Client::Connect(address, options));
     KV_ASSIGN_OR_RETURN(engine->device, DeviceClient::Open(engine->client.get(), 0));
     KV_ASSIGN_OR_RETURN(engine->in, engine->device->CreateArena(bytes));
     KV_ASSIGN_OR_RETURN(engine->out, engine->device->CreateArena(bytes));
@@ -232,6 +233,30 @@ TEST_F(DeviceStreamTest, ADaemonThatIsKilledLeavesNoStreamHanging) {
   ASSERT_OK(engine->device->EnqueueWaitDone(engine->stream, done + 2000));
   ASSERT_CUDA(cudaStreamSynchronize(engine->stream));
   EXPECT_FALSE(engine->Copy(2, kBytes).ok());
+}
+
+TEST_F(DeviceStreamTest, ADaemonThatIsStoppedHoldsUpAStreamForTheDeadlineAtMost) {
+  ASSERT_OK_AND_ASSIGN(auto daemon, StartDaemon());
+  Client::Options options;
+  options.deadline_ms = 1000;
+  ASSERT_OK_AND_ASSIGN(auto engine, Engine::Start(daemon->listen(), kBytes, options));
+  ASSERT_OK_AND_ASSIGN(const uint64_t done, engine->Copy(1, kBytes));
+  ASSERT_OK(engine->device->EnqueueReady(engine->stream, 1));
+  ASSERT_OK(engine->device->EnqueueWaitDone(engine->stream, done));
+  ASSERT_CUDA(cudaStreamSynchronize(engine->stream));
+  EXPECT_FALSE(engine->device->lost());
+  daemon->process().Signal(SIGSTOP);
+  ASSERT_OK(
+      engine->device->EnqueueWaitDone(engine->stream, done + 1));  // what it was asked for and had no time to begin
+  ASSERT_CUDA(cudaStreamSynchronize(engine->stream));
+  EXPECT_TRUE(engine->device->lost());
+  daemon->process().Signal(SIGCONT);
+  EXPECT_EQ(engine->Copy(2, kBytes).status().code(), absl::StatusCode::kUnavailable);
+  ASSERT_OK_AND_ASSIGN(auto next, Engine::Start(daemon->listen()));
+  ASSERT_OK_AND_ASSIGN(const uint64_t again, next->Copy(0, kBytes));
+  ASSERT_OK(next->device->EnqueueWaitDone(next->stream, again));
+  ASSERT_CUDA(cudaStreamSynchronize(next->stream));
+  EXPECT_FALSE(next->device->lost());
 }
 
 TEST_F(DeviceStreamTest, ADaemonEndsThoughAnEngineOwesItAWord) {
