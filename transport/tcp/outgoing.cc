@@ -98,8 +98,10 @@ void Outgoing::OnControl(Dial::Connection connection) {
                  [self](absl::Status why) { self->OnLinkBroken(std::move(why)); }});
   if (connected_before_ && !offer_again_) {
     ++result_.resumes;
+    joining_ = true;
     return link_->Send(EncodeJoin({token_, 0}));
   }
+  joining_ = false;
   if (!connected_before_) started_ = Now();
   connected_before_ = true;
   offer_again_ = false;
@@ -211,7 +213,7 @@ void Outgoing::UseTcpLanes() {
 }
 
 void Outgoing::SayLast() {
-  if (last_.has_value() && state_ == State::kSending && link_ != nullptr) link_->Send(EncodeLast(*last_));
+  if (last_.has_value() && state_ == State::kSending && link_ != nullptr && !joining_) link_->Send(EncodeLast(*last_));
 }
 
 absl::Status Outgoing::OnExtended(const ExtendedFrame& extended) {
@@ -272,6 +274,7 @@ absl::Status Outgoing::OnJoined(const JoinedFrame& joined) {
     if (pages_[i].state == PageState::kSent) SetArrived(i, SecondsSince(begun_));
   }
   CountNamed();
+  joining_ = false;
   if (!joined.last_known) SayLast();
   return absl::OkStatus();
 }

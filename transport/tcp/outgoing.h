@@ -150,6 +150,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   std::shared_ptr<FrameLink> link_;  // nullptr while broken
   bool connected_before_ = false;
   bool offer_again_ = false;  // the receiver never had it
+  bool joining_ = false;      // JOINED is awaited: whether the receiver has LAST is not known
   int64_t redial_ms_ = 0;
   SteadyTime redial_at_;
   absl::Status broken_by_;  // why the control connection broke last

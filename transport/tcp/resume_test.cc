@@ -224,6 +224,33 @@ TEST_F(ResumeTest, ALanesFirstBytesThatChangeCostNothing) {
   }
 }
 
+TEST_F(ResumeTest, TheLastPartIsSaidOnceThoughItIsKnownWhileTheConnectionIsMadeAgain) {
+  RawSocket listener = RawSocket::Listen();
+  Outcome out = Begin(*sender_, RequestOf({}, listener.address()));
+  const auto greet = [&] {
+    RawSocket control = listener.Accept();
+    control.Write(EncodeHello({}));
+    control.Expect<HelloFrame>();
+    return control;
+  };
+  const std::string accept = EncodeAccept({1 << 20, 4, "ticket", PageBitmap(0)});
+  {
+    RawSocket control = greet();
+    control.Expect<OfferFrame>();
+    control.Write(accept);
+    EXPECT_EQ(out.ticket.get(), "ticket");
+  }
+  RawSocket control = greet();
+  control.Expect<JoinFrame>();
+  sender_->Finish(out.id, NothingMore());
+  control.Write(EncodeJoined({false, PageBitmap(0)}) + accept);
+  control.Expect<LastFrame>();
+  control.Write(EncodeExtended({PageBitmap(0)}));
+  control.Write(EncodeEmpty(FrameType::kDone));
+  EXPECT_TRUE(out.done.get().ok());
+  EXPECT_EQ(control.ReadToEnd().find(EncodeLast(NothingMore())), std::string::npos);
+}
+
 /// Jain's index of what 16 senders have got by the time the first has everything: 1 when all have got as much, 1/16
 /// when one took all.
 double FairnessOfManySenders(const std::vector<Page>& pages) {
