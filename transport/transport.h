@@ -92,8 +92,9 @@ struct SendEvents {
   absl::AnyInvocable<void(std::string ticket)> accepted;
   /// The receiver is full and lets the hand-off wait: why. Any number of times before `accepted`.
   absl::AnyInvocable<void(absl::Status why)> waiting;
-  /// Exactly once, last. Errors: UNAVAILABLE (peer), DATA_LOSS (checksum), RESOURCE_EXHAUSTED and others as the
-  /// receiver answered, CANCELLED, DEADLINE_EXCEEDED (the peer was not heard of, or took no page, for stall_ms).
+  /// Exactly once, last; nothing reads pages' bytes after it, the kernel's sockets included. Errors: UNAVAILABLE
+  /// (peer), DATA_LOSS (checksum), RESOURCE_EXHAUSTED and others as the receiver answered, CANCELLED, DEADLINE_EXCEEDED
+  /// (the peer was not heard of, or took no page, for stall_ms).
   absl::AnyInvocable<void(absl::StatusOr<SendResult>)> done;
 };
 

@@ -11,6 +11,14 @@ prometheus::Counter& BytesCounter(Metrics* m, const char* direction, const char*
                     {{"by", by}, {"direction", direction}});
 }
 
+prometheus::Counter& ZeroCopyCounter(Metrics* m, const char* result) {
+  return m->Counter("transport_zero_copy_bytes_total",
+                    "Bytes of pages that were written to be sent by the kernel straight from where they lie, by "
+                    "result: sent so, copied by the kernel after all, refused (it had no room, and they were written "
+                    "plainly), unconfirmed (it did not say in time that it was through with them).",
+                    {{"result", result}});
+}
+
 }  // namespace
 
 TransferResult ResultOf(const absl::Status& status) {
@@ -50,9 +58,16 @@ TransportMetrics::Direction::Direction(Metrics* m, const char* direction)
   }
 }
 
+TransportMetrics::ZeroCopy::ZeroCopy(Metrics* m)
+    : sent(ZeroCopyCounter(m, "sent")),
+      copied(ZeroCopyCounter(m, "copied")),
+      refused(ZeroCopyCounter(m, "refused")),
+      unconfirmed(ZeroCopyCounter(m, "unconfirmed")) {}
+
 TransportMetrics::TransportMetrics(Metrics* m)
     : sent(m, "sent"),
       received(m, "received"),
+      zero_copy(m),
       checksum_failures(m->Counter("transport_checksum_failures_total",
                                    "Pages that arrived with bytes other than their checksum says.")),
       protocol_errors(m->Counter("transport_protocol_errors_total",

@@ -41,8 +41,19 @@ struct TransportMetrics {
     prometheus::Counter* transfers_by_result[6];
   };
 
+  /// Bytes that were written to be sent straight from where they lie; the label `result` of
+  /// kvmanager_transport_zero_copy_bytes_total.
+  struct ZeroCopy {
+    explicit ZeroCopy(Metrics* metrics);
+    prometheus::Counter& sent;
+    prometheus::Counter& copied;       // the kernel copied them after all
+    prometheus::Counter& refused;      // it took them only as a plain write
+    prometheus::Counter& unconfirmed;  // it did not say in time that it was through with them
+  };
+
   Direction sent;
   Direction received;
+  ZeroCopy zero_copy;
   prometheus::Counter& checksum_failures;
   prometheus::Counter& protocol_errors;
   prometheus::Counter& connections_refused;

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <filesystem>
 #include <system_error>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -61,8 +62,8 @@ absl::Status CheckBytes(absl::string_view field, const std::string& text, uint64
 // The flags as texts: what CLI11 fills from the command line and the file, before values are checked.
 struct Texts {
   std::string host_pool_bytes, threads, busy_poll_us, quality_sample, arena_bytes, recompute_bytes, slab_bytes,
-      hand_off_lease_ms, drain_s, peer_rate_bytes, peer_window_bytes, peer_local_copy, device_pool_bytes,
-      device_slab_bytes, devices;
+      hand_off_lease_ms, drain_s, peer_rate_bytes, peer_window_bytes, peer_local_copy, peer_zero_copy,
+      device_pool_bytes, device_slab_bytes, devices;
 };
 
 absl::Status CheckDevices(const Texts& texts, Options* options) {
@@ -163,11 +164,12 @@ absl::Status Check(const Texts& texts, Options* options) {
     KV_RETURN_IF_ERROR(CheckBytes("--peer-window-bytes", texts.peer_window_bytes, Options::kPeerWindowBytesMin,
                                   Options::kPeerWindowBytesMax, &options->peer_window_bytes));
   }
-  if (!texts.peer_local_copy.empty()) {
-    if (texts.peer_local_copy != "on" && texts.peer_local_copy != "off") {
-      return InvalidField("--peer-local-copy", texts.peer_local_copy, "on or off");
-    }
-    options->peer_local_copy = texts.peer_local_copy == "on";
+  for (const auto& [flag, text, value] :
+       {std::tuple("--peer-local-copy", &texts.peer_local_copy, &options->peer_local_copy),
+        std::tuple("--peer-zero-copy", &texts.peer_zero_copy, &options->peer_zero_copy)}) {
+    if (text->empty()) continue;
+    if (*text != "on" && *text != "off") return InvalidField(flag, *text, "on or off");
+    *value = *text == "on";
   }
   if (std::error_code error;
       !options->peer_ucx_key.empty() && !std::filesystem::is_regular_file(options->peer_ucx_key, error)) {
@@ -317,6 +319,11 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--peer-local-copy", texts.peer_local_copy,
                  "Pages go between daemons of this host and user from memory to memory, through no socket: these "
                  "daemons can read the whole pool; on or off (default on; what is sent never with --peer-rate-bytes)")
+      ->type_name("on|off");
+  app.add_option(
+         "--peer-zero-copy", texts.peer_zero_copy,
+         "TCP sends pages straight from the pool (MSG_ZEROCOPY) to where the kernel then copies none; on or off "
+         "(default on)")
       ->type_name("on|off");
   app.add_option("--peer-ucx-key", options.peer_ucx_key,
                  "Pages also go through UCX (RDMA, shared memory, TCP), between daemons that have the same file, 16 to "

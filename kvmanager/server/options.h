@@ -52,6 +52,7 @@ struct Options {
   uint64_t peer_rate_bytes = 0;           // per second sent to all peers; 0: no limit; else kPeerRateBytesMin or more
   uint64_t peer_window_bytes = 64 << 20;  // on their way to this daemon: kPeerWindowBytesMin..Max
   bool peer_local_copy = true;            // pages from and to daemons of this host and user by copying between memories
+  bool peer_zero_copy = true;             // TCP sends pages straight from the pool, where the kernel has that
   std::string peer_ucx_key;               // file of the key of peers that read pages through UCX; empty: none do
   std::string calibration_dir;            // of artifacts that codecs may name; empty: none can be named
   std::vector<std::string> codec_plugins;  // shared objects; at most kCodecPluginsMax

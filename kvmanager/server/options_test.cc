@@ -45,6 +45,7 @@ TEST(OptionsTest, DefaultsAreThoseOfTheHeader) {
   EXPECT_EQ(line->options.quality_sample, 64);
   EXPECT_EQ(line->options.log_level, "info");
   EXPECT_TRUE(line->options.peer_local_copy);
+  EXPECT_TRUE(line->options.peer_zero_copy);
 }
 
 TEST(OptionsTest, WithoutADevicePoolThereIsNone) {
@@ -107,7 +108,7 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
       "host-pool-bytes = \"1.5GiB\"\nmetrics-listen = \"127.0.0.1:9464\"\n"
       "peer-listen = \"[::1]:9470\"\nthreads = 3\nbusy-poll-us = 50\nquality-sample = 0\narena-bytes = \"1GiB\"\nslab-bytes = \"4MiB\"\n"
       "hand-off-lease-ms = 1000\ndrain-s = 2\npeer-rate-bytes = 1000000\npeer-window-bytes = \"1MiB\"\npeer-local-copy "
-      "= off\nlog-level = warn\n");
+      "= off\npeer-zero-copy = off\nlog-level = warn\n");
   auto file = Parse({"--config", path});
   auto flags = Parse({"--listen",
                       "unix:/tmp/a.sock",
@@ -139,6 +140,8 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
                       "1MiB",
                       "--peer-local-copy",
                       "off",
+                      "--peer-zero-copy",
+                      "off",
                       "--log-level",
                       "warn"});
   ASSERT_TRUE(file.ok()) << file.status();
@@ -159,6 +162,7 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
     EXPECT_EQ(o.peer_rate_bytes, 1000000u);
     EXPECT_EQ(o.peer_window_bytes, uint64_t{1} << 20);
     EXPECT_FALSE(o.peer_local_copy);
+    EXPECT_FALSE(o.peer_zero_copy);
     EXPECT_EQ(o.log_level, "warn");
   }
   auto both = Parse({"--config", path, "--threads", "7"});
@@ -187,6 +191,7 @@ TEST(OptionsTest, ErrorsNameFlagValueAndBound) {
            {With({"--peer-window-bytes", "1KiB"}), "--peer-window-bytes", "1KiB"},
            {With({"--peer-window-bytes", "8GiB"}), "--peer-window-bytes", "8GiB"},
            {With({"--peer-local-copy", "yes"}), "--peer-local-copy", "yes"},
+           {With({"--peer-zero-copy", "maybe"}), "--peer-zero-copy", "maybe"},
            {With({"--peer-ucx-key", "/nowhere"}), "--peer-ucx-key", "/nowhere"},
            {With({"--log-level", "loud"}), "--log-level", "loud"},
            {With({"--metrics-listen", "localhost"}), "--metrics-listen", "localhost"},

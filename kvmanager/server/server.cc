@@ -188,6 +188,7 @@ class ServerImpl final : public Server {
         transport.memory.push_back({region->data(), region->bytes(), region->fd()});
       }
     }
+    if (!options_.peer_zero_copy) transport.zero_copy = tcp::ZeroCopyUse::kNever;
     transport.remote_memory = ucx_.get();
     transport.device_copier = options_.peer_local_copy ? copier_.get() : nullptr;
     KV_ASSIGN_OR_RETURN(transport_, TcpTransport::Create(std::move(transport)));

@@ -105,10 +105,10 @@ uint64_t Engine::Begin(SendRequest request, SendEvents events) {
   const uint64_t id = next_transfer_.fetch_add(1, std::memory_order_relaxed);
   const bool posted =
       loop_.gate->Post([id, request = std::move(request), events = std::move(events)](Loop& loop) mutable {
-        if (loop.outgoing.size() >= loop.options.outgoing_max || loop.stopping) {
+        const size_t sent = loop.outgoing.size() + loop.draining;
+        if (sent >= loop.options.outgoing_max || loop.stopping) {
           loop.metrics.sent.transfers(TransferResult::kFailed).Increment();
-          events.done(FieldError(absl::StatusCode::kResourceExhausted, "hand-offs being sent",
-                                 absl::StrCat(loop.outgoing.size() + 1),
+          events.done(FieldError(absl::StatusCode::kResourceExhausted, "hand-offs being sent", absl::StrCat(sent + 1),
                                  absl::StrCat("at most ", loop.options.outgoing_max)));
           return;
         }

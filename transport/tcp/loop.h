@@ -88,6 +88,7 @@ struct Loop {
   std::unordered_set<std::shared_ptr<FrameLink>> lingering;
   std::unordered_set<std::shared_ptr<Probe>> probes;
   bool stopping = false;
+  size_t draining = 0;              // hand-offs that have ended, whose pages the kernel may still send
   size_t incoming_open = 0;         // of `incoming`, those not yet ended
   size_t receiving = 0;             // of those, accepted by the receiver
   uint64_t frame_buffer_bytes = 0;  // of long frames that are being read

@@ -1,5 +1,7 @@
 #include "transport/tcp/out_lane.h"
 
+#include <poll.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <utility>
@@ -20,7 +22,8 @@ OutLane::OutLane(Loop& loop, Outgoing& session, uint32_t index)
       rate_timer_(loop.io),
       local_(session.lane_address().local),
       by_ucx_(session.by_ucx()),
-      passed_(by_ucx_ ? loop.options.remote_memory->memory().size() : loop.options.memory.size()) {}
+      passed_(by_ucx_ ? loop.options.remote_memory->memory().size() : loop.options.memory.size()),
+      zero_copy_(loop.options.zero_copy, loop.metrics.zero_copy) {}
 
 void OutLane::Start() {
   dial_ = std::make_shared<Dial>(loop_, session_->lane_address(), session_->stall_ms(),
@@ -46,6 +49,7 @@ void OutLane::OnJoined(Frame frame) {
   if (!link_->idle()) return Break(absl::InvalidArgumentError("JOINED before JOIN was read"));
   socket_ = std::exchange(link_, nullptr)->Release();
   write_ = std::make_shared<SocketJob>(SocketJob::Way::kWrite, socket_.native_handle());
+  if (!local_) zero_copy_.Enable(socket_.native_handle());
   const auto self = shared_from_this();
   session_->OnLaneJoined(index_, std::get<JoinedFrame>(frame));
   if (session_ == nullptr) return;
@@ -224,7 +228,8 @@ void OutLane::WriteHead() {
                            [self = shared_from_this()](const ErrorCode& error, size_t bytes) {
                              if (self->session_ == nullptr) return;
                              if (error) return self->Break(absl::UnavailableError(error.message()));
-                             self->OnWritten(bytes);
+                             self->Count(bytes);
+                             self->OnWritten();
                            });
 }
 
@@ -238,26 +243,34 @@ void OutLane::Write() {
     });
     return;
   }
+  WaitToWrite(granted);
+}
+
+void OutLane::WaitToWrite(uint64_t granted) {
   socket_.async_wait(Socket::wait_write, [self = shared_from_this(), granted](const ErrorCode& error) {
     if (self->session_ == nullptr) return self->loop_.rate.GiveBack(granted);
     if (error) return self->Break(absl::UnavailableError(error.message()));
+    // The wait ends as well when the error queue has something: of use to a worker only if it can write.
+    const int fd = self->socket_.native_handle();
+    if (!self->zero_copy_.idle() && self->zero_copy_.Read(fd)) {
+      pollfd now = {fd, POLLOUT, 0};
+      if (::poll(&now, 1, 0) == 0) return self->WaitToWrite(granted);
+    }
     self->StartWriting(granted);
   });
 }
 
 void OutLane::StartWriting(uint64_t granted) {
   writing_ = true;
+  write_->AllowZeroCopy(/*first=*/1, zero_copy_.allowed(), ZeroCopy::kPieceBytesMin);
   SocketJob::Start(write_, *loop_.copiers, granted, [gate = loop_.gate, self = shared_from_this(), granted] {
     gate->Post([self, granted](Loop& loop) {
       if (self->session_ == nullptr) return;
-      self->writing_ = false;
-      const uint64_t bytes = self->write_->bytes();
-      loop.rate.GiveBack(granted - bytes);
+      loop.rate.GiveBack(granted - self->CountJob());
       if (const int error = self->write_->error(); error != 0) {
-        self->Count(bytes);
         return self->Break(absl::UnavailableError(ErrorCode(error, asio::error::get_system_category()).message()));
       }
-      self->OnWritten(bytes);
+      self->OnWritten();
     });
   });
 }
@@ -269,8 +282,14 @@ void OutLane::Count(uint64_t bytes) {
   if (written_ == frame_bytes_ && !by_place()) session_->OnPagesWritten(pages_.size());
 }
 
-void OutLane::OnWritten(uint64_t bytes) {
-  Count(bytes);
+uint64_t OutLane::CountJob() {
+  writing_ = false;
+  zero_copy_.OnWritten(write_->zero_copied(), write_->zero_copy_refused_bytes());
+  Count(write_->bytes());
+  return write_->bytes();
+}
+
+void OutLane::OnWritten() {
   if (written_ < frame_bytes_) return by_place() ? WriteHead() : Write();
   pages_.clear();
   busy_ = false;
@@ -281,13 +300,17 @@ void OutLane::Close() {
   if (session_ == nullptr) return;
   if (write_ != nullptr) write_->Abandon();
   // The receiver may have all of it, and have said so, before this thread hears of it from the worker.
-  if (std::exchange(writing_, false)) Count(write_->bytes());
-  session_ = nullptr;
+  if (writing_) CountJob();
+  Outgoing& session = *std::exchange(session_, nullptr);
   if (dial_ != nullptr) std::exchange(dial_, nullptr)->Cancel();
   if (link_ != nullptr) std::exchange(link_, nullptr)->Close();
-  ErrorCode ignored;
-  socket_.close(ignored);
   rate_timer_.cancel();
+  ErrorCode ignored;
+  if (!zero_copy_.idle()) {
+    zero_copy_.Read(socket_.native_handle());
+    if (!zero_copy_.idle()) return session.DrainLane(std::move(socket_), std::move(zero_copy_));
+  }
+  socket_.close(ignored);
 }
 
 void OutLane::Break(absl::Status why) {

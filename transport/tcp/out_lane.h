@@ -13,6 +13,7 @@
 #include "transport/tcp/loop.h"
 #include "transport/tcp/socket_job.h"
 #include "transport/tcp/wire.h"
+#include "transport/tcp/zero_copy.h"
 
 namespace kvmanager::tcp {
 
@@ -44,9 +45,12 @@ class OutLane : public std::enable_shared_from_this<OutLane> {
   void Write();
   /// A frame that only says where pages are.
   void WriteHead();
-  void StartWriting(uint64_t bytes_max);
-  void OnWritten(uint64_t bytes);
+  void WaitToWrite(uint64_t granted);
+  void StartWriting(uint64_t granted);
+  void OnWritten();
   void Count(uint64_t bytes);
+  /// What the worker has written, which has ended or was stopped.
+  uint64_t CountJob();
   /// Pages are not written, only where they are.
   bool by_place() const { return frame_bytes_ == head_.size(); }
   void Break(absl::Status why);
@@ -74,6 +78,7 @@ class OutLane : public std::enable_shared_from_this<OutLane> {
   uint64_t frame_bytes_ = 0;
   uint64_t written_ = 0;              // of it
   std::shared_ptr<SocketJob> write_;  // head and pages, once joined
+  ZeroCopy zero_copy_;                // of pages: the head is written anew while the kernel may still send it
 };
 
 }  // namespace kvmanager::tcp

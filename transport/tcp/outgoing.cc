@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
 #include "transport/remote_memory.h"
+#include "transport/tcp/drain.h"
 
 namespace kvmanager::tcp {
 namespace {
@@ -586,8 +587,23 @@ void Outgoing::Finish(absl::StatusOr<SendResult> result) {
   } else {
     loop_.metrics.sent.transfers(ResultOf(result.status())).Increment();
   }
+  ended_ = std::move(result);
+  if (draining_ == 0) return TellDone();
+  ++loop_.draining;
+}
+
+void Outgoing::DrainLane(Socket socket, ZeroCopy zero_copy) {
+  ++draining_;
+  Drain::Start(loop_, std::move(socket), std::move(zero_copy), stall_ms_, [self = shared_from_this()] {
+    if (--self->draining_ > 0 || !self->ended_.has_value()) return;
+    --self->loop_.draining;
+    self->TellDone();
+  });
+}
+
+void Outgoing::TellDone() {
   const auto done = std::make_unique<SendEvents>(std::move(events_));
-  done->done(std::move(result));
+  done->done(*std::move(ended_));
 }
 
 }  // namespace kvmanager::tcp

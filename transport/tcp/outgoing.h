@@ -9,9 +9,10 @@
 // A connection that breaks changes no state: the control connection and each lane are made again, first at once, then
 // ever more slowly, until nothing was heard for the stall time. Before the first connection there is no second try.
 //
-// Invariants: 1. Finish makes every transition into kFinished, closes everything and calls `done`; nothing reads pages'
-// bytes after it. 2. A page is sent by one lane at a time; it is queued again only once JOINED of that lane has said
-// that it did not arrive. 3. unacked_bytes_ are those of pages in kSent.
+// Invariants: 1. Finish makes every transition into kFinished and closes everything; `done` is called then, or once the
+// kernel sends nothing any more straight from pages (drain.h): nothing reads pages' bytes after it. 2. A page is sent
+// by one lane at a time; it is queued again only once JOINED of that lane has said that it did not arrive. 3.
+// unacked_bytes_ are those of pages in kSent.
 #pragma once
 
 #include <deque>
@@ -61,6 +62,8 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   void OnLaneJoined(uint32_t lane, const JoinedFrame& joined);
   /// UNAVAILABLE, DATA_LOSS, DEADLINE_EXCEEDED: it is made again; anything else ends the hand-off.
   void OnLaneBroken(uint32_t lane, absl::Status why);
+  /// A lane was closed, and the kernel may still send pages through its socket.
+  void DrainLane(Socket socket, ZeroCopy zero_copy);
 
  private:
   enum class State { kOffering, kSending, kFinished };
@@ -127,6 +130,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   void CloseLanes();
   void FinishProtocol(const absl::Status& why);
   void Finish(absl::StatusOr<SendResult> result);
+  void TellDone();
 
   Loop& loop_;
   const uint64_t id_;
@@ -179,6 +183,8 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   uint32_t lanes_allowed_ = 1;
   std::vector<LaneSlot> lanes_;
   SendResult result_;
+  size_t draining_ = 0;  // lanes
+  absl::optional<absl::StatusOr<SendResult>> ended_;
 };
 
 }  // namespace kvmanager::tcp

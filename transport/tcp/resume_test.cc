@@ -114,6 +114,9 @@ class ResumeTest : public testing::Test {
     TcpTransport::Options options;
     options.metrics = &sender_metrics_;
     sender_ = *TcpTransport::Create(options);
+    options.metrics = &zero_copy_metrics_;
+    options.zero_copy = ZeroCopyUse::kAlways;
+    zero_copy_sender_ = *TcpTransport::Create(options);
     options.metrics = &receiver_metrics_;
     options.listen = "127.0.0.1:0";
     options.receiver = &receiver_;
@@ -122,17 +125,30 @@ class ResumeTest : public testing::Test {
   }
   /// A hand-off of 480 pages and 40 of the last part, posted in pieces; by default 9 MB or so on two lanes.
   absl::StatusOr<SendResult> HandOff(uint64_t seed, size_t page_bytes_max = 33 << 10) {
+    return HandOffBy(*sender_, seed, page_bytes_max);
+  }
+  /// The same, by the sender whose lanes write straight from pages for every other pair of seeds.
+  absl::StatusOr<SendResult> HandOffByEither(uint64_t seed) {
+    return HandOffBy(seed / 2 % 2 == 0 ? *sender_ : *zero_copy_sender_, seed, 33 << 10);
+  }
+  void ExpectZeroCopies() {
+    const TransportMetrics::ZeroCopy& bytes = zero_copy_metrics_.zero_copy;
+    EXPECT_EQ(bytes.unconfirmed.Value(), 0);
+    const double so = bytes.sent.Value() + bytes.copied.Value() + bytes.refused.Value();
+    EXPECT_GT(so, zero_copy_metrics_.sent.socket_bytes.Value() / 2);
+  }
+  absl::StatusOr<SendResult> HandOffBy(TcpTransport& sender, uint64_t seed, size_t page_bytes_max) {
     std::mt19937_64 random(seed);
     std::vector<size_t> sizes(kPages + kLastPages);
     for (size_t& size : sizes) size = 1 + random() % page_bytes_max;
     pages_ = RandomPages(sizes, seed);
-    Outcome out = Begin(*sender_, RequestOf({pages_.begin(), pages_.begin() + kPages}, proxy_->address()));
+    Outcome out = Begin(sender, RequestOf({pages_.begin(), pages_.begin() + kPages}, proxy_->address()));
     const std::vector<SendPage> posted = PagesOf(pages_);
     for (size_t i = 0; i < kPages; i += kPages / 4) {
-      sender_->Post(out.id, {posted.begin() + i, posted.begin() + i + kPages / 4});
+      sender.Post(out.id, {posted.begin() + i, posted.begin() + i + kPages / 4});
     }
-    sender_->Finish(out.id, PartOf({pages_.begin() + kPages, pages_.end()}));
-    sender_->Post(out.id, {posted.begin() + kPages, posted.end()});
+    sender.Finish(out.id, PartOf({pages_.begin() + kPages, pages_.end()}));
+    sender.Post(out.id, {posted.begin() + kPages, posted.end()});
     return out.done.get();
   }
   uint64_t bytes() const {
@@ -151,8 +167,10 @@ class ResumeTest : public testing::Test {
   std::vector<Page> pages_;
   Metrics sender_registry_, receiver_registry_;
   TransportMetrics sender_metrics_{&sender_registry_}, receiver_metrics_{&receiver_registry_};
+  Metrics zero_copy_registry_;
+  TransportMetrics zero_copy_metrics_{&zero_copy_registry_};
   TestReceiver receiver_;
-  std::unique_ptr<TcpTransport> receiving_, sender_;
+  std::unique_ptr<TcpTransport> receiving_, sender_, zero_copy_sender_;
   std::unique_ptr<Proxy> proxy_;
 };
 
@@ -169,7 +187,7 @@ TEST_F(ResumeTest, CutAtRandomPoints) {
   for (int seed = 0; seed < 100; ++seed) {
     proxy_->Spoil(seed % 2 == 0 ? Proxy::Fault::kCut : Proxy::Fault::kCutAll,
                   1 + static_cast<int64_t>(random() % (8 << 20)));
-    const absl::StatusOr<SendResult> result = HandOff(100 + seed);
+    const absl::StatusOr<SendResult> result = HandOffByEither(100 + seed);
     ExpectComplete(result, seed + 1);
     if (HasFatalFailure()) return;
     resent += result->bytes_resent;
@@ -180,6 +198,7 @@ TEST_F(ResumeTest, CutAtRandomPoints) {
   EXPECT_GT(proxy_->faults(), 80);
   EXPECT_GT(resumes, 60u);
   EXPECT_GT(resent, 0u);
+  ExpectZeroCopies();
   receiver_.WaitUntilNoneLives();
 }
 
@@ -187,7 +206,7 @@ TEST_F(ResumeTest, FlippedBytesAreNeverTaken) {
   std::mt19937_64 random(3);
   for (int seed = 0; seed < 100; ++seed) {
     proxy_->Spoil(Proxy::Fault::kFlip, 1 + static_cast<int64_t>(random() % (8 << 20)));
-    const absl::StatusOr<SendResult> result = HandOff(300 + seed);
+    const absl::StatusOr<SendResult> result = HandOffByEither(300 + seed);
     // A hello that is changed into that of another version, or the offer's, may end it; nothing wrong is ever taken.
     if (!result.ok()) continue;
     EXPECT_TRUE(receiver_.newest() == pages_);
@@ -195,6 +214,7 @@ TEST_F(ResumeTest, FlippedBytesAreNeverTaken) {
   EXPECT_GT(proxy_->faults(), 80);
   EXPECT_GT(receiver_.completions(), 90u);
   EXPECT_GT(receiver_metrics_.checksum_failures.Value(), 50);
+  ExpectZeroCopies();
   receiver_.WaitUntilNoneLives();
 }
 

@@ -1,6 +1,10 @@
 #include "transport/tcp/socket_job.h"
 
+#include <linux/capability.h>
+#include <netinet/in.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <future>
@@ -9,6 +13,7 @@
 
 #include "gtest/gtest.h"
 #include "kvmanager/base/checksum.h"
+#include "transport/tcp/zero_copy.h"
 
 namespace kvmanager::tcp {
 namespace {
@@ -112,6 +117,121 @@ TEST_F(SocketJobTest, AnAbandonedJobTouchesNothing) {
     read->Abandon();
     to.reset();  // AddressSanitizer sees who still writes
   }
+}
+
+/// A connection over loopback that has SO_ZEROCOPY at its near end.
+class ZeroCopyJobTest : public testing::Test {
+ protected:
+  ZeroCopyJobTest() : listener_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_in address = {};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof(address);
+    auto* const any = reinterpret_cast<sockaddr*>(&address);
+    EXPECT_EQ(::bind(listener_, any, size), 0);
+    EXPECT_EQ(::listen(listener_, 1), 0);
+    EXPECT_EQ(::getsockname(listener_, any, &size), 0);
+    near_ = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    EXPECT_EQ(::connect(near_, any, size), 0);
+    far_ = ::accept(listener_, nullptr, nullptr);
+    EXPECT_GE(far_, 0);
+    zero_copy_.Enable(near_);
+  }
+  ~ZeroCopyJobTest() override {
+    for (const int fd : {listener_, near_, far_}) ::close(fd);
+  }
+  /// Writes all, with zero-copy allowed from the second piece on, and returns what has arrived.
+  std::vector<uint8_t> Pass(WorkerPool& workers, const Pieces& pieces) {
+    const auto write = std::make_shared<SocketJob>(SocketJob::Way::kWrite, near_);
+    size_t bytes = 0;
+    for (const auto& piece : pieces) {
+      write->Add(piece.data(), piece.size());
+      bytes += piece.size();
+    }
+    std::vector<uint8_t> got;
+    std::vector<uint8_t> chunk(1 << 20);
+    while (got.size() < bytes) {
+      if (!write->complete()) {
+        std::promise<void> moved;
+        write->AllowZeroCopy(1, zero_copy_.allowed(), ZeroCopy::kPieceBytesMin);
+        SocketJob::Start(write, workers, UINT64_MAX, [&] { moved.set_value(); });
+        moved.get_future().get();
+        EXPECT_EQ(write->error(), 0);
+        zero_copy_.OnWritten(write->zero_copied(), write->zero_copy_refused_bytes());
+        for (const uint32_t n : write->zero_copied()) zero_copied_ += n;
+      }
+      const ssize_t n = ::recv(far_, chunk.data(), chunk.size(), 0);
+      if (n <= 0) break;
+      got.insert(got.end(), chunk.begin(), chunk.begin() + n);
+      zero_copy_.Read(near_);
+    }
+    return got;
+  }
+  static Pieces HeadAndPages(size_t pages, size_t page_bytes) {
+    std::mt19937_64 random(5);
+    Pieces pieces = {std::vector<uint8_t>(100)};
+    pieces.resize(1 + pages, std::vector<uint8_t>(page_bytes));
+    for (auto& piece : pieces) {
+      for (uint8_t& byte : piece) byte = static_cast<uint8_t>(random());
+    }
+    return pieces;
+  }
+  static std::vector<uint8_t> Joined(const Pieces& pieces) {
+    std::vector<uint8_t> all;
+    for (const auto& piece : pieces) all.insert(all.end(), piece.begin(), piece.end());
+    return all;
+  }
+
+  int listener_, near_ = -1, far_ = -1;
+  Metrics registry_;
+  TransportMetrics metrics_{&registry_};
+  ZeroCopy zero_copy_{ZeroCopyUse::kAlways, metrics_.zero_copy};
+  uint64_t zero_copied_ = 0;
+};
+
+TEST_F(ZeroCopyJobTest, PagesGoSoAndTheHeadDoesNot) {
+  WorkerPool workers(2);
+  const Pieces pieces = HeadAndPages(100, 48640);
+  EXPECT_TRUE(Pass(workers, pieces) == Joined(pieces));
+  EXPECT_GT(zero_copied_, 4000000u);
+  EXPECT_LE(zero_copied_, 4864000u);
+  // The receiver has all of it, so nothing is sent again once the connection is reset.
+  const sockaddr none = {AF_UNSPEC, {}};
+  EXPECT_EQ(::connect(near_, &none, sizeof(none)), 0);
+  zero_copy_.Read(near_);
+  EXPECT_TRUE(zero_copy_.idle());
+  EXPECT_EQ(metrics_.zero_copy.sent.Value() + metrics_.zero_copy.copied.Value(), zero_copied_);
+}
+
+TEST_F(ZeroCopyJobTest, SmallPiecesAreWrittenPlainly) {
+  WorkerPool workers(2);
+  const Pieces pieces = HeadAndPages(1000, ZeroCopy::kPieceBytesMin / 2);
+  EXPECT_TRUE(Pass(workers, pieces) == Joined(pieces));
+  EXPECT_EQ(zero_copied_, 0u);
+}
+
+TEST_F(ZeroCopyJobTest, WhatTheKernelHasNoRoomForIsWrittenPlainly) {
+  // A process that may pin nothing: threads have what the one that makes them has.
+  __user_cap_header_struct who = {_LINUX_CAPABILITY_VERSION_3, 0};
+  __user_cap_data_struct had[_LINUX_CAPABILITY_U32S_3], less[_LINUX_CAPABILITY_U32S_3];
+  ASSERT_EQ(::syscall(SYS_capget, &who, had), 0);
+  std::copy(std::begin(had), std::end(had), std::begin(less));
+  less[CAP_TO_INDEX(CAP_IPC_LOCK)].effective &= ~CAP_TO_MASK(CAP_IPC_LOCK);
+  rlimit limit, none;
+  ASSERT_EQ(::getrlimit(RLIMIT_MEMLOCK, &limit), 0);
+  none = {0, limit.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_MEMLOCK, &none), 0);
+  ASSERT_EQ(::syscall(SYS_capset, &who, less), 0);
+  {
+    WorkerPool workers(2);
+    const Pieces pieces = HeadAndPages(100, 48640);
+    EXPECT_TRUE(Pass(workers, pieces) == Joined(pieces));
+  }
+  ASSERT_EQ(::syscall(SYS_capset, &who, had), 0);
+  ASSERT_EQ(::setrlimit(RLIMIT_MEMLOCK, &limit), 0);
+  EXPECT_EQ(zero_copied_, 0u);
+  EXPECT_GT(metrics_.zero_copy.refused.Value(), 0);
+  EXPECT_TRUE(zero_copy_.idle());
 }
 
 }  // namespace

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "transport/tcp/zero_copy.h"
 #include "transport/transport.h"
 #include "transport/transport_metrics.h"
 
@@ -61,6 +62,7 @@ class TcpTransport final : public Transport {
     size_t visitors_max = kVisitorsMaxDefault;        // connections that have not said what they are; more are closed
     uint64_t transfer_bytes_max = kTransferBytesMaxDefault;         // pages of one hand-off, either way
     uint64_t offer_buffer_bytes_max = kOfferBufferBytesMaxDefault;  // memory for incoming manifests and page lists
+    tcp::ZeroCopyUse zero_copy = tcp::ZeroCopyUse::kWhereItPays;    // of pages over TCP
   };
   static constexpr uint32_t kLanesDefault = 4;
   static constexpr int kCopyThreadsDefault = 2;

@@ -411,4 +411,28 @@ inline std::string LaneOf(const std::vector<Page>& pages) {
          PagesFrameOf(pages, {indices.begin() + static_cast<ptrdiff_t>(half), indices.end()});
 }
 
+/// A receiver of one hand-off, played by the test: its two connections, up to the first page.
+struct PlayedReceiver {
+  explicit PlayedReceiver(size_t pages) : control(-1), lane(-1), count(pages) {}
+  void Accept(RawSocket& listener) {
+    control = listener.Accept();
+    control.Write(EncodeHello({}));
+    control.Expect<HelloFrame>();
+    control.Expect<OfferFrame>();
+    AcceptFrame accept;
+    accept.window = 64 << 20;
+    accept.ticket = "ticket";
+    accept.wanted = PageBitmap(count);
+    for (uint32_t i = 0; i < count; ++i) accept.wanted.Add(i);
+    control.Write(EncodeAccept(accept));
+    lane = listener.Accept();
+    lane.Write(EncodeHello({}));
+    lane.Expect<HelloFrame>();
+    EXPECT_EQ(lane.Expect<JoinFrame>().lane, 1u);
+    lane.Write(EncodeJoined({false, PageBitmap(count)}));
+  }
+  RawSocket control, lane;
+  size_t count;
+};
+
 }  // namespace kvmanager::tcp

@@ -2,8 +2,9 @@
 // many connections in the same run (what the kernel's sockets give); over a local lane, beside one memcpy of as much by
 // one thread; and through UCX's TCP and shared memory, beside the same. Random bytes, a pool as large as the hand-off
 // on each side, checksums made before. Transports are made once, as daemons' are; the first hand-off over a local lane,
-// which maps the sender's pool, is a row of its own. Prints the CPU time of both sides as well, and what memcpy of all
-// cores together makes.
+// which maps the sender's pool, is a row of its own. Prints the CPU time of both sides as well, what the kernel sent
+// straight from pages and what it copied though it was asked to (loopback always copies), and what memcpy of all cores
+// together makes.
 #include <sys/resource.h>
 
 #include <CLI/CLI.hpp>
@@ -14,6 +15,7 @@
 #include <ctime>
 #include <filesystem>
 #include <future>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <random>
@@ -33,7 +35,8 @@ namespace {
 
 struct Measured {
   double bytes_per_s = 0;
-  double cpu_s_per_gib = 0;  // of both sides
+  double cpu_s_per_gib = 0;                         // of both sides
+  double zero_copy_sent = 0, zero_copy_copied = 0;  // shares of the bytes
 };
 
 double CpuSeconds(int who) {
@@ -119,7 +122,7 @@ std::unique_ptr<UcxMemory> OpenUcx(const Pool& pool, const std::string& tls) {
 class Pair {
  public:
   Pair(const Pool& from, const Pool& to, uint64_t page_bytes, uint32_t lanes, UcxMemory* from_ucx = nullptr,
-       UcxMemory* to_ucx = nullptr)
+       UcxMemory* to_ucx = nullptr, ZeroCopyUse zero_copy = ZeroCopyUse::kWhereItPays)
       : from_(from), to_(to), by_ucx_(from_ucx != nullptr), receiver_(&to) {
     TcpTransport::Options options;
     options.metrics = &metrics_;
@@ -128,6 +131,7 @@ class Pair {
         std::min<int>(static_cast<int>(std::thread::hardware_concurrency()), TcpTransport::kCopyThreadsMax);
     if (lanes == 0) options.memory = {from.shared()};
     options.remote_memory = from_ucx;
+    options.zero_copy = zero_copy;
     sending_ = *TcpTransport::Create(options);
     options.listen = "127.0.0.1:0";
     options.receiver = &receiver_;
@@ -152,6 +156,8 @@ class Pair {
     last.manifest = "end";
     std::memset(to_.data(), 0, to_.size());
     const double ucx_before = metrics_.received.ucx_bytes.Value();
+    const TransportMetrics::ZeroCopy& zero_copy = metrics_.zero_copy;
+    const double sent_before = zero_copy.sent.Value(), copied_before = zero_copy.copied.Value();
     const double cpu_before = CpuSeconds(RUSAGE_SELF);
     const uint64_t id = sending_->Begin(std::move(request), std::move(events));
     sending_->Post(id, pages_);
@@ -162,7 +168,8 @@ class Pair {
     KV_CHECK(std::memcmp(from_.data(), to_.data(), result->bytes_sent) == 0);
     const auto sent = static_cast<double>(result->bytes_sent);
     KV_CHECK(metrics_.received.ucx_bytes.Value() - ucx_before == (by_ucx_ ? sent : 0));
-    return {sent / result->seconds, cpu / sent * (1 << 30)};
+    return {sent / result->seconds, cpu / sent * (1 << 30), (zero_copy.sent.Value() - sent_before) / sent,
+            (zero_copy.copied.Value() - copied_before) / sent};
   }
 
  private:
@@ -220,6 +227,9 @@ int Main(int argc, char** argv) {
   uint64_t mib = 2048, page_bytes = 48640;
   std::vector<uint32_t> lanes = {1, 2, 4};
   int port = 5309, repetitions = 3;
+  ZeroCopyUse zero_copy = ZeroCopyUse::kWhereItPays;
+  const std::map<std::string, ZeroCopyUse> uses = {
+      {"never", ZeroCopyUse::kNever}, {"auto", zero_copy}, {"always", ZeroCopyUse::kAlways}};
   app.add_option("--mib", mib, "MiB of one hand-off")->check(CLI::Range(1, 65536))->capture_default_str();
   app.add_option("--page-bytes", page_bytes, "bytes of a page (default: hack K3V2, 64 tokens, 8 KV heads of 128)")
       ->check(CLI::Range(uint64_t{1}, HandOffPart::kPageBytesMax))
@@ -229,6 +239,9 @@ int Main(int argc, char** argv) {
   app.add_option("--repetitions", repetitions, "the median of so many")
       ->check(CLI::Range(1, 99))
       ->capture_default_str();
+  app.add_option("--zero-copy", zero_copy, "whether lanes over TCP write pages so: never, auto (default), always")
+      ->transform(CLI::CheckedTransformer(uses))
+      ->type_name("USE");
   CLI11_PARSE(app, argc, argv);
   const Pool from(mib << 20, 1), to(mib << 20, 2);
   const auto median = [](std::vector<Measured>& all) {
@@ -243,7 +256,7 @@ int Main(int argc, char** argv) {
     std::fflush(stdout);
   };
   for (const uint32_t n : lanes) {
-    Pair pair(from, to, page_bytes, n);
+    Pair pair(from, to, page_bytes, n, nullptr, nullptr, zero_copy);
     std::vector<Measured> ours, theirs;
     for (int i = 0; i < repetitions; ++i) {
       ours.push_back(pair.HandOff());
@@ -251,6 +264,8 @@ int Main(int argc, char** argv) {
     }
     if (median(theirs).bytes_per_s == 0) std::printf("(iperf3 is not installed, or could not run)\n");
     print(absl::StrCat("tcp, ", n), median(ours), median(theirs));
+    std::printf("%12s of its bytes %.2f%% sent zero-copy, %.2f%% copied by the kernel after all\n", "",
+                100 * median(ours).zero_copy_sent, 100 * median(ours).zero_copy_copied);
   }
   const auto cpus = std::max(1u, std::thread::hardware_concurrency());
   std::vector<Measured> first, ours, one, all;

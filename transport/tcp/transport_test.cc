@@ -406,30 +406,6 @@ TEST_F(TransportTest, SilentReceiverIsADeadline) {
   EXPECT_EQ(sender_metrics_.sent.transfers(TransferResult::kTimeout).Value(), 1);
 }
 
-// A receiver of one hand-off, played by the test: its two connections, up to the first page.
-struct PlayedReceiver {
-  explicit PlayedReceiver(size_t pages) : control(-1), lane(-1), count(pages) {}
-  void Accept(RawSocket& listener) {
-    control = listener.Accept();
-    control.Write(EncodeHello({}));
-    control.Expect<HelloFrame>();
-    control.Expect<OfferFrame>();
-    AcceptFrame accept;
-    accept.window = 64 << 20;
-    accept.ticket = "ticket";
-    accept.wanted = PageBitmap(count);
-    for (uint32_t i = 0; i < count; ++i) accept.wanted.Add(i);
-    control.Write(EncodeAccept(accept));
-    lane = listener.Accept();
-    lane.Write(EncodeHello({}));
-    lane.Expect<HelloFrame>();
-    EXPECT_EQ(lane.Expect<JoinFrame>().lane, 1u);
-    lane.Write(EncodeJoined({false, PageBitmap(count)}));
-  }
-  RawSocket control, lane;
-  size_t count;
-};
-
 TEST_F(TransportTest, ReceiverThatStopsReadingIsADeadline) {
   TcpTransport::Options options = SenderOptions();
   options.lanes = 1;
