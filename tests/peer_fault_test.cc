@@ -160,6 +160,21 @@ TEST_F(PeerFaultTest, AFullReceiverSaysWhyOrLetsWait) {
   ExpectNothingLeaked();
 }
 
+TEST_F(PeerFaultTest, WhatCanNeverFitIsRefusedAtOnce) {
+  StartPair({}, {.host_pool_bytes = 4 << 20});
+  // Encoded it would fit, but most of it is within the lag, so it is raw besides.
+  const client::CacheOptions options = SmallCache("hack", /*lag_pages=*/64);
+  const Source source{63, Kind::kNormal, options};
+  ASSERT_OK_AND_ASSIGN(const auto cache, here_->OpenCache(options));
+  for (const auto& [tokens, code] :
+       {std::pair(64 * 70, absl::StatusCode::kResourceExhausted), std::pair(64 * 10, absl::StatusCode::kOk)}) {
+    ASSERT_OK_AND_ASSIGN(const CreatedSequence made, cache->CreateSequence());
+    ASSERT_OK(Load(*cache, made.sequence->id(), source, 0, tokens, 1024));
+    const auto sent = made.sequence->HandOff(receiver_->peer(), "", /*timeout_ms=*/20000, /*room_ms=*/600000);
+    EXPECT_EQ(sent.status().code(), code) << sent.status();
+  }
+}
+
 TEST_F(PeerFaultTest, WhatWaitsForRoomGoesWithItsSender) {
   StartPair({}, {.host_pool_bytes = 4 << 20});
   ASSERT_OK_AND_ASSIGN(CreatedSequence holder, other_->CreateSequence());

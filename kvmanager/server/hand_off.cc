@@ -24,6 +24,20 @@ constexpr int64_t kLinkSampleBytes = 64 << 10, kLinkSampleNs = 2'000'000;
 // Of "HOST:PORT".
 std::string HostOf(const std::string& peer) { return peer.substr(0, peer.rfind(':')); }
 
+// What the whole sequence takes of a pool, padding of slots not counted: every full page has its place as an encoded
+// one, and those that do not travel so, and open pages, are raw besides.
+uint64_t BytesAtLeast(const HandOffFirst& first, const CodecInfo& info) {
+  const PageLayout& layout = first.config.layout;
+  const uint64_t full_pages = first.blocks.size() * first.config.layers;
+  uint64_t raw_pages = first.tokens % layout.page_tokens != 0 ? first.config.layers : 0;
+  if (!info.identity) raw_pages += full_pages - std::min<uint64_t>(full_pages, first.pages.size());
+  uint64_t bytes = raw_pages * layout.raw_bytes();
+  for (uint32_t layer = 0; layer < first.config.layers; ++layer) {
+    bytes += first.blocks.size() * info.page_bytes(static_cast<int>(layer));
+  }
+  return bytes;
+}
+
 }  // namespace
 
 // A sequence being received. Targets are read on the transport's thread, bytes on workers; the import itself belongs to
@@ -245,10 +259,8 @@ void HandOffDesk::TryAccept(std::shared_ptr<Offered> offered) {
       waiting_.empty() ? Accept(*offered)
                        : FieldError(absl::StatusCode::kResourceExhausted, "hand-offs that wait for room",
                                     absl::StrCat(waiting_.size()), "none, for another to be received at once");
-  uint64_t bytes = 0;
-  for (const HandOffPage& page : offered->first.pages) bytes += page.bytes;
-  const bool may_wait =
-      absl::IsResourceExhausted(accepted.status()) && offered->room_ms > 0 && bytes <= daemon_->pool->capacity_bytes();
+  const bool may_wait = absl::IsResourceExhausted(accepted.status()) && offered->room_ms > 0 && offered->codec.ok() &&
+                        BytesAtLeast(offered->first, (*offered->codec)->info()) <= daemon_->pool->capacity_bytes();
   if (!may_wait) return Answer(*offered, std::move(accepted));
   if (waiting_.size() >= kOffersWaitingMax) {
     return Answer(*offered, FieldError(absl::StatusCode::kResourceExhausted, "hand-offs that wait for room",
