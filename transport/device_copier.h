@@ -35,6 +35,8 @@ class DeviceCopier {
   virtual ~DeviceCopier() = default;
   /// slab.fd is taken. Whether it is what it says shows when it is copied from.
   virtual std::shared_ptr<Source> Open(const DeviceSlab& slab) = 0;
+  /// Copies are to come within a few milliseconds: whoever makes them may be awake by then.
+  virtual void Expect() {}
   /// Targets are memory of the GPU `device` (HandOffReceiver::Accepted). sources: shared until `copied`, which is
   /// called once, from any thread; nothing is written after.
   virtual void Copy(int device, std::vector<std::shared_ptr<Source>> sources, std::vector<Page> pages,

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
@@ -106,6 +107,12 @@ void PeerCopier::Copy(int device, std::vector<std::shared_ptr<Source>> sources, 
   changed_.notify_all();
 }
 
+void PeerCopier::Expect() {
+  MutexLock lock(mutex_);
+  awake_until_ = std::chrono::steady_clock::now() + kExpect;
+  changed_.notify_all();
+}
+
 void PeerCopier::Sweep() {
   MutexLock lock(mutex_);
   sweep_due_ = true;
@@ -120,7 +127,10 @@ void PeerCopier::Run() {
       const auto waits = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
         return std::any_of(gpus_.begin(), gpus_.end(), [](const auto& gpu) { return !gpu->waiting.empty(); });
       };
-      while (idle && !waits() && !stopping_ && !sweep_due_) lock.Wait(changed_);
+      const auto awake = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+        return std::chrono::steady_clock::now() < awake_until_;
+      };
+      while (idle && !waits() && !stopping_ && !sweep_due_ && !awake()) lock.Wait(changed_);
       if (idle && !waits() && stopping_) return;
       sweeps = std::exchange(sweep_due_, false);
     }
@@ -131,7 +141,7 @@ void PeerCopier::Run() {
       EndJobs(*gpu);
       idle &= gpu->running.empty();
     }
-    if (!idle) std::this_thread::yield();
+    std::this_thread::yield();
   }
 }
 

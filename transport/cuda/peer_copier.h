@@ -10,6 +10,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -30,9 +31,10 @@ namespace kvmanager {
 
 class PeerCopier final : public DeviceCopier {
  public:
-  static constexpr size_t kJobsAtOnce = 8;        // on a GPU; more wait
-  static constexpr size_t kJobPagesMax = 2048;    // of one Copy
-  static constexpr int kCopyBlocksDefault = 264;  // of a launch: reads of NVLink need many on their way
+  static constexpr size_t kJobsAtOnce = 8;                // on a GPU; more wait
+  static constexpr size_t kJobPagesMax = 2048;            // of one Copy
+  static constexpr std::chrono::milliseconds kExpect{2};  // to be woken takes a tenth of that
+  static constexpr int kCopyBlocksDefault = 264;          // of a launch: reads of NVLink need many on their way
 
   /// `devices` outlive it. Errors: UNAVAILABLE, RESOURCE_EXHAUSTED.
   static absl::StatusOr<std::unique_ptr<PeerCopier>> Create(absl::Span<const Device* const> devices,
@@ -44,6 +46,7 @@ class PeerCopier final : public DeviceCopier {
   bool Reaches(const GpuName& from, int to) const;
 
   std::shared_ptr<Source> Open(const DeviceSlab& slab) override;
+  void Expect() override;
   /// Errors: FAILED_PRECONDITION of the field `gpu`, also for pages that are shorter than page_hash.h has them.
   void Copy(int device, std::vector<std::shared_ptr<Source>> sources, std::vector<Page> pages, Copied copied) override;
   void Sweep() override;
@@ -95,6 +98,7 @@ class PeerCopier final : public DeviceCopier {
   std::condition_variable changed_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   bool sweep_due_ ABSL_GUARDED_BY(mutex_) = false;
+  std::chrono::steady_clock::time_point awake_until_ ABSL_GUARDED_BY(mutex_);
   uint64_t polls_ = 0;  // the thread's
   std::thread thread_;
 };

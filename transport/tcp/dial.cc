@@ -19,7 +19,8 @@ Dial::Dial(Loop& loop, Address to, int64_t stall_ms, Done done)
       timer_(loop.io),
       socket_(loop.io) {}
 
-void Dial::Start() {
+void Dial::Start(std::string first) {
+  first_ = std::move(first);
   absl::StatusOr<HostPort> peer = HostPort();
   if (!to_.local) peer = ParseHostPort("peer", to_.peer, false);
   if (!peer.ok()) return Finish(std::move(peer).status());
@@ -88,7 +89,7 @@ void Dial::OnConnected() {
             WithDetail(absl::Status(code, absl::StrCat("peer ", self->to_.peer, ": ", said)), DetailOf(status)));
       });
   const auto greeting = greeting_;
-  greeting->Start();
+  greeting->Start(std::move(first_));
 }
 
 void Dial::Finish(absl::StatusOr<Connection> result) {

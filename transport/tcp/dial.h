@@ -32,7 +32,8 @@ class Dial : public std::enable_shared_from_this<Dial> {
 
   /// stall_ms: DEADLINE_EXCEEDED after so long.
   Dial(Loop& loop, Address to, int64_t stall_ms, Done done);
-  void Start();
+  /// first: a frame that goes with the hello, unless the peer's hello has to be known before.
+  void Start(std::string first = "");
   void Cancel();
 
  private:
@@ -48,6 +49,7 @@ class Dial : public std::enable_shared_from_this<Dial> {
   Resolver resolver_;
   Timer timer_;
   Socket socket_;
+  std::string first_;
   std::vector<asio::generic::stream_protocol::endpoint> endpoints_;
   size_t endpoints_tried_ = 0;
   std::shared_ptr<Greeting> greeting_;

@@ -15,7 +15,7 @@ Greeting::Greeting(Loop& loop, Socket socket, int64_t stall_ms, SteadyTime deadl
       deadline_(deadline),
       done_(std::move(done)) {}
 
-void Greeting::Start() {
+void Greeting::Start(const std::string& first) {
   Tune(socket_, stall_ms_);
   timer_.expires_at(deadline_);
   timer_.async_wait([self = shared_from_this()](const ErrorCode& error) {
@@ -25,7 +25,7 @@ void Greeting::Start() {
   HelloFrame ours;
   ours.features = features_;
   ours.stall_ms = static_cast<uint32_t>(stall_ms_);
-  out_ = EncodeHello(ours);
+  out_ = EncodeHello(ours) + first;
   Write();
   Read();
 }

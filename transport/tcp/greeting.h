@@ -19,7 +19,8 @@ class Greeting : public std::enable_shared_from_this<Greeting> {
 
   /// stall_ms: what this side says it is.
   Greeting(Loop& loop, Socket socket, int64_t stall_ms, SteadyTime deadline, Done done);
-  void Start();
+  /// first: a frame that is sent at once behind the hello.
+  void Start(const std::string& first = "");
   void Cancel();
 
  private:

@@ -171,6 +171,7 @@ void Incoming::OnOfferReply(absl::StatusOr<HandOffReceiver::Accepted> reply) {
                /*tell=*/true);
   }
   device_ = reply->device;
+  if (device_ >= 0) loop_.options.device_copier->Expect();
   wanted_first_ = TakePart(page_bytes_);
   ticket_ = std::move(reply->ticket);
   state_ = State::kReceiving;

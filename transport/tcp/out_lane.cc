@@ -33,7 +33,7 @@ void OutLane::Start() {
                                    self->Join(*std::move(connection));
                                  });
   const auto dial = dial_;
-  dial->Start();
+  dial->Start(EncodeJoin({session_->token(), index_}));
 }
 
 void OutLane::Join(Dial::Connection connection) {
@@ -41,7 +41,6 @@ void OutLane::Join(Dial::Connection connection) {
   const auto self = shared_from_this();
   link_->Listen({FrameType::kJoined, FrameType::kError}, {[self](Frame frame) { self->OnJoined(std::move(frame)); },
                                                           [self](absl::Status why) { self->Break(std::move(why)); }});
-  link_->Send(EncodeJoin({session_->token(), index_}));
 }
 
 void OutLane::OnJoined(Frame frame) {
