@@ -3,7 +3,9 @@
 // two; else both daemons have the one.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <thread>
@@ -11,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/strings/str_cat.h"
 #include "client/client.h"
 #include "client/device.h"
@@ -247,6 +250,102 @@ TEST_F(DeviceHandOffTest, ASenderThatDiesLeavesNothing) {
   to.reset();
   a_.Use();
   from.reset();
+}
+
+// 2,000 tokens in eight layers, of which hand-offs take a while; `length` tokens of it are there.
+class StoppedPeerTest : public DeviceHandOffTest {
+ protected:
+  static constexpr uint64_t kLength = 2000;  // tokens
+  static Text TextOf(uint64_t seed) {
+    Text shape;
+    shape.layers = 8, shape.kv_heads = 8, shape.query_heads = 32, shape.tokens = 2048;
+    return RandomText(seed, shape);
+  }
+  void Begin() {
+    ASSERT_NO_FATAL_FAILURE(Start());
+    ASSERT_OK_AND_ASSIGN(from_, Make(a_, Way::kDaemon, text_, "raw", "a"));
+    ASSERT_NO_FATAL_FAILURE(Fill(text_));
+  }
+  void TearDown() override {
+    a_.Use();
+    made_ = {};
+    from_.reset();
+    DeviceHandOffTest::TearDown();
+  }
+  void Fill(const Text& text) {
+    a_.Use();
+    ASSERT_OK_AND_ASSIGN(made_, from_->cache().CreateSequence());
+    for (uint64_t i = 0; i < kLength; i += 250) {
+      ASSERT_OK(from_->Step(text, {{made_.sequence->id(), i, 250}}, true, &sent_));
+    }
+  }
+  // Stops a side while hand-offs follow one another, wherever they are; `then` is called while it stands.
+  std::thread Stop(Side& side, absl::AnyInvocable<void()> then) {
+    return std::thread([this, &side, then = std::move(then)]() mutable {
+      EXPECT_TRUE(Eventually([&] { return b_.Metric("hand_offs_between_gpus_total") >= 1; }));
+      side.daemon->process().Signal(SIGSTOP);
+      then();
+    });
+  }
+  absl::Status HandOff() { return made_.sequence->HandOff(b_.daemon->peer(), "").status(); }
+  // The sequence goes, and is attended to there as here.
+  void ExpectGoes(const Text& text) {
+    ASSERT_OK_AND_ASSIGN(const auto outcome, made_.sequence->HandOff(b_.daemon->peer(), ""));
+    ASSERT_OK_AND_ASSIGN(auto to, Make(b_, Way::kDaemon, text, "raw", "a"));
+    ASSERT_OK_AND_ASSIGN(auto claimed, to->cache().Claim(outcome.ticket));
+    LayerRows received;
+    ASSERT_OK(to->Step(text, {{claimed.sequence->id(), kLength, 3}}, true, &received));
+    to->Forget(*claimed.sequence);
+    claimed = {};
+    to.reset();
+    a_.Use();
+    ASSERT_OK(from_->Step(text, {{made_.sequence->id(), kLength, 3}}, true, &sent_));
+    EXPECT_EQ(sent_, received);
+    from_->Forget(*made_.sequence);
+    made_ = {};
+  }
+
+  const Text text_ = TextOf(15);
+  std::unique_ptr<Engine> from_;
+  client::CreatedSequence made_;
+  LayerRows sent_;
+};
+
+TEST_F(StoppedPeerTest, AReceiverIsGivenUpAndLearnsIt) {
+  ASSERT_NO_FATAL_FAILURE(Begin());
+  std::thread stops = Stop(b_, [] {});
+  absl::Status ended;
+  while (ended.ok()) ended = HandOff();
+  stops.join();
+  EXPECT_EQ(ended.code(), absl::StatusCode::kDeadlineExceeded) << ended;
+  // What it had been told to copy may be other bytes by now.
+  from_->Forget(*made_.sequence);
+  made_ = {};
+  const Text others = TextOf(16);
+  ASSERT_NO_FATAL_FAILURE(Fill(others));
+  b_.daemon->process().Signal(SIGCONT);
+  ExpectEmpty(b_);
+  ASSERT_NO_FATAL_FAILURE(ExpectGoes(others));
+  ExpectEmpty(a_);
+  ExpectEmpty(b_);
+}
+
+TEST_F(StoppedPeerTest, ASenderIsGivenUpAndLearnsIt) {
+  ASSERT_NO_FATAL_FAILURE(Begin());
+  std::atomic<bool> goes_on{false};
+  std::thread stops = Stop(a_, [&] {
+    EXPECT_TRUE(Eventually([&] { return b_.Metric("transport_active_transfers") == 0; }, 30000));
+    goes_on = true;
+    a_.daemon->process().Signal(SIGCONT);
+  });
+  absl::Status ended;
+  while (ended.ok() && !goes_on) ended = HandOff();
+  stops.join();
+  // It may have been stopped between two; else the receiver has forgotten the one that it stopped in.
+  EXPECT_TRUE(ended.ok() || absl::IsUnavailable(ended) || absl::IsDeadlineExceeded(ended)) << ended;
+  ASSERT_NO_FATAL_FAILURE(ExpectGoes(text_));
+  ExpectEmpty(a_);
+  ExpectEmpty(b_);
 }
 
 }  // namespace
