@@ -12,9 +12,8 @@ class CopyHash {
  public:
   CopyHash();
   ~CopyHash();
-  /// Copies `bytes` bytes, past the caches (they are read much later), and returns their XXH3-64. What it hashes is
-  /// what it copies as long as nobody writes there meanwhile; if somebody does, the checksum differs or the bytes are
-  /// as they were at some time: either way they came from who may write them.
+  /// Copies `bytes` bytes, past the caches (they are read much later), and returns the XXH3-64 of what it has stored,
+  /// also if somebody writes to `from` meanwhile: each byte there is read once.
   uint64_t Copy(const uint8_t* from, uint8_t* to, size_t bytes);
 
  private:

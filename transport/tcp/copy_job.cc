@@ -56,7 +56,6 @@ void CopyJob::OnRead(size_t at, absl::StatusOr<std::unique_ptr<RemoteMemory::Pie
     ++working_;
   }
   Page& page = pages_[at];
-  // A peer may change bytes between the copy and the checksum: that finds accidents, not attacks.
   if (piece.ok()) {
     CopyHash copy;
     page.copied_checksum = copy.Copy((*piece)->bytes().data(), page.to.data(), page.to.size());
