@@ -481,6 +481,8 @@ void Outgoing::OnLaneJoined(uint32_t lane, const JoinedFrame& joined) {
 void Outgoing::OnLaneBroken(uint32_t lane, absl::Status why) {
   if (state_ == State::kFinished) return;
   lanes_[lane - 1].lane = nullptr;
+  // A receiver that has everything closes its lanes, and its word of it may be the later one.
+  const int64_t pause_ms = extended_ && queued_pages_ == 0 ? kRedialMsMin : 0;
   if (of_gpu() && !lanes_[lane - 1].joined_before && IsBroken(why)) {
     return Stop(FieldError(absl::StatusCode::kFailedPrecondition, "gpu", "pages in a GPU's memory",
                            "a receiver whose Unix socket can be reached"));
@@ -489,7 +491,8 @@ void Outgoing::OnLaneBroken(uint32_t lane, absl::Status why) {
     // Its Unix socket cannot be reached (another network namespace, or user), or it cannot map this one's memory or
     // read it through UCX, or did not find there what was announced. TCP takes what the first lane has not brought.
     UseTcpLanes();
-    return OpenLanes();
+    for (LaneSlot& slot : lanes_) slot.redial_at = Now() + std::chrono::milliseconds(pause_ms);
+    return Tick();
   }
   LaneSlot& slot = lanes_[lane - 1];
   // A receiver that has all pages takes no lanes any more, and will say DONE.
@@ -501,9 +504,10 @@ void Outgoing::OnLaneBroken(uint32_t lane, absl::Status why) {
     // It may have read a JOIN that changed on its way, and so does who lies: that one is not asked for ever.
     if (++slot.refused > kLaneRefusedMax) return FinishProtocol(why);
   }
+  slot.redial_ms = std::max(slot.redial_ms, pause_ms);
   slot.redial_at = Now() + std::chrono::milliseconds(slot.redial_ms);
   slot.redial_ms = std::clamp<int64_t>(2 * slot.redial_ms, kRedialMsMin, kRedialMsMax);
-  if (Now() >= slot.redial_at) OpenLanes();
+  Tick();  // which comes back for it
 }
 
 void Outgoing::OpenLanes() {
