@@ -1,6 +1,6 @@
-// Hand-offs straight from one GPU's pool into another's, between two daemons: what the receiving GPU attends to is what
-// the sender's does, bit for bit; and what becomes of pages when a daemon dies or is full. Of two GPUs where there are
-// two; else both daemons have the one.
+// Hand-offs straight from one GPU's pool into another's, between two daemons, of whole prompts and of such that grow:
+// what the receiving GPU attends to is what the sender's does, bit for bit; and what becomes of pages when a daemon
+// dies or is full. Of two GPUs where there are two; else both daemons have the one.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -66,6 +66,10 @@ struct Side {
     const auto page = Scrape(*daemon);
     return page.ok() ? page->Sum(absl::StrCat("kvmanager_", name)) : -1;
   }
+  double received() const {
+    const auto page = Scrape(*daemon);
+    return page.ok() ? page->Sum("kvmanager_transport_pages_total", {"direction=\"received\""}) : -1;
+  }
   double pages() const {
     const auto page = Scrape(*daemon);
     return page.ok() ? page->Sum("kvmanager_pages", {absl::StrCat("tier=\"gpu", gpu, "\"")}) : -1;
@@ -96,10 +100,27 @@ class DeviceHandOffTest : public GpuTest {
     }
   }
   absl::StatusOr<std::unique_ptr<Engine>> Make(Side& side, Way way, const Text& text, const std::string& codec,
-                                               const std::string& tenant) {
+                                               const std::string& tenant, int lag_pages = 1) {
     side.Use();
-    return MakeEngine(way, side.client.get(), side.device.get(), OptionsFor(text, codec, side.gpu, tenant),
-                      artifacts_.path());
+    client::CacheOptions options = OptionsFor(text, codec, side.gpu, tenant);
+    options.lag_pages = lag_pages;
+    return MakeEngine(way, side.client.get(), side.device.get(), options, artifacts_.path());
+  }
+  // Appends to a sequence that is handed over meanwhile, in chunks. Before the last one the pages of the others arrive.
+  // before: pages that the receiver had received when it began. sent: the answers of the last chunk.
+  void Grow(Engine& from, const Text& text, uint64_t sequence, uint64_t first, double before, LayerRows* sent) {
+    uint64_t at = first;
+    for (const uint64_t end : {uint64_t{250}, uint64_t{251}, uint64_t{500}, kPrompt}) {
+      if (end <= at) continue;
+      if (end == kPrompt) {
+        const double full = double(text.layers) * double(at / kPage);
+        EXPECT_TRUE(Eventually([&] { return b_.received() - before >= full; }))
+            << b_.received() - before << " of " << full << " pages";
+      }
+      a_.Use();
+      ASSERT_OK(from.Step(text, {{sequence, at, int(end - at)}}, true, sent));
+      at = end;
+    }
   }
   // Once nothing holds them: no page is lost, and no lease.
   void ExpectEmpty(Side& side) {
@@ -250,6 +271,167 @@ TEST_F(DeviceHandOffTest, ASenderThatDiesLeavesNothing) {
   to.reset();
   a_.Use();
   from.reset();
+}
+
+TEST_F(DeviceHandOffTest, AttendsToTheSameOfASequenceThatGrewOnItsWay) {
+  ASSERT_NO_FATAL_FAILURE(Start("6GiB", "6GiB"));
+  Text shape;
+  shape.layers = 4, shape.kv_heads = 8, shape.query_heads = 32;
+  const Text text = RandomText(21, shape);
+  int hand_offs = 0;
+  struct Case {
+    std::string codec;
+    int lag;
+    Way way;
+  };
+  const std::string k3v2 = "hack:k_bits=3,v_bits=2";
+  for (const Case& c :
+       {Case{"raw", 0, Way::kDaemon}, Case{k3v2, 0, Way::kDaemon}, Case{"raw", 0, Way::kOwn}, Case{k3v2, 0, Way::kOwn},
+        Case{k3v2, 1, Way::kOwnButEncoding}, Case{"hack:k_bits=2,v_bits=2;1=raw;sinks=64", 1, Way::kDaemon}}) {
+    SCOPED_TRACE(absl::StrCat(c.codec, " ", c.lag, " ", int(c.way)));
+    const std::string tenant = absl::StrCat("tenant", hand_offs);
+    ASSERT_OK_AND_ASSIGN(auto from, Make(a_, c.way, text, c.codec, tenant, c.lag));
+    ASSERT_OK_AND_ASSIGN(auto to, Make(b_, c.way, text, c.codec, tenant, c.lag));
+    a_.Use();
+    ASSERT_OK_AND_ASSIGN(auto made, from->cache().CreateSequence());
+    const uint64_t id = made.sequence->id();
+    LayerRows sent, received;
+    // Begun while the first tokens are on their way through the stream.
+    auto& gpu = static_cast<GpuEngine&>(*from);
+    std::vector<client::TensorView> outs;
+    gpu.Restart();
+    if (c.way == Way::kDaemon) {
+      ASSERT_OK(gpu.SubmitInDaemon(text, {{id, 0, 70}}, true, 0, &outs));
+    } else {
+      ASSERT_OK(static_cast<OwnEngine&>(gpu).Submit(text, {{id, 0, 70}}, true, &outs));
+    }
+    const double before = b_.received();
+    ASSERT_OK_AND_ASSIGN(auto hand_off, made.sequence->BeginHandOff(b_.daemon->peer(), kPrompt));
+    auto claim = to->cache().ClaimAsync(hand_off->ticket(), 20000);
+    ASSERT_OK(gpu.Collect(outs, &sent));
+    // What a policy keeps raw goes at the end.
+    if (c.codec.find("sinks") == std::string::npos) {
+      EXPECT_TRUE(Eventually([&] { return b_.received() - before >= text.layers; }));
+      ASSERT_NO_FATAL_FAILURE(Grow(*from, text, id, 70, before, &sent));
+    } else {
+      for (const auto& [first, tokens] : {std::pair<uint64_t, int>{70, 130}, {200, 300}, {500, 200}}) {
+        ASSERT_OK(from->Step(text, {{id, first, tokens}}, true, &sent));
+      }
+    }
+    EXPECT_EQ(made.sequence->Crop(kPrompt - 1).code(), absl::StatusCode::kFailedPrecondition);
+    ASSERT_OK_AND_ASSIGN(const auto outcome, hand_off->Finish("first token: 17"));
+    EXPECT_EQ(outcome.ticket, hand_off->ticket());
+    ASSERT_OK_AND_ASSIGN(auto claimed, claim.Wait());
+    EXPECT_EQ(b_.Metric("hand_offs_between_gpus_total"), ++hand_offs);
+    EXPECT_EQ(claimed.tokens, kPrompt);
+    EXPECT_EQ(claimed.blob, "first token: 17");
+    for (const auto& [first, tokens, append] : {std::tuple<uint64_t, int, bool>{kPrompt - 1, 1, false},
+                                                {kPrompt, 1, true},
+                                                {kPrompt + 1, 90, true},
+                                                {kPrompt + 91, 3, true}}) {
+      b_.Use();
+      ASSERT_OK(to->Step(text, {{claimed.sequence->id(), first, tokens}}, append, &received));
+      a_.Use();
+      ASSERT_OK(from->Step(text, {{id, first, tokens}}, append, &sent));
+      EXPECT_EQ(sent, received) << first;
+    }
+    hand_off.reset();
+    from->Forget(*made.sequence);
+    made = {};
+    from.reset();
+    b_.Use();
+    to->Forget(*claimed.sequence);
+    claimed = {};
+    to.reset();
+    // Closes the caches, too: a connection has few on a GPU.
+    ExpectEmpty(a_);
+    ExpectEmpty(b_);
+  }
+}
+
+TEST_F(DeviceHandOffTest, WhatGrowsGoesByTheHostWhereTheOtherGpuIsFull) {
+  ASSERT_NO_FATAL_FAILURE(Start("256MiB"));
+  const Text text = RandomText(22);
+  const std::string codec = "hack:k_bits=3,v_bits=2";
+  for (const Way way : {Way::kDaemon, Way::kOwn}) {
+    const std::string tenant = absl::StrCat("tenant", int(way));
+    ASSERT_OK_AND_ASSIGN(auto from, Make(a_, way, text, codec, tenant, 0));
+    client::CacheOptions options = OptionsFor(text, codec, -1, tenant);
+    options.lag_pages = 0;
+    ASSERT_OK_AND_ASSIGN(auto host, HostEngine::Make(b_.client.get(), options));
+    ASSERT_OK_AND_ASSIGN(auto made, from->cache().CreateSequence());
+    LayerRows sent, received;
+    const double before = b_.received();
+    ASSERT_OK_AND_ASSIGN(auto hand_off, made.sequence->BeginHandOff(b_.daemon->peer(), kPrompt));
+    auto claim = host->cache().ClaimAsync(hand_off->ticket(), 20000);
+    ASSERT_NO_FATAL_FAILURE(Grow(*from, text, made.sequence->id(), 0, before, &sent));
+    ASSERT_OK(hand_off->Finish("").status());
+    ASSERT_OK_AND_ASSIGN(auto claimed, claim.Wait());
+    EXPECT_EQ(b_.Metric("hand_offs_between_gpus_total"), 0);
+    ASSERT_OK(from->Step(text, {{made.sequence->id(), kPrompt, 9}}, true, &sent));
+    ASSERT_OK(host->Step(text, {{claimed.sequence->id(), kPrompt, 9}}, true, &received));
+    Difference difference;
+    for (int layer = 0; layer < text.layers; ++layer) difference.Add(sent[layer], received[layer]);
+    EXPECT_LT(difference.relative(), 2e-3);
+    hand_off.reset();
+    from->Forget(*made.sequence);
+    made = {};
+    from.reset();
+  }
+  EXPECT_EQ(b_.pages(), 0);
+  ExpectEmpty(a_);
+  EXPECT_EQ(a_.Metric("pages"), 0);  // nor on the host
+}
+
+TEST_F(DeviceHandOffTest, WhatIsNotFiniteOrGivenUpIsNotHandedOver) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  Text text = RandomText(23);
+  text.k[1][300 * text.kv_row() + 7] = 0x7e00;  // NaN
+  int claims = 0;
+  for (const bool finishes : {true, false}) {
+    for (const Way way : {Way::kDaemon, Way::kOwn}) {
+      const std::string tenant = absl::StrCat("tenant", ++claims);
+      ASSERT_OK_AND_ASSIGN(auto from, Make(a_, way, text, "raw", tenant, 0));
+      ASSERT_OK_AND_ASSIGN(auto to, Make(b_, Way::kDaemon, text, "raw", tenant, 0));
+      ASSERT_OK_AND_ASSIGN(auto made, from->cache().CreateSequence());
+      LayerRows rows;
+      ASSERT_OK_AND_ASSIGN(auto hand_off, made.sequence->BeginHandOff(b_.daemon->peer(), 320));
+      auto claim = to->cache().ClaimAsync(hand_off->ticket(), 20000);
+      a_.Use();
+      // Found while it steps, or behind that.
+      const absl::Status stepped = from->Step(text, {{made.sequence->id(), 0, 320}}, true, &rows);
+      EXPECT_TRUE(stepped.ok() || stepped.code() == absl::StatusCode::kInvalidArgument) << stepped;
+      if (finishes) {
+        EXPECT_EQ(hand_off->Finish("").status().code(), absl::StatusCode::kInvalidArgument);
+      }
+      hand_off.reset();
+      from->Forget(*made.sequence);
+      made = {};
+      EXPECT_EQ(claim.Wait().status().code(), absl::StatusCode::kUnavailable);
+    }
+  }
+  ExpectEmpty(a_);
+  ExpectEmpty(b_);
+}
+
+TEST_F(DeviceHandOffTest, ASenderThatDiesWhileItComputesLeavesNothing) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  const Text text = RandomText(24);
+  ASSERT_OK_AND_ASSIGN(auto from, Make(a_, Way::kDaemon, text, "hack:k_bits=3,v_bits=2", "a", 0));
+  ASSERT_OK_AND_ASSIGN(auto to, Make(b_, Way::kDaemon, text, "hack:k_bits=3,v_bits=2", "a", 0));
+  ASSERT_OK_AND_ASSIGN(auto made, from->cache().CreateSequence());
+  ASSERT_OK_AND_ASSIGN(auto hand_off, made.sequence->BeginHandOff(b_.daemon->peer(), kPrompt));
+  auto claim = to->cache().ClaimAsync(hand_off->ticket(), 20000);
+  LayerRows rows;
+  a_.Use();
+  ASSERT_OK(from->Step(text, {{made.sequence->id(), 0, 300}}, true, &rows));
+  EXPECT_TRUE(Eventually([&] { return b_.received() >= 4 * text.layers; }));
+  EXPECT_GT(b_.pages(), 0);
+  a_.daemon->Kill();
+  EXPECT_EQ(hand_off->Finish("").status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(claim.Wait().status().code(), absl::StatusCode::kUnavailable);
+  to.reset();
+  ExpectEmpty(b_);
 }
 
 // 2,000 tokens in eight layers, of which hand-offs take a while; `length` tokens of it are there.

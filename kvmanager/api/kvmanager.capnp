@@ -266,8 +266,8 @@ interface Sequence {
       -> (status :Status, handOff :HandOff, ticket :Data, peer :Text);
   # The same while the sequence still grows to `tokens` tokens in every layer: pages go as soon as they are full and encoded. Answered
   # when the receiver has room; its clients may claim the ticket from then on. Until finish the sequence can be appended to, not
-  # beyond `tokens`, attended, forked and published, not cropped. timeoutMs: for this answer, and again for finish's. Not of a cache
-  # on a GPU. Feature "hand-off-stream".
+  # beyond `tokens`, attended, forked and published, not cropped. timeoutMs: for this answer, and again for finish's. Of a cache
+  # on a GPU pages go once the kernels that fill them have run. Feature "hand-off-stream".
 }
 
 interface HandOff {

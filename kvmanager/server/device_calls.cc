@@ -1,6 +1,7 @@
 #include "kvmanager/server/device_calls.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -60,6 +61,14 @@ struct Call {
     std::vector<EntryReading> readings(entries.size());
     for (size_t i = 0; i < readings.size(); ++i) readings[i] = {lease->aged(i), lease->chooses_from(i)};
     return readings;
+  }
+  // What was booked is submitted, or planned: hand-offs of these sequences hear when it is written.
+  void TellFollowers(int first_layer, int layers) {
+    for (const AttendEntry& entry : entries) {
+      if (!daemon().store->AwaitsWrites(entry.sequence)) continue;
+      const uint64_t end = entry.position + static_cast<uint64_t>(entry.tokens);
+      TellWhenWritten(*session, cache, entry.sequence, first_layer, std::vector<uint64_t>(layers, end));
+    }
   }
   /// Trainings begin when everything that was submitted and planned so far has run.
   void PostIndexJobs(std::vector<DeviceIndexJob> jobs) {
@@ -129,6 +138,7 @@ struct StepCall final : Call {
     PostIndexJobs(work->stream()->context().encode_queue->TakeIndexJobs());
     KV_RETURN_IF_ERROR(submitted.status());
     done = *submitted;
+    if (what.k != nullptr) TellFollowers(layer, 1);
     return absl::OkStatus();
   }
 
@@ -168,6 +178,7 @@ struct ExtendCall final : Call {
     jobs = process->TakeJobs();
     SortIndexJobs();
     booked = append;
+    if (booked) process->Book(entries);
     return absl::OkStatus();
   }
   // What this call's queries wait for must not wait for its plan.
@@ -195,12 +206,18 @@ struct ExtendCall final : Call {
     auto made = process->MakePlan(cache, entries, words, encode_here, &jobs);
     if (!made.ok()) return Fail(made.status());
     plan = *std::move(made);
-    booked = false;
+    if (std::exchange(booked, false)) {
+      process->Unbook(entries);
+      TellFollowers(0, config.layers);
+    }
     PostIndexJobs(std::exchange(index_jobs, {}));
     return absl::OkStatus();
   }
   absl::Status Fail(const absl::Status& status) {
-    if (std::exchange(booked, false)) process->Break(entries, std::exchange(jobs, {}), status);
+    if (std::exchange(booked, false)) {
+      process->Unbook(entries);
+      process->Break(entries, std::exchange(jobs, {}), status);
+    }
     PostIndexJobs(std::exchange(index_jobs, {}));  // pages are pinned until they end
     return status;
   }
@@ -350,9 +367,43 @@ absl::StatusOr<uint64_t> ChangeOnDevice(Session& session, const StepCache& cache
   KV_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceWork> work, session.DeviceWorkOf(cache.config->device));
   // What this process's own kernels append comes first.
   const std::shared_ptr<InProcess> process = session.FindInProcess(cache.config->device);
-  if (process != nullptr) KV_RETURN_IF_ERROR(process->CheckSequence(sequence));
-  KV_RETURN_IF_ERROR(work->CheckSequence(sequence, cache.id));
+  KV_RETURN_IF_ERROR(CheckOnDevice(session, cache, sequence));
+  if (process != nullptr && process->planned_to(sequence) != UINT64_MAX) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "sequence", absl::StrCat(sequence),
+                      "one whose extend calls were answered: wait for them first");
+  }
   return work->Copy(cache, sequence, pages, process == nullptr ? 0 : process->epoch(), change);
+}
+
+absl::Status CheckOnDevice(Session& session, const StepCache& cache, SequenceId sequence) {
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceWork> work, session.DeviceWorkOf(cache.config->device));
+  const std::shared_ptr<InProcess> process = session.FindInProcess(cache.config->device);
+  if (process != nullptr) KV_RETURN_IF_ERROR(process->CheckSequence(sequence));
+  return work->CheckSequence(sequence, cache.id);
+}
+
+// Behind all that was submitted and planned so far. A stream whose connection has ended passes without having waited
+// for the engine, and plans of a process that is gone are released: neither says anything of what was written.
+void TellWhenWritten(Session& session, const StepCache& cache, SequenceId sequence, int first_layer,
+                     std::vector<uint64_t> tokens) {
+  const std::shared_ptr<DeviceStream> stream = session.DeviceStreamOf(cache.config->device);
+  if (stream == nullptr || tokens.empty()) return;
+  auto poll = [store = session.daemon().store, stream, submitted = stream->submitted(),
+               process = session.FindInProcess(cache.config->device), epoch = std::optional<uint64_t>(), sequence,
+               first_layer, tokens = std::move(tokens)]() mutable {
+    if (stream->closed() || (process != nullptr && process->closed())) return true;
+    if (stream->passed() < submitted) return false;
+    if (process != nullptr) {
+      if (!epoch.has_value()) {
+        if (process->planned_to(sequence) < *std::max_element(tokens.begin(), tokens.end())) return false;
+        epoch = process->epoch();
+      }
+      if (!process->HasReleased(*epoch)) return false;
+    }
+    store->Written(sequence, first_layer, tokens);
+    return true;
+  };
+  if (!poll()) session.daemon().polls->Add(std::move(poll));
 }
 
 kj::Promise<absl::Status> WhenAppended(const std::shared_ptr<Session>& session, const StepCache& cache,
@@ -361,9 +412,9 @@ kj::Promise<absl::Status> WhenAppended(const std::shared_ptr<Session>& session, 
   auto work = session->DeviceWorkOf(cache.config->device);
   if (!work.ok()) return work.status();
   std::shared_ptr<InProcess> process = session->FindInProcess(cache.config->device);
-  (*work)->WhenRun([process, fulfiller = kj::mv(waiting.fulfiller)]() mutable {
+  (*work)->WhenRun([process, sequence, fulfiller = kj::mv(waiting.fulfiller)]() mutable {
     if (process == nullptr) return fulfiller->fulfill();
-    process->WhenRun([fulfiller = kj::mv(fulfiller)]() mutable { fulfiller->fulfill(); });
+    process->WhenRun(sequence, [fulfiller = kj::mv(fulfiller)]() mutable { fulfiller->fulfill(); });
   });
   return waiting.promise.then([work = *work, process, id = cache.id, sequence]() -> absl::Status {
     KV_RETURN_IF_ERROR(work->CheckSequence(sequence, id));

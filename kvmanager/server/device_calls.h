@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "kvmanager/api/kvmanager.capnp.h"
 #include "kvmanager/server/session.h"
@@ -33,6 +34,14 @@ absl::StatusOr<uint64_t> ChangeOnDevice(Session& session, const StepCache& cache
 /// sequence, if its appends found one. Not at all if the connection ends before.
 kj::Promise<absl::Status> WhenAppended(const std::shared_ptr<Session>& session, const StepCache& cache,
                                        SequenceId sequence);
+
+/// What earlier calls found in the sequence or could not do with it: an error, and it can only be dropped.
+absl::Status CheckOnDevice(Session& session, const StepCache& cache, SequenceId sequence);
+
+/// Tells the store (PageStore::Written) once the first tokens[i] tokens of layer first_layer + i are written, which
+/// were all booked: at once if they are, and never if the connection ends before.
+void TellWhenWritten(Session& session, const StepCache& cache, SequenceId sequence, int first_layer,
+                     std::vector<uint64_t> tokens);
 
 /// A fork was made by the last change.
 void NoteFork(Session& session, const StepCache& cache, SequenceId fork);

@@ -153,10 +153,11 @@ void OutgoingHandOff::Fail(absl::Status why) {
 }
 
 void OutgoingHandOff::Pump() {
-  if (ended_.has_value()) return;
+  if (ended_.has_value() || cancelled_) return;
+  if (absl::Status status = lease_->status(); !status.ok()) return Fail(std::move(status));
   Post(lease_->TakeReady());
   const HandOffLast* const last = lease_->last();
-  if (last == nullptr || !blob_.has_value() || std::exchange(said_last_, true)) return;
+  if (cancelled_ || last == nullptr || !blob_.has_value() || std::exchange(said_last_, true)) return;
   HandOffPart part = MakePart(WriteLastManifest(*last, *blob_), last->pages);
   part.withdrawn = last->withdrawn;
   daemon_.transport->Finish(*transfer_, std::move(part));
@@ -225,6 +226,7 @@ kj::Promise<absl::StatusOr<SentHandOff>> OutgoingHandOff::Finish(std::string blo
 }
 
 void OutgoingHandOff::Cancel() {
+  cancelled_ = true;
   if (transfer_.has_value() && !ended_.has_value()) daemon_.transport->Cancel(*transfer_);
 }
 

@@ -70,6 +70,7 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
   const DeviceContext* gpu_ = nullptr;                    // whose pages they are
   std::vector<std::shared_ptr<const DeviceSlab>> slabs_;  // in which they lie
   absl::Status failed_;                                   // why this ended it
+  bool cancelled_ = false;                                // nothing more is offered
   std::optional<uint64_t> transfer_;
   int64_t begun_unix_ns_ = 0;
   std::string ticket_;               // empty before it was accepted

@@ -255,19 +255,42 @@ bool InProcess::HasRun(uint64_t epoch, uint64_t batch) const {
   return (epoch == 0 || released >= epoch) && (batches_.empty() || batches_.front().number > batch);
 }
 
+void InProcess::Book(absl::Span<const AttendEntry> entries) {
+  for (const AttendEntry& entry : entries) booked_[entry.sequence].push_back(entry.position);
+}
+
+void InProcess::Unbook(absl::Span<const AttendEntry> entries) {
+  for (const AttendEntry& entry : entries) {
+    std::vector<uint64_t>& positions = booked_.at(entry.sequence);
+    positions.erase(std::find(positions.begin(), positions.end(), entry.position));
+    if (positions.empty()) booked_.erase(entry.sequence);
+  }
+}
+
+uint64_t InProcess::planned_to(SequenceId sequence) const {
+  const auto found = booked_.find(sequence);
+  return found == booked_.end() ? UINT64_MAX : *std::min_element(found->second.begin(), found->second.end());
+}
+
 bool InProcess::HasWritten(SequenceId sequence) const {
+  if (booked_.contains(sequence)) return false;
   const auto found = words_of_.find(sequence);
   return found == words_of_.end() || words_->Load(Word::kReleased) >= found->second.last;
 }
 
-void InProcess::WhenRun(absl::AnyInvocable<void()> fn) {
-  if (HasRun(epoch_, last_batch_)) return fn();
-  daemon_.polls->Add([self = shared_from_this(), epoch = epoch_, batch = last_batch_, fn = std::move(fn)]() mutable {
+void InProcess::WhenRun(SequenceId sequence, absl::AnyInvocable<void()> fn) {
+  using Planned = std::pair<uint64_t, uint64_t>;  // the newest plan and batch
+  auto poll = [self = shared_from_this(), sequence, planned = std::optional<Planned>(), fn = std::move(fn)]() mutable {
     if (self->closed_) return true;
-    if (!self->HasRun(epoch, batch)) return false;
+    if (!planned.has_value()) {
+      if (self->booked_.contains(sequence)) return false;
+      planned = {self->epoch_, self->last_batch_};
+    }
+    if (!self->HasRun(planned->first, planned->second)) return false;
     fn();
     return true;
-  });
+  };
+  if (!poll()) daemon_.polls->Add(std::move(poll));
 }
 
 }  // namespace kvmanager

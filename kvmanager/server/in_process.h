@@ -82,10 +82,18 @@ class InProcess : public std::enable_shared_from_this<InProcess> {
   uint64_t epoch() const { return epoch_; }
   /// Whether its kernels have done with all plans up to this one, or are gone with it.
   bool HasReleased(uint64_t epoch) const { return !holds_ || HasRun(epoch, 0); }
+  /// What was booked for these is to be planned; and is, or can only be dropped.
+  void Book(absl::Span<const AttendEntry> entries);
+  void Unbook(absl::Span<const AttendEntry> entries);
+  /// Tokens of the sequence before this one are in plans, if in any.
+  uint64_t planned_to(SequenceId sequence) const;
   /// Whether this process has written all that was booked for the sequence so far.
   bool HasWritten(SequenceId sequence) const;
-  /// Calls `fn` once, when all plans so far are released and their pages encoded; never, if it closes before.
-  void WhenRun(absl::AnyInvocable<void()> fn);
+  /// Calls `fn` once, when what was booked for `sequence` is planned, all plans so far are released and their pages
+  /// encoded; never, if it closes before.
+  void WhenRun(SequenceId sequence, absl::AnyInvocable<void()> fn);
+  /// The connection has ended.
+  bool closed() const { return closed_; }
 
  private:
   struct Batch {
@@ -117,6 +125,7 @@ class InProcess : public std::enable_shared_from_this<InProcess> {
   };
   absl::flat_hash_map<SequenceId, NonFiniteWord> words_of_;
   absl::flat_hash_map<SequenceId, absl::Status> broken_;
+  absl::flat_hash_map<SequenceId, std::vector<uint64_t>> booked_;  // from which tokens on, and not planned
   std::deque<Batch> batches_;
   uint64_t last_batch_ = 0;
   PieceRing flags_{StreamWords::kDeclinedWords};  // of `batches_`

@@ -68,8 +68,13 @@ void WriteSent(Session& session, Method method, const absl::StatusOr<SentHandOff
 
 class HandOffService final : public api::HandOff::Server {
  public:
-  HandOffService(std::shared_ptr<Session> session, api::Sequence::Client sequence, kj::Own<CancelOnDrop> hand_off)
-      : session_(std::move(session)), sequence_(kj::mv(sequence)), hand_off_(kj::mv(hand_off)) {}
+  /// written: resolves once what was appended to the sequence so far is in its pages, or could not be.
+  HandOffService(std::shared_ptr<Session> session, api::Sequence::Client sequence, kj::Own<CancelOnDrop> hand_off,
+                 absl::AnyInvocable<kj::Promise<absl::Status>()> written)
+      : session_(std::move(session)),
+        sequence_(kj::mv(sequence)),
+        hand_off_(kj::mv(hand_off)),
+        written_(std::move(written)) {}
 
   kj::Promise<void> finish(FinishContext context) override {
     return Serve(
@@ -77,8 +82,12 @@ class HandOffService final : public api::HandOff::Server {
         [&]() -> absl::StatusOr<kj::Promise<void>> {
           KV_ASSIGN_OR_RETURN(std::string blob, ReadBlob(context.getParams().getBlob()));
           context.releaseParams();
-          return (*hand_off_)
-              ->Finish(std::move(blob))
+          return written_()
+              .then([this, blob = std::move(blob)](absl::Status written) -> kj::Promise<absl::StatusOr<SentHandOff>> {
+                if (written.ok()) return (*hand_off_)->Finish(blob);
+                (*hand_off_)->Cancel();
+                return absl::StatusOr<SentHandOff>(written);
+              })
               .then([this, context](absl::StatusOr<SentHandOff> sent) mutable {
                 WriteSent(*session_, Method::kFinishHandOff, sent, context.getResults().initReply());
               })
@@ -91,6 +100,7 @@ class HandOffService final : public api::HandOff::Server {
   const std::shared_ptr<Session> session_;
   const api::Sequence::Client sequence_;  // kept
   const kj::Own<CancelOnDrop> hand_off_;
+  absl::AnyInvocable<kj::Promise<absl::Status>()> written_;
 };
 
 class SequenceService final : public api::Sequence::Server {
@@ -242,12 +252,17 @@ class SequenceService final : public api::Sequence::Server {
         [&]() -> absl::StatusOr<kj::Promise<void>> {
           const auto params = context.getParams();
           KV_ASSIGN_OR_RETURN(HandOffTargets targets, ReadTargets(params));
-          auto lease = [this, tokens = params.getTokens(), goes_on = targets.goes_on] {
+          const uint64_t tokens = params.getTokens();
+          const auto bound = session_->BoundOf(cache_);
+          const int64_t ms = targets.timeout_ms;
+          auto lease = [this, tokens, goes_on = targets.goes_on] {
             return store().ExportGrowing(id_, tokens, goes_on);
           };
+          auto beginning = bound == nullptr ? BeginHandOff(session_->daemon(), std::move(lease), std::move(targets))
+                                            : BeginFromDevice(bound, tokens, std::move(targets));
           context.releaseParams();
-          return BeginHandOff(session_->daemon(), std::move(lease), std::move(targets))
-              .then([this, context](absl::StatusOr<kj::Own<CancelOnDrop>> begun) mutable {
+          return beginning
+              .then([this, context, bound, ms](absl::StatusOr<kj::Own<CancelOnDrop>> begun) mutable {
                 if (!begun.ok()) {
                   return ServeError(*session_, Method::kBeginHandOff, begun.status(), [&](const absl::Status& status) {
                     WriteStatus(status, context.getResults().initStatus());
@@ -258,11 +273,35 @@ class SequenceService final : public api::Sequence::Server {
                 auto results = context.getResults();
                 results.setTicket(capnp::Data::Reader(reinterpret_cast<const kj::byte*>(ticket.data()), ticket.size()));
                 results.setPeer(TextOf((*hand_off)->peer()));
-                results.setHandOff(kj::heap<HandOffService>(session_, thisCap(), kj::mv(hand_off)));
+                auto written = [session = session_, bound, id = id_, ms]() -> kj::Promise<absl::Status> {
+                  if (bound == nullptr) return absl::OkStatus();
+                  return WithinMs(*session, WhenWritten(session, bound, id), ms);
+                };
+                results.setHandOff(kj::heap<HandOffService>(session_, thisCap(), kj::mv(hand_off), std::move(written)));
               })
               .attach(thisCap());
         },
         [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+  }
+
+  // Out of the GPU's memory as its pages are written; where that cannot be, by way of the host's.
+  kj::Promise<absl::StatusOr<kj::Own<CancelOnDrop>>> BeginFromDevice(const std::shared_ptr<const BoundCache>& bound,
+                                                                     uint64_t tokens, HandOffTargets targets) {
+    using Begun = absl::StatusOr<kj::Own<CancelOnDrop>>;
+    const auto lease = [session = session_, bound, id = id_, tokens, goes_on = targets.goes_on](ExportWay way) {
+      return [=]() -> absl::StatusOr<std::unique_ptr<ExportLease>> {
+        KV_RETURN_IF_ERROR(CheckOnDevice(*session, bound->cache, id));
+        PageStore& store = *session->daemon().store;
+        KV_ASSIGN_OR_RETURN(auto made, store.ExportGrowing(id, tokens, goes_on, way));
+        TellWhenWritten(*session, bound->cache, id, 0, store.LayerTokens(id));
+        return made;
+      };
+    };
+    return BeginHandOff(session_->daemon(), lease(ExportWay::kDirect), targets)
+        .then([session = session_, lease, targets](Begun begun) -> kj::Promise<Begun> {
+          if (!GoesByHost(begun.status())) return begun;
+          return BeginHandOff(session->daemon(), lease(ExportWay::kByHost), targets);
+        });
   }
 
   // Out of the GPU's memory; where that cannot be, by way of the host's: what is sent is then a copy there, which goes
@@ -281,14 +320,22 @@ class SequenceService final : public api::Sequence::Server {
           return SendSequence(session->daemon(), id, targets, blob);
         })
         .then([session = session_, bound, id = id_, targets, blob](absl::StatusOr<SentHandOff> sent) -> Sent {
-          const bool has_room = !absl::IsResourceExhausted(sent.status());
-          if (has_room && !WantsHostPages(sent.status()) && !IsOfWrongMemory(sent.status())) return sent;
+          if (!GoesByHost(sent.status())) return sent;
           return SendFromHost(session, bound, id, targets, blob);
         })
         .exclusiveJoin(kj::mv(deadline));
   }
-  static bool IsOfWrongMemory(const absl::Status& status) {
-    return absl::IsFailedPrecondition(status) && DetailOf(status).field == "device";
+  // Whether what could not be sent out of a GPU's memory can be by way of the host's.
+  static bool GoesByHost(const absl::Status& status) {
+    const bool wrong_memory = absl::IsFailedPrecondition(status) && DetailOf(status).field == "device";
+    return absl::IsResourceExhausted(status) || WantsHostPages(status) || wrong_memory;
+  }
+  static kj::Promise<absl::Status> WithinMs(Session& session, kj::Promise<absl::Status> promise, int64_t ms) {
+    auto deadline = session.daemon().loop->timer().afterDelay(ms * kj::MILLISECONDS).then([ms] {
+      return absl::Status(absl::DeadlineExceededError(
+          absl::StrCat("what was appended was not written within ", ms, " ms: is the engine's stream stuck?")));
+    });
+    return promise.exclusiveJoin(kj::mv(deadline));
   }
   static kj::Promise<absl::StatusOr<SentHandOff>> SendFromHost(const std::shared_ptr<Session>& session,
                                                                const std::shared_ptr<const BoundCache>& bound,

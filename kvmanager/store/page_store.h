@@ -172,9 +172,9 @@ class AttendLease {
 class DeviceLease {
  public:
   virtual ~DeviceLease() = default;
-  /// Every page that must be read encoded is encoded. Once it is, the lease may go: slots stay as long as plans
-  /// (ReleaseEpochs) that were opened before the store's next call may name them. Who had to wait reads again: only
-  /// then does TakeChanges tell which of those pages were declined.
+  /// Every page that must be read encoded is encoded and here. Once it is, the lease may go: slots stay as long as
+  /// plans (ReleaseEpochs) that were opened before the store's next call may name them. Who had to wait reads again:
+  /// only then does TakeChanges tell which of those pages were declined.
   virtual bool ready() const = 0;
   /// Calls `fn` once on the store's thread: at once if ready, else when it becomes so.
   virtual void OnReady(absl::AnyInvocable<void()> fn) = 0;
@@ -192,6 +192,10 @@ struct PagePlace {
   PageId encoded;  // assigned when the page is full, before its bytes are there; of codecs with indexes: the index's
                    // slot at place `page`, if that is what changed (the page may then be beyond the sequence's)
 };
+
+/// How a growing sequence of a GPU's cache leaves it: out of the GPU's memory, or by way of the host's, where its pages
+/// are copied one by one as they are ready.
+enum class ExportWay : uint8_t { kDirect = 0, kByHost };
 
 /// Who keeps tables of a sequence's slots: those who run its steps.
 enum class TableKeeper : uint8_t { kDaemon = 0, kProcess = 1 };
@@ -280,17 +284,22 @@ class ExportLease {
  public:
   virtual ~ExportLease() = default;
   virtual const HandOffFirst& first() const = 0;
+  /// Not OK: pages could not be copied to the host (ExportWay::kByHost), and it will not get further. UNAVAILABLE (the
+  /// GPU has failed), DATA_LOSS (bytes that no page may have), RESOURCE_EXHAUSTED.
+  virtual absl::Status status() const { return absl::OkStatus(); }
   /// Pages of the first part that were encoded since the last call, in the order in which they were; at first their
-  /// activations, so that who takes those can compute while the others are on their way.
+  /// activations, so that who takes those can compute while the others are on their way. On a GPU each is there: what
+  /// is sent as it was appended has been written (PageStore::Written).
   virtual std::vector<ExportedPage> TakeReady() = 0;
   /// Calls `fn` on the store's thread, from within other calls of the store: now and whenever there is something to
-  /// take, or last() appears. It may call this lease, but destroy none, and not call the store.
+  /// take, last() appears, or status() changes. It may call this lease, but destroy none, and not call the store.
   virtual void OnReady(absl::AnyInvocable<void()> fn) = 0;
   /// The sequence is complete; copies its open pages. Errors leave everything as it was: FAILED_PRECONDITION naming the
   /// shortest layer; NOT_FOUND, if it was dropped; RESOURCE_EXHAUSTED.
   virtual absl::Status Finish() = 0;
   virtual bool finished() const = 0;
-  /// nullptr before Finish, and until the codec has encoded or declined every page of the first part.
+  /// nullptr before Finish, and until the codec has encoded or declined every page of the first part; on a GPU also
+  /// until everything is written, and copied where it goes by way of the host.
   virtual const HandOffLast* last() const = 0;
   /// Of last()->pages.
   virtual absl::Span<const ExportedPage> last_pages() const = 0;
@@ -433,8 +442,8 @@ class PageStore {
   virtual absl::StatusOr<std::unique_ptr<AttendLease>> Load(CacheId cache, int layer,
                                                             absl::Span<const AttendEntry> entries) = 0;
 
-  // Of caches on a GPU (CacheConfig::device). Append, Attend, hand-offs that begin early are not for them, nor these
-  // for others: FAILED_PRECONDITION. Fork and Crop want `copies`.
+  // Of caches on a GPU (CacheConfig::device). Append and Attend are not for them, nor these for others:
+  // FAILED_PRECONDITION. Fork and Crop want `copies`.
 
   /// Append to layers `first_layer` .. `first_layer + layers - 1`, of which every entry's position must be the token
   /// count. K and V are given to the kernels that write them; whether they are finite is known later, so a sequence is
@@ -456,6 +465,13 @@ class PageStore {
   virtual uint64_t ChoosesFrom(SequenceId sequence, uint64_t position, int tokens) const = 0;
   /// Pages, over all layers, that TakeChanges would name at most.
   virtual uint64_t ChangedPages(SequenceId sequence, TableKeeper keeper) const = 0;
+  /// Whether a hand-off of this sequence waits to hear of what is written (ExportGrowing).
+  virtual bool AwaitsWrites(SequenceId sequence) const = 0;
+  /// Kernels have written the first tokens[i] tokens of layer first_layer + i, all of them booked by Extend. Tells such
+  /// hand-offs, also of a sequence that was dropped since; in any order.
+  virtual void Written(SequenceId sequence, int first_layer, absl::Span<const uint64_t> tokens) = 0;
+  /// Token counts by layer; empty: no such sequence.
+  virtual std::vector<uint64_t> LayerTokens(SequenceId sequence) const = 0;
   /// Whether pages of this cache's tenant are in a slab of its GPU's pool, so that a process of that tenant may map it.
   virtual bool OwnsSlab(CacheId cache, uint32_t slab) const = 0;
   /// Frees slots that were given up and that kernels have done with; Extend and others do so when they need room.
@@ -503,16 +519,22 @@ class PageStore {
   /// RESOURCE_EXHAUSTED.
   virtual absl::StatusOr<std::unique_ptr<ExportLease>> ExportWhole(SequenceId sequence, bool goes_on) = 0;
   absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence) { return ExportWhole(sequence, false); }
-  /// One that will have `tokens` tokens. Errors: INVALID_ARGUMENT (tokens); FAILED_PRECONDITION (of a cache on a GPU).
-  virtual absl::StatusOr<std::unique_ptr<ExportLease>> ExportGrowing(SequenceId sequence, uint64_t tokens,
-                                                                     bool goes_on) = 0;
+  /// One that will have `tokens` tokens. On a GPU nothing counts as written before Written says so, what it has already
+  /// included; `way` is of those alone. Errors: INVALID_ARGUMENT (tokens); FAILED_PRECONDITION (directly from a GPU, of
+  /// a codec with indexes; by way of the host, of a GPU that moves no pages); UNAVAILABLE (pages cannot move yet);
+  /// RESOURCE_EXHAUSTED (of the host, which is to have room for all of it).
+  virtual absl::StatusOr<std::unique_ptr<ExportLease>> ExportGrowing(SequenceId sequence, uint64_t tokens, bool goes_on,
+                                                                     ExportWay way) = 0;
+  absl::StatusOr<std::unique_ptr<ExportLease>> ExportGrowing(SequenceId sequence, uint64_t tokens, bool goes_on) {
+    return ExportGrowing(sequence, tokens, goes_on, ExportWay::kDirect);
+  }
   absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence, uint64_t tokens) {
     return ExportGrowing(sequence, tokens, false);
   }
-  /// first.config.device: where it is to be. On a GPU it is shown once it is whole, and raw pages are given to the
-  /// executor in Arrived. Errors: INVALID_ARGUMENT (what contradicts itself or its cache), FAILED_PRECONDITION (codec
-  /// version; a codec with indexes, on a GPU), RESOURCE_EXHAUSTED. codec: as OpenCache's. recompute: asked once per
-  /// layer before this returns; by default nothing is recomputed, and nothing is on a GPU.
+  /// first.config.device: where it is to be. On a GPU raw pages are given to the executor in Arrived. Errors:
+  /// INVALID_ARGUMENT (what contradicts itself or its cache), FAILED_PRECONDITION (codec version; a codec with indexes,
+  /// on a GPU), RESOURCE_EXHAUSTED. codec: as OpenCache's. recompute: asked once per layer before this returns; by
+  /// default nothing is recomputed, and nothing is on a GPU.
   virtual absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first,
                                                               std::shared_ptr<const Codec> codec,
                                                               RecomputeChoice recompute) = 0;

@@ -108,7 +108,7 @@ void PageStoreImpl::Settle(Sequence& sequence, uint32_t layer, uint32_t end, std
   uint32_t& settled = sequence.settled[layer];
   for (uint32_t i = settled; i < end; ++i) {
     const PageRef ref{sequence.blocks[i], layer};
-    if (ref.page().awaits_encoding()) {
+    if (Awaits(ref)) {
       pending->push_back(ref);
     } else if (i == settled) {
       if (ref.page().declined) NoteChange(sequence, layer, i);
@@ -185,8 +185,10 @@ absl::StatusOr<std::unique_ptr<DeviceLease>> PageStoreImpl::Read(CacheId id, int
       // What the newest query reads encoded: what is aged for the sequence, or beyond the query's lag.
       const uint32_t own = static_cast<uint32_t>(newest / cache->page_tokens());
       const uint32_t far = AgedPages(newest, cache->page_tokens(), cache->config.lag_pages);
-      if (cache->identity()) continue;
+      // Of an identity codec pages may be on their way from another host, as all aged ones of others may.
+      if (cache->identity() && !sequence.arriving) continue;
       Settle(sequence, layer, std::max(far, std::min(sequence.aged[layer], own + 1)), &pending);
+      if (cache->identity()) continue;
       KV_RETURN_IF_ERROR(CheckOwnPages(sequence, static_cast<uint32_t>(layer), i, entries[i]));
     }
   }

@@ -231,6 +231,26 @@ TEST_F(DeviceIndexTest, APromptThatIsFoundIsTrainedOnWithTheFirstCall) {
   EXPECT_TRUE((*lease)->ready());
 }
 
+TEST_F(DeviceIndexTest, WhatGrowsIsHandedOverByTheHostWithWhatItsIndexIsMadeOf) {
+  moves_ = true;
+  const CacheId cache = Open();
+  const SequenceId sequence = Make(cache, 100);
+  EXPECT_EQ(DetailOf(store().ExportGrowing(sequence, 100, false).status()).field, "device");
+  const auto lease = *store().ExportGrowing(sequence, 100, false, ExportWay::kByHost);
+  ASSERT_TRUE(Extend(cache, sequence, 0, 100).ok());
+  ASSERT_TRUE(lease->Finish().ok());
+  EXPECT_EQ(test().device.mover.moves(), 0u);
+  store().Written(sequence, 0, std::vector<uint64_t>(kLayers, 100));
+  while (test().device.mover.moves() > 0) {
+    EXPECT_EQ(lease->last(), nullptr);
+    test().device.mover.FinishOne();
+    test().executor.FinishAll();
+  }
+  ASSERT_NE(lease->last(), nullptr);
+  EXPECT_EQ(lease->last()->index.prompt_tokens, 100u);
+  EXPECT_EQ(lease->TakeReady().size() + lease->last_pages().size(), kLayers * ((100u + kPage - 1) / kPage));
+}
+
 TEST_F(DeviceIndexTest, WhatDoesNotFitIsRefusedAndChangesNothing) {
   device_bytes_ = 4 << 20;  // two slabs: of pages, of codebooks
   const CacheId cache = Open();

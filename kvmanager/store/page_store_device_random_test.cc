@@ -2,7 +2,8 @@
 //
 // The GPU is simulated: each client has a stream, whose submissions run late and in order, each under a plan; encode
 // jobs run behind the writes of their client. In half of the walks pages move to the host and back, when the walk says
-// so: what was fetched, or copied to the host and back, is queried as all else.
+// so: what was fetched, or copied to the host and back, is queried as all else. Sequences are sent while they grow:
+// what is offered must be there when it is, and stay.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -37,6 +38,7 @@ constexpr int kBlocksMax = 10;  // of a sequence
 constexpr size_t kSequencesMax = 24;
 constexpr size_t kQueuedMax = 24;   // submissions of a client
 constexpr size_t kWaitingMax = 12;  // steps of all clients
+constexpr size_t kSendingMax = 6;   // hand-offs
 
 struct Client {
   Client(TestDevice* device, SimulatedStream::Counts* counts) : stream(device, counts) {}
@@ -86,6 +88,27 @@ struct Arrival {
   std::shared_ptr<bool> called = std::make_shared<bool>(false);
 };
 
+/// A sequence that is sent while it grows.
+struct Sending {
+  const Client* client = nullptr;
+  SequenceId id = 0;
+  size_t cache = 0;
+  bool by_host = false;
+  uint64_t tokens = 0;
+  std::unique_ptr<ExportLease> lease;
+  Text text;                            // once it is finished, or dropped
+  std::vector<testing::SentPage> sent;  // that were offered
+};
+
+/// What is to be told of a submission once it has run.
+struct Write {
+  const Client* client = nullptr;
+  uint64_t number = 0;
+  SequenceId id = 0;
+  int first_layer = 0;
+  std::vector<uint64_t> tokens;  // by layer
+};
+
 /// An encode job runs behind this submission of its client.
 struct Job {
   const Client* client = nullptr;
@@ -107,12 +130,16 @@ class DeviceRandomTest {
   }
 
   void Step() {
-    switch (Below(moves_ ? 28 : 24)) {
+    switch (Below(moves_ ? 30 : 26)) {
       case 24:
+      case 25:
+        sendings_.empty() || Below(4) == 0 ? SendOne() : GoOnSending();
+        break;
+      case 28:
         CopyOne();
         break;
-      case 25:
       case 26:
+      case 29:
         for (uint64_t n = Below(5); n > 0 && test_.device.mover.moves() > 0; --n) test_.device.mover.FinishOne();
         break;
       case 27:
@@ -167,6 +194,8 @@ class DeviceRandomTest {
     if (::testing::Test::HasFatalFailure()) return;
     CommitArrivals();
     if (::testing::Test::HasFatalFailure()) return;
+    TellWrites(/*all=*/false);
+    if (::testing::Test::HasFatalFailure()) return;
     BuryClients();
     store().CheckInvariants();
   }
@@ -181,11 +210,19 @@ class DeviceRandomTest {
       if (::testing::Test::HasFatalFailure()) return;
       CommitArrivals();
       if (::testing::Test::HasFatalFailure()) return;
+      TellWrites(/*all=*/true);
+      for (size_t i = 0; i < sendings_.size();) {
+        const size_t before = sendings_.size();
+        GoOnSending(i);
+        if (::testing::Test::HasFatalFailure()) return;
+        i += sendings_.size() == before;
+      }
       busy = !waiting_.empty() || !arrivals_.empty() || test_.device.mover.moves() > 0 || test_.executor.jobs() > 0 ||
              std::any_of(all_clients_.begin(), all_clients_.end(),
                          [](const auto& client) { return client->stream.queued() > 0; });
     }
     while (!sequences_.empty()) Drop(sequences_.begin()->first);
+    sendings_.clear();
     BuryClients();
     store().CheckInvariants();
     store().PurgeAll();
@@ -203,6 +240,7 @@ class DeviceRandomTest {
   struct Counts {
     uint64_t hits = 0, shared = 0, exhausted = 0, awaited = 0, waits = 0, refused = 0, deaths = 0, copies = 0;
     uint64_t tried_again = 0, demoted = 0, fetched = 0, waited_arrivals = 0, copied_out = 0, copied_back = 0;
+    uint64_t sent = 0, sent_by_host = 0, sent_early = 0, withdrawn = 0;
     SimulatedStream::Counts kernels;
   };
   Counts counts;
@@ -441,6 +479,126 @@ class DeviceRandomTest {
     }
   }
 
+  // --- sending ---
+
+  bool IsSent(SequenceId id) const {
+    return std::any_of(sendings_.begin(), sendings_.end(),
+                       [id](const Sending& sending) { return sending.id == id && !sending.lease->finished(); });
+  }
+  uint64_t TokensMax(SequenceId id) const {
+    uint64_t tokens = UINT64_MAX;
+    for (const Sending& sending : sendings_) {
+      if (sending.id == id && !sending.lease->finished()) tokens = std::min(tokens, sending.tokens);
+    }
+    return tokens;
+  }
+
+  // Who submits for a sequence says when that has run; of a client that died nobody says anything.
+  void TellWrites(bool all) {
+    for (size_t i = 0; i < writes_.size();) {
+      const Write& write = writes_[i];
+      if (!write.client->dead && (write.client->stream.ran() < write.number || (!all && Below(3) == 0))) {
+        ++i;
+        continue;
+      }
+      if (!write.client->dead) store().Written(write.id, write.first_layer, write.tokens);
+      writes_.erase(writes_.begin() + i);
+    }
+  }
+
+  void SendOne() {
+    auto it = Pick();
+    if (it == sequences_.end() || it->second.client->dead || sendings_.size() >= kSendingMax) return;
+    const ModelSequence& model = it->second;
+    const ModelCache& cache = caches_[model.cache];
+    const uint64_t tokens_max = uint64_t{kBlocksMax} * cache.config.layout.page_tokens;
+    const uint64_t has = model.TokensInSomeLayer();
+    Sending sending;
+    sending.client = model.client;
+    sending.id = it->first;
+    sending.cache = model.cache;
+    sending.by_host = moves_ && Below(2) == 0;
+    sending.tokens = has + Below(tokens_max - has + 1);
+    if (Below(4) > 0) sending.tokens = std::min(tokens_max, has + Below(20));
+    auto lease = store().ExportGrowing(it->first, sending.tokens, /*goes_on=*/Below(2) == 0,
+                                       sending.by_host ? ExportWay::kByHost : ExportWay::kDirect);
+    if (lease.status().code() == absl::StatusCode::kResourceExhausted) {
+      ASSERT_TRUE(sending.by_host);
+      ++counts.exhausted;
+      return;
+    }
+    ASSERT_TRUE(lease.ok()) << lease.status();
+    sending.lease = *std::move(lease);
+    sendings_.push_back(std::move(sending));
+    writes_.push_back({model.client, model.client->stream.submitted(), it->first, 0, model.tokens});
+  }
+
+  void GoOnSending() {
+    const size_t index = Below(sendings_.size());
+    Sending& sending = sendings_[index];
+    const auto found = sequences_.find(sending.id);
+    if (Below(200) == 0 || (found == sequences_.end() && Below(8) == 0)) {  // given up
+      sendings_.erase(sendings_.begin() + index);
+      return;
+    }
+    GoOnSending(index);
+  }
+  void GoOnSending(size_t index) {
+    Sending& sending = sendings_[index];
+    const auto found = sequences_.find(sending.id);
+    if (!sending.lease->finished() && found != sequences_.end()) {
+      const bool whole = found->second.TokensInEveryLayer() == sending.tokens;
+      if (whole || Below(4) == 0) {
+        const absl::Status status = sending.lease->Finish();
+        if (status.code() == absl::StatusCode::kResourceExhausted) {
+          ++counts.exhausted;
+        } else {
+          ASSERT_EQ(status.ok(), whole) << status;
+        }
+        if (status.ok()) sending.text = found->second.text;
+      }
+    }
+    ASSERT_TRUE(sending.lease->status().ok()) << sending.lease->status();
+    const HandOffFirst& first = sending.lease->first();
+    for (const ExportedPage& page : sending.lease->TakeReady()) {
+      sending.sent.push_back({first.pages[page.page], true, false, page});
+      counts.sent_early += !sending.lease->finished();
+      const Text& text = sending.lease->finished() || found == sequences_.end() ? sending.text : found->second.text;
+      ASSERT_NO_FATAL_FAILURE(ExpectSent(sending, text, sending.sent.back()));
+    }
+    if (sending.lease->last() == nullptr) return;
+    // Everything was offered, and nothing has changed since.
+    const HandOffLast& last = *sending.lease->last();
+    ASSERT_EQ(sending.sent.size() + last.withdrawn.size(), first.pages.size());
+    counts.withdrawn += last.withdrawn.size();
+    testing::CopyOpenPages(*sending.lease);
+    for (size_t i = 0; i < last.pages.size(); ++i) {
+      sending.sent.push_back({last.pages[i], false, false, sending.lease->last_pages()[i]});
+    }
+    for (const testing::SentPage& page : sending.sent) {
+      ASSERT_NO_FATAL_FAILURE(ExpectSent(sending, sending.text, page));
+    }
+    ++(sending.by_host ? counts.sent_by_host : counts.sent);
+    sendings_.erase(sendings_.begin() + index);
+  }
+
+  void ExpectSent(const Sending& sending, const Text& text, const testing::SentPage& sent) {
+    const ModelCache& cache = caches_[sending.cache];
+    const PageLayout& layout = cache.config.layout;
+    const uint64_t begin = uint64_t{sent.page.block} * layout.page_tokens;
+    const int tokens = static_cast<int>(std::min<uint64_t>(layout.page_tokens, sending.tokens - begin));
+    ASSERT_LE(begin + tokens, text.ids.size());
+    const int layer = static_cast<int>(sent.page.layer);
+    std::vector<uint8_t> expected = testing::MakeRawPage(layout, text, sent.page.block, tokens, layer);
+    if (sent.encoded) expected = testing::MakeEncodedPage(*cache.codec, expected, sent.page.block, layer);
+    ASSERT_EQ(sent.bytes.bytes.size(), expected.size());
+    ASSERT_EQ(std::memcmp(sent.bytes.bytes.data(), expected.data(), expected.size()), 0)
+        << "page " << sent.page.block << " of layer " << layer << (sending.by_host ? ", on the host" : "");
+    if (sending.by_host) {
+      ASSERT_EQ(sent.bytes.checksum, testing::Checksum(expected));
+    }
+  }
+
   // A cache's layers, all or some.
   void PickLayers(const ModelCache& cache, int* first, int* layers) {
     *first = 0;
@@ -488,7 +646,7 @@ class DeviceRandomTest {
       // Layers drift apart at times, and catch up.
       uint64_t tokens = at == model.TokensInSomeLayer() || Below(4) == 0 ? 1 + Below(Below(2) ? 50 : 8)
                                                                          : model.TokensInSomeLayer() - at;
-      tokens = std::min(tokens, tokens_max - at);
+      tokens = std::min({tokens, tokens_max - at, TokensMax(id) - at});
       if (tokens == 0) continue;
       for (int layer = first; layer < first + layers; ++layer) even &= model.tokens[layer] == at;
       while (model.text.ids.size() < at + tokens) model.text.Add(NextId(model.text));
@@ -540,7 +698,12 @@ class DeviceRandomTest {
       lease = nullptr;
     }
     submission.epoch = OpenPlan(client);
-    client->stream.Submit(std::move(submission));
+    const uint64_t number = client->stream.Submit(std::move(submission));
+    for (const AttendEntry& entry : queries) {
+      if (!store().AwaitsWrites(entry.sequence)) continue;
+      writes_.push_back(
+          {client, number, entry.sequence, first, std::vector<uint64_t>(layers, entry.position + entry.tokens)});
+    }
     if (lease != nullptr) Wait(client, which, first, layers, queries, std::move(lease));
   }
 
@@ -732,6 +895,10 @@ class DeviceRandomTest {
       ASSERT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
       return;
     }
+    if (crops && IsSent(it->first)) {
+      ASSERT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+      return;
+    }
     if (tokens % page_tokens != 0 && crops && aged && !cache.codec->info().identity) {
       ASSERT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
       return;
@@ -777,6 +944,9 @@ class DeviceRandomTest {
   }
 
   void Drop(SequenceId id) {
+    for (Sending& sending : sendings_) {
+      if (sending.id == id && !sending.lease->finished()) sending.text = sequences_.at(id).text;
+    }
     store().Drop(id);
     sequences_.erase(id);
   }
@@ -795,6 +965,7 @@ class DeviceRandomTest {
     if (Below(2)) {
       client->stream.Abandon();
     }
+    std::erase_if(sendings_, [client](const Sending& sending) { return sending.client == client; });
     if (Below(2)) DropSequencesOf(client);
     if (Below(2)) std::erase_if(waiting_, [client](const Waiting& step) { return step.client == client; });
     slot = NewClient();
@@ -831,6 +1002,8 @@ class DeviceRandomTest {
   std::map<SequenceId, ModelSequence> sequences_;
   std::vector<Waiting> waiting_;
   std::vector<Arrival> arrivals_;
+  std::vector<Sending> sendings_;
+  std::vector<Write> writes_;
   std::vector<Job> jobs_;  // of the executor, by its index
   bool lost_names_ = false;
   bool slow_encoding_ = false;
@@ -861,6 +1034,12 @@ TEST(PageStoreDeviceRandom, KernelsReadWhatTheModelSays) {
     sum.copied_out += counts.copied_out;
     sum.copied_back += counts.copied_back;
     sum.tried_again += counts.tried_again;
+    std::printf("seed %d: %d sent, %d by the host, %d pages early, %d withdrawn\n", int(seed), int(counts.sent),
+                int(counts.sent_by_host), int(counts.sent_early), int(counts.withdrawn));
+    sum.sent += counts.sent;
+    sum.sent_by_host += counts.sent_by_host;
+    sum.sent_early += counts.sent_early;
+    sum.withdrawn += counts.withdrawn;
     std::printf(
         "seed %d: %d hits, %d shared, %d copies, %d exhausted (%d awaited), %d waits, %d refused, %d deaths, %d "
         "queries "
@@ -894,6 +1073,10 @@ TEST(PageStoreDeviceRandom, KernelsReadWhatTheModelSays) {
   EXPECT_GT(sum.copied_out, 0u);
   EXPECT_GT(sum.copied_back, 0u);
   EXPECT_GT(sum.tried_again, 0u);
+  EXPECT_GT(sum.sent, 0u);
+  EXPECT_GT(sum.sent_by_host, 0u);
+  EXPECT_GT(sum.sent_early, 0u);
+  EXPECT_GT(sum.withdrawn, 0u);
 }
 
 }  // namespace

@@ -78,7 +78,6 @@ TEST_F(PageStoreDeviceTest, CallsThatTouchPagesAreForHostMemoryAlone) {
   ASSERT_TRUE(Extend(cache, sequence, 0, kPage + 3).ok());
   const AttendEntry query{sequence, 0, 1};
   ExpectWrongMemory(store().Attend(cache, 0, {&query, 1}).status());
-  ExpectWrongMemory(store().Export(sequence, 100).status());
   ExpectWrongMemory(store().Fork(sequence).status());
   ExpectWrongMemory(store().Crop(sequence, kPage + 1));
   EXPECT_EQ(store().DescribeSequence(sequence)->tokens, kPage + 3u);

@@ -1,4 +1,7 @@
 // Sending a sequence: its pages are pinned as they become full, and offered as they become encoded.
+//
+// On a GPU a page is full once it is booked, and its bytes come later. One that is encoded was written; one that
+// travels as it was appended is offered when Written says so, and what the last part brings once everything is written.
 #include <algorithm>
 
 #include "kvmanager/base/checksum.h"
@@ -9,8 +12,8 @@ namespace {
 
 class ExportLeaseImpl final : public ExportLease, public PageFollower {
  public:
-  ExportLeaseImpl(PageStoreImpl* store, std::shared_ptr<Cache> cache, SequenceId sequence)
-      : store_(store), alive_(store->alive()), cache_(std::move(cache)), sequence_(sequence) {
+  ExportLeaseImpl(PageStoreImpl* store, std::shared_ptr<Cache> cache, SequenceId sequence, ExportWay way)
+      : store_(store), alive_(store->alive()), cache_(std::move(cache)), sequence_(sequence), way_(way) {
     ++cache_->leases;
     store_->metrics()->export_leases.Increment();
     store_->followers.push_back(this);
@@ -33,7 +36,7 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
     store_->metrics()->export_leases.Decrement();
   }
 
-  void Begin(Sequence& sequence, uint64_t tokens, bool goes_on);
+  void Begin(Sequence& sequence, uint64_t tokens, bool goes_on, bool written);
 
   const HandOffFirst& first() const override { return first_; }
   std::vector<ExportedPage> TakeReady() override { return std::exchange(ready_, {}); }
@@ -54,6 +57,8 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
   uint64_t tokens() const override { return first_.tokens; }
   void OnFull(uint32_t block, uint32_t layer) override;
   void OnEncoded() override;
+  bool AwaitsWrites(SequenceId sequence) const override { return sequence == sequence_ && !all_written(); }
+  void OnWritten(SequenceId sequence, int first_layer, absl::Span<const uint64_t> tokens) override;
   void Tell() override {
     if (fn_ == nullptr || (ready_.empty() && (!settled_ || told_last_))) return;
     told_last_ = settled_;
@@ -61,6 +66,13 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
   }
 
   uint32_t full_blocks() const { return static_cast<uint32_t>(first_.blocks.size()); }
+  bool all_written() const {
+    return std::all_of(written_.begin(), written_.end(), [this](uint64_t tokens) { return tokens >= first_.tokens; });
+  }
+  bool is_written(uint32_t number) const {
+    const HandOffPage& page = first_.pages[number];
+    return written_[page.layer] >= (uint64_t{page.block} + 1) * cache_->page_tokens();
+  }
   // Activations that are there, of pages of the first part that are full.
   void OfferActivations(const Sequence& sequence);
   uint32_t& NumberOf(uint32_t block, uint32_t layer) { return numbers_[size_t{layer} * full_blocks() + block]; }
@@ -77,6 +89,7 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
   const std::weak_ptr<const bool> alive_;
   const std::shared_ptr<Cache> cache_;  // shared: see Block
   const SequenceId sequence_;
+  const ExportWay way_;
   HandOffFirst first_;
   HandOffLast last_;
   std::vector<ExportedPage> last_pages_;
@@ -87,6 +100,8 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
   std::vector<ExportedOpenPage> open_pages_;
   std::vector<PageRef> activations_;  // [first_.activations] pinned
   std::vector<uint32_t> awaited_;     // in encoded_: full, and not encoded yet
+  std::vector<uint64_t> written_;     // [layers] tokens
+  std::vector<uint32_t> unwritten_;   // in encoded_: full, travel as they are appended, and are not written yet
   std::vector<ExportedPage> ready_;
   Block* copy_ = nullptr;  // of zero-padded copies of open pages
   bool finished_ = false;
@@ -95,10 +110,11 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
   absl::AnyInvocable<void()> fn_;
 };
 
-void ExportLeaseImpl::Begin(Sequence& sequence, uint64_t tokens, bool goes_on) {
+void ExportLeaseImpl::Begin(Sequence& sequence, uint64_t tokens, bool goes_on, bool written) {
   first_.config = cache_->config;
   first_.codec_version = cache_->codec->info().version;
   first_.tokens = tokens;
+  written_.assign(cache_->layers(), written ? tokens : 0);
   const uint64_t page_tokens = cache_->page_tokens();
   first_.blocks.resize(tokens / page_tokens);
   numbers_.assign(size_t{full_blocks()} * cache_->layers(), kNotEncoded);
@@ -152,9 +168,23 @@ void ExportLeaseImpl::OnFull(uint32_t block, uint32_t layer) {
   encoded_[number] = ref;
   if (ref.page().awaits_encoding()) {
     awaited_.push_back(number);
+  } else if (cache_->identity() && !is_written(number)) {
+    unwritten_.push_back(number);
   } else {
     Offer(number);
   }
+}
+
+void ExportLeaseImpl::OnWritten(SequenceId sequence, int first_layer, absl::Span<const uint64_t> tokens) {
+  if (!AwaitsWrites(sequence)) return;
+  KV_CHECK(first_layer >= 0 && first_layer + tokens.size() <= written_.size());
+  for (size_t i = 0; i < tokens.size(); ++i) written_[first_layer + i] = std::max(written_[first_layer + i], tokens[i]);
+  std::erase_if(unwritten_, [this](uint32_t number) {
+    if (!is_written(number)) return false;
+    Offer(number);
+    return true;
+  });
+  SettleIfDone();
 }
 
 void ExportLeaseImpl::OnEncoded() {
@@ -189,7 +219,12 @@ absl::Status ExportLeaseImpl::Finish() {
         absl::StrCat(first_.tokens, " in every layer, as the hand-off of sequence ", sequence_, " began"));
   }
   const int open_tokens = static_cast<int>(first_.tokens % cache_->page_tokens());
-  if (open_tokens > 0) {
+  if (open_tokens > 0 && way_ == ExportWay::kByHost) {
+    for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
+      open_.push_back({sequence->blocks[full_blocks()], layer});
+      store_->Pin(open_.back());
+    }
+  } else if (open_tokens > 0) {
     // The sequence may grow while it is sent, so its open pages are copied.
     Reservation slots(cache_->tier->pool);
     KV_RETURN_IF_ERROR(store_->Reserve(*cache_, {.raw = cache_->layers()}, &slots));
@@ -231,14 +266,14 @@ absl::Status ExportLeaseImpl::Finish() {
 }
 
 void ExportLeaseImpl::SettleIfDone() {
-  if (!finished_ || !awaited_.empty()) return;
+  if (!finished_ || !awaited_.empty() || !all_written()) return;
   settled_ = true;
   auto next_raw = raw_.begin();
   const auto add = [this](const PageRef& ref, uint32_t block) {
     const Page& page = ref.page();
     const absl::Span<const uint8_t> bytes(store_->RawData(*cache_, page), cache_->layout().raw_bytes());
     KV_CHECK(bytes.data() != nullptr);
-    const bool kept = page.state == PageState::kResident && page.declined;
+    const bool kept = page.state == PageState::kResident && page.declined && block < full_blocks();
     const uint32_t number = static_cast<uint32_t>(first_.size() + last_.pages.size());
     last_.pages.push_back({block, ref.layer, bytes.size()});
     last_pages_.push_back({number, bytes, kept ? page.checksum : ChecksumOf(bytes)});
@@ -253,7 +288,11 @@ void ExportLeaseImpl::SettleIfDone() {
         add(encoded_[number], i);
       }
     }
-    if (copy_ != nullptr) add({copy_, layer}, full_blocks());
+    if (copy_ != nullptr) {
+      add({copy_, layer}, full_blocks());
+    } else if (!open_.empty()) {
+      add(open_[layer], full_blocks());  // of which the first tokens are copied to the host
+    }
   }
 }
 
@@ -268,19 +307,40 @@ absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::ExportWhole(Sequence
   KV_ASSIGN_OR_RETURN(const Sequence* sequence, FindWhole(id));
   if (sequence->cache->on_device() && sequence->index != nullptr) return WrongMemory(*sequence->cache);
   const uint64_t longest = *std::max_element(sequence->tokens.begin(), sequence->tokens.end());
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, BeginExport(id, longest, goes_on));
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease,
+                      BeginExport(id, longest, goes_on, ExportWay::kDirect, /*written=*/true));
   KV_RETURN_IF_ERROR(lease->Finish());
   return lease;
 }
 
-absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::ExportGrowing(SequenceId id, uint64_t tokens,
-                                                                          bool goes_on) {
+absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::ExportGrowing(SequenceId id, uint64_t tokens, bool goes_on,
+                                                                          ExportWay way) {
   KV_ASSIGN_OR_RETURN(const Sequence* sequence, FindWhole(id));
-  if (sequence->cache->on_device()) return WrongMemory(*sequence->cache);
-  return BeginExport(id, tokens, goes_on);
+  const std::shared_ptr<Cache> cache = sequence->cache;
+  if (!cache->on_device()) return BeginExport(id, tokens, goes_on, ExportWay::kDirect, /*written=*/true);
+  if (way == ExportWay::kDirect && sequence->index != nullptr) return WrongMemory(*cache);
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, BeginExport(id, tokens, goes_on, way, /*written=*/false));
+  if (way == ExportWay::kDirect) return lease;
+  return ExportByHost(std::move(lease), cache);
 }
 
-absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::BeginExport(SequenceId id, uint64_t tokens, bool goes_on) {
+bool PageStoreImpl::AwaitsWrites(SequenceId sequence) const {
+  return std::any_of(followers.begin(), followers.end(),
+                     [sequence](const PageFollower* follower) { return follower->AwaitsWrites(sequence); });
+}
+
+void PageStoreImpl::Written(SequenceId sequence, int first_layer, absl::Span<const uint64_t> tokens) {
+  for (PageFollower* follower : followers) follower->OnWritten(sequence, first_layer, tokens);
+  TellFollowers();
+}
+
+std::vector<uint64_t> PageStoreImpl::LayerTokens(SequenceId id) const {
+  const auto sequence = FindSequence(id);
+  return sequence.ok() ? (*sequence)->tokens : std::vector<uint64_t>();
+}
+
+absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::BeginExport(SequenceId id, uint64_t tokens, bool goes_on,
+                                                                        ExportWay way, bool written) {
   KV_ASSIGN_OR_RETURN(Sequence * sequence, FindWhole(id));
   const std::shared_ptr<Cache> cache = sequence->cache;
   const uint64_t longest = *std::max_element(sequence->tokens.begin(), sequence->tokens.end());
@@ -290,8 +350,8 @@ absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::BeginExport(Sequence
         "tokens", tokens,
         absl::StrCat(longest, "..", tokens_max, ": what sequence ", id, " has, and a sequence's limit"));
   }
-  auto lease = std::make_unique<ExportLeaseImpl>(this, cache, id);
-  lease->Begin(*sequence, tokens, goes_on);
+  auto lease = std::make_unique<ExportLeaseImpl>(this, cache, id, way);
+  lease->Begin(*sequence, tokens, goes_on, written);
   return lease;
 }
 

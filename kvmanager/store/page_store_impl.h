@@ -120,6 +120,9 @@ class PageFollower {
   virtual void OnFull(uint32_t block, uint32_t layer) = 0;
   /// Some pages have been encoded, of any sequence.
   virtual void OnEncoded() = 0;
+  /// As PageStore's.
+  virtual bool AwaitsWrites(SequenceId sequence) const = 0;
+  virtual void OnWritten(SequenceId sequence, int first_layer, absl::Span<const uint64_t> tokens) = 0;
   /// Tells its owner what is new.
   virtual void Tell() = 0;
 };
@@ -244,6 +247,9 @@ class PageStoreImpl final : public PageStore {
   uint64_t ChangedPages(SequenceId sequence, TableKeeper keeper) const override;
   uint64_t ChoosesFrom(SequenceId sequence, uint64_t position, int tokens) const override;
   bool OwnsSlab(CacheId cache, uint32_t slab) const override;
+  bool AwaitsWrites(SequenceId sequence) const override;
+  void Written(SequenceId sequence, int first_layer, absl::Span<const uint64_t> tokens) override;
+  std::vector<uint64_t> LayerTokens(SequenceId sequence) const override;
   void CollectReleased() override {
     for (const auto& tier : tiers_) Collect(*tier);
   }
@@ -264,9 +270,15 @@ class PageStoreImpl final : public PageStore {
   absl::StatusOr<PublishResult> Publish(SequenceId sequence, absl::Span<const BlockName> names) override;
   void Drop(SequenceId sequence) override;
   absl::StatusOr<std::unique_ptr<ExportLease>> ExportWhole(SequenceId sequence, bool goes_on) override;
-  absl::StatusOr<std::unique_ptr<ExportLease>> ExportGrowing(SequenceId sequence, uint64_t tokens,
-                                                             bool goes_on) override;
-  absl::StatusOr<std::unique_ptr<ExportLease>> BeginExport(SequenceId sequence, uint64_t tokens, bool goes_on);
+  using PageStore::ExportGrowing;
+  absl::StatusOr<std::unique_ptr<ExportLease>> ExportGrowing(SequenceId sequence, uint64_t tokens, bool goes_on,
+                                                             ExportWay way) override;
+  /// written: what there is has been written, and nothing comes.
+  absl::StatusOr<std::unique_ptr<ExportLease>> BeginExport(SequenceId sequence, uint64_t tokens, bool goes_on,
+                                                           ExportWay way, bool written);
+  /// page_store_export_host.cc: what `lease` exports out of `from`'s GPU, copied to the host.
+  absl::StatusOr<std::unique_ptr<ExportLease>> ExportByHost(std::unique_ptr<ExportLease> lease,
+                                                            const std::shared_ptr<Cache>& from);
   absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first, std::shared_ptr<const Codec> codec,
                                                       RecomputeChoice recompute) override;
   void OnRoom(absl::AnyInvocable<void()> fn) override { on_room_ = std::move(fn); }
@@ -501,6 +513,11 @@ class PageStoreImpl final : public PageStore {
   PageSampler* sampler_ = nullptr;
 };
 
+/// What is copied of a page of so many bytes between a GPU and the host (PageCopy::bytes): slots are larger.
+inline uint32_t MovedBytes(uint64_t bytes) {
+  constexpr uint64_t kUnit = 16;
+  return static_cast<uint32_t>((bytes + kUnit - 1) / kUnit * kUnit);
+}
 /// Copies the first `tokens` tokens of a raw page.
 void CopyRawPrefix(const PageLayout& layout, const uint8_t* from, uint8_t* to, int tokens);
 /// Zeroes the tokens of a raw page from `first` on.

@@ -154,7 +154,7 @@ class ImportLeaseImpl final : public ImportLease {
   uint64_t awaited_first_ = 0, awaited_last_ = 0;
   std::vector<RecomputePage> recomputable_;    // not taken yet
   absl::flat_hash_set<uint32_t> recomputing_;  // numbers of activations that are here, whose K and V are not
-  bool shows_whole_ = false;  // on a GPU; and with a codec that has indexes: they are made from all pages
+  bool shows_whole_ = false;  // with a codec that has indexes: they are made from all pages
   bool extended_ = false, committed_ = false, broken_ = false;
 };
 
@@ -185,8 +185,7 @@ void ImportLeaseImpl::ChooseRecomputed(absl::Span<Block* const> shared, Recomput
 absl::Status ImportLeaseImpl::Start(RecomputeChoice recompute) {
   KV_RETURN_IF_ERROR(CheckFirst(*cache_, first_));
   const bool identity = cache_->identity();
-  // A step on a GPU waits for what is to be encoded, not for what is to come.
-  shows_whole_ = cache_->on_device() || cache_->codec->NewIndex({}) != nullptr;
+  shows_whole_ = cache_->codec->NewIndex({}) != nullptr;
   hidden_ = store_->NewSequence(cache_);
   store_->hidden_sequences.insert(hidden_.get());
   std::fill(hidden_->tokens.begin(), hidden_->tokens.end(), first_.tokens);

@@ -22,11 +22,6 @@ constexpr uint64_t kDemotingBytesMax = uint64_t{256} << 20;
 
 bool NoRaw(const Block&, uint32_t) { return false; }
 
-uint32_t MovedBytes(uint64_t bytes) {
-  constexpr uint64_t kUnit = 16;  // slots are larger
-  return static_cast<uint32_t>((bytes + kUnit - 1) / kUnit * kUnit);
-}
-
 // Slots of a page that are copied, and in which form their copies are. A page whose sequence has gone is copied all the
 // same, since it is pinned.
 struct Sources {

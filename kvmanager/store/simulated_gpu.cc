@@ -21,6 +21,15 @@ void CopyTokens(const PageLayout& layout, const uint8_t* from, uint8_t* to, int 
 
 }  // namespace
 
+void CopyOpenPages(const ExportLease& lease) {
+  const PageLayout& layout = lease.first().config.layout;
+  const int tokens = static_cast<int>(lease.first().tokens % layout.page_tokens);
+  for (const ExportedOpenPage& page : lease.open_pages()) {
+    std::memset(page.to, 0, layout.raw_bytes());
+    CopyTokens(layout, page.from, page.to, 0, tokens);
+  }
+}
+
 SimulatedStream::SimulatedStream(TestDevice* device, Counts* counts)
     : device_(device), counts_(counts), holder_(*device->epochs.AddHolder(&counter_)) {}
 

@@ -48,6 +48,9 @@ struct SimulatedSubmission {
   std::vector<SimulatedRows> queries;
 };
 
+/// As a GPU does before open pages of a finished hand-off are sent.
+void CopyOpenPages(const ExportLease& lease);
+
 /// One stream, and its holder of plans.
 class SimulatedStream {
  public:
