@@ -108,6 +108,18 @@ void CopyJob::Abandon() {
   while (working_ > 0) lock.Wait(idle_);
 }
 
+bool CopyJob::AbandonLater(absl::AnyInvocable<void()> ended) {
+  MutexLock lock(mutex_);
+  if (working_ == 0) {
+    next_ = pages_.size();
+    abandoned_ = true;
+    copied_ = nullptr;
+    return false;
+  }
+  copied_ = std::move(ended);
+  return true;
+}
+
 bool CopyJob::done() const {
   MutexLock lock(mutex_);
   return finished_ == pages_.size();

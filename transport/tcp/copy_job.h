@@ -46,8 +46,11 @@ class CopyJob {
   static void StartRemotely(const std::shared_ptr<CopyJob>& job, RemoteMemory& memory,
                             const std::shared_ptr<WorkerPool>& workers, std::vector<Place> places,
                             absl::AnyInvocable<void()> copied);
-  /// Returns once nobody writes any more.
+  /// Returns once nobody writes any more: after a page of each worker, or all that a GPU has to do before.
   void Abandon();
+  /// Abandons it without waiting. ended: called in the place of `copied`, once nobody writes any more. False, and it is
+  /// not: nobody does.
+  bool AbandonLater(absl::AnyInvocable<void()> ended);
   bool done() const;
   /// Once done: why a GPU did not copy, or remote memory could not be read.
   absl::Status TakeStatus() { return std::exchange(status_, absl::OkStatus()); }

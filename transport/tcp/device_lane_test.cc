@@ -1,7 +1,9 @@
 // Hand-offs out of a GPU's memory into another's, with a copier whose GPUs are this host's memory.
+#include <poll.h>
 #include <sys/mman.h>
 
 #include <map>
+#include <thread>
 
 #include "kvmanager/base/worker_pool.h"
 #include "kvmanager/memory/region.h"
@@ -163,6 +165,7 @@ class DeviceLaneTest : public testing::Test {
     control_.Expect<HelloFrame>();
     const AcceptFrame accept = control_.Expect<AcceptFrame>();
     ASSERT_FALSE(accept.local_name.empty());
+    local_name_ = accept.local_name;
     lane_ = local ? ConnectLocally(accept.local_name) : RawSocket::Connect(receiving_->listen_address());
     lane_.Write(JoinOf(1, token));
     lane_.Expect<HelloFrame>();
@@ -204,6 +207,7 @@ class DeviceLaneTest : public testing::Test {
   DeviceReceiver device_receiver_{&receiver_};
   std::unique_ptr<TcpTransport> receiving_, sender_;
   RawSocket control_{-1}, lane_{-1};
+  std::string local_name_;  // of the receiver's Unix socket, once played
   uint8_t tokens_ = 0;
 };
 
@@ -297,10 +301,55 @@ TEST_F(DeviceLaneTest, TargetsAreGivenBackOnceNobodyWritesThem) {
   copier_.WaitForHeld();
   sender_->Cancel(out.id);
   EXPECT_EQ(out.done.get().status().code(), absl::StatusCode::kCancelled);
-  EXPECT_EQ(receiver_.aborts(), 0u);  // the copies are still to come
+  // The copies are still to come. Others need not wait for them.
+  const std::vector<Page> others = RandomPages(std::vector<size_t>(20, 3000), 6);
+  EXPECT_TRUE(SendAll(*sender_, RequestOf(others, receiving_->listen_address()), PagesOf(others)).done.get().ok());
+  EXPECT_EQ(receiver_.aborts(), 0u);
   copier_.Release();
   EXPECT_EQ(receiver_.WaitForAborts(1)[0].code(), absl::StatusCode::kCancelled);
   EXPECT_EQ(copier_.copies, 1);
+}
+
+TEST_F(DeviceLaneTest, ALaneIsMadeAgainOnceNobodyWritesWhatTheOldOneBrought) {
+  copier_.hold = true;
+  Receive();
+  Play();
+  WriteRegion(/*of_gpu=*/true);
+  const std::string announced = EncodeLocal({{0, 0, 0, XXH3_64bits(slabs_[0].data, 100)}});
+  lane_.Write(announced);
+  copier_.WaitForHeld();
+  Token token = kToken;
+  token[0] = tokens_;
+  lane_ = ConnectLocally(local_name_);
+  lane_.Write(JoinOf(1, token));
+  lane_.Expect<HelloFrame>();
+  // The transport has had time to read JOIN.
+  const std::vector<Page> others = RandomPages({3000}, 6);
+  EXPECT_TRUE(SendAll(*sender_, RequestOf(others, receiving_->listen_address()), PagesOf(others)).done.get().ok());
+  pollfd answer = {lane_.fd(), POLLIN, 0};
+  EXPECT_EQ(::poll(&answer, 1, 0), 0);
+  copier_.Release();
+  EXPECT_FALSE(lane_.Expect<JoinedFrame>().arrived.has(0));
+  WriteRegion(/*of_gpu=*/true);
+  lane_.Write(announced);
+  copier_.WaitForHeld();
+  copier_.Release();
+  EXPECT_EQ(control_.Expect<GotFrame>().pages, std::vector<uint32_t>{0});
+}
+
+TEST_F(DeviceLaneTest, TheEndOfTheTransportWaitsForWhatAGpuWrites) {
+  copier_.hold = true;
+  Receive();
+  std::vector<Page> bytes;
+  Outcome out = Start(PagesIn(30, 2, &bytes));
+  copier_.WaitForHeld();
+  sender_->Cancel(out.id);
+  EXPECT_EQ(out.done.get().status().code(), absl::StatusCode::kCancelled);
+  std::thread ends([&] { receiving_ = nullptr; });
+  copier_.Release();
+  ends.join();
+  EXPECT_EQ(receiver_.WaitForAborts(1)[0].code(), absl::StatusCode::kCancelled);
+  receiver_.WaitUntilNoneLives();
 }
 
 TEST_F(DeviceLaneTest, PostedPagesAreWhereTheirOfferSays) {

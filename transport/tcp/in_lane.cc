@@ -350,6 +350,7 @@ void InLane::Close() {
   read_->Abandon();  // nothing is written after this
   for (size_t i = next_; i < pages_.size(); ++i) session_->DropPage(pages_[i].page);
   for (const auto& job : std::exchange(jobs_, {})) {
+    if (session_->device() >= 0 && session_->AwaitGpu(job)) continue;
     job->Abandon();
     for (const CopyJob::Page& page : job->pages()) session_->DropPage(page.page);
   }

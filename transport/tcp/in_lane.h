@@ -4,7 +4,8 @@
 // Incoming and the handlers of its pending operations; the transport's thread alone.
 //
 // Invariant: every page of the frames being read or copied is kComing in Incoming, and this lane's alone; Close waits
-// for the reads and copies that are under way, and gives back what has not arrived.
+// for the reads and copies of workers that are under way, leaves those of a GPU to Incoming, and gives back what else
+// has not arrived.
 #pragma once
 
 #include <deque>

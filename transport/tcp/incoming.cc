@@ -122,8 +122,13 @@ void Incoming::AddLane(uint32_t lane, std::shared_ptr<FrameLink> link) {
     old->second->Close();
     lanes_.erase(old);
   }
+  // The answer must not ask for pages that a GPU still writes.
+  if (gpu_jobs_.empty()) return StartLane(lane, link->Release());
+  made_again_.insert_or_assign(lane, link->Release());
+}
+
+void Incoming::StartLane(uint32_t lane, Socket socket) {
   // The answer is small and the socket's buffer empty: it fits, or the connection is of no use.
-  Socket socket = link->Release();
   const std::string answer = EncodedJoined();
   ErrorCode error;
   if (socket.write_some(asio::buffer(answer), error) != answer.size() || error) return;
@@ -322,7 +327,7 @@ void Incoming::OnLinkBroken(absl::Status why) {
 void Incoming::Tick() {
   const int64_t stall_ms = loop_.options.stall_ms;
   if (state_ == State::kEnded) {
-    loop_.incoming.erase(token_);
+    if (!ending_.has_value()) loop_.incoming.erase(token_);
     return;
   }
   if (link_ != nullptr) {
@@ -373,6 +378,33 @@ void Incoming::End(absl::Status why, bool tell) {
                          : std::get<ErrorFrame>(*ParseFrame(absl::MakeConstSpan(
                                                     reinterpret_cast<const uint8_t*>(said.data()), said.size())))
                                .status;
+  ending_ = Ending{std::move(why), tell, offered, std::move(said)};
+  if (gpu_jobs_.empty()) GiveBack();
+}
+
+bool Incoming::AwaitGpu(const std::shared_ptr<CopyJob>& job) {
+  const bool writes = job->AbandonLater([gate = loop_.gate, self = shared_from_this(), job] {
+    gate->Post([self, job](Loop&) { self->OnGpuEnded(job); });
+  });
+  if (writes) gpu_jobs_.push_back(job);
+  return writes;
+}
+
+void Incoming::OnGpuEnded(const std::shared_ptr<CopyJob>& job) {
+  const auto found = std::find(gpu_jobs_.begin(), gpu_jobs_.end(), job);
+  if (found == gpu_jobs_.end()) return;  // Stop waited for it
+  gpu_jobs_.erase(found);
+  for (const CopyJob::Page& page : job->pages()) DropPage(page.page);
+  if (!gpu_jobs_.empty()) return;
+  if (ending_.has_value()) GiveBack();
+  for (auto& [lane, socket] : std::exchange(made_again_, {})) {
+    if (state_ == State::kReceiving) StartLane(lane, std::move(socket));
+  }
+}
+
+void Incoming::GiveBack() {
+  auto [why, tell, offered, said] = *std::move(ending_);
+  ending_.reset();
   // Before the peer hears of it, so that a sender which tries again finds the slots free.
   if (hand_off_ != nullptr) std::exchange(hand_off_, nullptr)->Abort(std::move(why));
   page_bytes_ = {};
@@ -392,7 +424,7 @@ void Incoming::End(absl::Status why, bool tell) {
   }
   // Kept for a sender that has not heard it.
   timer_.expires_after(std::chrono::milliseconds(loop_.options.stall_ms));
-  timer_.async_wait([self](const ErrorCode& error) {
+  timer_.async_wait([self = shared_from_this()](const ErrorCode& error) {
     if (!error) self->Tick();
   });
 }
@@ -400,6 +432,9 @@ void Incoming::End(absl::Status why, bool tell) {
 void Incoming::Stop() {
   const auto self = shared_from_this();
   End(absl::CancelledError("the transport is shutting down"), /*tell=*/true);
+  for (const auto& job : std::exchange(gpu_jobs_, {})) job->Abandon();
+  made_again_.clear();
+  if (ending_.has_value()) GiveBack();
   timer_.cancel();
   loop_.incoming.erase(token_);
 }

@@ -12,7 +12,8 @@
 //
 // A connection that breaks changes no state: it is made again, or nothing is heard for stall_ms.
 //
-// Invariants: 1. End makes every transition into kEnded, and hands the hand-off to Abort there unless it was completed.
+// Invariants: 1. End makes every transition into kEnded; the hand-off goes to Abort then, unless it was completed, or
+// once no GPU writes any more what a closed lane had it copy (AwaitGpu), which a lane that is made again waits for too.
 // 2. Pages are written by lanes alone, each by one at a time, while kComing; End closes the lanes before Abort, and on
 // one thread a cancelled read writes nothing more. 3. A page that has arrived is never written again.
 #pragma once
@@ -22,6 +23,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/types/optional.h"
 #include "transport/tcp/frame_link.h"
 #include "transport/tcp/in_lane.h"
 #include "transport/tcp/loop.h"
@@ -66,6 +68,8 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   absl::StatusOr<absl::Span<uint8_t>> BeginPage(uint32_t page);
   /// A lane ended before that page had all its bytes, or with wrong ones.
   void DropPage(uint32_t page) { pages_[page] = PageState::kWanted; }
+  /// A lane closes that has a GPU copy `job`, whose pages are dropped once it has ended. False: it has.
+  bool AwaitGpu(const std::shared_ptr<CopyJob>& job);
   /// Its bytes match its checksum.
   void OnPage(uint32_t page);
   /// After a few OnPage: tells the receiver and the sender, unless a few are not worth it yet. `all`: they are.
@@ -93,6 +97,10 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   void CompleteIfAll();
   void Tick();
   void CloseLanes();
+  void StartLane(uint32_t lane, Socket socket);
+  void OnGpuEnded(const std::shared_ptr<CopyJob>& job);
+  /// What End does once nobody writes to targets.
+  void GiveBack();
   void Count(const absl::Status& status);
 
   Loop& loop_;
@@ -123,6 +131,14 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   uint64_t pages_to_come_ = 0;
   uint64_t payload_bytes_ = 0, copied_bytes_ = 0;
   int bad_pages_ = 0;
+  struct Ending {
+    absl::Status why;
+    bool tell = false, offered = false;
+    std::string said;  // to the sender
+  };
+  std::vector<std::shared_ptr<CopyJob>> gpu_jobs_;  // of closed lanes
+  std::map<uint32_t, Socket> made_again_;           // lanes that wait for them
+  absl::optional<Ending> ending_;                   // until GiveBack
   absl::Status ended_with_;
   bool refused_ = false;
 
