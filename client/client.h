@@ -256,6 +256,7 @@ struct RecomputeDescription {
   struct Set {
     CacheDigest digest;
     uint32_t hidden_size = 0, kv_width = 0, layers = 0, layers_ready = 0, chunk_tokens = 0;
+    int device = -1;  // where it is projected: the CPU, or this GPU
     Rate flops;
     std::string failed;  // why nothing is recomputed with it any more
   };
@@ -263,9 +264,14 @@ struct RecomputeDescription {
     std::string peer;  // host that pages came from
     Rate bytes;
   };
-  uint64_t weight_bytes = 0, weight_bytes_max = 0;
+  struct Device {
+    int ordinal = 0;
+    uint64_t weight_bytes = 0, weight_bytes_max = 0;
+  };
+  uint64_t weight_bytes = 0, weight_bytes_max = 0;  // of host memory
   std::vector<Set> sets;
   std::vector<Link> links;
+  std::vector<Device> devices;  // GPUs that project
 };
 
 /// What a call will give. Waiting drives the client's event loop. Destroying an unfinished one cancels the call.
@@ -411,7 +417,8 @@ class Projections {
  public:
   virtual ~Projections() = default;
   /// Copies what it needs. Errors: INVALID_ARGUMENT (shapes, NaN or Inf, a proof that does not match),
-  /// FAILED_PRECONDITION (others were registered for the layer), RESOURCE_EXHAUSTED (--recompute-bytes).
+  /// FAILED_PRECONDITION (others were registered for the layer), RESOURCE_EXHAUSTED (--recompute-bytes,
+  /// --recompute-device-bytes).
   virtual absl::Status SetLayer(const LayerProjections& layer) = 0;
 };
 

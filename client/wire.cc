@@ -205,11 +205,15 @@ absl::StatusOr<RecomputeDescription> FromWire(api::RecomputeStatus::Reader wire)
     set.layers = in.getLayers();
     set.layers_ready = in.getLayersReady();
     set.chunk_tokens = in.getChunkTokens();
+    set.device = in.getDevice();
     set.flops = rate(in.getFlops());
     set.failed = ToString(in.getFailed());
     d.sets.push_back(std::move(set));
   }
   for (const auto in : wire.getLinks()) d.links.push_back({ToString(in.getPeer()), rate(in.getBytes())});
+  for (const auto in : wire.getDevices()) {
+    d.devices.push_back({in.getOrdinal(), in.getWeightBytes(), in.getWeightBytesMax()});
+  }
   return d;
 }
 

@@ -31,6 +31,7 @@ struct ProjectedSource {
   uint64_t seed = 1;
   client::CacheOptions shape = ProjectedCache();
   client::ProjectionFacts facts = {.rotary_dims = 32, .theta = 10000};
+  DType weights = DType::kFloat32;  // as they are registered: or kFloat16
 
   struct Rows {
     std::vector<uint16_t> x, k, v;  // float16: [tokens][hidden_size], [tokens][kv_heads][head_dim]
@@ -40,7 +41,10 @@ struct ProjectedSource {
     std::mt19937_64 random(1000 + layer * 2 + side);
     std::normal_distribution<float> normal(0, 1 / std::sqrt(float(shape.hidden_size)));
     std::vector<float> weights(size_t(shape.kv_heads) * shape.head_dim * shape.hidden_size);
-    for (float& w : weights) w = normal(random);
+    for (float& w : weights) {
+      w = normal(random);
+      if (this->weights == DType::kFloat16) w = HalfToFloat(FloatToHalf(w));
+    }
     return weights;
   }
   Rows Tokens(int layer, uint64_t first, int tokens) const {
@@ -92,20 +96,28 @@ struct Registration {
   explicit Registration(const ProjectedSource& source, int layer, uint64_t position = 5000)
       : k(source.Weights(layer, 0)), v(source.Weights(layer, 1)), proof(source.Tokens(layer, position, 16)) {
     wire.layer = layer;
-    wire.dtype = DType::kFloat32;
+    wire.dtype = source.weights;
     wire.proof.position = position;
     wire.proof.tokens = 16;
     Point();
   }
   /// After a change of the vectors.
   void Point() {
-    wire.k = InlineView(k);
-    wire.v = InlineView(v);
+    const bool half = wire.dtype == DType::kFloat16;
+    k_half = Halves(k), v_half = Halves(v);
+    wire.k = half ? InlineView(k_half) : InlineView(k);
+    wire.v = half ? InlineView(v_half) : InlineView(v);
     wire.proof.x = InlineView(proof.x);
     wire.proof.k = InlineView(proof.k);
     wire.proof.v = InlineView(proof.v);
   }
+  static std::vector<uint16_t> Halves(const std::vector<float>& values) {
+    std::vector<uint16_t> halves;
+    for (const float value : values) halves.push_back(FloatToHalf(value));
+    return halves;
+  }
   std::vector<float> k, v;
+  std::vector<uint16_t> k_half, v_half;
   ProjectedSource::Rows proof;
   client::LayerProjections wire;
 };

@@ -155,7 +155,7 @@ json Describe(const PeerDescription& d) {
 }
 
 json Describe(const RecomputeDescription& d) {
-  json sets = json::array(), links = json::array();
+  json sets = json::array(), links = json::array(), devices = json::array();
   for (const auto& set : d.sets) {
     sets.push_back({{"digest", set.digest.ToHex()},
                     {"hidden_size", set.hidden_size},
@@ -163,14 +163,21 @@ json Describe(const RecomputeDescription& d) {
                     {"layers", set.layers},
                     {"layers_ready", set.layers_ready},
                     {"chunk_tokens", set.chunk_tokens},
+                    {"device", set.device},
                     {"flops", Describe(set.flops)},
                     {"failed", set.failed}});
   }
   for (const auto& link : d.links) links.push_back({{"peer", link.peer}, {"bytes", Describe(link.bytes)}});
+  for (const auto& device : d.devices) {
+    devices.push_back({{"ordinal", device.ordinal},
+                       {"weight_bytes", device.weight_bytes},
+                       {"weight_bytes_max", device.weight_bytes_max}});
+  }
   return {{"weight_bytes", d.weight_bytes},
           {"weight_bytes_max", d.weight_bytes_max},
           {"sets", std::move(sets)},
-          {"links", std::move(links)}};
+          {"links", std::move(links)},
+          {"devices", std::move(devices)}};
 }
 
 json Describe(const HandOffOutcome& o) {

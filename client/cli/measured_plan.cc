@@ -48,8 +48,8 @@ absl::StatusOr<std::string> FillFromDaemon(Client& client, uint32_t cache_id, co
   plan->shape.chunk_tokens = set->chunk_tokens;
   plan->shape.split_multiple = o.page_tokens;
   Fill(&plan->tflops, set->flops.per_second * 1e-12);
-  std::string text =
-      absl::StrFormat("projections: %.4g GFLOP/s, %s", set->flops.per_second * 1e-9, Samples(set->flops));
+  std::string text = absl::StrFormat("projections: %.4g GFLOP/s%s, %s", set->flops.per_second * 1e-9,
+                                     set->device < 0 ? "" : absl::StrCat(" on GPU ", set->device), Samples(set->flops));
   if (!set->failed.empty()) {
     absl::StrAppend(&text, "\nnothing is recomputed any more, until weights are registered anew: ", set->failed);
   }

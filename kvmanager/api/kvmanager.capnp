@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 8;
+const apiMinor :UInt16 = 9;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -338,7 +338,7 @@ interface Cache {
   openProjections @7 (facts :ProjectionFacts) -> (status :Status, projections :Projections);
   # For a cache with a hiddenSize: what K and V are made of here. The capability is the lease: weights stay while somebody holds it,
   # or a hand-off uses them. All who open it share them; other facts than theirs are FAILED_PRECONDITION. RESOURCE_EXHAUSTED beyond
-  # the daemon's --recompute-bytes. Feature "recompute".
+  # the daemon's --recompute-bytes, or --recompute-device-bytes where a GPU projects. Feature "recompute".
   read @8 (request :ReadRequest) -> (reply :ReadReply);
   # Of a cache in host memory. FAILED_PRECONDITION of one on a GPU: hand the sequence over to a host cache of equal digest, or open
   # one and find its published blocks there.
@@ -375,6 +375,7 @@ struct LayerProjections {
 interface Projections {
   setLayer @0 (layer :LayerProjections) -> (status :Status);
   # Copies the weights; arenas must not change before the reply. INVALID_ARGUMENT: sizes, what is not finite, a proof that fails.
+  # Where a GPU projects, weights have the cache's dtype; if the first layer's have not, the CPU projects all of them.
   # A layer that somebody registered takes equal weights only (FAILED_PRECONDITION).
 }
 
@@ -454,11 +455,17 @@ struct PeerLoad {
 }
 
 struct RecomputeStatus {
-  weightBytes @0 :UInt64;        # of all sets, their buffers included
+  weightBytes @0 :UInt64;        # of all sets in host memory, their buffers included
   weightBytesMax @1 :UInt64;     # --recompute-bytes
   sets @2 :List(Set);
   links @3 :List(Link);
+  devices @4 :List(Device);      # GPUs that project
 
+  struct Device {
+    ordinal @0 :Int32;
+    weightBytes @1 :UInt64;      # of its memory: of sets there, their buffers included
+    weightBytesMax @2 :UInt64;   # --recompute-device-bytes
+  }
   struct Set {
     digest @0 :Data;             # of the cache
     hiddenSize @1 :UInt32;
@@ -468,6 +475,7 @@ struct RecomputeStatus {
     flops @5 :Rate;              # of its projections, per second
     failed @6 :Text;             # why nothing is recomputed with it any more; empty: it is
     chunkTokens @7 :UInt32;      # projected at once
+    device @8 :Int32 = -1;       # where it is projected: -1: the CPU; else this GPU
   }
   struct Link {
     peer @0 :Text;               # host that pages came from

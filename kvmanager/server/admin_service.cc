@@ -128,8 +128,16 @@ class AdminService final : public api::Admin::Server {
         out_sets[i].setLayers(sets[i].layers);
         out_sets[i].setLayersReady(sets[i].layers_ready);
         out_sets[i].setChunkTokens(sets[i].chunk_tokens);
+        out_sets[i].setDevice(sets[i].device);
         out_sets[i].setFailed(TextOf(sets[i].failed));
         write(sets[i].flops, out_sets[i].initFlops());
+      }
+      const auto gpus = recomputer.GpuInfos();
+      auto out_devices = out.initDevices(gpus.size());
+      for (size_t i = 0; i < gpus.size(); ++i) {
+        out_devices[i].setOrdinal(gpus[i].ordinal);
+        out_devices[i].setWeightBytes(gpus[i].bytes);
+        out_devices[i].setWeightBytesMax(gpus[i].bytes_max);
       }
       const auto links = recomputer.Links();
       auto out_links = out.initLinks(links.size());

@@ -147,7 +147,7 @@ class CacheService final : public api::Cache::Server {
           model.rope.pairs = facts.getInterleaved() ? RopeFacts::Pairs::kInterleaved : RopeFacts::Pairs::kHalfSplit;
           model.rope.angles = facts.getDoubleAngles() ? RopeFacts::Angles::kDouble : RopeFacts::Angles::kFloat32;
           KV_ASSIGN_OR_RETURN(std::shared_ptr<ProjectionSet> set,
-                              session_->daemon().recomputer->Open(info.digest, model));
+                              session_->daemon().recomputer->Open(info.digest, model, config_.device));
           context.getResults().setProjections(MakeProjectionsService(session_, std::move(set), config_));
           return Done();
         },

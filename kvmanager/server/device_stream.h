@@ -117,6 +117,8 @@ class DeviceStreams {
   bool Drain(int64_t deadline_ms);
   /// Destroys `object`, which frees or unpins memory, when no stream has work: CUDA waits for all of them then.
   void Retire(std::shared_ptr<const void> object);
+  /// No stream has work.
+  bool Quiet();
 
  private:
   friend class DeviceStream;
@@ -126,7 +128,6 @@ class DeviceStreams {
   explicit DeviceStreams(const DeviceContext& context);
   void TakeOver(DeviceStream* stream);  // that closes
   bool Passed(const Slot& slot, uint64_t submitted);
-  bool Quiet();
   /// Frees what can be freed. True: something is left.
   bool Collect();
   void Watch();

@@ -63,7 +63,7 @@ absl::Status CheckBytes(absl::string_view field, const std::string& text, uint64
 struct Texts {
   std::string host_pool_bytes, threads, busy_poll_us, quality_sample, arena_bytes, recompute_bytes, slab_bytes,
       hand_off_lease_ms, drain_s, peer_rate_bytes, peer_window_bytes, peer_local_copy, peer_zero_copy,
-      device_pool_bytes, device_slab_bytes, devices;
+      device_pool_bytes, device_slab_bytes, devices, recompute_device_bytes;
 };
 
 absl::Status CheckDevices(const Texts& texts, Options* options) {
@@ -80,6 +80,13 @@ absl::Status CheckDevices(const Texts& texts, Options* options) {
     if (options->device_pool_bytes != 0 && options->device_pool_bytes < options->device_slab_bytes) {
       return InvalidField("--device-pool-bytes", texts.device_pool_bytes,
                           absl::StrCat("0 (no GPU), or at least --device-slab-bytes, ", options->device_slab_bytes));
+    }
+  }
+  if (!texts.recompute_device_bytes.empty()) {
+    KV_RETURN_IF_ERROR(CheckBytes("--recompute-device-bytes", texts.recompute_device_bytes, 0,
+                                  Options::kDevicePoolBytesMax, &options->recompute_device_bytes));
+    if (options->recompute_device_bytes > 0 && options->device_pool_bytes == 0) {
+      return InvalidField("--recompute-device-bytes", texts.recompute_device_bytes, "0 without --device-pool-bytes");
     }
   }
   if (texts.devices.empty()) return absl::OkStatus();
@@ -293,6 +300,10 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       "--recompute-bytes", texts.recompute_bytes,
       "memory for the projection weights that clients register, to recompute K and V of received activations "
       "(default 8GiB; taken as they register; 0: none)");
+  app.add_option("--recompute-device-bytes", texts.recompute_device_bytes,
+                 "The same of each GPU of --devices, which then multiplies in the CPU's place; needs cuBLAS (default "
+                 "0: the CPU does)")
+      ->type_name("BYTES");
   app.add_option("--slab-bytes", texts.slab_bytes,
                  "Unit in which tenants get memory; 0: chosen by pool size (default 0)")
       ->type_name("BYTES");

@@ -42,6 +42,7 @@ struct Options {
   int64_t busy_poll_us = 0;                      // 0..kBusyPollUsMax
   uint64_t arena_bytes = uint64_t{8} << 30;      // of all arenas together: 0..kArenaBytesMax
   uint64_t recompute_bytes = uint64_t{8} << 30;  // of projections that clients register: 0..kArenaBytesMax
+  uint64_t recompute_device_bytes = 0;  // the same, of each GPU: 0 (the CPU multiplies)..kDevicePoolBytesMax
   int64_t quality_sample = 64;     // of each layer one encoded page in so many is compared: 0 (none)..kQualitySampleMax
   uint64_t slab_bytes = 0;         // 0: from host_pool_bytes; else a multiple of 2 MiB up to kSlabBytesMax
   uint64_t device_pool_bytes = 0;  // of each GPU: 0 (none is used), or device_slab_bytes..kDevicePoolBytesMax

@@ -57,8 +57,10 @@ TEST(OptionsTest, WithoutADevicePoolThereIsNone) {
 }
 
 TEST(OptionsTest, DevicesAndTheirPools) {
-  auto line = Parse(With({"--device-pool-bytes", "3GiB", "--devices", "2,0", "--device-slab-bytes", "512MiB"}));
+  auto line = Parse(With({"--device-pool-bytes", "3GiB", "--devices", "2,0", "--device-slab-bytes", "512MiB",
+                          "--recompute-device-bytes", "2GiB"}));
   ASSERT_TRUE(line.ok()) << line.status();
+  EXPECT_EQ(line->options.recompute_device_bytes, uint64_t{2} << 30);
   EXPECT_EQ(line->options.device_pool_bytes, uint64_t{3} << 30);
   EXPECT_EQ(line->options.devices, (std::vector<int>{2, 0}));
   EXPECT_EQ(line->options.device_slab_bytes, uint64_t{512} << 20);
@@ -81,6 +83,8 @@ TEST(OptionsTest, DeviceErrorsNameFlagValueAndBound) {
       {{"--device-pool-bytes", "1TiB"}, "--device-pool-bytes"},
       {{"--device-pool-bytes", "lots"}, "--device-pool-bytes"},
       {{"--device-slab-bytes", "128MiB"}, "--device-slab-bytes"},
+      {{"--recompute-device-bytes", "1GiB"}, "--recompute-device-bytes"},
+      {{"--device-pool-bytes", "1GiB", "--recompute-device-bytes", "1TiB"}, "--recompute-device-bytes"},
       {{"--device-slab-bytes", "257.5MiB"}, "--device-slab-bytes"},
       {{"--device-slab-bytes", "32GiB"}, "--device-slab-bytes"},
       {{"--devices", "0,0"}, "--devices"},
@@ -106,7 +110,8 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
       "all.conf",
       "listen = [\"unix:/tmp/a.sock\", \"tcp:127.0.0.1:0\"]\n"
       "host-pool-bytes = \"1.5GiB\"\nmetrics-listen = \"127.0.0.1:9464\"\n"
-      "peer-listen = \"[::1]:9470\"\nthreads = 3\nbusy-poll-us = 50\nquality-sample = 0\narena-bytes = \"1GiB\"\nslab-bytes = \"4MiB\"\n"
+      "peer-listen = \"[::1]:9470\"\nthreads = 3\nbusy-poll-us = 50\nquality-sample = 0\narena-bytes = "
+      "\"1GiB\"\nslab-bytes = \"4MiB\"\n"
       "hand-off-lease-ms = 1000\ndrain-s = 2\npeer-rate-bytes = 1000000\npeer-window-bytes = \"1MiB\"\npeer-local-copy "
       "= off\npeer-zero-copy = off\nlog-level = warn\n");
   auto file = Parse({"--config", path});

@@ -53,6 +53,7 @@ class ProjectionsService final : public api::Projections::Server {
       case StepTensor::Where::kInline: {
         auto copy = std::make_shared<const std::vector<uint8_t>>(tensor.bytes.begin(), tensor.bytes.end());
         out->keep.push_back(copy);
+        out->copied_bytes += copy->size();
         return absl::MakeConstSpan(*copy);
       }
     }

@@ -1,5 +1,7 @@
 #include "kvmanager/server/recompute_metrics.h"
 
+#include "absl/strings/str_cat.h"
+
 namespace kvmanager {
 namespace {
 
@@ -18,10 +20,17 @@ RecomputeMetrics::RecomputeMetrics(Metrics* m)
       all_recompute(m->Counter("recompute_plans_total", kPlansHelp, {{"answer", "all_recompute"}})),
       no_weights(m->Counter("recompute_plans_total", kPlansHelp, {{"answer", "no_weights"}})),
       not_measured(m->Counter("recompute_plans_total", kPlansHelp, {{"answer", "not_measured"}})),
+      not_pinned(m->Counter("recompute_plans_total", kPlansHelp, {{"answer", "not_pinned"}})),
       failed(m->Counter("recompute_failed_pages_total", "Pages whose K and V could not be recomputed")),
       seconds(m->Histogram("recompute_seconds", "Recomputing K and V of up to 64 pages of one layer",
                            ExponentialBounds(1e-4, 2, 16))),
-      weight_bytes(
-          m->Gauge("recompute_weight_bytes", "Memory of registered projections, their buffers and waiting copies")) {}
+      weight_bytes(m->Gauge("recompute_weight_bytes",
+                            "Host memory of registered projections, their buffers and waiting copies")),
+      metrics_(m) {}
+
+prometheus::Gauge& RecomputeMetrics::DeviceBytes(int ordinal) {
+  return metrics_->Gauge("recompute_device_bytes", "Memory of a GPU for registered projections and their buffers",
+                         {{"device", absl::StrCat(ordinal)}});
+}
 
 }  // namespace kvmanager

@@ -16,9 +16,15 @@ struct RecomputeMetrics {
   prometheus::Counter& all_recompute;
   prometheus::Counter& no_weights;
   prometheus::Counter& not_measured;
-  prometheus::Counter& failed;     // pages
-  prometheus::Histogram& seconds;  // of pages of one layer that are computed together
+  prometheus::Counter& not_pinned;  // the host's pool, for a GPU
+  prometheus::Counter& failed;      // pages
+  prometheus::Histogram& seconds;   // of pages of one layer that are computed together
   prometheus::Gauge& weight_bytes;
+  /// Of this GPU's memory. Once for each.
+  prometheus::Gauge& DeviceBytes(int ordinal);
+
+ private:
+  Metrics* const metrics_;
 };
 
 }  // namespace kvmanager

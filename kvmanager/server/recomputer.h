@@ -6,6 +6,11 @@
 // loop's thread but where they say otherwise. One thread of its own does what takes long, in the order of asking: it
 // copies and checks weights, and runs the reloads. Waiting registrations are charged with their copies, so --recompute-
 // bytes bounds the queue, too; waiting pages have their slots in the pool already.
+//
+// Where a set's projections are multiplied is chosen when it is opened: on the GPU of its cache if there is one that
+// may be used for it, for a cache in host memory on the one with the fewest projections, without any on the CPU. X and
+// what becomes of it lie in the host's pool in either case; what is received for a cache on a GPU is fetched from
+// there. Weights of another type than X move their set to the CPU.
 #pragma once
 
 #include <atomic>
@@ -27,26 +32,13 @@
 #include "kvmanager/base/mutex.h"
 #include "kvmanager/base/worker_pool.h"
 #include "kvmanager/server/message_queue.h"
+#include "kvmanager/server/projection_set.h"
 #include "kvmanager/server/recompute_metrics.h"
 #include "kvmanager/store/page_store.h"
 #include "transport/recompute/executor.h"
 #include "transport/recompute/profile.h"
 
 namespace kvmanager {
-
-class ProjectionSet;  // the projections of one cache; shared by the capabilities that opened it and by hand-offs
-
-/// One layer, as a client registers it; bytes in the client's arena or in `copies`, alive and unchanged until it is
-/// answered.
-struct LayerRegistration {
-  int layer = 0;
-  recompute::LayerWeights weights;
-  // The proof: rows of the cache's dtype that the engine projected.
-  int64_t position = 0;
-  int tokens = 0;
-  absl::Span<const uint8_t> x, k, v;
-  std::vector<std::shared_ptr<const void>> keep;  // what the spans point into
-};
 
 /// Who waits for pages. Shared by them and by the thread, whichever lives longer.
 class RecomputeOwner {
@@ -60,11 +52,9 @@ class RecomputeOwner {
 
 class Recomputer {
  public:
-  static constexpr int kChunkRows = 256;      // of a product
+  static constexpr int kChunkRows = 256;      // of a product on the CPU
   static constexpr size_t kPagesAtOnce = 64;  // of one layer and owner
   static constexpr size_t kLinksMax = 64;     // hosts whose rates are remembered; the one not heard of for longest goes
-  static constexpr int kProofPositionMin = 256;       // where K is rotated
-  static constexpr double kProofErrorMax = 1.0 / 64;  // of K and of V, in norm
 
   struct Rate {
     double per_second = 0;
@@ -74,31 +64,41 @@ class Recomputer {
   struct SetInfo {
     CacheDigest digest;
     int hidden = 0, width = 0, layers = 0, layers_ready = 0, chunk_tokens = 0;
+    int device = CacheConfig::kHost;  // where they are multiplied: the CPU, or this GPU
     Rate flops;
     std::string failed;
   };
+  struct GpuInfo {
+    int ordinal = 0;
+    uint64_t bytes = 0, bytes_max = 0;
+  };
+  struct Gpus {
+    std::vector<RecomputeDevice*> devices;
+    uint64_t bytes_max_each = 0;  // of weights and buffers there
+  };
 
-  /// Everything outlives this. bytes_max: of all weights, buffers and waiting copies.
+  /// Everything outlives this. bytes_max: of the host's memory: weights and buffers of the CPU, waiting copies, and
+  /// pinned memory for GPUs.
   Recomputer(WorkerPool* workers, MessageQueue* queue, const Clock* clock, RecomputeMetrics* metrics,
-             uint64_t bytes_max);
+             uint64_t bytes_max, const Gpus& gpus);
   ~Recomputer() { Stop(); }
   Recomputer(const Recomputer&) = delete;
   Recomputer& operator=(const Recomputer&) = delete;
 
-  /// The set of this cache, made if nobody has it open. Errors: INVALID_ARGUMENT (facts); FAILED_PRECONDITION (not
-  /// those of the open set); RESOURCE_EXHAUSTED.
+  /// The set of this cache, made if nobody has it open. device: CacheConfig::device. Errors: INVALID_ARGUMENT (facts);
+  /// FAILED_PRECONDITION (not those of the open set); RESOURCE_EXHAUSTED;
+  /// UNAVAILABLE (a GPU that is at work for clients, and a shape that it has not met).
   absl::StatusOr<std::shared_ptr<ProjectionSet>> Open(const CacheDigest& digest,
-                                                      const recompute::ProjectionModel& model);
+                                                      const recompute::ProjectionModel& model, int device);
   /// nullptr: nobody has it open.
   std::shared_ptr<ProjectionSet> Find(const CacheDigest& digest) const;
-  /// `done` on the loop's thread, once. Errors: those of CheckWeights, INVALID_ARGUMENT naming what the proof has
-  /// wrong, FAILED_PRECONDITION (other weights are registered), RESOURCE_EXHAUSTED.
+  /// `done` on the loop's thread, once. Errors: those of ProjectionSet::Register; RESOURCE_EXHAUSTED.
   void Register(std::shared_ptr<ProjectionSet> set, LayerRegistration registration,
                 absl::AnyInvocable<void(absl::Status)> done);
 
   /// How many of a layer's pages to take as activations, as RecomputeChoice: by the plan for what is measured of the
-  /// link from `host` and of the set's projections. 0 without a set, weights or measurements. kv_page_bytes: of a page
-  /// as it travels.
+  /// link from `host` and of the set's projections. 0 without a set, weights or measurements, and while a GPU cannot
+  /// reach the host's pool. kv_page_bytes: of a page as it travels.
   uint32_t Choose(const ProjectionSet* set, const std::string& host, int layer, uint64_t kv_page_bytes, int query_heads,
                   uint32_t pages, uint32_t with_activations);
   /// Queues pages. REQUIRES: Choose gave them to recompute with this set.
@@ -110,16 +110,16 @@ class Recomputer {
   /// `bytes` of pages came from `host` in `elapsed_ns`, while there were more to come. Any thread.
   void RecordLink(const std::string& host, int64_t bytes, int64_t elapsed_ns);
 
-  uint64_t bytes() const { return bytes_.load(); }
-  uint64_t bytes_max() const { return bytes_max_; }
+  uint64_t bytes() const { return host_.used(); }
+  uint64_t bytes_max() const { return host_.max(); }
   std::vector<SetInfo> Sets() const;
+  std::vector<GpuInfo> GpuInfos() const;
   std::vector<std::pair<std::string, Rate>> Links() const;  // any thread
 
   /// Ends the thread; what waits is dropped, owners unanswered. Any thread, before the workers end.
   void Stop();
 
  private:
-  friend class ProjectionSet;
   struct PageJob {
     std::shared_ptr<ProjectionSet> set;
     std::shared_ptr<RecomputeOwner> owner;
@@ -131,25 +131,9 @@ class Recomputer {
     explicit Link(const Clock* clock) : profile(clock) {}
   };
 
-  /// Bytes of bytes_max, given back when destroyed. Any thread.
-  class Charge {
-   public:
-    Charge() = default;
-    Charge(Recomputer* of, uint64_t bytes) : of_(of), bytes_(bytes) {}
-    ~Charge() { Release(); }
-    Charge(Charge&& other) noexcept : of_(other.of_), bytes_(std::exchange(other.bytes_, 0)) {}
-    Charge& operator=(Charge&& other) noexcept {
-      std::swap(of_, other.of_);
-      std::swap(bytes_, other.bytes_);
-      return *this;
-    }
-    void Release();
-
-   private:
-    Recomputer* of_ = nullptr;
-    uint64_t bytes_ = 0;
-  };
-  absl::StatusOr<Charge> Take(absl::string_view what, uint64_t bytes);
+  RecomputeGpu* GpuFor(int device) const;  // nullptr: the CPU
+  absl::Status PlaceOnCpu(ProjectionSet& set);
+  absl::Status PlaceOnGpu(ProjectionSet& set, RecomputeGpu* gpu);
   std::shared_ptr<Link> LinkOf(const std::string& host, bool make);
 
   // The thread.
@@ -160,8 +144,8 @@ class Recomputer {
   MessageQueue* const queue_;
   const Clock* const clock_;
   RecomputeMetrics* const metrics_;
-  const uint64_t bytes_max_;
-  std::atomic<uint64_t> bytes_{0};
+  ByteBudget host_;
+  std::vector<std::unique_ptr<RecomputeGpu>> gpus_;
   absl::flat_hash_map<CacheDigest, std::weak_ptr<ProjectionSet>> sets_;
 
   mutable Mutex mutex_;

@@ -37,6 +37,7 @@
 #include "kvmanager/server/message_queue.h"
 #include "kvmanager/server/plugin_events.h"
 #include "kvmanager/server/quality.h"
+#include "kvmanager/server/recompute_device.h"
 #include "kvmanager/server/recomputer.h"
 #include "kvmanager/server/server_metrics.h"
 #include "kvmanager/server/tenant_gauges.h"
@@ -76,6 +77,7 @@ struct DeviceParts {
   std::unique_ptr<DeviceIndexes> indexes;
   std::unique_ptr<DeviceMover> mover;
   std::unique_ptr<DeviceSends> sends;
+  std::unique_ptr<CudaRecomputeDevice> recompute;  // nullptr: the CPU projects
   DeviceContext context;
 };
 
@@ -140,8 +142,13 @@ class ServerImpl final : public Server {
       quality_ = std::make_unique<QualityMonitor>(executor_.get(), &metrics_, uint32_t(options_.quality_sample));
       store_->SetSampler(quality_.get());
     }
-    recomputer_ =
-        std::make_unique<Recomputer>(workers_.get(), &queue_, &clock_, &recompute_metrics_, options_.recompute_bytes);
+    Recomputer::Gpus gpus;
+    gpus.bytes_max_each = options_.recompute_device_bytes;
+    for (const auto& parts : devices_) {
+      if (parts->recompute != nullptr) gpus.devices.push_back(parts->recompute.get());
+    }
+    recomputer_ = std::make_unique<Recomputer>(workers_.get(), &queue_, &clock_, &recompute_metrics_,
+                                               options_.recompute_bytes, gpus);
     desk_ = std::make_unique<HandOffDesk>(&daemon_);
 
     daemon_.options = &options_;
@@ -317,6 +324,7 @@ class ServerImpl final : public Server {
       parts->context.streams = parts->streams.get();
       KV_ASSIGN_OR_RETURN(parts->indexes, DeviceIndexes::Create(parts->context, &polls_));
       parts->context.indexes = parts->indexes.get();
+      KV_RETURN_IF_ERROR(OpenRecompute(*parts));
       parts->context.metrics->capacity_bytes.Set(double(parts->pool->capacity_bytes()));
       spdlog::info("GPU {}: a pool of {} slabs of {} MiB", ordinal, slabs, options_.device_slab_bytes >> 20);
       devices_.push_back(std::move(parts));
@@ -329,12 +337,29 @@ class ServerImpl final : public Server {
         std::move(slabs),
         HostPinner::Calls{[device](uint8_t* data, size_t bytes) { return device->PinHost(data, bytes); },
                           [device](uint8_t* data) { device->UnpinHost(data); }});
-    for (const auto& parts : devices_) parts->mover->SetPinner(pinner_.get());
+    for (const auto& parts : devices_) {
+      parts->mover->SetPinner(pinner_.get());
+      if (parts->recompute != nullptr) parts->recompute->SetPinner(pinner_.get());
+    }
     std::vector<const Device*> gpus;
     for (const auto& parts : devices_) gpus.push_back(parts->device.get());
     KV_ASSIGN_OR_RETURN(copier_, PeerCopier::Create(gpus));
     daemon_.copier = copier_.get();
     pin_log_ns_ = clock_.NowNs();
+    return absl::OkStatus();
+  }
+
+  absl::Status OpenRecompute(DeviceParts& parts) {
+    if (options_.recompute_device_bytes == 0) return absl::OkStatus();
+    auto recompute = CudaRecomputeDevice::Create(parts.device.get());
+    if (!recompute.ok()) {
+      return absl::Status(
+          recompute.status().code(),
+          absl::StrCat("--recompute-device-bytes asks for projections on GPU ", parts.context.ordinal, ", but ",
+                       recompute.status().message(), "; leave the option out to recompute on the CPU"));
+    }
+    parts.recompute = *std::move(recompute);
+    parts.recompute->SetStreams(parts.streams.get());
     return absl::OkStatus();
   }
 

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "kvmanager/base/mutex.h"
 #include "kvmanager/base/status.h"
 #include "transport/recompute/convert.h"
 #include "transport/recompute/cublas.h"
@@ -16,81 +17,161 @@
 namespace kvmanager::recompute {
 namespace {
 
-constexpr int kTileRows = 64;       // products are of whole tiles of rows: cuBLAS has its fastest kernels for them
-constexpr int kWarmRowsMax = 1024;  // of each size up to this one product is made before the first reload
+constexpr int kTileRows = CudaExecutorOptions::kTileRows;
+constexpr int kWarmRowsMax = 1024;          // of each size up to this one product is made before the first reload
 constexpr size_t kPieceBytesMin = 8 << 20;  // of K and V: between two posts the link rests for the time of 260 KB
 constexpr int kFirstChunkShare = 3;
 constexpr int64_t kAllFinite = -1;
 
 absl::Status Check(cudaError_t error, absl::string_view call) { return CudaStatus(error, call); }
 
+/// In the order of a stream: cudaFree would wait for every stream of the device, also for those that wait for clients.
 struct DeviceFree {
-  void operator()(void* memory) const { cudaFree(memory); }
-};
-struct PinnedFree {
-  void operator()(void* memory) const { cudaFreeHost(memory); }
+  CUstream_st* stream = nullptr;
+  void operator()(void* memory) const { cudaFreeAsync(memory, stream); }
 };
 template <typename T>
 using DeviceArray = std::unique_ptr<T[], DeviceFree>;
 
+/// For what comes later on `stream`.
 template <typename T>
-absl::StatusOr<DeviceArray<T>> Allocate(size_t count) {
+absl::StatusOr<DeviceArray<T>> Allocate(size_t count, CUstream_st* stream) {
   void* memory = nullptr;
-  KV_RETURN_IF_ERROR(Check(cudaMalloc(&memory, std::max<size_t>(count * sizeof(T), 1)), "cudaMalloc"));
-  return DeviceArray<T>(static_cast<T*>(memory));
+  KV_RETURN_IF_ERROR(
+      Check(cudaMallocAsync(&memory, std::max<size_t>(count * sizeof(T), 1), stream), "cudaMallocAsync"));
+  return DeviceArray<T>(static_cast<T*>(memory), DeviceFree{stream});
 }
+
+}  // namespace
+
+class CudaLanes {
+ public:
+  explicit CudaLanes(const Device* device) : device(device) {}
+
+  absl::Status Prepare() {
+    KV_RETURN_IF_ERROR(device->Use());
+    KV_ASSIGN_OR_RETURN(copy, device->NewStream());
+    KV_ASSIGN_OR_RETURN(compute, device->NewStream(StreamPriority::kLowest));
+    KV_ASSIGN_OR_RETURN(angles, device->NewStream());
+    KV_ASSIGN_OR_RETURN(back, device->NewStream());
+    KV_ASSIGN_OR_RETURN(cublas, Cublas::Make(compute));
+    void* words = nullptr;
+    KV_RETURN_IF_ERROR(Check(
+        cudaHostAlloc(&words, ReloadExecutor::kBuffersMax * sizeof(int64_t), cudaHostAllocPortable), "cudaHostAlloc"));
+    not_finite = static_cast<int64_t*>(words);
+    KV_RETURN_IF_ERROR(LoadStoreKernels());
+    // cuBLAS loads what it begins with.
+    constexpr size_t kSmall = 64;
+    KV_ASSIGN_OR_RETURN(const auto x, Allocate<uint16_t>(2 * kSmall * kSmall, compute));
+    KV_ASSIGN_OR_RETURN(const auto out, Allocate<float>(kSmall * kSmall, compute));
+    KV_RETURN_IF_ERROR(
+        Check(cudaMemsetAsync(x.get(), 0, 2 * kSmall * kSmall * sizeof(uint16_t), compute), "cudaMemsetAsync"));
+    for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+      KV_RETURN_IF_ERROR(
+          cublas->Multiply(dtype, kSmall, kSmall, kSmall, x.get(), x.get() + kSmall * kSmall, out.get()));
+    }
+    return Check(cudaStreamSynchronize(compute), "cudaStreamSynchronize");
+  }
+
+  ~CudaLanes() {
+    (void)device->Use();
+    for (CUstream_st* const stream : {copy, compute, angles, back}) {
+      if (stream != nullptr) cudaStreamSynchronize(stream);
+    }
+    cublas = nullptr;
+    for (CUstream_st* const stream : {copy, compute, angles, back}) {
+      if (stream != nullptr) device->DestroyStream(stream);
+    }
+    if (not_finite != nullptr) cudaFreeHost(not_finite);
+  }
+
+  const Device* const device;
+  CUstream_st *copy = nullptr, *compute = nullptr, *angles = nullptr, *back = nullptr;
+  std::unique_ptr<Cublas> cublas;
+  int64_t* not_finite = nullptr;  // [kBuffersMax], pinned: kAllFinite, or a NotFiniteCode
+
+  /// Products of this model, of up to `rows` rows, were made before.
+  bool Met(const ProjectionModel& model, int rows) const {
+    MutexLock lock(mutex_);
+    return std::any_of(met_.begin(), met_.end(), [&](const Shape& shape) {
+      return shape.dtype == model.layout.dtype && shape.hidden == model.hidden && shape.width == model.width() &&
+             shape.rows >= rows;
+    });
+  }
+  void Meet(const ProjectionModel& model, int rows) {
+    MutexLock lock(mutex_);
+    met_.push_back({model.layout.dtype, model.hidden, model.width(), rows});
+  }
+
+ private:
+  struct Shape {
+    DType dtype;
+    int hidden, width, rows;
+  };
+  mutable Mutex mutex_;
+  std::vector<Shape> met_ ABSL_GUARDED_BY(mutex_);
+};
+
+bool HasMet(const CudaLanes& lanes, const ProjectionModel& model) { return lanes.Met(model, 1); }
+
+namespace {
 
 class CudaExecutor final : public ReloadExecutor {
  public:
-  CudaExecutor(const ProjectionModel& model, const CudaExecutorOptions& options, const Device* device)
-      : model_(model), options_(options), device_(device), layers_(model.layers), staging_(options.buffers) {}
+  CudaExecutor(const ProjectionModel& model, const CudaExecutorOptions& options, std::shared_ptr<CudaLanes> lanes)
+      : model_(model),
+        options_(options),
+        lanes_(std::move(lanes)),
+        device_(lanes_->device),
+        not_finite_(lanes_->not_finite),
+        layers_(model.layers),
+        staging_(options.buffers) {
+    copy_.stream = lanes_->copy;
+    compute_.stream = lanes_->compute;
+  }
 
   absl::Status Prepare() {
     KV_RETURN_IF_ERROR(device_->Use());
-    KV_ASSIGN_OR_RETURN(copy_.stream, device_->NewStream());
-    KV_ASSIGN_OR_RETURN(compute_.stream, device_->NewStream(StreamPriority::kLowest));
-    KV_ASSIGN_OR_RETURN(angle_stream_, device_->NewStream());
-    KV_ASSIGN_OR_RETURN(cublas_, Cublas::Make(compute_.stream));
     const size_t rows = RoundedRows(options_.chunk_rows), pairs = model_.rope.rotary_dims / 2;
     const size_t row_bytes = size_t(model_.hidden) * DTypeBytes(model_.layout.dtype);
+    CUstream_st* const stream = compute_.stream;
     for (Staging& staging : staging_) {
-      KV_ASSIGN_OR_RETURN(staging.rows, Allocate<uint8_t>(rows * row_bytes));
+      KV_ASSIGN_OR_RETURN(staging.rows, Allocate<uint8_t>(rows * row_bytes, stream));
       // Rows that fill up a tile are products of something finite, if of nothing in particular.
-      KV_RETURN_IF_ERROR(Check(cudaMemset(staging.rows.get(), 0, rows * row_bytes), "cudaMemset"));
-      KV_ASSIGN_OR_RETURN(staging.angles, Allocate<float>(rows * 2 * pairs));
+      KV_RETURN_IF_ERROR(Check(cudaMemsetAsync(staging.rows.get(), 0, rows * row_bytes, stream), "cudaMemsetAsync"));
+      KV_ASSIGN_OR_RETURN(staging.angles, Allocate<float>(rows * 2 * pairs, stream));
       KV_ASSIGN_OR_RETURN(staging.turned, TakeEvent());
+      if (!options_.pages_in_host_memory) continue;
+      KV_ASSIGN_OR_RETURN(staging.pages, Allocate<uint8_t>(PagesAtOnce() * model_.layout.raw_bytes(), stream));
+      KV_ASSIGN_OR_RETURN(staging.made, TakeEvent());
     }
-    KV_ASSIGN_OR_RETURN(products_, Allocate<float>(rows * 2 * model_.width()));
-    KV_ASSIGN_OR_RETURN(frequencies_, Allocate<double>(pairs));
+    KV_ASSIGN_OR_RETURN(products_, Allocate<float>(rows * 2 * model_.width(), stream));
+    KV_ASSIGN_OR_RETURN(frequencies_, Allocate<double>(pairs, stream));
     const std::vector<double> frequencies = Rope(model_.rope).frequencies();
-    KV_RETURN_IF_ERROR(
-        Check(cudaMemcpy(frequencies_.get(), frequencies.data(), pairs * sizeof(double), cudaMemcpyHostToDevice),
-              "cudaMemcpy"));
-    void* words = nullptr;
-    KV_RETURN_IF_ERROR(
-        Check(cudaHostAlloc(&words, options_.buffers * sizeof(int64_t), cudaHostAllocPortable), "cudaHostAlloc"));
-    not_finite_.reset(static_cast<int64_t*>(words));
-    KV_RETURN_IF_ERROR(LoadStoreKernels());
-    return Check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    KV_RETURN_IF_ERROR(Upload(frequencies.data(), pairs * sizeof(double), frequencies_.get()));
+    // What other streams use of it is there.
+    KV_RETURN_IF_ERROR(Check(cudaStreamSynchronize(stream), "cudaStreamSynchronize"));
+    return WarmUp();
   }
 
   ~CudaExecutor() override {
     (void)device_->Use();
     for (Lane* const lane : {&copy_, &compute_}) {
-      if (lane->stream == nullptr) continue;
-      cudaStreamSynchronize(lane->stream);
+      if (!lane->posts.empty()) {
+        cudaStreamSynchronize(lane->stream);
+        cudaStreamSynchronize(lanes_->angles);
+        cudaStreamSynchronize(lanes_->back);
+      }
       for (const Post& post : lane->posts) {
         Recycle(post.begin);
         Recycle(post.end);
       }
       Recycle(lane->previous_end);
     }
-    if (angle_stream_ != nullptr) cudaStreamSynchronize(angle_stream_);
-    cublas_ = nullptr;
-    for (CUstream_st* const stream : {copy_.stream, compute_.stream, angle_stream_}) {
-      if (stream != nullptr) device_->DestroyStream(stream);
+    for (const Staging& staging : staging_) {
+      Recycle(staging.turned);
+      Recycle(staging.made);
     }
-    for (const Staging& staging : staging_) Recycle(staging.turned);
     for (const cudaEvent_t event : events_) cudaEventDestroy(event);
   }
 
@@ -111,19 +192,16 @@ class CudaExecutor final : public ReloadExecutor {
     }
     KV_RETURN_IF_ERROR(device_->Use());
     Layer made;
-    KV_ASSIGN_OR_RETURN(made.weights, Allocate<uint8_t>(w.k.size() + w.v.size()));
-    KV_RETURN_IF_ERROR(Upload(w.k, made.weights.get()));
-    KV_RETURN_IF_ERROR(Upload(w.v, made.weights.get() + w.k.size()));
+    KV_ASSIGN_OR_RETURN(made.weights, Allocate<uint8_t>(w.k.size() + w.v.size(), compute_.stream));
+    KV_RETURN_IF_ERROR(Upload(w.k.data(), w.k.size(), made.weights.get()));
+    KV_RETURN_IF_ERROR(Upload(w.v.data(), w.v.size(), made.weights.get() + w.k.size()));
     if (!w.k_bias.empty() || !w.v_bias.empty()) {
       std::vector<float> bias(2 * model_.width());
       Widen(w.k_bias.data(), w.dtype, w.k_bias.size() / DTypeBytes(w.dtype), bias.data());
       Widen(w.v_bias.data(), w.dtype, w.v_bias.size() / DTypeBytes(w.dtype), bias.data() + model_.width());
-      KV_ASSIGN_OR_RETURN(made.bias, Allocate<float>(bias.size()));
-      KV_RETURN_IF_ERROR(Check(
-          cudaMemcpy(made.bias.get(), bias.data(), bias.size() * sizeof(float), cudaMemcpyHostToDevice), "cudaMemcpy"));
+      KV_ASSIGN_OR_RETURN(made.bias, Allocate<float>(bias.size(), compute_.stream));
+      KV_RETURN_IF_ERROR(Upload(bias.data(), bias.size() * sizeof(float), made.bias.get()));
     }
-    if (!warm_) KV_RETURN_IF_ERROR(WarmUp(made));
-    warm_ = true;
     layers_[layer] = std::move(made);
     return absl::OkStatus();
   }
@@ -190,6 +268,8 @@ class CudaExecutor final : public ReloadExecutor {
     DeviceArray<uint8_t> rows;      // [chunk_rows, whole tiles][hidden]
     DeviceArray<float> angles;      // [chunk_rows, whole tiles][pairs][cos, sin]
     cudaEvent_t turned = nullptr;   // angles are there
+    DeviceArray<uint8_t> pages;     // [PagesAtOnce()] raw, of those that lie in host memory
+    cudaEvent_t made = nullptr;     // they are
     cudaEvent_t arrived = nullptr;  // of activations that are posted; nullptr: they have been answered
     absl::Status status;            // why there are none to project
   };
@@ -212,25 +292,38 @@ class CudaExecutor final : public ReloadExecutor {
     cudaEvent_t previous_end = nullptr;
   };
 
-  static size_t RoundedRows(size_t rows) { return (rows + kTileRows - 1) / kTileRows * kTileRows; }
+  size_t PagesAtOnce() const { return size_t(options_.chunk_rows) / model_.layout.page_tokens; }
+  static size_t RoundedRows(size_t rows) { return CudaExecutorOptions::WholeTiles(rows); }
 
-  absl::Status Upload(absl::Span<const uint8_t> from, uint8_t* to) {
-    return Check(cudaMemcpy(to, from.data(), from.size(), cudaMemcpyHostToDevice), "cudaMemcpy");
-  }
-
-  /// A kernel of cuBLAS is loaded when it is first used, which waits for the device: not in a reload.
-  absl::Status WarmUp(const Layer& layer) {
-    const size_t rows_max = RoundedRows(options_.chunk_rows);
-    for (size_t rows = kTileRows; rows <= std::min<size_t>(rows_max, kWarmRowsMax); rows += kTileRows) {
-      KV_RETURN_IF_ERROR(Multiply(staging_[0], layer, rows));
-    }
-    if (rows_max > kWarmRowsMax) KV_RETURN_IF_ERROR(Multiply(staging_[0], layer, rows_max));
+  /// Behind what the compute stream has; `from` may go.
+  absl::Status Upload(const void* from, size_t bytes, void* to) {
+    if (bytes == 0) return absl::OkStatus();
+    KV_RETURN_IF_ERROR(
+        Check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, compute_.stream), "cudaMemcpyAsync"));
     return Check(cudaStreamSynchronize(compute_.stream), "cudaStreamSynchronize");
   }
 
+  /// A kernel of cuBLAS is loaded when it is first used, which waits for the device: now, not in a reload.
+  absl::Status WarmUp() {
+    if (lanes_->Met(model_, options_.chunk_rows)) return absl::OkStatus();
+    Layer zeros;
+    const size_t bytes = 2 * size_t(model_.width()) * model_.hidden * DTypeBytes(model_.layout.dtype);
+    KV_ASSIGN_OR_RETURN(zeros.weights, Allocate<uint8_t>(bytes, compute_.stream));
+    KV_RETURN_IF_ERROR(Check(cudaMemsetAsync(zeros.weights.get(), 0, bytes, compute_.stream), "cudaMemsetAsync"));
+    const size_t rows_max = RoundedRows(options_.chunk_rows);
+    for (size_t rows = kTileRows; rows <= std::min<size_t>(rows_max, kWarmRowsMax); rows += kTileRows) {
+      KV_RETURN_IF_ERROR(Multiply(staging_[0], zeros, rows));
+    }
+    if (rows_max > kWarmRowsMax) KV_RETURN_IF_ERROR(Multiply(staging_[0], zeros, rows_max));
+    zeros.weights = nullptr;
+    KV_RETURN_IF_ERROR(Check(cudaStreamSynchronize(compute_.stream), "cudaStreamSynchronize"));
+    lanes_->Meet(model_, options_.chunk_rows);
+    return absl::OkStatus();
+  }
+
   absl::Status Multiply(const Staging& staging, const Layer& layer, size_t rows) {
-    return cublas_->Multiply(model_.layout.dtype, int(rows), 2 * model_.width(), model_.hidden, staging.rows.get(),
-                             layer.weights.get(), products_.get());
+    return lanes_->cublas->Multiply(model_.layout.dtype, int(rows), 2 * model_.width(), model_.hidden,
+                                    staging.rows.get(), layer.weights.get(), products_.get());
   }
 
   bool Stopped() const { return aborted_ || (cancelled_ != nullptr && cancelled_->load()); }
@@ -252,9 +345,9 @@ class CudaExecutor final : public ReloadExecutor {
   void Recycle(cudaEvent_t event) {
     if (event != nullptr) events_.push_back(event);
   }
-  absl::Status Record(cudaEvent_t* event, const Lane& lane) {
+  absl::Status Record(cudaEvent_t* event, CUstream_st* stream) {
     KV_ASSIGN_OR_RETURN(*event, TakeEvent());
-    return Check(cudaEventRecord(*event, lane.stream), "cudaEventRecord");
+    return Check(cudaEventRecord(*event, stream), "cudaEventRecord");
   }
 
   void EnqueueOnCopyLane(Post* post, absl::Span<const CopyPiece> pieces) {
@@ -262,16 +355,16 @@ class CudaExecutor final : public ReloadExecutor {
     if (!post->status.ok()) return;
     post->enqueued = true;
     post->status = [&] {
-      if (copy_.posts.empty()) KV_RETURN_IF_ERROR(Record(&post->begin, copy_));
-      KV_RETURN_IF_ERROR(EnqueueCopies(pieces));
-      return Record(&post->end, copy_);
+      if (copy_.posts.empty()) KV_RETURN_IF_ERROR(Record(&post->begin, copy_.stream));
+      KV_RETURN_IF_ERROR(EnqueueCopies(pieces, copy_.stream));
+      return Record(&post->end, copy_.stream);
     }();
   }
 
-  absl::Status EnqueueCopies(absl::Span<const CopyPiece> pieces) {
+  absl::Status EnqueueCopies(absl::Span<const CopyPiece> pieces, CUstream_st* stream) {
     if (pieces.empty()) return absl::OkStatus();
     if (pieces.size() == 1) {
-      return Check(cudaMemcpyAsync(pieces[0].to, pieces[0].from, pieces[0].bytes, cudaMemcpyDefault, copy_.stream),
+      return Check(cudaMemcpyAsync(pieces[0].to, pieces[0].from, pieces[0].bytes, cudaMemcpyDefault, stream),
                    "cudaMemcpyAsync");
     }
     from_.clear(), to_.clear(), bytes_.clear();
@@ -284,9 +377,9 @@ class CudaExecutor final : public ReloadExecutor {
     attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
     attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
     size_t first = 0;
-    return Check(cudaMemcpyBatchAsync(to_.data(), from_.data(), bytes_.data(), bytes_.size(), &attributes, &first, 1,
-                                      copy_.stream),
-                 "cudaMemcpyBatchAsync");
+    return Check(
+        cudaMemcpyBatchAsync(to_.data(), from_.data(), bytes_.data(), bytes_.size(), &attributes, &first, 1, stream),
+        "cudaMemcpyBatchAsync");
   }
 
   absl::Status EnqueueProjection(const Staging& staging, const Layer& layer, absl::Span<const PageRows> pages,
@@ -298,16 +391,44 @@ class CudaExecutor final : public ReloadExecutor {
     size_t rows = 0;
     for (const PageRows& page : pages) rows += page.tokens;
     // Ahead of the activations, and of the projections before this one.
-    KV_RETURN_IF_ERROR(EnqueueAngles(model_, pages, buffers, angle_stream_));
-    KV_RETURN_IF_ERROR(Check(cudaEventRecord(staging.turned, angle_stream_), "cudaEventRecord"));
+    KV_RETURN_IF_ERROR(EnqueueAngles(model_, pages, buffers, lanes_->angles));
+    KV_RETURN_IF_ERROR(Check(cudaEventRecord(staging.turned, lanes_->angles), "cudaEventRecord"));
     KV_RETURN_IF_ERROR(Check(cudaStreamWaitEvent(compute_.stream, staging.turned, 0), "cudaStreamWaitEvent"));
     if (staging.arrived != nullptr) {
       KV_RETURN_IF_ERROR(Check(cudaStreamWaitEvent(compute_.stream, staging.arrived, 0), "cudaStreamWaitEvent"));
     }
-    KV_RETURN_IF_ERROR(Record(&post->begin, compute_));
+    KV_RETURN_IF_ERROR(Record(&post->begin, compute_.stream));
     KV_RETURN_IF_ERROR(Multiply(staging, layer, RoundedRows(rows)));
-    KV_RETURN_IF_ERROR(EnqueueStore(model_, pages, buffers, not_finite, compute_.stream));
-    return Record(&post->end, compute_);
+    if (staging.pages == nullptr || pages.size() > PagesAtOnce()) {
+      KV_RETURN_IF_ERROR(EnqueueStore(model_, pages, buffers, not_finite, compute_.stream));
+      return Record(&post->end, compute_.stream);
+    }
+    std::vector<PageRows> here(pages.begin(), pages.end());
+    for (size_t i = 0; i < here.size(); ++i) here[i].page = staging.pages.get() + i * model_.layout.raw_bytes();
+    KV_RETURN_IF_ERROR(EnqueueStore(model_, here, buffers, not_finite, compute_.stream));
+    KV_RETURN_IF_ERROR(Check(cudaEventRecord(staging.made, compute_.stream), "cudaEventRecord"));
+    KV_RETURN_IF_ERROR(Check(cudaStreamWaitEvent(lanes_->back, staging.made, 0), "cudaStreamWaitEvent"));
+    KV_RETURN_IF_ERROR(EnqueueBack(here, pages));
+    return Record(&post->end, lanes_->back);
+  }
+
+  /// What was made `here` goes to `pages`.
+  absl::Status EnqueueBack(absl::Span<const PageRows> here, absl::Span<const PageRows> pages) {
+    const PageLayout& layout = model_.layout;
+    const size_t row_bytes = size_t(layout.head_dim) * DTypeBytes(layout.dtype),
+                 head_bytes = layout.page_tokens * row_bytes;
+    whole_.clear();
+    for (size_t i = 0; i < pages.size(); ++i) {
+      if (pages[i].tokens == layout.page_tokens) {
+        whole_.push_back({here[i].page, pages[i].page, layout.raw_bytes()});
+        continue;
+      }
+      KV_RETURN_IF_ERROR(
+          Check(cudaMemcpy2DAsync(pages[i].page, head_bytes, here[i].page, head_bytes, pages[i].tokens * row_bytes,
+                                  2 * size_t(layout.kv_heads), cudaMemcpyDefault, lanes_->back),
+                "cudaMemcpy2DAsync"));
+    }
+    return EnqueueCopies(whole_, lanes_->back);
   }
 
   /// Of the lane's oldest post, whose end has passed or failed.
@@ -315,8 +436,9 @@ class CudaExecutor final : public ReloadExecutor {
     Post post = std::move(lane->posts.front());
     lane->posts.pop_front();
     if (post.enqueued && !post.status.ok()) {  // what was enqueued of it
-      cudaStreamSynchronize(angle_stream_);
+      cudaStreamSynchronize(lanes_->angles);
       cudaStreamSynchronize(lane->stream);
+      cudaStreamSynchronize(lanes_->back);
     }
     Done done{.what = post.what, .buffer = post.buffer, .status = std::move(post.status)};
     if (done.status.ok()) done.status = std::move(passed);
@@ -324,7 +446,12 @@ class CudaExecutor final : public ReloadExecutor {
       float ms = 0;
       const cudaEvent_t begin = post.begin != nullptr ? post.begin : lane->previous_end;
       done.status = Check(cudaEventElapsedTime(&ms, begin, post.end), "cudaEventElapsedTime");
-      done.elapsed_ns = int64_t(double(ms) * 1e6);
+      // One that began while the lane's last one was on its way back worked from then on.
+      float behind_ms = ms;
+      if (done.status.ok() && post.begin != nullptr && lane->previous_end != nullptr) {
+        done.status = Check(cudaEventElapsedTime(&behind_ms, lane->previous_end, post.end), "cudaEventElapsedTime");
+      }
+      done.elapsed_ns = int64_t(double(std::min(ms, behind_ms)) * 1e6);
     }
     if (done.what == Done::What::kActivations) staging_[post.buffer].arrived = nullptr;
     if (done.what == Done::What::kProjection && done.status.ok()) done.status = WhetherFinite(post);
@@ -348,22 +475,21 @@ class CudaExecutor final : public ReloadExecutor {
 
   const ProjectionModel model_;
   const CudaExecutorOptions options_;
+  const std::shared_ptr<CudaLanes> lanes_;  // shared: by the executors of a GPU
   const Device* const device_;
+  int64_t* const not_finite_;  // [buffers]
   Lane copy_, compute_;
-  CUstream_st* angle_stream_ = nullptr;
-  std::unique_ptr<Cublas> cublas_;
   std::vector<Layer> layers_;
-  bool warm_ = false;
   std::vector<Staging> staging_;
-  DeviceArray<float> products_;                        // [chunk_rows, whole tiles][side][width]
-  DeviceArray<double> frequencies_;                    // [pairs]
-  std::unique_ptr<int64_t[], PinnedFree> not_finite_;  // [buffers]: kAllFinite, or a NotFiniteCode
+  DeviceArray<float> products_;      // [chunk_rows, whole tiles][side][width]
+  DeviceArray<double> frequencies_;  // [pairs]
 
   const std::atomic<bool>* cancelled_ = nullptr;
   bool aborted_ = false;
   absl::Status begun_;
   std::vector<cudaEvent_t> events_;  // that nothing uses
   std::vector<CopyPiece> copies_;    // of activations, while they are posted
+  std::vector<CopyPiece> whole_;     // of pages on their way back
   std::vector<const void*> from_;
   std::vector<void*> to_;
   std::vector<size_t> bytes_;
@@ -371,10 +497,16 @@ class CudaExecutor final : public ReloadExecutor {
 
 }  // namespace
 
+absl::StatusOr<std::shared_ptr<CudaLanes>> MakeCudaLanes(const Device* device) {
+  KV_CHECK(device != nullptr);
+  auto lanes = std::make_shared<CudaLanes>(device);
+  KV_RETURN_IF_ERROR(lanes->Prepare());
+  return lanes;
+}
+
 absl::StatusOr<std::unique_ptr<ReloadExecutor>> MakeCudaExecutor(const ProjectionModel& model,
                                                                  const CudaExecutorOptions& options,
-                                                                 const Device* device) {
-  KV_CHECK(device != nullptr);
+                                                                 std::shared_ptr<CudaLanes> lanes) {
   KV_RETURN_IF_ERROR(CheckModel(model));
   if (options.chunk_rows < model.layout.page_tokens || options.chunk_rows > CudaExecutorOptions::kChunkRowsMax) {
     return InvalidField("chunk_rows", options.chunk_rows,
@@ -383,16 +515,24 @@ absl::StatusOr<std::unique_ptr<ReloadExecutor>> MakeCudaExecutor(const Projectio
   if (options.buffers < 2 || options.buffers > ReloadExecutor::kBuffersMax) {
     return InvalidField("buffers", options.buffers, absl::StrCat("2..", ReloadExecutor::kBuffersMax));
   }
-  const int64_t row_bytes =
-      int64_t{model.hidden} * 2 * options.buffers + 8 * int64_t{model.width()} + 4 * int64_t{model.rope.rotary_dims};
+  const int64_t row_bytes = int64_t{model.hidden} * 2 * options.buffers + 8 * int64_t{model.width()} +
+                            4 * int64_t{model.rope.rotary_dims} +
+                            (options.pages_in_host_memory ? 4 * int64_t{model.width()} * options.buffers : 0);
   if (options.chunk_rows * row_bytes > CudaExecutorOptions::kStagingBytesMax) {
     return InvalidField("chunk_rows", options.chunk_rows,
                         absl::StrCat("at most ", CudaExecutorOptions::kStagingBytesMax / row_bytes, ", of ", row_bytes,
                                      " staging bytes each"));
   }
-  auto executor = std::make_unique<CudaExecutor>(model, options, device);
+  auto executor = std::make_unique<CudaExecutor>(model, options, std::move(lanes));
   KV_RETURN_IF_ERROR(executor->Prepare());
   return std::unique_ptr<ReloadExecutor>(std::move(executor));
+}
+
+absl::StatusOr<std::unique_ptr<ReloadExecutor>> MakeCudaExecutor(const ProjectionModel& model,
+                                                                 const CudaExecutorOptions& options,
+                                                                 const Device* device) {
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<CudaLanes> lanes, MakeCudaLanes(device));
+  return MakeCudaExecutor(model, options, std::move(lanes));
 }
 
 }  // namespace kvmanager::recompute

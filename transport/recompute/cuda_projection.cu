@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <memory>
 
 #include "kvmanager/base/status.h"
 #include "kvmanager/memory/device.h"
@@ -196,7 +197,10 @@ absl::Status Launch(const void* kernel, int rows, int threads, void* list, const
 /// launch(list, rows) for every kPages of `pages`.
 template <int kPages, typename Call>
 absl::Status ForLists(absl::Span<const PageRows> pages, Call launch) {
-  static thread_local PageList<kPages> list;  // too large for a small stack; the launch copies it
+  // Too large for a small stack, and for every thread to have room for it. The launch copies it.
+  static thread_local std::unique_ptr<PageList<kPages>> kept;
+  if (kept == nullptr) kept = std::make_unique<PageList<kPages>>();
+  PageList<kPages>& list = *kept;
   int row = 0;
   for (size_t begin = 0; begin < pages.size(); begin += kPages) {
     list.pages = int(std::min<size_t>(kPages, pages.size() - begin));
