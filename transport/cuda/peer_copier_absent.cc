@@ -13,6 +13,7 @@ std::shared_ptr<DeviceCopier::Source> PeerCopier::Open(const DeviceSlab&) { retu
 void PeerCopier::Copy(int, std::vector<std::shared_ptr<Source>>, std::vector<Page> pages, Copied copied) {
   copied(absl::FailedPreconditionError("built without CUDA"), std::move(pages));
 }
+void PeerCopier::Expect() {}
 void PeerCopier::Sweep() {}
 
 }  // namespace kvmanager
