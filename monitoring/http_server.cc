@@ -6,6 +6,7 @@
 #include <boost/beast/core.hpp>
 #include <boost/beast/http.hpp>
 #include <chrono>
+#include <list>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -36,21 +37,26 @@ constexpr char kSecurityFields[] =
     "Cross-Origin-Opener-Policy: same-origin\r\n"
     "Cache-Control: no-store\r\n";
 
+class Connection;
+
+// What the connections share, which are either idle (wait for a whole request) or being answered; a closed one is
+// neither.
 struct Shared {
   HttpServer::Options options;
-  bool loopback = false;
-  size_t connections = 0;
+  bool own_names_only = false;
+  std::list<Connection*> idle;  // the longest idle first
+  size_t answering = 0;
+  bool full() const { return idle.size() + answering >= HttpServer::kConnectionsMax; }
 };
 
 // One connection: reads a request, answers, reads the next. Kept by the operation that is under way.
 class Connection : public std::enable_shared_from_this<Connection> {
  public:
-  Connection(tcp::socket socket, Shared* shared) : stream_(std::move(socket)), shared_(shared) {
-    ++shared_->connections;
-  }
-  ~Connection() { --shared_->connections; }
+  Connection(tcp::socket socket, Shared* shared) : stream_(std::move(socket)), shared_(shared) {}
+  ~Connection() { SetState(State::kClosed); }
 
   void Read() {
+    SetState(State::kIdle);
     parser_.emplace();
     parser_->header_limit(HttpServer::kHeaderBytesMax);
     stream_.expires_after(std::chrono::milliseconds(HttpServer::kRequestMs));
@@ -58,8 +64,26 @@ class Connection : public std::enable_shared_from_this<Connection> {
                             [self = shared_from_this()](error_code error, size_t) { self->OnRequest(error); });
   }
 
+  // Of an idle one: gives its place to another.
+  void MakeRoom() {
+    SetState(State::kClosed);
+    stream_.close();
+  }
+
  private:
+  enum class State { kIdle, kAnswering, kClosed };
+
+  void SetState(State state) {
+    if (state_ == State::kIdle) shared_->idle.erase(place_);
+    if (state_ == State::kAnswering) --shared_->answering;
+    if (state == State::kIdle) place_ = shared_->idle.insert(shared_->idle.end(), this);
+    if (state == State::kAnswering) ++shared_->answering;
+    state_ = state;
+  }
+
   void OnRequest(error_code error) {
+    if (state_ == State::kClosed) return;  // it had to make room
+    SetState(State::kAnswering);
     // An error of the parser deserves an answer; of the socket (closed, timed out) there is nobody to answer.
     if (error == http::error::end_of_stream || error == http::error::partial_message) return Close();
     if (error == http::error::body_limit) return Answer({413}, /*head=*/false, /*close=*/true);
@@ -77,7 +101,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     if (!head && request.method() != http::verb::get) return Answer({405}, false, true);
     if (request.count(http::field::host) > 1) return Answer({400}, head, true);
     const auto host = request[http::field::host];
-    if (shared_->loopback && !IsLoopbackHost({host.data(), host.size()})) return Answer({421}, head, true);
+    if (shared_->own_names_only && !IsLoopbackHost({host.data(), host.size()})) return Answer({421}, head, true);
     absl::string_view path(request.target().data(), request.target().size());
     path = path.substr(0, path.find('?'));
     Answer(shared_->options.handler(path), head, !request.keep_alive());
@@ -111,6 +135,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   beast::tcp_stream stream_;
   Shared* const shared_;
+  State state_ = State::kClosed;
+  std::list<Connection*>::iterator place_;  // among the idle, while it is
   beast::flat_buffer buffer_{HttpServer::kHeaderBytesMax};
   std::optional<http::request_parser<http::empty_body>> parser_;
   std::string head_;
@@ -135,16 +161,18 @@ class HttpServerImpl final : public HttpServer {
     error_code error;
     const auto address = asio::ip::make_address(std::string(host), error);
     if (error || colon == std::string::npos || !absl::SimpleAtoi(listen.substr(colon + 1), &port) || port > 65535) {
-      return InvalidField("http-listen", listen, "HOST:PORT, a numeric address or localhost and a port 0..65535");
+      return InvalidField(shared_.options.field, listen,
+                          "HOST:PORT, a numeric address or localhost and a port 0..65535");
     }
-    shared_.loopback = address.is_loopback();
+    shared_.own_names_only = shared_.options.own_names_only && address.is_loopback();
     const tcp::endpoint endpoint(address, static_cast<uint16_t>(port));
     acceptor_.open(endpoint.protocol(), error);
     if (!error) acceptor_.set_option(tcp::acceptor::reuse_address(true), error);
     if (!error) acceptor_.bind(endpoint, error);
     if (!error) acceptor_.listen(tcp::acceptor::max_listen_connections, error);
     if (error) {
-      return absl::UnavailableError(absl::StrCat("http-listen ", listen, " cannot be bound: ", error.message()));
+      return absl::UnavailableError(
+          absl::StrCat(shared_.options.field, " ", listen, " cannot be bound: ", error.message()));
     }
     port_ = acceptor_.local_endpoint().port();
     Accept();
@@ -159,9 +187,11 @@ class HttpServerImpl final : public HttpServer {
   void Accept() {
     acceptor_.async_accept([this](error_code error, tcp::socket socket) {
       if (error == asio::error::operation_aborted) return;
-      // The socket of one too many is closed by its destructor. Errors (no descriptors) pass: the tick tries again.
-      if (!error && shared_.connections < kConnectionsMax) {
-        std::make_shared<Connection>(std::move(socket), &shared_)->Read();
+      // Where nobody can make room the socket is closed by its destructor. Errors (no descriptors) pass: the tick tries
+      // again.
+      if (!error) {
+        if (shared_.full() && !shared_.idle.empty()) shared_.idle.front()->MakeRoom();
+        if (!shared_.full()) std::make_shared<Connection>(std::move(socket), &shared_)->Read();
       }
       if (error) {
         accepting_ = false;

@@ -1,10 +1,11 @@
-// A small HTTP/1.1 server for people's browsers: answers GET and HEAD of a few paths, and holds nothing a stranger may
-// want.
+// A small HTTP/1.1 server for people's browsers and for Prometheus: answers GET and HEAD of a few paths, and holds
+// nothing a stranger may want.
 //
 // Owned by whoever started it; it has one thread, on which the handler and the tick run too, so what they share needs
 // no lock. Destroying it closes every connection and joins the thread. Requests are hostile: only their first line and
-// header fields are read, by Boost.Beast, within kHeaderBytesMax and kRequestMs; a body, another method or more than
-// kConnectionsMax at once is refused; a reader that does not take its answer within kAnswerMs is cut off.
+// header fields are read, by Boost.Beast, within kHeaderBytesMax and kRequestMs; a body or another method is refused; a
+// reader that does not take its answer within kAnswerMs is cut off. Where kConnectionsMax are open, a new one takes the
+// place of the one that has waited longest for a whole request; where all are being answered, it is closed.
 #pragma once
 
 #include <cstdint>
@@ -32,15 +33,17 @@ class HttpServer {
   static constexpr int64_t kTickMs = 1000;
 
   struct Options {
-    std::string listen;  // "HOST:PORT": a numeric address or localhost; port 0 takes a free one
+    std::string field = "http-listen";  // the flag, for errors
+    std::string listen;                 // "HOST:PORT": a numeric address or localhost; port 0 takes a free one
+    /// Bound to a loopback address, whether it answers only requests whose Host is one, too, so that a page of the
+    /// Internet whose name was made to resolve to 127.0.0.1 reads nothing here.
+    bool own_names_only = true;
     /// path: of a GET or HEAD, as sent, without the query.
     std::function<HttpAnswer(absl::string_view path)> handler;
     std::function<void()> tick;  // every kTickMs, the first time at once
   };
 
-  /// Bound to a loopback address, it answers only requests whose Host is one, too, so that a page of the Internet whose
-  /// name was made to resolve to 127.0.0.1 reads nothing here. Errors: INVALID_ARGUMENT (listen), UNAVAILABLE (the
-  /// address cannot be bound).
+  /// Errors: INVALID_ARGUMENT (listen), UNAVAILABLE (the address cannot be bound).
   static absl::StatusOr<std::unique_ptr<HttpServer>> Start(Options options);
   virtual ~HttpServer() = default;
   virtual int port() const = 0;  // the bound one

@@ -55,10 +55,6 @@ class Metrics {
   /// All series in the text format that the exporter serves.
   std::string Text() const;
 
-  const std::shared_ptr<prometheus::Registry>& registry() const {
-    return registry_;
-  }  // shared with the exporter's threads
-
  private:
   void Declare(MetricInfo info, const MetricLabels& labels);
 

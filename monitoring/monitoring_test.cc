@@ -10,19 +10,26 @@
 namespace kvmanager {
 namespace {
 
-std::string Get(int port) {
+// A socket that is connected to the port, or -1.
+int Connect(int port) {
   const int fd = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_port = htons(static_cast<uint16_t>(port));
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0) return fd;
+  close(fd);
+  return -1;
+}
+
+std::string Get(int port, const std::string& path = "/metrics") {
+  const int fd = Connect(port);
+  EXPECT_GE(fd, 0);
+  const std::string request = "GET " + path + " HTTP/1.0\r\n\r\n";
+  EXPECT_EQ(send(fd, request.data(), request.size(), MSG_NOSIGNAL), static_cast<ssize_t>(request.size()));
   std::string answer;
-  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0) {
-    const std::string request = "GET /metrics HTTP/1.0\r\n\r\n";
-    EXPECT_EQ(write(fd, request.data(), request.size()), static_cast<ssize_t>(request.size()));
-    char buffer[4096];
-    for (ssize_t n; (n = read(fd, buffer, sizeof buffer)) > 0;) answer.append(buffer, n);
-  }
+  char buffer[4096];
+  for (ssize_t n; (n = read(fd, buffer, sizeof buffer)) > 0;) answer.append(buffer, n);
   close(fd);
   return answer;
 }
@@ -59,21 +66,44 @@ TEST(MetricsDeathTest, ContradictionsAbort) {
 TEST(Exporter, ServesOnAFreePort) {
   Metrics metrics;
   metrics.Gauge("answer_bytes", "An answer").Set(42);
-  auto exporter = Exporter::Start("127.0.0.1:0", metrics);
+  auto exporter = Exporter::Start("127.0.0.1:0", &metrics);
   ASSERT_TRUE(exporter.ok()) << exporter.status();
   ASSERT_GT((*exporter)->port(), 0);
   EXPECT_NE(Get((*exporter)->port()).find("kvmanager_answer_bytes 42"), std::string::npos);
+}
+
+TEST(Exporter, AnswersWhileManyConnectionsWait) {
+  Metrics metrics;
+  metrics.Gauge("answer_bytes", "An answer").Set(42);
+  auto exporter = Exporter::Start("127.0.0.1:0", &metrics);
+  ASSERT_TRUE(exporter.ok()) << exporter.status();
+  std::vector<int> waiting;
+  for (size_t i = 0; i < HttpServer::kConnectionsMax + 10; ++i) {
+    waiting.push_back(Connect((*exporter)->port()));
+    if (i % 2 == 0) (void)!send(waiting.back(), "GET /met", 8, MSG_NOSIGNAL);
+  }
+  EXPECT_NE(Get((*exporter)->port()).find("kvmanager_answer_bytes 42"), std::string::npos);
+  for (const int fd : waiting) close(fd);
+}
+
+TEST(Exporter, ServesNothingElse) {
+  Metrics metrics;
+  auto exporter = Exporter::Start("127.0.0.1:0", &metrics);
+  ASSERT_TRUE(exporter.ok()) << exporter.status();
+  EXPECT_EQ(Get((*exporter)->port(), "/").substr(0, 12), "HTTP/1.1 404");
+  EXPECT_NE(Get((*exporter)->port()).find("\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"),
+            std::string::npos);
 }
 
 TEST(Exporter, BadAddressesAreErrors) {
   Metrics metrics;
   for (const char* listen : {"", "nothing", ":80", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536", "127.0.0.1:-1",
                              "a,b:80", "127.0.0.1:80s", "127.0.0.1:0,127.0.0.1:1"}) {
-    EXPECT_EQ(Exporter::Start(listen, metrics).status().code(), absl::StatusCode::kInvalidArgument) << listen;
+    EXPECT_EQ(Exporter::Start(listen, &metrics).status().code(), absl::StatusCode::kInvalidArgument) << listen;
   }
-  auto first = Exporter::Start("localhost:0", metrics);
+  auto first = Exporter::Start("localhost:0", &metrics);
   ASSERT_TRUE(first.ok()) << first.status();
-  const auto second = Exporter::Start("127.0.0.1:" + std::to_string((*first)->port()), metrics);
+  const auto second = Exporter::Start("127.0.0.1:" + std::to_string((*first)->port()), &metrics);
   EXPECT_EQ(second.status().code(), absl::StatusCode::kUnavailable);
 }
 

@@ -8,6 +8,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -36,6 +37,12 @@ class Socket {
     std::string answer;
     char buffer[4096];
     for (ssize_t n; (n = read(fd_, buffer, sizeof buffer)) > 0;) answer.append(buffer, n);
+    return answer;
+  }
+  std::string Read(size_t bytes) {
+    std::string answer(bytes, 0);
+    const ssize_t got = recv(fd_, answer.data(), bytes, MSG_WAITALL);
+    answer.resize(std::max<ssize_t>(got, 0));
     return answer;
   }
   // One answer with a Content-Length.
@@ -190,18 +197,28 @@ TEST_F(WebPageTest, RequestsOfOtherKindsAreRefused) {
   EXPECT_EQ(Line(Get("/")), "HTTP/1.1 200 OK");
 }
 
-TEST_F(WebPageTest, OneConnectionTooManyIsClosed) {
+TEST_F(WebPageTest, OneConnectionTooManyTakesTheLongestIdleOnesPlace) {
+  const std::string request = "GET /page.css HTTP/1.1\r\nHost: localhost\r\n\r\n";
   std::vector<std::unique_ptr<Socket>> held;
   for (size_t i = 0; i < HttpServer::kConnectionsMax; ++i) {
     held.push_back(std::make_unique<Socket>(page_->port()));
     ASSERT_TRUE(held.back()->connected());
+    if (i % 2 == 1) held.back()->Send("GET /page.css HTTP/1.1\r\nHo");  // and never the rest
   }
-  held.back()->Send("GET /page.css HTTP/1.1\r\nHost: localhost\r\n\r\n");  // so that all were accepted
+  held.back()->Send("st: localhost\r\n\r\n");  // so that all were accepted
   EXPECT_EQ(Line(held.back()->ReadOne()), "HTTP/1.1 200 OK");
-  EXPECT_EQ(Socket(page_->port()).ReadAll(), "");
-  held.clear();
-  // What ended is noticed in its turn.
-  while (Line(Get("/page.css")) != "HTTP/1.1 200 OK") {
+  held[0]->Send(request);  // has waited less long now than all others
+  EXPECT_EQ(Line(held[0]->ReadOne()), "HTTP/1.1 200 OK");
+  std::vector<std::unique_ptr<Socket>> more;
+  for (size_t i = 1; i <= 3; ++i) {
+    more.push_back(std::make_unique<Socket>(page_->port()));
+    more.back()->Send(request);
+    EXPECT_EQ(Line(more.back()->ReadOne()), "HTTP/1.1 200 OK");
+    EXPECT_EQ(held[i]->ReadAll(), "") << i;
+  }
+  for (const size_t i : {0, 4}) {
+    held[i]->Send(request);
+    EXPECT_EQ(Line(held[i]->ReadOne()), "HTTP/1.1 200 OK") << i;
   }
 }
 
@@ -211,6 +228,23 @@ TEST_F(WebPageTest, EndsWhileConnectionsAreOpen) {
   page_.reset();
   EXPECT_EQ(idle.ReadAll(), "");
   EXPECT_EQ(half.ReadAll(), "");
+}
+
+TEST(HttpServer, WhoIsBeingAnsweredStays) {
+  const auto large = std::make_shared<const std::string>(size_t{64} << 20, 'x');  // more than sockets take in
+  HttpServer::Options options;
+  options.listen = "127.0.0.1:0";
+  options.handler = [&large](absl::string_view) { return HttpAnswer{200, "text/plain", large}; };
+  auto server = HttpServer::Start(options);
+  ASSERT_TRUE(server.ok()) << server.status();
+  std::vector<std::unique_ptr<Socket>> readers;
+  for (size_t i = 0; i < HttpServer::kConnectionsMax; ++i) {
+    readers.push_back(std::make_unique<Socket>((*server)->port()));
+    readers.back()->Send("GET / HTTP/1.1\r\nHost: localhost\r\n\r\n");
+    EXPECT_EQ(readers.back()->Read(12), "HTTP/1.1 200");
+  }
+  EXPECT_EQ(Socket((*server)->port()).ReadAll(), "");
+  EXPECT_EQ(readers[0]->Read(size_t{64} << 20).size(), size_t{64} << 20);
 }
 
 TEST(HttpServer, BadAddressesAreErrors) {

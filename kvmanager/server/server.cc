@@ -202,7 +202,7 @@ class ServerImpl final : public Server {
     daemon_.transport = transport_.get();
     daemon_.peer_listen = transport_->listen_address();
     if (!options_.metrics_listen.empty()) {
-      KV_ASSIGN_OR_RETURN(exporter_, Exporter::Start(options_.metrics_listen, metrics_));
+      KV_ASSIGN_OR_RETURN(exporter_, Exporter::Start(options_.metrics_listen, &metrics_));
       const size_t colon = options_.metrics_listen.rfind(':');
       daemon_.metrics_listen = absl::StrCat(options_.metrics_listen.substr(0, colon + 1), exporter_->port());
     }
