@@ -30,9 +30,15 @@ class PeerChoiceTest : public ::testing::Test {
     options.host_pool_bytes = 16 << 20;
     ASSERT_OK_AND_ASSIGN(first_, DaemonProcess::Start(options));
     ASSERT_OK_AND_ASSIGN(second_, DaemonProcess::Start(options));
-    options.more_flags.insert(options.more_flags.end(), sender_flags.begin(), sender_flags.end());
-    ASSERT_OK_AND_ASSIGN(sender_, DaemonProcess::Start(options));
     both_ = first_->peer() + "," + second_->peer();
+    StartSender(sender_flags);
+  }
+  void StartSender(const std::vector<std::string>& flags) {
+    DaemonOptions options;
+    options.more_flags = {"--threads", "2"};
+    options.more_flags.insert(options.more_flags.end(), flags.begin(), flags.end());
+    options.host_pool_bytes = 16 << 20;
+    ASSERT_OK_AND_ASSIGN(sender_, DaemonProcess::Start(options));
     ASSERT_OK_AND_ASSIGN(here_, Client::Connect(sender_->listen(), {}));
     ASSERT_OK_AND_ASSIGN(cache_, here_->OpenCache(options_));
     ASSERT_OK_AND_ASSIGN(made_, cache_->CreateSequence());
@@ -197,6 +203,22 @@ TEST_F(PeerChoiceTest, BadListsAreNamed) {
     EXPECT_TRUE(NamesField(made_.sequence->HandOff(bad, "").status(), absl::StatusCode::kInvalidArgument, "peer"))
         << bad;
   }
+}
+
+TEST_F(PeerChoiceTest, WhereMayBeHandedToIsTheOperators) {
+  const std::string first = first_->peer();
+  StartSender({"--hand-off-peers", first});
+  const auto denied = [](const absl::Status& status, absl::string_view field) {
+    return NamesField(status, absl::StatusCode::kPermissionDenied, field);
+  };
+  EXPECT_TRUE(denied(made_.sequence->HandOff(second_->peer(), "").status(), "peer"));
+  EXPECT_TRUE(denied(made_.sequence->HandOff(first + "," + second_->peer(), "").status(), "peer"));
+  EXPECT_TRUE(denied(made_.sequence->BeginHandOff(second_->peer(), kTokens).status(), "peer"));
+  EXPECT_TRUE(denied(here_->Peers({first, second_->peer()}).status(), "peers[1]"));
+  ASSERT_OK_AND_ASSIGN(const std::vector<PeerDescription> peers, here_->Peers({first}));
+  EXPECT_OK(peers[0].load);
+  ASSERT_OK_AND_ASSIGN(const HandOffOutcome sent, made_.sequence->HandOff(first, ""));
+  EXPECT_EQ(sent.peer, first);
 }
 
 }  // namespace

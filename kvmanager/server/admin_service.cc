@@ -221,6 +221,8 @@ class AdminService final : public api::Admin::Server {
       }
       PeerInfo& info = listed.emplace_back();
       info.peer = std::string(ViewOf(name));
+      KV_RETURN_IF_ERROR(CheckPeersAllowed(absl::StrCat("peers[", listed.size() - 1, "]"), {&info.peer, 1},
+                                           session_->daemon().options->hand_off_peers));
       for (const PeerInfo& each : known) {
         if (!each.incoming && each.peer == info.peer) info = each;
       }

@@ -128,6 +128,13 @@ absl::Status Check(const Texts& texts, Options* options) {
   if (!options->peer_listen.empty()) {
     KV_RETURN_IF_ERROR(ParseHostPort("--peer-listen", options->peer_listen).status());
   }
+  if (options->hand_off_peers.size() > Options::kHandOffPeersMax) {
+    return InvalidField("--hand-off-peers", absl::StrCat(options->hand_off_peers.size(), " addresses"),
+                        absl::StrCat("at most ", Options::kHandOffPeersMax, " addresses"));
+  }
+  for (const std::string& peer : options->hand_off_peers) {
+    KV_RETURN_IF_ERROR(ParseHostPort("--hand-off-peers", peer).status());
+  }
   if (!texts.arena_bytes.empty()) {
     KV_RETURN_IF_ERROR(
         CheckBytes("--arena-bytes", texts.arena_bytes, 0, Options::kArenaBytesMax, &options->arena_bytes));
@@ -284,6 +291,12 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--peer-listen", options.peer_listen,
                  "Where other daemons hand sequences to; absent: none are received")
       ->type_name("HOST:PORT");
+  app.add_option("--hand-off-peers", options.hand_off_peers,
+                 "The daemons that clients may name to hand sequences to or to ask for their load, as clients write "
+                 "them; may be repeated (default: any)")
+      ->type_name("HOST:PORT[,HOST:PORT...]")
+      ->delimiter(',')
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   app.add_option("--threads", texts.threads, "Workers that encode and attend; 0: one per usable CPU (default 0)")
       ->type_name("N");
   app.add_option("--quality-sample", texts.quality_sample,

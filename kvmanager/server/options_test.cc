@@ -175,6 +175,25 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
   EXPECT_EQ(both->options.threads, 7);
 }
 
+TEST(OptionsTest, HandOffPeersAreRepeatedOrListed) {
+  const std::vector<std::string> expected = {"10.0.0.1:9470", "[::1]:9470", "decode:1"};
+  const std::string path = WriteFile("peers.conf",
+                                     "listen = \"unix:/tmp/a.sock\"\nhost-pool-bytes = \"64MiB\"\n"
+                                     "hand-off-peers = [\"10.0.0.1:9470\", \"[::1]:9470\", \"decode:1\"]\n");
+  for (const auto& flags :
+       {With({"--hand-off-peers", "10.0.0.1:9470,[::1]:9470", "--hand-off-peers", "decode:1"}),
+        With({"--hand-off-peers=10.0.0.1:9470,[::1]:9470,decode:1"}), std::vector<std::string>{"--config", path}}) {
+    auto line = Parse(flags);
+    ASSERT_TRUE(line.ok()) << line.status();
+    EXPECT_EQ(line->options.hand_off_peers, expected);
+  }
+  std::string many = "a:1";
+  for (size_t i = 1; i < Options::kHandOffPeersMax; ++i) many += ",a:1";
+  EXPECT_TRUE(Parse(With({"--hand-off-peers", many})).ok());
+  const auto refused = Parse(With({"--hand-off-peers", many + ",a:1"}));
+  EXPECT_EQ(DetailOf(refused.status()).field, "--hand-off-peers");
+}
+
 TEST(OptionsTest, ErrorsNameFlagValueAndBound) {
   struct Case {
     std::vector<std::string> flags;
@@ -199,6 +218,9 @@ TEST(OptionsTest, ErrorsNameFlagValueAndBound) {
            {With({"--peer-zero-copy", "maybe"}), "--peer-zero-copy", "maybe"},
            {With({"--peer-ucx-key", "/nowhere"}), "--peer-ucx-key", "/nowhere"},
            {With({"--log-level", "loud"}), "--log-level", "loud"},
+           {With({"--hand-off-peers", "nowhere"}), "--hand-off-peers", "nowhere"},
+           {With({"--hand-off-peers", "a:1,b"}), "--hand-off-peers", "b"},
+           {With({"--hand-off-peers", "a:1", "--hand-off-peers", "b:0x"}), "--hand-off-peers", "b:0x"},
            {With({"--metrics-listen", "localhost"}), "--metrics-listen", "localhost"},
            {With({"--metrics-listen", "localhost:65536"}), "--metrics-listen", "localhost:65536"},
            {With({"--http-listen", "9465"}), "--http-listen", "9465"},

@@ -6,6 +6,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/server/limits.h"
@@ -13,6 +14,8 @@
 
 namespace kvmanager {
 namespace {
+
+constexpr size_t kNamedMax = 16;  // allowed peers, in an error
 
 using Load = absl::StatusOr<ReceiverLoad>;
 
@@ -71,6 +74,18 @@ absl::StatusOr<std::vector<std::string>> ParsePeers(absl::string_view text) {
     if (peers.size() > 1) KV_RETURN_IF_ERROR(ParseHostPort("peer", peer).status());
   }
   return peers;
+}
+
+absl::Status CheckPeersAllowed(absl::string_view field, absl::Span<const std::string> peers,
+                               absl::Span<const std::string> allowed) {
+  if (allowed.empty()) return absl::OkStatus();
+  for (const std::string& peer : peers) {
+    if (std::find(allowed.begin(), allowed.end(), peer) != allowed.end()) continue;
+    std::string bound = absl::StrJoin(allowed.first(std::min(allowed.size(), kNamedMax)), ", ");
+    if (allowed.size() > kNamedMax) absl::StrAppend(&bound, " or ", allowed.size() - kNamedMax, " more");
+    return FieldError(absl::StatusCode::kPermissionDenied, field, peer, absl::StrCat("of --hand-off-peers, ", bound));
+  }
+  return absl::OkStatus();
 }
 
 kj::Promise<std::vector<PeerCandidate>> AskPeers(DaemonContext& daemon, std::vector<std::string> peers) {

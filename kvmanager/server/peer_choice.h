@@ -1,5 +1,5 @@
 // Which of several daemons gets a hand-off: each is asked how much it has to do, and they are tried in the order in
-// which they would be done. The loop's thread; RankPeers and ParsePeers anywhere.
+// which they would be done. The loop's thread; RankPeers, ParsePeers and CheckPeersAllowed anywhere.
 #pragma once
 
 #include <kj/async.h>
@@ -30,6 +30,11 @@ std::vector<size_t> RankPeers(absl::Span<const PeerCandidate> candidates, uint64
 /// "HOST:PORT,HOST:PORT": 1..limits::kPeersChoiceMax. A single one is left for the transport to judge. Errors:
 /// INVALID_ARGUMENT naming "peer".
 absl::StatusOr<std::vector<std::string>> ParsePeers(absl::string_view text);
+
+/// Whether a client may have this daemon connect to what it names: `allowed` is Options::hand_off_peers, compared as
+/// text. Errors: PERMISSION_DENIED naming `field`.
+absl::Status CheckPeersAllowed(absl::string_view field, absl::Span<const std::string> peers,
+                               absl::Span<const std::string> allowed);
 
 /// Asks all at once, each for limits::kPeerAnswerMs at most: in their order, with the bandwidths measured so far.
 kj::Promise<std::vector<PeerCandidate>> AskPeers(DaemonContext& daemon, std::vector<std::string> peers);

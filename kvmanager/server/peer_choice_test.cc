@@ -61,5 +61,19 @@ TEST(ParsePeers, OneOrSeveral) {
   }
 }
 
+TEST(CheckPeersAllowed, NamesWhoMay) {
+  EXPECT_TRUE(CheckPeersAllowed("peer", {"a:1", "anything"}, {}).ok());
+  EXPECT_TRUE(CheckPeersAllowed("peer", {"b:1", "a:1"}, {"a:1", "b:1", "c:1"}).ok());
+  for (const std::string bad : {"a:10", "a:1 ", "A:1", "", "a:1,b:1"}) {
+    const absl::Status refused = CheckPeersAllowed("peers[3]", {"b:1", bad}, {"a:1", "b:1"});
+    EXPECT_TRUE(absl::IsPermissionDenied(refused)) << bad;
+    EXPECT_EQ(DetailOf(refused).field, "peers[3]");
+    EXPECT_EQ(DetailOf(refused).value, bad);
+    EXPECT_EQ(DetailOf(refused).bound, "of --hand-off-peers, a:1, b:1");
+  }
+  const std::vector<std::string> many(Options::kHandOffPeersMax, "a:1");
+  EXPECT_LT(CheckPeersAllowed("peer", {"b:1"}, many).message().size(), 200u);
+}
+
 }  // namespace
 }  // namespace kvmanager

@@ -20,8 +20,9 @@ namespace {
 
 // Params: with a peer, timeoutMs, roomMs and goesOn.
 template <typename Params>
-absl::StatusOr<HandOffTargets> ReadTargets(const Params& params) {
+absl::StatusOr<HandOffTargets> ReadTargets(const Options& options, const Params& params) {
   KV_ASSIGN_OR_RETURN(std::vector<std::string> peers, ParsePeers(ViewOf(params.getPeer())));
+  KV_RETURN_IF_ERROR(CheckPeersAllowed("peer", peers, options.hand_off_peers));
   const uint32_t timeout_ms = params.getTimeoutMs(), room_ms = params.getRoomMs();
   if (timeout_ms == 0 || timeout_ms > limits::kHandOffTimeoutMsMax) {
     return InvalidField("timeoutMs", timeout_ms, absl::StrCat("1..", limits::kHandOffTimeoutMsMax));
@@ -234,7 +235,7 @@ class SequenceService final : public api::Sequence::Server {
         [&]() -> absl::StatusOr<kj::Promise<void>> {
           const auto params = context.getParams();
           KV_ASSIGN_OR_RETURN(std::string blob, ReadBlob(params.getBlob()));
-          KV_ASSIGN_OR_RETURN(HandOffTargets targets, ReadTargets(params));
+          KV_ASSIGN_OR_RETURN(HandOffTargets targets, ReadTargets(*session_->daemon().options, params));
           const auto bound = session_->BoundOf(cache_);
           auto sent = bound == nullptr ? SendSequence(session_->daemon(), id_, std::move(targets), std::move(blob))
                                        : SendFromDevice(bound, std::move(targets), std::move(blob));
@@ -251,7 +252,7 @@ class SequenceService final : public api::Sequence::Server {
         *session_, Method::kBeginHandOff, context,
         [&]() -> absl::StatusOr<kj::Promise<void>> {
           const auto params = context.getParams();
-          KV_ASSIGN_OR_RETURN(HandOffTargets targets, ReadTargets(params));
+          KV_ASSIGN_OR_RETURN(HandOffTargets targets, ReadTargets(*session_->daemon().options, params));
           const uint64_t tokens = params.getTokens();
           const auto bound = session_->BoundOf(cache_);
           const int64_t ms = targets.timeout_ms;
