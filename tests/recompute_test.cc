@@ -237,6 +237,17 @@ class ReceiverTest : public ::testing::Test {
     KV_RETURN_IF_ERROR(LoadProjected(*cache_, made.sequence->id(), source, 0, tokens));
     return made;
   }
+  // Of the sender's sequence and of the one that was claimed, to the same queries at the newest token.
+  struct Answers {
+    std::vector<float> stayed, went;
+  };
+  absl::StatusOr<Answers> AskBoth(const client::Sequence& here, const client::Sequence& there) {
+    const Source queries{7, Kind::kNormal, source_.shape};
+    Answers answers;
+    KV_ASSIGN_OR_RETURN(answers.stayed, Ask(*cache_, here.id(), queries, kTokens - 1));
+    KV_ASSIGN_OR_RETURN(answers.went, Ask(*other_, there.id(), queries, kTokens - 1));
+    return answers;
+  }
   double Recomputed() { return Metric(*receiver_, "kvmanager_recompute_tokens_total", {"how=\"recomputed\""}); }
   static bool Empty(Client& client) {
     return Eventually([&] {
@@ -268,11 +279,9 @@ TEST_F(ReceiverTest, RecomputesWhereTheLinkIsSlow) {
 
   ASSERT_OK_AND_ASSIGN(ClaimedSequence claimed, other_->Claim(sent.ticket));
   EXPECT_EQ(claimed.tokens, uint64_t(kTokens));
-  const Source queries{7, Kind::kNormal, source_.shape};
-  ASSERT_OK_AND_ASSIGN(const std::vector<float> stayed, Ask(*cache_, made.sequence->id(), queries, kTokens - 1));
-  ASSERT_OK_AND_ASSIGN(const std::vector<float> went, Ask(*other_, claimed.sequence->id(), queries, kTokens - 1));
-  const std::vector<double> expected(stayed.begin(), stayed.end());
-  EXPECT_LT(RelativeError(went, expected), 1e-3);
+  ASSERT_OK_AND_ASSIGN(const Answers answers, AskBoth(*made.sequence, *claimed.sequence));
+  const std::vector<double> expected(answers.stayed.begin(), answers.stayed.end());
+  EXPECT_LT(RelativeError(answers.went, expected), 1e-3);
   // It goes on there, and its activations can be sent on.
   ASSERT_OK(LoadProjected(*other_, claimed.sequence->id(), source_, kTokens, 100));
   ASSERT_OK_AND_ASSIGN(const client::CacheDescription described, other_->Refresh());
@@ -294,10 +303,8 @@ TEST_F(ReceiverTest, CopiesWhatIsSmallerEncoded) {
   EXPECT_EQ(Recomputed(), 0);
   EXPECT_EQ(Metric(*receiver_, "kvmanager_recompute_plans_total", {"all_copy"}), 2);
   ASSERT_OK_AND_ASSIGN(ClaimedSequence claimed, other_->Claim(sent.ticket));
-  const Source queries{7, Kind::kNormal, source_.shape};
-  ASSERT_OK_AND_ASSIGN(const std::vector<float> stayed, Ask(*cache_, made.sequence->id(), queries, kTokens - 1));
-  ASSERT_OK_AND_ASSIGN(const std::vector<float> went, Ask(*other_, claimed.sequence->id(), queries, kTokens - 1));
-  EXPECT_EQ(stayed, went);
+  ASSERT_OK_AND_ASSIGN(const Answers answers, AskBoth(*made.sequence, *claimed.sequence));
+  EXPECT_EQ(answers.stayed, answers.went);
 }
 
 TEST_F(ReceiverTest, CopiesWithoutWeights) {
@@ -311,10 +318,8 @@ TEST_F(ReceiverTest, CopiesWithoutWeights) {
   EXPECT_EQ(Recomputed(), 0);
   EXPECT_EQ(Metric(*receiver_, "kvmanager_recompute_plans_total", {"no_weights"}), 2);
   ASSERT_OK_AND_ASSIGN(ClaimedSequence claimed, other_->Claim(sent.ticket));
-  const Source queries{7, Kind::kNormal, source_.shape};
-  ASSERT_OK_AND_ASSIGN(const std::vector<float> stayed, Ask(*cache_, made.sequence->id(), queries, kTokens - 1));
-  ASSERT_OK_AND_ASSIGN(const std::vector<float> went, Ask(*other_, claimed.sequence->id(), queries, kTokens - 1));
-  EXPECT_EQ(stayed, went);
+  ASSERT_OK_AND_ASSIGN(const Answers answers, AskBoth(*made.sequence, *claimed.sequence));
+  EXPECT_EQ(answers.stayed, answers.went);
 }
 
 // Weights stay for a hand-off that was promised to use them, whoever goes meanwhile.

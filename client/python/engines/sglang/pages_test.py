@@ -17,6 +17,7 @@ import unittest
 
 import kvmanager
 import torch
+from engine_testing import DaemonTestCase
 from kvmanager_testing import Daemon
 
 if importlib.util.find_spec("sglang") is None:
@@ -134,12 +135,7 @@ class Engine:
         self.backend.close()
 
 
-class PagesTest(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls) -> None:
-        cls.daemon = Daemon(host_pool="128MiB")
-        cls.addClassCleanup(cls.daemon.__exit__)
-
+class PagesTest(DaemonTestCase):
     def assert_pages(self, expected: torch.Tensor, was: list[int], got: torch.Tensor, now: list[int]) -> None:
         off = (expected[:, :, was].view(torch.int16) != got[:, :, now].view(torch.int16)).sum()
         self.assertEqual(0, int(off), "values that differ")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import threading
 import unittest
 
-import kvmanager
 import torch
 
 if not hasattr(torch.ops.torchvision, "nms"):  # torchvision, which SGLang imports, has its operators with CUDA alone
@@ -16,6 +14,7 @@ if not hasattr(torch.ops.torchvision, "nms"):  # torchvision, which SGLang impor
         _library.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 from kvmanager.sglang import KvManagerHiCache
+from engine_testing import DaemonTestCase, compare_signatures
 from kvmanager_testing import Daemon
 from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
 from sglang.srt.mem_cache.hicache_storage import (
@@ -119,18 +118,7 @@ class InterfaceTest(unittest.TestCase):
         self.assertEqual(set(), set(KvManagerHiCache.__abstractmethods__))
 
     def test_methods_have_the_signatures_of_their_base(self) -> None:
-        compared = 0
-        for name, theirs in inspect.getmembers(HiCacheStorage, inspect.isfunction):
-            ours = KvManagerHiCache.__dict__.get(name)
-            if ours is None or name not in HiCacheStorage.__dict__:
-                continue
-
-            def shape(function):
-                return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-
-            self.assertEqual(shape(theirs), shape(ours), name)
-            compared += 1
-        self.assertGreaterEqual(compared, 13)
+        self.assertGreaterEqual(compare_signatures(self, KvManagerHiCache, HiCacheStorage), 13)
 
     def test_unknown_settings_are_refused(self) -> None:
         with self.assertRaisesRegex(ValueError, "addres"):
@@ -140,16 +128,7 @@ class InterfaceTest(unittest.TestCase):
                 KvManagerHiCache(config("unix:/nowhere", **wrong), {})
 
 
-class StorageTest(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls) -> None:
-        cls.daemon = Daemon(host_pool="256MiB")
-        cls.addClassCleanup(cls.daemon.__exit__)
-
-    def setUp(self) -> None:
-        with kvmanager.connect(self.daemon.listen) as client:
-            client.purge()
-
+class StorageTest(DaemonTestCase):
     def backend(self, pool: MHATokenToKVPoolHost, daemon: Daemon | None = None, **options) -> HiCacheStorage:
         """As SGLang's controller does it."""
         settings = config((daemon or self.daemon).listen, **options)
@@ -204,8 +183,7 @@ class StorageTest(unittest.TestCase):
         backend = self.backend(pool)
         backend.batch_set_v1(keys[:4], indices([0, 1, 2, 3]))
         self.assertEqual([True] * 6, backend.batch_set_v1(keys, indices([0, 1, 2, 3, 4, 5])))
-        with kvmanager.connect(self.daemon.listen) as client:
-            self.assertEqual(6, client.status().published_blocks)
+        self.assertEqual(6, self.published())
 
     def test_more_pages_than_one_call_takes(self) -> None:
         keys, pool = keys_of(39, 4), host_pool(seed=15)

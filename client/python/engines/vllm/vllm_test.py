@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import unittest
 
 import kvmanager
 import torch
 from engine import Engine
+from engine_testing import DaemonTestCase, compare_signatures
 from kvmanager.vllm import KvManagerConnector
 from kvmanager.vllm.facts import Settings, tenant_of
 from kvmanager_testing import Daemon
@@ -28,19 +28,7 @@ class InterfaceTest(unittest.TestCase):
         self.assertTrue(issubclass(KvManagerConnector, SupportsHMA))
 
     def test_methods_have_the_signatures_of_their_bases(self) -> None:
-        compared = 0
-        for base in (KVConnectorBase_V1, SupportsHMA):
-            for name, theirs in inspect.getmembers(base, inspect.isroutine):
-                if name not in KvManagerConnector.__dict__ or name not in base.__dict__:
-                    continue
-                ours = getattr(KvManagerConnector, name)
-
-                def shape(function):
-                    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-
-                self.assertEqual(shape(theirs), shape(ours), name)
-                compared += 1
-        self.assertGreaterEqual(compared, 20)
+        self.assertGreaterEqual(compare_signatures(self, KvManagerConnector, KVConnectorBase_V1, SupportsHMA), 20)
 
     def test_unknown_settings_are_refused(self) -> None:
         with self.assertRaisesRegex(ValueError, "addres"):
@@ -53,22 +41,9 @@ class InterfaceTest(unittest.TestCase):
                 Engine("unix:/nowhere", **wrong)
 
 
-class LifeTest(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls) -> None:
-        cls.daemon = Daemon(host_pool="256MiB")
-        cls.addClassCleanup(cls.daemon.__exit__)
-
-    def setUp(self) -> None:
-        with kvmanager.connect(self.daemon.listen) as client:
-            client.purge()
-
+class LifeTest(DaemonTestCase):
     def engine(self, **options) -> Engine:
         return Engine(self.daemon.listen, **options)
-
-    def published(self) -> int:
-        with kvmanager.connect(self.daemon.listen) as client:
-            return client.status().published_blocks
 
     def test_the_factory_makes_both_halves(self) -> None:
         with self.engine() as engine:

@@ -14,6 +14,7 @@ import unittest
 
 import kvmanager
 import torch
+from engine_testing import DaemonTestCase
 from kvmanager_testing import Daemon
 from rank import BLOCKS, DEVICE, DEVICE_NAME, HEAD_DIM, HEADS, LAYERS, LAYOUTS, STREAM, Rank, StepPlan
 from rank import hashes_of, random_rows
@@ -46,25 +47,12 @@ class Gate:
         self._open.set()
 
 
-class WorkerTest(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls) -> None:
-        cls.daemon = Daemon(host_pool="256MiB")
-        cls.addClassCleanup(cls.daemon.__exit__)
-
-    def setUp(self) -> None:
-        with kvmanager.connect(self.daemon.listen) as client:
-            client.purge()
-
+class WorkerTest(DaemonTestCase):
     def rank(self, daemon: Daemon | None = None, **options) -> Rank:
         rank = Rank((daemon or self.daemon).listen, **options)
         self.addCleanup(rank.close)
         self.assertEqual(DEVICE.type, rank.half.copies.device.type)
         return rank
-
-    def published(self) -> int:
-        with kvmanager.connect(self.daemon.listen) as client:
-            return client.status().published_blocks
 
     def assert_bytes(self, rank: Rank, ids: list[int], rows: torch.Tensor, layers=range(LAYERS), name: object = "") -> None:
         """Blocks of `ids` are `rows`, by layer."""

@@ -1,0 +1,49 @@
+"""What the engines' tests share: cases around one daemon, and methods held against those of the engine's own classes."""
+
+from __future__ import annotations
+
+import inspect
+import unittest
+
+import kvmanager
+from kvmanager_testing import Daemon
+
+
+def published(daemon: Daemon) -> int:
+    """Blocks that can be found by name."""
+    with kvmanager.connect(daemon.listen) as client:
+        return client.status().published_blocks
+
+
+class DaemonTestCase(unittest.TestCase):
+    """Cases that share a daemon, which has no published blocks when each begins."""
+
+    daemon: Daemon
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.daemon = Daemon(host_pool="256MiB")
+        cls.addClassCleanup(cls.daemon.__exit__)
+
+    def setUp(self) -> None:
+        with kvmanager.connect(self.daemon.listen) as client:
+            client.purge()
+
+    def published(self) -> int:
+        return published(self.daemon)
+
+
+def compare_signatures(case: unittest.TestCase, ours: type, *bases: type) -> int:
+    """Fails the case where a method that `ours` defines has other parameters than in one of the bases that defines it, too;
+    returns how many it compared."""
+
+    def shape(function) -> list[tuple]:
+        return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
+
+    compared = 0
+    for base in bases:
+        for name, theirs in inspect.getmembers(base, inspect.isroutine):
+            if name in ours.__dict__ and name in base.__dict__:
+                case.assertEqual(shape(theirs), shape(getattr(ours, name)), name)
+                compared += 1
+    return compared
