@@ -8,7 +8,7 @@ import unittest
 import kvmanager
 import torch
 from engine import Engine
-from engine_testing import DaemonTestCase, compare_signatures
+from engine_testing import DaemonTestCase, compare_signatures, published
 from kvmanager.vllm import KvManagerConnector
 from kvmanager.vllm.facts import Settings, tenant_of
 from kvmanager_testing import Daemon
@@ -36,7 +36,8 @@ class InterfaceTest(unittest.TestCase):
 
     def test_settings_of_another_type_are_refused(self) -> None:
         for wrong in ({"lookup_ms": "1000"}, {"deadline_ms": 0}, {"prefill_wait_ms": 10.5}, {"staging_mib": 4096},
-                      {"codec": None}, {"store_output": "no"}, {"lag_pages": True}):
+                      {"codec": None}, {"store_output": "no"}, {"lag_pages": True}, {"peers": "host:1"},
+                      {"peers": ["host"]}, {"peers": ["host:1,host:2"]}, {"peers": [7]}):
             with self.subTest(wrong), self.assertRaisesRegex(ValueError, f"{next(iter(wrong))} is .* must be"):
                 Engine("unix:/nowhere", **wrong)
 
@@ -282,6 +283,23 @@ class DisaggregatedTest(unittest.TestCase):
         with Daemon(host_pool="128MiB") as here, Daemon(host_pool="128MiB") as there:
             with Engine(here.listen, role="kv_producer") as prefill, Engine(there.listen, role="kv_consumer") as decode:
                 self._hand_over(prefill, decode, tokens, {"do_remote_decode": True, "kvmanager_peer": there.peer})
+
+    def test_requests_name_peers_of_the_list_alone(self) -> None:
+        with Daemon(host_pool="128MiB") as here, Daemon(host_pool="128MiB") as there, Daemon(host_pool="128MiB") as other:
+            prefill = Engine(here.listen, role="kv_producer", peers=[there.peer])
+            with prefill, Engine(there.listen, role="kv_consumer") as decode:
+                with self.assertLogs("vllm.kvmanager", "WARNING") as log:
+                    for number, peer in enumerate((other.peer, f"{there.peer},{other.peer}", f"{there.peer} ", "\n")):
+                        params = {"do_remote_decode": True, "kvmanager_peer": peer}
+                        (output,) = prefill.run(prefill.add(f"r{number}", prompt(53 + number, 100), params=params))
+                        self.assertEqual(4, len(output))
+                self.assertIn(f"must be of peers, {there.peer}", log.output[0])
+                self.assertEqual((0, 0), (published(there), published(other)))
+                allowed = {"do_remote_decode": True, "kvmanager_peer": there.peer}
+                self._hand_over(prefill, decode, prompt(58, 500), allowed)
+                prefill.run(prefill.add("last", prompt(59, 100)))  # whose steps bring the counts
+                counts = [sum(each.get(name, 0) for each in prefill.stats) for name in ("hand_offs_failed", "hand_offs")]
+                self.assertEqual([4, 1], counts)
 
     def test_a_prefill_that_never_comes_is_computed(self) -> None:
         with Daemon(host_pool="128MiB") as daemon:

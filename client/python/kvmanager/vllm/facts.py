@@ -38,6 +38,7 @@ class Settings:
     layerwise_saves: bool = False  # copies a layer when it is computed; CUDA graphs become piecewise
     store_output: bool = True  # blocks of generated tokens, too
     peer: str = ""  # "HOST:PORT[,HOST:PORT]": where prefills of do_remote_decode are handed to; empty: nowhere
+    peers: tuple[str, ...] = ()  # "HOST:PORT" each, in JSON a list: what requests may name instead; empty: anything
 
     @classmethod
     def of(cls, given: dict) -> Settings:
@@ -46,8 +47,20 @@ class Settings:
             known = ", ".join(cls.__dataclass_fields__)
             raise ValueError(f"kv_connector_extra_config has {', '.join(sorted(unknown))}, must be of {known}")
         for key, value in given.items():
-            check_setting(key, value, cls.__dataclass_fields__[key].default, _STAGING_MIB_MAX)
-        return cls(**given)
+            if key == "peers":
+                if not isinstance(value, list) or not all(_is_address(each) for each in value):
+                    raise ValueError(f'peers is {value!r}, must be a list of "HOST:PORT"')
+            else:
+                check_setting(key, value, cls.__dataclass_fields__[key].default, _STAGING_MIB_MAX)
+        return cls(**{**given, "peers": tuple(given.get("peers", ()))})
+
+    def may_hand_to(self, peer: str) -> bool:
+        """Whether a finished request's blocks may go to "HOST:PORT[,HOST:PORT]"."""
+        return not self.peers or peer == self.peer or all(each in self.peers for each in peer.split(","))
+
+
+def _is_address(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[^\s,]+:\d{1,5}", value) is not None
 
 
 @dataclass(frozen=True)

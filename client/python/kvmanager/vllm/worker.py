@@ -214,7 +214,12 @@ class FinishJob:
         half.barred(session).discard(name)
         if kept is None:
             return
-        if not self._finish.peer or not kept.blocks:
+        peer = self._finish.peer
+        allowed = half.settings.may_hand_to(peer)
+        if peer and not allowed:
+            half.count("hand_offs_failed")
+            half.log(f"request {name} is not handed to {peer!r}", f"must be of peers, {', '.join(half.settings.peers)}")
+        if not peer or not allowed or not kept.blocks:
             half.forget(session, name)
             return
         half.kept(session).pop(name)
@@ -222,23 +227,23 @@ class FinishJob:
         def done(outcome: object, error: Error | None) -> None:
             half.count("hand_offs" if error is None else "hand_offs_failed")
             if error is not None:
-                half.log(f"handing request {name} to {self._finish.peer} failed", error)
+                half.log(f"handing request {name} to {peer!r} failed", error)
             kept.sequence.close()
 
         # The receiver's blocks have the same names: who decodes there finds them.
-        session.when_done(kept.sequence.hand_off_async(self._finish.peer, timeout_ms=_HAND_OFF_MS), done)
+        session.when_done(kept.sequence.hand_off_async(peer, timeout_ms=_HAND_OFF_MS), done)
 
     def fail(self, error: Error) -> None:
         if self._finish.peer:
             self._half.count("hand_offs_failed")
-            self._half.log(f"handing request {self._finish.request} to {self._finish.peer} failed", error)
+            self._half.log(f"handing request {self._finish.request} to {self._finish.peer!r} failed", error)
 
 
 class WorkerHalf:
     """Public methods belong to the worker's thread, but for those that say the link's."""
 
     def __init__(self, facts: Facts, settings: Settings, logger) -> None:
-        self.facts, self._settings, self._logger = facts, settings, logger
+        self.facts, self.settings, self._logger = facts, settings, logger
         self.block_bytes = len(facts.layers) * 2 * facts.block_tokens * facts.heads * facts.head_dim * 2
         self._staging_bytes = max(2 * self.block_bytes, settings.staging_mib * (1 << 20) // 2)
         # Two of them fit, so that one is filled while the other is copied.
@@ -263,7 +268,7 @@ class WorkerHalf:
 
     def register(self, caches: dict[str, torch.Tensor]) -> None:
         """ValueError: they have no layout that is known; then loads fail and stores are dropped."""
-        facts, settings = self.facts, self._settings
+        facts, settings = self.facts, self.settings
         missing = [name for name in facts.layers if name not in caches]
         if missing:
             raise ValueError(f"kv_caches lacks {', '.join(missing)}")
@@ -284,7 +289,7 @@ class WorkerHalf:
 
     def _attach(self, session: Session) -> None:
         """The link's thread: staging of this connection. What the daemon does not accept is an error here."""
-        session.cache((self._settings.tenant, self.facts.rank))
+        session.cache((self.settings.tenant, self.facts.rank))
         session.state["loads"] = self._staging(session)
         self._stores = self._staging(session)
 
