@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import tempfile
 import unittest
 import urllib.request
+from unittest import mock
 
 import kvmanager_testing
 from kvmanager_testing import data_path
@@ -35,6 +37,24 @@ class Packaging(unittest.TestCase):
                 file.write(text.replace("/usr/local/bin/kvmanagerd", program))
             done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
             self.assertEqual((done.returncode, done.stdout + done.stderr), (0, ""))
+
+    def test_says_when_it_can_serve(self) -> None:
+        """As systemd's Type=notify expects it."""
+        with tempfile.TemporaryDirectory(prefix="kvnotify") as folder:
+            for name, address in ((f"{folder}/notify", f"{folder}/notify"), (f"@{folder}", f"\0{folder}")):
+                with self.subTest(name), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+                    supervisor.bind(address)
+                    with mock.patch.dict(os.environ, NOTIFY_SOCKET=name), kvmanager_testing.Daemon() as daemon:
+                        self.assertEqual(supervisor.recv(100), b"READY=1")
+                        path = daemon.listen.removeprefix("unix:")
+                        self.assertTrue(stat.S_ISSOCK(os.stat(path).st_mode))
+
+    def test_serves_where_nobody_wants_to_know(self) -> None:
+        for name in ("", "x", "/nowhere/notify", "@nobody", "/" + 200 * "x"):
+            with self.subTest(name), mock.patch.dict(os.environ, NOTIFY_SOCKET=name):
+                with kvmanager_testing.Daemon(flags=("--http-listen", "127.0.0.1:0")) as daemon:
+                    with urllib.request.urlopen(f"http://{daemon.http}/", timeout=60) as page:
+                        self.assertEqual(page.status, 200)
 
     def test_the_container_s_socket_is_for_its_group(self) -> None:
         with open(data_path("packaging/Containerfile"), encoding="utf-8") as file:

@@ -14,6 +14,7 @@
 #include "kvmanager/memory/device.h"
 #include "kvmanager/server/options.h"
 #include "kvmanager/server/server.h"
+#include "kvmanager/server/supervisor.h"
 #include "transport/ucx/ucx_process.h"
 
 namespace {
@@ -70,6 +71,9 @@ int main(int argc, char** argv) {
   std::printf("kvmanagerd ready listen=%s peer=%s metrics=%s http=%s\n", (*server)->listen_address().c_str(),
               (*server)->peer_address().c_str(), (*server)->metrics_address().c_str(), (*server)->http_address().c_str());
   std::fflush(stdout);
+  if (const absl::Status told = kvmanager::NotifySupervisor("READY=1"); !told.ok()) {
+    spdlog::warn("cannot say that it is ready: {}", std::string(told.message()));
+  }
   (*server)->Run(signal_fd);
   server->reset();
   close(signal_fd);
