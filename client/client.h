@@ -117,6 +117,12 @@ struct ReadResult {
   uint64_t encoded_tokens = 0, raw_tokens = 0;  // that were decoded, and that were copied from raw pages
 };
 
+/// Queries of one token of an earlier step, [query_heads][head_dim] of the cache's dtype.
+struct QueryRow {
+  int layer = 0;
+  absl::Span<const uint8_t> q;
+};
+
 /// A step of all layers whose kernels are this process's: in_process.h makes such calls.
 struct ExtendBatch {
   absl::Span<const StepEntry> entries;
@@ -124,6 +130,7 @@ struct ExtendBatch {
   bool attend = true;
   bool encode_here = true;
   absl::Span<const uint32_t> words;  // [entries] of the non-finite table
+  absl::Span<const QueryRow> queries;
 };
 
 /// api/kvmanager.capnp, ExtendReply.

@@ -263,7 +263,8 @@ absl::StatusOr<Opened> Ask(Connection& connection, int ordinal) {
                                   .name = ToString(info.getName()),
                                   .pool_bytes = info.getPoolBytes(),
                                   .slab_bytes = info.getSlabBytes(),
-                                  .slabs = info.getSlabs()};
+                                  .slabs = info.getSlabs(),
+                                  .samples_queries = info.getSamplesQueries()};
     if (info.getUuid().size() != description.uuid.size()) {
       return absl::InternalError(absl::StrCat("the daemon's name of a GPU has ", info.getUuid().size(),
                                               " bytes, expected ", description.uuid.size()));

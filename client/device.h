@@ -35,6 +35,7 @@ struct DeviceDescription {
   std::string name;
   uint64_t pool_bytes = 0, slab_bytes = 0;
   uint32_t slabs = 0;
+  bool samples_queries = false;  // the daemon wants rows of queries (in_process.h)
 };
 
 class DeviceClient {

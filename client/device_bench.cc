@@ -1,5 +1,6 @@
 // What sharing a GPU with the daemon costs an engine: attention of one layer in the daemon and in the engine's own
 // process, beside an empty call; and steps in the engine's process while pages are encoded, by itself or by the daemon.
+// With --only-sampling: what it costs decode steps that the daemon samples how good encoded pages are.
 //
 //   device_bench --daemon bazel-bin/kvmanager/server/kvmanagerd [--json FILE]
 //
@@ -59,7 +60,7 @@ std::string Text(Beside beside) {
 struct Arguments {
   std::string daemon, json, pool = "24GiB";
   int batch = 16, context = 8192, rounds = 2000, steps = 600, settle_steps = 1000, change_steps = 100, repeats = 3;
-  bool only_steps = false;
+  bool only_steps = false, only_sampling = false;
   std::vector<Beside> beside = {Beside::kEncodeHere, Beside::kEncodeByDaemon};
   double encode_gb_per_s = 10;
   int64_t busy_poll_us = 1000;
@@ -383,6 +384,100 @@ absl::StatusOr<nlohmann::json> Steps(const std::string& address, const Arguments
   return json;
 }
 
+/// Decode steps of an engine whose daemon samples how good encoded pages are and of one whose daemon does not, by
+/// turns: a step of all layers in the engine's process (GPU time, and wall time), and a layer's attention in the
+/// daemon.
+absl::StatusOr<nlohmann::json> Sampling(const Arguments& arguments) {
+  struct Side {
+    std::string sample;
+    std::unique_ptr<BenchDaemon> daemon;
+    std::unique_ptr<Engine> engine;
+    uint64_t ready = 0;
+    std::vector<double> gpu_us, wall_us, daemon_us;
+  };
+  Side sides[2];
+  sides[0].sample = "0", sides[1].sample = "64";
+  for (Side& side : sides) {
+    const std::vector<std::string> flags = {
+        "--device-pool-bytes", arguments.pool, "--host-pool-bytes", "134217728",
+        "--quality-sample",    side.sample,    "--busy-poll-us",    absl::StrCat(arguments.busy_poll_us)};
+    KV_ASSIGN_OR_RETURN(BenchDaemon daemon, BenchDaemon::Start(arguments.daemon, flags));
+    side.daemon = std::make_unique<BenchDaemon>(std::move(daemon));
+    KV_ASSIGN_OR_RETURN(side.engine, Engine::Make(side.daemon->address(), arguments.busy_poll_us, "sampling", kCodec,
+                                                  false, true, kFillTokens));
+    KV_RETURN_IF_ERROR(side.engine->AddSequences(arguments.batch));
+    KV_RETURN_IF_ERROR(side.engine->Fill(arguments.context));
+  }
+  cudaEvent_t first, last;
+  KV_RETURN_IF_ERROR(Cuda(cudaEventCreate(&first), "cudaEventCreate"));
+  KV_RETURN_IF_ERROR(Cuda(cudaEventCreate(&last), "cudaEventCreate"));
+  std::vector<StepEntry> entries(size_t(arguments.batch));
+  const auto own_step = [&](Side& side, uint64_t position, bool keep) -> absl::Status {
+    Engine& engine = *side.engine;
+    for (size_t s = 0; s < entries.size(); ++s) entries[s] = {engine.sequences[s]->id(), position, 1};
+    const double begin = NowUs();
+    KV_RETURN_IF_ERROR(engine.run->Begin(entries, true, true));
+    KV_RETURN_IF_ERROR(Cuda(cudaEventRecord(first, engine.stream), "cudaEventRecord"));
+    for (int layer = 0; layer < kLayers; ++layer) {
+      KV_RETURN_IF_ERROR(engine.run->Append(layer, engine.k.data, engine.v.data));
+      KV_RETURN_IF_ERROR(engine.run->Attend(layer, engine.q.data, engine.out.data, nullptr));
+    }
+    KV_RETURN_IF_ERROR(Cuda(cudaEventRecord(last, engine.stream), "cudaEventRecord"));
+    KV_RETURN_IF_ERROR(engine.run->End());
+    KV_RETURN_IF_ERROR(engine.Wait());
+    float ms = 0;
+    KV_RETURN_IF_ERROR(Cuda(cudaEventElapsedTime(&ms, first, last), "cudaEventElapsedTime"));
+    if (keep) side.wall_us.push_back(NowUs() - begin), side.gpu_us.push_back(double(ms) * 1e3);
+    return absl::OkStatus();
+  };
+  const auto daemon_layer = [&](Side& side, int layer, uint64_t position, bool keep) -> absl::Status {
+    Engine& engine = *side.engine;
+    for (size_t s = 0; s < entries.size(); ++s) entries[s] = {engine.sequences[s]->id(), position, 1};
+    const size_t bytes = size_t(arguments.batch) * kQRowBytes;
+    StepBatch batch;
+    batch.layer = layer;
+    batch.entries = entries;
+    batch.q = {engine.q.data, bytes, engine.q.arena};
+    batch.out = {engine.out.data, bytes, engine.out.arena};
+    batch.q_dtype = DType::kFloat16;
+    batch.ready = ++side.ready;
+    const double begin = NowUs();
+    KV_RETURN_IF_ERROR(engine.device->EnqueueReady(engine.stream, side.ready));
+    KV_ASSIGN_OR_RETURN(const StepResult result, engine.cache->Step(batch));
+    KV_RETURN_IF_ERROR(engine.device->EnqueueWaitDone(engine.stream, result.done));
+    KV_RETURN_IF_ERROR(engine.Wait());
+    if (keep) side.daemon_us.push_back(NowUs() - begin);
+    return absl::OkStatus();
+  };
+  uint64_t position = uint64_t(arguments.context);
+  for (int i = -arguments.settle_steps; i < arguments.steps; ++i, ++position) {
+    for (const int turn : {0, 1}) KV_RETURN_IF_ERROR(own_step(sides[(i & 1) ^ turn], position, i >= 0));
+  }
+  for (int i = -kLayers; i < arguments.rounds; ++i) {
+    for (const int turn : {0, 1}) {
+      KV_RETURN_IF_ERROR(daemon_layer(sides[(i & 1) ^ turn], (i + kLayers) % kLayers, position - 1, i >= 0));
+    }
+  }
+  cudaEventDestroy(first);
+  cudaEventDestroy(last);
+  nlohmann::json json;
+  const auto show = [&](const char* name, std::vector<double> Side::*us) {
+    std::vector<double> more;
+    for (size_t i = 0; i < (sides[0].*us).size(); ++i) more.push_back((sides[1].*us)[i] - (sides[0].*us)[i]);
+    double sum = 0;
+    for (const double x : more) sum += x;
+    std::sort(more.begin(), more.end());
+    json[name] = {{"without", Of(sides[0].*us).Json()},
+                  {"with", Of(sides[1].*us).Json()},
+                  {"more_mean_us", sum / double(more.size())},
+                  {"more_quartiles_us", {more[more.size() / 4], more[more.size() / 2], more[more.size() * 3 / 4]}}};
+  };
+  show("own_step_gpu", &Side::gpu_us);
+  show("own_step_wall", &Side::wall_us);
+  show("daemon_layer_wall", &Side::daemon_us);
+  return json;
+}
+
 int Main(int argc, char** argv) {
   Arguments arguments;
   CLI::App app{"What sharing a GPU with kvmanagerd costs an engine.", "device_bench"};
@@ -401,6 +496,8 @@ int Main(int argc, char** argv) {
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
   app.add_flag("--only-steps", arguments.only_steps, "no attention of one layer");
+  app.add_flag("--only-sampling", arguments.only_sampling,
+               "nothing but what it costs that the daemon compares encoded pages (--quality-sample)");
   app.add_option("--beside", arguments.beside, "what goes on beside steps: own, daemon (which encode), appends")
       ->delimiter(',')
       ->transform(CLI::CheckedTransformer(kBesides));
@@ -411,6 +508,10 @@ int Main(int argc, char** argv) {
   AllowManyStreams();
   nlohmann::json json = {{"batch", arguments.batch}, {"context", arguments.context}};
   const auto work = [&]() -> absl::Status {
+    if (arguments.only_sampling) {
+      KV_ASSIGN_OR_RETURN(json["sampling"], Sampling(arguments));
+      return absl::OkStatus();
+    }
     for (const bool poll : {false, true}) {
       if (arguments.only_steps && !poll) continue;
       std::vector<std::string> flags = {"--device-pool-bytes", arguments.pool, "--host-pool-bytes", "134217728"};

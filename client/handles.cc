@@ -511,8 +511,9 @@ absl::Status ReadWords(absl::string_view field, capnp::Data::Reader data, std::v
 Pending<absl::StatusOr<ExtendOutcome>> CacheImpl::ExtendAsync(const ExtendBatch& batch) {
   using Result = absl::StatusOr<ExtendOutcome>;
   if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
-  const uint64_t bytes =
+  uint64_t bytes =
       kMessageOverheadBytes + batch.entries.size() * kStepEntryBytes + batch.words.size() * sizeof(uint32_t);
+  for (const QueryRow& row : batch.queries) bytes += kStepEntryBytes + row.q.size();
   if (auto fits = CheckMessageBytes("entries", bytes, handle_.connection().message_bytes_max()); !fits.ok()) {
     return Ready<Result>(fits);
   }
@@ -527,6 +528,13 @@ Pending<absl::StatusOr<ExtendOutcome>> CacheImpl::ExtendAsync(const ExtendBatch&
   request.setEncodeHere(batch.encode_here);
   auto words = request.initWords(uint(batch.words.size()));
   for (uint i = 0; i < words.size(); ++i) words.set(i, batch.words[i]);
+  if (!batch.queries.empty()) {
+    auto queries = request.initQueries(uint(batch.queries.size()));
+    for (uint i = 0; i < queries.size(); ++i) {
+      queries[i].setLayer(uint32_t(batch.queries[i].layer));
+      queries[i].setQ(capnp::Data::Reader(batch.queries[i].q.data(), batch.queries[i].q.size()));
+    }
+  }
   return handle_.connection().CallLater<Result>(
       std::move(call),
       [](auto& response) -> Result {

@@ -9,9 +9,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/types/optional.h"
 #include "attention/device_step.h"
+#include "client/query_rows.h"
 #include "codecs/device/device_encoder.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/memory/device_region.h"
+#include "kvmanager/memory/page_copy.h"
+#include "kvmanager/memory/pinned_region.h"
+#include "kvmanager/memory/stream_capture.h"
 
 namespace kvmanager::client {
 namespace {
@@ -31,7 +35,11 @@ uint64_t TablePages(const DeviceDescription& pool, const CacheDescription& cache
 class InProcessImpl final : public InProcess {
  public:
   InProcessImpl(DeviceClient* device, Cache* cache, std::shared_ptr<const Codec> codec, const Options& options)
-      : device_(*device), cache_(*cache), codec_(std::move(codec)), options_(options) {}
+      : device_(*device),
+        cache_(*cache),
+        codec_(std::move(codec)),
+        options_(options),
+        rows_(cache->description().options.layers) {}
   ~InProcessImpl() override {
     // The daemon must not wait for a step that will not end.
     if (state_ != State::kIdle) (void)End();
@@ -46,7 +54,8 @@ class InProcessImpl final : public InProcess {
   }
   absl::Status Attend(int layer, const void* q, void* out, float* lse) override {
     if (state_ != State::kBegun) return NotBegun();
-    return step_->Attend(layer, q, out, lse);
+    KV_RETURN_IF_ERROR(step_->Attend(layer, q, out, lse));
+    return rows_memory_ != nullptr && rows_.IsDue(layer) ? CopyQueryRow(q) : absl::OkStatus();
   }
   absl::Status End() override;
   uint64_t launches() const override { return step_->launches(); }
@@ -78,6 +87,9 @@ class InProcessImpl final : public InProcess {
   void WillNotBeWritten();
   absl::Status Release(absl::Status status);
   absl::Status EncodeFilled();
+  size_t RowBytes() const;
+  absl::Status CopyQueryRow(const void* q);
+  void TakeQueryRows();
 
   DeviceClient& device_;
   Cache& cache_;
@@ -85,12 +97,16 @@ class InProcessImpl final : public InProcess {
   const Options options_;
   std::unique_ptr<DeviceCodec> device_codec_;
   std::unique_ptr<DeviceRegion> region_;  // slabs of the daemon's pool, as they are needed
+  QueryRows rows_;
+  std::unique_ptr<PinnedRegion> rows_memory_;  // [QueryRows::kPlaces] rows; nullptr: none is copied
   std::unique_ptr<DeviceStep> step_;
   std::unique_ptr<DeviceEncoder> encoder_;
   absl::flat_hash_map<uint64_t, uint32_t> places_;  // by sequence
   std::vector<uint32_t> words_;                     // scratch
   std::vector<DeviceStep::Entry> entries_;
   std::vector<DeviceEncodeItem> items_;
+  std::vector<QueryRow> queries_;
+  uint64_t chosen_entries_ = 0;  // so far: the next row is of entry chosen_entries_ % entries
   State state_ = State::kIdle;
   // Of the step under way.
   std::vector<StepEntry> asked_entries_;
@@ -131,7 +147,35 @@ absl::Status InProcessImpl::Init() {
   step.non_finite_words = StreamWords::kNonFiniteWords;
   KV_ASSIGN_OR_RETURN(step_, DeviceStep::Create(step));
   KV_ASSIGN_OR_RETURN(encoder_, DeviceEncoder::Create(device.encode_stream(), 2 * StreamWords::kDeclinedWords));
+  if (pool.samples_queries && !step.identity) {
+    KV_ASSIGN_OR_RETURN(rows_memory_, PinnedRegion::Make(&device, QueryRows::kPlaces * RowBytes()));
+  }
   return absl::OkStatus();
+}
+
+size_t InProcessImpl::RowBytes() const {
+  return size_t(cache_.description().options.query_heads) * codec_->layout().head_dim *
+         DTypeBytes(codec_->layout().dtype);
+}
+
+// Of the last token of one entry, of another each time. A captured copy would be made by every replay.
+absl::Status InProcessImpl::CopyQueryRow(const void* q) {
+  if (IsCapturing(options_.stream)) return absl::OkStatus();
+  const size_t entry = chosen_entries_++ % entries_.size();
+  uint64_t rows = 0;
+  for (size_t i = 0; i <= entry; ++i) rows += uint64_t(entries_[i].tokens);
+  const size_t row_bytes = RowBytes();
+  const PageCopy copy{static_cast<uint8_t*>(const_cast<void*>(q)) + (rows - 1) * row_bytes,
+                      rows_memory_->data() + size_t(rows_.Take()) * row_bytes, uint32_t(row_bytes)};
+  return EnqueuePageCopies(PageDirection::kDemote, {&copy, 1}, options_.stream, PageCopyMethod::kKernel);
+}
+
+void InProcessImpl::TakeQueryRows() {
+  queries_.clear();
+  const size_t row_bytes = RowBytes();
+  for (const QueryRows::Row& row : rows_.Arrived(device_.words().Load(Word::kReleased))) {
+    queries_.push_back({row.layer, {rows_memory_->data() + size_t(row.place) * row_bytes, row_bytes}});
+  }
 }
 
 absl::Status InProcessImpl::EnsureMapped(uint32_t slot) {
@@ -199,6 +243,8 @@ absl::Status InProcessImpl::Ask(absl::Span<const StepEntry> entries, bool append
   batch.attend = attend;
   batch.encode_here = options_.encode_here;
   batch.words = words_;
+  TakeQueryRows();
+  batch.queries = queries_;
   answer_ = cache_.ExtendAsync(batch);
   asked_entries_.assign(entries.begin(), entries.end());
   append_ = append;
@@ -215,6 +261,9 @@ absl::Status InProcessImpl::Start() {
   absl::Status prepared = PrepareStep();
   if (prepared.ok()) {
     state_ = State::kBegun;
+    uint64_t tokens = 0;
+    for (const DeviceStep::Entry& entry : entries_) tokens += uint64_t(entry.tokens);
+    rows_.BeginStep(tokens);
     return prepared;
   }
   WillNotBeWritten();
@@ -260,6 +309,7 @@ absl::Status InProcessImpl::End() {
 }
 
 absl::Status InProcessImpl::Release(absl::Status status) {
+  rows_.EndStep(extended_.epoch);
   status.Update(device_.EnqueueReleased(options_.stream, extended_.epoch));
   return status;
 }

@@ -165,6 +165,13 @@ struct ExtendRequest {
   words @3 :List(UInt32);
   # [entries] which u64 of the words' non-finite table this process's kernels use for the entry's sequence: 0 while all that they
   # appended to it is finite. Else the daemon refuses to publish it.
+  queries @5 :List(QueryRow);
+  # Of earlier steps, at most 8: where the daemon samples how good encoded pages are (DeviceInfo.samplesQueries).
+}
+
+struct QueryRow {
+  layer @0 :UInt32;
+  q @1 :Data;              # of one token, after RoPE: [queryHeads][headDim] of the cache's dtype; ignored if it is not finite
 }
 
 struct ExtendReply {
@@ -289,6 +296,7 @@ struct DeviceInfo {
   poolBytes @3 :UInt64;
   slabBytes @4 :UInt64;
   slabs @5 :UInt32;
+  samplesQueries @6 :Bool; # whether the daemon wants ExtendRequest.queries; else it ignores them
 }
 
 interface DeviceStream {

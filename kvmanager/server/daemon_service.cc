@@ -136,7 +136,7 @@ class DaemonService final : public api::Daemon::Server {
           KV_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceStream> stream, OpenDeviceStream(*session_, *device));
           auto results = context.getResults();
           results.setId(stream->id());
-          WriteDeviceInfo(*device, results.initInfo());
+          WriteDeviceInfo(session_->daemon(), *device, results.initInfo());
           results.setStream(MakeDeviceStreamService(session_, stream));
           return Done();
         },

@@ -11,6 +11,7 @@
 #include "kvmanager/server/device_indexes.h"
 #include "kvmanager/server/device_work.h"
 #include "kvmanager/server/in_process.h"
+#include "kvmanager/server/quality.h"
 #include "kvmanager/server/serve.h"
 
 namespace kvmanager {
@@ -354,6 +355,12 @@ absl::StatusOr<kj::Promise<void>> RunExtend(const std::shared_ptr<Session>& sess
   }
   const uint64_t pages = request.getAppend() ? sealed * config.layers : 0;
   KV_RETURN_IF_ERROR(call->process->CheckRoom(pages, changes));
+  KV_ASSIGN_OR_RETURN(const CheckedQueryRows queries, CheckQueryRows(config, request.getQueries()));
+  if (QualityMonitor* const quality = session->daemon().quality; quality != nullptr && !cache.codec->info().identity) {
+    for (const CheckedQueryRow& row : queries) {
+      quality->NoteRow(cache.id, config.layers, row.layer, config.layout.dtype, /*scale=*/0, row.q);
+    }
+  }
   call->reserved = pages;
   call->process->Reserve(pages);
   call->encode_here = request.getEncodeHere();

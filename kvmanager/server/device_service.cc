@@ -172,7 +172,7 @@ absl::StatusOr<std::shared_ptr<DeviceStream>> OpenDeviceStream(Session& session,
   return device.streams->Open();
 }
 
-void WriteDeviceInfo(const DeviceContext& device, api::DeviceInfo::Builder out) {
+void WriteDeviceInfo(const DaemonContext& daemon, const DeviceContext& device, api::DeviceInfo::Builder out) {
   const DeviceInfo& info = device.device->info();
   out.setOrdinal(device.ordinal);
   out.setUuid(capnp::Data::Reader(info.uuid.data(), info.uuid.size()));
@@ -180,6 +180,7 @@ void WriteDeviceInfo(const DeviceContext& device, api::DeviceInfo::Builder out) 
   out.setPoolBytes(device.pool->capacity_bytes());
   out.setSlabBytes(device.pool->slab_bytes());
   out.setSlabs(device.pool->slabs());
+  out.setSamplesQueries(daemon.quality != nullptr);
 }
 
 api::DeviceStream::Client MakeDeviceStreamService(std::shared_ptr<Session> session,

@@ -35,7 +35,7 @@ class DeviceStream {
  public:
   /// Submissions of one stream that have not passed; each of at most kOperationsMax launches, copies and words.
   static constexpr uint64_t kSubmissionsMax = 96;
-  static constexpr int kOperationsMax = 8;
+  static constexpr int kOperationsMax = 9;
 
   ~DeviceStream();  // closes it
   DeviceStream(const DeviceStream&) = delete;

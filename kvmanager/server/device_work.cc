@@ -3,13 +3,16 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
+#include <bit>
 #include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/memory/page_copy.h"
 #include "kvmanager/server/device_encodes.h"
 #include "kvmanager/server/poll_list.h"
+#include "kvmanager/server/quality.h"
 
 namespace kvmanager {
 namespace {
@@ -184,7 +187,44 @@ absl::StatusOr<uint64_t> DeviceWork::Submission(uint64_t ready, Work work) {
   return done;
 }
 
-absl::Status DeviceWork::Enqueue(Run& run, int layer, absl::Span<const AttendEntry> entries,
+// Now and then a row of queries goes to pinned memory behind its step, and to the quality monitor once the stream has
+// passed that. Nothing waits for it.
+absl::Status DeviceWork::CopyQueryRow(const StepCache& cache, Run& run, int layer,
+                                      absl::Span<const AttendEntry> entries, const void* q) {
+  QualityMonitor* const quality = daemon_.quality;
+  if (quality == nullptr || cache.codec->info().identity) return absl::OkStatus();
+  const CacheConfig& config = *cache.config;
+  const DType dtype = config.layout.dtype;
+  const auto row = quality->ChooseRow(cache.id, config.layers, layer, entries, dtype, /*scale=*/0, /*tokens=*/1);
+  if (!row.has_value()) return absl::OkStatus();
+  const size_t row_bytes = size_t(config.query_heads) * config.layout.head_dim * DTypeBytes(dtype);
+  const DeviceContext& device = stream_->context();
+  if (run.rows == nullptr) {
+    // Freed when no stream has work, whoever has it last.
+    std::shared_ptr<QueryRows> made(new QueryRows, [streams = device.streams](QueryRows* gone) {
+      streams->Retire(std::shared_ptr<const QueryRows>(gone));
+    });
+    KV_ASSIGN_OR_RETURN(made->memory, PinnedRegion::Make(device.device, kQueryRowsMax * row_bytes));
+    run.rows = std::move(made);
+  }
+  const uint32_t place = static_cast<uint32_t>(std::countr_one(run.rows->taken));
+  if (place >= kQueryRowsMax) return absl::OkStatus();
+  uint8_t* const to = run.rows->memory->data() + place * row_bytes;
+  const PageCopy copy{static_cast<uint8_t*>(const_cast<void*>(q)) + *row * row_bytes, to,
+                      static_cast<uint32_t>(row_bytes)};
+  KV_RETURN_IF_ERROR(EnqueuePageCopies(PageDirection::kDemote, {&copy, 1}, stream_->stream(), PageCopyMethod::kKernel));
+  run.rows->taken |= 1u << place;
+  daemon_.polls->Add([stream = stream_, submission = stream_->submitted() + 1, rows = run.rows, place, to, row_bytes,
+                      quality, id = cache.id, layers = config.layers, layer, dtype] {
+    if (stream->passed() < submission) return false;
+    quality->NoteRow(id, layers, layer, dtype, /*scale=*/0, {to, row_bytes});
+    rows->taken &= ~(1u << place);
+    return true;
+  });
+  return absl::OkStatus();
+}
+
+absl::Status DeviceWork::Enqueue(const StepCache& cache, Run& run, int layer, absl::Span<const AttendEntry> entries,
                                  absl::Span<const EntryReading> readings, const DeviceTensors& tensors) {
   entries_.clear();
   for (size_t i = 0; i < entries.size(); ++i) {
@@ -198,7 +238,14 @@ absl::Status DeviceWork::Enqueue(Run& run, int layer, absl::Span<const AttendEnt
   const bool append = tensors.k != nullptr, attend = tensors.q != nullptr;
   KV_RETURN_IF_ERROR(run.step->Prepare(layer, 1, entries_, append, attend));
   if (append) KV_RETURN_IF_ERROR(run.step->Append(layer, tensors.k, tensors.v));
-  if (attend) KV_RETURN_IF_ERROR(run.step->Attend(layer, tensors.q, tensors.out, tensors.lse));
+  if (attend) {
+    KV_RETURN_IF_ERROR(run.step->Attend(layer, tensors.q, tensors.out, tensors.lse));
+    // A step whose output is there is none that failed.
+    if (absl::Status copied = CopyQueryRow(cache, run, layer, entries, tensors.q); !copied.ok()) {
+      spdlog::warn("queries of a step on GPU {} could not be copied: {}", stream_->context().ordinal,
+                   std::string(copied.message()));
+    }
+  }
   return absl::OkStatus();
 }
 
@@ -207,7 +254,7 @@ absl::StatusOr<uint64_t> DeviceWork::Submit(const StepCache& cache, int layer, a
                                             AttentionCounts* counts) {
   const auto submitted = Submission(tensors.ready, [&]() -> absl::Status {
     KV_ASSIGN_OR_RETURN(Run* const run, RunOf(cache));
-    KV_RETURN_IF_ERROR(Enqueue(*run, layer, entries, readings, tensors));
+    KV_RETURN_IF_ERROR(Enqueue(cache, *run, layer, entries, readings, tensors));
     if (tensors.q != nullptr) {
       const DeviceStep::Counts read = run->step->counts();
       *counts = {read.encoded_pairs, read.raw_pairs};

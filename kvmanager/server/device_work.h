@@ -94,6 +94,13 @@ class DeviceWork {
   void WhenRun(absl::AnyInvocable<void()> fn);
 
  private:
+  /// Rows of queries on their way to the quality monitor; shared by the run and by those who wait for one.
+  struct QueryRows {
+    std::unique_ptr<PinnedRegion> memory;  // [kQueryRowsMax] rows
+    uint32_t taken = 0;                    // bits
+  };
+  static constexpr uint32_t kQueryRowsMax = 16;  // of a cache; what comes meanwhile is not copied
+
   /// One cache.
   struct Run {
     std::shared_ptr<const DeviceCodec> codec;  // outlives the step, as the next does
@@ -104,15 +111,18 @@ class DeviceWork {
       uint64_t since = 0;  // the submission that clears its non-finite word
     };
     absl::flat_hash_map<SequenceId, Place> places;
-    uint32_t first_word = 0;  // of its places, in the stream's non-finite table
+    uint32_t first_word = 0;          // of its places, in the stream's non-finite table
+    std::shared_ptr<QueryRows> rows;  // nullptr before the first
   };
 
   DeviceWork(DaemonContext* daemon, std::shared_ptr<DeviceStream> stream)
       : daemon_(*daemon), stream_(std::move(stream)) {}
   absl::StatusOr<Run*> RunOf(const StepCache& cache);
   void DropRunsOfClosedCaches();
-  absl::Status Enqueue(Run& run, int layer, absl::Span<const AttendEntry> entries,
+  absl::Status Enqueue(const StepCache& cache, Run& run, int layer, absl::Span<const AttendEntry> entries,
                        absl::Span<const EntryReading> readings, const DeviceTensors& tensors);
+  absl::Status CopyQueryRow(const StepCache& cache, Run& run, int layer, absl::Span<const AttendEntry> entries,
+                            const void* q);
   absl::StatusOr<uint32_t> PlaceOf(Run& run, SequenceId sequence);
   absl::Status Describe(Run& run, SequenceId sequence, int layer, uint32_t place);
   template <typename Work>

@@ -21,6 +21,7 @@ constexpr size_t kBlockNamesMax = 65536;       // of one prefix or publish
 constexpr size_t kStepEntriesMax = 4096;
 constexpr uint64_t kStepTokensMax = 1 << 18;  // of all entries together
 constexpr uint64_t kPositionMax = uint64_t{1} << 40;
+constexpr size_t kQueryRowsMax = 8;        // of one extend
 constexpr uint64_t kTensorAlign = 64;      // of an offset in an arena
 constexpr size_t kBlobBytesMax = 1 << 20;  // of an engine's blob in a hand-off
 constexpr size_t kPeerTextBytesMax = 300;  // of one address

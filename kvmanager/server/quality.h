@@ -1,14 +1,17 @@
-// What encoding costs in accuracy, measured while the daemon serves: of each layer of a cache in host memory, one
-// encoded page in so many is attended to with recent queries in both forms, before its raw form goes
-// (codecs/page_error.h).
+// What encoding costs in accuracy, measured while the daemon serves: of each layer of a cache, one encoded page in so
+// many is attended to with recent queries in both forms, before its raw form goes (codecs/page_error.h). Pages of a GPU
+// are copied to the host for that, and their raw form goes once they were.
 //
 // Owned by the Server; the loop's thread alone, but for the comparison itself, which runs as an encode task: behind
-// attention. A step costs it a count, and once in kTokensPerRow query tokens of a layer the copy of one row. Memory is
-// bounded by kQueryBytesMax and by kComparisonsMax pages whose raw form stays a little longer.
+// attention. A step costs it a count, and once in kTokensPerRow query tokens of a layer the copy of one row; on a GPU
+// once in as many steps, or at the rate of the engine whose kernels attend (NoteRow). Memory is bounded by
+// kQueryBytesMax and by kComparisonsMax pages whose raw form stays a little longer.
 #pragma once
 
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -16,6 +19,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/types/span.h"
 #include "kvmanager/server/aligned_buffer.h"
+#include "kvmanager/server/device_reader.h"
 #include "kvmanager/store/page_store.h"
 #include "monitoring/metrics.h"
 
@@ -24,7 +28,7 @@ namespace kvmanager {
 class QualityMonitor final : public PageSampler {
  public:
   static constexpr int kRows = 4;           // query tokens that a page is compared with, all heads of each
-  static constexpr int kTokensPerRow = 16;  // query tokens of a layer, in all sequences, between two copies
+  static constexpr int kTokensPerRow = 16;  // query tokens of a layer (ChooseRow's), in all sequences, between copies
   static constexpr uint64_t kQueryBytesMax = 64 << 20;
   static constexpr size_t kCachesMax = 64;    // whose queries are kept
   static constexpr int kComparisonsMax = 16;  // under way; pages that come meanwhile are not sampled
@@ -35,6 +39,16 @@ class QualityMonitor final : public PageSampler {
   QualityMonitor(EncodeExecutor* executor, Metrics* metrics, uint32_t sample_pages);
   QualityMonitor(const QualityMonitor&) = delete;
   QualityMonitor& operator=(const QualityMonitor&) = delete;
+
+  /// Of pages of this GPU: who copies them. None are sampled of one that has none. It outlives this.
+  void SetReader(int device, DeviceReader* reader) { readers_[device] = reader; }
+
+  /// Counts a layer's step as so many query tokens, and says which row of its queries should be noted, if one should:
+  /// by NoteRow, soon or never. dtype, scale: as NoteQueries'.
+  std::optional<uint64_t> ChooseRow(CacheId cache, int layers, int layer, absl::Span<const AttendEntry> entries,
+                                    DType dtype, float scale, uint64_t tokens);
+  /// One row of queries, [query_heads][head_dim]. One that is not finite is left out.
+  void NoteRow(CacheId cache, int layers, int layer, DType dtype, float scale, absl::Span<const uint8_t> row);
 
   /// Queries of one layer's step, [tokens of all entries][query_heads][head_dim] of q_dtype; scale as StepRequest's.
   /// Another process may write to q meanwhile: what is copied is then of some mixture.
@@ -52,8 +66,9 @@ class QualityMonitor final : public PageSampler {
     DType dtype = DType::kFloat32;
     float scale = 0;
     int count = 0;        // rows that are there
-    uint64_t copies = 0;  // so far: the next goes to copies % kRows, of entry copies % entries
-    uint64_t tokens = 0;  // of queries since the last copy
+    uint64_t copies = 0;  // so far: the next goes to copies % kRows
+    uint64_t chosen = 0;  // so far: the next is of entry chosen % entries
+    uint64_t tokens = 0;  // of queries since the last was chosen
     uint64_t pages = 0;   // asked about
   };
   struct Cache {
@@ -61,16 +76,21 @@ class QualityMonitor final : public PageSampler {
     uint64_t bytes = 0;
     uint64_t last_use = 0;
   };
+  struct Comparison;
   using Caches = absl::flat_hash_map<CacheId, Cache>;
+  Layer& LayerOf(CacheId cache, int layers, int layer, DType dtype, float scale);
   Caches::iterator Oldest(CacheId but);
   void Forget(Caches::iterator cache);
   bool MakeRoom(CacheId cache, uint64_t bytes);  // false: there is none
+  /// done: nullptr where both forms may go already.
+  void Run(std::shared_ptr<Comparison> comparison, absl::AnyInvocable<void()> done);
   prometheus::Histogram& SeriesOf(const PageSample& page);
 
   EncodeExecutor* const executor_;
   Metrics* const metrics_;
   const uint32_t sample_pages_;
-  Caches caches_;  // at most kCachesMax; the least recently used goes when room is needed
+  std::map<int, DeviceReader*> readers_;  // by device
+  Caches caches_;                         // at most kCachesMax; the least recently used goes when room is needed
   uint64_t uses_ = 0;
   uint64_t query_bytes_ = 0;
   int comparisons_ = 0;

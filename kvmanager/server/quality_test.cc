@@ -2,9 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -51,6 +53,47 @@ class HeldExecutor final : public EncodeExecutor {
   std::deque<Held> held_;
 };
 
+// Copies when told to.
+class HeldReader final : public DeviceReader {
+ public:
+  bool Read(absl::Span<const absl::Span<const uint8_t>> ranges, Then then) override {
+    if (full) return false;
+    std::vector<uint64_t> at;
+    uint64_t bytes = 0;
+    for (const auto& range : ranges) {
+      EXPECT_EQ(reinterpret_cast<uintptr_t>(range.data()) % kAlign, 0u);
+      EXPECT_EQ(range.size() % 16, 0u);
+      at.push_back(bytes);
+      bytes += Aligned(range.size());
+    }
+    held_.push_back({{ranges.begin(), ranges.end()}, at, bytes, std::move(then)});
+    return true;
+  }
+  void Finish(bool copied) {
+    Held held = std::move(held_.front());
+    held_.pop_front();
+    if (!copied) return held.then(nullptr);
+    auto staged = std::make_shared<AlignedBuffer>(held.bytes);
+    for (size_t i = 0; i < held.ranges.size(); ++i) {
+      std::memcpy(staged->data() + held.at[i], held.ranges[i].data(), held.ranges[i].size());
+    }
+    ++given;
+    held.then(std::shared_ptr<const uint8_t>(staged->data(), [this, staged](const uint8_t*) { --given; }));
+  }
+  size_t held() const { return held_.size(); }
+  bool full = false;
+  int given = 0;  // copies that somebody has
+
+ private:
+  struct Held {
+    std::vector<absl::Span<const uint8_t>> ranges;
+    std::vector<uint64_t> at;
+    uint64_t bytes;
+    Then then;
+  };
+  std::deque<Held> held_;
+};
+
 class QualityTest : public ::testing::Test {
  protected:
   QualityTest() : raw_(kLayout.raw_bytes()) {
@@ -84,6 +127,11 @@ class QualityTest : public ::testing::Test {
   }
   PageSample Sample(CacheId cache, uint32_t layer, uint8_t digest = 0xab) const {
     return {cache, Digest(digest), layer, codec_, raw_.data(), encoded_.data()};
+  }
+  PageSample OnDevice(CacheId cache, uint32_t layer, int device = 0) const {
+    PageSample sample = Sample(cache, layer);
+    sample.device = device;
+    return sample;
   }
   // A step of `tokens` tokens each, whose first is query row `row` of q_.
   void Note(QualityMonitor& monitor, CacheId cache, int layer, int row, const std::vector<int>& tokens,
@@ -214,6 +262,106 @@ TEST_F(QualityTest, QueriesTakeBoundedMemory) {
   EXPECT_LE(monitor.query_bytes(), QualityMonitor::kCachesMax * QualityMonitor::kRows * kRow * sizeof(float));
   EXPECT_FALSE(monitor.Wants(10, 0));
   EXPECT_TRUE(monitor.Wants(9 + 2 * QualityMonitor::kCachesMax, 0));
+}
+
+TEST_F(QualityTest, PagesOfAGpuAreCopiedAndThenMayGo) {
+  HeldReader reader;
+  {
+    QualityMonitor monitor(&executor_, &metrics_, 1);
+    monitor.SetReader(0, &reader);
+    Note(monitor, 1, 0, 5, {1});
+    int done = 0;
+    ASSERT_TRUE(monitor.Wants(1, 0));
+    monitor.Compare(OnDevice(1, 0), [&done] { ++done; });
+    EXPECT_EQ(done, 0);
+    EXPECT_EQ(executor_.held(), 0u);
+    reader.Finish(true);
+    EXPECT_EQ(done, 1) << "both forms may go before they are compared";
+    const AlignedBuffer kept(raw_.size());
+    std::memcpy(kept.data(), raw_.data(), raw_.size());
+    std::memset(raw_.data(), 0, raw_.size());
+    executor_.RunAll();
+    std::memcpy(raw_.data(), kept.data(), raw_.size());
+    EXPECT_EQ(reader.given, 0);
+    const std::string labels = Labels("ab0000000000", "0");
+    EXPECT_EQ(Series("count", labels), 1);
+    EXPECT_NEAR(Series("sum", labels), ErrorOf({5}), 1e-6);
+    // Nothing is compared where the GPU failed, there is no room, or nobody who copies; what is not comes in no count.
+    for (const int what : {0, 1, 2}) {
+      ASSERT_TRUE(monitor.Wants(1, 0));
+      reader.full = what == 1;
+      monitor.Compare(OnDevice(1, 0, what == 2 ? 3 : 0), [&done] { ++done; });
+      if (what == 0) reader.Finish(false);
+      EXPECT_EQ(done, 2 + what);
+    }
+    reader.full = false;
+    EXPECT_EQ(executor_.held(), 0u);
+    // Those on their way count as comparisons.
+    for (int i = 0; i < QualityMonitor::kComparisonsMax; ++i) {
+      ASSERT_TRUE(monitor.Wants(1, 0));
+      monitor.Compare(OnDevice(1, 0), [&done] { ++done; });
+    }
+    EXPECT_FALSE(monitor.Wants(1, 0));
+    reader.Finish(false);
+    EXPECT_TRUE(monitor.Wants(1, 0));
+    while (reader.held() > 0) reader.Finish(true);
+    executor_.RunAll();
+    EXPECT_EQ(Series("count", labels), QualityMonitor::kComparisonsMax);
+  }
+  EXPECT_EQ(reader.given, 0);
+}
+
+// An engine that maps a GPU's pages can write anything there.
+TEST_F(QualityTest, WhatAHostileEngineWroteIsNotComputedOn) {
+  HeldReader reader;
+  QualityMonitor monitor(&executor_, &metrics_, 1);
+  monitor.SetReader(0, &reader);
+  Note(monitor, 1, 0, 5, {1});
+  const auto compare = [&] {
+    ASSERT_TRUE(monitor.Wants(1, 0));
+    monitor.Compare(OnDevice(1, 0), [] {});
+    reader.Finish(true);
+    executor_.RunAll();
+  };
+  std::mt19937 random(7);
+  for (int i = 0; i < 50; ++i) {
+    for (AlignedBuffer* page : {&raw_, &encoded_}) {
+      for (size_t n = 0; n < page->size(); ++n) page->data()[n] = static_cast<uint8_t>(random());
+    }
+    ASSERT_NO_FATAL_FAILURE(compare());
+  }
+  std::memset(encoded_.data(), 0xff, encoded_.size());
+  EXPECT_FALSE(codec_->Validate(0, encoded_.span()).ok());
+  ASSERT_NO_FATAL_FAILURE(compare());
+  EXPECT_EQ(Series("count", Labels("ab0000000000", "0")), -1);
+}
+
+TEST_F(QualityTest, RowsThatAreCopiedElsewhere) {
+  QualityMonitor monitor(&executor_, &metrics_, 1);
+  const AttendEntry entries[] = {{1, 0, 3}, {2, 0, 1}};
+  const auto choose = [&](int layer) { return monitor.ChooseRow(1, 2, layer, entries, DType::kFloat32, 0, 1); };
+  const auto note = [&](int layer, const float* row, size_t values = kRow) {
+    monitor.NoteRow(1, 2, layer, DType::kFloat32, 0, {reinterpret_cast<const uint8_t*>(row), values * sizeof(float)});
+  };
+  // The first four at once, however long they take; then one in so many steps.
+  for (int row = 0; row < QualityMonitor::kRows; ++row) EXPECT_EQ(choose(1), row % 2 == 0 ? 2u : 3u);
+  for (int turn = 0; turn < 2; ++turn) {
+    for (int step = 1; step < QualityMonitor::kTokensPerRow; ++step) ASSERT_EQ(choose(1), std::nullopt);
+    EXPECT_EQ(choose(1), turn == 0 ? 2u : 3u);
+  }
+  EXPECT_FALSE(monitor.Wants(1, 1)) << "none has come";
+  // One that is not finite is none, of a kind that nobody chose is one.
+  std::vector<float> bad(q_.begin(), q_.begin() + kRow);
+  bad[kRow - 1] = INFINITY;
+  note(1, bad.data());
+  EXPECT_FALSE(monitor.Wants(1, 1));
+  note(1, q_.data() + 8 * kRow);
+  note(0, q_.data());
+  ASSERT_TRUE(monitor.Wants(1, 0));
+  ASSERT_TRUE(monitor.Wants(1, 1));
+  monitor.Compare(Sample(1, 1), [] {});
+  executor_.RunAll();
+  EXPECT_NEAR(Series("sum", Labels("ab0000000000", "1")), ErrorOf({8}), 1e-6);
 }
 
 // While workers compare, steps bring new queries.

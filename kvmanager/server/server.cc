@@ -27,6 +27,7 @@
 #include "kvmanager/server/device_encodes.h"
 #include "kvmanager/server/device_indexes.h"
 #include "kvmanager/server/device_mover.h"
+#include "kvmanager/server/device_reads.h"
 #include "kvmanager/server/device_sends.h"
 #include "kvmanager/server/device_stream.h"
 #include "kvmanager/server/encode_executor.h"
@@ -78,6 +79,7 @@ struct DeviceParts {
   std::unique_ptr<DeviceMover> mover;
   std::unique_ptr<DeviceSends> sends;
   std::unique_ptr<CudaRecomputeDevice> recompute;  // nullptr: the CPU projects
+  std::unique_ptr<DeviceReads> reads;  // nullptr: no page is sampled
   DeviceContext context;
 };
 
@@ -140,6 +142,7 @@ class ServerImpl final : public Server {
     store_ = PageStore::Create(pool_.get(), &registry_, executor_.get(), &store_metrics_, &clock_, devices);
     if (options_.quality_sample > 0) {
       quality_ = std::make_unique<QualityMonitor>(executor_.get(), &metrics_, uint32_t(options_.quality_sample));
+      for (const auto& parts : devices_) quality_->SetReader(parts->context.ordinal, parts->reads.get());
       store_->SetSampler(quality_.get());
     }
     Recomputer::Gpus gpus;
@@ -320,6 +323,9 @@ class ServerImpl final : public Server {
       KV_ASSIGN_OR_RETURN(parts->mover, DeviceMover::Create(parts->device.get(), &polls_));
       KV_ASSIGN_OR_RETURN(parts->sends, DeviceSends::Create(parts->device.get(), parts->pool.get(), &polls_));
       parts->context.sends = parts->sends.get();
+      if (options_.quality_sample > 0) {
+        KV_ASSIGN_OR_RETURN(parts->reads, DeviceReads::Create(parts->device.get(), &polls_));
+      }
       KV_ASSIGN_OR_RETURN(parts->streams, DeviceStreams::Create(parts->context));
       parts->context.streams = parts->streams.get();
       KV_ASSIGN_OR_RETURN(parts->indexes, DeviceIndexes::Create(parts->context, &polls_));
@@ -406,7 +412,8 @@ class ServerImpl final : public Server {
   void EndStreams() {
     for (const auto& parts : devices_) {
       if (parts->streams->Drain(kStreamsEndMs) && parts->mover->Drain(kStreamsEndMs) &&
-          parts->sends->Drain(kStreamsEndMs) && parts->indexes->Drain(kStreamsEndMs)) {
+          parts->sends->Drain(kStreamsEndMs) && parts->indexes->Drain(kStreamsEndMs) &&
+          (parts->reads == nullptr || parts->reads->Drain(kStreamsEndMs))) {
         continue;
       }
       spdlog::error("GPU {} still works for connections that ended: its memory goes with the process",

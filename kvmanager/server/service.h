@@ -18,7 +18,7 @@ api::Daemon::Client MakeDaemonService(std::shared_ptr<Session> session);
 absl::StatusOr<const DeviceContext*> FindDevice(const Session& session, int ordinal);
 /// A stream for this connection, which has none on that GPU. Errors: FAILED_PRECONDITION, RESOURCE_EXHAUSTED.
 absl::StatusOr<std::shared_ptr<DeviceStream>> OpenDeviceStream(Session& session, const DeviceContext& device);
-void WriteDeviceInfo(const DeviceContext& device, api::DeviceInfo::Builder out);
+void WriteDeviceInfo(const DaemonContext& daemon, const DeviceContext& device, api::DeviceInfo::Builder out);
 /// The lease of a stream: dropping the capability closes it.
 api::DeviceStream::Client MakeDeviceStreamService(std::shared_ptr<Session> session,
                                                   std::shared_ptr<DeviceStream> stream);

@@ -62,6 +62,27 @@ absl::Status CheckOnDevice(const CheckedStep& step, const CacheConfig& config) {
 
 }  // namespace
 
+absl::StatusOr<CheckedQueryRows> CheckQueryRows(const CacheConfig& config, capnp::List<api::QueryRow>::Reader in) {
+  if (in.size() > limits::kQueryRowsMax) {
+    return InvalidField("queries", absl::StrCat(in.size(), " long"), absl::StrCat("at most ", limits::kQueryRowsMax));
+  }
+  const size_t row_bytes = size_t(config.query_heads) * config.layout.head_dim * DTypeBytes(config.layout.dtype);
+  CheckedQueryRows rows;
+  for (uint32_t i = 0; i < in.size(); ++i) {
+    const uint32_t layer = in[i].getLayer();
+    const capnp::Data::Reader q = in[i].getQ();
+    if (layer >= static_cast<uint32_t>(config.layers)) {
+      return InvalidField(absl::StrCat("queries[", i, "].layer"), layer, absl::StrCat("below ", config.layers));
+    }
+    if (q.size() != row_bytes) {
+      return InvalidField(absl::StrCat("queries[", i, "].q"), absl::StrCat(q.size(), " bytes long"),
+                          absl::StrCat(row_bytes, " bytes long, as the cache's shape says"));
+    }
+    rows.push_back({static_cast<int>(layer), {q.begin(), q.size()}});
+  }
+  return rows;
+}
+
 absl::StatusOr<StepTensor> CheckTensor(absl::string_view field, api::Tensor::Reader in, uint64_t want,
                                        absl::FunctionRef<absl::Span<uint8_t>(uint32_t)> arena) {
   StepTensor tensor;

@@ -10,6 +10,7 @@
 #include "absl/types/span.h"
 #include "kvmanager/api/kvmanager.capnp.h"
 #include "kvmanager/base/page_layout.h"
+#include "kvmanager/server/limits.h"
 #include "kvmanager/store/cache_config.h"
 #include "kvmanager/store/page_store.h"
 
@@ -48,6 +49,16 @@ struct CheckedRead {
   uint64_t bytes = 0;   // of K, and of V
   StepTensor k, v;      // arena ranges, or none: inline
 };
+
+/// A row of queries for the quality monitor; it points into the request's message.
+struct CheckedQueryRow {
+  int layer = 0;
+  absl::Span<const uint8_t> q;
+};
+using CheckedQueryRows = absl::InlinedVector<CheckedQueryRow, limits::kQueryRowsMax>;
+
+/// Of an ExtendRequest; that they are finite is not looked at. Errors: INVALID_ARGUMENT.
+absl::StatusOr<CheckedQueryRows> CheckQueryRows(const CacheConfig& config, capnp::List<api::QueryRow>::Reader in);
 
 /// A tensor of `want` bytes, or none. Errors: INVALID_ARGUMENT and NOT_FOUND naming `field`.
 absl::StatusOr<StepTensor> CheckTensor(absl::string_view field, api::Tensor::Reader in, uint64_t want,

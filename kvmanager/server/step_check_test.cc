@@ -347,5 +347,42 @@ TEST_F(StepCheckTest, ReadsSayWhereTheirRowsGo) {
   EXPECT_EQ(field(), "layer");
 }
 
+TEST_F(StepCheckTest, QueryRowsAreOfTheCachesShape) {
+  const size_t row = size_t{kQueryHeads} * kHeadDim * 2;
+  capnp::MallocMessageBuilder message;
+  auto request = message.initRoot<api::ExtendRequest>();
+  const auto check = [&] { return CheckQueryRows(config_, request.asReader().getQueries()); };
+  const auto field = [&]() -> std::string {
+    const auto rows = check();
+    return rows.ok() ? "" : DetailOf(rows.status()).field;
+  };
+  EXPECT_TRUE(check().ok());
+  EXPECT_TRUE(check()->empty());
+  auto queries = request.initQueries(limits::kQueryRowsMax);
+  for (uint32_t i = 0; i < queries.size(); ++i) {
+    queries[i].setLayer(i % kLayers);
+    queries[i].initQ(row)[7] = static_cast<kj::byte>(i);
+  }
+  const auto rows = check();
+  ASSERT_TRUE(rows.ok()) << rows.status();
+  ASSERT_EQ(rows->size(), limits::kQueryRowsMax);
+  for (uint32_t i = 0; i < rows->size(); ++i) {
+    EXPECT_EQ((*rows)[i].layer, static_cast<int>(i % kLayers));
+    EXPECT_EQ((*rows)[i].q.size(), row);
+    EXPECT_EQ((*rows)[i].q[7], i);
+  }
+  queries[3].setLayer(kLayers);
+  EXPECT_EQ(field(), "queries[3].layer");
+  queries[3].setLayer(UINT32_MAX);
+  EXPECT_EQ(field(), "queries[3].layer");
+  queries[3].setLayer(0);
+  for (const size_t bytes : {size_t{0}, row - 1, row + 1, 2 * row}) {
+    queries[5].initQ(static_cast<uint32_t>(bytes));
+    EXPECT_EQ(field(), "queries[5].q") << bytes;
+  }
+  request.initQueries(limits::kQueryRowsMax + 1);
+  EXPECT_EQ(field(), "queries");
+}
+
 }  // namespace
 }  // namespace kvmanager

@@ -82,11 +82,12 @@ struct PageSample {
   CacheDigest digest;  // the cache's
   uint32_t layer = 0;
   std::shared_ptr<const Codec> codec;  // shared: it outlives the cache's closing
-  const uint8_t* raw = nullptr;
+  const uint8_t* raw = nullptr;        // of a cache on a GPU there, where its engine may write over both forms
   const uint8_t* encoded = nullptr;
+  int device = CacheConfig::kHost;  // as CacheConfig::device
 };
 
-/// Looks at both forms of some pages of host memory before their raw form goes. The store's thread.
+/// Looks at both forms of some pages before their raw form goes. The store's thread.
 class PageSampler {
  public:
   virtual ~PageSampler() = default;

@@ -82,10 +82,7 @@ void PageStoreImpl::OnEncoded(const std::vector<PageRef>& pages, absl::Span<cons
     kept.encoded = after.encoded;
     after.checksum = ChecksumOf(*block->cache, ref.layer, kept);
     Apply(ref, declined ? PageEvent::kDeclined : PageEvent::kEncoded, after);
-    if (!declined && sampler_ != nullptr && !block->cache->on_device() &&
-        sampler_->Wants(block->cache->id, ref.layer)) {
-      Sample(ref);
-    }
+    if (!declined && sampler_ != nullptr && sampler_->Wants(block->cache->id, ref.layer)) Sample(ref);
     ReleaseRawIfUnused(ref);
     MakeEvictableIfUnused(block);
   }
@@ -100,6 +97,7 @@ void PageStoreImpl::Sample(const PageRef& ref) {
   Pin(ref);
   ++cache->leases;
   PageSample sample{cache->id, cache->digest, ref.layer, cache->codec};
+  sample.device = cache->config.device;
   sample.raw = Data(*cache, page.raw);
   sample.encoded = Data(*cache, page.encoded);
   sampler_->Compare(sample, [this, alive = alive(), cache, ref] {

@@ -16,6 +16,7 @@ using testing::MakeEncodedPage;
 using testing::MakeRawPage;
 using testing::MakeText;
 using testing::PageStoreTest;
+using testing::TestDevice;
 using testing::Text;
 
 class Sampler final : public PageSampler {
@@ -102,6 +103,39 @@ TEST_F(SampleTest, TheSequenceAndItsCacheMayGo) {
   EXPECT_EQ(store().PurgeAll(), 0u);
   sampler_.FinishAll();
   EXPECT_EQ(store().PurgeAll(), 2u);
+}
+
+TEST_F(SampleTest, PagesOfAGpuStayThere) {
+  device_bytes_ = 16 << 20;
+  store().SetSampler(&sampler_);
+  CacheConfig config = MakeConfig("fake", 0);
+  config.device = TestDevice::kOrdinal;
+  const CacheId cache = test().Open(config);
+  const SequenceId sequence = Create(cache);
+  const AppendEntry entry{sequence, 0, 2 * kPage};
+  ASSERT_TRUE(store().Extend(cache, 0, config.layers, {&entry, 1}).ok());
+  test().device.executor.FinishAll();
+  ASSERT_EQ(sampler_.pages.size(), 2u);
+  const auto in_pool = [&](const uint8_t* byte) {
+    bool found = false;
+    for (uint32_t i = 0; i < test().device.pool->slabs(); ++i) {
+      const absl::Span<uint8_t> slab = test().device.pool->SlabData(i);
+      found |= byte >= slab.data() && byte < slab.data() + slab.size();
+    }
+    return found;
+  };
+  for (const PageSample& sample : sampler_.pages) {
+    EXPECT_EQ(sample.device, TestDevice::kOrdinal);
+    EXPECT_TRUE(in_pool(sample.raw) && in_pool(sample.encoded));
+  }
+  store().Drop(sequence);
+  store().CheckInvariants();
+  const uint64_t used = test().device.pool->used_bytes();
+  EXPECT_GT(used, 0u);
+  sampler_.FinishAll();
+  store().CheckInvariants();
+  store().CollectReleased();
+  EXPECT_EQ(test().device.pool->used_bytes(), 0u) << "no plan is open";
 }
 
 TEST_F(SampleTest, ItMayBeDoneAtOnceOrNever) {
