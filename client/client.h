@@ -106,7 +106,8 @@ struct StepResult {
 /// K and V of tokens of one layer, as dense rows: what an engine with KV pages of its own loads them from. Waits, as a
 /// step does, for pages that are still to be encoded or to arrive. A page that is raw for its sequence (within the lag,
 /// or declined) gives the bytes that were appended, another what its codec decodes: what a prefix hit gives is decoded.
-/// Of caches in host memory; of a daemon that has the feature "read" (else UNIMPLEMENTED).
+/// Of a cache on a GPU, behind what this client appended: the arenas are of host memory. Of a daemon that has the
+/// feature "read" (else UNIMPLEMENTED).
 struct ReadBatch {
   int layer = 0;
   absl::Span<const StepEntry> entries;  // tokens that are there: position + tokens <= the layer's tokens
@@ -389,9 +390,9 @@ class Cache {
 
   absl::StatusOr<StepResult> Step(const StepBatch& batch) { return StepAsync(batch).Wait(); }
   virtual Pending<absl::StatusOr<StepResult>> StepAsync(const StepBatch& batch) = 0;
-  /// Errors: INVALID_ARGUMENT, NOT_FOUND (sequence), FAILED_PRECONDITION (a cache on a GPU), RESOURCE_EXHAUSTED,
-  /// UNAVAILABLE (the hand-off by which it was arriving ended early); DATA_LOSS: the codec could not decode a page, and
-  /// what k and v hold is of no use.
+  /// Errors: INVALID_ARGUMENT (also of a GPU's sequence to which a NaN or an infinity was appended), NOT_FOUND
+  /// (sequence), RESOURCE_EXHAUSTED, UNAVAILABLE (the hand-off by which it was arriving ended early; the GPU has
+  /// failed); DATA_LOSS: the codec could not decode a page, and what k and v hold is of no use.
   absl::StatusOr<ReadResult> Read(const ReadBatch& batch) { return ReadAsync(batch).Wait(); }
   /// k and v must stay until the result was waited for, or the Pending is gone; arena ranges may still be written to a
   /// little after that: use others.

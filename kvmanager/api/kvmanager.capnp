@@ -348,8 +348,8 @@ interface Cache {
   # or a hand-off uses them. All who open it share them; other facts than theirs are FAILED_PRECONDITION. RESOURCE_EXHAUSTED beyond
   # the daemon's --recompute-bytes, or --recompute-device-bytes where a GPU projects. Feature "recompute".
   read @8 (request :ReadRequest) -> (reply :ReadReply);
-  # Of a cache in host memory. FAILED_PRECONDITION of one on a GPU: hand the sequence over to a host cache of equal digest, or open
-  # one and find its published blocks there.
+  # Into host arenas, or inline. Of a cache on a GPU it waits for what this connection submitted or planned so far; apiMinor below 9:
+  # FAILED_PRECONDITION.
 }
 
 struct ProjectionFacts {

@@ -102,16 +102,11 @@ class CacheService final : public api::Cache::Server {
     return Serve(
         *session_, Method::kRead, context,
         [&]() -> absl::StatusOr<kj::Promise<void>> {
-          if (config_.device != CacheConfig::kHost) {
-            return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(config_.device),
-                              "-1: open a cache of equal digest in host memory, and read there what is handed over to "
-                              "it, or published and demoted");
-          }
-          KV_ASSIGN_OR_RETURN(
-              const CheckedRead read,
-              CheckRead(
-                  config_, context.getParams().getRequest(), [this](uint32_t arena) { return ArenaBytes(arena); },
-                  [this](SequenceId sequence) { return session_->Holds(sequence, cache_.id); }));
+          KV_ASSIGN_OR_RETURN(const CheckedRead read,
+                              CheckRead(
+                                  config_, context.getParams().getRequest(),
+                                  [this](uint32_t arena) { return session_->ArenaBytes(arena); },
+                                  [this](SequenceId sequence) { return session_->Holds(sequence, cache_.id); }));
           return RunRead(session_, cache_, read, context);
         },
         [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });

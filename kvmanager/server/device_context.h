@@ -13,6 +13,7 @@ namespace kvmanager {
 class DeviceEncodeQueue;
 class DeviceEncodes;
 class DeviceIndexes;
+class DeviceReads;
 class DeviceSends;
 class DeviceStreams;
 class ReleaseEpochs;
@@ -44,6 +45,7 @@ struct DeviceContext {
   DeviceEncodeQueue* encode_queue = nullptr;  // the store's executor
   DeviceEncodes* encodes = nullptr;
   DeviceIndexes* indexes = nullptr;
+  DeviceReads* reads = nullptr;
   DeviceSends* sends = nullptr;  // nullptr: its pages are sent by way of the host
 };
 

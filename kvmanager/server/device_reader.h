@@ -23,6 +23,8 @@ class DeviceReader {
   /// Copies `ranges`, which are kAlign-aligned and of multiples of 16 bytes, behind attention, and calls `then` once,
   /// not before this returned; the ranges stay until then. false, and it is not called: there is no room now.
   virtual bool Read(absl::Span<const absl::Span<const uint8_t>> ranges, Then then) = 0;
+  /// Whether there may ever be room for so much: the GPU has not failed, and it is no more than can be staged.
+  virtual bool MayRead(uint64_t bytes) const = 0;
 };
 
 }  // namespace kvmanager

@@ -49,7 +49,7 @@ absl::Status DeviceReads::Enqueue(absl::Span<const absl::Span<const uint8_t>> ra
 bool DeviceReads::Read(absl::Span<const absl::Span<const uint8_t>> ranges, Then then) {
   uint64_t bytes = 0;
   for (const absl::Span<const uint8_t> range : ranges) bytes += Aligned(range.size());
-  if (failed_ || bytes == 0 || bytes > kStagingBytes) return false;
+  if (bytes == 0 || !MayRead(bytes)) return false;
   const std::optional<uint32_t> at = ring_.Take(static_cast<uint32_t>(bytes / kUnitBytes));
   if (!at.has_value()) return false;
   const uint64_t piece = first_piece_ + given_back_.size();

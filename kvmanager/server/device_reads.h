@@ -1,4 +1,5 @@
-// Brings bytes of a GPU's memory to the host, to be looked at: pages that are sampled (quality.h).
+// Brings bytes of a GPU's memory to the host, to be looked at: pages that are sampled (quality.h), or read back
+// (read.h).
 //
 // Copies go by a stream of their own, behind attention, into pinned memory of kStagingBytes that is taken when this is
 // made. The loop's thread.
@@ -32,6 +33,7 @@ class DeviceReads final : public DeviceReader {
   DeviceReads& operator=(const DeviceReads&) = delete;
 
   bool Read(absl::Span<const absl::Span<const uint8_t>> ranges, Then then) override;
+  bool MayRead(uint64_t bytes) const override { return !failed_ && bytes <= kStagingBytes; }
   /// Waits, blocking, until the GPU touches nothing for this any more; nobody is told. false: it still does after
   /// `deadline_ms`.
   bool Drain(int64_t deadline_ms);

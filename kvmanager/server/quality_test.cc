@@ -69,6 +69,7 @@ class HeldReader final : public DeviceReader {
     held_.push_back({{ranges.begin(), ranges.end()}, at, bytes, std::move(then)});
     return true;
   }
+  bool MayRead(uint64_t) const override { return !full; }
   void Finish(bool copied) {
     Held held = std::move(held_.front());
     held_.pop_front();

@@ -10,12 +10,23 @@
 #include "kvmanager/base/finite.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/server/aligned_buffer.h"
+#include "kvmanager/server/device_calls.h"
+#include "kvmanager/server/device_reads.h"
+#include "kvmanager/server/poll_list.h"
 #include "kvmanager/server/serve.h"
 
 namespace kvmanager {
 namespace {
 
-constexpr size_t kReplyWords = 32;  // of a ReadReply without its rows
+constexpr size_t kReplyWords = 32;             // of a ReadReply without its rows
+constexpr uint64_t kStagedBytesMax = 4 << 20;  // of a GPU's pages that are brought to the host at once, or one page
+
+DeviceReader* ReaderOf(const DaemonContext& daemon, int device) {
+  for (const DeviceContext* const context : daemon.devices) {
+    if (context->ordinal == device) return context->reads;
+  }
+  return nullptr;
+}
 
 // Some tokens of one page, and the row of the first.
 struct Piece {
@@ -63,6 +74,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
       : daemon_(session->daemon()),
         codec_(cache.codec),
         layout_(cache.config->layout),
+        reader_(ReaderOf(daemon_, cache.config->device)),
         read_(read),
         lease_(std::move(lease)) {
     for (const StepTensor* tensor : {&read_.k, &read_.v}) {
@@ -82,8 +94,12 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
   }
 
   // Nobody waits any more: what is not begun need not be read.
-  void GiveUp() { next_.store(kNone / 2, std::memory_order_relaxed); }
+  void GiveUp() {
+    given_up_ = true;
+    next_.store(kNone / 2, std::memory_order_relaxed);
+  }
 
+  void Fail(absl::Status status) { status_ = std::move(status); }
   const absl::Status& status() const { return status_; }
 
   // REQUIRES: status() is OK.
@@ -106,11 +122,57 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
     }
     start_ns_ = daemon_.clock->NowNs();
     Plan();
+    if (reader_ != nullptr) return StageNext();
+    end_ = pieces_.size();
+    RunPieces();
+  }
+
+  // The pieces up to end_, on the workers.
+  void RunPieces() {
     self_ = shared_from_this();
     // Who takes part decides when the last is done, so the count comes first.
-    const int lanes = static_cast<int>(std::min<size_t>(daemon_.workers->threads(), pieces_.size()));
+    const int lanes = static_cast<int>(std::min<size_t>(daemon_.workers->threads(), end_ - staged_));
     lanes_left_ = lanes;
     for (int lane = 0; lane < lanes; ++lane) PostTurn();
+  }
+
+  // Pages of a GPU come to the host some at a time; nullptr as their bytes: the GPU has failed.
+  void StageNext() {
+    staged_ = end_;
+    uint64_t bytes = 0;
+    std::vector<absl::Span<const uint8_t>> ranges;
+    for (; end_ < pieces_.size(); ++end_) {
+      const Piece& piece = pieces_[end_];
+      if (bytes > 0 && bytes + StagedBytes(piece) > kStagedBytesMax) break;
+      bytes += StagedBytes(piece);
+      ranges.push_back({piece.raw != nullptr ? piece.raw : piece.encoded, StagedBytes(piece)});
+    }
+    // This object owns the pages until they came.
+    const bool reads = reader_->Read(ranges, [this, self = shared_from_this()](std::shared_ptr<const uint8_t> copies) {
+      copies_ = std::move(copies);
+      if (given_up_ || copies_ == nullptr) return Finish();
+      const uint8_t* at = copies_.get();
+      for (size_t i = staged_; i < end_; ++i) {
+        Piece& piece = pieces_[i];
+        (piece.raw != nullptr ? piece.raw : piece.encoded) = at;
+        at += StagedBytes(piece);
+      }
+      next_.store(staged_, std::memory_order_relaxed);
+      RunPieces();
+    });
+    if (reads) return;
+    end_ = staged_;
+    if (!reader_->MayRead(bytes)) return Finish();
+    // Others read, too.
+    daemon_.polls->Add([self = shared_from_this()] {
+      if (!self->given_up_) self->StageNext();
+      return true;
+    });
+  }
+
+  size_t EncodedBytes() const { return codec_->info().page_bytes(read_.layer); }
+  uint64_t StagedBytes(const Piece& piece) const {
+    return DeviceReader::Aligned(piece.raw != nullptr ? layout_.raw_bytes() : EncodedBytes());
   }
 
   void Plan() {
@@ -148,9 +210,9 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
     AlignedBuffer scratch;
     for (int i = 0; i < kReadTurnPages; ++i) {
       const size_t at = next_.fetch_add(1, std::memory_order_relaxed);
-      if (at >= pieces_.size()) {
+      if (at >= end_) {
         if (lanes_left_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-        daemon_.queue->Post([self = std::move(self_)] { self->Finish(); });
+        daemon_.queue->Post([self = std::move(self_)] { self->PiecesEnded(); });
         return;
       }
       ReadPiece(at, &scratch);
@@ -161,26 +223,43 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
   void ReadPiece(size_t at, AlignedBuffer* scratch) {
     const Piece& piece = pieces_[at];
     const uint8_t* page = piece.raw;
+    // An engine that maps a GPU's pages may have written anything there.
+    if (reader_ != nullptr &&
+        (page != nullptr ? IsSpoilt(layout_, page, piece)
+                         : !codec_->Validate(read_.layer, {piece.encoded, EncodedBytes()}).ok())) {
+      return Spoilt(at);
+    }
     if (page == nullptr) {
       if (scratch->size() == 0) *scratch = AlignedBuffer(layout_.raw_bytes());
       const DecodeItem item{piece.encoded, scratch->data(), static_cast<uint32_t>(read_.layer)};
       codec_->Decode(absl::MakeConstSpan(&item, 1));
       page = scratch->data();
       // Raw pages were looked at as they were appended. A codec that fails to decode says so by NaN.
-      if (IsSpoilt(layout_, page, piece)) {
-        size_t first = spoilt_.load(std::memory_order_relaxed);
-        while (at < first && !spoilt_.compare_exchange_weak(first, at, std::memory_order_relaxed)) {
-        }
-        return;
-      }
+      if (IsSpoilt(layout_, page, piece)) return Spoilt(at);
     }
     CopyRows(layout_, page, 0, piece, read_.k.given() ? read_.k.bytes.data() : k_.data());
     CopyRows(layout_, page, 1, piece, read_.v.given() ? read_.v.bytes.data() : v_.data());
   }
 
+  void Spoilt(size_t at) {
+    size_t first = spoilt_.load(std::memory_order_relaxed);
+    while (at < first && !spoilt_.compare_exchange_weak(first, at, std::memory_order_relaxed)) {
+    }
+  }
+
+  void PiecesEnded() {
+    if (end_ == pieces_.size() || given_up_ || spoilt_.load() != kNone) return Finish();
+    copies_ = nullptr;
+    StageNext();
+  }
+
   void Finish() {
+    const bool failed = reader_ != nullptr && copies_ == nullptr;
+    copies_ = nullptr;
     if (!fulfiller_->isWaiting()) return;
-    if (const size_t at = spoilt_.load(); at != kNone) {
+    if (failed) {
+      status_ = absl::UnavailableError("the GPU has failed, or its pages are too large to be brought to the host");
+    } else if (const size_t at = spoilt_.load(); at != kNone) {
       const Piece& piece = pieces_[at];
       const AttendEntry& entry = read_.entries[piece.entry];
       const uint64_t page = (entry.position + (piece.row - RowOf(piece.entry))) / layout_.page_tokens;
@@ -206,6 +285,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
   DaemonContext& daemon_;
   const std::shared_ptr<const Codec> codec_;
   const PageLayout layout_;
+  DeviceReader* const reader_;  // nullptr: pages are in host memory
   const CheckedRead read_;
   std::unique_ptr<AttendLease> lease_;
   absl::InlinedVector<std::shared_ptr<Region>, 2> arenas_;  // that it writes to
@@ -213,6 +293,9 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
   std::vector<Piece> pieces_;
   uint64_t encoded_tokens_ = 0;
   int64_t start_ns_ = 0;
+  size_t staged_ = 0, end_ = 0;            // pieces that workers are at; all of host memory at once
+  std::shared_ptr<const uint8_t> copies_;  // of a GPU's pages of these
+  bool given_up_ = false;
   std::shared_ptr<ReadCall> self_;  // while workers use it
   std::atomic<size_t> next_{0};
   std::atomic<int> lanes_left_{0};
@@ -229,7 +312,20 @@ absl::StatusOr<kj::Promise<void>> RunRead(const std::shared_ptr<Session>& sessio
                       session->daemon().store->Load(cache.id, read.layer, read.entries));
   auto call = std::make_shared<ReadCall>(session, cache, read, std::move(lease));
   context.releaseParams();
-  kj::Promise<void> ran = call->Begin().attach(kj::defer([call] { call->GiveUp(); }));
+  kj::Promise<void> ran = nullptr;
+  if (cache.config->device == CacheConfig::kHost) {
+    ran = call->Begin();
+  } else {
+    // The pages are pinned as they are now; what this connection's kernels append to them comes first.
+    std::vector<SequenceId> sequences;
+    for (const AttendEntry& entry : read.entries) sequences.push_back(entry.sequence);
+    ran = WhenAppended(session, cache, std::move(sequences)).then([call](absl::Status status) -> kj::Promise<void> {
+      if (status.ok()) return call->Begin();
+      call->Fail(std::move(status));
+      return kj::READY_NOW;
+    });
+  }
+  ran = ran.attach(kj::defer([call] { call->GiveUp(); }));
   return ran.then([call, context, session]() mutable {
     if (call->status().ok()) return call->WriteReply(context);
     ServeError(*session, Method::kRead, call->status(),

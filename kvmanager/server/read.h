@@ -4,6 +4,9 @@
 // until they are done, so that cancelling the call, or losing the client, is safe at any moment. A worker decodes one
 // page at a time into scratch of its own and goes to the back of the queue after kReadTurnPages of them, so that a long
 // read does not keep attention waiting.
+//
+// Pages of a GPU are copied to the host first, some at a time (device_reads.h), once this connection's kernels have
+// written what was appended.
 #pragma once
 
 #include <kj/async.h>

@@ -79,7 +79,7 @@ struct DeviceParts {
   std::unique_ptr<DeviceMover> mover;
   std::unique_ptr<DeviceSends> sends;
   std::unique_ptr<CudaRecomputeDevice> recompute;  // nullptr: the CPU projects
-  std::unique_ptr<DeviceReads> reads;  // nullptr: no page is sampled
+  std::unique_ptr<DeviceReads> reads;
   DeviceContext context;
 };
 
@@ -323,9 +323,8 @@ class ServerImpl final : public Server {
       KV_ASSIGN_OR_RETURN(parts->mover, DeviceMover::Create(parts->device.get(), &polls_));
       KV_ASSIGN_OR_RETURN(parts->sends, DeviceSends::Create(parts->device.get(), parts->pool.get(), &polls_));
       parts->context.sends = parts->sends.get();
-      if (options_.quality_sample > 0) {
-        KV_ASSIGN_OR_RETURN(parts->reads, DeviceReads::Create(parts->device.get(), &polls_));
-      }
+      KV_ASSIGN_OR_RETURN(parts->reads, DeviceReads::Create(parts->device.get(), &polls_));
+      parts->context.reads = parts->reads.get();
       KV_ASSIGN_OR_RETURN(parts->streams, DeviceStreams::Create(parts->context));
       parts->context.streams = parts->streams.get();
       KV_ASSIGN_OR_RETURN(parts->indexes, DeviceIndexes::Create(parts->context, &polls_));
@@ -413,7 +412,7 @@ class ServerImpl final : public Server {
     for (const auto& parts : devices_) {
       if (parts->streams->Drain(kStreamsEndMs) && parts->mover->Drain(kStreamsEndMs) &&
           parts->sends->Drain(kStreamsEndMs) && parts->indexes->Drain(kStreamsEndMs) &&
-          (parts->reads == nullptr || parts->reads->Drain(kStreamsEndMs))) {
+          parts->reads->Drain(kStreamsEndMs)) {
         continue;
       }
       spdlog::error("GPU {} still works for connections that ended: its memory goes with the process",

@@ -439,7 +439,8 @@ class PageStore {
                                                               absl::Span<const AttendEntry> entries) = 0;
   /// Pins the pages of the entries' tokens, each in the one form that the sequence reads it in, whatever the query: raw
   /// while it has not aged there, else encoded, or raw where the codec declined it. The lease's pages(i) begin with the
-  /// page of token entries[i].position, and it has no selectors. Errors: Attend's.
+  /// page of token entries[i].position, and it has no selectors. Of a cache on a GPU the pages' addresses are there, and
+  /// raw ones hold what their kernels have written by then. Errors: Attend's.
   virtual absl::StatusOr<std::unique_ptr<AttendLease>> Load(CacheId cache, int layer,
                                                             absl::Span<const AttendEntry> entries) = 0;
 

@@ -187,7 +187,6 @@ absl::StatusOr<std::unique_ptr<AttendLease>> PageStoreImpl::Attend(CacheId id, i
 absl::StatusOr<std::unique_ptr<AttendLease>> PageStoreImpl::Load(CacheId id, int layer,
                                                                  absl::Span<const AttendEntry> entries) {
   KV_ASSIGN_OR_RETURN(const std::shared_ptr<Cache> cache, FindCache(id));
-  if (cache->on_device()) return WrongMemory(*cache);
   std::vector<Sequence*> sequences;
   sequences.reserve(entries.size());
   uint64_t to_attend = 0, pages = 0;
