@@ -391,8 +391,9 @@ class Cache {
   absl::StatusOr<StepResult> Step(const StepBatch& batch) { return StepAsync(batch).Wait(); }
   virtual Pending<absl::StatusOr<StepResult>> StepAsync(const StepBatch& batch) = 0;
   /// Errors: INVALID_ARGUMENT (also of a GPU's sequence to which a NaN or an infinity was appended), NOT_FOUND
-  /// (sequence), RESOURCE_EXHAUSTED, UNAVAILABLE (the hand-off by which it was arriving ended early; the GPU has
-  /// failed); DATA_LOSS: the codec could not decode a page, and what k and v hold is of no use.
+  /// (sequence), FAILED_PRECONDITION (a GPU's, which this connection has not opened), RESOURCE_EXHAUSTED, UNAVAILABLE
+  /// (the hand-off by which it was arriving ended early; the GPU has failed); DATA_LOSS: the codec could not decode a
+  /// page, and what k and v hold is of no use.
   absl::StatusOr<ReadResult> Read(const ReadBatch& batch) { return ReadAsync(batch).Wait(); }
   /// k and v must stay until the result was waited for, or the Pending is gone; arena ranges may still be written to a
   /// little after that: use others.

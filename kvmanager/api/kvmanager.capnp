@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 9;
+const apiMinor :UInt16 = 10;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -348,7 +348,7 @@ interface Cache {
   # or a hand-off uses them. All who open it share them; other facts than theirs are FAILED_PRECONDITION. RESOURCE_EXHAUSTED beyond
   # the daemon's --recompute-bytes, or --recompute-device-bytes where a GPU projects. Feature "recompute".
   read @8 (request :ReadRequest) -> (reply :ReadReply);
-  # Into host arenas, or inline. Of a cache on a GPU it waits for what this connection submitted or planned so far; apiMinor below 9:
+  # Into host arenas, or inline. Of a cache on a GPU it waits for what this connection submitted or planned so far; apiMinor below 10:
   # FAILED_PRECONDITION.
 }
 
