@@ -414,7 +414,7 @@ void TellWhenWritten(Session& session, const StepCache& cache, SequenceId sequen
 }
 
 kj::Promise<absl::Status> WhenAppended(const std::shared_ptr<Session>& session, const StepCache& cache,
-                                       std::vector<SequenceId> sequences) {
+                                       SequenceId sequence) {
   auto waiting = kj::newPromiseAndFulfiller<void>();
   auto work = session->DeviceWorkOf(cache.config->device);
   if (!work.ok()) return work.status();
@@ -423,14 +423,10 @@ kj::Promise<absl::Status> WhenAppended(const std::shared_ptr<Session>& session, 
     if (process == nullptr) return fulfiller->fulfill();
     process->WhenRun(sequence, [fulfiller = kj::mv(fulfiller)]() mutable { fulfiller->fulfill(); });
   });
-  return waiting.promise.then(
-      [work = *work, process, id = cache.id, sequences = std::move(sequences)]() -> absl::Status {
-        for (const SequenceId sequence : sequences) {
-          KV_RETURN_IF_ERROR(work->CheckSequence(sequence, id));
-          if (process != nullptr) KV_RETURN_IF_ERROR(process->CheckSequence(sequence));
-        }
-        return absl::OkStatus();
-      });
+  return waiting.promise.then([work = *work, process, id = cache.id, sequence]() -> absl::Status {
+    KV_RETURN_IF_ERROR(work->CheckSequence(sequence, id));
+    return process == nullptr ? absl::OkStatus() : process->CheckSequence(sequence);
+  });
 }
 
 void NoteFork(Session& session, const StepCache& cache, SequenceId fork) {

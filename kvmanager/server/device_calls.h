@@ -31,9 +31,9 @@ absl::StatusOr<uint64_t> ChangeOnDevice(Session& session, const StepCache& cache
                                         absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change);
 
 /// Resolves once all that this connection submitted or planned on the cache's GPU so far has run, with the error of the
-/// first of the sequences whose appends found one. Not at all if the connection ends before.
+/// sequence, if its appends found one. Not at all if the connection ends before.
 kj::Promise<absl::Status> WhenAppended(const std::shared_ptr<Session>& session, const StepCache& cache,
-                                       std::vector<SequenceId> sequences);
+                                       SequenceId sequence);
 
 /// What earlier calls found in the sequence or could not do with it: an error, and it can only be dropped.
 absl::Status CheckOnDevice(Session& session, const StepCache& cache, SequenceId sequence);

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/finite.h"
 #include "kvmanager/base/status.h"
@@ -317,12 +318,17 @@ absl::StatusOr<kj::Promise<void>> RunRead(const std::shared_ptr<Session>& sessio
     ran = call->Begin();
   } else {
     // The pages are pinned as they are now; what this connection's kernels append to them comes first.
-    std::vector<SequenceId> sequences;
-    for (const AttendEntry& entry : read.entries) sequences.push_back(entry.sequence);
-    ran = WhenAppended(session, cache, std::move(sequences)).then([call](absl::Status status) -> kj::Promise<void> {
-      if (status.ok()) return call->Begin();
-      call->Fail(std::move(status));
-      return kj::READY_NOW;
+    absl::flat_hash_set<SequenceId> sequences;
+    for (const AttendEntry& entry : read.entries) sequences.insert(entry.sequence);
+    auto appended = kj::heapArrayBuilder<kj::Promise<absl::Status>>(sequences.size());
+    for (const SequenceId sequence : sequences) appended.add(WhenAppended(session, cache, sequence));
+    ran = kj::joinPromises(appended.finish()).then([call](kj::Array<absl::Status> results) -> kj::Promise<void> {
+      for (const absl::Status& status : results) {
+        if (status.ok()) continue;
+        call->Fail(status);
+        return kj::READY_NOW;
+      }
+      return call->Begin();
     });
   }
   ran = ran.attach(kj::defer([call] { call->GiveUp(); }));

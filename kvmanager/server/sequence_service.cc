@@ -213,7 +213,7 @@ class SequenceService final : public api::Sequence::Server {
           }
           // What others find must be there, and finite.
           context.releaseParams();
-          return WhenAppended(session_, bound->cache, {id_})
+          return WhenAppended(session_, bound->cache, id_)
               .then([context, session = session_, id = id_, names = std::move(names)](absl::Status appended) mutable {
                 absl::Status error = std::move(appended);
                 if (error.ok()) {
@@ -358,7 +358,7 @@ class SequenceService final : public api::Sequence::Server {
   // Once everything that was appended to the sequence is in its pages.
   static kj::Promise<absl::Status> WhenWritten(const std::shared_ptr<Session>& session,
                                                const std::shared_ptr<const BoundCache>& bound, SequenceId id) {
-    return WhenAppended(session, bound->cache, {id})
+    return WhenAppended(session, bound->cache, id)
         .then([session, bound, id](absl::Status appended) -> kj::Promise<absl::Status> {
           // The engine may have gone on meanwhile.
           if (!appended.ok() || HasWritten(*session, bound->cache, id)) return appended;
