@@ -2,8 +2,8 @@
 // nothing is allocated before a length is checked against its limit. Plain values, any thread.
 //
 // A hand-off has one control connection, which carries what is said about pages, and lanes, which carry the pages.
-// Integers are little-endian. On every connection both sides say HELLO first; then, S the sender and R the receiver of
-// pages:
+// Integers are little-endian. On every connection both sides say HELLO first, and a lane's JOIN need not wait for the
+// other's; then, S the sender and R the receiver of pages:
 //
 //   control   S: OFFER         R: WAITING* ACCEPT   S: LAST   R: EXTENDED   R: GOT*   R: DONE
 //   lane      S: JOIN(lane)    R: JOINED            S: (PAGES, REGION, MEMORY, LOCAL)*
