@@ -230,7 +230,7 @@ class DeviceRandomTest {
     TellWrites(/*all=*/false);
     if (::testing::Test::HasFatalFailure()) return;
     BuryClients();
-    if (sampler_.held() > 0 && Below(3) == 0) sampler_.FinishOne(Below(sampler_.held()));
+    if (sampler_.held() > 0 && samples_() % 3 == 0) sampler_.FinishOne(samples_() % sampler_.held());
     store().CheckInvariants();
   }
 
@@ -1037,7 +1037,8 @@ class DeviceRandomTest {
 
   std::mt19937_64 random_;
   const bool moves_;
-  HoldingSampler sampler_;  // outlives the store
+  HoldingSampler sampler_;      // outlives the store
+  std::mt19937_64 samples_{1};  // apart from the walk's, which goes where it goes without them
   TestStore test_;
   std::vector<std::unique_ptr<Client>> all_clients_;  // dead ones too
   Client* clients_[kClients];                         // live ones
