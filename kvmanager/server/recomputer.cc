@@ -47,6 +47,7 @@ Recomputer::Recomputer(WorkerPool* workers, MessageQueue* queue, const Clock* cl
     gpus_.push_back(
         std::make_unique<RecomputeGpu>(device, gpus.bytes_max_each, &metrics->DeviceBytes(device->ordinal())));
   }
+  if (gpus_.empty()) metrics->DeviceBytes(0);  // a series that is there, at zero, where no GPU is used
   thread_ = std::thread([this] { Work(); });
 }
 
