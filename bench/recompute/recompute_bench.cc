@@ -10,8 +10,8 @@
 // Pages are random and lie in random order. Rates for the plan come from the profile, which measures both ways once per
 // shape and link before anything is timed; every reload feeds it afterwards.
 // Per row the three ways take turns `repeats` times, and the smallest time of each counts. On a GPU each way has
-// `repeats` in a row behind warm-ups of its own, and medians count: it lowers its clock after tens of milliseconds of
-// products, and ways in turns would profit from each other's rests.
+// `repeats` in a row, and as many as fit into 0.1 s, behind warm-ups of its own, and medians count: it lowers its clock
+// after tens of milliseconds of products, and ways in turns would profit from each other's rests.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
@@ -185,15 +185,10 @@ class Bench {
                             .kv_token_bytes = int64_t(page_bytes / kPageTokens),
                             .chunk_tokens = executor->chunk_rows(),
                             .split_multiple = kPageTokens};
-    std::vector<double> copy_ms, recompute_ms, split_ms, link_ms, compute_ms;
-    const auto reload = [&](ReloadRuntime& by, int64_t split, std::vector<double>* ms) -> absl::Status {
+    std::vector<ReloadReport> copies, recomputations, splits;
+    const auto reload = [&](ReloadRuntime& by, int64_t split, std::vector<ReloadReport>* reports) -> absl::Status {
       machine_->Restart();
-      KV_ASSIGN_OR_RETURN(const ReloadReport report, by.Run(request(split, false)));
-      ms->push_back(double(report.elapsed_ns) / 1e6);
-      if (ms == &split_ms) {
-        link_ms.push_back(double(report.link_ns) / 1e6);
-        compute_ms.push_back(double(report.compute_ns) / 1e6);
-      }
+      KV_ASSIGN_OR_RETURN(reports->emplace_back(), by.Run(request(split, false)));
       return absl::OkStatus();
     };
     const auto reload_split = [&]() -> absl::Status {
@@ -204,48 +199,53 @@ class Bench {
       times.modelled_copy_ms = Seconds(plan.all_copy) * 1e3;
       times.modelled_recompute_ms = Seconds(plan.recompute_most) * 1e3;
       times.modelled_split_ms = Seconds(plan.time) * 1e3;
-      return reload(runtime, plan.split_tokens, &split_ms);
+      return reload(runtime, plan.split_tokens, &splits);
     };
     if (machine_->sustained()) {
       // Each way goes on for itself: a GPU that has rested computes faster than one that always computes.
       ReloadRuntime unprofiled(executor, &clock_, nullptr);
-      KV_RETURN_IF_ERROR(Sustain(&copy_ms, [&] { return reload(unprofiled, 0, &copy_ms); }));
+      KV_RETURN_IF_ERROR(Sustain(&copies, [&] { return reload(unprofiled, 0, &copies); }));
       KV_RETURN_IF_ERROR(
-          Sustain(&recompute_ms, [&] { return reload(unprofiled, row.tokens * row.batch, &recompute_ms); }));
+          Sustain(&recomputations, [&] { return reload(unprofiled, row.tokens * row.batch, &recomputations); }));
       for (int i = 0; i < kMeasures; ++i) KV_RETURN_IF_ERROR(runtime.Measure(request(0, true)));
-      KV_RETURN_IF_ERROR(Sustain(&split_ms, reload_split));
+      KV_RETURN_IF_ERROR(Sustain(&splits, reload_split));
     } else {
       KV_RETURN_IF_ERROR(runtime.Measure(request(0, true)));
       for (int repeat = 0; repeat < arguments_.repeats; ++repeat) {
-        KV_RETURN_IF_ERROR(reload(runtime, 0, &copy_ms));
-        KV_RETURN_IF_ERROR(reload(runtime, row.tokens * row.batch, &recompute_ms));
+        KV_RETURN_IF_ERROR(reload(runtime, 0, &copies));
+        KV_RETURN_IF_ERROR(reload(runtime, row.tokens * row.batch, &recomputations));
         KV_RETURN_IF_ERROR(reload_split());
       }
     }
-    times.copy_ms = Summarize(copy_ms);
-    times.recompute_ms = Summarize(recompute_ms);
-    times.split_ms = Summarize(split_ms);
-    times.split_link_ms = Summarize(link_ms);
-    times.split_compute_ms = Summarize(compute_ms);
+    times.copy_ms = MillisecondsOf(copies, &ReloadReport::elapsed_ns);
+    times.recompute_ms = MillisecondsOf(recomputations, &ReloadReport::elapsed_ns);
+    times.split_ms = MillisecondsOf(splits, &ReloadReport::elapsed_ns);
+    times.split_link_ms = MillisecondsOf(splits, &ReloadReport::link_ns);
+    times.split_compute_ms = MillisecondsOf(splits, &ReloadReport::compute_ns);
     return times;
   }
 
  private:
   static constexpr int kMeasures = 3, kWarmUps = 8;
-  static constexpr int64_t kWarmUpNs = 20'000'000;
+  static constexpr int64_t kWarmUpNs = 20'000'000, kTimedNs = 100'000'000;
 
-  /// Runs `reload`, which adds to `ms`, kWarmUps times and at least kWarmUpNs, and then as often as is timed.
-  absl::Status Sustain(const std::vector<double>* ms, const std::function<absl::Status()>& reload) {
-    const int64_t begin_ns = clock_.NowNs();
-    while (ms->size() < kWarmUps || clock_.NowNs() - begin_ns < kWarmUpNs) KV_RETURN_IF_ERROR(reload());
-    for (int repeat = 0; repeat < arguments_.repeats; ++repeat) KV_RETURN_IF_ERROR(reload());
-    return absl::OkStatus();
+  /// Runs `reload`, which adds to `reports`, as often as is timed, and for kTimedNs at least: seven reloads of 0.1 ms
+  /// do not show a difference of 1%. Those before, kWarmUps and kWarmUpNs of them at least, are not kept.
+  absl::Status Sustain(std::vector<ReloadReport>* reports, const std::function<absl::Status()>& reload) {
+    const auto repeat = [&](size_t times, int64_t ns) -> absl::Status {
+      reports->clear();
+      const int64_t begin_ns = clock_.NowNs();
+      while (reports->size() < times || clock_.NowNs() - begin_ns < ns) KV_RETURN_IF_ERROR(reload());
+      return absl::OkStatus();
+    };
+    KV_RETURN_IF_ERROR(repeat(kWarmUps, kWarmUpNs));
+    return repeat(arguments_.repeats, kTimedNs);
   }
-  /// Of the times of one way, the last of which count.
-  double Summarize(std::vector<double> ms) const {
-    ms.erase(ms.begin(), ms.end() - arguments_.repeats);
-    std::sort(ms.begin(), ms.end());
-    return machine_->sustained() ? ms[ms.size() / 2] : ms[0];
+  double MillisecondsOf(const std::vector<ReloadReport>& reports, int64_t ReloadReport::*what) const {
+    std::vector<int64_t> ns;
+    for (const ReloadReport& report : reports) ns.push_back(report.*what);
+    std::sort(ns.begin(), ns.end());
+    return double(machine_->sustained() ? ns[ns.size() / 2] : ns[0]) / 1e6;
   }
 
   struct Sizes {
