@@ -10,8 +10,9 @@
 // Pages are random and lie in random order. Rates for the plan come from the profile, which measures both ways once per
 // shape and link before anything is timed; every reload feeds it afterwards.
 // Per row the three ways take turns `repeats` times, and the smallest time of each counts. On a GPU each way has
-// `repeats` in a row, and as many as fit into 0.1 s, behind warm-ups of its own, and medians count: it lowers its clock
-// after tens of milliseconds of products, and ways in turns would profit from each other's rests.
+// `repeats` in a row behind warm-ups of its own, and medians count: it lowers its clock after tens of milliseconds of
+// products, and ways in turns would profit from each other's rests. Short ones have five rounds of 20 ms and more: what
+// a machine does beside lasts longer than one.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
@@ -204,11 +205,15 @@ class Bench {
     if (machine_->sustained()) {
       // Each way goes on for itself: a GPU that has rested computes faster than one that always computes.
       ReloadRuntime unprofiled(executor, &clock_, nullptr);
-      KV_RETURN_IF_ERROR(Sustain(&copies, [&] { return reload(unprofiled, 0, &copies); }));
-      KV_RETURN_IF_ERROR(
-          Sustain(&recomputations, [&] { return reload(unprofiled, row.tokens * row.batch, &recomputations); }));
+      const int64_t everything = row.tokens * row.batch;
       for (int i = 0; i < kMeasures; ++i) KV_RETURN_IF_ERROR(runtime.Measure(request(0, true)));
-      KV_RETURN_IF_ERROR(Sustain(&splits, reload_split));
+      for (int64_t timed_ns = 0; timed_ns < kTimedNs;) {
+        KV_RETURN_IF_ERROR(Sustain(&copies, [&] { return reload(unprofiled, 0, &copies); }).status());
+        KV_RETURN_IF_ERROR(
+            Sustain(&recomputations, [&] { return reload(unprofiled, everything, &recomputations); }).status());
+        KV_ASSIGN_OR_RETURN(const int64_t ns, Sustain(&splits, reload_split));
+        timed_ns += ns;
+      }
     } else {
       KV_RETURN_IF_ERROR(runtime.Measure(request(0, true)));
       for (int repeat = 0; repeat < arguments_.repeats; ++repeat) {
@@ -227,19 +232,20 @@ class Bench {
 
  private:
   static constexpr int kMeasures = 3, kWarmUps = 8;
-  static constexpr int64_t kWarmUpNs = 20'000'000, kTimedNs = 100'000'000;
+  static constexpr int64_t kRoundNs = 20'000'000, kTimedNs = 5 * kRoundNs;
 
-  /// Runs `reload`, which adds to `reports`, as often as is timed, and for kTimedNs at least: seven reloads of 0.1 ms
-  /// do not show a difference of 1%. Those before, kWarmUps and kWarmUpNs of them at least, are not kept.
-  absl::Status Sustain(std::vector<ReloadReport>* reports, const std::function<absl::Status()>& reload) {
-    const auto repeat = [&](size_t times, int64_t ns) -> absl::Status {
-      reports->clear();
+  /// Runs `reload`, which adds to `reports`: warm-ups that are not kept, kWarmUps of them and for kRoundNs at least,
+  /// and then as often as is timed, also for kRoundNs at least. Returns how long that took, in ns.
+  absl::StatusOr<int64_t> Sustain(std::vector<ReloadReport>* reports, const std::function<absl::Status()>& reload) {
+    const size_t kept = reports->size();
+    const auto repeat = [&](size_t times) -> absl::StatusOr<int64_t> {
       const int64_t begin_ns = clock_.NowNs();
-      while (reports->size() < times || clock_.NowNs() - begin_ns < ns) KV_RETURN_IF_ERROR(reload());
-      return absl::OkStatus();
+      while (reports->size() < kept + times || clock_.NowNs() - begin_ns < kRoundNs) KV_RETURN_IF_ERROR(reload());
+      return clock_.NowNs() - begin_ns;
     };
-    KV_RETURN_IF_ERROR(repeat(kWarmUps, kWarmUpNs));
-    return repeat(arguments_.repeats, kTimedNs);
+    KV_RETURN_IF_ERROR(repeat(kWarmUps).status());
+    reports->resize(kept);
+    return repeat(arguments_.repeats);
   }
   double MillisecondsOf(const std::vector<ReloadReport>& reports, int64_t ReloadReport::*what) const {
     std::vector<int64_t> ns;
