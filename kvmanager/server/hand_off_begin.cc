@@ -113,20 +113,24 @@ kj::Promise<absl::StatusOr<kj::Own<CancelOnDrop>>> BeginHandOff(DaemonContext& d
   return Choose(kj::mv(trial)).exclusiveJoin(kj::mv(deadline));
 }
 
-kj::Promise<absl::StatusOr<SentHandOff>> SendSequence(DaemonContext& daemon, SequenceId sequence,
+kj::Promise<absl::StatusOr<SentHandOff>> SendSequence(DaemonContext& daemon, MakeExportLease make_lease,
                                                       HandOffTargets targets, std::string blob) {
   using Result = absl::StatusOr<SentHandOff>;
   if (targets.peers.size() == 1) {
-    return SendSequence(daemon, sequence,
-                        OutgoingHandOff::Target{targets.peers[0], targets.room_ms, targets.timeout_ms, targets.goes_on},
-                        std::move(blob));
+    auto lease = make_lease();
+    if (!lease.ok()) return Result(lease.status());
+    auto begun = OutgoingHandOff::Begin(daemon, *std::move(lease),
+                                        {targets.peers[0], targets.room_ms, targets.timeout_ms, targets.goes_on});
+    if (!begun.ok()) return Result(begun.status());
+    auto hand_off = kj::heap<CancelOnDrop>(*std::move(begun));
+    auto sent = (*hand_off)->Finish(std::move(blob), targets.room_ms);
+    return sent.attach(kj::mv(hand_off));
   }
   const int64_t ms = targets.timeout_ms + targets.room_ms;
-  auto lease = [&daemon, sequence, goes_on = targets.goes_on] { return daemon.store->ExportWhole(sequence, goes_on); };
   auto deadline = daemon.loop->timer().afterDelay(ms * kj::MILLISECONDS).then([ms] {
     return Result(absl::DeadlineExceededError(absl::StrCat("the hand-off did not get there within ", ms, " ms")));
   });
-  return BeginHandOff(daemon, std::move(lease), std::move(targets))
+  return BeginHandOff(daemon, std::move(make_lease), std::move(targets))
       .then([blob = std::move(blob)](Begun begun) mutable -> kj::Promise<Result> {
         if (!begun.ok()) return Result(begun.status());
         kj::Own<CancelOnDrop> hand_off = *std::move(begun);

@@ -31,9 +31,9 @@ using MakeExportLease = absl::AnyInvocable<absl::StatusOr<std::unique_ptr<Export
 kj::Promise<absl::StatusOr<kj::Own<CancelOnDrop>>> BeginHandOff(DaemonContext& daemon, MakeExportLease lease,
                                                                 HandOffTargets targets);
 
-/// Sends `sequence`, which is complete, to whichever peer accepts it. One that breaks off after that is not replaced.
-/// Dropping the promise cancels it. Errors: BeginHandOff's and OutgoingHandOff's.
-kj::Promise<absl::StatusOr<SentHandOff>> SendSequence(DaemonContext& daemon, SequenceId sequence,
+/// Sends what `lease` gives leases of, finished ones, to whichever peer accepts it. One that breaks off after that is
+/// not replaced. Dropping the promise cancels it. Errors: BeginHandOff's and OutgoingHandOff's.
+kj::Promise<absl::StatusOr<SentHandOff>> SendSequence(DaemonContext& daemon, MakeExportLease lease,
                                                       HandOffTargets targets, std::string blob);
 
 }  // namespace kvmanager

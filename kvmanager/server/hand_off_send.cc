@@ -230,17 +230,4 @@ void OutgoingHandOff::Cancel() {
   if (transfer_.has_value() && !ended_.has_value()) daemon_.transport->Cancel(*transfer_);
 }
 
-kj::Promise<absl::StatusOr<SentHandOff>> SendSequence(DaemonContext& daemon, SequenceId sequence,
-                                                      OutgoingHandOff::Target target, std::string blob) {
-  using Result = absl::StatusOr<SentHandOff>;
-  auto lease = daemon.store->ExportWhole(sequence, target.goes_on);
-  if (!lease.ok()) return Result(lease.status());
-  const int64_t room_ms = target.room_ms;
-  auto begun = OutgoingHandOff::Begin(daemon, *std::move(lease), std::move(target));
-  if (!begun.ok()) return Result(begun.status());
-  auto hand_off = kj::heap<CancelOnDrop>(*std::move(begun));
-  auto sent = (*hand_off)->Finish(std::move(blob), room_ms);
-  return sent.attach(kj::mv(hand_off));
-}
-
 }  // namespace kvmanager

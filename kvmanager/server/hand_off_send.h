@@ -98,9 +98,4 @@ class CancelOnDrop {
   std::shared_ptr<OutgoingHandOff> hand_off_;
 };
 
-/// Sends `sequence`, which is complete. Dropping the promise cancels the transfer. Errors: those of PageStore::Export
-/// and OutgoingHandOff.
-kj::Promise<absl::StatusOr<SentHandOff>> SendSequence(DaemonContext& daemon, SequenceId sequence,
-                                                      OutgoingHandOff::Target target, std::string blob);
-
 }  // namespace kvmanager

@@ -14,6 +14,7 @@
 #include "kvmanager/server/peer_choice.h"
 #include "kvmanager/server/serve.h"
 #include "kvmanager/server/service.h"
+#include "kvmanager/server/written_publish.h"
 
 namespace kvmanager {
 namespace {
@@ -107,7 +108,7 @@ class HandOffService final : public api::HandOff::Server {
 class SequenceService final : public api::Sequence::Server {
  public:
   SequenceService(std::shared_ptr<Session> session, SequenceId id, CacheId cache)
-      : session_(std::move(session)), id_(id), cache_(cache) {
+      : session_(std::move(session)), id_(id), cache_(cache), publish_(session_->daemon().store, id) {
     session_->Hold(id_, cache_);
   }
   ~SequenceService() { session_->Release(id_); }
@@ -193,6 +194,7 @@ class SequenceService final : public api::Sequence::Server {
               const uint64_t done,
               ChangeOnDevice(*session_, bound->cache, id_, PagesOf(tokens, bound->config.layout.page_tokens),
                              [&](std::vector<OpenCopy>* copies) { return store().Crop(id_, tokens, copies); }));
+          publish_.OnCrop(tokens);
           context.getResults().setDone(done);
           return Done();
         },
@@ -213,18 +215,16 @@ class SequenceService final : public api::Sequence::Server {
           }
           // What others find must be there, and finite.
           context.releaseParams();
-          return WhenAppended(session_, bound->cache, id_)
-              .then([context, session = session_, id = id_, names = std::move(names)](absl::Status appended) mutable {
-                absl::Status error = std::move(appended);
-                if (error.ok()) {
-                  const absl::StatusOr<PublishResult> result = session->daemon().store->Publish(id, names);
-                  if (result.ok()) return WritePublished(*result, context);
-                  error = result.status();
-                }
-                ServeError(*session, Method::kPublish, error, [&](const absl::Status& status) {
+          return publish_
+              .Publish(std::move(names), bound->config.layout.page_tokens,
+                       [session = session_, bound, id = id_] { return WhenAppended(session, bound->cache, id); })
+              .then([this, context](absl::StatusOr<PublishResult> result) mutable {
+                if (result.ok()) return WritePublished(*result, context);
+                ServeError(*session_, Method::kPublish, result.status(), [&](const absl::Status& status) {
                   WriteStatus(status, context.getResults().initReply().initStatus());
                 });
-              });
+              })
+              .attach(thisCap());
         },
         [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
   }
@@ -237,12 +237,16 @@ class SequenceService final : public api::Sequence::Server {
           KV_ASSIGN_OR_RETURN(std::string blob, ReadBlob(params.getBlob()));
           KV_ASSIGN_OR_RETURN(HandOffTargets targets, ReadTargets(*session_->daemon().options, params));
           const auto bound = session_->BoundOf(cache_);
-          auto sent = bound == nullptr ? SendSequence(session_->daemon(), id_, std::move(targets), std::move(blob))
-                                       : SendFromDevice(bound, std::move(targets), std::move(blob));
+          auto lease = [this, goes_on = targets.goes_on] { return store().ExportWhole(id_, goes_on); };
+          auto sent = bound == nullptr
+                          ? SendSequence(session_->daemon(), std::move(lease), std::move(targets), std::move(blob))
+                          : SendFromDevice(bound, std::move(targets), std::move(blob));
           context.releaseParams();
-          return sent.then([context, session = session_](absl::StatusOr<SentHandOff> result) mutable {
-            WriteSent(*session, Method::kHandOff, result, context.getResults().initReply());
-          });
+          return sent
+              .then([context, session = session_](absl::StatusOr<SentHandOff> result) mutable {
+                WriteSent(*session, Method::kHandOff, result, context.getResults().initReply());
+              })
+              .attach(thisCap());
         },
         [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
   }
@@ -315,11 +319,18 @@ class SequenceService final : public api::Sequence::Server {
       return absl::StatusOr<SentHandOff>(absl::DeadlineExceededError(
           absl::StrCat("the hand-off did not end within ", ms, " ms, its copy to the host included")));
     });
-    return WhenWritten(session_, bound, id_)
-        .then([session = session_, id = id_, targets, blob](absl::Status written) -> Sent {
-          if (!written.ok()) return absl::StatusOr<SentHandOff>(written);
-          return SendSequence(session->daemon(), id, targets, blob);
-        })
+    // Made once for each peer that is tried, perhaps much later.
+    auto lease = [session = session_, bound, id = id_,
+                  goes_on = targets.goes_on]() -> absl::StatusOr<std::unique_ptr<ExportLease>> {
+      KV_RETURN_IF_ERROR(CheckOnDevice(*session, bound->cache, id));
+      if (HasWritten(*session, bound->cache, id)) return session->daemon().store->ExportWhole(id, goes_on);
+      return FieldError(absl::StatusCode::kFailedPrecondition, "sequence", absl::StrCat(id, ", which goes on"),
+                        "one that nothing is appended to until a peer has accepted it");
+    };
+    return OnceWritten<SentHandOff>(session_, bound, id_,
+                                    [session = session_, lease, targets, blob] {
+                                      return SendSequence(session->daemon(), lease, targets, blob);
+                                    })
         .then([session = session_, bound, id = id_, targets, blob](absl::StatusOr<SentHandOff> sent) -> Sent {
           if (!GoesByHost(sent.status())) return sent;
           return SendFromHost(session, bound, id, targets, blob);
@@ -343,27 +354,39 @@ class SequenceService final : public api::Sequence::Server {
                                                                SequenceId id, HandOffTargets targets,
                                                                std::string blob) {
     using Sent = kj::Promise<absl::StatusOr<SentHandOff>>;
-    return WhenWritten(session, bound, id)
-        .then([session, id](absl::Status written) -> kj::Promise<absl::StatusOr<Arrived>> {
-          if (!written.ok()) return absl::StatusOr<Arrived>(written);
-          return Arrive(session->daemon(), session->daemon().store->Copy(id, CacheConfig::kHost));
-        })
+    const auto copy = [session, id] {
+      return Arrive(session->daemon(), session->daemon().store->Copy(id, CacheConfig::kHost));
+    };
+    return OnceWritten<Arrived>(session, bound, id, copy)
         .then([session, targets = std::move(targets),
                blob = std::move(blob)](absl::StatusOr<Arrived> copy) mutable -> Sent {
           if (!copy.ok()) return absl::StatusOr<SentHandOff>(copy.status());
-          auto sent = SendSequence(session->daemon(), copy->sequence(), std::move(targets), std::move(blob));
+          auto lease = [session, id = copy->sequence(), goes_on = targets.goes_on] {
+            return session->daemon().store->ExportWhole(id, goes_on);
+          };
+          auto sent = SendSequence(session->daemon(), std::move(lease), std::move(targets), std::move(blob));
           return sent.attach(kj::heap<Arrived>(*std::move(copy)));
         });
   }
-  // Once everything that was appended to the sequence is in its pages.
+  // Calls `then` in the very turn in which everything that was appended to the sequence is in its pages, and nothing is
+  // wrong with it: a call that comes in between would append more.
+  template <typename T, typename Then>
+  static kj::Promise<absl::StatusOr<T>> OnceWritten(const std::shared_ptr<Session>& session,
+                                                    const std::shared_ptr<const BoundCache>& bound, SequenceId id,
+                                                    Then then) {
+    return WhenAppended(session, bound->cache, id)
+        .then([session, bound, id,
+               then = std::move(then)](absl::Status appended) mutable -> kj::Promise<absl::StatusOr<T>> {
+          if (!appended.ok()) return absl::StatusOr<T>(appended);
+          // The engine may have gone on meanwhile.
+          if (!HasWritten(*session, bound->cache, id)) return OnceWritten<T>(session, bound, id, std::move(then));
+          return then();
+        });
+  }
   static kj::Promise<absl::Status> WhenWritten(const std::shared_ptr<Session>& session,
                                                const std::shared_ptr<const BoundCache>& bound, SequenceId id) {
-    return WhenAppended(session, bound->cache, id)
-        .then([session, bound, id](absl::Status appended) -> kj::Promise<absl::Status> {
-          // The engine may have gone on meanwhile.
-          if (!appended.ok() || HasWritten(*session, bound->cache, id)) return appended;
-          return WhenWritten(session, bound, id);
-        });
+    return OnceWritten<bool>(session, bound, id, [] { return absl::StatusOr<bool>(true); })
+        .then([](absl::StatusOr<bool> written) { return written.status(); });
   }
 
   static uint64_t PagesOf(uint64_t tokens, uint64_t page_tokens) {
@@ -380,6 +403,7 @@ class SequenceService final : public api::Sequence::Server {
   const std::shared_ptr<Session> session_;
   const SequenceId id_;
   const CacheId cache_;
+  WrittenPublish publish_;  // of a cache on a GPU
 };
 
 }  // namespace
