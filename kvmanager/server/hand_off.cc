@@ -417,7 +417,8 @@ void HandOffDesk::PostEncodes(const Incoming& incoming) {
 }
 
 void HandOffDesk::Recomputed(Incoming& incoming, absl::StatusOr<std::vector<ArrivedPage>> pages) {
-  if (!incoming.failed.ok()) return;
+  // Whoever cancelled it says why in a message of its own, which may come later: it is no fault of the projections.
+  if (!incoming.failed.ok() || incoming.cancelled) return;
   const absl::Status status = pages.ok() ? incoming.import().Recomputed(*pages) : pages.status();
   if (status.ok()) return GoOn(incoming);
   // The next attempt takes K and V as they are.

@@ -21,7 +21,7 @@ struct Trial {
   HandOffTargets targets;
   std::unique_ptr<ExportLease> lease;  // for the next one; nullptr: to be made
   std::vector<std::string> order;
-  absl::Status best;     // what the first of them said
+  absl::Status best;     // what the first of them said, or the first that would take the pages from host memory
   std::string refusals;  // what all of them said
   int full = -1;         // the first that had no room
 };
@@ -37,7 +37,7 @@ uint64_t NeededBytes(const HandOffFirst& first) {
 void Refused(Trial& trial, const std::string& peer, const absl::Status& why) {
   absl::StrAppend(&trial.refusals, trial.refusals.empty() ? "" : "; ", peer, ": ",
                   absl::string_view(why.message().data(), why.message().size()));
-  if (trial.best.ok()) trial.best = why;
+  if (trial.best.ok() || (WantsHostPages(why) && !WantsHostPages(trial.best))) trial.best = why;
 }
 
 kj::Promise<Begun> TryOne(Trial& trial, const std::string& peer, int64_t room_ms) {
