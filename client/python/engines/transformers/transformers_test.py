@@ -294,6 +294,24 @@ class Killed(WithDaemon):
         got = generate_here(self.model, kv, ids, max_new_tokens=16)
         self.assert_near(expected, got, torch.ones_like(ids), "with the daemon that came after")
 
+    def test_a_process_that_only_claims_is_served_by_the_daemon_that_came_after(self):
+        ids = prompt(0, 200)
+        with daemon() as there:
+            kv = kvt.attach(self.model, there.listen)
+            self.addCleanup(kv.close)
+            there.kill()
+            with self.assertRaises(kvmanager.UnavailableError):
+                kv.claim([b"of the daemon that is gone"])
+            there.start()
+            other = self.attach()
+            with other.cache(ids) as cache:
+                first = generate(self.model, ids, past_key_values=cache, max_new_tokens=1)
+                tickets = cache.hand_off(there.peer, first[:, -1:])
+            got = kv.claim(tickets)
+            with got.cache as cache:
+                self.assertEqual(cache.row_tokens, [200])
+                found = generate(self.model, got.input_ids, got.attention_mask, past_key_values=cache, max_new_tokens=15)
+        self.assert_near(generate(self.own, ids, max_new_tokens=16), found, torch.ones_like(ids), "claimed there")
 
     def test_a_daemon_that_hangs_ends_generation_and_is_served_by_a_new_connection(self):
         kv = self.attach(deadline_ms=500)

@@ -120,7 +120,10 @@ class Attachment:
         self._factors: list | None = None
         self._whole = True
 
-    def _open_again(self) -> None:
+    def _attach_again(self) -> None:
+        """If the connection was lost, or given up."""
+        if not self._gave_up and self._whole and self.client.connected:
+            return
         self._whole = False
         self.path.close()
         if self._gave_up:
@@ -151,8 +154,7 @@ class Attachment:
         until the prompt is prefilled, then forks. Connects again if the daemon was gone meanwhile."""
         if expand < 1 or rows < 1:
             raise ValueError(f"rows, expand: {rows}, {expand}; must be at least 1")
-        if self._gave_up or not self._whole or not self.client.connected:
-            self._open_again()
+        self._attach_again()
         self._check_folded()
         if input_ids is None:
             return KvCache(self, [Row(made) for made in self.new_sequences([None] * rows, [0] * rows)], 0, expand)
@@ -169,8 +171,10 @@ class Attachment:
         return KvCache(self, row_list, min((row.lead + row.tokens for row in row_list), default=0), expand)
 
     def claim(self, tickets: list, pad_token_id: int = 0) -> Claimed:
-        """Takes over the rows of a cache that KvCache.hand_off() sent to this daemon, once. Errors: those of
-        Cache.claim(); ValueError for what is no such row."""
+        """Takes over the rows of a cache that KvCache.hand_off() sent to this daemon, once. Connects again if the
+        daemon was gone meanwhile; what it had received then is lost. Errors: those of Cache.claim(); ValueError for
+        what is no such row."""
+        self._attach_again()
         self._check_folded()
         rows, sequences, blobs = [], [], []
         for ticket in tickets:
