@@ -84,12 +84,13 @@ def cases_of(path: str) -> list[str]:
     ]
 
 
-def sanitizer_of(library: str) -> str:
-    """The sanitizer's library that `library` needs to be in a process first; empty if none."""
-    for line in subprocess.run(["ldd", library], capture_output=True, text=True, check=False).stdout.splitlines():
-        if "libasan" in line or "libtsan" in line:
-            return line.split("=>")[1].split()[0]
-    return ""
+def preloads_of(library: str) -> str:
+    """What has to be in a process before a sanitized `library`, as in $LD_PRELOAD; empty if it is none: the sanitizer's
+    own library, and C++'s, which the interpreter lacks and AddressSanitizer looks for only when it starts."""
+    lines = subprocess.run(["ldd", library], capture_output=True, text=True, check=False).stdout.splitlines()
+    paths = [fields[2] for fields in map(str.split, lines) if fields[1:2] == ["=>"]]
+    sanitizers = [path for path in paths if os.path.basename(path).startswith(("libasan", "libtsan"))]
+    return " ".join(sanitizers + [path for path in paths if sanitizers and "libstdc++" in path])
 
 
 def python_of(engine: str) -> str:
@@ -105,9 +106,9 @@ def start(path: str, engine: str) -> int:
     folders = [os.path.join(root, _PACKAGE), os.path.join(root, _TESTING), os.path.dirname(os.path.abspath(path))]
     environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(folder) for folder in folders)
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
-    sanitizer = sanitizer_of(os.path.join(root, _PACKAGE, "kvmanager", "libkvmanager_client.so"))
-    if sanitizer:
-        environment["LD_PRELOAD"] = sanitizer
+    preloads = preloads_of(os.path.join(root, _PACKAGE, "kvmanager", "libkvmanager_client.so"))
+    if preloads:
+        environment["LD_PRELOAD"] = preloads
         environment["ASAN_OPTIONS"] = "detect_leaks=0"  # the interpreter's own
     os.execve(python, [python, __file__, path], environment)
 
