@@ -120,7 +120,8 @@ const sum = (values) => values.reduce((all, value) => all + (value || 0), 0);
 
 function draw(state) {
   const {daemon, now, history, errors} = state;
-  const span = 300, times = history.unix_ms, host = now.tiers[0];
+  const times = history.unix_ms, host = now.tiers[0];
+  const span = 60 * Math.ceil(Math.max(times.length, 1) / 60);  // samples: whole minutes, of a young daemon fewer than five
   const chart = (id, series, format, options) => lineChart(byId(id), series, format, {times, span, label: id, ...options});
 
   byId('about').textContent = `${daemon.version}, up ${age(daemon.uptime_s)}, ${daemon.cpu_target}, ${daemon.threads} threads; `
@@ -192,8 +193,8 @@ function draw(state) {
   bars(byId('quality'), now.quality.map((codec) => ({
     name: codec.codec, text: `median ${share(codec.p50)}, p99 ${share(codec.p99)} of ${count(codec.pages)} pages`,
     share: codec.p99 / worst, color: 'var(--green)',
-  })), ['No page was sampled yet. The daemon compares one encoded page in N with its raw form, of caches in host memory, where it is'
-        + ' started with ', element('code', {}, '--quality-sample N'), '.']);
+  })), ['No page was sampled yet. The daemon compares one encoded page in N with its raw form where it is started with ',
+        element('code', {}, '--quality-sample N'), ' (64 unless it says otherwise; 0: none).']);
 
   chart('calls-chart', [
     {name: 'calls', color: 'var(--blue)', values: history.calls_per_s, area: true},
