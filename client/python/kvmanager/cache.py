@@ -252,7 +252,8 @@ class Cache(Handle):
         try:
             packed = _pack_step(layer, q_dtype, scale, entries.count, entries.address, *places, ready)
         except struct.error as error:
-            raise InvalidArgumentError(f"layer {layer}, scale {scale} or ready {ready}: {error}", "layer") from error
+            wrong = f"layer {layer!r}, scale {scale!r} or ready {ready!r}: {error}"
+            raise InvalidArgumentError(wrong, "layer") from error
         return entries, packed, at.owners
 
     def read(self, layer: int, entries: StepEntries, k: object, v: object) -> ReadResult:

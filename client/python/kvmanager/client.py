@@ -11,10 +11,19 @@ from ._lib import Handle, check, lib
 from ._tensor import name_of
 from .cache import Cache
 from .device import Device
-from .errors import encoded, integer, invalid
+from .errors import UnavailableError, encoded, integer, invalid
 from .types import CacheDescription, DaemonDescription, PeerDescription, SequenceDescription
 
 _ARENA_MULTIPLE = 4096
+
+
+def _reached(code: int) -> None:
+    """check() of a call that connects: nothing was there to be lost."""
+    try:
+        check(code)
+    except UnavailableError as error:
+        error.advice = "start kvmanagerd, or name the address where it listens, then retry"
+        raise
 
 
 def connect(
@@ -39,7 +48,7 @@ def connect(
     }
     to, made = encoded("address", address), c_void_p()
     said = _json(options)
-    check(lib.kvm_connect(to, len(to), said, len(said), byref(made)))
+    _reached(lib.kvm_connect(to, len(to), said, len(said), byref(made)))
     return Client(made.value, address, _lib.result())
 
 
@@ -68,7 +77,7 @@ class Client(Handle):
 
     def reconnect(self) -> None:
         """After UnavailableError: connects again. Handles from before are void; arenas' memory stays readable."""
-        check(lib.kvm_reconnect(self._object))
+        _reached(lib.kvm_reconnect(self._object))
         self._greeted(_lib.result())
 
     def ping(self) -> None:

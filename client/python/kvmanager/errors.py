@@ -104,6 +104,7 @@ class InternalError(Error):
     """Something answered what it should not."""
 
     code, name = 13, "INTERNAL"
+    advice = "report it, with the daemon's log"
 
 
 class UnavailableError(Error):
@@ -118,6 +119,7 @@ class DataLossError(Error):
     """Bytes did not match their checksum."""
 
     code, name = 15, "DATA_LOSS"
+    advice = "compute it anew"
 
 
 class UnauthenticatedError(Error):

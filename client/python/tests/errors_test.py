@@ -232,7 +232,13 @@ class Others(WithDaemon):
 
     def test_nobody_there_is_unavailable(self) -> None:
         error = self.refused(kv.UnavailableError, kv.connect, "unix:/tmp/kv_nobody_is_there", connect_ms=20)
-        self.assertIn("reconnect()", str(error))
+        self.assertIn("start kvmanagerd", str(error))
+
+    def test_a_daemon_that_is_gone_is_to_be_started_or_reconnected_to(self) -> None:
+        with Daemon() as daemon, kv.connect(daemon.listen, connect_ms=20) as client:
+            daemon.kill()
+            self.assertIn("reconnect()", str(self.refused(kv.UnavailableError, client.ping)))
+            self.assertIn("start kvmanagerd", str(self.refused(kv.UnavailableError, client.reconnect)))
 
     def test_a_peer_that_is_not_there_costs_no_lease(self) -> None:
         sequence = self.cache.create_sequence()
