@@ -18,7 +18,8 @@ import collections
 import functools
 import os
 import threading
-from typing import TYPE_CHECKING, Any, Callable, Iterable, NamedTuple
+from typing import TYPE_CHECKING, Any, Callable, Concatenate, Iterable, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import overload
 
 from . import arena, cache as blocking, client as blocking_client
 from ._lib import check, lib
@@ -44,6 +45,17 @@ if TYPE_CHECKING:
     from typing import Self
 
     from .cache import StepEntries
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Self = TypeVar("_Self")
+
+
+def _arguments_of(
+    method: Callable[Concatenate[Any, _P], object],
+) -> Callable[[Callable[Concatenate[_Self, ...], _R]], Callable[Concatenate[_Self, _P], _R]]:
+    """For type checkers: what is decorated takes what `method` of the blocking client takes."""
+    return lambda function: function
 
 
 class _Call(NamedTuple):
@@ -229,10 +241,18 @@ class _Owned:
         await self.close()
 
 
-async def connect(address: str, **options: Any) -> Client:
+async def connect(
+    address: str,
+    name: str = "python",
+    deadline_ms: int = 30000,
+    connect_ms: int = 5000,
+    hello_ms: int = 0,
+    busy_poll_us: int = 0,
+) -> Client:
     """As kvmanager.connect."""
     lease = _Lease(_Thread())
-    return Client(lease, await lease.thread.start(functools.partial(blocking_client.connect, address, **options)))
+    options = (address, name, deadline_ms, connect_ms, hello_ms, busy_poll_us)
+    return Client(lease, await lease.thread.start(functools.partial(blocking_client.connect, *options)))
 
 
 class Client(_Owned):
@@ -267,6 +287,7 @@ class Client(_Owned):
     async def ping(self) -> None:
         await self._call(self.blocking.ping)
 
+    @_arguments_of(blocking_client.Client.open_cache)
     async def open_cache(self, **options: Any) -> Cache:
         return Cache(self._lease, await self._call(self.blocking.open_cache, **options))
 
@@ -324,12 +345,25 @@ class Cache(_Owned):
     async def create_sequence(self, names: BlockNames | None = None, prompt_tokens: int = 0) -> Sequence:
         return Sequence(self._lease, await self._call(self.blocking.create_sequence, names, prompt_tokens))
 
+    @overload
+    async def create_sequences(
+        self,
+        prefixes: Iterable[BlockNames | None],
+        prompt_tokens: Iterable[int] | None = None,
+        partial: Literal[False] = False,
+    ) -> list[Sequence]: ...
+
+    @overload
+    async def create_sequences(
+        self, prefixes: Iterable[BlockNames | None], prompt_tokens: Iterable[int] | None = None, partial: bool = False
+    ) -> list[Sequence | Error]: ...
+
     async def create_sequences(
         self,
         prefixes: Iterable[BlockNames | None],
         prompt_tokens: Iterable[int] | None = None,
         partial: bool = False,
-    ) -> list[Sequence | Error]:
+    ) -> Any:
         made = await self._call(self.blocking.create_sequences, prefixes, prompt_tokens, partial)
         return [each if isinstance(each, Error) else Sequence(self._lease, each) for each in made]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -40,9 +41,11 @@ class Published(unittest.TestCase):
             self.assertIn("Success", run(*check, program))
             wrong = os.path.join(folder, "wrong.py")
             with open(wrong, "w", encoding="utf-8") as file:
-                file.write("import kvmanager\n\nkvmanager.connect(5).ping(1)\n")
+                file.write("import kvmanager\nfrom kvmanager import aio\n\nkvmanager.connect(5).ping(1)\n\n\n"
+                           "async def coroutine(client: aio.Client) -> None:\n"
+                           "    await aio.connect('unix:/x', nam='x')\n    await client.open_cache(model=5)\n")
             done = subprocess.run([*check, wrong], capture_output=True, text=True, check=False)
-            self.assertIn("Found 2 errors", done.stdout)
+            self.assertEqual({"4", "8", "9"}, set(re.findall(r"wrong.py:(\d+): error", done.stdout)), done.stdout)
 
     def test_the_example_runs_in_a_fresh_virtual_environment(self) -> None:
         """Of this Python, and of those of $KVMANAGER_PYTHONS (paths, ':' between them)."""

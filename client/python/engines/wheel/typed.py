@@ -40,7 +40,9 @@ async def coroutines() -> None:
     async with await aio.connect("unix:/nowhere") as client:
         assert_type(client, aio.Client)
         cache = await client.open_cache(model="m", layers=1, kv_heads=1, query_heads=1, head_dim=64)
+        assert_type(cache, aio.Cache)
         sequence = await cache.create_sequence()
         assert_type(sequence, aio.Sequence)
+        assert_type(await cache.create_sequences([None]), list[aio.Sequence])
         assert_type(await cache.step(0, [(sequence, 0, 1)]), kv.StepResult)
         assert_type(await client.status(), kv.DaemonDescription)
