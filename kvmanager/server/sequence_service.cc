@@ -70,13 +70,20 @@ void WriteSent(Session& session, Method method, const absl::StatusOr<SentHandOff
 
 class HandOffService final : public api::HandOff::Server {
  public:
-  /// written: resolves once what was appended to the sequence so far is in its pages, or could not be.
+  /// What was appended to the sequence so far.
+  struct Appended {
+    /// Resolves once it is in the sequence's pages, or could not be.
+    absl::AnyInvocable<kj::Promise<absl::Status>()> written = [] { return absl::OkStatus(); };
+    /// Whether it is; an error: something is wrong with it.
+    absl::AnyInvocable<absl::StatusOr<bool>()> look = [] { return true; };
+  };
+
   HandOffService(std::shared_ptr<Session> session, api::Sequence::Client sequence, kj::Own<CancelOnDrop> hand_off,
-                 absl::AnyInvocable<kj::Promise<absl::Status>()> written)
+                 Appended appended)
       : session_(std::move(session)),
         sequence_(kj::mv(sequence)),
         hand_off_(kj::mv(hand_off)),
-        written_(std::move(written)) {}
+        appended_(std::move(appended)) {}
 
   kj::Promise<void> finish(FinishContext context) override {
     return Serve(
@@ -84,12 +91,7 @@ class HandOffService final : public api::HandOff::Server {
         [&]() -> absl::StatusOr<kj::Promise<void>> {
           KV_ASSIGN_OR_RETURN(std::string blob, ReadBlob(context.getParams().getBlob()));
           context.releaseParams();
-          return written_()
-              .then([this, blob = std::move(blob)](absl::Status written) -> kj::Promise<absl::StatusOr<SentHandOff>> {
-                if (written.ok()) return (*hand_off_)->Finish(blob);
-                (*hand_off_)->Cancel();
-                return absl::StatusOr<SentHandOff>(written);
-              })
+          return FinishWritten(std::move(blob))
               .then([this, context](absl::StatusOr<SentHandOff> sent) mutable {
                 WriteSent(*session_, Method::kFinishHandOff, sent, context.getResults().initReply());
               })
@@ -99,10 +101,23 @@ class HandOffService final : public api::HandOff::Server {
   }
 
  private:
+  kj::Promise<absl::StatusOr<SentHandOff>> FinishWritten(std::string blob) {
+    return appended_.written().then(
+        [this, blob = std::move(blob)](absl::Status written) mutable -> kj::Promise<absl::StatusOr<SentHandOff>> {
+          // Looked at once more in the turn in which it is finished: a call may have come in between.
+          const absl::StatusOr<bool> all = written.ok() ? appended_.look() : absl::StatusOr<bool>(std::move(written));
+          if (!all.ok()) {
+            (*hand_off_)->Cancel();
+            return absl::StatusOr<SentHandOff>(all.status());
+          }
+          return *all ? (*hand_off_)->Finish(std::move(blob)) : FinishWritten(std::move(blob));
+        });
+  }
+
   const std::shared_ptr<Session> session_;
   const api::Sequence::Client sequence_;  // kept
   const kj::Own<CancelOnDrop> hand_off_;
-  absl::AnyInvocable<kj::Promise<absl::Status>()> written_;
+  Appended appended_;
 };
 
 class SequenceService final : public api::Sequence::Server {
@@ -278,11 +293,18 @@ class SequenceService final : public api::Sequence::Server {
                 auto results = context.getResults();
                 results.setTicket(capnp::Data::Reader(reinterpret_cast<const kj::byte*>(ticket.data()), ticket.size()));
                 results.setPeer(TextOf((*hand_off)->peer()));
-                auto written = [session = session_, bound, id = id_, ms]() -> kj::Promise<absl::Status> {
-                  if (bound == nullptr) return absl::OkStatus();
-                  return WithinMs(*session, WhenWritten(session, bound, id), ms);
-                };
-                results.setHandOff(kj::heap<HandOffService>(session_, thisCap(), kj::mv(hand_off), std::move(written)));
+                HandOffService::Appended appended;
+                if (bound != nullptr) {
+                  appended.written = [session = session_, bound, id = id_, ms] {
+                    return WithinMs(*session, WhenWritten(session, bound, id), ms);
+                  };
+                  appended.look = [session = session_, bound, id = id_]() -> absl::StatusOr<bool> {
+                    KV_RETURN_IF_ERROR(CheckOnDevice(*session, bound->cache, id));
+                    return HasWritten(*session, bound->cache, id);
+                  };
+                }
+                results.setHandOff(
+                    kj::heap<HandOffService>(session_, thisCap(), kj::mv(hand_off), std::move(appended)));
               })
               .attach(thisCap());
         },
