@@ -107,6 +107,39 @@ class LifeTest(DaemonTestCase):
         self.assertFalse(any("one" in tenant for tenant in tenants))
         self.assertGreaterEqual(len(tenants), 3)
 
+    def test_after_a_reset_nothing_from_before_is_found(self) -> None:
+        tokens = prompt(7, 160)
+        with self.engine() as engine:
+            for salt in (None, "one"):
+                engine.run(engine.add(f"a{salt}", tokens, output=1, salt=salt))
+            self.assertTrue(engine.scheduler.reset_prefix_cache(reset_connector=True))
+            requests = [engine.add(f"b{salt}", tokens, output=1, salt=salt) for salt in (None, "one")]
+            engine.run(*requests)
+            self.assertEqual(0, engine.loaded_tokens)
+            engine.scheduler.reset_prefix_cache()
+            engine.run(*[engine.add(f"c{salt}", tokens, output=1, salt=salt) for salt in (None, "one")])
+            self.assertEqual(2 * 144, engine.loaded_tokens)
+        with self.engine() as other:  # which knows nothing of these weights
+            other.run(other.add("d", tokens, output=1))
+            self.assertEqual(0, other.loaded_tokens)
+
+    def test_a_reset_in_the_middle_of_a_request(self) -> None:
+        tokens = prompt(8, 320)
+        with self.engine() as engine:
+            (expected,) = engine.run(engine.add("a", tokens, output=40))
+            engine.scheduler.reset_prefix_cache()
+            request = engine.add("b", tokens + [1], output=40)
+            while request.num_output_tokens < 20:
+                if not engine.step():
+                    engine.settle()
+            loaded = engine.loaded_tokens
+            self.assertGreater(loaded, 0)
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            engine.run(request)
+            self.assertEqual(40, request.num_output_tokens)
+            (again,) = engine.run(engine.add("c", tokens, output=40))
+            self.assertEqual((expected, loaded), (again, engine.loaded_tokens))
+
     def test_preempted_requests_go_on(self) -> None:
         prompts = [prompt(10 + i, 100) for i in range(3)]
         with self.engine() as roomy:
@@ -284,6 +317,13 @@ class DisaggregatedTest(unittest.TestCase):
             with Engine(here.listen, role="kv_producer") as prefill, Engine(there.listen, role="kv_consumer") as decode:
                 self._hand_over(prefill, decode, tokens, {"do_remote_decode": True, "kvmanager_peer": there.peer})
 
+    def test_prefill_and_decode_after_a_reset(self) -> None:
+        with Daemon(host_pool="128MiB") as daemon, Engine(daemon.listen, role="kv_producer") as prefill:
+            with Engine(daemon.listen, role="kv_consumer") as decode:
+                for engine in (prefill, decode):
+                    engine.scheduler.reset_prefix_cache(reset_connector=True)
+                self._hand_over(prefill, decode, prompt(59, 500), {"do_remote_decode": True})
+
     def test_requests_name_peers_of_the_list_alone(self) -> None:
         with Daemon(host_pool="128MiB") as here, Daemon(host_pool="128MiB") as there, Daemon(host_pool="128MiB") as other:
             prefill = Engine(here.listen, role="kv_producer", peers=[there.peer])
@@ -312,6 +352,7 @@ class DisaggregatedTest(unittest.TestCase):
         """kv_transfer_params are a client's of the API, and read in the scheduler's own thread."""
         anything = [{"do_remote_prefill": True, "kvmanager_blocks": each} for each in
                     ("six", None, float("nan"), [6], {}, -5, True, 10**30)]
+        anything += [{"do_remote_prefill": True, "kvmanager_era": each} for each in ("\ud800", 7, "x" * 10**6, "a\0b")]
         anything += [{"do_remote_decode": True, "kvmanager_peer": each} for each in (["x"], "\ud800", "a\0b:1", 7)]
         with Daemon(host_pool="128MiB") as daemon, Engine(daemon.listen, prefill_wait_ms=50) as engine:
             for number, params in enumerate(anything):

@@ -198,7 +198,7 @@ class KvManagerConnector(KVConnectorBase_V1, _Hybrid):
         return self._scheduler is not None and self._scheduler.sending()
 
     def reset_cache(self) -> bool | None:
-        """Purges the model's blocks of this tenant, of requests without a salt."""
+        """Nothing that was stored is found any more, with or without salts; blocks without one are purged, too."""
         return self._scheduler.reset() if self._scheduler is not None else None
 
     @classmethod

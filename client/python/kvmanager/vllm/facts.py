@@ -89,12 +89,13 @@ class Facts:
         return {**self.options, "tenant": tenant, "tensor_parallel_rank": rank, "tensor_parallel_size": self.ranks}
 
 
-def tenant_of(settings: Settings, salt: str | None) -> str:
-    """A salt may be a secret, and of any length: its digest stands for it."""
-    if not salt:
+def tenant_of(settings: Settings, salt: str | None, era: str = "") -> str:
+    """A salt may be a secret, and of any length: its digest stands for it. era: of the weights, empty until they may
+    have changed."""
+    if not salt and not era:
         return settings.tenant
-    both = f"{settings.tenant}\0{salt}".encode(errors="surrogatepass")
-    return f"{settings.tenant[:150]}/salt:{hashlib.sha256(both).hexdigest()}"
+    both = f"{settings.tenant}\0{salt or ''}" + (f"\0{era}" if era else "")
+    return f"{settings.tenant[:150]}/salt:{hashlib.sha256(both.encode(errors='surrogatepass')).hexdigest()}"
 
 
 def facts_of(config: VllmConfig, caches: KVCacheConfig, settings: Settings, rank: int = 0) -> Facts:

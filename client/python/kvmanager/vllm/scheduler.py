@@ -5,11 +5,15 @@ A request, as this half knows it:
     looking   a lookup is under way; the scheduler is told to ask again
     looked    so many blocks are in the daemon
     loading   blocks were allocated for them; the workers load
-    barred    a load failed: this request is computed
+    barred    a load failed, or the cache was reset: this request is computed
+
+A reset begins an era: blocks have other names from then on, whatever is still under way under the earlier ones. vLLM
+asks for it when weights have changed, which no name knows.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 
 _LOOKUP_KEEP_S = 1.0  # a lookup older than that is made again: blocks may have been evicted, or come
 _LOOKUP_AGAIN_S = 0.005  # between lookups that wait for a prefill elsewhere
+_ERA_MAX = 64  # characters
 
 
 class Lookup:
@@ -66,14 +71,15 @@ class Purge:
 
 
 class RequestState:
-    def __init__(self, request: Request, tenant: str) -> None:
+    def __init__(self, request: Request, era: str, tenant: str) -> None:
         self.request = request
-        self.tenant = tenant
+        self.era, self.tenant = era, tenant
         self.lookup: Lookup | None = None
         self.local_tokens = 0  # computed here, when the last lookup was used
         self.loading = False
         self.load_ids: set[int] = set()  # blocks that are loaded into
         self.barred = False
+        self.earlier = False  # of an era that has ended: nothing more is stored
         self.table: list[list[int]] = []  # block ids by group
         self.stored = 0  # blocks that are in the daemon, or were planned to be
         self.sent = 0  # hashes that the workers were told
@@ -93,6 +99,7 @@ class SchedulerHalf:
         self._loads: list[Load] = []
         self._finishes: list[Finish] = []
         self._sending: set[str] = set()
+        self._era = ""
         self._stats = KvManagerStats()
         self.link = Link(settings.address, "vllm scheduler", facts.describe, deadline_ms=settings.deadline_ms)
 
@@ -155,10 +162,13 @@ class SchedulerHalf:
     def _state(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
-            state = RequestState(request, tenant_of(self._settings, request.cache_salt))
-            params = request.kv_transfer_params or {}
+            params, era = request.kv_transfer_params or {}, self._era
+            if params.get("do_remote_prefill"):  # whoever sends requests may say anything
+                said = params.get("kvmanager_era")
+                era = said if isinstance(said, str) and len(said) <= _ERA_MAX else era
+            state = RequestState(request, era, tenant_of(self._settings, request.cache_salt, era))
             if params.get("do_remote_prefill"):
-                blocks = params.get("kvmanager_blocks")  # whoever sends requests may say anything
+                blocks = params.get("kvmanager_blocks")
                 state.promised = blocks if isinstance(blocks, int) else 0
                 state.wait_until = time.monotonic() + self._settings.prefill_wait_ms / 1000
             self._requests[request.request_id] = state
@@ -214,6 +224,8 @@ class SchedulerHalf:
 
     def _store(self, name: str, computed_tokens: int, output: SchedulerOutput) -> Store | None:
         state = self._requests[name]
+        if state.earlier:
+            return None
         tokens = computed_tokens
         if not self._settings.store_output:
             tokens = min(tokens, state.request.num_prompt_tokens)
@@ -260,7 +272,10 @@ class SchedulerHalf:
 
     def _promise(self, state: RequestState) -> dict[str, Any]:
         """kv_transfer_params of the request that decodes."""
-        return {"do_remote_prefill": True, "do_remote_decode": False, "kvmanager_blocks": state.stored}
+        told = {"do_remote_prefill": True, "do_remote_decode": False}
+        if state.earlier:
+            return {**told, "kvmanager_blocks": 0, "kvmanager_era": self._era}
+        return {**told, "kvmanager_blocks": state.stored, "kvmanager_era": state.era}
 
     def worked(self, output: KVConnectorOutput) -> None:
         """KVConnectorBase_V1.update_connector_output."""
@@ -284,7 +299,12 @@ class SchedulerHalf:
         return taken
 
     def reset(self) -> bool:
-        return self.link.submit(Purge(self._settings.tenant, self._facts.ranks))
+        """KVConnectorBase_V1.reset_cache. True, also where the daemon is away: nothing from before is found again."""
+        self.link.submit(Purge(tenant_of(self._settings, None, self._era), self._facts.ranks))
+        self._era = secrets.token_hex(16)
+        for state in self._requests.values():
+            state.lookup, state.barred, state.earlier = None, True, True
+        return True
 
     def close(self) -> None:
         self.link.close()
