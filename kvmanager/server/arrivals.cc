@@ -21,12 +21,10 @@ kj::Promise<absl::StatusOr<Arrived>> Go(std::shared_ptr<Arriving> arriving) {
   }
   if (lease.awaits_room() && daemon.store->AwaitsRelease(lease.device()) &&
       daemon.clock->NowNs() < arriving->until_ns) {
-    return daemon.loop->timer()
-        .afterDelay(kRetryUs * kj::MICROSECONDS)
-        .then([arriving = std::move(arriving)]() mutable {
-          arriving->lease->TryAgain();
-          return Go(std::move(arriving));
-        });
+    return daemon.loop->fine_timer().AfterUs(kRetryUs).then([arriving = std::move(arriving)]() mutable {
+      arriving->lease->TryAgain();
+      return Go(std::move(arriving));
+    });
   }
   absl::StatusOr<CreateResult> made = lease.Commit();
   if (!made.ok()) return absl::StatusOr<Arrived>(made.status());

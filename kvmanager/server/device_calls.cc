@@ -248,14 +248,12 @@ struct ExtendCall final : Call {
 template <typename TheCall>
 kj::Promise<absl::Status> TryLater(std::shared_ptr<TheCall> call, int64_t until_ns) {
   DaemonContext& daemon = call->daemon();
-  return daemon.loop->timer()
-      .afterDelay(kRetryUs * kj::MICROSECONDS)
-      .then([call, until_ns]() mutable -> kj::Promise<absl::Status> {
-        const absl::Status booked = call->Book();
-        if (booked.ok()) return call->Proceed(call);
-        if (!call->MayFitSoon(booked) || call->daemon().clock->NowNs() > until_ns) return booked;
-        return TryLater(std::move(call), until_ns);
-      });
+  return daemon.loop->fine_timer().AfterUs(kRetryUs).then([call, until_ns]() mutable -> kj::Promise<absl::Status> {
+    const absl::Status booked = call->Book();
+    if (booked.ok()) return call->Proceed(call);
+    if (!call->MayFitSoon(booked) || call->daemon().clock->NowNs() > until_ns) return booked;
+    return TryLater(std::move(call), until_ns);
+  });
 }
 
 // Books the append if there is one, goes on, and replies: at once where it can.

@@ -8,7 +8,8 @@ EventLoop::EventLoop(MessageQueue* queue, int64_t busy_poll_us)
     : queue_(queue),
       busy_poll_ns_(busy_poll_us * 1000),
       io_(kj::setupAsyncIo()),
-      wake_(io_.unixEventPort, queue->fd(), kj::UnixEventPort::FdObserver::OBSERVE_READ) {}
+      wake_(io_.unixEventPort, queue->fd(), kj::UnixEventPort::FdObserver::OBSERVE_READ),
+      fine_timer_(io_.unixEventPort) {}
 
 void EventLoop::Run(absl::FunctionRef<bool()> done) {
   const SteadyClock clock;

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "absl/functional/function_ref.h"
+#include "kvmanager/server/fine_timer.h"
 #include "kvmanager/server/message_queue.h"
 
 namespace kvmanager {
@@ -30,7 +31,9 @@ class EventLoop {
   MessageQueue& queue() { return *queue_; }
   kj::UnixEventPort& port() { return io_.unixEventPort; }
   kj::LowLevelAsyncIoProvider& io() { return *io_.lowLevelProvider; }
+  /// Of whole milliseconds.
   kj::Timer& timer() { return io_.lowLevelProvider->getTimer(); }
+  FineTimer& fine_timer() { return fine_timer_; }
 
  private:
   MessageQueue* const queue_;
@@ -38,6 +41,7 @@ class EventLoop {
   uint64_t activity_ = 0;
   kj::AsyncIoContext io_;
   kj::UnixEventPort::FdObserver wake_;  // only so that a write to the queue's eventfd ends port().wait()
+  FineTimer fine_timer_;
 };
 
 }  // namespace kvmanager

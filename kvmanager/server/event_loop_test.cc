@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <functional>
 #include <thread>
 #include <vector>
 
@@ -64,6 +65,42 @@ TEST(EventLoopTest, TimersAndMessagesMix) {
                      .eagerlyEvaluate(nullptr);
   loop.Run([&] { return message_ran; });
   EXPECT_TRUE(timer_ran);
+}
+
+// In the order of their times, whatever order they were begun in; what was dropped holds nothing up.
+TEST(EventLoopTest, FineWaitsEndInTheirOrder) {
+  MessageQueue queue;
+  EventLoop loop(&queue, 0);
+  const SteadyClock clock;
+  std::vector<int> ended;
+  std::vector<kj::Promise<void>> waits;
+  const int64_t begin_ns = clock.NowNs();
+  for (const int us : {3000, 500, 0, 1500, 500}) {
+    waits.push_back(loop.fine_timer()
+                        .AfterUs(us)
+                        .then([&, us] {
+                          EXPECT_GE(clock.NowNs() - begin_ns, us * 1000);
+                          ended.push_back(us);
+                        })
+                        .eagerlyEvaluate(nullptr));
+  }
+  (void)loop.fine_timer().AfterUs(200);
+  loop.Run([&] { return ended.size() == waits.size(); });
+  EXPECT_EQ(ended, (std::vector<int>{0, 500, 500, 1500, 3000}));
+}
+
+// Waits that follow one another, each begun where the last one ended.
+TEST(EventLoopTest, FineWaitsGoOn) {
+  MessageQueue queue;
+  EventLoop loop(&queue, 0);
+  int rounds = 0;
+  kj::Promise<void> wait = nullptr;
+  std::function<kj::Promise<void>()> next = [&]() -> kj::Promise<void> {
+    if (++rounds == 100) return kj::READY_NOW;
+    return loop.fine_timer().AfterUs(rounds % 3 * 50).then([&] { return next(); });
+  };
+  wait = next().eagerlyEvaluate(nullptr);
+  loop.Run([&] { return rounds == 100; });
 }
 
 TEST(MessageQueueTest, MessagesOfARunAreLeftForTheNext) {

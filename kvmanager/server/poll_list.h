@@ -15,7 +15,7 @@ namespace kvmanager {
 
 class PollList {
  public:
-  static constexpr int64_t kPollUs = 100;
+  static constexpr int64_t kPollUs = 50;
 
   /// nullptr: nothing is asked any more.
   void SetLoop(EventLoop* loop) {
@@ -45,8 +45,8 @@ class PollList {
   void Wait() {
     active_ = loop_ != nullptr;
     if (!active_) return;
-    polling_ = loop_->timer()
-                   .afterDelay(kPollUs * kj::MICROSECONDS)
+    polling_ = loop_->fine_timer()
+                   .AfterUs(kPollUs)
                    .then([this] {
                      Ask();
                      active_ = false;
