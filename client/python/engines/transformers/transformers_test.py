@@ -310,7 +310,8 @@ class Killed(WithDaemon):
             got = kv.claim(tickets)
             with got.cache as cache:
                 self.assertEqual(cache.row_tokens, [200])
-                found = generate(self.model, got.input_ids, got.attention_mask, past_key_values=cache, max_new_tokens=15)
+                options = dict(past_key_values=cache, max_new_tokens=15)
+                found = generate(self.model, got.input_ids, got.attention_mask, **options)
         self.assert_near(generate(self.own, ids, max_new_tokens=16), found, torch.ones_like(ids), "claimed there")
 
     def test_a_daemon_that_hangs_ends_generation_and_is_served_by_a_new_connection(self):
@@ -364,6 +365,31 @@ class Copies(WithDaemon):
         self.assertTrue(torch.equal(expected, generate_here(self.model, kv, ids, max_new_tokens=8)))
         with self.assertRaisesRegex(TypeError, "cannot be copied or pickled"):
             pickle.dumps(kv.client)
+
+
+class Weights(WithDaemon):
+    def test_weights_that_change_find_nothing_of_what_they_were(self):
+        model, own, ids = load("kvmanager"), load("sdpa"), prompt(0, 200)
+        with kvt.attach(model, self.daemon.listen) as kv:
+            before = generate_here(model, kv, ids, max_new_tokens=16)
+            first, chat = kv.client, kv.cache(ids)
+            self.assertEqual(chat.row_tokens, [192])
+            self.assertIs(kv.client, first)
+            with torch.no_grad():
+                for each in (model, own):
+                    torch.manual_seed(0)
+                    for layer in each.model.layers:
+                        weight = layer.self_attn.k_proj.weight
+                        weight.data += torch.randn_like(weight) * weight.std()  # as adapters are merged
+            with kv.cache(ids) as cache:
+                self.assertEqual(cache.row_tokens, [0])
+                got = generate(model, ids, past_key_values=cache, max_new_tokens=16)
+            self.assertFalse(torch.equal(before, got))
+            self.assert_near(generate(own, ids, max_new_tokens=16), got, torch.ones_like(ids), "with changed weights")
+            with self.assertRaises(kvmanager.FailedPreconditionError):
+                generate(model, ids, past_key_values=chat, max_new_tokens=1)
+            with kv.cache(ids) as cache:
+                self.assertEqual(cache.row_tokens, [192])
 
 
 class Architectures(unittest.TestCase):

@@ -47,9 +47,10 @@ class Attachment:
     address: "unix:PATH" of the daemon on this host.
     codec, lag_pages, page_tokens, tenant, calibration_digest: as Client.open_cache takes them.
     model_name, revision: what the cache's blocks are known by; default: the last part of the name or directory that
-        the model was loaded from, as `kvctl calibrate` has it, and a digest of samples of the weights; a codec's
-        artifact may want its own revision (`kvctl calibrate --json` has it). Processes share blocks where these, the
-        tenant and the codec are equal.
+        the model was loaded from, as `kvctl calibrate` has it, and a digest of samples of the weights, which is taken
+        for each cache: when weights have changed, caches made before are void. A codec's artifact may want its own
+        revision (`kvctl calibrate --json` has it); a revision of yours is yours to change with the weights. Processes
+        share blocks where these, the tenant and the codec are equal.
     dtype: of keys and values in pages: "float16" or "bfloat16"; default: the model's, float16 for float32.
     device: the daemon's GPU, for a model on a GPU; default: the one with the model's ordinal. -1: the host.
     calibration_dir: where the artifact lies that the codec names, for a model on a GPU: its kernels run here.
@@ -91,6 +92,7 @@ class Attachment:
             dtype = "bfloat16" if parameter.dtype == torch.bfloat16 else "float16"
         self._chunk_tokens, self._calibration_dir = chunk_tokens, calibration_dir
         self._model = weakref.ref(model)
+        self._samples_weights = not revision
         self._options = dict(
             model=model_name or config._name_or_path.rstrip("/").rpartition("/")[2] or type(model).__name__,
             revision=revision or fingerprint(model), tenant=tenant, rope=_rope(config), layers=self.layers,
@@ -121,7 +123,11 @@ class Attachment:
         self._whole = True
 
     def _attach_again(self) -> None:
-        """If the connection was lost, or given up."""
+        """If the connection was lost, or given up, or the weights are not those that earlier blocks were made with."""
+        model = self._model()
+        if self._samples_weights and model is not None and (now := fingerprint(model)) != self._options["revision"]:
+            self._options["revision"] = now
+            self._gave_up = True
         if not self._gave_up and self._whole and self.client.connected:
             return
         self._whole = False

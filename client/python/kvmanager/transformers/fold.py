@@ -17,13 +17,13 @@ def fingerprint(model: torch.nn.Module) -> str:
     known = getattr(model, "kvmanager_fingerprint", None)
     if known is not None:
         return known
-    digest, samples = hashlib.sha256(), []
+    digest, samples = hashlib.sha256(), {}
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
-        samples.append(flat[:: max(1, flat.numel() // 64)][:64].float().cpu())
+        samples.setdefault((parameter.device, parameter.dtype), []).append(flat[:: max(1, flat.numel() // 64)][:64])
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype};".encode())
-    for sample in samples:
-        digest.update(sample.numpy().tobytes())
+    for each in samples.values():  # one copy from a GPU each
+        digest.update(torch.cat(each).float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
