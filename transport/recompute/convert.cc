@@ -49,7 +49,7 @@ void Widen(const void* from, DType dtype, size_t count, float* to) {
   const auto* bytes = static_cast<const uint8_t*>(from);
   size_t i = dtype == DType::kFloat16 && HasF16c() ? WidenF16c(bytes, count, to) : 0;
   if (dtype == DType::kFloat32) {
-    std::memcpy(to, from, 4 * count);
+    if (count > 0) std::memcpy(to, from, 4 * count);
     return;
   }
   if (dtype == DType::kBFloat16) {  // its own loop: it vectorises

@@ -8,7 +8,7 @@
 
 namespace kvmanager::recompute {
 
-/// to[i] = from[i], `count` elements of `dtype` at any alignment.
+/// to[i] = from[i], `count` elements of `dtype` at any alignment; of none the pointers may be null.
 void Widen(const void* from, DType dtype, size_t count, float* to);
 /// The other way; a float16 that overflows is infinity.
 void Narrow(const float* from, size_t count, DType dtype, void* to);
