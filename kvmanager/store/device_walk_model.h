@@ -1,0 +1,108 @@
+// What a walk on caches of a GPU (device_walk.h) knows of them: clients with their streams, caches, sequences, and what
+// is on its way. Values of one thread, the walk's.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "kvmanager/store/simulated_gpu.h"
+#include "kvmanager/store/store_testing.h"
+
+namespace kvmanager::device_walk {
+
+using testing::SimulatedRows;
+using testing::SimulatedStream;
+using testing::TestDevice;
+using testing::TestStore;
+using testing::Text;
+using Submission = testing::SimulatedSubmission;
+
+inline constexpr int kClients = 4;
+inline constexpr int kBlocksMax = 10;  // of a sequence
+inline constexpr size_t kSequencesMax = 24;
+inline constexpr size_t kQueuedMax = 24;   // submissions of a client
+inline constexpr size_t kWaitingMax = 12;  // steps of all clients
+inline constexpr size_t kSendingMax = 6;   // hand-offs
+
+struct Client {
+  Client(TestDevice* device, SimulatedStream::Counts* counts) : stream(device, counts) {}
+  SimulatedStream stream;
+  bool dead = false;
+};
+
+struct ModelCache {
+  CacheConfig config;
+  CacheId id = 0;
+  std::shared_ptr<const Codec> codec;
+  std::set<Digest> published;
+};
+
+struct ModelSequence {
+  Client* client = nullptr;
+  size_t cache = 0;
+  Text text;
+  std::vector<uint64_t> tokens;   // [layers]
+  std::vector<uint32_t> aged;     // [layers]
+  std::vector<uint32_t> waiting;  // [layers] steps that wait for encoding
+  uint64_t written_by = 0;        // its client's submission after which all its tokens are there
+  uint64_t TokensInEveryLayer() const { return *std::min_element(tokens.begin(), tokens.end()); }
+  uint64_t TokensInSomeLayer() const { return *std::max_element(tokens.begin(), tokens.end()); }
+  bool waits() const {
+    return std::any_of(waiting.begin(), waiting.end(), [](uint32_t n) { return n > 0; });
+  }
+};
+
+/// A step whose queries are submitted once the pages that they read are encoded.
+struct Waiting {
+  Client* client = nullptr;
+  size_t cache = 0;
+  int first_layer = 0, layers = 0;
+  std::vector<AttendEntry> entries;
+  std::unique_ptr<DeviceLease> lease;
+  std::shared_ptr<bool> called = std::make_shared<bool>(false);
+};
+
+/// A sequence on its way between the GPU and the host.
+struct Arrival {
+  size_t cache = 0;
+  Text text;  // of a fetch
+  std::unique_ptr<ArrivalLease> lease;
+  std::optional<ModelSequence> copied;  // of a copy: as it was
+  SequenceId on_host = 0;               // of a copy back: where it comes from
+  std::shared_ptr<bool> called = std::make_shared<bool>(false);
+};
+
+/// A sequence that is sent while it grows.
+struct Sending {
+  const Client* client = nullptr;
+  SequenceId id = 0;
+  size_t cache = 0;
+  bool by_host = false;
+  uint64_t tokens = 0;
+  std::unique_ptr<ExportLease> lease;
+  Text text;                            // once it is finished, or dropped
+  std::vector<testing::SentPage> sent;  // that were offered
+};
+
+/// What is to be told of a submission once it has run.
+struct Write {
+  const Client* client = nullptr;
+  uint64_t number = 0;
+  SequenceId id = 0;
+  int first_layer = 0;
+  std::vector<uint64_t> tokens;  // by layer
+};
+
+/// An encode job runs behind this submission of its client.
+struct Job {
+  const Client* client = nullptr;
+  uint64_t after = 0;
+};
+
+}  // namespace kvmanager::device_walk
