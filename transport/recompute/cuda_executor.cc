@@ -3,16 +3,15 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <cmath>
 #include <deque>
 #include <thread>
 #include <vector>
 
-#include "kvmanager/base/mutex.h"
 #include "kvmanager/base/status.h"
 #include "transport/recompute/convert.h"
-#include "transport/recompute/cublas.h"
+#include "transport/recompute/cuda_lanes.h"
 #include "transport/recompute/cuda_projection.h"
+#include "transport/recompute/device_array.h"
 
 namespace kvmanager::recompute {
 namespace {
@@ -24,97 +23,6 @@ constexpr int kFirstChunkShare = 3;
 constexpr int64_t kAllFinite = -1;
 
 absl::Status Check(cudaError_t error, absl::string_view call) { return CudaStatus(error, call); }
-
-/// In the order of a stream: cudaFree would wait for every stream of the device, also for those that wait for clients.
-struct DeviceFree {
-  CUstream_st* stream = nullptr;
-  void operator()(void* memory) const { cudaFreeAsync(memory, stream); }
-};
-template <typename T>
-using DeviceArray = std::unique_ptr<T[], DeviceFree>;
-
-/// For what comes later on `stream`.
-template <typename T>
-absl::StatusOr<DeviceArray<T>> Allocate(size_t count, CUstream_st* stream) {
-  void* memory = nullptr;
-  KV_RETURN_IF_ERROR(
-      Check(cudaMallocAsync(&memory, std::max<size_t>(count * sizeof(T), 1), stream), "cudaMallocAsync"));
-  return DeviceArray<T>(static_cast<T*>(memory), DeviceFree{stream});
-}
-
-}  // namespace
-
-class CudaLanes {
- public:
-  explicit CudaLanes(const Device* device) : device(device) {}
-
-  absl::Status Prepare() {
-    KV_RETURN_IF_ERROR(device->Use());
-    KV_ASSIGN_OR_RETURN(copy, device->NewStream());
-    KV_ASSIGN_OR_RETURN(compute, device->NewStream(StreamPriority::kLowest));
-    KV_ASSIGN_OR_RETURN(angles, device->NewStream());
-    KV_ASSIGN_OR_RETURN(back, device->NewStream());
-    KV_ASSIGN_OR_RETURN(cublas, Cublas::Make(compute));
-    void* words = nullptr;
-    KV_RETURN_IF_ERROR(Check(
-        cudaHostAlloc(&words, ReloadExecutor::kBuffersMax * sizeof(int64_t), cudaHostAllocPortable), "cudaHostAlloc"));
-    not_finite = static_cast<int64_t*>(words);
-    KV_RETURN_IF_ERROR(LoadStoreKernels());
-    // cuBLAS loads what it begins with.
-    constexpr size_t kSmall = 64;
-    KV_ASSIGN_OR_RETURN(const auto x, Allocate<uint16_t>(2 * kSmall * kSmall, compute));
-    KV_ASSIGN_OR_RETURN(const auto out, Allocate<float>(kSmall * kSmall, compute));
-    KV_RETURN_IF_ERROR(
-        Check(cudaMemsetAsync(x.get(), 0, 2 * kSmall * kSmall * sizeof(uint16_t), compute), "cudaMemsetAsync"));
-    for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
-      KV_RETURN_IF_ERROR(
-          cublas->Multiply(dtype, kSmall, kSmall, kSmall, x.get(), x.get() + kSmall * kSmall, out.get()));
-    }
-    return Check(cudaStreamSynchronize(compute), "cudaStreamSynchronize");
-  }
-
-  ~CudaLanes() {
-    (void)device->Use();
-    for (CUstream_st* const stream : {copy, compute, angles, back}) {
-      if (stream != nullptr) cudaStreamSynchronize(stream);
-    }
-    cublas = nullptr;
-    for (CUstream_st* const stream : {copy, compute, angles, back}) {
-      if (stream != nullptr) device->DestroyStream(stream);
-    }
-    if (not_finite != nullptr) cudaFreeHost(not_finite);
-  }
-
-  const Device* const device;
-  CUstream_st *copy = nullptr, *compute = nullptr, *angles = nullptr, *back = nullptr;
-  std::unique_ptr<Cublas> cublas;
-  int64_t* not_finite = nullptr;  // [kBuffersMax], pinned: kAllFinite, or a NotFiniteCode
-
-  /// Products of this model, of up to `rows` rows, were made before.
-  bool Met(const ProjectionModel& model, int rows) const {
-    MutexLock lock(mutex_);
-    return std::any_of(met_.begin(), met_.end(), [&](const Shape& shape) {
-      return shape.dtype == model.layout.dtype && shape.hidden == model.hidden && shape.width == model.width() &&
-             shape.rows >= rows;
-    });
-  }
-  void Meet(const ProjectionModel& model, int rows) {
-    MutexLock lock(mutex_);
-    met_.push_back({model.layout.dtype, model.hidden, model.width(), rows});
-  }
-
- private:
-  struct Shape {
-    DType dtype;
-    int hidden, width, rows;
-  };
-  mutable Mutex mutex_;
-  std::vector<Shape> met_ ABSL_GUARDED_BY(mutex_);
-};
-
-bool HasMet(const CudaLanes& lanes, const ProjectionModel& model) { return lanes.Met(model, 1); }
-
-namespace {
 
 class CudaExecutor final : public ReloadExecutor {
  public:
@@ -496,13 +404,6 @@ class CudaExecutor final : public ReloadExecutor {
 };
 
 }  // namespace
-
-absl::StatusOr<std::shared_ptr<CudaLanes>> MakeCudaLanes(const Device* device) {
-  KV_CHECK(device != nullptr);
-  auto lanes = std::make_shared<CudaLanes>(device);
-  KV_RETURN_IF_ERROR(lanes->Prepare());
-  return lanes;
-}
 
 absl::StatusOr<std::unique_ptr<ReloadExecutor>> MakeCudaExecutor(const ProjectionModel& model,
                                                                  const CudaExecutorOptions& options,
