@@ -20,26 +20,18 @@
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/base/worker_pool.h"
-#include "kvmanager/memory/device_region.h"
 #include "kvmanager/memory/page_pool.h"
 #include "kvmanager/server/connections.h"
 #include "kvmanager/server/context.h"
-#include "kvmanager/server/device_encodes.h"
-#include "kvmanager/server/device_indexes.h"
-#include "kvmanager/server/device_mover.h"
-#include "kvmanager/server/device_reads.h"
-#include "kvmanager/server/device_sends.h"
-#include "kvmanager/server/device_stream.h"
 #include "kvmanager/server/encode_executor.h"
 #include "kvmanager/server/event_loop.h"
 #include "kvmanager/server/hand_off.h"
-#include "kvmanager/server/in_process.h"
 #include "kvmanager/server/listen_socket.h"
 #include "kvmanager/server/message_queue.h"
 #include "kvmanager/server/plugin_events.h"
 #include "kvmanager/server/quality.h"
-#include "kvmanager/server/recompute_device.h"
 #include "kvmanager/server/recomputer.h"
+#include "kvmanager/server/server_devices.h"
 #include "kvmanager/server/server_metrics.h"
 #include "kvmanager/server/tenant_gauges.h"
 #include "kvmanager/store/page_store.h"
@@ -48,7 +40,6 @@
 #include "monitoring/metrics.h"
 #include "monitoring/recent_errors.h"
 #include "monitoring/web_page.h"
-#include "transport/cuda/peer_copier.h"
 #include "transport/tcp/tcp_transport.h"
 #include "transport/transport_metrics.h"
 #include "transport/ucx/ucx_memory.h"
@@ -59,29 +50,8 @@ namespace {
 
 static_assert(Options::kHostPoolBytesMax == PagePool::kPoolBytesMax);
 
-static_assert(Options::kDeviceSlabBytesMin == DeviceRegion::kSlabBytesMin);
-static_assert(Options::kDevicePoolBytesMax == SlabMemory::kBytesMax);
-
-constexpr int64_t kLookMs = 1000;             // at what only a look shows: tenants, pools of GPUs
-constexpr int64_t kPinLogNs = 3'000'000'000;  // between two lines about pinning
-constexpr int64_t kStreamsEndMs = 10000;      // for what runs on GPUs when the daemon stops
+constexpr int64_t kLookMs = 1000;   // at what only a look shows: tenants, pools of GPUs
 constexpr int kCopyThreadsMax = 4;  // that copy pages from other daemons of this host: memory has no more to give
-
-// One GPU: members in the order of who needs whom.
-struct DeviceParts {
-  std::unique_ptr<Device> device;
-  std::unique_ptr<DevicePool> pool;
-  ReleaseEpochs epochs;
-  DeviceEncodeQueue encode_queue;
-  std::unique_ptr<DeviceStreams> streams;
-  std::unique_ptr<DeviceEncodes> encodes;
-  std::unique_ptr<DeviceIndexes> indexes;
-  std::unique_ptr<DeviceMover> mover;
-  std::unique_ptr<DeviceSends> sends;
-  std::unique_ptr<CudaRecomputeDevice> recompute;  // nullptr: the CPU projects
-  std::unique_ptr<DeviceReads> reads;
-  DeviceContext context;
-};
 
 int UsableCpus() {
   cpu_set_t set;
@@ -118,7 +88,8 @@ class ServerImpl final : public Server {
         server_metrics_(&metrics_),
         recompute_metrics_(&metrics_),
         plugin_events_(&metrics_),
-        tenant_gauges_(&metrics_) {}
+        tenant_gauges_(&metrics_),
+        devices_(&options_, &metrics_, &server_metrics_, &clock_, &polls_) {}
 
   ~ServerImpl() noexcept override { Close(); }
 
@@ -131,23 +102,25 @@ class ServerImpl final : public Server {
     pool.pool_bytes = options_.host_pool_bytes;
     pool.slab_bytes = options_.slab_bytes;
     KV_ASSIGN_OR_RETURN(pool_, PagePool::Create(pool));
-    KV_RETURN_IF_ERROR(OpenDevices());
+    daemon_.gpu_summary = DeviceSummary();
+    spdlog::info("GPUs: {}", daemon_.gpu_summary);
+    KV_RETURN_IF_ERROR(devices_.Open(pool_.get()));
     workers_ = std::make_unique<WorkerPool>(options_.threads > 0 ? static_cast<int>(options_.threads) : UsableCpus());
     executor_ = std::make_unique<PoolEncodeExecutor>(workers_.get(), &queue_, &server_metrics_, &clock_);
     std::vector<StoreDevice> devices;
-    for (const auto& parts : devices_) {
+    for (const auto& parts : devices_.parts()) {
       devices.push_back(
           {parts->context.ordinal, parts->pool.get(), &parts->epochs, &parts->encode_queue, parts->mover.get()});
     }
     store_ = PageStore::Create(pool_.get(), &registry_, executor_.get(), &store_metrics_, &clock_, devices);
     if (options_.quality_sample > 0) {
       quality_ = std::make_unique<QualityMonitor>(executor_.get(), &metrics_, uint32_t(options_.quality_sample));
-      for (const auto& parts : devices_) quality_->SetReader(parts->context.ordinal, parts->reads.get());
+      for (const auto& parts : devices_.parts()) quality_->SetReader(parts->context.ordinal, parts->reads.get());
       store_->SetSampler(quality_.get());
     }
     Recomputer::Gpus gpus;
     gpus.bytes_max_each = options_.recompute_device_bytes;
-    for (const auto& parts : devices_) {
+    for (const auto& parts : devices_.parts()) {
       if (parts->recompute != nullptr) gpus.devices.push_back(parts->recompute.get());
     }
     recomputer_ = std::make_unique<Recomputer>(workers_.get(), &queue_, &clock_, &recompute_metrics_,
@@ -168,11 +141,12 @@ class ServerImpl final : public Server {
     daemon_.desk = desk_.get();
     daemon_.recomputer = recomputer_.get();
     daemon_.quality = quality_.get();
-    for (const auto& parts : devices_) {
+    for (const auto& parts : devices_.parts()) {
       parts->indexes->SetWorkers(executor_.get());
       daemon_.devices.push_back(&parts->context);
     }
-    daemon_.pinner = pinner_.get();
+    daemon_.pinner = devices_.pinner();
+    daemon_.copier = devices_.copier();
     daemon_.polls = &polls_;
     daemon_.boot_epoch = RandomEpoch();
     daemon_.start_ns = clock_.NowNs();
@@ -200,7 +174,7 @@ class ServerImpl final : public Server {
     }
     if (!options_.peer_zero_copy) transport.zero_copy = tcp::ZeroCopyUse::kNever;
     transport.remote_memory = ucx_.get();
-    transport.device_copier = options_.peer_local_copy ? copier_.get() : nullptr;
+    transport.device_copier = options_.peer_local_copy ? devices_.copier() : nullptr;
     KV_ASSIGN_OR_RETURN(transport_, TcpTransport::Create(std::move(transport)));
     daemon_.transport = transport_.get();
     daemon_.peer_listen = transport_->listen_address();
@@ -224,12 +198,12 @@ class ServerImpl final : public Server {
         signals = ReadSignals(signal_fd, *signal_observer).eagerlyEvaluate(nullptr);
       }
       polls_.SetLoop(&loop);
-      for (const auto& parts : devices_) parts->streams->SetLoop(&loop);
+      devices_.SetLoop(&loop);
       kj::Promise<void> looking = Look().eagerlyEvaluate(nullptr);
       Connections connections(&daemon_, sockets_);
       loop.Run([this] { return Over(); });
     }
-    for (const auto& parts : devices_) parts->streams->SetLoop(nullptr);
+    devices_.SetLoop(nullptr);
     polls_.SetLoop(nullptr);
     daemon_.departed.clear();
     drain_deadline_ = nullptr;
@@ -243,7 +217,7 @@ class ServerImpl final : public Server {
     workers_.reset();
     loop.RunReady();
     desk_->DropAll();
-    EndStreams();
+    devices_.End();
     daemon_.loop = nullptr;
   }
 
@@ -285,89 +259,6 @@ class ServerImpl final : public Server {
     return absl::OkStatus();
   }
 
-  // GPUs' pools, and the pinning of the host's beside them.
-  absl::Status OpenDevices() {
-    daemon_.gpu_summary = DeviceSummary();
-    spdlog::info("GPUs: {}", daemon_.gpu_summary);
-    for (const int ordinal : options_.devices) {
-      device_metrics_.push_back(std::make_unique<DeviceMetrics>(&metrics_, ordinal));
-      if (options_.device_pool_bytes == 0) continue;
-      auto parts = std::make_unique<DeviceParts>();
-      auto device = Device::Open(ordinal);
-      if (!device.ok()) {
-        return absl::Status(device.status().code(), absl::StrCat("--device-pool-bytes asks for GPU ", ordinal,
-                                                                 " of --devices, but ", device.status().message(),
-                                                                 "; leave the option out to serve from host memory"));
-      }
-      parts->device = *std::move(device);
-      const auto slabs = static_cast<uint32_t>(options_.device_pool_bytes / options_.device_slab_bytes);
-      KV_ASSIGN_OR_RETURN(auto region, DeviceRegion::Reserve(parts->device.get(), options_.device_slab_bytes, slabs));
-      KV_ASSIGN_OR_RETURN(const uint64_t free_bytes, parts->device->FreeBytes());
-      auto pool = DevicePool::Create(std::move(region));
-      if (!pool.ok()) {
-        if (!absl::IsResourceExhausted(pool.status())) return pool.status();
-        return FieldError(absl::StatusCode::kResourceExhausted, "--device-pool-bytes",
-                          absl::StrCat(options_.device_pool_bytes),
-                          absl::StrCat("less than what GPU ", ordinal, " has free, ", free_bytes,
-                                       ": ask for less, or end what else uses it"));
-      }
-      parts->pool = *std::move(pool);
-      parts->context.ordinal = ordinal;
-      parts->context.device = parts->device.get();
-      parts->context.pool = parts->pool.get();
-      parts->context.metrics = device_metrics_.back().get();
-      parts->context.epochs = &parts->epochs;
-      parts->context.encode_queue = &parts->encode_queue;
-      KV_ASSIGN_OR_RETURN(parts->encodes, DeviceEncodes::Create(parts->device.get(), &polls_, &server_metrics_));
-      parts->context.encodes = parts->encodes.get();
-      KV_ASSIGN_OR_RETURN(parts->mover, DeviceMover::Create(parts->device.get(), &polls_));
-      KV_ASSIGN_OR_RETURN(parts->sends, DeviceSends::Create(parts->device.get(), parts->pool.get(), &polls_));
-      parts->context.sends = parts->sends.get();
-      KV_ASSIGN_OR_RETURN(parts->reads, DeviceReads::Create(parts->device.get(), &polls_));
-      parts->context.reads = parts->reads.get();
-      KV_ASSIGN_OR_RETURN(parts->streams, DeviceStreams::Create(parts->context));
-      parts->context.streams = parts->streams.get();
-      KV_ASSIGN_OR_RETURN(parts->indexes, DeviceIndexes::Create(parts->context, &polls_));
-      parts->context.indexes = parts->indexes.get();
-      KV_RETURN_IF_ERROR(OpenRecompute(*parts));
-      parts->context.metrics->capacity_bytes.Set(double(parts->pool->capacity_bytes()));
-      spdlog::info("GPU {}: a pool of {} slabs of {} MiB", ordinal, slabs, options_.device_slab_bytes >> 20);
-      devices_.push_back(std::move(parts));
-    }
-    if (devices_.empty()) return absl::OkStatus();
-    std::vector<absl::Span<uint8_t>> slabs;
-    for (uint32_t slab = 0; slab < pool_->slabs(); ++slab) slabs.push_back(pool_->SlabData(slab));
-    const Device* const device = devices_.front()->device.get();
-    pinner_ = std::make_unique<HostPinner>(
-        std::move(slabs),
-        HostPinner::Calls{[device](uint8_t* data, size_t bytes) { return device->PinHost(data, bytes); },
-                          [device](uint8_t* data) { device->UnpinHost(data); }});
-    for (const auto& parts : devices_) {
-      parts->mover->SetPinner(pinner_.get());
-      if (parts->recompute != nullptr) parts->recompute->SetPinner(pinner_.get());
-    }
-    std::vector<const Device*> gpus;
-    for (const auto& parts : devices_) gpus.push_back(parts->device.get());
-    KV_ASSIGN_OR_RETURN(copier_, PeerCopier::Create(gpus));
-    daemon_.copier = copier_.get();
-    pin_log_ns_ = clock_.NowNs();
-    return absl::OkStatus();
-  }
-
-  absl::Status OpenRecompute(DeviceParts& parts) {
-    if (options_.recompute_device_bytes == 0) return absl::OkStatus();
-    auto recompute = CudaRecomputeDevice::Create(parts.device.get());
-    if (!recompute.ok()) {
-      return absl::Status(
-          recompute.status().code(),
-          absl::StrCat("--recompute-device-bytes asks for projections on GPU ", parts.context.ordinal, ", but ",
-                       recompute.status().message(), "; leave the option out to recompute on the CPU"));
-    }
-    parts.recompute = *std::move(recompute);
-    parts.recompute->SetStreams(parts.streams.get());
-    return absl::OkStatus();
-  }
-
   absl::Status OpenPage() {
     if (options_.http_listen.empty()) return absl::OkStatus();
     DashboardFacts facts;
@@ -387,42 +278,8 @@ class ServerImpl final : public Server {
 
   kj::Promise<void> Look() {
     tenant_gauges_.Set(store_->Caches());
-    if (!devices_.empty()) LookAtDevices();
+    devices_.Look(store_.get());
     return daemon_.loop->timer().afterDelay(kLookMs * kj::MILLISECONDS).then([this] { return Look(); });
-  }
-
-  void LookAtDevices() {
-    store_->CollectReleased();
-    for (const auto& parts : devices_) parts->context.metrics->used_bytes.Set(double(parts->pool->used_bytes()));
-    if (!pinned_) {
-      pinned_ = pinner_->done();
-      server_metrics_.pool_pinned_bytes.Set(double(pinner_->ready_bytes()));
-      if (pinned_ && !pinner_->status().ok()) {
-        spdlog::error("the host pool stays pinned up to {} of {} bytes only: {}", pinner_->ready_bytes(),
-                      pinner_->total_bytes(), std::string(pinner_->status().message()));
-      } else if (pinned_ || clock_.NowNs() - pin_log_ns_ >= kPinLogNs) {
-        pin_log_ns_ = clock_.NowNs();
-        spdlog::info("host pool: {} of {} MiB pinned", pinner_->ready_bytes() >> 20, pinner_->total_bytes() >> 20);
-      }
-    }
-  }
-
-  // What clients left on the GPUs ends, or is left to the process's end.
-  void EndStreams() {
-    for (const auto& parts : devices_) {
-      if (parts->streams->Drain(kStreamsEndMs) && parts->mover->Drain(kStreamsEndMs) &&
-          parts->sends->Drain(kStreamsEndMs) && parts->indexes->Drain(kStreamsEndMs) &&
-          parts->reads->Drain(kStreamsEndMs)) {
-        continue;
-      }
-      spdlog::error("GPU {} still works for connections that ended: its memory goes with the process",
-                    parts->context.ordinal);
-      (void)pinner_.release();
-      (void)copier_.release();
-      for (auto& each : devices_) (void)each.release();
-      devices_.clear();
-      return;
-    }
   }
 
   void BeginTermination() {
@@ -476,11 +333,8 @@ class ServerImpl final : public Server {
   std::unique_ptr<CalibrationSource> calibrations_;
   CodecRegistry registry_;
   std::unique_ptr<PagePool> pool_;
-  std::vector<std::unique_ptr<DeviceMetrics>> device_metrics_;
   PollList polls_;
-  std::vector<std::unique_ptr<DeviceParts>> devices_;
-  std::unique_ptr<HostPinner> pinner_;
-  std::unique_ptr<PeerCopier> copier_;
+  ServerDevices devices_;
   std::unique_ptr<WorkerPool> workers_;
   std::unique_ptr<PoolEncodeExecutor> executor_;
   std::unique_ptr<QualityMonitor> quality_;
@@ -498,8 +352,6 @@ class ServerImpl final : public Server {
   // The loop's thread.
   bool stop_ = false;
   bool terminating_ = false;
-  bool pinned_ = false;
-  int64_t pin_log_ns_ = 0;
   kj::Promise<void> drain_deadline_ = nullptr;
 };
 
