@@ -26,7 +26,6 @@
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
@@ -40,15 +39,12 @@
 #include "kvmanager/memory/page_pool.h"
 #include "kvmanager/memory/release_epochs.h"
 #include "kvmanager/store/cache_config.h"
+#include "kvmanager/store/hand_off_lease.h"
 #include "kvmanager/store/miss_reason.h"
+#include "kvmanager/store/store_ids.h"
 #include "kvmanager/store/store_metrics.h"
 
 namespace kvmanager {
-
-/// A cache of this store; never reused while the store lives.
-using CacheId = uint32_t;
-/// A sequence of this store; never reused while the store lives.
-using SequenceId = uint64_t;
 
 /// Training of one layer's index on a GPU: the keys are copied to the host and given to the job's tasks, whose image
 /// goes to `image` and is completed there (DeviceChoice::LaunchPrepareIndexes). All addresses are the device's.
@@ -194,10 +190,6 @@ struct PagePlace {
                    // slot at place `page`, if that is what changed (the page may then be beyond the sequence's)
 };
 
-/// How a growing sequence of a GPU's cache leaves it: out of the GPU's memory, or by way of the host's, where its pages
-/// are copied one by one as they are ready.
-enum class ExportWay : uint8_t { kDirect = 0, kByHost };
-
 /// Who keeps tables of a sequence's slots: those who run its steps.
 enum class TableKeeper : uint8_t { kDaemon = 0, kProcess = 1 };
 
@@ -226,145 +218,6 @@ class ArrivalLease {
   /// After it is ready, at most once. Errors: RESOURCE_EXHAUSTED (of the memory that it was to go to); DATA_LOSS (pages
   /// did not arrive, or are none that a page may be).
   virtual absl::StatusOr<CreateResult> Commit() = 0;
-};
-
-// A sequence as it is handed over, without the bytes of its pages, in two parts: the first says what is known before
-// the pages are made, and what of them will travel encoded; the last says the rest. Pages are numbered from 0 in the
-// first part; those of the last go on from there.
-
-struct HandOffPage {
-  uint32_t block = 0;
-  uint32_t layer = 0;
-  uint64_t bytes =
-      0;  // of the form that travels; an open page's are those of a whole raw page, its unused tokens zeros
-};
-struct HandOffBlock {
-  BlockName name;  // all zeros: not published
-  bool named = false;
-};
-struct HandOffFirst {
-  CacheConfig config;
-  uint32_t codec_version = 0;
-  uint64_t tokens = 0;               // of every layer, once the sender has appended them
-  std::vector<HandOffBlock> blocks;  // full ones, in order; the names that they have already
-  std::vector<uint32_t> aged;        // [layers] pages before this one are read encoded, unless the codec declined them
-  std::vector<HandOffPage> pages;    // what will travel encoded, all aged: by layer, then by block
-  /// Activations of some of `pages`, in their order. Numbered behind them. The receiver takes a page in one of the two
-  /// forms: K and V as they are, or activations, from which it recomputes K and V.
-  std::vector<HandOffPage> activations;
-
-  size_t size() const { return pages.size() + activations.size(); }
-  const HandOffPage& page(size_t number) const {
-    return number < pages.size() ? pages[number] : activations[number - pages.size()];
-  }
-};
-struct HandOffLast {
-  std::vector<uint32_t> withdrawn;   // pages of the first part that the codec declined, ascending
-  std::vector<HandOffPage> pages;    // every page that does not travel encoded, raw: by layer, then by block
-  std::vector<HandOffBlock> blocks;  // [HandOffFirst::blocks] names since the first part
-  IndexFacts index;                  // of a codec with indexes: the receiver makes an equal one
-};
-
-/// Bytes of a page that is ready to be sent: unchanged while the lease lives.
-struct ExportedPage {
-  uint32_t page = 0;
-  absl::Span<const uint8_t> bytes;  // of a cache on a GPU there
-  uint64_t checksum = 0;  // XXH3-64. Of a page that stays in this form the one kept since it was made; 0: on a
-                          // GPU, where nobody has made it yet
-};
-
-/// The first tokens of an open page on a GPU, to be copied before the copy is sent, with zeros behind them.
-struct ExportedOpenPage {
-  const uint8_t* from = nullptr;
-  uint8_t* to = nullptr;
-};
-
-/// A sequence that is being sent, perhaps while it grows. Its pages are pinned once they are full: it may be dropped or
-/// published meanwhile, but until Finish it cannot be cropped, nor grow beyond first().tokens.
-class ExportLease {
- public:
-  virtual ~ExportLease() = default;
-  virtual const HandOffFirst& first() const = 0;
-  /// Not OK: pages could not be copied to the host (ExportWay::kByHost), and it will not get further. UNAVAILABLE (the
-  /// GPU has failed), DATA_LOSS (bytes that no page may have), RESOURCE_EXHAUSTED.
-  virtual absl::Status status() const { return absl::OkStatus(); }
-  /// Pages of the first part that were encoded since the last call, in the order in which they were; at first their
-  /// activations, so that who takes those can compute while the others are on their way. On a GPU each is there: what
-  /// is sent as it was appended has been written (PageStore::Written).
-  virtual std::vector<ExportedPage> TakeReady() = 0;
-  /// Calls `fn` on the store's thread, from within other calls of the store: now and whenever there is something to
-  /// take, last() appears, or status() changes. It may call this lease, but destroy none, and not call the store.
-  virtual void OnReady(absl::AnyInvocable<void()> fn) = 0;
-  /// The sequence is complete; copies its open pages. Errors leave everything as it was: FAILED_PRECONDITION naming the
-  /// shortest layer; NOT_FOUND, if it was dropped; RESOURCE_EXHAUSTED.
-  virtual absl::Status Finish() = 0;
-  virtual bool finished() const = 0;
-  /// nullptr before Finish, and until the codec has encoded or declined every page of the first part; on a GPU also
-  /// until everything is written, and copied where it goes by way of the host.
-  virtual const HandOffLast* last() const = 0;
-  /// Of last()->pages.
-  virtual absl::Span<const ExportedPage> last_pages() const = 0;
-  /// Of a cache on a GPU, after Finish: what is to be copied before last_pages' bytes are there, of
-  /// first().tokens % page_tokens tokens each.
-  virtual absl::Span<const ExportedOpenPage> open_pages() const = 0;
-};
-
-struct ArrivedPage {
-  uint32_t page = 0;
-  uint64_t checksum = 0;
-};
-
-/// How many pages of a layer to recompute from their activations, of `pages` that are to come, the first
-/// `with_activations` of which may be recomputed: at most that many.
-using RecomputeChoice = absl::FunctionRef<uint32_t(uint32_t layer, uint32_t pages, uint32_t with_activations)>;
-
-/// A page whose activations have arrived. Only who recomputes it touches `raw`, until Recomputed.
-struct RecomputePage {
-  uint32_t page = 0;  // number of the activations
-  uint32_t layer = 0;
-  uint64_t first_token = 0;
-  const uint8_t* activations = nullptr;  // [page_tokens][hidden]
-  uint8_t* raw = nullptr;                // where K and V go
-};
-
-/// Slots reserved for a sequence that is being received. Destroying it without Commit gives back what nobody else uses.
-class ImportLease {
- public:
-  virtual ~ImportLease() = default;
-  virtual CacheId cache() const = 0;
-  /// Where the bytes of a page go, on a GPU if its cache is there; empty if the block is already here and need not be
-  /// sent. Of the last part after Extend. A worker may call it once the call that the page is of has returned.
-  virtual absl::Span<uint8_t> target(size_t page) const = 0;
-  /// The last part, once: may need slots for pages that were declined. Errors: INVALID_ARGUMENT (what contradicts
-  /// itself or the first part), RESOURCE_EXHAUSTED; either leaves everything as it was.
-  virtual absl::Status Extend(const HandOffLast& last) = 0;
-  /// Looks at the bytes of a page that has arrived, which come from a stranger: an encoded page must be one that the
-  /// codec can compute on, a raw one finite. On any thread; reads as long as it runs. Returns the checksum. Of a GPU's
-  /// page nothing is looked at, and 0 returned: kernels are safe on any bytes, since engines write there, too, and what
-  /// leaves the GPU is looked at then.
-  virtual absl::StatusOr<uint64_t> Validate(uint32_t page) const = 0;
-  /// Pages that passed Validate. Who waits for them goes on. Errors: INVALID_ARGUMENT for one that is not awaited;
-  /// those before it have arrived.
-  virtual absl::Status Arrived(absl::Span<const ArrivedPage> pages) = 0;
-  /// Pages whose activations have arrived since the last call.
-  virtual std::vector<RecomputePage> TakeRecomputable() = 0;
-  /// K and V of these are in their places, finite; they are encoded if the codec does. checksum: of K and V. Errors:
-  /// INVALID_ARGUMENT for one that was not taken; those before it have been recomputed.
-  virtual absl::Status Recomputed(absl::Span<const ArrivedPage> pages) = 0;
-  /// Show may be called: the last part and all its pages are here. With a codec that has indexes, which are made from
-  /// all pages, all of the first part too.
-  virtual bool can_show() const = 0;
-  /// Makes the sequence visible, while encoded pages may still arrive: queries that need one wait for it. Until Commit
-  /// the sequence can be attended to, appended to and dropped, not forked, cropped, published, exported or copied
-  /// (FAILED_PRECONDITION). Once. Errors: RESOURCE_EXHAUSTED.
-  virtual absl::StatusOr<SequenceId> Show() = 0;
-  /// Every page is here.
-  virtual bool complete() const = 0;
-  /// After Show, once complete: publishes named blocks. At most once.
-  virtual absl::Status Commit() = 0;
-  /// No more comes. A sequence that was shown is broken: who waits for its pages, and all later calls but
-  /// DescribeSequence and Drop, get UNAVAILABLE with the reason. Slots go with the lease, which workers may still read.
-  virtual void Break(const absl::Status& why) = 0;
 };
 
 struct HolderInfo {
@@ -439,8 +292,8 @@ class PageStore {
                                                               absl::Span<const AttendEntry> entries) = 0;
   /// Pins the pages of the entries' tokens, each in the one form that the sequence reads it in, whatever the query: raw
   /// while it has not aged there, else encoded, or raw where the codec declined it. The lease's pages(i) begin with the
-  /// page of token entries[i].position, and it has no selectors. Of a cache on a GPU the pages' addresses are there, and
-  /// raw ones hold what their kernels have written by then. Errors: Attend's.
+  /// page of token entries[i].position, and it has no selectors. Of a cache on a GPU the pages' addresses are there,
+  /// and raw ones hold what their kernels have written by then. Errors: Attend's.
   virtual absl::StatusOr<std::unique_ptr<AttendLease>> Load(CacheId cache, int layer,
                                                             absl::Span<const AttendEntry> entries) = 0;
 

@@ -1,0 +1,124 @@
+// A cache of the store, the memory that it is in, and slots taken of that. Plain structs of the store, on its thread.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_cat.h"
+#include "codecs/codec.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/memory/page_mover.h"
+#include "kvmanager/memory/release_epochs.h"
+#include "kvmanager/memory/slot_pool.h"
+#include "kvmanager/store/block.h"
+#include "kvmanager/store/eviction_policy.h"
+#include "kvmanager/store/page_store.h"
+#include "kvmanager/store/page_table.h"
+#include "kvmanager/store/slot_classes.h"
+
+namespace kvmanager {
+
+/// A kind of memory that pages are computed on: its slots, and what can be evicted there.
+struct Tier {
+  int device = CacheConfig::kHost;
+  SlotPool* pool = nullptr;
+  EncodeExecutor* executor = nullptr;
+  ReleaseEpochs* epochs = nullptr;  // of a GPU: kernels may read a slot after the store gave it up
+  PageMover* mover = nullptr;       // of a GPU: to the host and back; nullptr: nothing moves
+  std::unique_ptr<EvictionPolicy> eviction = MakeLruEviction();
+  uint64_t evictable_bytes = 0;
+  uint64_t kept_bytes = 0;       // of those, of blocks that the host has, too
+  uint64_t demoting_bytes = 0;   // on their way to the host: evictable once they are there
+  std::vector<PageId> reusable;  // scratch of Collect
+  uint64_t retired = 0;          // slots ever given to `epochs`
+  uint64_t evicted_until = 0;    // of them, up to the last one that was evicted
+  uint64_t evicted_bytes = 0;    // since none that was evicted waited
+  uint64_t index_bytes = 0;      // of a GPU: slots of indexes
+
+  std::string name() const { return device == CacheConfig::kHost ? "host" : absl::StrCat("gpu", device); }
+  /// What was evicted and has not all returned: it is room that only has to be waited for.
+  uint64_t evicted_waiting_bytes() const {
+    return epochs != nullptr && retired - epochs->retired_slots() < evicted_until ? evicted_bytes : 0;
+  }
+};
+
+struct Cache {
+  CacheId id = 0;
+  CacheConfig config;  // codec canonical
+  CacheDigest digest;
+  std::shared_ptr<const Codec> codec;  // shared with encode jobs and attention under way
+  std::unique_ptr<Codec> raw;          // for attention on raw pages
+  Tier* tier = nullptr;
+  TenantId tenant = 0;
+  uint64_t raw_slot_bytes = 0;         // as the pool rounds them
+  uint64_t activation_slot_bytes = 0;  // 0: this cache keeps none
+  SlotClasses encoded_slots;
+  DeviceIndexLayout index;                        // on a GPU; its slots are two more classes than pages have
+  const PageGauges* gauges = nullptr;             // of K and V
+  const PageGauges* activation_gauges = nullptr;  // nullptr: this cache keeps none
+  PageTable table;
+  absl::flat_hash_map<BlockKey, Block*> arriving;  // being fetched: nobody else's, and not to be found yet
+  uint64_t sequences = 0;
+  uint64_t leases = 0;
+  uint64_t opened = 0;     // order of openings, by clients and hand-offs
+  bool wanted = false;     // by a client or a visible sequence; else it goes with the last unfinished import
+  uint64_t raw_bytes = 0;  // of slots
+  uint64_t encoded_bytes = 0;
+  uint64_t activation_bytes = 0;
+
+  const PageLayout& layout() const { return config.layout; }
+  int page_tokens() const { return config.layout.page_tokens; }
+  uint32_t layers() const { return static_cast<uint32_t>(config.layers); }
+  /// Without sequence, lease and block: closing it loses nothing.
+  bool unused() const { return sequences == 0 && leases == 0 && table.size() == 0; }
+  bool identity() const { return codec->info().identity; }
+  bool on_device() const { return tier->epochs != nullptr; }
+  FormBytes slot_bytes(uint32_t layer, PageKind kind = PageKind::kKeysValues) const {
+    if (kind == PageKind::kActivations) return {activation_slot_bytes, activation_slot_bytes};
+    return {raw_slot_bytes, encoded_slots.bytes[encoded_slots.of_layer[layer]]};
+  }
+  bool keeps_activations() const { return activation_slot_bytes > 0; }
+  size_t activation_row_bytes() const { return size_t(config.hidden) * DTypeBytes(layout().dtype); }
+  size_t activation_page_bytes() const { return page_tokens() * activation_row_bytes(); }
+  /// Of the encoded form: what is sent and checked, in a slot of slot_bytes(layer).encoded.
+  size_t page_bytes(uint32_t layer) const { return codec->info().page_bytes(static_cast<int>(layer)); }
+  size_t book_class() const { return encoded_slots.bytes.size() - 2; }
+  size_t chunk_class() const { return encoded_slots.bytes.size() - 1; }
+  void CountEncodedSlots(uint32_t layer, size_t count, SlotCounts* wanted) const {
+    wanted->encoded[encoded_slots.of_layer[layer]] += count;
+  }
+};
+
+/// Slots of one cache, taken from the pool; those not taken out go back.
+class Reservation {
+ public:
+  explicit Reservation(SlotPool* pool) : pool_(pool) {}
+  ~Reservation();
+  Reservation(const Reservation&) = delete;
+  Reservation& operator=(const Reservation&) = delete;
+  PageId TakeRaw() { return Take(&raw); }
+  PageId TakeActivations() { return Take(&activations); }
+  PageId TakeOfClass(size_t slot_class) { return Take(&encoded[slot_class]); }
+  PageId TakeEncoded(const Cache& cache, uint32_t layer) { return Take(&encoded[cache.encoded_slots.of_layer[layer]]); }
+
+  struct Slots {
+    std::vector<PageId> ids;
+    size_t taken = 0;
+  };
+  Slots raw, activations;
+  std::array<Slots, kSlotClassesMax> encoded;  // by class
+
+ private:
+  static PageId Take(Slots* slots) {
+    KV_CHECK(slots->taken < slots->ids.size());
+    return slots->ids[slots->taken++];
+  }
+  SlotPool* pool_;
+};
+
+}  // namespace kvmanager
