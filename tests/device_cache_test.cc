@@ -29,6 +29,7 @@
 #include "kvmanager/memory/device_testing.h"
 #include "tests/device_cache_kernels.h"
 #include "tests/device_engines.h"
+#include "tests/device_fixture.h"
 #include "tests/harness.h"
 #include "tests/matchers.h"
 
@@ -43,11 +44,6 @@ using client::StepEntry;
 constexpr char kAddressVariable[] = "KVMANAGER_TEST_DAEMON";
 constexpr char kCaptureVariable[] = "KVMANAGER_TEST_CAPTURE";
 constexpr uint8_t kScribble = 0x3c;  // as an fp16 number: 1.06
-
-const bool many_streams = [] {
-  AllowManyStreams();
-  return true;
-}();
 
 absl::StatusOr<Text> ModelsText() {
   const char* const path = std::getenv(kCaptureVariable);
@@ -75,14 +71,6 @@ absl::StatusOr<Text> ModelsText() {
   return text;
 }
 
-std::vector<BlockName> NamesOf(const client::Cache& cache, uint64_t tokens, uint32_t salt) {
-  std::vector<uint32_t> ids(tokens);
-  for (size_t i = 0; i < ids.size(); ++i) ids[i] = uint32_t(i) * 7 + salt;
-  std::vector<BlockName> names;
-  NameBlocks(cache.description().digest, ids, kPage, &names);
-  return names;
-}
-
 struct Case {
   const char* name;
   std::string codec;
@@ -90,35 +78,11 @@ struct Case {
   int look_up_layers = 0;  // the first so many look centroids up
 };
 
-class DeviceCacheTest : public GpuTest {
+class DeviceCacheTest : public DeviceDaemonTest {
  protected:
-  void Start(const std::string& pool_bytes = "1GiB", const std::vector<std::string>& flags = {},
-             uint64_t host_pool_bytes = 64 << 20) {
-    DaemonOptions options;
-    options.host_pool_bytes = host_pool_bytes;
-    options.more_flags = {"--device-pool-bytes", pool_bytes, "--calibration-dir", artifacts_.path()};
-    options.more_flags.insert(options.more_flags.end(), flags.begin(), flags.end());
-    ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(options));
-    ASSERT_OK_AND_ASSIGN(client_, Client::Connect(daemon_->listen(), {}));
-    ASSERT_OK_AND_ASSIGN(device_, DeviceClient::Open(client_.get(), 0));
-  }
-  void TearDown() override {
-    device_.reset();
-    client_.reset();
-    daemon_.reset();
-  }
   absl::StatusOr<std::unique_ptr<Engine>> Make(Way way, const client::CacheOptions& options) {
     return MakeEngine(way, client_.get(), device_.get(), options, artifacts_.path());
   }
-  double Metric(const std::string& name) {
-    const auto page = Scrape(*daemon_);
-    return page.ok() ? page->Sum(absl::StrCat("kvmanager_", name)) : -1;
-  }
-
-  TempDir artifacts_;
-  std::unique_ptr<DaemonProcess> daemon_;
-  std::unique_ptr<Client> client_;
-  std::unique_ptr<DeviceClient> device_;
 };
 
 /// Layers with codecs of their own, a page of sinks; a layer whose pages are never encoded.
@@ -270,8 +234,8 @@ TEST_F(DeviceCacheTest, WhatIsNotFiniteIsFoundAndNeverPublished) {
 TEST_F(DeviceCacheTest, AStepThatIsAskedForMayBeRefusedOrGivenUp) {
   ASSERT_NO_FATAL_FAILURE(Start());
   const Text text = RandomText(5);
-  ASSERT_OK_AND_ASSIGN(auto engine, OwnEngine::Make(client_.get(), device_.get(),
-                                                    OptionsFor(text, "hack:k_bits=2,v_bits=2", 0), true));
+  ASSERT_OK_AND_ASSIGN(
+      auto engine, OwnEngine::Make(client_.get(), device_.get(), OptionsFor(text, "hack:k_bits=2,v_bits=2", 0), true));
   client::InProcess& run = engine->run();
   ASSERT_OK_AND_ASSIGN(auto dropped, engine->cache().CreateSequence());
   ASSERT_OK_AND_ASSIGN(auto kept, engine->cache().CreateSequence());

@@ -68,6 +68,14 @@ client::CacheOptions OptionsFor(const Text& text, const std::string& codec, int 
   return options;
 }
 
+std::vector<BlockName> NamesOf(const client::Cache& cache, uint64_t tokens, uint32_t salt) {
+  std::vector<uint32_t> ids(tokens);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = uint32_t(i) * 7 + salt;
+  std::vector<BlockName> names;
+  NameBlocks(cache.description().digest, ids, kPage, &names);
+  return names;
+}
+
 void Difference::Add(const std::vector<uint16_t>& got, const std::vector<uint16_t>& expected) {
   ASSERT_EQ(got.size(), expected.size());
   for (size_t i = 0; i < got.size(); ++i) {

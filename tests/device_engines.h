@@ -19,6 +19,7 @@
 #include "client/device.h"
 #include "client/in_process.h"
 #include "kvmanager/base/half.h"
+#include "kvmanager/base/ids.h"
 
 namespace kvmanager::testing {
 
@@ -44,6 +45,9 @@ void WriteArtifact(const Text& text, std::vector<std::string> specs, const std::
 
 client::CacheOptions OptionsFor(const Text& text, const std::string& codec, int device,
                                 const std::string& tenant = "a");
+
+/// Names of the full blocks of some text of `tokens` tokens, of kPage each; another one for each `salt`.
+std::vector<BlockName> NamesOf(const client::Cache& cache, uint64_t tokens, uint32_t salt);
 
 /// Sums over rows of squares, of a difference and of what it is compared with.
 struct Difference {

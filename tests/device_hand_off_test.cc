@@ -19,6 +19,7 @@
 #include "client/device.h"
 #include "kvmanager/memory/device_testing.h"
 #include "tests/device_engines.h"
+#include "tests/device_fixture.h"
 #include "tests/harness.h"
 #include "tests/matchers.h"
 
@@ -30,19 +31,6 @@ using client::DeviceClient;
 
 constexpr uint64_t kPrompt = 700;  // tokens
 constexpr uint64_t kHostBytes = 256 << 20;
-
-const bool many_streams = [] {
-  AllowManyStreams();
-  return true;
-}();
-
-std::vector<BlockName> NamesOf(const client::Cache& cache, uint64_t tokens, uint32_t salt) {
-  std::vector<uint32_t> ids(tokens);
-  for (size_t i = 0; i < ids.size(); ++i) ids[i] = uint32_t(i) * 7 + salt;
-  std::vector<BlockName> names;
-  NameBlocks(cache.description().digest, ids, kPage, &names);
-  return names;
-}
 
 // A daemon on one GPU, and a client of it.
 struct Side {

@@ -17,6 +17,7 @@
 #include "client/device.h"
 #include "kvmanager/memory/device_testing.h"
 #include "tests/device_engines.h"
+#include "tests/device_fixture.h"
 #include "tests/harness.h"
 #include "tests/matchers.h"
 
@@ -26,11 +27,6 @@ namespace {
 using client::Client;
 using client::DeviceClient;
 using client::StepEntry;
-
-const bool many_streams = [] {
-  AllowManyStreams();
-  return true;
-}();
 
 constexpr char kSmall[] = "pq:m=4,bits=4,ratio=0.2,sinks=8,iterations=3";
 constexpr char kPlain[] = "pq:m=4,bits=8,ratio=0.1,sinks=32,iterations=2";
@@ -56,16 +52,9 @@ struct PairPart {
   uint64_t shift = 0;
 };
 
-class DevicePqTest : public GpuTest {
+class DevicePqTest : public DeviceDaemonTest {
  protected:
-  void Start(const std::string& pool_bytes = "1GiB", uint64_t host_pool_bytes = 256 << 20) {
-    DaemonOptions options;
-    options.host_pool_bytes = host_pool_bytes;
-    options.more_flags = {"--device-pool-bytes", pool_bytes};
-    ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(options));
-    ASSERT_OK_AND_ASSIGN(client_, Client::Connect(daemon_->listen(), {}));
-    ASSERT_OK_AND_ASSIGN(device_, DeviceClient::Open(client_.get(), 0));
-  }
+  void Start(const std::string& pool_bytes = "1GiB") { DeviceDaemonTest::Start(pool_bytes, {}, 256 << 20); }
   void OpenTwins(Way way, const std::string& codec) {
     ASSERT_OK_AND_ASSIGN(gpu_, MakeEngine(way, client_.get(), device_.get(), OptionsFor(text_, codec, 0)));
     ASSERT_OK_AND_ASSIGN(cpu_, HostEngine::Make(client_.get(), OptionsFor(text_, codec, -1)));
@@ -73,13 +62,7 @@ class DevicePqTest : public GpuTest {
   void TearDown() override {
     gpu_.reset();
     cpu_.reset();
-    device_.reset();
-    client_.reset();
-    daemon_.reset();
-  }
-  double Metric(const std::string& name) {
-    const auto page = Scrape(*daemon_);
-    return page.ok() ? page->Sum(absl::StrCat("kvmanager_", name)) : -1;
+    DeviceDaemonTest::TearDown();
   }
   Pair Create(uint64_t prompt, absl::Span<const BlockName> prefix = {}) {
     auto gpu = gpu_->cache().CreateSequence(prefix, prompt), cpu = cpu_->cache().CreateSequence(prefix, prompt);
@@ -102,13 +85,6 @@ class DevicePqTest : public GpuTest {
     ASSERT_OK(gpu_->After(*of.gpu));
   }
   void Drop(Pair pair) { gpu_->Forget(*pair.gpu); }
-  std::vector<BlockName> NamesOf(uint64_t tokens) {
-    std::vector<uint32_t> ids(tokens);
-    for (size_t i = 0; i < ids.size(); ++i) ids[i] = uint32_t(i) * 7 + 5;
-    std::vector<BlockName> names;
-    NameBlocks(gpu_->cache().description().digest, ids, kPage, &names);
-    return names;
-  }
 
   /// One step of both; every row is compared.
   void Step(const std::vector<PairPart>& parts, bool append = true) {
@@ -140,9 +116,6 @@ class DevicePqTest : public GpuTest {
   }
 
   Text text_ = RandomText(1);
-  std::unique_ptr<DaemonProcess> daemon_;
-  std::unique_ptr<Client> client_;
-  std::unique_ptr<DeviceClient> device_;
   std::unique_ptr<Engine> gpu_, cpu_;
   Difference all_;
   double worst_ = 0;
@@ -183,7 +156,7 @@ TEST_P(DevicePqWaysTest, QueriesReadWhatTheyReadOnTheCpu) {
   STEP({{&f, 301, 66, 300}});
 
   // What is published is found, and an index made of it.
-  const auto names = NamesOf(256);
+  const auto names = NamesOf(gpu_->cache(), 256, 5);
   ASSERT_OK(a.gpu->Publish(names).status());
   ASSERT_OK(a.cpu->Publish(names).status());
   Pair h = Create(280, names);

@@ -14,14 +14,12 @@
 #include "client/device.h"
 #include "kvmanager/memory/device_testing.h"
 #include "tests/device_engines.h"
+#include "tests/device_fixture.h"
 #include "tests/harness.h"
 #include "tests/matchers.h"
 
 namespace kvmanager::testing {
 namespace {
-
-using client::Client;
-using client::DeviceClient;
 
 constexpr int kOpenTokens = 30;  // of steps that fill no page
 constexpr int kPages = 8;
@@ -30,11 +28,6 @@ constexpr char kArtifact[] = "made";
 constexpr char kMillion[] = "million:m=64,bits=8,calibration=made";
 /// Of the error of a page as a GPU encodes it against that as a CPU does: where rounding differs, a code does.
 constexpr double kSameError = 1e-2;
-
-const bool many_streams = [] {
-  AllowManyStreams();
-  return true;
-}();
 
 struct Case {
   const char* name;
@@ -53,21 +46,9 @@ Text TextWithOneQuery() {
   return text;
 }
 
-class DeviceQualityTest : public GpuTest {
+class DeviceQualityTest : public DeviceDaemonTest {
  protected:
-  void Start(const std::string& sample) {
-    DaemonOptions options;
-    options.more_flags = {"--device-pool-bytes", "1GiB", "--calibration-dir", artifacts_.path(),
-                          "--quality-sample",    sample};
-    ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(options));
-    ASSERT_OK_AND_ASSIGN(client_, Client::Connect(daemon_->listen(), {}));
-    ASSERT_OK_AND_ASSIGN(device_, DeviceClient::Open(client_.get(), 0));
-  }
-  void TearDown() override {
-    device_.reset();
-    client_.reset();
-    daemon_.reset();
-  }
+  void StartSampling(const std::string& one_in) { Start("1GiB", {"--quality-sample", one_in}); }
   /// Of the histogram of one layer of a cache, or of all there are.
   double Errors(const std::string& part, const client::Cache* cache = nullptr, int layer = 0) {
     const auto page = Scrape(*daemon_);
@@ -79,17 +60,12 @@ class DeviceQualityTest : public GpuTest {
     }
     return page->Sum("kvmanager_codec_relative_error_" + part, labels);
   }
-
-  TempDir artifacts_;
-  std::unique_ptr<DaemonProcess> daemon_;
-  std::unique_ptr<Client> client_;
-  std::unique_ptr<DeviceClient> device_;
 };
 
 class DeviceQualityWaysTest : public DeviceQualityTest, public ::testing::WithParamInterface<Case> {};
 
 TEST_P(DeviceQualityWaysTest, TheErrorIsThatOfTheCpu) {
-  ASSERT_NO_FATAL_FAILURE(Start("1"));
+  ASSERT_NO_FATAL_FAILURE(StartSampling("1"));
   EXPECT_TRUE(device_->description().samples_queries);
   const Text text = TextWithOneQuery();
   WriteArtifact(text, {kMillion}, artifacts_.path(), kArtifact);
@@ -140,7 +116,7 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) { return std::string(info.param.name); });
 
 TEST_F(DeviceQualityTest, NothingIsCopiedForADaemonThatDoesNotSample) {
-  ASSERT_NO_FATAL_FAILURE(Start("0"));
+  ASSERT_NO_FATAL_FAILURE(StartSampling("0"));
   EXPECT_FALSE(device_->description().samples_queries);
   const Text text = RandomText(12);
   for (const Way way : {Way::kDaemon, Way::kOwn}) {
@@ -157,7 +133,7 @@ TEST_F(DeviceQualityTest, NothingIsCopiedForADaemonThatDoesNotSample) {
 }
 
 TEST_F(DeviceQualityTest, AGraphCopiesNoQueries) {
-  ASSERT_NO_FATAL_FAILURE(Start("1"));
+  ASSERT_NO_FATAL_FAILURE(StartSampling("1"));
   const Text text = RandomText(13);
   cudaStream_t stream = nullptr;
   ASSERT_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));

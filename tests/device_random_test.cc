@@ -23,6 +23,7 @@
 #include "client/device.h"
 #include "kvmanager/memory/device_testing.h"
 #include "tests/device_engines.h"
+#include "tests/device_fixture.h"
 #include "tests/harness.h"
 #include "tests/matchers.h"
 
@@ -31,11 +32,6 @@ namespace {
 
 using client::Client;
 using client::DeviceClient;
-
-const bool many_streams = [] {
-  AllowManyStreams();
-  return true;
-}();
 
 constexpr int kStepsOfEngine = 260;
 constexpr int64_t kLongestMs = 9000;  // of an engine's steps

@@ -11,18 +11,15 @@
 
 #include "absl/strings/match.h"
 #include "client/client.h"
-#include "client/device.h"
 #include "kvmanager/base/half.h"
-#include "kvmanager/memory/device_testing.h"
 #include "tests/device_engines.h"
+#include "tests/device_fixture.h"
 #include "tests/harness.h"
 #include "tests/matchers.h"
 
 namespace kvmanager::testing {
 namespace {
 
-using client::Client;
-using client::DeviceClient;
 using client::ReadBatch;
 using client::ReadResult;
 using client::StepEntry;
@@ -31,11 +28,6 @@ using client::TensorView;
 constexpr char kArtifact[] = "made";
 /// Of what a GPU encoded against what a CPU did: where they round otherwise, a code differs.
 constexpr double kSameDecoded = 1e-2;
-
-const bool many_streams = [] {
-  AllowManyStreams();
-  return true;
-}();
 
 struct Case {
   const char* name;
@@ -61,26 +53,7 @@ absl::StatusOr<ReadResult> ReadRows(client::Cache& cache, const Text& text, int 
   return cache.Read(batch);
 }
 
-class DeviceReadTest : public GpuTest {
- protected:
-  void Start() {
-    DaemonOptions options;
-    options.more_flags = {"--device-pool-bytes", "1GiB", "--calibration-dir", artifacts_.path()};
-    ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(options));
-    ASSERT_OK_AND_ASSIGN(client_, Client::Connect(daemon_->listen(), {}));
-    ASSERT_OK_AND_ASSIGN(device_, DeviceClient::Open(client_.get(), 0));
-  }
-  void TearDown() override {
-    device_.reset();
-    client_.reset();
-    daemon_.reset();
-  }
-
-  TempDir artifacts_;
-  std::unique_ptr<DaemonProcess> daemon_;
-  std::unique_ptr<Client> client_;
-  std::unique_ptr<DeviceClient> device_;
-};
+using DeviceReadTest = DeviceDaemonTest;
 
 class DeviceReadWaysTest : public DeviceReadTest, public ::testing::WithParamInterface<Case> {};
 

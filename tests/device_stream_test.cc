@@ -19,6 +19,7 @@
 #include "client/client.h"
 #include "client/device.h"
 #include "kvmanager/memory/device_testing.h"
+#include "tests/device_fixture.h"
 #include "tests/harness.h"
 #include "tests/matchers.h"
 
@@ -31,12 +32,6 @@ using client::DeviceClient;
 
 constexpr uint64_t kBytes = 64 << 20;
 constexpr char kAddressVariable[] = "KVMANAGER_TEST_DAEMON";
-
-/// Streams that wait must not hold up those of the test itself.
-const bool many_streams = [] {
-  AllowManyStreams();
-  return true;
-}();
 
 absl::StatusOr<std::unique_ptr<DaemonProcess>> StartDaemon(const std::string& pool_bytes = "512MiB") {
   DaemonOptions options;
