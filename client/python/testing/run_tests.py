@@ -110,6 +110,10 @@ def start(path: str, engine: str) -> int:
     if preloads:
         environment["LD_PRELOAD"] = preloads
         environment["ASAN_OPTIONS"] = "detect_leaks=0"  # the interpreter's own
+        suppressions = os.path.abspath(os.path.join(root, _TESTING, "tsan_suppressions"))
+        # A test's forked child makes a client, with threads, of its own.
+        options = [environment.get("TSAN_OPTIONS", ""), "die_after_fork=0", f"suppressions={suppressions}"]
+        environment["TSAN_OPTIONS"] = ":".join(filter(None, options))
     os.execve(python, [python, __file__, path], environment)
 
 
