@@ -56,7 +56,7 @@ class AdminService final : public api::Admin::Server {
       for (const CacheInfo& cache : caches) blocks += cache.published_blocks;
       out.setConnections(daemon.connections);
       out.setLeases(daemon.held_sequences);
-      out.setWaitingHandOffs(daemon.desk->tickets());
+      out.setWaitingHandOffs(daemon.desk->tickets().size());
       out.setCaches(caches.size());
       out.setPublishedBlocks(blocks);
       out.setCpuTarget(IsaName(BestIsa()));

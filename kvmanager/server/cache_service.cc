@@ -185,14 +185,15 @@ class CacheService final : public api::Cache::Server {
           KV_RETURN_IF_ERROR(EnsureOpen());
           const auto bytes = context.getParams().getTicket();
           const std::string ticket(reinterpret_cast<const char*>(bytes.begin()), bytes.size());
-          HandOffDesk& desk = *session_->daemon().desk;
-          if (const auto waiting = desk.Find(ticket, cache_.id); waiting.ok() && !store().IsTwin(cache_.id, *waiting)) {
-            KV_ASSIGN_OR_RETURN(const HandOffDesk::Claimed claimed, desk.Claim(ticket, cache_.id));
+          Tickets& tickets = session_->daemon().desk->tickets();
+          if (const auto waiting = tickets.Find(ticket, cache_.id);
+              waiting.ok() && !store().IsTwin(cache_.id, *waiting)) {
+            KV_ASSIGN_OR_RETURN(const Tickets::Claimed claimed, tickets.Claim(ticket, cache_.id));
             KV_RETURN_IF_ERROR(WriteClaimed(claimed, context));
             return Done();
           }
           context.releaseParams();
-          return desk.WhenShown(ticket, cache_.id)
+          return tickets.WhenShown(ticket, cache_.id)
               .then([this, ticket, context](absl::Status shown) mutable {
                 return shown.ok() ? ClaimShown(ticket, context) : kj::Promise<absl::Status>(std::move(shown));
               })
@@ -214,13 +215,13 @@ class CacheService final : public api::Cache::Server {
   // once all of them are here; from one GPU to another by way of the host.
   kj::Promise<absl::Status> ClaimShown(const std::string& ticket, ClaimContext context) {
     HandOffDesk& desk = *session_->daemon().desk;
-    const absl::StatusOr<SequenceId> waiting = desk.Find(ticket, cache_.id);
+    const absl::StatusOr<SequenceId> waiting = desk.tickets().Find(ticket, cache_.id);
     if (!waiting.ok()) return waiting.status();
     if (!store().IsTwin(cache_.id, *waiting)) return ClaimHere(ticket, context);
-    if (absl::Status begun = desk.BeginClaim(ticket); !begun.ok()) return begun;
+    if (absl::Status begun = desk.tickets().BeginClaim(ticket); !begun.ok()) return begun;
     return desk.WhenSettled(*waiting)
         .then([this, id = *waiting] { return CopyHere(id); })
-        .attach(kj::defer([&desk, ticket] { desk.EndClaim(ticket); }))
+        .attach(kj::defer([&desk, ticket] { desk.tickets().EndClaim(ticket); }))
         .then([this, ticket, context](absl::StatusOr<Arrived> copy) mutable {
           return copy.ok() ? ClaimCopy(ticket, *std::move(copy), context) : copy.status();
         });
@@ -242,18 +243,18 @@ class CacheService final : public api::Cache::Server {
   }
   absl::Status ClaimHere(const std::string& ticket, ClaimContext& context) {
     KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
-    KV_ASSIGN_OR_RETURN(const HandOffDesk::Claimed claimed, session_->daemon().desk->Claim(ticket, cache_.id));
+    KV_ASSIGN_OR_RETURN(const Tickets::Claimed claimed, session_->daemon().desk->tickets().Claim(ticket, cache_.id));
     return WriteClaimed(claimed, context);
   }
   absl::Status ClaimCopy(const std::string& ticket, Arrived copy, ClaimContext& context) {
     KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
     // It may have expired meanwhile.
-    KV_ASSIGN_OR_RETURN(HandOffDesk::Claimed claimed, session_->daemon().desk->Claim(ticket, cache_.id));
+    KV_ASSIGN_OR_RETURN(Tickets::Claimed claimed, session_->daemon().desk->tickets().Claim(ticket, cache_.id));
     store().Drop(claimed.sequence);
     claimed.sequence = copy.Take().sequence;
     return WriteClaimed(claimed, context);
   }
-  absl::Status WriteClaimed(const HandOffDesk::Claimed& claimed, ClaimContext& context) {
+  absl::Status WriteClaimed(const Tickets::Claimed& claimed, ClaimContext& context) {
     api::Sequence::Client sequence = MakeSequenceService(session_, claimed.sequence, cache_.id);
     KV_ASSIGN_OR_RETURN(const SequenceInfo info, store().DescribeSequence(claimed.sequence));
     auto results = context.getResults();

@@ -1,7 +1,6 @@
 #include "kvmanager/server/hand_off.h"
 
 #include <spdlog/spdlog.h>
-#include <sys/random.h>
 
 #include <algorithm>
 #include <utility>
@@ -306,13 +305,7 @@ absl::StatusOr<HandOffReceiver::Accepted> HandOffDesk::Accept(Offered& offered) 
     projections = daemon_->recomputer->Find(DigestOf(config, codec->info().version));
   }
   KV_ASSIGN_OR_RETURN(std::unique_ptr<ImportLease> import, daemon_->store->Import(offered.first, codec, recompute));
-  std::string name(kTicketBytes, '\0');
-  KV_CHECK(getrandom(name.data(), name.size(), 0) == static_cast<ssize_t>(name.size()));
-  auto ticket = std::make_unique<Ticket>();
-  ticket->cache = import->cache();
-  ticket->tokens = offered.first.tokens;
-  tickets_.emplace(name, std::move(ticket));
-  SetTicketGauge();
+  const std::string name = tickets_.Make(import->cache(), offered.first.tokens);
   Accepted accepted{std::make_shared<Incoming>(this, std::move(import), offered.peer, name, offered.first.tokens,
                                                offered.first.size(), offered.landing, std::move(projections)),
                     name};
@@ -386,9 +379,7 @@ absl::Status HandOffDesk::Extend(Incoming& incoming, const HandOffPart& part) {
     return status;
   }
   incoming.SetLastTargets(manifest->last.pages.size());
-  if (const auto found = tickets_.find(incoming.ticket); found != tickets_.end()) {
-    found->second->blob = std::move(manifest->blob);
-  }
+  tickets_.SetBlob(incoming.ticket, std::move(manifest->blob));
   GoOn(incoming);
   return incoming.failed;
 }
@@ -446,14 +437,7 @@ void HandOffDesk::GoOn(Incoming& incoming) {
     if (!shown.ok()) return Fail(incoming, shown.status());
     incoming.sequence = *shown;
     arriving_[*shown];
-    if (const auto found = tickets_.find(incoming.ticket); found != tickets_.end()) {
-      Ticket& ticket = *found->second;
-      ticket.sequence = *shown;
-      ticket.expiry = AfterLease([this, name = incoming.ticket] { Expire(name); });
-      for (auto& claim : std::exchange(ticket.claims, {})) claim->fulfill(absl::OkStatus());
-    } else {
-      daemon_->store->Drop(*shown);
-    }
+    tickets_.Show(incoming.ticket, *shown);
   }
   if (incoming.completed == nullptr || !import.complete()) return;
   const absl::Status committed = import.Commit();
@@ -470,25 +454,7 @@ void HandOffDesk::Fail(Incoming& incoming, const absl::Status& why) {
   incoming.cancelled = true;
   spdlog::warn("hand-off from {} ended early, its pages are given back: {}", incoming.peer, why.ToString());
   incoming.import().Break(why);
-  if (const auto found = tickets_.find(incoming.ticket); found != tickets_.end()) {
-    const std::unique_ptr<Ticket> ticket = std::move(found->second);
-    tickets_.erase(found);
-    SetTicketGauge();
-    if (ticket->sequence != 0) daemon_->store->Drop(ticket->sequence);
-    const absl::Status status =
-        absl::UnavailableError(absl::StrCat("the hand-off of this sequence ended early: ", why.message()));
-    for (auto& claim : ticket->claims) claim->fulfill(absl::Status(status));
-    if (failed_.size() < kFailedTicketsMax) {
-      auto failed = std::make_unique<FailedTicket>();
-      failed->why = status;
-      failed->expiry = AfterLease([this, name = incoming.ticket] {
-        const auto it = failed_.find(name);
-        it->second->expiry.detach([](kj::Exception&&) {});  // it runs now
-        failed_.erase(it);
-      });
-      failed_.emplace(incoming.ticket, std::move(failed));
-    }
-  }
+  tickets_.Fail(incoming.ticket, why);
   if (incoming.sequence != 0) Settle(incoming.sequence);
   if (incoming.completed != nullptr) std::exchange(incoming.completed, nullptr)(why);
 }
@@ -510,99 +476,14 @@ kj::Promise<void> HandOffDesk::WhenSettled(SequenceId sequence) {
   return kj::mv(waiting.promise);
 }
 
-// ---- tickets ----
-
-absl::Status HandOffDesk::CheckCache(const Ticket& ticket, CacheId cache) const {
-  if (ticket.cache == cache) return absl::OkStatus();
-  const auto theirs = daemon_->store->DescribeCache(ticket.cache), ours = daemon_->store->DescribeCache(cache);
-  if (theirs.ok() && ours.ok() && theirs->digest == ours->digest) return absl::OkStatus();
-  return FieldError(absl::StatusCode::kFailedPrecondition, "ticket", absl::StrCat("of cache ", ticket.cache),
-                    absl::StrCat("of cache ", cache, ", whose digest differs"));
-}
-
-kj::Promise<absl::Status> HandOffDesk::WhenShown(absl::string_view name, CacheId cache) {
-  const auto found = tickets_.find(name);
-  if (found == tickets_.end() || found->second->sequence != 0) return Find(name, cache).status();
-  Ticket& ticket = *found->second;
-  if (absl::Status status = CheckCache(ticket, cache); !status.ok()) return status;
-  auto waiting = kj::newPromiseAndFulfiller<absl::Status>();
-  std::erase_if(ticket.claims, [](auto& each) { return !each->isWaiting(); });
-  ticket.claims.push_back(kj::mv(waiting.fulfiller));
-  return kj::mv(waiting.promise);
-}
-
-absl::StatusOr<SequenceId> HandOffDesk::Find(absl::string_view name, CacheId cache) const {
-  const auto found = tickets_.find(name);
-  if (found == tickets_.end()) {
-    if (const auto failed = failed_.find(name); failed != failed_.end()) return failed->second->why;
-    return FieldError(absl::StatusCode::kNotFound, "ticket", absl::StrCat(name.size(), " bytes, unknown"),
-                      "one that a hand-off gave, not yet claimed and not expired");
-  }
-  const Ticket& ticket = *found->second;
-  KV_RETURN_IF_ERROR(CheckCache(ticket, cache));
-  if (ticket.sequence == 0) return absl::FailedPreconditionError("the sequence of this ticket still arrives");
-  return ticket.sequence;
-}
-
-absl::Status HandOffDesk::BeginClaim(absl::string_view name) {
-  Ticket& ticket = *tickets_.at(name);
-  if (std::exchange(ticket.being_claimed, true)) {
-    return absl::FailedPreconditionError("this ticket is being claimed by another call");
-  }
-  return absl::OkStatus();
-}
-
-void HandOffDesk::EndClaim(absl::string_view name) {
-  const auto found = tickets_.find(name);
-  if (found != tickets_.end()) found->second->being_claimed = false;
-}
-
-absl::StatusOr<HandOffDesk::Claimed> HandOffDesk::Claim(absl::string_view name, CacheId cache) {
-  KV_RETURN_IF_ERROR(Find(name, cache).status());
-  const auto found = tickets_.find(name);
-  Ticket& ticket = *found->second;
-  Claimed claimed = {ticket.sequence, ticket.tokens, std::move(ticket.blob)};
-  tickets_.erase(found);
-  SetTicketGauge();
-  daemon_->metrics->hand_offs_claimed.Increment();
-  return claimed;
-}
-
-kj::Promise<void> HandOffDesk::AfterLease(absl::AnyInvocable<void()> fn) {
-  return daemon_->loop->timer()
-      .afterDelay(daemon_->options->hand_off_lease_ms * kj::MILLISECONDS)
-      .then([fn = std::move(fn)]() mutable { fn(); })
-      .eagerlyEvaluate(nullptr);
-}
-
-void HandOffDesk::Expire(const std::string& name) {
-  const auto found = tickets_.find(name);
-  if (found == tickets_.end()) return;
-  spdlog::warn("a received sequence of {} tokens was not claimed in {} ms and is given back", found->second->tokens,
-               daemon_->options->hand_off_lease_ms);
-  daemon_->store->Drop(found->second->sequence);
-  found->second->expiry.detach([](kj::Exception&&) {});  // it runs now: it cannot be destroyed here
-  tickets_.erase(found);
-  SetTicketGauge();
-  daemon_->metrics->hand_offs_expired.Increment();
-}
-
-void HandOffDesk::SetTicketGauge() { daemon_->metrics->tickets.Set(double(tickets_.size())); }
-
 void HandOffDesk::DropAll() {
-  if (!tickets_.empty()) spdlog::warn("{} received sequences were not claimed, and are lost", tickets_.size());
-  for (auto& [name, ticket] : tickets_) {
-    if (ticket->sequence != 0) daemon_->store->Drop(ticket->sequence);
-  }
-  tickets_.clear();
-  failed_.clear();
+  tickets_.DropAll();
   for (const auto& offered : std::exchange(waiting_, {})) {
     offered->deadline = nullptr;
     Answer(*offered, absl::UnavailableError("this daemon ends"));
   }
   retry_ = nullptr;
   daemon_->store->OnRoom(nullptr);
-  SetTicketGauge();
 }
 
 }  // namespace kvmanager

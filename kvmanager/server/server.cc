@@ -290,7 +290,7 @@ class ServerImpl final : public Server {
     terminating_ = true;
     daemon_.SetDraining(true);
     spdlog::info("draining: {} sequences are held and {} received ones wait to be claimed; waiting at most {} s",
-                 daemon_.held_sequences, desk_->tickets(), options_.drain_s);
+                 daemon_.held_sequences, desk_->tickets().size(), options_.drain_s);
     drain_deadline_ = daemon_.loop->timer()
                           .afterDelay(options_.drain_s * kj::SECONDS)
                           .then([this] {
@@ -303,7 +303,8 @@ class ServerImpl final : public Server {
 
   // What a peer was told is accepted counts as held, until it is claimed or expires.
   bool Over() const {
-    return stop_ || (terminating_ && daemon_.held_sequences == 0 && daemon_.sends_active == 0 && desk_->tickets() == 0);
+    return stop_ ||
+           (terminating_ && daemon_.held_sequences == 0 && daemon_.sends_active == 0 && desk_->tickets().size() == 0);
   }
 
   kj::Promise<void> ReadSignals(int fd, kj::UnixEventPort::FdObserver& observer) {
