@@ -75,7 +75,7 @@ TEST(PageStoreDeviceRandom, KernelsReadWhatTheModelSays) {
   EXPECT_GT(sum.deaths, 0u);
   EXPECT_GT(sum.kernels.encoded, 0u);
   EXPECT_GT(sum.kernels.declined, 0u);
-  EXPECT_GT(sum.sampled, 100u * kSeeds);
+  EXPECT_GT(sum.sampled, 200u * kSeeds);
   EXPECT_GT(sum.demoted, 0u);
   EXPECT_GT(sum.fetched, 0u);
   EXPECT_GT(sum.waited_arrivals, 0u);
