@@ -102,6 +102,8 @@ std::vector<StepEntry> EntriesOf(const std::vector<Part>& parts) {
   return entries;
 }
 
+}  // namespace
+
 absl::StatusOr<std::shared_ptr<const Codec>> CodecOf(const client::Cache& cache, const std::string& artifacts) {
   const std::unique_ptr<CalibrationSource> source = MakeCalibrationDirectory(artifacts);
   CodecRegistry registry;
@@ -119,8 +121,6 @@ absl::StatusOr<std::shared_ptr<const Codec>> CodecOf(const client::Cache& cache,
   KV_ASSIGN_OR_RETURN(std::unique_ptr<Codec> codec, registry.Create(options.codec, context));
   return std::shared_ptr<const Codec>(std::move(codec));
 }
-
-}  // namespace
 
 absl::StatusOr<std::unique_ptr<Engine>> HostEngine::Make(Client* client, const client::CacheOptions& options) {
   auto engine = std::make_unique<HostEngine>();

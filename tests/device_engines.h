@@ -18,6 +18,7 @@
 #include "client/client.h"
 #include "client/device.h"
 #include "client/in_process.h"
+#include "codecs/codec.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/base/ids.h"
 
@@ -201,6 +202,9 @@ class OwnEngine final : public GpuEngine {
   std::vector<StepRows> rows_;  // [layers] of the step that has begun by BeginStep
   std::unique_ptr<client::InProcess> run_;
 };
+
+/// As the daemon makes it for this cache. artifacts: a directory of them; empty: none.
+absl::StatusOr<std::shared_ptr<const Codec>> CodecOf(const client::Cache& cache, const std::string& artifacts);
 
 enum class Way { kDaemon, kOwn, kOwnButEncoding };
 /// artifacts: the daemon's directory of them.

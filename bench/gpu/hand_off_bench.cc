@@ -29,11 +29,10 @@
 #include "client/client.h"
 #include "client/device.h"
 #include "client/in_process.h"
-#include "codecs/builtin.h"
-#include "codecs/registry.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/base/status.h"
+#include "tests/device_engines.h"
 #include "tests/harness.h"
 
 namespace kvmanager::client {
@@ -50,22 +49,6 @@ struct Arguments {
   size_t kv_bytes(int rows) const { return size_t(rows) * kv_heads * head_dim * 2; }
   size_t q_bytes(int rows) const { return size_t(rows) * query_heads * head_dim * 2; }
 };
-
-absl::StatusOr<std::shared_ptr<const Codec>> MakeCodec(const Arguments& a, const Cache& cache) {
-  static const CodecRegistry& registry = *[] {
-    auto* made = new CodecRegistry;
-    RegisterBuiltinCodecs(*made);
-    return made;
-  }();
-  CodecContext context;
-  context.layout.kv_heads = uint16_t(a.kv_heads);
-  context.layout.head_dim = uint16_t(a.head_dim);
-  context.layout.page_tokens = uint16_t(cache.description().options.page_tokens);
-  context.layers = a.layers;
-  context.query_heads = a.query_heads;
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<Codec> codec, registry.Create(cache.description().options.codec, context));
-  return std::shared_ptr<const Codec>(std::move(codec));
-}
 
 /// A daemon on a GPU, and an engine beside it.
 class Side {
@@ -112,7 +95,7 @@ class Side {
     options.device = gpu_;
     KV_ASSIGN_OR_RETURN(cache_, client_->OpenCache(options));
     if (!in_process) return absl::OkStatus();
-    KV_ASSIGN_OR_RETURN(auto made, MakeCodec(a_, *cache_));
+    KV_ASSIGN_OR_RETURN(auto made, testing::CodecOf(*cache_, ""));
     InProcess::Options run;
     run.stream = stream_;
     run.tokens_max = a_.chunk;
