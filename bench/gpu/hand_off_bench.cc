@@ -107,8 +107,8 @@ class Side {
     cache_.reset();
   }
 
-  /// Appends `tokens` at `first` and attends from them, in all layers; behind each of them `layer` may look at the
-  /// answers. Waits for the GPU.
+  /// Appends `tokens` at `first` and attends from them, in all layers, whose outputs `answers` gets one after the
+  /// other, if it is given. Waits for the GPU.
   absl::Status Step(const Sequence& sequence, int first, int tokens, std::vector<uint16_t>* answers = nullptr) {
     KV_RETURN_IF_ERROR(Use());
     const StepEntry entry{sequence.id(), uint64_t(first), tokens};
