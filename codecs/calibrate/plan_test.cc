@@ -30,7 +30,7 @@ TEST(CalibrationPlanTest, CodecsSayWhatIsTrained) {
 }
 
 TEST(CalibrationPlanTest, SubspacesByDefaultAreTheCodecs) {
-  for (const auto& [d, m] : {std::pair(16, 8), {32, 16}, {64, 64}, {96, 48}, {128, 64}, {256, 64}}) {
+  for (const auto& [d, m] : {std::pair(16, 8), {32, 16}, {64, 32}, {96, 48}, {128, 64}, {256, 128}}) {
     for (const std::string spec : {"million", "million:bits=8", "zack+million:bits=8"}) {
       const auto plan = CalibrationPlan::Make({spec}, d);
       ASSERT_TRUE(plan.ok()) << plan.status();

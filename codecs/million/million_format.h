@@ -43,8 +43,8 @@ struct SideParameters {
   friend bool operator==(const SideParameters&, const SideParameters&) = default;
 };
 
-/// m where nothing is said: 64, or head_dim / 2 where 64 does not divide head_dim.
-constexpr int DefaultSubspaces(int head_dim) { return head_dim % 64 == 0 ? 64 : head_dim / 2; }
+/// m where nothing is said: two channels a sub-space, so that 8 bits an index are 4 bits a channel at every head_dim.
+constexpr int DefaultSubspaces(int head_dim) { return head_dim / 2; }
 
 /// "million:k_m=64,k_bits=8,v_m=64,v_bits=8,scope=head"; "m" and "bits" set both sides.
 struct MillionParameters {

@@ -31,7 +31,8 @@ TEST(MillionFormat, ParametersAndTheirCanonicalText) {
   EXPECT_EQ(MillionSpec(Parse("million:v_m=32,bits=6,k_bits=4,scope=model")),
             "million:k_m=64,k_bits=4,v_m=32,v_bits=6,scope=model");
   EXPECT_EQ(Parse("million", MakeLayout(1, 80, 64)).side[0].m, 40);
-  EXPECT_EQ(Parse("million", MakeLayout(1, 256, 64)).side[1].m, 64);
+  EXPECT_EQ(Parse("million", MakeLayout(1, 64, 64)).side[0].m, 32);  // one channel a sub-space would be 8 bits each
+  EXPECT_EQ(Parse("million", MakeLayout(1, 256, 64)).side[1].m, 128);
 }
 
 TEST(MillionFormat, RefusesByName) {
