@@ -105,8 +105,11 @@ std::shared_ptr<const Calibration> SyntheticCalibration(const CalibrationModel& 
   for (ZackMode mode : kZackModes) {
     AddCodebooks(model, absl::StrCat("zack_million.", Name(mode)), plan->zack_million, false, random, set);
   }
-  const TensorMetadata metadata = {
-      {"zack.mode", "balanced"}, {"zack_hack.mode", "balanced"}, {"zack_hack.allocation", "head"}};
+  // Sensitivities of 1 are as good as any here.
+  const TensorMetadata metadata = {{"zack.mode", "balanced"},
+                                   {"zack_hack.mode", "balanced"},
+                                   {"zack_hack.allocation", "head"},
+                                   {"zack_hack.sensitivity", "measured"}};
   absl::StatusOr<std::shared_ptr<const Calibration>> calibration =
       Calibration::Parse(SerializeCalibration(model, set.tensors(), metadata), "synthetic");
   KV_CHECK(calibration.ok());

@@ -24,6 +24,9 @@ constexpr const char* kBitKeys[2] = {"k_bits", "v_bits"};
 constexpr double kDefaultBits[2] = {2, 1};
 constexpr const char* kMadeBy = "zack+hack";
 constexpr int kSides = 2;
+/// Metadata of an artifact whose sensitivities were measured with the model.
+constexpr char kSensitivityKey[] = "zack_hack.sensitivity";
+constexpr absl::string_view kMeasured = "measured";
 /// Energies are fp32 and weights of a sum in fp64: bounded so that no product of them overflows.
 constexpr float kEnergyMax = 1e30f;
 
@@ -180,6 +183,17 @@ absl::StatusOr<SegmentEnergies> ReadEnergies(const CodecContext& context, absl::
   if (!sensitivity) return out;
   KV_ASSIGN_OR_RETURN(const absl::Span<const float> weights,
                       ReadPositive(context, TensorName(mode, "sensitivity"), {layers, heads, kSides}));
+  // Without a model to measure with they are left at 1. Older artifacts do not say whether they were measured.
+  const bool alike = std::all_of(weights.begin(), weights.end(), [&](float weight) { return weight == weights[0]; });
+  const TensorMetadata& metadata = context.calibration->metadata();
+  const auto said = metadata.find(kSensitivityKey);
+  if (alike && (said == metadata.end() || said->second != kMeasured)) {
+    return FieldError(
+        absl::StatusCode::kFailedPrecondition, "codec parameter allocation", "model",
+        absl::StrCat("head: the sensitivities of calibration ", context.calibration->source(),
+                     " were not measured, which a capture cannot do; kvctl calibrate --model does, if the "
+                     "text goes on behind what it trains on"));
+  }
   std::copy(weights.begin(), weights.end(), out.sensitivity.begin());
   return out;
 }

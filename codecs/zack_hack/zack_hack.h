@@ -50,8 +50,8 @@ inline double DefaultBytes(const PageLayout& layout) { return 56.0 * layout.head
 /// Checks `parameters` and fills in what they leave to the artifact. Errors: INVALID_ARGUMENT with field, value, bound;
 /// FAILED_PRECONDITION without an artifact.
 absl::StatusOr<ZackHackParameters> ParseParameters(const CodecContext& context, const CodecParameters& parameters);
-/// Energies and sensitivities of an artifact. Errors: those of Calibration's readers; INVALID_ARGUMENT for an element
-/// that is negative.
+/// Energies and, if `sensitivity`, sensitivities of an artifact. Errors: those of Calibration's readers;
+/// INVALID_ARGUMENT for an element that is negative; FAILED_PRECONDITION for sensitivities that were not measured.
 absl::StatusOr<SegmentEnergies> ReadEnergies(const CodecContext& context, absl::string_view mode, bool sensitivity);
 /// The widths that checked parameters buy.
 LayerWidths MakeWidths(const ZackHackParameters& parameters, const PageLayout& layout, const SegmentEnergies& energies);

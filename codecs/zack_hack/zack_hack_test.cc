@@ -223,6 +223,29 @@ TEST(ZackHackTest, RefusesWrongArtifacts) {
   EXPECT_FALSE(MakeCodec(WithTensors(context, {}, {{"zack_hack.allocation", "some"}}), CodecParameters{}).ok());
 }
 
+TEST(ZackHackTest, RefusesToShareABudgetBySensitivitiesThatNobodyMeasured) {
+  const CodecContext context = SyntheticContext(kSmall, 2, 4);
+  // As an artifact trained from a capture: all 1, and nothing said.
+  const CodecContext captured = WithTensors(context, {}, {{"zack_hack.sensitivity", "unknown"}});
+  for (const CodecParameters& parameters :
+       {CodecParameters{{"allocation", "model"}}, {{"allocation", "model"}, {"k_bits", "2"}, {"v_bits", "1"}}}) {
+    EXPECT_TRUE(MakeCodec(context, parameters).ok());
+    const absl::Status refused = MakeCodec(captured, parameters).status();
+    EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
+    EXPECT_EQ(DetailOf(refused).field, "codec parameter allocation");
+    EXPECT_EQ(DetailOf(refused).value, "model");
+    EXPECT_NE(DetailOf(refused).bound.find("kvctl calibrate --model"), std::string::npos) << refused;
+  }
+  EXPECT_FALSE(MakeCodec(WithTensors(captured, {}, {{"zack_hack.allocation", "model"}}), CodecParameters{}).ok());
+  EXPECT_TRUE(MakeCodec(captured, {{"allocation", "head"}}).ok());
+  EXPECT_TRUE(MakeCodec(captured, CodecParameters{}).ok());
+  // Older artifacts that were measured do not say so.
+  const std::vector<float> sensitivity = {1, 1, 1, 2, 1, 1, 1, 1};
+  const CodecContext older =
+      WithTensors(captured, {{"zack_hack.balanced.sensitivity", AsTensor("F32", {2, 2, 2}, sensitivity)}});
+  EXPECT_TRUE(MakeCodec(older, {{"allocation", "model"}}).ok());
+}
+
 /// K' or V' of one head in plain loops: fp32, over d in order, each operation rounded.
 void RotatePlainly(const uint8_t* raw, const PageLayout& layout, const std::vector<float>& factor, uint8_t* out) {
   const int d = layout.head_dim;

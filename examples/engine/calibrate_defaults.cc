@@ -184,6 +184,7 @@ absl::Status ChooseDefaults(const Model& model, absl::Span<const uint8_t> text, 
   }
   if (!plan.zack_hack) return absl::OkStatus();
   KV_RETURN_IF_ERROR(MeasureSensitivity(model, text, options, std::move(unmeasured), progress, set));
+  (*metadata)["zack_hack.sensitivity"] = "measured";
   KV_ASSIGN_OR_RETURN(std::shared_ptr<const Calibration> measured, artifact());
   Chooser stack(model, text, options, std::move(measured), progress, choices);
   KV_ASSIGN_OR_RETURN(

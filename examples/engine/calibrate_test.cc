@@ -64,7 +64,8 @@ TEST_F(CalibrateTest, AnArtifactServesItsCodecs) {
   const auto model = Model::Load(arguments_.model);
   ASSERT_TRUE(model.ok()) << model.status();
   EXPECT_EQ((*calibration)->model(), CalibrationModelOf(**model));
-  for (const char* key : {"zack.mode", "zack_hack.mode", "zack_hack.allocation", "text.sha256", "codecs"}) {
+  for (const char* key :
+       {"zack.mode", "zack_hack.mode", "zack_hack.allocation", "zack_hack.sensitivity", "text.sha256", "codecs"}) {
     EXPECT_TRUE((*calibration)->metadata().count(key)) << key;
   }
   const auto sensitivity = (*calibration)->Floats("zack_hack.balanced.sensitivity", {2, 2, 2}, "");
