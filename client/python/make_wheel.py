@@ -30,6 +30,12 @@ def run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def check_tools() -> None:
+    missing = [tool for tool in ("ldd", "dpkg", "patchelf") if shutil.which(tool) is None]
+    if missing:
+        raise SystemExit(f"make_wheel: {', '.join(missing)} is not installed; tools/setup installs what building needs")
+
+
 def needed(library: str) -> dict[str, str]:
     """Name -> path of all that `library` needs to be bundled."""
     found = {}
@@ -110,6 +116,7 @@ def metadata(version: str, readme: str) -> str:
 
 def main() -> None:
     out, readme, license_file, *files = sys.argv[1:]
+    check_tools()
     version = version_of(next(file for file in files if file.endswith("kvmanager/__init__.py")))
     glibc = os.confstr("CS_GNU_LIBC_VERSION").split()[1].replace(".", "_")
     tag = f"py3-none-manylinux_{glibc}_x86_64"

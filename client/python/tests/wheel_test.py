@@ -56,6 +56,12 @@ class Wheel(unittest.TestCase):
         print(done.stdout.strip())
         self.assertIn("UnavailableError: UNAVAILABLE: ", done.stderr)
 
+    def test_a_missing_tool_is_named_with_what_installs_it(self) -> None:
+        done = subprocess.run([sys.executable, data_path("client/python/make_wheel.py"), "out.whl", "README", "LICENSE"],
+                              env={"PATH": self.folder}, capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 1)
+        self.assertRegex(done.stderr, r"^make_wheel: .*patchelf.* not installed; tools/setup installs")
+
     def test_every_file_is_recorded_with_its_digest(self) -> None:
         with zipfile.ZipFile(wheel_path()) as wheel:
             record = next(name for name in wheel.namelist() if name.endswith("RECORD"))
