@@ -36,7 +36,7 @@ struct CodecContext {
 
 /// What a codec says of itself for one context and one set of parameters.
 struct CodecInfo {
-  std::string name;  // "hack"
+  std::string name;  // "hack"; "policy" where layers have different codecs
   /// Canonical, all parameters in a fixed order: "hack:k_axis=channel,k_bits=3,..."; part of a cache's digest. An
   /// artifact is in it as calibration=DIGEST, so that two daemons agree whatever their files are called.
   std::string spec;
@@ -48,9 +48,17 @@ struct CodecInfo {
   size_t payload_bytes = 0;  // of these, codes, metadata and sums (no padding), the mean over layers: what "bytes per
                              // token and head" counts
   bool identity = false;     // the encoded form is the raw form; the store then never encodes
+  uint64_t sink_tokens = 0;  // at the beginning of every context, whose pages stay raw; whole pages
 
   /// Bytes of an encoded page of `layer`.
   size_t page_bytes(int layer) const { return layer_bytes.empty() ? encoded_bytes : layer_bytes[layer]; }
+  /// The mean over layers, rounded up.
+  size_t mean_page_bytes() const {
+    if (layer_bytes.empty()) return encoded_bytes;
+    size_t sum = 0;
+    for (const uint32_t bytes : layer_bytes) sum += bytes;
+    return (sum + layer_bytes.size() - 1) / layer_bytes.size();
+  }
 };
 
 struct EncodeItem {

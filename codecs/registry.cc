@@ -119,7 +119,7 @@ void CodecRegistry::SetCalibrations(CalibrationSource* calibrations) { calibrati
 absl::StatusOr<std::unique_ptr<Codec>> CodecRegistry::Create(absl::string_view spec,
                                                              const CodecContext& context) const {
   if (spec.find(';') != absl::string_view::npos && policy_factory_ != nullptr) {
-    return policy_factory_(*this, context, spec);
+    return policy_factory_(*this, context, spec, std::nullopt);
   }
   KV_ASSIGN_OR_RETURN(CodecSpec parsed, ParseCodecSpec(spec));
   const auto found = entries_.find(parsed.name);
@@ -140,6 +140,12 @@ absl::StatusOr<std::unique_ptr<Codec>> CodecRegistry::Create(absl::string_view s
     parsed.parameters.erase(named);
   }
   return found->second.factory(with, parsed.parameters);
+}
+
+absl::StatusOr<std::unique_ptr<Codec>> CodecRegistry::CreateForCache(absl::string_view spec,
+                                                                     const CodecContext& context) const {
+  if (policy_factory_ == nullptr) return Create(spec, context);
+  return policy_factory_(*this, context, spec, context.layout.page_tokens);
 }
 
 absl::StatusOr<std::unique_ptr<Codec>> CodecRegistry::Create(absl::string_view spec, const PageLayout& layout) const {

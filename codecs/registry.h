@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/status/statusor.h"
@@ -38,9 +39,10 @@ class CodecRegistry {
  public:
   /// `parameters` are without "calibration": the artifact that it names is in the context.
   using Factory = std::function<absl::StatusOr<std::unique_ptr<Codec>>(const CodecContext&, const CodecParameters&)>;
-  /// Makes codecs from a text that is more than one spec: it has a ';' (codecs/policy).
-  using PolicyFactory = std::function<absl::StatusOr<std::unique_ptr<Codec>>(const CodecRegistry&, const CodecContext&,
-                                                                             absl::string_view)>;
+  /// Makes codecs from a text that may be more than one spec (codecs/policy). sinks: tokens at the beginning of a
+  /// context that a lossy codec keeps raw where the text has no clause for them; nullopt: none.
+  using PolicyFactory = std::function<absl::StatusOr<std::unique_ptr<Codec>>(
+      const CodecRegistry&, const CodecContext&, absl::string_view, std::optional<uint64_t> sinks)>;
 
   /// `name` must be new. `help`: one line for --help and for errors.
   void Register(std::string name, std::string help, Factory factory);
@@ -48,10 +50,15 @@ class CodecRegistry {
   /// Where "calibration=NAME" is looked up; outlives the registry. Without one, artifacts are refused.
   void SetCalibrations(CalibrationSource* calibrations);
 
-  /// A codec for `context` from "NAME[:key=value,...]", or from a policy. Errors: INVALID_ARGUMENT naming the codec or
-  /// the parameter, its value and what is allowed (an unknown codec lists the known ones); FAILED_PRECONDITION when the
-  /// artifact is for another model or geometry; those of CalibrationSource::Get.
+  /// A codec for `context` from "NAME[:key=value,...]", or from a policy, exactly as the text says: no page is a sink
+  /// unless a clause says so. For measuring a codec, and for canonical texts. Errors: INVALID_ARGUMENT naming the codec
+  /// or the parameter, its value and what is allowed (an unknown codec lists the known ones); FAILED_PRECONDITION when
+  /// the artifact is for another model or geometry; those of CalibrationSource::Get.
   absl::StatusOr<std::unique_ptr<Codec>> Create(absl::string_view spec, const CodecContext& context) const;
+  /// The codec of a cache that is opened with `spec`: a lossy codec, or a policy with one, keeps the first page of
+  /// every context raw unless the text has a clause ";sinks=N". The canonical text says it, so that Create and
+  /// CreateForCache make the same codec from it. A registry without a policy factory knows no sinks. Errors: Create's.
+  absl::StatusOr<std::unique_ptr<Codec>> CreateForCache(absl::string_view spec, const CodecContext& context) const;
   /// For codecs that need no more than a layout.
   absl::StatusOr<std::unique_ptr<Codec>> Create(absl::string_view spec, const PageLayout& layout) const;
 

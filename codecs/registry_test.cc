@@ -56,6 +56,31 @@ TEST(CodecRegistryTest, CallsTheFactoryAndListsWhatItKnows) {
   EXPECT_FALSE(registry.Create("a:x", layout).ok());
 }
 
+TEST(CodecRegistryTest, ACachesTextGoesToThePolicyWithAPageOfSinks) {
+  CodecRegistry registry;
+  registry.Register("a", "the first",
+                    [](const CodecContext&, const CodecParameters&) { return absl::NotFoundError("a's own"); });
+  CodecContext context;
+  context.layout = {DType::kFloat16, 1, 64, 128};
+  EXPECT_EQ(registry.CreateForCache("a", context).status().message(), "a's own");
+  std::string text;
+  std::optional<uint64_t> sinks;
+  registry.SetPolicyFactory([&](const CodecRegistry&, const CodecContext&, absl::string_view seen,
+                                std::optional<uint64_t> default_sinks) -> absl::StatusOr<std::unique_ptr<Codec>> {
+    text = std::string(seen);
+    sinks = default_sinks;
+    return absl::NotFoundError("the policy's own");
+  });
+  EXPECT_EQ(registry.Create("a", context).status().message(), "a's own");
+  EXPECT_EQ(registry.Create("a;0=a", context).status().message(), "the policy's own");
+  EXPECT_EQ(sinks, std::nullopt);
+  for (const char* spec : {"a", "a;0=a"}) {
+    EXPECT_EQ(registry.CreateForCache(spec, context).status().message(), "the policy's own");
+    EXPECT_EQ(text, spec);
+    EXPECT_EQ(sinks, 128);
+  }
+}
+
 TEST(CodecRegistryTest, ArtifactsWithoutAUseAreRefused) {
   CodecContext context;
   EXPECT_TRUE(RefuseCalibration(context, "why").ok());

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -35,7 +36,7 @@ struct Policy {
   std::vector<std::unique_ptr<Codec>> codecs;  // the first one is named without layers
   std::vector<absl::string_view> texts;        // each codec's spec as it was written, while it is read
   std::vector<size_t> codec_of;                // [layers]
-  uint64_t sinks = 0;                          // tokens; whole pages
+  std::optional<uint64_t> sinks;               // tokens; whole pages. nullopt: neither said nor the cache's
 };
 
 class PolicyAttention final : public PageAttention {
@@ -52,6 +53,8 @@ class PolicyAttention final : public PageAttention {
   void Attend(const PageAttentionTask& task, const SoftmaxRows& state, absl::Span<uint8_t> workspace) const override {
     of_layer_[task.layer]->Attend(task, state, workspace);
   }
+  size_t head_bytes(int layer, int kv_head) const override { return of_layer_[layer]->head_bytes(layer, kv_head); }
+  int visit_pages_min(int layer) const override { return of_layer_[layer]->visit_pages_min(layer); }
   bool maps(int layer) const override { return of_layer_[layer]->maps(layer); }
   void MapQueries(int layer, int kv_head, int rows, const float* q, float* mapped) const override {
     of_layer_[layer]->MapQueries(layer, kv_head, rows, q, mapped);
@@ -97,6 +100,12 @@ std::string DigestOfAll(const Policy& policy) {
 }
 
 CodecInfo InfoOf(const Policy& policy) {
+  if (policy.codecs.size() == 1) {
+    CodecInfo info = policy.codecs[0]->info();
+    info.sink_tokens = policy.sinks.value_or(0);
+    if (policy.sinks.has_value()) absl::StrAppend(&info.spec, ";", kSinks, "=", *policy.sinks);
+    return info;
+  }
   CodecInfo info;
   info.name = "policy";
   info.spec = policy.codecs[0]->info().spec;
@@ -107,7 +116,8 @@ CodecInfo InfoOf(const Policy& policy) {
     info.version = info.version * 1000003u + of.version;
     if (i > 0) absl::StrAppend(&info.spec, ";", LayersText(policy, i), "=", of.spec);
   }
-  if (policy.sinks > 0) absl::StrAppend(&info.spec, ";", kSinks, "=", policy.sinks);
+  info.sink_tokens = policy.sinks.value_or(0);
+  if (policy.sinks.has_value()) absl::StrAppend(&info.spec, ";", kSinks, "=", *policy.sinks);
   info.calibration_digest = DigestOfAll(policy);
 
   // What a codec says of its padding is a mean over all layers, hence so here.
@@ -129,7 +139,8 @@ CodecInfo InfoOf(const Policy& policy) {
   return info;
 }
 
-/// Immutable; every method may be called from any thread at once.
+/// Immutable; every method may be called from any thread at once. None of its codecs has an index, nor chooses on a
+/// GPU: such a codec is an identity and serves all layers, and MakePolicy then returns it as it is.
 class PolicyCodec final : public Codec {
  public:
   PolicyCodec(Policy policy, const PageLayout& layout)
@@ -166,7 +177,13 @@ class PolicyCodec final : public Codec {
   }
 
   void Decode(absl::Span<const DecodeItem> items) const override {
-    for (const DecodeItem& item : items) Of(item.layer).Decode(absl::MakeConstSpan(&item, 1));
+    for (size_t begin = 0; begin < items.size();) {
+      const size_t codec = policy_.codec_of[items[begin].layer];
+      size_t end = begin + 1;
+      while (end < items.size() && policy_.codec_of[items[end].layer] == codec) ++end;
+      policy_.codecs[codec]->Decode(items.subspan(begin, end - begin));
+      begin = end;
+    }
   }
 
   absl::Status Validate(int layer, absl::Span<const uint8_t> encoded) const override {
@@ -180,7 +197,7 @@ class PolicyCodec final : public Codec {
     for (const auto& codec : policy_.codecs) codecs.push_back(codec->NewDeviceCodec());
     std::vector<PolicyDeviceLayer> layers;
     for (const size_t codec : policy_.codec_of) layers.push_back({codec, policy_.codecs[codec]->info().identity});
-    return MakePolicyDeviceCodec(std::move(codecs), std::move(layers), policy_.sinks);
+    return MakePolicyDeviceCodec(std::move(codecs), std::move(layers), info_.sink_tokens);
   }
 
   bool OutputFactor(int layer, int kv_head, absl::Span<float> factor) const override {
@@ -190,7 +207,7 @@ class PolicyCodec final : public Codec {
  private:
   /// Sinks, and pages whose encoded form would be a copy.
   bool KeepsRaw(const EncodeItem& item) const {
-    return item.first_token < policy_.sinks || Of(item.layer).info().identity;
+    return item.first_token < info_.sink_tokens || Of(item.layer).info().identity;
   }
   const Codec& Of(uint32_t layer) const { return *policy_.codecs[policy_.codec_of[layer]]; }
 
@@ -285,7 +302,7 @@ absl::Status NameServedLayers(const CodecRegistry& registry, CodecContext contex
 }
 
 absl::StatusOr<std::unique_ptr<Codec>> MakePolicy(const CodecRegistry& registry, const CodecContext& context,
-                                                  absl::string_view text) {
+                                                  absl::string_view text, std::optional<uint64_t> default_sinks) {
   const auto check_bytes = [](absl::string_view what, size_t bytes) {
     if (bytes <= kPolicyBytesMax) return absl::OkStatus();
     return InvalidField(what, absl::StrCat(bytes, " bytes long"), absl::StrCat("at most ", kPolicyBytesMax, " bytes"));
@@ -294,6 +311,7 @@ absl::StatusOr<std::unique_ptr<Codec>> MakePolicy(const CodecRegistry& registry,
   const std::vector<absl::string_view> clauses = absl::StrSplit(text, ';');
   Policy policy;
   policy.codec_of.assign(context.layers, 0);
+  policy.sinks = default_sinks;
   std::vector<bool> named(context.layers, false);
   bool has_sinks = false;
   KV_ASSIGN_OR_RETURN(std::unique_ptr<Codec> default_codec, registry.Create(clauses[0], context));
@@ -334,7 +352,7 @@ absl::StatusOr<std::unique_ptr<Codec>> MakePolicy(const CodecRegistry& registry,
   const bool all_raw = std::all_of(policy.codec_of.begin(), policy.codec_of.end(),
                                    [&](size_t codec) { return policy.codecs[codec]->info().identity; });
   if (all_raw) return std::move(policy.codecs[policy.codec_of[0]]);
-  if (policy.codecs.size() == 1 && policy.sinks == 0) return std::move(policy.codecs[0]);
+  if (policy.codecs.size() == 1 && !policy.sinks.has_value()) return std::move(policy.codecs[0]);
   auto codec = std::make_unique<PolicyCodec>(std::move(policy), context.layout);
   KV_RETURN_IF_ERROR(check_bytes("codec policy, all parameters named,", codec->info().spec.size()));
   return codec;

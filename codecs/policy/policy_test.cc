@@ -57,6 +57,8 @@ class FoldingCodec final : public Codec {
     }
     bool maps(int) const override { return true; }
     bool folds_output(int layer) const override { return layer != 3; }
+    size_t head_bytes(int layer, int kv_head) const override { return 100 * layer + kv_head; }
+    int visit_pages_min(int layer) const override { return 30 + layer; }
     void MapQueries(int layer, int, int, const float*, float* mapped) const override { *mapped = float(layer); }
     void ExpandOutput(int layer, int, int, const float*, float* out) const override { *out = float(10 + layer); }
     void ProjectOutput(int layer, int, int, const float*, float* out) const override { *out = float(20 + layer); }
@@ -87,6 +89,11 @@ class PolicyTest : public ::testing::Test {
     return codec.ok() ? *std::move(codec) : nullptr;
   }
   std::string Canonical(const std::string& text) { return Make(text)->info().spec; }
+  std::unique_ptr<Codec> MakeForCache(const std::string& text) {
+    auto codec = registry_.CreateForCache(text, context_);
+    EXPECT_TRUE(codec.ok()) << text << ": " << codec.status();
+    return codec.ok() ? *std::move(codec) : nullptr;
+  }
   CodecRegistry registry_;
   CodecContext context_;
 };
@@ -114,10 +121,78 @@ TEST_F(PolicyTest, CanonicalTextNamesLayersOnce) {
 
 TEST_F(PolicyTest, AClauseThatSaysNothingIsDropped) {
   EXPECT_EQ(Canonical(absl::StrCat(kFine, ";0..5=", kFine)), Canonical(kFine));
-  EXPECT_EQ(Canonical(absl::StrCat("raw;0..5=", kFine, ";sinks=0")), Canonical(kFine));
+  EXPECT_EQ(Canonical(absl::StrCat("raw;0..5=", kFine)), Canonical(kFine));
   EXPECT_EQ(Canonical(absl::StrCat(kFine, ";0..5=raw;sinks=128")), "raw");
   EXPECT_TRUE(Make("raw;sinks=64")->info().identity);
   EXPECT_EQ(Canonical(absl::StrCat(kFine, ";0..3=raw;4..5=", kCoarse)), absl::StrCat("raw;4..5=", Canonical(kCoarse)));
+}
+
+TEST_F(PolicyTest, ACacheKeepsTheFirstPageRawUnlessToldOtherwise) {
+  const std::string fine = Canonical(kFine), coarse = Canonical(kCoarse);
+  const std::string mixed = absl::StrCat(kCoarse, ";0=", kFine), mixed_canonical = absl::StrCat(coarse, ";0..0=", fine);
+  const struct {
+    std::string text, canonical;
+    uint64_t sinks;
+  } kCases[] = {{kFine, fine + ";sinks=64", 64},
+                {absl::StrCat(kFine, ";sinks=0"), fine + ";sinks=0", 0},
+                {absl::StrCat(kFine, ";sinks=65"), fine + ";sinks=128", 128},
+                {absl::StrCat("raw;0..5=", kFine), fine + ";sinks=64", 64},
+                {mixed, mixed_canonical + ";sinks=64", 64},
+                {mixed + ";sinks=0", mixed_canonical + ";sinks=0", 0},
+                {absl::StrCat("raw;5=", kFine), absl::StrCat("raw;5..5=", fine, ";sinks=64"), 64},
+                {"raw", "raw", 0},
+                {"raw;sinks=0", "raw", 0}};
+  for (const auto& c : kCases) {
+    SCOPED_TRACE(c.text);
+    const auto codec = MakeForCache(c.text);
+    EXPECT_EQ(codec->info().spec, c.canonical);
+    EXPECT_EQ(codec->info().sink_tokens, c.sinks);
+    // Read as it is, the canonical text is the same codec.
+    for (const auto& again : {Make(c.canonical), MakeForCache(c.canonical)}) {
+      EXPECT_EQ(again->info().spec, c.canonical);
+      EXPECT_EQ(again->info().sink_tokens, c.sinks);
+      EXPECT_EQ(again->info().version, codec->info().version);
+    }
+  }
+  // A page is as many tokens as the cache says.
+  context_.layout.page_tokens = 128;
+  EXPECT_EQ(MakeForCache(kFine)->info().sink_tokens, 128u);
+}
+
+TEST_F(PolicyTest, OneCodecWithSinksIsThatCodecElsewhere) {
+  const std::string folding = "folding:digit=a";
+  const auto plain = Make(folding), kept = MakeForCache(folding), off = MakeForCache(folding + ";sinks=0");
+  for (const Codec* codec : {kept.get(), off.get()}) {
+    const CodecInfo &of = plain->info(), &info = codec->info();
+    EXPECT_EQ(info.name, of.name);
+    EXPECT_EQ(info.version, of.version);
+    EXPECT_EQ(info.calibration_digest, of.calibration_digest);
+    EXPECT_EQ(info.encoded_bytes, of.encoded_bytes);
+    EXPECT_EQ(info.payload_bytes, of.payload_bytes);
+    EXPECT_EQ(info.layer_bytes, of.layer_bytes);
+    EXPECT_EQ(codec->encode_workspace_bytes(), plain->encode_workspace_bytes());
+    for (int layer = 0; layer < kLayers; ++layer) {
+      EXPECT_EQ(codec->attention().maps(layer), true);
+      EXPECT_EQ(codec->attention().head_bytes(layer, 1), size_t(100 * layer + 1));
+      EXPECT_EQ(codec->attention().visit_pages_min(layer), 30 + layer);
+    }
+    // All pages behind the sinks go to the codec at once: it writes how many there are.
+    std::vector<Bytes> to;
+    std::vector<EncodeItem> items(5);
+    for (size_t i = 0; i < items.size(); ++i) {
+      to.push_back(Allocate(of.encoded_bytes));
+      items[i].encoded = to.back().get();
+      items[i].layer = uint32_t(i % 2);
+      items[i].first_token = 64 * (i / 2);
+    }
+    codec->Encode(absl::MakeSpan(items), {});
+    for (const EncodeItem& item : items) {
+      EXPECT_EQ(item.is_sink, item.first_token < info.sink_tokens);
+      EXPECT_EQ(item.declined, item.is_sink);
+      if (item.is_sink) continue;
+      EXPECT_EQ(item.encoded[0], codec == off.get() ? 5 : 3);
+    }
+  }
 }
 
 TEST_F(PolicyTest, RefusesWithFieldValueAndBound) {
@@ -177,6 +252,8 @@ TEST_F(PolicyTest, InfoIsThatOfTheLayers) {
     EXPECT_EQ(info.page_bytes(layer), layer < 2 ? f : layer == 5 ? raw : c) << layer;
   }
   EXPECT_EQ(info.encoded_bytes, raw);
+  EXPECT_EQ(info.mean_page_bytes(), (2 * f + 3 * c + raw + kLayers - 1) / kLayers);
+  EXPECT_EQ(fine->info().mean_page_bytes(), f);
   const double payload = (2.0 * fine->info().payload_bytes + 3.0 * coarse->info().payload_bytes + raw) / kLayers;
   EXPECT_NEAR(double(info.payload_bytes), payload, 1);
   EXPECT_TRUE(info.calibration_digest.empty());
@@ -263,6 +340,8 @@ TEST_F(PolicyTest, AttentionAndFactorsAreTheLayers) {
     const bool folding = layer >= 2 && layer <= 4;
     EXPECT_EQ(attention.maps(layer), folding);
     EXPECT_EQ(attention.folds_output(layer), folding && layer != 3);
+    EXPECT_EQ(attention.head_bytes(layer, 1), folding ? 100 * layer + 1 : 0u);
+    EXPECT_EQ(attention.visit_pages_min(layer), folding ? 30 + layer : 1);
     std::vector<float> factor(32 * 32, -1);
     EXPECT_EQ(codec->OutputFactor(layer, 0, absl::MakeSpan(factor)), folding);
     EXPECT_EQ(factor[0], folding ? float(layer) : -1);
