@@ -47,7 +47,8 @@ struct CacheOptions {
   int page_tokens = 64;
   DType dtype = DType::kFloat16;  // kFloat16 or kBFloat16
   int tensor_parallel_rank = 0, tensor_parallel_size = 1;
-  std::string codec = "raw";  // "NAME[:key=value,...]", or a policy: "SPEC[;FIRST..LAST=SPEC...][;sinks=N]"
+  std::string codec = "raw";  // "NAME[:key=value,...]", or a policy: "SPEC[;FIRST..LAST=SPEC...][;sinks=N]"; without
+                              // sinks, a lossy codec keeps the first page of every context raw
   int lag_pages = 2;
   int device = -1;      // where pages are computed on: host memory, or the daemon's GPU with this ordinal (device.h)
   int hidden_size = 0;  // values per token of activations, which steps may then give; 0: none are kept
@@ -58,8 +59,9 @@ struct CacheDescription {
   uint32_t id = 0;
   CacheDigest digest;
   uint64_t raw_page_bytes = 0;
-  uint64_t encoded_page_bytes = 0;  // of the largest layer's, padding included
-  uint64_t payload_page_bytes = 0;  // the mean over layers, without padding
+  uint64_t encoded_page_bytes = 0;  // padding included, the mean over layers, rounded up
+  uint64_t payload_page_bytes = 0;  // likewise without padding
+  uint64_t sink_tokens = 0;         // at the beginning of every context, whose pages stay raw; whole pages
   uint64_t resident_raw_bytes = 0, resident_encoded_bytes = 0, resident_activation_bytes = 0;
   uint64_t sequences = 0, published_blocks = 0;
 };

@@ -108,8 +108,10 @@ absl::StatusOr<CacheDescription> FromWire(api::CacheInfo::Reader wire) {
   std::memcpy(d.digest.bytes.data(), digest.begin(), digest.size());
   d.id = wire.getCacheId();
   d.raw_page_bytes = wire.getRawPageBytes();
-  d.encoded_page_bytes = wire.getEncodedPageBytes();
+  d.encoded_page_bytes =
+      wire.getMeanEncodedPageBytes() != 0 ? wire.getMeanEncodedPageBytes() : wire.getEncodedPageBytes();
   d.payload_page_bytes = wire.getPayloadPageBytes();
+  d.sink_tokens = wire.getSinkTokens();
   d.resident_raw_bytes = wire.getResidentRawBytes();
   d.resident_encoded_bytes = wire.getResidentEncodedBytes();
   d.resident_activation_bytes = wire.getResidentActivationBytes();

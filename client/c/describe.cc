@@ -82,6 +82,7 @@ json Describe(const CacheDescription& d) {
           {"raw_page_bytes", d.raw_page_bytes},
           {"encoded_page_bytes", d.encoded_page_bytes},
           {"payload_page_bytes", d.payload_page_bytes},
+          {"sink_tokens", d.sink_tokens},
           {"resident_raw_bytes", d.resident_raw_bytes},
           {"resident_encoded_bytes", d.resident_encoded_bytes},
           {"resident_activation_bytes", d.resident_activation_bytes},

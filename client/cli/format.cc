@@ -144,13 +144,13 @@ std::string FormatCaches(const std::vector<CacheDescription>& caches) {
     rows.push_back(
         {absl::StrCat(c.id), o.model, OrNone(o.tenant), TenantLabel(o.tenant), o.codec,
          absl::StrCat(o.layers, "x", o.query_heads, "/", o.kv_heads, "x", o.head_dim, " ", DTypeName(o.dtype)),
-         absl::StrCat(o.page_tokens), absl::StrCat(o.lag_pages), absl::StrFormat("%.3f", ratio),
-         FormatBytes(c.resident_raw_bytes), FormatBytes(c.resident_encoded_bytes),
+         absl::StrCat(o.page_tokens), absl::StrCat(o.lag_pages), absl::StrCat(c.sink_tokens),
+         absl::StrFormat("%.3f", ratio), FormatBytes(c.resident_raw_bytes), FormatBytes(c.resident_encoded_bytes),
          FormatBytes(c.resident_activation_bytes), absl::StrCat(c.sequences), absl::StrCat(c.published_blocks),
          c.digest.ToHex(6)});
   }
-  return FormatTable({"ID", "MODEL", "TENANT", "LABEL", "CODEC", "LAYERSxQ/KVxD", "PAGE", "LAG", "RATIO", "RAW", "ENCODED",
-                      "ACTIVATIONS", "SEQUENCES", "BLOCKS", "DIGEST"},
+  return FormatTable({"ID", "MODEL", "TENANT", "LABEL", "CODEC", "LAYERSxQ/KVxD", "PAGE", "LAG", "SINKS", "RATIO",
+                      "RAW", "ENCODED", "ACTIVATIONS", "SEQUENCES", "BLOCKS", "DIGEST"},
                      rows);
 }
 
@@ -252,6 +252,7 @@ json ToJson(const std::vector<CacheDescription>& caches) {
                     {"raw_page_bytes", c.raw_page_bytes},
                     {"encoded_page_bytes", c.encoded_page_bytes},
                     {"payload_page_bytes", c.payload_page_bytes},
+                    {"sink_tokens", c.sink_tokens},
                     {"resident_raw_bytes", c.resident_raw_bytes},
                     {"resident_encoded_bytes", c.resident_encoded_bytes},
                     {"resident_activation_bytes", c.resident_activation_bytes},

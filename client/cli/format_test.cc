@@ -71,11 +71,13 @@ TEST(Format, Status) {
 }
 
 TEST(Format, ListsAndEmptyLists) {
-  CacheDescription cache{.id = 3, .raw_page_bytes = 1000, .encoded_page_bytes = 180};
+  CacheDescription cache{.id = 3, .raw_page_bytes = 1000, .encoded_page_bytes = 180, .sink_tokens = 1088};
   cache.options.model = "llama";
   cache.options.codec = "hack:k=3,v=2";
   EXPECT_NE(FormatCaches({cache}).find("0.180"), std::string::npos) << FormatCaches({cache});
+  EXPECT_NE(FormatCaches({cache}).find(" 1088 "), std::string::npos) << FormatCaches({cache});
   EXPECT_EQ(ToJson(std::vector<CacheDescription>{cache})["caches"][0]["codec"], "hack:k=3,v=2");
+  EXPECT_EQ(ToJson(std::vector<CacheDescription>{cache})["caches"][0]["sink_tokens"], 1088);
   EXPECT_NE(FormatCaches({}).find("no caches"), std::string::npos);
   EXPECT_EQ(ToJson(std::vector<CacheDescription>{})["caches"], nlohmann::json::array());
   const std::string held = FormatSequences({{.id = 9, .tokens = 6000, .client = "my engine", .pid = 4242}});

@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 10;
+const apiMinor :UInt16 = 11;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -49,7 +49,8 @@ struct CacheConfig {
   dtype @10 :DType = float16;    # of raw K and V: float16 or bfloat16
   tensorParallelRank @11 :UInt32;
   tensorParallelSize @12 :UInt32 = 1;
-  codec @13 :Text = "raw";       # NAME[:key=value,...], or a policy: SPEC[;FIRST..LAST=SPEC...][;sinks=N]
+  codec @13 :Text = "raw";       # NAME[:key=value,...], or a policy: SPEC[;FIRST..LAST=SPEC...][;sinks=N]. Without sinks, a lossy
+                                 # codec keeps the first page of every context raw.
   lagPages @14 :UInt32 = 2;      # newest full pages that are read raw
   device @15 :Int32 = -1;        # where pages are computed on: -1: host memory; else the GPU of the daemon with this ordinal.
                                  # Not part of the digest: blocks have the same names and bytes everywhere. Feature "device".
@@ -71,6 +72,8 @@ struct CacheInfo {
   residentRawBytes @9 :UInt64;
   residentEncodedBytes @10 :UInt64;
   residentActivationBytes @11 :UInt64;
+  sinkTokens @12 :UInt64;        # at the beginning of every context, whose pages stay raw; whole pages
+  meanEncodedPageBytes @13 :UInt64;  # the mean over layers, padding included, rounded up; 0: a daemon before schema 1.11
 }
 
 struct BlockName {

@@ -92,12 +92,14 @@ void WriteCacheInfo(const CacheInfo& info, api::CacheInfo::Builder out) {
   out.setCodecVersion(info.codec.version);
   out.setRawPageBytes(info.config.layout.raw_bytes());
   out.setEncodedPageBytes(info.codec.encoded_bytes);
+  out.setMeanEncodedPageBytes(info.codec.mean_page_bytes());
   out.setPayloadPageBytes(info.codec.payload_bytes);
   out.setSequences(info.sequences);
   out.setPublishedBlocks(info.published_blocks);
   out.setResidentRawBytes(info.raw_bytes);
   out.setResidentEncodedBytes(info.encoded_bytes);
   out.setResidentActivationBytes(info.activation_bytes);
+  out.setSinkTokens(info.codec.sink_tokens);
 }
 
 void WriteSequenceInfo(const SequenceInfo& info, api::SequenceInfo::Builder out) {

@@ -64,8 +64,8 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class CacheDescription:
-    """`options.codec` is canonical; page bytes are of one layer, K and V. encoded: of the largest layer's, padding
-    included; payload: the mean over layers, without padding."""
+    """`options.codec` is canonical; page bytes are of one layer, K and V, the mean over layers. encoded: padding included,
+    rounded up; payload: without padding. sink_tokens: at the beginning of every context, whose pages stay raw."""
 
     options: CacheOptions
     id: int
@@ -73,6 +73,7 @@ class CacheDescription:
     raw_page_bytes: int
     encoded_page_bytes: int
     payload_page_bytes: int
+    sink_tokens: int
     resident_raw_bytes: int
     resident_encoded_bytes: int
     resident_activation_bytes: int
