@@ -197,10 +197,15 @@ TEST(CodecPluginTest, ADaemonServesAttentionWithTheOutOfTreeCodec) {
   const auto daemon = Daemon::Start({Int8()});
   ASSERT_NE(daemon, nullptr);
   ASSERT_OK_AND_ASSIGN(auto client, Client::Connect(daemon->address(), {}));
-  const CacheOptions options = SmallCache("int8:bits=8", kLagPages);
+  // A plug-in's codec keeps sinks as any other; without them every page is the plug-in's.
+  ASSERT_OK_AND_ASSIGN(auto with_sinks, client->OpenCache(SmallCache("int8:bits=8", kLagPages)));
+  EXPECT_EQ(with_sinks->description().options.codec, "int8:bits=8;sinks=64");
+  EXPECT_EQ(with_sinks->description().sink_tokens, 64u);
+  const CacheOptions options = SmallCache("int8:bits=8;sinks=0", kLagPages);
   const Source source{1, Kind::kOutliers, options};
   ASSERT_OK_AND_ASSIGN(auto cache, client->OpenCache(options));
-  EXPECT_EQ(cache->description().options.codec, "int8:bits=8");
+  EXPECT_EQ(cache->description().options.codec, "int8:bits=8;sinks=0");
+  EXPECT_EQ(cache->description().sink_tokens, 0u);
   ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence());
   client::StepResult counts;
   ASSERT_OK_AND_ASSIGN(const std::vector<float> got,
@@ -249,7 +254,9 @@ TEST(CodecPluginTest, AFailingPluginLosesNothing) {
   EXPECT_EQ(counts.encoded_pairs, 0);
   EXPECT_GT(daemon->Metric("kvmanager_codec_plugin_errors_total", {"entry=\"encode\""}), 0);
   EXPECT_TRUE(
-      Eventually([&] { return daemon->Metric("kvmanager_declined_pages_total") == 2 * (kTokens / kPageTokens); }));
+      Eventually([&] { return daemon->Metric("kvmanager_declined_pages_total") == 2 * (kTokens / kPageTokens - 1); }));
+  // The first page of both layers: the plug-in is not asked for it.
+  EXPECT_EQ(daemon->Metric("kvmanager_sink_pages_total"), 2);
   // A wrong parameter is the client's error, with the plug-in's words where it has some.
   options.codec = "copy:level=9";
   const absl::Status refused = client->OpenCache(options).status();

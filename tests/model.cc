@@ -119,7 +119,7 @@ ModelSequence::ModelSequence(const client::CacheOptions& shape, const CodecRegis
   context.layout = layout_;
   context.layers = shape.layers;
   context.query_heads = shape.query_heads;
-  absl::StatusOr<std::unique_ptr<Codec>> codec = registry.Create(shape.codec, context);
+  absl::StatusOr<std::unique_ptr<Codec>> codec = registry.CreateForCache(shape.codec, context);
   KV_CHECK(codec.ok());
   codec_ = std::move(*codec);
 }
@@ -246,13 +246,18 @@ ModelSequence::Output ModelSequence::Attend(int layer, uint64_t position, int to
     uint64_t encoded_pages = own_page > uint64_t(shape_.lag_pages) ? own_page - shape_.lag_pages : 0;
     encoded_pages = std::max({encoded_pages, shared_pages_, l.aged_pages});
     if (encoded_pages > own_page) {
-      // A query in an encoded page sees all of it, or is none.
-      KV_CHECK(codec_->info().identity || seen == (own_page + 1) * shape_.page_tokens);
-      encoded_pages = seen == (own_page + 1) * shape_.page_tokens ? own_page + 1 : own_page;
+      // A query in an encoded page sees all of it, or is none. One that stays raw may be seen in part.
+      const bool sees_all = seen == (own_page + 1) * shape_.page_tokens;
+      KV_CHECK(codec_->info().identity || sees_all || l.declined[own_page]);
+      encoded_pages = sees_all ? own_page + 1 : own_page;
     }
     const uint64_t encoded_end = codec_->info().identity ? 0 : encoded_pages * shape_.page_tokens;
-    output.encoded_pairs += encoded_end;
-    output.raw_pairs += seen - encoded_end;
+    uint64_t encoded_tokens = 0;
+    for (uint64_t page = 0; page * shape_.page_tokens < encoded_end; ++page) {
+      if (!l.declined[page]) encoded_tokens += shape_.page_tokens;
+    }
+    output.encoded_pairs += encoded_tokens;
+    output.raw_pairs += seen - encoded_tokens;
     for (int h = 0; h < shape_.query_heads; ++h) {
       const size_t head = size_t(h / group) * d;
       const float* const query = &q[(size_t(i) * shape_.query_heads + h) * d];

@@ -1,5 +1,6 @@
 // The benchmark's parts with the model of this repository: what is sent and what the decode host answers, over a link
 // between two network namespaces. Never how long it takes. Where no namespace can be made, that part is skipped.
+#include <algorithm>
 #include <cstdio>
 #include <fstream>
 #include <sstream>
@@ -52,9 +53,10 @@ class DisaggregatedTest : public ::testing::Test {
     const uint64_t full = c.tokens / kPage, open = c.tokens % kPage != 0;
     const uint64_t encoded = full > uint64_t(c.lag) ? full - c.lag : 0;  // what the next token reads so
     const bool raw = cache.options.codec == "raw";
+    const uint64_t sinks = std::min(encoded, cache.sink_tokens / kPage);
     const uint64_t per_layer =
         raw ? (full + open) * cache.raw_page_bytes
-            : encoded * cache.encoded_page_bytes + (full - encoded + open) * cache.raw_page_bytes;
+            : (encoded - sinks) * cache.encoded_page_bytes + (full - encoded + sinks + open) * cache.raw_page_bytes;
     return per_layer * cache.options.layers;
   }
 

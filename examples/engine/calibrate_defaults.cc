@@ -69,7 +69,7 @@ class Chooser {
     for (const std::string& option : options) {
       const std::string text = absl::StrCat(spec, ",", parameter, "=", option, ",calibration=new");
       KV_ASSIGN_OR_RETURN(const std::unique_ptr<Codec> codec,
-                          registry_.Create(text, LocalContext(model_, kPageTokens)));
+                          registry_.CreateForCache(text, LocalContext(model_, kPageTokens)));
       const auto [known, is_new] = measured_.emplace(codec->info().spec, 0.0);
       if (is_new) {
         KV_ASSIGN_OR_RETURN(

@@ -132,7 +132,8 @@ class FakeCache final : public client::Cache {
     description_.options.codec = codec_->info().spec;
     description_.raw_page_bytes = codec_->layout().raw_bytes();
     description_.payload_page_bytes = codec_->info().payload_bytes;
-    description_.encoded_page_bytes = codec_->info().encoded_bytes;
+    description_.encoded_page_bytes = codec_->info().mean_page_bytes();
+    description_.sink_tokens = codec_->info().sink_tokens;
     const std::string facts = absl::StrCat(options.model, "/", options.revision, "/", options.rope, "/", options.codec,
                                            "/", options.lag_pages);
     description_.digest = Sha256(absl::MakeConstSpan(reinterpret_cast<const uint8_t*>(facts.data()), facts.size()));
@@ -291,7 +292,7 @@ class FakeClient final : public client::Client {
     context.layout = {options.dtype, uint16_t(options.kv_heads), uint16_t(options.head_dim),
                       uint16_t(options.page_tokens)};
     context.layers = options.layers;
-    KV_ASSIGN_OR_RETURN(std::shared_ptr<const Codec> codec, registry.Create(options.codec, context));
+    KV_ASSIGN_OR_RETURN(std::shared_ptr<const Codec> codec, registry.CreateForCache(options.codec, context));
     return std::make_unique<FakeCache>(host_, options, std::move(codec));
   }
   absl::StatusOr<std::unique_ptr<client::Arena>> CreateArena(uint64_t bytes) override {

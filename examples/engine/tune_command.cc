@@ -195,7 +195,7 @@ absl::Status RunTune(const TuneArguments& arguments) {
   }
   TuneHooks hooks;
   hooks.check = [&](const std::string& spec) -> absl::Status {
-    KV_ASSIGN_OR_RETURN(const std::unique_ptr<Codec> codec, registry.Create(spec, context));
+    KV_ASSIGN_OR_RETURN(const std::unique_ptr<Codec> codec, registry.CreateForCache(spec, context));
     return CheckLocalCodec(*model, *codec);
   };
   std::error_code error;
@@ -220,7 +220,7 @@ absl::Status RunTune(const TuneArguments& arguments) {
   Progress progress("tuning", arguments.quiet);
   int done_candidates = 0, all_candidates = 1;
   hooks.measure = [&](const std::string& spec) -> absl::StatusOr<RatePoint> {
-    KV_ASSIGN_OR_RETURN(const std::unique_ptr<Codec> codec, registry.Create(spec, context));
+    KV_ASSIGN_OR_RETURN(const std::unique_ptr<Codec> codec, registry.CreateForCache(spec, context));
     KV_ASSIGN_OR_RETURN(
         const LocalEvaluation evaluation,
         EvaluateLocal(*model, *codec, measured, evaluate, arguments.lag_pages, [&](int64_t done, int64_t total) {

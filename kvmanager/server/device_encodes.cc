@@ -2,6 +2,7 @@
 
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 
@@ -76,7 +77,8 @@ bool DeviceEncodes::Poll() {
       EncodeItem& item = batch.job.items[i];
       item.declined = words_->declined()[batch.at + i] != 0 || item.is_sink;
     }
-    metrics_->device_encoded_pages.Increment(static_cast<double>(batch.job.items.size()));
+    metrics_->device_encoded_pages.Increment(static_cast<double>(std::count_if(
+        batch.job.items.begin(), batch.job.items.end(), [](const EncodeItem& item) { return !item.is_sink; })));
     batch.job.done(batch.job.items);
   }
   SubmitWaiting();

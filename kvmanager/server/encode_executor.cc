@@ -62,8 +62,12 @@ void PoolEncodeExecutor::EncodePart(Job& job, size_t begin, size_t end) {
   AlignedBuffer workspace = TakeWorkspace(job.codec->encode_workspace_bytes());
   job.codec->Encode(absl::MakeSpan(job.items).subspan(begin, end - begin), workspace.span());
   GiveBack(std::move(workspace));
-  metrics_->encode_seconds.Observe(double(clock_->NowNs() - start_ns) * 1e-9 / double(end - begin));
-  metrics_->encode_input_bytes.Increment(double(end - begin) * double(job.codec->layout().raw_bytes()));
+  const int64_t sinks = std::count_if(job.items.begin() + begin, job.items.begin() + end,
+                                      [](const EncodeItem& item) { return item.is_sink; });
+  const double pages = double(end - begin) - double(sinks);  // a sink takes no time
+  if (pages == 0) return;
+  metrics_->encode_seconds.Observe(double(clock_->NowNs() - start_ns) * 1e-9 / pages);
+  metrics_->encode_input_bytes.Increment(pages * double(job.codec->layout().raw_bytes()));
 }
 
 AlignedBuffer PoolEncodeExecutor::TakeWorkspace(size_t bytes) {

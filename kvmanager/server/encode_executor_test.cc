@@ -6,6 +6,7 @@
 #include <memory>
 #include <thread>
 
+#include "codecs/builtin.h"
 #include "codecs/raw/raw.h"
 
 namespace kvmanager {
@@ -53,6 +54,39 @@ TEST(EncodeExecutorTest, EncodesEveryItemOnce) {
   }
   EXPECT_EQ(completed, batches);
   for (const EncodeItem& item : all) EXPECT_EQ(std::memcmp(item.raw, item.encoded, bytes), 0);
+}
+
+// What a page costs to encode is measured of pages that are encoded.
+TEST(EncodeExecutorTest, SinksAreNotAmongThePagesMeasured) {
+  CodecRegistry registry;
+  RegisterBuiltinCodecs(registry);
+  CodecContext context;
+  context.layout = {DType::kFloat16, 1, 16, 64};
+  const std::shared_ptr<const Codec> codec = registry.CreateForCache("hack", context).value();
+
+  Metrics metrics;
+  ServerMetrics server_metrics(&metrics);
+  const SteadyClock clock;
+  MessageQueue queue;
+  auto workers = std::make_unique<WorkerPool>(1);
+  PoolEncodeExecutor executor(workers.get(), &queue, &server_metrics, &clock);
+  AlignedBuffer raw(context.layout.raw_bytes()), encoded(3 * codec->info().encoded_bytes);
+  std::memset(raw.data(), 0, raw.size());
+  for (const uint64_t first_page : {0, 0, 1}) {
+    std::vector<EncodeItem> items(first_page == 1 ? 3 : 1);
+    for (size_t i = 0; i < items.size(); ++i) {
+      items[i].raw = raw.data();
+      items[i].encoded = encoded.data() + i * codec->info().encoded_bytes;
+      items[i].first_token = 64 * (first_page + i);
+    }
+    executor.Encode(codec, items, [&](absl::Span<const EncodeItem> done) {
+      for (const EncodeItem& item : done) EXPECT_EQ(item.is_sink, item.first_token == 0);
+    });
+  }
+  workers.reset();
+  while (queue.RunAll()) {
+  }
+  EXPECT_EQ(server_metrics.encode_input_bytes.Value(), 3.0 * double(context.layout.raw_bytes()));
 }
 
 }  // namespace

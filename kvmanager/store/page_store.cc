@@ -60,7 +60,7 @@ absl::StatusOr<std::shared_ptr<const Codec>> PageStore::MakeCodec(const CodecReg
   context.query_heads = config.query_heads;
   context.model = config.model;
   context.revision = config.revision;
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<Codec> codec, registry.Create(config.codec, context));
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<Codec> codec, registry.CreateForCache(config.codec, context));
   return std::shared_ptr<const Codec>(std::move(codec));
 }
 

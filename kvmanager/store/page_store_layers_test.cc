@@ -8,8 +8,10 @@ namespace {
 
 using testing::kPage;
 using testing::MakeConfig;
+using testing::MakeRawPage;
 using testing::MakeText;
 using testing::PageStoreTest;
+using testing::RawPrefixEquals;
 using testing::Text;
 
 constexpr int kLayers = 6;
@@ -76,6 +78,42 @@ TEST_F(LayersTest, SinksStayRawAndAreNoAnomaly) {
   for (int page = 0; page < 4; ++page) EXPECT_EQ(lease->pages(0)[page].encoded == nullptr, page < 2) << page;
   EXPECT_EQ(test().store_metrics.sink_pages.Value(), 4);
   EXPECT_EQ(test().store_metrics.declined_pages.Value(), 0);
+}
+
+TEST_F(LayersTest, SinksOfAPrefixHitAreReadRaw) {
+  const CacheConfig config = MakeConfig("sinks", 2);
+  const CacheId cache = test().Open(config);
+  const Text text = MakeText(8 * kPage);
+  const SequenceId a = Filled(cache, text, 4 * kPage);
+  const auto names = Names(cache, text, 4);
+  ASSERT_TRUE(store().Publish(a, names).ok());
+  // Found before the codec has said that they are sinks; the hit of block 0 alone, and of all.
+  const auto first = store().CreateSequence(cache, {names[0]}), all = store().CreateSequence(cache, names);
+  ASSERT_EQ(first->match.hit_blocks, 1);
+  ASSERT_EQ(all->match.hit_blocks, 4);
+  auto lease = Attend(cache, all->sequence, 4 * kPage - 1, 1);
+  EXPECT_FALSE(lease->ready());
+  test().executor.FinishAll();
+  ASSERT_TRUE(lease->ready());
+  const auto expect_form = [&](const AttentionPage& page, int index) {
+    EXPECT_EQ(page.encoded == nullptr, index < 2) << index;
+    EXPECT_EQ(page.raw == nullptr, index >= 2) << index;
+    if (page.raw == nullptr) return;
+    EXPECT_TRUE(RawPrefixEquals(config.layout, page.raw, MakeRawPage(config.layout, text, index, kPage, 0), kPage));
+  };
+  for (int page = 0; page < 4; ++page) expect_form(lease->pages(0)[page], page);
+  lease = nullptr;
+  // Nobody but blocks keeps them now, and found later they are the same.
+  for (const SequenceId id : {a, first->sequence, all->sequence}) store().Drop(id);
+  const auto later = store().CreateSequence(cache, {names[0]});
+  ASSERT_EQ(later->match.hit_blocks, 1);
+  ASSERT_TRUE(test().AppendAll(cache, later->sequence, text, kPage, kPage).ok());
+  test().executor.FinishAll();
+  lease = Attend(cache, later->sequence, 2 * kPage - 1, 1);
+  ASSERT_TRUE(lease->ready());
+  expect_form(lease->pages(0)[0], 0);
+  // Of two layers: two pages, and the later sequence's own second one. Pages that were found are not asked again.
+  EXPECT_EQ(test().store_metrics.sink_pages.Value(), 6);
 }
 
 }  // namespace

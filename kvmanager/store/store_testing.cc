@@ -35,6 +35,7 @@ class FakeCodec final : public Codec {
     info_.spec = name;
     info_.version = 1;
     info_.identity = name == "raw";
+    if (sinks_) info_.sink_tokens = kSinkTokens;
     info_.encoded_bytes = info_.identity ? layout.raw_bytes() : layout.raw_bytes() / 2 + kMagicBytes;
     info_.payload_bytes = info_.encoded_bytes;
     if (name != "uneven") return;

@@ -6,7 +6,8 @@
         "address": "unix:/run/kvmanager/kvmanager.sock"}'
 
 A page of SGLang is a block of one page: its key, a hash of all tokens up to its end, is its name. So pages are found,
-stored and evicted one by one, and nothing need be known of what comes before them.
+stored and evicted one by one, and nothing need be known of what comes before them. Nor is it known which page is a
+context's first, so that none can be a sink: the codec has ";sinks=0".
 """
 
 from __future__ import annotations
@@ -45,6 +46,17 @@ _OURS_NOT = ("backend_name", "module_path", "class_name", "interface_v1")  # SGL
 _STAGING_MIB_MAX = 1024
 _BATCH_MAX = 4096  # pages of one call
 _KV = "kv"
+
+
+def without_sinks(codec: str) -> str:
+    """The codec of pages that all begin a sequence: as a sink, each would stay raw. ValueError: it names sinks."""
+    for clause in codec.split(";")[1:]:
+        key, _, value = clause.partition("=")
+        if key == "sinks" and value != "0":
+            raise ValueError(f"codec is {codec}, must be without sinks: it is not known which page of SGLang's is a first")
+        if key == "sinks":
+            return codec
+    return codec + ";sinks=0"
 
 
 class Pool:
@@ -86,7 +98,7 @@ class Pool:
             "head_dim": width,
             "page_tokens": self.page_tokens,
             "dtype": _DTYPES[buffer.dtype],
-            "codec": settings["codec"],
+            "codec": without_sinks(settings["codec"]),
             "lag_pages": settings["lag_pages"],
             "calibration_digest": settings["calibration_digest"],
             "tensor_parallel_rank": config.tp_rank,
@@ -159,6 +171,7 @@ class KvManagerHiCache(HiCacheStorage):
         self._settings = {**_SETTINGS, **given}
         for key, value in given.items():
             check_setting(key, value, _SETTINGS[key], _STAGING_MIB_MAX)
+        without_sinks(self._settings["codec"])
         self._config = storage_config
         self._pools: dict[str, Pool] = {}
         self._link: Link | None = None

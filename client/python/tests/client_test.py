@@ -133,11 +133,31 @@ class Encoded(WithCache):
         prompt.append(self.cache, sequence, 399)
         k, v = numpy.zeros((400, 2, 64), numpy.float16), numpy.zeros((400, 2, 64), numpy.float16)
         result = self.cache.read(0, [(sequence, 0, 400)], k, v)
-        self.assertEqual(result, (256, 144))  # the last append began in page 6: those before page 4 have aged
+        # The last append began in page 6: those before page 4 have aged. The first is a sink.
+        self.assertEqual(result, (192, 208))
+        numpy.testing.assert_array_equal(k[:64], prompt.k[0][:64])
         numpy.testing.assert_array_equal(k[256:], prompt.k[0][256:])
         for got, given in ((k, prompt.k[0]), (v, prompt.v[0])):
-            error = numpy.linalg.norm((got - given).astype(float)[:256]) / numpy.linalg.norm(given[:256].astype(float))
+            aged = given[64:256].astype(float)
+            error = numpy.linalg.norm(got[64:256].astype(float) - aged) / numpy.linalg.norm(aged)
+            self.assertGreater(error, 0)
             self.assertLess(error, 0.5)
+
+    def test_a_description_says_what_a_page_takes_and_how_many_tokens_are_sinks(self) -> None:
+        self.assertEqual(self.cache.description.sink_tokens, 64)
+        self.assertTrue(self.cache.options.codec.endswith(";sinks=64"), self.cache.options.codec)
+        without = self.client.open_cache(**{**MODEL, "codec": "hack;sinks=0"})
+        self.assertEqual(without.description.sink_tokens, 0)
+        self.assertTrue(without.options.codec.endswith(";sinks=0"), without.options.codec)
+        self.assertNotEqual(without.description.digest, self.cache.description.digest)
+        raw = self.client.open_cache(**MODEL).description
+        self.assertEqual((raw.sink_tokens, raw.options.codec), (0, "raw"))
+        # Of a policy, the mean over its layers.
+        mixed = self.client.open_cache(**{**MODEL, "codec": "hack;0=raw"}).description
+        layers = MODEL["layers"]
+        one = without.description.encoded_page_bytes
+        self.assertEqual(mixed.encoded_page_bytes, -(-(raw.raw_page_bytes + (layers - 1) * one) // layers))
+        self.assertLessEqual(mixed.payload_page_bytes, mixed.encoded_page_bytes)
 
 
 class Names(WithCache):

@@ -184,6 +184,9 @@ class PagesTest(DaemonTestCase):
             error = float((target.pool[side, :, :8].double() - was).norm() / was.norm())
             self.assertGreater(error, 0)
             print(f"{codec}: relative error of {name} {error:.4f}", flush=True)
+        self.assertEqual(codec + ";sinks=0", options["codec"])  # each page begins a sequence
+        with self.assertRaisesRegex(ValueError, "must be without sinks"):
+            Engine(self.daemon.listen, codec=codec + ";sinks=64")
 
     def test_the_daemon_dies_and_comes_back(self) -> None:
         keys, pages = keys_of(30, 4), [3, 4, 5, 6]

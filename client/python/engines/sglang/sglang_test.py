@@ -123,7 +123,13 @@ class InterfaceTest(unittest.TestCase):
     def test_unknown_settings_are_refused(self) -> None:
         with self.assertRaisesRegex(ValueError, "addres"):
             KvManagerHiCache(config("unix:/nowhere", addres=1), {})
-        for wrong in ({"deadline_ms": "10"}, {"deadline_ms": 0}, {"staging_mib": 4096}, {"codec": None}):
+        for wrong in (
+            {"deadline_ms": "10"},
+            {"deadline_ms": 0},
+            {"staging_mib": 4096},
+            {"codec": None},
+            {"codec": "hack;0=raw;sinks=64"},
+        ):
             with self.subTest(wrong), self.assertRaisesRegex(ValueError, f"{next(iter(wrong))} is .* must be"):
                 KvManagerHiCache(config("unix:/nowhere", **wrong), {})
 
