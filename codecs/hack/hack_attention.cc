@@ -1,8 +1,6 @@
 #include "codecs/hack/hack_attention.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <vector>
 
 #include "codecs/hack/hack_attention_kernel.h"
@@ -13,6 +11,7 @@ namespace kvmanager::hack {
 namespace {
 
 using AttendFunction = void (*)(HackArguments&);
+using RotateFunction = void (*)(const float*, int, int, float*);
 
 AttendFunction AttendOf(Isa isa) {
 #if defined(__x86_64__)
@@ -20,6 +19,14 @@ AttendFunction AttendOf(Isa isa) {
   if (isa == Isa::kAvx2) return kHackAttendAvx2;
 #endif
   return kHackAttendPortable;
+}
+
+RotateFunction RotateOf(Isa isa) {
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx512) return kHackRotateAvx512;
+  if (isa == Isa::kAvx2) return kHackRotateAvx2;
+#endif
+  return kHackRotatePortable;
 }
 
 /// Fills in what loops over mixed widths go by.
@@ -75,29 +82,19 @@ HackSide SideOf(const SideLayout& layout, bool along_channels) {
   side.steps = layout.steps;
   side.minima = layout.minima;
   side.sums = layout.sums;
+  side.norms = layout.norms;
+  side.norm_top = layout.norm_top;
   side.end = layout.end;
   return side;
-}
-
-/// x <- H x / sqrt(n), the normalised Walsh-Hadamard transform; n is a power of two.
-void Rotate(float* x, int n) {
-  for (int half = 1; half < n; half *= 2) {
-    for (int base = 0; base < n; base += 2 * half) {
-      for (int i = base; i < base + half; ++i) {
-        const float a = x[i], b = x[i + half];
-        x[i] = a + b;
-        x[i + half] = a - b;
-      }
-    }
-  }
-  const float factor = 1 / std::sqrt(float(n));
-  for (int i = 0; i < n; ++i) x[i] *= factor;
 }
 
 class HackAttention final : public PageAttention {
  public:
   HackAttention(const HackFormat* format, Isa isa)
-      : format_(*format), along_channels_(format->parameters.k_axis == Axis::kToken), attend_(AttendOf(isa)) {
+      : format_(*format),
+        along_channels_(format->parameters.k_axis == Axis::kToken),
+        attend_(AttendOf(isa)),
+        rotate_(RotateOf(isa)) {
     for (const HeadLayout& head : format->heads) {
       heads_.push_back({head.offset, SideOf(head.side[0], along_channels_), SideOf(head.side[1], false)});
       partitions_max_ = std::max({partitions_max_, head.side[0].partitions, head.side[1].partitions});
@@ -106,29 +103,29 @@ class HackAttention final : public PageAttention {
 
   size_t workspace_bytes(int rows) const override {
     WorkspaceCutter cutter(nullptr);
-    float* rotated;
-    CutScratch(cutter, rows, &rotated);
+    CutScratch(cutter, rows);
     return cutter.used();
   }
 
   size_t head_bytes(int layer, int kv_head) const override { return heads_[kv_head].v.end; }
 
+  bool maps(int layer) const override { return format_.parameters.rotation == Rotation::kHadamard; }
+  void MapQueries(int layer, int kv_head, int rows, const float* q, float* mapped) const override {
+    rotate_(q, rows, format_.layout.head_dim, mapped);
+  }
+  void ExpandOutput(int layer, int kv_head, int rows, const float* acc, float* out) const override {
+    rotate_(acc, rows, format_.layout.head_dim, out);
+  }
+
   void Attend(const PageAttentionTask& task, const SoftmaxRows& state, absl::Span<uint8_t> workspace) const override {
     KV_CHECK(task.visible == nullptr);
-    const int d = format_.layout.head_dim;
     WorkspaceCutter cutter(workspace.data());
     HackArguments a;
-    float* rotated;
-    a.scratch = CutScratch(cutter, task.rows, &rotated);
+    a.scratch = CutScratch(cutter, task.rows);
     KV_CHECK(cutter.used() <= workspace.size());
     a.q = task.q;
-    if (format_.parameters.hadamard) {
-      std::memcpy(rotated, task.q, size_t(task.rows) * d * sizeof(float));
-      for (int r = 0; r < task.rows; ++r) Rotate(rotated + size_t(r) * d, d);
-      a.q = rotated;
-    }
     a.rows = task.rows;
-    a.head_dim = d;
+    a.head_dim = format_.layout.head_dim;
     a.page_tokens = format_.layout.page_tokens;
     a.scale = task.scale;
     a.pages = task.pages.data();
@@ -148,13 +145,14 @@ class HackAttention final : public PageAttention {
   }
 
  private:
-  HackScratch CutScratch(WorkspaceCutter& cutter, size_t rows, float** rotated) const {
+  HackScratch CutScratch(WorkspaceCutter& cutter, size_t rows) const {
     const size_t d = format_.layout.head_dim, tokens = format_.layout.page_tokens, entries = std::max(d, tokens);
     HackScratch s;
     s.steps = cutter.Cut<float>(entries);
     s.minima = cutter.Cut<float>(entries);
     s.v_steps = cutter.Cut<float>(d);
     s.v_minima = cutter.Cut<float>(d);
+    s.v_norms = cutter.Cut<float>(tokens);
     s.sums = cutter.Cut<float>(entries);
     s.q8 = cutter.Cut<int8_t>(rows * d);
     s.q_step = cutter.Cut<float>(rows * partitions_max_);
@@ -164,13 +162,13 @@ class HackAttention final : public PageAttention {
     s.p8 = cutter.Cut<uint8_t>(rows * tokens);
     s.p_step = cutter.Cut<float>(rows * partitions_max_);
     s.p_sum = cutter.Cut<float>(rows * partitions_max_);
-    *rotated = format_.parameters.hadamard ? cutter.Cut<float>(rows * d) : nullptr;
     return s;
   }
 
   const HackFormat& format_;
   const bool along_channels_;
   const AttendFunction attend_;
+  const RotateFunction rotate_;
   std::vector<HackHead> heads_;
   int partitions_max_ = 1;
 };

@@ -1,7 +1,8 @@
 // Attention on HACK's codes: integer products of an 8-bit query with K's codes, and of 8-bit probabilities with V's.
 //
 // One object per format, immutable; any thread. The arithmetic is that of ReferenceAttend (hack_reference.h), whose
-// rounding decisions it repeats, with sums in fp32. Every row sees every token (task.visible is nullptr).
+// rounding decisions it repeats, with sums in fp32. Every row sees every token (task.visible is nullptr). With
+// rotation=hadamard it maps: queries and outputs are multiplied by the Walsh-Hadamard matrix, once for all pages.
 #pragma once
 
 #include <memory>

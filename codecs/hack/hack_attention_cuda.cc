@@ -7,7 +7,10 @@ namespace kvmanager {
 const device::AttendKernels* HackAttentionKernels(const hack::HackFormat& format) {
   const hack::HackParameters& p = format.parameters;
   const PageLayout& layout = format.layout;
-  if (p.k_axis != hack::Axis::kChannel || p.meta_bits != 8 || p.partition != 64 || p.hadamard) return nullptr;
+  if (p.k_axis != hack::Axis::kChannel || p.meta_bits != 8 || p.partition != 64 ||
+      p.rotation != hack::Rotation::kNone || p.v_norm) {
+    return nullptr;
+  }
   if (layout.page_tokens != 64) return nullptr;
   for (const hack::HeadLayout& head : format.heads) {
     for (int side = 0; side < 2; ++side) {

@@ -53,9 +53,10 @@ KVMANAGER_INLINE void RaiseMaximum(const HackArguments& a, int row) {
   }
 }
 
-/// Probabilities of kR rows, quantised per partition of V.
-template <typename S, int kR>
-KVMANAGER_INLINE void Softmax(const HackArguments& a, int row) {
+/// Probabilities of kR rows, times the tokens' norms with kNorms, quantised per partition of V. norm_unit: what a norm
+/// of 1 stands for.
+template <typename S, int kR, bool kNorms>
+KVMANAGER_INLINE void Softmax(const HackArguments& a, int row, float norm_unit) {
   const HackScratch s = a.scratch;
   const int rows = a.rows;
   const int tokens = S::kTokens > 0 ? S::kTokens : a.page_tokens;
@@ -67,18 +68,40 @@ KVMANAGER_INLINE void Softmax(const HackArguments& a, int row) {
     // Relative to the partition's own maximum, so that the largest probability is 1 and p8 waits for nothing else.
     const Vec4 top = LoadRows<kR>(s.p_step + at);
     const Vec4 weight = NarrowRows(ExpNegative(WidenRows(top - max)));
-    StoreRows<kR>(s.p_step + at, weight * (1 / 255.0f));
     VecF totals[4] = {}, part_sum[4] = {};
+    Vec4 to_p8 = Vec4{} + 255.0f, p_step = weight * (1 / 255.0f);
+    if constexpr (kNorms) {
+      VecF largest[4] = {};
+      KVMANAGER_UNROLL
+      for (int r = 0; r < kR; ++r) {
+        float* score = s.scores + size_t(row + r) * tokens + begin;
+        const VecF row_top = SetF(top[r]);
+        KVMANAGER_UNROLL
+        for (int t = 0; t < partition; t += kLanes) {
+          const VecF x = ExpNegative(LoadF(score + t) - row_top), y = x * LoadF(s.v_norms + begin + t);
+          part_sum[r] += x;
+          largest[r] = MaxF(largest[r], y);
+          StoreF(score + t, y);
+        }
+      }
+      const Vec4 most = ReduceMaxRows(largest);
+      to_p8 = most > kNegligible ? 255.0f / most : Vec4{};
+      p_step *= most * norm_unit;
+    }
+    StoreRows<kR>(s.p_step + at, p_step);
     KVMANAGER_UNROLL
     for (int r = 0; r < kR; ++r) {
       const float* score = s.scores + size_t(row + r) * tokens + begin;
       uint8_t* p8 = s.p8 + size_t(row + r) * tokens + begin;
-      const VecF row_top = SetF(top[r]);
+      const VecF row_top = SetF(top[r]), row_to_p8 = SetF(to_p8[r]);
       VecI total{};
       auto probabilities = [&](int t) {
-        const VecF x = ExpNegative(LoadF(score + t) - row_top);
-        const VecI x8 = RoundToInt(x * 255.0f);
-        part_sum[r] += x;
+        VecF x = LoadF(score + t);
+        if constexpr (!kNorms) {
+          x = ExpNegative(x - row_top);
+          part_sum[r] += x;
+        }
+        const VecI x8 = RoundToInt(x * row_to_p8);
         total += x8;
         return x8;
       };
@@ -98,6 +121,13 @@ KVMANAGER_INLINE void Softmax(const HackArguments& a, int row) {
     sum += weight * ReduceAddRows(part_sum);
   }
   StoreRows<kR>(a.sum + row, sum);
+}
+
+/// V's norms as stored; returns what a norm of 1 stands for.
+KVMANAGER_INLINE float LoadNorms(const HackArguments& a, const uint8_t* record) {
+  const HackSide& side = a.head->v;
+  for (int t = 0; t < a.page_tokens; t += kLanes) StoreF(a.scratch.v_norms + t, LoadU8(record + side.norms + t));
+  return HalfAt(record + side.norm_top) * (1 / 255.0f);
 }
 
 /// The record that is read `i` records after the first of this call, or nullptr.
@@ -142,8 +172,13 @@ void AttendPages(HackArguments& a) {
     // Here, where the maxima are waited for.
     const Metadata v_metadata = MetadataOf(a, record, a.head->v, 0, 0);
     LoadValueMetadata(a, v_metadata);
+    const float norm_unit = a.head->v.norms != 0 ? LoadNorms(a, record) : 1;
     ForRows(a.rows, [&](auto count, int row) { RaiseMaximum<S, count.value>(a, row); });
-    ForRows(a.rows, [&](auto count, int row) { Softmax<S, count.value>(a, row); });
+    if (a.head->v.norms != 0) {
+      ForRows(a.rows, [&](auto count, int row) { Softmax<S, count.value, true>(a, row, norm_unit); });
+    } else {
+      ForRows(a.rows, [&](auto count, int row) { Softmax<S, count.value, false>(a, row, 1); });
+    }
     Outputs(a, record, v_metadata);
   }
 }
@@ -160,16 +195,47 @@ void Attend(HackArguments& a) {
   }
 }
 
+/// Sums and differences of lanes `half` apart, of which the transform is made.
+KVMANAGER_INLINE VecF ButterflyLanes(VecF v, int half) {
+  const VecU minus = (VecU)((Iota() & half) != 0) & 0x80000000u;
+  return __builtin_shuffle(v, Iota() ^ half) + (VecF)((VecU)v ^ minus);
+}
+
+void Rotate(const float* x, int rows, int d, float* out) {
+  const float norm = 1 / __builtin_sqrtf(float(d));
+  for (int row = 0; row < rows; ++row, x += d, out += d) {
+    for (int i = 0; i < d; i += kLanes) {
+      VecF v = LoadF(x + i) * norm;
+      KVMANAGER_UNROLL
+      for (int half = 1; half < kLanes; half *= 2) v = ButterflyLanes(v, half);
+      StoreF(out + i, v);
+    }
+    for (int half = kLanes; half < d; half *= 2) {
+      for (int first = 0; first < d; first += 2 * half) {
+        for (int i = first; i < first + half; i += kLanes) {
+          const VecF a = LoadF(out + i), b = LoadF(out + i + half);
+          StoreF(out + i, a + b);
+          StoreF(out + i + half, a - b);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 #if defined(KVMANAGER_ISA_AVX512)
 #define KVMANAGER_HACK_ATTEND kHackAttendAvx512
+#define KVMANAGER_HACK_ROTATE kHackRotateAvx512
 #elif defined(KVMANAGER_ISA_AVX2)
 #define KVMANAGER_HACK_ATTEND kHackAttendAvx2
+#define KVMANAGER_HACK_ROTATE kHackRotateAvx2
 #else
 #define KVMANAGER_HACK_ATTEND kHackAttendPortable
+#define KVMANAGER_HACK_ROTATE kHackRotatePortable
 #endif
 
 void (*const KVMANAGER_HACK_ATTEND)(HackArguments&) = Attend;
+void (*const KVMANAGER_HACK_ROTATE)(const float*, int, int, float*) = Rotate;
 
 }  // namespace kvmanager::hack

@@ -35,7 +35,7 @@ struct HackSide {
   int partitions;
   int partition;
   int meta_entries;
-  uint32_t codes, tops, steps, minima, sums, end;  // offsets in a head's record
+  uint32_t codes, tops, steps, minima, sums, norms, norm_top, end;  // offsets in a head's record
 };
 
 struct HackHead {
@@ -57,19 +57,20 @@ struct HackScratch {
   float* minima;    // likewise
   float* v_steps;   // V's, converted while the scores' maxima are waited for
   float* v_minima;  // likewise
+  float* v_norms;   // [page_tokens] as stored: 0..255
   float* sums;      // [page_tokens] of K's codes
   int8_t* q8;       // [rows][head_dim]; less 128 with an asymmetric query
   float* q_step;    // [partitions][rows]: what one unit of q8 * code stands for, scaled as scores are
   float* q_min;     // [partitions][rows]: the score's constant; along channels, the factor of a token's minimum
   float* q_sums;    // [partitions][rows]: along channels, the factor of a token's step * (sum of codes)
-  float* scores;    // [rows][page_tokens], then probabilities
+  float* scores;    // [rows][page_tokens], then probabilities times norms
   uint8_t* p8;      // [rows][page_tokens]
-  float* p_step;    // [partitions][rows]: pmax / 255
+  float* p_step;    // [partitions][rows]: what one unit of p8 stands for
   float* p_sum;     // [partitions][rows]: sum of p8
 };
 
 struct HackArguments {
-  const float* q;  // [rows][head_dim], rotated where the format says so
+  const float* q;  // [rows][head_dim]
   int rows;
   int head_dim;
   int page_tokens;
@@ -94,5 +95,11 @@ struct HackArguments {
 extern void (*const kHackAttendPortable)(HackArguments& arguments);
 extern void (*const kHackAttendAvx2)(HackArguments& arguments);
 extern void (*const kHackAttendAvx512)(HackArguments& arguments);
+
+/// out = H x / sqrt(d), row by row: the normalised Walsh-Hadamard transform. x, out [rows][d], distinct; d is a power
+/// of two from 16 on.
+extern void (*const kHackRotatePortable)(const float* x, int rows, int d, float* out);
+extern void (*const kHackRotateAvx2)(const float* x, int rows, int d, float* out);
+extern void (*const kHackRotateAvx512)(const float* x, int rows, int d, float* out);
 
 }  // namespace kvmanager::hack

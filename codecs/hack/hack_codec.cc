@@ -51,6 +51,7 @@ absl::Status CheckSide(const HackFormat& format, const uint8_t* record, int head
     KV_RETURN_IF_ERROR(CheckHalves(record + s.steps, meta, 1, false, head, side, "step"));
     KV_RETURN_IF_ERROR(CheckHalves(record + s.minima, meta, 1, true, head, side, "minimum"));
   }
+  if (s.norms != 0) KV_RETURN_IF_ERROR(CheckHalves(record + s.norm_top, 1, 1, false, head, side, "norm top"));
   if (s.sums == 0) return absl::OkStatus();
   for (size_t i = 0; i < meta; ++i) {
     const int channel = int(i / s.meta_entries) * s.partition;

@@ -21,7 +21,7 @@ HackDeviceFormat MakeHackDeviceFormat(const HackFormat& format) {
   shape.k_along_tokens = parameters.k_axis == Axis::kChannel;
   shape.meta8 = parameters.meta_bits == 8;
   shape.stochastic = parameters.rounding == Rounding::kStochastic;
-  shape.hadamard = parameters.hadamard;
+  shape.hadamard = parameters.rotation == Rotation::kHadamard;
 
   bool fits[2] = {false, false};
   out.heads.resize(layout.kv_heads);

@@ -14,8 +14,10 @@ namespace {
 constexpr uint32_t kArrayAlignment = 16;
 constexpr uint32_t kRecordAlignment = 64;
 constexpr uint32_t kPlaneBytesPerBit = 128;  // of one segment and strip: 64 tokens * 16 channels / 8
-constexpr std::array<const char*, 11> kKeys = {"k_axis",  "k_bits",   "v_bits", "meta", "part",    "k_range",
-                                               "v_range", "rounding", "q",      "sums", "hadamard"};
+constexpr std::array<const char*, 12> kKeys = {"k_axis",  "k_bits",   "v_bits", "meta", "part",     "k_range",
+                                               "v_range", "rounding", "q",      "sums", "rotation", "v_norm"};
+
+bool IsPowerOfTwo(int n) { return (n & (n - 1)) == 0; }
 
 constexpr uint32_t AlignUp(uint32_t bytes, uint32_t alignment) {
   return (bytes + alignment - 1) / alignment * alignment;
@@ -96,10 +98,14 @@ SideLayout MakeSide(const PageLayout& layout, const HackParameters& parameters, 
   };
   const uint32_t meta = uint32_t(out.partitions) * out.meta_entries;
   out.codes = place(out.strip_bytes * (layout.page_tokens / kStripTokens));
-  if (parameters.meta_bits == 8) out.tops = place(4 * (along_tokens ? out.partitions : 1));
+  const bool norms = side == 1 && parameters.v_norm;
+  const uint32_t pair_bytes = parameters.meta_bits == 8 ? 4 * (along_tokens ? out.partitions : 1) : 0;
+  if (pair_bytes > 0 || norms) out.tops = place(pair_bytes + (norms ? 2 : 0));
+  if (norms) out.norm_top = out.tops + pair_bytes;
   out.steps = place(meta * parameters.meta_bits / 8);
   out.minima = place(meta * parameters.meta_bits / 8);
   if (side == 0 && parameters.sums) out.sums = place(2 * meta);
+  if (norms) out.norms = place(layout.page_tokens);
   out.end = end;
   return out;
 }
@@ -135,7 +141,10 @@ absl::StatusOr<HackParameters> ParseHackParameters(const CodecParameters& parame
   const bool asymmetric = p.query == QueryCode::kAsymmetric;
   p.sums = asymmetric;
   KV_RETURN_IF_ERROR(ReadChoice(parameters, "sums", flags, &p.sums));
-  KV_RETURN_IF_ERROR(ReadChoice(parameters, "hadamard", flags, &p.hadamard));
+  if (!IsPowerOfTwo(layout.head_dim)) p.rotation = Rotation::kNone;
+  KV_RETURN_IF_ERROR(ReadChoice(parameters, "rotation",
+                                {{"hadamard", Rotation::kHadamard}, {"none", Rotation::kNone}}, &p.rotation));
+  KV_RETURN_IF_ERROR(ReadChoice(parameters, "v_norm", flags, &p.v_norm));
 
   const bool token_axis = p.k_axis == Axis::kToken;
   if (layout.page_tokens % p.partition != 0) {
@@ -150,9 +159,9 @@ absl::StatusOr<HackParameters> ParseHackParameters(const CodecParameters& parame
   if (asymmetric && !token_axis) return ParameterError("q", "asymmetric", "symmetric unless k_axis=token");
   if (asymmetric && !p.sums) return ParameterError("sums", "0", "1 with q=asymmetric");
   if (p.sums && !token_axis) return ParameterError("sums", "1", "0 unless k_axis=token");
-  if (p.hadamard && (layout.head_dim & (layout.head_dim - 1)) != 0) {
-    return ParameterError("hadamard", "1",
-                          absl::StrCat("0 unless head_dim is a power of two (it is ", layout.head_dim, ")"));
+  if (p.rotation == Rotation::kHadamard && !IsPowerOfTwo(layout.head_dim)) {
+    return ParameterError("rotation", "hadamard",
+                          absl::StrCat("none unless head_dim is a power of two (it is ", layout.head_dim, ")"));
   }
   return p;
 }
@@ -164,11 +173,13 @@ std::string HackSpec(const HackParameters& p) {
                       ",v_range=", range(p.v_range),
                       ",rounding=", p.rounding == Rounding::kNearest ? "nearest" : "stochastic",
                       ",q=", p.query == QueryCode::kSymmetric ? "symmetric" : "asymmetric", ",sums=", p.sums ? 1 : 0,
-                      ",hadamard=", p.hadamard ? 1 : 0);
+                      ",rotation=", p.rotation == Rotation::kHadamard ? "hadamard" : "none",
+                      ",v_norm=", p.v_norm ? 1 : 0);
 }
 
 HackFormat MakeHackFormat(const PageLayout& layout, const HackParameters& parameters, const SegmentBits* bits) {
   KV_CHECK(bits == nullptr || (bits->size() == layout.kv_heads && parameters.k_axis == Axis::kChannel));
+  KV_CHECK(parameters.rotation == Rotation::kNone || IsPowerOfTwo(layout.head_dim));
   HackFormat format;
   format.layout = layout;
   format.parameters = parameters;

@@ -1,4 +1,4 @@
-// The bytes of an encoded HACK page, version 1: one layout for CPU and GPU. docs/codecs.md draws it; this file defines
+// The bytes of an encoded HACK page, version 2: one layout for CPU and GPU. docs/codecs.md draws it; this file defines
 // it.
 //
 // A page is head-major: one record per KV head, each [K side][V side]. A side is [codes][metadata arrays], every
@@ -39,7 +39,14 @@
 //   page and head), then step u8 (step = top_step * u8 / 255, u8 >= 1 unless the width is 0), then minimum s8
 //   (minimum = top_min * s8 / 127). With 16-bit metadata: step fp16, then minimum fp16.
 // K with k_axis=token and sums: then sum of codes, u16 [partition][token].
-// Value of code c: c * step + minimum. A channel of width 0 is its minimum alone.
+// V with v_norm=1: then norms, u8 [token], as fractions of a top that all tokens of the page and head share. The top is
+//   fp16: with 8-bit metadata the last element of the tops, behind the pairs; with 16-bit metadata an array `tops` of
+//   its own before the steps. A token's norm is its largest |value|, rounded up:
+//   top = the page's largest norm, rounded up to fp16; u8 = ceil(norm * 255 / top), 1..255; norm = top * u8 / 255.
+//   An all-zero V has top and u8 0.
+// Value of code c: c * step + minimum, times the token's norm where norms are stored. A channel of width 0 is its
+// minimum alone. With rotation=hadamard these are values of K and V times the normalised Walsh-Hadamard matrix of
+// head_dim.
 #pragma once
 
 #include <array>
@@ -53,7 +60,7 @@
 
 namespace kvmanager::hack {
 
-inline constexpr uint32_t kFormatVersion = 1;
+inline constexpr uint32_t kFormatVersion = 2;
 inline constexpr int kStripTokens = 64;
 inline constexpr int kSegmentChannels = 16;
 inline constexpr int kSegmentsMax = PageLayout::kHeadDimMax / kSegmentChannels;
@@ -61,14 +68,15 @@ inline constexpr int kSegmentsMax = PageLayout::kHeadDimMax / kSegmentChannels;
 enum class Axis : uint8_t { kChannel, kToken };
 enum class Range : uint8_t { kMinMax, kLeastSquares };
 enum class Rounding : uint8_t { kNearest, kStochastic };
+enum class Rotation : uint8_t { kNone, kHadamard };
 enum class QueryCode : uint8_t {
   kSymmetric,
   kAsymmetric
 };  // s8 without, u8 with a zero offset (then K's sums are needed)
 
 /// Everything a user may set: "hack:k_axis=channel,k_bits=3,v_bits=2,meta=8,part=64,k_range=minmax,v_range=minmax,
-/// rounding=nearest,q=symmetric,sums=0,hadamard=0"; the other range is "least_squares". Defaults as here, except
-/// v_range: least squares if v_bits is 1.
+/// rounding=nearest,q=symmetric,sums=0,rotation=hadamard,v_norm=1"; the other range is "least_squares". Defaults as
+/// here, except v_range: least squares if v_bits is 1; and rotation: none where head_dim is no power of two.
 struct HackParameters {
   Axis k_axis = Axis::kChannel;
   int k_bits = 3;      // 1, 2, 3, 4, 8
@@ -79,8 +87,9 @@ struct HackParameters {
   Range v_range = Range::kMinMax;
   Rounding rounding = Rounding::kNearest;
   QueryCode query = QueryCode::kSymmetric;
-  bool sums = false;      // store K's code sums (k_axis=token); implied by q=asymmetric
-  bool hadamard = false;  // rotate q and k by a normalised Walsh-Hadamard transform of head_dim (a power of two)
+  bool sums = false;  // store K's code sums (k_axis=token); implied by q=asymmetric
+  Rotation rotation = Rotation::kHadamard;  // of K and V: the Walsh-Hadamard transform of head_dim, a power of two
+  bool v_norm = true;                       // divide each token's V by its norm, which the page stores
 };
 
 /// Offsets of one side inside a head's record, in bytes from the start of the head's record.
@@ -95,10 +104,12 @@ struct SideLayout {
   int partition = 0;            // elements per partition
   int meta_entries = 0;         // steps (or minima) per partition: head_dim, or page_tokens with k_axis=token
   uint32_t codes = 0;           // offset of the codes
-  uint32_t tops = 0;            // offset of the fp16 pairs (8-bit metadata)
+  uint32_t tops = 0;            // offset of the fp16 pairs (8-bit metadata), or of norm_top alone
   uint32_t steps = 0;
   uint32_t minima = 0;
-  uint32_t sums = 0;  // 0: not stored
+  uint32_t sums = 0;      // 0: not stored
+  uint32_t norms = 0;     // of V's tokens, u8 [page_tokens]; 0: not stored
+  uint32_t norm_top = 0;  // what they are fractions of, fp16; 0: not stored
   uint32_t end = 0;
 };
 
@@ -121,11 +132,11 @@ using SegmentBits = std::vector<std::array<std::vector<uint8_t>, 2>>;
 
 /// Checks the parameters against the layout and lays a page out. Errors: INVALID_ARGUMENT with field, value, bound.
 absl::StatusOr<HackParameters> ParseHackParameters(const CodecParameters& parameters, const PageLayout& layout);
-/// All parameters in the fixed order of HackParameters' comment: "hack:k_axis=channel,k_bits=3,...,hadamard=0".
+/// All parameters in the fixed order of HackParameters' comment: "hack:k_axis=channel,k_bits=3,...,v_norm=1".
 std::string HackSpec(const HackParameters& parameters);
 /// bits: nullptr for parameters.k_bits and v_bits throughout. With bits, segments of width 1 take the least-squares
 /// range and all others min-max, whatever k_range and v_range say, and k_axis must be channel. `parameters` are checked
-/// ones.
+/// ones: a rotation needs a head_dim that is a power of two.
 HackFormat MakeHackFormat(const PageLayout& layout, const HackParameters& parameters,
                           const SegmentBits* bits = nullptr);
 

@@ -31,13 +31,19 @@ TEST(HackParametersTest, DefaultsAndCanonicalSpec) {
   EXPECT_EQ(HackSpec(*Parse("hack")),
             "hack:k_axis=channel,k_bits=3,v_bits=2,meta=8,part=64,k_range=minmax,v_range=minmax,rounding=nearest,q="
             "symmetric,sums=0,"
-            "hadamard=0");
+            "rotation=hadamard,v_norm=1");
   EXPECT_EQ(Parse("hack:v_bits=1")->v_range, Range::kLeastSquares);
   EXPECT_EQ(Parse("hack:v_bits=1,v_range=minmax")->v_range, Range::kMinMax);
   EXPECT_TRUE(Parse("hack:k_axis=token,q=asymmetric")->sums);
+  for (int head_dim : {16, 32, 64, 128, 256}) {
+    EXPECT_EQ(Parse("hack", Layout(1, head_dim))->rotation, Rotation::kHadamard) << head_dim;
+  }
+  for (int head_dim : {48, 80, 96, 192, 240}) {
+    EXPECT_EQ(Parse("hack", Layout(1, head_dim))->rotation, Rotation::kNone) << head_dim;
+  }
   for (const char* spec :
-       {"hack", "hack:k_axis=token,sums=1,part=32,meta=16,hadamard=1", "hack:k_bits=8,v_bits=1,rounding=stochastic",
-        "hack:k_axis=token,q=asymmetric,k_range=least_squares"}) {
+       {"hack", "hack:k_axis=token,sums=1,part=32,meta=16,rotation=none", "hack:k_bits=8,v_bits=1,rounding=stochastic",
+        "hack:k_axis=token,q=asymmetric,k_range=least_squares,v_norm=0"}) {
     const std::string canonical = HackSpec(*Parse(spec));
     EXPECT_EQ(HackSpec(*Parse(canonical)), canonical);
   }
@@ -64,7 +70,10 @@ TEST(HackParametersTest, RefusesWithFieldValueAndBound) {
       {"hack:k_axis=token,q=asymmetric,sums=0", Layout(), "codec parameter sums", "0"},
       {"hack:sums=1", Layout(), "codec parameter sums", "1"},
       {"hack:sums=yes", Layout(), "codec parameter sums", "\"yes\""},
-      {"hack:hadamard=1", Layout(1, 96, 64), "codec parameter hadamard", "1"},
+      {"hack:hadamard=1", Layout(), "codec hack parameter", "\"hadamard\""},
+      {"hack:rotation=hadamard", Layout(1, 96, 64), "codec parameter rotation", "hadamard"},
+      {"hack:rotation=1", Layout(), "codec parameter rotation", "\"1\""},
+      {"hack:v_norm=yes", Layout(), "codec parameter v_norm", "\"yes\""},
       {"hack:rounding=up", Layout(), "codec parameter rounding", "\"up\""},
       {"hack:k_range=max", Layout(), "codec parameter k_range", "\"max\""},
       {"hack", Layout(0), "kv_heads", "0"},
@@ -90,16 +99,57 @@ TEST(HackParametersTest, RefusesWithFieldValueAndBound) {
 }
 
 TEST(HackFormatTest, BytesPerTokenAndHead) {
-  EXPECT_EQ(PayloadPerToken(Format("hack")), 88.125);
-  EXPECT_EQ(PayloadPerToken(Format("hack:k_bits=2")), 72.125);
-  EXPECT_EQ(PayloadPerToken(Format("hack:k_bits=2,v_bits=1")), 56.125);
-  EXPECT_EQ(PayloadPerToken(Format("hack:k_bits=4,v_bits=3")), 120.125);
-  EXPECT_EQ(PayloadPerToken(Format("hack:k_bits=8,v_bits=8")), 264.125);
-  EXPECT_EQ(PayloadPerToken(Format("hack:meta=16")), 96);
-  EXPECT_EQ(PayloadPerToken(Format("hack:part=128", Layout(8, 128, 128))), 84 + 8.0 / 128);
-  EXPECT_EQ(PayloadPerToken(Format("hack:k_axis=token,k_bits=2,meta=16")), 80);
-  EXPECT_EQ(PayloadPerToken(Format("hack:k_axis=token,k_bits=2,meta=16,sums=1")), 84);
-  EXPECT_EQ(PayloadPerToken(Format("hack:k_axis=token,k_bits=2")), 64 + 4 + 4 + 0.125);
+  EXPECT_EQ(PayloadPerToken(Format("hack:v_norm=0")), 88.125);
+  EXPECT_EQ(PayloadPerToken(Format("hack:k_bits=2,v_norm=0")), 72.125);
+  EXPECT_EQ(PayloadPerToken(Format("hack:k_bits=2,v_bits=1,v_norm=0")), 56.125);
+  EXPECT_EQ(PayloadPerToken(Format("hack:k_bits=4,v_bits=3,v_norm=0")), 120.125);
+  EXPECT_EQ(PayloadPerToken(Format("hack:k_bits=8,v_bits=8,v_norm=0")), 264.125);
+  EXPECT_EQ(PayloadPerToken(Format("hack:meta=16,v_norm=0")), 96);
+  EXPECT_EQ(PayloadPerToken(Format("hack:part=128,v_norm=0", Layout(8, 128, 128))), 84 + 8.0 / 128);
+  EXPECT_EQ(PayloadPerToken(Format("hack:k_axis=token,k_bits=2,meta=16,v_norm=0")), 80);
+  EXPECT_EQ(PayloadPerToken(Format("hack:k_axis=token,k_bits=2,meta=16,sums=1,v_norm=0")), 84);
+  EXPECT_EQ(PayloadPerToken(Format("hack:k_axis=token,k_bits=2,v_norm=0")), 64 + 4 + 4 + 0.125);
+}
+
+TEST(HackFormatTest, NormsAreAByteOfATokenAndATopOfAPage) {
+  for (int head_dim : {64, 128, 256}) {
+    for (const char* spec : {"hack:", "hack:meta=16,", "hack:part=32,", "hack:k_axis=token,", "hack:v_bits=1,"}) {
+      for (int page_tokens : {64, 128}) {
+        const PageLayout layout = Layout(2, head_dim, page_tokens);
+        const std::string text = spec;
+        EXPECT_EQ(PayloadPerToken(Format(text + "v_norm=1", layout)),
+                  PayloadPerToken(Format(text + "v_norm=0", layout)) + 1 + 2.0 / page_tokens);
+      }
+    }
+  }
+}
+
+// What a page of 64 tokens takes of memory, with its padding.
+TEST(HackFormatTest, RecordsOfTheUsualWidths) {
+  const auto record = [](absl::string_view spec, int head_dim) {
+    return Format(spec, Layout(2, head_dim)).heads[1].offset;
+  };
+  EXPECT_EQ(record("hack", 64), 46 * 64);
+  EXPECT_EQ(record("hack:k_bits=4,v_bits=3", 64), 62 * 64);
+  EXPECT_EQ(record("hack:k_bits=4", 64), 54 * 64);
+  EXPECT_EQ(record("hack:k_bits=2", 64), 38 * 64);
+  EXPECT_EQ(record("hack", 128), 90 * 64);
+  EXPECT_EQ(record("hack", 256), 178 * 64);
+  EXPECT_EQ(record("hack:v_norm=0", 128), 89 * 64);
+}
+
+TEST(HackFormatTest, TheNormsTopIsBehindThePairsOrAlone) {
+  const SideLayout pairs = Format("hack:part=32").heads[1].side[1];
+  EXPECT_EQ(pairs.norm_top, pairs.tops + 8);
+  EXPECT_GT(pairs.norms, pairs.minima);
+  EXPECT_EQ(pairs.end, pairs.norms + 64);
+  const SideLayout alone = Format("hack:meta=16").heads[1].side[1];
+  EXPECT_EQ(alone.norm_top, alone.tops);
+  EXPECT_EQ(alone.steps, alone.tops + 16);
+  for (const SideLayout& none : {Format("hack").heads[1].side[0], Format("hack:v_norm=0").heads[1].side[1]}) {
+    EXPECT_EQ(none.norm_top, 0);
+    EXPECT_EQ(none.norms, 0);
+  }
 }
 
 // The worked example of docs/codecs.md.
@@ -124,10 +174,12 @@ TEST(HackFormatTest, OffsetsOfK3V2) {
   EXPECT_EQ(v.tops, 5392);
   EXPECT_EQ(v.steps, 5408);
   EXPECT_EQ(v.minima, 5536);
-  EXPECT_EQ(v.end, 5664);
-  EXPECT_EQ(f.heads[1].offset, 5696);
-  EXPECT_EQ(f.page_bytes, 8 * 5696);
-  EXPECT_EQ(f.payload_bytes, 8 * 5640);
+  EXPECT_EQ(v.norm_top, 5396);
+  EXPECT_EQ(v.norms, 5664);
+  EXPECT_EQ(v.end, 5728);
+  EXPECT_EQ(f.heads[1].offset, 5760);
+  EXPECT_EQ(f.page_bytes, 8 * 5760);
+  EXPECT_EQ(f.payload_bytes, 8 * 5706);
 }
 
 TEST(HackFormatTest, TokenAxisHasMetadataPerToken) {
@@ -157,7 +209,7 @@ TEST(HackFormatTest, ArraysAreAlignedAndDoNotOverlap) {
         EXPECT_GE(head.offset, end);
         end = head.offset;
         for (const SideLayout& s : head.side) {
-          for (uint32_t at : {s.codes, s.tops, s.steps, s.minima, s.sums}) EXPECT_EQ(at % 16, 0);
+          for (uint32_t at : {s.codes, s.tops, s.steps, s.minima, s.sums, s.norms}) EXPECT_EQ(at % 16, 0);
           EXPECT_GE(head.offset + s.codes, end);
           EXPECT_GE(s.steps, s.codes + s.strip_bytes * (layout.page_tokens / 64));
           EXPECT_GT(s.minima, s.steps);
@@ -184,7 +236,7 @@ TEST(HackFormatTest, WidthsPerSegment) {
   EXPECT_EQ(f.heads[1].side[0].strip_bytes, 0);
   EXPECT_EQ(f.heads[1].side[0].steps, 16);  // after the tops alone
   EXPECT_EQ(f.heads[1].side[1].strip_bytes, 15 * 128);
-  EXPECT_EQ(f.payload_bytes, 1024u + 640 + 0 + 15 * 128 + 4 * (4 + 2 * 64));
+  EXPECT_EQ(f.payload_bytes, 1024u + 640 + 0 + 15 * 128 + 4 * (4 + 2 * 64) + 2 * (64 + 2));
 }
 
 }  // namespace

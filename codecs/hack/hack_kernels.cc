@@ -39,6 +39,7 @@ struct Workspace {
   alignas(64) uint16_t stored_step[kMetaMax];
   alignas(64) uint16_t stored_minimum[kMetaMax];
   alignas(64) uint32_t seeds[PageLayout::kPageTokensMax];
+  alignas(64) float norms[PageLayout::kPageTokensMax];  // of V's rows, then their inverses as the page rounds them
 };
 
 /// One side of one head, as the kernels need it.
@@ -50,6 +51,7 @@ struct Side {
   bool along_tokens;
   bool is_v;
   bool rotate;
+  bool norms;
   bool meta8;
   bool stochastic;
   int elements() const { return along_tokens ? tokens : channels; }
@@ -70,7 +72,8 @@ Side MakeSide(const HackFormat& format, int head, int side) {
           format.layout.head_dim,
           side == 1 || format.parameters.k_axis == Axis::kChannel,
           side == 1,
-          side == 0 && format.parameters.hadamard,
+          format.parameters.rotation == Rotation::kHadamard,
+          format.heads[head].side[side].norms != 0,
           format.parameters.meta_bits == 8,
           format.parameters.rounding == Rounding::kStochastic};
 }
@@ -94,6 +97,21 @@ constexpr RangeGrid MakeRangeGrid() {
   return grid;
 }
 constexpr RangeGrid kRangeGrid = MakeRangeGrid();
+
+/// As in hack_reference.h.
+constexpr float kNegligible = 0x1p-100f;
+
+/// fp16 bits of the least number that is not below f, which is 0 or more.
+uint16_t RoundUpToHalf(float f) {
+  const uint16_t bits = FloatToHalf(f);
+  return HalfToFloat(bits) < f ? uint16_t(bits + 1) : bits;
+}
+
+float LoadHalf(const uint8_t* from) {
+  uint16_t bits;
+  std::memcpy(&bits, from, 2);
+  return HalfToFloat(bits);
+}
 
 uint64_t Mix64(uint64_t h) {
   h += 0x9e3779b97f4a7c15;

@@ -98,11 +98,10 @@ KV_KERNEL_INLINE void StoreRaw(uint8_t* to, DType dtype, F f) {
 static void HadamardRow(float* row, int n) {
   for (int half = 1; half < kLanes; half *= 2) {
     const I from = LaneNumbers() ^ half;
-    const I upper = (LaneNumbers() & half) != 0;
+    const U minus = (U)((LaneNumbers() & half) != 0) & 0x80000000u;
     for (int i = 0; i < n; i += kLanes) {
       const F x = Load<F>(row + i);
-      const F other = __builtin_shuffle(x, from);
-      Store(row + i, upper ? other - x : x + other);
+      Store(row + i, __builtin_shuffle(x, from) + (F)((U)x ^ minus));
     }
   }
   for (int half = kLanes; half < n; half *= 2) {
@@ -117,7 +116,7 @@ static void HadamardRow(float* row, int n) {
   for (int i = 0; i < n; i += kLanes) Store(row + i, Load<F>(row + i) * norm);
 }
 
-/// Fills ws.x. false: a value is not finite.
+/// Fills ws.x, and ws.norms where they are stored. false: a value is not finite.
 static bool Convert(const Side& side, const uint8_t* raw, Workspace& ws) {
   I bad = {};
   for (int t = 0; t < side.tokens; ++t) {
@@ -132,11 +131,50 @@ static bool Convert(const Side& side, const uint8_t* raw, Workspace& ws) {
       HadamardRow(row, side.channels);
       for (int c = 0; c < side.channels; c += kLanes) bad |= Beyond(Load<F>(row + c), FLT_MAX);
     }
+    if (side.norms) {
+      F largest = {};
+      for (int c = 0; c < side.channels; c += kLanes) {
+        const F magnitude = Abs(Load<F>(row + c));
+        largest = magnitude > largest ? magnitude : largest;
+      }
+      ws.norms[t] = MaxLane(largest);
+    }
     if (!side.along_tokens) {
       for (int c = 0; c < side.channels; ++c) ws.x[size_t(c) * side.tokens + t] = row[c];
     }
   }
   return !Any(bad);
+}
+
+/// Stores the norms, and divides the rows of ws.x by them. false: the largest does not fit fp16.
+static bool FactorNorms(const Side& side, uint8_t* record, Workspace& ws) {
+  F largest = {};
+  for (int t = 0; t < side.tokens; t += kLanes) {
+    const F norm = Load<F>(ws.norms + t);
+    largest = norm > largest ? norm : largest;
+  }
+  const uint16_t top_bits = RoundUpToHalf(MaxLane(largest));
+  const float top = HalfToFloat(top_bits);
+  if (!(top <= 65504.0f)) return false;
+  std::memcpy(record + side.layout->norm_top, &top_bits, 2);
+  for (int t = 0; t < side.tokens; t += kLanes) {
+    F u8 = {};
+    if (top > 0) {
+      const F exact = Load<F>(ws.norms + t) * 255.0f / top, nearest = Round(exact);
+      u8 = nearest < exact ? nearest + 1.0f : nearest;
+      u8 = u8 > Set(1) ? u8 : Set(1);
+      u8 = u8 < Set(255) ? u8 : Set(255);
+    }
+    Store(record + side.layout->norms + t, __builtin_convertvector(__builtin_convertvector(u8, I), B));
+    const F norm = top * u8 / 255.0f;
+    Store(ws.norms + t, norm > Set(kNegligible) ? 1.0f / norm : Set(0));
+  }
+  for (int t = 0; t < side.tokens; ++t) {
+    float* row = ws.x + size_t(t) * side.channels;
+    const F inverse = Set(ws.norms[t]);
+    for (int c = 0; c < side.channels; c += kLanes) Store(row + c, Load<F>(row + c) * inverse + 0.0f);
+  }
+  return true;
 }
 
 /// Least and largest element of every partition and entry (the mean too, where the width is 0).
@@ -552,6 +590,7 @@ static void StoreMeta(const Side& side, const Workspace& ws, uint8_t* record) {
 static bool EncodeSide(const Side& side, const uint8_t* raw, uint8_t* record, Workspace& ws) {
   const SideLayout& layout = *side.layout;
   if (!Convert(side, raw, ws)) return false;
+  if (side.norms && !FactorNorms(side, record, ws)) return false;
   FindBounds(side, ws);
   bool fit = false;
   for (int s = 0; s < layout.segments; ++s) fit |= layout.segment_least_squares[s];
@@ -611,6 +650,7 @@ static void DecodeSide(const Side& side, const uint8_t* record, uint8_t* raw) {
   const SideLayout& layout = *side.layout;
   alignas(64) uint8_t codes[kSegmentsMax * kStripTokens * kSegmentChannels];
   alignas(64) float steps[PageLayout::kHeadDimMax], minima[PageLayout::kHeadDimMax], row[PageLayout::kHeadDimMax];
+  const float norm_top = side.norms ? LoadHalf(record + layout.norm_top) : 0;
   alignas(64) float token_steps[8][kStripTokens], token_minima[8][kStripTokens];  // partitions of at least 32 channels
   for (int strip = 0; strip < side.tokens / kStripTokens; ++strip) {
     const uint8_t* in = record + layout.codes + size_t(strip) * layout.strip_bytes;
@@ -637,13 +677,15 @@ static void DecodeSide(const Side& side, const uint8_t* record, uint8_t* raw) {
         }
       }
       uint8_t* out = raw + size_t(token) * side.channels * 2;
+      const float norm = side.norms ? norm_top * float(record[layout.norms + token]) / 255.0f : 1;
       for (int c = 0; c < side.channels; c += kLanes) {
         const B stored =
             Load<B>(codes + (c / kSegmentChannels * kStripTokens + t) * kSegmentChannels + c % kSegmentChannels);
         const F code = __builtin_convertvector(__builtin_convertvector(stored, I), F);
         const int p = c / layout.partition;
-        const F value = side.along_tokens ? code * Load<F>(steps + c) + Load<F>(minima + c)
-                                          : code * token_steps[p][t] + token_minima[p][t];
+        F value = side.along_tokens ? code * Load<F>(steps + c) + Load<F>(minima + c)
+                                    : code * token_steps[p][t] + token_minima[p][t];
+        if (side.norms) value *= norm;
         if (side.rotate) {
           Store(row + c, value);
         } else {

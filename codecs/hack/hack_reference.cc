@@ -147,6 +147,12 @@ void ForEachBit(const SideLayout& s, int side, int token, int channel, Visit vis
   }
 }
 
+/// fp16 bits of the least number that is not below f, which is 0 or more.
+uint16_t RoundUpToHalf(float f) {
+  const uint16_t bits = FloatToHalf(f);
+  return HalfToFloat(bits) < f ? uint16_t(bits + 1) : bits;
+}
+
 void Store16(uint8_t* at, uint16_t value) { std::memcpy(at, &value, 2); }
 uint16_t Load16(const uint8_t* at) {
   uint16_t value;
@@ -165,7 +171,33 @@ HackCodes Shape(const HackFormat& format, int head, int side) {
   out.steps.resize(meta), out.minima.resize(meta), out.stored_steps.resize(meta), out.stored_minima.resize(meta);
   if (format.parameters.meta_bits == 8) out.tops.resize(2 * (out.along_tokens ? out.partitions : 1));
   if (s.sums) out.sums.resize(meta);
+  if (s.norms) out.stored_norms.resize(out.tokens), out.norms.resize(out.tokens);
   return out;
+}
+
+float Norm(float top, uint8_t stored) { return top * float(stored) / 255.0f; }
+
+/// Divides the rows of x [tokens][channels] by their norms, which it sets in *out. false: the largest does not fit
+/// fp16.
+bool FactorNorms(std::vector<float>* x, HackCodes* out) {
+  std::vector<float> norms(out->tokens);
+  for (size_t i = 0; i < x->size(); ++i) {
+    float& norm = norms[i / out->channels];
+    norm = std::max(norm, std::fabs((*x)[i]));
+  }
+  out->norm_top = RoundUpToHalf(*std::max_element(norms.begin(), norms.end()));
+  const float top = HalfToFloat(out->norm_top);
+  if (!std::isfinite(top)) return false;
+  for (int t = 0; t < out->tokens; ++t) {
+    if (top > 0) out->stored_norms[t] = uint8_t(std::clamp(std::ceil(norms[t] * 255.0f / top), 1.0f, 255.0f));
+    out->norms[t] = Norm(top, out->stored_norms[t]);
+    const float inverse = out->norms[t] > kNegligible ? 1.0f / out->norms[t] : 0.0f;
+    for (int c = 0; c < out->channels; ++c) {
+      float& value = (*x)[size_t(t) * out->channels + c];
+      value = value * inverse + 0.0f;
+    }
+  }
+  return true;
 }
 
 }  // namespace
@@ -201,11 +233,12 @@ bool QuantizeHead(const HackFormat& format, const uint8_t* raw_page, int head, i
     float* row = x.data() + size_t(t) * out->channels;
     for (int c = 0; c < out->channels; ++c)
       row[c] = LoadElement(raw_page + layout.raw_offset(side, head, t), layout.dtype, c) + 0.0f;
-    if (side == kSideK && parameters.hadamard) Hadamard({row, size_t(out->channels)});
+    if (parameters.rotation == Rotation::kHadamard) Hadamard({row, size_t(out->channels)});
     for (int c = 0; c < out->channels; ++c) {
       if (!std::isfinite(row[c])) return false;
     }
   }
+  if (s.norms && !FactorNorms(&x, out)) return false;
 
   // Along tokens each partition has its own tops; along channels one pair serves the page and head.
   const int group_partitions = out->along_tokens ? 1 : out->partitions;
@@ -278,6 +311,10 @@ void PackHead(const HackFormat& format, const HackCodes& codes, int head, int si
     }
   }
   for (size_t i = 0; i < codes.sums.size(); ++i) Store16(record + s.sums + 2 * i, codes.sums[i]);
+  if (s.norms) {
+    Store16(record + s.norm_top, codes.norm_top);
+    std::copy(codes.stored_norms.begin(), codes.stored_norms.end(), record + s.norms);
+  }
 }
 
 HackCodes UnpackHead(const HackFormat& format, const uint8_t* page, int head, int side) {
@@ -305,6 +342,11 @@ HackCodes UnpackHead(const HackFormat& format, const uint8_t* page, int head, in
     }
   }
   for (size_t i = 0; i < out.sums.size(); ++i) out.sums[i] = Load16(record + s.sums + 2 * i);
+  if (s.norms) out.norm_top = Load16(record + s.norm_top);
+  for (size_t t = 0; t < out.norms.size(); ++t) {
+    out.stored_norms[t] = record[s.norms + t];
+    out.norms[t] = Norm(HalfToFloat(out.norm_top), out.stored_norms[t]);
+  }
   return out;
 }
 
@@ -333,7 +375,7 @@ void ReferenceDecode(const HackFormat& format, const uint8_t* page, uint8_t* raw
       std::vector<float> row(layout.head_dim);
       for (int t = 0; t < layout.page_tokens; ++t) {
         for (int c = 0; c < layout.head_dim; ++c) row[c] = codes.value(t, c);
-        if (side == kSideK && format.parameters.hadamard) Hadamard(absl::MakeSpan(row));
+        if (format.parameters.rotation == Rotation::kHadamard) Hadamard(absl::MakeSpan(row));
         uint8_t* out = raw_page + layout.raw_offset(side, head, t);
         for (int c = 0; c < layout.head_dim; ++c)
           StoreElement(out, layout.dtype, c, std::clamp(row[c], -largest, largest));
@@ -344,7 +386,7 @@ void ReferenceDecode(const HackFormat& format, const uint8_t* page, uint8_t* raw
 
 namespace {
 
-/// Scores, not yet scaled, of one (rotated) query row with every token of K.
+/// Scores, not yet scaled, of one query row with every token of K.
 std::vector<double> Scores(const HackFormat& format, const HackCodes& k, const float* q) {
   std::vector<double> scores(k.tokens);
   for (int p = 0; p < k.partitions; ++p) {
@@ -404,33 +446,35 @@ void ReferenceAttend(const HackFormat& format, const PageAttentionTask& task, co
   KV_CHECK(task.visible == nullptr);
   const int d = format.layout.head_dim;
   for (int row = 0; row < task.rows; ++row) {
-    std::vector<float> q(task.q + size_t(row) * d, task.q + size_t(row + 1) * d);
-    if (format.parameters.hadamard) Hadamard(absl::MakeSpan(q));
     double max = state.max[row], sum = state.sum[row];
     std::vector<double> acc(state.acc + size_t(row) * d, state.acc + size_t(row + 1) * d);
     for (const uint8_t* page : task.pages) {
       const HackCodes k = UnpackHead(format, page, task.kv_head, kSideK);
       const HackCodes v = UnpackHead(format, page, task.kv_head, kSideV);
-      std::vector<double> scores = Scores(format, k, q.data());
+      std::vector<double> scores = Scores(format, k, task.q + size_t(row) * d);
       for (double& s : scores) s *= task.scale;
       const double new_max = std::max(max, *std::max_element(scores.begin(), scores.end()));
       const double rescale = std::exp(max - new_max);
       max = new_max, sum *= rescale;
       for (double& a : acc) a *= rescale;
-      std::vector<float> p(k.tokens);
-      for (int t = 0; t < k.tokens; ++t) sum += p[t] = float(std::exp(scores[t] - max));
+      std::vector<float> r(k.tokens);
+      for (int t = 0; t < k.tokens; ++t) {
+        sum += r[t] = float(std::exp(scores[t] - max));
+        if (!v.norms.empty()) r[t] *= float(v.stored_norms[t]);
+      }
+      const double unit = v.norms.empty() ? 1 : double(HalfToFloat(v.norm_top)) / 255;
       for (int part = 0; part < v.partitions; ++part) {
         const int first = part * v.partition, end = first + v.partition;
-        const float largest = *std::max_element(p.begin() + first, p.begin() + end);
+        const float largest = *std::max_element(r.begin() + first, r.begin() + end);
         if (largest <= kNegligible) continue;
         std::vector<int> coded(v.partition);
         int64_t coded_sum = 0;
         for (int t = first; t < end; ++t)
-          coded_sum += coded[t - first] = int(std::nearbyint(p[t] * (255.0f / largest)));
+          coded_sum += coded[t - first] = int(std::nearbyint(r[t] * (255.0f / largest)));
         for (int c = 0; c < d; ++c) {
           int64_t dot = 0;
           for (int t = first; t < end; ++t) dot += coded[t - first] * v.code(t, c);
-          acc[c] += double(largest) / 255 *
+          acc[c] += double(largest) / 255 * unit *
                     (double(v.step(first, c)) * double(dot) + double(v.minimum(first, c)) * double(coded_sum));
         }
       }

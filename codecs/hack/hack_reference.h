@@ -37,6 +37,9 @@ struct HackCodes {
   std::vector<uint16_t> stored_steps;   // [partitions][entries] as stored: u8, or fp16 bits
   std::vector<uint16_t> stored_minima;  // [partitions][entries] as stored: s8 as its byte, or fp16 bits
   std::vector<uint16_t> sums;           // [partitions][tokens] sums of codes; empty unless stored
+  uint16_t norm_top = 0;                // fp16 bits
+  std::vector<uint8_t> stored_norms;    // [tokens] as stored, of norm_top; empty unless stored
+  std::vector<float> norms;             // [tokens] what they stand for; likewise
 
   int entries() const { return along_tokens ? channels : tokens; }
   size_t meta_index(int token, int channel) const {
@@ -45,9 +48,10 @@ struct HackCodes {
   uint8_t code(int token, int channel) const { return codes[size_t(token) * channels + channel]; }
   float step(int token, int channel) const { return steps[meta_index(token, channel)]; }
   float minimum(int token, int channel) const { return minima[meta_index(token, channel)]; }
-  /// What the code stands for: code * step + minimum (of rotated K with hadamard=1).
+  /// What the code stands for: (code * step + minimum) * norm (of rotated K and V with rotation=hadamard).
   float value(int token, int channel) const {
-    return float(code(token, channel)) * step(token, channel) + minimum(token, channel);
+    const float unit = float(code(token, channel)) * step(token, channel) + minimum(token, channel);
+    return norms.empty() ? unit : unit * norms[token];
   }
 };
 
@@ -58,7 +62,13 @@ void Hadamard(absl::Span<float> values);
 /// arguments.
 float RoundingNoise(uint32_t layer, int head, int side, uint64_t token, int channel);
 
-/// Quantises one side of one head of a raw page. false: declined, a step or minimum does not fit fp16.
+/// Quantises one side of one head of a raw page. false: declined, a value is not finite, or a norm, step or minimum
+/// does not fit fp16. In fp32, in this order: the row (-0 becomes 0), its Hadamard transform, and of V with v_norm=1
+///   n_t = max |v_t[c]|, exact; top = max n_t of the page and head, rounded up to fp16;
+///   u_t = ceil(n_t * 255 / top), the product first, then the quotient, clamped to 1..255 (0 where top is 0);
+///   m_t = top * u_t / 255, the product first; y_t[c] = v_t[c] * (1 / m_t) + 0, the inverse first (0 where m_t is at
+///   most kNegligible), so that -0 becomes 0.
+/// What is quantised then is y.
 bool QuantizeHead(const HackFormat& format, const uint8_t* raw_page, int head, int side, uint32_t layer,
                   uint64_t first_token, HackCodes* out);
 /// Writes `codes` into an encoded page (padding is not touched).
@@ -83,9 +93,10 @@ void ReferenceDecode(const HackFormat& format, const uint8_t* page, uint8_t* raw
 ///    the term is a * step * sum q' code + z * step * sum code + minimum * (a * sum q' + partition * z).
 ///  - P, page by page: max <- max(max, the page's largest score), p = exp(score - max), sum += p (not quantised); per
 ///  partition
-///    of V and row pmax = max p (a partition with pmax <= kNegligible adds nothing to acc), p' = rint(p * (255 / pmax))
-///    in u8; acc_c += pmax / 255 * (step_c * sum p' code_c + minimum_c * sum p').
-///  - hadamard=1: q is rotated first (the scores alone).
+///    of V and row r = p (fp32), with v_norm=1 r = p * u (fp32; u: the stored norm, 0..255), rmax = max r (a partition
+///    with rmax <= kNegligible adds nothing to acc), r' = rint(r * (255 / rmax)) in u8; with unit = 1, or top / 255 of
+///    the norms, acc_c += rmax / 255 * unit * (step_c * sum r' code_c + minimum_c * sum r').
+///  - rotation=hadamard: task.q and state.acc are rows in the rotated space; the caller maps them.
 void ReferenceAttend(const HackFormat& format, const PageAttentionTask& task, const SoftmaxRows& state);
 
 }  // namespace kvmanager::hack

@@ -116,6 +116,10 @@ TEST(PackTest, UnpackIsTheInverse) {
         EXPECT_EQ(back.minima, codes.minima);
         EXPECT_EQ(back.tops, codes.tops);
         EXPECT_EQ(back.sums, codes.sums);
+        EXPECT_EQ(back.norm_top, codes.norm_top);
+        EXPECT_EQ(back.stored_norms, codes.stored_norms);
+        EXPECT_EQ(back.norms, codes.norms);
+        EXPECT_EQ(back.norms.size(), side == kSideV ? 64 : 0);
       }
     }
   }
@@ -124,8 +128,8 @@ TEST(PackTest, UnpackIsTheInverse) {
 TEST(QuantizeTest, ErrorIsAtMostHalfAStepPlusTheRoundingOfTheMetadata) {
   const PageLayout layout{DType::kFloat16, 1, 128, 64};
   for (const char* spec :
-       {"hack", "hack:k_bits=2,meta=16", "hack:k_axis=token,k_bits=4,v_bits=4", "hack:k_bits=8,v_bits=8,meta=16"}) {
-    const HackFormat format = Format(spec, layout);
+       {"hack:", "hack:k_bits=2,meta=16,", "hack:k_axis=token,k_bits=4,v_bits=4,", "hack:k_bits=8,v_bits=8,meta=16,"}) {
+    const HackFormat format = Format(std::string(spec) + "rotation=none,v_norm=0", layout);
     const std::vector<uint8_t> raw = RandomPage(layout, 7, 8);
     for (int side : {kSideK, kSideV}) {
       HackCodes codes;
@@ -153,6 +157,8 @@ TEST(QuantizeTest, WidthZeroKeepsTheMean) {
   const SegmentBits bits = {{{{{0}}, {{0}}}}};
   HackParameters parameters;
   parameters.meta_bits = 16;
+  parameters.rotation = Rotation::kNone;
+  parameters.v_norm = false;
   const HackFormat format = MakeHackFormat(layout, parameters, &bits);
   const std::vector<uint8_t> raw = RandomPage(layout, 2);
   HackCodes codes;
@@ -171,7 +177,9 @@ TEST(QuantizeTest, LeastSquaresBeatsMinMaxAtOneBit) {
   const std::vector<uint8_t> raw = RandomPage(layout, 11);
   double error[2] = {0, 0};
   for (int fitted : {0, 1}) {
-    const HackFormat format = Format(fitted ? "hack:v_bits=1" : "hack:v_bits=1,v_range=minmax", layout);
+    const HackFormat format = Format(
+        fitted ? "hack:v_bits=1,rotation=none,v_norm=0" : "hack:v_bits=1,v_range=minmax,rotation=none,v_norm=0",
+        layout);
     HackCodes codes;
     ASSERT_TRUE(QuantizeHead(format, raw.data(), 0, kSideV, 0, 0, &codes));
     for (int t = 0; t < 64; ++t) {
@@ -188,7 +196,7 @@ TEST(QuantizeTest, LeastSquaresBeatsMinMaxAtOneBit) {
 
 TEST(QuantizeTest, StochasticRoundingIsUnbiased) {
   const PageLayout layout{DType::kFloat16, 1, 128, 64};
-  const HackFormat format = Format("hack:v_bits=2,rounding=stochastic,meta=16", layout);
+  const HackFormat format = Format("hack:v_bits=2,rounding=stochastic,meta=16,rotation=none,v_norm=0", layout);
   std::vector<uint8_t> raw(layout.raw_bytes());
   for (size_t i = 0; i < raw.size() / 2; ++i)
     StoreElement(raw.data(), layout.dtype, i, i / 128 % 64 == 0 ? 0 : i / 128 % 64 == 1 ? 3 : 1.25f);
@@ -203,13 +211,93 @@ TEST(QuantizeTest, StochasticRoundingIsUnbiased) {
 
 TEST(QuantizeTest, DeclinesWhatDoesNotFitHalf) {
   const PageLayout layout{DType::kBFloat16, 1, 32, 64};
-  const HackFormat format = Format("hack:part=32", layout);
-  for (float value : {70000.0f, -70000.0f, 3e38f, std::numeric_limits<float>::infinity()}) {
-    std::vector<uint8_t> raw = RandomPage(layout, 1), page(format.page_bytes, 0xff);
-    for (int t = 0; t < 64; ++t) StoreElement(raw.data() + layout.raw_offset(1, 0, t), layout.dtype, 9, value);
-    EXPECT_FALSE(ReferenceEncode(format, raw.data(), 0, 0, page.data()));
-    EXPECT_EQ(page, std::vector<uint8_t>(format.page_bytes));
+  for (const char* spec : {"hack:rotation=none,", "hack:rotation=hadamard,"}) {
+    for (const char* norms : {"v_norm=0", "v_norm=1"}) {
+      const HackFormat format = Format(std::string(spec) + norms + ",part=32", layout);
+      // A value alone in its row of 32 is spread by the rotation.
+      const float fits = format.parameters.rotation == Rotation::kNone ? 60000.0f : 320000.0f;
+      for (float value : {fits, 1.2f * fits, -1.2f * fits, 3e38f, std::numeric_limits<float>::infinity()}) {
+        std::vector<uint8_t> raw = RandomPage(layout, 1), page(format.page_bytes, 0xff);
+        for (int t = 0; t < 64; ++t) StoreElement(raw.data() + layout.raw_offset(1, 0, t), layout.dtype, 9, value);
+        EXPECT_EQ(ReferenceEncode(format, raw.data(), 0, 0, page.data()), value == fits) << spec << norms << value;
+        EXPECT_EQ(page == std::vector<uint8_t>(format.page_bytes), value != fits) << spec << norms << value;
+      }
+    }
   }
+}
+
+// Hand-computed: norms 1, 0.5 and 3 of a page whose top is 3.
+TEST(NormTest, IsTheRowsLargestMagnitudeRoundedUpToItsByte) {
+  const PageLayout layout{DType::kFloat16, 1, 16, 64};
+  const HackFormat format = Format("hack:v_bits=8,meta=16,rotation=none", layout);
+  std::vector<uint8_t> raw(layout.raw_bytes());
+  const auto row = [&](int side, int t, float value) {
+    for (int c = 0; c < 16; ++c) {
+      StoreElement(raw.data() + layout.raw_offset(side, 0, t), layout.dtype, c, c == t % 16 ? -value : value / 4);
+    }
+  };
+  for (int t = 0; t < 64; ++t) row(kSideK, t, 5), row(kSideV, t, t == 0 ? 3 : t == 1 ? 0.5f : t == 2 ? 0 : 1);
+  HackCodes v, k;
+  ASSERT_TRUE(QuantizeHead(format, raw.data(), 0, kSideV, 0, 0, &v));
+  ASSERT_TRUE(QuantizeHead(format, raw.data(), 0, kSideK, 0, 0, &k));
+  EXPECT_TRUE(k.norms.empty());
+  EXPECT_EQ(v.norm_top, FloatToHalf(3));
+  EXPECT_EQ(v.stored_norms[0], 255);
+  EXPECT_EQ(v.stored_norms[1], 43);  // 42.5
+  EXPECT_EQ(v.stored_norms[2], 1);   // a zero row beside others
+  EXPECT_EQ(v.stored_norms[3], 85);
+  EXPECT_EQ(v.norms[3], 1);
+  EXPECT_EQ(v.norms[1], 3.0f * 43 / 255.0f);
+  for (int t = 0; t < 64; ++t) {
+    for (int c = 0; c < 16; ++c) {
+      const float x = LoadElement(raw.data() + layout.raw_offset(kSideV, 0, t), layout.dtype, c);
+      EXPECT_NEAR(v.value(t, c), x, 0.006 * v.norms[t]) << t << " " << c;
+    }
+  }
+}
+
+TEST(NormTest, TheTopIsRoundedUp) {
+  const PageLayout layout{DType::kBFloat16, 1, 16, 64};
+  const HackFormat format = Format("hack:rotation=none", layout);
+  for (const auto& [value, top] : {std::pair{0x5p-26f, 0x0002}, {0x1p-30f, 0x0001}, {0x1p-24f, 0x0001},
+                                   {65280.0f, 0x7bf8}, {0.0f, 0x0000}}) {
+    std::vector<uint8_t> raw(layout.raw_bytes());
+    for (int t = 0; t < 64; ++t) StoreElement(raw.data() + layout.raw_offset(1, 0, t), layout.dtype, t % 16, -value);
+    HackCodes v;
+    ASSERT_TRUE(QuantizeHead(format, raw.data(), 0, kSideV, 0, 0, &v)) << value;
+    EXPECT_EQ(v.norm_top, top) << value;
+    if (value == 0) {
+      for (uint8_t u8 : v.stored_norms) EXPECT_EQ(u8, 0);
+      for (int c = 0; c < 16; ++c) EXPECT_EQ(v.value(3, c), 0);
+    }
+  }
+}
+
+TEST(NormTest, QuietTokensKeepTheirValueBesideLoudOnes) {
+  const PageLayout layout{DType::kFloat16, 1, 64, 64};
+  std::vector<uint8_t> raw = RandomPage(layout, 31);
+  for (int t = 0; t < 64; ++t) {
+    for (int c = 0; c < 64; ++c) {
+      const size_t at = layout.raw_offset(1, 0, t) / 2 + c;
+      StoreElement(raw.data(), layout.dtype, at, LoadElement(raw.data(), layout.dtype, at) * (t % 4 ? 0.2f : 4.0f));
+    }
+  }
+  double error[2] = {};
+  for (int norms : {0, 1}) {
+    const HackFormat format = Format(norms ? "hack" : "hack:v_norm=0", layout);
+    std::vector<uint8_t> page(format.page_bytes), back(layout.raw_bytes());
+    ASSERT_TRUE(ReferenceEncode(format, raw.data(), 0, 0, page.data()));
+    ReferenceDecode(format, page.data(), back.data());
+    for (int t = 0; t < 64; ++t) {
+      if (t % 4 == 0) continue;
+      for (int c = 0; c < 64; ++c) {
+        const size_t at = layout.raw_offset(1, 0, t) / 2 + c;
+        error[norms] +=
+            std::pow(LoadElement(raw.data(), layout.dtype, at) - LoadElement(back.data(), layout.dtype, at), 2);
+      }
+    }
+  }
+  EXPECT_LT(error[1], 0.05 * error[0]);
 }
 
 /// Exact attention in double over decoded K and V [tokens][d] of one head.
@@ -250,7 +338,6 @@ TEST_P(AttendTest, IsCloseToExactAttentionOnDequantisedPages) {
       for (int t = 0; t < codes.tokens; ++t) {
         std::vector<float> row(d);
         for (int c = 0; c < d; ++c) row[c] = codes.value(t, c);
-        if (side == kSideK && format.parameters.hadamard) Hadamard(absl::MakeSpan(row));
         (side == kSideK ? k : v).insert((side == kSideK ? k : v).end(), row.begin(), row.end());
       }
     }
@@ -282,7 +369,8 @@ TEST_P(AttendTest, IsCloseToExactAttentionOnDequantisedPages) {
 INSTANTIATE_TEST_SUITE_P(Specs, AttendTest,
                          testing::Values("hack", "hack:k_bits=2,v_bits=1", "hack:k_bits=8,v_bits=8,part=128",
                                          "hack:meta=16,part=32", "hack:k_axis=token", "hack:k_axis=token,q=asymmetric",
-                                         "hack:k_axis=token,hadamard=1,part=32", "hack:hadamard=1"));
+                                         "hack:k_axis=token,rotation=none,part=32", "hack:rotation=none,v_norm=0",
+                                         "hack:v_norm=0"));
 
 }  // namespace
 }  // namespace kvmanager::hack

@@ -232,7 +232,9 @@ absl::StatusOr<std::unique_ptr<Codec>> MakeCodec(const CodecContext& context, co
   options.new_device_codec = MakeZackHackDeviceCodec;
   PageLayout rotated = context.layout;
   rotated.dtype = DType::kFloat16;
-  const hack::HackParameters codes;  // widths and ranges are each segment's own
+  hack::HackParameters codes;  // widths and ranges are each segment's own
+  codes.rotation = hack::Rotation::kNone;
+  codes.v_norm = false;
   std::vector<zack::HeadRotation> heads;
   std::vector<std::shared_ptr<const Codec>> inner;
   for (int layer = 0; layer < context.layers; ++layer) {
