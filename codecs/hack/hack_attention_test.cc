@@ -136,8 +136,8 @@ struct Case {
   std::vector<const uint8_t*> pointers;
 };
 
-HackFormat Format(int heads, int d, int page_tokens, const HackParameters& parameters,
-                  const SegmentBits* bits = nullptr) {
+HackFormat Format(int heads, int d, int page_tokens, HackParameters parameters, const SegmentBits* bits = nullptr) {
+  if ((d & (d - 1)) != 0) parameters.rotation = Rotation::kNone;
   return MakeHackFormat(MakeLayout(heads, d, page_tokens), parameters, bits);
 }
 
@@ -155,7 +155,9 @@ TEST(HackAttention, EveryWidthAgreesWithTheReference) {
       for (int rows : {1, 4, 6}) {
         SCOPED_TRACE(testing::Message() << "K" << k_bits << "V" << v_bits << " rows " << rows);
         if (++seed % kSample != 0) continue;
-        Case(Format(1, 128, 64, Bits(k_bits, v_bits)), 3, rows, 0.5, seed).Check();
+        HackParameters p = Bits(k_bits, v_bits);
+        p.v_norm = seed % 4 != 0;
+        Case(Format(1, 128, 64, p), 3, rows, 0.5, seed).Check();
       }
     }
   }
@@ -167,7 +169,7 @@ TEST(HackAttention, EveryShapeAgreesWithTheReference) {
     for (int part : {32, 64, 128}) {
       if (page_tokens % part != 0) continue;
       for (int meta : {8, 16}) {
-        for (int d : {16, 80, 128, 256}) {
+        for (int d : {16, 64, 80, 128, 256}) {
           for (Axis axis : {Axis::kChannel, Axis::kToken}) {
             if (axis == Axis::kToken && d % part != 0) continue;
             for (int variant = 0; variant < (axis == Axis::kToken ? 3 : 1); ++variant) {
@@ -178,7 +180,8 @@ TEST(HackAttention, EveryShapeAgreesWithTheReference) {
               p.meta_bits = meta;
               p.query = variant == 1 ? QueryCode::kAsymmetric : QueryCode::kSymmetric;
               p.sums = variant == 1 || meta == 16;
-              p.hadamard = variant == 2 && (d & (d - 1)) == 0;
+              p.rotation = variant == 2 ? Rotation::kNone : Rotation::kHadamard;
+              p.v_norm = seed % 3 != 0;
               if (axis == Axis::kChannel) p.sums = false;
               SCOPED_TRACE(testing::Message()
                            << "tokens " << page_tokens << " part " << part << " meta " << meta << " d " << d << " axis "
@@ -210,6 +213,7 @@ TEST(HackAttention, WidthsPerSegment) {
     }
     HackParameters p;
     p.partition = round % 3 ? 64 : 32;
+    p.v_norm = round % 4 != 3;
     SCOPED_TRACE(round);
     Case(Format(2, 128, 64, p, &bits), 2, 5, 0.5, round).Check();
   }
@@ -229,6 +233,8 @@ TEST(HackAttention, AdversarialPages) {
     for (int bits : {1, 2, 3, 4, 8}) {
       HackParameters p = Bits(bits, bits);
       p.k_axis = axis;
+      p.rotation = Rotation::kNone;  // the values below are those that are coded
+      p.v_norm = bits % 2 == 0;
       SCOPED_TRACE(testing::Message() << "axis " << int(axis) << " bits " << bits);
       const HackFormat format = Format(1, 128, 64, p);
       Case zero_q(format, 2, 3, 0, 1);
@@ -255,6 +261,62 @@ TEST(HackAttention, AdversarialPages) {
   }
 }
 
+// What weighs most in V is not what weighs most in the sum of probabilities.
+TEST(HackAttention, NormsOfAnyByte) {
+  for (const char* norms : {"random", "zeros", "a quiet token takes the attention"}) {
+    for (int d : {64, 128, 256}) {
+      for (const auto& [part, meta] : {std::pair(64, 8), std::pair(32, 8), std::pair(64, 16)}) {
+        SCOPED_TRACE(testing::Message() << norms << " d " << d << " part " << part << " meta " << meta);
+        HackParameters p = Bits(3, 2);
+        p.partition = part;
+        p.meta_bits = meta;
+        Case c(Format(2, d, 64, p), 3, 5, 1, uint64_t(d + part));
+        std::mt19937 random(4);
+        for (auto& page : c.pages) {
+          for (const HeadLayout& head : c.format.heads) {
+            uint8_t* u8 = page.get() + head.offset + head.side[1].norms;
+            for (int t = 0; t < 64; ++t) {
+              u8[t] = norms[0] == 'r' ? uint8_t(random()) : norms[0] == 'z' ? 0 : t % 8 == 0 ? 1 : 255;
+            }
+          }
+        }
+        c.Check();
+      }
+    }
+  }
+}
+
+TEST(HackAttention, MapsByTheTransform) {
+  for (int d : {16, 32, 64, 128, 256}) {
+    const HackFormat format = Format(1, d, 64, {});
+    Case c(format, 1, 5, 1, uint64_t(d));
+    for (Isa isa : SupportedIsas()) {
+      SCOPED_TRACE(testing::Message() << IsaName(isa) << " d " << d);
+      const auto attention = MakeHackAttention(&format, isa);
+      ASSERT_TRUE(attention->maps(0));
+      EXPECT_FALSE(attention->folds_output(0));
+      AlignedArray<float> mapped = MakeAligned<float>(5 * d), back = MakeAligned<float>(5 * d);
+      attention->MapQueries(0, 0, 5, c.q.get(), mapped.get());
+      attention->ExpandOutput(0, 0, 5, mapped.get(), back.get());
+      for (int r = 0; r < 5; ++r) {
+        std::vector<float> want(c.q.get() + r * d, c.q.get() + (r + 1) * d);
+        Hadamard(absl::MakeSpan(want));
+        AlignedArray<float> alone = MakeAligned<float>(d);
+        attention->MapQueries(0, 0, 1, c.q.get() + r * d, alone.get());
+        EXPECT_EQ(0, std::memcmp(alone.get(), mapped.get() + r * d, sizeof(float) * d));
+        for (int i = 0; i < d; ++i) {
+          EXPECT_NEAR(mapped[r * d + i], want[i], 1e-5);
+          EXPECT_NEAR(back[r * d + i], c.q[r * d + i], 1e-5);
+        }
+      }
+    }
+  }
+  HackParameters none;
+  none.rotation = Rotation::kNone;
+  const HackFormat format = Format(1, 128, 64, none);
+  EXPECT_FALSE(MakeHackAttention(&format)->maps(0));
+}
+
 TEST(HackAttention, RowsDoNotDependOnTheirNeighbours) {
   for (Axis axis : {Axis::kChannel, Axis::kToken}) {
     for (auto [k, v] : {std::pair(1, 3), std::pair(2, 2), std::pair(3, 1), std::pair(4, 8)}) {
@@ -278,13 +340,15 @@ TEST(HackAttention, RowsDoNotDependOnTheirNeighbours) {
 }
 
 TEST(HackAttention, PagesInSeveralCallsGiveTheSameBits) {
-  Case c(Format(2, 80, 128, Bits(3, 2)), 5, 4, 1, 9);
-  for (Isa isa : SupportedIsas()) {
-    State all(4, 80), parts(4, 80);
-    c.Attend(isa, c.Task(0, 4, 0, 5), all);
-    c.Attend(isa, c.Task(0, 4, 0, 2), parts);
-    c.Attend(isa, c.Task(0, 4, 2, 3), parts);
-    EXPECT_EQ(0, std::memcmp(parts.acc.get(), all.acc.get(), sizeof(float) * 4 * 80));
+  for (const auto& [d, page_tokens] : {std::pair(80, 128), std::pair(64, 64), std::pair(128, 64), std::pair(256, 64)}) {
+    Case c(Format(2, d, page_tokens, Bits(3, 2)), 5, 4, 1, 9);
+    for (Isa isa : SupportedIsas()) {
+      State all(4, d), parts(4, d);
+      c.Attend(isa, c.Task(0, 4, 0, 5), all);
+      c.Attend(isa, c.Task(0, 4, 0, 2), parts);
+      c.Attend(isa, c.Task(0, 4, 2, 3), parts);
+      EXPECT_EQ(0, std::memcmp(parts.acc.get(), all.acc.get(), sizeof(float) * 4 * d));
+    }
   }
 }
 

@@ -48,9 +48,9 @@ TEST(HackCodecTest, SaysWhatItIs) {
   EXPECT_EQ(codec->info().spec,
             "hack:k_axis=channel,k_bits=2,v_bits=1,meta=8,part=64,k_range=minmax,v_range=least_squares,rounding="
             "nearest,q=symmetric,"
-            "sums=0,hadamard=0");
-  EXPECT_EQ(codec->info().version, 1);
-  EXPECT_EQ(codec->info().payload_bytes, 56.125 * 64 * 2);
+            "sums=0,rotation=hadamard,v_norm=1");
+  EXPECT_EQ(codec->info().version, 2);
+  EXPECT_EQ(codec->info().payload_bytes, (57.125 + 1 / 32.0) * 64 * 2);
   EXPECT_EQ(codec->info().encoded_bytes % 64, 0);
   EXPECT_FALSE(codec->info().identity);
   EXPECT_EQ(codec->layout(), kLayout);
@@ -64,7 +64,8 @@ TEST(HackCodecTest, RefusesByName) {
 }
 
 TEST(HackCodecTest, EncodesABatchAsTheReferenceDoesWhereverItRuns) {
-  for (const char* spec : {"hack", "hack:k_axis=token,q=asymmetric,rounding=stochastic", "hack:v_bits=1,hadamard=1"}) {
+  for (const char* spec :
+       {"hack", "hack:k_axis=token,q=asymmetric,rounding=stochastic", "hack:v_bits=1", "hack:rotation=none,v_norm=0"}) {
     const auto codec = Make(spec, kLayout);
     const hack::HackFormat format =
         hack::MakeHackFormat(kLayout, *hack::ParseHackParameters(ParseCodecSpec(spec)->parameters, kLayout));
@@ -101,7 +102,8 @@ TEST(HackCodecTest, DecodeIsCloseToRaw) {
   } kCases[] = {{"hack:k_bits=8,v_bits=8,meta=16", 0.01},
                 {"hack:k_bits=4,v_bits=4", 0.12},
                 {"hack", 0.5},
-                {"hack:hadamard=1", 0.5}};
+                {"hack:rotation=none", 0.5},
+                {"hack:v_norm=0", 0.5}};
   for (const auto& c : kCases) {
     for (DType dtype : {DType::kFloat16, DType::kBFloat16}) {
       PageLayout layout = kLayout;
@@ -157,6 +159,9 @@ TEST(HackCodecTest, ValidateNamesWhatIsWrong) {
       {"hack", [](const hack::SideLayout& s) { return s.tops + 2; }, 0x7e00, "encoded page head 1 V top minimum[0]"},
       {"hack:part=32", [](const hack::SideLayout& s) { return s.tops + 6; }, 0x7e00,
        "encoded page head 1 V top minimum[1]"},
+      {"hack", [](const hack::SideLayout& s) { return s.norm_top; }, 0x7c00, "encoded page head 1 V norm top[0]"},
+      {"hack:meta=16", [](const hack::SideLayout& s) { return s.norm_top; }, 0xbc00,
+       "encoded page head 1 V norm top[0]"},
       {"hack:meta=16", [](const hack::SideLayout& s) { return s.steps + 6; }, 0x8400, "encoded page head 1 V step[3]"},
       {"hack:meta=16", [](const hack::SideLayout& s) { return s.minima; }, 0xfc00, "encoded page head 1 V minimum[0]"},
   };
@@ -191,8 +196,8 @@ TEST(HackCodecTest, ValidateBoundsTheSums) {
 // Whatever bytes pass Validate, attention and decode stay within the page and give finite results.
 TEST(HackCodecTest, MutatedPagesThatPassAreSafeToRead) {
   std::mt19937 random(17);
-  for (const char* spec :
-       {"hack", "hack:k_axis=token,q=asymmetric", "hack:meta=16,k_bits=8,v_bits=8", "hack:hadamard=1,v_bits=1"}) {
+  for (const char* spec : {"hack", "hack:k_axis=token,q=asymmetric", "hack:meta=16,k_bits=8,v_bits=8",
+                           "hack:rotation=none,v_bits=1", "hack:v_norm=0"}) {
     const auto codec = Make(spec, kLayout);
     const size_t bytes = codec->info().encoded_bytes;
     const Aligned raw = Allocate(kLayout.raw_bytes()), page = Allocate(bytes),
@@ -236,7 +241,7 @@ TEST(HackCodecTest, MutatedPagesThatPassAreSafeToRead) {
 }
 
 TEST(HackCodecTest, AttentionIsTheReferences) {
-  for (const char* spec : {"hack", "hack:k_axis=token,q=asymmetric"}) {
+  for (const char* spec : {"hack", "hack:k_axis=token,q=asymmetric", "hack:rotation=none,v_norm=0"}) {
     const auto codec = Make(spec, kLayout);
     const hack::HackFormat format =
         hack::MakeHackFormat(kLayout, *hack::ParseHackParameters(ParseCodecSpec(spec)->parameters, kLayout));

@@ -142,8 +142,8 @@ absl::StatusOr<HackParameters> ParseHackParameters(const CodecParameters& parame
   p.sums = asymmetric;
   KV_RETURN_IF_ERROR(ReadChoice(parameters, "sums", flags, &p.sums));
   if (!IsPowerOfTwo(layout.head_dim)) p.rotation = Rotation::kNone;
-  KV_RETURN_IF_ERROR(ReadChoice(parameters, "rotation",
-                                {{"hadamard", Rotation::kHadamard}, {"none", Rotation::kNone}}, &p.rotation));
+  KV_RETURN_IF_ERROR(
+      ReadChoice(parameters, "rotation", {{"hadamard", Rotation::kHadamard}, {"none", Rotation::kNone}}, &p.rotation));
   KV_RETURN_IF_ERROR(ReadChoice(parameters, "v_norm", flags, &p.v_norm));
 
   const bool token_axis = p.k_axis == Axis::kToken;
@@ -168,13 +168,12 @@ absl::StatusOr<HackParameters> ParseHackParameters(const CodecParameters& parame
 
 std::string HackSpec(const HackParameters& p) {
   const auto range = [](Range r) { return r == Range::kMinMax ? "minmax" : "least_squares"; };
-  return absl::StrCat("hack:k_axis=", p.k_axis == Axis::kChannel ? "channel" : "token", ",k_bits=", p.k_bits,
-                      ",v_bits=", p.v_bits, ",meta=", p.meta_bits, ",part=", p.partition, ",k_range=", range(p.k_range),
-                      ",v_range=", range(p.v_range),
-                      ",rounding=", p.rounding == Rounding::kNearest ? "nearest" : "stochastic",
-                      ",q=", p.query == QueryCode::kSymmetric ? "symmetric" : "asymmetric", ",sums=", p.sums ? 1 : 0,
-                      ",rotation=", p.rotation == Rotation::kHadamard ? "hadamard" : "none",
-                      ",v_norm=", p.v_norm ? 1 : 0);
+  return absl::StrCat(
+      "hack:k_axis=", p.k_axis == Axis::kChannel ? "channel" : "token", ",k_bits=", p.k_bits, ",v_bits=", p.v_bits,
+      ",meta=", p.meta_bits, ",part=", p.partition, ",k_range=", range(p.k_range), ",v_range=", range(p.v_range),
+      ",rounding=", p.rounding == Rounding::kNearest ? "nearest" : "stochastic",
+      ",q=", p.query == QueryCode::kSymmetric ? "symmetric" : "asymmetric", ",sums=", p.sums ? 1 : 0,
+      ",rotation=", p.rotation == Rotation::kHadamard ? "hadamard" : "none", ",v_norm=", p.v_norm ? 1 : 0);
 }
 
 HackFormat MakeHackFormat(const PageLayout& layout, const HackParameters& parameters, const SegmentBits* bits) {

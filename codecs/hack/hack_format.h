@@ -87,7 +87,7 @@ struct HackParameters {
   Range v_range = Range::kMinMax;
   Rounding rounding = Rounding::kNearest;
   QueryCode query = QueryCode::kSymmetric;
-  bool sums = false;  // store K's code sums (k_axis=token); implied by q=asymmetric
+  bool sums = false;                        // store K's code sums (k_axis=token); implied by q=asymmetric
   Rotation rotation = Rotation::kHadamard;  // of K and V: the Walsh-Hadamard transform of head_dim, a power of two
   bool v_norm = true;                       // divide each token's V by its norm, which the page stores
 };

@@ -79,7 +79,8 @@ TEST_P(KernelsTest, AgreeOnEveryParameter) {
       p.rounding = mask & 2 ? Rounding::kStochastic : Rounding::kNearest;
       p.k_range = mask & 4 ? Range::kLeastSquares : Range::kMinMax;
       p.v_range = mask & 8 ? Range::kLeastSquares : Range::kMinMax;
-      p.hadamard = mask & 16;
+      p.rotation = mask & 16 ? Rotation::kHadamard : Rotation::kNone;
+      p.v_norm = (__builtin_popcount(mask) + k) % 2 == 0;
       p.partition = mask & 32 ? 64 : 32;
       p.sums = p.k_axis == Axis::kToken && k % 2 == 0;
       PageLayout layout{(mask ^ k) & 1 ? DType::kBFloat16 : DType::kFloat16, 1, 64, 64};
@@ -96,13 +97,16 @@ TEST_P(KernelsTest, AgreeOnEveryParameter) {
 TEST_P(KernelsTest, AgreeOnEveryKindOfDataAndShape) {
   uint32_t seed = 1000;
   for (const auto& [head_dim, page_tokens, partition] :
-       {std::array{128, 64, 64}, std::array{128, 128, 128}, std::array{64, 256, 32}, std::array{256, 64, 64}}) {
+       {std::array{64, 64, 64}, std::array{64, 256, 32}, std::array{128, 64, 64}, std::array{128, 128, 128},
+        std::array{256, 64, 64}, std::array{256, 128, 32}}) {
     for (int i = 0; i < kDataKinds; ++i) {
       const Data kind = Data(i);
       HackParameters p;
       p.k_axis = GetParam();
       p.partition = partition;
       p.sums = p.k_axis == Axis::kToken;
+      p.rotation = i % 3 ? Rotation::kHadamard : Rotation::kNone;
+      p.v_norm = i % 4 != 1;
       PageLayout layout{seed % 2 ? DType::kBFloat16 : DType::kFloat16, 2, uint16_t(head_dim), uint16_t(page_tokens)};
       ExpectAgreement(Format(layout, p), kind, ++seed);
     }
@@ -112,9 +116,44 @@ TEST_P(KernelsTest, AgreeOnEveryKindOfDataAndShape) {
 INSTANTIATE_TEST_SUITE_P(Axes, KernelsTest, testing::Values(Axis::kChannel, Axis::kToken),
                          [](const auto& info) { return info.param == Axis::kChannel ? "Channel" : "Token"; });
 
+// Tokens of very different norms, some zero, some of which V alone is zero.
+TEST(KernelsTest, AgreeOnNorms) {
+  std::mt19937 random(12);
+  for (int head_dim : {64, 128, 256}) {
+    for (DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+      for (int round = 0; round < 6; ++round) {
+        const PageLayout layout{dtype, 2, uint16_t(head_dim), uint16_t(round % 2 ? 64 : 128)};
+        HackParameters p;
+        p.rotation = round % 3 == 0 ? Rotation::kNone : Rotation::kHadamard;
+        p.meta_bits = round == 4 ? 16 : 8;
+        const HackFormat format = Format(layout, p);
+        AlignedBytes raw(layout.raw_bytes()), want(format.page_bytes), got(format.page_bytes);
+        AlignedBytes workspace(HackEncodeWorkspaceBytes(format));
+        Fill(layout, Data::kRandom, uint32_t(round), raw.data);
+        for (int head = 0; head < 2; ++head) {
+          for (int t = 0; t < layout.page_tokens; ++t) {
+            const float factor = round == 5 || random() % 5 == 0 ? 0.0f : std::ldexp(1.0f, int(random() % 24) - 16);
+            for (int c = 0; c < head_dim; ++c) {
+              const size_t at = layout.raw_offset(1, head, t) / 2 + c;
+              StoreElement(raw.data, dtype, at, LoadElement(raw.data, dtype, at) * factor);
+            }
+          }
+        }
+        ASSERT_TRUE(ReferenceEncode(format, raw.data, 0, 0, want.data));
+        for (Isa isa : SupportedIsas()) {
+          ASSERT_TRUE(HackKernelsFor(isa).encode(format, raw.data, 0, 0, got.data, workspace.data));
+          EXPECT_TRUE(got.text() == want.text()) << IsaName(isa) << " d=" << head_dim << " round " << round;
+        }
+      }
+    }
+  }
+}
+
 TEST(KernelsTest, AgreeOnOddHeadDim) {
   const PageLayout layout{DType::kFloat16, 3, 80, 128};
-  for (int i = 0; i < kDataKinds; ++i) ExpectAgreement(Format(layout, {}), Data(i), 5);
+  HackParameters p;
+  p.rotation = Rotation::kNone;
+  for (int i = 0; i < kDataKinds; ++i) ExpectAgreement(Format(layout, p), Data(i), 5);
 }
 
 TEST(KernelsTest, AgreeOnWidthsPerSegment) {
@@ -131,6 +170,8 @@ TEST(KernelsTest, AgreeOnWidthsPerSegment) {
     HackParameters p;
     p.meta_bits = round % 4 == 3 ? 16 : 8;
     p.rounding = round % 5 == 4 ? Rounding::kStochastic : Rounding::kNearest;
+    p.rotation = round % 4 == 1 ? Rotation::kHadamard : Rotation::kNone;
+    p.v_norm = round % 6 != 2;
     const HackFormat format = MakeHackFormat(layout, p, &bits);
     ExpectAgreement(format, Data(round % kDataKinds), uint32_t(round));
   }
@@ -138,7 +179,8 @@ TEST(KernelsTest, AgreeOnWidthsPerSegment) {
 
 TEST(KernelsTest, DecodesAnyBytes) {
   std::mt19937 random(9);
-  for (const char* spec : {"hack", "hack:k_axis=token,sums=1,k_bits=8,v_bits=8", "hack:meta=16,hadamard=1"}) {
+  for (const char* spec :
+       {"hack", "hack:k_axis=token,sums=1,k_bits=8,v_bits=8", "hack:meta=16", "hack:rotation=none,v_norm=0"}) {
     const PageLayout layout{DType::kFloat16, 2, 128, 64};
     const HackFormat format = MakeHackFormat(layout, *ParseHackParameters(ParseCodecSpec(spec)->parameters, layout));
     AlignedBytes page(format.page_bytes), raw(layout.raw_bytes());

@@ -177,9 +177,9 @@ TEST(QuantizeTest, LeastSquaresBeatsMinMaxAtOneBit) {
   const std::vector<uint8_t> raw = RandomPage(layout, 11);
   double error[2] = {0, 0};
   for (int fitted : {0, 1}) {
-    const HackFormat format = Format(
-        fitted ? "hack:v_bits=1,rotation=none,v_norm=0" : "hack:v_bits=1,v_range=minmax,rotation=none,v_norm=0",
-        layout);
+    const HackFormat format =
+        Format(fitted ? "hack:v_bits=1,rotation=none,v_norm=0" : "hack:v_bits=1,v_range=minmax,rotation=none,v_norm=0",
+               layout);
     HackCodes codes;
     ASSERT_TRUE(QuantizeHead(format, raw.data(), 0, kSideV, 0, 0, &codes));
     for (int t = 0; t < 64; ++t) {
@@ -259,8 +259,8 @@ TEST(NormTest, IsTheRowsLargestMagnitudeRoundedUpToItsByte) {
 TEST(NormTest, TheTopIsRoundedUp) {
   const PageLayout layout{DType::kBFloat16, 1, 16, 64};
   const HackFormat format = Format("hack:rotation=none", layout);
-  for (const auto& [value, top] : {std::pair{0x5p-26f, 0x0002}, {0x1p-30f, 0x0001}, {0x1p-24f, 0x0001},
-                                   {65280.0f, 0x7bf8}, {0.0f, 0x0000}}) {
+  for (const auto& [value, top] :
+       {std::pair{0x5p-26f, 0x0002}, {0x1p-30f, 0x0001}, {0x1p-24f, 0x0001}, {65280.0f, 0x7bf8}, {0.0f, 0x0000}}) {
     std::vector<uint8_t> raw(layout.raw_bytes());
     for (int t = 0; t < 64; ++t) StoreElement(raw.data() + layout.raw_offset(1, 0, t), layout.dtype, t % 16, -value);
     HackCodes v;
