@@ -271,7 +271,7 @@ TEST(Attention, HeadDimsPagesAndTypes) {
 
 TEST(Attention, EncodedPagesAndLag) {
   for (const char* spec : {"hack:k_bits=2,v_bits=2", "hack", "hack:k_bits=4,v_bits=3", "hack:k_axis=token,k_bits=2",
-                           "hack:k_axis=token,k_bits=4,q=asymmetric,hadamard=1,part=32"}) {
+                           "hack:k_axis=token,k_bits=4,q=asymmetric,rotation=none,part=32"}) {
     SCOPED_TRACE(spec);
     Context context(MakeLayout(2, 128), 8, 64 * 5 + 20, 1, 7, spec);
     for (int lag = 0; lag <= 3; lag += kSample) {

@@ -151,10 +151,11 @@ int main(int argc, char** argv) {
   std::vector<std::string> specs = TakeFlags("codec", &argc, argv);
   if (specs.empty()) {
     for (const BenchSpec& spec : BenchSpecs()) specs.push_back(spec.spec);
-    for (const char* spec : {"hack:k_bits=8,v_bits=8", "hack:meta=16", "hack:rounding=stochastic",
-                             "hack:k_axis=token,k_bits=2,q=asymmetric,meta=16", "hack:k_axis=token,k_bits=2,hadamard=1",
-                             "million:k_m=64,k_bits=8,v_m=32,v_bits=8,calibration=synthetic",
-                             "zack+million:m=64,bits=8,calibration=synthetic"}) {
+    for (const char* spec :
+         {"hack:k_bits=8,v_bits=8", "hack:meta=16", "hack:rounding=stochastic",
+          "hack:k_axis=token,k_bits=2,q=asymmetric,meta=16", "hack:k_axis=token,k_bits=2",
+          "hack:rotation=none,v_norm=0", "million:k_m=64,k_bits=8,v_m=32,v_bits=8,calibration=synthetic",
+          "zack+million:m=64,bits=8,calibration=synthetic"}) {
       specs.push_back(spec);
     }
   }

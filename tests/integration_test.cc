@@ -135,7 +135,7 @@ INSTANTIATE_TEST_SUITE_P(
                       Case{kHack, 1, Kind::kOutliers}, Case{kHack, 2, Kind::kConstant}, Case{kHack, 1, Kind::kRepeated},
                       Case{kHack, 2, Kind::kNormal, DType::kBFloat16},
                       Case{kHack, 2, Kind::kOutliers, DType::kFloat16, 128}, Case{kHackEight, 0}, Case{kHackToken, 0},
-                      Case{"hack:k_bits=2,v_bits=1", 2}, Case{"hack:k_bits=4,v_bits=3,hadamard=1", 1},
+                      Case{"hack:k_bits=2,v_bits=1", 2}, Case{"hack:k_bits=4,v_bits=3,rotation=none", 1},
                       Case{"hack:k_axis=token,k_bits=4,v_bits=4,part=32,meta=16,q=asymmetric", 1}));
 
 TEST_F(IntegrationTest, ArenaAndInlineTensorsGiveTheSameBits) {

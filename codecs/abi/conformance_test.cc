@@ -55,7 +55,7 @@ TEST(ConformanceTest, EveryCodecOfThisRepositoryPassesAsAPlugin) {
                 {"pq", {}},
                 {"hack", {}},
                 {"hack", {{"k_bits", "2"}, {"v_bits", "1"}}},
-                {"hack", {{"k_axis", "token"}, {"q", "asymmetric"}, {"hadamard", "1"}}}};
+                {"hack", {{"k_axis", "token"}, {"q", "asymmetric"}, {"rotation", "none"}}}};
   for (const auto& [file, parameters] : kCases) {
     const ConformanceReport report = Judge(file, parameters, {});
     EXPECT_EQ(Failures(report), "") << file;

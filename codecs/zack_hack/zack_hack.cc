@@ -19,7 +19,8 @@ namespace {
 constexpr int kSegment = hack::kSegmentChannels;
 constexpr int kPartitionTokens = 64;  // of both sides: a partition has one step and minimum per channel
 constexpr int kTopBytes = 4;          // of a partition
-constexpr const char* kKeys[] = {"mode", "k_bits", "v_bits", "bytes", "allocation", "fold"};
+constexpr int kNormTopBytes = 2;      // of a page and head
+constexpr const char* kKeys[] = {"mode", "k_bits", "v_bits", "bytes", "allocation", "fold", "v_norm"};
 constexpr const char* kBitKeys[2] = {"k_bits", "v_bits"};
 constexpr double kDefaultBits[2] = {2, 1};
 constexpr const char* kMadeBy = "zack+hack";
@@ -34,10 +35,14 @@ absl::Status ParameterError(absl::string_view key, absl::string_view value, absl
   return InvalidField(absl::StrCat("codec parameter ", key), value, bound);
 }
 
-/// Steps and minima of a token and KV head, K and V, in bytes.
-double MetadataBytes(const PageLayout& layout) { return double(kSides) * 2 * layout.head_dim / kPartitionTokens; }
+/// Steps, minima and norm of a token and KV head, K and V, in bytes.
+double MetadataBytes(const PageLayout& layout, bool v_norm) {
+  return double(kSides) * 2 * layout.head_dim / kPartitionTokens + (v_norm ? 1 : 0);
+}
 /// Likewise the tops.
-double TopBytes() { return double(kSides) * kTopBytes / kPartitionTokens; }
+double TopBytes(const PageLayout& layout, bool v_norm) {
+  return double(kSides) * kTopBytes / kPartitionTokens + (v_norm ? double(kNormTopBytes) / layout.page_tokens : 0);
+}
 /// One bit for one segment: bytes of a token.
 constexpr double kBitBytes = kSegment / 8.0;
 
@@ -63,11 +68,22 @@ absl::Status ReadAllocation(absl::string_view field, absl::string_view value, Al
   return absl::OkStatus();
 }
 
+absl::Status ReadFlag(const CodecParameters& parameters, const char* key, bool* out) {
+  const auto given = parameters.find(key);
+  if (given == parameters.end()) return absl::OkStatus();
+  if (given->second != "0" && given->second != "1") {
+    return ParameterError(key, absl::StrCat("\"", given->second, "\""), "0 or 1");
+  }
+  *out = given->second == "1";
+  return absl::OkStatus();
+}
+
 std::string Spec(const ZackHackParameters& p) {
   const std::string budget =
       std::isnan(p.bytes) ? absl::StrCat("k_bits=", p.bits[0], ",v_bits=", p.bits[1]) : absl::StrCat("bytes=", p.bytes);
   return absl::StrCat("zack+hack:mode=", p.mode, ",", budget,
-                      ",allocation=", p.allocation == Allocation::kModel ? "model" : "head", ",fold=", p.fold ? 1 : 0);
+                      ",allocation=", p.allocation == Allocation::kModel ? "model" : "head", ",fold=", p.fold ? 1 : 0,
+                      ",v_norm=", p.v_norm ? 1 : 0);
 }
 
 std::string TensorName(absl::string_view mode, absl::string_view which) {
@@ -125,6 +141,7 @@ absl::StatusOr<ZackHackParameters> ParseParameters(const CodecContext& context, 
   KV_RETURN_IF_ERROR(hack::ParseHackParameters({}, context.layout).status());
   ZackHackParameters p;
   p.bytes = DefaultBytes(context.layout);
+  KV_RETURN_IF_ERROR(ReadFlag(parameters, "v_norm", &p.v_norm));
   KV_ASSIGN_OR_RETURN(p.mode, zack::ReadMode(parameters, *context.calibration, "zack_hack.mode"));
   for (int side = 0; side < kSides; ++side) {
     const auto given = parameters.find(kBitKeys[side]);
@@ -137,7 +154,7 @@ absl::StatusOr<ZackHackParameters> ParseParameters(const CodecContext& context, 
     KV_RETURN_IF_ERROR(ReadNumber(given->second, kBitKeys[side], 0, kWidthMax, &p.bits[side]));
   }
   if (const auto given = parameters.find("bytes"); given != parameters.end() || !std::isnan(p.bytes)) {
-    const double min = MetadataBytes(context.layout) + TopBytes();
+    const double min = MetadataBytes(context.layout, p.v_norm) + TopBytes(context.layout, p.v_norm);
     const double max = min + double(kSides) * kWidthMax * context.layout.head_dim / 8;
     const std::string text = given != parameters.end() ? given->second : absl::StrCat(p.bytes);
     KV_RETURN_IF_ERROR(ReadNumber(text, "bytes", min, max, &p.bytes));
@@ -150,12 +167,7 @@ absl::StatusOr<ZackHackParameters> ParseParameters(const CodecContext& context, 
         ReadAllocation(absl::StrCat("calibration ", context.calibration->source(), " metadata zack_hack.allocation"),
                        trained->second, &p.allocation));
   }
-  if (const auto given = parameters.find("fold"); given != parameters.end()) {
-    if (given->second != "0" && given->second != "1") {
-      return ParameterError("fold", absl::StrCat("\"", given->second, "\""), "0 or 1");
-    }
-    p.fold = given->second == "1";
-  }
+  KV_RETURN_IF_ERROR(ReadFlag(parameters, "fold", &p.fold));
   return p;
 }
 
@@ -209,7 +221,8 @@ LayerWidths MakeWidths(const ZackHackParameters& parameters, const PageLayout& l
                                          int64_t(std::nearbyint(parameters.bits[1] * segments * heads))};
     return model ? AllocatePerSide(energies, bits) : AllocatePerHead(energies, bits);
   }
-  const double codes = std::max(0.0, parameters.bytes - MetadataBytes(layout) - (model ? TopBytes() : 0));
+  const double metadata = MetadataBytes(layout, parameters.v_norm) + (model ? TopBytes(layout, parameters.v_norm) : 0);
+  const double codes = std::max(0.0, parameters.bytes - metadata);
   const int64_t bits =
       std::min(int64_t(std::floor(codes * heads / kBitBytes)), int64_t(kSides * kWidthMax * segments * heads));
   if (model) return AllocateAcrossModel(energies, bits);
@@ -232,9 +245,9 @@ absl::StatusOr<std::unique_ptr<Codec>> MakeCodec(const CodecContext& context, co
   options.new_device_codec = MakeZackHackDeviceCodec;
   PageLayout rotated = context.layout;
   rotated.dtype = DType::kFloat16;
-  hack::HackParameters codes;  // widths and ranges are each segment's own
-  codes.rotation = hack::Rotation::kNone;
-  codes.v_norm = false;
+  hack::HackParameters codes;              // widths and ranges are each segment's own
+  codes.rotation = hack::Rotation::kNone;  // the factors rotate
+  codes.v_norm = parameters.v_norm;
   std::vector<zack::HeadRotation> heads;
   std::vector<std::shared_ptr<const Codec>> inner;
   for (int layer = 0; layer < context.layers; ++layer) {

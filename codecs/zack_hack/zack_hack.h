@@ -1,20 +1,21 @@
 // ZACK+HACK: K and V rotated by ZACK's factors in all channels, each segment of 16 rotated channels with a width of its
 // own from calibration, encoded as HACK pages that attention multiplies (docs/codecs.md, "ZACK+HACK").
 //
-//   zack+hack:mode=balanced,bytes=56,allocation=head,fold=0,calibration=NAME
-//   zack+hack:mode=balanced,k_bits=1.5,v_bits=1,allocation=model,fold=0,calibration=NAME
+//   zack+hack:mode=balanced,bytes=56,allocation=head,fold=0,v_norm=1,calibration=NAME
+//   zack+hack:mode=balanced,k_bits=1.5,v_bits=1,allocation=model,fold=0,v_norm=1,calibration=NAME
 //
 // mode: joint | balanced; by default what won on the calibration text. k_bits, v_bits: average bits per channel, 0..4
 // (2 and 1 where only the other is given). bytes: of a token and KV head, K and V with their metadata; 56 head_dim /
 // 128 by default. allocation: head: every layer and head gets the same; model: all share one budget, by sensitivity. By
-// default what the artifact says. fold: outputs stay rotated, for a client that folds the way back into W_O.
+// default what the artifact says. fold: outputs stay rotated, for a client that folds the way back into W_O. v_norm:
+// V's norms by token are stored apart, as hack does.
 //
 // What a budget buys: an average of b bits is round(b * head_dim / 16) bits for the segments of a head and side
 // (allocation=head; ties to even, as the reference), or round(b * head_dim / 16 * layers * kv_heads) for those of a
 // side in all layers and heads (allocation=model; in a policy, the layers that the codec serves). bytes with
-// allocation=head pays codes, steps and minima, head_dim / 8 * (k_bits + v_bits) + head_dim / 16; the tops, 8 bytes per
-// page and head, come on top as in hack's figures. bytes with allocation=model pays everything: the mean over layers
-// and heads never exceeds it.
+// allocation=head pays codes, steps, minima and norms, head_dim / 8 * (k_bits + v_bits) + head_dim / 16 + v_norm; the
+// tops, 8 bytes per page and head and 2 of the norms, come on top as in hack's figures. bytes with allocation=model
+// pays everything: the mean over layers and heads never exceeds it.
 #pragma once
 
 #include <memory>
@@ -32,7 +33,7 @@ void RegisterZackHack(CodecRegistry& registry);
 namespace zack_hack {
 
 /// Of zack+hack's spec and pages; the pages' own format is hack's.
-inline constexpr uint32_t kFormatVersion = 1;
+inline constexpr uint32_t kFormatVersion = 2;
 
 enum class Allocation : uint8_t { kHead, kModel };
 
@@ -42,6 +43,7 @@ struct ZackHackParameters {
   double bits[2] = {0, 0};  // average of K, V; only where bytes is NaN
   Allocation allocation = Allocation::kHead;
   bool fold = false;
+  bool v_norm = true;
 };
 
 /// bytes where nothing is said: 56 at 128 channels.

@@ -89,6 +89,7 @@ std::unique_ptr<DeviceCodec> MakeZackHackDeviceCodec(const zack::RotatedCodec& c
   for (int l = 0; l < layers; ++l) {
     formats.push_back(&static_cast<const hack::HackCodec&>(codec.inner(l)).format());
   }
+  if (formats[0]->parameters.v_norm) return nullptr;  // not written yet
   const hack::HackDeviceFormat format = hack::MakeHackDeviceFormat(formats);
 
   device::DeviceImage image;

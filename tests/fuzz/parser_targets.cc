@@ -340,8 +340,8 @@ class CodecSpecTarget final : public FuzzTarget {
             "hack",
             "hack:k_bits=3,v_bits=2",
             "hack:k_axis=channel,k_bits=3,v_bits=2,meta=8,part=64,k_range=minmax,v_range=minmax,rounding=nearest,"
-            "q=symmetric,sums=0,hadamard=0",
-            "hack:k_axis=token,k_bits=8,v_bits=8,meta=16,part=128,q=asymmetric,sums=1,hadamard=1",
+            "q=symmetric,sums=0,rotation=hadamard,v_norm=1",
+            "hack:k_axis=token,k_bits=8,v_bits=8,meta=16,part=128,q=asymmetric,sums=1,rotation=none,v_norm=0",
             "hack:v_bits=1,v_range=least_squares,rounding=stochastic",
             "name:a=b,c=d,e=,=f,:,=="};
   }
