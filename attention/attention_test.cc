@@ -273,10 +273,12 @@ TEST(Attention, EncodedPagesAndLag) {
   for (const char* spec : {"hack:k_bits=2,v_bits=2", "hack", "hack:k_bits=4,v_bits=3", "hack:k_axis=token,k_bits=2",
                            "hack:k_axis=token,k_bits=4,q=asymmetric,rotation=none,part=32"}) {
     SCOPED_TRACE(spec);
-    Context context(MakeLayout(2, 128), 8, 64 * 5 + 20, 1, 7, spec);
-    for (int lag = 0; lag <= 3; lag += kSample) {
-      context.Check(context.tokens() - 1, 1, lag, 3e-2);
-      context.Check(64 * 4 - 2, 30, lag, 3e-2);
+    for (int d : {64, 128, 256}) {
+      Context context(MakeLayout(2, d), 8, 64 * 5 + 20, 1, 7, spec);
+      for (int lag = 0; lag <= 3; lag += d == 128 ? kSample : 2) {
+        context.Check(context.tokens() - 1, 1, lag, 3e-2);
+        context.Check(64 * 4 - 2, 30, lag, 3e-2);
+      }
     }
   }
 }

@@ -186,7 +186,7 @@ TEST(ZackHackAttentionTest, EveryAllocationAgainstTheReference) {
   for (const CodecParameters& parameters : {CodecParameters{},
                                             {{"bytes", "32"}, {"allocation", "model"}},
                                             {{"k_bits", "4"}, {"v_bits", "3.5"}},
-                                            {{"bytes", "8.125"}},  // means alone
+                                            {{"bytes", "9.25"}},  // means alone
                                             {{"k_bits", "0"}, {"v_bits", "2"}, {"mode", "joint"}}}) {
     Sequence sequence(context, parameters, 1, 6, 1);
     sequence.Check(6 * 64 - 5, 4, 1, 1, false, kTolerance);
@@ -211,10 +211,13 @@ TEST(ZackHackAttentionTest, OpenPagesAndPageBoundaries) {
 
 TEST(ZackHackAttentionTest, OtherShapes) {
   for (const PageLayout& layout : {PageLayout{DType::kBFloat16, 1, 64, 128}, PageLayout{DType::kFloat16, 1, 256, 64},
-                                   PageLayout{DType::kFloat16, 3, 96, 64}, PageLayout{DType::kFloat16, 1, 32, 192}}) {
+                                   PageLayout{DType::kFloat16, 2, 64, 64}, PageLayout{DType::kFloat16, 3, 96, 64},
+                                   PageLayout{DType::kFloat16, 1, 32, 192}}) {
     const CodecContext context = SyntheticContext(layout, 1, layout.kv_heads * 2);
-    Sequence sequence(context, {{"k_bits", "2"}, {"v_bits", "1"}}, 0, 4, 4);
-    sequence.Check(4 * layout.page_tokens - 3, 2, 1, 1, false, kTolerance);
+    for (const char* v_norm : {"0", "1"}) {
+      Sequence sequence(context, {{"k_bits", "2"}, {"v_bits", "1"}, {"v_norm", v_norm}}, 0, 4, 4);
+      sequence.Check(4 * layout.page_tokens - 3, 2, 1, 1, false, kTolerance);
+    }
   }
 }
 

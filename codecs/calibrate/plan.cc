@@ -18,7 +18,7 @@ constexpr char kCodecs[] = "one that is calibrated: million, zack, zack+hack, za
 absl::Span<const char* const> KeysOf(absl::string_view codec) {
   static constexpr const char* kMillion[] = {"m", "bits", "k_m", "k_bits", "v_m", "v_bits", "scope"};
   static constexpr const char* kZack[] = {"mode", "rate", "fold"};
-  static constexpr const char* kZackHack[] = {"mode", "k_bits", "v_bits", "bytes", "allocation", "fold"};
+  static constexpr const char* kZackHack[] = {"mode", "k_bits", "v_bits", "bytes", "allocation", "fold", "v_norm"};
   static constexpr const char* kZackMillion[] = {"mode",   "fold", "m",      "bits", "k_m",
                                                  "k_bits", "v_m",  "v_bits", "scope"};
   if (codec == "million") return kMillion;

@@ -42,9 +42,10 @@ TEST(CalibrationPlanTest, SubspacesByDefaultAreTheCodecs) {
 }
 
 TEST(CalibrationPlanTest, ParametersOfCodecsAreKnown) {
-  for (const char* spec : {"zack", "zack:mode=joint,rate=0.3,fold=1,calibration=x", "default", "default:calibration=x",
-                           "zack+hack:mode=joint,k_bits=2,v_bits=1,allocation=head,fold=0", "zack+hack:bytes=40",
-                           "zack+million:mode=joint,fold=1,k_m=16,k_bits=4,v_m=16,v_bits=4,scope=head"}) {
+  for (const char* spec :
+       {"zack", "zack:mode=joint,rate=0.3,fold=1,calibration=x", "default", "default:calibration=x",
+        "zack+hack:mode=joint,k_bits=2,v_bits=1,allocation=head,fold=0,v_norm=0", "zack+hack:bytes=40",
+        "zack+million:mode=joint,fold=1,k_m=16,k_bits=4,v_m=16,v_bits=4,scope=head"}) {
     EXPECT_TRUE(CalibrationPlan::Make({spec}, 128).ok()) << spec;
   }
   for (const auto& [spec, key, allowed] : {std::tuple("zack:foo=1", "foo", "mode, rate, fold"),

@@ -154,7 +154,9 @@ absl::StatusOr<ZackHackParameters> ParseParameters(const CodecContext& context, 
     KV_RETURN_IF_ERROR(ReadNumber(given->second, kBitKeys[side], 0, kWidthMax, &p.bits[side]));
   }
   if (const auto given = parameters.find("bytes"); given != parameters.end() || !std::isnan(p.bytes)) {
-    const double min = MetadataBytes(context.layout, p.v_norm) + TopBytes(context.layout, p.v_norm);
+    // Rounded up to eighths: a short number, which a message says in full.
+    const double min =
+        std::ceil(8 * (MetadataBytes(context.layout, p.v_norm) + TopBytes(context.layout, p.v_norm))) / 8;
     const double max = min + double(kSides) * kWidthMax * context.layout.head_dim / 8;
     const std::string text = given != parameters.end() ? given->second : absl::StrCat(p.bytes);
     KV_RETURN_IF_ERROR(ReadNumber(text, "bytes", min, max, &p.bytes));
