@@ -8,6 +8,9 @@ Layouts of one layer's cache, B blocks of N tokens, H heads of D values, strides
 
 On a GPU, copies go by a stream of their own. Nothing here waits for a GPU but Fence.wait(), and it waits for the copies
 alone: what the engine's stream wrote before is ordered by an event that the copies' stream waits for.
+
+Engines run their steps in torch.inference_mode(), and copies run in another thread, outside of it. torch lets no such thread
+write to an inference tensor. So staging has no tensors of that mode, and the engine's caches are written in it.
 """
 
 from __future__ import annotations
@@ -103,10 +106,11 @@ class PagedCopy:
         """Copies rows k and v into blocks of `layer` behind `after`. Only begun: rows are read, and blocks there, behind
         the fence."""
         if not self.cuda:
-            for view, rows in zip(self._views[layer], (k, v)):
-                view.index_copy_(0, indices, rows.reshape(len(indices), *view.shape[1:]))
+            with torch.inference_mode():
+                for view, rows in zip(self._views[layer], (k, v)):
+                    view.index_copy_(0, indices, rows.reshape(len(indices), *view.shape[1:]))
             return Fence()
-        with torch.cuda.stream(self._load_stream):
+        with torch.inference_mode(), torch.cuda.stream(self._load_stream):
             after.hold()
             on_device = indices.to(self.device, non_blocking=True)
             for view, rows in zip(self._views[layer], (k, v)):
@@ -209,8 +213,9 @@ class Extent:
         self._first, self.blocks = first, blocks
         layers, two, tokens, heads, head_dim = staging._shape
         begin, size = first * staging.block_bytes, blocks * staging.block_bytes
-        flat = staging._memory[begin : begin + size].view(staging._dtype)
-        self._rows = flat.view(layers, two, blocks * tokens, heads, head_dim)
+        with torch.inference_mode(False):  # a view made in the engine's step would be an inference tensor
+            flat = staging._memory[begin : begin + size].view(staging._dtype)
+            self._rows = flat.view(layers, two, blocks * tokens, heads, head_dim)
 
     def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._rows[layer, 0], self._rows[layer, 1]

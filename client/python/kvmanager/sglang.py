@@ -277,8 +277,9 @@ class KvManagerHiCache(HiCacheStorage):
                     if found:
                         with _Room(staging, len(found)) as extent:
                             _read(cache, pool, extent, [each for _, each in found])
-                            for side in range(2):
-                                take(pool.rows(extent, side), side, [place for place, _ in found])
+                            with torch.inference_mode():  # the caller's pages may be inference tensors
+                                for side in range(2):
+                                    take(pool.rows(extent, side), side, [place for place, _ in found])
                         for place, _ in found:
                             done[place] = True
                 finally:

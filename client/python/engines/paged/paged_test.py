@@ -125,6 +125,23 @@ class PagedTest(unittest.TestCase):
                 self.assertTrue(bool((rows == 2.0).all()))
         self.assertTrue(Fence().passed())
 
+    def test_an_engine_in_inference_mode(self) -> None:
+        """Its step takes staging, perhaps its caches were made there, too; a thread without that mode copies."""
+        tokens, ids, there = 16, [5, 2, 17, 9], [3, 4, 20, 1]
+        staging = self.staging(tokens, 8)
+        with torch.inference_mode():
+            filled, empty = (caches("BHN(KV)", tokens, self.device, fill) for fill in (True, False))
+            source, target = (PagedCopy(each, BLOCKS, tokens, HEADS, HEAD_DIM) for each in (filled, empty))
+            extent = staging.take(len(ids))
+        self.assertTrue(empty[0].is_inference())
+        self.assertFalse(torch.is_inference_mode_enabled())
+        for layer in range(LAYERS):
+            rows = extent.rows(layer)
+            source.save(layer, source.indices(ids), *rows, source.here()).wait()
+            target.load(layer, target.indices(there), *rows, target.here()).wait()
+        for was, now in zip(filled, empty):
+            self.assertTrue(torch.equal(was[ids], now[there]))
+
     def test_through_the_daemon(self) -> None:
         """raw: equal bytes. K3V2: the codec's error."""
         for codec, bounds in (("raw", (0.0, 0.0)), ("hack:k_bits=3,v_bits=2", (0.25, 0.5))):

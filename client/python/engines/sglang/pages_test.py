@@ -188,6 +188,19 @@ class PagesTest(DaemonTestCase):
         with self.assertRaisesRegex(ValueError, "must be without sinks"):
             Engine(self.daemon.listen, codec=codec + ";sinks=64")
 
+    def test_pages_of_an_engine_in_inference_mode(self) -> None:
+        """Where host pages are inference tensors, the backend's thread writes them all the same."""
+        keys, was, now = keys_of(40, 4), [3, 4, 5, 6], [10, 11, 12, 13]
+        with torch.inference_mode(), Engine(self.daemon.listen, seed=41) as engine:
+            self.assertTrue(engine.host.is_inference())
+            self.assertEqual([True] * 4, engine.store(keys, was))
+            self.assertEqual([True] * 4, engine.load(keys, now))
+            self.assert_pages(engine.pool, was, engine.pool, now)
+            flat = engine.backend.batch_get(keys)
+            self.assertNotIn(None, flat)
+            for page, got in zip(was, flat):
+                self.assertTrue(torch.equal(engine.pool[:, :, page].reshape(-1), got))
+
     def test_the_daemon_dies_and_comes_back(self) -> None:
         keys, pages = keys_of(30, 4), [3, 4, 5, 6]
         with Daemon(host_pool="64MiB") as daemon, Engine(daemon.listen, seed=31) as engine:

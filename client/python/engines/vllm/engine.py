@@ -86,8 +86,9 @@ class Worker:
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         self.runner = ActiveKVConnector(engine.config, self.layers)
 
+    @torch.inference_mode()
     def step(self, output):
-        """What a model runner does in a step; returns the connector's output."""
+        """What a model runner does in a step, in its mode; returns the connector's output."""
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         with set_forward_context(None, self.engine.config):
             self.runner.pre_forward(output)

@@ -177,8 +177,9 @@ class Rank:
 
     # Steps.
 
+    @torch.inference_mode()
     def step(self, plan: StepPlan, forward: Callable[[int], None] = lambda layer: None) -> None:
-        """What vLLM's model runner does in a step; gathers what the connector says."""
+        """What vLLM's model runner does in a step, in its mode; gathers what the connector says."""
         connector = self.connector
         connector.handle_preemptions(plan)
         connector.bind_connector_metadata(plan)

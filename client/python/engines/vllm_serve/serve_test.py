@@ -1,0 +1,140 @@
+"""`vllm serve` of SmolLM2 with kvmanager's connector, as docs/engines.md says: a real engine, model and daemon.
+
+raw: the text that vLLM gives without the connector, also behind a prefix that comes from the daemon after a restart of the
+engine. A lossy codec: text that vLLM without the connector finds about as likely as its own. Likelihood is the mean natural
+logarithm of a token's probability, over the answers to all prompts, behind the prompts as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+import unittest
+
+import smollm2
+from engine_testing import published
+from kvmanager_testing import Daemon, data_path
+from server import BLOCK_TOKENS, Server
+
+# What docs/engines.md recommends, and what the others are made of.
+RECOMMENDED_CODECS = (
+    "hack:k_bits=4,v_bits=3;sinks=64",
+    "default;sinks=64",
+)
+# Without raw sinks this codec makes garbage of SmolLM2: a check that it passes checks nothing.
+GARBAGE_CODEC = "hack:k_bits=3,v_bits=2;sinks=0"
+# How much less likely than vLLM's own text, in nats per token, a codec's may be.
+LOSS_MAX = 0.5
+
+ANSWER_TOKENS = 48
+_STORE_S = 300
+_WAIT_MS = 60000  # of the connector for the daemon: not a test of how busy the machine is
+_QUESTION = "Read the following text.\n\n{}\n\nNow tell me in a few sentences what the text says about {}."
+_SUBJECTS = ("lighthouses", "bread", "honeybees", "rivers")
+
+
+def questions() -> list[str]:
+    """A question about each passage, behind all of them; each begins with another."""
+    with open(data_path("client/python/engines/vllm_serve/passages.txt"), encoding="utf-8") as file:
+        passages = file.read().strip().split("\n\n")
+    assert len(passages) == len(_SUBJECTS), len(passages)
+    return [
+        _QUESTION.format("\n\n".join(passages[place:] + passages[:place]), subject)
+        for place, subject in enumerate(_SUBJECTS)
+    ]
+
+
+class ServeTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.daemon = cls.enterClassContext(Daemon(host_pool="512MiB"))
+        folder = cls.enterClassContext(tempfile.TemporaryDirectory(prefix="smollm2"))
+        cls.model = smollm2.convert(os.path.join(folder, "smollm2"))
+        cls.plain = cls.enterClassContext(Server(cls.model)).ready()
+        cls.prompts = [cls.plain.chat_tokens(question) for question in questions()]
+
+    def server(self, codec: str) -> Server:
+        """Not yet ready, so that two start at a time."""
+        extra = {"address": self.daemon.listen, "codec": codec, "lookup_ms": _WAIT_MS, "deadline_ms": _WAIT_MS}
+        server = Server(self.model, extra)
+        self.addCleanup(server.stop)
+        return server
+
+    def answers(self, server: Server, tokens: int = ANSWER_TOKENS) -> list[tuple[str, list[int]]]:
+        """One prompt at a time: then nothing that is computed depends on when another one came."""
+        return [server.generate(prompt, tokens) for prompt in self.prompts]
+
+    def wait_for_published(self, blocks: int, server: Server) -> None:
+        end = time.monotonic() + _STORE_S
+        while (found := published(self.daemon)) < blocks and time.monotonic() < end:
+            time.sleep(0.1)
+        if found < blocks:
+            self.fail(f"{found} blocks are stored, must be {blocks}: {server.kvmanager_lines()}")
+
+    def prompt_blocks(self) -> int:
+        return sum(len(prompt) // BLOCK_TOKENS for prompt in self.prompts)
+
+    def hit_tokens(self) -> int:
+        """Of the prompts: vLLM computes the last token always."""
+        return sum((len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in self.prompts)
+
+    def assert_hits(self, server: Server, before: float = 0) -> None:
+        """All blocks of all prompts came from the daemon, as the connector and vLLM itself count them."""
+        self.assertEqual(self.hit_tokens(), server.metric("vllm:kvmanager_loaded_tokens_total") - before)
+        self.assertEqual(self.hit_tokens(), server.metric("vllm:external_prefix_cache_hits_total") - before)
+        self.assertEqual(0, server.metric("vllm:kvmanager_loads_failed_total"))
+
+    def test_raw_gives_the_text_of_vllm_also_after_a_restart(self) -> None:
+        with self.server("raw") as first:
+            self.plain.forget()
+            computed, found = self.answers(self.plain), self.answers(self.plain)  # found: behind vLLM's own prefix cache
+            first.ready()
+            before = published(self.daemon)
+            self.assertEqual(computed, self.answers(first))
+            self.assertEqual(0, first.metric("vllm:kvmanager_loaded_tokens_total"))
+            self.wait_for_published(before + self.prompt_blocks(), first)
+        with self.server("raw").ready() as second:
+            self.assertEqual(found, self.answers(second))
+            self.assert_hits(second)
+
+    def likelihood(self, answers: list[tuple[str, list[int]]]) -> float:
+        logs = [
+            log
+            for prompt, (_, tokens) in zip(self.prompts, answers)
+            for log in self.plain.log_likelihoods(prompt, tokens)
+        ]
+        return statistics.fmean(logs)
+
+    def behind_encoded_pages(self, server: Server) -> list[tuple[str, list[int]]]:
+        """Answers where the prompts come from the daemon, as its codec gives them back."""
+        before = published(self.daemon)
+        self.answers(server, 1)
+        self.wait_for_published(before + self.prompt_blocks(), server)
+        server.forget()
+        answers = self.answers(server)
+        self.assert_hits(server)
+        return answers
+
+    def test_lossy_codecs_keep_the_text_likely(self) -> None:
+        codecs = (*RECOMMENDED_CODECS, GARBAGE_CODEC)
+        own = self.likelihood(self.answers(self.plain))
+        print(f"vLLM's own text: log-likelihood {own:.3f} per token", flush=True)
+        losses: dict[str, float] = {}
+        following = self.server(codecs[0])
+        for codec, after in zip(codecs, (*codecs[1:], None)):
+            with following.ready() as server:
+                following = self.server(after) if after else None
+                answers = self.behind_encoded_pages(server)
+            losses[codec] = own - self.likelihood(answers)
+            print(f"{codec}: {losses[codec]:.3f} less; begins {answers[0][0][:160]!r}", flush=True)
+        for codec in RECOMMENDED_CODECS:
+            with self.subTest(codec=codec):
+                self.assertLessEqual(losses[codec], LOSS_MAX)
+        with self.subTest(codec=GARBAGE_CODEC):
+            self.assertGreater(losses[GARBAGE_CODEC], LOSS_MAX, "the bound tells garbage from text no more")
+
+
+if __name__ == "__main__":
+    unittest.main()
