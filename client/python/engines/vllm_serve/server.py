@@ -62,8 +62,9 @@ class Server:
             "VLLM_SERVER_DEV_MODE": "1",  # reset_prefix_cache
             "GLOO_SOCKET_IFNAME": "lo",
             "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "2",
+            "OMP_NUM_THREADS": "1",  # threads that wait for one another take minutes on a busy machine
             "PYTHONHASHSEED": "0",
+            "TORCHDYNAMO_DISABLE": "1",  # log-likelihoods compile a kernel else
         }
         self._process = subprocess.Popen(
             [sys.executable, _SUPERVISE, *command], env=environment, stdout=self._log, stderr=subprocess.STDOUT
