@@ -3,7 +3,7 @@
     import kvmanager.transformers as kvt                     # registers the attention function
 
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="kvmanager")
-    kv = kvt.attach(model, "unix:/run/kvmanager/kvmanager.sock", codec="hack:k_bits=3,v_bits=2")
+    kv = kvt.attach(model, "unix:/run/kvmanager/kvmanager.sock", codec="hack:k_bits=4,v_bits=3")
     with kv.cache(input_ids, attention_mask) as cache:       # begins with the prefix that the daemon has
         model.generate(input_ids, attention_mask=attention_mask, past_key_values=cache)
 
