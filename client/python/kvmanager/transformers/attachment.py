@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import json
 import struct
 import weakref
 from array import array
@@ -11,13 +10,16 @@ from typing import Any, NamedTuple
 import torch
 
 import kvmanager as kv
+from kvmanager._facts import position_facts
 from kvmanager.transformers.cache import KvCache
 from kvmanager.transformers.fold import factors_digest, fingerprint, folded_with
 from kvmanager.transformers.paths import DevicePath, HostPath
 from kvmanager.transformers.rows import Row, leads_of_mask
+from kvmanager.transformers.windows import Window, WindowedLayers, windows_of
 
-_BLOB = struct.Struct("<4sIII")  # magic, ids in the cache, ids chosen beyond them, bytes of the caller
-_MAGIC = b"kvT1"
+# Magic, ids in the cache, ids chosen beyond them, bytes of the windowed layers' ticket, bytes of the caller.
+_BLOB = struct.Struct("<4sIIII")
+_MAGIC = b"kvT2"
 
 
 class Claimed(NamedTuple):
@@ -34,15 +36,10 @@ def attach(model: torch.nn.Module, address: str, **options: Any) -> "Attachment"
     return Attachment(model, address, **options)
 
 
-def _rope(config: Any) -> str:
-    facts = {name: getattr(config, name) for name in ("rope_parameters", "rope_theta", "rope_scaling",
-                                                      "partial_rotary_factor") if getattr(config, name, None)}
-    return json.dumps(facts, sort_keys=True, default=str)
-
-
 class Attachment:
     """model: a decoder loaded with attn_implementation="kvmanager". It is not changed, but for a hook that tells caches
-    of a forward pass.
+    of a forward pass. Layers that attend to a window of tokens (Gemma 3, gpt-oss) keep their last keys and values in
+    this process, the daemon's cache has the others: see KvCache.window_bytes, window_description.
 
     address: "unix:PATH" of the daemon on this host.
     codec, lag_pages, page_tokens, tenant, calibration_digest: as Client.open_cache takes them.
@@ -85,6 +82,12 @@ class Attachment:
         self._vocabulary = config.vocab_size
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.query_heads
         self.default_scale_inverse = self.head_dim**0.5
+        windows = windows_of(config, self.layers)
+        if all(window is not None for window in windows):
+            windows = (None,) * self.layers  # contexts up to the window are attended in the daemon: attention() says so
+        self.windows = windows
+        self.daemon_layers = {layer: place for place, layer in enumerate(
+            layer for layer, window in enumerate(windows) if window is None)}
         self.page_tokens = page_tokens
         self.publish_prompts = publish_prompts
         self.tokens_computed = 0  # tokens whose queries were attended, in each layer
@@ -95,9 +98,12 @@ class Attachment:
         self._samples_weights = not revision
         self._options = dict(
             model=model_name or config._name_or_path.rstrip("/").rpartition("/")[2] or type(model).__name__,
-            revision=revision or fingerprint(model), tenant=tenant, rope=_rope(config), layers=self.layers,
+            revision=revision or fingerprint(model), tenant=tenant, rope=position_facts(config), layers=len(self.daemon_layers),
             kv_heads=self.kv_heads, query_heads=self.query_heads, head_dim=self.head_dim, page_tokens=page_tokens,
             dtype=dtype, codec=codec, lag_pages=lag_pages, device=device, calibration_digest=calibration_digest)
+        self.windowed: WindowedLayers | None = None
+        if len(self.daemon_layers) < self.layers:
+            self.windowed = WindowedLayers(windows, self._options, self.torch_device)
         self._connect = functools.partial(kv.connect, address, name=name, deadline_ms=deadline_ms)
         self.client = self._connect()
         self.path: HostPath | DevicePath
@@ -111,6 +117,8 @@ class Attachment:
 
     def _open(self) -> None:
         self._cache = self.client.open_cache(**self._options)
+        if self.windowed is not None:
+            self.windowed.open(self.client, self._options)
         shape = dict(kv_heads=self.kv_heads, query_heads=self.query_heads, head_dim=self.head_dim,
                      dtype=self._options["dtype"])
         device = self._options["device"]
@@ -145,10 +153,17 @@ class Attachment:
         """Of the daemon's cache: kvmanager.CacheDescription."""
         return self._cache.description
 
+    @property
+    def window_description(self) -> Any:
+        """Of the daemon's cache of blocks of layers with a window: kvmanager.CacheDescription; None: there is none."""
+        return None if self.windowed is None else self.windowed.description
+
     def output_factors(self) -> list:
-        """Of each layer, Cache.output_factors()."""
+        """Of each layer, Cache.output_factors(); None of layers with a window."""
         if self._factors is None:
-            self._factors = [self._cache.output_factors(layer) for layer in range(self.layers)]
+            self._factors = [None] * self.layers
+            for layer, place in self.daemon_layers.items():
+                self._factors[layer] = self._cache.output_factors(place)
         return self._factors
 
     def cache(self, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None, *,
@@ -163,18 +178,37 @@ class Attachment:
         self._attach_again()
         self._check_folded()
         if input_ids is None:
-            return KvCache(self, [Row(made) for made in self.new_sequences([None] * rows, [0] * rows)], 0, expand)
+            return self.empty_cache(rows, expand)
         count, width = input_ids.shape
         leads = [0] * count if attention_mask is None else leads_of_mask(attention_mask, width)
         prompts = [array("I", ids[lead:]) for ids, lead in zip(input_ids.tolist(), leads)]
         # The last token is computed in any case: the next one comes from its logits.
         names = [self.block_names(ids[: max(0, len(ids) - 1)]) for ids in prompts]
         made = self.new_sequences(names, [len(ids) for ids in prompts])
-        row_list = []
-        for sequence, ids, lead in zip(made, prompts, leads):
+        row_list, states = [], []
+        for sequence, ids, lead, named in zip(made, prompts, leads, names):
             hit = sequence.hit_blocks * self.page_tokens
+            if self.windowed is not None:
+                state = None
+                if tokens := self.windowed.usable(named, hit):
+                    state = self.windowed.read(named, tokens)
+                states.append(state)
+                if state is None:  # none is usable, or it was evicted since
+                    tokens = 0
+                if tokens < hit:
+                    sequence.crop(tokens)
+                    hit = tokens
             row_list.append(Row(sequence, lead, hit, ids[:hit]))
-        return KvCache(self, row_list, min((row.lead + row.tokens for row in row_list), default=0), expand)
+        columns = min((row.lead + row.tokens for row in row_list), default=0)
+        return KvCache(self, row_list, columns, expand, self._window(len(row_list), states))
+
+    def _window(self, rows: int, states: list) -> Window | None:
+        if self.windowed is None:
+            return None
+        window = Window(self.windowed, rows)
+        if any(state is not None for state in states):
+            window.set_rows(states)
+        return window
 
     def claim(self, tickets: list, pad_token_id: int = 0) -> Claimed:
         """Takes over the rows of a cache that KvCache.hand_off() sent to this daemon, once. Connects again if the
@@ -182,14 +216,15 @@ class Attachment:
         what is no such row."""
         self._attach_again()
         self._check_folded()
-        rows, sequences, blobs = [], [], []
+        rows, sequences, blobs, states = [], [], [], []
         for ticket in tickets:
             got = self._cache.claim(ticket)
-            ids, chosen, blob = _unpack(bytes(got.blob))
+            ids, chosen, window_ticket, blob = _unpack(bytes(got.blob))
             if len(ids) != got.tokens:
                 raise ValueError(f"blob: names {len(ids)} tokens; the sequence has {got.tokens}")
             if max(ids + chosen, default=0) >= self._vocabulary:
                 raise ValueError(f"blob: names token {max(ids + chosen)}; the vocabulary has {self._vocabulary}")
+            states.append(self._claim_window(window_ticket, got.tokens))
             rows.append(Row(got.sequence, 0, got.tokens, ids))
             sequences.append(ids + chosen)
             blobs.append(blob)
@@ -200,8 +235,20 @@ class Attachment:
             row.lead = width - len(ids)
             input_ids[at, row.lead :] = torch.tensor(ids.tolist(), dtype=torch.long)
             mask[at, row.lead :] = 1
-        cache = KvCache(self, rows, min(row.lead + row.tokens for row in rows), 1)
+        window = self._window(len(rows), states)
+        cache = KvCache(self, rows, min(row.lead + row.tokens for row in rows), 1, window)
         return Claimed(cache, input_ids.to(self.torch_device), mask.to(self.torch_device), blobs)
+
+    def _claim_window(self, ticket: bytes, tokens: int) -> Any:
+        if bool(ticket) != (self.windowed is not None and tokens > 0):
+            raise ValueError("blob: comes from a model whose layers have windows where this one's have not, or reversely")
+        if not ticket:
+            return None
+        state = self.windowed.claim(ticket)
+        wanted = min(tokens, self.windowed.longest - 1)
+        if state[0].shape[1] < wanted or state[0].shape[1] > tokens:
+            raise ValueError(f"blob: the windowed layers have {state[0].shape[1]} tokens; must have {wanted}..{tokens}")
+        return state
 
     def close(self) -> None:
         """Gives back everything: caches made here are void."""
@@ -226,17 +273,26 @@ class Attachment:
         the next cache begins another."""
         self._gave_up = True
 
+    def empty_cache(self, rows: int, expand: int = 1) -> KvCache:
+        made = [Row(sequence) for sequence in self.new_sequences([None] * rows, [0] * rows)]
+        return KvCache(self, made, 0, expand, self._window(rows, []))
+
     def new_sequences(self, names: list, prompt_tokens: list[int]) -> list:
         return self._cache.create_sequences(names, prompt_tokens)
 
     def block_names(self, ids: array) -> Any:
         return self._cache.block_names(ids)
 
-    def send(self, row: Row, chosen: list[int], blob: bytes, peer: str, options: dict[str, Any]) -> Any:
+    def send(self, row: Row, chosen: list[int], blob: bytes, peer: str, options: dict[str, Any], state: Any) -> Any:
+        """state: k and v of the layers with windows, or None."""
         if row.ids is None:
             raise ValueError("hand_off: a row was fed embeddings, whose ids the other side could not know")
-        head = _BLOB.pack(_MAGIC, len(row.ids), len(chosen), len(blob))
-        packed = head + row.ids.tobytes() + array("I", chosen).tobytes() + blob
+        ticket = b""
+        if state is not None:
+            sent = self.windowed.hand_off(*state, peer, options)
+            ticket, peer = sent.ticket, sent.peer  # of several peers the one that took it
+        head = _BLOB.pack(_MAGIC, len(row.ids), len(chosen), len(ticket), len(blob))
+        packed = head + row.ids.tobytes() + array("I", chosen).tobytes() + ticket + blob
         return row.sequence.hand_off(peer, packed, **options).ticket
 
     def _check_folded(self) -> None:
@@ -263,17 +319,19 @@ class Attachment:
         return None if wanted is positions else ((), given | {"position_ids": wanted})
 
 
-def _unpack(blob: bytes) -> tuple[array, array, bytes]:
+def _unpack(blob: bytes) -> tuple[array, array, bytes, bytes]:
     """What Attachment.send packed; another client may have sent anything."""
     if len(blob) < _BLOB.size:
         raise ValueError(f"blob: {len(blob)} bytes; must be at least {_BLOB.size}: KvCache.hand_off() makes them")
-    magic, count, chosen_count, extra = _BLOB.unpack_from(blob)
+    magic, count, chosen_count, ticket_bytes, extra = _BLOB.unpack_from(blob)
     if magic != _MAGIC:
-        raise ValueError(f"blob: begins with {magic!r}; must be {_MAGIC!r}: KvCache.hand_off() makes them")
-    wanted = _BLOB.size + 4 * (count + chosen_count) + extra
+        raise ValueError(f"blob: begins with {magic!r}; must be {_MAGIC!r}: KvCache.hand_off() of this version makes "
+                         "them")
+    wanted = _BLOB.size + 4 * (count + chosen_count) + ticket_bytes + extra
     if len(blob) != wanted:
         raise ValueError(f"blob: {len(blob)} bytes; its head says {wanted}")
     ids, chosen = array("I"), array("I")
     ids.frombytes(blob[_BLOB.size : _BLOB.size + 4 * count])
-    chosen.frombytes(blob[_BLOB.size + 4 * count : wanted - extra])
-    return ids, chosen, blob[wanted - extra :]
+    end = _BLOB.size + 4 * (count + chosen_count)
+    chosen.frombytes(blob[_BLOB.size + 4 * count : end])
+    return ids, chosen, blob[end : end + ticket_bytes], blob[end + ticket_bytes :]

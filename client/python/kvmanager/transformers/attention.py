@@ -5,14 +5,15 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-_UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models' attention adds: pages know nothing of it
+_UNKNOWN = ("softcap", "position_bias")  # what some models' attention adds: pages know nothing of it
 
 
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
               attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
               **kwargs: Any) -> tuple[torch.Tensor, None]:
     """query [batch, query_heads, tokens, head_dim], key and value [batch, kv_heads, tokens, head_dim], of the step's
-    tokens alone, as KvCache.update() returned them. Returns [batch, tokens, query_heads, head_dim]."""
+    tokens alone, as KvCache.update() returned them. s_aux [query_heads]: attention sinks, logits that take part in
+    the softmax and have no value (gpt-oss). Returns [batch, tokens, query_heads, head_dim]."""
     cache = getattr(key, "kvmanager_cache", None)
     if cache is None:
         raise ValueError("past_key_values: not a cache of kvmanager. A model with attn_implementation='kvmanager' "
@@ -22,11 +23,15 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     for name in _UNKNOWN:
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}: given; attention on the daemon's pages is plain softmax attention")
-    window = kwargs.get("sliding_window")
-    if window is not None and cache.longest > window:
-        raise ValueError(f"sliding_window: {window}; the context has {cache.longest} tokens, and a query attends to "
-                         "all of them here")
-    return cache.attend(module.layer_idx, query, key, value, scaling), None
+    layer, window = module.layer_idx, kwargs.get("sliding_window")
+    own = cache.attachment.windows[layer]
+    if own is None and window is not None and cache.longest > window:
+        raise ValueError(f"sliding_window: {window}; the context has {cache.longest} tokens, and a query of layer {layer} "
+                         "attends to all of them in the daemon. Windows are for models that have layers without one, "
+                         "too, as layer_types says (Gemma 3, gpt-oss)")
+    if own is not None and window != own:
+        raise ValueError(f"sliding_window: {window} in layer {layer}; must be {own}, as the model's configuration says")
+    return cache.attend(layer, query, key, value, scaling, kwargs.get("s_aux")), None
 
 
 def mask(*, use_vmap: bool = False, allow_is_causal_skip: bool = True, **kwargs: Any) -> None:

@@ -8,6 +8,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 import kvmanager as kv
 from kvmanager.transformers.rows import Row, Step, check_positions, leads_of_mask
+from kvmanager.transformers.windows import Window
 
 
 class _Layer(CacheLayerMixin):
@@ -44,11 +45,12 @@ class KvCache(Cache):
     Its length is in columns of the batch, padding included. Rows may differ in what the daemon has of them: of a step's
     columns each takes those that are tokens and that it has not got."""
 
-    def __init__(self, attachment, rows: list[Row], columns: int, expand: int):
+    def __init__(self, attachment, rows: list[Row], columns: int, expand: int, window: Window | None):
         super().__init__(layers=[_Layer(self, index) for index in range(attachment.layers)])
         self.attachment = attachment
         self._path = attachment.path
         self._rows, self._columns, self._expand = rows, columns, expand
+        self._window = window  # of the layers that the daemon's cache has not
         self._step: Step | None = None
         self._new_ids: list[tuple[torch.Tensor | None, list[int]]] = []  # of steps, not in Row.ids yet
         self._void = ""  # why it cannot be used any more
@@ -77,9 +79,12 @@ class KvCache(Cache):
             return
         self._use()
         self._settle()
-        self._columns = max(0, self._columns - remove)
-        for row in self._rows:
-            keep = min(row.tokens, max(0, self._columns - row.lead))
+        columns = max(0, self._columns - remove)
+        keeps = [min(row.tokens, max(0, columns - row.lead)) for row in self._rows]
+        if self._window is not None:
+            self._crop_window(keeps)
+        self._columns = columns
+        for row, keep in zip(self._rows, keeps):
             if keep < row.tokens:
                 row.sequence.crop(keep)
                 self._path.copied(row.sequence)
@@ -102,7 +107,8 @@ class KvCache(Cache):
         self._use()
         count = len(self._rows)
         self._close_rows(self._rows)
-        self._rows = [Row(made) for made in self.attachment.new_sequences([None] * count, [0] * count)]
+        empty = self.attachment.empty_cache(count)
+        self._rows, self._window, empty._rows = empty._rows, empty._window, []
         self._columns, self._new_ids = 0, []
 
     def __deepcopy__(self, memo: dict) -> "KvCache":
@@ -121,11 +127,17 @@ class KvCache(Cache):
         """Tokens that the daemon has of each row."""
         return [row.tokens for row in self._rows]
 
+    @property
+    def window_bytes(self) -> int:
+        """Of keys and values in this process: of layers that attend to a window of tokens."""
+        return 0 if self._window is None else self._window.nbytes
+
     def fork(self) -> "KvCache":
         """A second continuation of every row; full pages are shared."""
         self._use()
         self._settle()
-        return KvCache(self.attachment, [self._fork(row) for row in self._rows], self._columns, self._expand)
+        window = self._window and self._window.fork()
+        return KvCache(self.attachment, [self._fork(row) for row in self._rows], self._columns, self._expand, window)
 
     def publish(self) -> int:
         """Others find the full blocks of all rows from now on. Returns how many blocks are new to the daemon. On a GPU
@@ -133,10 +145,22 @@ class KvCache(Cache):
         self._use()
         self._settle()
         published = 0
-        for row in self._rows:
+        for at, row in enumerate(self._rows):
             if row.ids is not None and row.tokens >= self.attachment.page_tokens:
-                published += row.sequence.publish(self.attachment.block_names(row.ids)).published
+                names = self.attachment.block_names(row.ids)
+                published += row.sequence.publish(names).published
+                if self._window is not None:
+                    self._store_window(at, row.tokens, names)
         return published
+
+    def _store_window(self, at: int, tokens: int, names: kv.BlockNames) -> None:
+        """The full blocks that are here of layers with a window."""
+        page, kept = self.attachment.page_tokens, self._window.kept[at]
+        first = -(-(tokens - kept) // page)
+        if len(names) > first:
+            skipped = first * page - (tokens - kept)
+            state = self._window.tokens_of(at, skipped, (len(names) - first) * page)
+            self.attachment.windowed.store(names, first, *state)
 
     def hand_off(self, peer: str, next_tokens: torch.Tensor | None = None, blob: bytes = b"", **options: Any) -> list:
         """Sends every row to the daemon at `peer` ("HOST:PORT", or several: Sequence.hand_off). next_tokens [rows, n]:
@@ -148,10 +172,16 @@ class KvCache(Cache):
         if len(chosen) != len(self._rows):
             raise ValueError(f"next_tokens: has {len(chosen)} rows; the cache has {len(self._rows)}")
         options.setdefault("goes_on", bool(chosen[0]))
-        return [self.attachment.send(row, ids, blob, peer, options) for row, ids in zip(self._rows, chosen)]
+        tickets = []
+        for at, (row, ids) in enumerate(zip(self._rows, chosen)):
+            state = None
+            if self._window is not None and row.tokens:
+                state = self._window.tokens_of(at, 0, self._window.kept[at])
+            tickets.append(self.attachment.send(row, ids, blob, peer, options, state))
+        return tickets
 
     def close(self) -> None:
-        self._void = self._void or "it was closed"
+        self._void, self._window = self._void or "it was closed", None
         rows, self._rows = self._rows, []
         self._close_rows(rows)
 
@@ -209,10 +239,11 @@ class KvCache(Cache):
         self._step = step
         return positions
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-               scaling: float | None) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None,
+               sinks: torch.Tensor | None = None) -> torch.Tensor:
         """q [batch, query_heads, columns, head_dim], k and v [batch, kv_heads, columns, head_dim] of the step's layer.
-        Appends and attends; returns [batch, columns, query_heads, head_dim], zeros in what no row takes."""
+        Appends and attends; returns [batch, columns, query_heads, head_dim], zeros in what no row takes. sinks
+        [query_heads]: logits that take part in the softmax and have no value."""
         step = self._step
         if step is None or step.layer != layer:
             self._use()
@@ -220,17 +251,21 @@ class KvCache(Cache):
             raise self._fail(f"layer {layer} came {came}; is it the model that was attached?")
         if q.requires_grad:
             raise self._fail("a forward pass asked for gradients, which the daemon has not: use torch.no_grad()")
-        factor = 1.0 if scaling is None else scaling * self.attachment.default_scale_inverse
-        if abs(factor - 1.0) > 1e-6:
-            q = q * factor
         k, v, q = k.transpose(1, 2), v.transpose(1, 2), q.transpose(1, 2)
         if layer == 0:
             self._start()
         try:
-            if step.plain:
-                out = self._path.attend(layer, k, v, q)
+            place = self.attachment.daemon_layers.get(layer)
+            if place is None:
+                out = self._attend_window(step, layer, k, v, q, scaling, sinks)
             else:
-                out = self._attend_some(step, layer, k, v, q)
+                factor = 1.0 if scaling is None else scaling * self.attachment.default_scale_inverse
+                if abs(factor - 1.0) > 1e-6:
+                    q = q * factor
+                if step.plain:
+                    out = self._path.attend(place, k, v, q, sinks)
+                else:
+                    out = self._attend_some(step, place, k, v, q, sinks)
             step.layer += 1
             if step.layer == self.attachment.layers:
                 self._end(step)
@@ -253,12 +288,21 @@ class KvCache(Cache):
             self._new_ids.pop()
             raise
 
-    def _attend_some(self, step: Step, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    def _attend_window(self, step: Step, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor,
+                       scaling: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+        every = self._expand
+        if every > 1:
+            k, v, q = k[::every], v[::every], q[::every]
+        out = self._window.attend(layer, step.new, q, k, v, scaling, sinks)
+        return out.repeat_interleave(every, 0) if every > 1 else out
+
+    def _attend_some(self, step: Step, place: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor,
+                     sinks: torch.Tensor | None) -> torch.Tensor:
         every = self._expand
         k, v, q = (x[::every].flatten(0, 1).index_select(0, step.places)[None] for x in (k, v, q))
         out = q.new_zeros((len(self._rows) * step.columns, *q.shape[2:]))
         if step.entries:
-            out.index_copy_(0, step.places, self._path.attend(layer, k, v, q)[0])
+            out.index_copy_(0, step.places, self._path.attend(place, k, v, q, sinks)[0])
         out = out.view(len(self._rows), step.columns, *q.shape[2:])
         return out.repeat_interleave(every, 0) if every > 1 else out
 
@@ -269,11 +313,15 @@ class KvCache(Cache):
         self._columns += step.columns
         for row, n in zip(self._rows, step.new):
             row.tokens += n
+        if self._window is not None:
+            self._window.end(step.new)
         self.attachment.tokens_computed += sum(step.new)
         if len(self._new_ids) >= self.attachment.page_tokens:
             self._settle()
         if step.columns > 1 and self.attachment.publish_prompts:
             self.publish()
+        if self._window is not None:
+            self._window.trim()
         if self._expand > 1:  # the rows of a group were one until now
             every, self._expand = self._expand, 1
             self.batch_repeat_interleave(every)
@@ -303,7 +351,34 @@ class KvCache(Cache):
             taken.add(source)
         dropped = [row for at, row in enumerate(self._rows) if at not in taken]
         self._rows = rows
+        if self._window is not None:
+            self._window = self._window.select(sources)
         self._close_rows(dropped)
+
+    def _crop_window(self, keeps: list[int]) -> None:
+        """Before anything else of crop(): layers with a window have their last tokens alone here. Errors: kvmanager.
+        FailedPreconditionError where those before the new end are not in the daemon either."""
+        window, layers = self._window, self.attachment.windowed
+        states: list[Any] = []
+        for at, (row, keep) in enumerate(zip(self._rows, keeps)):
+            state = None
+            if not window.can_crop(at, row.tokens, keep):
+                if row.ids is not None:
+                    state = layers.read(self.attachment.block_names(row.ids), keep)
+                if state is None:
+                    most = window.kept[at] - (layers.longest - 1)
+                    raise kv.FailedPreconditionError(
+                        f"crop: row {at} would go from {row.tokens} tokens to {keep}, and a layer with a window of "
+                        f"{layers.longest} has its last {window.kept[at]} here: remove {max(0, most)} at most, or publish "
+                        "blocks before they leave the window")
+            states.append(state)
+        drops = [row.tokens - keep for row, keep in zip(self._rows, keeps)]
+        if any(state is not None for state in states):
+            states = [window.tokens_of(at, 0, max(0, window.kept[at] - drop)) if state is None else state
+                      for at, (state, drop) in enumerate(zip(states, drops))]
+            window.set_rows(states)
+        else:
+            window.drop(drops)
 
     def _fork(self, row: Row) -> Row:
         forked = row.sequence.fork()

@@ -3,7 +3,10 @@ the host, or by this process's own kernels on the daemon's GPU.
 
 A path is told of a step's entries (begin), waits for what it asked of the daemon (start; behind an error the step has
 not begun), is told layer by layer of [1 or rows, tokens, heads, head_dim] in their order
-(attend, which returns an output like q), then of its end."""
+(attend, which returns an output like q), then of its end.
+
+Attention sinks [query_heads], logits that take part in the softmax and have no value, scale an output by its share of the
+softmax without them: by sigmoid(lse - sink)."""
 
 from typing import Any
 
@@ -32,8 +35,13 @@ def chunks_of(entries: Entries, tokens_max: int) -> list[tuple[int, int, kv.Entr
     return chunks
 
 
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """out [tokens, query_heads, head_dim], lse [tokens, query_heads], the natural logarithm."""
+    return (out * torch.sigmoid(lse - sinks.float())[..., None]).to(out.dtype)
+
+
 class _Staging:
-    """An arena with room for chunk_tokens tokens' k, v, q and out, as torch sees it."""
+    """An arena with room for chunk_tokens tokens' k, v, q, out and lse, as torch sees it."""
 
     def __init__(self, owner: Any, chunk_tokens: int, kv_heads: int, query_heads: int, head_dim: int, dtype: str,
                  q_dtype: str):
@@ -41,13 +49,15 @@ class _Staging:
             return -(-chunk_tokens * heads * head_dim * (4 if name == "float32" else 2) // 64) * 64
 
         parts = [(kv_heads, dtype), (kv_heads, dtype), (query_heads, q_dtype), (query_heads, q_dtype)]
-        self.arena = owner.create_arena(sum(nbytes(*part) for part in parts))
+        lse_bytes = -(-chunk_tokens * query_heads * 4 // 64) * 64
+        self.arena = owner.create_arena(sum(nbytes(*part) for part in parts) + lse_bytes)
         views, offset = [], 0
         for heads, name in parts:
             view = self.arena.tensor((chunk_tokens, heads, head_dim), name, offset=offset)
             views.append(torch.from_dlpack(view))
             offset += nbytes(heads, name)
         self.k, self.v, self.q, self.out = views
+        self.lse = torch.from_dlpack(self.arena.tensor((chunk_tokens, query_heads), "float32", offset=offset))
 
 
 class HostPath:
@@ -65,7 +75,8 @@ class HostPath:
     def start(self) -> None:
         pass
 
-    def attend(self, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor,
+               sinks: torch.Tensor | None = None) -> torch.Tensor:
         k, v, rows = k.flatten(0, 1), v.flatten(0, 1), q.flatten(0, 1)
         out = torch.empty(rows.shape, dtype=q.dtype)
         there = self._staging
@@ -73,8 +84,9 @@ class HostPath:
             parts = [x[:count] for x in (there.k, there.v, there.q, there.out)]
             for part, of in zip(parts, (k, v, rows)):
                 part.copy_(of[first : first + count])
-            self._cache.step(layer, entries, k=parts[0], v=parts[1], q=parts[2], out=parts[3])
-            out[first : first + count] = parts[3]
+            lse = None if sinks is None else there.lse[:count]
+            self._cache.step(layer, entries, k=parts[0], v=parts[1], q=parts[2], out=parts[3], lse=lse)
+            out[first : first + count] = parts[3] if sinks is None else with_sinks(parts[3], lse, sinks)
         return out.view(q.shape)
 
     def end(self) -> None:
@@ -153,17 +165,23 @@ class DevicePath:
                 self._here = False
                 raise
 
-    def attend(self, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor,
+               sinks: torch.Tensor | None = None) -> torch.Tensor:
         if not self._here:
-            return self._attend_there(layer, k, v, q)
+            return self._attend_there(layer, k, v, q, sinks)
         dtype = self._dtype
         k, v, rows = k.to(dtype).contiguous(), v.to(dtype).contiguous(), q.to(dtype).contiguous()
         out = torch.empty_like(rows)
         self._append(layer, k.data_ptr(), v.data_ptr())
-        self._attend(layer, rows.data_ptr(), out.data_ptr())
-        return out.to(q.dtype)
+        if sinks is None:
+            self._attend(layer, rows.data_ptr(), out.data_ptr())
+            return out.to(q.dtype)
+        lse = torch.empty(rows.shape[:-1], dtype=torch.float32, device=rows.device)
+        self._attend(layer, rows.data_ptr(), out.data_ptr(), lse.data_ptr())
+        return with_sinks(out, lse, sinks).to(q.dtype)
 
-    def _attend_there(self, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    def _attend_there(self, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor,
+                      sinks: torch.Tensor | None) -> torch.Tensor:
         k, v, rows = k.flatten(0, 1), v.flatten(0, 1), q.flatten(0, 1)
         out = torch.empty(rows.shape, dtype=q.dtype, device=q.device)
         if self._staging is None:
@@ -175,10 +193,11 @@ class DevicePath:
                 part.copy_(of[first : first + count])
             self._ready += 1
             self._device.enqueue_ready(self._stream, self._ready)
-            done = self._cache.step(layer, entries, k=parts[0], v=parts[1], q=parts[2], out=parts[3],
+            lse = None if sinks is None else there.lse[:count]
+            done = self._cache.step(layer, entries, k=parts[0], v=parts[1], q=parts[2], out=parts[3], lse=lse,
                                     ready=self._ready).done
             self._device.enqueue_wait_done(self._stream, done)
-            out[first : first + count] = parts[3]
+            out[first : first + count] = parts[3] if sinks is None else with_sinks(parts[3], lse, sinks)
         return out.view(q.shape)
 
     def end(self) -> None:

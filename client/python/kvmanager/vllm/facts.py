@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
+from .._facts import fits, position_facts
 from .._link import check_setting
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_TEXT_BYTES_MAX = 256
 _PAGE_TOKENS = range(16, 257, 16)
 _STAGING_MIB_MAX = 2048  # two arenas of 1 GiB
 
@@ -113,21 +112,9 @@ def _natural(name: str) -> list:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _fits(text: str) -> str:
-    """Names that are too long for the daemon, or not printable, stand as their digest."""
-    plain = len(text.encode()) <= _TEXT_BYTES_MAX and text.isprintable()
-    return text if plain else "sha256:" + hashlib.sha256(text.encode()).hexdigest()
-
-
 def _rope(model) -> str:
-    """RoPE facts of the model's own configuration, whatever they are called there."""
-    text = getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None)
-    found = {
-        name: getattr(text, name)
-        for name in ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-        if getattr(text, name, None) is not None
-    }
-    return _fits(json.dumps(found, sort_keys=True, default=str)) if found else ""
+    """Position facts of the model's own configuration, whatever it is called there."""
+    return position_facts(getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None))
 
 
 def _keeps_all(spec: object) -> bool:
@@ -182,8 +169,8 @@ def _facts_of(config: VllmConfig, caches: KVCacheConfig, settings: Settings, ran
         ranks=parallel.tensor_parallel_size,
         rank=rank,
         options={
-            "model": _fits(model.model),
-            "revision": _fits(model.revision or ""),
+            "model": fits(model.model),
+            "revision": fits(model.revision or ""),
             "rope": _rope(model),
             "layers": len(names),
             "kv_heads": heads,
