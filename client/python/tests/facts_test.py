@@ -56,7 +56,8 @@ class PositionFacts(unittest.TestCase):
             config5(), config5(theta=1e4), config5(partial_rotary_factor=0.5), config5(partial_rotary_factor=0.25),
             config5(scaling=LLAMA3), config5(scaling=LLAMA3 | dict(factor=32.0)),
             config5(scaling=LLAMA3 | dict(original_max_position_embeddings=4096)),
-            config5(scaling=YARN), config5(scaling=YARN | dict(beta_fast=31.0)), config5(scaling=YARN | dict(truncate=True)),
+            config5(scaling=YARN), config5(scaling=YARN | dict(beta_fast=31.0)),
+            config5(scaling=YARN | dict(truncate=True)),
             config5(scaling=YARN | dict(attention_factor=1.5)), config5(scaling=YARN, max_position_embeddings=4096),
             config5(scaling=long), config5(scaling=long | dict(short_factor=[1.0] * 47 + [1.5])),
             config5(scaling=long, max_position_embeddings=4096),
@@ -79,8 +80,8 @@ class PositionFacts(unittest.TestCase):
 
     def test_what_makes_no_difference_does_not_count(self):
         plain = position_facts(config5())
-        for same in (config5(partial_rotary_factor=1.0), config5(max_position_embeddings=4096), config5(sliding_window=None),
-                     config5(sliding_window=4096, use_sliding_window=False),
+        for same in (config5(partial_rotary_factor=1.0), config5(max_position_embeddings=4096),
+                     config5(sliding_window=None), config5(sliding_window=4096, use_sliding_window=False),
                      config5(sliding_window=4096, layer_types=["full_attention"] * 4),
                      config5(scaling=dict(rope_type="default", type="default", attention_factor=None))):
             self.assertEqual(position_facts(same), plain)

@@ -48,7 +48,7 @@ def gemma3(**other) -> Gemma3ForCausalLM:
 
 
 def gpt_oss() -> GptOssForCausalLM:
-    """With sinks that take a good part of the softmax, and every expert at work: rounding changes no choice of theirs."""
+    """With sinks that take a good part of the softmax, and all experts at work: rounding changes no choice of them."""
     model = GptOssForCausalLM(GptOssConfig(**SIZES, num_hidden_layers=4, sliding_window=WINDOW, num_local_experts=2,
                                            num_experts_per_tok=2, eos_token_id=None))
     with torch.no_grad():
@@ -58,8 +58,8 @@ def gpt_oss() -> GptOssForCausalLM:
 
 
 def qwen2() -> Qwen2ForCausalLM:
-    return Qwen2ForCausalLM(Qwen2Config(**{key: value for key, value in SIZES.items() if key != "head_dim"},
-                                        head_dim=64, num_hidden_layers=4, use_sliding_window=True, sliding_window=WINDOW,
+    """With windows in its upper layers."""
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, num_hidden_layers=4, use_sliding_window=True, sliding_window=WINDOW,
                                         max_window_layers=2))
 
 
@@ -165,7 +165,7 @@ class Logits(WithDaemon):
         mask = torch.ones_like(ids)
         own, model = made(gemma3, head_dim=256, num_key_value_heads=1, query_pre_attn_scalar=256)
         expected = own_logits(own, ids, mask)
-        for codec, near in (("raw", NEAR), ("hack:k_bits=4,v_bits=4", 2.0)):
+        for codec, near in (("raw", NEAR), ("hack:k_bits=4,v_bits=4", 0.5)):
             kv = self.attach(model, codec=codec, page_tokens=64)
             with kv.cache() as cache:
                 got = logits_here(model, cache, ids, mask, [300, *range(301, 401)])
@@ -198,8 +198,8 @@ class Prefixes(WithDaemon):
             begin = cache.get_seq_length()
             got = logits_here(model, cache, ids, mask, [begin + 3, *range(begin + 4, 231)])
         # A row that has more than the least computes none of these columns again.
-        has = torch.arange(begin, 230, device=DEVICE)[None] >= torch.tensor([[224], [97 + 128], [210 + 16]], device=DEVICE)
-        self.assert_logits(expected[:, begin:], got, mask[:, begin:] * has)
+        has = torch.arange(begin, 230)[None] >= torch.tensor([[224], [97 + 128], [210 + 16]])
+        self.assert_logits(expected[:, begin:], got, mask[:, begin:] * has.to(DEVICE))
 
     def test_prompts_that_begin_alike(self):
         own, model = made(gemma3)
@@ -274,7 +274,7 @@ class Rows(WithDaemon):
         ids = prompt(600, 200)
         expected = generate(own, ids, max_new_tokens=64)
         for codec in ("raw", K3V2):
-            kv = self.attach(model, codec=codec, publish_prompts=False)
+            kv = self.attach(model, codec=codec, page_tokens=64, publish_prompts=False)
             plain = expected if codec == "raw" else generate_here(model, kv, ids, max_new_tokens=64)
             for options in (dict(prompt_lookup_num_tokens=8), dict(assistant_model=assistant)):
                 with kv.cache() as cache:
@@ -389,8 +389,8 @@ class Rope(WithDaemon):
         ids = prompt(0, 80)
         mask = torch.ones_like(ids)
         digests = set()
-        for rope in (self.LLAMA3, self.LLAMA3 | dict(factor=32.0), self.YARN, self.YARN | dict(beta_fast=31.0), self.LONG,
-                     dict(rope_type="default", rope_theta=1e4),
+        for rope in (self.LLAMA3, self.LLAMA3 | dict(factor=32.0), self.YARN, self.YARN | dict(beta_fast=31.0),
+                     self.LONG, dict(rope_type="default", rope_theta=1e4),
                      dict(rope_type="linear", rope_theta=1e4, factor=8.0)):
             config = dict(SIZES, num_hidden_layers=2, rope_parameters=rope)
             own, model = made(lambda: LlamaForCausalLM(LlamaConfig(**config)))
@@ -404,31 +404,39 @@ class Rope(WithDaemon):
 
 @unittest.skipUnless(os.environ.get("KVMANAGER_TEST_FOLDERS"), "KVMANAGER_TEST_FOLDERS names no models")
 class Folders(WithDaemon):
-    TEXT = ("The history of the observatory begins with a clock. In the year {year} the keeper wrote down when the bell of "
-            "the harbour rang, and when the sun stood over the mill, and found that they differed by {minutes} minutes. ")
+    TEXT = ("The history of the observatory begins with a clock. In the year {year} the keeper wrote down when the bell "
+            "of the harbour rang, and when the sun stood over the mill, and found that they differed by {minutes} "
+            "minutes. ")
 
     def test_logits(self):
+        """Beside the reference, whose keys and values are rounded as in pages; beside transformers' own attention they
+        are not farther off than the reference is."""
         text = "".join(self.TEXT.format(year=1700 + i, minutes=i * 7 % 60) for i in range(24))
         for folder in os.environ["KVMANAGER_TEST_FOLDERS"].split(":"):
-            ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids[:, :1100].to(DEVICE)
+            ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids[:, :900].to(DEVICE)
             mask = torch.ones_like(ids)
-            own, model = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=name)
-                          .to(DEVICE).eval() for name in ("sdpa", "kvmanager"))
-            expected = own_logits(own, ids, mask)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+            model = model.to(DEVICE).eval()
+            own = own_logits(model, ids, mask)
+            model.set_attn_implementation("reference")
+            expected = own_logits(model, ids, mask)
+            model.set_attn_implementation("kvmanager")
             kv = self.attach(model, page_tokens=64)
-            window = max([each for each in kv.windows if each], default=0)
-            self.assertGreater(ids.shape[1], window)
-            for turn in ("prefill", "prefix"):
-                with kv.cache(ids[:, :1060]) as cache:
-                    begin = cache.get_seq_length()
-                    self.assertEqual(begin, 0 if turn == "prefill" else 1024)
-                    got = logits_here(model, cache, ids, mask, [1060, *range(1061, ids.shape[1] + 1)])
+            self.assertGreater(ids.shape[1], max([each for each in kv.windows if each], default=0) + 64)
+            for turn, begin in (("prefill", 0), ("prefix", 832)):
+                with kv.cache(ids[:, :870]) as cache:
+                    self.assertEqual(cache.get_seq_length(), begin)
+                    got = logits_here(model, cache, ids, mask, [870, *range(871, 901)])
                 name = f"{os.path.basename(folder)}, {turn}"
-                self.assert_logits(expected[:, begin:], got, mask[:, begin:], name, 0.1)
-                chosen = (expected[:, begin:].argmax(-1) == got.argmax(-1)).float().mean()
-                print(f"{name}: {float(chosen):.4f} of the likeliest tokens equal, window {window}, "
-                      f"{kv.description.options.layers} layers in the daemon")
-                self.assertGreater(float(chosen), 0.99)
+                off, rounding = ((own[:, begin:] - each).abs().amax(-1)[0] for each in (got, expected[:, begin:]))
+                same = float((expected[:, begin:].argmax(-1) == got.argmax(-1)).float().mean())
+                print(f"{name}: beside transformers' attention {float(off.median()):.2g} in the median and "
+                      f"{float(off.max()):.2g} at most, the reference {float(rounding.median()):.2g} and "
+                      f"{float(rounding.max()):.2g}; beside the reference {same:.4f} of the likeliest tokens equal; "
+                      f"{kv.description.options.layers} of {kv.layers} layers in the daemon")
+                self.assert_logits(expected[:, begin:], got, mask[:, begin:], name, 0.5)
+                self.assertLess(float(off.median()), 1.5 * float(rounding.median()))
+                self.assertGreater(same, 0.99)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@
     with kv.cache(input_ids, attention_mask) as cache:       # begins with the prefix that the daemon has
         model.generate(input_ids, attention_mask=attention_mask, past_key_values=cache)
 
-For decoders whose attention is causal softmax attention over all tokens (Llama, Mistral, Qwen and their like), batch
-rows padded on the left. Attention runs in the daemon on the host, and on a GPU in this process, on the daemon's
-compressed pages. Without gradients: torch.no_grad(), as generate() does.
+For decoders whose attention is causal softmax attention over all tokens (Llama, Mistral, Qwen and their like), or in
+some layers over a window (Gemma 3, gpt-oss), batch rows padded on the left. Attention runs in the daemon on the host,
+and on a GPU in this process, on the daemon's compressed pages; of layers with a window in torch, on their last keys and
+values. Without gradients: torch.no_grad(), as generate() does.
 
 An Attachment and its caches belong to the thread that made them. When the daemon goes, the call under way raises
 kvmanager.UnavailableError; caches made before are void then, and attachment.cache() connects again.

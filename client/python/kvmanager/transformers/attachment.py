@@ -98,8 +98,8 @@ class Attachment:
         self._samples_weights = not revision
         self._options = dict(
             model=model_name or config._name_or_path.rstrip("/").rpartition("/")[2] or type(model).__name__,
-            revision=revision or fingerprint(model), tenant=tenant, rope=position_facts(config), layers=len(self.daemon_layers),
-            kv_heads=self.kv_heads, query_heads=self.query_heads, head_dim=self.head_dim, page_tokens=page_tokens,
+            revision=revision or fingerprint(model), tenant=tenant, rope=position_facts(config),
+            layers=len(self.daemon_layers), kv_heads=self.kv_heads, query_heads=self.query_heads, head_dim=self.head_dim, page_tokens=page_tokens,
             dtype=dtype, codec=codec, lag_pages=lag_pages, device=device, calibration_digest=calibration_digest)
         self.windowed: WindowedLayers | None = None
         if len(self.daemon_layers) < self.layers:
@@ -241,7 +241,8 @@ class Attachment:
 
     def _claim_window(self, ticket: bytes, tokens: int) -> Any:
         if bool(ticket) != (self.windowed is not None and tokens > 0):
-            raise ValueError("blob: comes from a model whose layers have windows where this one's have not, or reversely")
+            raise ValueError("blob: comes from a model whose layers have windows where this one's have not, or the "
+                             "other way round")
         if not ticket:
             return None
         state = self.windowed.claim(ticket)

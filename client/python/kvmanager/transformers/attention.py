@@ -26,9 +26,9 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     layer, window = module.layer_idx, kwargs.get("sliding_window")
     own = cache.attachment.windows[layer]
     if own is None and window is not None and cache.longest > window:
-        raise ValueError(f"sliding_window: {window}; the context has {cache.longest} tokens, and a query of layer {layer} "
-                         "attends to all of them in the daemon. Windows are for models that have layers without one, "
-                         "too, as layer_types says (Gemma 3, gpt-oss)")
+        raise ValueError(f"sliding_window: {window}; the context has {cache.longest} tokens, and a query of layer "
+                         f"{layer} attends to all of them in the daemon. Windows are for models that have layers "
+                         "without one, too, as layer_types says (Gemma 3, gpt-oss)")
     if own is not None and window != own:
         raise ValueError(f"sliding_window: {window} in layer {layer}; must be {own}, as the model's configuration says")
     return cache.attend(layer, query, key, value, scaling, kwargs.get("s_aux")), None

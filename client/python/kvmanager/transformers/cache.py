@@ -369,8 +369,8 @@ class KvCache(Cache):
                     most = window.kept[at] - (layers.longest - 1)
                     raise kv.FailedPreconditionError(
                         f"crop: row {at} would go from {row.tokens} tokens to {keep}, and a layer with a window of "
-                        f"{layers.longest} has its last {window.kept[at]} here: remove {max(0, most)} at most, or publish "
-                        "blocks before they leave the window")
+                        f"{layers.longest} has its last {window.kept[at]} here: remove {max(0, most)} at most, or "
+                        "publish blocks before they leave the window")
             states.append(state)
         drops = [row.tokens - keep for row, keep in zip(self._rows, keeps)]
         if any(state is not None for state in states):

@@ -5,8 +5,8 @@ A path is told of a step's entries (begin), waits for what it asked of the daemo
 not begun), is told layer by layer of [1 or rows, tokens, heads, head_dim] in their order
 (attend, which returns an output like q), then of its end.
 
-Attention sinks [query_heads], logits that take part in the softmax and have no value, scale an output by its share of the
-softmax without them: by sigmoid(lse - sink)."""
+Attention sinks [query_heads], logits that take part in the softmax and have no value, scale an output by the share of
+the softmax that is not theirs: by sigmoid(lse - sink)."""
 
 from typing import Any
 

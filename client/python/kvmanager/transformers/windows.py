@@ -24,7 +24,7 @@ def windows_of(config: Any, layers: int) -> tuple[int | None, ...]:
         if kind not in ("full_attention", "sliding_attention"):
             raise ValueError(f"layer_types: layer {layer} is {kind!r}; must be 'full_attention' or 'sliding_attention'")
         if kind == "sliding_attention" and not window:
-            raise ValueError(f"sliding_window: {window}; layer {layer} is 'sliding_attention' and wants one, at least 1")
+            raise ValueError(f"sliding_window: {window}; layer {layer} is 'sliding_attention': must be at least 1")
     return tuple(window if kind == "sliding_attention" else None for kind in types[:layers])
 
 
