@@ -86,6 +86,23 @@ class Steps(WithCache):
             self.assertTrue(call.ready())
             numpy.testing.assert_array_equal(out, self.attend(sequence, 0, prompt.q[-1:], 49))
 
+    def test_every_head_dim_up_to_256(self) -> None:
+        """Gemma 3 270M has 256, with one KV head for four query heads."""
+        for head_dim in (16, 80, 128, 256):
+            model = MODEL | {"kv_heads": 1, "query_heads": 4, "head_dim": head_dim}
+            prompt = Prompt(9, 300, model)
+            want, _ = attention(prompt.k[0], prompt.v[0], prompt.q[-1:], 299)
+            for codec, error_max in (("raw", 1e-3), ("hack:k_bits=8,v_bits=8", 0.05)):
+                cache = self.client.open_cache(**model, codec=codec, lag_pages=0)
+                sequence, out = cache.create_sequence(), numpy.zeros_like(prompt.q[-1:])
+                prompt.append(cache, sequence)
+                result = cache.step(0, [(sequence, 299, 1)], q=prompt.q[-1:], out=out)
+                self.assertEqual(result.encoded_pairs > 0, codec != "raw")
+                error = numpy.linalg.norm(out - want) / numpy.linalg.norm(want)
+                self.assertLess(error, error_max, f"{codec}, head_dim {head_dim}")
+        with self.assertRaisesRegex(kv.InvalidArgumentError, "head_dim"):
+            self.client.open_cache(**MODEL | {"head_dim": 272})
+
     def test_bfloat16_goes_as_bits(self) -> None:
         cache = self.client.open_cache(**{**MODEL, "dtype": "bfloat16"})
         ones = numpy.full((5, 2, 64), 0x3F80, numpy.uint16)  # 1.0

@@ -197,6 +197,7 @@ class Attachment:
                     tokens = 0
                 if tokens < hit:
                     sequence.crop(tokens)
+                    self.path.copied(sequence)
                     hit = tokens
             row_list.append(Row(sequence, lead, hit, ids[:hit]))
         columns = min((row.lead + row.tokens for row in row_list), default=0)
