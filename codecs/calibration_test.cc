@@ -332,6 +332,14 @@ TEST_F(CalibrationDirectoryTest, AnotherModelOrGeometryIsRefused) {
   refused("kv_heads", [](CodecContext& c) { c.layout.kv_heads = 4; });
   refused("query_heads", [](CodecContext& c) { c.query_heads = 8; });
   refused("head_dim", [](CodecContext& c) { c.layout.head_dim = 32; });
+  // Engines name a model by its path or repository, too.
+  for (const char* name : {"/models/org/model", "org/model", "model/"}) {
+    context_.model = name;
+    EXPECT_TRUE(CreateWith(source.get(), "one", context_).ok()) << name;
+  }
+  refused("model", [](CodecContext& c) { c.model = "model/v2"; });
+  context_.query_heads = context_.layout.kv_heads;  // an engine that does not know its query heads
+  EXPECT_TRUE(CreateWith(source.get(), "one", context_).ok());
   context_.model.clear();  // not compared
   context_.revision.clear();
   EXPECT_TRUE(CreateWith(source.get(), "one", context_).ok());

@@ -34,6 +34,14 @@ bool IsName(absl::string_view text) {
   return true;
 }
 
+/// A model's name without the directory or the organisation before it. Engines name a model by the path or the
+/// repository that it was loaded from, or by the last part of it alone; an artifact fits them all.
+absl::string_view LastPart(absl::string_view name) {
+  while (absl::ConsumeSuffix(&name, "/")) {
+  }
+  return name.substr(name.rfind('/') + 1);
+}
+
 absl::Status CheckFits(const Calibration& calibration, const CodecContext& context) {
   const CalibrationModel& model = calibration.model();
   const auto refuse = [&](absl::string_view field, const auto& value, const auto& bound) {
@@ -41,13 +49,17 @@ absl::Status CheckFits(const Calibration& calibration, const CodecContext& conte
                       absl::StrCat("calibration ", calibration.source(), " ", field), absl::StrCat(value),
                       absl::StrCat(bound, ", the cache's"));
   };
-  if (!context.model.empty() && model.model != context.model) return refuse("model", model.model, context.model);
+  if (!context.model.empty() && LastPart(model.model) != LastPart(context.model)) {
+    return refuse("model", model.model, context.model);
+  }
   if (!context.revision.empty() && !model.revision.empty() && model.revision != context.revision) {
     return refuse("revision", model.revision, context.revision);
   }
   if (model.layers != context.layers) return refuse("layers", model.layers, context.layers);
   if (model.kv_heads != context.layout.kv_heads) return refuse("kv_heads", model.kv_heads, context.layout.kv_heads);
-  if (context.query_heads != 0 && model.query_heads != context.query_heads) {
+  // An engine that keeps pages and attends itself may not know its query heads: it says as many as KV heads.
+  if (context.query_heads != 0 && context.query_heads != context.layout.kv_heads &&
+      model.query_heads != context.query_heads) {
     return refuse("query_heads", model.query_heads, context.query_heads);
   }
   if (model.head_dim != context.layout.head_dim) return refuse("head_dim", model.head_dim, context.layout.head_dim);

@@ -125,18 +125,38 @@ absl::Status Capture::CheckShapes(const std::string& path) {
       }
     }
   }
+  return ReadWindows(path);
+}
+
+absl::Status Capture::ReadWindows(const std::string& path) {
+  const auto text = [&](const char* key) {
+    const auto found = file_->metadata().find(key);
+    return found == file_->metadata().end() ? std::string() : found->second;
+  };
+  window_ = tokens_;
   if (const std::string windows = text("windows"); !windows.empty()) {
-    uint64_t window = 0;
-    if (!absl::SimpleAtoi(windows, &window) || window < 1 || window > tokens_) {
+    if (!absl::SimpleAtoi(windows, &window_) || window_ < 1 || window_ > tokens_) {
       return InvalidField(absl::StrCat("capture ", path, ": metadata windows"), absl::CHexEscape(windows.substr(0, 40)),
                           absl::StrCat("1..", tokens_, ", the tokens of one context"));
     }
-    if (window < tokens_ && window % kPageTokens != 0) {
-      return InvalidField(absl::StrCat("capture ", path, ": metadata windows"), window,
+    if (window_ < tokens_ && window_ % kPageTokens != 0) {
+      return InvalidField(absl::StrCat("capture ", path, ": metadata windows"), window_,
                           absl::StrCat("a multiple of ", kPageTokens, ", or ", tokens_, " for one context alone"));
     }
   }
+  if (const std::string sinks = text("sinks"); !sinks.empty()) {
+    if (!absl::SimpleAtoi(sinks, &sinks_) || sinks_ % kPageTokens != 0 || sinks_ >= window_) {
+      return InvalidField(
+          absl::StrCat("capture ", path, ": metadata sinks"), absl::CHexEscape(sinks.substr(0, 40)),
+          absl::StrCat("a multiple of ", kPageTokens, " below ", window_, ", the tokens of one context"));
+    }
+  }
   return absl::OkStatus();
+}
+
+uint64_t Capture::counted_tokens() const {
+  const uint64_t rest = tokens_ % window_;
+  return tokens_ / window_ * (window_ - sinks_) + (rest > sinks_ ? rest - sinks_ : 0);
 }
 
 void Capture::CopyRows(int layer, Part part, int head, uint64_t first, uint64_t count, float* out,

@@ -153,11 +153,14 @@ absl::StatusOr<Samples> ReadSamples(const Capture& capture, const SampleLimits& 
                                     absl::FunctionRef<void(int64_t, int64_t)> progress) {
   const CalibrationModel& model = capture.model();
   const size_t d = model.head_dim;
-  Collector collector(model, capture.tokens(), limits, pool);
+  Collector collector(model, capture.counted_tokens(), limits, pool);
   std::vector<float> rows[3];  // [tokens][heads][d]
+  // A block begins with a page; where sinks are left out, it ends with its context.
+  const uint64_t window = capture.sinks() == 0 ? capture.tokens() : capture.window();
   for (int layer = 0; layer < model.layers; ++layer) {
-    for (uint64_t first = 0; first < capture.tokens(); first += kBlockTokens) {
-      const int count = int(std::min<uint64_t>(kBlockTokens, capture.tokens() - first));
+    for (uint64_t first = capture.sinks(); first < capture.tokens();) {
+      const uint64_t window_end = std::min(capture.tokens(), (first / window + 1) * window);
+      const int count = int(std::min<uint64_t>(kBlockTokens, window_end - first));
       for (const Capture::Part part : {Capture::Part::kQ, Capture::Part::kK, Capture::Part::kV}) {
         const size_t heads = part == Capture::Part::kQ ? model.query_heads : model.kv_heads;
         std::vector<float>& out = rows[static_cast<int>(part)];
@@ -167,6 +170,8 @@ absl::StatusOr<Samples> ReadSamples(const Capture& capture, const SampleLimits& 
         }
       }
       KV_RETURN_IF_ERROR(collector.Add(layer, count, count, rows[0], rows[1], rows[2]));
+      first += count;
+      if (first == window_end) first += capture.sinks();
     }
     if (capture.has_output_projection()) {
       KV_RETURN_IF_ERROR(collector.SetOutputProjection(layer, capture.OutputProjection(layer)));

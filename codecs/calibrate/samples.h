@@ -72,7 +72,7 @@ class Collector {
   std::vector<std::vector<double>> scratch_;  // [kv_heads]
 };
 
-/// All of a capture. progress(layers done, layers). Errors: the Collector's.
+/// All of a capture but its sinks. progress(layers done, layers). Errors: the Collector's.
 absl::StatusOr<Samples> ReadSamples(const Capture& capture, const SampleLimits& limits, WorkerPool* pool,
                                     absl::FunctionRef<void(int64_t done, int64_t total)> progress);
 

@@ -311,6 +311,28 @@ TEST_F(CaptureTest, TrainsWhatTheModelWould) {
             CalibrationDigest(TrainAll(Collect(data_, {}, nullptr, 512), codecs, nullptr, &stages).tensors(), {}));
 }
 
+TEST_F(CaptureTest, SinksAreLeftOut) {
+  metadata_["sinks"] = "64";  // contexts of 128, 128 and 44 tokens: 64, 64 and none are left
+  const auto capture = Open(set_.tensors());
+  ASSERT_TRUE(capture.ok()) << capture.status();
+  EXPECT_EQ((*capture)->counted_tokens(), 128u);
+  const auto samples = ReadSamples(**capture, {}, nullptr, [](int64_t, int64_t) {});
+  ASSERT_TRUE(samples.ok()) << samples.status();
+  Collector wanted(kModel, 128, {}, nullptr);
+  for (int layer = 0; layer < kModel.layers; ++layer) {
+    for (int first : {64, 192}) {
+      ASSERT_TRUE(wanted
+                      .Add(layer, 64, 64, TokenMajor(data_.q[layer], 4, first, 64),
+                           TokenMajor(data_.k[layer], 2, first, 64), TokenMajor(data_.v[layer], 2, first, 64))
+                      .ok());
+    }
+    ASSERT_TRUE(wanted.SetOutputProjection(layer, data_.w_o[layer]).ok());
+  }
+  std::vector<TrainStage> stages;
+  EXPECT_EQ(CalibrationDigest(TrainAll(*samples, {"zack+hack"}, nullptr, &stages).tensors(), {}),
+            CalibrationDigest(TrainAll(wanted.Finish(), {"zack+hack"}, nullptr, &stages).tensors(), {}));
+}
+
 TEST_F(CaptureTest, WorksWithoutTheOutputProjection) {
   TensorMap tensors = set_.tensors();
   tensors.erase("layers.0.w_o");
@@ -354,6 +376,11 @@ TEST_F(CaptureTest, WrongCapturesAreNamed) {
   for (const char* windows : {"64", "256", "300"}) {  // 300: all of them
     metadata_["windows"] = windows;
     EXPECT_TRUE(Open(set_.tensors()).ok()) << windows;
+  }
+  metadata_["windows"] = "128";
+  for (const char* sinks : {"many", "-64", "32", "65", "128", "192"}) {
+    metadata_["sinks"] = sinks;
+    refused("metadata sinks", [](TensorMap&) {});
   }
   EXPECT_EQ(Capture::Open(path_ + ".none").status().code(), absl::StatusCode::kNotFound);
 }

@@ -138,7 +138,7 @@ absl::StatusOr<CalibrateResult> CalibrateModel(const Model& model, absl::Span<co
 
 absl::StatusOr<CalibrateResult> CalibrateCapture(const calibrate::Capture& capture, const CalibrateOptions& options,
                                                  CalibrateProgress progress) {
-  KV_RETURN_IF_ERROR(CheckOptions(capture.model(), capture.tokens(), options));
+  KV_RETURN_IF_ERROR(CheckOptions(capture.model(), capture.counted_tokens(), options));
   const auto begun = SteadyTime::now();
   const std::unique_ptr<WorkerPool> pool = MakePool(options.threads);
   KV_ASSIGN_OR_RETURN(const calibrate::Samples samples,
@@ -146,7 +146,7 @@ absl::StatusOr<CalibrateResult> CalibrateCapture(const calibrate::Capture& captu
                         progress("reading the capture, layers", done, total);
                       }));
   const double read_seconds = SecondsSince(begun);
-  TensorMetadata metadata = {{"source", "capture"}};
+  TensorMetadata metadata = {{"source", "capture"}, {"sinks", absl::StrCat(capture.sinks())}};
   if (!capture.has_output_projection()) metadata["w_o"] = "unknown";
   KV_ASSIGN_OR_RETURN(CalibrateResult result,
                       TrainAndWrite(samples, nullptr, {}, std::move(metadata), options, pool.get(), progress));

@@ -12,6 +12,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "codecs/calibrate/measured.h"
 #include "examples/engine/calibrate.h"
 #include "examples/engine/program.h"
 #include "kvmanager/base/safetensors.h"
@@ -133,6 +134,25 @@ absl::StatusOr<CalibrateResult> Calibrate(const CalibrateArguments& arguments, c
   return CalibrateModel(*model, bytes, options, progress);
 }
 
+absl::Status AddMeasured(const CalibrateArguments& arguments) {
+  KV_RETURN_IF_ERROR(CheckTensorsOut("--out", arguments.out));
+  if (!arguments.json.empty()) KV_RETURN_IF_ERROR(CheckWritable("--json", arguments.json));
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<const Calibration> artifact, Calibration::Load(arguments.artifact));
+  KV_ASSIGN_OR_RETURN(const std::unique_ptr<Safetensors> measured, Safetensors::Open(arguments.measured));
+  KV_ASSIGN_OR_RETURN(const std::string file, calibrate::WithMeasured(*artifact, *measured));
+  KV_ASSIGN_OR_RETURN(const auto parsed, Calibration::Parse(file, "the new artifact"));  // as every reader will
+  KV_RETURN_IF_ERROR(WriteFileAtomically(arguments.out, file));
+  std::printf("%s: %s, for model %s\n  digest %s\n", arguments.out.c_str(), Bytes(file.size()).c_str(),
+              parsed->model().model.c_str(), parsed->digest().c_str());
+  if (arguments.json.empty()) return absl::OkStatus();
+  const nlohmann::ordered_json json = {{"out", arguments.out},
+                                       {"bytes", file.size()},
+                                       {"digest", parsed->digest()},
+                                       {"model", parsed->model().model},
+                                       {"revision", parsed->model().revision}};
+  return WriteFile(arguments.json, json.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n");
+}
+
 }  // namespace
 
 void AddCalibrateOptions(CLI::App& app, CalibrateArguments& a) {
@@ -143,9 +163,15 @@ void AddCalibrateOptions(CLI::App& app, CalibrateArguments& a) {
   model->needs(text);
   text->needs(model);
   capture->excludes(model)->excludes(text);
-  app.add_option("--codec", a.codecs,
-                 "what to train: million:m=64,bits=8, zack, zack+hack, zack+million:m=64,bits=8, ...; may be repeated")
-      ->required();
+  auto* const codec = app.add_option(
+      "--codec", a.codecs,
+      "what to train: million:m=64,bits=8, zack, zack+hack, zack+million:m=64,bits=8, ...; may be repeated");
+  auto* const artifact =
+      app.add_option("--artifact", a.artifact, "an artifact to add --measured to; nothing is trained");
+  auto* const measured = app.add_option(
+      "--measured", a.measured, "sensitivities and defaults that were measured elsewhere (docs/calibration.md)");
+  artifact->needs(measured)->excludes(model)->excludes(capture)->excludes(codec);
+  measured->needs(artifact);
   app.add_option("--out", a.out, "FILE.safetensors to write")->required();
   app.add_option("--windows", a.windows, "windows of the text to train on, from its beginning")->capture_default_str();
   app.add_option("--window", a.window, "tokens of a window")->capture_default_str();
@@ -164,9 +190,12 @@ void AddCalibrateOptions(CLI::App& app, CalibrateArguments& a) {
 
 absl::Status RunCalibrate(const CalibrateArguments& arguments) {
   const auto begun = std::chrono::steady_clock::now();
+  if (!arguments.artifact.empty()) return AddMeasured(arguments);
   if (arguments.model.empty() && arguments.capture.empty()) {
-    return absl::InvalidArgumentError("calibrate wants --model DIR --text FILE, or --capture FILE");
+    return absl::InvalidArgumentError(
+        "calibrate wants --model DIR --text FILE, or --capture FILE, or --artifact FILE --measured FILE");
   }
+  if (arguments.codecs.empty()) return InvalidField("--codec", "absent", "what to train, zack+hack for example");
   CalibrateOptions options;
   options.codecs = arguments.codecs;
   options.windows = arguments.windows;

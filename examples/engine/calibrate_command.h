@@ -1,4 +1,5 @@
-// `kvctl calibrate`: trains an artifact on a model and a text, or on a capture, and writes it.
+// `kvctl calibrate`: trains an artifact on a model and a text, or on a capture, and writes it; or adds to an artifact
+// what was measured of it elsewhere.
 #pragma once
 
 #include <string>
@@ -13,7 +14,7 @@ class App;
 namespace kvmanager::engine {
 
 struct CalibrateArguments {
-  std::string model, text, capture, out, json;
+  std::string model, text, capture, artifact, measured, out, json;
   std::vector<std::string> codecs;
   int windows = 16, window = 4096, threads = 0, seed = 0, iterations = 25, choice_windows = 2;
   bool quiet = false;

@@ -5,7 +5,7 @@ import hashlib
 import torch
 
 
-def _projections(model: torch.nn.Module) -> dict[int, torch.nn.Linear]:
+def output_projections(model: torch.nn.Module) -> dict[int, torch.nn.Linear]:
     """The output projection of each layer's attention."""
     return {module.layer_idx: module.o_proj for module in model.modules()
             if hasattr(module, "layer_idx") and isinstance(getattr(module, "o_proj", None), torch.nn.Linear)}
@@ -54,7 +54,7 @@ def fold_output_weights(model: torch.nn.Module, attachment) -> None:
         return
     if folded_with(model) is not None:
         raise ValueError("model: other factors are part of its W_O already; load it again")
-    projections = _projections(model)
+    projections = output_projections(model)
     missing = [layer for layer in range(len(factors)) if factors[layer] is not None and layer not in projections]
     if missing:
         raise ValueError(f"model: layer {missing[0]} has no o_proj whose weights could be folded")
