@@ -1,9 +1,11 @@
 #!/usr/bin/python3
 """Writes the wheel: make_wheel.py OUT.whl README LICENSE FILE...
 
-FILEs lie in a folder kvmanager/; one is libkvmanager_client.so. What that library needs and glibc and gcc do not bring is
-bundled in kvmanager/libs, each under a name of its own contents: a process that has another build of such a library keeps
-it. Uses ldd, dpkg and patchelf; no network. Equal inputs make equal bytes.
+FILEs lie in a folder kvmanager/; one is libkvmanager_client.so. FILEs named kvmanagerd and kvctl go to kvmanager/bin, and
+become commands. What these three need and glibc and gcc do not bring is bundled in kvmanager/libs, each under a name of its
+own contents: a process that has another build of such a library keeps it. libstdc++ and libgcc_s are not bundled for them,
+either: every Linux that runs Python wheels of C++ has them. Uses ldd, dpkg, patchelf and strip; no network. Equal inputs
+make equal bytes.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import tempfile
 import zipfile
 
 _LIBRARY = "libkvmanager_client.so"
+_PROGRAMS = ("kvmanagerd", "kvctl")
 _PYTHON = ">=3.11"
 # What every glibc system has. libstdc++ and libgcc_s must be the process's own: exceptions cross them.
 _SYSTEM = re.compile(r"(linux-vdso|ld-linux-x86-64|libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+)\.so[.0-9]*$")
@@ -52,9 +55,11 @@ def direct(library: str) -> list[str]:
     return run("patchelf", "--print-needed", library).split()
 
 
-def bundle(library: str, folder: str) -> tuple[str, list[str]]:
-    """Copies `library` and what it needs to `folder`. Returns the library's path there, and the copyright files."""
-    sources = needed(library)
+def bundle(files: dict[str, str], folder: str) -> list[str]:
+    """Copies `files` (path in the folder -> source) and what they need to `folder`. Returns the copyright files."""
+    sources: dict[str, str] = {}
+    for source in files.values():
+        sources |= needed(source)
     names = {}
     for name, path in sources.items():
         with open(path, "rb") as file:
@@ -62,11 +67,15 @@ def bundle(library: str, folder: str) -> tuple[str, list[str]]:
         stem, rest = name.split(".so", 1)
         names[name] = f"{stem}-{digest}.so{rest}"
     os.makedirs(os.path.join(folder, "libs"))
-    copies = [(library, os.path.join(folder, _LIBRARY), "$ORIGIN/libs", None)]
+    copies = [(source, os.path.join(folder, path), "$ORIGIN/" + "../" * path.count("/") + "libs", None)
+              for path, source in files.items()]
     copies += [(path, os.path.join(folder, "libs", names[name]), "$ORIGIN", names[name]) for name, path in sources.items()]
     for source, copy, rpath, soname in copies:
+        os.makedirs(os.path.dirname(copy), exist_ok=True)
         shutil.copyfile(source, copy)
         os.chmod(copy, 0o755)
+        if os.path.basename(copy) in _PROGRAMS:
+            run("strip", "--strip-unneeded", copy)
         # One change a call: Debian's patchelf gives all of a call the last one's text.
         replaced = [option for name in direct(copy) if name in names for option in ("--replace-needed", name, names[name])]
         if replaced:
@@ -74,7 +83,7 @@ def bundle(library: str, folder: str) -> tuple[str, list[str]]:
         if soname is not None:
             run("patchelf", "--set-soname", soname, copy)
         run("patchelf", "--set-rpath", rpath, copy)
-    return os.path.join(folder, _LIBRARY), sorted({copyright_of(path) for path in sources.values()})
+    return sorted({copyright_of(path) for path in sources.values()})
 
 
 def copyright_of(library: str) -> str:
@@ -102,7 +111,7 @@ def metadata(version: str, readme: str) -> str:
         "Metadata-Version: 2.1",
         "Name: kvmanager",
         f"Version: {version}",
-        "Summary: Attention keys and values in a daemon of their own: the client of kvmanagerd",
+        "Summary: Attention keys and values in a daemon of their own: kvmanagerd, its client, and calibration",
         "License: Apache-2.0",
         f"Requires-Python: {_PYTHON}",
         "Classifier: Operating System :: POSIX :: Linux",
@@ -131,16 +140,23 @@ def main() -> None:
             contents[path] = file.read()
 
     with tempfile.TemporaryDirectory() as folder:
+        binaries = {}
         for file in files:
-            if not file.endswith(_LIBRARY):
+            base = os.path.basename(file)
+            if base == _LIBRARY:
+                binaries[base] = file
+            elif base in _PROGRAMS:
+                binaries["bin/" + base] = file
+            else:
                 add("kvmanager/" + file.rpartition("/kvmanager/")[2], file)
-        library, copyrights = bundle(next(file for file in files if file.endswith(_LIBRARY)), folder)
-        add("kvmanager/" + _LIBRARY, library)
-        for bundled in os.listdir(os.path.join(folder, "libs")):
-            add("kvmanager/libs/" + bundled, os.path.join(folder, "libs", bundled))
+        copyrights = bundle(binaries, folder)
+        for path in [*binaries, *("libs/" + name for name in os.listdir(os.path.join(folder, "libs")))]:
+            add("kvmanager/" + path, os.path.join(folder, path))
     add(f"{info}/LICENSE", license_file)
     for file in copyrights:
         add(f"{info}/licenses/{os.path.basename(os.path.dirname(file))}", file)
+    scripts = "".join(f"{name} = kvmanager.programs:{name}\n" for name in _PROGRAMS)
+    contents[f"{info}/entry_points.txt"] = f"[console_scripts]\n{scripts}".encode()
     contents[f"{info}/METADATA"] = metadata(version, readme).encode()
     contents[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: kvmanager\nRoot-Is-Purelib: false\nTag: {tag}\n".encode()
     record = ""
@@ -152,7 +168,7 @@ def main() -> None:
         for path, data in sorted(contents.items(), key=lambda item: (item[0].startswith(info), item[0])):
             entry = zipfile.ZipInfo(path, _DATE)
             entry.compress_type = zipfile.ZIP_DEFLATED
-            entry.external_attr = (0o755 if ".so" in path else 0o644) << 16
+            entry.external_attr = (0o755 if ".so" in path or path.startswith("kvmanager/bin/") else 0o644) << 16
             wheel.writestr(entry, data)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import kvmanager
 from kvmanager.calibrate import attention, models, texts
 from kvmanager.calibrate.capture import write_capture
 from kvmanager.calibrate.probe import Factors, counted_positions, divergence, measure_sensitivity
@@ -276,7 +277,7 @@ def main() -> int:
     try:
         run = Calibration(args)
         run.run()
-    except (ValueError, OSError, RuntimeError) as error:  # the daemon's among them
+    except (ValueError, OSError, RuntimeError, kvmanager.Error) as error:
         print(f"calibrate: {error}", file=sys.stderr)
         return 1
     print(run.summary())
