@@ -45,7 +45,7 @@ def kvmanagerd() -> None:
 def _replace_by(name: str) -> None:
     path = os.path.join(_HERE, "bin", name)
     try:
-        os.execv(path, [name, *sys.argv[1:]])
+        os.execv(path, [path, *sys.argv[1:]])
     except OSError as error:
         raise SystemExit(f"{name}: {path}: {error.strerror}; this package was built without programs") from None
 

@@ -30,6 +30,23 @@ for line in open("/proc/self/maps"):
 kvmanager.connect("unix:/nowhere", connect_ms=1)
 """
 
+_OWN_DAEMON = """
+import os, kvmanager
+from kvmanager.programs import Daemon, program
+assert program("kvmanagerd").startswith(os.path.dirname(kvmanager.__file__)), program("kvmanagerd")
+with Daemon(program("kvmanagerd"), host_pool_bytes=64 << 20) as daemon:
+    with kvmanager.connect(daemon.address) as client:
+        client.ping()
+    print(os.path.exists(daemon.address.removeprefix("unix:")), end=" ")
+print(os.path.exists(daemon.address.removeprefix("unix:")))
+try:
+    Daemon(program("kvmanagerd"), host_pool_bytes=1)
+except RuntimeError as error:
+    assert "--host-pool-bytes" in str(error), error
+else:
+    raise AssertionError("a daemon with a pool of one byte")
+"""
+
 
 def wheel_path() -> str:
     (path,) = glob.glob(data_path("client/python/kvmanager-*.whl"))
@@ -84,6 +101,22 @@ class Wheel(unittest.TestCase):
             self.assertEqual(second.returncode, 0, second.stderr)
             self.assertIn("prompt: 128 of 150 tokens were there", second.stdout)
             self.assertIn("claimed 150 tokens, blob b'sampling state'", second.stdout)
+
+    def test_its_programs_are_commands(self) -> None:
+        for name, option, wanted in (("kvmanagerd", "--version", r"^\d+\.\d+"), ("kvctl", "--help", "calibrate"),
+                                     ("kvctl", "calibrate --help", "--capture")):
+            command = [os.path.join(self.folder, "bin", name), *option.split()]
+            done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+            self.assertRegex(done.stdout, wanted)
+        with zipfile.ZipFile(wheel_path()) as wheel:
+            print(f"{os.path.getsize(wheel_path()) / 2**20:.1f} MiB, of which unpacked "
+                  + ", ".join(f"{entry.filename.rpartition('/')[2]} {entry.file_size / 2**20:.1f}"
+                              for entry in wheel.infolist() if entry.file_size > 1 << 20))
+
+    def test_a_daemon_of_its_own_serves(self) -> None:
+        done = self.run_python("-c", _OWN_DAEMON)
+        self.assertEqual((done.returncode, done.stdout.strip()), (0, "True False"), done.stderr)
 
     def test_the_example_says_what_is_wrong(self) -> None:
         done = self.run_python(data_path("client/python/example/example.py"), "unix:/tmp/kv_nobody_is_there")

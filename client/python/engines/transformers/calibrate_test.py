@@ -131,16 +131,14 @@ class Probing(unittest.TestCase):
             self.model.model.layers[1].self_attn.o_proj.weight.zero_()
         costs = self.measure()
         self.assertEqual(costs.shape, (3, 2, 2))
-        self.assertLess(costs[1].max(), 1e-9)
-        self.assertGreater(costs[[0, 2]].min(), 1e-7)
+        self.assertLess(costs[1].max(), 1e-3 * costs[[0, 2]].min(), "rounding alone")
         np.testing.assert_array_equal(costs[:, 0], costs[:, 1])
 
     def test_heads_are_told_apart_on_request(self):
         with torch.no_grad():  # the second KV head's queries add nothing
             self.model.model.layers[0].self_attn.o_proj.weight[:, 64:] = 0
         costs = self.measure(per_head=True)
-        self.assertLess(costs[0, 1].max(), 1e-9)
-        self.assertGreater(costs[0, 0].min(), 1e-7)
+        self.assertLess(costs[0, 1].max(), 1e-3 * costs[0, 0].min(), "rounding alone")
 
     def test_running_from_a_layer_on_gives_what_the_whole_model_gives(self):
         positions = probe.counted_positions(self.window, 64, 2)
@@ -165,7 +163,7 @@ class Probing(unittest.TestCase):
         self.assertGreater(float(moved[192:].min()), 1e-4)
 
     def test_widths_are_those_of_the_codec(self):
-        self.assertEqual(coding.allocate([100.0, 10.0, 1.0, 0.1], 4), [2, 1, 1, 0])
+        self.assertEqual(coding.allocate([100.0, 10.0, 1.0, 0.1], 4), [3, 1, 0, 0])
         widths, lost = coding.probe_widths(torch.tensor([[100.0] * 16 + [1.0] * 16]), 0)
         self.assertEqual(widths.tolist(), [[2] * 16 + [0] * 16])
         self.assertAlmostEqual(float(lost[0]), 1600 * 0.21 + 16)

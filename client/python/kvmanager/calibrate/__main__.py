@@ -51,6 +51,7 @@ def arguments() -> argparse.Namespace:
     add("--name", default="", help="the model's name in the artifact (the last part of --model)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default=None, help="(float32 on a CPU, else bfloat16)")
+    add("--device-pool-bytes", default="4GiB", help="of the daemon that measures, for a model on a GPU (4GiB)")
     add("--threads", type=int, default=0, help="of training and of torch on a CPU; 0: one per usable CPU")
     add("--work-dir", default=None, metavar="DIR", help="for the capture while it is needed (the folder of --out)")
     add("--kvctl", default="", metavar="PROGRAM", help="(the wheel's, or PATH's)")
@@ -175,7 +176,8 @@ class Calibration:
         self._kvctl_calibrate("--artifact", artifact, "--measured", measured, "--out", out)
 
     def _daemon(self, artifacts: Artifacts) -> Daemon:
-        return Daemon(self._kvmanagerd, calibration_dir=artifacts.path,
+        flags = () if self._args.device == "cpu" else ("--device-pool-bytes", self._args.device_pool_bytes)
+        return Daemon(self._kvmanagerd, calibration_dir=artifacts.path, flags=flags,
                       host_pool_bytes=pool_bytes(self._geometry.raw_token_bytes, self._args.window))
 
     def _through_daemon(self) -> None:
