@@ -1,5 +1,6 @@
 """Calibration and evaluation of a Hugging Face model: examples/model with a tokenizer whose tokens are bytes."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -275,6 +276,20 @@ class Commands(unittest.TestCase):
         self.assertLess(stacked["token_bytes"], plain["token_bytes"])
         self.assertIn("hack:k_bits=2,v_bits=2", done.stdout)
         self.assertIn("</svg>", drawn.read_text())
+
+    @unittest.skipUnless(importlib.util.find_spec("kvmanager.quality"), "kvmanager.quality is not there")
+    def test_tasks_are_scored_beside_raw(self):
+        table = self.folder / "tasks.json"
+        done = self.command("evaluate", "--text", self.folder / "other.txt", "--codec", "hack:k_bits=1,v_bits=1", "--windows",
+                            "1", "--window", "1024", "--tasks", "--prompts", "1", "--cases", "4", "--context", "900",
+                            "--json", table, "--quiet")
+        raw, coarse = json.loads(table.read_text())["codecs"]
+        for each in (raw, coarse):
+            self.assertEqual({task: said["cases"] for task, said in each["tasks"].items()},
+                             {"passkey": 4, "lookup": 4, "copy": 4})
+        right = [sum(said["right"] for said in each["tasks"].values()) for each in (raw, coarse)]
+        self.assertLessEqual(right[1], right[0])
+        self.assertRegex(done.stdout, r"raw .* of 4")
 
     def test_mistakes_are_named(self):
         text = MODEL / "calibration.txt"
