@@ -93,6 +93,16 @@ absl::StatusOr<Factors> MakeFactors(ZackMode mode, const Moment& left, const Mom
   return factors;
 }
 
+Matrix HadamardMatrix(int d) {
+  KV_CHECK(IsPowerOfTwo(d));
+  Matrix matrix(size_t(d) * d);
+  const double one = 1 / std::sqrt(double(d));
+  for (int i = 0; i < d; ++i) {
+    for (int j = 0; j < d; ++j) matrix[size_t(i) * d + j] = __builtin_parity(unsigned(i & j)) ? -one : one;
+  }
+  return matrix;
+}
+
 std::vector<double> ColumnEnergy(const Moment& moment, const Matrix& basis, int d) {
   const Matrix product = Multiply(moment.sum, basis, d);
   std::vector<double> energy(d);

@@ -29,6 +29,13 @@ struct Factors {
 /// column the largest element of A is positive. Errors: INTERNAL (LAPACK).
 absl::StatusOr<Factors> MakeFactors(ZackMode mode, const Moment& left, const Moment& right, int d);
 
+/// The artifact's tensor [layers][kv_heads]: mean importance of V's channels, rotated by the Hadamard matrix.
+inline constexpr char kHadamardEnergy[] = "zack_hack.v_hadamard";
+/// Whether HadamardMatrix(d) is there.
+constexpr bool IsPowerOfTwo(int d) { return d > 0 && (d & (d - 1)) == 0; }
+/// The normalised Walsh-Hadamard matrix [d][d], its own inverse. REQUIRES: IsPowerOfTwo(d).
+Matrix HadamardMatrix(int d);
+
 /// [d] mean of (x . column)^2 over the rows of `moment`, for the columns of `basis`.
 std::vector<double> ColumnEnergy(const Moment& moment, const Matrix& basis, int d);
 

@@ -7,7 +7,9 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "codecs/calibrate/factors.h"
 #include "codecs/calibrate/plan.h"
+#include "codecs/calibrate/tensor_set.h"
 #include "kvmanager/base/half.h"
 #include "kvmanager/base/status.h"
 
@@ -16,6 +18,7 @@ namespace {
 
 constexpr char kWanted[] = "zack_hack.joint.sensitivity or zack_hack.balanced.sensitivity";
 constexpr size_t kTextBytesMax = 4096;
+constexpr char kBasisKey[] = "zack_hack.v_basis", kTrained[] = "trained", kHadamard[] = "hadamard";
 
 std::string Short(absl::string_view text) { return absl::CHexEscape(text.substr(0, 80)); }
 
@@ -52,11 +55,55 @@ absl::Status CheckMetadata(const Calibration& artifact, const std::string& key, 
     return one_of(Name(ZackMode::kJoint), Name(ZackMode::kBalanced));
   }
   if (key == "zack_hack.allocation") return one_of("head", "model");
+  if (key == kBasisKey) {
+    if (value != kTrained && value != kHadamard) {
+      return InvalidField(field, Short(value), absl::StrCat(kTrained, " or ", kHadamard));
+    }
+    if (value == kHadamard && !artifact.Has(kHadamardEnergy)) {
+      return InvalidField(field, value, absl::StrCat(kTrained, ": the artifact has no ", kHadamardEnergy));
+    }
+    return absl::OkStatus();
+  }
   if (!absl::StartsWith(key, "measured.")) {
-    return InvalidField(field, Short(value), "absent: zack.mode, zack_hack.mode, zack_hack.allocation or measured.*");
+    return InvalidField(field, Short(value),
+                        "absent: zack.mode, zack_hack.mode, zack_hack.allocation, zack_hack.v_basis or measured.*");
   }
   if (value.size() > kTextBytesMax) {
     return InvalidField(field, absl::StrCat(value.size(), " bytes"), absl::StrCat("at most ", kTextBytesMax));
+  }
+  return absl::OkStatus();
+}
+
+/// Adds to `set` what zack+hack reads where V is rotated by the Hadamard matrix: zack_hack.{mode}.vw.left and .right,
+/// and V's part of order and energy, channels alike.
+absl::Status RotateByHadamard(const Calibration& artifact, TensorSet* set) {
+  const CalibrationModel& model = artifact.model();
+  const uint64_t layers = model.layers, heads = model.kv_heads, d = model.head_dim;
+  KV_ASSIGN_OR_RETURN(const absl::Span<const float> flat,
+                      artifact.Floats(kHadamardEnergy, {layers, heads}, "zack+hack"));
+  if (!IsPowerOfTwo(model.head_dim)) return InvalidField("head_dim", d, "a power of two for v_basis=hadamard");
+  const Matrix matrix = HadamardMatrix(model.head_dim);
+  std::vector<float> factors;
+  for (uint64_t place = 0; place < layers * heads; ++place) factors.insert(factors.end(), matrix.begin(), matrix.end());
+  for (ZackMode mode : kZackModes) {
+    const std::string energy_name = ZackName("zack_hack", mode, "energy"),
+                      order_name = ZackName("zack_hack", mode, "order");
+    KV_ASSIGN_OR_RETURN(const absl::Span<const float> energy,
+                        artifact.Floats(energy_name, {layers, heads, 2, d}, "zack+hack"));
+    KV_ASSIGN_OR_RETURN(const absl::Span<const int32_t> order,
+                        artifact.Integers(order_name, {layers, heads, 2, d}, 0, int32_t(d) - 1, "zack+hack"));
+    std::vector<float> new_energy(energy.begin(), energy.end());
+    std::vector<int32_t> new_order(order.begin(), order.end());
+    for (uint64_t place = 0; place < layers * heads; ++place) {
+      for (uint64_t c = 0; c < d; ++c) {
+        new_energy[(place * 2 + 1) * d + c] = flat[place];
+        new_order[(place * 2 + 1) * d + c] = int32_t(c);
+      }
+    }
+    set->AddFloats(energy_name, {layers, heads, 2, d}, new_energy);
+    set->AddIntegers(order_name, {layers, heads, 2, d}, new_order);
+    set->AddFloats(ZackName("zack_hack", mode, "vw.left"), {layers, heads, d, d}, factors);
+    set->AddFloats(ZackName("zack_hack", mode, "vw.right"), {layers, heads, d, d}, factors);
   }
   return absl::OkStatus();
 }
@@ -66,7 +113,6 @@ absl::Status CheckMetadata(const Calibration& artifact, const std::string& key, 
 absl::StatusOr<std::string> WithMeasured(const Calibration& artifact, const Safetensors& measured) {
   TensorMap tensors = artifact.tensors();
   TensorMetadata metadata = artifact.metadata();
-  if (measured.tensors().empty()) return InvalidField("measured tensors", 0, kWanted);
   for (const auto& [name, tensor] : measured.tensors()) {
     KV_RETURN_IF_ERROR(CheckTensor(artifact, name, tensor));
     tensors[name] = tensor;
@@ -76,7 +122,13 @@ absl::StatusOr<std::string> WithMeasured(const Calibration& artifact, const Safe
     KV_RETURN_IF_ERROR(CheckMetadata(artifact, key, value));
     metadata[key] = value;
   }
-  metadata["zack_hack.sensitivity"] = "measured";
+  if (!measured.tensors().empty()) metadata["zack_hack.sensitivity"] = "measured";
+  TensorSet rotated;
+  const auto basis = measured.metadata().find(kBasisKey);
+  if (basis != measured.metadata().end() && basis->second == kHadamard) {
+    KV_RETURN_IF_ERROR(RotateByHadamard(artifact, &rotated));
+  }
+  for (const auto& [name, tensor] : rotated.tensors()) tensors[name] = tensor;
   return SerializeCalibration(artifact.model(), tensors, std::move(metadata));
 }
 

@@ -1,5 +1,6 @@
 #include "codecs/calibrate/measured.h"
 
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -7,6 +8,9 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "codecs/calibrate/factors.h"
+#include "codecs/calibrate/plan.h"
 #include "codecs/calibrate/tensor_set.h"
 #include "gtest/gtest.h"
 
@@ -67,11 +71,58 @@ TEST_F(MeasuredTest, ReplacesSensitivitiesAndDefaults) {
   EXPECT_EQ(metadata["seed"], "3");
 }
 
+TEST_F(MeasuredTest, AnotherBasisOfV) {
+  const CalibrationModel model{"model", "", 1, 2, 2, 16};
+  TensorSet trained;
+  std::vector<int32_t> order(2 * 2 * 16);
+  for (size_t i = 0; i < order.size(); ++i) order[i] = int32_t(15 - i % 16);
+  const std::vector<float> energy(order.size(), 3.0f);
+  for (ZackMode mode : kZackModes) {
+    trained.AddIntegers(ZackName("zack_hack", mode, "order"), {1, 2, 2, 16}, order);
+    trained.AddFloats(ZackName("zack_hack", mode, "energy"), {1, 2, 2, 16}, energy);
+  }
+  trained.AddFloats(kHadamardEnergy, {1, 2}, {5, 7});
+  artifact_ = *Calibration::Parse(SerializeCalibration(model, trained.tensors(), {}), "artifact");
+  tensors_ = TensorSet();
+  metadata_ = {{"zack_hack.v_basis", "trained"}};
+  auto made = Calibration::Parse(*Add(), "made");
+  ASSERT_TRUE(made.ok()) << made.status();
+  EXPECT_FALSE((*made)->Has("zack_hack.balanced.vw.left"));
+  EXPECT_EQ((*made)->metadata().count("zack_hack.sensitivity"), 0u);
+  metadata_ = {{"zack_hack.v_basis", "hadamard"}};
+  made = Calibration::Parse(*Add(), "made");
+  ASSERT_TRUE(made.ok()) << made.status();
+  EXPECT_EQ((*made)->metadata().at("zack_hack.v_basis"), "hadamard");
+  for (const char* mode : {"joint", "balanced"}) {
+    const std::string prefix = absl::StrCat("zack_hack.", mode, ".");
+    const auto left = (*made)->Floats(prefix + "vw.left", {1, 2, 16, 16}, "");
+    const auto right = (*made)->Floats(prefix + "vw.right", {1, 2, 16, 16}, "");
+    ASSERT_TRUE(left.ok() && right.ok());
+    for (int i = 0; i < 16; ++i) {
+      for (int j = 0; j < 16; ++j) {
+        float product = 0;  // left right^T of the second head
+        for (int c = 0; c < 16; ++c) product += (*left)[256 + i * 16 + c] * (*right)[256 + j * 16 + c];
+        EXPECT_NEAR(product, i == j, 1e-6);
+        EXPECT_EQ(std::fabs((*right)[i * 16 + j]), 0.25f);
+      }
+    }
+    const auto new_order = (*made)->Integers(prefix + "order", {1, 2, 2, 16}, 0, 15, "");
+    const auto new_energy = (*made)->Floats(prefix + "energy", {1, 2, 2, 16}, "");
+    ASSERT_TRUE(new_order.ok() && new_energy.ok());
+    for (int c = 0; c < 16; ++c) {
+      EXPECT_EQ((*new_order)[32 + c], 15 - c);  // K's of the second head
+      EXPECT_EQ((*new_energy)[32 + c], 3);
+      EXPECT_EQ((*new_order)[16 + c], c);  // V's
+      EXPECT_EQ((*new_energy)[16 + c], 5);
+      EXPECT_EQ((*new_energy)[48 + c], 7);
+    }
+  }
+}
+
 TEST_F(MeasuredTest, OtherThingsAreRefused) {
   tensors_.AddFloats("zack.balanced.rates", {1}, {0.1f});
   Refused("zack.balanced.rates");
   tensors_ = TensorSet();
-  Refused("measured tensors");
   tensors_.AddFloats("zack_hack.joint.sensitivity", {2, 1, 2}, {1, 1, 1, 1});
   Refused("zack_hack.joint.sensitivity");
   tensors_ = TensorSet();
@@ -88,6 +139,11 @@ TEST_F(MeasuredTest, OtherThingsAreRefused) {
   metadata_["zack.mode"] = "joint";  // this artifact has no such default
   Refused("zack.mode");
   metadata_.erase("zack.mode");
+  metadata_["zack_hack.v_basis"] = "random";
+  Refused("zack_hack.v_basis");
+  metadata_["zack_hack.v_basis"] = "hadamard";
+  Refused("zack_hack.v_hadamard");  // this artifact cannot
+  metadata_.erase("zack_hack.v_basis");
   metadata_["model"] = "another";
   Refused("metadata model");
 }

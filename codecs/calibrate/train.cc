@@ -40,6 +40,7 @@ class Trainer {
   absl::Status Run(const CalibrationPlan& plan) {
     if (plan.zack) {
       for (ZackMode mode : kZackModes) KV_RETURN_IF_ERROR(Zack(mode, plan.zack_hack));
+      if (plan.zack_hack && IsPowerOfTwo(d_)) HadamardEnergy();
     }
     for (Side side : kSides) {
       for (const PqShape& shape : plan.million[int(side)]) HeadCodebooks("million", side, shape, nullptr);
@@ -70,6 +71,23 @@ class Trainer {
   void EndStage(std::string what, std::chrono::steady_clock::time_point begun, uint64_t bytes, double error) {
     stages_.push_back({std::move(what), bytes,
                        std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count(), error});
+  }
+
+  /// What V's channels would be worth, on average, if V were rotated by the Hadamard matrix: zack_hack.v_hadamard, for
+  /// who measures which of the two bases loses less (measured.h).
+  void HadamardEnergy() {
+    const Matrix basis = HadamardMatrix(d_);
+    const double slices = double(model_.query_heads / model_.kv_heads);
+    std::vector<float> energy;
+    for (const HeadSamples& head : samples_.heads) {
+      const std::vector<double> spread = ColumnEnergy(head.within[1], basis, d_);
+      double sum = 0;
+      const bool known = head.w_o.count != 0;  // else all outputs count alike
+      const std::vector<double> weight = known ? ColumnEnergy(head.w_o, basis, d_) : std::vector<double>(d_, 1.0);
+      for (int c = 0; c < d_; ++c) sum += spread[c] * weight[c] * slices;
+      energy.push_back(float(sum / d_));
+    }
+    set_.AddFloats(kHadamardEnergy, {uint64_t(layers_), uint64_t(heads_)}, energy);
   }
 
   absl::Status Zack(ZackMode mode, bool stack) {

@@ -311,6 +311,20 @@ TEST_F(CaptureTest, TrainsWhatTheModelWould) {
             CalibrationDigest(TrainAll(Collect(data_, {}, nullptr, 512), codecs, nullptr, &stages).tensors(), {}));
 }
 
+TEST(HadamardTest, MatrixIsOrthogonal) {
+  for (int d : {1, 16, 128}) {
+    const Matrix h = HadamardMatrix(d);
+    for (int i = 0; i < d; ++i) {
+      for (int j = 0; j < d; ++j) {
+        double sum = 0;
+        for (int c = 0; c < d; ++c) sum += h[size_t(i) * d + c] * h[size_t(j) * d + c];
+        EXPECT_NEAR(sum, i == j, 1e-12);
+      }
+    }
+  }
+  EXPECT_FALSE(IsPowerOfTwo(96));
+}
+
 TEST_F(CaptureTest, SinksAreLeftOut) {
   metadata_["sinks"] = "64";  // contexts of 128, 128 and 44 tokens: 64, 64 and none are left
   const auto capture = Open(set_.tensors());

@@ -124,6 +124,23 @@ absl::StatusOr<absl::Span<const int32_t>> ReadOrder(const CodecContext& context,
   return order;
 }
 
+/// V's factors where the artifact has some of zack+hack's own, which lose less in codes than ZACK's.
+absl::Status ReadOwnBasis(const CodecContext& context, absl::string_view mode, zack::Factors* factors) {
+  const uint64_t d = context.layout.head_dim;
+  const uint64_t shape[] = {uint64_t(context.layers), context.layout.kv_heads, d, d};
+  if (!context.calibration->Has(TensorName(mode, "vw.right"))) return absl::OkStatus();
+  for (auto [which, factor] : {std::pair("vw.left", &factors->left[1]), std::pair("vw.right", &factors->right[1])}) {
+    const std::string name = TensorName(mode, which);
+    KV_ASSIGN_OR_RETURN(*factor, context.calibration->Floats(name, shape, kMadeBy));
+    for (size_t i = 0; i < factor->size(); ++i) {
+      if (!(std::fabs((*factor)[i]) <= zack::kFactorMax)) {
+        return TensorError(context, name, i, (*factor)[i], absl::StrCat("at most ", zack::kFactorMax));
+      }
+    }
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<ZackHackParameters> ParseParameters(const CodecContext& context, const CodecParameters& parameters) {
@@ -234,7 +251,8 @@ LayerWidths MakeWidths(const ZackHackParameters& parameters, const PageLayout& l
 
 absl::StatusOr<std::unique_ptr<Codec>> MakeCodec(const CodecContext& context, const ZackHackParameters& parameters,
                                                  const LayerWidths& widths, Isa isa) {
-  KV_ASSIGN_OR_RETURN(const zack::Factors factors, zack::ReadFactors(context, parameters.mode));
+  KV_ASSIGN_OR_RETURN(zack::Factors factors, zack::ReadFactors(context, parameters.mode));
+  KV_RETURN_IF_ERROR(ReadOwnBasis(context, parameters.mode, &factors));
   KV_ASSIGN_OR_RETURN(const absl::Span<const int32_t> order, ReadOrder(context, parameters.mode));
   zack::RotatedCodecOptions options;
   options.name = "zack+hack";

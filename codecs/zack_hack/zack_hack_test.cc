@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <numeric>
 
 #include "absl/strings/str_cat.h"
@@ -306,6 +307,28 @@ TEST(ZackHackTest, BytesAreThoseOfTheReferenceOnEveryInstructionSet) {
       }
     }
   }
+}
+
+TEST(ZackHackTest, ABasisOfItsOwnReplacesZacksForV) {
+  const CodecContext context = SyntheticContext(kSmall, 2, 4);
+  const TensorMap& tensors = context.calibration->tensors();
+  const std::string zack = "zack.balanced.vw.", own = "zack_hack.balanced.vw.", k = "zack.balanced.qk.";
+  const TensorMap other = {{own + "left", tensors.at(k + "left")}, {own + "right", tensors.at(k + "right")}};
+  const TensorMap same = {{zack + "left", tensors.at(k + "left")}, {zack + "right", tensors.at(k + "right")}};
+  const auto trained = Make(context, {}), replaced = Make(WithTensors(context, other), {});
+  const auto wanted = Make(WithTensors(context, same), {});
+  std::mt19937_64 random(9);
+  const auto raw = zack::RandomRawPage(kSmall, random);
+  const size_t bytes = wanted->info().page_bytes(1);
+  const auto a = EncodeOne(*replaced, 1, raw.get()), b = EncodeOne(*wanted, 1, raw.get());
+  const auto c = EncodeOne(*trained, 1, raw.get());
+  EXPECT_FALSE(a.declined || b.declined || c.declined);
+  EXPECT_EQ(std::memcmp(a.bytes.get(), b.bytes.get(), bytes), 0);
+  EXPECT_NE(std::memcmp(a.bytes.get(), c.bytes.get(), bytes), 0);
+  std::vector<float> huge(size_t(2) * 2 * 64 * 64, 1e13f);
+  TensorMap bad = other;
+  bad[own + "right"].bytes = {reinterpret_cast<const uint8_t*>(huge.data()), huge.size() * sizeof(float)};
+  EXPECT_FALSE(MakeCodec(WithTensors(context, bad), CodecParameters{}).ok());
 }
 
 TEST(ZackHackTest, DecodeIsTheCodesRotatedBack) {
