@@ -17,7 +17,8 @@ import torch
 import kvmanager
 from kvmanager.calibrate import attention, models, texts
 from kvmanager.calibrate.capture import write_capture
-from kvmanager.calibrate.probe import Factors, counted_positions, divergence, measure_sensitivity
+from kvmanager.calibrate.probe import (Factors, counted_positions, divergence, divergence_of_values,
+                                       measure_sensitivity)
 from kvmanager.calibrate.progress import Progress
 from kvmanager.evaluate.measure import Artifacts, attach, logits_of, measure, pool_bytes
 from kvmanager.programs import Daemon, program
@@ -26,6 +27,8 @@ _LAG_PAGES = 2  # the daemon's default: what is near is raw
 _LOSS_WARNED = 0.10  # of perplexity
 _ALLOCATIONS = ("model", "head")
 _MODE = "balanced"
+_BASES = ("trained", "hadamard")
+_BASIS_BITS = 2.0  # of V, where they are compared
 _COMPARED = "zack+hack:k_bits=1.5,v_bits=1"  # as coarse as what a user would want, so that allocations differ
 
 
@@ -39,12 +42,14 @@ def arguments() -> argparse.Namespace:
     add("--codec", required=True, action="append",
         help="what to train: zack+hack, million:m=32,bits=8, ...; may be repeated")
     add("--out", required=True, metavar="FILE.safetensors")
-    add("--windows", type=int, default=16, help="windows to train on, evenly from all texts (16, or as many as there are)")
+    add("--windows", type=int, default=20, help="windows to train on, evenly from all texts (20, or as many as there are)")
     add("--window", type=int, default=2048, help="tokens of a window (2048)")
     add("--sinks", type=int, default=64,
         help="first tokens of each window that are left out, since caches keep them raw (64)")
-    add("--probe", choices=("layer", "head", "off"), default="layer",
-        help="measure what an error costs per layer and side, or per KV head, too (layer)")
+    add("--copy-windows", type=int, default=None,
+        help="of those, how many are random strings that come again (a fifth)")
+    add("--probe", choices=("layer", "head", "off"), default=None,
+        help="measure what an error costs per layer and side, or per KV head, too (head on a GPU, else layer)")
     add("--probe-windows", type=int, default=1, help="windows of prose, and as many to copy, that probes run over (1)")
     add("--check-windows", type=int, default=2, help="windows held out to measure the defaults on; 0: do not (2)")
     add("--seed", type=int, default=0, help="of k-means and of the strings to copy")
@@ -74,6 +79,11 @@ def arguments() -> argparse.Namespace:
     if not os.access(folder, os.W_OK):
         parser.error(f"--out: {folder} is not a folder that can be written to")
     args.work_dir = args.work_dir or folder
+    args.probe = args.probe or ("layer" if args.device == "cpu" else "head")
+    if args.copy_windows is None:
+        args.copy_windows = args.windows // 5
+    if not 0 <= args.copy_windows < args.windows:
+        parser.error(f"--copy-windows: {args.copy_windows}; must be 0..{args.windows - 1}, below --windows")
     args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
     return args
 
@@ -95,15 +105,18 @@ class Calibration:
         self._name = args.name or models.name_of(self._model)
         before = texts.begins_with(tokenizer)
         ids = [texts.tokenize(tokenizer, path) for path in args.text]
-        self._trained, self._held_out = texts.split(ids, args.window, args.windows, args.check_windows, before)
+        prose, self._held_out = texts.split(ids, args.window, args.windows - args.copy_windows, args.check_windows, before)
         if args.check_windows and not self._held_out:
             self._say("warning: --text has one window alone: the defaults are not measured on held-out text")
+
+        def copied(at: int) -> texts.Window:
+            return texts.copy_window(tokenizer, prose[at % len(prose)][len(before):], args.window, args.seed + at, before)
+
+        self._trained = prose + [copied(args.probe_windows + at).ids for at in range(args.copy_windows)]
         self._probed: list[texts.Window] = []
         if self._stacked and args.probe != "off":
-            spaced = [self._trained[at * len(self._trained) // args.probe_windows] for at in range(args.probe_windows)]
-            for at, prose in enumerate(spaced):
-                copied = texts.copy_window(tokenizer, prose[len(before):], args.window, args.seed + at, before)
-                self._probed += [texts.Window(prose, 0), copied]
+            for at in range(args.probe_windows):
+                self._probed += [texts.Window(prose[at * len(prose) // args.probe_windows], 0), copied(at)]
             for window in self._probed:
                 counted_positions(window, args.sinks, _LAG_PAGES)
         self.report.update(model=self._name, layers=len(self._geometry.layers), kv_heads=self._geometry.kv_heads,
@@ -115,17 +128,54 @@ class Calibration:
             trained = os.path.join(folder, "trained.safetensors")
             self._train(folder, trained)
             if self._probed:
-                measured = os.path.join(folder, "measured.safetensors")
-                costs = self._step("probe", lambda: self._probe(trained))
-                self._write_measured(measured, costs, "model")
-                self._merge(trained, measured, os.path.join(folder, "candidate.safetensors"))
-                allocation = self._step("choose", lambda: self._choose(os.path.join(folder, "candidate.safetensors")))
-                self._write_measured(measured, costs, allocation)
-                self._merge(trained, measured, args.out)
+                self._measure(folder, trained)
             else:
                 os.replace(trained, args.out)
         if self._held_out:
             self._step("check", self._check)
+
+    def _measure(self, folder: str, trained: str) -> None:
+        measured, candidate = (os.path.join(folder, name) for name in ("measured.safetensors", "candidate.safetensors"))
+        found = {"measured.parts": self._args.probe, "measured.mode": _MODE,
+                 "measured.windows": f"{len(self._probed) // 2} of prose, {len(self._probed) // 2} to copy"}
+        found["zack_hack.v_basis"] = self._step("basis", lambda: self._choose_basis(trained, measured, candidate))
+        self._add(trained, measured, candidate, {}, found)
+        costs = self._step("probe", lambda: self._probe(candidate))
+        # The cost of a unit of energy hardly depends on the basis: both modes get what was measured with one.
+        tensors = {f"zack_hack.{mode}.sensitivity": costs for mode in ("joint", "balanced")}
+        self._add(trained, measured, candidate, tensors, found)
+        found["zack_hack.allocation"] = self._step("allocation", lambda: self._choose_allocation(candidate))
+        self._add(trained, measured, self._args.out, tensors, found)
+
+    def _add(self, artifact: str, measured: str, out: str, tensors: dict[str, np.ndarray], about: dict[str, str]) -> None:
+        """Writes `out`: the artifact with what was measured. kvctl alone writes artifacts."""
+        from safetensors.numpy import save_file
+
+        save_file(tensors, measured, about)
+        self._kvctl_calibrate("--artifact", artifact, "--measured", measured, "--out", out)
+
+    def _choose_basis(self, trained: str, measured: str, candidate: str) -> str:
+        """In which basis codes of V change predictions less, over the windows that are probed with."""
+        from safetensors.numpy import load_file
+
+        if self._geometry.head_dim & (self._geometry.head_dim - 1):
+            return "trained"  # there is no Hadamard matrix
+        found = {}
+        with Progress("choosing V's basis", len(_BASES), self._args.quiet) as progress:
+            for at, basis in enumerate(_BASES):
+                self._add(trained, measured, candidate, {}, {"zack_hack.v_basis": basis})
+                found[basis] = divergence_of_values(
+                    self._model, self._geometry, Factors(load_file(candidate), _MODE), self._probed,
+                    average_bits=_BASIS_BITS, sinks=self._args.sinks, lag_pages=_LAG_PAGES)
+                progress.update(at + 1)
+        return self._chosen("V's basis", found)
+
+    def _chosen(self, what: str, divergences: dict[str, float]) -> str:
+        chosen = min(divergences, key=lambda each: divergences[each])
+        self.report.setdefault("choices", []).extend(
+            {"what": what, "option": each, "divergence": value, "chosen": each == chosen}
+            for each, value in divergences.items())
+        return chosen
 
     def _say(self, line: str) -> None:
         print(f"calibrate: {line}", file=sys.stderr, flush=True)
@@ -139,7 +189,7 @@ class Calibration:
     def _kvctl_calibrate(self, *options: str) -> dict[str, Any]:
         with tempfile.NamedTemporaryFile("r", suffix=".json", encoding="utf-8") as said:
             command = [self._kvctl, "calibrate", *options, "--json", said.name]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+            done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
             if done.returncode:
                 raise RuntimeError(f"{self._kvctl} calibrate ended with {done.returncode}; what it said is above")
             with open(said.name, encoding="utf-8") as file:
@@ -164,17 +214,6 @@ class Calibration:
                                    sinks=args.sinks, lag_pages=_LAG_PAGES, per_head=args.probe == "head",
                                    quiet=args.quiet)
 
-    def _write_measured(self, path: str, costs: np.ndarray, allocation: str) -> None:
-        """The cost of a unit of energy hardly depends on the basis: both modes get what was measured with one."""
-        from safetensors.numpy import save_file
-
-        save_file({f"zack_hack.{mode}.sensitivity": costs for mode in ("joint", "balanced")}, path,
-                  {"zack_hack.allocation": allocation, "measured.parts": self._args.probe, "measured.mode": _MODE,
-                   "measured.windows": f"{len(self._probed) // 2} of prose, {len(self._probed) // 2} to copy"})
-
-    def _merge(self, artifact: str, measured: str, out: str) -> None:
-        self._kvctl_calibrate("--artifact", artifact, "--measured", measured, "--out", out)
-
     def _daemon(self, artifacts: Artifacts) -> Daemon:
         flags = () if self._args.device == "cpu" else ("--device-pool-bytes", self._args.device_pool_bytes)
         return Daemon(self._kvmanagerd, calibration_dir=artifacts.path, flags=flags,
@@ -184,12 +223,12 @@ class Calibration:
         self._model.set_attn_implementation("kvmanager")
 
     @torch.no_grad()
-    def _choose(self, artifact: str) -> str:
+    def _choose_allocation(self, artifact: str) -> str:
         """Which allocation's predictions are nearer to raw's, over the windows that were probed with."""
         self._through_daemon()
         divergences = {}
         with Artifacts() as artifacts, self._daemon(artifacts) as daemon, \
-                Progress("choosing defaults", 3 * len(self._probed), self._args.quiet) as progress:
+                Progress("choosing the allocation", 3 * len(self._probed), self._args.quiet) as progress:
             base = artifacts.spec(f"{_COMPARED},calibration={artifact}")
             codecs = {"raw": "raw"} | {each: f"{base},allocation={each}" for each in _ALLOCATIONS}
             done = 0
@@ -208,10 +247,7 @@ class Calibration:
                         divergences[each] = divergences.get(each, 0.0) + share
                     done += 1
                     progress.update(done)
-        chosen = min(_ALLOCATIONS, key=lambda each: divergences[each])
-        self.report["choices"] = [{"what": "zack+hack allocation", "option": each, "divergence": divergences[each],
-                                   "chosen": each == chosen} for each in _ALLOCATIONS]
-        return chosen
+        return self._chosen("zack+hack's allocation", divergences)
 
     def _check(self) -> None:
         """The defaults, on windows that nothing was trained or chosen on."""

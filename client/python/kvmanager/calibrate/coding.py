@@ -10,19 +10,18 @@ from kvmanager.calibrate.texts import PAGE_TOKENS
 
 SEGMENT_CHANNELS = 16
 WIDTH_MAX = 4
-# codecs/zack_hack/allocation.h: what is left of a segment's energy with 0 to 4 bits.
-ROUGH_LOSS = (1.0, 0.36, 0.12, 0.035, 0.0095)
-MEASURED_LOSS = (1.0, 0.40, 0.21, 0.038, 0.0082)
-PROBE_BITS = (1.0, 0.5)  # of K, of V: codecs/zack_hack/sensitivity.cc
+MEASURED_LOSS = (1.0, 0.40, 0.21, 0.038, 0.0082)  # codecs/zack_hack/allocation.h: of energy, with 0 to 4 bits
+PROBE_BITS = 1.5  # on average: coarser than what is used, so that the divergence is far from rounding
+_NORM_CODES = 255
 _SHRINKS = tuple(1 - 0.05 * step for step in range(15))  # of the range of 1-bit codes
 
 
 def allocate(energies: list[float], bits: int) -> list[int]:
-    """AllocateBits of codecs/zack_hack/allocation.h with the rough table: widths of the segments of a head and side."""
+    """AllocateBits of codecs/zack_hack/allocation.h with the measured table: widths of a head's and side's segments."""
     widths = [0] * len(energies)
 
     def gain(at: int) -> float:
-        return energies[at] * (ROUGH_LOSS[widths[at]] - ROUGH_LOSS[widths[at] + 1])
+        return energies[at] * (MEASURED_LOSS[widths[at]] - MEASURED_LOSS[widths[at] + 1])
 
     queue = [(-gain(at), at) for at in range(len(energies))]
     heapq.heapify(queue)
@@ -35,14 +34,21 @@ def allocate(energies: list[float], bits: int) -> list[int]:
     return widths
 
 
-def probe_widths(energy: torch.Tensor, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """energy [kv_heads, head_dim], descending. Returns each channel's width [kv_heads, head_dim] as a probe of that side
-    (0: K, 1: V) codes it, and the energy that each head loses."""
+def head_widths(energy: torch.Tensor, average_bits: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """energy [kv_heads, head_dim] of one side, in the order of channels. Returns each channel's width [kv_heads,
+    head_dim] where every head gets average_bits, and the energy that each head loses."""
     segments = energy.double().view(energy.shape[0], -1, SEGMENT_CHANNELS).sum(-1)
-    bits = round(PROBE_BITS[side] * segments.shape[1])
-    widths = torch.tensor([allocate(head.tolist(), bits) for head in segments])
+    widths = torch.tensor([allocate(head.tolist(), round(average_bits * segments.shape[1])) for head in segments])
     lost = (segments * torch.tensor(MEASURED_LOSS, dtype=torch.float64)[widths]).sum(-1)
     return widths.repeat_interleave(SEGMENT_CHANNELS, 1), lost
+
+
+def norms_of(x: torch.Tensor) -> torch.Tensor:
+    """x [kv_heads, tokens, d] of whole pages: the largest magnitude of each token [kv_heads, tokens, 1], as the page's
+    codes of 8 bits have it."""
+    largest = x.abs().amax(-1, keepdim=True).unflatten(1, (-1, PAGE_TOKENS))
+    top = largest.amax(2, keepdim=True).clamp_min(1e-20)
+    return ((largest / top * _NORM_CODES).ceil().clamp(1, _NORM_CODES) * top / _NORM_CODES).flatten(1, 2)
 
 
 def code_pages(x: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
@@ -70,10 +76,12 @@ def code_pages(x: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
 
 
 class Rotation:
-    """Of one side of one layer: columns in the order of importance, as pages hold them."""
+    """Of one side of one layer: columns in the order of importance, as pages hold them. normed: the norm of each token
+    is stored apart, as V's is."""
 
-    def __init__(self, left: torch.Tensor, right: torch.Tensor, order: torch.Tensor):
+    def __init__(self, left: torch.Tensor, right: torch.Tensor, order: torch.Tensor, normed: bool):
         """left, right [kv_heads, d, d], order [kv_heads, d]."""
+        self._normed = normed
         columns = order.long()[:, None, :].expand(-1, left.shape[1], -1)
         self._right, self._back = right.gather(2, columns), left.gather(2, columns).transpose(1, 2)
 
@@ -83,7 +91,9 @@ class Rotation:
         rows = x[:, sinks:full].float()
         right, back = self._right.to(rows.device), self._back.to(rows.device)
         out = x.float().clone()
-        out[:, sinks:full] = code_pages((rows @ right).half().float(), widths) @ back
+        rotated = (rows @ right).half().float()
+        norms = norms_of(rotated) if self._normed else 1.0
+        out[:, sinks:full] = code_pages(rotated / norms, widths) * norms @ back
         return out
 
 

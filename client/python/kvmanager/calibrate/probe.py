@@ -1,8 +1,8 @@
 """What a unit of energy lost costs in each part of a model: zack_hack.{mode}.sensitivity of its artifact.
 
-A part is a side of one layer, of one KV head or of all. It alone is coded as coarsely as codecs/zack_hack/sensitivity.h
-says; the rest of the model runs as it is. The divergence of the predictions over windows of prose and of text to copy,
-divided by the energy lost, is the part's sensitivity."""
+A part is a side of one layer, of one KV head or of all. It alone is coded, coarsely; the rest of the model runs as it is.
+The divergence of the predictions over windows of prose and of text to copy, divided by the energy lost, is the part's
+sensitivity (codecs/zack_hack/sensitivity.h). All of V together says which basis codes it better."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvmanager.calibrate.attention import visiting
-from kvmanager.calibrate.coding import Rotation, attend, probe_widths
+from kvmanager.calibrate.coding import PROBE_BITS, Rotation, attend, head_widths
 from kvmanager.calibrate.models import Geometry, decoder_layers
 from kvmanager.calibrate.progress import Progress
 from kvmanager.calibrate.texts import PAGE_TOKENS, Window
@@ -84,14 +84,41 @@ class Factors:
     """What probes need of an artifact."""
 
     def __init__(self, tensors: dict[str, np.ndarray], mode: str):
-        self._parts = [tuple(torch.from_numpy(tensors[f"zack.{mode}.{pair}.{end}"]) for end in ("left", "right"))
-                       for pair in ("qk", "vw")]
+        def factor(pair: str, end: str) -> torch.Tensor:
+            name = f"{mode}.{pair}.{end}"  # zack+hack's own, else ZACK's
+            return torch.from_numpy(tensors.get(f"zack_hack.{name}", tensors[f"zack.{name}"]))
+
+        self._parts = [(factor(pair, "left"), factor(pair, "right")) for pair in ("qk", "vw")]
         self._order = torch.from_numpy(tensors[f"zack_hack.{mode}.order"])
         self.energy = torch.from_numpy(tensors[f"zack_hack.{mode}.energy"])
 
     def rotation(self, place: int, side: int) -> Rotation:
         left, right = self._parts[side]
-        return Rotation(left[place], right[place], self._order[place, :, side])
+        return Rotation(left[place], right[place], self._order[place, :, side], normed=side == 1)
+
+
+@torch.no_grad()
+def divergence_of_values(model: Any, geometry: Geometry, factors: Factors, windows: list[Window], *, average_bits: float,
+                         sinks: int, lag_pages: int) -> float:
+    """Mean divergence where V of every layer is coded at that many bits, and nothing else."""
+    places = {layer: place for place, layer in enumerate(geometry.layers)}
+
+    def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+        if layer not in places:
+            return None
+        widths, _ = head_widths(factors.energy[places[layer], :, 1], average_bits)
+        k, v = k.float(), v.float()
+        return attend(q, k, v, k, factors.rotation(places[layer], 1).code(v, widths, sinks), lag_pages)
+
+    total = 0.0
+    for window in windows:
+        positions = counted_positions(window, sinks, lag_pages).to(model.device)
+        ids = torch.tensor([window.ids], device=model.device)
+        raw = model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits[0].float().log_softmax(-1)
+        with visiting(visit):
+            coded = model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits[0]
+        total += float(divergence(raw, coded).mean()) / len(windows)
+    return total
 
 
 @torch.no_grad()
@@ -112,7 +139,7 @@ def measure_sensitivity(model: Any, geometry: Geometry, factors: Factors, window
             for place, layer in enumerate(geometry.layers):
                 for side in (0, 1):
                     rotation = factors.rotation(place, side)
-                    widths, lost = probe_widths(factors.energy[place, :, side], side)
+                    widths, lost = head_widths(factors.energy[place, :, side], PROBE_BITS)
                     for head in heads:
                         probed = _probe(layer, side, head, rotation, widths, sinks, lag_pages)
                         with visiting(probed):
