@@ -17,7 +17,7 @@ import torch
 import kvmanager
 from kvmanager.calibrate import attention, models, texts
 from kvmanager.calibrate.capture import write_capture
-from kvmanager.calibrate.probe import (Factors, counted_positions, divergence, divergence_of_values,
+from kvmanager.calibrate.probe import (Factors, counted_positions, divergence, divergences_of_values,
                                        measure_sensitivity)
 from kvmanager.calibrate.progress import Progress
 from kvmanager.evaluate.measure import Artifacts, attach, logits_of, measure, pool_bytes
@@ -160,14 +160,12 @@ class Calibration:
 
         if self._geometry.head_dim & (self._geometry.head_dim - 1):
             return "trained"  # there is no Hadamard matrix
-        found = {}
-        with Progress("choosing V's basis", len(_BASES), self._args.quiet) as progress:
-            for at, basis in enumerate(_BASES):
-                self._add(trained, measured, candidate, {}, {"zack_hack.v_basis": basis})
-                found[basis] = divergence_of_values(
-                    self._model, self._geometry, Factors(load_file(candidate), _MODE), self._probed,
-                    average_bits=_BASIS_BITS, sinks=self._args.sinks, lag_pages=_LAG_PAGES)
-                progress.update(at + 1)
+        bases = {}
+        for basis in _BASES:
+            self._add(trained, measured, candidate, {}, {"zack_hack.v_basis": basis})
+            bases[basis] = Factors(load_file(candidate), _MODE)
+        found = divergences_of_values(self._model, self._geometry, bases, self._probed, average_bits=_BASIS_BITS,
+                                      sinks=self._args.sinks, lag_pages=_LAG_PAGES, quiet=self._args.quiet)
         return self._chosen("V's basis", found)
 
     def _chosen(self, what: str, divergences: dict[str, float]) -> str:

@@ -98,27 +98,39 @@ class Factors:
 
 
 @torch.no_grad()
-def divergence_of_values(model: Any, geometry: Geometry, factors: Factors, windows: list[Window], *, average_bits: float,
-                         sinks: int, lag_pages: int) -> float:
-    """Mean divergence where V of every layer is coded at that many bits, and nothing else."""
+def divergences_of_values(model: Any, geometry: Geometry, bases: dict[str, Factors], windows: list[Window], *,
+                          average_bits: float, sinks: int, lag_pages: int, quiet: bool) -> dict[str, float]:
+    """Of each basis the mean divergence where V of every layer is coded at that many bits, and nothing else."""
     places = {layer: place for place, layer in enumerate(geometry.layers)}
+    total = dict.fromkeys(bases, 0.0)
+    done = 0
+    with Progress("choosing V's basis", len(windows) * (1 + len(bases)), quiet) as progress:
+        for window in windows:
+            positions = counted_positions(window, sinks, lag_pages).to(model.device)
+            ids = torch.tensor([window.ids], device=model.device)
 
+            def logits() -> torch.Tensor:
+                nonlocal done
+                got = model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits[0].float()
+                done += 1
+                progress.update(done)
+                return got
+
+            raw = logits().log_softmax(-1)
+            for basis, factors in bases.items():
+                with visiting(_values_coded(factors, places, average_bits, sinks, lag_pages)):
+                    total[basis] += float(divergence(raw, logits()).mean()) / len(windows)
+    return total
+
+
+def _values_coded(factors: Factors, places: dict[int, int], average_bits: float, sinks: int, lag_pages: int) -> Any:
     def visit(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
         if layer not in places:
             return None
         widths, _ = head_widths(factors.energy[places[layer], :, 1], average_bits)
         k, v = k.float(), v.float()
         return attend(q, k, v, k, factors.rotation(places[layer], 1).code(v, widths, sinks), lag_pages)
-
-    total = 0.0
-    for window in windows:
-        positions = counted_positions(window, sinks, lag_pages).to(model.device)
-        ids = torch.tensor([window.ids], device=model.device)
-        raw = model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits[0].float().log_softmax(-1)
-        with visiting(visit):
-            coded = model(input_ids=ids, use_cache=False, logits_to_keep=positions).logits[0]
-        total += float(divergence(raw, coded).mean()) / len(windows)
-    return total
+    return visit
 
 
 @torch.no_grad()
