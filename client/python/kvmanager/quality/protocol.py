@@ -20,7 +20,8 @@ from typing import Any, Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from . import tasks as _tasks
 
@@ -81,9 +82,17 @@ class Subject:
 
 def load(folder: str | os.PathLike, attn_implementation: str, *, device: str = "cpu",
          dtype: torch.dtype = torch.float32) -> Subject:
-    """A model of a Hugging Face folder. One without a tokenizer whose vocabulary is 256 reads bytes."""
+    """A model of a Hugging Face folder. One without a tokenizer whose vocabulary is 256 reads bytes; one in several
+    safetensors files needs no index of them."""
     folder = pathlib.Path(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attn_implementation)
+    shards = sorted(folder.glob("model-*-of-*.safetensors"))
+    if shards and not (folder / "model.safetensors.index.json").exists():
+        config = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+        model.load_state_dict({name: tensor for shard in shards for name, tensor in load_file(shard).items()})
+        model.config._name_or_path = str(folder)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attn_implementation)
     model = model.to(device).eval().requires_grad_(False)
     name = folder.resolve().name
     if any((folder / file).exists() for file in ("tokenizer.json", "tokenizer.model")):

@@ -99,7 +99,7 @@ def make_prompts(tokenizer: Tokenizer, task: str, *, prompts: int = 20, cases_pe
     for at in range(prompts):
         prompt = make(_Ids(tokenizer, prefix), random.Random(f"{task} {seed} {at}"), cases_per_prompt, context_tokens,
                       shape)
-        if len(prompt.ids) and prompt.material[1] + TAIL_TOKENS > prompt.answers[0][0]:
+        if prompt.material[1] + TAIL_TOKENS > prompt.answers[0][0]:
             raise ValueError(f"context_tokens: {context_tokens}; the material of {cases_per_prompt} cases ends at token "
                              f"{prompt.material[1]}: must be {TAIL_TOKENS} more than that at least")
         made.append(prompt)
@@ -128,21 +128,19 @@ def _letters(choose: random.Random, length: int) -> str:
 
 
 def _passkey(out: _Ids, choose: random.Random, cases: int, context: int, shape: Shape) -> Prompt:
-    names = choose.sample(_THINGS, cases)
+    names = _names(choose, cases)
     keys = {name: _digits(choose, shape.answer_length) for name in names}
-    out.add("There is important information hidden inside a lot of irrelevant text. Find the pass keys and memorize them.\n")
+    out.add("Pass keys are hidden inside a lot of irrelevant text. Find and memorize them.\n")
     out.fill(LEAD_TOKENS, choose)
     first, room = len(out.ids), context - TAIL_TOKENS - len(out.ids)
     for at, name in enumerate(names):
-        out.add(f"The pass key of the {name} is {keys[name]}. Remember it: the {name} has the pass key {keys[name]}. ")
+        out.add(f"\n{name}: {keys[name]}\n")
+        last = len(out.ids)
         out.fill(first + room * (at + 1) // cases, choose)
-    last = len(out.ids)
     out.fill(max(context, last + TAIL_TOKENS), choose)
     out.add("\n")
     choose.shuffle(names)
-    return Prompt("passkey", out.ids, [_ask(out, f"What is the pass key of the {name}? The pass key of the {name} is",
-                                            f" {keys[name]}", ".\n")
-                                       for name in names], (first, last))
+    return Prompt("passkey", out.ids, [_ask(out, f"{name}:", f" {keys[name]}", "\n") for name in names], (first, last))
 
 
 def _lookup(out: _Ids, choose: random.Random, cases: int, context: int, shape: Shape) -> Prompt:
