@@ -54,7 +54,7 @@ def arguments() -> argparse.Namespace:
     add("--prompts", type=int, default=20)
     add("--cases", type=int, default=20, help="of a prompt")
     add("--context", type=int, default=1000, help="tokens of a prompt before its first question")
-    add("--shape", action="append", default=[], metavar="TASK=LENGTH[,DISTRACTORS]", help="see kvmanager.quality.tasks.Shape")
+    add("--shape", action="append", default=[], metavar="TASK=LENGTH[,DISTRACTORS[,REPEATS]]", help="see kvmanager.quality.tasks.Shape")
     add("--seed", type=int, default=1)
     add("--device", default="cpu")
     add("--threads", type=int, help="of torch")
@@ -74,7 +74,7 @@ def arguments() -> argparse.Namespace:
         parser.error("--text, --tasks: nothing to measure")
     try:
         options.text = {name: pathlib.Path(file) for name, _, file in (each.partition("=") for each in options.text)}
-        options.shape = {name: tasks.Shape(*map(int, text.split(","))) if "," in text else tasks.Shape(int(text), 0)
+        options.shape = {name: tasks.Shape(*map(int, text.split(",")))
                          for name, _, text in (each.partition("=") for each in options.shape)}
         for each in options.emulate:
             parse_hack(each)

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from quantisers import PAGE, Hack, Near, Peer, hadamard
 
 NAME = "quality_paged"
+_LEAST = 1e-30  # what a row's largest value is divided by where all are zero
 _QUERIES = {"cpu": 256, "cuda": 1024}  # of a chunk: scores of all keys are held for that many
 
 
@@ -114,22 +115,20 @@ class Homomorphic:
             rows = rows @ hadamard(d).to(q.device)
         folded = rows * side.steps[:, :pages, None]  # [heads][pages][rows][d]
         top = folded.abs().amax(-1, keepdim=True)
-        coded = torch.where(top > 0, folded * (127 / top), 0.0).round()
-        products = coded @ side.codes[:, :pages].transpose(-1, -2) * (top / 127)
-        scores = products + (rows * side.minima[:, :pages, None]).sum(-1, keepdim=True)
+        folded.mul_(127 / top.clamp_min(_LEAST)).round_()
+        products = folded @ side.codes[:, :pages].transpose(-1, -2) * (top / 127)
+        scores = products + (rows[:, 0] @ side.minima[:, :pages].transpose(-1, -2)).transpose(-1, -2)[..., None]
         return scores.transpose(1, 2).reshape(heads, group, queries, pages * PAGE)
 
     def _outputs(self, p: torch.Tensor, side: Any, pages: int) -> torch.Tensor:
         heads, group, queries, _ = p.shape
-        rows = p.reshape(heads, group * queries, pages, PAGE).transpose(1, 2)  # [heads][pages][rows][64]
+        rows = p.reshape(heads, group * queries, pages, PAGE)
         if side.norms is not None:
-            rows = rows * side.norms[:, :pages, None]
-        top = rows.amax(-1, keepdim=True)
-        coded = torch.where(top > 0, rows * (255 / top), 0.0).round()
-        unit = top / 255
-        sums = coded.sum(-1, keepdim=True) * unit
-        out = (coded @ side.codes[:, :pages] * unit * side.steps[:, :pages, None]).sum(1)
-        out += (sums * side.minima[:, :pages, None]).sum(1)
+            rows = rows * side.norms[:, None, :pages]
+        unit = rows.amax(-1, keepdim=True) / 255
+        coded = (rows / unit.clamp_min(_LEAST)).round_().mul_(unit).flatten(2)
+        # What the integers add up to: code * step + minimum, each times coded p.
+        out = coded @ (side.codes * side.steps[:, :, None] + side.minima[:, :, None])[:, :pages].flatten(1, 2)
         if self._codec.rotation:
             out = out @ hadamard(out.size(-1)).to(out.device)
         return out.view(heads, group, queries, -1)

@@ -54,7 +54,7 @@ def lloyd_max(bits: int, d: int) -> torch.Tensor:
         cell = torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)
         mass = torch.zeros(count, dtype=torch.float64).index_add_(0, cell, weight)
         levels = torch.zeros(count, dtype=torch.float64).index_add_(0, cell, weight * x) / mass.clamp_min(1e-300)
-    return levels.float()
+    return ((levels - levels.flip(0)) / 2).float()  # symmetric, as the density is
 
 
 @functools.cache

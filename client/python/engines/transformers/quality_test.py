@@ -15,6 +15,7 @@ from kvmanager.quality import protocol, tasks
 from kvmanager_testing import Daemon, daemon_program, data_path
 
 sys.path.insert(0, data_path("bench/quality"))
+import page
 import paged_attention
 import quantisers
 import texts
@@ -64,6 +65,13 @@ class TasksTest(unittest.TestCase):
                     if task != "copy":  # the words before an answer name it in the material, too
                         name = text[:first].rsplit(b"\n", 1)[1]
                         self.assertIn(name + text[first:last], context)
+
+    def test_material_is_said_as_often_as_asked(self):
+        for task in tasks.TASKS:
+            prompt = self.make(task, shape=tasks.Shape(6, 0, 3))[0]
+            context = bytes(prompt.ids)[slice(*prompt.material)]
+            for first, last in prompt.answers:
+                self.assertEqual(context.count(bytes(prompt.ids[first:last]).strip()), 3, task)
 
     def test_the_repeated_list_is_the_list(self):
         for prompt in self.make("copy"):
@@ -266,6 +274,16 @@ class TextsTest(unittest.TestCase):
                 (pathlib.Path(folder) / f"{name}.html").write_text(page % name)
             (pathlib.Path(folder) / "index.html").write_text('<a href="b.html#x">b</a><a href="a.html">a</a>')
             self.assertEqual(texts.handbook(pathlib.Path(folder)), f"{said}\n\nb & more: {said}\n\na & more: {said}\n")
+
+
+class PageTest(unittest.TestCase):
+    def test_only_the_named_place_changes(self):
+        text = "a\n<!-- x -->\nold\n<!-- end x -->\nb\n<!-- y -->\n<!-- end y -->\n"
+        once = page.replaced(text, "x", "new | \\1\n")
+        self.assertEqual(once, text.replace("old", "\nnew | \\1\n"))
+        self.assertEqual(page.replaced(once, "x", "new | \\1"), once)
+        with self.assertRaisesRegex(ValueError, "z: the page must have"):
+            page.replaced(text, "z", "")
 
 
 class CompareTest(unittest.TestCase):

@@ -52,7 +52,8 @@ class Shape(NamedTuple):
     """How hard a task is: chosen so that the model in question solves most of it without a codec."""
 
     answer_length: int  # digits of a number, letters of a string
-    distractors: int  # keys of `lookup` that are not asked for
+    distractors: int = 0  # keys of `lookup` that are not asked for
+    repeats: int = 1  # how often the context says the material: more for models that copy badly
 
 
 class Prompt(NamedTuple):
@@ -65,7 +66,7 @@ class Prompt(NamedTuple):
     material: tuple[int, int]
 
 
-DEFAULT_SHAPES = {"passkey": Shape(5, 0), "lookup": Shape(4, 0), "copy": Shape(6, 0)}
+DEFAULT_SHAPES = {"passkey": Shape(5), "lookup": Shape(4), "copy": Shape(6)}
 
 
 class _Ids:
@@ -132,11 +133,11 @@ def _passkey(out: _Ids, choose: random.Random, cases: int, context: int, shape: 
     keys = {name: _digits(choose, shape.answer_length) for name in names}
     out.add("Pass keys are hidden inside a lot of irrelevant text. Find and memorize them.\n")
     out.fill(LEAD_TOKENS, choose)
-    first, room = len(out.ids), context - TAIL_TOKENS - len(out.ids)
-    for at, name in enumerate(names):
+    first, room, said = len(out.ids), context - TAIL_TOKENS - len(out.ids), names * shape.repeats
+    for at, name in enumerate(said):
         out.add(f"\n{name}: {keys[name]}\n")
         last = len(out.ids)
-        out.fill(first + room * (at + 1) // cases, choose)
+        out.fill(first + room * (at + 1) // len(said), choose)
     out.fill(max(context, last + TAIL_TOKENS), choose)
     out.add("\n")
     choose.shuffle(names)
@@ -148,7 +149,7 @@ def _lookup(out: _Ids, choose: random.Random, cases: int, context: int, shape: S
     values = {name: _digits(choose, shape.answer_length) for name in names}
     out.add("A table of names and numbers is somewhere in this text.\n")
     lines = [f"{name}: {values[name]}\n" for name in names]
-    first, last = _amid(out, choose, context, lines)
+    first, last = _amid(out, choose, context, lines, shape.repeats)
     choose.shuffle(names)
     return Prompt("lookup", out.ids, [_ask(out, f"{name}:", f" {values[name]}", "\n") for name in names[:cases]],
                   (first, last))
@@ -157,26 +158,29 @@ def _lookup(out: _Ids, choose: random.Random, cases: int, context: int, shape: S
 def _copy(out: _Ids, choose: random.Random, cases: int, context: int, shape: Shape) -> Prompt:
     strings = [_letters(choose, shape.answer_length) for _ in range(cases)]
     out.add("A list of words is somewhere in this text.\n")
-    first, last = _amid(out, choose, context, ["List:"] + [f"\n{word}" for word in strings] + ["\n"])
+    first, last = _amid(out, choose, context, ["List:"] + [f"\n{word}" for word in strings] + ["\n"], shape.repeats)
     out.add("List:")
     return Prompt("copy", out.ids, [_ask(out, "", f"\n{word}", "") for word in strings], (first, last))
 
 
-def _amid(out: _Ids, choose: random.Random, context: int, pieces: list[str]) -> tuple[int, int]:
-    """Adds filler, the pieces, and filler: `context` tokens in all. Returns where the pieces are."""
+def _amid(out: _Ids, choose: random.Random, context: int, pieces: list[str], repeats: int) -> tuple[int, int]:
+    """Adds filler, the pieces, filler, the pieces again..., and filler: `context` tokens in all. Returns where the pieces are."""
     probe = _Ids(out._tokenizer, [])
     for piece in pieces:
         probe.add(piece)
-    free = max(0, context - TAIL_TOKENS - len(probe.ids) - len(out.ids) - LEAD_TOKENS)
-    out.fill(len(out.ids) + LEAD_TOKENS + choose.randrange(free // 2 + 1), choose)
-    out.add("\n")
-    first = len(out.ids)
-    for piece in pieces:
-        out.add(piece)
+    free = max(0, context - TAIL_TOKENS - repeats * len(probe.ids) - len(out.ids) - LEAD_TOKENS)
+    out.fill(len(out.ids) + LEAD_TOKENS, choose)
+    places = []
+    for _ in range(repeats):
+        out.fill(len(out.ids) + choose.randrange(free // (2 * repeats) + 1), choose)
+        out.add("\n")
+        places.append(len(out.ids))
+        for piece in pieces:
+            out.add(piece)
     last = len(out.ids)
     out.fill(max(context, last + TAIL_TOKENS), choose)
     out.add("\n")
-    return first, last
+    return places[0], last
 
 
 def _ask(out: _Ids, question: str, answer: str, end: str) -> tuple[int, int]:
