@@ -38,7 +38,9 @@ class Variant:
 
 @contextlib.contextmanager
 def daemon(program: pathlib.Path, flags: list[str]) -> Iterator[str]:
-    """A kvmanagerd for the time of the context; its address."""
+    """A kvmanagerd for the time of the context; its address. flags: a pool's size among them replaces that of 2 GiB."""
+    if not any(flag.startswith("--host-pool-bytes") for flag in flags):
+        flags = ["--host-pool-bytes=2GiB", *flags]
     with tempfile.TemporaryDirectory(prefix="kvq") as folder:
         process = subprocess.Popen([program, "--listen", f"unix:{folder}/kv.sock", *flags], stdout=subprocess.PIPE, text=True)
         try:
