@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Codecs of the daemon beside published methods: one run, one protocol, one table.
 
-    compare.py --model DIR --text dev=FILE --text book=FILE --daemon kvmanagerd --codec 'hack;sinks=64' --json OUT.json
+    compare.py --model DIR --text dev=FILE --text book=FILE --daemon kvmanagerd --codec hack --json OUT.json
 
 Each variant reads the same windows of text and answers the same retrieval cases; differences from raw are paired. Bytes
 are per token and KV head of what is stored encoded, K and V together, metadata included. Peers run in torch, with our sinks and
@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
     add("--model", required=True, type=pathlib.Path, help="a Hugging Face folder")
     add("--text", action="append", default=[], metavar="NAME=FILE", help="held-out text; may be given again")
     add("--codec", action="append", default=[], help="a codec of the daemon; may be given again")
-    add("--emulate", action="append", default=[], help="hack in torch: hack:k_bits=,v_bits=,rotation=,v_norm=;sinks=")
+    add("--emulate", action="append", default=[], help="hack in torch, for example hack:k_bits=4,v_bits=3")
     add("--peers", nargs="*", default=list(PEERS))
     add("--peer-windows", nargs="*", choices=("ours", "own"), default=["ours", "own"])
     add("--sinks", type=int, default=64, help="tokens at the beginning that stay raw, of peers with our window")

@@ -133,8 +133,8 @@ def hadamard(d: int) -> torch.Tensor:
 
 @dataclass
 class Side:
-    """K or V of one layer as pages hold it. codes [heads][pages][64][d]; steps, minima [heads][pages][d], as attention reads
-    them; norms [heads][pages][64] or None."""
+    """K or V of one layer as pages hold it. codes [heads][pages][64][d]; steps, minima [heads][pages][d] and norms
+    [heads][pages][64], or None, as attention reads them."""
 
     codes: torch.Tensor
     steps: torch.Tensor
@@ -151,17 +151,18 @@ class Side:
 
 @dataclass(frozen=True)
 class Hack:
-    """The parameters of `hack` that are emulated. rotation: of both K and V. v_norm: bits of V's norm per token, 0: none.
-    A readable copy of the daemon's arithmetic for machines without it; the daemon's numbers are what counts."""
+    """The parameters of `hack` that are emulated: rotation of K and V by Hadamard, V's norm per token in a byte. Min-max
+    ranges, so v_bits is at least 2. A readable copy of the daemon's arithmetic (page version 2) for machines without it;
+    the daemon's numbers are what counts."""
 
     k_bits: int = 3
     v_bits: int = 2
-    rotation: bool = False
-    v_norm: int = 0
+    rotation: bool = True
+    v_norm: bool = True
 
     def bytes(self, d: int) -> float:
-        """Codes and metadata: u8 step and s8 minimum per channel, an fp16 pair per page and side; V's norms and their fp16 top."""
-        norm = (self.v_norm / 8 + 2 / PAGE) if self.v_norm else 0
+        """Codes and metadata: u8 step and s8 minimum per channel, an fp16 pair per page and side; V's norms in u8 and their fp16 top."""
+        norm = 1 + 2 / PAGE if self.v_norm else 0
         return d * (self.k_bits + self.v_bits) / 8 + 2 * (2 * d / PAGE + 4 / PAGE) + norm
 
     def encode(self, x: torch.Tensor, value_side: bool) -> Side:
@@ -171,16 +172,22 @@ class Hack:
         y = y.reshape(heads, tokens // PAGE, PAGE, d)
         norms = None
         if value_side and self.v_norm:
-            levels = 2**self.v_norm - 1
-            norms = y.norm(dim=-1)
-            top = half(norms.amax(-1, keepdim=True))
-            norms = (norms * levels / top.clamp_min(1e-20)).round().clamp(1, levels) * top / levels
-            y = torch.where(norms[..., None] > 0, y / norms[..., None], 0.0)
+            norms = y.abs().amax(-1)
+            top = _half_up(norms.amax(-1, keepdim=True))
+            norms = torch.where(top > 0, (norms * 255 / top).ceil().clamp(1, 255) * top / 255, 0.0)
+            y = torch.where(norms[..., None] > 0, y * (1 / norms[..., None]), 0.0)
         return Side(*_coded(y, self.v_bits if value_side else self.k_bits), norms)
 
 
+def _half_up(x: torch.Tensor) -> torch.Tensor:
+    """x >= 0 rounded up to fp16."""
+    near = x.half()
+    return torch.where(near.float() < x, torch.nextafter(near.cpu(), torch.tensor(math.inf, dtype=torch.float16)).to(x.device),
+                       near).float()
+
+
 def _coded(y: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """docs/codecs.md, hack, steps 1 to 4 with meta=8 (min-max)."""
+    """docs/codecs.md, hack, from the range to the codes with meta=8 and min-max."""
     n = 2**bits - 1
     low, high = y.amin(-2), y.amax(-2)
     minimum = half(low)
@@ -194,14 +201,17 @@ def _coded(y: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def parse_hack(spec: str) -> tuple[Hack, int]:
-    """'hack:k_bits=4,v_bits=3,rotation=hadamard,v_norm=8;sinks=64' -> the codec and its sinks. Errors: ValueError."""
+    """'hack:k_bits=4,v_bits=3,rotation=none,v_norm=0;sinks=64' -> the codec and its sinks, with the daemon's defaults.
+    Errors: ValueError."""
     body, *clauses = spec.split(";")
     name, _, text = body.partition(":")
     given = dict(part.partition("=")[::2] for part in text.split(",") if part)
     sinks = dict(part.partition("=")[::2] for part in clauses)
-    unknown = (set(given) - {"k_bits", "v_bits", "rotation", "v_norm"}) | (set(sinks) - {"sinks"})
-    if name != "hack" or unknown:
-        raise ValueError(f"emulate: {spec!r}; must be hack with k_bits, v_bits, rotation, v_norm and ;sinks")
-    codec = Hack(int(given.get("k_bits", 3)), int(given.get("v_bits", 2)), given.get("rotation", "none") == "hadamard",
-                 int(given.get("v_norm", 0)))
-    return codec, -(-int(sinks.get("sinks", 0)) // PAGE) * PAGE
+    known = {"k_bits": ("2", "3", "4", "8"), "v_bits": ("2", "3", "4", "8"), "rotation": ("hadamard", "none"), "v_norm": ("1", "0")}
+    wrong = [f"{key}={value}" for key, value in given.items() if value not in known.get(key, ())]
+    if name != "hack" or wrong or set(sinks) - {"sinks"}:
+        raise ValueError(f"emulate: {spec!r}; must be hack with k_bits, v_bits (2, 3, 4 or 8), rotation (hadamard or none), v_norm (1 "
+                         "or 0) and ;sinks=N")
+    codec = Hack(int(given.get("k_bits", 3)), int(given.get("v_bits", 2)), given.get("rotation", "hadamard") == "hadamard",
+                 given.get("v_norm", "1") == "1")
+    return codec, -(-int(sinks.get("sinks", PAGE)) // PAGE) * PAGE
