@@ -17,14 +17,16 @@ absl::StatusOr<std::unique_ptr<Codec>> MakeDefault(const CodecContext& context, 
   }
   // An artifact without zack+hack's tensors is an error there, not plain hack in silence.
   if (context.calibration != nullptr) return zack_hack::MakeCodec(context, CodecParameters{});
-  KV_ASSIGN_OR_RETURN(const hack::HackParameters hack, hack::ParseHackParameters({}, context.layout));
+  // Finer than hack's own default: a quarter of raw's bytes, at which a real model keeps what it retrieves.
+  KV_ASSIGN_OR_RETURN(const hack::HackParameters hack,
+                      hack::ParseHackParameters({{"k_bits", "4"}, {"v_bits", "3"}}, context.layout));
   return MakeHackCodec(hack::MakeHackFormat(context.layout, hack));
 }
 
 }  // namespace
 
 void RegisterDefaultCodec(CodecRegistry& registry) {
-  registry.Register("default", "zack+hack with a calibration, otherwise hack", MakeDefault);
+  registry.Register("default", "zack+hack with a calibration, otherwise hack with 4 bits for K and 3 for V", MakeDefault);
 }
 
 }  // namespace kvmanager

@@ -38,6 +38,7 @@ TEST(DefaultCodecTest, IsZackHackWithAnArtifactAndHackWithout) {
   const auto plain = registry.Create("default", context);
   ASSERT_TRUE(plain.ok()) << plain.status();
   EXPECT_EQ((*plain)->info().name, "hack");
+  EXPECT_NE((*plain)->info().spec.find("k_bits=4,v_bits=3,"), std::string::npos) << (*plain)->info().spec;
   EXPECT_EQ((*plain)->info().calibration_digest, "");
 }
 

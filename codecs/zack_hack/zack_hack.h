@@ -46,8 +46,8 @@ struct ZackHackParameters {
   bool v_norm = true;
 };
 
-/// bytes where nothing is said: 56 at 128 channels.
-inline double DefaultBytes(const PageLayout& layout) { return 56.0 * layout.head_dim / 128; }
+/// bytes where nothing is said: 38 at 64 channels, where a real model retrieves what it does with raw pages.
+inline double DefaultBytes(const PageLayout& layout) { return 38.0 * layout.head_dim / 64; }
 
 /// Checks `parameters` and fills in what they leave to the artifact. Errors: INVALID_ARGUMENT with field, value, bound;
 /// FAILED_PRECONDITION without an artifact.

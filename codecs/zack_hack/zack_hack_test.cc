@@ -68,10 +68,10 @@ TEST(ZackHackTest, DefaultBytesFollowTheHeadsWidth) {
     for (const char* allocation : {"head", "model"}) {
       const auto codec = Make(SyntheticContext(layout, 3, 4), {{"allocation", allocation}});
       ASSERT_NE(codec, nullptr) << d;
-      EXPECT_NE(codec->info().spec.find(absl::StrCat(",bytes=", d * 7 / 16, ",")), std::string::npos)
+      EXPECT_NE(codec->info().spec.find(absl::StrCat(",bytes=", d * 0.59375, ",")), std::string::npos)
           << codec->info().spec;
-      EXPECT_LE(BytesPerToken(*codec), d * 0.4375 + 0.125 + 1 / 32.0);
-      EXPECT_GE(BytesPerToken(*codec), d * 0.4375 - 2);
+      EXPECT_LE(BytesPerToken(*codec), d * 0.59375 + 0.125 + 1 / 32.0);
+      EXPECT_GE(BytesPerToken(*codec), d * 0.59375 - 2);
     }
   }
 }
