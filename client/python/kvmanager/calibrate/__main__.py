@@ -24,7 +24,6 @@ from kvmanager.evaluate.measure import Artifacts, attach, logits_of, measure, po
 from kvmanager.programs import Daemon, program
 
 _LAG_PAGES = 2  # the daemon's default: what is near is raw
-_LOSS_WARNED = 0.10  # of perplexity
 _ALLOCATIONS = ("model", "head")
 _MODE = "balanced"
 _BASES = ("trained", "hadamard")
@@ -52,6 +51,7 @@ def arguments() -> argparse.Namespace:
         help="measure what an error costs per layer and side, or per KV head, too (head on a GPU, else layer)")
     add("--probe-windows", type=int, default=1, help="windows of prose, and as many to copy, that probes run over (1)")
     add("--check-windows", type=int, default=2, help="windows held out to measure the defaults on; 0: do not (2)")
+    add("--warn-percent", type=float, default=10, help="warn where a default loses more on held-out windows (10)")
     add("--seed", type=int, default=0, help="of k-means and of the strings to copy")
     add("--name", default="", help="the model's name in the artifact (the last part of --model)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -276,7 +276,7 @@ class Calibration:
             self.report["held_out"]["codecs"].append(
                 {"codec": each.codec, "canonical": each.canonical, "token_bytes": each.token_bytes,
                  "perplexity": each.perplexity(), "change": change, "change_error": each.change_error(raw)})
-            if not change <= _LOSS_WARNED:
+            if not 100 * change <= self._args.warn_percent:
                 self.report["warnings"].append(
                     f"this artifact measures {100 * change:+.0f}% on held-out windows: {each.codec} has perplexity "
                     f"{each.perplexity():.3f}, raw {raw.perplexity():.3f}. Train on more text, or on text more like what "
