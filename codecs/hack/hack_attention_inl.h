@@ -68,6 +68,9 @@ KVMANAGER_INLINE void Softmax(const HackArguments& a, int row, float norm_unit) 
     // Relative to the partition's own maximum, so that the largest probability is 1 and p8 waits for nothing else.
     const Vec4 top = LoadRows<kR>(s.p_step + at);
     const Vec4 weight = NarrowRows(ExpNegative(WidenRows(top - max)));
+    // Probabilities times norms, between their maximum and their codes: in registers where those are enough.
+    constexpr int kKept = S::kTokens > 0 && S::kTokens <= 4 * kLanes ? S::kTokens / kLanes : 0;
+    VecF kept[4][kKept + 1];
     VecF totals[4] = {}, part_sum[4] = {};
     Vec4 to_p8 = Vec4{} + 255.0f, p_step = weight * (1 / 255.0f);
     if constexpr (kNorms) {
@@ -80,8 +83,12 @@ KVMANAGER_INLINE void Softmax(const HackArguments& a, int row, float norm_unit) 
         for (int t = 0; t < partition; t += kLanes) {
           const VecF x = ExpNegative(LoadF(score + t) - row_top), y = x * LoadF(s.v_norms + begin + t);
           part_sum[r] += x;
-          largest[r] = MaxF(largest[r], y);
-          StoreF(score + t, y);
+          largest[r] = t == 0 ? y : MaxF(largest[r], y);
+          if constexpr (kKept > 0) {
+            kept[r][t / kLanes] = y;
+          } else {
+            StoreF(score + t, y);
+          }
         }
       }
       const Vec4 most = ReduceMaxRows(largest);
@@ -96,9 +103,13 @@ KVMANAGER_INLINE void Softmax(const HackArguments& a, int row, float norm_unit) 
       const VecF row_top = SetF(top[r]), row_to_p8 = SetF(to_p8[r]);
       VecI total{};
       auto probabilities = [&](int t) {
-        VecF x = LoadF(score + t);
-        if constexpr (!kNorms) {
-          x = ExpNegative(x - row_top);
+        VecF x;
+        if constexpr (kNorms && kKept > 0) {
+          x = kept[r][t / kLanes];
+        } else if constexpr (kNorms) {
+          x = LoadF(score + t);
+        } else {
+          x = ExpNegative(LoadF(score + t) - row_top);
           part_sum[r] += x;
         }
         const VecI x8 = RoundToInt(x * row_to_p8);
@@ -138,8 +149,7 @@ KVMANAGER_INLINE const uint8_t* RecordAt(const HackArguments& a, size_t i) {
 
 template <typename S>
 void AttendPages(HackArguments& a) {
-  HackAhead ahead;
-  a.ahead = &ahead;
+  HackAhead ahead[2];  // of records with an even and an odd number
   const int lines = (a.head->v.end + 63) / 64;
   // Half of a record while K is read, a share per segment; half with V, a share per column of words.
   const int strips = a.page_tokens / kStrip, segments = a.head_dim / kSegment;
@@ -157,21 +167,34 @@ void AttendPages(HackArguments& a) {
   }
   const int k_steps = strips * k_segments;
   const int v_steps = strips * 4 * v_calls;
-  ahead.k_step_lines = (lines / 2 + k_steps - 1) / k_steps;
-  ahead.v_step_lines = (lines - lines / 2 + v_steps - 1) / v_steps;
+  for (HackAhead& each : ahead) {
+    each.k_step_lines = (lines / 2 + k_steps - 1) / k_steps;
+    each.v_step_lines = (lines - lines / 2 + v_steps - 1) / v_steps;
+  }
   // Two records ahead: a record is attended to in less time than one core's outstanding misses take to bring the next.
   const size_t distance = a.page_count + a.next_count > 2 ? 2 : 1;
-  for (size_t i = 0; i < a.page_count; ++i) {
-    const uint8_t* record = RecordAt(a, i);
-    ahead.at = RecordAt(a, i + distance);
-    ahead.left = ahead.at == nullptr ? 0 : lines;
-    if (a.along_channels) {
-      ScoresAlongChannels(a, record);
-    } else {
-      ScoresAlongTokens<S>(a, record);
+  // A page's scores come before the output of the page before it: each is work for the core while the other's maxima,
+  // probabilities and codes of them are waited for.
+  Metadata v_metadata = {};
+  for (size_t i = 0; i <= a.page_count; ++i) {
+    const uint8_t* record = i < a.page_count ? RecordAt(a, i) : nullptr;
+    if (record != nullptr) {
+      a.ahead = &ahead[i % 2];
+      a.ahead->at = RecordAt(a, i + distance);
+      a.ahead->left = a.ahead->at == nullptr ? 0 : lines;
+      if (a.along_channels) {
+        ScoresAlongChannels(a, record);
+      } else {
+        ScoresAlongTokens<S>(a, record);
+      }
     }
+    if (i > 0) {
+      a.ahead = &ahead[(i - 1) % 2];
+      Outputs(a, RecordAt(a, i - 1), v_metadata);
+    }
+    if (record == nullptr) break;
     // Here, where the maxima are waited for.
-    const Metadata v_metadata = MetadataOf(a, record, a.head->v, 0, 0);
+    v_metadata = MetadataOf(a, record, a.head->v, 0, 0);
     LoadValueMetadata(a, v_metadata);
     const float norm_unit = a.head->v.norms != 0 ? LoadNorms(a, record) : 1;
     ForRows(a.rows, [&](auto count, int row) { RaiseMaximum<S, count.value>(a, row); });
@@ -180,7 +203,6 @@ void AttendPages(HackArguments& a) {
     } else {
       ForRows(a.rows, [&](auto count, int row) { Softmax<S, count.value, false>(a, row, 1); });
     }
-    Outputs(a, record, v_metadata);
   }
 }
 

@@ -95,21 +95,64 @@ KV_KERNEL_INLINE void StoreRaw(uint8_t* to, DType dtype, F f) {
   Store(to, __builtin_convertvector((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16, H));
 }
 
-static void HadamardRow(float* row, int n) {
-  for (int half = 1; half < kLanes; half *= 2) {
-    const I from = LaneNumbers() ^ half;
-    const U minus = (U)((LaneNumbers() & half) != 0) & 0x80000000u;
-    for (int i = 0; i < n; i += kLanes) {
-      const F x = Load<F>(row + i);
-      Store(row + i, __builtin_shuffle(x, from) + (F)((U)x ^ minus));
-    }
+/// Sums and differences of lanes kHalf apart, then 2 kHalf, ... of n vectors.
+template <int kHalf, int n>
+KV_KERNEL_INLINE void ButterflyLanes(F (&v)[n]) {
+  if constexpr (kHalf < kLanes) {
+    const I from = LaneNumbers() ^ kHalf;
+    const U minus = (U)((LaneNumbers() & kHalf) != 0) & 0x80000000u;
+#pragma GCC unroll 16
+    for (int i = 0; i < n; ++i) v[i] = __builtin_shuffle(v[i], from) + (F)((U)v[i] ^ minus);
+    ButterflyLanes<2 * kHalf>(v);
   }
-  for (int half = kLanes; half < n; half *= 2) {
-    for (int i = 0; i < n; i += kLanes) {
-      if (i & half) continue;
-      const F a = Load<F>(row + i), b = Load<F>(row + i + half);
-      Store(row + i, a + b);
-      Store(row + i + half, a - b);
+}
+
+/// Likewise of vectors kHalf apart.
+template <int kHalf, int n>
+KV_KERNEL_INLINE void ButterflyVectors(F (&v)[n]) {
+  if constexpr (kHalf < n) {
+#pragma GCC unroll 16
+    for (int i = 0; i < n; ++i) {
+      if (i & kHalf) continue;
+      const F a = v[i], b = v[i + kHalf];
+      v[i] = a + b;
+      v[i + kHalf] = a - b;
+    }
+    ButterflyVectors<2 * kHalf>(v);
+  }
+}
+
+/// Transforms `n` vectors, without the norm.
+template <int n>
+static void HadamardVectors(float* row) {
+  F v[n];
+#pragma GCC unroll 16
+  for (int i = 0; i < n; ++i) v[i] = Load<F>(row + i * kLanes);
+  ButterflyLanes<1>(v);
+  ButterflyVectors<1>(v);
+#pragma GCC unroll 16
+  for (int i = 0; i < n; ++i) Store(row + i * kLanes, v[i]);
+}
+
+static void HadamardRow(float* row, int n) {
+  // In pieces that fit the registers, then across them.
+  constexpr int kPiece = 8;
+  int done = kPiece * kLanes;
+  if (n >= done) {
+    for (int i = 0; i < n; i += done) HadamardVectors<kPiece>(row + i);
+  } else {
+    done = n;
+    if (n == 4 * kLanes) HadamardVectors<4>(row);
+    if (n == 2 * kLanes) HadamardVectors<2>(row);
+    if (n == kLanes) HadamardVectors<1>(row);
+  }
+  for (int half = done; half < n; half *= 2) {
+    for (int first = 0; first < n; first += 2 * half) {
+      for (int i = first; i < first + half; i += kLanes) {
+        const F a = Load<F>(row + i), b = Load<F>(row + i + half);
+        Store(row + i, a + b);
+        Store(row + i + half, a - b);
+      }
     }
   }
   const F norm = Set(float(1.0 / __builtin_sqrt(double(n))));
