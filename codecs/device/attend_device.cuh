@@ -94,6 +94,8 @@ __device__ __forceinline__ void CopyBulk(uint32_t to, const void* from, uint32_t
                "l"(from), "r"(bytes), "r"(barrier.at)
                : "memory");
 }
+/// What this thread wrote to shared memory comes before copies by the copy engine to the same place.
+__device__ __forceinline__ void FenceForCopies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 /// Of kernels launched one into the other's end: the next may begin its blocks; what the last wrote is there.
 __device__ __forceinline__ void LetNextBegin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void WaitForLast() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -189,11 +191,15 @@ __device__ __forceinline__ size_t RowOf(const AttendParams& p, const AttendItem&
 
 // ---- the end of a tile ----
 
+/// In what a warp's acc of a tile is, where forms may be rotated (attend_kernel.cuh); a warp that saw nothing has none.
+enum StateSpace : uint8_t { kNoSpace = 0, kPlainSpace = 1, kRotatedSpace = 2 };
+
 /// Where a block's warps leave their states of a tile.
 template <int kHeadDim, int kWarps, int kRows>
 struct TileStates {
   float acc[kWarps][kRows][kHeadDim];
   float2 state[kWarps][kRows];  // maximum and sum
+  alignas(16) StateSpace space[(kWarps + 15) / 16 * 16];
 };
 
 /// Four channels of a row of a tile, on their way to the output.
@@ -236,9 +242,25 @@ __device__ __forceinline__ bool LastToArrive(const AttendParams& p, const Attend
   return true;
 }
 
+/// x times the normalised Walsh-Hadamard matrix: four channels to a lane, rows of kHeadDim / 4 lanes.
+template <int kHeadDim>
+__device__ __forceinline__ float4 RotateRow(const float4& x) {
+  const float a = x.x + x.y, b = x.x - x.y, c = x.z + x.w, d = x.z - x.w;
+  float v[4] = {a + c, b + d, a - c, b - d};
+  const float norm = kHeadDim == 64 ? 0.125f : kHeadDim == 128 ? 0.088388348f : 0.0625f;
+#pragma unroll
+  for (int bit = 1; bit < kHeadDim / 4; bit *= 2) {
+    const float sign = (threadIdx.x & bit) != 0 ? -1.f : 1.f;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j] = fmaf(v[j], sign, __shfl_xor_sync(kAllLanes, v[j], bit));
+  }
+  return make_float4(v[0] * norm, v[1] * norm, v[2] * norm, v[3] * norm);
+}
+
 /// Merges what the block's warps left of a tile: the tile's output, or this block's part, and, if that is the last of
 /// the tile's parts to come, the output from all of them. The `index`-th of kMergers warps has the index-th rows.
-template <int kHeadDim, int kWarps, int kRows>
+/// kMayRotate: memory.space says which are rotated.
+template <bool kMayRotate = false, int kHeadDim, int kWarps, int kRows>
 __device__ __forceinline__ void MergeTile(const AttendParams& p, const AttendItem& item, int index,
                                           const TileStates<kHeadDim, kWarps, kRows>& memory) {
   constexpr int kLanes = kHeadDim / 4, kRowsAtOnce = 32 / kLanes;  // lanes of a row, rows of a warp
@@ -246,16 +268,34 @@ __device__ __forceinline__ void MergeTile(const AttendParams& p, const AttendIte
   const int row = index * kRowsAtOnce + lane / kLanes, channel = lane % kLanes * 4;
   if (index * kRowsAtOnce >= item.rows) return;
   const bool works = row < item.rows;
-  if (works) {
-    RowPart part;
+  RowPart part;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) part.max = fmaxf(part.max, memory.state[w][row].x);
+  for (int w = 0; w < kWarps; ++w) part.max = fmaxf(part.max, memory.state[w][row].x);
+  // A warp that saw nothing has a maximum of minus infinity, and zeros.
+  const auto add = [&](int w, bool wanted) {
+    const float2 one = memory.state[w][row];
+    part.Add(wanted ? Exp2(one.x - part.max) : 0.f, one.y,
+             *reinterpret_cast<const float4*>(&memory.acc[w][row][channel]));
+  };
+  if constexpr (kMayRotate) {
+    uint32_t spaces = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      // A warp that saw nothing has a maximum of minus infinity, and zeros.
-      const float2 one = memory.state[w][row];
-      part.Add(Exp2(one.x - part.max), one.y, *reinterpret_cast<const float4*>(&memory.acc[w][row][channel]));
+    for (int i = 0; i < (kWarps + 3) / 4; ++i) spaces |= reinterpret_cast<const uint32_t*>(memory.space)[i];
+    const bool rotated = (spaces & kRotatedSpace * 0x01010101u) != 0, plain = (spaces & kPlainSpace * 0x01010101u) != 0;
+    if (rotated) {
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) add(w, !plain || memory.space[w] == kRotatedSpace);
+      part.acc = RotateRow<kHeadDim>(part.acc);
     }
+    if (plain) {
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) add(w, !rotated || memory.space[w] == kPlainSpace);
+    }
+  } else {
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) add(w, true);
+  }
+  if (works) {
     if (item.parts == 1) {
       part.template Write<kHeadDim>(p, item, row, channel);
     } else {

@@ -16,6 +16,14 @@ constexpr bool StandsApart() {
   return false;
 }
 
+/// Whether encoded pages may be rotated (AttendParams::rotates), so that what is attended to of them is too until a warp
+/// goes on to raw pages, or its tile is merged.
+template <class Encoded>
+constexpr bool MayRotate() {
+  if constexpr (requires { Encoded::kMayRotate; }) return Encoded::kMayRotate;
+  return false;
+}
+
 template <class Raw, class Encoded, int kWarps, int kStages>
 struct AttendMemory {
   static constexpr int kPieceBytes = Raw::kPieceBytes > Encoded::kPieceBytes ? Raw::kPieceBytes : Encoded::kPieceBytes;
@@ -139,6 +147,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
   const Barrier left{SharedAddress(&memory->left)}, merged{SharedAddress(&memory->merged)};
   if (lane < kStages) Barrier{barriers + 8 * lane}.Init(32);
   if (threadIdx.x == 0) left.Init(kWarps * 32), merged.Init(Memory::kMergers * 32);
+  if (threadIdx.x < sizeof memory->states.space) memory->states.space[threadIdx.x] = kNoSpace;
   __syncthreads();
 
   AttendItem& item = memory->items[warp][0];
@@ -149,7 +158,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
     load_stage = load_stage + 1 == kStages ? 0 : load_stage + 1;
   };
   // Bytes of the next piece, once they are there.
-  const auto wait = [&]() -> const uint8_t* {
+  const auto wait = [&]() -> uint8_t* {
     Barrier{barriers + 8 * stage}.Wait(parity);
     return ring + stage * Memory::kPieceBytes;
   };
@@ -194,16 +203,19 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
       if (!empty && plain) {
         park();
         Pages::Open(state);
+        if constexpr (MayRotate<Pages>()) {
+          if (p.rotates) Pages::Rotate(state);
+        }
       }
       if constexpr (kApart) Pages::ClearUnused(state);
       plain = false;
-      const uint8_t* piece = wait();
+      uint8_t* piece = wait();
       advance();
       pages.Prepare(p, piece);
       for (; unit < units; unit += kWarps) {
         load();
         pages.Scores(p, piece, state);
-        const uint8_t* next = piece;
+        uint8_t* next = piece;
         if (unit + kWarps < units) {
           next = wait();
           advance();
@@ -217,6 +229,9 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
       if (!empty && plain != kPlain) {
         park();
         if constexpr (kPlain) {
+          if constexpr (MayRotate<Encoded>()) {
+            if (p.rotates) Encoded::Rotate(state);
+          }
           Encoded::Close(state);
         } else {
           Pages::Open(state);
@@ -259,6 +274,10 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
         LeaveSums(state, memory->states);
         float* const to = &memory->states.acc[warp][0][0];
         plain ? Raw::template Store<false>(state, to) : Encoded::template Store<false>(state, to);
+        if constexpr (MayRotate<Encoded>()) {
+          const bool rotated = !plain && p.rotates;
+          if (lane == 0) memory->states.space[warp] = empty ? kNoSpace : rotated ? kRotatedSpace : kPlainSpace;
+        }
       }
       left.Arrive();
       // Warps take turns in merging.
@@ -268,7 +287,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
         if constexpr (kApart) {
           MergeTileApart(p, item, merger, memory->states, memory->parked);
         } else {
-          MergeTile(p, item, merger, memory->states);
+          MergeTile<MayRotate<Encoded>()>(p, item, merger, memory->states);
         }
         merged.Arrive();
       }

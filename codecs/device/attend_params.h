@@ -52,6 +52,9 @@ struct AttendParams {
   int page_tokens = 0;
   float scale_log2 = 0;   // of scores, times log2(e)
   bool bfloat16 = false;  // q, out and raw pages; else float16
+  // Of hack (hack_format.h): K and V of encoded pages are rotated; V has a norm for each token. Kernels set them.
+  bool rotates = false;
+  bool v_norms = false;
   // Of codecs that keep what they need on the device (DeviceCodec::attention_data), or a space of their own.
   const void* codec = nullptr;
   uint32_t tokens = 0;  // of q

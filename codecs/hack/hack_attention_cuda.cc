@@ -7,10 +7,7 @@ namespace kvmanager {
 const device::AttendKernels* HackAttentionKernels(const hack::HackFormat& format) {
   const hack::HackParameters& p = format.parameters;
   const PageLayout& layout = format.layout;
-  if (p.k_axis != hack::Axis::kChannel || p.meta_bits != 8 || p.partition != 64 ||
-      p.rotation != hack::Rotation::kNone || p.v_norm) {
-    return nullptr;
-  }
+  if (p.k_axis != hack::Axis::kChannel || p.meta_bits != 8 || p.partition != 64) return nullptr;
   if (layout.page_tokens != 64) return nullptr;
   for (const hack::HeadLayout& head : format.heads) {
     for (int side = 0; side < 2; ++side) {
@@ -19,7 +16,7 @@ const device::AttendKernels* HackAttentionKernels(const hack::HackFormat& format
       }
     }
   }
-  return hack::FindHackAttention(layout.head_dim, p.k_bits, p.v_bits);
+  return hack::FindHackAttention(layout.head_dim, p.k_bits, p.v_bits, p.rotation == hack::Rotation::kHadamard, p.v_norm);
 }
 
 }  // namespace kvmanager

@@ -26,25 +26,35 @@ struct HackAttend {
   using ByRows = device::AttendByRows<Kernel>;
   // Its bytes, and as many as would take the time that its instructions take beyond them.
   static constexpr uint32_t kCost = kRecordBytes + 2600 * kHeadDim / 128;
-  static constexpr AttendKernels kKernels = {{WarpsFor(4), kBlocksPerSm}, kCost, ByRows::Launch, ByRows::Prepare};
+
+  template <bool kRotates, bool kVNorms>
+  static int Launch(const device::AttendParams& params, int rows_max, int blocks, CUstream_st* stream) {
+    device::AttendParams mine = params;
+    mine.rotates = kRotates, mine.v_norms = kVNorms;
+    return ByRows::Launch(mine, rows_max, blocks, stream);
+  }
+  template <bool kRotates, bool kVNorms>
+  static constexpr AttendKernels kKernels = {
+      {WarpsFor(4), kBlocksPerSm}, kCost, Launch<kRotates, kVNorms>, ByRows::Prepare};
+  static const AttendKernels* Find(bool rotates, bool v_norms) {
+    if (rotates) return v_norms ? &kKernels<true, true> : &kKernels<true, false>;
+    return v_norms ? &kKernels<false, true> : &kKernels<false, false>;
+  }
 };
 
-template <int kHeadDim, int kKBits, int kVBits>
-constexpr AttendKernels kKernelsOf = HackAttend<kHeadDim, kKBits, kVBits>::kKernels;
-
 template <int kHeadDim>
-const AttendKernels* Find(int k_bits, int v_bits) {
+const AttendKernels* Find(int k_bits, int v_bits, bool rotates, bool v_norms) {
   switch (10 * k_bits + v_bits) {
     case 21:
-      return &kKernelsOf<kHeadDim, 2, 1>;
+      return HackAttend<kHeadDim, 2, 1>::Find(rotates, v_norms);
     case 22:
-      return &kKernelsOf<kHeadDim, 2, 2>;
+      return HackAttend<kHeadDim, 2, 2>::Find(rotates, v_norms);
     case 32:
-      return &kKernelsOf<kHeadDim, 3, 2>;
+      return HackAttend<kHeadDim, 3, 2>::Find(rotates, v_norms);
     case 43:
-      return &kKernelsOf<kHeadDim, 4, 3>;
+      return HackAttend<kHeadDim, 4, 3>::Find(rotates, v_norms);
     case 44:
-      return &kKernelsOf<kHeadDim, 4, 4>;
+      return HackAttend<kHeadDim, 4, 4>::Find(rotates, v_norms);
     default:
       return nullptr;
   }
@@ -52,8 +62,9 @@ const AttendKernels* Find(int k_bits, int v_bits) {
 
 }  // namespace
 
-const AttendKernels* FindHackAttention(int head_dim, int k_bits, int v_bits) {
-  return head_dim == 64 ? Find<64>(k_bits, v_bits) : head_dim == 128 ? Find<128>(k_bits, v_bits) : nullptr;
+const AttendKernels* FindHackAttention(int head_dim, int k_bits, int v_bits, bool rotates, bool v_norms) {
+  if (head_dim == 64) return Find<64>(k_bits, v_bits, rotates, v_norms);
+  return head_dim == 128 ? Find<128>(k_bits, v_bits, rotates, v_norms) : nullptr;
 }
 
 }  // namespace kvmanager::hack

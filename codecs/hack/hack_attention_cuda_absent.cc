@@ -3,6 +3,6 @@
 
 namespace kvmanager::hack {
 
-const device::AttendKernels* FindHackAttention(int, int, int) { return nullptr; }
+const device::AttendKernels* FindHackAttention(int, int, int, bool, bool) { return nullptr; }
 
 }  // namespace kvmanager::hack

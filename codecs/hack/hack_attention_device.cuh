@@ -140,6 +140,7 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
   using Fold::bytes;
   using Fold::kMagic;
   using Fold::kMagicBits;
+  using Fold::kNegligible;
   using Fold::Tops;
   using Folding = typename Fold::Folding;
 
@@ -147,6 +148,7 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
   static constexpr int kRows = kTileRowsMax;
   static constexpr int kSegments = kHeadDim / 16;
   static constexpr int kPieces = 1;
+  static constexpr int kTokens = 64;
 
   // Offsets in a head's record (hack_format.h).
   static constexpr int kKTops = kSegments * 128 * kKBits;
@@ -154,13 +156,15 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
   static constexpr int kKMinima = AlignTo(kKSteps + kHeadDim, 16);
   static constexpr int kVCodes = AlignTo(kKMinima + kHeadDim, 16);
   static constexpr int kVTops = kVCodes + kSegments * 128 * kVBits;
-  static constexpr int kVSteps = AlignTo(kVTops + 4, 16);
+  static constexpr int kVSteps = AlignTo(kVTops + 6, 16);
   static constexpr int kVMinima = AlignTo(kVSteps + kHeadDim, 16);
-  static constexpr int kPieceBytes = AlignTo(kVMinima + kHeadDim, 64);
+  static constexpr int kVNorms = AlignTo(kVMinima + kHeadDim, 16);
+  static constexpr int kPieceBytes = AlignTo(kVNorms + kTokens, 64);
+  static constexpr int kBytesWithoutNorms = AlignTo(kVMinima + kHeadDim, 64);
 
   static constexpr int kScratchBytes = kRows * kHeadDim;  // the folded q: words [row][j][segment]
 
-  static constexpr bool kPrepares = true;
+  static constexpr bool kPrepares = true, kMayRotate = true;
 
   uint32_t* scratch;
   // Of the unit that was prepared: q times K's steps as B fragments; of rows 2t and 2t + 1, score = unit * integer +
@@ -174,11 +178,12 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
   static __device__ __forceinline__ int Units(const AttendParams&, const AttendItem& item) { return item.pages; }
 
   static __device__ __forceinline__ int PageOf(const AttendParams&, const AttendItem&, int unit) { return unit; }
-  static __device__ __forceinline__ void Load(const AttendParams&, const AttendItem& item, const uint8_t* page, int,
-                                              int, uint32_t to, Barrier barrier) {
+  static __device__ __forceinline__ void Load(const AttendParams& params, const AttendItem& item, const uint8_t* page,
+                                              int, int, uint32_t to, Barrier barrier) {
     if (threadIdx.x % 32 != 0) return barrier.Arrive();
-    barrier.ArriveExpecting(kPieceBytes);
-    CopyBulk(to, page + item.kv_head * kPieceBytes, kPieceBytes, barrier);
+    const uint32_t bytes = params.v_norms ? kPieceBytes : kBytesWithoutNorms;
+    barrier.ArriveExpecting(bytes);
+    CopyBulk(to, page + item.kv_head * bytes, bytes, barrier);
   }
 
   __device__ __forceinline__ void Begin(const AttendParams& params, const AttendItem& item, uint8_t* space) {
@@ -195,6 +200,7 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
       const float2 a = ToFloats(four.x, params.bfloat16), b = ToFloats(four.y, params.bfloat16);
       this->q[r][0] = a.x, this->q[r][1] = a.y, this->q[r][2] = b.x, this->q[r][3] = b.y;
     }
+    if (params.rotates) Fold::RotateRows(this->q);
   }
 
   __device__ __forceinline__ void Prepare(const AttendParams& params, const uint8_t* record) {
@@ -203,14 +209,15 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
     this->CodeProducts(params, record + kKTops, fold, scratch, unit, base);
     TakeCodes();
   }
-  __device__ __forceinline__ void Scores(const AttendParams&, const uint8_t* record, WarpState<kHeadDim>& state) {
+  __device__ __forceinline__ void Scores(const AttendParams& params, uint8_t* record, WarpState<kHeadDim>& state) {
     float scores[4][4];
     IntegerScores(record, scores);
-    Probabilities(scores, state);
+    Stage(params, record);
+    Probabilities(record, scores, state);
   }
   __device__ __forceinline__ void Outputs(const AttendParams& params, const uint8_t* record, const uint8_t* next,
                                           WarpState<kHeadDim>& state) {
-    const OutputScale scale = ScaleOf(record);
+    const OutputScale scale = ScaleOf(params, record);
     Folding fold;
 #pragma unroll
     for (int s = 0; s < kSegments; ++s) {
@@ -246,6 +253,37 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
         const float a = __shfl_sync(kAllLanes, low, even), b = __shfl_sync(kAllLanes, high, even);
         const float c = __shfl_sync(kAllLanes, low, odd), d = __shfl_sync(kAllLanes, high, odd);
         state.acc[s][h] = g < 4 ? a : b, state.acc[s][2 + h] = g < 4 ? c : d;
+      }
+    }
+  }
+  /// acc times the normalised Walsh-Hadamard matrix, in its own order: channel 16 s + 2 g + r.
+  static __device__ __forceinline__ void Rotate(WarpState<kHeadDim>& state) {
+    const auto combine = [](float& a, float& b) {
+      const float low = a, high = b;
+      a = low + high, b = low - high;
+    };
+#pragma unroll
+    for (int s = 0; s < kSegments; ++s) combine(state.acc[s][0], state.acc[s][2]), combine(state.acc[s][1], state.acc[s][3]);
+#pragma unroll
+    for (int half = 1; half < kSegments; half *= 2) {
+#pragma unroll
+      for (int s = 0; s < kSegments; ++s) {
+        if ((s & half) != 0) continue;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) combine(state.acc[s][i], state.acc[s + half][i]);
+      }
+    }
+#pragma unroll
+    for (int bit = 4; bit < 32; bit *= 2) {
+      const float sign = (threadIdx.x & bit) != 0 ? -1.f : 1.f;
+      const float norm = bit == 16 ? Fold::kRotationNorm : 1.f;
+#pragma unroll
+      for (int s = 0; s < kSegments; ++s) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float other = __shfl_xor_sync(kAllLanes, state.acc[s][i], bit);
+          state.acc[s][i] = fmaf(state.acc[s][i], sign, other) * norm;
+        }
       }
     }
   }
@@ -302,10 +340,27 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
     }
   }
 
-  /// Softmax: P in codes against the page's largest score.
-  __device__ __forceinline__ void Probabilities(float (&p)[4][4], WarpState<kHeadDim>& state) {
+  // Where K's codes stood, once scores are known: V's metadata, and tokens' norms, as floats.
+  static constexpr int kStagedNorms = Fold::kStagedBytes;
+  static_assert(kStagedNorms + 4 * kTokens <= kVCodes);
+  __device__ __forceinline__ void Stage(const AttendParams& params, uint8_t* record) const {
+    const int lane = threadIdx.x % 32;
+    __syncwarp();  // K's codes were read
+    this->StageMeta(record + kVSteps, record + kVMinima, record);
+    // Without norms it is what was there before the record.
+    const uint32_t two = *reinterpret_cast<const uint16_t*>(record + kVNorms + 2 * lane);
+    const uint32_t norms = params.v_norms ? two : 0x0101;
+    *reinterpret_cast<float2*>(record + kStagedNorms + 8 * lane) =
+        make_float2(bytes.Unsigned(norms, 0), bytes.Unsigned(norms, 1));
+    FenceForCopies();
+    __syncwarp();
+  }
+
+  /// Softmax: P times V's norms in codes, against the largest of the page.
+  __device__ __forceinline__ void Probabilities(const uint8_t* record, float (&p)[4][4], WarpState<kHeadDim>& state) {
     constexpr float kLog2Of255 = 7.99435344f;
-    float alpha[2];
+    const float2* const norms = reinterpret_cast<const float2*>(record + kStagedNorms) + threadIdx.x % 32 / 4;
+    float alpha[2], largest[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       // An integer: tiles that are scaled up have multiples of their factor.
@@ -317,23 +372,30 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
       alpha[h] = Exp2(state.max[h] - next);
       weight[h] = Exp2(page_max - next) * (1 / 255.f);
       state.max[h] = next;
-      float sum = 0;
+      float sum;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
+        const float2 norm = norms[8 * i];
         // Differences from the top are exact: what is left of their scale is one rounding.
         const float origin = kMagic + top * (1 / Codes<kKBits>::KeyScale(i)),
                     step = unit[h] * Codes<kKBits>::KeyScale(i);
         p[i][h] = Exp2(fmaf(p[i][h] - origin, step, kLog2Of255));
         p[i][2 + h] = Exp2(fmaf(p[i][2 + h] - origin, step, kLog2Of255));
-        sum += p[i][h] + p[i][2 + h];
+        sum = i == 0 ? p[i][h] + p[i][2 + h] : sum + (p[i][h] + p[i][2 + h]);
+        p[i][h] *= norm.x, p[i][2 + h] *= norm.y;
+        const float both = fmaxf(p[i][h], p[i][2 + h]);
+        largest[h] = i == 0 ? both : fmaxf(largest[h], both);
       }
       state.sum[h] = fmaf(state.sum[h], alpha[h], weight[h] * sum);
+      largest[h] = fmaxf(MaxOfColumn(largest[h]) * (1 / 255.f), kNegligible);
     }
+    const float inverse[2] = {Fold::Inverse(largest[0]), Fold::Inverse(largest[1])};
+    weight[0] *= largest[0], weight[1] *= largest[1];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t code[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) code[j] = AsBits(p[i][j] + kMagic);
+      for (int j = 0; j < 4; ++j) code[j] = AsBits(fmaf(p[i][j], inverse[j % 2], kMagic));
       p_codes[i] = Transpose8x8(LowBytes(code[0], code[2], code[1], code[3]));
     }
     state.Scale(alpha);
@@ -345,7 +407,7 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
   };
   static constexpr float kHigh = Codes<kVBits>::Scale(2);
 
-  __device__ __forceinline__ OutputScale ScaleOf(const uint8_t* record) const {
+  __device__ __forceinline__ OutputScale ScaleOf(const AttendParams& params, const uint8_t* record) const {
     const int zero[4] = {0, 0, 0, 0};
     // The sums of P's codes, in every row of a fragment.
     const uint32_t ones[2] = {0x01010101u, 0x01010101u};
@@ -356,14 +418,16 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
     // The weight is rounded to 18 bits, so that its product with kOrigin, which has 6, is exact, and sums, which are
     // integers, lose nothing. Rounded, not cut: what many pages lose must not add up where their outputs cancel.
     constexpr float kOrigin = kMagic * (1 + kHigh);
+    const float norm_unit = params.v_norms ? Fold::Tops(record + kVTops + 4).x * (1 / 255.f) : 1.f;
+    const float step_unit = norm_unit * tops.x * (1 / 255.f), minimum_unit = norm_unit * tops.y * (1 / 127.f);
     OutputScale out;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      out.scale[h] = AsFloat((AsBits(weight[h] * tops.x * (1 / 255.f)) + 0x20) & 0xffffffc0u);
+      out.scale[h] = AsFloat((AsBits(weight[h] * step_unit) + 0x20) & 0xffffffc0u);
       out.offset[h] = -kOrigin * out.scale[h];
       if (kVBits == 8)
         out.offset[h] = fmaf(128.f * out.scale[h], static_cast<float>(total[h]), out.offset[h]);  // codes - 128
-      out.minimum[h] = weight[h] * tops.y * (1 / 127.f) * static_cast<float>(total[h]);
+      out.minimum[h] = weight[h] * minimum_unit * static_cast<float>(total[h]);
     }
     return out;
   }
@@ -378,11 +442,10 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
     int a[4], b[4];
     MultiplyBytes<kKind>(a, z[0], z[1], p_codes[0], p_codes[1], magic);
     MultiplyBytes<kKind>(b, z[2], z[3], p_codes[2], p_codes[3], magic);
-    const uint32_t steps = *reinterpret_cast<const uint16_t*>(record + kVSteps + 16 * s + 2 * g);
-    const uint32_t minima = *reinterpret_cast<const uint16_t*>(record + kVMinima + 16 * s + 2 * g) ^ 0x8080u;
+    const float4 meta = *reinterpret_cast<const float4*>(record + 128 * s + 16 * g);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float step = bytes.Unsigned(steps, r), least = bytes.Flipped(minima, r);
+      const float step = r == 0 ? meta.x : meta.y, least = r == 0 ? meta.z : meta.w;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float& acc = state.acc[s][2 * r + h];

@@ -72,6 +72,35 @@ struct StepFold {
     const float rough = x * inverse;
     return fmaf(fmaf(-rough, y, x), inverse, rough);
   }
+  static __device__ __forceinline__ float Inverse(float x) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+    return inverse;
+  }
+  static constexpr float kRotationNorm = kHeadDim == 64    ? 0.125f
+                                         : kHeadDim == 128 ? 0.088388348f
+                                                           : 0.0625f;  // 1 / sqrt(kHeadDim)
+  /// Rows times the normalised Walsh-Hadamard matrix; lanes without channels have zeros.
+  template <int kCount>
+  static __device__ __forceinline__ void RotateRows(float (&x)[kCount][4]) {
+#pragma unroll
+    for (int r = 0; r < kCount; ++r) {
+      const float a = x[r][0] + x[r][1], b = x[r][0] - x[r][1], c = x[r][2] + x[r][3], d = x[r][2] - x[r][3];
+      x[r][0] = a + c, x[r][1] = b + d, x[r][2] = a - c, x[r][3] = b - d;
+    }
+#pragma unroll
+    for (int bit = 1; bit < kHeadDim / 4; bit *= 2) {
+      const float sign = (threadIdx.x & bit) != 0 ? -1.f : 1.f;
+      const float norm = bit == kHeadDim / 8 ? kRotationNorm : 1.f;
+#pragma unroll
+      for (int r = 0; r < kCount; ++r) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          x[r][j] = fmaf(x[r][j], sign, __shfl_xor_sync(kAllLanes, x[r][j], bit)) * norm;
+        }
+      }
+    }
+  }
   /// Of values by row, that of `row`, which lanes differ in.
   static __device__ __forceinline__ float OfRow(const float (&x)[kRows], int row) {
     const float a = row & 1 ? x[1] : x[0], b = row & 1 ? x[3] : x[2];
@@ -100,6 +129,22 @@ struct StepFold {
     return x[0];
   }
   static __device__ __forceinline__ constexpr int LaneOfSum(int row) { return row * (32 / kRows); }
+
+  // Steps and minima of V's channels as floats, so that each is converted once by one lane, not by all that need it: of
+  // channels 2 i and 2 i + 1 the steps, then the minima. The caller synchronises the warp before and behind.
+  static constexpr int kStagedBytes = 8 * kHeadDim;
+  __device__ __forceinline__ void StageMeta(const uint8_t* steps_at, const uint8_t* minima_at, uint8_t* to) const {
+    const int lane = threadIdx.x % 32;
+    if (!HasChannels(lane)) return;
+    const uint32_t steps = reinterpret_cast<const uint32_t*>(steps_at)[lane];
+    const uint32_t minima = reinterpret_cast<const uint32_t*>(minima_at)[lane] ^ 0x80808080u;
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+      reinterpret_cast<float4*>(to)[2 * lane + j / 2] =
+          make_float4(bytes.Unsigned(steps, j), bytes.Unsigned(steps, j + 1), bytes.Flipped(minima, j),
+                      bytes.Flipped(minima, j + 1));
+    }
+  }
 
   /// Rounded as hack_reference.h has it: in steps, since each ends in a long latency, and the caller has other work to
   /// put between them. words: the codes, [row][j][segment].

@@ -26,21 +26,33 @@ struct ZackHackAttend {
   using ByRows = device::AttendByRows<Kernel>;
   // What its instructions take, in bytes that would take as long.
   static constexpr uint32_t kCost = 6400 * kHeadDim / 128;
-  static constexpr AttendKernels kKernels = {{WarpsFor(4), kBlocksPerSm}, kCost, ByRows::Launch, ByRows::Prepare, true};
+
+  template <bool kVNorms>
+  static int Launch(const device::AttendParams& params, int rows_max, int blocks, CUstream_st* stream) {
+    device::AttendParams mine = params;
+    mine.v_norms = kVNorms;
+    return ByRows::Launch(mine, rows_max, blocks, stream);
+  }
+  template <bool kVNorms>
+  static constexpr AttendKernels kKernels = {
+      {WarpsFor(4), kBlocksPerSm}, kCost, Launch<kVNorms>, ByRows::Prepare, true};
 };
 
 template <int kHeadDim, int kRecordBytes>
-constexpr AttendKernels kKernelsOf = ZackHackAttend<kHeadDim, kRecordBytes>::kKernels;
+const AttendKernels* KernelsOf(bool v_norms) {
+  using Kernels = ZackHackAttend<kHeadDim, kRecordBytes>;
+  return v_norms ? &Kernels::template kKernels<true> : &Kernels::template kKernels<false>;
+}
 
 // Of records: as many bytes as leave room for 16 warps, and 4 bits throughout.
-constexpr int kUsual128 = 4800, kLargest128 = 8768, kLargest64 = 4416;
+constexpr int kUsual128 = 4800, kLargest128 = 8832, kLargest64 = 4480;
 
 }  // namespace
 
-const AttendKernels* FindZackHackAttention(int head_dim, uint32_t record_bytes) {
-  if (head_dim == 128 && record_bytes <= kUsual128) return &kKernelsOf<128, kUsual128>;
-  if (head_dim == 128 && record_bytes <= kLargest128) return &kKernelsOf<128, kLargest128>;
-  if (head_dim == 64 && record_bytes <= kLargest64) return &kKernelsOf<64, kLargest64>;
+const AttendKernels* FindZackHackAttention(int head_dim, uint32_t record_bytes, bool v_norms) {
+  if (head_dim == 128 && record_bytes <= kUsual128) return KernelsOf<128, kUsual128>(v_norms);
+  if (head_dim == 128 && record_bytes <= kLargest128) return KernelsOf<128, kLargest128>(v_norms);
+  if (head_dim == 64 && record_bytes <= kLargest64) return KernelsOf<64, kLargest64>(v_norms);
   return nullptr;
 }
 

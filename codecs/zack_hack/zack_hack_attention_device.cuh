@@ -24,6 +24,7 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
   using Fold::kHeadDim;
   using Fold::kMagic;
   using Fold::kMagicBits;
+  using Fold::kNegligible;
   using Fold::kRows;
   using Fold::kSegments;
   using Fold::Tops;
@@ -33,6 +34,8 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
 
   static constexpr bool kApart = true, kPrepares = true;
   static constexpr int kPieces = 1, kPieceBytes = kRecordBytesMax;
+  // V's steps and minima as floats take the place of K, or, where that is smaller, of what a record leaves free.
+  static constexpr int kStagedBytes = Fold::kStagedBytes;
   static constexpr int kScratchBytes =
       kRows * kHeadDim + 4 * kSegments;  // the folded q: words [row][j][segment]; zeros
   static constexpr int kHalves = kTileRows / kRows;
@@ -43,6 +46,7 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
   uint32_t* scratch;
   uint32_t widths[2];  // of K's segments, of V's (ZackHackHead)
   uint32_t k_tops, v_tops;
+  uint32_t staged;  // where steps and minima of V's channels stand as floats, once scores are known
   // Of the unit that was prepared: of the lane's rows, score = unit * integer + base.
   float unit[2], base[2];
   // Of the unit whose scores are known: P as B fragments of tiles, for each half of the columns; what a unit weighs.
@@ -72,6 +76,7 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
     widths[0] = __reduce_or_sync(kAllLanes, head.z), widths[1] = __reduce_or_sync(kAllLanes, head.w);
     k_tops = 128 * zack_hack::SumOfWidths(widths[0]);
     v_tops = VCodes() + 128 * zack_hack::SumOfWidths(widths[1]);
+    staged = VCodes() >= kStagedBytes ? 0 : kPieceBytes - kStagedBytes;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       float4 four = make_float4(0, 0, 0, 0);
@@ -88,14 +93,17 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
     this->CodeProducts(params, record + k_tops, fold, scratch, unit, base);
     __syncwarp();
   }
-  __device__ __forceinline__ void Scores(const AttendParams&, const uint8_t* record, State& state) {
+  __device__ __forceinline__ void Scores(const AttendParams& params, uint8_t* record, State& state) {
     float scores[kTiles][4];
     IntegerScores(record, scores);
-    Probabilities(scores, state);
+    this->StageMeta(record + v_tops + 16, record + v_tops + 16 + kHeadDim, record + staged);
+    FenceForCopies();
+    __syncwarp();
+    Probabilities(params, record, scores, state);
   }
   __device__ __forceinline__ void Outputs(const AttendParams& params, const uint8_t* record, const uint8_t* next,
                                           State& state) {
-    const OutputScale scale = ScaleOf(record);
+    const OutputScale scale = ScaleOf(params, record);
     Folding fold;
     Steps(next, fold);
     AddOutputs(record, scale, state);
@@ -261,14 +269,25 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
   }
 
   /// Softmax: P in codes against the page's largest score.
-  __device__ __forceinline__ void Probabilities(float (&p)[kTiles][4], State& state) {
+  __device__ __forceinline__ void Probabilities(const AttendParams& params, const uint8_t* record,
+                                                float (&p)[kTiles][4], State& state) {
     constexpr float kLog2Of255 = 7.99435344f;
     // Of tile i of this lane.
     const auto scale_of = [](int i) { return kHalves == 2 ? (Upper() ? kHigh : 1.f) : HalfByteCodes::Scale(i); };
     const auto inverse_of = [](int i) {
       return kHalves == 2 ? (Upper() ? 1 / kHigh : 1.f) : 1 / HalfByteCodes::Scale(i);
     };
-    float alpha[2];
+    // Norms of this lane's tokens.
+    const uint8_t* const norms_at =
+        record + v_tops + 16 + 2 * kHeadDim + (Upper() ? 32 : 0) + 2 * (threadIdx.x % 32 / 4);
+    float norms[kTiles][2];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const uint32_t stored = *reinterpret_cast<const uint16_t*>(norms_at + 16 * i);
+      const uint32_t two = params.v_norms ? stored : 0x0101;
+      norms[i][0] = bytes.Unsigned(two, 0), norms[i][1] = bytes.Unsigned(two, 1);
+    }
+    float alpha[2], largest[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       // An integer: tiles that are scaled up have multiples of their factor.
@@ -286,23 +305,30 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
       alpha[h] = Exp2(state.max[h] - next);
       weight[h] = Exp2(page_max - next) * (1 / 255.f);
       state.max[h] = next;
-      float sum = 0;
+      float sum;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         // Differences from the top are exact: what is left of their scale is one rounding.
         const float origin = fmaf(top, inverse_of(i), kMagic), step = unit[h] * scale_of(i);
         p[i][h] = Exp2(fmaf(p[i][h] - origin, step, kLog2Of255));
         p[i][2 + h] = Exp2(fmaf(p[i][2 + h] - origin, step, kLog2Of255));
-        sum += p[i][h] + p[i][2 + h];
+        sum = i == 0 ? p[i][h] + p[i][2 + h] : sum + (p[i][h] + p[i][2 + h]);
+        p[i][h] *= norms[i][0], p[i][2 + h] *= norms[i][1];
+        const float both = fmaxf(p[i][h], p[i][2 + h]);
+        largest[h] = i == 0 ? both : fmaxf(largest[h], both);
       }
       state.sum[h] = fmaf(state.sum[h], alpha[h], weight[h] * sum);
+      if constexpr (kHalves == 2) largest[h] = fmaxf(largest[h], __shfl_xor_sync(kAllLanes, largest[h], 2));
+      largest[h] = fmaxf(MaxOfColumn(largest[h]) * (1 / 255.f), kNegligible);
     }
+    const float inverse[2] = {Fold::Inverse(largest[0]), Fold::Inverse(largest[1])};
+    weight[0] *= largest[0], weight[1] *= largest[1];
     uint32_t words[kTiles];
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       uint32_t code[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) code[j] = AsBits(p[i][j] + kMagic);
+      for (int j = 0; j < 4; ++j) code[j] = AsBits(fmaf(p[i][j], inverse[j % 2], kMagic));
       words[i] = Transpose8x8(LowBytes(code[0], code[2], code[1], code[3]));
     }
     if constexpr (kHalves == 2) {
@@ -329,7 +355,7 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
   struct OutputScale {
     float scale[2], offset[2], minimum[2];
   };
-  __device__ __forceinline__ OutputScale ScaleOf(const uint8_t* record) const {
+  __device__ __forceinline__ OutputScale ScaleOf(const AttendParams& params, const uint8_t* record) const {
     int total[4] = {0, 0, 0, 0};
     // The sums of P's codes, in every row of a fragment.
     const uint32_t ones[2] = {0x01010101u, 0x01010101u};
@@ -345,12 +371,14 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
     // The weight is rounded to 18 bits, so that its product with kOrigin, which has 6, is exact, and sums, which are
     // integers, lose nothing. Rounded, not cut: what many pages lose must not add up where their outputs cancel.
     constexpr float kOrigin = kMagic * (1 + kHigh);
+    const float norm_unit = params.v_norms ? Tops(record + v_tops + 4).x * (1 / 255.f) : 1.f;
+    const float step_unit = norm_unit * tops.x * (1 / 255.f), minimum_unit = norm_unit * tops.y * (1 / 127.f);
     OutputScale out;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      out.scale[h] = AsFloat((AsBits(weight[h] * tops.x * (1 / 255.f)) + 0x20) & 0xffffffc0u);
+      out.scale[h] = AsFloat((AsBits(weight[h] * step_unit) + 0x20) & 0xffffffc0u);
       out.offset[h] = -kOrigin * out.scale[h];
-      out.minimum[h] = weight[h] * tops.y * (1 / 127.f) * static_cast<float>(total[h]);
+      out.minimum[h] = weight[h] * minimum_unit * static_cast<float>(total[h]);
     }
     return out;
   }
@@ -369,45 +397,56 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
       MultiplyBytes<IntegerProduct::kUnsignedUnsigned>(high[own], z[2], z[3], p[2], p[3], high[own]);
     }
   };
+  /// Steps and minima of the lane's channels 2 g and 2 g + 1, of its own segments of pair p.
+  struct PairMeta {
+    float4 own[kOwn];
+  };
+  __device__ __forceinline__ PairMeta MetaOf(const uint8_t* meta, int p) const {
+    PairMeta out;
+#pragma unroll
+    for (int own = 0; own < kOwn; ++own) {
+      out.own[own] = *reinterpret_cast<const float4*>(meta + 256 * p + 128 * own);
+    }
+    return out;
+  }
   /// What the minima of segments 2 p and 2 p + 1 give.
-  __device__ __forceinline__ void AddMinima(const uint8_t* meta, int p, const OutputScale& out, State& state) const {
+  __device__ __forceinline__ void AddMinima(const PairMeta& meta, int p, const OutputScale& out, State& state) const {
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {
       float(&acc)[4] = state.acc[kOwn * p + own];
-      const uint32_t minima = *reinterpret_cast<const uint16_t*>(meta + 32 * p + 16 * own + kHeadDim) ^ 0x8080u;
+      const float least[2] = {meta.own[own].z, meta.own[own].w};
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float least = bytes.Flipped(minima, r);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) acc[2 * r + h] = fmaf(least, out.minimum[h], acc[2 * r + h]);
+        for (int h = 0; h < 2; ++h) acc[2 * r + h] = fmaf(least[r], out.minimum[h], acc[2 * r + h]);
       }
     }
   }
-  __device__ __forceinline__ void AddSums(const uint8_t* meta, int p, const PairSums& sums, const OutputScale& out,
+  __device__ __forceinline__ void AddSums(const PairMeta& meta, int p, const PairSums& sums, const OutputScale& out,
                                           State& state) const {
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {
       float(&acc)[4] = state.acc[kOwn * p + own];
-      const uint32_t steps = *reinterpret_cast<const uint16_t*>(meta + 32 * p + 16 * own);
+      const float step[2] = {meta.own[own].x, meta.own[own].y};
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float step = bytes.Unsigned(steps, r);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float sum = fmaf(AsFloat(sums.high[own][2 * r + h]), kHigh, AsFloat(sums.low[own][2 * r + h]));
-          acc[2 * r + h] = fmaf(step, fmaf(sum, out.scale[h], out.offset[h]), acc[2 * r + h]);
+          acc[2 * r + h] = fmaf(step[r], fmaf(sum, out.scale[h], out.offset[h]), acc[2 * r + h]);
         }
       }
     }
   }
   __device__ __forceinline__ void AddOutputs(const uint8_t* record, const OutputScale& out, State& state) const {
     // Of the lane's own segment of a pair, and its channels 2 g and 2 g + 1.
-    const uint8_t* const meta = record + v_tops + 16 + (Upper() ? 16 : 0) + 2 * (threadIdx.x % 32 / 4);
+    const uint8_t* const meta_at = record + staged + (Upper() ? 128 : 0) + 16 * (threadIdx.x % 32 / 4);
     const auto known = [&](auto of) {
       constexpr uint32_t kWidths = decltype(of)::value;
       const uint8_t* const codes = record + VCodes();
       Unroll<kSegments / 2>([&](auto p) {
         constexpr int kFirst = kWidthOf<kWidths>(2 * p), kSecond = kWidthOf<kWidths>(2 * p + 1);
+        const PairMeta meta = MetaOf(meta_at, p);
         AddMinima(meta, p, out, state);
         if constexpr (kFirst != 0 || kSecond != 0) {
           PairSums sums;
@@ -430,6 +469,7 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
 #pragma unroll
       for (int p = 0; p < kSegments / 2; ++p) {
         const uint32_t pair = widths[1] >> 8 * p;
+        const PairMeta meta = MetaOf(meta_at, p);
         AddMinima(meta, p, out, state);
         if ((pair & 0x77) == 0) continue;
         PairSums sums;

@@ -104,10 +104,10 @@ std::unique_ptr<DeviceCodec> MakeZackHackDeviceCodec(const zack::RotatedCodec& c
     for (int h = 0; h < heads; ++h) {
       const ZackHackHead head = HeadOf(*formats[l], h);
       image.At<ZackHackHead>(places.layers[l].data + sizeof(MappedSpace))[h] = head;
-      record_bytes = std::max(record_bytes, head.bytes);
+      record_bytes = std::max(record_bytes, RoomOf(head, d));
     }
     places.layers[l].prefill = image.Place(sizeof(ZackHackPrefillLayer));
-    places.layers[l].kernels = FindZackHackAttention(d, record_bytes);
+    places.layers[l].kernels = FindZackHackAttention(d, record_bytes, formats[l]->parameters.v_norm);
   }
 
   zack::RotatedMemory memory;
