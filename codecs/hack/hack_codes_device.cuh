@@ -125,6 +125,27 @@ __device__ __forceinline__ StoredMeta RoundToTops(int width, float top_step, flo
   return {uint32_t(u8), int(s8)};
 }
 
+// ---- norms of V's tokens ----
+
+inline constexpr float kNegligible = 0x1p-100f;  // hack_reference.h
+
+/// fp16 bits of the least number that is not below f, which is 0 or more.
+__device__ __forceinline__ uint16_t RoundUpToHalf(float f) {
+  const uint16_t bits = ToHalfBits(f);
+  return HalfBitsToFloat(bits) < f ? uint16_t(bits + 1) : bits;
+}
+__device__ __forceinline__ float NormOf(float top, uint32_t stored) { return top * float(stored) / 255.f; }
+/// Of a token whose largest magnitude is `largest`: what is stored, and what its values are multiplied with.
+struct TokenNorm {
+  uint32_t stored;
+  float inverse;
+};
+__device__ __forceinline__ TokenNorm MakeNorm(float largest, float top) {
+  const uint32_t stored = top > 0 ? uint32_t(fminf(fmaxf(ceilf(largest * 255.f / top), 1.f), 255.f)) : 0;
+  const float norm = NormOf(top, stored);
+  return {stored, norm > kNegligible ? 1.f / norm : 0.f};
+}
+
 __device__ __forceinline__ float Inverse(float step) { return step > 0 ? 1.f / step : 0.f; }
 __device__ __forceinline__ float Level(float x, float inverse, float minimum, float levels) {
   return fminf(fmaxf((x - minimum) * inverse, 0.f), levels);

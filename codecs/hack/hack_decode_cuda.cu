@@ -4,6 +4,7 @@
 #include "codecs/hack/hack_codes_device.cuh"
 #include "codecs/hack/hack_encode_cuda.h"
 #include "codecs/hack/hack_encode_general_device.cuh"
+#include "codecs/hack/hack_rows_device.cuh"
 
 namespace kvmanager::hack {
 namespace device {
@@ -37,10 +38,17 @@ __device__ __forceinline__ Meta ReadMeta(const HackDeviceShape& shape, const Hac
           HalfBitsToFloat(tops[1]) * float(int8_t(record[side.minima + n])) / 127.f};
 }
 
-/// One strip of 64 tokens, one partition. Threads and tasks as in the encoder.
-template <int kDim, bool kBFloat16, bool kIsV>
+/// Of a token of V.
+__device__ __forceinline__ float ReadNorm(const HackDeviceSide& side, const uint8_t* record, int token) {
+  return NormOf(HalfBitsToFloat(*reinterpret_cast<const uint16_t*>(record + side.norm_top)),
+                record[side.norms + token]);
+}
+
+/// One strip of 64 tokens, one partition. Threads and tasks as in the encoder. kInRows: values go to `rows`, of which
+/// StoreRows makes the page's; else into the page.
+template <int kDim, bool kBFloat16, bool kInRows, bool kIsV>
 __device__ __forceinline__ void DecodeStrip(const HackDeviceShape& shape, const HackDeviceSide& side,
-                                            const uint8_t* record, uint8_t* raw, float2 (&metas)[kDim]) {
+                                            const uint8_t* record, uint8_t* raw, float* rows, float2 (&metas)[kDim]) {
   const int t = threadIdx.x;
   int pair, segment, h, r, token;
   if constexpr (kIsV) {
@@ -52,6 +60,7 @@ __device__ __forceinline__ void DecodeStrip(const HackDeviceShape& shape, const 
   const Meta own = ReadMeta(shape, side, record, t, 0);
   metas[t] = {own.step, own.minimum};
   uint8_t* const to = raw + (token * kDim + 2 * pair) * 2;
+  float* const to_row = rows + token * StripRows<kDim>::kPitch + 2 * pair;
   const uint8_t* const from = record + side.codes + side.segment_offset[segment];
   const int width = side.segment_bits[segment];
   __syncthreads();
@@ -72,29 +81,72 @@ __device__ __forceinline__ void DecodeStrip(const HackDeviceShape& shape, const 
     if constexpr (kIsV) {
 #pragma unroll
       for (int n = 0; n < 32; ++n) {
-        *reinterpret_cast<uint32_t*>(to + (n / 8 * 16 + n % 8) * kDim * 2) =
-            Pair<kBFloat16>::FromFloats(value(0, n / 8, n % 8), value(1, n / 8, n % 8));
+        const float a = value(0, n / 8, n % 8), b = value(1, n / 8, n % 8);
+        const int row = n / 8 * 16 + n % 8;
+        if constexpr (kInRows) {
+          *reinterpret_cast<float2*>(to_row + row * StripRows<kDim>::kPitch) = make_float2(a, b);
+        } else {
+          *reinterpret_cast<uint32_t*>(to + row * kDim * 2) = Pair<kBFloat16>::FromFloats(a, b);
+        }
       }
     } else {
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        uint32_t two[4];
+        const int row = n % 4 * 16 + n / 4;
+        float x[8];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          two[c] = Pair<kBFloat16>::FromFloats(value(n / 4, n % 4, 2 * c), value(n / 4, n % 4, 2 * c + 1));
+        for (int c = 0; c < 8; ++c) x[c] = value(n / 4, n % 4, c);
+        if constexpr (kInRows) {
+          float4* const four = reinterpret_cast<float4*>(to_row + row * StripRows<kDim>::kPitch);
+          four[0] = {x[0], x[1], x[2], x[3]}, four[1] = {x[4], x[5], x[6], x[7]};
+        } else {
+          uint32_t two[4];
+#pragma unroll
+          for (int c = 0; c < 4; ++c) two[c] = Pair<kBFloat16>::FromFloats(x[2 * c], x[2 * c + 1]);
+          *reinterpret_cast<uint4*>(to + row * kDim * 2) = {two[0], two[1], two[2], two[3]};
         }
-        *reinterpret_cast<uint4*>(to + (n % 4 * 16 + n / 4) * kDim * 2) = {two[0], two[1], two[2], two[3]};
       }
     }
   });
 }
 
-/// Blocks: [item][side of `sides` from first_side on][head].
+/// Rows times their norms, rotated back, into the page.
 template <int kDim, bool kBFloat16>
+__device__ __forceinline__ void StoreRows(const HackDeviceShape& shape, const HackDeviceSide& side,
+                                          const uint8_t* record, const float* rows, uint8_t* raw) {
+  using Rows = StripRows<kDim>;
+  const Rows place;
+#pragma unroll
+  for (int group = 0; group < Rows::kGroups; ++group) {
+    const int token = place.Token(group);
+    float x[16];
+    place.Read(rows, token, x);
+    if (side.norms != 0) {
+      const float norm = ReadNorm(side, record, token);
+#pragma unroll
+      for (float& value : x) value *= norm;
+    }
+    if (shape.hadamard) Rows::Rotate(x, shape.rotation_norm);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      *reinterpret_cast<uint2*>(raw + (token * kDim + place.Channel(j)) * 2) = {
+          Pair<kBFloat16>::FromFloats(x[4 * j], x[4 * j + 1]),
+          Pair<kBFloat16>::FromFloats(x[4 * j + 2], x[4 * j + 3])};
+    }
+  }
+}
+
+/// Blocks: [item][side of `sides` from first_side on][head].
+template <int kDim, bool kBFloat16, bool kInRows>
 __global__ void __launch_bounds__(kDim, 640 / kDim)
     DecodeStripKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ table,
                       const DeviceDecodeItem* __restrict__ items, int first_side, int sides) {
   __shared__ float2 metas[kDim];
+  float* rows = nullptr;
+  if constexpr (kInRows) {
+    __shared__ __align__(16) float memory[StripRows<kDim>::kFloats];
+    rows = memory;
+  }
   const uint32_t head = blockIdx.x % shape.kv_heads, rest = blockIdx.x / shape.kv_heads;
   const int side = first_side + rest % sides;
   const DeviceDecodeItem item = items[rest / sides];
@@ -102,24 +154,31 @@ __global__ void __launch_bounds__(kDim, 640 / kDim)
   uint8_t* const raw = item.raw + shape.raw_offset(side, head);
   const uint8_t* const record = item.encoded + heads[head].offset;
   const HackDeviceSide& layout = heads[head].side[side];
-  side == 0 ? DecodeStrip<kDim, kBFloat16, false>(shape, layout, record, raw, metas)
-            : DecodeStrip<kDim, kBFloat16, true>(shape, layout, record, raw, metas);
+  side == 0 ? DecodeStrip<kDim, kBFloat16, kInRows, false>(shape, layout, record, raw, rows, metas)
+            : DecodeStrip<kDim, kBFloat16, kInRows, true>(shape, layout, record, raw, rows, metas);
+  if constexpr (kInRows) {
+    __syncthreads();
+    StoreRows<kDim, kBFloat16>(shape, layout, record, rows, raw);
+  }
 }
 
 constexpr int kStripMetasMax = 512;  // of a strip: 2 partitions of 256 channels, or 8 of 64 tokens
 
+constexpr size_t kGeneralDecodeStaticBytes = sizeof(Meta) * kStripMetasMax + sizeof(float) * kStripTokens;
 constexpr size_t GeneralDecodeBytes(int head_dim) { return size_t(kStripTokens) * (head_dim + 1) * sizeof(float); }
 
 /// Blocks: [item][head][strip] of one side.
 template <bool kBFloat16>
 __global__ void __launch_bounds__(kGeneralThreads)
-    DecodeGeneralKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ heads,
+    DecodeGeneralKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ table,
                         const DeviceDecodeItem* __restrict__ items, int side_index) {
   extern __shared__ float rows[];  // [64][head_dim + 1]
   __shared__ Meta metas[kStripMetasMax];
+  __shared__ float norms[kStripTokens];
   const int d = shape.head_dim, pitch = d + 1, part = shape.partition, strips = shape.page_tokens / kStripTokens;
   const int strip = blockIdx.x % strips, head = blockIdx.x / strips % shape.kv_heads;
   const DeviceDecodeItem item = items[blockIdx.x / strips / shape.kv_heads];
+  const HackDeviceHead* const heads = shape.heads_of(table, item.layer);
   const HackDeviceSide& side = heads[head].side[side_index];
   const uint8_t* const record = item.encoded + heads[head].offset;
   const bool is_v = side_index == 1, along_tokens = is_v || shape.k_along_tokens;
@@ -133,6 +192,9 @@ __global__ void __launch_bounds__(kGeneralThreads)
       metas[n] =
           ReadMeta(shape, side, record, n / kStripTokens * shape.page_tokens + first_token + n % kStripTokens, 0);
     }
+  }
+  if (side.norms != 0 && threadIdx.x < kStripTokens) {
+    norms[threadIdx.x] = ReadNorm(side, record, first_token + threadIdx.x);
   }
   __syncthreads();
   const uint8_t* const codes = record + side.codes + strip * side.strip_bytes;
@@ -148,13 +210,14 @@ __global__ void __launch_bounds__(kGeneralThreads)
           const int t = 16 * i + (is_v ? 8 * h + k : r), c = segment * kSegmentChannels + (is_v ? r : 8 * h + k);
           const uint32_t code = CodeOf<kWidth>(words, i, k) ^ (is_v && kWidth == 8 ? 0x80 : 0);
           const Meta m = metas[along_tokens ? t / part * d + c : c / part * kStripTokens + t];
-          rows[t * pitch + c] = Integer(code) * m.step + m.minimum;
+          const float value = Integer(code) * m.step + m.minimum;
+          rows[t * pitch + c] = side.norms != 0 ? value * norms[t] : value;
         }
       }
     });
   }
   __syncthreads();
-  if (!is_v && shape.hadamard) {
+  if (shape.hadamard) {
     for (int t = threadIdx.x / 32; t < kStripTokens; t += kGeneralThreads / 32) {
       RotateRow(rows + t * pitch, d, shape.rotation_norm);
     }
@@ -183,21 +246,24 @@ struct DecodeLaunch {
   uint32_t count;
   cudaStream_t stream;
 
-  template <int kDim>
+  template <int kDim, bool kInRows>
   cudaError_t Strips(int first_side, int sides) const {
-    const auto kernel =
-        shape.is_bfloat16 ? device::DecodeStripKernel<kDim, true> : device::DecodeStripKernel<kDim, false>;
+    const auto kernel = shape.is_bfloat16 ? device::DecodeStripKernel<kDim, true, kInRows>
+                                          : device::DecodeStripKernel<kDim, false, kInRows>;
     kernel<<<count * shape.kv_heads * sides, kDim, 0, stream>>>(shape, heads, items, first_side, sides);
     return cudaGetLastError();
   }
 
   cudaError_t Sides(int first_side, int sides) const {
     if (shape.decode_by_strip[first_side]) {
-      return shape.head_dim == 128 ? Strips<128>(first_side, sides) : Strips<64>(first_side, sides);
+      if (shape.in_rows[first_side]) {
+        return shape.head_dim == 128 ? Strips<128, true>(first_side, sides) : Strips<64, true>(first_side, sides);
+      }
+      return shape.head_dim == 128 ? Strips<128, false>(first_side, sides) : Strips<64, false>(first_side, sides);
     }
     const size_t bytes = device::GeneralDecodeBytes(shape.head_dim);
     const auto kernel = shape.is_bfloat16 ? device::DecodeGeneralKernel<true> : device::DecodeGeneralKernel<false>;
-    if (bytes > kDefaultSharedBytes - sizeof(device::Meta) * device::kStripMetasMax) {
+    if (bytes > kDefaultSharedBytes - device::kGeneralDecodeStaticBytes) {
       const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
       if (error != cudaSuccess) return error;
     }
@@ -215,7 +281,9 @@ int LaunchHackDecode(const HackDeviceShape& shape, const HackDeviceHead* heads, 
                      uint32_t count, CUstream_st* stream) {
   if (count == 0) return cudaSuccess;
   const DecodeLaunch launch = {shape, heads, items, count, stream};
-  if (shape.decode_by_strip[0] == shape.decode_by_strip[1]) return launch.Sides(0, 2);
+  if (shape.decode_by_strip[0] == shape.decode_by_strip[1] && shape.in_rows[0] == shape.in_rows[1]) {
+    return launch.Sides(0, 2);
+  }
   const cudaError_t error = launch.Sides(0, 1);
   return error != cudaSuccess ? error : launch.Sides(1, 1);
 }

@@ -41,7 +41,6 @@ class HackDeviceCodec final : public DeviceCodec {
 }  // namespace
 
 std::unique_ptr<DeviceCodec> MakeHackDeviceCodec(const HackFormat& format) {
-  if (format.parameters.rotation != Rotation::kNone || format.parameters.v_norm) return nullptr;  // not written yet
   const HackDeviceFormat made = MakeHackDeviceFormat(format);
   const size_t bytes = made.heads.size() * sizeof made.heads[0];
   void* heads = nullptr;

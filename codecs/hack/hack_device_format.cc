@@ -41,15 +41,17 @@ HackDeviceFormat MakeHackDeviceFormat(const HackFormat& format) {
       fits[side] |= to.least_squares != 0;
       to.strip_bytes = s.strip_bytes;
       to.codes = s.codes, to.tops = s.tops, to.steps = s.steps, to.minima = s.minima, to.sums = s.sums;
+      to.norms = s.norms, to.norm_top = s.norm_top;
       to.begin = s.codes;
       to.end = side == 0 ? from.side[1].codes : next - from.offset;
       shape.strip_bytes_max = std::max(shape.strip_bytes_max, to.end - to.begin);
     }
   }
   for (int side = 0; side < 2; ++side) {
-    const bool in_strips = (side == 1 || (shape.k_along_tokens && !shape.hadamard)) && layout.page_tokens == 64 &&
+    const bool in_strips = (side == 1 || shape.k_along_tokens) && layout.page_tokens == 64 &&
                            shape.partition == 64 && (layout.head_dim == 64 || layout.head_dim == 128);
     shape.decode_by_strip[side] = in_strips;
+    shape.in_rows[side] = shape.hadamard || (side == 1 && parameters.v_norm);
     if (in_strips && !shape.stochastic)
       shape.encode[side] = fits[side] ? HackDevicePath::kFitted : HackDevicePath::kStrip;
   }

@@ -27,11 +27,13 @@ struct HackDeviceSide {
   uint32_t strip_bytes;
   uint32_t begin;  // of what this side writes: its arrays, and the padding behind them up to `end`
   uint32_t codes;
-  uint32_t tops;  // of 8-bit metadata
+  uint32_t tops;  // of 8-bit metadata, or norm_top alone
   uint32_t steps;
   uint32_t minima;
-  uint32_t sums;  // 0: not stored
-  uint32_t end;   // the next side's begin, or the end of the record: a multiple of 16
+  uint32_t sums;      // 0: not stored
+  uint32_t norms;     // likewise
+  uint32_t norm_top;  // likewise
+  uint32_t end;       // the next side's begin, or the end of the record: a multiple of 16
 };
 
 struct HackDeviceHead {
@@ -42,7 +44,7 @@ struct HackDeviceHead {
 /// Which kernel encodes, or decodes, a side.
 enum class HackDevicePath : uint8_t {
   kGeneral,  // any parameters
-  kStrip,    // partitions of 64 tokens in pages of 64, head_dim 64 or 128, no rotation, rounded to nearest
+  kStrip,    // partitions of 64 tokens in pages of 64, head_dim 64 or 128, rounded to nearest
   kFitted,   // the same, and some range is a least-squares one
 };
 
@@ -58,9 +60,10 @@ struct HackDeviceShape {
   bool k_along_tokens;  // k_axis=channel
   bool meta8;
   bool stochastic;
-  bool hadamard;
+  bool hadamard;  // K and V are rotated
   HackDevicePath encode[2];  // per side
   bool decode_by_strip[2];   // the fast decoder's conditions hold
+  bool in_rows[2];           // a side's rows are rotated, or have norms: the fast paths work on them as floats
   /// Heads of a layer in the table, where layers differ in their widths: it is then [layers][kv_heads]. 0: all are
   /// alike.
   uint32_t layer_heads;

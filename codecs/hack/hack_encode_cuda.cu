@@ -30,16 +30,27 @@ struct EncodeLaunch {
   uint32_t* declined;
   cudaStream_t stream;
 
-  template <int kDim, bool kBFloat16>
-  void Strips(bool fit, int first_side, int sides) const {
-    const dim3 blocks(count * shape.kv_heads * sides);
-    if (fit) {
-      device::EncodeStripKernel<kDim, kBFloat16, true>
-          <<<blocks, kDim, shape.strip_bytes_max, stream>>>(shape, heads, items, declined, first_side, sides);
-    } else {
-      device::EncodeStripKernel<kDim, kBFloat16, false>
-          <<<blocks, kDim, shape.strip_bytes_max, stream>>>(shape, heads, items, declined, first_side, sides);
+  template <int kDim, bool kBFloat16, bool kFit, bool kInRows>
+  cudaError_t Strips(int first_side, int sides) const {
+    const auto kernel = device::EncodeStripKernel<kDim, kBFloat16, kFit, kInRows>;
+    size_t bytes = shape.strip_bytes_max;
+    if constexpr (kInRows) {
+      bytes += sizeof(float) * device::StripRows<kDim>::kFloats;
+      const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+      if (error != cudaSuccess) return error;
     }
+    kernel<<<count * shape.kv_heads * sides, kDim, bytes, stream>>>(shape, heads, items, declined, first_side, sides);
+    return cudaGetLastError();
+  }
+  template <int kDim, bool kBFloat16>
+  cudaError_t Strips(bool fit, int first_side, int sides) const {
+    if (shape.in_rows[first_side]) {
+      return fit ? Strips<kDim, kBFloat16, true, true>(first_side, sides)
+                 : Strips<kDim, kBFloat16, false, true>(first_side, sides);
+    }
+    return fit ? Strips<kDim, kBFloat16, true, false>(first_side, sides)
+               : Strips<kDim, kBFloat16, false, false>(first_side, sides);
   }
 
   cudaError_t General(int side) const {
@@ -64,11 +75,9 @@ struct EncodeLaunch {
     }
     const bool fit = path == HackDevicePath::kFitted;
     if (shape.head_dim == 128) {
-      shape.is_bfloat16 ? Strips<128, true>(fit, first_side, sides) : Strips<128, false>(fit, first_side, sides);
-    } else {
-      shape.is_bfloat16 ? Strips<64, true>(fit, first_side, sides) : Strips<64, false>(fit, first_side, sides);
+      return shape.is_bfloat16 ? Strips<128, true>(fit, first_side, sides) : Strips<128, false>(fit, first_side, sides);
     }
-    return cudaGetLastError();
+    return shape.is_bfloat16 ? Strips<64, true>(fit, first_side, sides) : Strips<64, false>(fit, first_side, sides);
   }
 };
 
@@ -80,7 +89,7 @@ int LaunchHackEncode(const HackDeviceShape& shape, const HackDeviceHead* heads, 
   cudaError_t error = cudaMemsetAsync(declined, 0, count * sizeof(uint32_t), stream);
   if (error != cudaSuccess) return error;
   const EncodeLaunch launch = {shape, heads, items, count, declined, stream};
-  if (shape.encode[0] == shape.encode[1]) {
+  if (shape.encode[0] == shape.encode[1] && shape.in_rows[0] == shape.in_rows[1]) {
     error = launch.Sides(shape.encode[0], 0, 2);
   } else {
     error = launch.Sides(shape.encode[0], 0, 1);

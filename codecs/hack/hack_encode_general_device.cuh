@@ -66,23 +66,33 @@ __device__ __forceinline__ void ZeroPadding(const HackDeviceShape& shape, const 
   const auto zero = [&](uint32_t from, uint32_t to) {
     for (uint32_t at = from + threadIdx.x; at < to; at += blockDim.x) record[at] = 0;
   };
-  zero(side.codes + strips * side.strip_bytes, shape.meta8 ? side.tops : side.steps);
-  if (shape.meta8) zero(side.tops + 4 * (along_tokens ? page_partitions : 1), side.steps);
+  const uint32_t codes_end = side.codes + strips * side.strip_bytes, minima_end = side.minima + bytes * metas;
+  const uint32_t tops_bytes =
+      (shape.meta8 ? 4 * (along_tokens ? page_partitions : 1) : 0) + (side.norms != 0 ? 2 : 0);
+  zero(codes_end, tops_bytes != 0 ? side.tops : side.steps);
+  if (tops_bytes != 0) zero(side.tops + tops_bytes, side.steps);
   zero(side.steps + bytes * metas, side.minima);
-  const uint32_t minima_end = side.minima + bytes * metas;
-  zero(minima_end, side.sums ? side.sums : side.end);
-  if (side.sums) zero(side.sums + 2 * metas, side.end);
+  if (side.sums != 0) {  // K's alone
+    zero(minima_end, side.sums);
+    zero(side.sums + 2 * metas, side.end);
+  } else if (side.norms != 0) {  // V's alone
+    zero(minima_end, side.norms);
+    zero(side.norms + shape.page_tokens, side.end);
+  } else {
+    zero(minima_end, side.end);
+  }
 }
 
 /// Blocks: [item][head][chunk] of one side.
 template <bool kBFloat16>
 __global__ void __launch_bounds__(kGeneralThreads)
-    EncodeGeneralKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ heads,
+    EncodeGeneralKernel(const HackDeviceShape shape, const HackDeviceHead* __restrict__ table,
                         const DeviceEncodeItem* __restrict__ items, uint32_t* declined, int side_index) {
   extern __shared__ __align__(16) float rows[];           // [tile_tokens][pitch], then lo, hi [partitions][entries]
   __shared__ uint32_t try_tops[RangeGrid::kTries][2][2];  // [try][group][step, minimum], as bits
   __shared__ uint32_t tops[2][2];                         // [group]
   __shared__ uint32_t seeds[2 * kStripTokens];
+  __shared__ uint32_t largest;  // of V's magnitudes in the page, as bits
   const GeneralShape g(shape, side_index);
   float* const lo = rows + g.tile_tokens * g.pitch;  // the minimum, once it is made
   float* const hi = lo + g.metas();                  // the step, and then its inverse, likewise
@@ -90,34 +100,74 @@ __global__ void __launch_bounds__(kGeneralThreads)
   const int head = blockIdx.x / g.chunks % shape.kv_heads;
   const uint32_t index = blockIdx.x / g.chunks / shape.kv_heads;
   const DeviceEncodeItem item = items[index];
+  const HackDeviceHead* const heads = shape.heads_of(table, item.layer);
   const HackDeviceSide& side = heads[head].side[side_index];
   uint8_t* const record = item.encoded + heads[head].offset;
   const int d = shape.head_dim, part = shape.partition;
   const int first_token = chunk * g.tokens;  // of the block, in the page
   const int first_partition = chunk * (g.along_tokens ? g.partitions : 0);
   const int tiles = g.tokens / g.tile_tokens, tile_metas = g.along_tokens ? g.metas() : g.partitions * kStripTokens;
-  const uint8_t* const raw = item.raw + shape.raw_offset(side_index, head) + size_t(first_token) * d * 2;
+  const uint8_t* const page = item.raw + shape.raw_offset(side_index, head);
+  const bool has_norms = side.norms != 0;
 
-  // Rows of a tile, rotated where K is. false: some are not finite.
-  const auto load = [&](int tile) {
+  // Rows from `token` on, rotated where they are. false: some are not finite.
+  const auto load_rows = [&](int token) {
     bool finite = true;
     __syncthreads();
-    const uint8_t* from = raw + size_t(tile) * g.tile_tokens * d * 2;
+    const uint32_t* const from = reinterpret_cast<const uint32_t*>(page) + size_t(token) * d / 2;
     for (int t = threadIdx.x / 32; t < g.tile_tokens; t += kGeneralThreads / 32) {
+      float* const row = rows + t * g.pitch;
       for (int pair = threadIdx.x % 32; pair < d / 2; pair += 32) {
-        const float2 two = Pair<kBFloat16>::ToFloats(reinterpret_cast<const uint32_t*>(from)[t * d / 2 + pair]);
-        rows[t * g.pitch + 2 * pair] = two.x + 0.f, rows[t * g.pitch + 2 * pair + 1] = two.y + 0.f;
+        const float2 two = Pair<kBFloat16>::ToFloats(from[t * d / 2 + pair]);
+        row[2 * pair] = two.x + 0.f, row[2 * pair + 1] = two.y + 0.f;
         finite &= IsFinite(two.x) && IsFinite(two.y);
       }
+      __syncwarp();
+      if (!shape.hadamard) continue;
+      RotateRow(row, d, shape.rotation_norm);
+      for (int c = threadIdx.x % 32; c < d; c += 32) finite &= IsFinite(row[c]);
     }
     __syncthreads();
-    if (side_index == 0 && shape.hadamard) {
+    return finite;
+  };
+  const auto largest_of = [&](const float* row) {
+    float found = 0;
+    for (int c = threadIdx.x % 32; c < d; c += 32) found = fmaxf(found, fabsf(row[c]));
+    return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(found)));
+  };
+  float norm_top = 0;
+  if (has_norms) {
+    if (threadIdx.x == 0) largest = 0;
+    bool finite = true;
+    for (int token = 0; token < shape.page_tokens; token += g.tile_tokens) {
+      finite &= load_rows(token);
       for (int t = threadIdx.x / 32; t < g.tile_tokens; t += kGeneralThreads / 32) {
-        RotateRow(rows + t * g.pitch, d, shape.rotation_norm);
-        for (int c = threadIdx.x % 32; c < d; c += 32) finite &= IsFinite(rows[t * g.pitch + c]);
+        const float of_row = largest_of(rows + t * g.pitch);
+        if (threadIdx.x % 32 == 0) atomicMax(&largest, __float_as_uint(of_row));
       }
-      __syncthreads();
     }
+    bool bad = __syncthreads_or(!finite);
+    const uint16_t top = RoundUpToHalf(__uint_as_float(largest));
+    norm_top = HalfBitsToFloat(top);
+    bad |= !IsFinite(norm_top);
+    if (bad) {
+      if (threadIdx.x == 0) declined[index] = 1;
+      return;
+    }
+    if (chunk == 0 && threadIdx.x == 0) *reinterpret_cast<uint16_t*>(record + side.norm_top) = top;
+  }
+  // Rows of a tile, without their norms where those are stored.
+  const auto load = [&](int tile) {
+    const int token = first_token + tile * g.tile_tokens;
+    const bool finite = load_rows(token);
+    if (!has_norms) return finite;
+    for (int t = threadIdx.x / 32; t < g.tile_tokens; t += kGeneralThreads / 32) {
+      float* const row = rows + t * g.pitch;
+      const TokenNorm norm = MakeNorm(largest_of(row), norm_top);
+      if (threadIdx.x % 32 == 0) record[side.norms + token + t] = uint8_t(norm.stored);
+      for (int c = threadIdx.x % 32; c < d; c += 32) row[c] = row[c] * norm.inverse + 0.f;
+    }
+    __syncthreads();
     return finite;
   };
   // Place n of a tile's metadata: its partition, its entry, where it is in lo and hi, its first element's address and
