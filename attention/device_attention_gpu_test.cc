@@ -34,9 +34,12 @@ using device::AttendKernels;
 using device::AttendParams;
 
 enum class Keys { kRandom, kZero, kConstantChannels, kOneHot };
+/// Of V's tokens: alike; a few thousand times as large as the others; most of them far below fp16's; all zero.
+enum class Norms { kAlike, kFewLarge, kTiny, kZero };
 
 struct Shape {
   int k_bits = 0, v_bits = 0;  // of HACK; 0 and 0: raw, or
+  bool rotates = true, v_norm = true;  // of HACK
   bool million = false;        // 64 subspaces of 8 bits
   DType dtype = DType::kFloat16;
   int head_dim = 128;
@@ -46,6 +49,8 @@ struct Shape {
   int lag_pages = 2;
   float q_std = 1;
   Keys keys = Keys::kRandom;
+  Norms norms = Norms::kAlike;
+  bool hostile_norms = false;  // pages with stored norms of 0, which no encoder writes
   std::vector<std::pair<uint64_t, int>> sequences;  // context with the query tokens, query tokens
 };
 
@@ -61,6 +66,8 @@ class World {
       hack::HackParameters parameters;
       parameters.k_bits = shape.k_bits;
       parameters.v_bits = shape.v_bits;
+      parameters.rotation = shape.rotates ? hack::Rotation::kHadamard : hack::Rotation::kNone;
+      parameters.v_norm = shape.v_norm;
       if (shape.v_bits == 1) parameters.v_range = hack::Range::kLeastSquares;
       format_ = std::make_unique<hack::HackFormat>(hack::MakeHackFormat(layout_, parameters));
     }
@@ -216,10 +223,12 @@ class World {
         for (int head = 0; head < layout_.kv_heads; ++head) {
           for (uint32_t t = 0; t < page_tokens; ++t) {
             uint8_t* to = raw.data() + layout_.raw_offset(side, head, t);
+            const float norm = side == 1 ? NormOfToken(t) : 1;
             for (int c = 0; c < layout_.head_dim; ++c) {
               float x = spread[c] * normal(random_) + bias[c];
               if (shape_.keys == Keys::kZero && side == 0) x = 0;
               if (shape_.keys == Keys::kConstantChannels) x = bias[c];
+              x *= norm;
               if (int(t) >= filled) x = NAN;  // beyond what was appended
               StoreElement(to, shape_.dtype, c, x);
             }
@@ -238,6 +247,11 @@ class World {
           for (uint8_t& index : encoded) index = uint8_t(random_());
         } else {
           EXPECT_TRUE(hack::ReferenceEncode(*format_, raw.data(), 0, j * page_tokens, encoded.data()));
+          for (const hack::HeadLayout& head : format_->heads) {
+            for (uint32_t t = 0; shape_.hostile_norms && t < page_tokens; ++t) {
+              if (random_() % 4 != 0) encoded[head.offset + head.side[1].norms + t] = 0;
+            }
+          }
         }
         if (million_ != nullptr && far && shape_.keys == Keys::kOneHot) keys[j] = MillionKeys(encoded.data());
         std::memcpy(Slot(list[j].encoded), encoded.data(), encoded.size());
@@ -250,6 +264,19 @@ class World {
     }
     sequences_.push_back({std::move(list), std::move(keys), first, tokens});
     tokens_ += tokens;
+  }
+  /// One in eight tokens is large where they differ, so that one-hot attention meets small ones.
+  float NormOfToken(uint32_t token) const {
+    switch (shape_.norms) {
+      case Norms::kFewLarge:
+        return token % 8 == 3 ? 60 : 0.05f;
+      case Norms::kTiny:
+        return token % 8 == 3 ? 1 : 1e-4f;
+      case Norms::kZero:
+        return 0;
+      default:
+        return 1;
+    }
   }
   std::vector<float> RawKeys(const uint8_t* raw) const {
     std::vector<float> keys(layout_.raw_bytes() / 4);
@@ -302,7 +329,11 @@ class World {
         if (million_ != nullptr) {
           million::ReferenceAttend(*million_, *books_->tables, task, million::Rounding::kGpu, {&max, &sum, acc.data()});
         } else {
+          std::vector<float> mapped(q, q + d);
+          if (shape_.rotates) hack::Hadamard(absl::MakeSpan(mapped));
+          task.q = mapped.data();
           hack::ReferenceAttend(*format_, task, {&max, &sum, acc.data()});
+          if (shape_.rotates) hack::Hadamard(absl::MakeSpan(acc));
         }
       } else {
         const int seen = j == own ? int(position % page_tokens) + 1 : int(page_tokens);
@@ -363,13 +394,24 @@ class DeviceAttention : public GpuTest {
       for (size_t i = 0; i < lse.size(); ++i) {
         worst_lse = std::max(worst_lse, std::abs(double(lse[i]) - wanted_lse[i]) / (1 + std::abs(wanted_lse[i])));
       }
-      const double relative = std::sqrt(error / norm);
+      const double relative = norm == 0 && error == 0 ? 0 : std::sqrt(error / norm);
       worst_ = std::max(worst_, std::isnan(relative) ? INFINITY : relative);
       EXPECT_LE(relative, shape.dtype == DType::kFloat16 ? 1e-3 : 4e-3)
           << "bits " << shape.k_bits << "/" << shape.v_bits << " million " << shape.million << " d " << shape.head_dim
           << " group " << shape.group << " keys " << int(shape.keys) << " blocks " << blocks << " seed " << seed
           << " first context " << shape.sequences[0].first << " tokens " << shape.sequences[0].second;
       EXPECT_LE(worst_lse, 1e-3);
+      // Rows that are small beside others.
+      for (size_t at = 0; shape.keys == Keys::kOneHot && shape.dtype == DType::kFloat16 && at < out.size();
+           at += shape.head_dim) {
+        double row_error = 0, row_norm = 0;
+        for (int c = 0; c < shape.head_dim; ++c) {
+          row_error += (double(out[at + c]) - wanted[at + c]) * (double(out[at + c]) - wanted[at + c]);
+          row_norm += double(wanted[at + c]) * wanted[at + c];
+        }
+        if (shape.hostile_norms) continue;
+        EXPECT_LE(std::sqrt(row_error), 4e-3 * std::sqrt(row_norm)) << "row " << at / shape.head_dim;
+      }
     }
   }
   void TearDown() override { RecordProperty("worst", absl::StrCat(worst_)); }
@@ -397,6 +439,8 @@ TEST_F(DeviceAttention, RandomBatches) {
     shape.group = 1 + random() % 16;
     shape.lag_pages = random() % 3;
     shape.q_std = std::exp(float(random() % 4) - 2);
+    shape.rotates = random() % 3 != 0;
+    shape.v_norm = random() % 3 != 0;
     const int sequences = 1 + random() % 4;
     for (int i = 0; i < sequences; ++i) {
       const uint64_t context = 1 + random() % 1200;
@@ -445,6 +489,44 @@ TEST_F(DeviceAttention, HardKeysAndQueries) {
     Check(shape, 8);
     shape.q_std = 30;  // scores in the hundreds
     Check(shape, 9);
+  }
+}
+
+TEST_F(DeviceAttention, NormsOfAnySize) {
+  for (const auto& widths : {std::pair{2, 2}, {3, 2}, {4, 3}, {2, 1}}) {
+    for (const bool rotates : {true, false}) {
+      for (const Norms norms : {Norms::kAlike, Norms::kFewLarge, Norms::kTiny, Norms::kZero}) {
+        for (const Keys keys : {Keys::kRandom, Keys::kOneHot}) {
+          Shape shape = ShapeOf(widths);
+          shape.head_dim = keys == Keys::kRandom && rotates ? 64 : 128;
+          shape.rotates = rotates, shape.norms = norms, shape.keys = keys;
+          shape.group = keys == Keys::kRandom ? 4 : 7;
+          shape.sequences = {{900, 1}, {350, 5}};
+          Check(shape, 12);
+        }
+      }
+    }
+  }
+}
+
+TEST_F(DeviceAttention, WithoutNormsOrRotation) {
+  for (const auto& widths : kWidths) {
+    if (widths.first == 0 || widths == kMillion) continue;
+    for (int i = 0; i < 3; ++i) {
+      Shape shape = ShapeOf(widths);
+      shape.rotates = i == 1, shape.v_norm = i == 2;
+      shape.sequences = {{900, 1}, {64, 1}, {350, 5}};
+      Check(shape, 13);
+    }
+  }
+}
+
+TEST_F(DeviceAttention, HostileNorms) {
+  for (const Keys keys : {Keys::kRandom, Keys::kOneHot}) {
+    Shape shape = ShapeOf({3, 2});
+    shape.hostile_norms = true, shape.keys = keys;
+    shape.sequences = {{900, 1}, {350, 5}};
+    Check(shape, 14);
   }
 }
 

@@ -225,7 +225,8 @@ absl::Status CudaDeviceStep::Init() {
   const size_t partial_max = place(tile_rows * 2 * sizeof(float));
   const size_t arrived = place(tile_rows * sizeof(uint32_t));
   const size_t upload_arrived = place(sizeof(uint32_t));
-  const size_t mapped_rows = maps ? size_t{device::kMappedRows} * o_.tokens_max * o_.query_heads : 0;
+  const bool long_maps = std::any_of(long_planners_.begin(), long_planners_.end(), [](const LongPlanner& p) { return p.apart; });
+  const size_t mapped_rows = maps || long_maps ? size_t{device::kMappedRows} * o_.tokens_max * o_.query_heads : 0;
   const size_t mapped = place(mapped_rows * o_.layout.head_dim * sizeof(float));
   const size_t part_rows =
       long_planners_.empty() ? 0 : PrefillPlanner::PartsMax(o_.multiprocessors) * device::kPrefillRows;
@@ -249,7 +250,7 @@ absl::Status CudaDeviceStep::Init() {
   d_prefill_partial_ = reinterpret_cast<float*>(base + prefill_partial);
   d_prefill_state_ = reinterpret_cast<float*>(base + prefill_state);
   d_prefill_arrived_ = reinterpret_cast<uint32_t*>(base + prefill_arrived);
-  if (maps) d_mapped_ = reinterpret_cast<float*>(base + mapped);
+  if (mapped_rows != 0) d_mapped_ = reinterpret_cast<float*>(base + mapped);
 
   if (o_.upload == nullptr) KV_RETURN_IF_ERROR(pinned_.Allocate(sizes_.upload_bytes()));
   uint8_t* const upload = o_.upload == nullptr ? pinned_.data() : o_.upload;

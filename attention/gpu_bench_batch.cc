@@ -60,6 +60,7 @@ std::unique_ptr<BenchBatch> BenchBatch::Make(const BenchCodec& codec, const Benc
     hack::HackParameters parameters;
     parameters.k_bits = codec.k_bits, parameters.v_bits = codec.v_bits;
     if (codec.v_bits == 1) parameters.v_range = hack::Range::kLeastSquares;
+    if (contents == Contents::kEncoded) parameters.rotation = hack::Rotation::kNone;  // the oracle knows none
     b.format_ = std::make_unique<hack::HackFormat>(hack::MakeHackFormat(b.layout_, parameters));
     b.kernels_ = HackAttentionKernels(*b.format_);
     b.encoded_bytes_ = b.format_->page_bytes;
@@ -261,6 +262,8 @@ void BenchBatch::FillPool(Contents contents, size_t encoded_count, size_t raw_co
   for (const hack::HeadLayout& head : format_->heads) {
     for (const hack::SideLayout& side : head.side) {
       CHECK_CUDA(FillPairs(pool_.data(), encoded_count, format_->page_bytes, head.offset + side.tops, 0.5f, 1.f));
+      if (side.norms == 0) continue;
+      CHECK_CUDA(FillPairs(pool_.data(), encoded_count, format_->page_bytes, head.offset + side.norm_top, 1.f, 0.f));
     }
   }
 }

@@ -24,11 +24,14 @@ struct Shared {
   double value[kTokens][kChannelsMax + 1];  // of one side
   int16_t code[kTokens][kChannelsMax + 2];  // of one side, where it is encoded; ZACK's elements
   float step[kChannelsMax], minimum[kChannelsMax];
+  float norm[kTokens];  // of V's tokens as they are stored, else 1
+  double norm_unit;     // what they are multiples of
   double q[kRows][kChannelsMax];
   int16_t folded[kRows][kChannelsMax];  // q times K's steps, in codes
   double unit[kRows], base[kRows];      // score = unit * integer + base
   double score[2][kRows][kTokens];      // then P
-  uint8_t weight[kRows][kTokens];       // P in codes
+  float probability[kRows][kTokens];    // P of a page, its largest being 1
+  uint8_t weight[kRows][kTokens];       // P times norms in codes
   double page_weight[kRows], rescale[2][kRows];
   double max[2][kRows], sum[2][kRows], acc[2][kRows][kChannelsMax];
   double scores[kRows][3];
@@ -124,15 +127,19 @@ __device__ void LoadSide(const OracleInput& in, const OracleQuery& query, const 
   const hack::HackDeviceHead& head = in.heads[query.kv_head];
   const hack::HackDeviceSide& side = head.side[is_k ? 0 : 1];
   const uint8_t* const record = in.pool + size_t{page.encoded} * device::kSlotUnitBytes + head.offset;
+  const double unit = side.norms == 0 ? 1 : double(HalfAt(record + side.norm_top)) / 255;
+  if (threadIdx.x < kTokens) s.norm[threadIdx.x] = side.norms == 0 ? 1 : record[side.norms + threadIdx.x];
+  if (threadIdx.x == 0) s.norm_unit = unit;
   for (int i = threadIdx.x; i < kTokens * d; i += kThreads) {
     const int token = i / d, c = i % d;
+    const double norm = side.norms == 0 ? 1 : unit * record[side.norms + token];
     const float step = __fdiv_rn(__fmul_rn(HalfAt(record + side.tops), float(record[side.steps + c])), 255.f);
     const float minimum =
         __fdiv_rn(__fmul_rn(HalfAt(record + side.tops + 2), float(int8_t(record[side.minima + c]))), 127.f);
     int code = CodeAt(record, side, is_k, token, c);
     if (in.spoil_codes && is_k && c == 0) code ^= 1;
     s.code[token][c] = int16_t(code);
-    s.value[token][c] = double(code) * double(step) + double(minimum);
+    s.value[token][c] = (double(code) * double(step) + double(minimum)) * norm;
     if (token == 0) s.step[c] = step, s.minimum[c] = minimum;
   }
 }
@@ -166,7 +173,7 @@ __device__ void Softmax(bool encoded, int seen, int row, int lane, Shared& s) {
     for (int t = lane; t < kTokens; t += 32) {
       const double score = s.score[a][row][t];
       if (t < seen) count += 1, sum += score, squares += score * score;
-      if (a == kSame && encoded) s.weight[row][t] = uint8_t(rint(255 * double(float(exp(score - top)))));
+      if (a == kSame && encoded) s.probability[row][t] = float(exp(score - top));
       const double p = t < seen ? exp(score - next) : 0;
       s.score[a][row][t] = p;
       total += p;
@@ -181,6 +188,18 @@ __device__ void Softmax(bool encoded, int seen, int row, int lane, Shared& s) {
       if (a == kExact) s.scores[row][0] += count, s.scores[row][1] += sum, s.scores[row][2] += squares;
     }
   }
+}
+
+/// By the row's warp: P times V's norms in codes, and what a unit of them weighs.
+__device__ void Weigh(int row, int lane, Shared& s) {
+  double largest = 0;
+  for (int t = lane; t < kTokens; t += 32) largest = fmax(largest, double(s.probability[row][t] * s.norm[t]));
+  largest = Max(largest);
+  for (int t = lane; t < kTokens; t += 32) {
+    s.weight[row][t] = uint8_t(rint(double(s.probability[row][t] * s.norm[t]) * (255 / largest)));
+  }
+  __syncwarp();
+  if (lane == 0) s.page_weight[row] *= largest * s.norm_unit;
 }
 
 __global__ void __launch_bounds__(kThreads) Pages(const OracleInput in, double* scratch) {
@@ -224,7 +243,10 @@ __global__ void __launch_bounds__(kThreads) Pages(const OracleInput in, double* 
     }
     __syncthreads();
     if (warp < rows) Softmax(in_codes, seen, warp, lane, s);
+    if (in_codes && in.pairs != nullptr && threadIdx.x < kTokens) s.norm[threadIdx.x] = 1, s.norm_unit = 1;
     LoadSide(in, query, page, encoded, false, s);
+    __syncthreads();
+    if (in_codes && warp < rows) Weigh(warp, lane, s);
     __syncthreads();
     for (int i = threadIdx.x; i < 2 * rows * d; i += kThreads) {
       const int a = i / (rows * d), row = i / d % rows, c = i % d;

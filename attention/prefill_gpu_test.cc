@@ -40,6 +40,7 @@ struct Shape {
   int lag_pages = 2;
   uint32_t aged = 0;
   float q_std = 1;
+  bool rotates = true, v_norm = true;  // of HACK
   Keys keys = Keys::kRandom;
   int rows_checked = 0;                             // of each sequence; 0: all
   std::vector<std::pair<uint64_t, int>> sequences;  // context with the query tokens, query tokens
@@ -61,6 +62,8 @@ class World {
       hack::HackParameters parameters;
       parameters.k_bits = shape.k_bits, parameters.v_bits = shape.v_bits;
       if (shape.v_bits == 1) parameters.v_range = hack::Range::kLeastSquares;
+      parameters.rotation = shape.rotates ? hack::Rotation::kHadamard : hack::Rotation::kNone;
+      parameters.v_norm = shape.v_norm;
       codec_ = MakeHackCodec(hack::MakeHackFormat(layout_, parameters));
     } else {
       hack::SegmentBits bits(shape.kv_heads);
@@ -69,7 +72,10 @@ class World {
           for (int s = 0; s < shape.head_dim / 16; ++s) side.push_back(uint8_t(random_() % 5));
         }
       }
-      codec_ = MakeHackCodec(hack::MakeHackFormat(layout_, hack::HackParameters(), &bits));
+      hack::HackParameters parameters;
+      parameters.rotation = shape.rotates ? hack::Rotation::kHadamard : hack::Rotation::kNone;
+      parameters.v_norm = shape.v_norm;
+      codec_ = MakeHackCodec(hack::MakeHackFormat(layout_, parameters, &bits));
     }
     slot_bytes_ = (layout_.raw_bytes() + 255) / 256 * 256;
     size_t slots = 0;
@@ -95,7 +101,7 @@ class World {
     ASSERT_NE(prefill.kernels, nullptr);
     PrefillPlanner::Options o;
     o.layout = layout_, o.query_heads = query_heads(), o.lag_pages = shape_.lag_pages;
-    o.identity = shape_.k_bits == 0, o.blocks = blocks;
+    o.identity = shape_.k_bits == 0, o.blocks = blocks, o.apart = prefill.kernels->maps;
     std::vector<device::PrefillItem> items(1 << 13);
     std::vector<device::PrefillRun> runs(1 << 15);
     DeviceTables tables;
@@ -108,7 +114,8 @@ class World {
     const size_t rows = q_.size() / shape_.head_dim, part_rows = size_t{planned->parts} * device::kPrefillRows;
     DeviceBytes pool(pool_.size()), d_items(items.size() * sizeof items[0]), d_runs(runs.size() * sizeof runs[0]),
         d_slots(slots.size() * 4), q(q16.size() * 2), d_out(q16.size() * 2), d_lse(rows * 4),
-        partial(part_rows * layout_.head_dim * 4), state(part_rows * 8), arrived(planned->parts * 8);
+        partial(part_rows * layout_.head_dim * 4), state(part_rows * 8), arrived(planned->parts * 8),
+        mapped(prefill.kernels->maps ? device::kMappedRows * rows * layout_.head_dim * 4 : 4);
     pool.Fill(pool_.data(), pool_.size());
     d_items.Fill(items.data(), items.size() * sizeof items[0]);
     d_runs.Fill(runs.data(), runs.size() * sizeof runs[0]);
@@ -128,6 +135,8 @@ class World {
     p.partial = partial.as<float>();
     p.partial_state = state.as<float>();
     p.arrived = arrived.as<uint32_t>();
+    p.mapped = mapped.as<float>();
+    p.tokens = uint32_t(tokens_);
     p.format = prefill.format;
     p.query_heads = query_heads();
     p.kv_heads = shape_.kv_heads;
@@ -342,7 +351,10 @@ TEST_F(PrefillGpu, EncodedPages) {
       shape.k_bits = k_bits, shape.v_bits = v_bits, shape.head_dim = head_dim;
       shape.dtype = head_dim == 64 && k_bits != 3 ? DType::kBFloat16 : DType::kFloat16;
       shape.sequences = {{1000, 100}, {640, 64}, {333, 333}};
-      EXPECT_LE(Check(shape, 2), Bound(shape));
+      for (int i = 0; i < 3; ++i) {
+        shape.rotates = i == 0, shape.v_norm = i != 2;
+        EXPECT_LE(Check(shape, 2), Bound(shape));
+      }
     }
   }
 }

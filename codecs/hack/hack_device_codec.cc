@@ -2,38 +2,87 @@
 
 #include <cuda_runtime_api.h>
 
-#include <utility>
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <vector>
 
+#include "codecs/device/device_image.h"
 #include "codecs/hack/hack_attention_cuda.h"
 #include "codecs/hack/hack_device_format.h"
 #include "codecs/hack/hack_encode_cuda.h"
 #include "codecs/hack/hack_prefill_cuda.h"
+#include "codecs/zack/rotation_cuda.h"
+#include "codecs/zack_hack/zack_hack_prefill_cuda.h"
 #include "kvmanager/memory/device.h"
 
 namespace kvmanager::hack {
 namespace {
 
-class HackDeviceCodec final : public DeviceCodec {
- public:
-  HackDeviceCodec(const HackDeviceShape& shape, HackDeviceHead* heads, const device::AttendKernels* attention,
-                  const device::PrefillKernels* prefill)
-      : shape_(shape), heads_(heads), attention_(attention), prefill_(prefill) {}
-  // cudaFree would wait for every stream of the device.
-  ~HackDeviceCodec() override { cudaFreeAsync(heads_, nullptr); }
+/// What lies on the device: offsets from its first byte.
+struct Places {
+  size_t heads = 0;    // HackDeviceHead [kv_heads]
+  size_t prefill = 0;  // PrefillParams::format
+};
 
-  const device::AttendKernels* attention(int) const override { return attention_; }
-  device::Prefill prefill(int) const override { return {prefill_, heads_}; }
-  absl::Status Encode(const DeviceEncodeItem* items, uint32_t count, uint32_t* declined,
-                      CUstream_st* stream) const override {
-    return CudaStatus(LaunchHackEncode(shape_, heads_, items, count, declined, stream), "encoding HACK pages");
+/// The space of rotated pages for attention by many query tokens: every head's factors are one Walsh-Hadamard matrix.
+class PrefillSpace {
+ public:
+  PrefillSpace(const PageLayout& layout, device::DeviceImage* image) {
+    const int d = layout.head_dim;
+    std::vector<float> matrix(size_t(d) * d);
+    const float norm = float(1 / std::sqrt(double(d)));
+    for (int i = 0; i < d; ++i) {
+      for (int j = 0; j < d; ++j) matrix[size_t(i) * d + j] = __builtin_parity(i & j) ? -norm : norm;
+    }
+    query_ = image->Place(zack::PackedFactorBytes(d, d, layout.dtype));
+    zack::PackFactor(matrix.data(), d, d, layout.dtype, image->At<uint8_t>(query_));
+    output_ = image->Place(zack::PackedFactorBytes(d, d, DType::kFloat16));
+    zack::PackFactor(matrix.data(), d, d, DType::kFloat16, image->At<uint8_t>(output_));
+    heads_ = image->Place(layout.kv_heads * sizeof(zack::ZackDeviceHead));
+    std::fill_n(image->At<zack::ZackDeviceHead>(heads_), layout.kv_heads, zack::MakeZackDeviceHead(0, d, d));
+    sides_ = image->Place(2 * layout.kv_heads * sizeof(zack::ZackDeviceSide));
+    std::fill_n(image->At<zack::ZackDeviceSide>(sides_), 2 * layout.kv_heads,
+                zack::ZackDeviceSide{0, uint32_t(d), output_, output_});
   }
-  absl::Status Decode(const DeviceDecodeItem* items, uint32_t count, CUstream_st* stream) const override {
-    return CudaStatus(LaunchHackDecode(shape_, heads_, items, count, stream), "decoding HACK pages");
+  zack::ZackPrefillLayer At(const uint8_t* base) const {
+    zack::ZackPrefillLayer space;
+    space.heads = reinterpret_cast<const zack::ZackDeviceHead*>(base + heads_);
+    space.sides = reinterpret_cast<const zack::ZackDeviceSide*>(base + sides_);
+    space.base = base;
+    space.query = base + query_;
+    space.query_bytes = 0;  // from one head's to the next
+    return space;
   }
 
  private:
+  size_t query_, output_, heads_, sides_;
+};
+
+class HackDeviceCodec final : public DeviceCodec {
+ public:
+  HackDeviceCodec(const HackDeviceShape& shape, uint8_t* memory, const Places& places,
+                  const device::AttendKernels* attention, const device::PrefillKernels* prefill)
+      : shape_(shape), memory_(memory), places_(places), attention_(attention), prefill_(prefill) {}
+  // cudaFree would wait for every stream of the device.
+  ~HackDeviceCodec() override { cudaFreeAsync(memory_, nullptr); }
+
+  const device::AttendKernels* attention(int) const override { return attention_; }
+  device::Prefill prefill(int) const override { return {prefill_, memory_ + places_.prefill}; }
+  absl::Status Encode(const DeviceEncodeItem* items, uint32_t count, uint32_t* declined,
+                      CUstream_st* stream) const override {
+    return CudaStatus(LaunchHackEncode(shape_, heads(), items, count, declined, stream), "encoding HACK pages");
+  }
+  absl::Status Decode(const DeviceDecodeItem* items, uint32_t count, CUstream_st* stream) const override {
+    return CudaStatus(LaunchHackDecode(shape_, heads(), items, count, stream), "decoding HACK pages");
+  }
+
+ private:
+  const HackDeviceHead* heads() const { return reinterpret_cast<const HackDeviceHead*>(memory_ + places_.heads); }
+
   const HackDeviceShape shape_;
-  HackDeviceHead* const heads_;  // owned; on the device
+  uint8_t* const memory_;  // owned; on the device
+  const Places places_;
   const device::AttendKernels* const attention_;
   const device::PrefillKernels* const prefill_;
 };
@@ -42,19 +91,34 @@ class HackDeviceCodec final : public DeviceCodec {
 
 std::unique_ptr<DeviceCodec> MakeHackDeviceCodec(const HackFormat& format) {
   const HackDeviceFormat made = MakeHackDeviceFormat(format);
-  const size_t bytes = made.heads.size() * sizeof made.heads[0];
-  void* heads = nullptr;
-  if (cudaMallocAsync(&heads, bytes, nullptr) != cudaSuccess) {
+  const device::PrefillKernels* const prefill = HackPrefillKernels(made);
+  device::DeviceImage image;
+  Places places;
+  places.heads = image.Place(made.heads.size() * sizeof made.heads[0]);
+  std::copy(made.heads.begin(), made.heads.end(), image.At<HackDeviceHead>(places.heads));
+  std::optional<PrefillSpace> space;
+  if (prefill != nullptr && prefill->maps) {
+    space.emplace(format.layout, &image);
+    places.prefill = image.Place(sizeof(zack_hack::ZackHackPrefillLayer));
+  } else {
+    places.prefill = places.heads;
+  }
+  void* memory = nullptr;
+  if (cudaMallocAsync(&memory, image.bytes().size(), nullptr) != cudaSuccess) {
     cudaGetLastError();  // the next call that looks would take it for its own
     return nullptr;
   }
-  if (cudaMemcpy(heads, made.heads.data(), bytes, cudaMemcpyHostToDevice) != cudaSuccess) {
+  uint8_t* const base = static_cast<uint8_t*>(memory);
+  if (space) {
+    *image.At<zack_hack::ZackHackPrefillLayer>(places.prefill) = {
+        space->At(base), reinterpret_cast<const HackDeviceHead*>(base + places.heads)};
+  }
+  if (cudaMemcpy(base, image.bytes().data(), image.bytes().size(), cudaMemcpyHostToDevice) != cudaSuccess) {
     cudaGetLastError();
-    cudaFreeAsync(heads, nullptr);
+    cudaFreeAsync(memory, nullptr);
     return nullptr;
   }
-  return std::make_unique<HackDeviceCodec>(made.shape, static_cast<HackDeviceHead*>(heads),
-                                           HackAttentionKernels(format), HackPrefillKernels(made));
+  return std::make_unique<HackDeviceCodec>(made.shape, base, places, HackAttentionKernels(format), prefill);
 }
 
 }  // namespace kvmanager::hack

@@ -47,13 +47,25 @@ TEST(HackDeviceFormatTest, HoldsTheFormat) {
   EXPECT_EQ(end, format.page_bytes);
 }
 
+TEST(HackDeviceFormatTest, KnowsWhatWorksOnRows) {
+  const PageLayout layout{DType::kFloat16, 8, 128, 64};
+  const auto in_rows = [&](const char* spec) {
+    const HackDeviceFormat f = Made(spec, layout);
+    return std::pair(f.shape.in_rows[0], f.shape.in_rows[1]);
+  };
+  EXPECT_EQ(in_rows("hack"), std::pair(true, true));
+  EXPECT_EQ(in_rows("hack:v_norm=0"), std::pair(true, true));
+  EXPECT_EQ(in_rows("hack:rotation=none"), std::pair(false, true));
+  EXPECT_EQ(in_rows("hack:rotation=none,v_norm=0"), std::pair(false, false));
+}
+
 TEST(HackDeviceFormatTest, ChoosesKernels) {
   const PageLayout layout{DType::kFloat16, 8, 128, 64};
   using Path = HackDevicePath;
   const auto paths = [](const HackDeviceFormat& f) { return std::pair(f.shape.encode[0], f.shape.encode[1]); };
   EXPECT_EQ(paths(Made("hack", layout)), std::pair(Path::kStrip, Path::kStrip));
   EXPECT_EQ(paths(Made("hack:v_bits=1", layout)), std::pair(Path::kStrip, Path::kFitted));
-  EXPECT_EQ(paths(Made("hack:hadamard=1", layout)), std::pair(Path::kGeneral, Path::kStrip));
+  EXPECT_EQ(paths(Made("hack:rotation=none,v_norm=0", layout)), std::pair(Path::kStrip, Path::kStrip));
   EXPECT_EQ(paths(Made("hack:k_axis=token", layout)), std::pair(Path::kGeneral, Path::kStrip));
   EXPECT_EQ(paths(Made("hack:rounding=stochastic", layout)), std::pair(Path::kGeneral, Path::kGeneral));
   EXPECT_TRUE(Made("hack:rounding=stochastic", layout).shape.decode_by_strip[0]);

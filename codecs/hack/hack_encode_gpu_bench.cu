@@ -126,7 +126,9 @@ int Main(const std::string& filter) {
                       {"hack:k_bits=3,v_bits=2", bfloat},
                       {"hack:k_bits=2,v_bits=1", bfloat},
                       {"hack:k_bits=3,v_bits=2,rounding=stochastic", half},
-                      {"hack:k_bits=3,v_bits=2,hadamard=1", half},
+                      {"hack:k_bits=3,v_bits=2,rotation=none", half},
+                      {"hack:k_bits=3,v_bits=2,rotation=none,v_norm=0", half},
+                      {"hack:k_bits=2,v_bits=1,rotation=none,v_norm=0", half},
                       {"hack:k_axis=token,q=asymmetric", half},
                       {"hack:k_bits=3,v_bits=2", half128}};
   DType filled = DType::kFloat16;

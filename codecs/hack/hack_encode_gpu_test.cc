@@ -146,6 +146,8 @@ TEST_F(HackEncodeGpuTest, AgreesOnStrips) {
         p.meta_bits = mask % 3 == 2 ? 16 : 8;
         p.k_range = mask % 7 == 3 ? Range::kLeastSquares : Range::kMinMax;
         p.v_range = p.v_bits == 1 || mask % 7 == 4 ? Range::kLeastSquares : Range::kMinMax;
+        p.rotation = mask % 2 ? Rotation::kHadamard : Rotation::kNone;
+        p.v_norm = mask / 2 % 2 != 0;
         const PageLayout layout{dtype, 2, uint16_t(head_dim), 64};
         Comparison(Format(layout, p)).Run(AllKinds(), seed, &counts);
         seed += 20;
@@ -161,7 +163,8 @@ TEST_F(HackEncodeGpuTest, AgreesOnAFewPages) {
   Counts counts;
   uint32_t seed = 50000;
   for (const char* spec : {"hack", "hack:k_bits=2,v_bits=1", "hack:k_bits=1,k_range=least_squares,v_bits=8,meta=16",
-                           "hack:rounding=stochastic,part=32,v_bits=1", "hack:hadamard=1,k_bits=4,v_bits=3",
+                           "hack:rounding=stochastic,part=32,v_bits=1", "hack:rotation=none,k_bits=4,v_bits=3",
+                           "hack:rotation=none,v_norm=0", "hack:rotation=none,v_norm=0,v_bits=1",
                            "hack:k_axis=token,q=asymmetric,k_range=least_squares"}) {
     const PageLayout layout{seed % 2 ? DType::kBFloat16 : DType::kFloat16, 2, uint16_t(seed % 3 ? 64 : 128), 64};
     Comparison(MakeHackFormat(layout, *ParseHackParameters(ParseCodecSpec(spec)->parameters, layout)))
@@ -187,9 +190,11 @@ TEST_F(HackEncodeGpuTest, AgreesOnRandomParameters) {
     p.rounding = pick(2) ? Rounding::kNearest : Rounding::kStochastic;
     p.query = p.k_axis == Axis::kToken && pick(2) ? QueryCode::kAsymmetric : QueryCode::kSymmetric;
     p.sums = p.query == QueryCode::kAsymmetric || (p.k_axis == Axis::kToken && pick(2));
-    p.hadamard = pick(2);
+    p.rotation = pick(2) ? Rotation::kHadamard : Rotation::kNone;
+    p.v_norm = pick(2) != 0;
+    const bool rotates = p.rotation == Rotation::kHadamard;
     const PageLayout layout{pick(2) ? DType::kFloat16 : DType::kBFloat16, uint16_t(1 + pick(2)),
-                            uint16_t(p.hadamard ? 16 << pick(5) : 16 * (1 + pick(16))), uint16_t(64 << pick(3))};
+                            uint16_t(rotates ? 16 << pick(5) : 16 * (1 + pick(16))), uint16_t(64 << pick(3))};
     if (!ParseHackParameters(ParseCodecSpec(HackSpec(p))->parameters, layout).ok()) continue;
     const int first = pick(kDataKinds);
     Comparison(Format(layout, p)).Run({Data(first), Data((first + 1) % kDataKinds), Data::kRandom}, random(), &counts);
@@ -215,6 +220,8 @@ TEST_F(HackEncodeGpuTest, AgreesOnWidthsPerSegment) {
     HackParameters p;
     p.meta_bits = round % 4 == 3 ? 16 : 8;
     p.rounding = round % 5 == 4 ? Rounding::kStochastic : Rounding::kNearest;
+    p.rotation = round % 3 == 1 ? Rotation::kHadamard : Rotation::kNone;
+    p.v_norm = round % 7 < 5;
     Comparison(MakeHackFormat(layout, p, &bits)).Run(AllKinds(), 100 * uint32_t(round), &counts);
   }
   EXPECT_GT(counts.encoded, 300);
@@ -227,6 +234,8 @@ TEST_F(HackEncodeGpuTest, AgreesOnManyLeastSquaresRanges) {
     HackParameters p;
     p.k_bits = 2, p.v_bits = 1, p.v_range = Range::kLeastSquares;
     p.meta_bits = round % 3 == 2 ? 16 : 8;
+    p.rotation = round / 2 % 2 ? Rotation::kHadamard : Rotation::kNone;
+    p.v_norm = round / 4 % 2 != 0;
     const PageLayout layout{round % 2 ? DType::kBFloat16 : DType::kFloat16, 8, 128, 64};
     Comparison(Format(layout, p)).Run(AllKinds(), 10000 + 100 * round, &counts);
   }
@@ -234,7 +243,7 @@ TEST_F(HackEncodeGpuTest, AgreesOnManyLeastSquaresRanges) {
 }
 
 TEST_F(HackEncodeGpuTest, DeclinesWhatIsNotFinite) {
-  for (const char* spec : {"hack", "hack:k_axis=token", "hack:v_bits=1"}) {
+  for (const char* spec : {"hack", "hack:k_axis=token", "hack:v_bits=1", "hack:rotation=none", "hack:rotation=none,v_norm=0"}) {
     const PageLayout layout{DType::kFloat16, 2, 128, 64};
     const HackFormat format = MakeHackFormat(layout, *ParseHackParameters(ParseCodecSpec(spec)->parameters, layout));
     const HackDeviceFormat device = MakeHackDeviceFormat(format);
@@ -270,7 +279,7 @@ TEST_F(HackEncodeGpuTest, DeclinesWhatIsNotFinite) {
 
 TEST_F(HackEncodeGpuTest, DecodesAnyBytes) {
   std::mt19937 random(9);
-  for (const char* spec : {"hack", "hack:k_axis=token,sums=1,k_bits=8,v_bits=8", "hack:meta=16,hadamard=1"}) {
+  for (const char* spec : {"hack", "hack:k_axis=token,sums=1,k_bits=8,v_bits=8", "hack:meta=16", "hack:rotation=none,v_norm=0"}) {
     const PageLayout layout{DType::kFloat16, 2, 128, 64};
     const HackDeviceFormat device =
         MakeHackDeviceFormat(MakeHackFormat(layout, *ParseHackParameters(ParseCodecSpec(spec)->parameters, layout)));

@@ -1,5 +1,6 @@
 #include "codecs/hack/hack_prefill_cuda.h"
 #include "codecs/hack/hack_prefill_device.cuh"
+#include "codecs/zack_hack/zack_hack_prefill_cuda.h"
 
 namespace kvmanager::hack {
 namespace {
@@ -17,9 +18,7 @@ constexpr const kvmanager::device::PrefillKernels& kKernelsOf =
 
 const kvmanager::device::PrefillKernels* HackPrefillKernels(const HackDeviceFormat& format) {
   const HackDeviceShape& shape = format.shape;
-  if (!shape.k_along_tokens || !shape.meta8 || shape.partition != 64 || shape.page_tokens != 64 || shape.hadamard) {
-    return nullptr;
-  }
+  if (!shape.k_along_tokens || !shape.meta8 || shape.partition != 64 || shape.page_tokens != 64) return nullptr;
   if (shape.head_dim != 64 && shape.head_dim != 128) return nullptr;
   for (const HackDeviceHead& head : format.heads) {
     for (const HackDeviceSide& side : head.side) {
@@ -28,6 +27,8 @@ const kvmanager::device::PrefillKernels* HackPrefillKernels(const HackDeviceForm
       }
     }
   }
+  // Rotated pages are attended to in a space of their own.
+  if (shape.hadamard) return zack_hack::ZackHackPrefillKernels(shape.head_dim, /*folds=*/false);
   return shape.head_dim == 64 ? &kKernelsOf<64> : &kKernelsOf<128>;
 }
 

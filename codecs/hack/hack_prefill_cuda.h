@@ -7,9 +7,9 @@
 
 namespace kvmanager::hack {
 
-/// For k_axis=channel, 8-bit metadata, 64 tokens to page and partition, no rotation, head_dim 64 or 128, segments of at
-/// most 4 bits. PrefillParams::format is the format's table of heads, on the device. nullptr: another format, or built
-/// without CUDA.
+/// For k_axis=channel, 8-bit metadata, 64 tokens to page and partition, head_dim 64 or 128, segments of at most 4 bits.
+/// PrefillParams::format is the format's table of heads, on the device; with rotation=hadamard, where kernels map, a
+/// zack_hack::ZackHackPrefillLayer. nullptr: another format, or built without CUDA.
 const device::PrefillKernels* HackPrefillKernels(const HackDeviceFormat& format);
 
 }  // namespace kvmanager::hack

@@ -89,6 +89,15 @@ struct PairOfValues<false> {
         __hfma2(code, *reinterpret_cast<const __half2*>(&m.step), *reinterpret_cast<const __half2*>(&m.middle));
     return *reinterpret_cast<const uint32_t*>(&value);
   }
+  /// Two norms of two bytes, as 256ths.
+  static __device__ __forceinline__ __half2 Norms(uint32_t two) {
+    const uint32_t bits = __byte_perm(two, 0x44, 0x4140);  // 4 + byte / 256
+    return __hadd2(*reinterpret_cast<const __half2*>(&bits), __float2half2_rn(-4.f));
+  }
+  static __device__ __forceinline__ uint32_t Times(uint32_t values, __half2 norms) {
+    const __half2 product = __hmul2(*reinterpret_cast<const __half2*>(&values), norms);
+    return *reinterpret_cast<const uint32_t*>(&product);
+  }
 };
 template <>
 struct PairOfValues<true> {
@@ -109,6 +118,14 @@ struct PairOfValues<true> {
         __floats2bfloat162_rn(fmaf(c.x, m.step.x, m.middle.x), fmaf(c.y, m.step.y, m.middle.y));
     return *reinterpret_cast<const uint32_t*>(&value);
   }
+  static __device__ __forceinline__ __nv_bfloat162 Norms(uint32_t two) {
+    return __floats2bfloat162_rn(static_cast<float>(two & 0xff) * (1 / 256.f),
+                                 static_cast<float>(two >> 8) * (1 / 256.f));
+  }
+  static __device__ __forceinline__ uint32_t Times(uint32_t values, __nv_bfloat162 norms) {
+    const __nv_bfloat162 product = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&values), norms);
+    return *reinterpret_cast<const uint32_t*>(&product);
+  }
 };
 
 /// Where a layer's heads are: PrefillParams::format.
@@ -124,8 +141,8 @@ struct HackPrefillPages {
   using Number = typename Pair::Number;
   using Tile = PrefillTile<kHeadDim>;
   static constexpr int kWarpSegments = kHeadDim / 64, kWarpChannels = 16 * kWarpSegments;
-  // Both sides' codes, and their metadata, each array aligned.
-  static constexpr int kRecordBytes = 2 * (kHeadDim / 16 * 128 * kWidthMax + 16 + 2 * kHeadDim);
+  // Both sides' codes, and their metadata, each array aligned; norms.
+  static constexpr int kRecordBytes = 2 * (kHeadDim / 16 * 128 * kWidthMax + 16 + 2 * kHeadDim) + 64;
   static constexpr int kScratchBytes = 2 * kWarpChannels * sizeof(Number);
 
   static __device__ __forceinline__ void Load(const PrefillParams& p, int kv_head, const uint8_t* first,
@@ -161,6 +178,7 @@ struct HackPrefillPages {
     uint32_t next_segment;  // from there to the second's
     uint32_t widths;        // of both, in bytes
     uint32_t tops, steps, minima;
+    uint32_t norms, norm_top;  // 0: there are none
 
     __device__ __forceinline__ int width(int k) const { return static_cast<int>(widths >> 8 * k & 0xff); }
 
@@ -171,6 +189,7 @@ struct HackPrefillPages {
       next_segment = static_cast<uint32_t>(side.segment_offset[second]) - side.segment_offset[first];
       widths = side.segment_bits[first] | static_cast<uint32_t>(side.segment_bits[second]) << 8;
       tops = side.tops, steps = side.steps + warp * kWarpChannels, minima = side.minima + warp * kWarpChannels;
+      norms = side.norms, norm_top = side.norm_top;
     }
 
     /// Steps, then middles, of the warp's channels, into scratch memory.
@@ -180,9 +199,12 @@ struct HackPrefillPages {
       if (kWarpChannels == 32 || lane < kWarpChannels) {
         const int levels = (1 << width(lane / 16)) - 1;
         const __half2 top = *reinterpret_cast<const __half2*>(record + tops);
-        float step = __low2float(top) * (static_cast<float>(record[steps + lane]) * (1 / 255.f));
+        // Of norms in 256ths.
+        const float unit =
+            norms == 0 ? 1.f : __half2float(*reinterpret_cast<const __half*>(record + norm_top)) * (256 / 255.f);
+        float step = unit * __low2float(top) * (static_cast<float>(record[steps + lane]) * (1 / 255.f));
         const float minimum =
-            __high2float(top) * (static_cast<float>(static_cast<int8_t>(record[minima + lane])) * (1 / 127.f));
+            unit * __high2float(top) * (static_cast<float>(static_cast<int8_t>(record[minima + lane])) * (1 / 127.f));
         // The topmost value stays finite, which rounding might exceed.
         if constexpr (!kBFloat16) {
           step = fminf(step, __fdividef(65000.f - minimum, static_cast<float>(max(levels, 1))));
@@ -272,6 +294,18 @@ struct HackPrefillPages {
                 const uint32_t x = __byte_perm(odd == 0 ? nibbles.even : nibbles.odd, 0, bytes);
                 matrices[odd][2 * h + u] = Pair::Value(Of::Low(x), meta);
                 matrices[2 + odd][2 * h + u] = Pair::Value(Of::High(x), meta);
+              }
+            }
+          }
+          if (norms != 0) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+#pragma unroll
+              for (int h = 0; h < 2; ++h) {
+                const auto of =
+                    Pair::Norms(*reinterpret_cast<const uint16_t*>(record + norms + 16 * i + 8 * h + 2 * t));
+#pragma unroll
+                for (int u = 0; u < 2; ++u) matrices[i][2 * h + u] = Pair::Times(matrices[i][2 * h + u], of);
               }
             }
           }
