@@ -38,9 +38,9 @@ enum class Keys { kRandom, kZero, kConstantChannels, kOneHot };
 enum class Norms { kAlike, kFewLarge, kTiny, kZero };
 
 struct Shape {
-  int k_bits = 0, v_bits = 0;  // of HACK; 0 and 0: raw, or
+  int k_bits = 0, v_bits = 0;          // of HACK; 0 and 0: raw, or
   bool rotates = true, v_norm = true;  // of HACK
-  bool million = false;        // 64 subspaces of 8 bits
+  bool million = false;                // 64 subspaces of 8 bits
   DType dtype = DType::kFloat16;
   int head_dim = 128;
   int kv_heads = 2;
@@ -50,7 +50,7 @@ struct Shape {
   float q_std = 1;
   Keys keys = Keys::kRandom;
   Norms norms = Norms::kAlike;
-  bool hostile_norms = false;  // pages with stored norms of 0, which no encoder writes
+  bool hostile_norms = false;                       // pages with stored norms of 0, which no encoder writes
   std::vector<std::pair<uint64_t, int>> sequences;  // context with the query tokens, query tokens
 };
 

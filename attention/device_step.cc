@@ -225,7 +225,8 @@ absl::Status CudaDeviceStep::Init() {
   const size_t partial_max = place(tile_rows * 2 * sizeof(float));
   const size_t arrived = place(tile_rows * sizeof(uint32_t));
   const size_t upload_arrived = place(sizeof(uint32_t));
-  const bool long_maps = std::any_of(long_planners_.begin(), long_planners_.end(), [](const LongPlanner& p) { return p.apart; });
+  const bool long_maps =
+      std::any_of(long_planners_.begin(), long_planners_.end(), [](const LongPlanner& p) { return p.apart; });
   const size_t mapped_rows = maps || long_maps ? size_t{device::kMappedRows} * o_.tokens_max * o_.query_heads : 0;
   const size_t mapped = place(mapped_rows * o_.layout.head_dim * sizeof(float));
   const size_t part_rows =

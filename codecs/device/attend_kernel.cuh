@@ -16,8 +16,8 @@ constexpr bool StandsApart() {
   return false;
 }
 
-/// Whether encoded pages may be rotated (AttendParams::rotates), so that what is attended to of them is too until a warp
-/// goes on to raw pages, or its tile is merged.
+/// Whether encoded pages may be rotated (AttendParams::rotates), so that what is attended to of them is too until a
+/// warp goes on to raw pages, or its tile is merged.
 template <class Encoded>
 constexpr bool MayRotate() {
   if constexpr (requires { Encoded::kMayRotate; }) return Encoded::kMayRotate;

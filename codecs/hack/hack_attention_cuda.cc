@@ -16,7 +16,8 @@ const device::AttendKernels* HackAttentionKernels(const hack::HackFormat& format
       }
     }
   }
-  return hack::FindHackAttention(layout.head_dim, p.k_bits, p.v_bits, p.rotation == hack::Rotation::kHadamard, p.v_norm);
+  return hack::FindHackAttention(layout.head_dim, p.k_bits, p.v_bits, p.rotation == hack::Rotation::kHadamard,
+                                 p.v_norm);
 }
 
 }  // namespace kvmanager

@@ -263,7 +263,8 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
       a = low + high, b = low - high;
     };
 #pragma unroll
-    for (int s = 0; s < kSegments; ++s) combine(state.acc[s][0], state.acc[s][2]), combine(state.acc[s][1], state.acc[s][3]);
+    for (int s = 0; s < kSegments; ++s)
+      combine(state.acc[s][0], state.acc[s][2]), combine(state.acc[s][1], state.acc[s][3]);
 #pragma unroll
     for (int half = 1; half < kSegments; half *= 2) {
 #pragma unroll

@@ -130,8 +130,7 @@ __device__ __forceinline__ void StoreRows(const HackDeviceShape& shape, const Ha
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       *reinterpret_cast<uint2*>(raw + (token * kDim + place.Channel(j)) * 2) = {
-          Pair<kBFloat16>::FromFloats(x[4 * j], x[4 * j + 1]),
-          Pair<kBFloat16>::FromFloats(x[4 * j + 2], x[4 * j + 3])};
+          Pair<kBFloat16>::FromFloats(x[4 * j], x[4 * j + 1]), Pair<kBFloat16>::FromFloats(x[4 * j + 2], x[4 * j + 3])};
     }
   }
 }

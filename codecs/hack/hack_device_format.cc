@@ -48,8 +48,8 @@ HackDeviceFormat MakeHackDeviceFormat(const HackFormat& format) {
     }
   }
   for (int side = 0; side < 2; ++side) {
-    const bool in_strips = (side == 1 || shape.k_along_tokens) && layout.page_tokens == 64 &&
-                           shape.partition == 64 && (layout.head_dim == 64 || layout.head_dim == 128);
+    const bool in_strips = (side == 1 || shape.k_along_tokens) && layout.page_tokens == 64 && shape.partition == 64 &&
+                           (layout.head_dim == 64 || layout.head_dim == 128);
     shape.decode_by_strip[side] = in_strips;
     shape.in_rows[side] = shape.hadamard || (side == 1 && parameters.v_norm);
     if (in_strips && !shape.stochastic)

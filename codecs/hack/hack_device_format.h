@@ -60,7 +60,7 @@ struct HackDeviceShape {
   bool k_along_tokens;  // k_axis=channel
   bool meta8;
   bool stochastic;
-  bool hadamard;  // K and V are rotated
+  bool hadamard;             // K and V are rotated
   HackDevicePath encode[2];  // per side
   bool decode_by_strip[2];   // the fast decoder's conditions hold
   bool in_rows[2];           // a side's rows are rotated, or have norms: the fast paths work on them as floats

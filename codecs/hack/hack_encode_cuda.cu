@@ -36,8 +36,7 @@ struct EncodeLaunch {
     size_t bytes = shape.strip_bytes_max;
     if constexpr (kInRows) {
       bytes += sizeof(float) * device::StripRows<kDim>::kFloats;
-      const cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+      const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
       if (error != cudaSuccess) return error;
     }
     kernel<<<count * shape.kv_heads * sides, kDim, bytes, stream>>>(shape, heads, items, declined, first_side, sides);

@@ -67,8 +67,7 @@ __device__ __forceinline__ void ZeroPadding(const HackDeviceShape& shape, const 
     for (uint32_t at = from + threadIdx.x; at < to; at += blockDim.x) record[at] = 0;
   };
   const uint32_t codes_end = side.codes + strips * side.strip_bytes, minima_end = side.minima + bytes * metas;
-  const uint32_t tops_bytes =
-      (shape.meta8 ? 4 * (along_tokens ? page_partitions : 1) : 0) + (side.norms != 0 ? 2 : 0);
+  const uint32_t tops_bytes = (shape.meta8 ? 4 * (along_tokens ? page_partitions : 1) : 0) + (side.norms != 0 ? 2 : 0);
   zero(codes_end, tops_bytes != 0 ? side.tops : side.steps);
   if (tops_bytes != 0) zero(side.tops + tops_bytes, side.steps);
   zero(side.steps + bytes * metas, side.minima);

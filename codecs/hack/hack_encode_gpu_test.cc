@@ -243,7 +243,8 @@ TEST_F(HackEncodeGpuTest, AgreesOnManyLeastSquaresRanges) {
 }
 
 TEST_F(HackEncodeGpuTest, DeclinesWhatIsNotFinite) {
-  for (const char* spec : {"hack", "hack:k_axis=token", "hack:v_bits=1", "hack:rotation=none", "hack:rotation=none,v_norm=0"}) {
+  for (const char* spec :
+       {"hack", "hack:k_axis=token", "hack:v_bits=1", "hack:rotation=none", "hack:rotation=none,v_norm=0"}) {
     const PageLayout layout{DType::kFloat16, 2, 128, 64};
     const HackFormat format = MakeHackFormat(layout, *ParseHackParameters(ParseCodecSpec(spec)->parameters, layout));
     const HackDeviceFormat device = MakeHackDeviceFormat(format);
@@ -279,7 +280,8 @@ TEST_F(HackEncodeGpuTest, DeclinesWhatIsNotFinite) {
 
 TEST_F(HackEncodeGpuTest, DecodesAnyBytes) {
   std::mt19937 random(9);
-  for (const char* spec : {"hack", "hack:k_axis=token,sums=1,k_bits=8,v_bits=8", "hack:meta=16", "hack:rotation=none,v_norm=0"}) {
+  for (const char* spec :
+       {"hack", "hack:k_axis=token,sums=1,k_bits=8,v_bits=8", "hack:meta=16", "hack:rotation=none,v_norm=0"}) {
     const PageLayout layout{DType::kFloat16, 2, 128, 64};
     const HackDeviceFormat device =
         MakeHackDeviceFormat(MakeHackFormat(layout, *ParseHackParameters(ParseCodecSpec(spec)->parameters, layout)));

@@ -15,8 +15,9 @@ constexpr uint32_t RoomOf(const ZackHackHead& head, int head_dim) {
   return head.bytes + (k_bytes >= 8 * uint32_t(head_dim) ? 0 : 8 * uint32_t(head_dim));
 }
 
-/// For pages of 64 tokens whose heads need at most `record_bytes` of room, with or without V's norms; AttendParams::codec points to a
-/// device::MappedSpace with a ZackHackHead for each KV head behind it. nullptr: none, or built without CUDA.
+/// For pages of 64 tokens whose heads need at most `record_bytes` of room, with or without V's norms;
+/// AttendParams::codec points to a device::MappedSpace with a ZackHackHead for each KV head behind it. nullptr: none,
+/// or built without CUDA.
 const device::AttendKernels* FindZackHackAttention(int head_dim, uint32_t record_bytes, bool v_norms);
 
 }  // namespace kvmanager::zack_hack
