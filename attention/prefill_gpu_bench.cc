@@ -114,6 +114,8 @@ nlohmann::json Run(const Format& format, const Shape& shape, int blocks) {
     for (const hack::HeadLayout& head : hack_format.heads) {
       for (const hack::SideLayout& side : head.side) {
         CHECK_CUDA(FillPairs(pool.get(), encoded_count, hack_format.page_bytes, head.offset + side.tops, 0.5f, 1.f));
+        if (side.norms == 0) continue;
+        CHECK_CUDA(FillPairs(pool.get(), encoded_count, hack_format.page_bytes, head.offset + side.norm_top, 1.f, 0.f));
       }
     }
   }
