@@ -88,8 +88,13 @@ std::unique_ptr<DeviceCodec> MakeZackHackDeviceCodec(const zack::RotatedCodec& c
   std::vector<const hack::HackFormat*> formats;
   for (int l = 0; l < layers; ++l) {
     formats.push_back(&static_cast<const hack::HackCodec&>(codec.inner(l)).format());
+    // Kernels know 8 bits of K alone, which is all that allocation gives.
+    for (const hack::HeadLayout& head : formats.back()->heads) {
+      for (int s = 0; s < head.side[1].segments; ++s) {
+        if (head.side[1].segment_bits[s] > kWidthMax) return nullptr;
+      }
+    }
   }
-  if (formats[0]->parameters.v_norm) return nullptr;  // not written yet
   const hack::HackDeviceFormat format = hack::MakeHackDeviceFormat(formats);
 
   device::DeviceImage image;
