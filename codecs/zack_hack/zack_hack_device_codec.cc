@@ -91,7 +91,7 @@ std::unique_ptr<DeviceCodec> MakeZackHackDeviceCodec(const zack::RotatedCodec& c
     // Kernels know 8 bits of K alone, which is all that allocation gives.
     for (const hack::HeadLayout& head : formats.back()->heads) {
       for (int s = 0; s < head.side[1].segments; ++s) {
-        if (head.side[1].segment_bits[s] > kWidthMax) return nullptr;
+        if (head.side[1].segment_bits[s] > kDeviceValueWidthMax) return nullptr;
       }
     }
   }
