@@ -22,7 +22,7 @@ from server import BLOCK_TOKENS, Server
 # What docs/engines.md recommends for vLLM. Each costs a start of vLLM.
 RECOMMENDED_CODECS = ("hack:k_bits=4,v_bits=3",)
 # This codec makes garbage of SmolLM2's text: a check that it passes checks nothing.
-GARBAGE_CODEC = "hack:k_bits=3,v_bits=2;sinks=0"
+GARBAGE_CODEC = "hack:k_bits=2,v_bits=2,rotation=none,v_norm=0;sinks=0"
 # How much less likely than vLLM's own text a codec's may be, in nats per token: a token half as likely, in the geometric mean.
 LOSS_MAX = math.log(2)
 
