@@ -168,7 +168,9 @@ def main() -> None:
         for path, data in sorted(contents.items(), key=lambda item: (item[0].startswith(info), item[0])):
             entry = zipfile.ZipInfo(path, _DATE)
             entry.compress_type = zipfile.ZIP_DEFLATED
-            entry.external_attr = (0o755 if ".so" in path or path.startswith("kvmanager/bin/") else 0o644) << 16
+            # The regular-file bit, too: pip keeps programs executable by it alone.
+            executable = ".so" in path or path.startswith("kvmanager/bin/")
+            entry.external_attr = (0o100755 if executable else 0o100644) << 16
             wheel.writestr(entry, data)
 
 
