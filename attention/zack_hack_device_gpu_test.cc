@@ -28,28 +28,13 @@ using zack::Memory;
 
 struct Shape : StepShape {
   std::string bytes = "56";
-  bool wide = false;  // some of K's segments have 8 bits
 };
 
 std::unique_ptr<Codec> CodecOf(const Shape& shape) {
-  const CodecContext context = zack::SyntheticContext(shape.layout(), StepWorld::kLayers, shape.query_heads());
-  const auto parameters = ParseParameters(context, {{"mode", shape.mode},
-                                                    {"bytes", absl::StrCat(std::stod(shape.bytes) * shape.head_dim / 128)},
-                                                    {"fold", shape.fold}});
-  KV_CHECK(parameters.ok());
-  const auto energies = ReadEnergies(context, parameters->mode, false);
-  KV_CHECK(energies.ok());
-  LayerWidths widths = MakeWidths(*parameters, context.layout, *energies);
-  for (size_t layer = 0; shape.wide && layer < widths.size(); ++layer) {
-    // The first segment; every second head the last, too, and no narrow one beside them in every third.
-    for (size_t head = 0; head < widths[layer].size(); ++head) {
-      std::vector<uint8_t>& k = widths[layer][head][0];
-      if (head % 3 == 2) std::fill(k.begin(), k.end(), uint8_t{0});
-      k.front() = kWideWidth;
-      if (head % 2 == 1) k.back() = kWideWidth;
-    }
-  }
-  auto made = MakeCodec(context, *parameters, widths);
+  auto made = MakeCodec(zack::SyntheticContext(shape.layout(), StepWorld::kLayers, shape.query_heads()),
+                        {{"mode", shape.mode},
+                         {"bytes", absl::StrCat(std::stod(shape.bytes) * shape.head_dim / 128)},
+                         {"fold", shape.fold}});
   KV_CHECK(made.ok());
   return *std::move(made);
 }
@@ -197,17 +182,6 @@ TEST_F(ZackHackDevice, ManyQueryTokens) {
     Shape shape = Like<Shape>(RandomLongShape(random));
     shape.bytes = kBytes[random() % std::size(kBytes)];
     Check(shape, uint64_t(trial), trial % 4 == 0, kDecoded);
-  }
-}
-
-TEST_F(ZackHackDevice, WideSegmentsOfK) {
-  std::mt19937 random(3);
-  for (int trial = 0; trial < 24; ++trial) {
-    const bool is_long = trial % 4 == 3;
-    Shape shape = Like<Shape>(is_long ? RandomLongShape(random) : RandomStepShape(random));
-    shape.bytes = trial % 2 == 0 ? "48" : "72";
-    shape.wide = true;
-    Check(shape, uint64_t(trial), trial % 4 == 0, is_long ? kDecoded : StepBounds());
   }
 }
 

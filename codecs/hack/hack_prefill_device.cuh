@@ -1,5 +1,5 @@
-// HACK pages on their way to tensor cores: codes of 0 to 4 bits, of K also 8, any width per segment, become float16 or
-// bfloat16 (hack_format.h has the bytes).
+// HACK pages on their way to tensor cores: codes of 0 to 4 bits, any width per segment, become float16 or bfloat16
+// (hack_format.h has the bytes).
 //
 // For k_axis=channel, 8-bit metadata, 64 tokens to a page and a partition. A warp decodes a quarter of the channels. A
 // nibble n under the bits of 1024.0 is the float16 1024 + n or, in the upper half of its byte, 1024 + 16 n: one fused
@@ -62,8 +62,6 @@ __device__ __forceinline__ void WithWidth(int width, const Body& body) {
       return body(std::integral_constant<int, 3>());
     case 4:
       return body(std::integral_constant<int, 4>());
-    case 8:
-      return body(std::integral_constant<int, 8>());
     default:
       return body(std::integral_constant<int, 0>());
   }
@@ -161,11 +159,6 @@ struct HackPrefillPages {
   template <int kWidth>
   struct Codes {
     static constexpr uint32_t kHalf = 1u << kWidth >> 1;
-    /// Of codes of 8 bits in two bytes that are 16 bits apart.
-    static __device__ __forceinline__ __half2 Bytes(uint32_t bytes) {
-      const uint32_t x = (bytes & 0x00ff00ffu) | 0x64006400u;
-      return __hadd2(*reinterpret_cast<const __half2*>(&x), Twice(0xe400 + kHalf));
-    }
     static __device__ __forceinline__ __half2 Twice(uint32_t bits) {
       const uint32_t two = bits * 0x10001u;
       return *reinterpret_cast<const __half2*>(&two);
@@ -224,7 +217,7 @@ struct HackPrefillPages {
 
     /// Calls fill(width, first segment, segments): as many at once as are alike.
     template <class Fill>
-    __device__ __forceinline__ void ForSegments(const Fill& fill) const {  // V has no width of 8: MakeZackHackDeviceCodec
+    __device__ __forceinline__ void ForSegments(const Fill& fill) const {
       if (kWarpSegments == 1 || width(0) == width(1)) {
         WithWidth(width(0), [&](auto w) { fill(w, 0, std::integral_constant<int, kWarpSegments>()); });
       } else {
@@ -249,20 +242,10 @@ struct HackPrefillPages {
           uint32_t rows[4][4];
 #pragma unroll
           for (int p = 0; p < 2; ++p) {
+            const Nibbles nibbles = ReadNibbles<decltype(width)::value>(segment, 2 * h + p, r);
             const Number* const of = reinterpret_cast<const Number*>(scratch) + 16 * k + 8 * h + 4 * p;
             const typename Pair::Meta one = Pair::Of(of, of + kWarpChannels);
             const typename Pair::Meta two = Pair::Of(of + 2, of + 2 + kWarpChannels);
-            if constexpr (decltype(width)::value == 8) {
-#pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                const uint32_t word = *reinterpret_cast<const uint32_t*>(segment + 256 * (2 * h + p) + 64 * i + 4 * r);
-                const uint32_t x = __byte_perm(word, 0, 0x3120);
-                rows[i][2 * p] = Pair::Value(Of::Bytes(x), one);
-                rows[i][2 * p + 1] = Pair::Value(Of::Bytes(x >> 8), two);
-              }
-              continue;
-            }
-            const Nibbles nibbles = ReadNibbles<decltype(width)::value>(segment, 2 * h + p, r);
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
               // Channels 0 and 1 in bytes 0 and 2, channels 2 and 3 above them.

@@ -238,42 +238,13 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
 #pragma unroll
       for (int s = 0; s < kSegments / 2; ++s) {
         const uint32_t pair = widths[0] >> 8 * s;
-        if (s == 0 || (pair & 0x77) != 0) {
-          uint32_t first[4][2], second[4][2];
-          Unpack(pair & 7, codes, first);
-          Unpack(pair >> 4 & 7, codes + 128 * (pair & 15), second);
-          multiply(s, s == 0, first, second);
-        }
-        codes += 128 * ((pair & 15) + (pair >> 4 & 15));
-      }
-    };
-    // Segments of 8 bits: their codes fill a byte, so that their products have accumulators that no tile is scaled in.
-    const auto add_wide = [&](float(&scores)[kTiles][4]) {
-      int wide[kTiles][4] = {};
-      const uint8_t* codes = record;
-      const uint32_t none[2] = {0, 0};
-#pragma unroll 1
-      for (int s = 0; s < kSegments; ++s) {
-        const uint32_t width = widths[0] >> 4 * s & 15;
-        if (width == 8) {
-          uint32_t z[4][2];
-          Codes<8>::UnpackKeys(codes, g, t, z);
-          const uint32_t low = reinterpret_cast<const uint32_t*>(low_q)[s];
-          const uint32_t high = kHalves == 2 ? reinterpret_cast<const uint32_t*>(high_q)[s] : low;
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            MultiplyBytes<IntegerProduct::kUnsignedSigned>(wide[i % kTiles], z[i], none, i < 2 ? low : high, 0,
-                                                           wide[i % kTiles]);
-          }
-        }
-        codes += 128 * width;
-      }
-      // Exact: of scaled tiles all are multiples of the scale, below 2^24 of it; of others the sum stays below 2^22.
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        const float scale = kHalves == 2 ? (Upper() ? 1 / kHigh : 1.f) : 1 / HalfByteCodes::Scale(i);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) scores[i][j] = fmaf(static_cast<float>(wide[i][j]), scale, scores[i][j]);
+        if (s > 0 && (pair & 0x77) == 0) continue;
+        uint32_t first[4][2], second[4][2];
+        Unpack(pair & 7, codes, first);
+        codes += 128 * (pair & 7);
+        Unpack(pair >> 4 & 7, codes, second);
+        codes += 128 * (pair >> 4 & 7);
+        multiply(s, s == 0, first, second);
       }
     };
     if constexpr (kKnowsWidths) {
@@ -294,7 +265,6 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
 #pragma unroll
       for (int j = 0; j < 4; ++j) scores[i][j] = AsFloat(c[i][j]);
     }
-    if ((widths[0] & 0x88888888u) != 0) add_wide(scores);
     __syncwarp();  // q may be overwritten now
   }
 

@@ -5,7 +5,7 @@
 
 namespace kvmanager::zack_hack {
 
-// Widths of a head's side: 4 bits for each segment in stored order, 0..4, of K also 8. Attention has code without branches for those
+// Widths of a head's side: 4 bits for each segment in stored order, 0..4. Attention has code without branches for those
 // that allocation by heads gives most heads at 56 and 48 bytes (real keys and values, and made-up ones); other widths
 // take a path that asks for each segment's.
 // clang-format off
@@ -29,7 +29,7 @@ struct alignas(16) ZackHackHead {
 /// Of all segments together.
 constexpr uint32_t SumOfWidths(uint32_t widths) {
   uint32_t sum = 0;
-  for (; widths != 0; widths >>= 4) sum += widths & 15;
+  for (; widths != 0; widths >>= 4) sum += widths & 7;
   return sum;
 }
 
