@@ -32,18 +32,12 @@ constexpr double LossOf(const LossTable& loss, int width) {
   return loss[width == kWideWidth ? kWidthMax + 1 : width];
 }
 
-/// Which segments may have kWideWidth, and how large that may make a head's record. Empty: none may.
-struct WideSegments {
-  std::vector<bool> allowed;  // [energies]
-  std::vector<int> record;    // [energies]: segments of equal numbers are of one record
-  int64_t record_bits_max = 0;
-};
-
 /// Gives away `bits`, one at a time, each to the segment where it removes most (the first of equals); widths are at
-/// most kWidthMax, so that bits beyond kWidthMax * energies.size() are left. Segments that may be wide go on to
-/// kWideWidth in one step, for its mean gain of a bit, where as many bits are left. energies: finite, at least 0.
+/// most kWidthMax, so that bits beyond kWidthMax * energies.size() are left. Segments with may_be_wide may go on to
+/// kWideWidth in one step, for its mean gain of a bit, while as many bits are left. energies: finite, at least 0.
+/// may_be_wide: [energies], or empty: none.
 std::vector<uint8_t> AllocateBits(absl::Span<const double> energies, int64_t bits, const LossTable& loss,
-                                  const WideSegments& wide = {});
+                                  const std::vector<bool>& may_be_wide = {});
 
 /// Energies of segments: [layers][kv_heads][side: K, V][segments].
 struct SegmentEnergies {

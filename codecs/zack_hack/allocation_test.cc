@@ -75,30 +75,9 @@ TEST(AllocationTest, DominantSegmentsOfKAreWide) {
     }
   }
   // Three bits left are too few for the step to 8: others get them, and what nobody can take is left.
-  const WideSegments first = {{true, false}, {0, 0}, 100};
-  EXPECT_EQ(AllocateBits({1000, 1}, 7, kMeasuredLoss, first), (std::vector<uint8_t>{4, 3}));
-  EXPECT_EQ(AllocateBits({1000, 1}, 9, kMeasuredLoss, first), (std::vector<uint8_t>{8, 1}));
-  EXPECT_EQ(AllocateBits({1000}, 7, kMeasuredLoss, {{true}, {0}, 100}), (std::vector<uint8_t>{4}));
-  // A record that is full takes no more, whatever is left.
-  EXPECT_EQ(AllocateBits({1000, 1000, 1}, 20, kMeasuredLoss, {{true, true, true}, {0, 0, 1}, 12}),
-            (std::vector<uint8_t>{8, 4, 8}));
-}
-
-TEST(AllocationTest, RecordsOfHeadsStayInBounds) {
-  for (uint32_t seed = 0; seed < 20; ++seed) {
-    const SegmentEnergies e = RandomEnergies(3, 2, 4, seed);
-    for (int64_t bits : {50, 120, 180}) {
-      const LayerWidths widths = AllocateAcrossModel(e, bits);
-      for (const auto& layer : widths) {
-        for (const auto& head : layer) {
-          int sum = 0;
-          for (const auto& side : head) sum += std::accumulate(side.begin(), side.end(), 0);
-          EXPECT_LE(sum, 2 * 4 * kWidthMax);
-          for (const uint8_t width : head[1]) EXPECT_LE(width, kWidthMax);
-        }
-      }
-    }
-  }
+  EXPECT_EQ(AllocateBits({1000, 1}, 7, kMeasuredLoss, {true, false}), (std::vector<uint8_t>{4, 3}));
+  EXPECT_EQ(AllocateBits({1000}, 7, kMeasuredLoss, {true}), (std::vector<uint8_t>{4}));
+  EXPECT_EQ(AllocateBits({1000}, 9, kMeasuredLoss, {true}), (std::vector<uint8_t>{8}));
 }
 
 TEST(AllocationTest, FallingEnergiesGiveFallingWidths) {
