@@ -18,8 +18,7 @@ struct HackSide {
   HackRun runs[16];  // width 0 is left out: such a channel is its minimum alone
   int run_count;
   // The same segments for loops over mixed widths: by width, and as runs of a multiple of 4 segments, pairs and a last
-  // one. Widths up to 4 alone are mixed (`mixes`); a pair's first is at least as wide as its second. K's segments of 8
-  // bits stand beside them in `wide`; V is mixed only where it has none.
+  // one. Widths up to 4 alone are mixed (`mixes`); a pair's first is at least as wide as its second.
   bool mixes;
   uint8_t of_width[5][16];
   int width_count[5];
@@ -28,8 +27,6 @@ struct HackSide {
   uint8_t pairs[8][2];
   int pair_count;
   HackRun last;  // of one segment, or of none
-  HackRun wide[8];
-  int wide_count;
   uint8_t bits[16];
   uint8_t empty[16];  // segments of width 0
   int empty_count;

@@ -271,9 +271,6 @@ KVMANAGER_INLINE void ScoresAlongTokens(const HackArguments& a, const uint8_t* r
       for (int row = 0; row < a.rows; row += kTileRows) {
         if (side.mixes && side.partition >= kStrip) {
           DotKMixedRows(a, side, strip, token, p, row);
-          for (int i = 0; i < side.wide_count; ++i) {
-            DotKRows<8, 0, 4, false>(a, side, side.wide[i], strip, token, p, row, false);
-          }
           continue;
         }
         for (int i = 0; i < side.run_count; ++i) {

@@ -13,7 +13,6 @@ namespace {
 /// Widths of the sides that `wanted` says, from weighted energies, into `widths`.
 void AllocateTogether(const SegmentEnergies& energies, int64_t bits, bool k, bool v, LayerWidths& widths) {
   std::vector<double> weighted;
-  std::vector<bool> may_be_wide;
   const auto for_each = [&](auto visit) {
     for (int layer = 0; layer < energies.layers; ++layer) {
       if (!energies.serves(layer)) continue;
@@ -24,13 +23,12 @@ void AllocateTogether(const SegmentEnergies& energies, int64_t bits, bool k, boo
       }
     }
   };
-  for_each([&](int, int, int side, size_t at) {
+  for_each([&](int, int, int, size_t at) {
     for (int s = 0; s < energies.segments; ++s) {
       weighted.push_back(energies.energy[at * energies.segments + s] * energies.sensitivity[at]);
-      may_be_wide.push_back(side == 0);
     }
   });
-  const std::vector<uint8_t> given = AllocateBits(weighted, bits, kMeasuredLoss, may_be_wide);
+  const std::vector<uint8_t> given = AllocateBits(weighted, bits, kMeasuredLoss);
   auto next = given.begin();
   for_each([&](int layer, int head, int side, size_t) {
     widths[layer][head][side].assign(next, next + energies.segments);
@@ -45,30 +43,19 @@ LayerWidths Empty(const SegmentEnergies& energies) {
 
 }  // namespace
 
-std::vector<uint8_t> AllocateBits(absl::Span<const double> energies, int64_t bits, const LossTable& loss,
-                                  const std::vector<bool>& may_be_wide) {
+std::vector<uint8_t> AllocateBits(absl::Span<const double> energies, int64_t bits, const LossTable& loss) {
   std::vector<uint8_t> widths(energies.size(), 0);
-  const auto next_width = [](int width) { return width == kWidthMax ? kWideWidth : width + 1; };
-  const auto gain = [&](size_t i) {
-    const int next = next_width(widths[i]);
-    return energies[i] * (LossOf(loss, widths[i]) - LossOf(loss, next)) / (next - widths[i]);
-  };
+  const auto gain = [&](size_t i) { return energies[i] * (loss[widths[i]] - loss[widths[i] + 1]); };
   using Candidate = std::pair<double, size_t>;
   const auto later = [](const Candidate& a, const Candidate& b) {
     return a.first != b.first ? a.first < b.first : a.second > b.second;
   };
   std::priority_queue<Candidate, std::vector<Candidate>, decltype(later)> candidates(later);
   for (size_t i = 0; i < energies.size(); ++i) candidates.emplace(gain(i), i);
-  while (bits > 0 && !candidates.empty()) {
+  for (; bits > 0 && !candidates.empty(); --bits) {
     const size_t i = candidates.top().second;
     candidates.pop();
-    const int next = next_width(widths[i]);
-    if (next - widths[i] > bits) continue;
-    bits -= next - widths[i];
-    widths[i] = uint8_t(next);
-    if (next < kWidthMax || (next == kWidthMax && !may_be_wide.empty() && may_be_wide[i])) {
-      candidates.emplace(gain(i), i);
-    }
+    if (++widths[i] < kWidthMax) candidates.emplace(gain(i), i);
   }
   return widths;
 }

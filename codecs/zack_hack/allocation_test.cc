@@ -59,27 +59,6 @@ TEST(AllocationTest, IsTheReferencesGreedyLoop) {
   }
 }
 
-TEST(AllocationTest, DominantSegmentsOfKAreWide) {
-  // The first segment holds what 4 bits do not resolve; V has as much there and stays at 4.
-  SegmentEnergies e;
-  e.layers = 2, e.kv_heads = 1, e.segments = 4;
-  for (int i = 0; i < 4; ++i) e.energy.insert(e.energy.end(), {1000, 1, 1, 1});
-  e.sensitivity.assign(4, 1);
-  for (const int64_t bits : {24, 40}) {
-    const LayerWidths widths = AllocateAcrossModel(e, bits);
-    EXPECT_EQ(Total(widths, 0) + Total(widths, 1), bits);
-    for (const auto& layer : widths) {
-      EXPECT_EQ(layer[0][0][0], kWideWidth);
-      EXPECT_EQ(layer[0][1][0], kWidthMax);
-      for (int s = 1; s < 4; ++s) EXPECT_LE(layer[0][0][s], kWidthMax);
-    }
-  }
-  // Three bits left are too few for the step to 8: others get them, and what nobody can take is left.
-  EXPECT_EQ(AllocateBits({1000, 1}, 7, kMeasuredLoss, {true, false}), (std::vector<uint8_t>{4, 3}));
-  EXPECT_EQ(AllocateBits({1000}, 7, kMeasuredLoss, {true}), (std::vector<uint8_t>{4}));
-  EXPECT_EQ(AllocateBits({1000}, 9, kMeasuredLoss, {true}), (std::vector<uint8_t>{8}));
-}
-
 TEST(AllocationTest, FallingEnergiesGiveFallingWidths) {
   const std::vector<uint8_t> widths = AllocateBits({100, 30, 10, 5, 2, 1, 0.5, 0.1}, 16, kRoughLoss);
   EXPECT_EQ(std::accumulate(widths.begin(), widths.end(), 0), 16);
