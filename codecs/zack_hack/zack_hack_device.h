@@ -17,7 +17,7 @@ namespace kvmanager::zack_hack {
 // clang-format on
 #define KVMANAGER_ZACK_HACK_VALUES(X) X(0x00000134) X(0x00001223) X(0x00000233) X(0x00001133) X(0x00000224)
 
-inline constexpr int kDeviceValueWidthMax = 4;  // that kernels know of V
+inline constexpr int kDeviceWidthMax = 4;  // that kernels know
 
 /// One head of a layer's pages: hack_format.h's record with 64 tokens, 8-bit metadata and k_axis=channel.
 struct alignas(16) ZackHackHead {

@@ -88,10 +88,11 @@ std::unique_ptr<DeviceCodec> MakeZackHackDeviceCodec(const zack::RotatedCodec& c
   std::vector<const hack::HackFormat*> formats;
   for (int l = 0; l < layers; ++l) {
     formats.push_back(&static_cast<const hack::HackCodec&>(codec.inner(l)).format());
-    // Kernels know 8 bits of K alone, which is all that allocation gives.
     for (const hack::HeadLayout& head : formats.back()->heads) {
-      for (int s = 0; s < head.side[1].segments; ++s) {
-        if (head.side[1].segment_bits[s] > kDeviceValueWidthMax) return nullptr;
+      for (const hack::SideLayout& side : head.side) {
+        for (int s = 0; s < side.segments; ++s) {
+          if (side.segment_bits[s] > kDeviceWidthMax) return nullptr;
+        }
       }
     }
   }
