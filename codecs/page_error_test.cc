@@ -168,8 +168,8 @@ TEST(PageErrorTest, IsThatOfDecodedPagesForEveryCodec) {
   std::vector<uint16_t> q16;
   for (const float x : q) q16.push_back(FloatToHalf(x));
   for (const std::string& spec :
-       {std::string("hack:k_bits=8,v_bits=8"), std::string("hack:k_bits=3,v_bits=2"),
-        std::string("hack:k_bits=2,v_bits=1"), million + ",calibration=a",
+       {std::string("hack:k_bits=8,v_bits=8,rotation=none,v_norm=0"), std::string("hack:k_bits=4,v_bits=3"),
+        std::string("hack:k_bits=3,v_bits=2"), std::string("hack:k_bits=2,v_bits=1"), million + ",calibration=a",
         std::string("zack:mode=joint,rate=0.3,calibration=a"),
         std::string("zack:mode=joint,rate=0.3,fold=1,calibration=a"), std::string("zack+hack:calibration=a"),
         std::string("zack+hack:fold=1,calibration=a"), stacked + ",calibration=a", stacked + ",fold=1,calibration=a",
