@@ -112,7 +112,7 @@ TEST_F(CalibrationTest, IsFoundByNameAndByDigest) {
   EXPECT_EQ(by_name->description().id, by_digest->description().id);
   const CacheOptions& opened = by_name->description().options;
   EXPECT_EQ(opened.calibration_digest, digest_);
-  EXPECT_TRUE(absl::EndsWith(opened.codec, absl::StrCat("calibration=", digest_))) << opened.codec;
+  EXPECT_TRUE(absl::EndsWith(opened.codec, absl::StrCat("calibration=", digest_, ";sinks=64"))) << opened.codec;
 
   // It serves, and a policy's raw layer beside it.
   ASSERT_OK_AND_ASSIGN(auto policy,
