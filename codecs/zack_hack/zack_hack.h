@@ -1,12 +1,12 @@
 // ZACK+HACK: K and V rotated by ZACK's factors in all channels, each segment of 16 rotated channels with a width of its
 // own from calibration, encoded as HACK pages that attention multiplies (docs/codecs.md, "ZACK+HACK").
 //
-//   zack+hack:mode=balanced,bytes=56,allocation=head,fold=0,v_norm=1,calibration=NAME
+//   zack+hack:mode=balanced,bytes=76,allocation=head,fold=0,v_norm=1,calibration=NAME
 //   zack+hack:mode=balanced,k_bits=1.5,v_bits=1,allocation=model,fold=0,v_norm=1,calibration=NAME
 //
 // mode: joint | balanced; by default what won on the calibration text. k_bits, v_bits: average bits per channel, 0..4
-// (2 and 1 where only the other is given). bytes: of a token and KV head, K and V with their metadata; 56 head_dim /
-// 128 by default. allocation: head: every layer and head gets the same; model: all share one budget, by sensitivity. By
+// (2 and 1 where only the other is given). bytes: of a token and KV head, K and V with their metadata; 38 head_dim /
+// 64 by default. allocation: head: every layer and head gets the same; model: all share one budget, by sensitivity. By
 // default what the artifact says. fold: outputs stay rotated, for a client that folds the way back into W_O. v_norm:
 // V's norms by token are stored apart, as hack does.
 //

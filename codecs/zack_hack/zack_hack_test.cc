@@ -44,7 +44,7 @@ TEST(ZackHackTest, CanonicalSpecAndInfo) {
   const std::string digest = absl::StrCat(",calibration=", context.calibration->digest());
   const auto codec = Make(context, {});
   EXPECT_EQ(codec->info().name, "zack+hack");
-  EXPECT_EQ(codec->info().spec, "zack+hack:mode=balanced,bytes=56,allocation=head,fold=0,v_norm=1" + digest);
+  EXPECT_EQ(codec->info().spec, "zack+hack:mode=balanced,bytes=76,allocation=head,fold=0,v_norm=1" + digest);
   EXPECT_EQ(codec->info().calibration_digest, context.calibration->digest());
   EXPECT_FALSE(codec->info().identity);
   EXPECT_EQ(Make(context, {{"k_bits", "1.5"}})->info().spec,
