@@ -46,7 +46,7 @@ struct ZackHackParameters {
   bool v_norm = true;
 };
 
-/// bytes where nothing is said: 38 at 64 channels, where a real model retrieves what it does with raw pages.
+/// bytes where nothing is said: 38 at 64 channels.
 inline double DefaultBytes(const PageLayout& layout) { return 38.0 * layout.head_dim / 64; }
 
 /// Checks `parameters` and fills in what they leave to the artifact. Errors: INVALID_ARGUMENT with field, value, bound;
