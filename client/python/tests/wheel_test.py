@@ -103,7 +103,7 @@ class Wheel(unittest.TestCase):
             self.assertIn("claimed 150 tokens, blob b'sampling state'", second.stdout)
 
     def test_its_programs_are_commands(self) -> None:
-        for name, option, wanted in (("kvmanagerd", "--version", r"^\d+\.\d+"), ("kvctl", "--help", "calibrate"),
+        for name, option, wanted in (("kvmanagerd", "--version", r"^kvmanagerd \d+\.\d+"), ("kvctl", "--help", "calibrate"),
                                      ("kvctl", "calibrate --help", "--capture")):
             command = [os.path.join(self.folder, "bin", name), *option.split()]
             done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
