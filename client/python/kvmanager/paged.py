@@ -6,6 +6,8 @@ Layouts of one layer's cache, B blocks of N tokens, H heads of D values, strides
     [2][B][N][H][D]    vLLM's FlashAttention before
     [B][2][N][H][D]    vLLM's FlashInfer and Triton before
 
+On a CPU the 2 N D values of a block's head may be packed for the machine's instructions: packing.py.
+
 On a GPU, copies go by a stream of their own. Nothing here waits for a GPU but Fence.wait(), and it waits for the copies
 alone: what the engine's stream wrote before is ordered by an event that the copies' stream waits for.
 
@@ -19,6 +21,8 @@ import threading
 import warnings
 
 import torch
+
+from .packing import Packing
 
 
 def layer_views(cache: torch.Tensor, blocks: int, block_tokens: int, heads: int, head_dim: int):
@@ -67,10 +71,23 @@ class Fence:
 class PagedCopy:
     """Copies between blocks of an engine's caches and dense rows [tokens][heads][head_dim] in host memory.
 
-    layers: per layer the engine's cache. save() and load() may be called by one thread each."""
+    layers: per layer the engine's cache, and its packing; None: there is none. save() and load() may be called by one thread each."""
 
-    def __init__(self, layers: list[torch.Tensor], blocks: int, block_tokens: int, heads: int, head_dim: int) -> None:
+    def __init__(
+        self,
+        layers: list[torch.Tensor],
+        blocks: int,
+        block_tokens: int,
+        heads: int,
+        head_dim: int,
+        packings: list[Packing | None] | None = None,
+    ) -> None:
         self._views = [layer_views(layer, blocks, block_tokens, heads, head_dim) for layer in layers]
+        self._packings = packings or [None] * len(layers)
+        self._packed = [  # [blocks][pieces][heads][2 * tokens of a piece * head_dim]
+            None if packing is None else layer.flatten(2).unflatten(0, (blocks, -1))
+            for layer, packing in zip(layers, self._packings)
+        ]
         self.device = layers[0].device
         self.block_tokens = block_tokens
         self.cuda = self.device.type == "cuda"
@@ -92,8 +109,8 @@ class PagedCopy:
     def save(self, layer: int, indices: torch.Tensor, k: torch.Tensor, v: torch.Tensor, after: Fence) -> Fence:
         """Copies blocks of `layer` into rows k and v behind `after`. Only begun: rows are there behind the fence."""
         if not self.cuda:
-            for view, rows in zip(self._views[layer], (k, v)):
-                rows.view(-1).copy_(view.index_select(0, indices).reshape(-1))
+            for blocks, rows in zip(self._read(layer, indices), (k, v)):
+                rows.view(-1).copy_(blocks.reshape(-1))
             return Fence()
         with torch.cuda.stream(self._save_stream):
             after.hold()
@@ -107,8 +124,7 @@ class PagedCopy:
         the fence."""
         if not self.cuda:
             with torch.inference_mode():
-                for view, rows in zip(self._views[layer], (k, v)):
-                    view.index_copy_(0, indices, rows.reshape(len(indices), *view.shape[1:]))
+                self._write(layer, indices, k, v)
             return Fence()
         with torch.inference_mode(), torch.cuda.stream(self._load_stream):
             after.hold()
@@ -117,6 +133,23 @@ class PagedCopy:
                 there = rows.to(self.device, non_blocking=True)
                 view.index_copy_(0, on_device, there.reshape(len(indices), *view.shape[1:]))
             return self._record(self._load_stream)
+
+    def _read(self, layer: int, indices: torch.Tensor) -> list[torch.Tensor]:
+        """K and V of blocks on a CPU, each [blocks][pieces][tokens of a piece][heads][head_dim]."""
+        packing = self._packings[layer]
+        if packing is None:
+            return [view.index_select(0, indices) for view in self._views[layer]]
+        return [side.transpose(2, 3) for side in packing.unpack(self._packed[layer].index_select(0, indices))]
+
+    def _write(self, layer: int, indices: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        packing = self._packings[layer]
+        sides = [rows.reshape(len(indices), *view.shape[1:]) for view, rows in zip(self._views[layer], (k, v))]
+        if packing is None:
+            for view, side in zip(self._views[layer], sides):
+                view.index_copy_(0, indices, side)
+        else:
+            packed = packing.pack(*(side.transpose(2, 3) for side in sides))
+            self._packed[layer].index_copy_(0, indices, packed)
 
     def saved(self) -> Fence:
         """All that save() began so far, also where it failed in the middle."""

@@ -8,6 +8,7 @@ import unittest
 
 import kvmanager
 import torch
+from kvmanager.packing import learn_packing
 from kvmanager.paged import Fence, PagedCopy, Staging, layer_views
 from kvmanager_testing import Daemon
 
@@ -187,6 +188,71 @@ class PagedTest(unittest.TestCase):
                 errors[side] = max(errors[side], float((expected - got).norm() / expected.norm()))
         extent.close()
         return errors
+
+
+class PackingTest(unittest.TestCase):
+    """An engine's attention on a CPU, which keeps K and V of a block's head in an order of its own."""
+
+    def engine(self, tokens: int, dtype: torch.dtype, order=None):
+        """Its write(k, v, cache, slots). order: place of each of K's values, then V's; one for each head."""
+        size = 2 * tokens * HEAD_DIM
+        if order is None:
+            order = torch.randperm(size, generator=torch.Generator().manual_seed(tokens)).expand(HEADS, size)
+
+        def write(k, v, cache, slots) -> None:
+            self.assertEqual(dtype, cache.dtype)
+            rows = torch.stack([k, v]).permute(2, 0, 1, 3).flatten(1)  # [HEADS][K, V; tokens; HEAD_DIM]
+            for block in range(len(cache)):
+                if block * tokens in slots.tolist():
+                    cache[block].view(HEADS, size).scatter_(1, order, rows)
+
+        return write
+
+    def test_blocks_move_from_and_to_packed_ones(self) -> None:
+        ids, there = [5, 2, 17, 9], [3, 4, 20, 1]
+        for dtype in (torch.float16, torch.bfloat16):
+            for tokens in (16, 64):
+                with self.subTest(dtype=dtype, tokens=tokens):
+                    plain = [each.to(dtype) for each in caches("BHN(KV)", tokens, "cpu", True)]
+                    write = self.engine(tokens, dtype)
+                    packing = learn_packing(write, tokens, HEADS, HEAD_DIM, dtype)
+                    packed = [torch.zeros_like(each) for each in plain]
+                    for layer, cache in zip(plain, packed):
+                        for block in range(BLOCKS):
+                            k, v = layer[block].transpose(0, 1).split(HEAD_DIM, -1)
+                            write(k, v, cache[block : block + 1], torch.arange(tokens))
+                    self.assertFalse(torch.equal(plain[0], packed[0]))
+                    packings = [packing] * LAYERS
+                    size = BLOCKS, tokens, HEADS, HEAD_DIM
+                    for source, empty, target, expected in (
+                        (PagedCopy(packed, *size, packings), torch.zeros_like(plain[1]), None, plain),
+                        (PagedCopy(plain, *size), torch.zeros_like(plain[1]), packings, packed),
+                    ):
+                        memory = torch.zeros(4 * LAYERS * 2 * tokens * HEADS * HEAD_DIM * 2, dtype=torch.uint8)
+                        rows = Staging(memory, LAYERS, tokens, HEADS, HEAD_DIM, dtype).take(len(ids)).rows(1)
+                        source.save(1, source.indices(ids), *rows, source.here())
+                        copy = PagedCopy([empty], *size, target and target[:1])
+                        copy.load(0, copy.indices(there), *rows, copy.here())
+                        self.assertTrue(torch.equal(expected[1][ids], empty[there]))
+                        others = [block for block in range(BLOCKS) if block not in there]
+                        self.assertEqual(0, int(empty[others].count_nonzero()))
+
+    def test_an_engine_whose_packing_cannot_be_learned_is_refused(self) -> None:
+        tokens, size = 16, 2 * 16 * HEAD_DIM
+        order = torch.arange(size)
+        twice = order.clone()
+        twice[7] = 8
+        for write, text in (
+            (lambda k, v, cache, slots: None, "each value of a block"),
+            (self.engine(tokens, torch.float16, twice.expand(HEADS, size)), "each value of a block"),
+            (lambda k, v, cache, slots: cache.zero_(), "once"),
+            (
+                self.engine(tokens, torch.float16, torch.stack([order.roll(head) for head in range(HEADS)])),
+                "heads of a block",
+            ),
+        ):
+            with self.subTest(text=text), self.assertRaisesRegex(ValueError, text):
+                learn_packing(write, tokens, HEADS, HEAD_DIM, torch.float16)
 
 
 class CudaPagedTest(PagedTest):

@@ -68,6 +68,7 @@ class KvManagerConnector(KVConnectorBase_V1, _Hybrid):
         self._facts = facts_of(vllm_config, kv_cache_config, self._settings, rank)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._modules = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
         if self._facts.off:
             logger.warning("kvmanager keeps nothing of this model: %s", self._facts.off)
             return
@@ -97,7 +98,7 @@ class KvManagerConnector(KVConnectorBase_V1, _Hybrid):
         if self._worker is None:
             return
         try:
-            self._worker.register(kv_caches)
+            self._worker.register(kv_caches, self._modules)
         except ValueError as error:
             logger.warning("kvmanager keeps nothing of this model: %s", error)
             # Loads that the scheduler plans fail at once; stores are dropped.

@@ -21,6 +21,7 @@ from ..paged import Extent, Fence, PagedCopy, Staging
 from .facts import Facts, Settings
 from .messages import Finish, Load, StepPlan, Store
 from .metrics import KvManagerStats
+from .packing import packing_of
 
 if TYPE_CHECKING:
     import torch
@@ -266,14 +267,16 @@ class WorkerHalf:
 
     # Set-up.
 
-    def register(self, caches: dict[str, torch.Tensor]) -> None:
-        """ValueError: they have no layout that is known; then loads fail and stores are dropped."""
+    def register(self, caches: dict[str, torch.Tensor], modules: dict[str, object]) -> None:
+        """modules: vLLM's attention layers. ValueError: the caches have no layout that is known; then loads fail and stores
+        are dropped."""
         facts, settings = self.facts, self.settings
         missing = [name for name in facts.layers if name not in caches]
         if missing:
             raise ValueError(f"kv_caches lacks {', '.join(missing)}")
         layers = [caches[name] for name in facts.layers]
-        self.copies = PagedCopy(layers, facts.blocks, facts.block_tokens, facts.heads, facts.head_dim)
+        packings = [packing_of(modules.get(name), cache) for name, cache in zip(facts.layers, layers)]
+        self.copies = PagedCopy(layers, facts.blocks, facts.block_tokens, facts.heads, facts.head_dim, packings)
         if self.link is None:
             self.link = Link(
                 settings.address,
