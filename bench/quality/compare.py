@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import hashlib
 import pathlib
+import re
 import sys
 import time
 from typing import Any, Iterator
@@ -32,7 +33,7 @@ from paged_attention import NAME, PagedAttention
 from quantisers import parse_hack, peer
 from report import Measured, beside_peers, table
 from drawing import write_svg
-from variants import Bench, Variant, daemon
+from variants import Bench, Variant, daemon, daemon_flags
 
 PEERS = ("fp8", "kivi4", "kivi2", "int4", "tq4", "tq3", "tq2")
 
@@ -62,6 +63,7 @@ def arguments() -> argparse.Namespace:
     add("--daemon-flag", action="append", default=[], help="for example --daemon-flag=--calibration-dir=DIR")
     add("--connect", help="unix:PATH of a daemon that runs already")
     add("--calibration-digest", default="")
+    add("--calibration-dir", default="", help="where artifacts lie that codecs name, of a daemon that is started")
     add("--json", type=pathlib.Path)
     add("--svg", type=pathlib.Path)
     add("--markdown", type=pathlib.Path, help="the tables go there, too")
@@ -116,6 +118,18 @@ def fingerprint(folder: pathlib.Path) -> str:
     return digest.hexdigest()[:12]
 
 
+def artifact_of(codec: str, options: argparse.Namespace) -> str:
+    """What says which artifact a codec has: the digest that was given, or that of the file it names in --calibration-dir."""
+    name = re.search("calibration=([^,;]+)", codec)
+    if options.calibration_digest or not name or not options.calibration_dir:
+        return options.calibration_digest
+    files = [pathlib.Path(options.calibration_dir, name[1] + end) for end in ("", ".safetensors")]
+    file = next((each for each in files if each.is_file()), None)
+    if file is None:
+        raise SystemExit(f"compare: --codec {codec}: {files[1]} is no file")
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+
+
 class Run:
     """All pieces (a text or a task) of all variants; results by key in a file."""
 
@@ -143,7 +157,7 @@ class Run:
     def _one(self, variant: Variant, progress: Progress) -> Measured:
         window = "" if variant.kind in ("raw", "own") else f" lag={self._options.lag}"
         window += f" sinks={self._options.sinks}" if variant.kind == "peer" else ""
-        artifact = f" {self._options.calibration_digest}" if variant.kind == "daemon" else ""
+        artifact = f" {artifact_of(variant.name, self._options)}" if variant.kind == "daemon" else ""
         stem = f"{self._model} | {variant.key}{window}{artifact}"
         keys = {name: f"{stem} | {settings}" for name, (settings, _) in self._pieces.items()}
         found = {name: self._results.get(key) for name, key in keys.items()}
@@ -173,7 +187,7 @@ def address_of(options: argparse.Namespace) -> Iterator[str]:
     if options.connect or not options.codec:
         yield options.connect or ""
     else:
-        with daemon(options.daemon, options.daemon_flag) as address:
+        with daemon(options.daemon, daemon_flags(options)) as address:
             yield address
 
 
@@ -185,7 +199,7 @@ def main() -> None:
     paged = PagedAttention.register()
     subject = protocol.load(options.model, NAME, device=options.device)
     with address_of(options) as address:
-        attach = {"calibration_digest": options.calibration_digest} if options.calibration_digest else {}
+        attach = {"calibration_digest": options.calibration_digest, "calibration_dir": options.calibration_dir}
         bench = Bench(subject, paged, sinks=options.sinks, lag=options.lag, address=address, attach=attach)
         measured = Run(options, bench, f"{subject.name} {fingerprint(options.model)}").measure(variants_of(options))
     head = (f"{subject.name}, head_dim {bench.head_dim}: {options.windows} windows of {options.window} tokens a text, "

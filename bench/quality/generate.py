@@ -23,7 +23,7 @@ if not package.find():
 import torch
 from kvmanager.quality import protocol
 from kvmanager.quality.protocol import Subject
-from variants import daemon
+from variants import daemon, daemon_flags
 
 import kvmanager.transformers as kvt
 
@@ -35,6 +35,7 @@ def arguments() -> argparse.Namespace:
     add("--text", action="append", required=True, metavar="NAME=FILE")
     add("--codec", default="default")
     add("--calibration-digest", default="")
+    add("--calibration-dir", default="", help="where artifacts lie that codecs name, of a daemon that is started")
     add("--lag", type=int, default=2)
     add("--prompts", type=int, default=20)
     add("--shortest", type=int, default=1000, help="tokens of a prompt")
@@ -112,14 +113,14 @@ def main() -> None:
     subject = protocol.load(options.model, "kvmanager", device=options.device)
     prompts, made, size = prompts_of(options, subject), {}, 0.0
     with contextlib.ExitStack() as stack:
-        address = options.connect or stack.enter_context(daemon(options.daemon, options.daemon_flag))
+        address = options.connect or stack.enter_context(daemon(options.daemon, daemon_flags(options)))
         for codec in ("raw", options.codec):
             digest = options.calibration_digest if codec != "raw" else ""
             with kvt.attach(subject.model, address, codec=codec, lag_pages=options.lag, publish_prompts=False,
-                            calibration_digest=digest, deadline_ms=600_000) as kv:
+                            calibration_digest=digest, calibration_dir=options.calibration_dir, deadline_ms=600_000) as kv:
                 made[codec] = continuations(subject, kv, prompts, options.tokens, codec)
                 described = kv.description
-                size = described.payload_page_bytes / described.options.page_tokens / described.options.kv_heads
+                size = described.encoded_page_bytes / described.options.page_tokens / described.options.kv_heads
                 canonical = described.options.codec
     text = page(subject, canonical, size, prompts, made["raw"], made[options.codec])
     if options.markdown:

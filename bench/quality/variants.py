@@ -5,6 +5,7 @@ kvmanager.transformers and a kvmanagerd."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import pathlib
 import subprocess
@@ -34,6 +35,14 @@ class Variant:
     @property
     def key(self) -> str:
         return f"{self.kind} {self.name}"
+
+
+def daemon_flags(options: argparse.Namespace) -> list[str]:
+    """Of the daemon that a program starts: --daemon-flag, and what --calibration-dir and --device ask for."""
+    flags = [f"--calibration-dir={options.calibration_dir}"] if options.calibration_dir else []
+    if options.device != "cpu":
+        flags.append("--device-pool-bytes=4GiB")
+    return flags + options.daemon_flag
 
 
 @contextlib.contextmanager
@@ -98,7 +107,7 @@ class Bench:
         self.subject.model.set_attn_implementation("kvmanager")
         with kvt.attach(self.subject.model, self._address, codec=variant.name, lag_pages=self._lag, publish_prompts=False,
                         deadline_ms=600_000, **self._attach) as kv:
-            size = kv.description.payload_page_bytes / PAGE / self.kv_heads
+            size = kv.description.encoded_page_bytes / PAGE / self.kv_heads
 
             def forward(ids: torch.Tensor) -> torch.Tensor:
                 with kv.cache() as cache:
