@@ -30,13 +30,19 @@ RotateFunction RotateOf(Isa isa) {
 }
 
 /// Fills in what loops over mixed widths go by.
-void MixRuns(HackSide& side) {
+void MixRuns(HackSide& side, bool is_k) {
   side.mixes = side.run_count > 1;
-  for (int i = 0; i < side.run_count; ++i) side.mixes &= side.runs[i].bits <= 4 && side.runs[i].partition == 0;
+  for (int i = 0; i < side.run_count; ++i) {
+    side.mixes &= (side.runs[i].bits <= 4 || is_k) && side.runs[i].partition == 0;
+  }
   if (!side.mixes) return;
   int waiting = -1;
   for (int i = 0; i < side.run_count; ++i) {
     const HackRun& run = side.runs[i];
+    if (run.bits == 8) {
+      side.wide[side.wide_count++] = run;
+      continue;
+    }
     const int quads = run.count / 4 * 4;
     if (quads > 0) side.quads[side.quad_count++] = {run.bits, run.first, quads, 0};
     for (int s = run.first; s < run.first + run.count; ++s) {
@@ -55,7 +61,7 @@ void MixRuns(HackSide& side) {
   if (waiting >= 0) side.last = {side.bits[waiting], waiting, 1, 0};
 }
 
-HackSide SideOf(const SideLayout& layout, bool along_channels) {
+HackSide SideOf(const SideLayout& layout, bool is_k, bool along_channels) {
   HackSide side = {};
   for (int s = 0; s < layout.segments; ++s) {
     side.segment_offset[s] = layout.segment_offset[s];
@@ -72,7 +78,8 @@ HackSide SideOf(const SideLayout& layout, bool along_channels) {
       side.runs[side.run_count++] = {bits, s, 1, partition};
     }
   }
-  MixRuns(side);
+  MixRuns(side, is_k);
+  side.two_byte_q = layout.two_byte_q;
   side.strip_bytes = layout.strip_bytes;
   side.partitions = layout.partitions;
   side.partition = layout.partition;
@@ -96,8 +103,9 @@ class HackAttention final : public PageAttention {
         attend_(AttendOf(isa)),
         rotate_(RotateOf(isa)) {
     for (const HeadLayout& head : format->heads) {
-      heads_.push_back({head.offset, SideOf(head.side[0], along_channels_), SideOf(head.side[1], false)});
+      heads_.push_back({head.offset, SideOf(head.side[0], true, along_channels_), SideOf(head.side[1], false, false)});
       partitions_max_ = std::max({partitions_max_, head.side[0].partitions, head.side[1].partitions});
+      two_byte_q_ |= head.side[0].two_byte_q;
     }
   }
 
@@ -155,6 +163,7 @@ class HackAttention final : public PageAttention {
     s.v_norms = cutter.Cut<float>(tokens);
     s.sums = cutter.Cut<float>(entries);
     s.q8 = cutter.Cut<int8_t>(rows * d);
+    s.q_low = cutter.Cut<int8_t>(two_byte_q_ ? rows * d : 0);
     s.q_step = cutter.Cut<float>(rows * partitions_max_);
     s.q_min = cutter.Cut<float>(rows * partitions_max_);
     s.q_sums = cutter.Cut<float>(rows * partitions_max_);
@@ -171,6 +180,7 @@ class HackAttention final : public PageAttention {
   const RotateFunction rotate_;
   std::vector<HackHead> heads_;
   int partitions_max_ = 1;
+  bool two_byte_q_ = false;  // of any head
 };
 
 }  // namespace

@@ -157,6 +157,7 @@ void AttendPages(HackArguments& a) {
   if (a.head->k.mixes) {
     k_segments = 0;
     for (int count : a.head->k.width_count) k_segments += count;
+    for (int i = 0; i < a.head->k.wide_count; ++i) k_segments += a.head->k.wide[i].count;
   }
   if (a.head->v.mixes) {
     v_calls = a.head->v.pair_count + a.head->v.last.count;

@@ -18,7 +18,8 @@ struct HackSide {
   HackRun runs[16];  // width 0 is left out: such a channel is its minimum alone
   int run_count;
   // The same segments for loops over mixed widths: by width, and as runs of a multiple of 4 segments, pairs and a last
-  // one. Widths up to 4 alone are mixed (`mixes`); a pair's first is at least as wide as its second.
+  // one. Widths up to 4 alone are mixed (`mixes`); a pair's first is at least as wide as its second. K's segments of 8
+  // bits, of which q has two bytes, stand beside them in `wide`; V is mixed only where it has none.
   bool mixes;
   uint8_t of_width[5][16];
   int width_count[5];
@@ -27,6 +28,9 @@ struct HackSide {
   uint8_t pairs[8][2];
   int pair_count;
   HackRun last;  // of one segment, or of none
+  HackRun wide[8];
+  int wide_count;
+  bool two_byte_q;  // of SideLayout
   uint8_t bits[16];
   uint8_t empty[16];  // segments of width 0
   int empty_count;
@@ -60,6 +64,7 @@ struct HackScratch {
   float* v_norms;   // [page_tokens] as stored: 0..255
   float* sums;      // [page_tokens] of K's codes
   int8_t* q8;       // [rows][head_dim]; less 128 with an asymmetric query
+  int8_t* q_low;    // [rows][head_dim] with two_byte_q: 254ths of q8's unit that K's segments of 8 bits add
   float* q_step;    // [partitions][rows]: what one unit of q8 * code stands for, scaled as scores are
   float* q_min;     // [partitions][rows]: the score's constant; along channels, the factor of a token's minimum
   float* q_sums;    // [partitions][rows]: along channels, the factor of a token's step * (sum of codes)

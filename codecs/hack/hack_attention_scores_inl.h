@@ -11,6 +11,30 @@
 namespace kvmanager::hack {
 namespace {
 
+constexpr float kLowLevels = 254;  // of q's second byte in a unit of its first
+
+/// The second bytes of kR rows of q in K's segments of 8 bits. inverse: what FoldQueries multiplied by.
+template <int kR>
+KVMANAGER_INLINE void FoldLowBytes(const HackArguments& a, const HackSide& side, int row, Vec4 inverse) {
+  const HackScratch s = a.scratch;
+  const float* q = a.q + size_t(row) * a.head_dim;
+  int8_t* q_low = s.q_low + size_t(row) * a.head_dim;
+  for (int i = 0; i < side.run_count; ++i) {
+    if (side.runs[i].bits != 8) continue;
+    const int end = (side.runs[i].first + side.runs[i].count) * kSegment;
+    for (int c = side.runs[i].first * kSegment; c < end; c += kLanes) {
+      const VecF step = LoadF(s.steps + c);
+      KVMANAGER_UNROLL
+      for (int r = 0; r < kR; ++r) {
+        const size_t at = size_t(r) * a.head_dim + c;
+        const VecF folded = LoadF(q + at) * step, to_q8 = SetF(inverse[r]);
+        const VecF high = ToF(RoundToInt(folded * to_q8));
+        StoreBytes(q_low + at, RoundToInt(MulAdd(folded, to_q8, -high) * kLowLevels));
+      }
+    }
+  }
+}
+
 /// q of kR rows folded with the partition's steps and quantised; the constant of the score. Channels of no bits have
 /// the constant alone.
 template <typename S, int kR>
@@ -56,6 +80,7 @@ KVMANAGER_INLINE void FoldQueries(const HackArguments& a, const HackSide& side, 
       }
     }
   }
+  if (__builtin_expect(side.two_byte_q, 0)) FoldLowBytes<kR>(a, side, row, inverse);
   StoreRows<kR>(s.q_min + p * a.rows + row, ReduceAddRows(constant) * (a.scale * m.top_minimum));
 }
 
@@ -161,6 +186,67 @@ KVMANAGER_INLINE void DotKRows(const HackArguments& a, const HackSide& side, con
   DotK<kBits, 1, kTile0, kTiles, kAlongChannels>(a, side, run, codes, token, p, row, first);
 }
 
+/// DotK of segments of 8 bits along tokens, of which q has two bytes: two tiles at a time, as each has two sums.
+template <int kR, int kTile0>
+void DotKTwoBytes(const HackArguments& a, const HackSide& side, const HackRun& run, const uint8_t* codes, int token,
+                  int p, int row, bool first) {
+  const int d = a.head_dim, page_tokens = a.page_tokens;
+  const int8_t* q8 = a.scratch.q8 + size_t(row) * d;
+  const int8_t* q_low = a.scratch.q_low + size_t(row) * d;
+  float* scores = a.scratch.scores + size_t(row) * page_tokens;
+  for (int w = 0; w < kSegment; w += kLanes) {
+    VecI high[2][kR] = {}, low[2][kR] = {};
+    for (int s = run.first; s < run.first + run.count; ++s) {
+      PrefetchStep(a, a.ahead->k_step_lines);
+      const uint8_t* at = codes + side.segment_offset[s] + 4 * w;
+      KVMANAGER_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        const VecU code[2] = {Unpack<8>(at, j, kTile0), Unpack<8>(at, j, kTile0 + 1)};
+        KVMANAGER_UNROLL
+        for (int r = 0; r < kR; ++r) {
+          uint32_t high_word, low_word;
+          __builtin_memcpy(&high_word, q8 + size_t(r) * d + s * kSegment + 4 * j, 4);
+          __builtin_memcpy(&low_word, q_low + size_t(r) * d + s * kSegment + 4 * j, 4);
+          const VecU q_high4 = SetU(high_word), q_low4 = SetU(low_word);
+          KVMANAGER_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            high[i][r] = DotCodes<8>(high[i][r], code[i], q_high4);
+            low[i][r] = DotCodes<8>(low[i][r], code[i], q_low4);
+          }
+        }
+      }
+    }
+    KVMANAGER_UNROLL
+    for (int r = 0; r < kR; ++r) {
+      float* score = scores + size_t(r) * page_tokens;
+      const float q_step = a.scratch.q_step[p * a.rows + row + r], q_min = a.scratch.q_min[p * a.rows + row + r];
+      KVMANAGER_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        const int t = token + kSegment * (kTile0 + i) + w;
+        const VecF dot = MulAdd(ToF(low[i][r]), SetF(1 / kLowLevels), ToF(high[i][r]));
+        StoreF(score + t, MulAdd(dot, SetF(q_step), first ? SetF(q_min) : LoadF(score + t)));
+      }
+    }
+  }
+}
+
+template <int kTile0, int kTiles>
+KVMANAGER_INLINE void DotKTwoBytesRows(const HackArguments& a, const HackSide& side, const HackRun& run,
+                                       const uint8_t* codes, int token, int p, int row, bool first) {
+  if constexpr (kTiles == 4) {
+    DotKTwoBytesRows<kTile0, 2>(a, side, run, codes, token, p, row, first);
+    DotKTwoBytesRows<kTile0 + 2, 2>(a, side, run, codes, token, p, row, first);
+  } else {
+    const int rows = a.rows - row;
+    if constexpr (kTileRows == 4) {
+      if (rows >= 4) return DotKTwoBytes<4, kTile0>(a, side, run, codes, token, p, row, first);
+      if (rows == 3) return DotKTwoBytes<3, kTile0>(a, side, run, codes, token, p, row, first);
+    }
+    if (rows >= 2) return DotKTwoBytes<2, kTile0>(a, side, run, codes, token, p, row, first);
+    DotKTwoBytes<1, kTile0>(a, side, run, codes, token, p, row, first);
+  }
+}
+
 template <int kTile0, int kTiles, bool kAlongChannels>
 KVMANAGER_INLINE void DotKRun(const HackArguments& a, const HackSide& side, const HackRun& run, const uint8_t* codes,
                               int token, int p, int row, bool first) {
@@ -174,6 +260,9 @@ KVMANAGER_INLINE void DotKRun(const HackArguments& a, const HackSide& side, cons
     case 4:
       return DotKRows<4, kTile0, kTiles, kAlongChannels>(a, side, run, codes, token, p, row, first);
     default:
+      if constexpr (!kAlongChannels) {
+        if (side.two_byte_q) return DotKTwoBytesRows<kTile0, kTiles>(a, side, run, codes, token, p, row, first);
+      }
       return DotKRows<8, kTile0, kTiles, kAlongChannels>(a, side, run, codes, token, p, row, first);
   }
 }
@@ -271,6 +360,9 @@ KVMANAGER_INLINE void ScoresAlongTokens(const HackArguments& a, const uint8_t* r
       for (int row = 0; row < a.rows; row += kTileRows) {
         if (side.mixes && side.partition >= kStrip) {
           DotKMixedRows(a, side, strip, token, p, row);
+          for (int i = 0; i < side.wide_count; ++i) {
+            DotKTwoBytesRows<0, 4>(a, side, side.wide[i], strip, token, p, row, false);
+          }
           continue;
         }
         for (int i = 0; i < side.run_count; ++i) {

@@ -219,6 +219,79 @@ TEST(HackAttention, WidthsPerSegment) {
   }
 }
 
+/// Widths of K per segment, 0..4 and 8; V 2 throughout.
+SegmentBits WidthsOfK(int heads, const std::vector<uint8_t>& k) {
+  return SegmentBits(heads, {k, std::vector<uint8_t>(k.size(), 2)});
+}
+
+/// K's widths with segments of 8 bits, for d = 16 * .size().
+std::vector<std::vector<uint8_t>> WideWidths(int segments) {
+  std::vector<std::vector<uint8_t>> all(6, std::vector<uint8_t>(segments, 0));
+  for (int s = 0; s < segments; ++s) {
+    all[0][s] = s == 0 ? 8 : std::max(0, 4 - s);
+    all[1][s] = 8;
+    all[2][s] = s == segments - 1 ? 8 : 1;
+    all[3][s] = s % 2 ? 8 : 3;
+    all[4][s] = s == 1 ? 8 : 0;
+    all[5][s] = s < 2 ? 8 : s == 2 ? 4 : 2;
+  }
+  return all;
+}
+
+TEST(HackAttention, QueriesInTwoBytes) {
+  uint64_t seed = 1;
+  for (int d : {64, 80, 128, 256}) {
+    for (const auto& widths : WideWidths(d / kSegmentChannels)) {
+      for (const auto& [page_tokens, part, meta] :
+           {std::tuple(64, 64, 8), std::tuple(64, 32, 8), std::tuple(128, 128, 16)}) {
+        for (int rows : {1, 2, 3, 4, 7}) {
+          if (++seed % kSample != 0) continue;
+          HackParameters p;
+          p.partition = part;
+          p.meta_bits = meta;
+          p.rotation = Rotation::kNone;
+          const SegmentBits bits = WidthsOfK(2, widths);
+          SCOPED_TRACE(testing::Message() << "d " << d << " seed " << seed << " part " << part << " rows " << rows);
+          const HackFormat format = Format(2, d, page_tokens, p, &bits);
+          ASSERT_TRUE(format.heads[1].side[0].two_byte_q);
+          Case(format, 2, rows, 0.5, seed).Check();
+          // A channel that stands out, inside a segment of 8 bits and outside.
+          for (int loud : {0, 16, d - 1}) {
+            std::mt19937 random{uint32_t(seed)};
+            std::normal_distribution<float> normal;
+            Case(format, 2, rows, 0.05, seed, [&](int, int, int c) {
+              return (c == loud ? 100.0f : 1.0f) * normal(random);
+            }).Check();
+          }
+        }
+      }
+    }
+  }
+  const SegmentBits narrow = WidthsOfK(1, {4, 3, 2, 1});
+  EXPECT_FALSE(Format(1, 64, 64, {}, &narrow).heads[0].side[0].two_byte_q);
+  EXPECT_FALSE(Format(1, 64, 64, Bits(8, 8)).heads[0].side[0].two_byte_q);
+  const SegmentBits wide_v(1, {std::vector<uint8_t>(4, 2), std::vector<uint8_t>(4, 8)});
+  EXPECT_FALSE(Format(1, 64, 64, {}, &wide_v).heads[0].side[0].two_byte_q);
+}
+
+// The largest codes and bytes of q: sums of integers neither saturate nor overflow.
+TEST(HackAttention, TwoByteSumsAreExact) {
+  for (int d : {64, 128, 256}) {
+    for (const auto& widths : WideWidths(d / kSegmentChannels)) {
+      HackParameters p;
+      p.rotation = Rotation::kNone;
+      const SegmentBits bits = WidthsOfK(1, widths);
+      SCOPED_TRACE(testing::Message() << "d " << d);
+      Case c(Format(1, d, 64, p, &bits), 2, 3, 1, 5,
+             [](int side, int t, int c) { return (t + c) % 64 ? 8.0f : -8.0f; });
+      // 126.498 of 127 levels: the second byte is near its largest, too.
+      for (int i = 0; i < 3 * d; ++i)
+        c.q[i] = (i < d ? 1 : i < 2 * d ? -1 : i % 2 ? 1 : -1) * (i % d ? 126.498f / 127 : 1);
+      c.Check();
+    }
+  }
+}
+
 TEST(HackAttention, FlatUsualAndSharpScores) {
   for (float std_dev : {0.05f, 0.5f, 2.0f, 20.0f}) {
     for (auto [k, v] : {std::pair(2, 2), std::pair(3, 2), std::pair(2, 1), std::pair(4, 3), std::pair(8, 8)}) {
@@ -333,6 +406,28 @@ TEST(HackAttention, RowsDoNotDependOnTheirNeighbours) {
             ASSERT_EQ(0, std::memcmp(part.acc.get(), all.acc.get() + r * 128, sizeof(float) * 128 * count));
             ASSERT_EQ(0, std::memcmp(part.sum.get(), all.sum.get() + r, sizeof(float) * count));
           }
+        }
+      }
+    }
+  }
+}
+
+TEST(HackAttention, RowsOfTwoBytesDoNotDependOnTheirNeighbours) {
+  for (const auto& widths : WideWidths(8)) {
+    const SegmentBits bits = WidthsOfK(1, widths);
+    Case c(Format(1, 128, 64, {}, &bits), 3, 9, 1, 7);
+    for (Isa isa : SupportedIsas()) {
+      SCOPED_TRACE(testing::Message() << IsaName(isa) << " " << int(widths[0]) << int(widths[1]) << int(widths[2]));
+      State all(9, 128), parts(9, 128);
+      c.Attend(isa, c.Task(0, 9, 0, 3), all);
+      c.Attend(isa, c.Task(0, 9, 0, 1), parts);
+      c.Attend(isa, c.Task(0, 9, 1, 2), parts);
+      EXPECT_EQ(0, std::memcmp(parts.acc.get(), all.acc.get(), sizeof(float) * 128 * 9));
+      for (int r = 0; r < 9; ++r) {
+        for (int count = 1; count <= 5 && r + count <= 9; ++count) {
+          State part(count, 128);
+          c.Attend(isa, c.Task(r, count, 0, 3), part);
+          ASSERT_EQ(0, std::memcmp(part.acc.get(), all.acc.get() + r * 128, sizeof(float) * 128 * count));
         }
       }
     }

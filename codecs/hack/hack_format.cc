@@ -84,6 +84,7 @@ SideLayout MakeSide(const PageLayout& layout, const HackParameters& parameters, 
     out.segment_offset[s] = out.strip_bytes;
     out.segment_least_squares[s] = bits ? width == 1 : range == Range::kLeastSquares;
     out.strip_bytes += SegmentBytes(uint8_t(width));
+    out.two_byte_q |= side == 0 && bits != nullptr && width == 8;
   }
   out.partition = parameters.partition;
   out.partitions = (along_tokens ? layout.page_tokens : layout.head_dim) / parameters.partition;

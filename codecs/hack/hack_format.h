@@ -98,6 +98,7 @@ struct SideLayout {
   std::array<uint32_t, kSegmentsMax> segment_offset{};  // of a segment's planes, from the start of its strip's codes
   std::array<bool, kSegmentsMax>
       segment_least_squares{};  // range of each segment's channels (of all, with k_axis=token)
+  bool two_byte_q = false;      // attention codes q in two bytes where K's width is 8: see MakeHackFormat
   int segments = 0;             // head_dim / 16
   uint32_t strip_bytes = 0;     // codes of one strip
   int partitions = 0;           // see above
@@ -135,8 +136,10 @@ absl::StatusOr<HackParameters> ParseHackParameters(const CodecParameters& parame
 /// All parameters in the fixed order of HackParameters' comment: "hack:k_axis=channel,k_bits=3,...,v_norm=1".
 std::string HackSpec(const HackParameters& parameters);
 /// bits: nullptr for parameters.k_bits and v_bits throughout. With bits, segments of width 1 take the least-squares
-/// range and all others min-max, whatever k_range and v_range say, and k_axis must be channel. `parameters` are checked
-/// ones: a rotation needs a head_dim that is a power of two.
+/// range and all others min-max, whatever k_range and v_range say, and k_axis must be channel; and attention codes q in
+/// two bytes for K's segments of 8 bits: the unit of one byte follows the widest step, which a narrow segment has, and
+/// codes up to 255 would multiply its rounding. `parameters` are checked ones: a rotation needs a head_dim that is a
+/// power of two.
 HackFormat MakeHackFormat(const PageLayout& layout, const HackParameters& parameters,
                           const SegmentBits* bits = nullptr);
 

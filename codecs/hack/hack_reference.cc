@@ -31,6 +31,8 @@ struct GroupMeta {
   uint16_t tops[2] = {0, 0};
 };
 
+constexpr float kQueryLowLevels = 254;  // of q's second byte in a unit of its first
+
 bool FitsHalf(float f) { return std::isfinite(HalfToFloat(FloatToHalf(f))); }
 float RoundToHalf(float f) { return HalfToFloat(FloatToHalf(f)); }
 
@@ -386,8 +388,9 @@ void ReferenceDecode(const HackFormat& format, const uint8_t* page, uint8_t* raw
 
 namespace {
 
-/// Scores, not yet scaled, of one query row with every token of K.
-std::vector<double> Scores(const HackFormat& format, const HackCodes& k, const float* q) {
+/// Scores, not yet scaled, of one query row with every token of a head's K.
+std::vector<double> Scores(const HackFormat& format, int head, const HackCodes& k, const float* q) {
+  const SideLayout& side = format.heads[head].side[kSideK];
   std::vector<double> scores(k.tokens);
   for (int p = 0; p < k.partitions; ++p) {
     if (k.along_tokens) {
@@ -399,13 +402,21 @@ std::vector<double> Scores(const HackFormat& format, const HackCodes& k, const f
         largest = std::max(largest, std::fabs(q[c] * step[c]));
         constant += double(q[c]) * minimum[c];
       }
-      std::vector<int> folded(k.channels);
-      for (int c = 0; c < k.channels && largest > kNegligible; ++c)
-        folded[c] = int(std::nearbyint(q[c] * step[c] * (127.0f / largest)));
+      std::vector<int> folded(k.channels), low(k.channels);  // a byte each
+      for (int c = 0; c < k.channels && largest > kNegligible; ++c) {
+        const float x = q[c] * step[c] * (127.0f / largest);
+        folded[c] = int(std::nearbyint(x));
+        if (side.two_byte_q && side.segment_bits[c / kSegmentChannels] == 8) {
+          low[c] = int(std::nearbyint((x - float(folded[c])) * kQueryLowLevels));
+        }
+      }
       for (int t = p * k.partition; t < (p + 1) * k.partition; ++t) {
-        int64_t dot = 0;
-        for (int c = 0; c < k.channels; ++c) dot += folded[c] * k.code(t, c);
-        scores[t] = double(largest) / 127 * double(dot) + constant;
+        int64_t dot = 0, low_dot = 0;
+        for (int c = 0; c < k.channels; ++c) {
+          dot += folded[c] * k.code(t, c);
+          low_dot += low[c] * k.code(t, c);
+        }
+        scores[t] = double(largest) / 127 * (double(dot) + double(low_dot) / kQueryLowLevels) + constant;
       }
       continue;
     }
@@ -451,7 +462,7 @@ void ReferenceAttend(const HackFormat& format, const PageAttentionTask& task, co
     for (const uint8_t* page : task.pages) {
       const HackCodes k = UnpackHead(format, page, task.kv_head, kSideK);
       const HackCodes v = UnpackHead(format, page, task.kv_head, kSideV);
-      std::vector<double> scores = Scores(format, k, task.q + size_t(row) * d);
+      std::vector<double> scores = Scores(format, task.kv_head, k, task.q + size_t(row) * d);
       for (double& s : scores) s *= task.scale;
       const double new_max = std::max(max, *std::max_element(scores.begin(), scores.end()));
       const double rescale = std::exp(max - new_max);

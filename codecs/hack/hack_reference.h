@@ -86,6 +86,8 @@ void ReferenceDecode(const HackFormat& format, const uint8_t* page, uint8_t* raw
 ///  - K along tokens: per partition and row f_c = q_c * step_c (fp32), amax = max |f_c|, f'_c = rint(f_c * (127 /
 ///  amax)) in s8;
 ///    score = scale * (amax / 127 * sum_c f'_c code_c + sum_c q_c minimum_c). amax <= kNegligible gives f' = 0.
+///    With SideLayout::two_byte_q, f' has a second byte where the width is 8: x = f_c * (127 / amax) (fp32), f'_c =
+///    rint(x), f''_c = rint((x - f'_c) * 254) in s8, and f'_c + f''_c / 254 stands for f'_c in the score.
 ///  - K along channels, q=symmetric: per partition and row amax = max |q_c|, q'_c = rint(q_c * (127 / amax)) in s8, a =
 ///  amax / 127;
 ///    score = scale * sum over partitions of a * (step * sum q' code + minimum * sum q').
