@@ -194,6 +194,37 @@ TEST(ZackHackAttentionTest, EveryAllocationAgainstTheReference) {
   }
 }
 
+TEST(ZackHackAttentionTest, QueriesInTwoBytesForDominantSegments) {
+  for (const int d : {64, 128, 256}) {
+    const PageLayout layout = {DType::kFloat16, 2, uint16_t(d), 64};
+    const CodecContext context = zack::WithLoudKeys(SyntheticContext(layout, 2, 8));
+    for (const double share : {38.0 / 64, 46.0 / 64}) {
+      Sequence sequence(context, {{"bytes", absl::StrCat(share * d)}, {"allocation", "model"}}, 1, 6, 1);
+      const auto& format = dynamic_cast<const hack::HackCodec&>(sequence.rotated().inner(1)).format();
+      EXPECT_TRUE(format.heads[0].side[0].two_byte_q);
+      sequence.Check(6 * 64 - 5, 4, 1, 1, false, kTolerance);
+      sequence.Check(6 * 64, 1, 3, 1, false, kTolerance, 3);
+      // The first rotated channel is a hundred times the others, as the artifact says, and in one where it does not.
+      for (const int channel : {0, 40}) {
+        for (int i = 0; i < 6; ++i) {
+          for (int h = 0; h < 2; ++h) {
+            const float* const direction = &sequence.rotated().rotation(1, h).decode[0][size_t(channel) * d];
+            for (int t = 0; t < 64; ++t) {
+              uint8_t* const k = sequence.raw(i) + layout.raw_offset(0, h, t);
+              const float size = 100 * std::sin(float(i * 64 + t) * 0.7f);
+              for (int c = 0; c < d; ++c) {
+                StoreElement(k, layout.dtype, c, LoadElement(k, layout.dtype, c) + size * direction[c]);
+              }
+            }
+          }
+          sequence.Encode(i);
+        }
+        sequence.Check(6 * 64 - 5, 4, 1, 0.1f, false, kTolerance);
+      }
+    }
+  }
+}
+
 TEST(ZackHackAttentionTest, EveryGroupSize) {
   const CodecContext context = SyntheticContext(kUsual, 1, 32);
   Sequence sequence(context, {{"bytes", "56"}}, 0, 5, 2);

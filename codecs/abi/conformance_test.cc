@@ -137,6 +137,35 @@ TEST(ConformanceTest, MixedWidthsPassOnTheKeysTheyWereMadeFor) {
   }
 }
 
+TEST(ConformanceTest, DominantChannelsPassInEightBits) {
+  for (const int d : {64, 128}) {
+    const std::string artifact = absl::StrCat(std::getenv("TEST_TMPDIR"), "/loud.safetensors");
+    const std::string capture = absl::StrCat(std::getenv("TEST_TMPDIR"), "/loud_capture.safetensors");
+    const auto plain = SyntheticCalibration({"synthetic", "", 2, 2, 8, d}, 1, {});
+    // K's first channels are a hundred times the others in each layer's first head.
+    const std::string name = "zack_hack.joint.energy";
+    const auto energy = plain->Floats(name, {2, 2, 2, uint64_t(d)}, "").value();
+    std::vector<float> loud(energy.begin(), energy.end());
+    for (int layer = 0; layer < 2; ++layer) {
+      for (int c = 0; c < 4; ++c) loud[size_t(layer) * 4 * d + c] *= 1e4f;
+    }
+    TensorMap tensors = plain->tensors();
+    tensors[name].bytes = {reinterpret_cast<const uint8_t*>(loud.data()), loud.size() * sizeof(float)};
+    TensorMetadata metadata = plain->metadata();
+    metadata.erase("digest");
+    const std::string text = SerializeCalibration(plain->model(), tensors, metadata);
+    const auto made = Calibration::Parse(text, "loud");
+    ASSERT_TRUE(made.ok()) << made.status();
+    std::ofstream(artifact, std::ios::binary) << text;
+    WriteSuitingCapture(**made, 512, capture);
+    for (const double share : {38.0 / 64, 46.0 / 64}) {
+      const CodecParameters parameters = {
+          {"mode", "joint"}, {"bytes", absl::StrCat(share * d)}, {"allocation", "model"}};
+      EXPECT_EQ(Failures(Judge("zack_hack", parameters, {}, artifact, capture)), "") << d << " " << share;
+    }
+  }
+}
+
 TEST(ConformanceTest, WhiteNoiseMayBeToBlameWhereACodecWasTrained) {
   const std::string artifact = absl::StrCat(std::getenv("TEST_TMPDIR"), "/noise.safetensors");
   const std::string capture = absl::StrCat(std::getenv("TEST_TMPDIR"), "/noise_capture.safetensors");

@@ -13,6 +13,9 @@ namespace {
 /// Widths of the sides that `wanted` says, from weighted energies, into `widths`.
 void AllocateTogether(const SegmentEnergies& energies, int64_t bits, bool k, bool v, LayerWidths& widths) {
   std::vector<double> weighted;
+  // A record is no larger than one of kWidthMax throughout, which is what kernels have room for.
+  WideSegments wide;
+  wide.record_bits_max = int64_t(k + v) * kWidthMax * energies.segments;
   const auto for_each = [&](auto visit) {
     for (int layer = 0; layer < energies.layers; ++layer) {
       if (!energies.serves(layer)) continue;
@@ -23,12 +26,14 @@ void AllocateTogether(const SegmentEnergies& energies, int64_t bits, bool k, boo
       }
     }
   };
-  for_each([&](int, int, int, size_t at) {
+  for_each([&](int layer, int head, int side, size_t at) {
     for (int s = 0; s < energies.segments; ++s) {
       weighted.push_back(energies.energy[at * energies.segments + s] * energies.sensitivity[at]);
+      wide.allowed.push_back(side == 0);
+      wide.record.push_back(layer * energies.kv_heads + head);
     }
   });
-  const std::vector<uint8_t> given = AllocateBits(weighted, bits, kMeasuredLoss);
+  const std::vector<uint8_t> given = AllocateBits(weighted, bits, kMeasuredLoss, wide);
   auto next = given.begin();
   for_each([&](int layer, int head, int side, size_t) {
     widths[layer][head][side].assign(next, next + energies.segments);
@@ -43,19 +48,37 @@ LayerWidths Empty(const SegmentEnergies& energies) {
 
 }  // namespace
 
-std::vector<uint8_t> AllocateBits(absl::Span<const double> energies, int64_t bits, const LossTable& loss) {
+std::vector<uint8_t> AllocateBits(absl::Span<const double> energies, int64_t bits, const LossTable& loss,
+                                  const WideSegments& wide) {
   std::vector<uint8_t> widths(energies.size(), 0);
-  const auto gain = [&](size_t i) { return energies[i] * (loss[widths[i]] - loss[widths[i] + 1]); };
+  const auto next_width = [](int width) { return width == kWidthMax ? kWideWidth : width + 1; };
+  const auto gain = [&](size_t i) {
+    const int next = next_width(widths[i]);
+    return energies[i] * (LossOf(loss, widths[i]) - LossOf(loss, next)) / (next - widths[i]);
+  };
   using Candidate = std::pair<double, size_t>;
   const auto later = [](const Candidate& a, const Candidate& b) {
     return a.first != b.first ? a.first < b.first : a.second > b.second;
   };
+  std::vector<int64_t> record_bits(wide.record.empty() ? 0
+                                                       : *std::max_element(wide.record.begin(), wide.record.end()) + 1);
   std::priority_queue<Candidate, std::vector<Candidate>, decltype(later)> candidates(later);
   for (size_t i = 0; i < energies.size(); ++i) candidates.emplace(gain(i), i);
-  for (; bits > 0 && !candidates.empty(); --bits) {
+  while (bits > 0 && !candidates.empty()) {
     const size_t i = candidates.top().second;
     candidates.pop();
-    if (++widths[i] < kWidthMax) candidates.emplace(gain(i), i);
+    const int next = next_width(widths[i]), more = next - widths[i];
+    if (more > bits) continue;
+    if (!record_bits.empty()) {
+      int64_t& record = record_bits[wide.record[i]];
+      if (record + more > wide.record_bits_max) continue;
+      record += more;
+    }
+    bits -= more;
+    widths[i] = uint8_t(next);
+    if (next < kWidthMax || (next == kWidthMax && !wide.allowed.empty() && wide.allowed[i])) {
+      candidates.emplace(gain(i), i);
+    }
   }
   return widths;
 }

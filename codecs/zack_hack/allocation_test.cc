@@ -59,6 +59,48 @@ TEST(AllocationTest, IsTheReferencesGreedyLoop) {
   }
 }
 
+TEST(AllocationTest, DominantSegmentsOfKAreWide) {
+  // The first segment holds what 4 bits do not resolve; V has as much there and stays at 4.
+  SegmentEnergies e;
+  e.layers = 2, e.kv_heads = 1, e.segments = 4;
+  for (int i = 0; i < 4; ++i) e.energy.insert(e.energy.end(), {1000, 1, 1, 1});
+  e.sensitivity.assign(4, 1);
+  for (const int64_t bits : {24, 40}) {
+    const LayerWidths widths = AllocateAcrossModel(e, bits);
+    EXPECT_EQ(Total(widths, 0) + Total(widths, 1), bits);
+    for (const auto& layer : widths) {
+      EXPECT_EQ(layer[0][0][0], kWideWidth);
+      EXPECT_EQ(layer[0][1][0], kWidthMax);
+      for (int s = 1; s < 4; ++s) EXPECT_LE(layer[0][0][s], kWidthMax);
+    }
+  }
+  // Three bits left are too few for the step to 8: others get them, and what nobody can take is left.
+  const WideSegments first = {{true, false}, {0, 0}, 100};
+  EXPECT_EQ(AllocateBits({1000, 1}, 7, kMeasuredLoss, first), (std::vector<uint8_t>{4, 3}));
+  EXPECT_EQ(AllocateBits({1000, 1}, 9, kMeasuredLoss, first), (std::vector<uint8_t>{8, 1}));
+  EXPECT_EQ(AllocateBits({1000}, 7, kMeasuredLoss, {{true}, {0}, 100}), (std::vector<uint8_t>{4}));
+  // A record that is full takes no more, whatever is left.
+  EXPECT_EQ(AllocateBits({1000, 1000, 1}, 20, kMeasuredLoss, {{true, true, true}, {0, 0, 1}, 12}),
+            (std::vector<uint8_t>{8, 4, 8}));
+}
+
+TEST(AllocationTest, RecordsOfHeadsStayInBounds) {
+  for (uint32_t seed = 0; seed < 20; ++seed) {
+    const SegmentEnergies e = RandomEnergies(3, 2, 4, seed);
+    for (int64_t bits : {50, 120, 180}) {
+      const LayerWidths widths = AllocateAcrossModel(e, bits);
+      for (const auto& layer : widths) {
+        for (const auto& head : layer) {
+          int sum = 0;
+          for (const auto& side : head) sum += std::accumulate(side.begin(), side.end(), 0);
+          EXPECT_LE(sum, 2 * 4 * kWidthMax);
+          for (const uint8_t width : head[1]) EXPECT_LE(width, kWidthMax);
+        }
+      }
+    }
+  }
+}
+
 TEST(AllocationTest, FallingEnergiesGiveFallingWidths) {
   const std::vector<uint8_t> widths = AllocateBits({100, 30, 10, 5, 2, 1, 0.5, 0.1}, 16, kRoughLoss);
   EXPECT_EQ(std::accumulate(widths.begin(), widths.end(), 0), 16);

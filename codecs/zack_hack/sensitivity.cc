@@ -100,7 +100,7 @@ absl::StatusOr<double> ProbeLoss(const CodecContext& context, absl::string_view 
     if (!Covers(part, head, part.side)) continue;
     const size_t at = plan.energies.index(part.layer, head, part.side) * plan.energies.segments;
     for (int s = 0; s < plan.energies.segments; ++s) {
-      lost += plan.energies.energy[at + s] * kMeasuredLoss[plan.widths[part.layer][head][part.side][s]];
+      lost += plan.energies.energy[at + s] * LossOf(kMeasuredLoss, plan.widths[part.layer][head][part.side][s]);
     }
   }
   return std::max(lost, double(std::numeric_limits<float>::min()));

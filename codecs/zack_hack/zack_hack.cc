@@ -294,8 +294,8 @@ absl::StatusOr<std::unique_ptr<Codec>> MakeCodec(const CodecContext& context, co
 void RegisterZackHack(CodecRegistry& registry) {
   registry.Register(
       "zack+hack",
-      "rotated K and V in codes of 0 to 4 bits (calibration=NAME, mode=joint|balanced, bytes= or k_bits= and v_bits=, "
-      "allocation=head|model, fold=0|1)",
+      "rotated K and V in codes of 0 to 4 bits, or 8 where K stands out (calibration=NAME, mode=joint|balanced, bytes= "
+      "or k_bits= and v_bits=, allocation=head|model, fold=0|1)",
       [](const CodecContext& context, const CodecParameters& parameters) -> absl::StatusOr<std::unique_ptr<Codec>> {
         return zack_hack::MakeCodec(context, parameters);
       });

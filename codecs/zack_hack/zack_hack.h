@@ -1,5 +1,6 @@
 // ZACK+HACK: K and V rotated by ZACK's factors in all channels, each segment of 16 rotated channels with a width of its
-// own from calibration, encoded as HACK pages that attention multiplies (docs/codecs.md, "ZACK+HACK").
+// own from calibration (0..4 bits, of K with allocation=model also 8), encoded as HACK pages that attention multiplies
+// (docs/codecs.md, "ZACK+HACK").
 //
 //   zack+hack:mode=balanced,bytes=76,allocation=head,fold=0,v_norm=1,calibration=NAME
 //   zack+hack:mode=balanced,k_bits=1.5,v_bits=1,allocation=model,fold=0,v_norm=1,calibration=NAME

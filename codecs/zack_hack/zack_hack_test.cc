@@ -20,6 +20,7 @@ using zack::EncodeOne;
 using zack::MakeMemory;
 using zack::SupportedIsas;
 using zack::SyntheticContext;
+using zack::WithLoudKeys;
 using zack::WithTensors;
 
 constexpr PageLayout kSmall = {DType::kFloat16, 2, 64, 64};
@@ -121,6 +122,40 @@ TEST(ZackHackTest, BytesOfModelAllocationAreNeverExceeded) {
       for (int layer = 0; layer < 3; ++layer) {
         EXPECT_EQ(codec->info().page_bytes(layer), FormatOf(*codec, layer).page_bytes);
         EXPECT_LE(codec->info().page_bytes(layer), codec->info().encoded_bytes);
+      }
+    }
+  }
+}
+
+TEST(ZackHackTest, DominantSegmentsOfKHaveEightBitsWithinTheBudget) {
+  for (const PageLayout& layout : {kUsual, kSmall, PageLayout{DType::kFloat16, 3, 256, 64}}) {
+    const CodecContext context = WithLoudKeys(SyntheticContext(layout, 3, 6));
+    const int segments = layout.head_dim / 16;
+    for (const double share : {38.0 / 64, 46.0 / 64, 60.0 / 64}) {
+      const double bytes = share * layout.head_dim;
+      for (const char* const allocation : {"head", "model"}) {
+        const bool model = allocation[0] == 'm';
+        const auto codec = Make(context, {{"bytes", absl::StrCat(bytes)}, {"allocation", allocation}});
+        uint64_t payload = 0;
+        for (int layer = 0; layer < 3; ++layer) {
+          payload += FormatOf(*codec, layer).payload_bytes;
+          for (int head = 0; head < layout.kv_heads; ++head) {
+            const auto& sides = FormatOf(*codec, layer).heads[head].side;
+            const bool loud = (layer * layout.kv_heads + head) % 2 == 0;
+            EXPECT_TRUE(!(model && loud) || sides[0].segment_bits[0] == kWideWidth) << bytes;
+            int sum = 0;
+            for (int s = 0; s < segments; ++s) {
+              EXPECT_LE(sides[0].segment_bits[s], model ? kWideWidth : kWidthMax);
+              EXPECT_LE(sides[1].segment_bits[s], kWidthMax);
+              sum += sides[0].segment_bits[s] + sides[1].segment_bits[s];
+            }
+            EXPECT_LE(sum, 2 * kWidthMax * segments);
+          }
+        }
+        if (!model) continue;
+        const double per_token = double(payload) / 3 / layout.page_tokens / layout.kv_heads;
+        EXPECT_LE(per_token, bytes + 1e-9);
+        EXPECT_GT(per_token, bytes - 2.125);
       }
     }
   }
@@ -279,9 +314,10 @@ TEST(ZackHackTest, BytesAreThoseOfTheReferenceOnEveryInstructionSet) {
   std::mt19937_64 random(5);
   for (const PageLayout& layout : {kUsual, PageLayout{DType::kBFloat16, 1, 64, 128},
                                    PageLayout{DType::kFloat16, 1, 96, 64}, PageLayout{DType::kBFloat16, 1, 256, 64}}) {
-    const CodecContext context = SyntheticContext(layout, 2, 4);
+    const CodecContext context = WithLoudKeys(SyntheticContext(layout, 2, 4));
     for (const CodecParameters& parameters : {CodecParameters{},
                                               {{"bytes", "40"}, {"allocation", "model"}},
+                                              {{"k_bits", "2"}, {"v_bits", "1"}, {"allocation", "model"}},
                                               {{"v_norm", "0"}},
                                               {{"k_bits", "0.5"}, {"v_bits", "4"}, {"mode", "joint"}}}) {
       const zack::Memory raw = zack::RandomRawPage(layout, random);
