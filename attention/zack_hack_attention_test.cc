@@ -186,7 +186,7 @@ TEST(ZackHackAttentionTest, EveryAllocationAgainstTheReference) {
   for (const CodecParameters& parameters : {CodecParameters{},
                                             {{"bytes", "32"}, {"allocation", "model"}},
                                             {{"k_bits", "4"}, {"v_bits", "3.5"}},
-                                            {{"bytes", "9.25"}},  // means alone
+                                            {{"bytes", "10"}},  // means alone
                                             {{"k_bits", "0"}, {"v_bits", "2"}, {"mode", "joint"}}}) {
     Sequence sequence(context, parameters, 1, 6, 1);
     sequence.Check(6 * 64 - 5, 4, 1, 1, false, kTolerance);

@@ -17,9 +17,6 @@ namespace zack_hack {
 namespace {
 
 constexpr int kSegment = hack::kSegmentChannels;
-constexpr int kPartitionTokens = 64;  // of both sides: a partition has one step and minimum per channel
-constexpr int kTopBytes = 4;          // of a partition
-constexpr int kNormTopBytes = 2;      // of a page and head
 constexpr const char* kKeys[] = {"mode", "k_bits", "v_bits", "bytes", "allocation", "fold", "v_norm"};
 constexpr const char* kBitKeys[2] = {"k_bits", "v_bits"};
 constexpr double kDefaultBits[2] = {2, 1};
@@ -35,13 +32,21 @@ absl::Status ParameterError(absl::string_view key, absl::string_view value, absl
   return InvalidField(absl::StrCat("codec parameter ", key), value, bound);
 }
 
-/// Steps, minima and norm of a token and KV head, K and V, in bytes.
-double MetadataBytes(const PageLayout& layout, bool v_norm) {
-  return double(kSides) * 2 * layout.head_dim / kPartitionTokens + (v_norm ? 1 : 0);
+/// What a record of a head has beside its codes: steps, minima, tops, norms and padding, in bytes of a token. Codes of
+/// a segment are multiples of a record's alignment, so that they bring no padding of their own.
+double OverheadBytes(const PageLayout& layout, const hack::HackParameters& codes) {
+  PageLayout one = layout;
+  one.kv_heads = 1;
+  const std::vector<uint8_t> none(layout.head_dim / kSegment, 0);
+  const hack::SegmentBits bits = {{none, none}};
+  return double(hack::MakeHackFormat(one, codes, &bits).page_bytes) / layout.page_tokens;
 }
-/// Likewise the tops.
-double TopBytes(const PageLayout& layout, bool v_norm) {
-  return double(kSides) * kTopBytes / kPartitionTokens + (v_norm ? double(kNormTopBytes) / layout.page_tokens : 0);
+/// Of hack's pages; widths and ranges are each segment's own.
+hack::HackParameters CodeParameters(bool v_norm) {
+  hack::HackParameters codes;
+  codes.rotation = hack::Rotation::kNone;  // the factors rotate
+  codes.v_norm = v_norm;
+  return codes;
 }
 /// One bit for one segment: bytes of a token.
 constexpr double kBitBytes = kSegment / 8.0;
@@ -172,8 +177,7 @@ absl::StatusOr<ZackHackParameters> ParseParameters(const CodecContext& context, 
   }
   if (const auto given = parameters.find("bytes"); given != parameters.end() || !std::isnan(p.bytes)) {
     // Rounded up to eighths: a short number, which a message says in full.
-    const double min =
-        std::ceil(8 * (MetadataBytes(context.layout, p.v_norm) + TopBytes(context.layout, p.v_norm))) / 8;
+    const double min = std::ceil(8 * OverheadBytes(context.layout, CodeParameters(p.v_norm))) / 8;
     const double max = min + double(kSides) * kWidthMax * context.layout.head_dim / 8;
     const std::string text = given != parameters.end() ? given->second : absl::StrCat(p.bytes);
     KV_RETURN_IF_ERROR(ReadNumber(text, "bytes", min, max, &p.bytes));
@@ -240,8 +244,7 @@ LayerWidths MakeWidths(const ZackHackParameters& parameters, const PageLayout& l
                                          int64_t(std::nearbyint(parameters.bits[1] * segments * heads))};
     return model ? AllocatePerSide(energies, bits) : AllocatePerHead(energies, bits);
   }
-  const double metadata = MetadataBytes(layout, parameters.v_norm) + (model ? TopBytes(layout, parameters.v_norm) : 0);
-  const double codes = std::max(0.0, parameters.bytes - metadata);
+  const double codes = parameters.bytes - OverheadBytes(layout, CodeParameters(parameters.v_norm));
   const int64_t bits =
       std::min(int64_t(std::floor(codes * heads / kBitBytes)), int64_t(kSides * kWidthMax * segments * heads));
   if (model) return AllocateAcrossModel(energies, bits);
@@ -265,9 +268,7 @@ absl::StatusOr<std::unique_ptr<Codec>> MakeCodec(const CodecContext& context, co
   options.new_device_codec = MakeZackHackDeviceCodec;
   PageLayout rotated = context.layout;
   rotated.dtype = DType::kFloat16;
-  hack::HackParameters codes;              // widths and ranges are each segment's own
-  codes.rotation = hack::Rotation::kNone;  // the factors rotate
-  codes.v_norm = parameters.v_norm;
+  const hack::HackParameters codes = CodeParameters(parameters.v_norm);
   std::vector<zack::HeadRotation> heads;
   std::vector<std::shared_ptr<const Codec>> inner;
   for (int layer = 0; layer < context.layers; ++layer) {

@@ -6,17 +6,16 @@
 //   zack+hack:mode=balanced,k_bits=1.5,v_bits=1,allocation=model,fold=0,v_norm=1,calibration=NAME
 //
 // mode: joint | balanced; by default what won on the calibration text. k_bits, v_bits: average bits per channel, 0..4
-// (2 and 1 where only the other is given). bytes: of a token and KV head, K and V with their metadata; 38 head_dim /
-// 64 by default. allocation: head: every layer and head gets the same; model: all share one budget, by sensitivity. By
-// default what the artifact says. fold: outputs stay rotated, for a client that folds the way back into W_O. v_norm:
-// V's norms by token are stored apart, as hack does.
+// (2 and 1 where only the other is given). bytes: of a token and KV head as stored, K and V with metadata, norms and
+// padding; 38 head_dim / 64 by default. allocation: head: every layer and head gets the same; model: all share one
+// budget, by sensitivity. By default what the artifact says. fold: outputs stay rotated, for a client that folds the
+// way back into W_O. v_norm: V's norms by token are stored apart, as hack does.
 //
 // What a budget buys: an average of b bits is round(b * head_dim / 16) bits for the segments of a head and side
 // (allocation=head; ties to even, as the reference), or round(b * head_dim / 16 * layers * kv_heads) for those of a
-// side in all layers and heads (allocation=model; in a policy, the layers that the codec serves). bytes with
-// allocation=head pays codes, steps, minima and norms, head_dim / 8 * (k_bits + v_bits) + head_dim / 16 + v_norm; the
-// tops, 8 bytes per page and head and 2 of the norms, come on top as in hack's figures. bytes with allocation=model
-// pays everything: the mean over layers and heads never exceeds it.
+// side in all layers and heads (allocation=model; in a policy, the layers that the codec serves). bytes pays codes and
+// what a record has beside them: what is stored never exceeds it, with allocation=model in the mean over layers and
+// heads.
 #pragma once
 
 #include <memory>

@@ -199,7 +199,7 @@ TEST(FinerEnds, TakeNoMoreThanTheOthersHave) {
   point.codec = "zack+hack:bytes=20,allocation=head,calibration=c";
   const auto check = [](const std::string& codec) {
     const double bytes = LeastBytes(codec);
-    return bytes < 8.125 ? InvalidField("codec parameter bytes", bytes, "8.125..136.125") : absl::OkStatus();
+    return bytes < 10 ? InvalidField("codec parameter bytes", bytes, "10..138") : absl::OkStatus();
   };
   EXPECT_EQ(FinerEnds(point, options, nullptr).size(), 6u);
   const auto policies = FinerEnds(point, options, check);
