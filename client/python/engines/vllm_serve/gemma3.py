@@ -12,19 +12,14 @@ The base model: no chat template. Of 6 layers 5 attend to a window of 512 tokens
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
 import zipfile
 
-import gguf
-import numpy
-import torch
-from safetensors.torch import save_file
+import gguf_folder
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 _PATTERN = 6  # every sixth layer attends to all tokens; GGUF does not say so
 _LOCAL_THETA = 10000.0  # of the others, nor this
 _SPACE = "\u2581"
@@ -44,22 +39,6 @@ _LAYER_TENSORS = {
     "ffn_down": "mlp.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-
-
-def tensors_of(reader: gguf.GGUFReader) -> dict[str, torch.Tensor]:
-    found = {}
-    for tensor in reader.tensors:
-        weight = gguf.dequantize(tensor.data, tensor.tensor_type).astype(numpy.float32)
-        name = tensor.name.removesuffix(".weight")
-        if name.endswith("norm"):
-            weight = weight - 1  # GGUF has the factor, Hugging Face what is added to 1
-        if name.startswith("blk."):
-            _, layer, part = name.split(".")
-            name = f"model.layers.{layer}.{_LAYER_TENSORS[part]}"
-        else:
-            name = _MODEL_TENSORS[name]
-        found[f"{name}.weight"] = torch.from_numpy(numpy.ascontiguousarray(weight)).to(torch.bfloat16)
-    return found
 
 
 def merges_of(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
@@ -83,8 +62,8 @@ def tokenizer_of(fields: dict) -> Tokenizer:
     tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
     tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)
-                                  for token, kind in zip(tokens, kinds) if kind == _CONTROL])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in zip(tokens, kinds) if kind == _USER_DEFINED])
+                                  for token, kind in zip(tokens, kinds) if kind == gguf_folder.CONTROL])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in zip(tokens, kinds) if kind == gguf_folder.USER_DEFINED])
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, fields["tokenizer.ggml.bos_token_id"])])
     return tokenizer
@@ -121,25 +100,15 @@ def config_of(fields: dict) -> dict:
 
 
 def convert_gguf(path: str, out: str) -> None:
-    reader = gguf.GGUFReader(path)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    if fields["general.architecture"] != "gemma3" or fields["tokenizer.ggml.model"] != "llama":
-        raise SystemExit(f"gemma3.py: {path} is of {fields['general.architecture']} with a {fields['tokenizer.ggml.model']} "
-                         "tokenizer, must be of gemma3 with a llama one")
+    reader, fields = gguf_folder.read(path, "gemma3", "llama")
     config, tokens = config_of(fields), fields["tokenizer.ggml.tokens"]
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": config["max_position_embeddings"],
-        **{f"{name}_token": tokens[fields[f"tokenizer.ggml.{long}_token_id"]]
-           for name, long in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))},
-        "clean_up_tokenization_spaces": False,
-    }
-    os.makedirs(out, exist_ok=True)
-    save_file(tensors_of(reader), os.path.join(out, "model.safetensors"), metadata={"format": "pt"})
-    tokenizer_of(fields).save(os.path.join(out, "tokenizer.json"))
-    for name, content in (("config.json", config), ("tokenizer_config.json", tokenizer_config)):
-        with open(os.path.join(out, name), "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    tokenizer_config = {f"{name}_token": tokens[fields[f"tokenizer.ggml.{long}_token_id"]] for name, long in names.items()}
+    # GGUF has a norm's factor, Hugging Face what is added to 1.
+    tensors = gguf_folder.tensors_of(
+        reader, _MODEL_TENSORS, _LAYER_TENSORS, lambda part, weight: weight - 1 if part.endswith("norm") else weight
+    )
+    gguf_folder.write(out, tensors, tokenizer_of(fields), config, tokenizer_config)
 
 
 def convert(out: str, *sources: str) -> str:

@@ -11,19 +11,15 @@ tokenizer; without it, the package must be installed. Needs gguf, numpy, safeten
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
 import tempfile
 import zipfile
 
-import gguf
+import gguf_folder
 import numpy
-import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-_CONTROL = 3  # tokenizer.ggml.token_type of tokens that are not text
 _MODEL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -53,22 +49,6 @@ def unpermuted(weight: numpy.ndarray, heads: int) -> numpy.ndarray:
     return weight.reshape(heads, rows // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
-def tensors_of(reader: gguf.GGUFReader, heads: int, kv_heads: int) -> dict[str, torch.Tensor]:
-    found = {}
-    for tensor in reader.tensors:
-        weight = gguf.dequantize(tensor.data, tensor.tensor_type).astype(numpy.float32)
-        name = tensor.name.removesuffix(".weight")
-        if name.startswith("blk."):
-            _, layer, part = name.split(".")
-            if part in ("attn_q", "attn_k"):
-                weight = unpermuted(weight, heads if part == "attn_q" else kv_heads)
-            name = f"model.layers.{layer}.{_LAYER_TENSORS[part]}"
-        else:
-            name = _MODEL_TENSORS[name]
-        found[f"{name}.weight"] = torch.from_numpy(numpy.ascontiguousarray(weight)).to(torch.bfloat16)
-    return found
-
-
 def tokenizer_of(fields: dict) -> Tokenizer:
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
@@ -76,21 +56,21 @@ def tokenizer_of(fields: dict) -> Tokenizer:
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = zip(tokens, fields["tokenizer.ggml.token_type"])
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == _CONTROL])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)
+                                  for token, kind in zip(tokens, fields["tokenizer.ggml.token_type"])
+                                  if kind == gguf_folder.CONTROL])
     return tokenizer
 
 
 def convert_gguf(path: str, out: str) -> None:
-    reader = gguf.GGUFReader(path)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    if fields["general.architecture"] != "llama" or fields["tokenizer.ggml.model"] != "gpt2":
-        raise SystemExit(f"smollm2.py: {path} is of {fields['general.architecture']} with a {fields['tokenizer.ggml.model']} "
-                         "tokenizer, must be of llama with a gpt2 one")
+    reader, fields = gguf_folder.read(path, "llama", "gpt2")
     tokens = fields["tokenizer.ggml.tokens"]
     bos, eos = fields["tokenizer.ggml.bos_token_id"], fields["tokenizer.ggml.eos_token_id"]
     heads, kv_heads = fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]
-    tensors = tensors_of(reader, heads, kv_heads)
+    rows = {"attn_q": heads, "attn_k": kv_heads}
+    tensors = gguf_folder.tensors_of(
+        reader, _MODEL_TENSORS, _LAYER_TENSORS, lambda part, weight: unpermuted(weight, rows[part]) if part in rows else weight
+    )
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -111,19 +91,11 @@ def convert_gguf(path: str, out: str) -> None:
         "eos_token_id": eos,
     }
     tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": fields["llama.context_length"],
         "bos_token": tokens[bos],
         "eos_token": tokens[eos],
         "chat_template": fields.get("tokenizer.chat_template"),
-        "clean_up_tokenization_spaces": False,
     }
-    os.makedirs(out, exist_ok=True)
-    save_file(tensors, os.path.join(out, "model.safetensors"), metadata={"format": "pt"})
-    tokenizer_of(fields).save(os.path.join(out, "tokenizer.json"))
-    for name, content in (("config.json", config), ("tokenizer_config.json", tokenizer_config)):
-        with open(os.path.join(out, name), "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
+    gguf_folder.write(out, tensors, tokenizer_of(fields), config, tokenizer_config)
 
 
 def convert(out: str, source: str = "") -> str:
