@@ -20,6 +20,7 @@ import kvmanager
 from fixture import MODEL, TEXT
 from kvmanager.calibrate import attention, capture, coding, models, probe, texts
 from kvmanager.evaluate import report
+from kvmanager.evaluate.grid import fewest_bytes
 from kvmanager.evaluate.measure import Measured
 from kvmanager_testing import Daemon, daemon_program, data_path
 
@@ -277,12 +278,12 @@ class Commands(unittest.TestCase):
 
     def test_a_bad_artifact_is_warned_of(self):
         out = self.folder / "bad.safetensors"
-        done = self.command("calibrate", "--text", MODEL / "calibration.txt", "--codec", "million:m=4,bits=4",
-                            "--out", out, "--windows", "2", "--window", "1024", "--check-windows", "1", "--warn-percent",
-                            "0.5", "--kvctl", self.kvctl, "--json", self.folder / "bad.json", "--quiet")
+        done = self.command("calibrate", "--text", MODEL / "calibration.txt", "--codec", "million:m=1,bits=4",
+                            "--out", out, "--windows", "2", "--window", "2048", "--check-windows", "1",
+                            "--kvctl", self.kvctl, "--json", self.folder / "bad.json", "--quiet")
         said = json.loads((self.folder / "bad.json").read_text())
-        self.assertGreater(said["held_out"]["codecs"][0]["change"], 0.005)
-        self.assertRegex(done.stderr, r"warning: this artifact measures \+\d+% on held-out windows: million:m=4,bits=4")
+        self.assertGreater(said["held_out"]["codecs"][0]["change"], 0.1)
+        self.assertRegex(done.stderr, r"warning: this artifact measures \+\d+% on held-out windows: million:m=1,bits=4")
         self.assertEqual(len(said["warnings"]), 1)
 
     def test_evaluation_of_it(self):
@@ -313,6 +314,29 @@ class Commands(unittest.TestCase):
         self.assertLessEqual(right[1], right[0])
         self.assertRegex(done.stdout, r"raw .* of 4")
 
+    def test_the_codec_of_fewest_bytes_within_a_loss_is_said(self):
+        table = self.folder / "grid.json"
+        done = self.command("evaluate", "--text", self.folder / "other.txt", "--max-loss", "0.2", "--calibration", self.artifact,
+                            "--windows", "1", "--window", "1024", "--json", table, "--quiet")
+        said = json.loads(table.read_text())
+        within = [each for each in said["codecs"] if each["change"] <= 0.002]
+        self.assertLess(len(within), len(said["codecs"]))
+        least = min(within, key=lambda each: each["token_bytes"])
+        self.assertEqual(least["codec"], said["chosen"])
+        self.assertIn(f"fewest bytes within 0.2%: {least['codec']}, ", done.stdout)
+
+    def test_codecs_that_lose_too_much_are_not_chosen(self):
+        def measured(codec, nats, size, right):
+            return Measured(codec, [nats], raw_page_bytes=64 * 256, encoded_page_bytes=64 * size,
+                            tasks={"copy": [True] * right + [False] * (10 - right)})
+
+        raw, fine, coarse = results = [measured("raw", 1, 256, 9), measured("a", 1.005, 62, 9), measured("b", 1.01, 38, 7)]
+        self.assertIs(fewest_bytes(results, raw, 0.02, None), coarse)
+        self.assertIs(fewest_bytes(results, raw, 0.02, 0.25), coarse)
+        self.assertIs(fewest_bytes(results, raw, 0.02, 0.15), fine)
+        self.assertIs(fewest_bytes(results, raw, 0.008, 1), fine)
+        self.assertIs(fewest_bytes(results, raw, 0.001, None), raw)
+
     def test_mistakes_are_named(self):
         text = MODEL / "calibration.txt"
         for options, wanted in (
@@ -326,7 +350,11 @@ class Commands(unittest.TestCase):
                  "--kvctl: '/no'"),
                 (("calibrate", "--text", text, "--codec", "zip", "--out", "/tmp/x.safetensors", "--kvctl", self.kvctl,
                   "--windows", "1"), "zip"),
-                (("evaluate", "--text", text, "--codec", "zack+hack:calibration=none"), "calibration=none")):
+                (("evaluate", "--text", text, "--codec", "zack+hack:calibration=none"), "calibration=none"),
+                (("evaluate", "--text", text), "--max-loss"),
+                (("evaluate", "--text", text, "--max-loss", "101"), "--max-loss: 101.0; must be in 0..100"),
+                (("evaluate", "--text", text, "--max-loss", "1", "--max-points", "1"), "must stand beside --tasks"),
+                (("evaluate", "--text", text, "--codec", "hack", "--calibration", "x"), "must stand beside --max-loss")):
             with self.subTest(wanted):
                 self.assertIn(wanted, self.command(*options, fails=True).stderr)
 

@@ -14,6 +14,7 @@ import kvmanager
 from kvmanager.calibrate import models, texts
 from kvmanager.calibrate.progress import Progress
 from kvmanager.evaluate import report
+from kvmanager.evaluate.grid import fewest_bytes, grid
 from kvmanager.evaluate.measure import Artifacts, Measured, logits_of, measure, pool_bytes
 from kvmanager.programs import Daemon, program
 
@@ -26,8 +27,13 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", required=True, help="folder, repository or .gguf file that transformers loads")
     add("--text", required=True, metavar="FILE", help="text to measure on, UTF-8; not one that was calibrated on")
-    add("--codec", required=True, action="append",
+    add("--codec", action="append", default=[],
         help="such as hack:k_bits=4,v_bits=3 or zack+hack:bytes=28,calibration=FILE; may be repeated")
+    add("--max-loss", type=float, default=None, metavar="PERCENT",
+        help="measure a grid of codecs, too, and say which has the fewest bytes with no more loss of perplexity than this")
+    add("--max-points", type=float, default=None, metavar="POINTS",
+        help="with --max-loss and --tasks: and loses no more of any task's percentage than this")
+    add("--calibration", default="", metavar="FILE", help="with --max-loss: an artifact, for zack+hack in the grid")
     add("--calibration-dir", default="", metavar="DIR", help="where calibration=NAME is; a path needs none")
     add("--windows", type=int, default=4, help="at equal distances in the text (4)")
     add("--window", type=int, default=2048, help="tokens of a window (2048)")
@@ -50,6 +56,16 @@ def arguments() -> argparse.Namespace:
     for option, value in (("--windows", args.windows), ("--prompts", args.prompts), ("--cases", args.cases)):
         if value < 1:
             parser.error(f"{option}: {value}; must be at least 1")
+    if not args.codec and args.max_loss is None:
+        parser.error("--codec: absent; must be given, or --max-loss, which measures a grid of codecs")
+    for option, value in (("--max-points", args.max_points), ("--calibration", args.calibration or None)):
+        if value is not None and args.max_loss is None:
+            parser.error(f"{option}: {value}; must stand beside --max-loss")
+    if args.max_points is not None and not args.tasks:
+        parser.error(f"--max-points: {args.max_points}; must stand beside --tasks")
+    for option, value in (("--max-loss", args.max_loss), ("--max-points", args.max_points)):
+        if value is not None and not 0 <= value <= 100:
+            parser.error(f"{option}: {value}; must be in 0..100")
     if args.window < 2:
         parser.error(f"--window: {args.window}; must be at least 2")
     args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
@@ -82,7 +98,8 @@ def run(args: argparse.Namespace) -> tuple[list[Measured], dict[str, Any]]:
     prompts = _make_prompts(tokenizer, args, before) if args.tasks else {}
     geometry = models.geometry_of(model)
     longest = max([args.window, *(len(prompt.ids) for each in prompts.values() for prompt in each)])
-    codecs = list(dict.fromkeys(["raw", *args.codec]))
+    searched = grid(args.calibration, geometry.head_dim) if args.max_loss is not None else []
+    codecs = list(dict.fromkeys(["raw", *args.codec, *searched]))
     with contextlib.ExitStack() as stack:
         specs = {codec: codec for codec in codecs}
         calibration_dir = args.calibration_dir
@@ -130,6 +147,13 @@ def main() -> int:
     print(report.table(results, raw))
     print(f"{settings['windows']} windows of {args.window} tokens, lag {args.lag_pages}; bytes per token and KV head, K and "
           "V, of encoded pages, and of a context whose sinks are raw")
+    if args.max_loss is not None:
+        points = None if args.max_points is None else args.max_points / 100
+        chosen = fewest_bytes(results, raw, args.max_loss / 100, points)
+        within = f"within {args.max_loss:g}%" + ("" if points is None else f" and {args.max_points:g} points")
+        settings["chosen"] = chosen.codec
+        print(f"fewest bytes {within}: {chosen.codec}, {chosen.token_bytes:.1f} bytes, {100 * chosen.change(raw):+.2f}%"
+              if chosen is not raw else f"fewest bytes {within}: raw; no codec of the grid keeps so much")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(report.as_json(results, raw, settings), file, indent=2)
