@@ -22,8 +22,7 @@ namespace kvmanager::testing {
 namespace {
 
 constexpr int kInvalid = 3, kNotFound = 5, kPrecondition = 9;
-// Without sinks: their encoding is given up a moment after their page is full, which would look like a change.
-const client::CacheOptions kShape = SmallCache("hack:k_bits=3,v_bits=2;sinks=0", 1);
+const client::CacheOptions kShape = SmallCache("hack:k_bits=3,v_bits=2", 1);
 
 class BadRequestTest : public ::testing::Test {
  public:
@@ -40,6 +39,11 @@ class BadRequestTest : public ::testing::Test {
     sequence_ = CreateSequence(cache_, &sequence_id_);
     ASSERT_EQ(Append(cache_, sequence_id_, 0, 0, 100).getCode(), 0);
     ASSERT_EQ(Append(cache_, sequence_id_, 1, 0, 100).getCode(), 0);
+    // The full page of each layer is a sink: its encoding is given up a moment later, which would look like a change.
+    EXPECT_TRUE(Eventually([this] {
+      const auto page = Scrape(*daemon_);
+      return page.ok() && page->Sum("kvmanager_sink_pages_total") == 2;
+    }));
   }
   void TearDown() override {
     sequence_ = nullptr;
