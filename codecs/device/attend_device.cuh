@@ -156,6 +156,17 @@ struct WarpState {
       for (int i = 0; i < 4; ++i) acc[s][i] *= factor[i & 1];
     }
   }
+  /// Its maxima become the largest of columns, where that is more.
+  __device__ __forceinline__ void Raise(const float (&tops)[2]) {
+    float factor[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float next = fmaxf(max[h], MaxOfColumn(tops[h]));
+      factor[h] = Exp2(max[h] - next);
+      max[h] = next, sum[h] *= factor[h];
+    }
+    Scale(factor);
+  }
 };
 
 /// For a row of floats whose largest is given: times `up` it fits float16 with few bits lost, the largest becoming 2^14

@@ -226,6 +226,7 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
       AddSegment(record, s, scale, state);
     }
     TakeCodes();
+    FenceForCopies();  // of what was staged
   }
 
   template <bool kAdd>
@@ -353,45 +354,52 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
     const uint32_t norms = params.v_norms ? two : 0x0101;
     *reinterpret_cast<float2*>(record + kStagedNorms + 8 * lane) =
         make_float2(bytes.Unsigned(norms, 0), bytes.Unsigned(norms, 1));
-    FenceForCopies();
     __syncwarp();
   }
 
+  /// The largest of this lane's scores of row 2t + h.
+  __device__ __forceinline__ float TopOfLane(const float (&p)[4][4], int h) const {
+    float top;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      // Integers: tiles that are scaled up have multiples of their factor.
+      float here = fmaxf(p[i][h], p[i][2 + h]), next = fmaxf(p[i + 1][h], p[i + 1][2 + h]);
+      if constexpr (kKBits != 2) {
+        here = (fmaxf(here, next) - kMagic) * Codes<kKBits>::KeyScale(i);
+      } else {
+        here = fmaxf((here - kMagic) * Codes<kKBits>::KeyScale(i), (next - kMagic) * Codes<kKBits>::KeyScale(i + 1));
+      }
+      top = i == 0 ? here : fmaxf(top, here);
+    }
+    return fmaf(top, unit[h], base[h]);
+  }
   /// Softmax: P times V's norms in codes, against the largest of the page.
   __device__ __forceinline__ void Probabilities(const uint8_t* record, float (&p)[4][4], WarpState<kHeadDim>& state) {
-    constexpr float kLog2Of255 = 7.99435344f;
     const float2* const norms = reinterpret_cast<const float2*>(record + kStagedNorms) + threadIdx.x % 32 / 4;
-    float alpha[2], largest[2];
+    const float tops[2] = {TopOfLane(p, 0), TopOfLane(p, 1)};
+    if (__any_sync(kAllLanes, tops[0] > state.max[0] + Fold::kSlack || tops[1] > state.max[1] + Fold::kSlack)) {
+      state.Raise(tops);
+    }
+    float largest[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // An integer: tiles that are scaled up have multiples of their factor.
-      float top = fmaxf(p[0][h], p[0][2 + h]) - kMagic;
-#pragma unroll
-      for (int i = 1; i < 4; ++i) top = fmaxf(top, (fmaxf(p[i][h], p[i][2 + h]) - kMagic) * Codes<kKBits>::KeyScale(i));
-      top = MaxOfColumn(top);
-      const float page_max = fmaf(top, unit[h], base[h]), next = fmaxf(state.max[h], page_max);
-      alpha[h] = Exp2(state.max[h] - next);
-      weight[h] = Exp2(page_max - next) * (1 / 255.f);
-      state.max[h] = next;
+      const float origin = base[h] - state.max[h];
       float sum;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 norm = norms[8 * i];
-        // Differences from the top are exact: what is left of their scale is one rounding.
-        const float origin = kMagic + top * (1 / Codes<kKBits>::KeyScale(i)),
-                    step = unit[h] * Codes<kKBits>::KeyScale(i);
-        p[i][h] = Exp2(fmaf(p[i][h] - origin, step, kLog2Of255));
-        p[i][2 + h] = Exp2(fmaf(p[i][2 + h] - origin, step, kLog2Of255));
+        const float step = unit[h] * Codes<kKBits>::KeyScale(i);
+        p[i][h] = Exp2(fmaf(p[i][h] - kMagic, step, origin));
+        p[i][2 + h] = Exp2(fmaf(p[i][2 + h] - kMagic, step, origin));
         sum = i == 0 ? p[i][h] + p[i][2 + h] : sum + (p[i][h] + p[i][2 + h]);
         p[i][h] *= norm.x, p[i][2 + h] *= norm.y;
         const float both = fmaxf(p[i][h], p[i][2 + h]);
         largest[h] = i == 0 ? both : fmaxf(largest[h], both);
       }
-      state.sum[h] = fmaf(state.sum[h], alpha[h], weight[h] * sum);
-      largest[h] = fmaxf(MaxOfColumn(largest[h]) * (1 / 255.f), kNegligible);
+      state.sum[h] += sum;
+      weight[h] = fmaxf(MaxOfColumn(largest[h]) * (1 / 255.f), kNegligible);
     }
-    const float inverse[2] = {Fold::Inverse(largest[0]), Fold::Inverse(largest[1])};
-    weight[0] *= largest[0], weight[1] *= largest[1];
+    const float inverse[2] = {Fold::Inverse(weight[0]), Fold::Inverse(weight[1])};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t code[4];
@@ -399,7 +407,6 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
       for (int j = 0; j < 4; ++j) code[j] = AsBits(fmaf(p[i][j], inverse[j % 2], kMagic));
       p_codes[i] = Transpose8x8(LowBytes(code[0], code[2], code[1], code[3]));
     }
-    state.Scale(alpha);
   }
 
   /// What an integer sum of P's codes and V's counts, and the minima, by row.
@@ -443,7 +450,7 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
     int a[4], b[4];
     MultiplyBytes<kKind>(a, z[0], z[1], p_codes[0], p_codes[1], magic);
     MultiplyBytes<kKind>(b, z[2], z[3], p_codes[2], p_codes[3], magic);
-    const float4 meta = *reinterpret_cast<const float4*>(record + 128 * s + 16 * g);
+    const float4 meta = *reinterpret_cast<const float4*>(record + Fold::kStagedSegment * s + Fold::StagedAt(g));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float step = r == 0 ? meta.x : meta.y, least = r == 0 ? meta.z : meta.w;

@@ -50,6 +50,10 @@ struct StepFold {
   static constexpr int kMagicBits = 0x4b400000;
   static constexpr float kNegligible = 0x1p-100f;  // hack_reference.h
 
+  // The maximum of a state is that of an earlier page, and scores may be larger by as much as fp32 does not mind: a page
+  // asks its lanes alone then, not whole columns of scores.
+  static constexpr float kSlack = 24;
+
   // Of channels 4 * lane .. 4 * lane + 3, which are word j = lane % 4 of segment lane / 4.
   float q[kRows][4];
   ByteFloats bytes;
@@ -130,9 +134,14 @@ struct StepFold {
   }
   static __device__ __forceinline__ constexpr int LaneOfSum(int row) { return row * (32 / kRows); }
 
-  // Steps and minima of V's channels as floats, so that each is converted once by one lane, not by all that need it: of
-  // channels 2 i and 2 i + 1 the steps, then the minima. The caller synchronises the warp before and behind.
-  static constexpr int kStagedBytes = 8 * kHeadDim;
+  // Steps and minima of V's channels as floats, so that each is converted once by one lane, not by all that need it:
+  // four floats of channels 2 i and 2 i + 1, the steps and then the minima, stand together; those of odd i behind those
+  // of even i, so that lanes meet in no bank. The caller synchronises the warp before and behind.
+  static constexpr int kStagedOdd = 4 * kHeadDim + 64;
+  static constexpr int kStagedBytes = kStagedOdd + 4 * kHeadDim;
+  static constexpr int kStagedSegment = 64;  // from one segment's to the next one's
+  /// Of channels 2 g and 2 g + 1 of a segment, from its own.
+  static __device__ __forceinline__ int StagedAt(int g) { return (g % 2 != 0 ? kStagedOdd : 0) + g / 2 * 16; }
   __device__ __forceinline__ void StageMeta(const uint8_t* steps_at, const uint8_t* minima_at, uint8_t* to) const {
     const int lane = threadIdx.x % 32;
     if (!HasChannels(lane)) return;
@@ -140,7 +149,7 @@ struct StepFold {
     const uint32_t minima = reinterpret_cast<const uint32_t*>(minima_at)[lane] ^ 0x80808080u;
 #pragma unroll
     for (int j = 0; j < 4; j += 2) {
-      reinterpret_cast<float4*>(to)[2 * lane + j / 2] =
+      reinterpret_cast<float4*>(to + (j == 0 ? 0 : kStagedOdd))[lane] =
           make_float4(bytes.Unsigned(steps, j), bytes.Unsigned(steps, j + 1), bytes.Flipped(minima, j),
                       bytes.Flipped(minima, j + 1));
     }

@@ -12,7 +12,8 @@ namespace kvmanager::zack_hack {
 /// read of K makes room for what attention makes of V's metadata.
 constexpr uint32_t RoomOf(const ZackHackHead& head, int head_dim) {
   const uint32_t k_bytes = 128 * SumOfWidths(head.widths[0]) + 16 + 2 * uint32_t(head_dim);
-  return head.bytes + (k_bytes >= 8 * uint32_t(head_dim) ? 0 : 8 * uint32_t(head_dim));
+  const uint32_t staged = 8 * uint32_t(head_dim) + 64;  // StepFold::kStagedBytes
+  return head.bytes + (k_bytes >= staged ? 0 : staged);
 }
 
 /// For pages of 64 tokens whose heads need at most `record_bytes` of room, with or without V's norms;

@@ -97,7 +97,6 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
     float scores[kTiles][4];
     IntegerScores(record, scores);
     this->StageMeta(record + v_tops + 16, record + v_tops + 16 + kHeadDim, record + staged);
-    FenceForCopies();
     __syncwarp();
     Probabilities(params, record, scores, state);
   }
@@ -108,6 +107,7 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
     Steps(next, fold);
     AddOutputs(record, scale, state);
     this->CodeProducts(params, next + k_tops, fold, scratch, unit, base);
+    FenceForCopies();  // of what was staged
     __syncwarp();
   }
 
@@ -268,15 +268,26 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
     __syncwarp();  // q may be overwritten now
   }
 
-  /// Softmax: P in codes against the page's largest score.
+  /// The largest of the lane's rows, over all lanes that have them.
+  static __device__ __forceinline__ float MaxOfRows(float x) {
+    if constexpr (kHalves == 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
+    return MaxOfColumn(x);
+  }
+  /// Maxima become the largest of rows, where that is more.
+  static __device__ __forceinline__ void Raise(const float (&tops)[2], State& state) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float next = fmaxf(state.max[h], MaxOfRows(tops[h])), factor = Exp2(state.max[h] - next);
+      state.max[h] = next, state.sum[h] *= factor;
+#pragma unroll
+      for (int s = 0; s < kOwnSegments; ++s) state.acc[s][h] *= factor, state.acc[s][2 + h] *= factor;
+    }
+  }
+  /// Softmax: P times V's norms in codes, against the largest of the page.
   __device__ __forceinline__ void Probabilities(const AttendParams& params, const uint8_t* record,
                                                 float (&p)[kTiles][4], State& state) {
-    constexpr float kLog2Of255 = 7.99435344f;
     // Of tile i of this lane.
     const auto scale_of = [](int i) { return kHalves == 2 ? (Upper() ? kHigh : 1.f) : HalfByteCodes::Scale(i); };
-    const auto inverse_of = [](int i) {
-      return kHalves == 2 ? (Upper() ? 1 / kHigh : 1.f) : 1 / HalfByteCodes::Scale(i);
-    };
     // Norms of this lane's tokens.
     const uint8_t* const norms_at =
         record + v_tops + 16 + 2 * kHeadDim + (Upper() ? 32 : 0) + 2 * (threadIdx.x % 32 / 4);
@@ -287,42 +298,41 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
       const uint32_t two = params.v_norms ? stored : 0x0101;
       norms[i][0] = bytes.Unsigned(two, 0), norms[i][1] = bytes.Unsigned(two, 1);
     }
-    float alpha[2], largest[2];
+    float tops[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       // An integer: tiles that are scaled up have multiples of their factor.
       float top = fmaxf(fmaxf(p[0][h], p[0][2 + h]), fmaxf(p[1][h], p[1][2 + h]));
       top = (top - kMagic) * scale_of(0);
-      if constexpr (kHalves == 2) {
-        top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
-      } else {
+      if constexpr (kHalves == 1) {
         const float other =
             fmaxf(fmaxf(p[2 % kTiles][h], p[2 % kTiles][2 + h]), fmaxf(p[3 % kTiles][h], p[3 % kTiles][2 + h]));
         top = fmaxf(top, (other - kMagic) * kHigh);
       }
-      top = MaxOfColumn(top);
-      const float page_max = fmaf(top, unit[h], base[h]), next = fmaxf(state.max[h], page_max);
-      alpha[h] = Exp2(state.max[h] - next);
-      weight[h] = Exp2(page_max - next) * (1 / 255.f);
-      state.max[h] = next;
+      tops[h] = fmaf(top, unit[h], base[h]);
+    }
+    if (__any_sync(kAllLanes, tops[0] > state.max[0] + Fold::kSlack || tops[1] > state.max[1] + Fold::kSlack)) {
+      Raise(tops, state);
+    }
+    float largest[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float origin = base[h] - state.max[h];
       float sum;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        // Differences from the top are exact: what is left of their scale is one rounding.
-        const float origin = fmaf(top, inverse_of(i), kMagic), step = unit[h] * scale_of(i);
-        p[i][h] = Exp2(fmaf(p[i][h] - origin, step, kLog2Of255));
-        p[i][2 + h] = Exp2(fmaf(p[i][2 + h] - origin, step, kLog2Of255));
+        const float step = unit[h] * scale_of(i);
+        p[i][h] = Exp2(fmaf(p[i][h] - kMagic, step, origin));
+        p[i][2 + h] = Exp2(fmaf(p[i][2 + h] - kMagic, step, origin));
         sum = i == 0 ? p[i][h] + p[i][2 + h] : sum + (p[i][h] + p[i][2 + h]);
         p[i][h] *= norms[i][0], p[i][2 + h] *= norms[i][1];
         const float both = fmaxf(p[i][h], p[i][2 + h]);
         largest[h] = i == 0 ? both : fmaxf(largest[h], both);
       }
-      state.sum[h] = fmaf(state.sum[h], alpha[h], weight[h] * sum);
-      if constexpr (kHalves == 2) largest[h] = fmaxf(largest[h], __shfl_xor_sync(kAllLanes, largest[h], 2));
-      largest[h] = fmaxf(MaxOfColumn(largest[h]) * (1 / 255.f), kNegligible);
+      state.sum[h] += sum;
+      weight[h] = fmaxf(MaxOfRows(largest[h]) * (1 / 255.f), kNegligible);
     }
-    const float inverse[2] = {Fold::Inverse(largest[0]), Fold::Inverse(largest[1])};
-    weight[0] *= largest[0], weight[1] *= largest[1];
+    const float inverse[2] = {Fold::Inverse(weight[0]), Fold::Inverse(weight[1])};
     uint32_t words[kTiles];
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
@@ -342,12 +352,6 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) p_codes[0][i] = words[i % kTiles];
-    }
-    if (!__any_sync(kAllLanes, alpha[0] != 1.f || alpha[1] != 1.f)) return;
-#pragma unroll
-    for (int s = 0; s < kOwnSegments; ++s) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) state.acc[s][i] *= alpha[i & 1];
     }
   }
 
@@ -405,7 +409,7 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
     PairMeta out;
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {
-      out.own[own] = *reinterpret_cast<const float4*>(meta + 256 * p + 128 * own);
+      out.own[own] = *reinterpret_cast<const float4*>(meta + Fold::kStagedSegment * (2 * p + own));
     }
     return out;
   }
@@ -440,7 +444,7 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
   }
   __device__ __forceinline__ void AddOutputs(const uint8_t* record, const OutputScale& out, State& state) const {
     // Of the lane's own segment of a pair, and its channels 2 g and 2 g + 1.
-    const uint8_t* const meta_at = record + staged + (Upper() ? 128 : 0) + 16 * (threadIdx.x % 32 / 4);
+    const uint8_t* const meta_at = record + staged + (Upper() ? Fold::kStagedSegment : 0) + Fold::StagedAt(threadIdx.x % 32 / 4);
     const auto known = [&](auto of) {
       constexpr uint32_t kWidths = decltype(of)::value;
       const uint8_t* const codes = record + VCodes();
