@@ -20,7 +20,8 @@
 //   Or, instead of PageOf and Load, and in one piece: Lead, what a warp keeps of an item that it loads: Open(params,
 //   item), PageOf(unit), Load(page, unit, to, barrier).
 //
-//   Begin(params, item, scratch): reads the tile's q; scratch has kScratchBytes for this warp, 16-byte aligned.
+//   Begin(params, item, scratch): reads the tile's q; scratch has kScratchBytes for this warp, 16-byte aligned. With
+//   kSharesQueries it is given the block's RotatedQueries and the tile's number, too.
 //
 //   Attend<piece>(params, item, unit, bytes, state): adds to a WarpState in the form's own order of channels.
 //
@@ -28,8 +29,8 @@
 //   Scores(params, bytes, state) and Outputs(params, bytes, next, state), which prepares the next unit's bytes
 //   meanwhile (its own again where there is none).
 //
-//   Open(state), Close(state): from the plain order of channels to its own, and back; Store<add>(state, to): acc as
-//   [kRows][kHeadDim], in place of what is there or added to it.
+//   Open(state, params), Close(state, params): from the plain order of channels to its own, and back;
+//   Store<add>(state, to): acc as [kRows][kHeadDim], in place of what is there or added to it.
 //
 //   With kApart its outputs stand in a space of their own (attend_apart.cuh, attend_kernel.cuh): Open and Close concern
 //   sums and maxima alone, and acc is empty then; ClearUnused(state), with kPrepares, says which of acc it has no use
@@ -202,8 +203,8 @@ __device__ __forceinline__ size_t RowOf(const AttendParams& p, const AttendItem&
 
 // ---- the end of a tile ----
 
-/// In what a warp's acc of a tile is, where forms may be rotated (attend_kernel.cuh); a warp that saw nothing has none.
-enum StateSpace : uint8_t { kNoSpace = 0, kPlainSpace = 1, kRotatedSpace = 2 };
+/// In what a warp's acc of a tile is, where forms may be rotated (attend_kernel.cuh).
+enum StateSpace : uint8_t { kPlainSpace = 0, kRotatedSpace = 1 };
 
 /// Where a block's warps leave their states of a tile.
 template <int kHeadDim, int kWarps, int kRows>
@@ -212,6 +213,35 @@ struct TileStates {
   float2 state[kWarps][kRows];  // maximum and sum
   alignas(16) StateSpace space[(kWarps + 15) / 16 * 16];
 };
+
+/// Where a tile's q stands rotated, once one of the block's warps did it: no warp is two tiles ahead of another, since
+/// it waited for the merging of the tile between.
+template <int kHeadDim, int kRows>
+struct RotatedQueries {
+  alignas(16) float q[2][kRows][kHeadDim];
+  uint32_t claimed[2], ready[2];  // by a tile's parity: tiles, counted from 1
+
+  __device__ __forceinline__ void Init() {
+    if (threadIdx.x < 2) claimed[threadIdx.x] = ready[threadIdx.x] = 0;
+  }
+  /// Whether this warp is the first to ask for the tile: it writes it then, and says so with Publish.
+  __device__ __forceinline__ bool Claim(uint32_t tile) {
+    uint32_t before = 0;
+    if (threadIdx.x % 32 == 0) before = atomicMax(&claimed[tile % 2], tile + 1);
+    return __shfl_sync(kAllLanes, before, 0) != tile + 1;
+  }
+  __device__ __forceinline__ void Publish(uint32_t tile) {
+    __threadfence_block();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) *const_cast<volatile uint32_t*>(&ready[tile % 2]) = tile + 1;
+  }
+  __device__ __forceinline__ void Wait(uint32_t tile) const {
+    while (*const_cast<const volatile uint32_t*>(&ready[tile % 2]) != tile + 1) continue;
+    __threadfence_block();
+    __syncwarp();
+  }
+};
+struct NothingRotated {};
 
 /// Four channels of a row of a tile, on their way to the output.
 struct RowPart {
@@ -270,7 +300,7 @@ __device__ __forceinline__ float4 RotateRow(const float4& x) {
 
 /// Merges what the block's warps left of a tile: the tile's output, or this block's part, and, if that is the last of
 /// the tile's parts to come, the output from all of them. The `index`-th of kMergers warps has the index-th rows.
-/// kMayRotate: memory.space says which are rotated.
+/// kMayRotate: memory.space says which states are rotated.
 template <bool kMayRotate = false, int kHeadDim, int kWarps, int kRows>
 __device__ __forceinline__ void MergeTile(const AttendParams& p, const AttendItem& item, int index,
                                           const TileStates<kHeadDim, kWarps, kRows>& memory) {
@@ -282,29 +312,27 @@ __device__ __forceinline__ void MergeTile(const AttendParams& p, const AttendIte
   RowPart part;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) part.max = fmaxf(part.max, memory.state[w][row].x);
-  // A warp that saw nothing has a maximum of minus infinity, and zeros.
-  const auto add = [&](int w, bool wanted) {
+  RowPart rotated;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    // A warp that saw nothing has a maximum of minus infinity, and zeros.
     const float2 one = memory.state[w][row];
-    part.Add(wanted ? Exp2(one.x - part.max) : 0.f, one.y,
-             *reinterpret_cast<const float4*>(&memory.acc[w][row][channel]));
-  };
+    const float factor = Exp2(one.x - part.max);
+    const float4 v = *reinterpret_cast<const float4*>(&memory.acc[w][row][channel]);
+    if constexpr (kMayRotate) {
+      const float turned = memory.space[w] == kRotatedSpace ? factor : 0.f;
+      rotated.Add(turned, 0, v);
+      part.Add(factor - turned, 0, v);
+      part.sum += factor * one.y;
+    } else {
+      part.Add(factor, one.y, v);
+    }
+  }
   if constexpr (kMayRotate) {
-    uint32_t spaces = 0;
-#pragma unroll
-    for (int i = 0; i < (kWarps + 3) / 4; ++i) spaces |= reinterpret_cast<const uint32_t*>(memory.space)[i];
-    const bool rotated = (spaces & kRotatedSpace * 0x01010101u) != 0, plain = (spaces & kPlainSpace * 0x01010101u) != 0;
-    if (rotated) {
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) add(w, !plain || memory.space[w] == kRotatedSpace);
-      part.acc = RotateRow<kHeadDim>(part.acc);
+    if (p.rotates) {
+      const float4 v = RotateRow<kHeadDim>(rotated.acc);
+      part.acc.x += v.x, part.acc.y += v.y, part.acc.z += v.z, part.acc.w += v.w;
     }
-    if (plain) {
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) add(w, !rotated || memory.space[w] == kPlainSpace);
-    }
-  } else {
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) add(w, true);
   }
   if (works) {
     if (item.parts == 1) {

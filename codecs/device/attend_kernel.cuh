@@ -24,6 +24,13 @@ constexpr bool MayRotate() {
   return false;
 }
 
+/// Whether a tile's q is rotated by one of a block's warps for all.
+template <class Encoded>
+constexpr bool SharesQueries() {
+  if constexpr (requires { Encoded::kSharesQueries; }) return Encoded::kSharesQueries;
+  return false;
+}
+
 template <class Raw, class Encoded, int kWarps, int kStages>
 struct AttendMemory {
   static constexpr int kPieceBytes = Raw::kPieceBytes > Encoded::kPieceBytes ? Raw::kPieceBytes : Encoded::kPieceBytes;
@@ -32,6 +39,8 @@ struct AttendMemory {
   TileStates<Encoded::kHeadDim, kWarps, Encoded::kRows> states;
   std::conditional_t<StandsApart<Encoded>(), ParkedStates<Encoded::kHeadDim, kWarps, Encoded::kRows>, NothingParked>
       parked;
+  std::conditional_t<SharesQueries<Encoded>(), RotatedQueries<Encoded::kHeadDim, Encoded::kRows>, NothingRotated>
+      queries;
   alignas(8) uint64_t left;    // barrier: all warps left their states
   alignas(8) uint64_t merged;  // barrier: they were merged
   alignas(8) uint64_t barriers[kWarps][kStages];
@@ -147,7 +156,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
   const Barrier left{SharedAddress(&memory->left)}, merged{SharedAddress(&memory->merged)};
   if (lane < kStages) Barrier{barriers + 8 * lane}.Init(32);
   if (threadIdx.x == 0) left.Init(kWarps * 32), merged.Init(Memory::kMergers * 32);
-  if (threadIdx.x < sizeof memory->states.space) memory->states.space[threadIdx.x] = kNoSpace;
+  if constexpr (SharesQueries<Encoded>()) memory->queries.Init();
   __syncthreads();
 
   AttendItem& item = memory->items[warp][0];
@@ -198,14 +207,15 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
     int unit = FirstUnit<kWarps>(begun);
     begun += units;
     if (unit >= units) return;
-    pages.Begin(p, item, memory->scratch[warp]);
+    if constexpr (SharesQueries<Pages>()) {
+      pages.Begin(p, item, memory->scratch[warp], memory->queries, tile);
+    } else {
+      pages.Begin(p, item, memory->scratch[warp]);
+    }
     if constexpr (Pages::kPrepares) {
       if (!empty && plain) {
         park();
-        Pages::Open(state);
-        if constexpr (MayRotate<Pages>()) {
-          if (p.rotates) Pages::Rotate(state);
-        }
+        Pages::Open(state, p);
       }
       if constexpr (kApart) Pages::ClearUnused(state);
       plain = false;
@@ -229,12 +239,9 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
       if (!empty && plain != kPlain) {
         park();
         if constexpr (kPlain) {
-          if constexpr (MayRotate<Encoded>()) {
-            if (p.rotates) Encoded::Rotate(state);
-          }
-          Encoded::Close(state);
+          Encoded::Close(state, p);
         } else {
-          Pages::Open(state);
+          Pages::Open(state, p);
         }
       }
       plain = kPlain;
@@ -267,7 +274,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
         if (!parked_raw) ParkNothing(memory->states.acc[warp], memory->parked.max[0][warp]);
         if (!parked_encoded) ParkNothing(memory->parked.acc[warp], memory->parked.max[1][warp]);
         parked_raw = parked_encoded = false;
-        if (!plain) Encoded::Close(state);
+        if (!plain) Encoded::Close(state, p);
         LeaveSums(state, memory->states);
       } else {
         if (tile > 0) merged.Wait((tile - 1) % 2);
@@ -275,8 +282,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
         float* const to = &memory->states.acc[warp][0][0];
         plain ? Raw::template Store<false>(state, to) : Encoded::template Store<false>(state, to);
         if constexpr (MayRotate<Encoded>()) {
-          const bool rotated = !plain && p.rotates;
-          if (lane == 0) memory->states.space[warp] = empty ? kNoSpace : rotated ? kRotatedSpace : kPlainSpace;
+          if (lane == 0) memory->states.space[warp] = !plain && p.rotates ? kRotatedSpace : kPlainSpace;
         }
       }
       left.Arrive();

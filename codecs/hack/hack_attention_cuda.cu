@@ -17,8 +17,9 @@ struct HackAttend {
   // As many as registers (more rows take more) and shared memory hold: each has a record that it reads, one on its way,
   // and a state to leave.
   static constexpr int WarpsFor(int rows) {
-    const int bytes = kStages * std::max(kRecordBytes, 32 * kHeadDim) + rows * (kHeadDim * 5 + 8) + 160;
-    return std::min(rows <= 4 ? 16 : 12, 226 * 1024 / bytes);
+    const int bytes = kStages * std::max(kRecordBytes, 32 * kHeadDim) + rows * (kHeadDim * 5 + 8) + 96;
+    const int of_all = rows <= 4 ? 2 * rows * kHeadDim * 4 + 256 : 256;
+    return std::min(rows <= 4 ? 16 : 12, (227 * 1024 - of_all) / bytes);
   }
   template <int kRows>
   using Kernel = device::Attend<device::RawPages<kHeadDim, kRows>, device::HackPages<kHeadDim, kKBits, kVBits, kRows>,

@@ -164,7 +164,8 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
 
   static constexpr int kScratchBytes = kRows * kHeadDim;  // the folded q: words [row][j][segment]
 
-  static constexpr bool kPrepares = true, kMayRotate = true;
+  // With more rows a tile's q would take the place of a warp's records.
+  static constexpr bool kPrepares = true, kMayRotate = true, kSharesQueries = kRows == 4;
 
   uint32_t* scratch;
   // Of the unit that was prepared: q times K's steps as B fragments; of rows 2t and 2t + 1, score = unit * integer +
@@ -187,20 +188,36 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
   }
 
   __device__ __forceinline__ void Begin(const AttendParams& params, const AttendItem& item, uint8_t* space) {
-    const int lane = threadIdx.x % 32;
     scratch = reinterpret_cast<uint32_t*>(space);
     bytes.Init(scratch);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      uint2 four = make_uint2(0, 0);
-      if (r < item.rows && Fold::HasChannels(lane)) {
-        four = reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(params.q) +
-                                              RowOf(params, item, r) * kHeadDim)[lane];
-      }
-      const float2 a = ToFloats(four.x, params.bfloat16), b = ToFloats(four.y, params.bfloat16);
-      this->q[r][0] = a.x, this->q[r][1] = a.y, this->q[r][2] = b.x, this->q[r][3] = b.y;
-    }
+    TakeQueries(params, item);
     if (params.rotates) Fold::RotateRows(this->q);
+  }
+  /// With kSharesQueries.
+  __device__ __forceinline__ void Begin(const AttendParams& params, const AttendItem& item, uint8_t* space,
+                                        RotatedQueries<kHeadDim, kRows>& queries, uint32_t tile) {
+    scratch = reinterpret_cast<uint32_t*>(space);
+    bytes.Init(scratch);
+    if (!params.rotates) return TakeQueries(params, item);
+    const int lane = threadIdx.x % 32;
+    const auto shared = [&](int r) { return reinterpret_cast<float4*>(queries.q[tile % 2][r]) + lane; };
+    if (queries.Claim(tile)) {
+      TakeQueries(params, item);
+      Fold::RotateRows(this->q);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (!Fold::HasChannels(lane)) continue;
+        *shared(r) = make_float4(this->q[r][0], this->q[r][1], this->q[r][2], this->q[r][3]);
+      }
+      queries.Publish(tile);
+    } else {
+      queries.Wait(tile);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const float4 four = Fold::HasChannels(lane) ? *shared(r) : make_float4(0, 0, 0, 0);
+        this->q[r][0] = four.x, this->q[r][1] = four.y, this->q[r][2] = four.z, this->q[r][3] = four.w;
+      }
+    }
   }
 
   __device__ __forceinline__ void Prepare(const AttendParams& params, const uint8_t* record) {
@@ -242,69 +259,94 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
       }
     }
   }
-  // Rows g and g + 8 are the segment's channels 2g and 2g + 1; in the plain order channel c is in lanes of g = c % 8.
-  static __device__ __forceinline__ void Open(WarpState<kHeadDim>& state) {
-    const int lane = threadIdx.x % 32, t = lane % 4, g = lane / 4;
-    const int even = 2 * g % 8 * 4 + t, odd = even + 4;
+  // Rows g and g + 8 are the segment's channels 2g and 2g + 1; in the plain order they are g and g + 8. Where pages are
+  // rotated, acc is times the normalised Walsh-Hadamard matrix, too.
+  static __device__ __forceinline__ void Open(WarpState<kHeadDim>& state, const AttendParams& params) {
+    Reorder<true>(state, params.rotates);
+  }
+  static __device__ __forceinline__ void Close(WarpState<kHeadDim>& state, const AttendParams& params) {
+    Reorder<false>(state, params.rotates);
+  }
+
+ private:
+  __device__ __forceinline__ void TakeQueries(const AttendParams& params, const AttendItem& item) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int s = 0; s < kSegments; ++s) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float low = state.acc[s][h], high = state.acc[s][2 + h];  // channels g and g + 8
-        const float a = __shfl_sync(kAllLanes, low, even), b = __shfl_sync(kAllLanes, high, even);
-        const float c = __shfl_sync(kAllLanes, low, odd), d = __shfl_sync(kAllLanes, high, odd);
-        state.acc[s][h] = g < 4 ? a : b, state.acc[s][2 + h] = g < 4 ? c : d;
+    for (int r = 0; r < kRows; ++r) {
+      uint2 four = make_uint2(0, 0);
+      if (r < item.rows && Fold::HasChannels(lane)) {
+        four = reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(params.q) +
+                                              RowOf(params, item, r) * kHeadDim)[lane];
       }
+      const float2 a = ToFloats(four.x, params.bfloat16), b = ToFloats(four.y, params.bfloat16);
+      this->q[r][0] = a.x, this->q[r][1] = a.y, this->q[r][2] = b.x, this->q[r][3] = b.y;
     }
   }
-  /// acc times the normalised Walsh-Hadamard matrix, in its own order: channel 16 s + 2 g + r.
-  static __device__ __forceinline__ void Rotate(WarpState<kHeadDim>& state) {
+
+  /// The bits of a channel's number within its segment go round by one: in the plain order the row of a fragment, r, is
+  /// the highest, and g the others; in this form's own order r is the lowest. r changes places with the bits of g, one
+  /// after the other, and is each of them once: there a butterfly needs no other lane.
+  template <bool kOpens>
+  static __device__ __forceinline__ void Reorder(WarpState<kHeadDim>& state, bool rotates) {
+    constexpr int kHalves = kTileRows / kRows, kOwn = kSegments / kHalves;
     const auto combine = [](float& a, float& b) {
       const float low = a, high = b;
       a = low + high, b = low - high;
     };
+    const auto combine_rows = [&]() {
 #pragma unroll
-    for (int s = 0; s < kSegments; ++s)
-      combine(state.acc[s][0], state.acc[s][2]), combine(state.acc[s][1], state.acc[s][3]);
-#pragma unroll
-    for (int half = 1; half < kSegments; half *= 2) {
-#pragma unroll
-      for (int s = 0; s < kSegments; ++s) {
-        if ((s & half) != 0) continue;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) combine(state.acc[s][i], state.acc[s + half][i]);
+      for (int s = 0; s < kOwn; ++s) {
+        combine(state.acc[s][0], state.acc[s][2]), combine(state.acc[s][1], state.acc[s][3]);
       }
-    }
+    };
+    if (rotates) {
 #pragma unroll
-    for (int bit = 4; bit < 32; bit *= 2) {
-      const float sign = (threadIdx.x & bit) != 0 ? -1.f : 1.f;
-      const float norm = bit == 16 ? Fold::kRotationNorm : 1.f;
+      for (int half = 1; half < kSegments; half *= 2) {
 #pragma unroll
-      for (int s = 0; s < kSegments; ++s) {
+        for (int s = 0; s < kSegments; ++s) {
+          if ((s & half) != 0) continue;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float other = __shfl_xor_sync(kAllLanes, state.acc[s][i], bit);
-          state.acc[s][i] = fmaf(state.acc[s][i], sign, other) * norm;
+          for (int i = 0; i < 4; ++i) combine(state.acc[s][i], state.acc[s + half][i]);
         }
       }
     }
-  }
-  static __device__ __forceinline__ void Close(WarpState<kHeadDim>& state) {
-    const int lane = threadIdx.x % 32, t = lane % 4, g = lane / 4;
-    const int low = g / 2 * 4 + t, high = low + 16;
+    if constexpr (kHalves == 2) {  // lanes of columns 4..7, which are no rows, take half of the segments
+      const bool upper = (threadIdx.x & 2) != 0;
 #pragma unroll
-    for (int s = 0; s < kSegments; ++s) {
+      for (int s = 0; s < kOwn; ++s) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float even = state.acc[s][h], odd = state.acc[s][2 + h];  // channels 2g and 2g + 1
-        const float a = __shfl_sync(kAllLanes, even, low), b = __shfl_sync(kAllLanes, odd, low);
-        const float c = __shfl_sync(kAllLanes, even, high), d = __shfl_sync(kAllLanes, odd, high);
-        state.acc[s][h] = g % 2 == 0 ? a : b, state.acc[s][2 + h] = g % 2 == 0 ? c : d;
+        for (int i = 0; i < 4; ++i) {
+          const float other = __shfl_xor_sync(kAllLanes, state.acc[kOwn + s][i], 2);
+          if (upper) state.acc[s][i] = other;
+        }
+      }
+    }
+    if (rotates) combine_rows();
+#pragma unroll 1
+    for (int k = 0; k < 3; ++k) {
+      const int bit = kOpens ? 16 >> k : 4 << k;
+      const bool upper = (threadIdx.x & bit) != 0;
+#pragma unroll
+      for (int s = 0; s < kOwn; ++s) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float &low = state.acc[s][h], &high = state.acc[s][2 + h];
+          const float keep = upper ? high : low, other = __shfl_xor_sync(kAllLanes, upper ? low : high, bit);
+          low = upper ? other : keep, high = upper ? keep : other;
+        }
+      }
+      if (rotates) combine_rows();
+    }
+    const float norm = rotates ? Fold::kRotationNorm : 1.f;
+#pragma unroll
+    for (int s = 0; s < kOwn; ++s) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        state.acc[s][i] *= norm;
+        if constexpr (kHalves == 2) state.acc[kOwn + s][i] = __shfl_xor_sync(kAllLanes, state.acc[s][i], 2);
       }
     }
   }
-
- private:
   __device__ __forceinline__ void TakeCodes() {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     __syncwarp();

@@ -50,8 +50,8 @@ struct StepFold {
   static constexpr int kMagicBits = 0x4b400000;
   static constexpr float kNegligible = 0x1p-100f;  // hack_reference.h
 
-  // The maximum of a state is that of an earlier page, and scores may be larger by as much as fp32 does not mind: a page
-  // asks its lanes alone then, not whole columns of scores.
+  // The maximum of a state is that of an earlier page, and scores may be larger by as much as fp32 does not mind: in
+  // most pages lanes need not tell each other of theirs.
   static constexpr float kSlack = 24;
 
   // Of channels 4 * lane .. 4 * lane + 3, which are word j = lane % 4 of segment lane / 4.

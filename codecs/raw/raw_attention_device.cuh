@@ -103,7 +103,7 @@ struct RawPages {
       }
     }
   }
-  static __device__ __forceinline__ void Close(WarpState<kHeadDim>&) {}
+  static __device__ __forceinline__ void Close(WarpState<kHeadDim>&, const AttendParams&) {}
 
  private:
   template <bool kBFloat16>

@@ -180,8 +180,8 @@ struct ZackPages {
   static __device__ __forceinline__ void Store(const WarpState<kHeadDim>& state, float* to) {
     Raw::template Store<kAdd>(state, to);
   }
-  static __device__ __forceinline__ void Open(WarpState<kHeadDim>&) {}
-  static __device__ __forceinline__ void Close(WarpState<kHeadDim>&) {}
+  static __device__ __forceinline__ void Open(WarpState<kHeadDim>&, const AttendParams&) {}
+  static __device__ __forceinline__ void Close(WarpState<kHeadDim>&, const AttendParams&) {}
 
  private:
   /// body(N) where N, a constant, is `segments`: code without branches behind each case.

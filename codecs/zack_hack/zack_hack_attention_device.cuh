@@ -127,7 +127,7 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
     }
   }
   // In the plain order lanes of columns 4..7 have no rows here; in its own they have the same rows as columns 0..3.
-  static __device__ __forceinline__ void Open(State& state) {
+  static __device__ __forceinline__ void Open(State& state, const AttendParams&) {
     if constexpr (kHalves == 1) return;
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -136,7 +136,7 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
       if (Upper()) state.sum[h] = 0;
     }
   }
-  static __device__ __forceinline__ void Close(State& state) {
+  static __device__ __forceinline__ void Close(State& state, const AttendParams&) {
     if constexpr (kHalves == 1) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) state.sum[h] += __shfl_xor_sync(kAllLanes, state.sum[h], 2);
@@ -444,7 +444,8 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
   }
   __device__ __forceinline__ void AddOutputs(const uint8_t* record, const OutputScale& out, State& state) const {
     // Of the lane's own segment of a pair, and its channels 2 g and 2 g + 1.
-    const uint8_t* const meta_at = record + staged + (Upper() ? Fold::kStagedSegment : 0) + Fold::StagedAt(threadIdx.x % 32 / 4);
+    const uint8_t* const meta_at =
+        record + staged + (Upper() ? Fold::kStagedSegment : 0) + Fold::StagedAt(threadIdx.x % 32 / 4);
     const auto known = [&](auto of) {
       constexpr uint32_t kWidths = decltype(of)::value;
       const uint8_t* const codes = record + VCodes();
