@@ -154,6 +154,12 @@ class World {
       hack::HackParameters parameters;
       parameters.k_bits = shape.k_bits, parameters.v_bits = shape.v_bits;
       codec_ = MakeHackCodec(hack::MakeHackFormat(layout_, parameters));
+      if (parameters.rotation == hack::Rotation::kHadamard) {
+        PageLayout in_space = layout_;
+        in_space.dtype = DType::kFloat16;
+        in_space_ = MakeHackCodec(hack::MakeHackFormat(in_space, parameters));
+        EXPECT_EQ(in_space_->info().encoded_bytes, codec_->info().encoded_bytes);
+      }
     } else if (shape.million) {
       const million::MillionFormat format = million::MakeFormat(layout_, {64, 8}, {64, 8});
       codec_ = MakeMillionCodec(format, million::Books(format, shape.layers, seed).books, "million");
@@ -162,7 +168,7 @@ class World {
       RegisterRaw(registry);
       codec_ = *registry.Create("raw", layout_);
     }
-    decoded_codec_ = std::make_unique<DecodedCodec>(codec_.get());
+    decoded_codec_ = std::make_unique<DecodedCodec>(in_space_ != nullptr ? in_space_.get() : codec_.get());
     device_codec_ = codec_->NewDeviceCodec();
     raw_attention_ = MakeRawAttention(layout_);
     const size_t slots = 700, encoded_bytes = codec_->info().encoded_bytes;
@@ -633,7 +639,9 @@ class World {
   std::mt19937_64 random_;
   PageLayout layout_;
   std::unique_ptr<Codec> codec_;
-  std::unique_ptr<DecodedCodec> decoded_codec_;  // codec_ outlives it
+  // codec_, where its pages stand in a space of their own: there a GPU decodes to float16, whatever the layout's dtype.
+  std::unique_ptr<Codec> in_space_;
+  std::unique_ptr<DecodedCodec> decoded_codec_;  // what it decodes with outlives it
   std::unique_ptr<DeviceCodec> device_codec_;
   std::unique_ptr<PageAttention> raw_attention_;
   cudaStream_t stream_ = nullptr;
