@@ -49,6 +49,7 @@ struct StepFold {
   static constexpr float kMagic = 12582912.f;
   static constexpr int kMagicBits = 0x4b400000;
   static constexpr float kNegligible = 0x1p-100f;  // hack_reference.h
+  static constexpr float kLowLevels = 254;         // of q's second byte in a unit of its first: hack_reference.h
 
   // The maximum of a state is that of an earlier page, and scores may be larger by as much as fp32 does not mind: in
   // most pages lanes need not tell each other of theirs.
@@ -183,6 +184,8 @@ struct StepFold {
       fold.largest[r] = AsFloat(__reduce_max_sync(kAllLanes, AsBits(fold.largest[r])));
     }
   }
+  /// kLowAt: second bytes go to words + kLowAt; 0: there are none.
+  template <int kLowAt = 0>
   __device__ __forceinline__ void CodeProducts(const AttendParams& params, const uint8_t* tops_at, Folding& fold,
                                                uint32_t* words, float (&unit)[2], float (&base)[2]) const {
     const int lane = threadIdx.x % 32, t = lane % 4;
@@ -196,6 +199,17 @@ struct StepFold {
       for (int j = 0; j < 4; ++j) code[j] = AsBits(__fadd_rn(__fmul_rn(fold.f[r][j], times), kMagic));
       if (HasChannels(lane)) {
         words[(r * 4 + lane % 4) * kSegments + lane / 4] = LowBytes(code[0], code[1], code[2], code[3]);
+      }
+      if constexpr (kLowAt != 0) {
+        uint32_t low[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float rest = __fmul_rn(fold.f[r][j], times) - (AsFloat(code[j]) - kMagic);  // exact
+          low[j] = AsBits(fmaf(rest, kLowLevels, kMagic));
+        }
+        if (HasChannels(lane)) {
+          words[kLowAt + (r * 4 + lane % 4) * kSegments + lane / 4] = LowBytes(low[0], low[1], low[2], low[3]);
+        }
       }
     }
     const float sum = SumByRow(fold.minimum);

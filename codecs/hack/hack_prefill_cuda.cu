@@ -20,12 +20,17 @@ const kvmanager::device::PrefillKernels* HackPrefillKernels(const HackDeviceForm
   const HackDeviceShape& shape = format.shape;
   if (!shape.k_along_tokens || !shape.meta8 || shape.partition != 64 || shape.page_tokens != 64) return nullptr;
   if (shape.head_dim != 64 && shape.head_dim != 128) return nullptr;
+  const int segments = shape.head_dim / 16;
   for (const HackDeviceHead& head : format.heads) {
-    for (const HackDeviceSide& side : head.side) {
-      for (int s = 0; s < shape.head_dim / 16; ++s) {
-        if (side.segment_bits[s] > device::kWidthMax) return nullptr;
+    int bits = 0;
+    for (int side = 0; side < 2; ++side) {
+      for (int s = 0; s < segments; ++s) {
+        const int width = head.side[side].segment_bits[s];
+        if (width > device::kWidthMax && (side != 0 || width != device::kWideWidth)) return nullptr;
+        bits += width;
       }
     }
+    if (bits > 2 * device::kWidthMax * segments) return nullptr;  // there is no room for such a record
   }
   // Rotated pages are attended to in a space of their own.
   if (shape.hadamard) return zack_hack::ZackHackPrefillKernels(shape.head_dim, /*folds=*/false);

@@ -1,5 +1,5 @@
-// HACK pages on their way to tensor cores: codes of 0 to 4 bits, any width per segment, become float16 or bfloat16
-// (hack_format.h has the bytes).
+// HACK pages on their way to tensor cores: codes of 0 to 4 bits, of K also 8, any width per segment, become float16 or
+// bfloat16 (hack_format.h has the bytes).
 //
 // For k_axis=channel, 8-bit metadata, 64 tokens to a page and a partition. A warp decodes a quarter of the channels. A
 // nibble n under the bits of 1024.0 is the float16 1024 + n or, in the upper half of its byte, 1024 + 16 n: one fused
@@ -20,7 +20,8 @@ using kvmanager::device::PrefillParams;
 using kvmanager::device::PrefillTile;
 using kvmanager::device::SharedAddress;
 
-inline constexpr int kWidthMax = 4;
+/// Of a segment; of K also kWideWidth, where a record is no larger than with kWidthMax throughout.
+inline constexpr int kWidthMax = 4, kWideWidth = 8;
 
 /// Codes of tiles 0 and 2 (`even`) and of 1 and 3 (`odd`) of a word: four lanes in bytes, a tile in each half.
 struct Nibbles {
@@ -50,9 +51,12 @@ __device__ __forceinline__ Nibbles ReadNibbles(const uint8_t* segment, int j, in
   }
 }
 
-/// Calls body with the width as a constant.
-template <class Body>
+/// Calls body with the width as a constant. kMayBeWide: it may be kWideWidth.
+template <bool kMayBeWide, class Body>
 __device__ __forceinline__ void WithWidth(int width, const Body& body) {
+  if constexpr (kMayBeWide) {
+    if (width == kWideWidth) return body(std::integral_constant<int, kWideWidth>());
+  }
   switch (width) {
     case 1:
       return body(std::integral_constant<int, 1>());
@@ -159,6 +163,11 @@ struct HackPrefillPages {
   template <int kWidth>
   struct Codes {
     static constexpr uint32_t kHalf = 1u << kWidth >> 1;
+    /// Of whole bytes.
+    static __device__ __forceinline__ __half2 Bytes(uint32_t bytes) {
+      const uint32_t x = (bytes & 0x00ff00ffu) | 0x64006400u;
+      return __hadd2(*reinterpret_cast<const __half2*>(&x), Twice(0xe400 + kHalf));  // -(1024 + half)
+    }
     static __device__ __forceinline__ __half2 Twice(uint32_t bits) {
       const uint32_t two = bits * 0x10001u;
       return *reinterpret_cast<const __half2*>(&two);
@@ -216,14 +225,14 @@ struct HackPrefillPages {
     }
 
     /// Calls fill(width, first segment, segments): as many at once as are alike.
-    template <class Fill>
+    template <bool kMayBeWide, class Fill>
     __device__ __forceinline__ void ForSegments(const Fill& fill) const {
       if (kWarpSegments == 1 || width(0) == width(1)) {
-        WithWidth(width(0), [&](auto w) { fill(w, 0, std::integral_constant<int, kWarpSegments>()); });
+        WithWidth<kMayBeWide>(width(0), [&](auto w) { fill(w, 0, std::integral_constant<int, kWarpSegments>()); });
       } else {
 #pragma unroll 1
         for (int k = 0; k < kWarpSegments; ++k) {
-          WithWidth(width(k), [&](auto w) { fill(w, k, std::integral_constant<int, 1>()); });
+          WithWidth<kMayBeWide>(width(k), [&](auto w) { fill(w, k, std::integral_constant<int, 1>()); });
         }
       }
     }
@@ -233,7 +242,7 @@ struct HackPrefillPages {
                                              uint8_t* scratch) const {
       ReadMeta(record, scratch);
       const int lane = threadIdx.x % 32, h = lane / 16, r = lane % 16;
-      ForSegments([&](auto width, int first, auto count) {
+      ForSegments<true>([&](auto width, int first, auto count) {
         using Of = Codes<decltype(width)::value>;
 #pragma unroll
         for (int n = 0; n < decltype(count)::value; ++n) {
@@ -242,18 +251,29 @@ struct HackPrefillPages {
           uint32_t rows[4][4];
 #pragma unroll
           for (int p = 0; p < 2; ++p) {
-            const Nibbles nibbles = ReadNibbles<decltype(width)::value>(segment, 2 * h + p, r);
             const Number* const of = reinterpret_cast<const Number*>(scratch) + 16 * k + 8 * h + 4 * p;
             const typename Pair::Meta one = Pair::Of(of, of + kWarpChannels);
             const typename Pair::Meta two = Pair::Of(of + 2, of + 2 + kWarpChannels);
+            // Channels 0 and 1 in bytes 0 and 2, channels 2 and 3 above them.
+            constexpr uint32_t kApart = 0x3120;
+            if constexpr (decltype(width)::value == kWideWidth) {
+              const uint8_t* const words = segment + 256 * (2 * h + p) + 4 * r;
 #pragma unroll
-            for (int odd = 0; odd < 2; ++odd) {
-              // Channels 0 and 1 in bytes 0 and 2, channels 2 and 3 above them.
-              const uint32_t x = __byte_perm(odd == 0 ? nibbles.even : nibbles.odd, 0, 0x3120);
-              rows[odd][2 * p] = Pair::Value(Of::Low(x), one);
-              rows[odd][2 * p + 1] = Pair::Value(Of::Low(x >> 8), two);
-              rows[2 + odd][2 * p] = Pair::Value(Of::High(x), one);
-              rows[2 + odd][2 * p + 1] = Pair::Value(Of::High(x >> 8), two);
+              for (int i = 0; i < 4; ++i) {
+                const uint32_t x = __byte_perm(*reinterpret_cast<const uint32_t*>(words + 64 * i), 0, kApart);
+                rows[i][2 * p] = Pair::Value(Of::Bytes(x), one);
+                rows[i][2 * p + 1] = Pair::Value(Of::Bytes(x >> 8), two);
+              }
+            } else {
+              const Nibbles nibbles = ReadNibbles<decltype(width)::value>(segment, 2 * h + p, r);
+#pragma unroll
+              for (int odd = 0; odd < 2; ++odd) {
+                const uint32_t x = __byte_perm(odd == 0 ? nibbles.even : nibbles.odd, 0, kApart);
+                rows[odd][2 * p] = Pair::Value(Of::Low(x), one);
+                rows[odd][2 * p + 1] = Pair::Value(Of::Low(x >> 8), two);
+                rows[2 + odd][2 * p] = Pair::Value(Of::High(x), one);
+                rows[2 + odd][2 * p + 1] = Pair::Value(Of::High(x >> 8), two);
+              }
             }
           }
           const int chunk = 2 * (threadIdx.x / 32 % 4 * kWarpSegments + k) + h;
@@ -275,7 +295,7 @@ struct HackPrefillPages {
       ReadMeta(record, scratch);
       const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
       const uint32_t bytes = t % 2 == 0 ? 0x4140 : 0x4342;  // tokens 2t and 2t + 1 in bytes 0 and 2
-      ForSegments([&](auto width, int first, auto count) {
+      ForSegments<false>([&](auto width, int first, auto count) {
         using Of = Codes<decltype(width)::value>;
 #pragma unroll
         for (int n = 0; n < decltype(count)::value; ++n) {

@@ -16,9 +16,9 @@ constexpr uint32_t RoomOf(const ZackHackHead& head, int head_dim) {
   return head.bytes + (k_bytes >= staged ? 0 : staged);
 }
 
-/// For pages of 64 tokens whose heads need at most `record_bytes` of room, with or without V's norms;
-/// AttendParams::codec points to a device::MappedSpace with a ZackHackHead for each KV head behind it. nullptr: none,
-/// or built without CUDA.
-const device::AttendKernels* FindZackHackAttention(int head_dim, uint32_t record_bytes, bool v_norms);
+/// For pages of 64 tokens whose heads need at most `record_bytes` of room, with or without V's norms; wide: some
+/// segments of K have kDeviceWideWidth. AttendParams::codec points to a device::MappedSpace with a ZackHackHead for
+/// each KV head behind it. nullptr: none, or built without CUDA.
+const device::AttendKernels* FindZackHackAttention(int head_dim, uint32_t record_bytes, bool v_norms, bool wide);
 
 }  // namespace kvmanager::zack_hack

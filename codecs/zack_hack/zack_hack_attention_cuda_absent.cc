@@ -2,6 +2,6 @@
 
 namespace kvmanager::zack_hack {
 
-const device::AttendKernels* FindZackHackAttention(int, uint32_t, bool) { return nullptr; }
+const device::AttendKernels* FindZackHackAttention(int, uint32_t, bool, bool) { return nullptr; }
 
 }  // namespace kvmanager::zack_hack

@@ -6,6 +6,9 @@
 // product would be done twice. There kHalves is 2: what stands in columns 4..7 belongs to rows 0..3 too, of other
 // tokens (scores: tiles 2 and 3) or of other channels (outputs: the odd segments, whose P stands in those columns
 // alone). A state then has half as many registers.
+//
+// Segments of 8 bits, which K may have (kWide), have sums of their own: their codes fill a byte, so that no tile is
+// scaled, and q has two bytes there.
 #pragma once
 
 #include <type_traits>
@@ -16,8 +19,9 @@
 
 namespace kvmanager::device {
 
-/// kTileRowsMax: 4 where no tile has more rows, else kTileRows. kRecordBytesMax: of any head.
-template <int kHeadDimension, int kTileRowsMax, int kRecordBytesMax>
+/// kTileRowsMax: 4 where no tile has more rows, else kTileRows. kRecordBytesMax: of any head. kWide: segments of K may
+/// have 8 bits.
+template <int kHeadDimension, int kTileRowsMax, int kRecordBytesMax, bool kWide>
 struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
   using Fold = StepFold<kHeadDimension, kTileRowsMax>;
   using Fold::bytes;
@@ -36,12 +40,15 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
   static constexpr int kPieces = 1, kPieceBytes = kRecordBytesMax;
   // V's steps and minima as floats take the place of K, or, where that is smaller, of what a record leaves free.
   static constexpr int kStagedBytes = Fold::kStagedBytes;
-  static constexpr int kScratchBytes =
-      kRows * kHeadDim + 4 * kSegments;  // the folded q: words [row][j][segment]; zeros
+  // The folded q: words [row][j][segment]; zeros, a word for each segment; with kWide the second bytes of q.
+  static constexpr int kZerosAt = kRows * kHeadDim / 4, kLowAt = kWide ? kZerosAt + kSegments : 0;
+  static constexpr int kScratchBytes = (kWide ? 2 : 1) * kRows * kHeadDim + 4 * kSegments;
   static constexpr int kHalves = kTileRows / kRows;
   static constexpr int kTiles = 4 / kHalves, kOwnSegments = kSegments / kHalves;  // of a lane
   static constexpr float kHigh = HalfByteCodes::Scale(2);                         // of tiles 2 and 3
   static constexpr bool kKnowsWidths = kHalves == 2 && kHeadDim == 128;
+  static constexpr uint32_t kWidthMask = kWide ? 15 : 7;     // of K's widths
+  static constexpr float kScoreOrigin = kWide ? 0 : kMagic;  // what is in integer scores beside their value
 
   uint32_t* scratch;
   uint32_t widths[2];  // of K's segments, of V's (ZackHackHead)
@@ -70,7 +77,7 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
     const int lane = threadIdx.x % 32;
     scratch = reinterpret_cast<uint32_t*>(space);
     bytes.Init(scratch);
-    if (lane < kSegments) scratch[kRows * kHeadDim / 4 + lane] = 0;
+    if (lane < kSegments) scratch[kZerosAt + lane] = 0;
     const uint4 head = __ldg(reinterpret_cast<const uint4*>(HeadOf(params, item.kv_head)));
     // So the compiler knows that lanes agree.
     widths[0] = __reduce_or_sync(kAllLanes, head.z), widths[1] = __reduce_or_sync(kAllLanes, head.w);
@@ -90,7 +97,7 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
   __device__ __forceinline__ void Prepare(const AttendParams& params, const uint8_t* record) {
     Folding fold;
     Steps(record, fold);
-    this->CodeProducts(params, record + k_tops, fold, scratch, unit, base);
+    this->template CodeProducts<kLowAt>(params, record + k_tops, fold, scratch, unit, base);
     __syncwarp();
   }
   __device__ __forceinline__ void Scores(const AttendParams& params, uint8_t* record, State& state) {
@@ -106,7 +113,7 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
     Folding fold;
     Steps(next, fold);
     AddOutputs(record, scale, state);
-    this->CodeProducts(params, next + k_tops, fold, scratch, unit, base);
+    this->template CodeProducts<kLowAt>(params, next + k_tops, fold, scratch, unit, base);
     FenceForCopies();  // of what was staged
     __syncwarp();
   }
@@ -202,12 +209,12 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
     }
   }
 
-  /// Integer scores as floats + kMagic, times 1 / kHigh for tiles 2 and 3: tile i's rows g and g + 8 are tokens 16 i +
-  /// 2g and + 1. Lanes of the upper half have tiles 2 and 3, the others 0 and 1: the other half of q is zero.
+  /// Scores in units, + kScoreOrigin, times 1 / kHigh for tiles 2 and 3: tile i's rows g and g + 8 are tokens 16 i + 2g
+  /// and + 1. Lanes of the upper half have tiles 2 and 3, the others 0 and 1: the other half of q is zero.
   __device__ __forceinline__ void IntegerScores(const uint8_t* record, float (&scores)[kTiles][4]) const {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint2* const words = reinterpret_cast<const uint2*>(scratch + (g % kRows * 4 + t) * kSegments);
-    const uint2* const zeros = reinterpret_cast<const uint2*>(scratch + kRows * kHeadDim / 4);
+    const uint2* const zeros = reinterpret_cast<const uint2*>(scratch + kZerosAt);
     const uint2* const low_q = kHalves == 2 && g >= kRows ? zeros : words;
     const uint2* const high_q = kHalves == 2 && g < kRows ? zeros : words;
     int c[kTiles][4];
@@ -238,12 +245,15 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
 #pragma unroll
       for (int s = 0; s < kSegments / 2; ++s) {
         const uint32_t pair = widths[0] >> 8 * s;
-        if (s > 0 && (pair & 0x77) == 0) continue;
+        if (s > 0 && (pair & 0x77) == 0) {
+          if constexpr (kWide) codes += 128 * ((pair & kWidthMask) + (pair >> 4 & kWidthMask));
+          continue;
+        }
         uint32_t first[4][2], second[4][2];
         Unpack(pair & 7, codes, first);
-        codes += 128 * (pair & 7);
+        codes += 128 * (pair & kWidthMask);
         Unpack(pair >> 4 & 7, codes, second);
-        codes += 128 * (pair >> 4 & 7);
+        codes += 128 * (pair >> 4 & kWidthMask);
         multiply(s, s == 0, first, second);
       }
     };
@@ -263,9 +273,60 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) scores[i][j] = AsFloat(c[i][j]);
+      for (int j = 0; j < 4; ++j) scores[i][j] = kWide ? AsFloat(c[i][j]) - kMagic : AsFloat(c[i][j]);
+    }
+    if constexpr (kWide) {
+      if ((widths[0] & 0x88888888u) != 0) AddWideScores(record, scores);
     }
     __syncwarp();  // q may be overwritten now
+  }
+
+  /// Adds those of segments of 8 bits. Each of their sums is below 2^22, even of all channels: kHeadDim * 255 * 127.
+  __device__ __forceinline__ void AddWideScores(const uint8_t* record, float (&scores)[kTiles][4]) const {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint32_t* const first_bytes = scratch + (g % kRows * 4 + t) * kSegments;
+    const uint32_t none[2] = {0, 0};
+    int high[kTiles][4], low[kTiles][4];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) high[i][j] = low[i][j] = kMagicBits;
+    }
+#pragma unroll 1
+    for (int s = 0; s < kSegments; ++s) {
+      const uint32_t width = widths[0] >> 4 * s & kWidthMask;
+      if (width == 8) {
+        uint32_t z[4][2];
+        Codes<8>::Unpack(record, g, t, z);
+        const uint32_t a = first_bytes[s], b = first_bytes[kLowAt + s];
+        if constexpr (kHalves == 2) {  // tiles 2 and 3 are what the upper columns' q multiplies
+          const bool upper = g >= kRows;
+#pragma unroll
+          for (int i = 0; i < kTiles; ++i) {
+            MultiplyBytes<IntegerProduct::kUnsignedSigned>(high[i], z[i], z[2 + i], upper ? 0 : a, upper ? a : 0,
+                                                           high[i]);
+            MultiplyBytes<IntegerProduct::kUnsignedSigned>(low[i], z[i], z[2 + i], upper ? 0 : b, upper ? b : 0,
+                                                           low[i]);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kTiles; ++i) {
+            MultiplyBytes<IntegerProduct::kUnsignedSigned>(high[i], z[i], none, a, 0, high[i]);
+            MultiplyBytes<IntegerProduct::kUnsignedSigned>(low[i], z[i], none, b, 0, low[i]);
+          }
+        }
+      }
+      record += 128 * width;
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const float times = kHalves == 2 ? (Upper() ? 1 / kHigh : 1.f) : 1 / HalfByteCodes::Scale(i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float wide = fmaf(AsFloat(low[i][j]) - kMagic, 1 / Fold::kLowLevels, AsFloat(high[i][j]) - kMagic);
+        scores[i][j] = fmaf(wide, times, scores[i][j]);
+      }
+    }
   }
 
   /// The largest of the lane's rows, over all lanes that have them.
@@ -303,11 +364,11 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
     for (int h = 0; h < 2; ++h) {
       // An integer: tiles that are scaled up have multiples of their factor.
       float top = fmaxf(fmaxf(p[0][h], p[0][2 + h]), fmaxf(p[1][h], p[1][2 + h]));
-      top = (top - kMagic) * scale_of(0);
+      top = (top - kScoreOrigin) * scale_of(0);
       if constexpr (kHalves == 1) {
         const float other =
             fmaxf(fmaxf(p[2 % kTiles][h], p[2 % kTiles][2 + h]), fmaxf(p[3 % kTiles][h], p[3 % kTiles][2 + h]));
-        top = fmaxf(top, (other - kMagic) * kHigh);
+        top = fmaxf(top, (other - kScoreOrigin) * kHigh);
       }
       tops[h] = fmaf(top, unit[h], base[h]);
     }
@@ -322,8 +383,8 @@ struct MixedHackPages : StepFold<kHeadDimension, kTileRowsMax> {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         const float step = unit[h] * scale_of(i);
-        p[i][h] = Exp2(fmaf(p[i][h] - kMagic, step, origin));
-        p[i][2 + h] = Exp2(fmaf(p[i][2 + h] - kMagic, step, origin));
+        p[i][h] = Exp2(fmaf(p[i][h] - kScoreOrigin, step, origin));
+        p[i][2 + h] = Exp2(fmaf(p[i][2 + h] - kScoreOrigin, step, origin));
         sum = i == 0 ? p[i][h] + p[i][2 + h] : sum + (p[i][h] + p[i][2 + h]);
         p[i][h] *= norms[i][0], p[i][2 + h] *= norms[i][1];
         const float both = fmaxf(p[i][h], p[i][2 + h]);

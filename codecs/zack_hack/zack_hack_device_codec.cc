@@ -89,9 +89,10 @@ std::unique_ptr<DeviceCodec> MakeZackHackDeviceCodec(const zack::RotatedCodec& c
   for (int l = 0; l < layers; ++l) {
     formats.push_back(&static_cast<const hack::HackCodec&>(codec.inner(l)).format());
     for (const hack::HeadLayout& head : formats.back()->heads) {
-      for (const hack::SideLayout& side : head.side) {
-        for (int s = 0; s < side.segments; ++s) {
-          if (side.segment_bits[s] > kDeviceWidthMax) return nullptr;
+      for (int side = 0; side < 2; ++side) {
+        for (int s = 0; s < head.side[side].segments; ++s) {
+          const int width = head.side[side].segment_bits[s];
+          if (width > kDeviceWidthMax && (side != 0 || width != kDeviceWideWidth)) return nullptr;
         }
       }
     }
@@ -107,13 +108,16 @@ std::unique_ptr<DeviceCodec> MakeZackHackDeviceCodec(const zack::RotatedCodec& c
   for (int l = 0; l < layers; ++l) {
     places.layers[l].data = image.Place(sizeof(MappedSpace) + heads * sizeof(ZackHackHead));
     uint32_t record_bytes = 0;
+    bool wide = false;
     for (int h = 0; h < heads; ++h) {
       const ZackHackHead head = HeadOf(*formats[l], h);
       image.At<ZackHackHead>(places.layers[l].data + sizeof(MappedSpace))[h] = head;
       record_bytes = std::max(record_bytes, RoomOf(head, d));
+      wide |= formats[l]->heads[h].side[0].two_byte_q;
     }
     places.layers[l].prefill = image.Place(sizeof(ZackHackPrefillLayer));
-    places.layers[l].kernels = FindZackHackAttention(d, record_bytes, formats[l]->parameters.v_norm);
+    places.layers[l].kernels = FindZackHackAttention(d, record_bytes, formats[l]->parameters.v_norm, wide);
+    if (places.layers[l].kernels == nullptr) return nullptr;
   }
 
   zack::RotatedMemory memory;
