@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -204,6 +205,8 @@ class TestArray {
 class StepWorld {
  public:
   static constexpr int kLayer = 1, kLayers = 2, kPageTokens = 64;
+  /// Changes a raw page that is about to be appended.
+  using PageChange = std::function<void(const Codec& codec, std::mt19937_64& random, uint8_t* raw)>;
 
   virtual ~StepWorld() = default;
 
@@ -350,8 +353,8 @@ class StepWorld {
     uint64_t first_position;
     int tokens;
   };
-  StepWorld(const StepShape& shape, std::unique_ptr<Codec> codec, uint64_t seed)
-      : shape_(shape), random_(seed), layout_(shape.layout()), codec_(std::move(codec)) {
+  StepWorld(const StepShape& shape, std::unique_ptr<Codec> codec, uint64_t seed, PageChange change = nullptr)
+      : shape_(shape), random_(seed), layout_(shape.layout()), codec_(std::move(codec)), change_(std::move(change)) {
     for (const auto& [context, tokens] : shape.sequences) AddSequence(context, tokens);
     std::normal_distribution<float> normal(0, shape.q_std);
     q16_.resize(size_t(tokens_) * shape_.query_heads() * shape.head_dim);
@@ -405,6 +408,7 @@ class StepWorld {
 
   zack::Memory RandomPage(int filled) {
     zack::Memory raw = zack::RandomRawPage(layout_, random_, 0.5f);
+    if (change_) change_(*codec_, random_, raw.get());
     for (int side = 0; side < 2; ++side) {
       for (int head = 0; head < layout_.kv_heads; ++head) {
         for (int t = 0; t < kPageTokens; ++t) {
@@ -450,6 +454,7 @@ class StepWorld {
   std::mt19937_64 random_;
   const PageLayout layout_;
   const std::unique_ptr<Codec> codec_;
+  const PageChange change_;
   std::vector<zack::Memory> bytes_;  // of pages, which sequences may share
   std::vector<Page> far_;            // that are attended to as far pages
   std::vector<Sequence> sequences_;

@@ -32,7 +32,7 @@ constexpr uint32_t kNoSlot = DevicePage::kNoSlot;
 enum class Keys { kRandom, kOutliers, kConstantChannels, kOneHot };
 
 struct Shape {
-  int k_bits = 0, v_bits = 0;  // 0: raw; -1: every segment its own
+  int k_bits = 0, v_bits = 0;  // 0: raw; -1: every segment its own; -2: some of K's have 8
   DType dtype = DType::kFloat16;
   int head_dim = 128;
   int kv_heads = 2;
@@ -71,6 +71,7 @@ class World {
         for (auto& side : head) {
           for (int s = 0; s < shape.head_dim / 16; ++s) side.push_back(uint8_t(random_() % 5));
         }
+        if (shape.k_bits == -2) Widen(&head[0], &head[1]);
       }
       hack::HackParameters parameters;
       parameters.rotation = shape.rotates ? hack::Rotation::kHadamard : hack::Rotation::kNone;
@@ -207,6 +208,18 @@ class World {
   }
 
  private:
+  /// Two of K's segments or more get 8 bits, and V as few as such records have room for.
+  void Widen(std::vector<uint8_t>* k, std::vector<uint8_t>* v) {
+    for (size_t s = 0; s < k->size(); ++s) {
+      if (s % 4 == 0 || s + 1 == k->size() || random_() % 4 == 0) (*k)[s] = 8;
+    }
+    size_t spare = 8 * k->size();
+    for (const uint8_t bits : *k) spare -= bits;
+    for (uint8_t& bits : *v) {
+      bits = uint8_t(std::min<size_t>(bits, spare));
+      spare -= bits;
+    }
+  }
   struct Sequence {
     std::vector<DevicePage> pages;
     std::vector<std::vector<float>> raw, encoded;  // [pages] values: [side][kv_heads][tokens][head_dim]
@@ -345,7 +358,7 @@ TEST_F(PrefillGpu, RawPages) {
 }
 
 TEST_F(PrefillGpu, EncodedPages) {
-  for (const auto& [k_bits, v_bits] : {std::pair{3, 2}, {2, 2}, {2, 1}, {4, 3}, {4, 4}, {1, 3}, {-1, -1}}) {
+  for (const auto& [k_bits, v_bits] : {std::pair{3, 2}, {2, 2}, {2, 1}, {4, 3}, {4, 4}, {1, 3}, {-1, -1}, {-2, -2}}) {
     for (const int head_dim : {64, 128}) {
       Shape shape;
       shape.k_bits = k_bits, shape.v_bits = v_bits, shape.head_dim = head_dim;

@@ -26,22 +26,78 @@ namespace {
 
 using zack::Memory;
 
+/// Segments of K of 8 bits: none; as an artifact whose K has dominant channels buys them; or in many places.
+enum class Wide { kNone, kBought, kAnywhere };
+
 struct Shape : StepShape {
   std::string bytes = "56";
+  Wide wide = Wide::kNone;
+  float loudness = 1;  // of K's first rotated channel, beside what it would be
 };
 
+/// Widths of K that no budget would buy: head by head one wide segment; also the last; these two alone; every second
+/// one. V is narrow enough for records to have room.
+void Widen(LayerWidths* widths) {
+  constexpr uint8_t kValueBits[4] = {3, 2, 2, 1};
+  for (hack::SegmentBits& layer : *widths) {
+    for (size_t head = 0; head < layer.size(); ++head) {
+      std::vector<uint8_t>&k = layer[head][0], &v = layer[head][1];
+      if (head % 4 == 2) std::fill(k.begin(), k.end(), uint8_t{0});
+      for (size_t s = 0; s < k.size(); ++s) {
+        const bool is_wide = s == 0 || (head % 4 != 0 && s + 1 == k.size()) || (head % 4 == 3 && s % 2 == 0);
+        k[s] = is_wide ? uint8_t{kWideWidth} : std::min<uint8_t>(k[s], 3);
+        v[s] = std::min(v[s], kValueBits[head % 4]);
+      }
+    }
+  }
+}
+
 std::unique_ptr<Codec> CodecOf(const Shape& shape) {
-  auto made = MakeCodec(zack::SyntheticContext(shape.layout(), StepWorld::kLayers, shape.query_heads()),
-                        {{"mode", shape.mode},
-                         {"bytes", absl::StrCat(std::stod(shape.bytes) * shape.head_dim / 128)},
-                         {"fold", shape.fold}});
+  CodecContext context = zack::SyntheticContext(shape.layout(), StepWorld::kLayers, shape.query_heads());
+  if (shape.wide == Wide::kBought) context = zack::WithLoudKeys(context);
+  const auto parameters =
+      ParseParameters(context, {{"mode", shape.mode},
+                                {"bytes", absl::StrCat(std::stod(shape.bytes) * shape.head_dim / 128)},
+                                {"allocation", shape.wide == Wide::kBought ? "model" : "head"},
+                                {"fold", shape.fold}});
+  KV_CHECK(parameters.ok());
+  const auto energies = ReadEnergies(context, parameters->mode, parameters->allocation == Allocation::kModel);
+  KV_CHECK(energies.ok());
+  LayerWidths widths = MakeWidths(*parameters, context.layout, *energies);
+  if (shape.wide == Wide::kAnywhere) Widen(&widths);
+  auto made = MakeCodec(context, *parameters, widths);
   KV_CHECK(made.ok());
   return *std::move(made);
 }
 
+/// Multiplies K's first rotated channel.
+StepWorld::PageChange LoudnessOf(const Shape& shape) {
+  if (shape.loudness == 1) return nullptr;
+  return [shape](const Codec& codec, std::mt19937_64& random, uint8_t* raw) {
+    const PageLayout layout = shape.layout();
+    std::normal_distribution<float> normal(0, 0.5f * shape.loudness);
+    for (int head = 0; head < layout.kv_heads; ++head) {
+      const float* const direction =
+          static_cast<const zack::RotatedCodec&>(codec).rotation(StepWorld::kLayer, head).decode[0].data();
+      for (int t = 0; t < layout.page_tokens; ++t) {
+        uint8_t* const k = raw + layout.raw_offset(0, head, t);
+        const float size = normal(random);
+        for (int c = 0; c < layout.head_dim; ++c) {
+          StoreElement(k, layout.dtype, c, LoadElement(k, layout.dtype, c) + size * direction[c]);
+        }
+      }
+    }
+  };
+}
+
 class World final : public StepWorld {
  public:
-  World(const Shape& shape, uint64_t seed) : StepWorld(shape, CodecOf(shape), seed), shape_(shape) {}
+  World(const Shape& shape, uint64_t seed) : StepWorld(shape, CodecOf(shape), seed, LoudnessOf(shape)), shape_(shape) {
+    const auto& format = static_cast<const hack::HackCodec&>(rotated().inner(kLayer)).format();
+    EXPECT_TRUE(shape.wide == Wide::kNone ||
+                std::any_of(format.heads.begin(), format.heads.end(),
+                            [](const hack::HeadLayout& head) { return head.side[0].two_byte_q; }));
+  }
 
  private:
   const zack::RotatedCodec& rotated() const { return static_cast<const zack::RotatedCodec&>(codec()); }
@@ -181,6 +237,29 @@ TEST_F(ZackHackDevice, ManyQueryTokens) {
   for (int trial = 0; trial < 12; ++trial) {
     Shape shape = Like<Shape>(RandomLongShape(random));
     shape.bytes = kBytes[random() % std::size(kBytes)];
+    Check(shape, uint64_t(trial), trial % 4 == 0, kDecoded);
+  }
+}
+
+TEST_F(ZackHackDevice, SegmentsOfEightBits) {
+  std::mt19937 random(3);
+  for (int trial = 0; trial < 32; ++trial) {
+    Shape shape = Like<Shape>(RandomStepShape(random));
+    shape.wide = trial % 2 == 0 ? Wide::kBought : Wide::kAnywhere;
+    shape.bytes = trial % 4 < 2 ? "76" : "92";
+    shape.kv_heads = shape.wide == Wide::kBought ? 2 + trial / 2 % 3 : 1 + trial / 2 % 4;
+    if (trial % 8 >= 6) shape.lag_pages = 0, shape.loudness = 100, shape.q_std = 0.1f;
+    Check(shape, uint64_t(trial), trial % 4 == 0);
+  }
+}
+
+TEST_F(ZackHackDevice, SegmentsOfEightBitsAndManyQueryTokens) {
+  std::mt19937 random(4);
+  for (int trial = 0; trial < 8; ++trial) {
+    Shape shape = Like<Shape>(RandomLongShape(random));
+    shape.kv_heads = 2;
+    shape.wide = trial % 2 == 0 ? Wide::kBought : Wide::kAnywhere;
+    shape.bytes = trial % 4 < 2 ? "76" : "92";
     Check(shape, uint64_t(trial), trial % 4 == 0, kDecoded);
   }
 }

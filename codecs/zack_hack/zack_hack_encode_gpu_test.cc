@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "codecs/device/device_codec.h"
+#include "codecs/hack/hack_codec.h"
 #include "codecs/zack/rotation_cuda.h"
 #include "codecs/zack_hack/rotated_codec.h"
 #include "codecs/zack_hack/stack_testing.h"
@@ -60,6 +61,7 @@ struct Case {
   const char* mode;
   const char* bytes;              // of zack+hack; or
   const char* million = nullptr;  // parameters of zack+million
+  bool wide = false;              // some of K's segments have 8 bits
 };
 
 class OneArtifact final : public CalibrationSource {
@@ -70,7 +72,8 @@ class OneArtifact final : public CalibrationSource {
 
 absl::StatusOr<std::unique_ptr<Codec>> CodecOf(const Case& c, const PageLayout& layout, int layers) {
   if (c.million == nullptr) {
-    return MakeCodec(zack::SyntheticContext(layout, layers, 2 * layout.kv_heads),
+    const CodecContext context = zack::SyntheticContext(layout, layers, 2 * layout.kv_heads);
+    return MakeCodec(c.wide ? zack::WithLoudKeys(context) : context,
                      {{"mode", c.mode}, {"bytes", c.bytes}, {"allocation", "model"}});
   }
   const std::string spec = absl::StrCat("zack+million:", c.million);
@@ -145,7 +148,11 @@ constexpr Case kCases[] = {{DType::kFloat16, 128, "balanced", "56"},
                            {DType::kBFloat16, 64, "balanced", "24"},
                            {DType::kFloat16, 128, "joint", "100"},
                            {DType::kFloat16, 128, "balanced", nullptr, "m=64,bits=8"},
-                           {DType::kBFloat16, 64, "joint", nullptr, "k_m=32,k_bits=9,v_m=16,v_bits=4"}};
+                           {DType::kBFloat16, 64, "joint", nullptr, "k_m=32,k_bits=9,v_m=16,v_bits=4"},
+                           {DType::kFloat16, 128, "joint", "76", nullptr, true},
+                           {DType::kBFloat16, 128, "balanced", "92", nullptr, true},
+                           {DType::kBFloat16, 64, "joint", "38", nullptr, true},
+                           {DType::kFloat16, 64, "balanced", "46", nullptr, true}};
 
 TEST_F(ZackHackEncodeGpu, PagesAndTheirCodes) {
   uint64_t seed = 0;
@@ -154,6 +161,10 @@ TEST_F(ZackHackEncodeGpu, PagesAndTheirCodes) {
                               c.million != nullptr ? c.million : c.bytes));
     const int heads = 1 + int(seed % 3) * 2;
     Open(c, heads);
+    for (int i = 0; c.wide && i < kLayers * heads; i += 2) {  // the heads that WithLoudKeys means
+      const auto& inner = static_cast<const hack::HackCodec&>(rotated().inner(i / heads));
+      ASSERT_EQ(inner.format().heads[i % heads].side[0].segment_bits[0], 8);
+    }
     const int count = 23;
     FillPages(count, ++seed);
     if (seed % 2 == 1) {  // a page that does not fit once it is rotated, or has values that are not finite
