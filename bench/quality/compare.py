@@ -58,7 +58,6 @@ def arguments() -> argparse.Namespace:
     add("--shape", action="append", default=[], metavar="TASK=LENGTH[,DISTRACTORS[,REPEATS]]", help="see kvmanager.quality.tasks.Shape")
     add("--seed", type=int, default=1)
     add("--device", default="cpu")
-    add("--host-pages", action="store_true", help="codecs of the daemon in its host pool, for a model on a GPU")
     add("--threads", type=int, help="of torch")
     add("--daemon", type=pathlib.Path, help="kvmanagerd, which is started for the run")
     add("--daemon-flag", action="append", default=[], help="for example --daemon-flag=--calibration-dir=DIR")
@@ -159,7 +158,6 @@ class Run:
         window = "" if variant.kind in ("raw", "own") else f" lag={self._options.lag}"
         window += f" sinks={self._options.sinks}" if variant.kind == "peer" else ""
         artifact = f" {artifact_of(variant.name, self._options)}" if variant.kind == "daemon" else ""
-        artifact += " host" if variant.kind == "daemon" and self._options.host_pages else ""
         stem = f"{self._model} | {variant.key}{window}{artifact}"
         keys = {name: f"{stem} | {settings}" for name, (settings, _) in self._pieces.items()}
         found = {name: self._results.get(key) for name, key in keys.items()}
@@ -202,8 +200,6 @@ def main() -> None:
     subject = protocol.load(options.model, NAME, device=options.device)
     with address_of(options) as address:
         attach = {"calibration_digest": options.calibration_digest, "calibration_dir": options.calibration_dir}
-        if options.host_pages:
-            attach["device"] = -1
         bench = Bench(subject, paged, sinks=options.sinks, lag=options.lag, address=address, attach=attach)
         measured = Run(options, bench, f"{subject.name} {fingerprint(options.model)}").measure(variants_of(options))
     head = (f"{subject.name}, head_dim {bench.head_dim}: {options.windows} windows of {options.window} tokens a text, "
