@@ -139,7 +139,7 @@ absl::Status ReadOwnBasis(const CodecContext& context, absl::string_view mode, z
     KV_ASSIGN_OR_RETURN(*factor, context.calibration->Floats(name, shape, kMadeBy));
     for (size_t i = 0; i < factor->size(); ++i) {
       if (!(std::fabs((*factor)[i]) <= zack::kFactorMax)) {
-        return TensorError(context, name, i, (*factor)[i], absl::StrCat("at most ", zack::kFactorMax));
+        return TensorError(context, name, i, (*factor)[i], absl::StrCat("at most ", zack::kFactorMax, " in magnitude"));
       }
     }
   }
@@ -226,8 +226,8 @@ absl::StatusOr<SegmentEnergies> ReadEnergies(const CodecContext& context, absl::
     return FieldError(
         absl::StatusCode::kFailedPrecondition, "codec parameter allocation", "model",
         absl::StrCat("head: the sensitivities of calibration ", context.calibration->source(),
-                     " were not measured, which a capture cannot do; kvctl calibrate --model does, if the "
-                     "text goes on behind what it trains on"));
+                     " were not measured; python -m kvmanager.calibrate measures them, and kvctl calibrate "
+                     "--model if the text goes on behind what it trains on"));
   }
   std::copy(weights.begin(), weights.end(), out.sensitivity.begin());
   return out;

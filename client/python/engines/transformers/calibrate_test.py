@@ -332,8 +332,8 @@ class Commands(unittest.TestCase):
 
         raw, fine, coarse = results = [measured("raw", 1, 256, 9), measured("a", 1.005, 62, 9), measured("b", 1.01, 38, 7)]
         self.assertIs(fewest_bytes(results, raw, 0.02, None), coarse)
-        self.assertIs(fewest_bytes(results, raw, 0.02, 0.25), coarse)
-        self.assertIs(fewest_bytes(results, raw, 0.02, 0.15), fine)
+        self.assertIs(fewest_bytes(results, raw, 0.02, 0.2), coarse)
+        self.assertIs(fewest_bytes(results, raw, 0.02, 0.19), fine)
         self.assertIs(fewest_bytes(results, raw, 0.008, 1), fine)
         self.assertIs(fewest_bytes(results, raw, 0.001, None), raw)
 
@@ -352,6 +352,7 @@ class Commands(unittest.TestCase):
                   "--windows", "1"), "zip"),
                 (("evaluate", "--text", text, "--codec", "zack+hack:calibration=none"), "calibration=none"),
                 (("evaluate", "--text", text), "--max-loss"),
+                (("evaluate", "--text", text, "--max-loss", "1", "--calibration", text), f"{text}: file bytes"),
                 (("evaluate", "--text", text, "--max-loss", "101"), "--max-loss: 101.0; must be in 0..100"),
                 (("evaluate", "--text", text, "--max-loss", "1", "--max-points", "1"), "must stand beside --tasks"),
                 (("evaluate", "--text", text, "--codec", "hack", "--calibration", "x"), "must stand beside --max-loss")):

@@ -15,7 +15,7 @@ from kvmanager.calibrate import models, texts
 from kvmanager.calibrate.progress import Progress
 from kvmanager.evaluate import report
 from kvmanager.evaluate.grid import fewest_bytes, grid
-from kvmanager.evaluate.measure import Artifacts, Measured, logits_of, measure, pool_bytes
+from kvmanager.evaluate.measure import Artifacts, Measured, attach, logits_of, measure, pool_bytes
 from kvmanager.programs import Daemon, program
 
 _TASKS = ("passkey", "lookup", "copy")
@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
         help="measure a grid of codecs, too, and say which has the fewest bytes with no more loss of perplexity than this")
     add("--max-points", type=float, default=None, metavar="POINTS",
         help="with --max-loss and --tasks: and loses no more of any task's percentage than this")
-    add("--calibration", default="", metavar="FILE", help="with --max-loss: an artifact, for zack+hack in the grid")
+    add("--calibration", default=None, metavar="FILE", help="with --max-loss: an artifact, for zack+hack in the grid")
     add("--calibration-dir", default="", metavar="DIR", help="where calibration=NAME is; a path needs none")
     add("--windows", type=int, default=4, help="at equal distances in the text (4)")
     add("--window", type=int, default=2048, help="tokens of a window (2048)")
@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
             parser.error(f"{option}: {value}; must be at least 1")
     if not args.codec and args.max_loss is None:
         parser.error("--codec: absent; must be given, or --max-loss, which measures a grid of codecs")
-    for option, value in (("--max-points", args.max_points), ("--calibration", args.calibration or None)):
+    for option, value in (("--max-points", args.max_points), ("--calibration", args.calibration)):
         if value is not None and args.max_loss is None:
             parser.error(f"{option}: {value}; must stand beside --max-loss")
     if args.max_points is not None and not args.tasks:
@@ -95,13 +95,16 @@ def run(args: argparse.Namespace) -> tuple[list[Measured], dict[str, Any]]:
     model, tokenizer = models.load(args.model, args.device, args.dtype, "kvmanager")
     before = texts.begins_with(tokenizer)
     windows = texts.spaced_windows(texts.tokenize(tokenizer, args.text), args.window, args.windows, before)
+    if len(windows) < args.windows:
+        print(f"evaluate: --windows: {args.windows}; the text has {len(windows)} of {args.window} tokens", file=sys.stderr)
     prompts = _make_prompts(tokenizer, args, before) if args.tasks else {}
     geometry = models.geometry_of(model)
     longest = max([args.window, *(len(prompt.ids) for each in prompts.values() for prompt in each)])
-    searched = grid(args.calibration, geometry.head_dim) if args.max_loss is not None else []
+    searched = grid(args.calibration or "", geometry.head_dim) if args.max_loss is not None else []
     codecs = list(dict.fromkeys(["raw", *args.codec, *searched]))
     with contextlib.ExitStack() as stack:
         specs = {codec: codec for codec in codecs}
+        artifacts = None
         calibration_dir = args.calibration_dir
         if not args.connect:
             artifacts = stack.enter_context(Artifacts())
@@ -111,6 +114,17 @@ def run(args: argparse.Namespace) -> tuple[list[Measured], dict[str, Any]]:
             daemon = stack.enter_context(Daemon(executable, calibration_dir=calibration_dir, flags=flags,
                                                 host_pool_bytes=pool_bytes(geometry.raw_token_bytes, longest)))
         address = args.connect or daemon.address
+        shared = calibration_dir if args.device != "cpu" else ""
+        for codec in codecs[1:]:  # before anything is measured
+            try:
+                attach(model, address, specs[codec], lag_pages=args.lag_pages, calibration_dir=shared).close()
+            except kvmanager.Error as error:
+                said = artifacts.named(str(error)) if artifacts else str(error)
+                if codec in args.codec or not isinstance(error, kvmanager.FailedPreconditionError):
+                    raise ValueError(f"codec {codec}: {said}") from None
+                print(f"evaluate: {codec} is left out: {said}", file=sys.stderr)
+                specs.pop(codec)
+        codecs = [codec for codec in codecs if codec in specs]
         per_codec = len(windows) + sum(map(len, prompts.values()))
         progress = stack.enter_context(Progress("measuring", per_codec * len(codecs), args.quiet))
         done = 0
@@ -128,7 +142,7 @@ def run(args: argparse.Namespace) -> tuple[list[Measured], dict[str, Any]]:
                     step()
 
         results = [measure(model, address, specs[codec], windows, lag_pages=args.lag_pages, label=codec, progress=step,
-                           calibration_dir=calibration_dir if args.device != "cpu" else "", also=solve)
+                           calibration_dir=shared, also=solve)
                    for codec in codecs]
     settings = {"model": args.model, "name": models.name_of(model), "text": args.text, "windows": len(windows), "window": args.window,
                 "lag_pages": args.lag_pages, "dtype": args.dtype, "seed": args.seed if args.tasks else None,

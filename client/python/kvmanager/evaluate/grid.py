@@ -22,6 +22,7 @@ def fewest_bytes(results: list[Measured], raw: Measured, max_loss: float, max_po
     task's accuracy, as a share; None: tasks are not asked."""
     def keeps(each: Measured) -> bool:
         lost = [accuracy(raw.tasks[task]) - accuracy(each.tasks[task]) for task in raw.tasks]
-        return each.change(raw) <= max_loss and (max_points is None or all(one <= max_points for one in lost))
+        # Equal shares of equal cases may differ in the last bit.
+        return each.change(raw) <= max_loss and (max_points is None or all(one <= max_points + 1e-9 for one in lost))
 
     return min((each for each in results if keeps(each)), key=lambda each: each.token_bytes)

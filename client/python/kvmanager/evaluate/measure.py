@@ -116,6 +116,12 @@ class Artifacts:
             self._names[path] = name
         return self._names[path]
 
+    def named(self, text: str) -> str:
+        """`text` with the files as they were given."""
+        for path, name in self._names.items():
+            text = text.replace(os.path.join(self.path, name), path).replace(f"calibration={name}", f"calibration={path}")
+        return text
+
     def __enter__(self) -> Artifacts:
         return self
 

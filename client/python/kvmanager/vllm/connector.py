@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from .facts import Settings, facts_of
 from .messages import StepPlan
 from .metrics import KvManagerPromMetrics, KvManagerStats
+from .packing import attention_layers
 from .scheduler import SchedulerHalf
 from .worker import WorkerHalf
 
@@ -68,7 +69,7 @@ class KvManagerConnector(KVConnectorBase_V1, _Hybrid):
         self._facts = facts_of(vllm_config, kv_cache_config, self._settings, rank)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        self._modules = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
+        self._config = vllm_config
         if self._facts.off:
             logger.warning("kvmanager keeps nothing of this model: %s", self._facts.off)
             return
@@ -98,7 +99,7 @@ class KvManagerConnector(KVConnectorBase_V1, _Hybrid):
         if self._worker is None:
             return
         try:
-            self._worker.register(kv_caches, self._modules)
+            self._worker.register(kv_caches, attention_layers(self._config))
         except ValueError as error:
             logger.warning("kvmanager keeps nothing of this model: %s", error)
             # Loads that the scheduler plans fail at once; stores are dropped.

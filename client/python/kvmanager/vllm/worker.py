@@ -275,7 +275,7 @@ class WorkerHalf:
         if missing:
             raise ValueError(f"kv_caches lacks {', '.join(missing)}")
         layers = [caches[name] for name in facts.layers]
-        packings = [packing_of(modules.get(name), cache) for name, cache in zip(facts.layers, layers)]
+        packings = [packing_of(modules, name, cache) for name, cache in zip(facts.layers, layers)]
         self.copies = PagedCopy(layers, facts.blocks, facts.block_tokens, facts.heads, facts.head_dim, packings)
         if self.link is None:
             self.link = Link(
