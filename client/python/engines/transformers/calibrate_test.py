@@ -339,6 +339,8 @@ class Commands(unittest.TestCase):
 
     def test_mistakes_are_named(self):
         text = MODEL / "calibration.txt"
+        broken = self.folder / "broken.safetensors"
+        broken.write_text("broken")
         for options, wanted in (
                 (("calibrate", "--text", text, "--codec", "zack+hack", "--out", "/tmp/x"), "must end in .safetensors"),
                 (("calibrate", "--text", text, "--codec", "zack+hack", "--out", "/nowhere/x.safetensors"), "/nowhere"),
@@ -352,7 +354,7 @@ class Commands(unittest.TestCase):
                   "--windows", "1"), "zip"),
                 (("evaluate", "--text", text, "--codec", "zack+hack:calibration=none"), "calibration=none"),
                 (("evaluate", "--text", text), "--max-loss"),
-                (("evaluate", "--text", text, "--max-loss", "1", "--calibration", text), f"{text}: file bytes"),
+                (("evaluate", "--text", text, "--max-loss", "1", "--calibration", broken), f"{broken}: file bytes"),
                 (("evaluate", "--text", text, "--max-loss", "101"), "--max-loss: 101.0; must be in 0..100"),
                 (("evaluate", "--text", text, "--max-loss", "1", "--max-points", "1"), "must stand beside --tasks"),
                 (("evaluate", "--text", text, "--codec", "hack", "--calibration", "x"), "must stand beside --max-loss")):
