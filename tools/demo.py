@@ -24,12 +24,12 @@ BIN = pathlib.Path(os.environ.get("KVMANAGER_BIN", ROOT / "bazel-bin"))  # where
 MODEL = ROOT / "examples/model"
 CODECS = (  # name in the table, codec, lag in pages; CALIBRATION stands for the artifact, PLUGIN for the plug-in's codec
     ("raw fp16", "raw", 2),
-    ("hack K4V3 (default without an artifact)", "default", 2),
+    ("hack K4V3 (default)", "default", 2),
     ("hack K3V2", "hack", 2),
     ("hack K2V1", "hack:k_bits=2,v_bits=1", 2),
     ("policy: layer 4 finer", "hack:k_bits=2,v_bits=1;4..4=hack:k_bits=4,v_bits=3", 2),
     ("hack, the paper's axis", "hack:k_axis=token,k_bits=2,v_bits=2,meta=16", 2),
-    ("zack+hack 76 (default with one)", "default:CALIBRATION", 2),
+    ("zack+hack 76 (trained)", "default:CALIBRATION", 2),
     ("zack+hack 56", "zack+hack:bytes=56,CALIBRATION", 2),
     ("zack+hack 40", "zack+hack:bytes=40,CALIBRATION", 2),
     ("million (64,8)", "million:m=64,bits=8,CALIBRATION", 2),
