@@ -161,9 +161,13 @@ class Hack:
     v_norm: bool = True
 
     def bytes(self, d: int) -> float:
-        """Codes and metadata: u8 step and s8 minimum per channel, an fp16 pair per page and side; V's norms in u8 and their fp16 top."""
-        norm = 1 + 2 / PAGE if self.v_norm else 0
-        return d * (self.k_bits + self.v_bits) / 8 + 2 * (2 * d / PAGE + 4 / PAGE) + norm
+        """As stored: codes, u8 step and s8 minimum per channel, an fp16 pair per page and side, V's norms in u8 with their fp16
+        top; each array is padded to 16 bytes, a head's record to 64."""
+        def padded(size: float, to: int) -> int:
+            return -(-int(size) // to) * to
+
+        sides = [PAGE * d * bits // 8 + padded(d, 16) * 2 + 16 for bits in (self.k_bits, self.v_bits)]
+        return padded(sum(sides) + (PAGE if self.v_norm else 0), 64) / PAGE
 
     def encode(self, x: torch.Tensor, value_side: bool) -> Side:
         """x [heads][tokens][d], whole pages."""
