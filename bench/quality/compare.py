@@ -119,15 +119,17 @@ def fingerprint(folder: pathlib.Path) -> str:
 
 
 def artifact_of(codec: str, options: argparse.Namespace) -> str:
-    """What says which artifact a codec has: the digest that was given, or that of the file it names in --calibration-dir."""
-    name = re.search("calibration=([^,;]+)", codec)
-    if options.calibration_digest or not name or not options.calibration_dir:
+    """What says which artifacts a codec has: the digest that was given, or those of the files it names in --calibration-dir."""
+    names = re.findall("calibration=([^,;]+)", codec)
+    if options.calibration_digest or not options.calibration_dir:
         return options.calibration_digest
-    files = [pathlib.Path(options.calibration_dir, name[1] + end) for end in ("", ".safetensors")]
-    file = next((each for each in files if each.is_file()), None)
-    if file is None:
-        raise SystemExit(f"compare: --codec {codec}: {files[1]} is no file")
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    digests = []
+    for name in names:
+        files = [pathlib.Path(options.calibration_dir, name + end) for end in ("", ".safetensors")]
+        file = next((each for each in files if each.is_file()), None)
+        # Where there is no such file the daemon knows the name as a digest, or says that it does not.
+        digests.append(hashlib.sha256(file.read_bytes()).hexdigest()[:12] if file else name)
+    return " ".join(digests)
 
 
 class Run:

@@ -163,8 +163,8 @@ class Hack:
     def bytes(self, d: int) -> float:
         """As stored: codes, u8 step and s8 minimum per channel, an fp16 pair per page and side, V's norms in u8 with their fp16
         top; each array is padded to 16 bytes, a head's record to 64."""
-        def padded(size: float, to: int) -> int:
-            return -(-int(size) // to) * to
+        def padded(size: int, to: int) -> int:
+            return -(-size // to) * to
 
         sides = [PAGE * d * bits // 8 + padded(d, 16) * 2 + 16 for bits in (self.k_bits, self.v_bits)]
         return padded(sum(sides) + (PAGE if self.v_norm else 0), 64) / PAGE

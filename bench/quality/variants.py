@@ -40,7 +40,7 @@ class Variant:
 def daemon_flags(options: argparse.Namespace) -> list[str]:
     """Of the daemon that a program starts: --daemon-flag, and what --calibration-dir and --device ask for."""
     flags = [f"--calibration-dir={options.calibration_dir}"] if options.calibration_dir else []
-    if options.device != "cpu":
+    if options.device != "cpu" and not any(flag.startswith("--device-pool-bytes") for flag in options.daemon_flag):
         flags.append("--device-pool-bytes=4GiB")
     return flags + options.daemon_flag
 

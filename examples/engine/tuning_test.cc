@@ -204,7 +204,7 @@ TEST(FinerEnds, TakeNoMoreThanTheOthersHave) {
   EXPECT_EQ(FinerEnds(point, options, nullptr).size(), 6u);
   const auto policies = FinerEnds(point, options, check);
   EXPECT_EQ(policies.size(), 5u);  // both ends 32 finer would leave 4 to the others
-  for (const std::string& policy : policies) EXPECT_GE(LeastBytes(policy), 8.125) << policy;
+  for (const std::string& policy : policies) EXPECT_GE(LeastBytes(policy), 10) << policy;
   point.codec = "zack+hack:bytes=9,allocation=head,calibration=c";
   for (const std::string& policy : FinerEnds(point, options, nullptr)) EXPECT_GE(LeastBytes(policy), 1) << policy;
 }

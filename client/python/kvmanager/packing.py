@@ -23,11 +23,6 @@ class Packing:
         self._places = torch.cat([k.flatten(), v.flatten()])
         self._inverse = torch.argsort(self._places)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Packing) and torch.equal(self._places, other._places)
-
-    __hash__ = None
-
     def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of [...][2 * tokens * head_dim] K and V, each [...][tokens][head_dim]."""
         both = packed.index_select(-1, self._places).unflatten(-1, (2, self.tokens, self.head_dim))
