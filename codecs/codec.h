@@ -49,7 +49,12 @@ struct CodecInfo {
                              // token and head" counts
   bool identity = false;     // the encoded form is the raw form; the store then never encodes
   uint64_t sink_tokens = 0;  // at the beginning of every context, whose pages stay raw; whole pages
+  std::vector<bool> raw_layers;  // [layers] whose pages stay raw though others are encoded; empty: none
 
+  /// Whether the codec declines every page of `layer` that begins at `first_token`, whatever is in it.
+  bool keeps_raw(int layer, uint64_t first_token) const {
+    return first_token < sink_tokens || (!raw_layers.empty() && raw_layers[layer]);
+  }
   /// Bytes of an encoded page of `layer`.
   size_t page_bytes(int layer) const { return layer_bytes.empty() ? encoded_bytes : layer_bytes[layer]; }
   /// The mean over layers, rounded up.

@@ -94,16 +94,14 @@ class DeviceHandOffTest : public GpuTest {
     options.lag_pages = lag_pages;
     return MakeEngine(way, side.client.get(), side.device.get(), options, artifacts_.path());
   }
-  // Appends to a sequence that is handed over meanwhile, in chunks. Before the last one the pages of the others arrive,
-  // but for sinks: what stays raw goes at the end. before: pages that the receiver had received when it began. sent:
-  // the answers of the last chunk.
-  void Grow(Engine& from, const Text& text, uint64_t sequence, uint64_t first, int sinks, double before,
-            LayerRows* sent) {
+  // Appends to a sequence that is handed over meanwhile, in chunks. Before the last one the pages of the others arrive.
+  // before: pages that the receiver had received when it began. sent: the answers of the last chunk.
+  void Grow(Engine& from, const Text& text, uint64_t sequence, uint64_t first, double before, LayerRows* sent) {
     uint64_t at = first;
     for (const uint64_t end : {uint64_t{250}, uint64_t{251}, uint64_t{500}, kPrompt}) {
       if (end <= at) continue;
       if (end == kPrompt) {
-        const double full = double(text.layers) * (double(at / kPage) - sinks);
+        const double full = double(text.layers) * double(at / kPage);
         EXPECT_TRUE(Eventually([&] { return b_.received() - before >= full; }))
             << b_.received() - before << " of " << full << " pages";
       }
@@ -299,16 +297,9 @@ TEST_F(DeviceHandOffTest, AttendsToTheSameOfASequenceThatGrewOnItsWay) {
     ASSERT_OK_AND_ASSIGN(auto hand_off, made.sequence->BeginHandOff(b_.daemon->peer(), kPrompt));
     auto claim = to->cache().ClaimAsync(hand_off->ticket(), 20000);
     ASSERT_OK(gpu.Collect(outs, &sent));
-    // What a policy keeps raw goes at the end.
-    if (c.codec.find("sinks") == std::string::npos) {
-      const int sinks = c.codec == "raw" ? 0 : 1;
-      EXPECT_TRUE(Eventually([&] { return b_.received() - before >= text.layers * (1 - sinks); }));
-      ASSERT_NO_FATAL_FAILURE(Grow(*from, text, id, 70, sinks, before, &sent));
-    } else {
-      for (const auto& [first, tokens] : {std::pair<uint64_t, int>{70, 130}, {200, 300}, {500, 200}}) {
-        ASSERT_OK(from->Step(text, {{id, first, tokens}}, true, &sent));
-      }
-    }
+    // Sinks and raw layers go as early as encoded pages.
+    EXPECT_TRUE(Eventually([&] { return b_.received() - before >= text.layers; }));
+    ASSERT_NO_FATAL_FAILURE(Grow(*from, text, id, 70, before, &sent));
     EXPECT_EQ(made.sequence->Crop(kPrompt - 1).code(), absl::StatusCode::kFailedPrecondition);
     ASSERT_OK_AND_ASSIGN(const auto outcome, hand_off->Finish("first token: 17"));
     EXPECT_EQ(outcome.ticket, hand_off->ticket());
@@ -355,7 +346,7 @@ TEST_F(DeviceHandOffTest, WhatGrowsGoesByTheHostWhereTheOtherGpuIsFull) {
     const double before = b_.received();
     ASSERT_OK_AND_ASSIGN(auto hand_off, made.sequence->BeginHandOff(b_.daemon->peer(), kPrompt));
     auto claim = host->cache().ClaimAsync(hand_off->ticket(), 20000);
-    ASSERT_NO_FATAL_FAILURE(Grow(*from, text, made.sequence->id(), 0, 1, before, &sent));
+    ASSERT_NO_FATAL_FAILURE(Grow(*from, text, made.sequence->id(), 0, before, &sent));
     ASSERT_OK(hand_off->Finish("").status());
     ASSERT_OK_AND_ASSIGN(auto claimed, claim.Wait());
     EXPECT_EQ(b_.Metric("hand_offs_between_gpus_total"), 0);
@@ -416,7 +407,7 @@ TEST_F(DeviceHandOffTest, ASenderThatDiesWhileItComputesLeavesNothing) {
   LayerRows rows;
   a_.Use();
   ASSERT_OK(from->Step(text, {{made.sequence->id(), 0, 300}}, true, &rows));
-  EXPECT_TRUE(Eventually([&] { return b_.received() >= 3 * text.layers; }));  // the first of four is a sink
+  EXPECT_TRUE(Eventually([&] { return b_.received() >= 4 * text.layers; }));
   EXPECT_GT(b_.pages(), 0);
   a_.daemon->Kill();
   EXPECT_EQ(hand_off->Finish("").status().code(), absl::StatusCode::kUnavailable);

@@ -132,6 +132,7 @@ CodecInfo InfoOf(const Policy& policy) {
   for (size_t layer = 0; layer < layers; ++layer) {
     const size_t bytes = policy.codecs[policy.codec_of[layer]]->info().page_bytes(int(layer));
     info.layer_bytes.push_back(static_cast<uint32_t>(bytes));
+    info.raw_layers.push_back(policy.codecs[policy.codec_of[layer]]->info().identity);
     info.encoded_bytes = std::max(info.encoded_bytes, bytes);
     payload += double(bytes) - padding[policy.codec_of[layer]];
   }
@@ -206,9 +207,7 @@ class PolicyCodec final : public Codec {
 
  private:
   /// Sinks, and pages whose encoded form would be a copy.
-  bool KeepsRaw(const EncodeItem& item) const {
-    return item.first_token < info_.sink_tokens || Of(item.layer).info().identity;
-  }
+  bool KeepsRaw(const EncodeItem& item) const { return info_.keeps_raw(int(item.layer), item.first_token); }
   const Codec& Of(uint32_t layer) const { return *policy_.codecs[policy_.codec_of[layer]]; }
 
   const Policy policy_;

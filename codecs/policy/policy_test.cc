@@ -188,6 +188,7 @@ TEST_F(PolicyTest, OneCodecWithSinksIsThatCodecElsewhere) {
     codec->Encode(absl::MakeSpan(items), {});
     for (const EncodeItem& item : items) {
       EXPECT_EQ(item.is_sink, item.first_token < info.sink_tokens);
+      EXPECT_EQ(item.is_sink, info.keeps_raw(int(item.layer), item.first_token));
       EXPECT_EQ(item.declined, item.is_sink);
       if (item.is_sink) continue;
       EXPECT_EQ(item.encoded[0], codec == off.get() ? 5 : 3);
@@ -310,6 +311,7 @@ TEST_F(PolicyTest, EachPageIsItsLayersCodecs) {
   for (const EncodeItem& item : items) {
     // 100 tokens touch two pages; a raw layer's pages need no second form.
     ASSERT_EQ(item.is_sink, item.first_token < 128 || item.layer == 5);
+    ASSERT_EQ(item.is_sink, codec->info().keeps_raw(int(item.layer), item.first_token));
     ASSERT_EQ(item.declined, item.is_sink);
     sinks += item.is_sink;
     if (item.is_sink) continue;

@@ -13,7 +13,7 @@ struct HandOffManifest {
   codecVersion @2 :UInt32;
   tokens @3 :UInt64;               # of every layer, once the sender has appended them
   blocks @4 :List(Api.BlockName);  # full blocks, in order; an empty key: not published yet
-  pages @5 :List(Page);            # those that travel encoded
+  pages @5 :List(Page);            # aged ones: encoded, or raw where the codec keeps them so (sinks, raw layers)
   blob @6 :Data;                   # of version 1, here and below
   promptTokens @7 :UInt64;
   indexIterations @8 :UInt32;

@@ -23,18 +23,25 @@ constexpr int64_t kLinkSampleBytes = 64 << 10, kLinkSampleNs = 2'000'000;
 // Of "HOST:PORT".
 std::string HostOf(const std::string& peer) { return peer.substr(0, peer.rfind(':')); }
 
-// What the whole sequence takes of a pool, padding of slots not counted: every full page has its place as an encoded
-// one, and those that do not travel so, and open pages, are raw besides.
+// What the whole sequence takes of a pool, padding of slots not counted: a full page that the codec keeps raw is raw;
+// every other one has its place as an encoded one, and those that do not travel so, and open pages, are raw besides.
 uint64_t BytesAtLeast(const HandOffFirst& first, const CodecInfo& info) {
   const PageLayout& layout = first.config.layout;
-  const uint64_t full_pages = first.blocks.size() * first.config.layers;
   uint64_t raw_pages = first.tokens % layout.page_tokens != 0 ? first.config.layers : 0;
-  if (!info.identity) raw_pages += full_pages - std::min<uint64_t>(full_pages, first.pages.size());
-  uint64_t bytes = raw_pages * layout.raw_bytes();
-  for (uint32_t layer = 0; layer < first.config.layers; ++layer) {
-    bytes += first.blocks.size() * info.page_bytes(static_cast<int>(layer));
+  uint64_t bytes = 0, encodable = 0, sent_encoded = 0;
+  for (int layer = 0; layer < static_cast<int>(first.config.layers); ++layer) {
+    for (uint64_t block = 0; block < first.blocks.size(); ++block) {
+      const bool raw = info.keeps_raw(layer, block * layout.page_tokens);
+      raw_pages += raw;
+      encodable += !raw;
+      if (!raw) bytes += info.page_bytes(layer);
+    }
   }
-  return bytes;
+  for (const HandOffPage& page : first.pages) {
+    sent_encoded += !info.keeps_raw(static_cast<int>(page.layer), uint64_t{page.block} * layout.page_tokens);
+  }
+  if (!info.identity) raw_pages += encodable - std::min(encodable, sent_encoded);
+  return bytes + raw_pages * layout.raw_bytes();
 }
 
 }  // namespace

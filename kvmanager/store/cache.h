@@ -77,6 +77,14 @@ struct Cache {
   /// Without sequence, lease and block: closing it loses nothing.
   bool unused() const { return sequences == 0 && leases == 0 && table.size() == 0; }
   bool identity() const { return codec->info().identity; }
+  /// Whether the codec declines this page whatever is in it: a sink, or of a layer that stays raw.
+  bool keeps_raw(uint32_t block, uint32_t layer) const {
+    return codec->info().keeps_raw(static_cast<int>(layer), uint64_t{block} * page_tokens());
+  }
+  /// Bytes of the form in which an aged page is read, unless the codec declines it for what is in it.
+  uint64_t aged_bytes(uint32_t block, uint32_t layer) const {
+    return keeps_raw(block, layer) ? layout().raw_bytes() : page_bytes(layer);
+  }
   bool on_device() const { return tier->epochs != nullptr; }
   FormBytes slot_bytes(uint32_t layer, PageKind kind = PageKind::kKeysValues) const {
     if (kind == PageKind::kActivations) return {activation_slot_bytes, activation_slot_bytes};

@@ -90,7 +90,10 @@ void DeviceWalk::GoOnSending(size_t index) {
   ASSERT_TRUE(sending.lease->status().ok()) << sending.lease->status();
   const HandOffFirst& first = sending.lease->first();
   for (const ExportedPage& page : sending.lease->TakeReady()) {
-    sending.sent.push_back({first.pages[page.page], true, false, page});
+    const HandOffPage& of = first.pages[page.page];
+    const ModelCache& cache = caches_[sending.cache];
+    const bool raw = cache.codec->info().keeps_raw(int(of.layer), uint64_t{of.block} * cache.config.layout.page_tokens);
+    sending.sent.push_back({of, !raw, false, page});
     counts.sent_early += !sending.lease->finished();
     const Text& text = sending.lease->finished() || found == sequences_.end() ? sending.text : found->second.text;
     ASSERT_NO_FATAL_FAILURE(ExpectSent(sending, text, sending.sent.back()));

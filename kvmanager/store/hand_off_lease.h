@@ -43,7 +43,9 @@ struct HandOffFirst {
   uint64_t tokens = 0;               // of every layer, once the sender has appended them
   std::vector<HandOffBlock> blocks;  // full ones, in order; the names that they have already
   std::vector<uint32_t> aged;        // [layers] pages before this one are read encoded, unless the codec declined them
-  std::vector<HandOffPage> pages;    // what will travel encoded, all aged: by layer, then by block
+  /// Aged pages, by layer, then by block: those that will travel encoded, and those that the codec keeps raw whatever
+  /// is in them (CodecInfo::keeps_raw), which travel so.
+  std::vector<HandOffPage> pages;
   /// Activations of some of `pages`, in their order. Numbered behind them. The receiver takes a page in one of the two
   /// forms: K and V as they are, or activations, from which it recomputes K and V.
   std::vector<HandOffPage> activations;
@@ -55,7 +57,7 @@ struct HandOffFirst {
 };
 struct HandOffLast {
   std::vector<uint32_t> withdrawn;   // pages of the first part that the codec declined, ascending
-  std::vector<HandOffPage> pages;    // every page that does not travel encoded, raw: by layer, then by block
+  std::vector<HandOffPage> pages;    // every page that the first part does not send, raw: by layer, then by block
   std::vector<HandOffBlock> blocks;  // [HandOffFirst::blocks] names since the first part
   IndexFacts index;                  // of a codec with indexes: the receiver makes an equal one
 };
@@ -83,8 +85,8 @@ class ExportLease {
   /// Not OK: pages could not be copied to the host (ExportWay::kByHost), and it will not get further. UNAVAILABLE (the
   /// GPU has failed), DATA_LOSS (bytes that no page may have), RESOURCE_EXHAUSTED.
   virtual absl::Status status() const { return absl::OkStatus(); }
-  /// Pages of the first part that were encoded since the last call, in the order in which they were; at first their
-  /// activations, so that who takes those can compute while the others are on their way. On a GPU each is there: what
+  /// Pages of the first part that the codec has done with since the last call, in the order in which it was; at first
+  /// their activations, so that who takes those can compute while the others are on their way. On a GPU each is there: what
   /// is sent as it was appended has been written (PageStore::Written).
   virtual std::vector<ExportedPage> TakeReady() = 0;
   /// Calls `fn` on the store's thread, from within other calls of the store: now and whenever there is something to

@@ -48,7 +48,7 @@ enum class PageEvent : uint8_t {
   kReceivedOpen,     // a hand-off's open page became visible
   kReceivedRaw,      // a hand-off's full raw page became visible; to be encoded
   kReceivedEncoded,  // a hand-off's encoded page became visible
-  kReceivedCopy,     // a copy of a Resident page of another memory became visible, in the same forms
+  kReceivedCopy,     // a copy of a Resident page of another memory or daemon became visible, in the same forms
   kReserveRaw,       // a page that was to be received encoded will be received raw: the sender's codec declined it
   kQuarantine,       // every owner has gone, a lease or a job has not
   kJobEnded,         // the job of a quarantined page ended

@@ -91,9 +91,10 @@ void PageStoreImpl::CheckInvariants() const {
           KV_CHECK(page.state == PageState::kFilling);
         } else {
           const bool to_come = sequence.arriving || !sequence.broken.ok();
-          // What is recomputed needs its raw form for the codec.
+          // What is recomputed needs its raw form for the codec; what the codec keeps raw has no other.
           const bool arrives = page.state == PageState::kReceiving &&
-                               (!page.raw.valid() || block->activations[layer].state != PageState::kFree);
+                               (!page.raw.valid() || cache.keeps_raw(i, layer) ||
+                                block->activations[layer].state != PageState::kFree);
           KV_CHECK(page.is_full() || (to_come && arrives));
         }
       }

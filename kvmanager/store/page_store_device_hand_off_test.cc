@@ -33,7 +33,7 @@ absl::StatusOr<SequenceId> HandOver(ExportLease& from, Gpu& to) {
   // What is read raw comes last here: then it can be shown.
   size_t last = 0;
   const auto of_last = [&](const testing::SentPage& page) {
-    return !page.encoded && !import->target(page.bytes.page).empty();
+    return page.bytes.page >= from.first().size() && !import->target(page.bytes.page).empty();
   };
   for (const testing::SentPage& page : pages) last += of_last(page);
   for (const testing::SentPage& page : pages) {

@@ -34,7 +34,10 @@ class Collector {
       : lease_(*lease), codec_(std::move(codec)), text_(std::move(text)) {}
   std::vector<ExportedPage> Take() {
     std::vector<ExportedPage> pages = lease_.TakeReady();
-    for (const ExportedPage& page : pages) Expect(lease_.first().pages[page.page], true, page);
+    for (const ExportedPage& page : pages) {
+      const HandOffPage& of = lease_.first().pages[page.page];
+      Expect(of, !codec_->info().keeps_raw(static_cast<int>(of.layer), uint64_t{of.block} * kPage), page);
+    }
     taken_ += pages.size();
     return pages;
   }

@@ -1,5 +1,8 @@
 // Sending a sequence: its pages are pinned as they become full, and offered as they become encoded.
 //
+// A page that the codec keeps raw whatever is in it, a sink, is sent like an encoded one, as soon as the codec has
+// passed it. A page that the codec declines for its values is withdrawn and sent raw with the last part.
+//
 // On a GPU a page is full once it is booked, and its bytes come later. One that is encoded was written; one that
 // travels as it was appended is offered when Written says so, and what the last part brings once everything is written.
 #include <algorithm>
@@ -73,6 +76,11 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
     const HandOffPage& page = first_.pages[number];
     return written_[page.layer] >= (uint64_t{page.block} + 1) * cache_->page_tokens();
   }
+  // Declined for what is in it: the first part did not know.
+  bool is_withdrawn(uint32_t number) const {
+    const HandOffPage& page = first_.pages[number];
+    return encoded_[number].page().declined && !cache_->keeps_raw(page.block, page.layer);
+  }
   // Activations that are there, of pages of the first part that are full.
   void OfferActivations(const Sequence& sequence);
   uint32_t& NumberOf(uint32_t block, uint32_t layer) { return numbers_[size_t{layer} * full_blocks() + block]; }
@@ -130,9 +138,10 @@ void ExportLeaseImpl::Begin(Sequence& sequence, uint64_t tokens, bool goes_on, b
     first_.aged.push_back(aged);
     for (uint32_t i = 0; i < aged; ++i) {
       const bool full = sequence.tokens[layer] >= (uint64_t{i} + 1) * page_tokens;
-      if (full && sequence.blocks[i]->pages[layer].declined) continue;  // it travels raw
+      const bool declined = full && sequence.blocks[i]->pages[layer].declined;
+      if (declined && !cache_->keeps_raw(i, layer)) continue;  // it travels raw, with the last part
       NumberOf(i, layer) = static_cast<uint32_t>(first_.pages.size());
-      first_.pages.push_back({i, layer, cache_->page_bytes(layer)});
+      first_.pages.push_back({i, layer, cache_->aged_bytes(i, layer)});
     }
   }
   OfferActivations(sequence);
@@ -200,8 +209,9 @@ void ExportLeaseImpl::OnEncoded() {
 void ExportLeaseImpl::Offer(uint32_t number) {
   const PageRef& ref = encoded_[number];
   const Page& page = ref.page();
-  if (page.declined) return;
-  const absl::Span<const uint8_t> bytes(store_->Data(*cache_, page.encoded), first_.pages[number].bytes);
+  if (is_withdrawn(number)) return;
+  const PageId slot = page.declined ? page.raw : page.encoded;
+  const absl::Span<const uint8_t> bytes(store_->Data(*cache_, slot), first_.pages[number].bytes);
   // Of a resident page the checksum is the one kept since it was made, so that the receiver notices what changed since.
   const bool kept = page.state == PageState::kResident;
   ready_.push_back({number, bytes, kept ? page.checksum : ChecksumOf(bytes)});
@@ -283,7 +293,7 @@ void ExportLeaseImpl::SettleIfDone() {
       const uint32_t number = NumberOf(i, layer);
       if (number == kNotEncoded) {
         add(*next_raw++, i);
-      } else if (encoded_[number].page().declined) {
+      } else if (is_withdrawn(number)) {
         last_.withdrawn.push_back(number);
         add(encoded_[number], i);
       }

@@ -108,10 +108,11 @@ absl::Status HostCopies::Start() {
   std::vector<bool> encoded(size_t{layers} * blocks);
   SlotCounts wanted;
   for (const HandOffPage& page : first_.pages) {
+    if (to_->keeps_raw(page.block, page.layer)) continue;
     encoded[size_t{page.layer} * blocks + page.block] = true;
     to_->CountEncodedSlots(page.layer, 1, &wanted);
   }
-  wanted.raw = encoded.size() - first_.pages.size();
+  wanted.raw = static_cast<size_t>(std::count(encoded.begin(), encoded.end(), false));
   Reservation slots(to_->tier->pool);
   KV_RETURN_IF_ERROR(store_->Reserve(*to_, wanted, &slots));
   for (uint32_t i = 0; i < blocks; ++i) {
@@ -150,7 +151,8 @@ void HostCopies::Go() {
   Copies copies;
   std::vector<PageCopy> bytes;
   for (const ExportedPage& page : lease_->TakeReady()) {
-    Add(page.page, first_.pages[page.page], page, /*raw=*/false, &copies, &bytes);
+    const HandOffPage& of = first_.pages[page.page];
+    Add(page.page, of, page, to_->keeps_raw(of.block, of.layer), &copies, &bytes);
   }
   if (lease_->last() != nullptr && !std::exchange(took_last_, true)) {
     if (absl::Status status = TakeLast(&copies, &bytes); !status.ok()) Fail(std::move(status));

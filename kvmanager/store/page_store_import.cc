@@ -70,7 +70,7 @@ absl::Status CheckFirst(const Cache& cache, const HandOffFirst& first) {
       return InvalidField(field("block"), page.block,
                           absl::StrCat(block_min, "..", int64_t{first.aged[page.layer]} - 1, ", the aged pages"));
     }
-    const uint64_t bytes = cache.page_bytes(page.layer);
+    const uint64_t bytes = cache.aged_bytes(page.block, page.layer);
     if (page.bytes != bytes) return InvalidField(field("bytes"), page.bytes, absl::StrCat(bytes));
   }
   return CheckActivations(cache, first);
@@ -115,8 +115,9 @@ class ImportLeaseImpl final : public ImportLease {
   void Break(const absl::Status& why) override;
 
  private:
-  // How a page of the sequence travels.
-  enum class How : uint8_t { kEncoded, kRaw, kRecomputed };
+  // How a page of the sequence travels: with the first part, encoded or raw since the codec keeps it so; raw with the
+  // last part; as activations.
+  enum class How : uint8_t { kEncoded, kKeptRaw, kRaw, kRecomputed };
   // A block that was not here. It is held by the sequence, and from Show on by this too while pages are to come.
   struct NewBlock {
     Block* block = nullptr;  // nullptr: shared
@@ -134,6 +135,8 @@ class ImportLeaseImpl final : public ImportLease {
   bool first_awaited() const { return awaited_first_ > 0 || recomputing_.size() > 0; }
   // Decides which pages of blocks that are to come (not in `shared`) are recomputed.
   void ChooseRecomputed(absl::Span<Block* const> shared, RecomputeChoice recompute);
+  // A full page of K and V is in its slot; it is to be encoded unless it came so or stays raw.
+  void ShowFull(PageRef ref, uint64_t checksum, std::vector<PageRef>* to_encode);
   void LetGoOf(absl::Span<const ArrivedPage> pages);
   bool CanShare(const Block& block) const;
   absl::Status CheckLast(const HandOffLast& last) const;
@@ -191,7 +194,9 @@ absl::Status ImportLeaseImpl::Start(RecomputeChoice recompute) {
   std::fill(hidden_->tokens.begin(), hidden_->tokens.end(), first_.tokens);
   hidden_->aged = first_.aged;
   how_.assign(size_t{pages_per_layer()} * cache_->layers(), How::kRaw);
-  for (const HandOffPage& page : first_.pages) how(page.block, page.layer) = How::kEncoded;
+  for (const HandOffPage& page : first_.pages) {
+    how(page.block, page.layer) = cache_->keeps_raw(page.block, page.layer) ? How::kKeptRaw : How::kEncoded;
+  }
   // Find and hold first: reserving may evict.
   std::vector<Block*> shared(full_blocks(), nullptr), unfit;
   SlotCounts wanted;
@@ -209,7 +214,7 @@ absl::Status ImportLeaseImpl::Start(RecomputeChoice recompute) {
     for (uint32_t layer = 0; shared[i] == nullptr && layer < cache_->layers(); ++layer) {
       wanted.raw += !identity && how(i, layer) != How::kEncoded;
       wanted.activations += how(i, layer) == How::kRecomputed;
-      cache_->CountEncodedSlots(layer, 1, &wanted);  // a raw page's is for its encoding
+      if (!cache_->keeps_raw(i, layer)) cache_->CountEncodedSlots(layer, 1, &wanted);  // a raw page's is for its encoding
     }
   }
   for (; !unfit.empty(); unfit.pop_back()) store_->Release(unfit.back());
@@ -234,7 +239,7 @@ absl::Status ImportLeaseImpl::Start(RecomputeChoice recompute) {
     for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
       PageChange reserved;
       if (open || (!identity && how(i, layer) != How::kEncoded)) reserved.raw = slots.TakeRaw();
-      if (!open) reserved.encoded = slots.TakeEncoded(*cache_, layer);
+      if (!open && !cache_->keeps_raw(i, layer)) reserved.encoded = slots.TakeEncoded(*cache_, layer);
       store_->Apply({block, layer}, PageEvent::kReserve, reserved);
       if (how(i, layer) != How::kRecomputed) continue;
       store_->Apply({block, layer, PageKind::kActivations}, PageEvent::kReserve, {PageId(), slots.TakeActivations()});
@@ -251,7 +256,8 @@ absl::Status ImportLeaseImpl::Start(RecomputeChoice recompute) {
     first_targets_.emplace_back();
     if (!wanted_here) continue;
     const Page& into = recomputed ? block->activations[page.layer] : block->pages[page.layer];
-    first_targets_.back() = absl::Span<uint8_t>(store_->Data(*cache_, into.encoded), page.bytes);
+    const PageId slot = how(page.block, page.layer) == How::kKeptRaw ? into.raw : into.encoded;
+    first_targets_.back() = absl::Span<uint8_t>(store_->Data(*cache_, slot), page.bytes);
   }
   return absl::OkStatus();
 }
@@ -272,9 +278,12 @@ absl::Status ImportLeaseImpl::CheckLast(const HandOffLast& last) const {
     if (number >= first_.pages.size() || (i > 0 && number <= last.withdrawn[i - 1])) {
       return InvalidField(field, number, absl::StrCat("ascending, below ", first_.pages.size()));
     }
-    if (cache_->identity()) return InvalidField(field, number, "none: this codec declines no page");
+    const HandOffPage& page = first_.pages[number];
+    if (cache_->identity() || cache_->keeps_raw(page.block, page.layer)) {
+      return InvalidField(field, number, "a page that the codec may decline");
+    }
     if (!first_targets_[number].empty() && !awaited_[number]) return InvalidField(field, number, "one that never came");
-    how[size_t{first_.pages[number].layer} * pages_per_layer() + first_.pages[number].block] = How::kRaw;
+    how[size_t{page.layer} * pages_per_layer() + page.block] = How::kRaw;
   }
   if (last.blocks.size() != first_.blocks.size()) {
     return InvalidField("blocks", last.blocks.size(), absl::StrCat(first_.blocks.size(), ", as in the first part"));
@@ -353,7 +362,8 @@ absl::StatusOr<uint64_t> ImportLeaseImpl::Validate(uint32_t number) const {
                                      at / cache_->config.hidden, "][value ", at % cache_->config.hidden, "]"),
                         "NaN or Inf", "finite");
   }
-  if (number < first_.pages.size() && !cache_->identity()) {
+  const bool is_raw = number >= first_.pages.size() || cache_->keeps_raw(page.block, page.layer);
+  if (!is_raw && !cache_->identity()) {
     KV_RETURN_IF_ERROR(cache_->codec->Validate(static_cast<int>(page.layer), bytes));
     return Checksum(bytes.data(), bytes.size());
   }
@@ -364,6 +374,19 @@ absl::StatusOr<uint64_t> ImportLeaseImpl::Validate(uint32_t number) const {
                         "NaN or Inf", "finite");
   }
   return Checksum(bytes.data(), bytes.size());
+}
+
+void ImportLeaseImpl::ShowFull(PageRef ref, uint64_t checksum, std::vector<PageRef>* to_encode) {
+  const Page& page = ref.page();
+  if (!page.raw.valid()) {
+    store_->Apply(ref, PageEvent::kReceivedEncoded, {page.raw, page.encoded, false, checksum});
+  } else if (page.encoded.valid()) {
+    store_->Apply(ref, PageEvent::kReceivedRaw, {page.raw, page.encoded});
+    to_encode->push_back(ref);
+  } else {
+    store_->Apply(ref, PageEvent::kReceivedCopy, {page.raw, PageId(), true, checksum});
+    store_->metrics()->sink_pages.Increment();
+  }
 }
 
 absl::Status ImportLeaseImpl::Arrived(absl::Span<const ArrivedPage> pages) {
@@ -393,11 +416,8 @@ absl::Status ImportLeaseImpl::Arrived(absl::Span<const ArrivedPage> pages) {
     }
     if (received.block == full_blocks()) {
       store_->Apply(ref, PageEvent::kReceivedOpen, {page.raw, page.encoded});
-    } else if (page.raw.valid()) {
-      store_->Apply(ref, PageEvent::kReceivedRaw, {page.raw, page.encoded});
-      to_encode.push_back(ref);
     } else {
-      store_->Apply(ref, PageEvent::kReceivedEncoded, {page.raw, page.encoded, false, arrived.checksum});
+      ShowFull(ref, arrived.checksum, &to_encode);
     }
     --new_blocks_[received.block].awaited;
   }
@@ -419,13 +439,7 @@ absl::Status ImportLeaseImpl::Recomputed(absl::Span<const ArrivedPage> pages) {
     }
     const HandOffPage& recomputed = page_of(done.page);
     const PageRef ref{new_blocks_[recomputed.block].block, recomputed.layer};
-    const Page& page = ref.page();
-    if (page.raw.valid()) {
-      store_->Apply(ref, PageEvent::kReceivedRaw, {page.raw, page.encoded});
-      to_encode.push_back(ref);
-    } else {
-      store_->Apply(ref, PageEvent::kReceivedEncoded, {page.raw, page.encoded, false, done.checksum});
-    }
+    ShowFull(ref, done.checksum, &to_encode);
     --new_blocks_[recomputed.block].awaited;
   }
   store_->PostEncodes(cache_, std::move(to_encode));

@@ -131,6 +131,80 @@ TEST_F(StreamTest, PagesAreOfferedAsLayersAreAppendedAndEncoded) {
   store().CheckInvariants();
 }
 
+// What the codec keeps raw whatever is in it is sent like an encoded page, not withdrawn and sent at the end.
+TEST_F(StreamTest, SinksAreSentAsSoonAsTheyAreFull) {
+  const CacheConfig config = MakeConfig("sinks", 1);
+  const CacheId cache = test().Open(config);
+  const int tokens = 5 * kPage + 3;
+  const SequenceId a = Create(cache);
+  auto out = *store().Export(a, tokens);
+  ASSERT_EQ(out->first().pages.size(), 8u);
+  for (const HandOffPage& page : out->first().pages) {
+    EXPECT_EQ(page.bytes == config.layout.raw_bytes(), page.block < 2) << page.block;  // two pages of sinks
+  }
+  ASSERT_TRUE(test().AppendAll(cache, a, text_, 0, 3 * kPage).ok());
+  test().executor.FinishAll();
+  const std::vector<ExportedPage> early = out->TakeReady();
+  ASSERT_EQ(early.size(), 6u);
+  size_t raw = 0;
+  for (const ExportedPage& page : early) {
+    const HandOffPage& of = out->first().pages[page.page];
+    if (of.block >= 2) continue;
+    ++raw;
+    const auto expected = MakeRawPage(config.layout, text_, of.block, kPage, static_cast<int>(of.layer));
+    ASSERT_EQ(page.bytes.size(), expected.size());
+    EXPECT_TRUE(std::equal(expected.begin(), expected.end(), page.bytes.begin()));
+    EXPECT_EQ(page.checksum, testing::Checksum(expected));
+  }
+  EXPECT_EQ(raw, 4u);
+
+  // The receiver keeps raw slots for them and none for an encoding; a lie about their form is refused.
+  TestStore there{16 << 20};
+  for (const size_t page : {0, 2}) {  // a sink that claims to be encoded, an encoded page that claims to be raw
+    HandOffFirst lies = out->first();
+    lies.pages[page].bytes = page == 0 ? store().codec(cache)->info().encoded_bytes : config.layout.raw_bytes();
+    EXPECT_EQ(there.store->Import(lies).status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(there.pool->used_bytes(), 0u);
+  }
+  auto in = *there.store->Import(out->first());
+  there.store->CheckInvariants();
+  std::vector<uint8_t> infinite(early[0].bytes.begin(), early[0].bytes.end());
+  infinite[0] = 0x00, infinite[1] = 0x7c;
+  ASSERT_EQ(out->first().pages[early[0].page].block, 0u);
+  std::copy(infinite.begin(), infinite.end(), in->target(early[0].page).begin());
+  EXPECT_EQ(in->Validate(early[0].page).status().code(), absl::StatusCode::kInvalidArgument);
+  for (const ExportedPage& page : early) ASSERT_TRUE(testing::Deliver(*in, page).ok());
+  there.store->CheckInvariants();
+  EXPECT_EQ(there.executor.jobs(), 0u);
+  EXPECT_EQ(there.store_metrics.sink_pages.Value(), 4);
+
+  ASSERT_TRUE(test().AppendAll(cache, a, text_, 3 * kPage, 2 * kPage + 3).ok());
+  ASSERT_TRUE(out->Finish().ok());
+  test().executor.FinishAll();
+  ASSERT_NE(out->last(), nullptr);
+  EXPECT_TRUE(out->last()->withdrawn.empty());
+  HandOffLast lies = *out->last();
+  lies.withdrawn = {0};
+  EXPECT_EQ(in->Extend(lies).code(), absl::StatusCode::kInvalidArgument);
+  std::vector<testing::SentPage> rest;
+  for (const ExportedPage& page : out->TakeReady()) rest.push_back({out->first().pages[page.page], true, false, page});
+  for (size_t i = 0; i < out->last()->pages.size(); ++i) {
+    rest.push_back({out->last()->pages[i], false, false, out->last_pages()[i]});
+  }
+  const auto received = testing::Receive(*in, *out->last(), rest);
+  ASSERT_TRUE(received.ok()) << received.status();
+  there.executor.FinishAll();
+  there.store->CheckInvariants();
+  const AttendEntry entry{*received, tokens - 1, 1};
+  const auto lease = *there.store->Attend(there.store->DescribeSequence(*received)->cache, 1, {&entry, 1});
+  ASSERT_TRUE(lease->ready() && lease->status().ok());
+  for (uint32_t i = 0; i < 2; ++i) {
+    ASSERT_TRUE(lease->pages(0)[i].raw != nullptr && lease->pages(0)[i].encoded == nullptr) << i;
+    EXPECT_TRUE(testing::RawPrefixEquals(config.layout, lease->pages(0)[i].raw,
+                                         MakeRawPage(config.layout, text_, i, kPage, 1), kPage));
+  }
+}
+
 TEST_F(StreamTest, BoundsOfTheTokensAreNamed) {
   const CacheId cache = test().Open(MakeConfig("fake", 1));
   const SequenceId a = Filled(cache, text_, 20);

@@ -222,7 +222,10 @@ std::vector<SentPage> TakeAll(ExportLease& from) {
   std::vector<SentPage> all;
   for (const ExportedPage& page : ready) {
     const bool activations = page.page >= first.pages.size();
-    all.push_back({first.page(page.page), !activations, activations, page});
+    const HandOffPage& of = first.page(page.page);
+    // Of an identity codec the forms are one.
+    const bool kept_raw = of.bytes == first.config.layout.raw_bytes() && first.config.codec != "raw";
+    all.push_back({of, !activations && !kept_raw, activations, page});
   }
   for (size_t i = 0; i < from.last()->pages.size(); ++i) {
     KV_CHECK(from.last_pages()[i].page == first.size() + i);
