@@ -1,4 +1,4 @@
-// A cache of the store, the memory that it is in, and slots taken of that. Plain structs of the store, on its thread.
+// A cache of the store, and slots taken for it. Plain structs of the store, on its thread.
 #pragma once
 
 #include <array>
@@ -9,43 +9,17 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
-#include "absl/strings/str_cat.h"
 #include "codecs/codec.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/memory/page_mover.h"
-#include "kvmanager/memory/release_epochs.h"
 #include "kvmanager/memory/slot_pool.h"
 #include "kvmanager/store/block.h"
-#include "kvmanager/store/eviction_policy.h"
 #include "kvmanager/store/page_store.h"
 #include "kvmanager/store/page_table.h"
 #include "kvmanager/store/slot_classes.h"
 
 namespace kvmanager {
 
-/// A kind of memory that pages are computed on: its slots, and what can be evicted there.
-struct Tier {
-  int device = CacheConfig::kHost;
-  SlotPool* pool = nullptr;
-  EncodeExecutor* executor = nullptr;
-  ReleaseEpochs* epochs = nullptr;  // of a GPU: kernels may read a slot after the store gave it up
-  PageMover* mover = nullptr;       // of a GPU: to the host and back; nullptr: nothing moves
-  std::unique_ptr<EvictionPolicy> eviction = MakeLruEviction();
-  uint64_t evictable_bytes = 0;
-  uint64_t kept_bytes = 0;       // of those, of blocks that the host has, too
-  uint64_t demoting_bytes = 0;   // on their way to the host: evictable once they are there
-  std::vector<PageId> reusable;  // scratch of Collect
-  uint64_t retired = 0;          // slots ever given to `epochs`
-  uint64_t evicted_until = 0;    // of them, up to the last one that was evicted
-  uint64_t evicted_bytes = 0;    // since none that was evicted waited
-  uint64_t index_bytes = 0;      // of a GPU: slots of indexes
-
-  std::string name() const { return device == CacheConfig::kHost ? "host" : absl::StrCat("gpu", device); }
-  /// What was evicted and has not all returned: it is room that only has to be waited for.
-  uint64_t evicted_waiting_bytes() const {
-    return epochs != nullptr && retired - epochs->retired_slots() < evicted_until ? evicted_bytes : 0;
-  }
-};
+class Tier;
 
 struct Cache {
   CacheId id = 0;
@@ -85,7 +59,7 @@ struct Cache {
   uint64_t aged_bytes(uint32_t block, uint32_t layer) const {
     return keeps_raw(block, layer) ? layout().raw_bytes() : page_bytes(layer);
   }
-  bool on_device() const { return tier->epochs != nullptr; }
+  bool on_device() const { return config.device != CacheConfig::kHost; }
   FormBytes slot_bytes(uint32_t layer, PageKind kind = PageKind::kKeysValues) const {
     if (kind == PageKind::kActivations) return {activation_slot_bytes, activation_slot_bytes};
     return {raw_slot_bytes, encoded_slots.bytes[encoded_slots.of_layer[layer]]};

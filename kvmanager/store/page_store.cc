@@ -16,27 +16,20 @@ std::unique_ptr<PageStore> PageStore::Create(PagePool* pool, const CodecRegistry
 PageStoreImpl::PageStoreImpl(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
                              StoreMetrics* metrics, const Clock* clock, absl::Span<const StoreDevice> devices)
     : registry_(registry), metrics_(metrics), clock_(clock) {
-  auto host = std::make_unique<Tier>();
-  host->pool = pool;
-  host->executor = executor;
-  tiers_.push_back(std::move(host));
+  tiers_.push_back(std::make_unique<Tier>(CacheConfig::kHost, pool, executor, nullptr, nullptr, this));
   for (const StoreDevice& device : devices) {
     KV_CHECK(device.pool != nullptr && device.epochs != nullptr && device.executor != nullptr);
     KV_CHECK(device.ordinal >= 0 && TierOf(device.ordinal) == nullptr);
-    auto tier = std::make_unique<Tier>();
-    tier->device = device.ordinal;
-    tier->pool = device.pool;
-    tier->executor = device.executor;
-    tier->epochs = device.epochs;
-    tier->mover = device.mover;
-    tiers_.push_back(std::move(tier));
+    tiers_.push_back(
+        std::make_unique<Tier>(device.ordinal, device.pool, device.executor, device.epochs, device.mover, this));
   }
+  mover_ = std::make_unique<Mover>(tiers_[0].get(), metrics_, alive_);
   metrics_->pool_capacity_bytes.Set(static_cast<double>(pool->capacity_bytes()));
 }
 
 Tier* PageStoreImpl::TierOf(int device) {
   for (const auto& tier : tiers_) {
-    if (tier->device == device) return tier.get();
+    if (tier->device() == device) return tier.get();
   }
   return nullptr;
 }
@@ -117,7 +110,7 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
   const uint64_t page_bytes = std::max({uint64_t{config.layout.raw_bytes()}, cache->activation_slot_bytes,
                                         *std::max_element(encoded_bytes.begin(), encoded_bytes.end()),
                                         cache->index.book_bytes, cache->index.chunk_bytes});
-  const SlotPool& pool = *cache->tier->pool;
+  const SlotPool& pool = *cache->tier->pool();
   if (page_bytes > pool.slab_bytes()) {
     return FieldError(absl::StatusCode::kResourceExhausted, "page bytes", absl::StrCat(page_bytes),
                       absl::StrCat("at most the slab's ", pool.slab_bytes()));

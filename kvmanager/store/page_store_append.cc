@@ -56,7 +56,7 @@ absl::Status CopyEntry(const Cache& cache, uint32_t layer, const AppendEntry& en
     const int count = std::min(entry.tokens - done, page_tokens - at);
     const PageId slot =
         at == 0 ? slots.raw.ids[(*next_slot)++] : sequence.blocks[position / page_tokens]->pages[layer].raw;
-    uint8_t* page = cache.tier->pool->Data(slot);
+    uint8_t* page = cache.tier->pool()->Data(slot);
     CopyTokens(layout, entry, done, count, page, at);
     NonFinite where;
     if (FindNonFinite(layout, page, at, count, &where)) {
@@ -69,7 +69,7 @@ absl::Status CopyEntry(const Cache& cache, uint32_t layer, const AppendEntry& en
       const Page* const open = at == 0 ? nullptr : OpenActivations(*sequence.blocks[position / page_tokens], layer);
       if (at == 0 || open != nullptr) {
         const PageId to = at == 0 ? slots.activations.ids[(*next_activation)++] : open->raw;
-        KV_RETURN_IF_ERROR(CopyActivations(cache, entry, i, done, count, cache.tier->pool->Data(to), at));
+        KV_RETURN_IF_ERROR(CopyActivations(cache, entry, i, done, count, cache.tier->pool()->Data(to), at));
       }
     }
     done += count;
@@ -194,8 +194,8 @@ absl::Status PageStoreImpl::Append(CacheId id, int layer, absl::Span<const Appen
     return refuse(std::move(status));
   }
   if (absl::Status status = CheckAttendPages(pages); !status.ok()) return refuse(std::move(status));
-  Reservation slots(cache->tier->pool);
-  if (absl::Status status = Reserve(*cache, wanted, &slots); !status.ok()) return refuse(std::move(status));
+  Reservation slots(cache->tier->pool());
+  if (absl::Status status = cache->tier->Reserve(*cache, wanted, &slots); !status.ok()) return refuse(std::move(status));
 
   // Everything is copied and checked before anything is committed.
   size_t next_slot = 0, next_activation = 0;

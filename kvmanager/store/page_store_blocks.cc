@@ -1,36 +1,11 @@
 // Blocks and slots: every transition of a page, holders, pins, names and eviction.
 #include <algorithm>
 
-#include "absl/container/inlined_vector.h"
 #include "kvmanager/base/checksum.h"
 #include "kvmanager/base/tenant_label.h"
 #include "kvmanager/store/page_store_impl.h"
 
 namespace kvmanager {
-namespace {
-
-// Raw slots first, then those of each class, then activations if the cache keeps any.
-using SlotsOfAll = absl::InlinedVector<SlotPool::SlotsWanted, 2 + kSlotClassesMax>;
-SlotsOfAll WantedSlots(const Cache& cache, const SlotCounts& counts) {
-  SlotsOfAll wanted = {{cache.raw_slot_bytes, counts.raw}};
-  for (size_t i = 0; i < cache.encoded_slots.bytes.size(); ++i) {
-    wanted.push_back({cache.encoded_slots.bytes[i], counts.encoded[i]});
-  }
-  if (cache.keeps_activations()) wanted.push_back({cache.activation_slot_bytes, counts.activations});
-  return wanted;
-}
-
-}  // namespace
-
-Reservation::~Reservation() {
-  const auto give_back = [this](const Slots& slots) {
-    for (size_t i = slots.taken; i < slots.ids.size(); ++i) pool_->Free(slots.ids[i]);
-  };
-  give_back(raw);
-  give_back(activations);
-  for (const Slots& slots : encoded) give_back(slots);
-}
-
 Block* PageStoreImpl::NewBlock(const std::shared_ptr<Cache>& cache, uint32_t index) {
   auto owned = std::make_unique<Block>();
   Block* block = owned.get();
@@ -63,43 +38,25 @@ void PageStoreImpl::Apply(PageRef ref, PageEvent event, const PageChange& after)
   block.live_pages += (page.state != PageState::kFree) - was_live;
   // Slots that the page named and names no more, in either form, go back.
   for (const PageId& slot : {old_raw, old_encoded}) {
-    if (slot.valid() && slot != page.raw && slot != page.encoded) FreeSlot(*cache.tier, slot);
+    if (slot.valid() && slot != page.raw && slot != page.encoded) cache.tier->Free(slot);
   }
-  metrics_->pool_used_bytes.Set(static_cast<double>(tiers_[0]->pool->used_bytes()));
+  metrics_->pool_used_bytes.Set(static_cast<double>(tiers_[0]->pool()->used_bytes()));
 }
 
-void PageStoreImpl::FreeSlot(Tier& tier, PageId slot) {
-  if (tier.epochs == nullptr) {
-    tier.pool->Free(slot);
-    return NoteRoom(tier);
-  }
-  tier.epochs->Retire(slot);
-  ++tier.retired;
-}
-
-void PageStoreImpl::NoteRoom(const Tier& tier) {
-  if (on_room_ == nullptr || &tier != tiers_[0].get()) return;
+void PageStoreImpl::OnRoomIn(const Tier& tier) {
+  if (&tier != tiers_[0].get()) return;
+  metrics_->evictable_bytes.Set(static_cast<double>(tier.evictable_bytes()));
+  if (on_room_ == nullptr) return;
   absl::AnyInvocable<void()> fn = std::move(on_room_);
   on_room_ = nullptr;
   fn();
 }
 
-void PageStoreImpl::Collect(Tier& tier) {
-  if (tier.epochs == nullptr) return;
-  tier.reusable.clear();
-  tier.epochs->Collect(&tier.reusable);
-  for (const PageId slot : tier.reusable) tier.pool->Free(slot);
-}
-
 bool PageStoreImpl::AwaitsRelease(int device) const {
   for (const auto& tier : tiers_) {
-    if (tier->device == device) return AwaitsRelease(*tier);
+    if (tier->device() == device) return tier->awaits_release();
   }
   return false;
-}
-
-bool PageStoreImpl::AwaitsRelease(const Tier& tier) {
-  return tier.epochs != nullptr && (tier.epochs->retired_slots() > 0 || tier.demoting_bytes > 0);
 }
 
 const uint8_t* PageStoreImpl::RawData(const Cache& cache, const Page& page) {
@@ -117,7 +74,7 @@ void PageStoreImpl::CopyOpen(const Cache& cache, uint32_t layer, const Page& fro
 }
 
 absl::Status PageStoreImpl::Exhausted(const Cache& cache, const SlotCounts& counts) const {
-  if (!AwaitsRelease(*cache.tier)) metrics_->exhausted.Increment();  // else whoever asks may ask again
+  if (!cache.tier->awaits_release()) metrics_->exhausted.Increment();  // else whoever asks may ask again
   std::string wanted;
   const auto add = [&wanted](size_t count, uint64_t bytes) {
     if (count > 0) absl::StrAppend(&wanted, wanted.empty() ? "" : " and ", count, " slots of ", bytes);
@@ -129,63 +86,17 @@ absl::Status PageStoreImpl::Exhausted(const Cache& cache, const SlotCounts& coun
   for (const HolderInfo& holder : LargestHolders(kHoldersNamed, cache.tier)) {
     absl::StrAppend(&holders, holders.empty() ? "" : ", ", holder.what, " ", holder.bytes);
   }
-  const SlotPool& pool = *cache.tier->pool;
-  const uint64_t retired = cache.tier->epochs == nullptr ? 0 : cache.tier->epochs->retired_slots();
+  const SlotPool& pool = *cache.tier->pool();
+  const uint64_t retired = cache.tier->retired_slots();
   return FieldError(
       absl::StatusCode::kResourceExhausted, pool.limit(),
       absl::StrCat(pool.used_bytes(), " used, and ", wanted, " wanted by tenant ", TenantLabel(cache.config.tenant)),
       absl::StrCat(
           "at most ", pool.capacity_bytes(), " in slabs of ", pool.slab_bytes(), ", ", pool.free_slabs(),
-          " of them free, each of one tenant and slot size; ", cache.tier->evictable_bytes,
+          " of them free, each of one tenant and slot size; ", cache.tier->evictable_bytes(),
           " could be evicted, but would not make room",
           retired == 0 ? "" : absl::StrCat(" before kernels have done with ", retired, " slots that were given up"),
           "; largest holders: ", holders.empty() ? "none" : holders));
-}
-
-bool PageStoreImpl::CanReserve(const Cache& cache, const SlotCounts& counts) {
-  return cache.tier->pool->CanAllocate(cache.tenant, WantedSlots(cache, counts), /*reclaim=*/true);
-}
-
-absl::Status PageStoreImpl::Reserve(const Cache& cache, const SlotCounts& counts, Reservation* out) {
-  if (counts.none()) return absl::OkStatus();
-  const auto wanted = WantedSlots(cache, counts);
-  Tier& tier = *cache.tier;
-  SlotPool& pool = *tier.pool;
-  if (!pool.CanAllocate(cache.tenant, wanted)) {
-    Collect(tier);
-    // A request that is refused evicts nothing, unless kernels may still read what it evicted. Then that is waited for,
-    // rather than all else evicted meanwhile: what was asked for and a slab, since slots may have to be of a new one.
-    uint64_t waiting_bytes_max = pool.slab_bytes();
-    for (const SlotPool::SlotsWanted& of : wanted) waiting_bytes_max = std::max(waiting_bytes_max, of.bytes * of.count);
-    while (!pool.CanAllocate(cache.tenant, wanted)) {
-      if (tier.evicted_waiting_bytes() >= waiting_bytes_max ||
-          !pool.CanAllocate(cache.tenant, wanted, /*reclaim=*/true)) {
-        return Exhausted(cache, counts);
-      }
-      Block* const victim = tier.eviction->Victim();
-      KV_CHECK(victim != nullptr);
-      // What the host has, too, goes at once; the rest goes there first, and that is waited for likewise.
-      if (!victim->kept && tier.demoting_bytes >= waiting_bytes_max) return Exhausted(cache, counts);
-      if (!Demote(victim)) Evict(victim);
-      Collect(tier);
-    }
-  }
-  const auto allocate = [&](const SlotPool::SlotsWanted& of, Reservation::Slots* slots) -> absl::Status {
-    slots->ids.reserve(of.count);
-    for (uint64_t i = 0; i < of.count; ++i) {
-      KV_ASSIGN_OR_RETURN(const PageId slot, pool.Allocate(cache.tenant, of.bytes));
-      slots->ids.push_back(slot);
-    }
-    return absl::OkStatus();
-  };
-  // Fails only where a GPU's slab cannot be cleaned; what was taken goes back with `out`.
-  KV_RETURN_IF_ERROR(allocate(wanted[0], &out->raw));
-  for (size_t i = 0; i < cache.encoded_slots.bytes.size(); ++i) {
-    KV_RETURN_IF_ERROR(allocate(wanted[1 + i], &out->encoded[i]));
-  }
-  if (counts.activations > 0) KV_RETURN_IF_ERROR(allocate(wanted.back(), &out->activations));
-  DemoteAhead(tier);
-  return absl::OkStatus();
 }
 
 void PageStoreImpl::Hold(Block* block) {
@@ -197,7 +108,7 @@ void PageStoreImpl::Release(Block* block) {
   KV_CHECK(block->holders > 0);
   if (--block->holders > 0) return;
   if (!block->published) return Dispose(block);
-  block->cache->tier->eviction->Touch(block);
+  block->cache->tier->Touch(block);
   block->last_use_ns = clock_->NowNs();
   MakeEvictableIfUnused(block);
 }
@@ -283,33 +194,13 @@ void PageStoreImpl::UnpinEncoded(PageRef ref) {
 
 void PageStoreImpl::MakeEvictableIfUnused(Block* block) {
   if (block->evictable || !block->published || block->holders > 0 || block->pins > 0 || block->jobs > 0) return;
-  Tier& tier = *block->cache->tier;
-  tier.eviction->Add(block);
-  tier.evictable_bytes += block->bytes;
-  if (block->kept) tier.kept_bytes += block->bytes;
-  SetReclaimable(*block, true);
-  metrics_->evictable_bytes.Set(static_cast<double>(tiers_[0]->evictable_bytes));
-  NoteRoom(tier);
+  block->cache->tier->AddEvictable(block);
 }
 
 void PageStoreImpl::MakeUnevictable(Block* block) {
   if (!block->evictable) return;
-  Tier& tier = *block->cache->tier;
-  tier.eviction->Remove(block);
-  tier.evictable_bytes -= block->bytes;
-  if (block->kept) tier.kept_bytes -= block->bytes;
-  SetReclaimable(*block, false);
-  metrics_->evictable_bytes.Set(static_cast<double>(tiers_[0]->evictable_bytes));
-}
-
-void PageStoreImpl::SetReclaimable(const Block& block, bool reclaimable) {
-  for (const auto* pages : {&block.pages, &block.activations}) {
-    for (const Page& page : *pages) {
-      for (const PageId slot : {page.raw, page.encoded}) {
-        if (slot.valid()) block.cache->tier->pool->SetReclaimable(slot, reclaimable);
-      }
-    }
-  }
+  block->cache->tier->RemoveEvictable(block);
+  metrics_->evictable_bytes.Set(static_cast<double>(tiers_[0]->evictable_bytes()));
 }
 
 void PageStoreImpl::Evict(Block* block) {
@@ -317,9 +208,9 @@ void PageStoreImpl::Evict(Block* block) {
   metrics_->evicted_bytes.Increment(static_cast<double>(block->bytes));
   metrics_->evicted_idle_seconds.Observe(static_cast<double>(clock_->NowNs() - block->last_use_ns) * 1e-9);
   Tier& tier = *block->cache->tier;
-  tier.evicted_bytes = tier.evicted_waiting_bytes() + block->bytes;
+  tier.BeginEviction(block->bytes);
   Unname(block);
-  tier.evicted_until = tier.retired;
+  tier.EndEviction();
 }
 
 void PageStoreImpl::Unname(Block* block) {

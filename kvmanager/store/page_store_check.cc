@@ -66,7 +66,7 @@ void CheckActivations(const Page& keys_values, const Page& page) {
 }  // namespace
 
 void PageStoreImpl::CheckInvariants() const {
-  for (const auto& tier : tiers_) tier->pool->CheckInvariants();
+  for (const auto& tier : tiers_) tier->pool()->CheckInvariants();
   absl::flat_hash_map<const Block*, uint32_t> holders;
   absl::flat_hash_map<const Page*, uint32_t> raw_holds;
   absl::flat_hash_map<const Cache*, uint64_t> sequences_of;
@@ -156,8 +156,8 @@ void PageStoreImpl::CheckInvariants() const {
       if (activations) CheckActivations(block.pages[layer], page);
       const auto held = raw_holds.find(&page);
       KV_CHECK(page.raw_holds == (held == raw_holds.end() ? 0 : held->second));
-      CheckSlot(*cache.tier->pool, page.raw, slot_bytes.raw, &tier.slots);
-      CheckSlot(*cache.tier->pool, page.encoded, slot_bytes.encoded, &tier.slots);
+      CheckSlot(*cache.tier->pool(), page.raw, slot_bytes.raw, &tier.slots);
+      CheckSlot(*cache.tier->pool(), page.encoded, slot_bytes.encoded, &tier.slots);
       pins += page.pins;
       jobs += page.busy;
       live_pages += page.state != PageState::kFree;
@@ -193,7 +193,7 @@ void PageStoreImpl::CheckInvariants() const {
     const auto check = [&](const IndexMemory* memory, size_t slot_class) {
       if (memory == nullptr || !index_memory.insert(memory).second) return;
       const uint64_t bytes = cache.encoded_slots.bytes[slot_class];
-      CheckSlot(*cache.tier->pool, memory->slot, bytes, &tiers[cache.tier].slots);
+      CheckSlot(*cache.tier->pool(), memory->slot, bytes, &tiers[cache.tier].slots);
       index_bytes[cache.tier] += bytes;
     };
     for (uint32_t layer = 0; layer < sequence->index_places.size(); ++layer) {
@@ -205,12 +205,12 @@ void PageStoreImpl::CheckInvariants() const {
   }
   for (const auto& tier : tiers_) {
     const TierSums& sum = tiers[tier.get()];
-    const bool retired = tier->epochs != nullptr && tier->epochs->retired_slots() > 0;
-    KV_CHECK(index_bytes[tier.get()] <= tier->index_bytes);
-    const uint64_t used_bytes = sum.used_bytes + tier->index_bytes;
-    KV_CHECK(retired ? used_bytes < tier->pool->slot_bytes_used() : used_bytes == tier->pool->slot_bytes_used());
-    KV_CHECK(sum.evictable_bytes == tier->evictable_bytes && sum.evictable_bytes == tier->pool->reclaimable_bytes());
-    KV_CHECK(sum.kept_bytes == tier->kept_bytes && demoting_bytes[tier.get()] == tier->demoting_bytes);
+    const bool retired = tier->retired_slots() > 0;
+    KV_CHECK(index_bytes[tier.get()] <= tier->index_bytes());
+    const uint64_t used_bytes = sum.used_bytes + tier->index_bytes();
+    KV_CHECK(retired ? used_bytes < tier->pool()->slot_bytes_used() : used_bytes == tier->pool()->slot_bytes_used());
+    KV_CHECK(sum.evictable_bytes == tier->evictable_bytes() && sum.evictable_bytes == tier->pool()->reclaimable_bytes());
+    KV_CHECK(sum.kept_bytes == tier->kept_bytes() && demoting_bytes[tier.get()] == tier->demoting_bytes());
   }
   for (const auto& [gauges, sum] : sums) {
     for (size_t state = 1; state < kPageStates; ++state) {

@@ -81,8 +81,8 @@ absl::Status PageStoreImpl::Extend(CacheId id, int first_layer, int layers, absl
     CountIndexSlots(*sequences[i], first_layer, layers, entry.position, entry.tokens, entry.position + entry.tokens,
                     &wanted);
   }
-  Reservation slots(cache->tier->pool);
-  if (status.ok()) status = Reserve(*cache, wanted, &slots);
+  Reservation slots(cache->tier->pool());
+  if (status.ok()) status = cache->tier->Reserve(*cache, wanted, &slots);
   if (!status.ok()) return refuse(std::move(status));
   for (size_t i = 0; i < sequences.size(); ++i) {
     const AppendEntry& entry = entries[i];
@@ -153,8 +153,8 @@ absl::StatusOr<std::unique_ptr<DeviceLease>> PageStoreImpl::Read(CacheId id, int
   for (size_t i = 0; i < entries.size(); ++i) {
     CountIndexSlots(*sequences[i], first_layer, layers, 0, 0, end_of(i), &wanted);
   }
-  Reservation slots(cache->tier->pool);
-  KV_RETURN_IF_ERROR(Reserve(*cache, wanted, &slots));
+  Reservation slots(cache->tier->pool());
+  KV_RETURN_IF_ERROR(cache->tier->Reserve(*cache, wanted, &slots));
   IndexJobs jobs;
   std::vector<uint64_t> chooses_from(entries.size(), SequenceIndex::kNever);
   for (size_t i = 0; i < entries.size(); ++i) {
@@ -255,7 +255,7 @@ uint64_t PageStoreImpl::ChangedPages(SequenceId id, TableKeeper keeper) const {
 bool PageStoreImpl::OwnsSlab(CacheId id, uint32_t slab) const {
   const auto cache = FindCache(id);
   if (!cache.ok() || !(*cache)->on_device()) return false;
-  const SlotPool& pool = *(*cache)->tier->pool;
+  const SlotPool& pool = *(*cache)->tier->pool();
   return slab < pool.slabs() && pool.IsOf(slab, (*cache)->tenant);
 }
 

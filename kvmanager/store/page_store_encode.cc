@@ -51,7 +51,7 @@ void PageStoreImpl::PostEncodes(const std::shared_ptr<Cache>& cache, std::vector
     item.first_token = uint64_t{ref.block->index} * cache->page_tokens();
     items.push_back(item);
   }
-  cache->tier->executor->Encode(cache->codec, std::move(items),
+  cache->tier->executor()->Encode(cache->codec, std::move(items),
                                 [this, alive = alive(), pages = std::move(pages)](absl::Span<const EncodeItem> done) {
                                   if (!alive.expired()) OnEncoded(pages, done);
                                 });

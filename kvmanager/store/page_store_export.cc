@@ -236,8 +236,8 @@ absl::Status ExportLeaseImpl::Finish() {
     }
   } else if (open_tokens > 0) {
     // The sequence may grow while it is sent, so its open pages are copied.
-    Reservation slots(cache_->tier->pool);
-    KV_RETURN_IF_ERROR(store_->Reserve(*cache_, {.raw = cache_->layers()}, &slots));
+    Reservation slots(cache_->tier->pool());
+    KV_RETURN_IF_ERROR(cache_->tier->Reserve(*cache_, {.raw = cache_->layers()}, &slots));
     copy_ = store_->NewBlock(cache_, full_blocks());
     store_->hand_off_blocks.insert(copy_);
     for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {

@@ -6,13 +6,12 @@
 #include <algorithm>
 #include <utility>
 
-#include "kvmanager/base/checksum.h"
 #include "kvmanager/store/page_store_impl.h"
 
 namespace kvmanager {
 namespace {
 
-constexpr size_t kPagesPerTask = 16;  // that a worker looks at
+absl::Status GpuHasFailed() { return absl::UnavailableError("the GPU has failed: it moves no pages any more"); }
 
 // The copies, and what they are made of. Shared by the lease and by moves on their way, which may end after it: slots
 // of either memory stay until then.
@@ -39,7 +38,7 @@ class HostCopies final : public std::enable_shared_from_this<HostCopies> {
   absl::Status Start();
   /// Nobody wants them any more.
   void Close() {
-    closed_ = true;
+    *closed_ = true;
     fn_ = nullptr;
   }
 
@@ -56,18 +55,11 @@ class HostCopies final : public std::enable_shared_from_this<HostCopies> {
   }
 
  private:
-  // A page on its way. Workers read and write its copy, `checksum` and `refused`; the rest is as it was made.
-  struct Copy {
-    uint32_t number = 0;
-    PageRef to;
-    uint8_t* bytes = nullptr;
-    uint64_t size = 0;
-    bool raw = false;       // travels so
-    int open_tokens = 0;    // > 0: of an open page
-    uint64_t checksum = 0;  // 0: not known yet
-    bool refused = false;   // bytes that no page may have
+  // A page on its way, and its number in the hand-off.
+  struct Copies {
+    std::vector<uint32_t> numbers;
+    std::vector<MovingPage> pages;
   };
-  using Copies = std::vector<Copy>;
 
   uint32_t full_blocks() const { return static_cast<uint32_t>(first_.blocks.size()); }
   int open_tokens() const { return static_cast<int>(first_.tokens % to_->page_tokens()); }
@@ -81,14 +73,10 @@ class HostCopies final : public std::enable_shared_from_this<HostCopies> {
   }
   // Copies what has become ready.
   void Go();
-  absl::Status TakeLast(Copies* copies, std::vector<PageCopy>* bytes);
-  void Add(uint32_t number, const HandOffPage& page, const ExportedPage& from, bool raw, Copies* copies,
-           std::vector<PageCopy>* bytes);
-  void Move(Copies copies, std::vector<PageCopy> bytes);
-  void CountMoving(absl::Span<const Copy> copies, int sign);
-  void OnMoved(Copies copies, bool moved);
-  void LookAt(Copy& copy) const;
-  void Land(absl::Span<const Copy> copies);
+  absl::Status TakeLast(Copies* copies);
+  void Add(uint32_t number, const HandOffPage& page, const ExportedPage& from, bool raw, Copies* copies);
+  void Move(Copies copies);
+  void Land(absl::Span<const uint32_t> numbers, absl::Span<const MovingPage> pages);
 
   PageStoreImpl* const store_;
   const std::weak_ptr<const bool> alive_;
@@ -98,7 +86,8 @@ class HostCopies final : public std::enable_shared_from_this<HostCopies> {
   std::vector<Block*> blocks_;  // of the copies, each with this as its holder
   std::vector<ExportedPage> ready_, last_pages_;
   size_t on_their_way_ = 0;  // moves
-  bool took_last_ = false, told_last_ = false, closed_ = false;
+  bool took_last_ = false, told_last_ = false;
+  const std::shared_ptr<bool> closed_ = std::make_shared<bool>(false);  // shared with moves on their way
   absl::Status status_;
   absl::AnyInvocable<void()> fn_;
 };
@@ -113,8 +102,8 @@ absl::Status HostCopies::Start() {
     to_->CountEncodedSlots(page.layer, 1, &wanted);
   }
   wanted.raw = static_cast<size_t>(std::count(encoded.begin(), encoded.end(), false));
-  Reservation slots(to_->tier->pool);
-  KV_RETURN_IF_ERROR(store_->Reserve(*to_, wanted, &slots));
+  Reservation slots(to_->tier->pool());
+  KV_RETURN_IF_ERROR(to_->tier->Reserve(*to_, wanted, &slots));
   for (uint32_t i = 0; i < blocks; ++i) {
     blocks_.push_back(store_->NewBlock(to_, i));
     store_->hand_off_blocks.insert(blocks_.back());
@@ -132,40 +121,38 @@ absl::Status HostCopies::Start() {
   return absl::OkStatus();
 }
 
-void HostCopies::Add(uint32_t number, const HandOffPage& page, const ExportedPage& from, bool raw, Copies* copies,
-                     std::vector<PageCopy>* bytes) {
-  Copy copy;
-  copy.number = number;
-  copy.to = {blocks_[page.block], page.layer};
-  copy.bytes = store_->Data(*to_, raw ? copy.to.page().raw : copy.to.page().encoded);
-  copy.size = page.bytes;
-  copy.raw = raw;
-  copy.open_tokens = page.block == full_blocks() ? open_tokens() : 0;
-  copy.checksum = from.checksum;
-  bytes->push_back({const_cast<uint8_t*>(from.bytes.data()), copy.bytes, MovedBytes(page.bytes)});
-  copies->push_back(copy);
+void HostCopies::Add(uint32_t number, const HandOffPage& page, const ExportedPage& from, bool raw, Copies* copies) {
+  MovingPage moving;
+  moving.to = {blocks_[page.block], page.layer};
+  moving.source = from.bytes.data();
+  moving.target = store_->Data(*to_, raw ? moving.to.page().raw : moving.to.page().encoded);
+  moving.bytes = page.bytes;
+  moving.raw = raw;
+  moving.open_tokens = page.block == full_blocks() ? open_tokens() : 0;
+  moving.checksum = from.checksum;
+  copies->numbers.push_back(number);
+  copies->pages.push_back(moving);
 }
 
 void HostCopies::Go() {
-  if (closed_ || !status_.ok()) return;
+  if (*closed_ || !status_.ok()) return;
   Copies copies;
-  std::vector<PageCopy> bytes;
   for (const ExportedPage& page : lease_->TakeReady()) {
     const HandOffPage& of = first_.pages[page.page];
-    Add(page.page, of, page, to_->keeps_raw(of.block, of.layer), &copies, &bytes);
+    Add(page.page, of, page, to_->keeps_raw(of.block, of.layer), &copies);
   }
   if (lease_->last() != nullptr && !std::exchange(took_last_, true)) {
-    if (absl::Status status = TakeLast(&copies, &bytes); !status.ok()) Fail(std::move(status));
+    if (absl::Status status = TakeLast(&copies); !status.ok()) Fail(std::move(status));
   }
-  if (!copies.empty() && status_.ok()) Move(std::move(copies), std::move(bytes));
+  if (!copies.pages.empty() && status_.ok()) Move(std::move(copies));
   Tell();
 }
 
 // What the codec declined needs slots of another size.
-absl::Status HostCopies::TakeLast(Copies* copies, std::vector<PageCopy>* bytes) {
+absl::Status HostCopies::TakeLast(Copies* copies) {
   const HandOffLast& last = *lease_->last();
-  Reservation slots(to_->tier->pool);
-  KV_RETURN_IF_ERROR(store_->Reserve(*to_, {.raw = last.withdrawn.size()}, &slots));
+  Reservation slots(to_->tier->pool());
+  KV_RETURN_IF_ERROR(to_->tier->Reserve(*to_, {.raw = last.withdrawn.size()}, &slots));
   for (const uint32_t number : last.withdrawn) {
     const PageRef ref{blocks_[first_.pages[number].block], first_.pages[number].layer};
     store_->Apply(ref, PageEvent::kFree, {});
@@ -174,89 +161,48 @@ absl::Status HostCopies::TakeLast(Copies* copies, std::vector<PageCopy>* bytes) 
   for (size_t i = 0; i < last.pages.size(); ++i) {
     const ExportedPage& from = lease_->last_pages()[i];
     last_pages_.push_back({from.page, {}, 0});
-    Add(from.page, last.pages[i], from, /*raw=*/true, copies, bytes);
+    Add(from.page, last.pages[i], from, /*raw=*/true, copies);
   }
   return absl::OkStatus();
 }
 
-void HostCopies::Move(Copies copies, std::vector<PageCopy> bytes) {
-  PageMover* const mover = from_->tier->mover;
-  if (mover == nullptr) return Fail(absl::UnavailableError("the GPU has failed: it moves no pages any more"));
+void HostCopies::Move(Copies copies) {
+  if (from_->tier->mover() == nullptr) return Fail(GpuHasFailed());
   ++on_their_way_;
-  CountMoving(copies, +1);
-  // Pages of one size go in one launch.
-  std::stable_sort(bytes.begin(), bytes.end(), [](const PageCopy& a, const PageCopy& b) { return a.bytes < b.bytes; });
-  mover->Move(PageDirection::kDemote, std::move(bytes),
-              [self = shared_from_this(), copies = std::move(copies)](bool moved) mutable {
-                if (!self->alive_.expired()) self->OnMoved(std::move(copies), moved);
-              });
+  store_->mover().Move(*from_->tier, to_, std::move(copies.pages), closed_,
+                       [self = shared_from_this(), numbers = std::move(copies.numbers)](
+                           bool moved, std::vector<MovingPage> pages) {
+                         --self->on_their_way_;
+                         if (!moved || *self->closed_) {
+                           self->Fail(GpuHasFailed());
+                         } else {
+                           self->Land(numbers, pages);
+                         }
+                         self->Tell();
+                       });
 }
 
-void HostCopies::CountMoving(absl::Span<const Copy> copies, int sign) {
-  uint64_t bytes = 0;
-  for (const Copy& copy : copies) bytes += copy.size;
-  store_->metrics()->moving_bytes.Increment(sign * static_cast<double>(bytes));
-}
-
-void HostCopies::OnMoved(Copies copies, bool moved) {
-  if (!moved) from_->tier->mover = nullptr;  // the GPU has failed: nothing moves any more
-  if (!moved || closed_) {
-    --on_their_way_;
-    CountMoving(copies, -1);
-    Fail(absl::UnavailableError("the GPU has failed: it moves no pages any more"));
-    return Tell();
-  }
-  // Shared by the tasks, each of which has some of them.
-  const auto shared = std::make_shared<Copies>(std::move(copies));
-  std::vector<absl::AnyInvocable<void()>> tasks;
-  for (size_t at = 0; at < shared->size(); at += kPagesPerTask) {
-    tasks.push_back([self = shared_from_this(), shared, at] {
-      for (size_t i = at; i < std::min(at + kPagesPerTask, shared->size()); ++i) self->LookAt((*shared)[i]);
-    });
-  }
-  to_->tier->executor->Run(std::move(tasks), [self = shared_from_this(), shared] {
-    if (!self->alive_.expired()) self->Land(*shared);
-  });
-}
-
-// On a worker.
-void HostCopies::LookAt(Copy& copy) const {
-  // The rest of an open page is what the slot held before.
-  if (copy.open_tokens > 0) ZeroRawTail(to_->layout(), copy.bytes, copy.open_tokens);
-  if (copy.raw || to_->identity()) {
-    NonFinite where;
-    copy.refused = FindNonFinite(to_->layout(), copy.bytes, 0, to_->page_tokens(), &where);
-  } else {
-    copy.refused = !to_->codec->Validate(static_cast<int>(copy.to.layer), {copy.bytes, copy.size}).ok();
-  }
-  const uint64_t checksum = Checksum(copy.bytes, copy.size);
-  copy.refused |= copy.checksum != 0 && copy.checksum != checksum;
-  copy.checksum = checksum;
-}
-
-void HostCopies::Land(absl::Span<const Copy> copies) {
-  --on_their_way_;
-  CountMoving(copies, -1);
-  for (const Copy& copy : copies) {
-    if (copy.refused) {
-      Fail(absl::DataLossError(absl::StrCat("page ", copy.to.block->index, " of layer ", copy.to.layer,
-                                            " was not copied to the host: its bytes are none that a page may have")));
-      break;
+void HostCopies::Land(absl::Span<const uint32_t> numbers, absl::Span<const MovingPage> pages) {
+  for (size_t i = 0; i < pages.size(); ++i) {
+    const MovingPage& moved = pages[i];
+    if (moved.refused) {
+      return Fail(absl::DataLossError(absl::StrCat("page ", moved.to.block->index, " of layer ", moved.to.layer,
+                                                   " was not copied to the host: its bytes are none that a page may "
+                                                   "have")));
     }
-    const Page& page = copy.to.page();
-    if (copy.open_tokens > 0) {
-      store_->Apply(copy.to, PageEvent::kReceivedOpen, {page.raw, page.encoded});
+    const Page& page = moved.to.page();
+    if (moved.open_tokens > 0) {
+      store_->Apply(moved.to, PageEvent::kReceivedOpen, {page.raw, page.encoded});
     } else {
-      store_->Apply(copy.to, PageEvent::kReceivedCopy, {page.raw, page.encoded, copy.raw, copy.checksum});
+      store_->Apply(moved.to, PageEvent::kReceivedCopy, {page.raw, page.encoded, moved.raw, moved.checksum});
     }
-    const ExportedPage there{copy.number, {copy.bytes, copy.size}, copy.checksum};
-    if (copy.number < first_.size()) {
+    const ExportedPage there{numbers[i], {moved.target, moved.bytes}, moved.checksum};
+    if (numbers[i] < first_.size()) {
       ready_.push_back(there);
     } else {
-      last_pages_[copy.number - first_.size()] = there;
+      last_pages_[numbers[i] - first_.size()] = there;
     }
   }
-  Tell();
 }
 
 class HostExportLease final : public ExportLease {
@@ -282,11 +228,11 @@ class HostExportLease final : public ExportLease {
 
 absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::ExportByHost(std::unique_ptr<ExportLease> lease,
                                                                          const std::shared_ptr<Cache>& from) {
-  if (from->tier->mover == nullptr) {
+  if (from->tier->mover() == nullptr) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(from->config.device),
                       "a GPU that moves pages");
   }
-  KV_RETURN_IF_ERROR(from->tier->mover->status());
+  KV_RETURN_IF_ERROR(from->tier->mover()->status());
   KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> to, TwinOn(*from, CacheConfig::kHost));
   auto copies = std::make_shared<HostCopies>(this, std::move(lease), from, std::move(to));
   KV_RETURN_IF_ERROR(copies->Start());

@@ -28,9 +28,12 @@
 #include "kvmanager/memory/slot_pool.h"
 #include "kvmanager/store/block.h"
 #include "kvmanager/store/cache.h"
+#include "kvmanager/store/mover.h"
 #include "kvmanager/store/page_store.h"
+#include "kvmanager/store/raw_page.h"
 #include "kvmanager/store/sequence.h"
 #include "kvmanager/store/slot_classes.h"
+#include "kvmanager/store/tier.h"
 
 namespace kvmanager {
 
@@ -65,22 +68,14 @@ struct MoveForms {
 /// Blocks on their way between a GPU and the host. The pages that they come from are pinned, the blocks that they
 /// become held; both caches have a lease.
 struct BlockMove {
-  struct PageBytes {
-    const uint8_t* raw = nullptr;  // where the copy will be; nullptr: not in this form
-    const uint8_t* encoded = nullptr;
-    int open_tokens = 0;    // > 0: of an open page
-    uint64_t checksum = 0;  // of the form that stays; 0: not known yet
-    bool refused = false;   // bytes that no page may have
-  };
   struct Pair {
     Block* from = nullptr;
     Block* to = nullptr;
-    std::vector<PageBytes> pages;  // [layers]
-    bool named = false;            // then `to` takes the name, unless another has it by then
-    bool arriving = false;         // `to` is in its cache's `arriving`
+    size_t first_page = 0;  // of the moving pages, as many as follow until the next pair's
+    bool named = false;     // then `to` takes the name, unless another has it by then
+    bool arriving = false;  // `to` is in its cache's `arriving`
     BlockName name;
   };
-  PageDirection direction = PageDirection::kFetch;
   std::shared_ptr<Cache> from, to;
   std::vector<Pair> blocks;
   uint64_t bytes = 0;    // that are copied
@@ -118,7 +113,7 @@ class EncodeWaiter {
   bool ready_ = false;
 };
 
-class PageStoreImpl final : public PageStore {
+class PageStoreImpl final : public PageStore, public TierOwner {
  public:
   PageStoreImpl(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor, StoreMetrics* metrics,
                 const Clock* clock, absl::Span<const StoreDevice> devices);
@@ -151,10 +146,9 @@ class PageStoreImpl final : public PageStore {
   void Written(SequenceId sequence, int first_layer, absl::Span<const uint64_t> tokens) override;
   std::vector<uint64_t> LayerTokens(SequenceId sequence) const override;
   void CollectReleased() override {
-    for (const auto& tier : tiers_) Collect(*tier);
+    for (const auto& tier : tiers_) tier->Collect();
   }
   bool AwaitsRelease(int device) const override;
-  static bool AwaitsRelease(const Tier& tier);
   absl::StatusOr<std::unique_ptr<ArrivalLease>> Fetch(CacheId cache, absl::Span<const BlockName> prefix,
                                                       uint64_t prompt_tokens) override;
   absl::StatusOr<std::unique_ptr<ArrivalLease>> Copy(SequenceId sequence, int device) override;
@@ -191,10 +185,18 @@ class PageStoreImpl final : public PageStore {
   std::vector<HolderInfo> LargestHolders(size_t n, const Tier* tier) const;  // of one, or of all
   void CheckInvariants() const override;
 
+  // Of TierOwner: page_store_blocks.cc, page_store_tiers.cc.
+  void Evict(Block* block) override;
+  /// To the host, of a block of a GPU.
+  bool Demote(Block* block) override;
+  void OnRoomIn(const Tier& tier) override;
+  absl::Status Exhausted(const Cache& cache, const SlotCounts& wanted) const override;
+
   // --- for the leases and the source files of the store ---
 
   StoreMetrics* metrics() const { return metrics_; }
   std::weak_ptr<const bool> alive() const { return alive_; }
+  Mover& mover() { return *mover_; }
 
   // page_store.cc: caches.
   absl::StatusOr<std::shared_ptr<Cache>> FindCache(CacheId id) const;
@@ -209,18 +211,13 @@ class PageStoreImpl final : public PageStore {
   // page_store_blocks.cc: blocks, slots, transitions.
   Block* NewBlock(const std::shared_ptr<Cache>& cache, uint32_t index);
   void Apply(PageRef ref, PageEvent event, const PageChange& after);
-  static uint8_t* Data(const Cache& cache, PageId id) { return cache.tier->pool->Data(id); }
+  static uint8_t* Data(const Cache& cache, PageId id) { return cache.tier->pool()->Data(id); }
   /// The bytes of a page in raw form: of an identity codec also once it is sealed. nullptr: gone.
   static const uint8_t* RawData(const Cache& cache, const Page& page);
   /// Copies the first `tokens` tokens of a page of `cache` to `to`, a raw slot: at once in host memory; on a GPU
   /// whoever submits its work does, and `copies` (not nullptr) says so.
   static void CopyOpen(const Cache& cache, uint32_t layer, const Page& from, PageId to, int tokens,
                        std::vector<OpenCopy>* copies);
-  /// Takes slots, evicting the least recently used blocks until they fit. Errors: RESOURCE_EXHAUSTED, if evicting
-  /// every evictable block would not make them fit; then nothing was evicted.
-  absl::Status Reserve(const Cache& cache, const SlotCounts& wanted, Reservation* out);
-  /// Whether evicting what can be evicted would make room for all of `wanted`.
-  static bool CanReserve(const Cache& cache, const SlotCounts& wanted);
   void Hold(Block* block);     // one more holder
   void Release(Block* block);  // one holder less; of a chain, children first (EvictionPolicy)
   /// Notes that a page of `sequence` has other slots now, for TakeChanges.
@@ -255,14 +252,8 @@ class PageStoreImpl final : public PageStore {
   std::shared_ptr<Cache> HostTwin(const Cache& cache) const;
   /// The same on `device`, opened where there is none.
   absl::StatusOr<std::shared_ptr<Cache>> TwinOn(const Cache& cache, int device);
-  void SetKept(Block* block, bool kept);
   /// The host has this block no more: those of GPUs with its name are not kept.
   void NotKept(const Block& block);
-  /// Whether an evictable block of a GPU is on its way to the host now; else the host has it (`kept`), or it cannot go
-  /// there. What was evictable is so no more, or again once it arrived.
-  bool Demote(Block* block);
-  /// Demotes what would go next, while little of the GPU's room can be had at once.
-  void DemoteAhead(Tier& tier);
   /// Starts to copy `blocks`, all of cache `from`, into slots of `to`, which they need as CountSlots says. Adds the new
   /// blocks, in order, to `copies`; each has the move as its holder.
   void StartMove(const std::shared_ptr<Cache>& from, const std::shared_ptr<Cache>& to, absl::Span<Block* const> blocks,
@@ -349,9 +340,8 @@ class PageStoreImpl final : public PageStore {
  private:
   void OnEncoded(const std::vector<PageRef>& pages, absl::Span<const EncodeItem> items);
   void Sample(const PageRef& ref);
-  void OnMoved(const std::shared_ptr<BlockMove>& move, bool moved);
-  void Land(BlockMove& move, bool moved);
-  void LandBlock(BlockMove& move, BlockMove::Pair& pair, bool moved);
+  void Land(BlockMove& move, bool moved, absl::Span<const MovingPage> pages);
+  void LandBlock(BlockMove& move, const BlockMove::Pair& pair, bool moved, absl::Span<const MovingPage> pages);
   void BeginJobs(const Sequence& sequence, const IndexJobs& jobs);
   void EndJob(IndexJob& job, absl::Span<const PageRef> pins, absl::Status status);
   std::shared_ptr<const IndexMemory> NewIndexMemory(Tier* tier, PageId slot);
@@ -364,9 +354,6 @@ class PageStoreImpl final : public PageStore {
   void Dispose(Block* block);  // nobody holds it, it has no name
   void FreePage(PageRef ref);  // and deletes the block with its last page
   void DeleteIfEmpty(Block* block);
-  void Evict(Block* block);
-  void SetReclaimable(const Block& block, bool reclaimable);  // its slots, in the pool
-  absl::Status Exhausted(const Cache& cache, const SlotCounts& wanted) const;
   /// Looks at an append's entries for layers `first` .. `first + layers - 1`. pages: that its queries would read.
   absl::Status CheckAppend(const Cache& cache, int first, int layers, absl::Span<const AppendEntry> entries,
                            std::vector<Sequence*>* sequences, SlotCounts* wanted, uint64_t* pages);
@@ -382,11 +369,9 @@ class PageStoreImpl final : public PageStore {
   static absl::Status WrongMemory(const Cache& cache);
 
   Tier* TierOf(int device);  // nullptr: there is none
-  void FreeSlot(Tier& tier, PageId slot);
-  void NoteRoom(const Tier& tier);
-  static void Collect(Tier& tier);  // frees what kernels have done with
 
   std::vector<std::unique_ptr<Tier>> tiers_;  // host memory first
+  std::unique_ptr<Mover> mover_;
   const CodecRegistry* const registry_;
   StoreMetrics* const metrics_;
   const Clock* const clock_;
@@ -412,23 +397,5 @@ class PageStoreImpl final : public PageStore {
   absl::AnyInvocable<void()> on_room_;
   PageSampler* sampler_ = nullptr;
 };
-
-/// What is copied of a page of so many bytes between a GPU and the host (PageCopy::bytes): slots are larger.
-inline uint32_t MovedBytes(uint64_t bytes) {
-  constexpr uint64_t kUnit = 16;
-  return static_cast<uint32_t>((bytes + kUnit - 1) / kUnit * kUnit);
-}
-/// Copies the first `tokens` tokens of a raw page.
-void CopyRawPrefix(const PageLayout& layout, const uint8_t* from, uint8_t* to, int tokens);
-/// Zeroes the tokens of a raw page from `first` on.
-void ZeroRawTail(const PageLayout& layout, uint8_t* page, int first);
-/// The first NaN or Inf among tokens `first` .. `first + tokens - 1` of a raw page.
-struct NonFinite {
-  int side = 0;  // 0 = K, 1 = V
-  int head = 0;
-  int token = 0;  // of the page
-  int channel = 0;
-};
-bool FindNonFinite(const PageLayout& layout, const uint8_t* page, int first, int tokens, NonFinite* where);
 
 }  // namespace kvmanager

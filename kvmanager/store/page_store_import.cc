@@ -219,8 +219,8 @@ absl::Status ImportLeaseImpl::Start(RecomputeChoice recompute) {
   }
   for (; !unfit.empty(); unfit.pop_back()) store_->Release(unfit.back());
   if (pages_per_layer() > full_blocks()) wanted.raw += cache_->layers();
-  Reservation slots(cache_->tier->pool);
-  if (absl::Status status = store_->Reserve(*cache_, wanted, &slots); !status.ok()) {
+  Reservation slots(cache_->tier->pool());
+  if (absl::Status status = cache_->tier->Reserve(*cache_, wanted, &slots); !status.ok()) {
     for (auto block = shared.rbegin(); block != shared.rend(); ++block) {
       if (*block != nullptr) store_->Release(*block);
     }
@@ -322,8 +322,8 @@ absl::Status ImportLeaseImpl::Extend(const HandOffLast& last) {
   KV_RETURN_IF_ERROR(CheckLast(last));
   SlotCounts wanted;
   for (const uint32_t number : last.withdrawn) wanted.raw += awaited_[number];
-  Reservation slots(cache_->tier->pool);
-  KV_RETURN_IF_ERROR(store_->Reserve(*cache_, wanted, &slots));
+  Reservation slots(cache_->tier->pool());
+  KV_RETURN_IF_ERROR(cache_->tier->Reserve(*cache_, wanted, &slots));
   last_ = last;
   extended_ = true;
   for (const uint32_t number : last_.withdrawn) {

@@ -104,7 +104,7 @@ void PageStoreImpl::BeginJobs(const Sequence& sequence, const IndexJobs& jobs) {
     if (cache.on_device()) {
       job->place = sequence.index_places[job->layer()].book;
       KV_CHECK(job->place != nullptr);
-      cache.tier->executor->Train({sequence.id, job, std::move(pages), cache.layout().raw_bytes() / 2,
+      cache.tier->executor()->Train({sequence.id, job, std::move(pages), cache.layout().raw_bytes() / 2,
                                    Data(cache, job->place->slot), std::move(done)});
       continue;
     }
@@ -114,7 +114,7 @@ void PageStoreImpl::BeginJobs(const Sequence& sequence, const IndexJobs& jobs) {
     for (int task = 0; task < job->tasks(); ++task) {
       tasks.push_back([job, keys, task] { job->RunTask(task, *keys); });
     }
-    cache.tier->executor->Run(std::move(tasks), [done = std::move(done)]() mutable { done(absl::OkStatus()); });
+    cache.tier->executor()->Run(std::move(tasks), [done = std::move(done)]() mutable { done(absl::OkStatus()); });
   }
 }
 
@@ -148,11 +148,11 @@ uint64_t PageStoreImpl::ChoosesFrom(SequenceId id, uint64_t position, int tokens
 }
 
 std::shared_ptr<const IndexMemory> PageStoreImpl::NewIndexMemory(Tier* tier, PageId slot) {
-  tier->index_bytes += tier->pool->SlotBytes(slot);
+  tier->CountIndexBytes(static_cast<int64_t>(tier->pool()->SlotBytes(slot)));
   return std::shared_ptr<const IndexMemory>(new IndexMemory{slot}, [this, alive = alive(), tier](IndexMemory* memory) {
     if (!alive.expired()) {
-      tier->index_bytes -= tier->pool->SlotBytes(memory->slot);
-      FreeSlot(*tier, memory->slot);
+      tier->CountIndexBytes(-static_cast<int64_t>(tier->pool()->SlotBytes(memory->slot)));
+      tier->Free(memory->slot);
     }
     delete memory;
   });

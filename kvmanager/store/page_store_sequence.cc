@@ -96,7 +96,7 @@ absl::Status PageStoreImpl::CheckPrompt(const Cache& cache, uint64_t prompt_toke
 
 std::vector<Block*> PageStoreImpl::FindAnywhere(Cache& cache, absl::Span<const BlockName> names, MatchResult* match) {
   std::vector<Block*> found;
-  const bool moves = cache.on_device() && cache.tier->mover != nullptr && cache.tier->mover->ready();
+  const bool moves = cache.on_device() && cache.tier->can_move();
   const std::shared_ptr<Cache> twin = moves ? HostTwin(cache) : nullptr;
   for (const BlockName& name : names) {
     const uint32_t index = static_cast<uint32_t>(found.size());
@@ -177,8 +177,8 @@ absl::StatusOr<SequenceId> PageStoreImpl::Fork(SequenceId id, std::vector<OpenCo
   const size_t full_blocks = tokens / cache->page_tokens();
   const int open_tokens = static_cast<int>(tokens % cache->page_tokens());
   if (cache->on_device() && copies == nullptr) return WrongMemory(*cache);
-  Reservation slots(cache->tier->pool);
-  if (open_tokens > 0) KV_RETURN_IF_ERROR(Reserve(*cache, {.raw = cache->layers()}, &slots));
+  Reservation slots(cache->tier->pool());
+  if (open_tokens > 0) KV_RETURN_IF_ERROR(cache->tier->Reserve(*cache, {.raw = cache->layers()}, &slots));
   auto fork = NewSequence(cache);
   fork->tokens = source->tokens;
   fork->aged = source->aged;
@@ -241,8 +241,8 @@ absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens, std::vector<Ope
     // Reads under way see the old page; later appends would overwrite it.
     keep_block = all_filling && block->pins == 0;
     if (!keep_block) {
-      Reservation slots(cache->tier->pool);
-      KV_RETURN_IF_ERROR(Reserve(*cache, {.raw = cache->layers()}, &slots));
+      Reservation slots(cache->tier->pool());
+      KV_RETURN_IF_ERROR(cache->tier->Reserve(*cache, {.raw = cache->layers()}, &slots));
       copy = NewBlock(cache, index);
       for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
         const PageId slot = slots.TakeRaw();

@@ -8,17 +8,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "kvmanager/base/checksum.h"
 #include "kvmanager/store/page_store_impl.h"
 
 namespace kvmanager {
 namespace {
-
-// Room on a GPU that can be had at once: free, or of blocks that the host has, too. Below this share of the pool what
-// would be evicted next is copied to the host, a few blocks in each call.
-constexpr uint64_t kAheadShare = 8;
-constexpr int kDemotionsAtOnce = 16;
-constexpr uint64_t kDemotingBytesMax = uint64_t{256} << 20;
 
 bool NoRaw(const Block&, uint32_t) { return false; }
 
@@ -240,11 +233,11 @@ absl::Status ArrivalLeaseImpl::Begin() {
     PageStoreImpl::CountSlots(*source.block, *to_, forms, &wanted);
   }
   // The GPU may have failed while this waited.
-  if (!missing.empty() && (to_->on_device() ? to_ : missing[0]->cache)->tier->mover == nullptr) {
+  if (!missing.empty() && (to_->on_device() ? to_ : missing[0]->cache)->tier->mover() == nullptr) {
     return absl::UnavailableError("the GPU has failed: it moves no pages any more");
   }
-  Reservation slots(to_->tier->pool);
-  KV_RETURN_IF_ERROR(store_->Reserve(*to_, wanted, &slots));
+  Reservation slots(to_->tier->pool());
+  KV_RETURN_IF_ERROR(to_->tier->Reserve(*to_, wanted, &slots));
   std::vector<Block*> copies;
   if (!missing.empty()) {
     const std::shared_ptr<Cache> from = missing[0]->cache;
@@ -321,48 +314,47 @@ void PageStoreImpl::StartMove(const std::shared_ptr<Cache>& from, const std::sha
                               std::vector<Block*>* copies) {
   KV_CHECK(from->on_device() != to->on_device());
   auto move = std::make_shared<BlockMove>();
-  move->direction = to->on_device() ? PageDirection::kFetch : PageDirection::kDemote;
   move->from = from;
   move->to = to;
   move->demotes = demotes;
   ++from->leases;
   ++to->leases;
-  std::vector<PageCopy> bytes;
-  const auto copy = [&](PageId source, PageId target, uint64_t count) -> const uint8_t* {
-    uint8_t* const there = Data(*from, source);
-    uint8_t* const here = Data(*to, target);
-    bytes.push_back({to->on_device() ? here : there, to->on_device() ? there : here, MovedBytes(count)});
-    move->bytes += count;
-    return here;
-  };
+  std::vector<MovingPage> pages;
   for (Block* source : blocks) {
     KV_CHECK(source->cache == from);
     Block* const target = NewBlock(to, source->index);
     BlockMove::Pair pair;
     pair.from = source;
     pair.to = target;
-    pair.pages.resize(source->pages.size());
+    pair.first_page = pages.size();
     pair.named = source->published;
     pair.name = source->name;
     for (uint32_t layer = 0; layer < source->pages.size(); ++layer) {
-      const Page& page = source->pages[layer];
-      BlockMove::PageBytes& out = pair.pages[layer];
       const Sources sources = SourcesOf(*source, layer, forms);
+      const bool is_open = source->index >= forms.full_blocks;
+      MovingPage page;
+      page.to = {target, layer};
       PageChange reserved;
       if (sources.raw.valid()) {
         reserved.raw = slots->TakeRaw();
-        out.raw = copy(sources.raw, reserved.raw, to->layout().raw_bytes());
+        page.source = Data(*from, sources.raw);
+        page.target = Data(*to, reserved.raw);
+        page.bytes = to->layout().raw_bytes();
+        page.raw = true;
+        page.stays = !sources.encoded.valid();
+        page.open_tokens = is_open ? forms.open_tokens : 0;
+        page.checksum = page.stays && !is_open ? source->pages[layer].checksum : 0;
+        move->bytes += page.bytes;
+        pages.push_back(page);
       }
       if (sources.encoded.valid()) {
         reserved.encoded = slots->TakeEncoded(*to, layer);
-        out.encoded = copy(sources.encoded, reserved.encoded, to->page_bytes(layer));
+        page = {page.to, Data(*from, sources.encoded), Data(*to, reserved.encoded), to->page_bytes(layer)};
+        page.checksum = source->pages[layer].checksum;
+        move->bytes += page.bytes;
+        pages.push_back(page);
       }
-      if (source->index >= forms.full_blocks) {
-        out.open_tokens = forms.open_tokens;
-      } else {
-        out.checksum = page.checksum;
-      }
-      Apply({target, layer}, PageEvent::kReserve, reserved);
+      Apply(page.to, PageEvent::kReserve, reserved);
       Pin({source, layer});
     }
     if (pair.named) {
@@ -372,86 +364,54 @@ void PageStoreImpl::StartMove(const std::shared_ptr<Cache>& from, const std::sha
     copies->push_back(target);
     move->blocks.push_back(std::move(pair));
   }
-  if (demotes) from->tier->demoting_bytes += move->bytes;
-  metrics_->moving_bytes.Increment(static_cast<double>(move->bytes));
+  Tier& gpu = *(to->on_device() ? to : from)->tier;
+  if (demotes) gpu.BeginDemotion(move->bytes);
   moves_.push_back(move);
-  // Pages of one size go in one launch.
-  std::stable_sort(bytes.begin(), bytes.end(), [](const PageCopy& a, const PageCopy& b) { return a.bytes < b.bytes; });
-  (to->on_device() ? to : from)
-      ->tier->mover->Move(move->direction, std::move(bytes), [this, alive = alive(), move](bool moved) {
-        if (!alive.expired()) OnMoved(move, moved);
-      });
+  mover_->Move(gpu, to, std::move(pages), /*given_up=*/nullptr,
+               [this, move](bool moved, std::vector<MovingPage> landed) { Land(*move, moved, landed); });
 }
 
-void PageStoreImpl::OnMoved(const std::shared_ptr<BlockMove>& move, bool moved) {
-  if (!moved || move->direction == PageDirection::kFetch) return Land(*move, moved);
-  // On workers: a task touches the bytes of its block's copy, and its own notes.
-  std::vector<absl::AnyInvocable<void()>> tasks;
-  for (BlockMove::Pair& pair : move->blocks) {
-    tasks.push_back([move, &pair] {
-      const Cache& cache = *move->to;
-      for (uint32_t layer = 0; layer < pair.pages.size(); ++layer) {
-        BlockMove::PageBytes& page = pair.pages[layer];
-        NonFinite where;
-        // The rest of an open page is what the slot held before.
-        if (page.open_tokens > 0) ZeroRawTail(cache.layout(), const_cast<uint8_t*>(page.raw), page.open_tokens);
-        for (const uint8_t* raw : {page.raw, cache.identity() ? page.encoded : nullptr}) {
-          if (raw == nullptr) continue;
-          page.refused |= FindNonFinite(cache.layout(), raw, 0, cache.page_tokens(), &where);
-        }
-        if (page.encoded != nullptr && !cache.identity()) {
-          const absl::Span<const uint8_t> bytes(page.encoded, cache.page_bytes(layer));
-          page.refused |= !cache.codec->Validate(static_cast<int>(layer), bytes).ok();
-        }
-        const uint64_t checksum = page.encoded != nullptr ? Checksum(page.encoded, cache.page_bytes(layer))
-                                                          : Checksum(page.raw, cache.layout().raw_bytes());
-        page.refused |= page.checksum != 0 && page.checksum != checksum;
-        page.checksum = checksum;
-      }
-    });
-  }
-  tiers_[0]->executor->Run(std::move(tasks), [this, alive = alive(), move] {
-    if (!alive.expired()) Land(*move, true);
-  });
-}
-
-void PageStoreImpl::Land(BlockMove& move, bool moved) {
-  metrics_->moving_bytes.Decrement(static_cast<double>(move.bytes));
+void PageStoreImpl::Land(BlockMove& move, bool moved, absl::Span<const MovingPage> pages) {
   Tier& gpu = *(move.from->on_device() ? move.from : move.to)->tier;
-  if (move.demotes) gpu.demoting_bytes -= move.bytes;
-  if (!moved) gpu.mover = nullptr;  // the GPU has failed: nothing moves any more
+  if (move.demotes) gpu.EndDemotion(move.bytes);
   // Children first (EvictionPolicy).
-  for (auto pair = move.blocks.rbegin(); pair != move.blocks.rend(); ++pair) LandBlock(move, *pair, moved);
+  size_t end = pages.size();
+  for (auto pair = move.blocks.rbegin(); pair != move.blocks.rend(); ++pair) {
+    LandBlock(move, *pair, moved, pages.subspan(pair->first_page, end - pair->first_page));
+    end = pair->first_page;
+  }
   for (const std::shared_ptr<Cache>& cache : {move.from, move.to}) {
     --cache->leases;
     if (!cache->wanted) CloseIfUnused(cache);
   }
   moves_.erase(std::find_if(moves_.begin(), moves_.end(), [&](const auto& each) { return each.get() == &move; }));
-  DemoteAhead(gpu);
+  gpu.DemoteAhead();
   NotifyWaiters();
 }
 
-void PageStoreImpl::LandBlock(BlockMove& move, BlockMove::Pair& pair, bool moved) {
+void PageStoreImpl::LandBlock(BlockMove& move, const BlockMove::Pair& pair, bool moved,
+                              absl::Span<const MovingPage> pages) {
   Block* const from = pair.from;
   Block* const to = pair.to;
   Cache& cache = *move.to;
   if (pair.arriving) cache.arriving.erase(pair.name.key);
-  const bool refused = std::any_of(pair.pages.begin(), pair.pages.end(), [](const auto& page) { return page.refused; });
+  const bool refused = std::any_of(pages.begin(), pages.end(), [](const MovingPage& page) { return page.refused; });
   if (moved && !refused) {
-    for (uint32_t layer = 0; layer < pair.pages.size(); ++layer) {
-      const PageRef ref{to, layer};
-      const Page& page = ref.page();
-      const BlockMove::PageBytes& bytes = pair.pages[layer];
-      const bool open = bytes.open_tokens > 0;
-      Apply(ref, open ? PageEvent::kReceivedOpen : PageEvent::kReceivedCopy,
-            {page.raw, page.encoded, !open && !page.encoded.valid(), open ? 0 : bytes.checksum});
-      ReleaseRawIfUnused(ref);
+    for (const MovingPage& moving : pages) {
+      if (!moving.stays) continue;
+      const Page& page = moving.to.page();
+      if (moving.open_tokens > 0) {
+        Apply(moving.to, PageEvent::kReceivedOpen, {page.raw, page.encoded});
+      } else {
+        Apply(moving.to, PageEvent::kReceivedCopy, {page.raw, page.encoded, moving.raw, moving.checksum});
+        ReleaseRawIfUnused(moving.to);
+      }
     }
     if (pair.named && !move.purged && cache.table.FindKey(pair.name.key) == nullptr) {
       cache.table.Insert(to);
       metrics_->published_blocks.Increment();
     }
-    const bool demoted = move.direction == PageDirection::kDemote;
+    const bool demoted = move.from->on_device();
     (demoted ? from : to)->kept = pair.named && !move.purged;
     (demoted ? metrics_->demoted_blocks : metrics_->fetched_blocks).Increment();
     (demoted ? metrics_->demoted_bytes : metrics_->fetched_bytes).Increment(static_cast<double>(to->bytes));
@@ -465,29 +425,21 @@ void PageStoreImpl::LandBlock(BlockMove& move, BlockMove::Pair& pair, bool moved
     }
   }
   Release(to);
-  for (uint32_t layer = 0, pages = static_cast<uint32_t>(pair.pages.size()); layer < pages; ++layer) {
-    if (layer + 1 == pages && move.purged && from->published && from->holders == 0 && from->pins == 1) Unname(from);
+  for (uint32_t layer = 0, layers = static_cast<uint32_t>(from->pages.size()); layer < layers; ++layer) {
+    if (layer + 1 == layers && move.purged && from->published && from->holders == 0 && from->pins == 1) Unname(from);
     Unpin({from, layer});
   }
 }
 
 // ---- room on a GPU ----
 
-void PageStoreImpl::SetKept(Block* block, bool kept) {
-  if (block->kept == kept) return;
-  const bool evictable = block->evictable;
-  MakeUnevictable(block);
-  block->kept = kept;
-  if (evictable) MakeEvictableIfUnused(block);
-}
-
 void PageStoreImpl::NotKept(const Block& block) {
   for (const auto& tier : tiers_) {
-    if (tier->mover == nullptr) continue;
-    const auto twin = cache_by_digest_.find({block.cache->digest, tier->device});
+    if (tier->mover() == nullptr) continue;
+    const auto twin = cache_by_digest_.find({block.cache->digest, tier->device()});
     if (twin == cache_by_digest_.end()) continue;
     Block* const there = caches_.at(twin->second)->table.FindKey(block.name.key);
-    if (there != nullptr) SetKept(there, false);
+    if (there != nullptr) tier->SetKept(there, false);
   }
 }
 
@@ -495,15 +447,15 @@ bool PageStoreImpl::Demote(Block* block) {
   KV_CHECK(block->evictable);
   const std::shared_ptr<Cache> from = block->cache;
   Tier& tier = *from->tier;
-  if (tier.mover == nullptr || !tier.mover->ready()) return false;
+  if (!tier.can_move()) return false;
   if (const std::shared_ptr<Cache> twin = HostTwin(*from)) {
     if (Block* const known = twin->table.FindKey(block->name.key)) {
-      tiers_[0]->eviction->Touch(known);
-      SetKept(block, true);
+      tiers_[0]->Touch(known);
+      tier.SetKept(block, true);
       return false;
     }
   }
-  SetKept(block, false);
+  tier.SetKept(block, false);
   for (const Page& page : block->pages) {
     if (page.state != PageState::kResident) return false;
   }
@@ -512,25 +464,14 @@ bool PageStoreImpl::Demote(Block* block) {
   SlotCounts wanted;
   const MoveForms forms{NoRaw};
   CountSlots(*block, **to, forms, &wanted);
-  Reservation slots((*to)->tier->pool);
+  Reservation slots((*to)->tier->pool());
   std::vector<Block*> copies;
-  if (!CanReserve(**to, wanted) || !Reserve(**to, wanted, &slots).ok()) {
+  if (!(*to)->tier->CanReserve(**to, wanted) || !(*to)->tier->Reserve(**to, wanted, &slots).ok()) {
     if (!(*to)->wanted) CloseIfUnused(*to);
     return false;
   }
   StartMove(from, *to, {&block, 1}, forms, /*demotes=*/true, &slots, &copies);
   return true;
-}
-
-void PageStoreImpl::DemoteAhead(Tier& tier) {
-  if (tier.mover == nullptr || !tier.mover->ready()) return;
-  const uint64_t capacity = tier.pool->capacity_bytes();
-  for (int i = 0; i < kDemotionsAtOnce && tier.demoting_bytes < kDemotingBytesMax; ++i) {
-    const uint64_t soon = capacity - tier.pool->slot_bytes_used() + tier.kept_bytes + tier.demoting_bytes;
-    if (soon >= capacity / kAheadShare) return;
-    Block* const next = tier.eviction->UnkeptVictim();
-    if (next == nullptr || (!Demote(next) && !next->kept)) return;
-  }
 }
 
 // ---- what others ask for ----
@@ -570,11 +511,11 @@ absl::StatusOr<std::unique_ptr<ArrivalLease>> PageStoreImpl::Copy(SequenceId id,
                       "one end in the host's memory and one on a GPU");
   }
   const Tier* const tier = TierOf(gpu);
-  if (tier == nullptr || tier->mover == nullptr) {
+  if (tier == nullptr || tier->mover() == nullptr) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(gpu),
                       "a GPU that this daemon was started with, and that moves pages");
   }
-  KV_RETURN_IF_ERROR(tier->mover->status());
+  KV_RETURN_IF_ERROR(tier->mover()->status());
   KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> to, TwinOn(*from, device));
   auto lease = std::make_unique<ArrivalLeaseImpl>(this, std::move(to));
   lease->StartCopy(*sequence);

@@ -1,7 +1,8 @@
+#include "kvmanager/store/raw_page.h"
+
 #include <cstring>
 
 #include "kvmanager/base/finite.h"
-#include "kvmanager/store/page_store_impl.h"
 
 namespace kvmanager {
 

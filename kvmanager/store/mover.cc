@@ -1,0 +1,91 @@
+#include "kvmanager/store/mover.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "kvmanager/base/checksum.h"
+#include "kvmanager/store/raw_page.h"
+
+namespace kvmanager {
+namespace {
+
+constexpr size_t kPagesPerTask = 16;  // that a worker looks at
+
+// What is copied of a page of so many bytes (PageCopy::bytes): slots are larger.
+uint32_t MovedBytes(uint64_t bytes) {
+  constexpr uint64_t kUnit = 16;
+  return static_cast<uint32_t>((bytes + kUnit - 1) / kUnit * kUnit);
+}
+
+// On a worker: the bytes come from memory that engines write.
+void LookAt(const Cache& cache, MovingPage& page) {
+  // The rest of an open page is what the slot held before.
+  if (page.open_tokens > 0) ZeroRawTail(cache.layout(), page.target, page.open_tokens);
+  if (page.raw || cache.identity()) {
+    NonFinite where;
+    page.refused = FindNonFinite(cache.layout(), page.target, 0, cache.page_tokens(), &where);
+  } else {
+    page.refused = !cache.codec->Validate(static_cast<int>(page.to.layer), {page.target, page.bytes}).ok();
+  }
+  if (!page.stays) return;
+  const uint64_t checksum = Checksum(page.target, page.bytes);
+  page.refused |= page.checksum != 0 && page.checksum != checksum;
+  page.checksum = checksum;
+}
+
+}  // namespace
+
+// Shared by the mover, its tasks and their end.
+struct Mover::Batch {
+  Tier* gpu;
+  std::shared_ptr<Cache> to;
+  std::vector<MovingPage> pages;
+  std::shared_ptr<const bool> given_up;
+  Landed landed;
+  uint64_t bytes = 0;
+};
+
+void Mover::Move(Tier& gpu, const std::shared_ptr<Cache>& to, std::vector<MovingPage> pages,
+                 std::shared_ptr<const bool> given_up, Landed landed) {
+  auto batch =
+      std::make_shared<Batch>(Batch{&gpu, to, std::move(pages), std::move(given_up), std::move(landed)});
+  const bool fetch = to->on_device();
+  std::vector<PageCopy> copies;
+  copies.reserve(batch->pages.size());
+  for (const MovingPage& page : batch->pages) {
+    uint8_t* const source = const_cast<uint8_t*>(page.source);
+    copies.push_back({fetch ? page.target : source, fetch ? source : page.target, MovedBytes(page.bytes)});
+    batch->bytes += page.bytes;
+  }
+  // Pages of one size go in one launch.
+  std::stable_sort(copies.begin(), copies.end(),
+                   [](const PageCopy& a, const PageCopy& b) { return a.bytes < b.bytes; });
+  metrics_->moving_bytes.Increment(static_cast<double>(batch->bytes));
+  gpu.mover()->Move(fetch ? PageDirection::kFetch : PageDirection::kDemote, std::move(copies),
+                    [this, alive = alive_, batch](bool moved) {
+                      if (!alive.expired()) OnMoved(batch, moved);
+                    });
+}
+
+void Mover::OnMoved(const std::shared_ptr<Batch>& batch, bool moved) {
+  if (!moved) batch->gpu->StopMoving();  // the GPU has failed
+  if (batch->given_up != nullptr && *batch->given_up) moved = false;
+  if (!moved || batch->to->on_device()) return Land(*batch, moved);
+  std::vector<absl::AnyInvocable<void()>> tasks;
+  for (size_t at = 0; at < batch->pages.size(); at += kPagesPerTask) {
+    tasks.push_back([batch, at] {
+      const size_t end = std::min(at + kPagesPerTask, batch->pages.size());
+      for (size_t i = at; i < end; ++i) LookAt(*batch->to, batch->pages[i]);
+    });
+  }
+  host_->executor()->Run(std::move(tasks), [this, alive = alive_, batch] {
+    if (!alive.expired()) Land(*batch, true);
+  });
+}
+
+void Mover::Land(Batch& batch, bool moved) {
+  metrics_->moving_bytes.Decrement(static_cast<double>(batch.bytes));
+  batch.landed(moved, std::move(batch.pages));
+}
+
+}  // namespace kvmanager

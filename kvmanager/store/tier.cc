@@ -1,0 +1,147 @@
+#include "kvmanager/store/tier.h"
+
+#include <algorithm>
+
+#include "absl/container/inlined_vector.h"
+#include "kvmanager/base/status.h"
+
+namespace kvmanager {
+namespace {
+
+// Room that can be had at once: free, or of blocks that the lower tier has, too. Below this share of the pool what would
+// be evicted next is demoted, a few blocks in each call.
+constexpr uint64_t kAheadShare = 8;
+constexpr int kDemotionsAtOnce = 16;
+constexpr uint64_t kDemotingBytesMax = uint64_t{256} << 20;
+
+// Raw slots first, then those of each class, then activations if the cache keeps any.
+using SlotsOfAll = absl::InlinedVector<SlotPool::SlotsWanted, 2 + kSlotClassesMax>;
+SlotsOfAll WantedSlots(const Cache& cache, const SlotCounts& counts) {
+  SlotsOfAll wanted = {{cache.raw_slot_bytes, counts.raw}};
+  for (size_t i = 0; i < cache.encoded_slots.bytes.size(); ++i) {
+    wanted.push_back({cache.encoded_slots.bytes[i], counts.encoded[i]});
+  }
+  if (cache.keeps_activations()) wanted.push_back({cache.activation_slot_bytes, counts.activations});
+  return wanted;
+}
+
+}  // namespace
+
+Reservation::~Reservation() {
+  const auto give_back = [this](const Slots& slots) {
+    for (size_t i = slots.taken; i < slots.ids.size(); ++i) pool_->Free(slots.ids[i]);
+  };
+  give_back(raw);
+  give_back(activations);
+  for (const Slots& slots : encoded) give_back(slots);
+}
+
+Tier::Tier(int device, SlotPool* pool, EncodeExecutor* executor, ReleaseEpochs* epochs, PageMover* mover,
+           TierOwner* owner)
+    : device_(device), pool_(pool), executor_(executor), epochs_(epochs), mover_(mover), owner_(owner) {}
+
+bool Tier::CanReserve(const Cache& cache, const SlotCounts& counts) const {
+  return pool_->CanAllocate(cache.tenant, WantedSlots(cache, counts), /*reclaim=*/true);
+}
+
+absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reservation* out) {
+  if (counts.none()) return absl::OkStatus();
+  const auto wanted = WantedSlots(cache, counts);
+  if (!pool_->CanAllocate(cache.tenant, wanted)) {
+    Collect();
+    // A request that is refused evicts nothing, unless kernels may still read what it evicted. Then that is waited for,
+    // rather than all else evicted meanwhile: what was asked for and a slab, since slots may have to be of a new one.
+    uint64_t waiting_bytes_max = pool_->slab_bytes();
+    for (const SlotPool::SlotsWanted& of : wanted) waiting_bytes_max = std::max(waiting_bytes_max, of.bytes * of.count);
+    while (!pool_->CanAllocate(cache.tenant, wanted)) {
+      if (evicted_waiting_bytes() >= waiting_bytes_max || !CanReserve(cache, counts)) {
+        return owner_->Exhausted(cache, counts);
+      }
+      Block* const victim = eviction_->Victim();
+      KV_CHECK(victim != nullptr);
+      // What the lower tier has, too, goes at once; the rest goes there first, and that is waited for likewise.
+      if (!victim->kept && demoting_bytes_ >= waiting_bytes_max) return owner_->Exhausted(cache, counts);
+      if (!owner_->Demote(victim)) owner_->Evict(victim);
+      Collect();
+    }
+  }
+  const auto allocate = [&](const SlotPool::SlotsWanted& of, Reservation::Slots* slots) -> absl::Status {
+    slots->ids.reserve(of.count);
+    for (uint64_t i = 0; i < of.count; ++i) {
+      KV_ASSIGN_OR_RETURN(const PageId slot, pool_->Allocate(cache.tenant, of.bytes));
+      slots->ids.push_back(slot);
+    }
+    return absl::OkStatus();
+  };
+  // Fails only where a GPU's slab cannot be cleaned; what was taken goes back with `out`.
+  KV_RETURN_IF_ERROR(allocate(wanted[0], &out->raw));
+  for (size_t i = 0; i < cache.encoded_slots.bytes.size(); ++i) {
+    KV_RETURN_IF_ERROR(allocate(wanted[1 + i], &out->encoded[i]));
+  }
+  if (counts.activations > 0) KV_RETURN_IF_ERROR(allocate(wanted.back(), &out->activations));
+  DemoteAhead();
+  return absl::OkStatus();
+}
+
+void Tier::Free(PageId slot) {
+  if (epochs_ != nullptr) {
+    epochs_->Retire(slot);
+    ++retired_;
+    return;
+  }
+  pool_->Free(slot);
+  owner_->OnRoomIn(*this);
+}
+
+void Tier::Collect() {
+  if (epochs_ == nullptr) return;
+  reusable_.clear();
+  epochs_->Collect(&reusable_);
+  for (const PageId slot : reusable_) pool_->Free(slot);
+}
+
+void Tier::AddEvictable(Block* block) {
+  eviction_->Add(block);
+  evictable_bytes_ += block->bytes;
+  if (block->kept) kept_bytes_ += block->bytes;
+  SetReclaimable(*block, true);
+  owner_->OnRoomIn(*this);
+}
+
+void Tier::RemoveEvictable(Block* block) {
+  eviction_->Remove(block);
+  evictable_bytes_ -= block->bytes;
+  if (block->kept) kept_bytes_ -= block->bytes;
+  SetReclaimable(*block, false);
+}
+
+void Tier::SetKept(Block* block, bool kept) {
+  if (block->kept == kept) return;
+  const bool evictable = block->evictable;
+  if (evictable) RemoveEvictable(block);
+  block->kept = kept;
+  if (evictable) AddEvictable(block);
+}
+
+void Tier::SetReclaimable(const Block& block, bool reclaimable) {
+  for (const auto* pages : {&block.pages, &block.activations}) {
+    for (const Page& page : *pages) {
+      for (const PageId slot : {page.raw, page.encoded}) {
+        if (slot.valid()) pool_->SetReclaimable(slot, reclaimable);
+      }
+    }
+  }
+}
+
+void Tier::DemoteAhead() {
+  if (!can_move()) return;
+  const uint64_t capacity = pool_->capacity_bytes();
+  for (int i = 0; i < kDemotionsAtOnce && demoting_bytes_ < kDemotingBytesMax; ++i) {
+    const uint64_t soon = capacity - pool_->slot_bytes_used() + kept_bytes_ + demoting_bytes_;
+    if (soon >= capacity / kAheadShare) return;
+    Block* const next = eviction_->UnkeptVictim();
+    if (next == nullptr || (!owner_->Demote(next) && !next->kept)) return;
+  }
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,119 @@
+// A kind of memory that pages are computed on: its slots, which blocks go first when they are short, and what is on its
+// way to a lower tier. The only place that takes slots, chooses victims and frees them.
+//
+// What is a block's (its name, its pages, where its bytes go) is the store's: a tier asks its TierOwner to evict or
+// demote a victim. On the store's thread.
+//
+// Invariants (CheckInvariants of the store):
+//  1. evictable_bytes() is the sum of the evictable blocks' slots, which are the reclaimable ones of the pool.
+//  2. A slot that was freed is given out again once no plan of ReleaseEpochs may name it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kvmanager/memory/page_mover.h"
+#include "kvmanager/memory/release_epochs.h"
+#include "kvmanager/memory/slot_pool.h"
+#include "kvmanager/store/block.h"
+#include "kvmanager/store/cache.h"
+#include "kvmanager/store/eviction_policy.h"
+#include "kvmanager/store/page_store.h"
+
+namespace kvmanager {
+
+class Tier;
+
+/// What a tier asks of the store that it belongs to.
+class TierOwner {
+ public:
+  virtual ~TierOwner() = default;
+  /// Gives up an evictable block: its name, and its slots by way of Tier::Free.
+  virtual void Evict(Block* block) = 0;
+  /// Starts to copy an evictable block to the next lower tier, and counts it (Tier::BeginDemotion). false: that tier
+  /// has it (Block::kept), or it cannot go there.
+  virtual bool Demote(Block* block) = 0;
+  /// Slots of `tier` were freed, or have become evictable.
+  virtual void OnRoomIn(const Tier& tier) = 0;
+  /// The error for slots that a cache cannot have.
+  virtual absl::Status Exhausted(const Cache& cache, const SlotCounts& wanted) const = 0;
+};
+
+class Tier {
+ public:
+  /// pool and executor outlive it. epochs: of a GPU, whose kernels may read a slot after the store gave it up; nullptr:
+  /// a slot is free at once. mover: to the next lower tier and back; nullptr: nothing moves.
+  Tier(int device, SlotPool* pool, EncodeExecutor* executor, ReleaseEpochs* epochs, PageMover* mover, TierOwner* owner);
+
+  int device() const { return device_; }  // as CacheConfig::device
+  std::string name() const { return device_ == CacheConfig::kHost ? "host" : absl::StrCat("gpu", device_); }
+  SlotPool* pool() const { return pool_; }
+  EncodeExecutor* executor() const { return executor_; }
+
+  /// Moves pages to the next lower tier and back; nullptr: nothing moves, or no more, since the GPU has failed.
+  PageMover* mover() const { return mover_; }
+  bool can_move() const { return mover_ != nullptr && mover_->ready(); }
+  void StopMoving() { mover_ = nullptr; }
+
+  /// Takes `wanted` slots for `cache`, which is of this tier, and evicts the policy's victims until they fit. Errors:
+  /// RESOURCE_EXHAUSTED, if evicting every evictable block would not make them fit, or if what was evicted or is being
+  /// demoted has to be waited for. A request that is refused evicts nothing more than that.
+  absl::Status Reserve(const Cache& cache, const SlotCounts& wanted, Reservation* out);
+  /// Whether evicting what can be evicted would make room for all of `wanted`.
+  bool CanReserve(const Cache& cache, const SlotCounts& wanted) const;
+  void Free(PageId slot);
+  /// Frees the slots that kernels have done with.
+  void Collect();
+  /// Slots have been given up, or are being demoted, that only have to be waited for.
+  bool awaits_release() const { return retired_slots() > 0 || demoting_bytes_ > 0; }
+  uint64_t retired_slots() const { return epochs_ == nullptr ? 0 : epochs_->retired_slots(); }
+
+  /// `block` was used now. Of a chain, the last block is touched first (EvictionPolicy).
+  void Touch(Block* block) { eviction_->Touch(block); }
+  void AddEvictable(Block* block);
+  void RemoveEvictable(Block* block);
+  /// Whether the next lower tier has a copy of `block`.
+  void SetKept(Block* block, bool kept);
+  /// A victim's slots are about to be freed by the owner, or have been.
+  void BeginEviction(uint64_t bytes) { evicted_bytes_ = evicted_waiting_bytes() + bytes; }
+  void EndEviction() { evicted_until_ = retired_; }
+
+  /// Demotes what would go next, while little room can be had at once: a few blocks in each call.
+  void DemoteAhead();
+  void BeginDemotion(uint64_t bytes) { demoting_bytes_ += bytes; }
+  void EndDemotion(uint64_t bytes) { demoting_bytes_ -= bytes; }
+
+  /// Slots of sequences' indexes, which no page names.
+  void CountIndexBytes(int64_t bytes) { index_bytes_ += bytes; }
+
+  uint64_t evictable_bytes() const { return evictable_bytes_; }
+  uint64_t kept_bytes() const { return kept_bytes_; }
+  uint64_t demoting_bytes() const { return demoting_bytes_; }
+  uint64_t index_bytes() const { return index_bytes_; }
+
+ private:
+  // What was evicted and has not all returned: it is room that only has to be waited for.
+  uint64_t evicted_waiting_bytes() const { return retired_ - retired_slots() < evicted_until_ ? evicted_bytes_ : 0; }
+  void SetReclaimable(const Block& block, bool reclaimable);  // its slots, in the pool
+
+  const int device_;
+  SlotPool* const pool_;
+  EncodeExecutor* const executor_;
+  ReleaseEpochs* const epochs_;
+  PageMover* mover_;
+  TierOwner* const owner_;
+  const std::unique_ptr<EvictionPolicy> eviction_ = MakeLruEviction();
+  uint64_t evictable_bytes_ = 0;
+  uint64_t kept_bytes_ = 0;      // of those, of blocks that the lower tier has, too
+  uint64_t demoting_bytes_ = 0;  // on their way to the lower tier: evictable once they are there
+  uint64_t index_bytes_ = 0;
+  std::vector<PageId> reusable_;  // scratch of Collect
+  uint64_t retired_ = 0;          // slots ever given to `epochs_`
+  uint64_t evicted_until_ = 0;    // of them, up to the last one that was evicted
+  uint64_t evicted_bytes_ = 0;    // since none that was evicted waited
+};
+
+}  // namespace kvmanager
