@@ -2,8 +2,6 @@
 // when all uploads so far have run. 2. A class's layers read what its reading says, as of reading_generation_.
 #include "attention/device_step.h"
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -15,10 +13,10 @@
 #include "attention/device_step_sizes.h"
 #include "attention/prefill_plan.h"
 #include "attention/step_choice.h"
-#include "attention/step_memory.h"
+#include "attention/upload_piece.h"
 #include "attention/upload_ring.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/memory/device.h"
+#include "kvmanager/memory/device_memory.h"
 
 namespace kvmanager {
 namespace {
@@ -45,11 +43,10 @@ class CudaDeviceStep final : public DeviceStep {
         kernels_(options.layers),
         head_costs_(options.layers),
         prefill_(options.layers),
-        device_(options.stream),
         holds_(options.layers, 0),
         class_of_(options.layers, kNoClass) {}
   ~CudaDeviceStep() override {
-    if (pinned_.data() != nullptr) cudaStreamSynchronize(o_.stream);
+    if (pinned_ != nullptr) cudaStreamSynchronize(o_.stream);
   }
 
   absl::Status Init();
@@ -118,8 +115,8 @@ class CudaDeviceStep final : public DeviceStep {
   std::vector<Planner> planners_;
   std::vector<LongPlanner> long_planners_;
 
-  PinnedMemory pinned_;
-  StreamMemory device_;
+  PinnedArray<uint8_t> pinned_;  // for uploads; nullptr: the caller gave some
+  DeviceArray<uint8_t> device_;
   // Of device_:
   uint32_t* d_tables_ = nullptr;       // [layers][layer_entries]
   AttendItem* d_items_ = nullptr;      // [layers][items_max_]
@@ -236,8 +233,8 @@ absl::Status CudaDeviceStep::Init() {
   const size_t prefill_partial = place(part_rows * o_.layout.head_dim * sizeof(float));
   const size_t prefill_state = place(part_rows * 2 * sizeof(float));
   const size_t prefill_arrived = place(part_rows / device::kPrefillRows * 2 * sizeof(uint32_t));
-  KV_RETURN_IF_ERROR(device_.Allocate(bytes));
-  uint8_t* const base = device_.data();
+  KV_ASSIGN_OR_RETURN(device_, AllocateOnDevice<uint8_t>(bytes, o_.stream));
+  uint8_t* const base = device_.get();
   d_tables_ = reinterpret_cast<uint32_t*>(base + tables);
   d_items_ = reinterpret_cast<AttendItem*>(base + items);
   d_rows_ = reinterpret_cast<step::AppendRow*>(base + append_rows);
@@ -253,8 +250,11 @@ absl::Status CudaDeviceStep::Init() {
   d_prefill_arrived_ = reinterpret_cast<uint32_t*>(base + prefill_arrived);
   if (mapped_rows != 0) d_mapped_ = reinterpret_cast<float*>(base + mapped);
 
-  if (o_.upload == nullptr) KV_RETURN_IF_ERROR(pinned_.Allocate(sizes_.upload_bytes()));
-  uint8_t* const upload = o_.upload == nullptr ? pinned_.data() : o_.upload;
+  uint8_t* upload = o_.upload;
+  if (upload == nullptr) {
+    KV_ASSIGN_OR_RETURN(pinned_, AllocatePinned<uint8_t>(sizes_.upload_bytes()));
+    upload = pinned_.get();
+  }
   done_ = reinterpret_cast<uint64_t*>(upload);
   *done_ = 0;
   ring_.emplace(upload + UploadRing::kAlign, sizes_.ring_bytes, done_);

@@ -26,6 +26,7 @@
 #include "attention/device_plan.h"
 #include "attention/step_tables.h"
 #include "codecs/device/device_codec.h"
+#include "kvmanager/base/needs_cuda.h"
 #include "kvmanager/base/page_layout.h"
 
 namespace kvmanager {
@@ -73,10 +74,10 @@ class DeviceStep {
     size_t upload_bytes = 0;
   };
   /// Errors: as Create's.
-  static absl::StatusOr<size_t> UploadBytes(const Options& options);
+  KV_NEEDS_CUDA(static absl::StatusOr<size_t> UploadBytes(const Options& options));
   /// Errors: INVALID_ARGUMENT; FAILED_PRECONDITION for a layer whose pages have no kernel; CUDA's; UNAVAILABLE where
   /// this was built without CUDA.
-  static absl::StatusOr<std::unique_ptr<DeviceStep>> Create(const Options& options);
+  KV_NEEDS_CUDA(static absl::StatusOr<std::unique_ptr<DeviceStep>> Create(const Options& options));
   virtual ~DeviceStep() = default;
 
   // Tables. Calls take effect in the order of the stream, before the kernels of the next Prepare and behind those of

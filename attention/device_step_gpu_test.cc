@@ -47,23 +47,6 @@ class Bytes {
   std::vector<uint8_t> memory_;
 };
 
-template <typename T>
-class DeviceBuffer {
- public:
-  explicit DeviceBuffer(size_t size) : size_(size) {
-    EXPECT_EQ(cudaMalloc(reinterpret_cast<void**>(&data_), size * sizeof(T)), cudaSuccess);
-    EXPECT_EQ(cudaMemset(data_, 0xff, size * sizeof(T)), cudaSuccess);
-  }
-  ~DeviceBuffer() { cudaFree(data_); }
-  DeviceBuffer(const DeviceBuffer&) = delete;
-  T* data() const { return data_; }
-  size_t size() const { return size_; }
-
- private:
-  T* data_ = nullptr;
-  size_t size_;
-};
-
 struct Shape {
   int k_bits = 0, v_bits = 0;  // of HACK; 0: raw, or
   bool million = false;        // 64 subspaces of 8 bits
@@ -172,7 +155,7 @@ class World {
     device_codec_ = codec_->NewDeviceCodec();
     raw_attention_ = MakeRawAttention(layout_);
     const size_t slots = 700, encoded_bytes = codec_->info().encoded_bytes;
-    pool_ = std::make_unique<DeviceBuffer<uint8_t>>(slots * (layout_.raw_bytes() + encoded_bytes));
+    pool_ = std::make_unique<TestArray<uint8_t>>(slots * (layout_.raw_bytes() + encoded_bytes));
     for (size_t i = 0; i < slots; ++i) {
       free_raw_.push_back(uint32_t(i * layout_.raw_bytes() / device::kSlotUnitBytes));
       free_encoded_.push_back(uint32_t((slots * layout_.raw_bytes() + i * encoded_bytes) / device::kSlotUnitBytes));
@@ -180,16 +163,16 @@ class World {
     std::shuffle(free_raw_.begin(), free_raw_.end(), random_);
     std::shuffle(free_encoded_.begin(), free_encoded_.end(), random_);
     EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
-    EXPECT_EQ(cudaHostAlloc(reinterpret_cast<void**>(&words_), 64 * 8, cudaHostAllocMapped), cudaSuccess);
-    EXPECT_EQ(cudaHostAlloc(reinterpret_cast<void**>(&items_), kItemsMax * sizeof(DeviceEncodeItem), 0), cudaSuccess);
-    std::fill_n(words_, 64, 77);
+    words_ = Pinned<uint64_t>(64);
+    items_ = Pinned<DeviceEncodeItem>(kItemsMax);
+    std::fill_n(words_.get(), 64, 77);
     const size_t rows = size_t(kTokensMax) * shape.layers;
-    k_ = std::make_unique<DeviceBuffer<uint16_t>>(rows * shape.kv_heads * shape.head_dim);
-    v_ = std::make_unique<DeviceBuffer<uint16_t>>(k_->size());
-    q_ = std::make_unique<DeviceBuffer<uint16_t>>(k_->size() * shape.group);
-    out_ = std::make_unique<DeviceBuffer<uint16_t>>(q_->size());
-    lse_ = std::make_unique<DeviceBuffer<float>>(rows * query_heads());
-    declined_ = std::make_unique<DeviceBuffer<uint32_t>>(kItemsMax);
+    k_ = std::make_unique<TestArray<uint16_t>>(rows * shape.kv_heads * shape.head_dim);
+    v_ = std::make_unique<TestArray<uint16_t>>(k_->size());
+    q_ = std::make_unique<TestArray<uint16_t>>(k_->size() * shape.group);
+    out_ = std::make_unique<TestArray<uint16_t>>(q_->size());
+    lse_ = std::make_unique<TestArray<float>>(rows * query_heads());
+    declined_ = std::make_unique<TestArray<uint32_t>>(kItemsMax);
     std::normal_distribution<float> normal(0, 1);
     for (int c = 0; c < shape.head_dim; ++c) {
       spread_.push_back(std::exp(normal(random_)));
@@ -208,13 +191,13 @@ class World {
     o.pages_max = shape.pages_max;
     o.sequences_max = shape.sequences_max;
     o.tokens_max = kTokensMax;
-    o.non_finite = words_;
+    o.non_finite = words_.get();
     o.non_finite_words = 64;
     if (seed % 2 == 0) {
       const auto bytes = DeviceStep::UploadBytes(o);
       EXPECT_TRUE(bytes.ok()) << bytes.status();
-      EXPECT_EQ(cudaHostAlloc(reinterpret_cast<void**>(&upload_), *bytes, cudaHostAllocMapped), cudaSuccess);
-      o.upload = upload_;
+      upload_ = Pinned<uint8_t>(*bytes);
+      o.upload = upload_.get();
       o.upload_bytes = *bytes - 1;
       EXPECT_TRUE(absl::IsInvalidArgument(DeviceStep::Create(o).status()));
       o.upload_bytes = *bytes;
@@ -226,15 +209,12 @@ class World {
   ~World() {
     step_.reset();
     sequences_.clear();
-    cudaFreeHost(upload_);
-    cudaFreeHost(words_);
-    cudaFreeHost(items_);
     cudaStreamDestroy(stream_);
   }
 
   DeviceStep& step() { return *step_; }
   cudaStream_t stream() const { return stream_; }
-  const uint64_t* words() const { return words_; }
+  const uint64_t* words() const { return words_.get(); }
   std::mt19937_64& random() { return random_; }
   std::deque<Sequence>& sequences() { return sequences_; }
   int query_heads() const { return shape_.kv_heads * shape_.group; }
@@ -481,7 +461,7 @@ class World {
       }
     }
     if (pages.empty()) return;
-    const absl::Status status = device_codec_->Encode(items_, uint32_t(pages.size()), declined_->data(), stream_);
+    const absl::Status status = device_codec_->Encode(items_.get(), uint32_t(pages.size()), declined_->data(), stream_);
     ASSERT_TRUE(status.ok()) << status;
     ASSERT_CUDA(cudaStreamSynchronize(stream_));
     std::vector<uint8_t> got(codec_->info().encoded_bytes);
@@ -645,13 +625,13 @@ class World {
   std::unique_ptr<DeviceCodec> device_codec_;
   std::unique_ptr<PageAttention> raw_attention_;
   cudaStream_t stream_ = nullptr;
-  uint64_t* words_ = nullptr;
-  uint8_t* upload_ = nullptr;
-  DeviceEncodeItem* items_ = nullptr;
-  std::unique_ptr<DeviceBuffer<uint8_t>> pool_;
-  std::unique_ptr<DeviceBuffer<uint16_t>> k_, v_, q_, out_;
-  std::unique_ptr<DeviceBuffer<float>> lse_;
-  std::unique_ptr<DeviceBuffer<uint32_t>> declined_;
+  PinnedArray<uint64_t> words_;
+  PinnedArray<uint8_t> upload_;
+  PinnedArray<DeviceEncodeItem> items_;
+  std::unique_ptr<TestArray<uint8_t>> pool_;
+  std::unique_ptr<TestArray<uint16_t>> k_, v_, q_, out_;
+  std::unique_ptr<TestArray<float>> lse_;
+  std::unique_ptr<TestArray<uint32_t>> declined_;
   std::deque<uint32_t> free_raw_, free_encoded_;
   std::vector<float> spread_, bias_, host_q_;
   std::deque<Sequence> sequences_;

@@ -187,21 +187,6 @@ inline StepShape ShapeThatReusesPlaces() {
   return shape;
 }
 
-template <typename T>
-class TestArray {
- public:
-  explicit TestArray(size_t size) {
-    EXPECT_EQ(cudaMalloc(reinterpret_cast<void**>(&data_), size * sizeof(T)), cudaSuccess);
-    EXPECT_EQ(cudaMemset(data_, 0xff, size * sizeof(T)), cudaSuccess);
-  }
-  ~TestArray() { cudaFree(data_); }
-  TestArray(const TestArray&) = delete;
-  T* data() const { return data_; }
-
- private:
-  T* data_ = nullptr;
-};
-
 class StepWorld {
  public:
   static constexpr int kLayer = 1, kLayers = 2, kPageTokens = 64;

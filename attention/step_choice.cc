@@ -3,8 +3,6 @@
 // codes_of_ have their codes in the sequence's chunks, when the stream has come here.
 #include "attention/step_choice.h"
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <bit>
 #include <utility>
@@ -72,7 +70,6 @@ StepChoice::StepChoice(const DeviceStep::Options& options, const ChoiceSizes& si
       choice_(*options.codec->choice()),
       sizes_(sizes),
       planner_(options.layout, options.query_heads, GridOf(options, choice_.rows()), choice_.rows().grid.warps),
-      device_(options.stream),
       codes_of_(size_t(options.sequences_max) * options.layers, 0),
       items_(sizes.items_max) {}
 
@@ -90,8 +87,8 @@ absl::Status StepChoice::Init() {
   const size_t earlier = place(sizes_.codes_max * sizeof(EncodeCodes));
   const size_t rows = place(size_t{sizes_.rows_max} * sizeof(uint32_t));
   const size_t scratch = place(choice_.ScratchBytes(o_.query_heads, sizes_.runs_max));
-  KV_RETURN_IF_ERROR(device_.Allocate(bytes));
-  uint8_t* const base = device_.data();
+  KV_ASSIGN_OR_RETURN(device_, AllocateOnDevice<uint8_t>(bytes, o_.stream));
+  uint8_t* const base = device_.get();
   d_selects_ = reinterpret_cast<Select*>(base + selects);
   d_items_ = reinterpret_cast<AttendItem*>(base + items);
   d_own_codes_ = reinterpret_cast<EncodeCodes*>(base + own);

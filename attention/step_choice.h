@@ -21,10 +21,11 @@
 #include "attention/device_step.h"
 #include "attention/device_step_kernels.h"
 #include "attention/selected_plan.h"
-#include "attention/step_memory.h"
 #include "attention/step_tables.h"
+#include "attention/upload_piece.h"
 #include "attention/upload_ring.h"
 #include "codecs/device/device_choice.h"
+#include "kvmanager/memory/device_memory.h"
 
 namespace kvmanager {
 
@@ -102,7 +103,7 @@ class StepChoice {
   const DeviceChoice& choice_;
   const ChoiceSizes sizes_;
   SelectedPlanner planner_;
-  StreamMemory device_;
+  DeviceArray<uint8_t> device_;
   // Of device_:
   device::Select* d_selects_ = nullptr;
   device::AttendItem* d_items_ = nullptr;

@@ -1,7 +1,7 @@
-"""cuda_library: kernels, compiled by nvcc where there is one; elsewhere a plain C++ file stands in for them."""
+"""What is built with CUDA: the one place in BUILD files that knows whether there is a CUDA Toolkit."""
 
 load("@cuda//:found.bzl", "CUDA_FOUND", "NVCC")
-load("@rules_cc//cc:defs.bzl", "cc_library", "cc_test")
+load("@rules_cc//cc:defs.bzl", "cc_binary", "cc_library", "cc_test")
 
 # Hopper alone: the kernels use its own instructions, and no later processor runs code for sm_90a.
 _TARGET = ["-gencode", "arch=compute_90a,code=sm_90a"]
@@ -70,16 +70,15 @@ _cuda_objects = rule(
     toolchains = ["@bazel_tools//tools/cpp:toolchain_type"],
 )
 
-def cuda_library(name, srcs, hdrs = [], absent_srcs = [], deps = [], absent_deps = None, nvcc_options = [], visibility = None):
-    """A library of CUDA sources.
+def cuda_library(name, srcs, hdrs = [], deps = [], nvcc_options = [], visibility = None):
+    """A library of CUDA sources; where there is no CUDA Toolkit, its headers alone.
 
     Args:
       name: as of cc_library.
       srcs: .cu files, each compiled by nvcc, and private headers.
-      hdrs: public headers; those that C++ includes are free of CUDA's.
-      absent_srcs: C++ files that implement the headers where there is no CUDA Toolkit.
+      hdrs: public headers; those that C++ includes are free of CUDA's. A function that is called where there is no
+        Toolkit is declared with KV_NEEDS_CUDA (kvmanager/base/needs_cuda.h).
       deps: as of cc_library; CUDA's runtime is added.
-      absent_deps: of absent_srcs; by default deps.
       nvcc_options: such as "-fmad=false".
       visibility: as of cc_library.
     """
@@ -93,13 +92,26 @@ def cuda_library(name, srcs, hdrs = [], absent_srcs = [], deps = [], absent_deps
             visibility = visibility,
         )
     else:
-        cc_library(
-            name = name,
-            srcs = absent_srcs,
-            hdrs = [h for h in hdrs if h.endswith(".h")],
-            deps = deps if absent_deps == None else absent_deps,
-            visibility = visibility,
-        )
+        cc_library(name = name, hdrs = hdrs, deps = deps, visibility = visibility)
+
+def cuda_cc_library(name, cuda_srcs, srcs = [], deps = [], **kwargs):
+    """A library of C++ that includes CUDA's headers or calls kernels; where there is no Toolkit, the rest of it.
+
+    Args:
+      name: as of cc_library.
+      cuda_srcs: what is compiled only with a Toolkit.
+      srcs: what is always compiled.
+      deps: as of cc_library; CUDA's runtime is added.
+      **kwargs: as of cc_library.
+    """
+    cc_library(
+        name = name,
+        srcs = srcs + (cuda_srcs if CUDA_FOUND else []),
+        deps = deps + ["@cuda//:cudart"],
+        # A shared library could not see the CUDA runtime, whose archive hides its symbols.
+        linkstatic = True,
+        **kwargs
+    )
 
 def cuda_test(name, srcs, deps, size = "small", data = []):
     """A test that wants a GPU: it skips where there is none (device_testing.h), and where there is no CUDA Toolkit."""
@@ -108,7 +120,20 @@ def cuda_test(name, srcs, deps, size = "small", data = []):
         size = size,
         srcs = srcs if CUDA_FOUND else ["//bazel:cuda_absent_test.cc"],
         data = data,
-        deps = (deps if CUDA_FOUND else []) + ["//bazel:gtest_main"],
+        deps = (deps if CUDA_FOUND else ["//kvmanager/base:needs_cuda"]) + ["//bazel:gtest_main"],
         linkstatic = True,  # one file that runs on another machine
         tags = ["gpu"],
     )
+
+def cuda_binary(name, srcs, deps, **kwargs):
+    """A benchmark of a GPU; where there is no CUDA Toolkit, a program that says so."""
+    cc_binary(
+        name = name,
+        srcs = srcs if CUDA_FOUND else ["//bazel:cuda_absent_main.cc"],
+        deps = deps + ["@cuda//:cudart"] if CUDA_FOUND else ["//kvmanager/base:needs_cuda"],
+        **kwargs
+    )
+
+def without_cuda(defines):
+    """These defines where there is no CUDA Toolkit: of //kvmanager/base:needs_cuda alone."""
+    return [] if CUDA_FOUND else defines

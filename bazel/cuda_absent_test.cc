@@ -1,4 +1,5 @@
 // Stands for a test of the GPU where there is no CUDA Toolkit.
 #include "gtest/gtest.h"
+#include "kvmanager/base/needs_cuda.h"
 
-TEST(Gpu, NeedsTheCudaToolkit) { GTEST_SKIP() << "built without CUDA: nvcc was not on PATH"; }
+TEST(Gpu, NeedsTheCudaToolkit) { GTEST_SKIP() << kvmanager::kBuiltWithoutCuda; }

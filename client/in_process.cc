@@ -15,7 +15,6 @@
 #include "kvmanager/memory/device_region.h"
 #include "kvmanager/memory/page_copy.h"
 #include "kvmanager/memory/pinned_region.h"
-#include "kvmanager/memory/stream_capture.h"
 
 namespace kvmanager::client {
 namespace {
@@ -160,7 +159,7 @@ size_t InProcessImpl::RowBytes() const {
 
 // Of the last token of one entry, of another each time. A captured copy would be made by every replay.
 absl::Status InProcessImpl::CopyQueryRow(const void* q) {
-  if (IsCapturing(options_.stream)) return absl::OkStatus();
+  if (device_.device().IsCapturing(options_.stream)) return absl::OkStatus();
   const size_t entry = chosen_entries_++ % entries_.size();
   uint64_t rows = 0;
   for (size_t i = 0; i <= entry; ++i) rows += uint64_t(entries_[i].tokens);

@@ -17,6 +17,7 @@
 #include "tests/harness.h"
 #include "tests/matchers.h"
 #include "tests/model.h"
+#include "transport/ucx/ucx_process.h"
 
 namespace kvmanager::testing {
 namespace {
@@ -30,7 +31,7 @@ constexpr int kTokens = 64 * 40 + 13;
 class UcxHandOffTest : public DaemonPairTest, public ::testing::WithParamInterface<const char*> {
  protected:
   void SetUp() override {
-    if (!UCX_FOUND) GTEST_SKIP() << "built without UCX: ucp/api/ucp.h was not found";
+    if (!IsUcxBuilt()) GTEST_SKIP() << UcxBuild();
     ::setenv("UCX_TLS", GetParam(), 1);
     ::setenv("UCX_NET_DEVICES", "lo", 1);
   }

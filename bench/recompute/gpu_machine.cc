@@ -15,11 +15,6 @@ namespace {
 constexpr size_t kLargeCopyBytes = 512 << 20;
 constexpr int kLargeCopies = 5;
 
-struct PinnedFree {
-  void operator()(uint8_t* memory) const { cudaFreeHost(memory); }
-};
-using PinnedBytes = std::unique_ptr<uint8_t[], PinnedFree>;
-
 class GpuMachine final : public Machine {
  public:
   GpuMachine(const GpuMachineOptions& options, std::unique_ptr<Device> device)
@@ -48,13 +43,11 @@ class GpuMachine final : public Machine {
   bool sustained() const override { return true; }
 
  private:
-  static absl::Status Grow(size_t bytes, PinnedBytes* memory, size_t* has) {
+  static absl::Status Grow(size_t bytes, PinnedArray<uint8_t>* memory, size_t* has) {
     if (bytes <= *has) return absl::OkStatus();
     *memory = nullptr;
     *has = 0;
-    void* p = nullptr;
-    KV_RETURN_IF_ERROR(CudaStatus(cudaHostAlloc(&p, bytes, cudaHostAllocPortable), "cudaHostAlloc"));
-    memory->reset(static_cast<uint8_t*>(p));
+    KV_ASSIGN_OR_RETURN(*memory, AllocatePinned<uint8_t>(bytes));
     *has = bytes;
     FillWithHalves(memory->get(), bytes, 1);
     return absl::OkStatus();
@@ -82,7 +75,7 @@ class GpuMachine final : public Machine {
 
   const GpuMachineOptions options_;
   const std::unique_ptr<Device> device_;
-  PinnedBytes activations_, stored_;
+  PinnedArray<uint8_t> activations_, stored_;
   DeviceArray<uint8_t> pages_;
   size_t activation_bytes_ = 0, stored_bytes_ = 0, page_bytes_ = 0;
   double large_copy_gb_ = 0;

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "kvmanager/base/needs_cuda.h"
 #include "transport/recompute/executor.h"
 
 namespace kvmanager::recompute {
@@ -42,7 +43,7 @@ struct GpuMachineOptions {
   int buffers = 0;     // 0: likewise
 };
 /// Errors: UNAVAILABLE.
-absl::StatusOr<std::unique_ptr<Machine>> MakeGpuMachine(const GpuMachineOptions& options);
+KV_NEEDS_CUDA(absl::StatusOr<std::unique_ptr<Machine>> MakeGpuMachine(const GpuMachineOptions& options));
 
 /// Fills with finite float16 of about unit size times `scale`, no two stretches alike.
 void FillWithHalves(uint8_t* bytes, size_t size, float scale);

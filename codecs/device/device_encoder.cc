@@ -1,7 +1,5 @@
 #include "codecs/device/device_encoder.h"
 
-#include <cuda_runtime_api.h>
-
 #include <cstring>
 #include <deque>
 #include <optional>
@@ -10,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/piece_ring.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/memory/device.h"
+#include "kvmanager/memory/device_memory.h"
 
 namespace kvmanager {
 namespace {
@@ -22,13 +20,11 @@ class DeviceEncoderImpl final : public DeviceEncoder {
     cudaStreamSynchronize(stream_);
     for (cudaEvent_t event : batches_) cudaEventDestroy(event);
     for (cudaEvent_t event : events_) cudaEventDestroy(event);
-    if (items_ != nullptr) cudaFreeHost(items_);
   }
 
   absl::Status Init() {
-    return CudaStatus(cudaHostAlloc(reinterpret_cast<void**>(&items_), ring_.places() * sizeof(DeviceEncodeItem),
-                                    cudaHostAllocMapped),
-                      "cudaHostAlloc");
+    KV_ASSIGN_OR_RETURN(items_, AllocatePinned<DeviceEncodeItem>(ring_.places()));
+    return absl::OkStatus();
   }
 
   absl::Status Encode(const DeviceCodec& codec, absl::Span<const DeviceEncodeItem> items, uint32_t* declined) override {
@@ -50,8 +46,8 @@ class DeviceEncoderImpl final : public DeviceEncoder {
                         absl::StrCat(ring_.used(), " and ", count, " more"),
                         absl::StrCat("at most ", ring_.places(), " on their way"));
     }
-    std::memcpy(items_ + *at, items.data(), items.size() * sizeof(DeviceEncodeItem));
-    absl::Status status = Launch(codec, items, items_ + *at, declined);
+    std::memcpy(items_.get() + *at, items.data(), items.size() * sizeof(DeviceEncodeItem));
+    absl::Status status = Launch(codec, items, items_.get() + *at, declined);
     const cudaEvent_t passed = events_.back();
     events_.pop_back();
     batches_.push_back(passed);  // the piece is given back in its turn, whatever happened
@@ -81,9 +77,9 @@ class DeviceEncoderImpl final : public DeviceEncoder {
 
   CUstream_st* const stream_;
   PieceRing ring_;
-  DeviceEncodeItem* items_ = nullptr;  // [ring_.places()]
-  std::deque<cudaEvent_t> batches_;    // behind each, in the order of the stream
-  std::vector<cudaEvent_t> events_;    // to be used again
+  PinnedArray<DeviceEncodeItem> items_;  // [ring_.places()]
+  std::deque<cudaEvent_t> batches_;      // behind each, in the order of the stream
+  std::vector<cudaEvent_t> events_;      // to be used again
 };
 
 }  // namespace

@@ -11,13 +11,14 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "codecs/device/device_codec.h"
+#include "kvmanager/base/needs_cuda.h"
 
 namespace kvmanager {
 
 class DeviceEncoder {
  public:
   /// items_max: of all batches that the stream has not passed. Errors: CUDA's; UNAVAILABLE in builds without it.
-  static absl::StatusOr<std::unique_ptr<DeviceEncoder>> Create(CUstream_st* stream, uint32_t items_max);
+  KV_NEEDS_CUDA(static absl::StatusOr<std::unique_ptr<DeviceEncoder>> Create(CUstream_st* stream, uint32_t items_max));
   virtual ~DeviceEncoder() = default;
 
   /// Enqueues one batch; `codec` stays until the stream has passed it. declined: [items.size()], of memory that the

@@ -21,10 +21,6 @@ namespace {
 constexpr uint32_t kRing = 8;
 constexpr int kPages = 16;
 
-struct CudaFree {
-  void operator()(void* p) const { cudaFree(p); }
-};
-
 class DeviceEncoderTest : public GpuTest {
  protected:
   void SetUp() override {
@@ -57,9 +53,9 @@ class DeviceEncoderTest : public GpuTest {
       codec_->Encode({&item, 1}, absl::MakeSpan(aligned, codec_->encode_workspace_bytes()));
       ASSERT_FALSE(item.declined);
     }
-    raw_ = Device(kPages * raw_bytes_);
-    encoded_ = Device(kPages * encoded_bytes_);
-    declined_ = Device(kPages * sizeof(uint32_t));
+    raw_ = Allocate<uint8_t>(kPages * raw_bytes_);
+    encoded_ = Allocate<uint8_t>(kPages * encoded_bytes_);
+    declined_ = Allocate<uint8_t>(kPages * sizeof(uint32_t));
     ASSERT_CUDA(cudaMemcpy(raw_.get(), raw.data(), kPages * raw_bytes_, cudaMemcpyHostToDevice));
     ASSERT_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   }
@@ -67,12 +63,6 @@ class DeviceEncoderTest : public GpuTest {
     if (stream_ != nullptr) cudaStreamDestroy(stream_);
   }
 
-  using Memory = std::unique_ptr<uint8_t, CudaFree>;
-  static Memory Device(size_t bytes) {
-    void* p = nullptr;
-    EXPECT_EQ(cudaMalloc(&p, bytes), cudaSuccess);
-    return Memory(static_cast<uint8_t*>(p));
-  }
   std::vector<DeviceEncodeItem> Items(int first, int count) const {
     std::vector<DeviceEncodeItem> items;
     for (int i = first; i < first + count; ++i) {
@@ -86,7 +76,7 @@ class DeviceEncoderTest : public GpuTest {
   std::unique_ptr<DeviceCodec> device_codec_;
   size_t raw_bytes_ = 0, encoded_bytes_ = 0;
   std::vector<uint8_t> expected_;
-  Memory raw_, encoded_, declined_;
+  DeviceArray<uint8_t> raw_, encoded_, declined_;
   cudaStream_t stream_ = nullptr;
 };
 
@@ -145,7 +135,8 @@ TEST_F(DeviceEncoderTest, EachPageIsEncodedByItsLayersCodecOrKeptRaw) {
   const std::unique_ptr<DeviceCodec> device_policy = (*policy)->NewDeviceCodec();
   ASSERT_NE(device_policy, nullptr);
   const size_t bytes = (*policy)->info().encoded_bytes;
-  const Memory encoded = Device(kPages * kLayers * bytes), flags = Device(kPages * kLayers * sizeof(uint32_t));
+  const DeviceArray<uint8_t> encoded = Allocate<uint8_t>(kPages * kLayers * bytes),
+                             flags = Allocate<uint8_t>(kPages * kLayers * sizeof(uint32_t));
   ASSERT_CUDA(cudaMemsetAsync(encoded.get(), 0xee, kPages * kLayers * bytes, stream_));
   ASSERT_CUDA(cudaMemsetAsync(flags.get(), 0xee, kPages * kLayers * sizeof(uint32_t), stream_));
   auto encoder = DeviceEncoder::Create(stream_, 2 * kPages * kLayers);

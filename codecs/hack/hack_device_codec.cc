@@ -1,10 +1,9 @@
 #include "codecs/hack/hack_device_codec.h"
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "codecs/device/device_image.h"
@@ -14,7 +13,7 @@
 #include "codecs/hack/hack_prefill_cuda.h"
 #include "codecs/zack/rotation_cuda.h"
 #include "codecs/zack_hack/zack_hack_prefill_cuda.h"
-#include "kvmanager/memory/device.h"
+#include "kvmanager/memory/device_memory.h"
 
 namespace kvmanager::hack {
 namespace {
@@ -61,14 +60,12 @@ class PrefillSpace {
 
 class HackDeviceCodec final : public DeviceCodec {
  public:
-  HackDeviceCodec(const HackDeviceShape& shape, uint8_t* memory, const Places& places,
+  HackDeviceCodec(const HackDeviceShape& shape, DeviceArray<uint8_t> memory, const Places& places,
                   const device::AttendKernels* attention, const device::PrefillKernels* prefill)
-      : shape_(shape), memory_(memory), places_(places), attention_(attention), prefill_(prefill) {}
-  // cudaFree would wait for every stream of the device.
-  ~HackDeviceCodec() override { cudaFreeAsync(memory_, nullptr); }
+      : shape_(shape), memory_(std::move(memory)), places_(places), attention_(attention), prefill_(prefill) {}
 
   const device::AttendKernels* attention(int) const override { return attention_; }
-  device::Prefill prefill(int) const override { return {prefill_, memory_ + places_.prefill}; }
+  device::Prefill prefill(int) const override { return {prefill_, memory_.get() + places_.prefill}; }
   absl::Status Encode(const DeviceEncodeItem* items, uint32_t count, uint32_t* declined,
                       CUstream_st* stream) const override {
     return CudaStatus(LaunchHackEncode(shape_, heads(), items, count, declined, stream), "encoding HACK pages");
@@ -78,10 +75,10 @@ class HackDeviceCodec final : public DeviceCodec {
   }
 
  private:
-  const HackDeviceHead* heads() const { return reinterpret_cast<const HackDeviceHead*>(memory_ + places_.heads); }
+  const HackDeviceHead* heads() const { return reinterpret_cast<const HackDeviceHead*>(memory_.get() + places_.heads); }
 
   const HackDeviceShape shape_;
-  uint8_t* const memory_;  // owned; on the device
+  const DeviceArray<uint8_t> memory_;
   const Places places_;
   const device::AttendKernels* const attention_;
   const device::PrefillKernels* const prefill_;
@@ -103,22 +100,16 @@ std::unique_ptr<DeviceCodec> MakeHackDeviceCodec(const HackFormat& format) {
   } else {
     places.prefill = places.heads;
   }
-  void* memory = nullptr;
-  if (cudaMallocAsync(&memory, image.bytes().size(), nullptr) != cudaSuccess) {
-    cudaGetLastError();  // the next call that looks would take it for its own
-    return nullptr;
-  }
-  uint8_t* const base = static_cast<uint8_t*>(memory);
+  auto memory = AllocateOnDevice<uint8_t>(image.bytes().size(), nullptr);
+  if (!memory.ok()) return nullptr;
+  uint8_t* const base = memory->get();
   if (space) {
     *image.At<zack_hack::ZackHackPrefillLayer>(places.prefill) = {
         space->At(base), reinterpret_cast<const HackDeviceHead*>(base + places.heads)};
   }
-  if (cudaMemcpy(base, image.bytes().data(), image.bytes().size(), cudaMemcpyHostToDevice) != cudaSuccess) {
-    cudaGetLastError();
-    cudaFreeAsync(memory, nullptr);
-    return nullptr;
-  }
-  return std::make_unique<HackDeviceCodec>(made.shape, base, places, HackAttentionKernels(format), prefill);
+  if (!CopyToDevice(image.bytes(), base).ok()) return nullptr;
+  return std::make_unique<HackDeviceCodec>(made.shape, *std::move(memory), places, HackAttentionKernels(format),
+                                           prefill);
 }
 
 }  // namespace kvmanager::hack

@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "codecs/hack/hack_device_testing.h"
 #include "codecs/hack/hack_encode_cuda.h"
 #include "kvmanager/base/half.h"
+#include "kvmanager/memory/test_array.h"
 
 namespace kvmanager::hack {
 namespace {
@@ -50,15 +50,15 @@ __global__ void ClockKernel(uint64_t* out) {
 
 double MedianSeconds(const std::function<void()>& launch) {
   cudaEvent_t begin, end;
-  CheckCuda(cudaEventCreate(&begin), "event");
-  CheckCuda(cudaEventCreate(&end), "event");
+  CHECK_CUDA(cudaEventCreate(&begin));
+  CHECK_CUDA(cudaEventCreate(&end));
   std::vector<float> ms(kRepeats);
   for (int i = -kWarmUps; i < kRepeats; ++i) {
-    CheckCuda(cudaEventRecord(begin), "record");
+    CHECK_CUDA(cudaEventRecord(begin));
     launch();
-    CheckCuda(cudaEventRecord(end), "record");
-    CheckCuda(cudaEventSynchronize(end), "kernel");
-    if (i >= 0) CheckCuda(cudaEventElapsedTime(&ms[i], begin, end), "time");
+    CHECK_CUDA(cudaEventRecord(end));
+    CHECK_CUDA(cudaEventSynchronize(end));
+    if (i >= 0) CHECK_CUDA(cudaEventElapsedTime(&ms[i], begin, end));
   }
   cudaEventDestroy(begin), cudaEventDestroy(end);
   std::nth_element(ms.begin(), ms.begin() + kRepeats / 2, ms.end());
@@ -66,7 +66,7 @@ double MedianSeconds(const std::function<void()>& launch) {
 }
 
 double ClockGhz() {
-  DeviceArray<uint64_t> out(2);
+  TestArray<uint64_t> out(2);
   ClockKernel<<<1, 1>>>(out.data());
   const std::vector<uint64_t> two = out.Read();
   return double(two[0]) / double(two[1]);
@@ -78,7 +78,7 @@ struct Row {
 };
 
 /// elements normal, of `dtype`.
-void Fill(DType dtype, DeviceArray<uint8_t>& raw) {
+void Fill(DType dtype, TestArray<uint8_t>& raw) {
   std::mt19937_64 random(1);
   std::normal_distribution<float> normal;
   std::vector<uint16_t> table(1 << 16);
@@ -94,10 +94,10 @@ void Fill(DType dtype, DeviceArray<uint8_t>& raw) {
 
 int Main(const std::string& filter) {
   cudaDeviceProp properties;
-  CheckCuda(cudaGetDeviceProperties(&properties, 0), "device");
+  CHECK_CUDA(cudaGetDeviceProperties(&properties, 0));
   std::printf("%s, %d multiprocessors, L2 %.0f MB, %.0f MB of raw pages a launch\n", properties.name,
               properties.multiProcessorCount, properties.l2CacheSize * 1e-6, kRawBytes * 1e-6);
-  DeviceArray<uint8_t> raw(kRawBytes), other(kRawBytes);
+  TestArray<uint8_t> raw(kRawBytes), other(kRawBytes);
   Fill(DType::kFloat16, raw);
   const double read =
       kRawBytes / MedianSeconds([&] {
@@ -106,7 +106,7 @@ int Main(const std::string& filter) {
       });
   const double copy =
       2 * kRawBytes / MedianSeconds([&] {
-        CheckCuda(cudaMemcpyAsync(other.data(), raw.data(), kRawBytes, cudaMemcpyDeviceToDevice), "copy");
+        CHECK_CUDA(cudaMemcpyAsync(other.data(), raw.data(), kRawBytes, cudaMemcpyDeviceToDevice));
       });
   std::printf("read ceiling %.0f GB/s, copy %.0f GB/s (read and written), SM clock %.2f GHz\n", read * 1e-9,
               copy * 1e-9, ClockGhz());
@@ -139,8 +139,8 @@ int Main(const std::string& filter) {
         MakeHackFormat(row.layout, *ParseHackParameters(ParseCodecSpec(row.spec)->parameters, row.layout));
     const HackDeviceFormat device = MakeHackDeviceFormat(format);
     const uint32_t pages = uint32_t(kRawBytes / row.layout.raw_bytes());
-    DeviceArray<HackDeviceHead> heads(device.heads);
-    DeviceArray<uint8_t> encoded(size_t(pages) * format.page_bytes);
+    TestArray<HackDeviceHead> heads(device.heads);
+    TestArray<uint8_t> encoded(size_t(pages) * format.page_bytes);
     std::vector<uint32_t> order(pages);
     for (uint32_t i = 0; i < pages; ++i) order[i] = i;
     std::shuffle(order.begin(), order.end(), std::mt19937(7));
@@ -151,19 +151,17 @@ int Main(const std::string& filter) {
       encodes[i] = {raw.data() + order[i] * row.layout.raw_bytes(), page, uint64_t(i) * 64, i % 32};
       decodes[i] = {page, other.data() + order[i] * row.layout.raw_bytes()};
     }
-    DeviceArray<DeviceEncodeItem> encode_items(encodes);
-    DeviceArray<DeviceDecodeItem> decode_items(decodes);
-    DeviceArray<uint32_t> declined(pages);
+    TestArray<DeviceEncodeItem> encode_items(encodes);
+    TestArray<DeviceDecodeItem> decode_items(decodes);
+    TestArray<uint32_t> declined(pages);
     const double encode = MedianSeconds([&] {
-      CheckCuda(LaunchHackEncode(device.shape, heads.data(), encode_items.data(), pages, declined.data(), nullptr),
-                "encode");
+      CHECK_CUDA(LaunchHackEncode(device.shape, heads.data(), encode_items.data(), pages, declined.data(), nullptr));
     });
     const double few = MedianSeconds([&] {
-      CheckCuda(LaunchHackEncode(device.shape, heads.data(), encode_items.data(), kFewPages, declined.data(), nullptr),
-                "encode");
+      CHECK_CUDA(LaunchHackEncode(device.shape, heads.data(), encode_items.data(), kFewPages, declined.data(), nullptr));
     });
     const double decode = MedianSeconds([&] {
-      CheckCuda(LaunchHackDecode(device.shape, heads.data(), decode_items.data(), pages, nullptr), "decode");
+      CHECK_CUDA(LaunchHackDecode(device.shape, heads.data(), decode_items.data(), pages, nullptr));
     });
     const double bytes = double(pages) * row.layout.raw_bytes();
     const double moved = bytes + double(pages) * format.page_bytes;

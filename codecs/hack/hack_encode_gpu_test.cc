@@ -8,7 +8,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "codecs/hack/hack_codec.h"
-#include "codecs/hack/hack_device_testing.h"
 #include "codecs/hack/hack_encode_cuda.h"
 #include "codecs/hack/hack_page_testing.h"
 #include "gtest/gtest.h"
@@ -42,7 +41,7 @@ class Comparison {
     const size_t raw_bytes = layout.raw_bytes(), page_bytes = format_.page_bytes, n = kinds.size();
     const size_t raw_stride = raw_bytes + kGuardBytes, page_stride = page_bytes + kGuardBytes;
     std::vector<uint8_t> raw(n * raw_stride, kGuard), want(n * page_stride, kGuard), want_raw(n * raw_stride, kGuard);
-    DeviceArray<uint8_t> device_raw(raw.size()), device_pages(want);
+    TestArray<uint8_t> device_raw(raw.size()), device_pages(want);
     std::vector<DeviceEncodeItem> items(n);
     std::vector<uint32_t> declined(n);
     for (size_t i = 0; i < n; ++i) {
@@ -65,8 +64,8 @@ class Comparison {
       std::memcpy(want_raw.data() + i * raw_stride, back.raw, raw_bytes);
     }
     device_raw.Write(raw);
-    DeviceArray<DeviceEncodeItem> device_items(items);
-    DeviceArray<uint32_t> device_declined(std::vector<uint32_t>(n, 7));
+    TestArray<DeviceEncodeItem> device_items(items);
+    TestArray<uint32_t> device_declined(std::vector<uint32_t>(n, 7));
     ASSERT_EQ(LaunchHackEncode(device_.shape, heads_.data(), device_items.data(), uint32_t(n), device_declined.data(),
                                nullptr),
               0);
@@ -80,10 +79,10 @@ class Comparison {
 
     // Decoding: of the CPU's pages, so that one error does not hide another.
     device_pages.Write(want);
-    DeviceArray<uint8_t> device_back(std::vector<uint8_t>(raw.size(), kGuard));
+    TestArray<uint8_t> device_back(std::vector<uint8_t>(raw.size(), kGuard));
     std::vector<DeviceDecodeItem> decodes(n);
     for (size_t i = 0; i < n; ++i) decodes[i] = {items[i].encoded, device_back.data() + i * raw_stride};
-    DeviceArray<DeviceDecodeItem> device_decodes(decodes);
+    TestArray<DeviceDecodeItem> device_decodes(decodes);
     ASSERT_EQ(LaunchHackDecode(device_.shape, heads_.data(), device_decodes.data(), uint32_t(n), nullptr), 0);
     ASSERT_CUDA(cudaDeviceSynchronize());
     const std::vector<uint8_t> back = device_back.Read();
@@ -116,7 +115,7 @@ class Comparison {
   const HackFormat format_;
   const HackCodec codec_;
   const HackDeviceFormat device_;
-  const DeviceArray<HackDeviceHead> heads_;
+  const TestArray<HackDeviceHead> heads_;
   std::vector<uint8_t> rooms_[3];
 };
 
@@ -248,7 +247,7 @@ TEST_F(HackEncodeGpuTest, DeclinesWhatIsNotFinite) {
     const PageLayout layout{DType::kFloat16, 2, 128, 64};
     const HackFormat format = MakeHackFormat(layout, *ParseHackParameters(ParseCodecSpec(spec)->parameters, layout));
     const HackDeviceFormat device = MakeHackDeviceFormat(format);
-    DeviceArray<HackDeviceHead> heads(device.heads);
+    TestArray<HackDeviceHead> heads(device.heads);
     std::vector<uint8_t> raw;
     constexpr int kKinds = 5, kPages = 52 * kKinds;
     std::vector<uint32_t> expected;
@@ -259,13 +258,13 @@ TEST_F(HackEncodeGpuTest, DeclinesWhatIsNotFinite) {
       expected.push_back(i % kKinds < 4);
       raw.insert(raw.end(), page.begin(), page.end());
     }
-    DeviceArray<uint8_t> device_raw(raw), pages(kPages * format.page_bytes);
+    TestArray<uint8_t> device_raw(raw), pages(kPages * format.page_bytes);
     std::vector<DeviceEncodeItem> items;
     for (int i = 0; i < kPages; ++i) {
       items.push_back({device_raw.data() + i * layout.raw_bytes(), pages.data() + i * format.page_bytes, 0, 0});
     }
-    DeviceArray<DeviceEncodeItem> device_items(items);
-    DeviceArray<uint32_t> declined(kPages);
+    TestArray<DeviceEncodeItem> device_items(items);
+    TestArray<uint32_t> declined(kPages);
     ASSERT_EQ(LaunchHackEncode(device.shape, heads.data(), device_items.data(), kPages, declined.data(), nullptr), 0);
     ASSERT_CUDA(cudaDeviceSynchronize());
     EXPECT_EQ(declined.Read(), expected) << spec;
@@ -285,11 +284,11 @@ TEST_F(HackEncodeGpuTest, DecodesAnyBytes) {
     const PageLayout layout{DType::kFloat16, 2, 128, 64};
     const HackDeviceFormat device =
         MakeHackDeviceFormat(MakeHackFormat(layout, *ParseHackParameters(ParseCodecSpec(spec)->parameters, layout)));
-    DeviceArray<HackDeviceHead> heads(device.heads);
+    TestArray<HackDeviceHead> heads(device.heads);
     std::vector<uint8_t> bytes(device.shape.page_bytes);
     for (uint8_t& b : bytes) b = uint8_t(random());
-    DeviceArray<uint8_t> page(bytes), raw(layout.raw_bytes());
-    DeviceArray<DeviceDecodeItem> item(std::vector<DeviceDecodeItem>{{page.data(), raw.data()}});
+    TestArray<uint8_t> page(bytes), raw(layout.raw_bytes());
+    TestArray<DeviceDecodeItem> item(std::vector<DeviceDecodeItem>{{page.data(), raw.data()}});
     ASSERT_EQ(LaunchHackDecode(device.shape, heads.data(), item.data(), 1, nullptr), 0);
     ASSERT_CUDA(cudaDeviceSynchronize());
   }

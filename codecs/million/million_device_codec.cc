@@ -1,51 +1,35 @@
 #include "codecs/million/million_device_codec.h"
 
-#include <cuda_runtime_api.h>
-
 #include <utility>
 
 #include "codecs/million/million_attention_cuda.h"
 #include "codecs/million/million_device_format.h"
 #include "codecs/million/million_encode_cuda.h"
 #include "codecs/million/million_prefill_cuda.h"
-#include "kvmanager/memory/device.h"
+#include "kvmanager/memory/device_memory.h"
 
 namespace kvmanager::million {
 namespace {
 
-/// Device memory with what a host array has. cudaFree would wait for every stream of the device.
-class Uploaded {
- public:
-  Uploaded() = default;
-  Uploaded(Uploaded&& from) noexcept : data_(std::exchange(from.data_, nullptr)) {}
-  ~Uploaded() {
-    if (data_ != nullptr) cudaFreeAsync(data_, nullptr);
-  }
-  /// false: there is no memory, or a call failed.
-  template <typename T>
-  bool Copy(const std::vector<T>& from) {
-    const size_t bytes = from.size() * sizeof(T);
-    if (bytes == 0) return true;
-    if (cudaMallocAsync(&data_, bytes, nullptr) == cudaSuccess &&
-        cudaMemcpy(data_, from.data(), bytes, cudaMemcpyHostToDevice) == cudaSuccess) {
-      return true;
-    }
-    cudaGetLastError();  // the next call that looks would take it for its own
-    return false;
-  }
-  template <typename T>
-  const T* as() const {
-    return static_cast<const T*>(data_);
-  }
-
- private:
-  void* data_ = nullptr;
-};
-
-/// All that a codec has on the device.
+/// All that a codec has on the device; nullptr: what this format does without.
 struct OnDevice {
-  Uploaded codebooks, bytes, pairs, any_codes, any_heads, any_layers;
+  DeviceArray<uint64_t> codebooks;
+  DeviceArray<uint8_t> bytes;
+  DeviceArray<MillionPairTables> pairs;
+  DeviceArray<uint8_t> any_codes;
+  DeviceArray<MillionAnyHead> any_heads;
+  DeviceArray<MillionAnyLayer> any_layers;
 };
+
+/// False: there is no memory, or a call failed.
+template <typename T>
+bool Upload(const std::vector<T>& from, DeviceArray<T>* to) {
+  if (from.empty()) return true;
+  auto memory = AllocateOnDevice<T>(from.size(), nullptr);
+  if (!memory.ok()) return false;
+  *to = *std::move(memory);
+  return CopyToDevice(from, to->get()).ok();
+}
 
 class MillionDeviceCodec final : public DeviceCodec {
  public:
@@ -54,25 +38,21 @@ class MillionDeviceCodec final : public DeviceCodec {
 
   const device::AttendKernels* attention(int) const override { return attention_; }
   const void* attention_data(int layer) const override {
-    if (const auto* const pairs = memory_.pairs.as<MillionPairTables>(); pairs != nullptr) {
-      return pairs + size_t(layer) * shape_.kv_heads;
-    }
-    const auto* const any = memory_.any_layers.as<MillionAnyLayer>();
-    return any == nullptr ? nullptr : any + layer;
+    if (memory_.pairs != nullptr) return memory_.pairs.get() + size_t(layer) * shape_.kv_heads;
+    return memory_.any_layers == nullptr ? nullptr : memory_.any_layers.get() + layer;
   }
   device::Prefill prefill(int layer) const override {
-    if (memory_.any_layers.as<MillionAnyLayer>() == nullptr || shape_.record_bytes > kPrefillRecordBytesMax) return {};
-    return {MillionPrefillKernels(shape_.head_dim), memory_.any_layers.as<MillionAnyLayer>() + layer, nullptr};
+    if (memory_.any_layers == nullptr || shape_.record_bytes > kPrefillRecordBytesMax) return {};
+    return {MillionPrefillKernels(shape_.head_dim), memory_.any_layers.get() + layer, nullptr};
   }
   absl::Status Encode(const DeviceEncodeItem* items, uint32_t count, uint32_t* declined,
                       CUstream_st* stream) const override {
-    return CudaStatus(LaunchMillionEncode(shape_, memory_.codebooks.as<uint64_t>(), memory_.bytes.as<uint8_t>(), items,
-                                          count, declined, stream),
-                      "encoding MILLION pages");
+    return CudaStatus(
+        LaunchMillionEncode(shape_, memory_.codebooks.get(), memory_.bytes.get(), items, count, declined, stream),
+        "encoding MILLION pages");
   }
   absl::Status Decode(const DeviceDecodeItem* items, uint32_t count, CUstream_st* stream) const override {
-    return CudaStatus(LaunchMillionDecode(shape_, memory_.codebooks.as<uint64_t>(), memory_.bytes.as<uint8_t>(), items,
-                                          count, stream),
+    return CudaStatus(LaunchMillionDecode(shape_, memory_.codebooks.get(), memory_.bytes.get(), items, count, stream),
                       "decoding MILLION pages");
   }
 
@@ -87,15 +67,16 @@ class MillionDeviceCodec final : public DeviceCodec {
 std::unique_ptr<DeviceCodec> MakeMillionDeviceCodec(const MillionFormat& format, const MillionTables& tables) {
   MillionDeviceFormat made = MakeMillionDeviceFormat(format, tables);
   OnDevice memory;
-  if (!memory.codebooks.Copy(made.codebooks) || !memory.bytes.Copy(made.bytes) || !memory.pairs.Copy(made.pairs) ||
-      !memory.any_codes.Copy(made.any_codes) || !memory.any_heads.Copy(made.any_heads)) {
+  if (!Upload(made.codebooks, &memory.codebooks) || !Upload(made.bytes, &memory.bytes) ||
+      !Upload(made.pairs, &memory.pairs) || !Upload(made.any_codes, &memory.any_codes) ||
+      !Upload(made.any_heads, &memory.any_heads)) {
     return nullptr;
   }
   for (size_t layer = 0; layer < made.any_layers.size(); ++layer) {
-    made.any_layers[layer].heads = memory.any_heads.as<MillionAnyHead>() + layer * format.layout.kv_heads;
-    made.any_layers[layer].codes = memory.any_codes.as<uint8_t>();
+    made.any_layers[layer].heads = memory.any_heads.get() + layer * format.layout.kv_heads;
+    made.any_layers[layer].codes = memory.any_codes.get();
   }
-  if (!memory.any_layers.Copy(made.any_layers)) return nullptr;
+  if (!Upload(made.any_layers, &memory.any_layers)) return nullptr;
   return std::make_unique<MillionDeviceCodec>(made.shape, std::move(memory), MillionAttentionKernels(format));
 }
 

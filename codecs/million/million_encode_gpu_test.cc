@@ -19,24 +19,6 @@ namespace {
 constexpr size_t kGuardBytes = 256;
 constexpr uint8_t kGuard = 0xa5;
 
-/// Pinned memory, which the device reads and writes too.
-template <typename T>
-class Shared {
- public:
-  explicit Shared(size_t size) : size_(size) {
-    EXPECT_EQ(cudaHostAlloc(reinterpret_cast<void**>(&data_), size * sizeof(T), cudaHostAllocDefault), cudaSuccess);
-  }
-  ~Shared() { cudaFreeHost(data_); }
-  Shared(const Shared&) = delete;
-  T* data() const { return data_; }
-  T& operator[](size_t i) const { return data_[i]; }
-  size_t size() const { return size_; }
-
- private:
-  T* data_ = nullptr;
-  const size_t size_;
-};
-
 enum class Data { kNormal, kZero, kConstant, kHalfWay, kExtreme };
 
 class MillionGpu : public GpuTest {
@@ -54,41 +36,42 @@ class MillionGpu : public GpuTest {
     constexpr size_t kPages = std::size(kinds);
     const size_t raw_bytes = format.layout.raw_bytes();
     const size_t raw_stride = raw_bytes + kGuardBytes, stride = format.page_bytes + kGuardBytes;
-    Shared<uint8_t> raw(kPages * raw_stride), encoded(kPages * stride), decoded(kPages * raw_stride);
-    Shared<uint32_t> declined(kPages);
-    Shared<DeviceEncodeItem> items(kPages);
-    Shared<DeviceDecodeItem> back(kPages);
-    std::memset(encoded.data(), kGuard, encoded.size());
-    std::memset(decoded.data(), kGuard, decoded.size());
+    const auto raw = Pinned<uint8_t>(kPages * raw_stride), encoded = Pinned<uint8_t>(kPages * stride),
+               decoded = Pinned<uint8_t>(kPages * raw_stride);
+    const auto declined = Pinned<uint32_t>(kPages);
+    const auto items = Pinned<DeviceEncodeItem>(kPages);
+    const auto back = Pinned<DeviceDecodeItem>(kPages);
+    std::memset(encoded.get(), kGuard, kPages * stride);
+    std::memset(decoded.get(), kGuard, kPages * raw_stride);
     for (size_t i = 0; i < kPages; ++i) {
-      Fill(format.layout, kinds[i], seed + uint32_t(i), raw.data() + i * raw_stride);
+      Fill(format.layout, kinds[i], seed + uint32_t(i), raw.get() + i * raw_stride);
       const uint32_t layer = uint32_t(i) % uint32_t(books.books.layers);
-      items[i] = {raw.data() + i * raw_stride, encoded.data() + i * stride, 64 * i, layer};
-      back[i] = {encoded.data() + i * stride, decoded.data() + i * raw_stride, layer};
+      items[i] = {raw.get() + i * raw_stride, encoded.get() + i * stride, 64 * i, layer};
+      back[i] = {encoded.get() + i * stride, decoded.get() + i * raw_stride, layer};
       declined[i] = 7;
     }
-    ASSERT_TRUE(device->Encode(items.data(), kPages, declined.data(), nullptr).ok());
-    ASSERT_TRUE(device->Decode(back.data(), kPages, nullptr).ok());
+    ASSERT_TRUE(device->Encode(items.get(), kPages, declined.get(), nullptr).ok());
+    ASSERT_TRUE(device->Decode(back.get(), kPages, nullptr).ok());
     ASSERT_CUDA(cudaDeviceSynchronize());
     const AlignedArray<uint8_t> workspace = MakeAligned<uint8_t>(codec->encode_workspace_bytes());
     const AlignedArray<uint8_t> page = MakeAligned<uint8_t>(raw_bytes), wanted = MakeAligned<uint8_t>(stride),
                                 wanted_raw = MakeAligned<uint8_t>(raw_stride);
     for (size_t i = 0; i < kPages; ++i) {
       SCOPED_TRACE(testing::Message() << "data " << int(kinds[i]));
-      std::memcpy(page.get(), raw.data() + i * raw_stride, raw_bytes);
+      std::memcpy(page.get(), raw.get() + i * raw_stride, raw_bytes);
       std::memset(wanted.get(), kGuard, stride);
       std::memset(wanted_raw.get(), kGuard, raw_stride);
       EncodeItem item;
       item.raw = page.get(), item.encoded = wanted.get(), item.layer = items[i].layer;
       codec->Encode(absl::MakeSpan(&item, 1), {workspace.get(), codec->encode_workspace_bytes()});
       EXPECT_EQ(declined[i], 0u);
-      ASSERT_EQ(0, std::memcmp(wanted.get(), encoded.data() + i * stride, stride));
+      ASSERT_EQ(0, std::memcmp(wanted.get(), encoded.get() + i * stride, stride));
       const DecodeItem decode = {wanted.get(), wanted_raw.get(), items[i].layer};
       codec->Decode(absl::MakeConstSpan(&decode, 1));
-      ASSERT_EQ(0, std::memcmp(wanted_raw.get(), decoded.data() + i * raw_stride, raw_stride));
+      ASSERT_EQ(0, std::memcmp(wanted_raw.get(), decoded.get() + i * raw_stride, raw_stride));
       if (!read) continue;
       ReferenceEncode(format, *books.tables, page.get(), int(items[i].layer), wanted.get());
-      ASSERT_EQ(0, std::memcmp(wanted.get(), encoded.data() + i * stride, format.page_bytes));
+      ASSERT_EQ(0, std::memcmp(wanted.get(), encoded.get() + i * stride, format.page_bytes));
     }
   }
 

@@ -4,34 +4,13 @@
 #include "absl/strings/str_cat.h"
 #include "codecs/raw/raw.h"
 #include "codecs/raw/raw_attention.h"
-#include "codecs/raw/raw_attention_cuda.h"
-#include "codecs/raw/raw_prefill_cuda.h"
+#include "codecs/raw/raw_device_codec.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
 namespace {
 
 constexpr uint32_t kRawVersion = 1;
-
-/// Attention alone.
-class RawDeviceCodec final : public DeviceCodec {
- public:
-  RawDeviceCodec(const device::AttendKernels* attention, const device::PrefillKernels* prefill)
-      : attention_(attention), prefill_(prefill) {}
-
-  const device::AttendKernels* attention(int) const override { return attention_; }
-  device::Prefill prefill(int) const override { return {prefill_, nullptr}; }
-  absl::Status Encode(const DeviceEncodeItem*, uint32_t, uint32_t*, CUstream_st*) const override { return Refused(); }
-  absl::Status Decode(const DeviceDecodeItem*, uint32_t, CUstream_st*) const override { return Refused(); }
-
- private:
-  static absl::Status Refused() {
-    return absl::FailedPreconditionError("raw pages are their own encoded form: there is nothing to encode or decode");
-  }
-
-  const device::AttendKernels* const attention_;
-  const device::PrefillKernels* const prefill_;
-};
 
 /// Immutable; every method may be called from any thread at once.
 class RawCodec final : public Codec {
@@ -79,14 +58,7 @@ class RawCodec final : public Codec {
 
   const PageAttention& attention() const override { return *attention_; }
 
-  std::unique_ptr<DeviceCodec> NewDeviceCodec() const override {
-    const device::AttendKernels* const attention = RawAttentionKernels(layout_.head_dim);
-    return attention == nullptr
-               ? nullptr
-               : std::make_unique<RawDeviceCodec>(attention, layout_.page_tokens == device::kPrefillPageTokens
-                                                                 ? RawPrefillKernels(layout_.head_dim)
-                                                                 : nullptr);
-  }
+  std::unique_ptr<DeviceCodec> NewDeviceCodec() const override { return MakeRawDeviceCodec(layout_); }
 
  private:
   const PageLayout layout_;

@@ -1,7 +1,5 @@
 #include "codecs/zack/zack_device_codec.h"
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -13,7 +11,7 @@
 #include "codecs/zack/zack_device.h"
 #include "codecs/zack/zack_encode_cuda.h"
 #include "codecs/zack/zack_prefill_cuda.h"
-#include "kvmanager/memory/device.h"
+#include "kvmanager/memory/device_memory.h"
 
 namespace kvmanager::zack {
 namespace {
@@ -39,25 +37,23 @@ struct Places {
 
 class ZackDeviceCodec final : public DeviceCodec {
  public:
-  ZackDeviceCodec(uint8_t* memory, const ZackDeviceShape& shape, bool folds, std::vector<uint32_t> costs,
+  ZackDeviceCodec(DeviceArray<uint8_t> memory, const ZackDeviceShape& shape, bool folds, std::vector<uint32_t> costs,
                   std::vector<uint32_t> prefill_costs, Places places)
-      : memory_(memory),
+      : memory_(std::move(memory)),
         shape_(shape),
         costs_(std::move(costs)),
         prefill_costs_(std::move(prefill_costs)),
         places_(std::move(places)),
         kernels_(ZackAttentionKernels(shape.layout.head_dim)),
         prefill_kernels_(ZackPrefillKernels(shape.layout.head_dim, folds)) {}
-  // cudaFree would wait for every stream of the device.
-  ~ZackDeviceCodec() override { cudaFreeAsync(memory_, nullptr); }
 
   const AttendKernels* attention(int) const override { return kernels_; }
-  const void* attention_data(int layer) const override { return memory_ + places_.data[layer]; }
+  const void* attention_data(int layer) const override { return memory_.get() + places_.data[layer]; }
   HeadCosts head_costs(int layer) const override {
-    return {costs_.data(), reinterpret_cast<const uint16_t*>(memory_ + places_.heads[layer])};
+    return {costs_.data(), reinterpret_cast<const uint16_t*>(memory_.get() + places_.heads[layer])};
   }
   device::Prefill prefill(int layer) const override {
-    return {prefill_kernels_, reinterpret_cast<const ZackPrefillLayer*>(memory_ + places_.prefill) + layer,
+    return {prefill_kernels_, reinterpret_cast<const ZackPrefillLayer*>(memory_.get() + places_.prefill) + layer,
             prefill_costs_.data()};
   }
   absl::Status Encode(const DeviceEncodeItem* items, uint32_t count, uint32_t* declined,
@@ -69,7 +65,7 @@ class ZackDeviceCodec final : public DeviceCodec {
   }
 
  private:
-  uint8_t* const memory_;  // owned; on the device
+  const DeviceArray<uint8_t> memory_;
   const ZackDeviceShape shape_;
   const std::vector<uint32_t> costs_;          // HeadCosts::costs
   const std::vector<uint32_t> prefill_costs_;  // device::Prefill::costs
@@ -164,12 +160,9 @@ std::unique_ptr<DeviceCodec> MakeZackDeviceCodec(const ZackFormat& format) {
   std::copy(format.page_bytes.begin(), format.page_bytes.end(), image.At<uint32_t>(places.page_bytes));
   places.prefill = image.Place(layers * sizeof(ZackPrefillLayer));
 
-  void* memory = nullptr;
-  if (cudaMallocAsync(&memory, image.bytes().size(), nullptr) != cudaSuccess) {
-    cudaGetLastError();  // the next call that looks would take it for its own
-    return nullptr;
-  }
-  uint8_t* const base = static_cast<uint8_t*>(memory);
+  auto memory = AllocateOnDevice<uint8_t>(image.bytes().size(), nullptr);
+  if (!memory.ok()) return nullptr;
+  uint8_t* const base = memory->get();
   for (int l = 0; l < layers; ++l) {
     MappedSpace& space = *image.At<MappedSpace>(places.data[l]);
     space.query = reinterpret_cast<const float*>(base + factors[l].query);
@@ -185,13 +178,9 @@ std::unique_ptr<DeviceCodec> MakeZackDeviceCodec(const ZackFormat& format) {
   shape.factors = base;
   shape.sides = reinterpret_cast<const ZackDeviceSide*>(base + places.sides);
   shape.page_bytes = reinterpret_cast<const uint32_t*>(base + places.page_bytes);
-  auto made = std::make_unique<ZackDeviceCodec>(base, shape, format.parameters.fold, Means(costs, layers),
-                                                Means(prefill_costs, layers), std::move(places));
-  if (cudaMemcpy(memory, image.bytes().data(), image.bytes().size(), cudaMemcpyHostToDevice) != cudaSuccess) {
-    cudaGetLastError();
-    return nullptr;
-  }
-  return made;
+  if (!CopyToDevice(image.bytes(), base).ok()) return nullptr;
+  return std::make_unique<ZackDeviceCodec>(*std::move(memory), shape, format.parameters.fold, Means(costs, layers),
+                                           Means(prefill_costs, layers), std::move(places));
 }
 
 }  // namespace kvmanager::zack

@@ -22,31 +22,6 @@ namespace {
 
 constexpr int kLayers = 3;
 
-/// Device memory of a test.
-template <typename T>
-class DeviceArray {
- public:
-  explicit DeviceArray(size_t count) : count_(count) {
-    EXPECT_EQ(cudaMalloc(reinterpret_cast<void**>(&data_), count * sizeof(T)), cudaSuccess);
-    EXPECT_EQ(cudaMemset(data_, 0xff, count * sizeof(T)), cudaSuccess);
-  }
-  explicit DeviceArray(const std::vector<T>& from) : DeviceArray(from.size()) {
-    EXPECT_EQ(cudaMemcpy(data_, from.data(), count_ * sizeof(T), cudaMemcpyHostToDevice), cudaSuccess);
-  }
-  ~DeviceArray() { cudaFree(data_); }
-  DeviceArray(const DeviceArray&) = delete;
-  T* data() const { return data_; }
-  std::vector<T> Get() const {
-    std::vector<T> out(count_);
-    EXPECT_EQ(cudaMemcpy(out.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost), cudaSuccess);
-    return out;
-  }
-
- private:
-  T* data_ = nullptr;
-  const size_t count_;
-};
-
 /// One step of float16, or bfloat16, about x.
 double StepAt(double x, bool half) {
   const int exponent = std::max(half ? -14 : -126, x == 0 ? -1000 : std::ilogb(x));
@@ -109,23 +84,23 @@ TEST_F(ZackEncodeGpu, PagesAndBack) {
       StoreElement(raw_.data() + 7 * raw_bytes, c.dtype, raw_bytes / 2 - 1, 65504);
       for (int i = 1; i < 16; ++i) StoreElement(raw_.data() + 7 * raw_bytes, c.dtype, raw_bytes / 2 - 1 - i, 65504);
     }
-    DeviceArray<uint8_t> raw(raw_), encoded(count * page_bytes), decoded(count * raw_bytes);
-    DeviceArray<uint32_t> declined(count);
+    TestArray<uint8_t> raw(raw_), encoded(count * page_bytes), decoded(count * raw_bytes);
+    TestArray<uint32_t> declined(count);
     std::vector<DeviceEncodeItem> items;
     std::vector<DeviceDecodeItem> back;
     for (size_t i = 0; i < count; ++i) {
       items.push_back({raw.data() + i * raw_bytes, encoded.data() + i * page_bytes, 64 * i, LayerOf(i)});
       back.push_back({encoded.data() + i * page_bytes, decoded.data() + i * raw_bytes, LayerOf(i)});
     }
-    const DeviceArray<DeviceEncodeItem> on_device(items);
-    const DeviceArray<DeviceDecodeItem> back_on_device(back);
+    const TestArray<DeviceEncodeItem> on_device(items);
+    const TestArray<DeviceDecodeItem> back_on_device(back);
     const absl::Status status = device_codec_->Encode(on_device.data(), uint32_t(count), declined.data(), nullptr);
     ASSERT_TRUE(status.ok()) << status;
     const absl::Status decoding = device_codec_->Decode(back_on_device.data(), uint32_t(count), nullptr);
     ASSERT_TRUE(decoding.ok()) << decoding;
     ASSERT_CUDA(cudaDeviceSynchronize());
-    const std::vector<uint8_t> got = encoded.Get(), got_back = decoded.Get();
-    const std::vector<uint32_t> flags = declined.Get();
+    const std::vector<uint8_t> got = encoded.Read(), got_back = decoded.Read();
+    const std::vector<uint32_t> flags = declined.Read();
     size_t differing = 0, elements = 0, declined_pages = 0;
     for (size_t i = 0; i < count; ++i) {
       const int layer = int(LayerOf(i));
@@ -189,15 +164,15 @@ TEST_F(ZackEncodeGpu, DecodesAnyBytes) {
   std::mt19937_64 random(4);
   std::vector<uint8_t> bytes(count * page_bytes);
   for (uint8_t& b : bytes) b = uint8_t(random());
-  const DeviceArray<uint8_t> encoded(bytes), decoded(count * raw_bytes);
+  const TestArray<uint8_t> encoded(bytes), decoded(count * raw_bytes);
   std::vector<DeviceDecodeItem> items;
   for (size_t i = 0; i < count; ++i) {
     items.push_back({encoded.data() + i * page_bytes, decoded.data() + i * raw_bytes, LayerOf(i)});
   }
-  const DeviceArray<DeviceDecodeItem> on_device(items);
+  const TestArray<DeviceDecodeItem> on_device(items);
   ASSERT_TRUE(device_codec_->Decode(on_device.data(), uint32_t(count), nullptr).ok());
   ASSERT_CUDA(cudaDeviceSynchronize());
-  const std::vector<uint8_t> got = decoded.Get();
+  const std::vector<uint8_t> got = decoded.Read();
   for (size_t n = 0; n < got.size() / 2; ++n)
     ASSERT_TRUE(std::isfinite(LoadElement(got.data(), layout_.dtype, n))) << n;
 }
@@ -206,13 +181,13 @@ TEST_F(ZackEncodeGpu, InAGraph) {
   Open(DType::kFloat16, 128, 8, "balanced", false, 5);
   const size_t count = 300, page_bytes = codec_->info().encoded_bytes, raw_bytes = layout_.raw_bytes();
   FillPages(4, 9);
-  const DeviceArray<uint8_t> raw(raw_), encoded(count * page_bytes);
-  const DeviceArray<uint32_t> declined(count);
+  const TestArray<uint8_t> raw(raw_), encoded(count * page_bytes);
+  const TestArray<uint32_t> declined(count);
   std::vector<DeviceEncodeItem> items;
   for (size_t i = 0; i < count; ++i) {
     items.push_back({raw.data() + i % 4 * raw_bytes, encoded.data() + i * page_bytes, 0, uint32_t(i / 4 % kLayers)});
   }
-  const DeviceArray<DeviceEncodeItem> on_device(items);
+  const TestArray<DeviceEncodeItem> on_device(items);
   cudaStream_t stream;
   ASSERT_CUDA(cudaStreamCreate(&stream));
   ASSERT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
@@ -224,8 +199,8 @@ TEST_F(ZackEncodeGpu, InAGraph) {
   ASSERT_CUDA(cudaGraphInstantiate(&ready, graph, 0));
   for (int i = 0; i < 2; ++i) ASSERT_CUDA(cudaGraphLaunch(ready, stream));
   ASSERT_CUDA(cudaStreamSynchronize(stream));
-  const std::vector<uint8_t> replayed = encoded.Get();
-  for (const uint32_t flag : declined.Get()) ASSERT_EQ(flag, 0u);
+  const std::vector<uint8_t> replayed = encoded.Read();
+  for (const uint32_t flag : declined.Read()) ASSERT_EQ(flag, 0u);
   for (size_t i = 12; i < count; ++i) {  // as the page and layer before
     ASSERT_EQ(std::memcmp(replayed.data() + i * page_bytes, replayed.data() + i % 12 * page_bytes,
                           format().page_bytes[i / 4 % kLayers]),

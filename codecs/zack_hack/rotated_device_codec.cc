@@ -1,35 +1,15 @@
 #include "codecs/zack_hack/rotated_device_codec.h"
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <utility>
 
 #include "kvmanager/base/status.h"
-#include "kvmanager/memory/device.h"
 
 namespace kvmanager::zack {
 namespace {
 
 /// Rotated pages of one launch of the inner codec: few enough to stay in the second-level cache.
 constexpr size_t kRotatedBytes = size_t{32} << 20;
-
-/// A pool that keeps what it has; nullptr: none.
-CUmemPoolHandle_st* MakePool() {
-  cudaMemPoolProps properties = {};
-  properties.allocType = cudaMemAllocationTypePinned;
-  properties.location.type = cudaMemLocationTypeDevice;
-  cudaMemPool_t pool = nullptr;
-  if (cudaGetDevice(&properties.location.id) != cudaSuccess || cudaMemPoolCreate(&pool, &properties) != cudaSuccess) {
-    return nullptr;
-  }
-  uint64_t everything = UINT64_MAX;
-  if (cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &everything) != cudaSuccess) {
-    cudaMemPoolDestroy(pool);
-    return nullptr;
-  }
-  return pool;
-}
 
 }  // namespace
 
@@ -70,63 +50,50 @@ RotationPlaces PlaceRotations(const RotatedCodec& codec, device::DeviceImage* im
   return places;
 }
 
-RotatedMemory::RotatedMemory(RotatedMemory&& from) noexcept
-    : data_(std::exchange(from.data_, nullptr)), pool_(std::exchange(from.pool_, nullptr)) {}
-
-RotatedMemory::~RotatedMemory() {
-  if (data_ != nullptr) cudaFreeAsync(data_, nullptr);
-  if (pool_ != nullptr) cudaMemPoolDestroy(pool_);
-}
-
-bool RotatedMemory::Allocate(size_t bytes) {
-  pool_ = MakePool();
-  void* memory = nullptr;
-  if (pool_ == nullptr || cudaMallocAsync(&memory, bytes, nullptr) != cudaSuccess) {
-    cudaGetLastError();  // the next call that looks would take it for its own
-    return false;
-  }
-  data_ = static_cast<uint8_t*>(memory);
-  return true;
-}
-
-bool RotatedMemory::Fill(const device::DeviceImage& image) {
-  if (cudaMemcpy(data_, image.bytes().data(), image.bytes().size(), cudaMemcpyHostToDevice) == cudaSuccess) return true;
-  cudaGetLastError();
-  return false;
+absl::StatusOr<RotatedMemory> AllocateRotated(size_t bytes) {
+  cudaMemPoolProps properties = {};
+  properties.allocType = cudaMemAllocationTypePinned;
+  properties.location.type = cudaMemLocationTypeDevice;
+  KV_RETURN_IF_ERROR(TakeCudaError(cudaGetDevice(&properties.location.id), "cudaGetDevice"));
+  cudaMemPool_t pool = nullptr;
+  KV_RETURN_IF_ERROR(TakeCudaError(cudaMemPoolCreate(&pool, &properties), "cudaMemPoolCreate"));
+  RotatedMemory memory;
+  memory.pool.reset(pool);
+  uint64_t everything = UINT64_MAX;
+  KV_RETURN_IF_ERROR(TakeCudaError(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &everything),
+                                   "cudaMemPoolSetAttribute"));
+  KV_ASSIGN_OR_RETURN(memory.data, AllocateOnDevice<uint8_t>(bytes, nullptr));
+  return memory;
 }
 
 RotatedDeviceCodec::RotatedDeviceCodec(const PageLayout& layout, RotatedMemory memory, const RotationPlaces& places)
     : memory_(std::move(memory)) {
   rotation_.layout = layout;
-  rotation_.encode = memory_.data() + places.encode;
-  rotation_.decode = memory_.data() + places.decode;
+  rotation_.encode = memory_.data.get() + places.encode;
+  rotation_.decode = memory_.data.get() + places.decode;
 }
 
 /// launch(first, n, rotated pages, items) for all of `count`, as many at once as the scratch memory holds, which comes
 /// and goes in the order of the stream.
 template <typename Item, typename Body>
-absl::Status RotatedDeviceCodec::WithScratch(uint32_t count, CUstream_st* stream, const char* what, Body launch) const {
+absl::Status RotatedDeviceCodec::WithScratch(uint32_t count, CUstream_st* stream, Body launch) const {
   if (count == 0) return absl::OkStatus();
   const size_t raw_bytes = rotation_.layout.raw_bytes();
   const uint32_t together = uint32_t(std::clamp<size_t>(kRotatedBytes / raw_bytes, 1, count));
-  void* scratch = nullptr;
-  KV_RETURN_IF_ERROR(CudaStatus(
-      cudaMallocFromPoolAsync(&scratch, together * (raw_bytes + sizeof(Item)), memory_.pool(), stream), what));
-  uint8_t* const rotated = static_cast<uint8_t*>(scratch);
+  KV_ASSIGN_OR_RETURN(const DeviceArray<uint8_t> scratch,
+                      AllocateOnDevice<uint8_t>(together * (raw_bytes + sizeof(Item)), stream, memory_.pool.get()));
+  uint8_t* const rotated = scratch.get();
   Item* const inner = reinterpret_cast<Item*>(rotated + together * raw_bytes);
-  absl::Status status;
-  for (uint32_t first = 0; first < count && status.ok(); first += together) {
-    status = launch(first, std::min(together, count - first), rotated, inner);
+  for (uint32_t first = 0; first < count; first += together) {
+    KV_RETURN_IF_ERROR(launch(first, std::min(together, count - first), rotated, inner));
   }
-  status.Update(CudaStatus(cudaFreeAsync(scratch, stream), what));
-  return status;
+  return absl::OkStatus();
 }
 
 absl::Status RotatedDeviceCodec::Encode(const DeviceEncodeItem* items, uint32_t count, uint32_t* declined,
                                         CUstream_st* stream) const {
   return WithScratch<DeviceEncodeItem>(
-      count, stream, "encoding rotated pages",
-      [&](uint32_t first, uint32_t n, uint8_t* rotated, DeviceEncodeItem* inner) -> absl::Status {
+      count, stream, [&](uint32_t first, uint32_t n, uint8_t* rotated, DeviceEncodeItem* inner) -> absl::Status {
         KV_RETURN_IF_ERROR(
             CudaStatus(LaunchRotateRaw(rotation_, items + first, n, rotated, inner, stream), "rotating pages"));
         return EncodeRotated(inner, n, declined + first, stream);
@@ -135,8 +102,7 @@ absl::Status RotatedDeviceCodec::Encode(const DeviceEncodeItem* items, uint32_t 
 
 absl::Status RotatedDeviceCodec::Decode(const DeviceDecodeItem* items, uint32_t count, CUstream_st* stream) const {
   return WithScratch<DeviceDecodeItem>(
-      count, stream, "decoding rotated pages",
-      [&](uint32_t first, uint32_t n, uint8_t* rotated, DeviceDecodeItem* inner) -> absl::Status {
+      count, stream, [&](uint32_t first, uint32_t n, uint8_t* rotated, DeviceDecodeItem* inner) -> absl::Status {
         KV_RETURN_IF_ERROR(
             CudaStatus(LaunchNameRotated(rotation_, items + first, n, rotated, inner, stream), "rotating pages"));
         KV_RETURN_IF_ERROR(DecodeRotated(inner, n, stream));

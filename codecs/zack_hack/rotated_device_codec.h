@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "codecs/device/attend_params.h"
@@ -14,8 +15,7 @@
 #include "codecs/zack/rotation_cuda.h"
 #include "codecs/zack/zack_device.h"
 #include "codecs/zack_hack/rotated_codec.h"
-
-struct CUmemPoolHandle_st;
+#include "kvmanager/memory/device_memory.h"
 
 namespace kvmanager::zack {
 
@@ -29,24 +29,16 @@ struct RotationPlaces {
 };
 RotationPlaces PlaceRotations(const RotatedCodec& codec, device::DeviceImage* image);
 
-/// Device memory with an image, and a pool of scratch memory that keeps what it has. cudaFree would wait for every
-/// stream of the device.
-class RotatedMemory {
- public:
-  /// For the calling thread's device. False: there is no memory.
-  bool Allocate(size_t bytes);
-  /// False: the copy failed.
-  bool Fill(const device::DeviceImage& image);
-  RotatedMemory() = default;
-  RotatedMemory(RotatedMemory&& from) noexcept;
-  ~RotatedMemory();
-  uint8_t* data() const { return data_; }
-  CUmemPoolHandle_st* pool() const { return pool_; }
-
- private:
-  uint8_t* data_ = nullptr;
-  CUmemPoolHandle_st* pool_ = nullptr;
+/// A codec's image on the device, and a pool of scratch memory that keeps what it has.
+struct RotatedMemory {
+  struct DestroyPool {
+    void operator()(cudaMemPool_t pool) const { cudaMemPoolDestroy(pool); }
+  };
+  std::unique_ptr<std::remove_pointer_t<cudaMemPool_t>, DestroyPool> pool;
+  DeviceArray<uint8_t> data;
 };
+/// For the calling thread's device. Errors: RESOURCE_EXHAUSTED, UNAVAILABLE.
+absl::StatusOr<RotatedMemory> AllocateRotated(size_t bytes);
 
 class RotatedDeviceCodec : public DeviceCodec {
  public:
@@ -56,7 +48,7 @@ class RotatedDeviceCodec : public DeviceCodec {
 
  protected:
   RotatedDeviceCodec(const PageLayout& layout, RotatedMemory memory, const RotationPlaces& places);
-  const uint8_t* memory() const { return memory_.data(); }
+  const uint8_t* memory() const { return memory_.data.get(); }
   const PageLayout& layout() const { return rotation_.layout; }
 
  private:
@@ -65,7 +57,7 @@ class RotatedDeviceCodec : public DeviceCodec {
                                      CUstream_st* stream) const = 0;
   virtual absl::Status DecodeRotated(const DeviceDecodeItem* items, uint32_t count, CUstream_st* stream) const = 0;
   template <typename Item, typename Body>
-  absl::Status WithScratch(uint32_t count, CUstream_st* stream, const char* what, Body launch) const;
+  absl::Status WithScratch(uint32_t count, CUstream_st* stream, Body launch) const;
 
   const RotatedMemory memory_;
   DeviceRotation rotation_;

@@ -11,7 +11,7 @@
 #include "codecs/zack_hack/zack_hack_attention_cuda.h"
 #include "codecs/zack_hack/zack_hack_device.h"
 #include "codecs/zack_hack/zack_hack_prefill_cuda.h"
-#include "kvmanager/memory/device.h"
+#include "kvmanager/memory/device_memory.h"
 
 namespace kvmanager::zack_hack {
 namespace {
@@ -120,16 +120,17 @@ std::unique_ptr<DeviceCodec> MakeZackHackDeviceCodec(const zack::RotatedCodec& c
     if (places.layers[l].kernels == nullptr) return nullptr;
   }
 
-  zack::RotatedMemory memory;
-  if (!memory.Allocate(image.bytes().size())) return nullptr;
+  auto memory = zack::AllocateRotated(image.bytes().size());
+  if (!memory.ok()) return nullptr;
+  uint8_t* const base = memory->data.get();
   for (int l = 0; l < layers; ++l) {
-    *image.At<MappedSpace>(places.layers[l].data) = SpaceOf(codec, places.rotations, memory.data(), l);
-    const auto* const table = reinterpret_cast<const hack::HackDeviceHead*>(memory.data() + places.heads);
-    *image.At<ZackHackPrefillLayer>(places.layers[l].prefill) = {
-        PrefillSpaceOf(codec, places.rotations, memory.data(), l), format.shape.heads_of(table, uint32_t(l))};
+    *image.At<MappedSpace>(places.layers[l].data) = SpaceOf(codec, places.rotations, base, l);
+    const auto* const table = reinterpret_cast<const hack::HackDeviceHead*>(base + places.heads);
+    *image.At<ZackHackPrefillLayer>(places.layers[l].prefill) = {PrefillSpaceOf(codec, places.rotations, base, l),
+                                                                 format.shape.heads_of(table, uint32_t(l))};
   }
-  if (!memory.Fill(image)) return nullptr;
-  return std::make_unique<ZackHackDeviceCodec>(std::move(memory), layout, format.shape, std::move(places),
+  if (!CopyToDevice(image.bytes(), base).ok()) return nullptr;
+  return std::make_unique<ZackHackDeviceCodec>(*std::move(memory), layout, format.shape, std::move(places),
                                                codec.folds());
 }
 

@@ -5,12 +5,13 @@
 
 #include "codecs/device/device_codec.h"
 #include "codecs/zack_hack/rotated_codec.h"
+#include "kvmanager/base/needs_cuda.h"
 
 namespace kvmanager::zack_hack {
 
 /// For the calling thread's device, on which it keeps the codec's factors and formats. codec: its inner codecs are
 /// hack::HackCodec. nullptr: built without CUDA, head_dim other than 64 or 128, pages of other than 64 tokens, or the
 /// device has no memory for it.
-std::unique_ptr<DeviceCodec> MakeZackHackDeviceCodec(const zack::RotatedCodec& codec);
+KV_NEEDS_CUDA(std::unique_ptr<DeviceCodec> MakeZackHackDeviceCodec(const zack::RotatedCodec& codec));
 
 }  // namespace kvmanager::zack_hack

@@ -26,35 +26,6 @@ namespace {
 
 using zack::Memory;
 
-/// Device memory of a test.
-class DeviceBytes {
- public:
-  explicit DeviceBytes(size_t bytes) : bytes_(bytes) {
-    if (cudaMalloc(&data_, bytes) != cudaSuccess) data_ = nullptr;
-    EXPECT_NE(data_, nullptr);
-    EXPECT_EQ(cudaMemset(data_, 0xff, bytes), cudaSuccess);
-  }
-  DeviceBytes(const void* from, size_t bytes) : DeviceBytes(bytes) {
-    EXPECT_EQ(cudaMemcpy(data_, from, bytes, cudaMemcpyHostToDevice), cudaSuccess);
-  }
-  ~DeviceBytes() { cudaFree(data_); }
-  DeviceBytes(const DeviceBytes&) = delete;
-  uint8_t* data() const { return static_cast<uint8_t*>(data_); }
-  template <typename T>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
-  std::vector<uint8_t> Get() const {
-    std::vector<uint8_t> out(bytes_);
-    EXPECT_EQ(cudaMemcpy(out.data(), data_, bytes_, cudaMemcpyDeviceToHost), cudaSuccess);
-    return out;
-  }
-
- private:
-  void* data_ = nullptr;
-  size_t bytes_;
-};
-
 struct Case {
   DType dtype;
   int head_dim;
@@ -109,9 +80,9 @@ class ZackHackEncodeGpu : public GpuTest {
         }
       }
     }
-    encode_ = std::make_unique<DeviceBytes>(encode.data(), encode.size());
-    decode_ = std::make_unique<DeviceBytes>(decode.data(), decode.size());
-    rotation_ = {layout_, encode_->data(), decode_->data()};
+    encode_ = Upload(encode);
+    decode_ = Upload(decode);
+    rotation_ = {layout_, encode_.get(), decode_.get()};
   }
   void Append(const std::vector<float>& factor, DType in, std::vector<uint8_t>* to) const {
     const size_t at = to->size();
@@ -131,7 +102,7 @@ class ZackHackEncodeGpu : public GpuTest {
   PageLayout layout_;
   std::unique_ptr<Codec> codec_;
   std::unique_ptr<DeviceCodec> device_codec_;
-  std::unique_ptr<DeviceBytes> encode_, decode_;
+  DeviceArray<uint8_t> encode_, decode_;
   zack::DeviceRotation rotation_;
   std::vector<Memory> pages_;
 };
@@ -172,29 +143,29 @@ TEST_F(ZackHackEncodeGpu, PagesAndTheirCodes) {
       for (size_t i = 0; i < layout_.raw_bytes() / 2; ++i) bad[i] = c.dtype == DType::kFloat16 ? 0x7bff : 0x7f7f;
     }
     const size_t raw_bytes = layout_.raw_bytes(), encoded_bytes = codec_->info().encoded_bytes;
-    DeviceBytes raw(count * raw_bytes), encoded(count * encoded_bytes), rotated_pages(count * raw_bytes),
-        inner(count * sizeof(DeviceEncodeItem)), declined(count * 4);
+    const TestArray<uint8_t> raw(count * raw_bytes), encoded(count * encoded_bytes), rotated_pages(count * raw_bytes);
+    const TestArray<DeviceEncodeItem> inner(count);
+    const TestArray<uint32_t> declined(count);
     std::vector<DeviceEncodeItem> items(count);
     for (int i = 0; i < count; ++i) {
       ASSERT_CUDA(cudaMemcpy(raw.data() + i * raw_bytes, pages_[i].get(), raw_bytes, cudaMemcpyHostToDevice));
       items[i] = {raw.data() + i * raw_bytes, encoded.data() + i * encoded_bytes, uint64_t(64 * i), LayerOf(i)};
     }
-    DeviceBytes device_items(items.data(), items.size() * sizeof items[0]);
-    const auto* const on_device = device_items.as<DeviceEncodeItem>();
-    ASSERT_EQ(
-        zack::LaunchRotateRaw(rotation_, on_device, count, rotated_pages.data(), inner.as<DeviceEncodeItem>(), nullptr),
-        0);
-    const absl::Status status = device_codec_->Encode(on_device, count, declined.as<uint32_t>(), nullptr);
+    const TestArray<DeviceEncodeItem> device_items(items);
+    ASSERT_EQ(zack::LaunchRotateRaw(rotation_, device_items.data(), count, rotated_pages.data(), inner.data(), nullptr),
+              0);
+    const absl::Status status = device_codec_->Encode(device_items.data(), count, declined.data(), nullptr);
     ASSERT_TRUE(status.ok()) << status;
     ASSERT_CUDA(cudaDeviceSynchronize());
-    const std::vector<uint8_t> got_rotated = rotated_pages.Get(), got = encoded.Get(), flags = declined.Get();
+    const std::vector<uint8_t> got_rotated = rotated_pages.Read(), got = encoded.Read();
+    const std::vector<uint32_t> flags = declined.Read();
 
     const Memory host_rotated = zack::MakeMemory(raw_bytes);
     std::vector<float> rows(64 * layout_.head_dim + 16);
     int declined_pages = 0, differing = 0;
     for (int i = 0; i < count; ++i) {
       const int layer = int(LayerOf(i));
-      const uint32_t flag = reinterpret_cast<const uint32_t*>(flags.data())[i];
+      const uint32_t flag = flags[i];
       const Memory mine = zack::MakeMemory(raw_bytes);
       std::memcpy(mine.get(), got_rotated.data() + i * raw_bytes, raw_bytes);
       std::vector<float> aligned(64 * layout_.head_dim + 64);
@@ -239,16 +210,16 @@ TEST_F(ZackHackEncodeGpu, PagesAndTheirCodes) {
     EXPECT_LT(differing, int(count * raw_bytes / 2 / 50));
 
     // And back.
-    DeviceBytes decoded(count * raw_bytes);
+    const TestArray<uint8_t> decoded(count * raw_bytes);
     std::vector<DeviceDecodeItem> decode(count);
     for (int i = 0; i < count; ++i) {
       decode[i] = {encoded.data() + i * encoded_bytes, decoded.data() + i * raw_bytes, LayerOf(i)};
     }
-    DeviceBytes device_decode(decode.data(), decode.size() * sizeof decode[0]);
-    const absl::Status decoding = device_codec_->Decode(device_decode.as<DeviceDecodeItem>(), count, nullptr);
+    const TestArray<DeviceDecodeItem> device_decode(decode);
+    const absl::Status decoding = device_codec_->Decode(device_decode.data(), count, nullptr);
     ASSERT_TRUE(decoding.ok()) << decoding;
     ASSERT_CUDA(cudaDeviceSynchronize());
-    const std::vector<uint8_t> back = decoded.Get();
+    const std::vector<uint8_t> back = decoded.Read();
     for (int i = 0; i < count; ++i) {
       const int layer = int(LayerOf(i));
       const Memory page = zack::MakeMemory(encoded_bytes), wanted = zack::MakeMemory(raw_bytes);
@@ -273,7 +244,8 @@ TEST_F(ZackHackEncodeGpu, InAGraphAndInPieces) {
   const int count = 300;
   const size_t raw_bytes = layout_.raw_bytes(), encoded_bytes = codec_->info().encoded_bytes;
   FillPages(4, 9);
-  DeviceBytes raw(4 * raw_bytes), encoded(count * encoded_bytes), declined(count * 4);
+  const TestArray<uint8_t> raw(4 * raw_bytes), encoded(count * encoded_bytes);
+  const TestArray<uint32_t> declined(count);
   for (int i = 0; i < 4; ++i) {
     ASSERT_CUDA(cudaMemcpy(raw.data() + i * raw_bytes, pages_[i].get(), raw_bytes, cudaMemcpyHostToDevice));
   }
@@ -281,12 +253,11 @@ TEST_F(ZackHackEncodeGpu, InAGraphAndInPieces) {
   for (int i = 0; i < count; ++i) {
     items[i] = {raw.data() + i % 4 * raw_bytes, encoded.data() + i * encoded_bytes, 0, uint32_t(i / 4 % kLayers)};
   }
-  DeviceBytes device_items(items.data(), items.size() * sizeof items[0]);
+  const TestArray<DeviceEncodeItem> device_items(items);
   cudaStream_t stream;
   ASSERT_CUDA(cudaStreamCreate(&stream));
   ASSERT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  const absl::Status status =
-      device_codec_->Encode(device_items.as<DeviceEncodeItem>(), count, declined.as<uint32_t>(), stream);
+  const absl::Status status = device_codec_->Encode(device_items.data(), count, declined.data(), stream);
   cudaGraph_t graph;
   ASSERT_CUDA(cudaStreamEndCapture(stream, &graph));
   ASSERT_TRUE(status.ok()) << status;
@@ -294,11 +265,11 @@ TEST_F(ZackHackEncodeGpu, InAGraphAndInPieces) {
   ASSERT_CUDA(cudaGraphInstantiate(&ready, graph, 0));
   for (int i = 0; i < 2; ++i) ASSERT_CUDA(cudaGraphLaunch(ready, stream));
   ASSERT_CUDA(cudaStreamSynchronize(stream));
-  const std::vector<uint8_t> replayed = encoded.Get();
+  const std::vector<uint8_t> replayed = encoded.Read();
   ASSERT_CUDA(cudaMemset(encoded.data(), 0xff, count * encoded_bytes));
-  ASSERT_TRUE(device_codec_->Encode(device_items.as<DeviceEncodeItem>(), count, declined.as<uint32_t>(), stream).ok());
+  ASSERT_TRUE(device_codec_->Encode(device_items.data(), count, declined.data(), stream).ok());
   ASSERT_CUDA(cudaStreamSynchronize(stream));
-  const std::vector<uint8_t> direct = encoded.Get();
+  const std::vector<uint8_t> direct = encoded.Read();
   for (int i = 0; i < count; ++i) {
     const size_t bytes = codec_->info().page_bytes(i / 4 % kLayers);
     ASSERT_EQ(std::memcmp(replayed.data() + i * encoded_bytes, direct.data() + i * encoded_bytes, bytes), 0) << i;

@@ -9,7 +9,7 @@
 #include "codecs/zack_hack/rotated_device_codec.h"
 #include "codecs/zack_million/zack_million_prefill_cuda.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/memory/device.h"
+#include "kvmanager/memory/device_memory.h"
 
 namespace kvmanager {
 namespace {
@@ -69,19 +69,20 @@ std::unique_ptr<DeviceCodec> MakeZackMillionDeviceCodec(const zack::RotatedCodec
   for (int l = 0; l < codec.layers(); ++l) {
     data.push_back(image.Place(sizeof(MillionSpace) + sizeof(ZackMillionPrefillLayer)));
   }
-  zack::RotatedMemory memory;
-  if (!memory.Allocate(image.bytes().size())) return nullptr;
+  auto memory = zack::AllocateRotated(image.bytes().size());
+  if (!memory.ok()) return nullptr;
+  uint8_t* const base = memory->data.get();
   for (int l = 0; l < codec.layers(); ++l) {
-    *image.At<MillionSpace>(data[l]) = {SpaceOf(codec, rotations, memory.data(), l), inner->attention_data(l)};
+    *image.At<MillionSpace>(data[l]) = {SpaceOf(codec, rotations, base, l), inner->attention_data(l)};
     *image.At<ZackMillionPrefillLayer>(data[l] + sizeof(MillionSpace)) = {
-        PrefillSpaceOf(codec, rotations, memory.data(), l),
+        PrefillSpaceOf(codec, rotations, base, l),
         static_cast<const million::MillionAnyLayer*>(inner->prefill(l).format)};
   }
-  if (!memory.Fill(image)) return nullptr;
+  if (!CopyToDevice(image.bytes(), base).ok()) return nullptr;
   const device::PrefillKernels* const prefill = inner->prefill(0).kernels == nullptr
                                                     ? nullptr
                                                     : ZackMillionPrefillKernels(codec.layout().head_dim, codec.folds());
-  return std::make_unique<ZackMillionDeviceCodec>(std::move(memory), codec.layout(), million.format().page_bytes,
+  return std::make_unique<ZackMillionDeviceCodec>(*std::move(memory), codec.layout(), million.format().page_bytes,
                                                   rotations, std::move(data), std::move(inner), attention, prefill);
 }
 

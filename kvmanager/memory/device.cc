@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
@@ -17,6 +16,15 @@ namespace {
 /// The process that first used CUDA through this library; 0: none yet. A forked child inherits it, which is how it is
 /// recognised, so this is one word of the whole process.
 std::atomic<pid_t> cuda_process{0};
+
+/// The error of this process having been forked from one that used CUDA through this library; OK otherwise.
+absl::Status CheckNotForked() {
+  const pid_t user = cuda_process.load(std::memory_order_relaxed);
+  if (user == 0 || user == getpid()) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat("this process was forked from process ", user,
+                                                    " after that had used CUDA, which CUDA does not support: start it "
+                                                    "by exec, or fork before the first use"));
+}
 
 absl::Status UseCudaInThisProcess() {
   pid_t expected = 0;
@@ -65,14 +73,6 @@ absl::Status Find(const char* symbol, unsigned version, F* function) {
 
 }  // namespace
 
-absl::Status CheckNotForked() {
-  const pid_t user = cuda_process.load(std::memory_order_relaxed);
-  if (user == 0 || user == getpid()) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat("this process was forked from process ", user,
-                                                    " after that had used CUDA, which CUDA does not support: start it "
-                                                    "by exec, or fork before the first use"));
-}
-
 absl::Status CudaStatus(int cuda_error, absl::string_view call) {
   if (cuda_error == cudaSuccess) return absl::OkStatus();
   const cudaError_t error = static_cast<cudaError_t>(cuda_error);
@@ -116,7 +116,136 @@ absl::Status DeviceDriver::ToStatus(CUresult result, absl::string_view call) con
   return absl::UnavailableError(message);
 }
 
-Device::Device() = default;
+namespace {
+
+class CudaDevice final : public Device {
+ public:
+  ~CudaDevice() override {
+    if (attention_stream_ == nullptr || !CheckNotForked().ok()) return;
+    cudaSetDevice(info_.ordinal);
+    cudaStreamDestroy(attention_stream_);
+    if (encode_stream_ != nullptr) cudaStreamDestroy(encode_stream_);
+    if (service_stream_ != nullptr) cudaStreamDestroy(service_stream_);
+  }
+
+  /// Once, before all else. Errors: Open's.
+  absl::Status Init(int ordinal) {
+    KV_ASSIGN_OR_RETURN(info_, Describe(ordinal));
+    if (info_.compute_major != kComputeMajor || info_.compute_minor != kComputeMinor) {
+      return absl::UnavailableError(absl::StrCat(
+          "GPU ", ordinal, " is ", info_.name, ", compute ", Compute(info_.compute_major, info_.compute_minor),
+          ": the kernels need compute ", Compute(kComputeMajor, kComputeMinor), " (Hopper)"));
+    }
+    int shared = 0;
+    KV_RETURN_IF_ERROR(
+        CudaStatus(cudaDeviceGetAttribute(&shared, cudaDevAttrMpsEnabled, ordinal), "cudaDeviceGetAttribute"));
+    if (shared != 0) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("this process would use GPU ", ordinal,
+                       " through CUDA's Multi-Process Service: kernels then outlive the process that launched them, "
+                       "and memory could not be taken back safely; unset CUDA_MPS_PIPE_DIRECTORY, or stop the "
+                       "service"));
+    }
+    KV_RETURN_IF_ERROR(CheckAttribute(ordinal, cudaDevAttrCanUseHostPointerForRegisteredMem,
+                                      "cannot use pinned host memory by its own addresses"));
+    KV_RETURN_IF_ERROR(CudaStatus(cudaSetDevice(ordinal), "cudaSetDevice"));
+    KV_RETURN_IF_ERROR(driver_.Load());
+    KV_ASSIGN_OR_RETURN(attention_stream_, NewStream(StreamPriority::kHighest));
+    KV_ASSIGN_OR_RETURN(encode_stream_, NewStream(StreamPriority::kLowest));
+    KV_ASSIGN_OR_RETURN(service_stream_, NewStream(StreamPriority::kHighest));
+    return absl::OkStatus();
+  }
+
+  const DeviceInfo& info() const override { return info_; }
+  CUstream_st* attention_stream() const override { return attention_stream_; }
+  CUstream_st* encode_stream() const override { return encode_stream_; }
+  CUstream_st* service_stream() const override { return service_stream_; }
+  const DeviceDriver& driver() const override { return driver_; }
+
+  absl::Status Use() const override {
+    KV_RETURN_IF_ERROR(CheckNotForked());
+    return CudaStatus(cudaSetDevice(info_.ordinal), "cudaSetDevice");
+  }
+  absl::StatusOr<uint64_t> FreeBytes() const override {
+    KV_RETURN_IF_ERROR(Use());
+    size_t free = 0, total = 0;
+    KV_RETURN_IF_ERROR(CudaStatus(cudaMemGetInfo(&free, &total), "cudaMemGetInfo"));
+    return free;
+  }
+
+  absl::Status PinHost(uint8_t* data, size_t bytes) const override {
+    KV_RETURN_IF_ERROR(Use());
+    return CudaStatus(cudaHostRegister(data, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped),
+                      "cudaHostRegister");
+  }
+  void UnpinHost(uint8_t* data) const override {
+    // On an error the context is gone, and the pinning with it.
+    if (Use().ok() && cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();
+  }
+
+  absl::StatusOr<CUstream_st*> NewStream(StreamPriority priority) const override {
+    KV_RETURN_IF_ERROR(Use());
+    int lowest = 0, highest = 0;
+    KV_RETURN_IF_ERROR(
+        CudaStatus(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange"));
+    CUstream_st* stream = nullptr;
+    KV_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking,
+                                                               priority == StreamPriority::kHighest ? highest : lowest),
+                                  "cudaStreamCreateWithPriority"));
+    return stream;
+  }
+  void DestroyStream(CUstream_st* stream) const override {
+    if (Use().ok()) cudaStreamDestroy(stream);
+  }
+  absl::StatusOr<bool> IsIdle(CUstream_st* stream) const override {
+    KV_RETURN_IF_ERROR(Use());
+    const cudaError_t error = cudaStreamQuery(stream);
+    if (error == cudaErrorNotReady) return false;
+    KV_RETURN_IF_ERROR(CudaStatus(error, "cudaStreamQuery"));
+    return true;
+  }
+  bool IsCapturing(CUstream_st* stream) const override {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    return cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone;
+  }
+
+  absl::Status EnqueueWait(CUstream_st* stream, const void* word, uint64_t value) const override {
+    constexpr uint64_t kMax = INT64_MAX - 1;
+    if (value > kMax) return InvalidField("value to wait for", value, absl::StrCat("at most ", kMax));
+    return driver_.ToStatus(
+        driver_.stream_wait(stream, reinterpret_cast<CUdeviceptr>(word), value, CU_STREAM_WAIT_VALUE_GEQ),
+        "cuStreamWaitValue64");
+  }
+  absl::Status EnqueueWrite(CUstream_st* stream, const void* word, uint64_t value) const override {
+    return driver_.ToStatus(
+        driver_.stream_write(stream, reinterpret_cast<CUdeviceptr>(word), value, CU_STREAM_WRITE_VALUE_DEFAULT),
+        "cuStreamWriteValue64");
+  }
+  absl::Status Follow(CUstream_st* stream, CUstream_st* leader) const override {
+    cudaEvent_t mark = nullptr;
+    KV_RETURN_IF_ERROR(CudaStatus(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming), "cudaEventCreate"));
+    absl::Status status = CudaStatus(cudaEventRecord(mark, leader), "cudaEventRecord");
+    if (status.ok()) status = CudaStatus(cudaStreamWaitEvent(stream, mark, 0), "cudaStreamWaitEvent");
+    cudaEventDestroy(mark);  // goes once it has happened
+    return status;
+  }
+  absl::Status EnqueueCopy(CUstream_st* stream, void* to, const void* from, size_t bytes) const override {
+    KV_RETURN_IF_ERROR(Use());
+    return CudaStatus(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
+  }
+  absl::Status EnqueueRelease(CUstream_st* stream, const void* counter, uint64_t epoch) const override {
+    return EnqueueWrite(stream, counter, epoch);
+  }
+
+ private:
+  DeviceInfo info_;
+  DeviceDriver driver_;
+  CUstream_st* attention_stream_ = nullptr;
+  CUstream_st* encode_stream_ = nullptr;
+  CUstream_st* service_stream_ = nullptr;
+};
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<Device>> Device::Open(int ordinal) {
   KV_RETURN_IF_ERROR(UseCudaInThisProcess());
@@ -126,37 +255,8 @@ absl::StatusOr<std::unique_ptr<Device>> Device::Open(int ordinal) {
     return FieldError(absl::StatusCode::kUnavailable, "GPU", absl::StrCat(ordinal),
                       count == 0 ? "a GPU of this machine, which has none" : absl::StrCat("0..", count - 1));
   }
-  std::unique_ptr<Device> device(new Device);
-  KV_ASSIGN_OR_RETURN(device->info_, Describe(ordinal));
-  if (device->info_.compute_major != kComputeMajor || device->info_.compute_minor != kComputeMinor) {
-    return absl::UnavailableError(absl::StrCat("GPU ", ordinal, " is ", device->info_.name, ", compute ",
-                                               Compute(device->info_.compute_major, device->info_.compute_minor),
-                                               ": the kernels need compute ", Compute(kComputeMajor, kComputeMinor),
-                                               " (Hopper)"));
-  }
-  int shared = 0;
-  KV_RETURN_IF_ERROR(
-      CudaStatus(cudaDeviceGetAttribute(&shared, cudaDevAttrMpsEnabled, ordinal), "cudaDeviceGetAttribute"));
-  if (shared != 0) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("this process would use GPU ", ordinal,
-                     " through CUDA's Multi-Process Service: kernels then outlive the process that launched them, and "
-                     "memory could not be taken back safely; unset CUDA_MPS_PIPE_DIRECTORY, or stop the service"));
-  }
-  KV_RETURN_IF_ERROR(CheckAttribute(ordinal, cudaDevAttrCanUseHostPointerForRegisteredMem,
-                                    "cannot use pinned host memory by its own addresses"));
-  KV_RETURN_IF_ERROR(CudaStatus(cudaSetDevice(ordinal), "cudaSetDevice"));
-  device->driver_ = std::make_unique<DeviceDriver>();
-  KV_RETURN_IF_ERROR(device->driver_->Load());
-  int lowest = 0, highest = 0;
-  KV_RETURN_IF_ERROR(
-      CudaStatus(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange"));
-  KV_RETURN_IF_ERROR(
-      CudaStatus(cudaStreamCreateWithPriority(&device->attention_stream_, cudaStreamNonBlocking, highest),
-                 "cudaStreamCreateWithPriority"));
-  KV_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithPriority(&device->encode_stream_, cudaStreamNonBlocking, lowest),
-                                "cudaStreamCreateWithPriority"));
-  KV_ASSIGN_OR_RETURN(device->service_stream_, device->NewStream());
+  auto device = std::make_unique<CudaDevice>();
+  KV_RETURN_IF_ERROR(device->Init(ordinal));
   return device;
 }
 
@@ -171,98 +271,6 @@ absl::StatusOr<std::unique_ptr<Device>> Device::OpenByUuid(const DeviceUuid& uui
   return absl::UnavailableError(absl::StrCat("this process sees ", count,
                                              count == 1 ? " GPU, which is another" : " GPUs, all of them others",
                                              " than the one asked for: look at its CUDA_VISIBLE_DEVICES"));
-}
-
-Device::~Device() {
-  if (!CheckNotForked().ok() || driver_ == nullptr) return;
-  cudaSetDevice(info_.ordinal);
-  if (attention_stream_ != nullptr) cudaStreamDestroy(attention_stream_);
-  if (encode_stream_ != nullptr) cudaStreamDestroy(encode_stream_);
-  if (service_stream_ != nullptr) cudaStreamDestroy(service_stream_);
-}
-
-absl::Status Device::Use() const {
-  KV_RETURN_IF_ERROR(CheckNotForked());
-  return CudaStatus(cudaSetDevice(info_.ordinal), "cudaSetDevice");
-}
-
-absl::StatusOr<uint64_t> Device::FreeBytes() const {
-  KV_RETURN_IF_ERROR(Use());
-  size_t free = 0, total = 0;
-  KV_RETURN_IF_ERROR(CudaStatus(cudaMemGetInfo(&free, &total), "cudaMemGetInfo"));
-  return free;
-}
-
-absl::Status Device::PinHost(uint8_t* data, size_t bytes) const {
-  KV_RETURN_IF_ERROR(Use());
-  return CudaStatus(cudaHostRegister(data, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped),
-                    "cudaHostRegister");
-}
-
-void Device::UnpinHost(uint8_t* data) const {
-  // On an error the context is gone, and the pinning with it.
-  if (Use().ok() && cudaHostUnregister(data) != cudaSuccess) cudaGetLastError();
-}
-
-absl::StatusOr<CUstream_st*> Device::NewStream(StreamPriority priority) const {
-  KV_RETURN_IF_ERROR(Use());
-  int lowest = 0, highest = 0;
-  KV_RETURN_IF_ERROR(
-      CudaStatus(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange"));
-  CUstream_st* stream = nullptr;
-  KV_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking,
-                                                             priority == StreamPriority::kHighest ? highest : lowest),
-                                "cudaStreamCreateWithPriority"));
-  return stream;
-}
-
-void Device::DestroyStream(CUstream_st* stream) const {
-  if (Use().ok()) cudaStreamDestroy(stream);
-}
-
-absl::StatusOr<bool> Device::IsIdle(CUstream_st* stream) const {
-  KV_RETURN_IF_ERROR(Use());
-  const cudaError_t error = cudaStreamQuery(stream);
-  if (error == cudaErrorNotReady) return false;
-  KV_RETURN_IF_ERROR(CudaStatus(error, "cudaStreamQuery"));
-  return true;
-}
-
-absl::Status Device::EnqueueWait(CUstream_st* stream, const void* word, uint64_t value) const {
-  constexpr uint64_t kMax = INT64_MAX - 1;
-  if (value > kMax) return InvalidField("value to wait for", value, absl::StrCat("at most ", kMax));
-  return driver_->ToStatus(
-      driver_->stream_wait(stream, reinterpret_cast<CUdeviceptr>(word), value, CU_STREAM_WAIT_VALUE_GEQ),
-      "cuStreamWaitValue64");
-}
-
-absl::Status Device::EnqueueWrite(CUstream_st* stream, const void* word, uint64_t value) const {
-  return driver_->ToStatus(
-      driver_->stream_write(stream, reinterpret_cast<CUdeviceptr>(word), value, CU_STREAM_WRITE_VALUE_DEFAULT),
-      "cuStreamWriteValue64");
-}
-
-absl::Status Device::EnqueueCopy(CUstream_st* stream, void* to, const void* from, size_t bytes) const {
-  KV_RETURN_IF_ERROR(Use());
-  return CudaStatus(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
-}
-
-absl::Status Device::EnqueueRelease(CUstream_st* stream, const void* counter, uint64_t epoch) const {
-  return EnqueueWrite(stream, counter, epoch);
-}
-
-void AllowManyStreams() {
-  setenv("CUDA_DEVICE_MAX_CONNECTIONS", absl::StrCat(kConnectionsMax).c_str(), /*overwrite=*/1);
-  setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/1);
-}
-
-absl::Status Device::Follow(CUstream_st* stream, CUstream_st* leader) const {
-  cudaEvent_t mark = nullptr;
-  KV_RETURN_IF_ERROR(CudaStatus(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming), "cudaEventCreate"));
-  absl::Status status = CudaStatus(cudaEventRecord(mark, leader), "cudaEventRecord");
-  if (status.ok()) status = CudaStatus(cudaStreamWaitEvent(stream, mark, 0), "cudaStreamWaitEvent");
-  cudaEventDestroy(mark);  // goes once it has happened
-  return status;
 }
 
 std::string DeviceSummary() {

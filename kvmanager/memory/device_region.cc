@@ -3,6 +3,8 @@
 #include <cuda_runtime_api.h>
 #include <unistd.h>
 
+#include <vector>
+
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/memory/device_driver.h"
@@ -18,6 +20,32 @@ CUmemAllocationProp Properties(int ordinal) {
   properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
   return properties;
 }
+
+class CudaRegion final : public DeviceRegion {
+ public:
+  CudaRegion(const Device* device, uint64_t slab_bytes, uint32_t slabs, CUdeviceptr address)
+      : device_(device), slab_bytes_(slab_bytes), address_(address), handles_(slabs, 0) {}
+  ~CudaRegion() override;
+
+  uint8_t* data() const override { return reinterpret_cast<uint8_t*>(address_); }
+  uint64_t slab_bytes() const override { return slab_bytes_; }
+  uint32_t slabs() const override { return static_cast<uint32_t>(handles_.size()); }
+  bool IsMapped(uint32_t slab) const override { return handles_[slab] != 0; }
+  absl::Status Make(uint32_t slab) override;
+  void Unmake(uint32_t slab) override;
+  absl::Status Zero(uint32_t slab) override;
+  absl::StatusOr<int> Export(uint32_t slab) override;
+  absl::Status Import(uint32_t slab, int fd, bool writable) override;
+
+ private:
+  absl::Status MapHandle(uint32_t slab, CUmemGenericAllocationHandle handle, bool writable);  // takes the handle
+  CUdeviceptr Address(uint32_t slab) const { return address_ + slab * slab_bytes_; }
+
+  const Device* const device_;
+  const uint64_t slab_bytes_;
+  const CUdeviceptr address_;
+  std::vector<CUmemGenericAllocationHandle> handles_;  // [slab]; 0: none
+};
 
 }  // namespace
 
@@ -39,25 +67,21 @@ absl::StatusOr<std::unique_ptr<DeviceRegion>> DeviceRegion::Reserve(const Device
     return InvalidField("device slabs", slabs,
                         absl::StrCat("1..", kBytesMax / slab_bytes, " of ", slab_bytes, " bytes"));
   }
-  std::unique_ptr<DeviceRegion> region(new DeviceRegion(device, slab_bytes, slabs));
   CUdeviceptr address = 0;
   KV_RETURN_IF_ERROR(
       driver.ToStatus(driver.address_reserve(&address, slab_bytes * slabs, granularity, 0, 0), "cuMemAddressReserve"));
-  region->address_ = address;
-  return region;
+  return std::make_unique<CudaRegion>(device, slab_bytes, slabs, address);
 }
 
-DeviceRegion::~DeviceRegion() {
-  if (address_ == 0 || !device_->Use().ok()) return;
+CudaRegion::~CudaRegion() {
+  if (!device_->Use().ok()) return;
   for (uint32_t slab = 0; slab < slabs(); ++slab) {
     if (IsMapped(slab)) Unmake(slab);
   }
   device_->driver().address_free(address_, slab_bytes_ * slabs());
 }
 
-uint8_t* DeviceRegion::data() const { return reinterpret_cast<uint8_t*>(address_); }
-
-absl::Status DeviceRegion::MapHandle(uint32_t slab, uint64_t handle, bool writable) {
+absl::Status CudaRegion::MapHandle(uint32_t slab, CUmemGenericAllocationHandle handle, bool writable) {
   const DeviceDriver& driver = device_->driver();
   if (const CUresult result = driver.map(Address(slab), slab_bytes_, 0, handle, 0); result != CUDA_SUCCESS) {
     driver.release(handle);
@@ -79,7 +103,7 @@ absl::Status DeviceRegion::MapHandle(uint32_t slab, uint64_t handle, bool writab
   return absl::OkStatus();
 }
 
-absl::Status DeviceRegion::Make(uint32_t slab) {
+absl::Status CudaRegion::Make(uint32_t slab) {
   KV_CHECK(slab < slabs() && !IsMapped(slab));
   KV_RETURN_IF_ERROR(device_->Use());
   const DeviceDriver& driver = device_->driver();
@@ -92,7 +116,7 @@ absl::Status DeviceRegion::Make(uint32_t slab) {
   return zeroed;
 }
 
-void DeviceRegion::Unmake(uint32_t slab) {
+void CudaRegion::Unmake(uint32_t slab) {
   KV_CHECK(slab < slabs() && IsMapped(slab));
   // Errors: the context is gone, and the mapping with it.
   if (device_->Use().ok()) {
@@ -102,7 +126,7 @@ void DeviceRegion::Unmake(uint32_t slab) {
   handles_[slab] = 0;
 }
 
-absl::Status DeviceRegion::Zero(uint32_t slab) {
+absl::Status CudaRegion::Zero(uint32_t slab) {
   KV_CHECK(slab < slabs() && IsMapped(slab));
   KV_RETURN_IF_ERROR(device_->Use());
   CUstream_st* const stream = device_->service_stream();
@@ -111,7 +135,7 @@ absl::Status DeviceRegion::Zero(uint32_t slab) {
   return CudaStatus(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
-absl::StatusOr<int> DeviceRegion::Export(uint32_t slab) {
+absl::StatusOr<int> CudaRegion::Export(uint32_t slab) {
   KV_CHECK(slab < slabs() && IsMapped(slab));
   KV_RETURN_IF_ERROR(device_->Use());
   int fd = -1;
@@ -121,7 +145,7 @@ absl::StatusOr<int> DeviceRegion::Export(uint32_t slab) {
   return fd;
 }
 
-absl::Status DeviceRegion::Import(uint32_t slab, int fd, bool writable) {
+absl::Status CudaRegion::Import(uint32_t slab, int fd, bool writable) {
   KV_CHECK(slab < slabs() && !IsMapped(slab));
   CUmemGenericAllocationHandle handle = 0;
   absl::Status imported = device_->Use();

@@ -13,9 +13,9 @@
 
 #include <cstdint>
 #include <memory>
-#include <vector>
 
 #include "absl/status/statusor.h"
+#include "kvmanager/base/needs_cuda.h"
 #include "kvmanager/memory/device.h"
 #include "kvmanager/memory/slab_memory.h"
 
@@ -31,36 +31,14 @@ class DeviceRegion : public SlabMemory {
 
   /// Addresses alone. slab_bytes: a multiple of the granularity, and >= kSlabBytesMin unless there is one slab (an
   /// arena); slabs * slab_bytes <= kBytesMax. `device` outlives the region. Errors: INVALID_ARGUMENT, UNAVAILABLE.
-  static absl::StatusOr<std::unique_ptr<DeviceRegion>> Reserve(const Device* device, uint64_t slab_bytes,
-                                                               uint32_t slabs);
-  /// Nothing uses the memory any more.
-  ~DeviceRegion() override;
-  DeviceRegion(const DeviceRegion&) = delete;
-  DeviceRegion& operator=(const DeviceRegion&) = delete;
+  KV_NEEDS_CUDA(static absl::StatusOr<std::unique_ptr<DeviceRegion>> Reserve(const Device* device, uint64_t slab_bytes,
+                                                                             uint32_t slabs));
 
-  uint8_t* data() const override;
-  uint64_t slab_bytes() const override { return slab_bytes_; }
-  uint32_t slabs() const override { return static_cast<uint32_t>(handles_.size()); }
-  bool IsMapped(uint32_t slab) const { return handles_[slab] != 0; }
-
-  absl::Status Make(uint32_t slab) override;
-  void Unmake(uint32_t slab) override;  // also of an imported slab
-  absl::Status Zero(uint32_t slab) override;
-  absl::StatusOr<int> Export(uint32_t slab) override;
+  // Its destructor: nothing uses the memory any more. Unmake is also for an imported slab.
+  virtual bool IsMapped(uint32_t slab) const = 0;
   /// Maps a slab that another process exported; takes the descriptor. Not zeroed. Errors: INVALID_ARGUMENT when its
   /// memory is smaller than a slab; UNAVAILABLE.
-  absl::Status Import(uint32_t slab, int fd, bool writable);
-
- private:
-  DeviceRegion(const Device* device, uint64_t slab_bytes, uint32_t slabs)
-      : device_(device), slab_bytes_(slab_bytes), handles_(slabs, 0) {}
-  absl::Status MapHandle(uint32_t slab, uint64_t handle, bool writable);  // takes the handle
-  uint64_t Address(uint32_t slab) const { return address_ + slab * slab_bytes_; }
-
-  const Device* const device_;
-  const uint64_t slab_bytes_;
-  uint64_t address_ = 0;
-  std::vector<uint64_t> handles_;  // [slab]; 0: none
+  virtual absl::Status Import(uint32_t slab, int fd, bool writable) = 0;
 };
 
 }  // namespace kvmanager

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "gtest/gtest.h"
+#include "kvmanager/memory/test_array.h"
 
 namespace kvmanager {
 
@@ -36,28 +37,23 @@ class GpuTest : public ::testing::Test {
     ASSERT_EQ(error_, cudaSuccess) << #call << ": " << cudaGetErrorString(error_); \
   } while (0)
 
-/// Device memory of a test, freed with it.
+/// Device memory of a test for values of several types.
 class DeviceBytes {
  public:
-  explicit DeviceBytes(size_t bytes) : bytes_(std::max<size_t>(bytes, 256)) {
-    if (cudaMalloc(&data_, bytes_) != cudaSuccess) data_ = nullptr;
-    EXPECT_NE(data_, nullptr);
-  }
-  ~DeviceBytes() { cudaFree(data_); }
-  DeviceBytes(const DeviceBytes&) = delete;
+  explicit DeviceBytes(size_t bytes) : bytes_(std::max<size_t>(bytes, 256)), data_(Allocate<uint8_t>(bytes_)) {}
   template <typename T>
   T* as() const {
-    return static_cast<T*>(data_);
+    return reinterpret_cast<T*>(data_.get());
   }
   void Fill(const void* from, size_t bytes) {
     ASSERT_LE(bytes, bytes_);
-    ASSERT_CUDA(cudaMemcpy(data_, from, bytes, cudaMemcpyHostToDevice));
+    ASSERT_CUDA(cudaMemcpy(data_.get(), from, bytes, cudaMemcpyHostToDevice));
   }
-  void Set(int value) { ASSERT_CUDA(cudaMemset(data_, value, bytes_)); }
+  void Set(int value) { ASSERT_CUDA(cudaMemset(data_.get(), value, bytes_)); }
 
  private:
-  void* data_ = nullptr;
-  size_t bytes_;
+  const size_t bytes_;
+  const DeviceArray<uint8_t> data_;
 };
 
 }  // namespace kvmanager

@@ -1,5 +1,5 @@
-// What benchmarks of kernels share: device memory, and the time of calls in a CUDA graph. An error of CUDA ends the
-// program.
+// What benchmarks of kernels share: the time of calls in a CUDA graph, beside what tests have too. An error of CUDA
+// ends the program.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,45 +8,12 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <memory>
 #include <utility>
 #include <vector>
 
+#include "kvmanager/memory/test_array.h"
+
 namespace kvmanager {
-
-#define CHECK_CUDA(call)                                                                                      \
-  do {                                                                                                        \
-    const cudaError_t error_ = cudaError_t(call);                                                             \
-    if (error_ != cudaSuccess) {                                                                              \
-      std::fprintf(stderr, "%s: %s: %s\n", program_invocation_short_name, #call, cudaGetErrorString(error_)); \
-      std::exit(1);                                                                                           \
-    }                                                                                                         \
-  } while (0)
-
-struct DeviceFree {
-  void operator()(void* p) const { cudaFree(p); }
-};
-template <typename T>
-using DeviceArray = std::unique_ptr<T[], DeviceFree>;
-
-template <typename T>
-DeviceArray<T> Allocate(size_t count) {
-  void* p = nullptr;
-  CHECK_CUDA(cudaMalloc(&p, std::max<size_t>(count * sizeof(T), 256)));
-  return DeviceArray<T>(static_cast<T*>(p));
-}
-template <typename T>
-DeviceArray<T> Upload(const std::vector<T>& from) {
-  DeviceArray<T> to = Allocate<T>(from.size());
-  CHECK_CUDA(cudaMemcpy(to.get(), from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice));
-  return to;
-}
-template <typename T>
-std::vector<T> Download(const T* from, size_t count) {
-  std::vector<T> to(count);
-  CHECK_CUDA(cudaMemcpy(to.data(), from, count * sizeof(T), cudaMemcpyDeviceToHost));
-  return to;
-}
 
 inline double Median(std::vector<double> x) {
   std::sort(x.begin(), x.end());

@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "kvmanager/base/needs_cuda.h"
 #include "kvmanager/memory/device.h"
 
 namespace kvmanager {
@@ -25,7 +26,7 @@ struct OpenPageShape {
 };
 
 /// Errors: INVALID_ARGUMENT, and nothing is enqueued; UNAVAILABLE.
-absl::Status EnqueueOpenPageCopies(absl::Span<const OpenPageCopy> pages, const OpenPageShape& shape,
-                                   CUstream_st* stream);
+KV_NEEDS_CUDA(absl::Status EnqueueOpenPageCopies(absl::Span<const OpenPageCopy> pages, const OpenPageShape& shape,
+                                                 CUstream_st* stream));
 
 }  // namespace kvmanager

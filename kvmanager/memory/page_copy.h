@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "kvmanager/base/needs_cuda.h"
 #include "kvmanager/memory/device.h"
 #include "kvmanager/memory/page_mover.h"
 
@@ -26,7 +27,8 @@ enum class PageCopyMethod : uint8_t {
 /// Enqueues all of `copies`, in no particular order among themselves; neighbours in the list that have equal sizes go
 /// in one launch of up to 2,000 pages. `blocks`: of kKernel; 0: as few as keep the link busy. Errors: INVALID_ARGUMENT,
 /// and nothing is enqueued; UNAVAILABLE.
-absl::Status EnqueuePageCopies(PageDirection direction, absl::Span<const PageCopy> copies, CUstream_st* stream,
-                               PageCopyMethod method = PageCopyMethod::kBest, int blocks = 0);
+KV_NEEDS_CUDA(absl::Status EnqueuePageCopies(PageDirection direction, absl::Span<const PageCopy> copies,
+                                             CUstream_st* stream, PageCopyMethod method = PageCopyMethod::kBest,
+                                             int blocks = 0));
 
 }  // namespace kvmanager

@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "kvmanager/base/needs_cuda.h"
 #include "kvmanager/memory/device.h"
 
 namespace kvmanager {
@@ -27,6 +28,6 @@ inline constexpr uint32_t kPageHashBytesMin = 241;
 
 /// Stores the checksum of pages[i] to out[i], in memory that the device writes. Errors: INVALID_ARGUMENT, and nothing
 /// is enqueued; UNAVAILABLE.
-absl::Status EnqueuePageHashes(absl::Span<const PageBytes> pages, uint64_t* out, CUstream_st* stream);
+KV_NEEDS_CUDA(absl::Status EnqueuePageHashes(absl::Span<const PageBytes> pages, uint64_t* out, CUstream_st* stream));
 
 }  // namespace kvmanager

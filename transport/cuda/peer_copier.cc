@@ -4,13 +4,22 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <deque>
+#include <map>
+#include <thread>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/mutex.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/memory/device_region.h"
 #include "kvmanager/memory/page_copy.h"
 #include "kvmanager/memory/page_hash.h"
+#include "kvmanager/memory/pinned_region.h"
 
 namespace kvmanager {
 namespace {
@@ -24,9 +33,7 @@ absl::Status GpuError(absl::string_view what, const absl::Status& why) {
                     "memory that a GPU here can copy from");
 }
 
-}  // namespace
-
-class PeerCopier::Slab final : public Source {
+class Slab final : public DeviceCopier::Source {
  public:
   explicit Slab(const DeviceSlab& facts) : facts(facts) {}
   ~Slab() override {
@@ -36,9 +43,70 @@ class PeerCopier::Slab final : public Source {
   std::shared_ptr<DeviceRegion> region;  // of the GPU that copies: a lane's targets are on one
 };
 
-absl::StatusOr<std::unique_ptr<PeerCopier>> PeerCopier::Create(absl::Span<const Device* const> devices,
-                                                               int copy_blocks) {
-  std::unique_ptr<PeerCopier> copier(new PeerCopier(copy_blocks));
+class CudaPeerCopier final : public PeerCopier {
+ public:
+  explicit CudaPeerCopier(int copy_blocks) : copy_blocks_(copy_blocks) {}
+  ~CudaPeerCopier() override;
+  /// Once, before all else. Errors: Create's.
+  absl::Status Init(absl::Span<const Device* const> devices);
+
+  bool Reaches(const GpuName& from, int to) const override;
+  std::shared_ptr<Source> Open(const DeviceSlab& slab) override;
+  void Expect() override;
+  void Copy(int device, std::vector<std::shared_ptr<Source>> sources, std::vector<Page> pages, Copied copied) override;
+  void Sweep() override;
+
+ private:
+  struct Import {
+    std::shared_ptr<DeviceRegion> region;
+    bool used = true;  // since the last Sweep
+  };
+  struct Job {
+    std::vector<std::shared_ptr<Source>> sources;
+    std::vector<Page> pages;
+    Copied copied;
+    absl::Status status;
+    uint64_t number = 0;    // that its stream writes behind it
+    bool enqueued = false;  // at least in part
+  };
+  // One GPU. `waiting` is guarded by mutex_; the rest is the thread's.
+  struct Gpu {
+    const Device* device = nullptr;
+    std::vector<GpuName> reaches;
+    std::array<CUstream_st*, 2> copy_streams = {};
+    CUstream_st* hash_stream = nullptr;
+    std::unique_ptr<PinnedRegion> pinned;  // kJobsAtOnce words, 64 bytes apart, then as many lists of checksums
+    std::map<std::array<uint8_t, 16>, Import> imports;
+    std::deque<Job> running;  // in the order in which they were started
+    uint64_t started = 0;
+    bool failed = false;
+    std::deque<Job> waiting;
+  };
+
+  void Run();
+  void StartJobs(Gpu& gpu);
+  void EndJobs(Gpu& gpu);
+  absl::Status Enqueue(Gpu& gpu, Job& job);
+  absl::StatusOr<std::shared_ptr<DeviceRegion>> ImportFor(Gpu& gpu, Slab& slab);
+  void LetGoOfUnused(Gpu& gpu);
+  static std::array<CUstream_st*, 3> Streams(const Gpu& gpu) {
+    return {gpu.copy_streams[0], gpu.copy_streams[1], gpu.hash_stream};
+  }
+  static bool Quiet(const Gpu& gpu);
+  Gpu* Find(int device) const;
+
+  const int copy_blocks_;
+  std::vector<std::unique_ptr<Gpu>> gpus_;
+  Mutex mutex_;
+  std::condition_variable changed_;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  bool sweep_due_ ABSL_GUARDED_BY(mutex_) = false;
+  std::chrono::steady_clock::time_point awake_until_ ABSL_GUARDED_BY(mutex_);
+  uint64_t polls_ = 0;  // the thread's
+  std::thread thread_;
+};
+
+absl::Status CudaPeerCopier::Init(absl::Span<const Device* const> devices) {
   int seen = 0;
   KV_RETURN_IF_ERROR(CudaStatus(cudaGetDeviceCount(&seen), "cudaGetDeviceCount"));
   for (const Device* device : devices) {
@@ -57,13 +125,13 @@ absl::StatusOr<std::unique_ptr<PeerCopier>> PeerCopier::Create(absl::Span<const 
       KV_ASSIGN_OR_RETURN(*stream, device->NewStream(StreamPriority::kLowest));
     }
     KV_ASSIGN_OR_RETURN(gpu->pinned, PinnedRegion::Make(device, kJobsAtOnce * (kWordStride + kJobPagesMax * 8)));
-    copier->gpus_.push_back(std::move(gpu));
+    gpus_.push_back(std::move(gpu));
   }
-  copier->thread_ = std::thread([raw = copier.get()] { raw->Run(); });
-  return copier;
+  thread_ = std::thread([this] { Run(); });
+  return absl::OkStatus();
 }
 
-PeerCopier::~PeerCopier() {
+CudaPeerCopier::~CudaPeerCopier() {
   if (thread_.joinable()) {
     {
       MutexLock lock(mutex_);
@@ -80,22 +148,24 @@ PeerCopier::~PeerCopier() {
   }
 }
 
-PeerCopier::Gpu* PeerCopier::Find(int device) const {
+CudaPeerCopier::Gpu* CudaPeerCopier::Find(int device) const {
   for (const auto& gpu : gpus_) {
     if (gpu->device->info().ordinal == device) return gpu.get();
   }
   return nullptr;
 }
 
-bool PeerCopier::Reaches(const GpuName& from, int to) const {
+bool CudaPeerCopier::Reaches(const GpuName& from, int to) const {
   const Gpu* const gpu = Find(to);
   return gpu != nullptr && std::find(gpu->reaches.begin(), gpu->reaches.end(), from) != gpu->reaches.end();
 }
 
-std::shared_ptr<DeviceCopier::Source> PeerCopier::Open(const DeviceSlab& slab) { return std::make_shared<Slab>(slab); }
+std::shared_ptr<DeviceCopier::Source> CudaPeerCopier::Open(const DeviceSlab& slab) {
+  return std::make_shared<Slab>(slab);
+}
 
-void PeerCopier::Copy(int device, std::vector<std::shared_ptr<Source>> sources, std::vector<Page> pages,
-                      Copied copied) {
+void CudaPeerCopier::Copy(int device, std::vector<std::shared_ptr<Source>> sources, std::vector<Page> pages,
+                          Copied copied) {
   Gpu* const gpu = Find(device);
   KV_CHECK(gpu != nullptr && pages.size() <= kJobPagesMax);
   Job job;
@@ -107,19 +177,19 @@ void PeerCopier::Copy(int device, std::vector<std::shared_ptr<Source>> sources, 
   changed_.notify_all();
 }
 
-void PeerCopier::Expect() {
+void CudaPeerCopier::Expect() {
   MutexLock lock(mutex_);
   awake_until_ = std::chrono::steady_clock::now() + kExpect;
   changed_.notify_all();
 }
 
-void PeerCopier::Sweep() {
+void CudaPeerCopier::Sweep() {
   MutexLock lock(mutex_);
   sweep_due_ = true;
   changed_.notify_all();
 }
 
-void PeerCopier::Run() {
+void CudaPeerCopier::Run() {
   for (bool idle = false;;) {
     bool sweeps = false;
     {
@@ -145,7 +215,7 @@ void PeerCopier::Run() {
   }
 }
 
-void PeerCopier::StartJobs(Gpu& gpu) {
+void CudaPeerCopier::StartJobs(Gpu& gpu) {
   while (gpu.running.size() < kJobsAtOnce) {
     Job job;
     {
@@ -161,7 +231,7 @@ void PeerCopier::StartJobs(Gpu& gpu) {
   }
 }
 
-absl::StatusOr<std::shared_ptr<DeviceRegion>> PeerCopier::ImportFor(Gpu& gpu, Slab& slab) {
+absl::StatusOr<std::shared_ptr<DeviceRegion>> CudaPeerCopier::ImportFor(Gpu& gpu, Slab& slab) {
   const auto found = gpu.imports.find(slab.facts.name);
   if (found != gpu.imports.end() && found->second.region->slab_bytes() == slab.facts.bytes) {
     found->second.used = true;
@@ -179,7 +249,7 @@ absl::StatusOr<std::shared_ptr<DeviceRegion>> PeerCopier::ImportFor(Gpu& gpu, Sl
   return imported;
 }
 
-absl::Status PeerCopier::Enqueue(Gpu& gpu, Job& job) {
+absl::Status CudaPeerCopier::Enqueue(Gpu& gpu, Job& job) {
   KV_RETURN_IF_ERROR(gpu.device->Use());
   std::vector<PageCopy> copies;
   std::vector<PageBytes> hashes;
@@ -207,7 +277,7 @@ absl::Status PeerCopier::Enqueue(Gpu& gpu, Job& job) {
   return gpu.device->EnqueueWrite(gpu.hash_stream, gpu.pinned->data() + place * kWordStride, job.number);
 }
 
-bool PeerCopier::Quiet(const Gpu& gpu) {
+bool CudaPeerCopier::Quiet(const Gpu& gpu) {
   const auto streams = Streams(gpu);
   return std::all_of(streams.begin(), streams.end(), [&](CUstream_st* stream) {
     const auto idle = gpu.device->IsIdle(stream);
@@ -215,7 +285,7 @@ bool PeerCopier::Quiet(const Gpu& gpu) {
   });
 }
 
-void PeerCopier::EndJobs(Gpu& gpu) {
+void CudaPeerCopier::EndJobs(Gpu& gpu) {
   while (!gpu.running.empty()) {
     Job& job = gpu.running.front();
     const size_t place = job.number % kJobsAtOnce;
@@ -245,12 +315,21 @@ void PeerCopier::EndJobs(Gpu& gpu) {
   }
 }
 
-void PeerCopier::LetGoOfUnused(Gpu& gpu) {
+void CudaPeerCopier::LetGoOfUnused(Gpu& gpu) {
   for (auto entry = gpu.imports.begin(); entry != gpu.imports.end();) {
     Import& import = entry->second;
     const bool kept = std::exchange(import.used, false) || import.region.use_count() > 1;
     entry = kept ? std::next(entry) : gpu.imports.erase(entry);
   }
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<PeerCopier>> PeerCopier::Create(absl::Span<const Device* const> devices,
+                                                               int copy_blocks) {
+  auto copier = std::make_unique<CudaPeerCopier>(copy_blocks);
+  KV_RETURN_IF_ERROR(copier->Init(devices));
+  return copier;
 }
 
 }  // namespace kvmanager

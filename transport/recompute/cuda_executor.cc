@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "kvmanager/base/status.h"
+#include "kvmanager/memory/device_memory.h"
 #include "transport/recompute/convert.h"
 #include "transport/recompute/cuda_lanes.h"
 #include "transport/recompute/cuda_projection.h"
-#include "transport/recompute/device_array.h"
 
 namespace kvmanager::recompute {
 namespace {
@@ -31,7 +31,7 @@ class CudaExecutor final : public ReloadExecutor {
         options_(options),
         lanes_(std::move(lanes)),
         device_(lanes_->device),
-        not_finite_(lanes_->not_finite),
+        not_finite_(lanes_->not_finite.get()),
         layers_(model.layers),
         staging_(options.buffers) {
     copy_.stream = lanes_->copy;
@@ -44,17 +44,17 @@ class CudaExecutor final : public ReloadExecutor {
     const size_t row_bytes = size_t(model_.hidden) * DTypeBytes(model_.layout.dtype);
     CUstream_st* const stream = compute_.stream;
     for (Staging& staging : staging_) {
-      KV_ASSIGN_OR_RETURN(staging.rows, Allocate<uint8_t>(rows * row_bytes, stream));
+      KV_ASSIGN_OR_RETURN(staging.rows, AllocateOnDevice<uint8_t>(rows * row_bytes, stream));
       // Rows that fill up a tile are products of something finite, if of nothing in particular.
       KV_RETURN_IF_ERROR(Check(cudaMemsetAsync(staging.rows.get(), 0, rows * row_bytes, stream), "cudaMemsetAsync"));
-      KV_ASSIGN_OR_RETURN(staging.angles, Allocate<float>(rows * 2 * pairs, stream));
+      KV_ASSIGN_OR_RETURN(staging.angles, AllocateOnDevice<float>(rows * 2 * pairs, stream));
       KV_ASSIGN_OR_RETURN(staging.turned, TakeEvent());
       if (!options_.pages_in_host_memory) continue;
-      KV_ASSIGN_OR_RETURN(staging.pages, Allocate<uint8_t>(PagesAtOnce() * model_.layout.raw_bytes(), stream));
+      KV_ASSIGN_OR_RETURN(staging.pages, AllocateOnDevice<uint8_t>(PagesAtOnce() * model_.layout.raw_bytes(), stream));
       KV_ASSIGN_OR_RETURN(staging.made, TakeEvent());
     }
-    KV_ASSIGN_OR_RETURN(products_, Allocate<float>(rows * 2 * model_.width(), stream));
-    KV_ASSIGN_OR_RETURN(frequencies_, Allocate<double>(pairs, stream));
+    KV_ASSIGN_OR_RETURN(products_, AllocateOnDevice<float>(rows * 2 * model_.width(), stream));
+    KV_ASSIGN_OR_RETURN(frequencies_, AllocateOnDevice<double>(pairs, stream));
     const std::vector<double> frequencies = Rope(model_.rope).frequencies();
     KV_RETURN_IF_ERROR(Upload(frequencies.data(), pairs * sizeof(double), frequencies_.get()));
     // What other streams use of it is there.
@@ -100,14 +100,14 @@ class CudaExecutor final : public ReloadExecutor {
     }
     KV_RETURN_IF_ERROR(device_->Use());
     Layer made;
-    KV_ASSIGN_OR_RETURN(made.weights, Allocate<uint8_t>(w.k.size() + w.v.size(), compute_.stream));
+    KV_ASSIGN_OR_RETURN(made.weights, AllocateOnDevice<uint8_t>(w.k.size() + w.v.size(), compute_.stream));
     KV_RETURN_IF_ERROR(Upload(w.k.data(), w.k.size(), made.weights.get()));
     KV_RETURN_IF_ERROR(Upload(w.v.data(), w.v.size(), made.weights.get() + w.k.size()));
     if (!w.k_bias.empty() || !w.v_bias.empty()) {
       std::vector<float> bias(2 * model_.width());
       Widen(w.k_bias.data(), w.dtype, w.k_bias.size() / DTypeBytes(w.dtype), bias.data());
       Widen(w.v_bias.data(), w.dtype, w.v_bias.size() / DTypeBytes(w.dtype), bias.data() + model_.width());
-      KV_ASSIGN_OR_RETURN(made.bias, Allocate<float>(bias.size(), compute_.stream));
+      KV_ASSIGN_OR_RETURN(made.bias, AllocateOnDevice<float>(bias.size(), compute_.stream));
       KV_RETURN_IF_ERROR(Upload(bias.data(), bias.size() * sizeof(float), made.bias.get()));
     }
     layers_[layer] = std::move(made);
@@ -216,7 +216,7 @@ class CudaExecutor final : public ReloadExecutor {
     if (lanes_->Met(model_, options_.chunk_rows)) return absl::OkStatus();
     Layer zeros;
     const size_t bytes = 2 * size_t(model_.width()) * model_.hidden * DTypeBytes(model_.layout.dtype);
-    KV_ASSIGN_OR_RETURN(zeros.weights, Allocate<uint8_t>(bytes, compute_.stream));
+    KV_ASSIGN_OR_RETURN(zeros.weights, AllocateOnDevice<uint8_t>(bytes, compute_.stream));
     KV_RETURN_IF_ERROR(Check(cudaMemsetAsync(zeros.weights.get(), 0, bytes, compute_.stream), "cudaMemsetAsync"));
     const size_t rows_max = RoundedRows(options_.chunk_rows);
     for (size_t rows = kTileRows; rows <= std::min<size_t>(rows_max, kWarmRowsMax); rows += kTileRows) {

@@ -22,6 +22,7 @@
 #include <memory>
 
 #include "absl/status/statusor.h"
+#include "kvmanager/base/needs_cuda.h"
 #include "kvmanager/memory/device.h"
 #include "transport/recompute/executor.h"
 
@@ -52,19 +53,19 @@ class CudaLanes;
 
 /// device: outlives the lanes. Loads cuBLAS. Errors: UNAVAILABLE: no CUDA in this build, or no cuBLAS on this machine,
 /// naming what to install; RESOURCE_EXHAUSTED.
-absl::StatusOr<std::shared_ptr<CudaLanes>> MakeCudaLanes(const Device* device);
+KV_NEEDS_CUDA(absl::StatusOr<std::shared_ptr<CudaLanes>> MakeCudaLanes(const Device* device));
 
 /// Whether an executor for these hidden, K and V sizes and dtype was made with these lanes before. Any thread.
-bool HasMet(const CudaLanes& lanes, const ProjectionModel& model);
+KV_NEEDS_CUDA(bool HasMet(const CudaLanes& lanes, const ProjectionModel& model));
 
 /// lanes: shared, as above. Errors: INVALID_ARGUMENT naming the field; RESOURCE_EXHAUSTED; UNAVAILABLE.
-absl::StatusOr<std::unique_ptr<ReloadExecutor>> MakeCudaExecutor(const ProjectionModel& model,
-                                                                 const CudaExecutorOptions& options,
-                                                                 std::shared_ptr<CudaLanes> lanes);
+KV_NEEDS_CUDA(absl::StatusOr<std::unique_ptr<ReloadExecutor>> MakeCudaExecutor(const ProjectionModel& model,
+                                                                               const CudaExecutorOptions& options,
+                                                                               std::shared_ptr<CudaLanes> lanes));
 /// With lanes of its own. Errors: also those of MakeCudaLanes.
-absl::StatusOr<std::unique_ptr<ReloadExecutor>> MakeCudaExecutor(const ProjectionModel& model,
-                                                                 const CudaExecutorOptions& options,
-                                                                 const Device* device);
+KV_NEEDS_CUDA(absl::StatusOr<std::unique_ptr<ReloadExecutor>> MakeCudaExecutor(const ProjectionModel& model,
+                                                                               const CudaExecutorOptions& options,
+                                                                               const Device* device));
 
 /// Device memory that an executor of a checked model takes when it is made, and for each layer that is registered (with
 /// biases), without CUDA's rounding.

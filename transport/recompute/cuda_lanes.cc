@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "kvmanager/base/status.h"
+#include "kvmanager/memory/device_memory.h"
 #include "transport/recompute/cuda_projection.h"
-#include "transport/recompute/device_array.h"
 
 namespace kvmanager::recompute {
 
@@ -17,15 +17,12 @@ absl::Status CudaLanes::Prepare() {
   KV_ASSIGN_OR_RETURN(angles, device->NewStream());
   KV_ASSIGN_OR_RETURN(back, device->NewStream());
   KV_ASSIGN_OR_RETURN(cublas, Cublas::Make(compute));
-  void* words = nullptr;
-  KV_RETURN_IF_ERROR(CudaStatus(
-      cudaHostAlloc(&words, ReloadExecutor::kBuffersMax * sizeof(int64_t), cudaHostAllocPortable), "cudaHostAlloc"));
-  not_finite = static_cast<int64_t*>(words);
+  KV_ASSIGN_OR_RETURN(not_finite, AllocatePinned<int64_t>(ReloadExecutor::kBuffersMax));
   KV_RETURN_IF_ERROR(LoadStoreKernels());
   // cuBLAS loads what it begins with.
   constexpr size_t kSmall = 64;
-  KV_ASSIGN_OR_RETURN(const auto x, Allocate<uint16_t>(2 * kSmall * kSmall, compute));
-  KV_ASSIGN_OR_RETURN(const auto out, Allocate<float>(kSmall * kSmall, compute));
+  KV_ASSIGN_OR_RETURN(const auto x, AllocateOnDevice<uint16_t>(2 * kSmall * kSmall, compute));
+  KV_ASSIGN_OR_RETURN(const auto out, AllocateOnDevice<float>(kSmall * kSmall, compute));
   KV_RETURN_IF_ERROR(
       CudaStatus(cudaMemsetAsync(x.get(), 0, 2 * kSmall * kSmall * sizeof(uint16_t), compute), "cudaMemsetAsync"));
   for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
@@ -43,7 +40,6 @@ CudaLanes::~CudaLanes() {
   for (CUstream_st* const stream : {copy, compute, angles, back}) {
     if (stream != nullptr) device->DestroyStream(stream);
   }
-  if (not_finite != nullptr) cudaFreeHost(not_finite);
 }
 
 bool CudaLanes::Met(const ProjectionModel& model, int rows) const {

@@ -8,7 +8,7 @@
 
 #include "absl/status/status.h"
 #include "kvmanager/base/mutex.h"
-#include "kvmanager/memory/device.h"
+#include "kvmanager/memory/device_memory.h"
 #include "transport/recompute/cublas.h"
 #include "transport/recompute/cuda_executor.h"
 
@@ -28,7 +28,7 @@ class CudaLanes {
   const Device* const device;
   CUstream_st *copy = nullptr, *compute = nullptr, *angles = nullptr, *back = nullptr;
   std::unique_ptr<Cublas> cublas;
-  int64_t* not_finite = nullptr;  // [kBuffersMax], pinned: NotFiniteCode, or what says that all is finite
+  PinnedArray<int64_t> not_finite;  // [kBuffersMax]: NotFiniteCode, or what says that all is finite
 
   /// Products of this model, of up to `rows` rows, were made before.
   bool Met(const ProjectionModel& model, int rows) const;

@@ -11,6 +11,7 @@
 #include "transport/remote_memory.h"
 #include "transport/tcp/test_util.h"
 #include "transport/ucx/ucx_memory.h"
+#include "transport/ucx/ucx_process.h"
 
 namespace kvmanager::tcp {
 namespace {
@@ -368,7 +369,7 @@ class UcxLaneTest : public LaneTest, public testing::TestWithParam<Way> {
         }
       }
       auto ucx = UcxMemory::Create(options);
-      if (!UCX_FOUND) {
+      if (!IsUcxBuilt()) {
         EXPECT_EQ(ucx.status().code(), absl::StatusCode::kUnavailable);
       } else if (!ucx.ok()) {
         ADD_FAILURE() << ucx.status();
@@ -378,7 +379,7 @@ class UcxLaneTest : public LaneTest, public testing::TestWithParam<Way> {
     }
   }
   void SetUp() override {
-    if (!UCX_FOUND) GTEST_SKIP() << "built without UCX: ucp/api/ucp.h was not found";
+    if (!IsUcxBuilt()) GTEST_SKIP() << UcxBuild();
     ASSERT_TRUE(theirs_ != nullptr && ours_ != nullptr);
     StartWith(theirs_.get(), ours_.get());
   }

@@ -11,6 +11,7 @@
 #include "kvmanager/base/status.h"
 #include "kvmanager/memory/region.h"
 #include "transport/ucx/description.h"
+#include "transport/ucx/ucx_process.h"
 
 namespace kvmanager {
 namespace {
@@ -51,7 +52,7 @@ class UcxMemoryTest : public testing::TestWithParam<Way> {
     UcxMemory::Options options = OptionsOf();
     options.memory = {{first_->data(), kBytes, first_->fd()}, {second_->data(), kBytes, second_->fd()}};
     auto sender = UcxMemory::Create(options);
-    if (!UCX_FOUND) {
+    if (!IsUcxBuilt()) {
       EXPECT_EQ(sender.status().code(), absl::StatusCode::kUnavailable);
       GTEST_SKIP() << sender.status();
     }

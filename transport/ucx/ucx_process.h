@@ -9,7 +9,8 @@ namespace kvmanager {
 /// With this as its only argument kvmanagerd runs as that process.
 inline constexpr char kUcxProcessFlag[] = "--ucx-process";
 
-/// "built with UCX 1.13", or why without.
+/// Whether UCX's headers were there when this was built; "built with UCX 1.13", or why without.
+bool IsUcxBuilt();
 std::string UcxBuild();
 
 /// Serves the daemon whose descriptors process_wire.h names until it ends; the exit status. Called in a process of its
