@@ -50,8 +50,9 @@ std::vector<std::string> Packages() {
 /// The module of section 3 that a package belongs to.
 std::string ModuleOf(absl::string_view package) {
   for (const char* const module :
-       {"kvmanager/api", "kvmanager/base", "kvmanager/memory", "kvmanager/store", "kvmanager/server", "codecs",
-        "attention", "transport", "client", "monitoring", "examples", "bench", "tests", "bazel"}) {
+       {"kvmanager/api", "kvmanager/base", "kvmanager/memory", "kvmanager/store", "kvmanager/gpu", "kvmanager/handoff",
+        "kvmanager/rpc", "kvmanager/daemon", "codecs", "attention", "transport", "client", "monitoring", "examples",
+        "bench", "tests", "bazel"}) {
     if (package == module || absl::StartsWith(package, absl::StrCat(module, "/"))) return module;
   }
   return std::string(package);
@@ -67,9 +68,6 @@ const std::map<std::string, std::set<std::string>> kArrows = {
     {"transport", {"kvmanager/base", "kvmanager/memory", "monitoring"}},
     {"attention", {"kvmanager/base", "kvmanager/memory", "codecs"}},
     {"kvmanager/store", {"kvmanager/base", "kvmanager/memory", "codecs", "transport", "monitoring"}},
-    {"kvmanager/server",
-     {"kvmanager/base", "kvmanager/memory", "kvmanager/api", "monitoring", "codecs", "transport", "attention",
-      "kvmanager/store"}},
     {"client", {"kvmanager/base", "kvmanager/memory", "kvmanager/api", "codecs", "attention"}},
     {"examples", {"kvmanager/base", "kvmanager/memory", "codecs", "attention", "client"}},
 };
@@ -121,10 +119,26 @@ bool IsOutside(const std::string& module) {
 }
 
 TEST(ArchitectureTest, TheFoldersOfTheDesignAreThere) {
-  for (const char* const folder :
-       {"bazel", "kvmanager/api", "kvmanager/base", "kvmanager/memory", "kvmanager/store", "kvmanager/server",
-        "codecs/raw", "codecs/hack", "attention", "transport/tcp", "client/cli", "monitoring", "examples/engine",
-        "examples/model", "tests", "docs", "tools"}) {
+  for (const char* const folder : {"bazel",
+                                   "kvmanager/api",
+                                   "kvmanager/base",
+                                   "kvmanager/memory",
+                                   "kvmanager/store",
+                                   "kvmanager/gpu",
+                                   "kvmanager/handoff",
+                                   "kvmanager/rpc",
+                                   "kvmanager/daemon",
+                                   "codecs/raw",
+                                   "codecs/hack",
+                                   "attention",
+                                   "transport/tcp",
+                                   "client/cli",
+                                   "monitoring",
+                                   "examples/engine",
+                                   "examples/model",
+                                   "tests",
+                                   "docs",
+                                   "tools"}) {
     EXPECT_TRUE(std::filesystem::is_directory(Root() / folder)) << folder;
   }
   for (const char* const file : {"WORKSPACE", "BUILD", "README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md",
