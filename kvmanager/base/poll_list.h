@@ -1,4 +1,5 @@
-// What the event loop looks at from time to time, since nothing wakes it: words that streams of a GPU write.
+// Asks functions from the event loop until they say that they are done: for words that another device or process writes
+// and that wake nobody, such as those that streams of a GPU write.
 //
 // While the list has entries the loop asks each every kPollUs; with none it costs nothing. The loop's thread.
 #pragma once

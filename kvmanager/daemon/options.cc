@@ -1,7 +1,5 @@
 #include "kvmanager/daemon/options.h"
 
-#include <sys/un.h>
-
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
@@ -15,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "kvmanager/base/address.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -225,43 +224,6 @@ absl::StatusOr<uint64_t> ParseBytes(absl::string_view field, absl::string_view t
   if (shift == 0 || !absl::SimpleAtod(number, &real) || !(real >= 0) || real > 1e6)
     return InvalidField(field, text, kBound);
   return static_cast<uint64_t>(std::ldexp(real, shift));
-}
-
-absl::StatusOr<HostPort> ParseHostPort(absl::string_view field, absl::string_view text) {
-  constexpr absl::string_view kBound = "HOST:PORT, such as 127.0.0.1:9464 or [::1]:9464, with a port of 0..65535";
-  const size_t colon = text.rfind(':');
-  if (colon == absl::string_view::npos) return InvalidField(field, text, kBound);
-  absl::string_view host = text.substr(0, colon);
-  if (absl::ConsumePrefix(&host, "[")) {
-    if (!absl::ConsumeSuffix(&host, "]")) return InvalidField(field, text, kBound);
-  } else if (host.find(':') != absl::string_view::npos) {
-    return InvalidField(field, text, kBound);
-  }
-  uint32_t port;
-  if (host.empty() || !absl::SimpleAtoi(text.substr(colon + 1), &port) || port > 65535) {
-    return InvalidField(field, text, kBound);
-  }
-  return HostPort{std::string(host), static_cast<uint16_t>(port)};
-}
-
-absl::StatusOr<ListenAddress> ParseListenAddress(absl::string_view field, absl::string_view text) {
-  ListenAddress address;
-  absl::string_view rest = text;
-  if (absl::ConsumePrefix(&rest, "unix:")) {
-    constexpr size_t kPathMax = sizeof(sockaddr_un{}.sun_path) - 1;
-    if (rest.empty() || rest.size() > kPathMax || rest.find('\0') != absl::string_view::npos) {
-      return InvalidField(field, text, absl::StrCat("unix:PATH with a path of 1..", kPathMax, " bytes"));
-    }
-    address.unix_path = std::string(rest);
-    return address;
-  }
-  if (absl::ConsumePrefix(&rest, "tcp:")) {
-    auto tcp = ParseHostPort(field, rest);
-    if (!tcp.ok()) return InvalidField(field, text, "unix:PATH or tcp:HOST:PORT with a port of 0..65535");
-    address.tcp = *std::move(tcp);
-    return address;
-  }
-  return InvalidField(field, text, "unix:PATH or tcp:HOST:PORT");
 }
 
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) {

@@ -75,17 +75,4 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv);
 /// "123", "64KiB", "1.5GiB" (KiB, MiB, GiB, TiB). `field` names the flag in errors.
 absl::StatusOr<uint64_t> ParseBytes(absl::string_view field, absl::string_view text);
 
-struct HostPort {
-  std::string host;
-  uint16_t port = 0;
-};
-/// "HOST:PORT" or "[IPV6]:PORT".
-absl::StatusOr<HostPort> ParseHostPort(absl::string_view field, absl::string_view text);
-
-struct ListenAddress {
-  std::string unix_path;  // empty: TCP
-  HostPort tcp;
-};
-absl::StatusOr<ListenAddress> ParseListenAddress(absl::string_view field, absl::string_view text);
-
 }  // namespace kvmanager

@@ -5,6 +5,10 @@
 //   (*server)->Stop();
 //   loop.join();
 //
+// This is the central header of the room daemon/: it knows every other room, and none knows it. Options become values
+// and objects become constructor arguments here: server.cc wires them (server_devices.h: those of GPUs), so a lower
+// room never asks for more than its Parts name.
+//
 // Owned by its maker. Create and Run may be on different threads; Run is called at most once and is the loop's thread;
 // Stop and Terminate come from any thread. Destroy it after Run has returned, or without Run.
 #pragma once

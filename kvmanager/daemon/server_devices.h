@@ -14,48 +14,22 @@
 #include "kvmanager/base/event_loop.h"
 #include "kvmanager/base/poll_list.h"
 #include "kvmanager/daemon/options.h"
-#include "kvmanager/gpu/device_context.h"
-#include "kvmanager/gpu/device_encodes.h"
-#include "kvmanager/gpu/device_indexes.h"
-#include "kvmanager/gpu/device_mover.h"
-#include "kvmanager/gpu/device_reads.h"
-#include "kvmanager/gpu/device_sends.h"
-#include "kvmanager/gpu/device_stream.h"
+#include "kvmanager/gpu/gpu.h"
+#include "kvmanager/gpu/gpu_metrics.h"
 #include "kvmanager/handoff/recompute_device.h"
-#include "kvmanager/memory/device.h"
-#include "kvmanager/memory/device_pool.h"
 #include "kvmanager/memory/host_pinner.h"
 #include "kvmanager/memory/page_pool.h"
-#include "kvmanager/memory/release_epochs.h"
-#include "kvmanager/rpc/server_metrics.h"
 #include "kvmanager/store/page_store.h"
 #include "monitoring/metrics.h"
 #include "transport/cuda/peer_copier.h"
 
 namespace kvmanager {
 
-/// One GPU: members in the order of who needs whom.
-struct DeviceParts {
-  std::unique_ptr<Device> device;
-  std::unique_ptr<DevicePool> pool;
-  ReleaseEpochs epochs;
-  DeviceEncodeQueue encode_queue;
-  std::unique_ptr<DeviceStreams> streams;
-  std::unique_ptr<DeviceEncodes> encodes;
-  std::unique_ptr<DeviceIndexes> indexes;
-  std::unique_ptr<DeviceMover> mover;
-  std::unique_ptr<DeviceSends> sends;
-  std::unique_ptr<CudaRecomputeDevice> recompute;  // nullptr: the CPU projects
-  std::unique_ptr<DeviceReads> reads;
-  DeviceContext context;
-};
-
 class ServerDevices {
  public:
   /// Everything given outlives it.
-  ServerDevices(const Options* options, Metrics* all_metrics, ServerMetrics* metrics, const Clock* clock,
-                PollList* polls)
-      : options_(*options), all_metrics_(all_metrics), metrics_(metrics), clock_(*clock), polls_(polls) {}
+  ServerDevices(const Options* options, Metrics* metrics, const Clock* clock, PollList* polls)
+      : options_(*options), metrics_(metrics), gpu_metrics_(metrics), clock_(*clock), polls_(polls) {}
   ServerDevices(const ServerDevices&) = delete;
   ServerDevices& operator=(const ServerDevices&) = delete;
 
@@ -63,8 +37,10 @@ class ServerDevices {
   /// Errors, naming the flag: UNAVAILABLE, FAILED_PRECONDITION (Device::Open), RESOURCE_EXHAUSTED (the GPU has not that
   /// much memory).
   absl::Status Open(PagePool* host_pool);
-  /// Those with a pool, in the order of Options::devices.
-  absl::Span<const std::unique_ptr<DeviceParts>> parts() const { return parts_; }
+  /// Those with a pool.
+  Gpus gpus() const;
+  /// Those that projections may run on.
+  std::vector<RecomputeDevice*> recompute_devices() const;
   const HostPinner* pinner() const { return pinner_.get(); }  // nullptr: no GPU
   PeerCopier* copier() const { return copier_.get(); }        // nullptr: no GPU
 
@@ -76,17 +52,23 @@ class ServerDevices {
   void End();
 
  private:
+  /// Members in the order of who needs whom.
+  struct Opened {
+    std::unique_ptr<Gpu> gpu;
+    std::unique_ptr<CudaRecomputeDevice> recompute;  // nullptr: the CPU projects
+  };
+
   absl::Status OpenOne(int ordinal, DeviceMetrics* metrics);
-  absl::Status OpenRecompute(DeviceParts& parts);
+  absl::Status OpenRecompute(Opened& opened);
   void BeginPinning(PagePool* host_pool);
 
   const Options& options_;
-  Metrics* const all_metrics_;
-  ServerMetrics* const metrics_;
+  Metrics* const metrics_;
+  GpuMetrics gpu_metrics_;
   const Clock& clock_;
   PollList* const polls_;
   std::vector<std::unique_ptr<DeviceMetrics>> device_metrics_;
-  std::vector<std::unique_ptr<DeviceParts>> parts_;
+  std::vector<Opened> opened_;
   std::unique_ptr<HostPinner> pinner_;
   std::unique_ptr<PeerCopier> copier_;
   bool pinned_ = false;

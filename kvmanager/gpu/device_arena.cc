@@ -22,11 +22,11 @@ DeviceArena::DeviceArena(int ordinal, std::unique_ptr<DeviceRegion> region, int 
 
 DeviceArena::~DeviceArena() { close(fd_); }
 
-absl::StatusOr<std::unique_ptr<DeviceArena>> DeviceArena::Make(const DeviceContext& device, uint64_t bytes) {
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<DeviceRegion> region, DeviceRegion::Reserve(device.device, bytes, /*slabs=*/1));
+absl::StatusOr<std::unique_ptr<DeviceArena>> DeviceArena::Make(const Device* device, uint64_t bytes) {
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<DeviceRegion> region, DeviceRegion::Reserve(device, bytes, /*slabs=*/1));
   KV_RETURN_IF_ERROR(region->Make(0));
   KV_ASSIGN_OR_RETURN(const int fd, region->Export(0));
-  return std::unique_ptr<DeviceArena>(new DeviceArena(device.ordinal, std::move(region), fd));
+  return std::unique_ptr<DeviceArena>(new DeviceArena(device->info().ordinal, std::move(region), fd));
 }
 
 }  // namespace kvmanager

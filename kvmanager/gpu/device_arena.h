@@ -11,7 +11,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "kvmanager/gpu/device_context.h"
+#include "kvmanager/memory/device.h"
 #include "kvmanager/memory/device_region.h"
 
 namespace kvmanager {
@@ -23,7 +23,7 @@ class DeviceArena {
   /// Up to whole pieces of GPU memory. Errors: INVALID_ARGUMENT (0, or more than kBytesMax).
   static absl::StatusOr<uint64_t> RoundedBytes(uint64_t bytes);
   /// Zeroed; `bytes` as RoundedBytes gave it. Errors: RESOURCE_EXHAUSTED, UNAVAILABLE.
-  static absl::StatusOr<std::unique_ptr<DeviceArena>> Make(const DeviceContext& device, uint64_t bytes);
+  static absl::StatusOr<std::unique_ptr<DeviceArena>> Make(const Device* device, uint64_t bytes);
   ~DeviceArena();
   DeviceArena(const DeviceArena&) = delete;
   DeviceArena& operator=(const DeviceArena&) = delete;

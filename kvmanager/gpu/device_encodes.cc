@@ -17,8 +17,8 @@ void DeviceEncodeQueue::Run(std::vector<absl::AnyInvocable<void()>>, absl::AnyIn
 }
 
 absl::StatusOr<std::unique_ptr<DeviceEncodes>> DeviceEncodes::Create(const Device* device, PollList* polls,
-                                                                     ServerMetrics* metrics) {
-  std::unique_ptr<DeviceEncodes> encodes(new DeviceEncodes(device, polls, metrics));
+                                                                     prometheus::Counter* encoded_pages) {
+  std::unique_ptr<DeviceEncodes> encodes(new DeviceEncodes(device, polls, encoded_pages));
   KV_RETURN_IF_ERROR(device->Use());
   KV_ASSIGN_OR_RETURN(encodes->words_, StreamWords::Create());
   KV_RETURN_IF_ERROR(encodes->words_->Pin(device));
@@ -77,8 +77,8 @@ bool DeviceEncodes::Poll() {
       EncodeItem& item = batch.job.items[i];
       item.declined = words_->declined()[batch.at + i] != 0 || item.is_sink;
     }
-    metrics_->device_encoded_pages.Increment(static_cast<double>(std::count_if(
-        batch.job.items.begin(), batch.job.items.end(), [](const EncodeItem& item) { return !item.is_sink; })));
+    encoded_pages_->Increment(static_cast<double>(std::count_if(batch.job.items.begin(), batch.job.items.end(),
+                                                                [](const EncodeItem& item) { return !item.is_sink; })));
     batch.job.done(batch.job.items);
   }
   SubmitWaiting();

@@ -1,8 +1,9 @@
-// Encoding on a GPU, behind attention: which pages wait for it, and what happens when they are encoded.
+// Encodes pages on a GPU, behind attention: keeps the pages that wait for it, and tells the store when they are
+// encoded.
 //
-// The store hands filled pages to the queue in the middle of a call (it does not know who fills them); whoever made the
-// call takes them from there and posts them once their K and V are written: everything goes through one stream of the
-// lowest priority, which therefore must never wait for a client. The loop's thread.
+// The store hands filled pages to the queue in the middle of a call; it does not know who fills them. The caller takes
+// them from there and posts them once their K and V are written. All of them go through one stream of the lowest
+// priority, which therefore must never wait for a client. The loop's thread.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +19,8 @@
 #include "kvmanager/base/poll_list.h"
 #include "kvmanager/memory/device.h"
 #include "kvmanager/memory/stream_words.h"
-#include "kvmanager/rpc/server_metrics.h"
 #include "kvmanager/store/page_store.h"
+#include "monitoring/metrics.h"
 
 namespace kvmanager {
 
@@ -53,7 +54,7 @@ class DeviceEncodes {
 
   /// Everything given outlives it.
   static absl::StatusOr<std::unique_ptr<DeviceEncodes>> Create(const Device* device, PollList* polls,
-                                                               ServerMetrics* metrics);
+                                                               prometheus::Counter* encoded_pages);
 
   /// The bytes of the pages are there. job.done is called once, when the GPU has encoded them.
   void Post(std::shared_ptr<const DeviceCodec> codec, DeviceEncodeJob job);
@@ -66,14 +67,14 @@ class DeviceEncodes {
     uint64_t number = 0;  // what the stream stores behind it
   };
 
-  DeviceEncodes(const Device* device, PollList* polls, ServerMetrics* metrics)
-      : device_(device), polls_(polls), metrics_(metrics) {}
+  DeviceEncodes(const Device* device, PollList* polls, prometheus::Counter* encoded_pages)
+      : device_(device), polls_(polls), encoded_pages_(encoded_pages) {}
   void SubmitWaiting();
   bool Poll();  // true: nothing is on its way
 
   const Device* const device_;
   PollList* const polls_;
-  ServerMetrics* const metrics_;
+  prometheus::Counter* const encoded_pages_;
   std::unique_ptr<StreamWords> words_;  // this process's alone: `encoded`, and the flags
   std::unique_ptr<DeviceEncoder> encoder_;
   std::deque<Batch> waiting_, submitted_;

@@ -11,7 +11,6 @@
 
 #include "codecs/device/device_choice.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/gpu/device_stream.h"
 #include "kvmanager/memory/page_copy.h"
 
 namespace kvmanager {
@@ -23,16 +22,17 @@ constexpr size_t kImageAlign = 64;
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<DeviceIndexes>> DeviceIndexes::Create(const DeviceContext& context, PollList* polls) {
-  std::unique_ptr<DeviceIndexes> indexes(new DeviceIndexes(context, polls));
+absl::StatusOr<std::unique_ptr<DeviceIndexes>> DeviceIndexes::Create(const Device* device, DeviceStreams* streams,
+                                                                     PollList* polls) {
+  std::unique_ptr<DeviceIndexes> indexes(new DeviceIndexes(device, streams, polls));
   KV_ASSIGN_OR_RETURN(indexes->words_, StreamWords::Create());
-  KV_RETURN_IF_ERROR(indexes->words_->Pin(context.device));
-  KV_ASSIGN_OR_RETURN(indexes->stream_, context.device->NewStream(StreamPriority::kLowest));
+  KV_RETURN_IF_ERROR(indexes->words_->Pin(device));
+  KV_ASSIGN_OR_RETURN(indexes->stream_, device->NewStream(StreamPriority::kLowest));
   return indexes;
 }
 
 DeviceIndexes::~DeviceIndexes() {
-  if (stream_ != nullptr) context_.device->DestroyStream(stream_);
+  if (stream_ != nullptr) device_->DestroyStream(stream_);
 }
 
 void DeviceIndexes::Post(std::shared_ptr<const DeviceCodec> codec, DeviceIndexJob job) {
@@ -55,21 +55,21 @@ void DeviceIndexes::Next() {
 absl::Status DeviceIndexes::EnsureStaging(size_t bytes) {
   bytes = std::max(bytes, kStagingBytes);
   if (staging_ != nullptr && staging_->bytes() >= bytes) return absl::OkStatus();
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<PinnedRegion> made, PinnedRegion::Make(context_.device, bytes));
-  if (staging_ != nullptr) context_.streams->Retire(std::shared_ptr<const PinnedRegion>(std::move(staging_)));
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<PinnedRegion> made, PinnedRegion::Make(device_, bytes));
+  if (staging_ != nullptr) streams_->Retire(std::shared_ptr<const PinnedRegion>(std::move(staging_)));
   staging_ = std::move(made);
   return absl::OkStatus();
 }
 
 void DeviceIndexes::WhenPassed(absl::Status status, absl::AnyInvocable<void()> then) {
   if (status.ok()) {
-    status = context_.device->EnqueueWrite(stream_, words_->Address(Word::kDone), ++last_);
+    status = device_->EnqueueWrite(stream_, words_->Address(Word::kDone), ++last_);
   }
   if (!status.ok()) {
     // The GPU has failed, or the host has no memory to pin. What was enqueued may still touch the job's bytes.
-    spdlog::error("GPU {} could not train an index: {}", context_.ordinal, std::string(status.message()));
+    spdlog::error("GPU {} could not train an index: {}", device_->info().ordinal, std::string(status.message()));
     polls_->Add([this, status = std::move(status)]() mutable {
-      const auto idle = context_.device->IsIdle(stream_);
+      const auto idle = device_->IsIdle(stream_);
       if (idle.ok() && !*idle) return false;
       End(std::move(status));
       return true;
@@ -86,7 +86,7 @@ void DeviceIndexes::WhenPassed(absl::Status status, absl::AnyInvocable<void()> t
 void DeviceIndexes::CopyKeys() {
   const DeviceIndexJob& job = waiting_.front().job;
   if (copied_ == job.pages.size()) return Train();
-  absl::Status status = context_.device->Use();
+  absl::Status status = device_->Use();
   status.Update(EnsureStaging(job.key_bytes));
   size_t count = 0;
   if (status.ok()) {
@@ -125,7 +125,7 @@ void DeviceIndexes::PutImage() {
   const Waiting& now = waiting_.front();
   const size_t bytes = now.job.job->image_bytes();
   const size_t address_at = (bytes + kImageAlign - 1) / kImageAlign * kImageAlign;
-  absl::Status status = context_.device->Use();
+  absl::Status status = device_->Use();
   status.Update(EnsureStaging(address_at + sizeof(uint8_t*)));
   if (status.ok()) {
     now.job.job->WriteImage(staging_->data());
@@ -150,7 +150,7 @@ void DeviceIndexes::End(absl::Status status) {
 bool DeviceIndexes::Drain(int64_t deadline_ms) {
   const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(deadline_ms);
   for (;;) {
-    const auto idle = context_.device->IsIdle(stream_);
+    const auto idle = device_->IsIdle(stream_);
     if (!idle.ok() || *idle) return true;
     if (std::chrono::steady_clock::now() >= until) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -1,5 +1,5 @@
-// Training of indexes of caches on a GPU, for the store: keys go to the host by way of pinned memory, workers train,
-// and what they made goes to the index's place, where the device completes it. One job after the other, behind
+// Trains the indexes of caches on a GPU, for the store. Keys go to the host by way of pinned memory, workers train, and
+// codebooks go back to the index's place, where the device completes them. One job after the other, behind
 // attention and encoding. The loop's thread, but for the tasks.
 #pragma once
 
@@ -13,7 +13,7 @@
 #include "absl/status/statusor.h"
 #include "codecs/device/device_codec.h"
 #include "kvmanager/base/poll_list.h"
-#include "kvmanager/gpu/device_context.h"
+#include "kvmanager/gpu/device_stream.h"
 #include "kvmanager/memory/device.h"
 #include "kvmanager/memory/page_mover.h"
 #include "kvmanager/memory/pinned_region.h"
@@ -27,7 +27,8 @@ class DeviceIndexes {
   static constexpr size_t kStagingBytes = size_t{32} << 20;  // of keys that are copied at once
 
   /// Everything given outlives it; `workers` is told later (SetWorkers).
-  static absl::StatusOr<std::unique_ptr<DeviceIndexes>> Create(const DeviceContext& context, PollList* polls);
+  static absl::StatusOr<std::unique_ptr<DeviceIndexes>> Create(const Device* device, DeviceStreams* streams,
+                                                               PollList* polls);
   /// Nothing is on its way (Drain).
   ~DeviceIndexes();
   DeviceIndexes(const DeviceIndexes&) = delete;
@@ -46,7 +47,8 @@ class DeviceIndexes {
     DeviceIndexJob job;
   };
 
-  DeviceIndexes(const DeviceContext& context, PollList* polls) : context_(context), polls_(polls) {}
+  DeviceIndexes(const Device* device, DeviceStreams* streams, PollList* polls)
+      : device_(device), streams_(streams), polls_(polls) {}
   void Next();
   void CopyKeys();              // the next piece
   void KeepKeys(size_t count);  // of a piece, from pinned memory
@@ -57,7 +59,8 @@ class DeviceIndexes {
   /// Calls `then` once the stream has passed what is enqueued now; `status`: of enqueuing it, an error ends the job.
   void WhenPassed(absl::Status status, absl::AnyInvocable<void()> then);
 
-  const DeviceContext context_;
+  const Device* const device_;
+  DeviceStreams* const streams_;
   PollList* const polls_;
   EncodeExecutor* workers_ = nullptr;
   CUstream_st* stream_ = nullptr;

@@ -1,5 +1,5 @@
-// Brings bytes of a GPU's memory to the host, to be looked at: pages that are sampled (quality.h), or read back
-// (read.h).
+// Copies pages of a GPU to the host, where they are read: pages that the quality monitor samples, or that a client
+// reads back.
 //
 // Copies go by a stream of their own, behind attention, into pinned memory of kStagingBytes that is taken when this is
 // made. The loop's thread.

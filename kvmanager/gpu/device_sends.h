@@ -1,5 +1,5 @@
-// What a hand-off out of one GPU's memory needs of that GPU: slabs that other daemons map, copies of open pages, and
-// pages' checksums. The loop's thread.
+// Prepares pages of one GPU for a hand-off: exports slabs that other daemons map, copies open pages and hashes pages.
+// The loop's thread.
 //
 // A slab is exported while a hand-off names it, under a name that no other memory of any daemon ever has, so that
 // receivers may keep what they mapped. What they keep beyond that is their own room: a slab that nothing uses is made

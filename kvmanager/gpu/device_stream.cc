@@ -45,6 +45,7 @@ struct DeviceStreams::Draining {
 
 DeviceStream::~DeviceStream() { Close(); }
 
+const Device& DeviceStream::device() const { return *streams_->device_; }
 CUstream_st* DeviceStream::stream() const { return slot_->stream; }
 ReleaseCounter* DeviceStream::plans() const { return slot_->plans; }
 uint64_t* DeviceStream::non_finite() const { return slot_->non_finite; }
@@ -79,19 +80,19 @@ void DeviceStream::Keep(std::shared_ptr<const void> object) {
   KV_CHECK(!closed());
   if (passed() == submitted()) return;
   kept_.push_back(Kept{submitted(), std::move(object)});
-  context_.streams->Watch();
+  streams_->Watch();
 }
 
 void DeviceStream::Close() {
   if (closed()) return;
-  context_.streams->TakeOver(this);
+  streams_->TakeOver(this);
 }
 
-DeviceStreams::DeviceStreams(const DeviceContext& context) : context_(context) { context_.streams = this; }
+DeviceStreams::DeviceStreams(const Device* device, DeviceMetrics* metrics) : device_(device), metrics_(metrics) {}
 
-absl::StatusOr<std::unique_ptr<DeviceStreams>> DeviceStreams::Create(const DeviceContext& context) {
-  std::unique_ptr<DeviceStreams> streams(new DeviceStreams(context));
-  KV_ASSIGN_OR_RETURN(streams->counters_, PinnedRegion::Make(context.device, kStreamsMax * kSlotBytes));
+absl::StatusOr<std::unique_ptr<DeviceStreams>> DeviceStreams::Create(const Device* device, DeviceMetrics* metrics) {
+  std::unique_ptr<DeviceStreams> streams(new DeviceStreams(device, metrics));
+  KV_ASSIGN_OR_RETURN(streams->counters_, PinnedRegion::Make(device, kStreamsMax * kSlotBytes));
   return streams;
 }
 
@@ -102,7 +103,7 @@ DeviceStreams::~DeviceStreams() {
     (void)counters_.release();
     return;
   }
-  for (const auto& slot : slots_) context_.device->DestroyStream(slot->stream);
+  for (const auto& slot : slots_) device_->DestroyStream(slot->stream);
 }
 
 void DeviceStreams::SetLoop(EventLoop* loop) {
@@ -115,7 +116,7 @@ void DeviceStreams::SetLoop(EventLoop* loop) {
 absl::StatusOr<std::shared_ptr<DeviceStream>> DeviceStreams::Open() {
   Collect();
   if (free_.empty() && slots_.size() == kStreamsMax) {
-    return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat("streams of GPU ", context_.ordinal),
+    return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat("streams of GPU ", device_->info().ordinal),
                       absl::StrCat(kStreamsMax + 1),
                       absl::StrCat("at most ", kStreamsMax, ", of which ", draining_.size(), " end soon"));
   }
@@ -125,10 +126,10 @@ absl::StatusOr<std::shared_ptr<DeviceStream>> DeviceStreams::Open() {
                       absl::StrCat("below ", kRetiredMax, "; it goes as soon as no stream has work"));
   }
   KV_ASSIGN_OR_RETURN(std::shared_ptr<StreamWords> words, StreamWords::Create());
-  KV_RETURN_IF_ERROR(words->Pin(context_.device));
+  KV_RETURN_IF_ERROR(words->Pin(device_));
   if (free_.empty()) {
     auto slot = std::make_unique<Slot>();
-    auto stream = context_.device->NewStream();
+    auto stream = device_->NewStream();
     if (!stream.ok()) {
       retired_.push_back(std::move(words));
       return stream.status();
@@ -145,7 +146,7 @@ absl::StatusOr<std::shared_ptr<DeviceStream>> DeviceStreams::Open() {
   free_.pop_back();
   slot->plans->released.store(0, std::memory_order_release);
   // Shared by the capability and the calls that use it.
-  std::shared_ptr<DeviceStream> stream(new DeviceStream(context_, next_id_++, slot, std::move(words)));
+  std::shared_ptr<DeviceStream> stream(new DeviceStream(this, next_id_++, slot, std::move(words)));
   open_.push_back(stream.get());
   ShowCounts();
   return stream;
@@ -169,10 +170,10 @@ void DeviceStreams::Retire(std::shared_ptr<const void> object) {
 bool DeviceStreams::Passed(const Slot& slot, uint64_t submitted) {
   if (slot.passed->released.load(std::memory_order_acquire) >= submitted) return true;
   if (failed_) return true;
-  const auto idle = context_.device->IsIdle(slot.stream);
+  const auto idle = device_->IsIdle(slot.stream);
   if (idle.ok()) return false;
   failed_ = true;
-  spdlog::error("GPU {} has failed, and with it all work on it: {}", context_.ordinal,
+  spdlog::error("GPU {} has failed, and with it all work on it: {}", device_->info().ordinal,
                 std::string(idle.status().message()));
   return true;
 }
@@ -238,8 +239,8 @@ bool DeviceStreams::Drain(int64_t deadline_ms) {
 }
 
 void DeviceStreams::ShowCounts() {
-  context_.metrics->streams.Set(double(open_.size()));
-  context_.metrics->draining_streams.Set(double(draining_.size()));
+  metrics_->streams.Set(double(open_.size()));
+  metrics_->draining_streams.Set(double(draining_.size()));
 }
 
 }  // namespace kvmanager

@@ -4,9 +4,9 @@
 //  1. Streams are made once and used again, at most kStreamsMax of them: a stream that waits holds up those that share
 //     its way into the GPU (kConnectionsMax ways). What a connection may have submitted is bounded too
 //     (kSubmissionsMax): CUDA blocks who launches beyond a thousand operations that wait.
-//  2. A stream that is closed gets the words that it waits for abandoned until all its work has passed; then, not
-//  before, it lets
-//     go of what its work uses (Keep), and may be opened again. `done` is abandoned behind that, for a client that
+//  2. A stream that is closed gets the words that it waits for abandoned until all its work has passed. Only then does
+//  it
+//     let go of what its work uses (Keep), and may be opened again. `done` is abandoned behind that, for a client that
 //     lives. Nothing here blocks: a timer of the event loop looks at counters that the streams write.
 //  3. Pinned words are unpinned only while no stream has work: CUDA would wait for all streams, and hold up every
 //     other call meanwhile. At most kRetiredMax of them wait for such a moment.
@@ -23,12 +23,15 @@
 
 #include "absl/status/statusor.h"
 #include "kvmanager/base/event_loop.h"
-#include "kvmanager/gpu/device_context.h"
+#include "kvmanager/gpu/gpu_metrics.h"
+#include "kvmanager/memory/device.h"
 #include "kvmanager/memory/pinned_region.h"
 #include "kvmanager/memory/region.h"
 #include "kvmanager/memory/stream_words.h"
 
 namespace kvmanager {
+
+class DeviceStreams;
 
 /// What one connection runs on a GPU. Owned by its capability and by calls that use it; its DeviceStreams outlives it.
 class DeviceStream {
@@ -41,8 +44,8 @@ class DeviceStream {
   DeviceStream(const DeviceStream&) = delete;
   DeviceStream& operator=(const DeviceStream&) = delete;
 
-  const DeviceContext& context() const { return context_; }
-  const Device& device() const { return *context_.device; }
+  int ordinal() const { return device().info().ordinal; }  // of the GPU
+  const Device& device() const;
   uint32_t id() const { return id_; }
   StreamWords& words() { return *words_; }
   /// For who reads them after this closed; it gives them to DeviceStreams::Retire then.
@@ -81,10 +84,10 @@ class DeviceStream {
     uint64_t submitted = 0;
     std::shared_ptr<const void> object;
   };
-  DeviceStream(const DeviceContext& context, uint32_t id, Slot* slot, std::shared_ptr<StreamWords> words)
-      : context_(context), id_(id), slot_(slot), words_(std::move(words)) {}
+  DeviceStream(DeviceStreams* streams, uint32_t id, Slot* slot, std::shared_ptr<StreamWords> words)
+      : streams_(streams), id_(id), slot_(slot), words_(std::move(words)) {}
 
-  const DeviceContext context_;
+  DeviceStreams* const streams_;
   const uint32_t id_;
   Slot* const slot_;
   std::shared_ptr<StreamWords> words_;  // nullptr: closed
@@ -100,8 +103,8 @@ class DeviceStreams {
   static constexpr size_t kRetiredMax = 64;
   static_assert(kStreamsMax + 8 < kConnectionsMax, "beside the device's own and the store's");
 
-  /// `context.streams` is set to this by the caller. Errors: of pinning a page.
-  static absl::StatusOr<std::unique_ptr<DeviceStreams>> Create(const DeviceContext& context);
+  /// Both outlive this. Errors: of pinning a page.
+  static absl::StatusOr<std::unique_ptr<DeviceStreams>> Create(const Device* device, DeviceMetrics* metrics);
   /// Drained, or else nothing of what still runs is freed.
   ~DeviceStreams();
   DeviceStreams(const DeviceStreams&) = delete;
@@ -125,7 +128,7 @@ class DeviceStreams {
   using Slot = DeviceStream::Slot;
   struct Draining;
 
-  explicit DeviceStreams(const DeviceContext& context);
+  DeviceStreams(const Device* device, DeviceMetrics* metrics);
   void TakeOver(DeviceStream* stream);  // that closes
   bool Passed(const Slot& slot, uint64_t submitted);
   /// Frees what can be freed. True: something is left.
@@ -134,7 +137,8 @@ class DeviceStreams {
   kj::Promise<void> CollectLater();
   void ShowCounts();
 
-  DeviceContext context_;
+  const Device* const device_;
+  DeviceMetrics* const metrics_;
   EventLoop* loop_ = nullptr;
   uint32_t next_id_ = 1;
   std::unique_ptr<PinnedRegion> counters_;  // of each slot submissions that passed, plans, and a non-finite table

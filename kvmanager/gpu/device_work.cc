@@ -8,11 +8,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kvmanager/base/poll_list.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/gpu/device_encodes.h"
 #include "kvmanager/memory/page_copy.h"
-#include "kvmanager/store/quality.h"
 
 namespace kvmanager {
 namespace {
@@ -40,19 +37,18 @@ absl::Status NonFiniteStatus(SequenceId sequence, uint64_t word) {
       "NaN or Inf", "finite; the sequence can only be dropped");
 }
 
-absl::StatusOr<std::shared_ptr<DeviceWork>> DeviceWork::Create(DaemonContext* daemon,
+absl::StatusOr<std::shared_ptr<DeviceWork>> DeviceWork::Create(const Parts& parts, Gpu* gpu,
                                                                std::shared_ptr<DeviceStream> stream) {
-  std::shared_ptr<DeviceWork> work(new DeviceWork(daemon, std::move(stream)));
-  KV_ASSIGN_OR_RETURN(work->holder_, work->stream_->context().epochs->AddHolder(work->stream_->plans()));
+  std::shared_ptr<DeviceWork> work(new DeviceWork(parts, gpu, std::move(stream)));
+  KV_ASSIGN_OR_RETURN(work->holder_, gpu->epochs()->AddHolder(work->stream_->plans()));
   work->holds_ = true;
   return work;
 }
 
 // Its stream has drained; freeing what steps own would wait for others.
 DeviceWork::~DeviceWork() {
-  const DeviceContext& device = stream_->context();
-  if (holds_) device.epochs->RemoveHolder(holder_);
-  for (auto& [cache, run] : runs_) device.streams->Retire(std::shared_ptr<const Run>(std::move(run)));
+  if (holds_) gpu_.epochs()->RemoveHolder(holder_);
+  for (auto& [cache, run] : runs_) gpu_.streams()->Retire(std::shared_ptr<const Run>(std::move(run)));
 }
 
 void DeviceWork::Forget(SequenceId sequence) {
@@ -90,8 +86,8 @@ bool DeviceWork::HasRoom() const {
 void DeviceWork::DropRunsOfClosedCaches() {
   for (auto it = runs_.begin(); it != runs_.end();) {
     const auto run = it++;
-    if (daemon_.store->codec(run->first) != nullptr) continue;
-    stream_->Keep(std::shared_ptr<Run>(run->second.release(), [streams = stream_->context().streams](const Run* gone) {
+    if (parts_.store->codec(run->first) != nullptr) continue;
+    stream_->Keep(std::shared_ptr<Run>(run->second.release(), [streams = gpu_.streams()](const Run* gone) {
       streams->Retire(std::shared_ptr<const Run>(gone));
     }));
     runs_.erase(run);
@@ -119,27 +115,26 @@ absl::StatusOr<DeviceWork::Run*> DeviceWork::RunOf(const StepCache& cache) {
       kSequencesMax * static_cast<uint32_t>(std::find(taken.begin(), taken.end(), false) - taken.begin());
   made->codec = cache.device_codec;
   const CacheConfig& config = *cache.config;
-  const DeviceContext& device = stream_->context();
   DeviceStep::Options options;
   options.stream = stream_->stream();
-  options.pool = device.pool->data();
+  options.pool = gpu_.pool()->data();
   options.layout = config.layout;
   options.layers = config.layers;
   options.query_heads = config.query_heads;
   options.lag_pages = config.lag_pages;
   options.identity = cache.codec->info().identity;
   options.codec = made->codec.get();
-  options.multiprocessors = device.device->info().multiprocessors;
-  options.pages_max = TablePages(*device.pool, config, cache.codec->info());
+  options.multiprocessors = gpu_.device()->info().multiprocessors;
+  options.pages_max = TablePages(*gpu_.pool(), config, cache.codec->info());
   options.sequences_max = kSequencesMax;
   options.tokens_max = kStepTokensMax;
   options.non_finite = stream_->non_finite() + made->first_word;
   options.non_finite_words = kSequencesMax;
-  absl::Status status = device.device->Use();
+  absl::Status status = gpu_.device()->Use();
   const absl::StatusOr<size_t> upload_bytes = DeviceStep::UploadBytes(options);
   status.Update(upload_bytes.status());
   if (!status.ok()) return none(status);
-  auto upload = PinnedRegion::Make(device.device, *upload_bytes);
+  auto upload = PinnedRegion::Make(gpu_.device(), *upload_bytes);
   if (!upload.ok()) return none(upload.status());
   made->upload = *std::move(upload);
   options.upload = made->upload->data();
@@ -161,8 +156,8 @@ absl::StatusOr<uint32_t> DeviceWork::PlaceOf(Run& run, SequenceId sequence) {
 // What the store has changed in one layer of a sequence since it was last asked.
 absl::Status DeviceWork::Describe(Run& run, SequenceId sequence, int layer, uint32_t place) {
   changes_.clear();
-  KV_RETURN_IF_ERROR(daemon_.store->TakeChanges(sequence, layer, &changes_));
-  const DevicePool& pool = *stream_->context().pool;
+  KV_RETURN_IF_ERROR(parts_.store->TakeChanges(sequence, layer, &changes_));
+  const DevicePool& pool = *gpu_.pool();
   for (const PagePlace& change : changes_) {
     const DevicePage page{UnitOf(pool, change.raw), UnitOf(pool, change.encoded)};
     KV_RETURN_IF_ERROR(run.step->SetPages(place, layer, change.page, {&page, 1}));
@@ -173,14 +168,13 @@ absl::Status DeviceWork::Describe(Run& run, SequenceId sequence, int layer, uint
 // A submission in the stream, as a plan: `work` enqueues it.
 template <typename Work>
 absl::StatusOr<uint64_t> DeviceWork::Submission(uint64_t ready, Work work) {
-  const DeviceContext& device = stream_->context();
-  KV_RETURN_IF_ERROR(device.device->Use());
+  KV_RETURN_IF_ERROR(gpu_.device()->Use());
   KV_RETURN_IF_ERROR(stream_->Begin(ready));
-  const absl::StatusOr<uint64_t> epoch = device.epochs->OpenPlan(holder_);
+  const absl::StatusOr<uint64_t> epoch = gpu_.epochs()->OpenPlan(holder_);
   absl::Status status = epoch.status();
   if (status.ok()) {
     status = work();
-    status.Update(device.device->EnqueueWrite(stream_->stream(), stream_->plans(), *epoch));
+    status.Update(gpu_.device()->EnqueueWrite(stream_->stream(), stream_->plans(), *epoch));
   }
   absl::StatusOr<uint64_t> done = stream_->End();
   if (!status.ok()) return status;
@@ -191,20 +185,19 @@ absl::StatusOr<uint64_t> DeviceWork::Submission(uint64_t ready, Work work) {
 // passed that. Nothing waits for it.
 absl::Status DeviceWork::CopyQueryRow(const StepCache& cache, Run& run, int layer,
                                       absl::Span<const AttendEntry> entries, const void* q) {
-  QualityMonitor* const quality = daemon_.quality;
+  QualityMonitor* const quality = parts_.quality;
   if (quality == nullptr || cache.codec->info().identity) return absl::OkStatus();
   const CacheConfig& config = *cache.config;
   const DType dtype = config.layout.dtype;
   const auto row = quality->ChooseRow(cache.id, config.layers, layer, entries, dtype, /*scale=*/0, /*tokens=*/1);
   if (!row.has_value()) return absl::OkStatus();
   const size_t row_bytes = size_t(config.query_heads) * config.layout.head_dim * DTypeBytes(dtype);
-  const DeviceContext& device = stream_->context();
   if (run.rows == nullptr) {
     // Freed when no stream has work, whoever has it last.
-    std::shared_ptr<QueryRows> made(new QueryRows, [streams = device.streams](QueryRows* gone) {
+    std::shared_ptr<QueryRows> made(new QueryRows, [streams = gpu_.streams()](QueryRows* gone) {
       streams->Retire(std::shared_ptr<const QueryRows>(gone));
     });
-    KV_ASSIGN_OR_RETURN(made->memory, PinnedRegion::Make(device.device, kQueryRowsMax * row_bytes));
+    KV_ASSIGN_OR_RETURN(made->memory, PinnedRegion::Make(gpu_.device(), kQueryRowsMax * row_bytes));
     run.rows = std::move(made);
   }
   const uint32_t place = static_cast<uint32_t>(std::countr_one(run.rows->taken));
@@ -214,8 +207,8 @@ absl::Status DeviceWork::CopyQueryRow(const StepCache& cache, Run& run, int laye
                       static_cast<uint32_t>(row_bytes)};
   KV_RETURN_IF_ERROR(EnqueuePageCopies(PageDirection::kDemote, {&copy, 1}, stream_->stream(), PageCopyMethod::kKernel));
   run.rows->taken |= 1u << place;
-  daemon_.polls->Add([stream = stream_, submission = stream_->submitted() + 1, rows = run.rows, place, to, row_bytes,
-                      quality, id = cache.id, layers = config.layers, layer, dtype] {
+  parts_.polls->Add([stream = stream_, submission = stream_->submitted() + 1, rows = run.rows, place, to, row_bytes,
+                     quality, id = cache.id, layers = config.layers, layer, dtype] {
     if (stream->passed() < submission) return false;
     quality->NoteRow(id, layers, layer, dtype, /*scale=*/0, {to, row_bytes});
     rows->taken &= ~(1u << place);
@@ -242,7 +235,7 @@ absl::Status DeviceWork::Enqueue(const StepCache& cache, Run& run, int layer, ab
     KV_RETURN_IF_ERROR(run.step->Attend(layer, tensors.q, tensors.out, tensors.lse));
     // A step whose output is there is none that failed.
     if (absl::Status copied = CopyQueryRow(cache, run, layer, entries, tensors.q); !copied.ok()) {
-      spdlog::warn("queries of a step on GPU {} could not be copied: {}", stream_->context().ordinal,
+      spdlog::warn("queries of a step on GPU {} could not be copied: {}", gpu_.ordinal(),
                    std::string(copied.message()));
     }
   }
@@ -263,7 +256,7 @@ absl::StatusOr<uint64_t> DeviceWork::Submit(const StepCache& cache, int layer, a
   });
   if (tensors.k != nullptr) PostEncodes(cache);
   if (!submitted.ok() && tensors.k != nullptr) {
-    spdlog::warn("a step on GPU {} was booked but could not run: {}", stream_->context().ordinal,
+    spdlog::warn("a step on GPU {} was booked but could not run: {}", gpu_.ordinal(),
                  std::string(submitted.status().message()));
     for (const AttendEntry& entry : entries) {
       broken_[entry.sequence] = absl::FailedPreconditionError(
@@ -283,7 +276,7 @@ absl::StatusOr<uint64_t> DeviceWork::Copy(const StepCache& cache, SequenceId seq
     KV_RETURN_IF_ERROR(change(&copies));
     if (!copies.empty()) written_[sequence] = stream_->submitted() + 1;
     if (released != 0) KV_RETURN_IF_ERROR(stream_->WaitReleased(released));
-    const DevicePool& pool = *stream_->context().pool;
+    const DevicePool& pool = *gpu_.pool();
     if (const auto place = run->places.find(sequence); pages != kAllPages && place != run->places.end()) {
       run->step->Truncate(place->second.place, static_cast<uint32_t>(pages));
     }
@@ -298,13 +291,12 @@ absl::StatusOr<uint64_t> DeviceWork::Copy(const StepCache& cache, SequenceId seq
 
 // The encode stream must not wait for a client, so pages are posted when their appends are known to have run.
 void DeviceWork::PostEncodes(const StepCache& cache) {
-  const DeviceContext& device = stream_->context();
-  std::vector<DeviceEncodeJob> jobs = device.encode_queue->Take();
+  std::vector<DeviceEncodeJob> jobs = gpu_.encode_queue()->Take();
   if (jobs.empty()) return;
-  daemon_.polls->Add([stream = stream_, submitted = stream_->submitted(), codec = cache.device_codec,
-                      jobs = std::move(jobs)]() mutable {
+  parts_.polls->Add([stream = stream_, encodes = gpu_.encodes(), submitted = stream_->submitted(),
+                     codec = cache.device_codec, jobs = std::move(jobs)]() mutable {
     if (stream->passed() < submitted) return false;
-    for (DeviceEncodeJob& job : jobs) stream->context().encodes->Post(codec, std::move(job));
+    for (DeviceEncodeJob& job : jobs) encodes->Post(codec, std::move(job));
     return true;
   });
 }
@@ -312,7 +304,7 @@ void DeviceWork::PostEncodes(const StepCache& cache) {
 void DeviceWork::WhenRun(absl::AnyInvocable<void()> fn) {
   const uint64_t submitted = stream_->submitted();
   if (stream_->passed() >= submitted) return fn();
-  daemon_.polls->Add([stream = stream_, submitted, fn = std::move(fn)]() mutable {
+  parts_.polls->Add([stream = stream_, submitted, fn = std::move(fn)]() mutable {
     if (stream->closed()) return true;
     if (stream->passed() < submitted) return false;
     fn();

@@ -17,11 +17,13 @@
 #include "absl/types/span.h"
 #include "attention/attention.h"
 #include "attention/device_step.h"
+#include "kvmanager/base/poll_list.h"
 #include "kvmanager/gpu/device_stream.h"
+#include "kvmanager/gpu/gpu.h"
 #include "kvmanager/gpu/step_cache.h"
 #include "kvmanager/memory/release_epochs.h"
-#include "kvmanager/rpc/context.h"
 #include "kvmanager/store/page_store.h"
+#include "kvmanager/store/quality.h"
 
 namespace kvmanager {
 
@@ -52,13 +54,21 @@ class DeviceWork {
   static constexpr int kStepTokensMax = 16384;       // of all entries of a step
   static_assert(kRunsMax * kSequencesMax <= StreamWords::kNonFiniteWords);
 
-  /// Everything given outlives it, or is shared.
-  static absl::StatusOr<std::shared_ptr<DeviceWork>> Create(DaemonContext* daemon,
+  /// What the steps of every connection use. Everything outlives them.
+  struct Parts {
+    PageStore* store = nullptr;
+    PollList* polls = nullptr;
+    QualityMonitor* quality = nullptr;  // nullptr: no query is noted
+  };
+
+  /// stream: of `gpu`, which outlives it.
+  static absl::StatusOr<std::shared_ptr<DeviceWork>> Create(const Parts& parts, Gpu* gpu,
                                                             std::shared_ptr<DeviceStream> stream);
   ~DeviceWork();
   DeviceWork(const DeviceWork&) = delete;
   DeviceWork& operator=(const DeviceWork&) = delete;
 
+  Gpu& gpu() const { return gpu_; }
   const std::shared_ptr<DeviceStream>& stream() const { return stream_; }
 
   /// A sequence is given up, before the store drops it.
@@ -115,8 +125,8 @@ class DeviceWork {
     std::shared_ptr<QueryRows> rows;  // nullptr before the first
   };
 
-  DeviceWork(DaemonContext* daemon, std::shared_ptr<DeviceStream> stream)
-      : daemon_(*daemon), stream_(std::move(stream)) {}
+  DeviceWork(const Parts& parts, Gpu* gpu, std::shared_ptr<DeviceStream> stream)
+      : parts_(parts), gpu_(*gpu), stream_(std::move(stream)) {}
   absl::StatusOr<Run*> RunOf(const StepCache& cache);
   void DropRunsOfClosedCaches();
   absl::Status Enqueue(const StepCache& cache, Run& run, int layer, absl::Span<const AttendEntry> entries,
@@ -129,7 +139,8 @@ class DeviceWork {
   absl::StatusOr<uint64_t> Submission(uint64_t ready, Work work);
   void PostEncodes(const StepCache& cache);
 
-  DaemonContext& daemon_;
+  const Parts parts_;
+  Gpu& gpu_;
   const std::shared_ptr<DeviceStream> stream_;
   ReleaseEpochs::HolderId holder_ = 0;
   bool holds_ = false;

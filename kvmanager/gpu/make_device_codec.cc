@@ -1,13 +1,12 @@
 #include "kvmanager/gpu/make_device_codec.h"
 
 #include "kvmanager/base/status.h"
-#include "kvmanager/gpu/device_stream.h"
 
 namespace kvmanager {
 
-absl::StatusOr<std::shared_ptr<const DeviceCodec>> MakeDeviceCodec(const DeviceContext& device, const Codec& codec,
-                                                                   int layers) {
-  KV_RETURN_IF_ERROR(device.device->Use());
+absl::StatusOr<std::shared_ptr<const DeviceCodec>> MakeDeviceCodec(const Device* device, DeviceStreams* streams,
+                                                                   const Codec& codec, int layers) {
+  KV_RETURN_IF_ERROR(device->Use());
   std::unique_ptr<DeviceCodec> made = codec.NewDeviceCodec();
   for (int layer = 0; layer < layers; ++layer) {
     if (made != nullptr && made->attention(layer) != nullptr) continue;
@@ -18,7 +17,7 @@ absl::StatusOr<std::shared_ptr<const DeviceCodec>> MakeDeviceCodec(const DeviceC
         "on a GPU)");
   }
   // Freeing what it has on the device waits for all streams.
-  return std::shared_ptr<const DeviceCodec>(made.release(), [streams = device.streams](const DeviceCodec* gone) {
+  return std::shared_ptr<const DeviceCodec>(made.release(), [streams](const DeviceCodec* gone) {
     streams->Retire(std::shared_ptr<const DeviceCodec>(gone));
   });
 }

@@ -5,13 +5,14 @@
 
 #include "absl/status/statusor.h"
 #include "codecs/codec.h"
-#include "kvmanager/gpu/device_context.h"
+#include "codecs/device/device_codec.h"
+#include "kvmanager/gpu/device_stream.h"
 
 namespace kvmanager {
 
-/// What the codec does on the GPU of this cache. Any thread; the result goes on the loop's. Errors: FAILED_PRECONDITION
-/// where there are no kernels for its pages; CUDA's.
-absl::StatusOr<std::shared_ptr<const DeviceCodec>> MakeDeviceCodec(const DeviceContext& device, const Codec& codec,
-                                                                   int layers);
+/// What the codec does on this GPU, whose streams are `streams`. Any thread; the result is destroyed on the loop's.
+/// Errors: FAILED_PRECONDITION where there are no kernels for its pages; CUDA's.
+absl::StatusOr<std::shared_ptr<const DeviceCodec>> MakeDeviceCodec(const Device* device, DeviceStreams* streams,
+                                                                   const Codec& codec, int layers);
 
 }  // namespace kvmanager

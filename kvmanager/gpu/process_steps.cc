@@ -11,9 +11,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kvmanager/base/poll_list.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/gpu/device_stream.h"
 #include "kvmanager/gpu/device_work.h"
 
 namespace kvmanager {
@@ -26,9 +24,9 @@ constexpr uint64_t kWordsPerChangeMax = 6;  // of a page in one layer: a run of 
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<InProcess>> InProcess::Create(DaemonContext* daemon, const DeviceContext& device,
-                                                             std::shared_ptr<StreamWords> words, uint32_t pid) {
-  std::shared_ptr<InProcess> made(new InProcess(daemon, device, std::move(words)));
+absl::StatusOr<std::shared_ptr<ProcessSteps>> ProcessSteps::Create(const Parts& parts, Gpu* gpu,
+                                                                   std::shared_ptr<StreamWords> words, uint32_t pid) {
+  std::shared_ptr<ProcessSteps> made(new ProcessSteps(parts, gpu, std::move(words)));
   const int pidfd = pid == 0 ? -1 : static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
   if (pidfd < 0) {
     return absl::FailedPreconditionError(absl::StrCat(
@@ -36,21 +34,21 @@ absl::StatusOr<std::shared_ptr<InProcess>> InProcess::Create(DaemonContext* daem
         "), so its kernels may not touch the daemon's memory: attend in the daemon instead (step)"));
   }
   made->pidfd_ = kj::AutoCloseFd(pidfd);
-  KV_ASSIGN_OR_RETURN(made->holder_, device.epochs->AddHolder(made->words_->released()));
+  KV_ASSIGN_OR_RETURN(made->holder_, gpu->epochs()->AddHolder(made->words_->released()));
   made->holds_ = true;
   return made;
 }
 
-InProcess::~InProcess() {
+ProcessSteps::~ProcessSteps() {
   ProcessGone();
-  device_.streams->Retire(std::move(words_));
+  gpu_.streams()->Retire(std::move(words_));
 }
 
-std::vector<DeviceEncodeJob> InProcess::TakeJobs() { return device_.encode_queue->Take(); }
-std::vector<DeviceIndexJob> InProcess::TakeIndexJobs() { return device_.encode_queue->TakeIndexJobs(); }
+std::vector<DeviceEncodeJob> ProcessSteps::TakeJobs() { return gpu_.encode_queue()->Take(); }
+std::vector<DeviceIndexJob> ProcessSteps::TakeIndexJobs() { return gpu_.encode_queue()->TakeIndexJobs(); }
 
-void InProcess::Break(absl::Span<const AttendEntry> entries, std::vector<DeviceEncodeJob> jobs,
-                      const absl::Status& status) {
+void ProcessSteps::Break(absl::Span<const AttendEntry> entries, std::vector<DeviceEncodeJob> jobs,
+                         const absl::Status& status) {
   for (DeviceEncodeJob& job : jobs) {
     for (EncodeItem& item : job.items) item.declined = true;
     job.done(job.items);
@@ -61,30 +59,35 @@ void InProcess::Break(absl::Span<const AttendEntry> entries, std::vector<DeviceE
   }
 }
 
-void InProcess::Close() {
+void ProcessSteps::Close() {
   if (closed_) return;
   closed_ = true;
   EndBatches();
-  device_.epochs->Refresh(holder_);
-  // Kept by the promise that waits for the process; that promise is this object's, so the reference is given up first.
-  observer_ = kj::heap<kj::UnixEventPort::FdObserver>(daemon_.loop->port(), pidfd_.get(),
-                                                      kj::UnixEventPort::FdObserver::OBSERVE_READ);
-  daemon_.departed.push_back(shared_from_this());
-  gone_ = observer_->whenBecomesReadable()
-              .then([this] {
-                ProcessGone();
-                daemon_.queue->Post([daemon = &daemon_, self = shared_from_this()]() mutable {
-                  std::erase_if(daemon->departed, [&](const auto& other) { return other == self; });
-                });
-              })
-              .eagerlyEvaluate(nullptr);
+  gpu_.epochs()->Refresh(holder_);
+  parts_.departed->Keep(shared_from_this());
 }
 
-void InProcess::ProcessGone() {
+void DepartedProcesses::Keep(std::shared_ptr<ProcessSteps> process) {
+  const uint64_t number = next_++;
+  Kept kept;
+  kept.observer = kj::heap<kj::UnixEventPort::FdObserver>(loop_->port(), process->pidfd_.get(),
+                                                          kj::UnixEventPort::FdObserver::OBSERVE_READ);
+  kept.gone = kept.observer->whenBecomesReadable()
+                  .then([this, number, process = process.get()] {
+                    process->ProcessGone();
+                    // A promise must not destroy itself.
+                    loop_->queue().Post([this, number] { kept_.erase(number); });
+                  })
+                  .eagerlyEvaluate(nullptr);
+  kept.process = std::move(process);
+  kept_.emplace(number, std::move(kept));
+}
+
+void ProcessSteps::ProcessGone() {
   if (!holds_) return;
   holds_ = false;
-  device_.epochs->RemoveHolder(holder_);
-  for (const uint32_t slab : std::exchange(slabs_, {})) device_.pool->ImporterGone(slab);
+  gpu_.epochs()->RemoveHolder(holder_);
+  for (const uint32_t slab : std::exchange(slabs_, {})) gpu_.pool()->ImporterGone(slab);
   // What it was to encode and did not stays raw, or is nobody's by now.
   while (!batches_.empty()) {
     Batch batch = std::move(batches_.front());
@@ -94,8 +97,8 @@ void InProcess::ProcessGone() {
   }
 }
 
-absl::StatusOr<int> InProcess::MapSlab(CacheId cache, uint32_t slab) {
-  if (!daemon_.store->OwnsSlab(cache, slab)) {
+absl::StatusOr<int> ProcessSteps::MapSlab(CacheId cache, uint32_t slab) {
+  if (!parts_.store->OwnsSlab(cache, slab)) {
     return FieldError(absl::StatusCode::kNotFound, "slab", absl::StrCat(slab),
                       "a slab in which this cache's tenant has pages");
   }
@@ -103,13 +106,13 @@ absl::StatusOr<int> InProcess::MapSlab(CacheId cache, uint32_t slab) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "slab", absl::StrCat(slab),
                       "asked for once: this process maps it");
   }
-  KV_RETURN_IF_ERROR(device_.device->Use());
-  KV_ASSIGN_OR_RETURN(const int fd, device_.pool->Export(slab));
+  KV_RETURN_IF_ERROR(gpu_.device()->Use());
+  KV_ASSIGN_OR_RETURN(const int fd, gpu_.pool()->Export(slab));
   slabs_.insert(slab);
   return fd;
 }
 
-absl::Status InProcess::CheckSequence(SequenceId sequence) const {
+absl::Status ProcessSteps::CheckSequence(SequenceId sequence) const {
   if (const auto broken = broken_.find(sequence); broken != broken_.end()) return broken->second;
   const auto found = words_of_.find(sequence);
   // Until its first plan has run, the word is of whoever had it before.
@@ -117,8 +120,8 @@ absl::Status InProcess::CheckSequence(SequenceId sequence) const {
   return NonFiniteStatus(sequence, words_->non_finite()[found->second.word]);
 }
 
-absl::Status InProcess::CheckRoom(uint64_t pages, uint64_t changes) const {
-  if (!device_.epochs->HasRoom(holder_)) {
+absl::Status ProcessSteps::CheckRoom(uint64_t pages, uint64_t changes) const {
+  if (!gpu_.epochs()->HasRoom(holder_)) {
     return FieldError(absl::StatusCode::kResourceExhausted, "plans that this process has not released",
                       absl::StrCat(ReleaseEpochs::kOpenPlansMax), absl::StrCat("below ", ReleaseEpochs::kOpenPlansMax));
   }
@@ -143,17 +146,17 @@ absl::Status InProcess::CheckRoom(uint64_t pages, uint64_t changes) const {
 }
 
 // Runs of layers of one page, as ExtendReply's changes.
-absl::Status InProcess::DescribeChanges(const StepCache& cache, uint32_t entry, SequenceId sequence,
-                                        std::vector<uint32_t>* changes) {
+absl::Status ProcessSteps::DescribeChanges(const StepCache& cache, uint32_t entry, SequenceId sequence,
+                                           std::vector<uint32_t>* changes) {
   struct Change {
     uint32_t page, layer, raw, encoded;
   };
   std::vector<Change> all;
   std::vector<PagePlace> places;
-  const auto unit = [&](PageId slot) { return slot.valid() ? device_.pool->SlotUnit(slot) : kNoSlot; };
+  const auto unit = [&](PageId slot) { return slot.valid() ? gpu_.pool()->SlotUnit(slot) : kNoSlot; };
   for (int layer = 0; layer < cache.config->layers; ++layer) {
     places.clear();
-    KV_RETURN_IF_ERROR(daemon_.store->TakeChanges(sequence, layer, &places, TableKeeper::kProcess));
+    KV_RETURN_IF_ERROR(parts_.store->TakeChanges(sequence, layer, &places, TableKeeper::kProcess));
     for (const PagePlace& place : places) {
       all.push_back({place.page, static_cast<uint32_t>(layer), unit(place.raw), unit(place.encoded)});
     }
@@ -169,8 +172,8 @@ absl::Status InProcess::DescribeChanges(const StepCache& cache, uint32_t entry, 
 }
 
 // An error leaves the jobs to the caller.
-absl::Status InProcess::StartJobs(const StepCache& cache, bool encode_here, std::vector<DeviceEncodeJob>* taken,
-                                  Plan* plan) {
+absl::Status ProcessSteps::StartJobs(const StepCache& cache, bool encode_here, std::vector<DeviceEncodeJob>* taken,
+                                     Plan* plan) {
   if (taken->empty()) return absl::OkStatus();
   std::optional<uint32_t> at;
   if (encode_here) {
@@ -186,10 +189,10 @@ absl::Status InProcess::StartJobs(const StepCache& cache, bool encode_here, std:
   std::vector<DeviceEncodeJob> jobs = std::exchange(*taken, {});
   if (!encode_here) {
     // The encode stream must not wait for a client: pages are posted once its word says that they are written.
-    daemon_.polls->Add(
+    parts_.polls->Add(
         [self = shared_from_this(), epoch = epoch_, codec = cache.device_codec, jobs = std::move(jobs)]() mutable {
           if (self->holds_ && !self->HasRun(epoch, 0)) return false;
-          for (DeviceEncodeJob& job : jobs) self->device_.encodes->Post(codec, std::move(job));
+          for (DeviceEncodeJob& job : jobs) self->gpu_.encodes()->Post(codec, std::move(job));
           return true;
         });
     return absl::OkStatus();
@@ -197,7 +200,7 @@ absl::Status InProcess::StartJobs(const StepCache& cache, bool encode_here, std:
   for (EncodeItem& item : jobs[0].items) {
     item.is_sink = cache.device_codec->keeps_raw(int(item.layer), item.first_token);
     const auto unit = [&](const uint8_t* at) {
-      return static_cast<uint32_t>(static_cast<uint64_t>(at - device_.pool->data()) / DevicePool::kSlotUnitBytes);
+      return static_cast<uint32_t>(static_cast<uint64_t>(at - gpu_.pool()->data()) / DevicePool::kSlotUnitBytes);
     };
     plan->encode_items.insert(plan->encode_items.end(),
                               {item.layer, unit(item.raw), unit(item.encoded), 0,
@@ -209,7 +212,7 @@ absl::Status InProcess::StartJobs(const StepCache& cache, bool encode_here, std:
   batch.at = plan->encode_at = *at;
   batches_.push_back(std::move(batch));
   if (std::exchange(polling_, true)) return absl::OkStatus();
-  daemon_.polls->Add([self = shared_from_this()] {
+  parts_.polls->Add([self = shared_from_this()] {
     const bool none = self->EndBatches();
     self->polling_ = !none;
     return none;
@@ -217,12 +220,12 @@ absl::Status InProcess::StartJobs(const StepCache& cache, bool encode_here, std:
   return absl::OkStatus();
 }
 
-absl::StatusOr<InProcess::Plan> InProcess::MakePlan(const StepCache& cache, absl::Span<const AttendEntry> entries,
-                                                    absl::Span<const uint32_t> words, bool encode_here,
-                                                    std::vector<DeviceEncodeJob>* jobs) {
+absl::StatusOr<ProcessSteps::Plan> ProcessSteps::MakePlan(const StepCache& cache, absl::Span<const AttendEntry> entries,
+                                                          absl::Span<const uint32_t> words, bool encode_here,
+                                                          std::vector<DeviceEncodeJob>* jobs) {
   if (closed_) return absl::UnavailableError("the connection has ended");
   Plan plan;
-  KV_ASSIGN_OR_RETURN(plan.epoch, device_.epochs->OpenPlan(holder_));
+  KV_ASSIGN_OR_RETURN(plan.epoch, gpu_.epochs()->OpenPlan(holder_));
   epoch_ = plan.epoch;
   for (uint32_t i = 0; i < entries.size(); ++i) {
     KV_RETURN_IF_ERROR(DescribeChanges(cache, i, entries[i].sequence, &plan.changes));
@@ -235,7 +238,7 @@ absl::StatusOr<InProcess::Plan> InProcess::MakePlan(const StepCache& cache, absl
   return plan;
 }
 
-bool InProcess::EndBatches() {
+bool ProcessSteps::EndBatches() {
   const uint64_t encoded = words_->Load(Word::kEncoded);
   while (!batches_.empty() && batches_.front().number <= encoded) {
     Batch batch = std::move(batches_.front());
@@ -250,16 +253,16 @@ bool InProcess::EndBatches() {
   return batches_.empty();
 }
 
-bool InProcess::HasRun(uint64_t epoch, uint64_t batch) const {
+bool ProcessSteps::HasRun(uint64_t epoch, uint64_t batch) const {
   const uint64_t released = words_->Load(Word::kReleased);
   return (epoch == 0 || released >= epoch) && (batches_.empty() || batches_.front().number > batch);
 }
 
-void InProcess::Book(absl::Span<const AttendEntry> entries) {
+void ProcessSteps::Book(absl::Span<const AttendEntry> entries) {
   for (const AttendEntry& entry : entries) booked_[entry.sequence].push_back(entry.position);
 }
 
-void InProcess::Unbook(absl::Span<const AttendEntry> entries) {
+void ProcessSteps::Unbook(absl::Span<const AttendEntry> entries) {
   for (const AttendEntry& entry : entries) {
     std::vector<uint64_t>& positions = booked_.at(entry.sequence);
     positions.erase(std::find(positions.begin(), positions.end(), entry.position));
@@ -267,18 +270,18 @@ void InProcess::Unbook(absl::Span<const AttendEntry> entries) {
   }
 }
 
-uint64_t InProcess::planned_to(SequenceId sequence) const {
+uint64_t ProcessSteps::planned_to(SequenceId sequence) const {
   const auto found = booked_.find(sequence);
   return found == booked_.end() ? UINT64_MAX : *std::min_element(found->second.begin(), found->second.end());
 }
 
-bool InProcess::HasWritten(SequenceId sequence) const {
+bool ProcessSteps::HasWritten(SequenceId sequence) const {
   if (booked_.contains(sequence)) return false;
   const auto found = words_of_.find(sequence);
   return found == words_of_.end() || words_->Load(Word::kReleased) >= found->second.last;
 }
 
-void InProcess::WhenRun(SequenceId sequence, absl::AnyInvocable<void()> fn) {
+void ProcessSteps::WhenRun(SequenceId sequence, absl::AnyInvocable<void()> fn) {
   using Planned = std::pair<uint64_t, uint64_t>;  // the newest plan and batch
   auto poll = [self = shared_from_this(), sequence, planned = std::optional<Planned>(), fn = std::move(fn)]() mutable {
     if (self->closed_) return true;
@@ -290,7 +293,7 @@ void InProcess::WhenRun(SequenceId sequence, absl::AnyInvocable<void()> fn) {
     fn();
     return true;
   };
-  if (!poll()) daemon_.polls->Add(std::move(poll));
+  if (!poll()) parts_.polls->Add(std::move(poll));
 }
 
 }  // namespace kvmanager

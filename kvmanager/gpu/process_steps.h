@@ -1,6 +1,6 @@
-// A client that attends in its own process: what its kernels may touch, and until when.
+// Steps of an engine that attends in its own process: what its kernels may touch, and until when.
 //
-// Its process maps slabs of its tenant; for each step the store extends its sequences, and the reply says which slots
+// The process maps slabs of its tenant; for each step the store extends its sequences, and the reply says which slots
 // changed and which pages it shall encode. How far its kernels are, its streams say by the words `released` (epochs of
 // plans) and `encoded` (batches), which are believed for what is its own alone: no slot that it maps changes tenant.
 //
@@ -20,17 +20,21 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "kvmanager/base/event_loop.h"
 #include "kvmanager/base/piece_ring.h"
+#include "kvmanager/base/poll_list.h"
 #include "kvmanager/gpu/device_encodes.h"
+#include "kvmanager/gpu/gpu.h"
 #include "kvmanager/gpu/step_cache.h"
 #include "kvmanager/memory/release_epochs.h"
 #include "kvmanager/memory/stream_words.h"
-#include "kvmanager/rpc/context.h"
 #include "kvmanager/store/page_store.h"
 
 namespace kvmanager {
 
-class InProcess : public std::enable_shared_from_this<InProcess> {
+class DepartedProcesses;
+
+class ProcessSteps : public std::enable_shared_from_this<ProcessSteps> {
  public:
   /// Of one plan, as ExtendReply's.
   struct Plan {
@@ -43,14 +47,21 @@ class InProcess : public std::enable_shared_from_this<InProcess> {
   static constexpr size_t kChangesWordsMax = 4 << 20;                     // of one reply
   static constexpr uint64_t kPlanPagesMax = DeviceEncodes::kJobItemsMax;  // that one plan fills, in all layers
 
-  /// pid: of the client's process. Errors: FAILED_PRECONDITION, when it cannot be watched.
-  static absl::StatusOr<std::shared_ptr<InProcess>> Create(DaemonContext* daemon, const DeviceContext& device,
-                                                           std::shared_ptr<StreamWords> words, uint32_t pid);
-  ~InProcess();
-  InProcess(const InProcess&) = delete;
-  InProcess& operator=(const InProcess&) = delete;
+  /// What the steps of every process use. Everything outlives them.
+  struct Parts {
+    PageStore* store = nullptr;
+    PollList* polls = nullptr;
+    DepartedProcesses* departed = nullptr;
+  };
 
-  /// The connection has ended: keeps itself until the process is gone.
+  /// gpu: outlives this. pid: of the client's process. Errors: FAILED_PRECONDITION, when it cannot be watched.
+  static absl::StatusOr<std::shared_ptr<ProcessSteps>> Create(const Parts& parts, Gpu* gpu,
+                                                              std::shared_ptr<StreamWords> words, uint32_t pid);
+  ~ProcessSteps();
+  ProcessSteps(const ProcessSteps&) = delete;
+  ProcessSteps& operator=(const ProcessSteps&) = delete;
+
+  /// The connection has ended: DepartedProcesses keeps this until the process is gone.
   void Close();
   void Forget(SequenceId sequence) {
     words_of_.erase(sequence);
@@ -102,8 +113,10 @@ class InProcess : public std::enable_shared_from_this<InProcess> {
     uint32_t at = 0;  // in the ring of flags
   };
 
-  InProcess(DaemonContext* daemon, const DeviceContext& device, std::shared_ptr<StreamWords> words)
-      : daemon_(*daemon), device_(device), words_(std::move(words)) {}
+  friend class DepartedProcesses;
+
+  ProcessSteps(const Parts& parts, Gpu* gpu, std::shared_ptr<StreamWords> words)
+      : parts_(parts), gpu_(*gpu), words_(std::move(words)) {}
   bool HasRun(uint64_t epoch, uint64_t batch) const;
   bool EndBatches();  // that are encoded; true: none is left
   void ProcessGone();
@@ -111,8 +124,8 @@ class InProcess : public std::enable_shared_from_this<InProcess> {
                                std::vector<uint32_t>* changes);
   absl::Status StartJobs(const StepCache& cache, bool encode_here, std::vector<DeviceEncodeJob>* jobs, Plan* plan);
 
-  DaemonContext& daemon_;
-  const DeviceContext device_;
+  const Parts parts_;
+  Gpu& gpu_;
   std::shared_ptr<StreamWords> words_;
   ReleaseEpochs::HolderId holder_ = 0;
   bool holds_ = false;
@@ -132,8 +145,31 @@ class InProcess : public std::enable_shared_from_this<InProcess> {
   uint64_t reserved_ = 0;                         // of `flags_`, by plans that are still to be made
   bool polling_ = false, closed_ = false;
   kj::AutoCloseFd pidfd_;
-  kj::Own<kj::UnixEventPort::FdObserver> observer_;
-  kj::Promise<void> gone_ = nullptr;
+};
+
+/// Steps of processes whose connections have ended: keeps what their kernels may still touch until they are gone.
+/// Owned by the daemon's wiring. The loop's thread.
+class DepartedProcesses {
+ public:
+  /// loop: outlives this.
+  explicit DepartedProcesses(EventLoop* loop) : loop_(loop) {}
+  DepartedProcesses(const DepartedProcesses&) = delete;
+  DepartedProcesses& operator=(const DepartedProcesses&) = delete;
+
+  void Keep(std::shared_ptr<ProcessSteps> process);
+  /// Keeps none any more: the daemon ends.
+  void Clear() { kept_.clear(); }
+
+ private:
+  struct Kept {
+    std::shared_ptr<ProcessSteps> process;
+    kj::Own<kj::UnixEventPort::FdObserver> observer;
+    kj::Promise<void> gone = nullptr;
+  };
+
+  EventLoop* const loop_;
+  uint64_t next_ = 0;
+  absl::flat_hash_map<uint64_t, Kept> kept_;
 };
 
 }  // namespace kvmanager

@@ -1,7 +1,7 @@
-// What a stream of a GPU has passed of the work that was posted to it, and who is told so.
+// Tracks completion of work on a GPU stream, and runs callbacks.
 //
 // Each piece of work is numbered as it is enqueued, and the stream stores the number behind it; nothing wakes the loop,
-// so it looks at the number from time to time while there is work (PollList). Who posted is told in the order of
+// so it looks at the number from time to time while there is work (PollList). Callbacks run in the order of
 // posting.
 //
 // The first error is the last: of enqueuing, or of the GPU while its work is waited for. From then on nothing is

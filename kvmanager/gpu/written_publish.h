@@ -1,7 +1,7 @@
-// Names blocks of a sequence on a GPU, whose bytes are written after they were booked.
+// Publishes blocks of a sequence on a GPU once kernels have written them.
 //
-// Others find what is named, and their kernels wait for nobody's: so what a call names is there, and was looked at,
-// when the store hears of it. A client need not stand still meanwhile.
+// Other sequences find what is published, and their kernels wait for no other connection's. So the store hears of a
+// block only when its bytes are written and were checked. A client may go on meanwhile.
 //
 // Invariant: what is named had been booked before the last wait began, and no crop took any of it away since.
 //

@@ -1,4 +1,4 @@
-// Sequences that come from another memory of their cache: waiting for them, and for room. The loop's thread.
+// Waits for sequences that come from another memory of their cache, and for room. The loop's thread.
 #pragma once
 
 #include <kj/async.h>
@@ -8,7 +8,8 @@
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
-#include "kvmanager/rpc/context.h"
+#include "kvmanager/base/clock.h"
+#include "kvmanager/base/event_loop.h"
 #include "kvmanager/store/page_store.h"
 
 namespace kvmanager {
@@ -34,9 +35,22 @@ class Arrived {
   const CreateResult made_;
 };
 
-/// Starts (PageStore::Fetch, PageStore::Copy), tries again for a while where what is being given up would make room,
-/// waits until the pages are there, and commits. Dropping the promise gives everything back. Errors: those of the start
-/// and of ArrivalLease::Commit.
-kj::Promise<absl::StatusOr<Arrived>> Arrive(DaemonContext& daemon, absl::StatusOr<std::unique_ptr<ArrivalLease>> lease);
+class Arrivals {
+ public:
+  /// Everything outlives the promises.
+  Arrivals(PageStore* store, const Clock* clock, EventLoop* loop) : store_(store), clock_(clock), loop_(loop) {}
+
+  /// lease: what PageStore::Fetch or PageStore::Copy returned. Tries again for a while where what is being given up
+  /// would make room, waits until the pages are there, and commits. Dropping the promise gives everything back. Errors:
+  /// those of the lease and of ArrivalLease::Commit.
+  kj::Promise<absl::StatusOr<Arrived>> Await(absl::StatusOr<std::unique_ptr<ArrivalLease>> lease) const;
+
+ private:
+  kj::Promise<absl::StatusOr<Arrived>> GoOn(std::shared_ptr<ArrivalLease> lease, int64_t until_ns) const;
+
+  PageStore* const store_;
+  const Clock* const clock_;
+  EventLoop* const loop_;
+};
 
 }  // namespace kvmanager

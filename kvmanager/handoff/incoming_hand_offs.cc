@@ -7,11 +7,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/gpu/device_encodes.h"
 #include "kvmanager/gpu/make_device_codec.h"
+#include "kvmanager/handoff/limits.h"
 #include "kvmanager/handoff/manifest.h"
-#include "kvmanager/handoff/recomputer.h"
-#include "kvmanager/rpc/limits.h"
 
 namespace kvmanager {
 
@@ -48,19 +46,19 @@ uint64_t BytesAtLeast(const HandOffFirst& first, const CodecInfo& info) {
 
 // A sequence being received. Targets are read on the transport's thread, bytes on workers; the import itself belongs to
 // the loop's, and is sent back there wherever this is destroyed. Shared by the transport, workers and messages.
-class HandOffDesk::Incoming final : public IncomingHandOff,
-                                    public RecomputeOwner,
-                                    public std::enable_shared_from_this<Incoming> {
+class IncomingHandOffs::Incoming final : public IncomingHandOff,
+                                         public RecomputeOwner,
+                                         public std::enable_shared_from_this<Incoming> {
  public:
-  Incoming(HandOffDesk* desk, std::unique_ptr<ImportLease> import, std::string peer, std::string ticket,
+  Incoming(IncomingHandOffs* owner, std::unique_ptr<ImportLease> import, std::string peer, std::string ticket,
            uint64_t tokens, size_t first_pages, GpuLanding landing, std::shared_ptr<ProjectionSet> projections)
       : peer(std::move(peer)),
         ticket(std::move(ticket)),
         tokens(tokens),
         landing(std::move(landing)),
         projections(std::move(projections)),
-        desk_(desk),
-        queue_(desk->daemon_->queue),
+        owner_(owner),
+        queue_(owner->parts_.queue),
         import_(std::move(import)) {
     AddTargets(first_pages, &first_targets_);
   }
@@ -78,46 +76,46 @@ class HandOffDesk::Incoming final : public IncomingHandOff,
   }
   void Arrived(absl::Span<const uint32_t> pages) override {
     MeasureLink(pages);
-    if (landing.device != nullptr) {
+    if (landing.gpu != nullptr) {
       std::vector<ArrivedPage> good;  // which are a GPU's to look at
       good.reserve(pages.size());
       for (const uint32_t page : pages) good.push_back({page, 0});
       queue_->Post([self = shared_from_this(), good = std::move(good)]() mutable {
-        self->desk_->Landed(*self, std::move(good));
+        self->owner_->Landed(*self, std::move(good));
       });
       return;
     }
     for (size_t at = 0; at < pages.size(); at += kValidateAtOnce) {
       const auto some = pages.subspan(at, kValidateAtOnce);
-      desk_->daemon_->workers->Post(
+      owner_->parts_.workers->Post(
           WorkerPool::Priority::kEncode,
           [self = shared_from_this(), some = std::vector<uint32_t>(some.begin(), some.end())]() mutable {
             absl::StatusOr<std::vector<ArrivedPage>> looked = self->Validate(some);
             MessageQueue* const queue = self->queue_;
             queue->Post([self = std::move(self), looked = std::move(looked)]() mutable {
-              self->desk_->Landed(*self, std::move(looked));
+              self->owner_->Landed(*self, std::move(looked));
             });
           });
     }
   }
   void Extend(HandOffPart last, absl::AnyInvocable<void(absl::Status)> reply) override {
-    link_begin_ns_ = desk_->daemon_->clock->NowNs();
+    link_begin_ns_ = owner_->parts_.clock->NowNs();
     queue_->Post([self = shared_from_this(), last = std::move(last), reply = std::move(reply)]() mutable {
-      reply(self->desk_->Extend(*self, last));
+      reply(self->owner_->Extend(*self, last));
     });
   }
   void Complete(absl::AnyInvocable<void(absl::Status)> reply) override {
     queue_->Post([self = shared_from_this(), reply = std::move(reply)]() mutable {
-      self->desk_->Complete(*self, std::move(reply));
+      self->owner_->Complete(*self, std::move(reply));
     });
   }
   void Abort(absl::Status why) override {
     cancelled = true;
-    queue_->Post([self = shared_from_this(), why = std::move(why)] { self->desk_->Abort(*self, why); });
+    queue_->Post([self = shared_from_this(), why = std::move(why)] { self->owner_->Abort(*self, why); });
   }
 
   void OnRecomputed(absl::StatusOr<std::vector<ArrivedPage>> pages) override {
-    desk_->Recomputed(*this, std::move(pages));
+    owner_->Recomputed(*this, std::move(pages));
   }
 
   // On a worker.
@@ -158,14 +156,14 @@ class HandOffDesk::Incoming final : public IncomingHandOff,
   void MeasureLink(absl::Span<const uint32_t> pages) {
     if (link_begin_ns_ == 0) return;
     for (const uint32_t page : pages) link_bytes_ += target(page).size();
-    const int64_t now_ns = desk_->daemon_->clock->NowNs();
+    const int64_t now_ns = owner_->parts_.clock->NowNs();
     if (link_bytes_ < kLinkSampleBytes || now_ns - link_begin_ns_ < kLinkSampleNs) return;
-    desk_->daemon_->recomputer->RecordLink(HostOf(peer), link_bytes_, now_ns - link_begin_ns_);
+    owner_->parts_.recomputer->RecordLink(HostOf(peer), link_bytes_, now_ns - link_begin_ns_);
     link_begin_ns_ = now_ns;
     link_bytes_ = 0;
   }
 
-  HandOffDesk* const desk_;
+  IncomingHandOffs* const owner_;
   MessageQueue* const queue_;
   std::unique_ptr<ImportLease> import_;  // as long as this
   std::vector<absl::Span<uint8_t>> first_targets_, last_targets_;
@@ -175,7 +173,7 @@ class HandOffDesk::Incoming final : public IncomingHandOff,
 };
 
 // What a peer offers, until it is answered. Shared by the messages and the work that carry it on, one after the other.
-struct HandOffDesk::Offered {
+struct IncomingHandOffs::Offered {
   std::string peer;
   HandOffFirst first;
   GpuName gpu = {};  // whose pages they are
@@ -190,8 +188,8 @@ struct HandOffDesk::Offered {
 
 // ---- offers ----
 
-void HandOffDesk::Offer(std::string peer, HandOffPart part, int64_t room_ms, OfferReply reply) {
-  daemon_->queue->Post(
+void IncomingHandOffs::Offer(std::string peer, HandOffPart part, int64_t room_ms, OfferReply reply) {
+  parts_.queue->Post(
       [this, peer = std::move(peer), part = std::move(part), room_ms, reply = std::move(reply)]() mutable {
         auto offered = std::make_shared<Offered>();
         offered->peer = std::move(peer);
@@ -206,20 +204,20 @@ void HandOffDesk::Offer(std::string peer, HandOffPart part, int64_t room_ms, Off
       });
 }
 
-ReceiverLoad HandOffDesk::Load() const {
-  const StoreMetrics& store = *daemon_->store_metrics;  // whose values any thread may read
+ReceiverLoad IncomingHandOffs::Load() const {
+  const StoreMetrics& store = *parts_.store_metrics;  // whose values any thread may read
   ReceiverLoad load;
   load.capacity_bytes = static_cast<uint64_t>(store.pool_capacity_bytes.Value());
   const double free = store.pool_capacity_bytes.Value() - store.pool_used_bytes.Value() + store.evictable_bytes.Value();
   load.free_bytes = static_cast<uint64_t>(std::max(free, 0.0));
-  load.waiting_offers = static_cast<uint64_t>(daemon_->metrics->hand_offs_waiting.Value());
+  load.waiting_offers = static_cast<uint64_t>(parts_.metrics->waiting.Value());
   return load;
 }
 
 // A codec may read a large artifact, and work on it: on a worker.
-void HandOffDesk::Consider(std::shared_ptr<Offered> offered) {
-  daemon_->workers->Post(WorkerPool::Priority::kEncode, [this, queue = daemon_->queue, registry = daemon_->registry,
-                                                         offered = std::move(offered)]() mutable {
+void IncomingHandOffs::Consider(std::shared_ptr<Offered> offered) {
+  parts_.workers->Post(WorkerPool::Priority::kEncode, [this, queue = parts_.queue, registry = parts_.registry,
+                                                       offered = std::move(offered)]() mutable {
     offered->codec = PageStore::MakeCodec(*registry, offered->first.config);
     queue->Post([this, offered = std::move(offered)]() mutable {
       offered->gpu == GpuName() ? TryAccept(std::move(offered)) : ConsiderGpu(std::move(offered));
@@ -229,18 +227,18 @@ void HandOffDesk::Consider(std::shared_ptr<Offered> offered) {
 
 // Pages of a GPU land on one at once, or the sender sends them by way of the host, where they may wait for room. What a
 // codec has on a GPU is uploaded: on a worker, too.
-void HandOffDesk::ConsiderGpu(std::shared_ptr<Offered> offered) {
+void IncomingHandOffs::ConsiderGpu(std::shared_ptr<Offered> offered) {
   if (!offered->codec.ok()) return Answer(*offered, offered->codec.status());
   const std::shared_ptr<const Codec> codec = *offered->codec;
-  const auto chosen = ChooseGpu(*daemon_, offered->gpu, offered->first, *codec);
+  const auto chosen = ChooseGpu(parts_.gpus, parts_.copier, *parts_.store, offered->gpu, offered->first, *codec);
   if (!chosen.ok()) return Answer(*offered, chosen.status());
-  offered->first.config.device = (*chosen)->ordinal;
-  daemon_->workers->Post(WorkerPool::Priority::kEncode, [this, queue = daemon_->queue, device = *chosen, codec,
-                                                         offered = std::move(offered)]() mutable {
-    auto made = MakeDeviceCodec(*device, *codec, offered->first.config.layers);
-    queue->Post([this, device, made = std::move(made), offered = std::move(offered)]() mutable {
+  offered->first.config.device = (*chosen)->ordinal();
+  parts_.workers->Post(WorkerPool::Priority::kEncode, [this, queue = parts_.queue, gpu = *chosen, codec,
+                                                       offered = std::move(offered)]() mutable {
+    auto made = MakeDeviceCodec(gpu->device(), gpu->streams(), *codec, offered->first.config.layers);
+    queue->Post([this, gpu, made = std::move(made), offered = std::move(offered)]() mutable {
       if (!made.ok()) return Answer(*offered, OfferFromHost(made.status()));
-      offered->landing = {device, *std::move(made)};
+      offered->landing = {gpu, *std::move(made)};
       absl::StatusOr<Accepted> accepted = Accept(*offered);
       const bool by_host =
           absl::IsResourceExhausted(accepted.status()) || absl::IsFailedPrecondition(accepted.status());
@@ -249,8 +247,8 @@ void HandOffDesk::ConsiderGpu(std::shared_ptr<Offered> offered) {
   });
 }
 
-absl::Status HandOffDesk::MayReceive() const {
-  if (daemon_->draining) return absl::UnavailableError("this daemon is draining: it receives no hand-offs");
+absl::Status IncomingHandOffs::MayReceive() const {
+  if (parts_.drain->on()) return absl::UnavailableError("this daemon is draining: it receives no hand-offs");
   if (tickets_.size() >= limits::kTicketsMax) {
     return FieldError(absl::StatusCode::kResourceExhausted, "received sequences that wait to be claimed",
                       absl::StrCat(tickets_.size()), absl::StrCat("below ", limits::kTicketsMax));
@@ -258,7 +256,7 @@ absl::Status HandOffDesk::MayReceive() const {
   return absl::OkStatus();
 }
 
-void HandOffDesk::TryAccept(std::shared_ptr<Offered> offered) {
+void IncomingHandOffs::TryAccept(std::shared_ptr<Offered> offered) {
   if (offered->gone()) return Answer(*offered, absl::CancelledError("its sender is gone"));
   // In the order of coming, so that a large one is not passed for ever by small ones.
   absl::StatusOr<Accepted> accepted =
@@ -266,14 +264,14 @@ void HandOffDesk::TryAccept(std::shared_ptr<Offered> offered) {
                        : FieldError(absl::StatusCode::kResourceExhausted, "hand-offs that wait for room",
                                     absl::StrCat(waiting_.size()), "none, for another to be received at once");
   const bool may_wait = absl::IsResourceExhausted(accepted.status()) && offered->room_ms > 0 && offered->codec.ok() &&
-                        BytesAtLeast(offered->first, (*offered->codec)->info()) <= daemon_->pool->capacity_bytes();
+                        BytesAtLeast(offered->first, (*offered->codec)->info()) <= parts_.host_pool_bytes;
   if (!may_wait) return Answer(*offered, std::move(accepted));
   if (waiting_.size() >= kOffersWaitingMax) {
     return Answer(*offered, FieldError(absl::StatusCode::kResourceExhausted, "hand-offs that wait for room",
                                        absl::StrCat(waiting_.size()), absl::StrCat("below ", kOffersWaitingMax)));
   }
   offered->full = accepted.status();
-  offered->deadline = daemon_->loop->timer()
+  offered->deadline = loop_->timer()
                           .afterDelay(offered->room_ms * kj::MILLISECONDS)
                           .then([this, offered = offered.get()] {
                             const auto found = std::find_if(waiting_.begin(), waiting_.end(),
@@ -291,51 +289,51 @@ void HandOffDesk::TryAccept(std::shared_ptr<Offered> offered) {
                std::string(offered->full.message()));
   offered->reply.waiting(offered->full);
   waiting_.push_back(std::move(offered));
-  daemon_->metrics->hand_offs_waiting.Set(double(waiting_.size()));
+  parts_.metrics->waiting.Set(double(waiting_.size()));
   AwaitRoom();
 }
 
-absl::StatusOr<HandOffReceiver::Accepted> HandOffDesk::Accept(Offered& offered) {
+absl::StatusOr<HandOffReceiver::Accepted> IncomingHandOffs::Accept(Offered& offered) {
   KV_RETURN_IF_ERROR(MayReceive());
   KV_ASSIGN_OR_RETURN(const std::shared_ptr<const Codec> codec, offered.codec);
   std::shared_ptr<ProjectionSet> projections;
   const auto recompute = [&](uint32_t layer, uint32_t pages, uint32_t with_activations) {
-    return daemon_->recomputer->Choose(projections.get(), HostOf(offered.peer), static_cast<int>(layer),
-                                       codec->info().page_bytes(static_cast<int>(layer)),
-                                       offered.first.config.query_heads, pages, with_activations);
+    return parts_.recomputer->Choose(projections.get(), HostOf(offered.peer), static_cast<int>(layer),
+                                     codec->info().page_bytes(static_cast<int>(layer)),
+                                     offered.first.config.query_heads, pages, with_activations);
   };
   if (!offered.first.activations.empty()) {
     // As the store names the cache: its config may not be canonical yet.
     CacheConfig config = offered.first.config;
     config.codec = codec->info().spec;
     config.calibration_digest = codec->info().calibration_digest;
-    projections = daemon_->recomputer->Find(DigestOf(config, codec->info().version));
+    projections = parts_.recomputer->Find(DigestOf(config, codec->info().version));
   }
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<ImportLease> import, daemon_->store->Import(offered.first, codec, recompute));
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<ImportLease> import, parts_.store->Import(offered.first, codec, recompute));
   const std::string name = tickets_.Make(import->cache(), offered.first.tokens);
   Accepted accepted{std::make_shared<Incoming>(this, std::move(import), offered.peer, name, offered.first.tokens,
                                                offered.first.size(), offered.landing, std::move(projections)),
                     name};
-  if (offered.landing.device != nullptr) accepted.device = offered.landing.device->ordinal;
+  if (offered.landing.gpu != nullptr) accepted.device = offered.landing.gpu->ordinal();
   return accepted;
 }
 
-void HandOffDesk::Answer(Offered& offered, absl::StatusOr<Accepted> accepted) {
+void IncomingHandOffs::Answer(Offered& offered, absl::StatusOr<Accepted> accepted) {
   if (WantsHostPages(accepted.status())) {
     spdlog::info("hand-off from {} is to come by way of the host: {}", offered.peer, accepted.status().ToString());
   } else if (!accepted.ok()) {
-    daemon_->metrics->hand_offs_refused.Increment();
+    parts_.metrics->refused.Increment();
     spdlog::warn("hand-off from {} refused: {}", offered.peer, accepted.status().ToString());
   }
-  daemon_->metrics->hand_offs_waiting.Set(double(waiting_.size()));
+  parts_.metrics->waiting.Set(double(waiting_.size()));
   offered.reply.done(std::move(accepted));
 }
 
-void HandOffDesk::AwaitRoom() {
-  daemon_->store->OnRoom([this, queue = daemon_->queue] {
+void IncomingHandOffs::AwaitRoom() {
+  parts_.store->OnRoom([this, queue = parts_.queue] {
     queue->Post([this] {
       if (waiting_.empty() || std::exchange(retry_due_, true)) return;
-      retry_ = daemon_->loop->timer()
+      retry_ = loop_->timer()
                    .afterDelay(kRoomRetryMs * kj::MILLISECONDS)
                    .then([this] {
                      retry_due_ = false;
@@ -346,11 +344,11 @@ void HandOffDesk::AwaitRoom() {
   });
 }
 
-void HandOffDesk::OfferGone() {
-  daemon_->queue->Post([this] { RetryOffers(); });
+void IncomingHandOffs::OfferGone() {
+  parts_.queue->Post([this] { RetryOffers(); });
 }
 
-void HandOffDesk::ForgetGone() {
+void IncomingHandOffs::ForgetGone() {
   std::deque<std::shared_ptr<Offered>> gone;
   for (size_t i = waiting_.size(); i-- > 0;) {
     if (!waiting_[i]->gone()) continue;
@@ -360,7 +358,7 @@ void HandOffDesk::ForgetGone() {
   for (const auto& offered : gone) Answer(*offered, absl::CancelledError("its sender is gone"));
 }
 
-void HandOffDesk::RetryOffers() {
+void IncomingHandOffs::RetryOffers() {
   ForgetGone();
   while (!waiting_.empty()) {
     absl::StatusOr<Accepted> accepted = Accept(*waiting_.front());
@@ -376,12 +374,12 @@ void HandOffDesk::RetryOffers() {
 
 // ---- what arrives ----
 
-absl::Status HandOffDesk::Extend(Incoming& incoming, const HandOffPart& part) {
+absl::Status IncomingHandOffs::Extend(Incoming& incoming, const HandOffPart& part) {
   KV_RETURN_IF_ERROR(incoming.failed);
   absl::StatusOr<LastManifest> manifest = ParseLastManifest(part.manifest, part.page_bytes, part.withdrawn);
   const absl::Status status = manifest.ok() ? incoming.import().Extend(manifest->last) : manifest.status();
   if (!status.ok()) {
-    daemon_->metrics->hand_offs_refused.Increment();
+    parts_.metrics->refused.Increment();
     Fail(incoming, status);
     return status;
   }
@@ -391,53 +389,53 @@ absl::Status HandOffDesk::Extend(Incoming& incoming, const HandOffPart& part) {
   return incoming.failed;
 }
 
-void HandOffDesk::Landed(Incoming& incoming, absl::StatusOr<std::vector<ArrivedPage>> pages) {
+void IncomingHandOffs::Landed(Incoming& incoming, absl::StatusOr<std::vector<ArrivedPage>> pages) {
   if (!incoming.failed.ok()) return;
   const absl::Status status = pages.ok() ? incoming.import().Arrived(*pages) : pages.status();
   PostEncodes(incoming);
   if (status.ok()) {
     std::vector<RecomputePage> to_recompute = incoming.import().TakeRecomputable();
     if (!to_recompute.empty()) {
-      daemon_->recomputer->Recompute(incoming.projections, incoming.shared_from_this(), std::move(to_recompute));
+      parts_.recomputer->Recompute(incoming.projections, incoming.shared_from_this(), std::move(to_recompute));
     }
     return GoOn(incoming);
   }
-  daemon_->metrics->hand_offs_refused.Increment();
+  parts_.metrics->refused.Increment();
   Fail(incoming, status);
 }
 
 // What Arrived gave to a GPU's queue, which is of all who use that GPU: its bytes are there.
-void HandOffDesk::PostEncodes(const Incoming& incoming) {
-  if (incoming.landing.device == nullptr) return;
-  for (DeviceEncodeJob& job : incoming.landing.device->encode_queue->Take()) {
-    incoming.landing.device->encodes->Post(incoming.landing.codec, std::move(job));
+void IncomingHandOffs::PostEncodes(const Incoming& incoming) {
+  if (incoming.landing.gpu == nullptr) return;
+  for (DeviceEncodeJob& job : incoming.landing.gpu->encode_queue()->Take()) {
+    incoming.landing.gpu->encodes()->Post(incoming.landing.codec, std::move(job));
   }
 }
 
-void HandOffDesk::Recomputed(Incoming& incoming, absl::StatusOr<std::vector<ArrivedPage>> pages) {
+void IncomingHandOffs::Recomputed(Incoming& incoming, absl::StatusOr<std::vector<ArrivedPage>> pages) {
   // Whoever cancelled it says why in a message of its own, which may come later: it is no fault of the projections.
   if (!incoming.failed.ok() || incoming.cancelled) return;
   const absl::Status status = pages.ok() ? incoming.import().Recomputed(*pages) : pages.status();
   if (status.ok()) return GoOn(incoming);
   // The next attempt takes K and V as they are.
-  daemon_->recomputer->NoteFailure(*incoming.projections, status);
-  daemon_->metrics->hand_offs_aborted.Increment();
+  parts_.recomputer->NoteFailure(*incoming.projections, status);
+  parts_.metrics->aborted.Increment();
   Fail(incoming, status);
 }
 
-void HandOffDesk::Complete(Incoming& incoming, absl::AnyInvocable<void(absl::Status)> reply) {
+void IncomingHandOffs::Complete(Incoming& incoming, absl::AnyInvocable<void(absl::Status)> reply) {
   if (!incoming.failed.ok()) return reply(incoming.failed);
   incoming.completed = std::move(reply);
   GoOn(incoming);
 }
 
-void HandOffDesk::Abort(Incoming& incoming, const absl::Status& why) {
+void IncomingHandOffs::Abort(Incoming& incoming, const absl::Status& why) {
   if (!incoming.failed.ok()) return;
-  daemon_->metrics->hand_offs_aborted.Increment();
+  parts_.metrics->aborted.Increment();
   Fail(incoming, why);
 }
 
-void HandOffDesk::GoOn(Incoming& incoming) {
+void IncomingHandOffs::GoOn(Incoming& incoming) {
   ImportLease& import = incoming.import();
   if (incoming.sequence == 0 && import.can_show()) {
     const absl::StatusOr<SequenceId> shown = import.Show();
@@ -449,14 +447,14 @@ void HandOffDesk::GoOn(Incoming& incoming) {
   if (incoming.completed == nullptr || !import.complete()) return;
   const absl::Status committed = import.Commit();
   if (!committed.ok()) return Fail(incoming, committed);
-  daemon_->metrics->hand_offs_received.Increment();
-  if (incoming.landing.device != nullptr) daemon_->metrics->hand_offs_between_gpus.Increment();
+  parts_.metrics->received.Increment();
+  if (incoming.landing.gpu != nullptr) parts_.metrics->between_gpus.Increment();
   spdlog::info("hand-off from {}: {} tokens are here", incoming.peer, incoming.tokens);
   Settle(incoming.sequence);
   std::exchange(incoming.completed, nullptr)(absl::OkStatus());
 }
 
-void HandOffDesk::Fail(Incoming& incoming, const absl::Status& why) {
+void IncomingHandOffs::Fail(Incoming& incoming, const absl::Status& why) {
   incoming.failed = why;
   incoming.cancelled = true;
   spdlog::warn("hand-off from {} ended early, its pages are given back: {}", incoming.peer, why.ToString());
@@ -466,7 +464,7 @@ void HandOffDesk::Fail(Incoming& incoming, const absl::Status& why) {
   if (incoming.completed != nullptr) std::exchange(incoming.completed, nullptr)(why);
 }
 
-void HandOffDesk::Settle(SequenceId sequence) {
+void IncomingHandOffs::Settle(SequenceId sequence) {
   const auto found = arriving_.find(sequence);
   if (found == arriving_.end()) return;
   auto waiting = std::move(found->second);
@@ -474,7 +472,7 @@ void HandOffDesk::Settle(SequenceId sequence) {
   for (auto& each : waiting) each->fulfill();
 }
 
-kj::Promise<void> HandOffDesk::WhenSettled(SequenceId sequence) {
+kj::Promise<void> IncomingHandOffs::WhenSettled(SequenceId sequence) {
   const auto found = arriving_.find(sequence);
   if (found == arriving_.end()) return kj::READY_NOW;
   auto waiting = kj::newPromiseAndFulfiller<void>();
@@ -483,14 +481,14 @@ kj::Promise<void> HandOffDesk::WhenSettled(SequenceId sequence) {
   return kj::mv(waiting.promise);
 }
 
-void HandOffDesk::DropAll() {
+void IncomingHandOffs::DropAll() {
   tickets_.DropAll();
   for (const auto& offered : std::exchange(waiting_, {})) {
     offered->deadline = nullptr;
     Answer(*offered, absl::UnavailableError("this daemon ends"));
   }
   retry_ = nullptr;
-  daemon_->store->OnRoom(nullptr);
+  parts_.store->OnRoom(nullptr);
 }
 
 }  // namespace kvmanager

@@ -10,8 +10,8 @@
 #include "absl/strings/str_cat.h"
 #include "kvmanager/api/hand_off.capnp.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/rpc/limits.h"
-#include "kvmanager/rpc/wire.h"
+#include "kvmanager/handoff/config_wire.h"
+#include "kvmanager/handoff/limits.h"
 #include "transport/transport.h"
 
 namespace kvmanager {

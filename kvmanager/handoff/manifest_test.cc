@@ -6,7 +6,7 @@
 #include <random>
 
 #include "kvmanager/base/status.h"
-#include "kvmanager/rpc/limits.h"
+#include "kvmanager/handoff/limits.h"
 
 namespace kvmanager {
 namespace {

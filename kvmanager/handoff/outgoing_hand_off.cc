@@ -8,8 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/gpu/device_sends.h"
-#include "kvmanager/handoff/hand_off_gpu.h"
+#include "kvmanager/handoff/gpu_landing.h"
 #include "kvmanager/handoff/manifest.h"
 
 namespace kvmanager {
@@ -28,17 +27,17 @@ absl::Status NoGpuPages(const absl::Status& why) {
 
 }  // namespace
 
-OutgoingHandOff::OutgoingHandOff(DaemonContext& daemon, std::unique_ptr<ExportLease> lease, Target target)
-    : daemon_(daemon), lease_(std::move(lease)), target_(std::move(target)) {
-  ++daemon_.sends_active;
+OutgoingHandOff::OutgoingHandOff(const Parts& parts, std::unique_ptr<ExportLease> lease, Target target)
+    : parts_(parts), lease_(std::move(lease)), target_(std::move(target)) {
+  ++parts_.active->count_;
 }
 
-OutgoingHandOff::~OutgoingHandOff() { --daemon_.sends_active; }
+OutgoingHandOff::~OutgoingHandOff() { --parts_.active->count_; }
 
-absl::StatusOr<std::shared_ptr<OutgoingHandOff>> OutgoingHandOff::Begin(DaemonContext& daemon,
+absl::StatusOr<std::shared_ptr<OutgoingHandOff>> OutgoingHandOff::Begin(const Parts& parts,
                                                                         std::unique_ptr<ExportLease> lease,
                                                                         Target target) {
-  auto made = std::make_shared<OutgoingHandOff>(daemon, std::move(lease), std::move(target));
+  auto made = std::make_shared<OutgoingHandOff>(parts, std::move(lease), std::move(target));
   KV_RETURN_IF_ERROR(made->FindGpu());
   KV_RETURN_IF_ERROR(made->Offer());
   return made;
@@ -47,12 +46,10 @@ absl::StatusOr<std::shared_ptr<OutgoingHandOff>> OutgoingHandOff::Begin(DaemonCo
 absl::Status OutgoingHandOff::FindGpu() {
   const HandOffFirst& first = lease_->first();
   if (first.config.device == CacheConfig::kHost) return absl::OkStatus();
-  for (const DeviceContext* device : daemon_.devices) {
-    if (device->ordinal == first.config.device && device->sends != nullptr) gpu_ = device;
-  }
+  gpu_ = kvmanager::FindGpu(parts_.gpus, first.config.device);
   if (gpu_ == nullptr) return NoGpuPages(absl::UnavailableError("a GPU that sends nothing itself"));
   // What a GPU reads of another goes at the link's rate.
-  if (!daemon_.options->peer_local_copy || daemon_.options->peer_rate_bytes != 0) {
+  if (!parts_.shares_gpu_memory) {
     return NoGpuPages(absl::UnavailableError("a daemon whose memory no other may read, or whose rate is limited"));
   }
   for (const HandOffPage& page : first.pages) {
@@ -70,7 +67,7 @@ absl::Status OutgoingHandOff::Offer() {
   request.peer = target_.peer;
   request.first = MakePart(WriteFirstManifest(first), first.pages);
   for (const HandOffPage& page : first.activations) request.first.page_bytes.push_back(page.bytes);
-  if (gpu_ != nullptr) request.first.gpu = gpu_->device->info().uuid;
+  if (gpu_ != nullptr) request.first.gpu = gpu_->device()->info().uuid;
   request.stall_ms = std::min(target_.timeout_ms, SendRequest::kStallMsDefault);
   request.room_ms = target_.room_ms;
   if (request.first.manifest.size() > HandOffPart::kManifestBytesMax || pages > HandOffPart::kPagesMax) {
@@ -79,7 +76,7 @@ absl::Status OutgoingHandOff::Offer() {
                         absl::StrCat("at most ", HandOffPart::kPagesMax, " to be handed off"));
   }
   SendEvents events;
-  MessageQueue* const queue = daemon_.queue;
+  MessageQueue* const queue = &parts_.loop->queue();
   events.accepted = [queue, weak = weak_from_this()](std::string ticket) {
     queue->Post([weak, ticket = std::move(ticket)]() mutable {
       if (const auto self = weak.lock()) self->OnAccepted(std::move(ticket));
@@ -94,7 +91,7 @@ absl::Status OutgoingHandOff::Offer() {
     queue->Post([self = std::move(self), result = std::move(result)]() mutable { self->OnDone(std::move(result)); });
   };
   begun_unix_ns_ = absl::ToUnixNanos(absl::Now());
-  transfer_ = daemon_.transport->Begin(std::move(request), std::move(events));
+  transfer_ = parts_.transport->Begin(std::move(request), std::move(events));
   lease_->OnReady([this] { Pump(); });  // the lease is this object's
   return absl::OkStatus();
 }
@@ -110,7 +107,7 @@ void OutgoingHandOff::Post(absl::Span<const ExportedPage> pages, absl::Span<cons
   std::vector<SendPage> out;
   out.reserve(pages.size());
   for (const ExportedPage& page : pages) out.push_back({page.page, page.bytes, page.checksum, LayerOf(page.page)});
-  daemon_.transport->Post(*transfer_, std::move(out));
+  parts_.transport->Post(*transfer_, std::move(out));
 }
 
 // A checksum that is known is what the page had when it was made: it is sent as it is, so that the receiver notices
@@ -122,7 +119,7 @@ void OutgoingHandOff::PostFromGpu(absl::Span<const ExportedPage> pages, absl::Sp
   const DeviceSlab* slab = nullptr;  // most pages lie where the one before does
   for (const ExportedPage& page : pages) {
     if (slab == nullptr || page.bytes.data() < slab->data || page.bytes.data() >= slab->data + slab->bytes) {
-      const auto found = gpu_->sends->SlabOf(page.bytes.data());
+      const auto found = gpu_->sends()->SlabOf(page.bytes.data());
       if (!found.ok()) return Fail(NoGpuPages(found.status()));
       slab = found->get();
       if (std::find(slabs_.begin(), slabs_.end(), *found) == slabs_.end()) slabs_.push_back(*found);
@@ -136,14 +133,14 @@ void OutgoingHandOff::PostFromGpu(absl::Span<const ExportedPage> pages, absl::Sp
   work.shape.row_bytes = static_cast<uint32_t>(layout.page_tokens) * token_bytes;
   work.shape.kept_bytes = static_cast<uint32_t>(lease_->first().tokens % layout.page_tokens) * token_bytes;
   for (const ExportedOpenPage& page : open) work.open.push_back({page.from, page.to});
-  gpu_->sends->Prepare(std::move(work), [self = shared_from_this(), lease = lease_, out = std::move(out)](
-                                            absl::StatusOr<std::vector<uint64_t>> checksums) mutable {
+  gpu_->sends()->Prepare(std::move(work), [self = shared_from_this(), lease = lease_, out = std::move(out)](
+                                              absl::StatusOr<std::vector<uint64_t>> checksums) mutable {
     if (self->ended_.has_value()) return;
     if (!checksums.ok()) return self->Fail(NoGpuPages(checksums.status()));
     for (size_t i = 0; i < out.size(); ++i) {
       if (out[i].checksum == 0) out[i].checksum = (*checksums)[i];
     }
-    self->daemon_.transport->Post(*self->transfer_, std::move(out));
+    self->parts_.transport->Post(*self->transfer_, std::move(out));
   });
 }
 
@@ -160,7 +157,7 @@ void OutgoingHandOff::Pump() {
   if (cancelled_ || last == nullptr || !blob_.has_value() || std::exchange(said_last_, true)) return;
   HandOffPart part = MakePart(WriteLastManifest(*last, *blob_), last->pages);
   part.withdrawn = last->withdrawn;
-  daemon_.transport->Finish(*transfer_, std::move(part));
+  parts_.transport->Finish(*transfer_, std::move(part));
   Post(lease_->last_pages(), lease_->open_pages());
 }
 
@@ -175,12 +172,12 @@ void OutgoingHandOff::OnDone(absl::StatusOr<SendResult> result) {
   slabs_.clear();
   ended_ = result.status();
   if (result.ok()) {
-    daemon_.metrics->hand_offs_sent.Increment();
+    parts_.metrics->sent.Increment();
     spdlog::info("hand-off to {}: {} pages, {} bytes, {} pages skipped, {} bytes sent again, {:.3f} s", target_.peer,
                  result->pages_sent, result->bytes_sent, result->pages_skipped, result->bytes_resent, result->seconds);
   } else {
     // What is sent again by way of the host has not failed.
-    if (!WantsHostPages(result.status())) daemon_.metrics->hand_offs_send_failed.Increment();
+    if (!WantsHostPages(result.status())) parts_.metrics->send_failed.Increment();
     spdlog::log(WantsHostPages(result.status()) ? spdlog::level::info : spdlog::level::warn,
                 "hand-off to {} failed: {}", target_.peer, result.status().ToString());
   }
@@ -193,7 +190,7 @@ void OutgoingHandOff::OnDone(absl::StatusOr<SendResult> result) {
 
 template <typename T>
 kj::Promise<absl::StatusOr<T>> OutgoingHandOff::WithDeadline(kj::Promise<absl::StatusOr<T>> promise, int64_t ms) {
-  auto deadline = daemon_.loop->timer().afterDelay(ms * kj::MILLISECONDS).then([self = shared_from_this(), ms] {
+  auto deadline = parts_.loop->timer().afterDelay(ms * kj::MILLISECONDS).then([self = shared_from_this(), ms] {
     const std::string because =
         self->ticket_.empty() && !self->waits_because_.empty() ? absl::StrCat(": ", self->waits_because_) : "";
     return absl::StatusOr<T>(
@@ -227,7 +224,7 @@ kj::Promise<absl::StatusOr<SentHandOff>> OutgoingHandOff::Finish(std::string blo
 
 void OutgoingHandOff::Cancel() {
   cancelled_ = true;
-  if (transfer_.has_value() && !ended_.has_value()) daemon_.transport->Cancel(*transfer_);
+  if (transfer_.has_value() && !ended_.has_value()) parts_.transport->Cancel(*transfer_);
 }
 
 }  // namespace kvmanager

@@ -1,4 +1,4 @@
-// Sending a sequence to another daemon, perhaps while it still grows. The loop's thread.
+// One hand-off to another daemon, perhaps of a sequence that still grows. The loop's thread.
 #pragma once
 
 #include <kj/async.h>
@@ -9,7 +9,10 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "kvmanager/rpc/context.h"
+#include "kvmanager/base/event_loop.h"
+#include "kvmanager/gpu/gpu.h"
+#include "kvmanager/handoff/hand_off_metrics.h"
+#include "kvmanager/store/page_store.h"
 #include "transport/transport.h"
 
 namespace kvmanager {
@@ -21,10 +24,29 @@ struct SentHandOff {
   int64_t begun_unix_ns = 0;  // when it was offered
 };
 
+/// How many hand-offs are under way. Each counts itself.
+class ActiveSends {
+ public:
+  uint64_t count() const { return count_; }
+
+ private:
+  friend class OutgoingHandOff;
+  uint64_t count_ = 0;
+};
+
 /// One hand-off, from its offer to the receiver's confirmation. Shared by who waits for it and by the transport's
 /// completions, whichever lives longer; pages stay pinned until the transport lets go.
 class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOff> {
  public:
+  /// What every hand-off uses. Everything outlives them.
+  struct Parts {
+    Transport* transport = nullptr;
+    EventLoop* loop = nullptr;
+    HandOffMetrics* metrics = nullptr;
+    Gpus gpus;
+    bool shares_gpu_memory = false;  // whether other daemons of this host may read GPUs' pages
+    ActiveSends* active = nullptr;
+  };
   struct Target {
     std::string peer;        // "HOST:PORT"
     int64_t room_ms = 0;     // how long a receiver that is full may let it wait
@@ -34,9 +56,9 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
 
   /// Offers it and sends its pages as the lease has them, those of a GPU out of its memory. Errors: INVALID_ARGUMENT
   /// for one that is too long; WantsHostPages.
-  static absl::StatusOr<std::shared_ptr<OutgoingHandOff>> Begin(DaemonContext& daemon,
-                                                                std::unique_ptr<ExportLease> lease, Target target);
-  OutgoingHandOff(DaemonContext& daemon, std::unique_ptr<ExportLease> lease, Target target);
+  static absl::StatusOr<std::shared_ptr<OutgoingHandOff>> Begin(const Parts& parts, std::unique_ptr<ExportLease> lease,
+                                                                Target target);
+  OutgoingHandOff(const Parts& parts, std::unique_ptr<ExportLease> lease, Target target);
   ~OutgoingHandOff();
   OutgoingHandOff(const OutgoingHandOff&) = delete;
   OutgoingHandOff& operator=(const OutgoingHandOff&) = delete;
@@ -64,10 +86,10 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
   void PostFromGpu(absl::Span<const ExportedPage> pages, absl::Span<const ExportedOpenPage> open);
   void Fail(absl::Status why);
 
-  DaemonContext& daemon_;
+  const Parts& parts_;                  // OutgoingHandOffs'
   std::shared_ptr<ExportLease> lease_;  // nullptr once it has ended; a GPU that still works for it shares it
   const Target target_;
-  const DeviceContext* gpu_ = nullptr;                    // whose pages they are
+  Gpu* gpu_ = nullptr;                                    // whose pages they are
   std::vector<std::shared_ptr<const DeviceSlab>> slabs_;  // in which they lie
   absl::Status failed_;                                   // why this ended it
   bool cancelled_ = false;                                // nothing more is offered

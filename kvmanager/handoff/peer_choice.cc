@@ -8,9 +8,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "kvmanager/base/address.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/daemon/options.h"
-#include "kvmanager/rpc/limits.h"
+#include "kvmanager/handoff/limits.h"
 
 namespace kvmanager {
 namespace {
@@ -19,19 +19,19 @@ constexpr size_t kNamedMax = 16;  // allowed peers, in an error
 
 using Load = absl::StatusOr<ReceiverLoad>;
 
-kj::Promise<Load> Ask(DaemonContext& daemon, const std::string& peer) {
+kj::Promise<Load> Ask(Transport* transport, EventLoop* loop, const std::string& peer) {
   struct Waiting {
     kj::Own<kj::PromiseFulfiller<Load>> fulfiller;
   };
   auto pair = kj::newPromiseAndFulfiller<Load>();
   auto waiting = std::make_unique<Waiting>();
   waiting->fulfiller = kj::mv(pair.fulfiller);
-  daemon.transport->Probe(peer, [queue = daemon.queue, waiting = std::move(waiting)](Load load) mutable {
+  transport->Probe(peer, [queue = &loop->queue(), waiting = std::move(waiting)](Load load) mutable {
     queue->Post([waiting = std::move(waiting), load = std::move(load)]() mutable {
       waiting->fulfiller->fulfill(kj::mv(load));
     });
   });
-  auto late = daemon.loop->timer().afterDelay(limits::kPeerAnswerMs * kj::MILLISECONDS).then([peer] {
+  auto late = loop->timer().afterDelay(limits::kPeerAnswerMs * kj::MILLISECONDS).then([peer] {
     return Load(FieldError(absl::StatusCode::kDeadlineExceeded, absl::StrCat("ms without an answer of ", peer),
                            absl::StrCat(limits::kPeerAnswerMs), absl::StrCat("below ", limits::kPeerAnswerMs)));
   });
@@ -88,13 +88,14 @@ absl::Status CheckPeersAllowed(absl::string_view field, absl::Span<const std::st
   return absl::OkStatus();
 }
 
-kj::Promise<std::vector<PeerCandidate>> AskPeers(DaemonContext& daemon, std::vector<std::string> peers) {
+kj::Promise<std::vector<PeerCandidate>> AskPeers(Transport* transport, EventLoop* loop,
+                                                 std::vector<std::string> peers) {
   absl::flat_hash_map<std::string, double> measured;
-  for (const PeerInfo& info : daemon.transport->Peers()) {
+  for (const PeerInfo& info : transport->Peers()) {
     if (!info.incoming) measured[info.peer] = info.bytes_per_s;
   }
   auto asked = kj::heapArrayBuilder<kj::Promise<Load>>(peers.size());
-  for (const std::string& peer : peers) asked.add(Ask(daemon, peer));
+  for (const std::string& peer : peers) asked.add(Ask(transport, loop, peer));
   return kj::joinPromises(asked.finish())
       .then([peers = std::move(peers), measured = std::move(measured)](kj::Array<Load> loads) mutable {
         std::vector<PeerCandidate> candidates;

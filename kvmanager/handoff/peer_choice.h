@@ -10,7 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
-#include "kvmanager/rpc/context.h"
+#include "kvmanager/base/event_loop.h"
 #include "transport/transport.h"
 
 namespace kvmanager {
@@ -31,12 +31,12 @@ std::vector<size_t> RankPeers(absl::Span<const PeerCandidate> candidates, uint64
 /// INVALID_ARGUMENT naming "peer".
 absl::StatusOr<std::vector<std::string>> ParsePeers(absl::string_view text);
 
-/// Whether a client may have this daemon connect to what it names: `allowed` is Options::hand_off_peers, compared as
-/// text. Errors: PERMISSION_DENIED naming `field`.
+/// Whether a client may have this daemon connect to what it names: `allowed` are the peers of --hand-off-peers,
+/// compared as text; empty: any. Errors: PERMISSION_DENIED naming `field`.
 absl::Status CheckPeersAllowed(absl::string_view field, absl::Span<const std::string> peers,
                                absl::Span<const std::string> allowed);
 
 /// Asks all at once, each for limits::kPeerAnswerMs at most: in their order, with the bandwidths measured so far.
-kj::Promise<std::vector<PeerCandidate>> AskPeers(DaemonContext& daemon, std::vector<std::string> peers);
+kj::Promise<std::vector<PeerCandidate>> AskPeers(Transport* transport, EventLoop* loop, std::vector<std::string> peers);
 
 }  // namespace kvmanager

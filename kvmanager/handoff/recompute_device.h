@@ -1,7 +1,7 @@
 // A GPU that projections run on, beside its pages and its clients' streams.
 //
-// Owned by Server with the GPU's other parts, which outlive the Recomputer; tests have their own. The recomputer's
-// thread runs all reloads, one at a time.
+// Owned by the daemon's wiring beside the GPU (gpu.h), and outlives the Recomputer; tests have their own. The
+// recomputer's thread runs all reloads, one at a time.
 #pragma once
 
 #include <cstddef>

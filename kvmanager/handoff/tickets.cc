@@ -27,7 +27,7 @@ void Tickets::SetBlob(absl::string_view name, std::string blob) {
 
 void Tickets::Show(absl::string_view name, SequenceId sequence) {
   const auto found = tickets_.find(name);
-  if (found == tickets_.end()) return daemon_->store->Drop(sequence);
+  if (found == tickets_.end()) return store_.Drop(sequence);
   Ticket& ticket = *found->second;
   ticket.sequence = sequence;
   ticket.expiry = AfterLease([this, name = std::string(name)] { Expire(name); });
@@ -40,7 +40,7 @@ void Tickets::Fail(absl::string_view name, const absl::Status& why) {
   const std::unique_ptr<Ticket> ticket = std::move(found->second);
   tickets_.erase(found);
   SetGauge();
-  if (ticket->sequence != 0) daemon_->store->Drop(ticket->sequence);
+  if (ticket->sequence != 0) store_.Drop(ticket->sequence);
   const absl::Status status =
       absl::UnavailableError(absl::StrCat("the hand-off of this sequence ended early: ", why.message()));
   for (auto& claim : ticket->claims) claim->fulfill(absl::Status(status));
@@ -58,7 +58,7 @@ void Tickets::Fail(absl::string_view name, const absl::Status& why) {
 void Tickets::DropAll() {
   if (!tickets_.empty()) spdlog::warn("{} received sequences were not claimed, and are lost", tickets_.size());
   for (auto& [name, ticket] : tickets_) {
-    if (ticket->sequence != 0) daemon_->store->Drop(ticket->sequence);
+    if (ticket->sequence != 0) store_.Drop(ticket->sequence);
   }
   tickets_.clear();
   failed_.clear();
@@ -67,7 +67,7 @@ void Tickets::DropAll() {
 
 absl::Status Tickets::CheckCache(const Ticket& ticket, CacheId cache) const {
   if (ticket.cache == cache) return absl::OkStatus();
-  const auto theirs = daemon_->store->DescribeCache(ticket.cache), ours = daemon_->store->DescribeCache(cache);
+  const auto theirs = store_.DescribeCache(ticket.cache), ours = store_.DescribeCache(cache);
   if (theirs.ok() && ours.ok() && theirs->digest == ours->digest) return absl::OkStatus();
   return FieldError(absl::StatusCode::kFailedPrecondition, "ticket", absl::StrCat("of cache ", ticket.cache),
                     absl::StrCat("of cache ", cache, ", whose digest differs"));
@@ -117,13 +117,13 @@ absl::StatusOr<Tickets::Claimed> Tickets::Claim(absl::string_view name, CacheId 
   Claimed claimed = {ticket.sequence, ticket.tokens, std::move(ticket.blob)};
   tickets_.erase(found);
   SetGauge();
-  daemon_->metrics->hand_offs_claimed.Increment();
+  metrics_.claimed.Increment();
   return claimed;
 }
 
 kj::Promise<void> Tickets::AfterLease(absl::AnyInvocable<void()> fn) {
-  return daemon_->loop->timer()
-      .afterDelay(daemon_->options->hand_off_lease_ms * kj::MILLISECONDS)
+  return loop_->timer()
+      .afterDelay(lease_ms_ * kj::MILLISECONDS)
       .then([fn = std::move(fn)]() mutable { fn(); })
       .eagerlyEvaluate(nullptr);
 }
@@ -132,14 +132,14 @@ void Tickets::Expire(const std::string& name) {
   const auto found = tickets_.find(name);
   if (found == tickets_.end()) return;
   spdlog::warn("a received sequence of {} tokens was not claimed in {} ms and is given back", found->second->tokens,
-               daemon_->options->hand_off_lease_ms);
-  daemon_->store->Drop(found->second->sequence);
+               lease_ms_);
+  store_.Drop(found->second->sequence);
   found->second->expiry.detach([](kj::Exception&&) {});  // it runs now: it cannot be destroyed here
   tickets_.erase(found);
   SetGauge();
-  daemon_->metrics->hand_offs_expired.Increment();
+  metrics_.expired.Increment();
 }
 
-void Tickets::SetGauge() { daemon_->metrics->tickets.Set(double(tickets_.size())); }
+void Tickets::SetGauge() { metrics_.tickets.Set(double(tickets_.size())); }
 
 }  // namespace kvmanager

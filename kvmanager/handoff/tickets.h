@@ -1,8 +1,8 @@
-// Tickets for received sequences: 32 random bytes, known to a hand-off's sender from acceptance on, good for one claim
-// within Options::hand_off_lease_ms of the time when the sequence has all of its tokens. A received sequence is visible
-// to nobody but the holder of its ticket; of one that failed, the ticket says why for as long.
+// Tickets for received sequences: 32 random bytes that a hand-off's sender knows from acceptance on. A ticket is good
+// for one claim, within lease_ms of the time when the sequence has all of its tokens. Only the holder of its ticket
+// sees a received sequence. The ticket of one that failed says why, for as long.
 //
-// Owned by the HandOffDesk. The loop's thread.
+// Owned by IncomingHandOffs. The loop's thread.
 #pragma once
 
 #include <kj/async.h>
@@ -16,7 +16,9 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "kvmanager/rpc/context.h"
+#include "kvmanager/base/event_loop.h"
+#include "kvmanager/handoff/hand_off_metrics.h"
+#include "kvmanager/store/page_store.h"
 
 namespace kvmanager {
 
@@ -31,9 +33,14 @@ class Tickets {
     std::string blob;
   };
 
-  explicit Tickets(DaemonContext* daemon) : daemon_(daemon) {}
+  /// store, metrics: outlive this.
+  Tickets(PageStore* store, HandOffMetrics* metrics, int64_t lease_ms)
+      : store_(*store), metrics_(*metrics), lease_ms_(lease_ms) {}
   Tickets(const Tickets&) = delete;
   Tickets& operator=(const Tickets&) = delete;
+
+  /// Leases run on `loop`, from now on; nullptr: there is none.
+  void SetLoop(EventLoop* loop) { loop_ = loop; }
 
   // For whoever receives. What a ticket names is given back to the store if it is not claimed.
 
@@ -85,7 +92,10 @@ class Tickets {
   void Expire(const std::string& name);
   void SetGauge();
 
-  DaemonContext* const daemon_;
+  PageStore& store_;
+  HandOffMetrics& metrics_;
+  const int64_t lease_ms_;
+  EventLoop* loop_ = nullptr;
   absl::flat_hash_map<std::string, std::unique_ptr<Ticket>> tickets_;
   absl::flat_hash_map<std::string, std::unique_ptr<Failed>> failed_;
 };

@@ -1,4 +1,4 @@
-// Who brings bytes of a GPU's memory to the host, as those see it who look at them. The loop's thread.
+// Interface for reading GPU pages from the host. The loop's thread.
 #pragma once
 
 #include <cstdint>

@@ -6,9 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "codecs/cpu_isa.h"
 #include "kvmanager/base/on_worker.h"
-#include "kvmanager/handoff/incoming_hand_offs.h"
 #include "kvmanager/handoff/peer_choice.h"
-#include "kvmanager/handoff/recomputer.h"
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/service.h"
@@ -18,59 +16,60 @@ namespace {
 
 class AdminService final : public api::Admin::Server {
  public:
-  explicit AdminService(std::shared_ptr<Session> session) : session_(std::move(session)) {}
+  AdminService(std::shared_ptr<Session> session, const AdminParts& parts)
+      : session_(std::move(session)), parts_(parts) {}
 
   kj::Promise<void> status(StatusContext context) override {
     return Answer(Method::kStatus, context, [&] {
-      const DaemonContext& daemon = session_->daemon();
+      const DaemonFacts& facts = *parts_.facts;
       auto out = context.getResults().initStatus();
-      out.setVersion(capnp::Text::Reader(kVersion.data(), kVersion.size()));
-      out.setBootEpoch(daemon.boot_epoch);
-      out.setUptimeSeconds(double(daemon.clock->NowNs() - daemon.start_ns) * 1e-9);
-      out.setDraining(daemon.draining);
-      auto pools = out.initPools(1 + daemon.devices.size());
+      out.setVersion(TextOf(facts.version));
+      out.setBootEpoch(facts.boot_epoch);
+      out.setUptimeSeconds(double(parts_.clock->NowNs() - facts.start_ns) * 1e-9);
+      out.setDraining(parts_.drain->on());
+      auto pools = out.initPools(1 + parts_.gpus.size());
       auto pool = pools[0];
       pool.setTier("host");
-      pool.setCapacityBytes(daemon.pool->capacity_bytes());
-      pool.setUsedBytes(daemon.pool->used_bytes());
-      pool.setSlabBytes(daemon.pool->slab_bytes());
-      pool.setFreeSlabs(daemon.pool->free_slabs());
-      pool.setHugePages(TextOf(daemon.pool->huge_page_state()));
-      for (size_t i = 0; i < daemon.devices.size(); ++i) {
-        const DeviceContext& device = *daemon.devices[i];
-        pools[1 + i].setTier(TextOf(absl::StrCat("device:", device.ordinal)));
-        pools[1 + i].setCapacityBytes(device.pool->capacity_bytes());
-        pools[1 + i].setUsedBytes(device.pool->used_bytes());
-        pools[1 + i].setSlabBytes(device.pool->slab_bytes());
-        pools[1 + i].setFreeSlabs(device.pool->free_slabs());
+      pool.setCapacityBytes(parts_.host_pool->capacity_bytes());
+      pool.setUsedBytes(parts_.host_pool->used_bytes());
+      pool.setSlabBytes(parts_.host_pool->slab_bytes());
+      pool.setFreeSlabs(parts_.host_pool->free_slabs());
+      pool.setHugePages(TextOf(parts_.host_pool->huge_page_state()));
+      for (size_t i = 0; i < parts_.gpus.size(); ++i) {
+        const DevicePool& device_pool = *parts_.gpus[i]->pool();
+        pools[1 + i].setTier(TextOf(absl::StrCat("device:", parts_.gpus[i]->ordinal())));
+        pools[1 + i].setCapacityBytes(device_pool.capacity_bytes());
+        pools[1 + i].setUsedBytes(device_pool.used_bytes());
+        pools[1 + i].setSlabBytes(device_pool.slab_bytes());
+        pools[1 + i].setFreeSlabs(device_pool.free_slabs());
       }
-      if (daemon.pinner != nullptr) {
-        out.setPinnedBytes(daemon.pinner->ready_bytes());
-        out.setPinTotalBytes(daemon.pinner->total_bytes());
-        if (daemon.pinner->done()) out.setPinError(TextOf(std::string(daemon.pinner->status().message())));
+      if (const HostPinner* const pinner = parts_.pinner; pinner != nullptr) {
+        out.setPinnedBytes(pinner->ready_bytes());
+        out.setPinTotalBytes(pinner->total_bytes());
+        if (pinner->done()) out.setPinError(TextOf(std::string(pinner->status().message())));
       }
-      out.setGpus(TextOf(daemon.gpu_summary));
-      out.setUcx(TextOf(daemon.ucx_summary()));
-      const std::vector<CacheInfo> caches = daemon.store->Caches();
+      out.setGpus(TextOf(facts.gpus));
+      out.setUcx(TextOf(facts.ucx()));
+      const std::vector<CacheInfo> caches = parts_.store->Caches();
       uint64_t blocks = 0;
       for (const CacheInfo& cache : caches) blocks += cache.published_blocks;
-      out.setConnections(daemon.connections);
-      out.setLeases(daemon.held_sequences);
-      out.setWaitingHandOffs(daemon.desk->tickets().size());
+      out.setConnections(static_cast<uint32_t>(parts_.connections->open.Value()));
+      out.setLeases(parts_.held->count());
+      out.setWaitingHandOffs(parts_.incoming->tickets().size());
       out.setCaches(caches.size());
       out.setPublishedBlocks(blocks);
       out.setCpuTarget(IsaName(BestIsa()));
-      out.setThreads(daemon.workers->threads());
-      out.setListen(TextOf(daemon.listen));
-      out.setPeerListen(TextOf(daemon.peer_listen));
-      out.setMetricsListen(TextOf(daemon.metrics_listen));
-      out.setHttpListen(TextOf(daemon.http_listen));
+      out.setThreads(parts_.workers->threads());
+      out.setListen(TextOf(facts.listen));
+      out.setPeerListen(TextOf(facts.peer_listen));
+      out.setMetricsListen(TextOf(facts.metrics_listen));
+      out.setHttpListen(TextOf(facts.http_listen));
     });
   }
 
   kj::Promise<void> caches(CachesContext context) override {
     return Answer(Method::kCaches, context, [&] {
-      const std::vector<CacheInfo> caches = session_->daemon().store->Caches();
+      const std::vector<CacheInfo> caches = parts_.store->Caches();
       auto out = context.getResults().initCaches(caches.size());
       for (size_t i = 0; i < caches.size(); ++i) WriteCacheInfo(caches[i], out[i]);
     });
@@ -78,39 +77,36 @@ class AdminService final : public api::Admin::Server {
 
   kj::Promise<void> sequences(SequencesContext context) override {
     return Answer(Method::kSequences, context, [&] {
-      const std::vector<SequenceInfo> sequences = session_->daemon().store->Sequences();
+      const std::vector<SequenceInfo> sequences = parts_.store->Sequences();
       auto out = context.getResults().initSequences(sequences.size());
-      for (size_t i = 0; i < sequences.size(); ++i) WriteHeldSequence(session_->daemon(), sequences[i], out[i]);
+      for (size_t i = 0; i < sequences.size(); ++i) WriteHeldSequence(*parts_.held, sequences[i], out[i]);
     });
   }
 
   kj::Promise<void> peers(PeersContext context) override {
-    return Serve(
-        *session_, Method::kPeers, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> {
-          KV_ASSIGN_OR_RETURN(std::vector<PeerInfo> peers, ListedPeers(context.getParams().getPeers()));
-          const bool load = context.getParams().getLoad();
-          context.releaseParams();
-          std::vector<std::string> asked;
-          for (const PeerInfo& peer : peers) {
-            if (load && !peer.incoming) asked.push_back(peer.peer);
-          }
-          return AskPeers(session_->daemon(), std::move(asked))
-              .then([context, peers = std::move(peers), load](std::vector<PeerCandidate> answers) mutable {
-                auto out = context.getResults().initPeers(peers.size());
-                size_t next = 0;
-                for (size_t i = 0; i < peers.size(); ++i) {
-                  WritePeer(peers[i], out[i]);
-                  if (load && !peers[i].incoming) WriteLoad(answers[next++].load, out[i]);
-                }
-              });
-        },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initError()); });
+    return Serve(*session_, Method::kPeers, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_ASSIGN_OR_RETURN(std::vector<PeerInfo> peers, ListedPeers(context.getParams().getPeers()));
+      const bool load = context.getParams().getLoad();
+      context.releaseParams();
+      std::vector<std::string> asked;
+      for (const PeerInfo& peer : peers) {
+        if (load && !peer.incoming) asked.push_back(peer.peer);
+      }
+      return parts_.outgoing->Ask(std::move(asked))
+          .then([context, peers = std::move(peers), load](std::vector<PeerCandidate> answers) mutable {
+            auto out = context.getResults().initPeers(peers.size());
+            size_t next = 0;
+            for (size_t i = 0; i < peers.size(); ++i) {
+              WritePeer(peers[i], out[i]);
+              if (load && !peers[i].incoming) WriteLoad(answers[next++].load, out[i]);
+            }
+          });
+    });
   }
 
   kj::Promise<void> recompute(RecomputeContext context) override {
     return Answer(Method::kRecomputeStatus, context, [&] {
-      const Recomputer& recomputer = *session_->daemon().recomputer;
+      const Recomputer& recomputer = *parts_.recomputer;
       auto out = context.getResults().initRecompute();
       out.setWeightBytes(recomputer.bytes());
       out.setWeightBytesMax(recomputer.bytes_max());
@@ -150,14 +146,10 @@ class AdminService final : public api::Admin::Server {
 
   // Hundreds of series are a millisecond's work.
   kj::Promise<void> metrics(MetricsContext context) override {
-    return Serve(
-        *session_, Method::kMetricsText, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> {
-          return OnWorker<std::string>(session_->daemon().workers, session_->daemon().queue,
-                                       [all = session_->daemon().all_metrics] { return all->Text(); })
-              .then([context](std::string text) mutable { context.getResults().setText(TextOf(text)); });
-        },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initError()); });
+    return Serve(*session_, Method::kMetricsText, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      return OnWorker<std::string>(parts_.workers, parts_.queue, [all = parts_.all_metrics] { return all->Text(); })
+          .then([context](std::string text) mutable { context.getResults().setText(TextOf(text)); });
+    });
   }
 
   kj::Promise<void> drain(DrainContext context) override {
@@ -169,45 +161,33 @@ class AdminService final : public api::Admin::Server {
   }
 
   kj::Promise<void> purge(PurgeContext context) override {
-    return Serve(
-        *session_, Method::kPurge, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> {
-          PageStore& store = *session_->daemon().store;
-          const auto params = context.getParams();
-          uint64_t blocks;
-          if (params.getAll()) {
-            blocks = store.PurgeAll();
-          } else {
-            KV_ASSIGN_OR_RETURN(blocks, store.Purge(params.getCacheId()));
-          }
-          spdlog::info("\"{}\" purged {} published blocks", session_->name(), blocks);
-          context.getResults().setBlocks(blocks);
-          return Done();
-        },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+    return Serve(*session_, Method::kPurge, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      PageStore& store = *parts_.store;
+      const auto params = context.getParams();
+      uint64_t blocks;
+      if (params.getAll()) {
+        blocks = store.PurgeAll();
+      } else {
+        KV_ASSIGN_OR_RETURN(blocks, store.Purge(params.getCacheId()));
+      }
+      spdlog::info("\"{}\" purged {} published blocks", session_->name(), blocks);
+      context.getResults().setBlocks(blocks);
+      return Done();
+    });
   }
 
  private:
   template <typename Context, typename Body>
   kj::Promise<void> Answer(Method method, Context& context, Body&& body) {
-    return Serve(
-        *session_, method, context,
-        [&] {
-          body();
-          return Done();
-        },
-        [&](const absl::Status& status) {
-          if constexpr (requires { context.getResults().initError(); }) {
-            WriteStatus(status, context.getResults().initError());
-          } else {
-            WriteStatus(status, context.getResults().initStatus());
-          }
-        });
+    return Serve(*session_, method, context, [&] {
+      body();
+      return Done();
+    });
   }
 
   // Those that are named, or all that are known.
   absl::StatusOr<std::vector<PeerInfo>> ListedPeers(capnp::List<capnp::Text>::Reader named) const {
-    std::vector<PeerInfo> known = session_->daemon().transport->Peers();
+    std::vector<PeerInfo> known = parts_.outgoing->Peers();
     if (named.size() == 0) return known;
     if (named.size() > limits::kPeersAskedMax) {
       return InvalidField("peers", absl::StrCat(named.size(), " long"),
@@ -221,8 +201,8 @@ class AdminService final : public api::Admin::Server {
       }
       PeerInfo& info = listed.emplace_back();
       info.peer = std::string(ViewOf(name));
-      KV_RETURN_IF_ERROR(CheckPeersAllowed(absl::StrCat("peers[", listed.size() - 1, "]"), {&info.peer, 1},
-                                           session_->daemon().options->hand_off_peers));
+      KV_RETURN_IF_ERROR(
+          CheckPeersAllowed(absl::StrCat("peers[", listed.size() - 1, "]"), {&info.peer, 1}, *parts_.peers_allowed));
       for (const PeerInfo& each : known) {
         if (!each.incoming && each.peer == info.peer) info = each;
       }
@@ -252,17 +232,18 @@ class AdminService final : public api::Admin::Server {
   }
 
   void SetDraining(bool on) {
-    session_->daemon().SetDraining(on);
+    parts_.drain->Set(on);
     spdlog::info("\"{}\" switched draining {}", session_->name(), on ? "on" : "off");
   }
 
   const std::shared_ptr<Session> session_;
+  const AdminParts& parts_;
 };
 
 }  // namespace
 
-api::Admin::Client MakeAdminService(std::shared_ptr<Session> session) {
-  return kj::heap<AdminService>(std::move(session));
+api::Admin::Client MakeAdminService(std::shared_ptr<Session> session, const AdminParts& parts) {
+  return kj::heap<AdminService>(std::move(session), parts);
 }
 
 }  // namespace kvmanager

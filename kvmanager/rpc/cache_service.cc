@@ -3,16 +3,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "kvmanager/gpu/device_work.h"
-#include "kvmanager/handoff/arrivals.h"
-#include "kvmanager/handoff/incoming_hand_offs.h"
-#include "kvmanager/handoff/recomputer.h"
-#include "kvmanager/rpc/device_calls.h"
 #include "kvmanager/rpc/limits.h"
-#include "kvmanager/rpc/read.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/service.h"
-#include "kvmanager/rpc/step.h"
 #include "kvmanager/rpc/step_check.h"
 
 namespace kvmanager {
@@ -20,40 +13,35 @@ namespace {
 
 class CacheService final : public api::Cache::Server {
  public:
-  CacheService(std::shared_ptr<Session> session, CacheId id, std::shared_ptr<const DeviceCodec> device_codec)
-      : session_(std::move(session)) {
+  CacheService(std::shared_ptr<Session> session, const CacheParts& parts, CacheId id,
+               std::shared_ptr<const DeviceCodec> device_codec)
+      : session_(std::move(session)), parts_(parts) {
     cache_.device_codec = std::move(device_codec);
     Bind(id);
   }
 
   kj::Promise<void> info(InfoContext context) override {
-    return Serve(
-        *session_, Method::kCacheInfo, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> {
-          KV_RETURN_IF_ERROR(EnsureOpen());
-          KV_ASSIGN_OR_RETURN(const CacheInfo info, store().DescribeCache(cache_.id));
-          WriteCacheInfo(info, context.getResults().initInfo());
-          return Done();
-        },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initError()); });
+    return Serve(*session_, Method::kCacheInfo, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_RETURN_IF_ERROR(EnsureOpen());
+      KV_ASSIGN_OR_RETURN(const CacheInfo info, store().DescribeCache(cache_.id));
+      WriteCacheInfo(info, context.getResults().initInfo());
+      return Done();
+    });
   }
 
   kj::Promise<void> match(MatchContext context) override {
-    return Serve(
-        *session_, Method::kMatch, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> {
-          KV_ASSIGN_OR_RETURN(const Prefixes prefixes, ReadPrefixes(context.getParams().getRequests()));
-          KV_RETURN_IF_ERROR(EnsureOpen());
-          std::vector<MatchResult> matches;
-          for (const std::vector<BlockName>& prefix : prefixes) {
-            KV_ASSIGN_OR_RETURN(const MatchResult match, store().Match(cache_.id, prefix));
-            matches.push_back(match);
-          }
-          auto results = context.getResults().initResults(matches.size());
-          for (size_t i = 0; i < matches.size(); ++i) WriteMatch(matches[i], results[i]);
-          return Done();
-        },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+    return Serve(*session_, Method::kMatch, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_ASSIGN_OR_RETURN(const Prefixes prefixes, ReadPrefixes(context.getParams().getRequests()));
+      KV_RETURN_IF_ERROR(EnsureOpen());
+      std::vector<MatchResult> matches;
+      for (const std::vector<BlockName>& prefix : prefixes) {
+        KV_ASSIGN_OR_RETURN(const MatchResult match, store().Match(cache_.id, prefix));
+        matches.push_back(match);
+      }
+      auto results = context.getResults().initResults(matches.size());
+      for (size_t i = 0; i < matches.size(); ++i) WriteMatch(matches[i], results[i]);
+      return Done();
+    });
   }
 
   // Each request has an answer of its own; a malformed list is answered for all of them.
@@ -84,128 +72,109 @@ class CacheService final : public api::Cache::Server {
   }
 
   kj::Promise<void> step(StepContext context) override {
-    return Serve(
-        *session_, Method::kStep, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> {
-          KV_ASSIGN_OR_RETURN(
-              const CheckedStep step,
-              CheckStep(
-                  config_, context.getParams().getRequest(), [this](uint32_t arena) { return ArenaBytes(arena); },
-                  [this](SequenceId sequence) { return session_->Holds(sequence, cache_.id); }));
-          if (config_.device == CacheConfig::kHost) return RunStep(session_, cache_, step, context);
-          return RunDeviceStep(session_, cache_, step, context.getParams().getRequest().getReady(), context);
-        },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+    return Serve(*session_, Method::kStep, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_ASSIGN_OR_RETURN(
+          const CheckedStep step,
+          CheckStep(
+              config_, context.getParams().getRequest(), [this](uint32_t arena) { return ArenaBytes(arena); },
+              [this](SequenceId sequence) { return session_->Holds(sequence, cache_.id); }));
+      if (config_.device == CacheConfig::kHost) return parts_.steps->Run(session_, cache_, step, context);
+      return parts_.device_calls->RunStep(session_, cache_, step, context.getParams().getRequest().getReady(), context);
+    });
   }
 
   kj::Promise<void> read(ReadContext context) override {
-    return Serve(
-        *session_, Method::kRead, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> {
-          KV_ASSIGN_OR_RETURN(const CheckedRead read,
-                              CheckRead(
-                                  config_, context.getParams().getRequest(),
-                                  [this](uint32_t arena) { return session_->ArenaBytes(arena); },
-                                  [this](SequenceId sequence) { return session_->Holds(sequence, cache_.id); }));
-          return RunRead(session_, cache_, read, context);
-        },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+    return Serve(*session_, Method::kRead, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_ASSIGN_OR_RETURN(
+          const CheckedRead read,
+          CheckRead(
+              config_, context.getParams().getRequest(), [this](uint32_t arena) { return session_->ArenaBytes(arena); },
+              [this](SequenceId sequence) { return session_->Holds(sequence, cache_.id); }));
+      return parts_.reads->Run(session_, cache_, read, context);
+    });
   }
 
   kj::Promise<void> extend(ExtendContext context) override {
-    return Serve(
-        *session_, Method::kExtend, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> { return RunExtend(session_, cache_, context); },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+    return Serve(*session_, Method::kExtend, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      return parts_.device_calls->RunExtend(session_, cache_, context);
+    });
   }
 
   kj::Promise<void> openProjections(OpenProjectionsContext context) override {
-    return Serve(
-        *session_, Method::kOpenProjections, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> {
-          KV_RETURN_IF_ERROR(EnsureOpen());
-          if (config_.hidden == 0) {
-            return InvalidField("hiddenSize", 0, "above 0, as the cache was opened, to register projections");
-          }
-          KV_ASSIGN_OR_RETURN(const CacheInfo info, store().DescribeCache(cache_.id));
-          const auto facts = context.getParams().getFacts();
-          recompute::ProjectionModel model;
-          model.layout = config_.layout;
-          model.layers = config_.layers;
-          model.hidden = config_.hidden;
-          if (facts.getRotaryDims() > config_.layout.head_dim) {
-            return InvalidField("rotaryDims", facts.getRotaryDims(), absl::StrCat("at most ", config_.layout.head_dim));
-          }
-          model.rope.rotary_dims = static_cast<int>(facts.getRotaryDims());
-          model.rope.theta = facts.getTheta();
-          using recompute::RopeFacts;
-          model.rope.pairs = facts.getInterleaved() ? RopeFacts::Pairs::kInterleaved : RopeFacts::Pairs::kHalfSplit;
-          model.rope.angles = facts.getDoubleAngles() ? RopeFacts::Angles::kDouble : RopeFacts::Angles::kFloat32;
-          KV_ASSIGN_OR_RETURN(std::shared_ptr<ProjectionSet> set,
-                              session_->daemon().recomputer->Open(info.digest, model, config_.device));
-          context.getResults().setProjections(MakeProjectionsService(session_, std::move(set), config_));
-          return Done();
-        },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+    return Serve(*session_, Method::kOpenProjections, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_RETURN_IF_ERROR(EnsureOpen());
+      if (config_.hidden == 0) {
+        return InvalidField("hiddenSize", 0, "above 0, as the cache was opened, to register projections");
+      }
+      KV_ASSIGN_OR_RETURN(const CacheInfo info, store().DescribeCache(cache_.id));
+      const auto facts = context.getParams().getFacts();
+      recompute::ProjectionModel model;
+      model.layout = config_.layout;
+      model.layers = config_.layers;
+      model.hidden = config_.hidden;
+      if (facts.getRotaryDims() > config_.layout.head_dim) {
+        return InvalidField("rotaryDims", facts.getRotaryDims(), absl::StrCat("at most ", config_.layout.head_dim));
+      }
+      model.rope.rotary_dims = static_cast<int>(facts.getRotaryDims());
+      model.rope.theta = facts.getTheta();
+      using recompute::RopeFacts;
+      model.rope.pairs = facts.getInterleaved() ? RopeFacts::Pairs::kInterleaved : RopeFacts::Pairs::kHalfSplit;
+      model.rope.angles = facts.getDoubleAngles() ? RopeFacts::Angles::kDouble : RopeFacts::Angles::kFloat32;
+      KV_ASSIGN_OR_RETURN(std::shared_ptr<ProjectionSet> set,
+                          parts_.recomputer->Open(info.digest, model, config_.device));
+      context.getResults().setProjections(MakeProjectionsService(session_, parts_.recomputer, std::move(set), config_));
+      return Done();
+    });
   }
 
   kj::Promise<void> outputFactors(OutputFactorsContext context) override {
-    return Serve(
-        *session_, Method::kOutputFactors, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> {
-          const uint32_t layer = context.getParams().getLayer();
-          if (layer >= static_cast<uint32_t>(config_.layers)) {
-            return InvalidField("layer", layer, absl::StrCat("0..", config_.layers - 1));
-          }
-          auto results = context.getResults();
-          if (!cache_.codec->attention().folds_output(static_cast<int>(layer))) return Done();
-          const size_t elements = size_t{config_.layout.head_dim} * config_.layout.head_dim;
-          const size_t bytes = config_.layout.kv_heads * elements * sizeof(float);
-          if (bytes > limits::kReplyBytesMax) {
-            return FieldError(absl::StatusCode::kResourceExhausted, "factors", absl::StrCat(bytes, " bytes"),
-                              absl::StrCat("at most ", limits::kReplyBytesMax, " bytes"));
-          }
-          auto out = results.initFactors(bytes);
-          float* const factors = reinterpret_cast<float*>(out.begin());  // Data begins at a word
-          for (int head = 0; head < config_.layout.kv_heads; ++head) {
-            KV_CHECK(cache_.codec->OutputFactor(static_cast<int>(layer), head,
-                                                absl::MakeSpan(factors + head * elements, elements)));
-          }
-          results.setFolds(true);
-          return Done();
-        },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+    return Serve(*session_, Method::kOutputFactors, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      const uint32_t layer = context.getParams().getLayer();
+      if (layer >= static_cast<uint32_t>(config_.layers)) {
+        return InvalidField("layer", layer, absl::StrCat("0..", config_.layers - 1));
+      }
+      auto results = context.getResults();
+      if (!cache_.codec->attention().folds_output(static_cast<int>(layer))) return Done();
+      const size_t elements = size_t{config_.layout.head_dim} * config_.layout.head_dim;
+      const size_t bytes = config_.layout.kv_heads * elements * sizeof(float);
+      if (bytes > limits::kReplyBytesMax) {
+        return FieldError(absl::StatusCode::kResourceExhausted, "factors", absl::StrCat(bytes, " bytes"),
+                          absl::StrCat("at most ", limits::kReplyBytesMax, " bytes"));
+      }
+      auto out = results.initFactors(bytes);
+      float* const factors = reinterpret_cast<float*>(out.begin());  // Data begins at a word
+      for (int head = 0; head < config_.layout.kv_heads; ++head) {
+        KV_CHECK(cache_.codec->OutputFactor(static_cast<int>(layer), head,
+                                            absl::MakeSpan(factors + head * elements, elements)));
+      }
+      results.setFolds(true);
+      return Done();
+    });
   }
 
   kj::Promise<void> claim(ClaimContext context) override {
-    return Serve(
-        *session_, Method::kClaim, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> {
-          KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
-          KV_RETURN_IF_ERROR(EnsureOpen());
-          const auto bytes = context.getParams().getTicket();
-          const std::string ticket(reinterpret_cast<const char*>(bytes.begin()), bytes.size());
-          Tickets& tickets = session_->daemon().desk->tickets();
-          if (const auto waiting = tickets.Find(ticket, cache_.id);
-              waiting.ok() && !store().IsTwin(cache_.id, *waiting)) {
-            KV_ASSIGN_OR_RETURN(const Tickets::Claimed claimed, tickets.Claim(ticket, cache_.id));
-            KV_RETURN_IF_ERROR(WriteClaimed(claimed, context));
-            return Done();
-          }
-          context.releaseParams();
-          return tickets.WhenShown(ticket, cache_.id)
-              .then([this, ticket, context](absl::Status shown) mutable {
-                return shown.ok() ? ClaimShown(ticket, context) : kj::Promise<absl::Status>(std::move(shown));
-              })
-              .then([this, context](absl::Status status) mutable {
-                if (status.ok()) return;
-                ServeError(*session_, Method::kClaim, status, [&](const absl::Status& error) {
-                  WriteStatus(error, context.getResults().initReply().initStatus());
-                });
-              })
-              .attach(thisCap());
-        },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+    return Serve(*session_, Method::kClaim, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
+      KV_RETURN_IF_ERROR(EnsureOpen());
+      const auto bytes = context.getParams().getTicket();
+      const std::string ticket(reinterpret_cast<const char*>(bytes.begin()), bytes.size());
+      Tickets& tickets = parts_.incoming->tickets();
+      if (const auto waiting = tickets.Find(ticket, cache_.id); waiting.ok() && !store().IsTwin(cache_.id, *waiting)) {
+        KV_ASSIGN_OR_RETURN(const Tickets::Claimed claimed, tickets.Claim(ticket, cache_.id));
+        KV_RETURN_IF_ERROR(WriteClaimed(claimed, context));
+        return Done();
+      }
+      context.releaseParams();
+      return tickets.WhenShown(ticket, cache_.id)
+          .then([this, ticket, context](absl::Status shown) mutable {
+            return shown.ok() ? ClaimShown(ticket, context) : kj::Promise<absl::Status>(std::move(shown));
+          })
+          .then([this, context](absl::Status status) mutable {
+            if (status.ok()) return;
+            ServeError(*session_, Method::kClaim, status, context);
+          })
+          .attach(thisCap());
+    });
   }
 
  private:
@@ -214,14 +183,14 @@ class CacheService final : public api::Cache::Server {
   // The sequence waits in its memory, perhaps while its last pages arrive. To a cache in another it comes as a copy,
   // once all of them are here; from one GPU to another by way of the host.
   kj::Promise<absl::Status> ClaimShown(const std::string& ticket, ClaimContext context) {
-    HandOffDesk& desk = *session_->daemon().desk;
-    const absl::StatusOr<SequenceId> waiting = desk.tickets().Find(ticket, cache_.id);
+    IncomingHandOffs& incoming = *parts_.incoming;
+    const absl::StatusOr<SequenceId> waiting = incoming.tickets().Find(ticket, cache_.id);
     if (!waiting.ok()) return waiting.status();
     if (!store().IsTwin(cache_.id, *waiting)) return ClaimHere(ticket, context);
-    if (absl::Status begun = desk.tickets().BeginClaim(ticket); !begun.ok()) return begun;
-    return desk.WhenSettled(*waiting)
+    if (absl::Status begun = incoming.tickets().BeginClaim(ticket); !begun.ok()) return begun;
+    return incoming.WhenSettled(*waiting)
         .then([this, id = *waiting] { return CopyHere(id); })
-        .attach(kj::defer([&desk, ticket] { desk.tickets().EndClaim(ticket); }))
+        .attach(kj::defer([&incoming, ticket] { incoming.tickets().EndClaim(ticket); }))
         .then([this, ticket, context](absl::StatusOr<Arrived> copy) mutable {
           return copy.ok() ? ClaimCopy(ticket, *std::move(copy), context) : copy.status();
         });
@@ -232,30 +201,30 @@ class CacheService final : public api::Cache::Server {
     if (!info.ok()) return absl::StatusOr<Arrived>(info.status());
     const bool on_gpu = store().DescribeCache(info->cache)->config.device != CacheConfig::kHost;
     if (!on_gpu || config_.device == CacheConfig::kHost) {
-      return Arrive(session_->daemon(), store().Copy(id, config_.device));
+      return parts_.arrivals->Await(store().Copy(id, config_.device));
     }
-    return Arrive(session_->daemon(), store().Copy(id, CacheConfig::kHost))
+    return parts_.arrivals->Await(store().Copy(id, CacheConfig::kHost))
         .then([this](absl::StatusOr<Arrived> copy) -> Copied {
           if (!copy.ok()) return absl::StatusOr<Arrived>(copy.status());
-          auto here = Arrive(session_->daemon(), store().Copy(copy->sequence(), config_.device));
+          auto here = parts_.arrivals->Await(store().Copy(copy->sequence(), config_.device));
           return here.attach(kj::heap<Arrived>(*std::move(copy)));
         });
   }
   absl::Status ClaimHere(const std::string& ticket, ClaimContext& context) {
     KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
-    KV_ASSIGN_OR_RETURN(const Tickets::Claimed claimed, session_->daemon().desk->tickets().Claim(ticket, cache_.id));
+    KV_ASSIGN_OR_RETURN(const Tickets::Claimed claimed, parts_.incoming->tickets().Claim(ticket, cache_.id));
     return WriteClaimed(claimed, context);
   }
   absl::Status ClaimCopy(const std::string& ticket, Arrived copy, ClaimContext& context) {
     KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
     // It may have expired meanwhile.
-    KV_ASSIGN_OR_RETURN(Tickets::Claimed claimed, session_->daemon().desk->tickets().Claim(ticket, cache_.id));
+    KV_ASSIGN_OR_RETURN(Tickets::Claimed claimed, parts_.incoming->tickets().Claim(ticket, cache_.id));
     store().Drop(claimed.sequence);
     claimed.sequence = copy.Take().sequence;
     return WriteClaimed(claimed, context);
   }
   absl::Status WriteClaimed(const Tickets::Claimed& claimed, ClaimContext& context) {
-    api::Sequence::Client sequence = MakeSequenceService(session_, claimed.sequence, cache_.id);
+    api::Sequence::Client sequence = MakeSequenceService(session_, parts_.sequence, claimed.sequence, cache_.id);
     KV_ASSIGN_OR_RETURN(const SequenceInfo info, store().DescribeSequence(claimed.sequence));
     auto results = context.getResults();
     auto reply = results.initReply();
@@ -267,7 +236,7 @@ class CacheService final : public api::Cache::Server {
     return absl::OkStatus();
   }
 
-  PageStore& store() { return *session_->daemon().store; }
+  PageStore& store() { return *parts_.store; }
 
   void Bind(CacheId id) {
     cache_.id = id;
@@ -276,7 +245,7 @@ class CacheService final : public api::Cache::Server {
     KV_CHECK(info.ok() && cache_.codec != nullptr);
     config_ = info->config;
     cache_.config = &config_;
-    auto raw = session_->daemon().registry->Create("raw", config_.layout);
+    auto raw = parts_.registry->Create("raw", config_.layout);
     KV_CHECK(raw.ok());
     cache_.raw = *std::move(raw);
     if (config_.device == CacheConfig::kHost) return;
@@ -330,7 +299,7 @@ class CacheService final : public api::Cache::Server {
       WriteCreated(may, reply);
       return kj::READY_NOW;
     }
-    return Arrive(session_->daemon(), store().Fetch(cache_.id, prefix, prompt_tokens))
+    return parts_.arrivals->Await(store().Fetch(cache_.id, prefix, prompt_tokens))
         .then([this, prefix, prompt_tokens, reply](absl::StatusOr<Arrived> made) mutable {
           // Where there is no room for all of it, what the GPU has is better than nothing.
           if (absl::IsResourceExhausted(made.status())) return Create(prefix, prompt_tokens, reply);
@@ -342,24 +311,25 @@ class CacheService final : public api::Cache::Server {
 
   void WriteCreated(const absl::StatusOr<CreateResult>& created, api::SequenceReply::Builder reply) {
     if (!created.ok()) {
-      return ServeError(*session_, Method::kCreateSequences, created.status(),
-                        [&](const absl::Status& status) { WriteStatus(status, reply.initStatus()); });
+      session_->calls().NoteError(Method::kCreateSequences, created.status());
+      return WriteStatus(created.status(), reply.initStatus());
     }
-    reply.setSequence(MakeSequenceService(session_, created->sequence, cache_.id));
+    reply.setSequence(MakeSequenceService(session_, parts_.sequence, created->sequence, cache_.id));
     reply.setSequenceId(created->sequence);
     WriteMatch(created->match, reply.initMatch());
   }
 
   const std::shared_ptr<Session> session_;
+  const CacheParts& parts_;
   CacheConfig config_;  // as opened: the codec's spec is canonical
   StepCache cache_;
 };
 
 }  // namespace
 
-api::Cache::Client MakeCacheService(std::shared_ptr<Session> session, CacheId cache,
+api::Cache::Client MakeCacheService(std::shared_ptr<Session> session, const CacheParts& parts, CacheId cache,
                                     std::shared_ptr<const DeviceCodec> device_codec) {
-  return kj::heap<CacheService>(std::move(session), cache, std::move(device_codec));
+  return kj::heap<CacheService>(std::move(session), parts, cache, std::move(device_codec));
 }
 
 }  // namespace kvmanager

@@ -16,8 +16,6 @@
 
 #include "kvmanager/api/socket_stream.h"
 #include "kvmanager/rpc/limits.h"
-#include "kvmanager/rpc/service.h"
-#include "kvmanager/rpc/session.h"
 
 namespace kvmanager {
 namespace {
@@ -102,24 +100,24 @@ capnp::ReaderOptions Limits() {
 
 class Connections::Connection {
  public:
-  Connection(DaemonContext& daemon, uint64_t id, int fd, bool unix_socket)
-      : daemon_(daemon),
+  Connection(const Parts& parts, uint64_t id, int fd, bool unix_socket)
+      : parts_(parts),
         id_(id),
         fd_(fd),
         write_fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)),
         ending_(kj::newPromiseAndFulfiller<void>()),
-        session_(std::make_shared<Session>(&daemon, unix_socket, unix_socket ? PeerPid(fd) : 0,
+        session_(std::make_shared<Session>(*parts.session, unix_socket, unix_socket ? PeerPid(fd) : 0,
                                            [this](EndReason reason) { End(reason); })),
-        stream_(daemon.loop->port(), fd_.get(), write_fd_.get()),
+        stream_(parts.loop->port(), fd_.get(), write_fd_.get()),
         watched_(
             stream_, [this] { OnMessage(); }, [this](const kj::Exception& exception) { OnMalformed(exception); }),
         network_(watched_, unix_socket ? kFdsPerMessageMax : 0, capnp::rpc::twoparty::Side::SERVER, Limits()),
-        rpc_(capnp::makeRpcServer(network_, MakeDaemonService(session_))) {
+        rpc_(capnp::makeRpcServer(network_, MakeDaemonService(session_, *parts.daemon))) {
     rpc_.setFlowLimit(limits::kCallsInFlightBytesMax / sizeof(capnp::word));
     if (unix_socket) {
       pidfd_ = kj::AutoCloseFd(PeerPidFd(fd));
       if (pidfd_.get() >= 0) {
-        death_ = kj::heap<kj::UnixEventPort::FdObserver>(daemon.loop->port(), pidfd_.get(),
+        death_ = kj::heap<kj::UnixEventPort::FdObserver>(parts.loop->port(), pidfd_.get(),
                                                          kj::UnixEventPort::FdObserver::OBSERVE_READ);
       }
     }
@@ -127,7 +125,7 @@ class Connections::Connection {
 
   ~Connection() {
     session_->Detach();
-    daemon_.metrics->ended(reason_).Increment();
+    parts_.metrics->ended(reason_).Increment();
     spdlog::debug("connection {} of \"{}\" ended: {}", id_, session_->name(), EndReasonName(reason_));
   }
 
@@ -144,7 +142,7 @@ class Connections::Connection {
 
  private:
   void OnMessage() {
-    daemon_.loop->NoteActivity();
+    parts_.loop->NoteActivity();
     if (network_.getCurrentQueueSize() > limits::kUnsentBytesMax) {
       spdlog::warn("connection {} of \"{}\" ends: it leaves more than {} bytes of replies unread", id_,
                    session_->name(), limits::kUnsentBytesMax);
@@ -153,7 +151,7 @@ class Connections::Connection {
   }
 
   void OnMalformed(const kj::Exception& exception) {
-    daemon_.metrics->framing_errors.Increment();
+    parts_.session->calls->NoteMalformed();
     spdlog::warn("connection {} of \"{}\" ends: malformed message: {}", id_, session_->name(),
                  exception.getDescription().cStr());
     End(EndReason::kFraming);
@@ -163,13 +161,13 @@ class Connections::Connection {
     if (ending_soon_) return;
     ending_soon_ = true;
     reason_ = reason;
-    grace_ = daemon_.loop->timer()
+    grace_ = parts_.loop->timer()
                  .afterDelay(kAbortGraceMs * kj::MILLISECONDS)
                  .then([this] { ending_.fulfiller->fulfill(); })
                  .eagerlyEvaluate(nullptr);
   }
 
-  DaemonContext& daemon_;
+  const Parts& parts_;
   const uint64_t id_;
   kj::AutoCloseFd fd_, write_fd_;
   kj::PromiseFulfillerPair<void> ending_;
@@ -193,10 +191,10 @@ struct Connections::Listener {
   kj::UnixEventPort::FdObserver observer;
 };
 
-Connections::Connections(DaemonContext* daemon, const std::vector<std::unique_ptr<ListenSocket>>& sockets)
-    : daemon_(*daemon), tasks_(std::make_unique<kj::TaskSet>(static_cast<kj::TaskSet::ErrorHandler&>(*this))) {
+Connections::Connections(const Parts& parts, const std::vector<std::unique_ptr<ListenSocket>>& sockets)
+    : parts_(parts), tasks_(std::make_unique<kj::TaskSet>(static_cast<kj::TaskSet::ErrorHandler&>(*this))) {
   for (const auto& socket : sockets) {
-    listeners_.push_back(std::make_unique<Listener>(daemon_.loop->port(), *socket));
+    listeners_.push_back(std::make_unique<Listener>(parts_.loop->port(), *socket));
     tasks_->add(AcceptFrom(*listeners_.back()));
   }
 }
@@ -205,8 +203,7 @@ Connections::~Connections() {
   for (auto& [id, connection] : connections_) connection->set_reason(EndReason::kShutdown);
   tasks_.reset();
   connections_.clear();
-  daemon_.connections = 0;
-  daemon_.metrics->connections.Set(0);
+  parts_.metrics->open.Set(0);
 }
 
 kj::Promise<void> Connections::AcceptFrom(Listener& listener) {
@@ -221,7 +218,7 @@ kj::Promise<void> Connections::AcceptFrom(Listener& listener) {
       return listener.observer.whenBecomesReadable().then([this, &listener] { return AcceptFrom(listener); });
     }
     spdlog::error("accepting on {}: {}", listener.socket.address(), std::strerror(errno));
-    return daemon_.loop->timer().afterDelay(kAcceptRetryMs * kj::MILLISECONDS).then([this, &listener] {
+    return parts_.loop->timer().afterDelay(kAcceptRetryMs * kj::MILLISECONDS).then([this, &listener] {
       return AcceptFrom(listener);
     });
   }
@@ -229,17 +226,17 @@ kj::Promise<void> Connections::AcceptFrom(Listener& listener) {
 
 void Connections::Add(int fd, bool unix_socket) {
   if (connections_.size() >= limits::kConnectionsMax) {
-    daemon_.metrics->connections_refused.Increment();
+    parts_.metrics->refused.Increment();
     close(fd);
     return;
   }
   if (!unix_socket) TuneTcp(fd);
-  (unix_socket ? daemon_.metrics->connections_unix : daemon_.metrics->connections_tcp).Increment();
+  (unix_socket ? parts_.metrics->accepted_unix : parts_.metrics->accepted_tcp).Increment();
   const uint64_t id = next_id_++;
-  auto connection = std::make_unique<Connection>(daemon_, id, fd, unix_socket);
+  auto connection = std::make_unique<Connection>(parts_, id, fd, unix_socket);
   tasks_->add(connection->WhenOver().then([this, id] { Remove(id); }, [this, id](kj::Exception&&) { Remove(id); }));
   connections_.emplace(id, std::move(connection));
-  daemon_.metrics->connections.Set(double(++daemon_.connections));
+  parts_.metrics->open.Set(double(connections_.size()));
 }
 
 void Connections::Remove(uint64_t id) {
@@ -247,7 +244,7 @@ void Connections::Remove(uint64_t id) {
   if (found == connections_.end()) return;
   const std::unique_ptr<Connection> connection = std::move(found->second);
   connections_.erase(found);
-  daemon_.metrics->connections.Set(double(--daemon_.connections));
+  parts_.metrics->open.Set(double(connections_.size()));
 }
 
 void Connections::taskFailed(kj::Exception&& exception) {

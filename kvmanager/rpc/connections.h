@@ -17,15 +17,26 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
-#include "kvmanager/rpc/context.h"
+#include "kvmanager/base/event_loop.h"
 #include "kvmanager/rpc/listen_socket.h"
+#include "kvmanager/rpc/rpc_metrics.h"
+#include "kvmanager/rpc/service.h"
+#include "kvmanager/rpc/session.h"
 
 namespace kvmanager {
 
 class Connections final : private kj::TaskSet::ErrorHandler {
  public:
+  /// What it uses. Everything outlives it.
+  struct Parts {
+    EventLoop* loop = nullptr;
+    ConnectionMetrics* metrics = nullptr;
+    const Session::Parts* session = nullptr;  // of each connection
+    const DaemonParts* daemon = nullptr;      // of each connection's bootstrap capability
+  };
+
   /// `sockets` outlive this.
-  Connections(DaemonContext* daemon, const std::vector<std::unique_ptr<ListenSocket>>& sockets);
+  Connections(const Parts& parts, const std::vector<std::unique_ptr<ListenSocket>>& sockets);
   /// Ends every connection.
   ~Connections();
 
@@ -38,7 +49,7 @@ class Connections final : private kj::TaskSet::ErrorHandler {
   void Remove(uint64_t id);
   void taskFailed(kj::Exception&& exception) override;
 
-  DaemonContext& daemon_;
+  const Parts parts_;
   uint64_t next_id_ = 1;
   absl::flat_hash_map<uint64_t, std::unique_ptr<Connection>> connections_;
   std::vector<std::unique_ptr<Listener>> listeners_;

@@ -8,11 +8,7 @@
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/gpu/device_indexes.h"
-#include "kvmanager/gpu/device_work.h"
-#include "kvmanager/gpu/process_steps.h"
 #include "kvmanager/rpc/serve.h"
-#include "kvmanager/store/quality.h"
 
 namespace kvmanager {
 namespace {
@@ -39,6 +35,7 @@ kj::Promise<void> WhenReady(DeviceLease& lease) {
 
 // What a call keeps until its reply: shared by its promises.
 struct Call {
+  const DeviceCalls& calls;
   std::shared_ptr<Session> session;
   StepCache cache;
   CacheConfig config;
@@ -46,17 +43,18 @@ struct Call {
   bool append = false;
   std::unique_ptr<DeviceLease> lease;
 
-  Call(const std::shared_ptr<Session>& the_session, const StepCache& the_cache, const Entries& the_entries)
-      : session(the_session), cache(the_cache), config(*the_cache.config), entries(the_entries) {
+  Call(const DeviceCalls& the_calls, const std::shared_ptr<Session>& the_session, const StepCache& the_cache,
+       const Entries& the_entries)
+      : calls(the_calls), session(the_session), cache(the_cache), config(*the_cache.config), entries(the_entries) {
     cache.config = &config;
   }
-  DaemonContext& daemon() { return session->daemon(); }
+  const DeviceCalls::Parts& parts() const { return calls.parts(); }
   // Books an append to `layers` layers from `first_layer` on.
   absl::Status Extend(int first_layer, int layers) {
-    return append ? ExtendOnce(*daemon().store, cache.id, first_layer, layers, entries) : absl::OkStatus();
+    return append ? ExtendOnce(*parts().store, cache.id, first_layer, layers, entries) : absl::OkStatus();
   }
   bool MayFitSoon(const absl::Status& status) const {
-    return absl::IsResourceExhausted(status) && session->daemon().store->AwaitsRelease(config.device);
+    return absl::IsResourceExhausted(status) && parts().store->AwaitsRelease(config.device);
   }
   std::vector<EntryReading> Readings() const {
     std::vector<EntryReading> readings(entries.size());
@@ -66,34 +64,27 @@ struct Call {
   // What was booked is submitted, or planned: hand-offs of these sequences hear when it is written.
   void TellFollowers(int first_layer, int layers) {
     for (const AttendEntry& entry : entries) {
-      if (!daemon().store->AwaitsWrites(entry.sequence)) continue;
+      if (!parts().store->AwaitsWrites(entry.sequence)) continue;
       const uint64_t end = entry.position + static_cast<uint64_t>(entry.tokens);
-      TellWhenWritten(*session, cache, entry.sequence, first_layer, std::vector<uint64_t>(layers, end));
+      calls.TellWhenWritten(*session, cache, entry.sequence, first_layer, std::vector<uint64_t>(layers, end));
     }
   }
   /// Trainings begin when everything that was submitted and planned so far has run.
   void PostIndexJobs(std::vector<DeviceIndexJob> jobs) {
     if (jobs.empty()) return;
     const auto work = session->DeviceWorkOf(config.device);
-    const std::shared_ptr<InProcess> process = session->FindInProcess(config.device);
+    Gpu* const gpu = FindGpu(parts().gpus, config.device);
+    KV_CHECK(gpu != nullptr);  // a cache is on a GPU of this daemon
+    const std::shared_ptr<ProcessSteps> process = session->FindProcessSteps(config.device);
     const std::shared_ptr<DeviceStream> stream = work.ok() ? (*work)->stream() : nullptr;
-    daemon().polls->Add([stream, submitted = stream == nullptr ? 0 : stream->submitted(), process,
-                         epoch = process == nullptr ? 0 : process->epoch(), indexes = IndexesOf(),
-                         codec = cache.device_codec, jobs = std::move(jobs)]() mutable {
+    parts().polls->Add([stream, submitted = stream == nullptr ? 0 : stream->submitted(), process,
+                        epoch = process == nullptr ? 0 : process->epoch(), indexes = gpu->indexes(),
+                        codec = cache.device_codec, jobs = std::move(jobs)]() mutable {
       if (stream != nullptr && stream->passed() < submitted) return false;
       if (process != nullptr && !process->HasReleased(epoch)) return false;
       for (DeviceIndexJob& job : jobs) indexes->Post(codec, std::move(job));
       return true;
     });
-  }
-
- private:
-  DeviceIndexes* IndexesOf() {
-    for (const DeviceContext* const device : daemon().devices) {
-      if (device->ordinal == config.device) return device->indexes;
-    }
-    KV_CHECK(false && "a cache is on a GPU of this daemon");
-    return nullptr;
   }
 };
 
@@ -115,7 +106,7 @@ struct StepCall final : Call {
   // The append is booked, or there is none. Resolved at once, but for pages that are still to be encoded.
   kj::Promise<absl::Status> Proceed(const std::shared_ptr<StepCall>& self) {
     if (tensors.q == nullptr) return Submit(tensors, {});
-    auto read = daemon().store->Read(cache.id, layer, 1, entries);
+    auto read = parts().store->Read(cache.id, layer, 1, entries);
     if (!read.ok()) {
       // What was booked is appended all the same.
       if (tensors.k != nullptr) (void)Submit({.k = tensors.k, .v = tensors.v, .ready = tensors.ready}, {});
@@ -123,7 +114,7 @@ struct StepCall final : Call {
     }
     lease = *std::move(read);
     if (lease->ready()) return Submit(tensors, Readings());
-    if (tensors.k == nullptr) PostIndexJobs(work->stream()->context().encode_queue->TakeIndexJobs());
+    if (tensors.k == nullptr) PostIndexJobs(work->gpu().encode_queue()->TakeIndexJobs());
     if (tensors.k != nullptr) {
       if (absl::Status status = Submit({.k = tensors.k, .v = tensors.v, .ready = tensors.ready}, {}); !status.ok()) {
         return status;
@@ -136,7 +127,7 @@ struct StepCall final : Call {
 
   absl::Status Submit(const DeviceTensors& what, absl::Span<const EntryReading> readings) {
     const auto submitted = work->Submit(cache, layer, entries, readings, what, &counts);
-    PostIndexJobs(work->stream()->context().encode_queue->TakeIndexJobs());
+    PostIndexJobs(work->gpu().encode_queue()->TakeIndexJobs());
     KV_RETURN_IF_ERROR(submitted.status());
     done = *submitted;
     if (what.k != nullptr) TellFollowers(layer, 1);
@@ -148,20 +139,20 @@ struct StepCall final : Call {
     reply.setDone(done);
     reply.setEncodedPairs(counts.encoded_pairs);
     reply.setRawPairs(counts.raw_pairs);
-    ServerMetrics& metrics = *daemon().metrics;
-    metrics.attend_encoded_pairs.Increment(static_cast<double>(counts.encoded_pairs));
-    metrics.attend_raw_pairs.Increment(static_cast<double>(counts.raw_pairs));
-    if (tensors.q != nullptr) metrics.attend_tokens.Increment(static_cast<double>(tokens));
+    AttendMetrics& metrics = *parts().metrics;
+    metrics.encoded_pairs.Increment(static_cast<double>(counts.encoded_pairs));
+    metrics.raw_pairs.Increment(static_cast<double>(counts.raw_pairs));
+    if (tensors.q != nullptr) metrics.tokens.Increment(static_cast<double>(tokens));
   }
 };
 
 struct ExtendCall final : Call {
   using Call::Call;
-  std::shared_ptr<InProcess> process;
+  std::shared_ptr<ProcessSteps> process;
   std::vector<uint32_t> words;
   bool attend = false;
   bool encode_here = false;
-  InProcess::Plan plan;
+  ProcessSteps::Plan plan;
   std::vector<DeviceEncodeJob> jobs;       // booked, and not part of a plan yet
   std::vector<DeviceIndexJob> index_jobs;  // on keys that this plan's kernels append
   bool booked = false;                     // and not planned
@@ -196,7 +187,7 @@ struct ExtendCall final : Call {
 
   kj::Promise<absl::Status> Proceed(const std::shared_ptr<ExtendCall>& self) {
     if (attend) {
-      auto read = daemon().store->Read(cache.id, 0, config.layers, entries);
+      auto read = parts().store->Read(cache.id, 0, config.layers, entries);
       if (!read.ok()) return Fail(read.status());
       lease = *std::move(read);
       SortIndexJobs();
@@ -247,13 +238,13 @@ struct ExtendCall final : Call {
 // Tries until there is room, and then goes on.
 template <typename TheCall>
 kj::Promise<absl::Status> TryLater(std::shared_ptr<TheCall> call, int64_t until_ns) {
-  DaemonContext& daemon = call->daemon();
-  return daemon.loop->fine_timer().AfterUs(kRetryUs).then([call, until_ns]() mutable -> kj::Promise<absl::Status> {
-    const absl::Status booked = call->Book();
-    if (booked.ok()) return call->Proceed(call);
-    if (!call->MayFitSoon(booked) || call->daemon().clock->NowNs() > until_ns) return booked;
-    return TryLater(std::move(call), until_ns);
-  });
+  return call->parts().loop->fine_timer().AfterUs(kRetryUs).then(
+      [call, until_ns]() mutable -> kj::Promise<absl::Status> {
+        const absl::Status booked = call->Book();
+        if (booked.ok()) return call->Proceed(call);
+        if (!call->MayFitSoon(booked) || call->parts().clock->NowNs() > until_ns) return booked;
+        return TryLater(std::move(call), until_ns);
+      });
 }
 
 // Books the append if there is one, goes on, and replies: at once where it can.
@@ -264,23 +255,23 @@ absl::StatusOr<kj::Promise<void>> Run(std::shared_ptr<TheCall> call, Method meth
   if (booked.ok()) {
     over = call->Proceed(call);
   } else if (call->MayFitSoon(booked)) {
-    over = TryLater(call, call->daemon().clock->NowNs() + kRetryForMs * 1000000);
+    over = TryLater(call, call->parts().clock->NowNs() + kRetryForMs * 1000000);
   } else {
     return booked;
   }
   context.releaseParams();
   return over.then([call, context, method](absl::Status status) mutable {
     if (status.ok()) return call->WriteReply(context);
-    ServeError(*call->session, method, status,
-               [&](const absl::Status& error) { WriteStatus(error, context.getResults().initReply().initStatus()); });
+    ServeError(*call->session, method, status, context);
   });
 }
 
 }  // namespace
 
-absl::StatusOr<kj::Promise<void>> RunDeviceStep(const std::shared_ptr<Session>& session, const StepCache& cache,
-                                                const CheckedStep& step, uint64_t ready, StepContext& context) {
-  auto call = std::make_shared<StepCall>(session, cache, step.entries);
+absl::StatusOr<kj::Promise<void>> DeviceCalls::RunStep(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                                       const CheckedStep& step, uint64_t ready,
+                                                       StepContext& context) const {
+  auto call = std::make_shared<StepCall>(*this, session, cache, step.entries);
   KV_ASSIGN_OR_RETURN(call->work, session->DeviceWorkOf(cache.config->device));
   for (const AttendEntry& entry : step.entries) {
     KV_RETURN_IF_ERROR(call->work->CheckSequence(entry.sequence, cache.id));
@@ -302,8 +293,8 @@ absl::StatusOr<kj::Promise<void>> RunDeviceStep(const std::shared_ptr<Session>& 
   return Run(std::move(call), Method::kStep, context);
 }
 
-absl::StatusOr<kj::Promise<void>> RunExtend(const std::shared_ptr<Session>& session, const StepCache& cache,
-                                            ExtendContext& context) {
+absl::StatusOr<kj::Promise<void>> DeviceCalls::RunExtend(const std::shared_ptr<Session>& session,
+                                                         const StepCache& cache, ExtendContext& context) const {
   const auto request = context.getParams().getRequest();
   const CacheConfig& config = *cache.config;
   if (config.device == CacheConfig::kHost) {
@@ -313,8 +304,8 @@ absl::StatusOr<kj::Promise<void>> RunExtend(const std::shared_ptr<Session>& sess
   Entries entries;
   const auto owned = [&](SequenceId id) { return session->Holds(id, cache.id); };
   KV_RETURN_IF_ERROR(CheckStepEntries(request.getEntries(), owned, &entries).status());
-  auto call = std::make_shared<ExtendCall>(session, cache, entries);
-  KV_ASSIGN_OR_RETURN(call->process, session->InProcessOf(config.device));
+  auto call = std::make_shared<ExtendCall>(*this, session, cache, entries);
+  KV_ASSIGN_OR_RETURN(call->process, session->ProcessStepsOf(config.device));
   const auto words = request.getWords();
   if (words.size() != entries.size()) {
     return InvalidField("words", absl::StrCat(words.size(), " long"), absl::StrCat(entries.size(), ", one per entry"));
@@ -337,8 +328,7 @@ absl::StatusOr<kj::Promise<void>> RunExtend(const std::shared_ptr<Session>& sess
     }
     // Nor for an index that is made of them.
     if (request.getAppend() && request.getAttend()) {
-      const uint64_t from =
-          session->daemon().store->ChoosesFrom(entries[i].sequence, entries[i].position, entries[i].tokens);
+      const uint64_t from = parts_.store->ChoosesFrom(entries[i].sequence, entries[i].position, entries[i].tokens);
       if (from > entries[i].position && end > from) {
         return InvalidField(absl::StrCat("entries[", i, "].tokens"), entries[i].tokens,
                             absl::StrCat("at most ", from - entries[i].position,
@@ -346,7 +336,7 @@ absl::StatusOr<kj::Promise<void>> RunExtend(const std::shared_ptr<Session>& sess
       }
     }
     sealed += end / page_tokens - entries[i].position / page_tokens;
-    changes += session->daemon().store->ChangedPages(entries[i].sequence, TableKeeper::kProcess);
+    changes += parts_.store->ChangedPages(entries[i].sequence, TableKeeper::kProcess);
     // A page that its last token alone may still ask is told again (PageStore::Read).
     if (!request.getAppend() && (entries[i].position + 1) % page_tokens == 0) changes += config.layers;
     call->words.push_back(words[i]);
@@ -354,7 +344,7 @@ absl::StatusOr<kj::Promise<void>> RunExtend(const std::shared_ptr<Session>& sess
   const uint64_t pages = request.getAppend() ? sealed * config.layers : 0;
   KV_RETURN_IF_ERROR(call->process->CheckRoom(pages, changes));
   KV_ASSIGN_OR_RETURN(const CheckedQueryRows queries, CheckQueryRows(config, request.getQueries()));
-  if (QualityMonitor* const quality = session->daemon().quality; quality != nullptr && !cache.codec->info().identity) {
+  if (QualityMonitor* const quality = parts_.quality; quality != nullptr && !cache.codec->info().identity) {
     for (const CheckedQueryRow& row : queries) {
       quality->NoteRow(cache.id, config.layers, row.layer, config.layout.dtype, /*scale=*/0, row.q);
     }
@@ -371,7 +361,7 @@ absl::StatusOr<uint64_t> ChangeOnDevice(Session& session, const StepCache& cache
                                         absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) {
   KV_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceWork> work, session.DeviceWorkOf(cache.config->device));
   // What this process's own kernels append comes first.
-  const std::shared_ptr<InProcess> process = session.FindInProcess(cache.config->device);
+  const std::shared_ptr<ProcessSteps> process = session.FindProcessSteps(cache.config->device);
   KV_RETURN_IF_ERROR(CheckOnDevice(session, cache, sequence));
   if (process != nullptr && process->planned_to(sequence) != UINT64_MAX) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "sequence", absl::StrCat(sequence),
@@ -382,19 +372,19 @@ absl::StatusOr<uint64_t> ChangeOnDevice(Session& session, const StepCache& cache
 
 absl::Status CheckOnDevice(Session& session, const StepCache& cache, SequenceId sequence) {
   KV_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceWork> work, session.DeviceWorkOf(cache.config->device));
-  const std::shared_ptr<InProcess> process = session.FindInProcess(cache.config->device);
+  const std::shared_ptr<ProcessSteps> process = session.FindProcessSteps(cache.config->device);
   if (process != nullptr) KV_RETURN_IF_ERROR(process->CheckSequence(sequence));
   return work->CheckSequence(sequence, cache.id);
 }
 
 // Behind all that was submitted and planned so far. A stream whose connection has ended passes without having waited
 // for the engine, and plans of a process that is gone are released: neither says anything of what was written.
-void TellWhenWritten(Session& session, const StepCache& cache, SequenceId sequence, int first_layer,
-                     std::vector<uint64_t> tokens) {
+void DeviceCalls::TellWhenWritten(Session& session, const StepCache& cache, SequenceId sequence, int first_layer,
+                                  std::vector<uint64_t> tokens) const {
   const std::shared_ptr<DeviceStream> stream = session.DeviceStreamOf(cache.config->device);
   if (stream == nullptr || tokens.empty()) return;
-  auto poll = [store = session.daemon().store, stream, submitted = stream->submitted(),
-               process = session.FindInProcess(cache.config->device), epoch = std::optional<uint64_t>(), sequence,
+  auto poll = [store = parts_.store, stream, submitted = stream->submitted(),
+               process = session.FindProcessSteps(cache.config->device), epoch = std::optional<uint64_t>(), sequence,
                first_layer, tokens = std::move(tokens)]() mutable {
     if (stream->closed() || (process != nullptr && process->closed())) return true;
     if (stream->passed() < submitted) return false;
@@ -408,7 +398,7 @@ void TellWhenWritten(Session& session, const StepCache& cache, SequenceId sequen
     store->Written(sequence, first_layer, tokens);
     return true;
   };
-  if (!poll()) session.daemon().polls->Add(std::move(poll));
+  if (!poll()) parts_.polls->Add(std::move(poll));
 }
 
 kj::Promise<absl::Status> WhenAppended(const std::shared_ptr<Session>& session, const StepCache& cache,
@@ -416,7 +406,7 @@ kj::Promise<absl::Status> WhenAppended(const std::shared_ptr<Session>& session, 
   auto waiting = kj::newPromiseAndFulfiller<void>();
   auto work = session->DeviceWorkOf(cache.config->device);
   if (!work.ok()) return work.status();
-  std::shared_ptr<InProcess> process = session->FindInProcess(cache.config->device);
+  std::shared_ptr<ProcessSteps> process = session->FindProcessSteps(cache.config->device);
   (*work)->WhenRun([process, sequence, fulfiller = kj::mv(waiting.fulfiller)]() mutable {
     if (process == nullptr) return fulfiller->fulfill();
     process->WhenRun(sequence, [fulfiller = kj::mv(fulfiller)]() mutable { fulfiller->fulfill(); });
@@ -433,7 +423,7 @@ void NoteFork(Session& session, const StepCache& cache, SequenceId fork) {
 
 bool HasWritten(Session& session, const StepCache& cache, SequenceId sequence) {
   const auto work = session.DeviceWorkOf(cache.config->device);
-  const std::shared_ptr<InProcess> process = session.FindInProcess(cache.config->device);
+  const std::shared_ptr<ProcessSteps> process = session.FindProcessSteps(cache.config->device);
   return work.ok() && (*work)->HasWritten(sequence) && (process == nullptr || process->HasWritten(sequence));
 }
 

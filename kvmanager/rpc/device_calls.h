@@ -11,19 +11,54 @@
 #include <vector>
 
 #include "kvmanager/api/kvmanager.capnp.h"
+#include "kvmanager/base/clock.h"
+#include "kvmanager/base/event_loop.h"
+#include "kvmanager/base/poll_list.h"
+#include "kvmanager/gpu/gpu.h"
+#include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/session.h"
 #include "kvmanager/rpc/step.h"
 #include "kvmanager/rpc/step_check.h"
+#include "kvmanager/store/quality.h"
 
 namespace kvmanager {
 
-/// As RunStep. ready: StepRequest's.
-absl::StatusOr<kj::Promise<void>> RunDeviceStep(const std::shared_ptr<Session>& session, const StepCache& cache,
-                                                const CheckedStep& step, uint64_t ready, StepContext& context);
-
 using ExtendContext = capnp::CallContext<api::Cache::ExtendParams, api::Cache::ExtendResults>;
-absl::StatusOr<kj::Promise<void>> RunExtend(const std::shared_ptr<Session>& session, const StepCache& cache,
-                                            ExtendContext& context);
+
+class DeviceCalls {
+ public:
+  /// Everything outlives this and the calls that it runs.
+  struct Parts {
+    PageStore* store = nullptr;
+    PollList* polls = nullptr;
+    EventLoop* loop = nullptr;
+    const Clock* clock = nullptr;
+    QualityMonitor* quality = nullptr;  // nullptr: no query is noted
+    Gpus gpus;
+    AttendMetrics* metrics = nullptr;
+  };
+
+  explicit DeviceCalls(const Parts& parts) : parts_(parts) {}
+  DeviceCalls(const DeviceCalls&) = delete;
+  DeviceCalls& operator=(const DeviceCalls&) = delete;
+
+  /// As HostSteps::Run. ready: StepRequest's.
+  absl::StatusOr<kj::Promise<void>> RunStep(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                            const CheckedStep& step, uint64_t ready, StepContext& context) const;
+  absl::StatusOr<kj::Promise<void>> RunExtend(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                              ExtendContext& context) const;
+
+  /// Tells the store (PageStore::Written) once the first tokens[i] tokens of layer first_layer + i are written, which
+  /// were all booked: at once if they are, and never if the connection ends before.
+  void TellWhenWritten(Session& session, const StepCache& cache, SequenceId sequence, int first_layer,
+                       std::vector<uint64_t> tokens) const;
+
+  // What the calls use.
+  const Parts& parts() const { return parts_; }
+
+ private:
+  const Parts parts_;
+};
 
 /// Forks or crops a sequence of this connection by `change`. sequence: whose pages from `pages` on are gone.
 /// Returns the value of `done` that says that open pages are copied.
@@ -37,11 +72,6 @@ kj::Promise<absl::Status> WhenAppended(const std::shared_ptr<Session>& session, 
 
 /// What earlier calls found in the sequence or could not do with it: an error, and it can only be dropped.
 absl::Status CheckOnDevice(Session& session, const StepCache& cache, SequenceId sequence);
-
-/// Tells the store (PageStore::Written) once the first tokens[i] tokens of layer first_layer + i are written, which
-/// were all booked: at once if they are, and never if the connection ends before.
-void TellWhenWritten(Session& session, const StepCache& cache, SequenceId sequence, int first_layer,
-                     std::vector<uint64_t> tokens);
 
 /// A fork was made by the last change.
 void NoteFork(Session& session, const StepCache& cache, SequenceId fork);

@@ -1,11 +1,9 @@
-// DeviceStream, device arenas, and what Daemon's methods about GPUs do.
+// DeviceStream, and arenas of device memory.
 #include <unistd.h>
 
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
-#include "kvmanager/gpu/process_steps.h"
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/service.h"
@@ -16,9 +14,9 @@ namespace {
 absl::StatusOr<absl::Span<uint8_t>> RangeOf(const Session& session, const DeviceStream& stream, absl::string_view field,
                                             uint32_t id, uint64_t offset, uint64_t bytes) {
   const DeviceArena* const arena = session.DeviceArenaOf(id);
-  if (arena == nullptr || arena->ordinal() != stream.context().ordinal) {
+  if (arena == nullptr || arena->ordinal() != stream.ordinal()) {
     return FieldError(absl::StatusCode::kNotFound, field, absl::StrCat(id),
-                      absl::StrCat("a device arena of this connection on GPU ", stream.context().ordinal));
+                      absl::StrCat("a device arena of this connection on GPU ", stream.ordinal()));
   }
   const absl::Span<uint8_t> data = arena->data();
   if (bytes == 0 || offset > data.size() || bytes > data.size() - offset) {
@@ -45,57 +43,50 @@ class SlabService final : public api::Slab::Server {
 
 class DeviceStreamService final : public api::DeviceStream::Server {
  public:
-  DeviceStreamService(std::shared_ptr<Session> session, std::shared_ptr<DeviceStream> stream)
+  DeviceStreamService(std::shared_ptr<Session> session, Gpu* gpu, std::shared_ptr<DeviceStream> stream)
       : session_(std::move(session)), stream_(std::move(stream)), fd_(stream_->words().fd()) {
-    session_->SetDeviceStream(stream_);
+    session_->SetDeviceStream(gpu, stream_);
   }
   ~DeviceStreamService() { session_->CloseDeviceStream(stream_.get()); }
 
   kj::Maybe<int> getFd() override { return fd_; }
 
   kj::Promise<void> mapSlab(MapSlabContext context) override {
-    return Serve(
-        *session_, Method::kMapSlab, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> {
-          const auto params = context.getParams();
-          const CacheId cache = params.getCacheId();
-          const int ordinal = stream_->context().ordinal;
-          const auto bound = session_->BoundOf(cache);
-          if (bound == nullptr || bound->config.device != ordinal) {
-            return FieldError(absl::StatusCode::kNotFound, "cacheId", absl::StrCat(cache),
-                              absl::StrCat("a cache on GPU ", ordinal, " that this connection opened"));
-          }
-          KV_ASSIGN_OR_RETURN(const auto process, session_->InProcessOf(ordinal));
-          KV_ASSIGN_OR_RETURN(const int fd, process->MapSlab(cache, params.getSlab()));
-          context.getResults().setSlab(kj::heap<SlabService>(fd));
-          return Done();
-        },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+    return Serve(*session_, Method::kMapSlab, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      const auto params = context.getParams();
+      const CacheId cache = params.getCacheId();
+      const int ordinal = stream_->ordinal();
+      const auto bound = session_->BoundOf(cache);
+      if (bound == nullptr || bound->config.device != ordinal) {
+        return FieldError(absl::StatusCode::kNotFound, "cacheId", absl::StrCat(cache),
+                          absl::StrCat("a cache on GPU ", ordinal, " that this connection opened"));
+      }
+      KV_ASSIGN_OR_RETURN(const auto process, session_->ProcessStepsOf(ordinal));
+      KV_ASSIGN_OR_RETURN(const int fd, process->MapSlab(cache, params.getSlab()));
+      context.getResults().setSlab(kj::heap<SlabService>(fd));
+      return Done();
+    });
   }
 
   kj::Promise<void> copy(CopyContext context) override {
-    return Serve(
-        *session_, Method::kDeviceCopy, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> {
-          const auto request = context.getParams().getRequest();
-          KV_RETURN_IF_ERROR(CheckValue("ready", request.getReady()));
-          KV_ASSIGN_OR_RETURN(const auto from, RangeOf(*session_, *stream_, "fromArena", request.getFromArena(),
-                                                       request.getFromOffset(), request.getBytes()));
-          KV_ASSIGN_OR_RETURN(const auto to, RangeOf(*session_, *stream_, "toArena", request.getToArena(),
-                                                     request.getToOffset(), request.getBytes()));
-          if (from.data() < to.data() + to.size() && to.data() < from.data() + from.size()) {
-            return InvalidField("toArena range", "inside fromArena's", "a range apart");
-          }
-          KV_RETURN_IF_ERROR(stream_->Begin(request.getReady()));
-          const absl::Status status =
-              stream_->device().EnqueueCopy(stream_->stream(), to.data(), from.data(), to.size());
-          const absl::StatusOr<uint64_t> done = stream_->End();
-          KV_RETURN_IF_ERROR(status);
-          KV_RETURN_IF_ERROR(done.status());
-          context.getResults().setDone(*done);
-          return Done();
-        },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+    return Serve(*session_, Method::kDeviceCopy, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      const auto request = context.getParams().getRequest();
+      KV_RETURN_IF_ERROR(CheckValue("ready", request.getReady()));
+      KV_ASSIGN_OR_RETURN(const auto from, RangeOf(*session_, *stream_, "fromArena", request.getFromArena(),
+                                                   request.getFromOffset(), request.getBytes()));
+      KV_ASSIGN_OR_RETURN(const auto to, RangeOf(*session_, *stream_, "toArena", request.getToArena(),
+                                                 request.getToOffset(), request.getBytes()));
+      if (from.data() < to.data() + to.size() && to.data() < from.data() + from.size()) {
+        return InvalidField("toArena range", "inside fromArena's", "a range apart");
+      }
+      KV_RETURN_IF_ERROR(stream_->Begin(request.getReady()));
+      const absl::Status status = stream_->device().EnqueueCopy(stream_->stream(), to.data(), from.data(), to.size());
+      const absl::StatusOr<uint64_t> done = stream_->End();
+      KV_RETURN_IF_ERROR(status);
+      KV_RETURN_IF_ERROR(done.status());
+      context.getResults().setDone(*done);
+      return Done();
+    });
   }
 
  private:
@@ -122,47 +113,9 @@ class DeviceArenaService final : public api::Arena::Server {
 
 }  // namespace
 
-absl::StatusOr<const DeviceContext*> FindDevice(const Session& session, int ordinal) {
-  if (!session.unix_socket()) {
-    return absl::FailedPreconditionError("GPU memory is shared over Unix sockets alone: connect to unix:PATH");
-  }
-  const DaemonContext& daemon = session.daemon();
-  if (daemon.devices.empty()) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "this daemon uses no GPU: start it with --device-pool-bytes BYTES (it sees: ", daemon.gpu_summary, ")"));
-  }
-  for (const DeviceContext* const device : daemon.devices) {
-    if (device->ordinal == ordinal) return device;
-  }
-  return FieldError(absl::StatusCode::kNotFound, "GPU", absl::StrCat(ordinal),
-                    absl::StrCat("one of the daemon's --devices, ",
-                                 absl::StrJoin(daemon.devices, ",", [](std::string* out, const DeviceContext* device) {
-                                   absl::StrAppend(out, device->ordinal);
-                                 })));
-}
-
-absl::StatusOr<std::shared_ptr<DeviceStream>> OpenDeviceStream(Session& session, const DeviceContext& device) {
-  if (session.DeviceStreamOf(device.ordinal) != nullptr) {
-    return FieldError(absl::StatusCode::kFailedPrecondition,
-                      absl::StrCat("streams of this connection on GPU ", device.ordinal), "2", "at most 1");
-  }
-  return device.streams->Open();
-}
-
-void WriteDeviceInfo(const DaemonContext& daemon, const DeviceContext& device, api::DeviceInfo::Builder out) {
-  const DeviceInfo& info = device.device->info();
-  out.setOrdinal(device.ordinal);
-  out.setUuid(capnp::Data::Reader(info.uuid.data(), info.uuid.size()));
-  out.setName(TextOf(info.name));
-  out.setPoolBytes(device.pool->capacity_bytes());
-  out.setSlabBytes(device.pool->slab_bytes());
-  out.setSlabs(device.pool->slabs());
-  out.setSamplesQueries(daemon.quality != nullptr);
-}
-
-api::DeviceStream::Client MakeDeviceStreamService(std::shared_ptr<Session> session,
+api::DeviceStream::Client MakeDeviceStreamService(std::shared_ptr<Session> session, Gpu* gpu,
                                                   std::shared_ptr<DeviceStream> stream) {
-  return kj::heap<DeviceStreamService>(std::move(session), std::move(stream));
+  return kj::heap<DeviceStreamService>(std::move(session), gpu, std::move(stream));
 }
 
 api::Arena::Client MakeDeviceArenaService(std::shared_ptr<Session> session, std::shared_ptr<DeviceArena> arena,

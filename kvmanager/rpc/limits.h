@@ -1,8 +1,10 @@
-// Every bound that the RPC service puts on what clients send and hold.
+// Every bound that the RPC service puts on what clients send and hold. Those of hand-offs are in handoff/limits.h.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+
+#include "kvmanager/handoff/limits.h"
 
 namespace kvmanager::limits {
 
@@ -21,17 +23,10 @@ constexpr size_t kBlockNamesMax = 65536;       // of one prefix or publish
 constexpr size_t kStepEntriesMax = 4096;
 constexpr uint64_t kStepTokensMax = 1 << 18;  // of all entries together
 constexpr uint64_t kPositionMax = uint64_t{1} << 40;
-constexpr size_t kQueryRowsMax = 8;        // of one extend
-constexpr uint64_t kTensorAlign = 64;      // of an offset in an arena
-constexpr size_t kBlobBytesMax = 1 << 20;  // of an engine's blob in a hand-off
-constexpr size_t kPeerTextBytesMax = 300;  // of one address
-constexpr size_t kPeersChoiceMax = 16;     // that a hand-off may choose from
-constexpr size_t kPeersAskedMax = 256;     // of one listing
-constexpr int64_t kPeerAnswerMs = 500;     // how long a peer may take to say how much it has to do
-constexpr uint32_t kHandOffTimeoutMsMax = 3600000;
-constexpr size_t kTicketsMax = 4096;         // received sequences that wait to be claimed
-constexpr size_t kHandOffBlocksMax = 65536;  // of one received sequence
-constexpr size_t kClientNameBytesMax = 64;   // longer names are cut
-constexpr int kTcpDeadS = 15;                // a silent TCP client is given up after this long
+constexpr size_t kQueryRowsMax = 8;         // of one extend
+constexpr uint64_t kTensorAlign = 64;       // of an offset in an arena
+constexpr size_t kPeersAskedMax = 256;      // of one listing
+constexpr size_t kClientNameBytesMax = 64;  // longer names are cut
+constexpr int kTcpDeadS = 15;               // a silent TCP client is given up after this long
 
 }  // namespace kvmanager::limits

@@ -12,8 +12,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/address.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/daemon/options.h"
 
 namespace kvmanager {
 namespace {

@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "kvmanager/handoff/recomputer.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/service.h"
 #include "kvmanager/rpc/step_check.h"
@@ -13,29 +12,25 @@ namespace {
 
 class ProjectionsService final : public api::Projections::Server {
  public:
-  ProjectionsService(std::shared_ptr<Session> session, std::shared_ptr<ProjectionSet> set, const CacheConfig& config)
-      : session_(std::move(session)), set_(std::move(set)), config_(config) {}
+  ProjectionsService(std::shared_ptr<Session> session, Recomputer* recomputer, std::shared_ptr<ProjectionSet> set,
+                     const CacheConfig& config)
+      : session_(std::move(session)), recomputer_(recomputer), set_(std::move(set)), config_(config) {}
 
   kj::Promise<void> setLayer(SetLayerContext context) override {
-    return Serve(
-        *session_, Method::kSetProjections, context,
-        [&]() -> absl::StatusOr<kj::Promise<void>> {
-          KV_ASSIGN_OR_RETURN(LayerRegistration registration, Read(context.getParams().getLayer()));
-          context.releaseParams();
-          auto pair = kj::newPromiseAndFulfiller<absl::Status>();
-          session_->daemon().recomputer->Register(set_, std::move(registration),
-                                                  [fulfiller = kj::mv(pair.fulfiller)](absl::Status status) mutable {
-                                                    fulfiller->fulfill(kj::mv(status));
-                                                  });
-          return pair.promise
-              .then([this, context](absl::Status status) mutable {
-                if (status.ok()) return;
-                ServeError(*session_, Method::kSetProjections, status,
-                           [&](const absl::Status& error) { WriteStatus(error, context.getResults().initStatus()); });
-              })
-              .attach(thisCap());
-        },
-        [&](const absl::Status& status) { WriteStatus(status, context.getResults().initStatus()); });
+    return Serve(*session_, Method::kSetProjections, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_ASSIGN_OR_RETURN(LayerRegistration registration, Read(context.getParams().getLayer()));
+      context.releaseParams();
+      auto pair = kj::newPromiseAndFulfiller<absl::Status>();
+      recomputer_->Register(
+          set_, std::move(registration),
+          [fulfiller = kj::mv(pair.fulfiller)](absl::Status status) mutable { fulfiller->fulfill(kj::mv(status)); });
+      return pair.promise
+          .then([this, context](absl::Status status) mutable {
+            if (status.ok()) return;
+            ServeError(*session_, Method::kSetProjections, status, context);
+          })
+          .attach(thisCap());
+    });
   }
 
  private:
@@ -97,15 +92,16 @@ class ProjectionsService final : public api::Projections::Server {
   }
 
   const std::shared_ptr<Session> session_;
+  Recomputer* const recomputer_;
   const std::shared_ptr<ProjectionSet> set_;
   const CacheConfig config_;
 };
 
 }  // namespace
 
-api::Projections::Client MakeProjectionsService(std::shared_ptr<Session> session, std::shared_ptr<ProjectionSet> set,
-                                                const CacheConfig& config) {
-  return kj::heap<ProjectionsService>(std::move(session), std::move(set), config);
+api::Projections::Client MakeProjectionsService(std::shared_ptr<Session> session, Recomputer* recomputer,
+                                                std::shared_ptr<ProjectionSet> set, const CacheConfig& config) {
+  return kj::heap<ProjectionsService>(std::move(session), recomputer, std::move(set), config);
 }
 
 }  // namespace kvmanager

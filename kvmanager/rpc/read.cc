@@ -10,9 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/aligned_buffer.h"
 #include "kvmanager/base/finite.h"
-#include "kvmanager/base/poll_list.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/gpu/device_reads.h"
 #include "kvmanager/rpc/device_calls.h"
 #include "kvmanager/rpc/serve.h"
 
@@ -22,11 +20,9 @@ namespace {
 constexpr size_t kReplyWords = 32;             // of a ReadReply without its rows
 constexpr uint64_t kStagedBytesMax = 4 << 20;  // of a GPU's pages that are brought to the host at once, or one page
 
-DeviceReader* ReaderOf(const DaemonContext& daemon, int device) {
-  for (const DeviceContext* const context : daemon.devices) {
-    if (context->ordinal == device) return context->reads;
-  }
-  return nullptr;
+DeviceReader* ReaderOf(const Gpus& gpus, int device) {
+  Gpu* const gpu = FindGpu(gpus, device);
+  return gpu == nullptr ? nullptr : gpu->reads();
 }
 
 // Some tokens of one page, and the row of the first.
@@ -70,16 +66,16 @@ bool IsSpoilt(const PageLayout& layout, const uint8_t* page, const Piece& piece)
 // thread.
 class ReadCall final : public std::enable_shared_from_this<ReadCall> {
  public:
-  ReadCall(const std::shared_ptr<Session>& session, const StepCache& cache, const CheckedRead& read,
+  ReadCall(const Reads::Parts& parts, const Session& session, const StepCache& cache, const CheckedRead& read,
            std::unique_ptr<AttendLease> lease)
-      : daemon_(session->daemon()),
+      : parts_(parts),
         codec_(cache.codec),
         layout_(cache.config->layout),
-        reader_(ReaderOf(daemon_, cache.config->device)),
+        reader_(ReaderOf(parts.gpus, cache.config->device)),
         read_(read),
         lease_(std::move(lease)) {
     for (const StepTensor* tensor : {&read_.k, &read_.v}) {
-      if (tensor->given()) arenas_.push_back(session->FindArena(tensor->arena));
+      if (tensor->given()) arenas_.push_back(session.FindArena(tensor->arena));
     }
     if (!read_.k.given()) k_ = AlignedBuffer(read_.bytes);
     if (!read_.v.given()) v_ = AlignedBuffer(read_.bytes);
@@ -121,7 +117,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
       fulfiller_->fulfill();
       return;
     }
-    start_ns_ = daemon_.clock->NowNs();
+    start_ns_ = parts_.clock->NowNs();
     Plan();
     if (reader_ != nullptr) return StageNext();
     end_ = pieces_.size();
@@ -132,7 +128,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
   void RunPieces() {
     self_ = shared_from_this();
     // Who takes part decides when the last is done, so the count comes first.
-    const int lanes = static_cast<int>(std::min<size_t>(daemon_.workers->threads(), end_ - staged_));
+    const int lanes = static_cast<int>(std::min<size_t>(parts_.workers->threads(), end_ - staged_));
     lanes_left_ = lanes;
     for (int lane = 0; lane < lanes; ++lane) PostTurn();
   }
@@ -165,7 +161,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
     end_ = staged_;
     if (!reader_->MayRead(bytes)) return Finish();
     // Others read, too.
-    daemon_.polls->Add([self = shared_from_this()] {
+    parts_.polls->Add([self = shared_from_this()] {
       if (!self->given_up_) self->StageNext();
       return true;
     });
@@ -204,7 +200,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
   // Workers hold no reference, so that none of them is the last: self_ goes back to the loop with the last one's
   // message.
   void PostTurn() {
-    daemon_.workers->Post(WorkerPool::Priority::kAttend, [this] { Turn(); });
+    parts_.workers->Post(WorkerPool::Priority::kAttend, [this] { Turn(); });
   }
 
   void Turn() {
@@ -213,7 +209,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
       const size_t at = next_.fetch_add(1, std::memory_order_relaxed);
       if (at >= end_) {
         if (lanes_left_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-        daemon_.queue->Post([self = std::move(self_)] { self->PiecesEnded(); });
+        parts_.queue->Post([self = std::move(self_)] { self->PiecesEnded(); });
         return;
       }
       ReadPiece(at, &scratch);
@@ -268,9 +264,9 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
                            absl::StrCat("page ", page, " of sequence ", entry.sequence, " that decodes to NaN or Inf"),
                            "pages that their codec can decode: compute these tokens anew");
     } else {
-      daemon_.metrics->read_seconds.Observe(double(daemon_.clock->NowNs() - start_ns_) * 1e-9);
-      daemon_.metrics->read_encoded_tokens.Increment(double(encoded_tokens_));
-      daemon_.metrics->read_raw_tokens.Increment(double(read_.tokens - encoded_tokens_));
+      parts_.metrics->seconds.Observe(double(parts_.clock->NowNs() - start_ns_) * 1e-9);
+      parts_.metrics->encoded_tokens.Increment(double(encoded_tokens_));
+      parts_.metrics->raw_tokens.Increment(double(read_.tokens - encoded_tokens_));
     }
     fulfiller_->fulfill();
   }
@@ -283,7 +279,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
 
   static constexpr size_t kNone = SIZE_MAX;
 
-  DaemonContext& daemon_;
+  const Reads::Parts& parts_;
   const std::shared_ptr<const Codec> codec_;
   const PageLayout layout_;
   DeviceReader* const reader_;  // nullptr: pages are in host memory
@@ -307,11 +303,10 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
 
 }  // namespace
 
-absl::StatusOr<kj::Promise<void>> RunRead(const std::shared_ptr<Session>& session, const StepCache& cache,
-                                          const CheckedRead& read, ReadContext& context) {
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<AttendLease> lease,
-                      session->daemon().store->Load(cache.id, read.layer, read.entries));
-  auto call = std::make_shared<ReadCall>(session, cache, read, std::move(lease));
+absl::StatusOr<kj::Promise<void>> Reads::Run(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                             const CheckedRead& read, ReadContext& context) const {
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<AttendLease> lease, parts_.store->Load(cache.id, read.layer, read.entries));
+  auto call = std::make_shared<ReadCall>(parts_, *session, cache, read, std::move(lease));
   context.releaseParams();
   kj::Promise<void> ran = nullptr;
   if (cache.config->device == CacheConfig::kHost) {
@@ -334,8 +329,7 @@ absl::StatusOr<kj::Promise<void>> RunRead(const std::shared_ptr<Session>& sessio
   ran = ran.attach(kj::defer([call] { call->GiveUp(); }));
   return ran.then([call, context, session]() mutable {
     if (call->status().ok()) return call->WriteReply(context);
-    ServeError(*session, Method::kRead, call->status(),
-               [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+    ServeError(*session, Method::kRead, call->status(), context);
   });
 }
 

@@ -1,4 +1,4 @@
-// Runs a checked read: K and V of tokens, out of pages that are raw or decoded, into dense rows.
+// Runs checked reads: K and V of tokens, out of pages that are raw or decoded, into dense rows.
 //
 // It runs on the workers, page by page, on a call object that owns everything they touch (pages, arenas, inline rows)
 // until they are done, so that cancelling the call, or losing the client, is safe at any moment. A worker decodes one
@@ -14,7 +14,13 @@
 #include <memory>
 
 #include "kvmanager/api/kvmanager.capnp.h"
+#include "kvmanager/base/clock.h"
+#include "kvmanager/base/message_queue.h"
+#include "kvmanager/base/poll_list.h"
+#include "kvmanager/base/worker_pool.h"
+#include "kvmanager/gpu/gpu.h"
 #include "kvmanager/gpu/step_cache.h"
+#include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/session.h"
 #include "kvmanager/rpc/step_check.h"
 
@@ -25,9 +31,30 @@ constexpr int kReadTurnPages = 16;
 
 using ReadContext = capnp::CallContext<api::Cache::ReadParams, api::Cache::ReadResults>;
 
-/// `read` refers to the call's parameters. Errors: PageStore::Load's; DATA_LOSS, where a page's codec failed to decode
-/// it.
-absl::StatusOr<kj::Promise<void>> RunRead(const std::shared_ptr<Session>& session, const StepCache& cache,
-                                          const CheckedRead& read, ReadContext& context);
+class Reads {
+ public:
+  /// Everything outlives this and the reads that it runs.
+  struct Parts {
+    PageStore* store = nullptr;
+    WorkerPool* workers = nullptr;
+    MessageQueue* queue = nullptr;
+    PollList* polls = nullptr;
+    const Clock* clock = nullptr;
+    Gpus gpus;
+    ReadMetrics* metrics = nullptr;
+  };
+
+  explicit Reads(const Parts& parts) : parts_(parts) {}
+  Reads(const Reads&) = delete;
+  Reads& operator=(const Reads&) = delete;
+
+  /// `read` refers to the call's parameters. Errors: PageStore::Load's; DATA_LOSS, where a page's codec failed to
+  /// decode it.
+  absl::StatusOr<kj::Promise<void>> Run(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                        const CheckedRead& read, ReadContext& context) const;
+
+ private:
+  const Parts parts_;
+};
 
 }  // namespace kvmanager

@@ -2,8 +2,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/gpu/device_work.h"
-#include "kvmanager/gpu/process_steps.h"
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/wire.h"
 
@@ -12,7 +10,7 @@ namespace kvmanager {
 Session::~Session() { KV_CHECK(sequences_.empty()); }
 
 absl::Status Session::CheckNewSequence() const {
-  if (daemon_.draining) return absl::UnavailableError("this daemon is draining: it accepts no new sequences");
+  if (parts_.drain->on()) return absl::UnavailableError("this daemon is draining: it accepts no new sequences");
   return CheckRoomForSequence();
 }
 
@@ -24,17 +22,15 @@ absl::Status Session::CheckRoomForSequence() const {
 
 void Session::Hold(SequenceId sequence, CacheId cache) {
   sequences_.emplace(sequence, cache);
-  daemon_.holders.emplace(sequence, this);
-  daemon_.metrics->held_sequences.Set(double(++daemon_.held_sequences));
+  parts_.held->Hold(sequence, this);
 }
 
 void Session::Release(SequenceId sequence) {
   KV_CHECK(sequences_.erase(sequence) == 1);
-  daemon_.holders.erase(sequence);
-  daemon_.metrics->held_sequences.Set(double(--daemon_.held_sequences));
+  parts_.held->Release(sequence);
   for (const auto& [ordinal, work] : device_works_) work->Forget(sequence);
-  for (const auto& [ordinal, process] : in_processes_) process->Forget(sequence);
-  daemon_.store->Drop(sequence);
+  for (const auto& [ordinal, process] : process_steps_) process->Forget(sequence);
+  parts_.store->Drop(sequence);
 }
 
 absl::Status Session::ReserveArena(uint64_t bytes) {
@@ -50,23 +46,16 @@ absl::Status Session::ReserveArena(uint64_t bytes) {
     return FieldError(absl::StatusCode::kResourceExhausted, "arena bytes of this connection",
                       absl::StrCat(arena_bytes_ + bytes), absl::StrCat("at most ", limits::kArenaBytesTotalMax));
   }
-  const uint64_t all_max = daemon_.options->arena_bytes;
-  if (bytes > all_max || daemon_.arena_bytes > all_max - bytes) {
-    return FieldError(absl::StatusCode::kResourceExhausted, "arena bytes of all connections",
-                      absl::StrCat(daemon_.arena_bytes + bytes), absl::StrCat("at most ", all_max, " (--arena-bytes)"));
-  }
+  KV_RETURN_IF_ERROR(parts_.arenas->Reserve(bytes));
   ++arenas_reserved_;
   arena_bytes_ += bytes;
-  daemon_.arena_bytes += bytes;
-  daemon_.metrics->arena_bytes.Increment(double(bytes));
   return absl::OkStatus();
 }
 
 void Session::UnreserveArena(uint64_t bytes) {
   --arenas_reserved_;
   arena_bytes_ -= bytes;
-  daemon_.arena_bytes -= bytes;
-  daemon_.metrics->arena_bytes.Decrement(double(bytes));
+  parts_.arenas->GiveBack(bytes);
 }
 
 uint32_t Session::AddArena(std::shared_ptr<Region> region) {
@@ -92,25 +81,25 @@ void Session::RemoveDeviceArena(uint32_t id) {
 }
 
 std::shared_ptr<DeviceStream> Session::DeviceStreamOf(int ordinal) const {
-  const auto found = device_streams_.find(ordinal);
-  if (found == device_streams_.end()) return nullptr;
-  std::shared_ptr<DeviceStream> stream = found->second.lock();
+  const auto found = devices_.find(ordinal);
+  if (found == devices_.end()) return nullptr;
+  std::shared_ptr<DeviceStream> stream = found->second.stream.lock();
   return stream == nullptr || stream->closed() ? nullptr : stream;
 }
 
-void Session::SetDeviceStream(const std::shared_ptr<DeviceStream>& stream) {
-  device_streams_[stream->context().ordinal] = stream;
+void Session::SetDeviceStream(Gpu* gpu, const std::shared_ptr<DeviceStream>& stream) {
+  devices_[gpu->ordinal()] = {gpu, stream};
 }
 
 void Session::CloseDeviceStream(DeviceStream* stream) {
   if (stream->closed()) return;
+  const int ordinal = stream->ordinal();
   for (const auto& [id, arena] : device_arenas_) {
-    if (arena->ordinal() == stream->context().ordinal) stream->Keep(arena);
+    if (arena->ordinal() == ordinal) stream->Keep(arena);
   }
-  const int ordinal = stream->context().ordinal;
-  if (const auto process = in_processes_.find(ordinal); process != in_processes_.end()) {
+  if (const auto process = process_steps_.find(ordinal); process != process_steps_.end()) {
     process->second->Close();
-    in_processes_.erase(process);
+    process_steps_.erase(process);
   }
   if (const auto work = device_works_.find(ordinal); work != device_works_.end()) {
     stream->Keep(std::move(work->second));
@@ -126,35 +115,37 @@ absl::StatusOr<std::shared_ptr<DeviceWork>> Session::DeviceWorkOf(int ordinal) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(ordinal),
                       "a GPU that this connection opened (openDevice)");
   }
-  KV_ASSIGN_OR_RETURN(std::shared_ptr<DeviceWork> work, DeviceWork::Create(&daemon_, std::move(stream)));
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<DeviceWork> work,
+                      DeviceWork::Create(parts_.device_work, devices_.at(ordinal).gpu, std::move(stream)));
   device_works_[ordinal] = work;
   return work;
 }
 
-std::shared_ptr<InProcess> Session::FindInProcess(int ordinal) const {
-  const auto found = in_processes_.find(ordinal);
-  return found == in_processes_.end() ? nullptr : found->second;
+std::shared_ptr<ProcessSteps> Session::FindProcessSteps(int ordinal) const {
+  const auto found = process_steps_.find(ordinal);
+  return found == process_steps_.end() ? nullptr : found->second;
 }
 
-absl::StatusOr<std::shared_ptr<InProcess>> Session::InProcessOf(int ordinal) {
-  if (auto found = FindInProcess(ordinal); found != nullptr) return found;
+absl::StatusOr<std::shared_ptr<ProcessSteps>> Session::ProcessStepsOf(int ordinal) {
+  if (auto found = FindProcessSteps(ordinal); found != nullptr) return found;
   const std::shared_ptr<DeviceStream> stream = DeviceStreamOf(ordinal);
   if (stream == nullptr) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(ordinal),
                       "a GPU that this connection opened (openDevice)");
   }
-  KV_ASSIGN_OR_RETURN(std::shared_ptr<InProcess> process,
-                      InProcess::Create(&daemon_, stream->context(), stream->shared_words(), pid_));
-  in_processes_[ordinal] = process;
+  KV_ASSIGN_OR_RETURN(
+      std::shared_ptr<ProcessSteps> process,
+      ProcessSteps::Create(parts_.process_steps, devices_.at(ordinal).gpu, stream->shared_words(), pid_));
+  process_steps_[ordinal] = process;
   return process;
 }
 
-void WriteHeldSequence(const DaemonContext& daemon, const SequenceInfo& info, api::SequenceInfo::Builder out) {
+void WriteHeldSequence(const HeldSequences& held, const SequenceInfo& info, api::SequenceInfo::Builder out) {
   WriteSequenceInfo(info, out);
-  const auto holder = daemon.holders.find(info.sequence);
-  if (holder == daemon.holders.end()) return;  // a received one that waits for its claim
-  out.setClient(TextOf(holder->second->name()));
-  out.setPid(holder->second->pid());
+  const Session* const holder = held.HolderOf(info.sequence);
+  if (holder == nullptr) return;  // a received one that waits for its claim
+  out.setClient(TextOf(holder->name()));
+  out.setPid(holder->pid());
 }
 
 }  // namespace kvmanager

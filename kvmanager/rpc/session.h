@@ -15,26 +15,39 @@
 #include "kvmanager/api/kvmanager.capnp.h"
 #include "kvmanager/gpu/device_arena.h"
 #include "kvmanager/gpu/device_stream.h"
+#include "kvmanager/gpu/device_work.h"
+#include "kvmanager/gpu/process_steps.h"
 #include "kvmanager/gpu/step_cache.h"
+#include "kvmanager/handoff/drain_switch.h"
 #include "kvmanager/memory/region.h"
-#include "kvmanager/rpc/context.h"
+#include "kvmanager/rpc/arena_bytes.h"
+#include "kvmanager/rpc/call_records.h"
+#include "kvmanager/rpc/held_sequences.h"
+#include "kvmanager/rpc/rpc_metrics.h"
 
 namespace kvmanager {
 
-class DeviceWork;
-class InProcess;
-
 class Session {
  public:
-  /// pid: of the process that connected, as the socket's credentials say; 0: unknown.
-  Session(DaemonContext* daemon, bool unix_socket, uint32_t pid, absl::AnyInvocable<void(EndReason)> cut_off)
-      : daemon_(*daemon), unix_socket_(unix_socket), pid_(pid), cut_off_(std::move(cut_off)) {}
+  /// What every session uses. Everything outlives them.
+  struct Parts {
+    PageStore* store = nullptr;
+    const DrainSwitch* drain = nullptr;
+    HeldSequences* held = nullptr;
+    ArenaBytes* arenas = nullptr;
+    CallRecords* calls = nullptr;
+    DeviceWork::Parts device_work;
+    ProcessSteps::Parts process_steps;
+  };
+
+  /// parts: outlives this. pid: of the process that connected, as the socket's credentials say; 0: unknown.
+  Session(const Parts& parts, bool unix_socket, uint32_t pid, absl::AnyInvocable<void(EndReason)> cut_off)
+      : parts_(parts), unix_socket_(unix_socket), pid_(pid), cut_off_(std::move(cut_off)) {}
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  DaemonContext& daemon() { return daemon_; }
-  const DaemonContext& daemon() const { return daemon_; }
+  CallRecords& calls() const { return *parts_.calls; }
   bool unix_socket() const { return unix_socket_; }
 
   /// Ends the connection soon, after the caller has returned. Nothing if it has ended.
@@ -94,14 +107,15 @@ class Session {
   // Streams: at most one per GPU.
   /// nullptr: none is open.
   std::shared_ptr<DeviceStream> DeviceStreamOf(int ordinal) const;
-  void SetDeviceStream(const std::shared_ptr<DeviceStream>& stream);
+  /// gpu: the stream's.
+  void SetDeviceStream(Gpu* gpu, const std::shared_ptr<DeviceStream>& stream);
   /// Closes it; it keeps this session's arenas and work of its GPU until it has drained.
   void CloseDeviceStream(DeviceStream* stream);
   /// What this connection runs on a GPU: in the daemon, and in its own process. Made when first asked for. Errors:
   /// FAILED_PRECONDITION without a stream; RESOURCE_EXHAUSTED.
   absl::StatusOr<std::shared_ptr<DeviceWork>> DeviceWorkOf(int ordinal);
-  absl::StatusOr<std::shared_ptr<InProcess>> InProcessOf(int ordinal);
-  std::shared_ptr<InProcess> FindInProcess(int ordinal) const;  // nullptr: it was not asked for
+  absl::StatusOr<std::shared_ptr<ProcessSteps>> ProcessStepsOf(int ordinal);
+  std::shared_ptr<ProcessSteps> FindProcessSteps(int ordinal) const;  // nullptr: it was not asked for
 
   // Caches on GPUs.
   void Bind(std::shared_ptr<const BoundCache> cache) { bound_[cache->cache.id] = std::move(cache); }
@@ -112,7 +126,13 @@ class Session {
   }
 
  private:
-  DaemonContext& daemon_;
+  /// A GPU that this connection opened.
+  struct OpenDevice {
+    Gpu* gpu = nullptr;
+    std::weak_ptr<DeviceStream> stream;  // its capability owns it
+  };
+
+  const Parts& parts_;
   const bool unix_socket_;
   const uint32_t pid_;
   absl::AnyInvocable<void(EndReason)> cut_off_;  // nullptr once the connection is gone
@@ -121,16 +141,16 @@ class Session {
   absl::flat_hash_map<SequenceId, CacheId> sequences_;
   absl::flat_hash_map<uint32_t, std::shared_ptr<Region>> arenas_;
   absl::flat_hash_map<uint32_t, std::shared_ptr<DeviceArena>> device_arenas_;
-  absl::flat_hash_map<int, std::weak_ptr<DeviceStream>> device_streams_;  // by ordinal; their capabilities own them
+  absl::flat_hash_map<int, OpenDevice> devices_;  // by ordinal
   absl::flat_hash_map<int, std::shared_ptr<DeviceWork>> device_works_;
-  absl::flat_hash_map<int, std::shared_ptr<InProcess>> in_processes_;
+  absl::flat_hash_map<int, std::shared_ptr<ProcessSteps>> process_steps_;
   absl::flat_hash_map<CacheId, std::shared_ptr<const BoundCache>> bound_;
   uint32_t next_arena_ = 1;
   size_t arenas_reserved_ = 0;
   uint64_t arena_bytes_ = 0;
 };
 
-/// Space that a connection may fill with one arena; given back when the arena's memory goes.
+/// Space that a connection fills with one arena: given back when the arena's memory goes.
 class ArenaMemory {
  public:
   /// `bytes` are reserved.
@@ -145,6 +165,6 @@ class ArenaMemory {
 };
 
 /// `info` and who holds the sequence.
-void WriteHeldSequence(const DaemonContext& daemon, const SequenceInfo& info, api::SequenceInfo::Builder out);
+void WriteHeldSequence(const HeldSequences& held, const SequenceInfo& info, api::SequenceInfo::Builder out);
 
 }  // namespace kvmanager

@@ -9,10 +9,11 @@
 #include "kvmanager/base/aligned_buffer.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/rpc/serve.h"
-#include "kvmanager/store/quality.h"
 
 namespace kvmanager {
 namespace {
+
+using Parts = HostSteps::Parts;
 
 constexpr size_t kReplyWords = 32;  // of a StepReply without its outputs
 
@@ -102,12 +103,12 @@ AttentionCounts CountsOf(const AttentionPlan& plan, const StepCache& cache) {
   return counts;
 }
 
-void Count(DaemonContext& daemon, const CheckedStep& step, const AttentionCounts& counts, int64_t start_ns,
+void Count(const Parts& parts, const CheckedStep& step, const AttentionCounts& counts, int64_t start_ns,
            prometheus::Histogram& seconds) {
-  seconds.Observe(double(daemon.clock->NowNs() - start_ns) * 1e-9);
-  daemon.metrics->attend_encoded_pairs.Increment(double(counts.encoded_pairs));
-  daemon.metrics->attend_raw_pairs.Increment(double(counts.raw_pairs));
-  daemon.metrics->attend_tokens.Increment(double(step.tokens));
+  seconds.Observe(double(parts.clock->NowNs() - start_ns) * 1e-9);
+  parts.metrics->encoded_pairs.Increment(double(counts.encoded_pairs));
+  parts.metrics->raw_pairs.Increment(double(counts.raw_pairs));
+  parts.metrics->tokens.Increment(double(step.tokens));
 }
 
 capnp::MessageSize ReplySize(const CheckedStep& step) {
@@ -118,7 +119,7 @@ capnp::MessageSize ReplySize(const CheckedStep& step) {
 }
 
 // REQUIRES: the lease is ready, and CheckOwnPages.
-void RunOnLoop(DaemonContext& daemon, const StepCache& cache, const CheckedStep& step, const AttendLease& lease,
+void RunOnLoop(const Parts& parts, const StepCache& cache, const CheckedStep& step, const AttendLease& lease,
                StepContext& context) {
   auto reply = context.getResults(ReplySize(step)).initReply();
   Rows rows;
@@ -128,21 +129,21 @@ void RunOnLoop(DaemonContext& daemon, const StepCache& cache, const CheckedStep&
     rows.lse =
         reinterpret_cast<float*>(step.lse.given() ? step.lse.bytes.data() : reply.initLse(step.lse_bytes).begin());
   }
-  const int64_t start_ns = daemon.clock->NowNs();
+  const int64_t start_ns = parts.clock->NowNs();
   const std::unique_ptr<AttentionPlan> plan = MakePlan(cache, step, lease, rows, 1);
   plan->RunHere();
   const AttentionCounts counts = CountsOf(*plan, cache);
   reply.setEncodedPairs(counts.encoded_pairs);
   reply.setRawPairs(counts.raw_pairs);
-  Count(daemon, step, counts, start_ns, daemon.metrics->attend_loop_seconds);
+  Count(parts, step, counts, start_ns, parts.metrics->loop_seconds);
 }
 
 // A step whose attention outlasts this turn of the loop. Shared by the promise that waits for it and by the workers'
 // completion, whichever lives longer; made and destroyed on the loop's thread.
 class StepCall final : public std::enable_shared_from_this<StepCall> {
  public:
-  StepCall(DaemonContext& daemon, const StepCache& cache, const CheckedStep& step, std::unique_ptr<AttendLease> lease)
-      : daemon_(daemon), cache_(cache), config_(*cache.config), step_(step), lease_(std::move(lease)) {
+  StepCall(const Parts& parts, const StepCache& cache, const CheckedStep& step, std::unique_ptr<AttendLease> lease)
+      : parts_(parts), cache_(cache), config_(*cache.config), step_(step), lease_(std::move(lease)) {
     cache_.config = &config_;
     if (step_.q.where == StepTensor::Where::kInline) {
       q_copy_ = AlignedBuffer(step_.q.bytes.size());
@@ -187,7 +188,7 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
       fulfiller_->fulfill();
       return;
     }
-    start_ns_ = daemon_.clock->NowNs();
+    start_ns_ = parts_.clock->NowNs();
     const bool here = step_.multiply_adds_max <= kLoopMultiplyAddsMax;
     Rows rows;
     rows.q = step_.q.bytes.data();
@@ -195,24 +196,24 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
     if (step_.lse_bytes != 0) {
       rows.lse = reinterpret_cast<float*>(step_.lse.given() ? step_.lse.bytes.data() : lse_.data());
     }
-    plan_ = MakePlan(cache_, step_, *lease_, rows, here ? 1 : daemon_.workers->threads());
+    plan_ = MakePlan(cache_, step_, *lease_, rows, here ? 1 : parts_.workers->threads());
     if (here) {
       plan_->RunHere();
-      Finish(daemon_.metrics->attend_loop_seconds);
+      Finish(parts_.metrics->loop_seconds);
       return;
     }
-    plan_->Run(*daemon_.workers, [queue = daemon_.queue, self = shared_from_this()]() mutable {
-      queue->Post([self = std::move(self)] { self->Finish(self->daemon_.metrics->attend_worker_seconds); });
+    plan_->Run(*parts_.workers, [queue = parts_.queue, self = shared_from_this()]() mutable {
+      queue->Post([self = std::move(self)] { self->Finish(self->parts_.metrics->worker_seconds); });
     });
   }
 
   void Finish(prometheus::Histogram& seconds) {
     counts_ = CountsOf(*plan_, cache_);
-    Count(daemon_, step_, counts_, start_ns_, seconds);
+    Count(parts_, step_, counts_, start_ns_, seconds);
     fulfiller_->fulfill();
   }
 
-  DaemonContext& daemon_;
+  const Parts& parts_;
   StepCache cache_;
   const CacheConfig config_;
   CheckedStep step_;
@@ -228,27 +229,26 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
 
 }  // namespace
 
-absl::StatusOr<kj::Promise<void>> RunStep(const std::shared_ptr<Session>& session, const StepCache& cache,
-                                          const CheckedStep& step, StepContext& context) {
-  DaemonContext& daemon = session->daemon();
+absl::StatusOr<kj::Promise<void>> HostSteps::Run(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                                 const CheckedStep& step, StepContext& context) const {
   // What Attend could refuse after this append, the append refuses: it checks positions against the same counts.
-  if (step.append()) KV_RETURN_IF_ERROR(Append(*daemon.store, cache, step));
+  if (step.append()) KV_RETURN_IF_ERROR(Append(*parts_.store, cache, step));
   if (!step.attend()) {
     context.getResults(capnp::MessageSize{kReplyWords, 0}).initReply();
     return kj::Promise<void>(kj::READY_NOW);
   }
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<AttendLease> lease, daemon.store->Attend(cache.id, step.layer, step.entries));
-  if (daemon.quality != nullptr && !cache.codec->info().identity) {
-    daemon.quality->NoteQueries(cache.id, *cache.config, step.layer, step.entries, step.q_dtype, step.scale,
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<AttendLease> lease, parts_.store->Attend(cache.id, step.layer, step.entries));
+  if (parts_.quality != nullptr && !cache.codec->info().identity) {
+    parts_.quality->NoteQueries(cache.id, *cache.config, step.layer, step.entries, step.q_dtype, step.scale,
                                 step.q.bytes.data());
   }
   if (step.multiply_adds_max <= kLoopMultiplyAddsMax && lease->ready()) {
     KV_RETURN_IF_ERROR(lease->status());
     KV_RETURN_IF_ERROR(CheckOwnPages(cache, step, *lease));
-    RunOnLoop(daemon, cache, step, *lease, context);
+    RunOnLoop(parts_, cache, step, *lease, context);
     return kj::Promise<void>(kj::READY_NOW);
   }
-  auto call = std::make_shared<StepCall>(daemon, cache, step, std::move(lease));
+  auto call = std::make_shared<StepCall>(parts_, cache, step, std::move(lease));
   for (const StepTensor* tensor : {&step.q, &step.out, &step.lse}) {
     if (tensor->where == StepTensor::Where::kArena) call->Keep(session->FindArena(tensor->arena));
   }
@@ -256,8 +256,7 @@ absl::StatusOr<kj::Promise<void>> RunStep(const std::shared_ptr<Session>& sessio
   kj::Promise<void> ran = call->Begin();
   return ran.then([call, context, session]() mutable {
     if (call->status().ok()) return call->WriteReply(context);
-    ServeError(*session, Method::kStep, call->status(),
-               [&](const absl::Status& status) { WriteStatus(status, context.getResults().initReply().initStatus()); });
+    ServeError(*session, Method::kStep, call->status(), context);
   });
 }
 

@@ -10,27 +10,15 @@
 #include "absl/types/span.h"
 #include "kvmanager/api/kvmanager.capnp.h"
 #include "kvmanager/base/ids.h"
+#include "kvmanager/handoff/config_wire.h"
 #include "kvmanager/store/cache_config.h"
 #include "kvmanager/store/page_store.h"
 
 namespace kvmanager {
 
-inline absl::string_view ViewOf(capnp::Text::Reader text) { return absl::string_view(text.cStr(), text.size()); }
-inline absl::Span<const uint8_t> BytesOf(capnp::Data::Reader data) { return {data.begin(), data.size()}; }
-inline capnp::Data::Reader DataOf(const Digest& digest) {
-  return capnp::Data::Reader(digest.bytes.data(), digest.bytes.size());
-}
-inline capnp::Text::Reader TextOf(const std::string& text) { return capnp::Text::Reader(text.c_str(), text.size()); }
-
 /// OK leaves the builder as it is: its default.
 void WriteStatus(const absl::Status& status, api::Status::Builder out);
 
-/// INVALID_ARGUMENT for an enumerant that this build does not know.
-absl::StatusOr<DType> ReadDType(absl::string_view field, api::DType dtype);
-
-/// Numbers that do not fit the config's types are INVALID_ARGUMENT; the rest is for ValidateCacheConfig.
-absl::StatusOr<CacheConfig> ReadCacheConfig(api::CacheConfig::Reader in);
-void WriteCacheConfig(const CacheConfig& config, api::CacheConfig::Builder out);
 void WriteCacheInfo(const CacheInfo& info, api::CacheInfo::Builder out);
 void WriteSequenceInfo(const SequenceInfo& info, api::SequenceInfo::Builder out);
 void WriteMatch(const MatchResult& match, api::MatchResult::Builder out);
@@ -38,8 +26,5 @@ void WriteMatch(const MatchResult& match, api::MatchResult::Builder out);
 /// `field` names the list in errors. At most `names_max` names, each of 32 and 32 bytes.
 absl::StatusOr<std::vector<BlockName>> ReadBlockNames(absl::string_view field, capnp::List<api::BlockName>::Reader in,
                                                       size_t names_max);
-
-/// 32 bytes, or INVALID_ARGUMENT.
-absl::StatusOr<Digest> ReadDigest(absl::string_view field, capnp::Data::Reader data);
 
 }  // namespace kvmanager

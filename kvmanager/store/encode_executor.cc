@@ -6,6 +6,11 @@
 
 namespace kvmanager {
 
+EncodeMetrics::EncodeMetrics(Metrics* metrics)
+    : seconds(
+          metrics->Histogram("encode_seconds", "Encoding of one page on one worker", ExponentialBounds(4e-6, 2, 18))),
+      input_bytes(metrics->Counter("encode_input_bytes_total", "Raw bytes of pages given to codecs")) {}
+
 // Shared by the tasks of one batch and by its completion: the last to finish passes it on, hence shared_ptr.
 struct PoolEncodeExecutor::Job {
   std::shared_ptr<const Codec> codec;
@@ -14,7 +19,7 @@ struct PoolEncodeExecutor::Job {
   std::atomic<size_t> tasks_left{0};
 };
 
-PoolEncodeExecutor::PoolEncodeExecutor(WorkerPool* workers, MessageQueue* queue, ServerMetrics* metrics,
+PoolEncodeExecutor::PoolEncodeExecutor(WorkerPool* workers, MessageQueue* queue, EncodeMetrics* metrics,
                                        const Clock* clock)
     : workers_(workers), queue_(queue), metrics_(metrics), clock_(clock) {}
 
@@ -66,8 +71,8 @@ void PoolEncodeExecutor::EncodePart(Job& job, size_t begin, size_t end) {
                                       [](const EncodeItem& item) { return item.is_sink; });
   const double pages = double(end - begin) - double(sinks);  // a sink takes no time
   if (pages == 0) return;
-  metrics_->encode_seconds.Observe(double(clock_->NowNs() - start_ns) * 1e-9 / pages);
-  metrics_->encode_input_bytes.Increment(pages * double(job.codec->layout().raw_bytes()));
+  metrics_->seconds.Observe(double(clock_->NowNs() - start_ns) * 1e-9 / pages);
+  metrics_->input_bytes.Increment(pages * double(job.codec->layout().raw_bytes()));
 }
 
 AlignedBuffer PoolEncodeExecutor::TakeWorkspace(size_t bytes) {

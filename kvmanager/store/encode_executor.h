@@ -13,15 +13,23 @@
 #include "kvmanager/base/message_queue.h"
 #include "kvmanager/base/mutex.h"
 #include "kvmanager/base/worker_pool.h"
-#include "kvmanager/rpc/server_metrics.h"
 #include "kvmanager/store/page_store.h"
+#include "monitoring/metrics.h"
 
 namespace kvmanager {
+
+/// References to series, made once at start. Any thread may touch them.
+struct EncodeMetrics {
+  explicit EncodeMetrics(Metrics* metrics);
+
+  prometheus::Histogram& seconds;
+  prometheus::Counter& input_bytes;
+};
 
 class PoolEncodeExecutor final : public EncodeExecutor {
  public:
   /// Everything given outlives the executor; the pool's workers are joined before it is destroyed.
-  PoolEncodeExecutor(WorkerPool* workers, MessageQueue* queue, ServerMetrics* metrics, const Clock* clock);
+  PoolEncodeExecutor(WorkerPool* workers, MessageQueue* queue, EncodeMetrics* metrics, const Clock* clock);
 
   void Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items,
               absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) override;
@@ -35,7 +43,7 @@ class PoolEncodeExecutor final : public EncodeExecutor {
 
   WorkerPool* const workers_;
   MessageQueue* const queue_;
-  ServerMetrics* const metrics_;
+  EncodeMetrics* const metrics_;
   const Clock* const clock_;
   Mutex mutex_;
   std::vector<AlignedBuffer> workspaces_ ABSL_GUARDED_BY(mutex_);

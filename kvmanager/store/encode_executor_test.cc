@@ -21,11 +21,11 @@ TEST(EncodeExecutorTest, EncodesEveryItemOnce) {
   const size_t bytes = layout.raw_bytes();
 
   Metrics metrics;
-  ServerMetrics server_metrics(&metrics);
+  EncodeMetrics encode_metrics(&metrics);
   const SteadyClock clock;
   MessageQueue queue;
   auto workers = std::make_unique<WorkerPool>(3);
-  PoolEncodeExecutor executor(workers.get(), &queue, &server_metrics, &clock);
+  PoolEncodeExecutor executor(workers.get(), &queue, &encode_metrics, &clock);
   const std::thread::id loop = std::this_thread::get_id();
   int completed = 0, batches = 0;
   std::vector<std::unique_ptr<AlignedBuffer>> pages;
@@ -65,11 +65,11 @@ TEST(EncodeExecutorTest, SinksAreNotAmongThePagesMeasured) {
   const std::shared_ptr<const Codec> codec = registry.CreateForCache("hack", context).value();
 
   Metrics metrics;
-  ServerMetrics server_metrics(&metrics);
+  EncodeMetrics encode_metrics(&metrics);
   const SteadyClock clock;
   MessageQueue queue;
   auto workers = std::make_unique<WorkerPool>(1);
-  PoolEncodeExecutor executor(workers.get(), &queue, &server_metrics, &clock);
+  PoolEncodeExecutor executor(workers.get(), &queue, &encode_metrics, &clock);
   AlignedBuffer raw(context.layout.raw_bytes()), encoded(3 * codec->info().encoded_bytes);
   std::memset(raw.data(), 0, raw.size());
   for (const uint64_t first_page : {0, 0, 1}) {
@@ -86,7 +86,7 @@ TEST(EncodeExecutorTest, SinksAreNotAmongThePagesMeasured) {
   workers.reset();
   while (queue.RunAll()) {
   }
-  EXPECT_EQ(server_metrics.encode_input_bytes.Value(), 3.0 * double(context.layout.raw_bytes()));
+  EXPECT_EQ(encode_metrics.input_bytes.Value(), 3.0 * double(context.layout.raw_bytes()));
 }
 
 }  // namespace

@@ -367,11 +367,11 @@ TEST_F(QualityTest, RowsThatAreCopiedElsewhere) {
 
 // While workers compare, steps bring new queries.
 TEST_F(QualityTest, WorkersCompareBesideSteps) {
-  ServerMetrics server_metrics(&metrics_);
+  EncodeMetrics encode_metrics(&metrics_);
   const SteadyClock clock;
   MessageQueue queue;
   auto workers = std::make_unique<WorkerPool>(3);
-  PoolEncodeExecutor executor(workers.get(), &queue, &server_metrics, &clock);
+  PoolEncodeExecutor executor(workers.get(), &queue, &encode_metrics, &clock);
   QualityMonitor monitor(&executor, &metrics_, 1);
   int compared = 0, done = 0;
   double sum = 0;

@@ -1,26 +1,25 @@
-// One GPU of the daemon, as the RPC service's objects see it. Owned by Server; outlives them all. The loop's thread.
+// Metrics of GPUs: references to series, made once at start. Any thread may touch them.
 #pragma once
 
-#include <string>
-
 #include "absl/strings/str_cat.h"
-#include "kvmanager/memory/device.h"
-#include "kvmanager/memory/device_pool.h"
 #include "monitoring/metrics.h"
 
 namespace kvmanager {
 
-class DeviceEncodeQueue;
-class DeviceEncodes;
-class DeviceIndexes;
-class DeviceReads;
-class DeviceSends;
-class DeviceStreams;
-class ReleaseEpochs;
+/// Series of all GPUs together.
+struct GpuMetrics {
+  explicit GpuMetrics(Metrics* m)
+      : encoded_pages(m->Counter("device_encoded_pages_total", "Pages that the daemon encoded on GPUs")),
+        pool_pinned_bytes(m->Gauge("pool_pinned_bytes", "Bytes of the host pool that GPUs can move pages to")) {}
 
-/// Series of one GPU; they exist, at zero, where it is not used.
+  prometheus::Counter& encoded_pages;
+  prometheus::Gauge& pool_pinned_bytes;
+};
+
+/// Series of one GPU. They exist, at zero, where the GPU is not used.
 struct DeviceMetrics {
   DeviceMetrics(Metrics* m, int ordinal) : DeviceMetrics(m, MetricLabels{{"device", absl::StrCat(ordinal)}}) {}
+
   prometheus::Gauge& capacity_bytes;
   prometheus::Gauge& used_bytes;
   prometheus::Gauge& streams;
@@ -33,20 +32,6 @@ struct DeviceMetrics {
         streams(m->Gauge("device_streams", "Streams that connections have on a GPU", labels)),
         draining_streams(m->Gauge("device_draining_streams",
                                   "Streams of connections that ended, with work that is still to end", labels)) {}
-};
-
-struct DeviceContext {
-  int ordinal = 0;
-  Device* device = nullptr;
-  DevicePool* pool = nullptr;
-  DeviceStreams* streams = nullptr;
-  DeviceMetrics* metrics = nullptr;
-  ReleaseEpochs* epochs = nullptr;
-  DeviceEncodeQueue* encode_queue = nullptr;  // the store's executor
-  DeviceEncodes* encodes = nullptr;
-  DeviceIndexes* indexes = nullptr;
-  DeviceReads* reads = nullptr;
-  DeviceSends* sends = nullptr;  // nullptr: its pages are sent by way of the host
 };
 
 }  // namespace kvmanager

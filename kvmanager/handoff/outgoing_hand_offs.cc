@@ -1,4 +1,4 @@
-#include "kvmanager/handoff/hand_off_begin.h"
+#include "kvmanager/handoff/outgoing_hand_offs.h"
 
 #include <spdlog/spdlog.h>
 
@@ -6,8 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/handoff/hand_off_gpu.h"
-#include "kvmanager/handoff/peer_choice.h"
+#include "kvmanager/handoff/gpu_landing.h"
 
 namespace kvmanager {
 namespace {
@@ -16,7 +15,7 @@ using Begun = absl::StatusOr<kj::Own<CancelOnDrop>>;
 
 // Peers in the order in which they are tried. Owned by the step that goes on with it.
 struct Trial {
-  DaemonContext& daemon;
+  const OutgoingHandOff::Parts& parts;
   MakeExportLease make_lease;
   HandOffTargets targets;
   std::unique_ptr<ExportLease> lease;  // for the next one; nullptr: to be made
@@ -46,7 +45,7 @@ kj::Promise<Begun> TryOne(Trial& trial, const std::string& peer, int64_t room_ms
     if (!lease.ok()) return Begun(lease.status());
     trial.lease = *std::move(lease);
   }
-  auto begun = OutgoingHandOff::Begin(trial.daemon, std::move(trial.lease),
+  auto begun = OutgoingHandOff::Begin(trial.parts, std::move(trial.lease),
                                       {peer, room_ms, trial.targets.timeout_ms, trial.targets.goes_on});
   if (!begun.ok()) return Begun(begun.status());
   auto hand_off = kj::heap<CancelOnDrop>(*std::move(begun));
@@ -84,7 +83,7 @@ kj::Promise<Begun> Choose(kj::Own<Trial> trial) {
   if (!lease.ok()) return Begun(lease.status());
   trial->lease = *std::move(lease);
   const uint64_t needed = NeededBytes(trial->lease->first());
-  auto asked = AskPeers(trial->daemon, trial->targets.peers);
+  auto asked = AskPeers(trial->parts.transport, trial->parts.loop, trial->targets.peers);
   return asked.then([trial = kj::mv(trial), needed](std::vector<PeerCandidate> candidates) mutable {
     for (const size_t i : RankPeers(candidates, needed)) trial->order.push_back(candidates[i].peer);
     for (const PeerCandidate& each : candidates) {
@@ -98,28 +97,28 @@ kj::Promise<Begun> Choose(kj::Own<Trial> trial) {
 
 }  // namespace
 
-kj::Promise<absl::StatusOr<kj::Own<CancelOnDrop>>> BeginHandOff(DaemonContext& daemon, MakeExportLease lease,
-                                                                HandOffTargets targets) {
+kj::Promise<absl::StatusOr<kj::Own<CancelOnDrop>>> OutgoingHandOffs::Begin(MakeExportLease lease,
+                                                                           HandOffTargets targets) const {
   const int64_t ms = targets.timeout_ms + targets.room_ms;
-  auto trial = kj::heap<Trial>(Trial{daemon, std::move(lease), std::move(targets), nullptr, {}, {}, {}, -1});
+  auto trial = kj::heap<Trial>(Trial{parts_, std::move(lease), std::move(targets), nullptr, {}, {}, {}, -1});
   if (trial->targets.peers.size() == 1) {
     const std::string peer = trial->targets.peers[0];
     auto tried = TryOne(*trial, peer, trial->targets.room_ms);
     return tried.attach(kj::mv(trial));
   }
-  auto deadline = daemon.loop->timer().afterDelay(ms * kj::MILLISECONDS).then([ms] {
+  auto deadline = parts_.loop->timer().afterDelay(ms * kj::MILLISECONDS).then([ms] {
     return Begun(absl::DeadlineExceededError(absl::StrCat("no peer accepted the hand-off within ", ms, " ms")));
   });
   return Choose(kj::mv(trial)).exclusiveJoin(kj::mv(deadline));
 }
 
-kj::Promise<absl::StatusOr<SentHandOff>> SendSequence(DaemonContext& daemon, MakeExportLease make_lease,
-                                                      HandOffTargets targets, std::string blob) {
+kj::Promise<absl::StatusOr<SentHandOff>> OutgoingHandOffs::Send(MakeExportLease make_lease, HandOffTargets targets,
+                                                                std::string blob) const {
   using Result = absl::StatusOr<SentHandOff>;
   if (targets.peers.size() == 1) {
     auto lease = make_lease();
     if (!lease.ok()) return Result(lease.status());
-    auto begun = OutgoingHandOff::Begin(daemon, *std::move(lease),
+    auto begun = OutgoingHandOff::Begin(parts_, *std::move(lease),
                                         {targets.peers[0], targets.room_ms, targets.timeout_ms, targets.goes_on});
     if (!begun.ok()) return Result(begun.status());
     auto hand_off = kj::heap<CancelOnDrop>(*std::move(begun));
@@ -127,10 +126,10 @@ kj::Promise<absl::StatusOr<SentHandOff>> SendSequence(DaemonContext& daemon, Mak
     return sent.attach(kj::mv(hand_off));
   }
   const int64_t ms = targets.timeout_ms + targets.room_ms;
-  auto deadline = daemon.loop->timer().afterDelay(ms * kj::MILLISECONDS).then([ms] {
+  auto deadline = parts_.loop->timer().afterDelay(ms * kj::MILLISECONDS).then([ms] {
     return Result(absl::DeadlineExceededError(absl::StrCat("the hand-off did not get there within ", ms, " ms")));
   });
-  return BeginHandOff(daemon, std::move(make_lease), std::move(targets))
+  return Begin(std::move(make_lease), std::move(targets))
       .then([blob = std::move(blob)](Begun begun) mutable -> kj::Promise<Result> {
         if (!begun.ok()) return Result(begun.status());
         kj::Own<CancelOnDrop> hand_off = *std::move(begun);
@@ -138,6 +137,10 @@ kj::Promise<absl::StatusOr<SentHandOff>> SendSequence(DaemonContext& daemon, Mak
         return sent.attach(kj::mv(hand_off));
       })
       .exclusiveJoin(kj::mv(deadline));
+}
+
+kj::Promise<std::vector<PeerCandidate>> OutgoingHandOffs::Ask(std::vector<std::string> peers) const {
+  return AskPeers(parts_.transport, parts_.loop, std::move(peers));
 }
 
 }  // namespace kvmanager
