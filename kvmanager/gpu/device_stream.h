@@ -4,10 +4,9 @@
 //  1. Streams are made once and used again, at most kStreamsMax of them: a stream that waits holds up those that share
 //     its way into the GPU (kConnectionsMax ways). What a connection may have submitted is bounded too
 //     (kSubmissionsMax): CUDA blocks who launches beyond a thousand operations that wait.
-//  2. A stream that is closed gets the words that it waits for abandoned until all its work has passed. Only then does
-//  it
-//     let go of what its work uses (Keep), and may be opened again. `done` is abandoned behind that, for a client that
-//     lives. Nothing here blocks: a timer of the event loop looks at counters that the streams write.
+//  2. A stream that is closed gets the words that it waits for abandoned until all its work has passed. Then it lets go
+//     of what its work uses (Keep), and may be opened again. `done` is abandoned behind that, for a client that lives.
+//     Nothing here blocks: a timer of the event loop looks at counters that the streams write.
 //  3. Pinned words are unpinned only while no stream has work: CUDA would wait for all streams, and hold up every
 //     other call meanwhile. At most kRetiredMax of them wait for such a moment.
 //
