@@ -9,6 +9,7 @@
 #include "kvmanager/base/aligned_buffer.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/rpc/serve.h"
+#include "kvmanager/store/own_page.h"
 
 namespace kvmanager {
 namespace {
@@ -69,8 +70,7 @@ std::unique_ptr<AttentionPlan> MakePlan(const StepCache& cache, const CheckedSte
   return AttentionPlan::Make(batch, threads);
 }
 
-// A query sees part of its own page, and only a raw page can be read in part: one whose own page is kept encoded alone
-// must be that page's last token. A query for tokens just appended always passes, so an append never stands without its
+// The rule of OwnPageIsEncoded. A query for tokens just appended always passes, so an append never stands without its
 // attend.
 absl::Status CheckOwnPages(const StepCache& cache, const CheckedStep& step, const AttendLease& lease) {
   if (cache.codec->info().identity) return absl::OkStatus();
@@ -82,10 +82,7 @@ absl::Status CheckOwnPages(const StepCache& cache, const CheckedStep& step, cons
     for (uint64_t begin = entry.position; begin < end;) {
       const uint64_t page = begin / page_tokens, page_end = (page + 1) * page_tokens;
       if (pages[page].raw == nullptr && begin + 1 != page_end) {
-        return FieldError(
-            absl::StatusCode::kFailedPrecondition, absl::StrCat("entries[", i, "].position"),
-            absl::StrCat(entry.position),
-            absl::StrCat(page_end - 1, " or more: earlier tokens of its page are kept encoded, as a whole"));
+        return OwnPageIsEncoded(i, entry.position, page_end);
       }
       begin = page_end;
     }
