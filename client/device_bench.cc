@@ -2,7 +2,7 @@
 // process, beside an empty call; and steps in the engine's process while pages are encoded, by itself or by the daemon.
 // With --only-sampling: what it costs decode steps that the daemon samples how good encoded pages are.
 //
-//   device_bench --daemon bazel-bin/kvmanager/server/kvmanagerd [--json FILE]
+//   device_bench --daemon bazel-bin/kvmanager/daemon/kvmanagerd [--json FILE]
 //
 // K, V and queries are random; 32 query and 8 KV heads, head_dim 128, 32 layers, hack with 2 bits.
 #include <cuda_runtime_api.h>

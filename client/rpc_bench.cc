@@ -2,7 +2,7 @@
 // 8 query and 2 KV heads, head_dim 128, one layer, 64 tokens of context, inline); first both ends blocking, then both
 // polling.
 //
-//   rpc_bench --daemon bazel-bin/kvmanager/server/kvmanagerd [--json]
+//   rpc_bench --daemon bazel-bin/kvmanager/daemon/kvmanagerd [--json]
 //   rpc_bench --connect unix:/run/kvmanager/kvmanager.sock    # that daemon's own way of waiting; blocking here
 //
 // The context is held at 64 tokens by a crop after each step, outside the timed region.

@@ -14,7 +14,7 @@
 #include "codecs/builtin.h"
 #include "codecs/calibrate/synthetic.h"
 #include "gtest/gtest.h"
-#include "kvmanager/server/manifest.h"
+#include "kvmanager/handoff/manifest.h"
 #include "monitoring/metrics.h"
 #include "tests/harness.h"
 #include "tests/matchers.h"

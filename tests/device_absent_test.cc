@@ -66,7 +66,7 @@ TEST(DeviceAbsent, APoolOnAGpuThatIsNotThereStopsTheStartAndNamesTheOption) {
   if (Device::Open(0).ok()) GTEST_SKIP() << "there is a GPU";
   ASSERT_OK_AND_ASSIGN(const CommandResult result,
                        RunCommand({"/bin/sh", "-c",
-                                   DataPath("kvmanager/server/kvmanagerd") +
+                                   DataPath("kvmanager/daemon/kvmanagerd") +
                                        " --listen tcp:127.0.0.1:0 --host-pool-bytes 64MiB --device-pool-bytes 1GiB "
                                        "--devices 0 2>&1"}));
   EXPECT_EQ(result.status, 1) << result.output;

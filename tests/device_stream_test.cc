@@ -283,7 +283,7 @@ TEST_F(DeviceStreamTest, AsManyEnginesAsTheLimitSaysAllStalledHoldUpNobody) {
 TEST_F(DeviceStreamTest, APoolThatDoesNotFitStopsTheStartAndSaysWhatIsFree) {
   ASSERT_OK_AND_ASSIGN(const CommandResult result,
                        RunCommand({"/bin/sh", "-c",
-                                   DataPath("kvmanager/server/kvmanagerd") +
+                                   DataPath("kvmanager/daemon/kvmanagerd") +
                                        " --listen tcp:127.0.0.1:0 --host-pool-bytes 64MiB --device-pool-bytes 256GiB "
                                        "--device-slab-bytes 8GiB 2>&1"}));
   EXPECT_EQ(result.status, 1) << result.output;

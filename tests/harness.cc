@@ -168,7 +168,7 @@ absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(const Daemon
   const std::string listen =
       options.listen.empty() ? absl::StrCat("unix:", daemon->directory_->path(), "/kv.sock") : options.listen;
   std::vector<std::string> argv = {
-      DataPath("kvmanager/server/kvmanagerd"), "--listen",         listen,       "--host-pool-bytes",
+      DataPath("kvmanager/daemon/kvmanagerd"), "--listen",         listen,       "--host-pool-bytes",
       absl::StrCat(options.host_pool_bytes),   "--metrics-listen", "127.0.0.1:0"};
   if (options.peers) argv.insert(argv.end(), {"--peer-listen", "127.0.0.1:0"});
   argv.insert(argv.end(), options.more_flags.begin(), options.more_flags.end());

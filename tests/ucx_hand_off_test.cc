@@ -207,7 +207,7 @@ TEST_P(UcxHandOffTest, AFullReceiverLetsWait) {
 
 TEST_P(UcxHandOffTest, AKeyThatIsTooShortIsNamed) {
   const std::string path = KeyFile("short", "15 bytes or so.");
-  ASSERT_OK_AND_ASSIGN(const CommandResult result, RunCommand({DataPath("kvmanager/server/kvmanagerd"), "--listen",
+  ASSERT_OK_AND_ASSIGN(const CommandResult result, RunCommand({DataPath("kvmanager/daemon/kvmanagerd"), "--listen",
                                                                absl::StrCat("unix:", directory_.path(), "/s"),
                                                                "--host-pool-bytes", "64MiB", "--peer-ucx-key", path}));
   EXPECT_EQ(result.status, 2);

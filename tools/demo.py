@@ -72,7 +72,7 @@ class Daemon:
         self.name, self.address = name, f"unix:{folder}/{name}.sock"
         self.log = open(folder / f"{name}.log", "w")
         self.process = subprocess.Popen(
-            [BIN / "kvmanager/server/kvmanagerd", "--listen", self.address, "--host-pool-bytes", pool, "--metrics-listen", "127.0.0.1:0",
+            [BIN / "kvmanager/daemon/kvmanagerd", "--listen", self.address, "--host-pool-bytes", pool, "--metrics-listen", "127.0.0.1:0",
              "--peer-listen", "127.0.0.1:0", *map(str, flags)],
             stdout=subprocess.PIPE, stderr=self.log, text=True)
         ready = self.process.stdout.readline().split()

@@ -38,7 +38,7 @@ class DisaggregatedTest : public ::testing::Test {
     link_ = *std::move(link);
     ASSERT_OK(link_->SetRate(kLinkBits));
     ASSERT_OK_AND_ASSIGN(model_, engine::Model::Load(testing::DataPath("examples/model")));
-    const std::string program = testing::DataPath("kvmanager/server/kvmanagerd");
+    const std::string program = testing::DataPath("kvmanager/daemon/kvmanagerd");
     const std::vector<std::string> by_link = {"--peer-local-copy", "off"};
     std::vector<std::string> listening = by_link;
     listening.insert(listening.end(), {"--peer-listen", EmulatedLink::far_address() + ":0"});

@@ -51,9 +51,9 @@ absl::StatusOr<std::string> FindDaemon(const std::string& given) {
     std::error_code error;
     const fs::path here = fs::read_symlink("/proc/self/exe", error).parent_path();
     places.push_back((here / "kvmanagerd").string());
-    places.push_back((here.parent_path().parent_path() / "kvmanager/server/kvmanagerd").string());
+    places.push_back((here.parent_path().parent_path() / "kvmanager/daemon/kvmanagerd").string());
     const char* runfiles = std::getenv("RUNFILES_DIR");
-    if (runfiles != nullptr) places.push_back(absl::StrCat(runfiles, "/kvmanager/kvmanager/server/kvmanagerd"));
+    if (runfiles != nullptr) places.push_back(absl::StrCat(runfiles, "/kvmanager/kvmanager/daemon/kvmanagerd"));
   }
   for (const std::string& place : places) {
     if (access(place.c_str(), X_OK) == 0) return place;

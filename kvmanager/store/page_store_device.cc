@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "kvmanager/store/own_page.h"
 #include "kvmanager/store/page_store_impl.h"
 
 namespace kvmanager {
@@ -117,8 +118,8 @@ void PageStoreImpl::Settle(Sequence& sequence, uint32_t layer, uint32_t end, std
   }
 }
 
-// A query sees part of its own page, and only a raw page can be read in part: one whose own page is aged must be that
-// page's last token. The raw slot of such a page may be another's by now: its tables are told again, without.
+// The rule of OwnPageIsEncoded, for pages that are aged. The raw slot of such a page may be another's by now: its
+// tables are told again, without.
 absl::Status PageStoreImpl::CheckOwnPages(Sequence& sequence, uint32_t layer, size_t i, const AttendEntry& entry) {
   const uint64_t page_tokens = sequence.cache->page_tokens(), end = entry.position + entry.tokens;
   for (uint64_t begin = entry.position; begin < end;) {
@@ -128,10 +129,7 @@ absl::Status PageStoreImpl::CheckOwnPages(Sequence& sequence, uint32_t layer, si
     const Page& page = sequence.blocks[index]->pages[layer];
     if (!page.awaits_encoding() && !page.declined) {
       if (begin + 1 != page_end) {
-        return FieldError(
-            absl::StatusCode::kFailedPrecondition, absl::StrCat("entries[", i, "].position"),
-            absl::StrCat(entry.position),
-            absl::StrCat(page_end - 1, " or more: earlier tokens of its page are kept encoded, as a whole"));
+        return OwnPageIsEncoded(i, entry.position, page_end);
       }
       NoteChange(sequence, layer, index);
     }

@@ -14,7 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "kvmanager/api/kvmanager.capnp.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/server/server.h"
+#include "kvmanager/daemon/server.h"
 #include "monitoring/metrics.h"
 #include "spdlog/spdlog.h"
 #include "tests/fuzz/fuzz_target.h"

@@ -19,7 +19,7 @@ def data_path(path: str) -> str:
 
 def daemon_program() -> str:
     """$KVMANAGERD, or the one among the test's data."""
-    return os.environ.get("KVMANAGERD") or data_path("kvmanager/server/kvmanagerd")
+    return os.environ.get("KVMANAGERD") or data_path("kvmanager/daemon/kvmanagerd")
 
 
 def _die_with_parent() -> None:

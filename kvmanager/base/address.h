@@ -1,0 +1,26 @@
+// Addresses of sockets as text: "HOST:PORT", "unix:PATH", "tcp:HOST:PORT". Pure functions.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace kvmanager {
+
+struct HostPort {
+  std::string host;
+  uint16_t port = 0;
+};
+/// "HOST:PORT" or "[IPV6]:PORT". Errors: INVALID_ARGUMENT naming `field`.
+absl::StatusOr<HostPort> ParseHostPort(absl::string_view field, absl::string_view text);
+
+struct ListenAddress {
+  std::string unix_path;  // empty: TCP
+  HostPort tcp;
+};
+/// "unix:PATH" or "tcp:HOST:PORT". Errors: INVALID_ARGUMENT naming `field`.
+absl::StatusOr<ListenAddress> ParseListenAddress(absl::string_view field, absl::string_view text);
+
+}  // namespace kvmanager

@@ -1,0 +1,47 @@
+// The daemon's one KJ event loop, with a bounded busy-poll before it blocks.
+//
+// Made, run and destroyed on one thread, which then owns every RPC object and the page store. Other threads reach it
+// through the MessageQueue alone.
+#pragma once
+
+#include <kj/async-io.h>
+#include <kj/async-unix.h>
+
+#include <cstdint>
+
+#include "absl/functional/function_ref.h"
+#include "kvmanager/base/fine_timer.h"
+#include "kvmanager/base/message_queue.h"
+
+namespace kvmanager {
+
+class EventLoop {
+ public:
+  /// busy_poll_us: how long to look for work without blocking after the last activity; 0: block at once.
+  EventLoop(MessageQueue* queue, int64_t busy_poll_us);
+
+  /// Runs events and messages until `done()`, which is asked after every round.
+  void Run(absl::FunctionRef<bool()> done);
+  /// Runs what is ready now, without blocking.
+  void RunReady();
+
+  /// Work arrived: the busy-poll starts anew.
+  void NoteActivity() { ++activity_; }
+
+  MessageQueue& queue() { return *queue_; }
+  kj::UnixEventPort& port() { return io_.unixEventPort; }
+  kj::LowLevelAsyncIoProvider& io() { return *io_.lowLevelProvider; }
+  /// Of whole milliseconds.
+  kj::Timer& timer() { return io_.lowLevelProvider->getTimer(); }
+  FineTimer& fine_timer() { return fine_timer_; }
+
+ private:
+  MessageQueue* const queue_;
+  const int64_t busy_poll_ns_;
+  uint64_t activity_ = 0;
+  kj::AsyncIoContext io_;
+  kj::UnixEventPort::FdObserver wake_;  // only so that a write to the queue's eventfd ends port().wait()
+  FineTimer fine_timer_;
+};
+
+}  // namespace kvmanager

@@ -1,0 +1,83 @@
+// kvmanagerd: parses the command line, takes the signals, runs one Server.
+#include <signal.h>
+#include <spdlog/sinks/stdout_sinks.h>
+#include <spdlog/spdlog.h>
+#include <sys/resource.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstring>
+#include <memory>
+
+#include "kvmanager/base/blas_core.h"
+#include "kvmanager/daemon/options.h"
+#include "kvmanager/daemon/server.h"
+#include "kvmanager/daemon/supervisor.h"
+#include "kvmanager/memory/device.h"
+#include "transport/ucx/ucx_process.h"
+
+namespace {
+
+constexpr int kExitUsage = 2, kExitFailed = 1;
+
+// Blocks SIGTERM and SIGINT in this thread and all that it starts; they are read from the descriptor instead.
+int TakeSignals() {
+  signal(SIGPIPE, SIG_IGN);
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGTERM);
+  sigaddset(&set, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &set, nullptr);
+  return signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
+}
+
+// A pool keeps one descriptor per slab, a connection up to three: more than the usual soft limit, which is low only for
+// the sake of programs that use select().
+void RaiseDescriptorLimit() {
+  rlimit limit;
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == limit.rlim_max) return;
+  limit.rlim_cur = limit.rlim_max;
+  if (setrlimit(RLIMIT_NOFILE, &limit) != 0) spdlog::warn("cannot raise the limit of open files to its hard limit");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc == 2 && std::strcmp(argv[1], kvmanager::kUcxProcessFlag) == 0) return kvmanager::RunUcxProcess();
+  const auto line = kvmanager::ParseCommandLine(argc, argv);
+  if (!line.ok()) {
+    std::fprintf(stderr, "kvmanagerd: %s\nTry kvmanagerd --help.\n", std::string(line.status().message()).c_str());
+    return kExitUsage;
+  }
+  if (!line->run) {
+    std::fputs(line->text.c_str(), stdout);
+    return 0;
+  }
+  kvmanager::SetBlasCore();  // for projections that clients register
+  auto log = std::make_shared<spdlog::logger>("kvmanagerd", std::make_shared<spdlog::sinks::stderr_sink_mt>());
+  log->set_level(spdlog::level::from_str(line->options.log_level));
+  log->set_pattern("%Y-%m-%dT%H:%M:%S.%e %l %v");
+  spdlog::set_default_logger(log);
+
+  RaiseDescriptorLimit();
+  if (line->options.device_pool_bytes > 0) kvmanager::AllowManyStreams();
+  const int signal_fd = TakeSignals();
+  auto server = kvmanager::Server::Create(line->options);
+  if (!server.ok()) {
+    spdlog::error("cannot start: {}", std::string(server.status().message()));
+    return server.status().code() == absl::StatusCode::kInvalidArgument ? kExitUsage : kExitFailed;
+  }
+  std::printf("kvmanagerd ready listen=%s peer=%s metrics=%s http=%s\n", (*server)->listen_address().c_str(),
+              (*server)->peer_address().c_str(), (*server)->metrics_address().c_str(),
+              (*server)->http_address().c_str());
+  std::fflush(stdout);
+  if (const absl::Status told = kvmanager::NotifySupervisor("READY=1"); !told.ok()) {
+    spdlog::warn("cannot say that it is ready: {}", std::string(told.message()));
+  }
+  (*server)->Run(signal_fd);
+  server->reset();
+  close(signal_fd);
+  spdlog::info("stopped");
+  return 0;
+}

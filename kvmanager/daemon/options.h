@@ -1,0 +1,78 @@
+// What kvmanagerd is told at start, by flags or by a file that says the same.
+//
+// Values that copy. Parsing has no effect beyond its result; nothing here opens, binds or allocates.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace kvmanager {
+
+constexpr absl::string_view kVersion = "0.1.0";
+
+struct Options {
+  static constexpr size_t kListenMax = 8;
+  static constexpr size_t kCodecPluginsMax = 32;
+  static constexpr size_t kHandOffPeersMax = 1024;
+  static constexpr uint64_t kHostPoolBytesMin = 2 << 20, kHostPoolBytesMax = uint64_t{1} << 41;
+  static constexpr uint64_t kArenaBytesMax = uint64_t{1} << 41;
+  static constexpr uint64_t kSlabBytesMax = uint64_t{1} << 30;
+  static constexpr int64_t kThreadsMax = 1024;
+  static constexpr int64_t kBusyPollUsMax = 1000000;
+  static constexpr int64_t kHandOffLeaseMsMin = 100, kHandOffLeaseMsMax = 3600000;
+  static constexpr int64_t kDrainSMax = 3600;
+  static constexpr uint64_t kDeviceSlabBytesMin = uint64_t{256} << 20, kDeviceSlabBytesMax = uint64_t{16} << 30;
+  static constexpr uint64_t kDeviceSlabBytesStep = uint64_t{2} << 20;
+  static constexpr uint64_t kDevicePoolBytesMax = uint64_t{1} << 38;  // of one GPU
+  static constexpr size_t kDevicesMax = 16;
+  static constexpr int kDeviceOrdinalMax = 1023;
+  static constexpr int64_t kQualitySampleMax = 1000000000;
+  static constexpr uint64_t kPeerRateBytesMin = 1 << 16;
+  static constexpr uint64_t kPeerWindowBytesMin = 1 << 16, kPeerWindowBytesMax = uint64_t{4} << 30;
+
+  std::vector<std::string> listen;           // "unix:PATH" or "tcp:HOST:PORT"; 1..kListenMax
+  uint64_t host_pool_bytes = 0;              // kHostPoolBytesMin..kHostPoolBytesMax
+  std::string metrics_listen;                // "HOST:PORT"; empty: no metrics endpoint
+  std::string http_listen;                   // "HOST:PORT"; empty: no page for people
+  std::string peer_listen;                   // "HOST:PORT"; empty: receives no hand-offs
+  std::vector<std::string> hand_off_peers;   // "HOST:PORT" that clients may name; at most kHandOffPeersMax; empty: any
+  int64_t threads = 0;                       // 0: one per CPU that the process may use
+  int64_t busy_poll_us = 0;                  // 0..kBusyPollUsMax
+  uint64_t arena_bytes = uint64_t{8} << 30;  // of all arenas together: 0..kArenaBytesMax
+  uint64_t recompute_bytes = uint64_t{8} << 30;  // of projections that clients register: 0..kArenaBytesMax
+  uint64_t recompute_device_bytes = 0;           // the same, of each GPU: 0 (the CPU multiplies)..kDevicePoolBytesMax
+  int64_t quality_sample = 64;     // of each layer one encoded page in so many is compared: 0 (none)..kQualitySampleMax
+  uint64_t slab_bytes = 0;         // 0: from host_pool_bytes; else a multiple of 2 MiB up to kSlabBytesMax
+  uint64_t device_pool_bytes = 0;  // of each GPU: 0 (none is used), or device_slab_bytes..kDevicePoolBytesMax
+  uint64_t device_slab_bytes = uint64_t{256} << 20;  // kDeviceSlabBytesMin..Max, a multiple of kDeviceSlabBytesStep
+  std::vector<int> devices = {0};                    // ordinals, each once; 1..kDevicesMax
+  int64_t hand_off_lease_ms = 60000;                 // kHandOffLeaseMsMin..kHandOffLeaseMsMax
+  int64_t drain_s = 10;                              // 0..kDrainSMax
+  uint64_t peer_rate_bytes = 0;           // per second sent to all peers; 0: no limit; else kPeerRateBytesMin or more
+  uint64_t peer_window_bytes = 64 << 20;  // on their way to this daemon: kPeerWindowBytesMin..Max
+  bool peer_local_copy = true;            // pages from and to daemons of this host and user by copying between memories
+  bool peer_zero_copy = true;             // TCP sends pages straight from the pool, where the kernel has that
+  std::string peer_ucx_key;               // file of the key of peers that read pages through UCX; empty: none do
+  std::string calibration_dir;            // of artifacts that codecs may name; empty: none can be named
+  std::vector<std::string> codec_plugins;  // shared objects; at most kCodecPluginsMax
+  std::string log_level = "info";          // debug, info, warn, error or off
+};
+
+/// What the command line asks for: to run, or to print `text` and stop.
+struct CommandLine {
+  bool run = false;
+  std::string text;
+  Options options;
+};
+
+/// Errors: INVALID_ARGUMENT naming the flag, its value and its bound.
+absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv);
+
+/// "123", "64KiB", "1.5GiB" (KiB, MiB, GiB, TiB). `field` names the flag in errors.
+absl::StatusOr<uint64_t> ParseBytes(absl::string_view field, absl::string_view text);
+
+}  // namespace kvmanager

@@ -1,0 +1,282 @@
+#include "kvmanager/daemon/options.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <fstream>
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "kvmanager/base/status.h"
+
+namespace kvmanager {
+namespace {
+
+absl::StatusOr<CommandLine> Parse(std::vector<std::string> flags) {
+  std::vector<const char*> argv = {"kvmanagerd"};
+  for (const std::string& flag : flags) argv.push_back(flag.c_str());
+  return ParseCommandLine(static_cast<int>(argv.size()), argv.data());
+}
+
+const std::vector<std::string> kMinimum = {"--listen", "unix:/tmp/a.sock", "--host-pool-bytes", "64MiB"};
+
+std::vector<std::string> With(std::initializer_list<std::string> more) {
+  std::vector<std::string> flags = kMinimum;
+  flags.insert(flags.end(), more);
+  return flags;
+}
+
+std::string WriteFile(const std::string& name, const std::string& text) {
+  const std::string path = testing::TempDir() + "/" + name;
+  std::ofstream(path) << text;
+  return path;
+}
+
+TEST(OptionsTest, DefaultsAreThoseOfTheHeader) {
+  auto line = Parse(kMinimum);
+  ASSERT_TRUE(line.ok()) << line.status();
+  EXPECT_TRUE(line->run);
+  EXPECT_EQ(line->options.listen, std::vector<std::string>{"unix:/tmp/a.sock"});
+  EXPECT_EQ(line->options.host_pool_bytes, uint64_t{64} << 20);
+  EXPECT_EQ(line->options.hand_off_lease_ms, 60000);
+  EXPECT_EQ(line->options.drain_s, 10);
+  EXPECT_EQ(line->options.busy_poll_us, 0);
+  EXPECT_EQ(line->options.quality_sample, 64);
+  EXPECT_EQ(line->options.log_level, "info");
+  EXPECT_TRUE(line->options.peer_local_copy);
+  EXPECT_TRUE(line->options.peer_zero_copy);
+}
+
+TEST(OptionsTest, WithoutADevicePoolThereIsNone) {
+  auto line = Parse(kMinimum);
+  ASSERT_TRUE(line.ok()) << line.status();
+  EXPECT_EQ(line->options.device_pool_bytes, 0u);
+  EXPECT_EQ(line->options.devices, std::vector<int>{0});
+  EXPECT_EQ(line->options.device_slab_bytes, uint64_t{256} << 20);
+}
+
+TEST(OptionsTest, DevicesAndTheirPools) {
+  auto line = Parse(With({"--device-pool-bytes", "3GiB", "--devices", "2,0", "--device-slab-bytes", "512MiB",
+                          "--recompute-device-bytes", "2GiB"}));
+  ASSERT_TRUE(line.ok()) << line.status();
+  EXPECT_EQ(line->options.recompute_device_bytes, uint64_t{2} << 30);
+  EXPECT_EQ(line->options.device_pool_bytes, uint64_t{3} << 30);
+  EXPECT_EQ(line->options.devices, (std::vector<int>{2, 0}));
+  EXPECT_EQ(line->options.device_slab_bytes, uint64_t{512} << 20);
+  const std::string path = WriteFile("device.conf",
+                                     "listen = \"unix:/tmp/a.sock\"\nhost-pool-bytes = \"64MiB\"\n"
+                                     "device-pool-bytes = \"1GiB\"\ndevices = \"1\"\n");
+  auto file = Parse({"--config", path});
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_EQ(file->options.device_pool_bytes, uint64_t{1} << 30);
+  EXPECT_EQ(file->options.devices, std::vector<int>{1});
+}
+
+TEST(OptionsTest, DeviceErrorsNameFlagValueAndBound) {
+  const struct {
+    std::vector<std::string> flags;
+    const char* field;
+  } cases[] = {
+      {{"--device-pool-bytes", "255MiB"}, "--device-pool-bytes"},
+      {{"--device-pool-bytes", "1GiB", "--device-slab-bytes", "2GiB"}, "--device-pool-bytes"},
+      {{"--device-pool-bytes", "1TiB"}, "--device-pool-bytes"},
+      {{"--device-pool-bytes", "lots"}, "--device-pool-bytes"},
+      {{"--device-slab-bytes", "128MiB"}, "--device-slab-bytes"},
+      {{"--recompute-device-bytes", "1GiB"}, "--recompute-device-bytes"},
+      {{"--device-pool-bytes", "1GiB", "--recompute-device-bytes", "1TiB"}, "--recompute-device-bytes"},
+      {{"--device-slab-bytes", "257.5MiB"}, "--device-slab-bytes"},
+      {{"--device-slab-bytes", "32GiB"}, "--device-slab-bytes"},
+      {{"--devices", "0,0"}, "--devices"},
+      {{"--devices", "-1"}, "--devices"},
+      {{"--devices", "0,"}, "--devices"},
+      {{"--devices", "GPU-1"}, "--devices"},
+      {{"--devices", "0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16"}, "--devices"},
+  };
+  for (const auto& [more, field] : cases) {
+    std::vector<std::string> flags = kMinimum;
+    flags.insert(flags.end(), more.begin(), more.end());
+    auto line = Parse(flags);
+    ASSERT_FALSE(line.ok()) << more.back();
+    const ErrorDetail detail = DetailOf(line.status());
+    EXPECT_EQ(detail.field, field) << line.status();
+    EXPECT_FALSE(detail.bound.empty());
+  }
+}
+
+// The file and the flags are two spellings of one thing.
+TEST(OptionsTest, FileSaysTheSameAsFlags) {
+  const std::string path = WriteFile(
+      "all.conf",
+      "listen = [\"unix:/tmp/a.sock\", \"tcp:127.0.0.1:0\"]\n"
+      "host-pool-bytes = \"1.5GiB\"\nmetrics-listen = \"127.0.0.1:9464\"\n"
+      "peer-listen = \"[::1]:9470\"\nthreads = 3\nbusy-poll-us = 50\nquality-sample = 0\narena-bytes = "
+      "\"1GiB\"\nslab-bytes = \"4MiB\"\n"
+      "hand-off-lease-ms = 1000\ndrain-s = 2\npeer-rate-bytes = 1000000\npeer-window-bytes = \"1MiB\"\npeer-local-copy "
+      "= off\npeer-zero-copy = off\nlog-level = warn\n");
+  auto file = Parse({"--config", path});
+  auto flags = Parse({"--listen",
+                      "unix:/tmp/a.sock",
+                      "--listen",
+                      "tcp:127.0.0.1:0",
+                      "--host-pool-bytes",
+                      "1.5GiB",
+                      "--metrics-listen",
+                      "127.0.0.1:9464",
+                      "--peer-listen",
+                      "[::1]:9470",
+                      "--threads",
+                      "3",
+                      "--busy-poll-us",
+                      "50",
+                      "--quality-sample",
+                      "0",
+                      "--arena-bytes",
+                      "1GiB",
+                      "--slab-bytes",
+                      "4MiB",
+                      "--hand-off-lease-ms",
+                      "1000",
+                      "--drain-s",
+                      "2",
+                      "--peer-rate-bytes",
+                      "1000000",
+                      "--peer-window-bytes",
+                      "1MiB",
+                      "--peer-local-copy",
+                      "off",
+                      "--peer-zero-copy",
+                      "off",
+                      "--log-level",
+                      "warn"});
+  ASSERT_TRUE(file.ok()) << file.status();
+  ASSERT_TRUE(flags.ok()) << flags.status();
+  for (const CommandLine& line : {*file, *flags}) {
+    const Options& o = line.options;
+    EXPECT_EQ(o.listen, (std::vector<std::string>{"unix:/tmp/a.sock", "tcp:127.0.0.1:0"}));
+    EXPECT_EQ(o.host_pool_bytes, uint64_t{3} << 29);
+    EXPECT_EQ(o.metrics_listen, "127.0.0.1:9464");
+    EXPECT_EQ(o.peer_listen, "[::1]:9470");
+    EXPECT_EQ(o.threads, 3);
+    EXPECT_EQ(o.busy_poll_us, 50);
+    EXPECT_EQ(o.quality_sample, 0);
+    EXPECT_EQ(o.arena_bytes, uint64_t{1} << 30);
+    EXPECT_EQ(o.slab_bytes, uint64_t{4} << 20);
+    EXPECT_EQ(o.hand_off_lease_ms, 1000);
+    EXPECT_EQ(o.drain_s, 2);
+    EXPECT_EQ(o.peer_rate_bytes, 1000000u);
+    EXPECT_EQ(o.peer_window_bytes, uint64_t{1} << 20);
+    EXPECT_FALSE(o.peer_local_copy);
+    EXPECT_FALSE(o.peer_zero_copy);
+    EXPECT_EQ(o.log_level, "warn");
+  }
+  auto both = Parse({"--config", path, "--threads", "7"});
+  ASSERT_TRUE(both.ok()) << both.status();
+  EXPECT_EQ(both->options.threads, 7);
+}
+
+TEST(OptionsTest, HandOffPeersAreRepeatedOrListed) {
+  const std::vector<std::string> expected = {"10.0.0.1:9470", "[::1]:9470", "decode:1"};
+  const std::string path = WriteFile("peers.conf",
+                                     "listen = \"unix:/tmp/a.sock\"\nhost-pool-bytes = \"64MiB\"\n"
+                                     "hand-off-peers = [\"10.0.0.1:9470\", \"[::1]:9470\", \"decode:1\"]\n");
+  for (const auto& flags :
+       {With({"--hand-off-peers", "10.0.0.1:9470,[::1]:9470", "--hand-off-peers", "decode:1"}),
+        With({"--hand-off-peers=10.0.0.1:9470,[::1]:9470,decode:1"}), std::vector<std::string>{"--config", path}}) {
+    auto line = Parse(flags);
+    ASSERT_TRUE(line.ok()) << line.status();
+    EXPECT_EQ(line->options.hand_off_peers, expected);
+  }
+  std::string many = "a:1";
+  for (size_t i = 1; i < Options::kHandOffPeersMax; ++i) many += ",a:1";
+  EXPECT_TRUE(Parse(With({"--hand-off-peers", many})).ok());
+  const auto refused = Parse(With({"--hand-off-peers", many + ",a:1"}));
+  EXPECT_EQ(DetailOf(refused.status()).field, "--hand-off-peers");
+}
+
+TEST(OptionsTest, ErrorsNameFlagValueAndBound) {
+  struct Case {
+    std::vector<std::string> flags;
+    std::string field, value;
+  };
+  for (const Case& c : std::vector<Case>{
+           {With({"--threads", "1025"}), "--threads", "1025"},
+           {With({"--threads", "-1"}), "--threads", "-1"},
+           {With({"--threads", "many"}), "--threads", "many"},
+           {With({"--busy-poll-us", "1000001"}), "--busy-poll-us", "1000001"},
+           {With({"--quality-sample", "-1"}), "--quality-sample", "-1"},
+           {With({"--quality-sample", "1000000001"}), "--quality-sample", "1000000001"},
+           {With({"--arena-bytes", "3TiB"}), "--arena-bytes", "3TiB"},
+           {With({"--slab-bytes", "3MiB"}), "--slab-bytes", "3MiB"},
+           {With({"--slab-bytes", "128MiB"}), "--slab-bytes", "128MiB"},
+           {With({"--hand-off-lease-ms", "1"}), "--hand-off-lease-ms", "1"},
+           {With({"--drain-s", "3601"}), "--drain-s", "3601"},
+           {With({"--peer-rate-bytes", "1"}), "--peer-rate-bytes", "1"},
+           {With({"--peer-window-bytes", "1KiB"}), "--peer-window-bytes", "1KiB"},
+           {With({"--peer-window-bytes", "8GiB"}), "--peer-window-bytes", "8GiB"},
+           {With({"--peer-local-copy", "yes"}), "--peer-local-copy", "yes"},
+           {With({"--peer-zero-copy", "maybe"}), "--peer-zero-copy", "maybe"},
+           {With({"--peer-ucx-key", "/nowhere"}), "--peer-ucx-key", "/nowhere"},
+           {With({"--log-level", "loud"}), "--log-level", "loud"},
+           {With({"--hand-off-peers", "nowhere"}), "--hand-off-peers", "nowhere"},
+           {With({"--hand-off-peers", "a:1,b"}), "--hand-off-peers", "b"},
+           {With({"--hand-off-peers", "a:1", "--hand-off-peers", "b:0x"}), "--hand-off-peers", "b:0x"},
+           {With({"--metrics-listen", "localhost"}), "--metrics-listen", "localhost"},
+           {With({"--metrics-listen", "localhost:65536"}), "--metrics-listen", "localhost:65536"},
+           {With({"--http-listen", "9465"}), "--http-listen", "9465"},
+           {With({"--peer-listen", "a:b:1"}), "--peer-listen", "a:b:1"},
+           {With({"--listen", "http://x"}), "--listen", "http://x"},
+           {With({"--listen", "unix:"}), "--listen", "unix:"},
+           {{"--listen", "unix:/a", "--host-pool-bytes", "1MiB"}, "--host-pool-bytes", "1MiB"},
+           {{"--listen", "unix:/a", "--host-pool-bytes", "-1"}, "--host-pool-bytes", "-1"},
+           {{"--listen", "unix:/a", "--host-pool-bytes", "99999999999TiB"}, "--host-pool-bytes", "99999999999TiB"},
+           {{"--listen", "unix:/a", "--host-pool-bytes", "40TiB"}, "--host-pool-bytes", "40TiB"},
+           {{"--listen", "unix:/a", "--host-pool-bytes", "8GB"}, "--host-pool-bytes", "8GB"},
+           {{"--listen", "unix:/a"}, "--host-pool-bytes", "missing"},
+           {{"--host-pool-bytes", "64MiB"}, "--listen", "missing"},
+       }) {
+    auto line = Parse(c.flags);
+    ASSERT_EQ(line.status().code(), absl::StatusCode::kInvalidArgument) << c.field << " " << c.value;
+    const ErrorDetail detail = DetailOf(line.status());
+    EXPECT_EQ(detail.field, c.field);
+    EXPECT_EQ(detail.value, c.value);
+    EXPECT_FALSE(detail.bound.empty());
+  }
+}
+
+TEST(OptionsTest, UnknownFlagsAndFileKeysAreErrors) {
+  EXPECT_FALSE(Parse(With({"--host-pool", "1GiB"})).ok());
+  EXPECT_FALSE(Parse(With({"stray"})).ok());
+  EXPECT_FALSE(Parse(With({"--threads", "1", "--threads", "2"})).ok());
+  EXPECT_FALSE(Parse({"--config", "/nonexistent/file"}).ok());
+  const std::string typo = WriteFile("typo.conf", "thread = 2\n");
+  auto line = Parse(With({"--config", typo}));
+  ASSERT_FALSE(line.ok());
+  EXPECT_EQ(DetailOf(line.status()).field, "thread in " + typo) << line.status();
+}
+
+TEST(OptionsTest, HelpAndVersionDoNotRun) {
+  auto help = Parse({"--help"});
+  ASSERT_TRUE(help.ok());
+  EXPECT_FALSE(help->run);
+  for (const char* word : {"--host-pool-bytes", "--peer-listen", "Examples", "SIGTERM", "kvmanagerd ready"}) {
+    EXPECT_NE(help->text.find(word), std::string::npos) << word;
+  }
+  auto version = Parse({"--version"});
+  ASSERT_TRUE(version.ok());
+  EXPECT_EQ(version->text, "kvmanagerd 0.1.0\n");
+}
+
+TEST(OptionsTest, ByteSuffixes) {
+  EXPECT_EQ(ParseBytes("f", "0").value(), 0u);
+  EXPECT_EQ(ParseBytes("f", "1KiB").value(), 1024u);
+  EXPECT_EQ(ParseBytes("f", "0.5MiB").value(), 512u << 10);
+  EXPECT_EQ(ParseBytes("f", "2TiB").value(), uint64_t{2} << 40);
+  for (const char* bad :
+       {"", "KiB", "1.5", "1e300GiB", "nanGiB", "-1KiB", "1 GB", "0x10", "18446744073709551616", "17179869184GiB"}) {
+    EXPECT_FALSE(ParseBytes("f", bad).ok()) << bad;
+  }
+}
+
+}  // namespace
+}  // namespace kvmanager

@@ -1,0 +1,480 @@
+#include "kvmanager/daemon/server.h"
+
+#include <sched.h>
+#include <spdlog/spdlog.h>
+#include <sys/random.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <fstream>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "codecs/abi/plugin_codec.h"
+#include "codecs/builtin.h"
+#include "codecs/cpu_isa.h"
+#include "codecs/registry.h"
+#include "kvmanager/base/clock.h"
+#include "kvmanager/base/event_loop.h"
+#include "kvmanager/base/message_queue.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/base/worker_pool.h"
+#include "kvmanager/daemon/plugin_events.h"
+#include "kvmanager/daemon/server_devices.h"
+#include "kvmanager/daemon/tenant_gauges.h"
+#include "kvmanager/gpu/gpu.h"
+#include "kvmanager/gpu/process_steps.h"
+#include "kvmanager/handoff/arrivals.h"
+#include "kvmanager/handoff/drain_switch.h"
+#include "kvmanager/handoff/hand_off_metrics.h"
+#include "kvmanager/handoff/incoming_hand_offs.h"
+#include "kvmanager/handoff/outgoing_hand_offs.h"
+#include "kvmanager/handoff/recomputer.h"
+#include "kvmanager/memory/page_pool.h"
+#include "kvmanager/rpc/arena_bytes.h"
+#include "kvmanager/rpc/call_records.h"
+#include "kvmanager/rpc/connections.h"
+#include "kvmanager/rpc/daemon_facts.h"
+#include "kvmanager/rpc/device_calls.h"
+#include "kvmanager/rpc/held_sequences.h"
+#include "kvmanager/rpc/listen_socket.h"
+#include "kvmanager/rpc/read.h"
+#include "kvmanager/rpc/rpc_metrics.h"
+#include "kvmanager/rpc/service.h"
+#include "kvmanager/rpc/session.h"
+#include "kvmanager/rpc/step.h"
+#include "kvmanager/store/encode_executor.h"
+#include "kvmanager/store/page_store.h"
+#include "kvmanager/store/quality.h"
+#include "kvmanager/store/store_metrics.h"
+#include "monitoring/exporter.h"
+#include "monitoring/metrics.h"
+#include "monitoring/recent_errors.h"
+#include "monitoring/web_page.h"
+#include "transport/tcp/tcp_transport.h"
+#include "transport/transport_metrics.h"
+#include "transport/ucx/ucx_memory.h"
+#include "transport/ucx/ucx_process.h"
+
+namespace kvmanager {
+namespace {
+
+static_assert(Options::kHostPoolBytesMax == PagePool::kPoolBytesMax);
+
+constexpr int64_t kLookMs = 1000;   // at what only a look shows: tenants, pools of GPUs
+constexpr int kCopyThreadsMax = 4;  // that copy pages from other daemons of this host: memory has no more to give
+
+int UsableCpus() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
+  return std::clamp<int>(CPU_COUNT(&set), 1, Options::kThreadsMax);
+}
+
+uint64_t RandomEpoch() {
+  uint64_t epoch = 0;
+  while (epoch == 0) KV_CHECK(getrandom(&epoch, sizeof epoch, 0) == sizeof epoch);
+  return epoch;
+}
+
+absl::StatusOr<std::string> ReadKey(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string key(UcxMemory::kKeyBytesMax + 1, '\0');
+  file.read(key.data(), static_cast<std::streamsize>(key.size()));
+  key.resize(static_cast<size_t>(file.gcount()));
+  if (key.size() >= UcxMemory::kKeyBytesMin && key.size() <= UcxMemory::kKeyBytesMax) return key;
+  return InvalidField("--peer-ucx-key", path,
+                      absl::StrCat("a file that can be read, of ", UcxMemory::kKeyBytesMin, "..",
+                                   UcxMemory::kKeyBytesMax, " bytes; this has ", key.size(), " or more"));
+}
+
+// Members stand in the order of who needs whom: each outlives those after it, but for the threads (transport, workers),
+// which Close() ends first.
+class ServerImpl final : public Server {
+ public:
+  explicit ServerImpl(const Options& options)
+      : options_(options),
+        store_metrics_(&metrics_),
+        transport_metrics_(&metrics_),
+        encode_metrics_(&metrics_),
+        hand_off_metrics_(&metrics_),
+        recompute_metrics_(&metrics_),
+        connection_metrics_(&metrics_),
+        attend_metrics_(&metrics_),
+        read_metrics_(&metrics_),
+        plugin_events_(&metrics_),
+        tenant_gauges_(&metrics_),
+        drain_(&metrics_),
+        held_(&metrics_),
+        arenas_(&metrics_, options.arena_bytes),
+        calls_(&metrics_, &errors_, &clock_),
+        devices_(&options_, &metrics_, &clock_, &polls_) {}
+
+  ~ServerImpl() noexcept override { Close(); }
+
+  absl::Status Open() {
+    RegisterBuiltinCodecs(registry_);
+    KV_RETURN_IF_ERROR(LoadCodecPlugins(options_.codec_plugins, registry_, &plugin_events_));
+    calibrations_ = MakeCalibrationDirectory(options_.calibration_dir);
+    registry_.SetCalibrations(calibrations_.get());
+    PagePool::Options pool;
+    pool.pool_bytes = options_.host_pool_bytes;
+    pool.slab_bytes = options_.slab_bytes;
+    KV_ASSIGN_OR_RETURN(pool_, PagePool::Create(pool));
+    facts_.gpus = DeviceSummary();
+    spdlog::info("GPUs: {}", facts_.gpus);
+    KV_RETURN_IF_ERROR(devices_.Open(pool_.get()));
+    workers_ = std::make_unique<WorkerPool>(options_.threads > 0 ? static_cast<int>(options_.threads) : UsableCpus());
+    executor_ = std::make_unique<PoolEncodeExecutor>(workers_.get(), &queue_, &encode_metrics_, &clock_);
+    std::vector<StoreDevice> devices;
+    for (Gpu* const gpu : devices_.gpus()) {
+      devices.push_back({gpu->ordinal(), gpu->pool(), gpu->epochs(), gpu->encode_queue(), gpu->mover()});
+      gpu->indexes()->SetWorkers(executor_.get());
+    }
+    store_ = PageStore::Create(pool_.get(), &registry_, executor_.get(), &store_metrics_, &clock_, devices);
+    if (options_.quality_sample > 0) {
+      quality_ = std::make_unique<QualityMonitor>(executor_.get(), &metrics_, uint32_t(options_.quality_sample));
+      for (Gpu* const gpu : devices_.gpus()) quality_->SetReader(gpu->ordinal(), gpu->reads());
+      store_->SetSampler(quality_.get());
+    }
+    recomputer_ =
+        std::make_unique<Recomputer>(workers_.get(), &queue_, &clock_, &recompute_metrics_, options_.recompute_bytes,
+                                     Recomputer::Gpus{devices_.recompute_devices(), options_.recompute_device_bytes});
+    IncomingHandOffs::Parts incoming;
+    incoming.store = store_.get();
+    incoming.store_metrics = &store_metrics_;
+    incoming.registry = &registry_;
+    incoming.workers = workers_.get();
+    incoming.queue = &queue_;
+    incoming.clock = &clock_;
+    incoming.recomputer = recomputer_.get();
+    incoming.drain = &drain_;
+    incoming.metrics = &hand_off_metrics_;
+    incoming.gpus = devices_.gpus();
+    incoming.copier = devices_.copier();
+    incoming.host_pool_bytes = pool_->capacity_bytes();
+    incoming.lease_ms = options_.hand_off_lease_ms;
+    incoming_ = std::make_unique<IncomingHandOffs>(incoming);
+
+    facts_.version = std::string(kVersion);
+    facts_.boot_epoch = RandomEpoch();
+    facts_.start_ns = clock_.NowNs();
+    facts_.busy_polls = options_.busy_poll_us > 0;
+    for (const std::string& address : options_.listen) {
+      KV_ASSIGN_OR_RETURN(std::unique_ptr<ListenSocket> socket, ListenSocket::Bind(address));
+      sockets_.push_back(std::move(socket));
+    }
+    facts_.listen = absl::StrJoin(
+        sockets_, ",", [](std::string* out, const auto& socket) { absl::StrAppend(out, socket->address()); });
+    KV_RETURN_IF_ERROR(OpenUcx());
+    TcpTransport::Options transport;
+    transport.listen = options_.peer_listen;
+    transport.receiver = incoming_.get();
+    transport.metrics = &transport_metrics_;
+    transport.send_bytes_per_s = options_.peer_rate_bytes;
+    transport.window_bytes = options_.peer_window_bytes;
+    transport.local_lanes = options_.peer_local_copy;
+    transport.copy_threads = std::min(UsableCpus(), kCopyThreadsMax);
+    transport.lanes = std::min<uint32_t>(static_cast<uint32_t>(UsableCpus()), transport.lanes);
+    if (options_.peer_local_copy && options_.peer_rate_bytes == 0) {
+      for (const auto& region : pool_->regions()) {
+        transport.memory.push_back({region->data(), region->bytes(), region->fd()});
+      }
+    }
+    if (!options_.peer_zero_copy) transport.zero_copy = tcp::ZeroCopyUse::kNever;
+    transport.remote_memory = ucx_.get();
+    transport.device_copier = options_.peer_local_copy ? devices_.copier() : nullptr;
+    KV_ASSIGN_OR_RETURN(transport_, TcpTransport::Create(std::move(transport)));
+    facts_.peer_listen = transport_->listen_address();
+    if (!options_.metrics_listen.empty()) {
+      KV_ASSIGN_OR_RETURN(exporter_, Exporter::Start(options_.metrics_listen, &metrics_));
+      const size_t colon = options_.metrics_listen.rfind(':');
+      facts_.metrics_listen = absl::StrCat(options_.metrics_listen.substr(0, colon + 1), exporter_->port());
+    }
+    return OpenPage();
+  }
+
+  void Run(int signal_fd) override {
+    Running running(*this);
+    EventLoop& loop = running.loop;
+    running_ = &running;
+    incoming_->SetLoop(&loop);
+    {
+      kj::Promise<void> signals = nullptr;
+      std::unique_ptr<kj::UnixEventPort::FdObserver> signal_observer;
+      if (signal_fd >= 0) {
+        signal_observer = std::make_unique<kj::UnixEventPort::FdObserver>(loop.port(), signal_fd,
+                                                                          kj::UnixEventPort::FdObserver::OBSERVE_READ);
+        signals = ReadSignals(signal_fd, *signal_observer).eagerlyEvaluate(nullptr);
+      }
+      polls_.SetLoop(&loop);
+      devices_.SetLoop(&loop);
+      kj::Promise<void> looking = Look().eagerlyEvaluate(nullptr);
+      Connections connections({&loop, &connection_metrics_, &running.session, &running.daemon}, sockets_);
+      loop.Run([this] { return Over(); });
+    }
+    devices_.SetLoop(nullptr);
+    polls_.SetLoop(nullptr);
+    running.departed.Clear();
+    drain_deadline_ = nullptr;
+    incoming_->DropAll();
+    // The last completions find nobody waiting, and give back what they pinned. The transport's last messages still
+    // give workers work.
+    transport_.reset();
+    loop.RunReady();
+    recomputer_->Stop();
+    loop.RunReady();
+    workers_.reset();
+    loop.RunReady();
+    incoming_->DropAll();
+    devices_.End();
+    incoming_->SetLoop(nullptr);
+    running_ = nullptr;
+  }
+
+  void Stop() override {
+    queue_.Post([this] { stop_ = true; });
+  }
+
+  void Terminate() override {
+    queue_.Post([this] { BeginTermination(); });
+  }
+
+  std::string listen_address() const override { return facts_.listen; }
+  std::string peer_address() const override { return facts_.peer_listen; }
+  std::string metrics_address() const override { return facts_.metrics_listen; }
+  std::string http_address() const override { return facts_.http_listen; }
+  std::string MetricsText() const override { return metrics_.Text(); }
+
+ private:
+  // What serves clients while the event loop runs. Members in the order of who needs whom.
+  struct Running {
+    explicit Running(ServerImpl& of)
+        : loop(&of.queue_, of.options_.busy_poll_us),
+          departed(&loop),
+          arrivals(of.store_.get(), &of.clock_, &loop),
+          // What a GPU reads of another goes at the link's rate.
+          outgoing({.transport = of.transport_.get(),
+                    .loop = &loop,
+                    .metrics = &of.hand_off_metrics_,
+                    .gpus = of.devices_.gpus(),
+                    .shares_gpu_memory = of.options_.peer_local_copy && of.options_.peer_rate_bytes == 0}),
+          steps({.store = of.store_.get(),
+                 .workers = of.workers_.get(),
+                 .queue = &of.queue_,
+                 .clock = &of.clock_,
+                 .quality = of.quality_.get(),
+                 .metrics = &of.attend_metrics_}),
+          device_calls({.store = of.store_.get(),
+                        .polls = &of.polls_,
+                        .loop = &loop,
+                        .clock = &of.clock_,
+                        .quality = of.quality_.get(),
+                        .gpus = of.devices_.gpus(),
+                        .metrics = &of.attend_metrics_}),
+          reads({.store = of.store_.get(),
+                 .workers = of.workers_.get(),
+                 .queue = &of.queue_,
+                 .polls = &of.polls_,
+                 .clock = &of.clock_,
+                 .gpus = of.devices_.gpus(),
+                 .metrics = &of.read_metrics_}),
+          session({.store = of.store_.get(),
+                   .drain = &of.drain_,
+                   .held = &of.held_,
+                   .arenas = &of.arenas_,
+                   .calls = &of.calls_,
+                   .device_work = {of.store_.get(), &of.polls_, of.quality_.get()},
+                   .process_steps = {of.store_.get(), &of.polls_, &departed}}),
+          daemon({.facts = &of.facts_,
+                  .registry = &of.registry_,
+                  .workers = of.workers_.get(),
+                  .queue = &of.queue_,
+                  .gpus = of.devices_.gpus(),
+                  .samples_queries = of.quality_ != nullptr}) {
+      daemon.cache = {.store = of.store_.get(),
+                      .registry = &of.registry_,
+                      .incoming = of.incoming_.get(),
+                      .arrivals = &arrivals,
+                      .recomputer = of.recomputer_.get(),
+                      .steps = &steps,
+                      .device_calls = &device_calls,
+                      .reads = &reads};
+      daemon.cache.sequence = {.store = of.store_.get(),
+                               .loop = &loop,
+                               .incoming = of.incoming_.get(),
+                               .outgoing = &outgoing,
+                               .arrivals = &arrivals,
+                               .device_calls = &device_calls,
+                               .held = &of.held_,
+                               .peers_allowed = &of.options_.hand_off_peers};
+      daemon.admin = {.facts = &of.facts_,
+                      .clock = &of.clock_,
+                      .store = of.store_.get(),
+                      .host_pool = of.pool_.get(),
+                      .gpus = of.devices_.gpus(),
+                      .pinner = of.devices_.pinner(),
+                      .workers = of.workers_.get(),
+                      .queue = &of.queue_,
+                      .drain = &of.drain_,
+                      .held = &of.held_,
+                      .incoming = of.incoming_.get(),
+                      .outgoing = &outgoing,
+                      .recomputer = of.recomputer_.get(),
+                      .all_metrics = &of.metrics_,
+                      .connections = &of.connection_metrics_,
+                      .peers_allowed = &of.options_.hand_off_peers};
+    }
+
+    EventLoop loop;
+    DepartedProcesses departed;
+    Arrivals arrivals;
+    OutgoingHandOffs outgoing;
+    HostSteps steps;
+    DeviceCalls device_calls;
+    Reads reads;
+    Session::Parts session;
+    DaemonParts daemon;
+  };
+
+  absl::Status OpenUcx() {
+    facts_.ucx = [this] {
+      if (ucx_ == nullptr) return absl::StrCat("off, ", UcxBuild());
+      return ucx_->process() == 0 ? std::string("its process has ended, and is started anew")
+                                  : absl::StrCat("UCX ", ucx_->version(), ", process ", ucx_->process());
+    };
+    if (options_.peer_ucx_key.empty()) return absl::OkStatus();
+    UcxMemory::Options options;
+    options.program = {"/proc/self/exe", kUcxProcessFlag};
+    KV_ASSIGN_OR_RETURN(options.key, ReadKey(options_.peer_ucx_key));
+    for (const auto& region : pool_->regions()) {
+      options.memory.push_back({region->data(), region->bytes(), region->fd()});
+    }
+    absl::StatusOr<std::unique_ptr<UcxMemory>> ucx = UcxMemory::Create(std::move(options));
+    if (!ucx.ok()) {
+      return absl::Status(ucx.status().code(), absl::StrCat("--peer-ucx-key asks for UCX, but ", ucx.status().message(),
+                                                            "; leave the option out to do without"));
+    }
+    ucx_ = *std::move(ucx);
+    spdlog::info("peers with the same key: {}", facts_.ucx());
+    return absl::OkStatus();
+  }
+
+  absl::Status OpenPage() {
+    if (options_.http_listen.empty()) return absl::OkStatus();
+    DashboardFacts facts;
+    facts.version = facts_.version;
+    facts.listen = facts_.listen;
+    facts.peer_listen = facts_.peer_listen;
+    facts.metrics_listen = facts_.metrics_listen;
+    facts.cpu_target = IsaName(BestIsa());
+    facts.gpus = facts_.gpus;
+    facts.threads = workers_->threads();
+    facts.start_ns = facts_.start_ns;
+    KV_ASSIGN_OR_RETURN(page_, WebPage::Start(options_.http_listen, &metrics_, &errors_, &clock_, std::move(facts)));
+    const size_t colon = options_.http_listen.rfind(':');
+    facts_.http_listen = absl::StrCat(options_.http_listen.substr(0, colon + 1), page_->port());
+    return absl::OkStatus();
+  }
+
+  kj::Promise<void> Look() {
+    tenant_gauges_.Set(store_->Caches());
+    devices_.Look(store_.get());
+    return running_->loop.timer().afterDelay(kLookMs * kj::MILLISECONDS).then([this] { return Look(); });
+  }
+
+  void BeginTermination() {
+    if (terminating_) {
+      stop_ = true;
+      return;
+    }
+    terminating_ = true;
+    drain_.Set(true);
+    spdlog::info("draining: {} sequences are held and {} received ones wait to be claimed; waiting at most {} s",
+                 held_.count(), incoming_->tickets().size(), options_.drain_s);
+    drain_deadline_ = running_->loop.timer()
+                          .afterDelay(options_.drain_s * kj::SECONDS)
+                          .then([this] {
+                            if (held_.count() > 0)
+                              spdlog::warn("{} sequences are still held, and are lost", held_.count());
+                            stop_ = true;
+                          })
+                          .eagerlyEvaluate(nullptr);
+  }
+
+  // What a peer was told is accepted counts as held, until it is claimed or expires.
+  bool Over() const {
+    return stop_ ||
+           (terminating_ && held_.count() == 0 && running_->outgoing.active() == 0 && incoming_->tickets().size() == 0);
+  }
+
+  kj::Promise<void> ReadSignals(int fd, kj::UnixEventPort::FdObserver& observer) {
+    signalfd_siginfo signal;
+    while (read(fd, &signal, sizeof signal) == sizeof signal) BeginTermination();
+    return observer.whenBecomesReadable().then([this, fd, &observer] { return ReadSignals(fd, observer); });
+  }
+
+  void Close() {
+    page_.reset();
+    exporter_.reset();
+    transport_.reset();
+    if (recomputer_ != nullptr) recomputer_->Stop();
+    workers_.reset();
+  }
+
+  const Options options_;
+  const SteadyClock clock_;
+  Metrics metrics_;
+  StoreMetrics store_metrics_;
+  TransportMetrics transport_metrics_;
+  EncodeMetrics encode_metrics_;
+  HandOffMetrics hand_off_metrics_;
+  RecomputeMetrics recompute_metrics_;
+  ConnectionMetrics connection_metrics_;
+  AttendMetrics attend_metrics_;
+  ReadMetrics read_metrics_;
+  PluginEvents plugin_events_;
+  TenantGauges tenant_gauges_;
+  RecentErrors errors_;
+  DrainSwitch drain_;
+  HeldSequences held_;
+  ArenaBytes arenas_;
+  CallRecords calls_;
+  std::unique_ptr<CalibrationSource> calibrations_;
+  CodecRegistry registry_;
+  std::unique_ptr<PagePool> pool_;
+  PollList polls_;
+  ServerDevices devices_;
+  std::unique_ptr<WorkerPool> workers_;
+  std::unique_ptr<PoolEncodeExecutor> executor_;
+  std::unique_ptr<QualityMonitor> quality_;
+  std::unique_ptr<PageStore> store_;
+  std::unique_ptr<Recomputer> recomputer_;
+  MessageQueue queue_;  // its messages hold leases of the store, and projections
+  DaemonFacts facts_;
+  std::unique_ptr<IncomingHandOffs> incoming_;
+  std::vector<std::unique_ptr<ListenSocket>> sockets_;
+  std::unique_ptr<UcxMemory> ucx_;
+  std::unique_ptr<TcpTransport> transport_;
+  std::unique_ptr<Exporter> exporter_;
+  std::unique_ptr<WebPage> page_;
+
+  // The loop's thread.
+  Running* running_ = nullptr;  // while Run runs
+  bool stop_ = false;
+  bool terminating_ = false;
+  kj::Promise<void> drain_deadline_ = nullptr;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Create(const Options& options) {
+  auto server = std::make_unique<ServerImpl>(options);
+  KV_RETURN_IF_ERROR(server->Open());
+  return server;
+}
+
+}  // namespace kvmanager

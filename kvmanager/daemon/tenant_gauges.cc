@@ -1,0 +1,73 @@
+#include "kvmanager/daemon/tenant_gauges.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/tenant_label.h"
+
+namespace kvmanager {
+namespace {
+
+constexpr char kOthers[] = "others";
+
+struct Use {
+  std::map<std::pair<std::string, std::string>, uint64_t> bytes;  // by tier and form
+  uint64_t all_bytes = 0, sequences = 0, published_blocks = 0;
+};
+
+}  // namespace
+
+TenantGauges::TenantGauges(Metrics* metrics)
+    : metrics_(metrics),
+      bytes_{"tenant_bytes", "Bytes of a tenant's pages, shared ones once, looked at once a second", {}},
+      sequences_{"tenant_sequences", "A tenant's open sequences, looked at once a second", {}},
+      published_blocks_{"tenant_published_blocks", "A tenant's blocks that can be found by name", {}} {}
+
+void TenantGauges::Set(const std::vector<CacheInfo>& caches) {
+  std::map<std::string, Use> tenants;
+  for (const CacheInfo& cache : caches) {
+    Use& use = tenants[cache.config.tenant];
+    const std::string tier =
+        cache.config.device == CacheConfig::kHost ? "host" : absl::StrCat("gpu", cache.config.device);
+    use.bytes[{tier, "raw"}] += cache.raw_bytes;
+    use.bytes[{tier, "encoded"}] += cache.encoded_bytes;
+    use.bytes[{tier, "activation"}] += cache.activation_bytes;
+    use.all_bytes += cache.raw_bytes + cache.encoded_bytes + cache.activation_bytes;
+    use.sequences += cache.sequences;
+    use.published_blocks += cache.published_blocks;
+  }
+  std::vector<std::pair<uint64_t, std::string>> by_size;
+  for (const auto& [tenant, use] : tenants) by_size.emplace_back(use.all_bytes, tenant);
+  std::sort(by_size.rbegin(), by_size.rend());
+  Series bytes, sequences, published_blocks;
+  for (size_t i = 0; i < by_size.size(); ++i) {
+    const Use& use = tenants[by_size[i].second];
+    const std::string label = i < kTenantsMax ? TenantLabel(by_size[i].second) : kOthers;
+    for (const auto& [key, of] : use.bytes) {
+      bytes[{{"tenant", label}, {"tier", key.first}, {"form", key.second}}] += double(of);
+    }
+    sequences[{{"tenant", label}}] += double(use.sequences);
+    published_blocks[{{"tenant", label}}] += double(use.published_blocks);
+  }
+  Set(&bytes_, bytes);
+  Set(&sequences_, sequences);
+  Set(&published_blocks_, published_blocks);
+}
+
+void TenantGauges::Set(Family* family, const Series& series) {
+  for (auto it = family->gauges.begin(); it != family->gauges.end();) {
+    if (series.contains(it->first)) {
+      ++it;
+      continue;
+    }
+    metrics_->RemoveGauge(family->name, family->help, it->second);
+    it = family->gauges.erase(it);
+  }
+  for (const auto& [labels, value] : series) {
+    prometheus::Gauge*& gauge = family->gauges[labels];
+    if (gauge == nullptr) gauge = &metrics_->Gauge(family->name, family->help, labels);
+    gauge->Set(value);
+  }
+}
+
+}  // namespace kvmanager

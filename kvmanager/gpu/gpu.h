@@ -1,0 +1,90 @@
+// One GPU of the daemon: its pool of pages, and everything that works on it.
+//
+// This is the central header of the room gpu/: what runs on a GPU, or waits for one. The room knows the store, device
+// memory, device codecs and attention. It knows neither peers and tickets nor connections and RPC: it is told what to
+// run by handoff/ and rpc/, which are above it.
+//
+//   kernels for connections   device_stream.h, device_work.h (the daemon's), process_steps.h (the engine's own)
+//   work for the store        device_encodes.h, device_indexes.h, device_mover.h, device_reads.h
+//   work for hand-offs        device_sends.h
+//   waiting                   stream_progress.h, written_publish.h
+//
+// Made and destroyed by the daemon's wiring; outlives every object that is given it. The loop's thread.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "kvmanager/base/poll_list.h"
+#include "kvmanager/gpu/device_encodes.h"
+#include "kvmanager/gpu/device_indexes.h"
+#include "kvmanager/gpu/device_mover.h"
+#include "kvmanager/gpu/device_reads.h"
+#include "kvmanager/gpu/device_sends.h"
+#include "kvmanager/gpu/device_stream.h"
+#include "kvmanager/gpu/gpu_metrics.h"
+#include "kvmanager/memory/device.h"
+#include "kvmanager/memory/device_pool.h"
+#include "kvmanager/memory/release_epochs.h"
+
+namespace kvmanager {
+
+class Gpu {
+ public:
+  /// `pool` is of this device's memory. polls, metrics, gpu_metrics: outlive this. Errors: those of the parts' Create.
+  static absl::StatusOr<std::unique_ptr<Gpu>> Create(std::unique_ptr<Device> device, std::unique_ptr<DevicePool> pool,
+                                                     PollList* polls, GpuMetrics* metrics,
+                                                     DeviceMetrics* device_metrics);
+
+  Gpu(const Gpu&) = delete;
+  Gpu& operator=(const Gpu&) = delete;
+
+  int ordinal() const { return device_->info().ordinal; }
+  const Device* device() const { return device_.get(); }
+  DevicePool* pool() { return pool_.get(); }
+  ReleaseEpochs* epochs() { return &epochs_; }
+  DeviceEncodeQueue* encode_queue() { return &encode_queue_; }  // the store's executor for this GPU
+  DeviceStreams* streams() { return streams_.get(); }
+  DeviceEncodes* encodes() { return encodes_.get(); }
+  DeviceIndexes* indexes() { return indexes_.get(); }
+  DeviceMover* mover() { return mover_.get(); }
+  DeviceSends* sends() { return sends_.get(); }
+  DeviceReads* reads() { return reads_.get(); }
+
+  /// From time to time: what only a look shows.
+  void UpdateMetrics();
+  /// Blocks until the GPU touches nothing for this any more. False: it still does; each part waits for `deadline_ms`.
+  bool Drain(int64_t deadline_ms);
+
+ private:
+  Gpu(std::unique_ptr<Device> device, std::unique_ptr<DevicePool> pool, DeviceMetrics* metrics)
+      : metrics_(metrics), device_(std::move(device)), pool_(std::move(pool)) {}
+
+  DeviceMetrics* const metrics_;
+  // In the order of who needs whom.
+  const std::unique_ptr<Device> device_;
+  const std::unique_ptr<DevicePool> pool_;
+  ReleaseEpochs epochs_;
+  DeviceEncodeQueue encode_queue_;
+  std::unique_ptr<DeviceStreams> streams_;
+  std::unique_ptr<DeviceEncodes> encodes_;
+  std::unique_ptr<DeviceIndexes> indexes_;
+  std::unique_ptr<DeviceMover> mover_;
+  std::unique_ptr<DeviceSends> sends_;
+  std::unique_ptr<DeviceReads> reads_;
+};
+
+/// The daemon's GPUs with a pool, in the order of its flag --devices; empty: none is used.
+using Gpus = std::vector<Gpu*>;
+
+/// nullptr: none of these has the ordinal.
+inline Gpu* FindGpu(const Gpus& gpus, int ordinal) {
+  for (Gpu* const gpu : gpus) {
+    if (gpu->ordinal() == ordinal) return gpu;
+  }
+  return nullptr;
+}
+
+}  // namespace kvmanager

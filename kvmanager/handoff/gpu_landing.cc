@@ -1,0 +1,43 @@
+#include "kvmanager/handoff/gpu_landing.h"
+
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
+
+namespace kvmanager {
+
+absl::Status OfferFromHost(const absl::Status& why) {
+  return FieldError(absl::StatusCode::kFailedPrecondition, "gpu", std::string(why.message()),
+                    "a GPU here that can take the pages");
+}
+
+bool WantsHostPages(const absl::Status& status) {
+  return absl::IsFailedPrecondition(status) && DetailOf(status).field == "gpu";
+}
+
+absl::StatusOr<Gpu*> ChooseGpu(const Gpus& gpus, const PeerCopier* copier, const PageStore& store, const GpuName& from,
+                               const HandOffFirst& first, const Codec& codec) {
+  // As the store names it.
+  CacheConfig config = first.config;
+  config.codec = codec.info().spec;
+  config.calibration_digest = codec.info().calibration_digest;
+  const CacheDigest digest = DigestOf(config, codec.info().version);
+  Gpu* chosen = nullptr;
+  uint64_t most_free = 0;
+  for (Gpu* const gpu : gpus) {
+    if (copier == nullptr || !copier->Reaches(from, gpu->ordinal())) continue;
+    if (store.IsOpen(digest, gpu->ordinal())) return gpu;
+    const uint64_t free = gpu->pool()->capacity_bytes() - gpu->pool()->used_bytes();
+    if (chosen != nullptr && free <= most_free) continue;
+    chosen = gpu;
+    most_free = free;
+  }
+  if (chosen == nullptr) {
+    return OfferFromHost(
+        absl::UnavailableError(gpus.empty() ? "none of this daemon's" : "none that can access the sender's memory"));
+  }
+  return chosen;
+}
+
+}  // namespace kvmanager

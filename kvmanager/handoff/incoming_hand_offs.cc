@@ -1,0 +1,494 @@
+#include "kvmanager/handoff/incoming_hand_offs.h"
+
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/gpu/make_device_codec.h"
+#include "kvmanager/handoff/limits.h"
+#include "kvmanager/handoff/manifest.h"
+
+namespace kvmanager {
+
+namespace {
+
+// A sample of a link: long enough that it holds several pages of each lane.
+constexpr int64_t kLinkSampleBytes = 64 << 10, kLinkSampleNs = 2'000'000;
+
+// Of "HOST:PORT".
+std::string HostOf(const std::string& peer) { return peer.substr(0, peer.rfind(':')); }
+
+// What the whole sequence takes of a pool, padding of slots not counted: a full page that the codec keeps raw is raw;
+// every other one has its place as an encoded one, and those that do not travel so, and open pages, are raw besides.
+uint64_t BytesAtLeast(const HandOffFirst& first, const CodecInfo& info) {
+  const PageLayout& layout = first.config.layout;
+  uint64_t raw_pages = first.tokens % layout.page_tokens != 0 ? first.config.layers : 0;
+  uint64_t bytes = 0, encodable = 0, sent_encoded = 0;
+  for (int layer = 0; layer < static_cast<int>(first.config.layers); ++layer) {
+    for (uint64_t block = 0; block < first.blocks.size(); ++block) {
+      const bool raw = info.keeps_raw(layer, block * layout.page_tokens);
+      raw_pages += raw;
+      encodable += !raw;
+      if (!raw) bytes += info.page_bytes(layer);
+    }
+  }
+  for (const HandOffPage& page : first.pages) {
+    sent_encoded += !info.keeps_raw(static_cast<int>(page.layer), uint64_t{page.block} * layout.page_tokens);
+  }
+  if (!info.identity) raw_pages += encodable - std::min(encodable, sent_encoded);
+  return bytes + raw_pages * layout.raw_bytes();
+}
+
+}  // namespace
+
+// A sequence being received. Targets are read on the transport's thread, bytes on workers; the import itself belongs to
+// the loop's, and is sent back there wherever this is destroyed. Shared by the transport, workers and messages.
+class IncomingHandOffs::Incoming final : public IncomingHandOff,
+                                         public RecomputeOwner,
+                                         public std::enable_shared_from_this<Incoming> {
+ public:
+  Incoming(IncomingHandOffs* owner, std::unique_ptr<ImportLease> import, std::string peer, std::string ticket,
+           uint64_t tokens, size_t first_pages, GpuLanding landing, std::shared_ptr<ProjectionSet> projections)
+      : peer(std::move(peer)),
+        ticket(std::move(ticket)),
+        tokens(tokens),
+        landing(std::move(landing)),
+        projections(std::move(projections)),
+        owner_(owner),
+        queue_(owner->parts_.queue),
+        import_(std::move(import)) {
+    AddTargets(first_pages, &first_targets_);
+  }
+  ~Incoming() override {
+    queue_->Post([import = std::move(import_), landing = std::move(landing)]() mutable { import.reset(); });
+  }
+
+  absl::Span<uint8_t> target(uint32_t page) const override {
+    if (page < first_targets_.size()) return first_targets_[page];
+    KV_CHECK(page - first_targets_.size() < last_targets_.size());
+    return last_targets_[page - first_targets_.size()];
+  }
+  std::vector<uint32_t> Unwanted(uint32_t first, uint32_t) const override {
+    return {std::lower_bound(unwanted_.begin(), unwanted_.end(), first), unwanted_.end()};
+  }
+  void Arrived(absl::Span<const uint32_t> pages) override {
+    MeasureLink(pages);
+    if (landing.gpu != nullptr) {
+      std::vector<ArrivedPage> good;  // which are a GPU's to look at
+      good.reserve(pages.size());
+      for (const uint32_t page : pages) good.push_back({page, 0});
+      queue_->Post([self = shared_from_this(), good = std::move(good)]() mutable {
+        self->owner_->Landed(*self, std::move(good));
+      });
+      return;
+    }
+    for (size_t at = 0; at < pages.size(); at += kValidateAtOnce) {
+      const auto some = pages.subspan(at, kValidateAtOnce);
+      owner_->parts_.workers->Post(
+          WorkerPool::Priority::kEncode,
+          [self = shared_from_this(), some = std::vector<uint32_t>(some.begin(), some.end())]() mutable {
+            absl::StatusOr<std::vector<ArrivedPage>> looked = self->Validate(some);
+            MessageQueue* const queue = self->queue_;
+            queue->Post([self = std::move(self), looked = std::move(looked)]() mutable {
+              self->owner_->Landed(*self, std::move(looked));
+            });
+          });
+    }
+  }
+  void Extend(HandOffPart last, absl::AnyInvocable<void(absl::Status)> reply) override {
+    link_begin_ns_ = owner_->parts_.clock->NowNs();
+    queue_->Post([self = shared_from_this(), last = std::move(last), reply = std::move(reply)]() mutable {
+      reply(self->owner_->Extend(*self, last));
+    });
+  }
+  void Complete(absl::AnyInvocable<void(absl::Status)> reply) override {
+    queue_->Post([self = shared_from_this(), reply = std::move(reply)]() mutable {
+      self->owner_->Complete(*self, std::move(reply));
+    });
+  }
+  void Abort(absl::Status why) override {
+    cancelled = true;
+    queue_->Post([self = shared_from_this(), why = std::move(why)] { self->owner_->Abort(*self, why); });
+  }
+
+  void OnRecomputed(absl::StatusOr<std::vector<ArrivedPage>> pages) override {
+    owner_->Recomputed(*this, std::move(pages));
+  }
+
+  // On a worker.
+  absl::StatusOr<std::vector<ArrivedPage>> Validate(const std::vector<uint32_t>& pages) const {
+    std::vector<ArrivedPage> good;
+    good.reserve(pages.size());
+    for (const uint32_t page : pages) {
+      KV_ASSIGN_OR_RETURN(const uint64_t checksum, import_->Validate(page));
+      good.push_back({page, checksum});
+    }
+    return good;
+  }
+
+  // The loop's. The last part's targets are there before its reply lets the transport ask for them.
+  ImportLease& import() { return *import_; }
+  void SetLastTargets(size_t pages) { AddTargets(pages, &last_targets_); }
+
+  const std::string peer;
+  const std::string ticket;
+  const uint64_t tokens;
+  GpuLanding landing;                                // where its targets are; unchanged while this lives
+  const std::shared_ptr<ProjectionSet> projections;  // shared: as registered when pages were chosen; or nullptr
+  SequenceId sequence = 0;                           // once it is shown
+  absl::Status failed;                               // why it ended early
+  absl::AnyInvocable<void(absl::Status)> completed;  // the sender has sent everything
+
+ private:
+  void AddTargets(size_t pages, std::vector<absl::Span<uint8_t>>* targets) {
+    const size_t first = first_targets_.size() + last_targets_.size();
+    targets->reserve(pages);
+    for (size_t page = first; page < first + pages; ++page) {
+      targets->push_back(import_->target(page));
+      if (targets->back().empty()) unwanted_.push_back(static_cast<uint32_t>(page));
+    }
+  }
+  // The transport's thread. From the last part on the sender has everything, so that pages come as fast as the link
+  // carries them.
+  void MeasureLink(absl::Span<const uint32_t> pages) {
+    if (link_begin_ns_ == 0) return;
+    for (const uint32_t page : pages) link_bytes_ += target(page).size();
+    const int64_t now_ns = owner_->parts_.clock->NowNs();
+    if (link_bytes_ < kLinkSampleBytes || now_ns - link_begin_ns_ < kLinkSampleNs) return;
+    owner_->parts_.recomputer->RecordLink(HostOf(peer), link_bytes_, now_ns - link_begin_ns_);
+    link_begin_ns_ = now_ns;
+    link_bytes_ = 0;
+  }
+
+  IncomingHandOffs* const owner_;
+  MessageQueue* const queue_;
+  std::unique_ptr<ImportLease> import_;  // as long as this
+  std::vector<absl::Span<uint8_t>> first_targets_, last_targets_;
+  std::vector<uint32_t> unwanted_;  // those that are empty
+  // The transport's thread: of the link's sample under way; 0: before the last part.
+  int64_t link_begin_ns_ = 0, link_bytes_ = 0;
+};
+
+// What a peer offers, until it is answered. Shared by the messages and the work that carry it on, one after the other.
+struct IncomingHandOffs::Offered {
+  std::string peer;
+  HandOffFirst first;
+  GpuName gpu = {};  // whose pages they are
+  GpuLanding landing;
+  absl::StatusOr<std::shared_ptr<const Codec>> codec = std::shared_ptr<const Codec>();
+  int64_t room_ms = 0;
+  OfferReply reply;
+  bool gone() const { return reply.gone != nullptr && *reply.gone; }
+  absl::Status full;                     // why there is no room
+  kj::Promise<void> deadline = nullptr;  // while it waits
+};
+
+// ---- offers ----
+
+void IncomingHandOffs::Offer(std::string peer, HandOffPart part, int64_t room_ms, OfferReply reply) {
+  parts_.queue->Post(
+      [this, peer = std::move(peer), part = std::move(part), room_ms, reply = std::move(reply)]() mutable {
+        auto offered = std::make_shared<Offered>();
+        offered->peer = std::move(peer);
+        offered->room_ms = std::min(room_ms, kRoomMsMax);
+        offered->reply = std::move(reply);
+        if (absl::Status may = MayReceive(); !may.ok()) return Answer(*offered, std::move(may));
+        absl::StatusOr<HandOffFirst> first = ParseFirstManifest(part.manifest, part.page_bytes);
+        if (!first.ok()) return Answer(*offered, first.status());
+        offered->first = *std::move(first);
+        offered->gpu = part.gpu;
+        Consider(std::move(offered));
+      });
+}
+
+ReceiverLoad IncomingHandOffs::Load() const {
+  const StoreMetrics& store = *parts_.store_metrics;  // whose values any thread may read
+  ReceiverLoad load;
+  load.capacity_bytes = static_cast<uint64_t>(store.pool_capacity_bytes.Value());
+  const double free = store.pool_capacity_bytes.Value() - store.pool_used_bytes.Value() + store.evictable_bytes.Value();
+  load.free_bytes = static_cast<uint64_t>(std::max(free, 0.0));
+  load.waiting_offers = static_cast<uint64_t>(parts_.metrics->waiting.Value());
+  return load;
+}
+
+// A codec may read a large artifact, and work on it: on a worker.
+void IncomingHandOffs::Consider(std::shared_ptr<Offered> offered) {
+  parts_.workers->Post(WorkerPool::Priority::kEncode, [this, queue = parts_.queue, registry = parts_.registry,
+                                                       offered = std::move(offered)]() mutable {
+    offered->codec = PageStore::MakeCodec(*registry, offered->first.config);
+    queue->Post([this, offered = std::move(offered)]() mutable {
+      offered->gpu == GpuName() ? TryAccept(std::move(offered)) : ConsiderGpu(std::move(offered));
+    });
+  });
+}
+
+// Pages of a GPU land on one at once, or the sender sends them by way of the host, where they may wait for room. What a
+// codec has on a GPU is uploaded: on a worker, too.
+void IncomingHandOffs::ConsiderGpu(std::shared_ptr<Offered> offered) {
+  if (!offered->codec.ok()) return Answer(*offered, offered->codec.status());
+  const std::shared_ptr<const Codec> codec = *offered->codec;
+  const auto chosen = ChooseGpu(parts_.gpus, parts_.copier, *parts_.store, offered->gpu, offered->first, *codec);
+  if (!chosen.ok()) return Answer(*offered, chosen.status());
+  offered->first.config.device = (*chosen)->ordinal();
+  parts_.workers->Post(WorkerPool::Priority::kEncode, [this, queue = parts_.queue, gpu = *chosen, codec,
+                                                       offered = std::move(offered)]() mutable {
+    auto made = MakeDeviceCodec(gpu->device(), gpu->streams(), *codec, offered->first.config.layers);
+    queue->Post([this, gpu, made = std::move(made), offered = std::move(offered)]() mutable {
+      if (!made.ok()) return Answer(*offered, OfferFromHost(made.status()));
+      offered->landing = {gpu, *std::move(made)};
+      absl::StatusOr<Accepted> accepted = Accept(*offered);
+      const bool by_host =
+          absl::IsResourceExhausted(accepted.status()) || absl::IsFailedPrecondition(accepted.status());
+      Answer(*offered, by_host ? OfferFromHost(accepted.status()) : std::move(accepted));
+    });
+  });
+}
+
+absl::Status IncomingHandOffs::MayReceive() const {
+  if (parts_.drain->on()) return absl::UnavailableError("this daemon is draining: it receives no hand-offs");
+  if (tickets_.size() >= limits::kTicketsMax) {
+    return FieldError(absl::StatusCode::kResourceExhausted, "received sequences that wait to be claimed",
+                      absl::StrCat(tickets_.size()), absl::StrCat("below ", limits::kTicketsMax));
+  }
+  return absl::OkStatus();
+}
+
+void IncomingHandOffs::TryAccept(std::shared_ptr<Offered> offered) {
+  if (offered->gone()) return Answer(*offered, absl::CancelledError("its sender is gone"));
+  // In the order of coming, so that a large one is not passed for ever by small ones.
+  absl::StatusOr<Accepted> accepted =
+      waiting_.empty() ? Accept(*offered)
+                       : FieldError(absl::StatusCode::kResourceExhausted, "hand-offs that wait for room",
+                                    absl::StrCat(waiting_.size()), "none, for another to be received at once");
+  const bool may_wait = absl::IsResourceExhausted(accepted.status()) && offered->room_ms > 0 && offered->codec.ok() &&
+                        BytesAtLeast(offered->first, (*offered->codec)->info()) <= parts_.host_pool_bytes;
+  if (!may_wait) return Answer(*offered, std::move(accepted));
+  if (waiting_.size() >= kOffersWaitingMax) {
+    return Answer(*offered, FieldError(absl::StatusCode::kResourceExhausted, "hand-offs that wait for room",
+                                       absl::StrCat(waiting_.size()), absl::StrCat("below ", kOffersWaitingMax)));
+  }
+  offered->full = accepted.status();
+  offered->deadline = loop_->timer()
+                          .afterDelay(offered->room_ms * kj::MILLISECONDS)
+                          .then([this, offered = offered.get()] {
+                            const auto found = std::find_if(waiting_.begin(), waiting_.end(),
+                                                            [&](const auto& each) { return each.get() == offered; });
+                            if (found == waiting_.end()) return;
+                            const std::shared_ptr<Offered> late = std::move(*found);
+                            waiting_.erase(found);
+                            late->deadline.detach([](kj::Exception&&) {});  // it runs now
+                            Answer(*late, std::move(late->full));
+                            // Those behind it may need less.
+                            RetryOffers();
+                          })
+                          .eagerlyEvaluate(nullptr);
+  spdlog::info("hand-off from {} waits for room, at most {} ms: {}", offered->peer, offered->room_ms,
+               std::string(offered->full.message()));
+  offered->reply.waiting(offered->full);
+  waiting_.push_back(std::move(offered));
+  parts_.metrics->waiting.Set(double(waiting_.size()));
+  AwaitRoom();
+}
+
+absl::StatusOr<HandOffReceiver::Accepted> IncomingHandOffs::Accept(Offered& offered) {
+  KV_RETURN_IF_ERROR(MayReceive());
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<const Codec> codec, offered.codec);
+  std::shared_ptr<ProjectionSet> projections;
+  const auto recompute = [&](uint32_t layer, uint32_t pages, uint32_t with_activations) {
+    return parts_.recomputer->Choose(projections.get(), HostOf(offered.peer), static_cast<int>(layer),
+                                     codec->info().page_bytes(static_cast<int>(layer)),
+                                     offered.first.config.query_heads, pages, with_activations);
+  };
+  if (!offered.first.activations.empty()) {
+    // As the store names the cache: its config may not be canonical yet.
+    CacheConfig config = offered.first.config;
+    config.codec = codec->info().spec;
+    config.calibration_digest = codec->info().calibration_digest;
+    projections = parts_.recomputer->Find(DigestOf(config, codec->info().version));
+  }
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<ImportLease> import, parts_.store->Import(offered.first, codec, recompute));
+  const std::string name = tickets_.Make(import->cache(), offered.first.tokens);
+  Accepted accepted{std::make_shared<Incoming>(this, std::move(import), offered.peer, name, offered.first.tokens,
+                                               offered.first.size(), offered.landing, std::move(projections)),
+                    name};
+  if (offered.landing.gpu != nullptr) accepted.device = offered.landing.gpu->ordinal();
+  return accepted;
+}
+
+void IncomingHandOffs::Answer(Offered& offered, absl::StatusOr<Accepted> accepted) {
+  if (WantsHostPages(accepted.status())) {
+    spdlog::info("hand-off from {} is to come by way of the host: {}", offered.peer, accepted.status().ToString());
+  } else if (!accepted.ok()) {
+    parts_.metrics->refused.Increment();
+    spdlog::warn("hand-off from {} refused: {}", offered.peer, accepted.status().ToString());
+  }
+  parts_.metrics->waiting.Set(double(waiting_.size()));
+  offered.reply.done(std::move(accepted));
+}
+
+void IncomingHandOffs::AwaitRoom() {
+  parts_.store->OnRoom([this, queue = parts_.queue] {
+    queue->Post([this] {
+      if (waiting_.empty() || std::exchange(retry_due_, true)) return;
+      retry_ = loop_->timer()
+                   .afterDelay(kRoomRetryMs * kj::MILLISECONDS)
+                   .then([this] {
+                     retry_due_ = false;
+                     RetryOffers();
+                   })
+                   .eagerlyEvaluate(nullptr);
+    });
+  });
+}
+
+void IncomingHandOffs::OfferGone() {
+  parts_.queue->Post([this] { RetryOffers(); });
+}
+
+void IncomingHandOffs::ForgetGone() {
+  std::deque<std::shared_ptr<Offered>> gone;
+  for (size_t i = waiting_.size(); i-- > 0;) {
+    if (!waiting_[i]->gone()) continue;
+    gone.push_front(std::move(waiting_[i]));
+    waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+  for (const auto& offered : gone) Answer(*offered, absl::CancelledError("its sender is gone"));
+}
+
+void IncomingHandOffs::RetryOffers() {
+  ForgetGone();
+  while (!waiting_.empty()) {
+    absl::StatusOr<Accepted> accepted = Accept(*waiting_.front());
+    if (absl::IsResourceExhausted(accepted.status())) {
+      waiting_.front()->full = accepted.status();
+      return AwaitRoom();
+    }
+    const std::shared_ptr<Offered> offered = std::move(waiting_.front());
+    waiting_.pop_front();
+    Answer(*offered, std::move(accepted));
+  }
+}
+
+// ---- what arrives ----
+
+absl::Status IncomingHandOffs::Extend(Incoming& incoming, const HandOffPart& part) {
+  KV_RETURN_IF_ERROR(incoming.failed);
+  absl::StatusOr<LastManifest> manifest = ParseLastManifest(part.manifest, part.page_bytes, part.withdrawn);
+  const absl::Status status = manifest.ok() ? incoming.import().Extend(manifest->last) : manifest.status();
+  if (!status.ok()) {
+    parts_.metrics->refused.Increment();
+    Fail(incoming, status);
+    return status;
+  }
+  incoming.SetLastTargets(manifest->last.pages.size());
+  tickets_.SetBlob(incoming.ticket, std::move(manifest->blob));
+  GoOn(incoming);
+  return incoming.failed;
+}
+
+void IncomingHandOffs::Landed(Incoming& incoming, absl::StatusOr<std::vector<ArrivedPage>> pages) {
+  if (!incoming.failed.ok()) return;
+  const absl::Status status = pages.ok() ? incoming.import().Arrived(*pages) : pages.status();
+  PostEncodes(incoming);
+  if (status.ok()) {
+    std::vector<RecomputePage> to_recompute = incoming.import().TakeRecomputable();
+    if (!to_recompute.empty()) {
+      parts_.recomputer->Recompute(incoming.projections, incoming.shared_from_this(), std::move(to_recompute));
+    }
+    return GoOn(incoming);
+  }
+  parts_.metrics->refused.Increment();
+  Fail(incoming, status);
+}
+
+// What Arrived gave to a GPU's queue, which is of all who use that GPU: its bytes are there.
+void IncomingHandOffs::PostEncodes(const Incoming& incoming) {
+  if (incoming.landing.gpu == nullptr) return;
+  for (DeviceEncodeJob& job : incoming.landing.gpu->encode_queue()->Take()) {
+    incoming.landing.gpu->encodes()->Post(incoming.landing.codec, std::move(job));
+  }
+}
+
+void IncomingHandOffs::Recomputed(Incoming& incoming, absl::StatusOr<std::vector<ArrivedPage>> pages) {
+  // Whoever cancelled it says why in a message of its own, which may come later: it is no fault of the projections.
+  if (!incoming.failed.ok() || incoming.cancelled) return;
+  const absl::Status status = pages.ok() ? incoming.import().Recomputed(*pages) : pages.status();
+  if (status.ok()) return GoOn(incoming);
+  // The next attempt takes K and V as they are.
+  parts_.recomputer->NoteFailure(*incoming.projections, status);
+  parts_.metrics->aborted.Increment();
+  Fail(incoming, status);
+}
+
+void IncomingHandOffs::Complete(Incoming& incoming, absl::AnyInvocable<void(absl::Status)> reply) {
+  if (!incoming.failed.ok()) return reply(incoming.failed);
+  incoming.completed = std::move(reply);
+  GoOn(incoming);
+}
+
+void IncomingHandOffs::Abort(Incoming& incoming, const absl::Status& why) {
+  if (!incoming.failed.ok()) return;
+  parts_.metrics->aborted.Increment();
+  Fail(incoming, why);
+}
+
+void IncomingHandOffs::GoOn(Incoming& incoming) {
+  ImportLease& import = incoming.import();
+  if (incoming.sequence == 0 && import.can_show()) {
+    const absl::StatusOr<SequenceId> shown = import.Show();
+    if (!shown.ok()) return Fail(incoming, shown.status());
+    incoming.sequence = *shown;
+    arriving_[*shown];
+    tickets_.Show(incoming.ticket, *shown);
+  }
+  if (incoming.completed == nullptr || !import.complete()) return;
+  const absl::Status committed = import.Commit();
+  if (!committed.ok()) return Fail(incoming, committed);
+  parts_.metrics->received.Increment();
+  if (incoming.landing.gpu != nullptr) parts_.metrics->between_gpus.Increment();
+  spdlog::info("hand-off from {}: {} tokens are here", incoming.peer, incoming.tokens);
+  Settle(incoming.sequence);
+  std::exchange(incoming.completed, nullptr)(absl::OkStatus());
+}
+
+void IncomingHandOffs::Fail(Incoming& incoming, const absl::Status& why) {
+  incoming.failed = why;
+  incoming.cancelled = true;
+  spdlog::warn("hand-off from {} ended early, its pages are given back: {}", incoming.peer, why.ToString());
+  incoming.import().Break(why);
+  tickets_.Fail(incoming.ticket, why);
+  if (incoming.sequence != 0) Settle(incoming.sequence);
+  if (incoming.completed != nullptr) std::exchange(incoming.completed, nullptr)(why);
+}
+
+void IncomingHandOffs::Settle(SequenceId sequence) {
+  const auto found = arriving_.find(sequence);
+  if (found == arriving_.end()) return;
+  auto waiting = std::move(found->second);
+  arriving_.erase(found);
+  for (auto& each : waiting) each->fulfill();
+}
+
+kj::Promise<void> IncomingHandOffs::WhenSettled(SequenceId sequence) {
+  const auto found = arriving_.find(sequence);
+  if (found == arriving_.end()) return kj::READY_NOW;
+  auto waiting = kj::newPromiseAndFulfiller<void>();
+  std::erase_if(found->second, [](auto& each) { return !each->isWaiting(); });
+  found->second.push_back(kj::mv(waiting.fulfiller));
+  return kj::mv(waiting.promise);
+}
+
+void IncomingHandOffs::DropAll() {
+  tickets_.DropAll();
+  for (const auto& offered : std::exchange(waiting_, {})) {
+    offered->deadline = nullptr;
+    Answer(*offered, absl::UnavailableError("this daemon ends"));
+  }
+  retry_ = nullptr;
+  parts_.store->OnRoom(nullptr);
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,123 @@
+// One hand-off to another daemon, perhaps of a sequence that still grows. The loop's thread.
+#pragma once
+
+#include <kj/async.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "kvmanager/base/event_loop.h"
+#include "kvmanager/gpu/gpu.h"
+#include "kvmanager/handoff/hand_off_metrics.h"
+#include "kvmanager/store/page_store.h"
+#include "transport/transport.h"
+
+namespace kvmanager {
+
+struct SentHandOff {
+  std::string ticket;
+  std::string peer;
+  SendResult result;          // its groups: by layer
+  int64_t begun_unix_ns = 0;  // when it was offered
+};
+
+/// How many hand-offs are under way. Each counts itself.
+class ActiveSends {
+ public:
+  uint64_t count() const { return count_; }
+
+ private:
+  friend class OutgoingHandOff;
+  uint64_t count_ = 0;
+};
+
+/// One hand-off, from its offer to the receiver's confirmation. Shared by who waits for it and by the transport's
+/// completions, whichever lives longer; pages stay pinned until the transport lets go.
+class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOff> {
+ public:
+  /// What every hand-off uses. Everything outlives them.
+  struct Parts {
+    Transport* transport = nullptr;
+    EventLoop* loop = nullptr;
+    HandOffMetrics* metrics = nullptr;
+    Gpus gpus;
+    bool shares_gpu_memory = false;  // whether other daemons of this host may read GPUs' pages
+    ActiveSends* active = nullptr;
+  };
+  struct Target {
+    std::string peer;        // "HOST:PORT"
+    int64_t room_ms = 0;     // how long a receiver that is full may let it wait
+    int64_t timeout_ms = 0;  // 1..kHandOffTimeoutMsMax, of what is waited for, room_ms beside
+    bool goes_on = false;    // as PageStore::ExportWhole's
+  };
+
+  /// Offers it and sends its pages as the lease has them, those of a GPU out of its memory. Errors: INVALID_ARGUMENT
+  /// for one that is too long; WantsHostPages.
+  static absl::StatusOr<std::shared_ptr<OutgoingHandOff>> Begin(const Parts& parts, std::unique_ptr<ExportLease> lease,
+                                                                Target target);
+  OutgoingHandOff(const Parts& parts, std::unique_ptr<ExportLease> lease, Target target);
+  ~OutgoingHandOff();
+  OutgoingHandOff(const OutgoingHandOff&) = delete;
+  OutgoingHandOff& operator=(const OutgoingHandOff&) = delete;
+
+  /// The ticket, once the receiver has room. At most once. Errors: Transport's; DEADLINE_EXCEEDED.
+  kj::Promise<absl::StatusOr<std::string>> Accepted();
+  /// The sequence is complete: sends the rest, with the engine's blob. Errors: ExportLease::Finish's, after which it
+  /// goes on and may be asked again; Transport's; DEADLINE_EXCEEDED. room_ms: allowed beyond the timeout.
+  kj::Promise<absl::StatusOr<SentHandOff>> Finish(std::string blob, int64_t room_ms = 0);
+  /// Nobody wants it any more. Nothing once it has ended.
+  void Cancel();
+  const std::string& peer() const { return target_.peer; }
+  const std::string& ticket() const { return ticket_; }  // empty before it was accepted
+
+ private:
+  template <typename T>
+  kj::Promise<absl::StatusOr<T>> WithDeadline(kj::Promise<absl::StatusOr<T>> promise, int64_t ms);
+  absl::Status Offer();
+  void Pump();
+  void OnAccepted(std::string ticket);
+  void OnDone(absl::StatusOr<SendResult> result);
+  uint32_t LayerOf(uint32_t page) const;
+  absl::Status FindGpu();
+  void Post(absl::Span<const ExportedPage> pages, absl::Span<const ExportedOpenPage> open = {});
+  void PostFromGpu(absl::Span<const ExportedPage> pages, absl::Span<const ExportedOpenPage> open);
+  void Fail(absl::Status why);
+
+  const Parts& parts_;                  // OutgoingHandOffs'
+  std::shared_ptr<ExportLease> lease_;  // nullptr once it has ended; a GPU that still works for it shares it
+  const Target target_;
+  Gpu* gpu_ = nullptr;                                    // whose pages they are
+  std::vector<std::shared_ptr<const DeviceSlab>> slabs_;  // in which they lie
+  absl::Status failed_;                                   // why this ended it
+  bool cancelled_ = false;                                // nothing more is offered
+  std::optional<uint64_t> transfer_;
+  int64_t begun_unix_ns_ = 0;
+  std::string ticket_;               // empty before it was accepted
+  std::optional<std::string> blob_;  // once it is complete
+  bool said_last_ = false;
+  std::optional<absl::Status> ended_;
+  std::string waits_because_;  // the receiver is full
+  kj::Own<kj::PromiseFulfiller<absl::StatusOr<std::string>>> accepted_;
+  kj::Own<kj::PromiseFulfiller<absl::StatusOr<SentHandOff>>> finished_;
+};
+
+/// Cancels a hand-off, unless it has ended by then.
+class CancelOnDrop {
+ public:
+  explicit CancelOnDrop(std::shared_ptr<OutgoingHandOff> hand_off) : hand_off_(std::move(hand_off)) {}
+  ~CancelOnDrop() {
+    if (hand_off_ != nullptr) hand_off_->Cancel();
+  }
+  CancelOnDrop(CancelOnDrop&&) = default;
+  CancelOnDrop& operator=(CancelOnDrop&&) = delete;
+  OutgoingHandOff& operator*() const { return *hand_off_; }
+  OutgoingHandOff* operator->() const { return hand_off_.get(); }
+
+ private:
+  std::shared_ptr<OutgoingHandOff> hand_off_;
+};
+
+}  // namespace kvmanager

@@ -1,0 +1,335 @@
+// Cache.
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/rpc/limits.h"
+#include "kvmanager/rpc/serve.h"
+#include "kvmanager/rpc/service.h"
+#include "kvmanager/rpc/step_check.h"
+
+namespace kvmanager {
+namespace {
+
+class CacheService final : public api::Cache::Server {
+ public:
+  CacheService(std::shared_ptr<Session> session, const CacheParts& parts, CacheId id,
+               std::shared_ptr<const DeviceCodec> device_codec)
+      : session_(std::move(session)), parts_(parts) {
+    cache_.device_codec = std::move(device_codec);
+    Bind(id);
+  }
+
+  kj::Promise<void> info(InfoContext context) override {
+    return Serve(*session_, Method::kCacheInfo, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_RETURN_IF_ERROR(EnsureOpen());
+      KV_ASSIGN_OR_RETURN(const CacheInfo info, store().DescribeCache(cache_.id));
+      WriteCacheInfo(info, context.getResults().initInfo());
+      return Done();
+    });
+  }
+
+  kj::Promise<void> match(MatchContext context) override {
+    return Serve(*session_, Method::kMatch, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_ASSIGN_OR_RETURN(const Prefixes prefixes, ReadPrefixes(context.getParams().getRequests()));
+      KV_RETURN_IF_ERROR(EnsureOpen());
+      std::vector<MatchResult> matches;
+      for (const std::vector<BlockName>& prefix : prefixes) {
+        KV_ASSIGN_OR_RETURN(const MatchResult match, store().Match(cache_.id, prefix));
+        matches.push_back(match);
+      }
+      auto results = context.getResults().initResults(matches.size());
+      for (size_t i = 0; i < matches.size(); ++i) WriteMatch(matches[i], results[i]);
+      return Done();
+    });
+  }
+
+  // Each request has an answer of its own; a malformed list is answered for all of them.
+  kj::Promise<void> createSequences(CreateSequencesContext context) override {
+    uint32_t requests = 0;
+    return Serve(
+        *session_, Method::kCreateSequences, context,
+        [&]() -> absl::StatusOr<kj::Promise<void>> {
+          const auto list = context.getParams().getRequests();
+          requests = static_cast<uint32_t>(std::min<size_t>(list.size(), limits::kSequenceRequestsMax));
+          KV_ASSIGN_OR_RETURN(const Prefixes prefixes, ReadPrefixes(list));
+          KV_RETURN_IF_ERROR(EnsureOpen());
+          auto replies = context.getResults().initReplies(prefixes.size());
+          if (config_.device == CacheConfig::kHost) {
+            for (uint32_t i = 0; i < prefixes.size(); ++i) Create(prefixes[i], list[i].getPromptTokens(), replies[i]);
+            return Done();
+          }
+          auto created = kj::heapArrayBuilder<kj::Promise<void>>(prefixes.size());
+          for (uint32_t i = 0; i < prefixes.size(); ++i) {
+            created.add(FetchOrCreate(prefixes[i], list[i].getPromptTokens(), replies[i]));
+          }
+          return kj::joinPromises(created.finish()).attach(thisCap());
+        },
+        [&](const absl::Status& status) {
+          auto replies = context.getResults().initReplies(requests);
+          for (auto reply : replies) WriteStatus(status, reply.initStatus());
+        });
+  }
+
+  kj::Promise<void> step(StepContext context) override {
+    return Serve(*session_, Method::kStep, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_ASSIGN_OR_RETURN(
+          const CheckedStep step,
+          CheckStep(
+              config_, context.getParams().getRequest(), [this](uint32_t arena) { return ArenaBytes(arena); },
+              [this](SequenceId sequence) { return session_->Holds(sequence, cache_.id); }));
+      if (config_.device == CacheConfig::kHost) return parts_.steps->Run(session_, cache_, step, context);
+      return parts_.device_calls->RunStep(session_, cache_, step, context.getParams().getRequest().getReady(), context);
+    });
+  }
+
+  kj::Promise<void> read(ReadContext context) override {
+    return Serve(*session_, Method::kRead, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_ASSIGN_OR_RETURN(
+          const CheckedRead read,
+          CheckRead(
+              config_, context.getParams().getRequest(), [this](uint32_t arena) { return session_->ArenaBytes(arena); },
+              [this](SequenceId sequence) { return session_->Holds(sequence, cache_.id); }));
+      return parts_.reads->Run(session_, cache_, read, context);
+    });
+  }
+
+  kj::Promise<void> extend(ExtendContext context) override {
+    return Serve(*session_, Method::kExtend, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      return parts_.device_calls->RunExtend(session_, cache_, context);
+    });
+  }
+
+  kj::Promise<void> openProjections(OpenProjectionsContext context) override {
+    return Serve(*session_, Method::kOpenProjections, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_RETURN_IF_ERROR(EnsureOpen());
+      if (config_.hidden == 0) {
+        return InvalidField("hiddenSize", 0, "above 0, as the cache was opened, to register projections");
+      }
+      KV_ASSIGN_OR_RETURN(const CacheInfo info, store().DescribeCache(cache_.id));
+      const auto facts = context.getParams().getFacts();
+      recompute::ProjectionModel model;
+      model.layout = config_.layout;
+      model.layers = config_.layers;
+      model.hidden = config_.hidden;
+      if (facts.getRotaryDims() > config_.layout.head_dim) {
+        return InvalidField("rotaryDims", facts.getRotaryDims(), absl::StrCat("at most ", config_.layout.head_dim));
+      }
+      model.rope.rotary_dims = static_cast<int>(facts.getRotaryDims());
+      model.rope.theta = facts.getTheta();
+      using recompute::RopeFacts;
+      model.rope.pairs = facts.getInterleaved() ? RopeFacts::Pairs::kInterleaved : RopeFacts::Pairs::kHalfSplit;
+      model.rope.angles = facts.getDoubleAngles() ? RopeFacts::Angles::kDouble : RopeFacts::Angles::kFloat32;
+      KV_ASSIGN_OR_RETURN(std::shared_ptr<ProjectionSet> set,
+                          parts_.recomputer->Open(info.digest, model, config_.device));
+      context.getResults().setProjections(MakeProjectionsService(session_, parts_.recomputer, std::move(set), config_));
+      return Done();
+    });
+  }
+
+  kj::Promise<void> outputFactors(OutputFactorsContext context) override {
+    return Serve(*session_, Method::kOutputFactors, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      const uint32_t layer = context.getParams().getLayer();
+      if (layer >= static_cast<uint32_t>(config_.layers)) {
+        return InvalidField("layer", layer, absl::StrCat("0..", config_.layers - 1));
+      }
+      auto results = context.getResults();
+      if (!cache_.codec->attention().folds_output(static_cast<int>(layer))) return Done();
+      const size_t elements = size_t{config_.layout.head_dim} * config_.layout.head_dim;
+      const size_t bytes = config_.layout.kv_heads * elements * sizeof(float);
+      if (bytes > limits::kReplyBytesMax) {
+        return FieldError(absl::StatusCode::kResourceExhausted, "factors", absl::StrCat(bytes, " bytes"),
+                          absl::StrCat("at most ", limits::kReplyBytesMax, " bytes"));
+      }
+      auto out = results.initFactors(bytes);
+      float* const factors = reinterpret_cast<float*>(out.begin());  // Data begins at a word
+      for (int head = 0; head < config_.layout.kv_heads; ++head) {
+        KV_CHECK(cache_.codec->OutputFactor(static_cast<int>(layer), head,
+                                            absl::MakeSpan(factors + head * elements, elements)));
+      }
+      results.setFolds(true);
+      return Done();
+    });
+  }
+
+  kj::Promise<void> claim(ClaimContext context) override {
+    return Serve(*session_, Method::kClaim, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
+      KV_RETURN_IF_ERROR(EnsureOpen());
+      const auto bytes = context.getParams().getTicket();
+      const std::string ticket(reinterpret_cast<const char*>(bytes.begin()), bytes.size());
+      Tickets& tickets = parts_.incoming->tickets();
+      if (const auto waiting = tickets.Find(ticket, cache_.id); waiting.ok() && !store().IsTwin(cache_.id, *waiting)) {
+        KV_ASSIGN_OR_RETURN(const Tickets::Claimed claimed, tickets.Claim(ticket, cache_.id));
+        KV_RETURN_IF_ERROR(WriteClaimed(claimed, context));
+        return Done();
+      }
+      context.releaseParams();
+      return tickets.WhenShown(ticket, cache_.id)
+          .then([this, ticket, context](absl::Status shown) mutable {
+            return shown.ok() ? ClaimShown(ticket, context) : kj::Promise<absl::Status>(std::move(shown));
+          })
+          .then([this, context](absl::Status status) mutable {
+            if (status.ok()) return;
+            ServeError(*session_, Method::kClaim, status, context);
+          })
+          .attach(thisCap());
+    });
+  }
+
+ private:
+  using Prefixes = std::vector<std::vector<BlockName>>;
+
+  // The sequence waits in its memory, perhaps while its last pages arrive. To a cache in another it comes as a copy,
+  // once all of them are here; from one GPU to another by way of the host.
+  kj::Promise<absl::Status> ClaimShown(const std::string& ticket, ClaimContext context) {
+    IncomingHandOffs& incoming = *parts_.incoming;
+    const absl::StatusOr<SequenceId> waiting = incoming.tickets().Find(ticket, cache_.id);
+    if (!waiting.ok()) return waiting.status();
+    if (!store().IsTwin(cache_.id, *waiting)) return ClaimHere(ticket, context);
+    if (absl::Status begun = incoming.tickets().BeginClaim(ticket); !begun.ok()) return begun;
+    return incoming.WhenSettled(*waiting)
+        .then([this, id = *waiting] { return CopyHere(id); })
+        .attach(kj::defer([&incoming, ticket] { incoming.tickets().EndClaim(ticket); }))
+        .then([this, ticket, context](absl::StatusOr<Arrived> copy) mutable {
+          return copy.ok() ? ClaimCopy(ticket, *std::move(copy), context) : copy.status();
+        });
+  }
+  kj::Promise<absl::StatusOr<Arrived>> CopyHere(SequenceId id) {
+    using Copied = kj::Promise<absl::StatusOr<Arrived>>;
+    const auto info = store().DescribeSequence(id);
+    if (!info.ok()) return absl::StatusOr<Arrived>(info.status());
+    const bool on_gpu = store().DescribeCache(info->cache)->config.device != CacheConfig::kHost;
+    if (!on_gpu || config_.device == CacheConfig::kHost) {
+      return parts_.arrivals->Await(store().Copy(id, config_.device));
+    }
+    return parts_.arrivals->Await(store().Copy(id, CacheConfig::kHost))
+        .then([this](absl::StatusOr<Arrived> copy) -> Copied {
+          if (!copy.ok()) return absl::StatusOr<Arrived>(copy.status());
+          auto here = parts_.arrivals->Await(store().Copy(copy->sequence(), config_.device));
+          return here.attach(kj::heap<Arrived>(*std::move(copy)));
+        });
+  }
+  absl::Status ClaimHere(const std::string& ticket, ClaimContext& context) {
+    KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
+    KV_ASSIGN_OR_RETURN(const Tickets::Claimed claimed, parts_.incoming->tickets().Claim(ticket, cache_.id));
+    return WriteClaimed(claimed, context);
+  }
+  absl::Status ClaimCopy(const std::string& ticket, Arrived copy, ClaimContext& context) {
+    KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
+    // It may have expired meanwhile.
+    KV_ASSIGN_OR_RETURN(Tickets::Claimed claimed, parts_.incoming->tickets().Claim(ticket, cache_.id));
+    store().Drop(claimed.sequence);
+    claimed.sequence = copy.Take().sequence;
+    return WriteClaimed(claimed, context);
+  }
+  absl::Status WriteClaimed(const Tickets::Claimed& claimed, ClaimContext& context) {
+    api::Sequence::Client sequence = MakeSequenceService(session_, parts_.sequence, claimed.sequence, cache_.id);
+    KV_ASSIGN_OR_RETURN(const SequenceInfo info, store().DescribeSequence(claimed.sequence));
+    auto results = context.getResults();
+    auto reply = results.initReply();
+    reply.setSequence(kj::mv(sequence));
+    reply.setSequenceId(claimed.sequence);
+    reply.initMatch().setHitBlocks(info.hit_blocks);
+    results.setTokens(claimed.tokens);
+    results.setBlob(capnp::Data::Reader(reinterpret_cast<const kj::byte*>(claimed.blob.data()), claimed.blob.size()));
+    return absl::OkStatus();
+  }
+
+  PageStore& store() { return *parts_.store; }
+
+  void Bind(CacheId id) {
+    cache_.id = id;
+    cache_.codec = store().codec(id);
+    const absl::StatusOr<CacheInfo> info = store().DescribeCache(id);
+    KV_CHECK(info.ok() && cache_.codec != nullptr);
+    config_ = info->config;
+    cache_.config = &config_;
+    auto raw = parts_.registry->Create("raw", config_.layout);
+    KV_CHECK(raw.ok());
+    cache_.raw = *std::move(raw);
+    if (config_.device == CacheConfig::kHost) return;
+    auto bound = std::make_shared<BoundCache>();
+    bound->config = config_;
+    bound->cache = cache_;
+    bound->cache.config = &bound->config;
+    session_->Bind(std::move(bound));
+  }
+
+  // Of the cache's kind of memory.
+  absl::Span<uint8_t> ArenaBytes(uint32_t id) const {
+    if (config_.device == CacheConfig::kHost) return session_->ArenaBytes(id);
+    const DeviceArena* const arena = session_->DeviceArenaOf(id);
+    return arena != nullptr && arena->ordinal() == config_.device ? arena->data() : absl::Span<uint8_t>();
+  }
+
+  // A purge closes caches that hold nothing; this capability then opens its own anew.
+  absl::Status EnsureOpen() {
+    if (store().codec(cache_.id) != nullptr) return absl::OkStatus();
+    KV_ASSIGN_OR_RETURN(const CacheId id, store().OpenCache(config_, cache_.codec));
+    Bind(id);
+    return absl::OkStatus();
+  }
+
+  static absl::StatusOr<Prefixes> ReadPrefixes(capnp::List<api::SequenceRequest>::Reader requests) {
+    if (requests.size() == 0 || requests.size() > limits::kSequenceRequestsMax) {
+      return InvalidField("requests", absl::StrCat(requests.size(), " long"),
+                          absl::StrCat("1..", limits::kSequenceRequestsMax, " long"));
+    }
+    Prefixes prefixes;
+    prefixes.reserve(requests.size());
+    for (uint32_t i = 0; i < requests.size(); ++i) {
+      KV_ASSIGN_OR_RETURN(
+          std::vector<BlockName> prefix,
+          ReadBlockNames(absl::StrCat("requests[", i, "].prefix"), requests[i].getPrefix(), limits::kBlockNamesMax));
+      prefixes.push_back(std::move(prefix));
+    }
+    return prefixes;
+  }
+
+  void Create(const std::vector<BlockName>& prefix, uint64_t prompt_tokens, api::SequenceReply::Builder reply) {
+    absl::Status may = session_->CheckNewSequence();
+    WriteCreated(may.ok() ? store().CreateSequence(cache_.id, prefix, prompt_tokens) : may, reply);
+  }
+
+  // Of a cache on a GPU, also with the blocks that the host has.
+  kj::Promise<void> FetchOrCreate(const std::vector<BlockName>& prefix, uint64_t prompt_tokens,
+                                  api::SequenceReply::Builder reply) {
+    if (absl::Status may = session_->CheckNewSequence(); !may.ok()) {
+      WriteCreated(may, reply);
+      return kj::READY_NOW;
+    }
+    return parts_.arrivals->Await(store().Fetch(cache_.id, prefix, prompt_tokens))
+        .then([this, prefix, prompt_tokens, reply](absl::StatusOr<Arrived> made) mutable {
+          // Where there is no room for all of it, what the GPU has is better than nothing.
+          if (absl::IsResourceExhausted(made.status())) return Create(prefix, prompt_tokens, reply);
+          absl::Status may = made.ok() ? session_->CheckNewSequence() : made.status();
+          if (!may.ok()) return WriteCreated(may, reply);
+          WriteCreated(made->Take(), reply);
+        });
+  }
+
+  void WriteCreated(const absl::StatusOr<CreateResult>& created, api::SequenceReply::Builder reply) {
+    if (!created.ok()) {
+      session_->calls().NoteError(Method::kCreateSequences, created.status());
+      return WriteStatus(created.status(), reply.initStatus());
+    }
+    reply.setSequence(MakeSequenceService(session_, parts_.sequence, created->sequence, cache_.id));
+    reply.setSequenceId(created->sequence);
+    WriteMatch(created->match, reply.initMatch());
+  }
+
+  const std::shared_ptr<Session> session_;
+  const CacheParts& parts_;
+  CacheConfig config_;  // as opened: the codec's spec is canonical
+  StepCache cache_;
+};
+
+}  // namespace
+
+api::Cache::Client MakeCacheService(std::shared_ptr<Session> session, const CacheParts& parts, CacheId cache,
+                                    std::shared_ptr<const DeviceCodec> device_codec) {
+  return kj::heap<CacheService>(std::move(session), parts, cache, std::move(device_codec));
+}
+
+}  // namespace kvmanager

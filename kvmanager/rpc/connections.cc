@@ -1,0 +1,254 @@
+#include "kvmanager/rpc/connections.h"
+
+#include <capnp/rpc-twoparty.h>
+#include <capnp/serialize-async.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <spdlog/spdlog.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "kvmanager/api/socket_stream.h"
+#include "kvmanager/rpc/limits.h"
+
+namespace kvmanager {
+namespace {
+
+constexpr int64_t kAcceptRetryMs = 100;  // when the process has no descriptor left
+constexpr int64_t kAbortGraceMs = 200;   // to tell a client what was wrong with its bytes
+constexpr uint32_t kFdsPerMessageMax = 1;
+
+// Tells the loop that a message came, and the connection that its bytes were malformed.
+class WatchedStream final : public capnp::MessageStream {
+ public:
+  WatchedStream(capnp::MessageStream& inner, absl::AnyInvocable<void()> on_message,
+                absl::AnyInvocable<void(const kj::Exception&)> on_error)
+      : inner_(inner), on_message_(std::move(on_message)), on_error_(std::move(on_error)) {}
+
+  kj::Promise<kj::Maybe<capnp::MessageReaderAndFds>> tryReadMessage(kj::ArrayPtr<kj::AutoCloseFd> fd_space,
+                                                                    capnp::ReaderOptions options,
+                                                                    kj::ArrayPtr<capnp::word> scratch) override {
+    using Message = kj::Maybe<capnp::MessageReaderAndFds>;
+    return inner_.tryReadMessage(fd_space, options, scratch)
+        .then(
+            [this](Message&& message) -> Message {
+              on_message_();
+              return kj::mv(message);
+            },
+            [this](kj::Exception&& exception) -> Message {
+              if (exception.getType() != kj::Exception::Type::DISCONNECTED) on_error_(exception);
+              kj::throwFatalException(kj::mv(exception));
+            });
+  }
+  kj::Promise<void> writeMessage(kj::ArrayPtr<const int> fds,
+                                 kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>> segments) override {
+    return inner_.writeMessage(fds, segments);
+  }
+  kj::Promise<void> writeMessages(kj::ArrayPtr<kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>>> messages) override {
+    return inner_.writeMessages(messages);
+  }
+  kj::Maybe<int> getSendBufferSize() override { return inner_.getSendBufferSize(); }
+  kj::Promise<void> end() override { return inner_.end(); }
+
+ private:
+  capnp::MessageStream& inner_;
+  absl::AnyInvocable<void()> on_message_;
+  absl::AnyInvocable<void(const kj::Exception&)> on_error_;
+};
+
+void TuneTcp(int fd) {
+  const auto set = [fd](int level, int name, int value) { setsockopt(fd, level, name, &value, sizeof value); };
+  set(IPPROTO_TCP, TCP_NODELAY, 1);
+  set(SOL_SOCKET, SO_KEEPALIVE, 1);
+  set(IPPROTO_TCP, TCP_KEEPIDLE, limits::kTcpDeadS / 3);
+  set(IPPROTO_TCP, TCP_KEEPINTVL, limits::kTcpDeadS / 3);
+  set(IPPROTO_TCP, TCP_KEEPCNT, 2);
+  set(IPPROTO_TCP, TCP_USER_TIMEOUT, limits::kTcpDeadS * 1000);
+}
+
+// The process that connected, or 0: it is of another PID namespace.
+uint32_t PeerPid(int socket) {
+  ucred credentials = {};
+  socklen_t bytes = sizeof credentials;
+  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &bytes) != 0 || credentials.pid < 0) return 0;
+  return static_cast<uint32_t>(credentials.pid);
+}
+
+// A descriptor of the process that connected, or -1: it is of another PID namespace, or the kernel is too old.
+int PeerPidFd(int socket) {
+  constexpr int kSoPeerPidFd = 77;  // SO_PEERPIDFD, Linux 6.5: free of races with a PID's reuse
+  int pidfd = -1;
+  socklen_t bytes = sizeof pidfd;
+  if (getsockopt(socket, SOL_SOCKET, kSoPeerPidFd, &pidfd, &bytes) == 0) return pidfd;
+  const uint32_t pid = PeerPid(socket);
+  return pid == 0 ? -1 : static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+}
+
+capnp::ReaderOptions Limits() {
+  capnp::ReaderOptions options;
+  options.traversalLimitInWords = limits::kMessageBytesMax / sizeof(capnp::word);
+  return options;
+}
+
+}  // namespace
+
+class Connections::Connection {
+ public:
+  Connection(const Parts& parts, uint64_t id, int fd, bool unix_socket)
+      : parts_(parts),
+        id_(id),
+        fd_(fd),
+        write_fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)),
+        ending_(kj::newPromiseAndFulfiller<void>()),
+        session_(std::make_shared<Session>(*parts.session, unix_socket, unix_socket ? PeerPid(fd) : 0,
+                                           [this](EndReason reason) { End(reason); })),
+        stream_(parts.loop->port(), fd_.get(), write_fd_.get()),
+        watched_(
+            stream_, [this] { OnMessage(); }, [this](const kj::Exception& exception) { OnMalformed(exception); }),
+        network_(watched_, unix_socket ? kFdsPerMessageMax : 0, capnp::rpc::twoparty::Side::SERVER, Limits()),
+        rpc_(capnp::makeRpcServer(network_, MakeDaemonService(session_, *parts.daemon))) {
+    rpc_.setFlowLimit(limits::kCallsInFlightBytesMax / sizeof(capnp::word));
+    if (unix_socket) {
+      pidfd_ = kj::AutoCloseFd(PeerPidFd(fd));
+      if (pidfd_.get() >= 0) {
+        death_ = kj::heap<kj::UnixEventPort::FdObserver>(parts.loop->port(), pidfd_.get(),
+                                                         kj::UnixEventPort::FdObserver::OBSERVE_READ);
+      }
+    }
+  }
+
+  ~Connection() {
+    session_->Detach();
+    parts_.metrics->ended(reason_).Increment();
+    spdlog::debug("connection {} of \"{}\" ended: {}", id_, session_->name(), EndReasonName(reason_));
+  }
+
+  /// Resolves when the connection is to be removed.
+  kj::Promise<void> WhenOver() {
+    kj::Promise<void> over = network_.onDisconnect().exclusiveJoin(kj::mv(ending_.promise));
+    KJ_IF_MAYBE (death, death_) {
+      over = over.exclusiveJoin((*death)->whenBecomesReadable().then([this] { reason_ = EndReason::kProcessDied; }));
+    }
+    return over;
+  }
+
+  void set_reason(EndReason reason) { reason_ = reason; }
+
+ private:
+  void OnMessage() {
+    parts_.loop->NoteActivity();
+    if (network_.getCurrentQueueSize() > limits::kUnsentBytesMax) {
+      spdlog::warn("connection {} of \"{}\" ends: it leaves more than {} bytes of replies unread", id_,
+                   session_->name(), limits::kUnsentBytesMax);
+      End(EndReason::kUnread);
+    }
+  }
+
+  void OnMalformed(const kj::Exception& exception) {
+    parts_.session->calls->NoteMalformed();
+    spdlog::warn("connection {} of \"{}\" ends: malformed message: {}", id_, session_->name(),
+                 exception.getDescription().cStr());
+    End(EndReason::kFraming);
+  }
+
+  void End(EndReason reason) {
+    if (ending_soon_) return;
+    ending_soon_ = true;
+    reason_ = reason;
+    grace_ = parts_.loop->timer()
+                 .afterDelay(kAbortGraceMs * kj::MILLISECONDS)
+                 .then([this] { ending_.fulfiller->fulfill(); })
+                 .eagerlyEvaluate(nullptr);
+  }
+
+  const Parts& parts_;
+  const uint64_t id_;
+  kj::AutoCloseFd fd_, write_fd_;
+  kj::PromiseFulfillerPair<void> ending_;
+  EndReason reason_ = EndReason::kClosed;
+  bool ending_soon_ = false;
+  // Shared with the capabilities and running calls of this connection.
+  const std::shared_ptr<Session> session_;
+  SocketStream stream_;
+  WatchedStream watched_;
+  capnp::TwoPartyVatNetwork network_;
+  capnp::RpcSystem<capnp::rpc::twoparty::VatId> rpc_;
+  kj::AutoCloseFd pidfd_;
+  kj::Maybe<kj::Own<kj::UnixEventPort::FdObserver>> death_;
+  kj::Promise<void> grace_ = nullptr;
+};
+
+struct Connections::Listener {
+  Listener(kj::UnixEventPort& port, const ListenSocket& s)
+      : socket(s), observer(port, s.fd(), kj::UnixEventPort::FdObserver::OBSERVE_READ) {}
+  const ListenSocket& socket;
+  kj::UnixEventPort::FdObserver observer;
+};
+
+Connections::Connections(const Parts& parts, const std::vector<std::unique_ptr<ListenSocket>>& sockets)
+    : parts_(parts), tasks_(std::make_unique<kj::TaskSet>(static_cast<kj::TaskSet::ErrorHandler&>(*this))) {
+  for (const auto& socket : sockets) {
+    listeners_.push_back(std::make_unique<Listener>(parts_.loop->port(), *socket));
+    tasks_->add(AcceptFrom(*listeners_.back()));
+  }
+}
+
+Connections::~Connections() {
+  for (auto& [id, connection] : connections_) connection->set_reason(EndReason::kShutdown);
+  tasks_.reset();
+  connections_.clear();
+  parts_.metrics->open.Set(0);
+}
+
+kj::Promise<void> Connections::AcceptFrom(Listener& listener) {
+  for (;;) {
+    const int fd = accept4(listener.socket.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd >= 0) {
+      Add(fd, listener.socket.unix_socket());
+      continue;
+    }
+    if (errno == EINTR || errno == ECONNABORTED) continue;
+    if (errno == EAGAIN) {
+      return listener.observer.whenBecomesReadable().then([this, &listener] { return AcceptFrom(listener); });
+    }
+    spdlog::error("accepting on {}: {}", listener.socket.address(), std::strerror(errno));
+    return parts_.loop->timer().afterDelay(kAcceptRetryMs * kj::MILLISECONDS).then([this, &listener] {
+      return AcceptFrom(listener);
+    });
+  }
+}
+
+void Connections::Add(int fd, bool unix_socket) {
+  if (connections_.size() >= limits::kConnectionsMax) {
+    parts_.metrics->refused.Increment();
+    close(fd);
+    return;
+  }
+  if (!unix_socket) TuneTcp(fd);
+  (unix_socket ? parts_.metrics->accepted_unix : parts_.metrics->accepted_tcp).Increment();
+  const uint64_t id = next_id_++;
+  auto connection = std::make_unique<Connection>(parts_, id, fd, unix_socket);
+  tasks_->add(connection->WhenOver().then([this, id] { Remove(id); }, [this, id](kj::Exception&&) { Remove(id); }));
+  connections_.emplace(id, std::move(connection));
+  parts_.metrics->open.Set(double(connections_.size()));
+}
+
+void Connections::Remove(uint64_t id) {
+  const auto found = connections_.find(id);
+  if (found == connections_.end()) return;
+  const std::unique_ptr<Connection> connection = std::move(found->second);
+  connections_.erase(found);
+  parts_.metrics->open.Set(double(connections_.size()));
+}
+
+void Connections::taskFailed(kj::Exception&& exception) {
+  spdlog::error("event loop: {}", exception.getDescription().cStr());
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,59 @@
+// Accepts clients and keeps their connections: one Session and one two-party RPC system each.
+//
+// Made and destroyed on the loop's thread, within the event loop's life. A connection ends, and its leases with it,
+// when
+//  1. the client closes it;
+//  2. its bytes are no Cap'n Proto message, or one of more than limits::kMessageBytesMax;
+//  3. on a Unix socket, the process that connected dies, even if a child of it still holds the socket;
+//  4. on TCP, the peer is silent for limits::kTcpDeadS although it owes acknowledgements or keepalive answers;
+//  5. it does not take the replies that it asked for (limits::kUnsentBytesMax).
+// Nothing else happens to other connections.
+#pragma once
+
+#include <kj/async.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "kvmanager/base/event_loop.h"
+#include "kvmanager/rpc/listen_socket.h"
+#include "kvmanager/rpc/rpc_metrics.h"
+#include "kvmanager/rpc/service.h"
+#include "kvmanager/rpc/session.h"
+
+namespace kvmanager {
+
+class Connections final : private kj::TaskSet::ErrorHandler {
+ public:
+  /// What it uses. Everything outlives it.
+  struct Parts {
+    EventLoop* loop = nullptr;
+    ConnectionMetrics* metrics = nullptr;
+    const Session::Parts* session = nullptr;  // of each connection
+    const DaemonParts* daemon = nullptr;      // of each connection's bootstrap capability
+  };
+
+  /// `sockets` outlive this.
+  Connections(const Parts& parts, const std::vector<std::unique_ptr<ListenSocket>>& sockets);
+  /// Ends every connection.
+  ~Connections();
+
+ private:
+  class Connection;
+  struct Listener;
+
+  kj::Promise<void> AcceptFrom(Listener& listener);
+  void Add(int fd, bool unix_socket);
+  void Remove(uint64_t id);
+  void taskFailed(kj::Exception&& exception) override;
+
+  const Parts parts_;
+  uint64_t next_id_ = 1;
+  absl::flat_hash_map<uint64_t, std::unique_ptr<Connection>> connections_;
+  std::vector<std::unique_ptr<Listener>> listeners_;
+  std::unique_ptr<kj::TaskSet> tasks_;
+};
+
+}  // namespace kvmanager

@@ -1,0 +1,430 @@
+#include "kvmanager/rpc/device_calls.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/container/inlined_vector.h"
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/rpc/serve.h"
+
+namespace kvmanager {
+namespace {
+
+// While kernels still read what was given up, or the stream is far behind.
+constexpr int64_t kRetryUs = 200, kRetryForMs = 1000;
+constexpr size_t kReplyWords = 32;  // of a reply without its data
+
+using Entries = absl::InlinedVector<AttendEntry, 4>;
+
+absl::Status ExtendOnce(PageStore& store, CacheId cache, int first_layer, int layers, const Entries& entries) {
+  absl::InlinedVector<AppendEntry, 4> appends;
+  appends.reserve(entries.size());
+  for (const AttendEntry& entry : entries) appends.push_back({entry.sequence, entry.position, entry.tokens});
+  return store.Extend(cache, first_layer, layers, appends);
+}
+
+// Resolves when the lease is ready.
+kj::Promise<void> WhenReady(DeviceLease& lease) {
+  auto waiting = kj::newPromiseAndFulfiller<void>();
+  lease.OnReady([fulfiller = kj::mv(waiting.fulfiller)]() mutable { fulfiller->fulfill(); });
+  return kj::mv(waiting.promise);
+}
+
+// What a call keeps until its reply: shared by its promises.
+struct Call {
+  const DeviceCalls& calls;
+  std::shared_ptr<Session> session;
+  StepCache cache;
+  CacheConfig config;
+  Entries entries;
+  bool append = false;
+  std::unique_ptr<DeviceLease> lease;
+
+  Call(const DeviceCalls& the_calls, const std::shared_ptr<Session>& the_session, const StepCache& the_cache,
+       const Entries& the_entries)
+      : calls(the_calls), session(the_session), cache(the_cache), config(*the_cache.config), entries(the_entries) {
+    cache.config = &config;
+  }
+  const DeviceCalls::Parts& parts() const { return calls.parts(); }
+  // Books an append to `layers` layers from `first_layer` on.
+  absl::Status Extend(int first_layer, int layers) {
+    return append ? ExtendOnce(*parts().store, cache.id, first_layer, layers, entries) : absl::OkStatus();
+  }
+  bool MayFitSoon(const absl::Status& status) const {
+    return absl::IsResourceExhausted(status) && parts().store->AwaitsRelease(config.device);
+  }
+  std::vector<EntryReading> Readings() const {
+    std::vector<EntryReading> readings(entries.size());
+    for (size_t i = 0; i < readings.size(); ++i) readings[i] = {lease->aged(i), lease->chooses_from(i)};
+    return readings;
+  }
+  // What was booked is submitted, or planned: hand-offs of these sequences hear when it is written.
+  void TellFollowers(int first_layer, int layers) {
+    for (const AttendEntry& entry : entries) {
+      if (!parts().store->AwaitsWrites(entry.sequence)) continue;
+      const uint64_t end = entry.position + static_cast<uint64_t>(entry.tokens);
+      calls.TellWhenWritten(*session, cache, entry.sequence, first_layer, std::vector<uint64_t>(layers, end));
+    }
+  }
+  /// Trainings begin when everything that was submitted and planned so far has run.
+  void PostIndexJobs(std::vector<DeviceIndexJob> jobs) {
+    if (jobs.empty()) return;
+    const auto work = session->DeviceWorkOf(config.device);
+    Gpu* const gpu = FindGpu(parts().gpus, config.device);
+    KV_CHECK(gpu != nullptr);  // a cache is on a GPU of this daemon
+    const std::shared_ptr<ProcessSteps> process = session->FindProcessSteps(config.device);
+    const std::shared_ptr<DeviceStream> stream = work.ok() ? (*work)->stream() : nullptr;
+    parts().polls->Add([stream, submitted = stream == nullptr ? 0 : stream->submitted(), process,
+                        epoch = process == nullptr ? 0 : process->epoch(), indexes = gpu->indexes(),
+                        codec = cache.device_codec, jobs = std::move(jobs)]() mutable {
+      if (stream != nullptr && stream->passed() < submitted) return false;
+      if (process != nullptr && !process->HasReleased(epoch)) return false;
+      for (DeviceIndexJob& job : jobs) indexes->Post(codec, std::move(job));
+      return true;
+    });
+  }
+};
+
+struct StepCall final : Call {
+  using Call::Call;
+  std::shared_ptr<DeviceWork> work;
+  int layer = 0;
+  uint64_t tokens = 0;
+  DeviceTensors tensors;
+  uint64_t done = 0;
+  AttentionCounts counts;
+
+  absl::Status Book() {
+    if (!work->HasRoom()) return absl::ResourceExhaustedError("the stream of this connection is too far behind");
+    return Extend(layer, 1);
+  }
+  bool MayFitSoon(const absl::Status& status) const { return Call::MayFitSoon(status) || !work->HasRoom(); }
+
+  // The append is booked, or there is none. Resolved at once, but for pages that are still to be encoded.
+  kj::Promise<absl::Status> Proceed(const std::shared_ptr<StepCall>& self) {
+    if (tensors.q == nullptr) return Submit(tensors, {});
+    auto read = parts().store->Read(cache.id, layer, 1, entries);
+    if (!read.ok()) {
+      // What was booked is appended all the same.
+      if (tensors.k != nullptr) (void)Submit({.k = tensors.k, .v = tensors.v, .ready = tensors.ready}, {});
+      return read.status();
+    }
+    lease = *std::move(read);
+    if (lease->ready()) return Submit(tensors, Readings());
+    if (tensors.k == nullptr) PostIndexJobs(work->gpu().encode_queue()->TakeIndexJobs());
+    if (tensors.k != nullptr) {
+      if (absl::Status status = Submit({.k = tensors.k, .v = tensors.v, .ready = tensors.ready}, {}); !status.ok()) {
+        return status;
+      }
+      tensors.k = tensors.v = nullptr;
+    }
+    // Once it is ready it is read again: which pages were declined is known only then.
+    return WhenReady(*lease).then([self] { return self->Proceed(self); });
+  }
+
+  absl::Status Submit(const DeviceTensors& what, absl::Span<const EntryReading> readings) {
+    const auto submitted = work->Submit(cache, layer, entries, readings, what, &counts);
+    PostIndexJobs(work->gpu().encode_queue()->TakeIndexJobs());
+    KV_RETURN_IF_ERROR(submitted.status());
+    done = *submitted;
+    if (what.k != nullptr) TellFollowers(layer, 1);
+    return absl::OkStatus();
+  }
+
+  void WriteReply(StepContext& context) {
+    auto reply = context.getResults(capnp::MessageSize{kReplyWords, 0}).initReply();
+    reply.setDone(done);
+    reply.setEncodedPairs(counts.encoded_pairs);
+    reply.setRawPairs(counts.raw_pairs);
+    AttendMetrics& metrics = *parts().metrics;
+    metrics.encoded_pairs.Increment(static_cast<double>(counts.encoded_pairs));
+    metrics.raw_pairs.Increment(static_cast<double>(counts.raw_pairs));
+    if (tensors.q != nullptr) metrics.tokens.Increment(static_cast<double>(tokens));
+  }
+};
+
+struct ExtendCall final : Call {
+  using Call::Call;
+  std::shared_ptr<ProcessSteps> process;
+  std::vector<uint32_t> words;
+  bool attend = false;
+  bool encode_here = false;
+  ProcessSteps::Plan plan;
+  std::vector<DeviceEncodeJob> jobs;       // booked, and not part of a plan yet
+  std::vector<DeviceIndexJob> index_jobs;  // on keys that this plan's kernels append
+  bool booked = false;                     // and not planned
+
+  uint64_t reserved = 0;  // pages, in the process's ring of flags
+
+  ~ExtendCall() {
+    if (booked) (void)Fail(absl::CancelledError("the call was given up"));
+    process->Unreserve(reserved);
+  }
+
+  // Others book while this call waits for pages: what it is to encode is taken at once.
+  absl::Status Book() {
+    KV_RETURN_IF_ERROR(Extend(0, config.layers));
+    jobs = process->TakeJobs();
+    SortIndexJobs();
+    booked = append;
+    if (booked) process->Book(entries);
+    return absl::OkStatus();
+  }
+  // What this call's queries wait for must not wait for its plan.
+  void SortIndexJobs() {
+    std::vector<DeviceIndexJob> now;
+    for (DeviceIndexJob& job : process->TakeIndexJobs()) {
+      const bool later = append && std::any_of(entries.begin(), entries.end(), [&](const AttendEntry& entry) {
+                           return entry.sequence == job.sequence && entry.position < job.job->tokens();
+                         });
+      (later ? index_jobs : now).push_back(std::move(job));
+    }
+    PostIndexJobs(std::move(now));
+  }
+
+  kj::Promise<absl::Status> Proceed(const std::shared_ptr<ExtendCall>& self) {
+    if (attend) {
+      auto read = parts().store->Read(cache.id, 0, config.layers, entries);
+      if (!read.ok()) return Fail(read.status());
+      lease = *std::move(read);
+      SortIndexJobs();
+      // Once it is ready it is read again: which pages were declined is known only then.
+      if (!lease->ready()) return WhenReady(*lease).then([self] { return self->Proceed(self); });
+    }
+    process->Unreserve(std::exchange(reserved, 0));
+    auto made = process->MakePlan(cache, entries, words, encode_here, &jobs);
+    if (!made.ok()) return Fail(made.status());
+    plan = *std::move(made);
+    if (std::exchange(booked, false)) {
+      process->Unbook(entries);
+      TellFollowers(0, config.layers);
+    }
+    PostIndexJobs(std::exchange(index_jobs, {}));
+    return absl::OkStatus();
+  }
+  absl::Status Fail(const absl::Status& status) {
+    if (std::exchange(booked, false)) {
+      process->Unbook(entries);
+      process->Break(entries, std::exchange(jobs, {}), status);
+    }
+    PostIndexJobs(std::exchange(index_jobs, {}));  // pages are pinned until they end
+    return status;
+  }
+  void WriteReply(ExtendContext& context) {
+    const size_t bytes = (plan.changes.size() + plan.encode_items.size() + 3 * entries.size()) * sizeof(uint32_t);
+    auto reply = context.getResults(capnp::MessageSize{kReplyWords + bytes / sizeof(capnp::word) + 3, 0}).initReply();
+    reply.setEpoch(plan.epoch);
+    auto aged = reply.initAged(static_cast<uint32_t>(entries.size()));
+    for (uint32_t i = 0; i < entries.size(); ++i) aged.set(i, lease == nullptr ? 0 : lease->aged(i));
+    if (cache.codec->device_index().chunk_bytes > 0) {
+      auto chooses_from = reply.initChoosesFrom(static_cast<uint32_t>(entries.size()));
+      for (uint32_t i = 0; i < entries.size(); ++i) {
+        chooses_from.set(i, lease == nullptr ? SequenceIndex::kNever : lease->chooses_from(i));
+      }
+    }
+    const auto data = [](const std::vector<uint32_t>& from) {
+      return capnp::Data::Reader(reinterpret_cast<const kj::byte*>(from.data()), from.size() * sizeof(uint32_t));
+    };
+    reply.setChanges(data(plan.changes));
+    reply.setEncodeItems(data(plan.encode_items));
+    reply.setEncodeBatch(plan.encode_batch);
+    reply.setEncodeAt(plan.encode_at);
+  }
+};
+
+// Tries until there is room, and then goes on.
+template <typename TheCall>
+kj::Promise<absl::Status> TryLater(std::shared_ptr<TheCall> call, int64_t until_ns) {
+  return call->parts().loop->fine_timer().AfterUs(kRetryUs).then(
+      [call, until_ns]() mutable -> kj::Promise<absl::Status> {
+        const absl::Status booked = call->Book();
+        if (booked.ok()) return call->Proceed(call);
+        if (!call->MayFitSoon(booked) || call->parts().clock->NowNs() > until_ns) return booked;
+        return TryLater(std::move(call), until_ns);
+      });
+}
+
+// Books the append if there is one, goes on, and replies: at once where it can.
+template <typename TheCall, typename Context>
+absl::StatusOr<kj::Promise<void>> Run(std::shared_ptr<TheCall> call, Method method, Context& context) {
+  const absl::Status booked = call->Book();
+  kj::Promise<absl::Status> over = absl::OkStatus();
+  if (booked.ok()) {
+    over = call->Proceed(call);
+  } else if (call->MayFitSoon(booked)) {
+    over = TryLater(call, call->parts().clock->NowNs() + kRetryForMs * 1000000);
+  } else {
+    return booked;
+  }
+  context.releaseParams();
+  return over.then([call, context, method](absl::Status status) mutable {
+    if (status.ok()) return call->WriteReply(context);
+    ServeError(*call->session, method, status, context);
+  });
+}
+
+}  // namespace
+
+absl::StatusOr<kj::Promise<void>> DeviceCalls::RunStep(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                                       const CheckedStep& step, uint64_t ready,
+                                                       StepContext& context) const {
+  auto call = std::make_shared<StepCall>(*this, session, cache, step.entries);
+  KV_ASSIGN_OR_RETURN(call->work, session->DeviceWorkOf(cache.config->device));
+  for (const AttendEntry& entry : step.entries) {
+    KV_RETURN_IF_ERROR(call->work->CheckSequence(entry.sequence, cache.id));
+  }
+  KV_RETURN_IF_ERROR(DeviceWork::CheckTokens(step.tokens));
+  call->append = step.append();
+  call->layer = step.layer;
+  call->tokens = step.tokens;
+  call->tensors.ready = ready;
+  if (step.append()) {
+    call->tensors.k = step.k.bytes.data();
+    call->tensors.v = step.v.bytes.data();
+  }
+  if (step.attend()) {
+    call->tensors.q = step.q.bytes.data();
+    call->tensors.out = step.out.bytes.data();
+    if (step.lse.given()) call->tensors.lse = reinterpret_cast<float*>(step.lse.bytes.data());
+  }
+  return Run(std::move(call), Method::kStep, context);
+}
+
+absl::StatusOr<kj::Promise<void>> DeviceCalls::RunExtend(const std::shared_ptr<Session>& session,
+                                                         const StepCache& cache, ExtendContext& context) const {
+  const auto request = context.getParams().getRequest();
+  const CacheConfig& config = *cache.config;
+  if (config.device == CacheConfig::kHost) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(config.device),
+                      "a GPU: other caches are attended to by step");
+  }
+  Entries entries;
+  const auto owned = [&](SequenceId id) { return session->Holds(id, cache.id); };
+  KV_RETURN_IF_ERROR(CheckStepEntries(request.getEntries(), owned, &entries).status());
+  auto call = std::make_shared<ExtendCall>(*this, session, cache, entries);
+  KV_ASSIGN_OR_RETURN(call->process, session->ProcessStepsOf(config.device));
+  const auto words = request.getWords();
+  if (words.size() != entries.size()) {
+    return InvalidField("words", absl::StrCat(words.size(), " long"), absl::StrCat(entries.size(), ", one per entry"));
+  }
+  uint64_t sealed = 0, changes = 0;
+  const uint64_t page_tokens = config.layout.page_tokens;
+  for (uint32_t i = 0; i < entries.size(); ++i) {
+    if (words[i] >= StreamWords::kNonFiniteWords) {
+      return InvalidField(absl::StrCat("words[", i, "]"), words[i],
+                          absl::StrCat("below ", StreamWords::kNonFiniteWords));
+    }
+    KV_RETURN_IF_ERROR(call->process->CheckSequence(entries[i].sequence));
+    const uint64_t end = entries[i].position + static_cast<uint64_t>(entries[i].tokens);
+    // Its own queries must not wait for what this step fills, since it is encoded behind them.
+    const uint64_t together = (entries[i].position / page_tokens + config.lag_pages + 1) * page_tokens;
+    if (request.getAppend() && request.getAttend() && !cache.codec->info().identity && end > together) {
+      return InvalidField(absl::StrCat("entries[", i, "].tokens"), entries[i].tokens,
+                          absl::StrCat("at most ", together - entries[i].position,
+                                       " in a step that appends and attends: append more in a step of their own"));
+    }
+    // Nor for an index that is made of them.
+    if (request.getAppend() && request.getAttend()) {
+      const uint64_t from = parts_.store->ChoosesFrom(entries[i].sequence, entries[i].position, entries[i].tokens);
+      if (from > entries[i].position && end > from) {
+        return InvalidField(absl::StrCat("entries[", i, "].tokens"), entries[i].tokens,
+                            absl::StrCat("at most ", from - entries[i].position,
+                                         ", to the end of the prompt, in a step that appends and attends"));
+      }
+    }
+    sealed += end / page_tokens - entries[i].position / page_tokens;
+    changes += parts_.store->ChangedPages(entries[i].sequence, TableKeeper::kProcess);
+    // A page that its last token alone may still ask is told again (PageStore::Read).
+    if (!request.getAppend() && (entries[i].position + 1) % page_tokens == 0) changes += config.layers;
+    call->words.push_back(words[i]);
+  }
+  const uint64_t pages = request.getAppend() ? sealed * config.layers : 0;
+  KV_RETURN_IF_ERROR(call->process->CheckRoom(pages, changes));
+  KV_ASSIGN_OR_RETURN(const CheckedQueryRows queries, CheckQueryRows(config, request.getQueries()));
+  if (QualityMonitor* const quality = parts_.quality; quality != nullptr && !cache.codec->info().identity) {
+    for (const CheckedQueryRow& row : queries) {
+      quality->NoteRow(cache.id, config.layers, row.layer, config.layout.dtype, /*scale=*/0, row.q);
+    }
+  }
+  call->reserved = pages;
+  call->process->Reserve(pages);
+  call->encode_here = request.getEncodeHere();
+  call->append = request.getAppend();
+  call->attend = request.getAttend();
+  return Run(std::move(call), Method::kExtend, context);
+}
+
+absl::StatusOr<uint64_t> ChangeOnDevice(Session& session, const StepCache& cache, SequenceId sequence, uint64_t pages,
+                                        absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) {
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceWork> work, session.DeviceWorkOf(cache.config->device));
+  // What this process's own kernels append comes first.
+  const std::shared_ptr<ProcessSteps> process = session.FindProcessSteps(cache.config->device);
+  KV_RETURN_IF_ERROR(CheckOnDevice(session, cache, sequence));
+  if (process != nullptr && process->planned_to(sequence) != UINT64_MAX) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "sequence", absl::StrCat(sequence),
+                      "one whose extend calls were answered: wait for them first");
+  }
+  return work->Copy(cache, sequence, pages, process == nullptr ? 0 : process->epoch(), change);
+}
+
+absl::Status CheckOnDevice(Session& session, const StepCache& cache, SequenceId sequence) {
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceWork> work, session.DeviceWorkOf(cache.config->device));
+  const std::shared_ptr<ProcessSteps> process = session.FindProcessSteps(cache.config->device);
+  if (process != nullptr) KV_RETURN_IF_ERROR(process->CheckSequence(sequence));
+  return work->CheckSequence(sequence, cache.id);
+}
+
+// Behind all that was submitted and planned so far. A stream whose connection has ended passes without having waited
+// for the engine, and plans of a process that is gone are released: neither says anything of what was written.
+void DeviceCalls::TellWhenWritten(Session& session, const StepCache& cache, SequenceId sequence, int first_layer,
+                                  std::vector<uint64_t> tokens) const {
+  const std::shared_ptr<DeviceStream> stream = session.DeviceStreamOf(cache.config->device);
+  if (stream == nullptr || tokens.empty()) return;
+  auto poll = [store = parts_.store, stream, submitted = stream->submitted(),
+               process = session.FindProcessSteps(cache.config->device), epoch = std::optional<uint64_t>(), sequence,
+               first_layer, tokens = std::move(tokens)]() mutable {
+    if (stream->closed() || (process != nullptr && process->closed())) return true;
+    if (stream->passed() < submitted) return false;
+    if (process != nullptr) {
+      if (!epoch.has_value()) {
+        if (process->planned_to(sequence) < *std::max_element(tokens.begin(), tokens.end())) return false;
+        epoch = process->epoch();
+      }
+      if (!process->HasReleased(*epoch)) return false;
+    }
+    store->Written(sequence, first_layer, tokens);
+    return true;
+  };
+  if (!poll()) parts_.polls->Add(std::move(poll));
+}
+
+kj::Promise<absl::Status> WhenAppended(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                       SequenceId sequence) {
+  auto waiting = kj::newPromiseAndFulfiller<void>();
+  auto work = session->DeviceWorkOf(cache.config->device);
+  if (!work.ok()) return work.status();
+  std::shared_ptr<ProcessSteps> process = session->FindProcessSteps(cache.config->device);
+  (*work)->WhenRun([process, sequence, fulfiller = kj::mv(waiting.fulfiller)]() mutable {
+    if (process == nullptr) return fulfiller->fulfill();
+    process->WhenRun(sequence, [fulfiller = kj::mv(fulfiller)]() mutable { fulfiller->fulfill(); });
+  });
+  return waiting.promise.then([work = *work, process, id = cache.id, sequence]() -> absl::Status {
+    KV_RETURN_IF_ERROR(work->CheckSequence(sequence, id));
+    return process == nullptr ? absl::OkStatus() : process->CheckSequence(sequence);
+  });
+}
+
+void NoteFork(Session& session, const StepCache& cache, SequenceId fork) {
+  if (const auto work = session.DeviceWorkOf(cache.config->device); work.ok()) (*work)->NoteFork(fork);
+}
+
+bool HasWritten(Session& session, const StepCache& cache, SequenceId sequence) {
+  const auto work = session.DeviceWorkOf(cache.config->device);
+  const std::shared_ptr<ProcessSteps> process = session.FindProcessSteps(cache.config->device);
+  return work.ok() && (*work)->HasWritten(sequence) && (process == nullptr || process->HasWritten(sequence));
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,32 @@
+// Every bound that the RPC service puts on what clients send and hold. Those of hand-offs are in handoff/limits.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kvmanager/handoff/limits.h"
+
+namespace kvmanager::limits {
+
+constexpr size_t kConnectionsMax = 4096;
+constexpr uint64_t kMessageBytesMax = 32 << 20;         // of a message from a client; a larger one ends its connection
+constexpr uint64_t kCallsInFlightBytesMax = 128 << 20;  // of a connection's unanswered calls; then it is not read from
+constexpr uint64_t kReplyBytesMax = (32 << 20) - (64 << 10);  // of inline output: the message around it stays readable
+constexpr uint64_t kUnsentBytesMax = 256 << 20;         // of replies that a client does not take; then it is cut off
+constexpr size_t kArenasMax = 64;                       // of a connection
+constexpr uint64_t kArenaBytesMax = uint64_t{1} << 30;  // of one arena
+constexpr uint64_t kArenaBytesTotalMax = uint64_t{4} << 30;  // of a connection
+constexpr uint64_t kArenaBytesStep = 4096;
+constexpr size_t kSequencesMax = 65536;        // of a connection
+constexpr size_t kSequenceRequestsMax = 4096;  // of one match or createSequences
+constexpr size_t kBlockNamesMax = 65536;       // of one prefix or publish
+constexpr size_t kStepEntriesMax = 4096;
+constexpr uint64_t kStepTokensMax = 1 << 18;  // of all entries together
+constexpr uint64_t kPositionMax = uint64_t{1} << 40;
+constexpr size_t kQueryRowsMax = 8;         // of one extend
+constexpr uint64_t kTensorAlign = 64;       // of an offset in an arena
+constexpr size_t kPeersAskedMax = 256;      // of one listing
+constexpr size_t kClientNameBytesMax = 64;  // longer names are cut
+constexpr int kTcpDeadS = 15;               // a silent TCP client is given up after this long
+
+}  // namespace kvmanager::limits

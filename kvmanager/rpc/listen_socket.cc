@@ -1,0 +1,100 @@
+#include "kvmanager/rpc/listen_socket.h"
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/address.h"
+#include "kvmanager/base/status.h"
+
+namespace kvmanager {
+namespace {
+
+absl::Status CannotListen(absl::string_view address, absl::string_view why) {
+  return WithDetail(absl::UnavailableError(absl::StrCat("cannot listen on ", address, ": ", why)),
+                    {"--listen", std::string(address), ""});
+}
+
+// True if the path is a socket that nobody listens on.
+bool IsStale(const sockaddr_un& address) {
+  struct stat info;
+  if (lstat(address.sun_path, &info) != 0 || !S_ISSOCK(info.st_mode)) return false;
+  const int probe = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (probe < 0) return false;
+  const bool refused =
+      connect(probe, reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 && errno == ECONNREFUSED;
+  close(probe);
+  return refused;
+}
+
+// What to do about a path that could not be bound.
+std::string WhyNotBound(const std::string& path, int error) {
+  struct stat info;
+  if (error == EADDRINUSE && lstat(path.c_str(), &info) == 0) {
+    if (S_ISSOCK(info.st_mode)) return "another process listens there";
+    return absl::StrCat(S_ISDIR(info.st_mode) ? "a directory" : "a file that is no socket",
+                        " is there; remove it, or listen elsewhere");
+  }
+  const size_t slash = path.rfind('/');
+  if (error == ENOENT && slash != std::string::npos && slash > 0) {
+    const std::string directory = path.substr(0, slash);
+    return absl::StrCat("there is no directory ", directory, "; make it first: mkdir -p ", directory);
+  }
+  return std::strerror(error);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<ListenSocket>> ListenSocket::Bind(absl::string_view address) {
+  KV_ASSIGN_OR_RETURN(const ListenAddress parsed, ParseListenAddress("--listen", address));
+  std::unique_ptr<ListenSocket> result(new ListenSocket());
+  constexpr int kType = SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK;
+  if (!parsed.unix_path.empty()) {
+    sockaddr_un name = {};
+    name.sun_family = AF_UNIX;
+    std::memcpy(name.sun_path, parsed.unix_path.data(), parsed.unix_path.size());
+    result->fd_ = socket(AF_UNIX, kType, 0);
+    if (result->fd_ < 0) return CannotListen(address, std::strerror(errno));
+    if (IsStale(name)) unlink(name.sun_path);
+    if (bind(result->fd_, reinterpret_cast<const sockaddr*>(&name), sizeof name) != 0) {
+      return CannotListen(address, WhyNotBound(parsed.unix_path, errno));
+    }
+    result->path_ = parsed.unix_path;
+    result->address_ = std::string(address);
+  } else {
+    addrinfo hints = {}, *found = nullptr;
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
+    const int error = getaddrinfo(parsed.tcp.host.c_str(), absl::StrCat(parsed.tcp.port).c_str(), &hints, &found);
+    if (error != 0) return CannotListen(address, gai_strerror(error));
+    const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> list(found, &freeaddrinfo);
+    result->fd_ = socket(list->ai_family, kType, 0);
+    if (result->fd_ < 0) return CannotListen(address, std::strerror(errno));
+    const int on = 1;
+    setsockopt(result->fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (bind(result->fd_, list->ai_addr, list->ai_addrlen) != 0) return CannotListen(address, std::strerror(errno));
+    sockaddr_storage bound = {};
+    socklen_t bound_bytes = sizeof bound;
+    KV_CHECK(getsockname(result->fd_, reinterpret_cast<sockaddr*>(&bound), &bound_bytes) == 0);
+    const in_port_t port = bound.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6&>(bound).sin6_port
+                                                       : reinterpret_cast<const sockaddr_in&>(bound).sin_port;
+    result->address_ = absl::StrCat(address.substr(0, address.rfind(':') + 1), ntohs(port));
+  }
+  if (listen(result->fd_, kBacklog) != 0) return CannotListen(address, std::strerror(errno));
+  return result;
+}
+
+ListenSocket::~ListenSocket() {
+  if (!path_.empty()) unlink(path_.c_str());
+  if (fd_ >= 0) close(fd_);
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,59 @@
+#include "kvmanager/rpc/rpc_metrics.h"
+
+#include <string>
+
+namespace kvmanager {
+namespace {
+
+constexpr char kAcceptedHelp[] = "Connections accepted";
+constexpr char kPairsHelp[] =
+    "Pairs of query token and context token attended to, by the form in which the context was read";
+constexpr char kAttendHelp[] = "Attention of one step, from plan to result, on the event loop (small) or on workers";
+constexpr char kReadHelp[] = "Tokens whose K and V were read back, counted once per layer, by the form of their page";
+
+std::vector<double> AttendBounds() { return ExponentialBounds(4e-6, 2, 20); }
+
+}  // namespace
+
+const char* MethodName(Method method) {
+  static constexpr const char* kNames[kMethods] = {
+      "hello",   "openCache",      "createArena",   "openDevice",   "createDeviceArena",
+      "admin",   "ping",           "info",          "match",        "createSequences",
+      "step",    "claim",          "outputFactors", "extend",       "openProjections",
+      "read",    "setProjections", "fork",          "crop",         "publish",
+      "handOff", "beginHandOff",   "finishHandOff", "sequenceInfo", "copy",
+      "mapSlab", "status",         "caches",        "sequences",    "peers",
+      "drain",   "undrain",        "purge",         "recompute",    "metrics",
+  };
+  return kNames[static_cast<int>(method)];
+}
+
+const char* EndReasonName(EndReason reason) {
+  static constexpr const char* kNames[kEndReasons] = {"closed", "framing", "process_died", "unread", "shutdown"};
+  return kNames[static_cast<int>(reason)];
+}
+
+ConnectionMetrics::ConnectionMetrics(Metrics* m)
+    : open(m->Gauge("connections", "Open connections of clients")),
+      accepted_unix(m->Counter("connections_total", kAcceptedHelp, {{"socket", "unix"}})),
+      accepted_tcp(m->Counter("connections_total", kAcceptedHelp, {{"socket", "tcp"}})),
+      refused(m->Counter("connections_refused_total", "Connections closed at once: too many are open")) {
+  for (int i = 0; i < kEndReasons; ++i) {
+    ended_by_reason[i] = &m->Counter("connections_ended_total", "Connections ended, by reason",
+                                     {{"reason", EndReasonName(static_cast<EndReason>(i))}});
+  }
+}
+
+AttendMetrics::AttendMetrics(Metrics* m)
+    : encoded_pairs(m->Counter("attend_pairs_total", kPairsHelp, {{"form", "encoded"}})),
+      raw_pairs(m->Counter("attend_pairs_total", kPairsHelp, {{"form", "raw"}})),
+      loop_seconds(m->Histogram("attend_seconds", kAttendHelp, AttendBounds(), {{"where", "loop"}})),
+      worker_seconds(m->Histogram("attend_seconds", kAttendHelp, AttendBounds(), {{"where", "workers"}})),
+      tokens(m->Counter("attend_tokens_total", "Query tokens attended for, counted once per layer")) {}
+
+ReadMetrics::ReadMetrics(Metrics* m)
+    : seconds(m->Histogram("read_seconds", "One read of K and V, from pages that are ready to rows", AttendBounds())),
+      encoded_tokens(m->Counter("read_tokens_total", kReadHelp, {{"form", "encoded"}})),
+      raw_tokens(m->Counter("read_tokens_total", kReadHelp, {{"form", "raw"}})) {}
+
+}  // namespace kvmanager

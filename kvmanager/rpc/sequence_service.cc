@@ -1,0 +1,404 @@
+// Sequence, and a hand-off of one that is under way.
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/gpu/written_publish.h"
+#include "kvmanager/handoff/gpu_landing.h"
+#include "kvmanager/handoff/outgoing_hand_off.h"
+#include "kvmanager/handoff/peer_choice.h"
+#include "kvmanager/rpc/limits.h"
+#include "kvmanager/rpc/serve.h"
+#include "kvmanager/rpc/service.h"
+
+namespace kvmanager {
+namespace {
+
+// Params: with a peer, timeoutMs, roomMs and goesOn.
+template <typename Params>
+absl::StatusOr<HandOffTargets> ReadTargets(const std::vector<std::string>& peers_allowed, const Params& params) {
+  KV_ASSIGN_OR_RETURN(std::vector<std::string> peers, ParsePeers(ViewOf(params.getPeer())));
+  KV_RETURN_IF_ERROR(CheckPeersAllowed("peer", peers, peers_allowed));
+  const uint32_t timeout_ms = params.getTimeoutMs(), room_ms = params.getRoomMs();
+  if (timeout_ms == 0 || timeout_ms > limits::kHandOffTimeoutMsMax) {
+    return InvalidField("timeoutMs", timeout_ms, absl::StrCat("1..", limits::kHandOffTimeoutMsMax));
+  }
+  if (room_ms > limits::kHandOffTimeoutMsMax) {
+    return InvalidField("roomMs", room_ms, absl::StrCat("at most ", limits::kHandOffTimeoutMsMax));
+  }
+  return HandOffTargets{std::move(peers), room_ms, timeout_ms, params.getGoesOn()};
+}
+
+absl::StatusOr<std::string> ReadBlob(capnp::Data::Reader blob) {
+  if (blob.size() > limits::kBlobBytesMax) {
+    return InvalidField("blob", absl::StrCat(blob.size(), " bytes long"),
+                        absl::StrCat("at most ", limits::kBlobBytesMax, " bytes long"));
+  }
+  return std::string(reinterpret_cast<const char*>(blob.begin()), blob.size());
+}
+
+void WriteSent(Session& session, Method method, const absl::StatusOr<SentHandOff>& sent,
+               api::HandOffReply::Builder reply) {
+  if (!sent.ok()) {
+    session.calls().NoteError(method, sent.status());
+    return WriteStatus(sent.status(), reply.initStatus());
+  }
+  reply.setTicket(capnp::Data::Reader(reinterpret_cast<const kj::byte*>(sent->ticket.data()), sent->ticket.size()));
+  reply.setBytesSent(sent->result.bytes_sent);
+  reply.setPagesSent(sent->result.pages_sent);
+  reply.setPagesSkipped(sent->result.pages_skipped);
+  reply.setSeconds(sent->result.seconds);
+  reply.setBytesResent(sent->result.bytes_resent);
+  reply.setResumes(sent->result.resumes);
+  reply.setPeer(TextOf(sent->peer));
+  reply.setSendingSeconds(sent->result.sending_seconds);
+  reply.setBegunUnixNs(sent->begun_unix_ns);
+  auto layers = reply.initLayers(static_cast<uint32_t>(sent->result.groups.size()));
+  for (uint32_t i = 0; i < layers.size(); ++i) {
+    const SendTimes& times = sent->result.groups[i];
+    layers[i].setReadyFirst(times.posted_first);
+    layers[i].setReadyLast(times.posted_last);
+    layers[i].setSentFirst(times.sent_first);
+    layers[i].setArrivedLast(times.arrived_last);
+  }
+}
+
+class HandOffService final : public api::HandOff::Server {
+ public:
+  /// What was appended to the sequence so far.
+  struct Appended {
+    /// Resolves once it is in the sequence's pages, or could not be.
+    absl::AnyInvocable<kj::Promise<absl::Status>()> written = [] { return absl::OkStatus(); };
+    /// Whether it is; an error: something is wrong with it.
+    absl::AnyInvocable<absl::StatusOr<bool>()> look = [] { return true; };
+  };
+
+  HandOffService(std::shared_ptr<Session> session, api::Sequence::Client sequence, kj::Own<CancelOnDrop> hand_off,
+                 Appended appended)
+      : session_(std::move(session)),
+        sequence_(kj::mv(sequence)),
+        hand_off_(kj::mv(hand_off)),
+        appended_(std::move(appended)) {}
+
+  kj::Promise<void> finish(FinishContext context) override {
+    return Serve(*session_, Method::kFinishHandOff, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_ASSIGN_OR_RETURN(std::string blob, ReadBlob(context.getParams().getBlob()));
+      context.releaseParams();
+      return FinishWritten(std::move(blob))
+          .then([this, context](absl::StatusOr<SentHandOff> sent) mutable {
+            WriteSent(*session_, Method::kFinishHandOff, sent, context.getResults().initReply());
+          })
+          .attach(thisCap());
+    });
+  }
+
+ private:
+  kj::Promise<absl::StatusOr<SentHandOff>> FinishWritten(std::string blob) {
+    return appended_.written().then(
+        [this, blob = std::move(blob)](absl::Status written) mutable -> kj::Promise<absl::StatusOr<SentHandOff>> {
+          // Looked at once more in the turn in which it is finished: a call may have come in between.
+          const absl::StatusOr<bool> all = written.ok() ? appended_.look() : absl::StatusOr<bool>(std::move(written));
+          if (!all.ok()) {
+            (*hand_off_)->Cancel();
+            return absl::StatusOr<SentHandOff>(all.status());
+          }
+          return *all ? (*hand_off_)->Finish(std::move(blob)) : FinishWritten(std::move(blob));
+        });
+  }
+
+  const std::shared_ptr<Session> session_;
+  const api::Sequence::Client sequence_;  // kept
+  const kj::Own<CancelOnDrop> hand_off_;
+  Appended appended_;
+};
+
+class SequenceService final : public api::Sequence::Server {
+ public:
+  SequenceService(std::shared_ptr<Session> session, const SequenceParts& parts, SequenceId id, CacheId cache)
+      : session_(std::move(session)), parts_(parts), id_(id), cache_(cache), publish_(parts.store, id) {
+    session_->Hold(id_, cache_);
+  }
+  ~SequenceService() { session_->Release(id_); }
+
+  // These need the sequence as a whole: of one that still arrives by a hand-off they wait until it has, or has not.
+  kj::Promise<void> fork(ForkContext context) override { return WhenWhole(context, &SequenceService::ForkNow); }
+  kj::Promise<void> crop(CropContext context) override { return WhenWhole(context, &SequenceService::CropNow); }
+  kj::Promise<void> publish(PublishContext context) override {
+    return WhenWhole(context, &SequenceService::PublishNow);
+  }
+  kj::Promise<void> handOff(HandOffContext context) override {
+    return WhenWhole(context, &SequenceService::HandOffNow);
+  }
+  kj::Promise<void> beginHandOff(BeginHandOffContext context) override {
+    return WhenWhole(context, &SequenceService::BeginHandOffNow);
+  }
+
+  kj::Promise<void> info(InfoContext context) override {
+    return Serve(*session_, Method::kSequenceInfo, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_ASSIGN_OR_RETURN(const SequenceInfo info, store().DescribeSequence(id_));
+      WriteHeldSequence(*parts_.held, info, context.getResults().initInfo());
+      return Done();
+    });
+  }
+
+ private:
+  template <typename Context>
+  kj::Promise<void> WhenWhole(Context context, kj::Promise<void> (SequenceService::*method)(Context)) {
+    IncomingHandOffs& incoming = *parts_.incoming;
+    if (!incoming.arriving(id_)) return (this->*method)(context);
+    context.allowCancellation();
+    return incoming.WhenSettled(id_)
+        .then([this, context, method]() mutable { return (this->*method)(context); })
+        .attach(thisCap());
+  }
+
+  kj::Promise<void> ForkNow(ForkContext context) {
+    return Serve(*session_, Method::kFork, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_RETURN_IF_ERROR(session_->CheckNewSequence());
+      SequenceId forked = 0;
+      uint64_t done = 0;
+      if (const auto bound = session_->BoundOf(cache_); bound != nullptr) {
+        const absl::StatusOr<uint64_t> changed = ChangeOnDevice(
+            *session_, bound->cache, id_, DeviceWork::kAllPages, [&](std::vector<OpenCopy>* copies) -> absl::Status {
+              KV_ASSIGN_OR_RETURN(forked, store().Fork(id_, copies));
+              return absl::OkStatus();
+            });
+        if (!changed.ok()) {
+          if (forked != 0) store().Drop(forked);  // its open pages were not copied
+          return changed.status();
+        }
+        done = *changed;
+        NoteFork(*session_, bound->cache, forked);
+      } else {
+        KV_ASSIGN_OR_RETURN(forked, store().Fork(id_));
+      }
+      auto reply = context.getResults().initReply();
+      reply.setDone(done);
+      reply.setSequence(MakeSequenceService(session_, parts_, forked, cache_));
+      reply.setSequenceId(forked);
+      return Done();
+    });
+  }
+
+  kj::Promise<void> CropNow(CropContext context) {
+    return Serve(*session_, Method::kCrop, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      const uint64_t tokens = context.getParams().getTokens();
+      const auto bound = session_->BoundOf(cache_);
+      if (bound == nullptr) {
+        KV_RETURN_IF_ERROR(store().Crop(id_, tokens));
+        return Done();
+      }
+      KV_ASSIGN_OR_RETURN(
+          const uint64_t done,
+          ChangeOnDevice(*session_, bound->cache, id_, PagesOf(tokens, bound->config.layout.page_tokens),
+                         [&](std::vector<OpenCopy>* copies) { return store().Crop(id_, tokens, copies); }));
+      publish_.OnCrop(tokens);
+      context.getResults().setDone(done);
+      return Done();
+    });
+  }
+
+  kj::Promise<void> PublishNow(PublishContext context) {
+    return Serve(*session_, Method::kPublish, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_ASSIGN_OR_RETURN(std::vector<BlockName> names,
+                          ReadBlockNames("names", context.getParams().getNames(), limits::kBlockNamesMax));
+      const auto bound = session_->BoundOf(cache_);
+      if (bound == nullptr) {
+        KV_ASSIGN_OR_RETURN(const PublishResult result, store().Publish(id_, names));
+        WritePublished(result, context);
+        return Done();
+      }
+      // What others find must be there, and finite.
+      context.releaseParams();
+      return publish_
+          .Publish(std::move(names), bound->config.layout.page_tokens,
+                   [session = session_, bound, id = id_] { return WhenAppended(session, bound->cache, id); })
+          .then([this, context](absl::StatusOr<PublishResult> result) mutable {
+            if (result.ok()) return WritePublished(*result, context);
+            ServeError(*session_, Method::kPublish, result.status(), context);
+          })
+          .attach(thisCap());
+    });
+  }
+
+  kj::Promise<void> HandOffNow(HandOffContext context) {
+    return Serve(*session_, Method::kHandOff, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      const auto params = context.getParams();
+      KV_ASSIGN_OR_RETURN(std::string blob, ReadBlob(params.getBlob()));
+      KV_ASSIGN_OR_RETURN(HandOffTargets targets, ReadTargets(*parts_.peers_allowed, params));
+      const auto bound = session_->BoundOf(cache_);
+      auto lease = [this, goes_on = targets.goes_on] { return store().ExportWhole(id_, goes_on); };
+      auto sent = bound == nullptr ? parts_.outgoing->Send(std::move(lease), std::move(targets), std::move(blob))
+                                   : SendFromDevice(bound, std::move(targets), std::move(blob));
+      context.releaseParams();
+      return sent
+          .then([context, session = session_](absl::StatusOr<SentHandOff> result) mutable {
+            WriteSent(*session, Method::kHandOff, result, context.getResults().initReply());
+          })
+          .attach(thisCap());
+    });
+  }
+
+  kj::Promise<void> BeginHandOffNow(BeginHandOffContext context) {
+    return Serve(*session_, Method::kBeginHandOff, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      const auto params = context.getParams();
+      KV_ASSIGN_OR_RETURN(HandOffTargets targets, ReadTargets(*parts_.peers_allowed, params));
+      const uint64_t tokens = params.getTokens();
+      const auto bound = session_->BoundOf(cache_);
+      const int64_t ms = targets.timeout_ms;
+      auto lease = [this, tokens, goes_on = targets.goes_on] { return store().ExportGrowing(id_, tokens, goes_on); };
+      auto beginning = bound == nullptr ? parts_.outgoing->Begin(std::move(lease), std::move(targets))
+                                        : BeginFromDevice(bound, tokens, std::move(targets));
+      context.releaseParams();
+      return beginning
+          .then([this, context, bound, ms](absl::StatusOr<kj::Own<CancelOnDrop>> begun) mutable {
+            if (!begun.ok()) {
+              return ServeError(*session_, Method::kBeginHandOff, begun.status(), context);
+            }
+            kj::Own<CancelOnDrop> hand_off = *std::move(begun);
+            const std::string& ticket = (*hand_off)->ticket();
+            auto results = context.getResults();
+            results.setTicket(capnp::Data::Reader(reinterpret_cast<const kj::byte*>(ticket.data()), ticket.size()));
+            results.setPeer(TextOf((*hand_off)->peer()));
+            HandOffService::Appended appended;
+            if (bound != nullptr) {
+              appended.written = [loop = parts_.loop, session = session_, bound, id = id_, ms] {
+                return WithinMs(loop, WhenWritten(session, bound, id), ms);
+              };
+              appended.look = [session = session_, bound, id = id_]() -> absl::StatusOr<bool> {
+                KV_RETURN_IF_ERROR(CheckOnDevice(*session, bound->cache, id));
+                return HasWritten(*session, bound->cache, id);
+              };
+            }
+            results.setHandOff(kj::heap<HandOffService>(session_, thisCap(), kj::mv(hand_off), std::move(appended)));
+          })
+          .attach(thisCap());
+    });
+  }
+
+  // Out of the GPU's memory as its pages are written; where that cannot be, by way of the host's.
+  kj::Promise<absl::StatusOr<kj::Own<CancelOnDrop>>> BeginFromDevice(const std::shared_ptr<const BoundCache>& bound,
+                                                                     uint64_t tokens, HandOffTargets targets) {
+    using Begun = absl::StatusOr<kj::Own<CancelOnDrop>>;
+    const auto lease = [parts = &parts_, session = session_, bound, id = id_, tokens,
+                        goes_on = targets.goes_on](ExportWay way) {
+      return [=]() -> absl::StatusOr<std::unique_ptr<ExportLease>> {
+        KV_RETURN_IF_ERROR(CheckOnDevice(*session, bound->cache, id));
+        PageStore& store = *parts->store;
+        KV_ASSIGN_OR_RETURN(auto made, store.ExportGrowing(id, tokens, goes_on, way));
+        parts->device_calls->TellWhenWritten(*session, bound->cache, id, 0, store.LayerTokens(id));
+        return made;
+      };
+    };
+    return parts_.outgoing->Begin(lease(ExportWay::kDirect), targets)
+        .then([outgoing = parts_.outgoing, lease, targets](Begun begun) -> kj::Promise<Begun> {
+          if (!GoesByHost(begun.status())) return begun;
+          return outgoing->Begin(lease(ExportWay::kByHost), targets);
+        });
+  }
+
+  // Out of the GPU's memory; where that cannot be, by way of the host's: what is sent is then a copy there, which goes
+  // with the promise.
+  kj::Promise<absl::StatusOr<SentHandOff>> SendFromDevice(const std::shared_ptr<const BoundCache>& bound,
+                                                          HandOffTargets targets, std::string blob) {
+    using Sent = kj::Promise<absl::StatusOr<SentHandOff>>;
+    const int64_t ms = targets.timeout_ms + targets.room_ms;
+    auto deadline = parts_.loop->timer().afterDelay(ms * kj::MILLISECONDS).then([ms] {
+      return absl::StatusOr<SentHandOff>(absl::DeadlineExceededError(
+          absl::StrCat("the hand-off did not end within ", ms, " ms, its copy to the host included")));
+    });
+    // Made once for each peer that is tried, perhaps much later.
+    auto lease = [store = parts_.store, session = session_, bound, id = id_,
+                  goes_on = targets.goes_on]() -> absl::StatusOr<std::unique_ptr<ExportLease>> {
+      KV_RETURN_IF_ERROR(CheckOnDevice(*session, bound->cache, id));
+      if (HasWritten(*session, bound->cache, id)) return store->ExportWhole(id, goes_on);
+      return FieldError(absl::StatusCode::kFailedPrecondition, "sequence", absl::StrCat(id, ", which goes on"),
+                        "one that nothing is appended to until a peer has accepted it");
+    };
+    return OnceWritten<SentHandOff>(
+               session_, bound, id_,
+               [outgoing = parts_.outgoing, lease, targets, blob] { return outgoing->Send(lease, targets, blob); })
+        .then([parts = &parts_, session = session_, bound, id = id_, targets,
+               blob](absl::StatusOr<SentHandOff> sent) -> Sent {
+          if (!GoesByHost(sent.status())) return sent;
+          return SendFromHost(*parts, session, bound, id, targets, blob);
+        })
+        .exclusiveJoin(kj::mv(deadline));
+  }
+  // Whether what could not be sent out of a GPU's memory can be by way of the host's.
+  static bool GoesByHost(const absl::Status& status) {
+    const bool wrong_memory = absl::IsFailedPrecondition(status) && DetailOf(status).field == "device";
+    return absl::IsResourceExhausted(status) || WantsHostPages(status) || wrong_memory;
+  }
+  static kj::Promise<absl::Status> WithinMs(EventLoop* loop, kj::Promise<absl::Status> promise, int64_t ms) {
+    auto deadline = loop->timer().afterDelay(ms * kj::MILLISECONDS).then([ms] {
+      return absl::Status(absl::DeadlineExceededError(
+          absl::StrCat("what was appended was not written within ", ms, " ms: is the engine's stream stuck?")));
+    });
+    return promise.exclusiveJoin(kj::mv(deadline));
+  }
+  static kj::Promise<absl::StatusOr<SentHandOff>> SendFromHost(const SequenceParts& parts,
+                                                               const std::shared_ptr<Session>& session,
+                                                               const std::shared_ptr<const BoundCache>& bound,
+                                                               SequenceId id, HandOffTargets targets,
+                                                               std::string blob) {
+    using Sent = kj::Promise<absl::StatusOr<SentHandOff>>;
+    const auto copy = [&parts, id] { return parts.arrivals->Await(parts.store->Copy(id, CacheConfig::kHost)); };
+    return OnceWritten<Arrived>(session, bound, id, copy)
+        .then([&parts, targets = std::move(targets),
+               blob = std::move(blob)](absl::StatusOr<Arrived> copy) mutable -> Sent {
+          if (!copy.ok()) return absl::StatusOr<SentHandOff>(copy.status());
+          auto lease = [store = parts.store, id = copy->sequence(), goes_on = targets.goes_on] {
+            return store->ExportWhole(id, goes_on);
+          };
+          auto sent = parts.outgoing->Send(std::move(lease), std::move(targets), std::move(blob));
+          return sent.attach(kj::heap<Arrived>(*std::move(copy)));
+        });
+  }
+  // Calls `then` in the very turn in which everything that was appended to the sequence is in its pages, and nothing is
+  // wrong with it: a call that comes in between would append more.
+  template <typename T, typename Then>
+  static kj::Promise<absl::StatusOr<T>> OnceWritten(const std::shared_ptr<Session>& session,
+                                                    const std::shared_ptr<const BoundCache>& bound, SequenceId id,
+                                                    Then then) {
+    return WhenAppended(session, bound->cache, id)
+        .then([session, bound, id,
+               then = std::move(then)](absl::Status appended) mutable -> kj::Promise<absl::StatusOr<T>> {
+          if (!appended.ok()) return absl::StatusOr<T>(appended);
+          // The engine may have gone on meanwhile.
+          if (!HasWritten(*session, bound->cache, id)) return OnceWritten<T>(session, bound, id, std::move(then));
+          return then();
+        });
+  }
+  static kj::Promise<absl::Status> WhenWritten(const std::shared_ptr<Session>& session,
+                                               const std::shared_ptr<const BoundCache>& bound, SequenceId id) {
+    return OnceWritten<bool>(session, bound, id, [] { return absl::StatusOr<bool>(true); })
+        .then([](absl::StatusOr<bool> written) { return written.status(); });
+  }
+
+  static uint64_t PagesOf(uint64_t tokens, uint64_t page_tokens) {
+    return tokens / page_tokens + (tokens % page_tokens != 0);
+  }
+  static void WritePublished(const PublishResult& result, PublishContext& context) {
+    auto reply = context.getResults().initReply();
+    reply.setPublished(static_cast<uint32_t>(result.published));
+    reply.setShared(static_cast<uint32_t>(result.shared));
+    reply.setDeferred(static_cast<uint32_t>(result.deferred));
+  }
+  PageStore& store() { return *parts_.store; }
+
+  const std::shared_ptr<Session> session_;
+  const SequenceParts& parts_;
+  const SequenceId id_;
+  const CacheId cache_;
+  WrittenPublish publish_;  // of a cache on a GPU
+};
+
+}  // namespace
+
+api::Sequence::Client MakeSequenceService(std::shared_ptr<Session> session, const SequenceParts& parts,
+                                          SequenceId sequence, CacheId cache) {
+  return kj::heap<SequenceService>(std::move(session), parts, sequence, cache);
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,170 @@
+// What one connection holds: its sequences and arenas, by the numbers that its requests name them with.
+//
+// Shared by the connection, its capabilities and its running calls, whichever lives longest; the loop's thread alone.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kvmanager/api/kvmanager.capnp.h"
+#include "kvmanager/gpu/device_arena.h"
+#include "kvmanager/gpu/device_stream.h"
+#include "kvmanager/gpu/device_work.h"
+#include "kvmanager/gpu/process_steps.h"
+#include "kvmanager/gpu/step_cache.h"
+#include "kvmanager/handoff/drain_switch.h"
+#include "kvmanager/memory/region.h"
+#include "kvmanager/rpc/arena_bytes.h"
+#include "kvmanager/rpc/call_records.h"
+#include "kvmanager/rpc/held_sequences.h"
+#include "kvmanager/rpc/rpc_metrics.h"
+
+namespace kvmanager {
+
+class Session {
+ public:
+  /// What every session uses. Everything outlives them.
+  struct Parts {
+    PageStore* store = nullptr;
+    const DrainSwitch* drain = nullptr;
+    HeldSequences* held = nullptr;
+    ArenaBytes* arenas = nullptr;
+    CallRecords* calls = nullptr;
+    DeviceWork::Parts device_work;
+    ProcessSteps::Parts process_steps;
+  };
+
+  /// parts: outlives this. pid: of the process that connected, as the socket's credentials say; 0: unknown.
+  Session(const Parts& parts, bool unix_socket, uint32_t pid, absl::AnyInvocable<void(EndReason)> cut_off)
+      : parts_(parts), unix_socket_(unix_socket), pid_(pid), cut_off_(std::move(cut_off)) {}
+  ~Session();
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  CallRecords& calls() const { return *parts_.calls; }
+  bool unix_socket() const { return unix_socket_; }
+
+  /// Ends the connection soon, after the caller has returned. Nothing if it has ended.
+  void CutOff(EndReason reason) {
+    if (cut_off_ != nullptr) cut_off_(reason);
+  }
+  /// The connection is gone; calls and capabilities may live a little longer.
+  void Detach() { cut_off_ = nullptr; }
+
+  bool greeted() const { return greeted_; }
+  void Greet(std::string name) {
+    greeted_ = true;
+    name_ = std::move(name);
+  }
+  const std::string& name() const { return name_; }
+  uint32_t pid() const { return pid_; }
+
+  // Sequences.
+  /// Whether this connection may hold one more. Draining is not asked about: a claim takes over what is here already.
+  absl::Status CheckRoomForSequence() const;
+  /// The same for a sequence that begins now: UNAVAILABLE while the daemon drains.
+  absl::Status CheckNewSequence() const;
+  void Hold(SequenceId sequence, CacheId cache);
+  /// Drops it from the store too.
+  void Release(SequenceId sequence);
+  bool Holds(SequenceId sequence, CacheId cache) const {
+    const auto found = sequences_.find(sequence);
+    return found != sequences_.end() && found->second == cache;
+  }
+
+  // Arenas, of host and device memory, numbered together. Regions are shared with the calls that use them.
+  absl::Status ReserveArena(uint64_t bytes);
+  void UnreserveArena(uint64_t bytes);
+  uint32_t AddArena(std::shared_ptr<Region> region);
+  void RemoveArena(uint32_t id);
+  /// nullptr: unknown.
+  std::shared_ptr<Region> FindArena(uint32_t id) const {
+    const auto found = arenas_.find(id);
+    return found == arenas_.end() ? nullptr : found->second;
+  }
+  /// Without taking part in owning it; empty: unknown.
+  absl::Span<uint8_t> ArenaBytes(uint32_t id) const {
+    const auto found = arenas_.find(id);
+    return found == arenas_.end() ? absl::Span<uint8_t>()
+                                  : absl::Span<uint8_t>(found->second->data(), found->second->bytes());
+  }
+
+  uint32_t AddDeviceArena(std::shared_ptr<DeviceArena> arena);
+  /// The arena's memory stays until what this connection's stream was given so far has passed.
+  void RemoveDeviceArena(uint32_t id);
+  /// Its address on the device, its size and its GPU; nullptr: unknown, or host memory. Not after the arena is removed.
+  const DeviceArena* DeviceArenaOf(uint32_t id) const {
+    const auto found = device_arenas_.find(id);
+    return found == device_arenas_.end() ? nullptr : found->second.get();
+  }
+
+  // Streams: at most one per GPU.
+  /// nullptr: none is open.
+  std::shared_ptr<DeviceStream> DeviceStreamOf(int ordinal) const;
+  /// gpu: the stream's.
+  void SetDeviceStream(Gpu* gpu, const std::shared_ptr<DeviceStream>& stream);
+  /// Closes it; it keeps this session's arenas and work of its GPU until it has drained.
+  void CloseDeviceStream(DeviceStream* stream);
+  /// What this connection runs on a GPU: in the daemon, and in its own process. Made when first asked for. Errors:
+  /// FAILED_PRECONDITION without a stream; RESOURCE_EXHAUSTED.
+  absl::StatusOr<std::shared_ptr<DeviceWork>> DeviceWorkOf(int ordinal);
+  absl::StatusOr<std::shared_ptr<ProcessSteps>> ProcessStepsOf(int ordinal);
+  std::shared_ptr<ProcessSteps> FindProcessSteps(int ordinal) const;  // nullptr: it was not asked for
+
+  // Caches on GPUs.
+  void Bind(std::shared_ptr<const BoundCache> cache) { bound_[cache->cache.id] = std::move(cache); }
+  /// nullptr: of host memory, or not opened by this connection.
+  std::shared_ptr<const BoundCache> BoundOf(CacheId cache) const {
+    const auto found = bound_.find(cache);
+    return found == bound_.end() ? nullptr : found->second;
+  }
+
+ private:
+  /// A GPU that this connection opened.
+  struct OpenDevice {
+    Gpu* gpu = nullptr;
+    std::weak_ptr<DeviceStream> stream;  // its capability owns it
+  };
+
+  const Parts& parts_;
+  const bool unix_socket_;
+  const uint32_t pid_;
+  absl::AnyInvocable<void(EndReason)> cut_off_;  // nullptr once the connection is gone
+  bool greeted_ = false;
+  std::string name_;
+  absl::flat_hash_map<SequenceId, CacheId> sequences_;
+  absl::flat_hash_map<uint32_t, std::shared_ptr<Region>> arenas_;
+  absl::flat_hash_map<uint32_t, std::shared_ptr<DeviceArena>> device_arenas_;
+  absl::flat_hash_map<int, OpenDevice> devices_;  // by ordinal
+  absl::flat_hash_map<int, std::shared_ptr<DeviceWork>> device_works_;
+  absl::flat_hash_map<int, std::shared_ptr<ProcessSteps>> process_steps_;
+  absl::flat_hash_map<CacheId, std::shared_ptr<const BoundCache>> bound_;
+  uint32_t next_arena_ = 1;
+  size_t arenas_reserved_ = 0;
+  uint64_t arena_bytes_ = 0;
+};
+
+/// Space that a connection fills with one arena: given back when the arena's memory goes.
+class ArenaMemory {
+ public:
+  /// `bytes` are reserved.
+  ArenaMemory(std::shared_ptr<Session> session, uint64_t bytes) : session_(std::move(session)), bytes_(bytes) {}
+  ~ArenaMemory() { session_->UnreserveArena(bytes_); }
+  ArenaMemory(const ArenaMemory&) = delete;
+  ArenaMemory& operator=(const ArenaMemory&) = delete;
+
+ private:
+  const std::shared_ptr<Session> session_;
+  const uint64_t bytes_;
+};
+
+/// `info` and who holds the sequence.
+void WriteHeldSequence(const HeldSequences& held, const SequenceInfo& info, api::SequenceInfo::Builder out);
+
+}  // namespace kvmanager

@@ -1,0 +1,112 @@
+#include "kvmanager/rpc/session.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+
+#include "kvmanager/base/status.h"
+#include "kvmanager/rpc/limits.h"
+#include "kvmanager/store/store_fixture.h"
+
+namespace kvmanager {
+namespace {
+
+using testing::kPage;
+using testing::MakeConfig;
+using testing::MakeText;
+
+constexpr uint64_t kArenaBytesOfAll = 3 * limits::kArenaBytesMax / 2;
+
+class SessionTest : public testing::PageStoreTest {
+ protected:
+  std::unique_ptr<Session> MakeSession() {
+    parts_.store = &store();
+    parts_.drain = &drain_;
+    parts_.held = &held_;
+    parts_.arenas = &arenas_;
+    parts_.calls = &calls_;
+    return std::make_unique<Session>(parts_, /*unix_socket=*/true, /*pid=*/7,
+                                     [this](EndReason reason) { cut_off_.push_back(reason); });
+  }
+
+  Metrics metrics_;
+  RecentErrors errors_;
+  const SteadyClock clock_;
+  DrainSwitch drain_{&metrics_};
+  HeldSequences held_{&metrics_};
+  ArenaBytes arenas_{&metrics_, kArenaBytesOfAll};
+  CallRecords calls_{&metrics_, &errors_, &clock_};
+  Session::Parts parts_;
+  std::vector<EndReason> cut_off_;
+};
+
+TEST_F(SessionTest, HoldsSequencesUntilItReleasesThem) {
+  const auto session = MakeSession();
+  const CacheId cache = test().Open(MakeConfig("raw", 0));
+  const SequenceId sequence = Filled(cache, MakeText(kPage), kPage);
+  EXPECT_EQ(held_.HolderOf(sequence), nullptr);
+  session->Hold(sequence, cache);
+  EXPECT_TRUE(session->Holds(sequence, cache));
+  EXPECT_FALSE(session->Holds(sequence, cache + 1));
+  EXPECT_EQ(held_.HolderOf(sequence), session.get());
+  EXPECT_EQ(held_.count(), 1u);
+  session->Release(sequence);
+  EXPECT_FALSE(session->Holds(sequence, cache));
+  EXPECT_EQ(held_.HolderOf(sequence), nullptr);
+  EXPECT_EQ(held_.count(), 0u);
+  EXPECT_TRUE(store().Sequences().empty());
+}
+
+TEST_F(SessionTest, AcceptsNoNewSequenceWhileTheDaemonDrains) {
+  const auto session = MakeSession();
+  EXPECT_TRUE(session->CheckNewSequence().ok());
+  drain_.Set(true);
+  EXPECT_TRUE(absl::IsUnavailable(session->CheckNewSequence()));
+  EXPECT_TRUE(session->CheckRoomForSequence().ok());  // a claim takes over what is here
+  drain_.Set(false);
+  EXPECT_TRUE(session->CheckNewSequence().ok());
+}
+
+TEST_F(SessionTest, ArenasHaveBoundsOfTheirOwnOfAConnectionAndOfTheDaemon) {
+  const auto session = MakeSession(), other = MakeSession();
+  for (const uint64_t bad :
+       {uint64_t{0}, limits::kArenaBytesStep + 1, limits::kArenaBytesMax + limits::kArenaBytesStep}) {
+    EXPECT_TRUE(absl::IsInvalidArgument(session->ReserveArena(bad))) << bad;
+  }
+  ASSERT_TRUE(session->ReserveArena(limits::kArenaBytesMax).ok());
+  const absl::Status full = other->ReserveArena(limits::kArenaBytesMax);
+  EXPECT_TRUE(absl::IsResourceExhausted(full));
+  EXPECT_EQ(DetailOf(full).field, "arena bytes of all connections");
+  session->UnreserveArena(limits::kArenaBytesMax);
+  ASSERT_TRUE(other->ReserveArena(limits::kArenaBytesMax).ok());
+  other->UnreserveArena(limits::kArenaBytesMax);
+  for (size_t i = 0; i < limits::kArenasMax; ++i) ASSERT_TRUE(session->ReserveArena(limits::kArenaBytesStep).ok()) << i;
+  EXPECT_EQ(DetailOf(session->ReserveArena(limits::kArenaBytesStep)).field, "arenas of this connection");
+  ASSERT_TRUE(other->ReserveArena(limits::kArenaBytesStep).ok());
+}
+
+TEST_F(SessionTest, CutsOffWhileTheConnectionIsThere) {
+  const auto session = MakeSession();
+  session->CutOff(EndReason::kFraming);
+  session->Detach();
+  session->CutOff(EndReason::kUnread);
+  EXPECT_EQ(cut_off_, std::vector<EndReason>{EndReason::kFraming});
+}
+
+TEST_F(SessionTest, CallsAndErrorsAreRecorded) {
+  const auto session = MakeSession();
+  session->calls().NoteCall(Method::kCrop);
+  session->calls().NoteError(Method::kCrop, InvalidField("tokens", 5, "at most 4"));
+  session->calls().NoteMalformed();
+  const std::string text = metrics_.Text();
+  EXPECT_NE(text.find("kvmanager_rpc_calls_total{method=\"crop\"} 1"), std::string::npos);
+  EXPECT_NE(text.find("code=\"INVALID_ARGUMENT\",method=\"crop\"} 1"), std::string::npos);
+  EXPECT_NE(text.find("code=\"FRAMING\",method=\"none\"} 1"), std::string::npos);
+  const std::vector<RecentError> errors = errors_.List();
+  ASSERT_EQ(errors.size(), 1u);
+  EXPECT_EQ(errors[0].method, "crop");
+  EXPECT_EQ(errors[0].field, "tokens");
+}
+
+}  // namespace
+}  // namespace kvmanager

@@ -1,0 +1,260 @@
+#include "kvmanager/rpc/step.h"
+
+#include <cstring>
+#include <utility>
+
+#include "absl/container/inlined_vector.h"
+#include "absl/strings/str_cat.h"
+#include "attention/attention.h"
+#include "kvmanager/base/aligned_buffer.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/rpc/serve.h"
+#include "kvmanager/store/own_page.h"
+
+namespace kvmanager {
+namespace {
+
+using Parts = HostSteps::Parts;
+
+constexpr size_t kReplyWords = 32;  // of a StepReply without its outputs
+
+absl::Status Append(PageStore& store, const StepCache& cache, const CheckedStep& step) {
+  const PageLayout& layout = cache.config->layout;
+  const size_t row_bytes = size_t{layout.kv_heads} * layout.head_dim * DTypeBytes(layout.dtype);
+  const size_t x_row_bytes = size_t(cache.config->hidden) * DTypeBytes(layout.dtype);
+  absl::InlinedVector<AppendEntry, 4> entries;
+  entries.reserve(step.entries.size());
+  size_t row = 0;
+  for (const AttendEntry& entry : step.entries) {
+    entries.push_back({entry.sequence, entry.position, entry.tokens, step.k.bytes.data() + row * row_bytes,
+                       step.v.bytes.data() + row * row_bytes,
+                       step.x.given() ? step.x.bytes.data() + row * x_row_bytes : nullptr});
+    row += entry.tokens;
+  }
+  return store.Append(cache.id, step.layer, entries);
+}
+
+// Where a step's attention reads and writes.
+struct Rows {
+  const uint8_t* q = nullptr;
+  uint8_t* out = nullptr;
+  float* lse = nullptr;
+};
+
+std::unique_ptr<AttentionPlan> MakePlan(const StepCache& cache, const CheckedStep& step, const AttendLease& lease,
+                                        const Rows& rows, int threads) {
+  const size_t row_bytes = size_t(cache.config->query_heads) * cache.config->layout.head_dim * DTypeBytes(step.q_dtype);
+  absl::InlinedVector<AttentionSequence, 4> sequences(step.entries.size());
+  size_t row = 0;
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    AttentionSequence& sequence = sequences[i];
+    sequence.pages = lease.pages(i);
+    sequence.selector = lease.selector(i);
+    sequence.first_position = step.entries[i].position;
+    sequence.tokens = step.entries[i].tokens;
+    sequence.q = rows.q + row * row_bytes;
+    sequence.out = rows.out + row * row_bytes;
+    if (rows.lse != nullptr) sequence.lse = rows.lse + row * cache.config->query_heads;
+    row += step.entries[i].tokens;
+  }
+  AttentionBatch batch;
+  batch.codec = cache.codec.get();
+  batch.raw_attention = &cache.raw->attention();
+  batch.layout = cache.config->layout;
+  batch.layer = step.layer;
+  batch.query_heads = cache.config->query_heads;
+  batch.lag_pages = cache.config->lag_pages;
+  batch.scale = step.scale;
+  batch.q_dtype = step.q_dtype;
+  batch.sequences = sequences;
+  return AttentionPlan::Make(batch, threads);
+}
+
+// The rule of OwnPageIsEncoded. A query for tokens just appended always passes, so an append never stands without its
+// attend.
+absl::Status CheckOwnPages(const StepCache& cache, const CheckedStep& step, const AttendLease& lease) {
+  if (cache.codec->info().identity) return absl::OkStatus();
+  const uint64_t page_tokens = cache.config->layout.page_tokens;
+  for (size_t i = 0; i < step.entries.size(); ++i) {
+    const AttendEntry& entry = step.entries[i];
+    const absl::Span<const AttentionPage> pages = lease.pages(i);
+    const uint64_t end = entry.position + entry.tokens;
+    for (uint64_t begin = entry.position; begin < end;) {
+      const uint64_t page = begin / page_tokens, page_end = (page + 1) * page_tokens;
+      if (pages[page].raw == nullptr && begin + 1 != page_end) {
+        return OwnPageIsEncoded(i, entry.position, page_end);
+      }
+      begin = page_end;
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Of an identity codec every form is the raw one.
+AttentionCounts CountsOf(const AttentionPlan& plan, const StepCache& cache) {
+  AttentionCounts counts = plan.counts();
+  if (cache.codec->info().identity) {
+    counts.raw_pairs += counts.encoded_pairs;
+    counts.encoded_pairs = 0;
+  }
+  return counts;
+}
+
+void Count(const Parts& parts, const CheckedStep& step, const AttentionCounts& counts, int64_t start_ns,
+           prometheus::Histogram& seconds) {
+  seconds.Observe(double(parts.clock->NowNs() - start_ns) * 1e-9);
+  parts.metrics->encoded_pairs.Increment(double(counts.encoded_pairs));
+  parts.metrics->raw_pairs.Increment(double(counts.raw_pairs));
+  parts.metrics->tokens.Increment(double(step.tokens));
+}
+
+capnp::MessageSize ReplySize(const CheckedStep& step) {
+  uint64_t bytes = 0;
+  if (!step.out.given()) bytes += step.out_bytes + sizeof(capnp::word);
+  if (step.lse_inline) bytes += step.lse_bytes + sizeof(capnp::word);
+  return {bytes / sizeof(capnp::word) + kReplyWords, 0};
+}
+
+// REQUIRES: the lease is ready, and CheckOwnPages.
+void RunOnLoop(const Parts& parts, const StepCache& cache, const CheckedStep& step, const AttendLease& lease,
+               StepContext& context) {
+  auto reply = context.getResults(ReplySize(step)).initReply();
+  Rows rows;
+  rows.q = step.q.bytes.data();
+  rows.out = step.out.given() ? step.out.bytes.data() : reply.initOut(step.out_bytes).begin();
+  if (step.lse_bytes != 0) {
+    rows.lse =
+        reinterpret_cast<float*>(step.lse.given() ? step.lse.bytes.data() : reply.initLse(step.lse_bytes).begin());
+  }
+  const int64_t start_ns = parts.clock->NowNs();
+  const std::unique_ptr<AttentionPlan> plan = MakePlan(cache, step, lease, rows, 1);
+  plan->RunHere();
+  const AttentionCounts counts = CountsOf(*plan, cache);
+  reply.setEncodedPairs(counts.encoded_pairs);
+  reply.setRawPairs(counts.raw_pairs);
+  Count(parts, step, counts, start_ns, parts.metrics->loop_seconds);
+}
+
+// A step whose attention outlasts this turn of the loop. Shared by the promise that waits for it and by the workers'
+// completion, whichever lives longer; made and destroyed on the loop's thread.
+class StepCall final : public std::enable_shared_from_this<StepCall> {
+ public:
+  StepCall(const Parts& parts, const StepCache& cache, const CheckedStep& step, std::unique_ptr<AttendLease> lease)
+      : parts_(parts), cache_(cache), config_(*cache.config), step_(step), lease_(std::move(lease)) {
+    cache_.config = &config_;
+    if (step_.q.where == StepTensor::Where::kInline) {
+      q_copy_ = AlignedBuffer(step_.q.bytes.size());
+      std::memcpy(q_copy_.data(), step_.q.bytes.data(), q_copy_.size());
+      step_.q.bytes = q_copy_.span();
+    }
+    if (!step_.out.given()) out_ = AlignedBuffer(step_.out_bytes);
+    if (step_.lse_inline) lse_ = AlignedBuffer(step_.lse_bytes);
+    // The request goes with the call's context.
+    step_.k = step_.v = step_.x = StepTensor();
+  }
+
+  // Keeps an arena that the step reads or writes.
+  void Keep(std::shared_ptr<Region> arena) { arenas_.push_back(std::move(arena)); }
+
+  kj::Promise<void> Begin() {
+    auto waiting = kj::newPromiseAndFulfiller<void>();
+    fulfiller_ = kj::mv(waiting.fulfiller);
+    lease_->OnReady([weak = weak_from_this()] {
+      if (const auto self = weak.lock()) self->Run();
+    });
+    return kj::mv(waiting.promise);
+  }
+
+  const absl::Status& status() const { return status_; }
+
+  // REQUIRES: status() is OK.
+  void WriteReply(StepContext& context) {
+    auto reply = context.getResults(ReplySize(step_)).initReply();
+    if (!step_.out.given()) reply.setOut(capnp::Data::Reader(out_.data(), out_.size()));
+    if (step_.lse_inline) reply.setLse(capnp::Data::Reader(lse_.data(), lse_.size()));
+    reply.setEncodedPairs(counts_.encoded_pairs);
+    reply.setRawPairs(counts_.raw_pairs);
+  }
+
+ private:
+  // May be called by the lease: it must outlive this.
+  void Run() {
+    status_ = lease_->status();
+    if (status_.ok()) status_ = CheckOwnPages(cache_, step_, *lease_);
+    if (!status_.ok()) {
+      fulfiller_->fulfill();
+      return;
+    }
+    start_ns_ = parts_.clock->NowNs();
+    const bool here = step_.multiply_adds_max <= kLoopMultiplyAddsMax;
+    Rows rows;
+    rows.q = step_.q.bytes.data();
+    rows.out = step_.out.given() ? step_.out.bytes.data() : out_.data();
+    if (step_.lse_bytes != 0) {
+      rows.lse = reinterpret_cast<float*>(step_.lse.given() ? step_.lse.bytes.data() : lse_.data());
+    }
+    plan_ = MakePlan(cache_, step_, *lease_, rows, here ? 1 : parts_.workers->threads());
+    if (here) {
+      plan_->RunHere();
+      Finish(parts_.metrics->loop_seconds);
+      return;
+    }
+    plan_->Run(*parts_.workers, [queue = parts_.queue, self = shared_from_this()]() mutable {
+      queue->Post([self = std::move(self)] { self->Finish(self->parts_.metrics->worker_seconds); });
+    });
+  }
+
+  void Finish(prometheus::Histogram& seconds) {
+    counts_ = CountsOf(*plan_, cache_);
+    Count(parts_, step_, counts_, start_ns_, seconds);
+    fulfiller_->fulfill();
+  }
+
+  const Parts& parts_;
+  StepCache cache_;
+  const CacheConfig config_;
+  CheckedStep step_;
+  std::unique_ptr<AttendLease> lease_;
+  absl::InlinedVector<std::shared_ptr<Region>, 4> arenas_;
+  AlignedBuffer q_copy_, out_, lse_;
+  std::unique_ptr<AttentionPlan> plan_;
+  absl::Status status_;
+  AttentionCounts counts_;
+  int64_t start_ns_ = 0;
+  kj::Own<kj::PromiseFulfiller<void>> fulfiller_;
+};
+
+}  // namespace
+
+absl::StatusOr<kj::Promise<void>> HostSteps::Run(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                                 const CheckedStep& step, StepContext& context) const {
+  // What Attend could refuse after this append, the append refuses: it checks positions against the same counts.
+  if (step.append()) KV_RETURN_IF_ERROR(Append(*parts_.store, cache, step));
+  if (!step.attend()) {
+    context.getResults(capnp::MessageSize{kReplyWords, 0}).initReply();
+    return kj::Promise<void>(kj::READY_NOW);
+  }
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<AttendLease> lease, parts_.store->Attend(cache.id, step.layer, step.entries));
+  if (parts_.quality != nullptr && !cache.codec->info().identity) {
+    parts_.quality->NoteQueries(cache.id, *cache.config, step.layer, step.entries, step.q_dtype, step.scale,
+                                step.q.bytes.data());
+  }
+  if (step.multiply_adds_max <= kLoopMultiplyAddsMax && lease->ready()) {
+    KV_RETURN_IF_ERROR(lease->status());
+    KV_RETURN_IF_ERROR(CheckOwnPages(cache, step, *lease));
+    RunOnLoop(parts_, cache, step, *lease, context);
+    return kj::Promise<void>(kj::READY_NOW);
+  }
+  auto call = std::make_shared<StepCall>(parts_, cache, step, std::move(lease));
+  for (const StepTensor* tensor : {&step.q, &step.out, &step.lse}) {
+    if (tensor->where == StepTensor::Where::kArena) call->Keep(session->FindArena(tensor->arena));
+  }
+  context.releaseParams();
+  kj::Promise<void> ran = call->Begin();
+  return ran.then([call, context, session]() mutable {
+    if (call->status().ok()) return call->WriteReply(context);
+    ServeError(*session, Method::kStep, call->status(), context);
+  });
+}
+
+}  // namespace kvmanager

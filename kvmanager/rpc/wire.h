@@ -1,0 +1,30 @@
+// Between the schema's structs and the daemon's values. Pure functions; what comes from a client is checked for form
+// here (lengths, enumerants) and for meaning by whoever uses it.
+#pragma once
+
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "kvmanager/api/kvmanager.capnp.h"
+#include "kvmanager/base/ids.h"
+#include "kvmanager/handoff/config_wire.h"
+#include "kvmanager/store/cache_config.h"
+#include "kvmanager/store/page_store.h"
+
+namespace kvmanager {
+
+/// OK leaves the builder as it is: its default.
+void WriteStatus(const absl::Status& status, api::Status::Builder out);
+
+void WriteCacheInfo(const CacheInfo& info, api::CacheInfo::Builder out);
+void WriteSequenceInfo(const SequenceInfo& info, api::SequenceInfo::Builder out);
+void WriteMatch(const MatchResult& match, api::MatchResult::Builder out);
+
+/// `field` names the list in errors. At most `names_max` names, each of 32 and 32 bytes.
+absl::StatusOr<std::vector<BlockName>> ReadBlockNames(absl::string_view field, capnp::List<api::BlockName>::Reader in,
+                                                      size_t names_max);
+
+}  // namespace kvmanager
