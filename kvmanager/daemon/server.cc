@@ -176,9 +176,9 @@ class ServerImpl final : public Server {
     transport.metrics = &transport_metrics_;
     transport.send_bytes_per_s = options_.peer_rate_bytes;
     transport.window_bytes = options_.peer_window_bytes;
-    transport.local_lanes = options_.peer_local_copy;
+    transport.local_connections = options_.peer_local_copy;
     transport.copy_threads = std::min(UsableCpus(), kCopyThreadsMax);
-    transport.lanes = std::min<uint32_t>(static_cast<uint32_t>(UsableCpus()), transport.lanes);
+    transport.connections = std::min<uint32_t>(static_cast<uint32_t>(UsableCpus()), transport.connections);
     if (options_.peer_local_copy && options_.peer_rate_bytes == 0) {
       for (const auto& region : pool_->regions()) {
         transport.memory.push_back({region->data(), region->bytes(), region->fd()});

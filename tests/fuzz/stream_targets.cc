@@ -263,7 +263,7 @@ class BudgetReceiver final : public HandOffReceiver {
 };
 
 /// A hand-off's two connections: the input begins with the length of what the control connection carries, two bytes;
-/// the rest is the lane's.
+/// the rest is the data connection's.
 class PeerStreamTarget final : public FuzzTarget {
  public:
   PeerStreamTarget() : transport_metrics_(&metrics_) {
@@ -293,13 +293,13 @@ class PeerStreamTarget final : public FuzzTarget {
       const std::string hello = tcp::EncodeHello({});
       const std::string offer = hello + tcp::EncodeOffer({}, 0, first);
       seeds.push_back(Split(offer + tcp::EncodeEmpty(tcp::FrameType::kCancel), ""));
-      std::string lane = hello + tcp::EncodeJoin({{}, 1});
+      std::string data = hello + tcp::EncodeJoin({{}, 1});
       if (!records.empty()) {
         std::string head(tcp::kHeaderBytes + tcp::kPageRecordBytes * records.size(), 0);
         tcp::PutPagesHead(records, reinterpret_cast<uint8_t*>(head.data()));
-        lane += head + payload;
+        data += head + payload;
       }
-      seeds.push_back(Split(offer + tcp::EncodeLast(last), lane));
+      seeds.push_back(Split(offer + tcp::EncodeLast(last), data));
     }
     return seeds;
   }
@@ -340,9 +340,9 @@ class PeerStreamTarget final : public FuzzTarget {
   static absl::Span<const uint8_t> BytesOf(const std::string& s) {
     return {reinterpret_cast<const uint8_t*>(s.data()), s.size()};
   }
-  static std::string Split(const std::string& control, const std::string& lane) {
+  static std::string Split(const std::string& control, const std::string& data) {
     const char length[2] = {static_cast<char>(control.size()), static_cast<char>(control.size() >> 8)};
-    return std::string(length, 2) + control + lane;
+    return std::string(length, 2) + control + data;
   }
   BudgetReceiver receiver_;
   Metrics metrics_;

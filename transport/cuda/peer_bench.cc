@@ -281,7 +281,7 @@ int Main(int argc, char** argv) {
       const auto sender = Value(TcpTransport::Create(options));
       options.listen = "127.0.0.1:0";
       options.receiver = &receiver;
-      options.local_lanes = true;
+      options.local_connections = true;
       options.device_copier = copier.get();
       const auto taker = Value(TcpTransport::Create(options));
       const Measured first = HandOff(*sender, taker->listen_address(), pages, hasher, true);

@@ -40,7 +40,7 @@ class Slab final : public DeviceCopier::Source {
     if (facts.fd >= 0) ::close(facts.fd);
   }
   DeviceSlab facts;                      // fd: -1 once it is imported
-  std::shared_ptr<DeviceRegion> region;  // of the GPU that copies: a lane's targets are on one
+  std::shared_ptr<DeviceRegion> region;  // of the GPU that copies: all targets of one data connection are on one GPU
 };
 
 class CudaPeerCopier final : public PeerCopier {

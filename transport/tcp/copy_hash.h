@@ -1,4 +1,4 @@
-// Copies bytes and computes their checksum in one pass over them: what a local lane does with each page.
+// Copies bytes and computes their checksum in one pass: a local data connection does this with each page.
 #pragma once
 
 #include <cstddef>

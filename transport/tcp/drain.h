@@ -1,7 +1,7 @@
-// Waits until the kernel reads no page of a closed lane any more. The connection is reset, so that it forgets what it
-// has not sent and never sends again what it has; what a queue or a device before the network still holds leaves within
-// its own time, and the socket's error queue says when. Owned by the handlers of its timer; the transport's thread
-// alone.
+// Waits until the kernel no longer reads the pages of a closed data connection. It resets the connection, so the kernel
+// drops what it has not sent and never sends anything again. What is still in a queue or device before the network
+// leaves within its own time, and the socket's error queue says when. Owned by the handlers of its timer. The
+// transport's thread only.
 #pragma once
 
 #include <memory>

@@ -51,7 +51,7 @@ absl::Status Engine::Listen() {
   endpoint = acceptor_.local_endpoint(error);
   if (error) return failed("asking for the port", error);
   listen_address_ = FormatHostPort(where.host, endpoint.port());
-  return loop_.options.local_lanes ? ListenLocally() : absl::OkStatus();
+  return loop_.options.local_connections ? ListenLocally() : absl::OkStatus();
 }
 
 absl::Status Engine::ListenLocally() {
@@ -61,7 +61,7 @@ absl::Status Engine::ListenLocally() {
   if (!error) TuneEarly(local_acceptor_.native_handle());
   if (!error) local_acceptor_.bind(LocalEndpoint(name), error);
   if (!error) local_acceptor_.listen(kBacklog, error);
-  if (error) return absl::UnavailableError(absl::StrCat("listening for local lanes: ", error.message()));
+  if (error) return absl::UnavailableError(absl::StrCat("listening for local data connections: ", error.message()));
   loop_.local_name = std::move(name);
   loop_.regions = std::make_unique<RegionCache>(loop_.io, *loop_.copiers);
   return absl::OkStatus();

@@ -59,19 +59,19 @@ class HostileTest : public testing::Test {
     EXPECT_EQ(control.Expect<AcceptFrame>().wanted.count, pages_.size());
     return control;
   }
-  RawSocket Lane(const Token& token) {
-    RawSocket lane = Connect();
-    lane.Write(JoinOf(1, token));
-    lane.Expect<HelloFrame>();
-    lane.Expect<JoinedFrame>();
-    return lane;
+  RawSocket DataConnection(const Token& token) {
+    RawSocket connection = Connect();
+    connection.Write(JoinOf(1, token));
+    connection.Expect<HelloFrame>();
+    connection.Expect<JoinedFrame>();
+    return connection;
   }
-  /// What ends a hand-off whose lane carries `bytes`.
-  absl::Status ErrorOfLane(const std::string& bytes) {
+  /// The error that ends a hand-off whose data connection carries `bytes`.
+  absl::Status ErrorOfConnection(const std::string& bytes) {
     const Token token = NextToken();
     RawSocket control = Open(token);
-    RawSocket lane = Lane(token);
-    lane.Write(bytes);
+    RawSocket connection = DataConnection(token);
+    connection.Write(bytes);
     return ErrorOn(control);
   }
   void ExpectAlive() {
@@ -79,8 +79,8 @@ class HostileTest : public testing::Test {
     const size_t before = receiver_.completions();
     const Token token = NextToken();
     RawSocket control = Open(token);
-    RawSocket lane = Lane(token);
-    lane.Write(PagesFrameOf(pages_, {2, 0}) + PagesFrameOf(pages_, {3, 1}));
+    RawSocket connection = DataConnection(token);
+    connection.Write(PagesFrameOf(pages_, {2, 0}) + PagesFrameOf(pages_, {3, 1}));
     control.Write(EncodeLast(NothingMore()));
     std::set<uint32_t> got;
     for (;;) {
@@ -109,8 +109,8 @@ TEST_F(HostileTest, GoodStreamsByteByByte) {
   for (const char c : OfferOf(pages_)) ASSERT_TRUE(control.Write(std::string(1, c)));
   control.Expect<HelloFrame>();
   control.Expect<AcceptFrame>();
-  RawSocket lane = Connect();
-  for (const char c : LaneOf(pages_)) ASSERT_TRUE(lane.Write(std::string(1, c)));
+  RawSocket connection = Connect();
+  for (const char c : DataStreamOf(pages_)) ASSERT_TRUE(connection.Write(std::string(1, c)));
   for (const char c : EncodeLast(NothingMore())) ASSERT_TRUE(control.Write(std::string(1, c)));
   for (;;) {
     absl::StatusOr<Frame> frame = control.ReadFrame();
@@ -138,10 +138,10 @@ TEST_F(HostileTest, TruncatedAtEveryLength) {
   const std::string offer = OfferOf(pages_);
   for (size_t size = 0; size < offer.size(); ++size) Exchange(offer.substr(0, size));
   EXPECT_EQ(receiver_.offers(), 0u);
-  const std::string lane = LaneOf(pages_);
+  const std::string stream = DataStreamOf(pages_);
   const Token token = NextToken();
   RawSocket control = Open(token);
-  for (size_t size = 0; size < lane.size(); ++size) Exchange(lane.substr(0, size));  // of a token that nobody has
+  for (size_t size = 0; size < stream.size(); ++size) Exchange(stream.substr(0, size));  // of a token that nobody has
   control.Close();
   receiver_.WaitForAborts(1);
   EXPECT_EQ(receiver_.completions(), 0u);
@@ -149,31 +149,31 @@ TEST_F(HostileTest, TruncatedAtEveryLength) {
   ExpectAlive();
 }
 
-TEST_F(HostileTest, LaneCutAtEveryLengthGoesOn) {
+TEST_F(HostileTest, ConnectionCutAtEveryLengthGoesOn) {
   const Token token = NextToken();
   RawSocket control = Open(token);
   const std::string frame = PagesFrameOf(pages_, {0, 1, 2, 3});
   for (size_t size = 0; size < frame.size() - 17; ++size) {
-    RawSocket lane = Connect();
-    lane.Write(JoinOf(1, token));
-    lane.Expect<HelloFrame>();
-    const JoinedFrame joined = lane.Expect<JoinedFrame>();
+    RawSocket connection = Connect();
+    connection.Write(JoinOf(1, token));
+    connection.Expect<HelloFrame>();
+    const JoinedFrame joined = connection.Expect<JoinedFrame>();
     // What has arrived is not sent again.
     std::vector<uint32_t> missing;
     for (uint32_t i = 0; i < pages_.size(); ++i) {
       if (!joined.arrived.has(i)) missing.push_back(i);
     }
     const std::string rest = PagesFrameOf(pages_, missing);
-    lane.Write(rest.substr(0, std::min(size, rest.size() - 1)));
-    lane.EndWriting();
-    lane.ReadToEnd();
+    connection.Write(rest.substr(0, std::min(size, rest.size() - 1)));
+    connection.EndWriting();
+    connection.ReadToEnd();
   }
-  RawSocket lane = Lane(token);
+  RawSocket connection = DataConnection(token);
   RawSocket again = Connect();
-  again.Write(JoinOf(1, token));  // the same lane: the first of the two ends
+  again.Write(JoinOf(1, token));  // the same connection: the first of the two ends
   again.Expect<HelloFrame>();
   const JoinedFrame joined = again.Expect<JoinedFrame>();
-  EXPECT_EQ(lane.ReadToEnd(), "");
+  EXPECT_EQ(connection.ReadToEnd(), "");
   std::vector<uint32_t> missing;
   for (uint32_t i = 0; i < pages_.size(); ++i) {
     if (!joined.arrived.has(i)) missing.push_back(i);
@@ -193,8 +193,8 @@ TEST_F(HostileTest, SenderThatDiesAmongPages) {
   {
     const Token token = NextToken();
     RawSocket control = Open(token);
-    RawSocket lane = Lane(token);
-    lane.Write(PagesFrameOf(pages_, {0, 1}));
+    RawSocket connection = DataConnection(token);
+    connection.Write(PagesFrameOf(pages_, {0, 1}));
     receiver_.WaitForArrivals(2);
   }
   EXPECT_EQ(receiver_.WaitForAborts(1)[0].code(), absl::StatusCode::kDeadlineExceeded);
@@ -233,16 +233,16 @@ TEST_F(HostileTest, PageChangedOnItsWayIsAskedForAgain) {
   const Token token = NextToken();
   RawSocket control = Open(token);
   for (int attempt = 0; attempt < kBadPagesMax; ++attempt) {
-    RawSocket lane = Lane(token);
+    RawSocket connection = DataConnection(token);
     std::string frame = PagesFrameOf(pages_, {static_cast<uint32_t>(attempt % 4)});
     frame.back() = static_cast<char>(frame.back() ^ 0x10);
-    lane.Write(frame);
-    EXPECT_EQ(lane.ReadToEnd(), "");
+    connection.Write(frame);
+    EXPECT_EQ(connection.ReadToEnd(), "");
   }
-  RawSocket lane = Lane(token);
+  RawSocket connection = DataConnection(token);
   std::string frame = PagesFrameOf(pages_, {1});
   frame.back() = static_cast<char>(frame.back() ^ 0x10);
-  lane.Write(frame);
+  connection.Write(frame);
   const absl::Status status = ErrorOn(control);
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(DetailOf(status).field, "checksum of page 1");
@@ -256,14 +256,14 @@ TEST_F(HostileTest, PagesOutOfTurn) {
   const std::string first = PagesFrameOf(pages_, {0});
   std::vector<Page> more = pages_;
   more.push_back({1});
-  EXPECT_EQ(DetailOf(ErrorOfLane(PagesFrameOf(more, {4}))).field, "page");
-  EXPECT_EQ(DetailOf(ErrorOfLane(first + first)).field, "page");
-  EXPECT_EQ(DetailOf(ErrorOfLane(PagesFrameOf(pages_, {1, 1}))).field, "page");
-  EXPECT_EQ(DetailOf(ErrorOfLane(EncodeEmpty(FrameType::kDone))).field, "frame type on a lane");
-  EXPECT_EQ(DetailOf(ErrorOfLane(EncodeJoin({kToken, 1}))).field, "frame type on a lane");
+  EXPECT_EQ(DetailOf(ErrorOfConnection(PagesFrameOf(more, {4}))).field, "page");
+  EXPECT_EQ(DetailOf(ErrorOfConnection(first + first)).field, "page");
+  EXPECT_EQ(DetailOf(ErrorOfConnection(PagesFrameOf(pages_, {1, 1}))).field, "page");
+  EXPECT_EQ(DetailOf(ErrorOfConnection(EncodeEmpty(FrameType::kDone))).field, "frame type on a data connection");
+  EXPECT_EQ(DetailOf(ErrorOfConnection(EncodeJoin({kToken, 1}))).field, "frame type on a data connection");
   EXPECT_EQ(receiver_.aborts(), 5u);
   receiver_.skip = {0};
-  EXPECT_EQ(DetailOf(ErrorOfLane(first)).field, "page");
+  EXPECT_EQ(DetailOf(ErrorOfConnection(first)).field, "page");
   EXPECT_EQ(receiver_.completions(), 0u);
   ExpectAlive();
 }
@@ -282,8 +282,8 @@ TEST_F(HostileTest, ControlFramesOutOfTurn) {
   EXPECT_EQ(DetailOf(error_of(EncodeLast(last))).field, "withdrawn[0]");
   const Token token = NextToken();
   RawSocket control = Open(token);
-  RawSocket lane = Lane(token);
-  lane.Write(PagesFrameOf(pages_, {1}));
+  RawSocket connection = DataConnection(token);
+  connection.Write(PagesFrameOf(pages_, {1}));
   receiver_.WaitForArrivals(1);
   last.withdrawn = {1};
   control.Write(EncodeLast(last));
@@ -303,8 +303,8 @@ TEST_F(HostileTest, JoinsOfNothing) {
   EXPECT_EQ(ErrorOf(JoinOf(1)).code(), absl::StatusCode::kNotFound);
   const Token token = NextToken();
   RawSocket control = Open(token);
-  EXPECT_EQ(DetailOf(ErrorOf(JoinOf(TcpTransport::kLanesMaxDefault + 1, token))).field, "lane");
-  EXPECT_EQ(DetailOf(ErrorOf(JoinOf(kLanesMax + 1, token))).field, "JOIN lane");
+  EXPECT_EQ(DetailOf(ErrorOf(JoinOf(TcpTransport::kConnectionsMaxDefault + 1, token))).field, "connection");
+  EXPECT_EQ(DetailOf(ErrorOf(JoinOf(kConnectionsMax + 1, token))).field, "JOIN connection");
   control.Write(EncodeEmpty(FrameType::kCancel));
   receiver_.WaitForAborts(1);
   ExpectAlive();
@@ -347,7 +347,7 @@ TEST_F(HostileTest, RandomMutationsOfAGoodStream) {
   std::mt19937_64 random(6);
   for (int i = 0; i < 300; ++i) {
     const Token token = NextToken();
-    std::string streams[2] = {OfferOf(pages_, token) + EncodeLast(NothingMore()), LaneOf(pages_)};
+    std::string streams[2] = {OfferOf(pages_, token) + EncodeLast(NothingMore()), DataStreamOf(pages_)};
     std::copy(token.begin(), token.end(), streams[1].begin() + kHelloBytes + kHeaderBytes);
     std::string& bytes = streams[random() % 2];
     for (int flips = 1 + static_cast<int>(random() % 3); flips > 0; --flips) {

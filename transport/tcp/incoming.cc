@@ -82,7 +82,7 @@ absl::Status Incoming::CheckGpu() const {
   if (!of_gpu_) return absl::OkStatus();
   const char* missing = nullptr;
   if (loop_.options.device_copier == nullptr) missing = "a receiver that has GPUs";
-  if (loop_.local_name.empty()) missing = "a receiver with local lanes";
+  if (loop_.local_name.empty()) missing = "a receiver with local data connections";
   if (offered_host_ == HostId() || offered_host_ != loop_.host) missing = "a receiver on the sender's host";
   if (missing == nullptr) return absl::OkStatus();
   return FieldError(absl::StatusCode::kFailedPrecondition, "gpu", "pages in a GPU's memory", missing);
@@ -109,31 +109,32 @@ void Incoming::Resume(std::shared_ptr<FrameLink> link) {
   to.Close(/*lingering=*/true);
 }
 
-void Incoming::AddLane(uint32_t lane, std::shared_ptr<FrameLink> link) {
-  if (state_ != State::kReceiving || lane > loop_.options.lanes_max) {
-    link->Send(EncodeError(state_ == State::kReceiving
-                               ? InvalidField("lane", lane, absl::StrCat("1..", loop_.options.lanes_max))
-                               : absl::FailedPreconditionError("this hand-off takes no pages now")));
+void Incoming::AddConnection(uint32_t connection, std::shared_ptr<FrameLink> link) {
+  if (state_ != State::kReceiving || connection > loop_.options.connections_max) {
+    link->Send(
+        EncodeError(state_ == State::kReceiving
+                        ? InvalidField("connection", connection, absl::StrCat("1..", loop_.options.connections_max))
+                        : absl::FailedPreconditionError("this hand-off takes no pages now")));
     return link->Close(/*lingering=*/true);
   }
   heard_ = Now();
-  const auto old = lanes_.find(lane);
-  if (old != lanes_.end()) {
+  const auto old = connections_.find(connection);
+  if (old != connections_.end()) {
     old->second->Close();
-    lanes_.erase(old);
+    connections_.erase(old);
   }
   // The answer must not ask for pages that a GPU still writes.
-  if (gpu_jobs_.empty()) return StartLane(lane, link->Release());
-  made_again_.insert_or_assign(lane, link->Release());
+  if (gpu_jobs_.empty()) return StartConnection(connection, link->Release());
+  made_again_.insert_or_assign(connection, link->Release());
 }
 
-void Incoming::StartLane(uint32_t lane, Socket socket) {
+void Incoming::StartConnection(uint32_t connection, Socket socket) {
   // The answer is small and the socket's buffer empty: it fits, or the connection is of no use.
   const std::string answer = EncodedJoined();
   ErrorCode error;
   if (socket.write_some(asio::buffer(answer), error) != answer.size() || error) return;
-  auto made = std::make_shared<InLane>(loop_, *this, lane, std::move(socket));
-  lanes_[lane] = made;
+  auto made = std::make_shared<IncomingDataConnection>(loop_, *this, connection, std::move(socket));
+  connections_[connection] = made;
   made->Start();
 }
 
@@ -187,7 +188,7 @@ void Incoming::OnOfferReply(absl::StatusOr<HandOffReceiver::Accepted> reply) {
 std::string Incoming::EncodedAccept() const {
   const bool local = offered_host_ != HostId() && offered_host_ == loop_.host;
   return EncodeAccept(
-      {window(), loop_.options.lanes_max, ticket_, wanted_first_, local ? loop_.local_name : std::string()});
+      {window(), loop_.options.connections_max, ticket_, wanted_first_, local ? loop_.local_name : std::string()});
 }
 
 PageBitmap Incoming::TakePart(const PageSizes& part) {
@@ -246,7 +247,8 @@ absl::StatusOr<absl::Span<uint8_t>> Incoming::BeginPage(uint32_t page) {
     return InvalidField("page", page, absl::StrCat("below ", pages_.size(), ", the pages that were accepted"));
   }
   if (pages_[page] != PageState::kWanted) {
-    static constexpr const char* kWhy[] = {"not wanted here", "", "coming on another lane", "there", "withdrawn"};
+    static constexpr const char* kWhy[] = {"not wanted here", "", "coming on another data connection", "there",
+                                           "withdrawn"};
     return InvalidField("page", absl::StrCat(page, ", which is ", kWhy[static_cast<int>(pages_[page])]),
                         "a page that is wanted and has not arrived");
   }
@@ -292,7 +294,7 @@ void Incoming::Confirm(bool all) {
 void Incoming::CompleteIfAll() {
   if (!extended_ || pages_to_come_ > 0 || state_ != State::kReceiving) return;
   state_ = State::kCompleting;
-  CloseLanes();
+  CloseConnections();
   hand_off_->Complete(
       OnLoop(loop_, token_, [](Incoming& self, absl::Status status) { self.OnCompleteReply(std::move(status)); }));
 }
@@ -303,8 +305,8 @@ void Incoming::OnCompleteReply(absl::Status status) {
   End(std::move(status), /*tell=*/true);
 }
 
-void Incoming::OnLaneBroken(uint32_t lane, absl::Status why, bool bad_page) {
-  lanes_.erase(lane);
+void Incoming::OnConnectionBroken(uint32_t connection, absl::Status why, bool bad_page) {
+  connections_.erase(connection);
   if (state_ == State::kEnded) return;
   if (why.code() == absl::StatusCode::kUnavailable) return;
   if (why.code() == absl::StatusCode::kDataLoss && ++bad_pages_ <= kBadPagesMax) return;
@@ -341,9 +343,9 @@ void Incoming::Tick() {
         /*tell=*/true);
   }
   if (state_ == State::kEnded) return;
-  std::vector<std::shared_ptr<InLane>> lanes;
-  for (const auto& [index, lane] : lanes_) lanes.push_back(lane);
-  for (const auto& lane : lanes) lane->CheckStall(std::min(stall_ms, peer_stall_ms_) / 2);
+  std::vector<std::shared_ptr<IncomingDataConnection>> connections;
+  for (const auto& [index, connection] : connections_) connections.push_back(connection);
+  for (const auto& connection : connections) connection->CheckStall(std::min(stall_ms, peer_stall_ms_) / 2);
   if (state_ == State::kEnded) return;
   const int64_t next_ms = std::clamp<int64_t>(std::min(stall_ms, peer_stall_ms_) / kTicksPerStall, 1, kTickMsMax);
   timer_.expires_after(std::chrono::milliseconds(next_ms));
@@ -352,8 +354,8 @@ void Incoming::Tick() {
   });
 }
 
-void Incoming::CloseLanes() {
-  for (auto& [index, lane] : std::exchange(lanes_, {})) lane->Close();
+void Incoming::CloseConnections() {
+  for (auto& [index, connection] : std::exchange(connections_, {})) connection->Close();
 }
 
 void Incoming::Count(const absl::Status& status) {
@@ -367,7 +369,7 @@ void Incoming::Count(const absl::Status& status) {
 void Incoming::End(absl::Status why, bool tell) {
   if (state_ == State::kEnded) return;
   const auto self = shared_from_this();
-  CloseLanes();
+  CloseConnections();
   const bool offered = state_ == State::kOffered;
   if (!offered) --loop_.receiving;
   state_ = State::kEnded;
@@ -397,8 +399,8 @@ void Incoming::OnGpuEnded(const std::shared_ptr<CopyJob>& job) {
   for (const CopyJob::Page& page : job->pages()) DropPage(page.page);
   if (!gpu_jobs_.empty()) return;
   if (ending_.has_value()) GiveBack();
-  for (auto& [lane, socket] : std::exchange(made_again_, {})) {
-    if (state_ == State::kReceiving) StartLane(lane, std::move(socket));
+  for (auto& [connection, socket] : std::exchange(made_again_, {})) {
+    if (state_ == State::kReceiving) StartConnection(connection, std::move(socket));
   }
 }
 

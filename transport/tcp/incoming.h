@@ -1,21 +1,26 @@
-// A hand-off that is being received: what its control connection says, and which pages its lanes have brought. Owned by
-// Loop::incoming, under its token, and the handlers of its pending operations; the transport's thread alone.
+// One hand-off that is being received: the messages of its control connection, and the pages that its data connections
+// have brought. Owned by Loop::incoming, under its token, and by the handlers of its pending operations. The
+// transport's thread only.
 //
 // clang-format off
-//   state        means                                                  next, and on what
-//   kOffered     the receiver's answer awaited                          kReceiving: accepted, targets of the right sizes
-//   kReceiving   pages and LAST come                                    kCompleting: LAST and every wanted page are here
-//   kCompleting  the receiver's confirmation awaited                    kEnded: DONE
-//   any          refused, an error, CANCEL, nothing heard               kEnded: ERROR
-//   kEnded       kept for stall_ms, so that a sender whose connection broke learns how it ended
+//   state        means                                                 next, and on what
+//   kOffered     waits for the receiver's answer                       kReceiving: accepted, targets of the right sizes
+//   kReceiving   pages and LAST come                                   kCompleting: LAST and every wanted page are here
+//   kCompleting  waits for the receiver's confirmation                 kEnded: DONE
+//   any          refused, an error, CANCEL, nothing heard              kEnded: ERROR
+//   kEnded       kept for stall_ms, so that a sender whose connection broke learns how the hand-off ended
 // clang-format on
 //
 // A connection that breaks changes no state: it is made again, or nothing is heard for stall_ms.
 //
-// Invariants: 1. End makes every transition into kEnded; the hand-off goes to Abort then, unless it was completed, or
-// once no GPU writes any more what a closed lane had it copy (AwaitGpu), which a lane that is made again waits for too.
-// 2. Pages are written by lanes alone, each by one at a time, while kComing; End closes the lanes before Abort, and on
-// one thread a cancelled read writes nothing more. 3. A page that has arrived is never written again.
+// Invariants:
+// 1. End makes every transition into kEnded. It passes the hand-off to Abort unless the hand-off was completed. Abort
+// is
+//    called only after every GPU copy that a closed data connection started has ended (AwaitGpu); a data connection
+//    that is made again waits for those copies too.
+// 2. Only data connections write pages; one of them at a time writes a page, while the page is kComing. End closes the
+//    data connections before it calls Abort; all run on one thread, so a cancelled read writes nothing more.
+// 3. A page that has arrived is never written again.
 #pragma once
 
 #include <map>
@@ -25,7 +30,7 @@
 
 #include "absl/types/optional.h"
 #include "transport/tcp/frame_link.h"
-#include "transport/tcp/in_lane.h"
+#include "transport/tcp/incoming_data_connection.h"
 #include "transport/tcp/loop.h"
 #include "transport/tcp/wire.h"
 
@@ -45,7 +50,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   void Start(std::shared_ptr<FrameLink> link, OfferFrame offer);
   /// The sender's control connection, made again.
   void Resume(std::shared_ptr<FrameLink> link);
-  void AddLane(uint32_t lane, std::shared_ptr<FrameLink> link);
+  void AddConnection(uint32_t connection, std::shared_ptr<FrameLink> link);
   /// Ends it with `why`; `tell`: the peer still listens. `why` is moved to the receiver, not shared with it:
   /// ThreadSanitizer does not see the reference count in Debian's absl::Status.
   void End(absl::Status why, bool tell);
@@ -62,22 +67,23 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   /// Of the GPU that its targets are on; -1: they are in the host's memory.
   int device() const { return device_; }
 
-  // For its lanes.
+  // For its data connections:
   const Token& token() const { return token_; }
-  /// The target of a page that a lane announces. INVALID_ARGUMENT if it may not come now.
+  /// The target of a page that a data connection announces. INVALID_ARGUMENT if the page may not come now.
   absl::StatusOr<absl::Span<uint8_t>> BeginPage(uint32_t page);
-  /// A lane ended before that page had all its bytes, or with wrong ones.
+  /// A data connection ended before it had brought all bytes of the page, or it brought wrong bytes.
   void DropPage(uint32_t page) { pages_[page] = PageState::kWanted; }
-  /// A lane closes that has a GPU copy `job`, whose pages are dropped once it has ended. False: it has.
+  /// A data connection closes while a GPU still copies `job`; the pages of `job` are dropped when the copy has ended.
+  /// False: the copy has ended already.
   bool AwaitGpu(const std::shared_ptr<CopyJob>& job);
   /// Its bytes match its checksum.
   void OnPage(uint32_t page);
   /// After a few OnPage: tells the receiver and the sender, unless a few are not worth it yet. `all`: they are.
   void Confirm(bool all);
   void OnPayload(size_t bytes, PageWay way);
-  /// DATA_LOSS: a page or frame arrived changed, and the sender will make the lane again; INVALID_ARGUMENT ends the
-  /// hand-off; UNAVAILABLE: the connection broke.
-  void OnLaneBroken(uint32_t lane, absl::Status why, bool bad_page);
+  /// DATA_LOSS: a page or frame arrived changed, and the sender will make the
+  /// connection again; INVALID_ARGUMENT ends the hand-off; UNAVAILABLE: the connection broke.
+  void OnConnectionBroken(uint32_t connection, absl::Status why, bool bad_page);
 
  private:
   enum class State { kOffered, kReceiving, kCompleting, kEnded };
@@ -96,8 +102,8 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   std::string EncodedAccept() const;
   void CompleteIfAll();
   void Tick();
-  void CloseLanes();
-  void StartLane(uint32_t lane, Socket socket);
+  void CloseConnections();
+  void StartConnection(uint32_t connection, Socket socket);
   void OnGpuEnded(const std::shared_ptr<CopyJob>& job);
   /// What End does once nobody writes to targets.
   void GiveBack();
@@ -112,7 +118,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   SteadyTime started_ = Now();
   SteadyTime heard_ = Now();
   std::shared_ptr<FrameLink> link_;  // nullptr while broken
-  std::map<uint32_t, std::shared_ptr<InLane>> lanes_;
+  std::map<uint32_t, std::shared_ptr<IncomingDataConnection>> connections_;
 
   std::shared_ptr<IncomingHandOff> hand_off_;
   const std::shared_ptr<std::atomic<bool>> gone_ = std::make_shared<std::atomic<bool>>(false);  // while it is offered
@@ -136,8 +142,8 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
     bool tell = false, offered = false;
     std::string said;  // to the sender
   };
-  std::vector<std::shared_ptr<CopyJob>> gpu_jobs_;  // of closed lanes
-  std::map<uint32_t, Socket> made_again_;           // lanes that wait for them
+  std::vector<std::shared_ptr<CopyJob>> gpu_jobs_;  // of closed connections
+  std::map<uint32_t, Socket> made_again_;           // connections that wait for gpu_jobs_
   absl::optional<Ending> ending_;                   // until GiveBack
   absl::Status ended_with_;
   bool refused_ = false;

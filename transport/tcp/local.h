@@ -1,5 +1,5 @@
-// What lanes between daemons of one host need of the kernel: who is on the other side of a Unix socket, descriptors
-// that travel with bytes, and whether two processes are on one host. Any thread.
+// What local data connections, those between daemons of one host, need of the kernel: which process is on the other
+// side of a Unix socket, descriptors that travel with bytes, and whether two processes are on one host. Any thread.
 #pragma once
 
 #include <sys/types.h>

@@ -1,4 +1,4 @@
-// Lanes between daemons of one host: pages that the receiver copies out of the sender's memory.
+// Data connections between daemons of one host: pages that the receiver copies out of the sender's memory.
 #include "transport/tcp/local.h"
 
 #include <fcntl.h>
@@ -44,7 +44,7 @@ class LocalTest : public testing::Test {
     options.metrics = &receiver_metrics_;
     options.listen = "127.0.0.1:0";
     options.receiver = &receiver_;
-    options.local_lanes = true;
+    options.local_connections = true;
     receiving_ = *TcpTransport::Create(options);
     TcpTransport::Options sending;
     sending.metrics = &sender_metrics_;
@@ -71,7 +71,7 @@ class LocalTest : public testing::Test {
     for (const SendPage& page : pages) request.first.page_bytes.push_back(page.bytes.size());
     return SendAll(*sender_, request, pages).done.get();
   }
-  /// A hand-off of one page of 100 bytes that the test plays the sender of: control connection, and local lane.
+  /// A hand-off of one page of 100 bytes whose sender is the test: a control and a local connection.
   void Play() {
     HandOffPart part;
     part.manifest = "manifest";
@@ -84,12 +84,12 @@ class LocalTest : public testing::Test {
     control_.Expect<HelloFrame>();
     const AcceptFrame accept = control_.Expect<AcceptFrame>();
     ASSERT_FALSE(accept.local_name.empty());
-    lane_ = ConnectLocally(accept.local_name);
-    lane_.Write(JoinOf(1, token));
-    lane_.Expect<HelloFrame>();
-    lane_.Expect<JoinedFrame>();
+    connection_ = ConnectLocally(accept.local_name);
+    connection_.Write(JoinOf(1, token));
+    connection_.Expect<HelloFrame>();
+    connection_.Expect<JoinedFrame>();
   }
-  /// A receiver, played by the test, that names a Unix socket at which the sender finds no lane: it uses TCP.
+  /// A receiver, played by the test, that names a Unix socket where the sender finds nothing: the sender uses TCP.
   void ExpectTcpInstead(const std::string& local_name) {
     RawSocket listener = RawSocket::Listen();
     std::vector<Page> bytes;
@@ -105,19 +105,19 @@ class LocalTest : public testing::Test {
     PageBitmap wanted(1);
     wanted.Add(0);
     control.Write(EncodeAccept({1 << 20, 4, "ticket", wanted, local_name}));
-    RawSocket lane = listener.Accept();
-    lane.Write(EncodeHello({}));
-    lane.Expect<HelloFrame>();
-    EXPECT_EQ(lane.Expect<JoinFrame>().lane, 1u);
-    lane.Write(EncodeJoined({false, PageBitmap(1)}));
-    EXPECT_EQ(lane.Expect<PagesFrame>().pages.size(), 1u);
+    RawSocket connection = listener.Accept();
+    connection.Write(EncodeHello({}));
+    connection.Expect<HelloFrame>();
+    EXPECT_EQ(connection.Expect<JoinFrame>().connection, 1u);
+    connection.Write(EncodeJoined({false, PageBitmap(1)}));
+    EXPECT_EQ(connection.Expect<PagesFrame>().pages.size(), 1u);
     control.Expect<LastFrame>();
     control.Write(EncodeExtended({}) + EncodeGot(1 << 20, {0}) + EncodeEmpty(FrameType::kDone));
     EXPECT_TRUE(out.done.get().ok());
   }
   void WriteRegion(const RegionFrame& region, int fd) {
     const std::string frame = EncodeRegion(region);
-    EXPECT_EQ(SendWithDescriptor(lane_.fd(), RawSocket::Span(frame), fd), static_cast<ssize_t>(frame.size()));
+    EXPECT_EQ(SendWithDescriptor(connection_.fd(), RawSocket::Span(frame), fd), static_cast<ssize_t>(frame.size()));
   }
   std::string ErrorField() {
     for (;;) {
@@ -132,7 +132,7 @@ class LocalTest : public testing::Test {
   TransportMetrics sender_metrics_{&sender_registry_}, receiver_metrics_{&receiver_registry_};
   TestReceiver receiver_;
   std::unique_ptr<TcpTransport> receiving_, sender_;
-  RawSocket control_{-1}, lane_{-1};
+  RawSocket control_{-1}, connection_{-1};
   uint8_t tokens_ = 0;
 };
 
@@ -206,7 +206,7 @@ TEST_F(LocalTest, PagesElsewhereGoThroughTheSocket) {
   EXPECT_TRUE(receiver_.newest() == bytes);
 }
 
-TEST_F(LocalTest, ReceiverWithoutLocalLanesIsReachedByTcp) {
+TEST_F(LocalTest, ReceiverWithoutLocalConnectionsIsReachedByTcp) {
   TcpTransport::Options options;
   options.metrics = &receiver_metrics_;
   options.listen = "127.0.0.1:0";
@@ -261,11 +261,11 @@ TEST_F(LocalTest, AnotherUsersSocketGetsNothing) {
   if (listener < 0) GTEST_SKIP() << "only root can be another user";
   ExpectTcpInstead(name);
   // It was connected, and then closed without a byte or a descriptor.
-  const int lane = ::accept(listener, nullptr, nullptr);
-  ASSERT_GE(lane, 0);
+  const int connection = ::accept(listener, nullptr, nullptr);
+  ASSERT_GE(connection, 0);
   uint8_t byte;
-  EXPECT_EQ(::recv(lane, &byte, 1, 0), 0);
-  ::close(lane);
+  EXPECT_EQ(::recv(connection, &byte, 1, 0), 0);
+  ::close(connection);
   ::close(listener);
 }
 
@@ -282,23 +282,23 @@ TEST_F(LocalTest, SenderOfAnotherHostIsToldNoUnixSocket) {
   EXPECT_EQ(control.Expect<AcceptFrame>().local_name, "");
 }
 
-TEST_F(LocalTest, HostileLanesEndTheHandOff) {
+TEST_F(LocalTest, HostileConnectionsEndTheHandOff) {
   const uint64_t checksum = XXH3_64bits(first_->data(), 100);
   Play();
   WriteRegion({0, first_->bytes()}, first_->fd());
-  lane_.Write(EncodeLocal({{0, 0, 0, checksum}}));
+  connection_.Write(EncodeLocal({{0, 0, 0, checksum}}));
   control_.Expect<GotFrame>();  // so it goes well
 
   Play();
   WriteRegion({0, first_->bytes()}, -1);
   EXPECT_EQ(ErrorField(), "REGION");
   Play();
-  lane_.Write(EncodeLocal({{0, 0, 0, checksum}}));
+  connection_.Write(EncodeLocal({{0, 0, 0, checksum}}));
   EXPECT_EQ(ErrorField(), "region");
   for (const uint64_t offset : {first_->bytes() - 99, first_->bytes() + 1, ~uint64_t{0}}) {
     Play();
     WriteRegion({0, first_->bytes()}, first_->fd());
-    lane_.Write(EncodeLocal({{0, 0, offset, checksum}}));
+    connection_.Write(EncodeLocal({{0, 0, offset, checksum}}));
     EXPECT_EQ(ErrorField(), "offset");
   }
   Play();
@@ -315,25 +315,25 @@ TEST_F(LocalTest, HostileLanesEndTheHandOff) {
   WriteRegion({0, second_->bytes()}, second_->fd());
   EXPECT_EQ(ErrorField(), "region");
   Play();
-  lane_.Write(EncodeEmpty(FrameType::kDone));
-  EXPECT_EQ(ErrorField(), "frame type on a lane");
+  connection_.Write(EncodeEmpty(FrameType::kDone));
+  EXPECT_EQ(ErrorField(), "frame type on a data connection");
   Play();
   WriteRegion({0, first_->bytes()}, first_->fd());
-  lane_.Write(EncodeLocal({{0, 0, 0, checksum}, {0, 0, 0, checksum}}));
+  connection_.Write(EncodeLocal({{0, 0, 0, checksum}, {0, 0, 0, checksum}}));
   EXPECT_EQ(ErrorField(), "page");
-  // Frames of local lanes on a TCP connection.
+  // Frames of local connections on a TCP connection.
   const std::vector<Page> pages = RandomPages({100}, 1);
   RawSocket control = RawSocket::Connect(receiving_->listen_address());
   control.Write(OfferOf(pages));
   control.Expect<HelloFrame>();
   control.Expect<AcceptFrame>();
-  RawSocket lane = RawSocket::Connect(receiving_->listen_address());
-  lane.Write(JoinOf(1) + EncodeLocal({{0, 0, 0, checksum}}));
+  RawSocket connection = RawSocket::Connect(receiving_->listen_address());
+  connection.Write(JoinOf(1) + EncodeLocal({{0, 0, 0, checksum}}));
   for (;;) {
     absl::StatusOr<Frame> frame = control.ReadFrame();
     ASSERT_TRUE(frame.ok()) << frame.status();
     if (auto* error = std::get_if<ErrorFrame>(&*frame)) {
-      EXPECT_EQ(DetailOf(error->status).field, "frame type on a lane");
+      EXPECT_EQ(DetailOf(error->status).field, "frame type on a data connection");
       break;
     }
   }

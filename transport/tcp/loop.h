@@ -27,7 +27,7 @@ namespace asio = boost::asio;
 using ErrorCode = boost::system::error_code;
 using SteadyTime = std::chrono::steady_clock::time_point;
 using Executor = asio::io_context::executor_type;
-/// A TCP connection, or one of a Unix socket (local lanes).
+/// A TCP connection, or a connection of a Unix socket (local).
 using Socket = asio::basic_stream_socket<asio::generic::stream_protocol, Executor>;
 using Acceptor = asio::basic_socket_acceptor<asio::ip::tcp, Executor>;
 using LocalAcceptor = asio::basic_socket_acceptor<asio::local::stream_protocol, Executor>;
@@ -73,12 +73,12 @@ struct Loop {
   PeerBook peers;
   RateLimit rate;
   std::shared_ptr<Gate> gate;
-  // Destroyed before io, since what they do last may hold a lane, and after all regions, which they unmap.
-  // Of lanes' bytes. Shared with what is read out of remote memory, which may end after the transport: abandoned
-  // then.
+  // Move the bytes of data connections. Destroyed before io, since their last task may hold a data connection, and
+  // after all regions, which they unmap. Shared with reads of remote memory, which may end after the transport; such
+  // reads are abandoned.
   std::shared_ptr<WorkerPool> copiers;
-  std::unique_ptr<RegionCache> regions;  // of local lanes
-  std::string local_name;                // of the Unix socket for local lanes; empty: none
+  std::unique_ptr<RegionCache> regions;  // that local connections copy out of
+  std::string local_name;                // of the Unix socket for local connections; empty: none
   HostId host = {};
   // What has sockets or timers stays here until they are closed, so that the end of the transport finds it. Handlers of
   // pending operations share it, hence shared_ptr.

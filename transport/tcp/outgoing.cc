@@ -161,7 +161,7 @@ void Outgoing::OnFrame(Frame frame) {
   if (state_ == State::kFinished) return;
   if (!status.ok()) return FinishProtocol(status);
   CountSending();
-  OpenLanes();
+  OpenConnections();
   Pump();
 }
 
@@ -185,32 +185,32 @@ absl::Status Outgoing::OnAccept(AcceptFrame accept) {
   state_ = State::kSending;
   progress_ = Now();
   accept.wanted.ForEachMissing([this](uint32_t page) { Skip(page); });
-  lanes_allowed_ = std::min(loop_.options.lanes, accept.lanes);
+  connections_allowed_ = std::min(loop_.options.connections, accept.connections);
   if (of_gpu() && accept.local_name.empty()) {
     return InvalidField("ACCEPT local name", "empty", "one, for pages in a GPU's memory");
   }
   const RemoteMemory* const remote = loop_.options.send_bytes_per_s == 0 ? loop_.options.remote_memory : nullptr;
   if (!accept.local_name.empty()) {
-    lane_address_ = {accept.local_name, /*local=*/true};
-    lanes_.resize(1);
+    data_address_ = {accept.local_name, /*local=*/true};
+    connections_.resize(1);
   } else if (remote != nullptr && !remote->memory().empty() && (peer_features_ & kFeatureRemoteMemory) != 0) {
-    lane_address_ = {request_.peer};
+    data_address_ = {request_.peer};
     by_ucx_ = true;
     named_way_ = PageWay::kUcx;
-    lanes_.resize(1);
+    connections_.resize(1);
   } else {
-    UseTcpLanes();
+    UseTcpConnections();
   }
   if (events_.accepted) events_.accepted(std::move(accept.ticket));
   if (state_ == State::kSending) SayLast();
   return absl::OkStatus();
 }
 
-void Outgoing::UseTcpLanes() {
+void Outgoing::UseTcpConnections() {
   by_ucx_ = false;
-  lane_address_ = {request_.peer};
-  const uint64_t useful = (wanted_bytes_ + kBytesPerLane - 1) / kBytesPerLane;
-  lanes_.resize(std::clamp<uint64_t>(useful, 1, lanes_allowed_));
+  data_address_ = {request_.peer};
+  const uint64_t useful = (wanted_bytes_ + kBytesPerConnection - 1) / kBytesPerConnection;
+  connections_.resize(std::clamp<uint64_t>(useful, 1, connections_allowed_));
 }
 
 void Outgoing::SayLast() {
@@ -286,7 +286,7 @@ absl::Status Outgoing::OnDone() {
   }
   result_.seconds = SecondsSince(started_);
   CountSending();
-  CloseLanes();  // which counts
+  CloseConnections();  // which counts
   Finish(result_);
   return absl::OkStatus();
 }
@@ -398,16 +398,16 @@ void Outgoing::FinishParts(HandOffPart last) {
 
 uint64_t Outgoing::UnackedMax() const {
   // Pages that are only named are not sent twice.
-  if (of_gpu() || by_ucx_ || lane_address_.local) return window_;
+  if (of_gpu() || by_ucx_ || data_address_.local) return window_;
   return std::min(window_, wanted_bytes_ / kUnackedShare);
 }
 
-bool Outgoing::TakeFrame(uint32_t lane, std::vector<SendPage>* pages) {
+bool Outgoing::TakeFrame(uint32_t connection, std::vector<SendPage>* pages) {
   pages->clear();
   uint64_t frame_bytes = 0;
   const uint64_t unacked_max = UnackedMax();
   const uint64_t frame_max =
-      std::min(of_gpu() ? kDeviceFrameBytesTarget : kFrameBytesTarget, unacked_max / (2 * lanes_.size()));
+      std::min(of_gpu() ? kDeviceFrameBytesTarget : kFrameBytesTarget, unacked_max / (2 * connections_.size()));
   const size_t pages_max = of_gpu() ? kDevicePagesPerFrameMax : kPagesPerFrameMax;
   while (pages->size() < pages_max && (pages->empty() || frame_bytes < frame_max)) {
     std::deque<uint32_t>& queue = extended_ && !last_queue_.empty() ? last_queue_ : first_queue_;
@@ -423,7 +423,7 @@ bool Outgoing::TakeFrame(uint32_t lane, std::vector<SendPage>* pages) {
     page.sent_before = true;
     const Posted& kept = posted(queue.front());
     if (SendTimes& times = result_.groups[kept.group]; times.sent_first < 0) times.sent_first = SecondsSince(begun_);
-    page.lane = static_cast<uint8_t>(lane);
+    page.connection = static_cast<uint8_t>(connection);
     unacked_bytes_ += page.size;
     frame_bytes += page.size;
     --queued_pages_;
@@ -452,8 +452,8 @@ void Outgoing::OnPayload(uint64_t bytes, PageWay way) {
 
 void Outgoing::OnPagesWritten(uint64_t pages) { loop_.metrics.sent.pages.Increment(static_cast<double>(pages)); }
 
-void Outgoing::OnLaneJoined(uint32_t lane, const JoinedFrame& joined) {
-  LaneSlot& slot = lanes_[lane - 1];
+void Outgoing::OnConnectionJoined(uint32_t connection, const JoinedFrame& joined) {
+  ConnectionSlot& slot = connections_[connection - 1];
   slot.redial_ms = 0;
   heard_ = progress_ = Now();
   if (std::exchange(slot.joined_before, true)) {
@@ -461,7 +461,7 @@ void Outgoing::OnLaneJoined(uint32_t lane, const JoinedFrame& joined) {
     // What was on its way on the connection that broke goes first.
     for (uint32_t i = static_cast<uint32_t>(pages_.size()); i-- > 0;) {
       Page& page = pages_[i];
-      if (page.state != PageState::kSent || page.lane != lane) continue;
+      if (page.state != PageState::kSent || page.connection != connection) continue;
       if (joined.arrived.has(i)) {
         SetArrived(i, SecondsSince(begun_));
         continue;
@@ -478,31 +478,32 @@ void Outgoing::OnLaneJoined(uint32_t lane, const JoinedFrame& joined) {
   Pump();
 }
 
-void Outgoing::OnLaneBroken(uint32_t lane, absl::Status why) {
+void Outgoing::OnConnectionBroken(uint32_t connection, absl::Status why) {
   if (state_ == State::kFinished) return;
-  lanes_[lane - 1].lane = nullptr;
-  // A receiver that has everything closes its lanes, and its word of it may be the later one.
+  connections_[connection - 1].connection = nullptr;
+  // A receiver that has everything closes its connections, and its DONE may arrive later than that.
   const int64_t pause_ms = extended_ && queued_pages_ == 0 ? kRedialMsMin : 0;
-  if (of_gpu() && !lanes_[lane - 1].joined_before && IsBroken(why)) {
+  if (of_gpu() && !connections_[connection - 1].joined_before && IsBroken(why)) {
     return Stop(FieldError(absl::StatusCode::kFailedPrecondition, "gpu", "pages in a GPU's memory",
                            "a receiver whose Unix socket can be reached"));
   }
-  if ((lane_address_.local || by_ucx_) && !of_gpu() && IsBroken(why)) {
-    // Its Unix socket cannot be reached (another network namespace, or user), or it cannot map this one's memory or
-    // read it through UCX, or did not find there what was announced. TCP takes what the first lane has not brought.
-    UseTcpLanes();
-    for (LaneSlot& slot : lanes_) slot.redial_at = Now() + std::chrono::milliseconds(pause_ms);
+  if ((data_address_.local || by_ucx_) && !of_gpu() && IsBroken(why)) {
+    // The receiver's Unix socket cannot be reached (another network namespace or user), or the receiver cannot map this
+    // side's memory or read it through UCX, or it found other bytes there than announced. The pages that the first
+    // connection has not brought go over TCP.
+    UseTcpConnections();
+    for (ConnectionSlot& slot : connections_) slot.redial_at = Now() + std::chrono::milliseconds(pause_ms);
     return Tick();
   }
-  LaneSlot& slot = lanes_[lane - 1];
-  // A receiver that has all pages takes no lanes any more, and will say DONE.
+  ConnectionSlot& slot = connections_[connection - 1];
+  // A receiver that has all pages refuses more data connections and will send DONE.
   if (!IsBroken(why) && why.code() != absl::StatusCode::kFailedPrecondition) {
     if (why.code() == absl::StatusCode::kNotFound) {
       return Finish(absl::UnavailableError(
           absl::StrCat("peer ", request_.peer, " does not know this hand-off any more: ", MessageOf(why))));
     }
     // It may have read a JOIN that changed on its way, and so does who lies: that one is not asked for ever.
-    if (++slot.refused > kLaneRefusedMax) return FinishProtocol(why);
+    if (++slot.refused > kJoinsRefusedMax) return FinishProtocol(why);
   }
   slot.redial_ms = std::max(slot.redial_ms, pause_ms);
   slot.redial_at = Now() + std::chrono::milliseconds(slot.redial_ms);
@@ -510,19 +511,20 @@ void Outgoing::OnLaneBroken(uint32_t lane, absl::Status why) {
   Tick();  // which comes back for it
 }
 
-void Outgoing::OpenLanes() {
+void Outgoing::OpenConnections() {
   if (state_ != State::kSending) return;
-  for (uint32_t i = 0; i < lanes_.size() && state_ == State::kSending; ++i) {
-    LaneSlot& slot = lanes_[i];
-    if (slot.lane != nullptr || Now() < slot.redial_at || pages_to_go_ == 0) continue;
-    slot.lane = std::make_shared<OutLane>(loop_, *this, i + 1);
-    std::shared_ptr<OutLane>(slot.lane)->Start();
+  for (uint32_t i = 0; i < connections_.size() && state_ == State::kSending; ++i) {
+    ConnectionSlot& slot = connections_[i];
+    if (slot.connection != nullptr || Now() < slot.redial_at || pages_to_go_ == 0) continue;
+    slot.connection = std::make_shared<OutgoingDataConnection>(loop_, *this, i + 1);
+    std::shared_ptr<OutgoingDataConnection>(slot.connection)->Start();
   }
 }
 
 void Outgoing::Pump() {
-  for (size_t i = 0; i < lanes_.size() && state_ == State::kSending; ++i) {
-    if (lanes_[i].lane != nullptr) std::shared_ptr<OutLane>(lanes_[i].lane)->Pump();
+  for (size_t i = 0; i < connections_.size() && state_ == State::kSending; ++i) {
+    if (connections_[i].connection != nullptr)
+      std::shared_ptr<OutgoingDataConnection>(connections_[i].connection)->Pump();
   }
 }
 
@@ -543,12 +545,12 @@ void Outgoing::Tick() {
                              absl::StrCat(stall_ms_), absl::StrCat("below ", stall_ms_)));
   }
   if (link_ == nullptr && dial_ == nullptr && Now() >= redial_at_) DialControl();
-  OpenLanes();
+  OpenConnections();
   if (state_ == State::kFinished) return;
   int64_t next_ms = std::clamp<int64_t>(std::min(stall_ms_, peer_stall_ms_) / kTicksPerStall, 1, kTickMsMax);
   if (link_ == nullptr) next_ms = std::min(next_ms, kRedialMsMin);
-  for (const LaneSlot& slot : lanes_) {
-    if (slot.lane == nullptr) next_ms = std::min(next_ms, kRedialMsMin);
+  for (const ConnectionSlot& slot : connections_) {
+    if (slot.connection == nullptr) next_ms = std::min(next_ms, kRedialMsMin);
   }
   timer_.expires_after(std::chrono::milliseconds(next_ms));
   timer_.async_wait([self = shared_from_this()](const ErrorCode& error) {
@@ -567,9 +569,9 @@ void Outgoing::FinishProtocol(const absl::Status& why) {
   Stop(absl::UnavailableError(absl::StrCat("peer ", request_.peer, " broke the protocol: ", MessageOf(why))));
 }
 
-void Outgoing::CloseLanes() {
-  for (LaneSlot& slot : lanes_) {
-    if (slot.lane != nullptr) std::exchange(slot.lane, nullptr)->Close();
+void Outgoing::CloseConnections() {
+  for (ConnectionSlot& slot : connections_) {
+    if (slot.connection != nullptr) std::exchange(slot.connection, nullptr)->Close();
   }
 }
 
@@ -578,7 +580,7 @@ void Outgoing::Finish(absl::StatusOr<SendResult> result) {
   const auto self = shared_from_this();
   state_ = State::kFinished;
   if (dial_ != nullptr) std::exchange(dial_, nullptr)->Cancel();
-  CloseLanes();
+  CloseConnections();
   if (link_ != nullptr) std::exchange(link_, nullptr)->Close(/*lingering=*/!result.ok());
   timer_.cancel();
   loop_.outgoing.erase(id_);
@@ -596,7 +598,7 @@ void Outgoing::Finish(absl::StatusOr<SendResult> result) {
   ++loop_.draining;
 }
 
-void Outgoing::DrainLane(Socket socket, ZeroCopy zero_copy) {
+void Outgoing::DrainConnection(Socket socket, ZeroCopy zero_copy) {
   ++draining_;
   Drain::Start(loop_, std::move(socket), std::move(zero_copy), stall_ms_, [self = shared_from_this()] {
     if (--self->draining_ > 0 || !self->ended_.has_value()) return;

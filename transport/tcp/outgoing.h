@@ -1,18 +1,23 @@
-// A hand-off that is being sent: what its control connection says, which pages wait, are on their way or have arrived,
-// and its lanes. Owned by Loop::outgoing and the handlers of its pending operations; the transport's thread alone.
+// One hand-off that is being sent: the messages of its control connection, its data connections, and the pages that
+// wait, are on their way or have arrived. Owned by Loop::outgoing and by the handlers of its pending operations. The
+// transport's thread only.
 //
 //   state       means                                          next, and on what
-//   kOffering   the receiver's ACCEPT awaited                  kSending: it came
+//   kOffering   the receiver's ACCEPT is awaited               kSending: ACCEPT came
 //   kSending    pages go as they are posted, LAST once known   kFinished: DONE
 //   any         an error, a refusal, nothing heard, Stop       kFinished
 //
-// A connection that breaks changes no state: the control connection and each lane are made again, first at once, then
-// ever more slowly, until nothing was heard for the stall time. Before the first connection there is no second try.
+// A connection that breaks changes no state: the control connection and each data connection are made again, first at
+// once, then after growing pauses, until nothing was heard for the stall time. There is no second try before the first
+// connection.
 //
-// Invariants: 1. Finish makes every transition into kFinished and closes everything; `done` is called then, or once the
-// kernel sends nothing any more straight from pages (drain.h): nothing reads pages' bytes after it. 2. A page is sent
-// by one lane at a time; it is queued again only once JOINED of that lane has said that it did not arrive. 3.
-// unacked_bytes_ are those of pages in kSent.
+// Invariants:
+// 1. Finish makes every transition into kFinished and closes everything. It calls `done` when the kernel no longer
+// sends
+//    straight from pages (drain.h): nothing reads pages' bytes after `done`.
+// 2. One data connection at a time sends a page. The page is queued again only after JOINED of that connection has said
+//    that the page did not arrive.
+// 3. unacked_bytes_ are the bytes of pages in kSent.
 #pragma once
 
 #include <deque>
@@ -24,18 +29,18 @@
 #include "transport/tcp/dial.h"
 #include "transport/tcp/frame_link.h"
 #include "transport/tcp/loop.h"
-#include "transport/tcp/out_lane.h"
+#include "transport/tcp/outgoing_data_connection.h"
 #include "transport/tcp/wire.h"
 
 namespace kvmanager::tcp {
 
 class Outgoing : public std::enable_shared_from_this<Outgoing> {
  public:
-  static constexpr uint64_t kBytesPerLane = 8 << 20;             // a hand-off of less needs no second lane
+  static constexpr uint64_t kBytesPerConnection = 8 << 20;       // a smaller hand-off needs no second connection
   static constexpr uint64_t kFrameBytesTarget = 2 << 20;         // a frame of several pages is not longer
   static constexpr uint64_t kDeviceFrameBytesTarget = 32 << 20;  // of a GPU's: a launch is worth so much
   static constexpr int64_t kRedialMsMin = 10, kRedialMsMax = 320;
-  static constexpr int kLaneRefusedMax = 3;      // JOINs of a lane that the receiver calls wrong
+  static constexpr int kJoinsRefusedMax = 3;     // JOINs of one connection that the receiver may call wrong
   static constexpr uint64_t kUnackedShare = 20;  // a connection that breaks costs at most this part of the hand-off
   static constexpr int64_t kTicksPerStall = 8;
   static constexpr int64_t kTickMsMax = 250;
@@ -46,31 +51,31 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   void FinishParts(HandOffPart last);
   void Stop(absl::Status why);
 
-  // For its lanes.
-  const Dial::Address& lane_address() const { return lane_address_; }
+  // For its data connections:
+  const Dial::Address& data_address() const { return data_address_; }
   const Token& token() const { return token_; }
   int64_t stall_ms() const { return stall_ms_; }
-  /// Lanes say where pages lie, and the receiver reads them through UCX.
+  /// Data connections say where pages are, and the receiver reads the pages through UCX.
   bool by_ucx() const { return by_ucx_; }
   bool of_gpu() const { return of_gpu_; }
-  /// What to send next, in one frame; the pages count as sent by `lane`. False: nothing now.
-  bool TakeFrame(uint32_t lane, std::vector<SendPage>* pages);
+  /// What to send next, in one frame; the pages count as sent by `connection`. False: nothing now.
+  bool TakeFrame(uint32_t connection, std::vector<SendPage>* pages);
   /// The receiver was told where they lie. They count as sent when it says that they have arrived.
   void OnNamed(const std::vector<SendPage>& pages);
   void OnPayload(uint64_t bytes, PageWay way);
   void OnPagesWritten(uint64_t pages);
-  void OnLaneJoined(uint32_t lane, const JoinedFrame& joined);
+  void OnConnectionJoined(uint32_t connection, const JoinedFrame& joined);
   /// UNAVAILABLE, DATA_LOSS, DEADLINE_EXCEEDED: it is made again; anything else ends the hand-off.
-  void OnLaneBroken(uint32_t lane, absl::Status why);
-  /// A lane was closed, and the kernel may still send pages through its socket.
-  void DrainLane(Socket socket, ZeroCopy zero_copy);
+  void OnConnectionBroken(uint32_t connection, absl::Status why);
+  /// A data connection was closed while the kernel may still send pages through its socket.
+  void DrainConnection(Socket socket, ZeroCopy zero_copy);
 
  private:
   enum class State { kOffering, kSending, kFinished };
   enum class PageState : uint8_t { kUnposted, kQueued, kSent, kArrived, kSkipped, kWithdrawn };
   struct Page {  // small, as the lists are: hand-offs have hundreds of thousands, and made before the first can go
     uint32_t size = 0;
-    uint8_t lane = 0;  // of kSent
+    uint8_t connection = 0;  // of kSent
     PageState state = PageState::kUnposted;
     bool sent_before = false;
     bool named = false;  // kSent: the receiver was told where it lies, and copies it
@@ -82,9 +87,9 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
     uint64_t checksum;
     uint32_t group;
   };
-  static_assert(HandOffPart::kPageBytesMax <= UINT32_MAX && kLanesMax <= UINT8_MAX);
-  struct LaneSlot {
-    std::shared_ptr<OutLane> lane;  // nullptr while broken
+  static_assert(HandOffPart::kPageBytesMax <= UINT32_MAX && kConnectionsMax <= UINT8_MAX);
+  struct ConnectionSlot {
+    std::shared_ptr<OutgoingDataConnection> connection;  // nullptr while broken
     bool joined_before = false;
     int64_t redial_ms = 0;  // the next pause
     SteadyTime redial_at;
@@ -114,12 +119,12 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   absl::Status OnDone();
   void OnError(const absl::Status& status);
   void OnLinkBroken(absl::Status why);
-  void UseTcpLanes();
+  void UseTcpConnections();
   void SayLast();
   void SetArrived(uint32_t page, double now);
   void CountNamed();
   void Skip(uint32_t page);
-  void OpenLanes();
+  void OpenConnections();
   void Pump();
   bool HasWork() const { return unacked_bytes_ > 0 || queued_pages_ > 0; }
   void CountSending();  // after what may have changed HasWork
@@ -127,7 +132,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   void Tick();
   /// Bytes that may be on their way at once: what a connection that breaks may cost is a share of the hand-off.
   uint64_t UnackedMax() const;
-  void CloseLanes();
+  void CloseConnections();
   void FinishProtocol(const absl::Status& why);
   void Finish(absl::StatusOr<SendResult> result);
   void TellDone();
@@ -176,14 +181,14 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   uint64_t total_bytes_ = 0;
   uint64_t wanted_bytes_ = 0;   // of total_bytes_: neither skipped nor withdrawn
   uint64_t copied_bytes_ = 0;   // of result_.bytes_sent
-  Dial::Address lane_address_;  // the peer, or its Unix socket
+  Dial::Address data_address_;  // the peer, or its Unix socket
   uint32_t peer_features_ = 0;
   bool by_ucx_ = false;
   PageWay named_way_ = PageWay::kCopy;  // of pages in `named`
-  uint32_t lanes_allowed_ = 1;
-  std::vector<LaneSlot> lanes_;
+  uint32_t connections_allowed_ = 1;
+  std::vector<ConnectionSlot> connections_;
   SendResult result_;
-  size_t draining_ = 0;  // lanes
+  size_t draining_ = 0;  // closed data connections whose pages the kernel may still send
   absl::optional<absl::StatusOr<SendResult>> ended_;
 };
 

@@ -23,8 +23,8 @@ class RegionCache {
 
   /// workers: outlive all regions.
   RegionCache(boost::asio::io_context& io, WorkerPool& workers);
-  /// The memory behind `fd`, which is taken, of the daemon that connected `socket`. Shared with the lanes that copy out
-  /// of it. Errors: Region::Map's.
+  /// Maps the memory behind `fd`, and takes `fd`. The memory belongs to the daemon that connected `socket`. Shared with
+  /// the data connections that copy out of it. Errors: Region::Map's.
   absl::StatusOr<std::shared_ptr<const Region>> Map(int fd, uint64_t bytes, int socket);
   /// Lets go of everything, at once and from now on.
   void Close();

@@ -123,11 +123,11 @@ class ResumeTest : public testing::Test {
     receiving_ = *TcpTransport::Create(options);
     proxy_ = std::make_unique<Proxy>(receiving_->listen_address());
   }
-  /// A hand-off of 480 pages and 40 of the last part, posted in pieces; by default 9 MB or so on two lanes.
+  /// A hand-off of 480 pages and 40 of the last part, posted in pieces; by default 9 MB or so on two connections.
   absl::StatusOr<SendResult> HandOff(uint64_t seed, size_t page_bytes_max = 33 << 10) {
     return HandOffBy(*sender_, seed, page_bytes_max);
   }
-  /// The same, by the sender whose lanes write straight from pages for every other pair of seeds.
+  /// The same, by a sender whose connections write straight from pages for every other pair of seeds.
   absl::StatusOr<SendResult> HandOffByEither(uint64_t seed) {
     return HandOffBy(seed / 2 % 2 == 0 ? *sender_ : *zero_copy_sender_, seed, 33 << 10);
   }
@@ -232,12 +232,12 @@ TEST_F(ResumeTest, CutOfThePeersFirstBytes) {
   }
 }
 
-TEST_F(ResumeTest, ALanesFirstBytesThatChangeCostNothing) {
+TEST_F(ResumeTest, AConnectionsFirstBytesThatChangeCostNothing) {
   const auto first_bytes = static_cast<int64_t>(EncodeHello({}).size() + EncodeJoin({{}, 1}).size());
   for (int64_t at = 0; at < first_bytes; ++at) {
     proxy_ = std::make_unique<Proxy>(receiving_->listen_address());  // that has seen no connection
     proxy_->FlipIn(/*nth=*/2, at);                                   // the first is the one for control
-    const absl::StatusOr<SendResult> result = HandOff(at, /*page_bytes_max=*/4 << 10);  // on one lane
+    const absl::StatusOr<SendResult> result = HandOff(at, /*page_bytes_max=*/4 << 10);  // on one connection
     ExpectComplete(result, at + 1);
     if (HasFatalFailure()) return;
     EXPECT_EQ(proxy_->faults(), 1);

@@ -1,6 +1,6 @@
-// Bytes of a lane's frame, moved by a worker between a socket and where they lie: the kernel copies them in the calling
-// thread, and one thread does not fill a fast link. Never waits for a socket. Made, filled, started and abandoned on
-// the transport's thread; a worker has it from Start until `moved` is called.
+// Moves the bytes of one data connection's frame between a socket and their place in memory, on a worker: the kernel
+// copies in the calling thread, and one thread does not fill a fast link. Never waits for a socket. Made, filled,
+// started and abandoned on the transport's thread; a worker has it from Start until `moved` is called.
 #pragma once
 
 #include <sys/uio.h>

@@ -26,11 +26,11 @@ absl::Status CheckOptions(const TcpTransport::Options& options) {
   if (options.stall_ms < 1 || options.stall_ms > tcp::kStallMsMax) {
     return InvalidField("stall_ms", options.stall_ms, absl::StrCat("1..", tcp::kStallMsMax));
   }
-  if (options.lanes < 1 || options.lanes > tcp::kLanesMax) {
-    return InvalidField("lanes", options.lanes, absl::StrCat("1..", tcp::kLanesMax));
+  if (options.connections < 1 || options.connections > tcp::kConnectionsMax) {
+    return InvalidField("connections", options.connections, absl::StrCat("1..", tcp::kConnectionsMax));
   }
-  if (options.lanes_max < 1 || options.lanes_max > tcp::kLanesMax) {
-    return InvalidField("lanes_max", options.lanes_max, absl::StrCat("1..", tcp::kLanesMax));
+  if (options.connections_max < 1 || options.connections_max > tcp::kConnectionsMax) {
+    return InvalidField("connections_max", options.connections_max, absl::StrCat("1..", tcp::kConnectionsMax));
   }
   if (options.copy_threads < 1 || options.copy_threads > TcpTransport::kCopyThreadsMax) {
     return InvalidField("copy_threads", options.copy_threads, absl::StrCat("1..", TcpTransport::kCopyThreadsMax));

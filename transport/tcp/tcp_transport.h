@@ -1,6 +1,6 @@
-// The transport over TCP: for each hand-off a control connection and lanes that carry its pages. One thread of its own
-// has the books of all of them; workers move the bytes. Pages are written from the sender's slots and read into the
-// receiver's, never copied in between; wire.h has the bytes, and what happens when a connection breaks.
+// Transport over TCP: each hand-off has a control connection and data connections, which carry its pages. One thread of
+// its own keeps the state of all hand-offs; workers move the bytes. Pages are written from the sender's slots and read
+// into the receiver's, never copied in between. wire.h has the format, and what happens when a connection breaks.
 //
 // Owned by main(). Methods from any thread; callbacks on the transport's thread. Create fails with the field that is
 // wrong, or with UNAVAILABLE if the address cannot be listened on. The destructor fails what is being sent with
@@ -37,8 +37,8 @@ class Engine;
 struct SharedMemory {
   const uint8_t* data = nullptr;
   uint64_t bytes = 0;
-  int fd =
-      -1;  // of a memfd that can neither shrink nor be mapped for writing (Region, kReadOnly); outlives the transport
+  /// Of a memfd that can neither shrink nor be mapped for writing (Region, kReadOnly). Outlives the transport.
+  int fd = -1;
 };
 
 class TcpTransport final : public Transport {
@@ -48,26 +48,26 @@ class TcpTransport final : public Transport {
     HandOffReceiver* receiver = nullptr;              // outlives the transport; needed if `listen` is set
     TransportMetrics* metrics = nullptr;              // outlives the transport
     std::vector<SharedMemory> memory;                 // lets daemons of this host copy pages out of it; else by sockets
-    bool local_lanes = false;                         // whether to take pages so, and listen for it
-    DeviceCopier* device_copier = nullptr;            // of GPUs' pages; they need local lanes; nullptr: none are taken
+    bool local_connections = false;                   // whether to take pages so, and listen for it
+    DeviceCopier* device_copier = nullptr;            // of GPUs' pages; need local_connections; nullptr: none are taken
     RemoteMemory* remote_memory = nullptr;            // pages that are neither copied so nor limited; outlives this
     int copy_threads = kCopyThreadsDefault;           // that copy them, and move bytes from and to sockets
     uint64_t send_bytes_per_s = 0;                    // of all hand-offs; 0: no limit; else `memory` must be empty
     int64_t stall_ms = SendRequest::kStallMsDefault;  // a peer that is not heard of for so long is given up
-    uint32_t lanes = kLanesDefault;                   // connections for the pages of a hand-off that is sent, at most
-    uint32_t lanes_max = kLanesMaxDefault;            // of one that is received
-    uint64_t window_bytes = kWindowBytesDefault;      // of pages on their way here, of all senders; each may send one
-    size_t incoming_max = kIncomingMaxDefault;        // hand-offs received at once; more are refused
-    size_t outgoing_max = kOutgoingMaxDefault;        // hand-offs sent at once; more fail with RESOURCE_EXHAUSTED
-    size_t visitors_max = kVisitorsMaxDefault;        // connections that have not said what they are; more are closed
+    uint32_t connections = kConnectionsDefault;       // connections for the pages of a hand-off that is sent, at most
+    uint32_t connections_max = kConnectionsMaxDefault;  // of one that is received
+    uint64_t window_bytes = kWindowBytesDefault;        // of pages on their way here, of all senders; each may send one
+    size_t incoming_max = kIncomingMaxDefault;          // hand-offs received at once; more are refused
+    size_t outgoing_max = kOutgoingMaxDefault;          // hand-offs sent at once; more fail with RESOURCE_EXHAUSTED
+    size_t visitors_max = kVisitorsMaxDefault;          // connections that have not said what they are; more are closed
     uint64_t transfer_bytes_max = kTransferBytesMaxDefault;         // pages of one hand-off, either way
     uint64_t offer_buffer_bytes_max = kOfferBufferBytesMaxDefault;  // memory for incoming manifests and page lists
     tcp::ZeroCopyUse zero_copy = tcp::ZeroCopyUse::kWhereItPays;    // of pages over TCP
   };
-  static constexpr uint32_t kLanesDefault = 4;
+  static constexpr uint32_t kConnectionsDefault = 4;
   static constexpr int kCopyThreadsDefault = 2;
   static constexpr int kCopyThreadsMax = 64;
-  static constexpr uint32_t kLanesMaxDefault = 16;
+  static constexpr uint32_t kConnectionsMaxDefault = 16;
   static constexpr uint64_t kWindowBytesDefault = 64 << 20;
   static constexpr size_t kVisitorsMaxDefault = 256;
   static constexpr size_t kIncomingMaxDefault = 64;

@@ -398,12 +398,12 @@ inline std::string PagesFrameOf(const std::vector<Page>& pages, const std::vecto
 inline std::string OfferOf(const std::vector<Page>& pages, const Token& token = kToken) {
   return EncodeHello({}) + EncodeOffer(token, 0, PartOf(pages));
 }
-/// What it writes on a lane before pages.
-inline std::string JoinOf(uint32_t lane, const Token& token = kToken) {
-  return EncodeHello({}) + EncodeJoin({token, lane});
+/// What it writes on a data connection before pages.
+inline std::string JoinOf(uint32_t connection, const Token& token = kToken) {
+  return EncodeHello({}) + EncodeJoin({token, connection});
 }
-/// All pages, on one lane, in two frames.
-inline std::string LaneOf(const std::vector<Page>& pages) {
+/// All pages, on one data connection, in two frames.
+inline std::string DataStreamOf(const std::vector<Page>& pages) {
   std::vector<uint32_t> indices(pages.size());
   std::iota(indices.begin(), indices.end(), 0);
   const size_t half = pages.size() / 2;
@@ -413,7 +413,7 @@ inline std::string LaneOf(const std::vector<Page>& pages) {
 
 /// A receiver of one hand-off, played by the test: its two connections, up to the first page.
 struct PlayedReceiver {
-  explicit PlayedReceiver(size_t pages) : control(-1), lane(-1), count(pages) {}
+  explicit PlayedReceiver(size_t pages) : control(-1), connection(-1), count(pages) {}
   void Accept(RawSocket& listener) {
     control = listener.Accept();
     control.Write(EncodeHello({}));
@@ -425,13 +425,13 @@ struct PlayedReceiver {
     accept.wanted = PageBitmap(count);
     for (uint32_t i = 0; i < count; ++i) accept.wanted.Add(i);
     control.Write(EncodeAccept(accept));
-    lane = listener.Accept();
-    lane.Write(EncodeHello({}));
-    lane.Expect<HelloFrame>();
-    EXPECT_EQ(lane.Expect<JoinFrame>().lane, 1u);
-    lane.Write(EncodeJoined({false, PageBitmap(count)}));
+    connection = listener.Accept();
+    connection.Write(EncodeHello({}));
+    connection.Expect<HelloFrame>();
+    EXPECT_EQ(connection.Expect<JoinFrame>().connection, 1u);
+    connection.Write(EncodeJoined({false, PageBitmap(count)}));
   }
-  RawSocket control, lane;
+  RawSocket control, connection;
   size_t count;
 };
 

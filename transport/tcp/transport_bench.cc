@@ -1,10 +1,10 @@
 // Bytes per second of one hand-off between two transports of this process: over loopback TCP, beside iperf3 with as
-// many connections in the same run (what the kernel's sockets give); over a local lane, beside one memcpy of as much by
-// one thread; and through UCX's TCP and shared memory, beside the same. Random bytes, a pool as large as the hand-off
-// on each side, checksums made before. Transports are made once, as daemons' are; the first hand-off over a local lane,
-// which maps the sender's pool, is a row of its own. Prints the CPU time of both sides as well, what the kernel sent
-// straight from pages and what it copied though it was asked to (loopback always copies), and what memcpy of all cores
-// together makes.
+// many connections in the same run (what the kernel's sockets give); over a local connection, beside one memcpy of as
+// much by one thread; and through UCX's TCP and shared memory, beside the same. Random bytes, a pool as large as the
+// hand-off on each side, checksums made before. Transports are made once, as daemons' are; the first hand-off over a
+// local connection, which maps the sender's pool, is a row of its own. Prints the CPU time of both sides as well, what
+// the kernel sent straight from pages and what it copied though it was asked to (loopback always copies), and what
+// memcpy of all cores together makes.
 #include <sys/resource.h>
 
 #include <CLI/CLI.hpp>
@@ -117,25 +117,25 @@ std::unique_ptr<UcxMemory> OpenUcx(const Pool& pool, const std::string& tls) {
   return nullptr;
 }
 
-/// A sender and a receiver, made once as a daemon's are. lanes: over TCP; 0: a local lane. Through UCX, if both have
-/// it.
+/// A sender and a receiver, made once as a daemon's are. connections: over TCP; 0: one local connection. Through UCX if
+/// both have it.
 class Pair {
  public:
-  Pair(const Pool& from, const Pool& to, uint64_t page_bytes, uint32_t lanes, UcxMemory* from_ucx = nullptr,
+  Pair(const Pool& from, const Pool& to, uint64_t page_bytes, uint32_t connections, UcxMemory* from_ucx = nullptr,
        UcxMemory* to_ucx = nullptr, ZeroCopyUse zero_copy = ZeroCopyUse::kWhereItPays)
       : from_(from), to_(to), by_ucx_(from_ucx != nullptr), receiver_(&to) {
     TcpTransport::Options options;
     options.metrics = &metrics_;
-    options.lanes = std::max(lanes, 1u);
+    options.connections = std::max(connections, 1u);
     options.copy_threads =
         std::min<int>(static_cast<int>(std::thread::hardware_concurrency()), TcpTransport::kCopyThreadsMax);
-    if (lanes == 0) options.memory = {from.shared()};
+    if (connections == 0) options.memory = {from.shared()};
     options.remote_memory = from_ucx;
     options.zero_copy = zero_copy;
     sending_ = *TcpTransport::Create(options);
     options.listen = "127.0.0.1:0";
     options.receiver = &receiver_;
-    options.local_lanes = true;
+    options.local_connections = true;
     options.remote_memory = to_ucx;
     receiving_ = *TcpTransport::Create(options);
     for (uint64_t at = 0; at + page_bytes <= from.size(); at += page_bytes) {
@@ -225,7 +225,7 @@ Measured Iperf(int port, uint32_t connections, uint64_t bytes) {
 int Main(int argc, char** argv) {
   CLI::App app("One hand-off over loopback TCP, beside iperf3.");
   uint64_t mib = 2048, page_bytes = 48640;
-  std::vector<uint32_t> lanes = {1, 2, 4};
+  std::vector<uint32_t> connections = {1, 2, 4};
   int port = 5309, repetitions = 3;
   ZeroCopyUse zero_copy = ZeroCopyUse::kWhereItPays;
   const std::map<std::string, ZeroCopyUse> uses = {
@@ -234,12 +234,12 @@ int Main(int argc, char** argv) {
   app.add_option("--page-bytes", page_bytes, "bytes of a page (default: hack K3V2, 64 tokens, 8 KV heads of 128)")
       ->check(CLI::Range(uint64_t{1}, HandOffPart::kPageBytesMax))
       ->capture_default_str();
-  app.add_option("--lanes", lanes, "connections, one row for each")->delimiter(',')->capture_default_str();
+  app.add_option("--lanes", connections, "connections, one row for each")->delimiter(',')->capture_default_str();
   app.add_option("--port", port, "that iperf3 listens on")->capture_default_str();
   app.add_option("--repetitions", repetitions, "the median of so many")
       ->check(CLI::Range(1, 99))
       ->capture_default_str();
-  app.add_option("--zero-copy", zero_copy, "whether lanes over TCP write pages so: never, auto (default), always")
+  app.add_option("--zero-copy", zero_copy, "zero copy on TCP connections: never, auto (default), always")
       ->transform(CLI::CheckedTransformer(uses))
       ->type_name("USE");
   CLI11_PARSE(app, argc, argv);
@@ -255,7 +255,7 @@ int Main(int argc, char** argv) {
                 b.bytes_per_s > 0 ? a.bytes_per_s / b.bytes_per_s : 0, a.cpu_s_per_gib, b.cpu_s_per_gib);
     std::fflush(stdout);
   };
-  for (const uint32_t n : lanes) {
+  for (const uint32_t n : connections) {
     Pair pair(from, to, page_bytes, n, nullptr, nullptr, zero_copy);
     std::vector<Measured> ours, theirs;
     for (int i = 0; i < repetitions; ++i) {

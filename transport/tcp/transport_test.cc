@@ -371,12 +371,12 @@ TEST_F(TransportTest, BadOptionsNameTheField) {
   options.stall_ms = 0;
   EXPECT_EQ(field_of(options), "stall_ms");
   options = SenderOptions();
-  options.lanes = 0;
-  EXPECT_EQ(field_of(options), "lanes");
-  options.lanes = 1;
-  options.lanes_max = kLanesMax + 1;
-  EXPECT_EQ(field_of(options), "lanes_max");
-  options.lanes_max = 1;
+  options.connections = 0;
+  EXPECT_EQ(field_of(options), "connections");
+  options.connections = 1;
+  options.connections_max = kConnectionsMax + 1;
+  EXPECT_EQ(field_of(options), "connections_max");
+  options.connections_max = 1;
   options.window_bytes = 0;
   EXPECT_EQ(field_of(options), "window_bytes");
   options = ReceiverOptions();
@@ -408,7 +408,7 @@ TEST_F(TransportTest, SilentReceiverIsADeadline) {
 
 TEST_F(TransportTest, ReceiverThatStopsReadingIsADeadline) {
   TcpTransport::Options options = SenderOptions();
-  options.lanes = 1;
+  options.connections = 1;
   sender_side_ = Make(options);
   RawSocket listener = RawSocket::Listen();
   const std::vector<Page> pages = RandomPages(std::vector<size_t>(64, 1 << 20), 1);
@@ -433,7 +433,7 @@ TEST_F(TransportTest, ReceiverThatStopsReadingIsADeadline) {
 
 TEST_F(TransportTest, ReceiverThatFallsSilentIsADeadline) {
   TcpTransport::Options options = SenderOptions();
-  options.lanes = 1;
+  options.connections = 1;
   sender_side_ = Make(options);
   RawSocket listener = RawSocket::Listen();
   const std::vector<Page> pages = RandomPages({100}, 1);
@@ -474,7 +474,7 @@ TEST_F(TransportTest, ReceiverThatDiesIsUnavailable) {
       PlayedReceiver receiver(64);
       receiver.Accept(*listener);
       listener.reset();
-      receiver.lane.Read(1000000);
+      receiver.connection.Read(1000000);
     }
     EXPECT_EQ(out.done.get().status().code(), absl::StatusCode::kUnavailable) << stage;
   }

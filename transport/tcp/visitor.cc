@@ -82,10 +82,10 @@ void Visitor::OnJoin(const JoinFrame& join) {
     return Refuse(absl::NotFoundError("no such hand-off here: it has ended, or this daemon was started anew"));
   }
   const std::shared_ptr<Incoming> incoming = found->second;
-  if (join.lane == 0) {
+  if (join.connection == 0) {
     incoming->Resume(std::move(link_));
   } else {
-    incoming->AddLane(join.lane, std::move(link_));
+    incoming->AddConnection(join.connection, std::move(link_));
   }
   Leave();
 }

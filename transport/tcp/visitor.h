@@ -1,6 +1,6 @@
-// An accepted connection until its first frame says what it is: a hand-off that begins, one that goes on, a lane of it,
-// or a question. Owned by Loop::visitors; the transport's thread alone. It has the transport's stall time for that,
-// however many bytes it trickles.
+// An accepted connection until its first frame says what it is: a hand-off that begins, one that goes on, a data
+// connection of it, or a question. Owned by Loop::visitors; the transport's thread alone. It has the transport's stall
+// time for that, however many bytes it trickles.
 #pragma once
 
 #include <memory>

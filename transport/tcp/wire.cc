@@ -227,10 +227,10 @@ absl::StatusOr<PageBitmap> ParseBitmap(FrameType type, uint64_t pages, absl::Spa
 absl::StatusOr<Frame> ParseAccept(absl::Span<const uint8_t> body) {
   AcceptFrame accept;
   accept.window = Load64(&body[0]);
-  accept.lanes = Load32(&body[8]);
+  accept.connections = Load32(&body[8]);
   const uint64_t ticket_bytes = Load32(&body[12]);
   KV_RETURN_IF_ERROR(CheckRange("ACCEPT window", accept.window, 1, UINT64_MAX));
-  KV_RETURN_IF_ERROR(CheckRange("ACCEPT lanes", accept.lanes, 1, kLanesMax));
+  KV_RETURN_IF_ERROR(CheckRange("ACCEPT connections", accept.connections, 1, kConnectionsMax));
   KV_RETURN_IF_ERROR(CheckRange("ACCEPT ticket bytes", ticket_bytes, 1, HandOffReceiver::kTicketBytesMax));
   const uint64_t local_bytes = Load32(&body[20]);
   KV_RETURN_IF_ERROR(CheckRange("ACCEPT local name bytes", local_bytes, 0, kLocalNameBytesMax));
@@ -313,8 +313,8 @@ absl::StatusOr<Frame> ParseGot(absl::Span<const uint8_t> body) {
 absl::StatusOr<Frame> ParseJoin(absl::Span<const uint8_t> body) {
   JoinFrame join;
   std::memcpy(join.token.data(), body.data(), kTokenBytes);
-  join.lane = Load32(&body[16]);
-  KV_RETURN_IF_ERROR(CheckRange("JOIN lane", join.lane, 0, kLanesMax));
+  join.connection = Load32(&body[16]);
+  KV_RETURN_IF_ERROR(CheckRange("JOIN connection", join.connection, 0, kConnectionsMax));
   KV_RETURN_IF_ERROR(CheckZero(FrameType::kJoin, Load32(&body[20])));
   return Frame(join);
 }
@@ -527,7 +527,7 @@ std::string EncodeLast(const HandOffPart& part) {
 std::string EncodeJoin(const JoinFrame& join) {
   std::string out = HeaderString(FrameType::kJoin, kJoinBytes);
   Append(out, join.token);
-  Append(out, join.lane, 4);
+  Append(out, join.connection, 4);
   Append(out, 0, 4);
   return Sealed(std::move(out));
 }
@@ -541,7 +541,7 @@ std::string EncodeAccept(const AcceptFrame& accept) {
   std::string out = HeaderString(FrameType::kAccept, kAcceptFixedBytes + accept.ticket.size() +
                                                          accept.local_name.size() + accept.wanted.bits.size());
   Append(out, accept.window, 8);
-  Append(out, accept.lanes, 4);
+  Append(out, accept.connections, 4);
   Append(out, accept.ticket.size(), 4);
   Append(out, accept.wanted.count, 4);
   Append(out, accept.local_name.size(), 4);

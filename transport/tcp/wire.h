@@ -1,26 +1,26 @@
 // The bytes that two daemons exchange over TCP, version 2. Parsing is pure: bytes in, a struct or INVALID_ARGUMENT out;
 // nothing is allocated before a length is checked against its limit. Plain values, any thread.
 //
-// A hand-off has one control connection, which carries what is said about pages, and lanes, which carry the pages.
-// Integers are little-endian. On every connection both sides say HELLO first, and a lane's JOIN need not wait for the
-// other's; then, S the sender and R the receiver of pages:
+// A hand-off has one control connection, which carries messages about pages, and data connections, which carry the
+// pages. Integers are little-endian. On every connection both sides first send HELLO; on a data connection JOIN may
+// follow before the other side's HELLO has arrived. S is the sender of pages and R the receiver:
 //
 //   control   S: OFFER         R: WAITING* ACCEPT   S: LAST   R: EXTENDED   R: GOT*   R: DONE
-//   lane      S: JOIN(lane)    R: JOINED            S: (PAGES, REGION, MEMORY, LOCAL)*
+//   data      S: JOIN(n)       R: JOINED            S: (PAGES, REGION, MEMORY, LOCAL)*
 //   control,
-//   resumed   S: JOIN(0)       R: JOINED, then once more those of ACCEPT, EXTENDED and DONE that it has said
+//   resumed   S: JOIN(0)       R: JOINED, then again those of ACCEPT, EXTENDED and DONE that R has sent before
 //   probe     S: PROBE         R: LOAD
 //
-// PING, of both sides, whenever a control connection has been silent: a side that hears nothing for its stall time
-// gives up. R may say ERROR in place of anything it owes, and at any moment; S CANCEL. Either ends the hand-off. A
-// connection that breaks, or carries bytes whose check fails, is made again within the stall time: JOINED says which
-// pages have arrived, and only others of that connection are sent again. A page may come on any lane, in any order,
-// once. S sends no more than ACCEPT's or the last GOT's window of pages ahead of what GOT confirmed.
+// Both sides send PING when a control connection has been silent: a side that receives nothing for its stall time gives
+// up. R may send ERROR in place of any frame, at any moment; S may send CANCEL. Either ends the hand-off. A connection
+// that breaks, or that carries bytes whose check fails, is made again within the stall time: JOINED lists the pages
+// that have arrived, and S sends the other pages of that connection again. A page may come on any data connection, in
+// any order, once. S sends at most ACCEPT's or the last GOT's window of pages ahead of what GOT confirmed.
 //
-// Lanes are TCP connections or, between daemons of one host and user, connections of R's Unix socket: there S may pass
-// the memory in which its pages lie (REGION) and say where they are (LOCAL), and R copies them out of it. Where both
-// have UCX, S may describe its memory on a TCP connection (MEMORY) and say where in it pages are (LOCAL), and R reads
-// them.
+// Data connections are TCP connections or, between daemons of one host and user, local ones: connections of R's Unix
+// socket. On a local connection S may pass the memory that holds its pages (REGION) and say where they are (LOCAL), and
+// R copies them out of it. If both sides have UCX, S may describe its memory on a TCP connection (MEMORY) and say where
+// in it pages are (LOCAL), and R reads them.
 //
 // HELLO, 24 bytes:
 //    0  8  magic "KVMPAGE\0"
@@ -43,21 +43,21 @@
 //           16  4  room_ms        0..SendRequest::kRoomMsMax
 //           20  4  manifest_bytes 1..HandOffPart::kManifestBytesMax
 //           24  4  runs r         0..HandOffPart::kPagesMax
-//           28  4  gpu            1: all pages are in the memory of a GPU, and come on a local lane alone; else 0
+//           28  4  gpu            1: all pages are in the memory of a GPU, and come on a local connection only; else 0
 //           32 16  host           the boot id of S's host if S can share its pages' memory; else zeros
 //           48 16  name           of that GPU, only if there is one
 //              8r  a run of pages of one size: 4 how many, 4 bytes of each, 1..HandOffPart::kPageBytesMax; in all at
 //                  most kPagesMax
 //           then the manifest
 //   JOIN     0 16  token
-//           16  4  lane           0: the control connection; 1..kLanesMax
+//           16  4  connection     0: the control connection; 1..kConnectionsMax
 //           20  4  zero
 //   WAITING        as ERROR
 //   ACCEPT   0  8  window         bytes of pages, at least 1
-//            8  4  lanes          at most so many, 1..kLanesMax
+//            8  4  connections    data connections: at most so many, 1..kConnectionsMax
 //           12  4  ticket_bytes   1..HandOffReceiver::kTicketBytesMax
 //           16  4  page count n
-//           20  4  local_bytes    0..kLocalNameBytesMax; 0: no local lanes
+//           20  4  local_bytes    0..kLocalNameBytesMax; 0: no local connections
 //           24     the ticket, then the name of R's abstract Unix socket, then the bitmap of pages that are wanted
 //   LAST     0  4  manifest_bytes
 //            4  4  runs r         pages of both parts at most kPagesMax
@@ -128,7 +128,7 @@ inline constexpr size_t kDevicePagesPerFrameMax = 2048;
 inline constexpr uint64_t kDeviceOffsetAlign = 16;  // bytes: what GPUs copy in one piece
 inline constexpr size_t kLocalNameBytesMax = 100;
 inline constexpr uint32_t kRegionsMax = 4096;
-inline constexpr uint32_t kLanesMax = 64;
+inline constexpr uint32_t kConnectionsMax = 64;
 inline constexpr int64_t kStallMsMax = 3600 * 1000;
 inline constexpr size_t kErrorTextBytesMax = 4096;
 inline constexpr int kBadPagesMax = 3;  // pages or frames that R takes for changed on their way; one more ends it
@@ -179,7 +179,7 @@ struct OfferFrame {
 };
 struct JoinFrame {
   Token token = {};
-  uint32_t lane = 0;
+  uint32_t connection = 0;
 };
 struct WaitingFrame {
   absl::Status why;  // as ErrorFrame's
@@ -214,7 +214,7 @@ struct PageBitmap {
 };
 struct AcceptFrame {
   uint64_t window = 1;
-  uint32_t lanes = 1;
+  uint32_t connections = 1;
   std::string ticket;
   PageBitmap wanted;
   std::string local_name = {};

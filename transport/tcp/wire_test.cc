@@ -107,7 +107,7 @@ TEST(Wire, RoundTrips) {
   EXPECT_TRUE(accept.wanted.has(0) && accept.wanted.has(7) && accept.wanted.has(9));
   EXPECT_FALSE(accept.wanted.has(1) || accept.wanted.has(8) || accept.wanted.has(10));
   EXPECT_EQ(accept.window, 1u << 20);
-  EXPECT_EQ(accept.lanes, 4u);
+  EXPECT_EQ(accept.connections, 4u);
   EXPECT_EQ(accept.ticket, "ti");
   EXPECT_EQ(Parsed<ExtendedFrame>(EncodeExtended({})).wanted.count, 0u);
   const PagesFrame pages = Parsed<PagesFrame>(ExamplePages());
@@ -116,14 +116,14 @@ TEST(Wire, RoundTrips) {
   EXPECT_EQ(pages.pages[0].checksum, 0x1122334455667788u);
   EXPECT_EQ(Parsed<GotFrame>(EncodeGot(99, {1, 2, 3})).pages, (std::vector<uint32_t>{1, 2, 3}));
   EXPECT_TRUE(Parsed<JoinedFrame>(EncodeJoined({true, BitmapOf(3, {2})})).arrived.has(2));
-  EXPECT_EQ(Parsed<JoinFrame>(EncodeJoin({kExampleToken, 3})).lane, 3u);
+  EXPECT_EQ(Parsed<JoinFrame>(EncodeJoin({kExampleToken, 3})).connection, 3u);
   EXPECT_EQ(Parsed<LoadFrame>(EncodeLoad({1, 2, 3, 4, 5})).load.queued_bytes, 5u);
   const absl::Status sent = FieldError(absl::StatusCode::kDataLoss, "field", "value", "bound");
   EXPECT_EQ(Parsed<ErrorFrame>(EncodeError(sent)).status, sent);
   EXPECT_EQ(DetailOf(Parsed<WaitingFrame>(EncodeWaiting(sent)).why).bound, "bound");
 }
 
-TEST(Wire, LocalLanesRoundTrip) {
+TEST(Wire, LocalConnectionsRoundTrip) {
   const HostId host = {9, 8, 7};
   EXPECT_EQ(Parsed<OfferFrame>(EncodeOffer(kExampleToken, 7, ExamplePart(), host)).host, host);
   EXPECT_EQ(Parsed<AcceptFrame>(EncodeAccept({1, 1, "ticket", BitmapOf(10, {9}), "name"})).local_name, "name");
@@ -200,8 +200,8 @@ TEST(Wire, LimitsAreNamed) {
   ExpectInvalid(Poke(last, 16 + 8, 1, 4), "LAST body bytes");
   const std::string accept = EncodeAccept({1 << 20, 4, "ticket", BitmapOf(10, {0, 7, 9})});
   ExpectInvalid(Poke(accept, 16, 0, 8), "ACCEPT window");
-  ExpectInvalid(Poke(accept, 16 + 8, 0, 4), "ACCEPT lanes");
-  ExpectInvalid(Poke(accept, 16 + 8, kLanesMax + 1, 4), "ACCEPT lanes");
+  ExpectInvalid(Poke(accept, 16 + 8, 0, 4), "ACCEPT connections");
+  ExpectInvalid(Poke(accept, 16 + 8, kConnectionsMax + 1, 4), "ACCEPT connections");
   ExpectInvalid(Poke(accept, 16 + 12, 0, 4), "ACCEPT ticket bytes");
   ExpectInvalid(Poke(accept, 16 + 12, 4000, 4), "ACCEPT ticket bytes");
   ExpectInvalid(Poke(accept, 16 + 16, 17, 4), "ACCEPT bitmap bytes");
@@ -218,7 +218,7 @@ TEST(Wire, LimitsAreNamed) {
   ExpectInvalid(Poke(of_gpu, 16 + 28, 0, 4), "OFFER body bytes");
   ExpectInvalid(Poke(of_gpu, 16 + 48, 0, 8), "OFFER GPU's name");
   const std::string join = EncodeJoin({kExampleToken, 3});
-  ExpectInvalid(Poke(join, 16 + 16, kLanesMax + 1, 4), "JOIN lane");
+  ExpectInvalid(Poke(join, 16 + 16, kConnectionsMax + 1, 4), "JOIN connection");
   ExpectInvalid(Poke(EncodeJoined({}), 16 + 4, 2, 4), "JOINED last_known");
   ExpectInvalid(Poke(EncodeGot(1, {}), 16, 0, 8), "GOT window");
   ExpectInvalid(Poke(ExamplePages(), 16, HandOffPart::kPagesMax, 4), "page");

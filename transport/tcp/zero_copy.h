@@ -1,7 +1,8 @@
-// Which writes of a TCP lane the kernel still sends straight from where their bytes lie (MSG_ZEROCOPY), and whether it
-// is worth going on so. Such a write that took a byte has the next number, modulo 2^32; the socket's error queue names
-// ranges of those that the kernel is through with, in any order, and says whether it copied them after all (over
-// loopback, to a tap, where a device cannot gather): then they cost more than plain ones.
+// Tracks which writes of a TCP data connection the kernel still sends straight from the pages (MSG_ZEROCOPY), and
+// decides whether zero copy is worth continuing. Each such write that took a byte has the next number, modulo 2^32. The
+// socket's error queue names, in any order, ranges of writes that the kernel has finished with, and says whether the
+// kernel copied them anyway (over loopback, to a tap, where a device cannot gather). Such writes cost more than plain
+// ones.
 // Source: Linux, Documentation/networking/msg_zerocopy.rst.
 //
 //   state     means                           next, and on what
@@ -9,7 +10,7 @@
 //   kTrying   one write at a time             kOn: it was not copied; kOff: kCopiedMax in a row were
 //   kOn       up to kOutstandingMax writes    kOff: kCopiedMax in a row were copied
 //
-// Owned by a lane, then by what waits for the kernel; the transport's thread alone.
+// Owned by a data connection, then by the Drain that waits for the kernel. The transport's thread only.
 #pragma once
 
 #include <sys/socket.h>
@@ -24,7 +25,7 @@
 
 namespace kvmanager::tcp {
 
-/// How lanes over TCP write pages.
+/// How TCP data connections write pages.
 enum class ZeroCopyUse {
   kNever,
   kWhereItPays,

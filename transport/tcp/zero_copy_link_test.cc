@@ -41,7 +41,7 @@ class ZeroCopyLinkTest : public testing::Test {
   void MakeSender(ZeroCopyUse zero_copy) {
     TcpTransport::Options options;
     options.metrics = &metrics_;
-    options.lanes = 1;
+    options.connections = 1;
     options.zero_copy = zero_copy;
     sender_ = *TcpTransport::Create(options);
   }
@@ -68,15 +68,15 @@ class SlowLinkTest : public ZeroCopyLinkTest {
       GTEST_SKIP() << "needs iproute2 and the kernel's sch_tbf";
     }
     sender_->Post(out.id, PagesOf(pages_));
-    EXPECT_EQ(receiver_.lane.Read(20000).size(), 20000u);
+    EXPECT_EQ(receiver_.connection.Read(20000).size(), 20000u);
     sender_->Cancel(out.id);
     EXPECT_EQ(out.done.get().status().code(), absl::StatusCode::kCancelled);
   }
-  /// How much comes on the lane until it ends. The test fails if any of it is of pages that were written over.
+  /// Bytes that come on the connection until it ends. Fails if any of them are of pages that were written over.
   size_t ReadRest() {
     size_t bytes = 0, in_a_row = 0;
     std::vector<uint8_t> chunk(1 << 20);
-    for (ssize_t n; (n = receiver_.lane.ReadSome(chunk.data(), chunk.size())) > 0; bytes += n) {
+    for (ssize_t n; (n = receiver_.connection.ReadSome(chunk.data(), chunk.size())) > 0; bytes += n) {
       for (ssize_t i = 0; i < n; ++i) {
         in_a_row = chunk[i] == kNew ? in_a_row + 1 : 0;
         if (in_a_row == 64) ADD_FAILURE() << "a page that was written over, " << bytes + i << " bytes later";
@@ -105,13 +105,13 @@ TEST_F(SlowLinkTest, NotLongerThanAPeerIs) {
   EXPECT_GT(bytes().unconfirmed.Value(), 0);
 }
 
-TEST(ZeroCopyLoopbackTest, TheKernelCopiesThereSoALaneStopsAskingItNotTo) {
+TEST(ZeroCopyLoopbackTest, TheKernelCopiesThereSoAConnectionStopsAskingItNotTo) {
   TestReceiver receiver;
   Metrics registry;
   TransportMetrics metrics(&registry);
   TcpTransport::Options options;
   options.metrics = &metrics;
-  options.lanes = 1;
+  options.connections = 1;
   const std::unique_ptr<TcpTransport> sender = *TcpTransport::Create(options);
   options.zero_copy = ZeroCopyUse::kNever;
   const std::unique_ptr<TcpTransport> other = *TcpTransport::Create(options);

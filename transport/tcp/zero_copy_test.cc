@@ -1,4 +1,5 @@
-// What error queues say, played: ranges in any order, around 2^32, copied or not; and what a lane makes of it.
+// What error queues say, played: ranges in any order, around 2^32, copied or not; and what a data connection makes of
+// it.
 #include "transport/tcp/zero_copy.h"
 
 #include <linux/errqueue.h>

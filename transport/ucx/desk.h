@@ -89,7 +89,8 @@ class UcxMemory::Desk : public std::enable_shared_from_this<Desk> {
 
   mutable Mutex mutex_;
   std::condition_variable changed_;
-  // As many as what waits to be read, and openings and endings of sources: jobs of a transport's lanes bound them.
+  // As many as what waits to be read, and openings and endings of sources: jobs of a transport's data connections bound
+  // them.
   std::deque<std::string> to_say_ ABSL_GUARDED_BY(mutex_);
   std::deque<Asked> waiting_ ABSL_GUARDED_BY(mutex_);  // for places
   std::map<uint64_t, Asked> asked_ ABSL_GUARDED_BY(mutex_);

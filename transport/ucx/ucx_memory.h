@@ -2,11 +2,10 @@
 //
 // UCX 1.13 is made for peers that trust one another and end together, and kvmanager's do neither. So
 //  - it runs in a process of its own (ucx_process.h), which maps this daemon's memory for reading alone. UCX ends it
-//  where
-//    a peer fails at a bad moment; then what was being read fails, and it is started anew;
+//    where a peer fails at a bad moment; then what was being read fails, and it is started anew;
 //  - reads go to memory of this object, never into a slot: one that was given up may still end, late, unseen;
 //  - a peer's address, which UCX does not check, reaches it only if a holder of the same key has made it
-//  (description.h).
+//    (description.h).
 // What comes by UCX's own connections it does not check either: whoever can reach UCX's TCP ports, which are open on
 // every network that UCX_NET_DEVICES allows, can take over that process, and then read this daemon's pool and act as
 // its user. So this is for networks that trusted daemons alone can reach, and off unless it is asked for.

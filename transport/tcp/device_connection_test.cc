@@ -97,9 +97,9 @@ class DeviceReceiver final : public HandOffReceiver {
   TestReceiver* const inner_;
 };
 
-class DeviceLaneTest : public testing::Test {
+class DeviceConnectionTest : public testing::Test {
  protected:
-  DeviceLaneTest() {
+  DeviceConnectionTest() {
     for (int i = 0; i < 2; ++i) {
       auto region = Region::Create({.bytes = kSlabBytes, .sharing = Region::Sharing::kReadOnly});
       EXPECT_TRUE(region.ok()) << region.status();
@@ -118,12 +118,12 @@ class DeviceLaneTest : public testing::Test {
     sending.metrics = &sender_metrics_;
     sender_ = *TcpTransport::Create(sending);
   }
-  void Receive(bool local_lanes = true, bool copier = true) {
+  void Receive(bool local_connections = true, bool copier = true) {
     TcpTransport::Options options;
     options.metrics = &receiver_metrics_;
     options.listen = "127.0.0.1:0";
     options.receiver = &device_receiver_;
-    options.local_lanes = local_lanes;
+    options.local_connections = local_connections;
     options.device_copier = copier ? &copier_ : nullptr;
     receiving_ = *TcpTransport::Create(options);
   }
@@ -152,7 +152,7 @@ class DeviceLaneTest : public testing::Test {
     EXPECT_EQ(result.status().code(), absl::StatusCode::kFailedPrecondition) << result.status();
     EXPECT_EQ(DetailOf(result.status()).field, "gpu");
   }
-  /// A hand-off of one page of 100 bytes that the test plays the sender of: control connection, and a lane.
+  /// A hand-off of one page of 100 bytes whose sender is the test: a control and a data connection.
   void Play(bool local = true) {
     HandOffPart part;
     part.manifest = "manifest";
@@ -166,10 +166,10 @@ class DeviceLaneTest : public testing::Test {
     const AcceptFrame accept = control_.Expect<AcceptFrame>();
     ASSERT_FALSE(accept.local_name.empty());
     local_name_ = accept.local_name;
-    lane_ = local ? ConnectLocally(accept.local_name) : RawSocket::Connect(receiving_->listen_address());
-    lane_.Write(JoinOf(1, token));
-    lane_.Expect<HelloFrame>();
-    lane_.Expect<JoinedFrame>();
+    connection_ = local ? ConnectLocally(accept.local_name) : RawSocket::Connect(receiving_->listen_address());
+    connection_.Write(JoinOf(1, token));
+    connection_.Expect<HelloFrame>();
+    connection_.Expect<JoinedFrame>();
   }
   static RawSocket ConnectLocally(const std::string& name) {
     sockaddr_un address{};
@@ -187,7 +187,8 @@ class DeviceLaneTest : public testing::Test {
     region.bytes = kSlabBytes;
     if (of_gpu) region.gpu = kGpu;
     const std::string frame = EncodeRegion(region);
-    EXPECT_EQ(SendWithDescriptor(lane_.fd(), RawSocket::Span(frame), slabs_[0].fd), static_cast<ssize_t>(frame.size()));
+    EXPECT_EQ(SendWithDescriptor(connection_.fd(), RawSocket::Span(frame), slabs_[0].fd),
+              static_cast<ssize_t>(frame.size()));
   }
   std::string ErrorField() {
     for (;;) {
@@ -206,12 +207,12 @@ class DeviceLaneTest : public testing::Test {
   TestReceiver receiver_;
   DeviceReceiver device_receiver_{&receiver_};
   std::unique_ptr<TcpTransport> receiving_, sender_;
-  RawSocket control_{-1}, lane_{-1};
+  RawSocket control_{-1}, connection_{-1};
   std::string local_name_;  // of the receiver's Unix socket, once played
   uint8_t tokens_ = 0;
 };
 
-TEST_F(DeviceLaneTest, PagesGoFromSlabToTargetInLargeFrames) {
+TEST_F(DeviceConnectionTest, PagesGoFromSlabToTargetInLargeFrames) {
   Receive();
   std::vector<Page> bytes;
   const std::vector<SendPage> pages = PagesIn(5000, 1, &bytes);
@@ -228,12 +229,12 @@ TEST_F(DeviceLaneTest, PagesGoFromSlabToTargetInLargeFrames) {
   EXPECT_TRUE(receiver_.newest() == others);
 }
 
-TEST_F(DeviceLaneTest, WhereNoGpuCanTakeThemTheOfferIsRefused) {
+TEST_F(DeviceConnectionTest, WhereNoGpuCanTakeThemTheOfferIsRefused) {
   std::vector<Page> bytes;
   const std::vector<SendPage> pages = PagesIn(3, 2, &bytes);
-  Receive(/*local_lanes=*/false);
+  Receive(/*local_connections=*/false);
   ExpectRefused(Send(pages));
-  Receive(/*local_lanes=*/true, /*copier=*/false);
+  Receive(/*local_connections=*/true, /*copier=*/false);
   ExpectRefused(Send(pages));
   EXPECT_EQ(receiver_.offers(), 0u);
   Receive();
@@ -242,7 +243,7 @@ TEST_F(DeviceLaneTest, WhereNoGpuCanTakeThemTheOfferIsRefused) {
   EXPECT_EQ(receiver_.WaitForAborts(1).size(), 1u);
 }
 
-TEST_F(DeviceLaneTest, AReceiverThatKnowsOfNoGpusIsNotOffered) {
+TEST_F(DeviceConnectionTest, AReceiverThatKnowsOfNoGpusIsNotOffered) {
   RawSocket listener = RawSocket::Listen();
   SendRequest request;
   request.peer = listener.address();
@@ -257,7 +258,7 @@ TEST_F(DeviceLaneTest, AReceiverThatKnowsOfNoGpusIsNotOffered) {
   ExpectRefused(out.done.get());
 }
 
-TEST_F(DeviceLaneTest, UnixSocketOutOfReachIsTold) {
+TEST_F(DeviceConnectionTest, UnixSocketOutOfReachIsTold) {
   RawSocket listener = RawSocket::Listen();
   std::vector<Page> bytes;
   const std::vector<SendPage> pages = PagesIn(1, 8, &bytes);
@@ -276,7 +277,7 @@ TEST_F(DeviceLaneTest, UnixSocketOutOfReachIsTold) {
   ExpectRefused(out.done.get());
 }
 
-TEST_F(DeviceLaneTest, WhatAGpuCannotCopyEndsTheHandOffWithTheReason) {
+TEST_F(DeviceConnectionTest, WhatAGpuCannotCopyEndsTheHandOffWithTheReason) {
   copier_.fail = true;
   Receive();
   std::vector<Page> bytes;
@@ -284,7 +285,7 @@ TEST_F(DeviceLaneTest, WhatAGpuCannotCopyEndsTheHandOffWithTheReason) {
   EXPECT_EQ(receiver_.WaitForAborts(1).size(), 1u);
 }
 
-TEST_F(DeviceLaneTest, WrongBytesAreAskedForAgainAndThenDataLoss) {
+TEST_F(DeviceConnectionTest, WrongBytesAreAskedForAgainAndThenDataLoss) {
   copier_.wrong = true;
   Receive();
   std::vector<Page> bytes;
@@ -292,7 +293,7 @@ TEST_F(DeviceLaneTest, WrongBytesAreAskedForAgainAndThenDataLoss) {
   EXPECT_EQ(receiver_metrics_.checksum_failures.Value(), kBadPagesMax + 1);
 }
 
-TEST_F(DeviceLaneTest, TargetsAreGivenBackOnceNobodyWritesThem) {
+TEST_F(DeviceConnectionTest, TargetsAreGivenBackOnceNobodyWritesThem) {
   copier_.hold = true;
   Receive();
   std::vector<Page> bytes;
@@ -310,34 +311,34 @@ TEST_F(DeviceLaneTest, TargetsAreGivenBackOnceNobodyWritesThem) {
   EXPECT_EQ(copier_.copies, 1);
 }
 
-TEST_F(DeviceLaneTest, ALaneIsMadeAgainOnceNobodyWritesWhatTheOldOneBrought) {
+TEST_F(DeviceConnectionTest, AConnectionIsMadeAgainOnceNobodyWritesWhatTheOldOneBrought) {
   copier_.hold = true;
   Receive();
   Play();
   WriteRegion(/*of_gpu=*/true);
   const std::string announced = EncodeLocal({{0, 0, 0, XXH3_64bits(slabs_[0].data, 100)}});
-  lane_.Write(announced);
+  connection_.Write(announced);
   copier_.WaitForHeld();
   Token token = kToken;
   token[0] = tokens_;
-  lane_ = ConnectLocally(local_name_);
-  lane_.Write(JoinOf(1, token));
-  lane_.Expect<HelloFrame>();
+  connection_ = ConnectLocally(local_name_);
+  connection_.Write(JoinOf(1, token));
+  connection_.Expect<HelloFrame>();
   // The transport has had time to read JOIN.
   const std::vector<Page> others = RandomPages({3000}, 6);
   EXPECT_TRUE(SendAll(*sender_, RequestOf(others, receiving_->listen_address()), PagesOf(others)).done.get().ok());
-  pollfd answer = {lane_.fd(), POLLIN, 0};
+  pollfd answer = {connection_.fd(), POLLIN, 0};
   EXPECT_EQ(::poll(&answer, 1, 0), 0);
   copier_.Release();
-  EXPECT_FALSE(lane_.Expect<JoinedFrame>().arrived.has(0));
+  EXPECT_FALSE(connection_.Expect<JoinedFrame>().arrived.has(0));
   WriteRegion(/*of_gpu=*/true);
-  lane_.Write(announced);
+  connection_.Write(announced);
   copier_.WaitForHeld();
   copier_.Release();
   EXPECT_EQ(control_.Expect<GotFrame>().pages, std::vector<uint32_t>{0});
 }
 
-TEST_F(DeviceLaneTest, TheEndOfTheTransportWaitsForWhatAGpuWrites) {
+TEST_F(DeviceConnectionTest, TheEndOfTheTransportWaitsForWhatAGpuWrites) {
   copier_.hold = true;
   Receive();
   std::vector<Page> bytes;
@@ -352,7 +353,7 @@ TEST_F(DeviceLaneTest, TheEndOfTheTransportWaitsForWhatAGpuWrites) {
   receiver_.WaitUntilNoneLives();
 }
 
-TEST_F(DeviceLaneTest, PostedPagesAreWhereTheirOfferSays) {
+TEST_F(DeviceConnectionTest, PostedPagesAreWhereTheirOfferSays) {
   Receive();
   std::vector<Page> bytes;
   for (const auto& change : std::map<int, std::function<void(SendPage&)>>{
@@ -376,12 +377,12 @@ TEST_F(DeviceLaneTest, PostedPagesAreWhereTheirOfferSays) {
             absl::StatusCode::kInvalidArgument);
 }
 
-TEST_F(DeviceLaneTest, HostileLanesEndTheHandOff) {
+TEST_F(DeviceConnectionTest, HostileConnectionsEndTheHandOff) {
   Receive();
   const uint64_t checksum = XXH3_64bits(slabs_[0].data, 100);
   Play();
   WriteRegion(/*of_gpu=*/true);
-  lane_.Write(EncodeLocal({{0, 0, 0, checksum}}));
+  connection_.Write(EncodeLocal({{0, 0, 0, checksum}}));
   control_.Expect<GotFrame>();  // so it goes well
 
   Play();
@@ -392,24 +393,24 @@ TEST_F(DeviceLaneTest, HostileLanesEndTheHandOff) {
   WriteRegion(/*of_gpu=*/true);
   EXPECT_EQ(ErrorField(), "region");
   Play();
-  lane_.Write(EncodeLocal({{0, 0, 0, checksum}}));
+  connection_.Write(EncodeLocal({{0, 0, 0, checksum}}));
   EXPECT_EQ(ErrorField(), "region");
   for (const uint64_t offset : {uint64_t{kSlabBytes - 96}, uint64_t{kSlabBytes + 16}, ~uint64_t{15}, uint64_t{8}}) {
     Play();
     WriteRegion(/*of_gpu=*/true);
-    lane_.Write(EncodeLocal({{0, 0, offset, checksum}}));
+    connection_.Write(EncodeLocal({{0, 0, offset, checksum}}));
     EXPECT_EQ(ErrorField(), "offset");
   }
   Play();
   WriteRegion(/*of_gpu=*/true);
-  lane_.Write(EncodeLocal({{0, 0, 0, checksum}, {0, 0, 0, checksum}}));
+  connection_.Write(EncodeLocal({{0, 0, 0, checksum}, {0, 0, 0, checksum}}));
   EXPECT_EQ(ErrorField(), "page");
   // Bytes in a stream cannot be written into a GPU.
   const std::vector<Page> pages = RandomPages({100}, 1);
   for (const bool local : {true, false}) {
     Play(local);
-    lane_.Write(PagesFrameOf(pages, {0}));
-    EXPECT_EQ(ErrorField(), "frame type on a lane");
+    connection_.Write(PagesFrameOf(pages, {0}));
+    EXPECT_EQ(ErrorField(), "frame type on a data connection");
   }
   EXPECT_EQ(receiver_.completions(), 0u);
 }

@@ -1,4 +1,4 @@
-#include "transport/tcp/out_lane.h"
+#include "transport/tcp/outgoing_data_connection.h"
 
 #include <poll.h>
 
@@ -14,19 +14,19 @@
 
 namespace kvmanager::tcp {
 
-OutLane::OutLane(Loop& loop, Outgoing& session, uint32_t index)
+OutgoingDataConnection::OutgoingDataConnection(Loop& loop, Outgoing& session, uint32_t index)
     : loop_(loop),
       session_(&session),
       index_(index),
       socket_(loop.io),
       rate_timer_(loop.io),
-      local_(session.lane_address().local),
+      local_(session.data_address().local),
       by_ucx_(session.by_ucx()),
       passed_(by_ucx_ ? loop.options.remote_memory->memory().size() : loop.options.memory.size()),
       zero_copy_(loop.options.zero_copy, loop.metrics.zero_copy) {}
 
-void OutLane::Start() {
-  dial_ = std::make_shared<Dial>(loop_, session_->lane_address(), session_->stall_ms(),
+void OutgoingDataConnection::Start() {
+  dial_ = std::make_shared<Dial>(loop_, session_->data_address(), session_->stall_ms(),
                                  [self = shared_from_this()](absl::StatusOr<Dial::Connection> connection) {
                                    self->dial_ = nullptr;
                                    if (!connection.ok()) return self->Break(std::move(connection).status());
@@ -36,36 +36,36 @@ void OutLane::Start() {
   dial->Start(EncodeJoin({session_->token(), index_}));
 }
 
-void OutLane::Join(Dial::Connection connection) {
+void OutgoingDataConnection::Join(Dial::Connection connection) {
   link_ = std::make_shared<FrameLink>(loop_, std::move(connection.socket));
   const auto self = shared_from_this();
   link_->Listen({FrameType::kJoined, FrameType::kError}, {[self](Frame frame) { self->OnJoined(std::move(frame)); },
                                                           [self](absl::Status why) { self->Break(std::move(why)); }});
 }
 
-void OutLane::OnJoined(Frame frame) {
+void OutgoingDataConnection::OnJoined(Frame frame) {
   if (auto* error = std::get_if<ErrorFrame>(&frame)) return Break(std::move(error->status));
   if (!link_->idle()) return Break(absl::InvalidArgumentError("JOINED before JOIN was read"));
   socket_ = std::exchange(link_, nullptr)->Release();
   write_ = std::make_shared<SocketJob>(SocketJob::Way::kWrite, socket_.native_handle());
   if (!local_) zero_copy_.Enable(socket_.native_handle());
   const auto self = shared_from_this();
-  session_->OnLaneJoined(index_, std::get<JoinedFrame>(frame));
+  session_->OnConnectionJoined(index_, std::get<JoinedFrame>(frame));
   if (session_ == nullptr) return;
   ready_ = true;
   WatchForEnd();
   Pump();
 }
 
-void OutLane::WatchForEnd() {
+void OutgoingDataConnection::WatchForEnd() {
   socket_.async_read_some(asio::buffer(&unexpected_, 1), [self = shared_from_this()](const ErrorCode& error, size_t) {
     if (self->session_ == nullptr) return;
-    if (!error) return self->Break(absl::InvalidArgumentError("the receiver wrote on a lane"));
+    if (!error) return self->Break(absl::InvalidArgumentError("the receiver wrote on a data connection"));
     self->Break(absl::UnavailableError(error.message()));
   });
 }
 
-void OutLane::Pump() {
+void OutgoingDataConnection::Pump() {
   if (!ready_ || busy_ || session_ == nullptr) return;
   if (!session_->TakeFrame(index_, &pages_)) return;
   written_ = 0;
@@ -100,7 +100,8 @@ void OutLane::Pump() {
 }
 
 template <typename MemoryAt>
-std::pair<size_t, uint64_t> OutLane::FindMemory(absl::Span<const uint8_t> page, size_t count, MemoryAt memory_at) {
+std::pair<size_t, uint64_t> OutgoingDataConnection::FindMemory(absl::Span<const uint8_t> page, size_t count,
+                                                               MemoryAt memory_at) {
   size_t low = 0, high = count;  // the first that begins behind the page's begin
   while (low < high) {
     const size_t middle = (low + high) / 2;
@@ -117,7 +118,7 @@ std::pair<size_t, uint64_t> OutLane::FindMemory(absl::Span<const uint8_t> page, 
   return {low - 1, offset};
 }
 
-bool OutLane::MakeLocal() {
+bool OutgoingDataConnection::MakeLocal() {
   const std::vector<SharedMemory>& memory = loop_.options.memory;
   std::vector<LocalRecord> records;
   to_pass_.clear();
@@ -136,7 +137,7 @@ bool OutLane::MakeLocal() {
   return true;
 }
 
-bool OutLane::MakeRemote() {
+bool OutgoingDataConnection::MakeRemote() {
   const RemoteMemory& remote = *loop_.options.remote_memory;
   const absl::Span<const absl::Span<const uint8_t>> memory = remote.memory();
   std::vector<LocalRecord> records;
@@ -159,7 +160,7 @@ bool OutLane::MakeRemote() {
   return true;
 }
 
-void OutLane::MakeDeviceLocal() {
+void OutgoingDataConnection::MakeDeviceLocal() {
   std::vector<LocalRecord> records;
   records.reserve(pages_.size());
   to_pass_.clear();
@@ -179,7 +180,7 @@ void OutLane::MakeDeviceLocal() {
   head_.assign(frame.begin(), frame.end());
 }
 
-std::pair<std::string, int> OutLane::RegionOf(uint32_t index) const {
+std::pair<std::string, int> OutgoingDataConnection::RegionOf(uint32_t index) const {
   RegionFrame region;
   region.region = index;
   if (session_->of_gpu()) {
@@ -194,7 +195,7 @@ std::pair<std::string, int> OutLane::RegionOf(uint32_t index) const {
   return {EncodeRegion(region), memory.fd};
 }
 
-void OutLane::WriteRegions() {
+void OutgoingDataConnection::WriteRegions() {
   busy_ = true;
   while (!to_pass_.empty()) {
     const uint32_t index = to_pass_.back();
@@ -221,7 +222,7 @@ void OutLane::WriteRegions() {
   WriteHead();
 }
 
-void OutLane::WriteHead() {
+void OutgoingDataConnection::WriteHead() {
   busy_ = true;
   socket_.async_write_some(asio::buffer(head_.data() + written_, head_.size() - written_),
                            [self = shared_from_this()](const ErrorCode& error, size_t bytes) {
@@ -232,7 +233,7 @@ void OutLane::WriteHead() {
                            });
 }
 
-void OutLane::Write() {
+void OutgoingDataConnection::Write() {
   busy_ = true;
   const uint64_t granted = loop_.rate.Take(frame_bytes_ - written_, NowNs());
   if (granted == 0) {
@@ -245,7 +246,7 @@ void OutLane::Write() {
   WaitToWrite(granted);
 }
 
-void OutLane::WaitToWrite(uint64_t granted) {
+void OutgoingDataConnection::WaitToWrite(uint64_t granted) {
   socket_.async_wait(Socket::wait_write, [self = shared_from_this(), granted](const ErrorCode& error) {
     if (self->session_ == nullptr) return self->loop_.rate.GiveBack(granted);
     if (error) return self->Break(absl::UnavailableError(error.message()));
@@ -259,7 +260,7 @@ void OutLane::WaitToWrite(uint64_t granted) {
   });
 }
 
-void OutLane::StartWriting(uint64_t granted) {
+void OutgoingDataConnection::StartWriting(uint64_t granted) {
   writing_ = true;
   write_->AllowZeroCopy(/*first=*/1, zero_copy_.allowed(), ZeroCopy::kPieceBytesMin);
   SocketJob::Start(write_, *loop_.copiers, granted, [gate = loop_.gate, self = shared_from_this(), granted] {
@@ -274,28 +275,28 @@ void OutLane::StartWriting(uint64_t granted) {
   });
 }
 
-void OutLane::Count(uint64_t bytes) {
+void OutgoingDataConnection::Count(uint64_t bytes) {
   const uint64_t head_left = head_.size() - std::min<uint64_t>(written_, head_.size());
   session_->OnPayload(bytes - std::min<uint64_t>(bytes, head_left), PageWay::kSocket);
   written_ += bytes;
   if (written_ == frame_bytes_ && !by_place()) session_->OnPagesWritten(pages_.size());
 }
 
-uint64_t OutLane::CountJob() {
+uint64_t OutgoingDataConnection::CountJob() {
   writing_ = false;
   zero_copy_.OnWritten(write_->zero_copied(), write_->zero_copy_refused_bytes());
   Count(write_->bytes());
   return write_->bytes();
 }
 
-void OutLane::OnWritten() {
+void OutgoingDataConnection::OnWritten() {
   if (written_ < frame_bytes_) return by_place() ? WriteHead() : Write();
   pages_.clear();
   busy_ = false;
   Pump();
 }
 
-void OutLane::Close() {
+void OutgoingDataConnection::Close() {
   if (session_ == nullptr) return;
   if (write_ != nullptr) write_->Abandon();
   // The receiver may have all of it, and have said so, before this thread hears of it from the worker.
@@ -307,16 +308,16 @@ void OutLane::Close() {
   ErrorCode ignored;
   if (!zero_copy_.idle()) {
     zero_copy_.Read(socket_.native_handle());
-    if (!zero_copy_.idle()) return session.DrainLane(std::move(socket_), std::move(zero_copy_));
+    if (!zero_copy_.idle()) return session.DrainConnection(std::move(socket_), std::move(zero_copy_));
   }
   socket_.close(ignored);
 }
 
-void OutLane::Break(absl::Status why) {
+void OutgoingDataConnection::Break(absl::Status why) {
   Outgoing* session = session_;
   const auto self = shared_from_this();
   Close();
-  if (session != nullptr) session->OnLaneBroken(index_, std::move(why));
+  if (session != nullptr) session->OnConnectionBroken(index_, std::move(why));
 }
 
 }  // namespace kvmanager::tcp

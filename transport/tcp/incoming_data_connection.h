@@ -1,11 +1,11 @@
-// One lane of a hand-off that is being received: reads PAGES, has a worker read each page's bytes straight into its
-// target, several pages by one scattered read; on a Unix socket also copies pages out of the sender's memory, and of a
-// hand-off into a GPU nothing else; with UCX also reads pages of a described memory and copies what came. Owned by
-// Incoming and the handlers of its pending operations; the transport's thread alone.
+// One data connection of a hand-off that is being received. It reads PAGES; a worker reads each page's bytes straight
+// into the page's target, several pages with one scattered read. On a Unix socket it also copies pages out of the
+// sender's memory; for a hand-off into a GPU it does only that. With UCX it also reads pages of a described memory and
+// copies what came. Owned by Incoming and by the handlers of its pending operations. The transport's thread only.
 //
-// Invariant: every page of the frames being read or copied is kComing in Incoming, and this lane's alone; Close waits
-// for the reads and copies of workers that are under way, leaves those of a GPU to Incoming, and gives back what else
-// has not arrived.
+// Invariant: every page of the frames being read or copied is kComing in Incoming and belongs to this connection alone.
+// Close waits for the workers' reads and copies that are under way, leaves a GPU's copies to Incoming, and drops the
+// other pages that have not arrived.
 #pragma once
 
 #include <deque>
@@ -21,12 +21,12 @@
 
 namespace kvmanager::tcp {
 
-class InLane : public std::enable_shared_from_this<InLane> {
+class IncomingDataConnection : public std::enable_shared_from_this<IncomingDataConnection> {
  public:
   static constexpr size_t kJobsMax = 8;  // frames that are copied at once
 
-  InLane(Loop& loop, Incoming& session, uint32_t index, Socket socket);
-  ~InLane();
+  IncomingDataConnection(Loop& loop, Incoming& session, uint32_t index, Socket socket);
+  ~IncomingDataConnection();
   void Start() { ReadHeader(); }
   /// Breaks it if what it reads of remote memory has not come for too long. The sender then uses the connection itself.
   void CheckStall(int64_t stall_ms);

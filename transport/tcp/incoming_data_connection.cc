@@ -1,4 +1,4 @@
-#include "transport/tcp/in_lane.h"
+#include "transport/tcp/incoming_data_connection.h"
 
 #include <sys/socket.h>
 #include <unistd.h>
@@ -15,7 +15,7 @@
 
 namespace kvmanager::tcp {
 
-InLane::InLane(Loop& loop, Incoming& session, uint32_t index, Socket socket)
+IncomingDataConnection::IncomingDataConnection(Loop& loop, Incoming& session, uint32_t index, Socket socket)
     : loop_(loop),
       session_(&session),
       index_(index),
@@ -23,11 +23,11 @@ InLane::InLane(Loop& loop, Incoming& session, uint32_t index, Socket socket)
       local_(socket_.local_endpoint().protocol().family() == AF_UNIX),
       read_(std::make_shared<SocketJob>(SocketJob::Way::kRead, socket_.native_handle())) {}
 
-InLane::~InLane() {
+IncomingDataConnection::~IncomingDataConnection() {
   if (descriptor_ >= 0) ::close(descriptor_);
 }
 
-void InLane::ReadHeader() {
+void IncomingDataConnection::ReadHeader() {
   head_.resize(kHeaderBytes);
   head_bytes_ = 0;
   if (local_) return ReadHeaderLocally();
@@ -38,7 +38,7 @@ void InLane::ReadHeader() {
   });
 }
 
-void InLane::ReadHeaderLocally() {
+void IncomingDataConnection::ReadHeaderLocally() {
   // A descriptor comes with a header's first byte, and only who asks for it while reading that byte gets it.
   int descriptor = -1;
   const ssize_t n =
@@ -59,7 +59,7 @@ void InLane::ReadHeaderLocally() {
   });
 }
 
-void InLane::OnHeader() {
+void IncomingDataConnection::OnHeader() {
   const absl::StatusOr<FrameHeader> header = ParseHeader(head_);
   if (!header.ok()) return Break(header.status());
   const bool of_local = header->type == FrameType::kRegion || header->type == FrameType::kLocal;
@@ -68,13 +68,13 @@ void InLane::OnHeader() {
   const bool remote = !local_ && !into_gpu && loop_.options.remote_memory != nullptr;
   if ((header->type != FrameType::kPages || into_gpu) && !(local_ && of_local) && !(remote && of_remote)) {
     const char* const some = local_ ? "PAGES, REGION, LOCAL" : (remote ? "PAGES, MEMORY, LOCAL" : "PAGES");
-    return Break(InvalidField("frame type on a lane", FrameTypeName(header->type),
+    return Break(InvalidField("frame type on a data connection", FrameTypeName(header->type),
                               into_gpu ? "REGION, LOCAL on a local one" : some));
   }
   ReadBody(header->type, header->body_bytes);
 }
 
-void InLane::ReadBody(FrameType type, size_t bytes) {
+void IncomingDataConnection::ReadBody(FrameType type, size_t bytes) {
   head_.resize(kHeaderBytes + bytes);
   asio::async_read(socket_, asio::buffer(head_.data() + kHeaderBytes, bytes),
                    [self = shared_from_this(), type](const ErrorCode& error, size_t) {
@@ -89,7 +89,7 @@ void InLane::ReadBody(FrameType type, size_t bytes) {
                    });
 }
 
-void InLane::OnRegion(const RegionFrame& region) {
+void IncomingDataConnection::OnRegion(const RegionFrame& region) {
   if (descriptor_ == kDescriptorLost) return Break(absl::UnavailableError("no descriptor is left for a region"));
   if (descriptor_ < 0) return Break(InvalidField("REGION", "without a descriptor", "with one"));
   if (regions_.count(region.region) + device_regions_.count(region.region) > 0) {
@@ -120,7 +120,7 @@ void InLane::OnRegion(const RegionFrame& region) {
   ReadHeader();
 }
 
-void InLane::OnMemory(const MemoryFrame& memory) {
+void IncomingDataConnection::OnMemory(const MemoryFrame& memory) {
   if (remote_regions_.count(memory.region) > 0) return Break(InvalidField("region", memory.region, "named once"));
   absl::StatusOr<std::shared_ptr<RemoteMemory::Source>> opened = loop_.options.remote_memory->Open(
       {reinterpret_cast<const uint8_t*>(memory.description.data()), memory.description.size()}, session_->token());
@@ -129,7 +129,7 @@ void InLane::OnMemory(const MemoryFrame& memory) {
   ReadHeader();
 }
 
-void InLane::OnLocal(const LocalFrame& local) {
+void IncomingDataConnection::OnLocal(const LocalFrame& local) {
   if (session_->device() >= 0) return OnDeviceLocal(local);
   if (!local_) return OnRemoteLocal(local);
   if (local.pages.size() > kPagesPerFrameMax) {
@@ -163,7 +163,7 @@ void InLane::OnLocal(const LocalFrame& local) {
   if (jobs_.size() < kJobsMax) ReadHeader();
 }
 
-void InLane::OnRemoteLocal(const LocalFrame& local) {
+void IncomingDataConnection::OnRemoteLocal(const LocalFrame& local) {
   if (local.pages.size() > kPagesPerFrameMax) {
     return Break(InvalidField("LOCAL pages", local.pages.size(), absl::StrCat("at most ", kPagesPerFrameMax)));
   }
@@ -205,12 +205,12 @@ void InLane::OnRemoteLocal(const LocalFrame& local) {
   if (jobs_.size() < kJobsMax) ReadHeader();
 }
 
-void InLane::CheckStall(int64_t stall_ms) {
+void IncomingDataConnection::CheckStall(int64_t stall_ms) {
   if (remote_regions_.empty() || jobs_.empty() || Now() - jobs_moved_ < std::chrono::milliseconds(stall_ms)) return;
   Break(absl::UnavailableError(absl::StrCat("nothing came of remote memory in ", stall_ms, " ms")));
 }
 
-void InLane::OnDeviceLocal(const LocalFrame& local) {
+void IncomingDataConnection::OnDeviceLocal(const LocalFrame& local) {
   std::vector<CopyJob::Page> pages;
   std::vector<DeviceCopier::Page> copies;
   std::vector<std::shared_ptr<DeviceCopier::Source>> sources;
@@ -258,7 +258,7 @@ void InLane::OnDeviceLocal(const LocalFrame& local) {
   if (jobs_.size() < kJobsMax) ReadHeader();
 }
 
-void InLane::OnCopied() {
+void IncomingDataConnection::OnCopied() {
   // In the order of the frames, whichever was copied first.
   const auto self = shared_from_this();
   const bool full = jobs_.size() == kJobsMax;
@@ -289,14 +289,14 @@ void InLane::OnCopied() {
   if (full && jobs_.size() < kJobsMax) ReadHeader();
 }
 
-void InLane::OnPages(std::vector<PageRecord> pages) {
+void IncomingDataConnection::OnPages(std::vector<PageRecord> pages) {
   pages_ = std::move(pages);
   next_ = 0;
   read_->Clear();
   for (size_t i = 0; i < pages_.size(); ++i) {
     absl::StatusOr<absl::Span<uint8_t>> target = session_->BeginPage(pages_[i].page);
     if (!target.ok()) {
-      pages_.resize(i);  // those that are this lane's
+      pages_.resize(i);  // those of this connection
       return Break(std::move(target).status());
     }
     read_->Add(target->data(), target->size());
@@ -304,7 +304,7 @@ void InLane::OnPages(std::vector<PageRecord> pages) {
   ReadPayload();
 }
 
-void InLane::ReadPayload() {
+void IncomingDataConnection::ReadPayload() {
   socket_.async_wait(Socket::wait_read, [self = shared_from_this()](const ErrorCode& error) {
     if (self->session_ == nullptr) return;
     if (error) return self->BreakSocket(error);
@@ -312,7 +312,7 @@ void InLane::ReadPayload() {
   });
 }
 
-void InLane::StartReading() {
+void IncomingDataConnection::StartReading() {
   SocketJob::Start(read_, *loop_.copiers, UINT64_MAX, [gate = loop_.gate, self = shared_from_this()] {
     gate->Post([self](Loop&) {
       if (self->session_ != nullptr) self->OnRead();
@@ -320,7 +320,7 @@ void InLane::StartReading() {
   });
 }
 
-void InLane::OnRead() {
+void IncomingDataConnection::OnRead() {
   const auto self = shared_from_this();
   if (read_->bytes() > 0) session_->OnPayload(read_->bytes(), PageWay::kSocket);
   while (next_ < read_->whole()) {
@@ -337,7 +337,7 @@ void InLane::OnRead() {
   ReadPayload();
 }
 
-void InLane::BadPage(uint32_t page, uint64_t checksum, uint64_t announced) {
+void IncomingDataConnection::BadPage(uint32_t page, uint64_t checksum, uint64_t announced) {
   loop_.metrics.checksum_failures.Increment();
   Break(FieldError(absl::StatusCode::kDataLoss, absl::StrCat("checksum of page ", page),
                    absl::StrCat(absl::Hex(checksum, absl::kZeroPad16)),
@@ -345,7 +345,7 @@ void InLane::BadPage(uint32_t page, uint64_t checksum, uint64_t announced) {
         /*bad_page=*/true);
 }
 
-void InLane::Close() {
+void IncomingDataConnection::Close() {
   if (session_ == nullptr) return;
   read_->Abandon();  // nothing is written after this
   for (size_t i = next_; i < pages_.size(); ++i) session_->DropPage(pages_[i].page);
@@ -362,14 +362,14 @@ void InLane::Close() {
   socket_.close(ignored);
 }
 
-void InLane::Break(absl::Status why, bool bad_page) {
+void IncomingDataConnection::Break(absl::Status why, bool bad_page) {
   Incoming* session = session_;
   session->Confirm(/*all=*/true);
   if (session_ == nullptr) return;
   Close();
-  session->OnLaneBroken(index_, std::move(why), bad_page);
+  session->OnConnectionBroken(index_, std::move(why), bad_page);
 }
 
-void InLane::BreakSocket(const ErrorCode& error) { Break(absl::UnavailableError(error.message())); }
+void IncomingDataConnection::BreakSocket(const ErrorCode& error) { Break(absl::UnavailableError(error.message())); }
 
 }  // namespace kvmanager::tcp

@@ -1,6 +1,6 @@
-// One lane of a hand-off that is being sent: joins, then has workers write frame after frame of pages, straight from
-// their slots; or, on a Unix socket, says where they lie.
-// Owned by Outgoing and the handlers of its pending operations; the transport's thread alone.
+// One data connection of a hand-off that is being sent. It joins the hand-off; then workers write frame after frame of
+// pages, straight from the pages' slots. On a Unix socket, and with UCX, it sends only where the pages are.
+// Owned by Outgoing and by the handlers of its pending operations. The transport's thread only.
 #pragma once
 
 #include <memory>
@@ -17,11 +17,11 @@
 
 namespace kvmanager::tcp {
 
-class OutLane : public std::enable_shared_from_this<OutLane> {
+class OutgoingDataConnection : public std::enable_shared_from_this<OutgoingDataConnection> {
  public:
   static constexpr int64_t kRateWaitMs = 2;
 
-  OutLane(Loop& loop, Outgoing& session, uint32_t index);
+  OutgoingDataConnection(Loop& loop, Outgoing& session, uint32_t index);
   void Start();
   /// There may be something to send.
   void Pump();
@@ -73,7 +73,7 @@ class OutLane : public std::enable_shared_from_this<OutLane> {
   std::vector<uint32_t> to_pass_;         // regions that the frame names first
   const bool by_ucx_;                     // when it was made
   std::vector<bool> passed_;              // of options.memory, or of UCX's
-  std::vector<const DeviceSlab*> slabs_;  // of GPUs' pages: regions by their numbers on this lane
+  std::vector<const DeviceSlab*> slabs_;  // of GPUs' pages: by region number on this connection
   size_t region_written_ = 0;             // bytes of the REGION of to_pass_.back()
   uint64_t frame_bytes_ = 0;
   uint64_t written_ = 0;              // of it

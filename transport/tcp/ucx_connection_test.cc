@@ -1,5 +1,5 @@
-// Lanes whose pages the receiver reads out of described memory: over UCX's TCP and shared memory, and over memory that
-// the test plays, which can lie, fail and be silent.
+// Data connections whose pages the receiver reads out of described memory: over UCX's TCP and shared memory, and over
+// memory that the test plays, which can lie, fail and be silent.
 #include <signal.h>
 
 #include <algorithm>
@@ -100,9 +100,9 @@ class PlayedMemory final : public RemoteMemory {
   std::deque<std::pair<Done, std::unique_ptr<Piece>>> held_ ABSL_GUARDED_BY(mutex_);
 };
 
-class LaneTest {
+class DataConnectionTest {
  protected:
-  LaneTest() : first_(MakeRegion(kRegionBytes, 1)), second_(MakeRegion(kRegionBytes, 2)) {}
+  DataConnectionTest() : first_(MakeRegion(kRegionBytes, 1)), second_(MakeRegion(kRegionBytes, 2)) {}
   void StartWith(RemoteMemory* sender, RemoteMemory* receiver, int64_t stall_ms = SendRequest::kStallMsDefault) {
     TcpTransport::Options options;
     options.metrics = &receiver_metrics_;
@@ -159,10 +159,10 @@ class LaneTest {
   std::unique_ptr<TcpTransport> receiving_, sender_;
 };
 
-class PlayedLaneTest : public LaneTest, public testing::Test {
+class PlayedConnectionTest : public DataConnectionTest, public testing::Test {
  protected:
-  PlayedLaneTest() { StartWith(&theirs_, &ours_, kStallMs); }
-  ~PlayedLaneTest() override {
+  PlayedConnectionTest() { StartWith(&theirs_, &ours_, kStallMs); }
+  ~PlayedConnectionTest() override {
     sender_.reset();
     receiving_.reset();
     ours_.Speak();
@@ -179,10 +179,10 @@ class PlayedLaneTest : public LaneTest, public testing::Test {
     control_.Write(EncodeHello({}) + EncodeOffer(token_, 0, part));
     EXPECT_EQ(control_.Expect<HelloFrame>().features, kFeatures | kFeatureRemoteMemory);
     control_.Expect<AcceptFrame>();
-    lane_ = RawSocket::Connect(receiving_->listen_address());
-    lane_.Write(JoinOf(1, token_));
-    lane_.Expect<HelloFrame>();
-    lane_.Expect<JoinedFrame>();
+    connection_ = RawSocket::Connect(receiving_->listen_address());
+    connection_.Write(JoinOf(1, token_));
+    connection_.Expect<HelloFrame>();
+    connection_.Expect<JoinedFrame>();
   }
   std::string Described(uint32_t region = 0) { return EncodeMemory({region, theirs_.Describe(0, token_)}); }
   std::string ErrorField() {
@@ -195,12 +195,12 @@ class PlayedLaneTest : public LaneTest, public testing::Test {
 
   PlayedMemory theirs_{{{first_->data(), kRegionBytes}, {second_->data(), kRegionBytes}}};
   PlayedMemory ours_{std::vector<absl::Span<const uint8_t>>()};
-  RawSocket control_{-1}, lane_{-1};
+  RawSocket control_{-1}, connection_{-1};
   Token token_ = {};
   uint8_t tokens_ = 0;
 };
 
-TEST_F(PlayedLaneTest, PagesAreRead) {
+TEST_F(PlayedConnectionTest, PagesAreRead) {
   const SendResult result = HandOver(500, 3);
   EXPECT_EQ(ReadBytes(), double(result.bytes_sent));
   EXPECT_EQ(sender_metrics_.sent.ucx_bytes.Value(), double(result.bytes_sent));
@@ -208,7 +208,7 @@ TEST_F(PlayedLaneTest, PagesAreRead) {
   EXPECT_EQ(sender_->Peers()[0].copied_bytes, result.bytes_sent);
 }
 
-TEST_F(PlayedLaneTest, PagesElsewhereGoThroughTheSocket) {
+TEST_F(PlayedConnectionTest, PagesElsewhereGoThroughTheSocket) {
   std::vector<Page> bytes;
   std::vector<SendPage> pages = PagesIn(50, 5, &bytes);
   const std::vector<Page> others = RandomPages(std::vector<size_t>(50, 3000), 6);
@@ -220,7 +220,7 @@ TEST_F(PlayedLaneTest, PagesElsewhereGoThroughTheSocket) {
   EXPECT_TRUE(receiver_.newest() == bytes);
 }
 
-TEST_F(PlayedLaneTest, ReadsThatFailGoByTcp) {
+TEST_F(PlayedConnectionTest, ReadsThatFailGoByTcp) {
   ours_.broken = true;
   const SendResult result = HandOver(300, 7);
   EXPECT_EQ(SocketBytes(), double(result.bytes_sent));
@@ -228,7 +228,7 @@ TEST_F(PlayedLaneTest, ReadsThatFailGoByTcp) {
   EXPECT_EQ(receiver_metrics_.protocol_errors.Value(), 0);
 }
 
-TEST_F(PlayedLaneTest, ReadsThatNeverEndGoByTcpAndEndUnseen) {
+TEST_F(PlayedConnectionTest, ReadsThatNeverEndGoByTcpAndEndUnseen) {
   ours_.mute = true;
   const SendResult result = HandOver(300, 8);
   EXPECT_EQ(SocketBytes(), double(result.bytes_sent));
@@ -240,7 +240,7 @@ TEST_F(PlayedLaneTest, ReadsThatNeverEndGoByTcpAndEndUnseen) {
   EXPECT_TRUE(receiver_.newest() == before);
 }
 
-TEST_F(PlayedLaneTest, ReadsThatEndAfterTheTransportAreHarmless) {
+TEST_F(PlayedConnectionTest, ReadsThatEndAfterTheTransportAreHarmless) {
   ours_.mute = true;
   std::vector<Page> bytes;
   const std::vector<SendPage> pages = PagesIn(100, 9, &bytes);
@@ -252,7 +252,7 @@ TEST_F(PlayedLaneTest, ReadsThatEndAfterTheTransportAreHarmless) {
   ours_.Speak();
 }
 
-TEST_F(PlayedLaneTest, ASendersEndLeavesNothing) {
+TEST_F(PlayedConnectionTest, ASendersEndLeavesNothing) {
   ours_.mute = true;
   std::vector<Page> bytes;
   const std::vector<SendPage> pages = PagesIn(100, 9, &bytes);
@@ -267,14 +267,14 @@ TEST_F(PlayedLaneTest, ASendersEndLeavesNothing) {
   HandOver(100, 10);
 }
 
-TEST_F(PlayedLaneTest, WrongBytesAreAskedForByTcpAndThenGood) {
+TEST_F(PlayedConnectionTest, WrongBytesAreAskedForByTcpAndThenGood) {
   ours_.corrupt = true;
   const SendResult result = HandOver(10, 11);
   EXPECT_EQ(SocketBytes(), double(result.bytes_sent));
   EXPECT_GT(receiver_metrics_.checksum_failures.Value(), 0);
 }
 
-TEST_F(PlayedLaneTest, ChangedMemoryIsDataLoss) {
+TEST_F(PlayedConnectionTest, ChangedMemoryIsDataLoss) {
   std::vector<Page> bytes;
   std::vector<SendPage> pages = PagesIn(3, 9, &bytes);
   pages[1].checksum ^= 1;
@@ -282,7 +282,7 @@ TEST_F(PlayedLaneTest, ChangedMemoryIsDataLoss) {
   EXPECT_EQ(receiver_metrics_.checksum_failures.Value(), kBadPagesMax + 1);
 }
 
-TEST_F(PlayedLaneTest, SideWithoutItIsReachedByTcp) {
+TEST_F(PlayedConnectionTest, SideWithoutItIsReachedByTcp) {
   StartWith(&theirs_, nullptr);
   EXPECT_EQ(SocketBytes(), double(HandOver(50, 12).bytes_sent));
   StartWith(nullptr, &ours_);
@@ -290,7 +290,7 @@ TEST_F(PlayedLaneTest, SideWithoutItIsReachedByTcp) {
   EXPECT_EQ(ReadBytes(), 0);
 }
 
-TEST_F(PlayedLaneTest, LimitedSenderUsesTcp) {
+TEST_F(PlayedConnectionTest, LimitedSenderUsesTcp) {
   TcpTransport::Options options;
   options.metrics = &sender_metrics_;
   options.remote_memory = &theirs_;
@@ -299,54 +299,54 @@ TEST_F(PlayedLaneTest, LimitedSenderUsesTcp) {
   EXPECT_EQ(SocketBytes(), double(HandOver(50, 14).bytes_sent));
 }
 
-TEST_F(PlayedLaneTest, HostileLanesEndTheHandOff) {
+TEST_F(PlayedConnectionTest, HostileConnectionsEndTheHandOff) {
   const uint8_t* const at = theirs_.memory()[0].data();
   const uint64_t checksum = XXH3_64bits(at, 100);
   Play();
-  lane_.Write(Described() + EncodeLocal({{0, 0, 0, checksum}}));
+  connection_.Write(Described() + EncodeLocal({{0, 0, 0, checksum}}));
   control_.Expect<GotFrame>();  // so it goes well
   Play();
-  lane_.Write(EncodeLocal({{0, 0, 0, checksum}}));
+  connection_.Write(EncodeLocal({{0, 0, 0, checksum}}));
   EXPECT_EQ(ErrorField(), "region");
   Play();
-  lane_.Write(Described() + EncodeLocal({{0, 1, 0, checksum}}));
+  connection_.Write(Described() + EncodeLocal({{0, 1, 0, checksum}}));
   EXPECT_EQ(ErrorField(), "region");
   for (const uint64_t offset : {kRegionBytes - 99, kRegionBytes + 1, ~size_t{0}}) {
     Play();
-    lane_.Write(Described() + EncodeLocal({{0, 0, offset, checksum}}));
+    connection_.Write(Described() + EncodeLocal({{0, 0, offset, checksum}}));
     EXPECT_EQ(ErrorField(), "offset");
   }
   Play();
-  lane_.Write(Described() + Described());
+  connection_.Write(Described() + Described());
   EXPECT_EQ(ErrorField(), "region");
   Play();
-  lane_.Write(Described() + EncodeLocal({{0, 0, 0, checksum}, {0, 0, 0, checksum}}));
+  connection_.Write(Described() + EncodeLocal({{0, 0, 0, checksum}, {0, 0, 0, checksum}}));
   EXPECT_EQ(ErrorField(), "page");
   Play();
-  lane_.Write(EncodeRegion({0, 4096}));
-  EXPECT_EQ(ErrorField(), "frame type on a lane");
-  // A description that was made for another hand-off breaks the lane alone.
+  connection_.Write(EncodeRegion({0, 4096}));
+  EXPECT_EQ(ErrorField(), "frame type on a data connection");
+  // A description that was made for another hand-off breaks only the data connection.
   const std::string other = Described();
   Play();
-  lane_.Write(other);
-  EXPECT_EQ(lane_.ReadToEnd(), "");
-  lane_ = RawSocket::Connect(receiving_->listen_address());
+  connection_.Write(other);
+  EXPECT_EQ(connection_.ReadToEnd(), "");
+  connection_ = RawSocket::Connect(receiving_->listen_address());
   const Page page(at, at + 100);
-  lane_.Write(JoinOf(1, token_) + PagesFrameOf({page}, {0}));
+  connection_.Write(JoinOf(1, token_) + PagesFrameOf({page}, {0}));
   EXPECT_EQ(control_.Expect<GotFrame>().pages, std::vector<uint32_t>{0});
   EXPECT_EQ(receiver_.completions(), 0u);
 }
 
-TEST_F(PlayedLaneTest, TheFrameIsOnlyForSidesThatSaidSo) {
+TEST_F(PlayedConnectionTest, TheFrameIsOnlyForSidesThatSaidSo) {
   StartWith(nullptr, nullptr);
   const std::vector<Page> pages = RandomPages({100}, 1);
   RawSocket control = RawSocket::Connect(receiving_->listen_address());
   control.Write(OfferOf(pages));
   EXPECT_EQ(control.Expect<HelloFrame>().features, kFeatures);
   control.Expect<AcceptFrame>();
-  RawSocket lane = RawSocket::Connect(receiving_->listen_address());
-  lane.Write(JoinOf(1) + EncodeMemory({0, theirs_.Describe(0, kToken)}));
-  EXPECT_EQ(DetailOf(control.Expect<ErrorFrame>().status).field, "frame type on a lane");
+  RawSocket connection = RawSocket::Connect(receiving_->listen_address());
+  connection.Write(JoinOf(1) + EncodeMemory({0, theirs_.Describe(0, kToken)}));
+  EXPECT_EQ(DetailOf(control.Expect<ErrorFrame>().status).field, "frame type on a data connection");
 }
 
 struct Way {
@@ -354,9 +354,9 @@ struct Way {
   std::vector<std::pair<std::string, std::string>> settings;
 };
 
-class UcxLaneTest : public LaneTest, public testing::TestWithParam<Way> {
+class UcxConnectionTest : public DataConnectionTest, public testing::TestWithParam<Way> {
  protected:
-  UcxLaneTest() {
+  UcxConnectionTest() {
     std::unique_ptr<UcxMemory>* const made[] = {&theirs_, &ours_};
     for (int i = 0; i < 2; ++i) {
       UcxMemory::Options options;
@@ -396,14 +396,14 @@ class UcxLaneTest : public LaneTest, public testing::TestWithParam<Way> {
   std::unique_ptr<UcxMemory> theirs_, ours_;
 };
 
-TEST_P(UcxLaneTest, EqualBytes) {
+TEST_P(UcxConnectionTest, EqualBytes) {
   for (uint64_t seed = 1; seed < 5; ++seed) HandOver(400, seed);
   EXPECT_GT(ReadBytes(), 0);
   EXPECT_EQ(SocketBytes(), 0);
   EXPECT_TRUE(ours_->idle());
 }
 
-TEST_P(UcxLaneTest, ProcessesThatEndAreMadeAnewAndTcpTakesOver) {
+TEST_P(UcxConnectionTest, ProcessesThatEndAreMadeAnewAndTcpTakesOver) {
   for (UcxMemory* const memory : {theirs_.get(), ours_.get(), theirs_.get()}) {
     HandOver(200, 6);
     std::vector<Page> bytes;
@@ -423,7 +423,7 @@ TEST_P(UcxLaneTest, ProcessesThatEndAreMadeAnewAndTcpTakesOver) {
   EXPECT_TRUE(ours_->idle());
 }
 
-TEST_P(UcxLaneTest, CancelledHandOffsLeaveNothing) {
+TEST_P(UcxConnectionTest, CancelledHandOffsLeaveNothing) {
   for (int i = 0; i < 10; ++i) {
     std::vector<Page> bytes;
     const std::vector<SendPage> pages = PagesIn(1000, 7, &bytes);
@@ -437,7 +437,7 @@ TEST_P(UcxLaneTest, CancelledHandOffsLeaveNothing) {
   EXPECT_NE(theirs_->process(), 0);
 }
 
-TEST_P(UcxLaneTest, AStoppedProcessIsGivenUpForTcp) {
+TEST_P(UcxConnectionTest, AStoppedProcessIsGivenUpForTcp) {
   StartWith(theirs_.get(), ours_.get(), kStallMs);
   HandOver(100, 1);
   ::kill(theirs_->process(), SIGSTOP);
@@ -446,7 +446,7 @@ TEST_P(UcxLaneTest, AStoppedProcessIsGivenUpForTcp) {
   HandOver(300, 3);
 }
 
-TEST_P(UcxLaneTest, AnotherKeyMeansTcp) {
+TEST_P(UcxConnectionTest, AnotherKeyMeansTcp) {
   UcxMemory::Options options;
   options.program = {"transport/ucx/ucx_process_main"};
   options.key = "another key of 16 bytes";
@@ -461,7 +461,8 @@ TEST_P(UcxLaneTest, AnotherKeyMeansTcp) {
 const Way kWays[] = {{"Tcp", {{"TLS", "tcp"}, {"NET_DEVICES", "lo"}}},
                      {"SharedMemory", {{"TLS", "posix,cma"}}},
                      {"SharedMemoryByMessages", {{"TLS", "posix"}}}};
-INSTANTIATE_TEST_SUITE_P(Ways, UcxLaneTest, testing::ValuesIn(kWays), [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Ways, UcxConnectionTest, testing::ValuesIn(kWays),
+                         [](const auto& info) { return info.param.name; });
 
 }  // namespace
 }  // namespace kvmanager::tcp
