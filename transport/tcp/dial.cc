@@ -75,10 +75,10 @@ void Dial::ConnectNext(const ErrorCode& last_error) {
 }
 
 void Dial::OnConnected() {
-  greeting_ = std::make_shared<Greeting>(
+  handshake_ = std::make_shared<Handshake>(
       loop_, std::move(socket_), stall_ms_, deadline_,
       [self = shared_from_this()](absl::Status status, Socket socket, HelloFrame theirs) {
-        self->greeting_ = nullptr;
+        self->handshake_ = nullptr;
         if (status.ok()) return self->Finish(Connection{std::move(socket), theirs});
         const bool spoke =
             status.code() == absl::StatusCode::kInvalidArgument || status.code() == absl::StatusCode::kDataLoss;
@@ -88,8 +88,8 @@ void Dial::OnConnected() {
         self->Finish(
             WithDetail(absl::Status(code, absl::StrCat("peer ", self->to_.peer, ": ", said)), DetailOf(status)));
       });
-  const auto greeting = greeting_;
-  greeting->Start(std::move(first_));
+  const auto handshake = handshake_;
+  handshake->Start(std::move(first_));
 }
 
 void Dial::Finish(absl::StatusOr<Connection> result) {
@@ -105,7 +105,7 @@ void Dial::Cancel() {
   socket_.close(ignored);
   resolver_.cancel();
   timer_.cancel();
-  if (greeting_ != nullptr) std::exchange(greeting_, nullptr)->Cancel();
+  if (handshake_ != nullptr) std::exchange(handshake_, nullptr)->Cancel();
 }
 
 }  // namespace kvmanager::tcp

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "transport/tcp/greeting.h"
+#include "transport/tcp/handshake.h"
 #include "transport/tcp/loop.h"
 
 namespace kvmanager::tcp {
@@ -52,7 +52,7 @@ class Dial : public std::enable_shared_from_this<Dial> {
   std::string first_;
   std::vector<asio::generic::stream_protocol::endpoint> endpoints_;
   size_t endpoints_tried_ = 0;
-  std::shared_ptr<Greeting> greeting_;
+  std::shared_ptr<Handshake> handshake_;
 };
 
 }  // namespace kvmanager::tcp

@@ -157,7 +157,7 @@ void FrameLink::Close(bool lingering) {
   if (!lingering) return CloseNow();
   if (state_ == State::kLingering) return;
   state_ = State::kLingering;
-  if (loop_.stopping || loop_.lingering.size() >= loop_.options.visitors_max) return CloseNow();
+  if (loop_.stopping || loop_.lingering.size() >= loop_.options.pending_connections_max) return CloseNow();
   loop_.lingering.insert(shared_from_this());
   linger_.expires_after(std::chrono::milliseconds(kLingerMs));
   linger_.async_wait([self = shared_from_this()](const ErrorCode& error) {

@@ -1,5 +1,5 @@
-// What the connections of one transport share, and the way onto its thread. Loop is owned by the Engine and touched by
-// the transport's thread alone, but for `peers` and `metrics`, which lock themselves. Gate outlives it: receivers'
+// What the connections of one transport share, and the way onto its thread. Loop is owned by the IoThread and touched
+// by the transport's thread alone, but for `peers` and `metrics`, which lock themselves. Gate outlives it: receivers'
 // replies hold it.
 #pragma once
 
@@ -39,7 +39,7 @@ class FrameLink;
 class Incoming;
 class Outgoing;
 class Probe;
-class Visitor;
+class PendingConnection;
 struct Loop;
 
 /// Posts onto the transport's thread until it has ended. The one shared_ptr-owned object between the transport and its
@@ -84,7 +84,7 @@ struct Loop {
   // pending operations share it, hence shared_ptr.
   std::unordered_map<uint64_t, std::shared_ptr<Outgoing>> outgoing;
   std::map<Token, std::shared_ptr<Incoming>> incoming;  // those that have ended a while longer, for who asks again
-  std::unordered_set<std::shared_ptr<Visitor>> visitors;
+  std::unordered_set<std::shared_ptr<PendingConnection>> pending_connections;
   std::unordered_set<std::shared_ptr<FrameLink>> lingering;
   std::unordered_set<std::shared_ptr<Probe>> probes;
   bool stopping = false;

@@ -6,7 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
-#include "transport/tcp/engine.h"
+#include "transport/tcp/io_thread.h"
 
 namespace kvmanager {
 namespace {
@@ -46,18 +46,18 @@ absl::Status CheckOptions(const TcpTransport::Options& options) {
 
 }  // namespace
 
-TcpTransport::TcpTransport(std::unique_ptr<tcp::Engine> engine) : engine_(std::move(engine)) {}
-TcpTransport::~TcpTransport() { engine_->Shutdown(); }
+TcpTransport::TcpTransport(std::unique_ptr<tcp::IoThread> io_thread) : io_thread_(std::move(io_thread)) {}
+TcpTransport::~TcpTransport() { io_thread_->Shutdown(); }
 
 absl::StatusOr<std::unique_ptr<TcpTransport>> TcpTransport::Create(Options options) {
   KV_RETURN_IF_ERROR(CheckOptions(options));
   try {
     std::sort(options.memory.begin(), options.memory.end(),
               [](const SharedMemory& a, const SharedMemory& b) { return a.data < b.data; });
-    auto engine = std::make_unique<tcp::Engine>(std::move(options));
-    KV_RETURN_IF_ERROR(engine->Listen());
-    engine->Run();
-    return std::unique_ptr<TcpTransport>(new TcpTransport(std::move(engine)));
+    auto io_thread = std::make_unique<tcp::IoThread>(std::move(options));
+    KV_RETURN_IF_ERROR(io_thread->Listen());
+    io_thread->Run();
+    return std::unique_ptr<TcpTransport>(new TcpTransport(std::move(io_thread)));
   } catch (
       const std::exception& error) {  // Asio and std::thread throw where the system has no descriptor or thread left
     return absl::ResourceExhaustedError(absl::StrCat("starting the transport: ", error.what()));
@@ -65,15 +65,17 @@ absl::StatusOr<std::unique_ptr<TcpTransport>> TcpTransport::Create(Options optio
 }
 
 uint64_t TcpTransport::Begin(SendRequest request, SendEvents events) {
-  return engine_->Begin(std::move(request), std::move(events));
+  return io_thread_->Begin(std::move(request), std::move(events));
 }
-void TcpTransport::Post(uint64_t transfer, std::vector<SendPage> pages) { engine_->Post(transfer, std::move(pages)); }
-void TcpTransport::Finish(uint64_t transfer, HandOffPart last) { engine_->Finish(transfer, std::move(last)); }
-void TcpTransport::Cancel(uint64_t transfer) { engine_->Cancel(transfer); }
+void TcpTransport::Post(uint64_t transfer, std::vector<SendPage> pages) {
+  io_thread_->Post(transfer, std::move(pages));
+}
+void TcpTransport::Finish(uint64_t transfer, HandOffPart last) { io_thread_->Finish(transfer, std::move(last)); }
+void TcpTransport::Cancel(uint64_t transfer) { io_thread_->Cancel(transfer); }
 void TcpTransport::Probe(std::string peer, absl::AnyInvocable<void(absl::StatusOr<ReceiverLoad>)> done) {
-  engine_->Ask(std::move(peer), std::move(done));
+  io_thread_->Ask(std::move(peer), std::move(done));
 }
-std::vector<PeerInfo> TcpTransport::Peers() const { return engine_->Peers(); }
-std::string TcpTransport::listen_address() const { return engine_->listen_address(); }
+std::vector<PeerInfo> TcpTransport::Peers() const { return io_thread_->Peers(); }
+std::string TcpTransport::listen_address() const { return io_thread_->listen_address(); }
 
 }  // namespace kvmanager

@@ -29,7 +29,7 @@ class DeviceCopier;
 class RemoteMemory;
 
 namespace tcp {
-class Engine;
+class IoThread;
 }
 
 /// Memory in which pages lie that are sent, as another process of this host can map it: all of it, for reading, and for
@@ -59,7 +59,8 @@ class TcpTransport final : public Transport {
     uint64_t window_bytes = kWindowBytesDefault;        // of pages on their way here, of all senders; each may send one
     size_t incoming_max = kIncomingMaxDefault;          // hand-offs received at once; more are refused
     size_t outgoing_max = kOutgoingMaxDefault;          // hand-offs sent at once; more fail with RESOURCE_EXHAUSTED
-    size_t visitors_max = kVisitorsMaxDefault;          // connections that have not said what they are; more are closed
+    size_t pending_connections_max =
+        kPendingConnectionsMaxDefault;  // connections that have not said what they are; more are closed
     uint64_t transfer_bytes_max = kTransferBytesMaxDefault;         // pages of one hand-off, either way
     uint64_t offer_buffer_bytes_max = kOfferBufferBytesMaxDefault;  // memory for incoming manifests and page lists
     tcp::ZeroCopyUse zero_copy = tcp::ZeroCopyUse::kWhereItPays;    // of pages over TCP
@@ -69,7 +70,7 @@ class TcpTransport final : public Transport {
   static constexpr int kCopyThreadsMax = 64;
   static constexpr uint32_t kConnectionsMaxDefault = 16;
   static constexpr uint64_t kWindowBytesDefault = 64 << 20;
-  static constexpr size_t kVisitorsMaxDefault = 256;
+  static constexpr size_t kPendingConnectionsMaxDefault = 256;
   static constexpr size_t kIncomingMaxDefault = 64;
   static constexpr size_t kOutgoingMaxDefault = 256;
   static constexpr uint64_t kTransferBytesMaxDefault = uint64_t{256} << 30;
@@ -87,8 +88,8 @@ class TcpTransport final : public Transport {
   std::string listen_address() const override;
 
  private:
-  explicit TcpTransport(std::unique_ptr<tcp::Engine> engine);
-  std::unique_ptr<tcp::Engine> engine_;
+  explicit TcpTransport(std::unique_ptr<tcp::IoThread> io_thread);
+  std::unique_ptr<tcp::IoThread> io_thread_;
 };
 
 }  // namespace kvmanager

@@ -514,8 +514,8 @@ TEST_F(TransportTest, DestructorFailsSendsAndAbortsReceipts) {
   Outcome half = Begin(*sender_side_, RequestOf(pages, peer()));
   sender_side_->Post(half.id, {PageOf(pages, 0)});
   receiver_.WaitForArrivals(1);
-  RawSocket visitor = RawSocket::Connect(peer());
-  visitor.Write(EncodeHello({}));
+  RawSocket pending = RawSocket::Connect(peer());
+  pending.Write(EncodeHello({}));
   receiver_side_.reset();
   EXPECT_EQ(receiver_.WaitForAborts(1)[0].code(), absl::StatusCode::kCancelled);
   receiver_.WaitUntilNoneLives();

@@ -1,4 +1,4 @@
-#include "transport/tcp/greeting.h"
+#include "transport/tcp/handshake.h"
 
 #include <utility>
 
@@ -7,7 +7,7 @@
 
 namespace kvmanager::tcp {
 
-Greeting::Greeting(Loop& loop, Socket socket, int64_t stall_ms, SteadyTime deadline, Done done)
+Handshake::Handshake(Loop& loop, Socket socket, int64_t stall_ms, SteadyTime deadline, Done done)
     : socket_(std::move(socket)),
       timer_(loop.io),
       features_(kFeatures | (loop.options.remote_memory == nullptr ? 0 : kFeatureRemoteMemory)),
@@ -15,7 +15,7 @@ Greeting::Greeting(Loop& loop, Socket socket, int64_t stall_ms, SteadyTime deadl
       deadline_(deadline),
       done_(std::move(done)) {}
 
-void Greeting::Start(const std::string& first) {
+void Handshake::Start(const std::string& first) {
   Tune(socket_, stall_ms_);
   timer_.expires_at(deadline_);
   timer_.async_wait([self = shared_from_this()](const ErrorCode& error) {
@@ -30,7 +30,7 @@ void Greeting::Start(const std::string& first) {
   Read();
 }
 
-void Greeting::Write() {
+void Handshake::Write() {
   socket_.async_write_some(asio::buffer(out_.data() + out_sent_, out_.size() - out_sent_),
                            [self = shared_from_this()](const ErrorCode& error, size_t bytes) {
                              if (!self->done_) return;
@@ -44,7 +44,7 @@ void Greeting::Write() {
                            });
 }
 
-void Greeting::Read() {
+void Handshake::Read() {
   in_.resize(kHelloBytes);
   asio::async_read(socket_, asio::buffer(in_), [self = shared_from_this()](const ErrorCode& error, size_t) {
     if (!self->done_) return;
@@ -65,18 +65,18 @@ void Greeting::Read() {
   });
 }
 
-void Greeting::MaybeDone() {
+void Handshake::MaybeDone() {
   if (heard_ && out_sent_ == out_.size()) Finish(absl::OkStatus(), /*close=*/false);
 }
 
-void Greeting::Finish(absl::Status status, bool close) {
+void Handshake::Finish(absl::Status status, bool close) {
   timer_.cancel();
   ErrorCode ignored;
   if (close) socket_.close(ignored);
   std::exchange(done_, nullptr)(std::move(status), std::move(socket_), theirs_);
 }
 
-void Greeting::Cancel() {
+void Handshake::Cancel() {
   if (!done_) return;
   done_ = nullptr;
   timer_.cancel();

@@ -1,5 +1,5 @@
-// The two hellos with which every connection begins. Owned by Dial or Visitor and the handlers of its pending
-// operations; the transport's thread alone. `done` is called once, unless Cancel comes first.
+// Exchanges the two HELLOs with which every connection begins. Owned by Dial or PendingConnection and by the handlers
+// of its pending operations. The transport's thread only. `done` is called once, unless Cancel comes first.
 #pragma once
 
 #include <memory>
@@ -11,14 +11,14 @@
 
 namespace kvmanager::tcp {
 
-class Greeting : public std::enable_shared_from_this<Greeting> {
+class Handshake : public std::enable_shared_from_this<Handshake> {
  public:
   /// status: OK: both may go on. UNIMPLEMENTED: of another version; INVALID_ARGUMENT, DATA_LOSS: no hello; then the
   /// socket is still good for telling so. UNAVAILABLE, DEADLINE_EXCEEDED: the socket is closed.
   using Done = absl::AnyInvocable<void(absl::Status status, Socket socket, HelloFrame theirs)>;
 
   /// stall_ms: what this side says it is.
-  Greeting(Loop& loop, Socket socket, int64_t stall_ms, SteadyTime deadline, Done done);
+  Handshake(Loop& loop, Socket socket, int64_t stall_ms, SteadyTime deadline, Done done);
   /// first: a frame that is sent at once behind the hello.
   void Start(const std::string& first = "");
   void Cancel();

@@ -1,4 +1,4 @@
-#include "transport/tcp/engine.h"
+#include "transport/tcp/io_thread.h"
 
 #include <type_traits>
 #include <utility>
@@ -10,11 +10,11 @@
 #include "transport/tcp/host_port.h"
 #include "transport/tcp/incoming.h"
 #include "transport/tcp/local.h"
-#include "transport/tcp/visitor.h"
+#include "transport/tcp/pending_connection.h"
 
 namespace kvmanager::tcp {
 
-Engine::Engine(TcpTransport::Options options)
+IoThread::IoThread(TcpTransport::Options options)
     : loop_(std::move(options)),
       work_(loop_.io.get_executor()),
       acceptor_(loop_.io),
@@ -26,7 +26,7 @@ Engine::Engine(TcpTransport::Options options)
   loop_.copiers = std::make_shared<WorkerPool>(loop_.options.copy_threads);
 }
 
-absl::Status Engine::Listen() {
+absl::Status IoThread::Listen() {
   if (loop_.options.listen.empty()) return absl::OkStatus();
   KV_ASSIGN_OR_RETURN(const HostPort where, ParseHostPort("peer-listen", loop_.options.listen, true));
   const auto failed = [&](const char* what, const ErrorCode& error) {
@@ -54,7 +54,7 @@ absl::Status Engine::Listen() {
   return loop_.options.local_connections ? ListenLocally() : absl::OkStatus();
 }
 
-absl::Status Engine::ListenLocally() {
+absl::Status IoThread::ListenLocally() {
   std::string name = NewLocalName();
   ErrorCode error;
   local_acceptor_.open({}, error);
@@ -67,7 +67,7 @@ absl::Status Engine::ListenLocally() {
   return absl::OkStatus();
 }
 
-void Engine::Run() {
+void IoThread::Run() {
   if (acceptor_.is_open()) Accept(acceptor_, accept_timer_);
   if (local_acceptor_.is_open()) Accept(local_acceptor_, local_accept_timer_);
   if (loop_.options.device_copier != nullptr) SweepSlabs();
@@ -80,7 +80,7 @@ void Engine::Run() {
   });
 }
 
-void Engine::Shutdown() {
+void IoThread::Shutdown() {
   loop_.gate->Post([this](Loop& loop) {
     loop.stopping = true;
     ErrorCode ignored;
@@ -93,7 +93,8 @@ void Engine::Shutdown() {
     const absl::Status why = absl::CancelledError("the transport is shutting down");
     while (!loop.outgoing.empty()) std::shared_ptr<Outgoing>(loop.outgoing.begin()->second)->Stop(why);
     while (!loop.incoming.empty()) std::shared_ptr<Incoming>(loop.incoming.begin()->second)->Stop();
-    while (!loop.visitors.empty()) std::shared_ptr<Visitor>(*loop.visitors.begin())->Stop();
+    while (!loop.pending_connections.empty())
+      std::shared_ptr<PendingConnection>(*loop.pending_connections.begin())->Stop();
     while (!loop.probes.empty()) std::shared_ptr<Probe>(*loop.probes.begin())->Stop();
     while (!loop.lingering.empty()) std::shared_ptr<FrameLink>(*loop.lingering.begin())->Close();
     work_.reset();
@@ -101,7 +102,7 @@ void Engine::Shutdown() {
   thread_.join();
 }
 
-uint64_t Engine::Begin(SendRequest request, SendEvents events) {
+uint64_t IoThread::Begin(SendRequest request, SendEvents events) {
   const uint64_t id = next_transfer_.fetch_add(1, std::memory_order_relaxed);
   const bool posted =
       loop_.gate->Post([id, request = std::move(request), events = std::move(events)](Loop& loop) mutable {
@@ -120,26 +121,26 @@ uint64_t Engine::Begin(SendRequest request, SendEvents events) {
   return id;
 }
 
-void Engine::With(uint64_t transfer, absl::AnyInvocable<void(Outgoing&)> call) {
+void IoThread::With(uint64_t transfer, absl::AnyInvocable<void(Outgoing&)> call) {
   loop_.gate->Post([transfer, call = std::move(call)](Loop& loop) mutable {
     const auto found = loop.outgoing.find(transfer);
     if (found != loop.outgoing.end()) call(*std::shared_ptr<Outgoing>(found->second));
   });
 }
 
-void Engine::Post(uint64_t transfer, std::vector<SendPage> pages) {
+void IoThread::Post(uint64_t transfer, std::vector<SendPage> pages) {
   With(transfer, [pages = std::move(pages)](Outgoing& outgoing) mutable { outgoing.Post(std::move(pages)); });
 }
 
-void Engine::Finish(uint64_t transfer, HandOffPart last) {
+void IoThread::Finish(uint64_t transfer, HandOffPart last) {
   With(transfer, [last = std::move(last)](Outgoing& outgoing) mutable { outgoing.FinishParts(std::move(last)); });
 }
 
-void Engine::Cancel(uint64_t transfer) {
+void IoThread::Cancel(uint64_t transfer) {
   With(transfer, [](Outgoing& outgoing) { outgoing.Stop(absl::CancelledError("the hand-off was cancelled")); });
 }
 
-void Engine::Ask(std::string peer, Probe::Done done) {
+void IoThread::Ask(std::string peer, Probe::Done done) {
   loop_.gate->Post([peer = std::move(peer), done = std::move(done)](Loop& loop) mutable {
     if (loop.stopping) return done(absl::CancelledError("the transport is shutting down"));
     if (loop.probes.size() >= kProbesMax) {
@@ -153,7 +154,7 @@ void Engine::Ask(std::string peer, Probe::Done done) {
 }
 
 template <typename SomeAcceptor>
-void Engine::Accept(SomeAcceptor& acceptor, Timer& retry) {
+void IoThread::Accept(SomeAcceptor& acceptor, Timer& retry) {
   using Accepted = asio::basic_stream_socket<typename SomeAcceptor::protocol_type, Executor>;
   acceptor.async_accept([this, &acceptor, &retry](const ErrorCode& error, Accepted socket) {
     if (!acceptor.is_open()) return;
@@ -178,7 +179,7 @@ void Engine::Accept(SomeAcceptor& acceptor, Timer& retry) {
   });
 }
 
-void Engine::SweepSlabs() {
+void IoThread::SweepSlabs() {
   loop_.options.device_copier->Sweep();
   sweep_timer_.expires_after(std::chrono::milliseconds(kSweepMs));
   sweep_timer_.async_wait([this](const ErrorCode& stopped) {
@@ -186,14 +187,15 @@ void Engine::SweepSlabs() {
   });
 }
 
-void Engine::OnAccepted(Socket socket, std::string host, std::string peer) {
-  if (loop_.visitors.size() >= loop_.options.visitors_max) {
+void IoThread::OnAccepted(Socket socket, std::string host, std::string peer) {
+  if (loop_.pending_connections.size() >= loop_.options.pending_connections_max) {
     loop_.metrics.connections_refused.Increment();
     return;
   }
-  auto visitor = std::make_shared<Visitor>(loop_, std::move(socket), std::move(host), std::move(peer));
-  loop_.visitors.insert(visitor);
-  visitor->Start();
+  auto pending_connection =
+      std::make_shared<PendingConnection>(loop_, std::move(socket), std::move(host), std::move(peer));
+  loop_.pending_connections.insert(pending_connection);
+  pending_connection->Start();
 }
 
 }  // namespace kvmanager::tcp

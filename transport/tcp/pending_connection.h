@@ -1,22 +1,22 @@
-// An accepted connection until its first frame says what it is: a hand-off that begins, one that goes on, a data
-// connection of it, or a question. Owned by Loop::visitors; the transport's thread alone. It has the transport's stall
-// time for that, however many bytes it trickles.
+// An accepted connection whose first frame has not arrived yet. That frame says what the connection is: a hand-off that
+// begins, one that is resumed, a data connection of one, or a probe. Owned by Loop::pending_connections. The
+// transport's thread only. The frame must arrive within the transport's stall time, however slowly the peer sends.
 #pragma once
 
 #include <memory>
 #include <string>
 
 #include "transport/tcp/frame_link.h"
-#include "transport/tcp/greeting.h"
+#include "transport/tcp/handshake.h"
 #include "transport/tcp/loop.h"
 
 namespace kvmanager::tcp {
 
-class Visitor : public std::enable_shared_from_this<Visitor> {
+class PendingConnection : public std::enable_shared_from_this<PendingConnection> {
  public:
   /// host, peer: its address, without and with its port, for people to read.
-  Visitor(Loop& loop, Socket socket, std::string host, std::string peer);
-  /// REQUIRES: this is in loop.visitors.
+  PendingConnection(Loop& loop, Socket socket, std::string host, std::string peer);
+  /// REQUIRES: this is in loop.pending_connections.
   void Start();
   void Stop();
 
@@ -35,7 +35,7 @@ class Visitor : public std::enable_shared_from_this<Visitor> {
   const SteadyTime deadline_;
   const std::string host_, peer_;
   HelloFrame theirs_;
-  std::shared_ptr<Greeting> greeting_;
+  std::shared_ptr<Handshake> handshake_;
   std::shared_ptr<FrameLink> link_;
 };
 

@@ -1,4 +1,4 @@
-#include "transport/tcp/visitor.h"
+#include "transport/tcp/pending_connection.h"
 
 #include <utility>
 
@@ -9,7 +9,7 @@
 
 namespace kvmanager::tcp {
 
-Visitor::Visitor(Loop& loop, Socket socket, std::string host, std::string peer)
+PendingConnection::PendingConnection(Loop& loop, Socket socket, std::string host, std::string peer)
     : loop_(loop),
       socket_(std::move(socket)),
       timer_(loop.io),
@@ -17,18 +17,18 @@ Visitor::Visitor(Loop& loop, Socket socket, std::string host, std::string peer)
       host_(std::move(host)),
       peer_(std::move(peer)) {}
 
-void Visitor::Start() {
-  greeting_ =
-      std::make_shared<Greeting>(loop_, std::move(socket_), loop_.options.stall_ms, deadline_,
-                                 [self = shared_from_this()](absl::Status status, Socket socket, HelloFrame theirs) {
-                                   self->OnHello(std::move(status), std::move(socket), theirs);
-                                 });
-  const auto greeting = greeting_;
-  greeting->Start();
+void PendingConnection::Start() {
+  handshake_ =
+      std::make_shared<Handshake>(loop_, std::move(socket_), loop_.options.stall_ms, deadline_,
+                                  [self = shared_from_this()](absl::Status status, Socket socket, HelloFrame theirs) {
+                                    self->OnHello(std::move(status), std::move(socket), theirs);
+                                  });
+  const auto handshake = handshake_;
+  handshake->Start();
 }
 
-void Visitor::OnHello(absl::Status status, Socket socket, HelloFrame theirs) {
-  greeting_ = nullptr;
+void PendingConnection::OnHello(absl::Status status, Socket socket, HelloFrame theirs) {
+  handshake_ = nullptr;
   theirs_ = theirs;
   if (!socket.is_open()) return Leave();
   link_ = std::make_shared<FrameLink>(loop_, std::move(socket));
@@ -53,14 +53,14 @@ void Visitor::OnHello(absl::Status status, Socket socket, HelloFrame theirs) {
                  }});
 }
 
-void Visitor::OnFrame(Frame frame) {
+void PendingConnection::OnFrame(Frame frame) {
   if (auto* offer = std::get_if<OfferFrame>(&frame)) return OnOffer(std::move(*offer));
   if (const auto* join = std::get_if<JoinFrame>(&frame)) return OnJoin(*join);
   if (std::holds_alternative<ProbeFrame>(frame)) return OnProbe();
   Leave();
 }
 
-void Visitor::OnOffer(OfferFrame offer) {
+void PendingConnection::OnOffer(OfferFrame offer) {
   if (loop_.incoming.count(offer.token) > 0) {
     return Refuse(absl::AlreadyExistsError("this hand-off was offered before"));
   }
@@ -76,7 +76,7 @@ void Visitor::OnOffer(OfferFrame offer) {
   Leave();
 }
 
-void Visitor::OnJoin(const JoinFrame& join) {
+void PendingConnection::OnJoin(const JoinFrame& join) {
   const auto found = loop_.incoming.find(join.token);
   if (found == loop_.incoming.end()) {
     return Refuse(absl::NotFoundError("no such hand-off here: it has ended, or this daemon was started anew"));
@@ -90,7 +90,7 @@ void Visitor::OnJoin(const JoinFrame& join) {
   Leave();
 }
 
-void Visitor::OnProbe() {
+void PendingConnection::OnProbe() {
   ReceiverLoad load = loop_.options.receiver->Load();
   load.active_transfers = loop_.incoming_open;
   for (const auto& [token, incoming] : loop_.incoming) load.queued_bytes += incoming->bytes_to_come();
@@ -99,21 +99,21 @@ void Visitor::OnProbe() {
   Leave();
 }
 
-void Visitor::Refuse(const absl::Status& why) {
+void PendingConnection::Refuse(const absl::Status& why) {
   link_->Send(EncodeError(why));
   std::exchange(link_, nullptr)->Close(/*lingering=*/true);
   Leave();
 }
 
-void Visitor::Leave() {
+void PendingConnection::Leave() {
   timer_.cancel();
   if (link_ != nullptr) std::exchange(link_, nullptr)->Close();
-  loop_.visitors.erase(shared_from_this());
+  loop_.pending_connections.erase(shared_from_this());
 }
 
-void Visitor::Stop() {
+void PendingConnection::Stop() {
   const auto self = shared_from_this();
-  if (greeting_ != nullptr) std::exchange(greeting_, nullptr)->Cancel();
+  if (handshake_ != nullptr) std::exchange(handshake_, nullptr)->Cancel();
   Leave();
 }
 

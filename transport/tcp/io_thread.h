@@ -1,5 +1,6 @@
-// The transport's thread, its listening socket, and the making of connections. Owned by TcpTransport. Listen and Run
-// come first, from one thread; then what Transport has from any; then Shutdown, once, from any but its own thread.
+// The transport's thread: runs all network I/O of a transport, listens, and accepts and makes connections. Owned by
+// TcpTransport. Call Listen and Run first, from one thread; then the methods of Transport from any thread; then
+// Shutdown, once, from any thread but this one.
 #pragma once
 
 #include <atomic>
@@ -14,14 +15,14 @@
 
 namespace kvmanager::tcp {
 
-class Engine {
+class IoThread {
  public:
   static constexpr int64_t kAcceptRetryMs = 100;  // after the process ran out of descriptors or memory
   static constexpr int kBacklog = 128;
   static constexpr int64_t kSweepMs = 2000;   // of slabs of other daemons' GPUs that nobody uses
   static constexpr size_t kProbesMax = 1024;  // peers asked at once
 
-  explicit Engine(TcpTransport::Options options);
+  explicit IoThread(TcpTransport::Options options);
   absl::Status Listen();
   void Run();
   void Shutdown();
