@@ -1,4 +1,4 @@
-// Places in a piece of memory, each as long as what it is for: first fit. A value of one thread.
+// Allocates ranges of a piece of memory, first fit. A value of one thread; it does not touch the memory.
 #pragma once
 
 #include <algorithm>
@@ -11,14 +11,14 @@
 
 namespace kvmanager::ucx {
 
-class Places {
+class RangeAllocator {
  public:
-  static constexpr uint64_t kAlign = 64;  // bytes: of a place's begin and length
+  static constexpr uint64_t kAlign = 64;  // bytes: of a range's begin and length
 
   /// bytes: a multiple of kAlign, at least 1.
-  explicit Places(uint64_t bytes) : bytes_(bytes) { free_[0] = bytes; }
+  explicit RangeAllocator(uint64_t bytes) : bytes_(bytes) { free_[0] = bytes; }
 
-  /// Where `bytes` bytes, at least 1, have room; nothing if they have none.
+  /// The begin of a free range of `bytes` bytes, at least 1; nothing if no free range is large enough.
   absl::optional<uint64_t> Take(uint64_t bytes) {
     const uint64_t length = Length(bytes);
     for (auto free = free_.begin(); free != free_.end(); ++free) {
@@ -32,7 +32,7 @@ class Places {
     return absl::nullopt;
   }
 
-  /// What Take gave, for as many bytes.
+  /// Frees a range of Take, by its begin and the same number of bytes.
   void GiveBack(uint64_t at, uint64_t bytes) {
     uint64_t length = Length(bytes);
     auto next = free_.lower_bound(at);

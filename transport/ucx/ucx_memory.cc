@@ -4,7 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
-#include "transport/ucx/desk.h"
+#include "transport/ucx/ucx_process_client.h"
 
 namespace kvmanager {
 namespace {
@@ -38,25 +38,25 @@ absl::StatusOr<std::unique_ptr<UcxMemory>> UcxMemory::Create(Options options) {
             [](const Memory& a, const Memory& b) { return a.data < b.data; });
   KV_ASSIGN_OR_RETURN(std::unique_ptr<Region> staging,
                       Region::Create({.bytes = options.staging_bytes, .huge_pages = true}));
-  auto desk = std::make_shared<Desk>(std::move(options), std::move(staging));
-  auto memory = std::unique_ptr<UcxMemory>(new UcxMemory(desk));
-  KV_RETURN_IF_ERROR(desk->Start());
+  auto client = std::make_shared<UcxProcessClient>(std::move(options), std::move(staging));
+  auto memory = std::unique_ptr<UcxMemory>(new UcxMemory(client));
+  KV_RETURN_IF_ERROR(client->Start());
   return memory;
 }
 
-UcxMemory::UcxMemory(std::shared_ptr<Desk> desk) : desk_(std::move(desk)) {}
-UcxMemory::~UcxMemory() { desk_->Stop(); }
-absl::Span<const absl::Span<const uint8_t>> UcxMemory::memory() const { return desk_->memory(); }
-std::string UcxMemory::Describe(size_t index, Context context) const { return desk_->Describe(index, context); }
+UcxMemory::UcxMemory(std::shared_ptr<UcxProcessClient> client) : client_(std::move(client)) {}
+UcxMemory::~UcxMemory() { client_->Stop(); }
+absl::Span<const absl::Span<const uint8_t>> UcxMemory::memory() const { return client_->memory(); }
+std::string UcxMemory::Describe(size_t index, Context context) const { return client_->Describe(index, context); }
 absl::StatusOr<std::shared_ptr<RemoteMemory::Source>> UcxMemory::Open(absl::Span<const uint8_t> description,
                                                                       Context context) {
-  return desk_->Open(description, context);
+  return client_->Open(description, context);
 }
 void UcxMemory::Read(std::shared_ptr<Source> from, uint64_t offset, uint64_t bytes, Done done) {
-  desk_->Read(from, offset, bytes, std::move(done));
+  client_->Read(from, offset, bytes, std::move(done));
 }
-std::string UcxMemory::version() const { return desk_->version(); }
-pid_t UcxMemory::process() const { return desk_->process(); }
-bool UcxMemory::idle() const { return desk_->idle(); }
+std::string UcxMemory::version() const { return client_->version(); }
+pid_t UcxMemory::process() const { return client_->process(); }
+bool UcxMemory::idle() const { return client_->idle(); }
 
 }  // namespace kvmanager

@@ -1,17 +1,18 @@
-// Memory that daemons read out of one another through UCX: over RDMA, shared memory or TCP, as UCX finds them.
+// Memory that daemons read out of one another through UCX: over RDMA, shared memory or TCP, whichever UCX finds.
 //
-// UCX 1.13 is made for peers that trust one another and end together, and kvmanager's do neither. So
-//  - it runs in a process of its own (ucx_process.h), which maps this daemon's memory for reading alone. UCX ends it
-//    where a peer fails at a bad moment; then what was being read fails, and it is started anew;
-//  - reads go to memory of this object, never into a slot: one that was given up may still end, late, unseen;
-//  - a peer's address, which UCX does not check, reaches it only if a holder of the same key has made it
+// UCX 1.13 is made for peers that trust one another and end together. kvmanager's daemons do neither. Therefore:
+//  - UCX runs in a process of its own (ucx_process.h), which maps this daemon's memory read-only. UCX may end that
+//    process when a peer fails; then the reads under way fail and the process is started again.
+//  - Reads go to staging memory of this object, never into a slot: a read that was given up may still complete later.
+//  - A peer's address, which UCX does not check, reaches UCX only if a holder of the same key has made it
 //    (description.h).
-// What comes by UCX's own connections it does not check either: whoever can reach UCX's TCP ports, which are open on
-// every network that UCX_NET_DEVICES allows, can take over that process, and then read this daemon's pool and act as
-// its user. So this is for networks that trusted daemons alone can reach, and off unless it is asked for.
+//
+// UCX does not check what arrives on its own connections. Whoever can reach UCX's TCP ports, which are open on every
+// network that UCX_NET_DEVICES allows, can take over that process, read this daemon's pool and act as its user. So use
+// it only on networks that nobody but trusted daemons can reach; it is off by default.
 //
 // Owned by main(); outlives the transport that uses it. Any thread. A thread of its own, which starts the process,
-// speaks with it; `done` is called there. Sources and pieces may end after this object.
+// exchanges packets with it and calls `done`. Sources and pieces may outlive this object.
 #pragma once
 
 #include <sys/types.h>
@@ -24,6 +25,8 @@
 #include "transport/remote_memory.h"
 
 namespace kvmanager {
+
+class UcxProcessClient;
 
 class UcxMemory final : public RemoteMemory {
  public:
@@ -69,9 +72,8 @@ class UcxMemory final : public RemoteMemory {
   bool idle() const;
 
  private:
-  class Desk;
-  explicit UcxMemory(std::shared_ptr<Desk> desk);
-  std::shared_ptr<Desk> desk_;  // shared with sources and pieces
+  explicit UcxMemory(std::shared_ptr<UcxProcessClient> client);
+  std::shared_ptr<UcxProcessClient> client_;  // shared with sources and pieces
 };
 
 }  // namespace kvmanager

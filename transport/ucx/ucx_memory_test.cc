@@ -111,7 +111,7 @@ TEST_P(UcxMemoryTest, ReadsWhatIsThere) {
   EXPECT_TRUE(reader_->idle());
 }
 
-TEST_P(UcxMemoryTest, ReadsWaitForPlaces) {
+TEST_P(UcxMemoryTest, ReadsWaitForStaging) {
   const auto source = Open(0);
   auto first = Begin(source, 0, 3 << 20).get();  // held: of 4 MiB, too much for another
   ASSERT_TRUE(first.ok()) << first.status();

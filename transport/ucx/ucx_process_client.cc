@@ -1,4 +1,4 @@
-#include "transport/ucx/desk.h"
+#include "transport/ucx/ucx_process_client.h"
 
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -21,42 +21,42 @@ std::chrono::steady_clock::time_point Now() { return std::chrono::steady_clock::
 
 }  // namespace
 
-class UcxMemory::Desk::RemoteSource final : public Source {
+class UcxProcessClient::RemoteSource final : public Source {
  public:
-  RemoteSource(std::shared_ptr<Desk> desk, uint64_t start, uint64_t source, uint64_t bytes)
-      : start(start), source(source), desk_(std::move(desk)), bytes_(bytes) {}
-  ~RemoteSource() override { desk_->Release(start, source); }
+  RemoteSource(std::shared_ptr<UcxProcessClient> client, uint64_t start, uint64_t source, uint64_t bytes)
+      : start(start), source(source), client_(std::move(client)), bytes_(bytes) {}
+  ~RemoteSource() override { client_->Release(start, source); }
   uint64_t bytes() const override { return bytes_; }
   const uint64_t start, source;
 
  private:
-  const std::shared_ptr<Desk> desk_;
+  const std::shared_ptr<UcxProcessClient> client_;
   const uint64_t bytes_;
 };
 
-class UcxMemory::Desk::PlacedPiece final : public Piece {
+class UcxProcessClient::StagedPiece final : public Piece {
  public:
-  PlacedPiece(std::shared_ptr<Desk> desk, uint64_t place, uint64_t bytes)
-      : desk_(std::move(desk)), place_(place), bytes_(bytes) {}
-  ~PlacedPiece() override { desk_->GiveBack(place_, bytes_); }
-  absl::Span<const uint8_t> bytes() const override { return {desk_->staging_->data() + place_, bytes_}; }
+  StagedPiece(std::shared_ptr<UcxProcessClient> client, uint64_t place, uint64_t bytes)
+      : client_(std::move(client)), place_(place), bytes_(bytes) {}
+  ~StagedPiece() override { client_->GiveBack(place_, bytes_); }
+  absl::Span<const uint8_t> bytes() const override { return {client_->staging_->data() + place_, bytes_}; }
 
  private:
-  const std::shared_ptr<Desk> desk_;
+  const std::shared_ptr<UcxProcessClient> client_;
   const uint64_t place_, bytes_;
 };
 
-UcxMemory::Desk::Desk(Options options, std::unique_ptr<Region> staging)
-    : options_(std::move(options)), staging_(std::move(staging)), places_(staging_->bytes()) {
+UcxProcessClient::UcxProcessClient(Options options, std::unique_ptr<Region> staging)
+    : options_(std::move(options)), staging_(std::move(staging)), free_staging_(staging_->bytes()) {
   for (const Memory& memory : options_.memory) spans_.emplace_back(memory.data, memory.bytes);
   wake_fd_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 }
 
-UcxMemory::Desk::~Desk() {
+UcxProcessClient::~UcxProcessClient() {
   if (wake_fd_ >= 0) ::close(wake_fd_);
 }
 
-absl::Status UcxMemory::Desk::Start() {
+absl::Status UcxProcessClient::Start() {
   if (wake_fd_ < 0) return absl::ResourceExhaustedError("no descriptor is left for UCX");
   thread_ = std::thread([this] { Run(); });
   MutexLock lock(mutex_);
@@ -64,7 +64,7 @@ absl::Status UcxMemory::Desk::Start() {
   return first_start_;
 }
 
-void UcxMemory::Desk::Stop() {
+void UcxProcessClient::Stop() {
   {
     MutexLock lock(mutex_);
     stopping_ = true;
@@ -74,13 +74,13 @@ void UcxMemory::Desk::Stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-void UcxMemory::Desk::Wake() {
+void UcxProcessClient::Wake() {
   const uint64_t one = 1;
   // Full only where it is readable anyway.
   if (::write(wake_fd_, &one, sizeof(one)) < 0) return;
 }
 
-std::string UcxMemory::Desk::Describe(size_t index, Context context) const {
+std::string UcxProcessClient::Describe(size_t index, Context context) const {
   ucx::Description here;
   {
     MutexLock lock(mutex_);
@@ -92,23 +92,23 @@ std::string UcxMemory::Desk::Describe(size_t index, Context context) const {
   return ucx::Seal(here, context, key());
 }
 
-std::string UcxMemory::Desk::version() const {
+std::string UcxProcessClient::version() const {
   MutexLock lock(mutex_);
   return absl::StrCat(here_.major, ".", here_.minor);
 }
 
-pid_t UcxMemory::Desk::process() const {
+pid_t UcxProcessClient::process() const {
   MutexLock lock(mutex_);
   return pid_;
 }
 
-bool UcxMemory::Desk::idle() const {
+bool UcxProcessClient::idle() const {
   MutexLock lock(mutex_);
-  return waiting_.empty() && asked_.empty() && places_.all_free();
+  return waiting_.empty() && asked_.empty() && free_staging_.all_free();
 }
 
-absl::StatusOr<std::shared_ptr<RemoteMemory::Source>> UcxMemory::Desk::Open(absl::Span<const uint8_t> description,
-                                                                            Context context) {
+absl::StatusOr<std::shared_ptr<RemoteMemory::Source>> UcxProcessClient::Open(absl::Span<const uint8_t> description,
+                                                                             Context context) {
   KV_ASSIGN_OR_RETURN(ucx::Description said, ucx::Unseal(description, context, key()));
   ucx::Packet open{{.type = ucx::PacketType::kOpen, .memory = said.memory}, std::move(said.address)};
   std::copy(said.ticket.begin(), said.ticket.end(), open.head.ticket);
@@ -122,14 +122,14 @@ absl::StatusOr<std::shared_ptr<RemoteMemory::Source>> UcxMemory::Desk::Open(absl
     }
     start = start_;
     open.head.source = ++newest_;
-    to_say_.push_back(ucx::EncodePacket(open));
+    to_send_.push_back(ucx::EncodePacket(open));
   }
   Wake();
   return std::shared_ptr<Source>(
       std::make_shared<RemoteSource>(shared_from_this(), start, open.head.source, said.bytes));
 }
 
-void UcxMemory::Desk::Release(uint64_t start, uint64_t source) {
+void UcxProcessClient::Release(uint64_t start, uint64_t source) {
   std::vector<Failed> failed;
   {
     MutexLock lock(mutex_);
@@ -139,13 +139,13 @@ void UcxMemory::Desk::Release(uint64_t start, uint64_t source) {
       if (of_it) failed.push_back({std::move(read->done), absl::UnavailableError("nobody wants it any more")});
       read = of_it ? waiting_.erase(read) : std::next(read);
     }
-    to_say_.push_back(ucx::EncodePacket({{.type = ucx::PacketType::kRelease, .source = source}, ""}));
+    to_send_.push_back(ucx::EncodePacket({{.type = ucx::PacketType::kRelease, .source = source}, ""}));
   }
   for (Failed& read : failed) read.done(std::move(read.why));
   Wake();
 }
 
-void UcxMemory::Desk::Read(const std::shared_ptr<Source>& from, uint64_t offset, uint64_t bytes, Done done) {
+void UcxProcessClient::Read(const std::shared_ptr<Source>& from, uint64_t offset, uint64_t bytes, Done done) {
   const auto& source = static_cast<const RemoteSource&>(*from);
   KV_CHECK(bytes > 0 && offset <= source.bytes() && bytes <= source.bytes() - offset);
   if (bytes > staging_->bytes()) {
@@ -156,44 +156,44 @@ void UcxMemory::Desk::Read(const std::shared_ptr<Source>& from, uint64_t offset,
     MutexLock lock(mutex_);
     if (source.start == start_ && !here_.address.empty() && !stopping_) {
       waiting_.push_back({source.start, source.source, offset, bytes, 0, std::move(done), {}});
-      SayWaiting();
+      SendWaiting();
     }
   }
   if (done) return done(Gone());
   Wake();
 }
 
-void UcxMemory::Desk::SayWaiting() {
+void UcxProcessClient::SendWaiting() {
   while (!waiting_.empty()) {
-    const absl::optional<uint64_t> place = places_.Take(waiting_.front().bytes);
+    const absl::optional<uint64_t> place = free_staging_.Take(waiting_.front().bytes);
     if (!place.has_value()) return;
     Asked read = std::move(waiting_.front());
     waiting_.pop_front();
     read.place = *place;
     read.since = Now();
     const uint64_t number = ++newest_;
-    to_say_.push_back(ucx::EncodePacket({{.type = ucx::PacketType::kRead,
-                                          .source = read.source,
-                                          .read = number,
-                                          .offset = read.offset,
-                                          .bytes = read.bytes,
-                                          .place = read.place},
-                                         ""}));
+    to_send_.push_back(ucx::EncodePacket({{.type = ucx::PacketType::kRead,
+                                           .source = read.source,
+                                           .read = number,
+                                           .offset = read.offset,
+                                           .bytes = read.bytes,
+                                           .place = read.place},
+                                          ""}));
     asked_.emplace(number, std::move(read));
   }
 }
 
-void UcxMemory::Desk::GiveBack(uint64_t place, uint64_t bytes) {
+void UcxProcessClient::GiveBack(uint64_t place, uint64_t bytes) {
   {
     MutexLock lock(mutex_);
-    places_.GiveBack(place, bytes);
+    free_staging_.GiveBack(place, bytes);
     if (waiting_.empty() || stopping_) return;
-    SayWaiting();
+    SendWaiting();
   }
   Wake();
 }
 
-void UcxMemory::Desk::Run() {
+void UcxProcessClient::Run() {
   for (;;) {
     absl::Status status = StartProcess();
     {
@@ -211,8 +211,8 @@ void UcxMemory::Desk::Run() {
   }
 }
 
-bool UcxMemory::Desk::Pause() {
-  const Time end = Now() + std::chrono::milliseconds(kRestartMs);
+bool UcxProcessClient::Pause() {
+  const Time end = Now() + std::chrono::milliseconds(UcxMemory::kRestartMs);
   for (;;) {
     {
       MutexLock lock(mutex_);
@@ -227,7 +227,7 @@ bool UcxMemory::Desk::Pause() {
   }
 }
 
-absl::Status UcxMemory::Desk::StartProcess() {
+absl::Status UcxProcessClient::StartProcess() {
   int pair[2];
   if (::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) != 0) {
     return absl::UnavailableError("no descriptor is left for UCX's process");
@@ -261,11 +261,12 @@ absl::Status UcxMemory::Desk::StartProcess() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<ucx::Packet> UcxMemory::Desk::WaitUntilReady() {
-  const Time end = Now() + std::chrono::milliseconds(kStartMs);
+absl::StatusOr<ucx::Packet> UcxProcessClient::WaitUntilReady() {
+  const Time end = Now() + std::chrono::milliseconds(UcxMemory::kStartMs);
   for (;;) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Now()).count();
-    if (left <= 0) return absl::UnavailableError(absl::StrCat("UCX's process was not ready in ", kStartMs, " ms"));
+    if (left <= 0)
+      return absl::UnavailableError(absl::StrCat("UCX's process was not ready in ", UcxMemory::kStartMs, " ms"));
     pollfd events[] = {{socket_, POLLIN, 0}, {wake_fd_, POLLIN, 0}};
     ::poll(events, 2, static_cast<int>(left));
     uint64_t ignored;
@@ -289,7 +290,7 @@ absl::StatusOr<ucx::Packet> UcxMemory::Desk::WaitUntilReady() {
   }
 }
 
-void UcxMemory::Desk::Serve() {
+void UcxProcessClient::Serve() {
   for (;;) {
     uint64_t ignored;
     while (::read(wake_fd_, &ignored, sizeof(ignored)) > 0) {
@@ -299,7 +300,7 @@ void UcxMemory::Desk::Serve() {
       MutexLock lock(mutex_);
       if (stopping_) return;
       for (const auto& [number, read] : asked_) {
-        if (Now() - read.since >= std::chrono::milliseconds(kReadMsMax)) return;
+        if (Now() - read.since >= std::chrono::milliseconds(UcxMemory::kReadMsMax)) return;
         break;  // numbers, and times, ascend
       }
       reads = !asked_.empty();
@@ -307,7 +308,7 @@ void UcxMemory::Desk::Serve() {
     if (!Write()) return;
     {
       MutexLock lock(mutex_);
-      more = !to_say_.empty();
+      more = !to_send_.empty();
     }
     pollfd events[] = {{socket_, static_cast<int16_t>(more ? POLLIN | POLLOUT : POLLIN), 0}, {wake_fd_, POLLIN, 0}};
     ::poll(events, 2, reads ? static_cast<int>(kLookMs) : -1);
@@ -315,27 +316,27 @@ void UcxMemory::Desk::Serve() {
   }
 }
 
-bool UcxMemory::Desk::Write() {
+bool UcxProcessClient::Write() {
   for (;;) {
     std::string next;
     {
       MutexLock lock(mutex_);
-      if (to_say_.empty()) return true;
-      next = std::move(to_say_.front());
-      to_say_.pop_front();
+      if (to_send_.empty()) return true;
+      next = std::move(to_send_.front());
+      to_send_.pop_front();
     }
     const ssize_t n = ::send(socket_, next.data(), next.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
     if (n == static_cast<ssize_t>(next.size())) continue;
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
       MutexLock lock(mutex_);
-      to_say_.push_front(std::move(next));
+      to_send_.push_front(std::move(next));
       return true;
     }
     return false;
   }
 }
 
-bool UcxMemory::Desk::TakeAnswers() {
+bool UcxProcessClient::TakeAnswers() {
   for (;;) {
     char bytes[sizeof(ucx::PacketHead) + ucx::kPayloadBytesMax + 1];
     const ssize_t n = ::recv(socket_, bytes, sizeof(bytes), MSG_DONTWAIT);
@@ -351,7 +352,7 @@ bool UcxMemory::Desk::TakeAnswers() {
       read = std::move(found->second);
       asked_.erase(found);
     }
-    auto piece = std::make_unique<PlacedPiece>(shared_from_this(), read.place, read.bytes);
+    auto piece = std::make_unique<StagedPiece>(shared_from_this(), read.place, read.bytes);
     if (packet->payload.empty()) {
       read.done(std::unique_ptr<Piece>(std::move(piece)));
     } else {
@@ -361,7 +362,7 @@ bool UcxMemory::Desk::TakeAnswers() {
   }
 }
 
-void UcxMemory::Desk::EndProcess() {
+void UcxProcessClient::EndProcess() {
   child_.End();  // from here on nobody writes to staging
   if (socket_ >= 0) ::close(std::exchange(socket_, -1));
   std::vector<Done> failed;
@@ -371,9 +372,9 @@ void UcxMemory::Desk::EndProcess() {
     pid_ = 0;
     ++start_;  // what is said for this process from here on is for none
     here_.address.clear();
-    to_say_.clear();
+    to_send_.clear();
     for (auto& [number, read] : asked_) {
-      places_.GiveBack(read.place, read.bytes);
+      free_staging_.GiveBack(read.place, read.bytes);
       failed.push_back(std::move(read.done));
     }
     asked_.clear();

@@ -1,11 +1,13 @@
-// The daemon's side of the process in which UCX runs: what is asked of it, what it answered, and its ends.
+// The daemon's side of the process in which UCX runs: sends it requests, takes its answers, and starts and ends it.
 //
-// Any thread puts packets on a queue and takes places; the desk's own thread starts the process, writes and reads its
-// socket, and ends it. What the process says is not believed: a packet that nobody expects ends it.
+// Any thread queues packets and allocates staging memory. A thread of its own starts the process, writes and reads the
+// process's socket, and ends the process. What the process sends is not trusted: an unexpected packet ends it.
 //
-// Invariants: 1. A place belongs to one read or one piece, from before its READ is said until its DONE, or until the
-// process that could write to it has ended. 2. `done` of every read is called once, but for those under way when the
-// desk stops. 3. Sources and reads belong to one start of the process; later starts do not know them.
+// Invariants:
+// 1. A range of staging memory belongs to one read or one piece: from before its READ is sent until its DONE, or until
+//    the process that could write to it has ended.
+// 2. `done` of every read is called once, except of those under way when Stop is called.
+// 3. Sources and reads belong to one start of the process; later starts do not know them.
 #pragma once
 
 #include <chrono>
@@ -22,19 +24,25 @@
 #include "kvmanager/memory/region.h"
 #include "transport/ucx/child.h"
 #include "transport/ucx/description.h"
-#include "transport/ucx/places.h"
 #include "transport/ucx/process_wire.h"
+#include "transport/ucx/range_allocator.h"
 #include "transport/ucx/ucx_memory.h"
 
 namespace kvmanager {
 
-class UcxMemory::Desk : public std::enable_shared_from_this<Desk> {
+class UcxProcessClient : public std::enable_shared_from_this<UcxProcessClient> {
  public:
+  using Options = UcxMemory::Options;
+  using Memory = UcxMemory::Memory;
+  using Source = RemoteMemory::Source;
+  using Piece = RemoteMemory::Piece;
+  using Done = RemoteMemory::Done;
+  using Context = RemoteMemory::Context;
   static constexpr int64_t kLookMs = 1000;  // for reads that do not end
 
-  Desk(Options options, std::unique_ptr<Region> staging);
-  ~Desk();
-  /// Until the process is ready, or why it is not.
+  UcxProcessClient(Options options, std::unique_ptr<Region> staging);
+  ~UcxProcessClient();
+  /// Waits until the process is ready. Errors: why it is not.
   absl::Status Start();
   void Stop();
 
@@ -48,12 +56,12 @@ class UcxMemory::Desk : public std::enable_shared_from_this<Desk> {
 
  private:
   class RemoteSource;
-  class PlacedPiece;
+  class StagedPiece;
   using Time = std::chrono::steady_clock::time_point;
-  struct Asked {  // a read
-    uint64_t start = 0, source = 0, offset = 0, bytes = 0, place = 0;
+  struct Asked {                                                       // a read
+    uint64_t start = 0, source = 0, offset = 0, bytes = 0, place = 0;  // place: in staging_
     Done done;
-    Time since;  // when it was said
+    Time since;  // when it was sent
   };
   struct Failed {
     Done done;
@@ -66,7 +74,7 @@ class UcxMemory::Desk : public std::enable_shared_from_this<Desk> {
   void Wake();
   void Release(uint64_t start, uint64_t source);
   void GiveBack(uint64_t place, uint64_t bytes);
-  void SayWaiting() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void SendWaiting() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   void Run();
   absl::Status StartProcess();
@@ -89,12 +97,12 @@ class UcxMemory::Desk : public std::enable_shared_from_this<Desk> {
 
   mutable Mutex mutex_;
   std::condition_variable changed_;
-  // As many as what waits to be read, and openings and endings of sources: jobs of a transport's data connections bound
-  // them.
-  std::deque<std::string> to_say_ ABSL_GUARDED_BY(mutex_);
-  std::deque<Asked> waiting_ ABSL_GUARDED_BY(mutex_);  // for places
+  // Packets. Bounded: one for each read that waits, and those that open and close sources, which the jobs of a
+  // transport's data connections bound.
+  std::deque<std::string> to_send_ ABSL_GUARDED_BY(mutex_);
+  std::deque<Asked> waiting_ ABSL_GUARDED_BY(mutex_);  // for staging memory
   std::map<uint64_t, Asked> asked_ ABSL_GUARDED_BY(mutex_);
-  ucx::Places places_ ABSL_GUARDED_BY(mutex_);
+  ucx::RangeAllocator free_staging_ ABSL_GUARDED_BY(mutex_);
   uint64_t start_ ABSL_GUARDED_BY(mutex_) = 0;     // grows when a process is ready, and when it ends
   uint64_t newest_ ABSL_GUARDED_BY(mutex_) = 0;    // number of a source or read
   ucx::Description here_ ABSL_GUARDED_BY(mutex_);  // of the process that is ready; else no address

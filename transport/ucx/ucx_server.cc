@@ -62,7 +62,7 @@ absl::Status Server::MapMemory(const Packet& set_up) {
     memory_.push_back(std::move(mapped));
   }
   KV_ASSIGN_OR_RETURN(answers_, Region::Create({.bytes = set_up.head.offset, .keep_descriptor = false}));
-  answer_places_ = std::make_unique<Places>(answers_->bytes());
+  free_answers_ = std::make_unique<RangeAllocator>(answers_->bytes());
   return absl::OkStatus();
 }
 
@@ -258,7 +258,7 @@ ucs_status_t Server::OnAsk(const void* header, size_t header_bytes, size_t bytes
   const bool there = asked.memory < memory_.size() && asked.bytes > 0 && asked.bytes <= answers_->bytes() &&
                      asked.offset <= memory_[asked.memory]->bytes() &&
                      asked.bytes <= memory_[asked.memory]->bytes() - asked.offset;
-  const absl::optional<uint64_t> place = there ? answer_places_->Take(asked.bytes) : absl::nullopt;
+  const absl::optional<uint64_t> place = there ? free_answers_->Take(asked.bytes) : absl::nullopt;
   Answer& answer = sent_.emplace_front();
   answer.server = this;
   answer.self = sent_.begin();
@@ -287,7 +287,7 @@ void Server::SendAnswer(ucp_ep_h to, Answer& answer) {
 }
 
 void Server::Forget(Answer& answer) {
-  if (answer.bytes > 0) answer_places_->GiveBack(answer.place, answer.bytes);
+  if (answer.bytes > 0) free_answers_->GiveBack(answer.place, answer.bytes);
   sent_.erase(answer.self);
 }
 

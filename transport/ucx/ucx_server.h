@@ -1,10 +1,13 @@
-// What the process of UcxMemory does: reads out of peers' memory into the daemon's staging, and answers peers that read
-// this daemon's. A peer's memory is read by asking its process, which checks what is asked for and sends a copy: no
-// memory of a daemon is registered with a network card, and no remote key to it exists. One thread.
+// The process of UcxMemory: reads out of peers' memory into the daemon's staging memory, and answers peers that read
+// this daemon's memory. To read a peer's memory it asks the peer's process, which checks the request and sends a copy:
+// no memory of a daemon is registered with a network card, and no remote key to it exists. One thread.
 //
-// Invariants: 1. Every READ is answered by one DONE, after which UCX writes no more to its place; if that never comes
-// to be, the daemon ends this process. 2. An answer's bytes and header stay until UCX has sent them. 3. A connection is
-// closed by force once nobody reads through it or it has failed; what waits for it is then DONE with an error.
+// Invariants:
+// 1. Every READ is answered by one DONE, after which UCX writes no more to the read's range of staging memory. If the
+//    DONE never comes, the daemon ends this process.
+// 2. An answer's bytes and header stay until UCX has sent them.
+// 3. A connection is closed by force once nobody reads through it or it has failed; what waits for it is then DONE with
+//    an error.
 #pragma once
 
 #include <list>
@@ -16,8 +19,8 @@
 #include "absl/status/status.h"
 #include "kvmanager/memory/region.h"
 #include "transport/ucx/description.h"
-#include "transport/ucx/places.h"
 #include "transport/ucx/process_wire.h"
+#include "transport/ucx/range_allocator.h"
 #include "transport/ucx/ucx_library.h"
 
 namespace kvmanager::ucx {
@@ -93,7 +96,7 @@ class Server {
 
   const Library ucx_;
   std::unique_ptr<Region> staging_, answers_;
-  std::unique_ptr<Places> answer_places_;
+  std::unique_ptr<RangeAllocator> free_answers_;
   std::vector<std::unique_ptr<Region>> memory_;
   Ticket ticket_ = {};
   ucp_context_h context_ = nullptr;
