@@ -3,10 +3,9 @@
 // Invariants
 //  1. A thread has at most one ThreadLoop, which all of its connections share; it goes with the last of them.
 //  2. KJ objects are touched on the loop's thread alone, and in the process that made them: after fork() the child
-//  leaks what it
-//     inherited, since destroying it would edit the parent's epoll set, which both share.
+//     leaks what it inherited, since destroying it would edit the parent's epoll set, which both share.
 //  3. A connection's generation counts its links. A handle remembers the generation that it was made in, and is void in
-//  others.
+//     others.
 //  4. kj::Exception ends here: everything that leaves is an absl::Status.
 //
 // Owner: shared by the Client, its handles and its pending calls, because each may be destroyed last.

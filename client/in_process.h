@@ -16,9 +16,9 @@
 // behind.
 //
 // A daemon that samples how good encoded pages are (--quality-sample) gets a row of queries now and then: Attend of one
-// layer in turn copies it behind its kernels to pinned memory, once in 256 query tokens and in four steps at most, and a
-// later Begin sends it. Neither the host nor the stream waits, and a step that a graph replays copies none, nor does one
-// that is captured.
+// layer in turn copies it behind its kernels to pinned memory, once in 256 query tokens and in four steps at most, and
+// a later Begin sends it. Neither the host nor the stream waits, and a step that a graph replays copies none, nor does
+// one that is captured.
 //
 // One InProcess per DeviceClient: slabs are given to a connection once, and its words are one table. An engine with
 // more caches connects once for each.

@@ -19,7 +19,8 @@ class BenchCodecs {
   ~BenchCodecs();
 
   CodecRegistry& registry() { return registry_; }
-  /// Loads the codecs of every "--codec-plugin=FILE.so" and takes these out of the arguments. Errors: LoadCodecPlugin's.
+  /// Loads the codecs of every "--codec-plugin=FILE.so" and takes these out of the arguments. Errors:
+  /// LoadCodecPlugin's.
   absl::Status LoadPlugins(int* argc, char** argv);
   /// A codec for `layers` layers of this shape. Where the spec says calibration=synthetic, the artifact is random and
   /// of the right shape: good for speed, meaningless for quality.

@@ -22,8 +22,8 @@ class RemoteMemory {
     virtual ~Source() = default;
     virtual uint64_t bytes() const = 0;
   };
-  /// What was read, in memory of this side that nobody else uses until this is destroyed, on any thread. A peer that has
-  /// taken over the process that reads may still change it.
+  /// What was read, in memory of this side that nobody else uses until this is destroyed, on any thread. A peer that
+  /// has taken over the process that reads may still change it.
   class Piece {
    public:
     virtual ~Piece() = default;

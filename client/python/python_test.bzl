@@ -1,6 +1,6 @@
 """python_test: the unittest cases of a file, as a Bazel test that counts them one by one."""
 
-def python_test(name, src, engine = None, data = [], size = "medium", tags = [], env = {}):
+def python_test(name, src, engine = None, data = [], size = "medium", tags = [], env = {}, daemon = True):
     """Runs by Debian's Python, with the package and kvmanager_testing on its path and kvmanagerd among its data.
 
     Args:
@@ -12,6 +12,7 @@ def python_test(name, src, engine = None, data = [], size = "medium", tags = [],
       size: as of other tests.
       tags: as of other tests.
       env: as of other tests; without, variables given by --test_env stay.
+      daemon: False for a test that needs neither kvmanagerd nor the package.
     """
     native.sh_test(
         name = name,
@@ -20,10 +21,11 @@ def python_test(name, src, engine = None, data = [], size = "medium", tags = [],
         args = ["$(location %s)" % src] + ([engine] if engine else []),
         data = data + [
             src,
-            "//client/python:package",
             "//client/python/testing",
+        ] + ([
+            "//client/python:package",
             "//kvmanager/daemon:kvmanagerd",
-        ],
+        ] if daemon else []),
         tags = tags,
         env = env,
     )

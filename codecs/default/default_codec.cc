@@ -26,7 +26,8 @@ absl::StatusOr<std::unique_ptr<Codec>> MakeDefault(const CodecContext& context, 
 }  // namespace
 
 void RegisterDefaultCodec(CodecRegistry& registry) {
-  registry.Register("default", "zack+hack with a calibration, otherwise hack with 4 bits for K and 3 for V", MakeDefault);
+  registry.Register("default", "zack+hack with a calibration, otherwise hack with 4 bits for K and 3 for V",
+                    MakeDefault);
 }
 
 }  // namespace kvmanager

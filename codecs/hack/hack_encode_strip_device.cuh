@@ -2,8 +2,7 @@
 //
 // A block has a thread per channel. Twice it divides the elements otherwise:
 //   - as *tasks*, the 32 codes that make whole words (Words), two per thread: it reads its 64 elements into registers
-//   at
-//     once, finds the ranges from them, and codes and packs them. K: 8 channels of tokens 16 i + 2 rr + {0, 1}, 16
+//     at once, finds the ranges from them, and codes and packs them. K: 8 channels of tokens 16 i + 2 rr + {0, 1}, 16
 //     bytes per load; V: 2 channels of tokens 16 i + 8 h + {0..7}, whole rows per warp.
 //   - a channel each, for metadata, and for sums whose order matters (least squares, means).
 // Where rows are rotated or have norms (kInRows), they become floats in shared memory first, from where ranges and

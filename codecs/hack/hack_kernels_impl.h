@@ -5,7 +5,8 @@
 
 namespace KV_KERNEL_ISA {
 
-// clang-format off: in this order
+// In this order.
+// clang-format off
 #include "codecs/hack/hack_kernels_vectors_inl.h"
 #include "codecs/hack/hack_kernels_rows_inl.h"
 #include "codecs/hack/hack_kernels_codes_inl.h"

@@ -84,20 +84,19 @@ void ReferenceDecode(const HackFormat& format, const uint8_t* page, uint8_t* raw
 
 /// HACK attention (paper section 5; task.visible must be nullptr). Rounding decisions are made in fp32, sums in double:
 ///  - K along tokens: per partition and row f_c = q_c * step_c (fp32), amax = max |f_c|, f'_c = rint(f_c * (127 /
-///  amax)) in s8;
+///    amax)) in s8;
 ///    score = scale * (amax / 127 * sum_c f'_c code_c + sum_c q_c minimum_c). amax <= kNegligible gives f' = 0.
 ///    With SideLayout::two_byte_q, f' has a second byte where the width is 8: x = f_c * (127 / amax) (fp32), f'_c =
 ///    rint(x), f''_c = rint((x - f'_c) * 254) in s8, and f'_c + f''_c / 254 stands for f'_c in the score.
 ///  - K along channels, q=symmetric: per partition and row amax = max |q_c|, q'_c = rint(q_c * (127 / amax)) in s8, a =
-///  amax / 127;
+///    amax / 127;
 ///    score = scale * sum over partitions of a * (step * sum q' code + minimum * sum q').
 ///    q=asymmetric: z = min q_c, range = max q_c - z, q'_c = rint((q_c - z) * (255 / range)) in u8, a = range / 255;
 ///    the term is a * step * sum q' code + z * step * sum code + minimum * (a * sum q' + partition * z).
 ///  - P, page by page: max <- max(max, the page's largest score), p = exp(score - max), sum += p (not quantised); per
-///  partition
-///    of V and row r = p (fp32), with v_norm=1 r = p * u (fp32; u: the stored norm, 0..255), rmax = max r (a partition
-///    with rmax <= kNegligible adds nothing to acc), r' = rint(r * (255 / rmax)) in u8; with unit = 1, or top / 255 of
-///    the norms, acc_c += rmax / 255 * unit * (step_c * sum r' code_c + minimum_c * sum r').
+///    partition of V and row r = p (fp32), with v_norm=1 r = p * u (fp32; u: the stored norm, 0..255), rmax = max r (a
+///    partition with rmax <= kNegligible adds nothing to acc), r' = rint(r * (255 / rmax)) in u8; with unit = 1, or top
+///    / 255 of the norms, acc_c += rmax / 255 * unit * (step_c * sum r' code_c + minimum_c * sum r').
 ///  - rotation=hadamard: task.q and state.acc are rows in the rotated space; the caller maps them.
 void ReferenceAttend(const HackFormat& format, const PageAttentionTask& task, const SoftmaxRows& state);
 

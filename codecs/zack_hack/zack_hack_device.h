@@ -16,9 +16,9 @@ namespace kvmanager::zack_hack {
   X(0x00012333) X(0x00112224) X(0x00122223) X(0x00022344) X(0x00012444) X(0x00013344) \
   X(0x00122334) X(0x00112344) X(0x00113334) X(0x01122234) X(0x01122333) X(0x01222233) \
   X(0x11122233) X(0x01233444) X(0x00234444)
-// clang-format on
 #define KVMANAGER_ZACK_HACK_VALUES(X) X(0x00000134) X(0x00001223) X(0x00000233) X(0x00001133) X(0x00000224) \
   X(0x00000124) X(0x00001123) X(0x00000133) X(0x00000223) X(0x00000034) X(0x00001344) X(0x00012234)
+// clang-format on
 
 // What kernels know: 0..kDeviceWidthMax, and of K kDeviceWideWidth.
 inline constexpr int kDeviceWidthMax = 4, kDeviceWideWidth = 8;

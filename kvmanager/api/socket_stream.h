@@ -3,10 +3,9 @@
 // What it does that kj's own stream does not, and why (each saves a system call or a wake-up of a call's round trip):
 //  1. It reads ahead: one recvmsg takes a whole message, where kj reads a word, then the rest.
 //  2. It writes late: small messages of one turn of the event loop leave in one sendmsg, just before the loop waits.
-//  The Finish
-//     of the last call thus rides with the next one.
+//     The Finish of the last call thus rides with the next one.
 //  3. It watches for readability alone. kj also watches for writability, and the peer's reads then wake a waiting
-//  thread.
+//     thread.
 //  4. After a short read it waits instead of reading again to see EAGAIN.
 //
 // Descriptors. A recvmsg never reaches past the first byte run that carries descriptors, but bytes sent earlier may

@@ -3,9 +3,8 @@
 // A page belongs to a block of the store, and everything here runs on the store's thread. Workers and transports touch
 // the bytes of a page's slots while `busy` or `pins` says so, never its state.
 //
-//   Free ──open──> Filling ──seal──> Sealed ──encode──> Encoding ──encoded | declined──> Resident ──release raw──>
-//   Resident
-//    │                └──seal identity──────────────────────────────────────────────────────┘
+//   Free ──open──> Filling ──seal──> Sealed ──encode──> Encoding ──encoded | declined──> Resident ──release raw──┐
+//    │              └──seal identity──────────────────────────────────────────────────────┘    └─────────────────┘
 //    └──reserve──> Receiving ──received open──> Filling, ──received raw──> Sealed, ──received encoded──> Resident,
 //                            ──received copy──> Resident, ──reserve raw──> Receiving
 //   any state but Free ──quarantine──> Quarantined ──free──> Free, once no lease and no job uses the slots
@@ -18,7 +17,7 @@
 //  1. Free holds no slot; Filling a raw one; Sealed and Encoding a raw one and the encoded one reserved for them;
 //     Resident an encoded one, or, if declined, a raw one; Receiving what will arrive.
 //  2. A slot changes or goes only while no lease pins the page; releasing the raw form needs that no sequence holds it
-//  and that those leases which pin the page read its encoded form alone.
+//     and that those leases which pin the page read its encoded form alone.
 //  3. `busy` exactly from `encode` to the end of the job; Encoding implies busy.
 #pragma once
 

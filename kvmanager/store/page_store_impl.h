@@ -5,11 +5,11 @@
 //  2. block.holders = sequences, hand-offs and moves that list it; page.raw_holds = those that have not aged the page.
 //  3. Every slot that a page names is the pool's current one, and no slot is named twice.
 //  4. A block that is being copied from another memory is Receiving, held by its move and, before it can be found, by
-//  the sequences that wait for it; it has no name.
+//     the sequences that wait for it; it has no name.
 //  5. A block is evictable exactly while published with no holder, pin or job; its slots, and no others, are then
-//  reclaimable in the pool.
+//     reclaimable in the pool.
 //  6. A Resident page keeps its raw form only if declined, held, or pinned by who may read it (identity codecs have one
-//  form).
+//     form).
 #pragma once
 
 #include <array>

@@ -157,7 +157,7 @@ class ImportLeaseImpl final : public ImportLease {
   uint64_t awaited_first_ = 0, awaited_last_ = 0;
   std::vector<RecomputePage> recomputable_;    // not taken yet
   absl::flat_hash_set<uint32_t> recomputing_;  // numbers of activations that are here, whose K and V are not
-  bool shows_whole_ = false;  // with a codec that has indexes: they are made from all pages
+  bool shows_whole_ = false;                   // with a codec that has indexes: they are made from all pages
   bool extended_ = false, committed_ = false, broken_ = false;
 };
 

@@ -4,7 +4,7 @@
 // Invariants:
 //  1. Layer l has tokens[l] tokens, in pages 0 .. ceil(tokens[l] / page_tokens) - 1; pages beyond are Free.
 //  2. Pages 0 .. aged[l] - 1 of layer l have aged for this sequence and are full; it holds the raw form of all later
-//  ones.
+//     ones.
 //  3. A block that is not full in every layer belongs to this sequence alone.
 //  4. Pages are Receiving only while `arriving`, or once it is `broken`.
 #pragma once

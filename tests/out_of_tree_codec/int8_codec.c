@@ -281,13 +281,13 @@ static kvmc_status validate(const kvmc_codec* c, uint32_t layer, const uint8_t* 
 
 /* ---- attention ---- */
 
-/* Vectors as gcc and clang have them: 16 floats in as many registers as the machine needs. head_dim is a multiple of 16,
- * and everything here is 64-byte aligned. */
+/* Vectors as gcc and clang have them: 16 floats in as many registers as the machine needs. head_dim is a multiple of
+ * 16, and everything here is 64-byte aligned. */
 enum { kLanes = 16 };
 typedef float lanes __attribute__((vector_size(kLanes * sizeof(float)), may_alias));
 
-/* Compiled once per width of registers, with what is inlined into it; the loader chooses. Attention alone: its last bits
- * may differ from machine to machine, a page's bytes may not. */
+/* Compiled once per width of registers, with what is inlined into it; the loader chooses. Attention alone: its last
+ * bits may differ from machine to machine, a page's bytes may not. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define WIDE_REGISTERS __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
