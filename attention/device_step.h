@@ -87,7 +87,7 @@ class DeviceStep {
   virtual absl::Status SetPages(uint32_t place, int layer, uint32_t first_page, absl::Span<const DevicePage> pages) = 0;
   virtual void Truncate(uint32_t place, uint32_t pages) = 0;
 
-  using Entry = StepEntry;
+  using Entry = DeviceStepEntry;
   /// Of an entry's queries the last `choosing` choose what they read (DeviceCodec::choice), by the index that SetPages
   /// named: codes of what the index has yet to cover are made here, and of the entry's own tokens behind its Append.
   /// Entries of PrefillPlanner::kTokensMin tokens and more are attended to on tensor cores where the codec has kernels

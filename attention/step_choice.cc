@@ -107,7 +107,7 @@ void StepChoice::NoCodes(uint32_t place) {
   for (int layer = 0; layer < o_.layers; ++layer) CodesOf(place, layer) = 0;
 }
 
-uint64_t StepChoice::CodesWanted(const StepEntry& entry) const {
+uint64_t StepChoice::CodesWanted(const DeviceStepEntry& entry) const {
   Select last;
   choice_.SetReads(entry.position + uint64_t(entry.tokens) - 1, &last);
   return last.chosen > 0 ? uint64_t{last.sinks} + last.middle : 0;
@@ -124,7 +124,7 @@ void StepChoice::CutCodes(uint32_t index, uint32_t table, uint64_t first, uint64
 }
 
 // As many items as the number of tokens asks for, whatever their position.
-void StepChoice::AddOwnCodes(const StepEntry& entry, const StepTables& tables) {
+void StepChoice::AddOwnCodes(const DeviceStepEntry& entry, const StepTables& tables) {
   if (entry.tokens == 1) return;
   const size_t items = own_codes_.size() + size_t(entry.tokens) / device::kEncodeTokensMax + 3;
   const uint64_t end = std::min(CodesWanted(entry), entry.position + uint64_t(entry.tokens));
@@ -161,7 +161,7 @@ absl::Status StepChoice::AddRound(absl::Span<const Select> queries) {
   return absl::OkStatus();
 }
 
-absl::Status StepChoice::Plan(absl::Span<const StepEntry> entries, const StepTables& tables) {
+absl::Status StepChoice::Plan(absl::Span<const DeviceStepEntry> entries, const StepTables& tables) {
   sent_ = false;
   selects_.clear();
   rounds_.clear();
@@ -172,12 +172,12 @@ absl::Status StepChoice::Plan(absl::Span<const StepEntry> entries, const StepTab
   launches_ = 1;
   uint64_t tokens = 0, runs = 0, rows = 0;
   uint32_t row = 0;
-  for (const StepEntry& entry : entries) tokens += uint64_t(entry.choosing);
+  for (const DeviceStepEntry& entry : entries) tokens += uint64_t(entry.choosing);
   if (tokens > sizes_.tokens_max) {
     return InvalidField("queries of a step that choose what they read", tokens,
                         absl::StrCat("at most ", sizes_.tokens_max));
   }
-  for (const StepEntry& entry : entries) {
+  for (const DeviceStepEntry& entry : entries) {
     const uint32_t first_row = row;
     row += uint32_t(entry.tokens);
     if (entry.choosing == 0) continue;
@@ -246,13 +246,13 @@ absl::Status StepChoice::Upload(UploadRing* ring, uint64_t* done, uint32_t* arri
   return absl::OkStatus();
 }
 
-absl::Status StepChoice::CodeEarlier(int first_layer, int end_layer, absl::Span<const StepEntry> entries,
+absl::Status StepChoice::CodeEarlier(int first_layer, int end_layer, absl::Span<const DeviceStepEntry> entries,
                                      const StepTables& tables, const uint32_t* device_tables, UploadRing* ring,
                                      uint64_t* done, uint32_t* arrived) {
   bool uploaded = false;
   for (int layer = first_layer; layer < end_layer; ++layer) {
     codes_.clear();
-    for (const StepEntry& entry : entries) {
+    for (const DeviceStepEntry& entry : entries) {
       const uint64_t has = CodesOf(entry.place, layer);
       if (entry.choosing == 0 || CodesWanted(entry) <= has || entry.position <= has) continue;
       CutCodes(tables.encoded_table(entry.place), tables.raw_table(entry.place), has, entry.position, &codes_);
@@ -276,7 +276,7 @@ absl::Status StepChoice::CodeEarlier(int first_layer, int end_layer, absl::Span<
     }
     sent_codes_.swap(codes_);
     uploaded = true;
-    for (const StepEntry& entry : entries) {
+    for (const DeviceStepEntry& entry : entries) {
       uint64_t& has = CodesOf(entry.place, layer);
       if (entry.choosing > 0 && CodesWanted(entry) > has) has = std::max(has, entry.position);
     }

@@ -60,12 +60,12 @@ class StepChoice {
 
   /// Plans the choosing queries of `entries`. Errors: RESOURCE_EXHAUSTED, where a query's context or the whole is too
   /// much.
-  absl::Status Plan(absl::Span<const StepEntry> entries, const StepTables& tables);
+  absl::Status Plan(absl::Span<const DeviceStepEntry> entries, const StepTables& tables);
   /// Passes the plan to the device, if it has another one.
   absl::Status Upload(UploadRing* ring, uint64_t* done, uint32_t* arrived);
   /// Enqueues the coding of what stands before the entries, where the plan's queries need it. device_tables: as
   /// StepTables' of all layers.
-  absl::Status CodeEarlier(int first_layer, int end_layer, absl::Span<const StepEntry> entries,
+  absl::Status CodeEarlier(int first_layer, int end_layer, absl::Span<const DeviceStepEntry> entries,
                            const StepTables& tables, const uint32_t* device_tables, UploadRing* ring, uint64_t* done,
                            uint32_t* arrived);
   /// A layer's choice and attention. base: of the step, but for what a plan says.
@@ -84,12 +84,12 @@ class StepChoice {
     uint32_t first_item = 0;
   };
   absl::Status AddRound(absl::Span<const device::Select> queries);
-  void AddOwnCodes(const StepEntry& entry, const StepTables& tables);
+  void AddOwnCodes(const DeviceStepEntry& entry, const StepTables& tables);
   /// Items for tokens first .. end - 1.
   static void CutCodes(uint32_t index, uint32_t table, uint64_t first, uint64_t end,
                        std::vector<device::EncodeCodes>* items);
   /// Codes that the entry's queries need, as tokens from the first on.
-  uint64_t CodesWanted(const StepEntry& entry) const;
+  uint64_t CodesWanted(const DeviceStepEntry& entry) const;
   uint64_t& CodesOf(uint32_t place, int layer) { return codes_of_[size_t(place) * o_.layers + layer]; }
 
   struct Piece {

@@ -19,7 +19,7 @@ uint32_t RoundedUp(uint64_t pages) {
   return uint32_t((std::max<uint64_t>(pages, 1) + unit - 1) / unit * unit);
 }
 
-absl::Status NotThere(int layer, const StepEntry& entry, uint32_t page, absl::string_view form) {
+absl::Status NotThere(int layer, const DeviceStepEntry& entry, uint32_t page, absl::string_view form) {
   return absl::FailedPreconditionError(
       absl::StrCat("page ", page, " of the sequence at place ", entry.place, " is not there ", form, " in layer ",
                    layer, ", as a step of ", entry.tokens, " tokens from position ", entry.position, " on needs it"));
@@ -203,17 +203,17 @@ void StepTables::Truncate(uint32_t place, uint32_t pages) {
   ++generation_;
 }
 
-absl::Status StepTables::Read(int layer, absl::Span<const StepEntry> entries, bool append, bool attend,
+absl::Status StepTables::Read(int layer, absl::Span<const DeviceStepEntry> entries, bool append, bool attend,
                               StepReading* reading) const {
   reading->counts.clear();
   reading->runs.clear();
-  for (const StepEntry& entry : entries) {
+  for (const DeviceStepEntry& entry : entries) {
     KV_RETURN_IF_ERROR(ReadEntry(layer, entry, append, attend, reading));
   }
   return absl::OkStatus();
 }
 
-absl::Status StepTables::ReadEntry(int layer, const StepEntry& entry, bool append, bool attend,
+absl::Status StepTables::ReadEntry(int layer, const DeviceStepEntry& entry, bool append, bool attend,
                                    StepReading* reading) const {
   const LayerPages& pages = sequences_[entry.place].layers[layer];
   const uint32_t page_tokens = options_.page_tokens;
@@ -266,7 +266,7 @@ absl::Status StepTables::ReadEntry(int layer, const StepEntry& entry, bool appen
   return absl::OkStatus();
 }
 
-void StepTables::MakeSequences(absl::Span<const StepEntry> entries, const StepReading& reading,
+void StepTables::MakeSequences(absl::Span<const DeviceStepEntry> entries, const StepReading& reading,
                                std::vector<DeviceSequence>* sequences, int whole_from,
                                std::vector<DeviceSequence>* whole) const {
   sequences->clear();
@@ -274,7 +274,7 @@ void StepTables::MakeSequences(absl::Span<const StepEntry> entries, const StepRe
   uint32_t skipped = 0, whole_skipped = 0;  // tokens since the last sequence of either plan
   const PageRun* run = reading.runs.data();
   for (size_t i = 0; i < entries.size(); ++i) {
-    const StepEntry& entry = entries[i];
+    const DeviceStepEntry& entry = entries[i];
     const StepReading::Counts& counts = reading.counts[i];
     DeviceSequence sequence;
     sequence.raw_table = raw_table(entry.place);

@@ -22,17 +22,17 @@
 
 namespace kvmanager {
 
-/// One sequence's part of a step.
-struct StepEntry {
+/// One sequence's part of a step on a GPU. (client::StepEntry is the RPC's, by sequence id.)
+struct DeviceStepEntry {
   uint32_t place = 0;     // of the sequence
   uint64_t position = 0;  // of its first token; below 2^32
   int tokens = 0;         // 1 or more
   uint32_t aged = 0;      // pages [0, aged) are read encoded whatever the distance, but for a query's own
   int choosing = 0;       // of its queries, the last ones, that choose what they read: they are in no plan of pages
-  friend bool operator==(const StepEntry&, const StepEntry&) = default;
+  friend bool operator==(const DeviceStepEntry&, const DeviceStepEntry&) = default;
 };
 
-/// StepEntry::choosing of queries at `position` and behind, where those from `chooses_from` on choose.
+/// DeviceStepEntry::choosing of queries at `position` and behind, where those from `chooses_from` on choose.
 inline int ChoosingTokens(uint64_t chooses_from, uint64_t position, int tokens) {
   const uint64_t end = position + uint64_t(tokens);
   return chooses_from >= end ? 0 : int(end - (chooses_from > position ? chooses_from : position));
@@ -99,12 +99,12 @@ class StepTables {
 
   /// What the entries read in a layer. attend: queries at an entry's positions; append: they are written first. Errors:
   /// FAILED_PRECONDITION naming a page that is not there in the form that this needs.
-  absl::Status Read(int layer, absl::Span<const StepEntry> entries, bool append, bool attend,
+  absl::Status Read(int layer, absl::Span<const DeviceStepEntry> entries, bool append, bool attend,
                     StepReading* reading) const;
 
   /// The sequences of a plan for layers that read so, in the order of the entries; long entries are cut, but for those
   /// of `whole_from` tokens and more, which become sequences of a plan of their own. They point into `reading`.
-  void MakeSequences(absl::Span<const StepEntry> entries, const StepReading& reading,
+  void MakeSequences(absl::Span<const DeviceStepEntry> entries, const StepReading& reading,
                      std::vector<DeviceSequence>* sequences, int whole_from = INT_MAX,
                      std::vector<DeviceSequence>* whole = nullptr) const;
 
@@ -136,7 +136,7 @@ class StepTables {
   template <typename SlotOf>
   void Write(int layer, uint32_t at, size_t count, SlotOf slot_of);
   void AddChange(uint32_t at, uint32_t count);
-  absl::Status ReadEntry(int layer, const StepEntry& entry, bool append, bool attend, StepReading* reading) const;
+  absl::Status ReadEntry(int layer, const DeviceStepEntry& entry, bool append, bool attend, StepReading* reading) const;
 
   Options options_;
   uint32_t layer_entries_;

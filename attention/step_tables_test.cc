@@ -132,10 +132,10 @@ class Tables : public ::testing::Test {
     return {raw ? page.raw : page.encoded, raw};
   }
   /// Reads and plans, and compares with the model, page by page.
-  void CheckStep(const std::vector<Model>& models, const std::vector<StepEntry>& entries, bool append) {
+  void CheckStep(const std::vector<Model>& models, const std::vector<DeviceStepEntry>& entries, bool append) {
     for (int layer = 0; layer < kLayers; ++layer) {
       bool possible = true;
-      for (const StepEntry& e : entries) {
+      for (const DeviceStepEntry& e : entries) {
         const Model& model =
             *std::find_if(models.begin(), models.end(), [&](const Model& m) { return m.place == e.place; });
         for (int token = 0; token < e.tokens; ++token) {
@@ -183,7 +183,7 @@ class Tables : public ::testing::Test {
         }
       }
       uint32_t row = 0;
-      for (const StepEntry& e : entries) {
+      for (const DeviceStepEntry& e : entries) {
         const Model& model =
             *std::find_if(models.begin(), models.end(), [&](const Model& m) { return m.place == e.place; });
         for (int token = 0; token < e.tokens; ++token, ++row) {
@@ -252,11 +252,11 @@ TEST_F(Tables, ReadWhatTheRulesSayWhateverHappenedBefore) {
           if (form == 1) old.encoded = random() % 2 == 0 ? slot++ : old.raw == kNoSlot ? old.encoded : kNoSlot;
           ASSERT_TRUE(tables_->SetPages(model.place, layer, page, {&old, 1}).ok());
         } else {
-          std::vector<StepEntry> entries;
+          std::vector<DeviceStepEntry> entries;
           for (const Model& m : models) {
             if (m.layers[0].empty() || random() % 2 == 0) continue;
             const uint64_t tokens = m.layers[0].size() * 16;
-            StepEntry e;
+            DeviceStepEntry e;
             e.place = m.place;
             e.tokens = 1 + int(random() % std::min<uint64_t>(tokens, random() % 2 == 0 ? 1 : 40));
             e.position = random() % 2 == 0 ? tokens - e.tokens : random() % (tokens - e.tokens + 1);
@@ -320,7 +320,7 @@ TEST_F(Tables, WhatIsAlikeIsReadAlike) {
     if (layer == 2) pages[3].encoded = kNoSlot;  // declined
     ASSERT_TRUE(tables_->SetPages(place, layer, 0, pages).ok());
   }
-  const StepEntry entry{place, 7 * 16 + 3, 1, 0};
+  const DeviceStepEntry entry{place, 7 * 16 + 3, 1, 0};
   StepReading a, b, c;
   ASSERT_TRUE(tables_->Read(0, {&entry, 1}, true, true, &a).ok());
   ASSERT_TRUE(tables_->Read(1, {&entry, 1}, true, true, &b).ok());
@@ -348,7 +348,7 @@ TEST(StepTables, AnIndexHasTheSecondHalfOfARegion) {
   const uint32_t place = *tables->AddSequence(0);
   const std::vector<DevicePage> pages(16, DevicePage{7, DevicePage::kNoSlot});
   StepReading reading;
-  const StepEntry chooses{place, 100, 1, 0, 1}, reads_all{place, 100, 1, 0, 0};
+  const DeviceStepEntry chooses{place, 100, 1, 0, 1}, reads_all{place, 100, 1, 0, 0};
   for (int layer = 0; layer < 2; ++layer) {
     ASSERT_TRUE(tables->SetPages(place, layer, 0, pages).ok());
     EXPECT_TRUE(tables->Read(layer, {&reads_all, 1}, false, true, &reading).ok());
@@ -372,7 +372,7 @@ TEST(StepTables, AnIndexHasTheSecondHalfOfARegion) {
     EXPECT_EQ(device[at + tables->raw_table(place)], 7u);
     EXPECT_EQ(device[at + tables->raw_table(place) + 1], 8u);
   }
-  const StepEntry longer{place, 1024, 1, 0, 1};
+  const DeviceStepEntry longer{place, 1024, 1, 0, 1};
   EXPECT_FALSE(tables->Read(0, {&longer, 1}, false, true, &reading).ok());
 }
 
@@ -384,7 +384,7 @@ TEST(StepTables, QueriesThatChooseAreInNoPlanOfPages) {
   const uint32_t place = *tables->AddSequence(8);
   ASSERT_TRUE(tables->SetPages(place, 0, 0, std::vector<DevicePage>(8, DevicePage{0, 0})).ok());
   // Tokens, and how many of them choose.
-  std::vector<StepEntry> entries;
+  std::vector<DeviceStepEntry> entries;
   for (const auto& [tokens, choosing] : {std::pair{5, 5}, {7, 0}, {80, 10}, {3, 1}, {90, 80}, {1, 1}, {70, 0}}) {
     entries.push_back({place, 20, tokens, 0, choosing});
   }
@@ -403,7 +403,7 @@ TEST(StepTables, QueriesThatChooseAreInNoPlanOfPages) {
     }
   }
   uint32_t row = 0;
-  for (const StepEntry& entry : entries) {
+  for (const DeviceStepEntry& entry : entries) {
     for (int i = 0; i < entry.tokens - entry.choosing; ++i) wanted[row + uint32_t(i)] = entry.position + uint64_t(i);
     row += uint32_t(entry.tokens);
   }
@@ -416,7 +416,7 @@ TEST(StepTables, LongEntriesAreSequencesOfAnotherPlan) {
   o.layers = 1, o.identity = true, o.page_tokens = 64, o.pages_max = 100, o.sequences_max = 4;
   auto tables = StepTables::Make(o);
   ASSERT_TRUE(tables.ok()) << tables.status();
-  std::vector<StepEntry> entries;
+  std::vector<DeviceStepEntry> entries;
   for (const int tokens : {3, 64, 65, 1, 20, 200}) {
     if (entries.size() < 4) {
       const auto place = tables->AddSequence(8);
@@ -444,7 +444,7 @@ TEST(StepTables, LongEntriesAreSequencesOfAnotherPlan) {
   };
   std::map<uint32_t, uint64_t> wanted_cut, wanted_whole;
   uint32_t row = 0;
-  for (const StepEntry& entry : entries) {
+  for (const DeviceStepEntry& entry : entries) {
     for (int i = 0; i < entry.tokens; ++i) {
       (entry.tokens < 64 ? wanted_cut : wanted_whole)[row++] = entry.position + i;
     }
