@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import os
 import re
 import shutil
@@ -235,6 +237,32 @@ class LinkChecks(unittest.TestCase):
     def test_anchors(self) -> None:
         page = "# A `codec`, at 2 bits\n## [Same](x.md)\n## Same\n```\n# none\n```\n<a id=\"mine\"></a>"
         self.assertEqual(anchors(page), {"a-codec-at-2-bits", "same", "same-1", "mine"})
+
+
+# Tools.
+
+
+class CompileCommands(unittest.TestCase):
+    def test_entries(self) -> None:
+        loader = importlib.machinery.SourceFileLoader("compile_commands", os.path.join(root(), "tools/compile_commands"))
+        tool = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
+        loader.exec_module(tool)
+
+        def action(source: str, *flags: str) -> dict:
+            return {"arguments": ["/usr/bin/gcc", *flags, "-fno-canonical-system-headers", "-c", source, "-o", "a.o"]}
+
+        entries = tool.sources_of(
+            [
+                action("client/wire.cc", "-O2", "-fPIC"),
+                action("client/wire.cc", "-O2"),
+                action("attention/merge.cc"),
+                action("bazel-out/k8-opt/bin/kvmanager/api/kvmanager.capnp.c++"),
+                action("external/other/other.cc"),
+                {"arguments": ["/usr/bin/ar", "a.o"]},
+            ]
+        )
+        self.assertEqual([entry["file"] for entry in entries], ["attention/merge.cc", "client/wire.cc"])
+        self.assertEqual(entries[1]["arguments"], ["/usr/bin/gcc", "-O2", "-fPIC", "-c", "client/wire.cc", "-o", "a.o"])
 
 
 if __name__ == "__main__":
