@@ -104,10 +104,9 @@ int Main(const std::string& filter) {
         ReadKernel<<<properties.multiProcessorCount * 4, 512>>>(reinterpret_cast<const uint4*>(raw.data()),
                                                                 kRawBytes / 16, reinterpret_cast<uint4*>(other.data()));
       });
-  const double copy =
-      2 * kRawBytes / MedianSeconds([&] {
-        CHECK_CUDA(cudaMemcpyAsync(other.data(), raw.data(), kRawBytes, cudaMemcpyDeviceToDevice));
-      });
+  const double copy = 2 * kRawBytes / MedianSeconds([&] {
+                        CHECK_CUDA(cudaMemcpyAsync(other.data(), raw.data(), kRawBytes, cudaMemcpyDeviceToDevice));
+                      });
   std::printf("read ceiling %.0f GB/s, copy %.0f GB/s (read and written), SM clock %.2f GHz\n", read * 1e-9,
               copy * 1e-9, ClockGhz());
   std::printf("%-44s %-5s %4s %4s %8s | %12s %7s %9s %12s | %12s %7s\n", "codec", "dtype", "d", "page", "B/token",
@@ -158,11 +157,11 @@ int Main(const std::string& filter) {
       CHECK_CUDA(LaunchHackEncode(device.shape, heads.data(), encode_items.data(), pages, declined.data(), nullptr));
     });
     const double few = MedianSeconds([&] {
-      CHECK_CUDA(LaunchHackEncode(device.shape, heads.data(), encode_items.data(), kFewPages, declined.data(), nullptr));
+      CHECK_CUDA(
+          LaunchHackEncode(device.shape, heads.data(), encode_items.data(), kFewPages, declined.data(), nullptr));
     });
-    const double decode = MedianSeconds([&] {
-      CHECK_CUDA(LaunchHackDecode(device.shape, heads.data(), decode_items.data(), pages, nullptr));
-    });
+    const double decode = MedianSeconds(
+        [&] { CHECK_CUDA(LaunchHackDecode(device.shape, heads.data(), decode_items.data(), pages, nullptr)); });
     const double bytes = double(pages) * row.layout.raw_bytes();
     const double moved = bytes + double(pages) * format.page_bytes;
     std::printf("%-44s %-5s %4d %4d %8.1f | %12.0f %6.0f%% %9.0f %12.1f | %12.0f %6.0f%%\n", row.spec,

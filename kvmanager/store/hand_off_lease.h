@@ -86,8 +86,8 @@ class ExportLease {
   /// GPU has failed), DATA_LOSS (bytes that no page may have), RESOURCE_EXHAUSTED.
   virtual absl::Status status() const { return absl::OkStatus(); }
   /// Pages of the first part that the codec has done with since the last call, in the order in which it was; at first
-  /// their activations, so that who takes those can compute while the others are on their way. On a GPU each is there: what
-  /// is sent as it was appended has been written (PageStore::Written).
+  /// their activations, so that who takes those can compute while the others are on their way. On a GPU each is there:
+  /// what is sent as it was appended has been written (PageStore::Written).
   virtual std::vector<ExportedPage> TakeReady() = 0;
   /// Calls `fn` on the store's thread, from within other calls of the store: now and whenever there is something to
   /// take, last() appears, or status() changes. It may call this lease, but destroy none, and not call the store.

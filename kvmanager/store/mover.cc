@@ -47,8 +47,7 @@ struct Mover::Batch {
 
 void Mover::Move(Tier& gpu, const std::shared_ptr<Cache>& to, std::vector<MovingPage> pages,
                  std::shared_ptr<const bool> given_up, Landed landed) {
-  auto batch =
-      std::make_shared<Batch>(Batch{&gpu, to, std::move(pages), std::move(given_up), std::move(landed)});
+  auto batch = std::make_shared<Batch>(Batch{&gpu, to, std::move(pages), std::move(given_up), std::move(landed)});
   const bool fetch = to->on_device();
   std::vector<PageCopy> copies;
   copies.reserve(batch->pages.size());

@@ -33,8 +33,8 @@ struct MovingPage {
 
 class Mover {
  public:
-  /// The pages once they have landed. moved: false if the GPU has failed or the move was given up; nothing was looked at
-  /// then.
+  /// The pages once they have landed. moved: false if the GPU has failed or the move was given up; nothing was looked
+  /// at then.
   using Landed = absl::AnyInvocable<void(bool moved, std::vector<MovingPage> pages)>;
 
   /// host: the tier whose workers look at pages. alive: expires with the store.

@@ -10,8 +10,8 @@
 
 namespace kvmanager {
 
-/// Only a raw page can be read in part: a query whose own page is kept encoded alone must be that page's last token. The
-/// error of entry `entry`, at `position`, where it is not; page_end: the first token behind the page.
+/// Only a raw page can be read in part: a query whose own page is kept encoded alone must be that page's last token.
+/// The error of entry `entry`, at `position`, where it is not; page_end: the first token behind the page.
 inline absl::Status OwnPageIsEncoded(size_t entry, uint64_t position, uint64_t page_end) {
   return FieldError(absl::StatusCode::kFailedPrecondition, absl::StrCat("entries[", entry, "].position"),
                     absl::StrCat(position),

@@ -195,7 +195,8 @@ absl::Status PageStoreImpl::Append(CacheId id, int layer, absl::Span<const Appen
   }
   if (absl::Status status = CheckAttendPages(pages); !status.ok()) return refuse(std::move(status));
   Reservation slots(cache->tier->pool());
-  if (absl::Status status = cache->tier->Reserve(*cache, wanted, &slots); !status.ok()) return refuse(std::move(status));
+  if (absl::Status status = cache->tier->Reserve(*cache, wanted, &slots); !status.ok())
+    return refuse(std::move(status));
 
   // Everything is copied and checked before anything is committed.
   size_t next_slot = 0, next_activation = 0;

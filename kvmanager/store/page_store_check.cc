@@ -92,9 +92,9 @@ void PageStoreImpl::CheckInvariants() const {
         } else {
           const bool to_come = sequence.arriving || !sequence.broken.ok();
           // What is recomputed needs its raw form for the codec; what the codec keeps raw has no other.
-          const bool arrives = page.state == PageState::kReceiving &&
-                               (!page.raw.valid() || cache.keeps_raw(i, layer) ||
-                                block->activations[layer].state != PageState::kFree);
+          const bool arrives =
+              page.state == PageState::kReceiving &&
+              (!page.raw.valid() || cache.keeps_raw(i, layer) || block->activations[layer].state != PageState::kFree);
           KV_CHECK(page.is_full() || (to_come && arrives));
         }
       }
@@ -209,7 +209,8 @@ void PageStoreImpl::CheckInvariants() const {
     KV_CHECK(index_bytes[tier.get()] <= tier->index_bytes());
     const uint64_t used_bytes = sum.used_bytes + tier->index_bytes();
     KV_CHECK(retired ? used_bytes < tier->pool()->slot_bytes_used() : used_bytes == tier->pool()->slot_bytes_used());
-    KV_CHECK(sum.evictable_bytes == tier->evictable_bytes() && sum.evictable_bytes == tier->pool()->reclaimable_bytes());
+    KV_CHECK(sum.evictable_bytes == tier->evictable_bytes() &&
+             sum.evictable_bytes == tier->pool()->reclaimable_bytes());
     KV_CHECK(sum.kept_bytes == tier->kept_bytes() && demoting_bytes[tier.get()] == tier->demoting_bytes());
   }
   for (const auto& [gauges, sum] : sums) {

@@ -52,9 +52,9 @@ void PageStoreImpl::PostEncodes(const std::shared_ptr<Cache>& cache, std::vector
     items.push_back(item);
   }
   cache->tier->executor()->Encode(cache->codec, std::move(items),
-                                [this, alive = alive(), pages = std::move(pages)](absl::Span<const EncodeItem> done) {
-                                  if (!alive.expired()) OnEncoded(pages, done);
-                                });
+                                  [this, alive = alive(), pages = std::move(pages)](absl::Span<const EncodeItem> done) {
+                                    if (!alive.expired()) OnEncoded(pages, done);
+                                  });
 }
 
 void PageStoreImpl::OnEncoded(const std::vector<PageRef>& pages, absl::Span<const EncodeItem> items) {

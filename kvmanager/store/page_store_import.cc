@@ -214,7 +214,8 @@ absl::Status ImportLeaseImpl::Start(RecomputeChoice recompute) {
     for (uint32_t layer = 0; shared[i] == nullptr && layer < cache_->layers(); ++layer) {
       wanted.raw += !identity && how(i, layer) != How::kEncoded;
       wanted.activations += how(i, layer) == How::kRecomputed;
-      if (!cache_->keeps_raw(i, layer)) cache_->CountEncodedSlots(layer, 1, &wanted);  // a raw page's is for its encoding
+      if (!cache_->keeps_raw(i, layer))
+        cache_->CountEncodedSlots(layer, 1, &wanted);  // a raw page's is for its encoding
     }
   }
   for (; !unfit.empty(); unfit.pop_back()) store_->Release(unfit.back());

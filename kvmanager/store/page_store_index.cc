@@ -105,7 +105,7 @@ void PageStoreImpl::BeginJobs(const Sequence& sequence, const IndexJobs& jobs) {
       job->place = sequence.index_places[job->layer()].book;
       KV_CHECK(job->place != nullptr);
       cache.tier->executor()->Train({sequence.id, job, std::move(pages), cache.layout().raw_bytes() / 2,
-                                   Data(cache, job->place->slot), std::move(done)});
+                                     Data(cache, job->place->slot), std::move(done)});
       continue;
     }
     // Shared by the job's tasks: the last of them ends it.

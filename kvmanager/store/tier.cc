@@ -8,8 +8,8 @@
 namespace kvmanager {
 namespace {
 
-// Room that can be had at once: free, or of blocks that the lower tier has, too. Below this share of the pool what would
-// be evicted next is demoted, a few blocks in each call.
+// Room that can be had at once: free, or of blocks that the lower tier has, too. Below this share of the pool what
+// would be evicted next is demoted, a few blocks in each call.
 constexpr uint64_t kAheadShare = 8;
 constexpr int kDemotionsAtOnce = 16;
 constexpr uint64_t kDemotingBytesMax = uint64_t{256} << 20;
