@@ -21,9 +21,9 @@
 #include <limits>
 #include <utility>
 
-#include "attention/reading_form.h"
 #include "attention/rows.h"
 #include "attention/selective_plan.h"
+#include "kvmanager/base/reading_rule.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -266,8 +266,8 @@ void Plan::AddGroup(const AttentionBatch& batch, const AttentionSequence& sequen
   uint64_t encoded_pages = 0;
   for (uint32_t j = 0; j <= own; ++j) {
     const AttentionPage& page = sequence.pages[j];
-    const bool raw =
-        ReadsRaw(page.raw != nullptr, page.encoded != nullptr, page.lag_applies, own - j, uint32_t(batch.lag_pages));
+    const bool raw = ReadingRule::ReadsRaw(page.raw != nullptr, page.encoded != nullptr, page.lag_applies, own - j,
+                                           uint32_t(batch.lag_pages));
     encoded_pages += !raw && j != own;
     if (runs_.size() > group.run_begin && runs_.back().raw == raw) {
       runs_.back().end = j + 1;

@@ -10,6 +10,7 @@
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/reading_rule.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -54,11 +55,7 @@ uint32_t DevicePlanner::CostOfEncoded(uint32_t head) const {
   return options_.head_costs.empty() ? options_.encoded_cost : options_.head_costs[head];
 }
 
-uint32_t DevicePlanner::FirstNearPage(uint32_t own, uint32_t aged, uint32_t lag_pages) {
-  return std::min(own, std::max(aged, own > lag_pages ? own - lag_pages : 0));
-}
-
-// ReadsRaw, of runs instead of pages.
+// ReadingRule, of runs instead of pages.
 void DevicePlanner::SplitByForm(const DeviceSequence& sequence, uint32_t own, uint32_t lag_pages, bool identity,
                                 std::vector<FormRun>* forms) {
   forms->clear();
@@ -71,7 +68,7 @@ void DevicePlanner::SplitByForm(const DeviceSequence& sequence, uint32_t own, ui
     }
   };
   if (identity) return add(0, own + 1, PageForm::kRaw);
-  const uint32_t near = FirstNearPage(own, sequence.aged, lag_pages);
+  const uint32_t near = ReadingRule::FirstRawPage(own, sequence.aged, lag_pages);
   // `exceptions` interrupt pages [first, end) of the other form.
   const auto split = [&](uint32_t first, uint32_t end, PageForm form, absl::Span<const PageRun> exceptions) {
     for (const PageRun& run : exceptions) {

@@ -81,8 +81,6 @@ class DevicePlanner {
   /// The runs of pages 0 .. own, ascending, as a query on page `own` reads them.
   static void SplitByForm(const DeviceSequence& sequence, uint32_t own, uint32_t lag_pages, bool identity,
                           std::vector<FormRun>* forms);
-  /// The first page that the lag lets a query on page `own` read raw; what comes before is read encoded.
-  static uint32_t FirstNearPage(uint32_t own, uint32_t aged, uint32_t lag_pages);
 
  private:
   /// A tile's run of pages of one form, whole.

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/reading_rule.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -111,7 +112,7 @@ absl::Status PrefillPlanner::AddTileGroup(const DeviceSequence& sequence, uint32
   // What lies behind the first token's lag does so for all.
   const uint32_t common = owns == 1           ? first_own + 1
                           : options_.identity ? first_own
-                                              : DevicePlanner::FirstNearPage(first_own, sequence.aged, lag);
+                                              : ReadingRule::FirstRawPage(first_own, sequence.aged, lag);
   for (const DevicePlanner::FormRun& run : own_pages.front().forms) {
     if (run.pages.first >= common) break;
     if (!has(run.form == PageForm::kEncoded)) continue;

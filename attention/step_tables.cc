@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/reading_rule.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -240,8 +241,8 @@ absl::Status StepTables::ReadEntry(int layer, const DeviceStepEntry& entry, bool
     return absl::OkStatus();
   }
   const uint32_t lag = uint32_t(options_.lag_pages);
-  const uint32_t near = DevicePlanner::FirstNearPage(own, entry.aged, lag);
-  const uint32_t last_near = DevicePlanner::FirstNearPage(last, entry.aged, lag);
+  const uint32_t near = ReadingRule::FirstRawPage(own, entry.aged, lag);
+  const uint32_t last_near = ReadingRule::FirstRawPage(last, entry.aged, lag);
   uint32_t without = UINT32_MAX;  // a page that has no form
   pages.not_encoded.ForEachIn(0, last_near, [&](const PageRun& run) {
     const uint32_t missing = pages.not_raw.FirstIn(run.first, run.end);

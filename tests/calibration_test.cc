@@ -341,23 +341,30 @@ TEST_F(CalibrationTest, MadeUpPagesAreRefused) {
     registry.SetCalibrations(files.get());
     ASSERT_OK_AND_ASSIGN(const auto made, PageStore::MakeCodec(registry, first.config));
     first.codec_version = made->info().version;
-    first.tokens = 64;
-    first.blocks.resize(1);
-    first.aged = {1, 1};
+    first.tokens = 128;
+    first.blocks.resize(2);
+    first.aged = {2, 2};
     std::vector<std::vector<uint8_t>> bytes;
     std::vector<SendPage> pages;
     SendRequest request;
     request.peer = host_.daemon->peer();
+    // Of each layer a sink, whose raw bytes are good, and a page behind it whose encoded bytes are none.
     for (uint32_t layer = 0; layer < 2; ++layer) {
-      bytes.emplace_back(made->info().page_bytes(int(layer)), uint8_t{0xff});
-      const std::vector<uint8_t>& page = bytes.back();
-      first.pages.push_back({0, layer, page.size()});
-      request.first.page_bytes.push_back(page.size());
-      pages.push_back({layer, page, XXH3_64bits(page.data(), page.size())});
+      for (uint32_t block = 0; block < 2; ++block) {
+        const bool raw = made->info().keeps_raw(int(layer), uint64_t{block} * 64);
+        ASSERT_EQ(raw, block == 0);
+        bytes.emplace_back(raw ? first.config.layout.raw_bytes() : made->info().page_bytes(int(layer)),
+                           raw ? uint8_t{0} : uint8_t{0xff});
+        const std::vector<uint8_t>& page = bytes.back();
+        const auto number = static_cast<uint32_t>(first.pages.size());
+        first.pages.push_back({block, layer, page.size()});
+        request.first.page_bytes.push_back(page.size());
+        pages.push_back({number, page, XXH3_64bits(page.data(), page.size())});
+      }
     }
     request.first.manifest = WriteFirstManifest(first);
     HandOffLast last;
-    last.blocks.resize(1);
+    last.blocks.resize(2);
     HandOffPart last_part;
     last_part.manifest = WriteLastManifest(last, "");
     std::promise<absl::StatusOr<SendResult>> done;

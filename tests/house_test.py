@@ -142,6 +142,30 @@ class CommentChecks(unittest.TestCase):
 # The formatter.
 
 
+LINES_MAX = 500  # of a file of kvmanager/
+
+
+def too_long(texts: dict[str, str]) -> list[str]:
+    """Sources of the daemon with more lines than one idea takes; tests and what they share are left out."""
+    return [
+        f"{path}: {text.count(chr(10))} lines, at most {LINES_MAX}"
+        for path, text in texts.items()
+        if text.count("\n") > LINES_MAX and not re.search(r"_(test|testing|bench|benchmark)\.", path)
+    ]
+
+
+class Length(unittest.TestCase):
+    def test_files_of_the_daemon_are_short(self) -> None:
+        sources = {path: read(path) for path in paths(SOURCES) if path.startswith("kvmanager/")}
+        self.assertGreater(len(sources), 100)
+        self.assertEqual(too_long(sources), [])
+
+    def test_length(self) -> None:
+        long = "x\n" * (LINES_MAX + 1)
+        self.assertEqual(len(too_long({"kvmanager/a.cc": long, "kvmanager/b.h": "x\n" * LINES_MAX})), 1)
+        self.assertEqual(too_long({"kvmanager/a_test.cc": long}), [])
+
+
 class Format(unittest.TestCase):
     @unittest.skipUnless(shutil.which(CLANG_FORMAT), f"{CLANG_FORMAT} is not installed: tools/setup --tests")
     def test_sources_are_formatted(self) -> None:

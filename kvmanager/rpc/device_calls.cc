@@ -7,6 +7,7 @@
 
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/reading_rule.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/rpc/serve.h"
 
@@ -312,6 +313,7 @@ absl::StatusOr<kj::Promise<void>> DeviceCalls::RunExtend(const std::shared_ptr<S
   }
   uint64_t sealed = 0, changes = 0;
   const uint64_t page_tokens = config.layout.page_tokens;
+  const ReadingRule rule{config.layout.page_tokens, config.lag_pages};
   for (uint32_t i = 0; i < entries.size(); ++i) {
     if (words[i] >= StreamWords::kNonFiniteWords) {
       return InvalidField(absl::StrCat("words[", i, "]"), words[i],
@@ -320,7 +322,7 @@ absl::StatusOr<kj::Promise<void>> DeviceCalls::RunExtend(const std::shared_ptr<S
     KV_RETURN_IF_ERROR(call->process->CheckSequence(entries[i].sequence));
     const uint64_t end = entries[i].position + static_cast<uint64_t>(entries[i].tokens);
     // Its own queries must not wait for what this step fills, since it is encoded behind them.
-    const uint64_t together = (entries[i].position / page_tokens + config.lag_pages + 1) * page_tokens;
+    const uint64_t together = rule.EndOfAppendAndAttend(entries[i].position);
     if (request.getAppend() && request.getAttend() && !cache.codec->info().identity && end > together) {
       return InvalidField(absl::StrCat("entries[", i, "].tokens"), entries[i].tokens,
                           absl::StrCat("at most ", together - entries[i].position,

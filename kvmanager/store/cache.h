@@ -10,6 +10,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "codecs/codec.h"
+#include "kvmanager/base/reading_rule.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/memory/slot_pool.h"
 #include "kvmanager/store/block.h"
@@ -47,6 +48,7 @@ struct Cache {
 
   const PageLayout& layout() const { return config.layout; }
   int page_tokens() const { return config.layout.page_tokens; }
+  ReadingRule reading() const { return {page_tokens(), config.lag_pages}; }
   uint32_t layers() const { return static_cast<uint32_t>(config.layers); }
   /// Without sequence, lease and block: closing it loses nothing.
   bool unused() const { return sequences == 0 && leases == 0 && table.size() == 0; }

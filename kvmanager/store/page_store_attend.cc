@@ -43,11 +43,10 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
       chosen_.resize(buffers_.ends.size() + 1);
       chosen_.back() = {sequence.id, store()->SelectorFor(sequence, layer, first, last, &pending_jobs_)};
     }
-    const int page_tokens = cache_->page_tokens();
-    const uint64_t last_page = last / page_tokens;
-    const uint64_t lag = cache_->config.lag_pages;
-    for (uint32_t index = 0; index <= last_page; ++index) AddPage(sequence, layer, index, last_page > index + lag);
-    EndEntry(last_page + 1);
+    const ReadingRule rule = cache_->reading();
+    const uint32_t last_page = rule.PageOf(last), beyond_lag = rule.AgedPages(last);
+    for (uint32_t index = 0; index <= last_page; ++index) AddPage(sequence, layer, index, index < beyond_lag);
+    EndEntry(uint64_t{last_page} + 1);
   }
   /// Adds the pages of tokens `first` .. `last` of `sequence`, in the form that it keeps.
   void AddTokens(Sequence& sequence, uint32_t layer, uint64_t first, uint64_t last) {
@@ -78,7 +77,7 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
   }
 
  private:
-  // beyond_lag: every query of the entry reads the page encoded.
+  // beyond_lag: the entry's newest query reads the page encoded, though it has not aged.
   void AddPage(Sequence& sequence, uint32_t layer, uint32_t index, bool beyond_lag) {
     const PageRef ref{sequence.blocks[index], layer};
     store()->Pin(ref);

@@ -146,7 +146,7 @@ void PageStoreImpl::DropOpenActivations(PageRef keys_values) {
 
 void PageStoreImpl::Age(Sequence& sequence, uint32_t layer, uint64_t position) {
   const Cache& cache = *sequence.cache;
-  const uint32_t aged = AgedPages(position, cache.page_tokens(), cache.config.lag_pages);
+  const uint32_t aged = cache.reading().AgedPages(position);
   while (sequence.aged[layer] < aged) {
     Block* block = sequence.blocks[sequence.aged[layer]];
     ++sequence.aged[layer];

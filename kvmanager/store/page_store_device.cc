@@ -182,7 +182,7 @@ absl::StatusOr<std::unique_ptr<DeviceLease>> PageStoreImpl::Read(CacheId id, int
       }
       // What the newest query reads encoded: what is aged for the sequence, or beyond the query's lag.
       const uint32_t own = static_cast<uint32_t>(newest / cache->page_tokens());
-      const uint32_t far = AgedPages(newest, cache->page_tokens(), cache->config.lag_pages);
+      const uint32_t far = cache->reading().AgedPages(newest);
       // Of an identity codec pages may be on their way from another host, as all aged ones of others may.
       if (cache->identity() && !sequence.arriving) continue;
       Settle(sequence, layer, std::max(far, std::min(sequence.aged[layer], own + 1)), &pending);

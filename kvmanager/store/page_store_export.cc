@@ -134,7 +134,7 @@ void ExportLeaseImpl::Begin(Sequence& sequence, uint64_t tokens, bool goes_on, b
     // As if the newest token had been appended alone; not more, unless it is said that the receiver goes on behind it:
     // else it may crop and ask as the sender may.
     const uint64_t newest = tokens > 0 && !goes_on ? tokens - 1 : tokens;
-    const uint32_t aged = std::max(sequence.aged[layer], AgedPages(newest, page_tokens, cache_->config.lag_pages));
+    const uint32_t aged = std::max(sequence.aged[layer], cache_->reading().AgedPages(newest));
     first_.aged.push_back(aged);
     for (uint32_t i = 0; i < aged; ++i) {
       const bool full = sequence.tokens[layer] >= (uint64_t{i} + 1) * page_tokens;

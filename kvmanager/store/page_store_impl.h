@@ -240,9 +240,11 @@ class PageStoreImpl final : public PageStore, public TierOwner {
   void Unname(Block* block);  // out of the table; the block goes if nobody holds it
   bool VerifyChecksums(const Block& block) const;
   uint64_t ChecksumOf(const Cache& cache, uint32_t layer, const Page& page) const;  // of the form that stays
-  /// The blocks named so, one behind the other, each verified and held; of a cache on a GPU where pages move, also
-  /// those that are arriving there or that the host has. match: how far, and why no further.
-  std::vector<Block*> FindAnywhere(Cache& cache, absl::Span<const BlockName> names, MatchResult* match);
+  /// Where FindPrefix looks: in the cache's memory, or, of a GPU where pages move, also among those that are arriving
+  /// there and in the host's.
+  enum class LookIn : uint8_t { kItsMemory, kLowerTiersToo };
+  /// The blocks named so, one behind the other, each verified and held. match: how far, and why no further.
+  std::vector<Block*> FindPrefix(Cache& cache, absl::Span<const BlockName> names, LookIn where, MatchResult* match);
   void CountHits(const MatchResult& match);
   /// The block named so, verified; a corrupt one is dropped. nullptr and the reason otherwise.
   Block* FindVerified(Cache& cache, const BlockName& name, uint32_t index, MissReason* reason);

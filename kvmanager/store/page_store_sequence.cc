@@ -94,9 +94,10 @@ absl::Status PageStoreImpl::CheckPrompt(const Cache& cache, uint64_t prompt_toke
   return InvalidField("prompt_tokens", prompt_tokens, absl::StrCat("at most ", tokens_max, ", a sequence's limit"));
 }
 
-std::vector<Block*> PageStoreImpl::FindAnywhere(Cache& cache, absl::Span<const BlockName> names, MatchResult* match) {
+std::vector<Block*> PageStoreImpl::FindPrefix(Cache& cache, absl::Span<const BlockName> names, LookIn where,
+                                              MatchResult* match) {
   std::vector<Block*> found;
-  const bool moves = cache.on_device() && cache.tier->can_move();
+  const bool moves = where == LookIn::kLowerTiersToo && cache.tier->can_move();
   const std::shared_ptr<Cache> twin = moves ? HostTwin(cache) : nullptr;
   for (const BlockName& name : names) {
     const uint32_t index = static_cast<uint32_t>(found.size());
@@ -130,7 +131,7 @@ absl::StatusOr<MatchResult> PageStoreImpl::Match(CacheId id, absl::Span<const Bl
   KV_ASSIGN_OR_RETURN(const auto cache, FindCache(id));
   KV_RETURN_IF_ERROR(CheckNames(names));
   MatchResult result;
-  std::vector<Block*> found = FindAnywhere(*cache, names, &result);
+  std::vector<Block*> found = FindPrefix(*cache, names, LookIn::kLowerTiersToo, &result);
   if (result.reason != MissReason::kNone) metrics_->prefix_misses[static_cast<size_t>(result.reason)]->Increment();
   for (; !found.empty(); found.pop_back()) Release(found.back());
   return result;
@@ -143,13 +144,7 @@ absl::StatusOr<CreateResult> PageStoreImpl::CreateSequence(CacheId id, absl::Spa
   KV_RETURN_IF_ERROR(CheckPrompt(*cache, prompt_tokens));
   KV_RETURN_IF_ERROR(CheckSequenceLimit());
   CreateResult result;
-  std::vector<Block*> found;
-  for (const BlockName& name : prefix) {
-    Block* block = FindVerified(*cache, name, static_cast<uint32_t>(found.size()), &result.match.reason);
-    if (block == nullptr) break;
-    found.push_back(block);
-  }
-  result.match.hit_blocks = static_cast<int>(found.size());
+  const std::vector<Block*> found = FindPrefix(*cache, prefix, LookIn::kItsMemory, &result.match);
   metrics_->prefix_asked_blocks.Increment(static_cast<double>(prefix.size()));
   CountHits(result.match);
   auto sequence = NewSequence(cache);
@@ -220,9 +215,7 @@ absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens, std::vector<Ope
   const uint32_t index = static_cast<uint32_t>(tokens / cache->page_tokens());
   const int rest = static_cast<int>(tokens % cache->page_tokens());
   // As if every layer had been appended token by token: how its tokens were cut into appends must not show.
-  const auto aged_by_newest = [&](uint32_t layer) {
-    return AgedPages(sequence->tokens[layer] - 1, cache->page_tokens(), cache->config.lag_pages);
-  };
+  const auto aged_by_newest = [&](uint32_t layer) { return cache->reading().AgedPages(sequence->tokens[layer] - 1); };
   Block* copy = nullptr;
   bool keep_block = false;
   if (rest > 0) {

@@ -59,10 +59,4 @@ struct Sequence {
   bool HoldsRaw(uint32_t block_index, uint32_t layer) const { return block_index >= aged[layer]; }
 };
 
-/// Pages that have aged once an append begins at `position`: those more than `lag_pages` pages before it.
-inline uint32_t AgedPages(uint64_t position, int page_tokens, int lag_pages) {
-  const uint64_t page = position / page_tokens;
-  return page > static_cast<uint64_t>(lag_pages) ? static_cast<uint32_t>(page - lag_pages) : 0;
-}
-
 }  // namespace kvmanager

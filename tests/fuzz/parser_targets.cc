@@ -128,8 +128,12 @@ class ManifestTarget final : public FuzzTarget {
     for (const char* const codec : {"raw", "hack:k_bits=3,v_bits=2"}) {
       for (const uint64_t tokens : {0, 10, 64, 200}) {
         HandOffFirst first;
-        first.config = SmallConfig(codec);
-        first.codec_version = 1;
+        const auto made = testing::AllCodecs().Create(codec, SmallConfig(codec).layout);
+        KV_CHECK(made.ok());
+        const bool raw = (*made)->info().identity;
+        // Pages of one size: sinks have another.
+        first.config = SmallConfig(raw ? codec : absl::StrCat(codec, ";sinks=0"));
+        first.codec_version = (*made)->info().version;
         first.tokens = tokens;
         first.blocks.resize(tokens / 64);
         first.aged.assign(2, uint32_t(tokens / 128));
@@ -146,9 +150,7 @@ class ManifestTarget final : public FuzzTarget {
           }
         }
         const std::string head = WriteFirstManifest(first);
-        const auto made = testing::AllCodecs().Create(codec, first.config.layout);
-        KV_CHECK(made.ok());
-        const size_t units = codec == absl::string_view("raw") ? 0 : (*made)->info().page_bytes(0) / 64;
+        const size_t units = raw ? 0 : (*made)->info().page_bytes(0) / 64;
         seeds.push_back(Header(head.size(), first.pages.size(), last.pages.size(), units) + head +
                         WriteLastManifest(last, "blob"));
       }
