@@ -1,4 +1,6 @@
-// docs/design.md, section 3: the folders are there, and BUILD files depend along its arrows only.
+// docs/design.md: its folders and places are there, BUILD files depend along its arrows only, and it is short.
+// docs/decisions.md: its records are whole.
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -62,30 +64,35 @@ std::string ModuleOf(absl::string_view package) {
   return std::string(package);
 }
 
-// "May depend on", and what follows from it by way of another module.
-const std::map<std::string, std::set<std::string>> kArrows = {
-    {"kvmanager/base", {}},
-    {"kvmanager/memory", {"kvmanager/base"}},
-    {"kvmanager/api", {"kvmanager/base"}},
-    {"monitoring", {"kvmanager/base"}},
-    {"codecs", {"kvmanager/base", "kvmanager/memory", "monitoring"}},
-    {"transport", {"kvmanager/base", "kvmanager/memory", "monitoring"}},
-    {"attention", {"kvmanager/base", "kvmanager/memory", "codecs"}},
-    {"kvmanager/store", {"kvmanager/base", "kvmanager/memory", "codecs", "transport", "monitoring"}},
-    {"kvmanager/gpu",
-     {"kvmanager/base", "kvmanager/memory", "kvmanager/store", "codecs", "attention", "transport", "monitoring"}},
-    {"kvmanager/handoff",
-     {"kvmanager/base", "kvmanager/memory", "kvmanager/store", "kvmanager/gpu", "kvmanager/api", "codecs", "transport",
-      "monitoring"}},
-    {"kvmanager/rpc",
-     {"kvmanager/base", "kvmanager/memory", "kvmanager/store", "kvmanager/gpu", "kvmanager/handoff", "kvmanager/api",
-      "codecs", "attention", "transport", "monitoring"}},
-    {"kvmanager/daemon",
-     {"kvmanager/base", "kvmanager/memory", "kvmanager/store", "kvmanager/gpu", "kvmanager/handoff", "kvmanager/rpc",
-      "codecs", "transport", "monitoring"}},
-    {"client", {"kvmanager/base", "kvmanager/memory", "kvmanager/api", "codecs", "attention"}},
-    {"examples", {"kvmanager/base", "kvmanager/memory", "codecs", "attention", "client"}},
-};
+/// docs/design.md from the heading of section `from` up to the heading of section `to`.
+std::string Sections(int from, int to) {
+  const std::string design = ReadFile("docs/design.md");
+  const size_t begin = design.find(absl::StrCat("\n## ", from, ". ")),
+               end = design.find(absl::StrCat("\n## ", to, ". "));
+  return begin == std::string::npos || end == std::string::npos || end < begin ? "" : design.substr(begin, end - begin);
+}
+
+std::map<std::string, std::set<std::string>> ReadArrows() {
+  // A line of section 3's second block: module -> module module. Rooms are named without kvmanager/.
+  const auto path = [](const std::string& name) {
+    return std::filesystem::is_directory(Root() / "kvmanager" / name) ? "kvmanager/" + name : name;
+  };
+  const std::string section = Sections(3, 4);
+  static const std::regex kLine(R"re(\n([a-z]+) +->((?: [a-z]+)*)(?=\n))re");
+  std::map<std::string, std::set<std::string>> arrows;
+  for (std::sregex_iterator it(section.begin(), section.end(), kLine), end; it != end; ++it) {
+    std::set<std::string>& to = arrows[path((*it)[1])];
+    std::istringstream names((*it)[2]);
+    for (std::string name; names >> name;) to.insert(path(name));
+  }
+  return arrows;
+}
+
+/// The modules that a module may depend on.
+const std::map<std::string, std::set<std::string>>& Arrows() {
+  static const std::map<std::string, std::set<std::string>> arrows = ReadArrows();
+  return arrows;
+}
 
 /// A target of a BUILD file: whether it is a test or testonly, and the labels in its deps.
 struct Target {
@@ -169,24 +176,66 @@ TEST(ArchitectureTest, NoArrowBetweenRoomsRunsUp) {
   EXPECT_FALSE(std::filesystem::exists(Root() / "kvmanager/server"));
 }
 
-TEST(ArchitectureTest, EveryHeaderThatTheDesignNamesIsThere) {
-  // Section 4's table: | `Type`, ... | folder/header.h, other.h | ...
-  const std::string design = ReadFile("docs/design.md");
-  static const std::regex kRow(R"re(\| `([A-Za-z]+)`[^|]*\| ([a-z_/]+\.h)[^|]*\|)re");
-  int rows = 0;
-  for (std::sregex_iterator it(design.begin(), design.end(), kRow), end; it != end; ++it, ++rows) {
-    const std::string header = (*it)[2];
-    const std::string text = ReadFile(header) + ReadFile("kvmanager/" + header);
-    ASSERT_FALSE(text.empty()) << header;
-    EXPECT_NE(text.find((*it)[1]), std::string::npos) << (*it)[1] << " in " << header;
+TEST(ArchitectureTest, EveryPlaceThatTheDesignNamesIsThere) {
+  // Section 4's list: - Where ...? `folder/file.cc` `Class::Function`, `Other`; `folder/other.h` `Type`.
+  const std::string section = Sections(4, 5);
+  static const std::regex kItem(R"re(\n- ([^`]*\?)(.*))re"), kCode(R"re(`([^`]+)`)re"),
+      kFile(R"re(([a-z_]+/)+[a-z_]+\.(h|cc|cu))re");
+  int items = 0;
+  for (std::sregex_iterator it(section.begin(), section.end(), kItem), end; it != end; ++it, ++items) {
+    const std::string places = (*it)[2];
+    std::string file, text;
+    int names = 0;
+    for (std::sregex_iterator code(places.begin(), places.end(), kCode); code != end; ++code) {
+      const std::string word = (*code)[1];
+      if (std::regex_match(word, kFile)) {
+        EXPECT_TRUE(file.empty() || names > 0) << (*it)[1] << " names nothing in " << file;
+        file = std::filesystem::exists(Root() / "kvmanager" / word) ? "kvmanager/" + word : word;
+        text = ReadFile(file);
+        names = 0;
+        EXPECT_FALSE(text.empty()) << (*it)[1] << " there is no " << file;
+        continue;
+      }
+      ++names;
+      ASSERT_FALSE(file.empty()) << (*it)[1] << " names no file before " << word;
+      // A function with its class stands where it is defined; any other name stands somewhere.
+      const std::string pattern = absl::StrContains(word, "::") ? word + "\\(" : "\\b" + word + "\\b";
+      EXPECT_TRUE(std::regex_search(text, std::regex(pattern)))
+          << (*it)[1] << " there is no " << word << " in " << file;
+    }
+    EXPECT_GT(names, 0) << (*it)[1];
   }
-  EXPECT_GE(rows, 10);
+  EXPECT_GE(items, 12);
+  EXPECT_EQ(items, std::count(section.begin(), section.end(), '?'));  // none was passed over
+}
+
+TEST(ArchitectureTest, TheDesignIsShort) {
+  const std::string design = ReadFile("docs/design.md");
+  EXPECT_LE(design.find("\n## 7. "), 15u * 1024) << "sections 0 to 6 of docs/design.md";
+}
+
+TEST(ArchitectureTest, ADecisionHasContextDecisionAndConsequences) {
+  // ### title, then the three parts, each a paragraph.
+  const std::string decisions = ReadFile("docs/decisions.md");
+  static const std::regex kRecord(
+      R"re(\n\n\*\*Context\.\*\* \S.*\n\n\*\*Decision\.\*\* \S.*\n\n\*\*Consequences\.\*\* \S.*\n+)re");
+  std::set<std::string> titles;
+  for (size_t at = decisions.find("\n### "); at != std::string::npos;) {
+    const size_t next = decisions.find("\n### ", at + 1), body = decisions.find('\n', at + 1);
+    const std::string title = decisions.substr(at + 5, body - at - 5);
+    EXPECT_TRUE(titles.insert(title).second) << title << " stands twice";
+    std::string record = decisions.substr(body, next == std::string::npos ? next : next - body + 1);
+    record = record.substr(0, record.find("\n## "));  // of the next group
+    EXPECT_TRUE(std::regex_match(record, kRecord)) << title;
+    at = next;
+  }
+  EXPECT_GE(titles.size(), 30u);
 }
 
 TEST(ArchitectureTest, EveryFolderIsOneOfTheDesigns) {
   for (const std::string& package : Packages()) {
     const std::string module = ModuleOf(package);
-    EXPECT_TRUE(IsOutside(module) || kArrows.count(module) > 0) << package << " is in no module of docs/design.md";
+    EXPECT_TRUE(IsOutside(module) || Arrows().count(module) > 0) << package << " is in no module of docs/design.md";
   }
 }
 
@@ -194,8 +243,8 @@ TEST(ArchitectureTest, DependenciesFollowTheArrows) {
   int checked = 0;
   for (const std::string& package : Packages()) {
     const std::string module = ModuleOf(package);
-    const auto arrows = kArrows.find(module);
-    if (arrows == kArrows.end()) continue;
+    const auto arrows = Arrows().find(module);
+    if (arrows == Arrows().end()) continue;
     for (const Target& target : Targets(ReadFile(package + "/BUILD"))) {
       // kvctl wires what it commands and shows together; the client's library stays small.
       if (target.for_tests || package == "client/cli") continue;
