@@ -59,7 +59,7 @@ Case RandomCase(std::mt19937& random) {
   return c;
 }
 
-/// Whether a query on page `own` reads page j encoded (docs/design.md, idea 2).
+/// Whether a query on page `own` reads page j encoded (docs/design.md, rule 3).
 bool ReadsEncoded(const Case& c, const Sequence& s, uint32_t own, uint32_t j) {
   if (c.options.identity || s.pages[j].encoded == DevicePage::kNoSlot) return false;
   if (s.pages[j].raw == DevicePage::kNoSlot) return true;
