@@ -25,7 +25,7 @@ struct ReadingRule {
   /// The first token that a batch of queries which begins at `position` must not reach, if it appends its own tokens:
   /// its queries would read a page encoded that the batch fills.
   uint64_t EndOfAppendAndAttend(uint64_t position) const {
-    return (uint64_t{PageOf(position)} + static_cast<uint64_t>(lag_pages) + 1) * page_tokens;
+    return (position / page_tokens + static_cast<uint64_t>(lag_pages) + 1) * page_tokens;
   }
 
   /// The first page that a query on page `own` may read raw, where pages before `aged` have aged; what comes before is

@@ -233,6 +233,7 @@ class ServerImpl final : public Server {
     devices_.End();
     incoming_->SetLoop(nullptr);
     running_ = nullptr;
+    drain_deadline_ = nullptr;  // a message may have set it again: it must not outlive the loop
   }
 
   void Stop() override {

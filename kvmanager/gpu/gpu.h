@@ -33,7 +33,8 @@ namespace kvmanager {
 
 class Gpu {
  public:
-  /// `pool` is of this device's memory. polls, metrics, gpu_metrics: outlive this. Errors: those of the parts' Create.
+  /// `pool` is of this device's memory. polls, metrics, device_metrics: outlive this. Errors: those of the parts'
+  /// Create.
   static absl::StatusOr<std::unique_ptr<Gpu>> Create(std::unique_ptr<Device> device, std::unique_ptr<DevicePool> pool,
                                                      PollList* polls, GpuMetrics* metrics,
                                                      DeviceMetrics* device_metrics);

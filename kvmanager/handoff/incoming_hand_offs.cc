@@ -10,6 +10,7 @@
 #include "kvmanager/gpu/make_device_codec.h"
 #include "kvmanager/handoff/limits.h"
 #include "kvmanager/handoff/manifest.h"
+#include "kvmanager/handoff/offer_bytes.h"
 
 namespace kvmanager {
 
@@ -20,27 +21,6 @@ constexpr int64_t kLinkSampleBytes = 64 << 10, kLinkSampleNs = 2'000'000;
 
 // Of "HOST:PORT".
 std::string HostOf(const std::string& peer) { return peer.substr(0, peer.rfind(':')); }
-
-// What the whole sequence takes of a pool, padding of slots not counted: a full page that the codec keeps raw is raw;
-// every other one has its place as an encoded one, and those that do not travel so, and open pages, are raw besides.
-uint64_t BytesAtLeast(const HandOffFirst& first, const CodecInfo& info) {
-  const PageLayout& layout = first.config.layout;
-  uint64_t raw_pages = first.tokens % layout.page_tokens != 0 ? first.config.layers : 0;
-  uint64_t bytes = 0, encodable = 0, sent_encoded = 0;
-  for (int layer = 0; layer < static_cast<int>(first.config.layers); ++layer) {
-    for (uint64_t block = 0; block < first.blocks.size(); ++block) {
-      const bool raw = info.keeps_raw(layer, block * layout.page_tokens);
-      raw_pages += raw;
-      encodable += !raw;
-      if (!raw) bytes += info.page_bytes(layer);
-    }
-  }
-  for (const HandOffPage& page : first.pages) {
-    sent_encoded += !info.keeps_raw(static_cast<int>(page.layer), uint64_t{page.block} * layout.page_tokens);
-  }
-  if (!info.identity) raw_pages += encodable - std::min(encodable, sent_encoded);
-  return bytes + raw_pages * layout.raw_bytes();
-}
 
 }  // namespace
 

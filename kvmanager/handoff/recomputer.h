@@ -5,7 +5,7 @@
 // Owned by the daemon's wiring; outlives the transport, the loop's objects and IncomingHandOffs, not the workers. Calls
 // belong to the loop's thread but where they say otherwise. One thread of its own does what takes long, in the order of
 // asking: it copies and checks weights, and runs the reloads. Waiting registrations are charged with their copies, so
-// --recompute- bytes bounds the queue, too; waiting pages have their slots in the pool already.
+// --recompute-bytes bounds the queue, too; waiting pages have their slots in the pool already.
 //
 // Where a set's projections are multiplied is chosen when it is opened: on the GPU of its cache if there is one that
 // may be used for it, for a cache in host memory on the one with the fewest projections, without any on the CPU. X and

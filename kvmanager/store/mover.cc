@@ -84,7 +84,10 @@ void Mover::OnMoved(const std::shared_ptr<Batch>& batch, bool moved) {
 
 void Mover::Land(Batch& batch, bool moved) {
   metrics_->moving_bytes.Decrement(static_cast<double>(batch.bytes));
-  batch.landed(moved, std::move(batch.pages));
+  // A worker may hold the batch a little longer than its last task runs: what is the store's goes here, on its thread.
+  Landed landed = std::move(batch.landed);
+  const std::shared_ptr<Cache> to = std::move(batch.to);
+  landed(moved, std::move(batch.pages));
 }
 
 }  // namespace kvmanager

@@ -6,6 +6,7 @@
 #include "kvmanager/store/page_store_impl.h"
 
 namespace kvmanager {
+
 Block* PageStoreImpl::NewBlock(const std::shared_ptr<Cache>& cache, uint32_t index) {
   auto owned = std::make_unique<Block>();
   Block* block = owned.get();

@@ -127,7 +127,9 @@ absl::Status PageStoreImpl::CheckOwnPages(Sequence& sequence, uint32_t layer, si
     if (sequence.HoldsRaw(index, layer)) break;
     const uint64_t page_end = (index + uint64_t{1}) * page_tokens;
     const Page& page = sequence.blocks[index]->pages[layer];
-    if (!page.awaits_encoding() && !page.declined) {
+    // What the codec keeps raw is read raw as soon as it is here.
+    const bool raw = page.declined || sequence.cache->keeps_raw(index, layer);
+    if (!page.awaits_encoding() && !raw) {
       if (begin + 1 != page_end) {
         return OwnPageIsEncoded(i, entry.position, page_end);
       }

@@ -81,6 +81,47 @@ TEST(PageStoreDeviceHandOff, ReadsTheSameAtTheOtherEnd) {
   }
 }
 
+// The sequence may be shown before its first pages are here: who reads part of a sink waits for it, however the pages
+// arrive.
+TEST(PageStoreDeviceHandOff, AReadOfPartOfASinkWaitsUntilItIsHere) {
+  Gpu a, b;
+  const CacheConfig config = MakeConfig("sinks", 0);
+  const CacheId from = a.Open(config), to = b.Open(config);
+  const Text text = MakeText(6 * kPage);
+  const SequenceId sequence = a.Create(from);
+  ASSERT_TRUE(a.Extend(from, sequence, text, 0, 5 * kPage + 3).ok());
+  const auto lease = a.store().Export(sequence);
+  ASSERT_TRUE(lease.ok()) << lease.status();
+  const auto import = ImportTo(b, (*lease)->first());
+  ASSERT_TRUE(import.ok()) << import.status();
+  CopyOpenPages(**lease);
+  const std::vector<testing::SentPage> pages = testing::TakeAll(**lease);
+  ASSERT_TRUE((*import)->Extend(*(*lease)->last()).ok());
+  const size_t first_pages = (*lease)->first().size();
+  for (const testing::SentPage& page : pages) {
+    if (page.bytes.page >= first_pages) {
+      ASSERT_TRUE(CopyIn(**import, page.bytes).ok());
+    }
+  }
+  ASSERT_TRUE((*import)->can_show());
+  const auto received = (*import)->Show();
+  ASSERT_TRUE(received.ok()) << received.status();
+  const AttendEntry entry{*received, 3, 1};
+  const auto read = b.store().Read(to, 0, 1, {&entry, 1});
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_FALSE((*read)->ready());
+  for (const testing::SentPage& page : pages) {
+    if (page.bytes.page < first_pages) {
+      ASSERT_TRUE(CopyIn(**import, page.bytes).ok());
+    }
+  }
+  EXPECT_TRUE((*read)->ready());
+  EXPECT_TRUE((*import)->Commit().ok());
+  const auto again = b.store().Read(to, 0, 1, {&entry, 1});
+  ASSERT_TRUE(again.ok() && (*again)->ready()) << again.status();
+  b.store().CheckInvariants();
+}
+
 TEST(PageStoreDeviceHandOff, WaitsForWhatIsStillEncoded) {
   Gpu a, b;
   const CacheId from = a.Open(MakeConfig("fake", 0));

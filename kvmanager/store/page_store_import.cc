@@ -213,9 +213,7 @@ absl::Status ImportLeaseImpl::CheckLast(const HandOffLast& last) const {
       return InvalidField(field, number, absl::StrCat("ascending, below ", first_.pages.size()));
     }
     const HandOffPage& page = first_.pages[number];
-    if (cache_->identity() || cache_->keeps_raw(page.block, page.layer)) {
-      return InvalidField(field, number, "a page that the codec may decline");
-    }
+    if (cache_->identity()) return InvalidField(field, number, "none: this codec declines no page");
     if (!first_targets_[number].empty() && !awaited_[number]) return InvalidField(field, number, "one that never came");
     how[size_t{page.layer} * pages_per_layer() + page.block] = How::kRaw;
   }
@@ -231,10 +229,10 @@ absl::Status ImportLeaseImpl::CheckLast(const HandOffLast& last) const {
                           "none: the first part named it");
     }
   }
-  // Exactly what does not travel encoded, in order.
+  // Exactly what the first part does not send, in order.
   const uint64_t raw = static_cast<uint64_t>(std::count(how.begin(), how.end(), How::kRaw));
   if (last.pages.size() != raw) {
-    return InvalidField("pages", last.pages.size(), absl::StrCat(raw, ", those that do not travel encoded"));
+    return InvalidField("pages", last.pages.size(), absl::StrCat(raw, ", those that the first part does not send"));
   }
   size_t at = 0;
   for (size_t i = 0; i < last.pages.size(); ++i, ++at) {
@@ -255,7 +253,11 @@ absl::Status ImportLeaseImpl::Extend(const HandOffLast& last) {
   if (extended_) return absl::FailedPreconditionError("the last part of this hand-off came before");
   KV_RETURN_IF_ERROR(CheckLast(last));
   SlotCounts wanted;
-  for (const uint32_t number : last.withdrawn) wanted.raw += awaited_[number];
+  // A page that the codec keeps raw has its raw slot: senders of earlier builds withdraw pages of raw layers.
+  const auto kept_raw = [this](uint32_t number) {
+    return how(first_.pages[number].block, first_.pages[number].layer) == How::kKeptRaw;
+  };
+  for (const uint32_t number : last.withdrawn) wanted.raw += awaited_[number] && !kept_raw(number);
   Reservation slots(cache_->tier->pool());
   KV_RETURN_IF_ERROR(cache_->tier->Reserve(*cache_, wanted, &slots));
   last_ = last;
@@ -264,6 +266,7 @@ absl::Status ImportLeaseImpl::Extend(const HandOffLast& last) {
     if (!awaited_[number]) continue;
     awaited_[number] = false;
     --awaited_first_;
+    if (kept_raw(number)) continue;
     const PageRef ref{new_blocks_[first_.pages[number].block].block, first_.pages[number].layer};
     store_->Apply(ref, PageEvent::kReserveRaw, {slots.TakeRaw(), ref.page().encoded});
   }
