@@ -60,7 +60,7 @@ class CudaDeviceStep final : public DeviceStep {
   absl::Status Attend(int layer, const void* q, void* out, float* lse) override;
   absl::Status CopyOpen(absl::Span<const OpenCopy> copies) override;
   Counts counts() const override { return counts_; }
-  uint64_t launches() const override { return choosing_ ? choice_->launches() : 0; }
+  uint64_t launches() const override { return sparse_ ? choice_->launches() : 0; }
   uint64_t uploads() const override { return uploads_; }
 
  private:
@@ -151,7 +151,8 @@ class CudaDeviceStep final : public DeviceStep {
   std::vector<uint64_t> holds_;  // [layers] version of the plan in its items; 0: none
   std::vector<int> class_of_;    // [layers]; kNoClass: some page is not there
   uint64_t versions_ = 0;
-  bool choosing_ = false, choice_planned_ = false;  // some queries choose; choice_ has the plan of entries_
+  bool sparse_ = false,
+       choice_planned_ = false;  // some queries select what they read; choice_ has the plan of entries_
   int prepared_first_ = 0, prepared_end_ = 0;
   Counts counts_;
 
@@ -294,7 +295,7 @@ absl::Status CudaDeviceStep::SetPages(uint32_t place, int layer, uint32_t first_
 absl::Status CudaDeviceStep::CheckEntries(absl::Span<const Entry> entries) {
   uint64_t tokens = 0;
   size_t long_entries = 0, exact_entries = 0;
-  bool choosing = false;
+  bool sparse = false;
   int most = 0, most_of_short = 0;
   for (const Entry& entry : entries) {
     if (!tables_.Has(entry.place)) return InvalidField("entry's place", entry.place, "one that AddSequence gave");
@@ -305,12 +306,12 @@ absl::Status CudaDeviceStep::CheckEntries(absl::Span<const Entry> entries) {
       return InvalidField("entry's position", entry.position, "so that its last is below 2^32");
     }
     tokens += uint64_t(entry.tokens);
-    if (entry.choosing < 0 || entry.choosing > (choice_ ? entry.tokens : 0)) {
-      return InvalidField("queries of an entry that choose", entry.choosing,
+    if (entry.sparse_queries < 0 || entry.sparse_queries > (choice_ ? entry.tokens : 0)) {
+      return InvalidField("queries of an entry that choose", entry.sparse_queries,
                           absl::StrCat("0..", choice_ ? entry.tokens : 0));
     }
-    choosing |= entry.choosing > 0;
-    const int exact = entry.tokens - entry.choosing;
+    sparse |= entry.sparse_queries > 0;
+    const int exact = entry.tokens - entry.sparse_queries;
     exact_entries += exact > 0;
     most = std::max(most, exact);
     if (exact >= PrefillPlanner::kTokensMin) {
@@ -325,7 +326,7 @@ absl::Status CudaDeviceStep::CheckEntries(absl::Span<const Entry> entries) {
   tokens_ = uint32_t(tokens);
   long_entries_ = long_entries;
   exact_entries_ = exact_entries;
-  choosing_ = choosing;
+  sparse_ = sparse;
   choice_planned_ = false;
   const auto rows_of = [&](int of_entry) {
     return std::min(std::min(of_entry, DevicePlanner::kQueryTokensMax) * group_heads_, device::kTileRows);
@@ -511,7 +512,7 @@ absl::Status CudaDeviceStep::Prepare(int first_layer, int layers, absl::Span<con
   };
   if (reading_generation_ != tables_.generation() || unknown()) KV_RETURN_IF_ERROR(FindClasses(first_layer, end_layer));
   KV_RETURN_IF_ERROR(UploadStep(first_layer, end_layer));
-  const bool chooses = attend_ && choosing_;
+  const bool chooses = attend_ && sparse_;
   if (chooses) KV_RETURN_IF_ERROR(PrepareChoice(first_layer, end_layer));
   counts_ = {};
   if (attend_) {
@@ -576,7 +577,7 @@ absl::Status CudaDeviceStep::Attend(int layer, const void* q, void* out, float* 
     KV_RETURN_IF_ERROR(CudaStatus(kernels.launch(p, rows_max, blocks_of(kernels), o_.stream), "attention"));
   }
   if (prefills) KV_RETURN_IF_ERROR(AttendLong(layer, q, out, lse));
-  return choosing_ ? choice_->Launch(p) : absl::OkStatus();
+  return sparse_ ? choice_->Launch(p) : absl::OkStatus();
 }
 
 // Of the entries that have many tokens.

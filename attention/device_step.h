@@ -88,18 +88,18 @@ class DeviceStep {
   virtual void Truncate(uint32_t place, uint32_t pages) = 0;
 
   using Entry = DeviceStepEntry;
-  /// Of an entry's queries the last `choosing` choose what they read (DeviceCodec::choice), by the index that SetPages
-  /// named: codes of what the index has yet to cover are made here, and of the entry's own tokens behind its Append.
-  /// Entries of PrefillPlanner::kTokensMin tokens and more are attended to on tensor cores where the codec has kernels
-  /// for that (DeviceCodec::prefill), encoded pages as what they decode to.
-  /// Plans a step for layers [first_layer, first_layer + layers): the appends and queries of `entries`, one behind the
-  /// other in k, v, q and out. It takes the place of the one before; layers that it does not name can be neither
-  /// appended nor attended to. A query reads a page raw iff that has no encoded slot, or has a raw one and is the
-  /// query's own or within `lag_pages` of it and not aged. With `append`, queries see the appended tokens.
-  /// A step equal to the last but for the layers, or to an earlier part of it, uploads nothing but changed tables.
-  /// Errors: INVALID_ARGUMENT; FAILED_PRECONDITION naming a page that is not there; RESOURCE_EXHAUSTED where the host
-  /// is so far ahead of the stream that there is no room to pass the step (try again later), or where it needs more
-  /// items than there are. Behind an error no step is prepared.
+  /// Of an entry's queries the last `sparse_queries` choose what they read (DeviceCodec::choice), by the index that
+  /// SetPages named: codes of what the index has yet to cover are made here, and of the entry's own tokens behind its
+  /// Append. Entries of PrefillPlanner::kTokensMin tokens and more are attended to on tensor cores where the codec has
+  /// kernels for that (DeviceCodec::prefill), encoded pages as what they decode to. Plans a step for layers
+  /// [first_layer, first_layer + layers): the appends and queries of `entries`, one behind the other in k, v, q and
+  /// out. It takes the place of the one before; layers that it does not name can be neither appended nor attended to. A
+  /// query reads a page raw iff that has no encoded slot, or has a raw one and is the query's own or within `lag_pages`
+  /// of it and not aged. With `append`, queries see the appended tokens. A step equal to the last but for the layers,
+  /// or to an earlier part of it, uploads nothing but changed tables. Errors: INVALID_ARGUMENT; FAILED_PRECONDITION
+  /// naming a page that is not there; RESOURCE_EXHAUSTED where the host is so far ahead of the stream that there is no
+  /// room to pass the step (try again later), or where it needs more items than there are. Behind an error no step is
+  /// prepared.
   virtual absl::Status Prepare(int first_layer, int layers, absl::Span<const Entry> entries, bool append,
                                bool attend) = 0;
   /// k, v: [tokens][kv_heads][head_dim] of the cache's dtype on the device, 16-byte aligned.

@@ -172,7 +172,7 @@ absl::Status StepChoice::Plan(absl::Span<const DeviceStepEntry> entries, const S
   launches_ = 1;
   uint64_t tokens = 0, runs = 0, rows = 0;
   uint32_t row = 0;
-  for (const DeviceStepEntry& entry : entries) tokens += uint64_t(entry.choosing);
+  for (const DeviceStepEntry& entry : entries) tokens += uint64_t(entry.sparse_queries);
   if (tokens > sizes_.tokens_max) {
     return InvalidField("queries of a step that choose what they read", tokens,
                         absl::StrCat("at most ", sizes_.tokens_max));
@@ -180,8 +180,8 @@ absl::Status StepChoice::Plan(absl::Span<const DeviceStepEntry> entries, const S
   for (const DeviceStepEntry& entry : entries) {
     const uint32_t first_row = row;
     row += uint32_t(entry.tokens);
-    if (entry.choosing == 0) continue;
-    for (int token = entry.tokens - entry.choosing; token < entry.tokens; ++token) {
+    if (entry.sparse_queries == 0) continue;
+    for (int token = entry.tokens - entry.sparse_queries; token < entry.tokens; ++token) {
       Select query;
       query.index = tables.encoded_table(entry.place);
       query.table = tables.raw_table(entry.place);
@@ -254,7 +254,7 @@ absl::Status StepChoice::CodeEarlier(int first_layer, int end_layer, absl::Span<
     codes_.clear();
     for (const DeviceStepEntry& entry : entries) {
       const uint64_t has = CodesOf(entry.place, layer);
-      if (entry.choosing == 0 || CodesWanted(entry) <= has || entry.position <= has) continue;
+      if (entry.sparse_queries == 0 || CodesWanted(entry) <= has || entry.position <= has) continue;
       CutCodes(tables.encoded_table(entry.place), tables.raw_table(entry.place), has, entry.position, &codes_);
     }
     if (codes_.empty()) continue;
@@ -278,7 +278,7 @@ absl::Status StepChoice::CodeEarlier(int first_layer, int end_layer, absl::Span<
     uploaded = true;
     for (const DeviceStepEntry& entry : entries) {
       uint64_t& has = CodesOf(entry.place, layer);
-      if (entry.choosing > 0 && CodesWanted(entry) > has) has = std::max(has, entry.position);
+      if (entry.sparse_queries > 0 && CodesWanted(entry) > has) has = std::max(has, entry.position);
     }
   }
   return absl::OkStatus();
@@ -306,7 +306,7 @@ absl::Status StepChoice::Launch(const device::AttendParams& base) {
     select.queries = d_selects_ + round.first;
     select.count = round.count;
     KV_RETURN_IF_ERROR(
-        CudaStatus(choice_.LaunchSelect(select, round.blocks, round.middle_max, o_.stream), "choosing what is read"));
+        CudaStatus(choice_.LaunchSelect(select, round.blocks, round.middle_max, o_.stream), "sparse selection"));
     rows.items = d_items_ + round.first_item;
     KV_RETURN_IF_ERROR(CudaStatus(
         choice_.rows().launch(rows, std::min(GroupOf(o_), device::kTileRows), GridOf(o_, choice_.rows()), o_.stream),

@@ -58,8 +58,8 @@ class StepChoice {
   void NoCodes(uint32_t place, int layer, uint64_t token);
   void NoCodes(uint32_t place);
 
-  /// Plans the choosing queries of `entries`. Errors: RESOURCE_EXHAUSTED, where a query's context or the whole is too
-  /// much.
+  /// Plans the sparse selection of the queries of `entries`. Errors: RESOURCE_EXHAUSTED, where a query's context or the
+  /// whole is too much.
   absl::Status Plan(absl::Span<const DeviceStepEntry> entries, const StepTables& tables);
   /// Passes the plan to the device, if it has another one.
   absl::Status Upload(UploadRing* ring, uint64_t* done, uint32_t* arrived);

@@ -226,7 +226,7 @@ absl::Status StepTables::ReadEntry(int layer, const DeviceStepEntry& entry, bool
     const uint32_t missing = pages.not_raw.FirstIn(from, last + 1);
     if (missing <= last) return NotThere(layer, entry, missing, "raw");
   }
-  if (attend && entry.choosing > 0) {
+  if (attend && entry.sparse_queries > 0) {
     const uint32_t chunks = options_.index_tokens == 0
                                 ? 0
                                 : uint32_t((entry.position + uint64_t(entry.tokens) - 1) / options_.index_tokens) + 1;
@@ -284,13 +284,13 @@ void StepTables::MakeSequences(absl::Span<const DeviceStepEntry> entries, const 
     sequence.not_encoded = {run, counts.not_encoded};
     sequence.not_raw = {run + counts.not_encoded, counts.not_raw};
     run += counts.not_encoded + counts.not_raw;
-    const int tokens = entry.tokens - entry.choosing;
+    const int tokens = entry.tokens - entry.sparse_queries;
     if (tokens >= whole_from) {
       sequence.first_position = entry.position;
       sequence.tokens = tokens;
       sequence.skipped_tokens = whole_skipped;
       whole->push_back(sequence);
-      whole_skipped = uint32_t(entry.choosing);
+      whole_skipped = uint32_t(entry.sparse_queries);
       skipped += uint32_t(entry.tokens);
       continue;
     }
@@ -303,7 +303,7 @@ void StepTables::MakeSequences(absl::Span<const DeviceStepEntry> entries, const 
       sequences->push_back(sequence);
       sequence.skipped_tokens = 0;
     }
-    skipped += uint32_t(entry.choosing);
+    skipped += uint32_t(entry.sparse_queries);
   }
 }
 

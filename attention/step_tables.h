@@ -24,16 +24,16 @@ namespace kvmanager {
 
 /// One sequence's part of a step on a GPU. (client::StepEntry is the RPC's, by sequence id.)
 struct DeviceStepEntry {
-  uint32_t place = 0;     // of the sequence
-  uint64_t position = 0;  // of its first token; below 2^32
-  int tokens = 0;         // 1 or more
-  uint32_t aged = 0;      // pages [0, aged) are read encoded whatever the distance, but for a query's own
-  int choosing = 0;       // of its queries, the last ones, that choose what they read: they are in no plan of pages
+  uint32_t place = 0;      // of the sequence
+  uint64_t position = 0;   // of its first token; below 2^32
+  int tokens = 0;          // 1 or more
+  uint32_t aged = 0;       // pages [0, aged) are read encoded whatever the distance, but for a query's own
+  int sparse_queries = 0;  // of its queries, the last ones, that choose what they read: they are in no plan of pages
   friend bool operator==(const DeviceStepEntry&, const DeviceStepEntry&) = default;
 };
 
-/// DeviceStepEntry::choosing of queries at `position` and behind, where those from `chooses_from` on choose.
-inline int ChoosingTokens(uint64_t chooses_from, uint64_t position, int tokens) {
+/// DeviceStepEntry::sparse_queries of queries at `position` and behind, where those from `chooses_from` on choose.
+inline int SparseQueries(uint64_t chooses_from, uint64_t position, int tokens) {
   const uint64_t end = position + uint64_t(tokens);
   return chooses_from >= end ? 0 : int(end - (chooses_from > position ? chooses_from : position));
 }

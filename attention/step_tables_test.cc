@@ -385,8 +385,8 @@ TEST(StepTables, QueriesThatChooseAreInNoPlanOfPages) {
   ASSERT_TRUE(tables->SetPages(place, 0, 0, std::vector<DevicePage>(8, DevicePage{0, 0})).ok());
   // Tokens, and how many of them choose.
   std::vector<DeviceStepEntry> entries;
-  for (const auto& [tokens, choosing] : {std::pair{5, 5}, {7, 0}, {80, 10}, {3, 1}, {90, 80}, {1, 1}, {70, 0}}) {
-    entries.push_back({place, 20, tokens, 0, choosing});
+  for (const auto& [tokens, sparse] : {std::pair{5, 5}, {7, 0}, {80, 10}, {3, 1}, {90, 80}, {1, 1}, {70, 0}}) {
+    entries.push_back({place, 20, tokens, 0, sparse});
   }
   StepReading reading;
   ASSERT_TRUE(tables->Read(0, entries, false, true, &reading).ok());
@@ -404,7 +404,8 @@ TEST(StepTables, QueriesThatChooseAreInNoPlanOfPages) {
   }
   uint32_t row = 0;
   for (const DeviceStepEntry& entry : entries) {
-    for (int i = 0; i < entry.tokens - entry.choosing; ++i) wanted[row + uint32_t(i)] = entry.position + uint64_t(i);
+    for (int i = 0; i < entry.tokens - entry.sparse_queries; ++i)
+      wanted[row + uint32_t(i)] = entry.position + uint64_t(i);
     row += uint32_t(entry.tokens);
   }
   EXPECT_EQ(got, wanted);

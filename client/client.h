@@ -162,7 +162,7 @@ struct HandOffOptions {
   /// Whoever claims the sequence appends to it before it reads or crops, as an engine does whose blob holds the next
   /// token. Pages then travel as that token will read them: one that the last token filled goes encoded where the lag
   /// lets it, and the receiver cannot crop into it.
-  bool goes_on = false;
+  bool will_append = false;
 };
 
 /// When the pages of a layer went, in seconds since the offer; negative: none did.

@@ -44,7 +44,7 @@ class Newest {
 /// stall_ms, though the engine's streams have written all that they were to write.
 class Watcher {
  public:
-  Watcher(GuardedFd socket, StreamWords* words, int64_t stall_ms)
+  Watcher(GuardedFd socket, SharedSemaphores* words, int64_t stall_ms)
       : socket_(std::move(socket)),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         words_(*words),
@@ -63,8 +63,8 @@ class Watcher {
   }
   Watcher(const Watcher&) = delete;
 
-  void WillWrite(StreamWords::Word word, uint64_t value) {
-    (word == StreamWords::Word::kReady ? ready_ : released_).Note(value);
+  void WillWrite(SharedSemaphores::Word word, uint64_t value) {
+    (word == SharedSemaphores::Word::kReady ? ready_ : released_).Note(value);
   }
   void WaitsForDone(uint64_t value) { awaited_.Note(value); }
   bool lost() const { return lost_.load(std::memory_order_acquire); }
@@ -92,7 +92,7 @@ class Watcher {
       }
     }
     for (int pause_ms = kAbandonMsMin; !stop_.load(); pause_ms = std::min(2 * pause_ms, kAbandonMsMax)) {
-      words_.Abandon(StreamWords::Word::kDone);
+      words_.Abandon(SharedSemaphores::Word::kDone);
       uint64_t drained;
       (void)!read(wake_, &drained, sizeof drained);
       if (stop_.load()) return;
@@ -103,9 +103,9 @@ class Watcher {
 
   bool Stalled() {
     const auto now = std::chrono::steady_clock::now();
-    const uint64_t done = words_.Load(StreamWords::Word::kDone);
-    const bool owes = words_.Load(StreamWords::Word::kReady) < ready_.value() ||
-                      words_.Load(StreamWords::Word::kReleased) < released_.value();
+    const uint64_t done = words_.Load(SharedSemaphores::Word::kDone);
+    const bool owes = words_.Load(SharedSemaphores::Word::kReady) < ready_.value() ||
+                      words_.Load(SharedSemaphores::Word::kReleased) < released_.value();
     if (owes || done >= awaited_.value() || done != done_seen_) {
       done_seen_ = done;
       moved_ = now;
@@ -116,7 +116,7 @@ class Watcher {
   const uint64_t forks_ = ForkCount();
   const GuardedFd socket_;  // a duplicate: seen by this thread alone
   const int wake_;
-  StreamWords& words_;
+  SharedSemaphores& words_;
   const std::chrono::nanoseconds stall_;
   Newest ready_, released_, awaited_;  // as the engine's streams will write or want them
   // The thread's.
@@ -143,7 +143,7 @@ class DeviceArenaImpl final : public ArenaHandle {
 class DeviceClientImpl final : public DeviceClient {
  public:
   DeviceClientImpl(std::shared_ptr<Connection> connection, api::DeviceStream::Client cap, DeviceDescription description,
-                   std::shared_ptr<const Device> device, std::unique_ptr<StreamWords> words, GuardedFd socket)
+                   std::shared_ptr<const Device> device, std::unique_ptr<SharedSemaphores> words, GuardedFd socket)
       : description_(std::move(description)),
         device_(std::move(device)),
         words_(std::move(words)),
@@ -160,17 +160,17 @@ class DeviceClientImpl final : public DeviceClient {
 
   const DeviceDescription& description() const override { return description_; }
   const Device& device() const override { return *device_; }
-  StreamWords& words() override { return *words_; }
+  SharedSemaphores& words() override { return *words_; }
   bool lost() const override { return watcher_->lost(); }
   absl::Status EnqueueReady(CUstream_st* stream, uint64_t value) override {
-    return Write(stream, StreamWords::Word::kReady, value);
+    return Write(stream, SharedSemaphores::Word::kReady, value);
   }
   absl::Status EnqueueReleased(CUstream_st* stream, uint64_t epoch) override {
-    return Write(stream, StreamWords::Word::kReleased, epoch);
+    return Write(stream, SharedSemaphores::Word::kReleased, epoch);
   }
   absl::Status EnqueueWaitDone(CUstream_st* stream, uint64_t value) override {
     watcher_->WaitsForDone(value);
-    return device_->EnqueueWait(stream, words_->Address(StreamWords::Word::kDone), value);
+    return device_->EnqueueWait(stream, words_->Address(SharedSemaphores::Word::kDone), value);
   }
 
   absl::StatusOr<std::unique_ptr<Arena>> CreateArena(uint64_t bytes) override {
@@ -235,14 +235,14 @@ class DeviceClientImpl final : public DeviceClient {
   }
 
  private:
-  absl::Status Write(CUstream_st* stream, StreamWords::Word word, uint64_t value) {
+  absl::Status Write(CUstream_st* stream, SharedSemaphores::Word word, uint64_t value) {
     watcher_->WillWrite(word, value);
     return device_->EnqueueWrite(stream, words_->Address(word), value);
   }
 
   const DeviceDescription description_;
   const std::shared_ptr<const Device> device_;  // shared with the arenas, which may be destroyed later
-  const std::unique_ptr<StreamWords> words_;
+  const std::unique_ptr<SharedSemaphores> words_;
   std::optional<Handle<api::DeviceStream::Client>> handle_;
   std::optional<Watcher> watcher_;
 };
@@ -287,7 +287,7 @@ absl::StatusOr<std::unique_ptr<DeviceClient>> DeviceClient::Open(Client* client,
         absl::StrCat("the daemon's GPU ", ordinal, " (", opened.description.name, "): ", device.status().message()));
   }
   KV_ASSIGN_OR_RETURN(const int fd, DescriptorOf(*connection, opened.cap));
-  KV_ASSIGN_OR_RETURN(auto words, StreamWords::Import(fcntl(fd, F_DUPFD_CLOEXEC, 0)));
+  KV_ASSIGN_OR_RETURN(auto words, SharedSemaphores::Import(fcntl(fd, F_DUPFD_CLOEXEC, 0)));
   KV_RETURN_IF_ERROR(words->Pin(device->get()));
   GuardedFd socket = connection->DuplicateSocket();
   if (!socket.valid())

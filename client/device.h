@@ -25,7 +25,7 @@
 #include "absl/status/statusor.h"
 #include "client/client.h"
 #include "kvmanager/memory/device.h"
-#include "kvmanager/memory/stream_words.h"
+#include "kvmanager/memory/shared_semaphores.h"
 
 namespace kvmanager::client {
 
@@ -49,7 +49,7 @@ class DeviceClient {
 
   virtual const DeviceDescription& description() const = 0;
   virtual const Device& device() const = 0;
-  virtual StreamWords& words() = 0;
+  virtual SharedSemaphores& words() = 0;
 
   /// GPU memory, zeroed, mapped by both processes; rounded up to 2 MiB. data() are addresses of the device: host code
   /// must not use them. A TensorView's arena, for caches on this GPU.

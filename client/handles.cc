@@ -32,7 +32,7 @@ void Write(absl::string_view peer, const HandOffOptions& options, Request& reque
   request.setPeer(ToKj(std::string(peer)));
   request.setTimeoutMs(uint32_t(options.timeout_ms));
   request.setRoomMs(uint32_t(options.room_ms));
-  request.setGoesOn(options.goes_on);
+  request.setGoesOn(options.will_append);
 }
 
 auto BytesOf(absl::string_view text) {

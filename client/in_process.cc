@@ -19,11 +19,11 @@
 namespace kvmanager::client {
 namespace {
 
-using Word = StreamWords::Word;
+using Word = SharedSemaphores::Word;
 
 constexpr uint32_t kEncodeItemWords = 6;
 constexpr uint32_t kRunHeadWords = 4;
-constexpr uint64_t kNeverWritten = UINT64_MAX;  // a non-finite word: what a step booked will not be written
+constexpr uint64_t kNeverWritten = UINT64_MAX;  // a non-finite word: what a step reserved will not be written
 
 uint64_t TablePages(const DeviceDescription& pool, const CacheDescription& cache) {
   constexpr uint64_t kPagesMin = 4096;
@@ -82,7 +82,7 @@ class InProcessImpl final : public InProcess {
     return answer;
   }
   absl::Status PrepareStep();
-  // What the daemon booked of the step's appends will not be written: a sequence with such pages is never published.
+  // What the daemon reserved of the step's appends will not be written: a sequence with such pages is never published.
   void WillNotBeWritten();
   absl::Status Release(absl::Status status);
   absl::Status EncodeFilled();
@@ -143,9 +143,9 @@ absl::Status InProcessImpl::Init() {
   step.sequences_max = options_.sequences_max;
   step.tokens_max = options_.tokens_max;
   step.non_finite = device_.words().non_finite();
-  step.non_finite_words = StreamWords::kNonFiniteWords;
+  step.non_finite_words = SharedSemaphores::kNonFiniteWords;
   KV_ASSIGN_OR_RETURN(step_, DeviceStep::Create(step));
-  KV_ASSIGN_OR_RETURN(encoder_, DeviceEncoder::Create(device.encode_stream(), 2 * StreamWords::kDeclinedWords));
+  KV_ASSIGN_OR_RETURN(encoder_, DeviceEncoder::Create(device.encode_stream(), 2 * SharedSemaphores::kDeclinedWords));
   if (pool.samples_queries && !step.identity) {
     KV_ASSIGN_OR_RETURN(rows_memory_, PinnedRegion::Make(&device, QueryRows::kPlaces * RowBytes()));
   }
@@ -220,7 +220,7 @@ absl::Status InProcessImpl::PrepareStep() {
   for (size_t i = 0; i < entries.size(); ++i) {
     const uint64_t from = extended_.chooses_from.empty() ? UINT64_MAX : extended_.chooses_from[i];
     entries_.push_back({places_.at(entries[i].sequence), entries[i].position, entries[i].tokens, extended_.aged[i],
-                        ChoosingTokens(from, entries[i].position, entries[i].tokens)});
+                        SparseQueries(from, entries[i].position, entries[i].tokens)});
   }
   return step_->Prepare(0, cache_.description().options.layers, entries_, append_, attend_);
 }
@@ -279,8 +279,8 @@ absl::Status InProcessImpl::EncodeFilled() {
   const std::vector<uint32_t>& words = extended_.encode_items;
   if (extended_.encode_batch == 0) return absl::OkStatus();
   const size_t count = words.size() / kEncodeItemWords;
-  if (words.size() % kEncodeItemWords != 0 || extended_.encode_at > StreamWords::kDeclinedWords ||
-      count > StreamWords::kDeclinedWords - extended_.encode_at) {
+  if (words.size() % kEncodeItemWords != 0 || extended_.encode_at > SharedSemaphores::kDeclinedWords ||
+      count > SharedSemaphores::kDeclinedWords - extended_.encode_at) {
     return absl::InternalError("the daemon's pages to encode are malformed");
   }
   items_.clear();

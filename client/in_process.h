@@ -81,7 +81,7 @@ class InProcess {
   /// After the layer's Append, if the step appends.
   virtual absl::Status Attend(int layer, const void* q, void* out, float* lse) = 0;
   /// The step's kernels are in the stream. Of a step that was asked for and not started it waits for the answer: what
-  /// it books will never be written, so its sequences cannot be published.
+  /// it reserves will never be written, so its sequences cannot be published.
   virtual absl::Status End() = 0;
 
   /// Of the step that has begun: equal where Attend launches the same for a shape.

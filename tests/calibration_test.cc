@@ -322,7 +322,7 @@ TEST_F(CalibrationTest, MadeUpPagesAreRefused) {
     SCOPED_TRACE(codec);
     ASSERT_OK_AND_ASSIGN(auto cache, host_.client->OpenCache(SmallCache(codec)));
     const client::CacheDescription d = cache->description();
-    HandOffFirst first;
+    HandOffHeader first;
     first.config.model = d.options.model;
     first.config.revision = d.options.revision;
     first.config.tenant = d.options.tenant;
@@ -363,10 +363,10 @@ TEST_F(CalibrationTest, MadeUpPagesAreRefused) {
       }
     }
     request.first.manifest = WriteFirstManifest(first);
-    HandOffLast last;
+    HandOffTrailer last;
     last.blocks.resize(2);
-    HandOffPart last_part;
-    last_part.manifest = WriteLastManifest(last, "");
+    HandOffPart trailer;
+    trailer.manifest = WriteLastManifest(last, "");
     std::promise<absl::StatusOr<SendResult>> done;
     SendEvents events;
     events.accepted = [](std::string) {};
@@ -374,7 +374,7 @@ TEST_F(CalibrationTest, MadeUpPagesAreRefused) {
     events.done = [&done](absl::StatusOr<SendResult> result) { done.set_value(std::move(result)); };
     const uint64_t transfer = transport->Begin(std::move(request), std::move(events));
     transport->Post(transfer, pages);
-    transport->Finish(transfer, std::move(last_part));
+    transport->Finish(transfer, std::move(trailer));
     const absl::StatusOr<SendResult> result = done.get_future().get();
     EXPECT_EQ(result.status().code(), absl::StatusCode::kDataLoss) << result.status();
     EXPECT_TRUE(absl::StrContains(result.status().message(), "encoded page head 0")) << result.status();

@@ -113,58 +113,59 @@ TEST_P(DeviceCacheWaysTest, AttendsAsTheCpuDoes) {
   if (absl::StrContains(GetParam().codec, "calibration=")) {
     WriteArtifact(text, {kMillion, kMillionNarrow, kZackMillion, kZackMillionNarrow}, artifacts_.path(), kArtifact);
   }
-  Twins twins;
-  ASSERT_OK_AND_ASSIGN(twins.gpu, Make(GetParam().way, OptionsFor(text, GetParam().codec, 0)));
-  ASSERT_OK_AND_ASSIGN(twins.cpu, HostEngine::Make(client_.get(), OptionsFor(text, GetParam().codec, -1)));
-  EXPECT_EQ(twins.gpu->cache().description().digest, twins.cpu->cache().description().digest);
+  Counterparts counterparts;
+  ASSERT_OK_AND_ASSIGN(counterparts.gpu, Make(GetParam().way, OptionsFor(text, GetParam().codec, 0)));
+  ASSERT_OK_AND_ASSIGN(counterparts.cpu, HostEngine::Make(client_.get(), OptionsFor(text, GetParam().codec, -1)));
+  EXPECT_EQ(counterparts.gpu->cache().description().digest, counterparts.cpu->cache().description().digest);
   const auto create = [&](Engine& engine, absl::Span<const BlockName> prefix = {}) {
     auto made = engine.cache().CreateSequence(prefix);
     EXPECT_OK(made);
     return std::move(made->sequence);
   };
-  auto gpu_a = create(*twins.gpu), cpu_a = create(*twins.cpu);
-  auto gpu_b = create(*twins.gpu), cpu_b = create(*twins.cpu);
+  auto gpu_a = create(*counterparts.gpu), cpu_a = create(*counterparts.cpu);
+  auto gpu_b = create(*counterparts.gpu), cpu_b = create(*counterparts.cpu);
   const std::pair<client::Sequence*, client::Sequence*> a{gpu_a.get(), cpu_a.get()}, b{gpu_b.get(), cpu_b.get()};
   // Prompts in pieces that cross pages, then tokens one by one across two more boundaries.
-  ASSERT_OK(twins.Step(text, {a, b}, {0, 0}, {200, 64}, true));
-  ASSERT_OK(twins.Step(text, {a, b}, {200, 64}, {101, 3}, true));
-  for (uint64_t i = 0; i < 150; ++i) ASSERT_OK(twins.Step(text, {a, b}, {301 + i, 67 + i}, {1, 1}, true));
+  ASSERT_OK(counterparts.Step(text, {a, b}, {0, 0}, {200, 64}, true));
+  ASSERT_OK(counterparts.Step(text, {a, b}, {200, 64}, {101, 3}, true));
+  for (uint64_t i = 0; i < 150; ++i) ASSERT_OK(counterparts.Step(text, {a, b}, {301 + i, 67 + i}, {1, 1}, true));
   // Queries alone.
-  ASSERT_OK(twins.Step(text, {a}, {440}, {11}, false));
+  ASSERT_OK(counterparts.Step(text, {a}, {440}, {11}, false));
 
   // A fork goes its own way, a crop goes back.
   ASSERT_OK_AND_ASSIGN(auto gpu_f, gpu_a->Fork());
   ASSERT_OK_AND_ASSIGN(auto cpu_f, cpu_a->Fork());
-  ASSERT_OK(twins.gpu->After(*gpu_f));
+  ASSERT_OK(counterparts.gpu->After(*gpu_f));
   const std::pair<client::Sequence*, client::Sequence*> f{gpu_f.get(), cpu_f.get()};
-  ASSERT_OK(twins.Step(text, {a, f}, {451, 451}, {1, 30}, true));
+  ASSERT_OK(counterparts.Step(text, {a, f}, {451, 451}, {1, 30}, true));
   ASSERT_OK(gpu_f->Crop(460));
   ASSERT_OK(cpu_f->Crop(460));
-  ASSERT_OK(twins.gpu->After(*gpu_f));
-  ASSERT_OK(twins.Step(text, {f, a}, {460, 452}, {40, 5}, true));
+  ASSERT_OK(counterparts.gpu->After(*gpu_f));
+  ASSERT_OK(counterparts.Step(text, {f, a}, {460, 452}, {40, 5}, true));
 
   // What is published is found, by another sequence, and read as it is.
-  const auto gpu_names = NamesOf(twins.gpu->cache(), 448, 5), cpu_names = NamesOf(twins.cpu->cache(), 448, 5);
+  const auto gpu_names = NamesOf(counterparts.gpu->cache(), 448, 5),
+             cpu_names = NamesOf(counterparts.cpu->cache(), 448, 5);
   ASSERT_EQ(gpu_names.size(), 7u);
   ASSERT_OK_AND_ASSIGN(const client::PublishOutcome published, gpu_a->Publish(gpu_names));
   EXPECT_EQ(published.published, 7);
   ASSERT_OK(cpu_a->Publish(cpu_names));
-  auto gpu_h = create(*twins.gpu, gpu_names), cpu_h = create(*twins.cpu, cpu_names);
+  auto gpu_h = create(*counterparts.gpu, gpu_names), cpu_h = create(*counterparts.cpu, cpu_names);
   const std::pair<client::Sequence*, client::Sequence*> h{gpu_h.get(), cpu_h.get()};
-  ASSERT_OK(twins.Step(text, {h, a}, {448, 457}, {70, 1}, true));
-  ASSERT_OK(twins.Step(text, {h}, {518}, {1}, true));
+  ASSERT_OK(counterparts.Step(text, {h, a}, {448, 457}, {70, 1}, true));
+  ASSERT_OK(counterparts.Step(text, {h}, {518}, {1}, true));
 
   const bool raw = GetParam().codec == "raw";
-  const Difference &same = twins.difference.same, &decoded = twins.difference.decoded;
+  const Difference &same = counterparts.difference.same, &decoded = counterparts.difference.decoded;
   for (int layer = 0; layer < text.layers; ++layer) {
-    EXPECT_LT(twins.difference.same_of_layer.at(size_t(layer)).relative(),
+    EXPECT_LT(counterparts.difference.same_of_layer.at(size_t(layer)).relative(),
               layer < GetParam().look_up_layers ? LookUps() : kSame)
         << "layer " << layer;
   }
   EXPECT_LT(decoded.relative(), raw ? 2e-3 : StepDifference::kDecodedRunError);
   std::printf("%s: relative L2 of GPU against CPU %.1e, of long entries %.1e\n", GetParam().name, same.relative(),
               decoded.relative());
-  for (auto* sequence : {gpu_a.get(), gpu_b.get(), gpu_f.get(), gpu_h.get()}) twins.gpu->Forget(*sequence);
+  for (auto* sequence : {gpu_a.get(), gpu_b.get(), gpu_f.get(), gpu_h.get()}) counterparts.gpu->Forget(*sequence);
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -249,7 +250,7 @@ TEST_F(DeviceCacheTest, AStepThatIsAskedForMayBeRefusedOrGivenUp) {
   EXPECT_EQ(run.Start().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(run.End().code(), absl::StatusCode::kFailedPrecondition);
 
-  // Given up: what the daemon booked is never published, and it does not wait for it.
+  // Given up: what the daemon reserved is never published, and it does not wait for it.
   ASSERT_OK(run.Ask({&next, 1}, true, true));
   EXPECT_EQ(run.Ask({&next, 1}, true, true).code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(run.Append(0, nullptr, nullptr).code(), absl::StatusCode::kFailedPrecondition);
@@ -319,24 +320,25 @@ TEST_F(DeviceCacheTest, AFullPoolSaysSoAndHasRoomAgain) {
   EXPECT_OK(engine->Step(text, {{made.sequence->id(), 0, 1024}}, true, &out));
 }
 
-/// An engine on one of the daemon's GPUs and its twin on the CPU, on connections of their own. Its thread's device is
-/// that GPU.
+/// An engine on one of the daemon's GPUs and its counterpart on the CPU, on connections of their own. Its thread's
+/// device is that GPU.
 absl::Status AttendOn(const std::string& address, int gpu, Way way, Difference* difference) {
   KV_ASSIGN_OR_RETURN(auto client, Client::Connect(address, {}));
   KV_ASSIGN_OR_RETURN(auto device, DeviceClient::Open(client.get(), gpu));
   const Text text = RandomText(20 + 2 * uint64_t(gpu) + uint64_t(way));
   const std::string codec = "hack:k_bits=2,v_bits=2", tenant = absl::StrCat("engine", gpu, int(way));
-  Twins twins;
-  KV_ASSIGN_OR_RETURN(twins.gpu, MakeEngine(way, client.get(), device.get(), OptionsFor(text, codec, gpu, tenant)));
-  KV_ASSIGN_OR_RETURN(twins.cpu, HostEngine::Make(client.get(), OptionsFor(text, codec, -1, tenant)));
-  KV_ASSIGN_OR_RETURN(auto on_gpu, twins.gpu->cache().CreateSequence());
-  KV_ASSIGN_OR_RETURN(auto on_cpu, twins.cpu->cache().CreateSequence());
+  Counterparts counterparts;
+  KV_ASSIGN_OR_RETURN(counterparts.gpu,
+                      MakeEngine(way, client.get(), device.get(), OptionsFor(text, codec, gpu, tenant)));
+  KV_ASSIGN_OR_RETURN(counterparts.cpu, HostEngine::Make(client.get(), OptionsFor(text, codec, -1, tenant)));
+  KV_ASSIGN_OR_RETURN(auto on_gpu, counterparts.gpu->cache().CreateSequence());
+  KV_ASSIGN_OR_RETURN(auto on_cpu, counterparts.cpu->cache().CreateSequence());
   const std::pair<client::Sequence*, client::Sequence*> s{on_gpu.sequence.get(), on_cpu.sequence.get()};
-  KV_RETURN_IF_ERROR(twins.Step(text, {s}, {0}, {300}, true));
-  for (uint64_t i = 0; i < 100; ++i) KV_RETURN_IF_ERROR(twins.Step(text, {s}, {300 + i}, {1}, true));
-  twins.gpu->Forget(*s.first);
-  *difference = twins.difference.same;
-  EXPECT_LT(twins.difference.decoded.relative(), StepDifference::kDecodedRunError);
+  KV_RETURN_IF_ERROR(counterparts.Step(text, {s}, {0}, {300}, true));
+  for (uint64_t i = 0; i < 100; ++i) KV_RETURN_IF_ERROR(counterparts.Step(text, {s}, {300 + i}, {1}, true));
+  counterparts.gpu->Forget(*s.first);
+  *difference = counterparts.difference.same;
+  EXPECT_LT(counterparts.difference.decoded.relative(), StepDifference::kDecodedRunError);
   return absl::OkStatus();
 }
 
@@ -619,14 +621,14 @@ TEST_F(DeviceCacheTest, AnEngineKilledUnderItsKernelLeaksNothing) {
   EXPECT_GT(status.pools[1].used_bytes, 0u);
   // While it runs, others go on, and its slab is not theirs.
   const Text text = RandomText(7);
-  Twins twins;
-  ASSERT_OK_AND_ASSIGN(twins.gpu, Make(Way::kDaemon, OptionsFor(text, "hack:k_bits=2,v_bits=2", 0, "living")));
-  ASSERT_OK_AND_ASSIGN(twins.cpu,
+  Counterparts counterparts;
+  ASSERT_OK_AND_ASSIGN(counterparts.gpu, Make(Way::kDaemon, OptionsFor(text, "hack:k_bits=2,v_bits=2", 0, "living")));
+  ASSERT_OK_AND_ASSIGN(counterparts.cpu,
                        HostEngine::Make(client_.get(), OptionsFor(text, "hack:k_bits=2,v_bits=2", -1, "living")));
-  ASSERT_OK_AND_ASSIGN(auto gpu, twins.gpu->cache().CreateSequence());
-  ASSERT_OK_AND_ASSIGN(auto cpu, twins.cpu->cache().CreateSequence());
+  ASSERT_OK_AND_ASSIGN(auto gpu, counterparts.gpu->cache().CreateSequence());
+  ASSERT_OK_AND_ASSIGN(auto cpu, counterparts.cpu->cache().CreateSequence());
   const std::pair<client::Sequence*, client::Sequence*> s{gpu.sequence.get(), cpu.sequence.get()};
-  ASSERT_OK(twins.Step(text, {s}, {0}, {300}, true));
+  ASSERT_OK(counterparts.Step(text, {s}, {0}, {300}, true));
   child->Signal(SIGKILL);
   ASSERT_OK(child->Wait().status());
   // Its pages come back once its process is gone, and its kernel with it.
@@ -653,9 +655,9 @@ TEST_F(DeviceCacheTest, AnEngineKilledUnderItsKernelLeaksNothing) {
     EXPECT_GT(others, 0);
   }
   EXPECT_EQ(mapped, 1);
-  for (uint64_t i = 0; i < 40; ++i) ASSERT_OK(twins.Step(text, {s}, {300 + i}, {1}, true));
-  EXPECT_LT(twins.difference.same.relative(), 2e-3);
-  EXPECT_LT(twins.difference.decoded.relative(), StepDifference::kDecodedRunError);
+  for (uint64_t i = 0; i < 40; ++i) ASSERT_OK(counterparts.Step(text, {s}, {300 + i}, {1}, true));
+  EXPECT_LT(counterparts.difference.same.relative(), 2e-3);
+  EXPECT_LT(counterparts.difference.decoded.relative(), StepDifference::kDecodedRunError);
 }
 
 }  // namespace

@@ -338,9 +338,9 @@ absl::StatusOr<std::unique_ptr<Engine>> MakeEngine(Way way, Client* client, Devi
   return OwnEngine::Make(client, device, options, way == Way::kOwn, artifacts);
 }
 
-absl::Status Twins::Step(const Text& text,
-                         const std::vector<std::pair<client::Sequence*, client::Sequence*>>& sequences,
-                         const std::vector<uint64_t>& firsts, const std::vector<int>& tokens, bool append) {
+absl::Status Counterparts::Step(const Text& text,
+                                const std::vector<std::pair<client::Sequence*, client::Sequence*>>& sequences,
+                                const std::vector<uint64_t>& firsts, const std::vector<int>& tokens, bool append) {
   std::vector<Part> gpu_parts, cpu_parts;
   for (size_t i = 0; i < sequences.size(); ++i) {
     gpu_parts.push_back({sequences[i].first->id(), firsts[i], tokens[i]});

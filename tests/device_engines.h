@@ -1,5 +1,5 @@
-// Engines that run steps of a cache: on the CPU, on the GPU in the daemon, on the GPU in this process; and twins of
-// them.
+// Engines that run steps of a cache: on the CPU, on the GPU in the daemon, on the GPU in this process; and counterparts
+// of them.
 //
 // Each belongs to one thread, that of its client.
 #pragma once
@@ -213,7 +213,7 @@ absl::StatusOr<std::unique_ptr<Engine>> MakeEngine(Way way, client::Client* clie
                                                    const std::string& artifacts = "");
 
 /// The same steps on the GPU and on the CPU.
-struct Twins {
+struct Counterparts {
   std::unique_ptr<Engine> gpu, cpu;
   StepDifference difference;
 

@@ -496,14 +496,14 @@ TEST_F(StoppedPeerTest, AReceiverIsGivenUpAndLearnsIt) {
 
 TEST_F(StoppedPeerTest, ASenderIsGivenUpAndLearnsIt) {
   ASSERT_NO_FATAL_FAILURE(Begin());
-  std::atomic<bool> goes_on{false};
+  std::atomic<bool> will_append{false};
   std::thread stops = Stop(a_, [&] {
     EXPECT_TRUE(Eventually([&] { return b_.Metric("transport_active_transfers") == 0; }, 30000));
-    goes_on = true;
+    will_append = true;
     a_.daemon->process().Signal(SIGCONT);
   });
   absl::Status ended;
-  while (ended.ok() && !goes_on) ended = HandOff();
+  while (ended.ok() && !will_append) ended = HandOff();
   stops.join();
   // It may have been stopped between two; else the receiver has forgotten the one that it stopped in.
   EXPECT_TRUE(ended.ok() || absl::IsUnavailable(ended) || absl::IsDeadlineExceeded(ended)) << ended;

@@ -41,7 +41,7 @@ struct Case {
   Way way;
 };
 
-/// A sequence on the GPU, and its twin on the CPU.
+/// A sequence on the GPU, and its counterpart on the CPU.
 struct Pair {
   std::unique_ptr<client::Sequence> gpu, cpu;
 };
@@ -55,7 +55,7 @@ struct PairPart {
 class DevicePqTest : public DeviceDaemonTest {
  protected:
   void Start(const std::string& pool_bytes = "1GiB") { DeviceDaemonTest::Start(pool_bytes, {}, 256 << 20); }
-  void OpenTwins(Way way, const std::string& codec) {
+  void OpenCounterparts(Way way, const std::string& codec) {
     ASSERT_OK_AND_ASSIGN(gpu_, MakeEngine(way, client_.get(), device_.get(), OptionsFor(text_, codec, 0)));
     ASSERT_OK_AND_ASSIGN(cpu_, HostEngine::Make(client_.get(), OptionsFor(text_, codec, -1)));
   }
@@ -127,7 +127,7 @@ class DevicePqWaysTest : public DevicePqTest, public ::testing::WithParamInterfa
 
 TEST_P(DevicePqWaysTest, QueriesReadWhatTheyReadOnTheCpu) {
   ASSERT_NO_FATAL_FAILURE(Start());
-  ASSERT_NO_FATAL_FAILURE(OpenTwins(GetParam().way, GetParam().codec));
+  ASSERT_NO_FATAL_FAILURE(OpenCounterparts(GetParam().way, GetParam().codec));
   // Of a prompt that is said, of one that the first single token ends, and of a long one.
   Pair a = Create(300), b = Create(0), c = Create(600);
   STEP({{&a, 0, 200}, {&b, 0, 64}});
@@ -179,7 +179,7 @@ TEST_P(DevicePqWaysTest, LongContextsHaveManyChunksOfCodes) {
   shape.tokens = 3600;
   text_ = RandomText(2, shape);
   ASSERT_NO_FATAL_FAILURE(Start());
-  ASSERT_NO_FATAL_FAILURE(OpenTwins(GetParam().way, GetParam().codec));
+  ASSERT_NO_FATAL_FAILURE(OpenCounterparts(GetParam().way, GetParam().codec));
   Pair a = Create(1000);
   STEP({{&a, 0, 1000}});
   // Across the ends of chunks, in pieces and one by one.
@@ -212,7 +212,7 @@ INSTANTIATE_TEST_SUITE_P(Ways, DevicePqWaysTest,
 
 TEST_F(DevicePqTest, AStepAcrossThePromptsEndIsTheDaemonsAlone) {
   ASSERT_NO_FATAL_FAILURE(Start());
-  ASSERT_NO_FATAL_FAILURE(OpenTwins(Way::kDaemon, kSmall));
+  ASSERT_NO_FATAL_FAILURE(OpenCounterparts(Way::kDaemon, kSmall));
   Pair a = Create(100);
   STEP({{&a, 0, 150}});
   STEP({{&a, 150, 1}});
@@ -238,7 +238,7 @@ TEST_F(DevicePqTest, WhatIsNotServedIsRefused) {
 
 TEST_F(DevicePqTest, IsHandedFromGpuToGpuAndToTheHost) {
   ASSERT_NO_FATAL_FAILURE(Start("1GiB"));
-  ASSERT_NO_FATAL_FAILURE(OpenTwins(Way::kDaemon, kSmall));
+  ASSERT_NO_FATAL_FAILURE(OpenCounterparts(Way::kDaemon, kSmall));
   DaemonOptions options;
   options.more_flags = {"--device-pool-bytes", "1GiB"};
   ASSERT_OK_AND_ASSIGN(auto receiver, DaemonProcess::Start(options));
@@ -288,7 +288,7 @@ TEST_F(DevicePqTest, MemoryOfIndexesIsBoundedAndComesBack) {
   ASSERT_OK_AND_ASSIGN(auto second,
                        MakeEngine(Way::kDaemon, client_.get(), device_.get(), OptionsFor(text_, "raw", 0, "second")));
   ASSERT_OK_AND_ASSIGN(auto seconds, second->cache().CreateSequence());
-  ASSERT_NO_FATAL_FAILURE(OpenTwins(Way::kDaemon, kSmall));
+  ASSERT_NO_FATAL_FAILURE(OpenCounterparts(Way::kDaemon, kSmall));
   LayerRows out;
   ASSERT_OK(other->Step(text_, {{others.sequence->id(), 0, 64}}, true, &out));
   Pair a = Create(100);
@@ -343,7 +343,7 @@ TEST_F(DevicePqTest, ACapturedStepFollows) {
   shape.tokens = 2000;
   text_ = RandomText(4, shape);
   ASSERT_NO_FATAL_FAILURE(Start());
-  ASSERT_NO_FATAL_FAILURE(OpenTwins(Way::kOwn, kSmall));
+  ASSERT_NO_FATAL_FAILURE(OpenCounterparts(Way::kOwn, kSmall));
   auto& own = static_cast<OwnEngine&>(*gpu_);
   Pair a = Create(700), b = Create(900);
   STEP({{&a, 0, 700}, {&b, 0, 900}});

@@ -1,4 +1,5 @@
-// Random operations of engines on a small pool of a GPU, each against its twin in host memory of the same daemon.
+// Random operations of engines on a small pool of a GPU, each against its counterpart in host memory of the same
+// daemon.
 //
 // The engines run at once, each on a thread with connections of its own: one attends in the daemon, two in their own
 // process. All are of one tenant and one cache, so that they find, share and evict one another's blocks. Now and then
@@ -69,7 +70,7 @@ struct Shared {
   std::mutex no_purge;    // held while a cache is opened that nothing holds yet
 };
 
-/// An engine with its sequences and their twins.
+/// An engine with its sequences and their counterparts.
 class Actor {
  public:
   Actor(Shared* shared, Way way, uint64_t seed) : shared_(*shared), way_(way), seed_(seed), random_(seed) {}
@@ -196,7 +197,7 @@ class Actor {
       live.shifts.assign(size_t(Uniform(1, 6)) * kPage, RandomShift());
       names = NamesOf(live.shifts);
     }
-    // Other engines publish and purge meanwhile: the twin holds what it found while the GPU's may find less.
+    // Other engines publish and purge meanwhile: the counterpart holds what it found while the GPU's may find less.
     ASSERT_OK_AND_ASSIGN(auto held, cpu_->cache().CreateSequence(names));
     names.resize(size_t(held.match.hit_blocks));
     const uint64_t prompt = Uniform(0, 1) == 0 ? 0 : uint64_t(Uniform(1, kPromptMax));
@@ -227,7 +228,7 @@ class Actor {
     for (const Part& part : parts) absl::StrAppend(&text, " ", part.first, "+", part.tokens);
     return text;
   }
-  /// The twins' answers, and what was asked for.
+  /// The counterparts' answers, and what was asked for.
   void Compare(const LayerRows& got, const LayerRows& expected, const std::vector<Part>& parts, const char* what) {
     StepDifference step;
     ASSERT_EQ(got.size(), expected.size());
@@ -355,7 +356,7 @@ class Actor {
     if (full == 0) return;
     std::vector<BlockName> names = NamesOf(live.shifts);
     names.resize(size_t(Uniform(1, full)));
-    // The twin first: what the GPU's names, both have.
+    // The counterpart first: what the GPU's names, both have.
     const auto cpu = live.cpu->Publish(names);
     const auto gpu = live.gpu->Publish(names);
     ASSERT_EQ(gpu.status().code(), cpu.status().code()) << gpu.status() << " but " << cpu.status();
@@ -500,7 +501,7 @@ void ExpectNothingLeft(const DaemonProcess& daemon) {
 TEST_P(DeviceRandomTest, EnginesAtOnce) {
   static const Text text = RandomText(11, {.layers = 4, .kv_heads = 8, .query_heads = 32});
   DaemonOptions options;
-  options.host_pool_bytes = uint64_t{3} << 30;  // the twins' blocks stay
+  options.host_pool_bytes = uint64_t{3} << 30;  // the counterparts' blocks stay
   const TempDir artifacts;
   if (absl::StrContains(GetParam().codec, "calibration=")) {
     WriteArtifact(text, {kMillion}, artifacts.path(), kArtifact);

@@ -273,8 +273,8 @@ TEST_F(DeviceStreamTest, AsManyEnginesAsTheLimitSaysAllStalledHoldUpNobody) {
   const absl::Status refused = Engine::Start(daemon->listen(), 1 << 20).status();
   EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted) << refused;
   for (int i = 15; i >= 0; --i) {  // each alone, the rest standing
-    engines[i]->device->words().Store(StreamWords::Word::kReady, 1);
-    EXPECT_TRUE(Eventually([&] { return engines[i]->device->words().Load(StreamWords::Word::kDone) == 1; })) << i;
+    engines[i]->device->words().Store(SharedSemaphores::Word::kReady, 1);
+    EXPECT_TRUE(Eventually([&] { return engines[i]->device->words().Load(SharedSemaphores::Word::kDone) == 1; })) << i;
   }
   engines.pop_back();
   EXPECT_TRUE(Eventually([&] { return Engine::Start(daemon->listen(), 1 << 20).ok(); }));

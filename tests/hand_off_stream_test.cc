@@ -145,15 +145,15 @@ TEST_F(StreamTest, WhoGoesOnGetsThePageThatTheLastTokenFilledEncoded) {
   ASSERT_OK_AND_ASSIGN(auto other, there_->OpenCache(options));
   const uint64_t encoded = cache->description().encoded_page_bytes, raw = cache->description().raw_page_bytes;
   ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence());
-  ASSERT_OK_AND_ASSIGN(auto hand_off,
-                       made.sequence->BeginHandOff(receiver_->peer(), kFull, client::HandOffOptions{.goes_on = true}));
+  ASSERT_OK_AND_ASSIGN(auto hand_off, made.sequence->BeginHandOff(receiver_->peer(), kFull,
+                                                                  client::HandOffOptions{.will_append = true}));
   for (int layer = 0; layer < options.layers; ++layer) {
     ASSERT_OK(LoadLayer(*cache, made.sequence->id(), source, layer, 0, kFull));
   }
   ASSERT_OK_AND_ASSIGN(const HandOffOutcome streamed, hand_off->Finish(""));
   EXPECT_EQ(streamed.bytes_sent, (3 * encoded + raw) * options.layers);  // the first page is a sink
   ASSERT_OK_AND_ASSIGN(const HandOffOutcome at_once,
-                       made.sequence->HandOff(receiver_->peer(), "", client::HandOffOptions{.goes_on = true}));
+                       made.sequence->HandOff(receiver_->peer(), "", client::HandOffOptions{.will_append = true}));
   EXPECT_EQ(at_once.bytes_sent, streamed.bytes_sent);
   ASSERT_OK_AND_ASSIGN(const HandOffOutcome cropped, made.sequence->HandOff(receiver_->peer(), ""));
   EXPECT_EQ(cropped.bytes_sent, (2 * encoded + 2 * raw) * options.layers);

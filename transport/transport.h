@@ -37,12 +37,12 @@ struct DeviceSlab {
   int fd = -1;
 };
 
-/// Pages are numbered from 0 in the first part; those of the last go on from there.
+/// Pages are numbered from 0 in the header; those of the last go on from there.
 struct HandOffPart {
   std::string manifest;             // opaque, 1..kManifestBytesMax
   PageSizes page_bytes;             // each 1..kPageBytesMax; at most kPagesMax in both parts
-  std::vector<uint32_t> withdrawn;  // of the last part: pages of the first that will not come, ascending
-  GpuName gpu = {};                 // of the first part: in whose memory all pages lie; zeros: in the host's
+  std::vector<uint32_t> withdrawn;  // of the trailer: pages of the first that will not come, ascending
+  GpuName gpu = {};                 // of the header: in whose memory all pages lie; zeros: in the host's
 
   static constexpr size_t kManifestBytesMax = 16 << 20;
   static constexpr size_t kPagesMax = 1 << 20;
@@ -104,7 +104,7 @@ class IncomingHandOff {
  public:
   virtual ~IncomingHandOff() = default;
   /// Target of a page, of exactly its size; empty: not wanted, the sender skips it. The same whenever it is asked.
-  /// Pages of the last part: after Extend's reply.
+  /// Pages of the trailer: after Extend's reply.
   virtual absl::Span<uint8_t> target(uint32_t page) const = 0;
   /// Of pages [first, first + count) those without a target, ascending. For who knows it without a look at each: the
   /// sender waits for the answer, and hand-offs have hundreds of thousands.
@@ -117,7 +117,7 @@ class IncomingHandOff {
   }
   /// Every byte of these pages is in its target and matches its checksum. They are not written again.
   virtual void Arrived(absl::Span<const uint32_t> pages) = 0;
-  /// The last part. Once; pages of the first may still arrive.
+  /// The trailer. Once; pages of the first may still arrive.
   virtual void Extend(HandOffPart last, absl::AnyInvocable<void(absl::Status)> reply) = 0;
   /// Every wanted page has arrived.
   virtual void Complete(absl::AnyInvocable<void(absl::Status)> reply) = 0;
@@ -174,9 +174,9 @@ class Transport {
   virtual ~Transport() = default;
   /// Offers a hand-off. Returns its handle for the calls below, which do nothing once it has ended.
   virtual uint64_t Begin(SendRequest request, SendEvents events) = 0;
-  /// Pages that are ready, each once: of the first part or, after Finish, of the last.
+  /// Pages that are ready, each once: of the header or, after Finish, of the last.
   virtual void Post(uint64_t transfer, std::vector<SendPage> pages) = 0;
-  /// Says the last part, once. The hand-off ends when every page that is wanted and not withdrawn was posted and taken.
+  /// Says the trailer, once. The hand-off ends when every page that is wanted and not withdrawn was posted and taken.
   virtual void Finish(uint64_t transfer, HandOffPart last) = 0;
   virtual void Cancel(uint64_t transfer) = 0;
   /// Asks a peer how much it has to do. Errors: as SendEvents::done; RESOURCE_EXHAUSTED if too many are being asked.

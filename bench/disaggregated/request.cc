@@ -16,7 +16,7 @@ using Time = Clock::time_point;
 
 constexpr int64_t kDeadlineMs = 300000;  // of a call, and of a hand-off over the slowest link
 // The blob holds the next token, so the receiver goes on behind the prompt.
-constexpr client::HandOffOptions kHandOff = {.timeout_ms = kDeadlineMs, .goes_on = true};
+constexpr client::HandOffOptions kHandOff = {.timeout_ms = kDeadlineMs, .will_append = true};
 
 double Seconds(Time from, Time to) { return std::chrono::duration<double>(to - from).count(); }
 

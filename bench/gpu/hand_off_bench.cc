@@ -211,7 +211,7 @@ absl::StatusOr<nlohmann::json> RunWay(const Arguments& a, Side& from, Side& to, 
   KV_RETURN_IF_ERROR(from.OpenCache(codec, way == "process", tenant));
   KV_RETURN_IF_ERROR(to.OpenCache(codec, way == "process", tenant));
   const SteadyClock clock;
-  const HandOffOptions options{.timeout_ms = 60000, .goes_on = true};
+  const HandOffOptions options{.timeout_ms = 60000, .will_append = true};
   std::vector<double> prefill_ms, beside_ms, piece_ms, exposed_ms;
   uint64_t bytes = 0;
   for (int i = -1; i < a.repeats; ++i) {  // the first, which loads kernels and maps slabs, does not count

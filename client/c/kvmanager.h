@@ -155,7 +155,7 @@ KVM_API int kvm_info(kvm_object* sequence); /* text: the description */
 typedef struct kvm_hand_off_options {
   int64_t timeout_ms;
   int64_t room_ms;
-  int32_t goes_on;
+  int32_t will_append;
   int32_t reserved;
 } kvm_hand_off_options;
 /* Text: the outcome. */

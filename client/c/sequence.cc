@@ -16,7 +16,7 @@ int Ask(kvm_object* sequence, F f) {
 absl::string_view BytesOf(const uint8_t* data, size_t bytes) { return {reinterpret_cast<const char*>(data), bytes}; }
 
 HandOffOptions OptionsOf(const kvm_hand_off_options& options) {
-  return {options.timeout_ms, options.room_ms, options.goes_on != 0};
+  return {options.timeout_ms, options.room_ms, options.will_append != 0};
 }
 
 absl::StatusOr<Done> OutcomeOf(const Session&, const HandOffOutcome& outcome) {

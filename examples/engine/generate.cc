@@ -23,7 +23,7 @@ using Json = nlohmann::ordered_json;
 
 constexpr int kTokensMax = 1 << 20;
 constexpr int64_t kDeadlineMs = 120000;
-constexpr client::HandOffOptions kHandOff = {.goes_on = true};  // the blob holds the next token
+constexpr client::HandOffOptions kHandOff = {.will_append = true};  // the blob holds the next token
 
 struct Flags {
   std::string connect, model, prompt_file, codec = "raw", hand_off, ticket_file, claim_ticket_file, json;

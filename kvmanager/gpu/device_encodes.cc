@@ -10,7 +10,7 @@
 
 namespace kvmanager {
 
-using Word = StreamWords::Word;
+using Word = SharedSemaphores::Word;
 
 void DeviceEncodeQueue::Run(std::vector<absl::AnyInvocable<void()>>, absl::AnyInvocable<void()>) {
   KV_CHECK(false && "what runs on a GPU's pages is encoding or training");
@@ -20,7 +20,7 @@ absl::StatusOr<std::unique_ptr<DeviceEncodes>> DeviceEncodes::Create(const Devic
                                                                      prometheus::Counter* encoded_pages) {
   std::unique_ptr<DeviceEncodes> encodes(new DeviceEncodes(device, polls, encoded_pages));
   KV_RETURN_IF_ERROR(device->Use());
-  KV_ASSIGN_OR_RETURN(encodes->words_, StreamWords::Create());
+  KV_ASSIGN_OR_RETURN(encodes->words_, SharedSemaphores::Create());
   KV_RETURN_IF_ERROR(encodes->words_->Pin(device));
   KV_ASSIGN_OR_RETURN(encodes->encoder_, DeviceEncoder::Create(device->encode_stream(), 2 * kItemsMax));
   return encodes;

@@ -18,7 +18,7 @@
 #include "kvmanager/base/piece_ring.h"
 #include "kvmanager/base/poll_list.h"
 #include "kvmanager/memory/device.h"
-#include "kvmanager/memory/stream_words.h"
+#include "kvmanager/memory/shared_semaphores.h"
 #include "kvmanager/store/page_store.h"
 #include "monitoring/metrics.h"
 
@@ -49,7 +49,7 @@ class DeviceEncodeQueue final : public EncodeExecutor {
 
 class DeviceEncodes {
  public:
-  static constexpr uint32_t kItemsMax = StreamWords::kDeclinedWords;  // on their way at once; more wait here
+  static constexpr uint32_t kItemsMax = SharedSemaphores::kDeclinedWords;  // on their way at once; more wait here
   static constexpr uint32_t kJobItemsMax = kItemsMax / 2;
 
   /// Everything given outlives it.
@@ -75,10 +75,10 @@ class DeviceEncodes {
   const Device* const device_;
   PollList* const polls_;
   prometheus::Counter* const encoded_pages_;
-  std::unique_ptr<StreamWords> words_;  // this process's alone: `encoded`, and the flags
+  std::unique_ptr<SharedSemaphores> words_;  // this process's alone: `encoded`, and the flags
   std::unique_ptr<DeviceEncoder> encoder_;
   std::deque<Batch> waiting_, submitted_;
-  PieceRing flags_{StreamWords::kDeclinedWords};  // of `submitted_`
+  PieceRing flags_{SharedSemaphores::kDeclinedWords};  // of `submitted_`
   uint64_t last_ = 0;
   bool polling_ = false;
 };

@@ -16,7 +16,7 @@
 namespace kvmanager {
 namespace {
 
-using Word = StreamWords::Word;
+using Word = SharedSemaphores::Word;
 
 constexpr size_t kImageAlign = 64;
 
@@ -25,7 +25,7 @@ constexpr size_t kImageAlign = 64;
 absl::StatusOr<std::unique_ptr<DeviceIndexes>> DeviceIndexes::Create(const Device* device, DeviceStreams* streams,
                                                                      PollList* polls) {
   std::unique_ptr<DeviceIndexes> indexes(new DeviceIndexes(device, streams, polls));
-  KV_ASSIGN_OR_RETURN(indexes->words_, StreamWords::Create());
+  KV_ASSIGN_OR_RETURN(indexes->words_, SharedSemaphores::Create());
   KV_RETURN_IF_ERROR(indexes->words_->Pin(device));
   KV_ASSIGN_OR_RETURN(indexes->stream_, device->NewStream(StreamPriority::kLowest));
   return indexes;

@@ -17,7 +17,7 @@
 #include "kvmanager/memory/device.h"
 #include "kvmanager/memory/page_mover.h"
 #include "kvmanager/memory/pinned_region.h"
-#include "kvmanager/memory/stream_words.h"
+#include "kvmanager/memory/shared_semaphores.h"
 #include "kvmanager/store/page_store.h"
 
 namespace kvmanager {
@@ -64,7 +64,7 @@ class DeviceIndexes {
   PollList* const polls_;
   EncodeExecutor* workers_ = nullptr;
   CUstream_st* stream_ = nullptr;
-  std::unique_ptr<StreamWords> words_;  // this process's alone: `done`
+  std::unique_ptr<SharedSemaphores> words_;  // this process's alone: `done`
   std::unique_ptr<PinnedRegion> staging_;
   std::deque<Waiting> waiting_;  // the first one is under way, if busy_
   bool busy_ = false;

@@ -15,14 +15,14 @@
 
 namespace kvmanager {
 
-using Word = StreamWords::Word;
+using Word = SharedSemaphores::Word;
 
 absl::StatusOr<std::unique_ptr<DeviceSends>> DeviceSends::Create(const Device* device, DevicePool* pool,
                                                                  PollList* polls) {
   std::unique_ptr<DeviceSends> sends(new DeviceSends(device, pool, polls));
   sends->slabs_.resize(pool->slabs());
   KV_CHECK(getrandom(&sends->process_, sizeof(sends->process_), 0) == sizeof(sends->process_));
-  KV_ASSIGN_OR_RETURN(sends->words_, StreamWords::Create());
+  KV_ASSIGN_OR_RETURN(sends->words_, SharedSemaphores::Create());
   KV_RETURN_IF_ERROR(sends->words_->Pin(device));
   KV_ASSIGN_OR_RETURN(sends->sums_, PinnedRegion::Make(device, kPagesAtOnce * sizeof(uint64_t)));
   KV_ASSIGN_OR_RETURN(sends->stream_, device->NewStream(StreamPriority::kLowest));

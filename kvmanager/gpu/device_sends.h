@@ -19,7 +19,7 @@
 #include "kvmanager/memory/open_page_copy.h"
 #include "kvmanager/memory/page_hash.h"
 #include "kvmanager/memory/pinned_region.h"
-#include "kvmanager/memory/stream_words.h"
+#include "kvmanager/memory/shared_semaphores.h"
 #include "transport/transport.h"
 
 namespace kvmanager {
@@ -65,8 +65,8 @@ class DeviceSends {
   DevicePool* const pool_;
   PollList* const polls_;
   CUstream_st* stream_ = nullptr;
-  std::unique_ptr<StreamWords> words_;  // this process's alone: `done`
-  std::unique_ptr<PinnedRegion> sums_;  // [kPagesAtOnce], of the first job's pages
+  std::unique_ptr<SharedSemaphores> words_;  // this process's alone: `done`
+  std::unique_ptr<PinnedRegion> sums_;       // [kPagesAtOnce], of the first job's pages
   std::vector<std::weak_ptr<const DeviceSlab>> slabs_;
   uint64_t process_ = 0;  // random: of all names
   std::deque<Job> jobs_;  // the first is on the stream

@@ -18,12 +18,12 @@ constexpr int64_t kPauseMsMin = 1, kPauseMsMax = 50;
 
 // Of each stream, in pinned memory: two counters, and the non-finite table on pages of its own.
 constexpr size_t kPageBytes = 4096;
-constexpr size_t kSlotBytes = kPageBytes + StreamWords::kNonFiniteWords * sizeof(uint64_t);
+constexpr size_t kSlotBytes = kPageBytes + SharedSemaphores::kNonFiniteWords * sizeof(uint64_t);
 
 // `released` also says which plans of the engine's are over: it is left alone where nothing waits for it.
-void AbandonWaits(StreamWords& words, uint64_t released_wanted) {
-  words.Abandon(StreamWords::Word::kReady);
-  if (words.Load(StreamWords::Word::kReleased) < released_wanted) words.Abandon(StreamWords::Word::kReleased);
+void AbandonWaits(SharedSemaphores& words, uint64_t released_wanted) {
+  words.Abandon(SharedSemaphores::Word::kReady);
+  if (words.Load(SharedSemaphores::Word::kReleased) < released_wanted) words.Abandon(SharedSemaphores::Word::kReleased);
 }
 
 }  // namespace
@@ -38,7 +38,7 @@ struct DeviceStream::Slot {
 
 struct DeviceStreams::Draining {
   Slot* slot;
-  std::shared_ptr<StreamWords> words;
+  std::shared_ptr<SharedSemaphores> words;
   uint64_t released_wanted = 0;
   std::deque<DeviceStream::Kept> kept;
 };
@@ -60,17 +60,17 @@ absl::Status DeviceStream::Begin(uint64_t ready) {
                       absl::StrCat("at most ", kSubmissionsMax, "; let the engine's stream come nearer"));
   }
   if (ready == 0) return absl::OkStatus();
-  return device().EnqueueWait(slot_->stream, words_->Address(StreamWords::Word::kReady), ready);
+  return device().EnqueueWait(slot_->stream, words_->Address(SharedSemaphores::Word::kReady), ready);
 }
 
 absl::Status DeviceStream::WaitReleased(uint64_t value) {
   released_wanted_ = std::max(released_wanted_, value);
-  return device().EnqueueWait(slot_->stream, words_->Address(StreamWords::Word::kReleased), value);
+  return device().EnqueueWait(slot_->stream, words_->Address(SharedSemaphores::Word::kReleased), value);
 }
 
 absl::StatusOr<uint64_t> DeviceStream::End() {
   KV_CHECK(!closed());
-  absl::Status status = device().EnqueueWrite(slot_->stream, words_->Address(StreamWords::Word::kDone), ++done_);
+  absl::Status status = device().EnqueueWrite(slot_->stream, words_->Address(SharedSemaphores::Word::kDone), ++done_);
   status.Update(device().EnqueueWrite(slot_->stream, slot_->passed, ++slot_->submitted));
   KV_RETURN_IF_ERROR(status);
   return done_;
@@ -125,7 +125,7 @@ absl::StatusOr<std::shared_ptr<DeviceStream>> DeviceStreams::Open() {
                       absl::StrCat(retired_.size()),
                       absl::StrCat("below ", kRetiredMax, "; it goes as soon as no stream has work"));
   }
-  KV_ASSIGN_OR_RETURN(std::shared_ptr<StreamWords> words, StreamWords::Create());
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<SharedSemaphores> words, SharedSemaphores::Create());
   KV_RETURN_IF_ERROR(words->Pin(device_));
   if (free_.empty()) {
     auto slot = std::make_unique<Slot>();
@@ -200,7 +200,7 @@ bool DeviceStreams::Collect() {
       ++i;
       continue;
     }
-    draining.words->Abandon(StreamWords::Word::kDone);
+    draining.words->Abandon(SharedSemaphores::Word::kDone);
     retired_.push_back(std::move(draining.words));
     free_.push_back(draining.slot);
     std::move(draining.kept.begin(), draining.kept.end(), std::back_inserter(gone));

@@ -26,7 +26,7 @@
 #include "kvmanager/memory/device.h"
 #include "kvmanager/memory/pinned_region.h"
 #include "kvmanager/memory/region.h"
-#include "kvmanager/memory/stream_words.h"
+#include "kvmanager/memory/shared_semaphores.h"
 
 namespace kvmanager {
 
@@ -46,9 +46,9 @@ class DeviceStream {
   int ordinal() const { return device().info().ordinal; }  // of the GPU
   const Device& device() const;
   uint32_t id() const { return id_; }
-  StreamWords& words() { return *words_; }
+  SharedSemaphores& words() { return *words_; }
   /// For who reads them after this closed; it gives them to DeviceStreams::Retire then.
-  std::shared_ptr<StreamWords> shared_words() const { return words_; }
+  std::shared_ptr<SharedSemaphores> shared_words() const { return words_; }
   bool closed() const { return words_ == nullptr; }
 
   // Work goes into stream() between Begin and End, and nowhere else.
@@ -73,7 +73,7 @@ class DeviceStream {
   /// For plans that the daemon runs in this stream (ReleaseEpochs): zero at first, and no client can write it. A holder
   /// of it is removed before the stream is closed, or kept by it.
   ReleaseCounter* plans() const;
-  /// [StreamWords::kNonFiniteWords], for sequences that this stream appends to: no client can write it.
+  /// [SharedSemaphores::kNonFiniteWords], for sequences that this stream appends to: no client can write it.
   uint64_t* non_finite() const;
 
  private:
@@ -83,13 +83,13 @@ class DeviceStream {
     uint64_t submitted = 0;
     std::shared_ptr<const void> object;
   };
-  DeviceStream(DeviceStreams* streams, uint32_t id, Slot* slot, std::shared_ptr<StreamWords> words)
+  DeviceStream(DeviceStreams* streams, uint32_t id, Slot* slot, std::shared_ptr<SharedSemaphores> words)
       : streams_(streams), id_(id), slot_(slot), words_(std::move(words)) {}
 
   DeviceStreams* const streams_;
   const uint32_t id_;
   Slot* const slot_;
-  std::shared_ptr<StreamWords> words_;  // nullptr: closed
+  std::shared_ptr<SharedSemaphores> words_;  // nullptr: closed
   uint64_t done_ = 0;
   uint64_t released_wanted_ = 0;  // by WaitReleased, at most
   std::deque<Kept> kept_;         // by submission

@@ -225,7 +225,7 @@ absl::Status DeviceWork::Enqueue(const StepCache& cache, Run& run, int layer, ab
     KV_RETURN_IF_ERROR(Describe(run, entries[i].sequence, layer, place));
     const EntryReading reading = readings.empty() ? EntryReading() : readings[i];
     entries_.push_back({place, entries[i].position, entries[i].tokens, reading.aged,
-                        ChoosingTokens(reading.chooses_from, entries[i].position, entries[i].tokens)});
+                        SparseQueries(reading.chooses_from, entries[i].position, entries[i].tokens)});
     if (tensors.k != nullptr) written_[entries[i].sequence] = stream_->submitted() + 1;
   }
   const bool append = tensors.k != nullptr, attend = tensors.q != nullptr;
@@ -256,7 +256,7 @@ absl::StatusOr<uint64_t> DeviceWork::Submit(const StepCache& cache, int layer, a
   });
   if (tensors.k != nullptr) PostEncodes(cache);
   if (!submitted.ok() && tensors.k != nullptr) {
-    spdlog::warn("a step on GPU {} was booked but could not run: {}", gpu_.ordinal(),
+    spdlog::warn("a step on GPU {} was reserved but could not run: {}", gpu_.ordinal(),
                  std::string(submitted.status().message()));
     for (const AttendEntry& entry : entries) {
       broken_[entry.sequence] = absl::FailedPreconditionError(

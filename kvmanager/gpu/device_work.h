@@ -37,7 +37,7 @@ struct DeviceTensors {
   uint64_t ready = 0;  // DeviceStream::Begin's
 };
 
-/// What an entry's queries read, as its DeviceLease says.
+/// What an entry's queries read, as its AttendLease says.
 struct EntryReading {
   uint32_t aged = 0;
   uint64_t chooses_from = UINT64_MAX;
@@ -52,7 +52,7 @@ class DeviceWork {
   static constexpr size_t kRunsMax = 4;              // caches of one connection on one GPU
   static constexpr uint32_t kSequencesMax = 1024;    // of a cache, of one connection
   static constexpr int kStepTokensMax = 16384;       // of all entries of a step
-  static_assert(kRunsMax * kSequencesMax <= StreamWords::kNonFiniteWords);
+  static_assert(kRunsMax * kSequencesMax <= SharedSemaphores::kNonFiniteWords);
 
   /// What the steps of every connection use. Everything outlives them.
   struct Parts {
@@ -81,7 +81,7 @@ class DeviceWork {
   /// Whether a step can be submitted now: the stream is not too far behind.
   bool HasRoom() const;
 
-  /// After PageStore::Extend of one layer, or without. readings: of each entry; empty for an append alone. Returns the
+  /// After PageStore::Append to one layer, or without. readings: of each entry; empty for an append alone. Returns the
   /// value that `done` will reach; an error leaves the entries' sequences unusable.
   absl::StatusOr<uint64_t> Submit(const StepCache& cache, int layer, absl::Span<const AttendEntry> entries,
                                   absl::Span<const EntryReading> readings, const DeviceTensors& tensors,

@@ -17,7 +17,7 @@
 namespace kvmanager {
 namespace {
 
-using Word = StreamWords::Word;
+using Word = SharedSemaphores::Word;
 
 constexpr uint32_t kNoSlot = UINT32_MAX;
 constexpr uint64_t kWordsPerChangeMax = 6;  // of a page in one layer: a run of its own
@@ -25,7 +25,8 @@ constexpr uint64_t kWordsPerChangeMax = 6;  // of a page in one layer: a run of 
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<ProcessSteps>> ProcessSteps::Create(const Parts& parts, Gpu* gpu,
-                                                                   std::shared_ptr<StreamWords> words, uint32_t pid) {
+                                                                   std::shared_ptr<SharedSemaphores> words,
+                                                                   uint32_t pid) {
   std::shared_ptr<ProcessSteps> made(new ProcessSteps(parts, gpu, std::move(words)));
   const int pidfd = pid == 0 ? -1 : static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
   if (pidfd < 0) {
@@ -98,7 +99,7 @@ void ProcessSteps::ProcessGone() {
 }
 
 absl::StatusOr<int> ProcessSteps::MapSlab(CacheId cache, uint32_t slab) {
-  if (!parts_.store->OwnsSlab(cache, slab)) {
+  if (!parts_.store->OwnsSlab(cache, gpu_.ordinal(), slab)) {
     return FieldError(absl::StatusCode::kNotFound, "slab", absl::StrCat(slab),
                       "a slab in which this cache's tenant has pages");
   }
@@ -130,10 +131,11 @@ absl::Status ProcessSteps::CheckRoom(uint64_t pages, uint64_t changes) const {
                         absl::StrCat("at most ", kPlanPagesMax, " of all layers in one call"));
   }
   // Flags of a batch lie in one piece, so up to as many again are left out at the ring's end.
-  if (flags_.used() + 2 * (reserved_ + pages) > StreamWords::kDeclinedWords) {
-    return FieldError(absl::StatusCode::kResourceExhausted, "pages that this process has yet to encode",
-                      absl::StrCat(flags_.used() + reserved_, " and ", pages, " more"),
-                      absl::StrCat("at most ", StreamWords::kDeclinedWords - pages, ": let its streams come nearer"));
+  if (flags_.used() + 2 * (reserved_flags_ + pages) > SharedSemaphores::kDeclinedWords) {
+    return FieldError(
+        absl::StatusCode::kResourceExhausted, "pages that this process has yet to encode",
+        absl::StrCat(flags_.used() + reserved_flags_, " and ", pages, " more"),
+        absl::StrCat("at most ", SharedSemaphores::kDeclinedWords - pages, ": let its streams come nearer"));
   }
   // Each page that is sealed may be opened by the same call, and changes for both.
   const uint64_t words = (changes + 2 * pages) * kWordsPerChangeMax;
@@ -183,7 +185,7 @@ absl::Status ProcessSteps::StartJobs(const StepCache& cache, bool encode_here, s
     if (!at.has_value()) {
       return FieldError(absl::StatusCode::kResourceExhausted, "pages that this process has yet to encode",
                         absl::StrCat(flags_.used(), " and ", count, " more in one piece"),
-                        absl::StrCat("at most ", StreamWords::kDeclinedWords));
+                        absl::StrCat("at most ", SharedSemaphores::kDeclinedWords));
     }
   }
   std::vector<DeviceEncodeJob> jobs = std::exchange(*taken, {});
@@ -258,25 +260,25 @@ bool ProcessSteps::HasRun(uint64_t epoch, uint64_t batch) const {
   return (epoch == 0 || released >= epoch) && (batches_.empty() || batches_.front().number > batch);
 }
 
-void ProcessSteps::Book(absl::Span<const AttendEntry> entries) {
-  for (const AttendEntry& entry : entries) booked_[entry.sequence].push_back(entry.position);
+void ProcessSteps::ReserveTokens(absl::Span<const AttendEntry> entries) {
+  for (const AttendEntry& entry : entries) reserved_[entry.sequence].push_back(entry.position);
 }
 
-void ProcessSteps::Unbook(absl::Span<const AttendEntry> entries) {
+void ProcessSteps::ReleaseTokens(absl::Span<const AttendEntry> entries) {
   for (const AttendEntry& entry : entries) {
-    std::vector<uint64_t>& positions = booked_.at(entry.sequence);
+    std::vector<uint64_t>& positions = reserved_.at(entry.sequence);
     positions.erase(std::find(positions.begin(), positions.end(), entry.position));
-    if (positions.empty()) booked_.erase(entry.sequence);
+    if (positions.empty()) reserved_.erase(entry.sequence);
   }
 }
 
 uint64_t ProcessSteps::planned_to(SequenceId sequence) const {
-  const auto found = booked_.find(sequence);
-  return found == booked_.end() ? UINT64_MAX : *std::min_element(found->second.begin(), found->second.end());
+  const auto found = reserved_.find(sequence);
+  return found == reserved_.end() ? UINT64_MAX : *std::min_element(found->second.begin(), found->second.end());
 }
 
 bool ProcessSteps::HasWritten(SequenceId sequence) const {
-  if (booked_.contains(sequence)) return false;
+  if (reserved_.contains(sequence)) return false;
   const auto found = words_of_.find(sequence);
   return found == words_of_.end() || words_->Load(Word::kReleased) >= found->second.last;
 }
@@ -286,7 +288,7 @@ void ProcessSteps::WhenRun(SequenceId sequence, absl::AnyInvocable<void()> fn) {
   auto poll = [self = shared_from_this(), sequence, planned = std::optional<Planned>(), fn = std::move(fn)]() mutable {
     if (self->closed_) return true;
     if (!planned.has_value()) {
-      if (self->booked_.contains(sequence)) return false;
+      if (self->reserved_.contains(sequence)) return false;
       planned = {self->epoch_, self->last_batch_};
     }
     if (!self->HasRun(planned->first, planned->second)) return false;

@@ -27,7 +27,7 @@
 #include "kvmanager/gpu/gpu.h"
 #include "kvmanager/gpu/step_cache.h"
 #include "kvmanager/memory/release_epochs.h"
-#include "kvmanager/memory/stream_words.h"
+#include "kvmanager/memory/shared_semaphores.h"
 #include "kvmanager/store/page_store.h"
 
 namespace kvmanager {
@@ -56,7 +56,7 @@ class ProcessSteps : public std::enable_shared_from_this<ProcessSteps> {
 
   /// gpu: outlives this. pid: of the client's process. Errors: FAILED_PRECONDITION, when it cannot be watched.
   static absl::StatusOr<std::shared_ptr<ProcessSteps>> Create(const Parts& parts, Gpu* gpu,
-                                                              std::shared_ptr<StreamWords> words, uint32_t pid);
+                                                              std::shared_ptr<SharedSemaphores> words, uint32_t pid);
   ~ProcessSteps();
   ProcessSteps(const ProcessSteps&) = delete;
   ProcessSteps& operator=(const ProcessSteps&) = delete;
@@ -76,31 +76,31 @@ class ProcessSteps : public std::enable_shared_from_this<ProcessSteps> {
   /// tell, beside what others that are not planned yet have reserved. Errors: RESOURCE_EXHAUSTED.
   absl::Status CheckRoom(uint64_t pages, uint64_t changes) const;
   /// Pages of a plan that is still to be made, from its CheckRoom to its end.
-  void Reserve(uint64_t pages) { reserved_ += pages; }
-  void Unreserve(uint64_t pages) { reserved_ -= pages; }
-  /// What PageStore::Extend gave to be encoded. The queue is of all who use this GPU: to be called right after it.
+  void ReserveFlags(uint64_t pages) { reserved_flags_ += pages; }
+  void ReleaseFlags(uint64_t pages) { reserved_flags_ -= pages; }
+  /// What PageStore::Append gave to be encoded. The queue is of all who use this GPU: to be called right after it.
   std::vector<DeviceEncodeJob> TakeJobs();
   std::vector<DeviceIndexJob> TakeIndexJobs();
-  /// After PageStore::Extend and Read of all layers. words: of each entry's sequence in the non-finite table. jobs:
+  /// After PageStore::Append and Attend of all layers. words: of each entry's sequence in the non-finite table. jobs:
   /// TakeJobs'; empty afterwards, once the plan is open.
   absl::StatusOr<Plan> MakePlan(const StepCache& cache, absl::Span<const AttendEntry> entries,
                                 absl::Span<const uint32_t> words, bool encode_here, std::vector<DeviceEncodeJob>* jobs);
 
-  /// What was booked for `entries` cannot be planned: they can only be dropped, and their pages stay raw.
+  /// What was reserved for `entries` cannot be planned: they can only be dropped, and their pages stay raw.
   void Break(absl::Span<const AttendEntry> entries, std::vector<DeviceEncodeJob> jobs, const absl::Status& status);
 
   /// Of the newest plan; 0: none yet.
   uint64_t epoch() const { return epoch_; }
   /// Whether its kernels have done with all plans up to this one, or are gone with it.
   bool HasReleased(uint64_t epoch) const { return !holds_ || HasRun(epoch, 0); }
-  /// What was booked for these is to be planned; and is, or can only be dropped.
-  void Book(absl::Span<const AttendEntry> entries);
-  void Unbook(absl::Span<const AttendEntry> entries);
+  /// What was reserved for these is to be planned; and is, or can only be dropped.
+  void ReserveTokens(absl::Span<const AttendEntry> entries);
+  void ReleaseTokens(absl::Span<const AttendEntry> entries);
   /// Tokens of the sequence before this one are in plans, if in any.
   uint64_t planned_to(SequenceId sequence) const;
-  /// Whether this process has written all that was booked for the sequence so far.
+  /// Whether this process has written all that was reserved for the sequence so far.
   bool HasWritten(SequenceId sequence) const;
-  /// Calls `fn` once, when what was booked for `sequence` is planned, all plans so far are released and their pages
+  /// Calls `fn` once, when what was reserved for `sequence` is planned, all plans so far are released and their pages
   /// encoded; never, if it closes before.
   void WhenRun(SequenceId sequence, absl::AnyInvocable<void()> fn);
   /// The connection has ended.
@@ -115,7 +115,7 @@ class ProcessSteps : public std::enable_shared_from_this<ProcessSteps> {
 
   friend class DepartedProcesses;
 
-  ProcessSteps(const Parts& parts, Gpu* gpu, std::shared_ptr<StreamWords> words)
+  ProcessSteps(const Parts& parts, Gpu* gpu, std::shared_ptr<SharedSemaphores> words)
       : parts_(parts), gpu_(*gpu), words_(std::move(words)) {}
   bool HasRun(uint64_t epoch, uint64_t batch) const;
   bool EndBatches();  // that are encoded; true: none is left
@@ -126,7 +126,7 @@ class ProcessSteps : public std::enable_shared_from_this<ProcessSteps> {
 
   const Parts parts_;
   Gpu& gpu_;
-  std::shared_ptr<StreamWords> words_;
+  std::shared_ptr<SharedSemaphores> words_;
   ReleaseEpochs::HolderId holder_ = 0;
   bool holds_ = false;
   uint64_t epoch_ = 0;
@@ -138,11 +138,11 @@ class ProcessSteps : public std::enable_shared_from_this<ProcessSteps> {
   };
   absl::flat_hash_map<SequenceId, NonFiniteWord> words_of_;
   absl::flat_hash_map<SequenceId, absl::Status> broken_;
-  absl::flat_hash_map<SequenceId, std::vector<uint64_t>> booked_;  // from which tokens on, and not planned
+  absl::flat_hash_map<SequenceId, std::vector<uint64_t>> reserved_;  // from which tokens on, and not planned
   std::deque<Batch> batches_;
   uint64_t last_batch_ = 0;
-  PieceRing flags_{StreamWords::kDeclinedWords};  // of `batches_`
-  uint64_t reserved_ = 0;                         // of `flags_`, by plans that are still to be made
+  PieceRing flags_{SharedSemaphores::kDeclinedWords};  // of `batches_`
+  uint64_t reserved_flags_ = 0;                        // of `flags_`, by plans that are still to be made
   bool polling_ = false, closed_ = false;
   kj::AutoCloseFd pidfd_;
 };

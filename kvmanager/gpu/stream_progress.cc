@@ -7,12 +7,12 @@
 #include <utility>
 
 #include "kvmanager/base/status.h"
-#include "kvmanager/memory/stream_words.h"
+#include "kvmanager/memory/shared_semaphores.h"
 
 namespace kvmanager {
 namespace {
 
-using Word = StreamWords::Word;
+using Word = SharedSemaphores::Word;
 
 class DeviceNumberedStream final : public NumberedStream {
  public:
@@ -22,7 +22,7 @@ class DeviceNumberedStream final : public NumberedStream {
   }
 
   absl::Status Open() {
-    KV_ASSIGN_OR_RETURN(words_, StreamWords::Create());
+    KV_ASSIGN_OR_RETURN(words_, SharedSemaphores::Create());
     KV_RETURN_IF_ERROR(words_->Pin(device_));
     KV_ASSIGN_OR_RETURN(stream_, device_->NewStream(StreamPriority::kLowest));
     return absl::OkStatus();
@@ -38,7 +38,7 @@ class DeviceNumberedStream final : public NumberedStream {
 
  private:
   const Device* const device_;
-  std::unique_ptr<StreamWords> words_;  // this process's alone: `done`
+  std::unique_ptr<SharedSemaphores> words_;  // this process's alone: `done`
   CUstream_st* stream_ = nullptr;
 };
 

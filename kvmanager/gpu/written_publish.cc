@@ -4,7 +4,7 @@
 
 namespace kvmanager {
 
-uint64_t WrittenPublish::Booked() const {
+uint64_t WrittenPublish::Reserved() const {
   const std::vector<uint64_t> tokens = store_->LayerTokens(sequence_);
   return tokens.empty() ? 0 : *std::min_element(tokens.begin(), tokens.end());
 }
@@ -12,13 +12,13 @@ uint64_t WrittenPublish::Booked() const {
 kj::Promise<absl::StatusOr<PublishResult>> WrittenPublish::Publish(std::vector<BlockName> names, uint64_t page_tokens,
                                                                    Wait wait) {
   using Published = absl::StatusOr<PublishResult>;
-  const uint64_t named = names.size() * page_tokens, booked = Booked(), cuts = cuts_;
+  const uint64_t named = names.size() * page_tokens, reserved = Reserved(), cuts = cuts_;
   named_tokens_ = std::max(named_tokens_, named);
   auto waited = wait();
-  return waited.then([this, names = std::move(names), page_tokens, wait = std::move(wait), named, booked,
+  return waited.then([this, names = std::move(names), page_tokens, wait = std::move(wait), named, reserved,
                       cuts](absl::Status written) mutable -> kj::Promise<Published> {
     if (!written.ok()) return Published(written);
-    const bool came_later = booked < named && Booked() >= named;
+    const bool came_later = reserved < named && Reserved() >= named;
     if (came_later || cuts != cuts_) return Publish(std::move(names), page_tokens, std::move(wait));
     return store_->Publish(sequence_, names);
   });

@@ -17,7 +17,7 @@ bool WantsHostPages(const absl::Status& status) {
 }
 
 absl::StatusOr<Gpu*> ChooseGpu(const Gpus& gpus, const PeerCopier* copier, const PageStore& store, const GpuName& from,
-                               const HandOffFirst& first, const Codec& codec) {
+                               const HandOffHeader& first, const Codec& codec) {
   // As the store names it.
   CacheConfig config = first.config;
   config.codec = codec.info().spec;

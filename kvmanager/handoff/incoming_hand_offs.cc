@@ -109,7 +109,7 @@ class IncomingHandOffs::Incoming final : public IncomingHandOff,
     return good;
   }
 
-  // The loop's. The last part's targets are there before its reply lets the transport ask for them.
+  // The loop's. The trailer's targets are there before its reply lets the transport ask for them.
   ImportLease& import() { return *import_; }
   void SetLastTargets(size_t pages) { AddTargets(pages, &last_targets_); }
 
@@ -131,7 +131,7 @@ class IncomingHandOffs::Incoming final : public IncomingHandOff,
       if (targets->back().empty()) unwanted_.push_back(static_cast<uint32_t>(page));
     }
   }
-  // The transport's thread. From the last part on the sender has everything, so that pages come as fast as the link
+  // The transport's thread. From the trailer on the sender has everything, so that pages come as fast as the link
   // carries them.
   void MeasureLink(absl::Span<const uint32_t> pages) {
     if (link_begin_ns_ == 0) return;
@@ -148,14 +148,14 @@ class IncomingHandOffs::Incoming final : public IncomingHandOff,
   std::unique_ptr<ImportLease> import_;  // as long as this
   std::vector<absl::Span<uint8_t>> first_targets_, last_targets_;
   std::vector<uint32_t> unwanted_;  // those that are empty
-  // The transport's thread: of the link's sample under way; 0: before the last part.
+  // The transport's thread: of the link's sample under way; 0: before the trailer.
   int64_t link_begin_ns_ = 0, link_bytes_ = 0;
 };
 
 // What a peer offers, until it is answered. Shared by the messages and the work that carry it on, one after the other.
 struct IncomingHandOffs::Offered {
   std::string peer;
-  HandOffFirst first;
+  HandOffHeader first;
   GpuName gpu = {};  // whose pages they are
   GpuLanding landing;
   absl::StatusOr<std::shared_ptr<const Codec>> codec = std::shared_ptr<const Codec>();
@@ -176,7 +176,7 @@ void IncomingHandOffs::Offer(std::string peer, HandOffPart part, int64_t room_ms
         offered->room_ms = std::min(room_ms, kRoomMsMax);
         offered->reply = std::move(reply);
         if (absl::Status may = MayReceive(); !may.ok()) return Answer(*offered, std::move(may));
-        absl::StatusOr<HandOffFirst> first = ParseFirstManifest(part.manifest, part.page_bytes);
+        absl::StatusOr<HandOffHeader> first = ParseFirstManifest(part.manifest, part.page_bytes);
         if (!first.ok()) return Answer(*offered, first.status());
         offered->first = *std::move(first);
         offered->gpu = part.gpu;

@@ -58,10 +58,10 @@ absl::StatusOr<std::vector<HandOffPage>> ReadPages(capnp::List<Page>::Reader in,
   return pages;
 }
 
-absl::StatusOr<HandOffFirst> ReadFirst(api::HandOffManifest::Reader in, const PageSizes& page_bytes) {
+absl::StatusOr<HandOffHeader> ReadFirst(api::HandOffManifest::Reader in, const PageSizes& page_bytes) {
   const bool with_activations = in.getVersion() == kActivationsManifestVersion;
   if (!with_activations) KV_RETURN_IF_ERROR(CheckVersion(in.getVersion()));
-  HandOffFirst first;
+  HandOffHeader first;
   KV_ASSIGN_OR_RETURN(first.config, ReadCacheConfig(in.getConfig()));
   KV_RETURN_IF_ERROR(ValidateCacheConfig(first.config));
   first.codec_version = in.getCodecVersion();
@@ -158,7 +158,7 @@ absl::StatusOr<Result> Parse(absl::string_view bytes, Read read) {
 
 }  // namespace
 
-std::string WriteFirstManifest(const HandOffFirst& first) {
+std::string WriteFirstManifest(const HandOffHeader& first) {
   capnp::MallocMessageBuilder message;
   auto out = message.initRoot<api::HandOffManifest>();
   out.setVersion(first.activations.empty() ? kManifestVersion : kActivationsManifestVersion);
@@ -175,7 +175,7 @@ std::string WriteFirstManifest(const HandOffFirst& first) {
   return BytesOf(message);
 }
 
-std::string WriteLastManifest(const HandOffLast& last, absl::string_view blob) {
+std::string WriteLastManifest(const HandOffTrailer& last, absl::string_view blob) {
   capnp::MallocMessageBuilder message;
   auto out = message.initRoot<api::HandOffLastManifest>();
   out.setVersion(kManifestVersion);
@@ -187,8 +187,8 @@ std::string WriteLastManifest(const HandOffLast& last, absl::string_view blob) {
   return BytesOf(message);
 }
 
-absl::StatusOr<HandOffFirst> ParseFirstManifest(absl::string_view bytes, const PageSizes& page_bytes) {
-  return Parse<api::HandOffManifest, HandOffFirst>(bytes, [&](auto root) { return ReadFirst(root, page_bytes); });
+absl::StatusOr<HandOffHeader> ParseFirstManifest(absl::string_view bytes, const PageSizes& page_bytes) {
+  return Parse<api::HandOffManifest, HandOffHeader>(bytes, [&](auto root) { return ReadFirst(root, page_bytes); });
 }
 
 absl::StatusOr<LastManifest> ParseLastManifest(absl::string_view bytes, const PageSizes& page_bytes,

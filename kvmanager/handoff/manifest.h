@@ -1,5 +1,5 @@
-// The manifests of a hand-off: HandOffFirst, HandOffLast and the engine's blob as hand_off.capnp messages, and back.
-// Pure.
+// The manifests of a hand-off: HandOffHeader, HandOffTrailer and the engine's blob as hand_off.capnp messages, and
+// back. Pure.
 //
 // What is parsed comes from a peer and is hostile: lengths, counts and references are checked here, the cache and its
 // codec by PageStore::Import, the pages' bytes by their checksums and ImportLease::Validate.
@@ -20,16 +20,16 @@ constexpr uint16_t kManifestVersion = 2;
 constexpr uint16_t kActivationsManifestVersion = 3;  // of a first manifest that offers activations
 
 struct LastManifest {
-  HandOffLast last;
+  HandOffTrailer last;
   std::string blob;
 };
 
 /// Sizes of pages are not in them, nor which are withdrawn: the transport's parts say so.
-std::string WriteFirstManifest(const HandOffFirst& first);
-std::string WriteLastManifest(const HandOffLast& last, absl::string_view blob);
+std::string WriteFirstManifest(const HandOffHeader& first);
+std::string WriteLastManifest(const HandOffTrailer& last, absl::string_view blob);
 
 /// Errors: INVALID_ARGUMENT with field, value and bound; FAILED_PRECONDITION for another version.
-absl::StatusOr<HandOffFirst> ParseFirstManifest(absl::string_view bytes, const PageSizes& page_bytes);
+absl::StatusOr<HandOffHeader> ParseFirstManifest(absl::string_view bytes, const PageSizes& page_bytes);
 absl::StatusOr<LastManifest> ParseLastManifest(absl::string_view bytes, const PageSizes& page_bytes,
                                                absl::Span<const uint32_t> withdrawn);
 

@@ -21,8 +21,8 @@ std::vector<HandOffBlock> SomeBlocks(int blocks, int first) {
   return made;
 }
 
-HandOffFirst SomeFirst(int blocks, int layers) {
-  HandOffFirst first;
+HandOffHeader SomeFirst(int blocks, int layers) {
+  HandOffHeader first;
   first.config.model = "model";
   first.config.revision = "r1";
   first.config.tenant = "tenant";
@@ -42,8 +42,8 @@ HandOffFirst SomeFirst(int blocks, int layers) {
   return first;
 }
 
-HandOffLast SomeLast(int blocks, int layers) {
-  HandOffLast last;
+HandOffTrailer SomeLast(int blocks, int layers) {
+  HandOffTrailer last;
   last.blocks = SomeBlocks(blocks, 1);
   last.withdrawn = {3, 7};
   last.index = {12345, 6};
@@ -57,7 +57,7 @@ PageSizes BytesOf(const std::vector<HandOffPage>& pages) {
   return bytes;
 }
 
-absl::StatusOr<HandOffFirst> Parse(const HandOffFirst& first) {
+absl::StatusOr<HandOffHeader> Parse(const HandOffHeader& first) {
   return ParseFirstManifest(WriteFirstManifest(first), BytesOf(first.pages));
 }
 
@@ -81,7 +81,7 @@ void ExpectEqual(const std::vector<HandOffPage>& got, const std::vector<HandOffP
 
 TEST(ManifestTest, RoundTrip) {
   for (const int blocks : {0, 1, 9}) {
-    const HandOffFirst first = SomeFirst(blocks, 3);
+    const HandOffHeader first = SomeFirst(blocks, 3);
     const auto got = Parse(first);
     ASSERT_TRUE(got.ok()) << got.status();
     EXPECT_EQ(DigestOf(got->config, got->codec_version), DigestOf(first.config, first.codec_version));
@@ -91,7 +91,7 @@ TEST(ManifestTest, RoundTrip) {
     ExpectEqual(got->blocks, first.blocks);
     ExpectEqual(got->pages, first.pages);
 
-    const HandOffLast last = SomeLast(blocks, 3);
+    const HandOffTrailer last = SomeLast(blocks, 3);
     const std::string blob("any\0bytes", 9);
     const auto got_last = ParseLastManifest(WriteLastManifest(last, blob), BytesOf(last.pages), last.withdrawn);
     ASSERT_TRUE(got_last.ok()) << got_last.status();
@@ -107,7 +107,7 @@ TEST(ManifestTest, RoundTrip) {
 std::string FieldOf(const absl::Status& status) { return DetailOf(status).field; }
 
 TEST(ManifestTest, ContradictionsAreNamed) {
-  HandOffFirst first = SomeFirst(4, 2);
+  HandOffHeader first = SomeFirst(4, 2);
   first.tokens = 5 * 64;
   EXPECT_EQ(FieldOf(Parse(first).status()), "manifest.tokens");
   first = SomeFirst(4, 2);
@@ -121,7 +121,7 @@ TEST(ManifestTest, ContradictionsAreNamed) {
   fewer.pop_back();
   PageSizes bytes = BytesOf(fewer);
   EXPECT_EQ(FieldOf(ParseFirstManifest(WriteFirstManifest(first), bytes).status()), "manifest.pages");
-  const HandOffLast last = SomeLast(4, 2);
+  const HandOffTrailer last = SomeLast(4, 2);
   bytes = BytesOf(last.pages);
   const std::string large(limits::kBlobBytesMax + 1, 'x');
   EXPECT_EQ(FieldOf(ParseLastManifest(WriteLastManifest(last, large), bytes, {}).status()), "manifest.blob");
@@ -130,8 +130,8 @@ TEST(ManifestTest, ContradictionsAreNamed) {
 }
 
 TEST(ManifestTest, TruncationsAreErrors) {
-  const HandOffFirst first = SomeFirst(5, 3);
-  const HandOffLast last = SomeLast(5, 3);
+  const HandOffHeader first = SomeFirst(5, 3);
+  const HandOffTrailer last = SomeLast(5, 3);
   const std::string whole = WriteFirstManifest(first), whole_last = WriteLastManifest(last, "blob");
   for (size_t bytes = 0; bytes < whole.size(); ++bytes) {
     const auto got = ParseFirstManifest(absl::string_view(whole).substr(0, bytes), BytesOf(first.pages));
@@ -148,8 +148,8 @@ TEST(ManifestTest, TruncationsAreErrors) {
 // Whatever is accepted keeps its promises: as many pages as the transport has, blocks as the token count says.
 TEST(ManifestTest, MutationsNeverBreakWhatParseChecks) {
   std::mt19937_64 random(1);
-  const HandOffFirst first = SomeFirst(5, 3);
-  const HandOffLast last = SomeLast(5, 3);
+  const HandOffHeader first = SomeFirst(5, 3);
+  const HandOffTrailer last = SomeLast(5, 3);
   const std::string whole = WriteFirstManifest(first), whole_last = WriteLastManifest(last, "blob");
   int accepted = 0, refused = 0;
   for (int round = 0; round < 20000; ++round) {

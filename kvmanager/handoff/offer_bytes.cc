@@ -4,7 +4,7 @@
 
 namespace kvmanager {
 
-uint64_t BytesAtLeast(const HandOffFirst& first, const CodecInfo& info) {
+uint64_t BytesAtLeast(const HandOffHeader& first, const CodecInfo& info) {
   const PageLayout& layout = first.config.layout;
   const uint64_t blocks = first.blocks.size(), layers = static_cast<uint64_t>(first.config.layers);
   const uint64_t sinks = std::min(blocks, info.sink_tokens / layout.page_tokens);  // whole pages

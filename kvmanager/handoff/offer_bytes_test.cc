@@ -20,7 +20,7 @@ class OfferBytesTest : public ::testing::Test {
     first_.tokens = 64 * 5 + 3;
     first_.blocks.resize(5);
   }
-  HandOffFirst first_;
+  HandOffHeader first_;
   CodecInfo info_;
 };
 

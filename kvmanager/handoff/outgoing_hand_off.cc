@@ -44,7 +44,7 @@ absl::StatusOr<std::shared_ptr<OutgoingHandOff>> OutgoingHandOff::Begin(const Pa
 }
 
 absl::Status OutgoingHandOff::FindGpu() {
-  const HandOffFirst& first = lease_->first();
+  const HandOffHeader& first = lease_->first();
   if (first.config.device == CacheConfig::kHost) return absl::OkStatus();
   gpu_ = kvmanager::FindGpu(parts_.gpus, first.config.device);
   if (gpu_ == nullptr) return NoGpuPages(absl::UnavailableError("a GPU that sends nothing itself"));
@@ -60,7 +60,7 @@ absl::Status OutgoingHandOff::FindGpu() {
 }
 
 absl::Status OutgoingHandOff::Offer() {
-  const HandOffFirst& first = lease_->first();
+  const HandOffHeader& first = lease_->first();
   const uint64_t page_tokens = first.config.layout.page_tokens;
   const uint64_t pages = (first.tokens + page_tokens - 1) / page_tokens * first.config.layers + first.size();
   SendRequest request;
@@ -97,7 +97,7 @@ absl::Status OutgoingHandOff::Offer() {
 }
 
 uint32_t OutgoingHandOff::LayerOf(uint32_t page) const {
-  const HandOffFirst& first = lease_->first();
+  const HandOffHeader& first = lease_->first();
   return page < first.size() ? first.page(page).layer : lease_->last()->pages[page - first.size()].layer;
 }
 
@@ -153,7 +153,7 @@ void OutgoingHandOff::Pump() {
   if (ended_.has_value() || cancelled_) return;
   if (absl::Status status = lease_->status(); !status.ok()) return Fail(std::move(status));
   Post(lease_->TakeReady());
-  const HandOffLast* const last = lease_->last();
+  const HandOffTrailer* const last = lease_->last();
   if (cancelled_ || last == nullptr || !blob_.has_value() || std::exchange(said_last_, true)) return;
   HandOffPart part = MakePart(WriteLastManifest(*last, *blob_), last->pages);
   part.withdrawn = last->withdrawn;

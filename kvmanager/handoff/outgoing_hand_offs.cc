@@ -25,7 +25,7 @@ struct Trial {
   int full = -1;         // the first that had no room
 };
 
-uint64_t NeededBytes(const HandOffFirst& first) {
+uint64_t NeededBytes(const HandOffHeader& first) {
   const uint64_t page_tokens = first.config.layout.page_tokens;
   const uint64_t pages = (first.tokens + page_tokens - 1) / page_tokens * first.config.layers;
   uint64_t bytes = (pages - first.pages.size()) * first.config.layout.raw_bytes();
@@ -46,7 +46,7 @@ kj::Promise<Begun> TryOne(Trial& trial, const std::string& peer, int64_t room_ms
     trial.lease = *std::move(lease);
   }
   auto begun = OutgoingHandOff::Begin(trial.parts, std::move(trial.lease),
-                                      {peer, room_ms, trial.targets.timeout_ms, trial.targets.goes_on});
+                                      {peer, room_ms, trial.targets.timeout_ms, trial.targets.will_append});
   if (!begun.ok()) return Begun(begun.status());
   auto hand_off = kj::heap<CancelOnDrop>(*std::move(begun));
   auto accepted = (*hand_off)->Accepted();
@@ -119,7 +119,7 @@ kj::Promise<absl::StatusOr<SentHandOff>> OutgoingHandOffs::Send(MakeExportLease 
     auto lease = make_lease();
     if (!lease.ok()) return Result(lease.status());
     auto begun = OutgoingHandOff::Begin(parts_, *std::move(lease),
-                                        {targets.peers[0], targets.room_ms, targets.timeout_ms, targets.goes_on});
+                                        {targets.peers[0], targets.room_ms, targets.timeout_ms, targets.will_append});
     if (!begun.ok()) return Result(begun.status());
     auto hand_off = kj::heap<CancelOnDrop>(*std::move(begun));
     auto sent = (*hand_off)->Finish(std::move(blob), targets.room_ms);

@@ -79,7 +79,7 @@ class Device {
   virtual bool IsCapturing(CUstream_st* stream) const = 0;
 
   /// What comes later on `stream` waits until the 8-byte word in pinned host memory is at least `value`, compared
-  /// cyclically: int64(word - value) >= 0 (StreamWords). Errors: INVALID_ARGUMENT for a value above INT64_MAX - 1.
+  /// cyclically: int64(word - value) >= 0 (SharedSemaphores). Errors: INVALID_ARGUMENT for a value above INT64_MAX - 1.
   virtual absl::Status EnqueueWait(CUstream_st* stream, const void* word, uint64_t value) const = 0;
   /// After all work on `stream` so far, stores `value` to a word in pinned host memory.
   virtual absl::Status EnqueueWrite(CUstream_st* stream, const void* word, uint64_t value) const = 0;

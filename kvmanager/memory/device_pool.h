@@ -1,4 +1,4 @@
-// Fixed slots in slabs of device memory that other processes can map: PagePool's twin on the GPU.
+// Fixed slots in slabs of device memory that other processes can map: PagePool's counterpart on the GPU.
 //
 // All slabs are made at start. Which slots are whose is a SlabAllocator's (its invariants hold here). A slab that was
 // never exported is zeroed before it changes tenant, and the call waits for that (about 0.1 ms per 256 MiB). An export

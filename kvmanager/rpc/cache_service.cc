@@ -159,7 +159,8 @@ class CacheService final : public api::Cache::Server {
       const auto bytes = context.getParams().getTicket();
       const std::string ticket(reinterpret_cast<const char*>(bytes.begin()), bytes.size());
       Tickets& tickets = parts_.incoming->tickets();
-      if (const auto waiting = tickets.Find(ticket, cache_.id); waiting.ok() && !store().IsTwin(cache_.id, *waiting)) {
+      if (const auto waiting = tickets.Find(ticket, cache_.id);
+          waiting.ok() && !store().IsCounterpart(cache_.id, *waiting)) {
         KV_ASSIGN_OR_RETURN(const Tickets::Claimed claimed, tickets.Claim(ticket, cache_.id));
         KV_RETURN_IF_ERROR(WriteClaimed(claimed, context));
         return Done();
@@ -186,7 +187,7 @@ class CacheService final : public api::Cache::Server {
     IncomingHandOffs& incoming = *parts_.incoming;
     const absl::StatusOr<SequenceId> waiting = incoming.tickets().Find(ticket, cache_.id);
     if (!waiting.ok()) return waiting.status();
-    if (!store().IsTwin(cache_.id, *waiting)) return ClaimHere(ticket, context);
+    if (!store().IsCounterpart(cache_.id, *waiting)) return ClaimHere(ticket, context);
     if (absl::Status begun = incoming.tickets().BeginClaim(ticket); !begun.ok()) return begun;
     return incoming.WhenSettled(*waiting)
         .then([this, id = *waiting] { return CopyHere(id); })

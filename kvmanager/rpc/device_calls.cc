@@ -24,11 +24,11 @@ absl::Status ExtendOnce(PageStore& store, CacheId cache, int first_layer, int la
   absl::InlinedVector<AppendEntry, 4> appends;
   appends.reserve(entries.size());
   for (const AttendEntry& entry : entries) appends.push_back({entry.sequence, entry.position, entry.tokens});
-  return store.Extend(cache, first_layer, layers, appends);
+  return store.Append(cache, {first_layer, layers}, appends);
 }
 
 // Resolves when the lease is ready.
-kj::Promise<void> WhenReady(DeviceLease& lease) {
+kj::Promise<void> WhenReady(AttendLease& lease) {
   auto waiting = kj::newPromiseAndFulfiller<void>();
   lease.OnReady([fulfiller = kj::mv(waiting.fulfiller)]() mutable { fulfiller->fulfill(); });
   return kj::mv(waiting.promise);
@@ -42,7 +42,7 @@ struct Call {
   CacheConfig config;
   Entries entries;
   bool append = false;
-  std::unique_ptr<DeviceLease> lease;
+  std::unique_ptr<AttendLease> lease;
 
   Call(const DeviceCalls& the_calls, const std::shared_ptr<Session>& the_session, const StepCache& the_cache,
        const Entries& the_entries)
@@ -50,7 +50,7 @@ struct Call {
     cache.config = &config;
   }
   const DeviceCalls::Parts& parts() const { return calls.parts(); }
-  // Books an append to `layers` layers from `first_layer` on.
+  // Reserves an append to `layers` layers from `first_layer` on.
   absl::Status Extend(int first_layer, int layers) {
     return append ? ExtendOnce(*parts().store, cache.id, first_layer, layers, entries) : absl::OkStatus();
   }
@@ -62,7 +62,7 @@ struct Call {
     for (size_t i = 0; i < readings.size(); ++i) readings[i] = {lease->aged(i), lease->chooses_from(i)};
     return readings;
   }
-  // What was booked is submitted, or planned: hand-offs of these sequences hear when it is written.
+  // What was reserved is submitted, or planned: hand-offs of these sequences hear when it is written.
   void TellFollowers(int first_layer, int layers) {
     for (const AttendEntry& entry : entries) {
       if (!parts().store->AwaitsWrites(entry.sequence)) continue;
@@ -98,18 +98,18 @@ struct StepCall final : Call {
   uint64_t done = 0;
   AttentionCounts counts;
 
-  absl::Status Book() {
+  absl::Status Reserve() {
     if (!work->HasRoom()) return absl::ResourceExhaustedError("the stream of this connection is too far behind");
     return Extend(layer, 1);
   }
   bool MayFitSoon(const absl::Status& status) const { return Call::MayFitSoon(status) || !work->HasRoom(); }
 
-  // The append is booked, or there is none. Resolved at once, but for pages that are still to be encoded.
+  // The append is reserved, or there is none. Resolved at once, but for pages that are still to be encoded.
   kj::Promise<absl::Status> Proceed(const std::shared_ptr<StepCall>& self) {
     if (tensors.q == nullptr) return Submit(tensors, {});
-    auto read = parts().store->Read(cache.id, layer, 1, entries);
+    auto read = parts().store->Attend(cache.id, layer, entries);
     if (!read.ok()) {
-      // What was booked is appended all the same.
+      // What was reserved is appended all the same.
       if (tensors.k != nullptr) (void)Submit({.k = tensors.k, .v = tensors.v, .ready = tensors.ready}, {});
       return read.status();
     }
@@ -154,24 +154,24 @@ struct ExtendCall final : Call {
   bool attend = false;
   bool encode_here = false;
   ProcessSteps::Plan plan;
-  std::vector<DeviceEncodeJob> jobs;       // booked, and not part of a plan yet
+  std::vector<DeviceEncodeJob> jobs;       // reserved, and not part of a plan yet
   std::vector<DeviceIndexJob> index_jobs;  // on keys that this plan's kernels append
-  bool booked = false;                     // and not planned
+  bool reserved = false;                   // and not planned
 
-  uint64_t reserved = 0;  // pages, in the process's ring of flags
+  uint64_t reserved_flags = 0;  // pages, in the process's ring of flags
 
   ~ExtendCall() {
-    if (booked) (void)Fail(absl::CancelledError("the call was given up"));
-    process->Unreserve(reserved);
+    if (reserved) (void)Fail(absl::CancelledError("the call was given up"));
+    process->ReleaseFlags(reserved_flags);
   }
 
-  // Others book while this call waits for pages: what it is to encode is taken at once.
-  absl::Status Book() {
+  // Others reserve while this call waits for pages: what it is to encode is taken at once.
+  absl::Status Reserve() {
     KV_RETURN_IF_ERROR(Extend(0, config.layers));
     jobs = process->TakeJobs();
     SortIndexJobs();
-    booked = append;
-    if (booked) process->Book(entries);
+    reserved = append;
+    if (reserved) process->ReserveTokens(entries);
     return absl::OkStatus();
   }
   // What this call's queries wait for must not wait for its plan.
@@ -188,27 +188,27 @@ struct ExtendCall final : Call {
 
   kj::Promise<absl::Status> Proceed(const std::shared_ptr<ExtendCall>& self) {
     if (attend) {
-      auto read = parts().store->Read(cache.id, 0, config.layers, entries);
+      auto read = parts().store->Attend(cache.id, {0, config.layers}, entries);
       if (!read.ok()) return Fail(read.status());
       lease = *std::move(read);
       SortIndexJobs();
       // Once it is ready it is read again: which pages were declined is known only then.
       if (!lease->ready()) return WhenReady(*lease).then([self] { return self->Proceed(self); });
     }
-    process->Unreserve(std::exchange(reserved, 0));
+    process->ReleaseFlags(std::exchange(reserved_flags, 0));
     auto made = process->MakePlan(cache, entries, words, encode_here, &jobs);
     if (!made.ok()) return Fail(made.status());
     plan = *std::move(made);
-    if (std::exchange(booked, false)) {
-      process->Unbook(entries);
+    if (std::exchange(reserved, false)) {
+      process->ReleaseTokens(entries);
       TellFollowers(0, config.layers);
     }
     PostIndexJobs(std::exchange(index_jobs, {}));
     return absl::OkStatus();
   }
   absl::Status Fail(const absl::Status& status) {
-    if (std::exchange(booked, false)) {
-      process->Unbook(entries);
+    if (std::exchange(reserved, false)) {
+      process->ReleaseTokens(entries);
       process->Break(entries, std::exchange(jobs, {}), status);
     }
     PostIndexJobs(std::exchange(index_jobs, {}));  // pages are pinned until they end
@@ -241,24 +241,24 @@ template <typename TheCall>
 kj::Promise<absl::Status> TryLater(std::shared_ptr<TheCall> call, int64_t until_ns) {
   return call->parts().loop->fine_timer().AfterUs(kRetryUs).then(
       [call, until_ns]() mutable -> kj::Promise<absl::Status> {
-        const absl::Status booked = call->Book();
-        if (booked.ok()) return call->Proceed(call);
-        if (!call->MayFitSoon(booked) || call->parts().clock->NowNs() > until_ns) return booked;
+        const absl::Status reserved = call->Reserve();
+        if (reserved.ok()) return call->Proceed(call);
+        if (!call->MayFitSoon(reserved) || call->parts().clock->NowNs() > until_ns) return reserved;
         return TryLater(std::move(call), until_ns);
       });
 }
 
-// Books the append if there is one, goes on, and replies: at once where it can.
+// Reserves the append if there is one, goes on, and replies: at once where it can.
 template <typename TheCall, typename Context>
 absl::StatusOr<kj::Promise<void>> Run(std::shared_ptr<TheCall> call, Method method, Context& context) {
-  const absl::Status booked = call->Book();
+  const absl::Status reserved = call->Reserve();
   kj::Promise<absl::Status> over = absl::OkStatus();
-  if (booked.ok()) {
+  if (reserved.ok()) {
     over = call->Proceed(call);
-  } else if (call->MayFitSoon(booked)) {
+  } else if (call->MayFitSoon(reserved)) {
     over = TryLater(call, call->parts().clock->NowNs() + kRetryForMs * 1000000);
   } else {
-    return booked;
+    return reserved;
   }
   context.releaseParams();
   return over.then([call, context, method](absl::Status status) mutable {
@@ -315,9 +315,9 @@ absl::StatusOr<kj::Promise<void>> DeviceCalls::RunExtend(const std::shared_ptr<S
   const uint64_t page_tokens = config.layout.page_tokens;
   const ReadingRule rule{config.layout.page_tokens, config.lag_pages};
   for (uint32_t i = 0; i < entries.size(); ++i) {
-    if (words[i] >= StreamWords::kNonFiniteWords) {
+    if (words[i] >= SharedSemaphores::kNonFiniteWords) {
       return InvalidField(absl::StrCat("words[", i, "]"), words[i],
-                          absl::StrCat("below ", StreamWords::kNonFiniteWords));
+                          absl::StrCat("below ", SharedSemaphores::kNonFiniteWords));
     }
     KV_RETURN_IF_ERROR(call->process->CheckSequence(entries[i].sequence));
     const uint64_t end = entries[i].position + static_cast<uint64_t>(entries[i].tokens);
@@ -339,7 +339,7 @@ absl::StatusOr<kj::Promise<void>> DeviceCalls::RunExtend(const std::shared_ptr<S
     }
     sealed += end / page_tokens - entries[i].position / page_tokens;
     changes += parts_.store->ChangedPages(entries[i].sequence, TableKeeper::kProcess);
-    // A page that its last token alone may still ask is told again (PageStore::Read).
+    // A page that its last token alone may still ask is told again (PageStore::Attend).
     if (!request.getAppend() && (entries[i].position + 1) % page_tokens == 0) changes += config.layers;
     call->words.push_back(words[i]);
   }
@@ -351,8 +351,8 @@ absl::StatusOr<kj::Promise<void>> DeviceCalls::RunExtend(const std::shared_ptr<S
       quality->NoteRow(cache.id, config.layers, row.layer, config.layout.dtype, /*scale=*/0, row.q);
     }
   }
-  call->reserved = pages;
-  call->process->Reserve(pages);
+  call->reserved_flags = pages;
+  call->process->ReserveFlags(pages);
   call->encode_here = request.getEncodeHere();
   call->append = request.getAppend();
   call->attend = request.getAttend();

@@ -1,4 +1,4 @@
-// The calls of a cache on a GPU: checked, booked with the store, submitted or planned, answered.
+// The calls of a cache on a GPU: checked, reserved with the store, submitted or planned, answered.
 //
 // A call that finds no room because kernels still read what was given up waits a little and tries again; one whose
 // pages are still to be encoded waits for them. Nothing here waits for a GPU on the loop's thread.
@@ -49,7 +49,7 @@ class DeviceCalls {
                                               ExtendContext& context) const;
 
   /// Tells the store (PageStore::Written) once the first tokens[i] tokens of layer first_layer + i are written, which
-  /// were all booked: at once if they are, and never if the connection ends before.
+  /// were all reserved: at once if they are, and never if the connection ends before.
   void TellWhenWritten(Session& session, const StepCache& cache, SequenceId sequence, int first_layer,
                        std::vector<uint64_t> tokens) const;
 
@@ -76,7 +76,7 @@ absl::Status CheckOnDevice(Session& session, const StepCache& cache, SequenceId 
 /// A fork was made by the last change.
 void NoteFork(Session& session, const StepCache& cache, SequenceId fork);
 
-/// Whether everything that was booked for the sequence so far is written.
+/// Whether everything that was reserved for the sequence so far is written.
 bool HasWritten(Session& session, const StepCache& cache, SequenceId sequence);
 
 }  // namespace kvmanager

@@ -27,8 +27,8 @@ absl::StatusOr<absl::Span<uint8_t>> RangeOf(const Session& session, const Device
 }
 
 absl::Status CheckValue(absl::string_view field, uint64_t value) {
-  if (value <= StreamWords::kValueMax) return absl::OkStatus();
-  return InvalidField(field, value, absl::StrCat("at most ", StreamWords::kValueMax));
+  if (value <= SharedSemaphores::kValueMax) return absl::OkStatus();
+  return InvalidField(field, value, absl::StrCat("at most ", SharedSemaphores::kValueMax));
 }
 
 // The descriptor of a slab, until it was sent and the capability dropped.

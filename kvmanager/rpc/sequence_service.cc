@@ -227,7 +227,7 @@ class SequenceService final : public api::Sequence::Server {
       KV_ASSIGN_OR_RETURN(std::string blob, ReadBlob(params.getBlob()));
       KV_ASSIGN_OR_RETURN(HandOffTargets targets, ReadTargets(*parts_.peers_allowed, params));
       const auto bound = session_->BoundOf(cache_);
-      auto lease = [this, goes_on = targets.goes_on] { return store().ExportWhole(id_, goes_on); };
+      auto lease = [this, will_append = targets.will_append] { return store().ExportWhole(id_, will_append); };
       auto sent = bound == nullptr ? parts_.outgoing->Send(std::move(lease), std::move(targets), std::move(blob))
                                    : SendFromDevice(bound, std::move(targets), std::move(blob));
       context.releaseParams();
@@ -246,7 +246,9 @@ class SequenceService final : public api::Sequence::Server {
       const uint64_t tokens = params.getTokens();
       const auto bound = session_->BoundOf(cache_);
       const int64_t ms = targets.timeout_ms;
-      auto lease = [this, tokens, goes_on = targets.goes_on] { return store().ExportGrowing(id_, tokens, goes_on); };
+      auto lease = [this, tokens, will_append = targets.will_append] {
+        return store().ExportGrowing(id_, tokens, will_append);
+      };
       auto beginning = bound == nullptr ? parts_.outgoing->Begin(std::move(lease), std::move(targets))
                                         : BeginFromDevice(bound, tokens, std::move(targets));
       context.releaseParams();
@@ -281,11 +283,11 @@ class SequenceService final : public api::Sequence::Server {
                                                                      uint64_t tokens, HandOffTargets targets) {
     using Begun = absl::StatusOr<kj::Own<CancelOnDrop>>;
     const auto lease = [parts = &parts_, session = session_, bound, id = id_, tokens,
-                        goes_on = targets.goes_on](ExportWay way) {
+                        will_append = targets.will_append](ExportWay way) {
       return [=]() -> absl::StatusOr<std::unique_ptr<ExportLease>> {
         KV_RETURN_IF_ERROR(CheckOnDevice(*session, bound->cache, id));
         PageStore& store = *parts->store;
-        KV_ASSIGN_OR_RETURN(auto made, store.ExportGrowing(id, tokens, goes_on, way));
+        KV_ASSIGN_OR_RETURN(auto made, store.ExportGrowing(id, tokens, will_append, way));
         parts->device_calls->TellWhenWritten(*session, bound->cache, id, 0, store.LayerTokens(id));
         return made;
       };
@@ -309,9 +311,9 @@ class SequenceService final : public api::Sequence::Server {
     });
     // Made once for each peer that is tried, perhaps much later.
     auto lease = [store = parts_.store, session = session_, bound, id = id_,
-                  goes_on = targets.goes_on]() -> absl::StatusOr<std::unique_ptr<ExportLease>> {
+                  will_append = targets.will_append]() -> absl::StatusOr<std::unique_ptr<ExportLease>> {
       KV_RETURN_IF_ERROR(CheckOnDevice(*session, bound->cache, id));
-      if (HasWritten(*session, bound->cache, id)) return store->ExportWhole(id, goes_on);
+      if (HasWritten(*session, bound->cache, id)) return store->ExportWhole(id, will_append);
       return FieldError(absl::StatusCode::kFailedPrecondition, "sequence", absl::StrCat(id, ", which goes on"),
                         "one that nothing is appended to until a peer has accepted it");
     };
@@ -348,8 +350,8 @@ class SequenceService final : public api::Sequence::Server {
         .then([&parts, targets = std::move(targets),
                blob = std::move(blob)](absl::StatusOr<Arrived> copy) mutable -> Sent {
           if (!copy.ok()) return absl::StatusOr<SentHandOff>(copy.status());
-          auto lease = [store = parts.store, id = copy->sequence(), goes_on = targets.goes_on] {
-            return store->ExportWhole(id, goes_on);
+          auto lease = [store = parts.store, id = copy->sequence(), will_append = targets.will_append] {
+            return store->ExportWhole(id, will_append);
           };
           auto sent = parts.outgoing->Send(std::move(lease), std::move(targets), std::move(blob));
           return sent.attach(kj::heap<Arrived>(*std::move(copy)));

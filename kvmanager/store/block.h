@@ -41,6 +41,12 @@ struct Block {
   BlockName name;
   absl::Status arrival;  // an error: its pages that are Receiving will not come, and why
 
+  /// The page of activations that goes on where an append goes on in this page of K and V; nullptr: some token before
+  /// had none.
+  const Page* OpenActivations(uint32_t layer) const {
+    const Page* const page = activations.empty() ? nullptr : &activations[layer];
+    return page != nullptr && page->state == PageState::kFilling ? page : nullptr;
+  }
   /// Every layer's page of K and V is sealed. (Activations are a help: nothing waits for them.)
   bool is_full() const {
     for (const Page& page : pages) {

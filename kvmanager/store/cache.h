@@ -61,7 +61,6 @@ struct Cache {
   uint64_t aged_bytes(uint32_t block, uint32_t layer) const {
     return keeps_raw(block, layer) ? layout().raw_bytes() : page_bytes(layer);
   }
-  bool on_device() const { return config.device != CacheConfig::kHost; }
   FormBytes slot_bytes(uint32_t layer, PageKind kind = PageKind::kKeysValues) const {
     if (kind == PageKind::kActivations) return {activation_slot_bytes, activation_slot_bytes};
     return {raw_slot_bytes, encoded_slots.bytes[encoded_slots.of_layer[layer]]};

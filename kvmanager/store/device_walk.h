@@ -93,11 +93,11 @@ class DeviceWalk {
   static SimulatedRows RowsOf(SequenceId id, const ModelSequence& model, int layer, uint64_t position, int tokens);
   /// nullptr: refused, as it must be.
   void StartRead(size_t which, int first, int layers, const std::vector<AttendEntry>& entries,
-                 std::unique_ptr<DeviceLease>* out);
-  void AddQueries(int first, int layers, const std::vector<AttendEntry>& entries, const DeviceLease& lease,
+                 std::unique_ptr<AttendLease>* out);
+  void AddQueries(int first, int layers, const std::vector<AttendEntry>& entries, const AttendLease& lease,
                   Submission* submission);
   void Wait(Client* client, size_t which, int first, int layers, std::vector<AttendEntry> entries,
-            std::unique_ptr<DeviceLease> lease);
+            std::unique_ptr<AttendLease> lease);
   void MarkWaiting(const Waiting& step, int change);
   /// Queries of steps that waited: what they read is encoded now, and another look tells which slots that left.
   void SubmitWaiting();

@@ -64,7 +64,7 @@ struct Waiting {
   size_t cache = 0;
   int first_layer = 0, layers = 0;
   std::vector<AttendEntry> entries;
-  std::unique_ptr<DeviceLease> lease;
+  std::unique_ptr<AttendLease> lease;
   std::shared_ptr<bool> called = std::make_shared<bool>(false);
 };
 

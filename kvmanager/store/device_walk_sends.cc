@@ -49,7 +49,7 @@ void DeviceWalk::SendOne() {
   sending.by_host = moves_ && Below(2) == 0;
   sending.tokens = has + Below(tokens_max - has + 1);
   if (Below(4) > 0) sending.tokens = std::min(tokens_max, has + Below(20));
-  auto lease = store().ExportGrowing(it->first, sending.tokens, /*goes_on=*/Below(2) == 0,
+  auto lease = store().ExportGrowing(it->first, sending.tokens, /*will_append=*/Below(2) == 0,
                                      sending.by_host ? ExportWay::kByHost : ExportWay::kDirect);
   if (lease.status().code() == absl::StatusCode::kResourceExhausted) {
     ASSERT_TRUE(sending.by_host);
@@ -88,7 +88,7 @@ void DeviceWalk::GoOnSending(size_t index) {
     }
   }
   ASSERT_TRUE(sending.lease->status().ok()) << sending.lease->status();
-  const HandOffFirst& first = sending.lease->first();
+  const HandOffHeader& first = sending.lease->first();
   for (const ExportedPage& page : sending.lease->TakeReady()) {
     const HandOffPage& of = first.pages[page.page];
     const ModelCache& cache = caches_[sending.cache];
@@ -100,7 +100,7 @@ void DeviceWalk::GoOnSending(size_t index) {
   }
   if (sending.lease->last() == nullptr) return;
   // Everything was offered, and nothing has changed since.
-  const HandOffLast& last = *sending.lease->last();
+  const HandOffTrailer& last = *sending.lease->last();
   ASSERT_EQ(sending.sent.size() + last.withdrawn.size(), first.pages.size());
   counts.withdrawn += last.withdrawn.size();
   testing::CopyOpenPages(*sending.lease);

@@ -66,7 +66,7 @@ void DeviceWalk::ExtendSome() {
     even = false;
   }
   const size_t jobs = test_.device.executor.jobs();
-  const absl::Status status = store().Extend(cache.id, first, layers, entries);
+  const absl::Status status = store().Append(cache.id, {first, layers}, entries);
   if (!even) {
     ASSERT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
     ++counts.refused;
@@ -95,7 +95,7 @@ void DeviceWalk::ExtendSome() {
   for (size_t job = jobs; job < test_.device.executor.jobs(); ++job)
     jobs_.push_back({client, client->stream.submitted() + 1});
   // Writes and, if nothing is to be waited for, queries in one plan.
-  std::unique_ptr<DeviceLease> lease;
+  std::unique_ptr<AttendLease> lease;
   if (Below(4) > 0) StartRead(which, first, layers, queries, &lease);
   if (lease != nullptr && lease->ready()) {
     AddQueries(first, layers, queries, *lease, &submission);
@@ -118,7 +118,7 @@ SimulatedRows DeviceWalk::RowsOf(SequenceId id, const ModelSequence& model, int 
 }
 
 void DeviceWalk::StartRead(size_t which, int first, int layers, const std::vector<AttendEntry>& entries,
-                           std::unique_ptr<DeviceLease>* out) {
+                           std::unique_ptr<AttendLease>* out) {
   bool even = true, part_of_aged = false;
   const CacheConfig& config = caches_[which].config;
   const uint64_t page_tokens = config.layout.page_tokens;
@@ -131,7 +131,7 @@ void DeviceWalk::StartRead(size_t which, int first, int layers, const std::vecto
     part_of_aged |= position < entry.position + entry.tokens && position / page_tokens < model.aged[first];
   }
   part_of_aged &= !caches_[which].codec->info().identity;
-  auto lease = store().Read(caches_[which].id, first, layers, entries);
+  auto lease = store().Attend(caches_[which].id, {first, layers}, entries);
   if (!even) {
     ASSERT_EQ(lease.status().code(), absl::StatusCode::kFailedPrecondition) << lease.status();
     ++counts.refused;
@@ -150,7 +150,7 @@ void DeviceWalk::StartRead(size_t which, int first, int layers, const std::vecto
   *out = *std::move(lease);
 }
 
-void DeviceWalk::AddQueries(int first, int layers, const std::vector<AttendEntry>& entries, const DeviceLease& lease,
+void DeviceWalk::AddQueries(int first, int layers, const std::vector<AttendEntry>& entries, const AttendLease& lease,
                             Submission* submission) {
   for (size_t i = 0; i < entries.size(); ++i) {
     const AttendEntry& entry = entries[i];
@@ -164,7 +164,7 @@ void DeviceWalk::AddQueries(int first, int layers, const std::vector<AttendEntry
 }
 
 void DeviceWalk::Wait(Client* client, size_t which, int first, int layers, std::vector<AttendEntry> entries,
-                      std::unique_ptr<DeviceLease> lease) {
+                      std::unique_ptr<AttendLease> lease) {
   ++counts.waits;
   Waiting step{client, which, first, layers, std::move(entries), std::move(lease)};
   step.lease->OnReady([called = step.called] { *called = true; });
@@ -196,7 +196,7 @@ void DeviceWalk::SubmitWaiting() {
     const bool gone = std::any_of(step.entries.begin(), step.entries.end(),
                                   [this](const AttendEntry& entry) { return !sequences_.contains(entry.sequence); });
     if (gone || step.client->dead) continue;
-    std::unique_ptr<DeviceLease> lease;
+    std::unique_ptr<AttendLease> lease;
     ASSERT_NO_FATAL_FAILURE(StartRead(step.cache, step.first_layer, step.layers, step.entries, &lease));
     if (lease == nullptr) continue;
     if (!lease->ready()) {  // pages were replaced by equal ones that are still to be encoded
@@ -226,7 +226,7 @@ void DeviceWalk::ReadSome() {
     entries.push_back({id, position, static_cast<int>(1 + Below(tokens - position))});
   }
   if (entries.empty()) return;
-  std::unique_ptr<DeviceLease> lease;
+  std::unique_ptr<AttendLease> lease;
   ASSERT_NO_FATAL_FAILURE(StartRead(which, first, layers, entries, &lease));
   if (lease == nullptr) return;
   if (!lease->ready()) return Wait(client, which, first, layers, std::move(entries), std::move(lease));

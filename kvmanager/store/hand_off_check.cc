@@ -7,7 +7,7 @@ namespace kvmanager {
 namespace {
 
 // Activations are of pages, in their order, and as large as this cache's.
-absl::Status CheckActivations(const Cache& cache, const HandOffFirst& first) {
+absl::Status CheckActivations(const Cache& cache, const HandOffHeader& first) {
   auto page = first.pages.begin();
   for (size_t i = 0; i < first.activations.size(); ++i) {
     const HandOffPage& of = first.activations[i];
@@ -39,7 +39,7 @@ absl::Status CheckBlockNames(absl::string_view field, absl::Span<const HandOffBl
   return absl::OkStatus();
 }
 
-absl::Status CheckFirst(const Cache& cache, const HandOffFirst& first) {
+absl::Status CheckFirst(const Cache& cache, const HandOffHeader& first) {
   const uint64_t page_tokens = cache.page_tokens();
   const uint64_t tokens_max = PageStore::kSequenceBlocksMax * page_tokens;
   if (first.tokens > tokens_max) return InvalidField("tokens", first.tokens, absl::StrCat("at most ", tokens_max));

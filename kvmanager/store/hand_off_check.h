@@ -16,6 +16,6 @@ absl::Status CheckBlockNames(absl::string_view field, absl::Span<const HandOffBl
                              absl::flat_hash_set<BlockKey>* seen);
 /// Whether `first` is of one piece: blocks and pages as its token count says, with the sizes of the cache's forms.
 /// Errors: INVALID_ARGUMENT with field, value and bound.
-absl::Status CheckFirst(const Cache& cache, const HandOffFirst& first);
+absl::Status CheckFirst(const Cache& cache, const HandOffHeader& first);
 
 }  // namespace kvmanager

@@ -3,7 +3,7 @@
 // end after the store: they then do nothing.
 //
 // What is said of it, without the bytes of its pages, comes in two parts: the first says what is known before the pages
-// are made, and what of them will travel encoded; the last says the rest. Pages are numbered from 0 in the first part;
+// are made, and what of them will travel encoded; the last says the rest. Pages are numbered from 0 in the header;
 // those of the last go on from there.
 #pragma once
 
@@ -37,7 +37,7 @@ struct HandOffBlock {
   BlockName name;  // all zeros: not published
   bool named = false;
 };
-struct HandOffFirst {
+struct HandOffHeader {
   CacheConfig config;
   uint32_t codec_version = 0;
   uint64_t tokens = 0;               // of every layer, once the sender has appended them
@@ -55,10 +55,10 @@ struct HandOffFirst {
     return number < pages.size() ? pages[number] : activations[number - pages.size()];
   }
 };
-struct HandOffLast {
-  std::vector<uint32_t> withdrawn;   // pages of the first part that the codec declined, ascending
-  std::vector<HandOffPage> pages;    // every page that the first part does not send, raw: by layer, then by block
-  std::vector<HandOffBlock> blocks;  // [HandOffFirst::blocks] names since the first part
+struct HandOffTrailer {
+  std::vector<uint32_t> withdrawn;   // pages of the header that the codec declined, ascending
+  std::vector<HandOffPage> pages;    // every page that the header does not send, raw: by layer, then by block
+  std::vector<HandOffBlock> blocks;  // [HandOffHeader::blocks] names since the header
   IndexFacts index;                  // of a codec with indexes: the receiver makes an equal one
 };
 
@@ -81,11 +81,11 @@ struct ExportedOpenPage {
 class ExportLease {
  public:
   virtual ~ExportLease() = default;
-  virtual const HandOffFirst& first() const = 0;
+  virtual const HandOffHeader& first() const = 0;
   /// Not OK: pages could not be copied to the host (ExportWay::kByHost), and it will not get further. UNAVAILABLE (the
   /// GPU has failed), DATA_LOSS (bytes that no page may have), RESOURCE_EXHAUSTED.
   virtual absl::Status status() const { return absl::OkStatus(); }
-  /// Pages of the first part that the codec has done with since the last call, in the order in which it was; at first
+  /// Pages of the header that the codec has done with since the last call, in the order in which it was; at first
   /// their activations, so that who takes those can compute while the others are on their way. On a GPU each is there:
   /// what is sent as it was appended has been written (PageStore::Written).
   virtual std::vector<ExportedPage> TakeReady() = 0;
@@ -96,9 +96,9 @@ class ExportLease {
   /// shortest layer; NOT_FOUND, if it was dropped; RESOURCE_EXHAUSTED.
   virtual absl::Status Finish() = 0;
   virtual bool finished() const = 0;
-  /// nullptr before Finish, and until the codec has encoded or declined every page of the first part; on a GPU also
+  /// nullptr before Finish, and until the codec has encoded or declined every page of the header; on a GPU also
   /// until everything is written, and copied where it goes by way of the host.
-  virtual const HandOffLast* last() const = 0;
+  virtual const HandOffTrailer* last() const = 0;
   /// Of last()->pages.
   virtual absl::Span<const ExportedPage> last_pages() const = 0;
   /// Of a cache on a GPU, after Finish: what is to be copied before last_pages' bytes are there, of
@@ -130,11 +130,11 @@ class ImportLease {
   virtual ~ImportLease() = default;
   virtual CacheId cache() const = 0;
   /// Where the bytes of a page go, on a GPU if its cache is there; empty if the block is already here and need not be
-  /// sent. Of the last part after Extend. A worker may call it once the call that the page is of has returned.
+  /// sent. Of the trailer after Extend. A worker may call it once the call that the page is of has returned.
   virtual absl::Span<uint8_t> target(size_t page) const = 0;
-  /// The last part, once: may need slots for pages that were declined. Errors: INVALID_ARGUMENT (what contradicts
-  /// itself or the first part), RESOURCE_EXHAUSTED; either leaves everything as it was.
-  virtual absl::Status Extend(const HandOffLast& last) = 0;
+  /// The trailer, once: may need slots for pages that were declined. Errors: INVALID_ARGUMENT (what contradicts
+  /// itself or the header), RESOURCE_EXHAUSTED; either leaves everything as it was.
+  virtual absl::Status Extend(const HandOffTrailer& last) = 0;
   /// Looks at the bytes of a page that has arrived, which come from a stranger: an encoded page must be one that the
   /// codec can compute on, a raw one finite. On any thread; reads as long as it runs. Returns the checksum. Of a GPU's
   /// page nothing is looked at, and 0 returned: kernels are safe on any bytes, since engines write there, too, and what
@@ -148,8 +148,8 @@ class ImportLease {
   /// K and V of these are in their places, finite; they are encoded if the codec does. checksum: of K and V. Errors:
   /// INVALID_ARGUMENT for one that was not taken; those before it have been recomputed.
   virtual absl::Status Recomputed(absl::Span<const ArrivedPage> pages) = 0;
-  /// Show may be called: the last part and all its pages are here. With a codec that has indexes, which are made from
-  /// all pages, all of the first part too.
+  /// Show may be called: the trailer and all its pages are here. With a codec that has indexes, which are made from
+  /// all pages, all of the header too.
   virtual bool can_show() const = 0;
   /// Makes the sequence visible, while encoded pages may still arrive: queries that need one wait for it. Until Commit
   /// the sequence can be attended to, appended to and dropped, not forked, cropped, published, exported or copied

@@ -37,7 +37,7 @@ void LookAt(const Cache& cache, MovingPage& page) {
 
 // Shared by the mover, its tasks and their end.
 struct Mover::Batch {
-  Tier* gpu;
+  Tier* upper;
   std::shared_ptr<Cache> to;
   std::vector<MovingPage> pages;
   std::shared_ptr<const bool> given_up;
@@ -45,10 +45,10 @@ struct Mover::Batch {
   uint64_t bytes = 0;
 };
 
-void Mover::Move(Tier& gpu, const std::shared_ptr<Cache>& to, std::vector<MovingPage> pages,
+void Mover::Move(Tier& upper, const std::shared_ptr<Cache>& to, std::vector<MovingPage> pages,
                  std::shared_ptr<const bool> given_up, Landed landed) {
-  auto batch = std::make_shared<Batch>(Batch{&gpu, to, std::move(pages), std::move(given_up), std::move(landed)});
-  const bool fetch = to->on_device();
+  auto batch = std::make_shared<Batch>(Batch{&upper, to, std::move(pages), std::move(given_up), std::move(landed)});
+  const bool fetch = to->tier == &upper;
   std::vector<PageCopy> copies;
   copies.reserve(batch->pages.size());
   for (const MovingPage& page : batch->pages) {
@@ -60,16 +60,16 @@ void Mover::Move(Tier& gpu, const std::shared_ptr<Cache>& to, std::vector<Moving
   std::stable_sort(copies.begin(), copies.end(),
                    [](const PageCopy& a, const PageCopy& b) { return a.bytes < b.bytes; });
   metrics_->moving_bytes.Increment(static_cast<double>(batch->bytes));
-  gpu.mover()->Move(fetch ? PageDirection::kFetch : PageDirection::kDemote, std::move(copies),
+  upper.mover()->Move(fetch ? PageDirection::kFetch : PageDirection::kDemote, std::move(copies),
                     [this, alive = alive_, batch](bool moved) {
                       if (!alive.expired()) OnMoved(batch, moved);
                     });
 }
 
 void Mover::OnMoved(const std::shared_ptr<Batch>& batch, bool moved) {
-  if (!moved) batch->gpu->StopMoving();  // the GPU has failed
+  if (!moved) batch->upper->StopMoving();  // the GPU has failed
   if (batch->given_up != nullptr && *batch->given_up) moved = false;
-  if (!moved || batch->to->on_device()) return Land(*batch, moved);
+  if (!moved || batch->to->tier == batch->upper) return Land(*batch, moved);
   std::vector<absl::AnyInvocable<void()>> tasks;
   for (size_t at = 0; at < batch->pages.size(); at += kPagesPerTask) {
     tasks.push_back([batch, at] {

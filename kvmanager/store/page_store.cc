@@ -16,12 +16,12 @@ std::unique_ptr<PageStore> PageStore::Create(PagePool* pool, const CodecRegistry
 PageStoreImpl::PageStoreImpl(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
                              StoreMetrics* metrics, const Clock* clock, absl::Span<const StoreDevice> devices)
     : registry_(registry), metrics_(metrics), clock_(clock) {
-  tiers_.push_back(std::make_unique<Tier>(CacheConfig::kHost, pool, executor, nullptr, nullptr, this));
+  tiers_.push_back(std::make_unique<Tier>(StoreDevice{.ordinal = CacheConfig::kHost, .pool = pool, .executor = executor},
+                                          MakeHostMemory(executor), /*lower=*/nullptr, this));
   for (const StoreDevice& device : devices) {
     KV_CHECK(device.pool != nullptr && device.epochs != nullptr && device.executor != nullptr);
     KV_CHECK(device.ordinal >= 0 && TierOf(device.ordinal) == nullptr);
-    tiers_.push_back(
-        std::make_unique<Tier>(device.ordinal, device.pool, device.executor, device.epochs, device.mover, this));
+    tiers_.push_back(std::make_unique<Tier>(device, MakeGpuMemory(device.executor), tiers_[0].get(), this));
   }
   mover_ = std::make_unique<Mover>(tiers_[0].get(), metrics_, alive_);
   metrics_->pool_capacity_bytes.Set(static_cast<double>(pool->capacity_bytes()));
@@ -93,7 +93,8 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
     return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(config.device),
                       absl::StrCat(CacheConfig::kHost, " for host memory, or a GPU that this daemon was started with"));
   }
-  if (cache->on_device()) cache->index = cache->codec->device_index();
+  const MemoryBackend& memory = cache->tier->memory();
+  cache->index = memory.index_layout(*cache->codec);
   if (const auto known = cache_by_digest_.find({cache->digest, config.device}); known != cache_by_digest_.end()) {
     const std::shared_ptr<Cache>& found = caches_.at(known->second);
     found->opened = ++opens_;
@@ -103,7 +104,7 @@ absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::FindOrOpen(const CacheConf
   for (int layer = 0; layer < config.layers; ++layer) {
     encoded_bytes[layer] = PagePool::RoundedSlotBytes(info.page_bytes(layer));
   }
-  if (config.hidden > 0 && !cache->on_device()) {
+  if (config.hidden > 0 && memory.keeps_activations()) {
     cache->activation_slot_bytes = PagePool::RoundedSlotBytes(cache->activation_page_bytes());
     cache->activation_gauges = &metrics_->PagesOf("activation", cache->tier->name());
   }

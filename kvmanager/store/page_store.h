@@ -35,6 +35,7 @@
 #include "codecs/sequence_index.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/ids.h"
+#include "kvmanager/base/status.h"
 #include "kvmanager/memory/page_mover.h"
 #include "kvmanager/memory/page_pool.h"
 #include "kvmanager/memory/release_epochs.h"
@@ -105,6 +106,15 @@ struct AppendEntry {
   const uint8_t* x = nullptr;
 };
 
+/// Layers `first` .. `first + count - 1`; one layer where none says how many.
+struct LayerRange {
+  LayerRange(int layer) : first(layer) {}  // NOLINT: a layer is a range of one
+  LayerRange(int first_layer, int layers) : first(first_layer), count(layers) {}
+  int end() const { return first + count; }
+  int first = 0;
+  int count = 1;
+};
+
 struct AttendEntry {
   SequenceId sequence = 0;
   uint64_t position = 0;  // of the first query token
@@ -149,7 +159,10 @@ struct CacheInfo {
   uint64_t activation_bytes = 0;
 };
 
-/// Pages pinned for one layer's attention, or to be read back; releases them when destroyed (on the store's thread).
+/// What a batch of queries will read, or pages that are read back. Pages that it lists are pinned until it is destroyed
+/// (on the store's thread). Where kernels find pages by tables it lists none: once it is ready it may go, since slots
+/// stay as long as plans (ReleaseEpochs) that were opened before the store's next call may name them; and who had to
+/// wait attends again, since only then does TakeChanges tell which pages were declined.
 class AttendLease {
  public:
   virtual ~AttendLease() = default;
@@ -158,23 +171,12 @@ class AttendLease {
   /// Calls `fn` once on the store's thread: at once if ready, else when it becomes so.
   virtual void OnReady(absl::AnyInvocable<void()> fn) = 0;
   /// After it is ready. UNAVAILABLE: pages of an entry were to arrive by a hand-off that ended early.
+  /// FAILED_PRECONDITION: a query that is not the last token of its own page would read that encoded.
   virtual const absl::Status& status() const = 0;
   /// Pages of the i-th entry; only after it is ready, with an OK status. Valid while the lease lives.
   virtual absl::Span<const AttentionPage> pages(size_t entry) const = 0;
   /// Chooses what the i-th entry's queries read; nullptr: everything. As pages(), and it goes before the lease's pages.
   virtual TokenSelector* selector(size_t entry) const = 0;
-};
-
-/// Pages of a GPU's cache that a batch's queries will read: readiness alone, since kernels find pages by tables.
-class DeviceLease {
- public:
-  virtual ~DeviceLease() = default;
-  /// Every page that must be read encoded is encoded and here. Once it is, the lease may go: slots stay as long as
-  /// plans (ReleaseEpochs) that were opened before the store's next call may name them. Who had to wait reads again:
-  /// only then does TakeChanges tell which of those pages were declined.
-  virtual bool ready() const = 0;
-  /// Calls `fn` once on the store's thread: at once if ready, else when it becomes so.
-  virtual void OnReady(absl::AnyInvocable<void()> fn) = 0;
   /// Pages [0, aged) of the i-th entry are read encoded, whatever the distance.
   virtual uint32_t aged(size_t entry) const = 0;
   /// The position from which on the i-th entry's queries choose what they read; SequenceIndex::kNever: all read
@@ -226,8 +228,9 @@ struct HolderInfo {
 };
 
 /// A GPU whose memory holds pages. Its bytes are touched by kernels alone, in the order in which somebody submits them
-/// (the server): the store keeps books. executor: as the host's, with addresses on the device. mover: nullptr: what is
-/// evicted there is lost, and nothing is fetched.
+/// (the server): the store keeps books. executor: as the host's, with addresses on the device. epochs: of plans whose
+/// kernels may read a slot after the store gave it up. mover: nullptr: what is evicted there is lost, and nothing is
+/// fetched.
 struct StoreDevice {
   int ordinal = 0;
   SlotPool* pool = nullptr;
@@ -281,14 +284,20 @@ class PageStore {
   }
   virtual absl::StatusOr<SequenceInfo> DescribeSequence(SequenceId sequence) const = 0;
 
-  /// Appends to one layer. Errors: NOT_FOUND (sequence), FAILED_PRECONDITION (position, naming the expected one),
-  /// INVALID_ARGUMENT (tokens; NaN or Inf in K or V with entry, side, token, head, channel, or in X; X for a cache that
-  /// keeps no activations), RESOURCE_EXHAUSTED (naming
-  /// the pool's limit and the largest holders: evicting every evictable block would not make room, and none was
-  /// evicted; or kAttendPagesMax, if the entries could then not be attended to: what was appended can be).
-  virtual absl::Status Append(CacheId cache, int layer, absl::Span<const AppendEntry> entries) = 0;
-  /// Pins what the entries' queries read. Errors: as Append's, but for memory.
-  virtual absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, int layer,
+  /// Appends to layers of which every entry's position must be the token count. In host memory K and V of one layer are
+  /// copied here, and looked at. On a GPU they are given to the kernels that write them, and whether they are finite is
+  /// known later, so a sequence is published only after that was looked at. Pages that this fills are given to the
+  /// executor before it returns: on a GPU their bytes will be there in the order of submission. Memory for indexes is
+  /// taken here, too, and their jobs are given to the executor (Train). Errors: NOT_FOUND (sequence),
+  /// FAILED_PRECONDITION (position, naming the expected one), INVALID_ARGUMENT (tokens; NaN or Inf in K or V with entry,
+  /// side, token, head, channel, or in X; X for a cache that keeps no activations), RESOURCE_EXHAUSTED (naming the
+  /// pool's limit and the largest holders: evicting every evictable block would not make room, and none was evicted; or
+  /// kAttendPagesMax, if the entries could then not be attended to: what was appended can be).
+  virtual absl::Status Append(CacheId cache, LayerRange layers, absl::Span<const AppendEntry> entries) = 0;
+  /// What the entries' queries read: of one layer in host memory, where its pages are listed. Errors: as Append's; of
+  /// memory where an index that queries choose by takes slots; the lease's, if it is ready; FAILED_PRECONDITION where
+  /// the layers are not equally old.
+  virtual absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, LayerRange layers,
                                                               absl::Span<const AttendEntry> entries) = 0;
   /// Pins the pages of the entries' tokens, each in the one form that the sequence reads it in, whatever the query: raw
   /// while it has not aged there, else encoded, or raw where the codec declined it. The lease's pages(i) begin with the
@@ -297,20 +306,8 @@ class PageStore {
   virtual absl::StatusOr<std::unique_ptr<AttendLease>> Load(CacheId cache, int layer,
                                                             absl::Span<const AttendEntry> entries) = 0;
 
-  // Of caches on a GPU (CacheConfig::device). Append and Attend are not for them, nor these for others:
-  // FAILED_PRECONDITION. Fork and Crop want `copies`.
+  // For those whose kernels find pages by tables.
 
-  /// Append to layers `first_layer` .. `first_layer + layers - 1`, of which every entry's position must be the token
-  /// count. K and V are given to the kernels that write them; whether they are finite is known later, so a sequence is
-  /// to be published only after that was looked at. Pages that this fills are given to the executor before it returns:
-  /// their bytes will be there in the order of submission. Memory for indexes is taken here, too, and their jobs are
-  /// given to the executor (Train). Errors: as Append's.
-  virtual absl::Status Extend(CacheId cache, int first_layer, int layers, absl::Span<const AppendEntry> entries) = 0;
-  /// What queries read. Errors: Attend's, and FAILED_PRECONDITION where the layers are not equally old, or a query that
-  /// is not the last token of its own page would read that encoded (once it is known that it was not declined);
-  /// RESOURCE_EXHAUSTED where there is no memory for the index that queries choose by.
-  virtual absl::StatusOr<std::unique_ptr<DeviceLease>> Read(CacheId cache, int first_layer, int layers,
-                                                            absl::Span<const AttendEntry> entries) = 0;
   /// Appends to `changes` the pages of one layer whose slots changed since this keeper last asked, all at first,
   /// ascending; a page beyond the layer's last is not named.
   virtual absl::Status TakeChanges(SequenceId sequence, int layer, std::vector<PagePlace>* changes,
@@ -322,14 +319,15 @@ class PageStore {
   virtual uint64_t ChangedPages(SequenceId sequence, TableKeeper keeper) const = 0;
   /// Whether a hand-off of this sequence waits to hear of what is written (ExportGrowing).
   virtual bool AwaitsWrites(SequenceId sequence) const = 0;
-  /// Kernels have written the first tokens[i] tokens of layer first_layer + i, all of them booked by Extend. Tells such
-  /// hand-offs, also of a sequence that was dropped since; in any order.
+  /// Kernels have written the first tokens[i] tokens of layer first_layer + i, all of them appended. Tells
+  /// such hand-offs, also of a sequence that was dropped since; in any order.
   virtual void Written(SequenceId sequence, int first_layer, absl::Span<const uint64_t> tokens) = 0;
   /// Token counts by layer; empty: no such sequence.
   virtual std::vector<uint64_t> LayerTokens(SequenceId sequence) const = 0;
-  /// Whether pages of this cache's tenant are in a slab of its GPU's pool, so that a process of that tenant may map it.
-  virtual bool OwnsSlab(CacheId cache, uint32_t slab) const = 0;
-  /// Frees slots that were given up and that kernels have done with; Extend and others do so when they need room.
+  /// Whether the cache is on `device` and pages of its tenant are in a slab of that pool, so that a process of that
+  /// tenant may map it.
+  virtual bool OwnsSlab(CacheId cache, int device, uint32_t slab) const = 0;
+  /// Frees slots that were given up and that kernels have done with; Append and others do so when they need room.
   virtual void CollectReleased() = 0;
   /// Slots were given up that kernels may still read, or are being copied to the host: what RESOURCE_EXHAUSTED refused
   /// may soon fit.
@@ -351,15 +349,25 @@ class PageStore {
   /// pages); UNAVAILABLE (pages cannot move yet).
   virtual absl::StatusOr<std::unique_ptr<ArrivalLease>> Copy(SequenceId sequence, int device) = 0;
   /// Whether this cache is `sequence`'s in another memory.
-  virtual bool IsTwin(CacheId cache, SequenceId sequence) const = 0;
+  virtual bool IsCounterpart(CacheId cache, SequenceId sequence) const = 0;
 
-  /// Needs equal token counts in all layers. Shares sealed pages, copies open ones.
-  absl::StatusOr<SequenceId> Fork(SequenceId sequence) { return Fork(sequence, nullptr); }
+  /// Needs equal token counts in all layers. Shares sealed pages, copies open ones. copies: what kernels are to copy.
+  absl::StatusOr<SequenceId> Fork(SequenceId sequence) {
+    std::vector<OpenCopy> none;  // where the memory copies at once
+    auto fork = Fork(sequence, &none);
+    KV_CHECK(none.empty());
+    return fork;
+  }
   virtual absl::StatusOr<SequenceId> Fork(SequenceId sequence, std::vector<OpenCopy>* copies) = 0;
   /// Keeps the first `tokens` tokens of every layer; a layer that has no more than that stays as it is. Errors:
   /// FAILED_PRECONDITION naming the boundary below when that is inside a page that is aged, by the newest token at the
   /// latest; INVALID_ARGUMENT beyond the end.
-  absl::Status Crop(SequenceId sequence, uint64_t tokens) { return Crop(sequence, tokens, nullptr); }
+  absl::Status Crop(SequenceId sequence, uint64_t tokens) {
+    std::vector<OpenCopy> none;
+    absl::Status status = Crop(sequence, tokens, &none);
+    KV_CHECK(none.empty());
+    return status;
+  }
   virtual absl::Status Crop(SequenceId sequence, uint64_t tokens, std::vector<OpenCopy>* copies) = 0;
   /// Names the sequence's first blocks, which must be full in every layer. Errors: FAILED_PRECONDITION (not full, or
   /// named differently before), INVALID_ARGUMENT (the key exists with other tokens).
@@ -367,21 +375,21 @@ class PageStore {
   /// Gives the sequence back; pages under a lease go when the lease does.
   virtual void Drop(SequenceId sequence) = 0;
 
-  /// A sequence that is complete: begins and finishes at once. goes_on: the receiver appends before it reads, so pages
-  /// travel as the token to come will read them, not as the last one did; one that the last token filled may then
+  /// A sequence that is complete: begins and finishes at once. will_append: the receiver appends before it reads, so
+  /// pages travel as the token to come will read them, not as the last one did; one that the last token filled may then
   /// travel encoded, and the receiver cannot crop into it. On a GPU everything that was appended must have been
   /// written. Errors: FAILED_PRECONDITION naming the shortest layer, or of a cache on a GPU whose codec has indexes;
   /// RESOURCE_EXHAUSTED.
-  virtual absl::StatusOr<std::unique_ptr<ExportLease>> ExportWhole(SequenceId sequence, bool goes_on) = 0;
+  virtual absl::StatusOr<std::unique_ptr<ExportLease>> ExportWhole(SequenceId sequence, bool will_append) = 0;
   absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence) { return ExportWhole(sequence, false); }
   /// One that will have `tokens` tokens. On a GPU nothing counts as written before Written says so, what it has already
   /// included; `way` is of those alone. Errors: INVALID_ARGUMENT (tokens); FAILED_PRECONDITION (directly from a GPU, of
   /// a codec with indexes; by way of the host, of a GPU that moves no pages); UNAVAILABLE (pages cannot move yet);
   /// RESOURCE_EXHAUSTED (of the host, which is to have room for all of it).
-  virtual absl::StatusOr<std::unique_ptr<ExportLease>> ExportGrowing(SequenceId sequence, uint64_t tokens, bool goes_on,
-                                                                     ExportWay way) = 0;
-  absl::StatusOr<std::unique_ptr<ExportLease>> ExportGrowing(SequenceId sequence, uint64_t tokens, bool goes_on) {
-    return ExportGrowing(sequence, tokens, goes_on, ExportWay::kDirect);
+  virtual absl::StatusOr<std::unique_ptr<ExportLease>> ExportGrowing(SequenceId sequence, uint64_t tokens,
+                                                                     bool will_append, ExportWay way) = 0;
+  absl::StatusOr<std::unique_ptr<ExportLease>> ExportGrowing(SequenceId sequence, uint64_t tokens, bool will_append) {
+    return ExportGrowing(sequence, tokens, will_append, ExportWay::kDirect);
   }
   absl::StatusOr<std::unique_ptr<ExportLease>> Export(SequenceId sequence, uint64_t tokens) {
     return ExportGrowing(sequence, tokens, false);
@@ -390,10 +398,10 @@ class PageStore {
   /// INVALID_ARGUMENT (what contradicts itself or its cache), FAILED_PRECONDITION (codec version; a codec with indexes,
   /// on a GPU), RESOURCE_EXHAUSTED. codec: as OpenCache's. recompute: asked once per layer before this returns; by
   /// default nothing is recomputed, and nothing is on a GPU.
-  virtual absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first,
+  virtual absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffHeader& first,
                                                               std::shared_ptr<const Codec> codec,
                                                               RecomputeChoice recompute) = 0;
-  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first) {
+  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffHeader& first) {
     return Import(first, nullptr, [](uint32_t, uint32_t, uint32_t) { return 0u; });
   }
   /// Calls `fn` once, when host memory is next given back or can be evicted: what was refused may fit then. It is

@@ -167,7 +167,7 @@ TEST_F(ActivationsTest, AReceiverRecomputesWhatItChooses) {
       const SequenceId a = Filled(cache, text, 6 * kPage + 3);
       ASSERT_TRUE(store().Publish(a, Names(cache, text, 6)).ok());
       auto lease = Export(a);
-      const HandOffFirst& first = lease->first();
+      const HandOffHeader& first = lease->first();
       // Aged pages alone: those inside the lag travel raw.
       EXPECT_EQ(first.activations.size(), first.pages.size());
       const std::vector<SentPage> pages = TakeAll(*lease);
@@ -308,24 +308,24 @@ TEST_F(ActivationsTest, HostileOffersAndBytesAreRefused) {
   const auto lease = Export(a);
   ASSERT_EQ(lease->first().activations.size(), 6u);
   const auto refused = [&](auto change) {
-    HandOffFirst first = lease->first();
+    HandOffHeader first = lease->first();
     change(first);
     const auto import = peer_.store->Import(first, nullptr, All);
     EXPECT_EQ(import.status().code(), kBad) << import.status();
     EXPECT_EQ(peer_.pool->used_bytes(), 0u);
     EXPECT_TRUE(peer_.store->Caches().empty());
   };
-  refused([](HandOffFirst& f) { std::swap(f.activations[0], f.activations[1]); });
-  refused([](HandOffFirst& f) { f.activations.push_back(f.activations.back()); });
-  refused([](HandOffFirst& f) { f.activations[5].block = 3; });
-  refused([](HandOffFirst& f) { f.activations[2].layer = 2; });
-  refused([](HandOffFirst& f) { f.activations[0].bytes += 1; });
-  refused([](HandOffFirst& f) { f.activations[0].bytes = UINT64_MAX; });
-  refused([](HandOffFirst& f) { f.config.hidden = 0; });
-  refused([](HandOffFirst& f) { f.config.hidden = 64; });
-  refused([](HandOffFirst& f) { f.config.hidden = -1; });
+  refused([](HandOffHeader& f) { std::swap(f.activations[0], f.activations[1]); });
+  refused([](HandOffHeader& f) { f.activations.push_back(f.activations.back()); });
+  refused([](HandOffHeader& f) { f.activations[5].block = 3; });
+  refused([](HandOffHeader& f) { f.activations[2].layer = 2; });
+  refused([](HandOffHeader& f) { f.activations[0].bytes += 1; });
+  refused([](HandOffHeader& f) { f.activations[0].bytes = UINT64_MAX; });
+  refused([](HandOffHeader& f) { f.config.hidden = 0; });
+  refused([](HandOffHeader& f) { f.config.hidden = 64; });
+  refused([](HandOffHeader& f) { f.config.hidden = -1; });
   // Activations of some pages only are fine, and a choice beyond them is cut.
-  HandOffFirst some = lease->first();
+  HandOffHeader some = lease->first();
   some.activations.erase(some.activations.begin() + 1);
   auto import = peer_.store->Import(some, nullptr, [](uint32_t, uint32_t, uint32_t) { return 1000u; });
   ASSERT_TRUE(import.ok()) << import.status();

@@ -211,7 +211,7 @@ absl::Status ArrivalLeaseImpl::Begin() {
     PageStoreImpl::CountSlots(*source.block, *to_, forms, &wanted);
   }
   // The GPU may have failed while this waited.
-  if (!missing.empty() && (to_->on_device() ? to_ : missing[0]->cache)->tier->mover() == nullptr) {
+  if (!missing.empty() && PageStoreImpl::UpperOf(to_->tier, missing[0]->cache->tier)->mover() == nullptr) {
     return absl::UnavailableError("the GPU has failed: it moves no pages any more");
   }
   Reservation slots(to_->tier->pool());
@@ -261,7 +261,6 @@ absl::StatusOr<CreateResult> ArrivalLeaseImpl::Commit() {
 absl::StatusOr<std::unique_ptr<ArrivalLease>> PageStoreImpl::Fetch(CacheId id, absl::Span<const BlockName> prefix,
                                                                    uint64_t prompt_tokens) {
   KV_ASSIGN_OR_RETURN(const auto cache, FindCache(id));
-  if (!cache->on_device()) return WrongMemory(*cache);
   KV_RETURN_IF_ERROR(CheckNames(prefix));
   KV_RETURN_IF_ERROR(CheckPrompt(*cache, prompt_tokens));
   KV_RETURN_IF_ERROR(CheckSequenceLimit());
@@ -287,18 +286,16 @@ absl::StatusOr<std::unique_ptr<ArrivalLease>> PageStoreImpl::Copy(SequenceId id,
                       "equal in all layers to copy");
   }
   KV_RETURN_IF_ERROR(CheckSequenceLimit());
-  const int gpu = from->on_device() ? from->config.device : device;
-  if ((device == CacheConfig::kHost) != from->on_device()) {
+  Tier* const target = TierOf(device);
+  const Tier* const upper = target == nullptr ? nullptr : UpperOf(from->tier, target);
+  if (upper == nullptr || upper->mover() == nullptr) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(device),
-                      "one end in the host's memory and one on a GPU");
+                      absl::StrCat("a memory that pages of ", from->tier->name(),
+                                   " move to: of it and the other one end is the host's, and one a GPU that this "
+                                   "daemon was started with"));
   }
-  const Tier* const tier = TierOf(gpu);
-  if (tier == nullptr || tier->mover() == nullptr) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(gpu),
-                      "a GPU that this daemon was started with, and that moves pages");
-  }
-  KV_RETURN_IF_ERROR(tier->mover()->status());
-  KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> to, TwinOn(*from, device));
+  KV_RETURN_IF_ERROR(upper->mover()->status());
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> to, CounterpartOn(*from, device));
   auto lease = std::make_unique<ArrivalLeaseImpl>(this, std::move(to));
   lease->StartCopy(*sequence);
   return lease;

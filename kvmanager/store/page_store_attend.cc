@@ -1,7 +1,11 @@
-// Attend and Load: pin what a batch of queries reads, or the pages of some tokens, in the form that rule 2 of
-// page_store.h says.
+// Attend and Load: what a batch of queries reads, or the pages of some tokens, in the form that rule 2 of page_store.h
+// says.
+//
+// Where readers find pages by tables (MemoryBackend::follows_tables), a lease pins only the pages that it waits for:
+// slots that a plan names stay until the plan is released. Elsewhere it lists the pages that are read, and pins them.
 #include <algorithm>
 
+#include "kvmanager/store/own_page.h"
 #include "kvmanager/store/page_store_impl.h"
 
 namespace kvmanager {
@@ -30,35 +34,68 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
         buffers_.pins.capacity() > PageStoreImpl::kSparePagesMax) {
       return;
     }
-    buffers_.pins.clear();
-    buffers_.pages.clear();
-    buffers_.encoded.clear();
-    buffers_.ends.clear();
+    buffers_.Clear();
     store->spare_buffers.push_back(std::move(buffers_));
   }
 
-  /// Adds the pages that queries `first` .. `last` (positions) of `sequence` read.
-  void AddEntry(Sequence& sequence, uint32_t layer, uint64_t first, uint64_t last) {
+  /// Lists the pages of tokens `first` .. `last` of `sequence`, in the form that it keeps.
+  void ListTokens(Sequence& sequence, uint32_t layer, uint64_t first, uint64_t last) {
+    const ReadingRule rule = cache_->reading();
+    for (uint32_t index = rule.PageOf(first); index <= rule.PageOf(last); ++index) {
+      ListPage(sequence, layer, index, false);
+    }
+    EndEntry();
+  }
+  /// Lists the pages that an entry's queries read.
+  absl::Status ListEntry(Sequence& sequence, uint32_t layer, const AttendEntry& entry) {
+    const uint64_t last = entry.position + entry.tokens - 1;
+    KV_RETURN_IF_ERROR(NeedIndex(sequence, {static_cast<int>(layer)}, entry));
     if (sequence.index != nullptr) {
       chosen_.resize(buffers_.ends.size() + 1);
-      chosen_.back() = {sequence.id, store()->SelectorFor(sequence, layer, first, last, &pending_jobs_)};
+      chosen_.back() = {sequence.id, sequence.index->Select(static_cast<int>(layer), entry.position, last)};
     }
     const ReadingRule rule = cache_->reading();
     const uint32_t last_page = rule.PageOf(last), beyond_lag = rule.AgedPages(last);
-    for (uint32_t index = 0; index <= last_page; ++index) AddPage(sequence, layer, index, index < beyond_lag);
-    EndEntry(uint64_t{last_page} + 1);
+    for (uint32_t index = 0; index <= last_page; ++index) ListPage(sequence, layer, index, index < beyond_lag);
+    AddOwnPages(sequence, layer, buffers_.aged.size(), entry);
+    buffers_.aged.push_back(sequence.aged[layer]);
+    EndEntry();
+    return absl::OkStatus();
   }
-  /// Adds the pages of tokens `first` .. `last` of `sequence`, in the form that it keeps.
-  void AddTokens(Sequence& sequence, uint32_t layer, uint64_t first, uint64_t last) {
-    const int page_tokens = cache_->page_tokens();
-    const uint64_t first_page = first / page_tokens, last_page = last / page_tokens;
-    for (uint64_t index = first_page; index <= last_page; ++index) {
-      AddPage(sequence, layer, static_cast<uint32_t>(index), false);
+  /// Finds what must be encoded before tables say what the entry's queries read. Errors: FAILED_PRECONDITION, where the
+  /// layers are not equally old; UNAVAILABLE, where an index could not be made.
+  absl::Status FollowEntry(Sequence& sequence, LayerRange layers, const AttendEntry& entry) {
+    const size_t i = buffers_.aged.size();
+    KV_RETURN_IF_ERROR(NeedIndex(sequence, layers, entry));
+    buffers_.aged.push_back(sequence.aged[layers.first]);
+    const uint64_t newest = entry.position + entry.tokens - 1;
+    const ReadingRule rule = cache_->reading();
+    const uint32_t own = rule.PageOf(newest), beyond_lag = rule.AgedPages(newest);
+    for (int layer = layers.first; layer < layers.end(); ++layer) {
+      const uint32_t aged = sequence.aged[layer];
+      if (aged != buffers_.aged[i]) {
+        return FieldError(absl::StatusCode::kFailedPrecondition, absl::StrCat("entries[", i, "].sequence"),
+                          absl::StrCat(entry.sequence), "equally old in all layers that are read in one step");
+      }
+      // Of an identity codec pages may be on their way from another host, as all aged ones of others may.
+      if (cache_->identity() && !sequence.arriving) continue;
+      store()->Settle(sequence, layer, std::max(beyond_lag, std::min(aged, own + 1)), &pending_pages_);
+      AddOwnPages(sequence, layer, i, entry);
     }
-    EndEntry(last_page - first_page + 1);
+    return absl::OkStatus();
   }
+
   bool waits() const { return !pending_pages_.empty() || !pending_jobs_.empty(); }
-  void Finish() { WaitFor(std::move(pending_pages_), std::move(pending_jobs_)); }
+  /// Waits for what was added; where no pages are listed it pins those that it waits for.
+  absl::Status Finish() {
+    KV_RETURN_IF_ERROR(status_);
+    if (buffers_.pins.empty()) {
+      KV_RETURN_IF_ERROR(store()->CheckAttendPages(pending_pages_.size()));
+      for (const PageRef& ref : pending_pages_) PinPage(ref);
+    }
+    WaitFor(std::move(pending_pages_), std::move(pending_jobs_));
+    return absl::OkStatus();
+  }
 
   bool ready() const override { return is_ready(); }
   void OnReady(absl::AnyInvocable<void()> fn) override { CallWhenReady(std::move(fn)); }
@@ -75,13 +112,25 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
     KV_CHECK(is_ready() && entry < buffers_.ends.size());
     return entry < chosen_.size() ? chosen_[entry].selector.get() : nullptr;
   }
+  uint32_t aged(size_t entry) const override {
+    KV_CHECK(entry < buffers_.aged.size());
+    return buffers_.aged[entry];
+  }
+  uint64_t chooses_from(size_t entry) const override {
+    KV_CHECK(entry < buffers_.chooses_from.size());
+    return buffers_.chooses_from[entry];
+  }
 
  private:
-  // beyond_lag: the entry's newest query reads the page encoded, though it has not aged.
-  void AddPage(Sequence& sequence, uint32_t layer, uint32_t index, bool beyond_lag) {
-    const PageRef ref{sequence.blocks[index], layer};
+  void PinPage(PageRef ref) {
     store()->Pin(ref);
+    ++store()->attend_pages;
     buffers_.pins.push_back(ref);
+  }
+  // beyond_lag: the entry's newest query reads the page encoded, though it has not aged.
+  void ListPage(Sequence& sequence, uint32_t layer, uint32_t index, bool beyond_lag) {
+    const PageRef ref{sequence.blocks[index], layer};
+    PinPage(ref);
     AttentionPage out;
     out.lag_applies = sequence.HoldsRaw(index, layer);
     // Of an aged page the raw form is not offered even if it is still there, so that timing cannot show.
@@ -92,15 +141,54 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
     }
     buffers_.pages.push_back(out);
   }
-  void EndEntry(uint64_t pages) {
-    store()->attend_pages += pages;
-    buffers_.ends.push_back(buffers_.pages.size());
-  }
+  void EndEntry() { buffers_.ends.push_back(buffers_.pages.size()); }
 
-  struct Chosen {
-    SequenceId sequence = 0;
-    std::unique_ptr<TokenSelector> selector;
+  // The index that the entry's queries choose by is made, if they do.
+  absl::Status NeedIndex(Sequence& sequence, LayerRange layers, const AttendEntry& entry) {
+    const size_t i = buffers_.chooses_from.size();
+    buffers_.chooses_from.push_back(SequenceIndex::kNever);
+    if (sequence.index == nullptr) return absl::OkStatus();
+    buffers_.chooses_from.back() = sequence.index->ChoosesFrom(0, 0);
+    for (int layer = layers.first; layer < layers.end(); ++layer) {
+      store()->NeedIndex(sequence, static_cast<uint32_t>(layer), entry.position, entry.position + entry.tokens - 1,
+                         &pending_jobs_);
+    }
+    for (const std::shared_ptr<IndexJob>& job : pending_jobs_) {
+      if (job->failure.ok()) continue;
+      return absl::UnavailableError(absl::StrCat("entries[", i, "]: the index of sequence ", entry.sequence,
+                                                 " could not be made, drop it: ", job->failure.message()));
+    }
+    return absl::OkStatus();
+  }
+  // Pages that an entry's queries are themselves in and that are aged: in encoded form only their last token may ask.
+  void AddOwnPages(Sequence& sequence, uint32_t layer, size_t i, const AttendEntry& entry) {
+    if (cache_->identity()) return;
+    const uint64_t page_tokens = cache_->page_tokens(), end = entry.position + entry.tokens;
+    for (uint64_t begin = entry.position; begin < end;) {
+      const uint32_t index = static_cast<uint32_t>(begin / page_tokens);
+      if (sequence.HoldsRaw(index, layer)) break;
+      const uint64_t page_end = (index + uint64_t{1}) * page_tokens;
+      const PageRef ref{sequence.blocks[index], layer};
+      if (begin + 1 != page_end) {
+        const OwnPage own{ref, i, entry.position, page_end};
+        // What it does not wait for is not pinned where no pages are listed.
+        PageStoreImpl::Awaits(ref) ? own_pages_.push_back(own) : CheckOwnPage(own);
+      } else if (!PageStoreImpl::Awaits(ref) && !ref.page().declined) {
+        // Its raw slot may be another page's by now: tables are told again, without.
+        PageStoreImpl::NoteChange(sequence, layer, index);
+      }
+      begin = page_end;
+    }
+  }
+  struct OwnPage {
+    PageRef ref;
+    size_t entry;
+    uint64_t position, page_end;
   };
+  void CheckOwnPage(const OwnPage& own) {
+    if (!status_.ok() || own.ref.page().declined) return;
+    status_ = OwnPageIsEncoded(own.entry, own.position, own.page_end);
+  }
 
   void Resolve() override {
     for (const auto& read : buffers_.encoded) {
@@ -116,12 +204,19 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
         out.encoded = store()->Data(*cache_, page.encoded);
       }
     }
+    for (const OwnPage& own : own_pages_) CheckOwnPage(own);
   }
+
+  struct Chosen {
+    SequenceId sequence = 0;
+    std::unique_ptr<TokenSelector> selector;
+  };
 
   std::shared_ptr<Cache> cache_;  // shared: see Block
   PageStoreImpl::AttendBuffers buffers_;
   std::vector<PageRef> pending_pages_;
-  std::vector<Chosen> chosen_;  // by entry; empty of codecs without indexes
+  std::vector<OwnPage> own_pages_;  // of pending pages
+  std::vector<Chosen> chosen_;      // by entry; empty of codecs without indexes
   IndexJobs pending_jobs_;
   absl::Status status_;
 };
@@ -134,12 +229,16 @@ absl::Status PageStoreImpl::CheckAttendPages(uint64_t pages) const {
                     absl::StrCat(attend_pages, " and ", pages, " more"), absl::StrCat("at most ", kAttendPagesMax));
 }
 
-absl::Status PageStoreImpl::CheckAttend(const Cache& cache, int first_layer, int layers,
-                                        absl::Span<const AttendEntry> entries, std::vector<Sequence*>* sequences,
-                                        uint64_t* pages) const {
-  if (first_layer < 0 || layers < 1 || first_layer > cache.config.layers - layers) {
-    return InvalidField("layer", first_layer, absl::StrCat("0..", cache.config.layers - std::max(layers, 1)));
+absl::Status PageStoreImpl::CheckLayers(const Cache& cache, LayerRange layers) {
+  if (layers.first >= 0 && layers.count >= 1 && layers.first <= cache.config.layers - layers.count) {
+    return absl::OkStatus();
   }
+  return InvalidField("layer", layers.first, absl::StrCat("0..", cache.config.layers - std::max(layers.count, 1)));
+}
+
+absl::Status PageStoreImpl::CheckAttend(const Cache& cache, LayerRange layers, absl::Span<const AttendEntry> entries,
+                                        std::vector<Sequence*>* sequences, uint64_t* pages) const {
+  KV_RETURN_IF_ERROR(CheckLayers(cache, layers));
   if (entries.size() > kEntriesMax)
     return InvalidField("entries", entries.size(), absl::StrCat("at most ", kEntriesMax));
   for (size_t i = 0; i < entries.size(); ++i) {
@@ -149,7 +248,7 @@ absl::Status PageStoreImpl::CheckAttend(const Cache& cache, int first_layer, int
     if (sequence->cache.get() != &cache) {
       return InvalidField(field("sequence"), entry.sequence, absl::StrCat("a sequence of cache ", cache.id));
     }
-    for (int layer = first_layer; layer < first_layer + layers; ++layer) {
+    for (int layer = layers.first; layer < layers.end(); ++layer) {
       const uint64_t tokens = sequence->tokens[layer];
       if (entry.position >= tokens) {
         return InvalidField(field("position"), entry.position,
@@ -165,21 +264,53 @@ absl::Status PageStoreImpl::CheckAttend(const Cache& cache, int first_layer, int
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::unique_ptr<AttendLease>> PageStoreImpl::Attend(CacheId id, int layer,
+void PageStoreImpl::Settle(Sequence& sequence, uint32_t layer, uint32_t end, std::vector<PageRef>* pending) {
+  uint32_t& settled = sequence.settled[layer];
+  for (uint32_t i = settled; i < end; ++i) {
+    const PageRef ref{sequence.blocks[i], layer};
+    if (Awaits(ref)) {
+      pending->push_back(ref);
+    } else if (i == settled) {
+      if (ref.page().declined) NoteChange(sequence, layer, i);
+      ++settled;
+    }
+  }
+}
+
+absl::StatusOr<std::unique_ptr<AttendLease>> PageStoreImpl::Attend(CacheId id, LayerRange layers,
                                                                    absl::Span<const AttendEntry> entries) {
   KV_ASSIGN_OR_RETURN(const std::shared_ptr<Cache> cache, FindCache(id));
-  if (cache->on_device()) return WrongMemory(*cache);
   std::vector<Sequence*> sequences;
   sequences.reserve(entries.size());
   uint64_t pages = 0;
-  KV_RETURN_IF_ERROR(CheckAttend(*cache, layer, 1, entries, &sequences, &pages));
-  KV_RETURN_IF_ERROR(CheckAttendPages(pages));
+  KV_RETURN_IF_ERROR(CheckAttend(*cache, layers, entries, &sequences, &pages));
+  const bool tables = cache->tier->memory().follows_tables();
+  if (!tables) {
+    if (layers.count != 1) return InvalidField("layers", layers.count, "1: the pages that are read are listed");
+    KV_RETURN_IF_ERROR(CheckAttendPages(pages));
+  }
+  const auto end_of = [&](size_t i) { return entries[i].position + entries[i].tokens; };
+  SlotCounts wanted;
+  for (size_t i = 0; i < entries.size(); ++i) CountIndexSlots(*sequences[i], layers, 0, 0, end_of(i), &wanted);
+  Reservation slots(cache->tier->pool());
+  if (!wanted.none()) KV_RETURN_IF_ERROR(cache->tier->Reserve(*cache, wanted, &slots));
   auto lease = std::make_unique<AttendLeaseImpl>(this, cache);
   for (size_t i = 0; i < entries.size(); ++i) {
-    lease->AddEntry(*sequences[i], layer, entries[i].position, entries[i].position + entries[i].tokens - 1);
+    GiveIndexSlots(*sequences[i], layers, 0, 0, end_of(i), &slots);
+    KV_RETURN_IF_ERROR(tables ? lease->FollowEntry(*sequences[i], layers, entries[i])
+                              : lease->ListEntry(*sequences[i], layers.first, entries[i]));
   }
-  if (lease->waits()) metrics_->attend_waits.Increment();
-  lease->Finish();
+  const bool waits = lease->waits();
+  KV_RETURN_IF_ERROR(lease->Finish());
+  if (waits) metrics_->attend_waits.Increment();
+  if (!lease->ready()) return lease;
+  KV_RETURN_IF_ERROR(lease->status());
+  // Kernels select by what the lease says; elsewhere a selector counts what it did.
+  for (size_t i = 0; tables && i < entries.size(); ++i) {
+    if (lease->chooses_from(i) >= end_of(i)) continue;
+    const uint64_t queries = end_of(i) - std::max(lease->chooses_from(i), entries[i].position);
+    metrics_->index_selections.Increment(static_cast<double>(queries * layers.count * cache->layout().kv_heads));
+  }
   return lease;
 }
 
@@ -189,7 +320,7 @@ absl::StatusOr<std::unique_ptr<AttendLease>> PageStoreImpl::Load(CacheId id, int
   std::vector<Sequence*> sequences;
   sequences.reserve(entries.size());
   uint64_t to_attend = 0, pages = 0;
-  KV_RETURN_IF_ERROR(CheckAttend(*cache, layer, 1, entries, &sequences, &to_attend));
+  KV_RETURN_IF_ERROR(CheckAttend(*cache, layer, entries, &sequences, &to_attend));
   const uint64_t page_tokens = cache->page_tokens();
   for (const AttendEntry& entry : entries) {
     pages += (entry.position + entry.tokens - 1) / page_tokens - entry.position / page_tokens + 1;
@@ -197,9 +328,9 @@ absl::StatusOr<std::unique_ptr<AttendLease>> PageStoreImpl::Load(CacheId id, int
   KV_RETURN_IF_ERROR(CheckAttendPages(pages));
   auto lease = std::make_unique<AttendLeaseImpl>(this, cache);
   for (size_t i = 0; i < entries.size(); ++i) {
-    lease->AddTokens(*sequences[i], layer, entries[i].position, entries[i].position + entries[i].tokens - 1);
+    lease->ListTokens(*sequences[i], layer, entries[i].position, entries[i].position + entries[i].tokens - 1);
   }
-  lease->Finish();
+  KV_RETURN_IF_ERROR(lease->Finish());
   return lease;
 }
 

@@ -1,7 +1,6 @@
 // Blocks and slots: every transition of a page, holders, pins, names and eviction.
 #include <algorithm>
 
-#include "kvmanager/base/checksum.h"
 #include "kvmanager/base/tenant_label.h"
 #include "kvmanager/store/page_store_impl.h"
 
@@ -63,15 +62,6 @@ bool PageStoreImpl::AwaitsRelease(int device) const {
 const uint8_t* PageStoreImpl::RawData(const Cache& cache, const Page& page) {
   if (page.raw.valid()) return Data(cache, page.raw);
   return cache.identity() && page.encoded.valid() ? Data(cache, page.encoded) : nullptr;
-}
-
-void PageStoreImpl::CopyOpen(const Cache& cache, uint32_t layer, const Page& from, PageId to, int tokens,
-                             std::vector<OpenCopy>* copies) {
-  if (cache.on_device()) {
-    copies->push_back({layer, from.raw.valid() ? from.raw : from.encoded, to, tokens});
-  } else {
-    CopyRawPrefix(cache.layout(), RawData(cache, from), Data(cache, to), tokens);
-  }
 }
 
 absl::Status PageStoreImpl::Exhausted(const Cache& cache, const SlotCounts& counts) const {
@@ -218,7 +208,7 @@ void PageStoreImpl::Unname(Block* block) {
   MakeUnevictable(block);
   block->cache->table.Erase(block);
   metrics_->published_blocks.Decrement();
-  if (!block->cache->on_device()) NotKept(*block);
+  NotKept(*block);
   if (block->holders == 0) Dispose(block);
 }
 
@@ -253,17 +243,18 @@ void PageStoreImpl::DeleteIfEmpty(Block* block) {
 }
 
 uint64_t PageStoreImpl::ChecksumOf(const Cache& cache, uint32_t layer, const Page& page) const {
-  if (cache.on_device()) return 0;  // made when the page leaves
-  if (page.encoded.valid()) return Checksum(Data(cache, page.encoded), cache.page_bytes(layer));
-  return Checksum(Data(cache, page.raw), cache.layout().raw_bytes());
+  const MemoryBackend& memory = cache.tier->memory();
+  if (page.encoded.valid()) return memory.Checksum(Data(cache, page.encoded), cache.page_bytes(layer));
+  return memory.Checksum(Data(cache, page.raw), cache.layout().raw_bytes());
 }
 
 bool PageStoreImpl::VerifyChecksums(const Block& block) const {
-  if (block.cache->on_device()) return true;  // verified when it leaves
   for (uint32_t layer = 0; layer < block.pages.size(); ++layer) {
     const Page& page = block.pages[layer];
     // A page still to be encoded has nothing to compare with yet.
-    if (page.state == PageState::kResident && ChecksumOf(*block.cache, layer, page) != page.checksum) return false;
+    if (page.state != PageState::kResident) continue;
+    const uint64_t checksum = ChecksumOf(*block.cache, layer, page);
+    if (checksum != 0 && checksum != page.checksum) return false;  // 0: verified when it leaves
   }
   return true;
 }

@@ -107,7 +107,7 @@ TEST(PageStoreDeviceHandOff, AReadOfPartOfASinkWaitsUntilItIsHere) {
   const auto received = (*import)->Show();
   ASSERT_TRUE(received.ok()) << received.status();
   const AttendEntry entry{*received, 3, 1};
-  const auto read = b.store().Read(to, 0, 1, {&entry, 1});
+  const auto read = b.store().Attend(to, {0, 1}, {&entry, 1});
   ASSERT_TRUE(read.ok()) << read.status();
   EXPECT_FALSE((*read)->ready());
   for (const testing::SentPage& page : pages) {
@@ -117,7 +117,7 @@ TEST(PageStoreDeviceHandOff, AReadOfPartOfASinkWaitsUntilItIsHere) {
   }
   EXPECT_TRUE((*read)->ready());
   EXPECT_TRUE((*import)->Commit().ok());
-  const auto again = b.store().Read(to, 0, 1, {&entry, 1});
+  const auto again = b.store().Attend(to, {0, 1}, {&entry, 1});
   ASSERT_TRUE(again.ok() && (*again)->ready()) << again.status();
   b.store().CheckInvariants();
 }

@@ -44,7 +44,7 @@ class DeviceIndexTest : public PageStoreTest {
     entry.sequence = sequence;
     entry.position = position;
     entry.tokens = tokens;
-    const absl::Status status = store().Extend(cache, 0, kLayers, {&entry, 1});
+    const absl::Status status = store().Append(cache, {0, kLayers}, {&entry, 1});
     if (status.ok()) FillPages(cache, sequence);
     return status;
   }
@@ -59,10 +59,10 @@ class DeviceIndexTest : public PageStoreTest {
       }
     }
   }
-  absl::StatusOr<std::unique_ptr<DeviceLease>> Read(CacheId cache, SequenceId sequence, uint64_t position,
+  absl::StatusOr<std::unique_ptr<AttendLease>> Read(CacheId cache, SequenceId sequence, uint64_t position,
                                                     int tokens = 1) {
     const AttendEntry entry{sequence, position, tokens};
-    return store().Read(cache, 0, kLayers, {&entry, 1});
+    return store().Attend(cache, {0, kLayers}, {&entry, 1});
   }
   // Places of the index, since the last time.
   std::vector<PagePlace> IndexChanges(SequenceId sequence, int layer = 0) {

@@ -41,9 +41,9 @@ class Collector {
     taken_ += pages.size();
     return pages;
   }
-  // The last part, which is there; the first was taken.
+  // The trailer, which is there; the first was taken.
   std::vector<ExportedPage> TakeLast() {
-    const HandOffLast& last = *lease_.last();
+    const HandOffTrailer& last = *lease_.last();
     EXPECT_EQ(taken_ + last.withdrawn.size(), lease_.first().pages.size());
     CopyOpenPages(lease_);
     for (size_t i = 0; i < last.pages.size(); ++i) Expect(last.pages[i], false, lease_.last_pages()[i]);
@@ -97,7 +97,7 @@ TEST(PageStoreDeviceStream, OffersAPageThatTravelsRawOnceItIsWritten) {
   EXPECT_EQ(offered.Take().size(), 1u);
   a.RunWrites(1);
   EXPECT_EQ(offered.Take().size(), 1u);
-  // Complete, and not written: the last part waits.
+  // Complete, and not written: the trailer waits.
   ASSERT_TRUE(a.Extend(cache, sequence, text, 2 * kPage, kPage + 5).ok());
   ASSERT_TRUE(lease->Finish().ok());
   EXPECT_TRUE(offered.Take().empty());
@@ -261,20 +261,20 @@ TEST(PageStoreDeviceStream, ALayerIsReadWhileTheNextArrives) {
     // The first layer is here; all of them, as an engine in its own process asks, are not; nor is the second.
     ASSERT_NO_FATAL_FAILURE(b.ExpectReads(to, there, text, tokens, 0, 1));
     const AttendEntry newest{there, static_cast<uint64_t>(tokens) - 1, 1};
-    auto all = *b.store().Read(to, 0, 2, {&newest, 1});
-    auto second = *b.store().Read(to, 1, 1, {&newest, 1});
+    auto all = *b.store().Attend(to, {0, 2}, {&newest, 1});
+    auto second = *b.store().Attend(to, {1, 1}, {&newest, 1});
     EXPECT_FALSE(all->ready() || second->ready());
     bool told = false;
     second->OnReady([&told] { told = true; });
     // What is needed is waited for alone, and it goes on meanwhile.
     const AttendEntry early{there, kPage - 1, 1};
-    EXPECT_FALSE((*b.store().Read(to, 1, 1, {&early, 1}))->ready());
+    EXPECT_FALSE((*b.store().Attend(to, {1, 1}, {&early, 1}))->ready());
     const auto page0 = std::find_if(pages.begin(), pages.end(), [&](const ExportedPage& page) {
       return layer_of(page) == 1 && lease->first().pages[page.page].block == 0;
     });
     ASSERT_TRUE(CopyIn(*import, *page0).ok());
     pages.erase(page0);
-    EXPECT_TRUE((*b.store().Read(to, 1, 1, {&early, 1}))->ready());
+    EXPECT_TRUE((*b.store().Attend(to, {1, 1}, {&early, 1}))->ready());
     ASSERT_TRUE(b.Extend(to, there, text, tokens, kPage).ok());
     ASSERT_NO_FATAL_FAILURE(b.ExpectReads(to, there, text, tokens + kPage, 0, 1));
     EXPECT_FALSE(told);
@@ -303,13 +303,13 @@ TEST(PageStoreDeviceStream, WhoWaitsForASequenceThatBreaksIsTold) {
   for (const ExportedPage& page : offered.TakeLast()) ASSERT_TRUE(CopyIn(*import, page).ok());
   const SequenceId there = *import->Show();
   const AttendEntry newest{there, 2 * kPage, 1};
-  auto read = *b.store().Read(to, 0, 2, {&newest, 1});
+  auto read = *b.store().Attend(to, {0, 2}, {&newest, 1});
   bool told = false;
   read->OnReady([&told] { told = true; });
   EXPECT_FALSE(told);
   import->Break(absl::UnavailableError("its sender died"));
   EXPECT_TRUE(told);
-  EXPECT_EQ(b.store().Read(to, 0, 2, {&newest, 1}).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(b.store().Attend(to, {0, 2}, {&newest, 1}).status().code(), absl::StatusCode::kUnavailable);
   read = nullptr;
   import = nullptr;
   b.store().CheckInvariants();
@@ -362,7 +362,7 @@ void RandomHandOff::Run(Counts* counts) {
   std::optional<SequenceId> there;
   uint64_t there_tokens = tokens;
   struct Waiting {
-    std::unique_ptr<DeviceLease> lease;
+    std::unique_ptr<AttendLease> lease;
     int layer;
   };
   std::vector<Waiting> waiting;
@@ -423,7 +423,7 @@ void RandomHandOff::Run(Counts* counts) {
           b.test().device.executor.FinishAll();
           const int layer = static_cast<int>(Below(layers));
           const AttendEntry newest{*there, there_tokens - 1, 1};
-          auto lease = *b.store().Read(to, layer, 1, {&newest, 1});
+          auto lease = *b.store().Attend(to, {layer, 1}, {&newest, 1});
           if (lease->ready()) {
             ++counts->ready;
             ASSERT_NO_FATAL_FAILURE(b.ExpectReads(to, *there, text, there_tokens, layer, 1));

@@ -1,10 +1,10 @@
 // Sending a sequence: its pages are pinned as they become full, and offered as they become encoded.
 //
 // A page that the codec keeps raw whatever is in it, a sink, is sent like an encoded one, as soon as the codec has
-// passed it. A page that the codec declines for its values is withdrawn and sent raw with the last part.
+// passed it. A page that the codec declines for its values is withdrawn and sent raw with the trailer.
 //
-// On a GPU a page is full once it is booked, and its bytes come later. One that is encoded was written; one that
-// travels as it was appended is offered when Written says so, and what the last part brings once everything is written.
+// On a GPU a page is full once it is reserved, and its bytes come later. One that is encoded was written; one that
+// travels as it was appended is offered when Written says so, and what the trailer brings once everything is written.
 #include <algorithm>
 
 #include "kvmanager/base/checksum.h"
@@ -39,9 +39,9 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
     store_->metrics()->export_leases.Decrement();
   }
 
-  void Begin(Sequence& sequence, uint64_t tokens, bool goes_on, bool written);
+  void Begin(Sequence& sequence, uint64_t tokens, bool will_append, bool written);
 
-  const HandOffFirst& first() const override { return first_; }
+  const HandOffHeader& first() const override { return first_; }
   std::vector<ExportedPage> TakeReady() override { return std::exchange(ready_, {}); }
   void OnReady(absl::AnyInvocable<void()> fn) override {
     fn_ = std::move(fn);
@@ -50,7 +50,7 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
   }
   absl::Status Finish() override;
   bool finished() const override { return finished_; }
-  const HandOffLast* last() const override { return settled_ ? &last_ : nullptr; }
+  const HandOffTrailer* last() const override { return settled_ ? &last_ : nullptr; }
   absl::Span<const ExportedPage> last_pages() const override { return last_pages_; }
   absl::Span<const ExportedOpenPage> open_pages() const override { return open_pages_; }
 
@@ -76,21 +76,21 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
     const HandOffPage& page = first_.pages[number];
     return written_[page.layer] >= (uint64_t{page.block} + 1) * cache_->page_tokens();
   }
-  // Declined for what is in it: the first part did not know.
+  // Declined for what is in it: the header did not know.
   bool is_withdrawn(uint32_t number) const {
     const HandOffPage& page = first_.pages[number];
     return encoded_[number].page().declined && !cache_->keeps_raw(page.block, page.layer);
   }
-  // Activations that are there, of pages of the first part that are full.
+  // Activations that are there, of pages of the header that are full.
   void OfferActivations(const Sequence& sequence);
   uint32_t& NumberOf(uint32_t block, uint32_t layer) { return numbers_[size_t{layer} * full_blocks() + block]; }
-  // A page of the first part that the codec has done with.
+  // A page of the header that the codec has done with.
   void Offer(uint32_t number);
-  // The last part, once nothing of the first is awaited.
+  // The trailer, once nothing of the first is awaited.
   void SettleIfDone();
   void LeaveSequence();
   uint64_t ChecksumOf(absl::Span<const uint8_t> bytes) const {
-    return cache_->on_device() ? 0 : Checksum(bytes.data(), bytes.size());
+    return cache_->tier->memory().Checksum(bytes.data(), bytes.size());
   }
 
   PageStoreImpl* const store_;
@@ -98,8 +98,8 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
   const std::shared_ptr<Cache> cache_;  // shared: see Block
   const SequenceId sequence_;
   const ExportWay way_;
-  HandOffFirst first_;
-  HandOffLast last_;
+  HandOffHeader first_;
+  HandOffTrailer last_;
   std::vector<ExportedPage> last_pages_;
   std::vector<uint32_t> numbers_;  // [layers][full blocks] in first_.pages
   std::vector<PageRef> encoded_;   // [first_.pages]; no block: not full yet. Pinned for their encoded form
@@ -118,7 +118,7 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
   absl::AnyInvocable<void()> fn_;
 };
 
-void ExportLeaseImpl::Begin(Sequence& sequence, uint64_t tokens, bool goes_on, bool written) {
+void ExportLeaseImpl::Begin(Sequence& sequence, uint64_t tokens, bool will_append, bool written) {
   first_.config = cache_->config;
   first_.codec_version = cache_->codec->info().version;
   first_.tokens = tokens;
@@ -133,13 +133,13 @@ void ExportLeaseImpl::Begin(Sequence& sequence, uint64_t tokens, bool goes_on, b
   for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
     // As if the newest token had been appended alone; not more, unless it is said that the receiver goes on behind it:
     // else it may crop and ask as the sender may.
-    const uint64_t newest = tokens > 0 && !goes_on ? tokens - 1 : tokens;
+    const uint64_t newest = tokens > 0 && !will_append ? tokens - 1 : tokens;
     const uint32_t aged = std::max(sequence.aged[layer], cache_->reading().AgedPages(newest));
     first_.aged.push_back(aged);
     for (uint32_t i = 0; i < aged; ++i) {
       const bool full = sequence.tokens[layer] >= (uint64_t{i} + 1) * page_tokens;
       const bool declined = full && sequence.blocks[i]->pages[layer].declined;
-      if (declined && !cache_->keeps_raw(i, layer)) continue;  // it travels raw, with the last part
+      if (declined && !cache_->keeps_raw(i, layer)) continue;  // it travels raw, with the trailer
       NumberOf(i, layer) = static_cast<uint32_t>(first_.pages.size());
       first_.pages.push_back({i, layer, cache_->aged_bytes(i, layer)});
     }
@@ -243,13 +243,13 @@ absl::Status ExportLeaseImpl::Finish() {
     for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
       const PageId slot = slots.TakeRaw();
       const PageRef open{sequence->blocks[full_blocks()], layer};
-      if (cache_->on_device()) {
-        open_pages_.push_back({store_->Data(*cache_, open.page().raw), store_->Data(*cache_, slot)});
+      std::vector<OpenCopy> later;
+      cache_->tier->memory().CopyOpen(*cache_, layer, open.page(), slot, open_tokens, &later);
+      if (later.empty()) ZeroRawTail(cache_->layout(), store_->Data(*cache_, slot), open_tokens);
+      for (const OpenCopy& copy : later) {
+        open_pages_.push_back({store_->Data(*cache_, copy.from), store_->Data(*cache_, copy.to)});
         open_.push_back(open);
         store_->Pin(open);
-      } else {
-        store_->CopyOpen(*cache_, layer, open.page(), slot, open_tokens, nullptr);
-        ZeroRawTail(cache_->layout(), store_->Data(*cache_, slot), open_tokens);
       }
       store_->Apply({copy_, layer}, PageEvent::kOpen, {slot, PageId()});
     }
@@ -313,23 +313,30 @@ void ExportLeaseImpl::LeaveSequence() {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::ExportWhole(SequenceId id, bool goes_on) {
+absl::Status PageStoreImpl::IndexStaysHere(const Cache& cache) {
+  return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(cache.config.device),
+                    "host memory: an index that lies in slots is neither sent nor received");
+}
+
+absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::ExportWhole(SequenceId id, bool will_append) {
   KV_ASSIGN_OR_RETURN(const Sequence* sequence, FindWhole(id));
-  if (sequence->cache->on_device() && sequence->index != nullptr) return WrongMemory(*sequence->cache);
+  if (!sequence->index_places.empty()) return IndexStaysHere(*sequence->cache);
   const uint64_t longest = *std::max_element(sequence->tokens.begin(), sequence->tokens.end());
   KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease,
-                      BeginExport(id, longest, goes_on, ExportWay::kDirect, /*written=*/true));
+                      BeginExport(id, longest, will_append, ExportWay::kDirect, /*written=*/true));
   KV_RETURN_IF_ERROR(lease->Finish());
   return lease;
 }
 
-absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::ExportGrowing(SequenceId id, uint64_t tokens, bool goes_on,
-                                                                          ExportWay way) {
+absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::ExportGrowing(SequenceId id, uint64_t tokens,
+                                                                          bool will_append, ExportWay way) {
   KV_ASSIGN_OR_RETURN(const Sequence* sequence, FindWhole(id));
   const std::shared_ptr<Cache> cache = sequence->cache;
-  if (!cache->on_device()) return BeginExport(id, tokens, goes_on, ExportWay::kDirect, /*written=*/true);
-  if (way == ExportWay::kDirect && sequence->index != nullptr) return WrongMemory(*cache);
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, BeginExport(id, tokens, goes_on, way, /*written=*/false));
+  if (cache->tier->memory().writes_at_once()) {
+    return BeginExport(id, tokens, will_append, ExportWay::kDirect, /*written=*/true);
+  }
+  if (way == ExportWay::kDirect && !sequence->index_places.empty()) return IndexStaysHere(*cache);
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, BeginExport(id, tokens, will_append, way, /*written=*/false));
   if (way == ExportWay::kDirect) return lease;
   return ExportByHost(std::move(lease), cache);
 }
@@ -349,8 +356,8 @@ std::vector<uint64_t> PageStoreImpl::LayerTokens(SequenceId id) const {
   return sequence.ok() ? (*sequence)->tokens : std::vector<uint64_t>();
 }
 
-absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::BeginExport(SequenceId id, uint64_t tokens, bool goes_on,
-                                                                        ExportWay way, bool written) {
+absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::BeginExport(SequenceId id, uint64_t tokens,
+                                                                        bool will_append, ExportWay way, bool written) {
   KV_ASSIGN_OR_RETURN(Sequence * sequence, FindWhole(id));
   const std::shared_ptr<Cache> cache = sequence->cache;
   const uint64_t longest = *std::max_element(sequence->tokens.begin(), sequence->tokens.end());
@@ -361,7 +368,7 @@ absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::BeginExport(Sequence
         absl::StrCat(longest, "..", tokens_max, ": what sequence ", id, " has, and a sequence's limit"));
   }
   auto lease = std::make_unique<ExportLeaseImpl>(this, cache, id, way);
-  lease->Begin(*sequence, tokens, goes_on, written);
+  lease->Begin(*sequence, tokens, will_append, written);
   return lease;
 }
 

@@ -43,10 +43,10 @@ class HostCopies final : public std::enable_shared_from_this<HostCopies> {
   }
 
   ExportLease& lease() { return *lease_; }
-  const HandOffFirst& first() const { return first_; }
+  const HandOffHeader& first() const { return first_; }
   const absl::Status& status() const { return status_; }
   std::vector<ExportedPage> TakeReady() { return std::exchange(ready_, {}); }
-  const HandOffLast* last() const { return settled() ? lease_->last() : nullptr; }
+  const HandOffTrailer* last() const { return settled() ? lease_->last() : nullptr; }
   absl::Span<const ExportedPage> last_pages() const { return last_pages_; }
   void OnReady(absl::AnyInvocable<void()> fn) {
     fn_ = std::move(fn);
@@ -82,7 +82,7 @@ class HostCopies final : public std::enable_shared_from_this<HostCopies> {
   const std::weak_ptr<const bool> alive_;
   const std::shared_ptr<Cache> from_, to_;  // shared: see Block
   std::unique_ptr<ExportLease> lease_;
-  HandOffFirst first_;
+  HandOffHeader first_;
   std::vector<Block*> blocks_;  // of the copies, each with this as its holder
   std::vector<ExportedPage> ready_, last_pages_;
   size_t on_their_way_ = 0;  // moves
@@ -150,7 +150,7 @@ void HostCopies::Go() {
 
 // What the codec declined needs slots of another size.
 absl::Status HostCopies::TakeLast(Copies* copies) {
-  const HandOffLast& last = *lease_->last();
+  const HandOffTrailer& last = *lease_->last();
   Reservation slots(to_->tier->pool());
   KV_RETURN_IF_ERROR(to_->tier->Reserve(*to_, {.raw = last.withdrawn.size()}, &slots));
   for (const uint32_t number : last.withdrawn) {
@@ -210,13 +210,13 @@ class HostExportLease final : public ExportLease {
   explicit HostExportLease(std::shared_ptr<HostCopies> copies) : copies_(std::move(copies)) {}
   ~HostExportLease() override { copies_->Close(); }
 
-  const HandOffFirst& first() const override { return copies_->first(); }
+  const HandOffHeader& first() const override { return copies_->first(); }
   absl::Status status() const override { return copies_->status(); }
   std::vector<ExportedPage> TakeReady() override { return copies_->TakeReady(); }
   void OnReady(absl::AnyInvocable<void()> fn) override { copies_->OnReady(std::move(fn)); }
   absl::Status Finish() override { return copies_->lease().Finish(); }
   bool finished() const override { return copies_->lease().finished(); }
-  const HandOffLast* last() const override { return copies_->last(); }
+  const HandOffTrailer* last() const override { return copies_->last(); }
   absl::Span<const ExportedPage> last_pages() const override { return copies_->last_pages(); }
   absl::Span<const ExportedOpenPage> open_pages() const override { return {}; }
 
@@ -233,7 +233,7 @@ absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::ExportByHost(std::un
                       "a GPU that moves pages");
   }
   KV_RETURN_IF_ERROR(from->tier->mover()->status());
-  KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> to, TwinOn(*from, CacheConfig::kHost));
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> to, CounterpartOn(*from, from->tier->lower()->device()));
   auto copies = std::make_shared<HostCopies>(this, std::move(lease), from, std::move(to));
   KV_RETURN_IF_ERROR(copies->Start());
   return std::make_unique<HostExportLease>(std::move(copies));

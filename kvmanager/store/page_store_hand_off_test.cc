@@ -48,7 +48,7 @@ TEST_F(HandOffTest, SendsEncodedPagesAndARawLag) {
   const SequenceId a = Filled(cache, text, 4 * kPage + 7);
   ASSERT_TRUE(store().Publish(a, Names(cache, text, 3)).ok());
   const auto lease = Export(a);
-  const HandOffFirst& first = lease->first();
+  const HandOffHeader& first = lease->first();
   const std::vector<SentPage> pages = TakeAll(*lease);
   ASSERT_EQ(pages.size(), 10u);
   for (const SentPage& page : pages) EXPECT_EQ(page.encoded, page.page.block < 3);
@@ -149,7 +149,7 @@ TEST_F(HandOffTest, AbandonedImportsLeaveNothing) {
 
 constexpr auto kBad = absl::StatusCode::kInvalidArgument;
 
-TEST_F(HandOffTest, AHostileFirstPartIsRefused) {
+TEST_F(HandOffTest, AHostileHeaderIsRefused) {
   const CacheId cache = test().Open(MakeConfig("fake", 1));
   const Text text = MakeText(6 * kPage);
   const SequenceId a = Filled(cache, text, 3 * kPage + 1);
@@ -157,7 +157,7 @@ TEST_F(HandOffTest, AHostileFirstPartIsRefused) {
   const auto lease = Export(a);
   ASSERT_EQ(lease->first().pages.size(), 4u);
   const auto refused = [&](auto change, absl::StatusCode code) {
-    HandOffFirst first = lease->first();
+    HandOffHeader first = lease->first();
     change(first);
     const auto import = peer_.store->Import(first);
     EXPECT_EQ(import.status().code(), code) << import.status();
@@ -165,27 +165,27 @@ TEST_F(HandOffTest, AHostileFirstPartIsRefused) {
     EXPECT_TRUE(peer_.store->Caches().empty());
     peer_.store->CheckInvariants();
   };
-  refused([](HandOffFirst& f) { f.tokens = UINT64_MAX; }, kBad);
-  refused([](HandOffFirst& f) { f.tokens += kPage; }, kBad);
-  refused([](HandOffFirst& f) { f.blocks.pop_back(); }, kBad);
-  refused([](HandOffFirst& f) { f.aged.pop_back(); }, kBad);
-  refused([](HandOffFirst& f) { f.aged[1] = 4; }, kBad);
-  refused([](HandOffFirst& f) { f.aged[1] = 1; }, kBad);
-  refused([](HandOffFirst& f) { f.pages.push_back(f.pages[0]); }, kBad);
-  refused([](HandOffFirst& f) { f.pages.push_back(f.pages[3]); }, kBad);
-  refused([](HandOffFirst& f) { f.pages[1].block = 7; }, kBad);
-  refused([](HandOffFirst& f) { f.pages[1].block = 0; }, kBad);
-  refused([](HandOffFirst& f) { f.pages[1].layer = 1; }, kBad);
-  refused([](HandOffFirst& f) { f.pages[3].layer = 2; }, kBad);
-  refused([](HandOffFirst& f) { f.pages[1].bytes -= 1; }, kBad);
-  refused([](HandOffFirst& f) { f.pages[3].block = 3; }, kBad);
-  refused([](HandOffFirst& f) { f.blocks[1] = f.blocks[0]; }, kBad);
-  refused([](HandOffFirst& f) { f.config.layers = 0; }, kBad);
-  refused([](HandOffFirst& f) { f.config.codec = "nonsense"; }, kBad);
-  refused([](HandOffFirst& f) { f.codec_version = 2; }, absl::StatusCode::kFailedPrecondition);
+  refused([](HandOffHeader& f) { f.tokens = UINT64_MAX; }, kBad);
+  refused([](HandOffHeader& f) { f.tokens += kPage; }, kBad);
+  refused([](HandOffHeader& f) { f.blocks.pop_back(); }, kBad);
+  refused([](HandOffHeader& f) { f.aged.pop_back(); }, kBad);
+  refused([](HandOffHeader& f) { f.aged[1] = 4; }, kBad);
+  refused([](HandOffHeader& f) { f.aged[1] = 1; }, kBad);
+  refused([](HandOffHeader& f) { f.pages.push_back(f.pages[0]); }, kBad);
+  refused([](HandOffHeader& f) { f.pages.push_back(f.pages[3]); }, kBad);
+  refused([](HandOffHeader& f) { f.pages[1].block = 7; }, kBad);
+  refused([](HandOffHeader& f) { f.pages[1].block = 0; }, kBad);
+  refused([](HandOffHeader& f) { f.pages[1].layer = 1; }, kBad);
+  refused([](HandOffHeader& f) { f.pages[3].layer = 2; }, kBad);
+  refused([](HandOffHeader& f) { f.pages[1].bytes -= 1; }, kBad);
+  refused([](HandOffHeader& f) { f.pages[3].block = 3; }, kBad);
+  refused([](HandOffHeader& f) { f.blocks[1] = f.blocks[0]; }, kBad);
+  refused([](HandOffHeader& f) { f.config.layers = 0; }, kBad);
+  refused([](HandOffHeader& f) { f.config.codec = "nonsense"; }, kBad);
+  refused([](HandOffHeader& f) { f.codec_version = 2; }, absl::StatusCode::kFailedPrecondition);
 }
 
-TEST_F(HandOffTest, AHostileLastPartChangesNothing) {
+TEST_F(HandOffTest, AHostileTrailerChangesNothing) {
   const CacheId cache = test().Open(MakeConfig("declining", 1));
   const PageLayout layout = store().codec(cache)->layout();
   const auto declines = [&](const Text& text, uint32_t block) {
@@ -200,7 +200,7 @@ TEST_F(HandOffTest, AHostileLastPartChangesNothing) {
   ASSERT_TRUE(test().AppendAll(cache, a, text, 0, 5 * kPage + 1).ok());
   test().executor.FinishAll();
   ASSERT_TRUE(lease->Finish().ok());
-  const HandOffLast& last = *lease->last();
+  const HandOffTrailer& last = *lease->last();
   ASSERT_FALSE(last.withdrawn.empty());
   const std::vector<SentPage> pages = TakeAll(*lease);
   ASSERT_LT(last.withdrawn.size(), lease->first().pages.size());
@@ -209,7 +209,7 @@ TEST_F(HandOffTest, AHostileLastPartChangesNothing) {
   ASSERT_TRUE(testing::Deliver(**import, pages[0].bytes).ok());
   const uint64_t used = peer_.pool->used_bytes();
   const auto refused = [&](auto change) {
-    HandOffLast changed = last;
+    HandOffTrailer changed = last;
     change(changed);
     const absl::Status status = (*import)->Extend(changed);
     EXPECT_EQ(status.code(), kBad) << status;
@@ -217,18 +217,18 @@ TEST_F(HandOffTest, AHostileLastPartChangesNothing) {
     EXPECT_FALSE((*import)->can_show());
     peer_.store->CheckInvariants();
   };
-  refused([](HandOffLast& l) { l.withdrawn.push_back(l.withdrawn.back()); });
-  refused([](HandOffLast& l) { l.withdrawn.push_back(1000); });
-  refused([](HandOffLast& l) { l.withdrawn.pop_back(); });
-  refused([&](HandOffLast& l) { l.withdrawn.insert(l.withdrawn.begin(), pages[0].bytes.page); });  // it came
-  refused([](HandOffLast& l) { l.pages.pop_back(); });
-  refused([](HandOffLast& l) { l.pages.push_back(l.pages[0]); });
-  refused([](HandOffLast& l) { std::swap(l.pages[0], l.pages[1]); });
-  refused([](HandOffLast& l) { l.pages[0].bytes /= 2; });
-  refused([](HandOffLast& l) { l.blocks.pop_back(); });
-  refused([](HandOffLast& l) { l.blocks[0].named = l.blocks[1].named = true; });
-  refused([](HandOffLast& l) { l.index.prompt_tokens = UINT64_MAX; });
-  refused([](HandOffLast& l) { l.index.iterations = UINT32_MAX; });
+  refused([](HandOffTrailer& l) { l.withdrawn.push_back(l.withdrawn.back()); });
+  refused([](HandOffTrailer& l) { l.withdrawn.push_back(1000); });
+  refused([](HandOffTrailer& l) { l.withdrawn.pop_back(); });
+  refused([&](HandOffTrailer& l) { l.withdrawn.insert(l.withdrawn.begin(), pages[0].bytes.page); });  // it came
+  refused([](HandOffTrailer& l) { l.pages.pop_back(); });
+  refused([](HandOffTrailer& l) { l.pages.push_back(l.pages[0]); });
+  refused([](HandOffTrailer& l) { std::swap(l.pages[0], l.pages[1]); });
+  refused([](HandOffTrailer& l) { l.pages[0].bytes /= 2; });
+  refused([](HandOffTrailer& l) { l.blocks.pop_back(); });
+  refused([](HandOffTrailer& l) { l.blocks[0].named = l.blocks[1].named = true; });
+  refused([](HandOffTrailer& l) { l.index.prompt_tokens = UINT64_MAX; });
+  refused([](HandOffTrailer& l) { l.index.iterations = UINT32_MAX; });
   // The right one still comes, once; pages that are not awaited do not.
   ASSERT_TRUE((*import)->Extend(last).ok());
   const ArrivedPage again{pages[0].bytes.page, 0}, withdrawn{last.withdrawn[0], 0}, beyond{1000, 0};

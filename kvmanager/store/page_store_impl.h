@@ -65,7 +65,7 @@ struct MoveForms {
   int open_tokens = 0;                // of that, as many
 };
 
-/// Blocks on their way between a GPU and the host. The pages that they come from are pinned, the blocks that they
+/// Blocks on their way between a tier and the next lower one. The pages that they come from are pinned, the blocks that they
 /// become held; both caches have a lease.
 struct BlockMove {
   struct Pair {
@@ -77,6 +77,7 @@ struct BlockMove {
     BlockName name;
   };
   std::shared_ptr<Cache> from, to;
+  Tier* upper = nullptr;  // of the two tiers: its mover copies
   std::vector<Pair> blocks;
   uint64_t bytes = 0;    // that are copied
   bool demotes = false;  // for room on the GPU: counted in its tier's demoting_bytes
@@ -133,15 +134,12 @@ class PageStoreImpl final : public PageStore, public TierOwner {
   absl::StatusOr<CreateResult> CreateSequence(CacheId cache, absl::Span<const BlockName> prefix,
                                               uint64_t prompt_tokens) override;
   absl::StatusOr<SequenceInfo> DescribeSequence(SequenceId sequence) const override;
-  absl::Status Append(CacheId cache, int layer, absl::Span<const AppendEntry> entries) override;
-  absl::Status Extend(CacheId cache, int first_layer, int layers, absl::Span<const AppendEntry> entries) override;
-  absl::StatusOr<std::unique_ptr<DeviceLease>> Read(CacheId cache, int first_layer, int layers,
-                                                    absl::Span<const AttendEntry> entries) override;
+  absl::Status Append(CacheId cache, LayerRange layers, absl::Span<const AppendEntry> entries) override;
   absl::Status TakeChanges(SequenceId sequence, int layer, std::vector<PagePlace>* changes,
                            TableKeeper keeper) override;
   uint64_t ChangedPages(SequenceId sequence, TableKeeper keeper) const override;
   uint64_t ChoosesFrom(SequenceId sequence, uint64_t position, int tokens) const override;
-  bool OwnsSlab(CacheId cache, uint32_t slab) const override;
+  bool OwnsSlab(CacheId cache, int device, uint32_t slab) const override;
   bool AwaitsWrites(SequenceId sequence) const override;
   void Written(SequenceId sequence, int first_layer, absl::Span<const uint64_t> tokens) override;
   std::vector<uint64_t> LayerTokens(SequenceId sequence) const override;
@@ -152,8 +150,8 @@ class PageStoreImpl final : public PageStore, public TierOwner {
   absl::StatusOr<std::unique_ptr<ArrivalLease>> Fetch(CacheId cache, absl::Span<const BlockName> prefix,
                                                       uint64_t prompt_tokens) override;
   absl::StatusOr<std::unique_ptr<ArrivalLease>> Copy(SequenceId sequence, int device) override;
-  bool IsTwin(CacheId cache, SequenceId sequence) const override;
-  absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, int layer,
+  bool IsCounterpart(CacheId cache, SequenceId sequence) const override;
+  absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, LayerRange layers,
                                                       absl::Span<const AttendEntry> entries) override;
   absl::StatusOr<std::unique_ptr<AttendLease>> Load(CacheId cache, int layer,
                                                     absl::Span<const AttendEntry> entries) override;
@@ -163,17 +161,17 @@ class PageStoreImpl final : public PageStore, public TierOwner {
   absl::Status Crop(SequenceId sequence, uint64_t tokens, std::vector<OpenCopy>* copies) override;
   absl::StatusOr<PublishResult> Publish(SequenceId sequence, absl::Span<const BlockName> names) override;
   void Drop(SequenceId sequence) override;
-  absl::StatusOr<std::unique_ptr<ExportLease>> ExportWhole(SequenceId sequence, bool goes_on) override;
+  absl::StatusOr<std::unique_ptr<ExportLease>> ExportWhole(SequenceId sequence, bool will_append) override;
   using PageStore::ExportGrowing;
-  absl::StatusOr<std::unique_ptr<ExportLease>> ExportGrowing(SequenceId sequence, uint64_t tokens, bool goes_on,
+  absl::StatusOr<std::unique_ptr<ExportLease>> ExportGrowing(SequenceId sequence, uint64_t tokens, bool will_append,
                                                              ExportWay way) override;
   /// written: what there is has been written, and nothing comes.
-  absl::StatusOr<std::unique_ptr<ExportLease>> BeginExport(SequenceId sequence, uint64_t tokens, bool goes_on,
+  absl::StatusOr<std::unique_ptr<ExportLease>> BeginExport(SequenceId sequence, uint64_t tokens, bool will_append,
                                                            ExportWay way, bool written);
   /// page_store_export_host.cc: what `lease` exports out of `from`'s GPU, copied to the host.
   absl::StatusOr<std::unique_ptr<ExportLease>> ExportByHost(std::unique_ptr<ExportLease> lease,
                                                             const std::shared_ptr<Cache>& from);
-  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffFirst& first, std::shared_ptr<const Codec> codec,
+  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffHeader& first, std::shared_ptr<const Codec> codec,
                                                       RecomputeChoice recompute) override;
   void OnRoom(absl::AnyInvocable<void()> fn) override { on_room_ = std::move(fn); }
   void SetSampler(PageSampler* sampler) override { sampler_ = sampler; }
@@ -214,10 +212,6 @@ class PageStoreImpl final : public PageStore, public TierOwner {
   static uint8_t* Data(const Cache& cache, PageId id) { return cache.tier->pool()->Data(id); }
   /// The bytes of a page in raw form: of an identity codec also once it is sealed. nullptr: gone.
   static const uint8_t* RawData(const Cache& cache, const Page& page);
-  /// Copies the first `tokens` tokens of a page of `cache` to `to`, a raw slot: at once in host memory; on a GPU
-  /// whoever submits its work does, and `copies` (not nullptr) says so.
-  static void CopyOpen(const Cache& cache, uint32_t layer, const Page& from, PageId to, int tokens,
-                       std::vector<OpenCopy>* copies);
   void Hold(Block* block);     // one more holder
   void Release(Block* block);  // one holder less; of a chain, children first (EvictionPolicy)
   /// Notes that a page of `sequence` has other slots now, for TakeChanges.
@@ -250,16 +244,18 @@ class PageStoreImpl final : public PageStore, public TierOwner {
   Block* FindVerified(Cache& cache, const BlockName& name, uint32_t index, MissReason* reason);
 
   // page_store_tiers.cc: blocks that move between a GPU and the host.
-  /// The cache of equal digest in the host's memory, or nullptr.
-  std::shared_ptr<Cache> HostTwin(const Cache& cache) const;
+  /// The cache of equal digest in the next lower tier, or nullptr.
+  std::shared_ptr<Cache> LowerCounterpart(const Cache& cache) const;
   /// The same on `device`, opened where there is none.
-  absl::StatusOr<std::shared_ptr<Cache>> TwinOn(const Cache& cache, int device);
-  /// The host has this block no more: those of GPUs with its name are not kept.
+  absl::StatusOr<std::shared_ptr<Cache>> CounterpartOn(const Cache& cache, int device);
+  /// This tier has the block no more: those of higher tiers with its name are not kept.
   void NotKept(const Block& block);
   /// Starts to copy `blocks`, all of cache `from`, into slots of `to`, which they need as CountSlots says. Adds the new
   /// blocks, in order, to `copies`; each has the move as its holder.
   void StartMove(const std::shared_ptr<Cache>& from, const std::shared_ptr<Cache>& to, absl::Span<Block* const> blocks,
                  const MoveForms& forms, bool demotes, Reservation* slots, std::vector<Block*>* copies);
+  /// The higher of two tiers that are one above the other; nullptr: they are not.
+  static Tier* UpperOf(Tier* a, Tier* b) { return a->lower() == b ? a : b->lower() == a ? b : nullptr; }
   static void CountSlots(const Block& block, const Cache& to, const MoveForms& forms, SlotCounts* wanted);
 
   // page_store_encode.cc: jobs and those who wait for them.
@@ -284,14 +280,11 @@ class PageStoreImpl final : public PageStore, public TierOwner {
   /// Begins what `layer`'s next queries will need.
   void AdvanceIndex(Sequence& sequence, uint32_t layer);
   void AdvanceIndexes(Sequence& sequence);  // of every layer
-  /// A selector for queries `first` .. `last` of `layer`, or nullptr; the jobs that it waits for are begun.
-  std::unique_ptr<TokenSelector> SelectorFor(Sequence& sequence, uint32_t layer, uint64_t first, uint64_t last,
-                                             IndexJobs* wait);
-  /// On a GPU: what an append (or none, of 0 tokens) of entries at `position` needs of index memory so that queries
-  /// before `end` can choose, in layers first .. first + layers - 1; and its giving.
-  void CountIndexSlots(const Sequence& sequence, int first, int layers, uint64_t position, int tokens, uint64_t end,
+  /// Where indexes take slots: those that an append (or none, of 0 tokens) of entries at `position` needs so that
+  /// queries before `end` can choose; and their giving.
+  void CountIndexSlots(const Sequence& sequence, LayerRange layers, uint64_t position, int tokens, uint64_t end,
                        SlotCounts* wanted) const;
-  void GiveIndexSlots(Sequence& sequence, int first, int layers, uint64_t position, int tokens, uint64_t end,
+  void GiveIndexSlots(Sequence& sequence, LayerRange layers, uint64_t position, int tokens, uint64_t end,
                       Reservation* slots);
   /// Adds to `wait` what queries `first` .. `last` of `layer` wait for; it is begun.
   void NeedIndex(Sequence& sequence, uint32_t layer, uint64_t first, uint64_t last, IndexJobs* wait);
@@ -330,12 +323,24 @@ class PageStoreImpl final : public PageStore, public TierOwner {
     std::vector<AttentionPage> pages;
     std::vector<EncodedPage> encoded;  // pages that are read encoded
     std::vector<PageRef> pins;
-    std::vector<size_t> ends;
+    std::vector<size_t> ends;            // by entry, in `pages`
+    std::vector<uint32_t> aged;          // by entry
+    std::vector<uint64_t> chooses_from;  // by entry
+    void Clear() {
+      pages.clear();
+      encoded.clear();
+      pins.clear();
+      ends.clear();
+      aged.clear();
+      chooses_from.clear();
+    }
   };
   static constexpr size_t kSpareBuffersMax = 64;
   static constexpr size_t kSparePagesMax = 1 << 14;  // larger buffers are not kept
   std::vector<AttendBuffers> spare_buffers;
   uint64_t attend_pages = 0;  // pinned by all attend leases, each time that one names it
+  /// Adds to `pending` the pages of a layer before page `end` that are still to be encoded.
+  void Settle(Sequence& sequence, uint32_t layer, uint32_t end, std::vector<PageRef>* pending);
   /// Whether attend leases may pin `pages` more. Errors: RESOURCE_EXHAUSTED.
   absl::Status CheckAttendPages(uint64_t pages) const;
 
@@ -356,19 +361,18 @@ class PageStoreImpl final : public PageStore, public TierOwner {
   void Dispose(Block* block);  // nobody holds it, it has no name
   void FreePage(PageRef ref);  // and deletes the block with its last page
   void DeleteIfEmpty(Block* block);
-  /// Looks at an append's entries for layers `first` .. `first + layers - 1`. pages: that its queries would read.
-  absl::Status CheckAppend(const Cache& cache, int first, int layers, absl::Span<const AppendEntry> entries,
+  static absl::Status CheckLayers(const Cache& cache, LayerRange layers);
+  /// Looks at an append's entries. pages: that its queries would read.
+  absl::Status CheckAppend(const Cache& cache, LayerRange layers, absl::Span<const AppendEntry> entries,
                            std::vector<Sequence*>* sequences, SlotCounts* wanted, uint64_t* pages);
   /// What was reserved and, in host memory, copied becomes part of the sequences.
   void CommitAppend(const std::shared_ptr<Cache>& cache, uint32_t layer, absl::Span<const AppendEntry> entries,
                     absl::Span<Sequence* const> sequences, Reservation* slots, std::vector<PageRef>* to_encode);
-  absl::Status CheckAttend(const Cache& cache, int first_layer, int layers, absl::Span<const AttendEntry> entries,
+  absl::Status CheckAttend(const Cache& cache, LayerRange layers, absl::Span<const AttendEntry> entries,
                            std::vector<Sequence*>* sequences, uint64_t* pages) const;
-  /// Adds to `pending` the pages of a layer before page `end` that are still to be encoded.
-  void Settle(Sequence& sequence, uint32_t layer, uint32_t end, std::vector<PageRef>* pending);
-  /// Of the i-th entry of a read.
-  static absl::Status CheckOwnPages(Sequence& sequence, uint32_t layer, size_t i, const AttendEntry& entry);
-  static absl::Status WrongMemory(const Cache& cache);
+
+  /// The error of a hand-off out of or into memory where the cache's indexes take slots.
+  static absl::Status IndexStaysHere(const Cache& cache);
 
   Tier* TierOf(int device);  // nullptr: there is none
 

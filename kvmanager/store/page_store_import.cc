@@ -11,7 +11,7 @@ namespace {
 
 class ImportLeaseImpl final : public ImportLease {
  public:
-  ImportLeaseImpl(PageStoreImpl* store, std::shared_ptr<Cache> cache, const HandOffFirst& first)
+  ImportLeaseImpl(PageStoreImpl* store, std::shared_ptr<Cache> cache, const HandOffHeader& first)
       : store_(store), alive_(store->alive()), cache_(std::move(cache)), first_(first) {
     ++cache_->leases;
     store_->metrics()->import_leases.Increment();
@@ -36,7 +36,7 @@ class ImportLeaseImpl final : public ImportLease {
     KV_CHECK(page - first_targets_.size() < last_targets_.size());
     return last_targets_[page - first_targets_.size()];
   }
-  absl::Status Extend(const HandOffLast& last) override;
+  absl::Status Extend(const HandOffTrailer& last) override;
   absl::StatusOr<uint64_t> Validate(uint32_t page) const override;
   absl::Status Arrived(absl::Span<const ArrivedPage> pages) override;
   std::vector<RecomputePage> TakeRecomputable() override { return std::exchange(recomputable_, {}); }
@@ -48,8 +48,8 @@ class ImportLeaseImpl final : public ImportLease {
   void Break(const absl::Status& why) override;
 
  private:
-  // How a page of the sequence travels: with the first part, encoded or raw since the codec keeps it so; raw with the
-  // last part; as activations.
+  // How a page of the sequence travels: with the header, encoded or raw since the codec keeps it so; raw with the
+  // trailer; as activations.
   enum class How : uint8_t { kEncoded, kKeptRaw, kRaw, kRecomputed };
   // A block that was not here. It is held by the sequence, and from Show on by this too while pages are to come.
   struct NewBlock {
@@ -72,14 +72,14 @@ class ImportLeaseImpl final : public ImportLease {
   void ShowFull(PageRef ref, uint64_t checksum, std::vector<PageRef>* to_encode);
   void LetGoOf(absl::Span<const ArrivedPage> pages);
   bool CanShare(const Block& block) const;
-  absl::Status CheckLast(const HandOffLast& last) const;
+  absl::Status CheckLast(const HandOffTrailer& last) const;
   void LetGo(NewBlock& block);
 
   PageStoreImpl* const store_;
   const std::weak_ptr<const bool> alive_;
   const std::shared_ptr<Cache> cache_;  // shared: see Block
-  const HandOffFirst first_;
-  HandOffLast last_;
+  const HandOffHeader first_;
+  HandOffTrailer last_;
   std::vector<How> how_;                            // [layers][pages_per_layer()]
   std::unique_ptr<Sequence> hidden_;                // nullptr after Show
   SequenceId sequence_ = 0;                         // after Show; it may have been dropped since
@@ -196,7 +196,7 @@ absl::Status ImportLeaseImpl::Start(RecomputeChoice recompute) {
   return absl::OkStatus();
 }
 
-absl::Status ImportLeaseImpl::CheckLast(const HandOffLast& last) const {
+absl::Status ImportLeaseImpl::CheckLast(const HandOffTrailer& last) const {
   const uint64_t tokens_max = PageStore::kSequenceBlocksMax * cache_->page_tokens();
   if (last.index.prompt_tokens > tokens_max) {
     return InvalidField("prompt_tokens", last.index.prompt_tokens, absl::StrCat("at most ", tokens_max));
@@ -218,7 +218,7 @@ absl::Status ImportLeaseImpl::CheckLast(const HandOffLast& last) const {
     how[size_t{page.layer} * pages_per_layer() + page.block] = How::kRaw;
   }
   if (last.blocks.size() != first_.blocks.size()) {
-    return InvalidField("blocks", last.blocks.size(), absl::StrCat(first_.blocks.size(), ", as in the first part"));
+    return InvalidField("blocks", last.blocks.size(), absl::StrCat(first_.blocks.size(), ", as in the header"));
   }
   absl::flat_hash_set<BlockKey> keys;
   KV_RETURN_IF_ERROR(CheckBlockNames("blocks", first_.blocks, &keys));
@@ -226,13 +226,13 @@ absl::Status ImportLeaseImpl::CheckLast(const HandOffLast& last) const {
   for (size_t i = 0; i < last.blocks.size(); ++i) {
     if (last.blocks[i].named && first_.blocks[i].named) {
       return InvalidField(absl::StrCat("blocks[", i, "].name"), last.blocks[i].name.key.ToHex(8),
-                          "none: the first part named it");
+                          "none: the header named it");
     }
   }
-  // Exactly what the first part does not send, in order.
+  // Exactly what the header does not send, in order.
   const uint64_t raw = static_cast<uint64_t>(std::count(how.begin(), how.end(), How::kRaw));
   if (last.pages.size() != raw) {
-    return InvalidField("pages", last.pages.size(), absl::StrCat(raw, ", those that the first part does not send"));
+    return InvalidField("pages", last.pages.size(), absl::StrCat(raw, ", those that the header does not send"));
   }
   size_t at = 0;
   for (size_t i = 0; i < last.pages.size(); ++i, ++at) {
@@ -248,9 +248,9 @@ absl::Status ImportLeaseImpl::CheckLast(const HandOffLast& last) const {
   return absl::OkStatus();
 }
 
-absl::Status ImportLeaseImpl::Extend(const HandOffLast& last) {
+absl::Status ImportLeaseImpl::Extend(const HandOffTrailer& last) {
   if (alive_.expired()) return absl::UnavailableError("the store has closed");
-  if (extended_) return absl::FailedPreconditionError("the last part of this hand-off came before");
+  if (extended_) return absl::FailedPreconditionError("the trailer of this hand-off came before");
   KV_RETURN_IF_ERROR(CheckLast(last));
   SlotCounts wanted;
   // A page that the codec keeps raw has its raw slot: senders of earlier builds withdraw pages of raw layers.
@@ -289,7 +289,7 @@ absl::Status ImportLeaseImpl::Extend(const HandOffLast& last) {
 absl::StatusOr<uint64_t> ImportLeaseImpl::Validate(uint32_t number) const {
   const absl::Span<const uint8_t> bytes = target(number);
   if (bytes.empty()) return InvalidField("page", number, "a page that is wanted");
-  if (cache_->on_device()) return 0;
+  if (!cache_->tier->memory().checks_arrivals()) return 0;
   const HandOffPage& page = page_of(number);
   if (is_activations(number)) {
     const size_t count = bytes.size() / DTypeBytes(cache_->layout().dtype);
@@ -402,7 +402,7 @@ void ImportLeaseImpl::LetGo(NewBlock& block) {
 absl::StatusOr<SequenceId> ImportLeaseImpl::Show() {
   if (alive_.expired()) return absl::UnavailableError("the store has closed");
   if (hidden_ == nullptr) return absl::FailedPreconditionError("this hand-off was shown before");
-  if (broken_ || !can_show()) return absl::FailedPreconditionError("the last part of this hand-off is still to come");
+  if (broken_ || !can_show()) return absl::FailedPreconditionError("the trailer of this hand-off is still to come");
   KV_RETURN_IF_ERROR(store_->CheckSequenceLimit());
   hidden_->hit_blocks = static_cast<int>(full_blocks());
   hidden_->arriving = true;
@@ -461,14 +461,14 @@ void ImportLeaseImpl::Break(const absl::Status& why) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<ImportLease>> PageStoreImpl::Import(const HandOffFirst& first,
+absl::StatusOr<std::unique_ptr<ImportLease>> PageStoreImpl::Import(const HandOffHeader& first,
                                                                    std::shared_ptr<const Codec> codec,
                                                                    RecomputeChoice recompute) {
   KV_RETURN_IF_ERROR(CheckSequenceLimit());
   KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> cache, FindOrOpen(first.config, std::move(codec), &first.codec_version));
-  if (cache->on_device() && cache->index.chunk_tokens > 0) {
+  if (cache->index.chunk_tokens > 0) {
     if (!cache->wanted) CloseIfUnused(cache);
-    return WrongMemory(*cache);
+    return IndexStaysHere(*cache);
   }
   auto lease = std::make_unique<ImportLeaseImpl>(this, std::move(cache), first);
   KV_RETURN_IF_ERROR(lease->Start(recompute));

@@ -10,10 +10,10 @@ void EncodeExecutor::Train(DeviceIndexJob) { KV_CHECK(false && "an executor of a
 
 void PageStoreImpl::MakeIndex(Sequence& sequence, const IndexFacts& facts, uint64_t tokens) {
   const Cache& cache = *sequence.cache;
-  sequence.index = cache.on_device() ? cache.codec->NewDeviceIndex(facts) : cache.codec->NewIndex(facts);
+  sequence.index = cache.tier->memory().NewIndex(*cache.codec, facts);
   if (sequence.index == nullptr) return;
   KV_CHECK(cache.identity());
-  if (cache.on_device()) sequence.index_places.resize(cache.layers());
+  if (cache.index.chunk_tokens > 0) sequence.index_places.resize(cache.layers());
   sequence.index->OnTokens(tokens);
   CountIndexBytes(sequence);
 }
@@ -73,17 +73,9 @@ void PageStoreImpl::AdvanceIndex(Sequence& sequence, uint32_t layer) {
 }
 
 void PageStoreImpl::AdvanceIndexes(Sequence& sequence) {
-  // On a GPU with the first append or read: somebody must say when it has written what was appended.
-  if (sequence.index == nullptr || sequence.cache->on_device()) return;
+  // An index in slots gets them with the first append or read.
+  if (sequence.index == nullptr || !sequence.index_places.empty()) return;
   for (uint32_t layer = 0; layer < sequence.cache->layers(); ++layer) AdvanceIndex(sequence, layer);
-}
-
-std::unique_ptr<TokenSelector> PageStoreImpl::SelectorFor(Sequence& sequence, uint32_t layer, uint64_t first,
-                                                          uint64_t last, IndexJobs* wait) {
-  IndexJobs begin;
-  sequence.index->Need(static_cast<int>(layer), first, last, &begin, wait);
-  if (!begin.empty()) BeginJobs(sequence, begin);
-  return sequence.index->Select(static_cast<int>(layer), first, last);
 }
 
 void PageStoreImpl::BeginJobs(const Sequence& sequence, const IndexJobs& jobs) {
@@ -101,20 +93,7 @@ void PageStoreImpl::BeginJobs(const Sequence& sequence, const IndexJobs& jobs) {
     auto done = [this, alive = alive(), job, pins = std::move(pins)](absl::Status status) {
       if (!alive.expired()) EndJob(*job, pins, std::move(status));
     };
-    if (cache.on_device()) {
-      job->place = sequence.index_places[job->layer()].book;
-      KV_CHECK(job->place != nullptr);
-      cache.tier->executor()->Train({sequence.id, job, std::move(pages), cache.layout().raw_bytes() / 2,
-                                     Data(cache, job->place->slot), std::move(done)});
-      continue;
-    }
-    // Shared by the job's tasks: the last of them ends it.
-    auto keys = std::make_shared<const std::vector<const uint8_t*>>(std::move(pages));
-    std::vector<absl::AnyInvocable<void()>> tasks;
-    for (int task = 0; task < job->tasks(); ++task) {
-      tasks.push_back([job, keys, task] { job->RunTask(task, *keys); });
-    }
-    cache.tier->executor()->Run(std::move(tasks), [done = std::move(done)]() mutable { done(absl::OkStatus()); });
+    cache.tier->memory().Train({cache, sequence, job, std::move(pages), std::move(done)});
   }
 }
 
@@ -139,7 +118,7 @@ void PageStoreImpl::TakeBack(SequenceId id, TokenSelector& selector) {
   if (found != sequences_.end() && found->second->index != nullptr) found->second->index->TakeBack(selector);
 }
 
-// ---- on a GPU: memory of indexes ----
+// ---- slots of indexes, in memory where they take any ----
 
 uint64_t PageStoreImpl::ChoosesFrom(SequenceId id, uint64_t position, int tokens) const {
   const auto sequence = FindSequence(id);
@@ -158,28 +137,28 @@ std::shared_ptr<const IndexMemory> PageStoreImpl::NewIndexMemory(Tier* tier, Pag
   });
 }
 
-void PageStoreImpl::CountIndexSlots(const Sequence& sequence, int first, int layers, uint64_t position, int tokens,
+void PageStoreImpl::CountIndexSlots(const Sequence& sequence, LayerRange layers, uint64_t position, int tokens,
                                     uint64_t end, SlotCounts* wanted) const {
   if (sequence.index_places.empty()) return;
   const Cache& cache = *sequence.cache;
   const uint64_t from = sequence.index->ChoosesFrom(position, tokens);
   if (from > end) return;
   const uint64_t chunks = from == end ? 0 : (end - 1) / cache.index.chunk_tokens + 1;
-  for (int layer = first; layer < first + layers; ++layer) {
+  for (int layer = layers.first; layer < layers.end(); ++layer) {
     const Sequence::IndexPlaces& places = sequence.index_places[layer];
     wanted->encoded[cache.book_class()] += places.book == nullptr;
     wanted->encoded[cache.chunk_class()] += chunks - std::min<uint64_t>(chunks, places.chunks.size());
   }
 }
 
-void PageStoreImpl::GiveIndexSlots(Sequence& sequence, int first, int layers, uint64_t position, int tokens,
-                                   uint64_t end, Reservation* slots) {
+void PageStoreImpl::GiveIndexSlots(Sequence& sequence, LayerRange layers, uint64_t position, int tokens, uint64_t end,
+                                   Reservation* slots) {
   if (sequence.index_places.empty()) return;
   const Cache& cache = *sequence.cache;
   bool given = false;
-  for (int layer = first; layer < first + layers; ++layer) {
+  for (int layer = layers.first; layer < layers.end(); ++layer) {
     SlotCounts wanted;
-    CountIndexSlots(sequence, layer, 1, position, tokens, end, &wanted);
+    CountIndexSlots(sequence, layer, position, tokens, end, &wanted);
     if (wanted.none()) continue;
     given = true;
     Sequence::IndexPlaces& places = sequence.index_places[layer];

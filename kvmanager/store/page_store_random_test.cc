@@ -503,7 +503,7 @@ class RandomTest {
     if (held.lease->last() == nullptr) return;
     Side& peer = *sides_[&side == sides_[0].get() ? 1 : 0];
     if (peer.sequences.size() >= 24) return;
-    const HandOffFirst& first = held.lease->first();
+    const HandOffHeader& first = held.lease->first();
     const std::vector<SentPage> sent = testing::TakeAll(*held.lease);
     const ModelCache& cache = peer.caches[held.sequence.cache];
     const PageLayout& layout = cache.config.layout;

@@ -113,7 +113,7 @@ TEST_F(SampleTest, PagesOfAGpuStayThere) {
   const CacheId cache = test().Open(config);
   const SequenceId sequence = Create(cache);
   const AppendEntry entry{sequence, 0, 2 * kPage};
-  ASSERT_TRUE(store().Extend(cache, 0, config.layers, {&entry, 1}).ok());
+  ASSERT_TRUE(store().Append(cache, {0, config.layers}, {&entry, 1}).ok());
   test().device.executor.FinishAll();
   ASSERT_EQ(sampler_.pages.size(), 2u);
   const auto in_pool = [&](const uint8_t* byte) {

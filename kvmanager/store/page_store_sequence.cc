@@ -40,10 +40,7 @@ std::unique_ptr<Sequence> PageStoreImpl::NewSequence(const std::shared_ptr<Cache
   sequence->cache = cache;
   sequence->tokens.assign(cache->layers(), 0);
   sequence->aged.assign(cache->layers(), 0);
-  if (cache->on_device()) {
-    for (auto& keeper : sequence->changed) keeper.resize(cache->layers());
-    sequence->settled.assign(cache->layers(), 0);
-  }
+  sequence->settled.assign(cache->layers(), 0);
   return sequence;
 }
 
@@ -98,7 +95,7 @@ std::vector<Block*> PageStoreImpl::FindPrefix(Cache& cache, absl::Span<const Blo
                                               MatchResult* match) {
   std::vector<Block*> found;
   const bool moves = where == LookIn::kLowerTiersToo && cache.tier->can_move();
-  const std::shared_ptr<Cache> twin = moves ? HostTwin(cache) : nullptr;
+  const std::shared_ptr<Cache> counterpart = moves ? LowerCounterpart(cache) : nullptr;
   for (const BlockName& name : names) {
     const uint32_t index = static_cast<uint32_t>(found.size());
     Block* block = FindVerified(cache, name, index, &match->reason);
@@ -109,8 +106,8 @@ std::vector<Block*> PageStoreImpl::FindPrefix(Cache& cache, absl::Span<const Blo
         match->reason = MissReason::kNone;
         block = arriving->second;
         Hold(block);
-      } else if (twin != nullptr) {
-        block = FindVerified(*twin, name, index, &match->reason);
+      } else if (counterpart != nullptr) {
+        block = FindVerified(*counterpart, name, index, &match->reason);
       }
     }
     if (block == nullptr) break;
@@ -171,7 +168,6 @@ absl::StatusOr<SequenceId> PageStoreImpl::Fork(SequenceId id, std::vector<OpenCo
   const uint64_t tokens = source->tokens[0];
   const size_t full_blocks = tokens / cache->page_tokens();
   const int open_tokens = static_cast<int>(tokens % cache->page_tokens());
-  if (cache->on_device() && copies == nullptr) return WrongMemory(*cache);
   Reservation slots(cache->tier->pool());
   if (open_tokens > 0) KV_RETURN_IF_ERROR(cache->tier->Reserve(*cache, {.raw = cache->layers()}, &slots));
   auto fork = NewSequence(cache);
@@ -187,7 +183,7 @@ absl::StatusOr<SequenceId> PageStoreImpl::Fork(SequenceId id, std::vector<OpenCo
     Block* copy = NewBlock(cache, static_cast<uint32_t>(full_blocks));
     for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
       const PageId slot = slots.TakeRaw();
-      CopyOpen(*cache, layer, from->pages[layer], slot, open_tokens, copies);
+      cache->tier->memory().CopyOpen(*cache, layer, from->pages[layer], slot, open_tokens, copies);
       Apply({copy, layer}, PageEvent::kOpen, {slot, PageId()});
     }
     Attach(*fork, copy);
@@ -211,7 +207,6 @@ absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens, std::vector<Ope
     return absl::FailedPreconditionError(
         absl::StrCat("sequence ", id, " is being handed off while it grows: it cannot be cropped before the end"));
   }
-  if (cache->on_device() && copies == nullptr) return WrongMemory(*cache);
   const uint32_t index = static_cast<uint32_t>(tokens / cache->page_tokens());
   const int rest = static_cast<int>(tokens % cache->page_tokens());
   // As if every layer had been appended token by token: how its tokens were cut into appends must not show.
@@ -239,7 +234,7 @@ absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens, std::vector<Ope
       copy = NewBlock(cache, index);
       for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
         const PageId slot = slots.TakeRaw();
-        CopyOpen(*cache, layer, block->pages[layer], slot, rest, copies);
+        cache->tier->memory().CopyOpen(*cache, layer, block->pages[layer], slot, rest, copies);
         Apply({copy, layer}, PageEvent::kOpen, {slot, PageId()});
       }
     }
@@ -251,7 +246,7 @@ absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens, std::vector<Ope
   for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
     sequence->tokens[layer] = tokens;
     sequence->aged[layer] = std::min(sequence->aged[layer], index);
-    if (cache->on_device()) sequence->settled[layer] = std::min(sequence->settled[layer], index);
+    sequence->settled[layer] = std::min(sequence->settled[layer], index);
   }
   CropIndex(*sequence, tokens);
   sequence->hit_blocks = std::min(sequence->hit_blocks, static_cast<int>(index));
@@ -306,7 +301,7 @@ absl::StatusOr<PublishResult> PageStoreImpl::Publish(SequenceId id, absl::Span<c
     if (aged) {
       Release(block);  // it has no raw hold of this sequence any more
       block = equal;
-      for (uint32_t layer = 0; cache.on_device() && layer < cache.layers(); ++layer) {
+      for (uint32_t layer = 0; layer < cache.layers(); ++layer) {
         NoteChange(*sequence, layer, i);
         sequence->settled[layer] = std::min(sequence->settled[layer], i);  // the other block may still be encoded
       }

@@ -161,7 +161,7 @@ TEST_F(StreamTest, SinksAreSentAsSoonAsTheyAreFull) {
   // The receiver keeps raw slots for them and none for an encoding; a lie about their form is refused.
   TestStore there{16 << 20};
   for (const size_t page : {0, 2}) {  // a sink that claims to be encoded, an encoded page that claims to be raw
-    HandOffFirst lies = out->first();
+    HandOffHeader lies = out->first();
     lies.pages[page].bytes = page == 0 ? store().codec(cache)->info().encoded_bytes : config.layout.raw_bytes();
     EXPECT_EQ(there.store->Import(lies).status().code(), absl::StatusCode::kInvalidArgument);
     EXPECT_EQ(there.pool->used_bytes(), 0u);
@@ -183,7 +183,7 @@ TEST_F(StreamTest, SinksAreSentAsSoonAsTheyAreFull) {
   test().executor.FinishAll();
   ASSERT_NE(out->last(), nullptr);
   EXPECT_TRUE(out->last()->withdrawn.empty());
-  HandOffLast lies = *out->last();
+  HandOffTrailer lies = *out->last();
   lies.withdrawn = {0};
   EXPECT_EQ(in->Extend(lies).code(), absl::StatusCode::kInvalidArgument);
   std::vector<testing::SentPage> rest;

@@ -32,18 +32,20 @@ Sources SourcesOf(const Block& block, uint32_t layer, const MoveForms& forms) {
 
 }  // namespace
 
-std::shared_ptr<Cache> PageStoreImpl::HostTwin(const Cache& cache) const {
-  const auto found = cache_by_digest_.find({cache.digest, CacheConfig::kHost});
+std::shared_ptr<Cache> PageStoreImpl::LowerCounterpart(const Cache& cache) const {
+  const Tier* const lower = cache.tier->lower();
+  if (lower == nullptr) return nullptr;
+  const auto found = cache_by_digest_.find({cache.digest, lower->device()});
   return found == cache_by_digest_.end() ? nullptr : caches_.at(found->second);
 }
 
-absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::TwinOn(const Cache& cache, int device) {
+absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::CounterpartOn(const Cache& cache, int device) {
   CacheConfig config = cache.config;
   config.device = device;
   return FindOrOpen(config, cache.codec, nullptr);
 }
 
-bool PageStoreImpl::IsTwin(CacheId id, SequenceId sequence) const {
+bool PageStoreImpl::IsCounterpart(CacheId id, SequenceId sequence) const {
   const auto cache = FindCache(id);
   const auto found = FindSequence(sequence);
   return cache.ok() && found.ok() && (*cache)->digest == (*found)->cache->digest && (*found)->cache != *cache;
@@ -60,8 +62,9 @@ void PageStoreImpl::CountSlots(const Block& block, const Cache& to, const MoveFo
 void PageStoreImpl::StartMove(const std::shared_ptr<Cache>& from, const std::shared_ptr<Cache>& to,
                               absl::Span<Block* const> blocks, const MoveForms& forms, bool demotes, Reservation* slots,
                               std::vector<Block*>* copies) {
-  KV_CHECK(from->on_device() != to->on_device());
   auto move = std::make_shared<BlockMove>();
+  move->upper = UpperOf(from->tier, to->tier);
+  KV_CHECK(move->upper != nullptr);
   move->from = from;
   move->to = to;
   move->demotes = demotes;
@@ -107,21 +110,20 @@ void PageStoreImpl::StartMove(const std::shared_ptr<Cache>& from, const std::sha
     }
     if (pair.named) {
       target->name = pair.name;
-      pair.arriving = to->on_device() && to->arriving.emplace(pair.name.key, target).second;
+      pair.arriving = to->tier == move->upper && to->arriving.emplace(pair.name.key, target).second;
     }
     copies->push_back(target);
     move->blocks.push_back(std::move(pair));
   }
-  Tier& gpu = *(to->on_device() ? to : from)->tier;
-  if (demotes) gpu.BeginDemotion(move->bytes);
+  if (demotes) move->upper->BeginDemotion(move->bytes);
   moves_.push_back(move);
-  mover_->Move(gpu, to, std::move(pages), /*given_up=*/nullptr,
+  mover_->Move(*move->upper, to, std::move(pages), /*given_up=*/nullptr,
                [this, move](bool moved, std::vector<MovingPage> landed) { Land(*move, moved, landed); });
 }
 
 void PageStoreImpl::Land(BlockMove& move, bool moved, absl::Span<const MovingPage> pages) {
-  Tier& gpu = *(move.from->on_device() ? move.from : move.to)->tier;
-  if (move.demotes) gpu.EndDemotion(move.bytes);
+  Tier& upper = *move.upper;
+  if (move.demotes) upper.EndDemotion(move.bytes);
   // Children first (EvictionPolicy).
   size_t end = pages.size();
   for (auto pair = move.blocks.rbegin(); pair != move.blocks.rend(); ++pair) {
@@ -133,7 +135,7 @@ void PageStoreImpl::Land(BlockMove& move, bool moved, absl::Span<const MovingPag
     if (!cache->wanted) CloseIfUnused(cache);
   }
   moves_.erase(std::find_if(moves_.begin(), moves_.end(), [&](const auto& each) { return each.get() == &move; }));
-  gpu.DemoteAhead();
+  upper.DemoteAhead();
   NotifyWaiters();
 }
 
@@ -159,7 +161,7 @@ void PageStoreImpl::LandBlock(BlockMove& move, const BlockMove::Pair& pair, bool
       cache.table.Insert(to);
       metrics_->published_blocks.Increment();
     }
-    const bool demoted = move.from->on_device();
+    const bool demoted = move.from->tier == move.upper;
     (demoted ? from : to)->kept = pair.named && !move.purged;
     (demoted ? metrics_->demoted_blocks : metrics_->fetched_blocks).Increment();
     (demoted ? metrics_->demoted_bytes : metrics_->fetched_bytes).Increment(static_cast<double>(to->bytes));
@@ -181,10 +183,10 @@ void PageStoreImpl::LandBlock(BlockMove& move, const BlockMove::Pair& pair, bool
 
 void PageStoreImpl::NotKept(const Block& block) {
   for (const auto& tier : tiers_) {
-    if (tier->mover() == nullptr) continue;
-    const auto twin = cache_by_digest_.find({block.cache->digest, tier->device()});
-    if (twin == cache_by_digest_.end()) continue;
-    Block* const there = caches_.at(twin->second)->table.FindKey(block.name.key);
+    if (tier->lower() != block.cache->tier || tier->mover() == nullptr) continue;
+    const auto counterpart = cache_by_digest_.find({block.cache->digest, tier->device()});
+    if (counterpart == cache_by_digest_.end()) continue;
+    Block* const there = caches_.at(counterpart->second)->table.FindKey(block.name.key);
     if (there != nullptr) tier->SetKept(there, false);
   }
 }
@@ -194,9 +196,9 @@ bool PageStoreImpl::Demote(Block* block) {
   const std::shared_ptr<Cache> from = block->cache;
   Tier& tier = *from->tier;
   if (!tier.can_move()) return false;
-  if (const std::shared_ptr<Cache> twin = HostTwin(*from)) {
-    if (Block* const known = twin->table.FindKey(block->name.key)) {
-      tiers_[0]->Touch(known);
+  if (const std::shared_ptr<Cache> counterpart = LowerCounterpart(*from)) {
+    if (Block* const known = counterpart->table.FindKey(block->name.key)) {
+      counterpart->tier->Touch(known);
       tier.SetKept(block, true);
       return false;
     }
@@ -205,7 +207,7 @@ bool PageStoreImpl::Demote(Block* block) {
   for (const Page& page : block->pages) {
     if (page.state != PageState::kResident) return false;
   }
-  const absl::StatusOr<std::shared_ptr<Cache>> to = TwinOn(*from, CacheConfig::kHost);
+  const absl::StatusOr<std::shared_ptr<Cache>> to = CounterpartOn(*from, tier.lower()->device());
   if (!to.ok()) return false;
   SlotCounts wanted;
   const MoveForms forms{NoRaw};

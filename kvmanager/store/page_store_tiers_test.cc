@@ -46,7 +46,7 @@ class PageStoreTiersTest : public PageStoreTest {
     entry.sequence = sequence;
     entry.position = position;
     entry.tokens = tokens;
-    KV_RETURN_IF_ERROR(store().Extend(cache, 0, config.layers, {&entry, 1}));
+    KV_RETURN_IF_ERROR(store().Append(cache, {0, config.layers}, {&entry, 1}));
     for (int layer = 0; layer < config.layers; ++layer) {
       std::vector<PagePlace> places;
       KV_RETURN_IF_ERROR(store().TakeChanges(sequence, layer, &places));
@@ -290,7 +290,7 @@ TEST_F(PageStoreTiersTest, AGpuThatFailsWhileACopyWaits) {
   auto first = *store().Copy(moving, CacheConfig::kHost);
   const SequenceId waiting = Create(cache);
   AppendEntry entry{waiting, 0, 2 * kPage};
-  ASSERT_TRUE(store().Extend(cache, 0, 1, {&entry, 1}).ok());
+  ASSERT_TRUE(store().Append(cache, {0, 1}, {&entry, 1}).ok());
   auto second = *store().Copy(waiting, CacheConfig::kHost);
   ASSERT_FALSE(first->ready() || second->ready());
   device().mover.FinishOne(/*moved=*/false);
@@ -360,8 +360,8 @@ TEST_F(PageStoreTiersTest, ASequenceIsCopiedAsItIs) {
     ASSERT_TRUE(made.ok()) << made.status();
     EXPECT_EQ(store().DescribeSequence(made->sequence)->tokens, 4u * kPage + 5);
     EXPECT_EQ(store().DescribeSequence(made->sequence)->published_blocks, 2);
-    EXPECT_TRUE(store().IsTwin(cache, made->sequence));
-    EXPECT_FALSE(store().IsTwin(cache, sequence));
+    EXPECT_TRUE(store().IsCounterpart(cache, made->sequence));
+    EXPECT_FALSE(store().IsCounterpart(cache, sequence));
     ExpectOnHost(made->sequence, text);
     // It is a sequence like any other there, and goes back as one.
     const CacheId host = store().DescribeSequence(made->sequence)->cache;
@@ -387,7 +387,7 @@ TEST_F(PageStoreTiersTest, ACopyWaitsForEncodingAndOutlivesItsSource) {
   const CacheId cache = test().Open(Config("fake", 0, 1));
   const SequenceId sequence = Create(cache);
   AppendEntry entry{sequence, 0, 2 * kPage + 1};
-  ASSERT_TRUE(store().Extend(cache, 0, 1, {&entry, 1}).ok());
+  ASSERT_TRUE(store().Append(cache, {0, 1}, {&entry, 1}).ok());
   const Text text = MakeText(2 * kPage + 1);
   std::vector<PagePlace> places;
   ASSERT_TRUE(store().TakeChanges(sequence, 0, &places).ok());
@@ -412,9 +412,9 @@ TEST_F(PageStoreTiersTest, SaysWhyItCannotCopy) {
   const CacheId cache = test().Open(Config("fake", 0, 2));
   const SequenceId sequence = Create(cache);
   AppendEntry entry{sequence, 0, 3};
-  ASSERT_TRUE(store().Extend(cache, 0, 1, {&entry, 1}).ok());
+  ASSERT_TRUE(store().Append(cache, {0, 1}, {&entry, 1}).ok());
   EXPECT_EQ(store().Copy(sequence, CacheConfig::kHost).status().code(), absl::StatusCode::kFailedPrecondition);
-  ASSERT_TRUE(store().Extend(cache, 1, 1, {&entry, 1}).ok());
+  ASSERT_TRUE(store().Append(cache, {1, 1}, {&entry, 1}).ok());
   const absl::Status same = store().Copy(sequence, TestDevice::kOrdinal).status();
   EXPECT_EQ(same.code(), absl::StatusCode::kFailedPrecondition) << same;
   EXPECT_EQ(DetailOf(same).field, "device");

@@ -29,19 +29,19 @@ struct Sequence {
   std::vector<Block*> blocks;    // each with this sequence as a holder
   std::vector<uint64_t> tokens;  // [layers]
   std::vector<uint32_t> aged;    // [layers]
-  /// On a GPU: [keepers][layers] what TakeChanges will name.
+  /// [keepers][layers] what TakeChanges will name; empty before a keeper first asked.
   struct Changes {
-    bool followed = false;        // once asked for; before, every page is a change
+    bool followed = false;        // once this layer was asked for; before, every page is a change
     std::vector<uint32_t> pages;  // since it was last asked for, in any order and perhaps twice
     std::vector<uint32_t> index;  // the same, of the index's places
   };
   std::array<std::vector<Changes>, 2> changed;
-  /// On a GPU: [layers] pages before this one need no waiting for: they are encoded or declined.
+  /// [layers] where reads follow tables: pages before this one need no waiting for: they are encoded or declined.
   std::vector<uint32_t> settled;
   int hit_blocks = 0;
   std::unique_ptr<SequenceIndex> index;  // nullptr: queries read everything
   uint64_t index_bytes = 0;              // of it, as counted in the metrics
-  /// On a GPU: [layers] where the index lies. Place 0 is the part that training makes, place 1 + i chunk i of codes.
+  /// [layers] where the index lies, if it takes slots; else empty. Place 0 is the part that training makes, place 1 + i chunk i of codes.
   struct IndexPlaces {
     std::shared_ptr<const IndexMemory> book;                 // shared with the job that makes it, and with forks
     std::vector<std::shared_ptr<const IndexMemory>> chunks;  // full ones shared with forks

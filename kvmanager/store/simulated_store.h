@@ -41,7 +41,7 @@ class SimulatedStore {
     entry.position = position;
     entry.tokens = tokens;
     SimulatedSubmission submission = NewSubmission(cache);
-    const absl::Status extended = store().Extend(cache, first_layer, layers, {&entry, 1});
+    const absl::Status extended = store().Append(cache, {first_layer, layers}, {&entry, 1});
     if (extended.ok()) {
       AddUpdates(sequence, &submission);
       for (int layer = first_layer; layer < first_layer + layers; ++layer) {
@@ -80,7 +80,7 @@ class SimulatedStore {
     test_.device.executor.FinishAll();
     SimulatedSubmission submission = NewSubmission(cache);
     const AttendEntry entry{sequence, tokens - 1, 1};
-    auto lease = store().Read(cache, first_layer, layers, {&entry, 1});
+    auto lease = store().Attend(cache, {first_layer, layers}, {&entry, 1});
     ASSERT_TRUE(lease.ok()) << lease.status();
     ASSERT_TRUE((*lease)->ready());
     AddUpdates(sequence, &submission);
@@ -147,7 +147,7 @@ inline absl::Status CopyIn(ImportLease& to, const ExportedPage& page) {
   return to.Arrived({&arrived, 1});
 }
 
-inline absl::StatusOr<std::unique_ptr<ImportLease>> ImportTo(SimulatedStore& to, HandOffFirst first) {
+inline absl::StatusOr<std::unique_ptr<ImportLease>> ImportTo(SimulatedStore& to, HandOffHeader first) {
   first.config.device = TestDevice::kOrdinal;
   return to.store().Import(first);
 }

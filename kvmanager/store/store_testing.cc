@@ -217,7 +217,7 @@ std::vector<SentPage> TakeAll(ExportLease& from) {
   std::vector<ExportedPage> ready = from.TakeReady();
   std::sort(ready.begin(), ready.end(), [](const auto& a, const auto& b) { return a.page < b.page; });
   KV_CHECK(from.last() != nullptr);
-  const HandOffFirst& first = from.first();
+  const HandOffHeader& first = from.first();
   KV_CHECK(ready.size() + from.last()->withdrawn.size() == first.size());
   std::vector<SentPage> all;
   for (const ExportedPage& page : ready) {
@@ -260,7 +260,7 @@ absl::Status Recompute(ImportLease& to, const CacheConfig& config, const Text& t
   return to.Recomputed(done);
 }
 
-absl::StatusOr<SequenceId> Receive(ImportLease& to, const HandOffLast& last, const std::vector<SentPage>& pages,
+absl::StatusOr<SequenceId> Receive(ImportLease& to, const HandOffTrailer& last, const std::vector<SentPage>& pages,
                                    const CacheConfig* config, const Text* text) {
   KV_RETURN_IF_ERROR(to.Extend(last));
   for (const SentPage& page : pages) KV_RETURN_IF_ERROR(Deliver(to, page.bytes));

@@ -89,7 +89,7 @@ absl::Status Deliver(ImportLease& to, const ExportedPage& page);
 /// Recomputes the K and V of pages whose activations have arrived: those of `text`, which the activations must be of.
 absl::Status Recompute(ImportLease& to, const CacheConfig& config, const Text& text);
 /// Extend, every page, Recompute, Show and Commit. text: nullptr where nothing is recomputed.
-absl::StatusOr<SequenceId> Receive(ImportLease& to, const HandOffLast& last, const std::vector<SentPage>& pages,
+absl::StatusOr<SequenceId> Receive(ImportLease& to, const HandOffTrailer& last, const std::vector<SentPage>& pages,
                                    const CacheConfig* config = nullptr, const Text* text = nullptr);
 
 CacheConfig MakeConfig(const std::string& codec, int lag_pages, const std::string& tenant = "a", int layers = 2);

@@ -36,9 +36,15 @@ Reservation::~Reservation() {
   for (const Slots& slots : encoded) give_back(slots);
 }
 
-Tier::Tier(int device, SlotPool* pool, EncodeExecutor* executor, ReleaseEpochs* epochs, PageMover* mover,
-           TierOwner* owner)
-    : device_(device), pool_(pool), executor_(executor), epochs_(epochs), mover_(mover), owner_(owner) {}
+Tier::Tier(const StoreDevice& device, std::unique_ptr<MemoryBackend> memory, Tier* lower, TierOwner* owner)
+    : device_(device.ordinal),
+      memory_(std::move(memory)),
+      lower_(lower),
+      pool_(device.pool),
+      executor_(device.executor),
+      epochs_(device.epochs),
+      mover_(device.mover),
+      owner_(owner) {}
 
 bool Tier::CanReserve(const Cache& cache, const SlotCounts& counts) const {
   return pool_->CanAllocate(cache.tenant, WantedSlots(cache, counts), /*reclaim=*/true);

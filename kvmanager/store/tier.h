@@ -21,6 +21,7 @@
 #include "kvmanager/store/block.h"
 #include "kvmanager/store/cache.h"
 #include "kvmanager/store/eviction_policy.h"
+#include "kvmanager/store/memory_backend.h"
 #include "kvmanager/store/page_store.h"
 
 namespace kvmanager {
@@ -44,12 +45,14 @@ class TierOwner {
 
 class Tier {
  public:
-  /// pool and executor outlive it. epochs: of a GPU, whose kernels may read a slot after the store gave it up; nullptr:
-  /// a slot is free at once. mover: to the next lower tier and back; nullptr: nothing moves.
-  Tier(int device, SlotPool* pool, EncodeExecutor* executor, ReleaseEpochs* epochs, PageMover* mover, TierOwner* owner);
+  /// What `device` names outlives it. lower: the next lower tier, to which device.mover moves pages; nullptr: this is
+  /// the lowest.
+  Tier(const StoreDevice& device, std::unique_ptr<MemoryBackend> memory, Tier* lower, TierOwner* owner);
 
   int device() const { return device_; }  // as CacheConfig::device
   std::string name() const { return device_ == CacheConfig::kHost ? "host" : absl::StrCat("gpu", device_); }
+  Tier* lower() const { return lower_; }
+  const MemoryBackend& memory() const { return *memory_; }
   SlotPool* pool() const { return pool_; }
   EncodeExecutor* executor() const { return executor_; }
 
@@ -100,6 +103,8 @@ class Tier {
   void SetReclaimable(const Block& block, bool reclaimable);  // its slots, in the pool
 
   const int device_;
+  const std::unique_ptr<MemoryBackend> memory_;
+  Tier* const lower_;
   SlotPool* const pool_;
   EncodeExecutor* const executor_;
   ReleaseEpochs* const epochs_;

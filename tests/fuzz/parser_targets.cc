@@ -127,7 +127,7 @@ class ManifestTarget final : public FuzzTarget {
     std::vector<std::string> seeds;
     for (const char* const codec : {"raw", "hack:k_bits=3,v_bits=2"}) {
       for (const uint64_t tokens : {0, 10, 64, 200}) {
-        HandOffFirst first;
+        HandOffHeader first;
         const auto made = testing::AllCodecs().Create(codec, SmallConfig(codec).layout);
         KV_CHECK(made.ok());
         const bool raw = (*made)->info().identity;
@@ -137,7 +137,7 @@ class ManifestTarget final : public FuzzTarget {
         first.tokens = tokens;
         first.blocks.resize(tokens / 64);
         first.aged.assign(2, uint32_t(tokens / 128));
-        HandOffLast last;
+        HandOffTrailer last;
         last.blocks.resize(tokens / 64);
         for (size_t i = 0; i < first.blocks.size(); ++i) {
           HandOffBlock& block = i % 2 == 0 ? first.blocks[i] : last.blocks[i];
@@ -212,7 +212,7 @@ class ManifestTarget final : public FuzzTarget {
 
  private:
   // The first manifest's length, the parts' page counts and page sizes in units of 64 bytes (0: of a raw page), which
-  // of the first pages are withdrawn, how many come before the last part.
+  // of the first pages are withdrawn, how many come before the trailer.
   static constexpr size_t kHeaderBytes = 8;
   static std::string Header(size_t bytes, size_t first_pages, size_t last_pages, size_t units) {
     std::string header(kHeaderBytes, '\0');

@@ -125,7 +125,7 @@ void Outgoing::AddPages(const HandOffPart& part, std::vector<Posted>* posted) {
 void Outgoing::MakePages() {
   pages_made_ = true;
   AddPages(request_.first, &first_posted_);
-  // First: what was posted may be of the last part.
+  // First: what was posted may be of the trailer.
   if (early_last_.has_value()) FinishParts(*std::exchange(early_last_, absl::nullopt));
   TakeEarlyPost();
 }
@@ -372,7 +372,7 @@ void Outgoing::TakePosts(const std::vector<SendPage>& pages) {
 void Outgoing::FinishParts(HandOffPart last) {
   absl::Status status = CheckPart(last, first_pages_);
   if (status.ok() && (last_.has_value() || early_last_.has_value()))
-    status = absl::FailedPreconditionError("the last part was said before");
+    status = absl::FailedPreconditionError("the trailer was said before");
   if (status.ok() && !pages_made_) {
     early_last_ = std::move(last);
     return;

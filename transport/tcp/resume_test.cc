@@ -123,7 +123,7 @@ class ResumeTest : public testing::Test {
     receiving_ = *TcpTransport::Create(options);
     proxy_ = std::make_unique<Proxy>(receiving_->listen_address());
   }
-  /// A hand-off of 480 pages and 40 of the last part, posted in pieces; by default 9 MB or so on two connections.
+  /// A hand-off of 480 pages and 40 of the trailer, posted in pieces; by default 9 MB or so on two connections.
   absl::StatusOr<SendResult> HandOff(uint64_t seed, size_t page_bytes_max = 33 << 10) {
     return HandOffBy(*sender_, seed, page_bytes_max);
   }
@@ -244,7 +244,7 @@ TEST_F(ResumeTest, AConnectionsFirstBytesThatChangeCostNothing) {
   }
 }
 
-TEST_F(ResumeTest, TheLastPartIsSaidOnceThoughItIsKnownWhileTheConnectionIsMadeAgain) {
+TEST_F(ResumeTest, TheTrailerIsSaidOnceThoughItIsKnownWhileTheConnectionIsMadeAgain) {
   RawSocket listener = RawSocket::Listen();
   Outcome out = Begin(*sender_, RequestOf({}, listener.address()));
   const auto greet = [&] {

@@ -172,8 +172,8 @@ TEST_F(TransportTest, EverythingIsSaidBeforeTheReceiverIsReached) {
   EXPECT_TRUE(receiver_.completed()[0] == expected);
 }
 
-TEST_F(TransportTest, PagesOfTheLastPartGoAhead) {
-  // A slow link: the first part's pages cannot all have gone when the last part comes.
+TEST_F(TransportTest, PagesOfTheTrailerGoAhead) {
+  // A slow link: the header's pages cannot all have gone when the trailer comes.
   TcpTransport::Options options = SenderOptions();
   options.send_bytes_per_s = 8 << 20;
   sender_side_ = Make(options);
@@ -193,7 +193,7 @@ TEST_F(TransportTest, PagesOfTheLastPartGoAhead) {
   EXPECT_LT(place, 60) << "of " << order.size();
 }
 
-TEST_F(TransportTest, LastPartThatIsWrongNamesTheField) {
+TEST_F(TransportTest, TrailerThatIsWrongNamesTheField) {
   const std::vector<Page> pages = RandomPages({100, 200}, 1);
   const auto field_of = [&](absl::FunctionRef<void(uint64_t id)> wrong) {
     Outcome out = Begin(*sender_side_, RequestOf(pages, peer()));
@@ -225,7 +225,7 @@ TEST_F(TransportTest, LastPartThatIsWrongNamesTheField) {
   EXPECT_EQ(receiver_.WaitForAborts(1)[0].code(), absl::StatusCode::kCancelled);
 }
 
-TEST_F(TransportTest, RefusedLastPartReachesTheSender) {
+TEST_F(TransportTest, RefusedTrailerReachesTheSender) {
   receiver_.refuse_last = FieldError(absl::StatusCode::kResourceExhausted, "slots", "9", "at most 8");
   ExpectAnswer(SendAndWait(RandomPages({100}, 1)).status(), receiver_.refuse_last);
   EXPECT_EQ(receiver_.WaitForAborts(1).size(), 1u);

@@ -480,7 +480,7 @@ absl::Status CheckPart(const HandOffPart& part, size_t pages_before) {
     const uint32_t page = part.withdrawn[i];
     if (page >= pages_before || (i > 0 && page <= part.withdrawn[i - 1])) {
       return InvalidField(absl::StrCat("withdrawn[", i, "]"), page,
-                          absl::StrCat("ascending, below ", pages_before, ", the pages of the first part"));
+                          absl::StrCat("ascending, below ", pages_before, ", the pages of the header"));
     }
   }
   return absl::OkStatus();

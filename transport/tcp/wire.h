@@ -64,11 +64,11 @@
 //            8  4  withdrawn w    0..kPagesMax
 //           12  4  zero
 //           16 8r  runs of pages, as OFFER
-//              4w  pages of the first part that will not come, ascending
+//              4w  pages of the header that will not come, ascending
 //           then the manifest
 //   EXTENDED 0  4  page count m
 //            4  4  zero
-//            8     bitmap of the last part's pages that are wanted
+//            8     bitmap of the trailer's pages that are wanted
 //   PAGES    16 bytes for each page, 1..kPagesPerFrameMax of them: 4 page, 4 zero, 8 XXH3-64 of its bytes.
 //            The pages' bytes follow, one page after the other; body_bytes and check do not cover them.
 //   REGION   0  4  region         names it in LOCAL; 0..kRegionsMax - 1
@@ -286,7 +286,7 @@ absl::StatusOr<Frame> ParseFrame(absl::Span<const uint8_t> bytes);
 /// OK if a peer that said `hello` can be spoken to; UNIMPLEMENTED naming both versions if not.
 absl::Status CheckVersion(const HelloFrame& hello);
 
-/// OK if `part` is within its limits; `pages_before` of a last part: those of the first.
+/// OK if `part` is within its limits; `pages_before` of a trailer: those of the first.
 absl::Status CheckPart(const HandOffPart& part, size_t pages_before);
 
 std::string EncodeHello(const HelloFrame& hello);

@@ -33,7 +33,7 @@ class Created(ctypes.Structure):
 
 
 class HandOffOptions(ctypes.Structure):
-    _fields_ = [("timeout_ms", c_int64), ("room_ms", c_int64), ("goes_on", c_int32), ("reserved", c_int32)]
+    _fields_ = [("timeout_ms", c_int64), ("room_ms", c_int64), ("will_append", c_int32), ("reserved", c_int32)]
 
 
 class RunOptions(ctypes.Structure):

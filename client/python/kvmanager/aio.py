@@ -428,14 +428,14 @@ class Sequence(_Owned):
         return await self._call(self.blocking.info)
 
     async def hand_off(
-        self, peer: str, blob: bytes = b"", timeout_ms: int = 30000, room_ms: int = 0, goes_on: bool = False
+        self, peer: str, blob: bytes = b"", timeout_ms: int = 30000, room_ms: int = 0, will_append: bool = False
     ) -> HandOffOutcome:
-        return await self._call(self.blocking.hand_off_async, peer, blob, timeout_ms, room_ms, goes_on)
+        return await self._call(self.blocking.hand_off_async, peer, blob, timeout_ms, room_ms, will_append)
 
     async def begin_hand_off(
-        self, peer: str, tokens: int, timeout_ms: int = 30000, room_ms: int = 0, goes_on: bool = False
+        self, peer: str, tokens: int, timeout_ms: int = 30000, room_ms: int = 0, will_append: bool = False
     ) -> HandOff:
-        made = await self._call(self.blocking.begin_hand_off_async, peer, tokens, timeout_ms, room_ms, goes_on)
+        made = await self._call(self.blocking.begin_hand_off_async, peer, tokens, timeout_ms, room_ms, will_append)
         return HandOff(self._lease, made)
 
 

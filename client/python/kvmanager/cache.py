@@ -382,35 +382,35 @@ class Sequence(Handle):
         return SequenceDescription(**_lib.result())
 
     def hand_off(
-        self, peer: str, blob: bytes = b"", timeout_ms: int = 30000, room_ms: int = 0, goes_on: bool = False
+        self, peer: str, blob: bytes = b"", timeout_ms: int = 30000, room_ms: int = 0, will_append: bool = False
     ) -> HandOffOutcome:
         """Sends the sequence to another daemon; outcome.ticket is what its clients claim it with. It stays here, too.
 
         peer: "HOST:PORT" of its --peer-listen, or several, "HOST:PORT,HOST:PORT": the one that would have it first gets
         it. blob: the engine's, at most 1 MiB. timeout_ms: of the transfer; this waits a second longer for the daemon's
-        word, whatever the client's deadline_ms. room_ms: how long a receiver that is full may let it wait. goes_on:
+        word, whatever the client's deadline_ms. room_ms: how long a receiver that is full may let it wait. will_append:
         whoever claims it appends before it reads or crops."""
-        return self.hand_off_async(peer, blob, timeout_ms, room_ms, goes_on).wait()
+        return self.hand_off_async(peer, blob, timeout_ms, room_ms, will_append).wait()
 
     def hand_off_async(
-        self, peer: str, blob: bytes = b"", timeout_ms: int = 30000, room_ms: int = 0, goes_on: bool = False
+        self, peer: str, blob: bytes = b"", timeout_ms: int = 30000, room_ms: int = 0, will_append: bool = False
     ) -> Pending[HandOffOutcome]:
         to, blob, pending = encoded("peer", peer), data("blob", blob), c_void_p()
-        options = _options(timeout_ms, room_ms, goes_on)
+        options = _options(timeout_ms, room_ms, will_append)
         check(lib.kvm_hand_off(self._object, to, len(to), blob, len(blob), byref(options), byref(pending)))
         return Pending(pending.value, _outcome, self)
 
     def begin_hand_off(
-        self, peer: str, tokens: int, timeout_ms: int = 30000, room_ms: int = 0, goes_on: bool = False
+        self, peer: str, tokens: int, timeout_ms: int = 30000, room_ms: int = 0, will_append: bool = False
     ) -> HandOff:
         """The same while the sequence still grows to `tokens` tokens in every layer: pages go as they are made."""
-        return self.begin_hand_off_async(peer, tokens, timeout_ms, room_ms, goes_on).wait()
+        return self.begin_hand_off_async(peer, tokens, timeout_ms, room_ms, will_append).wait()
 
     def begin_hand_off_async(
-        self, peer: str, tokens: int, timeout_ms: int = 30000, room_ms: int = 0, goes_on: bool = False
+        self, peer: str, tokens: int, timeout_ms: int = 30000, room_ms: int = 0, will_append: bool = False
     ) -> Pending[HandOff]:
         to, tokens, pending = encoded("peer", peer), integer("tokens", tokens), c_void_p()
-        options = _options(timeout_ms, room_ms, goes_on)
+        options = _options(timeout_ms, room_ms, will_append)
         check(lib.kvm_begin_hand_off(self._object, to, len(to), tokens, byref(options), byref(pending)))
 
         def finish(values: Any, made: Any) -> HandOff:
@@ -462,9 +462,9 @@ def _counted(field: str, values: Iterable[int], count: int) -> list[int]:
     return given
 
 
-def _options(timeout_ms: int, room_ms: int, goes_on: bool) -> _lib.HandOffOptions:
+def _options(timeout_ms: int, room_ms: int, will_append: bool) -> _lib.HandOffOptions:
     waits = (integer("timeout_ms", timeout_ms, 0, _INT64_MAX), integer("room_ms", room_ms, 0, _INT64_MAX))
-    return _lib.HandOffOptions(*waits, bool(goes_on))
+    return _lib.HandOffOptions(*waits, bool(will_append))
 
 
 def _names(names: BlockNames) -> BlockNames:

@@ -30,7 +30,7 @@ class HandOffs(unittest.TestCase):
         prompt = Prompt(1, 150)
         sequence = self.cache.create_sequence()
         prompt.append(self.cache, sequence)
-        sent = sequence.hand_off(self.there.peer, b"next token: 7", goes_on=True)
+        sent = sequence.hand_off(self.there.peer, b"next token: 7", will_append=True)
         self.assertEqual((sent.peer, sent.resumes, len(sent.layers)), (self.there.peer, 0, 2))
         self.assertGreater(sent.bytes_sent, 0)
         claimed = self.far_cache.claim(sent.ticket)

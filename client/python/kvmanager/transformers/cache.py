@@ -171,7 +171,7 @@ class KvCache(Cache):
         chosen = [[]] * len(self._rows) if next_tokens is None else next_tokens.tolist()
         if len(chosen) != len(self._rows):
             raise ValueError(f"next_tokens: has {len(chosen)} rows; the cache has {len(self._rows)}")
-        options.setdefault("goes_on", bool(chosen[0]))
+        options.setdefault("will_append", bool(chosen[0]))
         tickets = []
         for at, (row, ids) in enumerate(zip(self._rows, chosen)):
             state = None
@@ -277,7 +277,7 @@ class KvCache(Cache):
         return out
 
     def _start(self) -> None:
-        """The daemon has booked the step, or refuses it: then nothing has changed, and the pass may be tried again."""
+        """The daemon has reserved the step, or refuses it: then nothing has changed, and the pass may be tried again."""
         try:
             self._path.start()
         except BaseException as error:

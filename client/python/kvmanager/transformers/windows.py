@@ -131,7 +131,7 @@ class WindowedLayers:
         sequence = self._cache.create_sequence()
         try:
             self._append(kv.Entries([(sequence, 0, k.shape[1])]), k, v)
-            return sequence.hand_off(peer, **options | dict(goes_on=False))
+            return sequence.hand_off(peer, **options | dict(will_append=False))
         finally:
             sequence.close()
 

@@ -28,7 +28,7 @@
 
 namespace kvmanager {
 
-class StreamWords {
+class SharedSemaphores {
  public:
   /// Places of the words in units of 64 bytes from the memfd's first.
   enum class Word : uint32_t {
@@ -48,14 +48,14 @@ class StreamWords {
   static constexpr uint64_t kValueMax = INT64_MAX - 1;
 
   /// Zeroed. Errors: RESOURCE_EXHAUSTED; UNAVAILABLE when the kernel refuses a call.
-  static absl::StatusOr<std::unique_ptr<StreamWords>> Create();
+  static absl::StatusOr<std::unique_ptr<SharedSemaphores>> Create();
   /// The words that another process made; takes the descriptor. Errors: FAILED_PRECONDITION if it is no memfd of at
   /// least kBytes sealed against shrinking; UNAVAILABLE.
-  static absl::StatusOr<std::unique_ptr<StreamWords>> Import(int fd);
+  static absl::StatusOr<std::unique_ptr<SharedSemaphores>> Import(int fd);
   /// Unpins, as Unpin() does.
-  ~StreamWords();
-  StreamWords(const StreamWords&) = delete;
-  StreamWords& operator=(const StreamWords&) = delete;
+  ~SharedSemaphores();
+  SharedSemaphores(const SharedSemaphores&) = delete;
+  SharedSemaphores& operator=(const SharedSemaphores&) = delete;
 
   /// For a receiver; stays this object's.
   int fd() const { return region_->fd(); }
@@ -86,7 +86,7 @@ class StreamWords {
   static constexpr size_t kStride = sizeof(ReleaseCounter);
   static_assert(kWords * kStride <= kNonFiniteOffset);
 
-  explicit StreamWords(std::unique_ptr<Region> region) : region_(std::move(region)) {}
+  explicit SharedSemaphores(std::unique_ptr<Region> region) : region_(std::move(region)) {}
   Atomic* At(Word word) const {
     return reinterpret_cast<Atomic*>(region_->data() + static_cast<uint32_t>(word) * kStride);
   }

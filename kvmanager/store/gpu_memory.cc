@@ -1,0 +1,47 @@
+// A GPU's memory: kernels touch the bytes, behind the store's calls.
+#include <utility>
+
+#include "kvmanager/store/cache.h"
+#include "kvmanager/store/memory_backend.h"
+#include "kvmanager/store/tier.h"
+
+namespace kvmanager {
+namespace {
+
+class GpuMemory final : public MemoryBackend {
+ public:
+  explicit GpuMemory(EncodeExecutor* executor) : executor_(executor) {}
+
+  bool follows_tables() const override { return true; }
+  bool writes_at_once() const override { return false; }
+  bool keeps_activations() const override { return false; }
+  DeviceIndexLayout index_layout(const Codec& codec) const override { return codec.device_index(); }
+  std::unique_ptr<SequenceIndex> NewIndex(const Codec& codec, const IndexFacts& facts) const override {
+    return codec.NewDeviceIndex(facts);
+  }
+
+  absl::Status Write(const PendingAppend&) const override { return absl::OkStatus(); }
+  void CopyOpen(const Cache&, uint32_t layer, const Page& from, PageId to, int tokens,
+                std::vector<OpenCopy>* copies) const override {
+    copies->push_back({layer, from.raw.valid() ? from.raw : from.encoded, to, tokens});
+  }
+  uint64_t Checksum(const uint8_t*, size_t) const override { return 0; }
+  bool checks_arrivals() const override { return false; }
+  void Train(IndexTraining training) const override {
+    const Cache& cache = training.cache;
+    IndexJob& job = *training.job;
+    job.place = training.sequence.index_places[job.layer()].book;
+    KV_CHECK(job.place != nullptr);
+    executor_->Train({training.sequence.id, training.job, std::move(training.pages), cache.layout().raw_bytes() / 2,
+                      cache.tier->pool()->Data(job.place->slot), std::move(training.done)});
+  }
+
+ private:
+  EncodeExecutor* const executor_;
+};
+
+}  // namespace
+
+std::unique_ptr<MemoryBackend> MakeGpuMemory(EncodeExecutor* executor) { return std::make_unique<GpuMemory>(executor); }
+
+}  // namespace kvmanager

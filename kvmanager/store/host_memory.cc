@@ -1,0 +1,131 @@
+// Host memory: the daemon's CPU copies what an append brings, looks at the copy, and trains indexes on workers.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "kvmanager/base/checksum.h"
+#include "kvmanager/base/finite.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/store/cache.h"
+#include "kvmanager/store/memory_backend.h"
+#include "kvmanager/store/raw_page.h"
+#include "kvmanager/store/tier.h"
+
+namespace kvmanager {
+namespace {
+
+// Tokens [first, first + count) of an entry into tokens [to_token, ...) of a raw page.
+// k, v: [tokens][kv_heads][head_dim]; page: [side][kv_heads][page_tokens][head_dim].
+void CopyTokens(const PageLayout& layout, const AppendEntry& entry, int first, int count, uint8_t* page, int to_token) {
+  const size_t row_bytes = layout.head_dim * DTypeBytes(layout.dtype);
+  const size_t token_bytes = layout.kv_heads * row_bytes;
+  for (int side = 0; side < 2; ++side) {
+    const uint8_t* from_side = (side == 0 ? entry.k : entry.v) + first * token_bytes;
+    for (int head = 0; head < layout.kv_heads; ++head) {
+      const uint8_t* from = from_side + head * row_bytes;
+      uint8_t* to = page + layout.raw_offset(side, head, to_token);
+      for (int t = 0; t < count; ++t) std::memcpy(to + t * row_bytes, from + t * token_bytes, row_bytes);
+    }
+  }
+}
+
+// Activations of the same tokens, into an activation page's tokens from `at` on.
+absl::Status CopyActivations(const Cache& cache, const AppendEntry& entry, size_t i, int first, int count,
+                             uint8_t* page, int at) {
+  const size_t row_bytes = cache.activation_row_bytes(), hidden = cache.config.hidden;
+  uint8_t* const to = page + at * row_bytes;
+  std::memcpy(to, entry.x + first * row_bytes, count * row_bytes);
+  const size_t wrong = FindNonFinite(cache.layout().dtype, to, count * hidden);
+  if (wrong == count * hidden) return absl::OkStatus();
+  return InvalidField(
+      absl::StrCat("entries[", i, "].x[token ", first + wrong / hidden, "][value ", wrong % hidden, "]"), "NaN or Inf",
+      "finite");
+}
+
+// Copies an entry's rows into the pages they belong to, of which `slots` has the new ones from `next_slot` on, and
+// looks for what is not finite. What an error leaves in an open page's unused tokens is overwritten by the next append.
+absl::Status CopyEntry(const Cache& cache, uint32_t layer, const AppendEntry& entry, size_t i, const Sequence& sequence,
+                       const Reservation& slots, size_t* next_slot, size_t* next_activation) {
+  const PageLayout& layout = cache.layout();
+  const int page_tokens = cache.page_tokens();
+  for (int done = 0; done < entry.tokens;) {
+    const uint64_t position = entry.position + done;
+    const int at = static_cast<int>(position % page_tokens);
+    const int count = std::min(entry.tokens - done, page_tokens - at);
+    const PageId slot =
+        at == 0 ? slots.raw.ids[(*next_slot)++] : sequence.blocks[position / page_tokens]->pages[layer].raw;
+    uint8_t* page = cache.tier->pool()->Data(slot);
+    CopyTokens(layout, entry, done, count, page, at);
+    NonFinite where;
+    if (FindNonFinite(layout, page, at, count, &where)) {
+      return InvalidField(
+          absl::StrCat("entries[", i, "].", where.side == 0 ? "k" : "v", "[token ", done + where.token - at, "][head ",
+                       where.head, "][channel ", where.channel, "]"),
+          "NaN or Inf", "finite");
+    }
+    if (entry.x != nullptr) {
+      const Page* const open = at == 0 ? nullptr : sequence.blocks[position / page_tokens]->OpenActivations(layer);
+      if (at == 0 || open != nullptr) {
+        const PageId to = at == 0 ? slots.activations.ids[(*next_activation)++] : open->raw;
+        KV_RETURN_IF_ERROR(CopyActivations(cache, entry, i, done, count, cache.tier->pool()->Data(to), at));
+      }
+    }
+    done += count;
+  }
+  return absl::OkStatus();
+}
+
+class HostMemory final : public MemoryBackend {
+ public:
+  explicit HostMemory(EncodeExecutor* executor) : executor_(executor) {}
+
+  bool follows_tables() const override { return false; }
+  bool writes_at_once() const override { return true; }
+  bool keeps_activations() const override { return true; }
+  DeviceIndexLayout index_layout(const Codec&) const override { return {}; }
+  std::unique_ptr<SequenceIndex> NewIndex(const Codec& codec, const IndexFacts& facts) const override {
+    return codec.NewIndex(facts);
+  }
+
+  absl::Status Write(const PendingAppend& append) const override {
+    if (append.layers.count != 1) {
+      return InvalidField("layers", append.layers.count, "1: the K and V that are given are one layer's");
+    }
+    size_t next_slot = 0, next_activation = 0;
+    for (size_t i = 0; i < append.entries.size(); ++i) {
+      if (append.entries[i].k == nullptr || append.entries[i].v == nullptr) {
+        return InvalidField(absl::StrCat("entries[", i, "]"), "without K and V", "with both, in host memory");
+      }
+      KV_RETURN_IF_ERROR(CopyEntry(append.cache, static_cast<uint32_t>(append.layers.first), append.entries[i], i,
+                                   *append.sequences[i], append.slots, &next_slot, &next_activation));
+    }
+    return absl::OkStatus();
+  }
+  void CopyOpen(const Cache& cache, uint32_t, const Page& from, PageId to, int tokens,
+                std::vector<OpenCopy>*) const override {
+    const SlotPool& pool = *cache.tier->pool();
+    CopyRawPrefix(cache.layout(), pool.Data(from.raw.valid() ? from.raw : from.encoded), pool.Data(to), tokens);
+  }
+  uint64_t Checksum(const uint8_t* bytes, size_t size) const override { return kvmanager::Checksum(bytes, size); }
+  bool checks_arrivals() const override { return true; }
+  void Train(IndexTraining training) const override {
+    // Shared by the job's tasks: the last of them ends it.
+    auto keys = std::make_shared<const std::vector<const uint8_t*>>(std::move(training.pages));
+    std::vector<absl::AnyInvocable<void()>> tasks;
+    for (int task = 0; task < training.job->tasks(); ++task) {
+      tasks.push_back([job = training.job, keys, task] { job->RunTask(task, *keys); });
+    }
+    executor_->Run(std::move(tasks), [done = std::move(training.done)]() mutable { done(absl::OkStatus()); });
+  }
+
+ private:
+  EncodeExecutor* const executor_;
+};
+
+}  // namespace
+
+std::unique_ptr<MemoryBackend> MakeHostMemory(EncodeExecutor* executor) {
+  return std::make_unique<HostMemory>(executor);
+}
+
+}  // namespace kvmanager
