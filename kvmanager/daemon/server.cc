@@ -45,7 +45,7 @@
 #include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/service.h"
 #include "kvmanager/rpc/session.h"
-#include "kvmanager/rpc/step.h"
+#include "kvmanager/rpc/host_calls.h"
 #include "kvmanager/store/encode_executor.h"
 #include "kvmanager/store/page_store.h"
 #include "kvmanager/store/quality.h"
@@ -263,7 +263,7 @@ class ServerImpl final : public Server {
                     .metrics = &of.hand_off_metrics_,
                     .gpus = of.devices_.gpus(),
                     .shares_gpu_memory = of.options_.peer_local_copy && of.options_.peer_rate_bytes == 0}),
-          steps({.store = of.store_.get(),
+          host_calls({.store = of.store_.get(),
                  .workers = of.workers_.get(),
                  .queue = &of.queue_,
                  .clock = &of.clock_,
@@ -301,7 +301,7 @@ class ServerImpl final : public Server {
                       .incoming = of.incoming_.get(),
                       .arrivals = &arrivals,
                       .recomputer = of.recomputer_.get(),
-                      .steps = &steps,
+                      .host_calls = &host_calls,
                       .device_calls = &device_calls,
                       .reads = &reads};
       daemon.cache.sequence = {.store = of.store_.get(),
@@ -309,7 +309,6 @@ class ServerImpl final : public Server {
                                .incoming = of.incoming_.get(),
                                .outgoing = &outgoing,
                                .arrivals = &arrivals,
-                               .device_calls = &device_calls,
                                .held = &of.held_,
                                .peers_allowed = &of.options_.hand_off_peers};
       daemon.admin = {.facts = &of.facts_,
@@ -334,7 +333,7 @@ class ServerImpl final : public Server {
     DepartedProcesses departed;
     Arrivals arrivals;
     OutgoingHandOffs outgoing;
-    HostSteps steps;
+    HostCalls host_calls;
     DeviceCalls device_calls;
     Reads reads;
     Session::Parts session;

@@ -17,10 +17,4 @@ struct StepCache {
   std::shared_ptr<const DeviceCodec> device_codec;  // of a cache on a GPU, made for it
 };
 
-/// A cache on a GPU that a connection opened.
-struct BoundCache {
-  CacheConfig config;
-  StepCache cache;  // its config is this one's
-};
-
 }  // namespace kvmanager

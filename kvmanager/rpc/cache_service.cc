@@ -16,14 +16,13 @@ class CacheService final : public api::Cache::Server {
   CacheService(std::shared_ptr<Session> session, const CacheParts& parts, CacheId id,
                std::shared_ptr<const DeviceCodec> device_codec)
       : session_(std::move(session)), parts_(parts) {
-    cache_.device_codec = std::move(device_codec);
-    Bind(id);
+    Bind(id, std::move(device_codec));
   }
 
   kj::Promise<void> info(InfoContext context) override {
     return Serve(*session_, Method::kCacheInfo, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       KV_RETURN_IF_ERROR(EnsureOpen());
-      KV_ASSIGN_OR_RETURN(const CacheInfo info, store().DescribeCache(cache_.id));
+      KV_ASSIGN_OR_RETURN(const CacheInfo info, store().DescribeCache(id()));
       WriteCacheInfo(info, context.getResults().initInfo());
       return Done();
     });
@@ -35,7 +34,7 @@ class CacheService final : public api::Cache::Server {
       KV_RETURN_IF_ERROR(EnsureOpen());
       std::vector<MatchResult> matches;
       for (const std::vector<BlockName>& prefix : prefixes) {
-        KV_ASSIGN_OR_RETURN(const MatchResult match, store().Match(cache_.id, prefix));
+        KV_ASSIGN_OR_RETURN(const MatchResult match, store().Match(id(), prefix));
         matches.push_back(match);
       }
       auto results = context.getResults().initResults(matches.size());
@@ -55,10 +54,6 @@ class CacheService final : public api::Cache::Server {
           KV_ASSIGN_OR_RETURN(const Prefixes prefixes, ReadPrefixes(list));
           KV_RETURN_IF_ERROR(EnsureOpen());
           auto replies = context.getResults().initReplies(prefixes.size());
-          if (config_.device == CacheConfig::kHost) {
-            for (uint32_t i = 0; i < prefixes.size(); ++i) Create(prefixes[i], list[i].getPromptTokens(), replies[i]);
-            return Done();
-          }
           auto created = kj::heapArrayBuilder<kj::Promise<void>>(prefixes.size());
           for (uint32_t i = 0; i < prefixes.size(); ++i) {
             created.add(FetchOrCreate(prefixes[i], list[i].getPromptTokens(), replies[i]));
@@ -76,10 +71,10 @@ class CacheService final : public api::Cache::Server {
       KV_ASSIGN_OR_RETURN(
           const CheckedStep step,
           CheckStep(
-              config_, context.getParams().getRequest(), [this](uint32_t arena) { return ArenaBytes(arena); },
-              [this](SequenceId sequence) { return session_->Holds(sequence, cache_.id); }));
-      if (config_.device == CacheConfig::kHost) return parts_.steps->Run(session_, cache_, step, context);
-      return parts_.device_calls->RunStep(session_, cache_, step, context.getParams().getRequest().getReady(), context);
+              config(), context.getParams().getRequest(),
+              [this](uint32_t arena) { return bound_->calls->ArenaBytes(*session_, bound_->cache, arena); },
+              [this](SequenceId sequence) { return session_->Holds(sequence, id()); }));
+      return bound_->calls->Step(session_, bound_->cache, step, context);
     });
   }
 
@@ -88,32 +83,32 @@ class CacheService final : public api::Cache::Server {
       KV_ASSIGN_OR_RETURN(
           const CheckedRead read,
           CheckRead(
-              config_, context.getParams().getRequest(), [this](uint32_t arena) { return session_->ArenaBytes(arena); },
-              [this](SequenceId sequence) { return session_->Holds(sequence, cache_.id); }));
-      return parts_.reads->Run(session_, cache_, read, context);
+              config(), context.getParams().getRequest(), [this](uint32_t arena) { return session_->ArenaBytes(arena); },
+              [this](SequenceId sequence) { return session_->Holds(sequence, id()); }));
+      return parts_.reads->Run(session_, *bound_, read, context);
     });
   }
 
   kj::Promise<void> extend(ExtendContext context) override {
     return Serve(*session_, Method::kExtend, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
-      return parts_.device_calls->RunExtend(session_, cache_, context);
+      return bound_->calls->Extend(session_, bound_->cache, context);
     });
   }
 
   kj::Promise<void> openProjections(OpenProjectionsContext context) override {
     return Serve(*session_, Method::kOpenProjections, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       KV_RETURN_IF_ERROR(EnsureOpen());
-      if (config_.hidden == 0) {
+      if (config().hidden == 0) {
         return InvalidField("hiddenSize", 0, "above 0, as the cache was opened, to register projections");
       }
-      KV_ASSIGN_OR_RETURN(const CacheInfo info, store().DescribeCache(cache_.id));
+      KV_ASSIGN_OR_RETURN(const CacheInfo info, store().DescribeCache(id()));
       const auto facts = context.getParams().getFacts();
       recompute::ProjectionModel model;
-      model.layout = config_.layout;
-      model.layers = config_.layers;
-      model.hidden = config_.hidden;
-      if (facts.getRotaryDims() > config_.layout.head_dim) {
-        return InvalidField("rotaryDims", facts.getRotaryDims(), absl::StrCat("at most ", config_.layout.head_dim));
+      model.layout = config().layout;
+      model.layers = config().layers;
+      model.hidden = config().hidden;
+      if (facts.getRotaryDims() > config().layout.head_dim) {
+        return InvalidField("rotaryDims", facts.getRotaryDims(), absl::StrCat("at most ", config().layout.head_dim));
       }
       model.rope.rotary_dims = static_cast<int>(facts.getRotaryDims());
       model.rope.theta = facts.getTheta();
@@ -121,8 +116,8 @@ class CacheService final : public api::Cache::Server {
       model.rope.pairs = facts.getInterleaved() ? RopeFacts::Pairs::kInterleaved : RopeFacts::Pairs::kHalfSplit;
       model.rope.angles = facts.getDoubleAngles() ? RopeFacts::Angles::kDouble : RopeFacts::Angles::kFloat32;
       KV_ASSIGN_OR_RETURN(std::shared_ptr<ProjectionSet> set,
-                          parts_.recomputer->Open(info.digest, model, config_.device));
-      context.getResults().setProjections(MakeProjectionsService(session_, parts_.recomputer, std::move(set), config_));
+                          parts_.recomputer->Open(info.digest, model, config().device));
+      context.getResults().setProjections(MakeProjectionsService(session_, parts_.recomputer, std::move(set), config()));
       return Done();
     });
   }
@@ -130,21 +125,21 @@ class CacheService final : public api::Cache::Server {
   kj::Promise<void> outputFactors(OutputFactorsContext context) override {
     return Serve(*session_, Method::kOutputFactors, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       const uint32_t layer = context.getParams().getLayer();
-      if (layer >= static_cast<uint32_t>(config_.layers)) {
-        return InvalidField("layer", layer, absl::StrCat("0..", config_.layers - 1));
+      if (layer >= static_cast<uint32_t>(config().layers)) {
+        return InvalidField("layer", layer, absl::StrCat("0..", config().layers - 1));
       }
       auto results = context.getResults();
-      if (!cache_.codec->attention().folds_output(static_cast<int>(layer))) return Done();
-      const size_t elements = size_t{config_.layout.head_dim} * config_.layout.head_dim;
-      const size_t bytes = config_.layout.kv_heads * elements * sizeof(float);
+      if (!bound_->cache.codec->attention().folds_output(static_cast<int>(layer))) return Done();
+      const size_t elements = size_t{config().layout.head_dim} * config().layout.head_dim;
+      const size_t bytes = config().layout.kv_heads * elements * sizeof(float);
       if (bytes > limits::kReplyBytesMax) {
         return FieldError(absl::StatusCode::kResourceExhausted, "factors", absl::StrCat(bytes, " bytes"),
                           absl::StrCat("at most ", limits::kReplyBytesMax, " bytes"));
       }
       auto out = results.initFactors(bytes);
       float* const factors = reinterpret_cast<float*>(out.begin());  // Data begins at a word
-      for (int head = 0; head < config_.layout.kv_heads; ++head) {
-        KV_CHECK(cache_.codec->OutputFactor(static_cast<int>(layer), head,
+      for (int head = 0; head < config().layout.kv_heads; ++head) {
+        KV_CHECK(bound_->cache.codec->OutputFactor(static_cast<int>(layer), head,
                                             absl::MakeSpan(factors + head * elements, elements)));
       }
       results.setFolds(true);
@@ -159,14 +154,14 @@ class CacheService final : public api::Cache::Server {
       const auto bytes = context.getParams().getTicket();
       const std::string ticket(reinterpret_cast<const char*>(bytes.begin()), bytes.size());
       Tickets& tickets = parts_.incoming->tickets();
-      if (const auto waiting = tickets.Find(ticket, cache_.id);
-          waiting.ok() && !store().IsCounterpart(cache_.id, *waiting)) {
-        KV_ASSIGN_OR_RETURN(const Tickets::Claimed claimed, tickets.Claim(ticket, cache_.id));
+      if (const auto waiting = tickets.Find(ticket, id());
+          waiting.ok() && !store().IsCounterpart(id(), *waiting)) {
+        KV_ASSIGN_OR_RETURN(const Tickets::Claimed claimed, tickets.Claim(ticket, id()));
         KV_RETURN_IF_ERROR(WriteClaimed(claimed, context));
         return Done();
       }
       context.releaseParams();
-      return tickets.WhenShown(ticket, cache_.id)
+      return tickets.WhenShown(ticket, id())
           .then([this, ticket, context](absl::Status shown) mutable {
             return shown.ok() ? ClaimShown(ticket, context) : kj::Promise<absl::Status>(std::move(shown));
           })
@@ -185,9 +180,9 @@ class CacheService final : public api::Cache::Server {
   // once all of them are here; from one GPU to another by way of the host.
   kj::Promise<absl::Status> ClaimShown(const std::string& ticket, ClaimContext context) {
     IncomingHandOffs& incoming = *parts_.incoming;
-    const absl::StatusOr<SequenceId> waiting = incoming.tickets().Find(ticket, cache_.id);
+    const absl::StatusOr<SequenceId> waiting = incoming.tickets().Find(ticket, id());
     if (!waiting.ok()) return waiting.status();
-    if (!store().IsCounterpart(cache_.id, *waiting)) return ClaimHere(ticket, context);
+    if (!store().IsCounterpart(id(), *waiting)) return ClaimHere(ticket, context);
     if (absl::Status begun = incoming.tickets().BeginClaim(ticket); !begun.ok()) return begun;
     return incoming.WhenSettled(*waiting)
         .then([this, id = *waiting] { return CopyHere(id); })
@@ -198,34 +193,30 @@ class CacheService final : public api::Cache::Server {
   }
   kj::Promise<absl::StatusOr<Arrived>> CopyHere(SequenceId id) {
     using Copied = kj::Promise<absl::StatusOr<Arrived>>;
-    const auto info = store().DescribeSequence(id);
-    if (!info.ok()) return absl::StatusOr<Arrived>(info.status());
-    const bool on_gpu = store().DescribeCache(info->cache)->config.device != CacheConfig::kHost;
-    if (!on_gpu || config_.device == CacheConfig::kHost) {
-      return parts_.arrivals->Await(store().Copy(id, config_.device));
-    }
+    auto direct = store().Copy(id, config().device);
+    if (!IsWrongMemory(direct.status())) return parts_.arrivals->Await(std::move(direct));
     return parts_.arrivals->Await(store().Copy(id, CacheConfig::kHost))
         .then([this](absl::StatusOr<Arrived> copy) -> Copied {
           if (!copy.ok()) return absl::StatusOr<Arrived>(copy.status());
-          auto here = parts_.arrivals->Await(store().Copy(copy->sequence(), config_.device));
+          auto here = parts_.arrivals->Await(store().Copy(copy->sequence(), config().device));
           return here.attach(kj::heap<Arrived>(*std::move(copy)));
         });
   }
   absl::Status ClaimHere(const std::string& ticket, ClaimContext& context) {
     KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
-    KV_ASSIGN_OR_RETURN(const Tickets::Claimed claimed, parts_.incoming->tickets().Claim(ticket, cache_.id));
+    KV_ASSIGN_OR_RETURN(const Tickets::Claimed claimed, parts_.incoming->tickets().Claim(ticket, id()));
     return WriteClaimed(claimed, context);
   }
   absl::Status ClaimCopy(const std::string& ticket, Arrived copy, ClaimContext& context) {
     KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
     // It may have expired meanwhile.
-    KV_ASSIGN_OR_RETURN(Tickets::Claimed claimed, parts_.incoming->tickets().Claim(ticket, cache_.id));
+    KV_ASSIGN_OR_RETURN(Tickets::Claimed claimed, parts_.incoming->tickets().Claim(ticket, id()));
     store().Drop(claimed.sequence);
     claimed.sequence = copy.Take().sequence;
     return WriteClaimed(claimed, context);
   }
   absl::Status WriteClaimed(const Tickets::Claimed& claimed, ClaimContext& context) {
-    api::Sequence::Client sequence = MakeSequenceService(session_, parts_.sequence, claimed.sequence, cache_.id);
+    api::Sequence::Client sequence = MakeSequenceService(session_, parts_.sequence, claimed.sequence, bound_);
     KV_ASSIGN_OR_RETURN(const SequenceInfo info, store().DescribeSequence(claimed.sequence));
     auto results = context.getResults();
     auto reply = results.initReply();
@@ -238,37 +229,26 @@ class CacheService final : public api::Cache::Server {
   }
 
   PageStore& store() { return *parts_.store; }
+  const CacheConfig& config() const { return bound_->config; }
+  CacheId id() const { return bound_->cache.id; }
 
-  void Bind(CacheId id) {
-    cache_.id = id;
-    cache_.codec = store().codec(id);
+  void Bind(CacheId id, std::shared_ptr<const DeviceCodec> device_codec) {
     const absl::StatusOr<CacheInfo> info = store().DescribeCache(id);
-    KV_CHECK(info.ok() && cache_.codec != nullptr);
-    config_ = info->config;
-    cache_.config = &config_;
-    auto raw = parts_.registry->Create("raw", config_.layout);
-    KV_CHECK(raw.ok());
-    cache_.raw = *std::move(raw);
-    if (config_.device == CacheConfig::kHost) return;
+    KV_CHECK(info.ok());
     auto bound = std::make_shared<BoundCache>();
-    bound->config = config_;
-    bound->cache = cache_;
-    bound->cache.config = &bound->config;
-    session_->Bind(std::move(bound));
-  }
-
-  // Of the cache's kind of memory.
-  absl::Span<uint8_t> ArenaBytes(uint32_t id) const {
-    if (config_.device == CacheConfig::kHost) return session_->ArenaBytes(id);
-    const DeviceArena* const arena = session_->DeviceArenaOf(id);
-    return arena != nullptr && arena->ordinal() == config_.device ? arena->data() : absl::Span<uint8_t>();
+    bound->config = info->config;
+    bound->calls = info->config.device == CacheConfig::kHost ? parts_.host_calls : parts_.device_calls;
+    auto raw = parts_.registry->Create("raw", bound->config.layout);
+    KV_CHECK(raw.ok());
+    bound->cache = {id, &bound->config, store().codec(id), *std::move(raw), std::move(device_codec)};
+    bound_ = session_->Bind(std::move(bound));
   }
 
   // A purge closes caches that hold nothing; this capability then opens its own anew.
   absl::Status EnsureOpen() {
-    if (store().codec(cache_.id) != nullptr) return absl::OkStatus();
-    KV_ASSIGN_OR_RETURN(const CacheId id, store().OpenCache(config_, cache_.codec));
-    Bind(id);
+    if (store().codec(id()) != nullptr) return absl::OkStatus();
+    KV_ASSIGN_OR_RETURN(const CacheId id, store().OpenCache(config(), bound_->cache.codec));
+    Bind(id, bound_->cache.device_codec);
     return absl::OkStatus();
   }
 
@@ -290,19 +270,19 @@ class CacheService final : public api::Cache::Server {
 
   void Create(const std::vector<BlockName>& prefix, uint64_t prompt_tokens, api::SequenceReply::Builder reply) {
     absl::Status may = session_->CheckNewSequence();
-    WriteCreated(may.ok() ? store().CreateSequence(cache_.id, prefix, prompt_tokens) : may, reply);
+    WriteCreated(may.ok() ? store().CreateSequence(id(), prefix, prompt_tokens) : may, reply);
   }
 
-  // Of a cache on a GPU, also with the blocks that the host has.
+  // With the blocks that a lower tier has besides.
   kj::Promise<void> FetchOrCreate(const std::vector<BlockName>& prefix, uint64_t prompt_tokens,
                                   api::SequenceReply::Builder reply) {
     if (absl::Status may = session_->CheckNewSequence(); !may.ok()) {
       WriteCreated(may, reply);
       return kj::READY_NOW;
     }
-    return parts_.arrivals->Await(store().Fetch(cache_.id, prefix, prompt_tokens))
+    return parts_.arrivals->Await(store().Fetch(id(), prefix, prompt_tokens))
         .then([this, prefix, prompt_tokens, reply](absl::StatusOr<Arrived> made) mutable {
-          // Where there is no room for all of it, what the GPU has is better than nothing.
+          // Where there is no room for all of it, what its own memory has is better than nothing.
           if (absl::IsResourceExhausted(made.status())) return Create(prefix, prompt_tokens, reply);
           absl::Status may = made.ok() ? session_->CheckNewSequence() : made.status();
           if (!may.ok()) return WriteCreated(may, reply);
@@ -315,15 +295,14 @@ class CacheService final : public api::Cache::Server {
       session_->calls().NoteError(Method::kCreateSequences, created.status());
       return WriteStatus(created.status(), reply.initStatus());
     }
-    reply.setSequence(MakeSequenceService(session_, parts_.sequence, created->sequence, cache_.id));
+    reply.setSequence(MakeSequenceService(session_, parts_.sequence, created->sequence, bound_));
     reply.setSequenceId(created->sequence);
     WriteMatch(created->match, reply.initMatch());
   }
 
   const std::shared_ptr<Session> session_;
   const CacheParts& parts_;
-  CacheConfig config_;  // as opened: the codec's spec is canonical
-  StepCache cache_;
+  std::shared_ptr<const BoundCache> bound_;
 };
 
 }  // namespace

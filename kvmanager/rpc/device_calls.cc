@@ -269,9 +269,8 @@ absl::StatusOr<kj::Promise<void>> Run(std::shared_ptr<TheCall> call, Method meth
 
 }  // namespace
 
-absl::StatusOr<kj::Promise<void>> DeviceCalls::RunStep(const std::shared_ptr<Session>& session, const StepCache& cache,
-                                                       const CheckedStep& step, uint64_t ready,
-                                                       StepContext& context) const {
+absl::StatusOr<kj::Promise<void>> DeviceCalls::Step(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                                    const CheckedStep& step, StepContext& context) const {
   auto call = std::make_shared<StepCall>(*this, session, cache, step.entries);
   KV_ASSIGN_OR_RETURN(call->work, session->DeviceWorkOf(cache.config->device));
   for (const AttendEntry& entry : step.entries) {
@@ -281,7 +280,7 @@ absl::StatusOr<kj::Promise<void>> DeviceCalls::RunStep(const std::shared_ptr<Ses
   call->append = step.append();
   call->layer = step.layer;
   call->tokens = step.tokens;
-  call->tensors.ready = ready;
+  call->tensors.ready = context.getParams().getRequest().getReady();
   if (step.append()) {
     call->tensors.k = step.k.bytes.data();
     call->tensors.v = step.v.bytes.data();
@@ -294,14 +293,10 @@ absl::StatusOr<kj::Promise<void>> DeviceCalls::RunStep(const std::shared_ptr<Ses
   return Run(std::move(call), Method::kStep, context);
 }
 
-absl::StatusOr<kj::Promise<void>> DeviceCalls::RunExtend(const std::shared_ptr<Session>& session,
+absl::StatusOr<kj::Promise<void>> DeviceCalls::Extend(const std::shared_ptr<Session>& session,
                                                          const StepCache& cache, ExtendContext& context) const {
   const auto request = context.getParams().getRequest();
   const CacheConfig& config = *cache.config;
-  if (config.device == CacheConfig::kHost) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(config.device),
-                      "a GPU: other caches are attended to by step");
-  }
   Entries entries;
   const auto owned = [&](SequenceId id) { return session->Holds(id, cache.id); };
   KV_RETURN_IF_ERROR(CheckStepEntries(request.getEntries(), owned, &entries).status());
@@ -359,12 +354,18 @@ absl::StatusOr<kj::Promise<void>> DeviceCalls::RunExtend(const std::shared_ptr<S
   return Run(std::move(call), Method::kExtend, context);
 }
 
-absl::StatusOr<uint64_t> ChangeOnDevice(Session& session, const StepCache& cache, SequenceId sequence, uint64_t pages,
-                                        absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) {
+absl::Span<uint8_t> DeviceCalls::ArenaBytes(const Session& session, const StepCache& cache, uint32_t id) const {
+  const DeviceArena* const arena = session.DeviceArenaOf(id);
+  return arena != nullptr && arena->ordinal() == cache.config->device ? arena->data() : absl::Span<uint8_t>();
+}
+
+absl::StatusOr<uint64_t> DeviceCalls::Change(Session& session, const StepCache& cache, SequenceId sequence,
+                                             uint64_t pages,
+                                             absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) const {
   KV_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceWork> work, session.DeviceWorkOf(cache.config->device));
   // What this process's own kernels append comes first.
   const std::shared_ptr<ProcessSteps> process = session.FindProcessSteps(cache.config->device);
-  KV_RETURN_IF_ERROR(CheckOnDevice(session, cache, sequence));
+  KV_RETURN_IF_ERROR(Check(session, cache, sequence));
   if (process != nullptr && process->planned_to(sequence) != UINT64_MAX) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "sequence", absl::StrCat(sequence),
                       "one whose extend calls were answered: wait for them first");
@@ -372,7 +373,7 @@ absl::StatusOr<uint64_t> ChangeOnDevice(Session& session, const StepCache& cache
   return work->Copy(cache, sequence, pages, process == nullptr ? 0 : process->epoch(), change);
 }
 
-absl::Status CheckOnDevice(Session& session, const StepCache& cache, SequenceId sequence) {
+absl::Status DeviceCalls::Check(Session& session, const StepCache& cache, SequenceId sequence) const {
   KV_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceWork> work, session.DeviceWorkOf(cache.config->device));
   const std::shared_ptr<ProcessSteps> process = session.FindProcessSteps(cache.config->device);
   if (process != nullptr) KV_RETURN_IF_ERROR(process->CheckSequence(sequence));
@@ -403,8 +404,8 @@ void DeviceCalls::TellWhenWritten(Session& session, const StepCache& cache, Sequ
   if (!poll()) parts_.polls->Add(std::move(poll));
 }
 
-kj::Promise<absl::Status> WhenAppended(const std::shared_ptr<Session>& session, const StepCache& cache,
-                                       SequenceId sequence) {
+kj::Promise<absl::Status> DeviceCalls::WhenWritten(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                                   SequenceId sequence) const {
   auto waiting = kj::newPromiseAndFulfiller<void>();
   auto work = session->DeviceWorkOf(cache.config->device);
   if (!work.ok()) return work.status();
@@ -419,11 +420,11 @@ kj::Promise<absl::Status> WhenAppended(const std::shared_ptr<Session>& session, 
   });
 }
 
-void NoteFork(Session& session, const StepCache& cache, SequenceId fork) {
+void DeviceCalls::NoteFork(Session& session, const StepCache& cache, SequenceId fork) const {
   if (const auto work = session.DeviceWorkOf(cache.config->device); work.ok()) (*work)->NoteFork(fork);
 }
 
-bool HasWritten(Session& session, const StepCache& cache, SequenceId sequence) {
+bool DeviceCalls::HasWritten(Session& session, const StepCache& cache, SequenceId sequence) const {
   const auto work = session.DeviceWorkOf(cache.config->device);
   const std::shared_ptr<ProcessSteps> process = session.FindProcessSteps(cache.config->device);
   return work.ok() && (*work)->HasWritten(sequence) && (process == nullptr || process->HasWritten(sequence));

@@ -15,17 +15,14 @@
 #include "kvmanager/base/event_loop.h"
 #include "kvmanager/base/poll_list.h"
 #include "kvmanager/gpu/gpu.h"
+#include "kvmanager/rpc/memory_calls.h"
 #include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/session.h"
-#include "kvmanager/rpc/step.h"
-#include "kvmanager/rpc/step_check.h"
 #include "kvmanager/store/quality.h"
 
 namespace kvmanager {
 
-using ExtendContext = capnp::CallContext<api::Cache::ExtendParams, api::Cache::ExtendResults>;
-
-class DeviceCalls {
+class DeviceCalls final : public MemoryCalls {
  public:
   /// Everything outlives this and the calls that it runs.
   struct Parts {
@@ -42,16 +39,21 @@ class DeviceCalls {
   DeviceCalls(const DeviceCalls&) = delete;
   DeviceCalls& operator=(const DeviceCalls&) = delete;
 
-  /// As HostSteps::Run. ready: StepRequest's.
-  absl::StatusOr<kj::Promise<void>> RunStep(const std::shared_ptr<Session>& session, const StepCache& cache,
-                                            const CheckedStep& step, uint64_t ready, StepContext& context) const;
-  absl::StatusOr<kj::Promise<void>> RunExtend(const std::shared_ptr<Session>& session, const StepCache& cache,
-                                              ExtendContext& context) const;
-
-  /// Tells the store (PageStore::Written) once the first tokens[i] tokens of layer first_layer + i are written, which
-  /// were all reserved: at once if they are, and never if the connection ends before.
+  absl::StatusOr<kj::Promise<void>> Step(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                         const CheckedStep& step, StepContext& context) const override;
+  absl::StatusOr<kj::Promise<void>> Extend(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                           ExtendContext& context) const override;
+  absl::Span<uint8_t> ArenaBytes(const Session& session, const StepCache& cache, uint32_t arena) const override;
+  absl::Status Check(Session& session, const StepCache& cache, SequenceId sequence) const override;
+  bool HasWritten(Session& session, const StepCache& cache, SequenceId sequence) const override;
+  kj::Promise<absl::Status> WhenWritten(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                        SequenceId sequence) const override;
   void TellWhenWritten(Session& session, const StepCache& cache, SequenceId sequence, int first_layer,
-                       std::vector<uint64_t> tokens) const;
+                       std::vector<uint64_t> tokens) const override;
+  absl::StatusOr<uint64_t> Change(Session& session, const StepCache& cache, SequenceId sequence, uint64_t pages,
+                                  absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) const override;
+  void NoteFork(Session& session, const StepCache& cache, SequenceId fork) const override;
+  bool sends_by_host() const override { return true; }
 
   // What the calls use.
   const Parts& parts() const { return parts_; }
@@ -59,24 +61,5 @@ class DeviceCalls {
  private:
   const Parts parts_;
 };
-
-/// Forks or crops a sequence of this connection by `change`. sequence: whose pages from `pages` on are gone.
-/// Returns the value of `done` that says that open pages are copied.
-absl::StatusOr<uint64_t> ChangeOnDevice(Session& session, const StepCache& cache, SequenceId sequence, uint64_t pages,
-                                        absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change);
-
-/// Resolves once all that this connection submitted or planned on the cache's GPU so far has run, with the error of the
-/// sequence, if its appends found one. Not at all if the connection ends before.
-kj::Promise<absl::Status> WhenAppended(const std::shared_ptr<Session>& session, const StepCache& cache,
-                                       SequenceId sequence);
-
-/// What earlier calls found in the sequence or could not do with it: an error, and it can only be dropped.
-absl::Status CheckOnDevice(Session& session, const StepCache& cache, SequenceId sequence);
-
-/// A fork was made by the last change.
-void NoteFork(Session& session, const StepCache& cache, SequenceId fork);
-
-/// Whether everything that was reserved for the sequence so far is written.
-bool HasWritten(Session& session, const StepCache& cache, SequenceId sequence);
 
 }  // namespace kvmanager

@@ -11,7 +11,6 @@
 #include "kvmanager/base/aligned_buffer.h"
 #include "kvmanager/base/finite.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/rpc/device_calls.h"
 #include "kvmanager/rpc/serve.h"
 
 namespace kvmanager {
@@ -303,29 +302,26 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
 
 }  // namespace
 
-absl::StatusOr<kj::Promise<void>> Reads::Run(const std::shared_ptr<Session>& session, const StepCache& cache,
+absl::StatusOr<kj::Promise<void>> Reads::Run(const std::shared_ptr<Session>& session, const BoundCache& bound,
                                              const CheckedRead& read, ReadContext& context) const {
+  const StepCache& cache = bound.cache;
   KV_ASSIGN_OR_RETURN(std::unique_ptr<AttendLease> lease, parts_.store->Load(cache.id, read.layer, read.entries));
   auto call = std::make_shared<ReadCall>(parts_, *session, cache, read, std::move(lease));
   context.releaseParams();
-  kj::Promise<void> ran = nullptr;
-  if (cache.config->device == CacheConfig::kHost) {
-    ran = call->Begin();
-  } else {
-    // The pages are pinned as they are now; what this connection's kernels append to them comes first.
-    absl::flat_hash_set<SequenceId> sequences;
-    for (const AttendEntry& entry : read.entries) sequences.insert(entry.sequence);
-    auto appended = kj::heapArrayBuilder<kj::Promise<absl::Status>>(sequences.size());
-    for (const SequenceId sequence : sequences) appended.add(WhenAppended(session, cache, sequence));
-    ran = kj::joinPromises(appended.finish()).then([call](kj::Array<absl::Status> results) -> kj::Promise<void> {
-      for (const absl::Status& status : results) {
-        if (status.ok()) continue;
-        call->Fail(status);
-        return kj::READY_NOW;
-      }
-      return call->Begin();
-    });
-  }
+  // The pages are pinned as they are now; what kernels append to them comes first.
+  absl::flat_hash_set<SequenceId> sequences;
+  for (const AttendEntry& entry : read.entries) sequences.insert(entry.sequence);
+  auto written = kj::heapArrayBuilder<kj::Promise<absl::Status>>(sequences.size());
+  for (const SequenceId sequence : sequences) written.add(bound.calls->WhenWritten(session, cache, sequence));
+  kj::Promise<void> ran =
+      kj::joinPromises(written.finish()).then([call](kj::Array<absl::Status> results) -> kj::Promise<void> {
+        for (const absl::Status& status : results) {
+          if (status.ok()) continue;
+          call->Fail(status);
+          return kj::READY_NOW;
+        }
+        return call->Begin();
+      });
   ran = ran.attach(kj::defer([call] { call->GiveUp(); }));
   return ran.then([call, context, session]() mutable {
     if (call->status().ok()) return call->WriteReply(context);

@@ -50,7 +50,7 @@ class Reads {
 
   /// `read` refers to the call's parameters. Errors: PageStore::Load's; DATA_LOSS, where a page's codec failed to
   /// decode it.
-  absl::StatusOr<kj::Promise<void>> Run(const std::shared_ptr<Session>& session, const StepCache& cache,
+  absl::StatusOr<kj::Promise<void>> Run(const std::shared_ptr<Session>& session, const BoundCache& cache,
                                         const CheckedRead& read, ReadContext& context) const;
 
  private:

@@ -114,9 +114,10 @@ class HandOffService final : public api::HandOff::Server {
 
 class SequenceService final : public api::Sequence::Server {
  public:
-  SequenceService(std::shared_ptr<Session> session, const SequenceParts& parts, SequenceId id, CacheId cache)
-      : session_(std::move(session)), parts_(parts), id_(id), cache_(cache), publish_(parts.store, id) {
-    session_->Hold(id_, cache_);
+  SequenceService(std::shared_ptr<Session> session, const SequenceParts& parts, SequenceId id,
+                  std::shared_ptr<const BoundCache> bound)
+      : session_(std::move(session)), parts_(parts), id_(id), bound_(std::move(bound)), publish_(parts.store, id) {
+    session_->Hold(id_, bound_->cache.id);
   }
   ~SequenceService() { session_->Release(id_); }
 
@@ -156,25 +157,19 @@ class SequenceService final : public api::Sequence::Server {
     return Serve(*session_, Method::kFork, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       KV_RETURN_IF_ERROR(session_->CheckNewSequence());
       SequenceId forked = 0;
-      uint64_t done = 0;
-      if (const auto bound = session_->BoundOf(cache_); bound != nullptr) {
-        const absl::StatusOr<uint64_t> changed = ChangeOnDevice(
-            *session_, bound->cache, id_, DeviceWork::kAllPages, [&](std::vector<OpenCopy>* copies) -> absl::Status {
-              KV_ASSIGN_OR_RETURN(forked, store().Fork(id_, copies));
-              return absl::OkStatus();
-            });
-        if (!changed.ok()) {
-          if (forked != 0) store().Drop(forked);  // its open pages were not copied
-          return changed.status();
-        }
-        done = *changed;
-        NoteFork(*session_, bound->cache, forked);
-      } else {
-        KV_ASSIGN_OR_RETURN(forked, store().Fork(id_));
+      const absl::StatusOr<uint64_t> done = calls().Change(
+          *session_, bound_->cache, id_, DeviceWork::kAllPages, [&](std::vector<OpenCopy>* copies) -> absl::Status {
+            KV_ASSIGN_OR_RETURN(forked, store().Fork(id_, copies));
+            return absl::OkStatus();
+          });
+      if (!done.ok()) {
+        if (forked != 0) store().Drop(forked);  // its open pages were not copied
+        return done.status();
       }
+      calls().NoteFork(*session_, bound_->cache, forked);
       auto reply = context.getResults().initReply();
-      reply.setDone(done);
-      reply.setSequence(MakeSequenceService(session_, parts_, forked, cache_));
+      reply.setDone(*done);
+      reply.setSequence(MakeSequenceService(session_, parts_, forked, bound_));
       reply.setSequenceId(forked);
       return Done();
     });
@@ -183,14 +178,9 @@ class SequenceService final : public api::Sequence::Server {
   kj::Promise<void> CropNow(CropContext context) {
     return Serve(*session_, Method::kCrop, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       const uint64_t tokens = context.getParams().getTokens();
-      const auto bound = session_->BoundOf(cache_);
-      if (bound == nullptr) {
-        KV_RETURN_IF_ERROR(store().Crop(id_, tokens));
-        return Done();
-      }
       KV_ASSIGN_OR_RETURN(
           const uint64_t done,
-          ChangeOnDevice(*session_, bound->cache, id_, PagesOf(tokens, bound->config.layout.page_tokens),
+          calls().Change(*session_, bound_->cache, id_, PagesOf(tokens, bound_->config.layout.page_tokens),
                          [&](std::vector<OpenCopy>* copies) { return store().Crop(id_, tokens, copies); }));
       publish_.OnCrop(tokens);
       context.getResults().setDone(done);
@@ -202,17 +192,19 @@ class SequenceService final : public api::Sequence::Server {
     return Serve(*session_, Method::kPublish, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       KV_ASSIGN_OR_RETURN(std::vector<BlockName> names,
                           ReadBlockNames("names", context.getParams().getNames(), limits::kBlockNamesMax));
-      const auto bound = session_->BoundOf(cache_);
-      if (bound == nullptr) {
+      // What others find must be there, and finite.
+      if (calls().HasWritten(*session_, bound_->cache, id_)) {
+        KV_RETURN_IF_ERROR(calls().Check(*session_, bound_->cache, id_));
         KV_ASSIGN_OR_RETURN(const PublishResult result, store().Publish(id_, names));
         WritePublished(result, context);
         return Done();
       }
-      // What others find must be there, and finite.
       context.releaseParams();
       return publish_
-          .Publish(std::move(names), bound->config.layout.page_tokens,
-                   [session = session_, bound, id = id_] { return WhenAppended(session, bound->cache, id); })
+          .Publish(std::move(names), bound_->config.layout.page_tokens,
+                   [session = session_, bound = bound_, id = id_] {
+                     return bound->calls->WhenWritten(session, bound->cache, id);
+                   })
           .then([this, context](absl::StatusOr<PublishResult> result) mutable {
             if (result.ok()) return WritePublished(*result, context);
             ServeError(*session_, Method::kPublish, result.status(), context);
@@ -226,10 +218,7 @@ class SequenceService final : public api::Sequence::Server {
       const auto params = context.getParams();
       KV_ASSIGN_OR_RETURN(std::string blob, ReadBlob(params.getBlob()));
       KV_ASSIGN_OR_RETURN(HandOffTargets targets, ReadTargets(*parts_.peers_allowed, params));
-      const auto bound = session_->BoundOf(cache_);
-      auto lease = [this, will_append = targets.will_append] { return store().ExportWhole(id_, will_append); };
-      auto sent = bound == nullptr ? parts_.outgoing->Send(std::move(lease), std::move(targets), std::move(blob))
-                                   : SendFromDevice(bound, std::move(targets), std::move(blob));
+      auto sent = Send(std::move(targets), std::move(blob));
       context.releaseParams();
       return sent
           .then([context, session = session_](absl::StatusOr<SentHandOff> result) mutable {
@@ -244,16 +233,11 @@ class SequenceService final : public api::Sequence::Server {
       const auto params = context.getParams();
       KV_ASSIGN_OR_RETURN(HandOffTargets targets, ReadTargets(*parts_.peers_allowed, params));
       const uint64_t tokens = params.getTokens();
-      const auto bound = session_->BoundOf(cache_);
       const int64_t ms = targets.timeout_ms;
-      auto lease = [this, tokens, will_append = targets.will_append] {
-        return store().ExportGrowing(id_, tokens, will_append);
-      };
-      auto beginning = bound == nullptr ? parts_.outgoing->Begin(std::move(lease), std::move(targets))
-                                        : BeginFromDevice(bound, tokens, std::move(targets));
+      auto beginning = Begin(tokens, std::move(targets));
       context.releaseParams();
       return beginning
-          .then([this, context, bound, ms](absl::StatusOr<kj::Own<CancelOnDrop>> begun) mutable {
+          .then([this, context, ms](absl::StatusOr<kj::Own<CancelOnDrop>> begun) mutable {
             if (!begun.ok()) {
               return ServeError(*session_, Method::kBeginHandOff, begun.status(), context);
             }
@@ -263,74 +247,71 @@ class SequenceService final : public api::Sequence::Server {
             results.setTicket(capnp::Data::Reader(reinterpret_cast<const kj::byte*>(ticket.data()), ticket.size()));
             results.setPeer(TextOf((*hand_off)->peer()));
             HandOffService::Appended appended;
-            if (bound != nullptr) {
-              appended.written = [loop = parts_.loop, session = session_, bound, id = id_, ms] {
-                return WithinMs(loop, WhenWritten(session, bound, id), ms);
-              };
-              appended.look = [session = session_, bound, id = id_]() -> absl::StatusOr<bool> {
-                KV_RETURN_IF_ERROR(CheckOnDevice(*session, bound->cache, id));
-                return HasWritten(*session, bound->cache, id);
-              };
-            }
+            appended.written = [loop = parts_.loop, session = session_, bound = bound_, id = id_, ms] {
+              return WithinMs(loop, WhenWritten(session, bound, id), ms);
+            };
+            appended.look = [session = session_, bound = bound_, id = id_]() -> absl::StatusOr<bool> {
+              KV_RETURN_IF_ERROR(bound->calls->Check(*session, bound->cache, id));
+              return bound->calls->HasWritten(*session, bound->cache, id);
+            };
             results.setHandOff(kj::heap<HandOffService>(session_, thisCap(), kj::mv(hand_off), std::move(appended)));
           })
           .attach(thisCap());
     });
   }
 
-  // Out of the GPU's memory as its pages are written; where that cannot be, by way of the host's.
-  kj::Promise<absl::StatusOr<kj::Own<CancelOnDrop>>> BeginFromDevice(const std::shared_ptr<const BoundCache>& bound,
-                                                                     uint64_t tokens, HandOffTargets targets) {
+  // Out of the cache's memory as its pages are written; where that cannot be, by way of the host's.
+  kj::Promise<absl::StatusOr<kj::Own<CancelOnDrop>>> Begin(uint64_t tokens, HandOffTargets targets) {
     using Begun = absl::StatusOr<kj::Own<CancelOnDrop>>;
-    const auto lease = [parts = &parts_, session = session_, bound, id = id_, tokens,
+    const auto lease = [parts = &parts_, session = session_, bound = bound_, id = id_, tokens,
                         will_append = targets.will_append](ExportWay way) {
       return [=]() -> absl::StatusOr<std::unique_ptr<ExportLease>> {
-        KV_RETURN_IF_ERROR(CheckOnDevice(*session, bound->cache, id));
+        KV_RETURN_IF_ERROR(bound->calls->Check(*session, bound->cache, id));
         PageStore& store = *parts->store;
         KV_ASSIGN_OR_RETURN(auto made, store.ExportGrowing(id, tokens, will_append, way));
-        parts->device_calls->TellWhenWritten(*session, bound->cache, id, 0, store.LayerTokens(id));
+        bound->calls->TellWhenWritten(*session, bound->cache, id, 0, store.LayerTokens(id));
         return made;
       };
     };
     return parts_.outgoing->Begin(lease(ExportWay::kDirect), targets)
-        .then([outgoing = parts_.outgoing, lease, targets](Begun begun) -> kj::Promise<Begun> {
+        .then([this, outgoing = parts_.outgoing, lease, targets](Begun begun) -> kj::Promise<Begun> {
           if (!GoesByHost(begun.status())) return begun;
           return outgoing->Begin(lease(ExportWay::kByHost), targets);
         });
   }
 
-  // Out of the GPU's memory; where that cannot be, by way of the host's: what is sent is then a copy there, which goes
+  // Out of the cache's memory; where that cannot be, by way of the host's: what is sent is then a copy there, which goes
   // with the promise.
-  kj::Promise<absl::StatusOr<SentHandOff>> SendFromDevice(const std::shared_ptr<const BoundCache>& bound,
-                                                          HandOffTargets targets, std::string blob) {
+  kj::Promise<absl::StatusOr<SentHandOff>> Send(HandOffTargets targets, std::string blob) {
     using Sent = kj::Promise<absl::StatusOr<SentHandOff>>;
+    // Made once for each peer that is tried, perhaps much later.
+    auto lease = [store = parts_.store, session = session_, bound = bound_, id = id_,
+                  will_append = targets.will_append]() -> absl::StatusOr<std::unique_ptr<ExportLease>> {
+      KV_RETURN_IF_ERROR(bound->calls->Check(*session, bound->cache, id));
+      if (bound->calls->HasWritten(*session, bound->cache, id)) return store->ExportWhole(id, will_append);
+      return FieldError(absl::StatusCode::kFailedPrecondition, "sequence", absl::StrCat(id, ", which goes on"),
+                        "one that nothing is appended to until a peer has accepted it");
+    };
+    auto sent = OnceWritten<SentHandOff>(
+        session_, bound_, id_,
+        [outgoing = parts_.outgoing, lease, targets, blob] { return outgoing->Send(lease, targets, blob); });
+    if (!calls().sends_by_host()) return sent;
     const int64_t ms = targets.timeout_ms + targets.room_ms;
     auto deadline = parts_.loop->timer().afterDelay(ms * kj::MILLISECONDS).then([ms] {
       return absl::StatusOr<SentHandOff>(absl::DeadlineExceededError(
           absl::StrCat("the hand-off did not end within ", ms, " ms, its copy to the host included")));
     });
-    // Made once for each peer that is tried, perhaps much later.
-    auto lease = [store = parts_.store, session = session_, bound, id = id_,
-                  will_append = targets.will_append]() -> absl::StatusOr<std::unique_ptr<ExportLease>> {
-      KV_RETURN_IF_ERROR(CheckOnDevice(*session, bound->cache, id));
-      if (HasWritten(*session, bound->cache, id)) return store->ExportWhole(id, will_append);
-      return FieldError(absl::StatusCode::kFailedPrecondition, "sequence", absl::StrCat(id, ", which goes on"),
-                        "one that nothing is appended to until a peer has accepted it");
-    };
-    return OnceWritten<SentHandOff>(
-               session_, bound, id_,
-               [outgoing = parts_.outgoing, lease, targets, blob] { return outgoing->Send(lease, targets, blob); })
-        .then([parts = &parts_, session = session_, bound, id = id_, targets,
-               blob](absl::StatusOr<SentHandOff> sent) -> Sent {
+    return sent
+        .then([this, targets, blob](absl::StatusOr<SentHandOff> sent) -> Sent {
           if (!GoesByHost(sent.status())) return sent;
-          return SendFromHost(*parts, session, bound, id, targets, blob);
+          return SendFromHost(parts_, session_, bound_, id_, targets, blob);
         })
         .exclusiveJoin(kj::mv(deadline));
   }
-  // Whether what could not be sent out of a GPU's memory can be by way of the host's.
-  static bool GoesByHost(const absl::Status& status) {
-    const bool wrong_memory = absl::IsFailedPrecondition(status) && DetailOf(status).field == "device";
-    return absl::IsResourceExhausted(status) || WantsHostPages(status) || wrong_memory;
+  // Whether what could not be sent out of the cache's memory can be by way of the host's.
+  bool GoesByHost(const absl::Status& status) const {
+    if (!calls().sends_by_host()) return false;
+    return absl::IsResourceExhausted(status) || WantsHostPages(status) || IsWrongMemory(status);
   }
   static kj::Promise<absl::Status> WithinMs(EventLoop* loop, kj::Promise<absl::Status> promise, int64_t ms) {
     auto deadline = loop->timer().afterDelay(ms * kj::MILLISECONDS).then([ms] {
@@ -363,13 +344,16 @@ class SequenceService final : public api::Sequence::Server {
   static kj::Promise<absl::StatusOr<T>> OnceWritten(const std::shared_ptr<Session>& session,
                                                     const std::shared_ptr<const BoundCache>& bound, SequenceId id,
                                                     Then then) {
-    return WhenAppended(session, bound->cache, id)
+    if (bound->calls->HasWritten(*session, bound->cache, id)) {
+      const absl::Status found = bound->calls->Check(*session, bound->cache, id);
+      if (!found.ok()) return absl::StatusOr<T>(found);
+      return then();
+    }
+    return bound->calls->WhenWritten(session, bound->cache, id)
         .then([session, bound, id,
                then = std::move(then)](absl::Status appended) mutable -> kj::Promise<absl::StatusOr<T>> {
           if (!appended.ok()) return absl::StatusOr<T>(appended);
-          // The engine may have gone on meanwhile.
-          if (!HasWritten(*session, bound->cache, id)) return OnceWritten<T>(session, bound, id, std::move(then));
-          return then();
+          return OnceWritten<T>(session, bound, id, std::move(then));  // the engine may have gone on meanwhile
         });
   }
   static kj::Promise<absl::Status> WhenWritten(const std::shared_ptr<Session>& session,
@@ -388,19 +372,20 @@ class SequenceService final : public api::Sequence::Server {
     reply.setDeferred(static_cast<uint32_t>(result.deferred));
   }
   PageStore& store() { return *parts_.store; }
+  const MemoryCalls& calls() const { return *bound_->calls; }
 
   const std::shared_ptr<Session> session_;
   const SequenceParts& parts_;
   const SequenceId id_;
-  const CacheId cache_;
-  WrittenPublish publish_;  // of a cache on a GPU
+  const std::shared_ptr<const BoundCache> bound_;
+  WrittenPublish publish_;
 };
 
 }  // namespace
 
 api::Sequence::Client MakeSequenceService(std::shared_ptr<Session> session, const SequenceParts& parts,
-                                          SequenceId sequence, CacheId cache) {
-  return kj::heap<SequenceService>(std::move(session), parts, sequence, cache);
+                                          SequenceId sequence, std::shared_ptr<const BoundCache> cache) {
+  return kj::heap<SequenceService>(std::move(session), parts, sequence, std::move(cache));
 }
 
 }  // namespace kvmanager

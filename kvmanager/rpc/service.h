@@ -6,7 +6,7 @@
 //
 //   connections   connections.h, listen_socket.h, session.h (what one connection holds), limits.h
 //   requests      serve.h (around every method), wire.h, step_check.h
-//   work          step.h (host memory), device_calls.h (GPUs), read.h
+//   work          memory_calls.h: host_calls.h (host memory), device_calls.h (GPUs); read.h
 //   capabilities  *_service.cc, made by the functions below
 //
 // Each capability is given what it uses as a struct of its own. The structs, and everything in them, outlive every
@@ -30,11 +30,10 @@
 #include "kvmanager/memory/host_pinner.h"
 #include "kvmanager/memory/page_pool.h"
 #include "kvmanager/rpc/daemon_facts.h"
-#include "kvmanager/rpc/device_calls.h"
+#include "kvmanager/rpc/memory_calls.h"
 #include "kvmanager/rpc/read.h"
 #include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/session.h"
-#include "kvmanager/rpc/step.h"
 #include "monitoring/metrics.h"
 
 namespace kvmanager {
@@ -45,7 +44,6 @@ struct SequenceParts {
   IncomingHandOffs* incoming = nullptr;
   const OutgoingHandOffs* outgoing = nullptr;
   const Arrivals* arrivals = nullptr;
-  const DeviceCalls* device_calls = nullptr;
   const HeldSequences* held = nullptr;
   const std::vector<std::string>* peers_allowed = nullptr;  // CheckPeersAllowed's
 };
@@ -56,8 +54,8 @@ struct CacheParts {
   IncomingHandOffs* incoming = nullptr;
   const Arrivals* arrivals = nullptr;
   Recomputer* recomputer = nullptr;
-  const HostSteps* steps = nullptr;
-  const DeviceCalls* device_calls = nullptr;
+  const MemoryCalls* host_calls = nullptr;
+  const MemoryCalls* device_calls = nullptr;
   const Reads* reads = nullptr;
   SequenceParts sequence;  // of its sequences
 };
@@ -114,8 +112,8 @@ api::Cache::Client MakeCacheService(std::shared_ptr<Session> session, const Cach
 api::Projections::Client MakeProjectionsService(std::shared_ptr<Session> session, Recomputer* recomputer,
                                                 std::shared_ptr<ProjectionSet> set, const CacheConfig& config);
 
-/// The lease of `sequence`, which the session holds from now on: dropping the capability drops it.
+/// The lease of `sequence` of `cache`, which the session holds from now on: dropping the capability drops it.
 api::Sequence::Client MakeSequenceService(std::shared_ptr<Session> session, const SequenceParts& parts,
-                                          SequenceId sequence, CacheId cache);
+                                          SequenceId sequence, std::shared_ptr<const BoundCache> cache);
 
 }  // namespace kvmanager

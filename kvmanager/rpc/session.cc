@@ -140,6 +140,13 @@ absl::StatusOr<std::shared_ptr<ProcessSteps>> Session::ProcessStepsOf(int ordina
   return process;
 }
 
+std::shared_ptr<const BoundCache> Session::Bind(std::shared_ptr<const BoundCache> cache) {
+  const CacheId id = cache->cache.id;
+  absl::erase_if(bound_, [](const auto& entry) { return entry.second.expired(); });
+  const auto [entry, first] = bound_.emplace(id, cache);
+  return first ? cache : entry->second.lock();
+}
+
 void WriteHeldSequence(const HeldSequences& held, const SequenceInfo& info, api::SequenceInfo::Builder out) {
   WriteSequenceInfo(info, out);
   const Session* const holder = held.HolderOf(info.sequence);

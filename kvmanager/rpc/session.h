@@ -17,12 +17,12 @@
 #include "kvmanager/gpu/device_stream.h"
 #include "kvmanager/gpu/device_work.h"
 #include "kvmanager/gpu/process_steps.h"
-#include "kvmanager/gpu/step_cache.h"
 #include "kvmanager/handoff/drain_switch.h"
 #include "kvmanager/memory/region.h"
 #include "kvmanager/rpc/arena_bytes.h"
 #include "kvmanager/rpc/call_records.h"
 #include "kvmanager/rpc/held_sequences.h"
+#include "kvmanager/rpc/memory_calls.h"
 #include "kvmanager/rpc/rpc_metrics.h"
 
 namespace kvmanager {
@@ -117,12 +117,13 @@ class Session {
   absl::StatusOr<std::shared_ptr<ProcessSteps>> ProcessStepsOf(int ordinal);
   std::shared_ptr<ProcessSteps> FindProcessSteps(int ordinal) const;  // nullptr: it was not asked for
 
-  // Caches on GPUs.
-  void Bind(std::shared_ptr<const BoundCache> cache) { bound_[cache->cache.id] = std::move(cache); }
-  /// nullptr: of host memory, or not opened by this connection.
+  // Caches.
+  /// What all capabilities of one cache share: `cache`, or what an earlier one of them gave.
+  std::shared_ptr<const BoundCache> Bind(std::shared_ptr<const BoundCache> cache);
+  /// nullptr: this connection has no capability of it.
   std::shared_ptr<const BoundCache> BoundOf(CacheId cache) const {
     const auto found = bound_.find(cache);
-    return found == bound_.end() ? nullptr : found->second;
+    return found == bound_.end() ? nullptr : found->second.lock();
   }
 
  private:
@@ -144,7 +145,7 @@ class Session {
   absl::flat_hash_map<int, OpenDevice> devices_;  // by ordinal
   absl::flat_hash_map<int, std::shared_ptr<DeviceWork>> device_works_;
   absl::flat_hash_map<int, std::shared_ptr<ProcessSteps>> process_steps_;
-  absl::flat_hash_map<CacheId, std::shared_ptr<const BoundCache>> bound_;
+  absl::flat_hash_map<CacheId, std::weak_ptr<const BoundCache>> bound_;
   uint32_t next_arena_ = 1;
   size_t arenas_reserved_ = 0;
   uint64_t arena_bytes_ = 0;

@@ -60,6 +60,13 @@ absl::Status CheckOnDevice(const CheckedStep& step, const CacheConfig& config) {
   return absl::OkStatus();
 }
 
+// What only one kind of memory can do.
+absl::Status CheckForMemory(const CheckedStep& step, const CacheConfig& config) {
+  if (config.device == CacheConfig::kHost) return step.attend() ? CheckFinite(step, config) : absl::OkStatus();
+  if (step.x.given()) return InvalidField("x", "given", "none: activations are kept in host memory only");
+  return CheckOnDevice(step, config);
+}
+
 }  // namespace
 
 absl::StatusOr<CheckedQueryRows> CheckQueryRows(const CacheConfig& config, capnp::List<api::QueryRow>::Reader in) {
@@ -193,16 +200,13 @@ absl::StatusOr<CheckedStep> CheckStep(const CacheConfig& config, api::StepReques
     return InvalidField(step.k.given() ? "v" : "k", "none", absl::StrCat("given with ", step.k.given() ? "k" : "v"));
   }
   if (step.x.given() && !step.append()) return InvalidField("x", "given", "none where k and v are none");
-  if (step.x.given() && config.device != CacheConfig::kHost) {
-    return InvalidField("x", "given", "none: activations are kept in host memory only");
-  }
   if (!step.append() && !step.attend()) return InvalidField("q", "none", "given where k and v are not");
   KV_RETURN_IF_ERROR(OnlyArena("out", step.out));
   KV_RETURN_IF_ERROR(OnlyArena("lse", step.lse));
   if (!step.attend()) {
     if (step.out.given()) return InvalidField("out", "an arena range", "none where q is none");
     if (step.lse.given() || request.getWantLse()) return InvalidField("lse", "wanted", "none where q is none");
-    if (config.device != CacheConfig::kHost) KV_RETURN_IF_ERROR(CheckOnDevice(step, config));
+    KV_RETURN_IF_ERROR(CheckForMemory(step, config));
     return step;
   }
   step.lse_inline = !step.lse.given() && request.getWantLse();
@@ -213,7 +217,7 @@ absl::StatusOr<CheckedStep> CheckStep(const CacheConfig& config, api::StepReques
     return InvalidField("out", absl::StrCat("inline with ", reply_bytes, " bytes"),
                         absl::StrCat("at most ", limits::kReplyBytesMax, " bytes, or an arena range"));
   }
-  KV_RETURN_IF_ERROR(config.device == CacheConfig::kHost ? CheckFinite(step, config) : CheckOnDevice(step, config));
+  KV_RETURN_IF_ERROR(CheckForMemory(step, config));
   return step;
 }
 

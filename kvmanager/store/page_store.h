@@ -239,6 +239,11 @@ struct StoreDevice {
   PageMover* mover = nullptr;
 };
 
+/// Whether a call was refused since it is not for pages of this memory: FAILED_PRECONDITION naming `device`.
+inline bool IsWrongMemory(const absl::Status& status) {
+  return absl::IsFailedPrecondition(status) && DetailOf(status).field == "device";
+}
+
 class PageStore {
  public:
   static constexpr size_t kSequencesMax = 65536;

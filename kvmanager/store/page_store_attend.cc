@@ -5,11 +5,18 @@
 // slots that a plan names stay until the plan is released. Elsewhere it lists the pages that are read, and pins them.
 #include <algorithm>
 
-#include "kvmanager/store/own_page.h"
 #include "kvmanager/store/page_store_impl.h"
 
 namespace kvmanager {
 namespace {
+
+// Only a raw page can be read in part: a query whose own page is kept encoded alone must be that page's last token.
+// The error of entry `entry`, at `position`, where it is not; page_end: the first token behind the page.
+absl::Status OwnPageIsEncoded(size_t entry, uint64_t position, uint64_t page_end) {
+  return FieldError(absl::StatusCode::kFailedPrecondition, absl::StrCat("entries[", entry, "].position"),
+                    absl::StrCat(position),
+                    absl::StrCat(page_end - 1, " or more: earlier tokens of its page are kept encoded, as a whole"));
+}
 
 class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
  public:

@@ -1,4 +1,4 @@
-#include "kvmanager/rpc/step.h"
+#include "kvmanager/rpc/host_calls.h"
 
 #include <cstring>
 #include <utility>
@@ -9,12 +9,11 @@
 #include "kvmanager/base/aligned_buffer.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/rpc/serve.h"
-#include "kvmanager/store/own_page.h"
 
 namespace kvmanager {
 namespace {
 
-using Parts = HostSteps::Parts;
+using Parts = HostCalls::Parts;
 
 constexpr size_t kReplyWords = 32;  // of a StepReply without its outputs
 
@@ -70,26 +69,6 @@ std::unique_ptr<AttentionPlan> MakePlan(const StepCache& cache, const CheckedSte
   return AttentionPlan::Make(batch, threads);
 }
 
-// The rule of OwnPageIsEncoded. A query for tokens just appended always passes, so an append never stands without its
-// attend.
-absl::Status CheckOwnPages(const StepCache& cache, const CheckedStep& step, const AttendLease& lease) {
-  if (cache.codec->info().identity) return absl::OkStatus();
-  const uint64_t page_tokens = cache.config->layout.page_tokens;
-  for (size_t i = 0; i < step.entries.size(); ++i) {
-    const AttendEntry& entry = step.entries[i];
-    const absl::Span<const AttentionPage> pages = lease.pages(i);
-    const uint64_t end = entry.position + entry.tokens;
-    for (uint64_t begin = entry.position; begin < end;) {
-      const uint64_t page = begin / page_tokens, page_end = (page + 1) * page_tokens;
-      if (pages[page].raw == nullptr && begin + 1 != page_end) {
-        return OwnPageIsEncoded(i, entry.position, page_end);
-      }
-      begin = page_end;
-    }
-  }
-  return absl::OkStatus();
-}
-
 // Of an identity codec every form is the raw one.
 AttentionCounts CountsOf(const AttentionPlan& plan, const StepCache& cache) {
   AttentionCounts counts = plan.counts();
@@ -115,7 +94,7 @@ capnp::MessageSize ReplySize(const CheckedStep& step) {
   return {bytes / sizeof(capnp::word) + kReplyWords, 0};
 }
 
-// REQUIRES: the lease is ready, and CheckOwnPages.
+// REQUIRES: the lease is ready and its status OK.
 void RunOnLoop(const Parts& parts, const StepCache& cache, const CheckedStep& step, const AttendLease& lease,
                StepContext& context) {
   auto reply = context.getResults(ReplySize(step)).initReply();
@@ -180,7 +159,6 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
   // May be called by the lease: it must outlive this.
   void Run() {
     status_ = lease_->status();
-    if (status_.ok()) status_ = CheckOwnPages(cache_, step_, *lease_);
     if (!status_.ok()) {
       fulfiller_->fulfill();
       return;
@@ -226,8 +204,8 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
 
 }  // namespace
 
-absl::StatusOr<kj::Promise<void>> HostSteps::Run(const std::shared_ptr<Session>& session, const StepCache& cache,
-                                                 const CheckedStep& step, StepContext& context) const {
+absl::StatusOr<kj::Promise<void>> HostCalls::Step(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                                  const CheckedStep& step, StepContext& context) const {
   // What Attend could refuse after this append, the append refuses: it checks positions against the same counts.
   if (step.append()) KV_RETURN_IF_ERROR(Append(*parts_.store, cache, step));
   if (!step.attend()) {
@@ -241,7 +219,6 @@ absl::StatusOr<kj::Promise<void>> HostSteps::Run(const std::shared_ptr<Session>&
   }
   if (step.multiply_adds_max <= kLoopMultiplyAddsMax && lease->ready()) {
     KV_RETURN_IF_ERROR(lease->status());
-    KV_RETURN_IF_ERROR(CheckOwnPages(cache, step, *lease));
     RunOnLoop(parts_, cache, step, *lease, context);
     return kj::Promise<void>(kj::READY_NOW);
   }
@@ -255,6 +232,24 @@ absl::StatusOr<kj::Promise<void>> HostSteps::Run(const std::shared_ptr<Session>&
     if (call->status().ok()) return call->WriteReply(context);
     ServeError(*session, Method::kStep, call->status(), context);
   });
+}
+
+absl::StatusOr<kj::Promise<void>> HostCalls::Extend(const std::shared_ptr<Session>&, const StepCache& cache,
+                                                    ExtendContext&) const {
+  return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(cache.config->device),
+                    "a GPU: other caches are attended to by step");
+}
+
+absl::Span<uint8_t> HostCalls::ArenaBytes(const Session& session, const StepCache&, uint32_t arena) const {
+  return session.ArenaBytes(arena);
+}
+
+absl::StatusOr<uint64_t> HostCalls::Change(Session&, const StepCache&, SequenceId, uint64_t,
+                                           absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) const {
+  std::vector<OpenCopy> copies;
+  KV_RETURN_IF_ERROR(change(&copies));
+  KV_CHECK(copies.empty());  // host memory copies at once
+  return 0;
 }
 
 }  // namespace kvmanager

@@ -1,0 +1,64 @@
+// The calls of a cache in host memory. A step appends, then attends, then replies; everything is written when a call
+// returns.
+//
+// Small steps run on the event loop, straight into the reply: no thread is woken, little is allocated. Larger ones run
+// on the workers, on a call object that owns everything the workers touch (pages, arenas, copies of q, outputs) until
+// they are done, so that cancelling the call, or losing the client, is safe at any moment.
+#pragma once
+
+#include <kj/async.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "kvmanager/api/kvmanager.capnp.h"
+#include "kvmanager/base/clock.h"
+#include "kvmanager/base/message_queue.h"
+#include "kvmanager/base/worker_pool.h"
+#include "kvmanager/rpc/memory_calls.h"
+#include "kvmanager/rpc/rpc_metrics.h"
+#include "kvmanager/rpc/session.h"
+#include "kvmanager/store/quality.h"
+
+namespace kvmanager {
+
+/// Upper bound of the multiply-adds that run on the event loop: about 20 us of one core.
+constexpr uint64_t kLoopMultiplyAddsMax = 1 << 18;
+
+class HostCalls final : public MemoryCalls {
+ public:
+  /// Everything outlives this and the calls that it runs.
+  struct Parts {
+    PageStore* store = nullptr;
+    WorkerPool* workers = nullptr;
+    MessageQueue* queue = nullptr;
+    const Clock* clock = nullptr;
+    QualityMonitor* quality = nullptr;  // nullptr: no query is noted
+    AttendMetrics* metrics = nullptr;
+  };
+
+  explicit HostCalls(const Parts& parts) : parts_(parts) {}
+  HostCalls(const HostCalls&) = delete;
+  HostCalls& operator=(const HostCalls&) = delete;
+
+  absl::StatusOr<kj::Promise<void>> Step(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                         const CheckedStep& step, StepContext& context) const override;
+  absl::StatusOr<kj::Promise<void>> Extend(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                           ExtendContext& context) const override;
+  absl::Span<uint8_t> ArenaBytes(const Session& session, const StepCache& cache, uint32_t arena) const override;
+  absl::Status Check(Session&, const StepCache&, SequenceId) const override { return absl::OkStatus(); }
+  bool HasWritten(Session&, const StepCache&, SequenceId) const override { return true; }
+  kj::Promise<absl::Status> WhenWritten(const std::shared_ptr<Session>&, const StepCache&, SequenceId) const override {
+    return absl::OkStatus();
+  }
+  void TellWhenWritten(Session&, const StepCache&, SequenceId, int, std::vector<uint64_t>) const override {}
+  absl::StatusOr<uint64_t> Change(Session& session, const StepCache& cache, SequenceId sequence, uint64_t pages,
+                                  absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) const override;
+  void NoteFork(Session&, const StepCache&, SequenceId) const override {}
+  bool sends_by_host() const override { return false; }
+
+ private:
+  const Parts parts_;
+};
+
+}  // namespace kvmanager

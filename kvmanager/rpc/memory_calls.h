@@ -1,0 +1,73 @@
+// What the calls of a cache do with its memory: the host's, where everything is written when a call returns
+// (host_calls.h), or a GPU's, where kernels of the daemon and of the engine write behind it (device_calls.h).
+//
+// A cache's capability chooses one of the two, and nothing behind it asks which. The loop's thread.
+#pragma once
+
+#include <kj/async.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kvmanager/api/kvmanager.capnp.h"
+#include "kvmanager/gpu/step_cache.h"
+#include "kvmanager/rpc/step_check.h"
+
+namespace kvmanager {
+
+class Session;
+
+using StepContext = capnp::CallContext<api::Cache::StepParams, api::Cache::StepResults>;
+using ExtendContext = capnp::CallContext<api::Cache::ExtendParams, api::Cache::ExtendResults>;
+
+class MemoryCalls {
+ public:
+  virtual ~MemoryCalls() = default;
+
+  /// Runs a step and replies. `step` refers to the call's parameters. An error has changed nothing.
+  virtual absl::StatusOr<kj::Promise<void>> Step(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                                 const CheckedStep& step, StepContext& context) const = 0;
+  /// Plans a step of the engine's own kernels and replies. Errors: FAILED_PRECONDITION where engines have none.
+  virtual absl::StatusOr<kj::Promise<void>> Extend(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                                   ExtendContext& context) const = 0;
+  /// An arena in the cache's memory; empty: unknown, or in another.
+  virtual absl::Span<uint8_t> ArenaBytes(const Session& session, const StepCache& cache, uint32_t arena) const = 0;
+
+  // A sequence of this connection, of the cache.
+
+  /// What earlier calls found in the sequence or could not do with it: an error, and it can only be dropped.
+  virtual absl::Status Check(Session& session, const StepCache& cache, SequenceId sequence) const = 0;
+  /// Whether everything that was appended to it so far is written.
+  virtual bool HasWritten(Session& session, const StepCache& cache, SequenceId sequence) const = 0;
+  /// Resolves once all that this connection submitted or planned so far has run, with Check's result. Not at all if
+  /// the connection ends before.
+  virtual kj::Promise<absl::Status> WhenWritten(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                                SequenceId sequence) const = 0;
+  /// Tells the store (PageStore::Written) once the first tokens[i] tokens of layer first_layer + i are written, which
+  /// were all appended: at once if they are, and never if the connection ends before. Nothing where every append is
+  /// written at once.
+  virtual void TellWhenWritten(Session& session, const StepCache& cache, SequenceId sequence, int first_layer,
+                               std::vector<uint64_t> tokens) const = 0;
+  /// Forks or crops it by `change`, which is given where to say what is to be copied. Its pages from `pages` on are
+  /// gone. Returns the value of `done` that says that open pages are copied; 0: they are.
+  virtual absl::StatusOr<uint64_t> Change(Session& session, const StepCache& cache, SequenceId sequence, uint64_t pages,
+                                          absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) const = 0;
+  /// A fork was made by the last change.
+  virtual void NoteFork(Session& session, const StepCache& cache, SequenceId fork) const = 0;
+  /// Whether what cannot be sent out of this memory may be sent as a copy in the host's.
+  virtual bool sends_by_host() const = 0;
+};
+
+/// A cache that a connection opened.
+struct BoundCache {
+  CacheConfig config;  // as opened: the codec's spec is canonical
+  StepCache cache;     // its config is this one's
+  const MemoryCalls* calls = nullptr;
+};
+
+}  // namespace kvmanager
