@@ -339,7 +339,7 @@ TEST_F(CalibrationTest, MadeUpPagesAreRefused) {
     CodecRegistry registry;
     RegisterBuiltinCodecs(registry);
     registry.SetCalibrations(files.get());
-    ASSERT_OK_AND_ASSIGN(const auto made, PageStore::MakeCodec(registry, first.config));
+    ASSERT_OK_AND_ASSIGN(const auto made, CacheDirectory::MakeCodec(registry, first.config));
     first.codec_version = made->info().version;
     first.tokens = 128;
     first.blocks.resize(2);

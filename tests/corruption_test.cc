@@ -62,8 +62,8 @@ class CorruptionTest : public ::testing::TestWithParam<const char*> {
     config_.layout.head_dim = static_cast<uint16_t>(shape_.head_dim);
     config_.codec = shape_.codec;
     config_.lag_pages = 0;
-    ASSERT_OK_AND_ASSIGN(cache_, store_->OpenCache(config_));
-    ASSERT_OK_AND_ASSIGN(const CacheInfo info, store_->DescribeCache(cache_));
+    ASSERT_OK_AND_ASSIGN(cache_, store_->caches().Open(config_));
+    ASSERT_OK_AND_ASSIGN(const CacheInfo info, store_->caches().Describe(cache_));
     NameBlocks(info.digest, Source{1, Kind::kNormal, shape_}.TokenIds(0, kBlocks * 64), 64, &names_);
   }
   void Append(SequenceId sequence, uint64_t first, int tokens) {
@@ -103,34 +103,34 @@ TEST_P(CorruptionTest, AFlippedBitIsACountedMissAndTheBlockIsComputedAgain) {
   for (const int damaged : {0, 2, 3}) {
     for (const size_t byte : {size_t{0}, size_t{777}}) {
       SCOPED_TRACE(::testing::Message() << "block " << damaged << " byte " << byte);
-      ASSERT_OK_AND_ASSIGN(const CreateResult made, store_->CreateSequence(cache_, {}));
+      ASSERT_OK_AND_ASSIGN(const CreateResult made, store_->Create(cache_, {}));
       Append(made.sequence, 0, kBlocks * 64);
       Append(made.sequence, kBlocks * 64, 1);
       ASSERT_OK(store_->Publish(made.sequence, names_));
-      ASSERT_OK_AND_ASSIGN(const MatchResult whole, store_->Match(cache_, names_));
+      ASSERT_OK_AND_ASSIGN(const MatchResult whole, store_->caches().Match(cache_, names_));
       ASSERT_EQ(whole.hit_blocks, kBlocks);
       Bytes(made.sequence, damaged % 2, damaged)[byte] ^= 0x10;
       store_->Drop(made.sequence);
 
       const double before = store_metrics_.checksum_failures.Value();
       const double misses = store_metrics_.prefix_misses[static_cast<size_t>(MissReason::kChecksum)]->Value();
-      ASSERT_OK_AND_ASSIGN(const CreateResult again, store_->CreateSequence(cache_, names_));
+      ASSERT_OK_AND_ASSIGN(const CreateResult again, store_->Create(cache_, names_));
       EXPECT_EQ(again.match.hit_blocks, damaged);
       EXPECT_EQ(again.match.reason, MissReason::kChecksum);
       EXPECT_EQ(store_metrics_.checksum_failures.Value(), before + 1);
       EXPECT_EQ(store_metrics_.prefix_misses[static_cast<size_t>(MissReason::kChecksum)]->Value(), misses + 1);
-      store_->CheckInvariants();
+      store_->report().CheckInvariants();
       // The engine computes what was missed, publishes it, and the prefix is whole.
       Append(again.sequence, damaged * 64, (kBlocks - damaged) * 64);
       Append(again.sequence, kBlocks * 64, 1);
       ASSERT_OK(store_->Publish(again.sequence, names_));
-      ASSERT_OK_AND_ASSIGN(const MatchResult healed, store_->Match(cache_, names_));
+      ASSERT_OK_AND_ASSIGN(const MatchResult healed, store_->caches().Match(cache_, names_));
       EXPECT_EQ(healed.hit_blocks, kBlocks);
       store_->Drop(again.sequence);
-      store_->CheckInvariants();
-      ASSERT_OK(store_->Purge(cache_));
+      store_->report().CheckInvariants();
+      ASSERT_OK(store_->caches().Purge(cache_));
       EXPECT_EQ(pool_->used_bytes(), 0u);
-      ASSERT_OK_AND_ASSIGN(cache_, store_->OpenCache(config_));
+      ASSERT_OK_AND_ASSIGN(cache_, store_->caches().Open(config_));
     }
   }
 }

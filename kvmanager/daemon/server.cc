@@ -40,12 +40,12 @@
 #include "kvmanager/rpc/daemon_facts.h"
 #include "kvmanager/rpc/device_calls.h"
 #include "kvmanager/rpc/held_sequences.h"
+#include "kvmanager/rpc/host_calls.h"
 #include "kvmanager/rpc/listen_socket.h"
 #include "kvmanager/rpc/read.h"
 #include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/service.h"
 #include "kvmanager/rpc/session.h"
-#include "kvmanager/rpc/host_calls.h"
 #include "kvmanager/store/encode_executor.h"
 #include "kvmanager/store/page_store.h"
 #include "kvmanager/store/quality.h"
@@ -138,7 +138,7 @@ class ServerImpl final : public Server {
     if (options_.quality_sample > 0) {
       quality_ = std::make_unique<QualityMonitor>(executor_.get(), &metrics_, uint32_t(options_.quality_sample));
       for (Gpu* const gpu : devices_.gpus()) quality_->SetReader(gpu->ordinal(), gpu->reads());
-      store_->SetSampler(quality_.get());
+      store_->report().SetSampler(quality_.get());
     }
     recomputer_ =
         std::make_unique<Recomputer>(workers_.get(), &queue_, &clock_, &recompute_metrics_, options_.recompute_bytes,
@@ -264,11 +264,11 @@ class ServerImpl final : public Server {
                     .gpus = of.devices_.gpus(),
                     .shares_gpu_memory = of.options_.peer_local_copy && of.options_.peer_rate_bytes == 0}),
           host_calls({.store = of.store_.get(),
-                 .workers = of.workers_.get(),
-                 .queue = &of.queue_,
-                 .clock = &of.clock_,
-                 .quality = of.quality_.get(),
-                 .metrics = &of.attend_metrics_}),
+                      .workers = of.workers_.get(),
+                      .queue = &of.queue_,
+                      .clock = &of.clock_,
+                      .quality = of.quality_.get(),
+                      .metrics = &of.attend_metrics_}),
           device_calls({.store = of.store_.get(),
                         .polls = &of.polls_,
                         .loop = &loop,
@@ -381,7 +381,7 @@ class ServerImpl final : public Server {
   }
 
   kj::Promise<void> Look() {
-    tenant_gauges_.Set(store_->Caches());
+    tenant_gauges_.Set(store_->caches().List());
     devices_.Look(store_.get());
     return running_->loop.timer().afterDelay(kLookMs * kj::MILLISECONDS).then([this] { return Look(); });
   }

@@ -96,7 +96,7 @@ void ServerDevices::SetLoop(EventLoop* loop) {
 
 void ServerDevices::Look(PageStore* store) {
   if (opened_.empty()) return;
-  store->CollectReleased();
+  store->tables().CollectReleased();
   for (const Opened& each : opened_) each.gpu->UpdateMetrics();
   if (pinned_) return;
   pinned_ = pinner_->done();

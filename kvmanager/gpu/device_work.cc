@@ -86,7 +86,7 @@ bool DeviceWork::HasRoom() const {
 void DeviceWork::DropRunsOfClosedCaches() {
   for (auto it = runs_.begin(); it != runs_.end();) {
     const auto run = it++;
-    if (parts_.store->codec(run->first) != nullptr) continue;
+    if (parts_.store->caches().codec(run->first) != nullptr) continue;
     stream_->Keep(std::shared_ptr<Run>(run->second.release(), [streams = gpu_.streams()](const Run* gone) {
       streams->Retire(std::shared_ptr<const Run>(gone));
     }));
@@ -156,7 +156,7 @@ absl::StatusOr<uint32_t> DeviceWork::PlaceOf(Run& run, SequenceId sequence) {
 // What the store has changed in one layer of a sequence since it was last asked.
 absl::Status DeviceWork::Describe(Run& run, SequenceId sequence, int layer, uint32_t place) {
   changes_.clear();
-  KV_RETURN_IF_ERROR(parts_.store->TakeChanges(sequence, layer, &changes_));
+  KV_RETURN_IF_ERROR(parts_.store->tables().TakeChanges(sequence, layer, &changes_));
   const DevicePool& pool = *gpu_.pool();
   for (const PagePlace& change : changes_) {
     const DevicePage page{UnitOf(pool, change.raw), UnitOf(pool, change.encoded)};

@@ -99,7 +99,7 @@ void ProcessSteps::ProcessGone() {
 }
 
 absl::StatusOr<int> ProcessSteps::MapSlab(CacheId cache, uint32_t slab) {
-  if (!parts_.store->OwnsSlab(cache, gpu_.ordinal(), slab)) {
+  if (!parts_.store->tables().OwnsSlab(cache, gpu_.ordinal(), slab)) {
     return FieldError(absl::StatusCode::kNotFound, "slab", absl::StrCat(slab),
                       "a slab in which this cache's tenant has pages");
   }
@@ -158,7 +158,7 @@ absl::Status ProcessSteps::DescribeChanges(const StepCache& cache, uint32_t entr
   const auto unit = [&](PageId slot) { return slot.valid() ? gpu_.pool()->SlotUnit(slot) : kNoSlot; };
   for (int layer = 0; layer < cache.config->layers; ++layer) {
     places.clear();
-    KV_RETURN_IF_ERROR(parts_.store->TakeChanges(sequence, layer, &places, TableKeeper::kProcess));
+    KV_RETURN_IF_ERROR(parts_.store->tables().TakeChanges(sequence, layer, &places, TableKeeper::kProcess));
     for (const PagePlace& place : places) {
       all.push_back({place.page, static_cast<uint32_t>(layer), unit(place.raw), unit(place.encoded)});
     }

@@ -5,8 +5,8 @@
 namespace kvmanager {
 
 uint64_t WrittenPublish::Reserved() const {
-  const std::vector<uint64_t> tokens = store_->LayerTokens(sequence_);
-  return tokens.empty() ? 0 : *std::min_element(tokens.begin(), tokens.end());
+  const absl::StatusOr<SequenceInfo> info = store_->Describe(sequence_);
+  return info.ok() ? info->tokens : 0;
 }
 
 kj::Promise<absl::StatusOr<PublishResult>> WrittenPublish::Publish(std::vector<BlockName> names, uint64_t page_tokens,

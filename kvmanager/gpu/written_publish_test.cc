@@ -43,7 +43,7 @@ class WrittenPublishTest : public ::testing::Test {
     waits_[number]->fulfill(std::move(status));
     loop_.run();
   }
-  uint64_t published() { return gpu_.store().DescribeCache(cache_)->published_blocks; }
+  uint64_t published() { return gpu_.store().caches().Describe(cache_)->published_blocks; }
 
   kj::EventLoop loop_;
   kj::WaitScope scope_{loop_};

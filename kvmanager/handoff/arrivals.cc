@@ -15,7 +15,7 @@ kj::Promise<absl::StatusOr<Arrived>> Arrivals::GoOn(std::shared_ptr<ArrivalLease
     return waiting.promise.then(
         [this, lease = std::move(lease), until_ns]() mutable { return GoOn(std::move(lease), until_ns); });
   }
-  if (lease->awaits_room() && store_->AwaitsRelease(lease->device()) && clock_->NowNs() < until_ns) {
+  if (lease->awaits_room() && store_->tables().AwaitsRelease(lease->device()) && clock_->NowNs() < until_ns) {
     return loop_->fine_timer().AfterUs(kRetryUs).then([this, lease = std::move(lease), until_ns]() mutable {
       lease->TryAgain();
       return GoOn(std::move(lease), until_ns);

@@ -43,7 +43,7 @@ class ArrivalsTest : public testing::PageStoreTest {
     if (!arrivals_.has_value()) arrivals_.emplace(&store(), &clock_, &loop_);
     return *arrivals_;
   }
-  uint64_t sequences() { return store().Sequences().size(); }
+  uint64_t sequences() { return store().report().Sequences().size(); }
 
   const SteadyClock clock_;
   MessageQueue queue_;
@@ -60,7 +60,7 @@ TEST_F(ArrivalsTest, ASequenceIsTheReceiversOnceItsPagesAreThere) {
   ASSERT_TRUE(got_.has_value());
   ASSERT_TRUE(got_->ok()) << got_->status();
   const SequenceId there = (*got_)->sequence();
-  EXPECT_EQ(store().DescribeSequence(there)->tokens, 3u * kPage);
+  EXPECT_EQ(store().Describe(there)->tokens, 3u * kPage);
   EXPECT_EQ((*got_)->Take().sequence, there);
   got_.reset();
   EXPECT_EQ(sequences(), 2u);

@@ -16,7 +16,7 @@ bool WantsHostPages(const absl::Status& status) {
   return absl::IsFailedPrecondition(status) && DetailOf(status).field == "gpu";
 }
 
-absl::StatusOr<Gpu*> ChooseGpu(const Gpus& gpus, const PeerCopier* copier, const PageStore& store, const GpuName& from,
+absl::StatusOr<Gpu*> ChooseGpu(const Gpus& gpus, const PeerCopier* copier, PageStore& store, const GpuName& from,
                                const HandOffHeader& first, const Codec& codec) {
   // As the store names it.
   CacheConfig config = first.config;
@@ -27,7 +27,7 @@ absl::StatusOr<Gpu*> ChooseGpu(const Gpus& gpus, const PeerCopier* copier, const
   uint64_t most_free = 0;
   for (Gpu* const gpu : gpus) {
     if (copier == nullptr || !copier->Reaches(from, gpu->ordinal())) continue;
-    if (store.IsOpen(digest, gpu->ordinal())) return gpu;
+    if (store.caches().IsOpen(digest, gpu->ordinal())) return gpu;
     const uint64_t free = gpu->pool()->capacity_bytes() - gpu->pool()->used_bytes();
     if (chosen != nullptr && free <= most_free) continue;
     chosen = gpu;

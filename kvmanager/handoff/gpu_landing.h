@@ -22,7 +22,7 @@ struct GpuLanding {
 /// The GPU for a hand-off that offers pages of GPU `from`: of those that can copy from it, one on which its cache is
 /// open, or else the one with the most room. copier: nullptr: none can copy. Errors: FAILED_PRECONDITION of the field
 /// `gpu`, which tells the sender to offer them from host memory.
-absl::StatusOr<Gpu*> ChooseGpu(const Gpus& gpus, const PeerCopier* copier, const PageStore& store, const GpuName& from,
+absl::StatusOr<Gpu*> ChooseGpu(const Gpus& gpus, const PeerCopier* copier, PageStore& store, const GpuName& from,
                                const HandOffHeader& first, const Codec& codec);
 
 /// The error that has the sender offer its pages from host memory, because of `why`; and whether `status` is one.

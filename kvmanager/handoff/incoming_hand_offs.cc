@@ -198,7 +198,7 @@ ReceiverLoad IncomingHandOffs::Load() const {
 void IncomingHandOffs::Consider(std::shared_ptr<Offered> offered) {
   parts_.workers->Post(WorkerPool::Priority::kEncode, [this, queue = parts_.queue, registry = parts_.registry,
                                                        offered = std::move(offered)]() mutable {
-    offered->codec = PageStore::MakeCodec(*registry, offered->first.config);
+    offered->codec = CacheDirectory::MakeCodec(*registry, offered->first.config);
     queue->Post([this, offered = std::move(offered)]() mutable {
       offered->gpu == GpuName() ? TryAccept(std::move(offered)) : ConsiderGpu(std::move(offered));
     });
@@ -289,7 +289,8 @@ absl::StatusOr<HandOffReceiver::Accepted> IncomingHandOffs::Accept(Offered& offe
     config.calibration_digest = codec->info().calibration_digest;
     projections = parts_.recomputer->Find(DigestOf(config, codec->info().version));
   }
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<ImportLease> import, parts_.store->Import(offered.first, codec, recompute));
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<ImportLease> import,
+                      parts_.store->imports().Import(offered.first, codec, recompute));
   const std::string name = tickets_.Make(import->cache(), offered.first.tokens);
   Accepted accepted{std::make_shared<Incoming>(this, std::move(import), offered.peer, name, offered.first.tokens,
                                                offered.first.size(), offered.landing, std::move(projections)),
@@ -310,7 +311,7 @@ void IncomingHandOffs::Answer(Offered& offered, absl::StatusOr<Accepted> accepte
 }
 
 void IncomingHandOffs::AwaitRoom() {
-  parts_.store->OnRoom([this, queue = parts_.queue] {
+  parts_.store->imports().OnRoom([this, queue = parts_.queue] {
     queue->Post([this] {
       if (waiting_.empty() || std::exchange(retry_due_, true)) return;
       retry_ = loop_->timer()
@@ -468,7 +469,7 @@ void IncomingHandOffs::DropAll() {
     Answer(*offered, absl::UnavailableError("this daemon ends"));
   }
   retry_ = nullptr;
-  parts_.store->OnRoom(nullptr);
+  parts_.store->imports().OnRoom(nullptr);
 }
 
 }  // namespace kvmanager

@@ -2,7 +2,7 @@
 // back. Pure.
 //
 // What is parsed comes from a peer and is hostile: lengths, counts and references are checked here, the cache and its
-// codec by PageStore::Import, the pages' bytes by their checksums and ImportLease::Validate.
+// codec by Imports::Import, the pages' bytes by their checksums and ImportLease::Validate.
 #pragma once
 
 #include <cstdint>

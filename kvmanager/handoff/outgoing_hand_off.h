@@ -51,7 +51,7 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
     std::string peer;          // "HOST:PORT"
     int64_t room_ms = 0;       // how long a receiver that is full may let it wait
     int64_t timeout_ms = 0;    // 1..kHandOffTimeoutMsMax, of what is waited for, room_ms beside
-    bool will_append = false;  // as PageStore::ExportWhole's
+    bool will_append = false;  // as Exports::Whole's
   };
 
   /// Offers it and sends its pages as the lease has them, those of a GPU out of its memory. Errors: INVALID_ARGUMENT

@@ -19,7 +19,7 @@ struct HandOffTargets {
   std::vector<std::string> peers;  // ParsePeers'; a single one is not asked beforehand
   int64_t room_ms = 0;             // once every peer that answers is full: how long the best may let it wait
   int64_t timeout_ms = 0;          // as OutgoingHandOff::Target's
-  bool will_append = false;        // as PageStore::ExportWhole's
+  bool will_append = false;        // as Exports::Whole's
 };
 
 /// Leases of what is sent: one for each peer that is tried.

@@ -67,7 +67,7 @@ void Tickets::DropAll() {
 
 absl::Status Tickets::CheckCache(const Ticket& ticket, CacheId cache) const {
   if (ticket.cache == cache) return absl::OkStatus();
-  const auto theirs = store_.DescribeCache(ticket.cache), ours = store_.DescribeCache(cache);
+  const auto theirs = store_.caches().Describe(ticket.cache), ours = store_.caches().Describe(cache);
   if (theirs.ok() && ours.ok() && theirs->digest == ours->digest) return absl::OkStatus();
   return FieldError(absl::StatusCode::kFailedPrecondition, "ticket", absl::StrCat("of cache ", ticket.cache),
                     absl::StrCat("of cache ", cache, ", whose digest differs"));

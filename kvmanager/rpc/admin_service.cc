@@ -50,7 +50,7 @@ class AdminService final : public api::Admin::Server {
       }
       out.setGpus(TextOf(facts.gpus));
       out.setUcx(TextOf(facts.ucx()));
-      const std::vector<CacheInfo> caches = parts_.store->Caches();
+      const std::vector<CacheInfo> caches = parts_.store->caches().List();
       uint64_t blocks = 0;
       for (const CacheInfo& cache : caches) blocks += cache.published_blocks;
       out.setConnections(static_cast<uint32_t>(parts_.connections->open.Value()));
@@ -69,7 +69,7 @@ class AdminService final : public api::Admin::Server {
 
   kj::Promise<void> caches(CachesContext context) override {
     return Answer(Method::kCaches, context, [&] {
-      const std::vector<CacheInfo> caches = parts_.store->Caches();
+      const std::vector<CacheInfo> caches = parts_.store->caches().List();
       auto out = context.getResults().initCaches(caches.size());
       for (size_t i = 0; i < caches.size(); ++i) WriteCacheInfo(caches[i], out[i]);
     });
@@ -77,7 +77,7 @@ class AdminService final : public api::Admin::Server {
 
   kj::Promise<void> sequences(SequencesContext context) override {
     return Answer(Method::kSequences, context, [&] {
-      const std::vector<SequenceInfo> sequences = parts_.store->Sequences();
+      const std::vector<SequenceInfo> sequences = parts_.store->report().Sequences();
       auto out = context.getResults().initSequences(sequences.size());
       for (size_t i = 0; i < sequences.size(); ++i) WriteHeldSequence(*parts_.held, sequences[i], out[i]);
     });
@@ -166,9 +166,9 @@ class AdminService final : public api::Admin::Server {
       const auto params = context.getParams();
       uint64_t blocks;
       if (params.getAll()) {
-        blocks = store.PurgeAll();
+        blocks = store.caches().PurgeAll();
       } else {
-        KV_ASSIGN_OR_RETURN(blocks, store.Purge(params.getCacheId()));
+        KV_ASSIGN_OR_RETURN(blocks, store.caches().Purge(params.getCacheId()));
       }
       spdlog::info("\"{}\" purged {} published blocks", session_->name(), blocks);
       context.getResults().setBlocks(blocks);

@@ -22,7 +22,7 @@ class CacheService final : public api::Cache::Server {
   kj::Promise<void> info(InfoContext context) override {
     return Serve(*session_, Method::kCacheInfo, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       KV_RETURN_IF_ERROR(EnsureOpen());
-      KV_ASSIGN_OR_RETURN(const CacheInfo info, store().DescribeCache(id()));
+      KV_ASSIGN_OR_RETURN(const CacheInfo info, store().caches().Describe(id()));
       WriteCacheInfo(info, context.getResults().initInfo());
       return Done();
     });
@@ -34,7 +34,7 @@ class CacheService final : public api::Cache::Server {
       KV_RETURN_IF_ERROR(EnsureOpen());
       std::vector<MatchResult> matches;
       for (const std::vector<BlockName>& prefix : prefixes) {
-        KV_ASSIGN_OR_RETURN(const MatchResult match, store().Match(id(), prefix));
+        KV_ASSIGN_OR_RETURN(const MatchResult match, store().caches().Match(id(), prefix));
         matches.push_back(match);
       }
       auto results = context.getResults().initResults(matches.size());
@@ -80,11 +80,11 @@ class CacheService final : public api::Cache::Server {
 
   kj::Promise<void> read(ReadContext context) override {
     return Serve(*session_, Method::kRead, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
-      KV_ASSIGN_OR_RETURN(
-          const CheckedRead read,
-          CheckRead(
-              config(), context.getParams().getRequest(), [this](uint32_t arena) { return session_->ArenaBytes(arena); },
-              [this](SequenceId sequence) { return session_->Holds(sequence, id()); }));
+      KV_ASSIGN_OR_RETURN(const CheckedRead read,
+                          CheckRead(
+                              config(), context.getParams().getRequest(),
+                              [this](uint32_t arena) { return session_->ArenaBytes(arena); },
+                              [this](SequenceId sequence) { return session_->Holds(sequence, id()); }));
       return parts_.reads->Run(session_, *bound_, read, context);
     });
   }
@@ -101,7 +101,7 @@ class CacheService final : public api::Cache::Server {
       if (config().hidden == 0) {
         return InvalidField("hiddenSize", 0, "above 0, as the cache was opened, to register projections");
       }
-      KV_ASSIGN_OR_RETURN(const CacheInfo info, store().DescribeCache(id()));
+      KV_ASSIGN_OR_RETURN(const CacheInfo info, store().caches().Describe(id()));
       const auto facts = context.getParams().getFacts();
       recompute::ProjectionModel model;
       model.layout = config().layout;
@@ -117,7 +117,8 @@ class CacheService final : public api::Cache::Server {
       model.rope.angles = facts.getDoubleAngles() ? RopeFacts::Angles::kDouble : RopeFacts::Angles::kFloat32;
       KV_ASSIGN_OR_RETURN(std::shared_ptr<ProjectionSet> set,
                           parts_.recomputer->Open(info.digest, model, config().device));
-      context.getResults().setProjections(MakeProjectionsService(session_, parts_.recomputer, std::move(set), config()));
+      context.getResults().setProjections(
+          MakeProjectionsService(session_, parts_.recomputer, std::move(set), config()));
       return Done();
     });
   }
@@ -140,7 +141,7 @@ class CacheService final : public api::Cache::Server {
       float* const factors = reinterpret_cast<float*>(out.begin());  // Data begins at a word
       for (int head = 0; head < config().layout.kv_heads; ++head) {
         KV_CHECK(bound_->cache.codec->OutputFactor(static_cast<int>(layer), head,
-                                            absl::MakeSpan(factors + head * elements, elements)));
+                                                   absl::MakeSpan(factors + head * elements, elements)));
       }
       results.setFolds(true);
       return Done();
@@ -154,8 +155,7 @@ class CacheService final : public api::Cache::Server {
       const auto bytes = context.getParams().getTicket();
       const std::string ticket(reinterpret_cast<const char*>(bytes.begin()), bytes.size());
       Tickets& tickets = parts_.incoming->tickets();
-      if (const auto waiting = tickets.Find(ticket, id());
-          waiting.ok() && !store().IsCounterpart(id(), *waiting)) {
+      if (const auto waiting = tickets.Find(ticket, id()); waiting.ok() && !IsElsewhere(*waiting)) {
         KV_ASSIGN_OR_RETURN(const Tickets::Claimed claimed, tickets.Claim(ticket, id()));
         KV_RETURN_IF_ERROR(WriteClaimed(claimed, context));
         return Done();
@@ -182,7 +182,7 @@ class CacheService final : public api::Cache::Server {
     IncomingHandOffs& incoming = *parts_.incoming;
     const absl::StatusOr<SequenceId> waiting = incoming.tickets().Find(ticket, id());
     if (!waiting.ok()) return waiting.status();
-    if (!store().IsCounterpart(id(), *waiting)) return ClaimHere(ticket, context);
+    if (!IsElsewhere(*waiting)) return ClaimHere(ticket, context);
     if (absl::Status begun = incoming.tickets().BeginClaim(ticket); !begun.ok()) return begun;
     return incoming.WhenSettled(*waiting)
         .then([this, id = *waiting] { return CopyHere(id); })
@@ -217,7 +217,7 @@ class CacheService final : public api::Cache::Server {
   }
   absl::Status WriteClaimed(const Tickets::Claimed& claimed, ClaimContext& context) {
     api::Sequence::Client sequence = MakeSequenceService(session_, parts_.sequence, claimed.sequence, bound_);
-    KV_ASSIGN_OR_RETURN(const SequenceInfo info, store().DescribeSequence(claimed.sequence));
+    KV_ASSIGN_OR_RETURN(const SequenceInfo info, store().Describe(claimed.sequence));
     auto results = context.getResults();
     auto reply = results.initReply();
     reply.setSequence(kj::mv(sequence));
@@ -228,26 +228,33 @@ class CacheService final : public api::Cache::Server {
     return absl::OkStatus();
   }
 
+  // Whether the sequence is this cache's in another memory.
+  bool IsElsewhere(SequenceId sequence) {
+    const auto info = store().Describe(sequence);
+    if (!info.ok() || info->cache == id()) return false;
+    const auto here = store().caches().Describe(id()), there = store().caches().Describe(info->cache);
+    return here.ok() && there.ok() && here->digest == there->digest;
+  }
   PageStore& store() { return *parts_.store; }
   const CacheConfig& config() const { return bound_->config; }
   CacheId id() const { return bound_->cache.id; }
 
   void Bind(CacheId id, std::shared_ptr<const DeviceCodec> device_codec) {
-    const absl::StatusOr<CacheInfo> info = store().DescribeCache(id);
+    const absl::StatusOr<CacheInfo> info = store().caches().Describe(id);
     KV_CHECK(info.ok());
     auto bound = std::make_shared<BoundCache>();
     bound->config = info->config;
     bound->calls = info->config.device == CacheConfig::kHost ? parts_.host_calls : parts_.device_calls;
     auto raw = parts_.registry->Create("raw", bound->config.layout);
     KV_CHECK(raw.ok());
-    bound->cache = {id, &bound->config, store().codec(id), *std::move(raw), std::move(device_codec)};
+    bound->cache = {id, &bound->config, store().caches().codec(id), *std::move(raw), std::move(device_codec)};
     bound_ = session_->Bind(std::move(bound));
   }
 
   // A purge closes caches that hold nothing; this capability then opens its own anew.
   absl::Status EnsureOpen() {
-    if (store().codec(id()) != nullptr) return absl::OkStatus();
-    KV_ASSIGN_OR_RETURN(const CacheId id, store().OpenCache(config(), bound_->cache.codec));
+    if (store().caches().codec(id()) != nullptr) return absl::OkStatus();
+    KV_ASSIGN_OR_RETURN(const CacheId id, store().caches().Open(config(), bound_->cache.codec));
     Bind(id, bound_->cache.device_codec);
     return absl::OkStatus();
   }
@@ -270,7 +277,7 @@ class CacheService final : public api::Cache::Server {
 
   void Create(const std::vector<BlockName>& prefix, uint64_t prompt_tokens, api::SequenceReply::Builder reply) {
     absl::Status may = session_->CheckNewSequence();
-    WriteCreated(may.ok() ? store().CreateSequence(id(), prefix, prompt_tokens) : may, reply);
+    WriteCreated(may.ok() ? store().Create(id(), prefix, prompt_tokens) : may, reply);
   }
 
   // With the blocks that a lower tier has besides.

@@ -182,7 +182,7 @@ class DaemonService final : public api::Daemon::Server {
   };
   static absl::StatusOr<Codecs> MakeCodecs(const CodecRegistry& registry, const CacheConfig& config, Gpu* gpu) {
     Codecs codecs;
-    KV_ASSIGN_OR_RETURN(codecs.codec, PageStore::MakeCodec(registry, config));
+    KV_ASSIGN_OR_RETURN(codecs.codec, CacheDirectory::MakeCodec(registry, config));
     if (gpu != nullptr) {
       KV_ASSIGN_OR_RETURN(codecs.device, MakeDeviceCodec(gpu->device(), gpu->streams(), *codecs.codec, config.layers));
     }
@@ -192,8 +192,8 @@ class DaemonService final : public api::Daemon::Server {
                                 const CacheConfig& config, absl::StatusOr<Codecs> codecs, OpenCacheContext& context) {
     KV_RETURN_IF_ERROR(codecs.status());
     PageStore& store = *parts.store;
-    KV_ASSIGN_OR_RETURN(const CacheId cache, store.OpenCache(config, std::move(codecs->codec)));
-    KV_ASSIGN_OR_RETURN(const CacheInfo info, store.DescribeCache(cache));
+    KV_ASSIGN_OR_RETURN(const CacheId cache, store.caches().Open(config, std::move(codecs->codec)));
+    KV_ASSIGN_OR_RETURN(const CacheInfo info, store.caches().Describe(cache));
     auto results = context.getResults();
     WriteCacheInfo(info, results.initInfo());
     results.setCache(MakeCacheService(session, parts, cache, std::move(codecs->device)));

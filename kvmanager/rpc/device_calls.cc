@@ -55,7 +55,7 @@ struct Call {
     return append ? ExtendOnce(*parts().store, cache.id, first_layer, layers, entries) : absl::OkStatus();
   }
   bool MayFitSoon(const absl::Status& status) const {
-    return absl::IsResourceExhausted(status) && parts().store->AwaitsRelease(config.device);
+    return absl::IsResourceExhausted(status) && parts().store->tables().AwaitsRelease(config.device);
   }
   std::vector<EntryReading> Readings() const {
     std::vector<EntryReading> readings(entries.size());
@@ -65,7 +65,7 @@ struct Call {
   // What was reserved is submitted, or planned: hand-offs of these sequences hear when it is written.
   void TellFollowers(int first_layer, int layers) {
     for (const AttendEntry& entry : entries) {
-      if (!parts().store->AwaitsWrites(entry.sequence)) continue;
+      if (!parts().store->exports().AwaitsWrites(entry.sequence)) continue;
       const uint64_t end = entry.position + static_cast<uint64_t>(entry.tokens);
       calls.TellWhenWritten(*session, cache, entry.sequence, first_layer, std::vector<uint64_t>(layers, end));
     }
@@ -293,8 +293,8 @@ absl::StatusOr<kj::Promise<void>> DeviceCalls::Step(const std::shared_ptr<Sessio
   return Run(std::move(call), Method::kStep, context);
 }
 
-absl::StatusOr<kj::Promise<void>> DeviceCalls::Extend(const std::shared_ptr<Session>& session,
-                                                         const StepCache& cache, ExtendContext& context) const {
+absl::StatusOr<kj::Promise<void>> DeviceCalls::Extend(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                                      ExtendContext& context) const {
   const auto request = context.getParams().getRequest();
   const CacheConfig& config = *cache.config;
   Entries entries;
@@ -325,7 +325,8 @@ absl::StatusOr<kj::Promise<void>> DeviceCalls::Extend(const std::shared_ptr<Sess
     }
     // Nor for an index that is made of them.
     if (request.getAppend() && request.getAttend()) {
-      const uint64_t from = parts_.store->ChoosesFrom(entries[i].sequence, entries[i].position, entries[i].tokens);
+      const uint64_t from =
+          parts_.store->tables().ChoosesFrom(entries[i].sequence, entries[i].position, entries[i].tokens);
       if (from > entries[i].position && end > from) {
         return InvalidField(absl::StrCat("entries[", i, "].tokens"), entries[i].tokens,
                             absl::StrCat("at most ", from - entries[i].position,
@@ -333,7 +334,7 @@ absl::StatusOr<kj::Promise<void>> DeviceCalls::Extend(const std::shared_ptr<Sess
       }
     }
     sealed += end / page_tokens - entries[i].position / page_tokens;
-    changes += parts_.store->ChangedPages(entries[i].sequence, TableKeeper::kProcess);
+    changes += parts_.store->tables().ChangedPages(entries[i].sequence, TableKeeper::kProcess);
     // A page that its last token alone may still ask is told again (PageStore::Attend).
     if (!request.getAppend() && (entries[i].position + 1) % page_tokens == 0) changes += config.layers;
     call->words.push_back(words[i]);
@@ -398,7 +399,7 @@ void DeviceCalls::TellWhenWritten(Session& session, const StepCache& cache, Sequ
       }
       if (!process->HasReleased(*epoch)) return false;
     }
-    store->Written(sequence, first_layer, tokens);
+    store->exports().Written(sequence, first_layer, tokens);
     return true;
   };
   if (!poll()) parts_.polls->Add(std::move(poll));

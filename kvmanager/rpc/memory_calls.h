@@ -48,7 +48,7 @@ class MemoryCalls {
   /// the connection ends before.
   virtual kj::Promise<absl::Status> WhenWritten(const std::shared_ptr<Session>& session, const StepCache& cache,
                                                 SequenceId sequence) const = 0;
-  /// Tells the store (PageStore::Written) once the first tokens[i] tokens of layer first_layer + i are written, which
+  /// Tells the store (Exports::Written) once the first tokens[i] tokens of layer first_layer + i are written, which
   /// were all appended: at once if they are, and never if the connection ends before. Nothing where every append is
   /// written at once.
   virtual void TellWhenWritten(Session& session, const StepCache& cache, SequenceId sequence, int first_layer,

@@ -136,7 +136,7 @@ class SequenceService final : public api::Sequence::Server {
 
   kj::Promise<void> info(InfoContext context) override {
     return Serve(*session_, Method::kSequenceInfo, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
-      KV_ASSIGN_OR_RETURN(const SequenceInfo info, store().DescribeSequence(id_));
+      KV_ASSIGN_OR_RETURN(const SequenceInfo info, store().Describe(id_));
       WriteHeldSequence(*parts_.held, info, context.getResults().initInfo());
       return Done();
     });
@@ -157,11 +157,11 @@ class SequenceService final : public api::Sequence::Server {
     return Serve(*session_, Method::kFork, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       KV_RETURN_IF_ERROR(session_->CheckNewSequence());
       SequenceId forked = 0;
-      const absl::StatusOr<uint64_t> done = calls().Change(
-          *session_, bound_->cache, id_, DeviceWork::kAllPages, [&](std::vector<OpenCopy>* copies) -> absl::Status {
-            KV_ASSIGN_OR_RETURN(forked, store().Fork(id_, copies));
-            return absl::OkStatus();
-          });
+      const absl::StatusOr<uint64_t> done = calls().Change(*session_, bound_->cache, id_, DeviceWork::kAllPages,
+                                                           [&](std::vector<OpenCopy>* copies) -> absl::Status {
+                                                             KV_ASSIGN_OR_RETURN(forked, store().Fork(id_, copies));
+                                                             return absl::OkStatus();
+                                                           });
       if (!done.ok()) {
         if (forked != 0) store().Drop(forked);  // its open pages were not copied
         return done.status();
@@ -268,8 +268,8 @@ class SequenceService final : public api::Sequence::Server {
       return [=]() -> absl::StatusOr<std::unique_ptr<ExportLease>> {
         KV_RETURN_IF_ERROR(bound->calls->Check(*session, bound->cache, id));
         PageStore& store = *parts->store;
-        KV_ASSIGN_OR_RETURN(auto made, store.ExportGrowing(id, tokens, will_append, way));
-        bound->calls->TellWhenWritten(*session, bound->cache, id, 0, store.LayerTokens(id));
+        KV_ASSIGN_OR_RETURN(auto made, store.exports().Growing(id, tokens, will_append, way));
+        bound->calls->TellWhenWritten(*session, bound->cache, id, 0, store.Describe(id)->layer_tokens);
         return made;
       };
     };
@@ -280,21 +280,21 @@ class SequenceService final : public api::Sequence::Server {
         });
   }
 
-  // Out of the cache's memory; where that cannot be, by way of the host's: what is sent is then a copy there, which goes
-  // with the promise.
+  // Out of the cache's memory; where that cannot be, by way of the host's: what is sent is then a copy there, which
+  // goes with the promise.
   kj::Promise<absl::StatusOr<SentHandOff>> Send(HandOffTargets targets, std::string blob) {
     using Sent = kj::Promise<absl::StatusOr<SentHandOff>>;
     // Made once for each peer that is tried, perhaps much later.
     auto lease = [store = parts_.store, session = session_, bound = bound_, id = id_,
                   will_append = targets.will_append]() -> absl::StatusOr<std::unique_ptr<ExportLease>> {
       KV_RETURN_IF_ERROR(bound->calls->Check(*session, bound->cache, id));
-      if (bound->calls->HasWritten(*session, bound->cache, id)) return store->ExportWhole(id, will_append);
+      if (bound->calls->HasWritten(*session, bound->cache, id)) return store->exports().Whole(id, will_append);
       return FieldError(absl::StatusCode::kFailedPrecondition, "sequence", absl::StrCat(id, ", which goes on"),
                         "one that nothing is appended to until a peer has accepted it");
     };
-    auto sent = OnceWritten<SentHandOff>(
-        session_, bound_, id_,
-        [outgoing = parts_.outgoing, lease, targets, blob] { return outgoing->Send(lease, targets, blob); });
+    auto sent = OnceWritten<SentHandOff>(session_, bound_, id_, [outgoing = parts_.outgoing, lease, targets, blob] {
+      return outgoing->Send(lease, targets, blob);
+    });
     if (!calls().sends_by_host()) return sent;
     const int64_t ms = targets.timeout_ms + targets.room_ms;
     auto deadline = parts_.loop->timer().afterDelay(ms * kj::MILLISECONDS).then([ms] {
@@ -332,7 +332,7 @@ class SequenceService final : public api::Sequence::Server {
                blob = std::move(blob)](absl::StatusOr<Arrived> copy) mutable -> Sent {
           if (!copy.ok()) return absl::StatusOr<SentHandOff>(copy.status());
           auto lease = [store = parts.store, id = copy->sequence(), will_append = targets.will_append] {
-            return store->ExportWhole(id, will_append);
+            return store->exports().Whole(id, will_append);
           };
           auto sent = parts.outgoing->Send(std::move(lease), std::move(targets), std::move(blob));
           return sent.attach(kj::heap<Arrived>(*std::move(copy)));

@@ -54,7 +54,7 @@ TEST_F(SessionTest, HoldsSequencesUntilItReleasesThem) {
   EXPECT_FALSE(session->Holds(sequence, cache));
   EXPECT_EQ(held_.HolderOf(sequence), nullptr);
   EXPECT_EQ(held_.count(), 0u);
-  EXPECT_TRUE(store().Sequences().empty());
+  EXPECT_TRUE(store().report().Sequences().empty());
 }
 
 TEST_F(SessionTest, AcceptsNoNewSequenceWhileTheDaemonDrains) {

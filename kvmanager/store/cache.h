@@ -1,6 +1,7 @@
 // A cache of the store, and slots taken for it. Plain structs of the store, on its thread.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -14,9 +15,11 @@
 #include "kvmanager/base/status.h"
 #include "kvmanager/memory/slot_pool.h"
 #include "kvmanager/store/block.h"
-#include "kvmanager/store/page_store.h"
+#include "kvmanager/store/cache_config.h"
 #include "kvmanager/store/page_table.h"
 #include "kvmanager/store/slot_classes.h"
+#include "kvmanager/store/step_lease.h"
+#include "kvmanager/store/store_metrics.h"
 
 namespace kvmanager {
 
@@ -64,6 +67,15 @@ struct Cache {
   FormBytes slot_bytes(uint32_t layer, PageKind kind = PageKind::kKeysValues) const {
     if (kind == PageKind::kActivations) return {activation_slot_bytes, activation_slot_bytes};
     return {raw_slot_bytes, encoded_slots.bytes[encoded_slots.of_layer[layer]]};
+  }
+  absl::Status CheckLayers(LayerRange range) const {
+    if (range.first >= 0 && range.count >= 1 && range.first <= config.layers - range.count) return absl::OkStatus();
+    return InvalidField("layer", range.first, absl::StrCat("0..", config.layers - std::max(range.count, 1)));
+  }
+  /// The error of a hand-off out of or into memory where indexes take slots.
+  absl::Status IndexStaysHere() const {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(config.device),
+                      "host memory: an index that lies in slots is neither sent nor received");
   }
   bool keeps_activations() const { return activation_slot_bytes > 0; }
   size_t activation_row_bytes() const { return size_t(config.hidden) * DTypeBytes(layout().dtype); }

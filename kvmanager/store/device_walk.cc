@@ -17,7 +17,7 @@ DeviceWalk::DeviceWalk(uint64_t seed)
             : seed % 3 == 0 ? 32 << 20
                             : 8 << 20,
             moves_) {
-  store().SetSampler(&sampler_);
+  store().report().SetSampler(&sampler_);
   OpenCaches();
   for (Client*& client : clients_) client = NewClient();
 }
@@ -91,7 +91,7 @@ void DeviceWalk::Step() {
   if (::testing::Test::HasFatalFailure()) return;
   BuryClients();
   if (sampler_.held() > 0 && samples_() % 3 == 0) sampler_.FinishOne(samples_() % sampler_.held());
-  store().CheckInvariants();
+  store().report().CheckInvariants();
 }
 
 void DeviceWalk::Finish() {
@@ -119,10 +119,10 @@ void DeviceWalk::Finish() {
   sendings_.clear();
   while (sampler_.held() > 0) sampler_.FinishOne(0);
   BuryClients();
-  store().CheckInvariants();
-  store().PurgeAll();
-  store().CheckInvariants();
-  ASSERT_TRUE(store().Caches().empty());
+  store().report().CheckInvariants();
+  store().caches().PurgeAll();
+  store().report().CheckInvariants();
+  ASSERT_TRUE(store().caches().List().empty());
   ASSERT_EQ(test_.device.executor.jobs(), 0u);
   // Every plan was released, so nothing that was given up has to wait.
   std::vector<PageId> reusable;
@@ -142,7 +142,7 @@ void DeviceWalk::OpenCaches() {
     cache.config = configs[i];
     cache.config.device = TestDevice::kOrdinal;
     cache.id = test_.Open(cache.config);
-    cache.codec = store().codec(cache.id);
+    cache.codec = store().caches().codec(cache.id);
   }
 }
 
@@ -166,7 +166,7 @@ Submission DeviceWalk::NewSubmission(size_t cache) const {
 void DeviceWalk::TakeChanges(SequenceId sequence, int first_layer, int layers, Submission* submission) {
   for (int layer = first_layer; layer < first_layer + layers; ++layer) {
     Submission::Update update{sequence, layer, {}};
-    ASSERT_TRUE(store().TakeChanges(sequence, layer, &update.pages).ok());
+    ASSERT_TRUE(store().tables().TakeChanges(sequence, layer, &update.pages).ok());
     for (size_t i = 1; i < update.pages.size(); ++i) ASSERT_LT(update.pages[i - 1].page, update.pages[i].page);
     submission->updates.push_back(std::move(update));
   }
@@ -213,7 +213,7 @@ void DeviceWalk::BuryClients() {
 }
 
 void DeviceWalk::Purge() {
-  ASSERT_TRUE(store().Purge(caches_[Below(caches_.size())].id).ok());
+  ASSERT_TRUE(store().caches().Purge(caches_[Below(caches_.size())].id).ok());
   lost_names_ = true;
   OpenCaches();
 }

@@ -92,7 +92,7 @@ void DeviceWalk::CommitArrivals() {
 }
 
 void DeviceWalk::CheckOnHost(SequenceId id, const ModelSequence& model) {
-  const auto lease = store().Export(id);
+  const auto lease = store().exports().Whole(id);
   if (lease.status().code() == absl::StatusCode::kResourceExhausted) return;  // of the open page's copy
   ASSERT_TRUE(lease.ok()) << lease.status();
   ASSERT_NE((*lease)->last(), nullptr);

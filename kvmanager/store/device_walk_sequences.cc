@@ -18,7 +18,7 @@ void DeviceWalk::Create() {
   if (moves_ && Below(4) > 0) {
     auto lease = store().Fetch(cache.id, names);
     if (lease.ok()) {
-      const auto match = store().Match(cache.id, names);
+      const auto match = store().caches().Match(cache.id, names);
       ASSERT_TRUE(match.ok());
       ASSERT_LE(match->hit_blocks, static_cast<int>(known));
       Await({which, text, *std::move(lease), {}, 0});
@@ -27,7 +27,7 @@ void DeviceWalk::Create() {
     ASSERT_EQ(lease.status().code(), absl::StatusCode::kResourceExhausted) << lease.status();
     ++counts.exhausted;
   }
-  const auto made = store().CreateSequence(cache.id, names);
+  const auto made = store().Create(cache.id, names);
   ASSERT_TRUE(made.ok()) << made.status();
   const int hit = made->match.hit_blocks;
   ASSERT_LE(hit, static_cast<int>(known));
@@ -64,7 +64,7 @@ void DeviceWalk::ForkOne() {
   }
   if (fork.status().code() == absl::StatusCode::kResourceExhausted) {
     ++counts.exhausted;
-    counts.awaited += store().AwaitsRelease(TestDevice::kOrdinal);
+    counts.awaited += store().tables().AwaitsRelease(TestDevice::kOrdinal);
     return;
   }
   ASSERT_TRUE(fork.ok()) << fork.status();
@@ -123,7 +123,7 @@ void DeviceWalk::CropOne() {
   }
   if (status.code() == absl::StatusCode::kResourceExhausted) {
     ++counts.exhausted;
-    counts.awaited += store().AwaitsRelease(TestDevice::kOrdinal);
+    counts.awaited += store().tables().AwaitsRelease(TestDevice::kOrdinal);
     return;
   }
   ASSERT_TRUE(status.ok()) << status;
@@ -156,7 +156,7 @@ void DeviceWalk::PublishOne() {
   counts.shared += published->shared;
   if (published->shared > 0) published_ = it->first;
   for (const BlockName& name : names) cache.published.insert(name.key);
-  const auto match = store().Match(cache.id, names);
+  const auto match = store().caches().Match(cache.id, names);
   ASSERT_TRUE(match.ok());
   ASSERT_EQ(match->hit_blocks, static_cast<int>(names.size()));
 }

@@ -74,7 +74,7 @@ void DeviceWalk::ExtendSome() {
   }
   if (status.code() == absl::StatusCode::kResourceExhausted) {
     ++counts.exhausted;
-    counts.awaited += store().AwaitsRelease(TestDevice::kOrdinal);
+    counts.awaited += store().tables().AwaitsRelease(TestDevice::kOrdinal);
     return;
   }
   ASSERT_TRUE(status.ok()) << status;
@@ -104,7 +104,7 @@ void DeviceWalk::ExtendSome() {
   submission.epoch = OpenPlan(client);
   const uint64_t number = client->stream.Submit(std::move(submission));
   for (const AttendEntry& entry : queries) {
-    if (!store().AwaitsWrites(entry.sequence)) continue;
+    if (!store().exports().AwaitsWrites(entry.sequence)) continue;
     writes_.push_back(
         {client, number, entry.sequence, first, std::vector<uint64_t>(layers, entry.position + entry.tokens)});
   }

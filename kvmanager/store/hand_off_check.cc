@@ -41,7 +41,7 @@ absl::Status CheckBlockNames(absl::string_view field, absl::Span<const HandOffBl
 
 absl::Status CheckFirst(const Cache& cache, const HandOffHeader& first) {
   const uint64_t page_tokens = cache.page_tokens();
-  const uint64_t tokens_max = PageStore::kSequenceBlocksMax * page_tokens;
+  const uint64_t tokens_max = kSequenceBlocksMax * page_tokens;
   if (first.tokens > tokens_max) return InvalidField("tokens", first.tokens, absl::StrCat("at most ", tokens_max));
   const uint64_t full_blocks = first.tokens / page_tokens;
   if (first.blocks.size() != full_blocks) {

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
@@ -16,6 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "codecs/codec.h"
 #include "codecs/sequence_index.h"
 #include "kvmanager/base/ids.h"
 #include "kvmanager/store/cache_config.h"
@@ -87,7 +89,7 @@ class ExportLease {
   virtual absl::Status status() const { return absl::OkStatus(); }
   /// Pages of the header that the codec has done with since the last call, in the order in which it was; at first
   /// their activations, so that who takes those can compute while the others are on their way. On a GPU each is there:
-  /// what is sent as it was appended has been written (PageStore::Written).
+  /// what is sent as it was appended has been written (Exports::Written).
   virtual std::vector<ExportedPage> TakeReady() = 0;
   /// Calls `fn` on the store's thread, from within other calls of the store: now and whenever there is something to
   /// take, last() appears, or status() changes. It may call this lease, but destroy none, and not call the store.
@@ -122,6 +124,33 @@ struct RecomputePage {
   uint64_t first_token = 0;
   const uint8_t* activations = nullptr;  // [page_tokens][hidden]
   uint8_t* raw = nullptr;                // where K and V go
+};
+
+/// Sequences that are sent.
+class Exports {
+ public:
+  virtual ~Exports() = default;
+  /// A sequence that is complete: begins and finishes at once. will_append: the receiver appends before it reads, so
+  /// pages travel as the token to come will read them, not as the last one did; one that the last token filled may then
+  /// travel encoded, and the receiver cannot crop into it. On a GPU everything that was appended must have been
+  /// written. Errors: FAILED_PRECONDITION naming the shortest layer, or `device` where its index lies in slots;
+  /// RESOURCE_EXHAUSTED.
+  virtual absl::StatusOr<std::unique_ptr<ExportLease>> Whole(SequenceId sequence, bool will_append) = 0;
+  absl::StatusOr<std::unique_ptr<ExportLease>> Whole(SequenceId sequence) { return Whole(sequence, false); }
+  /// One that will have `tokens` tokens. On a GPU nothing counts as written before Written says so, what it has already
+  /// included; `way` is of those alone. Errors: INVALID_ARGUMENT (tokens); FAILED_PRECONDITION (directly, where its
+  /// index lies in slots; by way of the host, of a GPU that moves no pages); UNAVAILABLE (pages cannot move yet);
+  /// RESOURCE_EXHAUSTED (of the host, which is to have room for all of it).
+  virtual absl::StatusOr<std::unique_ptr<ExportLease>> Growing(SequenceId sequence, uint64_t tokens, bool will_append,
+                                                               ExportWay way) = 0;
+  absl::StatusOr<std::unique_ptr<ExportLease>> Growing(SequenceId sequence, uint64_t tokens, bool will_append = false) {
+    return Growing(sequence, tokens, will_append, ExportWay::kDirect);
+  }
+  /// Whether a hand-off of this sequence waits to hear of what is written (Growing).
+  virtual bool AwaitsWrites(SequenceId sequence) const = 0;
+  /// Kernels have written the first tokens[i] tokens of layer first_layer + i, all of them appended. Tells such
+  /// hand-offs, also of a sequence that was dropped since; in any order.
+  virtual void Written(SequenceId sequence, int first_layer, absl::Span<const uint64_t> tokens) = 0;
 };
 
 /// Slots reserved for a sequence that is being received. Destroying it without Commit gives back what nobody else uses.
@@ -162,6 +191,25 @@ class ImportLease {
   /// No more comes. A sequence that was shown is broken: who waits for its pages, and all later calls but
   /// DescribeSequence and Drop, get UNAVAILABLE with the reason. Slots go with the lease, which workers may still read.
   virtual void Break(const absl::Status& why) = 0;
+};
+
+/// Sequences that are received.
+class Imports {
+ public:
+  virtual ~Imports() = default;
+  /// first.config.device: where it is to be. On a GPU raw pages are given to the executor in Arrived. codec: as
+  /// CacheDirectory::Open's. recompute: asked once per layer before this returns; nothing is recomputed on a GPU.
+  /// Errors: INVALID_ARGUMENT (what contradicts itself or its cache), FAILED_PRECONDITION (codec version; `device`
+  /// where indexes lie in slots), RESOURCE_EXHAUSTED.
+  virtual absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffHeader& first,
+                                                              std::shared_ptr<const Codec> codec,
+                                                              RecomputeChoice recompute) = 0;
+  absl::StatusOr<std::unique_ptr<ImportLease>> Import(const HandOffHeader& first) {
+    return Import(first, nullptr, [](uint32_t, uint32_t, uint32_t) { return 0u; });
+  }
+  /// Calls `fn` once, when host memory is next given back or can be evicted: what was refused may fit then. It is
+  /// called from within other calls, and must only pass a message on. A later call replaces it.
+  virtual void OnRoom(absl::AnyInvocable<void()> fn) = 0;
 };
 
 }  // namespace kvmanager

@@ -16,8 +16,9 @@
 #include "codecs/codec.h"
 #include "codecs/sequence_index.h"
 #include "kvmanager/store/block.h"
-#include "kvmanager/store/page_store.h"
+#include "kvmanager/store/page_executor.h"
 #include "kvmanager/store/sequence.h"
+#include "kvmanager/store/step_lease.h"
 
 namespace kvmanager {
 
@@ -48,10 +49,10 @@ class MemoryBackend {
 
   // What this memory can do.
 
-  /// Readers find pages by tables that follow the store (PageStore::TakeChanges). Else a read lists its pages, and pins
-  /// them.
+  /// Readers find pages by tables that follow the store (SlotTables::TakeChanges). Else a read lists its pages, and
+  /// pins them.
   virtual bool follows_tables() const = 0;
-  /// What is appended is written when Write returns. Else PageStore::Written says when.
+  /// What is appended is written when Write returns. Else Exports::Written says when.
   virtual bool writes_at_once() const = 0;
   virtual bool keeps_activations() const = 0;
   /// The slots that a sequence's index takes here; zeros: it takes none.

@@ -61,9 +61,9 @@ void Mover::Move(Tier& upper, const std::shared_ptr<Cache>& to, std::vector<Movi
                    [](const PageCopy& a, const PageCopy& b) { return a.bytes < b.bytes; });
   metrics_->moving_bytes.Increment(static_cast<double>(batch->bytes));
   upper.mover()->Move(fetch ? PageDirection::kFetch : PageDirection::kDemote, std::move(copies),
-                    [this, alive = alive_, batch](bool moved) {
-                      if (!alive.expired()) OnMoved(batch, moved);
-                    });
+                      [this, alive = alive_, batch](bool moved) {
+                        if (!alive.expired()) OnMoved(batch, moved);
+                      });
 }
 
 void Mover::OnMoved(const std::shared_ptr<Batch>& batch, bool moved) {

@@ -41,9 +41,9 @@ class Mover {
   Mover(Tier* host, StoreMetrics* metrics, std::weak_ptr<const bool> alive)
       : host_(host), metrics_(metrics), alive_(std::move(alive)) {}
 
-  /// Copies `pages` into slots of `to`: out of `upper` if `to` is in the next lower tier, else into it. `landed` is called
-  /// once, not before this returned, and not at all once the store has gone. upper.mover() is not nullptr. given_up: once true,
-  /// nobody looks at pages that have come any more; nullptr: never.
+  /// Copies `pages` into slots of `to`: out of `upper` if `to` is in the next lower tier, else into it. `landed` is
+  /// called once, not before this returned, and not at all once the store has gone. upper.mover() is not nullptr.
+  /// given_up: once true, nobody looks at pages that have come any more; nullptr: never.
   void Move(Tier& upper, const std::shared_ptr<Cache>& to, std::vector<MovingPage> pages,
             std::shared_ptr<const bool> given_up, Landed landed);
 

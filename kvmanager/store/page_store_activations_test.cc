@@ -42,7 +42,7 @@ uint32_t All(uint32_t, uint32_t, uint32_t with_activations) { return with_activa
 class ActivationsTest : public PageStoreTest {
  protected:
   std::unique_ptr<ExportLease> Export(SequenceId sequence) {
-    auto lease = store().Export(sequence);
+    auto lease = store().exports().Whole(sequence);
     EXPECT_TRUE(lease.ok()) << lease.status();
     test().executor.FinishAll();
     return *std::move(lease);
@@ -54,7 +54,7 @@ class ActivationsTest : public PageStoreTest {
     for (const HandOffPage& page : lease->first().activations) offered.emplace_back(page.block, page.layer);
     return offered;
   }
-  uint64_t ActivationBytes(CacheId cache) { return store().DescribeCache(cache)->activation_bytes; }
+  uint64_t ActivationBytes(CacheId cache) { return store().caches().Describe(cache)->activation_bytes; }
 
   TestStore peer_{16 << 20};
 };
@@ -106,12 +106,12 @@ TEST_F(ActivationsTest, GoWithTheirBlocks) {
   store().Drop(a);
   store().Drop(*fork);
   // A prefix hit has them, too.
-  const auto hit = store().CreateSequence(cache, Names(cache, text, 4));
+  const auto hit = store().Create(cache, Names(cache, text, 4));
   ASSERT_EQ(hit->match.hit_blocks, 4);
   EXPECT_EQ(Offered(hit->sequence).size(), 4u * 2u);
   store().Drop(hit->sequence);
   EXPECT_EQ(Gauge("kvmanager_evictable_bytes"), Gauge("kvmanager_pool_used_bytes"));
-  EXPECT_EQ(store().PurgeAll(), 4u);
+  EXPECT_EQ(store().caches().PurgeAll(), 4u);
   EXPECT_EQ(test().pool->used_bytes(), 0u);
 }
 
@@ -119,7 +119,7 @@ TEST_F(ActivationsTest, WrongOnesChangeNothing) {
   const CacheId cache = test().Open(WithActivations("fake", 1));
   const CacheId without = test().Open(MakeConfig("fake", 1));
   const Text text = MakeText(2 * kPage);
-  const PageLayout layout = store().codec(cache)->layout();
+  const PageLayout layout = store().caches().codec(cache)->layout();
   const KeysValues kv = MakeKeysValues(layout, text, 0, kPage + 2, 0);
   std::vector<uint8_t> x = MakeActivations(kHidden, text, 0, kPage + 2, 0);
   AppendEntry entry{Create(without), 0, kPage + 2, kv.k.data(), kv.v.data(), x.data()};
@@ -136,10 +136,10 @@ TEST_F(ActivationsTest, WrongOnesChangeNothing) {
   CacheConfig config = WithActivations("fake", 1);
   for (const int hidden : {-1, CacheConfig::kHiddenMax + 1}) {
     config.hidden = hidden;
-    EXPECT_EQ(store().OpenCache(config).status().code(), kBad);
+    EXPECT_EQ(store().caches().Open(config).status().code(), kBad);
   }
   config.hidden = CacheConfig::kHiddenMax;  // more than a slab
-  EXPECT_EQ(store().OpenCache(config).status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(store().caches().Open(config).status().code(), absl::StatusCode::kResourceExhausted);
 }
 
 TEST_F(ActivationsTest, APoolThatIsFullOfThemSaysSo) {
@@ -172,7 +172,7 @@ TEST_F(ActivationsTest, AReceiverRecomputesWhatItChooses) {
       EXPECT_EQ(first.activations.size(), first.pages.size());
       const std::vector<SentPage> pages = TakeAll(*lease);
       std::vector<std::pair<uint32_t, uint32_t>> asked;
-      auto import = peer_.store->Import(first, nullptr, [&](uint32_t layer, uint32_t total, uint32_t with) {
+      auto import = peer_.store->imports().Import(first, nullptr, [&](uint32_t layer, uint32_t total, uint32_t with) {
         EXPECT_EQ(layer, asked.size());
         asked.emplace_back(total, with);
         return most;
@@ -189,10 +189,10 @@ TEST_F(ActivationsTest, AReceiverRecomputesWhatItChooses) {
       const auto b = Receive(**import, *lease->last(), pages, &config, &text);
       ASSERT_TRUE(b.ok()) << b.status();
       import->reset();
-      peer_.store->CheckInvariants();
-      const CacheId there = peer_.store->DescribeSequence(*b)->cache;
+      peer_.store->report().CheckInvariants();
+      const CacheId there = peer_.store->Describe(*b)->cache;
       const uint64_t kept = std::min<uint64_t>(most, first.pages.size() / 2) * 2;
-      EXPECT_EQ(peer_.store->DescribeCache(there)->activation_bytes, kept * kPage * kHidden * 2);
+      EXPECT_EQ(peer_.store->caches().Describe(there)->activation_bytes, kept * kPage * kHidden * 2);
       peer_.executor.FinishAll();
       const AttendEntry entry{*b, 6 * kPage + 2, 1};
       for (int layer = 0; layer < 2; ++layer) {
@@ -200,7 +200,7 @@ TEST_F(ActivationsTest, AReceiverRecomputesWhatItChooses) {
         ASSERT_TRUE(view->ready() && view->status().ok());
         for (uint32_t block = 0; block < 5; ++block) {
           const std::vector<uint8_t> raw = MakeRawPage(config.layout, text, block, kPage, layer);
-          const std::vector<uint8_t> encoded = MakeEncodedPage(*store().codec(cache), raw, block, layer);
+          const std::vector<uint8_t> encoded = MakeEncodedPage(*store().caches().codec(cache), raw, block, layer);
           const AttentionPage& page = view->pages(0)[block];
           const std::vector<uint8_t>& expected = encoded.empty() ? raw : encoded;
           const uint8_t* const bytes = encoded.empty() ? page.raw : page.encoded;
@@ -208,17 +208,17 @@ TEST_F(ActivationsTest, AReceiverRecomputesWhatItChooses) {
           EXPECT_EQ(std::memcmp(bytes, expected.data(), expected.size()), 0) << "block " << block;
         }
       }
-      EXPECT_EQ(peer_.store->Match(there, Names(cache, text, 6))->hit_blocks, 6);
+      EXPECT_EQ(peer_.store->caches().Match(there, Names(cache, text, 6))->hit_blocks, 6);
       // What is here needs neither form a second time.
-      auto second = peer_.store->Import(first, nullptr, All);
+      auto second = peer_.store->imports().Import(first, nullptr, All);
       ASSERT_TRUE(second.ok());
       for (size_t i = 0; i < first.size(); ++i) EXPECT_TRUE((*second)->target(i).empty() || first.page(i).block == 5);
       second->reset();
       lease.reset();
       store().Drop(a);
       peer_.store->Drop(*b);
-      store().PurgeAll();
-      peer_.store->PurgeAll();
+      store().caches().PurgeAll();
+      peer_.store->caches().PurgeAll();
       EXPECT_EQ(peer_.pool->used_bytes(), 0u);
     }
   }
@@ -232,7 +232,7 @@ TEST_F(ActivationsTest, ReadersWaitForWhatIsRecomputed) {
   const SequenceId a = Filled(cache, text, 4 * kPage + 3);
   const auto lease = Export(a);
   const std::vector<SentPage> pages = TakeAll(*lease);
-  auto import = peer_.store->Import(lease->first(), nullptr, All);
+  auto import = peer_.store->imports().Import(lease->first(), nullptr, All);
   ASSERT_TRUE(import.ok());
   ASSERT_TRUE((*import)->Extend(*lease->last()).ok());
   for (const SentPage& page : pages) {
@@ -242,15 +242,15 @@ TEST_F(ActivationsTest, ReadersWaitForWhatIsRecomputed) {
   ASSERT_TRUE((*import)->can_show());
   const auto b = (*import)->Show();
   ASSERT_TRUE(b.ok()) << b.status();
-  peer_.store->CheckInvariants();
-  const CacheId there = peer_.store->DescribeSequence(*b)->cache;
+  peer_.store->report().CheckInvariants();
+  const CacheId there = peer_.store->Describe(*b)->cache;
   const AttendEntry entry{*b, 4 * kPage + 2, 1};
   auto view = *peer_.store->Attend(there, 0, {&entry, 1});
   for (const SentPage& page : pages) {
     if (!page.activations) continue;
     ASSERT_TRUE(Deliver(**import, page.bytes).ok());
   }
-  peer_.store->CheckInvariants();
+  peer_.store->report().CheckInvariants();
   EXPECT_FALSE((*import)->complete());
   EXPECT_EQ((*import)->Commit().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_FALSE(view->ready());
@@ -259,7 +259,7 @@ TEST_F(ActivationsTest, ReadersWaitForWhatIsRecomputed) {
   ASSERT_TRUE(Recompute(**import, config, text).ok());
   EXPECT_TRUE((*import)->TakeRecomputable().empty());
   EXPECT_TRUE((*import)->complete());
-  peer_.store->CheckInvariants();
+  peer_.store->report().CheckInvariants();
   EXPECT_FALSE(view->ready());  // its codec has yet to encode them
   peer_.executor.FinishAll();
   EXPECT_TRUE(view->ready() && view->status().ok());
@@ -276,7 +276,7 @@ TEST_F(ActivationsTest, BreakingOffLeavesNothing) {
   const std::vector<SentPage> pages = TakeAll(*lease);
   for (size_t delivered = 0; delivered <= pages.size(); ++delivered) {
     for (const bool shown : {false, true}) {
-      auto import = peer_.store->Import(lease->first(), nullptr, All);
+      auto import = peer_.store->imports().Import(lease->first(), nullptr, All);
       ASSERT_TRUE(import.ok()) << import.status();
       ASSERT_TRUE((*import)->Extend(*lease->last()).ok());
       for (size_t i = 0; i < delivered; ++i) {
@@ -291,11 +291,11 @@ TEST_F(ActivationsTest, BreakingOffLeavesNothing) {
         const ArrivedPage done{page.page, 0};
         EXPECT_EQ((*import)->Recomputed({&done, 1}).code(), absl::StatusCode::kFailedPrecondition);
       }
-      peer_.store->CheckInvariants();
+      peer_.store->report().CheckInvariants();
       if (b != 0) peer_.store->Drop(b);
       import->reset();
       peer_.executor.FinishAll();
-      peer_.store->CheckInvariants();
+      peer_.store->report().CheckInvariants();
       EXPECT_EQ(peer_.pool->used_bytes(), 0u);
     }
   }
@@ -310,10 +310,10 @@ TEST_F(ActivationsTest, HostileOffersAndBytesAreRefused) {
   const auto refused = [&](auto change) {
     HandOffHeader first = lease->first();
     change(first);
-    const auto import = peer_.store->Import(first, nullptr, All);
+    const auto import = peer_.store->imports().Import(first, nullptr, All);
     EXPECT_EQ(import.status().code(), kBad) << import.status();
     EXPECT_EQ(peer_.pool->used_bytes(), 0u);
-    EXPECT_TRUE(peer_.store->Caches().empty());
+    EXPECT_TRUE(peer_.store->caches().List().empty());
   };
   refused([](HandOffHeader& f) { std::swap(f.activations[0], f.activations[1]); });
   refused([](HandOffHeader& f) { f.activations.push_back(f.activations.back()); });
@@ -327,7 +327,7 @@ TEST_F(ActivationsTest, HostileOffersAndBytesAreRefused) {
   // Activations of some pages only are fine, and a choice beyond them is cut.
   HandOffHeader some = lease->first();
   some.activations.erase(some.activations.begin() + 1);
-  auto import = peer_.store->Import(some, nullptr, [](uint32_t, uint32_t, uint32_t) { return 1000u; });
+  auto import = peer_.store->imports().Import(some, nullptr, [](uint32_t, uint32_t, uint32_t) { return 1000u; });
   ASSERT_TRUE(import.ok()) << import.status();
   EXPECT_FALSE((*import)->target(1).empty());
   EXPECT_TRUE((*import)->target(0).empty());
@@ -349,10 +349,10 @@ TEST_F(ActivationsTest, AGrowingSequenceOffersWhatItHas) {
   const CacheId cache = test().Open(config);
   const Text text = MakeText(8 * kPage);
   const SequenceId a = Filled(cache, text, 3 * kPage);
-  auto lease = *store().Export(a, 6 * kPage);
+  auto lease = *store().exports().Growing(a, 6 * kPage);
   EXPECT_EQ(lease->first().pages.size(), 6u * 2u - 2);  // the newest is inside the lag
   EXPECT_EQ(lease->first().activations.size(), 3u * 2u);
-  auto import = peer_.store->Import(lease->first(), nullptr, All);
+  auto import = peer_.store->imports().Import(lease->first(), nullptr, All);
   ASSERT_TRUE(import.ok());
   ASSERT_TRUE(test().AppendAll(cache, a, text, 3 * kPage, 3 * kPage).ok());
   test().executor.FinishAll();
@@ -361,7 +361,7 @@ TEST_F(ActivationsTest, AGrowingSequenceOffersWhatItHas) {
   ASSERT_FALSE(lease->last()->withdrawn.empty());
   const auto b = Receive(**import, *lease->last(), TakeAll(*lease), &config, &text);
   ASSERT_TRUE(b.ok()) << b.status();
-  peer_.store->CheckInvariants();
+  peer_.store->report().CheckInvariants();
 }
 
 }  // namespace

@@ -58,17 +58,17 @@ TEST(PageStoreDeviceHandOff, ReadsTheSameAtTheOtherEnd) {
         const Text text = MakeText(8 * kPage);
         const SequenceId sequence = a.Create(from);
         ASSERT_TRUE(a.Extend(from, sequence, text, 0, tokens).ok());
-        auto lease = a.store().Export(sequence);
+        auto lease = a.store().exports().Whole(sequence);
         ASSERT_TRUE(lease.ok()) << lease.status();
         // It goes on meanwhile: what is sent stays.
         ASSERT_TRUE(a.Extend(from, sequence, text, tokens, kPage + 3).ok());
         const auto received = HandOver(**lease, b);
         ASSERT_TRUE(received.ok()) << received.status();
-        a.store().CheckInvariants();
-        b.store().CheckInvariants();
+        a.store().report().CheckInvariants();
+        b.store().report().CheckInvariants();
         lease->reset();
-        const CacheId to = b.store().DescribeSequence(*received)->cache;
-        EXPECT_EQ(b.store().DescribeCache(to)->config.device, TestDevice::kOrdinal);
+        const CacheId to = b.store().Describe(*received)->cache;
+        EXPECT_EQ(b.store().caches().Describe(to)->config.device, TestDevice::kOrdinal);
         ASSERT_NO_FATAL_FAILURE(b.ExpectReads(to, *received, text, tokens));
         ASSERT_TRUE(b.Extend(to, *received, text, tokens, 2 * kPage).ok());
         ASSERT_NO_FATAL_FAILURE(b.ExpectReads(to, *received, text, tokens + 2 * kPage));
@@ -90,7 +90,7 @@ TEST(PageStoreDeviceHandOff, AReadOfPartOfASinkWaitsUntilItIsHere) {
   const Text text = MakeText(6 * kPage);
   const SequenceId sequence = a.Create(from);
   ASSERT_TRUE(a.Extend(from, sequence, text, 0, 5 * kPage + 3).ok());
-  const auto lease = a.store().Export(sequence);
+  const auto lease = a.store().exports().Whole(sequence);
   ASSERT_TRUE(lease.ok()) << lease.status();
   const auto import = ImportTo(b, (*lease)->first());
   ASSERT_TRUE(import.ok()) << import.status();
@@ -119,7 +119,7 @@ TEST(PageStoreDeviceHandOff, AReadOfPartOfASinkWaitsUntilItIsHere) {
   EXPECT_TRUE((*import)->Commit().ok());
   const auto again = b.store().Attend(to, {0, 1}, {&entry, 1});
   ASSERT_TRUE(again.ok() && (*again)->ready()) << again.status();
-  b.store().CheckInvariants();
+  b.store().report().CheckInvariants();
 }
 
 TEST(PageStoreDeviceHandOff, WaitsForWhatIsStillEncoded) {
@@ -129,7 +129,7 @@ TEST(PageStoreDeviceHandOff, WaitsForWhatIsStillEncoded) {
   const SequenceId sequence = a.Create(from);
   a.hold_encodes = true;
   ASSERT_TRUE(a.Extend(from, sequence, text, 0, 2 * kPage + 5).ok());
-  auto lease = a.store().Export(sequence);
+  auto lease = a.store().exports().Whole(sequence);
   ASSERT_TRUE(lease.ok());
   EXPECT_EQ((*lease)->last(), nullptr);
   EXPECT_TRUE((*lease)->TakeReady().empty());
@@ -157,9 +157,9 @@ TEST(PageStoreDeviceHandOff, BlocksThatAreThereAreNotSent) {
   };
   const SequenceId sequence = publish(a, from, 4);
   b.store().Drop(publish(b, to, 3));
-  EXPECT_TRUE(b.store().IsOpen(b.store().DescribeCache(to)->digest, TestDevice::kOrdinal));
-  EXPECT_FALSE(b.store().IsOpen(b.store().DescribeCache(to)->digest, CacheConfig::kHost));
-  const auto lease = a.store().Export(sequence);
+  EXPECT_TRUE(b.store().caches().IsOpen(b.store().caches().Describe(to)->digest, TestDevice::kOrdinal));
+  EXPECT_FALSE(b.store().caches().IsOpen(b.store().caches().Describe(to)->digest, CacheConfig::kHost));
+  const auto lease = a.store().exports().Whole(sequence);
   const auto import = ImportTo(b, (*lease)->first());
   ASSERT_TRUE(import.ok()) << import.status();
   ASSERT_TRUE((*import)->Extend(*(*lease)->last()).ok());
@@ -172,7 +172,7 @@ TEST(PageStoreDeviceHandOff, BlocksThatAreThereAreNotSent) {
   EXPECT_EQ(wanted, 2);
   const auto received = (*import)->Show();
   ASSERT_TRUE(received.ok() && (*import)->Commit().ok());
-  EXPECT_EQ(b.store().Match(to, b.test().Names(to, text))->hit_blocks, 4);
+  EXPECT_EQ(b.store().caches().Match(to, b.test().Names(to, text))->hit_blocks, 4);
   ASSERT_NO_FATAL_FAILURE(b.ExpectReads(to, *received, text, 4 * kPage));
 }
 
@@ -186,7 +186,7 @@ TEST(PageStoreDeviceHandOff, WhatEndsEarlyLeavesNothing) {
     const Text text = MakeText(8 * kPage);
     const SequenceId sequence = a.Create(from);
     ASSERT_TRUE(a.Extend(from, sequence, text, 0, 5 * kPage + 3).ok());
-    auto lease = *a.store().Export(sequence);
+    auto lease = *a.store().exports().Whole(sequence);
     auto import = *ImportTo(b, lease->first());
     CopyOpenPages(*lease);
     std::vector<testing::SentPage> pages = testing::TakeAll(*lease);
@@ -204,8 +204,8 @@ TEST(PageStoreDeviceHandOff, WhatEndsEarlyLeavesNothing) {
     if (random() % 2 == 0) import->Break(absl::UnavailableError("the sender is gone"));
     if (random() % 2 == 0) lease.reset();
     a.store().Drop(sequence);
-    a.store().CheckInvariants();
-    b.store().CheckInvariants();
+    a.store().report().CheckInvariants();
+    b.store().report().CheckInvariants();
     import.reset();
     lease.reset();
     b.test().device.executor.FinishAll();
@@ -219,10 +219,10 @@ TEST(PageStoreDeviceHandOff, AFullPoolRefusesAndKeepsNothing) {
   const Text text = MakeText(200 * kPage);
   const SequenceId sequence = a.Create(from);
   ASSERT_TRUE(a.Extend(from, sequence, text, 0, 200 * kPage).ok());
-  const auto lease = a.store().Export(sequence);
+  const auto lease = a.store().exports().Whole(sequence);
   ASSERT_TRUE(lease.ok());
   EXPECT_EQ(ImportTo(b, (*lease)->first()).status().code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_TRUE(b.store().Caches().empty());
+  EXPECT_TRUE(b.store().caches().List().empty());
   EXPECT_EQ(b.used_bytes(), 0u);
 }
 
@@ -262,7 +262,7 @@ TEST(PageStoreDeviceHandOff, RandomOperations) {
         ASSERT_NO_FATAL_FAILURE(gpu.ExpectReads(caches[one.gpu], one.id, text, one.tokens));
       } else if (what < 9) {
         const int other = 1 - one.gpu;
-        const auto lease = gpu.store().Export(one.id);
+        const auto lease = gpu.store().exports().Whole(one.id);
         ASSERT_TRUE(lease.ok()) << lease.status();
         gpu.test().device.executor.FinishAll();  // what it received raw
         if (random() % 4 == 0) {
@@ -276,8 +276,8 @@ TEST(PageStoreDeviceHandOff, RandomOperations) {
         gpu.store().Drop(one.id);
         live.erase(live.begin() + (&one - live.data()));
       }
-      gpus[0].store().CheckInvariants();
-      gpus[1].store().CheckInvariants();
+      gpus[0].store().report().CheckInvariants();
+      gpus[1].store().report().CheckInvariants();
     }
     for (const Live& one : live) {
       if (one.tokens > 0) {

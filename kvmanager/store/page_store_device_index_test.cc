@@ -38,7 +38,7 @@ class DeviceIndexTest : public PageStoreTest {
     config.device = TestDevice::kOrdinal;
     return test().Open(config);
   }
-  SequenceId Make(CacheId cache, uint64_t prompt) { return store().CreateSequence(cache, {}, prompt)->sequence; }
+  SequenceId Make(CacheId cache, uint64_t prompt) { return store().Create(cache, {}, prompt)->sequence; }
   absl::Status Extend(CacheId cache, SequenceId sequence, uint64_t position, int tokens) {
     AppendEntry entry;
     entry.sequence = sequence;
@@ -52,7 +52,7 @@ class DeviceIndexTest : public PageStoreTest {
   void FillPages(CacheId cache, SequenceId sequence) {
     for (int layer = 0; layer < kLayers; ++layer) {
       std::vector<PagePlace> changes;
-      ASSERT_TRUE(store().TakeChanges(sequence, layer, &changes, TableKeeper::kProcess).ok());
+      ASSERT_TRUE(store().tables().TakeChanges(sequence, layer, &changes, TableKeeper::kProcess).ok());
       for (const PagePlace& place : changes) {
         if (!place.raw.valid() || place.encoded.valid()) continue;
         std::memset(test().device.pool->Data(place.raw), 0x3c, test().device.pool->SlotBytes(place.raw));
@@ -67,7 +67,7 @@ class DeviceIndexTest : public PageStoreTest {
   // Places of the index, since the last time.
   std::vector<PagePlace> IndexChanges(SequenceId sequence, int layer = 0) {
     std::vector<PagePlace> all, index;
-    EXPECT_TRUE(store().TakeChanges(sequence, layer, &all).ok());
+    EXPECT_TRUE(store().tables().TakeChanges(sequence, layer, &all).ok());
     std::copy_if(all.begin(), all.end(), std::back_inserter(index),
                  [](const PagePlace& place) { return place.encoded.valid(); });
     return index;
@@ -111,11 +111,11 @@ TEST_F(DeviceIndexTest, APromptsEndTakesACodebookAndCodesAreTakenAsTokensCome) {
   ASSERT_TRUE(Extend(cache, sequence, 41, int(kChunkTokens)).ok());
   EXPECT_EQ(PlacesOf(IndexChanges(sequence)), Places{2});
   EXPECT_GT(IndexBytes(), 0);
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   prompt->reset(), query->reset();
   store().Drop(sequence);
   EXPECT_EQ(IndexBytes(), 0);
-  store().CollectReleased();
+  store().tables().CollectReleased();
   EXPECT_EQ(test().device.pool->slot_bytes_used(), 0u);
 }
 
@@ -144,11 +144,11 @@ TEST_F(DeviceIndexTest, WhoNeedsAnIndexThatCouldNotBeMadeHearsSoAndOthersGoOn) {
   EXPECT_TRUE(query.ok() && (*query)->ready());
   EXPECT_EQ(test().store_metrics.index_trainings.Value(), kLayers);
   query->reset();
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   store().Drop(lost);
   store().Drop(next);
   EXPECT_EQ(IndexBytes(), 0);
-  store().CollectReleased();
+  store().tables().CollectReleased();
   EXPECT_EQ(test().device.pool->slot_bytes_used(), 0u);
 }
 
@@ -157,7 +157,7 @@ TEST_F(DeviceIndexTest, ThePlaceOfAnIndexKeepsThePageBesideIt) {
   const SequenceId sequence = Make(cache, 20);
   ASSERT_TRUE(Extend(cache, sequence, 0, 30).ok());
   std::vector<PagePlace> changes;
-  ASSERT_TRUE(store().TakeChanges(sequence, 0, &changes).ok());
+  ASSERT_TRUE(store().tables().TakeChanges(sequence, 0, &changes).ok());
   ASSERT_EQ(changes.size(), 4u);  // two pages, a codebook, a chunk
   for (uint32_t i = 0; i < 2; ++i) {
     EXPECT_EQ(changes[i].page, i);
@@ -186,7 +186,7 @@ TEST_F(DeviceIndexTest, ForksShareFullChunksAndCropsGiveUpTheRest) {
   const auto own = IndexChanges(fork);
   ASSERT_EQ(PlacesOf(own), Places{3});
   EXPECT_NE(own[0].encoded, source[3].encoded);
-  store().CheckInvariants();
+  store().report().CheckInvariants();
 
   // Inside a shared chunk: another takes its place before new tokens are coded.
   ASSERT_TRUE(store().Crop(fork, kChunkTokens + 50, &copies).ok());
@@ -201,14 +201,14 @@ TEST_F(DeviceIndexTest, ForksShareFullChunksAndCropsGiveUpTheRest) {
   ASSERT_EQ(PlacesOf(again), (Places{0, 1}));
   EXPECT_NE(again[0].encoded, source[0].encoded);
   EXPECT_EQ(executor().jobs(), size_t{kLayers});
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   // Dropped under its training: memory stays until that ends.
   store().Drop(fork);
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   executor().FinishAll();
   store().Drop(sequence);
-  store().CollectReleased();
-  store().CheckInvariants();
+  store().tables().CollectReleased();
+  store().report().CheckInvariants();
   EXPECT_EQ(test().device.pool->slot_bytes_used(), 0u);
 }
 
@@ -220,7 +220,7 @@ TEST_F(DeviceIndexTest, APromptThatIsFoundIsTrainedOnWithTheFirstCall) {
   const testing::Text text = testing::MakeText(64);
   const std::vector<BlockName> names = test().Names(cache, text);
   ASSERT_TRUE(store().Publish(sequence, names).ok());
-  const SequenceId found = store().CreateSequence(cache, names, 64)->sequence;
+  const SequenceId found = store().Create(cache, names, 64)->sequence;
   EXPECT_EQ(executor().jobs(), 0u);
   ASSERT_TRUE(Extend(cache, found, 64, 1).ok());
   EXPECT_EQ(executor().jobs(), size_t{kLayers});
@@ -235,12 +235,12 @@ TEST_F(DeviceIndexTest, WhatGrowsIsHandedOverByTheHostWithWhatItsIndexIsMadeOf) 
   moves_ = true;
   const CacheId cache = Open();
   const SequenceId sequence = Make(cache, 100);
-  EXPECT_EQ(DetailOf(store().ExportGrowing(sequence, 100, false).status()).field, "device");
-  const auto lease = *store().ExportGrowing(sequence, 100, false, ExportWay::kByHost);
+  EXPECT_EQ(DetailOf(store().exports().Growing(sequence, 100, false).status()).field, "device");
+  const auto lease = *store().exports().Growing(sequence, 100, false, ExportWay::kByHost);
   ASSERT_TRUE(Extend(cache, sequence, 0, 100).ok());
   ASSERT_TRUE(lease->Finish().ok());
   EXPECT_EQ(test().device.mover.moves(), 0u);
-  store().Written(sequence, 0, std::vector<uint64_t>(kLayers, 100));
+  store().exports().Written(sequence, 0, std::vector<uint64_t>(kLayers, 100));
   while (test().device.mover.moves() > 0) {
     EXPECT_EQ(lease->last(), nullptr);
     test().device.mover.FinishOne();
@@ -259,9 +259,9 @@ TEST_F(DeviceIndexTest, WhatDoesNotFitIsRefusedAndChangesNothing) {
   executor().FinishAll();
   const absl::Status full = Extend(cache, sequence, 40, 1);
   EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted) << full;
-  EXPECT_EQ(store().DescribeSequence(sequence)->tokens, 40u);
+  EXPECT_EQ(store().Describe(sequence)->tokens, 40u);
   EXPECT_TRUE(Read(cache, sequence, 39).ok());
-  store().CheckInvariants();
+  store().report().CheckInvariants();
 }
 
 }  // namespace

@@ -80,7 +80,7 @@ TEST(PageStoreDeviceStream, OffersAPageThatTravelsRawOnceItIsWritten) {
   a.hold_writes = true;
   ASSERT_TRUE(a.Extend(cache, sequence, text, 0, kPage).ok());  // before it begins
   auto lease = *a.ExportGrowing(sequence, 3 * kPage + 5);
-  Collector offered(lease.get(), a.store().codec(cache), text);
+  Collector offered(lease.get(), a.store().caches().codec(cache), text);
   int told = 0;
   lease->OnReady([&told] { ++told; });
   EXPECT_TRUE(offered.Take().empty());
@@ -102,9 +102,9 @@ TEST(PageStoreDeviceStream, OffersAPageThatTravelsRawOnceItIsWritten) {
   ASSERT_TRUE(lease->Finish().ok());
   EXPECT_TRUE(offered.Take().empty());
   EXPECT_EQ(lease->last(), nullptr);
-  EXPECT_TRUE(a.store().AwaitsWrites(sequence));
+  EXPECT_TRUE(a.store().exports().AwaitsWrites(sequence));
   a.RunWrites();
-  EXPECT_FALSE(a.store().AwaitsWrites(sequence));
+  EXPECT_FALSE(a.store().exports().AwaitsWrites(sequence));
   EXPECT_EQ(offered.Take().size(), 2u);
   ASSERT_NE(lease->last(), nullptr);
   EXPECT_EQ(offered.TakeLast().size(), 2u);
@@ -118,11 +118,11 @@ TEST(PageStoreDeviceStream, WhatIsDroppedAfterItIsCompleteIsSentAllTheSame) {
     const SequenceId sequence = a.Create(cache);
     a.hold_writes = true;
     auto lease = *a.ExportGrowing(sequence, 2 * kPage + 3);
-    Collector offered(lease.get(), a.store().codec(cache), text);
+    Collector offered(lease.get(), a.store().caches().codec(cache), text);
     ASSERT_TRUE(a.Extend(cache, sequence, text, 0, 2 * kPage + 3).ok());
     ASSERT_TRUE(lease->Finish().ok());
     a.store().Drop(sequence);
-    a.store().CheckInvariants();
+    a.store().report().CheckInvariants();
     EXPECT_EQ(lease->last(), nullptr);
     a.RunWrites();
     EXPECT_FALSE(offered.Take().empty());
@@ -138,16 +138,16 @@ TEST(PageStoreDeviceStream, RefusesWhatItCannotSend) {
   const CacheId cache = a.Open(MakeConfig("fake", 0)), other = moving.Open(MakeConfig("fake", 0));
   const SequenceId sequence = a.Create(cache), there = moving.Create(other);
   ASSERT_TRUE(a.Extend(cache, sequence, MakeText(kPage), 0, 5).ok());
-  EXPECT_EQ(a.store().ExportGrowing(sequence, 4, false).status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(a.store().ExportGrowing(sequence, 40, false, ExportWay::kByHost).status().code(),
+  EXPECT_EQ(a.store().exports().Growing(sequence, 4, false).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(a.store().exports().Growing(sequence, 40, false, ExportWay::kByHost).status().code(),
             absl::StatusCode::kFailedPrecondition);
   moving.test().device.mover.is_ready = false;
-  EXPECT_EQ(moving.store().ExportGrowing(there, 40, false, ExportWay::kByHost).status().code(),
+  EXPECT_EQ(moving.store().exports().Growing(there, 40, false, ExportWay::kByHost).status().code(),
             absl::StatusCode::kUnavailable);
   moving.test().device.mover.is_ready = true;
-  EXPECT_EQ(moving.store().ExportGrowing(there, 100000, false, ExportWay::kByHost).status().code(),
+  EXPECT_EQ(moving.store().exports().Growing(there, 100000, false, ExportWay::kByHost).status().code(),
             absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(moving.store().Caches().size(), 1u);  // none on the host
+  EXPECT_EQ(moving.store().caches().List().size(), 1u);  // none on the host
 }
 
 TEST(PageStoreDeviceStream, ByTheHostPagesGoAsTheyAreCopied) {
@@ -157,7 +157,7 @@ TEST(PageStoreDeviceStream, ByTheHostPagesGoAsTheyAreCopied) {
   const SequenceId sequence = a.Create(cache);
   auto lease = *a.ExportGrowing(sequence, 4 * kPage + 5, ExportWay::kByHost);
   EXPECT_EQ(lease->first().config.device, CacheConfig::kHost);
-  Collector offered(lease.get(), a.store().codec(cache), text);
+  Collector offered(lease.get(), a.store().caches().codec(cache), text);
   int told = 0;
   lease->OnReady([&told] { ++told; });
   ASSERT_TRUE(a.Extend(cache, sequence, text, 0, 3 * kPage).ok());
@@ -178,13 +178,13 @@ TEST(PageStoreDeviceStream, ByTheHostPagesGoAsTheyAreCopied) {
   while (mover.moves() > 0) {
     mover.FinishOne();
     workers.FinishAll();
-    a.store().CheckInvariants();
+    a.store().report().CheckInvariants();
   }
   ASSERT_NE(lease->last(), nullptr);
   offered.Take();
   EXPECT_EQ(offered.TakeLast().size(), 4u);
   lease = nullptr;
-  a.store().CheckInvariants();
+  a.store().report().CheckInvariants();
   EXPECT_EQ(a.test().pool->used_bytes(), 0u);
 }
 
@@ -199,7 +199,7 @@ TEST(PageStoreDeviceStream, ByTheHostWhatIsNoPageIsNotSent) {
     lease->OnReady([&told] { ++told; });
     ASSERT_TRUE(a.Extend(cache, sequence, text, 0, kPage).ok());
     std::vector<PagePlace> places;
-    ASSERT_TRUE(a.store().TakeChanges(sequence, 0, &places, TableKeeper::kProcess).ok());
+    ASSERT_TRUE(a.store().tables().TakeChanges(sequence, 0, &places, TableKeeper::kProcess).ok());
     std::memset(a.test().device.pool->Data(places[0].raw), 0xff, 16);  // NaN: engines write there
     a.test().device.mover.FinishOne(moved);
     a.test().executor.FinishAll();
@@ -210,7 +210,7 @@ TEST(PageStoreDeviceStream, ByTheHostWhatIsNoPageIsNotSent) {
     ASSERT_TRUE(lease->Finish().ok());
     EXPECT_EQ(lease->last(), nullptr);
     lease = nullptr;
-    a.store().CheckInvariants();
+    a.store().report().CheckInvariants();
     EXPECT_EQ(a.test().pool->used_bytes(), 0u);
   }
 }
@@ -224,11 +224,11 @@ TEST(PageStoreDeviceStream, ByTheHostWhatIsGivenUpWhilePagesMoveStaysUntilTheyHa
   ASSERT_EQ(a.test().device.mover.moves(), 1u);
   lease = nullptr;
   a.store().Drop(sequence);
-  a.store().CheckInvariants();
+  a.store().report().CheckInvariants();
   EXPECT_GT(a.test().pool->used_bytes(), 0u);
   EXPECT_GT(a.used_bytes(), 0u);
   a.test().device.mover.FinishAll();
-  a.store().CheckInvariants();
+  a.store().report().CheckInvariants();
   EXPECT_EQ(a.test().pool->used_bytes(), 0u);
   EXPECT_EQ(a.used_bytes(), 0u);
 }
@@ -243,7 +243,7 @@ TEST(PageStoreDeviceStream, ALayerIsReadWhileTheNextArrives) {
     const SequenceId sequence = a.Create(from);
     ASSERT_TRUE(a.Extend(from, sequence, text, 0, tokens).ok());
     const auto lease = *a.ExportGrowing(sequence, tokens);
-    Collector offered(lease.get(), a.store().codec(from), text);
+    Collector offered(lease.get(), a.store().caches().codec(from), text);
     auto import = *ImportTo(b, lease->first());
     ASSERT_TRUE(lease->Finish().ok());
     std::vector<ExportedPage> pages = offered.Take();
@@ -251,7 +251,7 @@ TEST(PageStoreDeviceStream, ALayerIsReadWhileTheNextArrives) {
     for (const ExportedPage& page : offered.TakeLast()) ASSERT_TRUE(CopyIn(*import, page).ok());
     ASSERT_TRUE(import->can_show());
     const SequenceId there = *import->Show();
-    b.store().CheckInvariants();
+    b.store().report().CheckInvariants();
     const auto layer_of = [&](const ExportedPage& page) { return lease->first().pages[page.page].layer; };
     for (const ExportedPage& page : pages) {
       if (layer_of(page) == 0) {
@@ -295,8 +295,8 @@ TEST(PageStoreDeviceStream, WhoWaitsForASequenceThatBreaksIsTold) {
   const Text text = MakeText(3 * kPage);
   const SequenceId sequence = a.Create(from);
   ASSERT_TRUE(a.Extend(from, sequence, text, 0, 2 * kPage + 1).ok());
-  const auto lease = *a.store().Export(sequence);
-  Collector offered(lease.get(), a.store().codec(from), text);
+  const auto lease = *a.store().exports().Whole(sequence);
+  Collector offered(lease.get(), a.store().caches().codec(from), text);
   auto import = *ImportTo(b, lease->first());
   offered.Take();
   ASSERT_TRUE(import->Extend(*lease->last()).ok());
@@ -312,9 +312,9 @@ TEST(PageStoreDeviceStream, WhoWaitsForASequenceThatBreaksIsTold) {
   EXPECT_EQ(b.store().Attend(to, {0, 2}, {&newest, 1}).status().code(), absl::StatusCode::kUnavailable);
   read = nullptr;
   import = nullptr;
-  b.store().CheckInvariants();
+  b.store().report().CheckInvariants();
   b.store().Drop(there);
-  b.store().CheckInvariants();
+  b.store().report().CheckInvariants();
   EXPECT_EQ(b.used_bytes(), 0u);
 }
 
@@ -356,7 +356,7 @@ void RandomHandOff::Run(Counts* counts) {
   for (uint64_t n = Below(3 * layers); n > 0; --n) append(1 + Below(60));
   std::unique_ptr<ExportLease> out =
       *a.ExportGrowing(sequence, tokens, by_host_ ? ExportWay::kByHost : ExportWay::kDirect);
-  Collector offered(out.get(), a.store().codec(from), text);
+  Collector offered(out.get(), a.store().caches().codec(from), text);
   std::unique_ptr<ImportLease> in = *ImportTo(b, out->first());
   std::vector<ExportedPage> in_flight;
   std::optional<SequenceId> there;
@@ -445,8 +445,8 @@ void RandomHandOff::Run(Counts* counts) {
       b.test().device.executor.FinishAll();
       ASSERT_NO_FATAL_FAILURE(b.ExpectReads(to, *there, text, there_tokens, layer, 1));
     }
-    a.store().CheckInvariants();
-    b.store().CheckInvariants();
+    a.store().report().CheckInvariants();
+    b.store().report().CheckInvariants();
   }
   if (in->complete()) {
     ++counts->committed;
@@ -464,8 +464,8 @@ void RandomHandOff::Run(Counts* counts) {
     out = nullptr;
     in = nullptr;
   }
-  a.store().CheckInvariants();
-  b.store().CheckInvariants();
+  a.store().report().CheckInvariants();
+  b.store().report().CheckInvariants();
   for (const Waiting& read : waiting) ASSERT_TRUE(read.lease->ready());
   waiting.clear();
   if (there.has_value()) b.store().Drop(*there);
@@ -475,7 +475,7 @@ void RandomHandOff::Run(Counts* counts) {
   a.test().device.mover.FinishAll();
   a.test().executor.FinishAll();
   b.test().device.executor.FinishAll();
-  a.store().CheckInvariants();
+  a.store().report().CheckInvariants();
   ASSERT_EQ(a.used_bytes() + b.used_bytes() + a.test().pool->used_bytes(), 0u);
 }
 

@@ -35,7 +35,7 @@ class PageStoreDeviceTest : public PageStoreTest {
     entry.sequence = sequence;
     entry.position = position;
     entry.tokens = tokens;
-    if (layers == 0) layers = store().DescribeCache(cache)->config.layers;
+    if (layers == 0) layers = store().caches().Describe(cache)->config.layers;
     return store().Append(cache, {first, layers}, {&entry, 1});
   }
   SequenceId Extended(CacheId cache, int tokens) {
@@ -46,13 +46,13 @@ class PageStoreDeviceTest : public PageStoreTest {
   // Of one query, in every layer.
   std::unique_ptr<AttendLease> Read(CacheId cache, SequenceId sequence, uint64_t position, int tokens = 1) {
     const AttendEntry entry{sequence, position, tokens};
-    auto lease = store().Attend(cache, {0, store().DescribeCache(cache)->config.layers}, {&entry, 1});
+    auto lease = store().Attend(cache, {0, store().caches().Describe(cache)->config.layers}, {&entry, 1});
     EXPECT_TRUE(lease.ok()) << lease.status();
     return *std::move(lease);
   }
   std::vector<PagePlace> Changes(SequenceId sequence, int layer = 0) {
     std::vector<PagePlace> changes;
-    EXPECT_TRUE(store().TakeChanges(sequence, layer, &changes).ok());
+    EXPECT_TRUE(store().tables().TakeChanges(sequence, layer, &changes).ok());
     return changes;
   }
   std::vector<uint32_t> ChangedPages(SequenceId sequence, int layer = 0) {
@@ -61,7 +61,7 @@ class PageStoreDeviceTest : public PageStoreTest {
     return pages;
   }
   TestDevice& device() { return test().device; }
-  bool AwaitsRelease() { return store().AwaitsRelease(TestDevice::kOrdinal); }
+  bool AwaitsRelease() { return store().tables().AwaitsRelease(TestDevice::kOrdinal); }
   static void ExpectWrongMemory(const absl::Status& status) {
     EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
     EXPECT_EQ(DetailOf(status).field, "device") << status;
@@ -80,8 +80,8 @@ TEST_F(PageStoreDeviceTest, HostMemoryWantsKeysAndValuesOfOneLayer) {
   EXPECT_EQ(DetailOf(layers).field, "layers") << layers;
   const AttendEntry query{sequence, 0, 1};
   EXPECT_EQ(DetailOf(store().Attend(cache, {0, 2}, {&query, 1}).status()).field, "layers");
-  EXPECT_EQ(store().DescribeSequence(sequence)->tokens, 5u);
-  EXPECT_FALSE(store().OwnsSlab(cache, TestDevice::kOrdinal, 0));
+  EXPECT_EQ(store().Describe(sequence)->tokens, 5u);
+  EXPECT_FALSE(store().tables().OwnsSlab(cache, TestDevice::kOrdinal, 0));
   EXPECT_FALSE(AwaitsRelease());
 }
 
@@ -97,13 +97,13 @@ TEST_F(PageStoreDeviceTest, OpensNoCacheOnAGpuThatIsNotThere) {
   for (const int ordinal : {TestDevice::kOrdinal + 1, 1023}) {
     CacheConfig config = MakeConfig("fake", 1);
     config.device = ordinal;
-    ExpectWrongMemory(store().OpenCache(config).status());
+    ExpectWrongMemory(store().caches().Open(config).status());
   }
   CacheConfig config = MakeConfig("fake", 1);
   config.device = CacheConfig::kHost - 1;
-  EXPECT_EQ(DetailOf(store().OpenCache(config).status()).field, "device");
-  EXPECT_TRUE(store().Caches().empty());
-  EXPECT_FALSE(store().AwaitsRelease(TestDevice::kOrdinal + 1));
+  EXPECT_EQ(DetailOf(store().caches().Open(config).status()).field, "device");
+  EXPECT_TRUE(store().caches().List().empty());
+  EXPECT_FALSE(store().tables().AwaitsRelease(TestDevice::kOrdinal + 1));
 }
 
 TEST_F(PageStoreDeviceTest, EqualDigestsInTwoMemoriesAreTwoCachesWithEqualKeys) {
@@ -111,7 +111,7 @@ TEST_F(PageStoreDeviceTest, EqualDigestsInTwoMemoriesAreTwoCachesWithEqualKeys) 
   EXPECT_NE(host, gpu);
   EXPECT_EQ(OpenOnDevice("fake", 1), gpu);
   EXPECT_EQ(test().Open(MakeConfig("fake", 1)), host);
-  EXPECT_EQ(store().DescribeCache(host)->digest, store().DescribeCache(gpu)->digest);
+  EXPECT_EQ(store().caches().Describe(host)->digest, store().caches().Describe(gpu)->digest);
   const Text text = MakeText(3 * kPage);
   const auto names = Names(host, text, 2), gpu_names = Names(gpu, text, 2);
   EXPECT_EQ(names[1].key, gpu_names[1].key);
@@ -120,18 +120,18 @@ TEST_F(PageStoreDeviceTest, EqualDigestsInTwoMemoriesAreTwoCachesWithEqualKeys) 
   test().executor.FinishAll();
   ASSERT_EQ(store().Publish(on_host, names)->published, 2);
   EXPECT_EQ(device().pool->used_bytes(), 0u);
-  EXPECT_EQ(store().Match(gpu, names)->hit_blocks, 0);
+  EXPECT_EQ(store().caches().Match(gpu, names)->hit_blocks, 0);
   const uint64_t host_bytes = test().pool->used_bytes();
   const SequenceId on_gpu = Extended(gpu, 2 * kPage);
   EXPECT_EQ(test().pool->used_bytes(), host_bytes);
   EXPECT_EQ(test().executor.jobs(), 0u);
   device().executor.FinishAll();
   EXPECT_EQ(store().Publish(on_gpu, names)->published, 2);
-  EXPECT_EQ(*store().Purge(host), 0u);
+  EXPECT_EQ(*store().caches().Purge(host), 0u);
   store().Drop(on_host);
-  EXPECT_EQ(*store().Purge(host), 2u);
+  EXPECT_EQ(*store().caches().Purge(host), 2u);
   EXPECT_EQ(test().pool->used_bytes(), 0u);
-  EXPECT_EQ(store().Match(gpu, names)->hit_blocks, 2);
+  EXPECT_EQ(store().caches().Match(gpu, names)->hit_blocks, 2);
 }
 
 TEST_F(PageStoreDeviceTest, ExtendIsAllOrNothing) {
@@ -140,7 +140,7 @@ TEST_F(PageStoreDeviceTest, ExtendIsAllOrNothing) {
   ASSERT_TRUE(Extend(cache, a, 0, 5, 1, 1).ok());
   const uint64_t used = device().pool->used_bytes();
   const auto unchanged = [&] {
-    store().CheckInvariants();
+    store().report().CheckInvariants();
     EXPECT_EQ(device().pool->used_bytes(), used);
     EXPECT_TRUE(ChangedPages(a, 0).empty() && ChangedPages(a, 2).empty() && ChangedPages(b, 0).empty());
     EXPECT_EQ(device().executor.jobs(), 0u);
@@ -174,7 +174,7 @@ TEST_F(PageStoreDeviceTest, ExtendThatDoesNotFitInEveryLayerChangesNothing) {
   const absl::Status status = Extend(cache, a, 0, pages * kPage);
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
   EXPECT_EQ(device().pool->used_bytes(), 0u);
-  EXPECT_EQ(store().DescribeSequence(a)->tokens, 0u);
+  EXPECT_EQ(store().Describe(a)->tokens, 0u);
   for (int layer = 0; layer < 3; ++layer) EXPECT_TRUE(Changes(a, layer).empty());
   EXPECT_FALSE(AwaitsRelease());
   EXPECT_TRUE(Extend(cache, a, 0, pages / 2 * kPage).ok());
@@ -237,7 +237,7 @@ TEST_F(PageStoreDeviceTest, ChangesOfPrefixHitAndFork) {
   ASSERT_EQ(of_a.size(), 4u);
   ASSERT_TRUE(store().Publish(a, Names(cache, text, 2)).ok());
   EXPECT_TRUE(Changes(a).empty());  // named, but where they were
-  const auto hit = store().CreateSequence(cache, Names(cache, text, 2));
+  const auto hit = store().Create(cache, Names(cache, text, 2));
   ASSERT_EQ(hit->match.hit_blocks, 2);
   const auto of_hit = Changes(hit->sequence);
   ASSERT_EQ(of_hit.size(), 2u);
@@ -373,7 +373,7 @@ TEST_F(PageStoreDeviceTest, ReadWaitsForSharedBlocksThatAnotherSequenceEncodes) 
   const Text text = MakeText(2 * kPage);
   const SequenceId a = Extended(cache, kPage);
   ASSERT_EQ(store().Publish(a, Names(cache, text, 1))->published, 1);
-  const auto b = store().CreateSequence(cache, Names(cache, text, 1));
+  const auto b = store().Create(cache, Names(cache, text, 1));
   ASSERT_EQ(b->match.hit_blocks, 1);
   ASSERT_TRUE(Extend(cache, b->sequence, kPage, 1).ok());
   auto lease = Read(cache, b->sequence, kPage);
@@ -439,7 +439,7 @@ TEST_F(PageStoreDeviceTest, SlotsGivenUpReturnWithThePlansThatMayNameThem) {
   store().Drop(a);
   EXPECT_EQ(device().pool->used_bytes(), used);
   EXPECT_TRUE(AwaitsRelease());
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   const SequenceId b = Create(cache);
   EXPECT_EQ(Extend(cache, b, 0, 1).code(), absl::StatusCode::kResourceExhausted);
   EXPECT_TRUE(AwaitsRelease());
@@ -495,16 +495,16 @@ TEST_F(PageStoreDeviceTest, WhatWasEvictedUnderKernelsFitsLater) {
   const absl::Status status = Extend(cache, b, 0, 1);
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
   EXPECT_TRUE(AwaitsRelease());
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   // Kernels that are slow do not cost a cache everything that it could find: a slab's worth goes at most, however often
   // one asks.
   for (int i = 0; i < 10; ++i) EXPECT_EQ(Extend(cache, b, 0, 1).code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(test().store_metrics.evicted_blocks.Value(), pages / 2);
-  EXPECT_EQ(store().DescribeCache(cache)->published_blocks, static_cast<uint64_t>(pages / 2));
+  EXPECT_EQ(store().caches().Describe(cache)->published_blocks, static_cast<uint64_t>(pages / 2));
   counter.released = plan;
   EXPECT_TRUE(Extend(cache, b, 0, 1).ok());
   EXPECT_FALSE(AwaitsRelease());
-  EXPECT_EQ(store().DescribeCache(cache)->published_blocks, static_cast<uint64_t>(pages / 2));
+  EXPECT_EQ(store().caches().Describe(cache)->published_blocks, static_cast<uint64_t>(pages / 2));
   // Once that has returned, what is evicted next counts anew.
   const uint64_t second = *device().epochs.OpenPlan(holder);
   const int more = static_cast<int>((2 << 20) / kRawBytes) * kPage;
@@ -523,7 +523,7 @@ TEST_F(PageStoreDeviceTest, WithoutPlansEvictionMakesRoomAtOnce) {
   store().Drop(a);
   const SequenceId b = Create(cache);
   EXPECT_TRUE(Extend(cache, b, 0, 3 * kPage).ok());
-  EXPECT_EQ(store().DescribeCache(cache)->published_blocks, static_cast<uint64_t>(pages - 3));
+  EXPECT_EQ(store().caches().Describe(cache)->published_blocks, static_cast<uint64_t>(pages - 3));
   EXPECT_TRUE(Extend(cache, b, 3 * kPage, (pages - 3) * kPage).ok());
 }
 
@@ -533,7 +533,7 @@ TEST_F(PageStoreDeviceTest, ADroppedSequencesPagesOutliveTheirJobs) {
   const auto places = Changes(a);
   auto lease = Read(cache, a, kPage);
   store().Drop(a);
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   ASSERT_TRUE(AwaitsRelease());  // the open page
   std::vector<PageId> reusable;
   device().epochs.Collect(&reusable);
@@ -542,7 +542,7 @@ TEST_F(PageStoreDeviceTest, ADroppedSequencesPagesOutliveTheirJobs) {
   EXPECT_FALSE(AwaitsRelease());
   EXPECT_TRUE(device().pool->IsCurrent(places[0].raw) && device().pool->IsCurrent(places[0].encoded));
   device().executor.FinishAll();
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   EXPECT_TRUE(lease->ready());  // it pins what it waited for
   EXPECT_FALSE(AwaitsRelease());
   lease = nullptr;

@@ -27,7 +27,7 @@ class HandOffTest : public PageStoreTest {
  protected:
   // Ages, encodes and exports; it is as of then.
   std::unique_ptr<ExportLease> Export(SequenceId sequence) {
-    auto lease = store().Export(sequence);
+    auto lease = store().exports().Whole(sequence);
     EXPECT_TRUE(lease.ok()) << lease.status();
     test().executor.FinishAll();
     EXPECT_NE((*lease)->last(), nullptr);
@@ -56,17 +56,17 @@ TEST_F(HandOffTest, SendsEncodedPagesAndARawLag) {
   EXPECT_TRUE(first.blocks[2].named && !first.blocks[3].named);
   for (const HandOffBlock& block : lease->last()->blocks) EXPECT_FALSE(block.named);
 
-  auto import = peer_.store->Import(first);
+  auto import = peer_.store->imports().Import(first);
   ASSERT_TRUE(import.ok()) << import.status();
-  EXPECT_EQ(peer_.store->Match(1, Names(cache, text, 3))->hit_blocks, 0);
-  EXPECT_TRUE(peer_.store->Sequences().empty());
+  EXPECT_EQ(peer_.store->caches().Match(1, Names(cache, text, 3))->hit_blocks, 0);
+  EXPECT_TRUE(peer_.store->report().Sequences().empty());
   const auto b = Receive(**import, *lease->last(), pages);
   ASSERT_TRUE(b.ok()) << b.status();
   const uint64_t all = WantedBytes(**import, pages);
   import->reset();
-  peer_.store->CheckInvariants();
-  const CacheId peer_cache = peer_.store->DescribeSequence(*b)->cache;
-  EXPECT_EQ(peer_.store->Match(peer_cache, Names(cache, text, 3))->hit_blocks, 3);
+  peer_.store->report().CheckInvariants();
+  const CacheId peer_cache = peer_.store->Describe(*b)->cache;
+  EXPECT_EQ(peer_.store->caches().Match(peer_cache, Names(cache, text, 3))->hit_blocks, 3);
   EXPECT_EQ(peer_.executor.jobs(), 2u);  // the raw full pages
   // It goes on as if it had been appended there.
   ASSERT_TRUE(peer_.AppendAll(peer_cache, *b, text, 4 * kPage + 7, 1).ok());
@@ -79,15 +79,15 @@ TEST_F(HandOffTest, SendsEncodedPagesAndARawLag) {
   EXPECT_EQ(view->pages(0)[2].raw, nullptr);
 
   // A second time, what is there is not sent again.
-  auto second = peer_.store->Import(first);
+  auto second = peer_.store->imports().Import(first);
   ASSERT_TRUE(second.ok());
   EXPECT_TRUE((*second)->target(0).empty());
   EXPECT_TRUE(Receive(**second, *lease->last(), pages).ok());
-  EXPECT_EQ(WantedBytes(**second, pages), all - 6 * store().codec(cache)->info().encoded_bytes);
+  EXPECT_EQ(WantedBytes(**second, pages), all - 6 * store().caches().codec(cache)->info().encoded_bytes);
   EXPECT_EQ((*second)->Commit().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ((*second)->Show().status().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ((*second)->Extend(*lease->last()).code(), absl::StatusCode::kFailedPrecondition);
-  peer_.store->CheckInvariants();
+  peer_.store->report().CheckInvariants();
 }
 
 // Sender and receiver may crop to the same places, also when the sequence ends at a page's boundary.
@@ -99,7 +99,7 @@ TEST_F(HandOffTest, TheReceiverCropsAsTheSender) {
         const Text text = MakeText(6 * kPage);
         const SequenceId a = Filled(cache, text, tokens);
         auto lease = Export(a);
-        auto import = peer_.store->Import(lease->first());
+        auto import = peer_.store->imports().Import(lease->first());
         ASSERT_TRUE(import.ok()) << import.status();
         const auto b = Receive(**import, *lease->last(), TakeAll(*lease));
         ASSERT_TRUE(b.ok()) << b.status();
@@ -108,7 +108,7 @@ TEST_F(HandOffTest, TheReceiverCropsAsTheSender) {
         EXPECT_EQ(peer_.store->Crop(*b, to), status) << tokens << " to " << to;
         if (status.ok() && to > 0 && to < tokens) {
           const AttendEntry here{a, static_cast<uint64_t>(to - 1), 1}, there{*b, static_cast<uint64_t>(to - 1), 1};
-          const CacheId peer_cache = peer_.store->DescribeSequence(*b)->cache;
+          const CacheId peer_cache = peer_.store->Describe(*b)->cache;
           const auto left = *store().Attend(cache, 0, {&here, 1});
           const auto right = *peer_.store->Attend(peer_cache, 0, {&there, 1});
           ASSERT_TRUE(left->ready() && right->ready());
@@ -129,22 +129,22 @@ TEST_F(HandOffTest, AbandonedImportsLeaveNothing) {
   const SequenceId a = Filled(cache, text, 5 * kPage + 1);
   const auto lease = Export(a);
   {
-    auto import = peer_.store->Import(lease->first());
+    auto import = peer_.store->imports().Import(lease->first());
     ASSERT_TRUE(import.ok());
-    peer_.store->CheckInvariants();
+    peer_.store->report().CheckInvariants();
     EXPECT_GT(peer_.pool->used_bytes(), 0u);
   }
   EXPECT_EQ(peer_.pool->used_bytes(), 0u);
-  EXPECT_TRUE(peer_.store->Sequences().empty());
-  EXPECT_TRUE(peer_.store->Caches().empty());
-  peer_.store->CheckInvariants();
+  EXPECT_TRUE(peer_.store->report().Sequences().empty());
+  EXPECT_TRUE(peer_.store->caches().List().empty());
+  peer_.store->report().CheckInvariants();
   // A cache that a client opened meanwhile stays.
-  auto import = peer_.store->Import(lease->first());
+  auto import = peer_.store->imports().Import(lease->first());
   ASSERT_TRUE(import.ok());
-  const auto opened = peer_.store->OpenCache(lease->first().config);
+  const auto opened = peer_.store->caches().Open(lease->first().config);
   ASSERT_TRUE(opened.ok());
   import->reset();
-  EXPECT_TRUE(peer_.store->DescribeCache(*opened).ok());
+  EXPECT_TRUE(peer_.store->caches().Describe(*opened).ok());
 }
 
 constexpr auto kBad = absl::StatusCode::kInvalidArgument;
@@ -159,11 +159,11 @@ TEST_F(HandOffTest, AHostileHeaderIsRefused) {
   const auto refused = [&](auto change, absl::StatusCode code) {
     HandOffHeader first = lease->first();
     change(first);
-    const auto import = peer_.store->Import(first);
+    const auto import = peer_.store->imports().Import(first);
     EXPECT_EQ(import.status().code(), code) << import.status();
     EXPECT_EQ(peer_.pool->used_bytes(), 0u);
-    EXPECT_TRUE(peer_.store->Caches().empty());
-    peer_.store->CheckInvariants();
+    EXPECT_TRUE(peer_.store->caches().List().empty());
+    peer_.store->report().CheckInvariants();
   };
   refused([](HandOffHeader& f) { f.tokens = UINT64_MAX; }, kBad);
   refused([](HandOffHeader& f) { f.tokens += kPage; }, kBad);
@@ -187,7 +187,7 @@ TEST_F(HandOffTest, AHostileHeaderIsRefused) {
 
 TEST_F(HandOffTest, AHostileTrailerChangesNothing) {
   const CacheId cache = test().Open(MakeConfig("declining", 1));
-  const PageLayout layout = store().codec(cache)->layout();
+  const PageLayout layout = store().caches().codec(cache)->layout();
   const auto declines = [&](const Text& text, uint32_t block) {
     return testing::Declines(MakeRawPage(layout, text, block, kPage, 0).data());
   };
@@ -196,7 +196,7 @@ TEST_F(HandOffTest, AHostileTrailerChangesNothing) {
   const Text text = MakeText(6 * kPage, salt);
   // So that pages are declined after the hand-off began.
   const SequenceId a = Create(cache);
-  auto lease = *store().Export(a, 5 * kPage + 1);
+  auto lease = *store().exports().Growing(a, 5 * kPage + 1);
   ASSERT_TRUE(test().AppendAll(cache, a, text, 0, 5 * kPage + 1).ok());
   test().executor.FinishAll();
   ASSERT_TRUE(lease->Finish().ok());
@@ -204,7 +204,7 @@ TEST_F(HandOffTest, AHostileTrailerChangesNothing) {
   ASSERT_FALSE(last.withdrawn.empty());
   const std::vector<SentPage> pages = TakeAll(*lease);
   ASSERT_LT(last.withdrawn.size(), lease->first().pages.size());
-  auto import = peer_.store->Import(lease->first());
+  auto import = peer_.store->imports().Import(lease->first());
   ASSERT_TRUE(import.ok());
   ASSERT_TRUE(testing::Deliver(**import, pages[0].bytes).ok());
   const uint64_t used = peer_.pool->used_bytes();
@@ -215,7 +215,7 @@ TEST_F(HandOffTest, AHostileTrailerChangesNothing) {
     EXPECT_EQ(status.code(), kBad) << status;
     EXPECT_EQ(peer_.pool->used_bytes(), used);
     EXPECT_FALSE((*import)->can_show());
-    peer_.store->CheckInvariants();
+    peer_.store->report().CheckInvariants();
   };
   refused([](HandOffTrailer& l) { l.withdrawn.push_back(l.withdrawn.back()); });
   refused([](HandOffTrailer& l) { l.withdrawn.push_back(1000); });
@@ -233,14 +233,14 @@ TEST_F(HandOffTest, AHostileTrailerChangesNothing) {
   ASSERT_TRUE((*import)->Extend(last).ok());
   const ArrivedPage again{pages[0].bytes.page, 0}, withdrawn{last.withdrawn[0], 0}, beyond{1000, 0};
   for (const ArrivedPage& page : {again, withdrawn, beyond}) EXPECT_EQ((*import)->Arrived({&page, 1}).code(), kBad);
-  peer_.store->CheckInvariants();
+  peer_.store->report().CheckInvariants();
   for (const SentPage& page : pages) {
     if (page.bytes.page == pages[0].bytes.page) continue;
     ASSERT_TRUE(testing::Deliver(**import, page.bytes).ok());
   }
   ASSERT_TRUE((*import)->Show().ok());
   EXPECT_TRUE((*import)->Commit().ok());
-  peer_.store->CheckInvariants();
+  peer_.store->report().CheckInvariants();
 }
 
 TEST_F(HandOffTest, HostileBytesAreRefused) {
@@ -251,7 +251,7 @@ TEST_F(HandOffTest, HostileBytesAreRefused) {
   const auto lease = Export(a);
   const std::vector<SentPage> pages = TakeAll(*lease);
   const auto validate = [&](const SentPage& page, size_t at, uint16_t bits) {
-    auto import = peer_.store->Import(lease->first());
+    auto import = peer_.store->imports().Import(lease->first());
     EXPECT_TRUE(import.ok() && (*import)->Extend(*lease->last()).ok());
     const absl::Span<uint8_t> target = (*import)->target(page.bytes.page);
     std::memcpy(target.data(), page.bytes.bytes.data(), target.size());
@@ -262,7 +262,7 @@ TEST_F(HandOffTest, HostileBytesAreRefused) {
     const absl::Status status = (*import)->Validate(page.bytes.page).status();
     import->reset();
     EXPECT_EQ(peer_.pool->used_bytes(), 0u);
-    peer_.store->CheckInvariants();
+    peer_.store->report().CheckInvariants();
     return status;
   };
   ASSERT_TRUE(pages[0].encoded && !pages[4].encoded);
@@ -282,12 +282,12 @@ TEST_F(HandOffTest, EmptyAndWholePageSequences) {
       ASSERT_TRUE(test().AppendAll(cache, a, text, 0, tokens).ok());
     }
     const auto lease = Export(a);
-    auto import = peer_.store->Import(lease->first());
+    auto import = peer_.store->imports().Import(lease->first());
     ASSERT_TRUE(import.ok()) << import.status();
     const auto b = Receive(**import, *lease->last(), TakeAll(*lease));
     ASSERT_TRUE(b.ok()) << b.status();
-    EXPECT_EQ(peer_.store->DescribeSequence(*b)->tokens, static_cast<uint64_t>(tokens));
-    peer_.store->CheckInvariants();
+    EXPECT_EQ(peer_.store->Describe(*b)->tokens, static_cast<uint64_t>(tokens));
+    peer_.store->report().CheckInvariants();
   }
 }
 
@@ -299,15 +299,15 @@ TEST_F(HandOffTest, RoomIsToldOnce) {
   const SequenceId a = Filled(cache, text, 3);
   const SequenceId b = Filled(cache, text, 2 * kPage);
   test().executor.FinishAll();
-  store().OnRoom([&told] { ++told; });
+  store().imports().OnRoom([&told] { ++told; });
   ASSERT_TRUE(store().Publish(b, Names(cache, text, 2)).ok());
   EXPECT_EQ(told, 0);
   store().Drop(b);  // it can be evicted
   EXPECT_EQ(told, 1);
   store().Drop(a);
   EXPECT_EQ(told, 1);
-  store().OnRoom([&told] { ++told; });
-  EXPECT_EQ(store().PurgeAll(), 2u);
+  store().imports().OnRoom([&told] { ++told; });
+  EXPECT_EQ(store().caches().PurgeAll(), 2u);
   EXPECT_EQ(told, 2);
 }
 

@@ -20,7 +20,7 @@ class LayersTest : public PageStoreTest {
  protected:
   LayersTest() { pool_bytes_ = 128 << 20; }
   uint64_t SlotBytes(CacheId cache, int layer) {
-    return PagePool::RoundedSlotBytes(store().codec(cache)->info().page_bytes(layer));
+    return PagePool::RoundedSlotBytes(store().caches().codec(cache)->info().page_bytes(layer));
   }
 };
 
@@ -33,12 +33,12 @@ TEST_F(LayersTest, EachHasSlotsOfItsOwnSize) {
   // The page before the last append has aged in every layer; the newest one has not.
   uint64_t encoded = 0;
   for (int layer = 0; layer < kLayers; ++layer) encoded += 4 * SlotBytes(cache, layer);
-  EXPECT_EQ(store().DescribeCache(cache)->encoded_bytes, encoded);
-  EXPECT_EQ(test().pool->used_bytes(), encoded + store().DescribeCache(cache)->raw_bytes);
+  EXPECT_EQ(store().caches().Describe(cache)->encoded_bytes, encoded);
+  EXPECT_EQ(test().pool->used_bytes(), encoded + store().caches().Describe(cache)->raw_bytes);
   EXPECT_EQ(Gauge("kvmanager_page_bytes{codec=\"uneven\",form=\"encoded\",state=\"resident\",tier=\"host\"}"),
             double(encoded));
   ASSERT_TRUE(store().Publish(a, Names(cache, text, 4)).ok());
-  EXPECT_EQ(store().Match(cache, Names(cache, text, 4))->hit_blocks, 4);
+  EXPECT_EQ(store().caches().Match(cache, Names(cache, text, 4))->hit_blocks, 4);
 }
 
 // With few slabs every layer's slots are of the largest layer's size, so that a cache needs no slab per layer.
@@ -49,7 +49,7 @@ TEST_F(LayersTest, AFewSlabsServeManyLayers) {
   const Text text = MakeText(3 * kPage);
   Filled(cache, text, 3 * kPage);
   test().executor.FinishAll();
-  EXPECT_EQ(store().DescribeCache(cache)->encoded_bytes, 3u * kManyLayers * SlotBytes(cache, kManyLayers - 1));
+  EXPECT_EQ(store().caches().Describe(cache)->encoded_bytes, 3u * kManyLayers * SlotBytes(cache, kManyLayers - 1));
 }
 
 TEST_F(LayersTest, AFullPoolNamesTheSlotsWanted) {
@@ -64,7 +64,7 @@ TEST_F(LayersTest, AFullPoolNamesTheSlotsWanted) {
   }
   ASSERT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_NE(status.message().find("1 slots of "), absl::string_view::npos) << status;
-  store().CheckInvariants();
+  store().report().CheckInvariants();
 }
 
 TEST_F(LayersTest, SinksStayRawAndAreNoAnomaly) {
@@ -88,7 +88,7 @@ TEST_F(LayersTest, SinksOfAPrefixHitAreReadRaw) {
   const auto names = Names(cache, text, 4);
   ASSERT_TRUE(store().Publish(a, names).ok());
   // Found before the codec has said that they are sinks; the hit of block 0 alone, and of all.
-  const auto first = store().CreateSequence(cache, {names[0]}), all = store().CreateSequence(cache, names);
+  const auto first = store().Create(cache, {names[0]}), all = store().Create(cache, names);
   ASSERT_EQ(first->match.hit_blocks, 1);
   ASSERT_EQ(all->match.hit_blocks, 4);
   auto lease = Attend(cache, all->sequence, 4 * kPage - 1, 1);
@@ -105,7 +105,7 @@ TEST_F(LayersTest, SinksOfAPrefixHitAreReadRaw) {
   lease = nullptr;
   // Nobody but blocks keeps them now, and found later they are the same.
   for (const SequenceId id : {a, first->sequence, all->sequence}) store().Drop(id);
-  const auto later = store().CreateSequence(cache, {names[0]});
+  const auto later = store().Create(cache, {names[0]});
   ASSERT_EQ(later->match.hit_blocks, 1);
   ASSERT_TRUE(test().AppendAll(cache, later->sequence, text, kPage, kPage).ok());
   test().executor.FinishAll();

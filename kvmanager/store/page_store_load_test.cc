@@ -31,7 +31,7 @@ class LoadTest : public PageStoreTest {
   }
   // Page `index` of `text` in the one form that is said.
   void ExpectPage(CacheId cache, const AttentionPage& page, const Text& text, uint32_t index, bool encoded, int layer) {
-    const auto codec = store().codec(cache);
+    const auto codec = store().caches().codec(cache);
     const int tokens = static_cast<int>(std::min<size_t>(kPage, text.ids.size() - size_t{index} * kPage));
     const auto raw = MakeRawPage(codec->layout(), text, index, tokens, layer);
     if (encoded) {
@@ -70,7 +70,7 @@ TEST_F(LoadTest, PagesComeInTheFormThatTheSequenceKeeps) {
   for (uint32_t i = 0; i < 5; ++i) ExpectPage(cache, aged->pages(0)[i], text, i + 1, i + 1 < 3, 1);
   // A lease that was there before they aged still has the raw forms; they go with it.
   for (uint32_t i = 0; i < 4; ++i) ExpectPage(cache, all->pages(0)[i], text, i, false, 0);
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   const uint64_t used = test().pool->used_bytes();
   all = nullptr;
   EXPECT_LT(test().pool->used_bytes(), used);
@@ -89,7 +89,7 @@ TEST_F(LoadTest, DeclinedAndIdentityPagesAreRaw) {
     auto lease = Load(cache, sequence, 0, 8 * kPage + 1);
     test().executor.FinishAll();
     ASSERT_TRUE(lease->ready());
-    const auto made = store().codec(cache);
+    const auto made = store().caches().codec(cache);
     for (uint32_t i = 0; i < 9; ++i) {
       const AttentionPage& page = lease->pages(0)[i];
       if (made->info().identity) {
@@ -114,7 +114,7 @@ TEST_F(LoadTest, PagesStayWhileTheyAreRead) {
   test().executor.FinishAll();
   ASSERT_TRUE(store().Publish(sequence, Names(cache, text, 6)).ok());
   store().Drop(sequence);
-  const SequenceId hit = store().CreateSequence(cache, Names(cache, text, 6))->sequence;
+  const SequenceId hit = store().Create(cache, Names(cache, text, 6))->sequence;
   auto lease = Load(cache, hit, kPage, 2 * kPage);
   store().Drop(hit);
   // Others take all the room there is: the block of page 0 goes, those of the lease do not.
@@ -126,10 +126,10 @@ TEST_F(LoadTest, PagesStayWhileTheyAreRead) {
     appended += kPage;
   }
   ASSERT_LT(appended + kPage, 1 << 16) << "the pool was never full";
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   ASSERT_TRUE(lease->ready());
   for (uint32_t i = 0; i < 2; ++i) ExpectPage(cache, lease->pages(0)[i], text, i + 1, true, 0);
-  EXPECT_EQ(store().Match(cache, Names(cache, text, 6))->hit_blocks, 0);
+  EXPECT_EQ(store().caches().Match(cache, Names(cache, text, 6))->hit_blocks, 0);
   lease = nullptr;
   store().Drop(greedy);
 }

@@ -138,7 +138,7 @@ class RandomTest {
         break;
     }
     CheckLeases(side);
-    side.store.store->CheckInvariants();
+    side.store.store->report().CheckInvariants();
   }
 
   void Finish() {
@@ -152,11 +152,11 @@ class RandomTest {
         side->store.store->Drop(side->sequences.begin()->first);
         side->sequences.erase(side->sequences.begin());
       }
-      side->store.store->CheckInvariants();
-      side->store.store->PurgeAll();
-      side->store.store->CheckInvariants();
+      side->store.store->report().CheckInvariants();
+      side->store.store->caches().PurgeAll();
+      side->store.store->report().CheckInvariants();
       ASSERT_EQ(side->store.pool->used_bytes(), 0u);
-      ASSERT_TRUE(side->store.store->Caches().empty());
+      ASSERT_TRUE(side->store.store->caches().List().empty());
     }
   }
 
@@ -177,7 +177,7 @@ class RandomTest {
       ModelCache& cache = side.caches[i];
       cache.config = configs[i];
       cache.id = side.store.Open(configs[i]);
-      cache.codec = side.store.store->codec(cache.id);
+      cache.codec = side.store.store->caches().codec(cache.id);
     }
   }
 
@@ -199,9 +199,9 @@ class RandomTest {
     const auto names = side.store.Names(cache.id, text);
     size_t known = 0;
     while (known < names.size() && cache.published.count(names[known].key)) ++known;
-    const auto match = side.store.store->Match(cache.id, names);
+    const auto match = side.store.store->caches().Match(cache.id, names);
     ASSERT_TRUE(match.ok());
-    const auto made = side.store.store->CreateSequence(cache.id, names);
+    const auto made = side.store.store->Create(cache.id, names);
     ASSERT_TRUE(made.ok()) << made.status();
     const int hit = made->match.hit_blocks;
     ASSERT_EQ(hit, match->hit_blocks);
@@ -444,7 +444,7 @@ class RandomTest {
     ASSERT_LE(published->published + published->shared + published->deferred, static_cast<int>(names.size()));
     shared += published->shared;
     for (const BlockName& name : names) cache.published.insert(name.key);
-    const auto match = side.store.store->Match(cache.id, names);
+    const auto match = side.store.store->caches().Match(cache.id, names);
     ASSERT_TRUE(match.ok());
     ASSERT_EQ(match->hit_blocks, static_cast<int>(names.size()));
   }
@@ -479,7 +479,7 @@ class RandomTest {
 
   void Purge(Side& side) {
     const ModelCache& cache = side.caches[Below(side.caches.size())];
-    ASSERT_TRUE(side.store.store->Purge(cache.id).ok());
+    ASSERT_TRUE(side.store.store->caches().Purge(cache.id).ok());
     side.lost_names = true;
     OpenCaches(side);
   }
@@ -487,7 +487,7 @@ class RandomTest {
   void StartExport(Side& side) {
     auto it = Pick(side);
     if (it == side.sequences.end() || side.exports.size() > 3) return;
-    auto lease = side.store.store->Export(it->first);
+    auto lease = side.store.store->exports().Whole(it->first);
     if (it->second.TokensInEveryLayer() != it->second.TokensInSomeLayer()) {
       ASSERT_EQ(lease.status().code(), absl::StatusCode::kFailedPrecondition);
       return;
@@ -553,17 +553,18 @@ class RandomTest {
       ASSERT_EQ(std::memcmp(bytes.data(), expected.data(), bytes.size()), 0);
       ASSERT_EQ(each.bytes.checksum, XXH3_64bits(bytes.data(), bytes.size()));
     }
-    auto import = peer.store.store->Import(first, nullptr, [this](uint32_t, uint32_t, uint32_t with_activations) {
-      const auto chosen = static_cast<uint32_t>(Below(with_activations + 1));
-      recomputed += chosen;
-      return chosen;
-    });
+    auto import =
+        peer.store.store->imports().Import(first, nullptr, [this](uint32_t, uint32_t, uint32_t with_activations) {
+          const auto chosen = static_cast<uint32_t>(Below(with_activations + 1));
+          recomputed += chosen;
+          return chosen;
+        });
     if (import.status().code() == absl::StatusCode::kResourceExhausted) {
       ++exhausted;
       return;
     }
     ASSERT_TRUE(import.ok()) << import.status();
-    peer.store.store->CheckInvariants();
+    peer.store.store->report().CheckInvariants();
     const uint64_t fate = Below(6);
     if (fate == 0) return;  // the transfer broke off
     const auto id = testing::Receive(**import, *held.lease->last(), sent, &cache.config, &model.text);
@@ -579,7 +580,7 @@ class RandomTest {
       if (block.named) peer.caches[model.cache].published.insert(block.name.key);
     }
     peer.sequences.emplace(*id, model);
-    peer.store.store->CheckInvariants();
+    peer.store.store->report().CheckInvariants();
   }
 
   std::mt19937_64 random_;

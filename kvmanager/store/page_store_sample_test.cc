@@ -62,7 +62,7 @@ class SampleTest : public PageStoreTest {
 };
 
 TEST_F(SampleTest, BothFormsStayUntilItIsDone) {
-  store().SetSampler(&sampler_);
+  store().report().SetSampler(&sampler_);
   const CacheId cache = test().Open(MakeConfig("fake", 0));
   const Text text = MakeText(3 * kPage + 1);
   const SequenceId sequence = Filled(cache, text, 3 * kPage);
@@ -71,28 +71,28 @@ TEST_F(SampleTest, BothFormsStayUntilItIsDone) {
   EXPECT_EQ(sampler_.asked, 6);
   ExpectPages(text, 3);
   EXPECT_EQ(sampler_.pages[0].cache, cache);
-  EXPECT_EQ(sampler_.pages[0].digest, store().DescribeCache(cache)->digest);
-  store().CheckInvariants();
+  EXPECT_EQ(sampler_.pages[0].digest, store().caches().Describe(cache)->digest);
+  store().report().CheckInvariants();
   // The other layer's raw forms are gone, and these go in the end.
   const uint64_t used = test().pool->used_bytes();
   sampler_.FinishAll();
-  store().CheckInvariants();
-  EXPECT_EQ(used - test().pool->used_bytes(), 3 * store().codec(cache)->layout().raw_bytes());
+  store().report().CheckInvariants();
+  EXPECT_EQ(used - test().pool->used_bytes(), 3 * store().caches().codec(cache)->layout().raw_bytes());
 }
 
 TEST_F(SampleTest, TheSequenceAndItsCacheMayGo) {
-  store().SetSampler(&sampler_);
+  store().report().SetSampler(&sampler_);
   const CacheId cache = test().Open(MakeConfig("fake", 0));
   const Text text = MakeText(2 * kPage);
   const SequenceId sequence = Filled(cache, text, 2 * kPage);
   test().executor.FinishAll();
   store().Drop(sequence);
-  store().PurgeAll();
-  store().CheckInvariants();
+  store().caches().PurgeAll();
+  store().report().CheckInvariants();
   ExpectPages(text, 2);
   EXPECT_GT(test().pool->used_bytes(), 0u);
   sampler_.FinishAll();
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   EXPECT_EQ(test().pool->used_bytes(), 0u);
   // What is published is not evicted meanwhile, and can be afterwards.
   const CacheId again = test().Open(MakeConfig("fake", 0));
@@ -100,14 +100,14 @@ TEST_F(SampleTest, TheSequenceAndItsCacheMayGo) {
   test().executor.FinishAll();
   ASSERT_TRUE(store().Publish(second, Names(again, text, 2)).ok());
   store().Drop(second);
-  EXPECT_EQ(store().PurgeAll(), 0u);
+  EXPECT_EQ(store().caches().PurgeAll(), 0u);
   sampler_.FinishAll();
-  EXPECT_EQ(store().PurgeAll(), 2u);
+  EXPECT_EQ(store().caches().PurgeAll(), 2u);
 }
 
 TEST_F(SampleTest, PagesOfAGpuStayThere) {
   device_bytes_ = 16 << 20;
-  store().SetSampler(&sampler_);
+  store().report().SetSampler(&sampler_);
   CacheConfig config = MakeConfig("fake", 0);
   config.device = TestDevice::kOrdinal;
   const CacheId cache = test().Open(config);
@@ -129,24 +129,24 @@ TEST_F(SampleTest, PagesOfAGpuStayThere) {
     EXPECT_TRUE(in_pool(sample.raw) && in_pool(sample.encoded));
   }
   store().Drop(sequence);
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   const uint64_t used = test().device.pool->used_bytes();
   EXPECT_GT(used, 0u);
   sampler_.FinishAll();
-  store().CheckInvariants();
-  store().CollectReleased();
+  store().report().CheckInvariants();
+  store().tables().CollectReleased();
   EXPECT_EQ(test().device.pool->used_bytes(), 0u) << "no plan is open";
 }
 
 TEST_F(SampleTest, ItMayBeDoneAtOnceOrNever) {
-  store().SetSampler(&sampler_);
+  store().report().SetSampler(&sampler_);
   sampler_.at_once = true;
   const Text text = MakeText(8 * kPage);
   for (const char* codec : {"fake", "declining", "raw"}) {
     const CacheId cache = test().Open(MakeConfig(codec, 0));
     const SequenceId sequence = Filled(cache, text, 8 * kPage);
     test().executor.FinishAll();
-    store().CheckInvariants();
+    store().report().CheckInvariants();
     for (const PageSample& sample : sampler_.pages) EXPECT_NE(sample.encoded, nullptr);
     store().Drop(sequence);
   }

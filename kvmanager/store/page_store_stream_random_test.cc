@@ -43,9 +43,9 @@ class StreamRandom {
     here_.executor.FinishAll();
     there_.executor.FinishAll();
     for (TestStore* side : {&here_, &there_}) {
-      for (const SequenceInfo& info : side->store->Sequences()) side->store->Drop(info.sequence);
-      side->store->PurgeAll();
-      side->store->CheckInvariants();
+      for (const SequenceInfo& info : side->store->report().Sequences()) side->store->Drop(info.sequence);
+      side->store->caches().PurgeAll();
+      side->store->report().CheckInvariants();
       ASSERT_EQ(side->pool->used_bytes(), 0u);
     }
   }
@@ -67,8 +67,8 @@ class StreamRandom {
     }
   }
   void CheckAll() {
-    here_.store->CheckInvariants();
-    there_.store->CheckInvariants();
+    here_.store->report().CheckInvariants();
+    there_.store->report().CheckInvariants();
   }
   // What a query at `position` reads.
   void ExpectRead(const Waiting& waiting, const Text& text) {
@@ -102,7 +102,7 @@ void StreamRandom::HandOff() {
   const int layers = 1 + static_cast<int>(Below(3));
   config_ = MakeConfig(codecs[Below(5)], static_cast<int>(Below(3)), "a", layers);
   const CacheId cache = here_.Open(config_), peer_cache = there_.Open(config_);
-  codec_ = here_.store->codec(cache);
+  codec_ = here_.store->caches().codec(cache);
   const int page_tokens = config_.layout.page_tokens;
   const uint64_t tokens = Below(kBlocksMax * page_tokens + 1);
   Text text;
@@ -115,7 +115,7 @@ void StreamRandom::HandOff() {
   Text prompt = text;
   prompt.Truncate(tokens);
   const auto names = here_.Names(cache, prompt);
-  const auto made = here_.store->CreateSequence(cache, names);
+  const auto made = here_.store->Create(cache, names);
   ASSERT_TRUE(made.ok());
   const SequenceId a = made->sequence;
   const uint64_t hit = uint64_t(made->match.hit_blocks) * page_tokens;
@@ -130,10 +130,10 @@ void StreamRandom::HandOff() {
   for (uint64_t n = Below(3 * layers); n > 0; --n) append(1 + Below(60));
   FinishJobs(here_);
 
-  auto begun = here_.store->ExportGrowing(a, tokens, /*will_append=*/Below(2) == 0);
+  auto begun = here_.store->exports().Growing(a, tokens, /*will_append=*/Below(2) == 0);
   ASSERT_TRUE(begun.ok()) << begun.status();
   std::unique_ptr<ExportLease> out = *std::move(begun);
-  auto received = there_.store->Import(out->first());
+  auto received = there_.store->imports().Import(out->first());
   ASSERT_TRUE(received.ok()) << received.status();
   std::unique_ptr<ImportLease> in = *std::move(received);
   std::vector<uint32_t> aged = out->first().aged;
@@ -250,11 +250,11 @@ void StreamRandom::HandOff() {
   CheckAll();
   if (b.has_value() && !dropped && whole) {
     if (published_before) {
-      ASSERT_EQ(there_.store->Match(peer_cache, names)->hit_blocks, static_cast<int>(names.size()));
+      ASSERT_EQ(there_.store->caches().Match(peer_cache, names)->hit_blocks, static_cast<int>(names.size()));
     }
     if (Below(2)) {
       ASSERT_TRUE(there_.store->Publish(*b, names).ok());
-      ASSERT_EQ(there_.store->Match(peer_cache, names)->hit_blocks, static_cast<int>(names.size()));
+      ASSERT_EQ(there_.store->caches().Match(peer_cache, names)->hit_blocks, static_cast<int>(names.size()));
     }
   }
   if (b.has_value() && !dropped) there_.store->Drop(*b);
@@ -263,7 +263,7 @@ void StreamRandom::HandOff() {
     ASSERT_TRUE(here_.store->Publish(a, names).ok());
   }
   here_.store->Drop(a);
-  if (Below(8) == 0) there_.store->PurgeAll();
+  if (Below(8) == 0) there_.store->caches().PurgeAll();
   CheckAll();
 }
 

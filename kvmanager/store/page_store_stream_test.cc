@@ -26,7 +26,7 @@ class StreamTest : public PageStoreTest {
  protected:
   std::unique_ptr<AttendLease> AttendPeer(SequenceId sequence, int layer, uint64_t position, int tokens = 1) {
     const AttendEntry entry{sequence, position, tokens};
-    auto lease = peer_.store->Attend(peer_.store->DescribeSequence(sequence)->cache, layer, {&entry, 1});
+    auto lease = peer_.store->Attend(peer_.store->Describe(sequence)->cache, layer, {&entry, 1});
     EXPECT_TRUE(lease.ok()) << lease.status();
     return *std::move(lease);
   }
@@ -34,9 +34,9 @@ class StreamTest : public PageStoreTest {
   void ShowAtPeer(const std::string& codec, int lag, int tokens) {
     cache_ = test().Open(MakeConfig(codec, lag));
     a_ = Filled(cache_, text_, tokens);
-    out_ = *store().Export(a_);
+    out_ = *store().exports().Whole(a_);
     test().executor.FinishAll();
-    auto in = peer_.store->Import(out_->first());
+    auto in = peer_.store->imports().Import(out_->first());
     ASSERT_TRUE(in.ok()) << in.status();
     in_ = *std::move(in);
     waiting_ = out_->TakeReady();
@@ -51,7 +51,7 @@ class StreamTest : public PageStoreTest {
     ASSERT_TRUE(shown.ok()) << shown.status();
     b_ = *shown;
     peer_.executor.FinishAll();
-    peer_.store->CheckInvariants();
+    peer_.store->report().CheckInvariants();
   }
   void DeliverLayer(int layer) {
     for (const ExportedPage& page : waiting_) {
@@ -74,7 +74,7 @@ TEST_F(StreamTest, PagesAreOfferedAsLayersAreAppendedAndEncoded) {
   const CacheId cache = test().Open(MakeConfig("fake", 1));
   const int tokens = 5 * kPage + 3;
   const SequenceId a = Create(cache);
-  auto out = *store().Export(a, tokens);
+  auto out = *store().exports().Growing(a, tokens);
   EXPECT_EQ(out->first().tokens, static_cast<uint64_t>(tokens));
   EXPECT_EQ(out->first().blocks.size(), 5u);
   EXPECT_EQ(out->first().aged, (std::vector<uint32_t>{4, 4}));
@@ -89,7 +89,7 @@ TEST_F(StreamTest, PagesAreOfferedAsLayersAreAppendedAndEncoded) {
   EXPECT_EQ(told, 1);
   std::vector<ExportedPage> ready = out->TakeReady();
   ASSERT_EQ(ready.size(), 2u);
-  const auto codec = store().codec(cache);
+  const auto codec = store().caches().codec(cache);
   for (const ExportedPage& page : ready) {
     const HandOffPage& named = out->first().pages[page.page];
     EXPECT_EQ(named.layer, 0u);
@@ -110,7 +110,7 @@ TEST_F(StreamTest, PagesAreOfferedAsLayersAreAppendedAndEncoded) {
   ASSERT_TRUE(test().Append(cache, a, text_, 0, tokens, 1).ok());
   EXPECT_EQ(test().Append(cache, a, text_, tokens, 1, 0).code(), kPrecondition);
   EXPECT_EQ(store().Crop(a, tokens - 1).code(), kPrecondition);
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   // Finish waits for what is still to be encoded.
   ASSERT_TRUE(out->Finish().ok());
   EXPECT_EQ(out->Finish().code(), kPrecondition);
@@ -128,7 +128,7 @@ TEST_F(StreamTest, PagesAreOfferedAsLayersAreAppendedAndEncoded) {
     const auto raw = MakeRawPage(codec->layout(), text_, page.block, page.block == 5 ? 3 : kPage, page.layer);
     EXPECT_TRUE(std::equal(raw.begin(), raw.end(), out->last_pages()[i].bytes.begin()));
   }
-  store().CheckInvariants();
+  store().report().CheckInvariants();
 }
 
 // What the codec keeps raw whatever is in it is sent like an encoded page, not withdrawn and sent at the end.
@@ -137,7 +137,7 @@ TEST_F(StreamTest, SinksAreSentAsSoonAsTheyAreFull) {
   const CacheId cache = test().Open(config);
   const int tokens = 5 * kPage + 3;
   const SequenceId a = Create(cache);
-  auto out = *store().Export(a, tokens);
+  auto out = *store().exports().Growing(a, tokens);
   ASSERT_EQ(out->first().pages.size(), 8u);
   for (const HandOffPage& page : out->first().pages) {
     EXPECT_EQ(page.bytes == config.layout.raw_bytes(), page.block < 2) << page.block;  // two pages of sinks
@@ -162,19 +162,20 @@ TEST_F(StreamTest, SinksAreSentAsSoonAsTheyAreFull) {
   TestStore there{16 << 20};
   for (const size_t page : {0, 2}) {  // a sink that claims to be encoded, an encoded page that claims to be raw
     HandOffHeader lies = out->first();
-    lies.pages[page].bytes = page == 0 ? store().codec(cache)->info().encoded_bytes : config.layout.raw_bytes();
-    EXPECT_EQ(there.store->Import(lies).status().code(), absl::StatusCode::kInvalidArgument);
+    lies.pages[page].bytes =
+        page == 0 ? store().caches().codec(cache)->info().encoded_bytes : config.layout.raw_bytes();
+    EXPECT_EQ(there.store->imports().Import(lies).status().code(), absl::StatusCode::kInvalidArgument);
     EXPECT_EQ(there.pool->used_bytes(), 0u);
   }
-  auto in = *there.store->Import(out->first());
-  there.store->CheckInvariants();
+  auto in = *there.store->imports().Import(out->first());
+  there.store->report().CheckInvariants();
   std::vector<uint8_t> infinite(early[0].bytes.begin(), early[0].bytes.end());
   infinite[0] = 0x00, infinite[1] = 0x7c;
   ASSERT_EQ(out->first().pages[early[0].page].block, 0u);
   std::copy(infinite.begin(), infinite.end(), in->target(early[0].page).begin());
   EXPECT_EQ(in->Validate(early[0].page).status().code(), absl::StatusCode::kInvalidArgument);
   for (const ExportedPage& page : early) ASSERT_TRUE(testing::Deliver(*in, page).ok());
-  there.store->CheckInvariants();
+  there.store->report().CheckInvariants();
   EXPECT_EQ(there.executor.jobs(), 0u);
   EXPECT_EQ(there.store_metrics.sink_pages.Value(), 4);
 
@@ -194,9 +195,9 @@ TEST_F(StreamTest, SinksAreSentAsSoonAsTheyAreFull) {
   const auto received = testing::Receive(*in, *out->last(), rest);
   ASSERT_TRUE(received.ok()) << received.status();
   there.executor.FinishAll();
-  there.store->CheckInvariants();
+  there.store->report().CheckInvariants();
   const AttendEntry entry{*received, tokens - 1, 1};
-  const auto lease = *there.store->Attend(there.store->DescribeSequence(*received)->cache, 1, {&entry, 1});
+  const auto lease = *there.store->Attend(there.store->Describe(*received)->cache, 1, {&entry, 1});
   ASSERT_TRUE(lease->ready() && lease->status().ok());
   for (uint32_t i = 0; i < 2; ++i) {
     ASSERT_TRUE(lease->pages(0)[i].raw != nullptr && lease->pages(0)[i].encoded == nullptr) << i;
@@ -208,27 +209,27 @@ TEST_F(StreamTest, SinksAreSentAsSoonAsTheyAreFull) {
 TEST_F(StreamTest, BoundsOfTheTokensAreNamed) {
   const CacheId cache = test().Open(MakeConfig("fake", 1));
   const SequenceId a = Filled(cache, text_, 20);
-  EXPECT_EQ(store().Export(a, 19).status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(store().Export(a, UINT64_MAX).status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(store().Export(99, 20).status().code(), absl::StatusCode::kNotFound);
-  auto out = *store().Export(a, 21);
+  EXPECT_EQ(store().exports().Growing(a, 19).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(store().exports().Growing(a, UINT64_MAX).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(store().exports().Growing(99, 20).status().code(), absl::StatusCode::kNotFound);
+  auto out = *store().exports().Growing(a, 21);
   store().Drop(a);
   EXPECT_EQ(out->Finish().code(), absl::StatusCode::kNotFound);
-  store().CheckInvariants();
+  store().report().CheckInvariants();
 }
 
 // A hand-off under way does not keep raw forms that nobody reads.
 TEST_F(StreamTest, PinnedPagesGiveUpTheirRawForm) {
   const CacheId cache = test().Open(MakeConfig("fake", 0));
   const SequenceId a = Create(cache);
-  auto out = *store().Export(a, 6 * kPage + 1);
+  auto out = *store().exports().Growing(a, 6 * kPage + 1);
   uint64_t used = 0;
   for (int page = 0; page < 6; ++page) {
     ASSERT_TRUE(test().AppendAll(cache, a, text_, page * kPage, kPage).ok());
     test().executor.FinishAll();
   }
   ASSERT_TRUE(test().AppendAll(cache, a, text_, 6 * kPage, 1).ok());
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   used = test().pool->used_bytes();
   out = nullptr;
   EXPECT_EQ(test().pool->used_bytes(), used);
@@ -241,7 +242,7 @@ TEST_F(StreamTest, TheSequenceMayGoWhileItIsSent) {
   test().executor.FinishAll();
   ASSERT_TRUE(store().Publish(a, Names(cache, text_, 4)).ok());
   const SequenceId b = Create(cache);
-  auto out = *store().Export(b, 4 * kPage + 1);
+  auto out = *store().exports().Growing(b, 4 * kPage + 1);
   ASSERT_TRUE(test().AppendAll(cache, b, text_, 0, 4 * kPage).ok());
   ASSERT_TRUE(test().AppendAll(cache, b, text_, 4 * kPage, 1).ok());
   EXPECT_EQ(store().Publish(b, Names(cache, text_, 4))->shared, 4);
@@ -249,10 +250,10 @@ TEST_F(StreamTest, TheSequenceMayGoWhileItIsSent) {
   store().Drop(b);
   EXPECT_EQ(out->last(), nullptr);
   test().executor.FinishAll();
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   ASSERT_NE(out->last(), nullptr);
   for (const HandOffBlock& block : out->last()->blocks) EXPECT_TRUE(block.named);
-  const auto codec = store().codec(cache);
+  const auto codec = store().caches().codec(cache);
   for (const testing::SentPage& sent : testing::TakeAll(*out)) {
     const int tokens = sent.page.block == 4 ? 1 : kPage;
     auto expected = MakeRawPage(codec->layout(), text_, sent.page.block, tokens, sent.page.layer);
@@ -262,14 +263,14 @@ TEST_F(StreamTest, TheSequenceMayGoWhileItIsSent) {
     EXPECT_EQ(sent.bytes.checksum, testing::Checksum(expected));
   }
   out = nullptr;
-  store().CheckInvariants();
+  store().report().CheckInvariants();
 }
 
 TEST_F(StreamTest, ALayerIsReadWhileTheNextArrives) {
   const int tokens = 5 * kPage + 3;
   ShowAtPeer("fake", 1, tokens);
-  EXPECT_TRUE(peer_.store->DescribeSequence(b_)->arriving);
-  const CacheId cache = peer_.store->DescribeSequence(b_)->cache;
+  EXPECT_TRUE(peer_.store->Describe(b_)->arriving);
+  const CacheId cache = peer_.store->Describe(b_)->cache;
   // It decodes: appends at once, attends when the layer is there.
   ASSERT_TRUE(peer_.AppendAll(cache, b_, text_, tokens, 1).ok());
   auto first = AttendPeer(b_, 0, tokens), second = AttendPeer(b_, 1, tokens);
@@ -287,7 +288,7 @@ TEST_F(StreamTest, ALayerIsReadWhileTheNextArrives) {
   ASSERT_TRUE(read->ready() && read->status().ok());
   EXPECT_EQ(read->pages(0)[1].encoded, first->pages(0)[1].encoded);
   read = nullptr;
-  const auto codec = peer_.store->codec(cache);
+  const auto codec = peer_.store->caches().codec(cache);
   for (uint32_t i = 0; i < 4; ++i) {
     const auto raw = MakeRawPage(codec->layout(), text_, i, kPage, 0);
     const auto encoded = MakeEncodedPage(*codec, raw, i, 0);
@@ -299,16 +300,16 @@ TEST_F(StreamTest, ALayerIsReadWhileTheNextArrives) {
   EXPECT_EQ(peer_.store->Fork(b_).status().code(), kPrecondition);
   EXPECT_EQ(peer_.store->Crop(b_, tokens).code(), kPrecondition);
   EXPECT_EQ(peer_.store->Publish(b_, Names(cache_, text_, 1)).status().code(), kPrecondition);
-  EXPECT_EQ(peer_.store->Export(b_).status().code(), kPrecondition);
+  EXPECT_EQ(peer_.store->exports().Whole(b_).status().code(), kPrecondition);
   EXPECT_EQ(peer_.store->Copy(b_, 0).status().code(), kPrecondition);
   EXPECT_EQ(in_->Commit().code(), kPrecondition);
   DeliverLayer(1);
   EXPECT_TRUE(second->ready());
   ASSERT_TRUE(in_->complete());
   ASSERT_TRUE(in_->Commit().ok());
-  EXPECT_FALSE(peer_.store->DescribeSequence(b_)->arriving);
+  EXPECT_FALSE(peer_.store->Describe(b_)->arriving);
   in_ = nullptr;
-  peer_.store->CheckInvariants();
+  peer_.store->report().CheckInvariants();
   EXPECT_TRUE(peer_.store->Fork(b_).ok());
   EXPECT_TRUE(peer_.store->Publish(b_, Names(cache_, text_, 5)).ok());
 }
@@ -316,7 +317,7 @@ TEST_F(StreamTest, ALayerIsReadWhileTheNextArrives) {
 TEST_F(StreamTest, ABrokenSequenceSaysWhyAndLeavesNothing) {
   for (const bool says : {true, false}) {
     ShowAtPeer("fake", 1, 5 * kPage + 3);
-    const CacheId cache = peer_.store->DescribeSequence(b_)->cache;
+    const CacheId cache = peer_.store->Describe(b_)->cache;
     DeliverLayer(0);
     auto whole = AttendPeer(b_, 0, 5 * kPage), waits = AttendPeer(b_, 1, 5 * kPage);
     ASSERT_TRUE(whole->ready() && !waits->ready());
@@ -329,7 +330,7 @@ TEST_F(StreamTest, ABrokenSequenceSaysWhyAndLeavesNothing) {
     EXPECT_EQ(waits->status().code(), absl::StatusCode::kUnavailable);
     const bool said = waits->status().message().find("the peer was not heard") != absl::string_view::npos;
     EXPECT_EQ(said, says);
-    peer_.store->CheckInvariants();
+    peer_.store->report().CheckInvariants();
     const auto broken = absl::StatusCode::kUnavailable;
     EXPECT_EQ(peer_.AppendAll(cache, b_, text_, 5 * kPage + 3, 1).code(), broken);
     const AttendEntry entry{b_, 0, 1};
@@ -337,13 +338,13 @@ TEST_F(StreamTest, ABrokenSequenceSaysWhyAndLeavesNothing) {
     EXPECT_EQ(peer_.store->Fork(b_).status().code(), broken);
     EXPECT_EQ(peer_.store->Crop(b_, 1).code(), broken);
     EXPECT_EQ(peer_.store->Publish(b_, {}).status().code(), broken);
-    EXPECT_EQ(peer_.store->Export(b_).status().code(), broken);
-    EXPECT_TRUE(peer_.store->DescribeSequence(b_).ok());
+    EXPECT_EQ(peer_.store->exports().Whole(b_).status().code(), broken);
+    EXPECT_TRUE(peer_.store->Describe(b_).ok());
     peer_.store->Drop(b_);
-    peer_.store->CheckInvariants();
+    peer_.store->report().CheckInvariants();
     whole = nullptr;
     waits = nullptr;
-    peer_.store->CheckInvariants();
+    peer_.store->report().CheckInvariants();
     EXPECT_EQ(peer_.pool->used_bytes(), 0u);
     out_ = nullptr;
     store().Drop(a_);
@@ -353,21 +354,21 @@ TEST_F(StreamTest, ABrokenSequenceSaysWhyAndLeavesNothing) {
 // Who waits in one batch for a page that will not come, and for one that is still to be encoded.
 TEST_F(StreamTest, ABatchWaitsForItsOtherPages) {
   ShowAtPeer("fake", 0, 3 * kPage + 1);
-  const CacheId cache = peer_.store->DescribeSequence(b_)->cache;
-  const auto other = peer_.store->CreateSequence(cache, {});
+  const CacheId cache = peer_.store->Describe(b_)->cache;
+  const auto other = peer_.store->Create(cache, {});
   ASSERT_TRUE(peer_.AppendAll(cache, other->sequence, text_, 0, 2 * kPage).ok());
   const AttendEntry entries[] = {{b_, 3 * kPage, 1}, {other->sequence, 2 * kPage - 1, 1}};
   auto lease = *peer_.store->Attend(cache, 0, entries);
   in_ = nullptr;
   peer_.store->Drop(b_);
-  peer_.store->CheckInvariants();
+  peer_.store->report().CheckInvariants();
   EXPECT_FALSE(lease->ready());
   peer_.executor.FinishAll();
   ASSERT_TRUE(lease->ready());
   EXPECT_EQ(lease->status().code(), absl::StatusCode::kUnavailable);
   lease = nullptr;
   peer_.store->Drop(other->sequence);
-  peer_.store->CheckInvariants();
+  peer_.store->report().CheckInvariants();
   EXPECT_EQ(peer_.pool->used_bytes(), 0u);
 }
 
@@ -375,16 +376,16 @@ TEST_F(StreamTest, ASequenceThatIsDroppedWhileItArrives) {
   ShowAtPeer("fake", 1, 5 * kPage + 3);
   auto waits = AttendPeer(b_, 1, 5 * kPage);
   peer_.store->Drop(b_);
-  peer_.store->CheckInvariants();
+  peer_.store->report().CheckInvariants();
   DeliverLayer(1);
   ASSERT_TRUE(waits->ready() && waits->status().ok());
   waits = nullptr;
-  peer_.store->CheckInvariants();
+  peer_.store->report().CheckInvariants();
   DeliverLayer(0);
   ASSERT_TRUE(in_->complete());
   EXPECT_TRUE(in_->Commit().ok());
   in_ = nullptr;
-  peer_.store->CheckInvariants();
+  peer_.store->report().CheckInvariants();
   EXPECT_EQ(peer_.pool->used_bytes(), 0u);
 }
 

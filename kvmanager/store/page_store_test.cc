@@ -32,7 +32,7 @@ TEST_F(PageStoreTest, OpenCacheFindsEqualOnesAndRefusesBadOnes) {
   const auto refused = [&](auto change, absl::string_view field) {
     CacheConfig config = MakeConfig("fake", 1);
     change(config);
-    const absl::Status status = store().OpenCache(config).status();
+    const absl::Status status = store().caches().Open(config).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
     EXPECT_EQ(DetailOf(status).field, field) << status;
   };
@@ -51,13 +51,13 @@ TEST_F(PageStoreTest, OpenCacheFindsEqualOnesAndRefusesBadOnes) {
   refused([](CacheConfig& c) { c.tensor_parallel_rank = 1; }, "tensor_parallel_rank");
   refused([](CacheConfig& c) { c.calibration_digest = "xyz"; }, "calibration_digest");
   CacheConfig unknown = MakeConfig("nonsense", 1);
-  EXPECT_EQ(store().OpenCache(unknown).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(store().caches().Open(unknown).status().code(), absl::StatusCode::kInvalidArgument);
   CacheConfig huge = MakeConfig("fake", 1);
   huge.layout.kv_heads = huge.query_heads = 128;
   huge.layout.head_dim = 256;
   huge.layout.page_tokens = 64;
-  EXPECT_EQ(store().OpenCache(huge).status().code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(store().Caches().size(), 3u);
+  EXPECT_EQ(store().caches().Open(huge).status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(store().caches().List().size(), 3u);
 }
 
 TEST_F(PageStoreTest, DigestKnowsEveryField) {
@@ -100,7 +100,7 @@ TEST_F(PageStoreTest, AppendRefusesAndChangesNothing) {
     EXPECT_EQ(status.code(), code) << status;
     EXPECT_EQ(DetailOf(status).field, field) << status;
     EXPECT_EQ(test().pool->used_bytes(), used);
-    store().CheckInvariants();
+    store().report().CheckInvariants();
     const auto lease = Attend(cache, b, 4, 1);
     EXPECT_TRUE(RawPrefixEquals(config.layout, lease->pages(0)[0].raw, MakeRawPage(config.layout, text, 0, 5, 0), 5));
   };
@@ -231,7 +231,7 @@ TEST_F(PageStoreTest, PrefixHitsShareBytesAndAreAged) {
   ASSERT_TRUE(published.ok());
   EXPECT_EQ(published->published, 8);
   // Found before its encoding has ended; attention waits.
-  const auto b = store().CreateSequence(cache, names);
+  const auto b = store().Create(cache, names);
   ASSERT_TRUE(b.ok());
   EXPECT_EQ(b->match.hit_blocks, 8);
   EXPECT_EQ(b->match.reason, MissReason::kNone);
@@ -246,10 +246,11 @@ TEST_F(PageStoreTest, PrefixHitsShareBytesAndAreAged) {
   }
   lease = nullptr;
   EXPECT_EQ(test().pool->used_bytes(), used);
-  EXPECT_EQ(store().DescribeSequence(b->sequence)->tokens, 8u * kPage);
-  EXPECT_EQ(store().DescribeSequence(b->sequence)->published_blocks, 8);
+  EXPECT_EQ(store().Describe(b->sequence)->tokens, 8u * kPage);
+  EXPECT_EQ(store().Describe(b->sequence)->published_blocks, 8);
   store().Drop(a);
-  EXPECT_EQ(test().pool->used_bytes(), 2u * 8 * PagePool::RoundedSlotBytes(store().codec(cache)->info().encoded_bytes));
+  EXPECT_EQ(test().pool->used_bytes(),
+            2u * 8 * PagePool::RoundedSlotBytes(store().caches().codec(cache)->info().encoded_bytes));
   EXPECT_EQ(Gauge("kvmanager_page_bytes{codec=\"fake\",form=\"encoded\",state=\"resident\",tier=\"host\"}"),
             static_cast<double>(test().pool->used_bytes()));
 }
@@ -262,7 +263,7 @@ TEST_F(PageStoreTest, MissesHaveReasons) {
   const SequenceId a = Filled(cache, text, 4 * kPage);
   const auto names = Names(cache, text, 4);
   ASSERT_TRUE(store().Publish(a, absl::MakeConstSpan(names).first(3)).ok());
-  const auto match = [&](CacheId in, std::vector<BlockName> with) { return *store().Match(in, with); };
+  const auto match = [&](CacheId in, std::vector<BlockName> with) { return *store().caches().Match(in, with); };
   EXPECT_EQ(match(cache, names).hit_blocks, 3);
   EXPECT_EQ(match(cache, names).reason, MissReason::kNotFound);
   EXPECT_EQ(match(other, names).hit_blocks, 0);
@@ -272,9 +273,9 @@ TEST_F(PageStoreTest, MissesHaveReasons) {
   EXPECT_EQ(match(cache, wrong).reason, MissReason::kTokenMismatch);
   // A block is found at its own place alone.
   EXPECT_EQ(match(cache, {names[1]}).hit_blocks, 0);
-  EXPECT_EQ(store().Match(cache, std::vector<BlockName>(PageStore::kNamesMax + 1)).status().code(),
+  EXPECT_EQ(store().caches().Match(cache, std::vector<BlockName>(CacheDirectory::kNamesMax + 1)).status().code(),
             absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(store().Match(99, names).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(store().caches().Match(99, names).status().code(), absl::StatusCode::kNotFound);
 }
 
 TEST_F(PageStoreTest, ChangedBytesAreACountedMissAndNeverFoundAgain) {
@@ -285,23 +286,23 @@ TEST_F(PageStoreTest, ChangedBytesAreACountedMissAndNeverFoundAgain) {
     const SequenceId a = Filled(cache, text, 3 * kPage);
     const auto names = Names(cache, text, 3);
     ASSERT_TRUE(store().Publish(a, names).ok());
-    ASSERT_EQ(store().CreateSequence(cache, names)->match.hit_blocks, 3);
-    const SequenceId reader = store().CreateSequence(cache, names)->sequence;
+    ASSERT_EQ(store().Create(cache, names)->match.hit_blocks, 3);
+    const SequenceId reader = store().Create(cache, names)->sequence;
     const auto lease = Attend(cache, reader, 3 * kPage - 1, 1, 1);
     const_cast<uint8_t*>(lease->pages(0)[1].encoded)[77] ^= 4;
     const double failures = test().store_metrics.checksum_failures.Value();
-    const auto match = store().Match(cache, names);
+    const auto match = store().caches().Match(cache, names);
     EXPECT_EQ(match->hit_blocks, 1);
     EXPECT_EQ(match->reason, MissReason::kChecksum);
     EXPECT_EQ(test().store_metrics.checksum_failures.Value(), failures + 1);
-    EXPECT_EQ(store().Match(cache, names)->reason, MissReason::kNotFound);
+    EXPECT_EQ(store().caches().Match(cache, names)->reason, MissReason::kNotFound);
     // Its holder's publish does not bring it back; a good copy takes the name, and replaces it.
     EXPECT_EQ(store().Publish(a, names)->published, 0);
     const SequenceId good = Filled(cache, text, 3 * kPage);
     EXPECT_EQ(store().Publish(good, names)->published, 1);
-    EXPECT_EQ(store().Match(cache, names)->hit_blocks, 3);
+    EXPECT_EQ(store().caches().Match(cache, names)->hit_blocks, 3);
     EXPECT_EQ(store().Publish(reader, names)->shared, 1);
-    store().CheckInvariants();
+    store().report().CheckInvariants();
   }
 }
 
@@ -357,7 +358,7 @@ TEST_F(PageStoreTest, ForkThenDiverge) {
           EXPECT_TRUE(RawPrefixEquals(config.layout, page.raw, raw, tokens));
         }
         if (page.encoded != nullptr) {
-          const auto encoded = MakeEncodedPage(*store().codec(cache), raw, i, layer);
+          const auto encoded = MakeEncodedPage(*store().caches().codec(cache), raw, i, layer);
           EXPECT_EQ(std::memcmp(page.encoded, encoded.data(), encoded.size()), 0);
         }
       }
@@ -372,7 +373,7 @@ TEST_F(PageStoreTest, ForkNeedsEqualLayers) {
   const SequenceId a = Filled(cache, text, 5);
   ASSERT_TRUE(test().Append(cache, a, text, 5, 1, 0).ok());
   EXPECT_EQ(store().Fork(a).status().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(store().Export(a).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(store().exports().Whole(a).status().code(), absl::StatusCode::kFailedPrecondition);
   ASSERT_TRUE(store().Crop(a, 5).ok());
   EXPECT_TRUE(store().Fork(a).ok());
 }
@@ -388,7 +389,7 @@ TEST_F(PageStoreTest, CropNamesTheBoundaryAndSparesReaders) {
   const absl::Status inside = store().Crop(a, 2 * kPage + 3);
   EXPECT_EQ(inside.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_NE(inside.message().find("32"), absl::string_view::npos) << inside;
-  EXPECT_EQ(store().DescribeSequence(a)->tokens, 4u * kPage + 10);
+  EXPECT_EQ(store().Describe(a)->tokens, 4u * kPage + 10);
   test().executor.FinishAll();
   const auto lease = Attend(cache, a, 4 * kPage + 9, 1);
   const uint8_t* open = lease->pages(0)[4].raw;
@@ -408,7 +409,7 @@ TEST_F(PageStoreTest, CropNamesTheBoundaryAndSparesReaders) {
   const auto now = Attend(cache, a, 3 * kPage + 3, 1);
   EXPECT_TRUE(RawPrefixEquals(config.layout, now->pages(0)[3].raw, MakeRawPage(config.layout, other, 3, 4, 0), 4));
   ASSERT_TRUE(store().Crop(a, 0).ok());
-  EXPECT_EQ(store().DescribeSequence(a)->tokens, 0u);
+  EXPECT_EQ(store().Describe(a)->tokens, 0u);
 }
 
 // How tokens were cut into appends shows neither in what a crop refuses nor in what is read after it.
@@ -425,7 +426,7 @@ TEST_F(PageStoreTest, ChunksDoNotShowAfterACrop) {
       const absl::Status status = store().Crop(chunked, to);
       EXPECT_EQ(store().Crop(single, to), status) << to;
       EXPECT_EQ(status.ok(), to % kPage == 0 || to >= (tokens - 1) / kPage * kPage - 2 * kPage) << to << status;
-      store().CheckInvariants();
+      store().report().CheckInvariants();
       // A crop to the end takes nothing away and changes nothing.
       if (!status.ok() || to == tokens || to == 0) continue;
       for (const int at : {to - 1, std::min(to - 1, to / 2 / kPage * kPage + kPage - 1)}) {
@@ -458,20 +459,21 @@ TEST_F(PageStoreTest, DroppedPagesOfALeaseAreQuarantined) {
   auto lease = Attend(cache, a, 2 * kPage + 2, 1);
   EXPECT_FALSE(lease->ready());
   store().Drop(a);
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   EXPECT_GT(Gauge("kvmanager_pages{codec=\"fake\",state=\"quarantined\",tier=\"host\"}"), 0);
   // The cache cannot close under it, and the job's result still reaches it.
-  EXPECT_EQ(*store().Purge(cache), 0u);
-  EXPECT_EQ(store().Caches().size(), 1u);
+  EXPECT_EQ(*store().caches().Purge(cache), 0u);
+  EXPECT_EQ(store().caches().List().size(), 1u);
   test().executor.FinishAll();
   ASSERT_TRUE(lease->ready());
-  const auto encoded = MakeEncodedPage(*store().codec(cache), MakeRawPage(config.layout, text, 1, kPage, 0), 1, 0);
+  const auto encoded =
+      MakeEncodedPage(*store().caches().codec(cache), MakeRawPage(config.layout, text, 1, kPage, 0), 1, 0);
   EXPECT_EQ(std::memcmp(lease->pages(0)[1].encoded, encoded.data(), encoded.size()), 0);
   EXPECT_GT(test().pool->used_bytes(), 0u);
   lease = nullptr;
   EXPECT_EQ(test().pool->used_bytes(), 0u);
-  EXPECT_EQ(*store().Purge(cache), 0u);
-  EXPECT_TRUE(store().Caches().empty());
+  EXPECT_EQ(*store().caches().Purge(cache), 0u);
+  EXPECT_TRUE(store().caches().List().empty());
 }
 
 TEST_F(PageStoreTest, DropWhileEncodingFreesAtCompletion) {
@@ -479,7 +481,7 @@ TEST_F(PageStoreTest, DropWhileEncodingFreesAtCompletion) {
   const SequenceId a = Filled(cache, MakeText(2 * kPage), 2 * kPage);
   store().Drop(a);
   EXPECT_GT(test().pool->used_bytes(), 0u);
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   test().executor.FinishAll();
   EXPECT_EQ(test().pool->used_bytes(), 0u);
 }
@@ -495,23 +497,23 @@ TEST_F(PageStoreTest, EvictsLeavesFirstThenRefusesNamingHolders) {
   const auto names = Names(cache, text, 20);
   ASSERT_TRUE(store().Publish(a, names).ok());
   store().Drop(a);
-  EXPECT_EQ(store().Match(cache, names)->hit_blocks, 20);
+  EXPECT_EQ(store().caches().Match(cache, names)->hit_blocks, 20);
   const SequenceId b = Filled(cache, other, 20 * kPage);
   EXPECT_EQ(test().store_metrics.evicted_blocks.Value(), 8);
-  EXPECT_EQ(store().Match(cache, names)->hit_blocks, 12);
+  EXPECT_EQ(store().caches().Match(cache, names)->hit_blocks, 12);
   // What can never fit evicts nothing.
   const absl::Status refused = test().Append(cache, b, MakeText(100 * kPage, 5), 20 * kPage, 60 * kPage, 0);
   EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(store().Match(cache, names)->hit_blocks, 12);
+  EXPECT_EQ(store().caches().Match(cache, names)->hit_blocks, 12);
   EXPECT_NE(refused.message().find("host-pool-bytes"), absl::string_view::npos) << refused;
   EXPECT_NE(refused.message().find(absl::StrCat("sequence ", b)), absl::string_view::npos) << refused;
   EXPECT_NE(refused.message().find("published blocks of cache"), absl::string_view::npos) << refused;
   // Pinned blocks stay.
-  const auto reader = store().CreateSequence(cache, absl::MakeConstSpan(names).first(10));
+  const auto reader = store().Create(cache, absl::MakeConstSpan(names).first(10));
   ASSERT_EQ(reader->match.hit_blocks, 10);
   ASSERT_TRUE(test().AppendAll(cache, b, other, 20 * kPage, 2 * kPage).ok());
   EXPECT_EQ(test().AppendAll(cache, b, other, 22 * kPage, kPage).code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(store().Match(cache, names)->hit_blocks, 10);
+  EXPECT_EQ(store().caches().Match(cache, names)->hit_blocks, 10);
 }
 
 // Tenant a holds one page in each of the pool's 8 slabs; evicting its published blocks frees no slab.
@@ -537,7 +539,7 @@ TEST_F(PageStoreTest, ARefusedAppendEvictsNothing) {
   const absl::Status refused = test().AppendAll(b, other, MakeText(1), 0, 1);
   EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(test().store_metrics.evicted_blocks.Value(), 0);
-  EXPECT_EQ(store().DescribeCache(a)->published_blocks, static_cast<uint64_t>(published));
+  EXPECT_EQ(store().caches().Describe(a)->published_blocks, static_cast<uint64_t>(published));
   EXPECT_NE(refused.message().find("0 of them free"), absl::string_view::npos) << refused;
   EXPECT_NE(refused.message().find("1 slots of 32768"), absl::string_view::npos) << refused;
   // Tenant a itself finds room by evicting one block, and as many as it needs.
@@ -549,7 +551,7 @@ TEST_F(PageStoreTest, ARefusedAppendEvictsNothing) {
   const double evicted = test().store_metrics.evicted_blocks.Value();
   EXPECT_GE(evicted, pages_per_slab - 1);
   EXPECT_LE(evicted, 4 * pages_per_slab);
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   ASSERT_TRUE(test().AppendAll(b, other, MakeText(pages_per_slab * kPage), 1, pages_per_slab * kPage - 1).ok());
   EXPECT_EQ(test().store_metrics.evicted_blocks.Value(), evicted);
   EXPECT_EQ(test().AppendAll(b, other, MakeText(pages_per_slab * kPage + 1), pages_per_slab * kPage, 1).code(),
@@ -561,7 +563,7 @@ TEST_F(PageStoreTest, AFullTableClosesTheLeastRecentlyOpenedUnusedCache) {
   const auto open = [&](int number) {
     CacheConfig config = MakeConfig("raw", 0, "a", 1);
     config.model = absl::StrCat("model ", number);
-    return store().OpenCache(config);
+    return store().caches().Open(config);
   };
   const Text text = MakeText(kPage);
   const CacheId with_block = *open(0), with_sequence = *open(1), with_lease = *open(2), oldest = *open(3);
@@ -571,25 +573,25 @@ TEST_F(PageStoreTest, AFullTableClosesTheLeastRecentlyOpenedUnusedCache) {
   const SequenceId leased = Filled(with_lease, text, kPage);
   auto lease = Attend(with_lease, leased, 0, 1);
   store().Drop(leased);
-  const int limit = static_cast<int>(PageStore::kCachesMax);
+  const int limit = static_cast<int>(CacheDirectory::kCachesMax);
   for (int i = 4; i < limit; ++i) ASSERT_TRUE(open(i).ok());
   EXPECT_EQ(*open(3), oldest);  // opened again: now the most recent
   ASSERT_TRUE(open(limit).ok());
-  EXPECT_EQ(store().Caches().size(), PageStore::kCachesMax);
+  EXPECT_EQ(store().caches().List().size(), CacheDirectory::kCachesMax);
   for (const CacheId cache : {with_block, with_sequence, with_lease, oldest}) {
-    EXPECT_TRUE(store().DescribeCache(cache).ok());
+    EXPECT_TRUE(store().caches().Describe(cache).ok());
   }
-  EXPECT_EQ(store().DescribeCache(oldest + 1).status().code(), absl::StatusCode::kNotFound);
-  EXPECT_TRUE(store().DescribeCache(oldest + 2).ok());
-  store().CheckInvariants();
+  EXPECT_EQ(store().caches().Describe(oldest + 1).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_TRUE(store().caches().Describe(oldest + 2).ok());
+  store().report().CheckInvariants();
   // What is in use stays, and is refused room only when all is in use.
-  for (const CacheInfo& cache : store().Caches()) {
+  for (const CacheInfo& cache : store().caches().List()) {
     if (cache.sequences == 0 && cache.cache != with_block && cache.cache != with_lease) Create(cache.cache);
   }
   EXPECT_EQ(open(-1).status().code(), absl::StatusCode::kResourceExhausted);
   lease = nullptr;
   EXPECT_TRUE(open(-1).ok());
-  EXPECT_FALSE(store().DescribeCache(with_lease).ok());
+  EXPECT_FALSE(store().caches().Describe(with_lease).ok());
   store().Drop(kept);
 }
 
@@ -607,7 +609,7 @@ TEST_F(PageStoreTest, DeferredPublishKeepsLeavesFirst) {
   EXPECT_EQ(store().Publish(b, names)->deferred, 4);
   Filled(cache, MakeText(26 * kPage, 5), 26 * kPage);
   EXPECT_EQ(test().store_metrics.evicted_blocks.Value(), 2);
-  EXPECT_EQ(store().Match(cache, names)->hit_blocks, 2);
+  EXPECT_EQ(store().caches().Match(cache, names)->hit_blocks, 2);
 }
 
 TEST_F(PageStoreTest, PagesUnderAttendLeasesAreBounded) {
@@ -616,11 +618,11 @@ TEST_F(PageStoreTest, PagesUnderAttendLeasesAreBounded) {
   config.layout.head_dim = 16;
   const CacheId cache = test().Open(config);
   const SequenceId a = Create(cache);
-  constexpr int kTokens = static_cast<int>(PageStore::kAttendPagesMax / PageStore::kEntriesMax + 1) * kPage;
+  constexpr int kTokens = static_cast<int>(kLeasePagesMax / kStepEntriesMax + 1) * kPage;
   const std::vector<uint8_t> zeros(kTokens * 32);
   const AppendEntry append{a, 0, kTokens, zeros.data(), zeros.data()};
   ASSERT_TRUE(store().Append(cache, 0, {&append, 1}).ok());
-  const std::vector<AttendEntry> entries(PageStore::kEntriesMax, {a, kTokens - 1, 1});
+  const std::vector<AttendEntry> entries(kStepEntriesMax, {a, kTokens - 1, 1});
   EXPECT_EQ(store().Attend(cache, 0, entries).status().code(), absl::StatusCode::kResourceExhausted);
   const auto lease = Attend(cache, a, kTokens - 1, 1);
   EXPECT_EQ(lease->pages(0).size(), size_t{kTokens / kPage});
@@ -632,16 +634,16 @@ TEST_F(PageStoreTest, PurgeDropsWhatNothingPinsAndClosesEmptyCaches) {
   const SequenceId a = Filled(cache, text, 4 * kPage);
   const auto names = Names(cache, text, 4);
   ASSERT_TRUE(store().Publish(a, names).ok());
-  const SequenceId b = store().CreateSequence(cache, absl::MakeConstSpan(names).first(1))->sequence;
+  const SequenceId b = store().Create(cache, absl::MakeConstSpan(names).first(1))->sequence;
   store().Drop(a);
-  EXPECT_EQ(*store().Purge(cache), 3u);
-  EXPECT_EQ(store().Match(cache, names)->hit_blocks, 1);
+  EXPECT_EQ(*store().caches().Purge(cache), 3u);
+  EXPECT_EQ(store().caches().Match(cache, names)->hit_blocks, 1);
   store().Drop(b);
-  EXPECT_EQ(store().PurgeAll(), 1u);
-  EXPECT_TRUE(store().Caches().empty());
-  EXPECT_EQ(store().Purge(cache).status().code(), absl::StatusCode::kNotFound);
-  EXPECT_EQ(store().codec(cache), nullptr);
-  EXPECT_EQ(store().raw_attention(cache), nullptr);
+  EXPECT_EQ(store().caches().PurgeAll(), 1u);
+  EXPECT_TRUE(store().caches().List().empty());
+  EXPECT_EQ(store().caches().Purge(cache).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(store().caches().codec(cache), nullptr);
+  EXPECT_EQ(store().caches().raw_attention(cache), nullptr);
   EXPECT_NE(test().Open(MakeConfig("raw", 0)), cache);
 }
 
@@ -651,7 +653,7 @@ TEST_F(PageStoreTest, LeasesAndJobsMayEndAfterTheStore) {
   const SequenceId a = Filled(cache, text, 2 * kPage + 1);
   auto lease = Attend(cache, a, 0, 1);
   auto waiting = Attend(cache, a, 2 * kPage, 1);
-  auto hand_off = *store().Export(a);
+  auto hand_off = *store().exports().Whole(a);
   test().store = nullptr;
   test().executor.FinishAll();
   lease = nullptr;

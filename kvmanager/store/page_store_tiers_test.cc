@@ -41,7 +41,7 @@ class PageStoreTiersTest : public PageStoreTest {
   }
   // Tokens [position, position + tokens) of `text` in every layer, their bytes written and pages encoded.
   absl::Status Extend(CacheId cache, SequenceId sequence, const Text& text, uint64_t position, int tokens) {
-    const CacheConfig config = store().DescribeCache(cache)->config;
+    const CacheConfig config = store().caches().Describe(cache)->config;
     AppendEntry entry;
     entry.sequence = sequence;
     entry.position = position;
@@ -49,7 +49,7 @@ class PageStoreTiersTest : public PageStoreTest {
     KV_RETURN_IF_ERROR(store().Append(cache, {0, config.layers}, {&entry, 1}));
     for (int layer = 0; layer < config.layers; ++layer) {
       std::vector<PagePlace> places;
-      KV_RETURN_IF_ERROR(store().TakeChanges(sequence, layer, &places));
+      KV_RETURN_IF_ERROR(store().tables().TakeChanges(sequence, layer, &places));
       for (const PagePlace& place : places) {
         const uint64_t begin = uint64_t{place.page} * kPage;
         if (!place.raw.valid() || begin + kPage <= position) continue;
@@ -85,10 +85,10 @@ class PageStoreTiersTest : public PageStoreTest {
   }
   // The bytes of every page, as a hand-off would send them.
   void ExpectOnHost(SequenceId sequence, const Text& text) {
-    const auto lease = store().Export(sequence);
+    const auto lease = store().exports().Whole(sequence);
     ASSERT_TRUE(lease.ok()) << lease.status();
     const uint64_t all_tokens = (*lease)->first().tokens;
-    const auto codec = store().codec(store().DescribeSequence(sequence)->cache);
+    const auto codec = store().caches().codec(store().Describe(sequence)->cache);
     for (const testing::SentPage& sent : testing::TakeAll(**lease)) {
       const HandOffPage& page = sent.page;
       const int tokens = static_cast<int>(std::min<uint64_t>(kPage, all_tokens - uint64_t{page.block} * kPage));
@@ -104,11 +104,11 @@ class PageStoreTiersTest : public PageStoreTest {
   }
   // Every page of `sequence` that is read encoded.
   void ExpectOnDevice(SequenceId sequence, const Text& text) {
-    const CacheId cache = store().DescribeSequence(sequence)->cache;
-    const auto codec = store().codec(cache);
-    for (int layer = 0; layer < store().DescribeCache(cache)->config.layers; ++layer) {
+    const CacheId cache = store().Describe(sequence)->cache;
+    const auto codec = store().caches().codec(cache);
+    for (int layer = 0; layer < store().caches().Describe(cache)->config.layers; ++layer) {
       std::vector<PagePlace> places;
-      ASSERT_TRUE(store().TakeChanges(sequence, layer, &places).ok());
+      ASSERT_TRUE(store().tables().TakeChanges(sequence, layer, &places).ok());
       for (const PagePlace& place : places) {
         const auto raw = MakeRawPage(codec->layout(), text, place.page, kPage, layer);
         const auto expected = testing::MakeEncodedPage(*codec, raw, place.page, layer);
@@ -125,7 +125,7 @@ class PageStoreTiersTest : public PageStoreTest {
     const Text text = MakeText(tokens, 99);
     for (int position = 0; position < tokens; position += kPage) {
       absl::Status status = Extend(cache, other, text, position, kPage);
-      for (int i = 0; i < 200 && !status.ok() && store().AwaitsRelease(TestDevice::kOrdinal); ++i) {
+      for (int i = 0; i < 200 && !status.ok() && store().tables().AwaitsRelease(TestDevice::kOrdinal); ++i) {
         Land();
         status = Extend(cache, other, text, position, kPage);
       }
@@ -144,13 +144,13 @@ TEST_F(PageStoreTiersTest, WhatIsEvictedComesBack) {
   Publish(cache, text, 40);
   Crowd(cache, kPoolPages * kPage);
   EXPECT_GE(Demoted(), 40u);
-  EXPECT_EQ(store().CreateSequence(cache, Names(cache, text, 40))->match.hit_blocks, 0);
-  EXPECT_EQ(store().Match(cache, Names(cache, text, 40))->hit_blocks, 40);
+  EXPECT_EQ(store().Create(cache, Names(cache, text, 40))->match.hit_blocks, 0);
+  EXPECT_EQ(store().caches().Match(cache, Names(cache, text, 40))->hit_blocks, 40);
   auto lease = Fetch(cache, text, 40);
   bool called = false;
   lease->OnReady([&called] { called = true; });
   EXPECT_FALSE(lease->ready() || called);
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   Land();
   ASSERT_TRUE(lease->ready() && called);
   const auto made = lease->Commit();
@@ -158,7 +158,7 @@ TEST_F(PageStoreTiersTest, WhatIsEvictedComesBack) {
   EXPECT_EQ(made->match.hit_blocks, 40);
   EXPECT_EQ(Fetched(), 40u);
   ExpectOnDevice(made->sequence, text);
-  EXPECT_EQ(store().DescribeSequence(made->sequence)->tokens, 40u * kPage);
+  EXPECT_EQ(store().Describe(made->sequence)->tokens, 40u * kPage);
   // Nothing more has to move for the next one, nor to evict it again.
   const auto again = Fetch(cache, text, 40);
   EXPECT_TRUE(again->ready());
@@ -180,8 +180,8 @@ TEST_F(PageStoreTiersTest, DemotesAheadOfNeedOldestFirst) {
   CacheConfig config = Config("raw");
   config.device = CacheConfig::kHost;
   const CacheId host = test().Open(config);
-  EXPECT_EQ(store().DescribeCache(host)->published_blocks, Demoted());
-  EXPECT_EQ(store().Match(host, Names(host, text, 1))->hit_blocks, 0);
+  EXPECT_EQ(store().caches().Describe(host)->published_blocks, Demoted());
+  EXPECT_EQ(store().caches().Match(host, Names(host, text, 1))->hit_blocks, 0);
   // What the host has goes without waiting.
   ASSERT_TRUE(Extend(cache, other, MakeText(60 * kPage, 5), 20 * kPage, 25 * kPage).ok());
   EXPECT_GT(test().store_metrics.evicted_blocks.Value(), 0);
@@ -192,11 +192,11 @@ TEST_F(PageStoreTiersTest, OneFetchServesAllWhoAsk) {
   const Text text = MakeText(8 * kPage);
   Publish(cache, text, 8);
   Crowd(cache, kEncodedPages / 2 * kPage);
-  ASSERT_EQ(store().CreateSequence(cache, Names(cache, text, 1))->match.hit_blocks, 0);
+  ASSERT_EQ(store().Create(cache, Names(cache, text, 1))->match.hit_blocks, 0);
   auto a = Fetch(cache, text, 8), b = Fetch(cache, text, 6), gone = Fetch(cache, text, 8);
   EXPECT_EQ(device().mover.moves(), 1u);
   gone = nullptr;
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   Land();
   ASSERT_TRUE(a->ready() && b->ready());
   EXPECT_EQ(a->Commit()->match.hit_blocks, 8);
@@ -213,9 +213,9 @@ TEST_F(PageStoreTiersTest, WhatNobodyWaitsForArrivesAllTheSame) {
   Publish(cache, text, 4);
   Crowd(cache, kEncodedPages * kPage);
   Fetch(cache, text, 4) = nullptr;
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   Land();
-  EXPECT_EQ(store().CreateSequence(cache, Names(cache, text, 4))->match.hit_blocks, 4);
+  EXPECT_EQ(store().Create(cache, Names(cache, text, 4))->match.hit_blocks, 4);
 }
 
 TEST_F(PageStoreTiersTest, ABlockThatIsUsedAgainStays) {
@@ -224,10 +224,10 @@ TEST_F(PageStoreTiersTest, ABlockThatIsUsedAgainStays) {
   Publish(cache, text, kPoolPages - 10);
   const SequenceId other = Written(cache, MakeText(kPage, 5), kPage);
   ASSERT_GT(device().mover.moves(), 0u);
-  const auto hit = store().CreateSequence(cache, Names(cache, text, kPoolPages - 10));
+  const auto hit = store().Create(cache, Names(cache, text, kPoolPages - 10));
   EXPECT_EQ(hit->match.hit_blocks, kPoolPages - 10);
   Land();
-  EXPECT_EQ(store().DescribeSequence(hit->sequence)->published_blocks, kPoolPages - 10);
+  EXPECT_EQ(store().Describe(hit->sequence)->published_blocks, kPoolPages - 10);
   ExpectOnDevice(hit->sequence, text);
   store().Drop(other);
 }
@@ -239,27 +239,27 @@ TEST_F(PageStoreTiersTest, NothingPurgedIsFoundAgain) {
   Publish(cache, text, kPoolPages - 10);
   const SequenceId other = Written(cache, MakeText(kPage, 5), kPage);
   ASSERT_GT(device().mover.moves(), 0u);
-  ASSERT_TRUE(store().Purge(cache).ok());
-  store().CheckInvariants();
+  ASSERT_TRUE(store().caches().Purge(cache).ok());
+  store().report().CheckInvariants();
   Land();
-  EXPECT_EQ(store().Match(cache, names)->hit_blocks, 0);
+  EXPECT_EQ(store().caches().Match(cache, names)->hit_blocks, 0);
   EXPECT_EQ(test().pool->used_bytes(), 0u);
-  EXPECT_EQ(store().Caches().size(), 1u);  // the host's went with its blocks
+  EXPECT_EQ(store().caches().List().size(), 1u);  // the host's went with its blocks
   // In every memory.
   Publish(cache, text, 20);
   Crowd(cache, (kPoolPages - 1) * kPage);
-  ASSERT_EQ(store().Match(cache, Names(cache, text, 20))->hit_blocks, 20);
-  ASSERT_GE(*store().Purge(cache), 20u);
-  EXPECT_EQ(store().Match(cache, Names(cache, text, 20))->hit_blocks, 0);
+  ASSERT_EQ(store().caches().Match(cache, Names(cache, text, 20))->hit_blocks, 20);
+  ASSERT_GE(*store().caches().Purge(cache), 20u);
+  EXPECT_EQ(store().caches().Match(cache, Names(cache, text, 20))->hit_blocks, 0);
   EXPECT_EQ(test().pool->used_bytes(), 0u);
   // And not what was being fetched meanwhile.
   Publish(cache, text, 20);
   Crowd(cache, (kPoolPages - 1) * kPage);
   auto lease = Fetch(cache, text, 20);
-  ASSERT_TRUE(store().Purge(cache).ok());
+  ASSERT_TRUE(store().caches().Purge(cache).ok());
   Land();
   EXPECT_EQ(lease->Commit()->match.hit_blocks, 20);  // asked before
-  EXPECT_EQ(store().Match(cache, Names(cache, text, 20))->hit_blocks, 0);
+  EXPECT_EQ(store().caches().Match(cache, Names(cache, text, 20))->hit_blocks, 0);
   store().Drop(other);
 }
 
@@ -268,8 +268,8 @@ TEST_F(PageStoreTiersTest, AGpuThatFailsMovesNothingMore) {
   const Text text = MakeText(40 * kPage);
   Publish(cache, text, 40);
   Crowd(cache, (kPoolPages - 20) * kPage);
-  const int here = store().CreateSequence(cache, Names(cache, text, 40))->match.hit_blocks;
-  ASSERT_EQ(store().Match(cache, Names(cache, text, 40))->hit_blocks, 40);
+  const int here = store().Create(cache, Names(cache, text, 40))->match.hit_blocks;
+  ASSERT_EQ(store().caches().Match(cache, Names(cache, text, 40))->hit_blocks, 40);
   ASSERT_LT(here, 40);
   auto lease = Fetch(cache, text, 40);
   ASSERT_FALSE(lease->ready());
@@ -280,7 +280,7 @@ TEST_F(PageStoreTiersTest, AGpuThatFailsMovesNothingMore) {
   EXPECT_EQ(made->match.hit_blocks, here);
   EXPECT_EQ(made->match.reason, MissReason::kChecksum);
   EXPECT_GT(test().store_metrics.lost_moves.Value(), 0);
-  EXPECT_EQ(store().Match(cache, Names(cache, text, 40))->hit_blocks, here);
+  EXPECT_EQ(store().caches().Match(cache, Names(cache, text, 40))->hit_blocks, here);
   EXPECT_EQ(store().Copy(made->sequence, CacheConfig::kHost).status().code(), absl::StatusCode::kFailedPrecondition);
 }
 
@@ -307,16 +307,16 @@ TEST_F(PageStoreTiersTest, TheHostTakesNothingThatIsNoPage) {
   const Text text = MakeText(2 * kPage);
   const SequenceId sequence = Written(cache, text, 2 * kPage);
   ASSERT_EQ(store().Publish(sequence, Names(cache, text, 2))->published, 2);
-  const SequenceId other = store().CreateSequence(cache, Names(cache, text, 2))->sequence;
+  const SequenceId other = store().Create(cache, Names(cache, text, 2))->sequence;
   std::vector<PagePlace> places;
-  ASSERT_TRUE(store().TakeChanges(other, 0, &places).ok());
+  ASSERT_TRUE(store().tables().TakeChanges(other, 0, &places).ok());
   const uint16_t nan = 0x7e00;
   std::memcpy(device().pool->Data(places[1].raw), &nan, sizeof nan);
   auto lease = *store().Copy(sequence, CacheConfig::kHost);
   Land();
   EXPECT_EQ(lease->Commit().status().code(), absl::StatusCode::kDataLoss);
   lease = nullptr;
-  EXPECT_EQ(store().Match(cache, Names(cache, text, 2))->hit_blocks, 1);
+  EXPECT_EQ(store().caches().Match(cache, Names(cache, text, 2))->hit_blocks, 1);
   EXPECT_EQ(test().store_metrics.lost_moves.Value(), 1);
 }
 
@@ -330,16 +330,16 @@ TEST_F(PageStoreTiersTest, WhatChangedOnTheGpuIsNotTakenBack) {
   const SequenceId sequence = lease->Commit()->sequence;
   lease = nullptr;
   std::vector<PagePlace> places;
-  ASSERT_TRUE(store().TakeChanges(sequence, 0, &places).ok());
+  ASSERT_TRUE(store().tables().TakeChanges(sequence, 0, &places).ok());
   device().pool->Data(places[0].encoded)[0] ^= 1;
   CacheConfig config = Config("fake");
   config.device = CacheConfig::kHost;
-  ASSERT_TRUE(store().Purge(test().Open(config)).ok());  // the copy of the sequence's block stays on the GPU
-  ASSERT_EQ(store().Match(cache, Names(cache, text, 1))->hit_blocks, 1);
+  ASSERT_TRUE(store().caches().Purge(test().Open(config)).ok());  // the copy of the sequence's block stays on the GPU
+  ASSERT_EQ(store().caches().Match(cache, Names(cache, text, 1))->hit_blocks, 1);
   lease = *store().Copy(sequence, CacheConfig::kHost);
   Land();
   EXPECT_EQ(lease->Commit().status().code(), absl::StatusCode::kDataLoss);
-  EXPECT_EQ(store().Match(cache, Names(cache, text, 1))->hit_blocks, 0);
+  EXPECT_EQ(store().caches().Match(cache, Names(cache, text, 1))->hit_blocks, 0);
 }
 
 TEST_F(PageStoreTiersTest, ASequenceIsCopiedAsItIs) {
@@ -351,20 +351,21 @@ TEST_F(PageStoreTiersTest, ASequenceIsCopiedAsItIs) {
     ASSERT_EQ(store().Publish(sequence, Names(cache, text, 2))->published, 2);
     auto lease = *store().Copy(sequence, CacheConfig::kHost);
     ASSERT_FALSE(lease->ready());
-    store().CheckInvariants();
+    store().report().CheckInvariants();
     // It goes on, and the page that was open is filled.
     ASSERT_TRUE(Extend(cache, sequence, text, 4 * kPage + 5, 2 * kPage).ok());
-    store().CheckInvariants();
+    store().report().CheckInvariants();
     Land();
     const auto made = lease->Commit();
     ASSERT_TRUE(made.ok()) << made.status();
-    EXPECT_EQ(store().DescribeSequence(made->sequence)->tokens, 4u * kPage + 5);
-    EXPECT_EQ(store().DescribeSequence(made->sequence)->published_blocks, 2);
-    EXPECT_TRUE(store().IsCounterpart(cache, made->sequence));
-    EXPECT_FALSE(store().IsCounterpart(cache, sequence));
+    EXPECT_EQ(store().Describe(made->sequence)->tokens, 4u * kPage + 5);
+    EXPECT_EQ(store().Describe(made->sequence)->published_blocks, 2);
+    const CacheId there = store().Describe(made->sequence)->cache;
+    EXPECT_NE(there, cache);
+    EXPECT_EQ(store().caches().Describe(there)->digest, store().caches().Describe(cache)->digest);
     ExpectOnHost(made->sequence, text);
     // It is a sequence like any other there, and goes back as one.
-    const CacheId host = store().DescribeSequence(made->sequence)->cache;
+    const CacheId host = store().Describe(made->sequence)->cache;
     ASSERT_TRUE(test().AppendAll(host, made->sequence, text, 4 * kPage + 5, kPage).ok());
     test().executor.FinishAll();
     ExpectOnHost(made->sequence, text);
@@ -374,12 +375,12 @@ TEST_F(PageStoreTiersTest, ASequenceIsCopiedAsItIs) {
     Land();
     const auto back = lease->Commit();
     ASSERT_TRUE(back.ok()) << back.status();
-    EXPECT_EQ(store().DescribeSequence(back->sequence)->tokens, 5u * kPage + 5);
+    EXPECT_EQ(store().Describe(back->sequence)->tokens, 5u * kPage + 5);
     ASSERT_TRUE(Extend(cache, back->sequence, text, 5 * kPage + 5, kPage).ok());
     lease = *store().Copy(back->sequence, CacheConfig::kHost);
     Land();
     ExpectOnHost(lease->Commit()->sequence, text);
-    store().CheckInvariants();
+    store().report().CheckInvariants();
   }
 }
 
@@ -390,18 +391,19 @@ TEST_F(PageStoreTiersTest, ACopyWaitsForEncodingAndOutlivesItsSource) {
   ASSERT_TRUE(store().Append(cache, {0, 1}, {&entry, 1}).ok());
   const Text text = MakeText(2 * kPage + 1);
   std::vector<PagePlace> places;
-  ASSERT_TRUE(store().TakeChanges(sequence, 0, &places).ok());
+  ASSERT_TRUE(store().tables().TakeChanges(sequence, 0, &places).ok());
   for (const PagePlace& place : places) {
-    const auto page = MakeRawPage(store().codec(cache)->layout(), text, place.page, place.page < 2 ? kPage : 1, 0);
+    const auto page =
+        MakeRawPage(store().caches().codec(cache)->layout(), text, place.page, place.page < 2 ? kPage : 1, 0);
     std::memcpy(device().pool->Data(place.raw), page.data(), page.size());
   }
   auto lease = *store().Copy(sequence, CacheConfig::kHost);
   EXPECT_EQ(device().mover.moves(), 0u);
   store().Drop(sequence);
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   device().executor.FinishAll();
   EXPECT_EQ(device().mover.moves(), 1u);
-  store().CheckInvariants();
+  store().report().CheckInvariants();
   Land();
   const auto made = lease->Commit();
   ASSERT_TRUE(made.ok()) << made.status();
@@ -440,7 +442,7 @@ TEST_F(PageStoreTiersTest, AFullHostLosesTheOldest) {
   Crowd(cache, 3 * kPoolPages / 2 * kPage);
   // Twice what the host has room for was demoted; what went last is there.
   EXPECT_GE(Demoted(), static_cast<uint64_t>(kPoolPages / 2));
-  EXPECT_GT(store().Match(cache, Names(cache, text, kPoolPages))->hit_blocks, 0);
+  EXPECT_GT(store().caches().Match(cache, Names(cache, text, kPoolPages))->hit_blocks, 0);
   EXPECT_LE(test().pool->used_bytes(), 2u << 20);
 }
 

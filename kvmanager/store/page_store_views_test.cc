@@ -28,7 +28,7 @@ std::vector<uint64_t> Views(const std::string& codec, int lag_pages, const Chunk
   test.executor.run_inline = chunking.run_inline;
   const CacheConfig config = MakeConfig(codec, lag_pages);
   const CacheId cache = test.Open(config);
-  const SequenceId sequence = test.store->CreateSequence(cache, {})->sequence;
+  const SequenceId sequence = test.store->Create(cache, {})->sequence;
   const int page_tokens = config.layout.page_tokens;
   constexpr int kTokens = 123;
   Text text;
@@ -52,8 +52,8 @@ std::vector<uint64_t> Views(const std::string& codec, int lag_pages, const Chunk
           const uint8_t* bytes = raw ? pages[i].raw : pages[i].encoded;
           EXPECT_NE(bytes, nullptr);
           const int seen = i < page ? page_tokens : position % page_tokens + 1;
-          const size_t size =
-              raw ? size_t(seen) * config.layout.head_dim * 2 : test.store->codec(cache)->info().page_bytes(layer);
+          const size_t size = raw ? size_t(seen) * config.layout.head_dim * 2
+                                  : test.store->caches().codec(cache)->info().page_bytes(layer);
           view = XXH3_64bits_withSeed(bytes, size, view * 2 + raw);
         }
         views.push_back(view ^ XXH3_64bits(&position, sizeof position));
@@ -61,7 +61,7 @@ std::vector<uint64_t> Views(const std::string& codec, int lag_pages, const Chunk
     }
     at += tokens;
   }
-  test.store->CheckInvariants();
+  test.store->report().CheckInvariants();
   std::sort(views.begin(), views.end());
   return views;
 }

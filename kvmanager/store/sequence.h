@@ -41,7 +41,8 @@ struct Sequence {
   int hit_blocks = 0;
   std::unique_ptr<SequenceIndex> index;  // nullptr: queries read everything
   uint64_t index_bytes = 0;              // of it, as counted in the metrics
-  /// [layers] where the index lies, if it takes slots; else empty. Place 0 is the part that training makes, place 1 + i chunk i of codes.
+  /// [layers] where the index lies, if it takes slots; else empty. Place 0 is the part that training makes, place 1 + i
+  /// chunk i of codes.
   struct IndexPlaces {
     std::shared_ptr<const IndexMemory> book;                 // shared with the job that makes it, and with forks
     std::vector<std::shared_ptr<const IndexMemory>> chunks;  // full ones shared with forks
@@ -53,8 +54,25 @@ struct Sequence {
   std::vector<PageFollower*> followers;  // hand-offs that send it while it grows
 
   uint64_t TokensInEveryLayer() const { return *std::min_element(tokens.begin(), tokens.end()); }
+  uint64_t bytes() const {  // of its pages, shared ones in full
+    uint64_t bytes = 0;
+    for (const Block* block : blocks) bytes += block->bytes;
+    return bytes;
+  }
   bool LayersAreEqual() const {
     return std::all_of(tokens.begin(), tokens.end(), [this](uint64_t n) { return n == tokens[0]; });
+  }
+  /// A page has other slots now, for those who keep tables.
+  void NoteChange(uint32_t layer, uint32_t page) {
+    for (auto& keeper : changed) {
+      if (!keeper.empty() && keeper[layer].followed) keeper[layer].pages.push_back(page);
+    }
+  }
+  /// The same of a place of the index.
+  void NoteIndexChange(uint32_t layer, uint32_t place) {
+    for (auto& keeper : changed) {
+      if (!keeper.empty() && keeper[layer].followed) keeper[layer].index.push_back(place);
+    }
   }
   bool HoldsRaw(uint32_t block_index, uint32_t layer) const { return block_index >= aged[layer]; }
 };

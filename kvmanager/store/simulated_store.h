@@ -22,7 +22,7 @@ class SimulatedStore {
   explicit SimulatedStore(uint64_t bytes = 16 << 20, bool moves = false)
       : test_(4 << 20, bytes, moves), stream_(&test_.device, &counts_) {}
   ~SimulatedStore() {
-    store().CheckInvariants();
+    store().report().CheckInvariants();
     stream_.Close();
   }
   PageStore& store() { return *test_.store; }
@@ -31,11 +31,11 @@ class SimulatedStore {
     config.device = TestDevice::kOrdinal;
     return test_.Open(config);
   }
-  SequenceId Create(CacheId cache) { return store().CreateSequence(cache, {})->sequence; }
+  SequenceId Create(CacheId cache) { return store().Create(cache, {})->sequence; }
   /// To all layers, or layers first_layer .. first_layer + layers - 1.
   absl::Status Extend(CacheId cache, SequenceId sequence, const Text& text, uint64_t position, int tokens,
                       int first_layer = 0, int layers = 0) {
-    if (layers == 0) layers = store().DescribeCache(cache)->config.layers;
+    if (layers == 0) layers = store().caches().Describe(cache)->config.layers;
     AppendEntry entry;
     entry.sequence = sequence;
     entry.position = position;
@@ -49,7 +49,7 @@ class SimulatedStore {
       }
     }
     const uint64_t number = stream_.Submit(std::move(submission));
-    if (extended.ok() && store().AwaitsWrites(sequence)) {
+    if (extended.ok() && store().exports().AwaitsWrites(sequence)) {
       writes_.push_back({number, sequence, first_layer, std::vector<uint64_t>(layers, position + tokens)});
     }
     if (!hold_writes) RunWrites();
@@ -59,7 +59,7 @@ class SimulatedStore {
   void RunWrites(uint64_t submissions = UINT64_MAX) {
     stream_.Run(submissions);
     while (!writes_.empty() && writes_.front().number <= stream_.ran()) {
-      store().Written(writes_.front().sequence, writes_.front().first_layer, writes_.front().tokens);
+      store().exports().Written(writes_.front().sequence, writes_.front().first_layer, writes_.front().tokens);
       writes_.pop_front();
     }
     if (!hold_encodes && stream_.queued() == 0) test_.device.executor.FinishAll();
@@ -67,8 +67,8 @@ class SimulatedStore {
   /// One that will have `tokens` tokens; what it has is written once what was submitted has run.
   absl::StatusOr<std::unique_ptr<ExportLease>> ExportGrowing(SequenceId sequence, uint64_t tokens,
                                                              ExportWay way = ExportWay::kDirect) {
-    KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, store().ExportGrowing(sequence, tokens, false, way));
-    writes_.push_back({stream_.submitted(), sequence, 0, store().LayerTokens(sequence)});
+    KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, store().exports().Growing(sequence, tokens, false, way));
+    writes_.push_back({stream_.submitted(), sequence, 0, store().Describe(sequence)->layer_tokens});
     if (!hold_writes) RunWrites();
     return lease;
   }
@@ -76,7 +76,7 @@ class SimulatedStore {
   /// of page_store.h. It must be there.
   void ExpectReads(CacheId cache, SequenceId sequence, const Text& text, uint64_t tokens, int first_layer = 0,
                    int layers = 0) {
-    if (layers == 0) layers = store().DescribeCache(cache)->config.layers;
+    if (layers == 0) layers = store().caches().Describe(cache)->config.layers;
     test_.device.executor.FinishAll();
     SimulatedSubmission submission = NewSubmission(cache);
     const AttendEntry entry{sequence, tokens - 1, 1};
@@ -93,7 +93,7 @@ class SimulatedStore {
   /// Submissions that have not run.
   size_t queued() const { return stream_.queued(); }
   uint64_t used_bytes() {
-    store().CollectReleased();
+    store().tables().CollectReleased();
     return test_.device.pool->slot_bytes_used();
   }
   static Text Upto(Text text, uint64_t tokens) {
@@ -113,15 +113,15 @@ class SimulatedStore {
   };
   SimulatedSubmission NewSubmission(CacheId cache) {
     SimulatedSubmission submission;
-    submission.config = store().DescribeCache(cache)->config;
-    submission.codec = store().codec(cache);
+    submission.config = store().caches().Describe(cache)->config;
+    submission.codec = store().caches().codec(cache);
     submission.epoch = stream_.OpenPlan();
     return submission;
   }
   void AddUpdates(SequenceId sequence, SimulatedSubmission* submission) {
     for (int layer = 0; layer < submission->config.layers; ++layer) {
       SimulatedSubmission::Update update{sequence, layer, {}};
-      ASSERT_TRUE(store().TakeChanges(sequence, layer, &update.pages).ok());
+      ASSERT_TRUE(store().tables().TakeChanges(sequence, layer, &update.pages).ok());
       submission->updates.push_back(std::move(update));
     }
   }
@@ -149,7 +149,7 @@ inline absl::Status CopyIn(ImportLease& to, const ExportedPage& page) {
 
 inline absl::StatusOr<std::unique_ptr<ImportLease>> ImportTo(SimulatedStore& to, HandOffHeader first) {
   first.config.device = TestDevice::kOrdinal;
-  return to.store().Import(first);
+  return to.store().imports().Import(first);
 }
 
 }  // namespace kvmanager::testing

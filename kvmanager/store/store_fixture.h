@@ -23,14 +23,14 @@ inline Text MakeText(int tokens, uint32_t salt = 0) {
 class PageStoreTest : public ::testing::Test {
  protected:
   void TearDown() override {
-    if (test_ != nullptr) test_->store->CheckInvariants();
+    if (test_ != nullptr) test_->store->report().CheckInvariants();
   }
   TestStore& test() {
     if (test_ == nullptr) test_ = std::make_unique<TestStore>(pool_bytes_, device_bytes_, moves_);
     return *test_;
   }
   PageStore& store() { return *test().store; }
-  SequenceId Create(CacheId cache) { return store().CreateSequence(cache, {})->sequence; }
+  SequenceId Create(CacheId cache) { return store().Create(cache, {})->sequence; }
   // A sequence with `tokens` tokens of `text` in every layer.
   SequenceId Filled(CacheId cache, const Text& text, int tokens) {
     const SequenceId sequence = Create(cache);

@@ -330,14 +330,14 @@ TestStore::TestStore(uint64_t pool_bytes, uint64_t device_bytes, bool moves) : s
 }
 
 CacheId TestStore::Open(const CacheConfig& config) {
-  const auto cache = store->OpenCache(config);
+  const auto cache = store->caches().Open(config);
   KV_CHECK(cache.ok());
   return *cache;
 }
 
 absl::Status TestStore::Append(CacheId cache, SequenceId sequence, const Text& text, uint64_t first, int tokens,
                                int layer, bool activations) {
-  const CacheConfig config = store->DescribeCache(cache)->config;
+  const CacheConfig config = store->caches().Describe(cache)->config;
   const KeysValues kv = MakeKeysValues(config.layout, text, first, tokens, layer);
   std::vector<uint8_t> x;
   if (activations && config.hidden > 0) x = MakeActivations(config.hidden, text, first, tokens, layer);
@@ -352,13 +352,13 @@ absl::Status TestStore::Append(CacheId cache, SequenceId sequence, const Text& t
 }
 
 absl::Status TestStore::AppendAll(CacheId cache, SequenceId sequence, const Text& text, uint64_t first, int tokens) {
-  const int layers = store->DescribeCache(cache)->config.layers;
+  const int layers = store->caches().Describe(cache)->config.layers;
   for (int layer = 0; layer < layers; ++layer) KV_RETURN_IF_ERROR(Append(cache, sequence, text, first, tokens, layer));
   return absl::OkStatus();
 }
 
 std::vector<BlockName> TestStore::Names(CacheId cache, const Text& text) const {
-  const CacheInfo info = *store->DescribeCache(cache);
+  const CacheInfo info = *store->caches().Describe(cache);
   std::vector<BlockName> names;
   NameBlocks(info.digest, text.ids, info.config.layout.page_tokens, &names);
   return names;

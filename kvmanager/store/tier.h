@@ -22,7 +22,7 @@
 #include "kvmanager/store/cache.h"
 #include "kvmanager/store/eviction_policy.h"
 #include "kvmanager/store/memory_backend.h"
-#include "kvmanager/store/page_store.h"
+#include "kvmanager/store/store_device.h"
 
 namespace kvmanager {
 

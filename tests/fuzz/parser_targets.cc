@@ -180,7 +180,7 @@ class ManifestTarget final : public FuzzTarget {
     KV_CHECK(first->aged.size() == static_cast<size_t>(first->config.layers));
     const uint64_t used = pool_->used_bytes();
     {
-      const absl::StatusOr<std::unique_ptr<ImportLease>> lease = store_->Import(*first);
+      const absl::StatusOr<std::unique_ptr<ImportLease>> lease = store_->imports().Import(*first);
       MustExplain(lease.status());
       if (lease.ok()) {
         const size_t early = input[7] % (first_bytes.size() + 1);
@@ -196,7 +196,7 @@ class ManifestTarget final : public FuzzTarget {
           const absl::StatusOr<SequenceId> sequence = (*lease)->Show();
           KV_CHECK(sequence.ok());
           if ((*lease)->complete()) KV_CHECK((*lease)->Commit().ok());
-          store_->CheckInvariants();
+          store_->report().CheckInvariants();
           store_->Drop(*sequence);
         }
       }
@@ -205,8 +205,8 @@ class ManifestTarget final : public FuzzTarget {
       for (EncodeItem& item : job.items) item.declined = true;
       job.done(job.items);
     }
-    if (++runs_ % 64 == 0) store_->CheckInvariants();
-    store_->PurgeAll();
+    if (++runs_ % 64 == 0) store_->report().CheckInvariants();
+    store_->caches().PurgeAll();
     KV_CHECK(pool_->used_bytes() == used && used == 0);
   }
 

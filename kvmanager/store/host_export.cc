@@ -1,12 +1,9 @@
-// Sending a growing sequence of a GPU by way of the host: each page is copied into a slot there as soon as it is ready.
-//
-// What is exported out of the GPU's memory stays as it is (page_store_export.cc); this takes its pages, copies them,
-// has workers look at the copies, as at all that leaves a GPU, and offers those. Room for all of them is taken before
-// the hand-off is offered, so that prefill cannot run into a full host.
+#include "kvmanager/store/host_export.h"
+
 #include <algorithm>
 #include <utility>
 
-#include "kvmanager/store/page_store_impl.h"
+#include "kvmanager/base/status.h"
 
 namespace kvmanager {
 namespace {
@@ -17,22 +14,22 @@ absl::Status GpuHasFailed() { return absl::UnavailableError("the GPU has failed:
 // of either memory stay until then.
 class HostCopies final : public std::enable_shared_from_this<HostCopies> {
  public:
-  HostCopies(PageStoreImpl* store, std::unique_ptr<ExportLease> lease, std::shared_ptr<Cache> from,
+  HostCopies(const SequenceExports::Parts& parts, std::unique_ptr<ExportLease> lease, std::shared_ptr<Cache> from,
              std::shared_ptr<Cache> to)
-      : store_(store), alive_(store->alive()), from_(std::move(from)), to_(std::move(to)), lease_(std::move(lease)) {
+      : parts_(parts), from_(std::move(from)), to_(std::move(to)), lease_(std::move(lease)) {
     ++to_->leases;
     first_ = lease_->first();
     first_.config = to_->config;
   }
   ~HostCopies() {
     lease_ = nullptr;
-    if (alive_.expired()) return;
+    if (parts_.alive.expired()) return;
     for (; !blocks_.empty(); blocks_.pop_back()) {
-      store_->hand_off_blocks.erase(blocks_.back());
-      store_->Release(blocks_.back());
+      parts_.blocks->ForgetHolder(blocks_.back());
+      parts_.blocks->Release(blocks_.back());
     }
     --to_->leases;
-    if (!to_->wanted) store_->CloseIfUnused(to_);
+    if (!to_->wanted) parts_.caches->CloseIfUnused(to_);
   }
 
   absl::Status Start();
@@ -78,8 +75,7 @@ class HostCopies final : public std::enable_shared_from_this<HostCopies> {
   void Move(Copies copies);
   void Land(absl::Span<const uint32_t> numbers, absl::Span<const MovingPage> pages);
 
-  PageStoreImpl* const store_;
-  const std::weak_ptr<const bool> alive_;
+  const SequenceExports::Parts parts_;
   const std::shared_ptr<Cache> from_, to_;  // shared: see Block
   std::unique_ptr<ExportLease> lease_;
   HandOffHeader first_;
@@ -105,8 +101,8 @@ absl::Status HostCopies::Start() {
   Reservation slots(to_->tier->pool());
   KV_RETURN_IF_ERROR(to_->tier->Reserve(*to_, wanted, &slots));
   for (uint32_t i = 0; i < blocks; ++i) {
-    blocks_.push_back(store_->NewBlock(to_, i));
-    store_->hand_off_blocks.insert(blocks_.back());
+    blocks_.push_back(parts_.blocks->New(to_, i));
+    parts_.blocks->NoteHolder(blocks_.back());
     for (uint32_t layer = 0; layer < layers; ++layer) {
       PageChange reserved;
       if (encoded[size_t{layer} * blocks + i]) {
@@ -114,7 +110,7 @@ absl::Status HostCopies::Start() {
       } else {
         reserved.raw = slots.TakeRaw();
       }
-      store_->Apply({blocks_.back(), layer}, PageEvent::kReserve, reserved);
+      parts_.blocks->Apply({blocks_.back(), layer}, PageEvent::kReserve, reserved);
     }
   }
   lease_->OnReady([this] { Go(); });  // the lease is this object's
@@ -125,7 +121,7 @@ void HostCopies::Add(uint32_t number, const HandOffPage& page, const ExportedPag
   MovingPage moving;
   moving.to = {blocks_[page.block], page.layer};
   moving.source = from.bytes.data();
-  moving.target = store_->Data(*to_, raw ? moving.to.page().raw : moving.to.page().encoded);
+  moving.target = BlockIndex::Data(*to_, raw ? moving.to.page().raw : moving.to.page().encoded);
   moving.bytes = page.bytes;
   moving.raw = raw;
   moving.open_tokens = page.block == full_blocks() ? open_tokens() : 0;
@@ -155,8 +151,8 @@ absl::Status HostCopies::TakeLast(Copies* copies) {
   KV_RETURN_IF_ERROR(to_->tier->Reserve(*to_, {.raw = last.withdrawn.size()}, &slots));
   for (const uint32_t number : last.withdrawn) {
     const PageRef ref{blocks_[first_.pages[number].block], first_.pages[number].layer};
-    store_->Apply(ref, PageEvent::kFree, {});
-    store_->Apply(ref, PageEvent::kReserve, {slots.TakeRaw(), PageId()});
+    parts_.blocks->Apply(ref, PageEvent::kFree, {});
+    parts_.blocks->Apply(ref, PageEvent::kReserve, {slots.TakeRaw(), PageId()});
   }
   for (size_t i = 0; i < last.pages.size(); ++i) {
     const ExportedPage& from = lease_->last_pages()[i];
@@ -169,7 +165,7 @@ absl::Status HostCopies::TakeLast(Copies* copies) {
 void HostCopies::Move(Copies copies) {
   if (from_->tier->mover() == nullptr) return Fail(GpuHasFailed());
   ++on_their_way_;
-  store_->mover().Move(
+  parts_.mover->Move(
       *from_->tier, to_, std::move(copies.pages), closed_,
       [self = shared_from_this(), numbers = std::move(copies.numbers)](bool moved, std::vector<MovingPage> pages) {
         --self->on_their_way_;
@@ -192,9 +188,9 @@ void HostCopies::Land(absl::Span<const uint32_t> numbers, absl::Span<const Movin
     }
     const Page& page = moved.to.page();
     if (moved.open_tokens > 0) {
-      store_->Apply(moved.to, PageEvent::kReceivedOpen, {page.raw, page.encoded});
+      parts_.blocks->Apply(moved.to, PageEvent::kReceivedOpen, {page.raw, page.encoded});
     } else {
-      store_->Apply(moved.to, PageEvent::kReceivedCopy, {page.raw, page.encoded, moved.raw, moved.checksum});
+      parts_.blocks->Apply(moved.to, PageEvent::kReceivedCopy, {page.raw, page.encoded, moved.raw, moved.checksum});
     }
     const ExportedPage there{numbers[i], {moved.target, moved.bytes}, moved.checksum};
     if (numbers[i] < first_.size()) {
@@ -226,15 +222,16 @@ class HostExportLease final : public ExportLease {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::ExportByHost(std::unique_ptr<ExportLease> lease,
-                                                                         const std::shared_ptr<Cache>& from) {
+absl::StatusOr<std::unique_ptr<ExportLease>> MakeHostExport(const SequenceExports::Parts& parts,
+                                                            std::unique_ptr<ExportLease> lease,
+                                                            const std::shared_ptr<Cache>& from) {
   if (from->tier->mover() == nullptr) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(from->config.device),
                       "a GPU that moves pages");
   }
   KV_RETURN_IF_ERROR(from->tier->mover()->status());
-  KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> to, CounterpartOn(*from, from->tier->lower()->device()));
-  auto copies = std::make_shared<HostCopies>(this, std::move(lease), from, std::move(to));
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> to, parts.caches->OpenCounterpart(*from, *from->tier->lower()));
+  auto copies = std::make_shared<HostCopies>(parts, std::move(lease), from, std::move(to));
   KV_RETURN_IF_ERROR(copies->Start());
   return std::make_unique<HostExportLease>(std::move(copies));
 }

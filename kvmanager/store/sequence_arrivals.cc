@@ -1,9 +1,9 @@
-// Sequences that come from another memory: a prefix that a GPU's cache fetches from the host, a sequence that is copied
-// from one memory to the other. First the lease waits until what is to be copied is encoded, then until it is there.
+#include "kvmanager/store/sequence_arrivals.h"
+
 #include <algorithm>
 #include <utility>
 
-#include "kvmanager/store/page_store_impl.h"
+#include "kvmanager/base/status.h"
 
 namespace kvmanager {
 namespace {
@@ -23,28 +23,28 @@ class PageWait final : public EncodeWaiter {
 // First it waits until what is to be copied is encoded, then until the copies are there.
 class ArrivalLeaseImpl final : public ArrivalLease {
  public:
-  ArrivalLeaseImpl(PageStoreImpl* store, std::shared_ptr<Cache> to)
-      : store_(store), alive_(store->alive()), to_(std::move(to)), encoded_(store), arrived_(store) {
+  ArrivalLeaseImpl(const SequenceArrivals::Parts& parts, std::shared_ptr<Cache> to)
+      : parts_(parts), to_(std::move(to)), encoded_(parts.encodes, parts.alive), arrived_(parts.encodes, parts.alive) {
     ++to_->leases;
-    sequence_ = store_->NewSequence(to_);
-    store_->hidden_sequences.insert(sequence_.get());
+    sequence_ = parts_.sequences->New(to_);
+    parts_.sequences->Hide(sequence_.get());
   }
   ~ArrivalLeaseImpl() override {
-    if (alive_.expired()) return;
+    if (parts_.alive.expired()) return;
     if (sequence_ != nullptr) {
-      store_->hidden_sequences.erase(sequence_.get());
-      store_->ReleaseBlocks(*sequence_);
+      parts_.sequences->Unhide(sequence_.get());
+      parts_.sequences->ReleaseBlocks(*sequence_);
     }
     LetGo();
     --to_->leases;
-    if (!to_->wanted) store_->CloseIfUnused(to_);
+    if (!to_->wanted) parts_.caches->CloseIfUnused(to_);
   }
 
   /// Of a fetch. A block of the target's memory that the caller holds, or of another that it holds until this returns.
   void AddBlock(Block* block) {
     Source source{block, block->cache == to_};
     if (source.here) {
-      store_->held_blocks.push_back(block);
+      parts_.blocks->NoteHolder(block);
     } else {
       Pin(block);
     }
@@ -74,7 +74,7 @@ class ArrivalLeaseImpl final : public ArrivalLease {
   void TryAgain() override {
     KV_CHECK(awaits_room());
     ready_ = false;
-    if (!alive_.expired()) GoOn();
+    if (!parts_.alive.expired()) GoOn();
   }
   int device() const override { return to_->config.device; }
   void OnReady(absl::AnyInvocable<void()> fn) override {
@@ -93,7 +93,7 @@ class ArrivalLeaseImpl final : public ArrivalLease {
 
   void Pin(Block* block) {
     for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
-      if (block->pages[layer].state != PageState::kFree) store_->Pin({block, layer});
+      if (block->pages[layer].state != PageState::kFree) parts_.blocks->Pin({block, layer});
     }
   }
   void Unpin(Block* block) {
@@ -103,7 +103,7 @@ class ArrivalLeaseImpl final : public ArrivalLease {
     for (uint32_t layer = 0; pinned > 0; ++layer) {
       if (block->pages[layer].state == PageState::kFree) continue;
       --pinned;
-      store_->Unpin({block, layer});
+      parts_.blocks->Unpin({block, layer});
     }
   }
   // Of the sources, what is not the sequence's.
@@ -115,9 +115,8 @@ class ArrivalLeaseImpl final : public ArrivalLease {
     }
   }
   void GiveBack(Block* block) {
-    auto& held = store_->held_blocks;
-    held.erase(std::find(held.begin(), held.end(), block));
-    store_->Release(block);
+    parts_.blocks->ForgetHolder(block);
+    parts_.blocks->Release(block);
   }
 
   void AwaitEncoding() {
@@ -155,8 +154,7 @@ class ArrivalLeaseImpl final : public ArrivalLease {
   // Copies what is not there, and gives the sequence its blocks.
   absl::Status Begin();
 
-  PageStoreImpl* const store_;
-  const std::weak_ptr<const bool> alive_;
+  const SequenceArrivals::Parts parts_;
   const std::shared_ptr<Cache> to_;     // shared: see Block
   std::unique_ptr<Sequence> sequence_;  // not visible; nullptr after Commit
   std::vector<Source> sources_;         // in order; empty once copies have begun
@@ -176,18 +174,18 @@ Block* ArrivalLeaseImpl::FindEqual(const Block& block) {
   if (const auto found = to_->arriving.find(block.name.key); found != to_->arriving.end() && !holds_raw) {
     Block* const arriving = found->second;
     if (arriving->index != block.index || arriving->name.tokens != block.name.tokens) return nullptr;
-    store_->Hold(arriving);
+    parts_.blocks->Hold(arriving);
     return arriving;
   }
   MissReason reason;
-  Block* const equal = store_->FindVerified(*to_, block.name, block.index, &reason);
+  Block* const equal = parts_.blocks->FindVerified(*to_, block.name, block.index, &reason);
   if (equal == nullptr) return nullptr;
   for (uint32_t layer = 0; layer < to_->layers(); ++layer) {
     const Page& page = equal->pages[layer];
     if (!sequence_->HoldsRaw(block.index, layer) || page.raw.valid() || (to_->identity() && page.encoded.valid())) {
       continue;
     }
-    store_->Release(equal);
+    parts_.blocks->Release(equal);
     return nullptr;
   }
   return equal;
@@ -203,15 +201,15 @@ absl::Status ArrivalLeaseImpl::Begin() {
   for (Source& source : sources_) {
     if (!source.here && !std::exchange(source.looked, true)) {
       source.equal = FindEqual(*source.block);
-      if (source.equal != nullptr) store_->held_blocks.push_back(source.equal);
+      if (source.equal != nullptr) parts_.blocks->NoteHolder(source.equal);
     }
     blocks.push_back(source.here ? source.block : source.equal);
     if (blocks.back() != nullptr) continue;
     missing.push_back(source.block);
-    PageStoreImpl::CountSlots(*source.block, *to_, forms, &wanted);
+    BlockMoves::CountSlots(*source.block, *to_, forms, &wanted);
   }
   // The GPU may have failed while this waited.
-  if (!missing.empty() && PageStoreImpl::UpperOf(to_->tier, missing[0]->cache->tier)->mover() == nullptr) {
+  if (!missing.empty() && BlockMoves::UpperOf(to_->tier, missing[0]->cache->tier)->mover() == nullptr) {
     return absl::UnavailableError("the GPU has failed: it moves no pages any more");
   }
   Reservation slots(to_->tier->pool());
@@ -219,23 +217,23 @@ absl::Status ArrivalLeaseImpl::Begin() {
   std::vector<Block*> copies;
   if (!missing.empty()) {
     const std::shared_ptr<Cache> from = missing[0]->cache;
-    store_->StartMove(from, to_, missing, forms, /*demotes=*/false, &slots, &copies);
+    parts_.moves->Start(from, to_, missing, forms, /*demotes=*/false, &slots, &copies);
   }
   size_t copied = 0;
   for (Block* block : blocks) {
     if (block == nullptr) block = copies[copied++];
-    store_->Hold(block);
-    store_->Attach(*sequence_, block);
+    parts_.blocks->Hold(block);
+    parts_.sequences->Attach(*sequence_, block);
   }
   return absl::OkStatus();
 }
 
 absl::StatusOr<CreateResult> ArrivalLeaseImpl::Commit() {
-  if (alive_.expired()) return absl::UnavailableError("the store has closed");
+  if (parts_.alive.expired()) return absl::UnavailableError("the store has closed");
   if (sequence_ == nullptr) return absl::FailedPreconditionError("this sequence was made before");
   KV_CHECK(ready_);
   KV_RETURN_IF_ERROR(status_);
-  KV_RETURN_IF_ERROR(store_->CheckSequenceLimit());
+  KV_RETURN_IF_ERROR(parts_.sequences->CheckLimit());
   size_t there = 0;
   while (there < sequence_->blocks.size() && !sequence_->blocks[there]->corrupt) ++there;
   if (there < sequence_->blocks.size()) {
@@ -243,51 +241,51 @@ absl::StatusOr<CreateResult> ArrivalLeaseImpl::Commit() {
       return absl::DataLossError(absl::StrCat("block ", there, " of the sequence was not copied to ", to_->tier->name(),
                                               ": its bytes did not arrive, or are none that a page may have"));
     }
-    while (sequence_->blocks.size() > there) store_->DetachLast(*sequence_);
+    while (sequence_->blocks.size() > there) parts_.sequences->DetachLast(*sequence_);
     std::fill(sequence_->aged.begin(), sequence_->aged.end(), static_cast<uint32_t>(there));
     std::fill(sequence_->tokens.begin(), sequence_->tokens.end(), uint64_t{there} * to_->page_tokens());
     result_.match = {static_cast<int>(there), MissReason::kChecksum};
     sequence_->hit_blocks = result_.match.hit_blocks;
   }
-  if (fetches_) store_->CountHits(result_.match);
-  store_->hidden_sequences.erase(sequence_.get());
-  store_->MakeIndex(*sequence_, index_facts_, sequence_->tokens[0]);
-  result_.sequence = store_->Show(std::move(sequence_));
+  if (fetches_) parts_.blocks->CountHits(result_.match);
+  parts_.sequences->Unhide(sequence_.get());
+  parts_.indexes->Make(*sequence_, index_facts_, sequence_->tokens[0]);
+  result_.sequence = parts_.sequences->Show(std::move(sequence_));
   return result_;
 }
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<ArrivalLease>> PageStoreImpl::Fetch(CacheId id, absl::Span<const BlockName> prefix,
-                                                                   uint64_t prompt_tokens) {
-  KV_ASSIGN_OR_RETURN(const auto cache, FindCache(id));
-  KV_RETURN_IF_ERROR(CheckNames(prefix));
-  KV_RETURN_IF_ERROR(CheckPrompt(*cache, prompt_tokens));
-  KV_RETURN_IF_ERROR(CheckSequenceLimit());
-  metrics_->prefix_asked_blocks.Increment(static_cast<double>(prefix.size()));
+absl::StatusOr<std::unique_ptr<ArrivalLease>> SequenceArrivals::Fetch(CacheId id, absl::Span<const BlockName> prefix,
+                                                                      uint64_t prompt_tokens) {
+  KV_ASSIGN_OR_RETURN(const auto cache, parts_.caches->Find(id));
+  KV_RETURN_IF_ERROR(BlockIndex::CheckNames(prefix));
+  KV_RETURN_IF_ERROR(SequenceTable::CheckPrompt(*cache, prompt_tokens));
+  KV_RETURN_IF_ERROR(parts_.sequences->CheckLimit());
+  parts_.metrics->prefix_asked_blocks.Increment(static_cast<double>(prefix.size()));
   MatchResult match;
-  const std::vector<Block*> found = FindPrefix(*cache, prefix, LookIn::kLowerTiersToo, &match);
-  auto lease = std::make_unique<ArrivalLeaseImpl>(this, cache);
+  const std::vector<Block*> found = parts_.caches->FindPrefix(*cache, prefix, &match);
+  auto lease = std::make_unique<ArrivalLeaseImpl>(parts_, cache);
   for (Block* block : found) lease->AddBlock(block);
   // What the lease pins needs no holder.
   for (auto block = found.rbegin(); block != found.rend(); ++block) {
-    if ((*block)->cache != cache) Release(*block);
+    if ((*block)->cache != cache) parts_.blocks->Release(*block);
   }
   lease->StartFetch(match, prompt_tokens);
   return lease;
 }
 
-absl::StatusOr<std::unique_ptr<ArrivalLease>> PageStoreImpl::Copy(SequenceId id, int device) {
-  KV_ASSIGN_OR_RETURN(const Sequence* sequence, FindWhole(id));
+absl::StatusOr<std::unique_ptr<ArrivalLease>> SequenceArrivals::Copy(SequenceId id, int device) {
+  KV_ASSIGN_OR_RETURN(const Sequence* sequence, parts_.sequences->FindWhole(id));
   const std::shared_ptr<Cache> from = sequence->cache;
   if (!sequence->LayersAreEqual()) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "tokens",
                       absl::StrCat("different in the layers, ", sequence->TokensInEveryLayer(), " in the shortest"),
                       "equal in all layers to copy");
   }
-  KV_RETURN_IF_ERROR(CheckSequenceLimit());
-  Tier* const target = TierOf(device);
-  const Tier* const upper = target == nullptr ? nullptr : UpperOf(from->tier, target);
+  KV_RETURN_IF_ERROR(parts_.sequences->CheckLimit());
+  Tier* const target = parts_.caches->TierOf(device);
+  const Tier* const upper = target == nullptr ? nullptr : BlockMoves::UpperOf(from->tier, target);
   if (upper == nullptr || upper->mover() == nullptr) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(device),
                       absl::StrCat("a memory that pages of ", from->tier->name(),
@@ -295,8 +293,8 @@ absl::StatusOr<std::unique_ptr<ArrivalLease>> PageStoreImpl::Copy(SequenceId id,
                                    "daemon was started with"));
   }
   KV_RETURN_IF_ERROR(upper->mover()->status());
-  KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> to, CounterpartOn(*from, device));
-  auto lease = std::make_unique<ArrivalLeaseImpl>(this, std::move(to));
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> to, parts_.caches->OpenCounterpart(*from, *target));
+  auto lease = std::make_unique<ArrivalLeaseImpl>(parts_, std::move(to));
   lease->StartCopy(*sequence);
   return lease;
 }

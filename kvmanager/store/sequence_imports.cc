@@ -1,32 +1,36 @@
-// Receiving a sequence: slots for pages that arrive in any order, and the sequence that they become.
+#include "kvmanager/store/sequence_imports.h"
+
 #include <algorithm>
+#include <utility>
 
 #include "kvmanager/base/checksum.h"
 #include "kvmanager/base/finite.h"
+#include "kvmanager/base/status.h"
 #include "kvmanager/store/hand_off_check.h"
-#include "kvmanager/store/page_store_impl.h"
+#include "kvmanager/store/memory_backend.h"
+#include "kvmanager/store/raw_page.h"
 
 namespace kvmanager {
 namespace {
 
 class ImportLeaseImpl final : public ImportLease {
  public:
-  ImportLeaseImpl(PageStoreImpl* store, std::shared_ptr<Cache> cache, const HandOffHeader& first)
-      : store_(store), alive_(store->alive()), cache_(std::move(cache)), first_(first) {
+  ImportLeaseImpl(const SequenceImports::Parts& parts, std::shared_ptr<Cache> cache, const HandOffHeader& first)
+      : parts_(parts), cache_(std::move(cache)), first_(first) {
     ++cache_->leases;
-    store_->metrics()->import_leases.Increment();
+    parts_.metrics->import_leases.Increment();
   }
   ~ImportLeaseImpl() override {
-    if (alive_.expired()) return;
+    if (parts_.alive.expired()) return;
     Break(absl::CancelledError("it was given up"));
     if (hidden_ != nullptr) {
-      store_->hidden_sequences.erase(hidden_.get());
-      store_->ReleaseBlocks(*hidden_);
+      parts_.sequences->Unhide(hidden_.get());
+      parts_.sequences->ReleaseBlocks(*hidden_);
     }
     for (NewBlock& block : new_blocks_) LetGo(block);
     --cache_->leases;
-    if (!cache_->wanted) store_->CloseIfUnused(cache_);
-    store_->metrics()->import_leases.Decrement();
+    if (!cache_->wanted) parts_.caches->CloseIfUnused(cache_);
+    parts_.metrics->import_leases.Decrement();
   }
 
   absl::Status Start(RecomputeChoice recompute);
@@ -75,8 +79,7 @@ class ImportLeaseImpl final : public ImportLease {
   absl::Status CheckLast(const HandOffTrailer& last) const;
   void LetGo(NewBlock& block);
 
-  PageStoreImpl* const store_;
-  const std::weak_ptr<const bool> alive_;
+  const SequenceImports::Parts parts_;
   const std::shared_ptr<Cache> cache_;  // shared: see Block
   const HandOffHeader first_;
   HandOffTrailer last_;
@@ -98,7 +101,7 @@ class ImportLeaseImpl final : public ImportLease {
 bool ImportLeaseImpl::CanShare(const Block& block) const {
   for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
     if (!hidden_->HoldsRaw(block.index, layer)) continue;
-    if (store_->RawData(*cache_, block.pages[layer]) == nullptr) return false;
+    if (BlockIndex::RawData(*cache_, block.pages[layer]) == nullptr) return false;
   }
   return true;
 }
@@ -122,8 +125,8 @@ absl::Status ImportLeaseImpl::Start(RecomputeChoice recompute) {
   KV_RETURN_IF_ERROR(CheckFirst(*cache_, first_));
   const bool identity = cache_->identity();
   shows_whole_ = cache_->codec->NewIndex({}) != nullptr;
-  hidden_ = store_->NewSequence(cache_);
-  store_->hidden_sequences.insert(hidden_.get());
+  hidden_ = parts_.sequences->New(cache_);
+  parts_.sequences->Hide(hidden_.get());
   std::fill(hidden_->tokens.begin(), hidden_->tokens.end(), first_.tokens);
   hidden_->aged = first_.aged;
   how_.assign(size_t{pages_per_layer()} * cache_->layers(), How::kRaw);
@@ -135,7 +138,8 @@ absl::Status ImportLeaseImpl::Start(RecomputeChoice recompute) {
   SlotCounts wanted;
   for (uint32_t i = 0; i < full_blocks(); ++i) {
     MissReason reason;
-    Block* block = first_.blocks[i].named ? store_->FindVerified(*cache_, first_.blocks[i].name, i, &reason) : nullptr;
+    Block* block =
+        first_.blocks[i].named ? parts_.blocks->FindVerified(*cache_, first_.blocks[i].name, i, &reason) : nullptr;
     if (block != nullptr && !CanShare(*block)) {
       unfit.push_back(block);
       block = nullptr;
@@ -151,12 +155,12 @@ absl::Status ImportLeaseImpl::Start(RecomputeChoice recompute) {
         cache_->CountEncodedSlots(layer, 1, &wanted);  // a raw page's is for its encoding
     }
   }
-  for (; !unfit.empty(); unfit.pop_back()) store_->Release(unfit.back());
+  for (; !unfit.empty(); unfit.pop_back()) parts_.blocks->Release(unfit.back());
   if (pages_per_layer() > full_blocks()) wanted.raw += cache_->layers();
   Reservation slots(cache_->tier->pool());
   if (absl::Status status = cache_->tier->Reserve(*cache_, wanted, &slots); !status.ok()) {
     for (auto block = shared.rbegin(); block != shared.rend(); ++block) {
-      if (*block != nullptr) store_->Release(*block);
+      if (*block != nullptr) parts_.blocks->Release(*block);
     }
     return status;
   }
@@ -164,21 +168,22 @@ absl::Status ImportLeaseImpl::Start(RecomputeChoice recompute) {
   for (uint32_t i = 0; i < pages_per_layer(); ++i) {
     const bool open = i == full_blocks();
     if (!open && shared[i] != nullptr) {
-      store_->Attach(*hidden_, shared[i]);
+      parts_.sequences->Attach(*hidden_, shared[i]);
       continue;
     }
-    Block* block = store_->NewBlock(cache_, i);
+    Block* block = parts_.blocks->New(cache_, i);
     new_blocks_[i].block = block;
     new_blocks_[i].awaited = cache_->layers();
     for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
       PageChange reserved;
       if (open || (!identity && how(i, layer) != How::kEncoded)) reserved.raw = slots.TakeRaw();
       if (!open && !cache_->keeps_raw(i, layer)) reserved.encoded = slots.TakeEncoded(*cache_, layer);
-      store_->Apply({block, layer}, PageEvent::kReserve, reserved);
+      parts_.blocks->Apply({block, layer}, PageEvent::kReserve, reserved);
       if (how(i, layer) != How::kRecomputed) continue;
-      store_->Apply({block, layer, PageKind::kActivations}, PageEvent::kReserve, {PageId(), slots.TakeActivations()});
+      parts_.blocks->Apply({block, layer, PageKind::kActivations}, PageEvent::kReserve,
+                           {PageId(), slots.TakeActivations()});
     }
-    store_->Attach(*hidden_, block);
+    parts_.sequences->Attach(*hidden_, block);
   }
   for (uint32_t number = 0; number < first_.size(); ++number) {
     const HandOffPage& page = first_.page(number);
@@ -191,13 +196,13 @@ absl::Status ImportLeaseImpl::Start(RecomputeChoice recompute) {
     if (!wanted_here) continue;
     const Page& into = recomputed ? block->activations[page.layer] : block->pages[page.layer];
     const PageId slot = how(page.block, page.layer) == How::kKeptRaw ? into.raw : into.encoded;
-    first_targets_.back() = absl::Span<uint8_t>(store_->Data(*cache_, slot), page.bytes);
+    first_targets_.back() = absl::Span<uint8_t>(BlockIndex::Data(*cache_, slot), page.bytes);
   }
   return absl::OkStatus();
 }
 
 absl::Status ImportLeaseImpl::CheckLast(const HandOffTrailer& last) const {
-  const uint64_t tokens_max = PageStore::kSequenceBlocksMax * cache_->page_tokens();
+  const uint64_t tokens_max = kSequenceBlocksMax * cache_->page_tokens();
   if (last.index.prompt_tokens > tokens_max) {
     return InvalidField("prompt_tokens", last.index.prompt_tokens, absl::StrCat("at most ", tokens_max));
   }
@@ -249,7 +254,7 @@ absl::Status ImportLeaseImpl::CheckLast(const HandOffTrailer& last) const {
 }
 
 absl::Status ImportLeaseImpl::Extend(const HandOffTrailer& last) {
-  if (alive_.expired()) return absl::UnavailableError("the store has closed");
+  if (parts_.alive.expired()) return absl::UnavailableError("the store has closed");
   if (extended_) return absl::FailedPreconditionError("the trailer of this hand-off came before");
   KV_RETURN_IF_ERROR(CheckLast(last));
   SlotCounts wanted;
@@ -268,7 +273,7 @@ absl::Status ImportLeaseImpl::Extend(const HandOffTrailer& last) {
     --awaited_first_;
     if (kept_raw(number)) continue;
     const PageRef ref{new_blocks_[first_.pages[number].block].block, first_.pages[number].layer};
-    store_->Apply(ref, PageEvent::kReserveRaw, {slots.TakeRaw(), ref.page().encoded});
+    parts_.blocks->Apply(ref, PageEvent::kReserveRaw, {slots.TakeRaw(), ref.page().encoded});
   }
   for (const HandOffPage& page : last_.pages) {
     const Block* block = new_blocks_[page.block].block;
@@ -281,7 +286,7 @@ absl::Status ImportLeaseImpl::Extend(const HandOffTrailer& last) {
       continue;
     }
     const Page& into = block->pages[page.layer];
-    last_targets_.emplace_back(store_->Data(*cache_, into.raw.valid() ? into.raw : into.encoded), page.bytes);
+    last_targets_.emplace_back(BlockIndex::Data(*cache_, into.raw.valid() ? into.raw : into.encoded), page.bytes);
   }
   return absl::OkStatus();
 }
@@ -316,18 +321,18 @@ absl::StatusOr<uint64_t> ImportLeaseImpl::Validate(uint32_t number) const {
 void ImportLeaseImpl::ShowFull(PageRef ref, uint64_t checksum, std::vector<PageRef>* to_encode) {
   const Page& page = ref.page();
   if (!page.raw.valid()) {
-    store_->Apply(ref, PageEvent::kReceivedEncoded, {page.raw, page.encoded, false, checksum});
+    parts_.blocks->Apply(ref, PageEvent::kReceivedEncoded, {page.raw, page.encoded, false, checksum});
   } else if (page.encoded.valid()) {
-    store_->Apply(ref, PageEvent::kReceivedRaw, {page.raw, page.encoded});
+    parts_.blocks->Apply(ref, PageEvent::kReceivedRaw, {page.raw, page.encoded});
     to_encode->push_back(ref);
   } else {
-    store_->Apply(ref, PageEvent::kReceivedCopy, {page.raw, PageId(), true, checksum});
-    store_->metrics()->sink_pages.Increment();
+    parts_.blocks->Apply(ref, PageEvent::kReceivedCopy, {page.raw, PageId(), true, checksum});
+    parts_.metrics->sink_pages.Increment();
   }
 }
 
 absl::Status ImportLeaseImpl::Arrived(absl::Span<const ArrivedPage> pages) {
-  if (alive_.expired()) return absl::UnavailableError("the store has closed");
+  if (parts_.alive.expired()) return absl::UnavailableError("the store has closed");
   if (broken_) return absl::FailedPreconditionError("this hand-off has ended");
   std::vector<PageRef> to_encode;
   absl::Status status;
@@ -344,28 +349,28 @@ absl::Status ImportLeaseImpl::Arrived(absl::Span<const ArrivedPage> pages) {
     if (is_activations(arrived.page)) {
       const PageRef activations{ref.block, ref.layer, PageKind::kActivations};
       const PageId slot = activations.page().encoded;
-      store_->Apply(activations, PageEvent::kReceivedEncoded, {PageId(), slot, false, arrived.checksum});
+      parts_.blocks->Apply(activations, PageEvent::kReceivedEncoded, {PageId(), slot, false, arrived.checksum});
       recomputing_.insert(arrived.page);
       recomputable_.push_back({arrived.page, received.layer, uint64_t{received.block} * cache_->page_tokens(),
-                               store_->Data(*cache_, slot),
-                               store_->Data(*cache_, page.raw.valid() ? page.raw : page.encoded)});
+                               BlockIndex::Data(*cache_, slot),
+                               BlockIndex::Data(*cache_, page.raw.valid() ? page.raw : page.encoded)});
       continue;
     }
     if (received.block == full_blocks()) {
-      store_->Apply(ref, PageEvent::kReceivedOpen, {page.raw, page.encoded});
+      parts_.blocks->Apply(ref, PageEvent::kReceivedOpen, {page.raw, page.encoded});
     } else {
       ShowFull(ref, arrived.checksum, &to_encode);
     }
     --new_blocks_[received.block].awaited;
   }
-  store_->PostEncodes(cache_, std::move(to_encode));
+  parts_.encodes->Post(cache_, std::move(to_encode));
   LetGoOf(pages);
-  store_->NotifyWaiters();
+  parts_.encodes->NotifyWaiters();
   return status;
 }
 
 absl::Status ImportLeaseImpl::Recomputed(absl::Span<const ArrivedPage> pages) {
-  if (alive_.expired()) return absl::UnavailableError("the store has closed");
+  if (parts_.alive.expired()) return absl::UnavailableError("the store has closed");
   if (broken_) return absl::FailedPreconditionError("this hand-off has ended");
   std::vector<PageRef> to_encode;
   absl::Status status;
@@ -379,9 +384,9 @@ absl::Status ImportLeaseImpl::Recomputed(absl::Span<const ArrivedPage> pages) {
     ShowFull(ref, done.checksum, &to_encode);
     --new_blocks_[recomputed.block].awaited;
   }
-  store_->PostEncodes(cache_, std::move(to_encode));
+  parts_.encodes->Post(cache_, std::move(to_encode));
   LetGoOf(pages);
-  store_->NotifyWaiters();
+  parts_.encodes->NotifyWaiters();
   return status;
 }
 
@@ -395,37 +400,37 @@ void ImportLeaseImpl::LetGoOf(absl::Span<const ArrivedPage> pages) {
 
 void ImportLeaseImpl::LetGo(NewBlock& block) {
   if (!std::exchange(block.held, false)) return;
-  store_->hand_off_blocks.erase(block.block);
-  store_->Release(std::exchange(block.block, nullptr));
+  parts_.blocks->ForgetHolder(block.block);
+  parts_.blocks->Release(std::exchange(block.block, nullptr));
 }
 
 absl::StatusOr<SequenceId> ImportLeaseImpl::Show() {
-  if (alive_.expired()) return absl::UnavailableError("the store has closed");
+  if (parts_.alive.expired()) return absl::UnavailableError("the store has closed");
   if (hidden_ == nullptr) return absl::FailedPreconditionError("this hand-off was shown before");
   if (broken_ || !can_show()) return absl::FailedPreconditionError("the trailer of this hand-off is still to come");
-  KV_RETURN_IF_ERROR(store_->CheckSequenceLimit());
+  KV_RETURN_IF_ERROR(parts_.sequences->CheckLimit());
   hidden_->hit_blocks = static_cast<int>(full_blocks());
   hidden_->arriving = true;
   for (NewBlock& block : new_blocks_) {
     if (block.awaited == 0) continue;
-    store_->Hold(block.block);
-    store_->hand_off_blocks.insert(block.block);
+    parts_.blocks->Hold(block.block);
+    parts_.blocks->NoteHolder(block.block);
     block.held = true;
   }
-  store_->hidden_sequences.erase(hidden_.get());
-  store_->MakeIndex(*hidden_, last_.index, first_.tokens);
-  store_->AdvanceIndexes(*hidden_);
-  sequence_ = store_->Show(std::move(hidden_));
+  parts_.sequences->Unhide(hidden_.get());
+  parts_.indexes->Make(*hidden_, last_.index, first_.tokens);
+  parts_.indexes->AdvanceAll(*hidden_);
+  sequence_ = parts_.sequences->Show(std::move(hidden_));
   return sequence_;
 }
 
 absl::Status ImportLeaseImpl::Commit() {
-  if (alive_.expired()) return absl::UnavailableError("the store has closed");
+  if (parts_.alive.expired()) return absl::UnavailableError("the store has closed");
   if (sequence_ == 0 || committed_ || broken_ || !complete()) {
     return absl::FailedPreconditionError("a hand-off is committed once, when it was shown and every page is here");
   }
   committed_ = true;
-  const auto found = store_->FindSequence(sequence_);
+  const auto found = parts_.sequences->Find(sequence_);
   if (!found.ok()) return absl::OkStatus();  // dropped meanwhile
   Sequence& sequence = **found;
   sequence.arriving = false;
@@ -434,20 +439,18 @@ absl::Status ImportLeaseImpl::Commit() {
     Block* block = sequence.blocks[i];
     // A key that somebody else published meanwhile stays theirs; the next publish shares it.
     if (!named.named || block->published || cache_->table.FindKey(named.name.key) != nullptr) continue;
-    block->name = named.name;
-    cache_->table.Insert(block);
-    store_->metrics()->published.Increment();
-    store_->metrics()->published_blocks.Increment();
+    parts_.blocks->Name(block, named.name);
+    parts_.metrics->published.Increment();
   }
-  store_->metrics()->imports.Increment();
+  parts_.metrics->imports.Increment();
   return absl::OkStatus();
 }
 
 void ImportLeaseImpl::Break(const absl::Status& why) {
-  if (alive_.expired() || committed_ || std::exchange(broken_, true) || sequence_ == 0) return;
+  if (parts_.alive.expired() || committed_ || std::exchange(broken_, true) || sequence_ == 0) return;
   const absl::Status status = absl::UnavailableError(
       absl::StrCat("sequence ", sequence_, " did not arrive whole, its hand-off ended: ", why.message()));
-  if (const auto found = store_->FindSequence(sequence_); found.ok()) {
+  if (const auto found = parts_.sequences->Find(sequence_); found.ok()) {
     (*found)->arriving = false;
     (*found)->broken = status;
   }
@@ -456,23 +459,31 @@ void ImportLeaseImpl::Break(const absl::Status& why) {
     block.block->corrupt = true;
     block.block->arrival = status;
   }
-  store_->NotifyWaiters();
+  parts_.encodes->NotifyWaiters();
 }
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<ImportLease>> PageStoreImpl::Import(const HandOffHeader& first,
-                                                                   std::shared_ptr<const Codec> codec,
-                                                                   RecomputeChoice recompute) {
-  KV_RETURN_IF_ERROR(CheckSequenceLimit());
-  KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> cache, FindOrOpen(first.config, std::move(codec), &first.codec_version));
+absl::StatusOr<std::unique_ptr<ImportLease>> SequenceImports::Import(const HandOffHeader& first,
+                                                                     std::shared_ptr<const Codec> codec,
+                                                                     RecomputeChoice recompute) {
+  KV_RETURN_IF_ERROR(parts_.sequences->CheckLimit());
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> cache,
+                      parts_.caches->FindOrOpen(first.config, std::move(codec), &first.codec_version));
   if (cache->index.chunk_tokens > 0) {
-    if (!cache->wanted) CloseIfUnused(cache);
-    return IndexStaysHere(*cache);
+    if (!cache->wanted) parts_.caches->CloseIfUnused(cache);
+    return cache->IndexStaysHere();
   }
-  auto lease = std::make_unique<ImportLeaseImpl>(this, std::move(cache), first);
+  auto lease = std::make_unique<ImportLeaseImpl>(parts_, std::move(cache), first);
   KV_RETURN_IF_ERROR(lease->Start(recompute));
   return lease;
+}
+
+void SequenceImports::RoomCame() {
+  if (on_room_ == nullptr) return;
+  absl::AnyInvocable<void()> fn = std::move(on_room_);
+  on_room_ = nullptr;
+  fn();
 }
 
 }  // namespace kvmanager

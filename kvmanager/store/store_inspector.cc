@@ -1,7 +1,13 @@
-// Every invariant of the whole store, from the outside in.
-#include <algorithm>
+#include "kvmanager/store/store_inspector.h"
 
-#include "kvmanager/store/page_store_impl.h"
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/base/tenant_label.h"
 
 namespace kvmanager {
 namespace {
@@ -65,8 +71,75 @@ void CheckActivations(const Page& keys_values, const Page& page) {
 
 }  // namespace
 
-void PageStoreImpl::CheckInvariants() const {
-  for (const auto& tier : tiers_) tier->pool()->CheckInvariants();
+std::vector<HolderInfo> StoreInspector::LargestHolders(size_t n, const Tier* tier) const {
+  // Named only once the largest are known: this runs at every refusal of a full pool.
+  enum class Kind : uint8_t { kSequence, kPublished, kLeased };
+  struct Holder {
+    uint64_t bytes;
+    Kind kind;
+    SequenceId sequence;  // of kSequence
+    const Cache* cache;
+  };
+  std::vector<Holder> all;
+  for (const auto& [id, sequence] : parts_.sequences->all()) {
+    if (tier != nullptr && sequence->cache->tier != tier) continue;
+    const uint64_t bytes = sequence->bytes();
+    if (bytes > 0) all.push_back({bytes, Kind::kSequence, id, sequence->cache.get()});
+  }
+  absl::flat_hash_map<const Cache*, uint64_t> published, leased;
+  for (const auto& [block, owned] : parts_.blocks->all()) {
+    if (tier != nullptr && block->cache->tier != tier) continue;
+    if (block->holders == 0) (block->published ? published : leased)[block->cache.get()] += block->bytes;
+  }
+  for (const auto& [cache, bytes] : published) all.push_back({bytes, Kind::kPublished, 0, cache});
+  for (const auto& [cache, bytes] : leased) all.push_back({bytes, Kind::kLeased, 0, cache});
+  const size_t kept = std::min(n, all.size());
+  std::partial_sort(all.begin(), all.begin() + kept, all.end(), [](const Holder& a, const Holder& b) {
+    return std::tuple(b.bytes, a.kind, a.sequence, a.cache->id) < std::tuple(a.bytes, b.kind, b.sequence, b.cache->id);
+  });
+  std::vector<HolderInfo> named;
+  for (const Holder& holder : absl::MakeConstSpan(all).first(kept)) {
+    const std::string what = holder.kind == Kind::kSequence    ? absl::StrCat("sequence ", holder.sequence)
+                             : holder.kind == Kind::kPublished ? "published blocks"
+                                                               : "leases on dropped pages";
+    named.push_back(
+        {absl::StrCat(what, " of cache ", holder.cache->id, " (tenant ", TenantLabel(holder.cache->config.tenant), ")"),
+         holder.bytes});
+  }
+  return named;
+}
+
+absl::Status StoreInspector::Exhausted(const Cache& cache, const SlotCounts& counts) const {
+  if (!cache.tier->awaits_release()) parts_.metrics->exhausted.Increment();  // else whoever asks may ask again
+  std::string wanted;
+  const auto add = [&wanted](size_t count, uint64_t bytes) {
+    if (count > 0) absl::StrAppend(&wanted, wanted.empty() ? "" : " and ", count, " slots of ", bytes);
+  };
+  add(counts.raw, cache.raw_slot_bytes);
+  for (size_t i = 0; i < cache.encoded_slots.bytes.size(); ++i) add(counts.encoded[i], cache.encoded_slots.bytes[i]);
+  add(counts.activations, cache.activation_slot_bytes);
+  std::string holders;
+  for (const HolderInfo& holder : LargestHolders(kHoldersNamed, cache.tier)) {
+    absl::StrAppend(&holders, holders.empty() ? "" : ", ", holder.what, " ", holder.bytes);
+  }
+  const SlotPool& pool = *cache.tier->pool();
+  const uint64_t retired = cache.tier->retired_slots();
+  return FieldError(
+      absl::StatusCode::kResourceExhausted, pool.limit(),
+      absl::StrCat(pool.used_bytes(), " used, and ", wanted, " wanted by tenant ", TenantLabel(cache.config.tenant)),
+      absl::StrCat(
+          "at most ", pool.capacity_bytes(), " in slabs of ", pool.slab_bytes(), ", ", pool.free_slabs(),
+          " of them free, each of one tenant and slot size; ", cache.tier->evictable_bytes(),
+          " could be evicted, but would not make room",
+          retired == 0 ? "" : absl::StrCat(" before kernels have done with ", retired, " slots that were given up"),
+          "; largest holders: ", holders.empty() ? "none" : holders));
+}
+
+// From the outside in.
+void StoreInspector::CheckInvariants() const {
+  const BlockIndex::Blocks& blocks = parts_.blocks->all();
+  const auto& sequences = parts_.sequences->all();
+  for (const auto& tier : *parts_.tiers) tier->pool()->CheckInvariants();
   absl::flat_hash_map<const Block*, uint32_t> holders;
   absl::flat_hash_map<const Page*, uint32_t> raw_holds;
   absl::flat_hash_map<const Cache*, uint64_t> sequences_of;
@@ -76,7 +149,7 @@ void PageStoreImpl::CheckInvariants() const {
     KV_CHECK(sequence.tokens.size() == cache.layers() && sequence.aged.size() == cache.layers());
     for (uint32_t i = 0; i < sequence.blocks.size(); ++i) {
       const Block* block = sequence.blocks[i];
-      KV_CHECK(blocks_.contains(block) && block->index == i && block->cache == sequence.cache);
+      KV_CHECK(blocks.contains(block) && block->index == i && block->cache == sequence.cache);
       ++holders[block];
       bool full = true;
       for (uint32_t layer = 0; layer < cache.layers(); ++layer) {
@@ -105,16 +178,15 @@ void PageStoreImpl::CheckInvariants() const {
       KV_CHECK(uint64_t{sequence.aged[layer]} * cache.page_tokens() <= sequence.tokens[layer]);
     }
   };
-  for (const auto& [id, sequence] : sequences_) check_sequence(*sequence, true);
-  for (const Sequence* sequence : hidden_sequences) check_sequence(*sequence, false);
-  for (const Block* block : hand_off_blocks) ++holders[block];
-  for (const Block* block : held_blocks) ++holders[block];
+  for (const auto& [id, sequence] : sequences) check_sequence(*sequence, true);
+  for (const Sequence* sequence : parts_.sequences->hidden()) check_sequence(*sequence, false);
+  for (const auto& [block, count] : parts_.blocks->other_holders()) holders[block] += count;
   absl::flat_hash_map<const Cache*, uint64_t> arriving;
   absl::flat_hash_map<const Tier*, uint64_t> demoting_bytes;
-  for (const auto& move : moves_) {
+  for (const auto& move : parts_.moves->all()) {
     KV_CHECK(move->from->leases > 0 && move->to->leases > 0);
     for (const BlockMove::Pair& pair : move->blocks) {
-      KV_CHECK(blocks_.contains(pair.from) && blocks_.contains(pair.to) && pair.from->pins > 0);
+      KV_CHECK(blocks.contains(pair.from) && blocks.contains(pair.to) && pair.from->pins > 0);
       ++holders[pair.to];
       for (const Page& page : pair.to->pages) KV_CHECK(page.state == PageState::kReceiving);
       if (!pair.arriving) continue;
@@ -138,7 +210,7 @@ void PageStoreImpl::CheckInvariants() const {
     uint64_t used_bytes = 0, evictable_bytes = 0, kept_bytes = 0;
   };
   absl::flat_hash_map<const Tier*, TierSums> tiers;
-  for (const auto& [key, owned] : blocks_) {
+  for (const auto& [key, owned] : blocks) {
     const Block& block = *owned;
     const Cache& cache = *block.cache;
     TierSums& tier = tiers[cache.tier];
@@ -184,11 +256,11 @@ void PageStoreImpl::CheckInvariants() const {
     if (block.evictable && block.kept) tier.kept_bytes += bytes;
     tier.used_bytes += bytes;
   }
-  for (const auto& [block, count] : holders) KV_CHECK(blocks_.contains(block));
+  for (const auto& [block, count] : holders) KV_CHECK(blocks.contains(block));
   // Of indexes, besides: what jobs and moves hold of sequences that are gone.
   absl::flat_hash_map<const Tier*, uint64_t> index_bytes;
   absl::flat_hash_set<const IndexMemory*> index_memory;
-  for (const auto& [id, sequence] : sequences_) {
+  for (const auto& [id, sequence] : sequences) {
     const Cache& cache = *sequence->cache;
     const auto check = [&](const IndexMemory* memory, size_t slot_class) {
       if (memory == nullptr || !index_memory.insert(memory).second) return;
@@ -203,7 +275,7 @@ void PageStoreImpl::CheckInvariants() const {
       KV_CHECK(places.chunks.empty() || places.book != nullptr);
     }
   }
-  for (const auto& tier : tiers_) {
+  for (const auto& tier : *parts_.tiers) {
     const TierSums& sum = tiers[tier.get()];
     const bool retired = tier->retired_slots() > 0;
     KV_CHECK(index_bytes[tier.get()] <= tier->index_bytes());
@@ -220,22 +292,18 @@ void PageStoreImpl::CheckInvariants() const {
       KV_CHECK(gauges->encoded_bytes[state]->Value() == sum.encoded_bytes[state]);
     }
   }
-  KV_CHECK(caches_.size() == cache_by_digest_.size() && caches_.size() <= kCachesMax);
-  for (const auto& [id, cache] : caches_) {
-    KV_CHECK(cache->encoded_slots.of_layer.size() == cache->layers());
-    for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
-      KV_CHECK(cache->page_bytes(layer) <= cache->slot_bytes(layer).encoded);
-    }
+  parts_.caches->CheckInvariants();
+  for (const auto& [id, cache] : parts_.caches->all()) {
     KV_CHECK(cache->arriving.size() == arriving[cache.get()]);
     KV_CHECK(cache->sequences == sequences_of[cache.get()] && cache->table.size() == named[cache.get()]);
     const CacheBytes& bytes = cache_bytes[cache.get()];
     KV_CHECK(cache->raw_bytes == bytes.raw && cache->encoded_bytes == bytes.encoded &&
              cache->activation_bytes == bytes.activations);
-    KV_CHECK(tenants_.at(cache->config.tenant).id == cache->tenant);
   }
-  for (const EncodeWaiter* waiter : waiting_) KV_CHECK(!waiter->is_ready());
+  parts_.encodes->CheckInvariants();
+  const std::vector<PageFollower*>& followers = parts_.encodes->followers();
   size_t following = 0;
-  for (const auto& [id, sequence] : sequences_) {
+  for (const auto& [id, sequence] : sequences) {
     following += sequence->followers.size();
     for (const PageFollower* follower : sequence->followers) {
       KV_CHECK(std::find(followers.begin(), followers.end(), follower) != followers.end());

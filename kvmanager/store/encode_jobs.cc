@@ -1,14 +1,14 @@
-// Encode jobs, and the leases that wait for them.
-#include <algorithm>
+#include "kvmanager/store/encode_jobs.h"
 
-#include "kvmanager/store/page_store_impl.h"
+#include <algorithm>
+#include <utility>
+
+#include "kvmanager/base/status.h"
 
 namespace kvmanager {
 
-EncodeWaiter::EncodeWaiter(PageStoreImpl* store) : store_(store), alive_(store->alive()) {}
-
 EncodeWaiter::~EncodeWaiter() {
-  if (PageStoreImpl* store = this->store()) store->RemoveWaiter(this);
+  if (!store_has_gone()) jobs_->Remove(this);
 }
 
 void EncodeWaiter::WaitFor(std::vector<PageRef> pages, IndexJobs jobs) {
@@ -19,7 +19,7 @@ void EncodeWaiter::WaitFor(std::vector<PageRef> pages, IndexJobs jobs) {
     ready_ = true;
     Resolve();
   } else {
-    store_->AddWaiter(this);
+    jobs_->Add(this);
   }
 }
 
@@ -31,33 +31,34 @@ void EncodeWaiter::CallWhenReady(absl::AnyInvocable<void()> fn) {
   }
 }
 
-void PageStoreImpl::RemoveWaiter(EncodeWaiter* waiter) {
+void EncodeJobs::Remove(EncodeWaiter* waiter) {
   waiting_.erase(std::remove(waiting_.begin(), waiting_.end(), waiter), waiting_.end());
   ready_.erase(std::remove(ready_.begin(), ready_.end(), waiter), ready_.end());
 }
 
-void PageStoreImpl::PostEncodes(const std::shared_ptr<Cache>& cache, std::vector<PageRef> pages) {
+void EncodeJobs::Post(const std::shared_ptr<Cache>& cache, std::vector<PageRef> pages) {
   if (pages.empty()) return;
   std::vector<EncodeItem> items;
   items.reserve(pages.size());
   for (const PageRef& ref : pages) {
     const Page& page = ref.page();
-    Apply(ref, PageEvent::kEncode, {page.raw, page.encoded, false, 0});
+    parts_.blocks->Apply(ref, PageEvent::kEncode, {page.raw, page.encoded, false, 0});
     ++ref.block->jobs;
     EncodeItem item;
-    item.raw = Data(*cache, page.raw);
-    item.encoded = Data(*cache, page.encoded);
+    item.raw = BlockIndex::Data(*cache, page.raw);
+    item.encoded = BlockIndex::Data(*cache, page.encoded);
     item.layer = ref.layer;
     item.first_token = uint64_t{ref.block->index} * cache->page_tokens();
     items.push_back(item);
   }
-  cache->tier->executor()->Encode(cache->codec, std::move(items),
-                                  [this, alive = alive(), pages = std::move(pages)](absl::Span<const EncodeItem> done) {
-                                    if (!alive.expired()) OnEncoded(pages, done);
-                                  });
+  cache->tier->executor()->Encode(
+      cache->codec, std::move(items),
+      [this, alive = parts_.alive, pages = std::move(pages)](absl::Span<const EncodeItem> done) {
+        if (!alive.expired()) OnEncoded(pages, done);
+      });
 }
 
-void PageStoreImpl::OnEncoded(const std::vector<PageRef>& pages, absl::Span<const EncodeItem> items) {
+void EncodeJobs::OnEncoded(const std::vector<PageRef>& pages, absl::Span<const EncodeItem> items) {
   KV_CHECK(items.size() == pages.size());
   for (size_t i = 0; i < pages.size(); ++i) {
     const PageRef ref = pages[i];
@@ -66,52 +67,48 @@ void PageStoreImpl::OnEncoded(const std::vector<PageRef>& pages, absl::Span<cons
     const bool declined = items[i].declined;
     --block->jobs;
     if (declined) {
-      (items[i].is_sink ? metrics_->sink_pages : metrics_->declined_pages).Increment();
+      (items[i].is_sink ? parts_.metrics->sink_pages : parts_.metrics->declined_pages).Increment();
     } else {
-      metrics_->encoded_pages.Increment();
-      metrics_->encoded_bytes.Increment(static_cast<double>(block->cache->page_bytes(ref.layer)));
+      parts_.metrics->encoded_pages.Increment();
+      parts_.metrics->encoded_bytes.Increment(static_cast<double>(block->cache->page_bytes(ref.layer)));
     }
-    if (page.state == PageState::kQuarantined) {
-      Apply(ref, PageEvent::kJobEnded, {page.raw, page.encoded, declined, 0});
-      if (page.pins == 0) FreePage(ref);
-      continue;
-    }
+    if (parts_.blocks->EndJobIfQuarantined(ref, declined)) continue;
     PageChange after{page.raw, declined ? PageId() : page.encoded, declined, 0};
     Page kept;
     kept.raw = after.raw;
     kept.encoded = after.encoded;
-    after.checksum = ChecksumOf(*block->cache, ref.layer, kept);
-    Apply(ref, declined ? PageEvent::kDeclined : PageEvent::kEncoded, after);
+    after.checksum = BlockIndex::ChecksumOf(*block->cache, ref.layer, kept);
+    parts_.blocks->Apply(ref, declined ? PageEvent::kDeclined : PageEvent::kEncoded, after);
     if (!declined && sampler_ != nullptr && sampler_->Wants(block->cache->id, ref.layer)) Sample(ref);
-    ReleaseRawIfUnused(ref);
-    MakeEvictableIfUnused(block);
+    parts_.blocks->ReleaseRawIfUnused(ref);
+    parts_.blocks->MakeEvictableIfUnused(block);
   }
-  for (PageFollower* follower : followers) follower->OnEncoded();
+  for (PageFollower* follower : followers_) follower->OnEncoded();
   TellFollowers();
   NotifyWaiters();
 }
 
-void PageStoreImpl::Sample(const PageRef& ref) {
+void EncodeJobs::Sample(const PageRef& ref) {
   const std::shared_ptr<Cache> cache = ref.block->cache;
   const Page& page = ref.page();
-  Pin(ref);
+  parts_.blocks->Pin(ref);
   ++cache->leases;
   PageSample sample{cache->id, cache->digest, ref.layer, cache->codec};
   sample.device = cache->config.device;
-  sample.raw = Data(*cache, page.raw);
-  sample.encoded = Data(*cache, page.encoded);
-  sampler_->Compare(sample, [this, alive = alive(), cache, ref] {
+  sample.raw = BlockIndex::Data(*cache, page.raw);
+  sample.encoded = BlockIndex::Data(*cache, page.encoded);
+  sampler_->Compare(sample, [this, alive = parts_.alive, cache, ref] {
     if (alive.expired()) return;
     --cache->leases;
-    Unpin(ref);
+    parts_.blocks->Unpin(ref);
   });
 }
 
-void PageStoreImpl::TellFollowers() {
-  for (PageFollower* follower : followers) follower->Tell();
+void EncodeJobs::TellFollowers() {
+  for (PageFollower* follower : followers_) follower->Tell();
 }
 
-void PageStoreImpl::NotifyWaiters() {
+void EncodeJobs::NotifyWaiters() {
   std::erase_if(waiting_, [this](EncodeWaiter* waiter) {
     auto& pending = waiter->pending_;
     while (!pending.empty() && !Awaits(pending.back())) pending.pop_back();
@@ -134,6 +131,10 @@ void PageStoreImpl::NotifyWaiters() {
     waiter->fn_ = nullptr;
     if (fn) fn();
   }
+}
+
+void EncodeJobs::CheckInvariants() const {
+  for (const EncodeWaiter* waiter : waiting_) KV_CHECK(!waiter->is_ready());
 }
 
 }  // namespace kvmanager

@@ -1,14 +1,9 @@
-// Blocks in two memories: a GPU's pages go to the host before their room is needed, and come back when they are asked
-// for; sequences are copied from one to the other, to be handed over or taken over.
-//
-// Caches of equal digest are one cache in several memories, so what leaves a GPU is an ordinary published block of the
-// host's cache: found, evicted, handed over and purged as any other. A move is a hand-off inside the daemon: its source
-// is pinned, its target is Receiving and found by nobody until it lands. Bytes that come from a GPU are checked as a
-// peer's are, since engines write there themselves.
+#include "kvmanager/store/block_moves.h"
+
 #include <algorithm>
 #include <utility>
 
-#include "kvmanager/store/page_store_impl.h"
+#include "kvmanager/base/status.h"
 
 namespace kvmanager {
 namespace {
@@ -32,26 +27,7 @@ Sources SourcesOf(const Block& block, uint32_t layer, const MoveForms& forms) {
 
 }  // namespace
 
-std::shared_ptr<Cache> PageStoreImpl::LowerCounterpart(const Cache& cache) const {
-  const Tier* const lower = cache.tier->lower();
-  if (lower == nullptr) return nullptr;
-  const auto found = cache_by_digest_.find({cache.digest, lower->device()});
-  return found == cache_by_digest_.end() ? nullptr : caches_.at(found->second);
-}
-
-absl::StatusOr<std::shared_ptr<Cache>> PageStoreImpl::CounterpartOn(const Cache& cache, int device) {
-  CacheConfig config = cache.config;
-  config.device = device;
-  return FindOrOpen(config, cache.codec, nullptr);
-}
-
-bool PageStoreImpl::IsCounterpart(CacheId id, SequenceId sequence) const {
-  const auto cache = FindCache(id);
-  const auto found = FindSequence(sequence);
-  return cache.ok() && found.ok() && (*cache)->digest == (*found)->cache->digest && (*found)->cache != *cache;
-}
-
-void PageStoreImpl::CountSlots(const Block& block, const Cache& to, const MoveForms& forms, SlotCounts* wanted) {
+void BlockMoves::CountSlots(const Block& block, const Cache& to, const MoveForms& forms, SlotCounts* wanted) {
   for (uint32_t layer = 0; layer < block.pages.size(); ++layer) {
     const Sources sources = SourcesOf(block, layer, forms);
     wanted->raw += sources.raw.valid();
@@ -59,9 +35,9 @@ void PageStoreImpl::CountSlots(const Block& block, const Cache& to, const MoveFo
   }
 }
 
-void PageStoreImpl::StartMove(const std::shared_ptr<Cache>& from, const std::shared_ptr<Cache>& to,
-                              absl::Span<Block* const> blocks, const MoveForms& forms, bool demotes, Reservation* slots,
-                              std::vector<Block*>* copies) {
+void BlockMoves::Start(const std::shared_ptr<Cache>& from, const std::shared_ptr<Cache>& to,
+                       absl::Span<Block* const> blocks, const MoveForms& forms, bool demotes, Reservation* slots,
+                       std::vector<Block*>* copies) {
   auto move = std::make_shared<BlockMove>();
   move->upper = UpperOf(from->tier, to->tier);
   KV_CHECK(move->upper != nullptr);
@@ -73,7 +49,7 @@ void PageStoreImpl::StartMove(const std::shared_ptr<Cache>& from, const std::sha
   std::vector<MovingPage> pages;
   for (Block* source : blocks) {
     KV_CHECK(source->cache == from);
-    Block* const target = NewBlock(to, source->index);
+    Block* const target = parts_.blocks->New(to, source->index);
     BlockMove::Pair pair;
     pair.from = source;
     pair.to = target;
@@ -88,8 +64,8 @@ void PageStoreImpl::StartMove(const std::shared_ptr<Cache>& from, const std::sha
       PageChange reserved;
       if (sources.raw.valid()) {
         reserved.raw = slots->TakeRaw();
-        page.source = Data(*from, sources.raw);
-        page.target = Data(*to, reserved.raw);
+        page.source = BlockIndex::Data(*from, sources.raw);
+        page.target = BlockIndex::Data(*to, reserved.raw);
         page.bytes = to->layout().raw_bytes();
         page.raw = true;
         page.stays = !sources.encoded.valid();
@@ -100,13 +76,14 @@ void PageStoreImpl::StartMove(const std::shared_ptr<Cache>& from, const std::sha
       }
       if (sources.encoded.valid()) {
         reserved.encoded = slots->TakeEncoded(*to, layer);
-        page = {page.to, Data(*from, sources.encoded), Data(*to, reserved.encoded), to->page_bytes(layer)};
+        page = {page.to, BlockIndex::Data(*from, sources.encoded), BlockIndex::Data(*to, reserved.encoded),
+                to->page_bytes(layer)};
         page.checksum = source->pages[layer].checksum;
         move->bytes += page.bytes;
         pages.push_back(page);
       }
-      Apply(page.to, PageEvent::kReserve, reserved);
-      Pin({source, layer});
+      parts_.blocks->Apply(page.to, PageEvent::kReserve, reserved);
+      parts_.blocks->Pin({source, layer});
     }
     if (pair.named) {
       target->name = pair.name;
@@ -117,11 +94,11 @@ void PageStoreImpl::StartMove(const std::shared_ptr<Cache>& from, const std::sha
   }
   if (demotes) move->upper->BeginDemotion(move->bytes);
   moves_.push_back(move);
-  mover_->Move(*move->upper, to, std::move(pages), /*given_up=*/nullptr,
-               [this, move](bool moved, std::vector<MovingPage> landed) { Land(*move, moved, landed); });
+  parts_.mover->Move(*move->upper, to, std::move(pages), /*given_up=*/nullptr,
+                     [this, move](bool moved, std::vector<MovingPage> landed) { Land(*move, moved, landed); });
 }
 
-void PageStoreImpl::Land(BlockMove& move, bool moved, absl::Span<const MovingPage> pages) {
+void BlockMoves::Land(BlockMove& move, bool moved, absl::Span<const MovingPage> pages) {
   Tier& upper = *move.upper;
   if (move.demotes) upper.EndDemotion(move.bytes);
   // Children first (EvictionPolicy).
@@ -132,15 +109,15 @@ void PageStoreImpl::Land(BlockMove& move, bool moved, absl::Span<const MovingPag
   }
   for (const std::shared_ptr<Cache>& cache : {move.from, move.to}) {
     --cache->leases;
-    if (!cache->wanted) CloseIfUnused(cache);
+    if (!cache->wanted) parts_.caches->CloseIfUnused(cache);
   }
   moves_.erase(std::find_if(moves_.begin(), moves_.end(), [&](const auto& each) { return each.get() == &move; }));
   upper.DemoteAhead();
-  NotifyWaiters();
+  parts_.encodes->NotifyWaiters();
 }
 
-void PageStoreImpl::LandBlock(BlockMove& move, const BlockMove::Pair& pair, bool moved,
-                              absl::Span<const MovingPage> pages) {
+void BlockMoves::LandBlock(BlockMove& move, const BlockMove::Pair& pair, bool moved,
+                           absl::Span<const MovingPage> pages) {
   Block* const from = pair.from;
   Block* const to = pair.to;
   Cache& cache = *move.to;
@@ -151,52 +128,53 @@ void PageStoreImpl::LandBlock(BlockMove& move, const BlockMove::Pair& pair, bool
       if (!moving.stays) continue;
       const Page& page = moving.to.page();
       if (moving.open_tokens > 0) {
-        Apply(moving.to, PageEvent::kReceivedOpen, {page.raw, page.encoded});
+        parts_.blocks->Apply(moving.to, PageEvent::kReceivedOpen, {page.raw, page.encoded});
       } else {
-        Apply(moving.to, PageEvent::kReceivedCopy, {page.raw, page.encoded, moving.raw, moving.checksum});
-        ReleaseRawIfUnused(moving.to);
+        parts_.blocks->Apply(moving.to, PageEvent::kReceivedCopy,
+                             {page.raw, page.encoded, moving.raw, moving.checksum});
+        parts_.blocks->ReleaseRawIfUnused(moving.to);
       }
     }
     if (pair.named && !move.purged && cache.table.FindKey(pair.name.key) == nullptr) {
-      cache.table.Insert(to);
-      metrics_->published_blocks.Increment();
+      parts_.blocks->Name(to, pair.name);
     }
     const bool demoted = move.from->tier == move.upper;
     (demoted ? from : to)->kept = pair.named && !move.purged;
-    (demoted ? metrics_->demoted_blocks : metrics_->fetched_blocks).Increment();
-    (demoted ? metrics_->demoted_bytes : metrics_->fetched_bytes).Increment(static_cast<double>(to->bytes));
+    (demoted ? parts_.metrics->demoted_blocks : parts_.metrics->fetched_blocks).Increment();
+    (demoted ? parts_.metrics->demoted_bytes : parts_.metrics->fetched_bytes).Increment(static_cast<double>(to->bytes));
   } else {
-    metrics_->lost_moves.Increment();
+    parts_.metrics->lost_moves.Increment();
     to->corrupt = true;
     // What the host refuses is wrong on the GPU, too.
     if (refused) {
       from->corrupt = true;
-      if (from->published) Unname(from);
+      if (from->published) parts_.blocks->Unname(from);
     }
   }
-  Release(to);
+  parts_.blocks->Release(to);
   for (uint32_t layer = 0, layers = static_cast<uint32_t>(from->pages.size()); layer < layers; ++layer) {
-    if (layer + 1 == layers && move.purged && from->published && from->holders == 0 && from->pins == 1) Unname(from);
-    Unpin({from, layer});
+    if (layer + 1 == layers && move.purged && from->published && from->holders == 0 && from->pins == 1)
+      parts_.blocks->Unname(from);
+    parts_.blocks->Unpin({from, layer});
   }
 }
 
-void PageStoreImpl::NotKept(const Block& block) {
-  for (const auto& tier : tiers_) {
+void BlockMoves::NotKept(const Block& block) {
+  for (const auto& tier : *parts_.tiers) {
     if (tier->lower() != block.cache->tier || tier->mover() == nullptr) continue;
-    const auto counterpart = cache_by_digest_.find({block.cache->digest, tier->device()});
-    if (counterpart == cache_by_digest_.end()) continue;
-    Block* const there = caches_.at(counterpart->second)->table.FindKey(block.name.key);
+    const std::shared_ptr<Cache> counterpart = parts_.caches->CounterpartIn(*block.cache, tier.get());
+    if (counterpart == nullptr) continue;
+    Block* const there = counterpart->table.FindKey(block.name.key);
     if (there != nullptr) tier->SetKept(there, false);
   }
 }
 
-bool PageStoreImpl::Demote(Block* block) {
+bool BlockMoves::Demote(Block* block) {
   KV_CHECK(block->evictable);
   const std::shared_ptr<Cache> from = block->cache;
   Tier& tier = *from->tier;
   if (!tier.can_move()) return false;
-  if (const std::shared_ptr<Cache> counterpart = LowerCounterpart(*from)) {
+  if (const std::shared_ptr<Cache> counterpart = parts_.caches->CounterpartIn(*from, tier.lower())) {
     if (Block* const known = counterpart->table.FindKey(block->name.key)) {
       counterpart->tier->Touch(known);
       tier.SetKept(block, true);
@@ -207,7 +185,7 @@ bool PageStoreImpl::Demote(Block* block) {
   for (const Page& page : block->pages) {
     if (page.state != PageState::kResident) return false;
   }
-  const absl::StatusOr<std::shared_ptr<Cache>> to = CounterpartOn(*from, tier.lower()->device());
+  const absl::StatusOr<std::shared_ptr<Cache>> to = parts_.caches->OpenCounterpart(*from, *tier.lower());
   if (!to.ok()) return false;
   SlotCounts wanted;
   const MoveForms forms{NoRaw};
@@ -215,11 +193,15 @@ bool PageStoreImpl::Demote(Block* block) {
   Reservation slots((*to)->tier->pool());
   std::vector<Block*> copies;
   if (!(*to)->tier->CanReserve(**to, wanted) || !(*to)->tier->Reserve(**to, wanted, &slots).ok()) {
-    if (!(*to)->wanted) CloseIfUnused(*to);
+    if (!(*to)->wanted) parts_.caches->CloseIfUnused(*to);
     return false;
   }
-  StartMove(from, *to, {&block, 1}, forms, /*demotes=*/true, &slots, &copies);
+  Start(from, *to, {&block, 1}, forms, /*demotes=*/true, &slots, &copies);
   return true;
+}
+
+void BlockMoves::NotePurge(const CacheDigest* digest) {
+  for (const auto& move : moves_) move->purged |= digest == nullptr || move->from->digest == *digest;
 }
 
 }  // namespace kvmanager

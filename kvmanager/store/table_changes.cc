@@ -1,16 +1,14 @@
-// What those who keep tables of a sequence's slots are told: kernels find pages by these.
-//
-// The slots that a table names stay until every plan of that time is released (ReleaseEpochs), so a step costs as much
-// as it changes, however long its sequences are.
+#include "kvmanager/store/table_changes.h"
+
 #include <algorithm>
 #include <utility>
 
-#include "kvmanager/store/page_store_impl.h"
+#include "kvmanager/base/status.h"
 
 namespace kvmanager {
 
-absl::Status PageStoreImpl::TakeChanges(SequenceId id, int layer, std::vector<PagePlace>* changes, TableKeeper keeper) {
-  KV_ASSIGN_OR_RETURN(Sequence * sequence, FindSequence(id));
+absl::Status TableChanges::TakeChanges(SequenceId id, int layer, std::vector<PagePlace>* changes, TableKeeper keeper) {
+  KV_ASSIGN_OR_RETURN(Sequence * sequence, parts_.sequences->Find(id));
   KV_CHECK(layer >= 0 && static_cast<uint32_t>(layer) < sequence->cache->layers());
   const auto add = [&](uint32_t index) {
     const Page& page = sequence->blocks[index]->pages[layer];
@@ -32,7 +30,7 @@ absl::Status PageStoreImpl::TakeChanges(SequenceId id, int layer, std::vector<Pa
     for (uint32_t i = 0; i < pages; ++i) add(i);
     if (sequence->index_places.empty()) return absl::OkStatus();
     for (uint32_t i = 0; i <= sequence->index_places[layer].chunks.size(); ++i) changed.index.push_back(i);
-    AddIndexChanges(*sequence, static_cast<uint32_t>(layer), changed, changes);
+    SequenceIndexes::AddChanges(*sequence, static_cast<uint32_t>(layer), changed, changes);
     return absl::OkStatus();
   }
   std::sort(changed.pages.begin(), changed.pages.end());
@@ -41,12 +39,12 @@ absl::Status PageStoreImpl::TakeChanges(SequenceId id, int layer, std::vector<Pa
     if (index < pages) add(index);
   }
   changed.pages.clear();
-  AddIndexChanges(*sequence, static_cast<uint32_t>(layer), changed, changes);
+  SequenceIndexes::AddChanges(*sequence, static_cast<uint32_t>(layer), changed, changes);
   return absl::OkStatus();
 }
 
-uint64_t PageStoreImpl::ChangedPages(SequenceId id, TableKeeper keeper) const {
-  const auto sequence = FindSequence(id);
+uint64_t TableChanges::ChangedPages(SequenceId id, TableKeeper keeper) const {
+  const auto sequence = parts_.sequences->Find(id);
   uint64_t pages = 0;
   if (!sequence.ok()) return pages;
   const std::vector<Sequence::Changes>& layers = (*sequence)->changed[static_cast<size_t>(keeper)];
@@ -61,11 +59,22 @@ uint64_t PageStoreImpl::ChangedPages(SequenceId id, TableKeeper keeper) const {
   return pages;
 }
 
-bool PageStoreImpl::OwnsSlab(CacheId id, int device, uint32_t slab) const {
-  const auto cache = FindCache(id);
+bool TableChanges::OwnsSlab(CacheId id, int device, uint32_t slab) const {
+  const auto cache = parts_.caches->Find(id);
   if (!cache.ok() || (*cache)->config.device != device) return false;
   const SlotPool& pool = *(*cache)->tier->pool();
   return slab < pool.slabs() && pool.IsOf(slab, (*cache)->tenant);
+}
+
+uint64_t TableChanges::ChoosesFrom(SequenceId id, uint64_t position, int tokens) const {
+  const auto sequence = parts_.sequences->Find(id);
+  if (!sequence.ok() || (*sequence)->index == nullptr) return SequenceIndex::kNever;
+  return (*sequence)->index->ChoosesFrom(position, tokens);
+}
+
+bool TableChanges::AwaitsRelease(int device) const {
+  const Tier* const tier = parts_.caches->TierOf(device);
+  return tier != nullptr && tier->awaits_release();
 }
 
 }  // namespace kvmanager

@@ -1,14 +1,16 @@
-// Indexes of sequences: made, copied, cropped and dropped with them; their jobs.
+#include "kvmanager/store/sequence_indexes.h"
+
 #include <algorithm>
 #include <utility>
 
-#include "kvmanager/store/page_store_impl.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/store/memory_backend.h"
 
 namespace kvmanager {
 
 void EncodeExecutor::Train(DeviceIndexJob) { KV_CHECK(false && "an executor of a GPU whose caches have indexes"); }
 
-void PageStoreImpl::MakeIndex(Sequence& sequence, const IndexFacts& facts, uint64_t tokens) {
+void SequenceIndexes::Make(Sequence& sequence, const IndexFacts& facts, uint64_t tokens) {
   const Cache& cache = *sequence.cache;
   sequence.index = cache.tier->memory().NewIndex(*cache.codec, facts);
   if (sequence.index == nullptr) return;
@@ -18,7 +20,7 @@ void PageStoreImpl::MakeIndex(Sequence& sequence, const IndexFacts& facts, uint6
   CountIndexBytes(sequence);
 }
 
-void PageStoreImpl::CopyIndex(const Sequence& from, Sequence& to) {
+void SequenceIndexes::Copy(const Sequence& from, Sequence& to) {
   if (from.index == nullptr) return;
   to.index = from.index->Fork();
   to.index_places = from.index_places;
@@ -26,7 +28,7 @@ void PageStoreImpl::CopyIndex(const Sequence& from, Sequence& to) {
   CountIndexBytes(to);
 }
 
-void PageStoreImpl::CropIndex(Sequence& sequence, uint64_t tokens) {
+void SequenceIndexes::Crop(Sequence& sequence, uint64_t tokens) {
   if (sequence.index == nullptr) return;
   sequence.index->Crop(tokens);
   KeepFullChunks(*sequence.cache, tokens, sequence);
@@ -39,32 +41,32 @@ void PageStoreImpl::CropIndex(Sequence& sequence, uint64_t tokens) {
 }
 
 // Codes behind are those of tokens that others do not have.
-void PageStoreImpl::KeepFullChunks(const Cache& cache, uint64_t tokens, Sequence& sequence) {
+void SequenceIndexes::KeepFullChunks(const Cache& cache, uint64_t tokens, Sequence& sequence) {
   for (Sequence::IndexPlaces& places : sequence.index_places) {
     const size_t full = tokens / cache.index.chunk_tokens;
     if (places.chunks.size() > full) places.chunks.resize(full);
   }
 }
 
-void PageStoreImpl::DropIndex(Sequence& sequence) {
-  metrics_->index_bytes.Decrement(static_cast<double>(sequence.index_bytes));
+void SequenceIndexes::Drop(Sequence& sequence) {
+  parts_.metrics->index_bytes.Decrement(static_cast<double>(sequence.index_bytes));
   sequence.index_bytes = 0;
   sequence.index.reset();
   sequence.index_places.clear();
 }
 
-void PageStoreImpl::CountIndexBytes(Sequence& sequence) {
+void SequenceIndexes::CountIndexBytes(Sequence& sequence) {
   uint64_t bytes = sequence.index->bytes();
   for (const Sequence::IndexPlaces& places : sequence.index_places) {
     const Cache& cache = *sequence.cache;
     if (places.book != nullptr) bytes += cache.encoded_slots.bytes[cache.book_class()];
     bytes += places.chunks.size() * cache.encoded_slots.bytes[cache.chunk_class()];
   }
-  metrics_->index_bytes.Increment(static_cast<double>(bytes) - static_cast<double>(sequence.index_bytes));
+  parts_.metrics->index_bytes.Increment(static_cast<double>(bytes) - static_cast<double>(sequence.index_bytes));
   sequence.index_bytes = bytes;
 }
 
-void PageStoreImpl::AdvanceIndex(Sequence& sequence, uint32_t layer) {
+void SequenceIndexes::Advance(Sequence& sequence, uint32_t layer) {
   IndexJobs begin;
   sequence.index->NeedNext(static_cast<int>(layer), &begin);
   if (begin.empty()) return;
@@ -72,13 +74,13 @@ void PageStoreImpl::AdvanceIndex(Sequence& sequence, uint32_t layer) {
   CountIndexBytes(sequence);
 }
 
-void PageStoreImpl::AdvanceIndexes(Sequence& sequence) {
+void SequenceIndexes::AdvanceAll(Sequence& sequence) {
   // An index in slots gets them with the first append or read.
   if (sequence.index == nullptr || !sequence.index_places.empty()) return;
-  for (uint32_t layer = 0; layer < sequence.cache->layers(); ++layer) AdvanceIndex(sequence, layer);
+  for (uint32_t layer = 0; layer < sequence.cache->layers(); ++layer) Advance(sequence, layer);
 }
 
-void PageStoreImpl::BeginJobs(const Sequence& sequence, const IndexJobs& jobs) {
+void SequenceIndexes::BeginJobs(const Sequence& sequence, const IndexJobs& jobs) {
   const Cache& cache = *sequence.cache;
   for (const std::shared_ptr<IndexJob>& job : jobs) {
     std::vector<PageRef> pins;
@@ -86,59 +88,53 @@ void PageStoreImpl::BeginJobs(const Sequence& sequence, const IndexJobs& jobs) {
     const uint64_t page_tokens = cache.page_tokens();
     for (uint64_t i = 0; i * page_tokens < job->tokens(); ++i) {
       const PageRef ref{sequence.blocks[i], static_cast<uint32_t>(job->layer())};
-      Pin(ref);
+      parts_.blocks->Pin(ref);
       pins.push_back(ref);
-      pages.push_back(RawData(cache, ref.page()));
+      pages.push_back(BlockIndex::RawData(cache, ref.page()));
     }
-    auto done = [this, alive = alive(), job, pins = std::move(pins)](absl::Status status) {
+    auto done = [this, alive = parts_.alive, job, pins = std::move(pins)](absl::Status status) {
       if (!alive.expired()) EndJob(*job, pins, std::move(status));
     };
     cache.tier->memory().Train({cache, sequence, job, std::move(pages), std::move(done)});
   }
 }
 
-void PageStoreImpl::EndJob(IndexJob& job, absl::Span<const PageRef> pins, absl::Status status) {
-  for (const PageRef& ref : pins) Unpin(ref);
+void SequenceIndexes::EndJob(IndexJob& job, absl::Span<const PageRef> pins, absl::Status status) {
+  for (const PageRef& ref : pins) parts_.blocks->Unpin(ref);
   if (status.ok()) {
     job.Finish();
-    metrics_->index_trainings.Increment();
+    parts_.metrics->index_trainings.Increment();
   } else {
     job.failure = std::move(status);
   }
-  NotifyWaiters();
+  parts_.encodes->NotifyWaiters();
 }
 
-void PageStoreImpl::TakeBack(SequenceId id, TokenSelector& selector) {
+void SequenceIndexes::TakeBack(Sequence* sequence, TokenSelector& selector) {
   const TokenSelector::Counts counts = selector.counts();
-  metrics_->index_selections.Increment(static_cast<double>(counts.selections));
-  metrics_->index_cache_hits.Increment(static_cast<double>(counts.cache_hits));
-  metrics_->index_cache_misses.Increment(static_cast<double>(counts.cache_misses));
-  metrics_->index_cache_evictions.Increment(static_cast<double>(counts.cache_evictions));
-  const auto found = sequences_.find(id);
-  if (found != sequences_.end() && found->second->index != nullptr) found->second->index->TakeBack(selector);
+  parts_.metrics->index_selections.Increment(static_cast<double>(counts.selections));
+  parts_.metrics->index_cache_hits.Increment(static_cast<double>(counts.cache_hits));
+  parts_.metrics->index_cache_misses.Increment(static_cast<double>(counts.cache_misses));
+  parts_.metrics->index_cache_evictions.Increment(static_cast<double>(counts.cache_evictions));
+  if (sequence != nullptr && sequence->index != nullptr) sequence->index->TakeBack(selector);
 }
 
 // ---- slots of indexes, in memory where they take any ----
 
-uint64_t PageStoreImpl::ChoosesFrom(SequenceId id, uint64_t position, int tokens) const {
-  const auto sequence = FindSequence(id);
-  if (!sequence.ok() || (*sequence)->index == nullptr) return SequenceIndex::kNever;
-  return (*sequence)->index->ChoosesFrom(position, tokens);
-}
-
-std::shared_ptr<const IndexMemory> PageStoreImpl::NewIndexMemory(Tier* tier, PageId slot) {
+std::shared_ptr<const IndexMemory> SequenceIndexes::NewIndexMemory(Tier* tier, PageId slot) {
   tier->CountIndexBytes(static_cast<int64_t>(tier->pool()->SlotBytes(slot)));
-  return std::shared_ptr<const IndexMemory>(new IndexMemory{slot}, [this, alive = alive(), tier](IndexMemory* memory) {
-    if (!alive.expired()) {
-      tier->CountIndexBytes(-static_cast<int64_t>(tier->pool()->SlotBytes(memory->slot)));
-      tier->Free(memory->slot);
-    }
-    delete memory;
-  });
+  return std::shared_ptr<const IndexMemory>(
+      new IndexMemory{slot}, [this, alive = parts_.alive, tier](IndexMemory* memory) {
+        if (!alive.expired()) {
+          tier->CountIndexBytes(-static_cast<int64_t>(tier->pool()->SlotBytes(memory->slot)));
+          tier->Free(memory->slot);
+        }
+        delete memory;
+      });
 }
 
-void PageStoreImpl::CountIndexSlots(const Sequence& sequence, LayerRange layers, uint64_t position, int tokens,
-                                    uint64_t end, SlotCounts* wanted) const {
+void SequenceIndexes::CountSlots(const Sequence& sequence, LayerRange layers, uint64_t position, int tokens,
+                                 uint64_t end, SlotCounts* wanted) const {
   if (sequence.index_places.empty()) return;
   const Cache& cache = *sequence.cache;
   const uint64_t from = sequence.index->ChoosesFrom(position, tokens);
@@ -151,44 +147,38 @@ void PageStoreImpl::CountIndexSlots(const Sequence& sequence, LayerRange layers,
   }
 }
 
-void PageStoreImpl::GiveIndexSlots(Sequence& sequence, LayerRange layers, uint64_t position, int tokens, uint64_t end,
-                                   Reservation* slots) {
+void SequenceIndexes::GiveSlots(Sequence& sequence, LayerRange layers, uint64_t position, int tokens, uint64_t end,
+                                Reservation* slots) {
   if (sequence.index_places.empty()) return;
   const Cache& cache = *sequence.cache;
   bool given = false;
   for (int layer = layers.first; layer < layers.end(); ++layer) {
     SlotCounts wanted;
-    CountIndexSlots(sequence, layer, position, tokens, end, &wanted);
+    CountSlots(sequence, layer, position, tokens, end, &wanted);
     if (wanted.none()) continue;
     given = true;
     Sequence::IndexPlaces& places = sequence.index_places[layer];
     const auto take = [&](size_t slot_class) { return NewIndexMemory(cache.tier, slots->TakeOfClass(slot_class)); };
     if (wanted.encoded[cache.book_class()] > 0) {
       places.book = take(cache.book_class());
-      NoteIndexChange(sequence, static_cast<uint32_t>(layer), 0);
+      sequence.NoteIndexChange(static_cast<uint32_t>(layer), 0);
     }
     for (size_t i = 0; i < wanted.encoded[cache.chunk_class()]; ++i) {
       places.chunks.push_back(take(cache.chunk_class()));
-      NoteIndexChange(sequence, static_cast<uint32_t>(layer), static_cast<uint32_t>(places.chunks.size()));
+      sequence.NoteIndexChange(static_cast<uint32_t>(layer), static_cast<uint32_t>(places.chunks.size()));
     }
   }
   if (given) CountIndexBytes(sequence);
 }
 
-void PageStoreImpl::NeedIndex(Sequence& sequence, uint32_t layer, uint64_t first, uint64_t last, IndexJobs* wait) {
+void SequenceIndexes::Need(Sequence& sequence, uint32_t layer, uint64_t first, uint64_t last, IndexJobs* wait) {
   IndexJobs begin;
   sequence.index->Need(static_cast<int>(layer), first, last, &begin, wait);
   if (!begin.empty()) BeginJobs(sequence, begin);
 }
 
-void PageStoreImpl::NoteIndexChange(Sequence& sequence, uint32_t layer, uint32_t place) {
-  for (auto& keeper : sequence.changed) {
-    if (!keeper.empty() && keeper[layer].followed) keeper[layer].index.push_back(place);
-  }
-}
-
-void PageStoreImpl::AddIndexChanges(const Sequence& sequence, uint32_t layer, Sequence::Changes& changed,
-                                    std::vector<PagePlace>* changes) {
+void SequenceIndexes::AddChanges(const Sequence& sequence, uint32_t layer, Sequence::Changes& changed,
+                                 std::vector<PagePlace>* changes) {
   for (const uint32_t place : changed.index) {
     const Sequence::IndexPlaces& places = sequence.index_places[layer];
     if (place > places.chunks.size()) continue;  // given back since

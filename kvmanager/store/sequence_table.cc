@@ -1,41 +1,45 @@
-// Sequences: match, create, fork, crop, publish, drop.
-#include <algorithm>
+#include "kvmanager/store/sequence_table.h"
 
-#include "kvmanager/store/page_store_impl.h"
+#include <algorithm>
+#include <utility>
+
+#include "kvmanager/base/status.h"
+#include "kvmanager/store/memory_backend.h"
 
 namespace kvmanager {
 
-absl::Status PageStoreImpl::CheckNames(absl::Span<const BlockName> names) {
-  if (names.size() <= PageStore::kNamesMax) return absl::OkStatus();
-  return InvalidField("names", names.size(), absl::StrCat("at most ", PageStore::kNamesMax));
-}
-
-absl::StatusOr<Sequence*> PageStoreImpl::FindSequence(SequenceId id) const {
+absl::StatusOr<Sequence*> SequenceTable::Find(SequenceId id) const {
   const auto found = sequences_.find(id);
   if (found == sequences_.end()) return absl::NotFoundError(absl::StrCat("sequence ", id, " does not exist"));
   return found->second.get();
 }
 
-absl::StatusOr<Sequence*> PageStoreImpl::FindUsable(SequenceId id) const {
-  KV_ASSIGN_OR_RETURN(Sequence * sequence, FindSequence(id));
+absl::StatusOr<Sequence*> SequenceTable::FindUsable(SequenceId id) const {
+  KV_ASSIGN_OR_RETURN(Sequence * sequence, Find(id));
   KV_RETURN_IF_ERROR(sequence->broken);
   return sequence;
 }
 
-absl::StatusOr<Sequence*> PageStoreImpl::FindWhole(SequenceId id) const {
+absl::StatusOr<Sequence*> SequenceTable::FindWhole(SequenceId id) const {
   KV_ASSIGN_OR_RETURN(Sequence * sequence, FindUsable(id));
   if (!sequence->arriving) return sequence;
   return absl::FailedPreconditionError(
       absl::StrCat("sequence ", id, " still arrives by a hand-off: until then it can be read and appended to"));
 }
 
-absl::Status PageStoreImpl::CheckSequenceLimit() const {
+absl::Status SequenceTable::CheckLimit() const {
   if (sequences_.size() < kSequencesMax) return absl::OkStatus();
   return FieldError(absl::StatusCode::kResourceExhausted, "open sequences", absl::StrCat(sequences_.size()),
                     absl::StrCat("below ", kSequencesMax, " to open another"));
 }
 
-std::unique_ptr<Sequence> PageStoreImpl::NewSequence(const std::shared_ptr<Cache>& cache) {
+absl::Status SequenceTable::CheckPrompt(const Cache& cache, uint64_t prompt_tokens) {
+  const uint64_t tokens_max = kSequenceBlocksMax * cache.page_tokens();
+  if (prompt_tokens <= tokens_max) return absl::OkStatus();
+  return InvalidField("prompt_tokens", prompt_tokens, absl::StrCat("at most ", tokens_max, ", a sequence's limit"));
+}
+
+std::unique_ptr<Sequence> SequenceTable::New(const std::shared_ptr<Cache>& cache) {
   auto sequence = std::make_unique<Sequence>();
   sequence->cache = cache;
   sequence->tokens.assign(cache->layers(), 0);
@@ -44,21 +48,51 @@ std::unique_ptr<Sequence> PageStoreImpl::NewSequence(const std::shared_ptr<Cache
   return sequence;
 }
 
-SequenceId PageStoreImpl::Show(std::unique_ptr<Sequence> sequence) {
+SequenceId SequenceTable::Show(std::unique_ptr<Sequence> sequence) {
   const SequenceId id = next_sequence_++;
   sequence->id = id;
   ++sequence->cache->sequences;
   sequence->cache->wanted = true;
-  metrics_->sequences.Increment();
+  parts_.metrics->sequences.Increment();
   sequences_.emplace(id, std::move(sequence));
   return id;
 }
 
-void PageStoreImpl::ReleaseBlocks(Sequence& sequence) {
+void SequenceTable::Attach(Sequence& sequence, Block* block) {
+  const uint32_t index = static_cast<uint32_t>(sequence.blocks.size());
+  KV_CHECK(block->index == index);
+  parts_.blocks->MakeUnevictable(block);
+  sequence.blocks.push_back(block);
+  for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
+    if (sequence.HoldsRaw(index, layer)) ++block->pages[layer].raw_holds;
+    if (block->pages[layer].state != PageState::kFree) sequence.NoteChange(layer, index);
+  }
+}
+
+void SequenceTable::DetachLast(Sequence& sequence) {
+  Block* block = sequence.blocks.back();
+  for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
+    if (sequence.HoldsRaw(block->index, layer)) parts_.blocks->DropRawHold({block, layer});
+  }
+  sequence.blocks.pop_back();
+  parts_.blocks->Release(block);
+}
+
+void SequenceTable::Age(Sequence& sequence, uint32_t layer, uint64_t position) {
+  const Cache& cache = *sequence.cache;
+  const uint32_t aged = cache.reading().AgedPages(position);
+  while (sequence.aged[layer] < aged) {
+    Block* block = sequence.blocks[sequence.aged[layer]];
+    ++sequence.aged[layer];
+    parts_.blocks->DropRawHold({block, layer});
+  }
+}
+
+void SequenceTable::ReleaseBlocks(Sequence& sequence) {
   while (!sequence.blocks.empty()) DetachLast(sequence);
 }
 
-SequenceInfo PageStoreImpl::InfoOf(const Sequence& sequence) const {
+SequenceInfo SequenceTable::InfoOf(const Sequence& sequence) {
   SequenceInfo info;
   info.sequence = sequence.id;
   info.cache = sequence.cache->id;
@@ -67,17 +101,18 @@ SequenceInfo PageStoreImpl::InfoOf(const Sequence& sequence) const {
   info.arriving = sequence.arriving;
   for (const Block* block : sequence.blocks) {
     info.published_blocks += block->published;
-    info.bytes += block->bytes;
   }
+  info.bytes = sequence.bytes();
+  info.layer_tokens = sequence.tokens;
   return info;
 }
 
-absl::StatusOr<SequenceInfo> PageStoreImpl::DescribeSequence(SequenceId id) const {
-  KV_ASSIGN_OR_RETURN(const Sequence* sequence, FindSequence(id));
+absl::StatusOr<SequenceInfo> SequenceTable::Describe(SequenceId id) const {
+  KV_ASSIGN_OR_RETURN(const Sequence* sequence, Find(id));
   return InfoOf(*sequence);
 }
 
-std::vector<SequenceInfo> PageStoreImpl::Sequences() const {
+std::vector<SequenceInfo> SequenceTable::List() const {
   std::vector<SequenceInfo> all;
   for (const auto& [id, sequence] : sequences_) all.push_back(InfoOf(*sequence));
   std::sort(all.begin(), all.end(),
@@ -85,80 +120,32 @@ std::vector<SequenceInfo> PageStoreImpl::Sequences() const {
   return all;
 }
 
-absl::Status PageStoreImpl::CheckPrompt(const Cache& cache, uint64_t prompt_tokens) {
-  const uint64_t tokens_max = kSequenceBlocksMax * cache.page_tokens();
-  if (prompt_tokens <= tokens_max) return absl::OkStatus();
-  return InvalidField("prompt_tokens", prompt_tokens, absl::StrCat("at most ", tokens_max, ", a sequence's limit"));
-}
-
-std::vector<Block*> PageStoreImpl::FindPrefix(Cache& cache, absl::Span<const BlockName> names, LookIn where,
-                                              MatchResult* match) {
-  std::vector<Block*> found;
-  const bool moves = where == LookIn::kLowerTiersToo && cache.tier->can_move();
-  const std::shared_ptr<Cache> counterpart = moves ? LowerCounterpart(cache) : nullptr;
-  for (const BlockName& name : names) {
-    const uint32_t index = static_cast<uint32_t>(found.size());
-    Block* block = FindVerified(cache, name, index, &match->reason);
-    if (block == nullptr && match->reason == MissReason::kNotFound && moves) {
-      const auto arriving = cache.arriving.find(name.key);
-      if (arriving != cache.arriving.end() && arriving->second->index == index &&
-          arriving->second->name.tokens == name.tokens) {
-        match->reason = MissReason::kNone;
-        block = arriving->second;
-        Hold(block);
-      } else if (counterpart != nullptr) {
-        block = FindVerified(*counterpart, name, index, &match->reason);
-      }
-    }
-    if (block == nullptr) break;
-    found.push_back(block);
-  }
-  match->hit_blocks = static_cast<int>(found.size());
-  return found;
-}
-
-void PageStoreImpl::CountHits(const MatchResult& match) {
-  if (match.reason != MissReason::kNone) {
-    metrics_->prefix_misses[static_cast<size_t>(match.reason)]->Increment();
-  }
-  metrics_->prefix_hit_blocks.Increment(static_cast<double>(match.hit_blocks));
-}
-
-absl::StatusOr<MatchResult> PageStoreImpl::Match(CacheId id, absl::Span<const BlockName> names) {
-  KV_ASSIGN_OR_RETURN(const auto cache, FindCache(id));
-  KV_RETURN_IF_ERROR(CheckNames(names));
-  MatchResult result;
-  std::vector<Block*> found = FindPrefix(*cache, names, LookIn::kLowerTiersToo, &result);
-  if (result.reason != MissReason::kNone) metrics_->prefix_misses[static_cast<size_t>(result.reason)]->Increment();
-  for (; !found.empty(); found.pop_back()) Release(found.back());
-  return result;
-}
-
-absl::StatusOr<CreateResult> PageStoreImpl::CreateSequence(CacheId id, absl::Span<const BlockName> prefix,
-                                                           uint64_t prompt_tokens) {
-  KV_ASSIGN_OR_RETURN(const auto cache, FindCache(id));
-  KV_RETURN_IF_ERROR(CheckNames(prefix));
+absl::StatusOr<CreateResult> SequenceTable::Create(CacheId id, absl::Span<const BlockName> prefix,
+                                                   uint64_t prompt_tokens) {
+  KV_ASSIGN_OR_RETURN(const auto cache, parts_.caches->Find(id));
+  KV_RETURN_IF_ERROR(BlockIndex::CheckNames(prefix));
   KV_RETURN_IF_ERROR(CheckPrompt(*cache, prompt_tokens));
-  KV_RETURN_IF_ERROR(CheckSequenceLimit());
+  KV_RETURN_IF_ERROR(CheckLimit());
   CreateResult result;
-  const std::vector<Block*> found = FindPrefix(*cache, prefix, LookIn::kItsMemory, &result.match);
-  metrics_->prefix_asked_blocks.Increment(static_cast<double>(prefix.size()));
-  CountHits(result.match);
-  auto sequence = NewSequence(cache);
+  const std::vector<Block*> found =
+      parts_.blocks->FindPrefix(*cache, prefix, /*lower_too=*/false, nullptr, &result.match);
+  parts_.metrics->prefix_asked_blocks.Increment(static_cast<double>(prefix.size()));
+  parts_.blocks->CountHits(result.match);
+  auto sequence = New(cache);
   sequence->hit_blocks = result.match.hit_blocks;
   // A hit is taken as it is found: its pages have aged.
   std::fill(sequence->aged.begin(), sequence->aged.end(), static_cast<uint32_t>(found.size()));
   std::fill(sequence->tokens.begin(), sequence->tokens.end(), uint64_t{found.size()} * cache->page_tokens());
   for (Block* block : found) Attach(*sequence, block);
-  MakeIndex(*sequence, {prompt_tokens, 0}, sequence->tokens[0]);
-  AdvanceIndexes(*sequence);
+  parts_.indexes->Make(*sequence, {prompt_tokens, 0}, sequence->tokens[0]);
+  parts_.indexes->AdvanceAll(*sequence);
   result.sequence = Show(std::move(sequence));
   return result;
 }
 
-absl::StatusOr<SequenceId> PageStoreImpl::Fork(SequenceId id, std::vector<OpenCopy>* copies) {
+absl::StatusOr<SequenceId> SequenceTable::Fork(SequenceId id, std::vector<OpenCopy>* copies) {
   KV_ASSIGN_OR_RETURN(const Sequence* source, FindWhole(id));
-  KV_RETURN_IF_ERROR(CheckSequenceLimit());
+  KV_RETURN_IF_ERROR(CheckLimit());
   if (!source->LayersAreEqual()) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "tokens",
                       absl::StrCat("different in the layers, ", source->TokensInEveryLayer(), " in the shortest"),
@@ -168,32 +155,25 @@ absl::StatusOr<SequenceId> PageStoreImpl::Fork(SequenceId id, std::vector<OpenCo
   const uint64_t tokens = source->tokens[0];
   const size_t full_blocks = tokens / cache->page_tokens();
   const int open_tokens = static_cast<int>(tokens % cache->page_tokens());
-  Reservation slots(cache->tier->pool());
-  if (open_tokens > 0) KV_RETURN_IF_ERROR(cache->tier->Reserve(*cache, {.raw = cache->layers()}, &slots));
-  auto fork = NewSequence(cache);
+  Block* copy = nullptr;
+  if (open_tokens > 0) {
+    KV_ASSIGN_OR_RETURN(copy, CopyOpenBlock(*source, static_cast<uint32_t>(full_blocks), open_tokens, copies));
+  }
+  auto fork = New(cache);
   fork->tokens = source->tokens;
   fork->aged = source->aged;
   fork->hit_blocks = source->hit_blocks;
   for (size_t i = 0; i < full_blocks; ++i) {
-    Hold(source->blocks[i]);
+    parts_.blocks->Hold(source->blocks[i]);
     Attach(*fork, source->blocks[i]);
   }
-  if (open_tokens > 0) {
-    const Block* from = source->blocks[full_blocks];
-    Block* copy = NewBlock(cache, static_cast<uint32_t>(full_blocks));
-    for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
-      const PageId slot = slots.TakeRaw();
-      cache->tier->memory().CopyOpen(*cache, layer, from->pages[layer], slot, open_tokens, copies);
-      Apply({copy, layer}, PageEvent::kOpen, {slot, PageId()});
-    }
-    Attach(*fork, copy);
-  }
-  CopyIndex(*source, *fork);
-  metrics_->forks.Increment();
+  if (copy != nullptr) Attach(*fork, copy);
+  parts_.indexes->Copy(*source, *fork);
+  parts_.metrics->forks.Increment();
   return Show(std::move(fork));
 }
 
-absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens, std::vector<OpenCopy>* copies) {
+absl::Status SequenceTable::Crop(SequenceId id, uint64_t tokens, std::vector<OpenCopy>* copies) {
   KV_ASSIGN_OR_RETURN(Sequence * sequence, FindWhole(id));
   const std::shared_ptr<Cache> cache = sequence->cache;
   if (tokens > sequence->TokensInEveryLayer()) {
@@ -229,14 +209,7 @@ absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens, std::vector<Ope
     // Reads under way see the old page; later appends would overwrite it.
     keep_block = all_filling && block->pins == 0;
     if (!keep_block) {
-      Reservation slots(cache->tier->pool());
-      KV_RETURN_IF_ERROR(cache->tier->Reserve(*cache, {.raw = cache->layers()}, &slots));
-      copy = NewBlock(cache, index);
-      for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
-        const PageId slot = slots.TakeRaw();
-        cache->tier->memory().CopyOpen(*cache, layer, block->pages[layer], slot, rest, copies);
-        Apply({copy, layer}, PageEvent::kOpen, {slot, PageId()});
-      }
+      KV_ASSIGN_OR_RETURN(copy, CopyOpenBlock(*sequence, index, rest, copies));
     }
   }
   for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
@@ -248,15 +221,15 @@ absl::Status PageStoreImpl::Crop(SequenceId id, uint64_t tokens, std::vector<Ope
     sequence->aged[layer] = std::min(sequence->aged[layer], index);
     sequence->settled[layer] = std::min(sequence->settled[layer], index);
   }
-  CropIndex(*sequence, tokens);
+  parts_.indexes->Crop(*sequence, tokens);
   sequence->hit_blocks = std::min(sequence->hit_blocks, static_cast<int>(index));
   if (copy != nullptr) Attach(*sequence, copy);
   return absl::OkStatus();
 }
 
-absl::StatusOr<PublishResult> PageStoreImpl::Publish(SequenceId id, absl::Span<const BlockName> names) {
+absl::StatusOr<PublishResult> SequenceTable::Publish(SequenceId id, absl::Span<const BlockName> names) {
   KV_ASSIGN_OR_RETURN(Sequence * sequence, FindWhole(id));
-  KV_RETURN_IF_ERROR(CheckNames(names));
+  KV_RETURN_IF_ERROR(BlockIndex::CheckNames(names));
   Cache& cache = *sequence->cache;
   const uint64_t full_blocks = sequence->TokensInEveryLayer() / cache.page_tokens();
   if (names.size() > full_blocks) {
@@ -288,21 +261,19 @@ absl::StatusOr<PublishResult> PageStoreImpl::Publish(SequenceId id, absl::Span<c
     Block*& block = sequence->blocks[i];
     if (block->published) continue;
     MissReason reason;
-    Block* equal = FindVerified(cache, names[i], i, &reason);
+    Block* equal = parts_.blocks->FindVerified(cache, names[i], i, &reason);
     if (equal == nullptr) {
       if (block->corrupt) continue;
-      block->name = names[i];
-      cache.table.Insert(block);
-      metrics_->published_blocks.Increment();
+      parts_.blocks->Name(block, names[i]);
       ++result.published;
       continue;
     }
     const bool aged = std::all_of(sequence->aged.begin(), sequence->aged.end(), [i](uint32_t n) { return n > i; });
     if (aged) {
-      Release(block);  // it has no raw hold of this sequence any more
+      parts_.blocks->Release(block);  // it has no raw hold of this sequence any more
       block = equal;
       for (uint32_t layer = 0; layer < cache.layers(); ++layer) {
-        NoteChange(*sequence, layer, i);
+        sequence->NoteChange(layer, i);
         sequence->settled[layer] = std::min(sequence->settled[layer], i);  // the other block may still be encoded
       }
       ++result.shared;
@@ -311,21 +282,35 @@ absl::StatusOr<PublishResult> PageStoreImpl::Publish(SequenceId id, absl::Span<c
     }
   }
   result.deferred = static_cast<int>(deferred.size());
-  for (; !deferred.empty(); deferred.pop_back()) Release(deferred.back());
-  metrics_->published.Increment(result.published);
-  metrics_->published_shared.Increment(result.shared);
+  for (; !deferred.empty(); deferred.pop_back()) parts_.blocks->Release(deferred.back());
+  parts_.metrics->published.Increment(result.published);
+  parts_.metrics->published_shared.Increment(result.shared);
   return result;
 }
 
-void PageStoreImpl::Drop(SequenceId id) {
+void SequenceTable::Drop(SequenceId id) {
   const auto found = sequences_.find(id);
   if (found == sequences_.end()) return;
   const std::unique_ptr<Sequence> sequence = std::move(found->second);
   sequences_.erase(found);
-  DropIndex(*sequence);
+  parts_.indexes->Drop(*sequence);
   ReleaseBlocks(*sequence);
   --sequence->cache->sequences;
-  metrics_->sequences.Decrement();
+  parts_.metrics->sequences.Decrement();
+}
+
+absl::StatusOr<Block*> SequenceTable::CopyOpenBlock(const Sequence& sequence, uint32_t index, int tokens,
+                                                    std::vector<OpenCopy>* copies) {
+  const std::shared_ptr<Cache> cache = sequence.cache;
+  Reservation slots(cache->tier->pool());
+  KV_RETURN_IF_ERROR(cache->tier->Reserve(*cache, {.raw = cache->layers()}, &slots));
+  Block* const copy = parts_.blocks->New(cache, index);
+  for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
+    const PageId slot = slots.TakeRaw();
+    cache->tier->memory().CopyOpen(*cache, layer, sequence.blocks[index]->pages[layer], slot, tokens, copies);
+    parts_.blocks->Apply({copy, layer}, PageEvent::kOpen, {slot, PageId()});
+  }
+  return copy;
 }
 
 }  // namespace kvmanager

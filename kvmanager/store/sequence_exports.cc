@@ -1,42 +1,40 @@
-// Sending a sequence: its pages are pinned as they become full, and offered as they become encoded.
-//
-// A page that the codec keeps raw whatever is in it, a sink, is sent like an encoded one, as soon as the codec has
-// passed it. A page that the codec declines for its values is withdrawn and sent raw with the trailer.
-//
-// On a GPU a page is full once it is reserved, and its bytes come later. One that is encoded was written; one that
-// travels as it was appended is offered when Written says so, and what the trailer brings once everything is written.
-#include <algorithm>
+#include "kvmanager/store/sequence_exports.h"
 
-#include "kvmanager/base/checksum.h"
-#include "kvmanager/store/page_store_impl.h"
+#include <algorithm>
+#include <utility>
+
+#include "kvmanager/base/status.h"
+#include "kvmanager/store/host_export.h"
+#include "kvmanager/store/memory_backend.h"
+#include "kvmanager/store/raw_page.h"
 
 namespace kvmanager {
 namespace {
 
 class ExportLeaseImpl final : public ExportLease, public PageFollower {
  public:
-  ExportLeaseImpl(PageStoreImpl* store, std::shared_ptr<Cache> cache, SequenceId sequence, ExportWay way)
-      : store_(store), alive_(store->alive()), cache_(std::move(cache)), sequence_(sequence), way_(way) {
+  ExportLeaseImpl(const SequenceExports::Parts& parts, std::shared_ptr<Cache> cache, SequenceId sequence, ExportWay way)
+      : parts_(parts), cache_(std::move(cache)), sequence_(sequence), way_(way) {
     ++cache_->leases;
-    store_->metrics()->export_leases.Increment();
-    store_->followers.push_back(this);
+    parts_.metrics->export_leases.Increment();
+    parts_.encodes->followers().push_back(this);
   }
   ~ExportLeaseImpl() override {
-    if (alive_.expired()) return;
+    if (parts_.alive.expired()) return;
     LeaveSequence();
-    std::erase(store_->followers, this);
+    std::erase(parts_.encodes->followers(), this);
     for (const PageRef& ref : encoded_) {
-      if (ref.block != nullptr) store_->UnpinEncoded(ref);
+      if (ref.block != nullptr) parts_.blocks->UnpinEncoded(ref);
     }
-    for (const PageRef& ref : raw_) store_->Unpin(ref);
-    for (const PageRef& ref : open_) store_->Unpin(ref);
-    for (const PageRef& ref : activations_) store_->Unpin(ref);
+    for (const PageRef& ref : raw_) parts_.blocks->Unpin(ref);
+    for (const PageRef& ref : open_) parts_.blocks->Unpin(ref);
+    for (const PageRef& ref : activations_) parts_.blocks->Unpin(ref);
     if (copy_ != nullptr) {
-      store_->hand_off_blocks.erase(copy_);
-      store_->Release(copy_);
+      parts_.blocks->ForgetHolder(copy_);
+      parts_.blocks->Release(copy_);
     }
     --cache_->leases;
-    store_->metrics()->export_leases.Decrement();
+    parts_.metrics->export_leases.Decrement();
   }
 
   void Begin(Sequence& sequence, uint64_t tokens, bool will_append, bool written);
@@ -93,8 +91,7 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
     return cache_->tier->memory().Checksum(bytes.data(), bytes.size());
   }
 
-  PageStoreImpl* const store_;
-  const std::weak_ptr<const bool> alive_;
+  const SequenceExports::Parts parts_;
   const std::shared_ptr<Cache> cache_;  // shared: see Block
   const SequenceId sequence_;
   const ExportWay way_;
@@ -158,9 +155,10 @@ void ExportLeaseImpl::OfferActivations(const Sequence& sequence) {
     if (page.block >= sequence.blocks.size() || sequence.blocks[page.block]->activations.empty()) continue;
     const PageRef ref{sequence.blocks[page.block], page.layer, PageKind::kActivations};
     if (ref.page().state != PageState::kResident) continue;
-    store_->Pin(ref);
+    parts_.blocks->Pin(ref);
     activations_.push_back(ref);
-    const absl::Span<const uint8_t> bytes(store_->Data(*cache_, ref.page().encoded), cache_->activation_page_bytes());
+    const absl::Span<const uint8_t> bytes(BlockIndex::Data(*cache_, ref.page().encoded),
+                                          cache_->activation_page_bytes());
     first_.activations.push_back({page.block, page.layer, bytes.size()});
     const uint32_t number = static_cast<uint32_t>(first_.size() - 1);
     ready_.push_back({number, bytes, ref.page().checksum});
@@ -170,10 +168,10 @@ void ExportLeaseImpl::OfferActivations(const Sequence& sequence) {
 void ExportLeaseImpl::OnFull(uint32_t block, uint32_t layer) {
   const uint32_t number = NumberOf(block, layer);
   if (number == kNotEncoded) return;
-  const auto sequence = store_->FindSequence(sequence_);
+  const auto sequence = parts_.sequences->Find(sequence_);
   KV_CHECK(sequence.ok());
   const PageRef ref{(*sequence)->blocks[block], layer};
-  store_->PinEncoded(ref);
+  parts_.blocks->PinEncoded(ref);
   encoded_[number] = ref;
   if (ref.page().awaits_encoding()) {
     awaited_.push_back(number);
@@ -211,16 +209,16 @@ void ExportLeaseImpl::Offer(uint32_t number) {
   const Page& page = ref.page();
   if (is_withdrawn(number)) return;
   const PageId slot = page.declined ? page.raw : page.encoded;
-  const absl::Span<const uint8_t> bytes(store_->Data(*cache_, slot), first_.pages[number].bytes);
+  const absl::Span<const uint8_t> bytes(BlockIndex::Data(*cache_, slot), first_.pages[number].bytes);
   // Of a resident page the checksum is the one kept since it was made, so that the receiver notices what changed since.
   const bool kept = page.state == PageState::kResident;
   ready_.push_back({number, bytes, kept ? page.checksum : ChecksumOf(bytes)});
 }
 
 absl::Status ExportLeaseImpl::Finish() {
-  if (alive_.expired()) return absl::UnavailableError("the store has closed");
+  if (parts_.alive.expired()) return absl::UnavailableError("the store has closed");
   if (finished_) return absl::FailedPreconditionError("this hand-off was finished before");
-  KV_ASSIGN_OR_RETURN(const Sequence* sequence, store_->FindSequence(sequence_));
+  KV_ASSIGN_OR_RETURN(const Sequence* sequence, parts_.sequences->Find(sequence_));
   const auto shortest = std::min_element(sequence->tokens.begin(), sequence->tokens.end());
   if (*shortest != first_.tokens) {
     return FieldError(
@@ -232,26 +230,26 @@ absl::Status ExportLeaseImpl::Finish() {
   if (open_tokens > 0 && way_ == ExportWay::kByHost) {
     for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
       open_.push_back({sequence->blocks[full_blocks()], layer});
-      store_->Pin(open_.back());
+      parts_.blocks->Pin(open_.back());
     }
   } else if (open_tokens > 0) {
     // The sequence may grow while it is sent, so its open pages are copied.
     Reservation slots(cache_->tier->pool());
     KV_RETURN_IF_ERROR(cache_->tier->Reserve(*cache_, {.raw = cache_->layers()}, &slots));
-    copy_ = store_->NewBlock(cache_, full_blocks());
-    store_->hand_off_blocks.insert(copy_);
+    copy_ = parts_.blocks->New(cache_, full_blocks());
+    parts_.blocks->NoteHolder(copy_);
     for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
       const PageId slot = slots.TakeRaw();
       const PageRef open{sequence->blocks[full_blocks()], layer};
       std::vector<OpenCopy> later;
       cache_->tier->memory().CopyOpen(*cache_, layer, open.page(), slot, open_tokens, &later);
-      if (later.empty()) ZeroRawTail(cache_->layout(), store_->Data(*cache_, slot), open_tokens);
+      if (later.empty()) ZeroRawTail(cache_->layout(), BlockIndex::Data(*cache_, slot), open_tokens);
       for (const OpenCopy& copy : later) {
-        open_pages_.push_back({store_->Data(*cache_, copy.from), store_->Data(*cache_, copy.to)});
+        open_pages_.push_back({BlockIndex::Data(*cache_, copy.from), BlockIndex::Data(*cache_, copy.to)});
         open_.push_back(open);
-        store_->Pin(open);
+        parts_.blocks->Pin(open);
       }
-      store_->Apply({copy_, layer}, PageEvent::kOpen, {slot, PageId()});
+      parts_.blocks->Apply({copy_, layer}, PageEvent::kOpen, {slot, PageId()});
     }
   }
   finished_ = true;
@@ -259,7 +257,7 @@ absl::Status ExportLeaseImpl::Finish() {
     for (uint32_t i = 0; i < full_blocks(); ++i) {
       if (NumberOf(i, layer) != kNotEncoded) continue;
       raw_.push_back({sequence->blocks[i], layer});
-      store_->Pin(raw_.back());
+      parts_.blocks->Pin(raw_.back());
     }
   }
   last_.blocks.resize(full_blocks());
@@ -269,7 +267,7 @@ absl::Status ExportLeaseImpl::Finish() {
   }
   if (sequence->index != nullptr) last_.index = sequence->index->facts();
   LeaveSequence();
-  store_->metrics()->exports.Increment();
+  parts_.metrics->exports.Increment();
   SettleIfDone();
   Tell();
   return absl::OkStatus();
@@ -281,7 +279,7 @@ void ExportLeaseImpl::SettleIfDone() {
   auto next_raw = raw_.begin();
   const auto add = [this](const PageRef& ref, uint32_t block) {
     const Page& page = ref.page();
-    const absl::Span<const uint8_t> bytes(store_->RawData(*cache_, page), cache_->layout().raw_bytes());
+    const absl::Span<const uint8_t> bytes(BlockIndex::RawData(*cache_, page), cache_->layout().raw_bytes());
     KV_CHECK(bytes.data() != nullptr);
     const bool kept = page.state == PageState::kResident && page.declined && block < full_blocks();
     const uint32_t number = static_cast<uint32_t>(first_.size() + last_.pages.size());
@@ -307,58 +305,48 @@ void ExportLeaseImpl::SettleIfDone() {
 }
 
 void ExportLeaseImpl::LeaveSequence() {
-  const auto sequence = store_->FindSequence(sequence_);
+  const auto sequence = parts_.sequences->Find(sequence_);
   if (sequence.ok()) std::erase((*sequence)->followers, this);
 }
 
 }  // namespace
 
-absl::Status PageStoreImpl::IndexStaysHere(const Cache& cache) {
-  return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(cache.config.device),
-                    "host memory: an index that lies in slots is neither sent nor received");
-}
-
-absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::ExportWhole(SequenceId id, bool will_append) {
-  KV_ASSIGN_OR_RETURN(const Sequence* sequence, FindWhole(id));
-  if (!sequence->index_places.empty()) return IndexStaysHere(*sequence->cache);
+absl::StatusOr<std::unique_ptr<ExportLease>> SequenceExports::Whole(SequenceId id, bool will_append) {
+  KV_ASSIGN_OR_RETURN(const Sequence* sequence, parts_.sequences->FindWhole(id));
+  if (!sequence->index_places.empty()) return sequence->cache->IndexStaysHere();
   const uint64_t longest = *std::max_element(sequence->tokens.begin(), sequence->tokens.end());
   KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease,
-                      BeginExport(id, longest, will_append, ExportWay::kDirect, /*written=*/true));
+                      Begin(id, longest, will_append, ExportWay::kDirect, /*written=*/true));
   KV_RETURN_IF_ERROR(lease->Finish());
   return lease;
 }
 
-absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::ExportGrowing(SequenceId id, uint64_t tokens,
-                                                                          bool will_append, ExportWay way) {
-  KV_ASSIGN_OR_RETURN(const Sequence* sequence, FindWhole(id));
+absl::StatusOr<std::unique_ptr<ExportLease>> SequenceExports::Growing(SequenceId id, uint64_t tokens, bool will_append,
+                                                                      ExportWay way) {
+  KV_ASSIGN_OR_RETURN(const Sequence* sequence, parts_.sequences->FindWhole(id));
   const std::shared_ptr<Cache> cache = sequence->cache;
   if (cache->tier->memory().writes_at_once()) {
-    return BeginExport(id, tokens, will_append, ExportWay::kDirect, /*written=*/true);
+    return Begin(id, tokens, will_append, ExportWay::kDirect, /*written=*/true);
   }
-  if (way == ExportWay::kDirect && !sequence->index_places.empty()) return IndexStaysHere(*cache);
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, BeginExport(id, tokens, will_append, way, /*written=*/false));
+  if (way == ExportWay::kDirect && !sequence->index_places.empty()) return cache->IndexStaysHere();
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, Begin(id, tokens, will_append, way, /*written=*/false));
   if (way == ExportWay::kDirect) return lease;
-  return ExportByHost(std::move(lease), cache);
+  return MakeHostExport(parts_, std::move(lease), cache);
 }
 
-bool PageStoreImpl::AwaitsWrites(SequenceId sequence) const {
-  return std::any_of(followers.begin(), followers.end(),
+bool SequenceExports::AwaitsWrites(SequenceId sequence) const {
+  return std::any_of(parts_.encodes->followers().begin(), parts_.encodes->followers().end(),
                      [sequence](const PageFollower* follower) { return follower->AwaitsWrites(sequence); });
 }
 
-void PageStoreImpl::Written(SequenceId sequence, int first_layer, absl::Span<const uint64_t> tokens) {
-  for (PageFollower* follower : followers) follower->OnWritten(sequence, first_layer, tokens);
-  TellFollowers();
+void SequenceExports::Written(SequenceId sequence, int first_layer, absl::Span<const uint64_t> tokens) {
+  for (PageFollower* follower : parts_.encodes->followers()) follower->OnWritten(sequence, first_layer, tokens);
+  parts_.encodes->TellFollowers();
 }
 
-std::vector<uint64_t> PageStoreImpl::LayerTokens(SequenceId id) const {
-  const auto sequence = FindSequence(id);
-  return sequence.ok() ? (*sequence)->tokens : std::vector<uint64_t>();
-}
-
-absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::BeginExport(SequenceId id, uint64_t tokens,
-                                                                        bool will_append, ExportWay way, bool written) {
-  KV_ASSIGN_OR_RETURN(Sequence * sequence, FindWhole(id));
+absl::StatusOr<std::unique_ptr<ExportLease>> SequenceExports::Begin(SequenceId id, uint64_t tokens, bool will_append,
+                                                                    ExportWay way, bool written) {
+  KV_ASSIGN_OR_RETURN(Sequence * sequence, parts_.sequences->FindWhole(id));
   const std::shared_ptr<Cache> cache = sequence->cache;
   const uint64_t longest = *std::max_element(sequence->tokens.begin(), sequence->tokens.end());
   const uint64_t tokens_max = kSequenceBlocksMax * cache->page_tokens();
@@ -367,7 +355,7 @@ absl::StatusOr<std::unique_ptr<ExportLease>> PageStoreImpl::BeginExport(Sequence
         "tokens", tokens,
         absl::StrCat(longest, "..", tokens_max, ": what sequence ", id, " has, and a sequence's limit"));
   }
-  auto lease = std::make_unique<ExportLeaseImpl>(this, cache, id, way);
+  auto lease = std::make_unique<ExportLeaseImpl>(parts_, cache, id, way);
   lease->Begin(*sequence, tokens, will_append, written);
   return lease;
 }

@@ -1,11 +1,10 @@
-// Attend and Load: what a batch of queries reads, or the pages of some tokens, in the form that rule 2 of page_store.h
-// says.
-//
-// Where readers find pages by tables (MemoryBackend::follows_tables), a lease pins only the pages that it waits for:
-// slots that a plan names stay until the plan is released. Elsewhere it lists the pages that are read, and pins them.
-#include <algorithm>
+#include "kvmanager/store/store_reads.h"
 
-#include "kvmanager/store/page_store_impl.h"
+#include <algorithm>
+#include <utility>
+
+#include "kvmanager/base/status.h"
+#include "kvmanager/store/memory_backend.h"
 
 namespace kvmanager {
 namespace {
@@ -20,29 +19,23 @@ absl::Status OwnPageIsEncoded(size_t entry, uint64_t position, uint64_t page_end
 
 class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
  public:
-  AttendLeaseImpl(PageStoreImpl* store, std::shared_ptr<Cache> cache) : EncodeWaiter(store), cache_(std::move(cache)) {
+  AttendLeaseImpl(StoreReads* reads, std::shared_ptr<Cache> cache)
+      : EncodeWaiter(reads->parts().encodes, reads->parts().alive), reads_(reads), cache_(std::move(cache)) {
     ++cache_->leases;
-    store->metrics()->attend_leases.Increment();
-    if (store->spare_buffers.empty()) return;
-    buffers_ = std::move(store->spare_buffers.back());
-    store->spare_buffers.pop_back();
+    parts().metrics->attend_leases.Increment();
+    buffers_ = reads_->TakeBuffers();
   }
   ~AttendLeaseImpl() override {
-    PageStoreImpl* store = this->store();
-    if (store == nullptr) return;
+    if (store_has_gone()) return;
     for (const Chosen& chosen : chosen_) {
-      if (chosen.selector != nullptr) store->TakeBack(chosen.sequence, *chosen.selector);
+      if (chosen.selector == nullptr) continue;
+      const auto sequence = parts().sequences->Find(chosen.sequence);
+      parts().indexes->TakeBack(sequence.ok() ? *sequence : nullptr, *chosen.selector);
     }
-    for (const PageRef& ref : buffers_.pins) store->Unpin(ref);
-    store->attend_pages -= buffers_.pins.size();
+    for (const PageRef& ref : buffers_.pins) parts().blocks->Unpin(ref);
     --cache_->leases;
-    store->metrics()->attend_leases.Decrement();
-    if (store->spare_buffers.size() >= PageStoreImpl::kSpareBuffersMax ||
-        buffers_.pins.capacity() > PageStoreImpl::kSparePagesMax) {
-      return;
-    }
-    buffers_.Clear();
-    store->spare_buffers.push_back(std::move(buffers_));
+    parts().metrics->attend_leases.Decrement();
+    reads_->GiveBack(std::move(buffers_));
   }
 
   /// Lists the pages of tokens `first` .. `last` of `sequence`, in the form that it keeps.
@@ -86,10 +79,24 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
       }
       // Of an identity codec pages may be on their way from another host, as all aged ones of others may.
       if (cache_->identity() && !sequence.arriving) continue;
-      store()->Settle(sequence, layer, std::max(beyond_lag, std::min(aged, own + 1)), &pending_pages_);
+      Settle(sequence, layer, std::max(beyond_lag, std::min(aged, own + 1)), &pending_pages_);
       AddOwnPages(sequence, layer, i, entry);
     }
     return absl::OkStatus();
+  }
+
+  /// Adds to `pending` the pages of a layer before page `end` that are still to be encoded.
+  static void Settle(Sequence& sequence, uint32_t layer, uint32_t end, std::vector<PageRef>* pending) {
+    uint32_t& settled = sequence.settled[layer];
+    for (uint32_t i = settled; i < end; ++i) {
+      const PageRef ref{sequence.blocks[i], layer};
+      if (EncodeJobs::Awaits(ref)) {
+        pending->push_back(ref);
+      } else if (i == settled) {
+        if (ref.page().declined) sequence.NoteChange(layer, i);
+        ++settled;
+      }
+    }
   }
 
   bool waits() const { return !pending_pages_.empty() || !pending_jobs_.empty(); }
@@ -97,7 +104,7 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
   absl::Status Finish() {
     KV_RETURN_IF_ERROR(status_);
     if (buffers_.pins.empty()) {
-      KV_RETURN_IF_ERROR(store()->CheckAttendPages(pending_pages_.size()));
+      KV_RETURN_IF_ERROR(reads_->CheckPages(pending_pages_.size()));
       for (const PageRef& ref : pending_pages_) PinPage(ref);
     }
     WaitFor(std::move(pending_pages_), std::move(pending_jobs_));
@@ -130,8 +137,8 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
 
  private:
   void PinPage(PageRef ref) {
-    store()->Pin(ref);
-    ++store()->attend_pages;
+    parts().blocks->Pin(ref);
+    reads_->CountPage();
     buffers_.pins.push_back(ref);
   }
   // beyond_lag: the entry's newest query reads the page encoded, though it has not aged.
@@ -141,10 +148,10 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
     AttentionPage out;
     out.lag_applies = sequence.HoldsRaw(index, layer);
     // Of an aged page the raw form is not offered even if it is still there, so that timing cannot show.
-    if (out.lag_applies) out.raw = store()->RawData(*cache_, ref.page());
+    if (out.lag_applies) out.raw = BlockIndex::RawData(*cache_, ref.page());
     if (!out.lag_applies || beyond_lag) {
       buffers_.encoded.push_back({ref, buffers_.pages.size()});
-      if (PageStoreImpl::Awaits(ref)) pending_pages_.push_back(ref);
+      if (EncodeJobs::Awaits(ref)) pending_pages_.push_back(ref);
     }
     buffers_.pages.push_back(out);
   }
@@ -157,8 +164,8 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
     if (sequence.index == nullptr) return absl::OkStatus();
     buffers_.chooses_from.back() = sequence.index->ChoosesFrom(0, 0);
     for (int layer = layers.first; layer < layers.end(); ++layer) {
-      store()->NeedIndex(sequence, static_cast<uint32_t>(layer), entry.position, entry.position + entry.tokens - 1,
-                         &pending_jobs_);
+      parts().indexes->Need(sequence, static_cast<uint32_t>(layer), entry.position, entry.position + entry.tokens - 1,
+                            &pending_jobs_);
     }
     for (const std::shared_ptr<IndexJob>& job : pending_jobs_) {
       if (job->failure.ok()) continue;
@@ -179,10 +186,10 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
       if (begin + 1 != page_end) {
         const OwnPage own{ref, i, entry.position, page_end};
         // What it does not wait for is not pinned where no pages are listed.
-        PageStoreImpl::Awaits(ref) ? own_pages_.push_back(own) : CheckOwnPage(own);
-      } else if (!PageStoreImpl::Awaits(ref) && !ref.page().declined) {
+        EncodeJobs::Awaits(ref) ? own_pages_.push_back(own) : CheckOwnPage(own);
+      } else if (!EncodeJobs::Awaits(ref) && !ref.page().declined) {
         // Its raw slot may be another page's by now: tables are told again, without.
-        PageStoreImpl::NoteChange(sequence, layer, index);
+        sequence.NoteChange(layer, index);
       }
       begin = page_end;
     }
@@ -206,9 +213,9 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
       const Page& page = read.ref.page();
       AttentionPage& out = buffers_.pages[read.at];
       if (page.declined) {
-        out.raw = store()->Data(*cache_, page.raw);
+        out.raw = BlockIndex::Data(*cache_, page.raw);
       } else {
-        out.encoded = store()->Data(*cache_, page.encoded);
+        out.encoded = BlockIndex::Data(*cache_, page.encoded);
       }
     }
     for (const OwnPage& own : own_pages_) CheckOwnPage(own);
@@ -219,8 +226,11 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
     std::unique_ptr<TokenSelector> selector;
   };
 
+  const StoreReads::Parts& parts() const { return reads_->parts(); }
+
+  StoreReads* const reads_;
   std::shared_ptr<Cache> cache_;  // shared: see Block
-  PageStoreImpl::AttendBuffers buffers_;
+  ReadBuffers buffers_;
   std::vector<PageRef> pending_pages_;
   std::vector<OwnPage> own_pages_;  // of pending pages
   std::vector<Chosen> chosen_;      // by entry; empty of codecs without indexes
@@ -230,27 +240,20 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
 
 }  // namespace
 
-absl::Status PageStoreImpl::CheckAttendPages(uint64_t pages) const {
-  if (pages <= kAttendPagesMax - attend_pages) return absl::OkStatus();
+absl::Status StoreReads::CheckPages(uint64_t pages) const {
+  if (pages <= kLeasePagesMax - pages_) return absl::OkStatus();
   return FieldError(absl::StatusCode::kResourceExhausted, "pages under attend leases",
-                    absl::StrCat(attend_pages, " and ", pages, " more"), absl::StrCat("at most ", kAttendPagesMax));
+                    absl::StrCat(pages_, " and ", pages, " more"), absl::StrCat("at most ", kLeasePagesMax));
 }
 
-absl::Status PageStoreImpl::CheckLayers(const Cache& cache, LayerRange layers) {
-  if (layers.first >= 0 && layers.count >= 1 && layers.first <= cache.config.layers - layers.count) {
-    return absl::OkStatus();
-  }
-  return InvalidField("layer", layers.first, absl::StrCat("0..", cache.config.layers - std::max(layers.count, 1)));
-}
-
-absl::Status PageStoreImpl::CheckAttend(const Cache& cache, LayerRange layers, absl::Span<const AttendEntry> entries,
-                                        std::vector<Sequence*>* sequences, uint64_t* pages) const {
-  KV_RETURN_IF_ERROR(CheckLayers(cache, layers));
-  if (entries.size() > kEntriesMax)
-    return InvalidField("entries", entries.size(), absl::StrCat("at most ", kEntriesMax));
+absl::Status StoreReads::Check(const Cache& cache, LayerRange layers, absl::Span<const AttendEntry> entries,
+                               std::vector<Sequence*>* sequences, uint64_t* pages) const {
+  KV_RETURN_IF_ERROR(cache.CheckLayers(layers));
+  if (entries.size() > kStepEntriesMax)
+    return InvalidField("entries", entries.size(), absl::StrCat("at most ", kStepEntriesMax));
   for (size_t i = 0; i < entries.size(); ++i) {
     const AttendEntry& entry = entries[i];
-    KV_ASSIGN_OR_RETURN(Sequence * sequence, FindUsable(entry.sequence));
+    KV_ASSIGN_OR_RETURN(Sequence * sequence, parts_.sequences->FindUsable(entry.sequence));
     const auto field = [i](absl::string_view name) { return absl::StrCat("entries[", i, "].", name); };
     if (sequence->cache.get() != &cache) {
       return InvalidField(field("sequence"), entry.sequence, absl::StrCat("a sequence of cache ", cache.id));
@@ -271,74 +274,76 @@ absl::Status PageStoreImpl::CheckAttend(const Cache& cache, LayerRange layers, a
   return absl::OkStatus();
 }
 
-void PageStoreImpl::Settle(Sequence& sequence, uint32_t layer, uint32_t end, std::vector<PageRef>* pending) {
-  uint32_t& settled = sequence.settled[layer];
-  for (uint32_t i = settled; i < end; ++i) {
-    const PageRef ref{sequence.blocks[i], layer};
-    if (Awaits(ref)) {
-      pending->push_back(ref);
-    } else if (i == settled) {
-      if (ref.page().declined) NoteChange(sequence, layer, i);
-      ++settled;
-    }
-  }
-}
-
-absl::StatusOr<std::unique_ptr<AttendLease>> PageStoreImpl::Attend(CacheId id, LayerRange layers,
-                                                                   absl::Span<const AttendEntry> entries) {
-  KV_ASSIGN_OR_RETURN(const std::shared_ptr<Cache> cache, FindCache(id));
+absl::StatusOr<std::unique_ptr<AttendLease>> StoreReads::Attend(CacheId id, LayerRange layers,
+                                                                absl::Span<const AttendEntry> entries) {
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<Cache> cache, parts_.caches->Find(id));
   std::vector<Sequence*> sequences;
   sequences.reserve(entries.size());
   uint64_t pages = 0;
-  KV_RETURN_IF_ERROR(CheckAttend(*cache, layers, entries, &sequences, &pages));
+  KV_RETURN_IF_ERROR(Check(*cache, layers, entries, &sequences, &pages));
   const bool tables = cache->tier->memory().follows_tables();
   if (!tables) {
     if (layers.count != 1) return InvalidField("layers", layers.count, "1: the pages that are read are listed");
-    KV_RETURN_IF_ERROR(CheckAttendPages(pages));
+    KV_RETURN_IF_ERROR(CheckPages(pages));
   }
   const auto end_of = [&](size_t i) { return entries[i].position + entries[i].tokens; };
   SlotCounts wanted;
-  for (size_t i = 0; i < entries.size(); ++i) CountIndexSlots(*sequences[i], layers, 0, 0, end_of(i), &wanted);
+  for (size_t i = 0; i < entries.size(); ++i)
+    parts_.indexes->CountSlots(*sequences[i], layers, 0, 0, end_of(i), &wanted);
   Reservation slots(cache->tier->pool());
   if (!wanted.none()) KV_RETURN_IF_ERROR(cache->tier->Reserve(*cache, wanted, &slots));
   auto lease = std::make_unique<AttendLeaseImpl>(this, cache);
   for (size_t i = 0; i < entries.size(); ++i) {
-    GiveIndexSlots(*sequences[i], layers, 0, 0, end_of(i), &slots);
+    parts_.indexes->GiveSlots(*sequences[i], layers, 0, 0, end_of(i), &slots);
     KV_RETURN_IF_ERROR(tables ? lease->FollowEntry(*sequences[i], layers, entries[i])
                               : lease->ListEntry(*sequences[i], layers.first, entries[i]));
   }
   const bool waits = lease->waits();
   KV_RETURN_IF_ERROR(lease->Finish());
-  if (waits) metrics_->attend_waits.Increment();
+  if (waits) parts_.metrics->attend_waits.Increment();
   if (!lease->ready()) return lease;
   KV_RETURN_IF_ERROR(lease->status());
   // Kernels select by what the lease says; elsewhere a selector counts what it did.
   for (size_t i = 0; tables && i < entries.size(); ++i) {
     if (lease->chooses_from(i) >= end_of(i)) continue;
     const uint64_t queries = end_of(i) - std::max(lease->chooses_from(i), entries[i].position);
-    metrics_->index_selections.Increment(static_cast<double>(queries * layers.count * cache->layout().kv_heads));
+    parts_.metrics->index_selections.Increment(static_cast<double>(queries * layers.count * cache->layout().kv_heads));
   }
   return lease;
 }
 
-absl::StatusOr<std::unique_ptr<AttendLease>> PageStoreImpl::Load(CacheId id, int layer,
-                                                                 absl::Span<const AttendEntry> entries) {
-  KV_ASSIGN_OR_RETURN(const std::shared_ptr<Cache> cache, FindCache(id));
+absl::StatusOr<std::unique_ptr<AttendLease>> StoreReads::Load(CacheId id, int layer,
+                                                              absl::Span<const AttendEntry> entries) {
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<Cache> cache, parts_.caches->Find(id));
   std::vector<Sequence*> sequences;
   sequences.reserve(entries.size());
   uint64_t to_attend = 0, pages = 0;
-  KV_RETURN_IF_ERROR(CheckAttend(*cache, layer, entries, &sequences, &to_attend));
+  KV_RETURN_IF_ERROR(Check(*cache, layer, entries, &sequences, &to_attend));
   const uint64_t page_tokens = cache->page_tokens();
   for (const AttendEntry& entry : entries) {
     pages += (entry.position + entry.tokens - 1) / page_tokens - entry.position / page_tokens + 1;
   }
-  KV_RETURN_IF_ERROR(CheckAttendPages(pages));
+  KV_RETURN_IF_ERROR(CheckPages(pages));
   auto lease = std::make_unique<AttendLeaseImpl>(this, cache);
   for (size_t i = 0; i < entries.size(); ++i) {
     lease->ListTokens(*sequences[i], layer, entries[i].position, entries[i].position + entries[i].tokens - 1);
   }
   KV_RETURN_IF_ERROR(lease->Finish());
   return lease;
+}
+
+ReadBuffers StoreReads::TakeBuffers() {
+  if (spare_.empty()) return {};
+  ReadBuffers buffers = std::move(spare_.back());
+  spare_.pop_back();
+  return buffers;
+}
+
+void StoreReads::GiveBack(ReadBuffers buffers) {
+  pages_ -= buffers.pins.size();
+  if (spare_.size() >= kSpareBuffersMax || buffers.pins.capacity() > kSparePagesMax) return;
+  buffers.Clear();
+  spare_.push_back(std::move(buffers));
 }
 
 }  // namespace kvmanager

@@ -1,0 +1,98 @@
+// The store's blocks: found by name and verified, held, pinned, given up. The one owner of blocks, and the sole caller
+// of transitions of their pages. On the store's thread.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/types/span.h"
+#include "kvmanager/base/clock.h"
+#include "kvmanager/store/block.h"
+#include "kvmanager/store/cache.h"
+#include "kvmanager/store/cache_directory.h"
+#include "kvmanager/store/store_metrics.h"
+#include "kvmanager/store/tier.h"
+
+namespace kvmanager {
+
+class BlockIndex {
+ public:
+  /// Everything outlives it.
+  struct Parts {
+    StoreMetrics* metrics = nullptr;
+    const Clock* clock = nullptr;
+    const Tier* host = nullptr;                       // whose use is shown in metrics
+    std::function<void(const Block&)> before_unname;  // the block can be found no more by its name
+  };
+
+  explicit BlockIndex(Parts parts) : parts_(std::move(parts)) {}
+  BlockIndex(const BlockIndex&) = delete;
+  BlockIndex& operator=(const BlockIndex&) = delete;
+
+  /// Block `index` of a sequence of `cache`, with one holder.
+  Block* New(const std::shared_ptr<Cache>& cache, uint32_t index);
+  void Apply(PageRef ref, PageEvent event, const PageChange& after);
+  static uint8_t* Data(const Cache& cache, PageId id) { return cache.tier->pool()->Data(id); }
+  /// The bytes of a page in raw form: of an identity codec also once it is sealed. nullptr: gone.
+  static const uint8_t* RawData(const Cache& cache, const Page& page);
+  /// Of the form that stays; 0: made when the page leaves its memory.
+  static uint64_t ChecksumOf(const Cache& cache, uint32_t layer, const Page& page);
+
+  // Who keeps a block, or its bytes.
+  void Hold(Block* block);     // one more holder
+  void Release(Block* block);  // one holder less; of a chain, children first (EvictionPolicy)
+  void Pin(PageRef ref);
+  void Unpin(PageRef ref);
+  /// Of a lease that reads the encoded form alone, if there is one.
+  void PinEncoded(PageRef ref);
+  void UnpinEncoded(PageRef ref);
+  void DropRawHold(PageRef ref);
+  void ReleaseRawIfUnused(PageRef ref);
+  void MakeUnevictable(Block* block);
+  /// An append continues a page of K and V without activations: those so far are of no use.
+  void DropOpenActivations(PageRef keys_values);
+  /// An encode job of the page has ended. True: the page was quarantined meanwhile, and goes.
+  bool EndJobIfQuarantined(PageRef ref, bool declined);
+  void MakeEvictableIfUnused(Block* block);
+
+  // Names.
+  void Name(Block* block, const BlockName& name);
+  void Unname(Block* block);  // the block goes if nobody holds it
+  void Evict(Block* block);   // TierOwner's
+  /// The block named so, verified; a corrupt one is dropped. Held. nullptr and the reason otherwise.
+  Block* FindVerified(Cache& cache, const BlockName& name, uint32_t index, MissReason* reason);
+  /// The blocks named so, one behind the other, each verified and held. lower_too: also those that are on their way to
+  /// `cache`'s memory, and those of `lower`, its counterpart in the next lower tier, if there is one. match: how far,
+  /// and why no further.
+  std::vector<Block*> FindPrefix(Cache& cache, absl::Span<const BlockName> names, bool lower_too, Cache* lower,
+                                 MatchResult* match);
+  void CountHits(const MatchResult& match);
+  /// Errors: INVALID_ARGUMENT beyond CacheDirectory::kNamesMax.
+  static absl::Status CheckNames(absl::Span<const BlockName> names);
+
+  // For CheckInvariants.
+  using Blocks = absl::flat_hash_map<const Block*, std::unique_ptr<Block>>;
+  const Blocks& all() const { return blocks_; }
+  /// Holders that are no sequences and no moves: hand-offs and arrivals.
+  void NoteHolder(const Block* block) { ++other_holders_[block]; }
+  void ForgetHolder(const Block* block) {
+    const auto found = other_holders_.find(block);
+    if (--found->second == 0) other_holders_.erase(found);
+  }
+  const absl::flat_hash_map<const Block*, uint32_t>& other_holders() const { return other_holders_; }
+
+ private:
+  bool VerifyChecksums(const Block& block) const;
+  void Dispose(Block* block);  // nobody holds it, it has no name
+  void FreePage(PageRef ref);  // and deletes the block with its last page
+  void DeleteIfEmpty(Block* block);
+
+  const Parts parts_;
+  Blocks blocks_;
+  absl::flat_hash_map<const Block*, uint32_t> other_holders_;
+};
+
+}  // namespace kvmanager

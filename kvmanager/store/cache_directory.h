@@ -1,0 +1,71 @@
+// The caches of a store: opened, described, searched by name and purged. On the store's thread, but for MakeCodec.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "codecs/codec.h"
+#include "codecs/page_attention.h"
+#include "codecs/registry.h"
+#include "kvmanager/base/ids.h"
+#include "kvmanager/store/cache_config.h"
+#include "kvmanager/store/miss_reason.h"
+#include "kvmanager/store/store_ids.h"
+
+namespace kvmanager {
+
+constexpr size_t kSequenceBlocksMax = 65536;  // of one sequence; kSequenceBlocksMax * page_tokens tokens
+
+struct CacheInfo {
+  CacheId cache = 0;
+  CacheConfig config;  // codec spec canonical
+  CacheDigest digest;
+  CodecInfo codec;
+  uint64_t sequences = 0;
+  uint64_t published_blocks = 0;
+  uint64_t raw_bytes = 0;      // resident, raw and open pages
+  uint64_t encoded_bytes = 0;  // resident, encoded pages
+  uint64_t activation_bytes = 0;
+};
+
+struct MatchResult {
+  int hit_blocks = 0;                     // consecutive, from the first
+  MissReason reason = MissReason::kNone;  // of the first block that was no hit; kNone if all were
+};
+
+class CacheDirectory {
+ public:
+  static constexpr size_t kCachesMax = 4096;
+  static constexpr size_t kNamesMax = kSequenceBlocksMax;  // of one call
+  virtual ~CacheDirectory() = default;
+
+  /// Opens a cache, or finds the one with an equal digest. It stays until purged, or until another is opened while
+  /// kCachesMax are open: that closes the least recently opened of those without sequence, lease and block. codec: what
+  /// MakeCodec gave for an equal config; nullptr: it is made here, which may read files. Errors: INVALID_ARGUMENT
+  /// (config, codec), FAILED_PRECONDITION (no such memory), RESOURCE_EXHAUSTED (kCachesMax in use; a page that does not
+  /// fit a slab).
+  virtual absl::StatusOr<CacheId> Open(const CacheConfig& config, std::shared_ptr<const Codec> codec) = 0;
+  absl::StatusOr<CacheId> Open(const CacheConfig& config) { return Open(config, nullptr); }
+  /// Checks `config` and makes its codec, for which it reads the artifacts that it names: this may take long. Any
+  /// thread. Errors: Open's, and those of CodecRegistry::Create.
+  static absl::StatusOr<std::shared_ptr<const Codec>> MakeCodec(const CodecRegistry& registry,
+                                                                const CacheConfig& config);
+  virtual absl::StatusOr<CacheInfo> Describe(CacheId cache) const = 0;
+  virtual std::vector<CacheInfo> List() const = 0;
+  /// Whether a cache of this digest is open on `device`.
+  virtual bool IsOpen(const CacheDigest& digest, int device) const = 0;
+  virtual std::shared_ptr<const Codec> codec(CacheId cache) const = 0;  // nullptr: no such cache
+  virtual const PageAttention* raw_attention(CacheId cache) const = 0;  // nullptr: no such cache
+  /// How far `names` can be found, verified and used (LRU), but not pinned.
+  virtual absl::StatusOr<MatchResult> Match(CacheId cache, absl::Span<const BlockName> names) = 0;
+  /// Drops published blocks that nothing pins, of one cache or of all, in every memory, and closes caches that are then
+  /// empty and have no sequence. Returns the number of blocks.
+  virtual absl::StatusOr<uint64_t> Purge(CacheId cache) = 0;
+  virtual uint64_t PurgeAll() = 0;
+};
+
+}  // namespace kvmanager

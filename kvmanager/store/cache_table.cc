@@ -1,0 +1,251 @@
+#include "kvmanager/store/cache_table.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "kvmanager/base/status.h"
+#include "kvmanager/memory/page_pool.h"
+#include "kvmanager/store/memory_backend.h"
+
+namespace kvmanager {
+
+absl::StatusOr<std::shared_ptr<const Codec>> CacheDirectory::MakeCodec(const CodecRegistry& registry,
+                                                                       const CacheConfig& config) {
+  KV_RETURN_IF_ERROR(ValidateCacheConfig(config));
+  CodecContext context;
+  context.layout = config.layout;
+  context.layers = config.layers;
+  context.query_heads = config.query_heads;
+  context.model = config.model;
+  context.revision = config.revision;
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<Codec> codec, registry.CreateForCache(config.codec, context));
+  return std::shared_ptr<const Codec>(std::move(codec));
+}
+
+absl::StatusOr<CacheId> CacheTable::Open(const CacheConfig& config, std::shared_ptr<const Codec> codec) {
+  KV_ASSIGN_OR_RETURN(const auto cache, FindOrOpen(config, std::move(codec), nullptr));
+  cache->wanted = true;
+  return cache->id;
+}
+
+absl::StatusOr<std::shared_ptr<Cache>> CacheTable::Find(CacheId id) const {
+  const auto found = caches_.find(id);
+  if (found == caches_.end()) {
+    return FieldError(absl::StatusCode::kNotFound, "cache", absl::StrCat(id), "an open cache");
+  }
+  return found->second;
+}
+
+absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindOrOpen(const CacheConfig& config,
+                                                              std::shared_ptr<const Codec> codec,
+                                                              const uint32_t* codec_version) {
+  if (codec == nullptr) {
+    KV_ASSIGN_OR_RETURN(codec, MakeCodec(*parts_.registry, config));
+  }
+  auto cache = std::make_shared<Cache>();
+  cache->config = config;
+  cache->codec = std::move(codec);
+  const CodecInfo& info = cache->codec->info();
+  KV_CHECK(info.layer_bytes.empty() || info.layer_bytes.size() == static_cast<size_t>(config.layers));
+  KV_CHECK(!info.identity || (info.layer_bytes.empty() && info.encoded_bytes == config.layout.raw_bytes()));
+  if (codec_version != nullptr && *codec_version != info.version) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "codec_version", absl::StrCat(*codec_version),
+                      absl::StrCat(info.version, ", this daemon's version of ", info.name));
+  }
+  if (!config.calibration_digest.empty() && config.calibration_digest != info.calibration_digest) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "calibration_digest", config.calibration_digest,
+                      info.calibration_digest.empty()
+                          ? "empty: the codec names no artifact"
+                          : absl::StrCat(info.calibration_digest, ", this daemon's artifact's"));
+  }
+  cache->config.calibration_digest = info.calibration_digest;
+  cache->config.codec = info.spec;
+  cache->digest = DigestOf(cache->config, info.version);
+  cache->tier = TierOf(config.device);
+  if (cache->tier == nullptr) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(config.device),
+                      absl::StrCat(CacheConfig::kHost, " for host memory, or a GPU that this daemon was started with"));
+  }
+  const MemoryBackend& memory = cache->tier->memory();
+  cache->index = memory.index_layout(*cache->codec);
+  if (const auto known = by_digest_.find({cache->digest, config.device}); known != by_digest_.end()) {
+    const std::shared_ptr<Cache>& found = caches_.at(known->second);
+    found->opened = ++opens_;
+    return found;
+  }
+  std::vector<uint64_t> encoded_bytes(config.layers);
+  for (int layer = 0; layer < config.layers; ++layer) {
+    encoded_bytes[layer] = PagePool::RoundedSlotBytes(info.page_bytes(layer));
+  }
+  if (config.hidden > 0 && memory.keeps_activations()) {
+    cache->activation_slot_bytes = PagePool::RoundedSlotBytes(cache->activation_page_bytes());
+    cache->activation_gauges = &parts_.metrics->PagesOf("activation", cache->tier->name());
+  }
+  const uint64_t page_bytes = std::max({uint64_t{config.layout.raw_bytes()}, cache->activation_slot_bytes,
+                                        *std::max_element(encoded_bytes.begin(), encoded_bytes.end()),
+                                        cache->index.book_bytes, cache->index.chunk_bytes});
+  const SlotPool& pool = *cache->tier->pool();
+  if (page_bytes > pool.slab_bytes()) {
+    return FieldError(absl::StatusCode::kResourceExhausted, "page bytes", absl::StrCat(page_bytes),
+                      absl::StrCat("at most the slab's ", pool.slab_bytes()));
+  }
+  KV_ASSIGN_OR_RETURN(cache->raw, parts_.registry->Create("raw", config.layout));
+  if (caches_.size() >= kCachesMax && !CloseLeastRecentlyOpened()) {
+    return FieldError(absl::StatusCode::kResourceExhausted, "open caches", absl::StrCat(caches_.size()),
+                      absl::StrCat("below ", kCachesMax, " in use to open another; end sequences or purge blocks"));
+  }
+  cache->opened = ++opens_;
+  cache->id = next_cache_++;
+  cache->raw_slot_bytes = PagePool::RoundedSlotBytes(config.layout.raw_bytes());
+  cache->encoded_slots = MakeSlotClasses(encoded_bytes, SlotClassesOfPool(pool.capacity_bytes() / pool.slab_bytes()));
+  for (const uint64_t index_bytes : {cache->index.book_bytes, cache->index.chunk_bytes}) {
+    if (index_bytes > 0) cache->encoded_slots.bytes.push_back(PagePool::RoundedSlotBytes(index_bytes));
+  }
+  KV_CHECK(cache->encoded_slots.bytes.size() <= kSlotClassesMax);
+  cache->gauges = &parts_.metrics->PagesOf(info.name, cache->tier->name());
+  Tenant& tenant = tenants_[config.tenant];
+  if (tenant.caches++ == 0) tenant.id = next_tenant_++;
+  cache->tenant = tenant.id;
+  caches_.emplace(cache->id, cache);
+  by_digest_.emplace(std::pair(cache->digest, config.device), cache->id);
+  parts_.metrics->caches.Increment();
+  return cache;
+}
+
+void CacheTable::CloseIfUnused(const std::shared_ptr<Cache>& cache) {
+  if (!cache->unused()) return;
+  if (caches_.erase(cache->id) == 0) return;
+  by_digest_.erase({cache->digest, cache->config.device});
+  parts_.metrics->caches.Decrement();
+  const auto tenant = tenants_.find(cache->config.tenant);
+  if (--tenant->second.caches == 0) tenants_.erase(tenant);
+}
+
+bool CacheTable::CloseLeastRecentlyOpened() {
+  std::shared_ptr<Cache> oldest;
+  for (const auto& [id, cache] : caches_) {
+    if (cache->unused() && (oldest == nullptr || cache->opened < oldest->opened)) oldest = cache;
+  }
+  if (oldest == nullptr) return false;
+  CloseIfUnused(oldest);
+  return true;
+}
+
+Tier* CacheTable::TierOf(int device) const {
+  for (const auto& tier : *parts_.tiers) {
+    if (tier->device() == device) return tier.get();
+  }
+  return nullptr;
+}
+
+CacheInfo CacheTable::InfoOf(const Cache& cache) {
+  CacheInfo info;
+  info.cache = cache.id;
+  info.config = cache.config;
+  info.digest = cache.digest;
+  info.codec = cache.codec->info();
+  info.sequences = cache.sequences;
+  info.published_blocks = cache.table.size();
+  info.raw_bytes = cache.raw_bytes;
+  info.encoded_bytes = cache.encoded_bytes;
+  info.activation_bytes = cache.activation_bytes;
+  return info;
+}
+
+absl::StatusOr<CacheInfo> CacheTable::Describe(CacheId id) const {
+  KV_ASSIGN_OR_RETURN(const auto cache, Find(id));
+  return InfoOf(*cache);
+}
+
+std::vector<CacheInfo> CacheTable::List() const {
+  std::vector<CacheInfo> all;
+  for (const auto& [id, cache] : caches_) all.push_back(InfoOf(*cache));
+  return all;
+}
+
+std::shared_ptr<const Codec> CacheTable::codec(CacheId id) const {
+  const auto cache = Find(id);
+  return cache.ok() ? (*cache)->codec : nullptr;
+}
+
+const PageAttention* CacheTable::raw_attention(CacheId id) const {
+  const auto cache = Find(id);
+  return cache.ok() ? &(*cache)->raw->attention() : nullptr;
+}
+
+uint64_t CacheTable::PurgeOne(Cache& cache) {
+  std::vector<Block*> unpinned;
+  for (const auto& [key, block] : cache.table.blocks()) {
+    if (block->holders == 0 && block->pins == 0) unpinned.push_back(block);
+  }
+  for (Block* block : unpinned) parts_.blocks->Unname(block);
+  parts_.metrics->purged_blocks.Increment(static_cast<double>(unpinned.size()));
+  return unpinned.size();
+}
+
+absl::StatusOr<uint64_t> CacheTable::Purge(CacheId id) {
+  KV_ASSIGN_OR_RETURN(const auto named, Find(id));
+  // What is on its way to another memory must not be found there later.
+  parts_.before_purge(&named->digest);
+  uint64_t blocks = 0;
+  const auto caches = caches_;
+  for (const auto& [each, cache] : caches) {
+    if (cache->digest != named->digest) continue;
+    blocks += PurgeOne(*cache);
+    CloseIfUnused(cache);
+  }
+  return blocks;
+}
+
+uint64_t CacheTable::PurgeAll() {
+  parts_.before_purge(nullptr);
+  uint64_t blocks = 0;
+  const auto caches = caches_;
+  for (const auto& [id, cache] : caches) {
+    blocks += PurgeOne(*cache);
+    CloseIfUnused(cache);
+  }
+  return blocks;
+}
+
+absl::StatusOr<MatchResult> CacheTable::Match(CacheId id, absl::Span<const BlockName> names) {
+  KV_ASSIGN_OR_RETURN(const auto cache, Find(id));
+  KV_RETURN_IF_ERROR(BlockIndex::CheckNames(names));
+  MatchResult result;
+  std::vector<Block*> found = FindPrefix(*cache, names, &result);
+  if (result.reason != MissReason::kNone)
+    parts_.metrics->prefix_misses[static_cast<size_t>(result.reason)]->Increment();
+  for (; !found.empty(); found.pop_back()) parts_.blocks->Release(found.back());
+  return result;
+}
+
+std::shared_ptr<Cache> CacheTable::CounterpartIn(const Cache& cache, const Tier* tier) const {
+  if (tier == nullptr) return nullptr;
+  const auto found = by_digest_.find({cache.digest, tier->device()});
+  return found == by_digest_.end() ? nullptr : caches_.at(found->second);
+}
+
+absl::StatusOr<std::shared_ptr<Cache>> CacheTable::OpenCounterpart(const Cache& cache, const Tier& tier) {
+  CacheConfig config = cache.config;
+  config.device = tier.device();
+  return FindOrOpen(config, cache.codec, nullptr);
+}
+
+std::vector<Block*> CacheTable::FindPrefix(Cache& cache, absl::Span<const BlockName> names, MatchResult* match) const {
+  const bool moves = cache.tier->can_move();
+  const std::shared_ptr<Cache> lower = moves ? CounterpartIn(cache, cache.tier->lower()) : nullptr;
+  return parts_.blocks->FindPrefix(cache, names, moves, lower.get(), match);
+}
+
+void CacheTable::CheckInvariants() const {
+  KV_CHECK(caches_.size() == by_digest_.size() && caches_.size() <= kCachesMax);
+  for (const auto& [id, cache] : caches_) {
+    KV_CHECK(cache->encoded_slots.of_layer.size() == cache->layers());
+    for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
+      KV_CHECK(cache->page_bytes(layer) <= cache->slot_bytes(layer).encoded);
+    }
+    KV_CHECK(tenants_.at(cache->config.tenant).id == cache->tenant);
+  }
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,79 @@
+// Open caches by number and by digest; the owner of tiers. Caches of equal digest are one cache in several memories:
+// counterparts. On the store's thread.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "kvmanager/store/block_index.h"
+#include "kvmanager/store/cache.h"
+#include "kvmanager/store/cache_directory.h"
+#include "kvmanager/store/store_metrics.h"
+#include "kvmanager/store/tier.h"
+
+namespace kvmanager {
+
+class CacheTable final : public CacheDirectory {
+ public:
+  /// Everything outlives it.
+  struct Parts {
+    const CodecRegistry* registry = nullptr;
+    StoreMetrics* metrics = nullptr;
+    const std::vector<std::unique_ptr<Tier>>* tiers = nullptr;
+    BlockIndex* blocks = nullptr;
+    std::function<void(const CacheDigest*)> before_purge;  // of one cache, or of all
+  };
+
+  explicit CacheTable(Parts parts) : parts_(std::move(parts)) {}
+
+  using CacheDirectory::Open;
+  absl::StatusOr<CacheId> Open(const CacheConfig& config, std::shared_ptr<const Codec> codec) override;
+  absl::StatusOr<CacheInfo> Describe(CacheId cache) const override;
+  std::vector<CacheInfo> List() const override;
+  bool IsOpen(const CacheDigest& digest, int device) const override { return by_digest_.contains({digest, device}); }
+  std::shared_ptr<const Codec> codec(CacheId cache) const override;
+  const PageAttention* raw_attention(CacheId cache) const override;
+  absl::StatusOr<MatchResult> Match(CacheId cache, absl::Span<const BlockName> names) override;
+  absl::StatusOr<uint64_t> Purge(CacheId cache) override;
+  uint64_t PurgeAll() override;
+
+  // For the store's other parts.
+  absl::StatusOr<std::shared_ptr<Cache>> Find(CacheId id) const;
+  /// codec: may be nullptr. codec_version: the one the caller's bytes have; nullptr for any.
+  absl::StatusOr<std::shared_ptr<Cache>> FindOrOpen(const CacheConfig& config, std::shared_ptr<const Codec> codec,
+                                                    const uint32_t* codec_version);
+  void CloseIfUnused(const std::shared_ptr<Cache>& cache);
+  Tier* TierOf(int device) const;  // nullptr: there is none
+  /// The cache of equal digest in another tier; nullptr: it is not open there.
+  std::shared_ptr<Cache> CounterpartIn(const Cache& cache, const Tier* tier) const;
+  /// The same, opened where it is not.
+  absl::StatusOr<std::shared_ptr<Cache>> OpenCounterpart(const Cache& cache, const Tier& tier);
+  /// BlockIndex::FindPrefix, also in the next lower tier where pages move.
+  std::vector<Block*> FindPrefix(Cache& cache, absl::Span<const BlockName> names, MatchResult* match) const;
+  const std::map<CacheId, std::shared_ptr<Cache>>& all() const { return caches_; }
+  void CheckInvariants() const;
+
+ private:
+  bool CloseLeastRecentlyOpened();  // of the unused ones; false: there is none
+  static CacheInfo InfoOf(const Cache& cache);
+  uint64_t PurgeOne(Cache& cache);
+
+  const Parts parts_;
+  CacheId next_cache_ = 1;
+  TenantId next_tenant_ = 1;
+  uint64_t opens_ = 0;
+  std::map<CacheId, std::shared_ptr<Cache>> caches_;
+  absl::flat_hash_map<std::pair<CacheDigest, int>, CacheId> by_digest_;  // and device
+  struct Tenant {
+    TenantId id = 0;
+    size_t caches = 0;
+  };
+  absl::flat_hash_map<std::string, Tenant> tenants_;
+};
+
+}  // namespace kvmanager

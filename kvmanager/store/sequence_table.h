@@ -1,0 +1,84 @@
+// The sequences of a store: begun by a prefix or by others, forked, cropped, published and dropped. On the store's
+// thread.
+//
+// Sequences are given to others (hand-offs, arrivals) before they are visible: Hide says so, for CheckInvariants.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kvmanager/base/clock.h"
+#include "kvmanager/store/arrival_lease.h"
+#include "kvmanager/store/block_index.h"
+#include "kvmanager/store/cache_table.h"
+#include "kvmanager/store/sequence.h"
+#include "kvmanager/store/sequence_indexes.h"
+#include "kvmanager/store/step_lease.h"
+#include "kvmanager/store/store_metrics.h"
+
+namespace kvmanager {
+
+class SequenceTable {
+ public:
+  static constexpr size_t kSequencesMax = 65536;
+
+  /// Everything outlives it.
+  struct Parts {
+    StoreMetrics* metrics = nullptr;
+    CacheTable* caches = nullptr;
+    BlockIndex* blocks = nullptr;
+    SequenceIndexes* indexes = nullptr;
+  };
+
+  explicit SequenceTable(const Parts& parts) : parts_(parts) {}
+  SequenceTable(const SequenceTable&) = delete;
+  SequenceTable& operator=(const SequenceTable&) = delete;
+
+  // PageStore's.
+  absl::StatusOr<CreateResult> Create(CacheId cache, absl::Span<const BlockName> prefix, uint64_t prompt_tokens);
+  absl::StatusOr<SequenceInfo> Describe(SequenceId sequence) const;
+  std::vector<SequenceInfo> List() const;
+  absl::StatusOr<SequenceId> Fork(SequenceId sequence, std::vector<OpenCopy>* copies);
+  absl::Status Crop(SequenceId sequence, uint64_t tokens, std::vector<OpenCopy>* copies);
+  absl::StatusOr<PublishResult> Publish(SequenceId sequence, absl::Span<const BlockName> names);
+  void Drop(SequenceId sequence);
+
+  // For the store's other parts.
+  absl::StatusOr<Sequence*> Find(SequenceId id) const;
+  /// One that calls may use. Errors: NOT_FOUND; UNAVAILABLE for one that did not arrive whole.
+  absl::StatusOr<Sequence*> FindUsable(SequenceId id) const;
+  /// One that is here as a whole. Errors: FindUsable's; FAILED_PRECONDITION for one that still arrives.
+  absl::StatusOr<Sequence*> FindWhole(SequenceId id) const;
+  absl::Status CheckLimit() const;
+  static absl::Status CheckPrompt(const Cache& cache, uint64_t prompt_tokens);
+  static std::unique_ptr<Sequence> New(const std::shared_ptr<Cache>& cache);
+  SequenceId Show(std::unique_ptr<Sequence> sequence);  // makes it visible
+  void Attach(Sequence& sequence, Block* block);        // appends `block`, already held, and takes its raw holds
+  void DetachLast(Sequence& sequence);                  // gives the last block back
+  void ReleaseBlocks(Sequence& sequence);
+  void Age(Sequence& sequence, uint32_t layer, uint64_t position);
+
+  // For CheckInvariants.
+  void Hide(const Sequence* sequence) { hidden_.insert(sequence); }
+  void Unhide(const Sequence* sequence) { hidden_.erase(sequence); }
+  const absl::flat_hash_map<SequenceId, std::unique_ptr<Sequence>>& all() const { return sequences_; }
+  const absl::flat_hash_set<const Sequence*>& hidden() const { return hidden_; }
+
+ private:
+  static SequenceInfo InfoOf(const Sequence& sequence);
+  /// Block `index` of `sequence`, with copies of the first `tokens` tokens of each layer's page.
+  absl::StatusOr<Block*> CopyOpenBlock(const Sequence& sequence, uint32_t index, int tokens,
+                                       std::vector<OpenCopy>* copies);
+
+  const Parts parts_;
+  SequenceId next_sequence_ = 1;
+  absl::flat_hash_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
+  absl::flat_hash_set<const Sequence*> hidden_;
+};
+
+}  // namespace kvmanager

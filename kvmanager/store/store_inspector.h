@@ -1,0 +1,56 @@
+// StoreReport of a store: who holds its memory, and every invariant of the whole. On the store's thread.
+//
+// Invariants beyond those of page_state.h, page_table.h and sequence.h (CheckInvariants):
+//  1. A block is in the block index exactly while it has a live page, a holder or a name.
+//  2. block.holders = sequences, hand-offs and moves that list it; page.raw_holds = those that have not aged the page.
+//  3. Every slot that a page names is the pool's current one, and no slot is named twice.
+//  4. A block that is being copied from another memory is Receiving, held by its move and, before it can be found, by
+//     the sequences that wait for it; it has no name.
+//  5. A block is evictable exactly while published with no holder, pin or job; its slots, and no others, are then
+//     reclaimable in the pool.
+//  6. A Resident page keeps its raw form only if declined, held, or pinned by who may read it (identity codecs have one
+//     form).
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "kvmanager/store/block_moves.h"
+#include "kvmanager/store/encode_jobs.h"
+#include "kvmanager/store/sequence_table.h"
+#include "kvmanager/store/store_report.h"
+#include "kvmanager/store/tier.h"
+
+namespace kvmanager {
+
+class StoreInspector final : public StoreReport {
+ public:
+  static constexpr size_t kHoldersNamed = 3;  // in RESOURCE_EXHAUSTED
+
+  /// Everything outlives it.
+  struct Parts {
+    StoreMetrics* metrics = nullptr;
+    const std::vector<std::unique_ptr<Tier>>* tiers = nullptr;
+    const CacheTable* caches = nullptr;
+    const BlockIndex* blocks = nullptr;
+    EncodeJobs* encodes = nullptr;
+    const SequenceTable* sequences = nullptr;
+    const BlockMoves* moves = nullptr;
+  };
+
+  explicit StoreInspector(const Parts& parts) : parts_(parts) {}
+
+  std::vector<SequenceInfo> Sequences() const override { return parts_.sequences->List(); }
+  std::vector<HolderInfo> LargestHolders(size_t n) const override { return LargestHolders(n, nullptr); }
+  void CheckInvariants() const override;
+  void SetSampler(PageSampler* sampler) override { parts_.encodes->SetSampler(sampler); }
+  /// TierOwner's.
+  absl::Status Exhausted(const Cache& cache, const SlotCounts& wanted) const;
+
+ private:
+  std::vector<HolderInfo> LargestHolders(size_t n, const Tier* tier) const;  // of one, or of all
+
+  const Parts parts_;
+};
+
+}  // namespace kvmanager

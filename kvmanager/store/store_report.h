@@ -1,0 +1,31 @@
+// What operators and tests ask of a whole store. On the store's thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kvmanager/store/arrival_lease.h"
+#include "kvmanager/store/page_executor.h"
+
+namespace kvmanager {
+
+struct HolderInfo {
+  std::string what;  // "sequence 17 of cache 2 (tenant a)" or "published blocks of cache 2"
+  uint64_t bytes = 0;
+};
+
+class StoreReport {
+ public:
+  virtual ~StoreReport() = default;
+  virtual std::vector<SequenceInfo> Sequences() const = 0;
+  /// Holders by bytes, largest first, at most `n`.
+  virtual std::vector<HolderInfo> LargestHolders(size_t n) const = 0;
+  /// Aborts if an invariant of the whole store does not hold (tests, and debug builds of the daemon on request).
+  virtual void CheckInvariants() const = 0;
+  /// Before the first append; it outlives the store's use. nullptr: none, as at first.
+  virtual void SetSampler(PageSampler* sampler) = 0;
+};
+
+}  // namespace kvmanager
