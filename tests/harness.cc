@@ -167,9 +167,10 @@ absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(const Daemon
   daemon->directory_ = std::make_unique<TempDir>();
   const std::string listen =
       options.listen.empty() ? absl::StrCat("unix:", daemon->directory_->path(), "/kv.sock") : options.listen;
+  const std::string program = options.program.empty() ? DataPath("kvmanager/daemon/kvmanagerd") : options.program;
   std::vector<std::string> argv = {
-      DataPath("kvmanager/daemon/kvmanagerd"), "--listen",         listen,       "--host-pool-bytes",
-      absl::StrCat(options.host_pool_bytes),   "--metrics-listen", "127.0.0.1:0"};
+      program,      "--listen", listen, "--host-pool-bytes", absl::StrCat(options.host_pool_bytes), "--metrics-listen",
+      "127.0.0.1:0"};
   if (options.peers) argv.insert(argv.end(), {"--peer-listen", "127.0.0.1:0"});
   argv.insert(argv.end(), options.more_flags.begin(), options.more_flags.end());
   KV_ASSIGN_OR_RETURN(daemon->process_, ChildProcess::Start(argv));
