@@ -12,6 +12,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "gtest/gtest.h"
 #include "tests/harness.h"
@@ -174,6 +175,46 @@ TEST(ArchitectureTest, NoArrowBetweenRoomsRunsUp) {
     EXPECT_GE(files, 4) << room;
   }
   EXPECT_FALSE(std::filesystem::exists(Root() / "kvmanager/server"));
+}
+
+// What differs between kinds of memory is behind MemoryBackend (store/) and MemoryCalls (rpc/). A line counts that asks
+// for the kind, or for what only one kind can do.
+TEST(ArchitectureTest, FewBranchesAskForTheKindOfMemory) {
+  static const std::regex kBranch(
+      R"re([!=]= CacheConfig::kHost|CacheConfig::kHost [!=]=|\b(on_device|follows_tables|writes_at_once)\(\))re"),
+      kDeclared(R"re(^\s*(///?|virtual |bool )|\) const override)re"),
+      kNoProduct(R"re(_test\.|testing|fixture|simulated|walk)re");
+  std::vector<std::string> branches;
+  int files = 0;
+  for (const char* const room : {"kvmanager/store", "kvmanager/rpc"}) {
+    for (const auto& entry : std::filesystem::directory_iterator(Root() / room)) {
+      const std::string name = entry.path().filename();
+      if ((!absl::EndsWith(name, ".h") && !absl::EndsWith(name, ".cc")) || std::regex_search(name, kNoProduct))
+        continue;
+      ++files;
+      std::istringstream text(ReadFile(absl::StrCat(room, "/", name)));
+      for (std::string line; std::getline(text, line);) {
+        if (std::regex_search(line, kBranch) && !std::regex_search(line, kDeclared)) {
+          branches.push_back(absl::StrCat(name, ": ", line));
+        }
+      }
+    }
+  }
+  EXPECT_GT(files, 60);
+  EXPECT_GE(branches.size(), 1u);  // they are found
+  EXPECT_LE(branches.size(), 8u) << absl::StrJoin(branches, "\n");
+}
+
+TEST(ArchitectureTest, ThePageStoreIsSmall) {
+  const std::string header = ReadFile("kvmanager/store/page_store.h");
+  EXPECT_LE(std::count(header.begin(), header.end(), '\n'), 180);
+  const size_t begin = header.find("class PageStore {"), end = header.find("\n};", begin);
+  ASSERT_NE(end, std::string::npos);
+  const std::string body = header.substr(begin, end - begin);
+  static const std::regex kMethod(R"re(\n  virtual [^~])re");
+  const auto methods = std::distance(std::sregex_iterator(body.begin(), body.end(), kMethod), std::sregex_iterator());
+  EXPECT_GE(methods, 5);
+  EXPECT_LE(methods, 16);
 }
 
 TEST(ArchitectureTest, EveryPlaceThatTheDesignNamesIsThere) {

@@ -166,6 +166,109 @@ class Length(unittest.TestCase):
         self.assertEqual(too_long({"kvmanager/a_test.cc": long}), [])
 
 
+# Classes.
+
+METHODS_MAX = 25  # public ones of a class of the daemon: more are several classes
+_CLASS = re.compile(r"\b(class|struct)\s+(\w+)(?:\s+final)?\s*(?::[^;{}()]*)?\{")
+_NO_METHOD = re.compile(r"(using|friend|static_assert|typedef|enum|union)\b|(struct|class)\s+\w+\s*$")
+
+
+def without_words(text: str) -> str:
+    """C++ without comments, literals and preprocessor lines."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
+    text = re.sub(r'R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"', '""', text, flags=re.S)
+    text = re.sub(r"'(?:\\.|[^'\\\n])+'", "' '", text)
+    return re.sub(r"^[ \t]*#.*(?:\\\n.*)*$", "", text, flags=re.M)
+
+
+def is_method(declaration: str, name: str) -> bool:
+    """Whether what stands in class `name` declares a method, its constructors, destructor and operators aside."""
+    words = " ".join(declaration.split())
+    before = words.split("(")[0].strip()
+    if "(" not in words or "=" in before or "operator" in before or _NO_METHOD.match(words):
+        return False
+    found = re.search(r"(~?\w+)$", before)
+    return found is not None and found[1] not in (name, "~" + name) and re.match(r"[\w\[:]", words) is not None
+
+
+def public_methods(text: str) -> list[tuple[str, int]]:
+    """Each class of a header or source, with the number of its public methods; overloads count."""
+    text = without_words(text)
+    counts = []
+    for head in _CLASS.finditer(text):
+        is_public, depth, declaration, count = head[1] == "struct", 1, "", 0
+        opened = ""  # what stood before the brace that is open
+        for at in range(head.end(), len(text)):
+            letter = text[at]
+            if letter == "{":
+                opened = declaration if depth == 1 else opened
+                depth += 1
+            elif letter == "}":
+                depth -= 1
+                if depth == 0:
+                    break
+                if depth == 1:
+                    count += is_public and is_method(opened, head[2])
+                    declaration = ""
+            elif depth == 1 and letter == ";":
+                count += is_public and is_method(declaration, head[2])
+                declaration = ""
+            elif depth == 1 and letter == ":" and declaration.strip() in ("public", "private", "protected"):
+                is_public, declaration = declaration.strip() == "public", ""
+            elif depth == 1:
+                declaration += letter
+        counts.append((head[2], count))
+    return counts
+
+
+def classes_in_several_files(texts: dict[str, str]) -> list[str]:
+    """Classes that are defined in more than one of these sources: such a class is several."""
+    files: dict[tuple[str, str], set[str]] = {}
+    for path, text in texts.items():
+        for found in re.finditer(r"^(?!\s)[^\n(]*?\b(\w+)::~?\w+\(", without_words(text), flags=re.M):
+            files.setdefault((os.path.dirname(path), found[1]), set()).add(path)
+    return [f"{name}: {', '.join(sorted(of))}" for (_, name), of in sorted(files.items()) if len(of) > 1]
+
+
+class Classes(unittest.TestCase):
+    def sources(self, endings: tuple[str, ...]) -> dict[str, str]:
+        tests = re.compile(r"_(test|testing|bench|fixture)\.|/(simulated|device_walk|store_walk)")
+        return {p: read(p) for p in paths(endings) if p.startswith("kvmanager/") and not tests.search(p)}
+
+    def test_classes_have_few_public_methods(self) -> None:
+        counts = [(path, *of) for path, text in self.sources((".h", ".cc")).items() for of in public_methods(text)]
+        self.assertGreater(len(counts), 200)
+        self.assertGreater(max(count for _, _, count in counts), 15)  # they are found
+        self.assertEqual([of for of in counts if of[2] > METHODS_MAX], [])
+
+    def test_a_class_is_in_one_source(self) -> None:
+        sources = self.sources((".cc",))
+        self.assertGreater(len(sources), 80)
+        self.assertEqual(classes_in_several_files(sources), [])
+
+    def test_methods_are_counted(self) -> None:
+        text = """
+            class A final : public B<int> {
+             public:
+              explicit A(int x) : x_({x}), y_({1, 2}) { F(); }
+              ~A() override { x_ = 0; }
+              A& operator=(const A&) = delete;
+              int x() const { if (x_) { return 1; } return x_; }  // x();
+              virtual void Go(std::function<void(int)> f) = 0;
+              static constexpr int kMax = Max(1);
+              struct In { int a(); int b(); };
+              using B::B;
+             private:
+              void Hidden();
+              int x_ = 0;
+            };"""
+        self.assertEqual(public_methods(text), [("A", 2), ("In", 2)])
+
+    def test_a_class_in_two_sources(self) -> None:
+        texts = {"a/x.cc": "int A::F() {}\n  A::H();\n", "a/y.cc": "A::A() {}\n", "b/y.cc": "A::A() {}\n"}
+        self.assertEqual(classes_in_several_files(texts), ["A: a/x.cc, a/y.cc"])
+
+
 class Format(unittest.TestCase):
     @unittest.skipUnless(shutil.which(CLANG_FORMAT), f"{CLANG_FORMAT} is not installed: tools/setup --tests")
     def test_sources_are_formatted(self) -> None:

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kvmanager/base/status.h"
@@ -26,6 +27,11 @@ absl::Status NoGpuPages(const absl::Status& why) {
 }
 
 }  // namespace
+
+bool WantsKeptRawInTrailer(const absl::Status& status) {
+  const std::string field = DetailOf(status).field;
+  return absl::IsInvalidArgument(status) && absl::StartsWith(field, "pages[") && absl::EndsWith(field, "].bytes");
+}
 
 OutgoingHandOff::OutgoingHandOff(const Parts& parts, std::unique_ptr<ExportLease> lease, Target target)
     : parts_(parts), lease_(std::move(lease)), target_(std::move(target)) {
@@ -176,10 +182,11 @@ void OutgoingHandOff::OnDone(absl::StatusOr<SendResult> result) {
     spdlog::info("hand-off to {}: {} pages, {} bytes, {} pages skipped, {} bytes sent again, {:.3f} s", target_.peer,
                  result->pages_sent, result->bytes_sent, result->pages_skipped, result->bytes_resent, result->seconds);
   } else {
-    // What is sent again by way of the host has not failed.
-    if (!WantsHostPages(result.status())) parts_.metrics->send_failed.Increment();
-    spdlog::log(WantsHostPages(result.status()) ? spdlog::level::info : spdlog::level::warn,
-                "hand-off to {} failed: {}", target_.peer, result.status().ToString());
+    // What is sent again, by way of the host or with kept raw pages in the trailer, has not failed.
+    const bool again = WantsHostPages(result.status()) || WantsKeptRawInTrailer(result.status());
+    if (!again) parts_.metrics->send_failed.Increment();
+    spdlog::log(again ? spdlog::level::info : spdlog::level::warn, "hand-off to {} failed: {}", target_.peer,
+                result.status().ToString());
   }
   if (accepted_.get() != nullptr && !result.ok()) accepted_->fulfill(absl::StatusOr<std::string>(result.status()));
   if (finished_.get() == nullptr) return;

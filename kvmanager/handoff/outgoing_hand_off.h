@@ -24,6 +24,9 @@ struct SentHandOff {
   int64_t begun_unix_ns = 0;  // when it was offered
 };
 
+/// Whether a peer refused pages of the header for their bytes, as earlier builds refuse sinks.
+bool WantsKeptRawInTrailer(const absl::Status& status);
+
 /// How many hand-offs are under way. Each counts itself.
 class ActiveSends {
  public:

@@ -39,9 +39,10 @@ void Refused(Trial& trial, const std::string& peer, const absl::Status& why) {
   if (trial.best.ok() || (WantsHostPages(why) && !WantsHostPages(trial.best))) trial.best = why;
 }
 
-kj::Promise<Begun> TryOne(Trial& trial, const std::string& peer, int64_t room_ms) {
+kj::Promise<Begun> TryOne(Trial& trial, const std::string& peer, int64_t room_ms,
+                          KeptRaw kept_raw = KeptRaw::kWithHeader) {
   if (trial.lease == nullptr) {
-    auto lease = trial.make_lease();
+    auto lease = trial.make_lease(kept_raw);
     if (!lease.ok()) return Begun(lease.status());
     trial.lease = *std::move(lease);
   }
@@ -50,8 +51,11 @@ kj::Promise<Begun> TryOne(Trial& trial, const std::string& peer, int64_t room_ms
   if (!begun.ok()) return Begun(begun.status());
   auto hand_off = kj::heap<CancelOnDrop>(*std::move(begun));
   auto accepted = (*hand_off)->Accepted();
-  return accepted.then([hand_off = kj::mv(hand_off)](absl::StatusOr<std::string> ticket) mutable {
-    return ticket.ok() ? Begun(kj::mv(hand_off)) : Begun(ticket.status());
+  return accepted.then([&trial, peer, room_ms, kept_raw,
+                        hand_off = kj::mv(hand_off)](absl::StatusOr<std::string> ticket) mutable -> kj::Promise<Begun> {
+    if (ticket.ok()) return Begun(kj::mv(hand_off));
+    if (kept_raw == KeptRaw::kWithTrailer || !WantsKeptRawInTrailer(ticket.status())) return Begun(ticket.status());
+    return TryOne(trial, peer, room_ms, KeptRaw::kWithTrailer);
   });
 }
 
@@ -79,7 +83,7 @@ kj::Promise<Begun> TryFrom(kj::Own<Trial> trial, size_t at) {
 }
 
 kj::Promise<Begun> Choose(kj::Own<Trial> trial) {
-  auto lease = trial->make_lease();
+  auto lease = trial->make_lease(KeptRaw::kWithHeader);
   if (!lease.ok()) return Begun(lease.status());
   trial->lease = *std::move(lease);
   const uint64_t needed = NeededBytes(trial->lease->first());
@@ -112,18 +116,30 @@ kj::Promise<absl::StatusOr<kj::Own<CancelOnDrop>>> OutgoingHandOffs::Begin(MakeE
   return Choose(kj::mv(trial)).exclusiveJoin(kj::mv(deadline));
 }
 
+kj::Promise<absl::StatusOr<SentHandOff>> OutgoingHandOffs::SendTo(MakeExportLease& make_lease,
+                                                                  const HandOffTargets& targets, std::string blob,
+                                                                  KeptRaw kept_raw) const {
+  using Result = absl::StatusOr<SentHandOff>;
+  auto lease = make_lease(kept_raw);
+  if (!lease.ok()) return Result(lease.status());
+  auto begun = OutgoingHandOff::Begin(parts_, *std::move(lease),
+                                      {targets.peers[0], targets.room_ms, targets.timeout_ms, targets.will_append});
+  if (!begun.ok()) return Result(begun.status());
+  auto hand_off = kj::heap<CancelOnDrop>(*std::move(begun));
+  auto sent = (*hand_off)->Finish(std::move(blob), targets.room_ms);
+  return sent.attach(kj::mv(hand_off));
+}
+
 kj::Promise<absl::StatusOr<SentHandOff>> OutgoingHandOffs::Send(MakeExportLease make_lease, HandOffTargets targets,
                                                                 std::string blob) const {
   using Result = absl::StatusOr<SentHandOff>;
   if (targets.peers.size() == 1) {
-    auto lease = make_lease();
-    if (!lease.ok()) return Result(lease.status());
-    auto begun = OutgoingHandOff::Begin(parts_, *std::move(lease),
-                                        {targets.peers[0], targets.room_ms, targets.timeout_ms, targets.will_append});
-    if (!begun.ok()) return Result(begun.status());
-    auto hand_off = kj::heap<CancelOnDrop>(*std::move(begun));
-    auto sent = (*hand_off)->Finish(std::move(blob), targets.room_ms);
-    return sent.attach(kj::mv(hand_off));
+    auto sent = SendTo(make_lease, targets, blob, KeptRaw::kWithHeader);
+    return sent.then([this, make_lease = std::move(make_lease), targets = std::move(targets),
+                      blob = std::move(blob)](Result result) mutable -> kj::Promise<Result> {
+      if (!WantsKeptRawInTrailer(result.status())) return result;
+      return SendTo(make_lease, targets, std::move(blob), KeptRaw::kWithTrailer);
+    });
   }
   const int64_t ms = targets.timeout_ms + targets.room_ms;
   auto deadline = parts_.loop->timer().afterDelay(ms * kj::MILLISECONDS).then([ms] {

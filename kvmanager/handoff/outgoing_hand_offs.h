@@ -22,8 +22,9 @@ struct HandOffTargets {
   bool will_append = false;        // as Exports::Whole's
 };
 
-/// Leases of what is sent: one for each peer that is tried.
-using MakeExportLease = absl::AnyInvocable<absl::StatusOr<std::unique_ptr<ExportLease>>()>;
+/// Leases of what is sent: one for each peer that is tried, and another for one that takes kept raw pages in the
+/// trailer.
+using MakeExportLease = absl::AnyInvocable<absl::StatusOr<std::unique_ptr<ExportLease>>(KeptRaw)>;
 
 class OutgoingHandOffs {
  public:
@@ -50,6 +51,10 @@ class OutgoingHandOffs {
   uint64_t active() const { return active_.count(); }
 
  private:
+  // To the only peer.
+  kj::Promise<absl::StatusOr<SentHandOff>> SendTo(MakeExportLease& make_lease, const HandOffTargets& targets,
+                                                  std::string blob, KeptRaw kept_raw) const;
+
   ActiveSends active_;
   OutgoingHandOff::Parts parts_;
 };

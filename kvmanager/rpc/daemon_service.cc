@@ -224,7 +224,7 @@ class DaemonService final : public api::Daemon::Server {
 
   // This connection has no stream on `gpu` yet.
   absl::StatusOr<std::shared_ptr<DeviceStream>> OpenDeviceStream(Gpu& gpu) const {
-    if (session_->DeviceStreamOf(gpu.ordinal()) != nullptr) {
+    if (session_->gpus().StreamOf(gpu.ordinal()) != nullptr) {
       return FieldError(absl::StatusCode::kFailedPrecondition,
                         absl::StrCat("streams of this connection on GPU ", gpu.ordinal()), "2", "at most 1");
     }

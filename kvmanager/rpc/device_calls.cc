@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/reading_rule.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/handoff/gpu_landing.h"
 #include "kvmanager/rpc/serve.h"
 
 namespace kvmanager {
@@ -73,10 +74,10 @@ struct Call {
   /// Trainings begin when everything that was submitted and planned so far has run.
   void PostIndexJobs(std::vector<DeviceIndexJob> jobs) {
     if (jobs.empty()) return;
-    const auto work = session->DeviceWorkOf(config.device);
+    const auto work = session->gpus().WorkOf(config.device);
     Gpu* const gpu = FindGpu(parts().gpus, config.device);
     KV_CHECK(gpu != nullptr);  // a cache is on a GPU of this daemon
-    const std::shared_ptr<ProcessSteps> process = session->FindProcessSteps(config.device);
+    const std::shared_ptr<ProcessSteps> process = session->gpus().FindProcessSteps(config.device);
     const std::shared_ptr<DeviceStream> stream = work.ok() ? (*work)->stream() : nullptr;
     parts().polls->Add([stream, submitted = stream == nullptr ? 0 : stream->submitted(), process,
                         epoch = process == nullptr ? 0 : process->epoch(), indexes = gpu->indexes(),
@@ -272,7 +273,7 @@ absl::StatusOr<kj::Promise<void>> Run(std::shared_ptr<TheCall> call, Method meth
 absl::StatusOr<kj::Promise<void>> DeviceCalls::Step(const std::shared_ptr<Session>& session, const StepCache& cache,
                                                     const CheckedStep& step, StepContext& context) const {
   auto call = std::make_shared<StepCall>(*this, session, cache, step.entries);
-  KV_ASSIGN_OR_RETURN(call->work, session->DeviceWorkOf(cache.config->device));
+  KV_ASSIGN_OR_RETURN(call->work, session->gpus().WorkOf(cache.config->device));
   for (const AttendEntry& entry : step.entries) {
     KV_RETURN_IF_ERROR(call->work->CheckSequence(entry.sequence, cache.id));
   }
@@ -301,7 +302,7 @@ absl::StatusOr<kj::Promise<void>> DeviceCalls::Extend(const std::shared_ptr<Sess
   const auto owned = [&](SequenceId id) { return session->Holds(id, cache.id); };
   KV_RETURN_IF_ERROR(CheckStepEntries(request.getEntries(), owned, &entries).status());
   auto call = std::make_shared<ExtendCall>(*this, session, cache, entries);
-  KV_ASSIGN_OR_RETURN(call->process, session->ProcessStepsOf(config.device));
+  KV_ASSIGN_OR_RETURN(call->process, session->gpus().ProcessStepsOf(config.device));
   const auto words = request.getWords();
   if (words.size() != entries.size()) {
     return InvalidField("words", absl::StrCat(words.size(), " long"), absl::StrCat(entries.size(), ", one per entry"));
@@ -356,16 +357,16 @@ absl::StatusOr<kj::Promise<void>> DeviceCalls::Extend(const std::shared_ptr<Sess
 }
 
 absl::Span<uint8_t> DeviceCalls::ArenaBytes(const Session& session, const StepCache& cache, uint32_t id) const {
-  const DeviceArena* const arena = session.DeviceArenaOf(id);
+  const DeviceArena* const arena = session.gpus().ArenaOf(id);
   return arena != nullptr && arena->ordinal() == cache.config->device ? arena->data() : absl::Span<uint8_t>();
 }
 
 absl::StatusOr<uint64_t> DeviceCalls::Change(Session& session, const StepCache& cache, SequenceId sequence,
                                              uint64_t pages,
                                              absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) const {
-  KV_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceWork> work, session.DeviceWorkOf(cache.config->device));
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceWork> work, session.gpus().WorkOf(cache.config->device));
   // What this process's own kernels append comes first.
-  const std::shared_ptr<ProcessSteps> process = session.FindProcessSteps(cache.config->device);
+  const std::shared_ptr<ProcessSteps> process = session.gpus().FindProcessSteps(cache.config->device);
   KV_RETURN_IF_ERROR(Check(session, cache, sequence));
   if (process != nullptr && process->planned_to(sequence) != UINT64_MAX) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "sequence", absl::StrCat(sequence),
@@ -375,8 +376,8 @@ absl::StatusOr<uint64_t> DeviceCalls::Change(Session& session, const StepCache& 
 }
 
 absl::Status DeviceCalls::Check(Session& session, const StepCache& cache, SequenceId sequence) const {
-  KV_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceWork> work, session.DeviceWorkOf(cache.config->device));
-  const std::shared_ptr<ProcessSteps> process = session.FindProcessSteps(cache.config->device);
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceWork> work, session.gpus().WorkOf(cache.config->device));
+  const std::shared_ptr<ProcessSteps> process = session.gpus().FindProcessSteps(cache.config->device);
   if (process != nullptr) KV_RETURN_IF_ERROR(process->CheckSequence(sequence));
   return work->CheckSequence(sequence, cache.id);
 }
@@ -385,11 +386,11 @@ absl::Status DeviceCalls::Check(Session& session, const StepCache& cache, Sequen
 // for the engine, and plans of a process that is gone are released: neither says anything of what was written.
 void DeviceCalls::TellWhenWritten(Session& session, const StepCache& cache, SequenceId sequence, int first_layer,
                                   std::vector<uint64_t> tokens) const {
-  const std::shared_ptr<DeviceStream> stream = session.DeviceStreamOf(cache.config->device);
+  const std::shared_ptr<DeviceStream> stream = session.gpus().StreamOf(cache.config->device);
   if (stream == nullptr || tokens.empty()) return;
   auto poll = [store = parts_.store, stream, submitted = stream->submitted(),
-               process = session.FindProcessSteps(cache.config->device), epoch = std::optional<uint64_t>(), sequence,
-               first_layer, tokens = std::move(tokens)]() mutable {
+               process = session.gpus().FindProcessSteps(cache.config->device), epoch = std::optional<uint64_t>(),
+               sequence, first_layer, tokens = std::move(tokens)]() mutable {
     if (stream->closed() || (process != nullptr && process->closed())) return true;
     if (stream->passed() < submitted) return false;
     if (process != nullptr) {
@@ -408,9 +409,9 @@ void DeviceCalls::TellWhenWritten(Session& session, const StepCache& cache, Sequ
 kj::Promise<absl::Status> DeviceCalls::WhenWritten(const std::shared_ptr<Session>& session, const StepCache& cache,
                                                    SequenceId sequence) const {
   auto waiting = kj::newPromiseAndFulfiller<void>();
-  auto work = session->DeviceWorkOf(cache.config->device);
+  auto work = session->gpus().WorkOf(cache.config->device);
   if (!work.ok()) return work.status();
-  std::shared_ptr<ProcessSteps> process = session->FindProcessSteps(cache.config->device);
+  std::shared_ptr<ProcessSteps> process = session->gpus().FindProcessSteps(cache.config->device);
   (*work)->WhenRun([process, sequence, fulfiller = kj::mv(waiting.fulfiller)]() mutable {
     if (process == nullptr) return fulfiller->fulfill();
     process->WhenRun(sequence, [fulfiller = kj::mv(fulfiller)]() mutable { fulfiller->fulfill(); });
@@ -422,13 +423,17 @@ kj::Promise<absl::Status> DeviceCalls::WhenWritten(const std::shared_ptr<Session
 }
 
 void DeviceCalls::NoteFork(Session& session, const StepCache& cache, SequenceId fork) const {
-  if (const auto work = session.DeviceWorkOf(cache.config->device); work.ok()) (*work)->NoteFork(fork);
+  if (const auto work = session.gpus().WorkOf(cache.config->device); work.ok()) (*work)->NoteFork(fork);
 }
 
 bool DeviceCalls::HasWritten(Session& session, const StepCache& cache, SequenceId sequence) const {
-  const auto work = session.DeviceWorkOf(cache.config->device);
-  const std::shared_ptr<ProcessSteps> process = session.FindProcessSteps(cache.config->device);
+  const auto work = session.gpus().WorkOf(cache.config->device);
+  const std::shared_ptr<ProcessSteps> process = session.gpus().FindProcessSteps(cache.config->device);
   return work.ok() && (*work)->HasWritten(sequence) && (process == nullptr || process->HasWritten(sequence));
+}
+
+bool DeviceCalls::GoesByHost(const absl::Status& why) const {
+  return absl::IsResourceExhausted(why) || WantsHostPages(why) || IsWrongMemory(why);
 }
 
 }  // namespace kvmanager

@@ -53,7 +53,7 @@ class DeviceCalls final : public MemoryCalls {
   absl::StatusOr<uint64_t> Change(Session& session, const StepCache& cache, SequenceId sequence, uint64_t pages,
                                   absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) const override;
   void NoteFork(Session& session, const StepCache& cache, SequenceId fork) const override;
-  bool sends_by_host() const override { return true; }
+  bool GoesByHost(const absl::Status& why) const override;
 
   // What the calls use.
   const Parts& parts() const { return parts_; }

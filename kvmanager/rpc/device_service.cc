@@ -13,7 +13,7 @@ namespace {
 
 absl::StatusOr<absl::Span<uint8_t>> RangeOf(const Session& session, const DeviceStream& stream, absl::string_view field,
                                             uint32_t id, uint64_t offset, uint64_t bytes) {
-  const DeviceArena* const arena = session.DeviceArenaOf(id);
+  const DeviceArena* const arena = session.gpus().ArenaOf(id);
   if (arena == nullptr || arena->ordinal() != stream.ordinal()) {
     return FieldError(absl::StatusCode::kNotFound, field, absl::StrCat(id),
                       absl::StrCat("a device arena of this connection on GPU ", stream.ordinal()));
@@ -45,9 +45,9 @@ class DeviceStreamService final : public api::DeviceStream::Server {
  public:
   DeviceStreamService(std::shared_ptr<Session> session, Gpu* gpu, std::shared_ptr<DeviceStream> stream)
       : session_(std::move(session)), stream_(std::move(stream)), fd_(stream_->words().fd()) {
-    session_->SetDeviceStream(gpu, stream_);
+    session_->gpus().SetStream(gpu, stream_);
   }
-  ~DeviceStreamService() { session_->CloseDeviceStream(stream_.get()); }
+  ~DeviceStreamService() { session_->gpus().CloseStream(stream_.get()); }
 
   kj::Maybe<int> getFd() override { return fd_; }
 
@@ -61,7 +61,7 @@ class DeviceStreamService final : public api::DeviceStream::Server {
         return FieldError(absl::StatusCode::kNotFound, "cacheId", absl::StrCat(cache),
                           absl::StrCat("a cache on GPU ", ordinal, " that this connection opened"));
       }
-      KV_ASSIGN_OR_RETURN(const auto process, session_->ProcessStepsOf(ordinal));
+      KV_ASSIGN_OR_RETURN(const auto process, session_->gpus().ProcessStepsOf(ordinal));
       KV_ASSIGN_OR_RETURN(const int fd, process->MapSlab(cache, params.getSlab()));
       context.getResults().setSlab(kj::heap<SlabService>(fd));
       return Done();
@@ -98,10 +98,11 @@ class DeviceStreamService final : public api::DeviceStream::Server {
 class DeviceArenaService final : public api::Arena::Server {
  public:
   DeviceArenaService(std::shared_ptr<Session> session, std::shared_ptr<DeviceArena> arena, uint32_t* id)
-      : session_(std::move(session)), fd_(arena->fd()), id_(session_->AddDeviceArena(std::move(arena))) {
+      : session_(std::move(session)), fd_(arena->fd()), id_(session_->NewArenaId()) {
+    session_->gpus().AddArena(id_, std::move(arena));
     *id = id_;
   }
-  ~DeviceArenaService() { session_->RemoveDeviceArena(id_); }
+  ~DeviceArenaService() { session_->gpus().RemoveArena(id_); }
 
   kj::Maybe<int> getFd() override { return fd_; }
 

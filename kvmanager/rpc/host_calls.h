@@ -55,7 +55,7 @@ class HostCalls final : public MemoryCalls {
   absl::StatusOr<uint64_t> Change(Session& session, const StepCache& cache, SequenceId sequence, uint64_t pages,
                                   absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) const override;
   void NoteFork(Session&, const StepCache&, SequenceId) const override {}
-  bool sends_by_host() const override { return false; }
+  bool GoesByHost(const absl::Status&) const override { return false; }
 
  private:
   const Parts parts_;

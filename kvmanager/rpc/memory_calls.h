@@ -59,8 +59,8 @@ class MemoryCalls {
                                           absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) const = 0;
   /// A fork was made by the last change.
   virtual void NoteFork(Session& session, const StepCache& cache, SequenceId fork) const = 0;
-  /// Whether what cannot be sent out of this memory may be sent as a copy in the host's.
-  virtual bool sends_by_host() const = 0;
+  /// Whether what could not be sent out of this memory, for this reason, may be sent as a copy in the host's.
+  virtual bool GoesByHost(const absl::Status& why) const = 0;
 };
 
 /// A cache that a connection opened.

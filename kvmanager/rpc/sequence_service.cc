@@ -63,6 +63,8 @@ void WriteSent(Session& session, Method method, const absl::StatusOr<SentHandOff
   }
 }
 
+constexpr int64_t kDeadlineGraceMs = 100;
+
 class HandOffService final : public api::HandOff::Server {
  public:
   /// What was appended to the sequence so far.
@@ -265,17 +267,17 @@ class SequenceService final : public api::Sequence::Server {
     using Begun = absl::StatusOr<kj::Own<CancelOnDrop>>;
     const auto lease = [parts = &parts_, session = session_, bound = bound_, id = id_, tokens,
                         will_append = targets.will_append](ExportWay way) {
-      return [=]() -> absl::StatusOr<std::unique_ptr<ExportLease>> {
+      return [=](KeptRaw kept_raw) -> absl::StatusOr<std::unique_ptr<ExportLease>> {
         KV_RETURN_IF_ERROR(bound->calls->Check(*session, bound->cache, id));
         PageStore& store = *parts->store;
-        KV_ASSIGN_OR_RETURN(auto made, store.exports().Growing(id, tokens, will_append, way));
+        KV_ASSIGN_OR_RETURN(auto made, store.exports().Growing(id, tokens, {will_append, way, kept_raw}));
         bound->calls->TellWhenWritten(*session, bound->cache, id, 0, store.Describe(id)->layer_tokens);
         return made;
       };
     };
     return parts_.outgoing->Begin(lease(ExportWay::kDirect), targets)
         .then([this, outgoing = parts_.outgoing, lease, targets](Begun begun) -> kj::Promise<Begun> {
-          if (!GoesByHost(begun.status())) return begun;
+          if (!calls().GoesByHost(begun.status())) return begun;
           return outgoing->Begin(lease(ExportWay::kByHost), targets);
         });
   }
@@ -286,32 +288,27 @@ class SequenceService final : public api::Sequence::Server {
     using Sent = kj::Promise<absl::StatusOr<SentHandOff>>;
     // Made once for each peer that is tried, perhaps much later.
     auto lease = [store = parts_.store, session = session_, bound = bound_, id = id_,
-                  will_append = targets.will_append]() -> absl::StatusOr<std::unique_ptr<ExportLease>> {
+                  will_append = targets.will_append](KeptRaw kept_raw) -> absl::StatusOr<std::unique_ptr<ExportLease>> {
       KV_RETURN_IF_ERROR(bound->calls->Check(*session, bound->cache, id));
-      if (bound->calls->HasWritten(*session, bound->cache, id)) return store->exports().Whole(id, will_append);
+      if (bound->calls->HasWritten(*session, bound->cache, id))
+        return store->exports().Whole(id, {.will_append = will_append, .kept_raw = kept_raw});
       return FieldError(absl::StatusCode::kFailedPrecondition, "sequence", absl::StrCat(id, ", which goes on"),
                         "one that nothing is appended to until a peer has accepted it");
     };
-    auto sent = OnceWritten<SentHandOff>(session_, bound_, id_, [outgoing = parts_.outgoing, lease, targets, blob] {
-      return outgoing->Send(lease, targets, blob);
-    });
-    if (!calls().sends_by_host()) return sent;
+    // Deadlines of its parts, which know more, come first.
     const int64_t ms = targets.timeout_ms + targets.room_ms;
-    auto deadline = parts_.loop->timer().afterDelay(ms * kj::MILLISECONDS).then([ms] {
+    auto deadline = parts_.loop->timer().afterDelay((ms + kDeadlineGraceMs) * kj::MILLISECONDS).then([ms] {
       return absl::StatusOr<SentHandOff>(absl::DeadlineExceededError(
           absl::StrCat("the hand-off did not end within ", ms, " ms, its copy to the host included")));
     });
-    return sent
+    return OnceWritten<SentHandOff>(
+               session_, bound_, id_,
+               [outgoing = parts_.outgoing, lease, targets, blob] { return outgoing->Send(lease, targets, blob); })
         .then([this, targets, blob](absl::StatusOr<SentHandOff> sent) -> Sent {
-          if (!GoesByHost(sent.status())) return sent;
+          if (!calls().GoesByHost(sent.status())) return sent;
           return SendFromHost(parts_, session_, bound_, id_, targets, blob);
         })
         .exclusiveJoin(kj::mv(deadline));
-  }
-  // Whether what could not be sent out of the cache's memory can be by way of the host's.
-  bool GoesByHost(const absl::Status& status) const {
-    if (!calls().sends_by_host()) return false;
-    return absl::IsResourceExhausted(status) || WantsHostPages(status) || IsWrongMemory(status);
   }
   static kj::Promise<absl::Status> WithinMs(EventLoop* loop, kj::Promise<absl::Status> promise, int64_t ms) {
     auto deadline = loop->timer().afterDelay(ms * kj::MILLISECONDS).then([ms] {
@@ -331,8 +328,9 @@ class SequenceService final : public api::Sequence::Server {
         .then([&parts, targets = std::move(targets),
                blob = std::move(blob)](absl::StatusOr<Arrived> copy) mutable -> Sent {
           if (!copy.ok()) return absl::StatusOr<SentHandOff>(copy.status());
-          auto lease = [store = parts.store, id = copy->sequence(), will_append = targets.will_append] {
-            return store->exports().Whole(id, will_append);
+          auto lease = [store = parts.store, id = copy->sequence(),
+                        will_append = targets.will_append](KeptRaw kept_raw) {
+            return store->exports().Whole(id, {.will_append = will_append, .kept_raw = kept_raw});
           };
           auto sent = parts.outgoing->Send(std::move(lease), std::move(targets), std::move(blob));
           return sent.attach(kj::heap<Arrived>(*std::move(copy)));

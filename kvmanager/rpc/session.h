@@ -13,10 +13,6 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kvmanager/api/kvmanager.capnp.h"
-#include "kvmanager/gpu/device_arena.h"
-#include "kvmanager/gpu/device_stream.h"
-#include "kvmanager/gpu/device_work.h"
-#include "kvmanager/gpu/process_steps.h"
 #include "kvmanager/handoff/drain_switch.h"
 #include "kvmanager/memory/region.h"
 #include "kvmanager/rpc/arena_bytes.h"
@@ -24,6 +20,7 @@
 #include "kvmanager/rpc/held_sequences.h"
 #include "kvmanager/rpc/memory_calls.h"
 #include "kvmanager/rpc/rpc_metrics.h"
+#include "kvmanager/rpc/session_gpus.h"
 
 namespace kvmanager {
 
@@ -36,13 +33,12 @@ class Session {
     HeldSequences* held = nullptr;
     ArenaBytes* arenas = nullptr;
     CallRecords* calls = nullptr;
-    DeviceWork::Parts device_work;
-    ProcessSteps::Parts process_steps;
+    SessionGpus::Parts gpus;
   };
 
   /// parts: outlives this. pid: of the process that connected, as the socket's credentials say; 0: unknown.
   Session(const Parts& parts, bool unix_socket, uint32_t pid, absl::AnyInvocable<void(EndReason)> cut_off)
-      : parts_(parts), unix_socket_(unix_socket), pid_(pid), cut_off_(std::move(cut_off)) {}
+      : parts_(parts), unix_socket_(unix_socket), pid_(pid), cut_off_(std::move(cut_off)), gpus_(parts.gpus, pid) {}
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -78,7 +74,7 @@ class Session {
     return found != sequences_.end() && found->second == cache;
   }
 
-  // Arenas, of host and device memory, numbered together. Regions are shared with the calls that use them.
+  // Arenas in host memory; those on GPUs are numbered with them. Regions are shared with the calls that use them.
   absl::Status ReserveArena(uint64_t bytes);
   void UnreserveArena(uint64_t bytes);
   uint32_t AddArena(std::shared_ptr<Region> region);
@@ -95,27 +91,11 @@ class Session {
                                   : absl::Span<uint8_t>(found->second->data(), found->second->bytes());
   }
 
-  uint32_t AddDeviceArena(std::shared_ptr<DeviceArena> arena);
-  /// The arena's memory stays until what this connection's stream was given so far has passed.
-  void RemoveDeviceArena(uint32_t id);
-  /// Its address on the device, its size and its GPU; nullptr: unknown, or host memory. Not after the arena is removed.
-  const DeviceArena* DeviceArenaOf(uint32_t id) const {
-    const auto found = device_arenas_.find(id);
-    return found == device_arenas_.end() ? nullptr : found->second.get();
-  }
+  /// A number for an arena on a GPU, which SessionGpus keeps.
+  uint32_t NewArenaId() { return next_arena_++; }
 
-  // Streams: at most one per GPU.
-  /// nullptr: none is open.
-  std::shared_ptr<DeviceStream> DeviceStreamOf(int ordinal) const;
-  /// gpu: the stream's.
-  void SetDeviceStream(Gpu* gpu, const std::shared_ptr<DeviceStream>& stream);
-  /// Closes it; it keeps this session's arenas and work of its GPU until it has drained.
-  void CloseDeviceStream(DeviceStream* stream);
-  /// What this connection runs on a GPU: in the daemon, and in its own process. Made when first asked for. Errors:
-  /// FAILED_PRECONDITION without a stream; RESOURCE_EXHAUSTED.
-  absl::StatusOr<std::shared_ptr<DeviceWork>> DeviceWorkOf(int ordinal);
-  absl::StatusOr<std::shared_ptr<ProcessSteps>> ProcessStepsOf(int ordinal);
-  std::shared_ptr<ProcessSteps> FindProcessSteps(int ordinal) const;  // nullptr: it was not asked for
+  SessionGpus& gpus() { return gpus_; }
+  const SessionGpus& gpus() const { return gpus_; }
 
   // Caches.
   /// What all capabilities of one cache share: `cache`, or what an earlier one of them gave.
@@ -127,12 +107,6 @@ class Session {
   }
 
  private:
-  /// A GPU that this connection opened.
-  struct OpenDevice {
-    Gpu* gpu = nullptr;
-    std::weak_ptr<DeviceStream> stream;  // its capability owns it
-  };
-
   const Parts& parts_;
   const bool unix_socket_;
   const uint32_t pid_;
@@ -141,10 +115,7 @@ class Session {
   std::string name_;
   absl::flat_hash_map<SequenceId, CacheId> sequences_;
   absl::flat_hash_map<uint32_t, std::shared_ptr<Region>> arenas_;
-  absl::flat_hash_map<uint32_t, std::shared_ptr<DeviceArena>> device_arenas_;
-  absl::flat_hash_map<int, OpenDevice> devices_;  // by ordinal
-  absl::flat_hash_map<int, std::shared_ptr<DeviceWork>> device_works_;
-  absl::flat_hash_map<int, std::shared_ptr<ProcessSteps>> process_steps_;
+  SessionGpus gpus_;
   absl::flat_hash_map<CacheId, std::weak_ptr<const BoundCache>> bound_;
   uint32_t next_arena_ = 1;
   size_t arenas_reserved_ = 0;

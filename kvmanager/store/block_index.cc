@@ -44,11 +44,6 @@ void BlockIndex::Apply(PageRef ref, PageEvent event, const PageChange& after) {
   parts_.metrics->pool_used_bytes.Set(static_cast<double>(parts_.host->pool()->used_bytes()));
 }
 
-const uint8_t* BlockIndex::RawData(const Cache& cache, const Page& page) {
-  if (page.raw.valid()) return Data(cache, page.raw);
-  return cache.identity() && page.encoded.valid() ? Data(cache, page.encoded) : nullptr;
-}
-
 void BlockIndex::Hold(Block* block) {
   ++block->holders;
   MakeUnevictable(block);
@@ -120,7 +115,7 @@ void BlockIndex::MakeEvictableIfUnused(Block* block) {
 void BlockIndex::MakeUnevictable(Block* block) {
   if (!block->evictable) return;
   block->cache->tier->RemoveEvictable(block);
-  parts_.metrics->evictable_bytes.Set(static_cast<double>(parts_.host->evictable_bytes()));
+  parts_.metrics->evictable_bytes.Set(static_cast<double>(parts_.host->bytes().evictable));
 }
 
 void BlockIndex::Evict(Block* block) {
@@ -128,9 +123,7 @@ void BlockIndex::Evict(Block* block) {
   parts_.metrics->evicted_bytes.Increment(static_cast<double>(block->bytes));
   parts_.metrics->evicted_idle_seconds.Observe(static_cast<double>(parts_.clock->NowNs() - block->last_use_ns) * 1e-9);
   Tier& tier = *block->cache->tier;
-  tier.BeginEviction(block->bytes);
-  Unname(block);
-  tier.EndEviction();
+  tier.EvictBy(block->bytes, [&] { Unname(block); });
 }
 
 void BlockIndex::Unname(Block* block) {
@@ -171,18 +164,12 @@ void BlockIndex::DeleteIfEmpty(Block* block) {
   blocks_.erase(block);
 }
 
-uint64_t BlockIndex::ChecksumOf(const Cache& cache, uint32_t layer, const Page& page) {
-  const MemoryBackend& memory = cache.tier->memory();
-  if (page.encoded.valid()) return memory.Checksum(Data(cache, page.encoded), cache.page_bytes(layer));
-  return memory.Checksum(Data(cache, page.raw), cache.layout().raw_bytes());
-}
-
 bool BlockIndex::VerifyChecksums(const Block& block) const {
   for (uint32_t layer = 0; layer < block.pages.size(); ++layer) {
     const Page& page = block.pages[layer];
     // A page still to be encoded has nothing to compare with yet.
     if (page.state != PageState::kResident) continue;
-    const uint64_t checksum = ChecksumOf(*block.cache, layer, page);
+    const uint64_t checksum = PageChecksum(*block.cache, layer, page);
     if (checksum != 0 && checksum != page.checksum) return false;  // 0: verified when it leaves
   }
   return true;
@@ -246,11 +233,6 @@ void BlockIndex::CountHits(const MatchResult& match) {
     parts_.metrics->prefix_misses[static_cast<size_t>(match.reason)]->Increment();
   }
   parts_.metrics->prefix_hit_blocks.Increment(static_cast<double>(match.hit_blocks));
-}
-
-absl::Status BlockIndex::CheckNames(absl::Span<const BlockName> names) {
-  if (names.size() <= CacheDirectory::kNamesMax) return absl::OkStatus();
-  return InvalidField("names", names.size(), absl::StrCat("at most ", CacheDirectory::kNamesMax));
 }
 
 }  // namespace kvmanager

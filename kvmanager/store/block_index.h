@@ -13,6 +13,7 @@
 #include "kvmanager/store/block.h"
 #include "kvmanager/store/cache.h"
 #include "kvmanager/store/cache_directory.h"
+#include "kvmanager/store/page_bytes.h"
 #include "kvmanager/store/store_metrics.h"
 #include "kvmanager/store/tier.h"
 
@@ -35,11 +36,6 @@ class BlockIndex {
   /// Block `index` of a sequence of `cache`, with one holder.
   Block* New(const std::shared_ptr<Cache>& cache, uint32_t index);
   void Apply(PageRef ref, PageEvent event, const PageChange& after);
-  static uint8_t* Data(const Cache& cache, PageId id) { return cache.tier->pool()->Data(id); }
-  /// The bytes of a page in raw form: of an identity codec also once it is sealed. nullptr: gone.
-  static const uint8_t* RawData(const Cache& cache, const Page& page);
-  /// Of the form that stays; 0: made when the page leaves its memory.
-  static uint64_t ChecksumOf(const Cache& cache, uint32_t layer, const Page& page);
 
   // Who keeps a block, or its bytes.
   void Hold(Block* block);     // one more holder
@@ -70,8 +66,6 @@ class BlockIndex {
   std::vector<Block*> FindPrefix(Cache& cache, absl::Span<const BlockName> names, bool lower_too, Cache* lower,
                                  MatchResult* match);
   void CountHits(const MatchResult& match);
-  /// Errors: INVALID_ARGUMENT beyond CacheDirectory::kNamesMax.
-  static absl::Status CheckNames(absl::Span<const BlockName> names);
 
   // For CheckInvariants.
   using Blocks = absl::flat_hash_map<const Block*, std::unique_ptr<Block>>;

@@ -64,8 +64,8 @@ void BlockMoves::Start(const std::shared_ptr<Cache>& from, const std::shared_ptr
       PageChange reserved;
       if (sources.raw.valid()) {
         reserved.raw = slots->TakeRaw();
-        page.source = BlockIndex::Data(*from, sources.raw);
-        page.target = BlockIndex::Data(*to, reserved.raw);
+        page.source = PageData(*from, sources.raw);
+        page.target = PageData(*to, reserved.raw);
         page.bytes = to->layout().raw_bytes();
         page.raw = true;
         page.stays = !sources.encoded.valid();
@@ -76,8 +76,7 @@ void BlockMoves::Start(const std::shared_ptr<Cache>& from, const std::shared_ptr
       }
       if (sources.encoded.valid()) {
         reserved.encoded = slots->TakeEncoded(*to, layer);
-        page = {page.to, BlockIndex::Data(*from, sources.encoded), BlockIndex::Data(*to, reserved.encoded),
-                to->page_bytes(layer)};
+        page = {page.to, PageData(*from, sources.encoded), PageData(*to, reserved.encoded), to->page_bytes(layer)};
         page.checksum = source->pages[layer].checksum;
         move->bytes += page.bytes;
         pages.push_back(page);

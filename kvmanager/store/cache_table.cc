@@ -210,7 +210,7 @@ uint64_t CacheTable::PurgeAll() {
 
 absl::StatusOr<MatchResult> CacheTable::Match(CacheId id, absl::Span<const BlockName> names) {
   KV_ASSIGN_OR_RETURN(const auto cache, Find(id));
-  KV_RETURN_IF_ERROR(BlockIndex::CheckNames(names));
+  KV_RETURN_IF_ERROR(CacheTable::CheckNames(names));
   MatchResult result;
   std::vector<Block*> found = FindPrefix(*cache, names, &result);
   if (result.reason != MissReason::kNone)
@@ -246,6 +246,11 @@ void CacheTable::CheckInvariants() const {
     }
     KV_CHECK(tenants_.at(cache->config.tenant).id == cache->tenant);
   }
+}
+
+absl::Status CacheTable::CheckNames(absl::Span<const BlockName> names) {
+  if (names.size() <= kNamesMax) return absl::OkStatus();
+  return InvalidField("names", names.size(), absl::StrCat("at most ", kNamesMax));
 }
 
 }  // namespace kvmanager

@@ -55,6 +55,8 @@ class CacheTable final : public CacheDirectory {
   absl::StatusOr<std::shared_ptr<Cache>> OpenCounterpart(const Cache& cache, const Tier& tier);
   /// BlockIndex::FindPrefix, also in the next lower tier where pages move.
   std::vector<Block*> FindPrefix(Cache& cache, absl::Span<const BlockName> names, MatchResult* match) const;
+  /// Errors: INVALID_ARGUMENT beyond kNamesMax.
+  static absl::Status CheckNames(absl::Span<const BlockName> names);
   const std::map<CacheId, std::shared_ptr<Cache>>& all() const { return caches_; }
   void CheckInvariants() const;
 

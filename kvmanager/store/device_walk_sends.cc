@@ -49,8 +49,9 @@ void DeviceWalk::SendOne() {
   sending.by_host = moves_ && Below(2) == 0;
   sending.tokens = has + Below(tokens_max - has + 1);
   if (Below(4) > 0) sending.tokens = std::min(tokens_max, has + Below(20));
-  auto lease = store().exports().Growing(it->first, sending.tokens, /*will_append=*/Below(2) == 0,
-                                         sending.by_host ? ExportWay::kByHost : ExportWay::kDirect);
+  auto lease = store().exports().Growing(
+      it->first, sending.tokens,
+      {.will_append = Below(2) == 0, .way = sending.by_host ? ExportWay::kByHost : ExportWay::kDirect});
   if (lease.status().code() == absl::StatusCode::kResourceExhausted) {
     ASSERT_TRUE(sending.by_host);
     ++counts.exhausted;

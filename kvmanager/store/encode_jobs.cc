@@ -45,8 +45,8 @@ void EncodeJobs::Post(const std::shared_ptr<Cache>& cache, std::vector<PageRef> 
     parts_.blocks->Apply(ref, PageEvent::kEncode, {page.raw, page.encoded, false, 0});
     ++ref.block->jobs;
     EncodeItem item;
-    item.raw = BlockIndex::Data(*cache, page.raw);
-    item.encoded = BlockIndex::Data(*cache, page.encoded);
+    item.raw = PageData(*cache, page.raw);
+    item.encoded = PageData(*cache, page.encoded);
     item.layer = ref.layer;
     item.first_token = uint64_t{ref.block->index} * cache->page_tokens();
     items.push_back(item);
@@ -77,7 +77,7 @@ void EncodeJobs::OnEncoded(const std::vector<PageRef>& pages, absl::Span<const E
     Page kept;
     kept.raw = after.raw;
     kept.encoded = after.encoded;
-    after.checksum = BlockIndex::ChecksumOf(*block->cache, ref.layer, kept);
+    after.checksum = PageChecksum(*block->cache, ref.layer, kept);
     parts_.blocks->Apply(ref, declined ? PageEvent::kDeclined : PageEvent::kEncoded, after);
     if (!declined && sampler_ != nullptr && sampler_->Wants(block->cache->id, ref.layer)) Sample(ref);
     parts_.blocks->ReleaseRawIfUnused(ref);
@@ -95,8 +95,8 @@ void EncodeJobs::Sample(const PageRef& ref) {
   ++cache->leases;
   PageSample sample{cache->id, cache->digest, ref.layer, cache->codec};
   sample.device = cache->config.device;
-  sample.raw = BlockIndex::Data(*cache, page.raw);
-  sample.encoded = BlockIndex::Data(*cache, page.encoded);
+  sample.raw = PageData(*cache, page.raw);
+  sample.encoded = PageData(*cache, page.encoded);
   sampler_->Compare(sample, [this, alive = parts_.alive, cache, ref] {
     if (alive.expired()) return;
     --cache->leases;

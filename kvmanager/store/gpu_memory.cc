@@ -26,7 +26,7 @@ class GpuMemory final : public MemoryBackend {
     copies->push_back({layer, from.raw.valid() ? from.raw : from.encoded, to, tokens});
   }
   uint64_t Checksum(const uint8_t*, size_t) const override { return 0; }
-  bool checks_arrivals() const override { return false; }
+  absl::StatusOr<uint64_t> LookAtArrival(absl::FunctionRef<absl::StatusOr<uint64_t>()>) const override { return 0; }
   void Train(IndexTraining training) const override {
     const Cache& cache = training.cache;
     IndexJob& job = *training.job;

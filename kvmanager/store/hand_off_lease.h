@@ -29,6 +29,19 @@ namespace kvmanager {
 /// are copied one by one as they are ready.
 enum class ExportWay : uint8_t { kDirect = 0, kByHost };
 
+/// With which part pages go that the codec keeps raw whatever is in them. Earlier builds take them with the trailer
+/// alone: they refuse a header that names them with the bytes of a raw page.
+enum class KeptRaw : uint8_t { kWithHeader = 0, kWithTrailer };
+
+/// How a sequence is sent.
+struct ExportOptions {
+  /// The receiver appends before it reads, so pages travel as the token to come will read them, not as the last one
+  /// did; one that the last token filled may then travel encoded, and the receiver cannot crop into it.
+  bool will_append = false;
+  ExportWay way = ExportWay::kDirect;  // out of a GPU's memory, of one that grows
+  KeptRaw kept_raw = KeptRaw::kWithHeader;
+};
+
 struct HandOffPage {
   uint32_t block = 0;
   uint32_t layer = 0;
@@ -130,22 +143,17 @@ struct RecomputePage {
 class Exports {
  public:
   virtual ~Exports() = default;
-  /// A sequence that is complete: begins and finishes at once. will_append: the receiver appends before it reads, so
-  /// pages travel as the token to come will read them, not as the last one did; one that the last token filled may then
-  /// travel encoded, and the receiver cannot crop into it. On a GPU everything that was appended must have been
+  /// A sequence that is complete: begins and finishes at once. On a GPU everything that was appended must have been
   /// written. Errors: FAILED_PRECONDITION naming the shortest layer, or `device` where its index lies in slots;
   /// RESOURCE_EXHAUSTED.
-  virtual absl::StatusOr<std::unique_ptr<ExportLease>> Whole(SequenceId sequence, bool will_append) = 0;
-  absl::StatusOr<std::unique_ptr<ExportLease>> Whole(SequenceId sequence) { return Whole(sequence, false); }
+  virtual absl::StatusOr<std::unique_ptr<ExportLease>> Whole(SequenceId sequence,
+                                                             const ExportOptions& options = {}) = 0;
   /// One that will have `tokens` tokens. On a GPU nothing counts as written before Written says so, what it has already
-  /// included; `way` is of those alone. Errors: INVALID_ARGUMENT (tokens); FAILED_PRECONDITION (directly, where its
-  /// index lies in slots; by way of the host, of a GPU that moves no pages); UNAVAILABLE (pages cannot move yet);
-  /// RESOURCE_EXHAUSTED (of the host, which is to have room for all of it).
-  virtual absl::StatusOr<std::unique_ptr<ExportLease>> Growing(SequenceId sequence, uint64_t tokens, bool will_append,
-                                                               ExportWay way) = 0;
-  absl::StatusOr<std::unique_ptr<ExportLease>> Growing(SequenceId sequence, uint64_t tokens, bool will_append = false) {
-    return Growing(sequence, tokens, will_append, ExportWay::kDirect);
-  }
+  /// included. Errors: INVALID_ARGUMENT (tokens); FAILED_PRECONDITION (directly, where its index lies in slots; by way
+  /// of the host, of memory that moves no pages); UNAVAILABLE (pages cannot move yet); RESOURCE_EXHAUSTED (of the host,
+  /// which is to have room for all of it).
+  virtual absl::StatusOr<std::unique_ptr<ExportLease>> Growing(SequenceId sequence, uint64_t tokens,
+                                                               const ExportOptions& options = {}) = 0;
   /// Whether a hand-off of this sequence waits to hear of what is written (Growing).
   virtual bool AwaitsWrites(SequenceId sequence) const = 0;
   /// Kernels have written the first tokens[i] tokens of layer first_layer + i, all of them appended. Tells such

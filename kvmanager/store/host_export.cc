@@ -121,7 +121,7 @@ void HostCopies::Add(uint32_t number, const HandOffPage& page, const ExportedPag
   MovingPage moving;
   moving.to = {blocks_[page.block], page.layer};
   moving.source = from.bytes.data();
-  moving.target = BlockIndex::Data(*to_, raw ? moving.to.page().raw : moving.to.page().encoded);
+  moving.target = PageData(*to_, raw ? moving.to.page().raw : moving.to.page().encoded);
   moving.bytes = page.bytes;
   moving.raw = raw;
   moving.open_tokens = page.block == full_blocks() ? open_tokens() : 0;

@@ -107,7 +107,9 @@ class HostMemory final : public MemoryBackend {
     CopyRawPrefix(cache.layout(), pool.Data(from.raw.valid() ? from.raw : from.encoded), pool.Data(to), tokens);
   }
   uint64_t Checksum(const uint8_t* bytes, size_t size) const override { return kvmanager::Checksum(bytes, size); }
-  bool checks_arrivals() const override { return true; }
+  absl::StatusOr<uint64_t> LookAtArrival(absl::FunctionRef<absl::StatusOr<uint64_t>()> look) const override {
+    return look();
+  }
   void Train(IndexTraining training) const override {
     // Shared by the job's tasks: the last of them ends it.
     auto keys = std::make_shared<const std::vector<const uint8_t*>>(std::move(training.pages));

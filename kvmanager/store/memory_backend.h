@@ -2,7 +2,7 @@
 // that run later, in the order of submission, on a GPU. The store keeps the same books for both: host memory is a
 // device whose stream completes at once.
 //
-// Stateless; every method is called on the store's thread.
+// Stateless; every method is called on the store's thread, unless it says otherwise.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,9 @@
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "codecs/codec.h"
 #include "codecs/sequence_index.h"
@@ -70,8 +72,9 @@ class MemoryBackend {
                         std::vector<OpenCopy>* copies) const = 0;
   /// XXH3-64 of bytes in this memory; 0: it is made when they leave this memory.
   virtual uint64_t Checksum(const uint8_t* bytes, size_t size) const = 0;
-  /// Whether somebody here looks at the bytes of a page that a peer has sent. Else whoever copied them has.
-  virtual bool checks_arrivals() const = 0;
+  /// Of a page that a peer has sent: what `look` finds in its bytes and returns, their checksum; 0 where nobody looks
+  /// at bytes here. Any thread.
+  virtual absl::StatusOr<uint64_t> LookAtArrival(absl::FunctionRef<absl::StatusOr<uint64_t>()> look) const = 0;
   virtual void Train(IndexTraining training) const = 0;
 };
 

@@ -112,7 +112,7 @@ class PageStoreImpl final : public PageStore, private TierOwner {
   }
   void OnRoomIn(const Tier& tier) override {
     if (&tier != tiers_[0].get()) return;
-    metrics_->evictable_bytes.Set(static_cast<double>(tier.evictable_bytes()));
+    metrics_->evictable_bytes.Set(static_cast<double>(tier.bytes().evictable));
     imports_.RoomCame();
   }
 

@@ -235,8 +235,8 @@ TEST_F(DeviceIndexTest, WhatGrowsIsHandedOverByTheHostWithWhatItsIndexIsMadeOf) 
   moves_ = true;
   const CacheId cache = Open();
   const SequenceId sequence = Make(cache, 100);
-  EXPECT_EQ(DetailOf(store().exports().Growing(sequence, 100, false).status()).field, "device");
-  const auto lease = *store().exports().Growing(sequence, 100, false, ExportWay::kByHost);
+  EXPECT_EQ(DetailOf(store().exports().Growing(sequence, 100).status()).field, "device");
+  const auto lease = *store().exports().Growing(sequence, 100, {.way = ExportWay::kByHost});
   ASSERT_TRUE(Extend(cache, sequence, 0, 100).ok());
   ASSERT_TRUE(lease->Finish().ok());
   EXPECT_EQ(test().device.mover.moves(), 0u);

@@ -138,14 +138,14 @@ TEST(PageStoreDeviceStream, RefusesWhatItCannotSend) {
   const CacheId cache = a.Open(MakeConfig("fake", 0)), other = moving.Open(MakeConfig("fake", 0));
   const SequenceId sequence = a.Create(cache), there = moving.Create(other);
   ASSERT_TRUE(a.Extend(cache, sequence, MakeText(kPage), 0, 5).ok());
-  EXPECT_EQ(a.store().exports().Growing(sequence, 4, false).status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(a.store().exports().Growing(sequence, 40, false, ExportWay::kByHost).status().code(),
+  EXPECT_EQ(a.store().exports().Growing(sequence, 4).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(a.store().exports().Growing(sequence, 40, {.way = ExportWay::kByHost}).status().code(),
             absl::StatusCode::kFailedPrecondition);
   moving.test().device.mover.is_ready = false;
-  EXPECT_EQ(moving.store().exports().Growing(there, 40, false, ExportWay::kByHost).status().code(),
+  EXPECT_EQ(moving.store().exports().Growing(there, 40, {.way = ExportWay::kByHost}).status().code(),
             absl::StatusCode::kUnavailable);
   moving.test().device.mover.is_ready = true;
-  EXPECT_EQ(moving.store().exports().Growing(there, 100000, false, ExportWay::kByHost).status().code(),
+  EXPECT_EQ(moving.store().exports().Growing(there, 100000, {.way = ExportWay::kByHost}).status().code(),
             absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(moving.store().caches().List().size(), 1u);  // none on the host
 }

@@ -130,7 +130,7 @@ void StreamRandom::HandOff() {
   for (uint64_t n = Below(3 * layers); n > 0; --n) append(1 + Below(60));
   FinishJobs(here_);
 
-  auto begun = here_.store->exports().Growing(a, tokens, /*will_append=*/Below(2) == 0);
+  auto begun = here_.store->exports().Growing(a, tokens, {.will_append = Below(2) == 0});
   ASSERT_TRUE(begun.ok()) << begun.status();
   std::unique_ptr<ExportLease> out = *std::move(begun);
   auto received = there_.store->imports().Import(out->first());

@@ -13,8 +13,9 @@ namespace {
 
 class ExportLeaseImpl final : public ExportLease, public PageFollower {
  public:
-  ExportLeaseImpl(const SequenceExports::Parts& parts, std::shared_ptr<Cache> cache, SequenceId sequence, ExportWay way)
-      : parts_(parts), cache_(std::move(cache)), sequence_(sequence), way_(way) {
+  ExportLeaseImpl(const SequenceExports::Parts& parts, std::shared_ptr<Cache> cache, SequenceId sequence,
+                  const ExportOptions& options)
+      : parts_(parts), cache_(std::move(cache)), sequence_(sequence), options_(options) {
     ++cache_->leases;
     parts_.metrics->export_leases.Increment();
     parts_.encodes->followers().push_back(this);
@@ -37,7 +38,7 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
     parts_.metrics->export_leases.Decrement();
   }
 
-  void Begin(Sequence& sequence, uint64_t tokens, bool will_append, bool written);
+  void Begin(Sequence& sequence, uint64_t tokens, bool written);
 
   const HandOffHeader& first() const override { return first_; }
   std::vector<ExportedPage> TakeReady() override { return std::exchange(ready_, {}); }
@@ -94,7 +95,7 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
   const SequenceExports::Parts parts_;
   const std::shared_ptr<Cache> cache_;  // shared: see Block
   const SequenceId sequence_;
-  const ExportWay way_;
+  const ExportOptions options_;
   HandOffHeader first_;
   HandOffTrailer last_;
   std::vector<ExportedPage> last_pages_;
@@ -115,7 +116,7 @@ class ExportLeaseImpl final : public ExportLease, public PageFollower {
   absl::AnyInvocable<void()> fn_;
 };
 
-void ExportLeaseImpl::Begin(Sequence& sequence, uint64_t tokens, bool will_append, bool written) {
+void ExportLeaseImpl::Begin(Sequence& sequence, uint64_t tokens, bool written) {
   first_.config = cache_->config;
   first_.codec_version = cache_->codec->info().version;
   first_.tokens = tokens;
@@ -130,13 +131,14 @@ void ExportLeaseImpl::Begin(Sequence& sequence, uint64_t tokens, bool will_appen
   for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
     // As if the newest token had been appended alone; not more, unless it is said that the receiver goes on behind it:
     // else it may crop and ask as the sender may.
-    const uint64_t newest = tokens > 0 && !will_append ? tokens - 1 : tokens;
+    const uint64_t newest = tokens > 0 && !options_.will_append ? tokens - 1 : tokens;
     const uint32_t aged = std::max(sequence.aged[layer], cache_->reading().AgedPages(newest));
     first_.aged.push_back(aged);
     for (uint32_t i = 0; i < aged; ++i) {
       const bool full = sequence.tokens[layer] >= (uint64_t{i} + 1) * page_tokens;
       const bool declined = full && sequence.blocks[i]->pages[layer].declined;
-      if (declined && !cache_->keeps_raw(i, layer)) continue;  // it travels raw, with the trailer
+      const bool in_trailer = cache_->keeps_raw(i, layer) ? options_.kept_raw == KeptRaw::kWithTrailer : declined;
+      if (in_trailer) continue;  // it travels raw
       NumberOf(i, layer) = static_cast<uint32_t>(first_.pages.size());
       first_.pages.push_back({i, layer, cache_->aged_bytes(i, layer)});
     }
@@ -157,8 +159,7 @@ void ExportLeaseImpl::OfferActivations(const Sequence& sequence) {
     if (ref.page().state != PageState::kResident) continue;
     parts_.blocks->Pin(ref);
     activations_.push_back(ref);
-    const absl::Span<const uint8_t> bytes(BlockIndex::Data(*cache_, ref.page().encoded),
-                                          cache_->activation_page_bytes());
+    const absl::Span<const uint8_t> bytes(PageData(*cache_, ref.page().encoded), cache_->activation_page_bytes());
     first_.activations.push_back({page.block, page.layer, bytes.size()});
     const uint32_t number = static_cast<uint32_t>(first_.size() - 1);
     ready_.push_back({number, bytes, ref.page().checksum});
@@ -209,7 +210,7 @@ void ExportLeaseImpl::Offer(uint32_t number) {
   const Page& page = ref.page();
   if (is_withdrawn(number)) return;
   const PageId slot = page.declined ? page.raw : page.encoded;
-  const absl::Span<const uint8_t> bytes(BlockIndex::Data(*cache_, slot), first_.pages[number].bytes);
+  const absl::Span<const uint8_t> bytes(PageData(*cache_, slot), first_.pages[number].bytes);
   // Of a resident page the checksum is the one kept since it was made, so that the receiver notices what changed since.
   const bool kept = page.state == PageState::kResident;
   ready_.push_back({number, bytes, kept ? page.checksum : ChecksumOf(bytes)});
@@ -227,7 +228,7 @@ absl::Status ExportLeaseImpl::Finish() {
         absl::StrCat(first_.tokens, " in every layer, as the hand-off of sequence ", sequence_, " began"));
   }
   const int open_tokens = static_cast<int>(first_.tokens % cache_->page_tokens());
-  if (open_tokens > 0 && way_ == ExportWay::kByHost) {
+  if (open_tokens > 0 && options_.way == ExportWay::kByHost) {
     for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
       open_.push_back({sequence->blocks[full_blocks()], layer});
       parts_.blocks->Pin(open_.back());
@@ -243,9 +244,9 @@ absl::Status ExportLeaseImpl::Finish() {
       const PageRef open{sequence->blocks[full_blocks()], layer};
       std::vector<OpenCopy> later;
       cache_->tier->memory().CopyOpen(*cache_, layer, open.page(), slot, open_tokens, &later);
-      if (later.empty()) ZeroRawTail(cache_->layout(), BlockIndex::Data(*cache_, slot), open_tokens);
+      if (later.empty()) ZeroRawTail(cache_->layout(), PageData(*cache_, slot), open_tokens);
       for (const OpenCopy& copy : later) {
-        open_pages_.push_back({BlockIndex::Data(*cache_, copy.from), BlockIndex::Data(*cache_, copy.to)});
+        open_pages_.push_back({PageData(*cache_, copy.from), PageData(*cache_, copy.to)});
         open_.push_back(open);
         parts_.blocks->Pin(open);
       }
@@ -279,7 +280,7 @@ void ExportLeaseImpl::SettleIfDone() {
   auto next_raw = raw_.begin();
   const auto add = [this](const PageRef& ref, uint32_t block) {
     const Page& page = ref.page();
-    const absl::Span<const uint8_t> bytes(BlockIndex::RawData(*cache_, page), cache_->layout().raw_bytes());
+    const absl::Span<const uint8_t> bytes(RawPageData(*cache_, page), cache_->layout().raw_bytes());
     KV_CHECK(bytes.data() != nullptr);
     const bool kept = page.state == PageState::kResident && page.declined && block < full_blocks();
     const uint32_t number = static_cast<uint32_t>(first_.size() + last_.pages.size());
@@ -311,26 +312,26 @@ void ExportLeaseImpl::LeaveSequence() {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<ExportLease>> SequenceExports::Whole(SequenceId id, bool will_append) {
+absl::StatusOr<std::unique_ptr<ExportLease>> SequenceExports::Whole(SequenceId id, const ExportOptions& options) {
   KV_ASSIGN_OR_RETURN(const Sequence* sequence, parts_.sequences->FindWhole(id));
   if (!sequence->index_places.empty()) return sequence->cache->IndexStaysHere();
   const uint64_t longest = *std::max_element(sequence->tokens.begin(), sequence->tokens.end());
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease,
-                      Begin(id, longest, will_append, ExportWay::kDirect, /*written=*/true));
+  ExportOptions direct = options;
+  direct.way = ExportWay::kDirect;
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, Begin(id, longest, direct, /*written=*/true));
   KV_RETURN_IF_ERROR(lease->Finish());
   return lease;
 }
 
-absl::StatusOr<std::unique_ptr<ExportLease>> SequenceExports::Growing(SequenceId id, uint64_t tokens, bool will_append,
-                                                                      ExportWay way) {
+absl::StatusOr<std::unique_ptr<ExportLease>> SequenceExports::Growing(SequenceId id, uint64_t tokens,
+                                                                      const ExportOptions& options) {
   KV_ASSIGN_OR_RETURN(const Sequence* sequence, parts_.sequences->FindWhole(id));
   const std::shared_ptr<Cache> cache = sequence->cache;
-  if (cache->tier->memory().writes_at_once()) {
-    return Begin(id, tokens, will_append, ExportWay::kDirect, /*written=*/true);
-  }
-  if (way == ExportWay::kDirect && !sequence->index_places.empty()) return cache->IndexStaysHere();
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, Begin(id, tokens, will_append, way, /*written=*/false));
-  if (way == ExportWay::kDirect) return lease;
+  const bool direct = options.way == ExportWay::kDirect;
+  if (direct && !sequence->index_places.empty()) return cache->IndexStaysHere();
+  const bool written = cache->tier->memory().writes_at_once();
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, Begin(id, tokens, options, written));
+  if (direct) return lease;
   return MakeHostExport(parts_, std::move(lease), cache);
 }
 
@@ -344,8 +345,8 @@ void SequenceExports::Written(SequenceId sequence, int first_layer, absl::Span<c
   parts_.encodes->TellFollowers();
 }
 
-absl::StatusOr<std::unique_ptr<ExportLease>> SequenceExports::Begin(SequenceId id, uint64_t tokens, bool will_append,
-                                                                    ExportWay way, bool written) {
+absl::StatusOr<std::unique_ptr<ExportLease>> SequenceExports::Begin(SequenceId id, uint64_t tokens,
+                                                                    const ExportOptions& options, bool written) {
   KV_ASSIGN_OR_RETURN(Sequence * sequence, parts_.sequences->FindWhole(id));
   const std::shared_ptr<Cache> cache = sequence->cache;
   const uint64_t longest = *std::max_element(sequence->tokens.begin(), sequence->tokens.end());
@@ -355,8 +356,8 @@ absl::StatusOr<std::unique_ptr<ExportLease>> SequenceExports::Begin(SequenceId i
         "tokens", tokens,
         absl::StrCat(longest, "..", tokens_max, ": what sequence ", id, " has, and a sequence's limit"));
   }
-  auto lease = std::make_unique<ExportLeaseImpl>(parts_, cache, id, way);
-  lease->Begin(*sequence, tokens, will_append, written);
+  auto lease = std::make_unique<ExportLeaseImpl>(parts_, cache, id, options);
+  lease->Begin(*sequence, tokens, written);
   return lease;
 }
 

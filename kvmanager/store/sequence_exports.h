@@ -34,16 +34,16 @@ class SequenceExports final : public Exports {
 
   explicit SequenceExports(Parts parts) : parts_(std::move(parts)) {}
 
-  absl::StatusOr<std::unique_ptr<ExportLease>> Whole(SequenceId sequence, bool will_append) override;
-  absl::StatusOr<std::unique_ptr<ExportLease>> Growing(SequenceId sequence, uint64_t tokens, bool will_append,
-                                                       ExportWay way) override;
+  absl::StatusOr<std::unique_ptr<ExportLease>> Whole(SequenceId sequence, const ExportOptions& options) override;
+  absl::StatusOr<std::unique_ptr<ExportLease>> Growing(SequenceId sequence, uint64_t tokens,
+                                                       const ExportOptions& options) override;
   bool AwaitsWrites(SequenceId sequence) const override;
   void Written(SequenceId sequence, int first_layer, absl::Span<const uint64_t> tokens) override;
 
  private:
   /// written: what there is has been written, and nothing comes.
-  absl::StatusOr<std::unique_ptr<ExportLease>> Begin(SequenceId sequence, uint64_t tokens, bool will_append,
-                                                     ExportWay way, bool written);
+  absl::StatusOr<std::unique_ptr<ExportLease>> Begin(SequenceId sequence, uint64_t tokens, const ExportOptions& options,
+                                                     bool written);
 
   const Parts parts_;
 };

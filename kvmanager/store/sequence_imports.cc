@@ -52,6 +52,7 @@ class ImportLeaseImpl final : public ImportLease {
   void Break(const absl::Status& why) override;
 
  private:
+  absl::StatusOr<uint64_t> Look(uint32_t number, absl::Span<const uint8_t> bytes) const;
   // How a page of the sequence travels: with the header, encoded or raw since the codec keeps it so; raw with the
   // trailer; as activations.
   enum class How : uint8_t { kEncoded, kKeptRaw, kRaw, kRecomputed };
@@ -101,7 +102,7 @@ class ImportLeaseImpl final : public ImportLease {
 bool ImportLeaseImpl::CanShare(const Block& block) const {
   for (uint32_t layer = 0; layer < cache_->layers(); ++layer) {
     if (!hidden_->HoldsRaw(block.index, layer)) continue;
-    if (BlockIndex::RawData(*cache_, block.pages[layer]) == nullptr) return false;
+    if (RawPageData(*cache_, block.pages[layer]) == nullptr) return false;
   }
   return true;
 }
@@ -131,7 +132,11 @@ absl::Status ImportLeaseImpl::Start(RecomputeChoice recompute) {
   hidden_->aged = first_.aged;
   how_.assign(size_t{pages_per_layer()} * cache_->layers(), How::kRaw);
   for (const HandOffPage& page : first_.pages) {
-    how(page.block, page.layer) = cache_->keeps_raw(page.block, page.layer) ? How::kKeptRaw : How::kEncoded;
+    if (!cache_->keeps_raw(page.block, page.layer)) {
+      how(page.block, page.layer) = How::kEncoded;
+    } else if (page.bytes == cache_->layout().raw_bytes()) {
+      how(page.block, page.layer) = How::kKeptRaw;
+    }  // else an earlier build sends it with the trailer, and it is not wanted before
   }
   // Find and hold first: reserving may evict.
   std::vector<Block*> shared(full_blocks(), nullptr), unfit;
@@ -189,14 +194,15 @@ absl::Status ImportLeaseImpl::Start(RecomputeChoice recompute) {
     const HandOffPage& page = first_.page(number);
     const Block* block = new_blocks_[page.block].block;
     const bool recomputed = how(page.block, page.layer) == How::kRecomputed;
-    const bool wanted_here = block != nullptr && is_activations(number) == recomputed;
+    const bool wanted_here =
+        block != nullptr && is_activations(number) == recomputed && how(page.block, page.layer) != How::kRaw;
     awaited_.push_back(wanted_here);
     awaited_first_ += wanted_here;
     first_targets_.emplace_back();
     if (!wanted_here) continue;
     const Page& into = recomputed ? block->activations[page.layer] : block->pages[page.layer];
     const PageId slot = how(page.block, page.layer) == How::kKeptRaw ? into.raw : into.encoded;
-    first_targets_.back() = absl::Span<uint8_t>(BlockIndex::Data(*cache_, slot), page.bytes);
+    first_targets_.back() = absl::Span<uint8_t>(PageData(*cache_, slot), page.bytes);
   }
   return absl::OkStatus();
 }
@@ -286,7 +292,7 @@ absl::Status ImportLeaseImpl::Extend(const HandOffTrailer& last) {
       continue;
     }
     const Page& into = block->pages[page.layer];
-    last_targets_.emplace_back(BlockIndex::Data(*cache_, into.raw.valid() ? into.raw : into.encoded), page.bytes);
+    last_targets_.emplace_back(PageData(*cache_, into.raw.valid() ? into.raw : into.encoded), page.bytes);
   }
   return absl::OkStatus();
 }
@@ -294,7 +300,11 @@ absl::Status ImportLeaseImpl::Extend(const HandOffTrailer& last) {
 absl::StatusOr<uint64_t> ImportLeaseImpl::Validate(uint32_t number) const {
   const absl::Span<const uint8_t> bytes = target(number);
   if (bytes.empty()) return InvalidField("page", number, "a page that is wanted");
-  if (!cache_->tier->memory().checks_arrivals()) return 0;
+  return cache_->tier->memory().LookAtArrival([&] { return Look(number, bytes); });
+}
+
+// At the bytes of a page, which come from a stranger.
+absl::StatusOr<uint64_t> ImportLeaseImpl::Look(uint32_t number, absl::Span<const uint8_t> bytes) const {
   const HandOffPage& page = page_of(number);
   if (is_activations(number)) {
     const size_t count = bytes.size() / DTypeBytes(cache_->layout().dtype);
@@ -352,8 +362,7 @@ absl::Status ImportLeaseImpl::Arrived(absl::Span<const ArrivedPage> pages) {
       parts_.blocks->Apply(activations, PageEvent::kReceivedEncoded, {PageId(), slot, false, arrived.checksum});
       recomputing_.insert(arrived.page);
       recomputable_.push_back({arrived.page, received.layer, uint64_t{received.block} * cache_->page_tokens(),
-                               BlockIndex::Data(*cache_, slot),
-                               BlockIndex::Data(*cache_, page.raw.valid() ? page.raw : page.encoded)});
+                               PageData(*cache_, slot), PageData(*cache_, page.raw.valid() ? page.raw : page.encoded)});
       continue;
     }
     if (received.block == full_blocks()) {

@@ -90,7 +90,7 @@ void SequenceIndexes::BeginJobs(const Sequence& sequence, const IndexJobs& jobs)
       const PageRef ref{sequence.blocks[i], static_cast<uint32_t>(job->layer())};
       parts_.blocks->Pin(ref);
       pins.push_back(ref);
-      pages.push_back(BlockIndex::RawData(cache, ref.page()));
+      pages.push_back(RawPageData(cache, ref.page()));
     }
     auto done = [this, alive = parts_.alive, job, pins = std::move(pins)](absl::Status status) {
       if (!alive.expired()) EndJob(*job, pins, std::move(status));

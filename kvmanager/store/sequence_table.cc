@@ -123,7 +123,7 @@ std::vector<SequenceInfo> SequenceTable::List() const {
 absl::StatusOr<CreateResult> SequenceTable::Create(CacheId id, absl::Span<const BlockName> prefix,
                                                    uint64_t prompt_tokens) {
   KV_ASSIGN_OR_RETURN(const auto cache, parts_.caches->Find(id));
-  KV_RETURN_IF_ERROR(BlockIndex::CheckNames(prefix));
+  KV_RETURN_IF_ERROR(CacheTable::CheckNames(prefix));
   KV_RETURN_IF_ERROR(CheckPrompt(*cache, prompt_tokens));
   KV_RETURN_IF_ERROR(CheckLimit());
   CreateResult result;
@@ -229,7 +229,7 @@ absl::Status SequenceTable::Crop(SequenceId id, uint64_t tokens, std::vector<Ope
 
 absl::StatusOr<PublishResult> SequenceTable::Publish(SequenceId id, absl::Span<const BlockName> names) {
   KV_ASSIGN_OR_RETURN(Sequence * sequence, FindWhole(id));
-  KV_RETURN_IF_ERROR(BlockIndex::CheckNames(names));
+  KV_RETURN_IF_ERROR(CacheTable::CheckNames(names));
   Cache& cache = *sequence->cache;
   const uint64_t full_blocks = sequence->TokensInEveryLayer() / cache.page_tokens();
   if (names.size() > full_blocks) {

@@ -67,7 +67,7 @@ class SimulatedStore {
   /// One that will have `tokens` tokens; what it has is written once what was submitted has run.
   absl::StatusOr<std::unique_ptr<ExportLease>> ExportGrowing(SequenceId sequence, uint64_t tokens,
                                                              ExportWay way = ExportWay::kDirect) {
-    KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, store().exports().Growing(sequence, tokens, false, way));
+    KV_ASSIGN_OR_RETURN(std::unique_ptr<ExportLease> lease, store().exports().Growing(sequence, tokens, {.way = way}));
     writes_.push_back({stream_.submitted(), sequence, 0, store().Describe(sequence)->layer_tokens});
     if (!hold_writes) RunWrites();
     return lease;

@@ -86,12 +86,12 @@ void StoreAppends::Commit(const std::shared_ptr<Cache>& cache, uint32_t layer, a
       if (opens || seals) sequence.NoteChange(layer, index);
       if (!seals) break;
       if (const Page* const full = ref.block->OpenActivations(layer)) {
-        const uint64_t checksum = Checksum(BlockIndex::Data(*cache, full->raw), cache->activation_page_bytes());
+        const uint64_t checksum = Checksum(PageData(*cache, full->raw), cache->activation_page_bytes());
         parts_.blocks->Apply(activations, PageEvent::kSealIdentity, {PageId(), full->raw, false, checksum});
       }
       const PageId raw = ref.page().raw;
       if (cache->identity()) {
-        PageChange sealed_page{PageId(), raw, false, BlockIndex::ChecksumOf(*cache, ref.layer, ref.page())};
+        PageChange sealed_page{PageId(), raw, false, PageChecksum(*cache, ref.layer, ref.page())};
         parts_.blocks->Apply(ref, PageEvent::kSealIdentity, sealed_page);
       } else {
         parts_.blocks->Apply(ref, PageEvent::kSeal, {raw, slots->TakeEncoded(*cache, layer)});

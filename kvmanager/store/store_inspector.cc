@@ -129,7 +129,7 @@ absl::Status StoreInspector::Exhausted(const Cache& cache, const SlotCounts& cou
       absl::StrCat(pool.used_bytes(), " used, and ", wanted, " wanted by tenant ", TenantLabel(cache.config.tenant)),
       absl::StrCat(
           "at most ", pool.capacity_bytes(), " in slabs of ", pool.slab_bytes(), ", ", pool.free_slabs(),
-          " of them free, each of one tenant and slot size; ", cache.tier->evictable_bytes(),
+          " of them free, each of one tenant and slot size; ", cache.tier->bytes().evictable,
           " could be evicted, but would not make room",
           retired == 0 ? "" : absl::StrCat(" before kernels have done with ", retired, " slots that were given up"),
           "; largest holders: ", holders.empty() ? "none" : holders));
@@ -278,12 +278,12 @@ void StoreInspector::CheckInvariants() const {
   for (const auto& tier : *parts_.tiers) {
     const TierSums& sum = tiers[tier.get()];
     const bool retired = tier->retired_slots() > 0;
-    KV_CHECK(index_bytes[tier.get()] <= tier->index_bytes());
-    const uint64_t used_bytes = sum.used_bytes + tier->index_bytes();
+    KV_CHECK(index_bytes[tier.get()] <= tier->bytes().index);
+    const uint64_t used_bytes = sum.used_bytes + tier->bytes().index;
     KV_CHECK(retired ? used_bytes < tier->pool()->slot_bytes_used() : used_bytes == tier->pool()->slot_bytes_used());
-    KV_CHECK(sum.evictable_bytes == tier->evictable_bytes() &&
+    KV_CHECK(sum.evictable_bytes == tier->bytes().evictable &&
              sum.evictable_bytes == tier->pool()->reclaimable_bytes());
-    KV_CHECK(sum.kept_bytes == tier->kept_bytes() && demoting_bytes[tier.get()] == tier->demoting_bytes());
+    KV_CHECK(sum.kept_bytes == tier->bytes().kept && demoting_bytes[tier.get()] == tier->bytes().demoting);
   }
   for (const auto& [gauges, sum] : sums) {
     for (size_t state = 1; state < kPageStates; ++state) {

@@ -148,7 +148,7 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
     AttentionPage out;
     out.lag_applies = sequence.HoldsRaw(index, layer);
     // Of an aged page the raw form is not offered even if it is still there, so that timing cannot show.
-    if (out.lag_applies) out.raw = BlockIndex::RawData(*cache_, ref.page());
+    if (out.lag_applies) out.raw = RawPageData(*cache_, ref.page());
     if (!out.lag_applies || beyond_lag) {
       buffers_.encoded.push_back({ref, buffers_.pages.size()});
       if (EncodeJobs::Awaits(ref)) pending_pages_.push_back(ref);
@@ -213,9 +213,9 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
       const Page& page = read.ref.page();
       AttentionPage& out = buffers_.pages[read.at];
       if (page.declined) {
-        out.raw = BlockIndex::Data(*cache_, page.raw);
+        out.raw = PageData(*cache_, page.raw);
       } else {
-        out.encoded = BlockIndex::Data(*cache_, page.encoded);
+        out.encoded = PageData(*cache_, page.encoded);
       }
     }
     for (const OwnPage& own : own_pages_) CheckOwnPage(own);

@@ -66,7 +66,7 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
       Block* const victim = eviction_->Victim();
       KV_CHECK(victim != nullptr);
       // What the lower tier has, too, goes at once; the rest goes there first, and that is waited for likewise.
-      if (!victim->kept && demoting_bytes_ >= waiting_bytes_max) return owner_->Exhausted(cache, counts);
+      if (!victim->kept && bytes_.demoting >= waiting_bytes_max) return owner_->Exhausted(cache, counts);
       if (!owner_->Demote(victim)) owner_->Evict(victim);
       Collect();
     }
@@ -108,16 +108,16 @@ void Tier::Collect() {
 
 void Tier::AddEvictable(Block* block) {
   eviction_->Add(block);
-  evictable_bytes_ += block->bytes;
-  if (block->kept) kept_bytes_ += block->bytes;
+  bytes_.evictable += block->bytes;
+  if (block->kept) bytes_.kept += block->bytes;
   SetReclaimable(*block, true);
   owner_->OnRoomIn(*this);
 }
 
 void Tier::RemoveEvictable(Block* block) {
   eviction_->Remove(block);
-  evictable_bytes_ -= block->bytes;
-  if (block->kept) kept_bytes_ -= block->bytes;
+  bytes_.evictable -= block->bytes;
+  if (block->kept) bytes_.kept -= block->bytes;
   SetReclaimable(*block, false);
 }
 
@@ -142,8 +142,8 @@ void Tier::SetReclaimable(const Block& block, bool reclaimable) {
 void Tier::DemoteAhead() {
   if (!can_move()) return;
   const uint64_t capacity = pool_->capacity_bytes();
-  for (int i = 0; i < kDemotionsAtOnce && demoting_bytes_ < kDemotingBytesMax; ++i) {
-    const uint64_t soon = capacity - pool_->slot_bytes_used() + kept_bytes_ + demoting_bytes_;
+  for (int i = 0; i < kDemotionsAtOnce && bytes_.demoting < kDemotingBytesMax; ++i) {
+    const uint64_t soon = capacity - pool_->slot_bytes_used() + bytes_.kept + bytes_.demoting;
     if (soon >= capacity / kAheadShare) return;
     Block* const next = eviction_->UnkeptVictim();
     if (next == nullptr || (!owner_->Demote(next) && !next->kept)) return;

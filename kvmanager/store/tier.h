@@ -5,7 +5,7 @@
 // demote a victim. On the store's thread.
 //
 // Invariants (CheckInvariants of the store):
-//  1. evictable_bytes() is the sum of the evictable blocks' slots, which are the reclaimable ones of the pool.
+//  1. bytes().evictable is the sum of the evictable blocks' slots, which are the reclaimable ones of the pool.
 //  2. A slot that was freed is given out again once no plan of ReleaseEpochs may name it.
 #pragma once
 
@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "kvmanager/memory/page_mover.h"
 #include "kvmanager/memory/release_epochs.h"
@@ -71,7 +72,7 @@ class Tier {
   /// Frees the slots that kernels have done with.
   void Collect();
   /// Slots have been given up, or are being demoted, that only have to be waited for.
-  bool awaits_release() const { return retired_slots() > 0 || demoting_bytes_ > 0; }
+  bool awaits_release() const { return retired_slots() > 0 || bytes_.demoting > 0; }
   uint64_t retired_slots() const { return epochs_ == nullptr ? 0 : epochs_->retired_slots(); }
 
   /// `block` was used now. Of a chain, the last block is touched first (EvictionPolicy).
@@ -80,22 +81,28 @@ class Tier {
   void RemoveEvictable(Block* block);
   /// Whether the next lower tier has a copy of `block`.
   void SetKept(Block* block, bool kept);
-  /// A victim's slots are about to be freed by the owner, or have been.
-  void BeginEviction(uint64_t bytes) { evicted_bytes_ = evicted_waiting_bytes() + bytes; }
-  void EndEviction() { evicted_until_ = retired_; }
+  /// `give_up` frees the slots of a victim, of so many bytes.
+  void EvictBy(uint64_t bytes, absl::FunctionRef<void()> give_up) {
+    evicted_bytes_ = evicted_waiting_bytes() + bytes;
+    give_up();
+    evicted_until_ = retired_;
+  }
 
   /// Demotes what would go next, while little room can be had at once: a few blocks in each call.
   void DemoteAhead();
-  void BeginDemotion(uint64_t bytes) { demoting_bytes_ += bytes; }
-  void EndDemotion(uint64_t bytes) { demoting_bytes_ -= bytes; }
+  void BeginDemotion(uint64_t bytes) { bytes_.demoting += bytes; }
+  void EndDemotion(uint64_t bytes) { bytes_.demoting -= bytes; }
 
   /// Slots of sequences' indexes, which no page names.
-  void CountIndexBytes(int64_t bytes) { index_bytes_ += bytes; }
+  void CountIndexBytes(int64_t bytes) { bytes_.index += bytes; }
 
-  uint64_t evictable_bytes() const { return evictable_bytes_; }
-  uint64_t kept_bytes() const { return kept_bytes_; }
-  uint64_t demoting_bytes() const { return demoting_bytes_; }
-  uint64_t index_bytes() const { return index_bytes_; }
+  struct Bytes {
+    uint64_t evictable = 0;
+    uint64_t kept = 0;      // of those, of blocks that the lower tier has, too
+    uint64_t demoting = 0;  // on their way to the lower tier: evictable once they are there
+    uint64_t index = 0;     // of sequences' indexes
+  };
+  const Bytes& bytes() const { return bytes_; }
 
  private:
   // What was evicted and has not all returned: it is room that only has to be waited for.
@@ -111,10 +118,7 @@ class Tier {
   PageMover* mover_;
   TierOwner* const owner_;
   const std::unique_ptr<EvictionPolicy> eviction_ = MakeLruEviction();
-  uint64_t evictable_bytes_ = 0;
-  uint64_t kept_bytes_ = 0;      // of those, of blocks that the lower tier has, too
-  uint64_t demoting_bytes_ = 0;  // on their way to the lower tier: evictable once they are there
-  uint64_t index_bytes_ = 0;
+  Bytes bytes_;
   std::vector<PageId> reusable_;  // scratch of Collect
   uint64_t retired_ = 0;          // slots ever given to `epochs_`
   uint64_t evicted_until_ = 0;    // of them, up to the last one that was evicted
