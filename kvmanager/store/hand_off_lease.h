@@ -197,7 +197,7 @@ class ImportLease {
   /// After Show, once complete: publishes named blocks. At most once.
   virtual absl::Status Commit() = 0;
   /// No more comes. A sequence that was shown is broken: who waits for its pages, and all later calls but
-  /// DescribeSequence and Drop, get UNAVAILABLE with the reason. Slots go with the lease, which workers may still read.
+  /// Describe and Drop, get UNAVAILABLE with the reason. Slots go with the lease, which workers may still read.
   virtual void Break(const absl::Status& why) = 0;
 };
 

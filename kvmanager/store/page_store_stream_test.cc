@@ -53,6 +53,17 @@ class StreamTest : public PageStoreTest {
     peer_.executor.FinishAll();
     peer_.store->report().CheckInvariants();
   }
+  // The first two pages of a sequence of 5 pages and 3 tokens are raw, and have no encoded form.
+  void ExpectSinks(TestStore& there, SequenceId received, const CacheConfig& config) {
+    const AttendEntry entry{received, 5 * kPage + 2, 1};
+    const auto lease = *there.store->Attend(there.store->Describe(received)->cache, 1, {&entry, 1});
+    ASSERT_TRUE(lease->ready() && lease->status().ok());
+    for (uint32_t i = 0; i < 2; ++i) {
+      ASSERT_TRUE(lease->pages(0)[i].raw != nullptr && lease->pages(0)[i].encoded == nullptr) << i;
+      EXPECT_TRUE(testing::RawPrefixEquals(config.layout, lease->pages(0)[i].raw,
+                                           MakeRawPage(config.layout, text_, i, kPage, 1), kPage));
+    }
+  }
   void DeliverLayer(int layer) {
     for (const ExportedPage& page : waiting_) {
       if (out_->first().pages[page.page].layer == static_cast<uint32_t>(layer)) {
@@ -160,10 +171,9 @@ TEST_F(StreamTest, SinksAreSentAsSoonAsTheyAreFull) {
 
   // The receiver keeps raw slots for them and none for an encoding; a lie about their form is refused.
   TestStore there{16 << 20};
-  for (const size_t page : {0, 2}) {  // a sink that claims to be encoded, an encoded page that claims to be raw
+  for (const size_t page : {0, 2}) {  // a sink in no form that there is, an encoded page that claims to be raw
     HandOffHeader lies = out->first();
-    lies.pages[page].bytes =
-        page == 0 ? store().caches().codec(cache)->info().encoded_bytes : config.layout.raw_bytes();
+    lies.pages[page].bytes = config.layout.raw_bytes() - (page == 0 ? 1 : 0);
     EXPECT_EQ(there.store->imports().Import(lies).status().code(), absl::StatusCode::kInvalidArgument);
     EXPECT_EQ(there.pool->used_bytes(), 0u);
   }
@@ -196,14 +206,72 @@ TEST_F(StreamTest, SinksAreSentAsSoonAsTheyAreFull) {
   ASSERT_TRUE(received.ok()) << received.status();
   there.executor.FinishAll();
   there.store->report().CheckInvariants();
-  const AttendEntry entry{*received, tokens - 1, 1};
-  const auto lease = *there.store->Attend(there.store->Describe(*received)->cache, 1, {&entry, 1});
-  ASSERT_TRUE(lease->ready() && lease->status().ok());
-  for (uint32_t i = 0; i < 2; ++i) {
-    ASSERT_TRUE(lease->pages(0)[i].raw != nullptr && lease->pages(0)[i].encoded == nullptr) << i;
-    EXPECT_TRUE(testing::RawPrefixEquals(config.layout, lease->pages(0)[i].raw,
-                                         MakeRawPage(config.layout, text_, i, kPage, 1), kPage));
+  ExpectSinks(there, *received, config);
+}
+
+// What a daemon of an earlier build takes: nothing that stays raw is in the header.
+TEST_F(StreamTest, SinksGoWithTheTrailerToAnEarlierBuild) {
+  const CacheConfig config = MakeConfig("sinks", 1);
+  const CacheId cache = test().Open(config);
+  const int tokens = 5 * kPage + 3;
+  const SequenceId a = Create(cache);
+  auto out = *store().exports().Growing(a, tokens, {.kept_raw = KeptRaw::kWithTrailer});
+  for (const HandOffPage& page : out->first().pages) EXPECT_GE(page.block, 2u);
+  ASSERT_TRUE(test().AppendAll(cache, a, text_, 0, tokens).ok());
+  test().executor.FinishAll();
+  TestStore there{16 << 20};
+  auto in = *there.store->imports().Import(out->first());
+  ASSERT_TRUE(out->Finish().ok());
+  test().executor.FinishAll();
+  ASSERT_NE(out->last(), nullptr);
+  const auto received = testing::Receive(*in, *out->last(), testing::TakeAll(*out));
+  ASSERT_TRUE(received.ok()) << received.status();
+  there.executor.FinishAll();
+  there.store->report().CheckInvariants();
+  store().report().CheckInvariants();
+  ExpectSinks(there, *received, config);
+}
+
+// What a daemon of an earlier build sends: it names a sink as an encoded page, withdraws it, and sends it at the end.
+TEST_F(StreamTest, SinksOfAnEarlierBuildComeWithTheTrailer) {
+  const CacheConfig config = MakeConfig("sinks", 1);
+  const CacheId cache = test().Open(config);
+  const SequenceId a = Filled(cache, text_, 5 * kPage + 3);
+  test().executor.FinishAll();
+  auto out = *store().exports().Whole(a);
+  HandOffHeader first = out->first();
+  HandOffTrailer last = *out->last();
+  std::vector<testing::SentPage> sent, at_end;
+  for (const ExportedPage& page : out->TakeReady()) {
+    HandOffPage& of = first.pages[page.page];
+    (of.block < 2 ? at_end : sent).push_back({of, of.block >= 2, false, page});
+    if (of.block >= 2) continue;
+    of.bytes = store().caches().codec(cache)->info().encoded_bytes;
+    last.withdrawn.push_back(page.page);
   }
+  ASSERT_EQ(last.withdrawn.size(), 4u);
+  for (size_t i = 0; i < last.pages.size(); ++i) at_end.push_back({last.pages[i], false, false, out->last_pages()[i]});
+  const auto place = [](const testing::SentPage& page) { return std::pair(page.page.layer, page.page.block); };
+  std::sort(at_end.begin(), at_end.end(), [&](const auto& x, const auto& y) { return place(x) < place(y); });
+  std::sort(last.withdrawn.begin(), last.withdrawn.end());
+  last.pages.clear();
+  for (testing::SentPage& page : at_end) {
+    page.bytes.page = static_cast<uint32_t>(first.size() + last.pages.size());
+    last.pages.push_back(page.page);
+    sent.push_back(page);
+  }
+  TestStore there{16 << 20};
+  auto in = *there.store->imports().Import(first);
+  there.store->report().CheckInvariants();
+  for (const uint32_t page : last.withdrawn) EXPECT_TRUE(in->target(page).empty());  // nothing may come in this form
+  HandOffTrailer without = last;
+  without.pages.erase(without.pages.begin());
+  EXPECT_EQ(in->Extend(without).code(), absl::StatusCode::kInvalidArgument);
+  const auto received = testing::Receive(*in, last, sent);
+  ASSERT_TRUE(received.ok()) << received.status();
+  there.executor.FinishAll();
+  there.store->report().CheckInvariants();
+  ExpectSinks(there, *received, config);
 }
 
 TEST_F(StreamTest, BoundsOfTheTokensAreNamed) {
