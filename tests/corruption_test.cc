@@ -53,7 +53,7 @@ class CorruptionTest : public ::testing::TestWithParam<const char*> {
     PagePool::Options options;
     options.pool_bytes = 16 << 20;
     ASSERT_OK_AND_ASSIGN(pool_, PagePool::Create(options));
-    store_ = PageStore::Create(pool_.get(), &AllCodecs(), &executor_, &store_metrics_, &clock_);
+    store_ = PageStore::Make(pool_.get(), &AllCodecs(), &executor_, &store_metrics_, &clock_);
     shape_ = SmallCache(GetParam(), 0);
     config_.model = shape_.model;
     config_.layers = shape_.layers;

@@ -134,7 +134,7 @@ class ServerImpl final : public Server {
       devices.push_back({gpu->ordinal(), gpu->pool(), gpu->epochs(), gpu->encode_queue(), gpu->mover()});
       gpu->indexes()->SetWorkers(executor_.get());
     }
-    store_ = PageStore::Create(pool_.get(), &registry_, executor_.get(), &store_metrics_, &clock_, devices);
+    store_ = PageStore::Make(pool_.get(), &registry_, executor_.get(), &store_metrics_, &clock_, devices);
     if (options_.quality_sample > 0) {
       quality_ = std::make_unique<QualityMonitor>(executor_.get(), &metrics_, uint32_t(options_.quality_sample));
       for (Gpu* const gpu : devices_.gpus()) quality_->SetReader(gpu->ordinal(), gpu->reads());

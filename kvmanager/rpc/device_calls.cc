@@ -367,7 +367,7 @@ absl::StatusOr<uint64_t> DeviceCalls::Change(Session& session, const StepCache& 
   KV_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceWork> work, session.gpus().WorkOf(cache.config->device));
   // What this process's own kernels append comes first.
   const std::shared_ptr<ProcessSteps> process = session.gpus().FindProcessSteps(cache.config->device);
-  KV_RETURN_IF_ERROR(Check(session, cache, sequence));
+  KV_RETURN_IF_ERROR(CheckUsable(session, cache, sequence));
   if (process != nullptr && process->planned_to(sequence) != UINT64_MAX) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "sequence", absl::StrCat(sequence),
                       "one whose extend calls were answered: wait for them first");
@@ -375,7 +375,7 @@ absl::StatusOr<uint64_t> DeviceCalls::Change(Session& session, const StepCache& 
   return work->Copy(cache, sequence, pages, process == nullptr ? 0 : process->epoch(), change);
 }
 
-absl::Status DeviceCalls::Check(Session& session, const StepCache& cache, SequenceId sequence) const {
+absl::Status DeviceCalls::CheckUsable(Session& session, const StepCache& cache, SequenceId sequence) const {
   KV_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceWork> work, session.gpus().WorkOf(cache.config->device));
   const std::shared_ptr<ProcessSteps> process = session.gpus().FindProcessSteps(cache.config->device);
   if (process != nullptr) KV_RETURN_IF_ERROR(process->CheckSequence(sequence));
@@ -406,8 +406,8 @@ void DeviceCalls::TellWhenWritten(Session& session, const StepCache& cache, Sequ
   if (!poll()) parts_.polls->Add(std::move(poll));
 }
 
-kj::Promise<absl::Status> DeviceCalls::WhenWritten(const std::shared_ptr<Session>& session, const StepCache& cache,
-                                                   SequenceId sequence) const {
+kj::Promise<absl::Status> DeviceCalls::WhenAllWritten(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                                      SequenceId sequence) const {
   auto waiting = kj::newPromiseAndFulfiller<void>();
   auto work = session->gpus().WorkOf(cache.config->device);
   if (!work.ok()) return work.status();

@@ -44,10 +44,10 @@ class DeviceCalls final : public MemoryCalls {
   absl::StatusOr<kj::Promise<void>> Extend(const std::shared_ptr<Session>& session, const StepCache& cache,
                                            ExtendContext& context) const override;
   absl::Span<uint8_t> ArenaBytes(const Session& session, const StepCache& cache, uint32_t arena) const override;
-  absl::Status Check(Session& session, const StepCache& cache, SequenceId sequence) const override;
+  absl::Status CheckUsable(Session& session, const StepCache& cache, SequenceId sequence) const override;
   bool HasWritten(Session& session, const StepCache& cache, SequenceId sequence) const override;
-  kj::Promise<absl::Status> WhenWritten(const std::shared_ptr<Session>& session, const StepCache& cache,
-                                        SequenceId sequence) const override;
+  kj::Promise<absl::Status> WhenAllWritten(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                           SequenceId sequence) const override;
   void TellWhenWritten(Session& session, const StepCache& cache, SequenceId sequence, int first_layer,
                        std::vector<uint64_t> tokens) const override;
   absl::StatusOr<uint64_t> Change(Session& session, const StepCache& cache, SequenceId sequence, uint64_t pages,

@@ -46,9 +46,10 @@ class HostCalls final : public MemoryCalls {
   absl::StatusOr<kj::Promise<void>> Extend(const std::shared_ptr<Session>& session, const StepCache& cache,
                                            ExtendContext& context) const override;
   absl::Span<uint8_t> ArenaBytes(const Session& session, const StepCache& cache, uint32_t arena) const override;
-  absl::Status Check(Session&, const StepCache&, SequenceId) const override { return absl::OkStatus(); }
+  absl::Status CheckUsable(Session&, const StepCache&, SequenceId) const override { return absl::OkStatus(); }
   bool HasWritten(Session&, const StepCache&, SequenceId) const override { return true; }
-  kj::Promise<absl::Status> WhenWritten(const std::shared_ptr<Session>&, const StepCache&, SequenceId) const override {
+  kj::Promise<absl::Status> WhenAllWritten(const std::shared_ptr<Session>&, const StepCache&,
+                                           SequenceId) const override {
     return absl::OkStatus();
   }
   void TellWhenWritten(Session&, const StepCache&, SequenceId, int, std::vector<uint64_t>) const override {}

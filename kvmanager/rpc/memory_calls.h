@@ -29,7 +29,8 @@ class MemoryCalls {
  public:
   virtual ~MemoryCalls() = default;
 
-  /// Runs a step and replies. `step` refers to the call's parameters. An error has changed nothing.
+  /// Runs a step and replies. `step` refers to the call's parameters. An error of the append has changed nothing; after
+  /// one of the attention the tokens are appended. Where a GPU refuses the work, its sequences can only be dropped.
   virtual absl::StatusOr<kj::Promise<void>> Step(const std::shared_ptr<Session>& session, const StepCache& cache,
                                                  const CheckedStep& step, StepContext& context) const = 0;
   /// Plans a step of the engine's own kernels and replies. Errors: FAILED_PRECONDITION where engines have none.
@@ -40,21 +41,23 @@ class MemoryCalls {
 
   // A sequence of this connection, of the cache.
 
-  /// What earlier calls found in the sequence or could not do with it: an error, and it can only be dropped.
-  virtual absl::Status Check(Session& session, const StepCache& cache, SequenceId sequence) const = 0;
+  /// An error if the sequence can only be dropped: an append wrote a NaN or an infinity, or could not run. On a GPU
+  /// also FAILED_PRECONDITION where this connection has no stream there.
+  virtual absl::Status CheckUsable(Session& session, const StepCache& cache, SequenceId sequence) const = 0;
   /// Whether everything that was appended to it so far is written.
   virtual bool HasWritten(Session& session, const StepCache& cache, SequenceId sequence) const = 0;
-  /// Resolves once all that this connection submitted or planned so far has run, with Check's result. Not at all if
-  /// the connection ends before.
-  virtual kj::Promise<absl::Status> WhenWritten(const std::shared_ptr<Session>& session, const StepCache& cache,
-                                                SequenceId sequence) const = 0;
+  /// Resolves once everything has run that this connection submitted or planned so far, for whichever sequence, with
+  /// CheckUsable's result. Not at all if the connection ends before.
+  virtual kj::Promise<absl::Status> WhenAllWritten(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                                   SequenceId sequence) const = 0;
   /// Tells the store (Exports::Written) once the first tokens[i] tokens of layer first_layer + i are written, which
   /// were all appended: at once if they are, and never if the connection ends before. Nothing where every append is
   /// written at once.
   virtual void TellWhenWritten(Session& session, const StepCache& cache, SequenceId sequence, int first_layer,
                                std::vector<uint64_t> tokens) const = 0;
-  /// Forks or crops it by `change`, which is given where to say what is to be copied. Its pages from `pages` on are
-  /// gone. Returns the value of `done` that says that open pages are copied; 0: they are.
+  /// Forks or crops it by `change`, which is given where to say what is to be copied. pages: what a crop leaves;
+  /// kAllPages of a fork. Returns the value of `done` that says that open pages are copied; 0: they are.
+  static constexpr uint64_t kAllPages = UINT64_MAX;
   virtual absl::StatusOr<uint64_t> Change(Session& session, const StepCache& cache, SequenceId sequence, uint64_t pages,
                                           absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) const = 0;
   /// A fork was made by the last change.

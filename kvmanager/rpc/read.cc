@@ -312,7 +312,7 @@ absl::StatusOr<kj::Promise<void>> Reads::Run(const std::shared_ptr<Session>& ses
   absl::flat_hash_set<SequenceId> sequences;
   for (const AttendEntry& entry : read.entries) sequences.insert(entry.sequence);
   auto written = kj::heapArrayBuilder<kj::Promise<absl::Status>>(sequences.size());
-  for (const SequenceId sequence : sequences) written.add(bound.calls->WhenWritten(session, cache, sequence));
+  for (const SequenceId sequence : sequences) written.add(bound.calls->WhenAllWritten(session, cache, sequence));
   kj::Promise<void> ran =
       kj::joinPromises(written.finish()).then([call](kj::Array<absl::Status> results) -> kj::Promise<void> {
         for (const absl::Status& status : results) {

@@ -159,7 +159,7 @@ class SequenceService final : public api::Sequence::Server {
     return Serve(*session_, Method::kFork, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       KV_RETURN_IF_ERROR(session_->CheckNewSequence());
       SequenceId forked = 0;
-      const absl::StatusOr<uint64_t> done = calls().Change(*session_, bound_->cache, id_, DeviceWork::kAllPages,
+      const absl::StatusOr<uint64_t> done = calls().Change(*session_, bound_->cache, id_, MemoryCalls::kAllPages,
                                                            [&](std::vector<OpenCopy>* copies) -> absl::Status {
                                                              KV_ASSIGN_OR_RETURN(forked, store().Fork(id_, copies));
                                                              return absl::OkStatus();
@@ -196,7 +196,7 @@ class SequenceService final : public api::Sequence::Server {
                           ReadBlockNames("names", context.getParams().getNames(), limits::kBlockNamesMax));
       // What others find must be there, and finite.
       if (calls().HasWritten(*session_, bound_->cache, id_)) {
-        KV_RETURN_IF_ERROR(calls().Check(*session_, bound_->cache, id_));
+        KV_RETURN_IF_ERROR(calls().CheckUsable(*session_, bound_->cache, id_));
         KV_ASSIGN_OR_RETURN(const PublishResult result, store().Publish(id_, names));
         WritePublished(result, context);
         return Done();
@@ -205,7 +205,7 @@ class SequenceService final : public api::Sequence::Server {
       return publish_
           .Publish(std::move(names), bound_->config.layout.page_tokens,
                    [session = session_, bound = bound_, id = id_] {
-                     return bound->calls->WhenWritten(session, bound->cache, id);
+                     return bound->calls->WhenAllWritten(session, bound->cache, id);
                    })
           .then([this, context](absl::StatusOr<PublishResult> result) mutable {
             if (result.ok()) return WritePublished(*result, context);
@@ -253,7 +253,7 @@ class SequenceService final : public api::Sequence::Server {
               return WithinMs(loop, WhenWritten(session, bound, id), ms);
             };
             appended.look = [session = session_, bound = bound_, id = id_]() -> absl::StatusOr<bool> {
-              KV_RETURN_IF_ERROR(bound->calls->Check(*session, bound->cache, id));
+              KV_RETURN_IF_ERROR(bound->calls->CheckUsable(*session, bound->cache, id));
               return bound->calls->HasWritten(*session, bound->cache, id);
             };
             results.setHandOff(kj::heap<HandOffService>(session_, thisCap(), kj::mv(hand_off), std::move(appended)));
@@ -268,7 +268,7 @@ class SequenceService final : public api::Sequence::Server {
     const auto lease = [parts = &parts_, session = session_, bound = bound_, id = id_, tokens,
                         will_append = targets.will_append](ExportWay way) {
       return [=](KeptRaw kept_raw) -> absl::StatusOr<std::unique_ptr<ExportLease>> {
-        KV_RETURN_IF_ERROR(bound->calls->Check(*session, bound->cache, id));
+        KV_RETURN_IF_ERROR(bound->calls->CheckUsable(*session, bound->cache, id));
         PageStore& store = *parts->store;
         KV_ASSIGN_OR_RETURN(auto made, store.exports().Growing(id, tokens, {will_append, way, kept_raw}));
         bound->calls->TellWhenWritten(*session, bound->cache, id, 0, store.Describe(id)->layer_tokens);
@@ -289,7 +289,7 @@ class SequenceService final : public api::Sequence::Server {
     // Made once for each peer that is tried, perhaps much later.
     auto lease = [store = parts_.store, session = session_, bound = bound_, id = id_,
                   will_append = targets.will_append](KeptRaw kept_raw) -> absl::StatusOr<std::unique_ptr<ExportLease>> {
-      KV_RETURN_IF_ERROR(bound->calls->Check(*session, bound->cache, id));
+      KV_RETURN_IF_ERROR(bound->calls->CheckUsable(*session, bound->cache, id));
       if (bound->calls->HasWritten(*session, bound->cache, id))
         return store->exports().Whole(id, {.will_append = will_append, .kept_raw = kept_raw});
       return FieldError(absl::StatusCode::kFailedPrecondition, "sequence", absl::StrCat(id, ", which goes on"),
@@ -343,11 +343,11 @@ class SequenceService final : public api::Sequence::Server {
                                                     const std::shared_ptr<const BoundCache>& bound, SequenceId id,
                                                     Then then) {
     if (bound->calls->HasWritten(*session, bound->cache, id)) {
-      const absl::Status found = bound->calls->Check(*session, bound->cache, id);
+      const absl::Status found = bound->calls->CheckUsable(*session, bound->cache, id);
       if (!found.ok()) return absl::StatusOr<T>(found);
       return then();
     }
-    return bound->calls->WhenWritten(session, bound->cache, id)
+    return bound->calls->WhenAllWritten(session, bound->cache, id)
         .then([session, bound, id,
                then = std::move(then)](absl::Status appended) mutable -> kj::Promise<absl::StatusOr<T>> {
           if (!appended.ok()) return absl::StatusOr<T>(appended);
@@ -355,7 +355,7 @@ class SequenceService final : public api::Sequence::Server {
         });
   }
   static kj::Promise<absl::Status> WhenWritten(const std::shared_ptr<Session>& session,
-                                               const std::shared_ptr<const BoundCache>& bound, SequenceId id) {
+                                                  const std::shared_ptr<const BoundCache>& bound, SequenceId id) {
     return OnceWritten<bool>(session, bound, id, [] { return absl::StatusOr<bool>(true); })
         .then([](absl::StatusOr<bool> written) { return written.status(); });
   }

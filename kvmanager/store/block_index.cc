@@ -110,11 +110,16 @@ void BlockIndex::UnpinEncoded(PageRef ref) {
 void BlockIndex::MakeEvictableIfUnused(Block* block) {
   if (block->evictable || !block->published || block->holders > 0 || block->pins > 0 || block->jobs > 0) return;
   block->cache->tier->AddEvictable(block);
+  ShowEvictable();
 }
 
 void BlockIndex::MakeUnevictable(Block* block) {
   if (!block->evictable) return;
   block->cache->tier->RemoveEvictable(block);
+  ShowEvictable();
+}
+
+void BlockIndex::ShowEvictable() {
   parts_.metrics->evictable_bytes.Set(static_cast<double>(parts_.host->bytes().evictable));
 }
 

@@ -80,6 +80,7 @@ class BlockIndex {
 
  private:
   bool VerifyChecksums(const Block& block) const;
+  void ShowEvictable();
   void Dispose(Block* block);  // nobody holds it, it has no name
   void FreePage(PageRef ref);  // and deletes the block with its last page
   void DeleteIfEmpty(Block* block);

@@ -45,7 +45,7 @@ struct BlockMove {
   Tier* upper = nullptr;  // of the two tiers: its mover copies
   std::vector<Pair> blocks;
   uint64_t bytes = 0;    // that are copied
-  bool demotes = false;  // for room on the GPU: counted in its tier's demoting_bytes
+  bool demotes = false;  // for room on the GPU: counted in its tier's bytes().demoting
   bool purged = false;   // meanwhile: what arrives gets no name
 };
 

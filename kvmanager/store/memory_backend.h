@@ -75,6 +75,7 @@ class MemoryBackend {
   /// Of a page that a peer has sent: what `look` finds in its bytes and returns, their checksum; 0 where nobody looks
   /// at bytes here. Any thread.
   virtual absl::StatusOr<uint64_t> LookAtArrival(absl::FunctionRef<absl::StatusOr<uint64_t>()> look) const = 0;
+  /// Trains an index: on workers, or on the GPU behind what was submitted. Calls `done` once, on the store's thread.
   virtual void Train(IndexTraining training) const = 0;
 };
 

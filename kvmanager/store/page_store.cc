@@ -22,7 +22,7 @@
 namespace kvmanager {
 namespace {
 
-// The parts of a store, wired together: no work is done here.
+// The parts of a store, wired together.
 class PageStoreImpl final : public PageStore, private TierOwner {
  public:
   PageStoreImpl(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor, StoreMetrics* metrics,
@@ -111,15 +111,13 @@ class PageStoreImpl final : public PageStore, private TierOwner {
     return inspector_.Exhausted(cache, wanted);
   }
   void OnRoomIn(const Tier& tier) override {
-    if (&tier != tiers_[0].get()) return;
-    metrics_->evictable_bytes.Set(static_cast<double>(tier.bytes().evictable));
-    imports_.RoomCame();
+    if (&tier == tiers_[0].get()) imports_.RoomCame();
   }
 
   StoreMetrics* const metrics_;
   std::shared_ptr<const bool> alive_ = std::make_shared<const bool>(true);  // leases and jobs outlive it, and look
   Tiers tiers_;
-  // In the order of who needs whom.
+  // In the order of who needs whom, but for callbacks.
   Mover mover_;
   BlockIndex blocks_;
   CacheTable caches_;
@@ -138,9 +136,9 @@ class PageStoreImpl final : public PageStore, private TierOwner {
 
 }  // namespace
 
-std::unique_ptr<PageStore> PageStore::Create(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
-                                             StoreMetrics* metrics, const Clock* clock,
-                                             absl::Span<const StoreDevice> devices) {
+std::unique_ptr<PageStore> PageStore::Make(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
+                                           StoreMetrics* metrics, const Clock* clock,
+                                           absl::Span<const StoreDevice> devices) {
   return std::make_unique<PageStoreImpl>(pool, registry, executor, metrics, clock, devices);
 }
 

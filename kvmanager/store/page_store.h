@@ -1,6 +1,6 @@
-// The pages of every cache and sequence of this daemon: the one owner of their states, and the sole caller of
-// transitions.
+// The pages of every cache and sequence of this daemon. This header has the store's face; its parts are
 //
+//   what        interface            made by
 //   caches      cache_directory.h    cache_table.h, block_index.h (blocks by name), tier.h (slots, eviction)
 //   sequences   this header          sequence_table.h, sequence_indexes.h
 //   steps       step_lease.h         store_appends.h, store_reads.h, encode_jobs.h, memory_backend.h (host, GPU)
@@ -21,10 +21,12 @@
 //     away whose newest was that far; it is read encoded from then on. So after a crop nothing depends on how the
 //     tokens had been cut into appends. Pages that came by a prefix hit are aged from the start.
 //  3. A page's raw form stays while some sequence has not aged it, or a lease reads it, or the codec declined it.
-//  4. Batches are all or nothing: an error changes nothing.
+//  4. Batches are all or nothing: an error changes no sequence.
 //  5. Of a codec that chooses what queries read, each sequence has an index (codecs/sequence_index.h). Its jobs run
 //     behind attention, as encoding does, and begin as soon as their tokens are there; a query that needs one waits.
-//  6. A found block is verified: key, token digest, and each page's checksum (XXH3); a mismatch is a counted miss.
+//  6. A found block is verified: its key, its token digest and, in host memory, the checksum (XXH3) of each page that
+//  is
+//     encoded; a mismatch is a counted miss. Bytes of a GPU are verified when they leave it.
 #pragma once
 
 #include <cstdint>
@@ -61,9 +63,9 @@ class PageStore {
  public:
   /// Everything given outlives the store. `registry` knows "raw", whose attention serves raw pages of every cache.
   /// `metrics` belongs to this store alone. Leases and encode jobs may end after the store: they then do nothing.
-  static std::unique_ptr<PageStore> Create(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
-                                           StoreMetrics* metrics, const Clock* clock,
-                                           absl::Span<const StoreDevice> devices = {});
+  static std::unique_ptr<PageStore> Make(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
+                                         StoreMetrics* metrics, const Clock* clock,
+                                         absl::Span<const StoreDevice> devices = {});
   virtual ~PageStore() = default;
 
   virtual CacheDirectory& caches() = 0;
@@ -77,8 +79,8 @@ class PageStore {
   /// token begins. Errors: INVALID_ARGUMENT (beyond a sequence's limit).
   virtual absl::StatusOr<CreateResult> Create(CacheId cache, absl::Span<const BlockName> prefix,
                                               uint64_t prompt_tokens = 0) = 0;
-  /// Create, with the blocks that the next lower tier has besides: those are fetched, once whoever asks. Errors:
-  /// Create's.
+  /// Like Create, but also fetches blocks that only the next lower tier has; concurrent callers share one fetch.
+  /// Errors: Create's.
   virtual absl::StatusOr<std::unique_ptr<ArrivalLease>> Fetch(CacheId cache, absl::Span<const BlockName> prefix,
                                                               uint64_t prompt_tokens = 0) = 0;
   /// A sequence like this one in another memory of its cache: `device`, or CacheConfig::kHost; one of the two is the
@@ -89,14 +91,15 @@ class PageStore {
   virtual absl::StatusOr<SequenceInfo> Describe(SequenceId sequence) const = 0;
 
   /// Appends to layers of which every entry's position must be the token count. In host memory K and V of one layer are
-  /// copied here, and looked at. On a GPU they are given to the kernels that write them, and whether they are finite is
-  /// known later, so a sequence is published only after that was looked at. Pages that this fills are given to the
-  /// executor before it returns: on a GPU their bytes will be there in the order of submission. Memory for indexes is
-  /// taken here, too, and their jobs are given to the executor (Train). Errors: NOT_FOUND (sequence),
+  /// copied here, and the copy is checked for NaN and infinity. On a GPU kernels write them later, and whether they are
+  /// finite is known later, too: a sequence is published only after that was checked. Pages that this fills are given
+  /// to the executor before it returns; on a GPU their bytes will be there in the order of submission. Slots of indexes
+  /// are taken here, and the jobs of indexes given to the executor (Train). Errors: NOT_FOUND (sequence),
   /// FAILED_PRECONDITION (position, naming the expected one), INVALID_ARGUMENT (tokens; NaN or Inf in K or V with
-  /// entry, side, token, head, channel, or in X; X for a cache that keeps no activations), RESOURCE_EXHAUSTED (naming
-  /// the pool's limit and the largest holders: evicting every evictable block would not make room, and none was
-  /// evicted; or kAttendPagesMax, if the entries could then not be attended to: what was appended can be).
+  /// entry, side, token, head, channel, or in X; X for a cache that keeps no activations), RESOURCE_EXHAUSTED: naming
+  /// the pool's limit and the largest holders, where evicting every evictable block would not make room, or what was
+  /// evicted has to be waited for (SlotTables::AwaitsRelease); kLeasePagesMax, where reading the entries would pin too
+  /// much.
   virtual absl::Status Append(CacheId cache, LayerRange layers, absl::Span<const AppendEntry> entries) = 0;
   /// What the entries' queries read: of one layer in host memory, where its pages are listed. Errors: as Append's; of
   /// memory where an index that queries choose by takes slots; the lease's, if it is ready; FAILED_PRECONDITION where
@@ -105,8 +108,8 @@ class PageStore {
                                                               absl::Span<const AttendEntry> entries) = 0;
   /// Pins the pages of the entries' tokens, each in the one form that the sequence reads it in, whatever the query: raw
   /// while it has not aged there, else encoded, or raw where the codec declined it. The lease's pages(i) begin with the
-  /// page of token entries[i].position, and it has no selectors. Of a cache on a GPU the pages' addresses are there,
-  /// and raw ones hold what their kernels have written by then. Errors: Attend's.
+  /// page of token entries[i].position, and it has no selectors. Of a cache on a GPU the addresses are the device's,
+  /// and raw ones hold what kernels have written by then. Errors: Attend's.
   virtual absl::StatusOr<std::unique_ptr<AttendLease>> Load(CacheId cache, int layer,
                                                             absl::Span<const AttendEntry> entries) = 0;
 

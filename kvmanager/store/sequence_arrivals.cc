@@ -250,6 +250,7 @@ absl::StatusOr<CreateResult> ArrivalLeaseImpl::Commit() {
   if (fetches_) parts_.blocks->CountHits(result_.match);
   parts_.sequences->Unhide(sequence_.get());
   parts_.indexes->Make(*sequence_, index_facts_, sequence_->tokens[0]);
+  parts_.indexes->AdvanceAll(*sequence_);
   result_.sequence = parts_.sequences->Show(std::move(sequence_));
   return result_;
 }

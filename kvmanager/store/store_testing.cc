@@ -326,7 +326,7 @@ TestStore::TestStore(uint64_t pool_bytes, uint64_t device_bytes, bool moves) : s
     devices.push_back(
         {TestDevice::kOrdinal, device.pool.get(), &device.epochs, &device.executor, moves ? &device.mover : nullptr});
   }
-  store = PageStore::Create(pool.get(), &registry, &executor, &store_metrics, &clock, devices);
+  store = PageStore::Make(pool.get(), &registry, &executor, &store_metrics, &clock, devices);
 }
 
 CacheId TestStore::Open(const CacheConfig& config) {

@@ -121,7 +121,7 @@ class ManifestTarget final : public FuzzTarget {
     absl::StatusOr<std::unique_ptr<PagePool>> pool = PagePool::Create(options);
     KV_CHECK(pool.ok());
     pool_ = std::move(*pool);
-    store_ = PageStore::Create(pool_.get(), &testing::AllCodecs(), &executor_, &store_metrics_, &clock_);
+    store_ = PageStore::Make(pool_.get(), &testing::AllCodecs(), &executor_, &store_metrics_, &clock_);
   }
   std::vector<std::string> Seeds() override {
     std::vector<std::string> seeds;
