@@ -89,17 +89,6 @@ void DeviceWalk::CropOne() {
   uint64_t tokens = Below(every + 2);
   if (Below(2)) tokens = std::max(tokens, every > 20 ? every - Below(20) : 0);
   if (Below(4) == 0) tokens = tokens / page_tokens * page_tokens;
-  const uint32_t index = static_cast<uint32_t>(tokens / page_tokens);
-  // A crop ages by the newest token first.
-  std::vector<uint32_t> aged_by_newest = model.aged;
-  bool aged = false;
-  for (size_t layer = 0; layer < model.aged.size(); ++layer) {
-    if (model.tokens[layer] > tokens) {
-      const int64_t n = static_cast<int64_t>((model.tokens[layer] - 1) / page_tokens) - cache.config.lag_pages;
-      if (n > aged_by_newest[layer]) aged_by_newest[layer] = static_cast<uint32_t>(n);
-    }
-    aged |= index < aged_by_newest[layer];
-  }
   Submission submission = NewSubmission(model.cache);
   // Before: a page that the crop gives up is still copied from.
   submission.epoch = OpenPlan(model.client);
@@ -117,7 +106,7 @@ void DeviceWalk::CropOne() {
     ASSERT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
     return;
   }
-  if (tokens % page_tokens != 0 && crops && aged && !cache.codec->info().identity) {
+  if (model.CropCutsAged(tokens, cache.config) && !cache.codec->info().identity) {
     ASSERT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
     return;
   }
@@ -127,14 +116,8 @@ void DeviceWalk::CropOne() {
     return;
   }
   ASSERT_TRUE(status.ok()) << status;
-  if (crops) {
-    for (size_t layer = 0; layer < model.aged.size(); ++layer) {
-      model.aged[layer] = std::min(aged_by_newest[layer], index);
-    }
-  }
-  std::fill(model.tokens.begin(), model.tokens.end(), tokens);
+  model.Crop(tokens, cache.config);
   model.written_by = number;
-  model.text.Truncate(tokens);
   if (Below(2)) model.text.Add(1000 + static_cast<uint32_t>(Below(1000)));  // another text from here on
 }
 

@@ -84,9 +84,7 @@ void DeviceWalk::ExtendSome() {
     ModelSequence& model = sequences_.at(entry.sequence);
     TakeChanges(entry.sequence, first, layers, &submission);
     for (int layer = first; layer < first + layers; ++layer) {
-      const int64_t aged = static_cast<int64_t>(entry.position / layout.page_tokens) - cache.config.lag_pages;
-      if (aged > model.aged[layer]) model.aged[layer] = static_cast<uint32_t>(aged);
-      model.tokens[layer] += entry.tokens;
+      model.Append(layer, entry.tokens, cache.config);
       submission.writes.push_back(RowsOf(entry.sequence, model, layer, entry.position, entry.tokens));
     }
     model.written_by = client->stream.submitted() + 1;
@@ -121,14 +119,10 @@ void DeviceWalk::StartRead(size_t which, int first, int layers, const std::vecto
                            std::unique_ptr<AttendLease>* out) {
   bool even = true, part_of_aged = false;
   const CacheConfig& config = caches_[which].config;
-  const uint64_t page_tokens = config.layout.page_tokens;
   for (const AttendEntry& entry : entries) {
     const ModelSequence& model = sequences_.at(entry.sequence);
     for (int layer = first; layer < first + layers; ++layer) even &= model.aged[layer] == model.aged[first];
-    // Behind the last token of its page, if it begins with that, an entry has queries that see a part of theirs.
-    uint64_t position = entry.position;
-    if ((position + 1) % page_tokens == 0) ++position;
-    part_of_aged |= position < entry.position + entry.tokens && position / page_tokens < model.aged[first];
+    part_of_aged |= model.SeesPartOfAged(first, entry, config);
   }
   part_of_aged &= !caches_[which].codec->info().identity;
   auto lease = store().Attend(caches_[which].id, {first, layers}, entries);

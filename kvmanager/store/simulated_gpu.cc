@@ -19,7 +19,19 @@ void CopyTokens(const PageLayout& layout, const uint8_t* from, uint8_t* to, int 
   }
 }
 
+void NoteBytes(const SimulatedRows& rows, size_t first, bool encoded, uint64_t bytes) {
+  for (size_t i = first; i < rows.reads->size(); ++i) {
+    if ((*rows.reads)[i].encoded == encoded) (*rows.reads)[i].bytes = bytes;
+  }
+}
+
 }  // namespace
+
+uint64_t RawBytesRead(const PageLayout& layout, const uint8_t* page, int tokens) {
+  std::vector<uint8_t> rows(layout.raw_bytes(), 0);
+  CopyTokens(layout, page, rows.data(), 0, tokens);
+  return Checksum(rows);
+}
 
 void CopyOpenPages(const ExportLease& lease) {
   const PageLayout& layout = lease.first().config.layout;
@@ -126,24 +138,28 @@ void SimulatedStream::Query(const SimulatedSubmission& submission, const Simulat
     const std::vector<uint8_t> raw = MakeRawPage(layout, rows.text, index, tokens, rows.layer);
     const std::vector<uint8_t> encoded = MakeEncodedPage(*submission.codec, raw, index, rows.layer);
     bool reads_raw = false, reads_encoded = false;
+    const size_t noted = rows.reads == nullptr ? 0 : rows.reads->size();
     for (uint32_t own = std::max(index, first_own); own <= last_own; ++own) {
       const bool in_lag = index >= rows.aged && own - index <= lag_pages;
       const bool kernel_reads_raw = identity || !place.encoded.valid() || in_lag || (own == index && place.raw.valid());
       ASSERT_EQ(kernel_reads_raw, identity || in_lag || encoded.empty());
       (kernel_reads_raw ? reads_raw : reads_encoded) = true;
       counts_->declined += !identity && !in_lag && encoded.empty();
+      if (rows.reads != nullptr) rows.reads->push_back({own, index, !kernel_reads_raw, 0});
     }
     uint8_t* bytes;
     if (reads_raw) {
       ++counts_->raw;
       ASSERT_NO_FATAL_FAILURE(Bytes(place.raw, &bytes));
       ASSERT_TRUE(RawPrefixEquals(layout, bytes, raw, tokens));
+      if (rows.reads != nullptr) NoteBytes(rows, noted, false, RawBytesRead(layout, bytes, tokens));
     }
     if (reads_encoded) {
       ++counts_->encoded;
       ASSERT_EQ(tokens, layout.page_tokens);
       ASSERT_NO_FATAL_FAILURE(Bytes(place.encoded, &bytes));
       ASSERT_EQ(std::memcmp(bytes, encoded.data(), encoded.size()), 0);
+      if (rows.reads != nullptr) NoteBytes(rows, noted, true, Checksum({bytes, bytes + encoded.size()}));
     }
   }
 }

@@ -17,14 +17,26 @@
 
 namespace kvmanager::testing {
 
+/// A page that queries read, and how.
+struct PageRead {
+  uint32_t own = 0;  // page of the queries
+  uint32_t page = 0;
+  bool encoded = false;
+  uint64_t bytes = 0;  // XXH3-64: of a raw page its tokens, of K and V by head
+  bool operator==(const PageRead&) const = default;
+};
+/// PageRead::bytes of a raw page's first `tokens` tokens.
+uint64_t RawBytesRead(const PageLayout& layout, const uint8_t* page, int tokens);
+
 /// Tokens of one layer of a sequence, as of a submission.
 struct SimulatedRows {
   SequenceId sequence = 0;
   int layer = 0;
   uint64_t position = 0;
   int tokens = 0;
-  Text text;          // of the whole layer
-  uint32_t aged = 0;  // of queries
+  Text text;                                     // of the whole layer
+  uint32_t aged = 0;                             // of queries
+  std::shared_ptr<std::vector<PageRead>> reads;  // of queries: where what they read is noted, if anywhere
 };
 
 /// What a stream runs in one piece, in the order of its fields. Of one cache.
