@@ -232,7 +232,7 @@ def classes_in_several_files(texts: dict[str, str]) -> list[str]:
 
 class Classes(unittest.TestCase):
     def sources(self, endings: tuple[str, ...]) -> dict[str, str]:
-        tests = re.compile(r"_(test|testing|bench|fixture)\.|/(simulated|device_walk|store_walk)")
+        tests = re.compile(r"_(test|testing|bench|fixture)\.|/(simulated|[a-z]+_walk)")
         return {p: read(p) for p in paths(endings) if p.startswith("kvmanager/") and not tests.search(p)}
 
     def test_classes_have_few_public_methods(self) -> None:

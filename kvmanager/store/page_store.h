@@ -24,9 +24,8 @@
 //  4. Batches are all or nothing: an error changes no sequence.
 //  5. Of a codec that chooses what queries read, each sequence has an index (codecs/sequence_index.h). Its jobs run
 //     behind attention, as encoding does, and begin as soon as their tokens are there; a query that needs one waits.
-//  6. A found block is verified: its key, its token digest and, in host memory, the checksum (XXH3) of each page that
-//  is
-//     encoded; a mismatch is a counted miss. Bytes of a GPU are verified when they leave it.
+//  6. A found block is verified: key, token digest and, in host memory, checksums (XXH3) of its encoded pages. A
+//     mismatch is a counted miss. Bytes of a GPU are verified when they leave it.
 #pragma once
 
 #include <cstdint>
