@@ -355,7 +355,7 @@ class SequenceService final : public api::Sequence::Server {
         });
   }
   static kj::Promise<absl::Status> WhenWritten(const std::shared_ptr<Session>& session,
-                                                  const std::shared_ptr<const BoundCache>& bound, SequenceId id) {
+                                               const std::shared_ptr<const BoundCache>& bound, SequenceId id) {
     return OnceWritten<bool>(session, bound, id, [] { return absl::StatusOr<bool>(true); })
         .then([](absl::StatusOr<bool> written) { return written.status(); });
   }
