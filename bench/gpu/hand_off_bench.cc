@@ -3,10 +3,10 @@
 //
 //   bazel run --config=opt //bench/gpu:hand_off_bench -- [--tokens 32768] [--chunk 4096] [--codecs ...] [--json FILE]
 //
-// Two daemons, GPU 0's and GPU 1's, and one process that drives both, so that one clock times both. The prompt's
-// attention is all that is computed, over random K, V and queries: a model's projections would make prefill longer, and
-// a hand-off easier to hide. Ways of computing it: by the daemon, which knows of each layer as it is done, and in this
-// process, whose steps end with their last layer. Per codec and way, medians:
+// Two daemons, each on its GPU (or both on one, --gpus 0,0), and one process that drives both, so that one clock times
+// both. The prompt's attention is all that is computed, over random K, V and queries: a model's projections would make
+// prefill longer, and a hand-off easier to hide. Ways of computing it: by the daemon, which knows of each layer as it
+// is done, and in this process, whose steps end with their last layer. Per codec and way, medians:
 //   prefill    until the last layer's attention is there, with no hand-off beside
 //   beside     the same with one
 //   one piece  a hand-off of the whole sequence, from the call until the other daemon's client has claimed it
@@ -44,6 +44,7 @@ using testing::DaemonProcess;
 struct Arguments {
   int tokens = 32768, chunk = 4096, layers = 32, kv_heads = 8, query_heads = 32, head_dim = 128, repeats = 5;
   std::string pool = "24GiB", json;
+  std::vector<int> gpus = {0, 1};  // the prompt's, and the one that decodes
   std::vector<std::string> codecs = {"raw", "hack:k_bits=3,v_bits=2"}, ways = {"daemon", "process"};
 
   size_t kv_bytes(int rows) const { return size_t(rows) * kv_heads * head_dim * 2; }
@@ -262,11 +263,13 @@ absl::StatusOr<nlohmann::json> RunWay(const Arguments& a, Side& from, Side& to, 
 
 absl::Status Run(const Arguments& a) {
   int gpus = 0;
-  if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus < 2) {
-    return absl::FailedPreconditionError(absl::StrCat(gpus, " GPUs here, and a hand-off between GPUs wants two"));
+  const int wanted = 1 + std::max(a.gpus[0], a.gpus[1]);
+  if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus < wanted) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(gpus, " GPUs here, and --gpus ", a.gpus[0], ",", a.gpus[1], " wants ", wanted));
   }
-  KV_ASSIGN_OR_RETURN(const auto from, Side::Make(a, 0));
-  KV_ASSIGN_OR_RETURN(const auto to, Side::Make(a, 1));
+  KV_ASSIGN_OR_RETURN(const auto from, Side::Make(a, a.gpus[0]));
+  KV_ASSIGN_OR_RETURN(const auto to, Side::Make(a, a.gpus[1]));
   std::printf(
       "%d tokens in steps of %d, %d layers, %d query and %d KV heads of %d; medians of %d, ms\n\n"
       "| codec | attention by | MB sent | prefill | beside a hand-off | in one piece | exposed | from .. to | hidden "
@@ -301,6 +304,11 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--repeats", a.repeats)->check(CLI::Range(1, 100))->capture_default_str();
   app.add_option("--pool", a.pool, "--device-pool-bytes of each daemon")->capture_default_str();
+  app.add_option("--gpus", a.gpus, "the prompt's and the one that decodes; one GPU twice: two daemons share it")
+      ->delimiter(',')
+      ->expected(2)
+      ->check(CLI::Range(0, 63))
+      ->capture_default_str();
   app.add_option("--codecs", a.codecs, "of hack and raw, and others that need no artifact");
   app.add_option("--ways", a.ways, "daemon, process")->delimiter(',')->check(CLI::IsMember({"daemon", "process"}));
   app.add_option("--json", a.json, "a file for all times");

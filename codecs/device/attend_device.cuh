@@ -32,6 +32,8 @@
 //   Open(state, params), Close(state, params): from the plain order of channels to its own, and back;
 //   Store<add>(state, to): acc as [kRows][kHeadDim], in place of what is there or added to it.
 //
+//   With kLaunchedIntoEnd its kernel begins while what was launched before it ends, and waits before it reads.
+//
 //   With kApart its outputs stand in a space of their own (attend_apart.cuh, attend_kernel.cuh): Open and Close concern
 //   sums and maxima alone, and acc is empty then; ClearUnused(state), with kPrepares, says which of acc it has no use
 //   for.
@@ -214,33 +216,6 @@ struct TileStates {
   alignas(16) StateSpace space[(kWarps + 15) / 16 * 16];
 };
 
-/// Where a tile's q stands rotated, once one of the block's warps did it: no warp is two tiles ahead of another, since
-/// it waited for the merging of the tile between.
-template <int kHeadDim, int kRows>
-struct RotatedQueries {
-  alignas(16) float q[2][kRows][kHeadDim];
-  uint32_t claimed[2], ready[2];  // by a tile's parity: tiles, counted from 1
-
-  __device__ __forceinline__ void Init() {
-    if (threadIdx.x < 2) claimed[threadIdx.x] = ready[threadIdx.x] = 0;
-  }
-  /// Whether this warp is the first to ask for the tile: it writes it then, and says so with Publish.
-  __device__ __forceinline__ bool Claim(uint32_t tile) {
-    uint32_t before = 0;
-    if (threadIdx.x % 32 == 0) before = atomicMax(&claimed[tile % 2], tile + 1);
-    return __shfl_sync(kAllLanes, before, 0) != tile + 1;
-  }
-  __device__ __forceinline__ void Publish(uint32_t tile) {
-    __threadfence_block();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) *const_cast<volatile uint32_t*>(&ready[tile % 2]) = tile + 1;
-  }
-  __device__ __forceinline__ void Wait(uint32_t tile) const {
-    while (*const_cast<const volatile uint32_t*>(&ready[tile % 2]) != tile + 1) continue;
-    __threadfence_block();
-    __syncwarp();
-  }
-};
 struct NothingRotated {};
 
 /// Four channels of a row of a tile, on their way to the output.
@@ -297,6 +272,51 @@ __device__ __forceinline__ float4 RotateRow(const float4& x) {
   }
   return make_float4(v[0] * norm, v[1] * norm, v[2] * norm, v[3] * norm);
 }
+
+/// A tile's q times the Walsh-Hadamard matrix: the first warps that come to the tile rotate a row each, for all. Two
+/// tiles have a place: no warp is two tiles ahead of another, since it waited for the merging of the tile between.
+template <int kHeadDim, int kRows>
+struct RotatedQueries {
+  alignas(16) float q[2][kRows][kHeadDim];
+  alignas(8) uint64_t ready[2];  // barriers: the rows are there
+  uint32_t asked[2];             // how often warps asked for a row
+
+  __device__ __forceinline__ Barrier Ready(int tile) { return {SharedAddress(&ready[tile % 2])}; }
+  static __device__ __forceinline__ bool HasChannels() { return threadIdx.x % 32 < kHeadDim / 4; }
+
+  __device__ __forceinline__ void Init() {
+    if (threadIdx.x < 2) asked[threadIdx.x] = 0, Ready(threadIdx.x).Init(32 * kRows);
+  }
+  /// The row that this warp is to Put; kRows and more: none. Each of the block's kWarps warps asks once for a tile.
+  template <int kWarps>
+  __device__ __forceinline__ int TakeRow(int tile) {
+    uint32_t before = 0;
+    if (threadIdx.x % 32 == 0) before = atomicAdd(&asked[tile % 2], 1);
+    return __shfl_sync(kAllLanes, before, 0) % kWarps;
+  }
+  /// This lane's four channels of a row, as they stand in p.q; zeros where the tile has no such row.
+  static __device__ __forceinline__ uint2 Read(const AttendParams& p, const AttendItem& item, int row) {
+    if (row >= item.rows || !HasChannels()) return make_uint2(0, 0);
+    return reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p.q) +
+                                          RowOf(p, item, row) * kHeadDim)[threadIdx.x % 32];
+  }
+  __device__ __forceinline__ void Put(const AttendParams& p, int tile, int row, const uint2& four) {
+    const float2 a = ToFloats(four.x, p.bfloat16), b = ToFloats(four.y, p.bfloat16);
+    const float4 rotated = RotateRow<kHeadDim>(make_float4(a.x, a.y, b.x, b.y));
+    if (HasChannels()) reinterpret_cast<float4*>(q[tile % 2][row])[threadIdx.x % 32] = rotated;
+    Ready(tile).Arrive();
+  }
+  /// This lane's channels of every row, once they are there.
+  __device__ __forceinline__ void Take(int tile, float (&to)[kRows][4]) {
+    Ready(tile).Wait(tile / 2 % 2);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float4 four = make_float4(0, 0, 0, 0);
+      if (HasChannels()) four = reinterpret_cast<const float4*>(q[tile % 2][r])[threadIdx.x % 32];
+      to[r][0] = four.x, to[r][1] = four.y, to[r][2] = four.z, to[r][3] = four.w;
+    }
+  }
+};
 
 /// Merges what the block's warps left of a tile: the tile's output, or this block's part, and, if that is the last of
 /// the tile's parts to come, the output from all of them. The `index`-th of kMergers warps has the index-th rows.

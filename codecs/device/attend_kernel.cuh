@@ -24,10 +24,17 @@ constexpr bool MayRotate() {
   return false;
 }
 
-/// Whether a tile's q is rotated by one of a block's warps for all.
+/// Whether a tile's q is rotated by a block's warps together (RotatedQueries), where p.rotates.
 template <class Encoded>
 constexpr bool SharesQueries() {
   if constexpr (requires { Encoded::kSharesQueries; }) return Encoded::kSharesQueries;
+  return false;
+}
+
+/// Whether the kernel may begin while what was launched before it ends; all that it reads may come from there.
+template <class Encoded>
+constexpr bool LaunchedIntoEnd() {
+  if constexpr (requires { Encoded::kLaunchedIntoEnd; }) return Encoded::kLaunchedIntoEnd;
   return false;
 }
 
@@ -158,9 +165,15 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
   if (threadIdx.x == 0) left.Init(kWarps * 32), merged.Init(Memory::kMergers * 32);
   if constexpr (SharesQueries<Encoded>()) memory->queries.Init();
   __syncthreads();
+  if constexpr (LaunchedIntoEnd<Encoded>()) {
+    WaitForLast();
+    LetNextBegin();
+  }
 
   AttendItem& item = memory->items[warp][0];
   Loader<Raw, Encoded, kWarps> loader(p, memory->items[warp][1]);
+  CopyItem(p, &item, blockIdx.x);
+  if (item.pages == 0) return;  // fewer blocks were needed
   uint32_t load_stage = 0, stage = 0, parity = 0;
   const auto load = [&]() {
     loader.Load(SharedAddress(ring) + load_stage * Memory::kPieceBytes, {barriers + 8 * load_stage});
@@ -174,8 +187,25 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
   const auto advance = [&]() {
     if (++stage == kStages) stage = 0, parity ^= 1;
   };
+  // The first tile's q is on its way while pages are looked up.
+  [[maybe_unused]] int row = Encoded::kRows;
+  [[maybe_unused]] uint2 four;
+  const auto read_query = [&](int tile) {
+    if constexpr (SharesQueries<Encoded>()) {
+      if (!p.rotates) return;
+      row = memory->queries.template TakeRow<kWarps>(tile);
+      if (row < Encoded::kRows) four = memory->queries.Read(p, item, row);
+    }
+  };
+  const auto rotate_query = [&](int tile) {
+    if constexpr (SharesQueries<Encoded>()) {
+      if (row < Encoded::kRows) memory->queries.Put(p, tile, row, four);
+    }
+  };
+  read_query(0);
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) load();
+  rotate_query(0);
   constexpr bool kApart = StandsApart<Encoded>();
   if constexpr (kApart) {  // pages were there before what was launched last: it mapped q
     WaitForLast();
@@ -260,8 +290,6 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
     }
     empty = false;
   };
-  CopyItem(p, &item, blockIdx.x);
-  if (item.pages == 0) return;  // fewer blocks were needed
   for (;;) {
     if (item.form == PageForm::kRaw) {
       attend(Raw());
@@ -303,7 +331,12 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm) AttendKernel(const 
     }
     const uint32_t next = item.next;
     if (next == 0) return;
+    const bool ended = item.ends_tile;
     CopyItem(p, &item, next);
+    if (ended) {
+      read_query(tile);
+      rotate_query(tile);
+    }
   }
 }
 

@@ -8,6 +8,23 @@
 
 namespace kvmanager::device {
 
+/// So that it may begin while the kernel before it ends: once that lets it (LetNextBegin), or is done.
+template <class Params>
+cudaError_t LaunchIntoEnd(void (*kernel)(Params), dim3 blocks, int threads, size_t shared_bytes, CUstream_st* stream,
+                          const Params& params) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
 template <class Raw, class Encoded, int kWarps, int kStages, int kBlocksPerSm>
 struct Attend {
   using Memory = AttendMemory<Raw, Encoded, kWarps, kStages>;
@@ -19,6 +36,9 @@ struct Attend {
     return cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Memory));
   }
   static int Launch(const AttendParams& params, int blocks, CUstream_st* stream) {
+    if constexpr (LaunchedIntoEnd<Encoded>()) {
+      return LaunchIntoEnd(kKernel, blocks, kThreads, sizeof(Memory), stream, params);
+    }
     kKernel<<<blocks, kThreads, sizeof(Memory), stream>>>(params);
     return cudaPeekAtLastError();
   }
@@ -40,23 +60,6 @@ struct LaunchApart : Base {
       error = LaunchIntoEnd(ExpandKernel<kHeadDim>, map_blocks, MapBlock<kHeadDim>::kThreads, 0, stream, params);
     }
     return error;
-  }
-
- private:
-  /// So that it may begin when the kernel before it lets it.
-  static cudaError_t LaunchIntoEnd(void (*kernel)(AttendParams), dim3 blocks, int threads, size_t shared_bytes,
-                                   CUstream_st* stream, const AttendParams& params) {
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = blocks;
-    config.blockDim = threads;
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, params);
   }
 };
 template <class Raw, class Encoded, int kWarps, int kStages, int kBlocksPerSm>

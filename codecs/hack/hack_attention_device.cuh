@@ -166,6 +166,7 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
 
   // With more rows a tile's q would take the place of a warp's records.
   static constexpr bool kPrepares = true, kMayRotate = true, kSharesQueries = kRows == 4;
+  static constexpr bool kLaunchedIntoEnd = true;
 
   uint32_t* scratch;
   // Of the unit that was prepared: q times K's steps as B fragments; of rows 2t and 2t + 1, score = unit * integer +
@@ -199,25 +200,7 @@ struct HackPages : StepFold<kHeadDimension, kTileRowsMax> {
     scratch = reinterpret_cast<uint32_t*>(space);
     bytes.Init(scratch);
     if (!params.rotates) return TakeQueries(params, item);
-    const int lane = threadIdx.x % 32;
-    const auto shared = [&](int r) { return reinterpret_cast<float4*>(queries.q[tile % 2][r]) + lane; };
-    if (queries.Claim(tile)) {
-      TakeQueries(params, item);
-      Fold::RotateRows(this->q);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (!Fold::HasChannels(lane)) continue;
-        *shared(r) = make_float4(this->q[r][0], this->q[r][1], this->q[r][2], this->q[r][3]);
-      }
-      queries.Publish(tile);
-    } else {
-      queries.Wait(tile);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const float4 four = Fold::HasChannels(lane) ? *shared(r) : make_float4(0, 0, 0, 0);
-        this->q[r][0] = four.x, this->q[r][1] = four.y, this->q[r][2] = four.z, this->q[r][3] = four.w;
-      }
-    }
+    queries.Take(tile, this->q);
   }
 
   __device__ __forceinline__ void Prepare(const AttendParams& params, const uint8_t* record) {

@@ -3,9 +3,15 @@
 #include "codecs/raw/raw_attention_launch.cuh"
 
 namespace kvmanager {
+namespace {
 
-const device::AttendKernels* RawAttentionKernels(int head_dim) {
-  return device::FindAttendRaw<device::RawPages>(head_dim);
-}
+template <int kHeadDim, int kRows>
+struct Pages : device::RawPages<kHeadDim, kRows> {
+  static constexpr bool kLaunchedIntoEnd = true;
+};
+
+}  // namespace
+
+const device::AttendKernels* RawAttentionKernels(int head_dim) { return device::FindAttendRaw<Pages>(head_dim); }
 
 }  // namespace kvmanager
