@@ -196,9 +196,7 @@ class PolicyCodec final : public Codec {
   std::unique_ptr<DeviceCodec> NewDeviceCodec() const override {
     std::vector<std::unique_ptr<DeviceCodec>> codecs;
     for (const auto& codec : policy_.codecs) codecs.push_back(codec->NewDeviceCodec());
-    std::vector<PolicyDeviceLayer> layers;
-    for (const size_t codec : policy_.codec_of) layers.push_back({codec, policy_.codecs[codec]->info().identity});
-    return MakePolicyDeviceCodec(std::move(codecs), std::move(layers), info_.sink_tokens);
+    return MakePolicyDeviceCodec(std::move(codecs), policy_.codec_of, info_);
   }
 
   bool OutputFactor(int layer, int kv_head, absl::Span<float> factor) const override {

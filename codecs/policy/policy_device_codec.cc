@@ -8,14 +8,12 @@ namespace {
 
 class PolicyDeviceCodec final : public DeviceCodec {
  public:
-  PolicyDeviceCodec(std::vector<std::unique_ptr<DeviceCodec>> codecs, std::vector<PolicyDeviceLayer> layers,
-                    uint64_t sinks)
-      : codecs_(std::move(codecs)), layers_(std::move(layers)), sinks_(sinks) {}
+  PolicyDeviceCodec(std::vector<std::unique_ptr<DeviceCodec>> codecs, std::vector<size_t> codec_of,
+                    const CodecInfo& info)
+      : codecs_(std::move(codecs)), codec_of_(std::move(codec_of)), info_(info) {}
 
-  const DeviceCodec& of(int layer) const override { return *codecs_[layers_[layer].codec]; }
-  bool keeps_raw(int layer, uint64_t first_token) const override {
-    return first_token < sinks_ || layers_[layer].keeps_raw;
-  }
+  const DeviceCodec& of(int layer) const override { return *codecs_[codec_of_[layer]]; }
+  bool keeps_raw(int layer, uint64_t first_token) const override { return info_.keeps_raw(layer, first_token); }
   const device::AttendKernels* attention(int layer) const override { return of(layer).attention(layer); }
   const void* attention_data(int layer) const override { return of(layer).attention_data(layer); }
   device::HeadCosts head_costs(int layer) const override { return of(layer).head_costs(layer); }
@@ -29,16 +27,16 @@ class PolicyDeviceCodec final : public DeviceCodec {
   }
 
   const std::vector<std::unique_ptr<DeviceCodec>> codecs_;
-  const std::vector<PolicyDeviceLayer> layers_;
-  const uint64_t sinks_;
+  const std::vector<size_t> codec_of_;
+  const CodecInfo info_;
 };
 
 }  // namespace
 
 std::unique_ptr<DeviceCodec> MakePolicyDeviceCodec(std::vector<std::unique_ptr<DeviceCodec>> codecs,
-                                                   std::vector<PolicyDeviceLayer> layers, uint64_t sinks) {
+                                                   std::vector<size_t> codec_of, const CodecInfo& info) {
   if (std::find(codecs.begin(), codecs.end(), nullptr) != codecs.end()) return nullptr;
-  return std::make_unique<PolicyDeviceCodec>(std::move(codecs), std::move(layers), sinks);
+  return std::make_unique<PolicyDeviceCodec>(std::move(codecs), std::move(codec_of), info);
 }
 
 }  // namespace kvmanager

@@ -287,7 +287,12 @@ class CacheService final : public api::Cache::Server {
       WriteCreated(may, reply);
       return kj::READY_NOW;
     }
-    return parts_.arrivals->Await(store().Fetch(id(), prefix, prompt_tokens))
+    auto fetched = store().Fetch(id(), prefix, prompt_tokens);
+    if (!fetched.ok() || ((*fetched)->ready() && !(*fetched)->awaits_room())) {  // nothing has to be copied
+      WriteCreated(fetched.ok() ? (*fetched)->Commit() : fetched.status(), reply);
+      return kj::READY_NOW;
+    }
+    return parts_.arrivals->Await(std::move(fetched))
         .then([this, prefix, prompt_tokens, reply](absl::StatusOr<Arrived> made) mutable {
           // Where there is no room for all of it, what its own memory has is better than nothing.
           if (absl::IsResourceExhausted(made.status())) return Create(prefix, prompt_tokens, reply);

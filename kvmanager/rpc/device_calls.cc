@@ -375,6 +375,27 @@ absl::StatusOr<uint64_t> DeviceCalls::Change(Session& session, const StepCache& 
   return work->Copy(cache, sequence, pages, process == nullptr ? 0 : process->epoch(), change);
 }
 
+absl::StatusOr<Forked> DeviceCalls::Fork(Session& session, const StepCache& cache, SequenceId sequence) const {
+  SequenceId fork = 0;
+  const auto copied = Change(session, cache, sequence, UINT64_MAX, [&](std::vector<OpenCopy>* copies) -> absl::Status {
+    KV_ASSIGN_OR_RETURN(fork, parts_.store->Fork(sequence, copies));
+    return absl::OkStatus();
+  });
+  if (!copied.ok()) {
+    if (fork != 0) parts_.store->Drop(fork);  // its open pages were not copied
+    return copied.status();
+  }
+  if (const auto work = session.gpus().WorkOf(cache.config->device); work.ok()) (*work)->NoteFork(fork);
+  return Forked{fork, *copied};
+}
+
+absl::StatusOr<uint64_t> DeviceCalls::Crop(Session& session, const StepCache& cache, SequenceId sequence,
+                                           uint64_t tokens) const {
+  const uint64_t page_tokens = cache.config->layout.page_tokens;
+  return Change(session, cache, sequence, tokens / page_tokens + (tokens % page_tokens != 0),
+                [&](std::vector<OpenCopy>* copies) { return parts_.store->Crop(sequence, tokens, copies); });
+}
+
 absl::Status DeviceCalls::CheckUsable(Session& session, const StepCache& cache, SequenceId sequence) const {
   KV_ASSIGN_OR_RETURN(const std::shared_ptr<DeviceWork> work, session.gpus().WorkOf(cache.config->device));
   const std::shared_ptr<ProcessSteps> process = session.gpus().FindProcessSteps(cache.config->device);
@@ -420,10 +441,6 @@ kj::Promise<absl::Status> DeviceCalls::WhenAllWritten(const std::shared_ptr<Sess
     KV_RETURN_IF_ERROR(work->CheckSequence(sequence, id));
     return process == nullptr ? absl::OkStatus() : process->CheckSequence(sequence);
   });
-}
-
-void DeviceCalls::NoteFork(Session& session, const StepCache& cache, SequenceId fork) const {
-  if (const auto work = session.gpus().WorkOf(cache.config->device); work.ok()) (*work)->NoteFork(fork);
 }
 
 bool DeviceCalls::HasWritten(Session& session, const StepCache& cache, SequenceId sequence) const {

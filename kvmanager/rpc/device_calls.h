@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "kvmanager/api/kvmanager.capnp.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/event_loop.h"
@@ -50,15 +51,19 @@ class DeviceCalls final : public MemoryCalls {
                                            SequenceId sequence) const override;
   void TellWhenWritten(Session& session, const StepCache& cache, SequenceId sequence, int first_layer,
                        std::vector<uint64_t> tokens) const override;
-  absl::StatusOr<uint64_t> Change(Session& session, const StepCache& cache, SequenceId sequence, uint64_t pages,
-                                  absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) const override;
-  void NoteFork(Session& session, const StepCache& cache, SequenceId fork) const override;
+  absl::StatusOr<Forked> Fork(Session& session, const StepCache& cache, SequenceId sequence) const override;
+  absl::StatusOr<uint64_t> Crop(Session& session, const StepCache& cache, SequenceId sequence,
+                                uint64_t tokens) const override;
   bool GoesByHost(const absl::Status& why) const override;
 
   // What the calls use.
   const Parts& parts() const { return parts_; }
 
  private:
+  /// Forks or crops by `change`, which says what is to be copied, and copies it. pages: what a crop leaves.
+  absl::StatusOr<uint64_t> Change(Session& session, const StepCache& cache, SequenceId sequence, uint64_t pages,
+                                  absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) const;
+
   const Parts parts_;
 };
 

@@ -244,11 +244,18 @@ absl::Span<uint8_t> HostCalls::ArenaBytes(const Session& session, const StepCach
   return session.ArenaBytes(arena);
 }
 
-absl::StatusOr<uint64_t> HostCalls::Change(Session&, const StepCache&, SequenceId, uint64_t,
-                                           absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) const {
+// Host memory copies at once.
+absl::StatusOr<Forked> HostCalls::Fork(Session&, const StepCache&, SequenceId sequence) const {
   std::vector<OpenCopy> copies;
-  KV_RETURN_IF_ERROR(change(&copies));
-  KV_CHECK(copies.empty());  // host memory copies at once
+  KV_ASSIGN_OR_RETURN(const SequenceId fork, parts_.store->Fork(sequence, &copies));
+  KV_CHECK(copies.empty());
+  return Forked{fork, 0};
+}
+
+absl::StatusOr<uint64_t> HostCalls::Crop(Session&, const StepCache&, SequenceId sequence, uint64_t tokens) const {
+  std::vector<OpenCopy> copies;
+  KV_RETURN_IF_ERROR(parts_.store->Crop(sequence, tokens, &copies));
+  KV_CHECK(copies.empty());
   return 0;
 }
 

@@ -53,9 +53,9 @@ class HostCalls final : public MemoryCalls {
     return absl::OkStatus();
   }
   void TellWhenWritten(Session&, const StepCache&, SequenceId, int, std::vector<uint64_t>) const override {}
-  absl::StatusOr<uint64_t> Change(Session& session, const StepCache& cache, SequenceId sequence, uint64_t pages,
-                                  absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) const override;
-  void NoteFork(Session&, const StepCache&, SequenceId) const override {}
+  absl::StatusOr<Forked> Fork(Session& session, const StepCache& cache, SequenceId sequence) const override;
+  absl::StatusOr<uint64_t> Crop(Session& session, const StepCache& cache, SequenceId sequence,
+                                uint64_t tokens) const override;
   bool GoesByHost(const absl::Status&) const override { return false; }
 
  private:

@@ -10,7 +10,6 @@
 #include <memory>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
@@ -24,6 +23,12 @@ class Session;
 
 using StepContext = capnp::CallContext<api::Cache::StepParams, api::Cache::StepResults>;
 using ExtendContext = capnp::CallContext<api::Cache::ExtendParams, api::Cache::ExtendResults>;
+
+/// A fork, and the value of `done` (StepReply) that says that its open pages are copied; 0: they are.
+struct Forked {
+  SequenceId sequence = 0;
+  uint64_t copied = 0;
+};
 
 class MemoryCalls {
  public:
@@ -55,13 +60,12 @@ class MemoryCalls {
   /// written at once.
   virtual void TellWhenWritten(Session& session, const StepCache& cache, SequenceId sequence, int first_layer,
                                std::vector<uint64_t> tokens) const = 0;
-  /// Forks or crops it by `change`, which is given where to say what is to be copied. pages: what a crop leaves;
-  /// kAllPages of a fork. Returns the value of `done` that says that open pages are copied; 0: they are.
-  static constexpr uint64_t kAllPages = UINT64_MAX;
-  virtual absl::StatusOr<uint64_t> Change(Session& session, const StepCache& cache, SequenceId sequence, uint64_t pages,
-                                          absl::FunctionRef<absl::Status(std::vector<OpenCopy>*)> change) const = 0;
-  /// A fork was made by the last change.
-  virtual void NoteFork(Session& session, const StepCache& cache, SequenceId fork) const = 0;
+  /// Forks it (SequenceTable::Fork). Errors: the store's; those of CheckUsable.
+  virtual absl::StatusOr<Forked> Fork(Session& session, const StepCache& cache, SequenceId sequence) const = 0;
+  /// Crops it to so many tokens (SequenceTable::Crop). Returns Forked::copied of the page that is open then. Errors: as
+  /// Fork's.
+  virtual absl::StatusOr<uint64_t> Crop(Session& session, const StepCache& cache, SequenceId sequence,
+                                        uint64_t tokens) const = 0;
   /// Whether what could not be sent out of this memory, for this reason, may be sent as a copy in the host's.
   virtual bool GoesByHost(const absl::Status& why) const = 0;
 };

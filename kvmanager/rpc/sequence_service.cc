@@ -158,21 +158,11 @@ class SequenceService final : public api::Sequence::Server {
   kj::Promise<void> ForkNow(ForkContext context) {
     return Serve(*session_, Method::kFork, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       KV_RETURN_IF_ERROR(session_->CheckNewSequence());
-      SequenceId forked = 0;
-      const absl::StatusOr<uint64_t> done = calls().Change(*session_, bound_->cache, id_, MemoryCalls::kAllPages,
-                                                           [&](std::vector<OpenCopy>* copies) -> absl::Status {
-                                                             KV_ASSIGN_OR_RETURN(forked, store().Fork(id_, copies));
-                                                             return absl::OkStatus();
-                                                           });
-      if (!done.ok()) {
-        if (forked != 0) store().Drop(forked);  // its open pages were not copied
-        return done.status();
-      }
-      calls().NoteFork(*session_, bound_->cache, forked);
+      KV_ASSIGN_OR_RETURN(const Forked fork, calls().Fork(*session_, bound_->cache, id_));
       auto reply = context.getResults().initReply();
-      reply.setDone(*done);
-      reply.setSequence(MakeSequenceService(session_, parts_, forked, bound_));
-      reply.setSequenceId(forked);
+      reply.setDone(fork.copied);
+      reply.setSequence(MakeSequenceService(session_, parts_, fork.sequence, bound_));
+      reply.setSequenceId(fork.sequence);
       return Done();
     });
   }
@@ -180,10 +170,7 @@ class SequenceService final : public api::Sequence::Server {
   kj::Promise<void> CropNow(CropContext context) {
     return Serve(*session_, Method::kCrop, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       const uint64_t tokens = context.getParams().getTokens();
-      KV_ASSIGN_OR_RETURN(
-          const uint64_t done,
-          calls().Change(*session_, bound_->cache, id_, PagesOf(tokens, bound_->config.layout.page_tokens),
-                         [&](std::vector<OpenCopy>* copies) { return store().Crop(id_, tokens, copies); }));
+      KV_ASSIGN_OR_RETURN(const uint64_t done, calls().Crop(*session_, bound_->cache, id_, tokens));
       publish_.OnCrop(tokens);
       context.getResults().setDone(done);
       return Done();
@@ -360,9 +347,6 @@ class SequenceService final : public api::Sequence::Server {
         .then([](absl::StatusOr<bool> written) { return written.status(); });
   }
 
-  static uint64_t PagesOf(uint64_t tokens, uint64_t page_tokens) {
-    return tokens / page_tokens + (tokens % page_tokens != 0);
-  }
   static void WritePublished(const PublishResult& result, PublishContext& context) {
     auto reply = context.getResults().initReply();
     reply.setPublished(static_cast<uint32_t>(result.published));

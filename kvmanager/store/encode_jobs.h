@@ -28,7 +28,7 @@ class PageFollower {
   virtual void OnFull(uint32_t block, uint32_t layer) = 0;
   /// Some pages have been encoded, of any sequence.
   virtual void OnEncoded() = 0;
-  /// As HandOffs'.
+  /// As Exports'.
   virtual bool AwaitsWrites(SequenceId sequence) const = 0;
   virtual void OnWritten(SequenceId sequence, int first_layer, absl::Span<const uint64_t> tokens) = 0;
   /// Tells its owner what is new.

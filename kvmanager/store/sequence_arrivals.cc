@@ -260,9 +260,7 @@ absl::StatusOr<CreateResult> ArrivalLeaseImpl::Commit() {
 absl::StatusOr<std::unique_ptr<ArrivalLease>> SequenceArrivals::Fetch(CacheId id, absl::Span<const BlockName> prefix,
                                                                       uint64_t prompt_tokens) {
   KV_ASSIGN_OR_RETURN(const auto cache, parts_.caches->Find(id));
-  KV_RETURN_IF_ERROR(CacheTable::CheckNames(prefix));
-  KV_RETURN_IF_ERROR(SequenceTable::CheckPrompt(*cache, prompt_tokens));
-  KV_RETURN_IF_ERROR(parts_.sequences->CheckLimit());
+  KV_RETURN_IF_ERROR(parts_.sequences->CheckNew(*cache, prefix, prompt_tokens));
   parts_.metrics->prefix_asked_blocks.Increment(static_cast<double>(prefix.size()));
   MatchResult match;
   const std::vector<Block*> found = parts_.caches->FindPrefix(*cache, prefix, &match);

@@ -33,10 +33,14 @@ absl::Status SequenceTable::CheckLimit() const {
                     absl::StrCat("below ", kSequencesMax, " to open another"));
 }
 
-absl::Status SequenceTable::CheckPrompt(const Cache& cache, uint64_t prompt_tokens) {
+absl::Status SequenceTable::CheckNew(const Cache& cache, absl::Span<const BlockName> prefix,
+                                     uint64_t prompt_tokens) const {
+  KV_RETURN_IF_ERROR(CacheTable::CheckNames(prefix));
   const uint64_t tokens_max = kSequenceBlocksMax * cache.page_tokens();
-  if (prompt_tokens <= tokens_max) return absl::OkStatus();
-  return InvalidField("prompt_tokens", prompt_tokens, absl::StrCat("at most ", tokens_max, ", a sequence's limit"));
+  if (prompt_tokens > tokens_max) {
+    return InvalidField("prompt_tokens", prompt_tokens, absl::StrCat("at most ", tokens_max, ", a sequence's limit"));
+  }
+  return CheckLimit();
 }
 
 std::unique_ptr<Sequence> SequenceTable::New(const std::shared_ptr<Cache>& cache) {
@@ -123,9 +127,7 @@ std::vector<SequenceInfo> SequenceTable::List() const {
 absl::StatusOr<CreateResult> SequenceTable::Create(CacheId id, absl::Span<const BlockName> prefix,
                                                    uint64_t prompt_tokens) {
   KV_ASSIGN_OR_RETURN(const auto cache, parts_.caches->Find(id));
-  KV_RETURN_IF_ERROR(CacheTable::CheckNames(prefix));
-  KV_RETURN_IF_ERROR(CheckPrompt(*cache, prompt_tokens));
-  KV_RETURN_IF_ERROR(CheckLimit());
+  KV_RETURN_IF_ERROR(CheckNew(*cache, prefix, prompt_tokens));
   CreateResult result;
   const std::vector<Block*> found =
       parts_.blocks->FindPrefix(*cache, prefix, /*lower_too=*/false, nullptr, &result.match);

@@ -55,7 +55,8 @@ class SequenceTable {
   /// One that is here as a whole. Errors: FindUsable's; FAILED_PRECONDITION for one that still arrives.
   absl::StatusOr<Sequence*> FindWhole(SequenceId id) const;
   absl::Status CheckLimit() const;
-  static absl::Status CheckPrompt(const Cache& cache, uint64_t prompt_tokens);
+  /// What a new sequence is made of, and that one more may be: INVALID_ARGUMENT, RESOURCE_EXHAUSTED.
+  absl::Status CheckNew(const Cache& cache, absl::Span<const BlockName> prefix, uint64_t prompt_tokens) const;
   static std::unique_ptr<Sequence> New(const std::shared_ptr<Cache>& cache);
   SequenceId Show(std::unique_ptr<Sequence> sequence);  // makes it visible
   void Attach(Sequence& sequence, Block* block);        // appends `block`, already held, and takes its raw holds
