@@ -39,6 +39,12 @@ class Gpu {
                                                      PollList* polls, GpuMetrics* metrics,
                                                      DeviceMetrics* device_metrics);
 
+  /// One that has streams and a pool alone: no kernels of this process encode, move, read or send its pages, and those
+  /// parts are nullptr. It is not drained. Errors: those of the streams' Create.
+  static absl::StatusOr<std::unique_ptr<Gpu>> CreateBare(std::unique_ptr<Device> device,
+                                                         std::unique_ptr<DevicePool> pool,
+                                                         DeviceMetrics* device_metrics);
+
   Gpu(const Gpu&) = delete;
   Gpu& operator=(const Gpu&) = delete;
 
