@@ -136,7 +136,7 @@ class Handle {
  public:
   Handle(std::shared_ptr<Connection> connection, Cap cap)
       : connection_(std::move(connection)), generation_(connection_->generation()), cap_(std::move(cap)) {}
-  ~Handle() { connection_->Release(std::move(cap_)); }
+  ~Handle() noexcept { connection_->Release(std::move(cap_)); }
   Handle(const Handle&) = delete;
 
   Connection& connection() const { return *connection_; }
@@ -213,7 +213,7 @@ Pending<R> Connection::CallLater(Request&& request, Read read, int64_t deadline_
    public:
     State(std::shared_ptr<Connection> connection, kj::Promise<R> promise)
         : connection_(std::move(connection)), promise_(std::move(promise)) {}
-    ~State() override {
+    ~State() noexcept override {
       if (promise_.has_value()) connection_->Release(std::move(promise_));
     }
     bool ready() override {
