@@ -27,7 +27,7 @@ inline constexpr char kBuiltWithoutCuda[] = "built without CUDA: nvcc was not on
 /// Converts to what a function returns that is not built.
 struct BuiltWithoutCuda {
   template <typename Result>
-  operator Result() const {
+  operator Result() const {  // NOLINT(google-explicit-constructor): `return BuiltWithoutCuda{};` is to convert
     if constexpr (std::is_constructible_v<Result, absl::Status>) {
       return absl::UnavailableError(kBuiltWithoutCuda);
     } else if constexpr (std::is_same_v<Result, std::string>) {

@@ -116,6 +116,7 @@ void DeviceIndexes::KeepKeys(size_t count) {
 void DeviceIndexes::Train() {
   IndexJob* const job = waiting_.front().job.job.get();  // kept until it ends
   std::vector<absl::AnyInvocable<void()>> tasks;
+  tasks.reserve(job->tasks());
   for (int task = 0; task < job->tasks(); ++task) tasks.push_back([this, job, task] { job->RunTask(task, pages_); });
   workers_->Run(std::move(tasks), [this] { PutImage(); });
 }

@@ -245,7 +245,7 @@ absl::Status DeviceWork::Enqueue(const StepCache& cache, Run& run, int layer, ab
 absl::StatusOr<uint64_t> DeviceWork::Submit(const StepCache& cache, int layer, absl::Span<const AttendEntry> entries,
                                             absl::Span<const EntryReading> readings, const DeviceTensors& tensors,
                                             AttentionCounts* counts) {
-  const auto submitted = Submission(tensors.ready, [&]() -> absl::Status {
+  auto submitted = Submission(tensors.ready, [&]() -> absl::Status {
     KV_ASSIGN_OR_RETURN(Run* const run, RunOf(cache));
     KV_RETURN_IF_ERROR(Enqueue(cache, *run, layer, entries, readings, tensors));
     if (tensors.q != nullptr) {

@@ -94,7 +94,7 @@ void BlockMoves::Start(const std::shared_ptr<Cache>& from, const std::shared_ptr
   if (demotes) move->upper->BeginDemotion(move->bytes);
   moves_.push_back(move);
   parts_.mover->Move(*move->upper, to, std::move(pages), /*given_up=*/nullptr,
-                     [this, move](bool moved, std::vector<MovingPage> landed) { Land(*move, moved, landed); });
+                     [this, move](bool moved, const std::vector<MovingPage>& landed) { Land(*move, moved, landed); });
 }
 
 void BlockMoves::Land(BlockMove& move, bool moved, absl::Span<const MovingPage> pages) {

@@ -165,17 +165,17 @@ absl::Status HostCopies::TakeLast(Copies* copies) {
 void HostCopies::Move(Copies copies) {
   if (from_->tier->mover() == nullptr) return Fail(GpuHasFailed());
   ++on_their_way_;
-  parts_.mover->Move(
-      *from_->tier, to_, std::move(copies.pages), closed_,
-      [self = shared_from_this(), numbers = std::move(copies.numbers)](bool moved, std::vector<MovingPage> pages) {
-        --self->on_their_way_;
-        if (!moved || *self->closed_) {
-          self->Fail(GpuHasFailed());
-        } else {
-          self->Land(numbers, pages);
-        }
-        self->Tell();
-      });
+  parts_.mover->Move(*from_->tier, to_, std::move(copies.pages), closed_,
+                     [self = shared_from_this(), numbers = std::move(copies.numbers)](
+                         bool moved, const std::vector<MovingPage>& pages) {
+                       --self->on_their_way_;
+                       if (!moved || *self->closed_) {
+                         self->Fail(GpuHasFailed());
+                       } else {
+                         self->Land(numbers, pages);
+                       }
+                       self->Tell();
+                     });
 }
 
 void HostCopies::Land(absl::Span<const uint32_t> numbers, absl::Span<const MovingPage> pages) {

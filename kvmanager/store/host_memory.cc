@@ -114,6 +114,7 @@ class HostMemory final : public MemoryBackend {
     // Shared by the job's tasks: the last of them ends it.
     auto keys = std::make_shared<const std::vector<const uint8_t*>>(std::move(training.pages));
     std::vector<absl::AnyInvocable<void()>> tasks;
+    tasks.reserve(training.job->tasks());
     for (int task = 0; task < training.job->tasks(); ++task) {
       tasks.push_back([job = training.job, keys, task] { job->RunTask(task, *keys); });
     }

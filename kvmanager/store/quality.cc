@@ -178,7 +178,7 @@ void QualityMonitor::Compare(const PageSample& page, absl::AnyInvocable<void()> 
 void QualityMonitor::Run(std::shared_ptr<Comparison> comparison, absl::AnyInvocable<void()> done) {
   std::vector<absl::AnyInvocable<void()>> tasks;
   tasks.push_back([comparison] { comparison->Compare(); });
-  executor_->Run(std::move(tasks), [this, comparison, done = std::move(done)]() mutable {
+  executor_->Run(std::move(tasks), [this, comparison = std::move(comparison), done = std::move(done)]() mutable {
     --comparisons_;
     if (std::isfinite(comparison->error)) SeriesOf(comparison->page).Observe(comparison->error);
     if (done != nullptr) done();

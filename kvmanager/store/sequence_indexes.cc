@@ -123,14 +123,13 @@ void SequenceIndexes::TakeBack(Sequence* sequence, TokenSelector& selector) {
 
 std::shared_ptr<const IndexMemory> SequenceIndexes::NewIndexMemory(Tier* tier, PageId slot) {
   tier->CountIndexBytes(static_cast<int64_t>(tier->pool()->SlotBytes(slot)));
-  return std::shared_ptr<const IndexMemory>(
-      new IndexMemory{slot}, [this, alive = parts_.alive, tier](IndexMemory* memory) {
-        if (!alive.expired()) {
-          tier->CountIndexBytes(-static_cast<int64_t>(tier->pool()->SlotBytes(memory->slot)));
-          tier->Free(memory->slot);
-        }
-        delete memory;
-      });
+  return std::shared_ptr<const IndexMemory>(new IndexMemory{slot}, [alive = parts_.alive, tier](IndexMemory* memory) {
+    if (!alive.expired()) {
+      tier->CountIndexBytes(-static_cast<int64_t>(tier->pool()->SlotBytes(memory->slot)));
+      tier->Free(memory->slot);
+    }
+    delete memory;
+  });
 }
 
 void SequenceIndexes::CountSlots(const Sequence& sequence, LayerRange layers, uint64_t position, int tokens,
