@@ -1,5 +1,7 @@
 #include "codecs/cpu_isa.h"
 
+#include "kvmanager/base/f16c.h"
+
 namespace kvmanager {
 
 Isa BestIsa() {
@@ -8,7 +10,7 @@ Isa BestIsa() {
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
     return Isa::kAvx512;
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && CpuHasF16c()) {
     return Isa::kAvx2;
   }
 #endif

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kvmanager/base/f16c.h"
 #include "kvmanager/base/half.h"
 
 #if defined(__x86_64__)
@@ -16,7 +17,7 @@ constexpr size_t kLanes = 8;
 
 #if defined(__x86_64__)
 bool HasF16c() {
-  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  static const bool has = __builtin_cpu_supports("avx2") && CpuHasF16c();
   return has;
 }
 
