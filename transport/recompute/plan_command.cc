@@ -1,6 +1,7 @@
 #include "transport/recompute/plan_command.h"
 
 #include <CLI/CLI.hpp>
+#include <cmath>
 
 #include "absl/strings/str_format.h"
 #include "kvmanager/base/status.h"
@@ -39,7 +40,7 @@ absl::StatusOr<int64_t> Rate(absl::string_view option, double value, double scal
 
 absl::StatusOr<int64_t> Latency(absl::string_view option, double us) {
   if (!(us >= 0) || us > kMicrosecondsMax) return InvalidField(option, us, absl::StrFormat("0..%g", kMicrosecondsMax));
-  return int64_t(us * 1000 + 0.5);
+  return int64_t(std::llround(us * 1000));
 }
 
 }  // namespace
