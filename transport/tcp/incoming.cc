@@ -99,8 +99,8 @@ void Incoming::Attach(std::shared_ptr<FrameLink> link) {
 }
 
 void Incoming::Resume(std::shared_ptr<FrameLink> link) {
-  if (state_ != State::kEnded) Attach(std::move(link));
-  FrameLink& to = state_ == State::kEnded ? *link : *link_;
+  FrameLink& to = *link;  // `link` keeps it, whatever becomes of link_
+  if (state_ != State::kEnded) Attach(link);
   to.Send(EncodedJoined());
   if (!ticket_.empty()) to.Send(EncodedAccept());
   if (extended_) to.Send(EncodeExtended({wanted_last_}));
