@@ -371,6 +371,7 @@ absl::StatusOr<std::string> ThreadsDoNotMeet(const Case& c) {
   };
   std::atomic<const char*> wrong{nullptr};
   std::vector<std::thread> threads;
+  threads.reserve(kThreads);
   for (int thread = 0; thread < kThreads; ++thread) {
     threads.emplace_back([&, thread] {
       const size_t encode_bytes = api.workspace_bytes(subject->codec(), KVMC_FOR_ENCODE, 0);

@@ -77,7 +77,7 @@ class Trainer {
   /// who measures which of the two bases loses less (measured.h).
   void HadamardEnergy() {
     const Matrix basis = HadamardMatrix(d_);
-    const double slices = double(model_.query_heads / model_.kv_heads);
+    const int slices = model_.query_heads / model_.kv_heads;
     std::vector<float> energy;
     for (const HeadSamples& head : samples_.heads) {
       const std::vector<double> spread = ColumnEnergy(head.within[1], basis, d_);
@@ -123,7 +123,7 @@ class Trainer {
       // slices of the group add up.
       std::vector<double> spread = ColumnEnergy(head.within[side], factors->right, d_);
       const std::vector<double> weight = ColumnEnergy(one, factors->left, d_);
-      const double slices = side == 0 ? 1 : double(model_.query_heads / model_.kv_heads);
+      const int slices = side == 0 ? 1 : model_.query_heads / model_.kv_heads;
       for (size_t c = 0; c < d; ++c) spread[c] *= weight[c] * slices;
       int32_t* const first = &order[item * d];
       std::iota(first, first + d, 0);

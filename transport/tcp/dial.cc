@@ -89,7 +89,7 @@ void Dial::OnConnected() {
             WithDetail(absl::Status(code, absl::StrCat("peer ", self->to_.peer, ": ", said)), DetailOf(status)));
       });
   const auto handshake = handshake_;
-  handshake->Start(std::move(first_));
+  handshake->Start(first_);
 }
 
 void Dial::Finish(absl::StatusOr<Connection> result) {
