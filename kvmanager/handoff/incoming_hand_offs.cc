@@ -358,7 +358,7 @@ void IncomingHandOffs::RetryOffers() {
 absl::Status IncomingHandOffs::Extend(Incoming& incoming, const HandOffPart& part) {
   KV_RETURN_IF_ERROR(incoming.failed);
   absl::StatusOr<LastManifest> manifest = ParseLastManifest(part.manifest, part.page_bytes, part.withdrawn);
-  const absl::Status status = manifest.ok() ? incoming.import().Extend(manifest->last) : manifest.status();
+  absl::Status status = manifest.ok() ? incoming.import().Extend(manifest->last) : manifest.status();
   if (!status.ok()) {
     parts_.metrics->refused.Increment();
     Fail(incoming, status);

@@ -314,6 +314,7 @@ void Recomputer::RunPages(std::vector<PageJob> jobs) {
   const std::shared_ptr<ProjectionSet> set = jobs[0].set;
   std::shared_ptr<RecomputeOwner> owner = jobs[0].owner;
   std::vector<RecomputePage> pages;
+  pages.reserve(jobs.size());
   for (const PageJob& job : jobs) pages.push_back(job.page);
   jobs.clear();
   const int64_t begin_ns = clock_->NowNs();
