@@ -44,7 +44,7 @@ class Selector final : public TokenSelector {
     uint64_t first, count;
   };
   struct Layout {
-    Layout(const SelectionScratch& selection) : selection(selection) {}
+    explicit Layout(const SelectionScratch& selection) : selection(selection) {}
     SelectionScratch selection;
     size_t runs_at, runs_max, k_at, v_at, uses_at, bytes;
   };
