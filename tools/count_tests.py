@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Counts test cases from the results of one `bazel test`: tools/count_tests.py BUILD_EVENTS.json BAZEL_STATUS
+"""Counts test cases from the results of one `bazel test`: tools/count_tests.py BUILD_EVENTS.json BAZEL_STATUS [STEP=STATUS...]
 
 Reads the test.xml of every test target of that run (one entry per GoogleTest case), prints failures and the reasons of skipped
 cases, and ends with the line `N passed, N failed, N skipped`. A target without a readable test.xml counts as one case, by its
-own status. Exits non-zero on any failure, or when bazel failed.
+own status, and so does each STEP that is no Bazel target. Exits non-zero on any failure, or when bazel failed.
 """
 import json
 import sys
@@ -53,6 +53,12 @@ def main():
     if not sum(count.values()):
         print("failed: no test ran")
         count["failed"] = 1
+    for step in sys.argv[3:]:
+        name, _, status = step.rpartition("=")
+        outcome = "passed" if status == "0" else "failed"
+        count[outcome] += 1
+        if outcome != "passed":
+            print(f"failed: {name} ended with status {status} (its messages are above)")
     print(f"{count['passed']} passed, {count['failed']} failed, {count['skipped']} skipped")
     return 1 if count["failed"] else 0
 
