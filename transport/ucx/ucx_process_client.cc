@@ -155,7 +155,7 @@ void UcxProcessClient::Read(const std::shared_ptr<Source>& from, uint64_t offset
   {
     MutexLock lock(mutex_);
     if (source.start == start_ && !here_.address.empty() && !stopping_) {
-      waiting_.push_back({source.start, source.source, offset, bytes, 0, std::move(done), {}});
+      waiting_.push_back({source.start, source.source, offset, bytes, 0, std::exchange(done, nullptr), {}});
       SendWaiting();
     }
   }
