@@ -1,6 +1,7 @@
 #include "codecs/policy/policy.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <optional>
 #include <set>
@@ -136,7 +137,7 @@ CodecInfo InfoOf(const Policy& policy) {
     info.encoded_bytes = std::max(info.encoded_bytes, bytes);
     payload += double(bytes) - padding[policy.codec_of[layer]];
   }
-  info.payload_bytes = static_cast<size_t>(payload / double(layers) + 0.5);
+  info.payload_bytes = static_cast<size_t>(std::llround(payload / double(layers)));
   return info;
 }
 
