@@ -67,7 +67,8 @@ std::string Count(double value) {
   constexpr const char* kUnits[] = {"", " k", " M", " G"};
   size_t unit = 0;
   for (; value >= 999.95 && unit + 1 < std::size(kUnits); ++unit) value /= 1000;
-  return absl::StrFormat(unit == 0 && value == std::floor(value) ? "%.0f%s" : "%.1f%s", value, kUnits[unit]);
+  const bool whole = unit == 0 && value == std::floor(value);
+  return absl::StrFormat("%.*f%s", whole ? 0 : 1, value, kUnits[unit]);
 }
 
 std::string Time(double seconds) {
