@@ -144,13 +144,14 @@ class Checker {
  private:
   static double ScoreDeviation(const std::vector<double>& result, const BenchShape& shape) {
     const size_t fields = OracleFields(shape.head_dim);
+    const size_t rows = result.size() / fields;
     double variance = 0;
-    for (size_t row = 0; row < result.size() / fields; ++row) {
+    for (size_t row = 0; row < rows; ++row) {
       const double* const of = result.data() + row * fields + OracleScoresAt(shape.head_dim);
       const double mean = of[1] / of[0];
       variance += of[2] / of[0] - mean * mean;
     }
-    return std::sqrt(variance / double(result.size() / fields));
+    return std::sqrt(variance / double(rows));
   }
 
   void Note(const std::string& name, double bound, const Distance& all, double of_query, const std::string& where) {

@@ -188,7 +188,7 @@ absl::Status InProcessImpl::EnsureMapped(uint32_t slot) {
 }
 
 absl::Status InProcessImpl::ApplyChanges(absl::Span<const StepEntry> entries, absl::Span<const uint32_t> changes) {
-  const absl::Status malformed = absl::InternalError("the daemon's changes of tables are malformed");
+  absl::Status malformed = absl::InternalError("the daemon's changes of tables are malformed");
   const uint32_t layers = uint32_t(cache_.description().options.layers);
   for (size_t at = 0; at < changes.size();) {
     if (changes.size() - at < kRunHeadWords) return malformed;

@@ -75,6 +75,7 @@ std::string FormatSeconds(double seconds) {
 
 std::string FormatTable(const std::vector<std::string>& header, const std::vector<std::vector<std::string>>& rows) {
   std::vector<size_t> width;
+  width.reserve(header.size());
   for (const auto& cell : header) width.push_back(cell.size());
   for (const auto& row : rows) {
     for (size_t c = 0; c < row.size() && c < width.size(); ++c) width[c] = std::max(width[c], row[c].size());
@@ -157,6 +158,7 @@ std::string FormatCaches(const std::vector<CacheDescription>& caches) {
 std::string FormatSequences(const std::vector<SequenceDescription>& sequences) {
   if (sequences.empty()) return "no sequences: nobody holds a lease\n";
   std::vector<std::vector<std::string>> rows;
+  rows.reserve(sequences.size());
   for (const SequenceDescription& s : sequences) {
     rows.push_back({absl::StrCat(s.id), absl::StrCat(s.cache_id), absl::StrCat(s.tokens), absl::StrCat(s.hit_blocks),
                     absl::StrCat(s.published_blocks), FormatBytes(s.bytes), s.pid == 0 ? "-" : absl::StrCat(s.pid),

@@ -89,6 +89,7 @@ uint32_t PrefillCostOf(const ZackFormat& format, int layer, int head) {
 /// Means of what the layers' heads cost, by place.
 std::vector<uint32_t> Means(const std::vector<uint64_t>& sums, int layers) {
   std::vector<uint32_t> means;
+  means.reserve(sums.size());
   for (const uint64_t sum : sums) means.push_back(uint32_t(sum / layers));
   return means;
 }

@@ -66,6 +66,7 @@ std::unique_ptr<DeviceCodec> MakeZackMillionDeviceCodec(const zack::RotatedCodec
   device::DeviceImage image;
   const zack::RotationPlaces rotations = PlaceRotations(codec, &image);
   std::vector<size_t> data;
+  data.reserve(codec.layers());
   for (int l = 0; l < codec.layers(); ++l) {
     data.push_back(image.Place(sizeof(MillionSpace) + sizeof(ZackMillionPrefillLayer)));
   }

@@ -37,6 +37,7 @@ void TenantGauges::Set(const std::vector<CacheInfo>& caches) {
     use.published_blocks += cache.published_blocks;
   }
   std::vector<std::pair<uint64_t, std::string>> by_size;
+  by_size.reserve(tenants.size());
   for (const auto& [tenant, use] : tenants) by_size.emplace_back(use.all_bytes, tenant);
   std::sort(by_size.rbegin(), by_size.rend());
   Series bytes, sequences, published_blocks;

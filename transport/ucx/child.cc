@@ -45,6 +45,7 @@ absl::StatusOr<Child> Child::Start(const std::vector<std::string>& program, absl
   if (error == 0) error = posix_spawnattr_setsigdefault(&attributes, &all);
   if (error == 0) error = posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
   std::vector<char*> arguments;
+  arguments.reserve(program.size() + 1);
   for (const std::string& text : program) arguments.push_back(const_cast<char*>(text.c_str()));
   arguments.push_back(nullptr);
   Child child;
