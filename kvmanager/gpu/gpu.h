@@ -33,17 +33,23 @@ namespace kvmanager {
 
 class Gpu {
  public:
-  /// `pool` is of this device's memory. polls, metrics, device_metrics: outlive this. Errors: those of the parts'
-  /// Create.
+  /// What works on the GPU's memory. A test that runs no kernels gives only the streams.
+  struct Parts {
+    std::unique_ptr<DeviceStreams> streams;
+    std::unique_ptr<DeviceEncodes> encodes;
+    std::unique_ptr<DeviceIndexes> indexes;
+    std::unique_ptr<DeviceMover> mover;
+    std::unique_ptr<DeviceSends> sends;
+    std::unique_ptr<DeviceReads> reads;
+  };
+
+  /// With all its parts. `pool` is of this device's memory. polls, metrics, device_metrics: outlive this. Errors: those
+  /// of the parts' Create.
   static absl::StatusOr<std::unique_ptr<Gpu>> Create(std::unique_ptr<Device> device, std::unique_ptr<DevicePool> pool,
                                                      PollList* polls, GpuMetrics* metrics,
                                                      DeviceMetrics* device_metrics);
-
-  /// One that has streams and a pool alone: no kernels of this process encode, move, read or send its pages, and those
-  /// parts are nullptr. It is not drained. Errors: those of the streams' Create.
-  static absl::StatusOr<std::unique_ptr<Gpu>> CreateBare(std::unique_ptr<Device> device,
-                                                         std::unique_ptr<DevicePool> pool,
-                                                         DeviceMetrics* device_metrics);
+  /// The parts are of this device and pool. metrics outlives this.
+  Gpu(std::unique_ptr<Device> device, std::unique_ptr<DevicePool> pool, Parts parts, DeviceMetrics* metrics);
 
   Gpu(const Gpu&) = delete;
   Gpu& operator=(const Gpu&) = delete;
@@ -53,12 +59,12 @@ class Gpu {
   DevicePool* pool() { return pool_.get(); }
   ReleaseEpochs* epochs() { return &epochs_; }
   DeviceEncodeQueue* encode_queue() { return &encode_queue_; }  // the store's executor for this GPU
-  DeviceStreams* streams() { return streams_.get(); }
-  DeviceEncodes* encodes() { return encodes_.get(); }
-  DeviceIndexes* indexes() { return indexes_.get(); }
-  DeviceMover* mover() { return mover_.get(); }
-  DeviceSends* sends() { return sends_.get(); }
-  DeviceReads* reads() { return reads_.get(); }
+  DeviceStreams* streams() { return parts_.streams.get(); }
+  DeviceEncodes* encodes() { return parts_.encodes.get(); }
+  DeviceIndexes* indexes() { return parts_.indexes.get(); }
+  DeviceMover* mover() { return parts_.mover.get(); }
+  DeviceSends* sends() { return parts_.sends.get(); }
+  DeviceReads* reads() { return parts_.reads.get(); }
 
   /// From time to time: what only a look shows.
   void UpdateMetrics();
@@ -66,21 +72,13 @@ class Gpu {
   bool Drain(int64_t deadline_ms);
 
  private:
-  Gpu(std::unique_ptr<Device> device, std::unique_ptr<DevicePool> pool, DeviceMetrics* metrics)
-      : metrics_(metrics), device_(std::move(device)), pool_(std::move(pool)) {}
-
   DeviceMetrics* const metrics_;
   // In the order of who needs whom.
   const std::unique_ptr<Device> device_;
   const std::unique_ptr<DevicePool> pool_;
   ReleaseEpochs epochs_;
   DeviceEncodeQueue encode_queue_;
-  std::unique_ptr<DeviceStreams> streams_;
-  std::unique_ptr<DeviceEncodes> encodes_;
-  std::unique_ptr<DeviceIndexes> indexes_;
-  std::unique_ptr<DeviceMover> mover_;
-  std::unique_ptr<DeviceSends> sends_;
-  std::unique_ptr<DeviceReads> reads_;
+  const Parts parts_;
 };
 
 /// The daemon's GPUs with a pool, in the order of its flag --devices; empty: none is used.

@@ -106,8 +106,10 @@ class FakeGpuTest : public ::testing::Test {
   void SetUp() override {
     auto device = std::make_unique<FakeDevice>();
     device_ = device.get();
-    gpu_ = *Gpu::CreateBare(std::move(device), *DevicePool::Create(std::make_unique<FakeSlabs>(2 << 20, 4)),
-                            &device_metrics_);
+    Gpu::Parts parts;
+    parts.streams = *DeviceStreams::Create(device_, &device_metrics_);
+    gpu_ = std::make_unique<Gpu>(std::move(device), *DevicePool::Create(std::make_unique<FakeSlabs>(2 << 20, 4)),
+                                 std::move(parts), &device_metrics_);
     RegisterTestCodecs(&registry_);
     const StoreDevice at{gpu_->ordinal(), gpu_->pool(), gpu_->epochs(), gpu_->encode_queue(), nullptr};
     store_ = PageStore::Make(&*host_.pool, &registry_, &executor_, &store_metrics_, &clock_, {&at, 1});

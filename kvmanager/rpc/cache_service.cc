@@ -275,11 +275,6 @@ class CacheService final : public api::Cache::Server {
     return prefixes;
   }
 
-  void Create(const std::vector<BlockName>& prefix, uint64_t prompt_tokens, api::SequenceReply::Builder reply) {
-    absl::Status may = session_->CheckNewSequence();
-    WriteCreated(may.ok() ? store().Create(id(), prefix, prompt_tokens) : may, reply);
-  }
-
   // With the blocks that a lower tier has besides.
   kj::Promise<void> FetchOrCreate(const std::vector<BlockName>& prefix, uint64_t prompt_tokens,
                                   api::SequenceReply::Builder reply) {
@@ -289,17 +284,24 @@ class CacheService final : public api::Cache::Server {
     }
     auto fetched = store().Fetch(id(), prefix, prompt_tokens);
     if (!fetched.ok() || ((*fetched)->ready() && !(*fetched)->awaits_room())) {  // nothing has to be copied
-      WriteCreated(fetched.ok() ? (*fetched)->Commit() : fetched.status(), reply);
+      auto created = fetched.ok() ? (*fetched)->Commit() : fetched.status();
+      if (fetched.ok()) fetched->reset();  // what it held makes room
+      WriteCreated(OrOwnBlocks(std::move(created), prefix, prompt_tokens), reply);
       return kj::READY_NOW;
     }
     return parts_.arrivals->Await(std::move(fetched))
         .then([this, prefix, prompt_tokens, reply](absl::StatusOr<Arrived> made) mutable {
-          // Where there is no room for all of it, what its own memory has is better than nothing.
-          if (absl::IsResourceExhausted(made.status())) return Create(prefix, prompt_tokens, reply);
-          absl::Status may = made.ok() ? session_->CheckNewSequence() : made.status();
-          if (!may.ok()) return WriteCreated(may, reply);
-          WriteCreated(made->Take(), reply);
+          if (absl::Status may = session_->CheckNewSequence(); !may.ok()) return WriteCreated(may, reply);
+          using Created = absl::StatusOr<CreateResult>;
+          WriteCreated(OrOwnBlocks(made.ok() ? Created(made->Take()) : Created(made.status()), prefix, prompt_tokens),
+                       reply);
         });
+  }
+  // Where there is no room for all of it, what its own memory has is better than nothing.
+  absl::StatusOr<CreateResult> OrOwnBlocks(absl::StatusOr<CreateResult> created, const std::vector<BlockName>& prefix,
+                                           uint64_t prompt_tokens) {
+    if (!absl::IsResourceExhausted(created.status())) return created;
+    return store().Create(id(), prefix, prompt_tokens);
   }
 
   void WriteCreated(const absl::StatusOr<CreateResult>& created, api::SequenceReply::Builder reply) {
