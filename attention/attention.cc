@@ -33,6 +33,8 @@ namespace {
 constexpr int kPartsPerThread = 4;
 // A part shorter than this costs more in merging than it gains.
 constexpr int kPartTokensMin = 1024;
+// Pages that one call attends to, times rows: some 0.3 ms of a core, since a turn ends between calls.
+constexpr uint32_t kVisitRowPagesMax = 512;
 // Bytes of one head that one call attends to before it goes on with the tile's next head: more make the calls fewer,
 // but reads jump. At least a page.
 constexpr size_t kVisitBytes = 12 << 10;
@@ -98,8 +100,19 @@ class Plan final : public AttentionPlan {
   }
   void RunHere() override;
   void Run(WorkerPool& pool, absl::AnyInvocable<void()> done) override;
+  void Cancel() override { cancelled_.store(true, std::memory_order_relaxed); }
 
  private:
+  /// Where a worker is in its item, when its turn is over.
+  struct Progress {
+    static constexpr uint32_t kNone = UINT32_MAX;
+    uint32_t item = kNone;
+    bool has_queries = false;
+    uint32_t part = 0;
+    bool in_part = false;
+    uint32_t run = 0, page = 0;  // of the part
+  };
+
   void AddSequence(const AttentionBatch& batch, const AttentionSequence& sequence);
   void AddGroup(const AttentionBatch& batch, const AttentionSequence& sequence, uint32_t first_token, uint32_t tokens);
   void AddItems();
@@ -108,9 +121,11 @@ class Plan final : public AttentionPlan {
   void AllocateScratch();
 
   void Reset();
-  void Work(int worker);
-  void RunItem(const Item& item, uint8_t* scratch);
-  void AttendPart(const Tile& tile, uint32_t part, uint8_t* scratch, uint8_t* states);
+  void RunTurn(WorkerPool& pool, int worker);
+  // False: the turn is over, or the plan cancelled, before it was done.
+  bool Work(int worker, const Turn& turn);
+  bool RunItem(const Item& item, uint8_t* scratch, const Turn& turn, Progress& at);
+  bool AttendPart(const Tile& tile, uint8_t* scratch, uint8_t* states, const Turn& turn, Progress& at);
   void MergeStates(const Tile& tile, uint8_t* from, uint8_t* into) const;
   void MapQueries(const Tile& tile, const float* q, float* mapped) const;
   void JoinSpaces(const Tile& tile, uint8_t* mapped_states, float* spare, uint8_t* states) const;
@@ -181,6 +196,9 @@ class Plan final : public AttentionPlan {
   size_t part_states_bytes_ = 0;
   uint8_t* scratch_ = nullptr;  // [threads_ workers][states of parts]
 
+  const WorkerPool::Owner owner_;
+  std::vector<Progress> progress_;  // [threads_]
+  std::atomic<bool> cancelled_{false};
   std::atomic<uint32_t> next_item_{0};
   std::atomic<uint32_t> workers_left_{0};
   absl::AnyInvocable<void()> done_;
@@ -205,7 +223,8 @@ Plan::Plan(const AttentionBatch& batch, int threads)
           batch.codec == nullptr
               ? 1
               : std::max(VisitPages(layout_, batch.codec->info().page_bytes(batch.layer)),
-                         uint32_t(std::max(batch.codec->attention().visit_pages_min(batch.layer), 1)))) {
+                         uint32_t(std::max(batch.codec->attention().visit_pages_min(batch.layer), 1)))),
+      owner_(batch.owner) {
   KV_CHECK(batch.query_heads > 0 && batch.query_heads % layout_.kv_heads == 0);
   KV_CHECK(raw_attention_ != nullptr);
   encoded_head_bytes_.assign(1, 0);
@@ -398,6 +417,7 @@ void Plan::AllocateScratch() {
 
 void Plan::Reset() {
   next_item_.store(0, std::memory_order_relaxed);
+  progress_.assign(threads_, Progress());
   for (const Tile& tile : tiles_) {
     const Group& group = groups_[tile.group];
     if (group.parts > 1 && !remaining_.empty()) {
@@ -408,7 +428,7 @@ void Plan::Reset() {
 
 void Plan::RunHere() {
   Reset();
-  Work(0);
+  Work(0, Turn::Endless());
 }
 
 void Plan::Run(WorkerPool& pool, absl::AnyInvocable<void()> done) {
@@ -417,76 +437,99 @@ void Plan::Run(WorkerPool& pool, absl::AnyInvocable<void()> done) {
   done_ = std::move(done);
   workers_left_.store(workers, std::memory_order_relaxed);
   for (int worker = 0; worker < workers; ++worker) {
-    pool.Post(WorkerPool::Priority::kAttend, [this, worker] {
-      Work(worker);
-      if (workers_left_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-      absl::AnyInvocable<void()> done = std::move(done_);
-      done();  // may destroy the plan
-    });
+    pool.Post(
+        WorkerPool::Priority::kAttend, [this, &pool, worker] { RunTurn(pool, worker); }, owner_);
   }
 }
 
-void Plan::Work(int worker) {
+void Plan::RunTurn(WorkerPool& pool, int worker) {
+  if (!Work(worker, pool.NewTurn()) && !cancelled_.load(std::memory_order_relaxed)) {
+    return pool.Post(
+        WorkerPool::Priority::kAttend, [this, &pool, worker] { RunTurn(pool, worker); }, owner_);
+  }
+  if (workers_left_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  absl::AnyInvocable<void()> done = std::move(done_);
+  done();  // may destroy the plan
+}
+
+bool Plan::Work(int worker, const Turn& turn) {
+  Progress& at = progress_[worker];
   uint8_t* scratch = scratch_ + worker_bytes_ * worker;
   for (;;) {
-    const uint32_t i = next_item_.fetch_add(1, std::memory_order_relaxed);
-    if (i >= items_.size()) return;
-    RunItem(items_[i], scratch);
+    if (at.item == Progress::kNone) {
+      at.item = next_item_.fetch_add(1, std::memory_order_relaxed);
+      if (at.item >= items_.size()) return true;
+    }
+    if (!RunItem(items_[at.item], scratch, turn, at)) return false;
+    at = Progress();
+    if (turn.over()) return false;
   }
 }
 
-void Plan::RunItem(const Item& item, uint8_t* scratch) {
+bool Plan::RunItem(const Item& item, uint8_t* scratch, const Turn& turn, Progress& at) {
   const Tile& tile = tiles_[item.tile];
   const Group& group = groups_[tile.group];
-  LoadQueries(tile, reinterpret_cast<float*>(scratch));
-  if (maps_) MapQueries(tile, reinterpret_cast<float*>(scratch), reinterpret_cast<float*>(scratch + mapped_q_at_));
+  if (!at.has_queries) {
+    LoadQueries(tile, reinterpret_cast<float*>(scratch));
+    if (maps_) MapQueries(tile, reinterpret_cast<float*>(scratch), reinterpret_cast<float*>(scratch + mapped_q_at_));
+    at.has_queries = true;
+    at.part = item.part < 0 ? 0 : uint32_t(item.part);
+  }
   if (item.part < 0) {
     uint8_t* states = scratch + q_bytes_;
-    AttendPart(tile, 0, scratch, states);
-    for (uint32_t part = 1; part < group.parts; ++part) {
-      AttendPart(tile, part, scratch, scratch + part_state_at_);
-      MergeStates(tile, scratch + part_state_at_, states);
+    for (; at.part < group.parts; ++at.part) {
+      uint8_t* const into = at.part == 0 ? states : scratch + part_state_at_;
+      if (!AttendPart(tile, scratch, into, turn, at)) return false;
+      if (at.part > 0) MergeStates(tile, into, states);
     }
     StoreOutput(tile, states);
-    return;
+    return true;
   }
   uint8_t* states = scratch_ + worker_bytes_ * threads_ + tile.state_offset;
   const size_t states_bytes = tile.heads * state_bytes(tile.rows);
-  AttendPart(tile, item.part, scratch, states + item.part * states_bytes);
-  if (remaining_[tile.remaining_index].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  if (!AttendPart(tile, scratch, states + at.part * states_bytes, turn, at)) return false;
+  if (remaining_[tile.remaining_index].fetch_sub(1, std::memory_order_acq_rel) != 1) return true;
   for (uint32_t part = 1; part < group.parts; ++part) MergeStates(tile, states + part * states_bytes, states);
   StoreOutput(tile, states);
+  return true;
 }
 
-void Plan::AttendPart(const Tile& tile, uint32_t part, uint8_t* scratch, uint8_t* states) {
+bool Plan::AttendPart(const Tile& tile, uint8_t* scratch, uint8_t* states, const Turn& turn, Progress& at) {
   const Group& group = groups_[tile.group];
   int* visible = reinterpret_cast<int*>(scratch + visible_at_);
   const absl::Span<uint8_t> workspace(scratch + workspace_at_, workspace_bytes_);
   uint8_t* mapped_states = scratch + mapped_states_at_;
   const size_t bytes = state_bytes(tile.rows);
-  for (uint32_t h = 0; h < tile.heads; ++h) {
-    Clear(StateAt(states + h * bytes, tile.rows), tile.rows);
-    if (maps_) Clear(StateAt(mapped_states + h * bytes, tile.rows), tile.rows);
-  }
-  const uint32_t begin = part * group.part_pages;
+  const uint32_t begin = at.part * group.part_pages;
   const uint32_t end = std::min(begin + group.part_pages, group.pages);
+  if (!at.in_part) {
+    for (uint32_t h = 0; h < tile.heads; ++h) {
+      Clear(StateAt(states + h * bytes, tile.rows), tile.rows);
+      if (maps_) Clear(StateAt(mapped_states + h * bytes, tile.rows), tile.rows);
+    }
+    at.in_part = true, at.run = group.run_begin, at.page = begin;
+  }
   PageAttentionTask task;
   task.rows = tile.rows;
   task.scale = scale_;
   task.layer = layer_;
-  for (uint32_t i = group.run_begin; i < group.run_end; ++i) {
-    const PageRun& run = runs_[i];
+  for (; at.run < group.run_end; ++at.run) {
+    const PageRun& run = runs_[at.run];
     const uint32_t from = std::max(run.begin, begin), to = std::min(run.end, end);
     if (from >= to) continue;
+    at.page = std::max(at.page, from);
     const uint8_t* const* pages =
         (run.raw ? raw_pages_ : encoded_pages_).data() + sequences_[group.sequence].first_page;
     const PageAttention& attention = run.raw ? *raw_attention_ : *encoded_attention_;
     const bool mapped = maps_ && !run.raw;
     const float* q = reinterpret_cast<const float*>(scratch + (mapped ? mapped_q_at_ : 0));
     uint8_t* into = mapped ? mapped_states : states;
-    const uint32_t visit_pages = tile.heads == 1 ? to - from : run.raw ? raw_visit_pages_ : encoded_visit_pages_;
-    for (uint32_t page = from; page < to; page += visit_pages) {
-      const uint32_t visit_end = std::min(page + visit_pages, to);
+    const uint32_t least = run.raw ? raw_visit_pages_ : encoded_visit_pages_;
+    const uint32_t visit_pages = tile.heads == 1 ? std::max(kVisitRowPagesMax / tile.rows, least) : least;
+    bool announced = false;
+    while (at.page < to) {
+      if (cancelled_.load(std::memory_order_relaxed)) return false;
+      const uint32_t page = at.page, visit_end = std::min(page + visit_pages, to);
       task.pages = absl::MakeConstSpan(pages + page, visit_end - page);
       task.visible = nullptr;
       if (visit_end == group.pages && group.offset + 1 < layout_.page_tokens) {
@@ -501,12 +544,17 @@ void Plan::AttendPart(const Tile& tile, uint32_t part, uint8_t* scratch, uint8_t
         task.next_pages =
             !last ? task.pages : absl::MakeConstSpan(pages + visit_end, std::min(visit_pages, to - visit_end));
         task.next_kv_head = last ? tile.first_head : task.kv_head + 1;
-        task.announced = page > from || h > 0;
+        task.announced = announced || h > 0;
         attention.Attend(task, StateAt(into + h * bytes, tile.rows), workspace);
       }
+      announced = true;
+      at.page = visit_end;
+      if (turn.over() && at.page < to) return false;
     }
   }
   if (maps_) JoinSpaces(tile, mapped_states, reinterpret_cast<float*>(scratch + spare_at_), states);
+  at.in_part = false;
+  return true;
 }
 
 void Plan::MapQueries(const Tile& tile, const float* q, float* mapped) const {

@@ -42,6 +42,7 @@ struct AttentionBatch {
   int lag_pages = 0;
   float scale = 0;  // 0: 1/sqrt(head_dim)
   DType q_dtype = DType::kFloat32;
+  WorkerPool::Owner owner = WorkerPool::kDaemon;  // whose work it is, among that of others
   absl::Span<const AttentionSequence> sequences;
 };
 
@@ -64,8 +65,12 @@ class AttentionPlan {
   virtual uint64_t multiply_adds() const = 0;
   /// Runs everything in the calling thread.
   virtual void RunHere() = 0;
-  /// Runs on `pool`; `done` is called once, on the thread that finishes last. The plan must live until then.
+  /// Runs on `pool`, in turns of the batch's owner; `done` is called once, on the thread that finishes last. The plan
+  /// and the pool must live until then.
   virtual void Run(WorkerPool& pool, absl::AnyInvocable<void()> done) = 0;
+  /// What has not begun is left out, what is at work ends within a millisecond, and `done` is still called: outputs are
+  /// undefined then. Any thread, once Run was called.
+  virtual void Cancel() = 0;
 };
 
 /// Merges `from` into `into`: states of the same rows over disjoint tokens.

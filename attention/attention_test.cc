@@ -1,5 +1,6 @@
 #include "attention/attention.h"
 
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -129,7 +130,8 @@ class Context {
     if (threads == 1) {
       plan->RunHere();
     } else {
-      WorkerPool pool(threads);
+      // Every other plan in turns as short as may be: each worker leaves its item behind every call, and goes on later.
+      WorkerPool pool(threads, tokens % 2 == 0 ? Turn::kLength : std::chrono::microseconds(0));
       std::promise<void> done;
       plan->Run(pool, [&] { done.set_value(); });
       done.get_future().wait();
@@ -389,6 +391,41 @@ TEST(Attention, ThePlanMayDieInItsCallback) {
     });
     done.get_future().wait();
   }
+}
+
+// However far it came: `done` is called once, and what others run on the pool is right.
+TEST(Attention, ACancelledPlanEnds) {
+  Context context(MakeLayout(2, 64), 4, 3000, 1, 18, "hack:k_bits=3,v_bits=2"), other(MakeLayout(2, 64), 4, 300, 1, 19);
+  std::vector<uint8_t> q, out;
+  std::vector<float> lse;
+  const AttentionSequence sequence = context.Sequence(0, 3000, DType::kFloat32, &q, &out, &lse);
+  AttentionBatch batch = context.Batch(2, DType::kFloat32);
+  batch.sequences = absl::MakeConstSpan(&sequence, 1);
+  batch.owner = WorkerPool::OwnerOf("a");
+  const Context::Result right = other.Run(0, 300, 1, 2);
+  WorkerPool pool(2, std::chrono::microseconds(0));
+  int cut = 0;
+  for (int i = 0; i < 24; ++i) {
+    std::fill(out.begin(), out.end(), 0xff);
+    std::promise<void> done, done_other;
+    const auto plan = AttentionPlan::Make(batch, 2);
+    plan->Run(pool, [&] { done.set_value(); });
+    const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(100 * i);
+    while (std::chrono::steady_clock::now() < until) continue;
+    plan->Cancel();
+    std::vector<uint8_t> q_other, out_other;
+    std::vector<float> lse_other;
+    const AttentionSequence sequence_other = other.Sequence(0, 300, DType::kFloat32, &q_other, &out_other, &lse_other);
+    AttentionBatch batch_other = other.Batch(1, DType::kFloat32);
+    batch_other.sequences = absl::MakeConstSpan(&sequence_other, 1);
+    const auto plan_other = AttentionPlan::Make(batch_other, 2);
+    plan_other->Run(pool, [&] { done_other.set_value(); });
+    done.get_future().get();
+    done_other.get_future().get();
+    EXPECT_TRUE(SameBits(right.out, other.Collect(out_other, lse_other, DType::kFloat32, plan_other->counts()).out));
+    cut += std::isnan(LoadElement(out.data(), DType::kFloat32, out.size() / sizeof(float) - 1));
+  }
+  EXPECT_GT(cut, 0) << "no plan was cancelled before it was done";
 }
 
 TEST(MergeSoftmax, IsAssociativeAndIgnoresEmptyStates) {

@@ -39,6 +39,10 @@ class SelectivePlan final : public AttentionPlan {
   uint64_t multiply_adds() const override { return multiply_adds_; }
   void RunHere() override;
   void Run(WorkerPool& pool, absl::AnyInvocable<void()> done) override;
+  void Cancel() override {
+    cancelled_.store(true, std::memory_order_relaxed);
+    if (exact_ != nullptr) exact_->Cancel();
+  }
 
  private:
   struct Sequence {
@@ -63,12 +67,16 @@ class SelectivePlan final : public AttentionPlan {
   absl::Span<const uint8_t* const> PagesOf(const Sequence& s) const {
     return absl::MakeConstSpan(pages_).subspan(s.first_page, s.pages);
   }
-  void Prepare();
-  void Work(int worker);
+  // False: the turn is over before all was begun.
+  bool Prepare(const Turn& turn);
+  bool Work(int worker, const Turn& turn);
   void RunItem(const Item& item, uint8_t* scratch);
   /// Posts `tasks` tasks that run `work`, then, after the last of them, `then`.
   template <typename WorkFn>
   void Post(WorkerPool& pool, size_t tasks, WorkFn work, void (SelectivePlan::*then)(WorkerPool&));
+  template <typename WorkFn>
+  void PostTurn(WorkerPool& pool, int worker, WorkFn work, void (SelectivePlan::*then)(WorkerPool&));
+  bool cancelled() const { return cancelled_.load(std::memory_order_relaxed); }
   void RunItems(WorkerPool& pool);
   void EndLeg(WorkerPool& pool);
 
@@ -92,6 +100,8 @@ class SelectivePlan final : public AttentionPlan {
   size_t q_bytes_ = 0, state_bytes_ = 0, workspace_bytes_ = 0, worker_bytes_ = 0;
   uint8_t* scratch_ = nullptr;
 
+  const WorkerPool::Owner owner_;
+  std::atomic<bool> cancelled_{false};
   std::atomic<uint32_t> next_{0};
   std::atomic<uint32_t> tasks_left_{0};
   std::atomic<uint32_t> legs_left_{0};
@@ -105,7 +115,8 @@ SelectivePlan::SelectivePlan(const AttentionBatch& batch, int threads)
       scale_(batch.scale != 0 ? batch.scale : 1.0f / std::sqrt(float(batch.layout.head_dim))),
       q_dtype_(batch.q_dtype),
       threads_(std::max(threads, 1)),
-      isa_(BestIsa()) {
+      isa_(BestIsa()),
+      owner_(batch.owner) {
   // A selector reads raw rows; and its query rows are one group's.
   KV_CHECK(batch.codec != nullptr && batch.codec->info().identity);
   KV_CHECK(group_heads_ <= uint32_t(PageAttentionTask::kRowsMax));
@@ -159,9 +170,9 @@ void SelectivePlan::AddSequence(const AttentionSequence& s, uint32_t exact_token
 void SelectivePlan::RunHere() {
   if (exact_ != nullptr) exact_->RunHere();
   next_.store(0, std::memory_order_relaxed);
-  Prepare();
+  Prepare(Turn::Endless());
   next_.store(0, std::memory_order_relaxed);
-  Work(0);
+  Work(0, Turn::Endless());
 }
 
 template <typename WorkFn>
@@ -169,12 +180,16 @@ void SelectivePlan::Post(WorkerPool& pool, size_t items, WorkFn work, void (Sele
   const int tasks = std::max<int>(1, int(std::min<size_t>({size_t(threads_), items, size_t(pool.threads())})));
   next_.store(0, std::memory_order_relaxed);
   tasks_left_.store(tasks, std::memory_order_relaxed);
-  for (int worker = 0; worker < tasks; ++worker) {
-    pool.Post(WorkerPool::Priority::kAttend, [this, &pool, worker, work, then] {
-      work(worker);
-      if (tasks_left_.fetch_sub(1, std::memory_order_acq_rel) == 1) (this->*then)(pool);
-    });
-  }
+  for (int worker = 0; worker < tasks; ++worker) PostTurn(pool, worker, work, then);
+}
+
+template <typename WorkFn>
+void SelectivePlan::PostTurn(WorkerPool& pool, int worker, WorkFn work, void (SelectivePlan::*then)(WorkerPool&)) {
+  const auto turn = [this, &pool, worker, work, then] {
+    if (!work(worker, pool.NewTurn())) return PostTurn(pool, worker, work, then);
+    if (tasks_left_.fetch_sub(1, std::memory_order_acq_rel) == 1) (this->*then)(pool);
+  };
+  pool.Post(WorkerPool::Priority::kAttend, turn, owner_);
 }
 
 void SelectivePlan::Run(WorkerPool& pool, absl::AnyInvocable<void()> done) {
@@ -183,12 +198,12 @@ void SelectivePlan::Run(WorkerPool& pool, absl::AnyInvocable<void()> done) {
   if (exact_ != nullptr) exact_->Run(pool, [this, &pool] { EndLeg(pool); });
   if (preparations_.empty()) return RunItems(pool);
   Post(
-      pool, preparations_.size(), [this](int) { Prepare(); }, &SelectivePlan::RunItems);
+      pool, preparations_.size(), [this](int, const Turn& turn) { return Prepare(turn); }, &SelectivePlan::RunItems);
 }
 
 void SelectivePlan::RunItems(WorkerPool& pool) {
   Post(
-      pool, items_.size(), [this](int worker) { Work(worker); }, &SelectivePlan::EndLeg);
+      pool, items_.size(), [this](int worker, const Turn& turn) { return Work(worker, turn); }, &SelectivePlan::EndLeg);
 }
 
 void SelectivePlan::EndLeg(WorkerPool&) {
@@ -197,20 +212,24 @@ void SelectivePlan::EndLeg(WorkerPool&) {
   done();  // may destroy the plan
 }
 
-void SelectivePlan::Prepare() {
+bool SelectivePlan::Prepare(const Turn& turn) {
   for (;;) {
+    if (cancelled()) return true;
     const uint32_t i = next_.fetch_add(1, std::memory_order_relaxed);
-    if (i >= preparations_.size()) return;
+    if (i >= preparations_.size()) return true;
     const Sequence& sequence = sequences_[preparations_[i].sequence];
     sequence.selector->Prepare(int(preparations_[i].index), PagesOf(sequence));
+    if (turn.over()) return false;
   }
 }
 
-void SelectivePlan::Work(int worker) {
+bool SelectivePlan::Work(int worker, const Turn& turn) {
   for (;;) {
+    if (cancelled()) return true;
     const uint32_t i = next_.fetch_add(1, std::memory_order_relaxed);
-    if (i >= items_.size()) return;
+    if (i >= items_.size()) return true;
     RunItem(items_[i], scratch_ + worker_bytes_ * worker);
+    if (turn.over()) return false;
   }
 }
 

@@ -19,7 +19,7 @@ namespace {
 /// Encodes when it is told to, on the test's thread.
 class ManualExecutor final : public EncodeExecutor {
  public:
-  void Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items,
+  void Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items, WorkerPool::Owner,
               absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) override {
     jobs_.push_back({std::move(codec), std::move(items), std::move(done)});
   }

@@ -1,12 +1,20 @@
 #include "kvmanager/base/worker_pool.h"
 
+#include <algorithm>
 #include <utility>
 
+#include "absl/hash/hash.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
+namespace {
 
-WorkerPool::WorkerPool(int threads) {
+constexpr int kAttendQueue = static_cast<int>(WorkerPool::Priority::kAttend);
+constexpr int kEncodeQueue = static_cast<int>(WorkerPool::Priority::kEncode);
+
+}  // namespace
+
+WorkerPool::WorkerPool(int threads, std::chrono::microseconds turn) : turn_(turn) {
   KV_CHECK(threads >= 1 && threads <= kThreadsMax);
   for (int i = 0; i < threads; ++i) {
     Worker& worker = workers_.emplace_back();
@@ -23,11 +31,24 @@ WorkerPool::~WorkerPool() {
   for (Worker& worker : workers_) worker.thread.join();
 }
 
-void WorkerPool::Post(Priority priority, Task task) {
+WorkerPool::Owner WorkerPool::OwnerOf(absl::string_view tenant) {
+  const Owner owner = absl::HashOf(tenant);
+  return owner == kDaemon ? 1 : owner;
+}
+
+void WorkerPool::Post(Priority priority, Task task, Owner owner) {
   Worker* worker = nullptr;  // to wake; those that work look at the queues before they are idle
   {
     MutexLock lock(mutex_);
-    (priority == Priority::kAttend ? attend_ : encode_).push_back(std::move(task));
+    std::unique_ptr<Share>& share = shares_[owner];
+    if (share == nullptr) share = std::make_unique<Share>();
+    const bool waits = !share->waiting[0].empty() || !share->waiting[1].empty();
+    // Who did nothing for a while has saved nothing up.
+    if (!waits && share->running == 0) share->used_ns = std::max(share->used_ns, floor_ns_);
+    if (!waits) active_.push_back(share.get());
+    const int queue = static_cast<int>(priority);
+    share->waiting[queue].push_back(std::move(task));
+    ++waiting_[queue];
     if (idle_.empty()) return;
     worker = idle_.back();
     idle_.pop_back();
@@ -36,23 +57,56 @@ void WorkerPool::Post(Priority priority, Task task) {
   worker->wake.notify_one();
 }
 
+WorkerPool::Share& WorkerPool::NextShare(Priority priority) {
+  Share* next = nullptr;
+  for (Share* share : active_) {
+    if (share->waiting[static_cast<int>(priority)].empty()) continue;
+    if (next == nullptr || share->used_ns < next->used_ns) next = share;
+  }
+  KV_CHECK(next != nullptr);
+  return *next;
+}
+
+void WorkerPool::Forget() {
+  if (shares_.size() <= kSharesKept) return;
+  absl::erase_if(shares_, [this](const auto& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const Share& share = *entry.second;
+    return share.waiting[0].empty() && share.waiting[1].empty() && share.running == 0 && share.used_ns <= floor_ns_;
+  });
+}
+
 void WorkerPool::Work(Worker& self) {
+  Share* share = nullptr;  // of the task that was run last
+  std::chrono::steady_clock::time_point begun;
   for (;;) {
     Task task;
     {
       MutexLock lock(mutex_);
-      while (attend_.empty() && encode_.empty() && !stopping_) {
+      if (share != nullptr) {
+        share->used_ns += std::chrono::nanoseconds(std::chrono::steady_clock::now() - begun).count();
+        --share->running;
+        Forget();
+      }
+      while (waiting_[0] == 0 && waiting_[1] == 0 && !stopping_) {
         idle_.push_back(&self);
         self.woken = false;
         while (!self.woken && !stopping_) lock.Wait(self.wake);
       }
-      const bool encode = attend_.empty() || (!encode_.empty() && attend_run_ == kAttendRunMax);
-      std::deque<Task>& queue = encode ? encode_ : attend_;
-      if (queue.empty()) return;
-      attend_run_ = encode || encode_.empty() ? 0 : attend_run_ + 1;
-      task = std::move(queue.front());
-      queue.pop_front();
+      if (waiting_[0] == 0 && waiting_[1] == 0) return;
+      const bool encode = waiting_[kAttendQueue] == 0 || (waiting_[kEncodeQueue] > 0 && attend_run_ == kAttendRunMax);
+      const int queue = encode ? kEncodeQueue : kAttendQueue;
+      attend_run_ = encode || waiting_[kEncodeQueue] == 0 ? 0 : attend_run_ + 1;
+      share = &NextShare(encode ? Priority::kEncode : Priority::kAttend);
+      task = std::move(share->waiting[queue].front());
+      share->waiting[queue].pop_front();
+      --waiting_[queue];
+      ++share->running;
+      floor_ns_ = std::max(floor_ns_, share->used_ns);
+      if (share->waiting[0].empty() && share->waiting[1].empty()) {
+        active_.erase(std::find(active_.begin(), active_.end(), share));
+      }
     }
+    begun = std::chrono::steady_clock::now();
     task();
   }
 }

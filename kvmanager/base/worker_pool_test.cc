@@ -1,6 +1,7 @@
 #include "kvmanager/base/worker_pool.h"
 
 #include <atomic>
+#include <chrono>
 #include <future>
 #include <memory>
 #include <random>
@@ -75,6 +76,87 @@ TEST(WorkerPoolTest, AttentionGoesFirstAndEncodingNowAndThen) {
   const size_t first = ran.find('e'), second = ran.find('e', first + 1);
   EXPECT_LE(first, size_t{WorkerPool::kAttendRunMax}) << ran;
   EXPECT_EQ(second - first - 1, size_t{WorkerPool::kAttendRunMax}) << ran;
+}
+
+void Spin(std::chrono::microseconds time) {
+  const auto until = std::chrono::steady_clock::now() + time;
+  while (std::chrono::steady_clock::now() < until) continue;
+}
+
+// One thread, held until everything is posted. Who ran, in order.
+class WorkerPoolOwnersTest : public ::testing::Test {
+ protected:
+  void Hold() {
+    go_ = std::promise<void>();
+    done_ = std::promise<void>();
+    ran_.clear();
+    pool_.Post(WorkerPool::Priority::kAttend, [go = go_.get_future().share()] { go.wait(); });
+  }
+  void Post(char who, int tasks, WorkerPool::Priority priority = WorkerPool::Priority::kAttend) {
+    left_ += tasks;
+    for (int i = 0; i < tasks; ++i) {
+      const auto task = [this, who] {
+        Spin(std::chrono::microseconds(500));
+        ran_.push_back(who);
+        if (--left_ == 0) done_.set_value();
+      };
+      pool_.Post(priority, task, WorkerPool::OwnerOf(std::string(1, who)));
+    }
+  }
+  const std::string& Run() {
+    go_.set_value();
+    done_.get_future().get();
+    return ran_;
+  }
+
+  std::promise<void> go_, done_;
+  std::atomic<int> left_{0};
+  std::string ran_;
+  WorkerPool pool_{1};
+};
+
+TEST_F(WorkerPoolOwnersTest, TakeTurnsHoweverManyTasksEachHas) {
+  Hold();
+  Post('a', 60);
+  Post('b', 6);
+  const std::string ran = Run();
+  ASSERT_EQ(ran.size(), 66u);
+  // b has had as much time as a when its last one ends; the clock of a machine with other work may err by some tasks.
+  EXPECT_LE(ran.rfind('b'), 20u) << ran;
+}
+
+TEST_F(WorkerPoolOwnersTest, TakeTurnsInEncodingToo) {
+  Hold();
+  Post('a', 60, WorkerPool::Priority::kEncode);
+  Post('b', 6, WorkerPool::Priority::kEncode);
+  EXPECT_LE(Run().rfind('b'), 20u) << ran_;
+}
+
+TEST_F(WorkerPoolOwnersTest, WhoWasIdleHasSavedNothingUp) {
+  Hold();
+  Post('a', 40);
+  Run();
+  Hold();
+  Post('b', 40);
+  Post('a', 4);
+  Run();
+  // a is not kept waiting until b has had the 20 ms that a had alone.
+  EXPECT_LE(ran_.find('a'), 12u) << ran_;
+}
+
+TEST_F(WorkerPoolOwnersTest, AttentionGoesFirstWhoseverItIs) {
+  Hold();
+  Post('b', 4, WorkerPool::Priority::kEncode);
+  Post('a', 4);
+  EXPECT_EQ(Run(), "aaaabbbb");
+}
+
+TEST(TurnTest, IsOverAfterItsLengthAndAnEndlessOneNever) {
+  const Turn turn(Turn::kLength), endless = Turn::Endless();
+  EXPECT_FALSE(endless.over());
+  Spin(Turn::kLength);
+  EXPECT_TRUE(turn.over());
+  EXPECT_FALSE(endless.over());
 }
 
 }  // namespace

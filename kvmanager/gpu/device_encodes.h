@@ -32,7 +32,7 @@ struct DeviceEncodeJob {
 
 class DeviceEncodeQueue final : public EncodeExecutor {
  public:
-  void Encode(std::shared_ptr<const Codec>, std::vector<EncodeItem> items,
+  void Encode(std::shared_ptr<const Codec>, std::vector<EncodeItem> items, WorkerPool::Owner,
               absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) override {
     jobs_.push_back({std::move(items), std::move(done)});
   }

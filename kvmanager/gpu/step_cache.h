@@ -5,6 +5,7 @@
 
 #include "codecs/codec.h"
 #include "codecs/device/device_codec.h"
+#include "kvmanager/base/worker_pool.h"
 #include "kvmanager/store/page_store.h"
 
 namespace kvmanager {
@@ -15,6 +16,7 @@ struct StepCache {
   std::shared_ptr<const Codec> codec;               // of encoded pages
   std::shared_ptr<const Codec> raw;                 // whose attention reads raw pages
   std::shared_ptr<const DeviceCodec> device_codec;  // of a cache on a GPU, made for it
+  WorkerPool::Owner owner = WorkerPool::kDaemon;    // the tenant's
 };
 
 }  // namespace kvmanager

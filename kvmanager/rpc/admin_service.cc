@@ -147,7 +147,8 @@ class AdminService final : public api::Admin::Server {
   // Hundreds of series are a millisecond's work.
   kj::Promise<void> metrics(MetricsContext context) override {
     return Serve(*session_, Method::kMetricsText, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
-      return OnWorker<std::string>(parts_.workers, parts_.queue, [all = parts_.all_metrics] { return all->Text(); })
+      return OnWorker<std::string>(parts_.workers, parts_.queue, WorkerPool::kDaemon,
+                                   [all = parts_.all_metrics] { return all->Text(); })
           .then([context](std::string text) mutable { context.getResults().setText(TextOf(text)); });
     });
   }

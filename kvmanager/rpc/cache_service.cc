@@ -247,7 +247,12 @@ class CacheService final : public api::Cache::Server {
     bound->calls = info->config.device == CacheConfig::kHost ? parts_.host_calls : parts_.device_calls;
     auto raw = parts_.registry->Create("raw", bound->config.layout);
     KV_CHECK(raw.ok());
-    bound->cache = {id, &bound->config, store().caches().codec(id), *std::move(raw), std::move(device_codec)};
+    bound->cache = {id,
+                    &bound->config,
+                    store().caches().codec(id),
+                    *std::move(raw),
+                    std::move(device_codec),
+                    WorkerPool::OwnerOf(bound->config.tenant)};
     bound_ = session_->Bind(std::move(bound));
   }
 

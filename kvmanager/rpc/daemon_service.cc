@@ -89,7 +89,7 @@ class DaemonService final : public api::Daemon::Server {
       }
       // A codec may read a large artifact, and work on it.
       return OnWorker<absl::StatusOr<Codecs>>(
-                 parts_.workers, parts_.queue,
+                 parts_.workers, parts_.queue, WorkerPool::OwnerOf(config.tenant),
                  [registry = parts_.registry, config, gpu] { return MakeCodecs(*registry, config, gpu); })
           .then([context, session = session_, parts = &parts_.cache, config](absl::StatusOr<Codecs> codecs) mutable {
             const absl::Status status = OpenCache(session, *parts, config, std::move(codecs), context);
@@ -109,7 +109,8 @@ class DaemonService final : public api::Daemon::Server {
       KV_RETURN_IF_ERROR(session_->ReserveArena(bytes));
       auto memory = std::make_unique<ArenaMemory>(session_, bytes);
       using MaybeRegion = absl::StatusOr<std::shared_ptr<Region>>;
-      return OnWorker<MaybeRegion>(parts_.workers, parts_.queue, [bytes] { return MakeRegion(bytes); })
+      return OnWorker<MaybeRegion>(parts_.workers, parts_.queue, WorkerPool::kDaemon,
+                                   [bytes] { return MakeRegion(bytes); })
           .then([context, session = session_, memory = std::move(memory)](MaybeRegion region) mutable {
             if (!region.ok()) {
               return ServeError(*session, Method::kCreateArena, region.status(), context);
@@ -145,7 +146,7 @@ class DaemonService final : public api::Daemon::Server {
       auto memory = std::make_unique<ArenaMemory>(session_, bytes);
       // Memory is zeroed, which is waited for.
       using MaybeArena = absl::StatusOr<std::unique_ptr<DeviceArena>>;
-      return OnWorker<MaybeArena>(parts_.workers, parts_.queue,
+      return OnWorker<MaybeArena>(parts_.workers, parts_.queue, WorkerPool::kDaemon,
                                   [device = gpu->device(), bytes] { return DeviceArena::Make(device, bytes); })
           .then([context, session = session_, memory = std::move(memory), bytes](MaybeArena arena) mutable {
             if (!arena.ok()) {

@@ -65,6 +65,7 @@ std::unique_ptr<AttentionPlan> MakePlan(const StepCache& cache, const CheckedSte
   batch.lag_pages = cache.config->lag_pages;
   batch.scale = step.scale;
   batch.q_dtype = step.q_dtype;
+  batch.owner = cache.owner;
   batch.sequences = sequences;
   return AttentionPlan::Make(batch, threads);
 }
@@ -144,6 +145,12 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
     return kj::mv(waiting.promise);
   }
 
+  // Nobody waits any more.
+  void GiveUp() {
+    given_up_ = true;
+    if (plan_ != nullptr) plan_->Cancel();
+  }
+
   const absl::Status& status() const { return status_; }
 
   // REQUIRES: status() is OK.
@@ -183,6 +190,7 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
   }
 
   void Finish(prometheus::Histogram& seconds) {
+    if (given_up_) return;
     counts_ = CountsOf(*plan_, cache_);
     Count(parts_, step_, counts_, start_ns_, seconds);
     fulfiller_->fulfill();
@@ -197,6 +205,7 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
   AlignedBuffer q_copy_, out_, lse_;
   std::unique_ptr<AttentionPlan> plan_;
   absl::Status status_;
+  bool given_up_ = false;
   AttentionCounts counts_;
   int64_t start_ns_ = 0;
   kj::Own<kj::PromiseFulfiller<void>> fulfiller_;
@@ -227,7 +236,7 @@ absl::StatusOr<kj::Promise<void>> HostCalls::Step(const std::shared_ptr<Session>
     if (tensor->where == StepTensor::Where::kArena) call->Keep(session->FindArena(tensor->arena));
   }
   context.releaseParams();
-  kj::Promise<void> ran = call->Begin();
+  kj::Promise<void> ran = call->Begin().attach(kj::defer([call] { call->GiveUp(); }));
   return ran.then([call, context, session]() mutable {
     if (call->status().ok()) return call->WriteReply(context);
     ServeError(*session, Method::kStep, call->status(), context);

@@ -69,6 +69,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
            std::unique_ptr<AttendLease> lease)
       : parts_(parts),
         codec_(cache.codec),
+        owner_(cache.owner),
         layout_(cache.config->layout),
         reader_(ReaderOf(parts.gpus, cache.config->device)),
         read_(read),
@@ -199,12 +200,14 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
   // Workers hold no reference, so that none of them is the last: self_ goes back to the loop with the last one's
   // message.
   void PostTurn() {
-    parts_.workers->Post(WorkerPool::Priority::kAttend, [this] { Turn(); });
+    parts_.workers->Post(
+        WorkerPool::Priority::kAttend, [this] { RunTurn(); }, owner_);
   }
 
-  void Turn() {
+  void RunTurn() {
     AlignedBuffer scratch;
-    for (int i = 0; i < kReadTurnPages; ++i) {
+    const Turn turn = parts_.workers->NewTurn();
+    do {
       const size_t at = next_.fetch_add(1, std::memory_order_relaxed);
       if (at >= end_) {
         if (lanes_left_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
@@ -212,7 +215,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
         return;
       }
       ReadPiece(at, &scratch);
-    }
+    } while (!turn.over());
     PostTurn();
   }
 
@@ -280,6 +283,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
 
   const Reads::Parts& parts_;
   const std::shared_ptr<const Codec> codec_;
+  const WorkerPool::Owner owner_;
   const PageLayout layout_;
   DeviceReader* const reader_;  // nullptr: pages are in host memory
   const CheckedRead read_;

@@ -2,8 +2,7 @@
 //
 // It runs on the workers, page by page, on a call object that owns everything they touch (pages, arenas, inline rows)
 // until they are done, so that cancelling the call, or losing the client, is safe at any moment. A worker decodes one
-// page at a time into scratch of its own and goes to the back of the queue after kReadTurnPages of them, so that a long
-// read does not keep attention waiting.
+// page at a time into scratch of its own, in turns (worker_pool.h), so that a long read does not keep others waiting.
 //
 // Pages of a GPU are copied to the host first, some at a time (device_reads.h), once this connection's kernels have
 // written what was appended.
@@ -25,9 +24,6 @@
 #include "kvmanager/rpc/step_check.h"
 
 namespace kvmanager {
-
-/// Pages that one worker copies or decodes before others have their turn.
-constexpr int kReadTurnPages = 16;
 
 using ReadContext = capnp::CallContext<api::Cache::ReadParams, api::Cache::ReadResults>;
 

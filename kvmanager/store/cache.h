@@ -13,6 +13,7 @@
 #include "codecs/codec.h"
 #include "kvmanager/base/reading_rule.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/base/worker_pool.h"
 #include "kvmanager/memory/slot_pool.h"
 #include "kvmanager/store/block.h"
 #include "kvmanager/store/cache_config.h"
@@ -33,8 +34,9 @@ struct Cache {
   std::unique_ptr<Codec> raw;          // for attention on raw pages
   Tier* tier = nullptr;
   TenantId tenant = 0;
-  uint64_t raw_slot_bytes = 0;         // as the pool rounds them
-  uint64_t activation_slot_bytes = 0;  // 0: this cache keeps none
+  WorkerPool::Owner owner = WorkerPool::kDaemon;  // the tenant's
+  uint64_t raw_slot_bytes = 0;                    // as the pool rounds them
+  uint64_t activation_slot_bytes = 0;             // 0: this cache keeps none
   SlotClasses encoded_slots;
   DeviceIndexLayout index;                        // on a GPU; its slots are two more classes than pages have
   const PageGauges* gauges = nullptr;             // of K and V

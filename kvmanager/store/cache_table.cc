@@ -106,6 +106,7 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindOrOpen(const CacheConfig&
   Tenant& tenant = tenants_[config.tenant];
   if (tenant.caches++ == 0) tenant.id = next_tenant_++;
   cache->tenant = tenant.id;
+  cache->owner = WorkerPool::OwnerOf(config.tenant);
   caches_.emplace(cache->id, cache);
   by_digest_.emplace(std::pair(cache->digest, config.device), cache->id);
   parts_.metrics->caches.Increment();

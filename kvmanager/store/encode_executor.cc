@@ -15,6 +15,7 @@ EncodeMetrics::EncodeMetrics(Metrics* metrics)
 struct PoolEncodeExecutor::Job {
   std::shared_ptr<const Codec> codec;
   std::vector<EncodeItem> items;
+  WorkerPool::Owner owner = WorkerPool::kDaemon;
   absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done;
   std::atomic<size_t> tasks_left{0};
 };
@@ -24,22 +25,35 @@ PoolEncodeExecutor::PoolEncodeExecutor(WorkerPool* workers, MessageQueue* queue,
     : workers_(workers), queue_(queue), metrics_(metrics), clock_(clock) {}
 
 void PoolEncodeExecutor::Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items,
-                                absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) {
+                                WorkerPool::Owner owner, absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) {
   auto job = std::make_shared<Job>();
   job->codec = std::move(codec);
   job->items = std::move(items);
   job->done = std::move(done);
+  job->owner = owner;
   const size_t count = job->items.size();
   const size_t tasks = std::clamp<size_t>(count, 1, workers_->threads());
   job->tasks_left = tasks;
   for (size_t t = 0; t < tasks; ++t) {
     const size_t begin = count * t / tasks, end = count * (t + 1) / tasks;
-    workers_->Post(WorkerPool::Priority::kEncode, [this, job, begin, end]() mutable {
-      EncodePart(*job, begin, end);
-      if (job->tasks_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-      queue_->Post([job = std::move(job)] { job->done(job->items); });
-    });
+    PostTurn(job, begin, end);
   }
+}
+
+void PoolEncodeExecutor::PostTurn(std::shared_ptr<Job> job, size_t begin, size_t end) {
+  const WorkerPool::Owner owner = job->owner;
+  auto run = [this, job = std::move(job), begin, end]() mutable {
+    const Turn turn = workers_->NewTurn();
+    do {
+      const size_t next = std::min(begin + kPagesAtOnce, end);
+      EncodePart(*job, begin, next);
+      begin = next;
+    } while (begin < end && !turn.over());
+    if (begin < end) return PostTurn(std::move(job), begin, end);
+    if (job->tasks_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    queue_->Post([job = std::move(job)] { job->done(job->items); });
+  };
+  workers_->Post(WorkerPool::Priority::kEncode, std::move(run), owner);
 }
 
 void PoolEncodeExecutor::Run(std::vector<absl::AnyInvocable<void()>> tasks, absl::AnyInvocable<void()> done) {

@@ -43,7 +43,7 @@ TEST(EncodeExecutorTest, EncodesEveryItemOnce) {
     }
     all.insert(all.end(), items.begin(), items.end());
     ++batches;
-    executor.Encode(codec, items, [&, count](absl::Span<const EncodeItem> done) {
+    executor.Encode(codec, items, WorkerPool::kDaemon, [&, count](absl::Span<const EncodeItem> done) {
       EXPECT_EQ(std::this_thread::get_id(), loop);
       EXPECT_EQ(done.size(), count);
       ++completed;
@@ -79,7 +79,7 @@ TEST(EncodeExecutorTest, SinksAreNotAmongThePagesMeasured) {
       items[i].encoded = encoded.data() + i * codec->info().encoded_bytes;
       items[i].first_token = 64 * (first_page + i);
     }
-    executor.Encode(codec, items, [&](absl::Span<const EncodeItem> done) {
+    executor.Encode(codec, items, WorkerPool::kDaemon, [&](absl::Span<const EncodeItem> done) {
       for (const EncodeItem& item : done) EXPECT_EQ(item.is_sink, item.first_token == 0);
     });
   }

@@ -52,7 +52,7 @@ void EncodeJobs::Post(const std::shared_ptr<Cache>& cache, std::vector<PageRef> 
     items.push_back(item);
   }
   cache->tier->executor()->Encode(
-      cache->codec, std::move(items),
+      cache->codec, std::move(items), cache->owner,
       [this, alive = parts_.alive, pages = std::move(pages)](absl::Span<const EncodeItem> done) {
         if (!alive.expired()) OnEncoded(pages, done);
       });

@@ -11,6 +11,7 @@
 #include "codecs/codec.h"
 #include "codecs/sequence_index.h"
 #include "kvmanager/base/ids.h"
+#include "kvmanager/base/worker_pool.h"
 #include "kvmanager/store/cache_config.h"
 #include "kvmanager/store/store_ids.h"
 
@@ -32,9 +33,9 @@ struct DeviceIndexJob {
 class EncodeExecutor {
  public:
   virtual ~EncodeExecutor() = default;
-  /// Encodes `items` (their `declined` is set) and then calls `done(items)` on the store's thread, exactly once. The
-  /// codec and the bytes stay alive until then.
-  virtual void Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items,
+  /// Encodes `items` (their `declined` is set), in turns of `owner`, and then calls `done(items)` on the store's
+  /// thread, exactly once. The codec and the bytes stay alive until then.
+  virtual void Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items, WorkerPool::Owner owner,
                       absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) = 0;
   /// Runs `tasks`, in any order and at once, and then calls `done()` on the store's thread, exactly once.
   virtual void Run(std::vector<absl::AnyInvocable<void()>> tasks, absl::AnyInvocable<void()> done) = 0;

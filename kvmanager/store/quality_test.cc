@@ -30,7 +30,7 @@ constexpr size_t kRow = size_t{kQueryHeads} * kDim;  // values of a query token
 // Tasks wait until told to run.
 class HeldExecutor final : public EncodeExecutor {
  public:
-  void Encode(std::shared_ptr<const Codec>, std::vector<EncodeItem>,
+  void Encode(std::shared_ptr<const Codec>, std::vector<EncodeItem>, WorkerPool::Owner,
               absl::AnyInvocable<void(absl::Span<const EncodeItem>)>) override {
     ADD_FAILURE() << "nothing is encoded here";
   }

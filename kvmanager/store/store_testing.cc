@@ -90,7 +90,7 @@ void RegisterTestCodecs(CodecRegistry* registry) {
   }
 }
 
-void ManualExecutor::Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items,
+void ManualExecutor::Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items, WorkerPool::Owner,
                             absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) {
   jobs_.push_back({std::move(codec), std::move(items), std::move(done), {}, nullptr});
   if (run_inline) FinishAll();

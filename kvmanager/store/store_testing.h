@@ -27,7 +27,7 @@ bool Declines(const uint8_t* raw);
 /// Jobs wait until told to end; or, inline, end at once.
 class ManualExecutor final : public EncodeExecutor {
  public:
-  void Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items,
+  void Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items, WorkerPool::Owner owner,
               absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) override;
   void Run(std::vector<absl::AnyInvocable<void()>> tasks, absl::AnyInvocable<void()> done) override;
   void Train(DeviceIndexJob job) override;  // on slots in host memory

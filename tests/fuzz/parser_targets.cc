@@ -101,7 +101,7 @@ class PeerWireTarget final : public FuzzTarget {
 /// Runs nothing: a manifest's pages never get as far as encoding.
 class NoExecutor final : public EncodeExecutor {
  public:
-  void Encode(std::shared_ptr<const Codec>, std::vector<EncodeItem> items,
+  void Encode(std::shared_ptr<const Codec>, std::vector<EncodeItem> items, WorkerPool::Owner,
               absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) override {
     held.push_back({std::move(items), std::move(done)});
   }
