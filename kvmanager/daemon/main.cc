@@ -1,6 +1,5 @@
 // kvmanagerd: parses the command line, takes the signals, runs one Server.
 #include <signal.h>
-#include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 #include <sys/resource.h>
 #include <sys/signalfd.h>
@@ -11,6 +10,7 @@
 #include <memory>
 
 #include "kvmanager/base/blas_core.h"
+#include "kvmanager/daemon/log.h"
 #include "kvmanager/daemon/options.h"
 #include "kvmanager/daemon/server.h"
 #include "kvmanager/daemon/supervisor.h"
@@ -24,6 +24,7 @@ constexpr int kExitUsage = 2, kExitFailed = 1;
 // Blocks SIGTERM and SIGINT in this thread and all that it starts; they are read from the descriptor instead.
 int TakeSignals() {
   signal(SIGPIPE, SIG_IGN);
+  signal(SIGXFSZ, SIG_IGN);  // a log that is redirected to a file may reach a limit
   sigset_t set;
   sigemptyset(&set);
   sigaddset(&set, SIGTERM);
@@ -55,18 +56,15 @@ int main(int argc, char** argv) {
     return 0;
   }
   kvmanager::SetBlasCore();  // for projections that clients register
-  auto log = std::make_shared<spdlog::logger>("kvmanagerd", std::make_shared<spdlog::sinks::stderr_sink_mt>());
-  log->set_level(spdlog::level::from_str(line->options.log_level));
-  log->set_pattern("%Y-%m-%dT%H:%M:%S.%e %l %v");
-  spdlog::set_default_logger(log);
+  const int signal_fd = TakeSignals();
+  kvmanager::Log log(line->options.log_level);
 
   RaiseDescriptorLimit();
   if (line->options.device_pool_bytes > 0) kvmanager::AllowManyStreams();
-  const int signal_fd = TakeSignals();
   auto server = kvmanager::Server::Create(line->options);
   if (!server.ok()) {
     spdlog::error("cannot start: {}", std::string(server.status().message()));
-    return server.status().code() == absl::StatusCode::kInvalidArgument ? kExitUsage : kExitFailed;
+    return log.End(server.status().code() == absl::StatusCode::kInvalidArgument ? kExitUsage : kExitFailed);
   }
   std::printf("kvmanagerd ready listen=%s peer=%s metrics=%s http=%s\n", (*server)->listen_address().c_str(),
               (*server)->peer_address().c_str(), (*server)->metrics_address().c_str(),
@@ -79,5 +77,5 @@ int main(int argc, char** argv) {
   server->reset();
   close(signal_fd);
   spdlog::info("stopped");
-  return 0;
+  return log.End(0);
 }
