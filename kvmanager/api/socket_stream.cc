@@ -42,6 +42,19 @@ uint32_t Get32(const kj::byte* at) {
 
 }  // namespace
 
+// A message's memory, for as long as its reader lives.
+struct SocketStream::Body {
+  Body(kj::Array<capnp::word> w, std::shared_ptr<MessageMemory> m) : words(kj::mv(w)), memory(std::move(m)) {}
+  Body(Body&&) = default;
+  ~Body() {
+    const size_t bytes = words.asBytes().size();
+    words = nullptr;
+    if (memory != nullptr) memory->GiveBack(bytes);
+  }
+  kj::Array<capnp::word> words;
+  std::shared_ptr<MessageMemory> memory;  // nullptr: moved from, or booked nowhere
+};
+
 struct SocketStream::Rest {
   std::vector<kj::byte> head;  // what was held back, and the segment table; the first piece
   std::vector<iovec> pieces;
@@ -49,13 +62,18 @@ struct SocketStream::Rest {
   std::vector<int> fds;  // go with the first byte
 };
 
-SocketStream::SocketStream(kj::UnixEventPort& port, int fd, int write_fd)
+SocketStream::SocketStream(kj::UnixEventPort& port, int fd, int write_fd, std::shared_ptr<MessageMemory> memory)
     : port_(port),
       fd_(fd),
       write_fd_(write_fd),
       observer_(port, fd, kj::UnixEventPort::FdObserver::OBSERVE_READ),
-      buffer_(kj::heapArray<kj::byte>(kReadAheadBytes)) {
+      buffer_(kj::heapArray<kj::byte>(kReadAheadBytes)),
+      memory_(std::move(memory)) {
   out_.reserve(kWriteLateBytesMax + 256);
+}
+
+SocketStream::~SocketStream() {
+  if (memory_ != nullptr && words_ != nullptr) memory_->GiveBack(words_.asBytes().size());
 }
 
 kj::Promise<kj::Maybe<capnp::MessageReaderAndFds>> SocketStream::tryReadMessage(kj::ArrayPtr<kj::AutoCloseFd> fd_space,
@@ -68,13 +86,22 @@ kj::Promise<kj::Maybe<capnp::MessageReaderAndFds>> SocketStream::Read(kj::ArrayP
                                                                       capnp::ReaderOptions options) {
   for (;;) {
     if (Assemble(options)) {
-      auto words = kj::mv(words_);
+      Body body(kj::mv(words_), memory_);
       words_ = nullptr;
       filled_bytes_ = 0;
+      if (receiving_) memory_->NoteReceived(/*whole=*/true);
+      receiving_ = false;
       auto fds = TakeFds(fd_space);
-      auto reader = kj::heap<capnp::FlatArrayMessageReader>(words, options);
+      auto reader = kj::heap<capnp::FlatArrayMessageReader>(body.words, options);
       return kj::Maybe<capnp::MessageReaderAndFds>(
-          capnp::MessageReaderAndFds{kj::Own<capnp::MessageReader>(reader.attach(kj::mv(words))), fds});
+          capnp::MessageReaderAndFds{kj::Own<capnp::MessageReader>(reader.attach(kj::mv(body))), fds});
+    }
+    if (wanted_bytes_ != 0) {
+      return memory_->Take(wanted_bytes_).then([this, fd_space, options] {
+        wanted_bytes_ = 0;
+        booked_ = true;
+        return Read(fd_space, options);
+      });
     }
     KJ_IF_MAYBE (readable, readable_) {
       auto wait = kj::mv(*readable);
@@ -116,6 +143,14 @@ bool SocketStream::Assemble(const capnp::ReaderOptions& options) {
     for (uint64_t i = 0; i < segments; ++i) words += Get32(at + 4 + 4 * i);
     KJ_REQUIRE(words - table_words <= options.traversalLimitInWords, "a message is larger than this side accepts",
                words);
+    const uint64_t bytes = words * sizeof(capnp::word);
+    KJ_REQUIRE(memory_ == nullptr || bytes <= memory_->bytes_max(), "a message is larger than this side accepts now",
+               bytes);
+    if (memory_ != nullptr && !booked_ && !memory_->TryTake(bytes)) {
+      wanted_bytes_ = bytes;
+      return false;
+    }
+    booked_ = false;
     words_ = kj::heapArray<capnp::word>(words);
     message_start_ = received_ - have;
     filled_bytes_ = std::min<size_t>(have, words * sizeof(capnp::word));
@@ -123,7 +158,10 @@ bool SocketStream::Assemble(const capnp::ReaderOptions& options) {
     begin_ += filled_bytes_;
     if (begin_ == end_) begin_ = end_ = 0;
   }
-  return filled_bytes_ == words_.asBytes().size();
+  if (filled_bytes_ == words_.asBytes().size()) return true;
+  receiving_ = memory_ != nullptr;
+  if (receiving_) memory_->NoteReceived(/*whole=*/false);
+  return false;
 }
 
 ssize_t SocketStream::Receive(kj::byte* to, size_t bytes_max, bool want_fds) {

@@ -20,9 +20,25 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <vector>
 
 namespace kvmanager {
+
+/// Where the memory of a message is booked before it is taken. The stream's thread.
+class MessageMemory {
+ public:
+  virtual ~MessageMemory() = default;
+  /// The most that a message that begins now may have.
+  virtual uint64_t bytes_max() const = 0;
+  /// Whether so many bytes are booked now.
+  virtual bool TryTake(uint64_t bytes) = 0;
+  /// Resolves once they are. What is booked when the promise is dropped stays so.
+  virtual kj::Promise<void> Take(uint64_t bytes) = 0;
+  virtual void GiveBack(uint64_t bytes) = 0;
+  /// More of a message has arrived: whether all of it has.
+  virtual void NoteReceived(bool whole) = 0;
+};
 
 class SocketStream final : public capnp::MessageStream {
  public:
@@ -33,8 +49,11 @@ class SocketStream final : public capnp::MessageStream {
   static constexpr size_t kFdsPerReadMax = 4;  // what the kernel may hand over at once; more are closed by it
 
   /// `fd` and `write_fd`: one non-blocking stream socket, twice (dup), because an event port watches a descriptor once.
-  /// Both must outlive the stream. The port must belong to this thread.
-  SocketStream(kj::UnixEventPort& port, int fd, int write_fd);
+  /// Both must outlive the stream. The port must belong to this thread. memory: where messages that are read book
+  /// their bytes until they are destroyed; nullptr: nowhere.
+  SocketStream(kj::UnixEventPort& port, int fd, int write_fd, std::shared_ptr<MessageMemory> memory = nullptr);
+
+  ~SocketStream();
 
   /// The next message, or nothing at the end of the stream. Throws on malformed framing, and on a message of more words
   /// than options.traversalLimitInWords.
@@ -52,6 +71,7 @@ class SocketStream final : public capnp::MessageStream {
     uint64_t from = 0, to = 0;  // stream offsets of the bytes they came with
     std::vector<kj::AutoCloseFd> fds;
   };
+  struct Body;
   struct Rest;  // what of a message is still to be sent
 
   kj::Promise<kj::Maybe<capnp::MessageReaderAndFds>> Read(kj::ArrayPtr<kj::AutoCloseFd> fd_space,
@@ -78,6 +98,10 @@ class SocketStream final : public capnp::MessageStream {
   uint64_t received_ = 0;       // stream offset of the next byte from the socket
   uint64_t message_start_ = 0;  // stream offset of the message being put together
   kj::Array<capnp::word> words_;
+  uint64_t wanted_bytes_ = 0;  // of a message that waits for memory; it is booked once `booked_`
+  bool booked_ = false;
+  bool receiving_ = false;  // part of a message, as memory_ was told
+  const std::shared_ptr<MessageMemory> memory_;
   size_t filled_bytes_ = 0;
   std::deque<HeldFds> held_;
   kj::Maybe<kj::Promise<void>> readable_;

@@ -6,6 +6,9 @@
 #include <cstdlib>
 #include <utility>
 
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "kvmanager/base/status.h"
 
@@ -20,6 +23,18 @@ class AlignedBuffer {
     if (bytes == 0) return;
     data_ = static_cast<uint8_t*>(std::aligned_alloc(kAlign, (bytes + kAlign - 1) / kAlign * kAlign));
     KV_CHECK(data_ != nullptr);
+  }
+  /// Errors: RESOURCE_EXHAUSTED naming what it was for.
+  static absl::StatusOr<AlignedBuffer> Make(absl::string_view what, size_t bytes) {
+    AlignedBuffer buffer;
+    if (bytes == 0) return buffer;
+    buffer.data_ = static_cast<uint8_t*>(std::aligned_alloc(kAlign, (bytes + kAlign - 1) / kAlign * kAlign));
+    if (buffer.data_ == nullptr) {
+      return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat("memory for ", what),
+                        absl::StrCat(bytes, " bytes"), "what the host has left; send less at once, or try again");
+    }
+    buffer.size_ = bytes;
+    return buffer;
   }
   AlignedBuffer(AlignedBuffer&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}

@@ -60,9 +60,9 @@ absl::Status CheckBytes(absl::string_view field, const std::string& text, uint64
 
 // The flags as texts: what CLI11 fills from the command line and the file, before values are checked.
 struct Texts {
-  std::string host_pool_bytes, threads, busy_poll_us, quality_sample, arena_bytes, recompute_bytes, slab_bytes,
-      hand_off_lease_ms, drain_s, peer_rate_bytes, peer_window_bytes, peer_local_copy, peer_zero_copy,
-      device_pool_bytes, device_slab_bytes, devices, recompute_device_bytes;
+  std::string host_pool_bytes, threads, busy_poll_us, quality_sample, arena_bytes, recompute_bytes,
+      memory_beyond_pool_bytes, slab_bytes, hand_off_lease_ms, drain_s, peer_rate_bytes, peer_window_bytes,
+      peer_local_copy, peer_zero_copy, device_pool_bytes, device_slab_bytes, devices, recompute_device_bytes;
 };
 
 absl::Status CheckDevices(const Texts& texts, Options* options) {
@@ -137,6 +137,11 @@ absl::Status Check(const Texts& texts, Options* options) {
   if (!texts.arena_bytes.empty()) {
     KV_RETURN_IF_ERROR(
         CheckBytes("--arena-bytes", texts.arena_bytes, 0, Options::kArenaBytesMax, &options->arena_bytes));
+  }
+  if (!texts.memory_beyond_pool_bytes.empty()) {
+    KV_RETURN_IF_ERROR(CheckBytes("--memory-beyond-pool-bytes", texts.memory_beyond_pool_bytes,
+                                  Options::kMemoryBeyondPoolBytesMin, Options::kArenaBytesMax,
+                                  &options->memory_beyond_pool_bytes));
   }
   if (!texts.recompute_bytes.empty()) {
     KV_RETURN_IF_ERROR(
@@ -270,6 +275,10 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->type_name("US");
   app.add_option("--arena-bytes", texts.arena_bytes,
                  "Most memory that clients may have in arenas, all together, besides the pool (default 8GiB)")
+      ->type_name("BYTES");
+  app.add_option("--memory-beyond-pool-bytes", texts.memory_beyond_pool_bytes,
+                 "Memory for requests that are being received or served, and for replies, half for each; what finds no "
+                 "room waits (default 1GiB, at least 128MiB)")
       ->type_name("BYTES");
   app.add_option(
       "--recompute-bytes", texts.recompute_bytes,

@@ -20,6 +20,7 @@ struct Options {
   static constexpr size_t kHandOffPeersMax = 1024;
   static constexpr uint64_t kHostPoolBytesMin = 2 << 20, kHostPoolBytesMax = uint64_t{1} << 41;
   static constexpr uint64_t kArenaBytesMax = uint64_t{1} << 41;
+  static constexpr uint64_t kMemoryBeyondPoolBytesMin = uint64_t{128} << 20;
   static constexpr uint64_t kSlabBytesMax = uint64_t{1} << 30;
   static constexpr int64_t kThreadsMax = 1024;
   static constexpr int64_t kBusyPollUsMax = 1000000;
@@ -57,9 +58,10 @@ struct Options {
   bool peer_local_copy = true;            // pages from and to daemons of this host and user by copying between memories
   bool peer_zero_copy = true;             // TCP sends pages straight from the pool, where the kernel has that
   std::string peer_ucx_key;               // file of the key of peers that read pages through UCX; empty: none do
-  std::string calibration_dir;            // of artifacts that codecs may name; empty: none can be named
-  std::vector<std::string> codec_plugins;  // shared objects; at most kCodecPluginsMax
-  std::string log_level = "info";          // debug, info, warn, error or off
+  uint64_t memory_beyond_pool_bytes = uint64_t{1} << 30;  // kMemoryBeyondPoolBytesMin..kArenaBytesMax
+  std::string calibration_dir;                            // of artifacts that codecs may name; empty: none can be named
+  std::vector<std::string> codec_plugins;                 // shared objects; at most kCodecPluginsMax
+  std::string log_level = "info";                         // debug, info, warn, error or off
 };
 
 /// What the command line asks for: to run, or to print `text` and stop.

@@ -41,7 +41,9 @@
 #include "kvmanager/rpc/device_calls.h"
 #include "kvmanager/rpc/held_sequences.h"
 #include "kvmanager/rpc/host_calls.h"
+#include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/listen_socket.h"
+#include "kvmanager/rpc/message_room.h"
 #include "kvmanager/rpc/read.h"
 #include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/service.h"
@@ -103,6 +105,7 @@ class ServerImpl final : public Server {
         hand_off_metrics_(&metrics_),
         recompute_metrics_(&metrics_),
         connection_metrics_(&metrics_),
+        message_metrics_(&metrics_),
         attend_metrics_(&metrics_),
         read_metrics_(&metrics_),
         plugin_events_(&metrics_),
@@ -283,12 +286,18 @@ class ServerImpl final : public Server {
                  .clock = &of.clock_,
                  .gpus = of.devices_.gpus(),
                  .metrics = &of.read_metrics_}),
+          requests({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kCallsInFlightBytesMax},
+                   &of.clock_),
+          replies({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kReplyMemoryBytesMax},
+                  &of.clock_),
           session(
               {.store = of.store_.get(),
                .drain = &of.drain_,
                .held = &of.held_,
                .arenas = &of.arenas_,
                .calls = &of.calls_,
+               .requests = &requests,
+               .replies = &replies,
                .gpus = {{of.store_.get(), &of.polls_, of.quality_.get()}, {of.store_.get(), &of.polls_, &departed}}}),
           daemon({.facts = &of.facts_,
                   .registry = &of.registry_,
@@ -336,6 +345,7 @@ class ServerImpl final : public Server {
     HostCalls host_calls;
     DeviceCalls device_calls;
     Reads reads;
+    MessageRoom requests, replies;
     Session::Parts session;
     DaemonParts daemon;
   };
@@ -383,6 +393,8 @@ class ServerImpl final : public Server {
   kj::Promise<void> Look() {
     tenant_gauges_.Set(store_->caches().List());
     devices_.Look(store_.get());
+    for (MessageRoom* const room : {&running_->requests, &running_->replies}) room->Look();
+    message_metrics_.Set(running_->requests, running_->replies);
     return running_->loop.timer().afterDelay(kLookMs * kj::MILLISECONDS).then([this] { return Look(); });
   }
 
@@ -434,6 +446,7 @@ class ServerImpl final : public Server {
   HandOffMetrics hand_off_metrics_;
   RecomputeMetrics recompute_metrics_;
   ConnectionMetrics connection_metrics_;
+  MessageMetrics message_metrics_;
   AttendMetrics attend_metrics_;
   ReadMetrics read_metrics_;
   PluginEvents plugin_events_;

@@ -83,6 +83,7 @@ class CallsTest : public PageStoreTest {
     parts_.held = &held_;
     parts_.arenas = &arenas_;
     parts_.calls = &records_;
+    parts_.requests = parts_.replies = &messages_;
     session_ = std::make_shared<Session>(parts_, /*unix_socket=*/true, /*pid=*/7, [](EndReason) { FAIL(); });
     auto bound = std::make_shared<BoundCache>();
     bound->config = MakeConfig(codec, lag_pages);
@@ -227,6 +228,7 @@ class CallsTest : public PageStoreTest {
   HeldSequences held_{&metrics_};
   ArenaBytes arenas_{&metrics_, 1 << 30};
   CallRecords records_{&metrics_, &errors_, &clock_};
+  MessageRoom messages_{{.whole = 64 << 20, .share = 64 << 20}, &clock_};
   Session::Parts parts_;
   MessageQueue queue_;
   EventLoop loop_{&queue_, 0};

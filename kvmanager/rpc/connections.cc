@@ -24,12 +24,18 @@ constexpr int64_t kAcceptRetryMs = 100;  // when the process has no descriptor l
 constexpr int64_t kAbortGraceMs = 200;   // to tell a client what was wrong with its bytes
 constexpr uint32_t kFdsPerMessageMax = 1;
 
-// Tells the loop that a message came, and the connection that its bytes were malformed.
+// Tells the loop that a message came, the connection that its bytes were malformed, and its share of memory which
+// messages were sent.
 class WatchedStream final : public capnp::MessageStream {
  public:
-  WatchedStream(capnp::MessageStream& inner, absl::AnyInvocable<void()> on_message,
+  WatchedStream(capnp::MessageStream& inner, absl::AnyInvocable<void()> on_message, const MessageShare& replies,
+                absl::AnyInvocable<void(uint64_t bytes)> on_sent,
                 absl::AnyInvocable<void(const kj::Exception&)> on_error)
-      : inner_(inner), on_message_(std::move(on_message)), on_error_(std::move(on_error)) {}
+      : inner_(inner),
+        on_message_(std::move(on_message)),
+        replies_(replies),
+        on_sent_(std::move(on_sent)),
+        on_error_(std::move(on_error)) {}
 
   kj::Promise<kj::Maybe<capnp::MessageReaderAndFds>> tryReadMessage(kj::ArrayPtr<kj::AutoCloseFd> fd_space,
                                                                     capnp::ReaderOptions options,
@@ -48,7 +54,10 @@ class WatchedStream final : public capnp::MessageStream {
   }
   kj::Promise<void> writeMessage(kj::ArrayPtr<const int> fds,
                                  kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>> segments) override {
-    return inner_.writeMessage(fds, segments);
+    uint64_t bytes = 0;
+    for (const auto& segment : segments) bytes += segment.asBytes().size();
+    if (bytes < MessageRoom::kOwnBytes && !replies_.counts_unsent()) return inner_.writeMessage(fds, segments);
+    return inner_.writeMessage(fds, segments).then([this, bytes] { on_sent_(bytes); });
   }
   kj::Promise<void> writeMessages(kj::ArrayPtr<kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>>> messages) override {
     return inner_.writeMessages(messages);
@@ -59,6 +68,8 @@ class WatchedStream final : public capnp::MessageStream {
  private:
   capnp::MessageStream& inner_;
   absl::AnyInvocable<void()> on_message_;
+  const MessageShare& replies_;
+  absl::AnyInvocable<void(uint64_t)> on_sent_;
   absl::AnyInvocable<void(const kj::Exception&)> on_error_;
 };
 
@@ -100,20 +111,28 @@ capnp::ReaderOptions Limits() {
 
 class Connections::Connection {
  public:
-  Connection(const Parts& parts, uint64_t id, int fd, bool unix_socket)
+  Connection(const Parts& parts, uint64_t id, int fd, bool unix_socket, uint32_t pid)
       : parts_(parts),
         id_(id),
         fd_(fd),
         write_fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)),
         ending_(kj::newPromiseAndFulfiller<void>()),
-        session_(std::make_shared<Session>(*parts.session, unix_socket, unix_socket ? PeerPid(fd) : 0,
-                                           [this](EndReason reason) { End(reason); })),
-        stream_(parts.loop->port(), fd_.get(), write_fd_.get()),
+        session_(
+            std::make_shared<Session>(*parts.session, unix_socket, pid, [this](EndReason reason) { End(reason); })),
+        stream_(parts.loop->port(), fd_.get(), write_fd_.get(), session_->requests()),
         watched_(
-            stream_, [this] { OnMessage(); }, [this](const kj::Exception& exception) { OnMalformed(exception); }),
+            stream_, [this] { OnMessage(); }, session_->replies(),
+            [this](uint64_t bytes) { session_->replies().NoteSent(bytes, network_.getCurrentQueueSize()); },
+            [this](const kj::Exception& exception) { OnMalformed(exception); }),
         network_(watched_, unix_socket ? kFdsPerMessageMax : 0, capnp::rpc::twoparty::Side::SERVER, Limits()),
         rpc_(capnp::makeRpcServer(network_, MakeDaemonService(session_, *parts.daemon))) {
     rpc_.setFlowLimit(limits::kCallsInFlightBytesMax / sizeof(capnp::word));
+    hello_ = parts.loop->timer()
+                 .afterDelay(limits::kHelloMs * kj::MILLISECONDS)
+                 .then([this] {
+                   if (!session_->greeted()) End(EndReason::kNoHello);
+                 })
+                 .eagerlyEvaluate(nullptr);
     if (unix_socket) {
       pidfd_ = kj::AutoCloseFd(PeerPidFd(fd));
       if (pidfd_.get() >= 0) {
@@ -139,13 +158,24 @@ class Connections::Connection {
   }
 
   void set_reason(EndReason reason) { reason_ = reason; }
+  uint32_t pid() const { return session_->pid(); }
+  bool unix_socket() const { return session_->unix_socket(); }
+  /// Whether it may make room for another.
+  bool says_nothing() const { return !session_->greeted() && !ending_soon_; }
+  void EndNow(EndReason reason) {
+    ending_soon_ = true;
+    reason_ = reason;
+    ending_.fulfiller->fulfill();
+  }
 
  private:
   void OnMessage() {
     parts_.loop->NoteActivity();
-    if (network_.getCurrentQueueSize() > limits::kUnsentBytesMax) {
+    const uint64_t unsent = network_.getCurrentQueueSize();
+    session_->replies().NoteUnsent(unsent);
+    if (unsent > limits::kReplyMemoryBytesMax + limits::kUnsentBytesMax) {
       spdlog::warn("connection {} of \"{}\" ends: it leaves more than {} bytes of replies unread", id_,
-                   session_->name(), limits::kUnsentBytesMax);
+                   session_->name(), limits::kReplyMemoryBytesMax + limits::kUnsentBytesMax);
       End(EndReason::kUnread);
     }
   }
@@ -161,6 +191,7 @@ class Connections::Connection {
     if (ending_soon_) return;
     ending_soon_ = true;
     reason_ = reason;
+    spdlog::info("connection {} of \"{}\" ends: {}", id_, session_->name(), EndReasonName(reason));
     grace_ = parts_.loop->timer()
                  .afterDelay(kAbortGraceMs * kj::MILLISECONDS)
                  .then([this] { ending_.fulfiller->fulfill(); })
@@ -181,6 +212,7 @@ class Connections::Connection {
   capnp::RpcSystem<capnp::rpc::twoparty::VatId> rpc_;
   kj::AutoCloseFd pidfd_;
   kj::Maybe<kj::Own<kj::UnixEventPort::FdObserver>> death_;
+  kj::Promise<void> hello_ = nullptr;
   kj::Promise<void> grace_ = nullptr;
 };
 
@@ -224,16 +256,33 @@ kj::Promise<void> Connections::AcceptFrom(Listener& listener) {
   }
 }
 
+const char* Connections::WhyRefused(bool unix_socket, uint32_t pid) {
+  const auto of_process = of_process_.find(pid);
+  const size_t same = of_process == of_process_.end() ? 0 : of_process->second;
+  if (pid != 0 && same >= limits::kConnectionsOfProcessMax) return "its process has as many as one may have";
+  const bool tcp_full = !unix_socket && same >= limits::kTcpConnectionsMax;
+  if (!tcp_full && connections_.size() < limits::kConnectionsMax) return nullptr;
+  for (const auto& [id, connection] : connections_) {
+    if (!connection->says_nothing() || (tcp_full && connection->unix_socket())) continue;
+    connection->EndNow(EndReason::kNoHello);
+    return nullptr;
+  }
+  return "as many are open as may be";
+}
+
 void Connections::Add(int fd, bool unix_socket) {
-  if (connections_.size() >= limits::kConnectionsMax) {
+  const uint32_t pid = unix_socket ? PeerPid(fd) : 0;
+  if (const char* const why = WhyRefused(unix_socket, pid); why != nullptr) {
     parts_.metrics->refused.Increment();
+    spdlog::debug("a connection of process {} is refused: {}", pid, why);
     close(fd);
     return;
   }
+  ++of_process_[pid];
   if (!unix_socket) TuneTcp(fd);
   (unix_socket ? parts_.metrics->accepted_unix : parts_.metrics->accepted_tcp).Increment();
   const uint64_t id = next_id_++;
-  auto connection = std::make_unique<Connection>(parts_, id, fd, unix_socket);
+  auto connection = std::make_unique<Connection>(parts_, id, fd, unix_socket, pid);
   tasks_->add(connection->WhenOver().then([this, id] { Remove(id); }, [this, id](kj::Exception&&) { Remove(id); }));
   connections_.emplace(id, std::move(connection));
   parts_.metrics->open.Set(double(connections_.size()));
@@ -244,6 +293,8 @@ void Connections::Remove(uint64_t id) {
   if (found == connections_.end()) return;
   const std::unique_ptr<Connection> connection = std::move(found->second);
   connections_.erase(found);
+  const auto of_process = of_process_.find(connection->pid());
+  if (--of_process->second == 0) of_process_.erase(of_process);
   parts_.metrics->open.Set(double(connections_.size()));
 }
 

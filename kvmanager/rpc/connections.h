@@ -6,7 +6,10 @@
 //  2. its bytes are no Cap'n Proto message, or one of more than limits::kMessageBytesMax;
 //  3. on a Unix socket, the process that connected dies, even if a child of it still holds the socket;
 //  4. on TCP, the peer is silent for limits::kTcpDeadS although it owes acknowledgements or keepalive answers;
-//  5. it does not take the replies that it asked for (limits::kUnsentBytesMax).
+//  5. it does not take the replies that it asked for (limits::kUnsentBytesMax), or keeps others waiting for memory
+//     (message_room.h);
+//  6. it has not said hello within limits::kHelloMs. Where there are as many connections as there may be, the oldest
+//     that has not makes room for the next.
 // Nothing else happens to other connections.
 #pragma once
 
@@ -16,6 +19,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/container/btree_map.h"
 #include "absl/container/flat_hash_map.h"
 #include "kvmanager/base/event_loop.h"
 #include "kvmanager/rpc/listen_socket.h"
@@ -46,12 +50,15 @@ class Connections final : private kj::TaskSet::ErrorHandler {
 
   kj::Promise<void> AcceptFrom(Listener& listener);
   void Add(int fd, bool unix_socket);
+  /// Why a connection that was accepted is not served; nullptr: it is.
+  const char* WhyRefused(bool unix_socket, uint32_t pid);
   void Remove(uint64_t id);
   void taskFailed(kj::Exception&& exception) override;
 
   const Parts parts_;
   uint64_t next_id_ = 1;
-  absl::flat_hash_map<uint64_t, std::unique_ptr<Connection>> connections_;
+  absl::btree_map<uint64_t, std::unique_ptr<Connection>> connections_;  // the oldest first
+  absl::flat_hash_map<uint32_t, size_t> of_process_;                    // how many; 0: TCP, or of an unknown process
   std::vector<std::unique_ptr<Listener>> listeners_;
   std::unique_ptr<kj::TaskSet> tasks_;
 };

@@ -122,13 +122,6 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
   StepCall(const Parts& parts, const StepCache& cache, const CheckedStep& step, std::unique_ptr<AttendLease> lease)
       : parts_(parts), cache_(cache), config_(*cache.config), step_(step), lease_(std::move(lease)) {
     cache_.config = &config_;
-    if (step_.q.where == StepTensor::Where::kInline) {
-      q_copy_ = AlignedBuffer(step_.q.bytes.size());
-      std::memcpy(q_copy_.data(), step_.q.bytes.data(), q_copy_.size());
-      step_.q.bytes = q_copy_.span();
-    }
-    if (!step_.out.given()) out_ = AlignedBuffer(step_.out_bytes);
-    if (step_.lse_inline) lse_ = AlignedBuffer(step_.lse_bytes);
     // The request goes with the call's context.
     step_.k = step_.v = step_.x = StepTensor();
   }
@@ -136,7 +129,19 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
   // Keeps an arena that the step reads or writes.
   void Keep(std::shared_ptr<Region> arena) { arenas_.push_back(std::move(arena)); }
 
-  kj::Promise<void> Begin() {
+  uint64_t reply_bytes() const {
+    return (step_.out.given() ? 0 : step_.out_bytes) + (step_.lse_inline ? step_.lse_bytes : 0);
+  }
+  // Queries and outputs that it keeps; the reply takes a copy of the latter.
+  uint64_t kept_bytes() const {
+    return reply_bytes() + (step_.q.where == StepTensor::Where::kInline ? step_.q.bytes.size() : 0);
+  }
+
+  // charge: for kept_bytes() and reply_bytes(). The request is read for the last time.
+  kj::Promise<void> Begin(MessageShare::Charge charge) {
+    charge_ = std::move(charge);
+    status_ = Allocate();
+    if (!status_.ok()) return kj::READY_NOW;
     auto waiting = kj::newPromiseAndFulfiller<void>();
     fulfiller_ = kj::mv(waiting.fulfiller);
     lease_->OnReady([weak = weak_from_this()] {
@@ -154,15 +159,32 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
   const absl::Status& status() const { return status_; }
 
   // REQUIRES: status() is OK.
-  void WriteReply(StepContext& context) {
+  void WriteReply(Session& session, StepContext& context) {
     auto reply = context.getResults(ReplySize(step_)).initReply();
     if (!step_.out.given()) reply.setOut(capnp::Data::Reader(out_.data(), out_.size()));
     if (step_.lse_inline) reply.setLse(capnp::Data::Reader(lse_.data(), lse_.size()));
     reply.setEncodedPairs(counts_.encoded_pairs);
     reply.setRawPairs(counts_.raw_pairs);
+    for (AlignedBuffer* const buffer : {&q_copy_, &out_, &lse_}) *buffer = AlignedBuffer();
+    session.SendReply(std::move(charge_), reply_bytes());
   }
 
  private:
+  absl::Status Allocate() {
+    if (step_.q.where == StepTensor::Where::kInline) {
+      KV_ASSIGN_OR_RETURN(q_copy_, AlignedBuffer::Make("q", step_.q.bytes.size()));
+      std::memcpy(q_copy_.data(), step_.q.bytes.data(), q_copy_.size());
+      step_.q.bytes = q_copy_.span();
+    }
+    if (!step_.out.given()) {
+      KV_ASSIGN_OR_RETURN(out_, AlignedBuffer::Make("out", step_.out_bytes));
+    }
+    if (step_.lse_inline) {
+      KV_ASSIGN_OR_RETURN(lse_, AlignedBuffer::Make("lse", step_.lse_bytes));
+    }
+    return absl::OkStatus();
+  }
+
   // May be called by the lease: it must outlive this.
   void Run() {
     status_ = lease_->status();
@@ -202,6 +224,7 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
   CheckedStep step_;
   std::unique_ptr<AttendLease> lease_;
   absl::InlinedVector<std::shared_ptr<Region>, 4> arenas_;
+  MessageShare::Charge charge_;  // for these
   AlignedBuffer q_copy_, out_, lse_;
   std::unique_ptr<AttentionPlan> plan_;
   absl::Status status_;
@@ -235,10 +258,16 @@ absl::StatusOr<kj::Promise<void>> HostCalls::Step(const std::shared_ptr<Session>
   for (const StepTensor* tensor : {&step.q, &step.out, &step.lse}) {
     if (tensor->where == StepTensor::Where::kArena) call->Keep(session->FindArena(tensor->arena));
   }
-  context.releaseParams();
-  kj::Promise<void> ran = call->Begin().attach(kj::defer([call] { call->GiveUp(); }));
+  KV_ASSIGN_OR_RETURN(kj::Promise<MessageShare::Charge> room,
+                      session->BookReply(call->kept_bytes() + call->reply_bytes()));
+  kj::Promise<void> ran = room.then([call, context](MessageShare::Charge charge) mutable {
+    kj::Promise<void> begun = call->Begin(std::move(charge));
+    context.releaseParams();
+    return begun;
+  });
+  ran = ran.attach(kj::defer([call] { call->GiveUp(); }));
   return ran.then([call, context, session]() mutable {
-    if (call->status().ok()) return call->WriteReply(context);
+    if (call->status().ok()) return call->WriteReply(*session, context);
     ServeError(*session, Method::kStep, call->status(), context);
   });
 }

@@ -9,10 +9,16 @@
 namespace kvmanager::limits {
 
 constexpr size_t kConnectionsMax = 4096;
+constexpr size_t kConnectionsOfProcessMax = 1024;  // of one process on a Unix socket
+constexpr size_t kTcpConnectionsMax = 2048;
 constexpr uint64_t kMessageBytesMax = 32 << 20;         // of a message from a client; a larger one ends its connection
 constexpr uint64_t kCallsInFlightBytesMax = 128 << 20;  // of a connection's unanswered calls; then it is not read from
 constexpr uint64_t kReplyBytesMax = (32 << 20) - (64 << 10);  // of inline output: the message around it stays readable
-constexpr uint64_t kUnsentBytesMax = 256 << 20;         // of replies that a client does not take; then it is cut off
+constexpr uint64_t kReplyMemoryBytesMax = 128 << 20;          // of a connection's calls with inline output; others wait
+constexpr size_t kRepliesWaitingMax = 4096;                   // calls of a connection that wait for that memory
+constexpr uint64_t kUnsentBytesMax = 64 << 20;          // of other replies that a client does not take; it is cut off
+constexpr uint64_t kHelloBytesMax = 64 << 10;           // of a message before hello was answered
+constexpr int64_t kHelloMs = 10000;                     // a connection that has not said hello by then is ended
 constexpr size_t kArenasMax = 64;                       // of a connection
 constexpr uint64_t kArenaBytesMax = uint64_t{1} << 30;  // of one arena
 constexpr uint64_t kArenaBytesTotalMax = uint64_t{4} << 30;  // of a connection

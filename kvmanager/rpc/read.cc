@@ -77,11 +77,16 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
     for (const StepTensor* tensor : {&read_.k, &read_.v}) {
       if (tensor->given()) arenas_.push_back(session.FindArena(tensor->arena));
     }
-    if (!read_.k.given()) k_ = AlignedBuffer(read_.bytes);
-    if (!read_.v.given()) v_ = AlignedBuffer(read_.bytes);
   }
 
-  kj::Promise<void> Begin() {
+  // Rows that it keeps; the reply takes a copy.
+  uint64_t inline_bytes() const { return (uint64_t{!read_.k.given()} + uint64_t{!read_.v.given()}) * read_.bytes; }
+
+  // charge: for the rows and the reply.
+  kj::Promise<void> Begin(MessageShare::Charge charge) {
+    charge_ = std::move(charge);
+    status_ = Allocate();
+    if (!status_.ok()) return kj::READY_NOW;
     auto waiting = kj::newPromiseAndFulfiller<void>();
     fulfiller_ = kj::mv(waiting.fulfiller);
     lease_->OnReady([weak = weak_from_this()] {
@@ -100,16 +105,29 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
   const absl::Status& status() const { return status_; }
 
   // REQUIRES: status() is OK.
-  void WriteReply(ReadContext& context) const {
+  void WriteReply(Session& session, ReadContext& context) {
     const uint64_t words = (k_.size() + v_.size()) / sizeof(capnp::word) + kReplyWords;
     auto reply = context.getResults(capnp::MessageSize{words, 0}).initReply();
     if (!read_.k.given()) reply.setK(capnp::Data::Reader(k_.data(), k_.size()));
     if (!read_.v.given()) reply.setV(capnp::Data::Reader(v_.data(), v_.size()));
     reply.setEncodedTokens(encoded_tokens_);
     reply.setRawTokens(read_.tokens - encoded_tokens_);
+    k_ = AlignedBuffer();
+    v_ = AlignedBuffer();
+    session.SendReply(std::move(charge_), inline_bytes());
   }
 
  private:
+  absl::Status Allocate() {
+    if (!read_.k.given()) {
+      KV_ASSIGN_OR_RETURN(k_, AlignedBuffer::Make("K that is read", read_.bytes));
+    }
+    if (!read_.v.given()) {
+      KV_ASSIGN_OR_RETURN(v_, AlignedBuffer::Make("V that is read", read_.bytes));
+    }
+    return absl::OkStatus();
+  }
+
   // May be called by the lease: it must outlive this.
   void Run() {
     status_ = lease_->status();
@@ -289,6 +307,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
   const CheckedRead read_;
   std::unique_ptr<AttendLease> lease_;
   absl::InlinedVector<std::shared_ptr<Region>, 2> arenas_;  // that it writes to
+  MessageShare::Charge charge_;                             // for inline rows
   AlignedBuffer k_, v_;                                     // inline rows
   std::vector<Piece> pieces_;
   uint64_t encoded_tokens_ = 0;
@@ -311,6 +330,7 @@ absl::StatusOr<kj::Promise<void>> Reads::Run(const std::shared_ptr<Session>& ses
   const StepCache& cache = bound.cache;
   KV_ASSIGN_OR_RETURN(std::unique_ptr<AttendLease> lease, parts_.store->Load(cache.id, read.layer, read.entries));
   auto call = std::make_shared<ReadCall>(parts_, *session, cache, read, std::move(lease));
+  KV_ASSIGN_OR_RETURN(kj::Promise<MessageShare::Charge> room, session->BookReply(2 * call->inline_bytes()));
   context.releaseParams();
   // The pages are pinned as they are now; what kernels append to them comes first.
   absl::flat_hash_set<SequenceId> sequences;
@@ -318,17 +338,18 @@ absl::StatusOr<kj::Promise<void>> Reads::Run(const std::shared_ptr<Session>& ses
   auto written = kj::heapArrayBuilder<kj::Promise<absl::Status>>(sequences.size());
   for (const SequenceId sequence : sequences) written.add(bound.calls->WhenAllWritten(session, cache, sequence));
   kj::Promise<void> ran =
-      kj::joinPromises(written.finish()).then([call](kj::Array<absl::Status> results) -> kj::Promise<void> {
-        for (const absl::Status& status : results) {
-          if (status.ok()) continue;
-          call->Fail(status);
-          return kj::READY_NOW;
-        }
-        return call->Begin();
-      });
+      kj::joinPromises(written.finish())
+          .then([call, room = kj::mv(room)](kj::Array<absl::Status> results) mutable -> kj::Promise<void> {
+            for (const absl::Status& status : results) {
+              if (status.ok()) continue;
+              call->Fail(status);
+              return kj::READY_NOW;
+            }
+            return room.then([call](MessageShare::Charge charge) { return call->Begin(std::move(charge)); });
+          });
   ran = ran.attach(kj::defer([call] { call->GiveUp(); }));
   return ran.then([call, context, session]() mutable {
-    if (call->status().ok()) return call->WriteReply(context);
+    if (call->status().ok()) return call->WriteReply(*session, context);
     ServeError(*session, Method::kRead, call->status(), context);
   });
 }

@@ -205,30 +205,33 @@ TEST_F(ReadTest, CancelledReadsKeepWhatTheWorkersTouch) {
 
 TEST_F(ReadTest, LetsOthersHaveTheirTurn) {
   Open("raw", 0);
-  constexpr int kPages = 5 * kReadTurnPages;
+  workers_.emplace(kThreads, std::chrono::microseconds(0));  // a turn is one page
+  constexpr int kPages = 8;
   const SequenceId sequence = Grown(MakeText(kPages * kPage), kPages * kPage);
   const uint32_t arena = AddArena(1 << 20);
   const uint8_t* const rows = session_->ArenaBytes(arena).data();
-  std::latch blocked(2), one(1), other(1), looked(1);
-  for (std::latch* const gate : {&one, &other}) {
-    workers_->Post(WorkerPool::Priority::kAttend, [&blocked, gate] {
-      blocked.count_down();
+  // A latch may end only once nobody waits for it.
+  const auto one = std::make_shared<std::latch>(1), other = std::make_shared<std::latch>(1);
+  const auto blocked = std::make_shared<std::latch>(2), looked = std::make_shared<std::latch>(1);
+  for (const auto& gate : {one, other}) {
+    workers_->Post(WorkerPool::Priority::kAttend, [blocked, gate] {
+      blocked->count_down();
       gate->wait();
     });
   }
-  blocked.wait();
+  blocked->wait();
   auto call = Read({{sequence, 0, kPages * kPage}},
                    [&](auto request) { SetArena(request.initK(), arena, 0, bytes(kPages * kPage)); });
   std::vector<uint8_t> seen;  // of each page, by who came later
   workers_->Post(WorkerPool::Priority::kAttend, [&] {
     for (int page = 0; page < kPages; ++page) seen.push_back(rows[bytes(page * kPage)]);
-    looked.count_down();
+    looked->count_down();
   });
-  one.count_down();  // one thread runs both of the read's turns, then what came later
-  looked.wait();
-  other.count_down();
+  one->count_down();  // one thread runs both of the read's turns, then what came later
+  looked->wait();
+  other->count_down();
   RunUntilEnded(call);
-  for (int page = 0; page < kPages; ++page) EXPECT_EQ(seen[page] == 0xee, page >= 2 * kReadTurnPages) << page;
+  for (int page = 0; page < kPages; ++page) EXPECT_EQ(seen[page] == 0xee, page >= 2) << page;
   for (int page = 0; page < kPages; ++page) EXPECT_EQ(rows[bytes(page * kPage)], 0) << page;
 }
 

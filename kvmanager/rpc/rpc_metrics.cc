@@ -29,7 +29,8 @@ const char* MethodName(Method method) {
 }
 
 const char* EndReasonName(EndReason reason) {
-  static constexpr const char* kNames[kEndReasons] = {"closed", "framing", "process_died", "unread", "shutdown"};
+  static constexpr const char* kNames[kEndReasons] = {"closed",     "framing",  "process_died", "unread",
+                                                      "unfinished", "no_hello", "shutdown"};
   return kNames[static_cast<int>(reason)];
 }
 
@@ -37,7 +38,8 @@ ConnectionMetrics::ConnectionMetrics(Metrics* m)
     : open(m->Gauge("connections", "Open connections of clients")),
       accepted_unix(m->Counter("connections_total", kAcceptedHelp, {{"socket", "unix"}})),
       accepted_tcp(m->Counter("connections_total", kAcceptedHelp, {{"socket", "tcp"}})),
-      refused(m->Counter("connections_refused_total", "Connections closed at once: too many are open")) {
+      refused(m->Counter("connections_refused_total",
+                         "Connections closed at once: too many are open, or too many of one process")) {
   for (int i = 0; i < kEndReasons; ++i) {
     ended_by_reason[i] = &m->Counter("connections_ended_total", "Connections ended, by reason",
                                      {{"reason", EndReasonName(static_cast<EndReason>(i))}});

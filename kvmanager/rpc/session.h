@@ -18,7 +18,9 @@
 #include "kvmanager/rpc/arena_bytes.h"
 #include "kvmanager/rpc/call_records.h"
 #include "kvmanager/rpc/held_sequences.h"
+#include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/memory_calls.h"
+#include "kvmanager/rpc/message_room.h"
 #include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/session_gpus.h"
 
@@ -33,12 +35,22 @@ class Session {
     HeldSequences* held = nullptr;
     ArenaBytes* arenas = nullptr;
     CallRecords* calls = nullptr;
+    MessageRoom* requests = nullptr;
+    MessageRoom* replies = nullptr;
     SessionGpus::Parts gpus;
   };
 
   /// parts: outlives this. pid: of the process that connected, as the socket's credentials say; 0: unknown.
   Session(const Parts& parts, bool unix_socket, uint32_t pid, absl::AnyInvocable<void(EndReason)> cut_off)
-      : parts_(parts), unix_socket_(unix_socket), pid_(pid), cut_off_(std::move(cut_off)), gpus_(parts.gpus, pid) {}
+      : parts_(parts),
+        unix_socket_(unix_socket),
+        pid_(pid),
+        cut_off_(std::move(cut_off)),
+        gpus_(parts.gpus, pid),
+        requests_(std::make_shared<MessageShare>(parts.requests, [this] { CutOff(EndReason::kUnfinished); })),
+        replies_(std::make_shared<MessageShare>(parts.replies, [this] { CutOff(EndReason::kUnread); })) {
+    requests_->SetBytesMax(limits::kHelloBytesMax);
+  }
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -51,11 +63,16 @@ class Session {
     if (cut_off_ != nullptr) cut_off_(reason);
   }
   /// The connection is gone; calls and capabilities may live a little longer.
-  void Detach() { cut_off_ = nullptr; }
+  void Detach() {
+    cut_off_ = nullptr;
+    requests_->Detach();
+    replies_->Detach();
+  }
 
   bool greeted() const { return greeted_; }
   void Greet(std::string name) {
     greeted_ = true;
+    requests_->SetBytesMax(limits::kMessageBytesMax);
     name_ = std::move(name);
   }
   const std::string& name() const { return name_; }
@@ -94,6 +111,16 @@ class Session {
   /// A number for an arena on a GPU, which SessionGpus keeps.
   uint32_t NewArenaId() { return next_arena_++; }
 
+  // Memory of messages.
+  /// Of what it sends; shared with the messages.
+  const std::shared_ptr<MessageShare>& requests() const { return requests_; }
+  MessageShare& replies() { return *replies_; }
+  /// Waits for memory for a call: what it keeps, and its reply. Errors: RESOURCE_EXHAUSTED if
+  /// limits::kRepliesWaitingMax calls wait already.
+  absl::StatusOr<kj::Promise<MessageShare::Charge>> BookReply(uint64_t bytes);
+  /// The call has written a reply of so many bytes and keeps nothing more: these stay booked until it is sent.
+  void SendReply(MessageShare::Charge charge, uint64_t bytes);
+
   SessionGpus& gpus() { return gpus_; }
   const SessionGpus& gpus() const { return gpus_; }
 
@@ -116,6 +143,8 @@ class Session {
   absl::flat_hash_map<SequenceId, CacheId> sequences_;
   absl::flat_hash_map<uint32_t, std::shared_ptr<Region>> arenas_;
   SessionGpus gpus_;
+  const std::shared_ptr<MessageShare> requests_, replies_;
+  size_t replies_waiting_ = 0;
   absl::flat_hash_map<CacheId, std::weak_ptr<const BoundCache>> bound_;
   uint32_t next_arena_ = 1;
   size_t arenas_reserved_ = 0;

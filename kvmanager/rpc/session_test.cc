@@ -25,6 +25,7 @@ class SessionTest : public testing::PageStoreTest {
     parts_.held = &held_;
     parts_.arenas = &arenas_;
     parts_.calls = &calls_;
+    parts_.requests = parts_.replies = &messages_;
     return std::make_unique<Session>(parts_, /*unix_socket=*/true, /*pid=*/7,
                                      [this](EndReason reason) { cut_off_.push_back(reason); });
   }
@@ -36,6 +37,7 @@ class SessionTest : public testing::PageStoreTest {
   HeldSequences held_{&metrics_};
   ArenaBytes arenas_{&metrics_, kArenaBytesOfAll};
   CallRecords calls_{&metrics_, &errors_, &clock_};
+  MessageRoom messages_{{.whole = 64 << 20, .share = 64 << 20}, &clock_};
   Session::Parts parts_;
   std::vector<EndReason> cut_off_;
 };

@@ -1,0 +1,219 @@
+#include "kvmanager/rpc/message_room.h"
+
+#include <algorithm>
+
+#include "kvmanager/base/status.h"
+
+namespace kvmanager {
+namespace {
+
+constexpr char kMessageHelp[] = "Memory of requests that are received or served, and of replies that are made or sent";
+constexpr char kWaitingHelp[] = "Requests and replies that wait for memory";
+
+}  // namespace
+
+// In the room's list until it is booked or nobody wants it any more.
+class MessageRoom::Waiting {
+ public:
+  Waiting(kj::PromiseFulfiller<MessageShare::Charge>& fulfiller, std::shared_ptr<MessageShare> share, uint64_t bytes)
+      : fulfiller_(fulfiller),
+        share_(std::move(share)),
+        bytes_(bytes),
+        at_(share_->room_->waiting_.insert(share_->room_->waiting_.end(), this)) {}
+  ~Waiting() { Leave(); }
+
+  const MessageShare& share() const { return *share_; }
+  uint64_t bytes() const { return bytes_; }
+  /// It has left the list.
+  void Grant() {
+    Leave();
+    share_->room_->used_ += bytes_;
+    share_->used_ += bytes_;
+    fulfiller_.fulfill(MessageShare::Charge(share_, bytes_));
+  }
+
+ private:
+  void Leave() {
+    if (!waits_) return;
+    waits_ = false;
+    share_->room_->waiting_.erase(at_);
+  }
+
+  kj::PromiseFulfiller<MessageShare::Charge>& fulfiller_;
+  const std::shared_ptr<MessageShare> share_;
+  const uint64_t bytes_;
+  const std::list<Waiting*>::iterator at_;
+  bool waits_ = true;
+};
+
+MessageRoom::~MessageRoom() { KV_CHECK(shares_.empty()); }
+
+bool MessageRoom::FitsShare(const MessageShare& share, uint64_t bytes) const {
+  return share.used_ == 0 || share.used_ + bytes <= bounds_.share;
+}
+
+bool MessageRoom::Fits(const MessageShare& share, uint64_t bytes) const {
+  if (!FitsShare(share, bytes)) return false;
+  // A single message that is larger than the bound gets the whole room.
+  return used_ == 0 || used_ + bytes <= bounds_.whole || share.used_ + bytes <= kOwnBytes;
+}
+
+void MessageRoom::Admit() {
+  absl::flat_hash_set<const MessageShare*> at_bound;
+  for (auto at = waiting_.begin(); at != waiting_.end();) {
+    Waiting* const next = *at++;
+    if (at_bound.contains(&next->share()) || !FitsShare(next->share(), next->bytes())) {
+      at_bound.insert(&next->share());
+    } else if (Fits(next->share(), next->bytes())) {
+      next->Grant();
+    } else {
+      return;
+    }
+  }
+}
+
+void MessageRoom::Look() {
+  const bool full = std::any_of(waiting_.begin(), waiting_.end(),
+                                [this](const Waiting* each) { return FitsShare(each->share(), each->bytes()); });
+  if (!full) return;
+  const int64_t now_ns = clock_->NowNs();
+  const std::vector<MessageShare*> shares(shares_.begin(), shares_.end());
+  for (MessageShare* const share : shares) {
+    if (share->stalled(now_ns) && share->used_ > kOwnBytes) share->CutOff();
+  }
+}
+
+void MessageRoom::CutOffLargest() {
+  while (used_ > bounds_.whole) {
+    const auto largest =
+        std::max_element(shares_.begin(), shares_.end(),
+                         [](const MessageShare* a, const MessageShare* b) { return a->counted_ < b->counted_; });
+    if (largest == shares_.end() || (*largest)->counted_ <= kOwnBytes) return;
+    (*largest)->CutOff();
+  }
+}
+
+void MessageShare::Charge::Shrink(uint64_t bytes) {
+  if (bytes >= bytes_) return;
+  of_->GiveBack(bytes_ - bytes);
+  bytes_ = bytes;
+}
+
+MessageShare::MessageShare(MessageRoom* room, absl::AnyInvocable<void()> cut_off)
+    : room_(room), cut_off_(std::move(cut_off)) {
+  room_->shares_.insert(this);
+}
+
+MessageShare::~MessageShare() {
+  room_->shares_.erase(this);
+  room_->used_ -= used_;  // of a request that was being received
+  room_->Admit();
+}
+
+bool MessageShare::TryTake(uint64_t bytes) {
+  const bool overtakes = !room_->waiting_.empty() && used_ + bytes > MessageRoom::kOwnBytes;
+  if (overtakes || !room_->Fits(*this, bytes)) return false;
+  room_->used_ += bytes;
+  used_ += bytes;
+  return true;
+}
+
+kj::Promise<void> MessageShare::Take(uint64_t bytes) {
+  return Book(bytes).then([this](Charge charge) {
+    used_ += charge.bytes();  // kept, while the charge gives back its own
+    room_->used_ += charge.bytes();
+  });
+}
+
+void MessageShare::GiveBack(uint64_t bytes) {
+  used_ -= bytes;
+  room_->used_ -= bytes;
+  room_->Admit();
+}
+
+void MessageShare::NoteReceived(bool whole) {
+  received_ns_ = whole ? 0 : room_->clock_->NowNs();
+  if (whole || since_ns_ == 0) since_ns_ = received_ns_;
+}
+
+kj::Promise<MessageShare::Charge> MessageShare::Book(uint64_t bytes) {
+  if (TryTake(bytes)) return Charge(shared_from_this(), bytes);
+  auto waiting = kj::newAdaptedPromise<Charge, MessageRoom::Waiting>(shared_from_this(), bytes);
+  room_->Admit();  // those before it may wait for their own shares alone
+  return waiting;
+}
+
+void MessageShare::SendWith(Charge charge) {
+  // A small one needs no room of others, and nobody tells when it is sent.
+  if (charge.bytes() < MessageRoom::kOwnBytes || cut_off_ == nullptr) return;
+  if (sending_.empty()) since_ns_ = room_->clock_->NowNs();
+  sending_bytes_ += charge.bytes();
+  sending_.push_back(charge.Release());
+}
+
+void MessageShare::NoteSent(uint64_t bytes, uint64_t unsent) {
+  // Replies are not told apart: the message was the largest that is no larger than it.
+  auto sent = sending_.end();
+  for (auto at = sending_.begin(); at != sending_.end(); ++at) {
+    if (*at <= bytes && (sent == sending_.end() || *at > *sent)) sent = at;
+  }
+  if (sent != sending_.end()) {
+    const uint64_t given_back = *sent;
+    *sent = sending_.back();
+    sending_.pop_back();
+    sending_bytes_ -= given_back;
+    since_ns_ = sending_.empty() ? 0 : room_->clock_->NowNs();
+    GiveBack(given_back);
+  }
+  if (unsent < counted_ + sending_bytes_) CountUnsent(unsent);
+}
+
+void MessageShare::NoteUnsent(uint64_t unsent) {
+  if (unsent == 0 && !sending_.empty()) {  // their calls were cancelled: they are never sent
+    since_ns_ = 0;
+    sending_.clear();
+    GiveBack(std::exchange(sending_bytes_, 0));
+  }
+  CountUnsent(unsent);
+}
+
+void MessageShare::CountUnsent(uint64_t unsent) {
+  if (cut_off_ == nullptr) return;
+  uint64_t unbooked = unsent - std::min(unsent, sending_bytes_);
+  if (unbooked <= MessageRoom::kOwnBytes) unbooked = 0;
+  if (unbooked == counted_) return;
+  const bool less = unbooked < counted_;
+  room_->used_ += unbooked - counted_;
+  counted_ = unbooked;
+  if (less) return room_->Admit();
+  if (room_->used_ > room_->bounds_.whole) room_->CutOffLargest();
+}
+
+void MessageShare::CutOff() {
+  absl::AnyInvocable<void()> cut_off = std::exchange(cut_off_, nullptr);
+  room_->used_ -= std::exchange(counted_, 0);  // it is about to go
+  since_ns_ = received_ns_ = 0;
+  if (cut_off) cut_off();
+}
+
+void MessageShare::Detach() {
+  cut_off_ = nullptr;
+  sending_.clear();
+  room_->used_ -= std::exchange(counted_, 0);
+  GiveBack(std::exchange(sending_bytes_, 0));
+}
+
+MessageMetrics::MessageMetrics(Metrics* m)
+    : request_bytes(m->Gauge("message_bytes", kMessageHelp, {{"kind", "requests"}})),
+      reply_bytes(m->Gauge("message_bytes", kMessageHelp, {{"kind", "replies"}})),
+      waiting_requests(m->Gauge("messages_waiting", kWaitingHelp, {{"kind", "requests"}})),
+      waiting_replies(m->Gauge("messages_waiting", kWaitingHelp, {{"kind", "replies"}})) {}
+
+void MessageMetrics::Set(const MessageRoom& requests, const MessageRoom& replies) {
+  request_bytes.Set(double(requests.used_bytes()));
+  reply_bytes.Set(double(replies.used_bytes()));
+  waiting_requests.Set(double(requests.waiting()));
+  waiting_replies.Set(double(replies.waiting()));
+}
+
+}  // namespace kvmanager
