@@ -233,7 +233,7 @@ absl::StatusOr<CreateResult> ArrivalLeaseImpl::Commit() {
   if (sequence_ == nullptr) return absl::FailedPreconditionError("this sequence was made before");
   KV_CHECK(ready_);
   KV_RETURN_IF_ERROR(status_);
-  KV_RETURN_IF_ERROR(parts_.sequences->CheckLimit());
+  KV_RETURN_IF_ERROR(parts_.sequences->CheckLimit(*to_, sequence_->blocks.size()));
   size_t there = 0;
   while (there < sequence_->blocks.size() && !sequence_->blocks[there]->corrupt) ++there;
   if (there < sequence_->blocks.size()) {
@@ -282,7 +282,7 @@ absl::StatusOr<std::unique_ptr<ArrivalLease>> SequenceArrivals::Copy(SequenceId 
                       absl::StrCat("different in the layers, ", sequence->TokensInEveryLayer(), " in the shortest"),
                       "equal in all layers to copy");
   }
-  KV_RETURN_IF_ERROR(parts_.sequences->CheckLimit());
+  KV_RETURN_IF_ERROR(parts_.sequences->CheckLimit(*from, sequence->blocks.size()));
   Tier* const target = parts_.caches->TierOf(device);
   const Tier* const upper = target == nullptr ? nullptr : BlockMoves::UpperOf(from->tier, target);
   if (upper == nullptr || upper->mover() == nullptr) {

@@ -417,7 +417,7 @@ absl::StatusOr<SequenceId> ImportLeaseImpl::Show() {
   if (parts_.alive.expired()) return absl::UnavailableError("the store has closed");
   if (hidden_ == nullptr) return absl::FailedPreconditionError("this hand-off was shown before");
   if (broken_ || !can_show()) return absl::FailedPreconditionError("the trailer of this hand-off is still to come");
-  KV_RETURN_IF_ERROR(parts_.sequences->CheckLimit());
+  KV_RETURN_IF_ERROR(parts_.sequences->CheckLimit(*hidden_->cache, hidden_->blocks.size()));
   hidden_->hit_blocks = static_cast<int>(full_blocks());
   hidden_->arriving = true;
   for (NewBlock& block : new_blocks_) {
@@ -476,9 +476,12 @@ void ImportLeaseImpl::Break(const absl::Status& why) {
 absl::StatusOr<std::unique_ptr<ImportLease>> SequenceImports::Import(const HandOffHeader& first,
                                                                      std::shared_ptr<const Codec> codec,
                                                                      RecomputeChoice recompute) {
-  KV_RETURN_IF_ERROR(parts_.sequences->CheckLimit());
   KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> cache,
                       parts_.caches->FindOrOpen(first.config, std::move(codec), &first.codec_version));
+  if (absl::Status room = parts_.sequences->CheckLimit(*cache, 0); !room.ok()) {
+    if (!cache->wanted) parts_.caches->CloseIfUnused(cache);
+    return room;
+  }
   if (cache->index.chunk_tokens > 0) {
     if (!cache->wanted) parts_.caches->CloseIfUnused(cache);
     return cache->IndexStaysHere();

@@ -27,10 +27,21 @@ absl::StatusOr<Sequence*> SequenceTable::FindWhole(SequenceId id) const {
       absl::StrCat("sequence ", id, " still arrives by a hand-off: until then it can be read and appended to"));
 }
 
-absl::Status SequenceTable::CheckLimit() const {
-  if (sequences_.size() < kSequencesMax) return absl::OkStatus();
-  return FieldError(absl::StatusCode::kResourceExhausted, "open sequences", absl::StrCat(sequences_.size()),
-                    absl::StrCat("below ", kSequencesMax, " to open another"));
+absl::Status SequenceTable::CheckLimit(const Cache& cache, size_t blocks) const {
+  const auto of_tenant = of_tenant_.find(cache.tenant);
+  const Use use = of_tenant == of_tenant_.end() ? Use() : of_tenant->second;
+  const struct {
+    const char* what;
+    uint64_t has, more, max;
+  } bounds[] = {{"open sequences", sequences_.size(), 1, kSequencesMax},
+                {"open sequences of this tenant", use.sequences, 1, kTenantSequencesMax},
+                {"blocks that this tenant's sequences began with", use.shared_blocks, blocks, kTenantSharedBlocksMax}};
+  for (const auto& [what, has, more, max] : bounds) {
+    if (has + more <= max) continue;
+    return FieldError(absl::StatusCode::kResourceExhausted, what, absl::StrCat(has),
+                      absl::StrCat("at most ", max, " with ", more, " more; end some"));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status SequenceTable::CheckNew(const Cache& cache, absl::Span<const BlockName> prefix,
@@ -40,7 +51,7 @@ absl::Status SequenceTable::CheckNew(const Cache& cache, absl::Span<const BlockN
   if (prompt_tokens > tokens_max) {
     return InvalidField("prompt_tokens", prompt_tokens, absl::StrCat("at most ", tokens_max, ", a sequence's limit"));
   }
-  return CheckLimit();
+  return CheckLimit(cache, prefix.size());
 }
 
 std::unique_ptr<Sequence> SequenceTable::New(const std::shared_ptr<Cache>& cache) {
@@ -57,6 +68,10 @@ SequenceId SequenceTable::Show(std::unique_ptr<Sequence> sequence) {
   sequence->id = id;
   ++sequence->cache->sequences;
   sequence->cache->wanted = true;
+  sequence->shared_blocks = sequence->blocks.size();
+  Use& use = of_tenant_[sequence->cache->tenant];
+  ++use.sequences;
+  use.shared_blocks += sequence->shared_blocks;
   parts_.metrics->sequences.Increment();
   sequences_.emplace(id, std::move(sequence));
   return id;
@@ -147,7 +162,7 @@ absl::StatusOr<CreateResult> SequenceTable::Create(CacheId id, absl::Span<const 
 
 absl::StatusOr<SequenceId> SequenceTable::Fork(SequenceId id, std::vector<OpenCopy>* copies) {
   KV_ASSIGN_OR_RETURN(const Sequence* source, FindWhole(id));
-  KV_RETURN_IF_ERROR(CheckLimit());
+  KV_RETURN_IF_ERROR(CheckLimit(*source->cache, source->blocks.size()));
   if (!source->LayersAreEqual()) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "tokens",
                       absl::StrCat("different in the layers, ", source->TokensInEveryLayer(), " in the shortest"),
@@ -298,6 +313,9 @@ void SequenceTable::Drop(SequenceId id) {
   parts_.indexes->Drop(*sequence);
   ReleaseBlocks(*sequence);
   --sequence->cache->sequences;
+  const auto of_tenant = of_tenant_.find(sequence->cache->tenant);
+  of_tenant->second.shared_blocks -= sequence->shared_blocks;
+  if (--of_tenant->second.sequences == 0) of_tenant_.erase(of_tenant);
   parts_.metrics->sequences.Decrement();
 }
 

@@ -26,6 +26,9 @@ namespace kvmanager {
 class SequenceTable {
  public:
   static constexpr size_t kSequencesMax = 65536;
+  // Of one tenant, so that another finds room.
+  static constexpr size_t kTenantSequencesMax = kSequencesMax / 2;
+  static constexpr uint64_t kTenantSharedBlocksMax = 16 << 20;  // that sequences began with: 8 bytes each, a sequence
 
   /// Everything outlives it.
   struct Parts {
@@ -54,7 +57,8 @@ class SequenceTable {
   absl::StatusOr<Sequence*> FindUsable(SequenceId id) const;
   /// One that is here as a whole. Errors: FindUsable's; FAILED_PRECONDITION for one that still arrives.
   absl::StatusOr<Sequence*> FindWhole(SequenceId id) const;
-  absl::Status CheckLimit() const;
+  /// Whether `cache` may have one more, which begins with so many blocks: RESOURCE_EXHAUSTED.
+  absl::Status CheckLimit(const Cache& cache, size_t blocks) const;
   /// What a new sequence is made of, and that one more may be: INVALID_ARGUMENT, RESOURCE_EXHAUSTED.
   absl::Status CheckNew(const Cache& cache, absl::Span<const BlockName> prefix, uint64_t prompt_tokens) const;
   static std::unique_ptr<Sequence> New(const std::shared_ptr<Cache>& cache);
@@ -80,6 +84,11 @@ class SequenceTable {
   SequenceId next_sequence_ = 1;
   absl::flat_hash_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
   absl::flat_hash_set<const Sequence*> hidden_;
+  struct Use {
+    size_t sequences = 0;
+    uint64_t shared_blocks = 0;
+  };
+  absl::flat_hash_map<TenantId, Use> of_tenant_;  // of those in sequences_
 };
 
 }  // namespace kvmanager
