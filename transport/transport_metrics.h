@@ -36,6 +36,7 @@ struct TransportMetrics {
     prometheus::Counter& ucx_bytes;
     prometheus::Counter& pages;
     prometheus::Counter& pages_skipped;
+    prometheus::Counter& authentication_failures;
     prometheus::Gauge& active;
     prometheus::Histogram& seconds;
     prometheus::Counter* transfers_by_result[6];

@@ -1,5 +1,7 @@
 #include "kvmanager/base/address.h"
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
 #include <sys/un.h>
 
 #include <utility>
@@ -26,6 +28,15 @@ absl::StatusOr<HostPort> ParseHostPort(absl::string_view field, absl::string_vie
     return InvalidField(field, text, kBound);
   }
   return HostPort{std::string(host), static_cast<uint16_t>(port)};
+}
+
+bool IsLoopback(absl::string_view host) {
+  const std::string text(host);
+  in_addr four{};
+  if (inet_pton(AF_INET, text.c_str(), &four) == 1) return ntohl(four.s_addr) >> 24 == IN_LOOPBACKNET;
+  in6_addr six{};
+  if (inet_pton(AF_INET6, text.c_str(), &six) == 1) return IN6_IS_ADDR_LOOPBACK(&six) != 0;
+  return host == "localhost";
 }
 
 absl::StatusOr<ListenAddress> ParseListenAddress(absl::string_view field, absl::string_view text) {

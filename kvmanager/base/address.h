@@ -16,6 +16,9 @@ struct HostPort {
 /// "HOST:PORT" or "[IPV6]:PORT". Errors: INVALID_ARGUMENT naming `field`.
 absl::StatusOr<HostPort> ParseHostPort(absl::string_view field, absl::string_view text);
 
+/// Whether only processes of this host can reach what listens there: 127.0.0.0/8, ::1 or localhost.
+bool IsLoopback(absl::string_view host);
+
 struct ListenAddress {
   std::string unix_path;  // empty: TCP
   HostPort tcp;

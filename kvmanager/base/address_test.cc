@@ -27,6 +27,16 @@ TEST(AddressTest, HostsAndPorts) {
   }
 }
 
+TEST(AddressTest, Loopback) {
+  for (const char* const host : {"127.0.0.1", "127.255.255.254", "::1", "0:0:0:0:0:0:0:1", "localhost"}) {
+    EXPECT_TRUE(IsLoopback(host)) << host;
+  }
+  for (const char* const host : {"0.0.0.0", "10.0.0.2", "128.0.0.1", "::", "::2", "fe80::1", "::ffff:10.0.0.2", "127.1",
+                                 "localhost.example.org", "127.0.0.1.example.org", "decode", ""}) {
+    EXPECT_FALSE(IsLoopback(host)) << host;
+  }
+}
+
 TEST(AddressTest, ListenAddresses) {
   const auto path = ParseListenAddress("f", "unix:/run/a");
   ASSERT_TRUE(path.ok()) << path.status();

@@ -75,21 +75,42 @@ void Dial::ConnectNext(const ErrorCode& last_error) {
 }
 
 void Dial::OnConnected() {
+  // Of a local connection the kernel says who is there.
+  if (to_.local || loop_.options.peer_key.empty()) return SayHello(std::move(socket_));
+  auth_ = std::make_shared<PeerAuth>(loop_, std::move(socket_), AuthRole::kDialer,
+                                     [self = shared_from_this()](const absl::Status& status, Socket socket) {
+                                       self->auth_ = nullptr;
+                                       if (status.ok()) return self->SayHello(std::move(socket));
+                                       if (absl::IsUnauthenticated(status)) {
+                                         CountAuthFailure(self->loop_, AuthRole::kDialer, self->to_.peer, status);
+                                       }
+                                       self->Finish(self->OfPeer(status.code(), status));
+                                     });
+  const auto auth = auth_;
+  auth->Start();
+}
+
+void Dial::SayHello(Socket socket) {
   handshake_ = std::make_shared<Handshake>(
-      loop_, std::move(socket_), stall_ms_, deadline_,
+      loop_, std::move(socket), stall_ms_, deadline_,
       [self = shared_from_this()](absl::Status status, Socket socket, HelloFrame theirs) {
         self->handshake_ = nullptr;
         if (status.ok()) return self->Finish(Connection{std::move(socket), theirs});
         const bool spoke =
             status.code() == absl::StatusCode::kInvalidArgument || status.code() == absl::StatusCode::kDataLoss;
         if (spoke) self->loop_.metrics.protocol_errors.Increment();
-        const absl::StatusCode code = spoke ? absl::StatusCode::kUnavailable : status.code();
-        const absl::string_view said(status.message().data(), status.message().size());
-        self->Finish(
-            WithDetail(absl::Status(code, absl::StrCat("peer ", self->to_.peer, ": ", said)), DetailOf(status)));
+        if (absl::IsUnauthenticated(status)) {
+          CountAuthFailure(self->loop_, AuthRole::kDialer, self->to_.peer, status);
+        }
+        self->Finish(self->OfPeer(spoke ? absl::StatusCode::kUnavailable : status.code(), status));
       });
   const auto handshake = handshake_;
   handshake->Start(first_);
+}
+
+absl::Status Dial::OfPeer(absl::StatusCode code, const absl::Status& why) const {
+  const absl::string_view said(why.message().data(), why.message().size());
+  return WithDetail(absl::Status(code, absl::StrCat("peer ", to_.peer, ": ", said)), DetailOf(why));
 }
 
 void Dial::Finish(absl::StatusOr<Connection> result) {
@@ -105,6 +126,7 @@ void Dial::Cancel() {
   socket_.close(ignored);
   resolver_.cancel();
   timer_.cancel();
+  if (auth_ != nullptr) std::exchange(auth_, nullptr)->Cancel();
   if (handshake_ != nullptr) std::exchange(handshake_, nullptr)->Cancel();
 }
 

@@ -1,6 +1,6 @@
-// Makes a connection to a peer: its name resolved, each address tried, hellos said. Owned by whoever wants the
-// connection and the handlers of its pending operations; the transport's thread alone. `done` is called once, unless
-// Cancel comes first.
+// Makes a connection to a peer: its name resolved, each address tried, keys exchanged if there is one, hellos said.
+// Owned by whoever wants the connection and the handlers of its pending operations; the transport's thread alone.
+// `done` is called once, unless Cancel comes first.
 #pragma once
 
 #include <memory>
@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/loop.h"
+#include "transport/tcp/peer_auth.h"
 
 namespace kvmanager::tcp {
 
@@ -39,6 +40,9 @@ class Dial : public std::enable_shared_from_this<Dial> {
  private:
   void ConnectNext(const ErrorCode& last_error);
   void OnConnected();
+  void SayHello(Socket socket);
+  /// As `why`, naming the peer, with another code.
+  absl::Status OfPeer(absl::StatusCode code, const absl::Status& why) const;
   void Finish(absl::StatusOr<Connection> result);
 
   Loop& loop_;
@@ -52,6 +56,7 @@ class Dial : public std::enable_shared_from_this<Dial> {
   std::string first_;
   std::vector<asio::generic::stream_protocol::endpoint> endpoints_;
   size_t endpoints_tried_ = 0;
+  std::shared_ptr<PeerAuth> auth_;
   std::shared_ptr<Handshake> handshake_;
 };
 

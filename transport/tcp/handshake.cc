@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
+#include "transport/tcp/peer_key.h"
 
 namespace kvmanager::tcp {
 
@@ -11,6 +12,7 @@ Handshake::Handshake(Loop& loop, Socket socket, int64_t stall_ms, SteadyTime dea
     : socket_(std::move(socket)),
       timer_(loop.io),
       features_(kFeatures | (loop.options.remote_memory == nullptr ? 0 : kFeatureRemoteMemory)),
+      has_key_(!loop.options.peer_key.empty()),
       stall_ms_(stall_ms),
       deadline_(deadline),
       done_(std::move(done)) {}
@@ -51,6 +53,12 @@ void Handshake::Read() {
     if (error) {
       return self->Finish(absl::UnavailableError(absl::StrCat("waiting for its hello: ", error.message())),
                           /*close=*/true);
+    }
+    if (IsAuthMagic(self->in_)) {
+      return self->Finish(self->has_key_
+                              ? absl::UnauthenticatedError("the peer did not take this daemon's proof of the key")
+                              : PeerWantsKey(),
+                          /*close=*/false);
     }
     absl::StatusOr<Frame> frame = ParseFrame(self->in_);
     if (!frame.ok()) return self->Finish(std::move(frame).status(), /*close=*/false);

@@ -14,7 +14,8 @@ namespace kvmanager::tcp {
 class Handshake : public std::enable_shared_from_this<Handshake> {
  public:
   /// status: OK: both may go on. UNIMPLEMENTED: of another version; INVALID_ARGUMENT, DATA_LOSS: no hello; then the
-  /// socket is still good for telling so. UNAVAILABLE, DEADLINE_EXCEEDED: the socket is closed.
+  /// socket is still good for telling so. UNAUTHENTICATED: the peer exchanges keys first, and this side has none, or
+  /// the peer did not take its proof. UNAVAILABLE, DEADLINE_EXCEEDED: the socket is closed.
   using Done = absl::AnyInvocable<void(absl::Status status, Socket socket, HelloFrame theirs)>;
 
   /// stall_ms: what this side says it is.
@@ -32,6 +33,7 @@ class Handshake : public std::enable_shared_from_this<Handshake> {
   Socket socket_;
   Timer timer_;
   const uint32_t features_;
+  const bool has_key_;
   const int64_t stall_ms_;
   const SteadyTime deadline_;
   Done done_;  // empty once called

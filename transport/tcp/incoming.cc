@@ -155,11 +155,33 @@ void Incoming::OnFrame(Frame frame) {
 }
 
 void Incoming::OnWaiting(const absl::Status& why) {
-  if (state_ == State::kOffered && link_ != nullptr && !why.ok()) link_->Send(EncodeWaiting(why));
+  if (state_ != State::kOffered || why.ok()) return;
+  SetWaitsForRoom(true);
+  if (link_ != nullptr) link_->Send(EncodeWaiting(why));
+}
+
+void Incoming::SetWaitsForRoom(bool waits) {
+  if (std::exchange(waits_for_room_, waits) == waits) return;
+  waits ? ++loop_.waiting_for_room : --loop_.waiting_for_room;
+}
+
+SteadyTime::duration Incoming::idle() const {
+  // A GPU that still copies is at work for it.
+  return state_ == State::kReceiving && gpu_jobs_.empty() ? Now() - progress_ : SteadyTime::duration::zero();
+}
+
+void Incoming::EndIdle() {
+  const int64_t idle_ms = loop_.options.idle_ms;
+  End(FieldError(absl::StatusCode::kDeadlineExceeded,
+                 absl::StrCat("ms without a page of sender ", peer_, ", while others wait"),
+                 absl::StrCat(std::chrono::duration_cast<std::chrono::milliseconds>(idle()).count()),
+                 absl::StrCat("below ", idle_ms)),
+      /*tell=*/true);
 }
 
 void Incoming::OnOfferReply(absl::StatusOr<HandOffReceiver::Accepted> reply) {
   if (state_ != State::kOffered) return AbortLate(std::move(reply));
+  SetWaitsForRoom(false);
   if (!reply.ok()) {
     refused_ = true;
     return End(std::move(reply).status(), /*tell=*/true);
@@ -181,6 +203,7 @@ void Incoming::OnOfferReply(absl::StatusOr<HandOffReceiver::Accepted> reply) {
   wanted_first_ = TakePart(page_bytes_);
   ticket_ = std::move(reply->ticket);
   state_ = State::kReceiving;
+  progress_ = Now();
   ++loop_.receiving;
   if (link_ != nullptr) link_->Send(EncodedAccept());
 }
@@ -226,6 +249,7 @@ void Incoming::OnLast(LastFrame last) {
     --pages_to_come_;
   }
   last_known_ = true;
+  progress_ = Now();
   last_bytes_ = last.part.page_bytes;
   page_bytes_.Append(last_bytes_);
   hand_off_->Extend(std::move(last.part), OnLoop(loop_, token_, [](Incoming& self, absl::Status status) {
@@ -238,6 +262,7 @@ void Incoming::OnExtendReply(absl::Status status) {
   if (!status.ok()) return End(std::move(status), /*tell=*/true);
   wanted_last_ = TakePart(last_bytes_);
   extended_ = true;
+  progress_ = Now();
   if (link_ != nullptr) link_->Send(EncodeExtended({wanted_last_}));
   CompleteIfAll();
 }
@@ -262,7 +287,7 @@ absl::StatusOr<absl::Span<uint8_t>> Incoming::BeginPage(uint32_t page) {
 }
 
 void Incoming::OnPayload(size_t bytes, PageWay way) {
-  heard_ = Now();
+  heard_ = progress_ = Now();
   payload_bytes_ += bytes;
   if (way != PageWay::kSocket) copied_bytes_ += bytes;
   loop_.metrics.received.CountBytes(bytes, way);
@@ -342,6 +367,7 @@ void Incoming::Tick() {
                    absl::StrCat(stall_ms), absl::StrCat("below ", stall_ms)),
         /*tell=*/true);
   }
+  if (loop_.waiting_for_room > 0 && idle() >= std::chrono::milliseconds(loop_.options.idle_ms)) EndIdle();
   if (state_ == State::kEnded) return;
   std::vector<std::shared_ptr<IncomingDataConnection>> connections;
   for (const auto& [index, connection] : connections_) connections.push_back(connection);
@@ -370,6 +396,7 @@ void Incoming::End(absl::Status why, bool tell) {
   if (state_ == State::kEnded) return;
   const auto self = shared_from_this();
   CloseConnections();
+  SetWaitsForRoom(false);
   const bool offered = state_ == State::kOffered;
   if (!offered) --loop_.receiving;
   state_ = State::kEnded;

@@ -8,6 +8,7 @@
 //   kReceiving   pages and LAST come                                   kCompleting: LAST and every wanted page are here
 //   kCompleting  waits for the receiver's confirmation                 kEnded: DONE
 //   any          refused, an error, CANCEL, nothing heard              kEnded: ERROR
+//   kReceiving   idle, and others want what it holds                   kEnded: ERROR
 //   kEnded       kept for stall_ms, so that a sender whose connection broke learns how the hand-off ended
 // clang-format on
 //
@@ -54,6 +55,10 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   /// Ends it with `why`; `tell`: the peer still listens. `why` is moved to the receiver, not shared with it:
   /// ThreadSanitizer does not see the reference count in Debian's absl::Status.
   void End(absl::Status why, bool tell);
+  /// How long nothing of it has come while it could: PINGs are no progress. Zero unless it is kReceiving.
+  SteadyTime::duration idle() const;
+  /// Ends it because it is idle and somebody else wants its place or its memory.
+  void EndIdle();
   /// Ends it and forgets it: the transport ends.
   void Stop();
 
@@ -64,6 +69,9 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
 
   /// Accepted, or waiting for room, and not yet arrived.
   uint64_t bytes_to_come() const { return state_ == State::kEnded ? 0 : bytes_wanted_ - bytes_arrived_; }
+  /// The sender's, without its port.
+  const std::string& host() const { return host_; }
+  bool ended() const { return state_ == State::kEnded; }
   /// Of the GPU that its targets are on; -1: they are in the host's memory.
   int device() const { return device_; }
 
@@ -100,6 +108,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   absl::Status CheckGpu() const;
   uint64_t window() const { return of_gpu_ ? loop_.window() * kDeviceWindows : loop_.window(); }
   std::string EncodedAccept() const;
+  void SetWaitsForRoom(bool waits);
   void CompleteIfAll();
   void Tick();
   void CloseConnections();
@@ -117,6 +126,8 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   Timer timer_;
   SteadyTime started_ = Now();
   SteadyTime heard_ = Now();
+  SteadyTime progress_ = Now();      // it was accepted; bytes of pages or LAST came
+  bool waits_for_room_ = false;      // counted in loop.waiting_for_room
   std::shared_ptr<FrameLink> link_;  // nullptr while broken
   std::map<uint32_t, std::shared_ptr<IncomingDataConnection>> connections_;
 

@@ -1,5 +1,6 @@
 #include "transport/tcp/io_thread.h"
 
+#include <algorithm>
 #include <type_traits>
 #include <utility>
 
@@ -10,6 +11,7 @@
 #include "transport/tcp/host_port.h"
 #include "transport/tcp/incoming.h"
 #include "transport/tcp/local.h"
+#include "transport/tcp/peer_auth.h"
 #include "transport/tcp/pending_connection.h"
 
 namespace kvmanager::tcp {
@@ -93,6 +95,7 @@ void IoThread::Shutdown() {
     const absl::Status why = absl::CancelledError("the transport is shutting down");
     while (!loop.outgoing.empty()) std::shared_ptr<Outgoing>(loop.outgoing.begin()->second)->Stop(why);
     while (!loop.incoming.empty()) std::shared_ptr<Incoming>(loop.incoming.begin()->second)->Stop();
+    for (const auto& each : std::exchange(loop.authenticating, {})) each.auth->Cancel();
     while (!loop.pending_connections.empty())
       std::shared_ptr<PendingConnection>(*loop.pending_connections.begin())->Stop();
     while (!loop.probes.empty()) std::shared_ptr<Probe>(*loop.probes.begin())->Stop();
@@ -165,7 +168,11 @@ void IoThread::Accept(SomeAcceptor& acceptor, Timer& retry) {
         const asio::ip::tcp::endpoint endpoint = socket.remote_endpoint(gone);
         host = gone ? "unknown" : endpoint.address().to_string(gone);
         peer = FormatHostPort(host, endpoint.port());
-        OnAccepted(Socket(std::move(socket)), std::move(host), std::move(peer));
+        if (loop_.options.peer_key.empty()) {
+          OnAccepted(Socket(std::move(socket)), std::move(host), std::move(peer));
+        } else {
+          Authenticate(Socket(std::move(socket)), std::move(host), std::move(peer));
+        }
       } else if (IsSameUser(socket.native_handle())) {
         OnAccepted(Socket(std::move(socket)), std::move(host), std::move(peer));
       }
@@ -185,6 +192,24 @@ void IoThread::SweepSlabs() {
   sweep_timer_.async_wait([this](const ErrorCode& stopped) {
     if (!stopped && !loop_.stopping) SweepSlabs();
   });
+}
+
+void IoThread::Authenticate(Socket socket, std::string host, std::string peer) {
+  const auto of_host = std::count_if(loop_.authenticating.begin(), loop_.authenticating.end(),
+                                     [&](const auto& each) { return each.host == host; });
+  if (loop_.authenticating.size() >= kAuthenticatingMax || of_host >= std::ptrdiff_t{kAuthenticatingOfHostMax}) {
+    loop_.metrics.connections_refused.Increment();
+    return;
+  }
+  const auto at = loop_.authenticating.insert(loop_.authenticating.end(), {std::move(host), nullptr});
+  at->auth = std::make_shared<PeerAuth>(loop_, std::move(socket), AuthRole::kAcceptor,
+                                        [this, at, peer](const absl::Status& status, Socket proven) {
+                                          std::string from = std::move(at->host);
+                                          loop_.authenticating.erase(at);
+                                          if (status.ok()) return OnAccepted(std::move(proven), std::move(from), peer);
+                                          CountAuthFailure(loop_, AuthRole::kAcceptor, peer, status);
+                                        });
+  at->auth->Start();
 }
 
 void IoThread::OnAccepted(Socket socket, std::string host, std::string peer) {

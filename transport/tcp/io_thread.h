@@ -40,6 +40,8 @@ class IoThread {
   template <typename SomeAcceptor>
   void Accept(SomeAcceptor& acceptor, Timer& retry);
   void SweepSlabs();
+  /// The peer proves the key first.
+  void Authenticate(Socket socket, std::string host, std::string peer);
   void OnAccepted(Socket socket, std::string host, std::string peer);
   /// Calls `call` of a transfer that has not ended, on the transport's thread.
   void With(uint64_t transfer, absl::AnyInvocable<void(Outgoing&)> call);

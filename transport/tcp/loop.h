@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <boost/asio.hpp>
 #include <chrono>
+#include <list>
 #include <map>
 #include <memory>
+#include <string>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -39,6 +41,7 @@ class FrameLink;
 class Incoming;
 class Outgoing;
 class Probe;
+class PeerAuth;
 class PendingConnection;
 struct Loop;
 
@@ -84,6 +87,11 @@ struct Loop {
   // pending operations share it, hence shared_ptr.
   std::unordered_map<uint64_t, std::shared_ptr<Outgoing>> outgoing;
   std::map<Token, std::shared_ptr<Incoming>> incoming;  // those that have ended a while longer, for who asks again
+  struct Authenticating {
+    std::string host;
+    std::shared_ptr<PeerAuth> auth;
+  };
+  std::list<Authenticating> authenticating;  // accepted connections
   std::unordered_set<std::shared_ptr<PendingConnection>> pending_connections;
   std::unordered_set<std::shared_ptr<FrameLink>> lingering;
   std::unordered_set<std::shared_ptr<Probe>> probes;
@@ -91,7 +99,10 @@ struct Loop {
   size_t draining = 0;              // hand-offs that have ended, whose pages the kernel may still send
   size_t incoming_open = 0;         // of `incoming`, those not yet ended
   size_t receiving = 0;             // of those, accepted by the receiver
+  size_t waiting_for_room = 0;      // of those, not accepted because the receiver is full
   uint64_t frame_buffer_bytes = 0;  // of long frames that are being read
+  SteadyTime auth_failure_said;     // the newest in the log
+  uint64_t auth_failures_unsaid = 0;
 };
 
 /// Bytes of the kernel's socket buffers, where its limits allow so much; elsewhere its own tuning does better than a

@@ -64,16 +64,45 @@ void PendingConnection::OnOffer(OfferFrame offer) {
   if (loop_.incoming.count(offer.token) > 0) {
     return Refuse(absl::AlreadyExistsError("this hand-off was offered before"));
   }
-  if (loop_.incoming_open >= loop_.options.incoming_max) {
+  if (absl::Status status = TakePlace(); !status.ok()) {
     loop_.metrics.connections_refused.Increment();
-    return Refuse(FieldError(absl::StatusCode::kResourceExhausted, "hand-offs being received",
-                             absl::StrCat(loop_.incoming_open + 1),
-                             absl::StrCat("at most ", loop_.options.incoming_max)));
+    return Refuse(status);
   }
   auto incoming = std::make_shared<Incoming>(loop_, offer.token, host_, peer_, theirs_.stall_ms);
   loop_.incoming.emplace(offer.token, incoming);
   incoming->Start(std::move(link_), std::move(offer));
   Leave();
+}
+
+absl::Status PendingConnection::TakePlace() const {
+  const size_t all_max = loop_.options.incoming_max, of_host_max = (all_max + 1) / 2;
+  size_t of_host = 0;
+  std::shared_ptr<Incoming> idle, idle_of_host;  // those for longest
+  const auto take = [](const std::shared_ptr<Incoming>& each, std::shared_ptr<Incoming>* longest) {
+    if (*longest == nullptr || each->idle() > (*longest)->idle()) *longest = each;
+  };
+  for (const auto& [token, incoming] : loop_.incoming) {
+    if (incoming->ended()) continue;
+    const bool same = incoming->host() == host_;
+    if (same) ++of_host;
+    if (incoming->idle() < std::chrono::milliseconds(loop_.options.idle_ms)) continue;
+    take(incoming, &idle);
+    if (same) take(incoming, &idle_of_host);
+  }
+  if (of_host >= of_host_max) {
+    if (idle_of_host == nullptr) {
+      return FieldError(absl::StatusCode::kResourceExhausted, "hand-offs being received of one host",
+                        absl::StrCat(of_host + 1), absl::StrCat("at most ", of_host_max));
+    }
+    idle_of_host->EndIdle();
+  } else if (loop_.incoming_open >= all_max) {
+    if (idle == nullptr) {
+      return FieldError(absl::StatusCode::kResourceExhausted, "hand-offs being received",
+                        absl::StrCat(loop_.incoming_open + 1), absl::StrCat("at most ", all_max));
+    }
+    idle->EndIdle();
+  }
+  return absl::OkStatus();
 }
 
 void PendingConnection::OnJoin(const JoinFrame& join) {

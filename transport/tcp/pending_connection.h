@@ -24,6 +24,8 @@ class PendingConnection : public std::enable_shared_from_this<PendingConnection>
   void OnHello(absl::Status status, Socket socket, HelloFrame theirs);
   void OnFrame(Frame frame);
   void OnOffer(OfferFrame offer);
+  /// Whether there is a place for a hand-off of host_, be it that of an idle one.
+  absl::Status TakePlace() const;
   void OnJoin(const JoinFrame& join);
   void OnProbe();
   void Refuse(const absl::Status& why);

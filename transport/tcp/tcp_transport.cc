@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
 #include "transport/tcp/io_thread.h"
+#include "transport/tcp/peer_key.h"
 
 namespace kvmanager {
 namespace {
@@ -15,6 +16,11 @@ absl::Status CheckOptions(const TcpTransport::Options& options) {
   if (options.metrics == nullptr) return InvalidField("metrics", "null", "given");
   if (!options.listen.empty() && options.receiver == nullptr) {
     return InvalidField("receiver", "null", "given where peer-listen is");
+  }
+  if (!options.peer_key.empty() &&
+      (options.peer_key.size() < tcp::kPeerKeyBytesMin || options.peer_key.size() > tcp::kPeerKeyBytesMax)) {
+    return InvalidField("peer_key bytes", options.peer_key.size(),
+                        absl::StrCat("0, or ", tcp::kPeerKeyBytesMin, "..", tcp::kPeerKeyBytesMax));
   }
   if (options.send_bytes_per_s != 0 && options.send_bytes_per_s < tcp::RateLimit::kBytesPerSMin) {
     return InvalidField("send_bytes_per_s", options.send_bytes_per_s,
@@ -40,6 +46,7 @@ absl::Status CheckOptions(const TcpTransport::Options& options) {
   }
   if (options.window_bytes < 1) return InvalidField("window_bytes", options.window_bytes, "at least 1");
   if (options.incoming_max < 1) return InvalidField("incoming_max", options.incoming_max, "at least 1");
+  if (options.idle_ms < 1) return InvalidField("idle_ms", options.idle_ms, "at least 1");
   if (options.outgoing_max < 1) return InvalidField("outgoing_max", options.outgoing_max, "at least 1");
   return absl::OkStatus();
 }

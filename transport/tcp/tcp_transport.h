@@ -8,9 +8,10 @@
 // on the transport's thread.
 //
 // A side that has heard nothing of the other for its stall time ends the hand-off, within 9/8 of that time: each side
-// makes itself heard whenever it was silent for a quarter of the shorter stall time. An IncomingHandOff that the
-// receiver offers after the destructor began is destroyed. If the sender dies between Complete and its confirmation,
-// the receiver has the hand-off: an unclaimed ticket is the receiver's to expire.
+// makes itself heard whenever it was silent for a quarter of the shorter stall time. Who only makes itself heard keeps
+// its place for idle_ms after its last page, then until somebody else needs it or the memory behind it. An
+// IncomingHandOff that the receiver offers after the destructor began is destroyed. If the sender dies between Complete
+// and its confirmation, the receiver has the hand-off: an unclaimed ticket is the receiver's to expire.
 #pragma once
 
 #include <cstdint>
@@ -46,6 +47,7 @@ class TcpTransport final : public Transport {
   struct Options {
     std::string listen;                               // "HOST:PORT", port 0: any; empty: this transport only sends
     HandOffReceiver* receiver = nullptr;              // outlives the transport; needed if `listen` is set
+    std::string peer_key;                             // what TCP peers must have, both ways (peer_key.h); empty: none
     TransportMetrics* metrics = nullptr;              // outlives the transport
     std::vector<SharedMemory> memory;                 // lets daemons of this host copy pages out of it; else by sockets
     bool local_connections = false;                   // whether to take pages so, and listen for it
@@ -57,8 +59,10 @@ class TcpTransport final : public Transport {
     uint32_t connections = kConnectionsDefault;       // connections for the pages of a hand-off that is sent, at most
     uint32_t connections_max = kConnectionsMaxDefault;  // of one that is received
     uint64_t window_bytes = kWindowBytesDefault;        // of pages on their way here, of all senders; each may send one
-    size_t incoming_max = kIncomingMaxDefault;          // hand-offs received at once; more are refused
-    size_t outgoing_max = kOutgoingMaxDefault;          // hand-offs sent at once; more fail with RESOURCE_EXHAUSTED
+    size_t incoming_max = kIncomingMaxDefault;          // hand-offs received at once, half of them of one host; more
+                                                        // are refused, unless one is idle
+    int64_t idle_ms = kIdleMsDefault;  // an incoming one with no page for so long gives way to others that wait
+    size_t outgoing_max = kOutgoingMaxDefault;  // hand-offs sent at once; more fail with RESOURCE_EXHAUSTED
     size_t pending_connections_max =
         kPendingConnectionsMaxDefault;  // connections that have not said what they are; more are closed
     uint64_t transfer_bytes_max = kTransferBytesMaxDefault;         // pages of one hand-off, either way
@@ -71,7 +75,8 @@ class TcpTransport final : public Transport {
   static constexpr uint32_t kConnectionsMaxDefault = 16;
   static constexpr uint64_t kWindowBytesDefault = 64 << 20;
   static constexpr size_t kPendingConnectionsMaxDefault = 256;
-  static constexpr size_t kIncomingMaxDefault = 64;
+  static constexpr size_t kIncomingMaxDefault = 128;
+  static constexpr int64_t kIdleMsDefault = 10000;
   static constexpr size_t kOutgoingMaxDefault = 256;
   static constexpr uint64_t kTransferBytesMaxDefault = uint64_t{256} << 30;
   static constexpr uint64_t kOfferBufferBytesMaxDefault = 256 << 20;

@@ -285,9 +285,15 @@ class RawSocket {
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     return address;
   }
-  static RawSocket Connect(const std::string& host_port) {
+  /// from: 127.0.0.x, the host that it seems to come from.
+  static RawSocket Connect(const std::string& host_port, uint8_t from = 1) {
     const sockaddr_in address = Address(std::stoi(host_port.substr(host_port.rfind(':') + 1)));
     RawSocket socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    sockaddr_in own = Address(0);
+    own.sin_addr.s_addr = htonl(INADDR_LOOPBACK - 1 + from);
+    if (from != 1) {
+      EXPECT_EQ(::bind(socket.fd_, reinterpret_cast<const sockaddr*>(&own), sizeof(own)), 0);
+    }
     EXPECT_EQ(::connect(socket.fd_, reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
     return socket;
   }

@@ -2,8 +2,9 @@
 // nothing is allocated before a length is checked against its limit. Plain values, any thread.
 //
 // A hand-off has one control connection, which carries messages about pages, and data connections, which carry the
-// pages. Integers are little-endian. On every connection both sides first send HELLO; on a data connection JOIN may
-// follow before the other side's HELLO has arrived. S is the sender of pages and R the receiver:
+// pages. Integers are little-endian. On every connection both sides first send HELLO (over TCP, where peers must have a
+// key, behind the exchange of peer_key.h); on a data connection JOIN may follow before the other side's HELLO has
+// arrived. S is the sender of pages and R the receiver:
 //
 //   control   S: OFFER         R: WAITING* ACCEPT   S: LAST   R: EXTENDED   R: GOT*   R: DONE
 //   data      S: JOIN(n)       R: JOINED            S: (PAGES, REGION, MEMORY, LOCAL)*
