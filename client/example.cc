@@ -1,6 +1,6 @@
 // The whole of the client in one page: what an engine does, without the model. client/README.md walks through it.
 //
-//   kvmanagerd --listen unix:/tmp/kv.sock --host-pool-bytes 256MiB --metrics-listen 127.0.0.1:9090 &
+//   kvmanagerd --listen unix:/tmp/kv.sock --host-pool-bytes 256MiB --hand-off-peers any &
 //   example unix:/tmp/kv.sock [HOST:PORT of another daemon's --peer-listen, and that daemon's own address]
 #include <cstdint>
 #include <iostream>

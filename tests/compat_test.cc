@@ -62,6 +62,7 @@ class CompatTest : public ::testing::Test {
   absl::StatusOr<std::unique_ptr<DaemonProcess>> StartDaemon(Side side) const {
     DaemonOptions options;
     options.program = Program(side, "kvmanagerd", "kvmanager/daemon/kvmanagerd");
+    if (side == Side::kOld) options.hand_off_peers = "";  // its default is any, which it has no word for
     options.more_flags = {"--threads", "2", "--calibration-dir", artifacts_.path()};
     return DaemonProcess::Start(options);
   }

@@ -172,6 +172,7 @@ absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(const Daemon
       program,      "--listen", listen, "--host-pool-bytes", absl::StrCat(options.host_pool_bytes), "--metrics-listen",
       "127.0.0.1:0"};
   if (options.peers) argv.insert(argv.end(), {"--peer-listen", "127.0.0.1:0"});
+  if (!options.hand_off_peers.empty()) argv.insert(argv.end(), {"--hand-off-peers", options.hand_off_peers});
   argv.insert(argv.end(), options.more_flags.begin(), options.more_flags.end());
   KV_ASSIGN_OR_RETURN(daemon->process_, ChildProcess::Start(argv));
   for (;;) {

@@ -93,8 +93,9 @@ absl::StatusOr<CommandResult> RunCommand(const std::vector<std::string>& argv, i
 struct DaemonOptions {
   std::string listen;  // empty: a Unix socket in a directory of its own
   uint64_t host_pool_bytes = 64 << 20;
-  bool peers = true;    // --peer-listen 127.0.0.1:0
-  std::string program;  // another kvmanagerd than the test's own
+  bool peers = true;                   // --peer-listen 127.0.0.1:0
+  std::string hand_off_peers = "any";  // --hand-off-peers; empty: without
+  std::string program;                 // another kvmanagerd than the test's own
   std::vector<std::string> more_flags;
 };
 

@@ -33,8 +33,9 @@ class PeerChoiceTest : public ::testing::Test {
     both_ = first_->peer() + "," + second_->peer();
     StartSender(sender_flags);
   }
-  void StartSender(const std::vector<std::string>& flags) {
+  void StartSender(const std::vector<std::string>& flags, const std::string& hand_off_peers = "any") {
     DaemonOptions options;
+    options.hand_off_peers = hand_off_peers;
     options.more_flags = {"--threads", "2"};
     options.more_flags.insert(options.more_flags.end(), flags.begin(), flags.end());
     options.host_pool_bytes = 16 << 20;
@@ -207,7 +208,7 @@ TEST_F(PeerChoiceTest, BadListsAreNamed) {
 
 TEST_F(PeerChoiceTest, WhereMayBeHandedToIsTheOperators) {
   const std::string first = first_->peer();
-  StartSender({"--hand-off-peers", first});
+  StartSender({}, first);
   const auto denied = [](const absl::Status& status, absl::string_view field) {
     return NamesField(status, absl::StatusCode::kPermissionDenied, field);
   };
@@ -219,6 +220,18 @@ TEST_F(PeerChoiceTest, WhereMayBeHandedToIsTheOperators) {
   EXPECT_OK(peers[0].load);
   ASSERT_OK_AND_ASSIGN(const HandOffOutcome sent, made_.sequence->HandOff(first, ""));
   EXPECT_EQ(sent.peer, first);
+}
+
+TEST_F(PeerChoiceTest, WithoutAWordOfTheOperatorItConnectsToNobody) {
+  const std::string first = first_->peer();
+  StartSender({}, "");
+  const absl::Status refused = made_.sequence->HandOff(first, "").status();
+  EXPECT_TRUE(NamesField(refused, absl::StatusCode::kPermissionDenied, "peer"));
+  EXPECT_NE(refused.message().find("--hand-off-peers " + first), absl::string_view::npos) << refused;
+  EXPECT_TRUE(
+      NamesField(made_.sequence->BeginHandOff(first, kTokens).status(), absl::StatusCode::kPermissionDenied, "peer"));
+  EXPECT_TRUE(NamesField(here_->Peers({first}).status(), absl::StatusCode::kPermissionDenied, "peers[0]"));
+  EXPECT_OK(here_->Peers({}));
 }
 
 }  // namespace

@@ -73,7 +73,7 @@ class Daemon:
         self.log = open(folder / f"{name}.log", "w")
         self.process = subprocess.Popen(
             [BIN / "kvmanager/daemon/kvmanagerd", "--listen", self.address, "--host-pool-bytes", pool, "--metrics-listen", "127.0.0.1:0",
-             "--peer-listen", "127.0.0.1:0", *map(str, flags)],
+             "--peer-listen", "127.0.0.1:0", "--hand-off-peers", "any", *map(str, flags)],
             stdout=subprocess.PIPE, stderr=self.log, text=True)
         ready = self.process.stdout.readline().split()
         if ready[:2] != ["kvmanagerd", "ready"]:

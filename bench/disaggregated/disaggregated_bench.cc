@@ -189,7 +189,8 @@ absl::Status Benchmark::LoadPrompt() {
 absl::Status Benchmark::StartDaemons() {
   KV_ASSIGN_OR_RETURN(const std::string program, engine::FindDaemon(arguments_.daemon));
   std::string directory;
-  std::vector<std::string> flags = {"--peer-local-copy", "off"};  // the link is what is measured
+  std::vector<std::string> flags = {"--hand-off-peers", "any", "--peer-local-copy",
+                                    "off"};  // the link is what is measured
   for (CodecChoice& choice : choices_) {
     KV_ASSIGN_OR_RETURN(const engine::CodecFiles files, engine::ResolveCodecFiles(choice.spec, /*own_daemon=*/true));
     choice.spec = files.codec;
@@ -197,7 +198,9 @@ absl::Status Benchmark::StartDaemons() {
   }
   if (!directory.empty()) flags.insert(flags.end(), {"--calibration-dir", directory});
   KV_ASSIGN_OR_RETURN(prefill_, engine::DaemonProcess::Start(program, arguments_.pool_bytes, flags));
-  flags.insert(flags.end(), {"--peer-listen", EmulatedLink::far_address() + ":0"});
+  // The link is a network of its own.
+  flags.insert(flags.end(),
+               {"--peer-listen", EmulatedLink::far_address() + ":0", "--insecure", "--peer-tenants", "any"});
   KV_ASSIGN_OR_RETURN(decode_,
                       engine::DaemonProcess::Start(program, arguments_.pool_bytes, flags, link_->far_network()));
   daemons_.prefill = prefill_->address();

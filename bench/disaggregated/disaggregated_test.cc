@@ -39,9 +39,10 @@ class DisaggregatedTest : public ::testing::Test {
     ASSERT_OK(link_->SetRate(kLinkBits));
     ASSERT_OK_AND_ASSIGN(model_, engine::Model::Load(testing::DataPath("examples/model")));
     const std::string program = testing::DataPath("kvmanager/daemon/kvmanagerd");
-    const std::vector<std::string> by_link = {"--peer-local-copy", "off"};
+    const std::vector<std::string> by_link = {"--peer-local-copy", "off", "--hand-off-peers", "any"};
     std::vector<std::string> listening = by_link;
-    listening.insert(listening.end(), {"--peer-listen", EmulatedLink::far_address() + ":0"});
+    listening.insert(listening.end(), {"--peer-listen", EmulatedLink::far_address() + ":0", "--insecure",
+                                       "--peer-tenants", "any"});  // a network of its own
     ASSERT_OK_AND_ASSIGN(prefill_, engine::DaemonProcess::Start(program, kPoolBytes, by_link));
     ASSERT_OK_AND_ASSIGN(decode_, engine::DaemonProcess::Start(program, kPoolBytes, listening, link_->far_network()));
     ASSERT_OK_AND_ASSIGN(const auto client, client::Client::Connect(decode_->address(), {}));

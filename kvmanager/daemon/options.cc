@@ -30,13 +30,14 @@ constexpr char kExamples[] =
     "127.0.0.1:9464\n"
     "  A decode host that also receives sequences from prefill hosts:\n"
     "    kvmanagerd --listen unix:/run/kvmanager/kvmanager.sock --host-pool-bytes 64GiB \\\n"
-    "        --metrics-listen 0.0.0.0:9464 --peer-listen 0.0.0.0:9470\n"
+    "        --metrics-listen 0.0.0.0:9464 --peer-listen 0.0.0.0:9470 --peer-key /etc/kvmanager/peer.key\n"
     "  The same from a file, in which each line is a flag without its dashes:\n"
     "    kvmanagerd --config /etc/kvmanagerd.conf\n"
     "      listen = \"unix:/run/kvmanager/kvmanager.sock\"\n"
     "      host-pool-bytes = \"64GiB\"\n"
     "      metrics-listen = \"0.0.0.0:9464\"\n"
     "      peer-listen = \"0.0.0.0:9470\"\n"
+    "      peer-key = \"/etc/kvmanager/peer.key\"\n"
     "Port 0 picks a free port; the line `kvmanagerd ready listen=... peer=... metrics=... http=...` on stdout names "
     "it.\n"
     "SIGTERM drains (no new sequences; leases and unclaimed hand-offs get --drain-s seconds) and exits with 0;\n"
@@ -63,6 +64,7 @@ struct Texts {
   std::string host_pool_bytes, threads, busy_poll_us, quality_sample, arena_bytes, recompute_bytes,
       memory_beyond_pool_bytes, slab_bytes, hand_off_lease_ms, drain_s, peer_rate_bytes, peer_window_bytes,
       peer_local_copy, peer_zero_copy, device_pool_bytes, device_slab_bytes, devices, recompute_device_bytes;
+  std::vector<std::string> peer_tenants;
 };
 
 absl::Status CheckDevices(const Texts& texts, Options* options) {
@@ -104,6 +106,57 @@ absl::Status CheckDevices(const Texts& texts, Options* options) {
   return absl::OkStatus();
 }
 
+constexpr char kAny[] = "any";
+
+bool IsAny(const std::vector<std::string>& values) { return values == std::vector<std::string>{kAny}; }
+
+// Of "HOST:PORT", which was parsed before.
+bool IsLoopbackListener(absl::string_view text) {
+  const auto parsed = ParseHostPort("", text);
+  return parsed.ok() && IsLoopback(parsed->host);
+}
+
+bool IsOpenTcp(absl::string_view listen) { return absl::ConsumePrefix(&listen, "tcp:") && !IsLoopbackListener(listen); }
+
+bool IsOpenToPeers(const Options& options) {
+  return !options.peer_listen.empty() && options.peer_key.empty() && !IsLoopbackListener(options.peer_listen);
+}
+
+// Who may connect, and what they may then do.
+absl::Status CheckTrust(const Texts& texts, Options* options) {
+  if (std::error_code error;
+      !options->peer_key.empty() && !std::filesystem::is_regular_file(options->peer_key, error)) {
+    return InvalidField("--peer-key", options->peer_key, "a file that exists");
+  }
+  for (const std::string& listen : options->listen) {
+    if (options->insecure || !IsOpenTcp(listen)) continue;
+    return InvalidField("--listen", listen,
+                        "unix:PATH, or a loopback address such as tcp:127.0.0.1:PORT: whoever reaches another is a "
+                        "client, without a password; --insecure allows it");
+  }
+  const bool open_to_peers = IsOpenToPeers(*options);
+  if (open_to_peers && !options->insecure) {
+    return InvalidField("--peer-listen", options->peer_listen,
+                        "a loopback address, or --peer-key FILE beside it: without a key whoever reaches it may bring "
+                        "sequences; --insecure allows it");
+  }
+  std::vector<std::string> tenants;
+  for (const std::string& text : texts.peer_tenants) {
+    for (const absl::string_view name : absl::StrSplit(text, ',')) tenants.emplace_back(name);
+  }
+  if (tenants.size() > Options::kPeerTenantsMax) {
+    return InvalidField("--peer-tenants", absl::StrCat(tenants.size(), " names"),
+                        absl::StrCat("at most ", Options::kPeerTenantsMax, " names"));
+  }
+  if (tenants.empty() && open_to_peers) {
+    return InvalidField("--peer-tenants", "missing",
+                        absl::StrCat("the tenants whose sequences whoever reaches --peer-listen ", options->peer_listen,
+                                     " may bring, or any"));
+  }
+  if (!tenants.empty()) options->peer_tenants = std::move(tenants);
+  return absl::OkStatus();
+}
+
 absl::Status Check(const Texts& texts, Options* options) {
   if (options->listen.empty()) return InvalidField("--listen", "missing", "unix:PATH or tcp:HOST:PORT");
   if (options->listen.size() > Options::kListenMax) {
@@ -132,8 +185,10 @@ absl::Status Check(const Texts& texts, Options* options) {
                         absl::StrCat("at most ", Options::kHandOffPeersMax, " addresses"));
   }
   for (const std::string& peer : options->hand_off_peers) {
+    if (IsAny(options->hand_off_peers)) break;
     KV_RETURN_IF_ERROR(ParseHostPort("--hand-off-peers", peer).status());
   }
+  KV_RETURN_IF_ERROR(CheckTrust(texts, options));
   if (!texts.arena_bytes.empty()) {
     KV_RETURN_IF_ERROR(
         CheckBytes("--arena-bytes", texts.arena_bytes, 0, Options::kArenaBytesMax, &options->arena_bytes));
@@ -209,6 +264,15 @@ absl::Status Check(const Texts& texts, Options* options) {
 
 }  // namespace
 
+std::vector<std::string> OpenListeners(const Options& options) {
+  std::vector<std::string> open;
+  for (const std::string& listen : options.listen) {
+    if (IsOpenTcp(listen)) open.push_back(absl::StrCat("--listen ", listen));
+  }
+  if (IsOpenToPeers(options)) open.push_back(absl::StrCat("--peer-listen ", options.peer_listen));
+  return open;
+}
+
 absl::StatusOr<uint64_t> ParseBytes(absl::string_view field, absl::string_view text) {
   constexpr absl::string_view kBound = "a number of bytes such as 4096, 64KiB, 512MiB, 8GiB or 1TiB";
   absl::string_view number = text;
@@ -260,10 +324,23 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->type_name("HOST:PORT");
   app.add_option("--hand-off-peers", options.hand_off_peers,
                  "The daemons that clients may name to hand sequences to or to ask for their load, as clients write "
-                 "them; may be repeated (default: any)")
+                 "them, or any; may be repeated (default: none)")
       ->type_name("HOST:PORT[,HOST:PORT...]")
       ->delimiter(',')
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  app.add_option("--peer-key", options.peer_key,
+                 "Peers must have the same file, 32 to 4096 bytes that its owner alone can read, and prove it before "
+                 "anything else is said on a TCP connection, either way (default: no key, and --peer-listen only on "
+                 "loopback)")
+      ->type_name("FILE");
+  app.add_option("--peer-tenants", texts.peer_tenants,
+                 "The tenants whose sequences peers may bring, or any; an empty name is that of caches without a "
+                 "tenant; may be repeated (default: any)")
+      ->type_name("NAME[,NAME...]")
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  app.add_flag("--insecure", options.insecure,
+               "Let --listen tcp: and, without --peer-key, --peer-listen be addresses that other hosts reach: whoever "
+               "reaches them is trusted; with the latter --peer-tenants must be given");
   app.add_option("--threads", texts.threads, "Workers that encode and attend; 0: one per usable CPU (default 0)")
       ->type_name("N");
   app.add_option("--quality-sample", texts.quality_sample,

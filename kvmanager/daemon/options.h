@@ -18,6 +18,7 @@ struct Options {
   static constexpr size_t kListenMax = 8;
   static constexpr size_t kCodecPluginsMax = 32;
   static constexpr size_t kHandOffPeersMax = 1024;
+  static constexpr size_t kPeerTenantsMax = 1024;
   static constexpr uint64_t kHostPoolBytesMin = 2 << 20, kHostPoolBytesMax = uint64_t{1} << 41;
   static constexpr uint64_t kArenaBytesMax = uint64_t{1} << 41;
   static constexpr uint64_t kMemoryBeyondPoolBytesMin = uint64_t{128} << 20;
@@ -35,15 +36,19 @@ struct Options {
   static constexpr uint64_t kPeerRateBytesMin = 1 << 16;
   static constexpr uint64_t kPeerWindowBytesMin = 1 << 16, kPeerWindowBytesMax = uint64_t{4} << 30;
 
-  std::vector<std::string> listen;           // "unix:PATH" or "tcp:HOST:PORT"; 1..kListenMax
-  uint64_t host_pool_bytes = 0;              // kHostPoolBytesMin..kHostPoolBytesMax
-  std::string metrics_listen;                // "HOST:PORT"; empty: no metrics endpoint
-  std::string http_listen;                   // "HOST:PORT"; empty: no page for people
-  std::string peer_listen;                   // "HOST:PORT"; empty: receives no hand-offs
-  std::vector<std::string> hand_off_peers;   // "HOST:PORT" that clients may name; at most kHandOffPeersMax; empty: any
-  int64_t threads = 0;                       // 0: one per CPU that the process may use
-  int64_t busy_poll_us = 0;                  // 0..kBusyPollUsMax
-  uint64_t arena_bytes = uint64_t{8} << 30;  // of all arenas together: 0..kArenaBytesMax
+  std::vector<std::string> listen;          // "unix:PATH" or "tcp:HOST:PORT"; 1..kListenMax
+  uint64_t host_pool_bytes = 0;             // kHostPoolBytesMin..kHostPoolBytesMax
+  std::string metrics_listen;               // "HOST:PORT"; empty: no metrics endpoint
+  std::string http_listen;                  // "HOST:PORT"; empty: no page for people
+  std::string peer_listen;                  // "HOST:PORT"; empty: receives no hand-offs
+  std::vector<std::string> hand_off_peers;  // "HOST:PORT" that clients may name, or "any"; at most kHandOffPeersMax
+  std::string peer_key;                     // file of the key that TCP peers must have; empty: none
+  std::vector<std::string> peer_tenants = {
+      "any"};                                    // whose sequences peers may bring, or "any"; at most kPeerTenantsMax
+  bool insecure = false;                         // listen on addresses that others reach, without a key
+  int64_t threads = 0;                           // 0: one per CPU that the process may use
+  int64_t busy_poll_us = 0;                      // 0..kBusyPollUsMax
+  uint64_t arena_bytes = uint64_t{8} << 30;      // of all arenas together: 0..kArenaBytesMax
   uint64_t recompute_bytes = uint64_t{8} << 30;  // of projections that clients register: 0..kArenaBytesMax
   uint64_t recompute_device_bytes = 0;           // the same, of each GPU: 0 (the CPU multiplies)..kDevicePoolBytesMax
   int64_t quality_sample = 64;     // of each layer one encoded page in so many is compared: 0 (none)..kQualitySampleMax
@@ -63,6 +68,9 @@ struct Options {
   std::vector<std::string> codec_plugins;                 // shared objects; at most kCodecPluginsMax
   std::string log_level = "info";                         // debug, info, warn, error or off
 };
+
+/// The listeners that whoever reaches the host may use, as flag and value: "--listen tcp:0.0.0.0:9000".
+std::vector<std::string> OpenListeners(const Options& options);
 
 /// What the command line asks for: to run, or to print `text` and stop.
 struct CommandLine {

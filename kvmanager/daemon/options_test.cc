@@ -194,6 +194,76 @@ TEST(OptionsTest, HandOffPeersAreRepeatedOrListed) {
   EXPECT_EQ(DetailOf(refused.status()).field, "--hand-off-peers");
 }
 
+TEST(OptionsTest, ClientsMayNameNoPeerUnlessSaid) {
+  EXPECT_TRUE(Parse(kMinimum)->options.hand_off_peers.empty());
+  const auto any = Parse(With({"--hand-off-peers", "any"}));
+  ASSERT_TRUE(any.ok()) << any.status();
+  EXPECT_EQ(any->options.hand_off_peers, std::vector<std::string>{"any"});
+}
+
+TEST(OptionsTest, AnOpenListenerNeedsAKeyOrInsecure) {
+  const std::string key = WriteFile("peer.key", std::string(32, 'k'));
+  // Each without more, with a key, and with --insecure.
+  const struct {
+    std::vector<std::string> flags;
+    bool plain, keyed, insecure;
+    std::vector<std::string> open;  // of those that start with --insecure
+  } cases[] = {
+      {{}, true, true, true, {}},
+      {{"--listen", "tcp:127.0.0.1:9000", "--listen", "tcp:[::1]:0"}, true, true, true, {}},
+      {{"--listen", "tcp:localhost:9000"}, true, true, true, {}},
+      {{"--listen", "tcp:0.0.0.0:9000"}, false, false, true, {"--listen tcp:0.0.0.0:9000"}},
+      {{"--listen", "tcp:engine:9000"}, false, false, true, {"--listen tcp:engine:9000"}},
+      {{"--peer-listen", "127.9.9.9:0"}, true, true, true, {}},
+      {{"--peer-listen", "[::1]:9470"}, true, true, true, {}},
+      {{"--peer-listen", "0.0.0.0:9470", "--peer-tenants", "a"}, false, true, true, {"--peer-listen 0.0.0.0:9470"}},
+      {{"--peer-listen", "decode:9470", "--peer-tenants", "any"}, false, true, true, {"--peer-listen decode:9470"}},
+      {{"--peer-listen", "[::]:9470"}, false, true, false, {}},
+      {{"--metrics-listen", "0.0.0.0:1", "--http-listen", "0.0.0.0:2"}, true, true, true, {}},
+  };
+  for (const auto& [more, plain, keyed, insecure, open] : cases) {
+    std::vector<std::string> flags = kMinimum;
+    flags.insert(flags.end(), more.begin(), more.end());
+    EXPECT_EQ(Parse(flags).ok(), plain) << more.back() << Parse(flags).status();
+    flags.insert(flags.end(), {"--peer-key", key});
+    const auto with_key = Parse(flags);
+    EXPECT_EQ(with_key.ok(), keyed) << more.back() << with_key.status();
+    if (with_key.ok()) {
+      EXPECT_TRUE(OpenListeners(with_key->options).empty());
+      EXPECT_EQ(with_key->options.peer_key, key);
+    }
+    flags.resize(flags.size() - 2);
+    flags.push_back("--insecure");
+    const auto trusting = Parse(flags);
+    EXPECT_EQ(trusting.ok(), insecure) << trusting.status();
+    if (!trusting.ok()) continue;
+    EXPECT_EQ(OpenListeners(trusting->options), open);
+  }
+  const auto refused = Parse(With({"--peer-listen", "10.0.0.2:9470"}));
+  EXPECT_NE(DetailOf(refused.status()).bound.find("--peer-key FILE"), std::string::npos) << refused.status();
+  const auto file =
+      WriteFile("insecure.conf", "listen = \"tcp:0.0.0.0:0\"\nhost-pool-bytes = \"64MiB\"\ninsecure = true\n");
+  EXPECT_TRUE(Parse({"--config", file}).ok());
+}
+
+TEST(OptionsTest, PeerTenants) {
+  const std::vector<std::string> any = {"any"};
+  EXPECT_EQ(Parse(kMinimum)->options.peer_tenants, any);
+  EXPECT_EQ(Parse(With({"--peer-tenants", "any"}))->options.peer_tenants, any);
+  EXPECT_EQ(Parse(With({"--peer-tenants", "a,b c", "--peer-tenants", "d"}))->options.peer_tenants,
+            (std::vector<std::string>{"a", "b c", "d"}));
+  EXPECT_EQ(Parse(With({"--peer-tenants", "a,"}))->options.peer_tenants, (std::vector<std::string>{"a", ""}));
+  EXPECT_EQ(Parse(With({"--peer-tenants", ""}))->options.peer_tenants, std::vector<std::string>{""});
+  const std::string path =
+      WriteFile("tenants.conf", "listen = \"unix:/tmp/a.sock\"\nhost-pool-bytes = \"64MiB\"\npeer-tenants = \"a,b\"\n");
+  const auto file = Parse({"--config", path});
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_EQ(file->options.peer_tenants, (std::vector<std::string>{"a", "b"}));
+  std::string many = "a";
+  for (size_t i = 0; i < Options::kPeerTenantsMax; ++i) many += ",a";
+  EXPECT_EQ(DetailOf(Parse(With({"--peer-tenants", many})).status()).field, "--peer-tenants");
+}
+
 TEST(OptionsTest, ErrorsNameFlagValueAndBound) {
   struct Case {
     std::vector<std::string> flags;
@@ -219,6 +289,11 @@ TEST(OptionsTest, ErrorsNameFlagValueAndBound) {
            {With({"--peer-ucx-key", "/nowhere"}), "--peer-ucx-key", "/nowhere"},
            {With({"--log-level", "loud"}), "--log-level", "loud"},
            {With({"--hand-off-peers", "nowhere"}), "--hand-off-peers", "nowhere"},
+           {With({"--hand-off-peers", "any,a:1"}), "--hand-off-peers", "any"},
+           {With({"--peer-key", "/nowhere"}), "--peer-key", "/nowhere"},
+           {With({"--peer-listen", "0.0.0.0:9470"}), "--peer-listen", "0.0.0.0:9470"},
+           {With({"--listen", "tcp:[::]:9000"}), "--listen", "tcp:[::]:9000"},
+           {With({"--insecure", "--peer-listen", "10.0.0.2:9470"}), "--peer-tenants", "missing"},
            {With({"--hand-off-peers", "a:1,b"}), "--hand-off-peers", "b"},
            {With({"--hand-off-peers", "a:1", "--hand-off-peers", "b:0x"}), "--hand-off-peers", "b:0x"},
            {With({"--metrics-listen", "localhost"}), "--metrics-listen", "localhost"},

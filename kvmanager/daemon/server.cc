@@ -22,6 +22,7 @@
 #include "kvmanager/base/message_queue.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/base/worker_pool.h"
+#include "kvmanager/daemon/key_file.h"
 #include "kvmanager/daemon/plugin_events.h"
 #include "kvmanager/daemon/server_devices.h"
 #include "kvmanager/daemon/tenant_gauges.h"
@@ -56,6 +57,7 @@
 #include "monitoring/metrics.h"
 #include "monitoring/recent_errors.h"
 #include "monitoring/web_page.h"
+#include "transport/tcp/peer_key.h"
 #include "transport/tcp/tcp_transport.h"
 #include "transport/transport_metrics.h"
 #include "transport/ucx/ucx_memory.h"
@@ -119,6 +121,14 @@ class ServerImpl final : public Server {
   ~ServerImpl() noexcept override { Close(); }
 
   absl::Status Open() {
+    std::string peer_key;
+    if (!options_.peer_key.empty()) {
+      KV_ASSIGN_OR_RETURN(peer_key,
+                          ReadKeyFile("--peer-key", options_.peer_key, tcp::kPeerKeyBytesMin, tcp::kPeerKeyBytesMax));
+    }
+    for (const std::string& listener : OpenListeners(options_)) {
+      spdlog::warn("--insecure: whoever reaches {} is trusted", listener);
+    }
     RegisterBuiltinCodecs(registry_);
     KV_RETURN_IF_ERROR(LoadCodecPlugins(options_.codec_plugins, registry_, &plugin_events_));
     calibrations_ = MakeCalibrationDirectory(options_.calibration_dir);
@@ -160,6 +170,7 @@ class ServerImpl final : public Server {
     incoming.copier = devices_.copier();
     incoming.host_pool_bytes = pool_->capacity_bytes();
     incoming.lease_ms = options_.hand_off_lease_ms;
+    incoming.peer_tenants = options_.peer_tenants;
     incoming_ = std::make_unique<IncomingHandOffs>(incoming);
 
     facts_.version = std::string(kVersion);
@@ -177,6 +188,7 @@ class ServerImpl final : public Server {
     transport.listen = options_.peer_listen;
     transport.receiver = incoming_.get();
     transport.metrics = &transport_metrics_;
+    transport.peer_key = std::move(peer_key);
     transport.send_bytes_per_s = options_.peer_rate_bytes;
     transport.window_bytes = options_.peer_window_bytes;
     transport.local_connections = options_.peer_local_copy;

@@ -178,6 +178,7 @@ void IncomingHandOffs::Offer(std::string peer, HandOffPart part, int64_t room_ms
         if (absl::Status may = MayReceive(); !may.ok()) return Answer(*offered, std::move(may));
         absl::StatusOr<HandOffHeader> first = ParseFirstManifest(part.manifest, part.page_bytes);
         if (!first.ok()) return Answer(*offered, first.status());
+        if (absl::Status may = CheckTenant(first->config.tenant); !may.ok()) return Answer(*offered, std::move(may));
         offered->first = *std::move(first);
         offered->gpu = part.gpu;
         Consider(std::move(offered));
@@ -234,6 +235,16 @@ absl::Status IncomingHandOffs::MayReceive() const {
                       absl::StrCat(tickets_.size()), absl::StrCat("below ", limits::kTicketsMax));
   }
   return absl::OkStatus();
+}
+
+// The sender knows the name that it said; which others there are is not its to know.
+absl::Status IncomingHandOffs::CheckTenant(const std::string& tenant) const {
+  const std::vector<std::string>& may = parts_.peer_tenants;
+  if (may == std::vector<std::string>{"any"} || std::find(may.begin(), may.end(), tenant) != may.end()) {
+    return absl::OkStatus();
+  }
+  return FieldError(absl::StatusCode::kPermissionDenied, "tenant", tenant.empty() ? "none" : tenant,
+                    "of the receiver's --peer-tenants");
 }
 
 void IncomingHandOffs::TryAccept(std::shared_ptr<Offered> offered) {

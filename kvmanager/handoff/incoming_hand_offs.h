@@ -41,10 +41,10 @@ namespace kvmanager {
 
 class IncomingHandOffs final : public HandOffReceiver {
  public:
-  static constexpr size_t kOffersWaitingMax = 64;  // for room; more are refused
-  static constexpr int64_t kRoomMsMax = 3600000;   // an offer that may wait longer waits so long
-  static constexpr int64_t kRoomRetryMs = 5;       // between looks for room, however often some is given back
-  static constexpr size_t kValidateAtOnce = 16;    // pages of one task on a worker
+  static constexpr size_t kOffersWaitingMax = 128;  // for room; more are refused
+  static constexpr int64_t kRoomMsMax = 3600000;    // an offer that may wait longer waits so long
+  static constexpr int64_t kRoomRetryMs = 5;        // between looks for room, however often some is given back
+  static constexpr size_t kValidateAtOnce = 16;     // pages of one task on a worker
 
   /// What it uses. Everything outlives it.
   struct Parts {
@@ -60,7 +60,8 @@ class IncomingHandOffs final : public HandOffReceiver {
     Gpus gpus;
     const PeerCopier* copier = nullptr;  // of pages of other daemons' GPUs; nullptr: none are taken
     uint64_t host_pool_bytes = 0;
-    int64_t lease_ms = 0;  // how long a received sequence waits to be claimed
+    int64_t lease_ms = 0;                             // how long a received sequence waits to be claimed
+    std::vector<std::string> peer_tenants = {"any"};  // whose sequences peers may bring; "any" alone: whose ever
   };
 
   explicit IncomingHandOffs(const Parts& parts) : parts_(parts), tickets_(parts.store, parts.metrics, parts.lease_ms) {}
@@ -92,6 +93,7 @@ class IncomingHandOffs final : public HandOffReceiver {
   struct Offered;
 
   absl::Status MayReceive() const;
+  absl::Status CheckTenant(const std::string& tenant) const;
   void Consider(std::shared_ptr<Offered> offered);
   void ConsiderGpu(std::shared_ptr<Offered> offered);
   // Whether it was answered; else it waits for room.

@@ -37,6 +37,27 @@ TEST_F(IncomingOffersTest, HostileOffersAreRefusedAndLeaveNothing) {
   EXPECT_EQ(incoming().tickets().size(), 0u);
 }
 
+TEST_F(IncomingOffersTest, OfAnotherTenantIsRefusedBeforeItTakesMemory) {
+  peer_tenants_ = {"a", "b c"};
+  const auto offer = [&](const std::string& tenant) -> Peer& {
+    config_tenant_ = tenant;
+    return Offer("fake", 1000);
+  };
+  for (const std::string tenant : {"", "A", "any", "b", "a "}) {
+    Peer& peer = offer(tenant);
+    ASSERT_FALSE(peer.answer->ok()) << tenant;
+    const absl::Status status = peer.answer->status();
+    EXPECT_TRUE(absl::IsPermissionDenied(status)) << status;
+    EXPECT_EQ(DetailOf(status).field, "tenant");
+    EXPECT_EQ(DetailOf(status).value, tenant.empty() ? "none" : tenant);
+    EXPECT_EQ(DetailOf(status).bound, "of the receiver's --peer-tenants");  // which says no other tenant's name
+    EXPECT_TRUE(peer.waited.empty());
+    ExpectNothingLeft(peer);
+  }
+  EXPECT_EQ(incoming().tickets().size(), 0u);
+  for (const std::string tenant : {"a", "b c"}) EXPECT_TRUE(offer(tenant).answer->ok()) << tenant;
+}
+
 TEST_F(IncomingOffersTest, WaitsForRoomInTheOrderOfComing) {
   pool_bytes_ = 4 << 20;  // two slabs; a sequence of "fake" needs one of each size
   Fill();
@@ -111,8 +132,8 @@ TEST_F(IncomingOffersTest, NoMoreThanItsBoundsWait) {
     ASSERT_FALSE(Offer("raw", 1000000).answer.has_value());
   const absl::Status refused = Offer("raw", 1000000).answer->status();
   EXPECT_EQ(DetailOf(refused).field, "hand-offs that wait for room");
-  EXPECT_EQ(DetailOf(refused).value, "64");
-  EXPECT_EQ(DetailOf(refused).bound, "below 64");
+  EXPECT_EQ(DetailOf(refused).value, "128");
+  EXPECT_EQ(DetailOf(refused).bound, "below 128");
   // What began to wait before the daemon drained is refused when its turn comes.
   drain_.Set(true);
   GiveBackOne();

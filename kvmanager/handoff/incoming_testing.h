@@ -80,6 +80,7 @@ class IncomingHandOffsTest : public PageStoreTest {
       parts.metrics = &hand_off_metrics_;
       parts.host_pool_bytes = host_pool_bytes_;
       parts.lease_ms = 1000000;
+      parts.peer_tenants = peer_tenants_;
       incoming_.emplace(parts);
       incoming_->SetLoop(&loop_);
     }
@@ -92,6 +93,7 @@ class IncomingHandOffsTest : public PageStoreTest {
     peers_.push_back(std::make_unique<Peer>());
     Peer& peer = *peers_.back();
     peer.config = MakeConfig(codec, 1);
+    peer.config.tenant = config_tenant_;
     const CacheId cache = sender_.Open(peer.config);
     const SequenceId sequence = sender_.store->Create(cache, {})->sequence;
     EXPECT_TRUE(sender_.AppendAll(cache, sequence, text_, 0, kTokens).ok());
@@ -171,6 +173,8 @@ class IncomingHandOffsTest : public PageStoreTest {
   }
 
   uint64_t host_pool_bytes_ = pool_bytes_;
+  std::vector<std::string> peer_tenants_ = {"any"};
+  std::string config_tenant_;  // of what is offered
   const Text text_ = MakeText(kTokens);
   TestStore sender_;
   const SteadyClock clock_;

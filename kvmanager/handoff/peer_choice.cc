@@ -15,7 +15,8 @@
 namespace kvmanager {
 namespace {
 
-constexpr size_t kNamedMax = 16;  // allowed peers, in an error
+constexpr size_t kNamedMax = 16;       // allowed peers, in an error
+constexpr size_t kPeerShownMax = 300;  // bytes of one, where it is said again
 
 using Load = absl::StatusOr<ReceiverLoad>;
 
@@ -78,9 +79,14 @@ absl::StatusOr<std::vector<std::string>> ParsePeers(absl::string_view text) {
 
 absl::Status CheckPeersAllowed(absl::string_view field, absl::Span<const std::string> peers,
                                absl::Span<const std::string> allowed) {
-  if (allowed.empty()) return absl::OkStatus();
+  if (allowed.size() == 1 && allowed[0] == "any") return absl::OkStatus();
   for (const std::string& peer : peers) {
     if (std::find(allowed.begin(), allowed.end(), peer) != allowed.end()) continue;
+    if (allowed.empty()) {
+      return FieldError(absl::StatusCode::kPermissionDenied, field, peer,
+                        absl::StrCat("of --hand-off-peers, which is not set: start this daemon with --hand-off-peers ",
+                                     peer.substr(0, kPeerShownMax), ", or with --hand-off-peers any"));
+    }
     std::string bound = absl::StrJoin(allowed.first(std::min(allowed.size(), kNamedMax)), ", ");
     if (allowed.size() > kNamedMax) absl::StrAppend(&bound, " or ", allowed.size() - kNamedMax, " more");
     return FieldError(absl::StatusCode::kPermissionDenied, field, peer, absl::StrCat("of --hand-off-peers, ", bound));

@@ -32,7 +32,7 @@ std::vector<size_t> RankPeers(absl::Span<const PeerCandidate> candidates, uint64
 absl::StatusOr<std::vector<std::string>> ParsePeers(absl::string_view text);
 
 /// Whether a client may have this daemon connect to what it names: `allowed` are the peers of --hand-off-peers,
-/// compared as text; empty: any. Errors: PERMISSION_DENIED naming `field`.
+/// compared as text; "any": whatever is named; empty: nothing. Errors: PERMISSION_DENIED naming `field` and the flag.
 absl::Status CheckPeersAllowed(absl::string_view field, absl::Span<const std::string> peers,
                                absl::Span<const std::string> allowed);
 

@@ -62,7 +62,15 @@ TEST(ParsePeers, OneOrSeveral) {
 }
 
 TEST(CheckPeersAllowed, NamesWhoMay) {
-  EXPECT_TRUE(CheckPeersAllowed("peer", {"a:1", "anything"}, {}).ok());
+  EXPECT_TRUE(CheckPeersAllowed("peer", {"a:1", "anything"}, {"any"}).ok());
+  EXPECT_TRUE(CheckPeersAllowed("peers", {}, {}).ok());
+  const absl::Status none = CheckPeersAllowed("peer", {"a:1"}, {});
+  EXPECT_TRUE(absl::IsPermissionDenied(none)) << none;
+  EXPECT_EQ(DetailOf(none).field, "peer");
+  EXPECT_EQ(DetailOf(none).value, "a:1");
+  EXPECT_EQ(DetailOf(none).bound,
+            "of --hand-off-peers, which is not set: start this daemon with --hand-off-peers a:1, or with "
+            "--hand-off-peers any");
   EXPECT_TRUE(CheckPeersAllowed("peer", {"b:1", "a:1"}, {"a:1", "b:1", "c:1"}).ok());
   for (const std::string bad : {"a:10", "a:1 ", "A:1", "", "a:1,b:1"}) {
     const absl::Status refused = CheckPeersAllowed("peers[3]", {"b:1", bad}, {"a:1", "b:1"});

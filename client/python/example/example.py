@@ -1,6 +1,6 @@
 """The whole of the client in one page: what an engine does, without the model. docs/python.md walks through it.
 
-    kvmanagerd --listen unix:/tmp/kv.sock --host-pool-bytes 256MiB --peer-listen 127.0.0.1:0 &
+    kvmanagerd --listen unix:/tmp/kv.sock --host-pool-bytes 256MiB --peer-listen 127.0.0.1:0 --hand-off-peers any &
     python example.py unix:/tmp/kv.sock [HOST:PORT of another daemon's --peer-listen, and that daemon's own address]
 """
 

@@ -36,7 +36,7 @@ class Daemon:
         self.listen = listen or f"unix:{self.directory}/kv.sock"
         self.peer = self.metrics = self.http = ""
         self._flags = ["--host-pool-bytes", host_pool, "--metrics-listen", "127.0.0.1:0"]
-        self._flags += ["--peer-listen", "127.0.0.1:0", *flags]
+        self._flags += ["--peer-listen", "127.0.0.1:0", "--hand-off-peers", "any", *flags]
         self.process: subprocess.Popen | None = None
         self.start()
 
