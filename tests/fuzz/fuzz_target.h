@@ -26,6 +26,7 @@ class FuzzTarget {
 std::unique_ptr<FuzzTarget> MakeRpcTarget();          // bytes into a connection of a running daemon
 std::unique_ptr<FuzzTarget> MakeStepTarget();         // a StepRequest, checked against its cache
 std::unique_ptr<FuzzTarget> MakePeerWireTarget();     // frames between daemons
+std::unique_ptr<FuzzTarget> MakePeerAuthTarget();     // the exchange of keys before frames
 std::unique_ptr<FuzzTarget> MakePeerStreamTarget();   // bytes into a receiving transport
 std::unique_ptr<FuzzTarget> MakeManifestTarget();     // a hand-off's manifest, and what the store makes of it
 std::unique_ptr<FuzzTarget> MakePageTarget();         // an encoded page from a peer

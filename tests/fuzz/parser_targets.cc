@@ -18,6 +18,7 @@
 #include "monitoring/metrics.h"
 #include "tests/fuzz/fuzz_target.h"
 #include "tests/model.h"
+#include "transport/tcp/peer_key.h"
 #include "transport/tcp/wire.h"
 #include "transport/tcp/wire_testing.h"
 
@@ -96,6 +97,35 @@ class PeerWireTarget final : public FuzzTarget {
     KV_CHECK(bitmap.bits.size() == (size_t{bitmap.count} + 7) / 8);
     KV_CHECK(!bitmap.has(bitmap.count));
   }
+};
+
+/// The first byte says which side hears the rest. Nobody who has not the key passes: the nonces are others each time.
+class PeerAuthTarget final : public FuzzTarget {
+ public:
+  std::vector<std::string> Seeds() override {
+    const tcp::Nonce one = {1}, two = {2};
+    const tcp::Proof proof = tcp::ProofOf(key_, tcp::AuthRole::kDialer, one, two);
+    return {"a" + tcp::EncodeChallenge(one) + std::string(proof.begin(), proof.end()),
+            "d" + tcp::EncodeAnswer(two, tcp::ProofOf(key_, tcp::AuthRole::kAcceptor, one, two)),
+            "d" + tcp::EncodeRefusal(), "d" + tcp::EncodeHello({}), "a" + tcp::EncodeHello({})};
+  }
+  void Run(absl::Span<const uint8_t> input) override {
+    if (input.empty()) return;
+    tcp::AuthExchange exchange(key_, input[0] % 2 == 0 ? tcp::AuthRole::kDialer : tcp::AuthRole::kAcceptor);
+    input.remove_prefix(1);
+    while (input.size() >= exchange.wants()) {
+      const size_t wanted = exchange.wants();
+      const absl::StatusOr<std::string> next = exchange.Read(input.first(wanted));
+      MustExplain(next.status());
+      if (!next.ok()) return KV_CHECK(absl::IsUnauthenticated(next.status()));
+      KV_CHECK(exchange.wants() > 0);
+      KV_CHECK(next->empty() || next->size() == tcp::kAnswerBytes);
+      input.remove_prefix(wanted);
+    }
+  }
+
+ private:
+  const std::string key_ = std::string(tcp::kPeerKeyBytesMin, 'k');
 };
 
 /// Runs nothing: a manifest's pages never get as far as encoding.
@@ -371,6 +401,7 @@ class CodecSpecTarget final : public FuzzTarget {
 }  // namespace
 
 std::unique_ptr<FuzzTarget> MakePeerWireTarget() { return std::make_unique<PeerWireTarget>(); }
+std::unique_ptr<FuzzTarget> MakePeerAuthTarget() { return std::make_unique<PeerAuthTarget>(); }
 std::unique_ptr<FuzzTarget> MakeManifestTarget() { return std::make_unique<ManifestTarget>(); }
 std::unique_ptr<FuzzTarget> MakeStepTarget() { return std::make_unique<StepTarget>(); }
 std::unique_ptr<FuzzTarget> MakeCodecSpecTarget() { return std::make_unique<CodecSpecTarget>(); }

@@ -157,6 +157,7 @@ constexpr Named kTargets[] = {
     {"rpc", MakeRpcTarget},
     {"step", MakeStepTarget},
     {"peer_wire", MakePeerWireTarget},
+    {"peer_auth", MakePeerAuthTarget},
     {"peer_stream", MakePeerStreamTarget},
     {"manifest", MakeManifestTarget},
     {"page", MakePageTarget},
