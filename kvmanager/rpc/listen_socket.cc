@@ -18,9 +18,9 @@
 namespace kvmanager {
 namespace {
 
-absl::Status CannotListen(absl::string_view address, absl::string_view why) {
+absl::Status CannotListen(absl::string_view flag, absl::string_view address, absl::string_view why) {
   return WithDetail(absl::UnavailableError(absl::StrCat("cannot listen on ", address, ": ", why)),
-                    {"--listen", std::string(address), ""});
+                    {std::string(flag), std::string(address), ""});
 }
 
 // True if the path is a socket that nobody listens on.
@@ -53,34 +53,42 @@ std::string WhyNotBound(const std::string& path, int error) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<ListenSocket>> ListenSocket::Bind(absl::string_view address) {
-  KV_ASSIGN_OR_RETURN(const ListenAddress parsed, ParseListenAddress("--listen", address));
+absl::StatusOr<std::unique_ptr<ListenSocket>> ListenSocket::Bind(absl::string_view address, const Options& options) {
+  KV_ASSIGN_OR_RETURN(const ListenAddress parsed, ParseListenAddress(options.flag, address));
+  const auto cannot = [&](absl::string_view why) { return CannotListen(options.flag, address, why); };
   std::unique_ptr<ListenSocket> result(new ListenSocket());
+  result->admin_ = options.admin;
   constexpr int kType = SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK;
   if (!parsed.unix_path.empty()) {
     sockaddr_un name = {};
     name.sun_family = AF_UNIX;
     std::memcpy(name.sun_path, parsed.unix_path.data(), parsed.unix_path.size());
     result->fd_ = socket(AF_UNIX, kType, 0);
-    if (result->fd_ < 0) return CannotListen(address, std::strerror(errno));
+    if (result->fd_ < 0) return cannot(std::strerror(errno));
+    // bind() gives the file the mode of the socket, less the umask: there is no moment in which others may connect.
+    if (options.mode.has_value() && fchmod(result->fd_, *options.mode) != 0) return cannot(std::strerror(errno));
     if (IsStale(name)) unlink(name.sun_path);
     if (bind(result->fd_, reinterpret_cast<const sockaddr*>(&name), sizeof name) != 0) {
-      return CannotListen(address, WhyNotBound(parsed.unix_path, errno));
+      return cannot(WhyNotBound(parsed.unix_path, errno));
     }
+    struct stat file;
+    if (lstat(name.sun_path, &file) != 0) return cannot(std::strerror(errno));
     result->path_ = parsed.unix_path;
+    result->device_ = file.st_dev;
+    result->inode_ = file.st_ino;
     result->address_ = std::string(address);
   } else {
     addrinfo hints = {}, *found = nullptr;
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
     const int error = getaddrinfo(parsed.tcp.host.c_str(), absl::StrCat(parsed.tcp.port).c_str(), &hints, &found);
-    if (error != 0) return CannotListen(address, gai_strerror(error));
+    if (error != 0) return cannot(gai_strerror(error));
     const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> list(found, &freeaddrinfo);
     result->fd_ = socket(list->ai_family, kType, 0);
-    if (result->fd_ < 0) return CannotListen(address, std::strerror(errno));
+    if (result->fd_ < 0) return cannot(std::strerror(errno));
     const int on = 1;
     setsockopt(result->fd_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (bind(result->fd_, list->ai_addr, list->ai_addrlen) != 0) return CannotListen(address, std::strerror(errno));
+    if (bind(result->fd_, list->ai_addr, list->ai_addrlen) != 0) return cannot(std::strerror(errno));
     sockaddr_storage bound = {};
     socklen_t bound_bytes = sizeof bound;
     KV_CHECK(getsockname(result->fd_, reinterpret_cast<sockaddr*>(&bound), &bound_bytes) == 0);
@@ -88,12 +96,15 @@ absl::StatusOr<std::unique_ptr<ListenSocket>> ListenSocket::Bind(absl::string_vi
                                                        : reinterpret_cast<const sockaddr_in&>(bound).sin_port;
     result->address_ = absl::StrCat(address.substr(0, address.rfind(':') + 1), ntohs(port));
   }
-  if (listen(result->fd_, kBacklog) != 0) return CannotListen(address, std::strerror(errno));
+  if (listen(result->fd_, kBacklog) != 0) return cannot(std::strerror(errno));
   return result;
 }
 
 ListenSocket::~ListenSocket() {
-  if (!path_.empty()) unlink(path_.c_str());
+  struct stat file;
+  if (!path_.empty() && lstat(path_.c_str(), &file) == 0 && file.st_dev == device_ && file.st_ino == inode_) {
+    unlink(path_.c_str());
+  }
   if (fd_ >= 0) close(fd_);
 }
 
