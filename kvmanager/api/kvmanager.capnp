@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 11;
+const apiMinor :UInt16 = 12;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -38,7 +38,11 @@ struct CacheConfig {
   # The identity of a model's cache. All of it is in the cache digest, and the digest in every block key.
   model @0 :Text;
   revision @1 :Text;
-  tenant @2 :Text;               # a salt: caches of different tenants share nothing
+  tenant @2 :Text;
+  # A salt: caches of different tenants share nothing. In a request a name of this client's own; in a CacheInfo the full name, which
+  # begins with "uid:N/" for a user N other than root and the daemon's, and with "tcp:/" for clients over TCP, unless the operator
+  # lists the tenant. Names that begin with "uid:" or "tcp:" are INVALID_ARGUMENT in requests; a tenant that is listed, and not this
+  # client's, is PERMISSION_DENIED.
   rope @3 :Text;                 # RoPE facts as the engine writes them
   calibrationDigest @4 :Text;    # if not empty, the artifact that the codec names must have it (64 hexadecimal digits)
   layers @5 :UInt32;
@@ -395,6 +399,9 @@ struct HelloRequest {
   apiMinor @1 :UInt16;
   client @2 :Text;      # a name for logs and listings
   pid @3 :UInt32;       # as the client sees it, for listings; the daemon trusts only the socket's credentials
+  token @4 :Text;
+  # Shows that the client may open the tenants whose list has the token's SHA-256: 16 to 1024 bytes; empty: none. PERMISSION_DENIED
+  # if no tenant has it. Feature "tokens".
 }
 
 struct HelloReply {
@@ -524,6 +531,8 @@ interface Daemon {
   # bytes: a multiple of 4096, at most 1 GiB. RESOURCE_EXHAUSTED beyond 64 arenas or 4 GiB of a connection, or the daemon's
   # --arena-bytes of all.
   admin @3 () -> (admin :Admin, error :Status);
+  # On the daemon's admin socket alone, which its own user and root reach (PATH.admin beside unix:PATH, unless --admin-listen says
+  # otherwise). Elsewhere, where hello names the feature "admin-socket", PERMISSION_DENIED.
   ping @4 ();                                                   # an empty round trip
   openDevice @5 (ordinal :Int32) -> (status :Status, stream :DeviceStream, id :UInt32, info :DeviceInfo);
   # One stream per connection and GPU; RESOURCE_EXHAUSTED beyond 16 of a GPU. Unix sockets only. Feature "device".

@@ -21,14 +21,16 @@ namespace {
 
 constexpr int kExitUsage = 2, kExitFailed = 1;
 
-// Blocks SIGTERM and SIGINT in this thread and all that it starts; they are read from the descriptor instead.
-int TakeSignals() {
+// Blocks SIGTERM and SIGINT in this thread and all that it starts; they are read from the descriptor instead. SIGHUP
+// too where it means to read files again; else it ends a daemon whose terminal is gone.
+int TakeSignals(bool hang_up) {
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN);  // a log that is redirected to a file may reach a limit
   sigset_t set;
   sigemptyset(&set);
   sigaddset(&set, SIGTERM);
   sigaddset(&set, SIGINT);
+  if (hang_up) sigaddset(&set, SIGHUP);
   pthread_sigmask(SIG_BLOCK, &set, nullptr);
   return signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
 }
@@ -56,7 +58,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   kvmanager::SetBlasCore();  // for projections that clients register
-  const int signal_fd = TakeSignals();
+  const int signal_fd = TakeSignals(!line->options.tenants.empty());
   kvmanager::Log log(line->options.log_level);
 
   RaiseDescriptorLimit();
@@ -66,9 +68,9 @@ int main(int argc, char** argv) {
     spdlog::error("cannot start: {}", std::string(server.status().message()));
     return log.End(server.status().code() == absl::StatusCode::kInvalidArgument ? kExitUsage : kExitFailed);
   }
-  std::printf("kvmanagerd ready listen=%s peer=%s metrics=%s http=%s\n", (*server)->listen_address().c_str(),
+  std::printf("kvmanagerd ready listen=%s peer=%s metrics=%s http=%s admin=%s\n", (*server)->listen_address().c_str(),
               (*server)->peer_address().c_str(), (*server)->metrics_address().c_str(),
-              (*server)->http_address().c_str());
+              (*server)->http_address().c_str(), (*server)->admin_address().c_str());
   std::fflush(stdout);
   if (const absl::Status told = kvmanager::NotifySupervisor("READY=1"); !told.ok()) {
     spdlog::warn("cannot say that it is ready: {}", std::string(told.message()));

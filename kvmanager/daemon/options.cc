@@ -38,8 +38,8 @@ constexpr char kExamples[] =
     "      metrics-listen = \"0.0.0.0:9464\"\n"
     "      peer-listen = \"0.0.0.0:9470\"\n"
     "      peer-key = \"/etc/kvmanager/peer.key\"\n"
-    "Port 0 picks a free port; the line `kvmanagerd ready listen=... peer=... metrics=... http=...` on stdout names "
-    "it.\n"
+    "Port 0 picks a free port; the line `kvmanagerd ready listen=... peer=... metrics=... http=... admin=...` on "
+    "stdout names it.\n"
     "SIGTERM drains (no new sequences; leases and unclaimed hand-offs get --drain-s seconds) and exits with 0;\n"
     "a second one exits at once.\n";
 
@@ -166,6 +166,15 @@ absl::Status Check(const Texts& texts, Options* options) {
   for (const std::string& listen : options->listen) {
     KV_RETURN_IF_ERROR(ParseListenAddress("--listen", listen).status());
   }
+  if (const std::string& admin = options->admin_listen; !admin.empty() && admin != "none") {
+    const auto address = ParseListenAddress("--admin-listen", admin);
+    if (!address.ok() || address->unix_path.empty()) {
+      return InvalidField("--admin-listen", admin, "unix:PATH with a path of 1..107 bytes, or none");
+    }
+    if (std::find(options->listen.begin(), options->listen.end(), admin) != options->listen.end()) {
+      return InvalidField("--admin-listen", admin, "another socket than those of --listen");
+    }
+  }
   if (texts.host_pool_bytes.empty()) {
     return InvalidField("--host-pool-bytes", "missing", "the memory for pages, such as 8GiB");
   }
@@ -273,6 +282,17 @@ std::vector<std::string> OpenListeners(const Options& options) {
   return open;
 }
 
+std::string AdminAddress(const Options& options) {
+  if (options.admin_listen == "none") return "";
+  if (!options.admin_listen.empty()) return options.admin_listen;
+  for (const std::string& listen : options.listen) {
+    if (!absl::StartsWith(listen, "unix:")) continue;
+    const std::string beside = listen + ".admin";
+    return ParseListenAddress("--admin-listen", beside).ok() ? beside : "";
+  }
+  return "";
+}
+
 absl::StatusOr<uint64_t> ParseBytes(absl::string_view field, absl::string_view text) {
   constexpr absl::string_view kBound = "a number of bytes such as 4096, 64KiB, 512MiB, 8GiB or 1TiB";
   absl::string_view number = text;
@@ -310,6 +330,15 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
                  "Where engines and kvctl connect: unix:PATH or tcp:HOST:PORT; may be repeated")
       ->type_name("ADDRESS")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  app.add_option("--admin-listen", options.admin_listen,
+                 "Where kvctl connects, for this user and root alone: unix:PATH, or none (default: PATH.admin of the "
+                 "first --listen unix:PATH; else none)")
+      ->type_name("ADDRESS");
+  app.add_option(
+         "--tenants", options.tenants,
+         "Which users and tokens open which tenants, in JSON, read again on SIGHUP; see docs/operating.md, \"Who "
+         "may do what\" (default: each user has names of its own)")
+      ->type_name("FILE");
   app.add_option("--host-pool-bytes", texts.host_pool_bytes, "Host memory for pages, taken at start: 512MiB, 8GiB, ...")
       ->type_name("BYTES");
   app.add_option("--metrics-listen", options.metrics_listen, "Where Prometheus scrapes /metrics; absent: nowhere")

@@ -38,6 +38,8 @@ struct Options {
 
   std::vector<std::string> listen;          // "unix:PATH" or "tcp:HOST:PORT"; 1..kListenMax
   uint64_t host_pool_bytes = 0;             // kHostPoolBytesMin..kHostPoolBytesMax
+  std::string admin_listen;                 // "unix:PATH" or "none"; empty: beside the first Unix socket of `listen`
+  std::string tenants;                      // file that says whose tenants are (rpc/principals.h); empty: none
   std::string metrics_listen;               // "HOST:PORT"; empty: no metrics endpoint
   std::string http_listen;                  // "HOST:PORT"; empty: no page for people
   std::string peer_listen;                  // "HOST:PORT"; empty: receives no hand-offs
@@ -81,6 +83,10 @@ struct CommandLine {
 
 /// Errors: INVALID_ARGUMENT naming the flag, its value and its bound.
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv);
+
+/// Where Admin is served: Options::admin_listen, or "unix:PATH.admin" of the first Unix socket; empty: nowhere, since
+/// there is none, or its path would be too long.
+std::string AdminAddress(const Options& options);
 
 /// "123", "64KiB", "1.5GiB" (KiB, MiB, GiB, TiB). `field` names the flag in errors.
 absl::StatusOr<uint64_t> ParseBytes(absl::string_view field, absl::string_view text);

@@ -48,6 +48,23 @@ TEST(OptionsTest, DefaultsAreThoseOfTheHeader) {
   EXPECT_TRUE(line->options.peer_zero_copy);
 }
 
+TEST(OptionsTest, AdminIsBesideTheFirstUnixSocket) {
+  const auto admin = [](std::vector<std::string> flags) {
+    flags.insert(flags.end(), {"--host-pool-bytes", "64MiB"});
+    const auto line = Parse(std::move(flags));
+    EXPECT_TRUE(line.ok()) << line.status();
+    return line.ok() ? AdminAddress(line->options) : "?";
+  };
+  EXPECT_EQ(admin({"--listen", "unix:/tmp/a.sock"}), "unix:/tmp/a.sock.admin");
+  EXPECT_EQ(admin({"--listen", "tcp:127.0.0.1:0", "--listen", "unix:/b", "--listen", "unix:/c"}), "unix:/b.admin");
+  EXPECT_EQ(admin({"--listen", "tcp:127.0.0.1:0"}), "");
+  EXPECT_EQ(admin({"--listen", "tcp:127.0.0.1:0", "--admin-listen", "unix:/x"}), "unix:/x");
+  EXPECT_EQ(admin({"--listen", "unix:/tmp/a.sock", "--admin-listen", "unix:/x"}), "unix:/x");
+  EXPECT_EQ(admin({"--listen", "unix:/tmp/a.sock", "--admin-listen", "none"}), "");
+  EXPECT_EQ(admin({"--listen", "unix:/" + std::string(100, 'p')}), "unix:/" + std::string(100, 'p') + ".admin");
+  EXPECT_EQ(admin({"--listen", "unix:/" + std::string(101, 'p')}), "") << "no room for its name";
+}
+
 TEST(OptionsTest, WithoutADevicePoolThereIsNone) {
   auto line = Parse(kMinimum);
   ASSERT_TRUE(line.ok()) << line.status();
@@ -113,7 +130,8 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
       "peer-listen = \"[::1]:9470\"\nthreads = 3\nbusy-poll-us = 50\nquality-sample = 0\narena-bytes = "
       "\"1GiB\"\nslab-bytes = \"4MiB\"\n"
       "hand-off-lease-ms = 1000\ndrain-s = 2\npeer-rate-bytes = 1000000\npeer-window-bytes = \"1MiB\"\npeer-local-copy "
-      "= off\npeer-zero-copy = off\nlog-level = warn\n");
+      "= off\npeer-zero-copy = off\nlog-level = warn\nadmin-listen = \"unix:/tmp/b.sock\"\ntenants = "
+      "/etc/tenants.json\n");
   auto file = Parse({"--config", path});
   auto flags = Parse({"--listen",
                       "unix:/tmp/a.sock",
@@ -148,7 +166,11 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
                       "--peer-zero-copy",
                       "off",
                       "--log-level",
-                      "warn"});
+                      "warn",
+                      "--admin-listen",
+                      "unix:/tmp/b.sock",
+                      "--tenants",
+                      "/etc/tenants.json"});
   ASSERT_TRUE(file.ok()) << file.status();
   ASSERT_TRUE(flags.ok()) << flags.status();
   for (const CommandLine& line : {*file, *flags}) {
@@ -169,6 +191,8 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
     EXPECT_FALSE(o.peer_local_copy);
     EXPECT_FALSE(o.peer_zero_copy);
     EXPECT_EQ(o.log_level, "warn");
+    EXPECT_EQ(o.admin_listen, "unix:/tmp/b.sock");
+    EXPECT_EQ(o.tenants, "/etc/tenants.json");
   }
   auto both = Parse({"--config", path, "--threads", "7"});
   ASSERT_TRUE(both.ok()) << both.status();
@@ -301,6 +325,10 @@ TEST(OptionsTest, ErrorsNameFlagValueAndBound) {
            {With({"--http-listen", "9465"}), "--http-listen", "9465"},
            {With({"--peer-listen", "a:b:1"}), "--peer-listen", "a:b:1"},
            {With({"--listen", "http://x"}), "--listen", "http://x"},
+           {With({"--admin-listen", "tcp:127.0.0.1:1"}), "--admin-listen", "tcp:127.0.0.1:1"},
+           {With({"--admin-listen", "off"}), "--admin-listen", "off"},
+           {With({"--admin-listen", "unix:"}), "--admin-listen", "unix:"},
+           {With({"--admin-listen", "unix:/tmp/a.sock"}), "--admin-listen", "unix:/tmp/a.sock"},
            {With({"--listen", "unix:"}), "--listen", "unix:"},
            {{"--listen", "unix:/a", "--host-pool-bytes", "1MiB"}, "--host-pool-bytes", "1MiB"},
            {{"--listen", "unix:/a", "--host-pool-bytes", "-1"}, "--host-pool-bytes", "-1"},

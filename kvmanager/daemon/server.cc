@@ -1,6 +1,7 @@
 #include "kvmanager/daemon/server.h"
 
 #include <sched.h>
+#include <signal.h>
 #include <spdlog/spdlog.h>
 #include <sys/random.h>
 #include <sys/signalfd.h>
@@ -12,7 +13,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "codecs/abi/plugin_codec.h"
 #include "codecs/builtin.h"
 #include "codecs/cpu_isa.h"
@@ -24,6 +24,7 @@
 #include "kvmanager/base/worker_pool.h"
 #include "kvmanager/daemon/key_file.h"
 #include "kvmanager/daemon/plugin_events.h"
+#include "kvmanager/daemon/server_access.h"
 #include "kvmanager/daemon/server_devices.h"
 #include "kvmanager/daemon/tenant_gauges.h"
 #include "kvmanager/gpu/gpu.h"
@@ -43,7 +44,6 @@
 #include "kvmanager/rpc/held_sequences.h"
 #include "kvmanager/rpc/host_calls.h"
 #include "kvmanager/rpc/limits.h"
-#include "kvmanager/rpc/listen_socket.h"
 #include "kvmanager/rpc/message_room.h"
 #include "kvmanager/rpc/read.h"
 #include "kvmanager/rpc/rpc_metrics.h"
@@ -116,6 +116,7 @@ class ServerImpl final : public Server {
         held_(&metrics_),
         arenas_(&metrics_, options.arena_bytes),
         calls_(&metrics_, &errors_, &clock_),
+        access_(&options_),
         devices_(&options_, &metrics_, &clock_, &polls_) {}
 
   ~ServerImpl() noexcept override { Close(); }
@@ -131,6 +132,7 @@ class ServerImpl final : public Server {
     }
     RegisterBuiltinCodecs(registry_);
     KV_RETURN_IF_ERROR(LoadCodecPlugins(options_.codec_plugins, registry_, &plugin_events_));
+    KV_RETURN_IF_ERROR(access_.ReadTenants());
     calibrations_ = MakeCalibrationDirectory(options_.calibration_dir);
     registry_.SetCalibrations(calibrations_.get());
     PagePool::Options pool;
@@ -177,12 +179,7 @@ class ServerImpl final : public Server {
     facts_.boot_epoch = RandomEpoch();
     facts_.start_ns = clock_.NowNs();
     facts_.busy_polls = options_.busy_poll_us > 0;
-    for (const std::string& address : options_.listen) {
-      KV_ASSIGN_OR_RETURN(std::unique_ptr<ListenSocket> socket, ListenSocket::Bind(address));
-      sockets_.push_back(std::move(socket));
-    }
-    facts_.listen = absl::StrJoin(
-        sockets_, ",", [](std::string* out, const auto& socket) { absl::StrAppend(out, socket->address()); });
+    KV_RETURN_IF_ERROR(access_.Bind(&facts_));
     KV_RETURN_IF_ERROR(OpenUcx());
     TcpTransport::Options transport;
     transport.listen = options_.peer_listen;
@@ -228,7 +225,7 @@ class ServerImpl final : public Server {
       polls_.SetLoop(&loop);
       devices_.SetLoop(&loop);
       kj::Promise<void> looking = Look().eagerlyEvaluate(nullptr);
-      Connections connections({&loop, &connection_metrics_, &running.session, &running.daemon}, sockets_);
+      Connections connections({&loop, &connection_metrics_, &running.session, &running.daemon}, access_.sockets());
       loop.Run([this] { return Over(); });
     }
     devices_.SetLoop(nullptr);
@@ -263,6 +260,7 @@ class ServerImpl final : public Server {
   std::string peer_address() const override { return facts_.peer_listen; }
   std::string metrics_address() const override { return facts_.metrics_listen; }
   std::string http_address() const override { return facts_.http_listen; }
+  std::string admin_address() const override { return facts_.admin_listen; }
   std::string MetricsText() const override { return metrics_.Text(); }
 
  private:
@@ -313,6 +311,7 @@ class ServerImpl final : public Server {
                .gpus = {{of.store_.get(), &of.polls_, of.quality_.get()}, {of.store_.get(), &of.polls_, &departed}}}),
           daemon({.facts = &of.facts_,
                   .registry = &of.registry_,
+                  .principals = of.access_.principals(),
                   .workers = of.workers_.get(),
                   .queue = &of.queue_,
                   .gpus = of.devices_.gpus(),
@@ -360,6 +359,7 @@ class ServerImpl final : public Server {
     MessageRoom requests, replies;
     Session::Parts session;
     DaemonParts daemon;
+    kj::Promise<void> tenants = nullptr;  // are read
   };
 
   absl::Status OpenUcx() {
@@ -437,7 +437,13 @@ class ServerImpl final : public Server {
 
   kj::Promise<void> ReadSignals(int fd, kj::UnixEventPort::FdObserver& observer) {
     signalfd_siginfo signal;
-    while (read(fd, &signal, sizeof signal) == sizeof signal) BeginTermination();
+    while (read(fd, &signal, sizeof signal) == sizeof signal) {
+      if (signal.ssi_signo == SIGHUP) {
+        running_->tenants = access_.ReadTenantsAgain(workers_.get(), &queue_).eagerlyEvaluate(nullptr);
+      } else {
+        BeginTermination();
+      }
+    }
     return observer.whenBecomesReadable().then([this, fd, &observer] { return ReadSignals(fd, observer); });
   }
 
@@ -468,6 +474,7 @@ class ServerImpl final : public Server {
   HeldSequences held_;
   ArenaBytes arenas_;
   CallRecords calls_;
+  ServerAccess access_;
   std::unique_ptr<CalibrationSource> calibrations_;
   CodecRegistry registry_;
   std::unique_ptr<PagePool> pool_;
@@ -481,7 +488,6 @@ class ServerImpl final : public Server {
   MessageQueue queue_;  // its messages hold leases of the store, and projections
   DaemonFacts facts_;
   std::unique_ptr<IncomingHandOffs> incoming_;
-  std::vector<std::unique_ptr<ListenSocket>> sockets_;
   std::unique_ptr<UcxMemory> ucx_;
   std::unique_ptr<TcpTransport> transport_;
   std::unique_ptr<Exporter> exporter_;

@@ -28,8 +28,8 @@ class Server {
   static absl::StatusOr<std::unique_ptr<Server>> Create(const Options& options);
   virtual ~Server() = default;
 
-  /// Serves until Stop, or until a Terminate has drained. signal_fd: a signalfd that the loop reads: each signal is a
-  /// Terminate; -1: none.
+  /// Serves until Stop, or until a Terminate has drained. signal_fd: a signalfd that the loop reads: SIGHUP reads
+  /// Options::tenants again, each other signal is a Terminate; -1: none.
   virtual void Run(int signal_fd = -1) = 0;
   /// Ends Run now: leases are lost.
   virtual void Stop() = 0;
@@ -42,6 +42,7 @@ class Server {
   virtual std::string peer_address() const = 0;     // empty: none
   virtual std::string metrics_address() const = 0;  // empty: none
   virtual std::string http_address() const = 0;     // empty: none
+  virtual std::string admin_address() const = 0;    // empty: none
   /// The metrics in Prometheus' text format.
   virtual std::string MetricsText() const = 0;
 };

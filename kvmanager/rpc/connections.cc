@@ -6,12 +6,16 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <spdlog/spdlog.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "kvmanager/api/socket_stream.h"
@@ -23,6 +27,9 @@ namespace {
 constexpr int64_t kAcceptRetryMs = 100;  // when the process has no descriptor left
 constexpr int64_t kAbortGraceMs = 200;   // to tell a client what was wrong with its bytes
 constexpr uint32_t kFdsPerMessageMax = 1;
+constexpr int kFdsPerConnection = 3;
+constexpr int kAcceptsInARow = 64;  // then whatever else is to be done
+constexpr int64_t kAcceptPauseMs = 1;
 
 // Tells the loop that a message came, the connection that its bytes were malformed, and its share of memory which
 // messages were sent.
@@ -83,12 +90,21 @@ void TuneTcp(int fd) {
   set(IPPROTO_TCP, TCP_USER_TIMEOUT, limits::kTcpDeadS * 1000);
 }
 
-// The process that connected, or 0: it is of another PID namespace.
-uint32_t PeerPid(int socket) {
+// The process that connected and its user. pid 0: it is of another PID namespace.
+ucred PeerOf(int socket) {
   ucred credentials = {};
   socklen_t bytes = sizeof credentials;
-  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &bytes) != 0 || credentials.pid < 0) return 0;
-  return static_cast<uint32_t>(credentials.pid);
+  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &bytes) != 0) return {0, uid_t(-1), gid_t(-1)};
+  credentials.pid = std::max(credentials.pid, 0);
+  return credentials;
+}
+
+// A descriptor of this number or above is left to administrators.
+int FdsForOthers() {
+  rlimit limit;
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur > rlim_t{INT_MAX}) return INT_MAX;
+  const rlim_t reserve = std::min<rlim_t>(kFdsPerConnection * limits::kAdminConnectionsMax, limit.rlim_cur / 4);
+  return static_cast<int>(limit.rlim_cur - reserve);
 }
 
 // A descriptor of the process that connected, or -1: it is of another PID namespace, or the kernel is too old.
@@ -97,7 +113,7 @@ int PeerPidFd(int socket) {
   int pidfd = -1;
   socklen_t bytes = sizeof pidfd;
   if (getsockopt(socket, SOL_SOCKET, kSoPeerPidFd, &pidfd, &bytes) == 0) return pidfd;
-  const uint32_t pid = PeerPid(socket);
+  const pid_t pid = PeerOf(socket).pid;
   return pid == 0 ? -1 : static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
 }
 
@@ -111,14 +127,16 @@ capnp::ReaderOptions Limits() {
 
 class Connections::Connection {
  public:
-  Connection(const Parts& parts, uint64_t id, int fd, bool unix_socket, uint32_t pid)
+  Connection(const Parts& parts, uint64_t id, int fd, bool unix_socket, const ucred& peer, bool admin)
       : parts_(parts),
         id_(id),
+        admin_(admin),
         fd_(fd),
         write_fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)),
         ending_(kj::newPromiseAndFulfiller<void>()),
-        session_(
-            std::make_shared<Session>(*parts.session, unix_socket, pid, [this](EndReason reason) { End(reason); })),
+        session_(std::make_shared<Session>(
+            *parts.session, unix_socket, static_cast<uint32_t>(peer.pid), [this](EndReason reason) { End(reason); },
+            Proof{unix_socket ? std::optional(peer.uid) : std::nullopt, {}, admin})),
         stream_(parts.loop->port(), fd_.get(), write_fd_.get(), session_->requests()),
         watched_(
             stream_, [this] { OnMessage(); }, session_->replies(),
@@ -167,6 +185,7 @@ class Connections::Connection {
     reason_ = reason;
     ending_.fulfiller->fulfill();
   }
+  bool admin() const { return admin_; }
 
  private:
   void OnMessage() {
@@ -200,6 +219,7 @@ class Connections::Connection {
 
   const Parts& parts_;
   const uint64_t id_;
+  const bool admin_;
   kj::AutoCloseFd fd_, write_fd_;
   kj::PromiseFulfillerPair<void> ending_;
   EndReason reason_ = EndReason::kClosed;
@@ -239,10 +259,15 @@ Connections::~Connections() {
 }
 
 kj::Promise<void> Connections::AcceptFrom(Listener& listener) {
-  for (;;) {
+  for (int accepted = 0;; ++accepted) {
+    if (accepted == kAcceptsInARow) {
+      return parts_.loop->timer().afterDelay(kAcceptPauseMs * kj::MILLISECONDS).then([this, &listener] {
+        return AcceptFrom(listener);
+      });
+    }
     const int fd = accept4(listener.socket.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd >= 0) {
-      Add(fd, listener.socket.unix_socket());
+      Add(fd, listener.socket);
       continue;
     }
     if (errno == EINTR || errno == ECONNABORTED) continue;
@@ -256,36 +281,45 @@ kj::Promise<void> Connections::AcceptFrom(Listener& listener) {
   }
 }
 
-const char* Connections::WhyRefused(bool unix_socket, uint32_t pid) {
+const char* Connections::WhyRefused(int fd, const ListenSocket& socket, const ucred& peer) {
+  if (socket.admin()) {
+    if (peer.uid != 0 && peer.uid != geteuid()) return "only the daemon's user and root administer";
+    return admin_connections_ < limits::kAdminConnectionsMax ? nullptr : "as many administer as may";
+  }
+  const uint32_t pid = static_cast<uint32_t>(peer.pid);
   const auto of_process = of_process_.find(pid);
   const size_t same = of_process == of_process_.end() ? 0 : of_process->second;
   if (pid != 0 && same >= limits::kConnectionsOfProcessMax) return "its process has as many as one may have";
-  const bool tcp_full = !unix_socket && same >= limits::kTcpConnectionsMax;
-  if (!tcp_full && connections_.size() < limits::kConnectionsMax) return nullptr;
+  const bool tcp_full = !socket.unix_socket() && same >= limits::kTcpConnectionsMax;
+  const bool full = connections_.size() - admin_connections_ >= limits::kConnectionsMax || fd >= FdsForOthers();
+  if (!tcp_full && !full) return nullptr;
   for (const auto& [id, connection] : connections_) {
-    if (!connection->says_nothing() || (tcp_full && connection->unix_socket())) continue;
+    if (connection->admin() || !connection->says_nothing() || (tcp_full && connection->unix_socket())) continue;
     connection->EndNow(EndReason::kNoHello);
     return nullptr;
   }
   return "as many are open as may be";
 }
 
-void Connections::Add(int fd, bool unix_socket) {
-  const uint32_t pid = unix_socket ? PeerPid(fd) : 0;
-  if (const char* const why = WhyRefused(unix_socket, pid); why != nullptr) {
+void Connections::Add(int fd, const ListenSocket& socket) {
+  const bool admin = socket.admin(), unix_socket = socket.unix_socket();
+  const ucred peer = unix_socket ? PeerOf(fd) : ucred{0, uid_t(-1), gid_t(-1)};
+  const uint32_t pid = static_cast<uint32_t>(peer.pid);
+  if (const char* const why = WhyRefused(fd, socket, peer); why != nullptr) {
     parts_.metrics->refused.Increment();
     spdlog::debug("a connection of process {} is refused: {}", pid, why);
     close(fd);
     return;
   }
-  ++of_process_[pid];
+  if (!admin) ++of_process_[pid];
   if (!unix_socket) TuneTcp(fd);
   (unix_socket ? parts_.metrics->accepted_unix : parts_.metrics->accepted_tcp).Increment();
   const uint64_t id = next_id_++;
-  auto connection = std::make_unique<Connection>(parts_, id, fd, unix_socket, pid);
+  auto connection = std::make_unique<Connection>(parts_, id, fd, unix_socket, peer, admin);
   tasks_->add(connection->WhenOver().then([this, id] { Remove(id); }, [this, id](kj::Exception&&) { Remove(id); }));
   connections_.emplace(id, std::move(connection));
-  parts_.metrics->open.Set(double(connections_.size()));
+  if (admin) ++admin_connections_;
+  parts_.metrics->open.Set(double(connections_.size() - admin_connections_));
 }
 
 void Connections::Remove(uint64_t id) {
@@ -293,9 +327,12 @@ void Connections::Remove(uint64_t id) {
   if (found == connections_.end()) return;
   const std::unique_ptr<Connection> connection = std::move(found->second);
   connections_.erase(found);
-  const auto of_process = of_process_.find(connection->pid());
-  if (--of_process->second == 0) of_process_.erase(of_process);
-  parts_.metrics->open.Set(double(connections_.size()));
+  if (connection->admin()) {
+    --admin_connections_;
+  } else if (const auto of_process = of_process_.find(connection->pid()); --of_process->second == 0) {
+    of_process_.erase(of_process);
+  }
+  parts_.metrics->open.Set(double(connections_.size() - admin_connections_));
 }
 
 void Connections::taskFailed(kj::Exception&& exception) {

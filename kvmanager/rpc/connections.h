@@ -11,9 +11,13 @@
 //  6. it has not said hello within limits::kHelloMs. Where there are as many connections as there may be, the oldest
 //     that has not makes room for the next.
 // Nothing else happens to other connections.
+//
+// Connections on the admin socket, which are those of the daemon's own user and root, have a bound and descriptors of
+// their own (limits::kAdminConnectionsMax): whatever others open, an operator can connect.
 #pragma once
 
 #include <kj/async.h>
+#include <sys/socket.h>
 
 #include <cstdint>
 #include <memory>
@@ -49,16 +53,17 @@ class Connections final : private kj::TaskSet::ErrorHandler {
   struct Listener;
 
   kj::Promise<void> AcceptFrom(Listener& listener);
-  void Add(int fd, bool unix_socket);
-  /// Why a connection that was accepted is not served; nullptr: it is.
-  const char* WhyRefused(bool unix_socket, uint32_t pid);
+  void Add(int fd, const ListenSocket& socket);
+  /// Why a connection of `peer` that was accepted is not served; nullptr: it is.
+  const char* WhyRefused(int fd, const ListenSocket& socket, const ucred& peer);
   void Remove(uint64_t id);
   void taskFailed(kj::Exception&& exception) override;
 
   const Parts parts_;
   uint64_t next_id_ = 1;
+  size_t admin_connections_ = 0;                                        // of connections_
   absl::btree_map<uint64_t, std::unique_ptr<Connection>> connections_;  // the oldest first
-  absl::flat_hash_map<uint32_t, size_t> of_process_;                    // how many; 0: TCP, or of an unknown process
+  absl::flat_hash_map<uint32_t, size_t> of_process_;  // how many of engines; 0: TCP, or of an unknown process
   std::vector<std::unique_ptr<Listener>> listeners_;
   std::unique_ptr<kj::TaskSet> tasks_;
 };

@@ -12,6 +12,7 @@ struct DaemonFacts {
   uint64_t boot_epoch = 0;
   int64_t start_ns = 0;                                          // of the daemon's clock
   std::string listen, peer_listen, metrics_listen, http_listen;  // as bound
+  std::string admin_listen;                                      // the same; empty: nobody has Admin
   std::string gpus;                                              // what GPUs this process sees, or why none
   std::function<std::string()> ucx;                              // whether pages go through UCX, or why not
   bool busy_polls = false;

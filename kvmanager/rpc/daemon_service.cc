@@ -1,5 +1,6 @@
 // Daemon (the bootstrap capability) and Arena.
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -65,7 +66,11 @@ class DaemonService final : public api::Daemon::Server {
             return FieldError(absl::StatusCode::kFailedPrecondition, "apiMajor", absl::StrCat(request.getApiMajor()),
                               absl::StrCat(api::API_MAJOR));
           }
-          session_->Greet(CleanName(request.getClient()));
+          std::optional<Digest> token;
+          if (request.getToken().size() > 0) {
+            KV_ASSIGN_OR_RETURN(token, parts_.principals->CheckToken(ViewOf(request.getToken())));
+          }
+          session_->Greet(CleanName(request.getClient()), token);
           auto reply = context.getResults().initReply();
           Describe(reply);
           return Done();
@@ -80,7 +85,8 @@ class DaemonService final : public api::Daemon::Server {
   kj::Promise<void> openCache(OpenCacheContext context) override {
     return Serve(*session_, Method::kOpenCache, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       KV_RETURN_IF_ERROR(CheckGreeted());
-      KV_ASSIGN_OR_RETURN(const CacheConfig config, ReadCacheConfig(context.getParams().getConfig()));
+      KV_ASSIGN_OR_RETURN(CacheConfig config, ReadCacheConfig(context.getParams().getConfig()));
+      KV_ASSIGN_OR_RETURN(config.tenant, parts_.principals->TenantOf(session_->proof(), config.tenant));
       context.releaseParams();
       Gpu* gpu = nullptr;
       if (config.device != CacheConfig::kHost) {
@@ -165,6 +171,13 @@ class DaemonService final : public api::Daemon::Server {
   kj::Promise<void> admin(AdminContext context) override {
     return Serve(*session_, Method::kAdmin, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       KV_RETURN_IF_ERROR(CheckGreeted());
+      if (!session_->proof().admin) {
+        const absl::Status refused = NoAdminHere();
+        // Clients of daemons that had Admin everywhere do not look at the status: their calls end with this.
+        context.getResults().setAdmin(kj::Exception(kj::Exception::Type::FAILED, __FILE__, __LINE__,
+                                                    kj::str(std::string(refused.message()).c_str())));
+        return refused;
+      }
       context.getResults().setAdmin(MakeAdminService(session_, parts_.admin));
       return Done();
     });
@@ -199,6 +212,16 @@ class DaemonService final : public api::Daemon::Server {
     WriteCacheInfo(info, results.initInfo());
     results.setCache(MakeCacheService(session, parts, cache, std::move(codecs->device)));
     return absl::OkStatus();
+  }
+
+  absl::Status NoAdminHere() const {
+    const std::string& where = parts_.facts->admin_listen;
+    const std::string bound =
+        where.empty()
+            ? "the admin socket, which this daemon has not: start it with --admin-listen unix:PATH"
+            : absl::StrCat("the admin socket: connect to ", where, " (--admin-listen), as the daemon's user or root");
+    return FieldError(absl::StatusCode::kPermissionDenied, "the socket of this call to Admin", "one for engines",
+                      bound);
   }
 
   absl::Status CheckGreeted() const {
@@ -249,9 +272,10 @@ class DaemonService final : public api::Daemon::Server {
     reply.setApiMinor(api::API_MINOR);
     reply.setBootEpoch(facts.boot_epoch);
     reply.setVersion(TextOf(facts.version));
-    std::vector<const char*> names = {"inline",         "hand-off",      "hand-off-stream",
-                                      "output-factors", "prompt-tokens", "choose-peer",
-                                      "recompute",      "read",          "metrics-text"};
+    std::vector<const char*> names = {"inline",        "hand-off",    "hand-off-stream", "output-factors",
+                                      "prompt-tokens", "choose-peer", "recompute",       "read",
+                                      "metrics-text",  "tokens"};
+    if (!session_->proof().admin) names.push_back("admin-socket");
     if (session_->unix_socket()) names.push_back("arena");
     if (session_->unix_socket() && !parts_.gpus.empty()) names.push_back("device");
     if (facts.busy_polls) names.push_back("busy-poll");

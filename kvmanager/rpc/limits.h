@@ -8,9 +8,10 @@
 
 namespace kvmanager::limits {
 
-constexpr size_t kConnectionsMax = 4096;
+constexpr size_t kConnectionsMax = 4096;           // of engines
 constexpr size_t kConnectionsOfProcessMax = 1024;  // of one process on a Unix socket
 constexpr size_t kTcpConnectionsMax = 2048;
+constexpr size_t kAdminConnectionsMax = 64;             // on the admin socket: others cannot take these
 constexpr uint64_t kMessageBytesMax = 32 << 20;         // of a message from a client; a larger one ends its connection
 constexpr uint64_t kCallsInFlightBytesMax = 128 << 20;  // of a connection's unanswered calls; then it is not read from
 constexpr uint64_t kReplyBytesMax = (32 << 20) - (64 << 10);  // of inline output: the message around it stays readable

@@ -25,7 +25,9 @@ class ListenSocket {
 
   /// address: "unix:PATH" or "tcp:HOST:PORT"; port 0 takes a free one. A stale socket file, which nobody listens on, is
   /// replaced. Errors: INVALID_ARGUMENT (address), UNAVAILABLE (it cannot be bound, and why).
-  static absl::StatusOr<std::unique_ptr<ListenSocket>> Bind(absl::string_view address) { return Bind(address, Options()); }
+  static absl::StatusOr<std::unique_ptr<ListenSocket>> Bind(absl::string_view address) {
+    return Bind(address, Options());
+  }
   static absl::StatusOr<std::unique_ptr<ListenSocket>> Bind(absl::string_view address, const Options& options);
   ~ListenSocket();
   ListenSocket(const ListenSocket&) = delete;

@@ -31,6 +31,7 @@
 #include "kvmanager/memory/page_pool.h"
 #include "kvmanager/rpc/daemon_facts.h"
 #include "kvmanager/rpc/memory_calls.h"
+#include "kvmanager/rpc/principals.h"
 #include "kvmanager/rpc/read.h"
 #include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/session.h"
@@ -82,6 +83,7 @@ struct AdminParts {
 struct DaemonParts {
   const DaemonFacts* facts = nullptr;
   const CodecRegistry* registry = nullptr;
+  const Principals* principals = nullptr;
   WorkerPool* workers = nullptr;
   MessageQueue* queue = nullptr;
   Gpus gpus;

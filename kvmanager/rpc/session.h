@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -21,6 +22,7 @@
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/memory_calls.h"
 #include "kvmanager/rpc/message_room.h"
+#include "kvmanager/rpc/principals.h"
 #include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/session_gpus.h"
 
@@ -41,11 +43,13 @@ class Session {
   };
 
   /// parts: outlives this. pid: of the process that connected, as the socket's credentials say; 0: unknown.
-  Session(const Parts& parts, bool unix_socket, uint32_t pid, absl::AnyInvocable<void(EndReason)> cut_off)
+  Session(const Parts& parts, bool unix_socket, uint32_t pid, absl::AnyInvocable<void(EndReason)> cut_off,
+          const Proof& proof = {})
       : parts_(parts),
         unix_socket_(unix_socket),
         pid_(pid),
         cut_off_(std::move(cut_off)),
+        proof_(proof),
         gpus_(parts.gpus, pid),
         requests_(std::make_shared<MessageShare>(parts.requests, [this] { CutOff(EndReason::kUnfinished); })),
         replies_(std::make_shared<MessageShare>(parts.replies, [this] { CutOff(EndReason::kUnread); })) {
@@ -70,13 +74,17 @@ class Session {
   }
 
   bool greeted() const { return greeted_; }
-  void Greet(std::string name) {
+  /// token: SHA-256 of the one that it showed.
+  void Greet(std::string name, const std::optional<Digest>& token = std::nullopt) {
     greeted_ = true;
     requests_->SetBytesMax(limits::kMessageBytesMax);
     name_ = std::move(name);
+    proof_.token = token;
   }
   const std::string& name() const { return name_; }
   uint32_t pid() const { return pid_; }
+
+  const Proof& proof() const { return proof_; }
 
   // Sequences.
   /// Whether this connection may hold one more. Draining is not asked about: a claim takes over what is here already.
@@ -140,6 +148,7 @@ class Session {
   absl::AnyInvocable<void(EndReason)> cut_off_;  // nullptr once the connection is gone
   bool greeted_ = false;
   std::string name_;
+  Proof proof_;
   absl::flat_hash_map<SequenceId, CacheId> sequences_;
   absl::flat_hash_map<uint32_t, std::shared_ptr<Region>> arenas_;
   SessionGpus gpus_;

@@ -1,0 +1,233 @@
+#include "kvmanager/rpc/principals.h"
+
+#include <fcntl.h>
+#include <openssl/crypto.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/store/cache_config.h"
+
+namespace kvmanager {
+namespace {
+
+using nlohmann::json;
+
+absl::Status CheckName(absl::string_view field, absl::string_view name) {
+  for (const absl::string_view prefix : {Principals::kUidPrefix, Principals::kTcpPrefix}) {
+    if (absl::StartsWith(name, prefix)) {
+      return InvalidField(field, name,
+                          absl::StrCat("a name that does not begin with ", Principals::kUidPrefix, " or ",
+                                       Principals::kTcpPrefix, ": these are put before the names of other users"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// prefix: what stands before the name.
+absl::Status CheckLength(absl::string_view field, absl::string_view prefix, absl::string_view name) {
+  if (prefix.size() + name.size() <= CacheConfig::kTextBytesMax) return absl::OkStatus();
+  return InvalidField(field, absl::StrCat(name.size(), " bytes"),
+                      absl::StrCat("at most ", CacheConfig::kTextBytesMax - prefix.size(), " bytes"));
+}
+
+// Every token is looked at, whichever matches.
+bool HasToken(const ListedTenant& tenant, const Digest& token) {
+  bool found = false;
+  for (const Digest& each : tenant.tokens) {
+    found |= CRYPTO_memcmp(each.bytes.data(), token.bytes.data(), token.bytes.size()) == 0;
+  }
+  return found;
+}
+
+absl::StatusOr<const json*> List(const json& tenant, const char* member, absl::string_view field, size_t entries_max) {
+  static const json kEmpty = json::array();
+  const auto found = tenant.find(member);
+  if (found == tenant.end()) return &kEmpty;
+  if (!found->is_array() || found->size() > entries_max) {
+    return InvalidField(field, found->is_array() ? absl::StrCat(found->size(), " long") : "no list",
+                        absl::StrCat("a list of at most ", entries_max));
+  }
+  return &*found;
+}
+
+absl::StatusOr<Digest> ParseDigest(absl::string_view field, const json& value) {
+  const std::string text = value.is_string() ? value.get<std::string>() : "";
+  bool hexadecimal = text.size() == 64;
+  for (const unsigned char c : text) hexadecimal &= absl::ascii_isxdigit(c);
+  // The value is not shown: somebody may have written the token itself.
+  if (!hexadecimal) {
+    return InvalidField(field, "something else",
+                        "64 hexadecimal digits: printf %s TOKEN | sha256sum (not the token itself)");
+  }
+  Digest digest;
+  const std::string bytes = absl::HexStringToBytes(text);
+  std::memcpy(digest.bytes.data(), bytes.data(), bytes.size());
+  return digest;
+}
+
+absl::StatusOr<ListedTenant> ParseTenant(const std::string& at, const json& tenant) {
+  for (const auto& [member, value] : tenant.items()) {
+    if (member != "name" && member != "uids" && member != "token_sha256") {
+      return InvalidField(at, member, "an object of name, uids and token_sha256");
+    }
+  }
+  ListedTenant result;
+  KV_ASSIGN_OR_RETURN(const json* const uids, List(tenant, "uids", at + ".uids", Principals::kUidsMax));
+  for (const json& uid : *uids) {
+    // -1 is no user's.
+    if (!uid.is_number_unsigned() || uid.get<uint64_t>() >= std::numeric_limits<uid_t>::max()) {
+      return InvalidField(at + ".uids", uid.dump(-1, ' ', true, json::error_handler_t::replace),
+                          absl::StrCat("numbers of users: 0..", std::numeric_limits<uid_t>::max() - 1));
+    }
+    result.uids.insert(uid.get<uid_t>());
+  }
+  KV_ASSIGN_OR_RETURN(const json* const tokens,
+                      List(tenant, "token_sha256", at + ".token_sha256", Principals::kTokensMax));
+  for (const json& token : *tokens) {
+    KV_ASSIGN_OR_RETURN(const Digest digest, ParseDigest(at + ".token_sha256", token));
+    result.tokens.push_back(digest);
+  }
+  return result;
+}
+
+struct Descriptor {
+  ~Descriptor() {
+    if (fd >= 0) close(fd);
+  }
+  const int fd;
+};
+
+}  // namespace
+
+absl::StatusOr<TenantTable> ParseTenants(absl::string_view text) {
+  const json parsed = json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
+  constexpr absl::string_view kForm = "{\"tenants\": [{\"name\": ..., \"uids\": [...], \"token_sha256\": [...]}]}";
+  if (parsed.is_discarded() || !parsed.is_object()) return InvalidField("the file", "no JSON object", kForm);
+  for (const auto& [member, value] : parsed.items()) {
+    if (member != "tenants") return InvalidField("the file", absl::StrCat("one with \"", member, "\""), kForm);
+  }
+  const auto tenants = parsed.find("tenants");
+  if (tenants == parsed.end() || !tenants->is_array()) return InvalidField("tenants", "no list", kForm);
+  if (tenants->size() > Principals::kTenantsMax) {
+    return InvalidField("tenants", absl::StrCat(tenants->size(), " long"),
+                        absl::StrCat("at most ", Principals::kTenantsMax, " long"));
+  }
+  TenantTable table;
+  for (size_t i = 0; i < tenants->size(); ++i) {
+    const json& tenant = (*tenants)[i];
+    const std::string at = absl::StrCat("tenants[", i, "]");
+    if (!tenant.is_object()) return InvalidField(at, "no object", "an object of name, uids and token_sha256");
+    const auto name = tenant.find("name");
+    if (name == tenant.end() || !name->is_string()) return InvalidField(at + ".name", "missing", "a string");
+    const std::string text_of_name = name->get<std::string>();
+    if (text_of_name.empty()) return InvalidField(at + ".name", "empty", "the name that clients ask for");
+    KV_RETURN_IF_ERROR(CheckName(at + ".name", text_of_name));
+    KV_RETURN_IF_ERROR(CheckLength(at + ".name", "", text_of_name));
+    KV_ASSIGN_OR_RETURN(ListedTenant listed, ParseTenant(at, tenant));
+    if (!table.emplace(text_of_name, std::move(listed)).second) {
+      return InvalidField(at + ".name", text_of_name, "a name that is listed once");
+    }
+  }
+  return table;
+}
+
+absl::StatusOr<TenantTable> ReadTenants(const std::string& path, uid_t own_uid) {
+  const auto unavailable = [&path](absl::string_view what) {
+    return WithDetail(absl::UnavailableError(absl::StrCat("--tenants ", path, ": ", what)), {"--tenants", path, ""});
+  };
+  const auto refused = [&path](absl::string_view value, absl::string_view what) {
+    return WithDetail(absl::FailedPreconditionError(absl::StrCat("--tenants ", path, " ", value, "; ", what)),
+                      {"--tenants", path, std::string(what)});
+  };
+  const Descriptor file{open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)};
+  if (file.fd < 0) return unavailable(std::strerror(errno));
+  struct stat info;
+  if (fstat(file.fd, &info) != 0) return unavailable(std::strerror(errno));
+  if (!S_ISREG(info.st_mode)) return refused("is no regular file", "name a file");
+  if (info.st_uid != 0 && info.st_uid != own_uid) {
+    return refused(absl::StrCat("belongs to user ", info.st_uid),
+                   absl::StrCat("it must be root's or the daemon's: chown ", own_uid, " ", path));
+  }
+  if ((info.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
+    return refused("can be written by others", absl::StrCat("run: chmod go-w ", path));
+  }
+  if (info.st_size > int64_t{Principals::kFileBytesMax}) {
+    return refused(absl::StrCat("has ", info.st_size, " bytes"),
+                   absl::StrCat("at most ", Principals::kFileBytesMax, " are read"));
+  }
+  std::string text(Principals::kFileBytesMax + 1, '\0');
+  size_t bytes = 0;
+  while (bytes < text.size()) {
+    const ssize_t got = read(file.fd, text.data() + bytes, text.size() - bytes);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return unavailable(std::strerror(errno));
+    if (got == 0) break;
+    bytes += static_cast<size_t>(got);
+  }
+  if (bytes > Principals::kFileBytesMax) return refused("grows while it is read", "write it elsewhere and rename it");
+  text.resize(bytes);
+  absl::StatusOr<TenantTable> table = ParseTenants(text);
+  if (!table.ok()) {
+    const ErrorDetail detail = DetailOf(table.status());
+    return WithDetail(absl::InvalidArgumentError(absl::StrCat("--tenants ", path, ": ", table.status().message())),
+                      detail);
+  }
+  if ((info.st_mode & S_IROTH) != 0) {
+    for (const auto& [name, tenant] : *table) {
+      if (!tenant.tokens.empty()) {
+        return refused("has digests of tokens and can be read by others", absl::StrCat("run: chmod o-r ", path));
+      }
+    }
+  }
+  return table;
+}
+
+absl::StatusOr<Digest> Principals::CheckToken(absl::string_view token) const {
+  if (token.size() < kTokenBytesMin || token.size() > kTokenBytesMax) {
+    return InvalidField("token", absl::StrCat(token.size(), " bytes long"),
+                        absl::StrCat(kTokenBytesMin, "..", kTokenBytesMax, " bytes long"));
+  }
+  const Digest digest = Sha256({reinterpret_cast<const uint8_t*>(token.data()), token.size()});
+  bool found = false;
+  for (const auto& [name, tenant] : table_) found |= HasToken(tenant, digest);
+  if (found) return digest;
+  return FieldError(absl::StatusCode::kPermissionDenied, "token", "unknown here",
+                    table_.empty() ? "left out: this daemon knows no tokens (--tenants FILE)"
+                                   : "one whose SHA-256 the daemon's --tenants FILE lists");
+}
+
+absl::StatusOr<std::string> Principals::TenantOf(const Proof& proof, absl::string_view asked) const {
+  KV_RETURN_IF_ERROR(CheckName("tenant", asked));
+  if (const auto listed = table_.find(asked); listed != table_.end()) {
+    const ListedTenant& tenant = listed->second;
+    const bool user = proof.uid.has_value() && tenant.uids.contains(*proof.uid);
+    const bool token = proof.token.has_value() && HasToken(tenant, *proof.token);
+    if (user || token) return std::string(asked);
+    const std::string who = proof.uid.has_value() ? absl::StrCat("user ", *proof.uid) : "a client without a user";
+    return FieldError(absl::StatusCode::kPermissionDenied, "tenant",
+                      absl::StrCat(asked, " asked for by ", who, proof.token.has_value() ? " with a token" : ""),
+                      "one whose user or token this is: the daemon's --tenants FILE says whose it is");
+  }
+  std::string prefix;
+  if (!proof.uid.has_value()) {
+    prefix = absl::StrCat(kTcpPrefix, "/");
+  } else if (*proof.uid != 0 && *proof.uid != own_uid_) {
+    prefix = absl::StrCat(kUidPrefix, *proof.uid, "/");
+  }
+  KV_RETURN_IF_ERROR(CheckLength("tenant", prefix, asked));
+  return absl::StrCat(prefix, asked);
+}
+
+}  // namespace kvmanager
