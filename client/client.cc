@@ -1,5 +1,10 @@
 #include "client/client.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+
 #include "absl/strings/str_cat.h"
 #include "client/connection.h"
 #include "client/handles.h"
@@ -67,8 +72,8 @@ class ClientImpl final : public Client {
 
   absl::StatusOr<DaemonDescription> Status() override {
     using Result = absl::StatusOr<DaemonDescription>;
-    KV_RETURN_IF_ERROR(connection_->Usable());
-    return connection_->Call<Result>(connection_->admin().statusRequest(), [](auto& response) -> Result {
+    KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
+    return admin->Call<Result>(admin->admin().statusRequest(), [](auto& response) -> Result {
       KV_RETURN_IF_ERROR(FromWire(response.getError()));
       return FromWire(response.getStatus());
     });
@@ -76,8 +81,8 @@ class ClientImpl final : public Client {
 
   absl::StatusOr<std::vector<CacheDescription>> Caches() override {
     using Result = absl::StatusOr<std::vector<CacheDescription>>;
-    KV_RETURN_IF_ERROR(connection_->Usable());
-    return connection_->Call<Result>(connection_->admin().cachesRequest(), [](auto& response) -> Result {
+    KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
+    return admin->Call<Result>(admin->admin().cachesRequest(), [](auto& response) -> Result {
       KV_RETURN_IF_ERROR(FromWire(response.getError()));
       std::vector<CacheDescription> caches;
       for (const auto cache : response.getCaches()) {
@@ -90,8 +95,8 @@ class ClientImpl final : public Client {
 
   absl::StatusOr<std::vector<SequenceDescription>> Sequences() override {
     using Result = absl::StatusOr<std::vector<SequenceDescription>>;
-    KV_RETURN_IF_ERROR(connection_->Usable());
-    return connection_->Call<Result>(connection_->admin().sequencesRequest(), [](auto& response) -> Result {
+    KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
+    return admin->Call<Result>(admin->admin().sequencesRequest(), [](auto& response) -> Result {
       KV_RETURN_IF_ERROR(FromWire(response.getError()));
       std::vector<SequenceDescription> sequences;
       for (const auto sequence : response.getSequences()) sequences.push_back(FromWire(sequence));
@@ -101,15 +106,15 @@ class ClientImpl final : public Client {
 
   absl::StatusOr<std::vector<PeerDescription>> Peers(absl::Span<const std::string> named) override {
     using Result = absl::StatusOr<std::vector<PeerDescription>>;
-    KV_RETURN_IF_ERROR(connection_->Usable());
+    KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
     uint64_t bytes = kMessageOverheadBytes;
     for (const std::string& peer : named) bytes += kPrefixBytes + peer.size();
-    KV_RETURN_IF_ERROR(CheckMessageBytes("peers", bytes, connection_->message_bytes_max()));
-    auto request = connection_->admin().peersRequest();
+    KV_RETURN_IF_ERROR(CheckMessageBytes("peers", bytes, admin->message_bytes_max()));
+    auto request = admin->admin().peersRequest();
     request.setLoad(true);
     auto peers = request.initPeers(uint(named.size()));
     for (uint i = 0; i < peers.size(); ++i) peers.set(i, ToKj(named[i]));
-    return connection_->Call<Result>(std::move(request), [](auto& response) -> Result {
+    return admin->Call<Result>(std::move(request), [](auto& response) -> Result {
       KV_RETURN_IF_ERROR(FromWire(response.getError()));
       std::vector<PeerDescription> peers;
       for (const auto peer : response.getPeers()) peers.push_back(FromWire(peer));
@@ -119,8 +124,8 @@ class ClientImpl final : public Client {
 
   absl::StatusOr<RecomputeDescription> Recompute() override {
     using Result = absl::StatusOr<RecomputeDescription>;
-    KV_RETURN_IF_ERROR(connection_->Usable());
-    return connection_->Call<Result>(connection_->admin().recomputeRequest(), [](auto& response) -> Result {
+    KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
+    return admin->Call<Result>(admin->admin().recomputeRequest(), [](auto& response) -> Result {
       KV_RETURN_IF_ERROR(FromWire(response.getError()));
       return FromWire(response.getRecompute());
     });
@@ -128,37 +133,89 @@ class ClientImpl final : public Client {
 
   absl::StatusOr<std::string> MetricsText() override {
     using Result = absl::StatusOr<std::string>;
-    KV_RETURN_IF_ERROR(connection_->Usable());
-    return connection_->Call<Result>(connection_->admin().metricsRequest(), [](auto& response) -> Result {
+    KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
+    return admin->Call<Result>(admin->admin().metricsRequest(), [](auto& response) -> Result {
       KV_RETURN_IF_ERROR(FromWire(response.getError()));
       return ToString(response.getText());
     });
   }
 
   absl::Status Drain(bool on) override {
-    KV_RETURN_IF_ERROR(connection_->Usable());
+    KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
     const auto read = [](auto& response) { return FromWire(response.getStatus()); };
-    if (on) return connection_->Call<absl::Status>(connection_->admin().drainRequest(), read);
-    return connection_->Call<absl::Status>(connection_->admin().undrainRequest(), read);
+    if (on) return admin->Call<absl::Status>(admin->admin().drainRequest(), read);
+    return admin->Call<absl::Status>(admin->admin().undrainRequest(), read);
   }
 
   absl::StatusOr<uint64_t> Purge(uint32_t cache_id) override {
     using Result = absl::StatusOr<uint64_t>;
-    KV_RETURN_IF_ERROR(connection_->Usable());
-    auto request = connection_->admin().purgeRequest();
+    KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
+    auto request = admin->admin().purgeRequest();
     if (cache_id == kAllCaches) {
       request.setAll(true);
     } else {
       request.setCacheId(cache_id);
     }
-    return connection_->Call<Result>(std::move(request), [](auto& response) -> Result {
+    return admin->Call<Result>(std::move(request), [](auto& response) -> Result {
       KV_RETURN_IF_ERROR(FromWire(response.getStatus()));
       return response.getBlocks();
     });
   }
 
  private:
+  /// Where Admin is: this connection, or one that is made for it. What this client gave back before is given back
+  /// there.
+  absl::StatusOr<Connection*> Admin() {
+    KV_RETURN_IF_ERROR(connection_->Usable());
+    if (!connection_->admin_elsewhere()) return connection_.get();
+    KV_RETURN_IF_ERROR(Ping());  // the other connection is not behind what this one said
+    if (admin_ == nullptr) {
+      KV_ASSIGN_OR_RETURN(Address address, AdminAddress());
+      Options options = connection_->options();
+      options.token.clear();
+      auto opened = Connection::Open(address, options);
+      if (!opened.ok()) {
+        return absl::Status(opened.status().code(),
+                            absl::StrCat("administration: ", opened.status().message(),
+                                         " (that socket is for the daemon's user and root alone)"));
+      }
+      admin_ = *std::move(opened);
+    } else {
+      KV_RETURN_IF_ERROR(admin_->Reconnect());
+    }
+    if (admin_->boot_epoch() == connection_->boot_epoch()) return admin_.get();
+    const std::string there = admin_->address().text;
+    admin_.reset();
+    if (!connection_->Connected()) return connection_->Usable();
+    return FieldError(absl::StatusCode::kFailedPrecondition, "admin_address", there,
+                      absl::StrCat("of the daemon at ", connection_->address().text, "; another one listens there"));
+  }
+
+  absl::StatusOr<Address> AdminAddress() const {
+    const Address& main = connection_->address();
+    const std::string& named = connection_->options().admin_address;
+    if (named.empty() && !main.is_unix) {
+      return FieldError(absl::StatusCode::kFailedPrecondition, "admin_address", "not given",
+                        "the daemon's --admin-listen unix:PATH (admin_address, kvctl --admin), on the daemon's host: "
+                        "nobody administers it over TCP");
+    }
+    KV_ASSIGN_OR_RETURN(Address address, ParseAddress(named.empty() ? absl::StrCat(main.text, ".admin") : named));
+    if (!address.is_unix || ::faccessat(AT_FDCWD, address.path.c_str(), W_OK, AT_EACCESS) == 0) return address;
+    if (errno == EACCES) {
+      return FieldError(absl::StatusCode::kPermissionDenied, "admin_address",
+                        absl::StrCat(address.text, ", closed to this user"),
+                        "asked by the daemon's user or root: only they administer it");
+    }
+    if (errno == ENOENT || errno == ENOTDIR) {
+      return FieldError(absl::StatusCode::kFailedPrecondition, "admin_address",
+                        absl::StrCat(address.text, ", not there"),
+                        "where the daemon's --admin-listen is (admin_address, kvctl --admin)");
+    }
+    return address;
+  }
+
   std::shared_ptr<Connection> connection_;  // shared with the handles, which may be destroyed after the Client
+  std::shared_ptr<Connection> admin_;       // as Connection::Open gives it; nullptr: not needed so far
 };
 
 }  // namespace
@@ -174,6 +231,8 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(absl::string_view addres
   KV_RETURN_IF_ERROR(CheckRange("connect_ms", options.connect_ms, 1, 3600000));
   KV_RETURN_IF_ERROR(CheckRange("hello_ms", options.hello_ms, 0, 3600000));
   KV_RETURN_IF_ERROR(CheckRange("busy_poll_us", options.busy_poll_us, 0, 1000000));
+  if (!options.admin_address.empty()) KV_RETURN_IF_ERROR(ParseAddress(options.admin_address).status());
+  if (!options.token.empty()) KV_RETURN_IF_ERROR(CheckRange("token (bytes)", int64_t(options.token.size()), 16, 1024));
   KV_ASSIGN_OR_RETURN(auto connection, Connection::Open(std::move(parsed), options));
   return std::make_unique<ClientImpl>(std::move(connection));
 }

@@ -311,6 +311,12 @@ class Client {
     int64_t connect_ms = 5000;    // connecting, with back-off from 1 ms doubling to 250 ms
     int64_t hello_ms = 0;         // once connected, for the first answer: 0 (what is left of connect_ms), or 1..3600000
     int64_t busy_poll_us = 0;     // spin this long for an answer before blocking: 0..1000000
+    /// Where administration below is asked: the daemon's --admin-listen, for its own user and root. Empty: "PATH.admin"
+    /// of "unix:PATH". Connected to when first needed.
+    std::string admin_address;
+    /// Shows who this is to a daemon whose --tenants knows its SHA-256: 16..1024 bytes; empty: none. Over TCP it is
+    /// sent as it is. Of a daemon that has the feature "tokens" (else UNIMPLEMENTED).
+    std::string token;
   };
 
   /// address: "unix:PATH" or "tcp:HOST:PORT". Errors: INVALID_ARGUMENT (address), UNAVAILABLE, FAILED_PRECONDITION (API
@@ -330,7 +336,8 @@ class Client {
   /// An empty round trip.
   virtual absl::Status Ping() = 0;
 
-  // Administration.
+  // Administration, through Options::admin_address. Errors besides the calls' own: PERMISSION_DENIED (this user may
+  // not), FAILED_PRECONDITION (there is no such socket, or it is not known where).
   virtual absl::StatusOr<DaemonDescription> Status() = 0;
   virtual absl::StatusOr<std::vector<CacheDescription>> Caches() = 0;
   virtual absl::StatusOr<std::vector<SequenceDescription>> Sequences() = 0;

@@ -70,15 +70,32 @@ TEST(Client, ConnectsAndPings) {
 
 TEST(Client, OptionsOutOfRangeAreNamed) {
   const std::pair<const char*, Client::Options> bad[] = {
-      {"deadline_ms", {.deadline_ms = 0}},    {"deadline_ms", {.deadline_ms = 3600001}},
-      {"connect_ms", {.connect_ms = 0}},      {"hello_ms", {.hello_ms = -1}},
-      {"busy_poll_us", {.busy_poll_us = -1}}, {"busy_poll_us", {.busy_poll_us = 1000001}},
+      {"deadline_ms", {.deadline_ms = 0}},
+      {"deadline_ms", {.deadline_ms = 3600001}},
+      {"connect_ms", {.connect_ms = 0}},
+      {"hello_ms", {.hello_ms = -1}},
+      {"busy_poll_us", {.busy_poll_us = -1}},
+      {"busy_poll_us", {.busy_poll_us = 1000001}},
+      {"address", {.admin_address = "/run/x"}},
+      {"token (bytes)", {.token = std::string(15, 't')}},
+      {"token (bytes)", {.token = std::string(1025, 't')}},
   };
   for (const auto& [field, options] : bad) {
     const auto client = Client::Connect("unix:/nowhere", options);
     EXPECT_EQ(client.status().code(), StatusCode::kInvalidArgument);
     EXPECT_EQ(DetailOf(client.status()).field, field);
   }
+}
+
+// The fake daemon has the features of an early version.
+TEST(Client, AnEarlierDaemonHasAdminOnItsOneSocketAndNoTokens) {
+  FakeDaemon daemon;
+  auto client = ConnectTo(daemon, {.admin_address = "unix:/nowhere"});
+  EXPECT_TRUE(client->Drain(true).ok());
+  EXPECT_TRUE(daemon.seen().draining);
+  EXPECT_EQ(daemon.seen().connections_open, 1);
+  const auto refused = Client::Connect(daemon.address(), {.token = std::string(16, 't')});
+  EXPECT_EQ(refused.status().code(), StatusCode::kUnimplemented) << refused.status();
 }
 
 TEST(Client, NobodyThereIsUnavailableWithinItsTime) {

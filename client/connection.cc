@@ -164,12 +164,22 @@ absl::Status Connection::Hello(int64_t deadline_ms) {
   hello.setApiMinor(api::API_MINOR);
   hello.setClient(ToKj(options_.name));
   hello.setPid(uint32_t(::getpid()));
+  if (!options_.token.empty()) hello.setToken(ToKj(options_.token));
   auto promise = WithDeadline<absl::Status>(request.send().then([this](auto&& response) -> absl::Status {
     const auto reply = response.getReply();
     KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
     if (reply.getApiMajor() != api::API_MAJOR) {
       return FieldError(absl::StatusCode::kFailedPrecondition, "api_major", absl::StrCat(reply.getApiMajor()),
                         absl::StrCat(api::API_MAJOR, ": install client and daemon of one major version"));
+    }
+    bool tokens = false;
+    admin_elsewhere_ = false;
+    for (const auto feature : reply.getFeatures()) {
+      tokens |= feature == "tokens";
+      admin_elsewhere_ |= feature == "admin-socket";
+    }
+    if (!tokens && !options_.token.empty()) {
+      return absl::UnimplementedError("the daemon is of an earlier version and knows no tokens; connect without one");
     }
     boot_epoch_ = reply.getBootEpoch();
     peer_address_ = ToString(reply.getPeerAddress());

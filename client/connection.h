@@ -62,6 +62,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
   uint64_t boot_epoch() const { return boot_epoch_; }
   uint64_t message_bytes_max() const { return message_bytes_max_; }
   const std::string& peer_address() const { return peer_address_; }
+  /// The daemon has Admin on another socket than this one.
+  bool admin_elsewhere() const { return admin_elsewhere_; }
 
   /// True in a child of the process that made this connection.
   bool forked() const { return forks_ != ForkCount(); }
@@ -128,6 +130,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   uint64_t boot_epoch_ = 0;
   uint64_t message_bytes_max_ = kMessageBytesMax;
   std::string peer_address_;
+  bool admin_elsewhere_ = false;
 };
 
 /// A capability that remembers where it came from. Released, and off the wire, when it is destroyed.

@@ -330,6 +330,8 @@ std::string Advice(const absl::Status& error, absl::string_view address) {
       return "`kvctl caches` and `kvctl sequences` list what there is.";
     case absl::StatusCode::kUnimplemented:
       return "the daemon is older than this kvctl: install both from one release.";
+    case absl::StatusCode::kPermissionDenied:
+      return DetailOf(error).field == "admin_address" ? "run kvctl as the daemon's user or as root (sudo)." : "";
     case absl::StatusCode::kFailedPrecondition:
       return DetailOf(error).field == "api_major" ? "install kvctl and kvmanagerd from one release." : "";
     default:

@@ -4,17 +4,20 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "client/cli/format.h"
 #include "client/cli/measured_plan.h"
 #include "client/cli/top.h"
 #include "client/client.h"
+#include "client/dial.h"
 #include "examples/engine/blas_core.h"
 #include "examples/engine/calibrate_command.h"
 #include "examples/engine/capture_command.h"
@@ -31,6 +34,8 @@ constexpr int kExitOk = 0, kExitFailed = 1, kExitUsage = 2;
 
 struct Arguments {
   std::string connect = kDefaultAddress;
+  std::string admin;
+  std::string token_file;
   int64_t deadline_ms = 5000;
   bool json = false;
   bool drain_off = false;
@@ -56,6 +61,17 @@ int Show(const absl::StatusOr<T>& got, const Arguments& arguments, std::string (
   if (!got.ok()) return Fail(got.status(), arguments);
   Print(arguments, format(*got), ToJson(*got));
   return kExitOk;
+}
+
+// The admin socket, where everything is asked, however many engines there are; else what --connect says: an earlier
+// version's socket, or one that says what is wrong.
+std::string Where(const Arguments& arguments) {
+  constexpr int64_t kProbeMs = 100;
+  if (!arguments.admin.empty()) return arguments.admin;
+  if (!absl::StartsWith(arguments.connect, "unix:")) return arguments.connect;
+  const std::string beside = absl::StrCat(arguments.connect, ".admin");
+  const auto address = ParseAddress(beside);
+  return address.ok() && Dial(*address, kProbeMs).ok() ? beside : arguments.connect;
 }
 
 int Drain(Client& client, const Arguments& arguments, bool on) {
@@ -124,6 +140,12 @@ int Main(int argc, char** argv) {
   app.add_option("-c,--connect", arguments.connect, "the daemon: unix:PATH or tcp:HOST:PORT")
       ->envname("KVMANAGER_ADDRESS")
       ->capture_default_str();
+  app.add_option("--admin", arguments.admin,
+                 "the daemon's --admin-listen, unix:PATH, which its user and root reach (default: PATH.admin of "
+                 "--connect unix:PATH)")
+      ->envname("KVMANAGER_ADMIN_ADDRESS");
+  app.add_option("--token-file", arguments.token_file, "a file with the token that shows who this is (--tenants)")
+      ->envname("KVMANAGER_TOKEN_FILE");
   app.add_option("--deadline-ms", arguments.deadline_ms, "how long to wait for an answer")
       ->check(CLI::Range(int64_t{1}, int64_t{3600000}))
       ->capture_default_str();
@@ -214,11 +236,19 @@ int Main(int argc, char** argv) {
     cache_id = uint32_t(id);
   }
 
+  std::string token;
+  if (!arguments.token_file.empty()) {
+    std::ifstream file(arguments.token_file);
+    if (!file.is_open()) return misused(absl::StrCat("--token-file ", arguments.token_file, " cannot be read"));
+    file >> token;
+  }
   constexpr int64_t kConnectMs = 500;  // a person waits: a daemon that runs accepts at once, though it may answer late
-  auto client = Client::Connect(arguments.connect, {.name = "kvctl",
-                                                    .deadline_ms = arguments.deadline_ms,
-                                                    .connect_ms = std::min(kConnectMs, arguments.deadline_ms),
-                                                    .hello_ms = arguments.deadline_ms});
+  auto client = Client::Connect(Where(arguments), {.name = "kvctl",
+                                                   .deadline_ms = arguments.deadline_ms,
+                                                   .connect_ms = std::min(kConnectMs, arguments.deadline_ms),
+                                                   .hello_ms = arguments.deadline_ms,
+                                                   .admin_address = arguments.admin,
+                                                   .token = token});
   if (!client.ok()) {
     const int exit_code = Fail(client.status(), arguments);
     return absl::IsInvalidArgument(client.status()) ? kExitUsage : exit_code;

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import os
 import threading
 import time
 from typing import Callable, Protocol
@@ -107,6 +108,15 @@ class Session:
         for _, done in pending:
             done(None, error)
         self.client.close()
+
+
+def _token() -> str:
+    """What $KVMANAGER_TOKEN_FILE holds, read anew for each connection; empty where there is no such variable."""
+    path = os.environ.get("KVMANAGER_TOKEN_FILE", "")
+    if not path:
+        return ""
+    with open(path, encoding="utf-8") as file:
+        return file.read().strip()
 
 
 class Link:
@@ -205,6 +215,7 @@ class Link:
             deadline_ms=self._deadline_ms,
             connect_ms=self._connect_ms,
             hello_ms=self._deadline_ms,
+            token=_token(),
         )
         session = Session(client, self._describe)
         try:

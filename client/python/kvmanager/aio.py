@@ -248,10 +248,12 @@ async def connect(
     connect_ms: int = 5000,
     hello_ms: int = 0,
     busy_poll_us: int = 0,
+    admin_address: str = "",
+    token: str = "",
 ) -> Client:
     """As kvmanager.connect."""
     lease = _Lease(_Thread())
-    options = (address, name, deadline_ms, connect_ms, hello_ms, busy_poll_us)
+    options = (address, name, deadline_ms, connect_ms, hello_ms, busy_poll_us, admin_address, token)
     return Client(lease, await lease.thread.start(functools.partial(blocking_client.connect, *options)))
 
 

@@ -33,19 +33,27 @@ def connect(
     connect_ms: int = 5000,
     hello_ms: int = 0,
     busy_poll_us: int = 0,
+    admin_address: str = "",
+    token: str = "",
 ) -> Client:
     """A client of the daemon at "unix:PATH" or "tcp:HOST:PORT".
 
     name: for listings. deadline_ms: of every call, 1..3600000. connect_ms: for connecting, which is tried again until
     then. hello_ms: for the first answer once connected; 0: what is left of connect_ms. busy_poll_us: spin this long for
-    an answer before blocking. Errors: InvalidArgumentError, UnavailableError, FailedPreconditionError (API version)."""
-    options = {
+    an answer before blocking. admin_address: where status() and the like are asked, the daemon's --admin-listen; empty:
+    "PATH.admin" of "unix:PATH". token: shows who this is to a daemon whose --tenants knows it, 16..1024 bytes. Errors:
+    InvalidArgumentError, UnavailableError, PermissionDeniedError (token), FailedPreconditionError (API version)."""
+    options: dict[str, str | int] = {
         "name": name,
         "deadline_ms": deadline_ms,
         "connect_ms": connect_ms,
         "hello_ms": hello_ms,
         "busy_poll_us": busy_poll_us,
     }
+    if admin_address:
+        options["admin_address"] = admin_address
+    if token:
+        options["token"] = token
     to, made = encoded("address", address), c_void_p()
     said = _json(options)
     _reached(lib.kvm_connect(to, len(to), said, len(said), byref(made)))
@@ -147,7 +155,7 @@ class Client(Handle):
         check(lib.kvm_open_device(self._object, integer("ordinal", ordinal, 0, 2**31 - 1), byref(made)))
         return Device(self, made.value, _lib.result())
 
-    # Administration.
+    # Administration, through admin_address: for the daemon's user and root (else PermissionDeniedError).
 
     def status(self) -> DaemonDescription:
         check(lib.kvm_status(self._object))

@@ -29,14 +29,16 @@ def _die_with_parent() -> None:
 class Daemon:
     """A kvmanagerd of its own, on a Unix socket in a directory of its own. A context manager.
 
-    listen: where clients connect; peer, metrics, http: "HOST:PORT"; http only with --http-listen among the flags."""
+    listen: where clients connect; admin: where kvctl does; peer, metrics, http: "HOST:PORT"; http only with --http-listen among the flags."""
 
     def __init__(self, host_pool: str = "64MiB", flags: tuple[str, ...] = (), listen: str = "") -> None:
         self.directory = tempfile.mkdtemp(prefix="kvpy")
         self.listen = listen or f"unix:{self.directory}/kv.sock"
         self.peer = self.metrics = self.http = ""
+        self.admin = f"unix:{self.directory}/kv.sock.admin"
         self._flags = ["--host-pool-bytes", host_pool, "--metrics-listen", "127.0.0.1:0"]
-        self._flags += ["--peer-listen", "127.0.0.1:0", "--hand-off-peers", "any", *flags]
+        self._flags += ["--peer-listen", "127.0.0.1:0", "--hand-off-peers", "any"]
+        self._flags += ["--admin-listen", f"unix:{self.directory}/kv.sock.admin", *flags]
         self.process: subprocess.Popen | None = None
         self.start()
 

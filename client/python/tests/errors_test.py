@@ -72,6 +72,18 @@ class InvalidArgument(WithDaemon):
         self.assertEqual(self.refused(kv.InvalidArgumentError, kv.connect, "unix:/x", deadline_ms=0).field, "deadline_ms")
         self.assertEqual(self.refused(kv.InvalidArgumentError, kv.connect, "unix:/x", connect_ms=2**70).field, "connect_ms")
 
+    def test_who_asks(self) -> None:
+        refused = self.refused(kv.InvalidArgumentError, kv.connect, "unix:/x", token="short")
+        self.assertEqual(refused.field, "token (bytes)")
+        self.assertNotIn("short", str(refused))
+        self.assertEqual(self.refused(kv.InvalidArgumentError, kv.connect, "unix:/x", admin_address="/x").field, "address")
+        listen = self.daemon.listen
+        self.assertEqual(self.refused(kv.PermissionDeniedError, kv.connect, listen, token="t" * 16).field, "token")
+        with kv.connect(listen, admin_address=self.daemon.admin) as client:
+            self.assertEqual(client.status().boot_epoch, client.boot_epoch)
+        with kv.connect(listen, admin_address="unix:/nowhere") as client:
+            self.assertEqual(self.refused(kv.FailedPreconditionError, client.status).field, "admin_address")
+
     def test_tensors_are_looked_at_before_anything_is_sent(self) -> None:
         prompt = Prompt(1, 10)
         k, v, q = prompt.k[0], prompt.v[0], prompt.q
