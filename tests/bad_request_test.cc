@@ -32,7 +32,7 @@ class BadRequestTest : public ::testing::Test {
   void SetUp() override {
     ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start({}));
     raw_ = std::make_unique<RawRpc>();
-    connection_ = raw_->Connect(daemon_->listen());
+    connection_ = raw_->Connect(daemon_->admin());  // with Admin, besides all else
     ASSERT_NE(connection_, nullptr);
     cache_ = OpenCache(
         *connection_, [](api::CacheConfig::Builder) {}, nullptr);

@@ -171,6 +171,10 @@ absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(const Daemon
   std::vector<std::string> argv = {
       program,      "--listen", listen, "--host-pool-bytes", absl::StrCat(options.host_pool_bytes), "--metrics-listen",
       "127.0.0.1:0"};
+  // An earlier version's program does not know the flag.
+  if (listen.rfind("unix:", 0) != 0 && options.program.empty()) {
+    argv.insert(argv.end(), {"--admin-listen", absl::StrCat("unix:", daemon->directory_->path(), "/admin.sock")});
+  }
   if (options.peers) argv.insert(argv.end(), {"--peer-listen", "127.0.0.1:0"});
   if (!options.hand_off_peers.empty()) argv.insert(argv.end(), {"--hand-off-peers", options.hand_off_peers});
   argv.insert(argv.end(), options.more_flags.begin(), options.more_flags.end());
@@ -188,6 +192,7 @@ absl::StatusOr<std::unique_ptr<DaemonProcess>> DaemonProcess::Start(const Daemon
       if (absl::ConsumePrefix(&word, "peer=")) daemon->peer_ = std::string(word);
       if (absl::ConsumePrefix(&word, "metrics=")) daemon->metrics_ = std::string(word);
       if (absl::ConsumePrefix(&word, "http=")) daemon->http_ = std::string(word);
+      if (absl::ConsumePrefix(&word, "admin=")) daemon->admin_ = std::string(word);
     }
     return daemon;
   }

@@ -107,6 +107,7 @@ class DaemonProcess {
   ~DaemonProcess();
 
   const std::string& listen() const { return listen_; }    // "unix:PATH" or "tcp:HOST:PORT"
+  const std::string& admin() const { return admin_; }      // "unix:PATH"; empty: of an earlier version
   const std::string& peer() const { return peer_; }        // "HOST:PORT"
   const std::string& metrics() const { return metrics_; }  // "HOST:PORT"
   const std::string& http() const { return http_; }        // "HOST:PORT"; empty without --http-listen
@@ -120,7 +121,7 @@ class DaemonProcess {
  private:
   std::unique_ptr<TempDir> directory_;
   std::unique_ptr<ChildProcess> process_;
-  std::string listen_, peer_, metrics_, http_;
+  std::string listen_, admin_, peer_, metrics_, http_;
   bool ended_ = false;
 };
 

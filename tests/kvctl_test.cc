@@ -135,6 +135,23 @@ TEST_F(KvctlTest, PlansByWhatTheDaemonMeasured) {
   EXPECT_EQ(Run({"recompute-plan", "--tokens", "640"}).status, 2);
 }
 
+TEST_F(KvctlTest, FindsTheAdminSocketOrIsTold) {
+  const std::string program = DataPath("client/cli/kvctl");
+  for (const std::vector<std::string>& flags : std::vector<std::vector<std::string>>{
+           {"--connect", daemon_->listen()},
+           {"--connect", daemon_->admin()},
+           {"--connect", "unix:/nowhere", "--admin", daemon_->admin()},
+           {"--connect", "tcp:127.0.0.1:1", "--admin", daemon_->admin()},
+       }) {
+    std::vector<std::string> argv = {program, "status"};
+    argv.insert(argv.end(), flags.begin(), flags.end());
+    ASSERT_OK_AND_ASSIGN(const CommandResult result, RunCommand(argv));
+    EXPECT_EQ(result.status, 0) << flags[1];
+  }
+  EXPECT_EQ(Run({"--admin", "unix:/nowhere", "status"}).status, 1);
+  EXPECT_EQ(Run({"--token-file", "/nowhere", "status"}).status, 2);
+}
+
 TEST_F(KvctlTest, SaysWhatIsWrong) {
   EXPECT_NE(Run({"no-such-command"}).status, 0);
   EXPECT_NE(Run({}).status, 0);

@@ -109,7 +109,7 @@ class Actor {
     } else {
       proxy_.reset();
     }
-    auto client = Client::Connect(address, {});
+    auto client = Client::Connect(address, {.admin_address = daemon_.admin()});
     ASSERT_OK(client);
     client_ = std::move(*client);
     OpenCaches();
