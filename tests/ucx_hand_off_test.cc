@@ -2,6 +2,7 @@
 // happens to its processes.
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/stat.h>
 
 #include <cstdio>
 #include <fstream>
@@ -38,6 +39,7 @@ class UcxHandOffTest : public DaemonPairTest, public ::testing::WithParamInterfa
   std::string KeyFile(const std::string& name, const std::string& key) {
     const std::string path = absl::StrCat(directory_.path(), "/", name);
     std::ofstream(path) << key;
+    EXPECT_EQ(chmod(path.c_str(), 0600), 0);
     return path;
   }
   DaemonOptions With(const std::string& key_file) {
@@ -205,12 +207,16 @@ TEST_P(UcxHandOffTest, AFullReceiverLetsWait) {
   EXPECT_EQ(claimed.tokens, uint64_t{30 * 64});
 }
 
-TEST_P(UcxHandOffTest, AKeyThatIsTooShortIsNamed) {
+TEST_P(UcxHandOffTest, KeysThatAreTooShortOrForOthersToReadAreNamed) {
   const std::string path = KeyFile("short", "15 bytes or so.");
-  ASSERT_OK_AND_ASSIGN(const CommandResult result, RunCommand({DataPath("kvmanager/daemon/kvmanagerd"), "--listen",
-                                                               absl::StrCat("unix:", directory_.path(), "/s"),
-                                                               "--host-pool-bytes", "64MiB", "--peer-ucx-key", path}));
-  EXPECT_EQ(result.status, 2);
+  const std::string readable = KeyFile("readable", std::string(32, 'k'));
+  ASSERT_EQ(chmod(readable.c_str(), 0640), 0);
+  for (const std::string& key : {path, readable}) {
+    ASSERT_OK_AND_ASSIGN(const CommandResult result, RunCommand({DataPath("kvmanager/daemon/kvmanagerd"), "--listen",
+                                                                 absl::StrCat("unix:", directory_.path(), "/s"),
+                                                                 "--host-pool-bytes", "64MiB", "--peer-ucx-key", key}));
+    EXPECT_EQ(result.status, 2) << key;
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Ways, UcxHandOffTest, ::testing::Values("tcp", "posix,cma"),

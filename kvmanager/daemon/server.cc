@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <fstream>
 #include <utility>
 #include <vector>
 
@@ -82,17 +81,6 @@ uint64_t RandomEpoch() {
   uint64_t epoch = 0;
   while (epoch == 0) KV_CHECK(getrandom(&epoch, sizeof epoch, 0) == sizeof epoch);
   return epoch;
-}
-
-absl::StatusOr<std::string> ReadKey(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::string key(UcxMemory::kKeyBytesMax + 1, '\0');
-  file.read(key.data(), static_cast<std::streamsize>(key.size()));
-  key.resize(static_cast<size_t>(file.gcount()));
-  if (key.size() >= UcxMemory::kKeyBytesMin && key.size() <= UcxMemory::kKeyBytesMax) return key;
-  return InvalidField("--peer-ucx-key", path,
-                      absl::StrCat("a file that can be read, of ", UcxMemory::kKeyBytesMin, "..",
-                                   UcxMemory::kKeyBytesMax, " bytes; this has ", key.size(), " or more"));
 }
 
 // Members stand in the order of who needs whom: each outlives those after it, but for the threads (transport, workers),
@@ -371,7 +359,8 @@ class ServerImpl final : public Server {
     if (options_.peer_ucx_key.empty()) return absl::OkStatus();
     UcxMemory::Options options;
     options.program = {"/proc/self/exe", kUcxProcessFlag};
-    KV_ASSIGN_OR_RETURN(options.key, ReadKey(options_.peer_ucx_key));
+    KV_ASSIGN_OR_RETURN(options.key, ReadKeyFile("--peer-ucx-key", options_.peer_ucx_key, UcxMemory::kKeyBytesMin,
+                                                 UcxMemory::kKeyBytesMax));
     for (const auto& region : pool_->regions()) {
       options.memory.push_back({region->data(), region->bytes(), region->fd()});
     }

@@ -84,7 +84,7 @@ class CallsTest : public PageStoreTest {
     parts_.arenas = &arenas_;
     parts_.calls = &records_;
     parts_.requests = parts_.replies = &messages_;
-    session_ = std::make_shared<Session>(parts_, /*unix_socket=*/true, /*pid=*/7, [](EndReason) { FAIL(); });
+    session_ = std::make_shared<Session>(parts_, Proof{.unix_socket = true}, /*pid=*/7, [](EndReason) { FAIL(); });
     auto bound = std::make_shared<BoundCache>();
     bound->config = MakeConfig(codec, lag_pages);
     config_ = bound->config;

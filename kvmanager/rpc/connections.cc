@@ -135,12 +135,12 @@ class Connections::Connection {
         write_fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)),
         ending_(kj::newPromiseAndFulfiller<void>()),
         session_(std::make_shared<Session>(
-            *parts.session, unix_socket, static_cast<uint32_t>(peer.pid), [this](EndReason reason) { End(reason); },
-            Proof{unix_socket ? std::optional(peer.uid) : std::nullopt, {}, admin})),
-        stream_(parts.loop->port(), fd_.get(), write_fd_.get(), session_->requests()),
+            *parts.session, Proof{unix_socket ? std::optional(peer.uid) : std::nullopt, {}, admin, unix_socket},
+            static_cast<uint32_t>(peer.pid), [this](EndReason reason) { End(reason); })),
+        stream_(parts.loop->port(), fd_.get(), write_fd_.get(), session_->messages().requests()),
         watched_(
-            stream_, [this] { OnMessage(); }, session_->replies(),
-            [this](uint64_t bytes) { session_->replies().NoteSent(bytes, network_.getCurrentQueueSize()); },
+            stream_, [this] { OnMessage(); }, session_->messages().replies(),
+            [this](uint64_t bytes) { session_->messages().replies().NoteSent(bytes, network_.getCurrentQueueSize()); },
             [this](const kj::Exception& exception) { OnMalformed(exception); }),
         network_(watched_, unix_socket ? kFdsPerMessageMax : 0, capnp::rpc::twoparty::Side::SERVER, Limits()),
         rpc_(capnp::makeRpcServer(network_, MakeDaemonService(session_, *parts.daemon))) {
@@ -177,7 +177,7 @@ class Connections::Connection {
 
   void set_reason(EndReason reason) { reason_ = reason; }
   uint32_t pid() const { return session_->pid(); }
-  bool unix_socket() const { return session_->unix_socket(); }
+  bool unix_socket() const { return session_->proof().unix_socket; }
   /// Whether it may make room for another.
   bool says_nothing() const { return !session_->greeted() && !ending_soon_; }
   void EndNow(EndReason reason) {
@@ -191,7 +191,7 @@ class Connections::Connection {
   void OnMessage() {
     parts_.loop->NoteActivity();
     const uint64_t unsent = network_.getCurrentQueueSize();
-    session_->replies().NoteUnsent(unsent);
+    session_->messages().replies().NoteUnsent(unsent);
     if (unsent > limits::kReplyMemoryBytesMax + limits::kUnsentBytesMax) {
       spdlog::warn("connection {} of \"{}\" ends: it leaves more than {} bytes of replies unread", id_,
                    session_->name(), limits::kReplyMemoryBytesMax + limits::kUnsentBytesMax);

@@ -108,7 +108,7 @@ class DaemonService final : public api::Daemon::Server {
   kj::Promise<void> createArena(CreateArenaContext context) override {
     return Serve(*session_, Method::kCreateArena, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       KV_RETURN_IF_ERROR(CheckGreeted());
-      if (!session_->unix_socket()) {
+      if (!session_->proof().unix_socket) {
         return absl::FailedPreconditionError("arenas need a Unix socket; over TCP send tensors inline");
       }
       const uint64_t bytes = context.getParams().getBytes();
@@ -231,7 +231,7 @@ class DaemonService final : public api::Daemon::Server {
   /// The GPU of this ordinal. Errors: FAILED_PRECONDITION over TCP and where the daemon has no GPU pool, saying what to
   /// do; NOT_FOUND for another ordinal.
   absl::StatusOr<Gpu*> FindDevice(int ordinal) const {
-    if (!session_->unix_socket()) {
+    if (!session_->proof().unix_socket) {
       return absl::FailedPreconditionError("GPU memory is shared over Unix sockets alone: connect to unix:PATH");
     }
     if (parts_.gpus.empty()) {
@@ -276,8 +276,8 @@ class DaemonService final : public api::Daemon::Server {
                                       "prompt-tokens", "choose-peer", "recompute",       "read",
                                       "metrics-text",  "tokens"};
     if (!session_->proof().admin) names.push_back("admin-socket");
-    if (session_->unix_socket()) names.push_back("arena");
-    if (session_->unix_socket() && !parts_.gpus.empty()) names.push_back("device");
+    if (session_->proof().unix_socket) names.push_back("arena");
+    if (session_->proof().unix_socket && !parts_.gpus.empty()) names.push_back("device");
     if (facts.busy_polls) names.push_back("busy-poll");
     auto features = reply.initFeatures(names.size());
     for (size_t i = 0; i < names.size(); ++i) features.set(i, names[i]);

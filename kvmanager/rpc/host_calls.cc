@@ -166,7 +166,7 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
     reply.setEncodedPairs(counts_.encoded_pairs);
     reply.setRawPairs(counts_.raw_pairs);
     for (AlignedBuffer* const buffer : {&q_copy_, &out_, &lse_}) *buffer = AlignedBuffer();
-    session.SendReply(std::move(charge_), reply_bytes());
+    session.messages().SendReply(std::move(charge_), reply_bytes());
   }
 
  private:
@@ -259,7 +259,7 @@ absl::StatusOr<kj::Promise<void>> HostCalls::Step(const std::shared_ptr<Session>
     if (tensor->where == StepTensor::Where::kArena) call->Keep(session->FindArena(tensor->arena));
   }
   KV_ASSIGN_OR_RETURN(kj::Promise<MessageShare::Charge> room,
-                      session->BookReply(call->kept_bytes() + call->reply_bytes()));
+                      session->messages().BookReply(call->kept_bytes() + call->reply_bytes()));
   kj::Promise<void> ran = room.then([call, context](MessageShare::Charge charge) mutable {
     kj::Promise<void> begun = call->Begin(std::move(charge));
     context.releaseParams();

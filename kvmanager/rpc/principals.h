@@ -29,6 +29,7 @@ struct Proof {
   std::optional<uid_t> uid;     // of the process that connected to a Unix socket
   std::optional<Digest> token;  // SHA-256 of the token that it showed
   bool admin = false;           // it came to the admin socket, and may have Admin
+  bool unix_socket = false;     // it shares this host, and can be given memory
 };
 
 /// The tenants that a file lists, by name.

@@ -114,7 +114,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
     reply.setRawTokens(read_.tokens - encoded_tokens_);
     k_ = AlignedBuffer();
     v_ = AlignedBuffer();
-    session.SendReply(std::move(charge_), inline_bytes());
+    session.messages().SendReply(std::move(charge_), inline_bytes());
   }
 
  private:
@@ -330,7 +330,7 @@ absl::StatusOr<kj::Promise<void>> Reads::Run(const std::shared_ptr<Session>& ses
   const StepCache& cache = bound.cache;
   KV_ASSIGN_OR_RETURN(std::unique_ptr<AttendLease> lease, parts_.store->Load(cache.id, read.layer, read.entries));
   auto call = std::make_shared<ReadCall>(parts_, *session, cache, read, std::move(lease));
-  KV_ASSIGN_OR_RETURN(kj::Promise<MessageShare::Charge> room, session->BookReply(2 * call->inline_bytes()));
+  KV_ASSIGN_OR_RETURN(kj::Promise<MessageShare::Charge> room, session->messages().BookReply(2 * call->inline_bytes()));
   context.releaseParams();
   // The pages are pinned as they are now; what kernels append to them comes first.
   absl::flat_hash_set<SequenceId> sequences;

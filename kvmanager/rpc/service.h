@@ -4,7 +4,8 @@
 // hand-offs, GPUs and the store. It does not know how a daemon is started: flags, files and the order in which parts
 // are made are daemon/'s.
 //
-//   connections   connections.h, listen_socket.h, session.h (what one connection holds), limits.h
+//   connections   connections.h, listen_socket.h, session.h (what one connection holds), limits.h,
+//                 principals.h (whose tenants are), message_room.h (memory of messages)
 //   requests      serve.h (around every method), wire.h, step_check.h
 //   work          memory_calls.h: host_calls.h (host memory), device_calls.h (GPUs); read.h
 //   capabilities  *_service.cc, made by the functions below

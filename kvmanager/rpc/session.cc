@@ -57,21 +57,6 @@ void Session::UnreserveArena(uint64_t bytes) {
   parts_.arenas->GiveBack(bytes);
 }
 
-absl::StatusOr<kj::Promise<MessageShare::Charge>> Session::BookReply(uint64_t bytes) {
-  if (bytes == 0) return kj::Promise<MessageShare::Charge>(MessageShare::Charge());
-  if (replies_waiting_ >= limits::kRepliesWaitingMax) {
-    return FieldError(absl::StatusCode::kResourceExhausted, "calls that wait for memory for their replies",
-                      absl::StrCat(replies_waiting_), absl::StrCat("below ", limits::kRepliesWaitingMax));
-  }
-  ++replies_waiting_;
-  return replies_->Book(bytes).attach(kj::defer([this] { --replies_waiting_; }));
-}
-
-void Session::SendReply(MessageShare::Charge charge, uint64_t bytes) {
-  charge.Shrink(bytes);
-  replies_->SendWith(std::move(charge));
-}
-
 uint32_t Session::AddArena(std::shared_ptr<Region> region) {
   const uint32_t id = next_arena_++;
   arenas_.emplace(id, std::move(region));

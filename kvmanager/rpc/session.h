@@ -19,12 +19,11 @@
 #include "kvmanager/rpc/arena_bytes.h"
 #include "kvmanager/rpc/call_records.h"
 #include "kvmanager/rpc/held_sequences.h"
-#include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/memory_calls.h"
-#include "kvmanager/rpc/message_room.h"
 #include "kvmanager/rpc/principals.h"
 #include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/session_gpus.h"
+#include "kvmanager/rpc/session_messages.h"
 
 namespace kvmanager {
 
@@ -43,24 +42,20 @@ class Session {
   };
 
   /// parts: outlives this. pid: of the process that connected, as the socket's credentials say; 0: unknown.
-  Session(const Parts& parts, bool unix_socket, uint32_t pid, absl::AnyInvocable<void(EndReason)> cut_off,
-          const Proof& proof = {})
+  Session(const Parts& parts, const Proof& proof, uint32_t pid, absl::AnyInvocable<void(EndReason)> cut_off)
       : parts_(parts),
-        unix_socket_(unix_socket),
         pid_(pid),
         cut_off_(std::move(cut_off)),
         proof_(proof),
         gpus_(parts.gpus, pid),
-        requests_(std::make_shared<MessageShare>(parts.requests, [this] { CutOff(EndReason::kUnfinished); })),
-        replies_(std::make_shared<MessageShare>(parts.replies, [this] { CutOff(EndReason::kUnread); })) {
-    requests_->SetBytesMax(limits::kHelloBytesMax);
-  }
+        messages_(
+            parts.requests, parts.replies, [this] { CutOff(EndReason::kUnfinished); },
+            [this] { CutOff(EndReason::kUnread); }) {}
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
   CallRecords& calls() const { return *parts_.calls; }
-  bool unix_socket() const { return unix_socket_; }
 
   /// Ends the connection soon, after the caller has returned. Nothing if it has ended.
   void CutOff(EndReason reason) {
@@ -69,21 +64,21 @@ class Session {
   /// The connection is gone; calls and capabilities may live a little longer.
   void Detach() {
     cut_off_ = nullptr;
-    requests_->Detach();
-    replies_->Detach();
+    messages_.Detach();
   }
 
   bool greeted() const { return greeted_; }
   /// token: SHA-256 of the one that it showed.
   void Greet(std::string name, const std::optional<Digest>& token = std::nullopt) {
     greeted_ = true;
-    requests_->SetBytesMax(limits::kMessageBytesMax);
+    messages_.Greet();
     name_ = std::move(name);
     proof_.token = token;
   }
   const std::string& name() const { return name_; }
   uint32_t pid() const { return pid_; }
 
+  /// Of who it is, so far.
   const Proof& proof() const { return proof_; }
 
   // Sequences.
@@ -119,16 +114,7 @@ class Session {
   /// A number for an arena on a GPU, which SessionGpus keeps.
   uint32_t NewArenaId() { return next_arena_++; }
 
-  // Memory of messages.
-  /// Of what it sends; shared with the messages.
-  const std::shared_ptr<MessageShare>& requests() const { return requests_; }
-  MessageShare& replies() { return *replies_; }
-  /// Waits for memory for a call: what it keeps, and its reply. Errors: RESOURCE_EXHAUSTED if
-  /// limits::kRepliesWaitingMax calls wait already.
-  absl::StatusOr<kj::Promise<MessageShare::Charge>> BookReply(uint64_t bytes);
-  /// The call has written a reply of so many bytes and keeps nothing more: these stay booked until it is sent.
-  void SendReply(MessageShare::Charge charge, uint64_t bytes);
-
+  SessionMessages& messages() { return messages_; }
   SessionGpus& gpus() { return gpus_; }
   const SessionGpus& gpus() const { return gpus_; }
 
@@ -143,7 +129,6 @@ class Session {
 
  private:
   const Parts& parts_;
-  const bool unix_socket_;
   const uint32_t pid_;
   absl::AnyInvocable<void(EndReason)> cut_off_;  // nullptr once the connection is gone
   bool greeted_ = false;
@@ -152,8 +137,7 @@ class Session {
   absl::flat_hash_map<SequenceId, CacheId> sequences_;
   absl::flat_hash_map<uint32_t, std::shared_ptr<Region>> arenas_;
   SessionGpus gpus_;
-  const std::shared_ptr<MessageShare> requests_, replies_;
-  size_t replies_waiting_ = 0;
+  SessionMessages messages_;
   absl::flat_hash_map<CacheId, std::weak_ptr<const BoundCache>> bound_;
   uint32_t next_arena_ = 1;
   size_t arenas_reserved_ = 0;

@@ -26,7 +26,7 @@ class SessionTest : public testing::PageStoreTest {
     parts_.arenas = &arenas_;
     parts_.calls = &calls_;
     parts_.requests = parts_.replies = &messages_;
-    return std::make_unique<Session>(parts_, /*unix_socket=*/true, /*pid=*/7,
+    return std::make_unique<Session>(parts_, Proof{.unix_socket = true}, /*pid=*/7,
                                      [this](EndReason reason) { cut_off_.push_back(reason); });
   }
 

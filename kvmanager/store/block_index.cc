@@ -180,11 +180,11 @@ bool BlockIndex::VerifyChecksums(const Block& block) const {
   return true;
 }
 
-Block* BlockIndex::FindVerified(Cache& cache, const BlockName& name, uint32_t index, MissReason* reason) {
+Block* BlockIndex::Find(Cache& cache, const BlockName& name, uint32_t index, Bytes bytes, MissReason* reason) {
   Block* block = cache.table.FindAndPin(name, index, reason);
   if (block == nullptr) return nullptr;
   MakeUnevictable(block);
-  if (!VerifyChecksums(*block)) {
+  if (bytes == Bytes::kVerify && !VerifyChecksums(*block)) {
     *reason = MissReason::kChecksum;
     parts_.metrics->checksum_failures.Increment();
     block->corrupt = true;
@@ -209,12 +209,12 @@ void BlockIndex::Name(Block* block, const BlockName& name) {
   parts_.metrics->published_blocks.Increment();
 }
 
-std::vector<Block*> BlockIndex::FindPrefix(Cache& cache, absl::Span<const BlockName> names, bool lower_too,
+std::vector<Block*> BlockIndex::FindPrefix(Cache& cache, absl::Span<const BlockName> names, Bytes bytes, bool lower_too,
                                            Cache* lower, MatchResult* match) {
   std::vector<Block*> found;
   for (const BlockName& name : names) {
     const uint32_t index = static_cast<uint32_t>(found.size());
-    Block* block = FindVerified(cache, name, index, &match->reason);
+    Block* block = Find(cache, name, index, bytes, &match->reason);
     if (block == nullptr && match->reason == MissReason::kNotFound && lower_too) {
       const auto arriving = cache.arriving.find(name.key);
       if (arriving != cache.arriving.end() && arriving->second->index == index &&
@@ -223,7 +223,7 @@ std::vector<Block*> BlockIndex::FindPrefix(Cache& cache, absl::Span<const BlockN
         block = arriving->second;
         Hold(block);
       } else if (lower != nullptr) {
-        block = FindVerified(*lower, name, index, &match->reason);
+        block = Find(*lower, name, index, bytes, &match->reason);
       }
     }
     if (block == nullptr) break;

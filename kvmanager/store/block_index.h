@@ -58,13 +58,16 @@ class BlockIndex {
   void Name(Block* block, const BlockName& name);
   void Unname(Block* block);  // the block goes if nobody holds it
   void Evict(Block* block);   // TierOwner's
-  /// The block named so, verified; a corrupt one is dropped. Held. nullptr and the reason otherwise.
-  Block* FindVerified(Cache& cache, const BlockName& name, uint32_t index, MissReason* reason);
-  /// The blocks named so, one behind the other, each verified and held. lower_too: also those that are on their way to
+  /// Of a found block: whether its bytes are compared with their checksums, which takes as long as reading them.
+  enum class Bytes : uint8_t { kVerify, kTrust };
+
+  /// The block named so; one that proves corrupt is dropped. Held. nullptr and the reason otherwise.
+  Block* Find(Cache& cache, const BlockName& name, uint32_t index, Bytes bytes, MissReason* reason);
+  /// The blocks named so, one behind the other, each held. lower_too: also those that are on their way to
   /// `cache`'s memory, and those of `lower`, its counterpart in the next lower tier, if there is one. match: how far,
   /// and why no further.
-  std::vector<Block*> FindPrefix(Cache& cache, absl::Span<const BlockName> names, bool lower_too, Cache* lower,
-                                 MatchResult* match);
+  std::vector<Block*> FindPrefix(Cache& cache, absl::Span<const BlockName> names, Bytes bytes, bool lower_too,
+                                 Cache* lower, MatchResult* match);
   void CountHits(const MatchResult& match);
 
   // For CheckInvariants.

@@ -60,7 +60,8 @@ class CacheDirectory {
   virtual bool IsOpen(const CacheDigest& digest, int device) const = 0;
   virtual std::shared_ptr<const Codec> codec(CacheId cache) const = 0;  // nullptr: no such cache
   virtual const PageAttention* raw_attention(CacheId cache) const = 0;  // nullptr: no such cache
-  /// How far `names` can be found, verified and used (LRU), but not pinned.
+  /// How far `names` can be found and used (LRU). They are not pinned, and their bytes are not verified: a sequence
+  /// that begins with them does that.
   virtual absl::StatusOr<MatchResult> Match(CacheId cache, absl::Span<const BlockName> names) = 0;
   /// Drops published blocks that nothing pins, of one cache or of all, in every memory, and closes caches that are then
   /// empty and have no sequence. Returns the number of blocks.

@@ -213,7 +213,7 @@ absl::StatusOr<MatchResult> CacheTable::Match(CacheId id, absl::Span<const Block
   KV_ASSIGN_OR_RETURN(const auto cache, Find(id));
   KV_RETURN_IF_ERROR(CacheTable::CheckNames(names));
   MatchResult result;
-  std::vector<Block*> found = FindPrefix(*cache, names, &result);
+  std::vector<Block*> found = FindPrefix(*cache, names, BlockIndex::Bytes::kTrust, &result);
   if (result.reason != MissReason::kNone)
     parts_.metrics->prefix_misses[static_cast<size_t>(result.reason)]->Increment();
   for (; !found.empty(); found.pop_back()) parts_.blocks->Release(found.back());
@@ -232,10 +232,11 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::OpenCounterpart(const Cache& 
   return FindOrOpen(config, cache.codec, nullptr);
 }
 
-std::vector<Block*> CacheTable::FindPrefix(Cache& cache, absl::Span<const BlockName> names, MatchResult* match) const {
+std::vector<Block*> CacheTable::FindPrefix(Cache& cache, absl::Span<const BlockName> names, BlockIndex::Bytes bytes,
+                                           MatchResult* match) const {
   const bool moves = cache.tier->can_move();
   const std::shared_ptr<Cache> lower = moves ? CounterpartIn(cache, cache.tier->lower()) : nullptr;
-  return parts_.blocks->FindPrefix(cache, names, moves, lower.get(), match);
+  return parts_.blocks->FindPrefix(cache, names, bytes, moves, lower.get(), match);
 }
 
 void CacheTable::CheckInvariants() const {

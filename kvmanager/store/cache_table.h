@@ -54,7 +54,8 @@ class CacheTable final : public CacheDirectory {
   /// The same, opened where it is not.
   absl::StatusOr<std::shared_ptr<Cache>> OpenCounterpart(const Cache& cache, const Tier& tier);
   /// BlockIndex::FindPrefix, also in the next lower tier where pages move.
-  std::vector<Block*> FindPrefix(Cache& cache, absl::Span<const BlockName> names, MatchResult* match) const;
+  std::vector<Block*> FindPrefix(Cache& cache, absl::Span<const BlockName> names, BlockIndex::Bytes bytes,
+                                 MatchResult* match) const;
   /// Errors: INVALID_ARGUMENT beyond kNamesMax.
   static absl::Status CheckNames(absl::Span<const BlockName> names);
   const std::map<CacheId, std::shared_ptr<Cache>>& all() const { return caches_; }

@@ -24,8 +24,8 @@
 //  4. Batches are all or nothing: an error changes no sequence.
 //  5. Of a codec that chooses what queries read, each sequence has an index (codecs/sequence_index.h). Its jobs run
 //     behind attention, as encoding does, and begin as soon as their tokens are there; a query that needs one waits.
-//  6. A found block is verified: key, token digest and, in host memory, checksums (XXH3) of its encoded pages. A
-//     mismatch is a counted miss. Bytes of a GPU are verified when they leave it.
+//  6. A block that a sequence begins with is verified: key, token digest and, in host memory, checksums (XXH3) of its
+//     encoded pages. A mismatch is a counted miss. Bytes of a GPU are verified when they leave it.
 #pragma once
 
 #include <cstdint>
@@ -96,9 +96,9 @@ class PageStore {
   /// are taken here, and the jobs of indexes given to the executor (Train). Errors: NOT_FOUND (sequence),
   /// FAILED_PRECONDITION (position, naming the expected one), INVALID_ARGUMENT (tokens; NaN or Inf in K or V with
   /// entry, side, token, head, channel, or in X; X for a cache that keeps no activations), RESOURCE_EXHAUSTED: naming
-  /// the pool's limit and the largest holders, where evicting every evictable block would not make room, or what was
-  /// evicted has to be waited for (SlotTables::AwaitsRelease); kLeasePagesMax, where reading the entries would pin too
-  /// much.
+  /// the pool's limit and the tenant's largest caches, where evicting every evictable block would not make room, or
+  /// what was evicted has to be waited for (SlotTables::AwaitsRelease); kLeasePagesMax, where reading the entries would
+  /// pin too much.
   virtual absl::Status Append(CacheId cache, LayerRange layers, absl::Span<const AppendEntry> entries) = 0;
   /// What the entries' queries read: of one layer in host memory, where its pages are listed. Errors: as Append's; of
   /// memory where an index that queries choose by takes slots; the lease's, if it is ready; FAILED_PRECONDITION where

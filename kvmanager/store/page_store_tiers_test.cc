@@ -482,7 +482,7 @@ TEST_F(PageStoreTiersTest, AFetchWaitsForRoom) {
   // One that is given up says what is full, and who holds that.
   const absl::Status status = Fetch(cache, text, 40)->Commit().status();
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
-  EXPECT_NE(status.message().find("of cache 1 "), std::string::npos) << status;
+  EXPECT_NE(status.message().find("in cache 1 "), std::string::npos) << status;
   EXPECT_EQ(status.message().find("of cache 2 "), std::string::npos) << status;  // the host's
   store().Drop(other);
   bool called = false;

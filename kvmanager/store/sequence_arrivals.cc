@@ -178,7 +178,7 @@ Block* ArrivalLeaseImpl::FindEqual(const Block& block) {
     return arriving;
   }
   MissReason reason;
-  Block* const equal = parts_.blocks->FindVerified(*to_, block.name, block.index, &reason);
+  Block* const equal = parts_.blocks->Find(*to_, block.name, block.index, BlockIndex::Bytes::kVerify, &reason);
   if (equal == nullptr) return nullptr;
   for (uint32_t layer = 0; layer < to_->layers(); ++layer) {
     const Page& page = equal->pages[layer];
@@ -263,7 +263,7 @@ absl::StatusOr<std::unique_ptr<ArrivalLease>> SequenceArrivals::Fetch(CacheId id
   KV_RETURN_IF_ERROR(parts_.sequences->CheckNew(*cache, prefix, prompt_tokens));
   parts_.metrics->prefix_asked_blocks.Increment(static_cast<double>(prefix.size()));
   MatchResult match;
-  const std::vector<Block*> found = parts_.caches->FindPrefix(*cache, prefix, &match);
+  const std::vector<Block*> found = parts_.caches->FindPrefix(*cache, prefix, BlockIndex::Bytes::kVerify, &match);
   auto lease = std::make_unique<ArrivalLeaseImpl>(parts_, cache);
   for (Block* block : found) lease->AddBlock(block);
   // What the lease pins needs no holder.

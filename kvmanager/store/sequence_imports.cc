@@ -143,8 +143,9 @@ absl::Status ImportLeaseImpl::Start(RecomputeChoice recompute) {
   SlotCounts wanted;
   for (uint32_t i = 0; i < full_blocks(); ++i) {
     MissReason reason;
-    Block* block =
-        first_.blocks[i].named ? parts_.blocks->FindVerified(*cache_, first_.blocks[i].name, i, &reason) : nullptr;
+    Block* block = first_.blocks[i].named
+                       ? parts_.blocks->Find(*cache_, first_.blocks[i].name, i, BlockIndex::Bytes::kVerify, &reason)
+                       : nullptr;
     if (block != nullptr && !CanShare(*block)) {
       unfit.push_back(block);
       block = nullptr;
@@ -478,13 +479,11 @@ absl::StatusOr<std::unique_ptr<ImportLease>> SequenceImports::Import(const HandO
                                                                      RecomputeChoice recompute) {
   KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> cache,
                       parts_.caches->FindOrOpen(first.config, std::move(codec), &first.codec_version));
-  if (absl::Status room = parts_.sequences->CheckLimit(*cache, 0); !room.ok()) {
+  absl::Status may = parts_.sequences->CheckLimit(*cache, 0);
+  if (may.ok() && cache->index.chunk_tokens > 0) may = cache->IndexStaysHere();
+  if (!may.ok()) {
     if (!cache->wanted) parts_.caches->CloseIfUnused(cache);
-    return room;
-  }
-  if (cache->index.chunk_tokens > 0) {
-    if (!cache->wanted) parts_.caches->CloseIfUnused(cache);
-    return cache->IndexStaysHere();
+    return may;
   }
   auto lease = std::make_unique<ImportLeaseImpl>(parts_, std::move(cache), first);
   KV_RETURN_IF_ERROR(lease->Start(recompute));

@@ -144,8 +144,8 @@ absl::StatusOr<CreateResult> SequenceTable::Create(CacheId id, absl::Span<const 
   KV_ASSIGN_OR_RETURN(const auto cache, parts_.caches->Find(id));
   KV_RETURN_IF_ERROR(CheckNew(*cache, prefix, prompt_tokens));
   CreateResult result;
-  const std::vector<Block*> found =
-      parts_.blocks->FindPrefix(*cache, prefix, /*lower_too=*/false, nullptr, &result.match);
+  const std::vector<Block*> found = parts_.blocks->FindPrefix(*cache, prefix, BlockIndex::Bytes::kVerify,
+                                                              /*lower_too=*/false, nullptr, &result.match);
   parts_.metrics->prefix_asked_blocks.Increment(static_cast<double>(prefix.size()));
   parts_.blocks->CountHits(result.match);
   auto sequence = New(cache);
@@ -278,7 +278,7 @@ absl::StatusOr<PublishResult> SequenceTable::Publish(SequenceId id, absl::Span<c
     Block*& block = sequence->blocks[i];
     if (block->published) continue;
     MissReason reason;
-    Block* equal = parts_.blocks->FindVerified(cache, names[i], i, &reason);
+    Block* equal = parts_.blocks->Find(cache, names[i], i, BlockIndex::Bytes::kVerify, &reason);
     if (equal == nullptr) {
       if (block->corrupt) continue;
       parts_.blocks->Name(block, names[i]);

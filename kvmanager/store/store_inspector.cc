@@ -1,11 +1,12 @@
 #include "kvmanager/store/store_inspector.h"
 
 #include <algorithm>
-#include <tuple>
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/base/tenant_label.h"
 
@@ -71,42 +72,20 @@ void CheckActivations(const Page& keys_values, const Page& page) {
 
 }  // namespace
 
-std::vector<HolderInfo> StoreInspector::LargestHolders(size_t n, const Tier* tier) const {
-  // Named only once the largest are known: this runs at every refusal of a full pool.
-  enum class Kind : uint8_t { kSequence, kPublished, kLeased };
-  struct Holder {
-    uint64_t bytes;
-    Kind kind;
-    SequenceId sequence;  // of kSequence
-    const Cache* cache;
-  };
-  std::vector<Holder> all;
-  for (const auto& [id, sequence] : parts_.sequences->all()) {
-    if (tier != nullptr && sequence->cache->tier != tier) continue;
-    const uint64_t bytes = sequence->bytes();
-    if (bytes > 0) all.push_back({bytes, Kind::kSequence, id, sequence->cache.get()});
+std::string StoreInspector::HeldByTenant(const Cache& of) const {
+  std::vector<std::pair<uint64_t, const Cache*>> caches;
+  for (const auto& [id, cache] : parts_.caches->all()) {
+    const uint64_t bytes = cache->raw_bytes + cache->encoded_bytes + cache->activation_bytes;
+    if (cache->tenant == of.tenant && cache->tier == of.tier && bytes > 0) caches.emplace_back(bytes, cache.get());
   }
-  absl::flat_hash_map<const Cache*, uint64_t> published, leased;
-  for (const auto& [block, owned] : parts_.blocks->all()) {
-    if (tier != nullptr && block->cache->tier != tier) continue;
-    if (block->holders == 0) (block->published ? published : leased)[block->cache.get()] += block->bytes;
-  }
-  for (const auto& [cache, bytes] : published) all.push_back({bytes, Kind::kPublished, 0, cache});
-  for (const auto& [cache, bytes] : leased) all.push_back({bytes, Kind::kLeased, 0, cache});
-  const size_t kept = std::min(n, all.size());
-  std::partial_sort(all.begin(), all.begin() + kept, all.end(), [](const Holder& a, const Holder& b) {
-    return std::tuple(b.bytes, a.kind, a.sequence, a.cache->id) < std::tuple(a.bytes, b.kind, b.sequence, b.cache->id);
+  const size_t named = std::min(kCachesNamed, caches.size());
+  std::partial_sort(caches.begin(), caches.begin() + named, caches.end(), [](const auto& a, const auto& b) {
+    return std::pair(b.first, a.second->id) < std::pair(a.first, b.second->id);
   });
-  std::vector<HolderInfo> named;
-  for (const Holder& holder : absl::MakeConstSpan(all).first(kept)) {
-    const std::string what = holder.kind == Kind::kSequence    ? absl::StrCat("sequence ", holder.sequence)
-                             : holder.kind == Kind::kPublished ? "published blocks"
-                                                               : "leases on dropped pages";
-    named.push_back(
-        {absl::StrCat(what, " of cache ", holder.cache->id, " (tenant ", TenantLabel(holder.cache->config.tenant), ")"),
-         holder.bytes});
-  }
-  return named;
+  caches.resize(named);
+  return absl::StrJoin(caches, ", ", [](std::string* out, const auto& each) {
+    absl::StrAppend(out, each.first, " in cache ", each.second->id, " with ", each.second->sequences, " sequences");
+  });
 }
 
 absl::Status StoreInspector::Exhausted(const Cache& cache, const SlotCounts& counts) const {
@@ -118,10 +97,7 @@ absl::Status StoreInspector::Exhausted(const Cache& cache, const SlotCounts& cou
   add(counts.raw, cache.raw_slot_bytes);
   for (size_t i = 0; i < cache.encoded_slots.bytes.size(); ++i) add(counts.encoded[i], cache.encoded_slots.bytes[i]);
   add(counts.activations, cache.activation_slot_bytes);
-  std::string holders;
-  for (const HolderInfo& holder : LargestHolders(kHoldersNamed, cache.tier)) {
-    absl::StrAppend(&holders, holders.empty() ? "" : ", ", holder.what, " ", holder.bytes);
-  }
+  const std::string held = HeldByTenant(cache);
   const SlotPool& pool = *cache.tier->pool();
   const uint64_t retired = cache.tier->retired_slots();
   return FieldError(
@@ -132,7 +108,7 @@ absl::Status StoreInspector::Exhausted(const Cache& cache, const SlotCounts& cou
           " of them free, each of one tenant and slot size; ", cache.tier->bytes().evictable,
           " could be evicted, but would not make room",
           retired == 0 ? "" : absl::StrCat(" before kernels have done with ", retired, " slots that were given up"),
-          "; largest holders: ", holders.empty() ? "none" : holders));
+          "; this tenant has ", held.empty() ? "nothing there" : held));
 }
 
 // From the outside in.

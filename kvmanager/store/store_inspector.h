@@ -25,7 +25,7 @@ namespace kvmanager {
 
 class StoreInspector final : public StoreReport {
  public:
-  static constexpr size_t kHoldersNamed = 3;  // in RESOURCE_EXHAUSTED
+  static constexpr size_t kCachesNamed = 3;  // in RESOURCE_EXHAUSTED
 
   /// Everything outlives it.
   struct Parts {
@@ -41,14 +41,15 @@ class StoreInspector final : public StoreReport {
   explicit StoreInspector(const Parts& parts) : parts_(parts) {}
 
   std::vector<SequenceInfo> Sequences() const override { return parts_.sequences->List(); }
-  std::vector<HolderInfo> LargestHolders(size_t n) const override { return LargestHolders(n, nullptr); }
   void CheckInvariants() const override;
   void SetSampler(PageSampler* sampler) override { parts_.encodes->SetSampler(sampler); }
   /// TierOwner's.
   absl::Status Exhausted(const Cache& cache, const SlotCounts& wanted) const;
 
  private:
-  std::vector<HolderInfo> LargestHolders(size_t n, const Tier* tier) const;  // of one, or of all
+  /// The largest caches of its tenant in its memory, for people. Other tenants are not named, and no blocks are
+  /// counted: this runs at every refusal of a full pool.
+  std::string HeldByTenant(const Cache& of) const;
 
   const Parts parts_;
 };

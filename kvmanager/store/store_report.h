@@ -11,17 +11,10 @@
 
 namespace kvmanager {
 
-struct HolderInfo {
-  std::string what;  // "sequence 17 of cache 2 (tenant a)" or "published blocks of cache 2"
-  uint64_t bytes = 0;
-};
-
 class StoreReport {
  public:
   virtual ~StoreReport() = default;
   virtual std::vector<SequenceInfo> Sequences() const = 0;
-  /// Holders by bytes, largest first, at most `n`.
-  virtual std::vector<HolderInfo> LargestHolders(size_t n) const = 0;
   /// Aborts if an invariant of the whole store does not hold (tests, and debug builds of the daemon on request).
   virtual void CheckInvariants() const = 0;
   /// Before the first append; it outlives the store's use. nullptr: none, as at first.

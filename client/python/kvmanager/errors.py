@@ -69,7 +69,7 @@ class PermissionDeniedError(Error):
 
 
 class ResourceExhaustedError(Error):
-    """Memory or a limit; the message names the limit, and the largest holders."""
+    """Memory or a limit; the message names the limit, and what the tenant has."""
 
     code, name = 8, "RESOURCE_EXHAUSTED"
     advice = "close sequences, or retry later"
