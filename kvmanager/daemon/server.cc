@@ -25,12 +25,12 @@
 #include "kvmanager/daemon/plugin_events.h"
 #include "kvmanager/daemon/server_access.h"
 #include "kvmanager/daemon/server_devices.h"
+#include "kvmanager/daemon/server_metrics.h"
 #include "kvmanager/daemon/tenant_gauges.h"
 #include "kvmanager/gpu/gpu.h"
 #include "kvmanager/gpu/process_steps.h"
 #include "kvmanager/handoff/arrivals.h"
 #include "kvmanager/handoff/drain_switch.h"
-#include "kvmanager/handoff/hand_off_metrics.h"
 #include "kvmanager/handoff/incoming_hand_offs.h"
 #include "kvmanager/handoff/outgoing_hand_offs.h"
 #include "kvmanager/handoff/recomputer.h"
@@ -46,14 +46,13 @@
 #include "kvmanager/rpc/message_room.h"
 #include "kvmanager/rpc/read.h"
 #include "kvmanager/rpc/rpc_metrics.h"
+#include "kvmanager/rpc/sequence_drops.h"
 #include "kvmanager/rpc/service.h"
 #include "kvmanager/rpc/session.h"
 #include "kvmanager/store/encode_executor.h"
 #include "kvmanager/store/page_store.h"
 #include "kvmanager/store/quality.h"
-#include "kvmanager/store/store_metrics.h"
 #include "monitoring/exporter.h"
-#include "monitoring/metrics.h"
 #include "monitoring/recent_errors.h"
 #include "monitoring/web_page.h"
 #include "transport/tcp/peer_key.h"
@@ -89,23 +88,14 @@ class ServerImpl final : public Server {
  public:
   explicit ServerImpl(const Options& options)
       : options_(options),
-        store_metrics_(&metrics_),
-        transport_metrics_(&metrics_),
-        encode_metrics_(&metrics_),
-        hand_off_metrics_(&metrics_),
-        recompute_metrics_(&metrics_),
-        connection_metrics_(&metrics_),
-        message_metrics_(&metrics_),
-        attend_metrics_(&metrics_),
-        read_metrics_(&metrics_),
-        plugin_events_(&metrics_),
-        tenant_gauges_(&metrics_),
-        drain_(&metrics_),
-        held_(&metrics_),
-        arenas_(&metrics_, options.arena_bytes),
-        calls_(&metrics_, &errors_, &clock_),
+        plugin_events_(&metrics_.all),
+        tenant_gauges_(&metrics_.all),
+        drain_(&metrics_.all),
+        held_(&metrics_.all),
+        arenas_(&metrics_.all, options.arena_bytes),
+        calls_(&metrics_.all, &errors_, &clock_),
         access_(&options_),
-        devices_(&options_, &metrics_, &clock_, &polls_) {}
+        devices_(&options_, &metrics_.all, &clock_, &polls_) {}
 
   ~ServerImpl() noexcept override { Close(); }
 
@@ -131,31 +121,31 @@ class ServerImpl final : public Server {
     spdlog::info("GPUs: {}", facts_.gpus);
     KV_RETURN_IF_ERROR(devices_.Open(pool_.get()));
     workers_ = std::make_unique<WorkerPool>(options_.threads > 0 ? static_cast<int>(options_.threads) : UsableCpus());
-    executor_ = std::make_unique<PoolEncodeExecutor>(workers_.get(), &queue_, &encode_metrics_, &clock_);
+    executor_ = std::make_unique<PoolEncodeExecutor>(workers_.get(), &queue_, &metrics_.encodes, &clock_);
     std::vector<StoreDevice> devices;
     for (Gpu* const gpu : devices_.gpus()) {
       devices.push_back({gpu->ordinal(), gpu->pool(), gpu->epochs(), gpu->encode_queue(), gpu->mover()});
       gpu->indexes()->SetWorkers(executor_.get());
     }
-    store_ = PageStore::Make(pool_.get(), &registry_, executor_.get(), &store_metrics_, &clock_, devices);
+    store_ = PageStore::Make(pool_.get(), &registry_, executor_.get(), &metrics_.store, &clock_, devices);
     if (options_.quality_sample > 0) {
-      quality_ = std::make_unique<QualityMonitor>(executor_.get(), &metrics_, uint32_t(options_.quality_sample));
+      quality_ = std::make_unique<QualityMonitor>(executor_.get(), &metrics_.all, uint32_t(options_.quality_sample));
       for (Gpu* const gpu : devices_.gpus()) quality_->SetReader(gpu->ordinal(), gpu->reads());
       store_->report().SetSampler(quality_.get());
     }
     recomputer_ =
-        std::make_unique<Recomputer>(workers_.get(), &queue_, &clock_, &recompute_metrics_, options_.recompute_bytes,
+        std::make_unique<Recomputer>(workers_.get(), &queue_, &clock_, &metrics_.recompute, options_.recompute_bytes,
                                      Recomputer::Gpus{devices_.recompute_devices(), options_.recompute_device_bytes});
     IncomingHandOffs::Parts incoming;
     incoming.store = store_.get();
-    incoming.store_metrics = &store_metrics_;
+    incoming.store_metrics = &metrics_.store;
     incoming.registry = &registry_;
     incoming.workers = workers_.get();
     incoming.queue = &queue_;
     incoming.clock = &clock_;
     incoming.recomputer = recomputer_.get();
     incoming.drain = &drain_;
-    incoming.metrics = &hand_off_metrics_;
+    incoming.metrics = &metrics_.hand_offs;
     incoming.gpus = devices_.gpus();
     incoming.copier = devices_.copier();
     incoming.host_pool_bytes = pool_->capacity_bytes();
@@ -172,7 +162,7 @@ class ServerImpl final : public Server {
     TcpTransport::Options transport;
     transport.listen = options_.peer_listen;
     transport.receiver = incoming_.get();
-    transport.metrics = &transport_metrics_;
+    transport.metrics = &metrics_.transport;
     transport.peer_key = std::move(peer_key);
     transport.send_bytes_per_s = options_.peer_rate_bytes;
     transport.window_bytes = options_.peer_window_bytes;
@@ -190,7 +180,7 @@ class ServerImpl final : public Server {
     KV_ASSIGN_OR_RETURN(transport_, TcpTransport::Create(std::move(transport)));
     facts_.peer_listen = transport_->listen_address();
     if (!options_.metrics_listen.empty()) {
-      KV_ASSIGN_OR_RETURN(exporter_, Exporter::Start(options_.metrics_listen, &metrics_));
+      KV_ASSIGN_OR_RETURN(exporter_, Exporter::Start(options_.metrics_listen, &metrics_.all));
       const size_t colon = options_.metrics_listen.rfind(':');
       facts_.metrics_listen = absl::StrCat(options_.metrics_listen.substr(0, colon + 1), exporter_->port());
     }
@@ -213,7 +203,7 @@ class ServerImpl final : public Server {
       polls_.SetLoop(&loop);
       devices_.SetLoop(&loop);
       kj::Promise<void> looking = Look().eagerlyEvaluate(nullptr);
-      Connections connections({&loop, &connection_metrics_, &running.session, &running.daemon}, access_.sockets());
+      Connections connections({&loop, &metrics_.connections, &running.session, &running.daemon}, access_.sockets());
       loop.Run([this] { return Over(); });
     }
     devices_.SetLoop(nullptr);
@@ -249,7 +239,7 @@ class ServerImpl final : public Server {
   std::string metrics_address() const override { return facts_.metrics_listen; }
   std::string http_address() const override { return facts_.http_listen; }
   std::string admin_address() const override { return facts_.admin_listen; }
-  std::string MetricsText() const override { return metrics_.Text(); }
+  std::string MetricsText() const override { return metrics_.all.Text(); }
 
  private:
   // What serves clients while the event loop runs. Members in the order of who needs whom.
@@ -261,7 +251,7 @@ class ServerImpl final : public Server {
           // What a GPU reads of another goes at the link's rate.
           outgoing({.transport = of.transport_.get(),
                     .loop = &loop,
-                    .metrics = &of.hand_off_metrics_,
+                    .metrics = &of.metrics_.hand_offs,
                     .gpus = of.devices_.gpus(),
                     .shares_gpu_memory = of.options_.peer_local_copy && of.options_.peer_rate_bytes == 0}),
           host_calls({.store = of.store_.get(),
@@ -269,29 +259,31 @@ class ServerImpl final : public Server {
                       .queue = &of.queue_,
                       .clock = &of.clock_,
                       .quality = of.quality_.get(),
-                      .metrics = &of.attend_metrics_}),
+                      .metrics = &of.metrics_.attends}),
           device_calls({.store = of.store_.get(),
                         .polls = &of.polls_,
                         .loop = &loop,
                         .clock = &of.clock_,
                         .quality = of.quality_.get(),
                         .gpus = of.devices_.gpus(),
-                        .metrics = &of.attend_metrics_}),
+                        .metrics = &of.metrics_.attends}),
           reads({.store = of.store_.get(),
                  .workers = of.workers_.get(),
                  .queue = &of.queue_,
                  .polls = &of.polls_,
                  .clock = &of.clock_,
                  .gpus = of.devices_.gpus(),
-                 .metrics = &of.read_metrics_}),
+                 .metrics = &of.metrics_.reads}),
           requests({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kCallsInFlightBytesMax},
                    &of.clock_),
           replies({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kReplyMemoryBytesMax},
                   &of.clock_),
+          drops(of.store_.get(), &of.queue_, of.calls_.turns()),
           session(
               {.store = of.store_.get(),
                .drain = &of.drain_,
                .held = &of.held_,
+               .drops = &drops,
                .arenas = &of.arenas_,
                .calls = &of.calls_,
                .requests = &requests,
@@ -314,6 +306,7 @@ class ServerImpl final : public Server {
                       .reads = &reads};
       daemon.cache.sequence = {.store = of.store_.get(),
                                .loop = &loop,
+                               .workers = of.workers_.get(),
                                .incoming = of.incoming_.get(),
                                .outgoing = &outgoing,
                                .arrivals = &arrivals,
@@ -332,8 +325,8 @@ class ServerImpl final : public Server {
                       .incoming = of.incoming_.get(),
                       .outgoing = &outgoing,
                       .recomputer = of.recomputer_.get(),
-                      .all_metrics = &of.metrics_,
-                      .connections = &of.connection_metrics_,
+                      .all_metrics = &of.metrics_.all,
+                      .connections = &of.metrics_.connections,
                       .peers_allowed = &of.options_.hand_off_peers};
     }
 
@@ -345,6 +338,7 @@ class ServerImpl final : public Server {
     DeviceCalls device_calls;
     Reads reads;
     MessageRoom requests, replies;
+    SequenceDrops drops;
     Session::Parts session;
     DaemonParts daemon;
     kj::Promise<void> tenants = nullptr;  // are read
@@ -385,7 +379,8 @@ class ServerImpl final : public Server {
     facts.gpus = facts_.gpus;
     facts.threads = workers_->threads();
     facts.start_ns = facts_.start_ns;
-    KV_ASSIGN_OR_RETURN(page_, WebPage::Start(options_.http_listen, &metrics_, &errors_, &clock_, std::move(facts)));
+    KV_ASSIGN_OR_RETURN(page_,
+                        WebPage::Start(options_.http_listen, &metrics_.all, &errors_, &clock_, std::move(facts)));
     const size_t colon = options_.http_listen.rfind(':');
     facts_.http_listen = absl::StrCat(options_.http_listen.substr(0, colon + 1), page_->port());
     return absl::OkStatus();
@@ -395,7 +390,7 @@ class ServerImpl final : public Server {
     tenant_gauges_.Set(store_->caches().List());
     devices_.Look(store_.get());
     for (MessageRoom* const room : {&running_->requests, &running_->replies}) room->Look();
-    message_metrics_.Set(running_->requests, running_->replies);
+    metrics_.messages.Set(running_->requests, running_->replies);
     return running_->loop.timer().afterDelay(kLookMs * kj::MILLISECONDS).then([this] { return Look(); });
   }
 
@@ -446,16 +441,7 @@ class ServerImpl final : public Server {
 
   const Options options_;
   const SteadyClock clock_;
-  Metrics metrics_;
-  StoreMetrics store_metrics_;
-  TransportMetrics transport_metrics_;
-  EncodeMetrics encode_metrics_;
-  HandOffMetrics hand_off_metrics_;
-  RecomputeMetrics recompute_metrics_;
-  ConnectionMetrics connection_metrics_;
-  MessageMetrics message_metrics_;
-  AttendMetrics attend_metrics_;
-  ReadMetrics read_metrics_;
+  ServerMetrics metrics_;
   PluginEvents plugin_events_;
   TenantGauges tenant_gauges_;
   RecentErrors errors_;

@@ -43,7 +43,7 @@ class ArrivalsTest : public testing::PageStoreTest {
     if (!arrivals_.has_value()) arrivals_.emplace(&store(), &clock_, &loop_);
     return *arrivals_;
   }
-  uint64_t sequences() { return store().report().Sequences().size(); }
+  uint64_t sequences() { return store().report().SequenceIds().size(); }
 
   const SteadyClock clock_;
   MessageQueue queue_;

@@ -169,7 +169,7 @@ class IncomingHandOffsTest : public PageStoreTest {
     EndWork();
     test().executor.FinishAll();
     EXPECT_EQ(used_bytes(), 0u);
-    EXPECT_TRUE(store().report().Sequences().empty());
+    EXPECT_TRUE(store().report().SequenceIds().empty());
   }
 
   uint64_t host_pool_bytes_ = pool_bytes_;

@@ -229,7 +229,7 @@ TEST_F(OutgoingHandOffsTest, CancelsWhatNobodyWaitsForAndLetsGoOfItsPages) {
   EXPECT_FALSE(sent_.has_value());
   EXPECT_EQ(outgoing().active(), 0u);
   store().Drop(sequence);
-  EXPECT_EQ(store().report().Sequences().size(), 0u);
+  EXPECT_EQ(store().report().SequenceIds().size(), 0u);
 }
 
 TEST_F(OutgoingHandOffsTest, ASequenceThatIsGoneIsOfferedToNobody) {

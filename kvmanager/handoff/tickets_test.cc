@@ -43,7 +43,7 @@ class TicketsTest : public testing::PageStoreTest {
     loop_.Run([&] { return got.has_value(); });
     return *got;
   }
-  uint64_t sequences() { return store().report().Sequences().size(); }
+  uint64_t sequences() { return store().report().SequenceIds().size(); }
 
   MessageQueue queue_;
   EventLoop loop_{&queue_, 0};

@@ -76,10 +76,31 @@ class AdminService final : public api::Admin::Server {
   }
 
   kj::Promise<void> sequences(SequencesContext context) override {
-    return Answer(Method::kSequences, context, [&] {
-      const std::vector<SequenceInfo> sequences = parts_.store->report().Sequences();
-      auto out = context.getResults().initSequences(sequences.size());
-      for (size_t i = 0; i < sequences.size(); ++i) WriteHeldSequence(*parts_.held, sequences[i], out[i]);
+    return Serve(*session_, Method::kSequences, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      // As many as there may be, of whatever length: in turns.
+      struct Listing {
+        std::vector<SequenceId> ids;
+        size_t looked = 0, written = 0;
+        std::vector<SequenceInfo> found;
+        capnp::List<api::SequenceInfo>::Builder out = nullptr;
+      };
+      auto listing = std::make_shared<Listing>(Listing{.ids = parts_.store->report().SequenceIds()});
+      return InTurns(session_, Method::kSequences, parts_.queue,
+                     [store = parts_.store, listing] {
+                       if (listing->looked == listing->ids.size()) return false;
+                       auto info = store->Describe(listing->ids[listing->looked++]);
+                       if (info.ok()) listing->found.push_back(*std::move(info));
+                       return true;
+                     })
+          .then([this, listing, context]() mutable {
+            listing->out = context.getResults().initSequences(listing->found.size());
+            return InTurns(session_, Method::kSequences, parts_.queue, [this, listing] {
+              const size_t i = listing->written++;
+              if (i < listing->found.size()) WriteHeldSequence(*parts_.held, listing->found[i], listing->out[i]);
+              return i < listing->found.size();
+            });
+          })
+          .attach(thisCap());
     });
   }
 

@@ -1,12 +1,18 @@
 // Cache.
+#include <algorithm>
+#include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/aligned_buffer.h"
+#include "kvmanager/base/on_worker.h"
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/service.h"
 #include "kvmanager/rpc/step_check.h"
+#include "kvmanager/rpc/verify_blocks.h"
 
 namespace kvmanager {
 namespace {
@@ -30,40 +36,53 @@ class CacheService final : public api::Cache::Server {
 
   kj::Promise<void> match(MatchContext context) override {
     return Serve(*session_, Method::kMatch, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
-      KV_ASSIGN_OR_RETURN(const Prefixes prefixes, ReadPrefixes(context.getParams().getRequests()));
+      const auto requests = context.getParams().getRequests();
+      KV_RETURN_IF_ERROR(CheckRequests(requests.size()));
       KV_RETURN_IF_ERROR(EnsureOpen());
-      std::vector<MatchResult> matches;
-      for (const std::vector<BlockName>& prefix : prefixes) {
-        KV_ASSIGN_OR_RETURN(const MatchResult match, store().caches().Match(id(), prefix));
-        matches.push_back(match);
-      }
-      auto results = context.getResults().initResults(matches.size());
-      for (size_t i = 0; i < matches.size(); ++i) WriteMatch(matches[i], results[i]);
-      return Done();
+      auto matching = std::make_shared<Matching>(Matching{.list = requests});
+      return InTurns(session_, Method::kMatch, queue(), [this, matching] { return Match(*matching); })
+          .then([this, matching, context]() mutable {
+            if (!matching->wrong.ok()) return ServeError(*session_, Method::kMatch, matching->wrong, context);
+            const std::vector<MatchResult>& found = matching->found;
+            auto results = context.getResults().initResults(found.size());
+            for (size_t i = 0; i < found.size(); ++i) WriteMatch(found[i], results[i]);
+          })
+          .attach(thisCap());
     });
   }
 
   // Each request has an answer of its own; a malformed list is answered for all of them.
   kj::Promise<void> createSequences(CreateSequencesContext context) override {
     uint32_t requests = 0;
+    const auto refuse_all = [](CreateSequencesContext& to, uint32_t count, const absl::Status& status) {
+      for (auto reply : to.getResults().initReplies(count)) WriteStatus(status, reply.initStatus());
+    };
     return Serve(
         *session_, Method::kCreateSequences, context,
         [&]() -> absl::StatusOr<kj::Promise<void>> {
-          const auto list = context.getParams().getRequests();
-          requests = static_cast<uint32_t>(std::min<size_t>(list.size(), limits::kSequenceRequestsMax));
-          KV_ASSIGN_OR_RETURN(const Prefixes prefixes, ReadPrefixes(list));
+          auto creation = std::make_shared<Creation>(Creation{.list = context.getParams().getRequests()});
+          requests = static_cast<uint32_t>(std::min<size_t>(creation->list.size(), limits::kSequenceRequestsMax));
+          KV_RETURN_IF_ERROR(CheckRequests(creation->list.size()));
           KV_RETURN_IF_ERROR(EnsureOpen());
-          auto replies = context.getResults().initReplies(prefixes.size());
-          auto created = kj::heapArrayBuilder<kj::Promise<void>>(prefixes.size());
-          for (uint32_t i = 0; i < prefixes.size(); ++i) {
-            created.add(FetchOrCreate(prefixes[i], list[i].getPromptTokens(), replies[i]));
-          }
-          return kj::joinPromises(created.finish()).attach(thisCap());
+          return InTurns(session_, Method::kCreateSequences, queue(),
+                         [creation] {
+                           auto prefix = ReadPrefix(creation->list, static_cast<uint32_t>(creation->prefixes.size()));
+                           if (!prefix.ok()) creation->wrong = prefix.status();
+                           if (prefix.ok()) creation->prefixes.push_back(*std::move(prefix));
+                           return prefix.ok() && creation->prefixes.size() < creation->list.size();
+                         })
+              .then([this, creation, context, requests, refuse_all]() mutable -> kj::Promise<void> {
+                if (!creation->wrong.ok()) {
+                  session_->calls().NoteError(Method::kCreateSequences, creation->wrong);
+                  refuse_all(context, requests, creation->wrong);
+                  return kj::READY_NOW;
+                }
+                creation->replies = context.getResults().initReplies(requests);
+                return CreateNext(creation);
+              })
+              .attach(thisCap());
         },
-        [&](const absl::Status& status) {
-          auto replies = context.getResults().initReplies(requests);
-          for (auto reply : replies) WriteStatus(status, reply.initStatus());
-        });
+        [&](const absl::Status& status) { refuse_all(context, requests, status); });
   }
 
   kj::Promise<void> step(StepContext context) override {
@@ -129,22 +148,27 @@ class CacheService final : public api::Cache::Server {
       if (layer >= static_cast<uint32_t>(config().layers)) {
         return InvalidField("layer", layer, absl::StrCat("0..", config().layers - 1));
       }
-      auto results = context.getResults();
       if (!bound_->cache.codec->attention().folds_output(static_cast<int>(layer))) return Done();
-      const size_t elements = size_t{config().layout.head_dim} * config().layout.head_dim;
-      const size_t bytes = config().layout.kv_heads * elements * sizeof(float);
+      const uint64_t bytes = config().layout.kv_heads * FactorValues() * sizeof(float);
       if (bytes > limits::kReplyBytesMax) {
         return FieldError(absl::StatusCode::kResourceExhausted, "factors", absl::StrCat(bytes, " bytes"),
                           absl::StrCat("at most ", limits::kReplyBytesMax, " bytes"));
       }
-      auto out = results.initFactors(bytes);
-      float* const factors = reinterpret_cast<float*>(out.begin());  // Data begins at a word
-      for (int head = 0; head < config().layout.kv_heads; ++head) {
-        KV_CHECK(bound_->cache.codec->OutputFactor(static_cast<int>(layer), head,
-                                                   absl::MakeSpan(factors + head * elements, elements)));
-      }
-      results.setFolds(true);
-      return Done();
+      // What is made, and the reply's copy of it.
+      KV_ASSIGN_OR_RETURN(kj::Promise<MessageShare::Charge> room, session_->messages().BookReply(2 * bytes));
+      return room
+          .then([this, layer, bytes, context](MessageShare::Charge charge) mutable {
+            return MakeFactors(static_cast<int>(layer), bytes)
+                .then([this, bytes, context,
+                       charge = std::move(charge)](absl::StatusOr<AlignedBuffer> factors) mutable {
+                  if (!factors.ok()) return ServeError(*session_, Method::kOutputFactors, factors.status(), context);
+                  auto results = context.getResults(capnp::MessageSize{bytes / sizeof(capnp::word) + kReplyWords, 0});
+                  results.setFactors(capnp::Data::Reader(factors->data(), factors->size()));
+                  results.setFolds(true);
+                  session_->messages().SendReply(std::move(charge), bytes);
+                });
+          })
+          .attach(thisCap());
     });
   }
 
@@ -174,7 +198,82 @@ class CacheService final : public api::Cache::Server {
   }
 
  private:
-  using Prefixes = std::vector<std::vector<BlockName>>;
+  using Requests = capnp::List<api::SequenceRequest>::Reader;
+  static constexpr size_t kReplyWords = 32;  // of a reply without its factors
+
+  // One call of match.
+  struct Matching {
+    Requests list;
+    std::optional<std::vector<BlockName>> prefix;  // of the next request, once it is read
+    std::vector<MatchResult> found;                // of those before
+    absl::Status wrong;
+  };
+  bool Match(Matching& matching) {
+    if (!matching.prefix.has_value()) {
+      auto prefix = ReadPrefix(matching.list, static_cast<uint32_t>(matching.found.size()));
+      if (!prefix.ok()) {
+        matching.wrong = prefix.status();
+        return false;
+      }
+      matching.prefix = *std::move(prefix);
+      return true;
+    }
+    const auto match = store().caches().Match(id(), *matching.prefix);
+    if (!match.ok()) {
+      matching.wrong = match.status();
+      return false;
+    }
+    matching.found.push_back(*match);
+    matching.prefix.reset();
+    return matching.found.size() < matching.list.size();
+  }
+
+  // One call of createSequences: its requests are read first, then served one behind the other.
+  struct Creation {
+    Requests list;
+    std::vector<std::vector<BlockName>> prefixes;
+    absl::Status wrong;
+    capnp::List<api::SequenceReply>::Builder replies = nullptr;
+    uint32_t next = 0;                  // of the requests
+    std::unique_ptr<BlockCheck> check;  // of blocks that request `next` begins with
+    std::vector<kj::Promise<void>> fetching;
+  };
+
+  // Blocks are verified before the loop looks at them; the next request may begin with the same.
+  kj::Promise<void> CreateNext(std::shared_ptr<Creation> creation) {
+    return InTurns(session_, Method::kCreateSequences, queue(), [this, creation] { return Create(*creation); })
+        .then([this, creation]() -> kj::Promise<void> {
+          if (creation->check != nullptr) {
+            return Verify(std::move(creation->check)).then([this, creation] {
+              CreateVerified(*creation);
+              return CreateNext(creation);
+            });
+          }
+          auto all = kj::heapArrayBuilder<kj::Promise<void>>(creation->fetching.size());
+          for (kj::Promise<void>& each : creation->fetching) all.add(kj::mv(each));
+          return kj::joinPromises(all.finish());
+        });
+  }
+  // False: all are created, or the next one's blocks are to be verified.
+  bool Create(Creation& creation) {
+    if (creation.next == creation.prefixes.size()) return false;
+    auto check = store().caches().Check(id(), creation.prefixes[creation.next]);
+    if (check.ok() && *check != nullptr) {
+      creation.check = *std::move(check);
+      return false;
+    }
+    CreateVerified(creation);
+    return true;
+  }
+  void CreateVerified(Creation& creation) {
+    const uint32_t i = creation.next++;
+    auto fetching = FetchOrCreate(creation.prefixes[i], creation.list[i].getPromptTokens(), creation.replies[i]);
+    if (fetching.has_value()) creation.fetching.push_back(kj::mv(*fetching));
+  }
+  kj::Promise<void> Verify(std::unique_ptr<BlockCheck> check) {
+    return VerifyBlocks(parts_.sequence.workers, queue(), bound_->cache.owner, session_->calls().turns(),
+                        std::move(check));
+  }
 
   // The sequence waits in its memory, perhaps while its last pages arrive. To a cache in another it comes as a copy,
   // once all of them are here; from one GPU to another by way of the host.
@@ -236,6 +335,7 @@ class CacheService final : public api::Cache::Server {
     return here.ok() && there.ok() && here->digest == there->digest;
   }
   PageStore& store() { return *parts_.store; }
+  MessageQueue* queue() const { return &parts_.sequence.loop->queue(); }
   const CacheConfig& config() const { return bound_->config; }
   CacheId id() const { return bound_->cache.id; }
 
@@ -264,35 +364,45 @@ class CacheService final : public api::Cache::Server {
     return absl::OkStatus();
   }
 
-  static absl::StatusOr<Prefixes> ReadPrefixes(capnp::List<api::SequenceRequest>::Reader requests) {
-    if (requests.size() == 0 || requests.size() > limits::kSequenceRequestsMax) {
-      return InvalidField("requests", absl::StrCat(requests.size(), " long"),
-                          absl::StrCat("1..", limits::kSequenceRequestsMax, " long"));
-    }
-    Prefixes prefixes;
-    prefixes.reserve(requests.size());
-    for (uint32_t i = 0; i < requests.size(); ++i) {
-      KV_ASSIGN_OR_RETURN(
-          std::vector<BlockName> prefix,
-          ReadBlockNames(absl::StrCat("requests[", i, "].prefix"), requests[i].getPrefix(), limits::kBlockNamesMax));
-      prefixes.push_back(std::move(prefix));
-    }
-    return prefixes;
+  static absl::Status CheckRequests(size_t count) {
+    if (count > 0 && count <= limits::kSequenceRequestsMax) return absl::OkStatus();
+    return InvalidField("requests", absl::StrCat(count, " long"),
+                        absl::StrCat("1..", limits::kSequenceRequestsMax, " long"));
+  }
+  static absl::StatusOr<std::vector<BlockName>> ReadPrefix(const Requests& requests, uint32_t i) {
+    return ReadBlockNames(absl::StrCat("requests[", i, "].prefix"), requests[i].getPrefix(), limits::kBlockNamesMax);
   }
 
-  // With the blocks that a lower tier has besides.
-  kj::Promise<void> FetchOrCreate(const std::vector<BlockName>& prefix, uint64_t prompt_tokens,
-                                  api::SequenceReply::Builder reply) {
-    if (absl::Status may = session_->CheckNewSequence(); !may.ok()) {
+  size_t FactorValues() const { return size_t{config().layout.head_dim} * config().layout.head_dim; }  // of a head
+  kj::Promise<absl::StatusOr<AlignedBuffer>> MakeFactors(int layer, uint64_t bytes) {
+    return OnWorker<absl::StatusOr<AlignedBuffer>>(
+        parts_.sequence.workers, queue(), bound_->cache.owner,
+        [codec = bound_->cache.codec, layer, bytes, heads = int{config().layout.kv_heads},
+         values = FactorValues()]() -> absl::StatusOr<AlignedBuffer> {
+          KV_ASSIGN_OR_RETURN(AlignedBuffer factors, AlignedBuffer::Make("factors", bytes));
+          float* const out = reinterpret_cast<float*>(factors.data());
+          for (int head = 0; head < heads; ++head) {
+            KV_CHECK(codec->OutputFactor(layer, head, absl::MakeSpan(out + head * values, values)));
+          }
+          return factors;
+        });
+  }
+
+  // With the blocks that a lower tier has besides. Nothing: the reply is written.
+  std::optional<kj::Promise<void>> FetchOrCreate(const std::vector<BlockName>& prefix, uint64_t prompt_tokens,
+                                                 api::SequenceReply::Builder reply) {
+    absl::Status may = session_->CheckNewSequence();
+    if (may.ok()) may = EnsureOpen();  // it may have been purged since the call began
+    if (!may.ok()) {
       WriteCreated(may, reply);
-      return kj::READY_NOW;
+      return std::nullopt;
     }
     auto fetched = store().Fetch(id(), prefix, prompt_tokens);
     if (!fetched.ok() || ((*fetched)->ready() && !(*fetched)->awaits_room())) {  // nothing has to be copied
       auto created = fetched.ok() ? (*fetched)->Commit() : fetched.status();
       if (fetched.ok()) fetched->reset();  // what it held makes room
       WriteCreated(OrOwnBlocks(std::move(created), prefix, prompt_tokens), reply);
-      return kj::READY_NOW;
+      return std::nullopt;
     }
     return parts_.arrivals->Await(std::move(fetched))
         .then([this, prefix, prompt_tokens, reply](absl::StatusOr<Arrived> made) mutable {

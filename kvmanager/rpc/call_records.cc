@@ -11,7 +11,8 @@ CallRecords::CallRecords(Metrics* metrics, RecentErrors* errors, const Clock* cl
     : metrics_(metrics),
       errors_(errors),
       clock_(clock),
-      malformed_(metrics->Counter("rpc_errors_total", kErrorsHelp, {{"method", "none"}, {"code", "FRAMING"}})) {
+      malformed_(metrics->Counter("rpc_errors_total", kErrorsHelp, {{"method", "none"}, {"code", "FRAMING"}})),
+      turns_(metrics) {
   for (int i = 0; i < kMethods; ++i) {
     calls_[i] =
         &metrics->Counter("rpc_calls_total", "RPC calls by method", {{"method", MethodName(static_cast<Method>(i))}});

@@ -1,4 +1,5 @@
-// Counts calls and the errors that clients are answered with, and keeps the errors for people to see.
+// Counts calls, the errors that clients are answered with and turns of the loop that last too long, and keeps the
+// errors for people to see.
 //
 // Owned by the daemon's wiring. The loop's thread.
 #pragma once
@@ -8,6 +9,7 @@
 #include "absl/status/status.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/rpc/rpc_metrics.h"
+#include "kvmanager/rpc/turn_watch.h"
 #include "monitoring/metrics.h"
 #include "monitoring/recent_errors.h"
 
@@ -25,6 +27,8 @@ class CallRecords {
   void NoteError(Method method, const absl::Status& status);
   /// A client's bytes were no message, or an invalid one: its connection ends.
   void NoteMalformed() { malformed_.Increment(); }
+  /// Of what the loop does for `method`: LoopTurn(calls.turns(), MethodName(method)).
+  TurnWatch* turns() { return &turns_; }
 
  private:
   Metrics* const metrics_;
@@ -32,6 +36,7 @@ class CallRecords {
   const Clock* const clock_;
   std::array<prometheus::Counter*, kMethods> calls_;
   prometheus::Counter& malformed_;
+  TurnWatch turns_;
 };
 
 }  // namespace kvmanager

@@ -18,6 +18,7 @@
 #include <optional>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "kvmanager/api/socket_stream.h"
 #include "kvmanager/rpc/limits.h"
 
@@ -136,7 +137,7 @@ class Connections::Connection {
         ending_(kj::newPromiseAndFulfiller<void>()),
         session_(std::make_shared<Session>(
             *parts.session, Proof{unix_socket ? std::optional(peer.uid) : std::nullopt, {}, admin, unix_socket},
-            static_cast<uint32_t>(peer.pid), [this](EndReason reason) { End(reason); })),
+            static_cast<uint32_t>(peer.pid), [this](EndReason reason, const std::string& why) { End(reason, why); })),
         stream_(parts.loop->port(), fd_.get(), write_fd_.get(), session_->messages().requests()),
         watched_(
             stream_, [this] { OnMessage(); }, session_->messages().replies(),
@@ -148,7 +149,7 @@ class Connections::Connection {
     hello_ = parts.loop->timer()
                  .afterDelay(limits::kHelloMs * kj::MILLISECONDS)
                  .then([this] {
-                   if (!session_->greeted()) End(EndReason::kNoHello);
+                   if (!session_->greeted()) End(EndReason::kNoHello, "");
                  })
                  .eagerlyEvaluate(nullptr);
     if (unix_socket) {
@@ -193,24 +194,24 @@ class Connections::Connection {
     const uint64_t unsent = network_.getCurrentQueueSize();
     session_->messages().replies().NoteUnsent(unsent);
     if (unsent > limits::kReplyMemoryBytesMax + limits::kUnsentBytesMax) {
-      spdlog::warn("connection {} of \"{}\" ends: it leaves more than {} bytes of replies unread", id_,
-                   session_->name(), limits::kReplyMemoryBytesMax + limits::kUnsentBytesMax);
-      End(EndReason::kUnread);
+      End(EndReason::kUnread, absl::StrCat("more than ", limits::kReplyMemoryBytesMax + limits::kUnsentBytesMax,
+                                           " bytes of replies wait to be read"));
     }
+    // What it still sends is not looked at.
+    if (ending_soon_) kj::throwFatalException(KJ_EXCEPTION(DISCONNECTED, "this connection ends"));
   }
 
   void OnMalformed(const kj::Exception& exception) {
     parts_.session->calls->NoteMalformed();
-    spdlog::warn("connection {} of \"{}\" ends: malformed message: {}", id_, session_->name(),
-                 exception.getDescription().cStr());
-    End(EndReason::kFraming);
+    End(EndReason::kFraming, absl::StrCat("malformed message: ", exception.getDescription().cStr()));
   }
 
-  void End(EndReason reason) {
+  void End(EndReason reason, const std::string& why) {
     if (ending_soon_) return;
     ending_soon_ = true;
     reason_ = reason;
-    spdlog::info("connection {} of \"{}\" ends: {}", id_, session_->name(), EndReasonName(reason));
+    spdlog::warn("connection {} of \"{}\" ends: {}{}{}", id_, session_->name(), EndReasonName(reason),
+                 why.empty() ? "" : ": ", why);
     grace_ = parts_.loop->timer()
                  .afterDelay(kAbortGraceMs * kj::MILLISECONDS)
                  .then([this] { ending_.fulfiller->fulfill(); })
@@ -325,6 +326,7 @@ void Connections::Add(int fd, const ListenSocket& socket) {
 void Connections::Remove(uint64_t id) {
   const auto found = connections_.find(id);
   if (found == connections_.end()) return;
+  const LoopTurn turn(parts_.session->calls->turns(), "connectionEnd");
   const std::unique_ptr<Connection> connection = std::move(found->second);
   connections_.erase(found);
   if (connection->admin()) {

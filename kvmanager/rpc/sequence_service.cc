@@ -10,6 +10,7 @@
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/service.h"
+#include "kvmanager/rpc/verify_blocks.h"
 
 namespace kvmanager {
 namespace {
@@ -182,13 +183,25 @@ class SequenceService final : public api::Sequence::Server {
       KV_ASSIGN_OR_RETURN(std::vector<BlockName> names,
                           ReadBlockNames("names", context.getParams().getNames(), limits::kBlockNamesMax));
       // What others find must be there, and finite.
-      if (calls().HasWritten(*session_, bound_->cache, id_)) {
-        KV_RETURN_IF_ERROR(calls().CheckUsable(*session_, bound_->cache, id_));
-        KV_ASSIGN_OR_RETURN(const PublishResult result, store().Publish(id_, names));
-        WritePublished(result, context);
-        return Done();
-      }
       context.releaseParams();
+      if (calls().HasWritten(*session_, bound_->cache, id_)) {
+        // Equal blocks of others that it may take.
+        KV_ASSIGN_OR_RETURN(auto check, store().caches().Check(bound_->cache.id, names));
+        if (check == nullptr) {
+          KV_ASSIGN_OR_RETURN(const PublishResult result, PublishWritten(names));
+          WritePublished(result, context);
+          return Done();
+        }
+        return VerifyBlocks(parts_.workers, &parts_.loop->queue(), bound_->cache.owner, session_->calls().turns(),
+                            std::move(check))
+            .then([this, context, names = std::move(names)]() mutable {
+              const LoopTurn turn(session_->calls().turns(), MethodName(Method::kPublish));
+              const absl::StatusOr<PublishResult> result = PublishWritten(names);
+              if (result.ok()) return WritePublished(*result, context);
+              ServeError(*session_, Method::kPublish, result.status(), context);
+            })
+            .attach(thisCap());
+      }
       return publish_
           .Publish(std::move(names), bound_->config.layout.page_tokens,
                    [session = session_, bound = bound_, id = id_] {
@@ -347,6 +360,10 @@ class SequenceService final : public api::Sequence::Server {
         .then([](absl::StatusOr<bool> written) { return written.status(); });
   }
 
+  absl::StatusOr<PublishResult> PublishWritten(absl::Span<const BlockName> names) {
+    KV_RETURN_IF_ERROR(calls().CheckUsable(*session_, bound_->cache, id_));
+    return store().Publish(id_, names);
+  }
   static void WritePublished(const PublishResult& result, PublishContext& context) {
     auto reply = context.getResults().initReply();
     reply.setPublished(static_cast<uint32_t>(result.published));

@@ -4,11 +4,15 @@
 
 #include <kj/async.h>
 #include <kj/exception.h>
-#include <spdlog/spdlog.h>
 
+#include <memory>
 #include <utility>
 
+#include "absl/functional/any_invocable.h"
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/message_queue.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/base/worker_pool.h"
 #include "kvmanager/rpc/session.h"
 #include "kvmanager/rpc/wire.h"
 
@@ -27,11 +31,20 @@ void WriteError(Context& context, const absl::Status& status) {
   }
 }
 
+/// Only reading the parameters can throw: their encoding is invalid, and the connection ends.
+inline void NoteInvalid(Session& session, Method method, const kj::Exception& exception) {
+  session.calls().NoteMalformed();
+  session.CutOff(
+      EndReason::kFraming,
+      absl::StrCat(MethodName(method), " was called with an invalid message: ", exception.getDescription().cStr()));
+}
+
 /// Runs `body`: a function that returns absl::StatusOr<kj::Promise<void>>. An error goes to `write_error(status)` and
 /// is counted.
 template <typename Context, typename Body, typename Write>
 kj::Promise<void> Serve(Session& session, Method method, Context& context, Body&& body, Write&& write_error) {
   context.allowCancellation();
+  const LoopTurn turn(session.calls().turns(), MethodName(method));
   session.calls().NoteCall(method);
   kj::Promise<void> result = kj::READY_NOW;
   KJ_IF_MAYBE (exception, kj::runCatchingExceptions([&] {
@@ -43,11 +56,7 @@ kj::Promise<void> Serve(Session& session, Method method, Context& context, Body&
                    write_error(done.status());
                  }
                })) {
-    // Only reading the parameters can throw: their encoding is invalid.
-    session.calls().NoteMalformed();
-    spdlog::warn("connection of \"{}\" ends: {} was called with an invalid message: {}", session.name(),
-                 MethodName(method), exception->getDescription().cStr());
-    session.CutOff(EndReason::kFraming);
+    NoteInvalid(session, method, *exception);
     return kj::mv(*exception);
   }
   return result;
@@ -65,6 +74,26 @@ template <typename Context>
 void ServeError(Session& session, Method method, const absl::Status& status, Context& context) {
   session.calls().NoteError(method, status);
   WriteError(context, status);
+}
+
+/// Calls `step` until it returns false, in turns of the loop between which others are served. `step` may read the
+/// call's parameters.
+inline kj::Promise<void> InTurns(std::shared_ptr<Session> session, Method method, MessageQueue* queue,
+                                 absl::AnyInvocable<bool()> step) {
+  bool more = true;
+  KJ_IF_MAYBE (exception, kj::runCatchingExceptions([&] {
+                 const LoopTurn watched(session->calls().turns(), MethodName(method));
+                 for (const Turn turn(Turn::kLength); more && !turn.over();) more = step();
+               })) {
+    NoteInvalid(*session, method, *exception);
+    return kj::mv(*exception);
+  }
+  if (!more) return kj::READY_NOW;
+  auto next = kj::newPromiseAndFulfiller<void>();
+  queue->Post([fulfiller = kj::mv(next.fulfiller)]() mutable { fulfiller->fulfill(); });
+  return next.promise.then([session = std::move(session), method, queue, step = std::move(step)]() mutable {
+    return InTurns(std::move(session), method, queue, std::move(step));
+  });
 }
 
 inline absl::StatusOr<kj::Promise<void>> Done() { return kj::Promise<void>(kj::READY_NOW); }

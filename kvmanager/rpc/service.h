@@ -43,6 +43,7 @@ namespace kvmanager {
 struct SequenceParts {
   PageStore* store = nullptr;
   EventLoop* loop = nullptr;
+  WorkerPool* workers = nullptr;
   IncomingHandOffs* incoming = nullptr;
   const OutgoingHandOffs* outgoing = nullptr;
   const Arrivals* arrivals = nullptr;

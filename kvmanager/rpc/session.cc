@@ -29,7 +29,7 @@ void Session::Release(SequenceId sequence) {
   KV_CHECK(sequences_.erase(sequence) == 1);
   parts_.held->Release(sequence);
   gpus_.Forget(sequence);
-  parts_.store->Drop(sequence);
+  parts_.drops->Drop(sequence);
 }
 
 absl::Status Session::ReserveArena(uint64_t bytes) {

@@ -22,6 +22,7 @@
 #include "kvmanager/rpc/memory_calls.h"
 #include "kvmanager/rpc/principals.h"
 #include "kvmanager/rpc/rpc_metrics.h"
+#include "kvmanager/rpc/sequence_drops.h"
 #include "kvmanager/rpc/session_gpus.h"
 #include "kvmanager/rpc/session_messages.h"
 
@@ -34,6 +35,7 @@ class Session {
     PageStore* store = nullptr;
     const DrainSwitch* drain = nullptr;
     HeldSequences* held = nullptr;
+    SequenceDrops* drops = nullptr;
     ArenaBytes* arenas = nullptr;
     CallRecords* calls = nullptr;
     MessageRoom* requests = nullptr;
@@ -42,7 +44,8 @@ class Session {
   };
 
   /// parts: outlives this. pid: of the process that connected, as the socket's credentials say; 0: unknown.
-  Session(const Parts& parts, const Proof& proof, uint32_t pid, absl::AnyInvocable<void(EndReason)> cut_off)
+  Session(const Parts& parts, const Proof& proof, uint32_t pid,
+          absl::AnyInvocable<void(EndReason, const std::string& why)> cut_off)
       : parts_(parts),
         pid_(pid),
         cut_off_(std::move(cut_off)),
@@ -57,9 +60,9 @@ class Session {
 
   CallRecords& calls() const { return *parts_.calls; }
 
-  /// Ends the connection soon, after the caller has returned. Nothing if it has ended.
-  void CutOff(EndReason reason) {
-    if (cut_off_ != nullptr) cut_off_(reason);
+  /// Ends the connection soon, after the caller has returned. Nothing if it has ended. why: more than the reason says.
+  void CutOff(EndReason reason, const std::string& why = "") {
+    if (cut_off_ != nullptr) cut_off_(reason, why);
   }
   /// The connection is gone; calls and capabilities may live a little longer.
   void Detach() {
@@ -87,7 +90,7 @@ class Session {
   /// The same for a sequence that begins now: UNAVAILABLE while the daemon drains.
   absl::Status CheckNewSequence() const;
   void Hold(SequenceId sequence, CacheId cache);
-  /// Drops it from the store too.
+  /// Drops it from the store too, soon.
   void Release(SequenceId sequence);
   bool Holds(SequenceId sequence, CacheId cache) const {
     const auto found = sequences_.find(sequence);
@@ -130,7 +133,7 @@ class Session {
  private:
   const Parts& parts_;
   const uint32_t pid_;
-  absl::AnyInvocable<void(EndReason)> cut_off_;  // nullptr once the connection is gone
+  absl::AnyInvocable<void(EndReason, const std::string&)> cut_off_;  // nullptr once the connection is gone
   bool greeted_ = false;
   std::string name_;
   Proof proof_;

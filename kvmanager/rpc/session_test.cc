@@ -23,11 +23,13 @@ class SessionTest : public testing::PageStoreTest {
     parts_.store = &store();
     parts_.drain = &drain_;
     parts_.held = &held_;
+    if (drops_ == nullptr) drops_ = std::make_unique<SequenceDrops>(&store(), &queue_, calls_.turns());
+    parts_.drops = drops_.get();
     parts_.arenas = &arenas_;
     parts_.calls = &calls_;
     parts_.requests = parts_.replies = &messages_;
     return std::make_unique<Session>(parts_, Proof{.unix_socket = true}, /*pid=*/7,
-                                     [this](EndReason reason) { cut_off_.push_back(reason); });
+                                     [this](EndReason reason, const std::string&) { cut_off_.push_back(reason); });
   }
 
   Metrics metrics_;
@@ -37,6 +39,8 @@ class SessionTest : public testing::PageStoreTest {
   HeldSequences held_{&metrics_};
   ArenaBytes arenas_{&metrics_, kArenaBytesOfAll};
   CallRecords calls_{&metrics_, &errors_, &clock_};
+  MessageQueue queue_;
+  std::unique_ptr<SequenceDrops> drops_;
   MessageRoom messages_{{.whole = 64 << 20, .share = 64 << 20}, &clock_};
   Session::Parts parts_;
   std::vector<EndReason> cut_off_;
@@ -56,7 +60,7 @@ TEST_F(SessionTest, HoldsSequencesUntilItReleasesThem) {
   EXPECT_FALSE(session->Holds(sequence, cache));
   EXPECT_EQ(held_.HolderOf(sequence), nullptr);
   EXPECT_EQ(held_.count(), 0u);
-  EXPECT_TRUE(store().report().Sequences().empty());
+  EXPECT_TRUE(store().report().SequenceIds().empty());
 }
 
 TEST_F(SessionTest, AcceptsNoNewSequenceWhileTheDaemonDrains) {

@@ -38,6 +38,7 @@ struct Block {
   bool kept = false;              // of a GPU: the host had a copy when it was last looked for
   uint64_t last_use = 0;          // order of uses: a parent's is above its children's
   int64_t last_use_ns = 0;
+  int64_t verified_ns = 0;  // when its bytes were last compared with their checksums; 0: never
   BlockName name;
   absl::Status arrival;  // an error: its pages that are Receiving will not come, and why
 

@@ -1,5 +1,6 @@
 #include "kvmanager/store/block_index.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "kvmanager/base/status.h"
@@ -169,7 +170,7 @@ void BlockIndex::DeleteIfEmpty(Block* block) {
   blocks_.erase(block);
 }
 
-bool BlockIndex::VerifyChecksums(const Block& block) const {
+bool BlockIndex::VerifyChecksums(const Block& block) {
   for (uint32_t layer = 0; layer < block.pages.size(); ++layer) {
     const Page& page = block.pages[layer];
     // A page still to be encoded has nothing to compare with yet.
@@ -184,15 +185,31 @@ Block* BlockIndex::Find(Cache& cache, const BlockName& name, uint32_t index, Byt
   Block* block = cache.table.FindAndPin(name, index, reason);
   if (block == nullptr) return nullptr;
   MakeUnevictable(block);
-  if (bytes == Bytes::kVerify && !VerifyChecksums(*block)) {
-    *reason = MissReason::kChecksum;
-    parts_.metrics->checksum_failures.Increment();
-    block->corrupt = true;
-    Unname(block);
+  if (bytes == Bytes::kVerify && IsUnverified(*block)) {
+    if (VerifyChecksums(*block)) {
+      NoteVerified(block);
+    } else {
+      *reason = MissReason::kChecksum;
+      NoteCorrupt(block);
+    }
   }
   if (*reason == MissReason::kNone) return block;
   Release(block);
   return nullptr;
+}
+
+void BlockIndex::NoteVerified(Block* block) {
+  for (const Page& page : block->pages) {
+    if (page.state != PageState::kResident) return;  // it is still to be encoded, and was not compared
+  }
+  block->verified_ns = std::max<int64_t>(parts_.clock->NowNs(), 1);
+}
+
+void BlockIndex::NoteCorrupt(Block* block) {
+  if (block->corrupt) return;
+  parts_.metrics->checksum_failures.Increment();
+  block->corrupt = true;
+  if (block->published) Unname(block);
 }
 
 bool BlockIndex::EndJobIfQuarantined(PageRef ref, bool declined) {

@@ -11,6 +11,7 @@
 #include "absl/types/span.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/store/block.h"
+#include "kvmanager/store/block_check.h"
 #include "kvmanager/store/cache.h"
 #include "kvmanager/store/cache_directory.h"
 #include "kvmanager/store/page_bytes.h"
@@ -58,7 +59,8 @@ class BlockIndex {
   void Name(Block* block, const BlockName& name);
   void Unname(Block* block);  // the block goes if nobody holds it
   void Evict(Block* block);   // TierOwner's
-  /// Of a found block: whether its bytes are compared with their checksums, which takes as long as reading them.
+  /// Of a found block: whether its bytes are compared with their checksums, which takes as long as reading them, unless
+  /// they were within BlockCheck::kVerifiedForNs.
   enum class Bytes : uint8_t { kVerify, kTrust };
 
   /// The block named so; one that proves corrupt is dropped. Held. nullptr and the reason otherwise.
@@ -69,6 +71,13 @@ class BlockIndex {
   std::vector<Block*> FindPrefix(Cache& cache, absl::Span<const BlockName> names, Bytes bytes, bool lower_too,
                                  Cache* lower, MatchResult* match);
   void CountHits(const MatchResult& match);
+  /// Whether kVerify looks at the block's bytes.
+  bool IsUnverified(const Block& block) const {
+    return block.verified_ns == 0 || parts_.clock->NowNs() - block.verified_ns > BlockCheck::kVerifiedForNs;
+  }
+  /// Every page that may be compared was, and is what was written; or one is not: then the block has no name any more.
+  void NoteVerified(Block* block);
+  void NoteCorrupt(Block* block);
 
   // For CheckInvariants.
   using Blocks = absl::flat_hash_map<const Block*, std::unique_ptr<Block>>;
@@ -82,7 +91,7 @@ class BlockIndex {
   const absl::flat_hash_map<const Block*, uint32_t>& other_holders() const { return other_holders_; }
 
  private:
-  bool VerifyChecksums(const Block& block) const;
+  static bool VerifyChecksums(const Block& block);
   void ShowEvictable();
   void Dispose(Block* block);  // nobody holds it, it has no name
   void FreePage(PageRef ref);  // and deletes the block with its last page

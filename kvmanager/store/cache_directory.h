@@ -12,6 +12,7 @@
 #include "codecs/page_attention.h"
 #include "codecs/registry.h"
 #include "kvmanager/base/ids.h"
+#include "kvmanager/store/block_check.h"
 #include "kvmanager/store/cache_config.h"
 #include "kvmanager/store/miss_reason.h"
 #include "kvmanager/store/store_ids.h"
@@ -63,6 +64,9 @@ class CacheDirectory {
   /// How far `names` can be found and used (LRU). They are not pinned, and their bytes are not verified: a sequence
   /// that begins with them does that.
   virtual absl::StatusOr<MatchResult> Match(CacheId cache, absl::Span<const BlockName> names) = 0;
+  /// What a sequence that begins with `names` would verify, to be verified before on another thread; nullptr: nothing,
+  /// or so little that it need not.
+  virtual absl::StatusOr<std::unique_ptr<BlockCheck>> Check(CacheId cache, absl::Span<const BlockName> names) = 0;
   /// Drops published blocks that nothing pins, of one cache or of all, in every memory, and closes caches that are then
   /// empty and have no sequence. Returns the number of blocks.
   virtual absl::StatusOr<uint64_t> Purge(CacheId cache) = 0;

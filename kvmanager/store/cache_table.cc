@@ -5,6 +5,7 @@
 
 #include "kvmanager/base/status.h"
 #include "kvmanager/memory/page_pool.h"
+#include "kvmanager/store/block_checks.h"
 #include "kvmanager/store/memory_backend.h"
 
 namespace kvmanager {
@@ -218,6 +219,13 @@ absl::StatusOr<MatchResult> CacheTable::Match(CacheId id, absl::Span<const Block
     parts_.metrics->prefix_misses[static_cast<size_t>(result.reason)]->Increment();
   for (; !found.empty(); found.pop_back()) parts_.blocks->Release(found.back());
   return result;
+}
+
+absl::StatusOr<std::unique_ptr<BlockCheck>> CacheTable::Check(CacheId id, absl::Span<const BlockName> names) {
+  KV_ASSIGN_OR_RETURN(const auto cache, Find(id));
+  KV_RETURN_IF_ERROR(CacheTable::CheckNames(names));
+  MatchResult match;
+  return MakeBlockCheck(parts_.blocks, FindPrefix(*cache, names, BlockIndex::Bytes::kTrust, &match), parts_.alive);
 }
 
 std::shared_ptr<Cache> CacheTable::CounterpartIn(const Cache& cache, const Tier* tier) const {

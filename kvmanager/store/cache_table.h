@@ -27,6 +27,7 @@ class CacheTable final : public CacheDirectory {
     const std::vector<std::unique_ptr<Tier>>* tiers = nullptr;
     BlockIndex* blocks = nullptr;
     std::function<void(const CacheDigest*)> before_purge;  // of one cache, or of all
+    std::weak_ptr<const bool> alive;
   };
 
   explicit CacheTable(Parts parts) : parts_(std::move(parts)) {}
@@ -39,6 +40,7 @@ class CacheTable final : public CacheDirectory {
   std::shared_ptr<const Codec> codec(CacheId cache) const override;
   const PageAttention* raw_attention(CacheId cache) const override;
   absl::StatusOr<MatchResult> Match(CacheId cache, absl::Span<const BlockName> names) override;
+  absl::StatusOr<std::unique_ptr<BlockCheck>> Check(CacheId cache, absl::Span<const BlockName> names) override;
   absl::StatusOr<uint64_t> Purge(CacheId cache) override;
   uint64_t PurgeAll() override;
 

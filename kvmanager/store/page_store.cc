@@ -31,7 +31,8 @@ class PageStoreImpl final : public PageStore, private TierOwner {
         tiers_(MakeTiers(pool, executor, devices, this)),
         mover_(tiers_[0].get(), metrics, alive_),
         blocks_({metrics, clock, tiers_[0].get(), [this](const Block& block) { moves_.NotKept(block); }}),
-        caches_({registry, metrics, &tiers_, &blocks_, [this](const CacheDigest* of) { moves_.NotePurge(of); }}),
+        caches_(
+            {registry, metrics, &tiers_, &blocks_, [this](const CacheDigest* of) { moves_.NotePurge(of); }, alive_}),
         encodes_({metrics, &blocks_, alive_}),
         indexes_({metrics, &blocks_, &encodes_, alive_}),
         sequences_({metrics, &caches_, &blocks_, &indexes_}),

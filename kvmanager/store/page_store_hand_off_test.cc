@@ -59,7 +59,7 @@ TEST_F(HandOffTest, SendsEncodedPagesAndARawLag) {
   auto import = peer_.store->imports().Import(first);
   ASSERT_TRUE(import.ok()) << import.status();
   EXPECT_EQ(peer_.store->caches().Match(1, Names(cache, text, 3))->hit_blocks, 0);
-  EXPECT_TRUE(peer_.store->report().Sequences().empty());
+  EXPECT_TRUE(peer_.store->report().SequenceIds().empty());
   const auto b = Receive(**import, *lease->last(), pages);
   ASSERT_TRUE(b.ok()) << b.status();
   const uint64_t all = WantedBytes(**import, pages);
@@ -135,7 +135,7 @@ TEST_F(HandOffTest, AbandonedImportsLeaveNothing) {
     EXPECT_GT(peer_.pool->used_bytes(), 0u);
   }
   EXPECT_EQ(peer_.pool->used_bytes(), 0u);
-  EXPECT_TRUE(peer_.store->report().Sequences().empty());
+  EXPECT_TRUE(peer_.store->report().SequenceIds().empty());
   EXPECT_TRUE(peer_.store->caches().List().empty());
   peer_.store->report().CheckInvariants();
   // A cache that a client opened meanwhile stays.

@@ -43,7 +43,7 @@ class StreamRandom {
     here_.executor.FinishAll();
     there_.executor.FinishAll();
     for (TestStore* side : {&here_, &there_}) {
-      for (const SequenceInfo& info : side->store->report().Sequences()) side->store->Drop(info.sequence);
+      for (const SequenceId id : side->store->report().SequenceIds()) side->store->Drop(id);
       side->store->caches().PurgeAll();
       side->store->report().CheckInvariants();
       ASSERT_EQ(side->pool->used_bytes(), 0u);

@@ -131,11 +131,10 @@ absl::StatusOr<SequenceInfo> SequenceTable::Describe(SequenceId id) const {
   return InfoOf(*sequence);
 }
 
-std::vector<SequenceInfo> SequenceTable::List() const {
-  std::vector<SequenceInfo> all;
-  for (const auto& [id, sequence] : sequences_) all.push_back(InfoOf(*sequence));
-  std::sort(all.begin(), all.end(),
-            [](const SequenceInfo& a, const SequenceInfo& b) { return a.sequence < b.sequence; });
+std::vector<SequenceId> SequenceTable::Ids() const {
+  std::vector<SequenceId> all;
+  for (const auto& [id, sequence] : sequences_) all.push_back(id);
+  std::sort(all.begin(), all.end());
   return all;
 }
 

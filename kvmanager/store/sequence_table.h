@@ -45,7 +45,7 @@ class SequenceTable {
   // PageStore's.
   absl::StatusOr<CreateResult> Create(CacheId cache, absl::Span<const BlockName> prefix, uint64_t prompt_tokens);
   absl::StatusOr<SequenceInfo> Describe(SequenceId sequence) const;
-  std::vector<SequenceInfo> List() const;
+  std::vector<SequenceId> Ids() const;  // ascending
   absl::StatusOr<SequenceId> Fork(SequenceId sequence, std::vector<OpenCopy>* copies);
   absl::Status Crop(SequenceId sequence, uint64_t tokens, std::vector<OpenCopy>* copies);
   absl::StatusOr<PublishResult> Publish(SequenceId sequence, absl::Span<const BlockName> names);

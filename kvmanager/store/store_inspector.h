@@ -40,7 +40,7 @@ class StoreInspector final : public StoreReport {
 
   explicit StoreInspector(const Parts& parts) : parts_(parts) {}
 
-  std::vector<SequenceInfo> Sequences() const override { return parts_.sequences->List(); }
+  std::vector<SequenceId> SequenceIds() const override { return parts_.sequences->Ids(); }
   void CheckInvariants() const override;
   void SetSampler(PageSampler* sampler) override { parts_.encodes->SetSampler(sampler); }
   /// TierOwner's.

@@ -14,7 +14,7 @@ namespace kvmanager {
 class StoreReport {
  public:
   virtual ~StoreReport() = default;
-  virtual std::vector<SequenceInfo> Sequences() const = 0;
+  virtual std::vector<SequenceId> SequenceIds() const = 0;  // ascending
   /// Aborts if an invariant of the whole store does not hold (tests, and debug builds of the daemon on request).
   virtual void CheckInvariants() const = 0;
   /// Before the first append; it outlives the store's use. nullptr: none, as at first.

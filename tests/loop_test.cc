@@ -1,0 +1,187 @@
+// No input holds the event loop for long: after each, the daemon's own watchdog (loop_long_turns_total) has counted
+// nothing.
+//
+// The bounds of one turn are those of contexts that models have. Not among them: one append of more than a few MiB, and
+// one prefix, publish or crop of very many blocks (docs/security.md).
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "client/client.h"
+#include "gtest/gtest.h"
+#include "tests/harness.h"
+#include "tests/matchers.h"
+#include "tests/model.h"
+
+namespace kvmanager::testing {
+namespace {
+
+using client::Cache;
+using client::CacheOptions;
+using client::Client;
+using client::CreatedSequence;
+using client::PrefixMatch;
+using client::StepBatch;
+using client::StepEntry;
+using client::TensorView;
+
+constexpr size_t kMiB = 1 << 20;
+constexpr int kBlocks = 4096;  // with pages of 64 tokens a context of 262,144
+constexpr int kPageTokens = 16;
+
+CacheOptions Options(const std::string& tenant, int head_dim = 32) {
+  CacheOptions options;
+  options.model = "loop";
+  options.tenant = tenant;
+  options.layers = 1;
+  options.kv_heads = options.query_heads = 1;
+  options.head_dim = head_dim;
+  options.page_tokens = kPageTokens;
+  return options;
+}
+
+BlockName NameOf(uint64_t block) {
+  BlockName name;
+  std::memcpy(name.key.bytes.data(), &block, sizeof block);
+  name.key.bytes[31] = 1;
+  return name;
+}
+
+class LoopTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    DaemonOptions options;
+    options.host_pool_bytes = 1536 << 20;
+    ASSERT_OK_AND_ASSIGN(daemon_, DaemonProcess::Start(options));
+    Client::Options with_time;
+    with_time.deadline_ms = 120000;
+    ASSERT_OK_AND_ASSIGN(client_, Client::Connect(daemon_->listen(), with_time));
+    ASSERT_OK_AND_ASSIGN(cache_, client_->OpenCache(Options("loop")));
+  }
+  /// A sequence of `blocks` full blocks of zeros.
+  absl::StatusOr<CreatedSequence> Long(Cache& cache, int blocks, int at_once = 8192) {
+    KV_ASSIGN_OR_RETURN(CreatedSequence made, cache.CreateSequence());
+    const std::vector<uint8_t> rows(size_t(at_once) * kPageTokens * cache.description().options.head_dim * 2);
+    for (int done = 0; done < blocks; done += at_once) {
+      const StepEntry entry{made.sequence->id(), uint64_t(done) * kPageTokens, at_once * kPageTokens};
+      StepBatch batch;
+      batch.entries = {&entry, 1};
+      batch.k = batch.v = TensorView::Inline(rows.data(), rows.size());
+      KV_RETURN_IF_ERROR(cache.Step(batch).status());
+    }
+    return made;
+  }
+  /// Turns that lasted too long since the last call, and prints the longest.
+  double LongTurns(const std::string& what) {
+    const auto page = Scrape(*daemon_);
+    EXPECT_OK(page);
+    const double all = page->Sum("kvmanager_loop_long_turns_total"), since = all - seen_;
+    std::printf("%-60s %3.0f long turns; the longest so far %.1f ms\n", what.c_str(), since,
+                page->Sum("kvmanager_loop_longest_turn_seconds") * 1e3);
+    std::fflush(stdout);
+    seen_ = all;
+    return since;
+  }
+
+  std::unique_ptr<DaemonProcess> daemon_;
+  std::unique_ptr<Client> client_;
+  std::unique_ptr<Cache> cache_;
+  double seen_ = 0;
+};
+
+TEST_F(LoopTest, WithLongPrefixes) {
+  ASSERT_OK_AND_ASSIGN(CreatedSequence made, Long(*cache_, kBlocks, 1024));
+  EXPECT_EQ(LongTurns("appends of 16,384 tokens"), 0);
+  std::vector<BlockName> names;
+  for (int i = 0; i < kBlocks; ++i) names.push_back(NameOf(i));
+  ASSERT_OK(made.sequence->Publish(names));
+  EXPECT_EQ(LongTurns("publish"), 0);
+  // As many names as a message holds.
+  const std::vector<absl::Span<const BlockName>> many(32 * kMiB / 96 / kBlocks, names), one(1, names);
+  ASSERT_OK_AND_ASSIGN(const std::vector<PrefixMatch> matches, cache_->Match(many));
+  for (const PrefixMatch& match : matches) EXPECT_EQ(match.hit_blocks, kBlocks);
+  EXPECT_EQ(LongTurns(absl::StrCat("match of ", many.size(), " prefixes")), 0);
+  {
+    ASSERT_OK_AND_ASSIGN(auto first, cache_->CreateSequences(one));
+    EXPECT_EQ(first[0]->match.hit_blocks, kBlocks);
+    EXPECT_EQ(LongTurns("createSequences"), 0);
+    ASSERT_OK_AND_ASSIGN(auto more, cache_->CreateSequences(many));
+    for (const auto& each : more) EXPECT_EQ(each->match.hit_blocks, kBlocks);
+    EXPECT_EQ(LongTurns(absl::StrCat("createSequences of ", many.size(), " prefixes")), 0);
+    ASSERT_OK_AND_ASSIGN(auto fork, made.sequence->Fork());
+    EXPECT_EQ(LongTurns("fork"), 0);
+  }
+  EXPECT_OK(client_->Ping());
+  EXPECT_EQ(LongTurns("drop of all of them"), 0);
+  ASSERT_OK_AND_ASSIGN(CreatedSequence equal, Long(*cache_, kBlocks, 1024));
+  ASSERT_OK(equal.sequence->Publish(names));
+  EXPECT_EQ(LongTurns("publish of equal blocks"), 0);
+  ASSERT_OK(made.sequence->Crop(kPageTokens));
+  EXPECT_EQ(LongTurns("crop to one block"), 0);
+}
+
+TEST_F(LoopTest, WithManySequences) {
+  const std::vector<absl::Span<const BlockName>> none(4096);
+  std::vector<std::vector<absl::StatusOr<CreatedSequence>>> all;
+  for (int i = 0; i < 4; ++i) {
+    ASSERT_OK_AND_ASSIGN(auto made, cache_->CreateSequences(none));
+    all.push_back(std::move(made));
+  }
+  EXPECT_EQ(LongTurns("createSequences of 4 x 4,096 empty ones"), 0);
+  Client::Options with_time;
+  with_time.deadline_ms = 120000;
+  ASSERT_OK_AND_ASSIGN(auto other, Client::Connect(daemon_->listen(), with_time));
+  ASSERT_OK_AND_ASSIGN(const auto listed, other->Sequences());
+  EXPECT_EQ(listed.size(), 16384u);
+  EXPECT_EQ(LongTurns("listing of 16,384 sequences"), 0);
+  all.clear();
+  EXPECT_TRUE(Eventually([&] { return other->Status()->leases == 0; }));
+  EXPECT_EQ(LongTurns("drop of 16,384 sequences"), 0);
+}
+
+TEST_F(LoopTest, AtTheEndOfAConnectionThatHeldMuch) {
+  // In a process of its own, which ends without a word.
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    auto client = Client::Connect(daemon_->listen(), {});
+    auto cache = (*client)->OpenCache(Options("ends"));
+    auto made = Long(**cache, 4096, 1024);
+    std::vector<std::unique_ptr<client::Sequence>> forks;
+    for (int i = 0; i < 512; ++i) forks.push_back(*(*made).sequence->Fork());
+    _exit(0);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  ASSERT_EQ(status, 0);
+  EXPECT_TRUE(Eventually([&] { return client_->Status()->pools[0].used_bytes == 0; }));
+  EXPECT_EQ(LongTurns("end of a connection with 512 forks of 4,096 blocks"), 0);
+}
+
+TEST_F(LoopTest, WithManyBytesToVerify) {
+  ASSERT_OK_AND_ASSIGN(auto large, client_->OpenCache(Options("large", 256)));
+  constexpr int kLarge = 16384;  // of 16 KiB: 256 MiB
+  ASSERT_OK_AND_ASSIGN(CreatedSequence made, Long(*large, kLarge, 128));
+  EXPECT_EQ(LongTurns("appends of 2 x 1 MiB"), 0);
+  std::vector<BlockName> names;
+  for (int i = 0; i < kLarge; ++i) names.push_back(NameOf(i));
+  for (int i = 2048; i <= kLarge; i += 2048) {
+    ASSERT_OK(made.sequence->Publish(absl::MakeConstSpan(names).first(i)));
+  }
+  EXPECT_EQ(LongTurns("publish"), 0);
+  for (int i = 2048; i <= kLarge; i += 2048) {
+    ASSERT_OK_AND_ASSIGN(auto created, large->CreateSequence(absl::MakeConstSpan(names).first(i)));
+    EXPECT_EQ(created.match.hit_blocks, i);
+  }
+  EXPECT_EQ(LongTurns("createSequences that verify 256 MiB"), 0);
+}
+
+}  // namespace
+}  // namespace kvmanager::testing
