@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "kvmanager/api/socket_stream.h"
+#include "kvmanager/base/failpoints.h"
 #include "kvmanager/rpc/limits.h"
 
 namespace kvmanager {
@@ -265,7 +266,9 @@ kj::Promise<void> Connections::AcceptFrom(Listener& listener) {
         return AcceptFrom(listener);
       });
     }
-    const int fd = accept4(listener.socket.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    const bool fails = Fails(Failpoint::kAccept);
+    const int fd = fails ? -1 : accept4(listener.socket.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fails) errno = EMFILE;
     if (fd >= 0) {
       Add(fd, listener.socket);
       continue;
