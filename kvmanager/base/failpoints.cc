@@ -36,8 +36,8 @@ uint64_t Mix(uint64_t x) {
 
 absl::Status Wrong(absl::string_view entry) {
   return InvalidField(kFailpointsVariable, entry,
-                      absl::StrCat("NAME=N/M[,NAME=N/M...][,seed=S] with 0 <= N <= M <= ", kOfMax,
-                                   " and NAME one of ", absl::StrJoin(kNames, ", ")));
+                      absl::StrCat("NAME=N/M[,NAME=N/M...][,seed=S] with 0 <= N <= M <= ", kOfMax, " and NAME one of ",
+                                   absl::StrJoin(kNames, ", ")));
 }
 
 }  // namespace
