@@ -94,8 +94,7 @@ struct Held {
 
 class Worker {
  public:
-  Worker(std::string here, std::string there, std::string peer, uint64_t seed)
-      : peer_(std::move(peer)), random_(seed) {
+  Worker(std::string here, std::string there, std::string peer, uint64_t seed) : peer_(std::move(peer)), random_(seed) {
     here_.address = std::move(here);
     there_.address = std::move(there);
   }
@@ -105,16 +104,33 @@ class Worker {
     switch (Draw(12)) {
       case 0:
       case 1:
-      case 2: Create(); break;
+      case 2:
+        Create();
+        break;
       case 3:
-      case 4: Append(); break;
-      case 5: Read(); break;
-      case 6: Fork(); break;
-      case 7: Crop(); break;
-      case 8: HandOff(false); break;
-      case 9: HandOff(true); break;
-      case 10: UseArena(); break;
-      default: Cancel();
+      case 4:
+        Append();
+        break;
+      case 5:
+        Read();
+        break;
+      case 6:
+        Fork();
+        break;
+      case 7:
+        Crop();
+        break;
+      case 8:
+        HandOff(false);
+        break;
+      case 9:
+        HandOff(true);
+        break;
+      case 10:
+        UseArena();
+        break;
+      default:
+        Cancel();
     }
     if (held_.size() > kHeldMax) held_.erase(held_.begin() + static_cast<int64_t>(Draw(held_.size())));
   }
@@ -206,14 +222,21 @@ class Worker {
   }
   void Note(const char* what, const absl::Status& status) {
     switch (status.code()) {
-      case absl::StatusCode::kOk: return;
-      case absl::StatusCode::kResourceExhausted: ++counts_.refused; return;
+      case absl::StatusCode::kOk:
+        return;
+      case absl::StatusCode::kResourceExhausted:
+        ++counts_.refused;
+        return;
       case absl::StatusCode::kUnavailable:
       case absl::StatusCode::kDeadlineExceeded:
       case absl::StatusCode::kFailedPrecondition:  // a handle of an earlier boot
       case absl::StatusCode::kNotFound:            // a ticket that expired, or of a daemon that was killed
-      case absl::StatusCode::kCancelled: ++counts_.unavailable; return;
-      default: ++counts_.unexpected; Shout("UNEXPECTED", absl::StrCat(what, ": ", status.ToString()));
+      case absl::StatusCode::kCancelled:
+        ++counts_.unavailable;
+        return;
+      default:
+        ++counts_.unexpected;
+        Shout("UNEXPECTED", absl::StrCat(what, ": ", status.ToString()));
     }
   }
 
@@ -249,8 +272,7 @@ class Worker {
         return TensorView::Inline(of.data() + held.tokens * kRowBytes, tokens * kRowBytes);
       };
       const auto done = Timed("append", kDeadlineMs, [&] {
-        return cache.Step(
-            {.layer = layer, .entries = {&entry, 1}, .k = view(rows.k[layer]), .v = view(rows.v[layer])});
+        return cache.Step({.layer = layer, .entries = {&entry, 1}, .k = view(rows.k[layer]), .v = view(rows.v[layer])});
       });
       if (!done.ok()) return false;
     }
@@ -311,9 +333,8 @@ class Worker {
     if (held.tokens < kTokens && !AppendRows(cache, held, 1 + Draw(kTokens - held.tokens))) return;
     const size_t full = held.tokens / 64;
     if (full > 0 && Draw(3) > 0) {
-      const auto published = Timed("publish", kDeadlineMs, [&] {
-        return held.sequence->Publish(absl::MakeConstSpan(names).subspan(0, full));
-      });
+      const auto published = Timed("publish", kDeadlineMs,
+                                   [&] { return held.sequence->Publish(absl::MakeConstSpan(names).subspan(0, full)); });
       if (!published.ok()) return;
     }
     held_.push_back(std::move(held));
@@ -366,9 +387,8 @@ class Worker {
     const int64_t deadline_ms = options.timeout_ms + 1000;
     if (while_it_grows && held->tokens < kTokens) {
       const uint64_t more = 1 + Draw(std::min<uint64_t>(200, kTokens - held->tokens));
-      auto begun = Timed("beginHandOff", deadline_ms, [&] {
-        return held->sequence->BeginHandOff(peer_, held->tokens + more, options);
-      });
+      auto begun = Timed("beginHandOff", deadline_ms,
+                         [&] { return held->sequence->BeginHandOff(peer_, held->tokens + more, options); });
       if (!begun.ok()) return;
       if (!AppendRows(*here_.caches[held->codec], *held, more)) {
         begun->reset();
@@ -378,8 +398,7 @@ class Worker {
       if (!sent.ok()) return;
       ticket = sent->ticket;
     } else {
-      const auto sent =
-          Timed("handOff", deadline_ms, [&] { return held->sequence->HandOff(peer_, blob, options); });
+      const auto sent = Timed("handOff", deadline_ms, [&] { return held->sequence->HandOff(peer_, blob, options); });
       if (!sent.ok()) return;
       ticket = sent->ticket;
     }

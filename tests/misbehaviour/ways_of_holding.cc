@@ -1,6 +1,9 @@
 // What a client holds, and never gives back.
+#include <signal.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
+#include "kvmanager/base/status.h"
 #include "tests/misbehaviour/ways.h"
 
 namespace kvmanager::testing {
@@ -130,21 +133,30 @@ void UnclaimedBlobs(Offence& offence) {
   }
 }
 
-// What an operator's tool asks for, while an engine holds as much as it may.
+// What an operator's tool asks for, while an engine, another process, holds as much as it may.
 void Listings(Offence& offence) {
-  Offender a(offence), operators(offence, offence.admin);
-  auto cache = a.OpenCache(OneLayer());
-  std::vector<api::Sequence::Client> held;
-  for (int i = 0; i < 4; ++i) {
-    auto request = cache.createSequencesRequest();
-    request.initRequests(4096);
-    a.Begin(kj::mv(request), [&held](auto& response) {
-      for (const auto reply : response.getReplies()) held.push_back(reply.getSequence());
-    });
-  }
-  a.Room(1);
-  api::Admin::Client admin = operators.daemon().adminRequest().send().getAdmin();
-  while (a.alive() && operators.Room(2)) operators.Begin(admin.sequencesRequest());
+  InChild(offence, kHoldMs, [](Offence& of_child) {
+    const pid_t engine = fork();
+    KV_CHECK(engine >= 0);
+    if (engine == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      Offender a(of_child);
+      auto cache = a.OpenCache(OneLayer());
+      std::vector<api::Sequence::Client> held;
+      for (int i = 0; i < 4; ++i) {
+        auto request = cache.createSequencesRequest();
+        request.initRequests(4000);
+        a.Begin(kj::mv(request), [&held](auto& response) {
+          for (const auto reply : response.getReplies()) held.push_back(reply.getSequence());
+        });
+      }
+      a.Turn(2 * kHoldMs);
+      return;
+    }
+    Offender operators(of_child, of_child.admin);
+    api::Admin::Client admin = operators.daemon().adminRequest().send().getAdmin();
+    while (operators.Room(2)) operators.Begin(admin.sequencesRequest());
+  });
 }
 
 constexpr Way kWays[] = {
