@@ -15,8 +15,10 @@
 #include <poll.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -45,7 +47,8 @@ using client::TensorView;
 constexpr int64_t kDeadlineMs = 3000, kGraceMs = 1500;  // of every call; and for a machine with other work
 constexpr int kSeeds = 12, kTokens = 640, kBlocks = kTokens / 64;
 constexpr size_t kHeldMax = 6;
-constexpr size_t kRowBytes = 256;  // of a token of one layer and side
+constexpr size_t kRowBytes = 256;        // of a token of one layer and side
+constexpr size_t kQueryValues = 4 * 64;  // of a token's queries
 constexpr const char* kCodecs[] = {"raw", "hack"};
 
 /// Milliseconds that this process has run: time under SIGSTOP is no time that a call took.
@@ -69,9 +72,12 @@ class AwakeClock {
   std::thread thread_;
 };
 
-/// Rows of a seed's tokens, by layer: as they are written, and as a codec gives them back.
+/// Rows of a seed's tokens, by layer: as they are written, and as a codec gives them back; queries, and what attention
+/// gave them when it was first asked over raw pages.
 struct Rows {
   std::vector<uint8_t> k[2], v[2], decoded_k[2], decoded_v[2];
+  std::vector<float> q[2], out[2];
+  std::vector<bool> known[2];
 };
 
 struct Counts {
@@ -101,7 +107,7 @@ class Worker {
 
   void Round() {
     if (!Ready(here_)) return;
-    switch (Draw(12)) {
+    switch (Draw(13)) {
       case 0:
       case 1:
       case 2:
@@ -128,6 +134,9 @@ class Worker {
         break;
       case 10:
         UseArena();
+        break;
+      case 11:
+        Attend();
         break;
       default:
         Cancel();
@@ -172,7 +181,7 @@ class Worker {
  private:
   uint64_t Draw(uint64_t below) { return random_() % below; }
 
-  const Rows& RowsOf(uint64_t seed) {
+  Rows& RowsOf(uint64_t seed) {
     std::unique_ptr<Rows>& rows = rows_[seed];
     if (rows != nullptr) return *rows;
     rows = std::make_unique<Rows>();
@@ -187,6 +196,9 @@ class Worker {
       ModelSequence::Rows decoded = model.Read(layer, 0, kTokens);
       rows->decoded_k[layer] = std::move(decoded.k);
       rows->decoded_v[layer] = std::move(decoded.v);
+      rows->q[layer] = source.Q(layer, 0, kTokens);
+      rows->out[layer].resize(rows->q[layer].size());
+      rows->known[layer].resize(kTokens);
     }
     return *rows;
   }
@@ -413,6 +425,38 @@ class Worker {
     }
     const Held arrived{held->codec, held->seed, claimed->tokens, std::move(claimed->sequence)};
     (void)Check(other, arrived, 0, arrived.tokens, "a hand-off");
+  }
+
+  // Up to 64 of its newest queries: more than the loop attends to itself.
+  void Attend() {
+    Held* const held = Any();
+    if (held == nullptr) return;
+    Rows& rows = RowsOf(held->seed);
+    const uint64_t tokens = 1 + Draw(std::min<uint64_t>(64, held->tokens)), first = held->tokens - tokens;
+    std::vector<float> out(tokens * kQueryValues);
+    const StepEntry entry{held->sequence->id(), first, static_cast<int>(tokens)};
+    for (int layer = 0; layer < 2; ++layer) {
+      const float* const q = rows.q[layer].data() + first * kQueryValues;
+      const auto done = Timed("attend", kDeadlineMs, [&] {
+        return here_.caches[held->codec]->Step({.layer = layer,
+                                                .entries = {&entry, 1},
+                                                .q = TensorView::Inline(q, out.size() * sizeof(float)),
+                                                .out = TensorView::Inline(out.data(), out.size() * sizeof(float))});
+      });
+      if (!done.ok() || held->codec != 0) return;
+      for (uint64_t token = 0; token < tokens; ++token) {
+        float* const expected = rows.out[layer].data() + (first + token) * kQueryValues;
+        const float* const got = out.data() + token * kQueryValues;
+        if (!rows.known[layer][first + token]) {
+          rows.known[layer][first + token] = true;
+          std::copy(got, got + kQueryValues, expected);
+        } else if (!std::equal(got, got + kQueryValues, expected,
+                               [](float a, float b) { return std::abs(a - b) <= 1e-3f * (1 + std::abs(b)); })) {
+          ++counts_.wrong;
+          Shout("WRONG", absl::StrCat("attention: seed ", held->seed, " layer ", layer, " token ", first + token));
+        }
+      }
+    }
   }
 
   void UseArena() {
