@@ -198,9 +198,12 @@ class MisbehaviourTest : public ::testing::TestWithParam<Way> {
     own_thread.join();
     memory.join();
 
-    const double p99_under = under.steps.At(0.99), bound = (2 * idle_p99 + 3) * kSlowdown;
+    const double p99_under = under.steps.At(0.99), bound = 2 * idle_p99 + 3;
     if (!under.failed.ok()) fault(Fault::kCalls, absl::StrCat("a step failed: ", under.failed.ToString()));
-    if (p99_under > bound) fault(Fault::kSteps, absl::StrFormat("p99 of steps %.2f ms, over %.2f", p99_under, bound));
+    // Instrumented, steps take longer than until the next is due.
+    if (!kSanitized && p99_under > bound) {
+      fault(Fault::kSteps, absl::StrFormat("p99 of steps %.2f ms, over %.2f", p99_under, bound));
+    }
     if (!own.failed.ok()) fault(Fault::kCalls, absl::StrCat("a call failed: ", own.failed.ToString()));
     const uint64_t rss_most = kPoolBytes + kArenaBytes + kRoomBytes + kConstantBytes;
     const uint64_t anon_most = kRoomBytes + kConstantBytes;

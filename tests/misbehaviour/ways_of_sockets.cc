@@ -224,8 +224,10 @@ void SlowReader(Offence& offence) {
 }
 
 void Scrapes(Offence& offence) {
+  constexpr int kThreads = 8;
   std::vector<std::thread> threads;
-  for (int i = 0; i < 8; ++i) {
+  threads.reserve(kThreads);
+  for (int i = 0; i < kThreads; ++i) {
     threads.emplace_back([&offence] {
       for (int scrape = 0; scrape < 500; ++scrape) {
         ++offence.tally.calls;
