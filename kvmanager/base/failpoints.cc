@@ -3,7 +3,6 @@
 #include <array>
 #include <chrono>
 #include <thread>
-#include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_join.h"

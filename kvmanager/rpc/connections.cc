@@ -29,8 +29,8 @@ constexpr int64_t kAcceptRetryMs = 100;  // when the process has no descriptor l
 constexpr int64_t kAbortGraceMs = 200;   // to tell a client what was wrong with its bytes
 constexpr uint32_t kFdsPerMessageMax = 1;
 constexpr int kFdsPerConnection = 3;
-constexpr int kAcceptsInARow = 8;  // a millisecond of the loop; then whatever else is to be done
-constexpr int64_t kAcceptPauseMs = 1;
+constexpr int kAcceptsInARow = 4;  // half a millisecond of the loop; then whatever else is to be done
+constexpr int64_t kAcceptPauseMs = 2;
 
 // Tells the loop that a message came, the connection that its bytes were malformed, and its share of memory which
 // messages were sent.
