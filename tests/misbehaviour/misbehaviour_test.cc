@@ -77,6 +77,7 @@ const std::map<std::string, Known>& KnownFaults() {
       {"unclaimed_blobs",
        {{Fault::kSteps, Fault::kMemory}, "blobs of unclaimed hand-offs are not counted: 4,096 of a MiB may wait"}},
       {"listings", {{Fault::kSteps}, "Admin.sequences lists all sequences in one turn of the loop"}},
+      {"connections", {{Fault::kSteps}, "a thousand connections that a process drops end in few turns of the loop"}},
       {"scrapes", {{Fault::kSteps}, "eight threads of scrapes have as much of the CPUs as the loop"}},
   };
   return *faults;
