@@ -22,6 +22,7 @@ class RawRpc {
  public:
   RawRpc() : io_(kj::setupAsyncIo()) {}
   kj::WaitScope& wait() { return io_.waitScope; }
+  kj::Timer& timer() { return io_.provider->getTimer(); }
 
   /// One connection to the daemon at "unix:PATH" or "tcp:HOST:PORT".
   struct Connection {

@@ -6,10 +6,12 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 
 #include "kvmanager/base/blas_core.h"
+#include "kvmanager/base/failpoints.h"
 #include "kvmanager/daemon/log.h"
 #include "kvmanager/daemon/options.h"
 #include "kvmanager/daemon/server.h"
@@ -57,9 +59,17 @@ int main(int argc, char** argv) {
     std::fputs(line->text.c_str(), stdout);
     return 0;
   }
+  const char* const failpoints = std::getenv(kvmanager::kFailpointsVariable);
+  if (const absl::Status set = kvmanager::SetFailpoints(failpoints == nullptr ? "" : failpoints); !set.ok()) {
+    std::fprintf(stderr, "kvmanagerd: %s\n", std::string(set.message()).c_str());
+    return kExitUsage;
+  }
   kvmanager::SetBlasCore();  // for projections that clients register
   const int signal_fd = TakeSignals(!line->options.tenants.empty());
   kvmanager::Log log(line->options.log_level);
+  if (kvmanager::failpoints::on) {
+    spdlog::warn("{}={}: this daemon fails on purpose; for tests alone", kvmanager::kFailpointsVariable, failpoints);
+  }
 
   RaiseDescriptorLimit();
   if (line->options.device_pool_bytes > 0) kvmanager::AllowManyStreams();

@@ -20,6 +20,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/api/socket_stream.h"
+#include "kvmanager/base/failpoints.h"
 #include "kvmanager/rpc/limits.h"
 
 namespace kvmanager {
@@ -29,8 +30,8 @@ constexpr int64_t kAcceptRetryMs = 100;  // when the process has no descriptor l
 constexpr int64_t kAbortGraceMs = 200;   // to tell a client what was wrong with its bytes
 constexpr uint32_t kFdsPerMessageMax = 1;
 constexpr int kFdsPerConnection = 3;
-constexpr int kAcceptsInARow = 64;  // then whatever else is to be done
-constexpr int64_t kAcceptPauseMs = 1;
+constexpr int kAcceptsInARow = 4;  // half a millisecond of the loop; then whatever else is to be done
+constexpr int64_t kAcceptPauseMs = 2;
 
 // Tells the loop that a message came, the connection that its bytes were malformed, and its share of memory which
 // messages were sent.
@@ -266,7 +267,9 @@ kj::Promise<void> Connections::AcceptFrom(Listener& listener) {
         return AcceptFrom(listener);
       });
     }
-    const int fd = accept4(listener.socket.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    const bool fails = Fails(Failpoint::kAccept);
+    const int fd = fails ? -1 : accept4(listener.socket.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fails) errno = EMFILE;
     if (fd >= 0) {
       Add(fd, listener.socket);
       continue;

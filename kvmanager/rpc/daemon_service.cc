@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "kvmanager/base/failpoints.h"
 #include "kvmanager/base/on_worker.h"
 #include "kvmanager/gpu/make_device_codec.h"
 #include "kvmanager/rpc/limits.h"
@@ -41,6 +42,7 @@ absl::StatusOr<std::shared_ptr<Region>> MakeRegion(uint64_t bytes) {
   Region::Options options;
   options.name = "kvmanager-arena";
   options.bytes = bytes;
+  if (Fails(Failpoint::kArenaMap)) return absl::ResourceExhaustedError("failpoint arena.map");
   KV_ASSIGN_OR_RETURN(std::unique_ptr<Region> region, Region::Create(options));
   return std::shared_ptr<Region>(std::move(region));
 }

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "attention/attention.h"
 #include "kvmanager/base/aligned_buffer.h"
+#include "kvmanager/base/failpoints.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/rpc/serve.h"
 
@@ -171,6 +172,7 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
 
  private:
   absl::Status Allocate() {
+    if (Fails(Failpoint::kStepAllocate)) return absl::ResourceExhaustedError("failpoint step.allocate");
     if (step_.q.where == StepTensor::Where::kInline) {
       KV_ASSIGN_OR_RETURN(q_copy_, AlignedBuffer::Make("q", step_.q.bytes.size()));
       std::memcpy(q_copy_.data(), step_.q.bytes.data(), q_copy_.size());

@@ -9,6 +9,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/aligned_buffer.h"
+#include "kvmanager/base/failpoints.h"
 #include "kvmanager/base/finite.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/rpc/serve.h"
@@ -119,6 +120,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
 
  private:
   absl::Status Allocate() {
+    if (Fails(Failpoint::kReadAllocate)) return absl::ResourceExhaustedError("failpoint read.allocate");
     if (!read_.k.given()) {
       KV_ASSIGN_OR_RETURN(k_, AlignedBuffer::Make("K that is read", read_.bytes));
     }

@@ -4,6 +4,8 @@
 #include <atomic>
 #include <utility>
 
+#include "kvmanager/base/failpoints.h"
+
 namespace kvmanager {
 
 EncodeMetrics::EncodeMetrics(Metrics* metrics)
@@ -77,10 +79,12 @@ void PoolEncodeExecutor::Run(std::vector<absl::AnyInvocable<void()>> tasks, absl
 
 void PoolEncodeExecutor::EncodePart(Job& job, size_t begin, size_t end) {
   if (begin == end) return;
+  MaybeSlow(Failpoint::kEncodeSlow);
   const int64_t start_ns = clock_->NowNs();
   AlignedBuffer workspace = TakeWorkspace(job.codec->encode_workspace_bytes());
   job.codec->Encode(absl::MakeSpan(job.items).subspan(begin, end - begin), workspace.span());
   GiveBack(std::move(workspace));
+  for (size_t i = begin; i < end; ++i) job.items[i].declined |= Fails(Failpoint::kEncodeDecline);
   const int64_t sinks = std::count_if(job.items.begin() + begin, job.items.begin() + end,
                                       [](const EncodeItem& item) { return item.is_sink; });
   const double pages = double(end - begin) - double(sinks);  // a sink takes no time

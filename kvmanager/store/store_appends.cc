@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "kvmanager/base/checksum.h"
+#include "kvmanager/base/failpoints.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/store/memory_backend.h"
 
@@ -116,6 +117,9 @@ absl::Status StoreAppends::Append(CacheId id, LayerRange layers, absl::Span<cons
   Reservation slots(cache->tier->pool());
   absl::Status status = Check(*cache, layers, entries, &sequences, &wanted, &pages);
   if (status.ok() && !memory.follows_tables()) status = parts_.reads->CheckPages(pages);
+  if (status.ok() && wanted.raw > 0 && Fails(Failpoint::kAppendReserve)) {
+    status = absl::ResourceExhaustedError("failpoint append.reserve");
+  }
   if (status.ok()) status = cache->tier->Reserve(*cache, wanted, &slots);
   // Everything is copied and checked before anything is committed.
   if (status.ok()) status = memory.Write({*cache, layers, entries, sequences, slots});

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/failpoints.h"
 #include "kvmanager/base/status.h"
 #include "transport/tcp/host_port.h"
 #include "transport/tcp/local.h"
@@ -66,6 +67,7 @@ void Dial::ConnectNext(const ErrorCode& last_error) {
   socket_.async_connect(endpoint, [self = shared_from_this()](const ErrorCode& error) {
     if (!self->done_) return;
     if (error) return self->ConnectNext(error);
+    if (Fails(Failpoint::kPeerConnect)) return self->ConnectNext(asio::error::connection_refused);
     // Who listens there is going to be given descriptors of this process's memory.
     if (self->to_.local && !IsSameUser(self->socket_.native_handle())) {
       return self->ConnectNext(asio::error::access_denied);

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "kvmanager/base/checksum.h"
+#include "kvmanager/base/failpoints.h"
 
 namespace kvmanager::tcp {
 
@@ -66,6 +67,10 @@ bool SocketJob::Step() {
   message.msg_iovlen = count;
   const bool zero_copy = zero_copies_allowed_ > 0 && !alone && offered >= count * piece_bytes_min_;
   const int flags = MSG_DONTWAIT | MSG_NOSIGNAL | (zero_copy ? MSG_ZEROCOPY : 0) | (alone ? MSG_MORE : 0);
+  if (Fails(way_ == Way::kRead ? Failpoint::kPeerReceive : Failpoint::kPeerSend)) {
+    error_ = ECONNRESET;
+    return false;
+  }
   const ssize_t n = way_ == Way::kRead ? ::recvmsg(fd_, &message, MSG_DONTWAIT) : ::sendmsg(fd_, &message, flags);
   if (n < 0) {
     if (errno == EINTR) return true;
