@@ -58,7 +58,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   kvmanager::SetBlasCore();  // for projections that clients register
-  const int signal_fd = TakeSignals(!line->options.tenants.empty());
+  const int signal_fd = TakeSignals(!line->options.tenants.empty() || !line->options.tls_cert.empty());
   kvmanager::Log log(line->options.log_level);
 
   RaiseDescriptorLimit();
