@@ -384,12 +384,19 @@ TlsLink::Step TlsLink::After(int result, bool handshake) {
   const int error = SSL_get_error(ssl_, result);
   if (error == SSL_ERROR_WANT_READ) return Step::kWantRead;
   if (error == SSL_ERROR_WANT_WRITE) return Step::kWantWrite;
-  failure_ = WhyFailed(error, handshake);
+  bool plain = false;
+  failure_ = WhyFailed(error, handshake, &plain);
   ERR_clear_error();
+  // OpenSSL says nothing to who does not speak TLS. This tells it that here somebody does.
+  if (plain && !dials_) {
+    const uint8_t alert[] = {SSL3_RT_ALERT, 3, 1, 0, 2, SSL3_AL_FATAL, TLS1_AD_PROTOCOL_VERSION};
+    const int fd = static_cast<TlsCallbacks::Socket*>(BIO_get_data(SSL_get_wbio(ssl_)))->fd;
+    (void)!::send(fd, alert, sizeof alert, MSG_DONTWAIT | MSG_NOSIGNAL);
+  }
   return Step::kFailed;
 }
 
-absl::Status TlsLink::WhyFailed(int error, bool handshake) const {
+absl::Status TlsLink::WhyFailed(int error, bool handshake, bool* plain) const {
   const std::string other = name_.empty() ? "the other side" : name_;
   if (!refused_.empty()) {
     return absl::UnauthenticatedError(absl::StrCat("this side refused the certificate of ", other, ": ", refused_));
@@ -421,8 +428,9 @@ absl::Status TlsLink::WhyFailed(int error, bool handshake) const {
     case SSL_R_HTTPS_PROXY_REQUEST:
     case SSL_R_PACKET_LENGTH_TOO_LONG:
     case SSL_R_UNEXPECTED_MESSAGE:
-      if (handshake) return absl::FailedPreconditionError(absl::StrCat(other, " does not speak TLS"));
-      break;
+      if (!handshake) break;
+      *plain = true;
+      return absl::FailedPreconditionError(absl::StrCat(other, " does not speak TLS"));
     case SSL_R_UNSUPPORTED_PROTOCOL:
     case kAlertReason + TLS1_AD_PROTOCOL_VERSION:
       return absl::FailedPreconditionError(absl::StrCat(other, " has no TLS 1.3, which is needed"));

@@ -116,7 +116,7 @@ class TlsLink {
  private:
   friend struct TlsCallbacks;
   Step After(int result, bool handshake);
-  absl::Status WhyFailed(int error, bool handshake) const;
+  absl::Status WhyFailed(int error, bool handshake, bool* plain) const;
 
   const std::shared_ptr<const TlsContext> context_;  // shared: the switch may have moved on
   const std::string name_;

@@ -179,6 +179,9 @@ TEST_F(TlsTest, SaysWhenTheOtherSideIsPlain) {
     ASSERT_EQ(::write(server.fds[1], garbage.data(), garbage.size()), ssize_t(garbage.size()));
     EXPECT_EQ(server.server->Handshake(), Step::kFailed);
     EXPECT_EQ(server.server->failure().code(), absl::StatusCode::kFailedPrecondition) << server.server->failure();
+    uint8_t told[16];
+    EXPECT_EQ(::recv(server.fds[1], told, sizeof told, 0), 7);
+    EXPECT_EQ(told[0], 21);  // an alert
     Pair client(AcceptContext(daemon_, ""), DialContext({}, authority_.certificate()));
     ASSERT_EQ(::write(client.fds[0], garbage.data(), garbage.size()), ssize_t(garbage.size()));
     while (client.client->Handshake() == Step::kWantRead) {

@@ -52,12 +52,13 @@ class TlsHandshakes::Handshake {
         socket_(std::make_shared<Socket>()),
         readable_(parts.loop->port(), fd, kj::UnixEventPort::FdObserver::OBSERVE_READ),
         evicted_(kj::newPromiseAndFulfiller<void>()),
+        peer_(PeerOf(fd)),
         done_(std::move(done)) {
     socket_->fd = kj::AutoCloseFd(fd);
     socket_->tls = std::make_unique<TlsLink>(std::move(context), fd);
   }
 
-  int fd() const { return socket_->fd.get(); }
+  const std::string& peer() const { return peer_; }
   void Evict() { evicted_.fulfiller->fulfill(); }
 
   /// OK: it succeeded. Else the client has read why, or had time to.
@@ -81,11 +82,13 @@ class TlsHandshakes::Handshake {
 
  private:
   kj::Promise<absl::Status> GoOn() {
+    // Before the worker reads: what comes when it has is an edge that would not come again.
+    auto readable = readable_.whenBecomesReadable();
     return OnWorker<TlsLink::Step>(parts_.workers, parts_.queue, WorkerPool::kDaemon,
                                    [socket = socket_] { return socket->tls->Handshake(); })
-        .then([this](TlsLink::Step step) -> kj::Promise<absl::Status> {
+        .then([this, readable = kj::mv(readable)](TlsLink::Step step) mutable -> kj::Promise<absl::Status> {
           if (step == TlsLink::Step::kDone) return absl::OkStatus();
-          if (step == TlsLink::Step::kWantRead) return readable_.whenBecomesReadable().then([this] { return GoOn(); });
+          if (step == TlsLink::Step::kWantRead) return readable.then([this] { return GoOn(); });
           absl::Status why = socket_->tls->failure();
           if (why.ok()) why = absl::UnavailableError("the client reads nothing");  // kWantWrite
           return Drain().then([why = std::move(why)] { return why; });
@@ -94,14 +97,14 @@ class TlsHandshakes::Handshake {
 
   // Closing a socket with unread bytes would reset the connection, and destroy the alert on its way.
   kj::Promise<void> Drain() {
-    ::shutdown(fd(), SHUT_WR);
+    ::shutdown(socket_->fd.get(), SHUT_WR);
     return ReadAway().exclusiveJoin(parts_.loop->timer().afterDelay(kDrainMs * kj::MILLISECONDS));
   }
 
   kj::Promise<void> ReadAway() {
     char some[4096];
     while (drained_ < kDrainBytesMax) {
-      const ssize_t n = ::recv(fd(), some, sizeof some, MSG_DONTWAIT);
+      const ssize_t n = ::recv(socket_->fd.get(), some, sizeof some, MSG_DONTWAIT);
       if (n < 0 && errno == EAGAIN) return readable_.whenBecomesReadable().then([this] { return ReadAway(); });
       if (n == 0 || (n < 0 && errno != EINTR)) break;
       if (n > 0) drained_ += size_t(n);
@@ -113,6 +116,7 @@ class TlsHandshakes::Handshake {
   const std::shared_ptr<Socket> socket_;
   kj::UnixEventPort::FdObserver readable_;
   kj::PromiseFulfillerPair<void> evicted_;
+  const std::string peer_;
   Done done_;
   size_t drained_ = 0;
 };
@@ -131,7 +135,7 @@ void TlsHandshakes::Start(int fd, std::shared_ptr<const TlsContext> context, Don
     std::unique_ptr<Handshake> ended = std::move(handshakes_.extract(id).mapped());
     if (status.ok()) return Handshake::HandOver(std::move(ended));
     parts_.metrics->ended(EndReason::kTls).Increment();
-    Log(PeerOf(ended->fd()), status);
+    Log(ended->peer(), status);
   }));
 }
 
