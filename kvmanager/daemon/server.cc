@@ -169,6 +169,7 @@ class ServerImpl final : public Server {
     transport.receiver = incoming_.get();
     transport.metrics = &transport_metrics_;
     transport.peer_key = std::move(peer_key);
+    transport.tls = access_.tls();
     transport.send_bytes_per_s = options_.peer_rate_bytes;
     transport.window_bytes = options_.peer_window_bytes;
     transport.local_connections = options_.peer_local_copy;
