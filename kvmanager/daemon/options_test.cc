@@ -276,7 +276,8 @@ TEST(OptionsTest, TlsOpensListenersAndItsFlagsFit) {
   const auto given = [&](std::vector<std::string> more, bool authority) {
     more.insert(more.end(), {"--tls-cert", cert, "--tls-key", key});
     if (authority) more.insert(more.end(), {"--tls-ca", ca});
-    return Parse(With(more));
+    more.insert(more.begin(), kMinimum.begin(), kMinimum.end());
+    return Parse(more);
   };
   const auto clients = given({"--listen", "tcp:0.0.0.0:9000"}, false);
   ASSERT_TRUE(clients.ok()) << clients.status();

@@ -5,15 +5,11 @@
 //
 //   user <-- plain --> [near end | relay | TLS] <-- TCP --> peer
 //
-//   state       means                                  next, and on what
-//   kShaking    the handshake; nothing is passed on    kCarrying: both certificates are good, Done gets the user's end;
-//                                                      kRefusing: not, as the one who accepted; kClosed: not, or
-//                                                      kAuthMs
-//   kRefusing   the peer reads why                     kClosed: it closed, or kAuthMs
-//   kCarrying   bytes go both ways                     kClosed: both sides have ended, TLS broke, or the user closed
-//   and
-//                                                      nothing more went for kLingerMs
-//   kClosed     nothing is open                        -
+//   state       means                                 next, and on what
+//   kShaking    the handshake; nothing is passed on   kCarrying: it succeeded; kRefusing: not; kClosed: kAuthMs
+//   kRefusing   the peer that connected reads why     kClosed: it closed, or kAuthMs
+//   kCarrying   bytes go both ways                    kClosed: both ended, TLS broke, or kLingerMs without use
+//   kClosed     nothing is open                       -
 //
 // An end of one side is passed on behind its bytes: the user's as close_notify, the peer's as the end of the near end.
 // A broken TLS connection is such an end, too: frames have their own lengths and checks. A worker does one turn at a
