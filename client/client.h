@@ -314,13 +314,20 @@ class Client {
     /// Where administration below is asked: the daemon's --admin-listen, for its own user and root. Empty: "PATH.admin"
     /// of "unix:PATH". Connected to when first needed.
     std::string admin_address;
-    /// Shows who this is to a daemon whose --tenants knows its SHA-256: 16..1024 bytes; empty: none. Over TCP it is
+    /// Shows who this is to a daemon whose --tenants knows its SHA-256: 16..1024 bytes; empty: none. Over "tcp:" it is
     /// sent as it is. Of a daemon that has the feature "tokens" (else UNIMPLEMENTED).
     std::string token;
+    /// Files in PEM, of an address "tls:HOST:PORT", read at each connecting. tls_ca: whose signature the daemon's
+    /// certificate must have; empty: that of an authority which the system knows. tls_cert and tls_key: this client's
+    /// own, which say who it is; both or none.
+    std::string tls_ca, tls_cert, tls_key;
+    /// The host name or IP address that the daemon's certificate must have; empty: HOST.
+    std::string tls_name;
   };
 
-  /// address: "unix:PATH" or "tcp:HOST:PORT". Errors: INVALID_ARGUMENT (address), UNAVAILABLE, FAILED_PRECONDITION (API
-  /// version).
+  /// address: "unix:PATH", "tcp:HOST:PORT" or "tls:HOST:PORT". Errors: INVALID_ARGUMENT (address, a file of TLS),
+  /// UNAVAILABLE, UNAUTHENTICATED (a certificate, and which side refused it), FAILED_PRECONDITION (API version; the
+  /// daemon speaks TLS there, or does not).
   static absl::StatusOr<std::unique_ptr<Client>> Connect(absl::string_view address, const Options& options);
   virtual ~Client() = default;
 

@@ -9,6 +9,7 @@
 #include <exception>
 
 #include "absl/strings/str_cat.h"
+#include "client/tls_dial.h"
 
 namespace kvmanager::client {
 namespace {
@@ -47,10 +48,11 @@ absl::StatusOr<std::shared_ptr<ThreadLoop>> ThreadLoop::OfThisThread() {
 
 /// One connected socket and the RPC system on it. Members in the order of what depends on what.
 struct Connection::Link {
-  Link(ThreadLoop& loop, GuardedFd connected, GuardedFd write_side, uint fds_per_message)
+  Link(ThreadLoop& loop, GuardedFd connected, GuardedFd write_side, std::unique_ptr<TlsLink> with, uint fds_per_message)
       : fd(std::move(connected)),
         write_fd(std::move(write_side)),
-        stream(loop.port, fd.get(), write_fd.get()),
+        tls(std::move(with)),
+        stream(loop.port, fd.get(), write_fd.get(), nullptr, tls.get()),
         network(stream, fds_per_message, capnp::rpc::twoparty::Side::CLIENT, Limits()),
         rpc(capnp::makeRpcClient(network)),
         daemon(Bootstrap()),
@@ -79,6 +81,7 @@ struct Connection::Link {
   bool is_lost = false;
   GuardedFd fd, write_fd;
   const ShutDown shut_down{fd.get()};  // behind what the RPC system still says
+  const std::unique_ptr<TlsLink> tls;  // nullptr: plain
   SocketStream stream;
   capnp::TwoPartyVatNetwork network;
   capnp::RpcSystem<capnp::rpc::twoparty::VatId> rpc;
@@ -123,23 +126,37 @@ absl::Status Connection::Dial(std::chrono::steady_clock::time_point until) {
   } catch (...) {
   }
   ++generation_;  // even if this fails, what was before is void
+  KV_ASSIGN_OR_RETURN(const std::shared_ptr<const TlsContext> context, MakeTlsContext(address_, options_));
   for (int64_t pause_ms = kBackOffMsMin;; pause_ms = std::min(2 * pause_ms, kBackOffMsMax)) {
     absl::Status status;
     int64_t hello_ms = options_.hello_ms;
     auto fd = client::Dial(address_, std::max<int64_t>(MsUntil(until), 1));
-    if (fd.ok()) {
+    absl::StatusOr<std::unique_ptr<TlsLink>> tls = nullptr;
+    if (fd.ok() && context != nullptr) {
+      tls = ShakeHands(context, address_, options_, fd->get(), std::max<int64_t>(MsUntil(until), 1));
+    }
+    if (!tls.ok()) {
+      status = tls.status();
+      if (!absl::IsUnavailable(status)) return status;
+    } else if (fd.ok()) {
       try {
         GuardedFd write_fd = Guarded([&fd] { return ::fcntl(fd->get(), F_DUPFD_CLOEXEC, 0); });
         if (!write_fd.valid())
           return absl::ResourceExhaustedError(absl::StrCat("duplicating a socket: ", std::strerror(errno)));
-        link_ =
-            std::make_unique<Link>(*loop_, *std::move(fd), std::move(write_fd), address_.is_unix ? kFdsPerMessage : 0);
+        link_ = std::make_unique<Link>(*loop_, *std::move(fd), std::move(write_fd), *std::move(tls),
+                                       address_.is_unix ? kFdsPerMessage : 0);
         if (hello_ms == 0) hello_ms = std::max<int64_t>(MsUntil(until), 1);
         status = Hello(hello_ms);
       } catch (...) {
         status = FromException(Caught());
       }
       if (status.ok()) return status;
+      // In TLS 1.3 a daemon's refusal comes behind the handshake, in place of its answer.
+      if (link_ != nullptr && link_->tls != nullptr && !link_->tls->failure().ok()) {
+        status = TlsFailure(address_, link_->tls->failure());
+      } else if (link_ != nullptr && link_->stream.other_speaks_tls()) {
+        status = SpeaksTls(address_);
+      }
       try {
         link_.reset();
       } catch (...) {

@@ -104,7 +104,7 @@ absl::StatusOr<GuardedFd> DialEndpoint(const Address& address, const sockaddr* t
 }  // namespace
 
 absl::StatusOr<Address> ParseAddress(absl::string_view text) {
-  constexpr absl::string_view kForms = "unix:PATH or tcp:HOST:PORT";
+  constexpr absl::string_view kForms = "unix:PATH, tcp:HOST:PORT or tls:HOST:PORT";
   Address address;
   address.text = std::string(text);
   if (text.find('\0') != absl::string_view::npos) return InvalidField("address", "with a zero byte", kForms);
@@ -118,7 +118,8 @@ absl::StatusOr<Address> ParseAddress(absl::string_view text) {
     }
     return address;
   }
-  if (!absl::StartsWith(text, "tcp:")) return InvalidField("address", address.text, kForms);
+  address.is_tls = absl::StartsWith(text, "tls:");
+  if (!address.is_tls && !absl::StartsWith(text, "tcp:")) return InvalidField("address", address.text, kForms);
   const absl::string_view rest = text.substr(4);
   const size_t colon = rest.rfind(':');
   if (colon == absl::string_view::npos || colon == 0) return InvalidField("address", address.text, kForms);
@@ -128,7 +129,7 @@ absl::StatusOr<Address> ParseAddress(absl::string_view text) {
   address.port = std::string(rest.substr(colon + 1));
   int port = 0;
   if (!absl::SimpleAtoi(address.port, &port) || port < 1 || port > 65535) {
-    return InvalidField("address", address.text, "tcp:HOST:PORT with a port of 1..65535");
+    return InvalidField("address", address.text, "tcp:HOST:PORT or tls:HOST:PORT with a port of 1..65535");
   }
   return address;
 }

@@ -10,9 +10,9 @@
 
 namespace kvmanager::client {
 
-/// "unix:PATH" (at most 107 bytes) or "tcp:HOST:PORT" ("tcp:[::1]:7000" for IPv6).
+/// "unix:PATH" (at most 107 bytes), or "tcp:HOST:PORT" or "tls:HOST:PORT" ("tcp:[::1]:7000" for IPv6).
 struct Address {
-  bool is_unix = false;
+  bool is_unix = false, is_tls = false;
   std::string path;
   std::string host, port;
   std::string text;  // as given

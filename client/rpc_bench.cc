@@ -35,7 +35,7 @@ constexpr size_t kRequestBytes = 2 * kKvHeads * kHeadDim * 2 + kQueryHeads * kHe
 constexpr size_t kReplyBytes = kQueryHeads * kHeadDim * 4;
 
 struct Arguments {
-  std::string connect, daemon;
+  std::string connect, daemon, tls_ca;
   int rounds = 5000;
   int64_t busy_poll_us = 1000;
   bool json = false;
@@ -96,7 +96,10 @@ absl::StatusOr<Measured> Measure(const std::string& address, const Arguments& ar
   measured.socket_empty = BareSocket(64, 64, arguments.rounds, poll);
   measured.socket_step = BareSocket(kRequestBytes, kReplyBytes, arguments.rounds, poll);
 
-  Client::Options options{.name = "rpc_bench", .connect_ms = 10000, .busy_poll_us = poll ? arguments.busy_poll_us : 0};
+  Client::Options options{.name = "rpc_bench",
+                          .connect_ms = 10000,
+                          .busy_poll_us = poll ? arguments.busy_poll_us : 0,
+                          .tls_ca = arguments.tls_ca};
   KV_ASSIGN_OR_RETURN(auto client, Client::Connect(address, options));
   std::vector<double> us;
   for (int i = -warm_up; i < arguments.rounds; ++i) {
@@ -159,7 +162,9 @@ void Print(const char* how, const Measured& m) {
 int Main(int argc, char** argv) {
   Arguments arguments;
   CLI::App app{"Round trips to kvmanagerd, beside those of a bare socket.", "rpc_bench"};
-  auto* connect = app.add_option("--connect", arguments.connect, "a running daemon: unix:PATH or tcp:HOST:PORT");
+  auto* connect =
+      app.add_option("--connect", arguments.connect, "a running daemon: unix:PATH, tcp:HOST:PORT or tls:HOST:PORT");
+  app.add_option("--tls-ca", arguments.tls_ca, "of tls:HOST:PORT: who signed the daemon's certificate");
   app.add_option("--daemon", arguments.daemon, "path of kvmanagerd: starts one that blocks, then one that polls")
       ->excludes(connect);
   app.add_option("--rounds", arguments.rounds, "calls per measurement")

@@ -44,10 +44,11 @@ TransportMetrics::Direction::Direction(Metrics* m, const char* direction)
       pages_skipped(m->Counter("transport_pages_skipped_total",
                                "Pages of a hand-off that the receiver had already and that were not moved.",
                                {{"direction", direction}})),
-      authentication_failures(m->Counter("transport_authentication_failures_total",
-                                         "Connections with peers that did not prove the key of --peer-key: received, "
-                                         "that they made; sent, that this daemon made.",
-                                         {{"direction", direction}})),
+      authentication_failures(
+          m->Counter("transport_authentication_failures_total",
+                     "Connections with peers that did not prove the key of --peer-key, or whose TLS "
+                     "handshake failed: received, that they made; sent, that this daemon made.",
+                     {{"direction", direction}})),
       active(m->Gauge("transport_active_transfers", "Hand-offs under way.", {{"direction", direction}})),
       seconds(m->Histogram("transport_transfer_seconds",
                            "Seconds from the first byte of a hand-off to its confirmation, of those that succeeded.",

@@ -206,14 +206,20 @@ absl::StatusOr<Client::Options> ParseClientOptions(absl::string_view text) {
   KV_ASSIGN_OR_RETURN(const json parsed, ParseObject(text));
   Client::Options o;
   for (const auto& [field, value] : parsed.items()) {
-    absl::Status taken =
-        InvalidField("options", field, "name, deadline_ms, connect_ms, hello_ms, busy_poll_us, admin_address or token");
+    absl::Status taken = InvalidField(
+        "options", field,
+        "name, deadline_ms, connect_ms, hello_ms, busy_poll_us, admin_address, token, tls_ca, tls_cert, tls_key "
+        "or tls_name");
     if (field == "name") taken = Take(field, value, &o.name);
     if (field == "deadline_ms") taken = Take(field, value, &o.deadline_ms);
     if (field == "connect_ms") taken = Take(field, value, &o.connect_ms);
     if (field == "hello_ms") taken = Take(field, value, &o.hello_ms);
     if (field == "busy_poll_us") taken = Take(field, value, &o.busy_poll_us);
     if (field == "admin_address") taken = Take(field, value, &o.admin_address);
+    if (field == "tls_ca") taken = Take(field, value, &o.tls_ca);
+    if (field == "tls_cert") taken = Take(field, value, &o.tls_cert);
+    if (field == "tls_key") taken = Take(field, value, &o.tls_key);
+    if (field == "tls_name") taken = Take(field, value, &o.tls_name);
     if (field == "token")
       taken = value.is_string() ? Take(field, value, &o.token) : InvalidField(field, "no string", "a string");
     KV_RETURN_IF_ERROR(taken);

@@ -42,8 +42,8 @@ KVM_API int kvm_close(kvm_object* object);
 /* Frees the object, giving back what it holds. NULL is allowed. */
 KVM_API void kvm_release(kvm_object* object);
 
-/* A client. options: {"name", "deadline_ms", "connect_ms", "hello_ms", "busy_poll_us", "admin_address", "token"}, each
- * optional. Text: {"boot_epoch", "peer_address"}. */
+/* A client. options: {"name", "deadline_ms", "connect_ms", "hello_ms", "busy_poll_us", "admin_address", "token",
+ * "tls_ca", "tls_cert", "tls_key", "tls_name"}, each optional. Text: {"boot_epoch", "peer_address"}. */
 KVM_API int kvm_connect(const char* address, size_t address_bytes, const char* options, size_t options_bytes,
                         kvm_object** client);
 /* Text as kvm_connect's. */

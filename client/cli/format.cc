@@ -316,13 +316,16 @@ json ErrorToJson(const absl::Status& error, absl::string_view address) {
 }
 
 std::string Advice(const absl::Status& error, absl::string_view address) {
-  const std::string at(address);
+  const bool tls = absl::StartsWith(address, "tls:");
+  const std::string at =
+      tls ? absl::StrCat("tcp:", address.substr(4), " --tls-cert FILE --tls-key FILE") : std::string(address);
   switch (error.code()) {
     case absl::StatusCode::kUnavailable:
       return absl::StrCat(
           "is the daemon running, and listening there? Start it with\n  kvmanagerd --listen ", at,
           " --host-pool-bytes 4GiB --metrics-listen 127.0.0.1:9090\nor say where it is with --connect ADDRESS or "
-          "KVMANAGER_ADDRESS (unix:PATH or tcp:HOST:PORT). Who may connect to a Unix socket is up to its "
+          "KVMANAGER_ADDRESS (unix:PATH, tcp:HOST:PORT or tls:HOST:PORT). Who may connect to a Unix socket is up to "
+          "its "
           "file's permissions: ls -l shows them.");
     case absl::StatusCode::kDeadlineExceeded:
       return "the daemon is there but does not answer: see its log and its metrics; --deadline-ms waits longer.";

@@ -36,6 +36,7 @@ struct Arguments {
   std::string connect = kDefaultAddress;
   std::string admin;
   std::string token_file;
+  std::string tls_ca, tls_cert, tls_key, tls_name;
   int64_t deadline_ms = 5000;
   bool json = false;
   bool drain_off = false;
@@ -137,7 +138,7 @@ int Main(int argc, char** argv) {
       "usage.");
   app.require_subcommand(1);
   app.fallthrough();
-  app.add_option("-c,--connect", arguments.connect, "the daemon: unix:PATH or tcp:HOST:PORT")
+  app.add_option("-c,--connect", arguments.connect, "the daemon: unix:PATH, tcp:HOST:PORT or tls:HOST:PORT")
       ->envname("KVMANAGER_ADDRESS")
       ->capture_default_str();
   app.add_option("--admin", arguments.admin,
@@ -146,6 +147,15 @@ int Main(int argc, char** argv) {
       ->envname("KVMANAGER_ADMIN_ADDRESS");
   app.add_option("--token-file", arguments.token_file, "a file with the token that shows who this is (--tenants)")
       ->envname("KVMANAGER_TOKEN_FILE");
+  app.add_option("--tls-ca", arguments.tls_ca,
+                 "of tls:HOST:PORT: who signed the daemon's certificate, in PEM (default: whom the system trusts)")
+      ->envname("KVMANAGER_TLS_CA");
+  app.add_option("--tls-cert", arguments.tls_cert, "of tls:HOST:PORT: a certificate that says who this is, in PEM")
+      ->envname("KVMANAGER_TLS_CERT");
+  app.add_option("--tls-key", arguments.tls_key, "its private key, in PEM")->envname("KVMANAGER_TLS_KEY");
+  app.add_option("--tls-name", arguments.tls_name,
+                 "the host name or IP address that the daemon's certificate must have (default: HOST)")
+      ->envname("KVMANAGER_TLS_NAME");
   app.add_option("--deadline-ms", arguments.deadline_ms, "how long to wait for an answer")
       ->check(CLI::Range(int64_t{1}, int64_t{3600000}))
       ->capture_default_str();
@@ -248,7 +258,11 @@ int Main(int argc, char** argv) {
                                                    .connect_ms = std::min(kConnectMs, arguments.deadline_ms),
                                                    .hello_ms = arguments.deadline_ms,
                                                    .admin_address = arguments.admin,
-                                                   .token = token});
+                                                   .token = token,
+                                                   .tls_ca = arguments.tls_ca,
+                                                   .tls_cert = arguments.tls_cert,
+                                                   .tls_key = arguments.tls_key,
+                                                   .tls_name = arguments.tls_name});
   if (!client.ok()) {
     const int exit_code = Fail(client.status(), arguments);
     return absl::IsInvalidArgument(client.status()) ? kExitUsage : exit_code;

@@ -8,6 +8,7 @@
 #include <sys/uio.h>
 
 #include <algorithm>
+#include <array>
 
 namespace kvmanager {
 namespace {
@@ -36,6 +37,16 @@ size_t SegmentBytes(kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>> segments
   return bytes;
 }
 
+kj::Exception Broken(const TlsLink& tls) {
+  const absl::Status& why = tls.failure();
+  const bool gone = why.code() != absl::StatusCode::kDataLoss;
+  return kj::Exception(gone ? kj::Exception::Type::DISCONNECTED : kj::Exception::Type::FAILED, __FILE__, __LINE__,
+                       kj::heapString(why.message().data(), why.message().size()));
+}
+
+// Of the bytes that a connection begins with: the header of a record of TLS, which no message's segment table can be.
+bool IsTlsRecord(const kj::byte* at) { return at[0] >= 20 && at[0] <= 23 && at[1] == 3 && at[2] <= 4 && at[2] > 0; }
+
 uint32_t Get32(const kj::byte* at) {
   return uint32_t(at[0]) | uint32_t(at[1]) << 8 | uint32_t(at[2]) << 16 | uint32_t(at[3]) << 24;
 }
@@ -60,12 +71,26 @@ struct SocketStream::Rest {
   std::vector<iovec> pieces;
   size_t next = 0;
   std::vector<int> fds;  // go with the first byte
+
+  /// So many bytes of the pieces are sent.
+  void Skip(size_t sent) {
+    while (sent > 0) {
+      iovec& piece = pieces[next];
+      const size_t step = std::min(sent, piece.iov_len);
+      piece.iov_base = static_cast<char*>(piece.iov_base) + step;
+      piece.iov_len -= step;
+      sent -= step;
+      if (piece.iov_len == 0) ++next;
+    }
+  }
 };
 
-SocketStream::SocketStream(kj::UnixEventPort& port, int fd, int write_fd, std::shared_ptr<MessageMemory> memory)
+SocketStream::SocketStream(kj::UnixEventPort& port, int fd, int write_fd, std::shared_ptr<MessageMemory> memory,
+                           TlsLink* tls)
     : port_(port),
       fd_(fd),
       write_fd_(write_fd),
+      tls_(tls),
       observer_(port, fd, kj::UnixEventPort::FdObserver::OBSERVE_READ),
       buffer_(kj::heapArray<kj::byte>(kReadAheadBytes)),
       memory_(std::move(memory)) {
@@ -136,6 +161,10 @@ bool SocketStream::Assemble(const capnp::ReaderOptions& options) {
     if (have < 4) return false;
     const kj::byte* at = buffer_.begin() + begin_;
     const uint64_t segments = uint64_t{Get32(at)} + 1;
+    if (segments > kSegmentsMax && IsTlsRecord(at)) {
+      other_speaks_tls_ = true;
+      KJ_FAIL_REQUIRE("the other side speaks TLS, and this one does not");
+    }
     KJ_REQUIRE(segments <= kSegmentsMax, "a message has too many segments", segments);
     const size_t table_words = segments / 2 + 1;
     if (have < table_words * sizeof(capnp::word)) return false;
@@ -164,7 +193,26 @@ bool SocketStream::Assemble(const capnp::ReaderOptions& options) {
   return false;
 }
 
+ssize_t SocketStream::ReceiveTls(kj::byte* to, size_t bytes_max) {
+  if (turn_bytes_ >= kTlsTurnBytes) {  // a timer, since the loop looks at sockets before it comes back
+    turn_bytes_ = 0;
+    readable_ = port_.getTimer().afterDelay(0 * kj::NANOSECONDS);
+    return -1;
+  }
+  const int64_t n = tls_->Read(to, bytes_max);
+  if (n == -2) kj::throwFatalException(Broken(*tls_));
+  if (n > 0) {
+    received_ += uint64_t(n);
+    turn_bytes_ += size_t(n);
+  } else {
+    turn_bytes_ = 0;
+    if (n == -1) readable_ = observer_.whenBecomesReadable();
+  }
+  return ssize_t(n);
+}
+
 ssize_t SocketStream::Receive(kj::byte* to, size_t bytes_max, bool want_fds) {
+  if (tls_ != nullptr) return ReceiveTls(to, bytes_max);
   iovec piece{to, bytes_max};
   alignas(cmsghdr) char control[CMSG_SPACE(kFdsPerReadMax * sizeof(int))];
   msghdr message{};
@@ -285,6 +333,7 @@ kj::Promise<void> SocketStream::end() {
   if (!busy_) {
     Flush();
     if (!busy_) {
+      if (tls_ != nullptr) tls_->EndWriting();
       ::shutdown(fd_, SHUT_WR);
       return kj::READY_NOW;
     }
@@ -326,6 +375,7 @@ void SocketStream::Flush() {
 
 /// True if all of it is sent, false if the socket takes no more now. Throws if the connection is gone.
 bool SocketStream::Send(Rest& rest) {
+  if (tls_ != nullptr) return SendTls(rest);
   while (rest.next < rest.pieces.size()) {
     msghdr message{};
     message.msg_iov = rest.pieces.data() + rest.next;
@@ -348,14 +398,35 @@ bool SocketStream::Send(Rest& rest) {
       kj::throwFatalException(Broken("writing to the socket", errno));
     }
     rest.fds.clear();
-    for (size_t sent = size_t(n); sent > 0;) {
-      iovec& piece = rest.pieces[rest.next];
-      const size_t step = std::min(sent, piece.iov_len);
-      piece.iov_base = static_cast<char*>(piece.iov_base) + step;
-      piece.iov_len -= step;
-      sent -= step;
-      if (piece.iov_len == 0) ++rest.next;
+    rest.Skip(size_t(n));
+  }
+  return true;
+}
+
+bool SocketStream::SendTls(Rest& rest) {
+  KJ_REQUIRE(rest.fds.empty(), "no descriptor goes through TLS");
+  std::array<kj::byte, TlsLink::kRecordBytes> record;
+  size_t sent = 0;
+  while (rest.next < rest.pieces.size()) {
+    if (sent >= kTlsTurnBytes) return false;
+    // A record each for small pieces would cost more than the copy. What is tried again has the same bytes, as it must.
+    const iovec& first = rest.pieces[rest.next];
+    const void* from = first.iov_base;
+    size_t bytes = first.iov_len;
+    if (bytes < record.size() && rest.next + 1 < rest.pieces.size()) {
+      bytes = 0;
+      for (size_t at = rest.next; at < rest.pieces.size() && bytes < record.size(); ++at) {
+        const size_t step = std::min(rest.pieces[at].iov_len, record.size() - bytes);
+        memcpy(record.data() + bytes, rest.pieces[at].iov_base, step);
+        bytes += step;
+      }
+      from = record.data();
     }
+    const int64_t n = tls_->Write(from, bytes);
+    if (n == -2) kj::throwFatalException(Broken(*tls_));
+    if (n == -1) return false;
+    rest.Skip(size_t(n));
+    sent += size_t(n);
   }
   return true;
 }

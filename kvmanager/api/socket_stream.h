@@ -12,6 +12,10 @@
 // precede that run. So descriptors belong to the last message that starts within the bytes they came with. Surplus ones
 // are closed.
 //
+// TLS. With a TlsLink the same messages go through it instead; descriptors cannot, and 4 does not hold: OpenSSL may
+// keep bytes that the socket has given, so only its word that there is nothing more counts. Without one a null check is
+// all.
+//
 // Owner and thread: one connection, on the thread of its event loop. The descriptors stay the caller's.
 #pragma once
 
@@ -22,6 +26,8 @@
 #include <deque>
 #include <memory>
 #include <vector>
+
+#include "kvmanager/base/tls.h"
 
 namespace kvmanager {
 
@@ -46,12 +52,15 @@ class SocketStream final : public capnp::MessageStream {
   static constexpr size_t kWriteLateBytesMax = 16
                                                << 10;  // larger messages are not copied; nor more than this held back
   static constexpr uint32_t kSegmentsMax = 512;
-  static constexpr size_t kFdsPerReadMax = 4;  // what the kernel may hand over at once; more are closed by it
+  static constexpr size_t kTlsTurnBytes = 1 << 20;  // that TLS encrypts, or decrypts, before the loop looks at others
+  static constexpr size_t kFdsPerReadMax = 4;       // what the kernel may hand over at once; more are closed by it
 
   /// `fd` and `write_fd`: one non-blocking stream socket, twice (dup), because an event port watches a descriptor once.
   /// Both must outlive the stream. The port must belong to this thread. memory: where messages that are read book
-  /// their bytes until they are destroyed; nullptr: nowhere.
-  SocketStream(kj::UnixEventPort& port, int fd, int write_fd, std::shared_ptr<MessageMemory> memory = nullptr);
+  /// their bytes until they are destroyed; nullptr: nowhere. tls: of `fd`, after its handshake; outlives the stream;
+  /// nullptr: plain.
+  SocketStream(kj::UnixEventPort& port, int fd, int write_fd, std::shared_ptr<MessageMemory> memory = nullptr,
+               TlsLink* tls = nullptr);
 
   ~SocketStream();
 
@@ -65,6 +74,9 @@ class SocketStream final : public capnp::MessageStream {
   kj::Promise<void> writeMessages(kj::ArrayPtr<kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>>> messages) override;
   kj::Maybe<int> getSendBufferSize() override;
   kj::Promise<void> end() override;
+
+  /// What came was a record of TLS, and this stream is plain.
+  bool other_speaks_tls() const { return other_speaks_tls_; }
 
  private:
   struct HeldFds {
@@ -80,16 +92,19 @@ class SocketStream final : public capnp::MessageStream {
   bool Assemble(const capnp::ReaderOptions& options);
   /// Bytes read into `to`; 0 at the end of the stream; -1 if there is nothing to read now, and `readable_` is then set.
   ssize_t Receive(kj::byte* to, size_t bytes_max, bool want_fds);
+  ssize_t ReceiveTls(kj::byte* to, size_t bytes_max);
   kj::ArrayPtr<kj::AutoCloseFd> TakeFds(kj::ArrayPtr<kj::AutoCloseFd> fd_space);
 
   void FlushLater();
   void Flush();
   bool Send(Rest& rest);
+  bool SendTls(Rest& rest);
   void Block(kj::Own<Rest> rest);
   kj::Promise<void> SendRest(kj::Own<Rest> rest);
 
   kj::UnixEventPort& port_;
   const int fd_, write_fd_;
+  TlsLink* const tls_;
   kj::UnixEventPort::FdObserver observer_;
 
   // Reading: buffer_[begin_, end_) is not yet part of a message; words_ is the message being put together.
@@ -100,6 +115,8 @@ class SocketStream final : public capnp::MessageStream {
   kj::Array<capnp::word> words_;
   uint64_t wanted_bytes_ = 0;  // of a message that waits for memory; it is booked once `booked_`
   bool booked_ = false;
+  bool other_speaks_tls_ = false;
+  size_t turn_bytes_ = 0;   // that TLS has decrypted since the loop looked at others
   bool receiving_ = false;  // part of a message, as memory_ was told
   const std::shared_ptr<MessageMemory> memory_;
   size_t filled_bytes_ = 0;

@@ -16,11 +16,13 @@
 #include <random>
 #include <vector>
 
+#include "kvmanager/base/tls_testing.h"
+
 namespace kvmanager {
 namespace {
 
 /// Two ends of a socket pair on one event loop.
-class SocketStreamTest : public testing::Test {
+class SocketStreamTest : public ::testing::Test {
  protected:
   ~SocketStreamTest() noexcept override = default;
   SocketStreamTest() : loop_(port_), scope_(loop_) {
@@ -192,6 +194,89 @@ TEST_F(SocketStreamTest, WritingToAClosedPeerFailsAsDisconnected) {
   kj::ArrayPtr<const capnp::word> segment(words.data(), words.size());
   auto failure = kj::runCatchingExceptions([&] { a_->writeMessage(nullptr, kj::arrayPtr(&segment, 1)).wait(scope_); });
   EXPECT_EQ(KJ_ASSERT_NONNULL(failure).getType(), kj::Exception::Type::DISCONNECTED);
+}
+
+/// The same with TLS between them.
+class TlsSocketStreamTest : public SocketStreamTest {
+ protected:
+  ~TlsSocketStreamTest() noexcept override {
+    a_.reset();
+    b_.reset();
+  }
+  TlsSocketStreamTest() {
+    testing::TestAuthority authority;
+    tls_[0].emplace(testing::DialContext({}, authority.certificate()), fd_[0], "localhost");
+    tls_[1].emplace(testing::AcceptContext(authority.Daemon(), ""), fd_[1]);
+    for (bool done = false; !done;) {
+      done = true;
+      for (auto& tls : tls_) done &= tls->Handshake() == TlsLink::Step::kDone;
+    }
+    a_.emplace(port_, fd_[0], write_fd_[0], nullptr, &*tls_[0]);
+    b_.emplace(port_, fd_[1], write_fd_[1], nullptr, &*tls_[1]);
+  }
+
+  std::optional<TlsLink> tls_[2];
+};
+
+TEST_F(TlsSocketStreamTest, AnyMixOfMessagesArrivesWholeAndInOrderBothWays) {
+  std::mt19937 random(13);
+  const size_t sizes[] = {0, 1, 60, 500, 2040, 2048, 4000, 9000, 300000, 600000};
+  for (const bool forth : {true, false}) {
+    SocketStream &from = forth ? *a_ : *b_, &to = forth ? *b_ : *a_;
+    std::deque<Segments> sent;
+    std::deque<std::vector<kj::ArrayPtr<const capnp::word>>> views;
+    kj::Promise<void> writing = kj::READY_NOW;
+    for (int i = 0; i < 150; ++i) {
+      Segments& segments = sent.emplace_back();
+      auto& view = views.emplace_back();
+      for (int s = 1 + int(random() % 4); s > 0; --s) {
+        segments.push_back(Words(sizes[random() % (i % 10 == 0 ? std::size(sizes) : 7)], random));
+      }
+      for (const auto& segment : segments) view.emplace_back(segment.data(), segment.size());
+      writing =
+          writing.then([&from, &view] { return from.writeMessage(nullptr, kj::arrayPtr(view.data(), view.size())); });
+    }
+    auto written = writing.eagerlyEvaluate([](kj::Exception&& e) { ADD_FAILURE() << e.getDescription().cStr(); });
+    for (const Segments& segments : sent) {
+      auto maybe = to.tryReadMessage(nullptr, {}, nullptr).wait(scope_);
+      auto& got = KJ_ASSERT_NONNULL(maybe);
+      for (size_t s = 0; s < segments.size(); ++s) {
+        const auto segment = got.reader->getSegment(uint(s));
+        ASSERT_EQ(segment.size(), segments[s].size());
+        ASSERT_EQ(memcmp(segment.begin(), segments[s].data(), segment.asBytes().size()), 0);
+      }
+    }
+    written.wait(scope_);
+  }
+  a_->end().wait(scope_);
+  EXPECT_TRUE(b_->tryReadMessage(nullptr, {}, nullptr).wait(scope_) == nullptr);
+}
+
+// Whoever can cut the connection makes neither a short message whole, nor an announced end.
+TEST_F(TlsSocketStreamTest, BeingCutOffInAMessageIsADisconnection) {
+  std::mt19937 random(3);
+  const auto words = Words(100, random);
+  kj::ArrayPtr<const capnp::word> segment(words.data(), words.size());
+  const auto flat = capnp::messageToFlatArray(kj::arrayPtr(&segment, 1));
+  ASSERT_EQ(tls_[0]->Write(flat.begin(), 400), 400);
+  ::shutdown(fd_[0], SHUT_WR);
+  const auto failure = kj::runCatchingExceptions([&] { b_->tryReadMessage(nullptr, {}, nullptr).wait(scope_); });
+  EXPECT_EQ(KJ_ASSERT_NONNULL(failure).getType(), kj::Exception::Type::DISCONNECTED);
+}
+
+TEST_F(TlsSocketStreamTest, BeingCutOffBetweenMessagesIsADisconnection) {
+  ::shutdown(fd_[0], SHUT_WR);
+  const auto failure = kj::runCatchingExceptions([&] { b_->tryReadMessage(nullptr, {}, nullptr).wait(scope_); });
+  EXPECT_EQ(KJ_ASSERT_NONNULL(failure).getType(), kj::Exception::Type::DISCONNECTED);
+}
+
+TEST_F(SocketStreamTest, RecordsOfTlsAreRecognised) {
+  const kj::byte alert[] = {21, 3, 1, 0, 2, 2, 70, 0};
+  ASSERT_EQ(::write(fd_[0], alert, sizeof alert), ssize_t(sizeof alert));
+  EXPECT_FALSE(b_->other_speaks_tls());
+  const auto failure = kj::runCatchingExceptions([&] { b_->tryReadMessage(nullptr, {}, nullptr).wait(scope_); });
+  EXPECT_EQ(KJ_ASSERT_NONNULL(failure).getType(), kj::Exception::Type::FAILED);
+  EXPECT_TRUE(b_->other_speaks_tls());
 }
 
 }  // namespace

@@ -65,7 +65,7 @@ int main(int argc, char** argv) {
     return kExitUsage;
   }
   kvmanager::SetBlasCore();  // for projections that clients register
-  const int signal_fd = TakeSignals(!line->options.tenants.empty());
+  const int signal_fd = TakeSignals(!line->options.tenants.empty() || !line->options.tls_cert.empty());
   kvmanager::Log log(line->options.log_level);
   if (kvmanager::failpoints::on) {
     spdlog::warn("{}={}: this daemon fails on purpose; for tests alone", kvmanager::kFailpointsVariable, failpoints);

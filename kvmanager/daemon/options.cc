@@ -15,6 +15,7 @@
 #include "absl/strings/strip.h"
 #include "kvmanager/base/address.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/daemon/options_trust.h"
 
 namespace kvmanager {
 namespace {
@@ -63,7 +64,8 @@ absl::Status CheckBytes(absl::string_view field, const std::string& text, uint64
 struct Texts {
   std::string host_pool_bytes, threads, busy_poll_us, quality_sample, arena_bytes, recompute_bytes,
       memory_beyond_pool_bytes, slab_bytes, hand_off_lease_ms, drain_s, peer_rate_bytes, peer_window_bytes,
-      peer_local_copy, peer_zero_copy, device_pool_bytes, device_slab_bytes, devices, recompute_device_bytes;
+      peer_local_copy, peer_zero_copy, peer_tls, tls_clients, device_pool_bytes, device_slab_bytes, devices,
+      recompute_device_bytes;
   std::vector<std::string> peer_tenants;
 };
 
@@ -110,53 +112,6 @@ constexpr char kAny[] = "any";
 
 bool IsAny(const std::vector<std::string>& values) { return values == std::vector<std::string>{kAny}; }
 
-// Of "HOST:PORT", which was parsed before.
-bool IsLoopbackListener(absl::string_view text) {
-  const auto parsed = ParseHostPort("", text);
-  return parsed.ok() && IsLoopback(parsed->host);
-}
-
-bool IsOpenTcp(absl::string_view listen) { return absl::ConsumePrefix(&listen, "tcp:") && !IsLoopbackListener(listen); }
-
-bool IsOpenToPeers(const Options& options) {
-  return !options.peer_listen.empty() && options.peer_key.empty() && !IsLoopbackListener(options.peer_listen);
-}
-
-// Who may connect, and what they may then do.
-absl::Status CheckTrust(const Texts& texts, Options* options) {
-  if (std::error_code error;
-      !options->peer_key.empty() && !std::filesystem::is_regular_file(options->peer_key, error)) {
-    return InvalidField("--peer-key", options->peer_key, "a file that exists");
-  }
-  for (const std::string& listen : options->listen) {
-    if (options->insecure || !IsOpenTcp(listen)) continue;
-    return InvalidField("--listen", listen,
-                        "unix:PATH, or a loopback address such as tcp:127.0.0.1:PORT: whoever reaches another is a "
-                        "client, without a password; --insecure allows it");
-  }
-  const bool open_to_peers = IsOpenToPeers(*options);
-  if (open_to_peers && !options->insecure) {
-    return InvalidField("--peer-listen", options->peer_listen,
-                        "a loopback address, or --peer-key FILE beside it: without a key whoever reaches it may bring "
-                        "sequences; --insecure allows it");
-  }
-  std::vector<std::string> tenants;
-  for (const std::string& text : texts.peer_tenants) {
-    for (const absl::string_view name : absl::StrSplit(text, ',')) tenants.emplace_back(name);
-  }
-  if (tenants.size() > Options::kPeerTenantsMax) {
-    return InvalidField("--peer-tenants", absl::StrCat(tenants.size(), " names"),
-                        absl::StrCat("at most ", Options::kPeerTenantsMax, " names"));
-  }
-  if (tenants.empty() && open_to_peers) {
-    return InvalidField("--peer-tenants", "missing",
-                        absl::StrCat("the tenants whose sequences whoever reaches --peer-listen ", options->peer_listen,
-                                     " may bring, or any"));
-  }
-  if (!tenants.empty()) options->peer_tenants = std::move(tenants);
-  return absl::OkStatus();
-}
-
 absl::Status Check(const Texts& texts, Options* options) {
   if (options->listen.empty()) return InvalidField("--listen", "missing", "unix:PATH or tcp:HOST:PORT");
   if (options->listen.size() > Options::kListenMax) {
@@ -197,7 +152,19 @@ absl::Status Check(const Texts& texts, Options* options) {
     if (IsAny(options->hand_off_peers)) break;
     KV_RETURN_IF_ERROR(ParseHostPort("--hand-off-peers", peer).status());
   }
-  KV_RETURN_IF_ERROR(CheckTrust(texts, options));
+  for (const auto& [flag, text, value] :
+       {std::tuple("--peer-local-copy", &texts.peer_local_copy, &options->peer_local_copy),
+        std::tuple("--peer-zero-copy", &texts.peer_zero_copy, &options->peer_zero_copy),
+        std::tuple("--peer-tls", &texts.peer_tls, &options->peer_tls)}) {
+    if (text->empty()) continue;
+    if (*text != "on" && *text != "off") return InvalidField(flag, *text, "on or off");
+    *value = *text == "on";
+  }
+  if (!texts.tls_clients.empty() && texts.tls_clients != "allow" && texts.tls_clients != "require") {
+    return InvalidField("--tls-clients", texts.tls_clients, "allow or require");
+  }
+  options->tls_clients_required = texts.tls_clients == "require";
+  KV_RETURN_IF_ERROR(CheckTrust(texts.peer_tenants, texts.peer_tls, options));
   if (!texts.arena_bytes.empty()) {
     KV_RETURN_IF_ERROR(
         CheckBytes("--arena-bytes", texts.arena_bytes, 0, Options::kArenaBytesMax, &options->arena_bytes));
@@ -246,13 +213,6 @@ absl::Status Check(const Texts& texts, Options* options) {
     KV_RETURN_IF_ERROR(CheckBytes("--peer-window-bytes", texts.peer_window_bytes, Options::kPeerWindowBytesMin,
                                   Options::kPeerWindowBytesMax, &options->peer_window_bytes));
   }
-  for (const auto& [flag, text, value] :
-       {std::tuple("--peer-local-copy", &texts.peer_local_copy, &options->peer_local_copy),
-        std::tuple("--peer-zero-copy", &texts.peer_zero_copy, &options->peer_zero_copy)}) {
-    if (text->empty()) continue;
-    if (*text != "on" && *text != "off") return InvalidField(flag, *text, "on or off");
-    *value = *text == "on";
-  }
   if (std::error_code error;
       !options->peer_ucx_key.empty() && !std::filesystem::is_regular_file(options->peer_ucx_key, error)) {
     return InvalidField("--peer-ucx-key", options->peer_ucx_key, "a file that exists");
@@ -272,15 +232,6 @@ absl::Status Check(const Texts& texts, Options* options) {
 }
 
 }  // namespace
-
-std::vector<std::string> OpenListeners(const Options& options) {
-  std::vector<std::string> open;
-  for (const std::string& listen : options.listen) {
-    if (IsOpenTcp(listen)) open.push_back(absl::StrCat("--listen ", listen));
-  }
-  if (IsOpenToPeers(options)) open.push_back(absl::StrCat("--peer-listen ", options.peer_listen));
-  return open;
-}
 
 std::string AdminAddress(const Options& options) {
   if (options.admin_listen == "none") return "";
@@ -339,6 +290,21 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
          "Which users and tokens open which tenants, in JSON, read again on SIGHUP; see docs/operating.md, \"Who "
          "may do what\" (default: each user has names of its own)")
       ->type_name("FILE");
+  app.add_option(
+         "--tls-cert", options.tls_cert,
+         "Certificate of this daemon in PEM, those that signed it behind it: each --listen tcp: then speaks TLS "
+         "1.3 and nothing else; read again on SIGHUP (default: no TLS)")
+      ->type_name("FILE");
+  app.add_option("--tls-key", options.tls_key, "Its private key in PEM, which its owner alone can read")
+      ->type_name("FILE");
+  app.add_option("--tls-ca", options.tls_ca,
+                 "Who signs the certificates of clients and peers, in PEM. A client's certificate then says who it is; "
+                 "peers speak TLS too, and must have one with extendedKeyUsage=serverAuth,clientAuth (default: no "
+                 "certificate is asked for)")
+      ->type_name("FILE");
+  app.add_option("--tls-clients", texts.tls_clients,
+                 "Whether clients over TLS may do without a certificate; allow or require (default allow)")
+      ->type_name("allow|require");
   app.add_option("--host-pool-bytes", texts.host_pool_bytes, "Host memory for pages, taken at start: 512MiB, 8GiB, ...")
       ->type_name("BYTES");
   app.add_option("--metrics-listen", options.metrics_listen, "Where Prometheus scrapes /metrics; absent: nowhere")
@@ -359,8 +325,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   app.add_option("--peer-key", options.peer_key,
                  "Peers must have the same file, 32 to 4096 bytes that its owner alone can read, and prove it before "
-                 "anything else is said on a TCP connection, either way (default: no key, and --peer-listen only on "
-                 "loopback)")
+                 "anything else is said on a TCP connection, either way (default: no key, and without --tls-ca "
+                 "--peer-listen only on loopback)")
       ->type_name("FILE");
   app.add_option("--peer-tenants", texts.peer_tenants,
                  "The tenants whose sequences peers may bring, or any; an empty name is that of caches without a "
@@ -368,7 +334,8 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
       ->type_name("NAME[,NAME...]")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   app.add_flag("--insecure", options.insecure,
-               "Let --listen tcp: and, without --peer-key, --peer-listen be addresses that other hosts reach: whoever "
+               "Without TLS let --listen tcp: and, without --peer-key, --peer-listen be addresses that other hosts "
+               "reach: whoever "
                "reaches them is trusted; with the latter --peer-tenants must be given");
   app.add_option("--threads", texts.threads, "Workers that encode and attend; 0: one per usable CPU (default 0)")
       ->type_name("N");
@@ -425,6 +392,9 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
          "--peer-zero-copy", texts.peer_zero_copy,
          "TCP sends pages straight from the pool (MSG_ZEROCOPY) to where the kernel then copies none; on or off "
          "(default on)")
+      ->type_name("on|off");
+  app.add_option("--peer-tls", texts.peer_tls,
+                 "Whether peers speak TLS, either way, where there is --tls-ca; on or off (default on)")
       ->type_name("on|off");
   app.add_option("--peer-ucx-key", options.peer_ucx_key,
                  "Pages also go through UCX (RDMA, shared memory, TCP), between daemons that have the same file, 16 to "

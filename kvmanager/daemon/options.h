@@ -45,6 +45,10 @@ struct Options {
   std::string peer_listen;                  // "HOST:PORT"; empty: receives no hand-offs
   std::vector<std::string> hand_off_peers;  // "HOST:PORT" that clients may name, or "any"; at most kHandOffPeersMax
   std::string peer_key;                     // file of the key that TCP peers must have; empty: none
+  std::string tls_cert, tls_key;            // files in PEM of what TCP listeners speak TLS with; both or none
+  std::string tls_ca;  // file in PEM of who signs certificates of clients and peers; empty: no one's are taken
+  bool tls_clients_required = false;  // a client over TCP must have one
+  bool peer_tls = true;               // peers speak TLS too, if tls_ca is set
   std::vector<std::string> peer_tenants = {
       "any"};                                    // whose sequences peers may bring, or "any"; at most kPeerTenantsMax
   bool insecure = false;                         // listen on addresses that others reach, without a key
@@ -70,6 +74,9 @@ struct Options {
   std::vector<std::string> codec_plugins;                 // shared objects; at most kCodecPluginsMax
   std::string log_level = "info";                         // debug, info, warn, error or off
 };
+
+/// Whether peers speak TLS, both ways.
+inline bool PeersSpeakTls(const Options& options) { return options.peer_tls && !options.tls_ca.empty(); }
 
 /// The listeners that whoever reaches the host may use, as flag and value: "--listen tcp:0.0.0.0:9000".
 std::vector<std::string> OpenListeners(const Options& options);

@@ -270,6 +270,54 @@ TEST(OptionsTest, AnOpenListenerNeedsAKeyOrInsecure) {
   EXPECT_TRUE(Parse({"--config", file}).ok());
 }
 
+TEST(OptionsTest, TlsOpensListenersAndItsFlagsFit) {
+  const std::string cert = WriteFile("tls.crt", "c"), key = WriteFile("tls.key", "k"), ca = WriteFile("ca.crt", "a"),
+                    secret = WriteFile("tls.secret", std::string(32, 'k'));
+  const auto given = [&](std::vector<std::string> more, bool authority) {
+    more.insert(more.end(), {"--tls-cert", cert, "--tls-key", key});
+    if (authority) more.insert(more.end(), {"--tls-ca", ca});
+    more.insert(more.begin(), kMinimum.begin(), kMinimum.end());
+    return Parse(more);
+  };
+  const auto clients = given({"--listen", "tcp:0.0.0.0:9000"}, false);
+  ASSERT_TRUE(clients.ok()) << clients.status();
+  EXPECT_EQ(clients->options.tls_cert, cert);
+  EXPECT_EQ(clients->options.tls_key, key);
+  EXPECT_FALSE(clients->options.tls_clients_required || PeersSpeakTls(clients->options));
+  EXPECT_TRUE(OpenListeners(clients->options).empty());
+  const auto peers = given({"--listen", "tcp:[::]:9000", "--peer-listen", "0.0.0.0:9470"}, true);
+  ASSERT_TRUE(peers.ok()) << peers.status();
+  EXPECT_EQ(peers->options.tls_ca, ca);
+  EXPECT_TRUE(PeersSpeakTls(peers->options));
+  EXPECT_TRUE(OpenListeners(peers->options).empty());
+  EXPECT_TRUE(given({"--tls-clients", "require"}, true)->options.tls_clients_required);
+  EXPECT_FALSE(given({"--tls-clients", "allow"}, true)->options.tls_clients_required);
+  EXPECT_FALSE(PeersSpeakTls(given({"--peer-tls", "off"}, true)->options));
+  EXPECT_TRUE(given({"--peer-tls", "off", "--peer-listen", "127.0.0.1:0"}, false).ok());
+  EXPECT_TRUE(given({"--peer-tls", "off", "--peer-ucx-key", secret}, true).ok());
+  const struct {
+    absl::StatusOr<CommandLine> got;
+    std::string field;
+  } wrong[] = {
+      {Parse(With({"--tls-cert", cert})), "--tls-key"},
+      {Parse(With({"--tls-key", key})), "--tls-cert"},
+      {Parse(With({"--tls-ca", ca})), "--tls-ca"},
+      {Parse(With({"--tls-cert", "/nowhere", "--tls-key", key})), "--tls-cert"},
+      {given({"--tls-clients", "require"}, false), "--tls-clients"},
+      {given({"--tls-clients", "perhaps"}, true), "--tls-clients"},
+      {given({"--peer-tls", "on"}, false), "--peer-tls"},
+      {given({"--peer-tls", "perhaps"}, true), "--peer-tls"},
+      {given({"--peer-listen", "127.0.0.1:0"}, false), "--tls-ca"},
+      {given({"--hand-off-peers", "a:1"}, false), "--tls-ca"},
+      {given({"--peer-tls", "off", "--peer-listen", "0.0.0.0:9470"}, true), "--peer-listen"},
+      {given({"--peer-ucx-key", secret}, true), "--peer-ucx-key"},
+  };
+  for (const auto& [got, field] : wrong) {
+    ASSERT_TRUE(absl::IsInvalidArgument(got.status())) << field;
+    EXPECT_EQ(DetailOf(got.status()).field, field) << got.status();
+  }
+}
+
 TEST(OptionsTest, PeerTenants) {
   const std::vector<std::string> any = {"any"};
   EXPECT_EQ(Parse(kMinimum)->options.peer_tenants, any);

@@ -55,7 +55,6 @@
 #include "monitoring/exporter.h"
 #include "monitoring/recent_errors.h"
 #include "monitoring/web_page.h"
-#include "transport/tcp/peer_key.h"
 #include "transport/tcp/tcp_transport.h"
 #include "transport/transport_metrics.h"
 #include "transport/ucx/ucx_memory.h"
@@ -100,17 +99,13 @@ class ServerImpl final : public Server {
   ~ServerImpl() noexcept override { Close(); }
 
   absl::Status Open() {
-    std::string peer_key;
-    if (!options_.peer_key.empty()) {
-      KV_ASSIGN_OR_RETURN(peer_key,
-                          ReadKeyFile("--peer-key", options_.peer_key, tcp::kPeerKeyBytesMin, tcp::kPeerKeyBytesMax));
-    }
+    KV_ASSIGN_OR_RETURN(std::string peer_key, access_.ReadPeerKey());
     for (const std::string& listener : OpenListeners(options_)) {
       spdlog::warn("--insecure: whoever reaches {} is trusted", listener);
     }
     RegisterBuiltinCodecs(registry_);
     KV_RETURN_IF_ERROR(LoadCodecPlugins(options_.codec_plugins, registry_, &plugin_events_));
-    KV_RETURN_IF_ERROR(access_.ReadTenants());
+    KV_RETURN_IF_ERROR(access_.ReadFiles());
     calibrations_ = MakeCalibrationDirectory(options_.calibration_dir);
     registry_.SetCalibrations(calibrations_.get());
     PagePool::Options pool;
@@ -164,6 +159,7 @@ class ServerImpl final : public Server {
     transport.receiver = incoming_.get();
     transport.metrics = &metrics_.transport;
     transport.peer_key = std::move(peer_key);
+    transport.tls = access_.tls();
     transport.send_bytes_per_s = options_.peer_rate_bytes;
     transport.window_bytes = options_.peer_window_bytes;
     transport.local_connections = options_.peer_local_copy;
@@ -203,7 +199,8 @@ class ServerImpl final : public Server {
       polls_.SetLoop(&loop);
       devices_.SetLoop(&loop);
       kj::Promise<void> looking = Look().eagerlyEvaluate(nullptr);
-      Connections connections({&loop, &metrics_.connections, &running.session, &running.daemon}, access_.sockets());
+      Connections connections({&loop, &metrics_.connections, &running.session, &running.daemon, access_.tls()},
+                              access_.sockets());
       loop.Run([this] { return Over(); });
     }
     devices_.SetLoop(nullptr);
@@ -341,7 +338,7 @@ class ServerImpl final : public Server {
     SequenceDrops drops;
     Session::Parts session;
     DaemonParts daemon;
-    kj::Promise<void> tenants = nullptr;  // are read
+    kj::Promise<void> files = nullptr;  // are read
   };
 
   absl::Status OpenUcx() {
@@ -423,7 +420,7 @@ class ServerImpl final : public Server {
     signalfd_siginfo signal;
     while (read(fd, &signal, sizeof signal) == sizeof signal) {
       if (signal.ssi_signo == SIGHUP) {
-        running_->tenants = access_.ReadTenantsAgain(workers_.get(), &queue_).eagerlyEvaluate(nullptr);
+        running_->files = access_.ReadFilesAgain(workers_.get(), &queue_).eagerlyEvaluate(nullptr);
       } else {
         BeginTermination();
       }

@@ -29,7 +29,7 @@ class Server {
   virtual ~Server() = default;
 
   /// Serves until Stop, or until a Terminate has drained. signal_fd: a signalfd that the loop reads: SIGHUP reads
-  /// Options::tenants again, each other signal is a Terminate; -1: none.
+  /// Options::tenants and the files of TLS again, each other signal is a Terminate; -1: none.
   virtual void Run(int signal_fd = -1) = 0;
   /// Ends Run now: leases are lost.
   virtual void Stop() = 0;

@@ -10,6 +10,9 @@
 #include "absl/strings/str_join.h"
 #include "kvmanager/base/on_worker.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/daemon/key_file.h"
+#include "kvmanager/daemon/tls_files.h"
+#include "transport/tcp/peer_key.h"
 
 namespace kvmanager {
 namespace {
@@ -20,11 +23,25 @@ constexpr mode_t kAdminMode = 0600;
 
 ServerAccess::ServerAccess(const Options* options) : options_(*options), principals_(geteuid()) {}
 
-absl::Status ServerAccess::ReadTenants() {
+absl::Status ServerAccess::ReadFiles() {
+  KV_ASSIGN_OR_RETURN(TlsContexts contexts, ReadTlsFiles(options_));
+  SetTls(std::move(contexts));
   if (options_.tenants.empty()) return absl::OkStatus();
   KV_ASSIGN_OR_RETURN(TenantTable tenants, kvmanager::ReadTenants(options_.tenants, principals_.own_uid()));
   principals_.SetTable(std::move(tenants));
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::string> ServerAccess::ReadPeerKey() const {
+  if (options_.peer_key.empty()) return std::string();
+  return ReadKeyFile("--peer-key", options_.peer_key, tcp::kPeerKeyBytesMin, tcp::kPeerKeyBytesMax);
+}
+
+void ServerAccess::SetTls(TlsContexts contexts) {
+  if (contexts.clients == nullptr) return;
+  spdlog::info("TLS with the certificate of {}: clients over TCP{}", contexts.clients->description(),
+               contexts.peers_in == nullptr ? "; not peers" : ", peers");
+  tls_.Set(std::move(contexts));
 }
 
 absl::Status ServerAccess::Bind(DaemonFacts* facts) {
@@ -47,6 +64,21 @@ absl::Status ServerAccess::Bind(DaemonFacts* facts) {
       ListenSocket::Bind(facts->admin_listen, {.flag = "--admin-listen", .mode = kAdminMode, .admin = true}));
   sockets_.push_back(std::move(admin));
   return absl::OkStatus();
+}
+
+kj::Promise<void> ServerAccess::ReadFilesAgain(WorkerPool* workers, MessageQueue* queue) {
+  return kj::joinPromises(kj::arr(ReadTenantsAgain(workers, queue), ReadTlsAgain(workers, queue)));
+}
+
+kj::Promise<void> ServerAccess::ReadTlsAgain(WorkerPool* workers, MessageQueue* queue) {
+  if (options_.tls_cert.empty()) return kj::READY_NOW;
+  using MaybeContexts = absl::StatusOr<TlsContexts>;
+  return OnWorker<MaybeContexts>(workers, queue, WorkerPool::kDaemon,
+                                 [options = options_] { return ReadTlsFiles(options); })
+      .then([this](MaybeContexts contexts) {
+        if (contexts.ok()) return SetTls(*std::move(contexts));
+        spdlog::error("TLS stays as it was: {}", std::string(contexts.status().message()));
+      });
 }
 
 kj::Promise<void> ServerAccess::ReadTenantsAgain(WorkerPool* workers, MessageQueue* queue) {

@@ -1,15 +1,19 @@
-// Where clients of a daemon connect, and which of them open which tenant: its listening sockets and its principals.
+// Where clients of a daemon connect, and which of them open which tenant: its listening sockets, its principals, and
+// what it speaks TLS with.
 //
-// Owned by the server's wiring. Made on any thread; ReadTenantsAgain is the loop's.
+// Owned by the server's wiring. Made on any thread; ReadFilesAgain is the loop's.
 #pragma once
 
 #include <kj/async.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "kvmanager/base/message_queue.h"
+#include "kvmanager/base/tls.h"
 #include "kvmanager/base/worker_pool.h"
 #include "kvmanager/daemon/options.h"
 #include "kvmanager/rpc/daemon_facts.h"
@@ -23,20 +27,29 @@ class ServerAccess {
   /// options: outlives this.
   explicit ServerAccess(const Options* options);
 
-  /// Of Options::tenants. Errors: ReadTenants's.
-  absl::Status ReadTenants();
+  /// Of Options::tenants, and of TLS. Errors: ReadTenants's, ReadTlsFiles's.
+  absl::Status ReadFiles();
+  /// Of Options::peer_key; empty: none. Errors: ReadKeyFile's.
+  absl::StatusOr<std::string> ReadPeerKey() const;
   /// Binds Options::listen and the admin socket, and writes what was bound into `facts`. Errors: ListenSocket's.
   absl::Status Bind(DaemonFacts* facts);
 
   const std::vector<std::unique_ptr<ListenSocket>>& sockets() const { return sockets_; }
   const Principals* principals() const { return &principals_; }
+  const TlsSwitch* tls() const { return &tls_; }
 
-  /// The same file, on a worker. Errors are logged, and leave what is known. Dropping the promise gives it up.
-  kj::Promise<void> ReadTenantsAgain(WorkerPool* workers, MessageQueue* queue);
+  /// The same files, on a worker. Errors are logged, and leave what is known. Connections stay as they are. Dropping
+  /// the promise gives it up.
+  kj::Promise<void> ReadFilesAgain(WorkerPool* workers, MessageQueue* queue);
 
  private:
+  kj::Promise<void> ReadTenantsAgain(WorkerPool* workers, MessageQueue* queue);
+  kj::Promise<void> ReadTlsAgain(WorkerPool* workers, MessageQueue* queue);
+  void SetTls(TlsContexts contexts);
+
   const Options& options_;
   Principals principals_;
+  TlsSwitch tls_;
   std::vector<std::unique_ptr<ListenSocket>> sockets_;
 };
 

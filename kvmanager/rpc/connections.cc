@@ -129,22 +129,23 @@ capnp::ReaderOptions Limits() {
 
 class Connections::Connection {
  public:
-  Connection(const Parts& parts, uint64_t id, int fd, bool unix_socket, const ucred& peer, bool admin)
+  Connection(const Parts& parts, uint64_t id, kj::AutoCloseFd fd, std::unique_ptr<TlsLink> tls, const Proof& proof,
+             const ucred& peer)
       : parts_(parts),
         id_(id),
-        admin_(admin),
-        fd_(fd),
-        write_fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)),
+        admin_(proof.admin),
+        fd_(kj::mv(fd)),
+        write_fd_(fcntl(fd_.get(), F_DUPFD_CLOEXEC, 0)),
+        tls_(std::move(tls)),
         ending_(kj::newPromiseAndFulfiller<void>()),
-        session_(std::make_shared<Session>(
-            *parts.session, Proof{unix_socket ? std::optional(peer.uid) : std::nullopt, {}, admin, unix_socket},
-            static_cast<uint32_t>(peer.pid), [this](EndReason reason, const std::string& why) { End(reason, why); })),
-        stream_(parts.loop->port(), fd_.get(), write_fd_.get(), session_->messages().requests()),
+        session_(std::make_shared<Session>(*parts.session, proof, static_cast<uint32_t>(peer.pid),
+                                           [this](EndReason reason, const std::string& why) { End(reason, why); })),
+        stream_(parts.loop->port(), fd_.get(), write_fd_.get(), session_->messages().requests(), tls_.get()),
         watched_(
             stream_, [this] { OnMessage(); }, session_->messages().replies(),
             [this](uint64_t bytes) { session_->messages().replies().NoteSent(bytes, network_.getCurrentQueueSize()); },
             [this](const kj::Exception& exception) { OnMalformed(exception); }),
-        network_(watched_, unix_socket ? kFdsPerMessageMax : 0, capnp::rpc::twoparty::Side::SERVER, Limits()),
+        network_(watched_, proof.unix_socket ? kFdsPerMessageMax : 0, capnp::rpc::twoparty::Side::SERVER, Limits()),
         rpc_(capnp::makeRpcServer(network_, MakeDaemonService(session_, *parts.daemon))) {
     rpc_.setFlowLimit(limits::kCallsInFlightBytesMax / sizeof(capnp::word));
     hello_ = parts.loop->timer()
@@ -153,8 +154,8 @@ class Connections::Connection {
                    if (!session_->greeted()) End(EndReason::kNoHello, "");
                  })
                  .eagerlyEvaluate(nullptr);
-    if (unix_socket) {
-      pidfd_ = kj::AutoCloseFd(PeerPidFd(fd));
+    if (proof.unix_socket) {
+      pidfd_ = kj::AutoCloseFd(PeerPidFd(fd_.get()));
       if (pidfd_.get() >= 0) {
         death_ = kj::heap<kj::UnixEventPort::FdObserver>(parts.loop->port(), pidfd_.get(),
                                                          kj::UnixEventPort::FdObserver::OBSERVE_READ);
@@ -223,6 +224,7 @@ class Connections::Connection {
   const uint64_t id_;
   const bool admin_;
   kj::AutoCloseFd fd_, write_fd_;
+  const std::unique_ptr<TlsLink> tls_;  // nullptr: plain
   kj::PromiseFulfillerPair<void> ending_;
   EndReason reason_ = EndReason::kClosed;
   bool ending_soon_ = false;
@@ -246,7 +248,9 @@ struct Connections::Listener {
 };
 
 Connections::Connections(const Parts& parts, const std::vector<std::unique_ptr<ListenSocket>>& sockets)
-    : parts_(parts), tasks_(std::make_unique<kj::TaskSet>(static_cast<kj::TaskSet::ErrorHandler&>(*this))) {
+    : parts_(parts),
+      handshakes_({parts.loop, parts.daemon->workers, parts.daemon->queue, parts.metrics}),
+      tasks_(std::make_unique<kj::TaskSet>(static_cast<kj::TaskSet::ErrorHandler&>(*this))) {
   for (const auto& socket : sockets) {
     listeners_.push_back(std::make_unique<Listener>(parts_.loop->port(), *socket));
     tasks_->add(AcceptFrom(*listeners_.back()));
@@ -271,7 +275,7 @@ kj::Promise<void> Connections::AcceptFrom(Listener& listener) {
     const int fd = fails ? -1 : accept4(listener.socket.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fails) errno = EMFILE;
     if (fd >= 0) {
-      Add(fd, listener.socket);
+      Accept(fd, listener.socket);
       continue;
     }
     if (errno == EINTR || errno == ECONNABORTED) continue;
@@ -305,21 +309,35 @@ const char* Connections::WhyRefused(int fd, const ListenSocket& socket, const uc
   return "as many are open as may be";
 }
 
-void Connections::Add(int fd, const ListenSocket& socket) {
+void Connections::Accept(int fd, const ListenSocket& socket) {
+  if (socket.unix_socket()) return Add(kj::AutoCloseFd(fd), nullptr, socket);
+  TuneTcp(fd);
+  auto context = parts_.tls == nullptr ? nullptr : parts_.tls->Get().clients;
+  if (context == nullptr) return Add(kj::AutoCloseFd(fd), nullptr, socket);
+  handshakes_.Start(fd, std::move(context), [this, &socket](kj::AutoCloseFd of, std::unique_ptr<TlsLink> tls) {
+    Add(kj::mv(of), std::move(tls), socket);
+  });
+}
+
+void Connections::Add(kj::AutoCloseFd fd, std::unique_ptr<TlsLink> tls, const ListenSocket& socket) {
   const bool admin = socket.admin(), unix_socket = socket.unix_socket();
-  const ucred peer = unix_socket ? PeerOf(fd) : ucred{0, uid_t(-1), gid_t(-1)};
+  const ucred peer = unix_socket ? PeerOf(fd.get()) : ucred{0, uid_t(-1), gid_t(-1)};
   const uint32_t pid = static_cast<uint32_t>(peer.pid);
-  if (const char* const why = WhyRefused(fd, socket, peer); why != nullptr) {
+  if (const char* const why = WhyRefused(fd.get(), socket, peer); why != nullptr) {
     parts_.metrics->refused.Increment();
     spdlog::debug("a connection of process {} is refused: {}", pid, why);
-    close(fd);
+    tls.reset();  // before its descriptor
     return;
   }
   if (!admin) ++of_process_[pid];
-  if (!unix_socket) TuneTcp(fd);
+  Proof proof;
+  if (unix_socket) proof.uid = peer.uid;
+  if (tls != nullptr && !tls->peer_name().empty()) proof.certificate = tls->peer_name();
+  proof.admin = admin;
+  proof.unix_socket = unix_socket;
   (unix_socket ? parts_.metrics->accepted_unix : parts_.metrics->accepted_tcp).Increment();
   const uint64_t id = next_id_++;
-  auto connection = std::make_unique<Connection>(parts_, id, fd, unix_socket, peer, admin);
+  auto connection = std::make_unique<Connection>(parts_, id, kj::mv(fd), std::move(tls), proof, peer);
   tasks_->add(connection->WhenOver().then([this, id] { Remove(id); }, [this, id](kj::Exception&&) { Remove(id); }));
   connections_.emplace(id, std::move(connection));
   if (admin) ++admin_connections_;

@@ -9,7 +9,8 @@
 //  5. it does not take the replies that it asked for (limits::kUnsentBytesMax), or keeps others waiting for memory
 //     (message_room.h);
 //  6. it has not said hello within limits::kHelloMs. Where there are as many connections as there may be, the oldest
-//     that has not makes room for the next.
+//     that has not makes room for the next;
+//  7. the handshake of TLS fails, where TCP is to speak it (tls_handshakes.h). Until then it is no connection here.
 // Nothing else happens to other connections.
 //
 // Connections on the admin socket, which are those of the daemon's own user and root, have a bound and descriptors of
@@ -30,6 +31,7 @@
 #include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/service.h"
 #include "kvmanager/rpc/session.h"
+#include "kvmanager/rpc/tls_handshakes.h"
 
 namespace kvmanager {
 
@@ -41,6 +43,7 @@ class Connections final : private kj::TaskSet::ErrorHandler {
     ConnectionMetrics* metrics = nullptr;
     const Session::Parts* session = nullptr;  // of each connection
     const DaemonParts* daemon = nullptr;      // of each connection's bootstrap capability
+    const TlsSwitch* tls = nullptr;           // what TCP speaks; nullptr, or none for clients: plain
   };
 
   /// `sockets` outlive this.
@@ -53,7 +56,8 @@ class Connections final : private kj::TaskSet::ErrorHandler {
   struct Listener;
 
   kj::Promise<void> AcceptFrom(Listener& listener);
-  void Add(int fd, const ListenSocket& socket);
+  void Accept(int fd, const ListenSocket& socket);
+  void Add(kj::AutoCloseFd fd, std::unique_ptr<TlsLink> tls, const ListenSocket& socket);
   /// Why a connection of `peer` that was accepted is not served; nullptr: it is.
   const char* WhyRefused(int fd, const ListenSocket& socket, const ucred& peer);
   void Remove(uint64_t id);
@@ -64,6 +68,7 @@ class Connections final : private kj::TaskSet::ErrorHandler {
   size_t admin_connections_ = 0;                                        // of connections_
   absl::btree_map<uint64_t, std::unique_ptr<Connection>> connections_;  // the oldest first
   absl::flat_hash_map<uint32_t, size_t> of_process_;  // how many of engines; 0: TCP, or of an unknown process
+  TlsHandshakes handshakes_;
   std::vector<std::unique_ptr<Listener>> listeners_;
   std::unique_ptr<kj::TaskSet> tasks_;
 };

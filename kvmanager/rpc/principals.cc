@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <limits>
@@ -17,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/base/tls.h"
 #include "kvmanager/store/cache_config.h"
 
 namespace kvmanager {
@@ -25,21 +27,36 @@ namespace {
 using nlohmann::json;
 
 absl::Status CheckName(absl::string_view field, absl::string_view name) {
-  for (const absl::string_view prefix : {Principals::kUidPrefix, Principals::kTcpPrefix}) {
+  for (const absl::string_view prefix :
+       {Principals::kUidPrefix, Principals::kTcpPrefix, Principals::kCertificatePrefix}) {
     if (absl::StartsWith(name, prefix)) {
-      return InvalidField(field, name,
-                          absl::StrCat("a name that does not begin with ", Principals::kUidPrefix, " or ",
-                                       Principals::kTcpPrefix, ": these are put before the names of other users"));
+      return InvalidField(
+          field, name,
+          absl::StrCat("a name that does not begin with ", Principals::kUidPrefix, ", ", Principals::kTcpPrefix, " or ",
+                       Principals::kCertificatePrefix, ": these are put before the names of other users"));
     }
   }
   return absl::OkStatus();
 }
 
+// Such that no two names give one text, and none a '/'.
+std::string Escaped(absl::string_view name) {
+  std::string text;
+  for (const unsigned char c : name) {
+    if (absl::ascii_isalnum(c) || absl::string_view(".:@_-").find(char(c)) != absl::string_view::npos) {
+      text.push_back(char(c));
+    } else {
+      absl::StrAppend(&text, "%", absl::Hex(c, absl::kZeroPad2));
+    }
+  }
+  return text;
+}
+
 // prefix: what stands before the name.
 absl::Status CheckLength(absl::string_view field, absl::string_view prefix, absl::string_view name) {
   if (prefix.size() + name.size() <= CacheConfig::kTextBytesMax) return absl::OkStatus();
-  return InvalidField(field, absl::StrCat(name.size(), " bytes"),
-                      absl::StrCat("at most ", CacheConfig::kTextBytesMax - prefix.size(), " bytes"));
+  const size_t left = CacheConfig::kTextBytesMax - std::min(prefix.size(), CacheConfig::kTextBytesMax);
+  return InvalidField(field, absl::StrCat(name.size(), " bytes"), absl::StrCat("at most ", left, " bytes"));
 }
 
 // Every token is looked at, whichever matches.
@@ -79,8 +96,8 @@ absl::StatusOr<Digest> ParseDigest(absl::string_view field, const json& value) {
 
 absl::StatusOr<ListedTenant> ParseTenant(const std::string& at, const json& tenant) {
   for (const auto& [member, value] : tenant.items()) {
-    if (member != "name" && member != "uids" && member != "token_sha256") {
-      return InvalidField(at, member, "an object of name, uids and token_sha256");
+    if (member != "name" && member != "uids" && member != "token_sha256" && member != "certificates") {
+      return InvalidField(at, member, "an object of name, uids, token_sha256 and certificates");
     }
   }
   ListedTenant result;
@@ -99,6 +116,16 @@ absl::StatusOr<ListedTenant> ParseTenant(const std::string& at, const json& tena
     KV_ASSIGN_OR_RETURN(const Digest digest, ParseDigest(at + ".token_sha256", token));
     result.tokens.push_back(digest);
   }
+  KV_ASSIGN_OR_RETURN(const json* const certificates,
+                      List(tenant, "certificates", at + ".certificates", Principals::kCertificatesMax));
+  for (const json& name : *certificates) {
+    if (!name.is_string() || name.get_ref<const std::string&>().empty() ||
+        name.get_ref<const std::string&>().size() > TlsContext::kNameBytesMax) {
+      return InvalidField(at + ".certificates", name.dump(-1, ' ', true, json::error_handler_t::replace),
+                          absl::StrCat("names of certificates, 1..", TlsContext::kNameBytesMax, " bytes each"));
+    }
+    result.certificates.insert(name.get<std::string>());
+  }
   return result;
 }
 
@@ -113,7 +140,9 @@ struct Descriptor {
 
 absl::StatusOr<TenantTable> ParseTenants(absl::string_view text) {
   const json parsed = json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
-  constexpr absl::string_view kForm = "{\"tenants\": [{\"name\": ..., \"uids\": [...], \"token_sha256\": [...]}]}";
+  constexpr absl::string_view kForm =
+      "{\"tenants\": [{\"name\": ..., \"uids\": [...], \"token_sha256\": [...], \"certificates\": "
+      "[...]}]}";
   if (parsed.is_discarded() || !parsed.is_object()) return InvalidField("the file", "no JSON object", kForm);
   for (const auto& [member, value] : parsed.items()) {
     if (member != "tenants") return InvalidField("the file", absl::StrCat("one with \"", member, "\""), kForm);
@@ -128,7 +157,8 @@ absl::StatusOr<TenantTable> ParseTenants(absl::string_view text) {
   for (size_t i = 0; i < tenants->size(); ++i) {
     const json& tenant = (*tenants)[i];
     const std::string at = absl::StrCat("tenants[", i, "]");
-    if (!tenant.is_object()) return InvalidField(at, "no object", "an object of name, uids and token_sha256");
+    if (!tenant.is_object())
+      return InvalidField(at, "no object", "an object of name, uids, token_sha256 and certificates");
     const auto name = tenant.find("name");
     if (name == tenant.end() || !name->is_string()) return InvalidField(at + ".name", "missing", "a string");
     const std::string text_of_name = name->get<std::string>();
@@ -214,14 +244,19 @@ absl::StatusOr<std::string> Principals::TenantOf(const Proof& proof, absl::strin
     const ListedTenant& tenant = listed->second;
     const bool user = proof.uid.has_value() && tenant.uids.contains(*proof.uid);
     const bool token = proof.token.has_value() && HasToken(tenant, *proof.token);
-    if (user || token) return std::string(asked);
-    const std::string who = proof.uid.has_value() ? absl::StrCat("user ", *proof.uid) : "a client without a user";
+    const bool certificate = proof.certificate.has_value() && tenant.certificates.contains(*proof.certificate);
+    if (user || token || certificate) return std::string(asked);
+    std::string who = "a client without a user";
+    if (proof.uid.has_value()) who = absl::StrCat("user ", *proof.uid);
+    if (proof.certificate.has_value()) who = absl::StrCat("the certificate ", *proof.certificate);
     return FieldError(absl::StatusCode::kPermissionDenied, "tenant",
                       absl::StrCat(asked, " asked for by ", who, proof.token.has_value() ? " with a token" : ""),
-                      "one whose user or token this is: the daemon's --tenants FILE says whose it is");
+                      "one whose user, token or certificate this is: the daemon's --tenants FILE says whose it is");
   }
   std::string prefix;
-  if (!proof.uid.has_value()) {
+  if (proof.certificate.has_value()) {
+    prefix = absl::StrCat(kCertificatePrefix, Escaped(*proof.certificate), "/");
+  } else if (!proof.uid.has_value()) {
     prefix = absl::StrCat(kTcpPrefix, "/");
   } else if (*proof.uid != 0 && *proof.uid != own_uid_) {
     prefix = absl::StrCat(kUidPrefix, *proof.uid, "/");

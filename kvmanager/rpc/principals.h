@@ -1,10 +1,12 @@
 // Who may open which tenant: gives the tenant's full name for what a connection proved of itself and what it asks for.
 //
-// A principal is the user of a Unix socket's other end, or whoever shows a token. A tenant that --tenants FILE lists is
-// opened by the users listed there and by whoever shows one of its tokens, and by nobody else. Other names are in
-// namespaces: plain for the daemon's own user and root, "uid:N/" before the names of every other user, "tcp:/" before
-// those of clients without a user. A full name is part of a cache's digest, so principals of different full names share
-// no block, and neither memory nor hand-offs.
+// A principal is the user of a Unix socket's other end, whoever shows a token, or whoever has a certificate of TLS. A
+// tenant that --tenants FILE lists is opened by the users and certificates listed there and by whoever shows one of its
+// tokens, and by nobody else. Other names are in namespaces: plain for the daemon's own user and root, "uid:N/" before
+// the names of every other user, "cert:NAME/" before those of a certificate (base/tls.h says what its name is), "tcp:/"
+// before those of clients without either. In NAME every byte but letters, digits and ".:@_-" is written as %XX, so no
+// name of a certificate reaches into another's namespace. A full name is part of a cache's digest, so principals of
+// different full names share no block, and neither memory nor hand-offs.
 //
 // Owned by the daemon's wiring. The loop's thread; ReadTenants may run on any.
 #pragma once
@@ -26,21 +28,24 @@ namespace kvmanager {
 
 /// What a connection has proved of itself.
 struct Proof {
-  std::optional<uid_t> uid;     // of the process that connected to a Unix socket
-  std::optional<Digest> token;  // SHA-256 of the token that it showed
-  bool admin = false;           // it came to the admin socket, and may have Admin
-  bool unix_socket = false;     // it shares this host, and can be given memory
+  std::optional<uid_t> uid;                     // of the process that connected to a Unix socket
+  std::optional<Digest> token;                  // SHA-256 of the token that it showed
+  std::optional<std::string> certificate = {};  // name of the one with which it connected
+  bool admin = false;                           // it came to the admin socket, and may have Admin
+  bool unix_socket = false;                     // it shares this host, and can be given memory
 };
 
 /// The tenants that a file lists, by name.
 struct ListedTenant {
   absl::flat_hash_set<uid_t> uids;
-  std::vector<Digest> tokens;  // SHA-256 of each
+  absl::flat_hash_set<std::string> certificates;  // by name, exactly
+  std::vector<Digest> tokens;                     // SHA-256 of each
 };
 using TenantTable = absl::flat_hash_map<std::string, ListedTenant>;
 
-/// {"tenants": [{"name": "team-a", "uids": [1001, 1002], "token_sha256": ["<64 hexadecimal digits>"]}]}; uids and
-/// token_sha256 may be left out. Errors: INVALID_ARGUMENT naming the member, its value and its bound.
+/// {"tenants": [{"name": "team-a", "uids": [1001, 1002], "token_sha256": ["<64 hexadecimal digits>"], "certificates":
+/// ["team-a.example"]}]}; all but the name may be left out. Errors: INVALID_ARGUMENT naming the member, its value and
+/// its bound.
 absl::StatusOr<TenantTable> ParseTenants(absl::string_view text);
 
 /// The file's table. It must be a regular file of root or of `own_uid`, which nobody else can write, nor others read if
@@ -53,8 +58,9 @@ class Principals {
   static constexpr size_t kTenantsMax = 4096;
   static constexpr size_t kUidsMax = 1024;            // of one tenant
   static constexpr size_t kTokensMax = 64;            // of one tenant
+  static constexpr size_t kCertificatesMax = 1024;    // of one tenant
   static constexpr uint64_t kFileBytesMax = 4 << 20;  // of --tenants
-  static constexpr absl::string_view kUidPrefix = "uid:", kTcpPrefix = "tcp:";
+  static constexpr absl::string_view kUidPrefix = "uid:", kTcpPrefix = "tcp:", kCertificatePrefix = "cert:";
 
   /// own_uid: of the daemon.
   explicit Principals(uid_t own_uid) : own_uid_(own_uid) {}

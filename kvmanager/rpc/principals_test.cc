@@ -22,12 +22,14 @@ Digest DigestOf(absl::string_view token) {
   return Sha256({reinterpret_cast<const uint8_t*>(token.data()), token.size()});
 }
 Proof User(uid_t uid) { return {.uid = uid}; }
+Proof Certified(std::string name) { return {.certificate = std::move(name)}; }
 Proof Shown(absl::string_view token) { return {.token = DigestOf(token)}; }
 
 std::string Teams() {
   return absl::StrCat("{\"tenants\": [{\"name\": \"team-a\", \"uids\": [1001, 1002], \"token_sha256\": [\"",
                       DigestOf(kToken).ToHex(), "\"]}, {\"name\": \"team-b\", \"token_sha256\": [\"",
-                      DigestOf(kOther).ToHex(), "\"]}, {\"name\": \"nobody's\"}]}");
+                      DigestOf(kOther).ToHex(),
+                      "\"], \"certificates\": [\"b.example\", \"spiffe://x/b\"]}, {\"name\": \"nobody's\"}]}");
 }
 Principals WithTeams() {
   Principals principals(kOwn);
@@ -49,10 +51,33 @@ TEST(PrincipalsTest, WithoutAFileEachUserHasNamesOfItsOwn) {
   EXPECT_EQ(*principals.TenantOf({}, ""), "tcp:/");
 }
 
+TEST(PrincipalsTest, ACertificateHasNamesOfItsOwn) {
+  const Principals principals(kOwn);
+  EXPECT_EQ(*principals.TenantOf(Certified("a.example"), "x"), "cert:a.example/x");
+  EXPECT_EQ(*principals.TenantOf(Certified("a.example"), ""), "cert:a.example/");
+  EXPECT_EQ(*principals.TenantOf(Certified("spiffe://x/a"), "b"), "cert:spiffe:%2f%2fx%2fa/b");
+  // No two certificates meet in one name.
+  EXPECT_EQ(*principals.TenantOf(Certified("a"), "b/c"), "cert:a/b/c");
+  EXPECT_EQ(*principals.TenantOf(Certified("a/b"), "c"), "cert:a%2fb/c");
+  EXPECT_EQ(*principals.TenantOf(Certified("a%2fb"), "c"), "cert:a%252fb/c");
+  EXPECT_TRUE(absl::IsInvalidArgument(principals.TenantOf(Certified(std::string(200, '/')), "").status()));
+}
+
+TEST(PrincipalsTest, AListedCertificateOpensItsTenantAlone) {
+  const Principals principals = WithTeams();
+  EXPECT_EQ(*principals.TenantOf(Certified("b.example"), "team-b"), "team-b");
+  EXPECT_EQ(*principals.TenantOf(Certified("spiffe://x/b"), "team-b"), "team-b");
+  for (const char* other : {"B.example", "b.example ", "sub.b.example", "b", "*", "spiffe://x/B"}) {
+    EXPECT_TRUE(absl::IsPermissionDenied(principals.TenantOf(Certified(other), "team-b").status())) << other;
+  }
+  EXPECT_TRUE(absl::IsPermissionDenied(principals.TenantOf(Certified("b.example"), "team-a").status()));
+  EXPECT_EQ(*principals.TenantOf(Certified("b.example"), "mine"), "cert:b.example/mine");
+}
+
 TEST(PrincipalsTest, NobodyAsksForAFullName) {
   const Principals principals(kOwn);
   for (const Proof& proof : {User(kOwn), User(0), User(1001), Proof{}}) {
-    for (const char* forged : {"uid:1001/x", "uid:", "uid:0/", "tcp:/x", "tcp:"}) {
+    for (const char* forged : {"uid:1001/x", "uid:", "uid:0/", "tcp:/x", "tcp:", "cert:a/x"}) {
       const auto tenant = principals.TenantOf(proof, forged);
       EXPECT_TRUE(absl::IsInvalidArgument(tenant.status())) << forged;
       EXPECT_EQ(DetailOf(tenant.status()).field, "tenant");
@@ -153,6 +178,12 @@ TEST(ParseTenantsTest, ErrorsNameMemberValueAndBound) {
       {"{\"tenants\": [{\"name\": \"a\", \"uids\": [4294967295]}]}", "tenants[0].uids"},
       {"{\"tenants\": [{\"name\": \"a\", \"uids\": [\"root\"]}]}", "tenants[0].uids"},
       {"{\"tenants\": [{\"name\": \"a\", \"uids\": [1.5]}]}", "tenants[0].uids"},
+      {"{\"tenants\": [{\"name\": \"cert:a/x\"}]}", "tenants[0].name"},
+      {"{\"tenants\": [{\"name\": \"a\", \"certificates\": \"a\"}]}", "tenants[0].certificates"},
+      {"{\"tenants\": [{\"name\": \"a\", \"certificates\": [\"\"]}]}", "tenants[0].certificates"},
+      {"{\"tenants\": [{\"name\": \"a\", \"certificates\": [1]}]}", "tenants[0].certificates"},
+      {absl::StrCat("{\"tenants\": [{\"name\": \"a\", \"certificates\": [\"", std::string(201, 'x'), "\"]}]}"),
+       "tenants[0].certificates"},
       {absl::StrCat("{\"tenants\": [{\"name\": \"a\", \"token_sha256\": \"", digest, "\"}]}"),
        "tenants[0].token_sha256"},
       {absl::StrCat("{\"tenants\": [{\"name\": \"a\", \"token_sha256\": [\"", digest, "0\"]}]}"),

@@ -30,7 +30,7 @@ const char* MethodName(Method method) {
 
 const char* EndReasonName(EndReason reason) {
   static constexpr const char* kNames[kEndReasons] = {"closed",     "framing",  "process_died", "unread",
-                                                      "unfinished", "no_hello", "shutdown"};
+                                                      "unfinished", "no_hello", "tls",          "shutdown"};
   return kNames[static_cast<int>(reason)];
 }
 

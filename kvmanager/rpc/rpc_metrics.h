@@ -52,7 +52,7 @@ constexpr int kMethods = static_cast<int>(Method::kMetricsText) + 1;
 const char* MethodName(Method method);
 
 /// Why a connection ended; label `reason`.
-enum class EndReason : int { kClosed, kFraming, kProcessDied, kUnread, kUnfinished, kNoHello, kShutdown };
+enum class EndReason : int { kClosed, kFraming, kProcessDied, kUnread, kUnfinished, kNoHello, kTls, kShutdown };
 constexpr int kEndReasons = static_cast<int>(EndReason::kShutdown) + 1;
 const char* EndReasonName(EndReason reason);
 

@@ -25,6 +25,7 @@ void Dial::Start(std::string first) {
   absl::StatusOr<HostPort> peer = HostPort();
   if (!to_.local) peer = ParseHostPort("peer", to_.peer, false);
   if (!peer.ok()) return Finish(std::move(peer).status());
+  host_ = peer->host;
   timer_.expires_at(deadline_);
   timer_.async_wait([self = shared_from_this()](const ErrorCode& error) {
     if (error || !self->done_) return;
@@ -78,8 +79,23 @@ void Dial::ConnectNext(const ErrorCode& last_error) {
 
 void Dial::OnConnected() {
   // Of a local connection the kernel says who is there.
-  if (to_.local || loop_.options.peer_key.empty()) return SayHello(std::move(socket_));
-  auth_ = std::make_shared<PeerAuth>(loop_, std::move(socket_), AuthRole::kDialer,
+  if (to_.local) return SayHello(std::move(socket_));
+  auto tls = loop_.options.tls == nullptr ? nullptr : loop_.options.tls->Get().peers_out;
+  if (tls == nullptr) return ExchangeKeys(std::move(socket_));
+  tls_ = std::make_shared<TlsRelay>(loop_, std::move(socket_), std::move(tls), host_,
+                                    [self = shared_from_this()](const absl::Status& status, Socket socket) {
+                                      if (status.ok()) return self->ExchangeKeys(std::move(socket));
+                                      if (absl::IsUnauthenticated(status))
+                                        CountAuthFailure(self->loop_, AuthRole::kDialer, self->to_.peer, status);
+                                      self->Finish(self->OfPeer(status.code(), status));
+                                    });
+  const auto relay = tls_;
+  relay->Start();
+}
+
+void Dial::ExchangeKeys(Socket socket) {
+  if (loop_.options.peer_key.empty()) return SayHello(std::move(socket));
+  auth_ = std::make_shared<PeerAuth>(loop_, std::move(socket), AuthRole::kDialer,
                                      [self = shared_from_this()](const absl::Status& status, Socket socket) {
                                        self->auth_ = nullptr;
                                        if (status.ok()) return self->SayHello(std::move(socket));
@@ -98,6 +114,8 @@ void Dial::SayHello(Socket socket) {
       [self = shared_from_this()](absl::Status status, Socket socket, HelloFrame theirs) {
         self->handshake_ = nullptr;
         if (status.ok()) return self->Finish(Connection{std::move(socket), theirs});
+        // In TLS 1.3 a peer's refusal comes behind the handshake, in place of its hello.
+        if (self->tls_ != nullptr && !self->tls_->failure().ok()) status = self->tls_->failure();
         const bool spoke =
             status.code() == absl::StatusCode::kInvalidArgument || status.code() == absl::StatusCode::kDataLoss;
         if (spoke) self->loop_.metrics.protocol_errors.Increment();
@@ -128,6 +146,7 @@ void Dial::Cancel() {
   socket_.close(ignored);
   resolver_.cancel();
   timer_.cancel();
+  if (tls_ != nullptr) std::exchange(tls_, nullptr)->Cancel();
   if (auth_ != nullptr) std::exchange(auth_, nullptr)->Cancel();
   if (handshake_ != nullptr) std::exchange(handshake_, nullptr)->Cancel();
 }

@@ -1,6 +1,6 @@
-// Makes a connection to a peer: its name resolved, each address tried, keys exchanged if there is one, hellos said.
-// Owned by whoever wants the connection and the handlers of its pending operations; the transport's thread alone.
-// `done` is called once, unless Cancel comes first.
+// Makes a connection to a peer: its name resolved, each address tried, TLS spoken and keys exchanged if there is what
+// for, hellos said. Owned by whoever wants the connection and the handlers of its pending operations; the transport's
+// thread alone. `done` is called once, unless Cancel comes first.
 #pragma once
 
 #include <memory>
@@ -11,6 +11,7 @@
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/loop.h"
 #include "transport/tcp/peer_auth.h"
+#include "transport/tcp/tls_relay.h"
 
 namespace kvmanager::tcp {
 
@@ -40,6 +41,7 @@ class Dial : public std::enable_shared_from_this<Dial> {
  private:
   void ConnectNext(const ErrorCode& last_error);
   void OnConnected();
+  void ExchangeKeys(Socket socket);
   void SayHello(Socket socket);
   /// As `why`, naming the peer, with another code.
   absl::Status OfPeer(absl::StatusCode code, const absl::Status& why) const;
@@ -56,6 +58,8 @@ class Dial : public std::enable_shared_from_this<Dial> {
   std::string first_;
   std::vector<asio::generic::stream_protocol::endpoint> endpoints_;
   size_t endpoints_tried_ = 0;
+  std::string host_;  // of `to_`
+  std::shared_ptr<TlsRelay> tls_;
   std::shared_ptr<PeerAuth> auth_;
   std::shared_ptr<Handshake> handshake_;
 };

@@ -7,6 +7,11 @@
 #include "transport/tcp/peer_key.h"
 
 namespace kvmanager::tcp {
+namespace {
+
+constexpr uint8_t kTlsAlert = 21;  // the first byte of what a peer that speaks TLS answers to a hello
+
+}  // namespace
 
 Handshake::Handshake(Loop& loop, Socket socket, int64_t stall_ms, SteadyTime deadline, Done done)
     : socket_(std::move(socket)),
@@ -48,8 +53,14 @@ void Handshake::Write() {
 
 void Handshake::Read() {
   in_.resize(kHelloBytes);
-  asio::async_read(socket_, asio::buffer(in_), [self = shared_from_this()](const ErrorCode& error, size_t) {
+  asio::async_read(socket_, asio::buffer(in_), [self = shared_from_this()](const ErrorCode& error, size_t bytes) {
     if (!self->done_) return;
+    if (error && bytes >= 3 && self->in_[0] == kTlsAlert && self->in_[1] == 3) {
+      return self->Finish(
+          absl::UnauthenticatedError("the peer speaks TLS, and this daemon does not with peers: start it "
+                                     "with --tls-cert, --tls-key and --tls-ca"),
+          /*close=*/true);
+    }
     if (error) {
       return self->Finish(absl::UnavailableError(absl::StrCat("waiting for its hello: ", error.message())),
                           /*close=*/true);

@@ -13,6 +13,7 @@
 #include "transport/tcp/local.h"
 #include "transport/tcp/peer_auth.h"
 #include "transport/tcp/pending_connection.h"
+#include "transport/tcp/tls_relay.h"
 
 namespace kvmanager::tcp {
 
@@ -95,11 +96,15 @@ void IoThread::Shutdown() {
     const absl::Status why = absl::CancelledError("the transport is shutting down");
     while (!loop.outgoing.empty()) std::shared_ptr<Outgoing>(loop.outgoing.begin()->second)->Stop(why);
     while (!loop.incoming.empty()) std::shared_ptr<Incoming>(loop.incoming.begin()->second)->Stop();
-    for (const auto& each : std::exchange(loop.authenticating, {})) each.auth->Cancel();
+    for (const auto& each : std::exchange(loop.authenticating, {})) {
+      if (each.auth != nullptr) each.auth->Cancel();
+    }
     while (!loop.pending_connections.empty())
       std::shared_ptr<PendingConnection>(*loop.pending_connections.begin())->Stop();
     while (!loop.probes.empty()) std::shared_ptr<Probe>(*loop.probes.begin())->Stop();
     while (!loop.lingering.empty()) std::shared_ptr<FrameLink>(*loop.lingering.begin())->Close();
+    const auto relays = loop.relays;
+    for (const auto& relay : relays) relay->EndSoon();
     work_.reset();
   });
   thread_.join();
@@ -168,10 +173,11 @@ void IoThread::Accept(SomeAcceptor& acceptor, Timer& retry) {
         const asio::ip::tcp::endpoint endpoint = socket.remote_endpoint(gone);
         host = gone ? "unknown" : endpoint.address().to_string(gone);
         peer = FormatHostPort(host, endpoint.port());
-        if (loop_.options.peer_key.empty()) {
+        auto tls = loop_.options.tls == nullptr ? nullptr : loop_.options.tls->Get().peers_in;
+        if (loop_.options.peer_key.empty() && tls == nullptr) {
           OnAccepted(Socket(std::move(socket)), std::move(host), std::move(peer));
         } else {
-          Authenticate(Socket(std::move(socket)), std::move(host), std::move(peer));
+          Authenticate(Socket(std::move(socket)), std::move(tls), std::move(host), std::move(peer));
         }
       } else if (IsSameUser(socket.native_handle())) {
         OnAccepted(Socket(std::move(socket)), std::move(host), std::move(peer));
@@ -194,21 +200,35 @@ void IoThread::SweepSlabs() {
   });
 }
 
-void IoThread::Authenticate(Socket socket, std::string host, std::string peer) {
+void IoThread::Authenticate(Socket socket, std::shared_ptr<const TlsContext> tls, std::string host, std::string peer) {
   const auto of_host = std::count_if(loop_.authenticating.begin(), loop_.authenticating.end(),
                                      [&](const auto& each) { return each.host == host; });
   if (loop_.authenticating.size() >= kAuthenticatingMax || of_host >= std::ptrdiff_t{kAuthenticatingOfHostMax}) {
     loop_.metrics.connections_refused.Increment();
     return;
   }
-  const auto at = loop_.authenticating.insert(loop_.authenticating.end(), {std::move(host), nullptr});
-  at->auth = std::make_shared<PeerAuth>(loop_, std::move(socket), AuthRole::kAcceptor,
-                                        [this, at, peer](const absl::Status& status, Socket proven) {
-                                          std::string from = std::move(at->host);
-                                          loop_.authenticating.erase(at);
-                                          if (status.ok()) return OnAccepted(std::move(proven), std::move(from), peer);
-                                          CountAuthFailure(loop_, AuthRole::kAcceptor, peer, status);
-                                        });
+  const auto at = loop_.authenticating.insert(loop_.authenticating.end(), {std::move(host), nullptr, nullptr});
+  if (tls == nullptr) return ExchangeKeys(at, std::move(socket), std::move(peer));
+  at->tls = std::make_shared<TlsRelay>(loop_, std::move(socket), std::move(tls), "",
+                                       [this, at, peer](const absl::Status& status, Socket proven) {
+                                         at->tls = nullptr;
+                                         if (status.ok()) return ExchangeKeys(at, std::move(proven), peer);
+                                         loop_.authenticating.erase(at);
+                                         CountAuthFailure(loop_, AuthRole::kAcceptor, peer, status);
+                                       });
+  const auto relay = at->tls;
+  relay->Start();
+}
+
+void IoThread::ExchangeKeys(std::list<Loop::Authenticating>::iterator at, Socket socket, std::string peer) {
+  auto done = [this, at, peer](const absl::Status& status, Socket proven) {
+    std::string from = std::move(at->host);
+    loop_.authenticating.erase(at);
+    if (status.ok()) return OnAccepted(std::move(proven), std::move(from), peer);
+    CountAuthFailure(loop_, AuthRole::kAcceptor, peer, status);
+  };
+  if (loop_.options.peer_key.empty()) return done(absl::OkStatus(), std::move(socket));
+  at->auth = std::make_shared<PeerAuth>(loop_, std::move(socket), AuthRole::kAcceptor, std::move(done));
   at->auth->Start();
 }
 

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "kvmanager/base/tls.h"
 #include "transport/tcp/loop.h"
 #include "transport/tcp/outgoing.h"
 #include "transport/tcp/probe.h"
@@ -40,8 +41,9 @@ class IoThread {
   template <typename SomeAcceptor>
   void Accept(SomeAcceptor& acceptor, Timer& retry);
   void SweepSlabs();
-  /// The peer proves the key first.
-  void Authenticate(Socket socket, std::string host, std::string peer);
+  /// The peer shows its certificate first, and proves the key; tls: nullptr: plain.
+  void Authenticate(Socket socket, std::shared_ptr<const TlsContext> tls, std::string host, std::string peer);
+  void ExchangeKeys(std::list<Loop::Authenticating>::iterator at, Socket socket, std::string peer);
   void OnAccepted(Socket socket, std::string host, std::string peer);
   /// Calls `call` of a transfer that has not ended, on the transport's thread.
   void With(uint64_t transfer, absl::AnyInvocable<void(Outgoing&)> call);

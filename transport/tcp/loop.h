@@ -43,6 +43,7 @@ class Outgoing;
 class Probe;
 class PeerAuth;
 class PendingConnection;
+class TlsRelay;
 struct Loop;
 
 /// Posts onto the transport's thread until it has ended. The one shared_ptr-owned object between the transport and its
@@ -90,9 +91,11 @@ struct Loop {
   struct Authenticating {
     std::string host;
     std::shared_ptr<PeerAuth> auth;
+    std::shared_ptr<TlsRelay> tls;  // before it
   };
   std::list<Authenticating> authenticating;  // accepted connections
   std::unordered_set<std::shared_ptr<PendingConnection>> pending_connections;
+  std::unordered_set<std::shared_ptr<TlsRelay>> relays;
   std::unordered_set<std::shared_ptr<FrameLink>> lingering;
   std::unordered_set<std::shared_ptr<Probe>> probes;
   bool stopping = false;

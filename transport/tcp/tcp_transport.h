@@ -28,6 +28,7 @@ namespace kvmanager {
 
 class DeviceCopier;
 class RemoteMemory;
+class TlsSwitch;
 
 namespace tcp {
 class IoThread;
@@ -48,6 +49,7 @@ class TcpTransport final : public Transport {
     std::string listen;                               // "HOST:PORT", port 0: any; empty: this transport only sends
     HandOffReceiver* receiver = nullptr;              // outlives the transport; needed if `listen` is set
     std::string peer_key;                             // what TCP peers must have, both ways (peer_key.h); empty: none
+    const TlsSwitch* tls = nullptr;                   // what TCP peers speak TLS with; nullptr or none: plain; outlives
     TransportMetrics* metrics = nullptr;              // outlives the transport
     std::vector<SharedMemory> memory;                 // lets daemons of this host copy pages out of it; else by sockets
     bool local_connections = false;                   // whether to take pages so, and listen for it

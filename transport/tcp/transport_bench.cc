@@ -26,6 +26,7 @@
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/checksum.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/base/tls_testing.h"
 #include "kvmanager/memory/region.h"
 #include "transport/tcp/tcp_transport.h"
 #include "transport/ucx/ucx_memory.h"
@@ -122,7 +123,7 @@ std::unique_ptr<UcxMemory> OpenUcx(const Pool& pool, const std::string& tls) {
 class Pair {
  public:
   Pair(const Pool& from, const Pool& to, uint64_t page_bytes, uint32_t connections, UcxMemory* from_ucx = nullptr,
-       UcxMemory* to_ucx = nullptr, ZeroCopyUse zero_copy = ZeroCopyUse::kWhereItPays)
+       UcxMemory* to_ucx = nullptr, ZeroCopyUse zero_copy = ZeroCopyUse::kWhereItPays, const TlsSwitch* tls = nullptr)
       : from_(from), to_(to), by_ucx_(from_ucx != nullptr), receiver_(&to) {
     TcpTransport::Options options;
     options.metrics = &metrics_;
@@ -132,6 +133,7 @@ class Pair {
     if (connections == 0) options.memory = {from.shared()};
     options.remote_memory = from_ucx;
     options.zero_copy = zero_copy;
+    options.tls = tls;
     sending_ = *TcpTransport::Create(options);
     options.listen = "127.0.0.1:0";
     options.receiver = &receiver_;
@@ -242,7 +244,14 @@ int Main(int argc, char** argv) {
   app.add_option("--zero-copy", zero_copy, "zero copy on TCP connections: never, auto (default), always")
       ->transform(CLI::CheckedTransformer(uses))
       ->type_name("USE");
+  bool tls = false;
+  app.add_flag("--tls", tls, "TLS on TCP connections, both sides in this process");
   CLI11_PARSE(app, argc, argv);
+  TlsSwitch contexts;
+  if (tls) {
+    kvmanager::testing::TestAuthority authority;
+    contexts.Set(kvmanager::testing::PeerContexts(authority.Daemon(), authority.certificate()));
+  }
   const Pool from(mib << 20, 1), to(mib << 20, 2);
   const auto median = [](std::vector<Measured>& all) {
     std::sort(all.begin(), all.end(),
@@ -256,14 +265,14 @@ int Main(int argc, char** argv) {
     std::fflush(stdout);
   };
   for (const uint32_t n : connections) {
-    Pair pair(from, to, page_bytes, n, nullptr, nullptr, zero_copy);
+    Pair pair(from, to, page_bytes, n, nullptr, nullptr, zero_copy, &contexts);
     std::vector<Measured> ours, theirs;
     for (int i = 0; i < repetitions; ++i) {
       ours.push_back(pair.HandOff());
       theirs.push_back(Iperf(port, n, mib << 20));
     }
     if (median(theirs).bytes_per_s == 0) std::printf("(iperf3 is not installed, or could not run)\n");
-    print(absl::StrCat("tcp, ", n), median(ours), median(theirs));
+    print(absl::StrCat(tls ? "tls, " : "tcp, ", n), median(ours), median(theirs));
     std::printf("%12s of its bytes %.2f%% sent zero-copy, %.2f%% copied by the kernel after all\n", "",
                 100 * median(ours).zero_copy_sent, 100 * median(ours).zero_copy_copied);
   }

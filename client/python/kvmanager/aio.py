@@ -250,11 +250,16 @@ async def connect(
     busy_poll_us: int = 0,
     admin_address: str = "",
     token: str = "",
+    tls_ca: str = "",
+    tls_cert: str = "",
+    tls_key: str = "",
+    tls_name: str = "",
 ) -> Client:
     """As kvmanager.connect."""
     lease = _Lease(_Thread())
     options = (address, name, deadline_ms, connect_ms, hello_ms, busy_poll_us, admin_address, token)
-    return Client(lease, await lease.thread.start(functools.partial(blocking_client.connect, *options)))
+    tls = (tls_ca, tls_cert, tls_key, tls_name)
+    return Client(lease, await lease.thread.start(functools.partial(blocking_client.connect, *options, *tls)))
 
 
 class Client(_Owned):

@@ -35,14 +35,21 @@ def connect(
     busy_poll_us: int = 0,
     admin_address: str = "",
     token: str = "",
+    tls_ca: str = "",
+    tls_cert: str = "",
+    tls_key: str = "",
+    tls_name: str = "",
 ) -> Client:
-    """A client of the daemon at "unix:PATH" or "tcp:HOST:PORT".
+    """A client of the daemon at "unix:PATH", "tcp:HOST:PORT" or "tls:HOST:PORT".
 
     name: for listings. deadline_ms: of every call, 1..3600000. connect_ms: for connecting, which is tried again until
     then. hello_ms: for the first answer once connected; 0: what is left of connect_ms. busy_poll_us: spin this long for
     an answer before blocking. admin_address: where status() and the like are asked, the daemon's --admin-listen; empty:
-    "PATH.admin" of "unix:PATH". token: shows who this is to a daemon whose --tenants knows it, 16..1024 bytes. Errors:
-    InvalidArgumentError, UnavailableError, PermissionDeniedError (token), FailedPreconditionError (API version)."""
+    "PATH.admin" of "unix:PATH". token: shows who this is to a daemon whose --tenants knows it, 16..1024 bytes.
+    tls_ca, tls_cert, tls_key: files in PEM, of "tls:": who signed the daemon's certificate (empty: an authority that the
+    system knows), and this client's own. tls_name: what the daemon's certificate must be for; empty: HOST. Errors:
+    InvalidArgumentError, UnavailableError, PermissionDeniedError (token), UnauthenticatedError (a certificate),
+    FailedPreconditionError (API version, TLS on one side alone)."""
     options: dict[str, str | int] = {
         "name": name,
         "deadline_ms": deadline_ms,
@@ -52,8 +59,8 @@ def connect(
     }
     if admin_address:
         options["admin_address"] = admin_address
-    if token:
-        options["token"] = token
+    given = {"token": token, "tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "tls_name": tls_name}
+    options |= {field: value for field, value in given.items() if value}
     to, made = encoded("address", address), c_void_p()
     said = _json(options)
     _reached(lib.kvm_connect(to, len(to), said, len(said), byref(made)))
