@@ -16,6 +16,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
+#include "kvmanager/base/byte_text.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/store/cache_config.h"
 
@@ -77,13 +78,45 @@ absl::StatusOr<Digest> ParseDigest(absl::string_view field, const json& value) {
   return digest;
 }
 
+absl::StatusOr<uint64_t> ParseMember(const std::string& field, const json& value) {
+  if (value.is_number_unsigned()) return value.get<uint64_t>();
+  if (!value.is_string()) return InvalidField(field, "no text", "a number of bytes such as \"8GiB\"");
+  return ParseBytes(field, value.get<std::string>());
+}
+
+absl::StatusOr<Quotas::InPool> ParseQuota(const std::string& at, const json& value) {
+  if (!value.is_object()) return InvalidField(at, "no object", "{\"guaranteed\": BYTES, \"most\": BYTES}");
+  Quotas::InPool quota;
+  for (const auto& [member, bytes] : value.items()) {
+    const std::string field = absl::StrCat(at, ".", member);
+    if (member == "guaranteed") {
+      KV_ASSIGN_OR_RETURN(quota.guaranteed_bytes, ParseMember(field, bytes));
+    } else if (member == "most") {
+      KV_ASSIGN_OR_RETURN(quota.most_bytes, ParseMember(field, bytes));
+    } else {
+      return InvalidField(at, member, "{\"guaranteed\": BYTES, \"most\": BYTES}");
+    }
+  }
+  if (quota.most_bytes.has_value() && *quota.most_bytes < quota.guaranteed_bytes) {
+    return InvalidField(at + ".most", *quota.most_bytes,
+                        absl::StrCat("at least ", quota.guaranteed_bytes, ", what is guaranteed"));
+  }
+  return quota;
+}
+
 absl::StatusOr<ListedTenant> ParseTenant(const std::string& at, const json& tenant) {
   for (const auto& [member, value] : tenant.items()) {
-    if (member != "name" && member != "uids" && member != "token_sha256") {
-      return InvalidField(at, member, "an object of name, uids and token_sha256");
+    if (member != "name" && member != "uids" && member != "token_sha256" && member != "host_bytes" &&
+        member != "gpu_bytes") {
+      return InvalidField(at, member, "an object of name, uids, token_sha256, host_bytes and gpu_bytes");
     }
   }
   ListedTenant result;
+  for (const auto& [member, quota] : {std::pair("host_bytes", &result.quota.host), {"gpu_bytes", &result.quota.gpu}}) {
+    if (const auto found = tenant.find(member); found != tenant.end()) {
+      KV_ASSIGN_OR_RETURN(*quota, ParseQuota(absl::StrCat(at, ".", member), *found));
+    }
+  }
   KV_ASSIGN_OR_RETURN(const json* const uids, List(tenant, "uids", at + ".uids", Principals::kUidsMax));
   for (const json& uid : *uids) {
     // -1 is no user's.
@@ -192,6 +225,15 @@ absl::StatusOr<TenantTable> ReadTenants(const std::string& path, uid_t own_uid) 
     }
   }
   return table;
+}
+
+Quotas Principals::QuotasOf(const TenantTable& table, int64_t most_percent) {
+  Quotas quotas;
+  quotas.most_percent = static_cast<uint64_t>(most_percent);
+  for (const auto& [name, tenant] : table) {
+    if (tenant.quota != Quotas::Tenant()) quotas.tenants.emplace(name, tenant.quota);
+  }
+  return quotas;
 }
 
 absl::StatusOr<Digest> Principals::CheckToken(absl::string_view token) const {
