@@ -11,8 +11,8 @@
 // Invariants: 1. A slot is free or handed out, never both. 2. PageId generations of a slot only grow, so a stale id is
 // recognised. 3. used_bytes() is the sum of handed-out slots' sizes. 4. An area has a slot size iff one of its slots is
 // handed out. 5. Before an area that one tenant wrote goes to another it was cleaned. 6. No area has more reclaimable
-// slots than handed-out ones. 7. A bound slab never changes tenant, and is never cut; a withdrawn one is bound, free and
-// nobody's. 8. A slab is cut iff one of its small slabs is in use.
+// slots than handed-out ones. 7. A bound slab never changes tenant, and is never cut; a withdrawn one is bound, free
+// and nobody's. 8. A slab is cut iff one of its small slabs is in use.
 #pragma once
 
 #include <array>
