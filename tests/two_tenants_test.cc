@@ -330,12 +330,14 @@ TEST_F(TwoTenantsTest, EqualNamesOfTwoUsersShareNothing) {
   EXPECT_LT(pool.free_slabs, pool.capacity_bytes / pool.slab_bytes);
   EXPECT_TRUE(Eventually([&] { return Scrape(*daemon)->Sum("kvmanager_tenant_published_blocks") == 8; }));
   std::set<std::string> series;
-  for (const auto& [sample, value] : Scrape(*daemon)->families["kvmanager_tenant_published_blocks"].samples) {
+  auto blocks = Scrape(*daemon);
+  for (const auto& [sample, value] : blocks->families["kvmanager_tenant_published_blocks"].samples) {
     if (value == 4) series.insert(sample);
   }
   EXPECT_EQ(series.size(), 2u);
   int payers = 0;
-  for (const auto& [sample, value] : Scrape(*daemon)->families["kvmanager_tenant_pool_bytes"].samples) {
+  auto pools = Scrape(*daemon);
+  for (const auto& [sample, value] : pools->families["kvmanager_tenant_pool_bytes"].samples) {
     payers += absl::StrContains(sample, "of=\"used\"") && value > 0;
   }
   EXPECT_EQ(payers, 2);
@@ -407,7 +409,8 @@ TEST_F(TwoTenantsTest, QuotasOfTheFile) {
   WriteTenants(tenants("{\"guaranteed\": \"32MiB\"}"));
   kill(daemon->pid(), SIGHUP);
   EXPECT_TRUE(Eventually([&] {
-    for (const auto& [sample, value] : Scrape(*daemon)->families["kvmanager_tenant_pool_bytes"].samples) {
+    auto pools = Scrape(*daemon);
+    for (const auto& [sample, value] : pools->families["kvmanager_tenant_pool_bytes"].samples) {
       if (absl::StrContains(sample, "of=\"guaranteed\"") && value == (32 << 20)) return true;
     }
     return false;
