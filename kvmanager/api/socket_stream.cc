@@ -193,6 +193,11 @@ bool SocketStream::Assemble(const capnp::ReaderOptions& options) {
   return false;
 }
 
+void SocketStream::Wait() {
+  ++waits_;
+  readable_ = observer_.whenBecomesReadable();
+}
+
 ssize_t SocketStream::ReceiveTls(kj::byte* to, size_t bytes_max) {
   if (turn_bytes_ >= kTlsTurnBytes) {  // a timer, since the loop looks at sockets before it comes back
     turn_bytes_ = 0;
@@ -206,7 +211,7 @@ ssize_t SocketStream::ReceiveTls(kj::byte* to, size_t bytes_max) {
     turn_bytes_ += size_t(n);
   } else {
     turn_bytes_ = 0;
-    if (n == -1) readable_ = observer_.whenBecomesReadable();
+    if (n == -1) Wait();
   }
   return ssize_t(n);
 }
@@ -228,7 +233,7 @@ ssize_t SocketStream::Receive(kj::byte* to, size_t bytes_max, bool want_fds) {
   } while (n < 0 && errno == EINTR);
   if (n < 0) {
     if (errno != EAGAIN && errno != EWOULDBLOCK) kj::throwFatalException(Broken("reading from the socket", errno));
-    readable_ = observer_.whenBecomesReadable();
+    Wait();
     return -1;
   }
   HeldFds held{received_, received_ + uint64_t(n), {}};
@@ -250,7 +255,7 @@ ssize_t SocketStream::Receive(kj::byte* to, size_t bytes_max, bool want_fds) {
   KJ_IF_MAYBE (hint, observer_.atEndHint()) {
     ended = *hint;
   }
-  if (n > 0 && size_t(n) < bytes_max && held.fds.empty() && !ended) readable_ = observer_.whenBecomesReadable();
+  if (n > 0 && size_t(n) < bytes_max && held.fds.empty() && !ended) Wait();
   if (!held.fds.empty()) held_.push_back(kj::mv(held));
   return n;
 }

@@ -74,6 +74,8 @@ class SocketStream final : public capnp::MessageStream {
   kj::Promise<void> writeMessages(kj::ArrayPtr<kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>>> messages) override;
   kj::Maybe<int> getSendBufferSize() override;
   kj::Promise<void> end() override;
+  /// How often the socket had nothing to read.
+  uint64_t waits() const { return waits_; }
 
   /// What came was a record of TLS, and this stream is plain.
   bool other_speaks_tls() const { return other_speaks_tls_; }
@@ -93,6 +95,7 @@ class SocketStream final : public capnp::MessageStream {
   /// Bytes read into `to`; 0 at the end of the stream; -1 if there is nothing to read now, and `readable_` is then set.
   ssize_t Receive(kj::byte* to, size_t bytes_max, bool want_fds);
   ssize_t ReceiveTls(kj::byte* to, size_t bytes_max);
+  void Wait();  // for the socket to have something
   kj::ArrayPtr<kj::AutoCloseFd> TakeFds(kj::ArrayPtr<kj::AutoCloseFd> fd_space);
 
   void FlushLater();
@@ -110,6 +113,7 @@ class SocketStream final : public capnp::MessageStream {
   // Reading: buffer_[begin_, end_) is not yet part of a message; words_ is the message being put together.
   kj::Array<kj::byte> buffer_;
   size_t begin_ = 0, end_ = 0;
+  uint64_t waits_ = 0;
   uint64_t received_ = 0;       // stream offset of the next byte from the socket
   uint64_t message_start_ = 0;  // stream offset of the message being put together
   kj::Array<capnp::word> words_;

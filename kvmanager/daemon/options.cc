@@ -2,7 +2,6 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cmath>
 #include <filesystem>
 #include <system_error>
 #include <tuple>
@@ -63,9 +62,9 @@ absl::Status CheckBytes(absl::string_view field, const std::string& text, uint64
 // The flags as texts: what CLI11 fills from the command line and the file, before values are checked.
 struct Texts {
   std::string host_pool_bytes, threads, busy_poll_us, quality_sample, arena_bytes, recompute_bytes,
-      memory_beyond_pool_bytes, slab_bytes, hand_off_lease_ms, drain_s, peer_rate_bytes, peer_window_bytes,
-      peer_local_copy, peer_zero_copy, peer_tls, tls_clients, device_pool_bytes, device_slab_bytes, devices,
-      recompute_device_bytes;
+      memory_beyond_pool_bytes, slab_bytes, hand_off_lease_ms, tenant_most_percent, drain_s, peer_rate_bytes,
+      peer_window_bytes, peer_local_copy, peer_zero_copy, peer_tls, tls_clients, device_pool_bytes, device_slab_bytes,
+      devices, recompute_device_bytes;
   std::vector<std::string> peer_tenants;
 };
 
@@ -195,6 +194,8 @@ absl::Status Check(const Texts& texts, Options* options) {
       {"--threads", texts.threads, 0, Options::kThreadsMax, &options->threads},
       {"--busy-poll-us", texts.busy_poll_us, 0, Options::kBusyPollUsMax, &options->busy_poll_us},
       {"--quality-sample", texts.quality_sample, 0, Options::kQualitySampleMax, &options->quality_sample},
+      {"--tenant-most-percent", texts.tenant_most_percent, Options::kTenantMostPercentMin,
+       Options::kTenantMostPercentMax, &options->tenant_most_percent},
       {"--hand-off-lease-ms", texts.hand_off_lease_ms, Options::kHandOffLeaseMsMin, Options::kHandOffLeaseMsMax,
        &options->hand_off_lease_ms},
       {"--drain-s", texts.drain_s, 0, Options::kDrainSMax, &options->drain_s},
@@ -244,28 +245,6 @@ std::string AdminAddress(const Options& options) {
   return "";
 }
 
-absl::StatusOr<uint64_t> ParseBytes(absl::string_view field, absl::string_view text) {
-  constexpr absl::string_view kBound = "a number of bytes such as 4096, 64KiB, 512MiB, 8GiB or 1TiB";
-  absl::string_view number = text;
-  int shift = 0;
-  for (const auto& [suffix, bits] :
-       {std::pair<absl::string_view, int>{"KiB", 10}, {"MiB", 20}, {"GiB", 30}, {"TiB", 40}}) {
-    if (absl::ConsumeSuffix(&number, suffix)) {
-      shift = bits;
-      break;
-    }
-  }
-  uint64_t whole;
-  if (absl::SimpleAtoi(number, &whole) && !absl::StartsWith(number, "-")) {
-    if (whole > (UINT64_MAX >> shift)) return InvalidField(field, text, kBound);
-    return whole << shift;
-  }
-  double real;
-  if (shift == 0 || !absl::SimpleAtod(number, &real) || !(real >= 0) || real > 1e6)
-    return InvalidField(field, text, kBound);
-  return static_cast<uint64_t>(std::ldexp(real, shift));
-}
-
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) {
   CommandLine result;
   Options& options = result.options;
@@ -305,6 +284,10 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
   app.add_option("--tls-clients", texts.tls_clients,
                  "Whether clients over TLS may do without a certificate; allow or require (default allow)")
       ->type_name("allow|require");
+  app.add_option("--tenant-most-percent", texts.tenant_most_percent,
+                 "Most of each pool that one user, or one tenant of --tenants without \"most\" there, may have, in "
+                 "percent (default 100)")
+      ->type_name("N");
   app.add_option("--host-pool-bytes", texts.host_pool_bytes, "Host memory for pages, taken at start: 512MiB, 8GiB, ...")
       ->type_name("BYTES");
   app.add_option("--metrics-listen", options.metrics_listen, "Where Prometheus scrapes /metrics; absent: nowhere")

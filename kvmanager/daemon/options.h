@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "kvmanager/base/byte_text.h"
 
 namespace kvmanager {
 
@@ -27,6 +28,7 @@ struct Options {
   static constexpr int64_t kBusyPollUsMax = 1000000;
   static constexpr int64_t kHandOffLeaseMsMin = 100, kHandOffLeaseMsMax = 3600000;
   static constexpr int64_t kDrainSMax = 3600;
+  static constexpr int64_t kTenantMostPercentMin = 1, kTenantMostPercentMax = 100;
   static constexpr uint64_t kDeviceSlabBytesMin = uint64_t{256} << 20, kDeviceSlabBytesMax = uint64_t{16} << 30;
   static constexpr uint64_t kDeviceSlabBytesStep = uint64_t{2} << 20;
   static constexpr uint64_t kDevicePoolBytesMax = uint64_t{1} << 38;  // of one GPU
@@ -52,6 +54,7 @@ struct Options {
   std::vector<std::string> peer_tenants = {
       "any"};                                    // whose sequences peers may bring, or "any"; at most kPeerTenantsMax
   bool insecure = false;                         // listen on addresses that others reach, without a key
+  int64_t tenant_most_percent = 100;             // of each pool, for a tenant: kTenantMostPercentMin..Max
   int64_t threads = 0;                           // 0: one per CPU that the process may use
   int64_t busy_poll_us = 0;                      // 0..kBusyPollUsMax
   uint64_t arena_bytes = uint64_t{8} << 30;      // of all arenas together: 0..kArenaBytesMax
@@ -94,8 +97,5 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv);
 /// Where Admin is served: Options::admin_listen, or "unix:PATH.admin" of the first Unix socket; empty: nowhere, since
 /// there is none, or its path would be too long.
 std::string AdminAddress(const Options& options);
-
-/// "123", "64KiB", "1.5GiB" (KiB, MiB, GiB, TiB). `field` names the flag in errors.
-absl::StatusOr<uint64_t> ParseBytes(absl::string_view field, absl::string_view text);
 
 }  // namespace kvmanager

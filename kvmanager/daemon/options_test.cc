@@ -127,7 +127,8 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
       "all.conf",
       "listen = [\"unix:/tmp/a.sock\", \"tcp:127.0.0.1:0\"]\n"
       "host-pool-bytes = \"1.5GiB\"\nmetrics-listen = \"127.0.0.1:9464\"\n"
-      "peer-listen = \"[::1]:9470\"\nthreads = 3\nbusy-poll-us = 50\nquality-sample = 0\narena-bytes = "
+      "peer-listen = \"[::1]:9470\"\nthreads = 3\nbusy-poll-us = 50\nquality-sample = 0\ntenant-most-percent = "
+      "50\narena-bytes = "
       "\"1GiB\"\nslab-bytes = \"4MiB\"\n"
       "hand-off-lease-ms = 1000\ndrain-s = 2\npeer-rate-bytes = 1000000\npeer-window-bytes = \"1MiB\"\npeer-local-copy "
       "= off\npeer-zero-copy = off\nlog-level = warn\nadmin-listen = \"unix:/tmp/b.sock\"\ntenants = "
@@ -149,6 +150,8 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
                       "50",
                       "--quality-sample",
                       "0",
+                      "--tenant-most-percent",
+                      "50",
                       "--arena-bytes",
                       "1GiB",
                       "--slab-bytes",
@@ -182,6 +185,7 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
     EXPECT_EQ(o.threads, 3);
     EXPECT_EQ(o.busy_poll_us, 50);
     EXPECT_EQ(o.quality_sample, 0);
+    EXPECT_EQ(o.tenant_most_percent, 50);
     EXPECT_EQ(o.arena_bytes, uint64_t{1} << 30);
     EXPECT_EQ(o.slab_bytes, uint64_t{4} << 20);
     EXPECT_EQ(o.hand_off_lease_ms, 1000);
@@ -351,6 +355,8 @@ TEST(OptionsTest, ErrorsNameFlagValueAndBound) {
            {With({"--arena-bytes", "3TiB"}), "--arena-bytes", "3TiB"},
            {With({"--slab-bytes", "3MiB"}), "--slab-bytes", "3MiB"},
            {With({"--slab-bytes", "128MiB"}), "--slab-bytes", "128MiB"},
+           {With({"--tenant-most-percent", "0"}), "--tenant-most-percent", "0"},
+           {With({"--tenant-most-percent", "101"}), "--tenant-most-percent", "101"},
            {With({"--hand-off-lease-ms", "1"}), "--hand-off-lease-ms", "1"},
            {With({"--drain-s", "3601"}), "--drain-s", "3601"},
            {With({"--peer-rate-bytes", "1"}), "--peer-rate-bytes", "1"},

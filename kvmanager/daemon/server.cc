@@ -152,7 +152,7 @@ class ServerImpl final : public Server {
     facts_.boot_epoch = RandomEpoch();
     facts_.start_ns = clock_.NowNs();
     facts_.busy_polls = options_.busy_poll_us > 0;
-    KV_RETURN_IF_ERROR(access_.Bind(&facts_));
+    KV_RETURN_IF_ERROR(access_.Open(store_.get(), &facts_));
     KV_RETURN_IF_ERROR(OpenUcx());
     TcpTransport::Options transport;
     transport.listen = options_.peer_listen;
@@ -384,7 +384,7 @@ class ServerImpl final : public Server {
   }
 
   kj::Promise<void> Look() {
-    tenant_gauges_.Set(store_->caches().List());
+    tenant_gauges_.Set(*store_);
     devices_.Look(store_.get());
     for (MessageRoom* const room : {&running_->requests, &running_->replies}) room->Look();
     metrics_.messages.Set(running_->requests, running_->replies);

@@ -27,8 +27,7 @@ absl::Status ServerAccess::ReadFiles() {
   KV_ASSIGN_OR_RETURN(TlsContexts contexts, ReadTlsFiles(options_));
   SetTls(std::move(contexts));
   if (options_.tenants.empty()) return absl::OkStatus();
-  KV_ASSIGN_OR_RETURN(TenantTable tenants, kvmanager::ReadTenants(options_.tenants, principals_.own_uid()));
-  principals_.SetTable(std::move(tenants));
+  KV_ASSIGN_OR_RETURN(tenants_, kvmanager::ReadTenants(options_.tenants, principals_.own_uid()));
   return absl::OkStatus();
 }
 
@@ -44,7 +43,20 @@ void ServerAccess::SetTls(TlsContexts contexts) {
   tls_.Set(std::move(contexts));
 }
 
-absl::Status ServerAccess::Bind(DaemonFacts* facts) {
+absl::Status ServerAccess::SetTable(TenantTable table) {
+  absl::Status status = store_->SetQuotas(Principals::QuotasOf(table, options_.tenant_most_percent));
+  if (!status.ok()) {
+    const ErrorDetail detail = DetailOf(status);
+    return WithDetail(absl::Status(status.code(), absl::StrCat("--tenants ", options_.tenants, ": ", status.message())),
+                      detail);
+  }
+  principals_.SetTable(std::move(table));
+  return absl::OkStatus();
+}
+
+absl::Status ServerAccess::Open(PageStore* store, DaemonFacts* facts) {
+  store_ = store;
+  KV_RETURN_IF_ERROR(SetTable(std::move(tenants_)));
   for (const std::string& address : options_.listen) {
     KV_ASSIGN_OR_RETURN(std::unique_ptr<ListenSocket> socket, ListenSocket::Bind(address));
     sockets_.push_back(std::move(socket));
@@ -88,11 +100,11 @@ kj::Promise<void> ServerAccess::ReadTenantsAgain(WorkerPool* workers, MessageQue
              workers, queue, WorkerPool::kDaemon,
              [path = options_.tenants, own = principals_.own_uid()] { return kvmanager::ReadTenants(path, own); })
       .then([this](MaybeTable table) {
-        if (!table.ok()) {
-          spdlog::error("the tenants stay as they were: {}", std::string(table.status().message()));
+        const absl::Status status = table.ok() ? SetTable(*std::move(table)) : table.status();
+        if (!status.ok()) {
+          spdlog::error("the tenants stay as they were: {}", std::string(status.message()));
           return;
         }
-        principals_.SetTable(*std::move(table));
         spdlog::info("read {} tenants from {}", principals_.tenants(), options_.tenants);
       });
 }

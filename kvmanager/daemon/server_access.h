@@ -19,6 +19,7 @@
 #include "kvmanager/rpc/daemon_facts.h"
 #include "kvmanager/rpc/listen_socket.h"
 #include "kvmanager/rpc/principals.h"
+#include "kvmanager/store/page_store.h"
 
 namespace kvmanager {
 
@@ -31,8 +32,9 @@ class ServerAccess {
   absl::Status ReadFiles();
   /// Of Options::peer_key; empty: none. Errors: ReadKeyFile's.
   absl::StatusOr<std::string> ReadPeerKey() const;
-  /// Binds Options::listen and the admin socket, and writes what was bound into `facts`. Errors: ListenSocket's.
-  absl::Status Bind(DaemonFacts* facts);
+  /// Gives `store`, which outlives this one's use, what tenants may have of the pools; binds Options::listen and the
+  /// admin socket, and writes what was bound into `facts`. Errors: PageStore::SetQuotas's, ListenSocket's.
+  absl::Status Open(PageStore* store, DaemonFacts* facts);
 
   const std::vector<std::unique_ptr<ListenSocket>>& sockets() const { return sockets_; }
   const Principals* principals() const { return &principals_; }
@@ -46,8 +48,11 @@ class ServerAccess {
   kj::Promise<void> ReadTenantsAgain(WorkerPool* workers, MessageQueue* queue);
   kj::Promise<void> ReadTlsAgain(WorkerPool* workers, MessageQueue* queue);
   void SetTls(TlsContexts contexts);
+  absl::Status SetTable(TenantTable table);
 
   const Options& options_;
+  PageStore* store_ = nullptr;
+  TenantTable tenants_;  // until Open
   Principals principals_;
   TlsSwitch tls_;
   std::vector<std::unique_ptr<ListenSocket>> sockets_;

@@ -21,9 +21,40 @@ TenantGauges::TenantGauges(Metrics* metrics)
     : metrics_(metrics),
       bytes_{"tenant_bytes", "Bytes of a tenant's pages, shared ones once, looked at once a second", {}},
       sequences_{"tenant_sequences", "A tenant's open sequences, looked at once a second", {}},
-      published_blocks_{"tenant_published_blocks", "A tenant's blocks that can be found by name", {}} {}
+      published_blocks_{"tenant_published_blocks", "A tenant's blocks that can be found by name", {}},
+      pool_bytes_{"tenant_pool_bytes", "Bytes of whole slabs that a payer's tenants have, and may have", {}} {}
 
-void TenantGauges::Set(const std::vector<CacheInfo>& caches) {
+void TenantGauges::Set(PageStore& store) {
+  SetUse(store.caches().List());
+  SetShares(store.report().Shares());
+}
+
+void TenantGauges::SetShares(const std::vector<PoolShare>& shares) {
+  std::map<std::string, uint64_t> payers;
+  for (const PoolShare& share : shares) payers[share.payer] += share.bytes;
+  std::vector<std::pair<uint64_t, std::string>> by_size;
+  by_size.reserve(payers.size());
+  for (const auto& [payer, bytes] : payers) by_size.emplace_back(bytes, payer);
+  std::sort(by_size.rbegin(), by_size.rend());
+  std::map<std::string, std::string> labels;
+  for (size_t i = 0; i < by_size.size() && i < kTenantsMax; ++i)
+    labels[by_size[i].second] = TenantLabel(by_size[i].second);
+  Series series;
+  for (const PoolShare& share : shares) {
+    const auto label = labels.find(share.payer);
+    const bool named = label != labels.end();
+    const auto add = [&](const char* of, uint64_t bytes) {
+      const std::string tier = share.device == CacheConfig::kHost ? "host" : absl::StrCat("gpu", share.device);
+      series[{{"tenant", named ? label->second : kOthers}, {"tier", tier}, {"of", of}}] += double(bytes);
+    };
+    add("used", share.bytes);
+    add("guaranteed", share.guaranteed_bytes);
+    if (named) add("most", share.most_bytes);  // no sum of bounds says anything
+  }
+  Set(&pool_bytes_, series);
+}
+
+void TenantGauges::SetUse(const std::vector<CacheInfo>& caches) {
   std::map<std::string, Use> tenants;
   for (const CacheInfo& cache : caches) {
     Use& use = tenants[cache.config.tenant];

@@ -1,4 +1,4 @@
-// Gauges of what each tenant holds, set anew once a second from a listing of the caches.
+// Gauges of what each tenant holds, set anew once a second from listings of the caches and of the shares of the pools.
 //
 // Owned by the Server; the event loop's thread alone. Tenants come and go as clients open caches, so series go, too,
 // and are bounded: the largest have series of their own.
@@ -20,8 +20,7 @@ class TenantGauges {
 
   explicit TenantGauges(Metrics* metrics);
 
-  /// caches: all of them.
-  void Set(const std::vector<CacheInfo>& caches);
+  void Set(PageStore& store);
 
  private:
   using Series = std::map<MetricLabels, double>;
@@ -29,10 +28,12 @@ class TenantGauges {
     std::string name, help;
     std::map<MetricLabels, prometheus::Gauge*> gauges;
   };
+  void SetUse(const std::vector<CacheInfo>& caches);
+  void SetShares(const std::vector<PoolShare>& shares);
   void Set(Family* family, const Series& series);
 
   Metrics* const metrics_;
-  Family bytes_, sequences_, published_blocks_;
+  Family bytes_, sequences_, published_blocks_, pool_bytes_;
 };
 
 }  // namespace kvmanager

@@ -33,7 +33,7 @@ absl::StatusOr<std::unique_ptr<DevicePool>> DevicePool::Create(std::unique_ptr<S
 }
 
 absl::StatusOr<PageId> DevicePool::Allocate(TenantId tenant, size_t bytes) {
-  const auto zero = [this](uint32_t slab) { return memory_->Zero(slab); };
+  const auto zero = [this](const SlabAllocator::Place& area) { return memory_->Zero(area.slab); };
   absl::StatusOr<PageId> id = allocator_.Allocate(tenant, bytes, zero);
   if (id.ok() || lost_.empty()) return id;
   RemakeLost();

@@ -43,13 +43,14 @@ absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(const Options& option
   SlabAllocator::Options allocator;
   allocator.slab_bytes = slab_bytes;
   allocator.slabs = static_cast<uint32_t>(count);
+  allocator.small_slabs = count >= kSmallSlabsFrom;
   allocator.limit = "host-pool-bytes";
   return std::unique_ptr<PagePool>(new PagePool(allocator, slabs_per_region, std::move(regions)));
 }
 
 absl::StatusOr<PageId> PagePool::Allocate(TenantId tenant, size_t bytes) {
-  return allocator_.Allocate(tenant, bytes, [this](uint32_t slab) {
-    std::memset(SlabData(slab).data(), 0, slab_bytes());
+  return allocator_.Allocate(tenant, bytes, [this](const SlabAllocator::Place& area) {
+    std::memset(SlabData(area.slab).data() + area.offset, 0, area.bytes);
     return absl::OkStatus();
   });
 }

@@ -4,10 +4,10 @@
 // process that gets one can read, not write, every page of every tenant in it, then and later, and cannot be made to
 // stop. So they are for processes that the daemon trusts with all of its pages, and nobody else.
 //
-// Which slots are whose is a SlabAllocator's (its invariants hold here); freed memory of one tenant is never readable
-// by another through the daemon: a slab is zeroed before it changes tenant. Single-threaded (the store's thread),
-// except Data(), SlabData() and regions(), whose pointers any thread may use while somebody keeps the slot from being
-// freed.
+// Which slots are whose is a SlabAllocator's (its invariants hold here), with small slabs where there are slabs enough;
+// freed memory of one tenant is never readable by another through the daemon: a slab is zeroed before it changes
+// tenant. Single-threaded (the store's thread), except Data(), SlabData() and regions(), whose pointers any thread may
+// use while somebody keeps the slot from being freed.
 #pragma once
 
 #include <cstddef>
@@ -33,6 +33,7 @@ class PagePool final : public SlotPool {
   };
   static constexpr uint64_t kSlabBytesMin = 2 << 20;
   static constexpr uint64_t kPoolBytesMax = uint64_t{1} << 41;  // slot numbers stay below 2^32
+  static constexpr uint32_t kSmallSlabsFrom = 16;               // slabs: of fewer, one that is cut is too much
   static constexpr uint64_t kRegionsMax = 64;  // a descriptor and a mapping each, here and at whoever maps them
 
   /// Errors: INVALID_ARGUMENT; RESOURCE_EXHAUSTED when the host has not that much memory.

@@ -113,12 +113,13 @@ TEST(PagePool, OthersMapItsRegionsForReadingOnly) {
 // What CanAllocate says of reclaimable slots against what happens when they are freed.
 TEST(PagePool, ForetellsWhatReclaimingGives) {
   std::mt19937 random(7);
-  const size_t sizes[] = {700 * 1024, 400 * 1024, 1024 * 1024};
+  const size_t sizes[] = {700 * 1024, 400 * 1024, 1024 * 1024, 40000, 5000};
   for (int round = 0; round < 200; ++round) {
-    auto pool = MakePool(8 * kMiB);
+    auto pool = MakePool((round % 2 == 0 ? 8 : 32) * kMiB);             // with small slabs from 32 MiB on
+    for (const TenantId tenant : {1, 2, 3}) pool->SetPayer(tenant, 7);  // who may take all of its own
     std::vector<PageId> kept, reclaimable;
-    for (int i = 0; i < 40; ++i) {
-      const auto id = pool->Allocate(1 + random() % 2, sizes[random() % 2]);
+    for (int i = 0; i < (round % 2 == 0 ? 40 : 160); ++i) {
+      const auto id = pool->Allocate(1 + random() % 2, sizes[random() % 2 + (round % 2 == 0 ? 0 : 3 * (random() % 2))]);
       if (!id.ok()) continue;
       if (random() % 4 == 0) {
         pool->Free(*id);
@@ -131,7 +132,9 @@ TEST(PagePool, ForetellsWhatReclaimingGives) {
     }
     pool->CheckInvariants();
     const TenantId tenant = 1 + random() % 3;
-    const PagePool::SlotsWanted wanted[] = {{sizes[random() % 3], random() % 5}, {sizes[random() % 3], random() % 5}};
+    const PagePool::SlotsWanted wanted[] = {{sizes[random() % 5], random() % 5},
+                                            {sizes[random() % 5], random() % (round % 2 == 0 ? 5 : 40)},
+                                            {sizes[random() % 5], random() % 5}};
     const bool foretold = pool->CanAllocate(tenant, wanted, /*reclaim=*/true);
     if (pool->CanAllocate(tenant, wanted)) {
       EXPECT_TRUE(foretold);
@@ -201,7 +204,7 @@ TEST(PagePool, RandomOperationsAgainstAModel) {
   for (uint64_t seed = 1; seed <= 5; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     std::mt19937_64 random(seed);
-    auto pool = MakePool(8 * kMiB);
+    auto pool = MakePool((seed % 2 == 0 ? 8 : 32) * kMiB);  // with small slabs from 32 MiB on
     std::map<PageId, Held> held;
     const size_t sizes[] = {1, 1024, 5000, 65536, 100000, 700000, 2 << 20};
     for (int step = 0; step < 3000; ++step) {
@@ -209,7 +212,9 @@ TEST(PagePool, RandomOperationsAgainstAModel) {
         const TenantId tenant = 1 + random() % 3;
         const size_t bytes = sizes[random() % std::size(sizes)];
         size_t count = 0;
-        while (pool->CanAllocate(tenant, bytes, count + 1) && count < 100000) ++count;
+        for (size_t more = 32768; more > 0; more /= 2) {
+          if (pool->CanAllocate(tenant, bytes, count + more)) count += more;
+        }
         auto id = pool->Allocate(tenant, bytes);
         ASSERT_EQ(id.ok(), count > 0);
         if (!id.ok()) continue;

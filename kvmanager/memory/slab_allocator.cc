@@ -2,19 +2,294 @@
 
 #include <algorithm>
 
+#include "absl/container/inlined_vector.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
 
 SlabAllocator::SlabAllocator(const Options& options)
-    : slab_bytes_(options.slab_bytes), limit_(options.limit), slabs_(options.slabs) {
+    : slab_bytes_(options.slab_bytes), limit_(options.limit), slabs_(options.slabs), shares_(options.slab_bytes) {
   KV_CHECK(slab_bytes_ > 0 && slab_bytes_ % kSlotBytesMin == 0);
   KV_CHECK(capacity_bytes() / kSlotBytesMin < UINT32_MAX);
+  while (options.small_slabs && sizes_ < kSizes && slab_bytes_ % (kAreasPerSlab[sizes_] * kSlotBytesMin) == 0) ++sizes_;
   for (uint32_t i = 0; i < options.slabs; ++i) free_slabs_.push_back(options.slabs - 1 - i);
 }
 
 size_t SlabAllocator::RoundedSlotBytes(size_t bytes) {
   return std::max(kSlotBytesMin, (bytes + kSlotAlign - 1) / kSlotAlign * kSlotAlign);
+}
+
+const SlabAllocator::Account& SlabAllocator::AccountOf(TenantId tenant) const {
+  static const Account kNew;
+  const Account* const account = shares_.Find(PayerOf(tenant));
+  return account == nullptr ? kNew : *account;
+}
+
+size_t SlabAllocator::Preferred(const Account& account, size_t slot_bytes, uint64_t held_bytes) const {
+  // Guarantees are of whole slabs, and are kept in such.
+  if (account.guaranteed_bytes > 0) return 0;
+  for (size_t size = sizes_ - 1; size > 0; --size) {
+    if (slot_bytes <= area_bytes(size) && held_bytes < kSmallUntil * area_bytes(size)) return size;
+  }
+  return 0;
+}
+
+std::optional<size_t> SlabAllocator::Choose(const Account& account, size_t slot_bytes, uint64_t held_bytes,
+                                            const Room& room) const {
+  const auto can = [&](size_t size) {
+    return slot_bytes <= area_bytes(size) && area_bytes(size) <= room.bytes && (room.slabs > 0 || room.small[size] > 0);
+  };
+  const size_t preferred = Preferred(account, slot_bytes, held_bytes);
+  if (can(preferred)) return preferred;
+  if (account.guaranteed_bytes > 0) return std::nullopt;
+  for (size_t size = 0; size < sizes_; ++size) {
+    if (can(size)) return size;
+  }
+  return std::nullopt;
+}
+
+SlabAllocator::Room SlabAllocator::RoomNow(TenantId tenant, const Account& account) const {
+  Room room;
+  if (const auto kept = kept_free_.find(tenant); kept != kept_free_.end()) room.kept = kept->second.size();
+  room.slabs = shares_.UsableSlabs(free_slabs_.size(), account, account.charge);
+  room.small = free_small_;
+  room.bytes = account.most_bytes > account.charge ? account.most_bytes - account.charge : 0;
+  return room;
+}
+
+bool SlabAllocator::Fits(TenantId tenant, const Account& account, absl::Span<const SlotsWanted> wanted, Room room,
+                         bool reclaim, uint64_t* growth) const {
+  struct Slots {
+    size_t bytes;
+    uint64_t free, held_bytes;
+  };
+  absl::InlinedVector<Slots, 8> all;
+  *growth = 0;
+  for (const SlotsWanted& of : wanted) {
+    if (of.bytes == 0 || of.bytes > slab_bytes_) return false;
+    const size_t slot_bytes = RoundedSlotBytes(of.bytes);
+    auto slots = std::find_if(all.begin(), all.end(), [&](const Slots& each) { return each.bytes == slot_bytes; });
+    if (slots == all.end()) {
+      const auto bucket = buckets_.find(BucketKey(tenant, slot_bytes));
+      all.push_back({slot_bytes, 0, 0});
+      slots = std::prev(all.end());
+      if (bucket != buckets_.end()) {
+        slots->free = reclaim ? bucket->second.lasting_slots : bucket->second.free_slots;
+        slots->held_bytes = reclaim ? bucket->second.lasting_bytes : bucket->second.held_bytes;
+      }
+    }
+    uint64_t missing = of.count;
+    while (true) {
+      const uint64_t taken = std::min(missing, slots->free);
+      missing -= taken;
+      slots->free -= taken;
+      if (missing == 0) break;
+      size_t size = 0;
+      uint64_t areas = 1;
+      if (room.kept > 0) {
+        --room.kept;
+      } else {
+        const std::optional<size_t> chosen = Choose(account, slot_bytes, slots->held_bytes, room);
+        if (!chosen.has_value()) return false;
+        size = *chosen;
+        // Many at once where each next one is of the same size.
+        const uint64_t per_area = area_bytes(size) / slot_bytes;
+        areas = std::min((missing + per_area - 1) / per_area, room.bytes / area_bytes(size));
+        if (size == 0) {
+          areas = std::min(areas, room.slabs);
+          room.slabs -= areas;
+        } else {
+          if (room.small[size] == 0) {
+            --room.slabs;
+            room.small[size] = kAreasPerSlab[size];
+          }
+          areas = Preferred(account, slot_bytes, slots->held_bytes) == size ? 1 : std::min(areas, room.small[size]);
+          room.small[size] -= areas;
+        }
+        room.bytes -= areas * area_bytes(size);
+        *growth += areas * area_bytes(size);
+      }
+      slots->held_bytes += areas * area_bytes(size);
+      slots->free += areas * (area_bytes(size) / slot_bytes);
+    }
+  }
+  return true;
+}
+
+uint64_t SlabAllocator::ChargeWith(TenantId tenant, const Account& account, absl::Span<const SlotsWanted> wanted,
+                                   bool reclaim) const {
+  Room all;
+  all.slabs = slabs_.size() + 1;  // more than there are: then nobody gives enough
+  if (const auto kept = kept_free_.find(tenant); kept != kept_free_.end()) all.kept = kept->second.size();
+  uint64_t growth;
+  if (!Fits(tenant, account, wanted, all, reclaim, &growth)) return 2 * capacity_bytes();
+  return account.charge + growth - (reclaim ? ReclaimableAsWhole(account) : 0);
+}
+
+uint64_t SlabAllocator::ReclaimableAsWhole(const Account& account) const {
+  uint64_t bytes = 0;
+  for (size_t size = 0; size < sizes_; ++size) bytes += account.reclaimable[size] * area_bytes(size);
+  return bytes;
+}
+
+void SlabAllocator::CountOthers(const Account& asker, int64_t excess, Room* room) const {
+  const auto& by_excess = shares_.by_excess();
+  for (auto each = by_excess.rbegin(); each != by_excess.rend() && each->first > excess; ++each) {
+    const Account& other = *each->second;
+    if (&other == &asker) continue;
+    // It gives until it has no more than the asker, in the order in which it used its blocks: what is of one size may
+    // all come behind what is of others.
+    const uint64_t gives = static_cast<uint64_t>(each->first - excess), all = ReclaimableAsWhole(other);
+    for (size_t size = 0; size < sizes_; ++size) {
+      const uint64_t of_size = other.reclaimable[size] * area_bytes(size), first = all - of_size;
+      if (gives <= first) continue;
+      const uint64_t areas =
+          std::min<uint64_t>(other.reclaimable[size], (gives - first + area_bytes(size) - 1) / area_bytes(size));
+      (size == 0 ? room->slabs : room->small[size]) += areas;
+    }
+  }
+}
+
+SlabAllocator::Room SlabAllocator::RoomReclaimed(TenantId tenant, const Account& account,
+                                                 absl::Span<const SlotsWanted> wanted) const {
+  Room room;
+  if (const auto kept = kept_free_.find(tenant); kept != kept_free_.end()) room.kept = kept->second.size();
+  if (bound_slabs_ > 0) {
+    for (const Slab& slab : slabs_) {
+      room.kept += slab.bound && slab.area.in_use && slab.area.tenant == tenant && slab.area.all_reclaimable();
+    }
+  }
+  room.slabs = free_slabs_.size() + account.reclaimable[0];
+  bool small = false;
+  for (size_t size = 1; size < sizes_; ++size) {
+    room.small[size] = free_small_[size] + account.reclaimable[size];
+    small |= account.reclaimable[size] > 0;
+  }
+  if (small) {
+    // Those that join to a slab, since nobody else has a part of it.
+    for (const uint32_t index : cut_slabs_) {
+      const Cut& cut = *slabs_[index].cut;
+      if (cut.lasting > 0) continue;
+      if (std::any_of(cut.areas.begin(), cut.areas.end(),
+                      [&](const Area& area) { return area.in_use && area.account != &account; })) {
+        continue;
+      }
+      room.small[cut.size] -= cut.areas.size();
+      ++room.slabs;
+    }
+  }
+  CountOthers(account, ExcessOf(account, ChargeWith(tenant, account, wanted, /*reclaim=*/true)), &room);
+  const uint64_t charge = account.charge - ReclaimableAsWhole(account);
+  room.slabs = shares_.UsableSlabs(room.slabs, account, charge);
+  room.bytes = account.most_bytes > charge ? account.most_bytes - charge : 0;
+  return room;
+}
+
+bool SlabAllocator::CanAllocate(TenantId tenant, absl::Span<const SlotsWanted> wanted, bool reclaim) const {
+  const Account& account = AccountOf(tenant);
+  uint64_t growth;
+  if (Fits(tenant, account, wanted, RoomNow(tenant, account), /*reclaim=*/false, &growth)) return true;
+  return reclaim && Fits(tenant, account, wanted, RoomReclaimed(tenant, account, wanted), /*reclaim=*/true, &growth);
+}
+
+std::optional<PayerId> SlabAllocator::NextToGive(TenantId tenant, absl::Span<const SlotsWanted> wanted,
+                                                 absl::FunctionRef<bool(PayerId)> has) const {
+  const Account& account = AccountOf(tenant);
+  const PayerId payer = PayerOf(tenant);
+  const uint64_t charge = ChargeWith(tenant, account, wanted, /*reclaim=*/false);
+  if (charge > account.most_bytes && has(payer)) return payer;
+  const int64_t excess = ExcessOf(account, charge);
+  const auto& by_excess = shares_.by_excess();
+  for (auto each = by_excess.rbegin(); each != by_excess.rend() && each->first > excess; ++each) {
+    if (each->second->payer != payer && has(each->second->payer)) return each->second->payer;
+  }
+  if (has(payer)) return payer;
+  return std::nullopt;
+}
+
+void SlabAllocator::Count(const Spot& spot, bool add) {
+  const Area& area = AreaAt(spot);
+  Slab& slab = slabs_[spot.slab];
+  const uint64_t slots = area.free_slots.size();
+  Bucket& bucket = *area.bucket;
+  const auto count = [add](auto& sum, uint64_t value) {
+    sum = add ? static_cast<std::decay_t<decltype(sum)>>(sum + value)
+              : static_cast<std::decay_t<decltype(sum)>>(sum - value);
+  };
+  count(bucket.free_slots, slots);
+  if (area.all_reclaimable()) {
+    if (!slab.bound) count(area.account->reclaimable[SizeAt(spot)], 1);
+  } else {
+    count(bucket.lasting_slots, slots + area.reclaimable);
+    count(bucket.lasting_bytes, area_bytes(SizeAt(spot)));
+    if (slab.cut != nullptr) count(slab.cut->lasting, 1);
+  }
+}
+
+absl::Status SlabAllocator::TakeArea(TenantId tenant, size_t slot_bytes, Clean clean) {
+  Spot spot;
+  Account* const account = shares_.Of(PayerOf(tenant));
+  const BucketKey key(tenant, slot_bytes);
+  if (const auto kept = kept_free_.find(tenant); kept != kept_free_.end()) {
+    spot.slab = kept->second.back();
+    TakeKept(spot.slab);
+    --kept_slabs_;
+  } else {
+    const auto bucket = buckets_.find(key);
+    const Room room = RoomNow(tenant, *account);
+    const std::optional<size_t> size =
+        Choose(*account, slot_bytes, bucket == buckets_.end() ? 0 : bucket->second.held_bytes, room);
+    if (!size.has_value()) {
+      if (account->charge + slot_bytes > account->most_bytes || (room.bytes < slab_bytes_ && room.slabs > 0)) {
+        return FieldError(absl::StatusCode::kResourceExhausted, limit_,
+                          absl::StrCat(account->charge, " in slabs of this tenant"),
+                          absl::StrCat("at most ", account->most_bytes, ", its share"));
+      }
+      std::string value = absl::StrCat(used_bytes_, " used");
+      if (kept_slabs_ > 0) absl::StrAppend(&value, " and ", kept_slabs_ * slab_bytes_, " in slabs that others may map");
+      return FieldError(absl::StatusCode::kResourceExhausted, limit_, value,
+                        absl::StrCat("at most ", capacity_bytes(), " in slabs of ", slab_bytes_));
+    }
+    const auto clean_area = [&](Area& area) -> absl::Status {
+      if (!area.written || area.tenant == tenant) return absl::OkStatus();
+      KV_RETURN_IF_ERROR(clean(PlaceOfArea(spot)));
+      area.written = false;
+      return absl::OkStatus();
+    };
+    if (*size == 0) {
+      spot.slab = free_slabs_.back();
+      KV_RETURN_IF_ERROR(clean_area(slabs_[spot.slab].area));
+      free_slabs_.pop_back();
+    } else {
+      const bool cuts = free_small_[*size] == 0;
+      if (cuts) CutSlab(free_slabs_.back(), *size);
+      spot.slab = *cut_free_[*size].begin();
+      Cut& cut = *slabs_[spot.slab].cut;
+      spot.area = cut.free.back();
+      if (absl::Status status = clean_area(cut.areas[spot.area]); !status.ok()) {
+        if (cuts) Join(spot.slab);
+        return status;
+      }
+      cut.free.pop_back();
+      --free_small_[*size];
+      if (cut.free.empty()) cut_free_[*size].erase(spot.slab);
+    }
+    shares_.Add(account, area_bytes(*size));
+  }
+  Area& area = AreaAt(spot);
+  area.in_use = true;
+  area.tenant = tenant;
+  area.account = account;
+  area.slot_bytes = slot_bytes;
+  area.bucket = &buckets_[key];
+  const size_t size = SizeAt(spot);
+  const uint32_t slots = static_cast<uint32_t>(area_bytes(size) / slot_bytes);
+  area.generation.assign(slots, area.generation_base);
+  area.free_slots.resize(slots);
+  for (uint32_t i = 0; i < slots; ++i) area.free_slots[i] = slots - 1 - i;
+  area.bucket->held_bytes += area_bytes(size);
+  area.bucket->with_free.insert(NumberOf(spot));
+  return absl::OkStatus();
 }
 
 absl::StatusOr<PageId> SlabAllocator::Allocate(TenantId tenant, size_t bytes, Clean clean) {
@@ -24,141 +299,146 @@ absl::StatusOr<PageId> SlabAllocator::Allocate(TenantId tenant, size_t bytes, Cl
   }
   const size_t slot_bytes = RoundedSlotBytes(bytes);
   auto found = buckets_.find(BucketKey(tenant, slot_bytes));
-  if (found == buckets_.end()) {
-    uint32_t index;
-    if (const auto kept = kept_free_.find(tenant); kept != kept_free_.end()) {
-      index = kept->second.back();
-      TakeKept(index);
-      --kept_slabs_;
-    } else if (free_slabs_.empty()) {
-      std::string value = absl::StrCat(used_bytes_, " used");
-      if (kept_slabs_ > 0) absl::StrAppend(&value, " and ", kept_slabs_ * slab_bytes_, " in slabs that others may map");
-      return FieldError(absl::StatusCode::kResourceExhausted, limit_, value,
-                        absl::StrCat("at most ", capacity_bytes(), " in slabs of ", slab_bytes_));
-    } else {
-      index = free_slabs_.back();
-      Slab& slab = slabs_[index];
-      if (slab.written && slab.tenant != tenant) {
-        KV_RETURN_IF_ERROR(clean(index));
-        slab.written = false;
-      }
-      free_slabs_.pop_back();
-    }
-    Slab& slab = slabs_[index];
-    slab.in_use = true;
-    slab.tenant = tenant;
-    slab.slot_bytes = slot_bytes;
-    const uint32_t slots = static_cast<uint32_t>(slab_bytes_ / slot_bytes);
-    slab.generation.assign(slots, slab.generation_base);
-    slab.free_slots.resize(slots);
-    for (uint32_t i = 0; i < slots; ++i) slab.free_slots[i] = slots - 1 - i;
-    found = buckets_.emplace(BucketKey(tenant, slot_bytes), Bucket()).first;
-    found->second.slabs.insert(index);
-    found->second.free_slots += slots;
+  const bool is_new = found == buckets_.end() || found->second.free_slots == 0;
+  if (is_new) {
+    KV_RETURN_IF_ERROR(TakeArea(tenant, slot_bytes, clean));
+    found = buckets_.find(BucketKey(tenant, slot_bytes));
   }
   Bucket& bucket = found->second;
-  const uint32_t index = *bucket.slabs.begin();
-  Slab& slab = slabs_[index];
-  const uint32_t slot = slab.free_slots.back();
-  slab.free_slots.pop_back();
-  slab.written = true;
-  const uint32_t generation = ++slab.generation[slot];
+  const uint32_t number = *bucket.with_free.begin();
+  const Spot spot = SpotOf(number);
+  Area& area = AreaAt(spot);
+  if (!is_new) Count(spot, false);  // a new area counts for nothing yet
+  const uint32_t slot = area.free_slots.back();
+  area.free_slots.pop_back();
+  area.written = true;
+  const uint32_t generation = ++area.generation[slot];
   used_bytes_ += slot_bytes;
-  if (slab.free_slots.empty()) bucket.slabs.erase(index);
-  if (--bucket.free_slots == 0) buckets_.erase(found);
-  return PageId{index * slots_per_slab_max() + slot, generation};
+  if (area.free_slots.empty()) bucket.with_free.erase(number);
+  Count(spot, true);
+  return PageId{number + slot, generation};
 }
 
-uint64_t SlabAllocator::FreeSlots(TenantId tenant, size_t slot_bytes, bool reclaim) const {
-  if (!reclaim) {
-    const auto found = buckets_.find(BucketKey(tenant, slot_bytes));
-    return found == buckets_.end() ? 0 : found->second.free_slots;
-  }
-  uint64_t free_slots = 0;
-  for (const Slab& slab : slabs_) {
-    if (!slab.in_use || slab.tenant != tenant || slab.slot_bytes != slot_bytes) continue;
-    if (slab.used_slots() > slab.reclaimable) free_slots += slab.free_slots.size() + slab.reclaimable;
-  }
-  return free_slots;
+void SlabAllocator::CutSlab(uint32_t index, size_t size) {
+  KV_CHECK(free_slabs_.back() == index);
+  free_slabs_.pop_back();
+  Slab& slab = slabs_[index];
+  slab.cut = std::make_unique<Cut>();
+  slab.cut->size = size;
+  Area area;
+  area.written = slab.area.written;
+  area.tenant = slab.area.tenant;
+  area.generation_base = slab.area.generation_base;
+  slab.cut->areas.resize(kAreasPerSlab[size], area);
+  for (uint32_t i = 0; i < kAreasPerSlab[size]; ++i) slab.cut->free.push_back(kAreasPerSlab[size] - 1 - i);
+  free_small_[size] += kAreasPerSlab[size];
+  cut_slabs_.insert(index);
+  cut_free_[size].insert(index);
 }
 
-bool SlabAllocator::CanAllocate(TenantId tenant, absl::Span<const SlotsWanted> wanted, bool reclaim) const {
-  uint64_t slabs_wanted = 0;
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    if (wanted[i].bytes == 0 || wanted[i].bytes > slab_bytes_) return false;
-    const size_t slot_bytes = RoundedSlotBytes(wanted[i].bytes);
-    uint64_t count = 0;
-    bool counted = false;
-    for (size_t j = 0; j < wanted.size(); ++j) {
-      if (RoundedSlotBytes(wanted[j].bytes) != slot_bytes) continue;
-      counted |= j < i;
-      count += wanted[j].count;
-    }
-    if (counted || count == 0) continue;
-    const uint64_t free_slots = FreeSlots(tenant, slot_bytes, reclaim);
-    const uint64_t slots_per_slab = slab_bytes_ / slot_bytes;
-    if (count > free_slots) slabs_wanted += (count - free_slots + slots_per_slab - 1) / slots_per_slab;
+void SlabAllocator::Join(uint32_t index) {
+  Slab& slab = slabs_[index];
+  const std::unique_ptr<Cut> cut = std::move(slab.cut);
+  KV_CHECK(cut->free.size() == cut->areas.size() && cut->lasting == 0);
+  slab.area.written = false;
+  for (const Area& area : cut->areas) {
+    slab.area.generation_base = std::max(slab.area.generation_base, area.generation_base);
+    if (!area.written) continue;
+    slab.area.tenant = slab.area.written && slab.area.tenant != area.tenant ? kSeveral : area.tenant;
+    slab.area.written = true;
   }
-  uint64_t slabs = free_slabs_.size();
-  if (const auto kept = kept_free_.find(tenant); kept != kept_free_.end()) slabs += kept->second.size();
-  if (slabs_wanted <= slabs || !reclaim) return slabs_wanted <= slabs;
-  for (const Slab& slab : slabs_) {
-    slabs += slab.in_use && slab.used_slots() == slab.reclaimable && (!slab.bound || slab.tenant == tenant);
-  }
-  return slabs_wanted <= slabs;
+  free_small_[cut->size] -= cut->areas.size();
+  cut_slabs_.erase(index);
+  cut_free_[cut->size].erase(index);
+  free_slabs_.push_back(index);
 }
 
 void SlabAllocator::SetReclaimable(PageId id, bool reclaimable) {
-  uint32_t slot;
-  KV_CHECK(Find(id, &slot) != nullptr);
-  Slab& slab = slabs_[id.slot / slots_per_slab_max()];
-  KV_CHECK(reclaimable ? slab.reclaimable < slab.used_slots() : slab.reclaimable > 0);
-  slab.reclaimable += reclaimable ? 1 : -1;
+  Spot spot;
+  KV_CHECK(Find(id, &spot));
+  Area& area = AreaAt(spot);
+  KV_CHECK(reclaimable ? area.reclaimable < area.used_slots() : area.reclaimable > 0);
+  const bool was_whole = area.all_reclaimable();
+  const uint32_t after = area.reclaimable + (reclaimable ? 1 : -1);
+  if (was_whole || after == area.used_slots()) {
+    Count(spot, false);
+    area.reclaimable = after;
+    Count(spot, true);
+    return;
+  }
+  area.reclaimable = after;
+  area.bucket->lasting_slots += reclaimable ? 1 : -1;
 }
 
 uint64_t SlabAllocator::reclaimable_bytes() const {
   uint64_t bytes = 0;
-  for (const Slab& slab : slabs_) bytes += slab.reclaimable * slab.slot_bytes;
+  for (const Slab& slab : slabs_) {
+    bytes += slab.area.reclaimable * slab.area.slot_bytes;
+    if (slab.cut == nullptr) continue;
+    for (const Area& area : slab.cut->areas) bytes += area.reclaimable * area.slot_bytes;
+  }
   return bytes;
 }
 
 void SlabAllocator::Free(PageId id) {
-  uint32_t slot;
-  KV_CHECK(Find(id, &slot) != nullptr);
-  const uint32_t index = id.slot / slots_per_slab_max();
-  Slab& slab = slabs_[index];
-  ++slab.generation[slot];
-  slab.free_slots.push_back(slot);
-  used_bytes_ -= slab.slot_bytes;
-  KV_CHECK(slab.reclaimable <= slab.used_slots());
-  const BucketKey key(slab.tenant, slab.slot_bytes);
-  Bucket& bucket = buckets_[key];
-  bucket.slabs.insert(index);
-  ++bucket.free_slots;
-  if (slab.free_slots.size() < slab.generation.size()) return;
-  bucket.slabs.erase(index);
-  bucket.free_slots -= slab.free_slots.size();
-  if (bucket.free_slots == 0) buckets_.erase(key);
-  slab.generation_base = *std::max_element(slab.generation.begin(), slab.generation.end());
-  slab.in_use = false;
-  slab.slot_bytes = 0;
-  slab.generation.clear();
-  slab.free_slots.clear();
-  if (slab.bound) {
-    kept_free_[slab.tenant].push_back(index);
-    ++kept_slabs_;
-  } else {
-    free_slabs_.push_back(index);
+  Spot spot;
+  KV_CHECK(Find(id, &spot));
+  Area& area = AreaAt(spot);
+  Count(spot, false);
+  ++area.generation[spot.slot];
+  area.free_slots.push_back(spot.slot);
+  used_bytes_ -= area.slot_bytes;
+  KV_CHECK(area.reclaimable <= area.used_slots());
+  const uint32_t number = NumberOf(spot);
+  if (area.free_slots.size() < area.generation.size()) {
+    if (area.free_slots.size() == 1) area.bucket->with_free.insert(number);
+    return Count(spot, true);
   }
+  GiveBack(spot);
+}
+
+void SlabAllocator::GiveBack(const Spot& spot) {
+  Area& area = AreaAt(spot);
+  Slab& slab = slabs_[spot.slab];
+  const size_t size = SizeAt(spot);
+  area.bucket->with_free.erase(NumberOf(spot));
+  area.bucket->held_bytes -= area_bytes(size);
+  if (area.bucket->held_bytes == 0) buckets_.erase(BucketKey(area.tenant, area.slot_bytes));
+  area.bucket = nullptr;
+  area.generation_base = *std::max_element(area.generation.begin(), area.generation.end());
+  area.in_use = false;
+  area.slot_bytes = 0;
+  area.generation.clear();
+  area.free_slots.clear();
+  if (slab.bound) {
+    kept_free_[area.tenant].push_back(spot.slab);
+    ++kept_slabs_;
+    return;
+  }
+  shares_.Remove(area.account, area_bytes(size));
+  area.account = nullptr;
+  if (slab.cut == nullptr) {
+    free_slabs_.push_back(spot.slab);
+    return;
+  }
+  slab.cut->free.push_back(spot.area);
+  ++free_small_[size];
+  cut_free_[size].insert(spot.slab);
+  if (slab.cut->free.size() == slab.cut->areas.size()) Join(spot.slab);
 }
 
 void SlabAllocator::Bind(uint32_t slab) {
-  KV_CHECK(slab < slabs_.size() && !slabs_[slab].withdrawn && (slabs_[slab].in_use || slabs_[slab].bound));
+  KV_CHECK(slab < slabs_.size() && !slabs_[slab].withdrawn && slabs_[slab].cut == nullptr);
+  KV_CHECK(slabs_[slab].area.in_use || slabs_[slab].bound);
+  if (slabs_[slab].bound) return;
+  Count({slab, 0, 0}, false);
   slabs_[slab].bound = true;
+  ++bound_slabs_;
+  Count({slab, 0, 0}, true);
 }
 
 void SlabAllocator::TakeKept(uint32_t slab) {
-  const auto kept = kept_free_.find(slabs_[slab].tenant);
+  const auto kept = kept_free_.find(slabs_[slab].area.tenant);
   KV_CHECK(kept != kept_free_.end());
   const auto place = std::find(kept->second.begin(), kept->second.end(), slab);
   KV_CHECK(place != kept->second.end());
@@ -167,43 +447,68 @@ void SlabAllocator::TakeKept(uint32_t slab) {
 }
 
 void SlabAllocator::Withdraw(uint32_t slab) {
-  KV_CHECK(slab < slabs_.size() && slabs_[slab].bound && !slabs_[slab].in_use && !slabs_[slab].withdrawn);
+  KV_CHECK(slab < slabs_.size() && slabs_[slab].bound && !slabs_[slab].area.in_use && !slabs_[slab].withdrawn);
   TakeKept(slab);
   slabs_[slab].withdrawn = true;
+  shares_.Remove(slabs_[slab].area.account, slab_bytes_);
+  slabs_[slab].area.account = nullptr;
 }
 
 void SlabAllocator::Restore(uint32_t slab) {
   KV_CHECK(slab < slabs_.size() && slabs_[slab].withdrawn);
-  slabs_[slab].withdrawn = slabs_[slab].bound = slabs_[slab].written = false;
+  slabs_[slab].withdrawn = slabs_[slab].bound = slabs_[slab].area.written = false;
+  --bound_slabs_;
   --kept_slabs_;
   free_slabs_.push_back(slab);
 }
 
-const SlabAllocator::Slab* SlabAllocator::Find(PageId id, uint32_t* index) const {
-  const uint32_t slab_index = id.slot / slots_per_slab_max();
-  if (!id.valid() || slab_index >= slabs_.size()) return nullptr;
-  const Slab& slab = slabs_[slab_index];
-  *index = id.slot % slots_per_slab_max();
-  if (*index >= slab.generation.size()) return nullptr;
-  const uint32_t generation = slab.generation[*index];
-  return generation == id.generation && generation % 2 == 1 ? &slab : nullptr;
+SlabAllocator::Spot SlabAllocator::SpotOf(uint32_t number) const {
+  Spot spot;
+  spot.slab = number / slots_per_area(0);
+  spot.slot = number % slots_per_area(0);
+  if (const Cut* const cut = slabs_[spot.slab].cut.get()) {
+    spot.area = spot.slot / slots_per_area(cut->size);
+    spot.slot %= slots_per_area(cut->size);
+  }
+  return spot;
+}
+
+uint32_t SlabAllocator::NumberOf(const Spot& spot) const {
+  return spot.slab * slots_per_area(0) + spot.area * slots_per_area(SizeAt(spot));
+}
+
+SlabAllocator::Place SlabAllocator::PlaceOfArea(const Spot& spot) const {
+  const uint64_t bytes = area_bytes(SizeAt(spot));
+  return {spot.slab, spot.area * bytes, bytes};
+}
+
+bool SlabAllocator::Find(PageId id, Spot* spot) const {
+  if (!id.valid() || id.slot >= slabs_.size() * slots_per_area(0)) return false;
+  *spot = SpotOf(id.slot);
+  const Area& area = AreaAt(*spot);
+  if (spot->slot >= area.generation.size()) return false;
+  const uint32_t generation = area.generation[spot->slot];
+  return generation == id.generation && generation % 2 == 1;
 }
 
 SlabAllocator::Place SlabAllocator::PlaceOf(PageId id) const {
-  uint32_t slot;
-  const Slab* slab = Find(id, &slot);
-  KV_CHECK(slab != nullptr);
-  return Place{id.slot / slots_per_slab_max(), uint64_t{slot} * slab->slot_bytes, slab->slot_bytes};
+  Spot spot;
+  KV_CHECK(Find(id, &spot));
+  const Area& area = AreaAt(spot);
+  const uint64_t offset = uint64_t{spot.slot} * area.slot_bytes;
+  return Place{spot.slab, spot.area == 0 ? offset : PlaceOfArea(spot).offset + offset, area.slot_bytes};
 }
 
 bool SlabAllocator::IsCurrent(PageId id) const {
-  uint32_t slot;
-  return Find(id, &slot) != nullptr;
+  Spot spot;
+  return Find(id, &spot);
 }
 
 void SlabAllocator::CheckInvariants() const {
-  uint64_t used_bytes = 0, kept_slabs = 0;
-  absl::flat_hash_map<BucketKey, uint64_t> free_slots;
+  uint64_t used_bytes = 0, kept_slabs = 0, bound_slabs = 0;
+  std::array<uint64_t, kSizes> free_small{};
+  absl::flat_hash_map<BucketKey, Bucket> buckets;
+  absl::flat_hash_map<const Account*, Account> accounts;
   std::vector<bool> listed_free(slabs_.size(), false), listed_kept(slabs_.size(), false);
   for (uint32_t index : free_slabs_) {
     KV_CHECK(index < slabs_.size() && !listed_free[index] && !slabs_[index].bound && !slabs_[index].withdrawn);
@@ -213,39 +518,81 @@ void SlabAllocator::CheckInvariants() const {
     KV_CHECK(!kept.empty());
     for (uint32_t index : kept) {
       KV_CHECK(!listed_kept[index] && slabs_[index].bound && !slabs_[index].withdrawn);
-      KV_CHECK(slabs_[index].tenant == tenant);
+      KV_CHECK(slabs_[index].area.tenant == tenant);
       listed_kept[index] = true;
+      accounts[slabs_[index].area.account].charge += slab_bytes_;
     }
   }
-  for (uint32_t index = 0; index < slabs_.size(); ++index) {
-    const Slab& slab = slabs_[index];
-    KV_CHECK(slab.in_use + listed_free[index] + listed_kept[index] + slab.withdrawn == 1);
-    if (!slab.in_use) {
-      KV_CHECK(slab.slot_bytes == 0 && slab.reclaimable == 0 && slab.generation.empty() && slab.free_slots.empty());
-      kept_slabs += slab.bound;
-      continue;
+  const auto check_area = [&](const Spot& spot, const Area& area) {
+    if (!area.in_use) {
+      KV_CHECK(area.slot_bytes == 0 && area.reclaimable == 0 && area.generation.empty() && area.free_slots.empty());
+      KV_CHECK(area.bucket == nullptr && (area.account != nullptr) == listed_kept[spot.slab]);
+      return;
     }
-    std::vector<bool> is_free(slab.generation.size(), false);
-    for (uint32_t slot : slab.free_slots) {
+    std::vector<bool> is_free(area.generation.size(), false);
+    for (uint32_t slot : area.free_slots) {
       KV_CHECK(slot < is_free.size() && !is_free[slot]);
       is_free[slot] = true;
     }
     uint64_t handed_out = 0;
     for (uint32_t slot = 0; slot < is_free.size(); ++slot) {
-      KV_CHECK((slab.generation[slot] % 2 == 1) == !is_free[slot]);
+      KV_CHECK((area.generation[slot] % 2 == 1) == !is_free[slot]);
       handed_out += !is_free[slot];
     }
-    KV_CHECK(handed_out > 0 && slab.reclaimable <= handed_out);
-    used_bytes += handed_out * slab.slot_bytes;
-    const BucketKey key(slab.tenant, slab.slot_bytes);
-    if (slab.free_slots.empty()) continue;
-    free_slots[key] += slab.free_slots.size();
+    KV_CHECK(handed_out > 0 && area.reclaimable <= handed_out && area.written);
+    used_bytes += handed_out * area.slot_bytes;
+    const BucketKey key(area.tenant, area.slot_bytes);
     const auto bucket = buckets_.find(key);
-    KV_CHECK(bucket != buckets_.end() && bucket->second.slabs.count(index) == 1);
+    KV_CHECK(bucket != buckets_.end() && area.bucket == &bucket->second);
+    KV_CHECK(bucket->second.with_free.count(NumberOf(spot)) == (area.free_slots.empty() ? 0 : 1));
+    Bucket& sums = buckets[key];
+    const uint64_t bytes = area_bytes(SizeAt(spot));
+    sums.free_slots += area.free_slots.size();
+    sums.held_bytes += bytes;
+    accounts[area.account].charge += bytes;
+    if (area.reclaimable < handed_out) {
+      sums.lasting_slots += area.free_slots.size() + area.reclaimable;
+      sums.lasting_bytes += bytes;
+    } else if (!slabs_[spot.slab].bound) {
+      ++accounts[area.account].reclaimable[SizeAt(spot)];
+    }
+  };
+  for (uint32_t index = 0; index < slabs_.size(); ++index) {
+    const Slab& slab = slabs_[index];
+    KV_CHECK(InUse(index) + listed_free[index] + listed_kept[index] + slab.withdrawn == 1);
+    bound_slabs += slab.bound;
+    kept_slabs += slab.bound && !slab.area.in_use;
+    check_area({index, 0, 0}, slab.area);
+    KV_CHECK(cut_slabs_.contains(index) == (slab.cut != nullptr));
+    if (slab.cut == nullptr) continue;
+    const Cut& cut = *slab.cut;
+    KV_CHECK(!slab.bound && !slab.area.in_use && cut.size < sizes_ && cut.areas.size() == kAreasPerSlab[cut.size]);
+    std::vector<bool> listed(cut.areas.size(), false);
+    for (const uint32_t free : cut.free) {
+      KV_CHECK(!listed[free] && !cut.areas[free].in_use);
+      listed[free] = true;
+    }
+    uint32_t lasting = 0;
+    for (uint32_t i = 0; i < cut.areas.size(); ++i) {
+      KV_CHECK(cut.areas[i].in_use == !listed[i]);
+      check_area({index, i, 0}, cut.areas[i]);
+      lasting += cut.areas[i].in_use && !cut.areas[i].all_reclaimable();
+    }
+    KV_CHECK(lasting == cut.lasting && cut.free.size() < cut.areas.size());
+    KV_CHECK(cut_free_[cut.size].contains(index) == !cut.free.empty());
+    free_small[cut.size] += cut.free.size();
   }
-  KV_CHECK(used_bytes == used_bytes_ && kept_slabs == kept_slabs_);
-  KV_CHECK(free_slots.size() == buckets_.size());
-  for (const auto& [key, bucket] : buckets_) KV_CHECK(free_slots[key] == bucket.free_slots);
+  KV_CHECK(used_bytes == used_bytes_ && kept_slabs == kept_slabs_ && bound_slabs == bound_slabs_);
+  KV_CHECK(free_small == free_small_ && buckets.size() == buckets_.size());
+  for (const auto& [key, bucket] : buckets_) {
+    const Bucket& sums = buckets[key];
+    KV_CHECK(sums.free_slots == bucket.free_slots && sums.held_bytes == bucket.held_bytes);
+    KV_CHECK(sums.lasting_slots == bucket.lasting_slots && sums.lasting_bytes == bucket.lasting_bytes);
+  }
+  for (const auto& [payer, account] : shares_.accounts()) {
+    KV_CHECK(account.charge == accounts[&account].charge && account.reclaimable == accounts[&account].reclaimable);
+  }
+  shares_.CheckInvariants();
 }
 
 }  // namespace kvmanager

@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
+#include <memory>
 #include <random>
 #include <vector>
 
@@ -21,7 +23,7 @@ SlabAllocator::Options Slabs(uint32_t slabs) {
   return options;
 }
 
-absl::Status NothingToClean(uint32_t slab) { return absl::OkStatus(); }
+absl::Status NothingToClean(const SlabAllocator::Place&) { return absl::OkStatus(); }
 
 bool CanAllocate(const SlabAllocator& allocator, TenantId tenant, size_t bytes, uint64_t count, bool reclaim = false) {
   const SlabAllocator::SlotsWanted wanted{bytes, count};
@@ -31,8 +33,8 @@ bool CanAllocate(const SlabAllocator& allocator, TenantId tenant, size_t bytes, 
 TEST(SlabAllocator, CleansOnceWhenASlabChangesTenant) {
   SlabAllocator allocator(Slabs(1));
   std::vector<uint32_t> cleaned;
-  const auto clean = [&](uint32_t slab) {
-    cleaned.push_back(slab);
+  const auto clean = [&](const SlabAllocator::Place& area) {
+    cleaned.push_back(area.slab);
     return absl::OkStatus();
   };
   for (const TenantId tenant : {1, 1, 2, 2, 1}) {
@@ -48,14 +50,14 @@ TEST(SlabAllocator, WhatCannotBeCleanedStaysFree) {
   const auto first = allocator.Allocate(1, 4096, NothingToClean);
   ASSERT_TRUE(first.ok());
   allocator.Free(*first);
-  const auto refuse = [](uint32_t) { return absl::UnavailableError("the device is gone"); };
+  const auto refuse = [](const SlabAllocator::Place&) { return absl::UnavailableError("the device is gone"); };
   EXPECT_EQ(allocator.Allocate(2, 4096, refuse).status().code(), absl::StatusCode::kUnavailable);
   allocator.CheckInvariants();
   EXPECT_EQ(allocator.free_slabs(), 1u);
   int cleanings = 0;
   EXPECT_TRUE(allocator
                   .Allocate(2, 4096,
-                            [&](uint32_t) {
+                            [&](const SlabAllocator::Place&) {
                               ++cleanings;
                               return absl::OkStatus();
                             })
@@ -87,7 +89,9 @@ TEST(SlabAllocator, BoundSlabsStayTheirTenantsUntilRestored) {
   allocator.Restore(0);
   EXPECT_EQ(allocator.kept_slabs(), 0u);
   EXPECT_FALSE(allocator.IsCurrent(*again));
-  EXPECT_TRUE(allocator.Allocate(2, 1024, [](uint32_t) { return absl::InternalError("already clean"); }).ok());
+  EXPECT_TRUE(
+      allocator.Allocate(2, 1024, [](const SlabAllocator::Place&) { return absl::InternalError("already clean"); })
+          .ok());
   allocator.CheckInvariants();
 }
 
@@ -102,6 +106,7 @@ TEST(SlabAllocator, RandomOperationsAgainstAModel) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     std::mt19937_64 random(seed);
     SlabAllocator allocator(Slabs(5));
+    for (const TenantId tenant : {1, 2, 3}) allocator.SetPayer(tenant, 7);  // who may take all of its own
     std::vector<ModelSlab> slabs(5);
     std::map<PageId, TenantId> held;
     std::map<PageId, bool> reclaimable;
@@ -116,10 +121,10 @@ TEST(SlabAllocator, RandomOperationsAgainstAModel) {
           const TenantId tenant = 1 + random() % 3;
           const size_t bytes = sizes[random() % std::size(sizes)];
           const bool foretold = CanAllocate(allocator, tenant, bytes, 1);
-          const auto id = allocator.Allocate(tenant, bytes, [&](uint32_t cleaned) {
-            EXPECT_NE(slabs[cleaned].written_by, tenant);
-            EXPECT_FALSE(slabs[cleaned].bound);
-            slabs[cleaned].written_by = 0;
+          const auto id = allocator.Allocate(tenant, bytes, [&](const SlabAllocator::Place& cleaned) {
+            EXPECT_NE(slabs[cleaned.slab].written_by, tenant);
+            EXPECT_FALSE(slabs[cleaned.slab].bound);
+            slabs[cleaned.slab].written_by = 0;
             return absl::OkStatus();
           });
           ASSERT_EQ(id.ok(), foretold);
@@ -178,6 +183,172 @@ TEST(SlabAllocator, RandomOperationsAgainstAModel) {
       ASSERT_EQ(allocator.Allocate(tenant, 20000, NothingToClean).ok(), i < count);
     }
   }
+}
+
+// Areas of three sizes, payers and quotas, against a model of bytes: who wrote each KiB since it was cleaned.
+class SmallSlabsTest : public testing::Test {
+ protected:
+  static constexpr uint64_t kBytes = 1 << 20;  // of a slab: small ones of 64 and 4 KiB
+  static constexpr uint32_t kSlabs = 8;
+  static constexpr TenantId kTenants = 6;
+
+  static SlabAllocator::Options Options() {
+    SlabAllocator::Options options;
+    options.slab_bytes = kBytes;
+    options.slabs = kSlabs;
+    options.small_slabs = true;
+    options.limit = "test-pool-bytes";
+    return options;
+  }
+  struct Held {
+    TenantId tenant;
+    bool reclaimable;
+  };
+  TenantId& WriterOf(const SlabAllocator::Place& place, uint64_t byte) {
+    return written_by_[(place.slab * kBytes + place.offset + byte) / 1024];
+  }
+  absl::StatusOr<PageId> Allocate(TenantId tenant, size_t bytes) {
+    const auto clean = [&](const SlabAllocator::Place& area) {
+      for (uint64_t at = 0; at < area.bytes; at += 1024) {
+        EXPECT_EQ(live_[(area.slab * kBytes + area.offset + at) / 1024], 0) << "somebody's slot was cleaned";
+        WriterOf(area, at) = 0;
+      }
+      return absl::OkStatus();
+    };
+    const auto id = allocator_->Allocate(tenant, bytes, clean);
+    if (!id.ok()) return id;
+    const SlabAllocator::Place place = allocator_->PlaceOf(*id);
+    for (uint64_t at = 0; at < place.bytes; at += 64) {
+      TenantId& writer = WriterOf(place, at);
+      EXPECT_TRUE(writer == 0 || writer == tenant) << "tenant " << tenant << " sees bytes of " << writer;
+      writer = tenant;
+    }
+    for (uint64_t at = 0; at < place.bytes; at += 64) ++live_[(place.slab * kBytes + place.offset + at) / 1024];
+    EXPECT_TRUE(held_.emplace(*id, Held{tenant, false}).second);
+    return id;
+  }
+  void Free(PageId id) {
+    const SlabAllocator::Place place = allocator_->PlaceOf(id);
+    for (uint64_t at = 0; at < place.bytes; at += 64) --live_[(place.slab * kBytes + place.offset + at) / 1024];
+    if (held_.at(id).reclaimable) allocator_->SetReclaimable(id, false);
+    allocator_->Free(id);
+    held_.erase(id);
+  }
+  PayerId PayerOf(TenantId tenant) const { return 100 + tenant / 2; }
+  uint64_t ChargeOf(PayerId payer) const {
+    const PoolShares::Account* const account = allocator_->shares().Find(payer);
+    return account == nullptr ? 0 : account->charge;
+  }
+
+  std::unique_ptr<SlabAllocator> allocator_ = std::make_unique<SlabAllocator>(Options());
+  std::vector<TenantId> written_by_ = std::vector<TenantId>(kSlabs * kBytes / 1024, 0);
+  std::vector<int> live_ = std::vector<int>(kSlabs * kBytes / 1024, 0);
+  std::map<PageId, Held> held_;
+};
+
+TEST_F(SmallSlabsTest, FewSlotsHoldLittle) {
+  std::vector<PageId> ids;
+  for (TenantId tenant = 1; tenant <= 256; ++tenant) ids.push_back(*Allocate(tenant, 4096));
+  EXPECT_EQ(allocator_->free_slabs(), kSlabs - 1u);
+  // Small ones first, then larger ones, then slabs; one tenant's are charged to it alone.
+  std::vector<uint64_t> charges;
+  for (int i = 0; i < 300; ++i) {
+    ASSERT_TRUE(Allocate(1, 4096).ok());
+    if (charges.empty() || charges.back() != ChargeOf(1)) charges.push_back(ChargeOf(1));
+  }
+  EXPECT_EQ(charges.size(), 7u + 8 + 1);
+  EXPECT_EQ(charges.back(), 8u * 4096 + 8 * 65536 + kBytes);
+  for (const PageId id : ids) Free(id);
+  allocator_->CheckInvariants();
+}
+
+TEST_F(SmallSlabsTest, RandomOperationsAgainstAModel) {
+  const size_t sizes[] = {1024, 3000, 4096, 5000, 40000, 65536, 200000, kBytes};
+  int refused = 0, evictions = 0, unforeseen = 0, given = 0;
+  for (uint64_t seed = 1; seed <= 60; ++seed) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed);
+    std::mt19937_64 random(seed);
+    allocator_ = std::make_unique<SlabAllocator>(Options());
+    std::fill(written_by_.begin(), written_by_.end(), 0);
+    std::fill(live_.begin(), live_.end(), 0);
+    held_.clear();
+    for (TenantId tenant = 1; tenant <= kTenants; ++tenant) allocator_->SetPayer(tenant, PayerOf(tenant));
+    std::map<PayerId, PoolQuota> quotas;
+    for (PayerId payer = 100; payer <= 103; ++payer) {
+      PoolQuota quota;
+      if (seed % 3 == 0 && random() % 2) quota.guaranteed_bytes = random() % 3 * kBytes;
+      if (seed % 2 == 0 && random() % 2) quota.most_bytes = quota.guaranteed_bytes + random() % (4 * kBytes);
+      allocator_->SetQuota(payer, quotas[payer] = quota);
+    }
+    for (int step = 0; step < 600; ++step) {
+      if (random() % 3 == 0 && !held_.empty()) {
+        const auto it = std::next(held_.begin(), random() % held_.size());
+        if (random() % 3 == 0) {
+          Free(it->first);
+        } else {
+          it->second.reclaimable = !it->second.reclaimable;
+          allocator_->SetReclaimable(it->first, it->second.reclaimable);
+        }
+        continue;
+      }
+      // As the store does it: whoever is named gives, until there is room.
+      const TenantId tenant = 1 + random() % kTenants;
+      const PayerId payer = PayerOf(tenant);
+      const SlabAllocator::SlotsWanted wanted[] = {{sizes[random() % std::size(sizes)], random() % 8},
+                                                   {sizes[random() % std::size(sizes)], random() % 3}};
+      const bool foretold = allocator_->CanAllocate(tenant, wanted, /*reclaim=*/true);
+      bool room = true;
+      while (!allocator_->CanAllocate(tenant, wanted, /*reclaim=*/false)) {
+        room = allocator_->CanAllocate(tenant, wanted, /*reclaim=*/true);
+        if (!room) break;
+        const auto victim_of = [&](PayerId of) {
+          return std::find_if(held_.begin(), held_.end(), [&](const auto& each) {
+            return each.second.reclaimable && PayerOf(each.second.tenant) == of;
+          });
+        };
+        const auto gives =
+            allocator_->NextToGive(tenant, wanted, [&](PayerId of) { return victim_of(of) != held_.end(); });
+        if (!gives.has_value()) {
+          ++unforeseen;
+          room = false;
+          break;
+        }
+        // Nobody loses what is guaranteed, nor to somebody who has more.
+        if (*gives != payer) {
+          ++given;
+          ASSERT_GT(ChargeOf(*gives), quotas[*gives].guaranteed_bytes);
+          ASSERT_GT(static_cast<int64_t>(ChargeOf(*gives) - quotas[*gives].guaranteed_bytes),
+                    static_cast<int64_t>(ChargeOf(payer)) - static_cast<int64_t>(quotas[payer].guaranteed_bytes));
+        }
+        Free(victim_of(*gives)->first);
+        ++evictions;
+      }
+      ASSERT_TRUE(foretold || !room);
+      refused += !room;
+      if (!room) continue;
+      const uint64_t before = ChargeOf(payer);
+      for (const auto& [bytes, count] : wanted) {
+        for (uint64_t i = 0; i < count; ++i) ASSERT_TRUE(Allocate(tenant, bytes).ok());
+      }
+      if (ChargeOf(payer) > before) {
+        ASSERT_LE(ChargeOf(payer), quotas[payer].most_bytes);
+      }
+      uint64_t kept = 0;
+      for (const auto& [each, quota] : quotas) {
+        kept += quota.guaranteed_bytes > ChargeOf(each) ? quota.guaranteed_bytes - ChargeOf(each) : 0;
+      }
+      if (ChargeOf(payer) > std::max(before, quotas[payer].guaranteed_bytes)) {
+        ASSERT_LE(kept, allocator_->free_slabs() * kBytes) << "guarantees can be kept";
+      }
+      allocator_->CheckInvariants();
+      ASSERT_FALSE(HasFailure());
+    }
+  }
+  EXPECT_GT(refused, 1000);
+  EXPECT_GT(evictions, 1000);
+  EXPECT_GT(given, 100);
+  // Only where small slabs of others joined.
+  EXPECT_LT(unforeseen * 200, evictions) << unforeseen << " of " << evictions;
 }
 
 }  // namespace

@@ -6,8 +6,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "kvmanager/base/ids.h"
@@ -32,8 +34,8 @@ class SlotPool {
   /// Where the slot's bytes are, in this process; aborts on a stale id.
   virtual uint8_t* Data(PageId id) const = 0;
 
-  /// Would Allocate succeed for all of `wanted`, in any order? With `reclaim`: after every reclaimable slot was freed;
-  /// then it looks at every slab.
+  /// Would Allocate succeed for all of `wanted`, one behind the other in this order? With `reclaim`: after every
+  /// reclaimable slot was freed that the tenant may take (SlabAllocator says which).
   bool CanAllocate(TenantId tenant, absl::Span<const SlotsWanted> wanted, bool reclaim = false) const {
     return allocator_.CanAllocate(tenant, wanted, reclaim);
   }
@@ -41,6 +43,17 @@ class SlotPool {
     const SlotsWanted wanted{bytes, count};
     return CanAllocate(tenant, {&wanted, 1});
   }
+  /// Whose reclaimable slots are freed next for `wanted`; SlabAllocator's.
+  std::optional<PayerId> NextToGive(TenantId tenant, absl::Span<const SlotsWanted> wanted,
+                                    absl::FunctionRef<bool(PayerId)> has) const {
+    return allocator_.NextToGive(tenant, wanted, has);
+  }
+  /// Who pays for a tenant, before its first slot, and what payers may have; SlabAllocator's.
+  void SetPayer(TenantId tenant, PayerId payer) { allocator_.SetPayer(tenant, payer); }
+  void ForgetTenant(TenantId tenant) { allocator_.ForgetTenant(tenant); }
+  void SetQuota(PayerId payer, const PoolQuota& quota) { allocator_.SetQuota(payer, quota); }
+  bool ForgetPayer(PayerId payer) { return allocator_.ForgetPayer(payer); }
+  const PoolShares& shares() const { return allocator_.shares(); }
   /// Marks a handed-out slot as one that its user would free if asked to, or as no such; the mark must change, and must
   /// be taken back before the slot is freed.
   void SetReclaimable(PageId id, bool reclaimable) { allocator_.SetReclaimable(id, reclaimable); }

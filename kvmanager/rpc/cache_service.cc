@@ -13,6 +13,7 @@
 #include "kvmanager/rpc/service.h"
 #include "kvmanager/rpc/step_check.h"
 #include "kvmanager/rpc/verify_blocks.h"
+#include "kvmanager/store/payer_name.h"
 
 namespace kvmanager {
 namespace {
@@ -352,7 +353,7 @@ class CacheService final : public api::Cache::Server {
                     store().caches().codec(id),
                     *std::move(raw),
                     std::move(device_codec),
-                    WorkerPool::OwnerOf(bound->config.tenant)};
+                    WorkerPool::OwnerOf(PayerName(bound->config.tenant))};
     bound_ = session_->Bind(std::move(bound));
   }
 

@@ -34,13 +34,15 @@ constexpr int kAcceptsInARow = 4;  // half a millisecond of the loop; then whate
 constexpr int64_t kAcceptPauseMs = 2;
 
 // Tells the loop that a message came, the connection that its bytes were malformed, and its share of memory which
-// messages were sent.
+// messages were sent. Where the client sends faster than it is served, others have their turn behind kMessagesInARow:
+// the loop looks at sockets, and at what workers have done, only once nothing is ready.
 class WatchedStream final : public capnp::MessageStream {
  public:
-  WatchedStream(capnp::MessageStream& inner, absl::AnyInvocable<void()> on_message, const MessageShare& replies,
-                absl::AnyInvocable<void(uint64_t bytes)> on_sent,
+  WatchedStream(SocketStream& inner, MessageQueue* queue, absl::AnyInvocable<void()> on_message,
+                const MessageShare& replies, absl::AnyInvocable<void(uint64_t bytes)> on_sent,
                 absl::AnyInvocable<void(const kj::Exception&)> on_error)
       : inner_(inner),
+        queue_(queue),
         on_message_(std::move(on_message)),
         replies_(replies),
         on_sent_(std::move(on_sent)),
@@ -49,17 +51,15 @@ class WatchedStream final : public capnp::MessageStream {
   kj::Promise<kj::Maybe<capnp::MessageReaderAndFds>> tryReadMessage(kj::ArrayPtr<kj::AutoCloseFd> fd_space,
                                                                     capnp::ReaderOptions options,
                                                                     kj::ArrayPtr<capnp::word> scratch) override {
-    using Message = kj::Maybe<capnp::MessageReaderAndFds>;
-    return inner_.tryReadMessage(fd_space, options, scratch)
-        .then(
-            [this](Message&& message) -> Message {
-              on_message_();
-              return kj::mv(message);
-            },
-            [this](kj::Exception&& exception) -> Message {
-              if (exception.getType() != kj::Exception::Type::DISCONNECTED) on_error_(exception);
-              kj::throwFatalException(kj::mv(exception));
-            });
+    if (inner_.waits() != waits_) {
+      waits_ = inner_.waits();
+      in_a_row_ = 0;
+    }
+    if (in_a_row_++ < kMessagesInARow) return Read(fd_space, options, scratch);
+    in_a_row_ = 1;
+    auto turn = kj::newPromiseAndFulfiller<void>();
+    queue_->Post([fulfiller = kj::mv(turn.fulfiller)]() mutable { fulfiller->fulfill(); });
+    return turn.promise.then([this, fd_space, options, scratch] { return Read(fd_space, options, scratch); });
   }
   kj::Promise<void> writeMessage(kj::ArrayPtr<const int> fds,
                                  kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>> segments) override {
@@ -75,7 +75,28 @@ class WatchedStream final : public capnp::MessageStream {
   kj::Promise<void> end() override { return inner_.end(); }
 
  private:
-  capnp::MessageStream& inner_;
+  static constexpr int kMessagesInARow = 4;  // a call, and what ends those before it
+
+  kj::Promise<kj::Maybe<capnp::MessageReaderAndFds>> Read(kj::ArrayPtr<kj::AutoCloseFd> fd_space,
+                                                          capnp::ReaderOptions options,
+                                                          kj::ArrayPtr<capnp::word> scratch) {
+    using Message = kj::Maybe<capnp::MessageReaderAndFds>;
+    return inner_.tryReadMessage(fd_space, options, scratch)
+        .then(
+            [this](Message&& message) -> Message {
+              on_message_();
+              return kj::mv(message);
+            },
+            [this](kj::Exception&& exception) -> Message {
+              if (exception.getType() != kj::Exception::Type::DISCONNECTED) on_error_(exception);
+              kj::throwFatalException(kj::mv(exception));
+            });
+  }
+
+  SocketStream& inner_;
+  MessageQueue* const queue_;
+  uint64_t waits_ = 0;  // of inner_, when it was last looked at
+  int in_a_row_ = 0;    // messages read since
   absl::AnyInvocable<void()> on_message_;
   const MessageShare& replies_;
   absl::AnyInvocable<void(uint64_t)> on_sent_;
@@ -142,7 +163,7 @@ class Connections::Connection {
                                            [this](EndReason reason, const std::string& why) { End(reason, why); })),
         stream_(parts.loop->port(), fd_.get(), write_fd_.get(), session_->messages().requests(), tls_.get()),
         watched_(
-            stream_, [this] { OnMessage(); }, session_->messages().replies(),
+            stream_, &parts.loop->queue(), [this] { OnMessage(); }, session_->messages().replies(),
             [this](uint64_t bytes) { session_->messages().replies().NoteSent(bytes, network_.getCurrentQueueSize()); },
             [this](const kj::Exception& exception) { OnMalformed(exception); }),
         network_(watched_, proof.unix_socket ? kFdsPerMessageMax : 0, capnp::rpc::twoparty::Side::SERVER, Limits()),

@@ -11,6 +11,7 @@
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/service.h"
+#include "kvmanager/store/payer_name.h"
 
 namespace kvmanager {
 namespace {
@@ -97,7 +98,7 @@ class DaemonService final : public api::Daemon::Server {
       }
       // A codec may read a large artifact, and work on it.
       return OnWorker<absl::StatusOr<Codecs>>(
-                 parts_.workers, parts_.queue, WorkerPool::OwnerOf(config.tenant),
+                 parts_.workers, parts_.queue, WorkerPool::OwnerOf(PayerName(config.tenant)),
                  [registry = parts_.registry, config, gpu] { return MakeCodecs(*registry, config, gpu); })
           .then([context, session = session_, parts = &parts_.cache, config](absl::StatusOr<Codecs> codecs) mutable {
             const absl::Status status = OpenCache(session, *parts, config, std::move(codecs), context);

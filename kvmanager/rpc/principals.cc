@@ -17,6 +17,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
+#include "kvmanager/base/byte_text.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/base/tls.h"
 #include "kvmanager/store/cache_config.h"
@@ -94,13 +95,47 @@ absl::StatusOr<Digest> ParseDigest(absl::string_view field, const json& value) {
   return digest;
 }
 
+absl::StatusOr<uint64_t> ParseMember(const std::string& field, const json& value) {
+  if (value.is_number_unsigned()) return value.get<uint64_t>();
+  if (!value.is_string()) return InvalidField(field, "no text", "a number of bytes such as \"8GiB\"");
+  return ParseBytes(field, value.get<std::string>());
+}
+
+absl::StatusOr<Quotas::InPool> ParseQuota(const std::string& at, const json& value) {
+  if (!value.is_object()) return InvalidField(at, "no object", "{\"guaranteed\": BYTES, \"most\": BYTES}");
+  Quotas::InPool quota;
+  for (const auto& [member, bytes] : value.items()) {
+    const std::string field = absl::StrCat(at, ".", member);
+    if (member == "guaranteed") {
+      KV_ASSIGN_OR_RETURN(quota.guaranteed_bytes, ParseMember(field, bytes));
+    } else if (member == "most") {
+      KV_ASSIGN_OR_RETURN(quota.most_bytes, ParseMember(field, bytes));
+    } else {
+      return InvalidField(at, member, "{\"guaranteed\": BYTES, \"most\": BYTES}");
+    }
+  }
+  if (quota.most_bytes.has_value() && *quota.most_bytes < quota.guaranteed_bytes) {
+    return InvalidField(at + ".most", *quota.most_bytes,
+                        absl::StrCat("at least ", quota.guaranteed_bytes, ", what is guaranteed"));
+  }
+  return quota;
+}
+
+constexpr absl::string_view kMembers = "an object of name, uids, token_sha256, certificates, host_bytes and gpu_bytes";
+
 absl::StatusOr<ListedTenant> ParseTenant(const std::string& at, const json& tenant) {
   for (const auto& [member, value] : tenant.items()) {
-    if (member != "name" && member != "uids" && member != "token_sha256" && member != "certificates") {
-      return InvalidField(at, member, "an object of name, uids, token_sha256 and certificates");
+    if (member != "name" && member != "uids" && member != "token_sha256" && member != "certificates" &&
+        member != "host_bytes" && member != "gpu_bytes") {
+      return InvalidField(at, member, kMembers);
     }
   }
   ListedTenant result;
+  for (const auto& [member, quota] : {std::pair("host_bytes", &result.quota.host), {"gpu_bytes", &result.quota.gpu}}) {
+    if (const auto found = tenant.find(member); found != tenant.end()) {
+      KV_ASSIGN_OR_RETURN(*quota, ParseQuota(absl::StrCat(at, ".", member), *found));
+    }
+  }
   KV_ASSIGN_OR_RETURN(const json* const uids, List(tenant, "uids", at + ".uids", Principals::kUidsMax));
   for (const json& uid : *uids) {
     // -1 is no user's.
@@ -157,8 +192,7 @@ absl::StatusOr<TenantTable> ParseTenants(absl::string_view text) {
   for (size_t i = 0; i < tenants->size(); ++i) {
     const json& tenant = (*tenants)[i];
     const std::string at = absl::StrCat("tenants[", i, "]");
-    if (!tenant.is_object())
-      return InvalidField(at, "no object", "an object of name, uids, token_sha256 and certificates");
+    if (!tenant.is_object()) return InvalidField(at, "no object", kMembers);
     const auto name = tenant.find("name");
     if (name == tenant.end() || !name->is_string()) return InvalidField(at + ".name", "missing", "a string");
     const std::string text_of_name = name->get<std::string>();
@@ -222,6 +256,15 @@ absl::StatusOr<TenantTable> ReadTenants(const std::string& path, uid_t own_uid) 
     }
   }
   return table;
+}
+
+Quotas Principals::QuotasOf(const TenantTable& table, int64_t most_percent) {
+  Quotas quotas;
+  quotas.most_percent = static_cast<uint64_t>(most_percent);
+  for (const auto& [name, tenant] : table) {
+    if (tenant.quota != Quotas::Tenant()) quotas.tenants.emplace(name, tenant.quota);
+  }
+  return quotas;
 }
 
 absl::StatusOr<Digest> Principals::CheckToken(absl::string_view token) const {

@@ -23,6 +23,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "kvmanager/base/ids.h"
+#include "kvmanager/store/quotas.h"
 
 namespace kvmanager {
 
@@ -40,12 +41,13 @@ struct ListedTenant {
   absl::flat_hash_set<uid_t> uids;
   absl::flat_hash_set<std::string> certificates;  // by name, exactly
   std::vector<Digest> tokens;                     // SHA-256 of each
+  Quotas::Tenant quota;                           // of the pools
 };
 using TenantTable = absl::flat_hash_map<std::string, ListedTenant>;
 
 /// {"tenants": [{"name": "team-a", "uids": [1001, 1002], "token_sha256": ["<64 hexadecimal digits>"], "certificates":
-/// ["team-a.example"]}]}; all but the name may be left out. Errors: INVALID_ARGUMENT naming the member, its value and
-/// its bound.
+/// ["team-a.example"], "host_bytes": {"guaranteed": "8GiB", "most": "32GiB"}, "gpu_bytes": {"guaranteed": "4GiB"}}]};
+/// all but the name may be left out. Errors: INVALID_ARGUMENT naming the member, its value and its bound.
 absl::StatusOr<TenantTable> ParseTenants(absl::string_view text);
 
 /// The file's table. It must be a regular file of root or of `own_uid`, which nobody else can write, nor others read if
@@ -69,6 +71,9 @@ class Principals {
   /// Caches that are open stay open.
   void SetTable(TenantTable table) { table_ = std::move(table); }
   size_t tenants() const { return table_.size(); }
+  /// Of the tenants of `table`; most_percent: for everybody else.
+  static Quotas QuotasOf(const TenantTable& table, int64_t most_percent);
+  Quotas quotas(int64_t most_percent) const { return QuotasOf(table_, most_percent); }
 
   /// SHA-256 of a token that some tenant has. Errors: INVALID_ARGUMENT (length), PERMISSION_DENIED (nobody's).
   absl::StatusOr<Digest> CheckToken(absl::string_view token) const;

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/store/cache_config.h"
+#include "kvmanager/store/payer_name.h"
 
 namespace kvmanager {
 namespace {
@@ -153,6 +154,33 @@ TEST(PrincipalsTest, ATokenThatWasTakenAwayOpensNothing) {
   EXPECT_EQ(*principals.TenantOf(User(7), "team-a"), "team-a");
 }
 
+TEST(PrincipalsTest, QuotasAreThoseOfTheFile) {
+  auto table = ParseTenants(
+      "{\"tenants\": [{\"name\": \"a\", \"host_bytes\": {\"guaranteed\": \"8GiB\", \"most\": \"1.5TiB\"}},"
+      "{\"name\": \"b\", \"gpu_bytes\": {\"guaranteed\": 4096}}, {\"name\": \"c\"}]}");
+  ASSERT_TRUE(table.ok()) << table.status();
+  Principals principals(kOwn);
+  principals.SetTable(*std::move(table));
+  const Quotas quotas = principals.quotas(40);
+  EXPECT_EQ(quotas.most_percent, 40u);
+  ASSERT_EQ(quotas.tenants.size(), 2u);
+  EXPECT_EQ(quotas.tenants.at("a").host.guaranteed_bytes, uint64_t{8} << 30);
+  EXPECT_EQ(quotas.tenants.at("a").host.most_bytes, uint64_t{3} << 39);
+  EXPECT_EQ(quotas.tenants.at("a").gpu, Quotas::InPool());
+  EXPECT_EQ(quotas.tenants.at("b").gpu.guaranteed_bytes, 4096u);
+  EXPECT_EQ(quotas.tenants.at("b").gpu.most_bytes, std::nullopt);
+}
+
+TEST(PrincipalsTest, WhoPaysIsWhoWasProved) {
+  const Principals principals(kOwn);
+  for (const char* name : {"x", "y/z", ""}) {
+    EXPECT_EQ(PayerName(*principals.TenantOf(User(1001), name)), "uid:1001");
+    EXPECT_EQ(PayerName(*principals.TenantOf({}, name)), "tcp:");
+    EXPECT_EQ(PayerName(*principals.TenantOf(User(kOwn), name)), name);
+  }
+  EXPECT_EQ(PayerName("cert:host-1/x"), "cert:host-1");
+}
+
 TEST(ParseTenantsTest, ErrorsNameMemberValueAndBound) {
   const std::string digest = DigestOf(kToken).ToHex();
   const struct {
@@ -190,6 +218,12 @@ TEST(ParseTenantsTest, ErrorsNameMemberValueAndBound) {
        "tenants[0].token_sha256"},
       {"{\"tenants\": [{\"name\": \"a\", \"token_sha256\": [\"my secret token\"]}]}", "tenants[0].token_sha256"},
       {"{\"tenants\": [{\"name\": \"a\", \"token_sha256\": [7]}]}", "tenants[0].token_sha256"},
+      {"{\"tenants\": [{\"name\": \"a\", \"host_bytes\": \"8GiB\"}]}", "tenants[0].host_bytes"},
+      {"{\"tenants\": [{\"name\": \"a\", \"gpu_bytes\": {\"least\": 1}}]}", "tenants[0].gpu_bytes"},
+      {"{\"tenants\": [{\"name\": \"a\", \"host_bytes\": {\"most\": \"8GB\"}}]}", "tenants[0].host_bytes.most"},
+      {"{\"tenants\": [{\"name\": \"a\", \"host_bytes\": {\"guaranteed\": -1}}]}", "tenants[0].host_bytes.guaranteed"},
+      {"{\"tenants\": [{\"name\": \"a\", \"gpu_bytes\": {\"guaranteed\": \"2MiB\", \"most\": \"1MiB\"}}]}",
+       "tenants[0].gpu_bytes.most"},
   };
   for (const auto& [text, field] : cases) {
     const auto table = ParseTenants(text);

@@ -66,6 +66,7 @@ void BackendsWalk::Step() {
       break;
     case 20:
       Describe();
+      if (!ample_ && Below(8) == 0) SetQuotas();
       break;
     default:
       RunSome();
@@ -127,6 +128,24 @@ void BackendsWalk::OpenCaches() {
     EXPECT_EQ(store(kHost).caches().Describe(cache.ids[kHost])->digest,
               store(kGpu).caches().Describe(cache.ids[kGpu])->digest);
   }
+}
+
+// Other room for each: what it is full of changes, and nothing else.
+void BackendsWalk::SetQuotas() {
+  Quotas quotas;
+  quotas.most_percent = 50 + Below(51);
+  for (const char* tenant : {"a", "b", "c"}) {
+    if (Below(3) == 0) continue;
+    Quotas::InPool& of = quotas.tenants[tenant].host;
+    of.guaranteed_bytes = Below(2) * (1 << 20);
+    if (Below(2) == 0) of.most_bytes = (6 + Below(7)) << 20;
+    quotas.tenants[tenant].gpu = of;
+  }
+  // The GPU's store has one slab in host memory, which cannot be guaranteed to several.
+  Quotas of_gpu = quotas;
+  for (auto& [name, tenant] : of_gpu.tenants) tenant.host = {};
+  ASSERT_TRUE(store(kHost).SetQuotas(quotas).ok());
+  ASSERT_TRUE(store(kGpu).SetQuotas(of_gpu).ok());
 }
 
 Client* BackendsWalk::NewClient() {

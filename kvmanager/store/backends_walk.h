@@ -156,6 +156,7 @@ class BackendsWalk {
 
   // backends_walk.cc: caches, clients, jobs, and what both answer.
   void OpenCaches();
+  void SetQuotas();
   Client* NewClient();
   void KillClient();
   void BuryClients();

@@ -32,6 +32,7 @@ struct Block {
   uint32_t jobs = 0;              // encode jobs under way
   uint32_t live_pages = 0;        // pages that are not Free
   uint64_t bytes = 0;             // of their slots
+  uint32_t payer = 0;             // its cache's, PayerId
   bool published = false;         // in its cache's table, under `name`
   bool corrupt = false;           // its bytes changed: never published again
   bool evictable = false;         // the eviction policy knows it

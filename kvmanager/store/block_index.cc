@@ -13,6 +13,7 @@ Block* BlockIndex::New(const std::shared_ptr<Cache>& cache, uint32_t index) {
   Block* block = owned.get();
   block->cache = cache;
   block->index = index;
+  block->payer = cache->payer;
   block->pages.resize(cache->layers());
   if (cache->keeps_activations()) block->activations.resize(cache->layers());
   block->holders = 1;

@@ -34,6 +34,7 @@ struct Cache {
   std::unique_ptr<Codec> raw;          // for attention on raw pages
   Tier* tier = nullptr;
   TenantId tenant = 0;
+  PayerId payer = 0;                              // the tenant's
   WorkerPool::Owner owner = WorkerPool::kDaemon;  // the tenant's
   uint64_t raw_slot_bytes = 0;                    // as the pool rounds them
   uint64_t activation_slot_bytes = 0;             // 0: this cache keeps none

@@ -7,6 +7,7 @@
 #include "kvmanager/memory/page_pool.h"
 #include "kvmanager/store/block_checks.h"
 #include "kvmanager/store/memory_backend.h"
+#include "kvmanager/store/payer_name.h"
 
 namespace kvmanager {
 
@@ -105,9 +106,13 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindOrOpen(const CacheConfig&
   KV_CHECK(cache->encoded_slots.bytes.size() <= kSlotClassesMax);
   cache->gauges = &parts_.metrics->PagesOf(info.name, cache->tier->name());
   Tenant& tenant = tenants_[config.tenant];
-  if (tenant.caches++ == 0) tenant.id = next_tenant_++;
+  if (tenant.caches++ == 0) {
+    tenant.id = next_tenant_++;
+    tenant.payer = parts_.payers->Hold(config.tenant, tenant.id);
+  }
   cache->tenant = tenant.id;
-  cache->owner = WorkerPool::OwnerOf(config.tenant);
+  cache->payer = tenant.payer;
+  cache->owner = WorkerPool::OwnerOf(PayerName(config.tenant));
   caches_.emplace(cache->id, cache);
   by_digest_.emplace(std::pair(cache->digest, config.device), cache->id);
   parts_.metrics->caches.Increment();
@@ -120,7 +125,9 @@ void CacheTable::CloseIfUnused(const std::shared_ptr<Cache>& cache) {
   by_digest_.erase({cache->digest, cache->config.device});
   parts_.metrics->caches.Decrement();
   const auto tenant = tenants_.find(cache->config.tenant);
-  if (--tenant->second.caches == 0) tenants_.erase(tenant);
+  if (--tenant->second.caches > 0) return;
+  parts_.payers->Drop(tenant->first, tenant->second.id);
+  tenants_.erase(tenant);
 }
 
 bool CacheTable::CloseLeastRecentlyOpened() {
@@ -254,8 +261,10 @@ void CacheTable::CheckInvariants() const {
     for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
       KV_CHECK(cache->page_bytes(layer) <= cache->slot_bytes(layer).encoded);
     }
-    KV_CHECK(tenants_.at(cache->config.tenant).id == cache->tenant);
+    const Tenant& tenant = tenants_.at(cache->config.tenant);
+    KV_CHECK(tenant.id == cache->tenant && tenant.payer == cache->payer);
   }
+  parts_.payers->CheckInvariants();
 }
 
 absl::Status CacheTable::CheckNames(absl::Span<const BlockName> names) {

@@ -13,6 +13,7 @@
 #include "kvmanager/store/block_index.h"
 #include "kvmanager/store/cache.h"
 #include "kvmanager/store/cache_directory.h"
+#include "kvmanager/store/payers.h"
 #include "kvmanager/store/store_metrics.h"
 #include "kvmanager/store/tier.h"
 
@@ -26,6 +27,7 @@ class CacheTable final : public CacheDirectory {
     StoreMetrics* metrics = nullptr;
     const std::vector<std::unique_ptr<Tier>>* tiers = nullptr;
     BlockIndex* blocks = nullptr;
+    Payers* payers = nullptr;
     std::function<void(const CacheDigest*)> before_purge;  // of one cache, or of all
     std::weak_ptr<const bool> alive;
   };
@@ -76,6 +78,7 @@ class CacheTable final : public CacheDirectory {
   absl::flat_hash_map<std::pair<CacheDigest, int>, CacheId> by_digest_;  // and device
   struct Tenant {
     TenantId id = 0;
+    PayerId payer = 0;
     size_t caches = 0;
   };
   absl::flat_hash_map<std::string, Tenant> tenants_;

@@ -3,6 +3,7 @@
 #include <set>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -17,24 +18,37 @@ class LruEviction final : public EvictionPolicy {
     if (known) Add(block);
   }
   void Add(Block* block) override {
-    KV_CHECK(!block->evictable && blocks_.emplace(block->last_use, block).second);
-    if (!block->kept) unkept_.emplace(block->last_use, block);
+    Evictable& of = payers_[block->payer];
+    KV_CHECK(!block->evictable && of.blocks.emplace(block->last_use, block).second);
+    if (!block->kept) of.unkept.emplace(block->last_use, block);
     block->evictable = true;
   }
   void Remove(Block* block) override {
-    KV_CHECK(block->evictable && blocks_.erase({block->last_use, block}) == 1);
-    KV_CHECK(unkept_.erase({block->last_use, block}) == (block->kept ? 0 : 1));
+    const auto of = payers_.find(block->payer);
+    KV_CHECK(of != payers_.end());
+    KV_CHECK(block->evictable && of->second.blocks.erase({block->last_use, block}) == 1);
+    KV_CHECK(of->second.unkept.erase({block->last_use, block}) == (block->kept ? 0 : 1));
     block->evictable = false;
+    if (of->second.blocks.empty()) payers_.erase(of);
   }
-  Block* Victim() const override { return First(blocks_); }
-  Block* UnkeptVictim() const override { return First(unkept_); }
+  Block* Victim(PayerId payer) const override {
+    const auto of = payers_.find(payer);
+    return of == payers_.end() ? nullptr : First(of->second.blocks);
+  }
+  Block* UnkeptVictim(PayerId payer) const override {
+    const auto of = payers_.find(payer);
+    return of == payers_.end() ? nullptr : First(of->second.unkept);
+  }
 
  private:
   using Blocks = std::set<std::pair<uint64_t, Block*>>;
+  struct Evictable {
+    Blocks blocks, unkept;  // by their last use
+  };
   static Block* First(const Blocks& blocks) { return blocks.empty() ? nullptr : blocks.begin()->second; }
 
   uint64_t uses_ = 0;
-  Blocks blocks_, unkept_;  // evictable ones, by their last use
+  absl::flat_hash_map<PayerId, Evictable> payers_;  // who have some
 };
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include <memory>
 
+#include "kvmanager/memory/pool_shares.h"
 #include "kvmanager/store/block.h"
 
 namespace kvmanager {
@@ -18,10 +19,10 @@ class EvictionPolicy {
   virtual void Add(Block* block) = 0;
   /// `block` is evictable no more.
   virtual void Remove(Block* block) = 0;
-  /// The next to go, or nullptr. It stays known until Remove.
-  virtual Block* Victim() const = 0;
+  /// The next to go of those that a payer pays for, or nullptr. It stays known until Remove.
+  virtual Block* Victim(PayerId payer) const = 0;
   /// The next to go of those that are not kept elsewhere, or nullptr.
-  virtual Block* UnkeptVictim() const = 0;
+  virtual Block* UnkeptVictim(PayerId payer) const = 0;
 };
 
 /// Least recently used first.

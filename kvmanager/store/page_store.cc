@@ -8,6 +8,7 @@
 #include "kvmanager/store/encode_jobs.h"
 #include "kvmanager/store/memory_backend.h"
 #include "kvmanager/store/mover.h"
+#include "kvmanager/store/payers.h"
 #include "kvmanager/store/sequence_arrivals.h"
 #include "kvmanager/store/sequence_exports.h"
 #include "kvmanager/store/sequence_imports.h"
@@ -31,8 +32,9 @@ class PageStoreImpl final : public PageStore, private TierOwner {
         tiers_(MakeTiers(pool, executor, devices, this)),
         mover_(tiers_[0].get(), metrics, alive_),
         blocks_({metrics, clock, tiers_[0].get(), [this](const Block& block) { moves_.NotKept(block); }}),
-        caches_(
-            {registry, metrics, &tiers_, &blocks_, [this](const CacheDigest* of) { moves_.NotePurge(of); }, alive_}),
+        payers_(&tiers_),
+        caches_({registry, metrics, &tiers_, &blocks_, &payers_,
+                 [this](const CacheDigest* of) { moves_.NotePurge(of); }, alive_}),
         encodes_({metrics, &blocks_, alive_}),
         indexes_({metrics, &blocks_, &encodes_, alive_}),
         sequences_({metrics, &caches_, &blocks_, &indexes_}),
@@ -43,7 +45,7 @@ class PageStoreImpl final : public PageStore, private TierOwner {
         arrivals_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &moves_, alive_}),
         exports_({metrics, &caches_, &blocks_, &encodes_, &sequences_, &mover_, alive_}),
         imports_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, alive_}),
-        inspector_({metrics, &tiers_, &caches_, &blocks_, &encodes_, &sequences_, &moves_}) {
+        inspector_({metrics, &tiers_, &caches_, &payers_, &blocks_, &encodes_, &sequences_, &moves_}) {
     metrics_->pool_capacity_bytes.Set(static_cast<double>(pool->capacity_bytes()));
   }
   ~PageStoreImpl() override { alive_.reset(); }
@@ -53,6 +55,11 @@ class PageStoreImpl final : public PageStore, private TierOwner {
   Exports& exports() override { return exports_; }
   Imports& imports() override { return imports_; }
   StoreReport& report() override { return inspector_; }
+  absl::Status SetQuotas(Quotas quotas) override {
+    KV_RETURN_IF_ERROR(payers_.SetQuotas(std::move(quotas)));
+    imports_.RoomCame();
+    return absl::OkStatus();
+  }
 
   absl::StatusOr<CreateResult> Create(CacheId cache, absl::Span<const BlockName> prefix,
                                       uint64_t prompt_tokens) override {
@@ -121,6 +128,7 @@ class PageStoreImpl final : public PageStore, private TierOwner {
   // In the order of who needs whom, but for callbacks.
   Mover mover_;
   BlockIndex blocks_;
+  Payers payers_;
   CacheTable caches_;
   EncodeJobs encodes_;
   SequenceIndexes indexes_;

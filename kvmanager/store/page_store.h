@@ -45,6 +45,7 @@
 #include "kvmanager/store/cache_directory.h"
 #include "kvmanager/store/hand_off_lease.h"
 #include "kvmanager/store/page_executor.h"
+#include "kvmanager/store/quotas.h"
 #include "kvmanager/store/slot_tables.h"
 #include "kvmanager/store/step_lease.h"
 #include "kvmanager/store/store_device.h"
@@ -72,6 +73,10 @@ class PageStore {
   virtual Exports& exports() = 0;
   virtual Imports& imports() = 0;
   virtual StoreReport& report() = 0;
+
+  /// What tenants may have of the pools from now on; nothing is evicted at once. Errors: INVALID_ARGUMENT if the
+  /// guarantees, in whole slabs, do not fit a pool; nothing has changed then.
+  virtual absl::Status SetQuotas(Quotas quotas) = 0;
 
   /// A new sequence that begins with the blocks found: find and pin are one step. prompt_tokens: for codecs whose
   /// queries choose what they read behind the prompt, its length; 0: the prompt ends where the first append of a single

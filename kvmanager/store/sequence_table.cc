@@ -28,8 +28,8 @@ absl::StatusOr<Sequence*> SequenceTable::FindWhole(SequenceId id) const {
 }
 
 absl::Status SequenceTable::CheckLimit(const Cache& cache, size_t blocks) const {
-  const auto of_tenant = of_tenant_.find(cache.tenant);
-  const Use use = of_tenant == of_tenant_.end() ? Use() : of_tenant->second;
+  const auto of_payer = of_payer_.find(cache.payer);
+  const Use use = of_payer == of_payer_.end() ? Use() : of_payer->second;
   const struct {
     const char* what;
     uint64_t has, more, max;
@@ -69,7 +69,7 @@ SequenceId SequenceTable::Show(std::unique_ptr<Sequence> sequence) {
   ++sequence->cache->sequences;
   sequence->cache->wanted = true;
   sequence->shared_blocks = sequence->blocks.size();
-  Use& use = of_tenant_[sequence->cache->tenant];
+  Use& use = of_payer_[sequence->cache->payer];
   ++use.sequences;
   use.shared_blocks += sequence->shared_blocks;
   parts_.metrics->sequences.Increment();
@@ -312,9 +312,9 @@ void SequenceTable::Drop(SequenceId id) {
   parts_.indexes->Drop(*sequence);
   ReleaseBlocks(*sequence);
   --sequence->cache->sequences;
-  const auto of_tenant = of_tenant_.find(sequence->cache->tenant);
-  of_tenant->second.shared_blocks -= sequence->shared_blocks;
-  if (--of_tenant->second.sequences == 0) of_tenant_.erase(of_tenant);
+  const auto of_payer = of_payer_.find(sequence->cache->payer);
+  of_payer->second.shared_blocks -= sequence->shared_blocks;
+  if (--of_payer->second.sequences == 0) of_payer_.erase(of_payer);
   parts_.metrics->sequences.Decrement();
 }
 

@@ -26,7 +26,7 @@ namespace kvmanager {
 class SequenceTable {
  public:
   static constexpr size_t kSequencesMax = 65536;
-  // Of one tenant, so that another finds room.
+  // Of one payer's tenants, so that another finds room.
   static constexpr size_t kTenantSequencesMax = kSequencesMax / 2;
   static constexpr uint64_t kTenantSharedBlocksMax = 16 << 20;  // that sequences began with: 8 bytes each, a sequence
 
@@ -88,7 +88,7 @@ class SequenceTable {
     size_t sequences = 0;
     uint64_t shared_blocks = 0;
   };
-  absl::flat_hash_map<TenantId, Use> of_tenant_;  // of those in sequences_
+  absl::flat_hash_map<PayerId, Use> of_payer_;  // of those in sequences_
 };
 
 }  // namespace kvmanager

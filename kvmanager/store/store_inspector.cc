@@ -99,14 +99,17 @@ absl::Status StoreInspector::Exhausted(const Cache& cache, const SlotCounts& cou
   add(counts.activations, cache.activation_slot_bytes);
   const std::string held = HeldByTenant(cache);
   const SlotPool& pool = *cache.tier->pool();
+  const PoolShares::Account* const share = pool.shares().Find(cache.payer);
+  KV_CHECK(share != nullptr);
   const uint64_t retired = cache.tier->retired_slots();
   return FieldError(
       absl::StatusCode::kResourceExhausted, pool.limit(),
       absl::StrCat(pool.used_bytes(), " used, and ", wanted, " wanted by tenant ", TenantLabel(cache.config.tenant)),
       absl::StrCat(
           "at most ", pool.capacity_bytes(), " in slabs of ", pool.slab_bytes(), ", ", pool.free_slabs(),
-          " of them free, each of one tenant and slot size; ", cache.tier->bytes().evictable,
-          " could be evicted, but would not make room",
+          " of them free, each of one tenant and slot size; this tenant's share is at most ", share->most_bytes,
+          " with ", share->guaranteed_bytes, " guaranteed, and it takes nothing from those who have less; it has ",
+          share->charge, " in slabs, and evicting what it may would not make room",
           retired == 0 ? "" : absl::StrCat(" before kernels have done with ", retired, " slots that were given up"),
           "; this tenant has ", held.empty() ? "nothing there" : held));
 }

@@ -32,6 +32,7 @@ class StoreInspector final : public StoreReport {
     StoreMetrics* metrics = nullptr;
     const std::vector<std::unique_ptr<Tier>>* tiers = nullptr;
     const CacheTable* caches = nullptr;
+    const Payers* payers = nullptr;
     const BlockIndex* blocks = nullptr;
     EncodeJobs* encodes = nullptr;
     const SequenceTable* sequences = nullptr;
@@ -41,6 +42,7 @@ class StoreInspector final : public StoreReport {
   explicit StoreInspector(const Parts& parts) : parts_(parts) {}
 
   std::vector<SequenceId> SequenceIds() const override { return parts_.sequences->Ids(); }
+  std::vector<PoolShare> Shares() const override { return parts_.payers->List(); }
   void CheckInvariants() const override;
   void SetSampler(PageSampler* sampler) override { parts_.encodes->SetSampler(sampler); }
   /// TierOwner's.

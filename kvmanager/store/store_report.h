@@ -8,6 +8,7 @@
 
 #include "kvmanager/store/arrival_lease.h"
 #include "kvmanager/store/page_executor.h"
+#include "kvmanager/store/quotas.h"
 
 namespace kvmanager {
 
@@ -15,6 +16,8 @@ class StoreReport {
  public:
   virtual ~StoreReport() = default;
   virtual std::vector<SequenceId> SequenceIds() const = 0;  // ascending
+  /// Of all payers, in all pools, in any order.
+  virtual std::vector<PoolShare> Shares() const = 0;
   /// Aborts if an invariant of the whole store does not hold (tests, and debug builds of the daemon on request).
   virtual void CheckInvariants() const = 0;
   /// Before the first append; it outlives the store's use. nullptr: none, as at first.

@@ -40,6 +40,17 @@ TEST_F(TenantLimitsTest, HalfOfAllSequences) {
   for (const SequenceId sequence : held) store().Drop(sequence);
 }
 
+TEST_F(TenantLimitsTest, OfOneUserWhateverItsNames) {
+  const CacheId caches[] = {Open("uid:7/a"), Open("uid:7/b"), Open("uid:7/")};
+  std::vector<SequenceId> held;
+  while (held.size() < SequenceTable::kTenantSequencesMax) held.push_back(Create(caches[held.size() % 3]));
+  for (const CacheId cache : caches) {
+    EXPECT_EQ(DetailOf(store().Create(cache, {}).status()).field, "open sequences of this tenant");
+  }
+  held.push_back(Create(Open("uid:77/a")));
+  for (const SequenceId sequence : held) store().Drop(sequence);
+}
+
 TEST_F(TenantLimitsTest, BlocksThatForksShare) {
   constexpr int kBlocks = 1024;
   constexpr size_t kForks = SequenceTable::kTenantSharedBlocksMax / kBlocks;

@@ -1,6 +1,7 @@
 #include "kvmanager/store/tier.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "absl/container/inlined_vector.h"
 #include "kvmanager/base/status.h"
@@ -63,8 +64,11 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
       if (evicted_waiting_bytes() >= waiting_bytes_max || !CanReserve(cache, counts)) {
         return owner_->Exhausted(cache, counts);
       }
-      Block* const victim = eviction_->Victim();
-      KV_CHECK(victim != nullptr);
+      const std::optional<PayerId> payer =
+          pool_->NextToGive(cache.tenant, wanted, [this](PayerId each) { return eviction_->Victim(each) != nullptr; });
+      // Small slabs of others may join to a slab, and then serve otherwise than was counted.
+      if (!payer.has_value()) return owner_->Exhausted(cache, counts);
+      Block* const victim = eviction_->Victim(*payer);
       // What the lower tier has, too, goes at once; the rest goes there first, and that is waited for likewise.
       if (!victim->kept && bytes_.demoting >= waiting_bytes_max) return owner_->Exhausted(cache, counts);
       if (!owner_->Demote(victim)) owner_->Evict(victim);
@@ -139,13 +143,22 @@ void Tier::SetReclaimable(const Block& block, bool reclaimable) {
   }
 }
 
+// Of whoever has most beyond its guarantee: who would give next, whoever asks.
+Block* Tier::NextToDemote() const {
+  const PoolShares::ByExcess& payers = pool_->shares().by_excess();
+  for (auto each = payers.rbegin(); each != payers.rend(); ++each) {
+    if (Block* const next = eviction_->UnkeptVictim(each->second->payer)) return next;
+  }
+  return nullptr;
+}
+
 void Tier::DemoteAhead() {
   if (!can_move()) return;
   const uint64_t capacity = pool_->capacity_bytes();
   for (int i = 0; i < kDemotionsAtOnce && bytes_.demoting < kDemotingBytesMax; ++i) {
     const uint64_t soon = capacity - pool_->slot_bytes_used() + bytes_.kept + bytes_.demoting;
     if (soon >= capacity / kAheadShare) return;
-    Block* const next = eviction_->UnkeptVictim();
+    Block* const next = NextToDemote();
     if (next == nullptr || (!owner_->Demote(next) && !next->kept)) return;
   }
 }

@@ -62,11 +62,12 @@ class Tier {
   bool can_move() const { return mover_ != nullptr && mover_->ready(); }
   void StopMoving() { mover_ = nullptr; }
 
-  /// Takes `wanted` slots for `cache`, which is of this tier, and evicts the policy's victims until they fit. Errors:
-  /// RESOURCE_EXHAUSTED, if evicting every evictable block would not make them fit, or if what was evicted or is being
-  /// demoted has to be waited for. A request that is refused evicts nothing more than that.
+  /// Takes `wanted` slots for `cache`, which is of this tier, and evicts the policy's victims until they fit: of the
+  /// payer that the pool names (SlabAllocator::NextToGive). Errors: RESOURCE_EXHAUSTED, if evicting every evictable
+  /// block that the cache's payer may take would not make them fit, or if what was evicted or is being demoted has to
+  /// be waited for. A request that is refused evicts nothing more than that.
   absl::Status Reserve(const Cache& cache, const SlotCounts& wanted, Reservation* out);
-  /// Whether evicting what can be evicted would make room for all of `wanted`.
+  /// Whether evicting what its payer may take would make room for all of `wanted`.
   bool CanReserve(const Cache& cache, const SlotCounts& wanted) const;
   void Free(PageId slot);
   /// Frees the slots that kernels have done with.
@@ -107,6 +108,7 @@ class Tier {
  private:
   // What was evicted and has not all returned: it is room that only has to be waited for.
   uint64_t evicted_waiting_bytes() const { return retired_ - retired_slots() < evicted_until_ ? evicted_bytes_ : 0; }
+  Block* NextToDemote() const;
   void SetReclaimable(const Block& block, bool reclaimable);  // its slots, in the pool
 
   const int device_;
