@@ -44,7 +44,7 @@ void ServerAccess::SetTls(TlsContexts contexts) {
 }
 
 absl::Status ServerAccess::SetTable(TenantTable table) {
-  absl::Status status = store_->SetQuotas(Principals::QuotasOf(table, options_.tenant_most_percent));
+  absl::Status status = store_->report().SetQuotas(Principals::QuotasOf(table, options_.tenant_most_percent));
   if (!status.ok()) {
     const ErrorDetail detail = DetailOf(status);
     return WithDetail(absl::Status(status.code(), absl::StrCat("--tenants ", options_.tenants, ": ", status.message())),

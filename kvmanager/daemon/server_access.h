@@ -33,7 +33,7 @@ class ServerAccess {
   /// Of Options::peer_key; empty: none. Errors: ReadKeyFile's.
   absl::StatusOr<std::string> ReadPeerKey() const;
   /// Gives `store`, which outlives this one's use, what tenants may have of the pools; binds Options::listen and the
-  /// admin socket, and writes what was bound into `facts`. Errors: PageStore::SetQuotas's, ListenSocket's.
+  /// admin socket, and writes what was bound into `facts`. Errors: StoreReport::SetQuotas's, ListenSocket's.
   absl::Status Open(PageStore* store, DaemonFacts* facts);
 
   const std::vector<std::unique_ptr<ListenSocket>>& sockets() const { return sockets_; }

@@ -67,15 +67,6 @@ class SlabAllocator {
     size_t bytes = 0;  // as Allocate's
     uint64_t count = 0;
   };
-  /// Would Allocate succeed for all of `wanted`, one behind the other in this order? With `reclaim`: after every
-  /// reclaimable slot was freed that the tenant's payer may take: its own, and what others have beyond what it would
-  /// have then, each of them as few slabs as that comes to. Of others' small slabs the worst case counts, so that it
-  /// may say no where less than a slab is missing.
-  bool CanAllocate(TenantId tenant, absl::Span<const SlotsWanted> wanted, bool reclaim) const;
-  /// Whose reclaimable slots are freed next for `wanted`, of those payers of whom has() says that they have some;
-  /// nothing: nobody's may be.
-  std::optional<PayerId> NextToGive(TenantId tenant, absl::Span<const SlotsWanted> wanted,
-                                    absl::FunctionRef<bool(PayerId)> has) const;
   void Free(PageId id);
   /// Marks a handed-out slot as one that its user would free if asked to, or as no such; the mark must change, and must
   /// be taken back before the slot is freed.
@@ -117,6 +108,7 @@ class SlabAllocator {
   void CheckInvariants() const;
 
  private:
+  friend class SlabForecast;
   using Account = PoolShares::Account;
   static constexpr TenantId kSeveral = UINT32_MAX;  // tenants wrote it
 
@@ -186,19 +178,6 @@ class SlabAllocator {
   size_t Preferred(const Account& account, size_t slot_bytes, uint64_t held_bytes) const;
   std::optional<size_t> Choose(const Account& account, size_t slot_bytes, uint64_t held_bytes, const Room& room) const;
   Room RoomNow(TenantId tenant, const Account& account) const;
-  Room RoomReclaimed(TenantId tenant, const Account& account, absl::Span<const SlotsWanted> wanted) const;
-  /// Whether `wanted` fits into `room`; growth: bytes of areas that it takes and that are not paid for.
-  bool Fits(TenantId tenant, const Account& account, absl::Span<const SlotsWanted> wanted, Room room, bool reclaim,
-            uint64_t* growth) const;
-  /// What the payer would be charged with `wanted`, room for that given.
-  uint64_t ChargeWith(TenantId tenant, const Account& account, absl::Span<const SlotsWanted> wanted,
-                      bool reclaim) const;
-  /// Of such a charge, what is beyond the guarantee: nobody with less gives any.
-  static int64_t ExcessOf(const Account& account, uint64_t charge) {
-    return charge <= account.guaranteed_bytes ? 0 : static_cast<int64_t>(charge - account.guaranteed_bytes);
-  }
-  uint64_t ReclaimableAsWhole(const Account& account) const;  // bytes of areas
-  void CountOthers(const Account& asker, int64_t excess, Room* room) const;
 
   // Areas.
   bool Find(PageId id, Spot* spot) const;  // false: not current

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kvmanager/base/status.h"
+#include "kvmanager/memory/slab_forecast.h"
 
 namespace kvmanager {
 namespace {
@@ -27,7 +28,7 @@ absl::Status NothingToClean(const SlabAllocator::Place&) { return absl::OkStatus
 
 bool CanAllocate(const SlabAllocator& allocator, TenantId tenant, size_t bytes, uint64_t count, bool reclaim = false) {
   const SlabAllocator::SlotsWanted wanted{bytes, count};
-  return allocator.CanAllocate(tenant, {&wanted, 1}, reclaim);
+  return SlabForecast(allocator).CanAllocate(tenant, {&wanted, 1}, reclaim);
 }
 
 TEST(SlabAllocator, CleansOnceWhenASlabChangesTenant) {
@@ -296,18 +297,19 @@ TEST_F(SmallSlabsTest, RandomOperationsAgainstAModel) {
       const PayerId payer = PayerOf(tenant);
       const SlabAllocator::SlotsWanted wanted[] = {{sizes[random() % std::size(sizes)], random() % 8},
                                                    {sizes[random() % std::size(sizes)], random() % 3}};
-      const bool foretold = allocator_->CanAllocate(tenant, wanted, /*reclaim=*/true);
+      const bool foretold = SlabForecast(*allocator_).CanAllocate(tenant, wanted, /*reclaim=*/true);
       bool room = true;
-      while (!allocator_->CanAllocate(tenant, wanted, /*reclaim=*/false)) {
-        room = allocator_->CanAllocate(tenant, wanted, /*reclaim=*/true);
+      while (!SlabForecast(*allocator_).CanAllocate(tenant, wanted, /*reclaim=*/false)) {
+        room = SlabForecast(*allocator_).CanAllocate(tenant, wanted, /*reclaim=*/true);
         if (!room) break;
         const auto victim_of = [&](PayerId of) {
           return std::find_if(held_.begin(), held_.end(), [&](const auto& each) {
             return each.second.reclaimable && PayerOf(each.second.tenant) == of;
           });
         };
-        const auto gives =
-            allocator_->NextToGive(tenant, wanted, [&](PayerId of) { return victim_of(of) != held_.end(); });
+        const auto gives = SlabForecast(*allocator_).NextToGive(tenant, wanted, [&](PayerId of) {
+          return victim_of(of) != held_.end();
+        });
         if (!gives.has_value()) {
           ++unforeseen;
           room = false;

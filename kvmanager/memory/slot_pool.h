@@ -14,6 +14,7 @@
 #include "absl/types/span.h"
 #include "kvmanager/base/ids.h"
 #include "kvmanager/memory/slab_allocator.h"
+#include "kvmanager/memory/slab_forecast.h"
 
 namespace kvmanager {
 
@@ -35,18 +36,18 @@ class SlotPool {
   virtual uint8_t* Data(PageId id) const = 0;
 
   /// Would Allocate succeed for all of `wanted`, one behind the other in this order? With `reclaim`: after every
-  /// reclaimable slot was freed that the tenant may take (SlabAllocator says which).
+  /// reclaimable slot was freed that the tenant may take (SlabForecast says which).
   bool CanAllocate(TenantId tenant, absl::Span<const SlotsWanted> wanted, bool reclaim = false) const {
-    return allocator_.CanAllocate(tenant, wanted, reclaim);
+    return SlabForecast(allocator_).CanAllocate(tenant, wanted, reclaim);
   }
   bool CanAllocate(TenantId tenant, size_t bytes, size_t count) const {
     const SlotsWanted wanted{bytes, count};
     return CanAllocate(tenant, {&wanted, 1});
   }
-  /// Whose reclaimable slots are freed next for `wanted`; SlabAllocator's.
+  /// Whose reclaimable slots are freed next for `wanted`; SlabForecast's.
   std::optional<PayerId> NextToGive(TenantId tenant, absl::Span<const SlotsWanted> wanted,
                                     absl::FunctionRef<bool(PayerId)> has) const {
-    return allocator_.NextToGive(tenant, wanted, has);
+    return SlabForecast(allocator_).NextToGive(tenant, wanted, has);
   }
   /// Who pays for a tenant, before its first slot, and what payers may have; SlabAllocator's.
   void SetPayer(TenantId tenant, PayerId payer) { allocator_.SetPayer(tenant, payer); }

@@ -24,6 +24,7 @@ class TurnWatch {
   friend class LoopTurn;
   void Begin();
   void End(const char* call);
+  prometheus::Counter& LongTurns(const char* call);
 
   Metrics* const metrics_;
   prometheus::Gauge& longest_;

@@ -144,8 +144,8 @@ void BackendsWalk::SetQuotas() {
   // The GPU's store has one slab in host memory, which cannot be guaranteed to several.
   Quotas of_gpu = quotas;
   for (auto& [name, tenant] : of_gpu.tenants) tenant.host = {};
-  ASSERT_TRUE(store(kHost).SetQuotas(quotas).ok());
-  ASSERT_TRUE(store(kGpu).SetQuotas(of_gpu).ok());
+  ASSERT_TRUE(store(kHost).report().SetQuotas(quotas).ok());
+  ASSERT_TRUE(store(kGpu).report().SetQuotas(of_gpu).ok());
 }
 
 Client* BackendsWalk::NewClient() {

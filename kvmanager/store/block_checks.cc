@@ -13,12 +13,12 @@ class BlockCheckImpl final : public BlockCheck {
   // blocks: held.
   BlockCheckImpl(BlockIndex* index, std::vector<Block*> blocks, std::weak_ptr<const bool> alive)
       : index_(index), alive_(std::move(alive)), blocks_(std::move(blocks)) {
-    for (const Block* block : blocks_) index_->NoteHolder(block);
+    for (const Block* block : blocks_) index_->other_holders().Note(block);
   }
   ~BlockCheckImpl() override {
     if (alive_.expired()) return;
     for (; !blocks_.empty(); blocks_.pop_back()) {
-      index_->ForgetHolder(blocks_.back());
+      index_->other_holders().Forget(blocks_.back());
       index_->Release(blocks_.back());
     }
   }
@@ -28,10 +28,10 @@ class BlockCheckImpl final : public BlockCheck {
     for (; settled_ < listed_to_; ++settled_) {
       Block* const block = blocks_[settled_];
       if (settled_ == corrupt_) {
-        index_->NoteCorrupt(block);
+        index_->NoteCompared(block, /*intact=*/false);
         return false;  // a prefix ends here
       }
-      if (!partial_.contains(settled_)) index_->NoteVerified(block);
+      if (!partial_.contains(settled_)) index_->NoteCompared(block, /*intact=*/true);
     }
     pages_.clear();
     compared_ = 0;
@@ -42,7 +42,8 @@ class BlockCheckImpl final : public BlockCheck {
   bool CompareOne() override {
     if (compared_ == pages_.size()) return false;
     const Listed& page = pages_[compared_];
-    if (page.memory->Checksum(page.bytes, page.size) != page.checksum) {
+    const uint64_t checksum = page.memory->Checksum(page.bytes, page.size);
+    if (checksum != 0 && checksum != page.checksum) {  // 0: verified when it leaves its memory
       corrupt_ = page.block;
       compared_ = pages_.size();
       return false;
@@ -94,9 +95,8 @@ std::unique_ptr<BlockCheck> MakeBlockCheck(BlockIndex* blocks, std::vector<Block
                                            std::weak_ptr<const bool> alive) {
   std::vector<Block*> unverified;
   uint64_t bytes = 0;
-  // Bytes that kernels write are verified when they leave their memory.
   for (Block* block : held) {
-    if (!block->cache->tier->memory().writes_at_once() || !blocks->IsUnverified(*block)) continue;
+    if (!blocks->IsUnverified(*block)) continue;
     unverified.push_back(block);
     bytes += block->bytes;
   }

@@ -187,26 +187,23 @@ Block* BlockIndex::Find(Cache& cache, const BlockName& name, uint32_t index, Byt
   if (block == nullptr) return nullptr;
   MakeUnevictable(block);
   if (bytes == Bytes::kVerify && IsUnverified(*block)) {
-    if (VerifyChecksums(*block)) {
-      NoteVerified(block);
-    } else {
-      *reason = MissReason::kChecksum;
-      NoteCorrupt(block);
-    }
+    const bool intact = VerifyChecksums(*block);
+    if (!intact) *reason = MissReason::kChecksum;
+    NoteCompared(block, intact);
   }
   if (*reason == MissReason::kNone) return block;
   Release(block);
   return nullptr;
 }
 
-void BlockIndex::NoteVerified(Block* block) {
-  for (const Page& page : block->pages) {
-    if (page.state != PageState::kResident) return;  // it is still to be encoded, and was not compared
+void BlockIndex::NoteCompared(Block* block, bool intact) {
+  if (intact) {
+    for (const Page& page : block->pages) {
+      if (page.state != PageState::kResident) return;  // it is still to be encoded, and was not compared
+    }
+    block->verified_ns = std::max<int64_t>(parts_.clock->NowNs(), 1);
+    return;
   }
-  block->verified_ns = std::max<int64_t>(parts_.clock->NowNs(), 1);
-}
-
-void BlockIndex::NoteCorrupt(Block* block) {
   if (block->corrupt) return;
   parts_.metrics->checksum_failures.Increment();
   block->corrupt = true;

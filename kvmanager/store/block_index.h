@@ -75,20 +75,27 @@ class BlockIndex {
   bool IsUnverified(const Block& block) const {
     return block.verified_ns == 0 || parts_.clock->NowNs() - block.verified_ns > BlockCheck::kVerifiedForNs;
   }
-  /// Every page that may be compared was, and is what was written; or one is not: then the block has no name any more.
-  void NoteVerified(Block* block);
-  void NoteCorrupt(Block* block);
+  /// Every page that may be compared was. intact: they are what was written; else the block loses its name.
+  void NoteCompared(Block* block, bool intact);
 
   // For CheckInvariants.
   using Blocks = absl::flat_hash_map<const Block*, std::unique_ptr<Block>>;
   const Blocks& all() const { return blocks_; }
-  /// Holders that are no sequences and no moves: hand-offs and arrivals.
-  void NoteHolder(const Block* block) { ++other_holders_[block]; }
-  void ForgetHolder(const Block* block) {
-    const auto found = other_holders_.find(block);
-    if (--found->second == 0) other_holders_.erase(found);
-  }
-  const absl::flat_hash_map<const Block*, uint32_t>& other_holders() const { return other_holders_; }
+  /// Holders that are no sequences and no moves: hand-offs, arrivals and checks.
+  class OtherHolders {
+   public:
+    void Note(const Block* block) { ++counts_[block]; }
+    void Forget(const Block* block) {
+      const auto found = counts_.find(block);
+      if (--found->second == 0) counts_.erase(found);
+    }
+    const absl::flat_hash_map<const Block*, uint32_t>& counts() const { return counts_; }
+
+   private:
+    absl::flat_hash_map<const Block*, uint32_t> counts_;
+  };
+  OtherHolders& other_holders() { return other_holders_; }
+  const OtherHolders& other_holders() const { return other_holders_; }
 
  private:
   static bool VerifyChecksums(const Block& block);
@@ -99,7 +106,7 @@ class BlockIndex {
 
   const Parts parts_;
   Blocks blocks_;
-  absl::flat_hash_map<const Block*, uint32_t> other_holders_;
+  OtherHolders other_holders_;
 };
 
 }  // namespace kvmanager

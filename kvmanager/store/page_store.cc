@@ -45,7 +45,7 @@ class PageStoreImpl final : public PageStore, private TierOwner {
         arrivals_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &moves_, alive_}),
         exports_({metrics, &caches_, &blocks_, &encodes_, &sequences_, &mover_, alive_}),
         imports_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, alive_}),
-        inspector_({metrics, &tiers_, &caches_, &payers_, &blocks_, &encodes_, &sequences_, &moves_}) {
+        inspector_({metrics, &tiers_, &caches_, &payers_, &blocks_, &encodes_, &sequences_, &moves_, &imports_}) {
     metrics_->pool_capacity_bytes.Set(static_cast<double>(pool->capacity_bytes()));
   }
   ~PageStoreImpl() override { alive_.reset(); }
@@ -55,11 +55,6 @@ class PageStoreImpl final : public PageStore, private TierOwner {
   Exports& exports() override { return exports_; }
   Imports& imports() override { return imports_; }
   StoreReport& report() override { return inspector_; }
-  absl::Status SetQuotas(Quotas quotas) override {
-    KV_RETURN_IF_ERROR(payers_.SetQuotas(std::move(quotas)));
-    imports_.RoomCame();
-    return absl::OkStatus();
-  }
 
   absl::StatusOr<CreateResult> Create(CacheId cache, absl::Span<const BlockName> prefix,
                                       uint64_t prompt_tokens) override {

@@ -74,10 +74,6 @@ class PageStore {
   virtual Imports& imports() = 0;
   virtual StoreReport& report() = 0;
 
-  /// What tenants may have of the pools from now on; nothing is evicted at once. Errors: INVALID_ARGUMENT if the
-  /// guarantees, in whole slabs, do not fit a pool; nothing has changed then.
-  virtual absl::Status SetQuotas(Quotas quotas) = 0;
-
   /// A new sequence that begins with the blocks found: find and pin are one step. prompt_tokens: for codecs whose
   /// queries choose what they read behind the prompt, its length; 0: the prompt ends where the first append of a single
   /// token begins. Errors: INVALID_ARGUMENT (beyond a sequence's limit).

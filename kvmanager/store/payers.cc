@@ -18,7 +18,7 @@ PoolQuota Payers::QuotaIn(const std::string& name, const Tier& tier) const {
   const auto found = quotas_.tenants.find(name);
   const Quotas::Tenant none;
   const Quotas::Tenant& tenant = found == quotas_.tenants.end() ? none : found->second;
-  const Quotas::InPool& of = tier.device() == CacheConfig::kHost ? tenant.host : tenant.gpu;
+  const Quotas::InPool& of = tenant.In(tier.device());
   const uint64_t most = tier.pool()->capacity_bytes() * quotas_.most_percent / 100;
   return {of.guaranteed_bytes, std::max(of.guaranteed_bytes, of.most_bytes.value_or(most))};
 }
@@ -68,15 +68,14 @@ void Payers::ForgetIdle() {
 
 absl::Status Payers::SetQuotas(Quotas quotas) {
   for (const auto& tier : *tiers_) {
-    const bool host = tier->device() == CacheConfig::kHost;
     const uint64_t slab_bytes = tier->pool()->slab_bytes();
     uint64_t slabs = 0;
     for (const auto& [name, tenant] : quotas.tenants) {
-      const uint64_t guaranteed = (host ? tenant.host : tenant.gpu).guaranteed_bytes;
+      const uint64_t guaranteed = tenant.In(tier->device()).guaranteed_bytes;
       slabs += std::min<uint64_t>(guaranteed / slab_bytes + (guaranteed % slab_bytes > 0), UINT32_MAX);
     }
     if (slabs > tier->pool()->slabs()) {
-      return InvalidField(host ? "host_bytes.guaranteed" : "gpu_bytes.guaranteed",
+      return InvalidField(tier->lower() == nullptr ? "host_bytes.guaranteed" : "gpu_bytes.guaranteed",
                           absl::StrCat(slabs, " slabs of ", slab_bytes, " for all tenants"),
                           absl::StrCat("at most ", tier->pool()->slabs(), ", all that ", tier->pool()->limit(),
                                        " has: each guarantee takes whole ones"));

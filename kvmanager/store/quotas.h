@@ -18,6 +18,8 @@ struct Quotas {
   };
   struct Tenant {
     InPool host, gpu;  // gpu: of each
+    /// device: as CacheConfig::device.
+    const InPool& In(int device) const { return device < 0 ? host : gpu; }
     friend bool operator==(const Tenant&, const Tenant&) = default;
   };
   absl::flat_hash_map<std::string, Tenant> tenants;

@@ -44,7 +44,7 @@ class ArrivalLeaseImpl final : public ArrivalLease {
   void AddBlock(Block* block) {
     Source source{block, block->cache == to_};
     if (source.here) {
-      parts_.blocks->NoteHolder(block);
+      parts_.blocks->other_holders().Note(block);
     } else {
       Pin(block);
     }
@@ -115,7 +115,7 @@ class ArrivalLeaseImpl final : public ArrivalLease {
     }
   }
   void GiveBack(Block* block) {
-    parts_.blocks->ForgetHolder(block);
+    parts_.blocks->other_holders().Forget(block);
     parts_.blocks->Release(block);
   }
 
@@ -201,7 +201,7 @@ absl::Status ArrivalLeaseImpl::Begin() {
   for (Source& source : sources_) {
     if (!source.here && !std::exchange(source.looked, true)) {
       source.equal = FindEqual(*source.block);
-      if (source.equal != nullptr) parts_.blocks->NoteHolder(source.equal);
+      if (source.equal != nullptr) parts_.blocks->other_holders().Note(source.equal);
     }
     blocks.push_back(source.here ? source.block : source.equal);
     if (blocks.back() != nullptr) continue;

@@ -410,7 +410,7 @@ void ImportLeaseImpl::LetGoOf(absl::Span<const ArrivedPage> pages) {
 
 void ImportLeaseImpl::LetGo(NewBlock& block) {
   if (!std::exchange(block.held, false)) return;
-  parts_.blocks->ForgetHolder(block.block);
+  parts_.blocks->other_holders().Forget(block.block);
   parts_.blocks->Release(std::exchange(block.block, nullptr));
 }
 
@@ -424,7 +424,7 @@ absl::StatusOr<SequenceId> ImportLeaseImpl::Show() {
   for (NewBlock& block : new_blocks_) {
     if (block.awaited == 0) continue;
     parts_.blocks->Hold(block.block);
-    parts_.blocks->NoteHolder(block.block);
+    parts_.blocks->other_holders().Note(block.block);
     block.held = true;
   }
   parts_.sequences->Unhide(hidden_.get());

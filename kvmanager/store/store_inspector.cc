@@ -114,6 +114,12 @@ absl::Status StoreInspector::Exhausted(const Cache& cache, const SlotCounts& cou
           "; this tenant has ", held.empty() ? "nothing there" : held));
 }
 
+absl::Status StoreInspector::SetQuotas(Quotas quotas) {
+  KV_RETURN_IF_ERROR(parts_.payers->SetQuotas(std::move(quotas)));
+  parts_.imports->RoomCame();
+  return absl::OkStatus();
+}
+
 // From the outside in.
 void StoreInspector::CheckInvariants() const {
   const BlockIndex::Blocks& blocks = parts_.blocks->all();
@@ -159,7 +165,7 @@ void StoreInspector::CheckInvariants() const {
   };
   for (const auto& [id, sequence] : sequences) check_sequence(*sequence, true);
   for (const Sequence* sequence : parts_.sequences->hidden()) check_sequence(*sequence, false);
-  for (const auto& [block, count] : parts_.blocks->other_holders()) holders[block] += count;
+  for (const auto& [block, count] : parts_.blocks->other_holders().counts()) holders[block] += count;
   absl::flat_hash_map<const Cache*, uint64_t> arriving;
   absl::flat_hash_map<const Tier*, uint64_t> demoting_bytes;
   for (const auto& move : parts_.moves->all()) {

@@ -17,6 +17,7 @@
 
 #include "kvmanager/store/block_moves.h"
 #include "kvmanager/store/encode_jobs.h"
+#include "kvmanager/store/sequence_imports.h"
 #include "kvmanager/store/sequence_table.h"
 #include "kvmanager/store/store_report.h"
 #include "kvmanager/store/tier.h"
@@ -32,11 +33,12 @@ class StoreInspector final : public StoreReport {
     StoreMetrics* metrics = nullptr;
     const std::vector<std::unique_ptr<Tier>>* tiers = nullptr;
     const CacheTable* caches = nullptr;
-    const Payers* payers = nullptr;
+    Payers* payers = nullptr;
     const BlockIndex* blocks = nullptr;
     EncodeJobs* encodes = nullptr;
     const SequenceTable* sequences = nullptr;
     const BlockMoves* moves = nullptr;
+    SequenceImports* imports = nullptr;
   };
 
   explicit StoreInspector(const Parts& parts) : parts_(parts) {}
@@ -44,6 +46,7 @@ class StoreInspector final : public StoreReport {
   std::vector<SequenceId> SequenceIds() const override { return parts_.sequences->Ids(); }
   std::vector<PoolShare> Shares() const override { return parts_.payers->List(); }
   void CheckInvariants() const override;
+  absl::Status SetQuotas(Quotas quotas) override;
   void SetSampler(PageSampler* sampler) override { parts_.encodes->SetSampler(sampler); }
   /// TierOwner's.
   absl::Status Exhausted(const Cache& cache, const SlotCounts& wanted) const;

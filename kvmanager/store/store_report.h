@@ -20,6 +20,9 @@ class StoreReport {
   virtual std::vector<PoolShare> Shares() const = 0;
   /// Aborts if an invariant of the whole store does not hold (tests, and debug builds of the daemon on request).
   virtual void CheckInvariants() const = 0;
+  /// What tenants may have of the pools from now on; nothing is evicted at once. Errors: INVALID_ARGUMENT if the
+  /// guarantees, in whole slabs, do not fit a pool; nothing has changed then.
+  virtual absl::Status SetQuotas(Quotas quotas) = 0;
   /// Before the first append; it outlives the store's use. nullptr: none, as at first.
   virtual void SetSampler(PageSampler* sampler) = 0;
 };

@@ -29,7 +29,7 @@ class TenantQuotasTest : public testing::PageStoreTest {
     quota.guaranteed_bytes = guaranteed_slabs * kSlabBytes;
     quota.most_bytes = std::nullopt;
     if (most_slabs.has_value()) quota.most_bytes = *most_slabs * kSlabBytes;
-    return store().SetQuotas(quotas_);
+    return store().report().SetQuotas(quotas_);
   }
   // A slab of K and V in a sequence.
   absl::Status Fill(CacheId cache, uint32_t salt, SequenceId* sequence) {
@@ -139,7 +139,7 @@ TEST_F(TenantQuotasTest, GuaranteesThatDoNotFitAreRefusedAndChangeNothing) {
   ASSERT_TRUE(SetQuota("b", 24, std::nullopt).ok());
   // Once they are taken away, nobody is left.
   quotas_.tenants.clear();
-  ASSERT_TRUE(store().SetQuotas(quotas_).ok());
+  ASSERT_TRUE(store().report().SetQuotas(quotas_).ok());
   EXPECT_TRUE(store().report().Shares().empty());
 }
 
