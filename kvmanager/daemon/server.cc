@@ -49,6 +49,7 @@
 #include "kvmanager/rpc/sequence_drops.h"
 #include "kvmanager/rpc/service.h"
 #include "kvmanager/rpc/session.h"
+#include "kvmanager/rpc/taking_turns.h"
 #include "kvmanager/store/encode_executor.h"
 #include "kvmanager/store/page_store.h"
 #include "kvmanager/store/quality.h"
@@ -276,6 +277,7 @@ class ServerImpl final : public Server {
           replies({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kReplyMemoryBytesMax},
                   &of.clock_),
           drops(of.store_.get(), &of.queue_, of.calls_.turns()),
+          long_calls(&of.queue_),
           session(
               {.store = of.store_.get(),
                .drain = &of.drain_,
@@ -304,6 +306,7 @@ class ServerImpl final : public Server {
       daemon.cache.sequence = {.store = of.store_.get(),
                                .loop = &loop,
                                .workers = of.workers_.get(),
+                               .long_calls = &long_calls,
                                .incoming = of.incoming_.get(),
                                .outgoing = &outgoing,
                                .arrivals = &arrivals,
@@ -317,6 +320,7 @@ class ServerImpl final : public Server {
                       .pinner = of.devices_.pinner(),
                       .workers = of.workers_.get(),
                       .queue = &of.queue_,
+                      .long_calls = &long_calls,
                       .drain = &of.drain_,
                       .held = &of.held_,
                       .incoming = of.incoming_.get(),
@@ -336,6 +340,7 @@ class ServerImpl final : public Server {
     Reads reads;
     MessageRoom requests, replies;
     SequenceDrops drops;
+    TakingTurns long_calls;
     Session::Parts session;
     DaemonParts daemon;
     kj::Promise<void> files = nullptr;  // are read

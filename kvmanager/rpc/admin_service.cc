@@ -85,7 +85,7 @@ class AdminService final : public api::Admin::Server {
         capnp::List<api::SequenceInfo>::Builder out = nullptr;
       };
       auto listing = std::make_shared<Listing>(Listing{.ids = parts_.store->report().SequenceIds()});
-      return InTurns(session_, Method::kSequences, parts_.queue,
+      return InTurns(session_, Method::kSequences, parts_.long_calls,
                      [store = parts_.store, listing] {
                        if (listing->looked == listing->ids.size()) return false;
                        auto info = store->Describe(listing->ids[listing->looked++]);
@@ -94,7 +94,7 @@ class AdminService final : public api::Admin::Server {
                      })
           .then([this, listing, context]() mutable {
             listing->out = context.getResults().initSequences(listing->found.size());
-            return InTurns(session_, Method::kSequences, parts_.queue, [this, listing] {
+            return InTurns(session_, Method::kSequences, parts_.long_calls, [this, listing] {
               const size_t i = listing->written++;
               if (i < listing->found.size()) WriteHeldSequence(*parts_.held, listing->found[i], listing->out[i]);
               return i < listing->found.size();

@@ -41,7 +41,8 @@ class CacheService final : public api::Cache::Server {
       KV_RETURN_IF_ERROR(CheckRequests(requests.size()));
       KV_RETURN_IF_ERROR(EnsureOpen());
       auto matching = std::make_shared<Matching>(Matching{.list = requests});
-      return InTurns(session_, Method::kMatch, queue(), [this, matching] { return Match(*matching); })
+      return InTurns(session_, Method::kMatch, parts_.sequence.long_calls,
+                     [this, matching] { return Match(*matching); })
           .then([this, matching, context]() mutable {
             if (!matching->wrong.ok()) return ServeError(*session_, Method::kMatch, matching->wrong, context);
             const std::vector<MatchResult>& found = matching->found;
@@ -65,7 +66,7 @@ class CacheService final : public api::Cache::Server {
           requests = static_cast<uint32_t>(std::min<size_t>(creation->list.size(), limits::kSequenceRequestsMax));
           KV_RETURN_IF_ERROR(CheckRequests(creation->list.size()));
           KV_RETURN_IF_ERROR(EnsureOpen());
-          return InTurns(session_, Method::kCreateSequences, queue(),
+          return InTurns(session_, Method::kCreateSequences, parts_.sequence.long_calls,
                          [creation] {
                            auto prefix = ReadPrefix(creation->list, static_cast<uint32_t>(creation->prefixes.size()));
                            if (!prefix.ok()) creation->wrong = prefix.status();
@@ -242,7 +243,8 @@ class CacheService final : public api::Cache::Server {
 
   // Blocks are verified before the loop looks at them; the next request may begin with the same.
   kj::Promise<void> CreateNext(std::shared_ptr<Creation> creation) {
-    return InTurns(session_, Method::kCreateSequences, queue(), [this, creation] { return Create(*creation); })
+    return InTurns(session_, Method::kCreateSequences, parts_.sequence.long_calls,
+                   [this, creation] { return Create(*creation); })
         .then([this, creation]() -> kj::Promise<void> {
           if (creation->check != nullptr) {
             return Verify(std::move(creation->check)).then([this, creation] {

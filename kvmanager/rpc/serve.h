@@ -10,10 +10,10 @@
 
 #include "absl/functional/any_invocable.h"
 #include "absl/strings/str_cat.h"
-#include "kvmanager/base/message_queue.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/base/worker_pool.h"
 #include "kvmanager/rpc/session.h"
+#include "kvmanager/rpc/taking_turns.h"
 #include "kvmanager/rpc/wire.h"
 
 namespace kvmanager {
@@ -78,7 +78,7 @@ void ServeError(Session& session, Method method, const absl::Status& status, Con
 
 /// Calls `step` until it returns false, in turns of the loop between which others are served. `step` may read the
 /// call's parameters.
-inline kj::Promise<void> InTurns(std::shared_ptr<Session> session, Method method, MessageQueue* queue,
+inline kj::Promise<void> InTurns(std::shared_ptr<Session> session, Method method, TakingTurns* turns,
                                  absl::AnyInvocable<bool()> step) {
   bool more = true;
   KJ_IF_MAYBE (exception, kj::runCatchingExceptions([&] {
@@ -89,10 +89,8 @@ inline kj::Promise<void> InTurns(std::shared_ptr<Session> session, Method method
     return kj::mv(*exception);
   }
   if (!more) return kj::READY_NOW;
-  auto next = kj::newPromiseAndFulfiller<void>();
-  queue->Post([fulfiller = kj::mv(next.fulfiller)]() mutable { fulfiller->fulfill(); });
-  return next.promise.then([session = std::move(session), method, queue, step = std::move(step)]() mutable {
-    return InTurns(std::move(session), method, queue, std::move(step));
+  return turns->Next().then([session = std::move(session), method, turns, step = std::move(step)]() mutable {
+    return InTurns(std::move(session), method, turns, std::move(step));
   });
 }
 

@@ -36,6 +36,7 @@
 #include "kvmanager/rpc/read.h"
 #include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/session.h"
+#include "kvmanager/rpc/taking_turns.h"
 #include "monitoring/metrics.h"
 
 namespace kvmanager {
@@ -44,6 +45,7 @@ struct SequenceParts {
   PageStore* store = nullptr;
   EventLoop* loop = nullptr;
   WorkerPool* workers = nullptr;
+  TakingTurns* long_calls = nullptr;
   IncomingHandOffs* incoming = nullptr;
   const OutgoingHandOffs* outgoing = nullptr;
   const Arrivals* arrivals = nullptr;
@@ -72,6 +74,7 @@ struct AdminParts {
   const HostPinner* pinner = nullptr;  // of the host pool's slabs; nullptr: no GPU
   WorkerPool* workers = nullptr;
   MessageQueue* queue = nullptr;
+  TakingTurns* long_calls = nullptr;
   DrainSwitch* drain = nullptr;
   const HeldSequences* held = nullptr;
   IncomingHandOffs* incoming = nullptr;
