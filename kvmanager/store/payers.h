@@ -1,7 +1,7 @@
 // Who pays for the memory of tenants: what each payer is guaranteed, and may have at most, in each memory. On the
 // store's thread.
 //
-// One user has one share however many names it gives its tenants: PayerOf says whose they are.
+// One user has one share however many names it gives its tenants: PayerName says whose they are.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ class Payers {
   PayerId Hold(absl::string_view tenant, TenantId id);
   void Drop(absl::string_view tenant, TenantId id);
 
-  absl::Status SetQuotas(Quotas quotas);  // PageStore's
+  absl::Status SetQuotas(Quotas quotas);  // StoreReport's
   std::vector<PoolShare> List() const;
   void CheckInvariants() const;
 

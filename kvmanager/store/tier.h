@@ -63,7 +63,7 @@ class Tier {
   void StopMoving() { mover_ = nullptr; }
 
   /// Takes `wanted` slots for `cache`, which is of this tier, and evicts the policy's victims until they fit: of the
-  /// payer that the pool names (SlabAllocator::NextToGive). Errors: RESOURCE_EXHAUSTED, if evicting every evictable
+  /// payer that the pool names (SlabForecast::NextToGive). Errors: RESOURCE_EXHAUSTED, if evicting every evictable
   /// block that the cache's payer may take would not make them fit, or if what was evicted or is being demoted has to
   /// be waited for. A request that is refused evicts nothing more than that.
   absl::Status Reserve(const Cache& cache, const SlotCounts& wanted, Reservation* out);
