@@ -6,10 +6,12 @@
 #include <cstdlib>
 #include <fstream>
 #include <iostream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -250,7 +252,8 @@ int Main(int argc, char** argv) {
   if (!arguments.token_file.empty()) {
     std::ifstream file(arguments.token_file);
     if (!file.is_open()) return misused(absl::StrCat("--token-file ", arguments.token_file, " cannot be read"));
-    file >> token;
+    token.assign(std::istreambuf_iterator<char>(file), {});
+    token = std::string(absl::StripAsciiWhitespace(token));
   }
   constexpr int64_t kConnectMs = 500;  // a person waits: a daemon that runs accepts at once, though it may answer late
   auto client = Client::Connect(Where(arguments), {.name = "kvctl",

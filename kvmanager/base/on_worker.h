@@ -43,7 +43,12 @@ inline kj::Promise<void> OnWorkerInTurns(WorkerPool* workers, MessageQueue* queu
   struct Pieces {
     void Post(std::shared_ptr<Pieces> self) {
       workers->Post(
-          priority, [self = std::move(self)]() mutable { self->Run(std::move(self)); }, owner);
+          priority,
+          [self = std::move(self)]() mutable {
+            Pieces& pieces = *self;
+            pieces.Run(std::move(self));
+          },
+          owner);
     }
     void Run(std::shared_ptr<Pieces> self) {
       const Turn turn = workers->NewTurn();

@@ -369,14 +369,15 @@ void IncomingHandOffs::RetryOffers() {
 absl::Status IncomingHandOffs::Extend(Incoming& incoming, const HandOffPart& part) {
   KV_RETURN_IF_ERROR(incoming.failed);
   absl::StatusOr<LastManifest> manifest = ParseLastManifest(part.manifest, part.page_bytes, part.withdrawn);
-  absl::Status status = manifest.ok() ? incoming.import().Extend(manifest->last) : manifest.status();
+  absl::Status status = manifest.status();
+  if (status.ok()) status = tickets_.SetBlob(incoming.ticket, std::move(manifest->blob));
+  if (status.ok()) status = incoming.import().Extend(manifest->last);
   if (!status.ok()) {
     parts_.metrics->refused.Increment();
     Fail(incoming, status);
     return status;
   }
   incoming.SetLastTargets(manifest->last.pages.size());
-  tickets_.SetBlob(incoming.ticket, std::move(manifest->blob));
   GoOn(incoming);
   return incoming.failed;
 }

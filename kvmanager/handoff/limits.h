@@ -6,10 +6,11 @@
 
 namespace kvmanager::limits {
 
-constexpr size_t kBlobBytesMax = 1 << 20;  // of an engine's blob in a hand-off
-constexpr size_t kPeerTextBytesMax = 300;  // of one address
-constexpr size_t kPeersChoiceMax = 16;     // that a hand-off may choose from
-constexpr int64_t kPeerAnswerMs = 500;     // how long a peer may take to say how much it has to do
+constexpr size_t kBlobBytesMax = 1 << 20;            // of an engine's blob in a hand-off
+constexpr uint64_t kBlobBytesWaitingMax = 64 << 20;  // of all received sequences that wait to be claimed
+constexpr size_t kPeerTextBytesMax = 300;            // of one address
+constexpr size_t kPeersChoiceMax = 16;               // that a hand-off may choose from
+constexpr int64_t kPeerAnswerMs = 500;               // how long a peer may take to say how much it has to do
 constexpr uint32_t kHandOffTimeoutMsMax = 3600000;
 constexpr size_t kTicketsMax = 4096;         // received sequences that wait to be claimed
 constexpr size_t kHandOffBlocksMax = 65536;  // of one received sequence

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/handoff/limits.h"
 
 namespace kvmanager {
 
@@ -21,8 +22,21 @@ std::string Tickets::Make(CacheId cache, uint64_t tokens) {
   return name;
 }
 
-void Tickets::SetBlob(absl::string_view name, std::string blob) {
-  if (const auto found = tickets_.find(name); found != tickets_.end()) found->second->blob = std::move(blob);
+absl::Status Tickets::SetBlob(absl::string_view name, std::string blob) {
+  const auto found = tickets_.find(name);
+  if (found == tickets_.end()) return absl::OkStatus();
+  Ticket& ticket = *found->second;
+  const uint64_t others = blob_bytes_ - ticket.blob_bytes.bytes;
+  if (others + blob.size() > limits::kBlobBytesWaitingMax) {
+    return FieldError(absl::StatusCode::kResourceExhausted, "blob", absl::StrCat(blob.size(), " bytes"),
+                      absl::StrCat("at most ", limits::kBlobBytesWaitingMax, " bytes with the ", others,
+                                   " of other sequences that wait to be claimed; claim them, or send less"));
+  }
+  blob_bytes_ = others + blob.size();
+  ticket.blob_bytes.sum = &blob_bytes_;
+  ticket.blob_bytes.bytes = blob.size();
+  ticket.blob = std::move(blob);
+  return absl::OkStatus();
 }
 
 void Tickets::Show(absl::string_view name, SequenceId sequence) {

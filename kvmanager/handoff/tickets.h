@@ -46,8 +46,8 @@ class Tickets {
 
   /// A new one, for a sequence of `tokens` tokens that is still to come. Returns its name.
   std::string Make(CacheId cache, uint64_t tokens);
-  /// The engine's blob came with it.
-  void SetBlob(absl::string_view name, std::string blob);
+  /// The engine's blob came with it. Errors: RESOURCE_EXHAUSTED (limits::kBlobBytesWaitingMax).
+  absl::Status SetBlob(absl::string_view name, std::string blob);
   /// Its sequence can be claimed from now on, and the lease begins. A sequence whose ticket is gone is given back.
   void Show(absl::string_view name, SequenceId sequence);
   /// Its hand-off ended early.
@@ -73,11 +73,20 @@ class Tickets {
   size_t size() const { return tickets_.size(); }
 
  private:
+  // Counts a blob's bytes while its ticket is there.
+  struct BlobBytes {
+    ~BlobBytes() {
+      if (sum != nullptr) *sum -= bytes;
+    }
+    uint64_t* sum = nullptr;
+    uint64_t bytes = 0;
+  };
   struct Ticket {
     CacheId cache = 0;
     SequenceId sequence = 0;  // 0: not shown yet
     uint64_t tokens = 0;
     std::string blob;
+    BlobBytes blob_bytes;
     bool being_claimed = false;
     std::vector<kj::Own<kj::PromiseFulfiller<absl::Status>>> claims;  // that wait until it is shown
     kj::Promise<void> expiry = nullptr;                               // once it is
@@ -96,6 +105,7 @@ class Tickets {
   HandOffMetrics& metrics_;
   const int64_t lease_ms_;
   EventLoop* loop_ = nullptr;
+  uint64_t blob_bytes_ = 0;  // before tickets_
   absl::flat_hash_map<std::string, std::unique_ptr<Ticket>> tickets_;
   absl::flat_hash_map<std::string, std::unique_ptr<Failed>> failed_;
 };

@@ -5,7 +5,10 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "kvmanager/base/status.h"
+#include "kvmanager/handoff/limits.h"
 #include "kvmanager/store/store_fixture.h"
 
 namespace kvmanager {
@@ -52,6 +55,32 @@ class TicketsTest : public testing::PageStoreTest {
   std::optional<Tickets> tickets_;
 };
 
+TEST_F(TicketsTest, BlobsThatWaitAreBoundedTogether) {
+  Tickets& tickets = Make(kLongMs);
+  const CacheId cache = test().Open(MakeConfig("raw", 0));
+  std::vector<std::string> names;
+  const std::string blob(limits::kBlobBytesMax, 'b');
+  for (uint64_t bytes = 0; bytes < limits::kBlobBytesWaitingMax; bytes += blob.size()) {
+    names.push_back(tickets.Make(cache, kPage));
+    ASSERT_TRUE(tickets.SetBlob(names.back(), blob).ok());
+  }
+  const std::string one_more = tickets.Make(cache, kPage);
+  const absl::Status refused = tickets.SetBlob(one_more, "b");
+  EXPECT_TRUE(absl::IsResourceExhausted(refused)) << refused;
+  EXPECT_EQ(DetailOf(refused).field, "blob");
+  EXPECT_TRUE(tickets.SetBlob(names[0], blob).ok());  // in place of its own
+  // One that is claimed, and one whose hand-off ends early, make room.
+  tickets.Show(names[0], Filled(cache, MakeText(kPage), kPage));
+  const auto claimed = tickets.Claim(names[0], cache);
+  ASSERT_TRUE(claimed.ok()) << claimed.status();
+  EXPECT_EQ(claimed->blob, blob);
+  EXPECT_TRUE(tickets.SetBlob(one_more, blob).ok());
+  EXPECT_FALSE(tickets.SetBlob(tickets.Make(cache, kPage), "b").ok());
+  tickets.Fail(names[1], absl::UnavailableError("cut off"));
+  EXPECT_TRUE(tickets.SetBlob(tickets.Make(cache, kPage), blob).ok());
+  store().Drop(claimed->sequence);
+}
+
 TEST_F(TicketsTest, AClaimWaitsUntilTheSequenceIsShownAndTakesItOnce) {
   Tickets& tickets = Make(kLongMs);
   const CacheId cache = test().Open(MakeConfig("raw", 0));
@@ -60,7 +89,7 @@ TEST_F(TicketsTest, AClaimWaitsUntilTheSequenceIsShownAndTakesItOnce) {
   EXPECT_EQ(name.size(), Tickets::kTicketBytes);
   EXPECT_EQ(metrics_.tickets.Value(), 1);
   EXPECT_TRUE(absl::IsFailedPrecondition(tickets.Find(name, cache).status()));  // it still arrives
-  tickets.SetBlob(name, "blob");
+  EXPECT_TRUE(tickets.SetBlob(name, "blob").ok());
   EXPECT_TRUE(Await(name, cache, [&] { tickets.Show(name, sequence); }).ok());
   EXPECT_EQ(tickets.Find(name, cache).value(), sequence);
   const auto claimed = tickets.Claim(name, cache);

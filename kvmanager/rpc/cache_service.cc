@@ -69,9 +69,12 @@ class CacheService final : public api::Cache::Server {
           return InTurns(session_, Method::kCreateSequences, parts_.sequence.long_calls,
                          [creation] {
                            auto prefix = ReadPrefix(creation->list, static_cast<uint32_t>(creation->prefixes.size()));
-                           if (!prefix.ok()) creation->wrong = prefix.status();
-                           if (prefix.ok()) creation->prefixes.push_back(*std::move(prefix));
-                           return prefix.ok() && creation->prefixes.size() < creation->list.size();
+                           if (!prefix.ok()) {
+                             creation->wrong = prefix.status();
+                             return false;
+                           }
+                           creation->prefixes.push_back(*std::move(prefix));
+                           return creation->prefixes.size() < creation->list.size();
                          })
               .then([this, creation, context, requests, refuse_all]() mutable -> kj::Promise<void> {
                 if (!creation->wrong.ok()) {
