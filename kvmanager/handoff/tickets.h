@@ -71,6 +71,7 @@ class Tickets {
 
   /// Sequences that wait to be claimed, those included that are being received.
   size_t size() const { return tickets_.size(); }
+  uint64_t blob_bytes() const { return blob_bytes_; }
 
  private:
   // Counts a blob's bytes while its ticket is there.

@@ -99,6 +99,11 @@ class Reservation {
   ~Reservation();
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
+  /// The pool has gone.
+  void Forget() {
+    for (Slots* slots : {&raw, &activations}) slots->ids.clear();
+    for (Slots& slots : encoded) slots.ids.clear();
+  }
   PageId TakeRaw() { return Take(&raw); }
   PageId TakeActivations() { return Take(&activations); }
   PageId TakeOfClass(size_t slot_class) { return Take(&encoded[slot_class]); }

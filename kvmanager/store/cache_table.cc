@@ -72,7 +72,9 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindOrOpen(const CacheConfig&
   cache->index = memory.index_layout(*cache->codec);
   if (const auto known = by_digest_.find({cache->digest, config.device}); known != by_digest_.end()) {
     const std::shared_ptr<Cache>& found = caches_.at(known->second);
+    by_opened_.erase(found->opened);
     found->opened = ++opens_;
+    by_opened_.emplace(found->opened, found.get());
     return found;
   }
   std::vector<uint64_t> encoded_bytes(config.layers);
@@ -114,6 +116,7 @@ absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindOrOpen(const CacheConfig&
   cache->payer = tenant.payer;
   cache->owner = WorkerPool::OwnerOf(PayerName(config.tenant));
   caches_.emplace(cache->id, cache);
+  by_opened_.emplace(cache->opened, cache.get());
   by_digest_.emplace(std::pair(cache->digest, config.device), cache->id);
   parts_.metrics->caches.Increment();
   return cache;
@@ -123,6 +126,7 @@ void CacheTable::CloseIfUnused(const std::shared_ptr<Cache>& cache) {
   if (!cache->unused()) return;
   if (caches_.erase(cache->id) == 0) return;
   by_digest_.erase({cache->digest, cache->config.device});
+  by_opened_.erase(cache->opened);
   parts_.metrics->caches.Decrement();
   const auto tenant = tenants_.find(cache->config.tenant);
   if (--tenant->second.caches > 0) return;
@@ -131,12 +135,10 @@ void CacheTable::CloseIfUnused(const std::shared_ptr<Cache>& cache) {
 }
 
 bool CacheTable::CloseLeastRecentlyOpened() {
-  std::shared_ptr<Cache> oldest;
-  for (const auto& [id, cache] : caches_) {
-    if (cache->unused() && (oldest == nullptr || cache->opened < oldest->opened)) oldest = cache;
-  }
-  if (oldest == nullptr) return false;
-  CloseIfUnused(oldest);
+  const auto oldest =
+      std::find_if(by_opened_.begin(), by_opened_.end(), [](const auto& each) { return each.second->unused(); });
+  if (oldest == by_opened_.end()) return false;
+  CloseIfUnused(std::shared_ptr<Cache>(caches_.at(oldest->second->id)));
   return true;
 }
 
@@ -170,6 +172,18 @@ std::vector<CacheInfo> CacheTable::List() const {
   std::vector<CacheInfo> all;
   for (const auto& [id, cache] : caches_) all.push_back(InfoOf(*cache));
   return all;
+}
+
+void CacheTable::ForEachUse(absl::FunctionRef<void(const CacheUse&)> visit) const {
+  for (const auto& [id, cache] : caches_) {
+    visit({.tenant = cache->config.tenant,
+           .device = cache->config.device,
+           .sequences = cache->sequences,
+           .published_blocks = cache->table.size(),
+           .raw_bytes = cache->raw_bytes,
+           .encoded_bytes = cache->encoded_bytes,
+           .activation_bytes = cache->activation_bytes});
+  }
 }
 
 std::shared_ptr<const Codec> CacheTable::codec(CacheId id) const {
@@ -256,7 +270,9 @@ std::vector<Block*> CacheTable::FindPrefix(Cache& cache, absl::Span<const BlockN
 
 void CacheTable::CheckInvariants() const {
   KV_CHECK(caches_.size() == by_digest_.size() && caches_.size() <= kCachesMax);
+  KV_CHECK(caches_.size() == by_opened_.size());
   for (const auto& [id, cache] : caches_) {
+    KV_CHECK(by_opened_.at(cache->opened) == cache.get());
     KV_CHECK(cache->encoded_slots.of_layer.size() == cache->layers());
     for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
       KV_CHECK(cache->page_bytes(layer) <= cache->slot_bytes(layer).encoded);

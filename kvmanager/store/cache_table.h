@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/container/btree_map.h"
 #include "absl/container/flat_hash_map.h"
 #include "kvmanager/store/block_index.h"
 #include "kvmanager/store/cache.h"
@@ -38,6 +39,7 @@ class CacheTable final : public CacheDirectory {
   absl::StatusOr<CacheId> Open(const CacheConfig& config, std::shared_ptr<const Codec> codec) override;
   absl::StatusOr<CacheInfo> Describe(CacheId cache) const override;
   std::vector<CacheInfo> List() const override;
+  void ForEachUse(absl::FunctionRef<void(const CacheUse&)> visit) const override;
   bool IsOpen(const CacheDigest& digest, int device) const override { return by_digest_.contains({digest, device}); }
   std::shared_ptr<const Codec> codec(CacheId cache) const override;
   const PageAttention* raw_attention(CacheId cache) const override;
@@ -76,6 +78,7 @@ class CacheTable final : public CacheDirectory {
   uint64_t opens_ = 0;
   std::map<CacheId, std::shared_ptr<Cache>> caches_;
   absl::flat_hash_map<std::pair<CacheDigest, int>, CacheId> by_digest_;  // and device
+  absl::btree_map<uint64_t, Cache*> by_opened_;                          // the least recently opened first
   struct Tenant {
     TenantId id = 0;
     PayerId payer = 0;

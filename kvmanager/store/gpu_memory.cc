@@ -1,6 +1,9 @@
 // A GPU's memory: kernels touch the bytes, behind the store's calls.
 #include <utility>
+#include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
 #include "kvmanager/store/cache.h"
 #include "kvmanager/store/memory_backend.h"
 #include "kvmanager/store/tier.h"
@@ -21,6 +24,13 @@ class GpuMemory final : public MemoryBackend {
   }
 
   absl::Status Write(const PendingAppend&) const override { return absl::OkStatus(); }
+  absl::Status Plan(const PendingAppend& append, std::vector<PageWrite>*) const override {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(append.cache.config.device),
+                      "host memory: kernels write to a GPU's");
+  }
+  absl::Status WritePage(const Cache&, int, const AppendEntry&, const PageWrite&) const override {
+    return absl::OkStatus();
+  }
   void CopyOpen(const Cache&, uint32_t layer, const Page& from, PageId to, int tokens,
                 std::vector<OpenCopy>* copies) const override {
     copies->push_back({layer, from.raw.valid() ? from.raw : from.encoded, to, tokens});

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "kvmanager/base/checksum.h"
 #include "kvmanager/base/finite.h"
 #include "kvmanager/base/status.h"
@@ -42,39 +43,6 @@ absl::Status CopyActivations(const Cache& cache, const AppendEntry& entry, size_
       "finite");
 }
 
-// Copies an entry's rows into the pages they belong to, of which `slots` has the new ones from `next_slot` on, and
-// looks for what is not finite. What an error leaves in an open page's unused tokens is overwritten by the next append.
-absl::Status CopyEntry(const Cache& cache, uint32_t layer, const AppendEntry& entry, size_t i, const Sequence& sequence,
-                       const Reservation& slots, size_t* next_slot, size_t* next_activation) {
-  const PageLayout& layout = cache.layout();
-  const int page_tokens = cache.page_tokens();
-  for (int done = 0; done < entry.tokens;) {
-    const uint64_t position = entry.position + done;
-    const int at = static_cast<int>(position % page_tokens);
-    const int count = std::min(entry.tokens - done, page_tokens - at);
-    const PageId slot =
-        at == 0 ? slots.raw.ids[(*next_slot)++] : sequence.blocks[position / page_tokens]->pages[layer].raw;
-    uint8_t* page = cache.tier->pool()->Data(slot);
-    CopyTokens(layout, entry, done, count, page, at);
-    NonFinite where;
-    if (FindNonFinite(layout, page, at, count, &where)) {
-      return InvalidField(
-          absl::StrCat("entries[", i, "].", where.side == 0 ? "k" : "v", "[token ", done + where.token - at, "][head ",
-                       where.head, "][channel ", where.channel, "]"),
-          "NaN or Inf", "finite");
-    }
-    if (entry.x != nullptr) {
-      const Page* const open = at == 0 ? nullptr : sequence.blocks[position / page_tokens]->OpenActivations(layer);
-      if (at == 0 || open != nullptr) {
-        const PageId to = at == 0 ? slots.activations.ids[(*next_activation)++] : open->raw;
-        KV_RETURN_IF_ERROR(CopyActivations(cache, entry, i, done, count, cache.tier->pool()->Data(to), at));
-      }
-    }
-    done += count;
-  }
-  return absl::OkStatus();
-}
-
 class HostMemory final : public MemoryBackend {
  public:
   explicit HostMemory(EncodeExecutor* executor) : executor_(executor) {}
@@ -88,18 +56,29 @@ class HostMemory final : public MemoryBackend {
   }
 
   absl::Status Write(const PendingAppend& append) const override {
-    if (append.layers.count != 1) {
-      return InvalidField("layers", append.layers.count, "1: the K and V that are given are one layer's");
+    return ForEachPage(append, [&](const PageWrite& write) {
+      return WritePage(append.cache, append.layers.first, append.entries[write.entry], write);
+    });
+  }
+  absl::Status Plan(const PendingAppend& append, std::vector<PageWrite>* writes) const override {
+    return ForEachPage(append, [writes](const PageWrite& write) {
+      writes->push_back(write);
+      return absl::OkStatus();
+    });
+  }
+  // What an error leaves in an open page's unused tokens is overwritten by the next append.
+  absl::Status WritePage(const Cache& cache, int, const AppendEntry& entry, const PageWrite& write) const override {
+    const PageLayout& layout = cache.layout();
+    CopyTokens(layout, entry, write.first, write.tokens, write.page, write.at);
+    NonFinite where;
+    if (FindNonFinite(layout, write.page, write.at, write.tokens, &where)) {
+      return InvalidField(
+          absl::StrCat("entries[", write.entry, "].", where.side == 0 ? "k" : "v", "[token ",
+                       write.first + where.token - write.at, "][head ", where.head, "][channel ", where.channel, "]"),
+          "NaN or Inf", "finite");
     }
-    size_t next_slot = 0, next_activation = 0;
-    for (size_t i = 0; i < append.entries.size(); ++i) {
-      if (append.entries[i].k == nullptr || append.entries[i].v == nullptr) {
-        return InvalidField(absl::StrCat("entries[", i, "]"), "without K and V", "with both, in host memory");
-      }
-      KV_RETURN_IF_ERROR(CopyEntry(append.cache, static_cast<uint32_t>(append.layers.first), append.entries[i], i,
-                                   *append.sequences[i], append.slots, &next_slot, &next_activation));
-    }
-    return absl::OkStatus();
+    if (write.activations == nullptr) return absl::OkStatus();
+    return CopyActivations(cache, entry, write.entry, write.first, write.tokens, write.activations, write.at);
   }
   void CopyOpen(const Cache& cache, uint32_t, const Page& from, PageId to, int tokens,
                 std::vector<OpenCopy>*) const override {
@@ -122,6 +101,45 @@ class HostMemory final : public MemoryBackend {
   }
 
  private:
+  // Calls `each` for the pages of each entry in turn, of which `append.slots` has the new ones, until it fails.
+  static absl::Status ForEachPage(const PendingAppend& append,
+                                  absl::FunctionRef<absl::Status(const PageWrite& write)> each) {
+    if (append.layers.count != 1) {
+      return InvalidField("layers", append.layers.count, "1: the K and V that are given are one layer's");
+    }
+    const Cache& cache = append.cache;
+    const SlotPool& pool = *cache.tier->pool();
+    const int page_tokens = cache.page_tokens(), layer = append.layers.first;
+    size_t next_slot = 0, next_activation = 0;
+    for (uint32_t i = 0; i < append.entries.size(); ++i) {
+      const AppendEntry& entry = append.entries[i];
+      if (entry.k == nullptr || entry.v == nullptr) {
+        return InvalidField(absl::StrCat("entries[", i, "]"), "without K and V", "with both, in host memory");
+      }
+      PageWrite write{.entry = i};
+      for (; write.first < entry.tokens; write.first += write.tokens) {
+        const uint64_t position = entry.position + write.first;
+        write.at = static_cast<int>(position % page_tokens);
+        write.tokens = std::min(entry.tokens - write.first, page_tokens - write.at);
+        write.opens = write.at == 0;
+        PageId activations;
+        if (write.opens) {
+          write.slot = next_slot++;
+          write.page = pool.Data(append.slots.raw.ids[write.slot]);
+          if (entry.x != nullptr) activations = append.slots.activations.ids[next_activation++];
+        } else {
+          const Block& block = *append.sequences[i]->blocks[position / page_tokens];
+          write.page = pool.Data(block.pages[layer].raw);
+          const Page* const open = entry.x == nullptr ? nullptr : block.OpenActivations(layer);
+          if (open != nullptr) activations = open->raw;
+        }
+        write.activations = activations.valid() ? pool.Data(activations) : nullptr;
+        KV_RETURN_IF_ERROR(each(write));
+      }
+    }
+    return absl::OkStatus();
+  }
+
   EncodeExecutor* const executor_;
 };
 

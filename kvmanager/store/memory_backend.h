@@ -36,6 +36,17 @@ struct PendingAppend {
   const Reservation& slots;               // new raw slots and slots of activations, in the order of the entries
 };
 
+/// Tokens of an entry that go to one raw page.
+struct PageWrite {
+  uint32_t entry = 0;
+  int first = 0, tokens = 0;  // of the entry
+  int at = 0;                 // token of the page
+  bool opens = false;         // the page is new: the reservation's raw slot `slot`. Else it is the sequence's
+  size_t slot = 0;
+  uint8_t* page = nullptr;
+  uint8_t* activations = nullptr;  // of the same tokens; nullptr: they are not kept
+};
+
 /// The training of one layer's index.
 struct IndexTraining {
   const Cache& cache;
@@ -67,6 +78,11 @@ class MemoryBackend {
   /// Copies the entries' rows into their pages and checks the copies; nothing where kernels write them. Errors:
   /// INVALID_ARGUMENT naming entry, side, token, head and channel of a NaN or an infinity, or more than one layer.
   virtual absl::Status Write(const PendingAppend& append) const = 0;
+  /// The same page by page: Write is Plan, then WritePage of each. In memory that is written at once.
+  virtual absl::Status Plan(const PendingAppend& append, std::vector<PageWrite>* writes) const = 0;
+  /// Any thread.
+  virtual absl::Status WritePage(const Cache& cache, int layer, const AppendEntry& entry,
+                                 const PageWrite& write) const = 0;
   /// Copies the first `tokens` tokens of a raw page to slot `to`, or adds to `copies` what a kernel shall copy.
   virtual void CopyOpen(const Cache& cache, uint32_t layer, const Page& from, PageId to, int tokens,
                         std::vector<OpenCopy>* copies) const = 0;

@@ -40,16 +40,18 @@ class PageStoreImpl final : public PageStore, private TierOwner {
         sequences_({metrics, &caches_, &blocks_, &indexes_}),
         moves_({metrics, &tiers_, &caches_, &blocks_, &encodes_, &mover_}),
         reads_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, alive_}),
-        appends_({metrics, clock, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &reads_}),
+        appends_({metrics, clock, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &reads_, alive_}),
         tables_({&tiers_, &caches_, &sequences_}),
         arrivals_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &moves_, alive_}),
         exports_({metrics, &caches_, &blocks_, &encodes_, &sequences_, &mover_, alive_}),
         imports_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, alive_}),
-        inspector_({metrics, &tiers_, &caches_, &payers_, &blocks_, &encodes_, &sequences_, &moves_, &imports_}) {
+        inspector_(
+            {metrics, &tiers_, &caches_, &payers_, &blocks_, &encodes_, &sequences_, &moves_, &imports_, &reads_}) {
     metrics_->pool_capacity_bytes.Set(static_cast<double>(pool->capacity_bytes()));
   }
   ~PageStoreImpl() override { alive_.reset(); }
 
+  Appends& appends() override { return appends_; }
   CacheDirectory& caches() override { return caches_; }
   SlotTables& tables() override { return tables_; }
   Exports& exports() override { return exports_; }
@@ -68,9 +70,6 @@ class PageStoreImpl final : public PageStore, private TierOwner {
     return arrivals_.Copy(sequence, device);
   }
   absl::StatusOr<SequenceInfo> Describe(SequenceId sequence) const override { return sequences_.Describe(sequence); }
-  absl::Status Append(CacheId cache, LayerRange layers, absl::Span<const AppendEntry> entries) override {
-    return appends_.Append(cache, layers, entries);
-  }
   absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, LayerRange layers,
                                                       absl::Span<const AttendEntry> entries) override {
     return reads_.Attend(cache, layers, entries);

@@ -41,6 +41,7 @@
 #include "kvmanager/memory/page_mover.h"
 #include "kvmanager/memory/page_pool.h"
 #include "kvmanager/memory/release_epochs.h"
+#include "kvmanager/store/append_lease.h"
 #include "kvmanager/store/arrival_lease.h"
 #include "kvmanager/store/cache_directory.h"
 #include "kvmanager/store/hand_off_lease.h"
@@ -68,6 +69,7 @@ class PageStore {
                                          absl::Span<const StoreDevice> devices = {});
   virtual ~PageStore() = default;
 
+  virtual Appends& appends() = 0;
   virtual CacheDirectory& caches() = 0;
   virtual SlotTables& tables() = 0;
   virtual Exports& exports() = 0;
@@ -90,17 +92,10 @@ class PageStore {
   virtual absl::StatusOr<std::unique_ptr<ArrivalLease>> Copy(SequenceId sequence, int device) = 0;
   virtual absl::StatusOr<SequenceInfo> Describe(SequenceId sequence) const = 0;
 
-  /// Appends to layers of which every entry's position must be the token count. In host memory K and V of one layer are
-  /// copied here, and the copy is checked for NaN and infinity. On a GPU kernels write them later, and whether they are
-  /// finite is known later, too: a sequence is published only after that was checked. Pages that this fills are given
-  /// to the executor before it returns; on a GPU their bytes will be there in the order of submission. Slots of indexes
-  /// are taken here, and the jobs of indexes given to the executor (Train). Errors: NOT_FOUND (sequence),
-  /// FAILED_PRECONDITION (position, naming the expected one), INVALID_ARGUMENT (tokens; NaN or Inf in K or V with
-  /// entry, side, token, head, channel, or in X; X for a cache that keeps no activations), RESOURCE_EXHAUSTED: naming
-  /// the pool's limit and the tenant's largest caches, where evicting every evictable block would not make room, or
-  /// what was evicted has to be waited for (SlotTables::AwaitsRelease); kLeasePagesMax, where reading the entries would
-  /// pin too much.
-  virtual absl::Status Append(CacheId cache, LayerRange layers, absl::Span<const AppendEntry> entries) = 0;
+  /// Appends::Append.
+  absl::Status Append(CacheId cache, LayerRange layers, absl::Span<const AppendEntry> entries) {
+    return appends().Append(cache, layers, entries);
+  }
   /// What the entries' queries read: of one layer in host memory, where its pages are listed. Errors: as Append's; of
   /// memory where an index that queries choose by takes slots; the lease's, if it is ready; FAILED_PRECONDITION where
   /// the layers are not equally old.

@@ -581,6 +581,19 @@ TEST_F(PageStoreTest, AFullTableClosesTheLeastRecentlyOpenedUnusedCache) {
   EXPECT_EQ(*open(3), oldest);  // opened again: now the most recent
   ASSERT_TRUE(open(limit).ok());
   EXPECT_EQ(store().caches().List().size(), CacheDirectory::kCachesMax);
+  uint64_t caches = 0, sequences = 0, blocks = 0, bytes = 0, same = 0;
+  store().caches().ForEachUse([&](const CacheUse& use) {
+    ++caches;
+    sequences += use.sequences;
+    blocks += use.published_blocks;
+    bytes += use.raw_bytes + use.encoded_bytes;
+  });
+  for (const CacheInfo& cache : store().caches().List()) same += cache.raw_bytes + cache.encoded_bytes;
+  EXPECT_EQ(caches, CacheDirectory::kCachesMax);
+  EXPECT_EQ(sequences, 1u);
+  EXPECT_EQ(blocks, 1u);
+  EXPECT_GT(bytes, 0u);
+  EXPECT_EQ(bytes, same);
   for (const CacheId cache : {with_block, with_sequence, with_lease, oldest}) {
     EXPECT_TRUE(store().caches().Describe(cache).ok());
   }

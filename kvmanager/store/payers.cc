@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/store/payer_name.h"
 
@@ -69,16 +70,24 @@ void Payers::ForgetIdle() {
 absl::Status Payers::SetQuotas(Quotas quotas) {
   for (const auto& tier : *tiers_) {
     const uint64_t slab_bytes = tier->pool()->slab_bytes();
-    uint64_t slabs = 0;
+    uint64_t slabs = 0, tenants = 0, largest = 0;
+    absl::string_view largest_name;
     for (const auto& [name, tenant] : quotas.tenants) {
       const uint64_t guaranteed = tenant.In(tier->device()).guaranteed_bytes;
       slabs += std::min<uint64_t>(guaranteed / slab_bytes + (guaranteed % slab_bytes > 0), UINT32_MAX);
+      tenants += guaranteed > 0;
+      if (guaranteed > largest || (guaranteed == largest && name < largest_name)) {
+        largest = guaranteed;
+        largest_name = name;
+      }
     }
     if (slabs > tier->pool()->slabs()) {
-      return InvalidField(tier->lower() == nullptr ? "host_bytes.guaranteed" : "gpu_bytes.guaranteed",
-                          absl::StrCat(slabs, " slabs of ", slab_bytes, " for all tenants"),
-                          absl::StrCat("at most ", tier->pool()->slabs(), ", all that ", tier->pool()->limit(),
-                                       " has: each guarantee takes whole ones"));
+      return InvalidField(
+          tier->lower() == nullptr ? "host_bytes.guaranteed" : "gpu_bytes.guaranteed",
+          absl::StrCat(std::min<uint64_t>(slabs, UINT32_MAX) * slab_bytes, " bytes for ", tenants,
+                       " tenants, in whole slabs of ", slab_bytes, "; the most, ", largest, ", for ", largest_name),
+          absl::StrCat("at most ", tier->pool()->slabs() * slab_bytes, " together, all that ", tier->pool()->limit(),
+                       " has"));
     }
   }
   quotas_ = std::move(quotas);

@@ -44,6 +44,14 @@ absl::Status SequenceTable::CheckLimit(const Cache& cache, size_t blocks) const 
   return absl::OkStatus();
 }
 
+void SequenceTable::WriteUse(StoreUse* use) const {
+  use->sequences = sequences_.size();
+  for (const auto& [payer, of] : of_payer_) {
+    use->tenant_sequences = std::max<uint64_t>(use->tenant_sequences, of.sequences);
+    use->tenant_shared_blocks = std::max(use->tenant_shared_blocks, of.shared_blocks);
+  }
+}
+
 absl::Status SequenceTable::CheckNew(const Cache& cache, absl::Span<const BlockName> prefix,
                                      uint64_t prompt_tokens) const {
   KV_RETURN_IF_ERROR(CacheTable::CheckNames(prefix));

@@ -20,15 +20,15 @@
 #include "kvmanager/store/sequence_indexes.h"
 #include "kvmanager/store/step_lease.h"
 #include "kvmanager/store/store_metrics.h"
+#include "kvmanager/store/store_report.h"
 
 namespace kvmanager {
 
 class SequenceTable {
  public:
-  static constexpr size_t kSequencesMax = 65536;
-  // Of one payer's tenants, so that another finds room.
-  static constexpr size_t kTenantSequencesMax = kSequencesMax / 2;
-  static constexpr uint64_t kTenantSharedBlocksMax = 16 << 20;  // that sequences began with: 8 bytes each, a sequence
+  static constexpr size_t kSequencesMax = StoreUse::kSequencesMax;
+  static constexpr size_t kTenantSequencesMax = StoreUse::kTenantSequencesMax;
+  static constexpr uint64_t kTenantSharedBlocksMax = StoreUse::kTenantSharedBlocksMax;
 
   /// Everything outlives it.
   struct Parts {
@@ -50,6 +50,8 @@ class SequenceTable {
   absl::Status Crop(SequenceId sequence, uint64_t tokens, std::vector<OpenCopy>* copies);
   absl::StatusOr<PublishResult> Publish(SequenceId sequence, absl::Span<const BlockName> names);
   void Drop(SequenceId sequence);
+
+  void WriteUse(StoreUse* use) const;
 
   // For the store's other parts.
   absl::StatusOr<Sequence*> Find(SequenceId id) const;

@@ -114,6 +114,14 @@ absl::Status StoreInspector::Exhausted(const Cache& cache, const SlotCounts& cou
           "; this tenant has ", held.empty() ? "nothing there" : held));
 }
 
+StoreUse StoreInspector::Use() const {
+  StoreUse use;
+  parts_.sequences->WriteUse(&use);
+  use.caches = parts_.caches->all().size();
+  use.lease_pages = parts_.reads->lease_pages();
+  return use;
+}
+
 absl::Status StoreInspector::SetQuotas(Quotas quotas) {
   KV_RETURN_IF_ERROR(parts_.payers->SetQuotas(std::move(quotas)));
   parts_.imports->RoomCame();

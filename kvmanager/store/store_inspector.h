@@ -19,6 +19,7 @@
 #include "kvmanager/store/encode_jobs.h"
 #include "kvmanager/store/sequence_imports.h"
 #include "kvmanager/store/sequence_table.h"
+#include "kvmanager/store/store_reads.h"
 #include "kvmanager/store/store_report.h"
 #include "kvmanager/store/tier.h"
 
@@ -39,12 +40,14 @@ class StoreInspector final : public StoreReport {
     const SequenceTable* sequences = nullptr;
     const BlockMoves* moves = nullptr;
     SequenceImports* imports = nullptr;
+    const StoreReads* reads = nullptr;
   };
 
   explicit StoreInspector(const Parts& parts) : parts_(parts) {}
 
   std::vector<SequenceId> SequenceIds() const override { return parts_.sequences->Ids(); }
   std::vector<PoolShare> Shares() const override { return parts_.payers->List(); }
+  StoreUse Use() const override;
   void CheckInvariants() const override;
   absl::Status SetQuotas(Quotas quotas) override;
   void SetSampler(PageSampler* sampler) override { parts_.encodes->SetSampler(sampler); }

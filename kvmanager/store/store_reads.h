@@ -62,6 +62,7 @@ class StoreReads {
   absl::StatusOr<std::unique_ptr<AttendLease>> Load(CacheId cache, int layer, absl::Span<const AttendEntry> entries);
   /// Whether leases may pin `pages` more. Errors: RESOURCE_EXHAUSTED.
   absl::Status CheckPages(uint64_t pages) const;
+  uint64_t lease_pages() const { return pages_; }
 
   // For the leases.
   const Parts& parts() const { return parts_; }

@@ -12,12 +12,26 @@
 
 namespace kvmanager {
 
+/// How much of what is bounded is in use.
+struct StoreUse {
+  static constexpr size_t kSequencesMax = 65536;
+  // Of one payer's tenants, so that another finds room.
+  static constexpr size_t kTenantSequencesMax = kSequencesMax / 2;
+  static constexpr uint64_t kTenantSharedBlocksMax = 16 << 20;  // that sequences began with: 8 bytes each, a sequence
+
+  uint64_t caches = 0;  // CacheDirectory::kCachesMax
+  uint64_t sequences = 0;
+  uint64_t tenant_sequences = 0, tenant_shared_blocks = 0;  // of the payer who has most of each
+  uint64_t lease_pages = 0;                                 // kLeasePagesMax
+};
+
 class StoreReport {
  public:
   virtual ~StoreReport() = default;
   virtual std::vector<SequenceId> SequenceIds() const = 0;  // ascending
   /// Of all payers, in all pools, in any order.
   virtual std::vector<PoolShare> Shares() const = 0;
+  virtual StoreUse Use() const = 0;
   /// Aborts if an invariant of the whole store does not hold (tests, and debug builds of the daemon on request).
   virtual void CheckInvariants() const = 0;
   /// What tenants may have of the pools from now on; nothing is evicted at once. Errors: INVALID_ARGUMENT if the

@@ -335,6 +335,13 @@ CacheId TestStore::Open(const CacheConfig& config) {
   return *cache;
 }
 
+absl::Status AppendInPieces(PageStore& store, CacheId cache, int layer, absl::Span<const AppendEntry> entries) {
+  KV_ASSIGN_OR_RETURN(const std::unique_ptr<AppendLease> lease, store.appends().Begin(cache, layer, entries));
+  while (lease->WriteNext()) {
+  }
+  return lease->Commit();
+}
+
 absl::Status TestStore::Append(CacheId cache, SequenceId sequence, const Text& text, uint64_t first, int tokens,
                                int layer, bool activations) {
   const CacheConfig config = store->caches().Describe(cache)->config;

@@ -126,6 +126,9 @@ struct TestDevice {
   ManualExecutor executor;
 };
 
+/// Appends::Begin, and all of what follows at once.
+absl::Status AppendInPieces(PageStore& store, CacheId cache, int layer, absl::Span<const AppendEntry> entries);
+
 /// A store with its pool, codecs, executor, metrics and clock.
 struct TestStore {
   /// device_bytes: 0 without a device. moves: its pages move to the host and back.

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/store/store_fixture.h"
@@ -134,6 +135,8 @@ TEST_F(TenantQuotasTest, GuaranteesThatDoNotFitAreRefusedAndChangeNothing) {
   const absl::Status refused = SetQuota("b", 25, std::nullopt);
   EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(DetailOf(refused).field, "host_bytes.guaranteed");
+  EXPECT_TRUE(absl::StrContains(DetailOf(refused).value, ", for a")) << refused;
+  EXPECT_TRUE(absl::StrContains(DetailOf(refused).bound, absl::StrCat("at most ", 64 * kSlabBytes))) << refused;
   EXPECT_EQ(ShareOf("a").guaranteed_bytes, 40 * kSlabBytes);
   EXPECT_EQ(ShareOf("b").guaranteed_bytes, 0u);
   ASSERT_TRUE(SetQuota("b", 24, std::nullopt).ok());
