@@ -140,6 +140,17 @@ class ClientImpl final : public Client {
     });
   }
 
+  absl::StatusOr<std::vector<LimitDescription>> Limits() override {
+    using Result = absl::StatusOr<std::vector<LimitDescription>>;
+    KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
+    return admin->Call<Result>(admin->admin().limitsRequest(), [](auto& response) -> Result {
+      KV_RETURN_IF_ERROR(FromWire(response.getError()));
+      std::vector<LimitDescription> limits;
+      for (const auto limit : response.getLimits()) limits.push_back(FromWire(limit));
+      return limits;
+    });
+  }
+
   absl::Status Drain(bool on) override {
     KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
     const auto read = [](auto& response) { return FromWire(response.getStatus()); };

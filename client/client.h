@@ -21,6 +21,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -233,6 +234,15 @@ struct PeerDescription {
   absl::StatusOr<PeerLoad> load = absl::UnavailableError("not asked");  // of peers that sequences are handed to
 };
 
+/// A bound of the daemon; scope "daemon", "tenant", "connection", "process", "call" or "peer".
+struct LimitDescription {
+  std::string name, scope, unit;
+  uint64_t limit = 0;
+  std::optional<uint64_t> used;  // by the daemon, or by the one of its scope that has most; nothing: not counted
+  std::string flag;              // from which it follows; empty: fixed
+  std::string bounds;
+};
+
 /// How K is rotated; api/kvmanager.capnp, ProjectionFacts. Scaled frequencies are not known.
 struct ProjectionFacts {
   int rotary_dims = 0;  // the first ones of a head; 0: K is not rotated
@@ -359,6 +369,10 @@ class Client {
   }
   virtual absl::StatusOr<RecomputeDescription> Recompute() {
     return absl::UnimplementedError("this client does not ask what is recomputed");
+  }
+  /// Every bound of the daemon. UNIMPLEMENTED by daemons of earlier versions.
+  virtual absl::StatusOr<std::vector<LimitDescription>> Limits() {
+    return absl::UnimplementedError("this client does not ask for limits");
   }
   /// Refuses new sequences, forks and incoming hand-offs; claims, outgoing hand-offs and all else go on.
   virtual absl::Status Drain(bool on) = 0;

@@ -187,6 +187,17 @@ PeerDescription FromWire(api::PeerStatus::Reader wire) {
   return peer;
 }
 
+LimitDescription FromWire(api::LimitInfo::Reader wire) {
+  LimitDescription limit{.name = ToString(wire.getName()),
+                         .scope = ToString(wire.getScope()),
+                         .unit = ToString(wire.getUnit()),
+                         .limit = wire.getLimit(),
+                         .flag = ToString(wire.getFlag()),
+                         .bounds = ToString(wire.getBounds())};
+  if (wire.getUsedKnown()) limit.used = wire.getUsed();
+  return limit;
+}
+
 absl::StatusOr<RecomputeDescription> FromWire(api::RecomputeStatus::Reader wire) {
   const auto rate = [](api::RecomputeStatus::Rate::Reader in) {
     return RecomputeDescription::Rate{in.getPerSecond(), in.getSamples(), in.getStale()};

@@ -37,6 +37,7 @@ absl::StatusOr<CacheDescription> FromWire(api::CacheInfo::Reader wire);
 SequenceDescription FromWire(api::SequenceInfo::Reader wire);
 DaemonDescription FromWire(api::DaemonStatus::Reader wire);
 PeerDescription FromWire(api::PeerStatus::Reader wire);
+LimitDescription FromWire(api::LimitInfo::Reader wire);
 /// INTERNAL if a digest is not of 32 bytes.
 absl::StatusOr<RecomputeDescription> FromWire(api::RecomputeStatus::Reader wire);
 PrefixMatch FromWire(api::MatchResult::Reader wire);

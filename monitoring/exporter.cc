@@ -1,14 +1,20 @@
 #include "monitoring/exporter.h"
 
+#include <utility>
+
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
 
-absl::StatusOr<std::unique_ptr<Exporter>> Exporter::Start(const std::string& listen, const Metrics* metrics) {
+absl::StatusOr<std::unique_ptr<Exporter>> Exporter::Start(const std::string& listen, const Metrics* metrics,
+                                                          std::vector<std::string> hosts) {
   HttpServer::Options options;
   options.field = "metrics-listen";
   options.listen = listen;
-  options.own_names_only = false;  // a scraper may know this host, or a tunnel to it, by any name
+  // No browser leaves the field out.
+  options.answers_host = [hosts = std::move(hosts)](absl::string_view host) {
+    return host.empty() || IsOwnHost(host, hosts);
+  };
   options.handler = [metrics](absl::string_view path) {
     if (path != "/metrics") return HttpAnswer{};
     return HttpAnswer{200, "text/plain; version=0.0.4; charset=utf-8",

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "monitoring/http_server.h"
@@ -15,9 +16,10 @@ namespace kvmanager {
 
 class Exporter {
  public:
-  /// listen: "HOST:PORT"; port 0 takes a free one. metrics: outlives it. Errors: INVALID_ARGUMENT (listen), UNAVAILABLE
-  /// (the port cannot be bound).
-  static absl::StatusOr<std::unique_ptr<Exporter>> Start(const std::string& listen, const Metrics* metrics);
+  /// listen: "HOST:PORT"; port 0 takes a free one. metrics: outlives it. hosts: names by which it may be asked for,
+  /// besides IsOwnHost's. Errors: INVALID_ARGUMENT (listen), UNAVAILABLE (the port cannot be bound).
+  static absl::StatusOr<std::unique_ptr<Exporter>> Start(const std::string& listen, const Metrics* metrics,
+                                                         std::vector<std::string> hosts = {});
 
   int port() const { return server_->port(); }  // the bound one
 

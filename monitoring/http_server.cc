@@ -37,13 +37,40 @@ constexpr char kSecurityFields[] =
     "Cross-Origin-Opener-Policy: same-origin\r\n"
     "Cache-Control: no-store\r\n";
 
+// Says what to do; a scraper shows it.
+std::shared_ptr<const std::string> MisdirectedText() {
+  return std::make_shared<const std::string>(
+      "421 Misdirected Request: the Host field is a name that this daemon does not know for its own. Ask by the "
+      "numeric address, or start kvmanagerd with --http-hosts NAME.\n");
+}
+
+// Of "HOST:PORT".
+asio::ip::address AddressOf(absl::string_view listen, error_code& error) {
+  const size_t colon = listen.rfind(':');
+  absl::string_view host = listen.substr(0, colon == absl::string_view::npos ? 0 : colon);
+  if (host == "localhost") host = "127.0.0.1";
+  if (absl::ConsumePrefix(&host, "[") && !absl::ConsumeSuffix(&host, "]")) host = "";
+  return asio::ip::make_address(std::string(host), error);
+}
+
+// A Host field without its port, and an address without its brackets; empty: it is malformed.
+absl::string_view NameIn(absl::string_view host) {
+  const bool bracketed = absl::ConsumePrefix(&host, "[");
+  const size_t end = std::min(host.find(bracketed ? ']' : ':'), host.size());
+  absl::string_view behind = host.substr(end);
+  if (bracketed && !absl::ConsumePrefix(&behind, "]")) return "";
+  if (absl::ConsumePrefix(&behind, ":") ? behind.find_first_not_of("0123456789") != behind.npos : !behind.empty()) {
+    return "";
+  }
+  return host.substr(0, end);
+}
+
 class Connection;
 
 // What the connections share, which are either idle (wait for a whole request) or being answered; a closed one is
 // neither.
 struct Shared {
   HttpServer::Options options;
-  bool own_names_only = false;
   std::list<Connection*> idle;  // the longest idle first
   size_t answering = 0;
   bool full() const { return idle.size() + answering >= HttpServer::kConnectionsMax; }
@@ -101,7 +128,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
     if (!head && request.method() != http::verb::get) return Answer({405}, false, true);
     if (request.count(http::field::host) > 1) return Answer({400}, head, true);
     const auto host = request[http::field::host];
-    if (shared_->own_names_only && !IsLoopbackHost({host.data(), host.size()})) return Answer({421}, head, true);
+    if (shared_->options.answers_host && !shared_->options.answers_host({host.data(), host.size()})) {
+      return Answer({421, HttpAnswer().content_type, MisdirectedText()}, head, true);
+    }
     absl::string_view path(request.target().data(), request.target().size());
     path = path.substr(0, path.find('?'));
     Answer(shared_->options.handler(path), head, !request.keep_alive());
@@ -153,18 +182,13 @@ class HttpServerImpl final : public HttpServer {
 
   absl::Status Open() {
     const std::string& listen = shared_.options.listen;
-    const size_t colon = listen.rfind(':');
-    absl::string_view host = absl::string_view(listen).substr(0, colon == std::string::npos ? 0 : colon);
-    if (host == "localhost") host = "127.0.0.1";
-    if (absl::ConsumePrefix(&host, "[") && !absl::ConsumeSuffix(&host, "]")) host = "";
     uint32_t port = 0;
     error_code error;
-    const auto address = asio::ip::make_address(std::string(host), error);
-    if (error || colon == std::string::npos || !absl::SimpleAtoi(listen.substr(colon + 1), &port) || port > 65535) {
+    const auto address = AddressOf(listen, error);
+    if (error || !absl::SimpleAtoi(listen.substr(listen.rfind(':') + 1), &port) || port > 65535) {
       return InvalidField(shared_.options.field, listen,
                           "HOST:PORT, a numeric address or localhost and a port 0..65535");
     }
-    shared_.own_names_only = shared_.options.own_names_only && address.is_loopback();
     const tcp::endpoint endpoint(address, static_cast<uint16_t>(port));
     acceptor_.open(endpoint.protocol(), error);
     if (!error) acceptor_.set_option(tcp::acceptor::reuse_address(true), error);
@@ -223,17 +247,29 @@ class HttpServerImpl final : public HttpServer {
 }  // namespace
 
 bool IsLoopbackHost(absl::string_view host) {
-  const bool bracketed = absl::ConsumePrefix(&host, "[");
-  const size_t end = std::min(host.find(bracketed ? ']' : ':'), host.size());
-  absl::string_view behind = host.substr(end);
-  if (bracketed && !absl::ConsumePrefix(&behind, "]")) return false;
-  if (absl::ConsumePrefix(&behind, ":") ? behind.find_first_not_of("0123456789") != behind.npos : !behind.empty()) {
-    return false;
-  }
-  host = host.substr(0, end);
+  host = NameIn(host);
   if (absl::EqualsIgnoreCase(host, "localhost")) return true;
   error_code error;
   const auto address = asio::ip::make_address(std::string(host), error);
+  return !error && address.is_loopback();
+}
+
+bool IsOwnHost(absl::string_view host, absl::Span<const std::string> names) {
+  if (IsLoopbackHost(host)) return true;
+  host = NameIn(host);
+  for (const std::string& name : names) {
+    if (name == "any" || (!host.empty() && absl::EqualsIgnoreCase(host, name))) return true;
+  }
+  error_code error;
+  asio::ip::make_address(std::string(host), error);
+  if (!error) return true;
+  const std::string own = asio::ip::host_name(error);
+  return !error && !host.empty() && absl::EqualsIgnoreCase(host, own);
+}
+
+bool IsLoopbackAddress(absl::string_view listen) {
+  error_code error;
+  const auto address = AddressOf(listen, error);
   return !error && address.is_loopback();
 }
 

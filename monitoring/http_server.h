@@ -15,6 +15,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 
 namespace kvmanager {
 
@@ -35,9 +36,9 @@ class HttpServer {
   struct Options {
     std::string field = "http-listen";  // the flag, for errors
     std::string listen;                 // "HOST:PORT": a numeric address or localhost; port 0 takes a free one
-    /// Bound to a loopback address, whether it answers only requests whose Host is one, too, so that a page of the
-    /// Internet whose name was made to resolve to 127.0.0.1 reads nothing here.
-    bool own_names_only = true;
+    /// Whether a request with this Host field is answered, "" if it has none, so that a page of the Internet whose name
+    /// was made to resolve to this address reads nothing here. nullptr: every one is.
+    std::function<bool(absl::string_view host)> answers_host;
     /// path: of a GET or HEAD, as sent, without the query.
     std::function<HttpAnswer(absl::string_view path)> handler;
     std::function<void()> tick;  // every kTickMs, the first time at once
@@ -52,5 +53,12 @@ class HttpServer {
 /// Whether a Host header field names this machine itself: localhost, 127.0.0.0/8 or [::1], with any port, since a
 /// tunnel has its own.
 bool IsLoopbackHost(absl::string_view host);
+
+/// Whether a Host header field is none that somebody else can make resolve to this address: a numeric one, localhost,
+/// what the host calls itself, or one of `names`, of which "any" is every one; with any port, in any case.
+bool IsOwnHost(absl::string_view host, absl::Span<const std::string> names);
+
+/// Whether "HOST:PORT" has a loopback address.
+bool IsLoopbackAddress(absl::string_view listen);
 
 }  // namespace kvmanager

@@ -22,10 +22,10 @@ int Connect(int port) {
   return -1;
 }
 
-std::string Get(int port, const std::string& path = "/metrics") {
+std::string Get(int port, const std::string& path = "/metrics", const std::string& fields = "") {
   const int fd = Connect(port);
   EXPECT_GE(fd, 0);
-  const std::string request = "GET " + path + " HTTP/1.0\r\n\r\n";
+  const std::string request = "GET " + path + " HTTP/1.0\r\n" + fields + "\r\n";
   EXPECT_EQ(send(fd, request.data(), request.size(), MSG_NOSIGNAL), static_cast<ssize_t>(request.size()));
   std::string answer;
   char buffer[4096];
@@ -70,6 +70,32 @@ TEST(Exporter, ServesOnAFreePort) {
   ASSERT_TRUE(exporter.ok()) << exporter.status();
   ASSERT_GT((*exporter)->port(), 0);
   EXPECT_NE(Get((*exporter)->port()).find("kvmanager_answer_bytes 42"), std::string::npos);
+}
+
+// A page whose name was made to resolve to this address (DNS rebinding) reads nothing.
+TEST(Exporter, ForeignNamesAreRefused) {
+  Metrics metrics;
+  metrics.Gauge("answer_bytes", "An answer").Set(42);
+  auto exporter = Exporter::Start("127.0.0.1:0", &metrics, {"kv1.example"});
+  ASSERT_TRUE(exporter.ok()) << exporter.status();
+  const auto ask = [&](const std::string& fields) { return Get((*exporter)->port(), "/metrics", fields); };
+  char own[256] = {};
+  ASSERT_EQ(gethostname(own, sizeof own - 1), 0);
+  for (const std::string host : {"localhost", "127.0.0.1:9464", "[::1]:1", "10.0.0.1", "[fe80::1]:9464", "KV1.example",
+                                 "kv1.example:9464", static_cast<const char*>(own)}) {
+    EXPECT_NE(ask("Host: " + host + "\r\n").find("kvmanager_answer_bytes 42"), std::string::npos) << host;
+  }
+  EXPECT_NE(ask("").find("kvmanager_answer_bytes 42"), std::string::npos) << "no browser";
+  for (const std::string host : {"attacker.example", "attacker.example:9464", "kv1.example.attacker.example",
+                                 "127.0.0.1.attacker.example", "xkv1.example", "kv1.example:x", "[::1", "any"}) {
+    const std::string answer = ask("Host: " + host + "\r\n");
+    EXPECT_EQ(answer.substr(0, 12), "HTTP/1.1 421") << host;
+    EXPECT_NE(answer.find("--http-hosts"), std::string::npos) << answer;
+    EXPECT_EQ(answer.find("answer_bytes"), std::string::npos) << host;
+  }
+  auto open = Exporter::Start("127.0.0.1:0", &metrics, {"any"});
+  ASSERT_TRUE(open.ok()) << open.status();
+  EXPECT_NE(Get((*open)->port(), "/metrics", "Host: attacker.example\r\n").find("answer_bytes 42"), std::string::npos);
 }
 
 TEST(Exporter, AnswersWhileManyConnectionsWait) {

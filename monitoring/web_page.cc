@@ -23,13 +23,16 @@ int64_t UnixMs() {
 
 absl::StatusOr<std::unique_ptr<WebPage>> WebPage::Start(const std::string& listen, const Metrics* metrics,
                                                         const RecentErrors* errors, const Clock* clock,
-                                                        DashboardFacts facts) {
+                                                        DashboardFacts facts, std::vector<std::string> hosts) {
   std::unique_ptr<WebPage> page(new WebPage(metrics, errors, std::move(facts)));
   const auto file = [](const char* type, const char* content) {
     return File{type, std::make_shared<const std::string>(content)};
   };
   HttpServer::Options options;
   options.listen = listen;
+  options.answers_host = [loopback = IsLoopbackAddress(listen), hosts = std::move(hosts)](absl::string_view host) {
+    return loopback && hosts.empty() ? IsLoopbackHost(host) : IsOwnHost(host, hosts);
+  };
   options.handler = [dashboard = &page->dashboard_, html = file("text/html; charset=utf-8", page_files::kHtml),
                      css = file("text/css; charset=utf-8", page_files::kCss),
                      js = file("text/javascript; charset=utf-8", page_files::kJs)](absl::string_view path) {

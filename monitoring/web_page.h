@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "kvmanager/base/clock.h"
@@ -16,10 +17,11 @@ namespace kvmanager {
 
 class WebPage {
  public:
-  /// clock: outlives it. Errors: HttpServer::Start's.
+  /// clock: outlives it. hosts: names by which it may be asked for, besides loopback's, or, elsewhere than there,
+  /// IsOwnHost's. Errors: HttpServer::Start's.
   static absl::StatusOr<std::unique_ptr<WebPage>> Start(const std::string& listen, const Metrics* metrics,
                                                         const RecentErrors* errors, const Clock* clock,
-                                                        DashboardFacts facts);
+                                                        DashboardFacts facts, std::vector<std::string> hosts = {});
   int port() const { return server_->port(); }
 
  private:

@@ -173,6 +173,28 @@ TEST_F(WebPageTest, ForeignNamesAreRefused) {
   }
 }
 
+TEST(WebPageElsewhere, AnswersToItsAddressAndItsNames) {
+  Metrics metrics;
+  RecentErrors errors;
+  const SteadyClock clock;
+  for (const auto& [listen, hosts, host, answer] :
+       std::vector<std::tuple<const char*, std::vector<std::string>, const char*, const char*>>{
+           {"0.0.0.0:0", {}, "10.0.0.1", "200"},
+           {"0.0.0.0:0", {}, "localhost", "200"},
+           {"0.0.0.0:0", {}, "attacker.example", "421"},
+           {"0.0.0.0:0", {}, "", "421"},
+           {"0.0.0.0:0", {"kv1.example"}, "kv1.example", "200"},
+           {"127.0.0.1:0", {"kv1.example"}, "kv1.example:80", "200"},
+           {"127.0.0.1:0", {"kv1.example"}, "attacker.example", "421"},
+       }) {
+    auto page = WebPage::Start(listen, &metrics, &errors, &clock, {.version = "1.2.3"}, hosts);
+    ASSERT_TRUE(page.ok()) << page.status();
+    Socket socket((*page)->port());
+    socket.Send(std::string("GET /state.json HTTP/1.1\r\nHost: ") + host + "\r\nConnection: close\r\n\r\n");
+    EXPECT_EQ(socket.ReadAll().substr(9, 3), answer) << listen << " asked as " << host;
+  }
+}
+
 TEST_F(WebPageTest, RequestsOfOtherKindsAreRefused) {
   const std::string host = "\r\nHost: localhost\r\n";
   const std::vector<std::pair<std::string, std::string>> cases = {

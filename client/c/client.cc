@@ -210,6 +210,14 @@ int kvm_recompute(kvm_object* client) {
   });
 }
 
+int kvm_limits(kvm_object* client) {
+  return Ask(client, [](Client& handle) -> absl::Status {
+    KV_ASSIGN_OR_RETURN(const auto limits, handle.Limits());
+    Leave(Text(DescribeAll(limits)));
+    return absl::OkStatus();
+  });
+}
+
 int kvm_drain(kvm_object* client, int on) {
   return Ask(client, [on](Client& handle) { return handle.Drain(on != 0); });
 }

@@ -155,6 +155,16 @@ json Describe(const PeerDescription& d) {
           {"load_error", d.load.ok() ? std::string() : std::string(d.load.status().message())}};
 }
 
+json Describe(const LimitDescription& d) {
+  return {{"name", d.name},
+          {"scope", d.scope},
+          {"unit", d.unit},
+          {"limit", d.limit},
+          {"used", d.used.has_value() ? json(*d.used) : json()},
+          {"flag", d.flag},
+          {"bounds", d.bounds}};
+}
+
 json Describe(const RecomputeDescription& d) {
   json sets = json::array(), links = json::array(), devices = json::array();
   for (const auto& set : d.sets) {

@@ -195,6 +195,21 @@ std::string FormatPeers(const std::vector<PeerDescription>& peers) {
                       FormatTable({"ASKED", "FREE", "OF", "QUEUED", "WAITING", "RECEIVES", "RATE", "ERROR"}, loads));
 }
 
+std::string FormatLimits(const std::vector<LimitDescription>& limits) {
+  const auto amount = [](const LimitDescription& limit, uint64_t value) {
+    if (limit.unit == "bytes") return FormatBytes(value);
+    return limit.unit == "ms" || limit.unit == "s" ? absl::StrCat(value, " ", limit.unit) : absl::StrCat(value);
+  };
+  std::vector<std::vector<std::string>> rows;
+  rows.reserve(limits.size());
+  for (const LimitDescription& limit : limits) {
+    rows.push_back({limit.name, limit.scope, amount(limit, limit.limit),
+                    limit.used.has_value() ? amount(limit, *limit.used) : "-",
+                    limit.flag.empty() ? "fixed" : limit.flag, limit.bounds});
+  }
+  return FormatTable({"NAME", "OF A", "LIMIT", "USED", "SET BY", "WHAT"}, rows);
+}
+
 json ToJson(const DaemonDescription& d) {
   json pools = json::array();
   for (const PoolDescription& p : d.pools) {
@@ -304,6 +319,20 @@ json ToJson(const std::vector<PeerDescription>& peers) {
     list.push_back(std::move(peer));
   }
   return {{"peers", list}};
+}
+
+json ToJson(const std::vector<LimitDescription>& limits) {
+  json list = json::array();
+  for (const LimitDescription& limit : limits) {
+    list.push_back({{"name", Utf8(limit.name)},
+                    {"scope", Utf8(limit.scope)},
+                    {"unit", Utf8(limit.unit)},
+                    {"limit", limit.limit},
+                    {"used", limit.used.has_value() ? json(*limit.used) : json()},
+                    {"flag", Utf8(limit.flag)},
+                    {"bounds", Utf8(limit.bounds)}});
+  }
+  return {{"limits", list}};
 }
 
 json ErrorToJson(const absl::Status& error, absl::string_view address) {

@@ -22,6 +22,7 @@ std::string FormatStatus(const DaemonDescription& status);
 std::string FormatCaches(const std::vector<CacheDescription>& caches);
 std::string FormatSequences(const std::vector<SequenceDescription>& sequences);
 std::string FormatPeers(const std::vector<PeerDescription>& peers);
+std::string FormatLimits(const std::vector<LimitDescription>& limits);
 
 // One object per call; sizes in bytes, times in seconds, names as in client.h. Boot epochs and digests are strings of
 // hexadecimal digits, since JSON readers round large integers.
@@ -29,6 +30,7 @@ nlohmann::json ToJson(const DaemonDescription& status);
 nlohmann::json ToJson(const std::vector<CacheDescription>& caches);
 nlohmann::json ToJson(const std::vector<SequenceDescription>& sequences);
 nlohmann::json ToJson(const std::vector<PeerDescription>& peers);
+nlohmann::json ToJson(const std::vector<LimitDescription>& limits);
 
 /// {"error": {"code", "message", "field", "value", "bound", "advice"}}; empty parts are left out.
 nlohmann::json ErrorToJson(const absl::Status& error, absl::string_view address);

@@ -99,6 +99,28 @@ TEST(Format, ListsAndEmptyLists) {
   EXPECT_FALSE(both[1].contains("load"));
 }
 
+TEST(Format, LimitsHaveTheirUnits) {
+  const std::vector<LimitDescription> limits = {
+      {.name = "arena_bytes",
+       .scope = "daemon",
+       .unit = "bytes",
+       .limit = uint64_t{8} << 30,
+       .used = 3 << 20,
+       .flag = "--arena-bytes",
+       .bounds = "arenas"},
+      {.name = "hello_ms", .scope = "connection", .unit = "ms", .limit = 10000, .bounds = "until hello"},
+      {.name = "caches", .scope = "daemon", .unit = "caches", .limit = 4096, .used = 0, .bounds = "open caches"}};
+  const std::string text = FormatLimits(limits);
+  for (const char* word : {"8.0 GiB", "3.0 MiB", "--arena-bytes", "10000 ms", "4096", "fixed", "until hello"}) {
+    EXPECT_NE(text.find(word), std::string::npos) << word << "\n" << text;
+  }
+  const nlohmann::json json = ToJson(limits)["limits"];
+  EXPECT_EQ(json[0]["limit"], uint64_t{8} << 30);
+  EXPECT_EQ(json[0]["used"], 3 << 20);
+  EXPECT_TRUE(json[1]["used"].is_null()) << "not counted";
+  EXPECT_EQ(json[2]["used"], 0);
+}
+
 TEST(Format, AnyBytesOfAClientMakeValidJson) {
   PeerDescription peer{.peer = "bad \xff\xfe utf-8", .last_error = std::string("\0\x01", 2)};
   const std::string text = ToJson(std::vector<PeerDescription>{peer}).dump();

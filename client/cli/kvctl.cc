@@ -123,6 +123,7 @@ int Main(int argc, char** argv) {
       "  kvctl peers                        hand-offs to and from other daemons, and how much those have to do\n"
       "  kvctl peers 10.0.0.2:9470 10.0.0.3:9470\n"
       "                                     whether a hand-off to these could be taken, and how soon\n"
+      "  kvctl limits                       what clients and tenants may have at most, and what they have now\n"
       "  kvctl drain                        before a restart: take in nothing new\n"
       "  kvctl drain --off                  take it back (the same as undrain)\n"
       "  kvctl purge --cache 3              forget the published blocks of cache 3 that nobody holds\n"
@@ -193,6 +194,10 @@ int Main(int argc, char** argv) {
       "how much memory they have free, and how much is on its way to them; RATE is what was measured to there while "
       "there was something to send");
   peers->add_option("peers", arguments.peers, "HOST:PORT of daemons' --peer-listen: these alone")->expected(0, 256);
+  auto* limits = app.add_subcommand("limits",
+                                    "Every limit of the daemon, with its use: of a tenant, a connection or a process "
+                                    "by the one that has most; `-`: not "
+                                    "counted");
   auto* drain = app.add_subcommand(
       "drain", "Take in no new sequences, forks or hand-offs; those that exist go on and can be claimed");
   drain->add_flag("--off", arguments.drain_off, "serve again");
@@ -283,6 +288,7 @@ int Main(int argc, char** argv) {
   if (caches->parsed()) return Show((*client)->Caches(), arguments, FormatCaches);
   if (sequences->parsed()) return Show((*client)->Sequences(), arguments, FormatSequences);
   if (peers->parsed()) return Show((*client)->Peers(arguments.peers), arguments, FormatPeers);
+  if (limits->parsed()) return Show((*client)->Limits(), arguments, FormatLimits);
   if (drain->parsed()) return Drain(**client, arguments, !arguments.drain_off);
   if (undrain->parsed()) return Drain(**client, arguments, false);
   return Purge(**client, arguments, cache_id);

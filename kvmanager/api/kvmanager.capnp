@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 12;
+const apiMinor :UInt16 = 13;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -506,6 +506,18 @@ struct RecomputeStatus {
   }
 }
 
+struct LimitInfo {
+  # A bound of the daemon, and how much of it is used.
+  name @0 :Text;
+  scope @1 :Text;      # what has so much: "daemon" (all together), "tenant", "connection", "process" of clients, "call", "peer"
+  unit @2 :Text;       # "bytes", "ms", or what is counted, such as "connections"
+  limit @3 :UInt64;
+  used @4 :UInt64;     # now: by the daemon, or by the one of its scope that has most
+  usedKnown @5 :Bool;  # else the daemon does not count it
+  flag @6 :Text;       # from which it follows, such as "--arena-bytes"; empty: fixed
+  bounds @7 :Text;     # what it bounds, in words
+}
+
 interface Admin {
   status @0 () -> (status :DaemonStatus, error :Status);
   caches @1 () -> (caches :List(CacheInfo), error :Status);
@@ -521,6 +533,7 @@ interface Admin {
   purge @6 (cacheId :UInt32, all :Bool) -> (status :Status, blocks :UInt64);  # published blocks that nothing pins
   recompute @7 () -> (recompute :RecomputeStatus, error :Status);             # what plans go by. Feature "recompute"
   metrics @8 () -> (text :Text, error :Status);                               # as on /metrics. Feature "metrics-text"
+  limits @9 () -> (limits :List(LimitInfo), error :Status);                   # every bound that there is. Feature "limits"
 }
 
 interface Daemon {

@@ -53,17 +53,18 @@ uint32_t Get32(const kj::byte* at) {
 
 }  // namespace
 
-// A message's memory, for as long as its reader lives.
+// A message's memory, for as long as its reader lives, or who keeps it. The loop's thread destroys it.
 struct SocketStream::Body {
   Body(kj::Array<capnp::word> w, std::shared_ptr<MessageMemory> m) : words(kj::mv(w)), memory(std::move(m)) {}
-  Body(Body&&) = default;
+  Body(const Body&) = delete;
+  Body& operator=(const Body&) = delete;
   ~Body() {
     const size_t bytes = words.asBytes().size();
     words = nullptr;
     if (memory != nullptr) memory->GiveBack(bytes);
   }
   kj::Array<capnp::word> words;
-  std::shared_ptr<MessageMemory> memory;  // nullptr: moved from, or booked nowhere
+  std::shared_ptr<MessageMemory> memory;  // nullptr: booked nowhere
 };
 
 struct SocketStream::Rest {
@@ -111,13 +112,15 @@ kj::Promise<kj::Maybe<capnp::MessageReaderAndFds>> SocketStream::Read(kj::ArrayP
                                                                       capnp::ReaderOptions options) {
   for (;;) {
     if (Assemble(options)) {
-      Body body(kj::mv(words_), memory_);
+      auto body = std::make_shared<Body>(kj::mv(words_), memory_);
       words_ = nullptr;
       filled_bytes_ = 0;
       if (receiving_) memory_->NoteReceived(/*whole=*/true);
       receiving_ = false;
+      const auto bytes = body->words.asBytes();
+      if (memory_ != nullptr && bytes.size() >= MessageMemory::kKeptBytesMin) memory_->NoteWhole(bytes, body);
       auto fds = TakeFds(fd_space);
-      auto reader = kj::heap<capnp::FlatArrayMessageReader>(body.words, options);
+      auto reader = kj::heap<capnp::FlatArrayMessageReader>(body->words, options);
       return kj::Maybe<capnp::MessageReaderAndFds>(
           capnp::MessageReaderAndFds{kj::Own<capnp::MessageReader>(reader.attach(kj::mv(body))), fds});
     }
@@ -198,26 +201,28 @@ void SocketStream::Wait() {
   readable_ = observer_.whenBecomesReadable();
 }
 
-ssize_t SocketStream::ReceiveTls(kj::byte* to, size_t bytes_max) {
-  if (turn_bytes_ >= kTlsTurnBytes) {  // a timer, since the loop looks at sockets before it comes back
+ssize_t SocketStream::Receive(kj::byte* to, size_t bytes_max, bool want_fds) {
+  if (turn_bytes_ >= kTurnBytes) {  // a timer, since the loop looks at sockets before it comes back
     turn_bytes_ = 0;
     readable_ = port_.getTimer().afterDelay(0 * kj::NANOSECONDS);
     return -1;
   }
+  bytes_max = std::min(bytes_max, kTurnBytes - turn_bytes_);
+  const ssize_t n = tls_ != nullptr ? ReceiveTls(to, bytes_max) : ReceivePlain(to, bytes_max, want_fds);
+  // What was waited for comes in a turn of its own.
+  turn_bytes_ = readable_ != nullptr ? 0 : turn_bytes_ + size_t(std::max<ssize_t>(n, 0));
+  return n;
+}
+
+ssize_t SocketStream::ReceiveTls(kj::byte* to, size_t bytes_max) {
   const int64_t n = tls_->Read(to, bytes_max);
   if (n == -2) kj::throwFatalException(Broken(*tls_));
-  if (n > 0) {
-    received_ += uint64_t(n);
-    turn_bytes_ += size_t(n);
-  } else {
-    turn_bytes_ = 0;
-    if (n == -1) Wait();
-  }
+  if (n > 0) received_ += uint64_t(n);
+  if (n == -1) Wait();
   return ssize_t(n);
 }
 
-ssize_t SocketStream::Receive(kj::byte* to, size_t bytes_max, bool want_fds) {
-  if (tls_ != nullptr) return ReceiveTls(to, bytes_max);
+ssize_t SocketStream::ReceivePlain(kj::byte* to, size_t bytes_max, bool want_fds) {
   iovec piece{to, bytes_max};
   alignas(cmsghdr) char control[CMSG_SPACE(kFdsPerReadMax * sizeof(int))];
   msghdr message{};
@@ -351,7 +356,9 @@ void SocketStream::FlushLater() {
   flush_due_ = true;
   flush_ = kj::evalLast([this] {
              flush_due_ = false;
-             if (!busy_) Flush();
+             if (busy_) return;
+             sent_bytes_ = 0;  // the loop looks at others behind this
+             Flush();
            }).eagerlyEvaluate([this](kj::Exception&& e) { failure_ = kj::mv(e); });
 }
 
@@ -378,13 +385,23 @@ void SocketStream::Flush() {
   Block(kj::mv(blocked));
 }
 
-/// True if all of it is sent, false if the socket takes no more now. Throws if the connection is gone.
+/// True if all of it is sent, false if the socket takes no more now, or others come first. Throws if the connection is
+/// gone.
 bool SocketStream::Send(Rest& rest) {
   if (tls_ != nullptr) return SendTls(rest);
   while (rest.next < rest.pieces.size()) {
+    if (sent_bytes_ >= kTurnBytes) return false;
+    std::array<iovec, kPiecesPerSend> pieces;
+    size_t count = 0;
+    for (size_t left = kTurnBytes - sent_bytes_; left > 0 && count < pieces.size(); ++count) {
+      if (rest.next + count == rest.pieces.size()) break;
+      pieces[count] = rest.pieces[rest.next + count];
+      pieces[count].iov_len = std::min(pieces[count].iov_len, left);
+      left -= pieces[count].iov_len;
+    }
     msghdr message{};
-    message.msg_iov = rest.pieces.data() + rest.next;
-    message.msg_iovlen = std::min<size_t>(rest.pieces.size() - rest.next, kPiecesPerSend);
+    message.msg_iov = pieces.data();
+    message.msg_iovlen = count;
     std::vector<char> control;
     if (!rest.fds.empty()) {
       control.resize(CMSG_SPACE(rest.fds.size() * sizeof(int)));
@@ -404,6 +421,7 @@ bool SocketStream::Send(Rest& rest) {
     }
     rest.fds.clear();
     rest.Skip(size_t(n));
+    sent_bytes_ += size_t(n);
   }
   return true;
 }
@@ -411,9 +429,8 @@ bool SocketStream::Send(Rest& rest) {
 bool SocketStream::SendTls(Rest& rest) {
   KJ_REQUIRE(rest.fds.empty(), "no descriptor goes through TLS");
   std::array<kj::byte, TlsLink::kRecordBytes> record;
-  size_t sent = 0;
   while (rest.next < rest.pieces.size()) {
-    if (sent >= kTlsTurnBytes) return false;
+    if (sent_bytes_ >= kTurnBytes) return false;
     // A record each for small pieces would cost more than the copy. What is tried again has the same bytes, as it must.
     const iovec& first = rest.pieces[rest.next];
     const void* from = first.iov_base;
@@ -431,7 +448,7 @@ bool SocketStream::SendTls(Rest& rest) {
     if (n == -2) kj::throwFatalException(Broken(*tls_));
     if (n == -1) return false;
     rest.Skip(size_t(n));
-    sent += size_t(n);
+    sent_bytes_ += size_t(n);
   }
   return true;
 }
@@ -458,6 +475,7 @@ kj::Promise<void> SocketStream::SendRest(kj::Own<Rest> rest) {
       kj::heap<kj::UnixEventPort::FdObserver>(port_, write_fd_, kj::UnixEventPort::FdObserver::OBSERVE_WRITE);
   auto writable = observer->whenBecomesWritable();
   return writable.attach(kj::mv(observer)).then([this, rest = kj::mv(rest)]() mutable -> kj::Promise<void> {
+    sent_bytes_ = 0;
     if (Send(*rest)) return kj::READY_NOW;
     return SendRest(kj::mv(rest));
   });

@@ -7,6 +7,8 @@
 //  3. It watches for readability alone. kj also watches for writability, and the peer's reads then wake a waiting
 //     thread.
 //  4. After a short read it waits instead of reading again to see EAGAIN.
+//  5. It reads, and writes, kTurnBytes at most before the loop looks at other sockets: a peer on another core may send,
+//     or take, without a pause.
 //
 // Descriptors. A recvmsg never reaches past the first byte run that carries descriptors, but bytes sent earlier may
 // precede that run. So descriptors belong to the last message that starts within the bytes they came with. Surplus ones
@@ -44,6 +46,10 @@ class MessageMemory {
   virtual void GiveBack(uint64_t bytes) = 0;
   /// More of a message has arrived: whether all of it has.
   virtual void NoteReceived(bool whole) = 0;
+  /// A message of kKeptBytesMin and more is whole. Its memory, and what is booked for it, may be kept for longer than
+  /// its reader.
+  virtual void NoteWhole(kj::ArrayPtr<const kj::byte> bytes, const std::shared_ptr<const void>& memory) = 0;
+  static constexpr size_t kKeptBytesMin = 1 << 20;
 };
 
 class SocketStream final : public capnp::MessageStream {
@@ -52,8 +58,8 @@ class SocketStream final : public capnp::MessageStream {
   static constexpr size_t kWriteLateBytesMax = 16
                                                << 10;  // larger messages are not copied; nor more than this held back
   static constexpr uint32_t kSegmentsMax = 512;
-  static constexpr size_t kTlsTurnBytes = 1 << 20;  // that TLS encrypts, or decrypts, before the loop looks at others
-  static constexpr size_t kFdsPerReadMax = 4;       // what the kernel may hand over at once; more are closed by it
+  static constexpr size_t kTurnBytes = 256 << 10;  // that are read, or written, before the loop looks at others
+  static constexpr size_t kFdsPerReadMax = 4;      // what the kernel may hand over at once; more are closed by it
 
   /// `fd` and `write_fd`: one non-blocking stream socket, twice (dup), because an event port watches a descriptor once.
   /// Both must outlive the stream. The port must belong to this thread. memory: where messages that are read book
@@ -94,6 +100,7 @@ class SocketStream final : public capnp::MessageStream {
   bool Assemble(const capnp::ReaderOptions& options);
   /// Bytes read into `to`; 0 at the end of the stream; -1 if there is nothing to read now, and `readable_` is then set.
   ssize_t Receive(kj::byte* to, size_t bytes_max, bool want_fds);
+  ssize_t ReceivePlain(kj::byte* to, size_t bytes_max, bool want_fds);
   ssize_t ReceiveTls(kj::byte* to, size_t bytes_max);
   void Wait();  // for the socket to have something
   kj::ArrayPtr<kj::AutoCloseFd> TakeFds(kj::ArrayPtr<kj::AutoCloseFd> fd_space);
@@ -120,7 +127,7 @@ class SocketStream final : public capnp::MessageStream {
   uint64_t wanted_bytes_ = 0;  // of a message that waits for memory; it is booked once `booked_`
   bool booked_ = false;
   bool other_speaks_tls_ = false;
-  size_t turn_bytes_ = 0;   // that TLS has decrypted since the loop looked at others
+  size_t turn_bytes_ = 0;   // that were read since the loop looked at others
   bool receiving_ = false;  // part of a message, as memory_ was told
   const std::shared_ptr<MessageMemory> memory_;
   size_t filled_bytes_ = 0;
@@ -131,6 +138,7 @@ class SocketStream final : public capnp::MessageStream {
   std::vector<kj::byte> out_;
   bool flush_due_ = false;
   bool busy_ = false;
+  size_t sent_bytes_ = 0;  // since the loop looked at others, but for messages that were held back
   kj::Maybe<kj::Exception> failure_;
   kj::Promise<void> flush_ = nullptr;
   kj::ForkedPromise<void> blocked_ = nullptr;

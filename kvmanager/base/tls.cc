@@ -52,6 +52,12 @@ std::string DateOf(const ASN1_TIME* time) {
   return std::string(text, std::strftime(text, sizeof text, "%Y-%m-%d %H:%M UTC", &parts));
 }
 
+// INT64_MAX: unknown.
+int64_t UnixSecondsOf(const ASN1_TIME* time) {
+  tm parts = {};
+  return ASN1_TIME_to_tm(time, &parts) == 1 ? int64_t{timegm(&parts)} : INT64_MAX;
+}
+
 // "": not fit for a name.
 std::string TextOf(const ASN1_STRING* string) {
   unsigned char* bytes = nullptr;
@@ -241,6 +247,21 @@ absl::StatusOr<std::shared_ptr<const TlsContext>> TlsContext::Make(Options optio
   return std::shared_ptr<const TlsContext>(std::move(result));
 }
 
+std::string TlsContext::DateWarning(int64_t now_unix_s) const {
+  if (now_unix_s > until_unix_s_) {
+    return absl::StrCat("the certificate of ", description_, ", has expired: others refuse it; renew it");
+  }
+  if (now_unix_s < from_unix_s_) {
+    return absl::StrCat("the certificate of ", description_,
+                        ", is not valid yet: others refuse it; compare the clocks");
+  }
+  if (until_unix_s_ - now_unix_s <= kExpiresSoonS) {
+    return absl::StrCat("the certificate of ", description_, ", expires within ", kExpiresSoonS / 86400,
+                        " days: renew it, and send SIGHUP");
+  }
+  return "";
+}
+
 TlsContext::~TlsContext() { SSL_CTX_free(context_); }
 
 absl::Status TlsContext::Load() {
@@ -281,6 +302,8 @@ absl::Status TlsContext::Load() {
     }
     const std::string name = NameOf(own.get());
     description_ = absl::StrCat(name.empty() ? "no name" : name, ", until ", DateOf(X509_get0_notAfter(own.get())));
+    from_unix_s_ = UnixSecondsOf(X509_get0_notBefore(own.get()));
+    until_unix_s_ = UnixSecondsOf(X509_get0_notAfter(own.get()));
   }
   if (!authorities.text.empty()) {
     const BioPtr list = Memory(authorities.text);
@@ -410,7 +433,8 @@ absl::Status TlsLink::WhyFailed(int error, bool handshake, bool* plain) const {
     case SSL_R_PEER_DID_NOT_RETURN_A_CERTIFICATE:
       return absl::UnauthenticatedError("this side refused the other: it showed no certificate, and has to");
     case kAlertReason + TLS13_AD_CERTIFICATE_REQUIRED:
-      return refused("there is none, and it asks for one; give a certificate and its key");
+      return absl::UnauthenticatedError(
+          absl::StrCat(other, " asks for a certificate, and this side showed none; give one and its key"));
     case kAlertReason + TLS1_AD_UNKNOWN_CA:
       return refused("it does not know the authority that signed it");
     case kAlertReason + SSL3_AD_CERTIFICATE_EXPIRED:

@@ -30,6 +30,7 @@ class TlsContext {
  public:
   static constexpr size_t kFileBytesMax = 1 << 20;  // of each of the PEM files
   static constexpr size_t kNameBytesMax = 200;
+  static constexpr int64_t kExpiresSoonS = 7 * 24 * 3600;
   static constexpr uint64_t kRekeyBytes = uint64_t{1} << 36;  // far below what AES-GCM allows for a key
 
   /// A PEM text, and what errors call it: "--tls-cert /etc/kvmanager/tls.crt".
@@ -56,6 +57,9 @@ class TlsContext {
   const Options& options() const { return options_; }  // without the key's text
   /// Of its own certificate, for people: "NAME, until DATE"; empty: it has none.
   const std::string& description() const { return description_; }
+  /// What people should know of its dates: it has expired, does so within kExpiresSoonS, or is not valid yet; empty:
+  /// nothing.
+  std::string DateWarning(int64_t now_unix_s) const;
 
  private:
   TlsContext() = default;
@@ -64,6 +68,7 @@ class TlsContext {
   Options options_;
   ssl_ctx_st* context_ = nullptr;
   std::string description_;
+  int64_t from_unix_s_ = INT64_MIN, until_unix_s_ = INT64_MAX;  // its own certificate is valid
 };
 
 /// What a daemon uses for connections that begin now; nullptr: no TLS there.

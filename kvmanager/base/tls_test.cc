@@ -119,7 +119,7 @@ TEST_F(TlsTest, RefusesWhomItMust) {
     bool daemons_only;
     std::string at_server, at_client;
   } cases[] = {
-      {"none", {}, false, "it showed no certificate", "asks for one"},
+      {"none", {}, false, "it showed no certificate", "this side showed none"},
       {"other authority", other.Client("a"), false, "not signed by an authority of ca.pem",
        "does not know the authority"},
       {"expired", authority_.Sign({"a", {}, "clientAuth", -3600, -60}), false, "has expired on 20", "it has expired"},
@@ -235,6 +235,22 @@ TEST_F(TlsTest, ChangesItsKeyAndBoundsTheOthersChanges) {
   EXPECT_LE(carried, TlsLink::kKeyUpdatesMax + 1);
   EXPECT_EQ(pair.server->Read(&pair.byte, 1), -2);
   EXPECT_EQ(pair.server->failure().code(), absl::StatusCode::kDataLoss) << pair.server->failure();
+}
+
+TEST_F(TlsTest, WarnsOfDates) {
+  constexpr int64_t kDay = 24 * 3600;
+  const int64_t now = time(nullptr);
+  const auto context =
+      AcceptContext(authority_.Sign({.common_name = "kv2", .names = {}, .begins_s = -kDay, .ends_s = 30 * kDay}), "");
+  EXPECT_EQ(context->DateWarning(now), "");
+  EXPECT_EQ(context->DateWarning(now + 22 * kDay), "");
+  const std::string soon = context->DateWarning(now + 24 * kDay), late = context->DateWarning(now + 31 * kDay),
+                    early = context->DateWarning(now - 2 * kDay);
+  EXPECT_NE(soon.find("kv2, until "), std::string::npos) << soon;
+  EXPECT_NE(soon.find("expires within 7 days"), std::string::npos) << soon;
+  EXPECT_NE(late.find("has expired"), std::string::npos) << late;
+  EXPECT_NE(early.find("not valid yet"), std::string::npos) << early;
+  EXPECT_EQ(DialContext({}, authority_.certificate())->DateWarning(now), "") << "it has none";
 }
 
 TEST_F(TlsTest, TakesNoEarlierVersion) {

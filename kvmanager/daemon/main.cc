@@ -1,10 +1,13 @@
 // kvmanagerd: parses the command line, takes the signals, runs one Server.
+#include <fcntl.h>
+#include <malloc.h>
 #include <signal.h>
 #include <spdlog/spdlog.h>
 #include <sys/resource.h>
 #include <sys/signalfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -12,6 +15,7 @@
 
 #include "kvmanager/base/blas_core.h"
 #include "kvmanager/base/failpoints.h"
+#include "kvmanager/daemon/limit_table.h"
 #include "kvmanager/daemon/log.h"
 #include "kvmanager/daemon/options.h"
 #include "kvmanager/daemon/server.h"
@@ -46,11 +50,30 @@ void RaiseDescriptorLimit() {
   if (setrlimit(RLIMIT_NOFILE, &limit) != 0) spdlog::warn("cannot raise the limit of open files to its hard limit");
 }
 
+// The kernel doubles a process's table of descriptors when it is full; where there are several threads this takes
+// opening one some 10 ms, which the event loop would wait. So the table has its size before they begin.
+void GrowDescriptorTable() {
+  constexpr rlim_t kDescriptors = 32768;  // of limits::kConnectionsMax connections, peers and slabs
+  rlimit limit;
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  const int last = fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, static_cast<int>(std::min(limit.rlim_cur, kDescriptors)) - 1);
+  if (last >= 0) close(last);
+}
+
+// malloc then puts together what small pieces leave as they are freed. Else the next large one that is freed does it
+// for all of them: some milliseconds, in which the event loop stands, after a client has given back much. And what a
+// large one took goes back to the system as it is freed: without a threshold that is set, malloc raises its own to the
+// largest piece that was ever freed, and keeps replies of megabytes for later.
+void FreeMemoryAtOnce() {
+  mallopt(M_MXFAST, 0);
+  mallopt(M_MMAP_THRESHOLD, 1 << 20);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (argc == 2 && std::strcmp(argv[1], kvmanager::kUcxProcessFlag) == 0) return kvmanager::RunUcxProcess();
-  const auto line = kvmanager::ParseCommandLine(argc, argv);
+  const auto line = kvmanager::ParseCommandLine(argc, argv, kvmanager::LimitsHelp(kvmanager::ListLimits({}, nullptr)));
   if (!line.ok()) {
     std::fprintf(stderr, "kvmanagerd: %s\nTry kvmanagerd --help.\n", std::string(line.status().message()).c_str());
     return kExitUsage;
@@ -72,6 +95,8 @@ int main(int argc, char** argv) {
   }
 
   RaiseDescriptorLimit();
+  GrowDescriptorTable();
+  FreeMemoryAtOnce();
   if (line->options.device_pool_bytes > 0) kvmanager::AllowManyStreams();
   auto server = kvmanager::Server::Create(line->options);
   if (!server.ok()) {

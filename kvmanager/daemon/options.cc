@@ -140,6 +140,16 @@ absl::Status Check(const Texts& texts, Options* options) {
   if (!options->http_listen.empty()) {
     KV_RETURN_IF_ERROR(ParseHostPort("--http-listen", options->http_listen).status());
   }
+  if (options->http_hosts.size() > Options::kHttpHostsMax) {
+    return InvalidField("--http-hosts", absl::StrCat(options->http_hosts.size(), " names"),
+                        absl::StrCat("at most ", Options::kHttpHostsMax, " names"));
+  }
+  for (const std::string& host : options->http_hosts) {
+    if (host.empty() || host.size() > Options::kHttpHostBytesMax || host.find_first_of(":/[] ") != std::string::npos) {
+      return InvalidField("--http-hosts", host,
+                          absl::StrCat("a name of 1..", Options::kHttpHostBytesMax, " bytes, without a port, or any"));
+    }
+  }
   if (!options->peer_listen.empty()) {
     KV_RETURN_IF_ERROR(ParseHostPort("--peer-listen", options->peer_listen).status());
   }
@@ -245,12 +255,12 @@ std::string AdminAddress(const Options& options) {
   return "";
 }
 
-absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) {
+absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv, absl::string_view help_end) {
   CommandLine result;
   Options& options = result.options;
   Texts texts;
   CLI::App app(kAbout, "kvmanagerd");
-  app.footer(kExamples);
+  app.footer(absl::StrCat(kExamples, help_end));
   app.set_version_flag("--version", std::string(kVersion), "Print the version and exit");
   CLI::Option* const config =
       app.set_config("--config", "", "Read flags from FILE; the command line wins")->type_name("FILE");
@@ -297,6 +307,13 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv) 
          "A page for people: memory, hits, transfers, attention, errors; 127.0.0.1:PORT, as it has no password; "
          "absent: nowhere")
       ->type_name("HOST:PORT");
+  app.add_option("--http-hosts", options.http_hosts,
+                 "Names by which browsers and scrapers may ask for --metrics-listen and --http-listen, besides numeric "
+                 "addresses, localhost and this host's own name; others are answered 421; or any; may be repeated "
+                 "(default: none)")
+      ->type_name("NAME[,NAME...]")
+      ->delimiter(',')
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   app.add_option("--peer-listen", options.peer_listen,
                  "Where other daemons hand sequences to; absent: none are received")
       ->type_name("HOST:PORT");

@@ -20,6 +20,7 @@ struct Options {
   static constexpr size_t kCodecPluginsMax = 32;
   static constexpr size_t kHandOffPeersMax = 1024;
   static constexpr size_t kPeerTenantsMax = 1024;
+  static constexpr size_t kHttpHostsMax = 64, kHttpHostBytesMax = 253;
   static constexpr uint64_t kHostPoolBytesMin = 2 << 20, kHostPoolBytesMax = uint64_t{1} << 41;
   static constexpr uint64_t kArenaBytesMax = uint64_t{1} << 41;
   static constexpr uint64_t kMemoryBeyondPoolBytesMin = uint64_t{128} << 20;
@@ -38,13 +39,14 @@ struct Options {
   static constexpr uint64_t kPeerRateBytesMin = 1 << 16;
   static constexpr uint64_t kPeerWindowBytesMin = 1 << 16, kPeerWindowBytesMax = uint64_t{4} << 30;
 
-  std::vector<std::string> listen;          // "unix:PATH" or "tcp:HOST:PORT"; 1..kListenMax
-  uint64_t host_pool_bytes = 0;             // kHostPoolBytesMin..kHostPoolBytesMax
-  std::string admin_listen;                 // "unix:PATH" or "none"; empty: beside the first Unix socket of `listen`
-  std::string tenants;                      // file that says whose tenants are (rpc/principals.h); empty: none
-  std::string metrics_listen;               // "HOST:PORT"; empty: no metrics endpoint
-  std::string http_listen;                  // "HOST:PORT"; empty: no page for people
-  std::string peer_listen;                  // "HOST:PORT"; empty: receives no hand-offs
+  std::vector<std::string> listen;      // "unix:PATH" or "tcp:HOST:PORT"; 1..kListenMax
+  uint64_t host_pool_bytes = 0;         // kHostPoolBytesMin..kHostPoolBytesMax
+  std::string admin_listen;             // "unix:PATH" or "none"; empty: beside the first Unix socket of `listen`
+  std::string tenants;                  // file that says whose tenants are (rpc/principals.h); empty: none
+  std::string metrics_listen;           // "HOST:PORT"; empty: no metrics endpoint
+  std::string http_listen;              // "HOST:PORT"; empty: no page for people
+  std::vector<std::string> http_hosts;  // names in the Host field that both answer to, or "any"; at most kHttpHostsMax
+  std::string peer_listen;              // "HOST:PORT"; empty: receives no hand-offs
   std::vector<std::string> hand_off_peers;  // "HOST:PORT" that clients may name, or "any"; at most kHandOffPeersMax
   std::string peer_key;                     // file of the key that TCP peers must have; empty: none
   std::string tls_cert, tls_key;            // files in PEM of what TCP listeners speak TLS with; both or none
@@ -91,8 +93,8 @@ struct CommandLine {
   Options options;
 };
 
-/// Errors: INVALID_ARGUMENT naming the flag, its value and its bound.
-absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv);
+/// help_end: what --help says last. Errors: INVALID_ARGUMENT naming the flag, its value and its bound.
+absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv, absl::string_view help_end = "");
 
 /// Where Admin is served: Options::admin_listen, or "unix:PATH.admin" of the first Unix socket; empty: nowhere, since
 /// there is none, or its path would be too long.

@@ -222,6 +222,26 @@ TEST(OptionsTest, HandOffPeersAreRepeatedOrListed) {
   EXPECT_EQ(DetailOf(refused.status()).field, "--hand-off-peers");
 }
 
+TEST(OptionsTest, HttpHostsAreRepeatedOrListed) {
+  EXPECT_TRUE(Parse(kMinimum)->options.http_hosts.empty());
+  const auto line = Parse(With({"--http-hosts", "kv1.example,kv1", "--http-hosts", "any"}));
+  ASSERT_TRUE(line.ok()) << line.status();
+  EXPECT_EQ(line->options.http_hosts, (std::vector<std::string>{"kv1.example", "kv1", "any"}));
+  std::string many = "a";
+  for (size_t i = 1; i < Options::kHttpHostsMax; ++i) many += ",a";
+  EXPECT_TRUE(Parse(With({"--http-hosts", many})).ok());
+  EXPECT_EQ(DetailOf(Parse(With({"--http-hosts", many + ",a"})).status()).field, "--http-hosts");
+  EXPECT_FALSE(Parse(With({"--http-hosts", std::string(Options::kHttpHostBytesMax + 1, 'a')})).ok());
+}
+
+TEST(OptionsTest, HelpEndsWithWhatIsGiven) {
+  const char* const argv[] = {"kvmanagerd", "--help"};
+  const auto line = ParseCommandLine(2, argv, "Limits\n  a\n");
+  ASSERT_TRUE(line.ok()) << line.status();
+  EXPECT_FALSE(line->run);
+  EXPECT_NE(line->text.find("Limits\n  a\n"), std::string::npos) << line->text;
+}
+
 TEST(OptionsTest, ClientsMayNameNoPeerUnlessSaid) {
   EXPECT_TRUE(Parse(kMinimum)->options.hand_off_peers.empty());
   const auto any = Parse(With({"--hand-off-peers", "any"}));
@@ -377,6 +397,7 @@ TEST(OptionsTest, ErrorsNameFlagValueAndBound) {
            {With({"--metrics-listen", "localhost"}), "--metrics-listen", "localhost"},
            {With({"--metrics-listen", "localhost:65536"}), "--metrics-listen", "localhost:65536"},
            {With({"--http-listen", "9465"}), "--http-listen", "9465"},
+           {With({"--http-hosts", "kv1:9464"}), "--http-hosts", "kv1:9464"},
            {With({"--peer-listen", "a:b:1"}), "--peer-listen", "a:b:1"},
            {With({"--listen", "http://x"}), "--listen", "http://x"},
            {With({"--admin-listen", "tcp:127.0.0.1:1"}), "--admin-listen", "tcp:127.0.0.1:1"},

@@ -1,9 +1,7 @@
 #include "kvmanager/daemon/server.h"
 
-#include <sched.h>
 #include <signal.h>
 #include <spdlog/spdlog.h>
-#include <sys/random.h>
 #include <sys/signalfd.h>
 #include <unistd.h>
 
@@ -21,7 +19,9 @@
 #include "kvmanager/base/message_queue.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/base/worker_pool.h"
-#include "kvmanager/daemon/key_file.h"
+#include "kvmanager/daemon/host_facts.h"
+#include "kvmanager/daemon/limit_table.h"
+#include "kvmanager/daemon/limit_use.h"
 #include "kvmanager/daemon/plugin_events.h"
 #include "kvmanager/daemon/server_access.h"
 #include "kvmanager/daemon/server_devices.h"
@@ -40,13 +40,13 @@
 #include "kvmanager/rpc/connections.h"
 #include "kvmanager/rpc/daemon_facts.h"
 #include "kvmanager/rpc/device_calls.h"
+#include "kvmanager/rpc/disposals.h"
 #include "kvmanager/rpc/held_sequences.h"
 #include "kvmanager/rpc/host_calls.h"
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/message_room.h"
 #include "kvmanager/rpc/read.h"
 #include "kvmanager/rpc/rpc_metrics.h"
-#include "kvmanager/rpc/sequence_drops.h"
 #include "kvmanager/rpc/service.h"
 #include "kvmanager/rpc/session.h"
 #include "kvmanager/rpc/taking_turns.h"
@@ -68,19 +68,6 @@ static_assert(Options::kHostPoolBytesMax == PagePool::kPoolBytesMax);
 
 constexpr int64_t kLookMs = 1000;   // at what only a look shows: tenants, pools of GPUs
 constexpr int kCopyThreadsMax = 4;  // that copy pages from other daemons of this host: memory has no more to give
-
-int UsableCpus() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
-  return std::clamp<int>(CPU_COUNT(&set), 1, Options::kThreadsMax);
-}
-
-uint64_t RandomEpoch() {
-  uint64_t epoch = 0;
-  while (epoch == 0) KV_CHECK(getrandom(&epoch, sizeof epoch, 0) == sizeof epoch);
-  return epoch;
-}
 
 // Members stand in the order of who needs whom: each outlives those after it, but for the threads (transport, workers),
 // which Close() ends first.
@@ -177,7 +164,7 @@ class ServerImpl final : public Server {
     KV_ASSIGN_OR_RETURN(transport_, TcpTransport::Create(std::move(transport)));
     facts_.peer_listen = transport_->listen_address();
     if (!options_.metrics_listen.empty()) {
-      KV_ASSIGN_OR_RETURN(exporter_, Exporter::Start(options_.metrics_listen, &metrics_.all));
+      KV_ASSIGN_OR_RETURN(exporter_, Exporter::Start(options_.metrics_listen, &metrics_.all, options_.http_hosts));
       const size_t colon = options_.metrics_listen.rfind(':');
       facts_.metrics_listen = absl::StrCat(options_.metrics_listen.substr(0, colon + 1), exporter_->port());
     }
@@ -202,6 +189,10 @@ class ServerImpl final : public Server {
       kj::Promise<void> looking = Look().eagerlyEvaluate(nullptr);
       Connections connections({&loop, &metrics_.connections, &running.session, &running.daemon, access_.tls()},
                               access_.sockets());
+      facts_.limits = [this, holders = running.Holders(*this, &connections)] {
+        const LimitUse use = MeasureLimits(holders);
+        return ListLimits(options_, &use);
+      };
       loop.Run([this] { return Over(); });
     }
     devices_.SetLoop(nullptr);
@@ -276,17 +267,17 @@ class ServerImpl final : public Server {
                    &of.clock_),
           replies({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kReplyMemoryBytesMax},
                   &of.clock_),
-          drops(of.store_.get(), &of.queue_, of.calls_.turns()),
           long_calls(&of.queue_),
+          disposals(&long_calls, of.calls_.turns()),
           session(
               {.store = of.store_.get(),
                .drain = &of.drain_,
                .held = &of.held_,
-               .drops = &drops,
                .arenas = &of.arenas_,
                .calls = &of.calls_,
                .requests = &requests,
                .replies = &replies,
+               .uses = &uses,
                .gpus = {{of.store_.get(), &of.polls_, of.quality_.get()}, {of.store_.get(), &of.polls_, &departed}}}),
           daemon({.facts = &of.facts_,
                   .registry = &of.registry_,
@@ -307,6 +298,7 @@ class ServerImpl final : public Server {
                                .loop = &loop,
                                .workers = of.workers_.get(),
                                .long_calls = &long_calls,
+                               .disposals = &disposals,
                                .incoming = of.incoming_.get(),
                                .outgoing = &outgoing,
                                .arrivals = &arrivals,
@@ -331,6 +323,12 @@ class ServerImpl final : public Server {
                       .peers_allowed = &of.options_.hand_off_peers};
     }
 
+    LimitHolders Holders(ServerImpl& of, const Connections* connections) {
+      return {of.store_.get(),    of.pool_.get(),          of.devices_.gpus(), &of.arenas_, of.recomputer_.get(),
+              of.incoming_.get(), of.access_.principals(), &requests,          &replies,    &uses,
+              connections};
+    }
+
     EventLoop loop;
     DepartedProcesses departed;
     Arrivals arrivals;
@@ -339,8 +337,9 @@ class ServerImpl final : public Server {
     DeviceCalls device_calls;
     Reads reads;
     MessageRoom requests, replies;
-    SequenceDrops drops;
+    SessionUses uses;
     TakingTurns long_calls;
+    Disposals disposals;
     Session::Parts session;
     DaemonParts daemon;
     kj::Promise<void> files = nullptr;  // are read
@@ -355,8 +354,8 @@ class ServerImpl final : public Server {
     if (options_.peer_ucx_key.empty()) return absl::OkStatus();
     UcxMemory::Options options;
     options.program = {"/proc/self/exe", kUcxProcessFlag};
-    KV_ASSIGN_OR_RETURN(options.key, ReadKeyFile("--peer-ucx-key", options_.peer_ucx_key, UcxMemory::kKeyBytesMin,
-                                                 UcxMemory::kKeyBytesMax));
+    KV_ASSIGN_OR_RETURN(options.key, ServerAccess::ReadKey("--peer-ucx-key", options_.peer_ucx_key,
+                                                           UcxMemory::kKeyBytesMin, UcxMemory::kKeyBytesMax));
     for (const auto& region : pool_->regions()) {
       options.memory.push_back({region->data(), region->bytes(), region->fd()});
     }
@@ -381,14 +380,15 @@ class ServerImpl final : public Server {
     facts.gpus = facts_.gpus;
     facts.threads = workers_->threads();
     facts.start_ns = facts_.start_ns;
-    KV_ASSIGN_OR_RETURN(page_,
-                        WebPage::Start(options_.http_listen, &metrics_.all, &errors_, &clock_, std::move(facts)));
+    KV_ASSIGN_OR_RETURN(page_, WebPage::Start(options_.http_listen, &metrics_.all, &errors_, &clock_, std::move(facts),
+                                              options_.http_hosts));
     const size_t colon = options_.http_listen.rfind(':');
     facts_.http_listen = absl::StrCat(options_.http_listen.substr(0, colon + 1), page_->port());
     return absl::OkStatus();
   }
 
   kj::Promise<void> Look() {
+    const LoopTurn turn(calls_.turns(), "look");
     tenant_gauges_.Set(*store_);
     devices_.Look(store_.get());
     for (MessageRoom* const room : {&running_->requests, &running_->replies}) room->Look();

@@ -3,14 +3,15 @@
 #include <spdlog/spdlog.h>
 #include <unistd.h>
 
+#include <ctime>
 #include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "kvmanager/base/on_worker.h"
+#include "kvmanager/base/private_file.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/daemon/key_file.h"
 #include "kvmanager/daemon/tls_files.h"
 #include "transport/tcp/peer_key.h"
 
@@ -33,11 +34,24 @@ absl::Status ServerAccess::ReadFiles() {
 
 absl::StatusOr<std::string> ServerAccess::ReadPeerKey() const {
   if (options_.peer_key.empty()) return std::string();
-  return ReadKeyFile("--peer-key", options_.peer_key, tcp::kPeerKeyBytesMin, tcp::kPeerKeyBytesMax);
+  return ReadKey("--peer-key", options_.peer_key, tcp::kPeerKeyBytesMin, tcp::kPeerKeyBytesMax);
+}
+
+absl::StatusOr<std::string> ServerAccess::ReadKey(absl::string_view flag, const std::string& path, size_t bytes_min,
+                                                  size_t bytes_max) {
+  KV_ASSIGN_OR_RETURN(PrivateFile file, ReadPrivateFile(flag, path,
+                                                        {.secret = true,
+                                                         .bytes_min = bytes_min,
+                                                         .bytes_max = bytes_max,
+                                                         .made_by = absl::StrCat("openssl rand -out ", path, " 32")}));
+  return std::move(file.text);
 }
 
 void ServerAccess::SetTls(TlsContexts contexts) {
   if (contexts.clients == nullptr) return;
+  if (const std::string warning = contexts.clients->DateWarning(time(nullptr)); !warning.empty()) {
+    spdlog::warn("--tls-cert {}: {}", options_.tls_cert, warning);
+  }
   spdlog::info("TLS with the certificate of {}: clients over TCP{}", contexts.clients->description(),
                contexts.peers_in == nullptr ? "; not peers" : ", peers");
   tls_.Set(std::move(contexts));
@@ -49,6 +63,15 @@ absl::Status ServerAccess::SetTable(TenantTable table) {
     const ErrorDetail detail = DetailOf(status);
     return WithDetail(absl::Status(status.code(), absl::StrCat("--tenants ", options_.tenants, ": ", status.message())),
                       detail);
+  }
+  if (options_.device_pool_bytes == 0) {
+    for (const auto& [name, tenant] : table) {
+      if (tenant.quota.gpu == Quotas::InPool()) continue;
+      spdlog::warn(
+          "--tenants {}: gpu_bytes of {} bounds nothing: without --device-pool-bytes there is no pool on a GPU",
+          options_.tenants, name);
+      break;
+    }
   }
   principals_.SetTable(std::move(table));
   return absl::OkStatus();

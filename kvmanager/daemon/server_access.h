@@ -30,8 +30,11 @@ class ServerAccess {
 
   /// Of Options::tenants, and of TLS. Errors: ReadTenants's, ReadTlsFiles's.
   absl::Status ReadFiles();
-  /// Of Options::peer_key; empty: none. Errors: ReadKeyFile's.
+  /// Of Options::peer_key; empty: none. Errors: ReadKey's.
   absl::StatusOr<std::string> ReadPeerKey() const;
+  /// A secret that daemons share, from a file that its owner alone can read. Errors: ReadPrivateFile's.
+  static absl::StatusOr<std::string> ReadKey(absl::string_view flag, const std::string& path, size_t bytes_min,
+                                             size_t bytes_max);
   /// Gives `store`, which outlives this one's use, what tenants may have of the pools; binds Options::listen and the
   /// admin socket, and writes what was bound into `facts`. Errors: StoreReport::SetQuotas's, ListenSocket's.
   absl::Status Open(PageStore* store, DaemonFacts* facts);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/tenant_label.h"
 
@@ -25,7 +26,7 @@ TenantGauges::TenantGauges(Metrics* metrics)
       pool_bytes_{"tenant_pool_bytes", "Bytes of whole slabs that a payer's tenants have, and may have", {}} {}
 
 void TenantGauges::Set(PageStore& store) {
-  SetUse(store.caches().List());
+  SetUse(store.caches());
   SetShares(store.report().Shares());
 }
 
@@ -54,18 +55,28 @@ void TenantGauges::SetShares(const std::vector<PoolShare>& shares) {
   Set(&pool_bytes_, series);
 }
 
-void TenantGauges::SetUse(const std::vector<CacheInfo>& caches) {
+void TenantGauges::SetUse(const CacheDirectory& caches) {
+  // A tenant may have thousands of caches: they are added up before they get names.
+  absl::flat_hash_map<std::pair<std::string, int>, CacheUse> sums;
+  caches.ForEachUse([&sums](const CacheUse& cache) {
+    CacheUse& sum = sums[{std::string(cache.tenant), cache.device}];
+    sum.sequences += cache.sequences;
+    sum.published_blocks += cache.published_blocks;
+    sum.raw_bytes += cache.raw_bytes;
+    sum.encoded_bytes += cache.encoded_bytes;
+    sum.activation_bytes += cache.activation_bytes;
+  });
   std::map<std::string, Use> tenants;
-  for (const CacheInfo& cache : caches) {
-    Use& use = tenants[cache.config.tenant];
-    const std::string tier =
-        cache.config.device == CacheConfig::kHost ? "host" : absl::StrCat("gpu", cache.config.device);
-    use.bytes[{tier, "raw"}] += cache.raw_bytes;
-    use.bytes[{tier, "encoded"}] += cache.encoded_bytes;
-    use.bytes[{tier, "activation"}] += cache.activation_bytes;
-    use.all_bytes += cache.raw_bytes + cache.encoded_bytes + cache.activation_bytes;
-    use.sequences += cache.sequences;
-    use.published_blocks += cache.published_blocks;
+  for (const auto& [of, sum] : sums) {
+    const auto& [tenant, device] = of;
+    Use& use = tenants[tenant];
+    const std::string tier = device == CacheConfig::kHost ? "host" : absl::StrCat("gpu", device);
+    use.bytes[{tier, "raw"}] += sum.raw_bytes;
+    use.bytes[{tier, "encoded"}] += sum.encoded_bytes;
+    use.bytes[{tier, "activation"}] += sum.activation_bytes;
+    use.all_bytes += sum.raw_bytes + sum.encoded_bytes + sum.activation_bytes;
+    use.sequences += sum.sequences;
+    use.published_blocks += sum.published_blocks;
   }
   std::vector<std::pair<uint64_t, std::string>> by_size;
   by_size.reserve(tenants.size());

@@ -28,7 +28,7 @@ class TenantGauges {
     std::string name, help;
     std::map<MetricLabels, prometheus::Gauge*> gauges;
   };
-  void SetUse(const std::vector<CacheInfo>& caches);
+  void SetUse(const CacheDirectory& caches);
   void SetShares(const std::vector<PoolShare>& shares);
   void Set(Family* family, const Series& series);
 

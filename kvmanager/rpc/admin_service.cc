@@ -50,13 +50,15 @@ class AdminService final : public api::Admin::Server {
       }
       out.setGpus(TextOf(facts.gpus));
       out.setUcx(TextOf(facts.ucx()));
-      const std::vector<CacheInfo> caches = parts_.store->caches().List();
-      uint64_t blocks = 0;
-      for (const CacheInfo& cache : caches) blocks += cache.published_blocks;
+      uint64_t caches = 0, blocks = 0;
+      parts_.store->caches().ForEachUse([&](const CacheUse& cache) {
+        ++caches;
+        blocks += cache.published_blocks;
+      });
       out.setConnections(static_cast<uint32_t>(parts_.connections->open.Value()));
       out.setLeases(parts_.held->count());
       out.setWaitingHandOffs(parts_.incoming->tickets().size());
-      out.setCaches(caches.size());
+      out.setCaches(static_cast<uint32_t>(caches));
       out.setPublishedBlocks(blocks);
       out.setCpuTarget(IsaName(BestIsa()));
       out.setThreads(parts_.workers->threads());
@@ -84,14 +86,21 @@ class AdminService final : public api::Admin::Server {
         std::vector<SequenceInfo> found;
         capnp::List<api::SequenceInfo>::Builder out = nullptr;
       };
-      auto listing = std::make_shared<Listing>(Listing{.ids = parts_.store->report().SequenceIds()});
-      return InTurns(session_, Method::kSequences, parts_.long_calls,
-                     [store = parts_.store, listing] {
-                       if (listing->looked == listing->ids.size()) return false;
-                       auto info = store->Describe(listing->ids[listing->looked++]);
-                       if (info.ok()) listing->found.push_back(*std::move(info));
-                       return true;
-                     })
+      auto listing = std::make_shared<Listing>();
+      return parts_.long_calls->Next()
+          .then([this, listing] {
+            const LoopTurn turn(session_->calls().turns(), MethodName(Method::kSequences));
+            listing->ids = parts_.store->report().SequenceIds();
+            return parts_.long_calls->Next();
+          })
+          .then([this, listing] {
+            return InTurns(session_, Method::kSequences, parts_.long_calls, [store = parts_.store, listing] {
+              if (listing->looked == listing->ids.size()) return false;
+              auto info = store->Describe(listing->ids[listing->looked++]);
+              if (info.ok()) listing->found.push_back(*std::move(info));
+              return true;
+            });
+          })
           .then([this, listing, context]() mutable {
             listing->out = context.getResults().initSequences(listing->found.size());
             return InTurns(session_, Method::kSequences, parts_.long_calls, [this, listing] {
@@ -174,6 +183,24 @@ class AdminService final : public api::Admin::Server {
     });
   }
 
+  kj::Promise<void> limits(LimitsContext context) override {
+    return Answer(Method::kLimits, context, [&] {
+      const std::vector<Limit> limits = parts_.facts->limits();
+      auto out = context.getResults().initLimits(static_cast<uint>(limits.size()));
+      for (uint i = 0; i < out.size(); ++i) {
+        const Limit& limit = limits[i];
+        out[i].setName(TextOf(limit.name));
+        out[i].setScope(TextOf(limit.scope));
+        out[i].setUnit(TextOf(limit.unit));
+        out[i].setLimit(limit.limit);
+        out[i].setUsed(limit.used.value_or(0));
+        out[i].setUsedKnown(limit.used.has_value());
+        out[i].setFlag(TextOf(limit.flag));
+        out[i].setBounds(TextOf(limit.bounds));
+      }
+    });
+  }
+
   kj::Promise<void> drain(DrainContext context) override {
     return Answer(Method::kDrain, context, [&] { SetDraining(true); });
   }
@@ -184,17 +211,18 @@ class AdminService final : public api::Admin::Server {
 
   kj::Promise<void> purge(PurgeContext context) override {
     return Serve(*session_, Method::kPurge, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
-      PageStore& store = *parts_.store;
-      const auto params = context.getParams();
-      uint64_t blocks;
-      if (params.getAll()) {
-        blocks = store.caches().PurgeAll();
-      } else {
-        KV_ASSIGN_OR_RETURN(blocks, store.caches().Purge(params.getCacheId()));
-      }
-      spdlog::info("\"{}\" purged {} published blocks", session_->name(), blocks);
-      context.getResults().setBlocks(blocks);
-      return Done();
+      const bool all = context.getParams().getAll();
+      const CacheId cache = context.getParams().getCacheId();
+      // Behind what was let go of before, which is held until its turn (disposals.h).
+      return parts_.long_calls->Next()
+          .then([this, context, all, cache]() mutable {
+            CacheDirectory& caches = parts_.store->caches();
+            const absl::StatusOr<uint64_t> blocks = all ? caches.PurgeAll() : caches.Purge(cache);
+            if (!blocks.ok()) return ServeError(*session_, Method::kPurge, blocks.status(), context);
+            spdlog::info("\"{}\" purged {} published blocks", session_->name(), *blocks);
+            context.getResults().setBlocks(*blocks);
+          })
+          .attach(thisCap());
     });
   }
 

@@ -32,6 +32,7 @@ class ArenaBytes {
     used_ -= bytes;
     gauge_.Decrement(double(bytes));
   }
+  uint64_t used_bytes() const { return used_; }
 
  private:
   const uint64_t max_;

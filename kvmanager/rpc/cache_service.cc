@@ -159,18 +159,20 @@ class CacheService final : public api::Cache::Server {
         return FieldError(absl::StatusCode::kResourceExhausted, "factors", absl::StrCat(bytes, " bytes"),
                           absl::StrCat("at most ", limits::kReplyBytesMax, " bytes"));
       }
-      // What is made, and the reply's copy of it.
-      KV_ASSIGN_OR_RETURN(kj::Promise<MessageShare::Charge> room, session_->messages().BookReply(2 * bytes));
+      KV_ASSIGN_OR_RETURN(kj::Promise<MessageShare::Charge> room,
+                          session_->messages().BookReply(SessionMessages::BytesToBook(bytes)));
       return room
           .then([this, layer, bytes, context](MessageShare::Charge charge) mutable {
             return MakeFactors(static_cast<int>(layer), bytes)
-                .then([this, bytes, context,
-                       charge = std::move(charge)](absl::StatusOr<AlignedBuffer> factors) mutable {
+                .then([this, context, charge = std::move(charge)](absl::StatusOr<AlignedBuffer> factors) mutable {
                   if (!factors.ok()) return ServeError(*session_, Method::kOutputFactors, factors.status(), context);
-                  auto results = context.getResults(capnp::MessageSize{bytes / sizeof(capnp::word) + kReplyWords, 0});
-                  results.setFactors(capnp::Data::Reader(factors->data(), factors->size()));
+                  auto results = context.getResults(capnp::MessageSize{kReplyWords, 0});
+                  const auto orphanage = capnp::Orphanage::getForMessageContaining(results);
+                  results.adoptFactors(SessionMessages::DataOf(orphanage, *factors));
                   results.setFolds(true);
-                  session_->messages().SendReply(std::move(charge), bytes);
+                  MessageShare::Lent parts;
+                  parts.push_back(*std::move(factors));
+                  session_->messages().SendReply(std::move(charge), std::move(parts));
                 });
           })
           .attach(thisCap());
@@ -179,7 +181,7 @@ class CacheService final : public api::Cache::Server {
 
   kj::Promise<void> claim(ClaimContext context) override {
     return Serve(*session_, Method::kClaim, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
-      KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
+      KV_RETURN_IF_ERROR(session_->CheckRoomForSequence(Session::Begins::kBefore));
       KV_RETURN_IF_ERROR(EnsureOpen());
       const auto bytes = context.getParams().getTicket();
       const std::string ticket(reinterpret_cast<const char*>(bytes.begin()), bytes.size());
@@ -308,12 +310,12 @@ class CacheService final : public api::Cache::Server {
         });
   }
   absl::Status ClaimHere(const std::string& ticket, ClaimContext& context) {
-    KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
+    KV_RETURN_IF_ERROR(session_->CheckRoomForSequence(Session::Begins::kBefore));
     KV_ASSIGN_OR_RETURN(const Tickets::Claimed claimed, parts_.incoming->tickets().Claim(ticket, id()));
     return WriteClaimed(claimed, context);
   }
   absl::Status ClaimCopy(const std::string& ticket, Arrived copy, ClaimContext& context) {
-    KV_RETURN_IF_ERROR(session_->CheckRoomForSequence());
+    KV_RETURN_IF_ERROR(session_->CheckRoomForSequence(Session::Begins::kBefore));
     // It may have expired meanwhile.
     KV_ASSIGN_OR_RETURN(Tickets::Claimed claimed, parts_.incoming->tickets().Claim(ticket, id()));
     store().Drop(claimed.sequence);
@@ -397,7 +399,7 @@ class CacheService final : public api::Cache::Server {
   // With the blocks that a lower tier has besides. Nothing: the reply is written.
   std::optional<kj::Promise<void>> FetchOrCreate(const std::vector<BlockName>& prefix, uint64_t prompt_tokens,
                                                  api::SequenceReply::Builder reply) {
-    absl::Status may = session_->CheckNewSequence();
+    absl::Status may = session_->CheckRoomForSequence(Session::Begins::kNow);
     if (may.ok()) may = EnsureOpen();  // it may have been purged since the call began
     if (!may.ok()) {
       WriteCreated(may, reply);
@@ -412,7 +414,8 @@ class CacheService final : public api::Cache::Server {
     }
     return parts_.arrivals->Await(std::move(fetched))
         .then([this, prefix, prompt_tokens, reply](absl::StatusOr<Arrived> made) mutable {
-          if (absl::Status may = session_->CheckNewSequence(); !may.ok()) return WriteCreated(may, reply);
+          if (absl::Status may = session_->CheckRoomForSequence(Session::Begins::kNow); !may.ok())
+            return WriteCreated(may, reply);
           using Created = absl::StatusOr<CreateResult>;
           WriteCreated(OrOwnBlocks(made.ok() ? Created(made->Take()) : Created(made.status()), prefix, prompt_tokens),
                        reply);
@@ -444,7 +447,7 @@ class CacheService final : public api::Cache::Server {
 
 api::Cache::Client MakeCacheService(std::shared_ptr<Session> session, const CacheParts& parts, CacheId cache,
                                     std::shared_ptr<const DeviceCodec> device_codec) {
-  return kj::heap<CacheService>(std::move(session), parts, cache, std::move(device_codec));
+  return parts.sequence.disposals->Make<CacheService>(std::move(session), parts, cache, std::move(device_codec));
 }
 
 }  // namespace kvmanager

@@ -81,11 +81,10 @@ class CallsTest : public PageStoreTest {
     parts_.store = &store();
     parts_.drain = &drain_;
     parts_.held = &held_;
-    if (drops_ == nullptr) drops_ = std::make_unique<SequenceDrops>(parts_.store, &queue_, records_.turns());
-    parts_.drops = drops_.get();
     parts_.arenas = &arenas_;
     parts_.calls = &records_;
     parts_.requests = parts_.replies = &messages_;
+    parts_.uses = &uses_;
     session_ = std::make_shared<Session>(parts_, Proof{.unix_socket = true}, /*pid=*/7,
                                          [](EndReason, const std::string&) { FAIL(); });
     auto bound = std::make_shared<BoundCache>();
@@ -231,10 +230,10 @@ class CallsTest : public PageStoreTest {
   HeldSequences held_{&metrics_};
   ArenaBytes arenas_{&metrics_, 1 << 30};
   CallRecords records_{&metrics_, &errors_, &clock_};
+  SessionUses uses_;
   MessageRoom messages_{{.whole = 64 << 20, .share = 64 << 20}, &clock_};
   Session::Parts parts_;
   MessageQueue queue_;
-  std::unique_ptr<SequenceDrops> drops_;
   EventLoop loop_{&queue_, 0};
   std::shared_ptr<std::latch> gate_;
   std::optional<WorkerPool> workers_{std::in_place, kThreads};

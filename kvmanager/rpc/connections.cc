@@ -33,24 +33,31 @@ constexpr int kFdsPerConnection = 3;
 constexpr int kAcceptsInARow = 4;  // half a millisecond of the loop; then whatever else is to be done
 constexpr int64_t kAcceptPauseMs = 2;
 
+using Segments = kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>>;
+
 // Tells the loop that a message came, the connection that its bytes were malformed, and its share of memory which
 // messages were sent. Where the client sends faster than it is served, others have their turn behind kMessagesInARow:
 // the loop looks at sockets, and at what workers have done, only once nothing is ready.
 class WatchedStream final : public capnp::MessageStream {
  public:
-  WatchedStream(SocketStream& inner, MessageQueue* queue, absl::AnyInvocable<void()> on_message,
-                const MessageShare& replies, absl::AnyInvocable<void(uint64_t bytes)> on_sent,
+  WatchedStream(SocketStream& inner, MessageQueue* queue, TakingTurns* turns, absl::AnyInvocable<void()> on_message,
+                SessionMessages& messages, absl::AnyInvocable<void(Segments)> on_sent,
                 absl::AnyInvocable<void(const kj::Exception&)> on_error)
       : inner_(inner),
         queue_(queue),
+        turns_(turns),
         on_message_(std::move(on_message)),
-        replies_(replies),
+        messages_(messages),
         on_sent_(std::move(on_sent)),
         on_error_(std::move(on_error)) {}
 
   kj::Promise<kj::Maybe<capnp::MessageReaderAndFds>> tryReadMessage(kj::ArrayPtr<kj::AutoCloseFd> fd_space,
                                                                     capnp::ReaderOptions options,
                                                                     kj::ArrayPtr<capnp::word> scratch) override {
+    if (messages_.reading_held()) {
+      return messages_.WhenReadingGoesOn().then(
+          [this, fd_space, options, scratch] { return tryReadMessage(fd_space, options, scratch); });
+    }
     if (inner_.waits() != waits_) {
       waits_ = inner_.waits();
       in_a_row_ = 0;
@@ -61,12 +68,12 @@ class WatchedStream final : public capnp::MessageStream {
     queue_->Post([fulfiller = kj::mv(turn.fulfiller)]() mutable { fulfiller->fulfill(); });
     return turn.promise.then([this, fd_space, options, scratch] { return Read(fd_space, options, scratch); });
   }
-  kj::Promise<void> writeMessage(kj::ArrayPtr<const int> fds,
-                                 kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>> segments) override {
+  kj::Promise<void> writeMessage(kj::ArrayPtr<const int> fds, Segments segments) override {
     uint64_t bytes = 0;
     for (const auto& segment : segments) bytes += segment.asBytes().size();
-    if (bytes < MessageRoom::kOwnBytes && !replies_.counts_unsent()) return inner_.writeMessage(fds, segments);
-    return inner_.writeMessage(fds, segments).then([this, bytes] { on_sent_(bytes); });
+    if (bytes < MessageRoom::kOwnBytes && !messages_.replies().counts_unsent())
+      return inner_.writeMessage(fds, segments);
+    return inner_.writeMessage(fds, segments).then([this, segments] { on_sent_(segments); });
   }
   kj::Promise<void> writeMessages(kj::ArrayPtr<kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>>> messages) override {
     return inner_.writeMessages(messages);
@@ -83,11 +90,13 @@ class WatchedStream final : public capnp::MessageStream {
     using Message = kj::Maybe<capnp::MessageReaderAndFds>;
     return inner_.tryReadMessage(fd_space, options, scratch)
         .then(
-            [this](Message&& message) -> Message {
+            [this](Message&& message) -> kj::Promise<Message> {
               on_message_();
-              return kj::mv(message);
+              if (message != nullptr) return kj::mv(message);
+              // Thousands of connections may end at once, and what each leaves is taken apart when this is known.
+              return turns_->Next().then([]() -> Message { return nullptr; });
             },
-            [this](kj::Exception&& exception) -> Message {
+            [this](kj::Exception&& exception) -> kj::Promise<Message> {
               if (exception.getType() != kj::Exception::Type::DISCONNECTED) on_error_(exception);
               kj::throwFatalException(kj::mv(exception));
             });
@@ -95,11 +104,12 @@ class WatchedStream final : public capnp::MessageStream {
 
   SocketStream& inner_;
   MessageQueue* const queue_;
+  TakingTurns* const turns_;
   uint64_t waits_ = 0;  // of inner_, when it was last looked at
   int in_a_row_ = 0;    // messages read since
   absl::AnyInvocable<void()> on_message_;
-  const MessageShare& replies_;
-  absl::AnyInvocable<void(uint64_t)> on_sent_;
+  SessionMessages& messages_;
+  absl::AnyInvocable<void(Segments)> on_sent_;
   absl::AnyInvocable<void(const kj::Exception&)> on_error_;
 };
 
@@ -163,8 +173,11 @@ class Connections::Connection {
                                            [this](EndReason reason, const std::string& why) { End(reason, why); })),
         stream_(parts.loop->port(), fd_.get(), write_fd_.get(), session_->messages().requests(), tls_.get()),
         watched_(
-            stream_, &parts.loop->queue(), [this] { OnMessage(); }, session_->messages().replies(),
-            [this](uint64_t bytes) { session_->messages().replies().NoteSent(bytes, network_.getCurrentQueueSize()); },
+            stream_, &parts.loop->queue(), parts.daemon->cache.sequence.long_calls, [this] { OnMessage(); },
+            session_->messages(),
+            [this](Segments segments) {
+              session_->messages().replies().NoteSent(segments, network_.getCurrentQueueSize());
+            },
             [this](const kj::Exception& exception) { OnMalformed(exception); }),
         network_(watched_, proof.unix_socket ? kFdsPerMessageMax : 0, capnp::rpc::twoparty::Side::SERVER, Limits()),
         rpc_(capnp::makeRpcServer(network_, MakeDaemonService(session_, *parts.daemon))) {
@@ -215,7 +228,17 @@ class Connections::Connection {
   void OnMessage() {
     parts_.loop->NoteActivity();
     const uint64_t unsent = network_.getCurrentQueueSize();
-    session_->messages().replies().NoteUnsent(unsent);
+    MessageShare& replies = session_->messages().replies();
+    replies.NoteUnsent(unsent);
+    // A message of the queue finds no call between its end and its reply.
+    if (unsent == 0 && replies.lends() && !looks_soon_) {
+      looks_soon_ = true;
+      parts_.loop->queue().Post([this, alive = std::weak_ptr<const bool>(alive_)] {
+        if (alive.expired()) return;
+        looks_soon_ = false;
+        if (network_.getCurrentQueueSize() == 0) session_->messages().replies().DropUnsent();
+      });
+    }
     if (unsent > limits::kReplyMemoryBytesMax + limits::kUnsentBytesMax) {
       End(EndReason::kUnread, absl::StrCat("more than ", limits::kReplyMemoryBytesMax + limits::kUnsentBytesMax,
                                            " bytes of replies wait to be read"));
@@ -249,6 +272,8 @@ class Connections::Connection {
   kj::PromiseFulfillerPair<void> ending_;
   EndReason reason_ = EndReason::kClosed;
   bool ending_soon_ = false;
+  bool looks_soon_ = false;  // whether something is to be sent
+  const std::shared_ptr<const bool> alive_ = std::make_shared<const bool>(true);
   // Shared with the capabilities and running calls of this connection.
   const std::shared_ptr<Session> session_;
   SocketStream stream_;
@@ -359,10 +384,25 @@ void Connections::Add(kj::AutoCloseFd fd, std::unique_ptr<TlsLink> tls, const Li
   (unix_socket ? parts_.metrics->accepted_unix : parts_.metrics->accepted_tcp).Increment();
   const uint64_t id = next_id_++;
   auto connection = std::make_unique<Connection>(parts_, id, kj::mv(fd), std::move(tls), proof, peer);
-  tasks_->add(connection->WhenOver().then([this, id] { Remove(id); }, [this, id](kj::Exception&&) { Remove(id); }));
+  tasks_->add(connection->WhenOver().then([this, id] { End(id); }, [this, id](kj::Exception&&) { End(id); }));
   connections_.emplace(id, std::move(connection));
   if (admin) ++admin_connections_;
   parts_.metrics->open.Set(double(connections_.size() - admin_connections_));
+}
+
+void Connections::End(uint64_t id) {
+  ended_.push_back(id);
+  if (ended_.size() == 1) tasks_->add(RemoveEnded());
+}
+
+// A process that ends may leave thousands.
+kj::Promise<void> Connections::RemoveEnded() {
+  return parts_.daemon->cache.sequence.long_calls->Next().then([this]() -> kj::Promise<void> {
+    for (const Turn turn(TakingTurns::kLength); !ended_.empty() && !turn.over(); ended_.pop_front()) {
+      Remove(ended_.front());
+    }
+    return ended_.empty() ? kj::Promise<void>(kj::READY_NOW) : RemoveEnded();
+  });
 }
 
 void Connections::Remove(uint64_t id) {
@@ -377,6 +417,17 @@ void Connections::Remove(uint64_t id) {
     of_process_.erase(of_process);
   }
   parts_.metrics->open.Set(double(connections_.size() - admin_connections_));
+}
+
+Connections::Use Connections::use() const {
+  Use use{.engines = connections_.size() - admin_connections_,
+          .admin = admin_connections_,
+          .handshakes = handshakes_.size()};
+  for (const auto& [pid, connections] : of_process_) {
+    size_t& of = pid == 0 ? use.tcp : use.of_process;
+    of = std::max(of, connections);
+  }
+  return use;
 }
 
 void Connections::taskFailed(kj::Exception&& exception) {

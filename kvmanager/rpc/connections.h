@@ -21,6 +21,7 @@
 #include <sys/socket.h>
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -51,6 +52,12 @@ class Connections final : private kj::TaskSet::ErrorHandler {
   /// Ends every connection.
   ~Connections();
 
+  /// How many there are.
+  struct Use {
+    size_t engines = 0, tcp = 0, of_process = 0, admin = 0, handshakes = 0;  // of_process: of the one that has most
+  };
+  Use use() const;
+
  private:
   class Connection;
   struct Listener;
@@ -60,6 +67,9 @@ class Connections final : private kj::TaskSet::ErrorHandler {
   void Add(kj::AutoCloseFd fd, std::unique_ptr<TlsLink> tls, const ListenSocket& socket);
   /// Why a connection of `peer` that was accepted is not served; nullptr: it is.
   const char* WhyRefused(int fd, const ListenSocket& socket, const ucred& peer);
+  /// A connection is over: it is removed soon.
+  void End(uint64_t id);
+  kj::Promise<void> RemoveEnded();
   void Remove(uint64_t id);
   void taskFailed(kj::Exception&& exception) override;
 
@@ -67,6 +77,7 @@ class Connections final : private kj::TaskSet::ErrorHandler {
   uint64_t next_id_ = 1;
   size_t admin_connections_ = 0;                                        // of connections_
   absl::btree_map<uint64_t, std::unique_ptr<Connection>> connections_;  // the oldest first
+  std::deque<uint64_t> ended_;                                          // of them
   absl::flat_hash_map<uint32_t, size_t> of_process_;  // how many of engines; 0: TCP, or of an unknown process
   TlsHandshakes handshakes_;
   std::vector<std::unique_ptr<Listener>> listeners_;

@@ -3,9 +3,19 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
+#include <vector>
 
 namespace kvmanager {
+
+/// A bound of the daemon, as api::LimitInfo has it.
+struct Limit {
+  std::string name, scope, unit;
+  uint64_t limit = 0;
+  std::optional<uint64_t> used;  // nothing: it is not counted
+  std::string flag, bounds;
+};
 
 struct DaemonFacts {
   std::string version;
@@ -15,6 +25,7 @@ struct DaemonFacts {
   std::string admin_listen;                                      // the same; empty: nobody has Admin
   std::string gpus;                                              // what GPUs this process sees, or why none
   std::function<std::string()> ucx;                              // whether pages go through UCX, or why not
+  std::function<std::vector<Limit>()> limits;                    // every one, with its use now; the loop's thread
   bool busy_polls = false;
 };
 

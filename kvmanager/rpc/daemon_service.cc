@@ -101,9 +101,15 @@ class DaemonService final : public api::Daemon::Server {
                  parts_.workers, parts_.queue, WorkerPool::OwnerOf(PayerName(config.tenant)),
                  [registry = parts_.registry, config, gpu] { return MakeCodecs(*registry, config, gpu); })
           .then([context, session = session_, parts = &parts_.cache, config](absl::StatusOr<Codecs> codecs) mutable {
-            const absl::Status status = OpenCache(session, *parts, config, std::move(codecs), context);
-            if (status.ok()) return;
-            ServeError(*session, Method::kOpenCache, status, context);
+            // Workers may be done with many at once.
+            return parts->sequence.long_calls->Next().then([context, session = std::move(session), parts,
+                                                            config = std::move(config),
+                                                            codecs = std::move(codecs)]() mutable {
+              const LoopTurn turn(session->calls().turns(), MethodName(Method::kOpenCache));
+              const absl::Status status = OpenCache(session, *parts, config, std::move(codecs), context);
+              if (status.ok()) return;
+              ServeError(*session, Method::kOpenCache, status, context);
+            });
           });
     });
   }
@@ -120,11 +126,12 @@ class DaemonService final : public api::Daemon::Server {
       using MaybeRegion = absl::StatusOr<std::shared_ptr<Region>>;
       return OnWorker<MaybeRegion>(parts_.workers, parts_.queue, WorkerPool::kDaemon,
                                    [bytes] { return MakeRegion(bytes); })
-          .then([context, session = session_, memory = std::move(memory)](MaybeRegion region) mutable {
+          .then([context, session = session_, disposals = parts_.cache.sequence.disposals,
+                 memory = std::move(memory)](MaybeRegion region) mutable {
             if (!region.ok()) {
               return ServeError(*session, Method::kCreateArena, region.status(), context);
             }
-            auto arena = kj::heap<ArenaService>(session, std::move(memory), *std::move(region));
+            auto arena = disposals->Make<ArenaService>(session, std::move(memory), *std::move(region));
             auto results = context.getResults();
             results.setId(arena->id());
             results.setArena(kj::mv(arena));
@@ -277,7 +284,7 @@ class DaemonService final : public api::Daemon::Server {
     reply.setVersion(TextOf(facts.version));
     std::vector<const char*> names = {"inline",        "hand-off",    "hand-off-stream", "output-factors",
                                       "prompt-tokens", "choose-peer", "recompute",       "read",
-                                      "metrics-text",  "tokens"};
+                                      "metrics-text",  "tokens",      "limits"};
     if (!session_->proof().admin) names.push_back("admin-socket");
     if (session_->proof().unix_socket) names.push_back("arena");
     if (session_->proof().unix_socket && !parts_.gpus.empty()) names.push_back("device");

@@ -8,6 +8,7 @@
 #include "attention/attention.h"
 #include "kvmanager/base/aligned_buffer.h"
 #include "kvmanager/base/failpoints.h"
+#include "kvmanager/base/on_worker.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/rpc/serve.h"
 
@@ -18,11 +19,13 @@ using Parts = HostCalls::Parts;
 
 constexpr size_t kReplyWords = 32;  // of a StepReply without its outputs
 
-absl::Status Append(PageStore& store, const StepCache& cache, const CheckedStep& step) {
+using AppendEntries = absl::InlinedVector<AppendEntry, 4>;
+
+AppendEntries EntriesToAppend(const StepCache& cache, const CheckedStep& step) {
   const PageLayout& layout = cache.config->layout;
   const size_t row_bytes = size_t{layout.kv_heads} * layout.head_dim * DTypeBytes(layout.dtype);
   const size_t x_row_bytes = size_t(cache.config->hidden) * DTypeBytes(layout.dtype);
-  absl::InlinedVector<AppendEntry, 4> entries;
+  AppendEntries entries;
   entries.reserve(step.entries.size());
   size_t row = 0;
   for (const AttendEntry& entry : step.entries) {
@@ -31,7 +34,22 @@ absl::Status Append(PageStore& store, const StepCache& cache, const CheckedStep&
                        step.x.given() ? step.x.bytes.data() + row * x_row_bytes : nullptr});
     row += entry.tokens;
   }
-  return store.Append(cache.id, step.layer, entries);
+  return entries;
+}
+
+// Owns what a step appends from; empty: not all of it can be kept for longer than the call.
+std::vector<std::shared_ptr<const void>> KeepInput(Session& session, const CheckedStep& step) {
+  std::vector<std::shared_ptr<const void>> kept;
+  for (const StepTensor* tensor : {&step.k, &step.v, &step.x}) {
+    if (!tensor->given()) continue;
+    if (tensor->where == StepTensor::Where::kArena) {
+      kept.push_back(session.FindArena(tensor->arena));
+    } else {
+      kept.push_back(session.messages().requests()->KeepRequest(tensor->bytes.data()));
+    }
+    if (kept.back() == nullptr) return {};
+  }
+  return kept;
 }
 
 // Where a step's attention reads and writes.
@@ -129,16 +147,17 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
 
   // Keeps an arena that the step reads or writes.
   void Keep(std::shared_ptr<Region> arena) { arenas_.push_back(std::move(arena)); }
+  // Keeps the request that holds the queries, which are copied else.
+  void KeepRequest(std::shared_ptr<const void> request) { request_ = std::move(request); }
 
-  uint64_t reply_bytes() const {
-    return (step_.out.given() ? 0 : step_.out_bytes) + (step_.lse_inline ? step_.lse_bytes : 0);
-  }
-  // Queries and outputs that it keeps; the reply takes a copy of the latter.
-  uint64_t kept_bytes() const {
-    return reply_bytes() + (step_.q.where == StepTensor::Where::kInline ? step_.q.bytes.size() : 0);
+  // For queries and outputs that it keeps, and the reply.
+  uint64_t bytes_to_book() const {
+    return (step_.out.given() ? 0 : SessionMessages::BytesToBook(step_.out_bytes)) +
+           (step_.lse_inline ? SessionMessages::BytesToBook(step_.lse_bytes) : 0) +
+           (copies_q() ? step_.q.bytes.size() : 0);
   }
 
-  // charge: for kept_bytes() and reply_bytes(). The request is read for the last time.
+  // charge: for bytes_to_book(). The request is read for the last time.
   kj::Promise<void> Begin(MessageShare::Charge charge) {
     charge_ = std::move(charge);
     status_ = Allocate();
@@ -161,19 +180,24 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
 
   // REQUIRES: status() is OK.
   void WriteReply(Session& session, StepContext& context) {
-    auto reply = context.getResults(ReplySize(step_)).initReply();
-    if (!step_.out.given()) reply.setOut(capnp::Data::Reader(out_.data(), out_.size()));
-    if (step_.lse_inline) reply.setLse(capnp::Data::Reader(lse_.data(), lse_.size()));
+    auto reply = context.getResults(capnp::MessageSize{kReplyWords, 0}).initReply();
+    const auto orphanage = capnp::Orphanage::getForMessageContaining(reply);
+    if (!step_.out.given()) reply.adoptOut(SessionMessages::DataOf(orphanage, out_));
+    if (step_.lse_inline) reply.adoptLse(SessionMessages::DataOf(orphanage, lse_));
     reply.setEncodedPairs(counts_.encoded_pairs);
     reply.setRawPairs(counts_.raw_pairs);
-    for (AlignedBuffer* const buffer : {&q_copy_, &out_, &lse_}) *buffer = AlignedBuffer();
-    session.messages().SendReply(std::move(charge_), reply_bytes());
+    q_copy_ = AlignedBuffer();
+    MessageShare::Lent parts;
+    parts.push_back(std::move(out_));
+    parts.push_back(std::move(lse_));
+    session.messages().SendReply(std::move(charge_), std::move(parts));
   }
 
  private:
+  bool copies_q() const { return step_.q.where == StepTensor::Where::kInline && request_ == nullptr; }
   absl::Status Allocate() {
     if (Fails(Failpoint::kStepAllocate)) return absl::ResourceExhaustedError("failpoint step.allocate");
-    if (step_.q.where == StepTensor::Where::kInline) {
+    if (copies_q()) {
       KV_ASSIGN_OR_RETURN(q_copy_, AlignedBuffer::Make("q", step_.q.bytes.size()));
       std::memcpy(q_copy_.data(), step_.q.bytes.data(), q_copy_.size());
       step_.q.bytes = q_copy_.span();
@@ -226,6 +250,7 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
   CheckedStep step_;
   std::unique_ptr<AttendLease> lease_;
   absl::InlinedVector<std::shared_ptr<Region>, 4> arenas_;
+  std::shared_ptr<const void> request_;
   MessageShare::Charge charge_;  // for these
   AlignedBuffer q_copy_, out_, lse_;
   std::unique_ptr<AttentionPlan> plan_;
@@ -238,10 +263,60 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
 
 }  // namespace
 
+// An append that workers write. Shared with them; destroyed on the loop's thread, and its members from the last on.
+struct HostCalls::LargeAppend {
+  LargeAppend(const std::shared_ptr<Session>& of, const StepCache& with, const CheckedStep& what)
+      : session(of), cache(with), config(*with.config), step(what) {
+    cache.config = &config;
+  }
+  const std::shared_ptr<Session> session;
+  StepCache cache;
+  const CacheConfig config;
+  const CheckedStep step;
+  std::vector<std::shared_ptr<const void>> input;
+  std::shared_ptr<const void> reading;  // no other call of the connection comes in between
+  std::unique_ptr<AppendLease> lease;
+};
+
 absl::StatusOr<kj::Promise<void>> HostCalls::Step(const std::shared_ptr<Session>& session, const StepCache& cache,
                                                   const CheckedStep& step, StepContext& context) const {
   // What Attend could refuse after this append, the append refuses: it checks positions against the same counts.
-  if (step.append()) KV_RETURN_IF_ERROR(Append(*parts_.store, cache, step));
+  if (step.append()) {
+    const AppendEntries entries = EntriesToAppend(cache, step);
+    if (step.k.bytes.size() + step.v.bytes.size() + step.x.bytes.size() > kLoopAppendBytesMax) {
+      auto append = std::make_unique<LargeAppend>(session, cache, step);
+      append->input = KeepInput(*session, step);
+      if (!append->input.empty()) {
+        append->reading = session->messages().HoldReading();
+        KV_ASSIGN_OR_RETURN(append->lease, parts_.store->appends().Begin(cache.id, step.layer, entries));
+        return AppendByWorkers(std::move(append), context);
+      }
+    }
+    KV_RETURN_IF_ERROR(parts_.store->Append(cache.id, step.layer, entries));
+  }
+  return Attend(session, cache, step, context);
+}
+
+absl::StatusOr<kj::Promise<void>> HostCalls::AppendByWorkers(std::unique_ptr<LargeAppend> large,
+                                                             StepContext& context) const {
+  const std::shared_ptr<LargeAppend> append = std::move(large);
+  return OnWorkerInTurns(parts_.workers, parts_.queue, WorkerPool::Priority::kAttend, append->cache.owner,
+                         [append] { return append->lease->WriteNext(); })
+      .then([this, append, context]() mutable -> kj::Promise<void> {
+        Session& session = *append->session;
+        const LoopTurn turn(session.calls().turns(), MethodName(Method::kStep));
+        const absl::Status committed = append->lease->Commit();
+        auto rest = committed.ok() ? Attend(append->session, append->cache, append->step, context)
+                                   : absl::StatusOr<kj::Promise<void>>(committed);
+        append->reading = nullptr;
+        if (rest.ok()) return *std::move(rest);
+        ServeError(session, Method::kStep, rest.status(), context);
+        return kj::READY_NOW;
+      });
+}
+
+absl::StatusOr<kj::Promise<void>> HostCalls::Attend(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                                    const CheckedStep& step, StepContext& context) const {
   if (!step.attend()) {
     context.getResults(capnp::MessageSize{kReplyWords, 0}).initReply();
     return kj::Promise<void>(kj::READY_NOW);
@@ -260,8 +335,10 @@ absl::StatusOr<kj::Promise<void>> HostCalls::Step(const std::shared_ptr<Session>
   for (const StepTensor* tensor : {&step.q, &step.out, &step.lse}) {
     if (tensor->where == StepTensor::Where::kArena) call->Keep(session->FindArena(tensor->arena));
   }
-  KV_ASSIGN_OR_RETURN(kj::Promise<MessageShare::Charge> room,
-                      session->messages().BookReply(call->kept_bytes() + call->reply_bytes()));
+  if (step.q.where == StepTensor::Where::kInline) {
+    call->KeepRequest(session->messages().requests()->KeepRequest(step.q.bytes.data()));
+  }
+  KV_ASSIGN_OR_RETURN(kj::Promise<MessageShare::Charge> room, session->messages().BookReply(call->bytes_to_book()));
   kj::Promise<void> ran = room.then([call, context](MessageShare::Charge charge) mutable {
     kj::Promise<void> begun = call->Begin(std::move(charge));
     context.releaseParams();

@@ -25,6 +25,10 @@ namespace kvmanager {
 /// Upper bound of the multiply-adds that run on the event loop: about 20 us of one core.
 constexpr uint64_t kLoopMultiplyAddsMax = 1 << 18;
 
+/// Of K, V and X together; more is copied by workers. What is appended inline has at least as much, or the request is
+/// small and is not kept (MessageMemory::kKeptBytesMin).
+constexpr uint64_t kLoopAppendBytesMax = 1 << 20;
+
 class HostCalls final : public MemoryCalls {
  public:
   /// Everything outlives this and the calls that it runs.
@@ -59,6 +63,13 @@ class HostCalls final : public MemoryCalls {
   bool GoesByHost(const absl::Status&) const override { return false; }
 
  private:
+  struct LargeAppend;
+
+  /// The attention of a step whose tokens are appended.
+  absl::StatusOr<kj::Promise<void>> Attend(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                           const CheckedStep& step, StepContext& context) const;
+  absl::StatusOr<kj::Promise<void>> AppendByWorkers(std::unique_ptr<LargeAppend> append, StepContext& context) const;
+
   const Parts parts_;
 };
 

@@ -58,6 +58,13 @@ class HostCallsTest : public testing::CallsTest {
     return testing::ReferenceAttention(config_.layout, config_.query_heads, kv.k, kv.v, position, tokens, q, encoded);
   }
   uint64_t used_bytes() { return test().pool->used_bytes(); }
+  struct Large;
+  /// So many tokens that workers copy them.
+  int LargeTokens() const {
+    const PageLayout& layout = config_.layout;
+    const uint64_t token_bytes = 2 * layout.kv_heads * layout.head_dim * DTypeBytes(layout.dtype);
+    return static_cast<int>(kLoopAppendBytesMax / token_bytes) + kPage + 1;
+  }
 
   AttendMetrics attend_metrics_{&metrics_};
   HostCalls::Parts MakeParts(QualityMonitor* quality = nullptr) {
@@ -176,6 +183,80 @@ TEST_F(HostCallsTest, ArenasStayUntilTheWorkersAreDone) {
     call = nullptr;
     EndWork();
     EXPECT_EQ(to_look_at.use_count(), 1);
+  }
+}
+
+// K and V of a large append, in an arena: as many tokens as are copied by workers.
+struct HostCallsTest::Large {
+  Large(HostCallsTest& test, const Text& of) : text(of), tokens(static_cast<int>(of.ids.size())) {
+    const KeysValues kv = MakeKeysValues(test.config_.layout, text, 0, tokens, 1);
+    side_bytes = kv.k.size();
+    v_at = (side_bytes + 63) / 64 * 64;
+    arena = test.AddArena(v_at + side_bytes);
+    data = test.session_->ArenaBytes(arena).data();
+    std::memcpy(data, kv.k.data(), side_bytes);
+    std::memcpy(data + v_at, kv.v.data(), side_bytes);
+  }
+  void Set(api::StepRequest::Builder request) const {
+    HostCallsTest::SetArena(request.initK(), arena, 0, side_bytes);
+    HostCallsTest::SetArena(request.initV(), arena, v_at, side_bytes);
+  }
+  const Text& text;
+  const int tokens;
+  size_t side_bytes = 0, v_at = 0;
+  uint32_t arena = 0;
+  uint8_t* data = nullptr;
+};
+
+TEST_F(HostCallsTest, LargeAppendsAreWrittenByWorkers) {
+  Open("raw", 2);
+  const Text text = MakeText(LargeTokens());
+  const Large large(*this, text);
+  const SequenceId sequence = HeldSequence(text, 0);
+  const std::vector<float> q = MakeQueries(1);
+  BlockWorkers();
+  auto call = Step({sequence, 0, large.tokens}, nullptr, {}, [&](auto request) { large.Set(request); });
+  EXPECT_FALSE(call->ended());
+  EXPECT_TRUE(session_->messages().reading_held()) << "what comes next must find it done";
+  EXPECT_EQ(tokens(sequence, 1), 0u);
+  session_->RemoveArena(large.arena);
+  Unblock();
+  RunUntilEnded(call);
+  EXPECT_EQ(call->reply().getStatus().getCode(), 0);
+  EXPECT_FALSE(session_->messages().reading_held());
+  EXPECT_EQ(tokens(sequence, 1), large.tokens);
+  call = Step({sequence, uint64_t(large.tokens) - 1, 1}, nullptr, q);
+  RunUntilEnded(call);
+  ExpectInline(call->reply().getOut(), Reference(text, large.tokens - 1, 1, q, Raw).out);
+}
+
+TEST_F(HostCallsTest, LargeAppendsThatFailOrAreGivenUpChangeNothing) {
+  Open("raw", 2);
+  const Text text = MakeText(LargeTokens());
+  const Large large(*this, text);
+  const SequenceId sequence = HeldSequence(text, 0);
+  for (const bool given_up : {false, true}) {
+    SCOPED_TRACE(given_up);
+    const uint16_t infinity = 0x7c00;
+    std::memcpy(large.data + large.v_at + large.side_bytes - 2, &infinity, 2);
+    BlockWorkers();
+    auto call = Step({sequence, 0, large.tokens}, nullptr, {}, [&](auto request) { large.Set(request); });
+    ASSERT_FALSE(call->ended());
+    EXPECT_GT(used_bytes(), 0u);
+    if (given_up) {
+      call = nullptr;
+      loop_.RunReady();
+      EndWork();
+    } else {
+      Unblock();
+      RunUntilEnded(call);
+      EXPECT_EQ(DetailOfReply(call->reply().getStatus()).field.substr(0, 18), "entries[0].v[token");
+      call = nullptr;
+      EndWork();
+    }
+    EXPECT_FALSE(session_->messages().reading_held());
+    EXPECT_EQ(tokens(sequence, 1), 0u);
+    EXPECT_EQ(used_bytes(), 0u);
   }
 }
 

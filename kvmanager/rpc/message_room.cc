@@ -72,6 +72,12 @@ void MessageRoom::Admit() {
   }
 }
 
+uint64_t MessageRoom::most_used_bytes() const {
+  uint64_t most = 0;
+  for (const MessageShare* const share : shares_) most = std::max(most, share->used_bytes());
+  return most;
+}
+
 void MessageRoom::Look() {
   const bool full = std::any_of(waiting_.begin(), waiting_.end(),
                                 [this](const Waiting* each) { return FitsShare(each->share(), each->bytes()); });
@@ -136,6 +142,19 @@ void MessageShare::NoteReceived(bool whole) {
   if (whole || since_ns_ == 0) since_ns_ = received_ns_;
 }
 
+void MessageShare::NoteWhole(kj::ArrayPtr<const kj::byte> bytes, const std::shared_ptr<const void>& memory) {
+  std::erase_if(requests_, [](const Request& request) { return request.memory.expired(); });
+  requests_.push_back({bytes, memory});
+}
+
+std::shared_ptr<const void> MessageShare::KeepRequest(const uint8_t* at) {
+  for (const Request& request : requests_) {
+    if (at < request.bytes.begin() || at >= request.bytes.end()) continue;
+    if (std::shared_ptr<const void> memory = request.memory.lock(); memory != nullptr) return memory;
+  }
+  return nullptr;
+}
+
 kj::Promise<MessageShare::Charge> MessageShare::Book(uint64_t bytes) {
   if (TryTake(bytes)) return Charge(shared_from_this(), bytes);
   auto waiting = kj::newAdaptedPromise<Charge, MessageRoom::Waiting>(shared_from_this(), bytes);
@@ -143,39 +162,36 @@ kj::Promise<MessageShare::Charge> MessageShare::Book(uint64_t bytes) {
   return waiting;
 }
 
-void MessageShare::SendWith(Charge charge) {
-  // A small one needs no room of others, and nobody tells when it is sent.
-  if (charge.bytes() < MessageRoom::kOwnBytes || cut_off_ == nullptr) return;
+void MessageShare::SendWith(Charge charge, Lent lent) {
   if (sending_.empty()) since_ns_ = room_->clock_->NowNs();
   sending_bytes_ += charge.bytes();
-  sending_.push_back(charge.Release());
+  sending_.push_back({charge.Release(), std::move(lent)});
 }
 
-void MessageShare::NoteSent(uint64_t bytes, uint64_t unsent) {
-  // Replies are not told apart: the message was the largest that is no larger than it.
-  auto sent = sending_.end();
-  for (auto at = sending_.begin(); at != sending_.end(); ++at) {
-    if (*at <= bytes && (sent == sending_.end() || *at > *sent)) sent = at;
-  }
+void MessageShare::NoteSent(kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>> segments, uint64_t unsent) {
+  const auto sent = std::find_if(sending_.begin(), sending_.end(), [&](const Sending& reply) {
+    const void* const lent = reply.lent.front().data();
+    return std::any_of(segments.begin(), segments.end(),
+                       [lent](const auto& segment) { return segment.begin() == lent; });
+  });
   if (sent != sending_.end()) {
-    const uint64_t given_back = *sent;
-    *sent = sending_.back();
+    const uint64_t bytes = sent->bytes;
+    std::swap(*sent, sending_.back());
     sending_.pop_back();
-    sending_bytes_ -= given_back;
+    sending_bytes_ -= bytes;
     since_ns_ = sending_.empty() ? 0 : room_->clock_->NowNs();
-    GiveBack(given_back);
+    GiveBack(bytes);
   }
   if (unsent < counted_ + sending_bytes_) CountUnsent(unsent);
 }
 
-void MessageShare::NoteUnsent(uint64_t unsent) {
-  if (unsent == 0 && !sending_.empty()) {  // their calls were cancelled: they are never sent
-    since_ns_ = 0;
-    sending_.clear();
-    GiveBack(std::exchange(sending_bytes_, 0));
-  }
-  CountUnsent(unsent);
+void MessageShare::DropUnsent() {
+  since_ns_ = 0;
+  sending_.clear();
+  GiveBack(std::exchange(sending_bytes_, 0));
 }
+
+void MessageShare::NoteUnsent(uint64_t unsent) { CountUnsent(unsent); }
 
 void MessageShare::CountUnsent(uint64_t unsent) {
   if (cut_off_ == nullptr) return;
@@ -198,9 +214,9 @@ void MessageShare::CutOff() {
 
 void MessageShare::Detach() {
   cut_off_ = nullptr;
-  sending_.clear();
+  since_ns_ = received_ns_ = 0;
   room_->used_ -= std::exchange(counted_, 0);
-  GiveBack(std::exchange(sending_bytes_, 0));
+  room_->Admit();
 }
 
 MessageMetrics::MessageMetrics(Metrics* m)

@@ -12,6 +12,7 @@
 // The loop's thread. The room outlives its shares.
 #pragma once
 
+#include <capnp/common.h>
 #include <kj/async.h>
 
 #include <cstdint>
@@ -21,8 +22,10 @@
 #include <vector>
 
 #include "absl/container/flat_hash_set.h"
+#include "absl/container/inlined_vector.h"
 #include "absl/functional/any_invocable.h"
 #include "kvmanager/api/socket_stream.h"
+#include "kvmanager/base/aligned_buffer.h"
 #include "kvmanager/base/clock.h"
 #include "monitoring/metrics.h"
 
@@ -49,6 +52,8 @@ class MessageRoom {
   const Bounds& bounds() const { return bounds_; }
   uint64_t used_bytes() const { return used_; }
   size_t waiting() const { return waiting_.size(); }
+  /// Of the share that has most.
+  uint64_t most_used_bytes() const;
   /// From time to time: cuts off who keeps others waiting.
   void Look();
 
@@ -111,17 +116,28 @@ class MessageShare final : public MessageMemory, public std::enable_shared_from_
   kj::Promise<void> Take(uint64_t bytes) override;
   void GiveBack(uint64_t bytes) override;
   void NoteReceived(bool whole) override;
+  void NoteWhole(kj::ArrayPtr<const kj::byte> bytes, const std::shared_ptr<const void>& memory) override;
+  /// The memory of the large request that holds `at`, whose reader lives: it is destroyed on the loop's thread.
+  /// nullptr: there is none.
+  std::shared_ptr<const void> KeepRequest(const uint8_t* at);
 
   // Replies.
   /// Resolves once so many bytes are booked. Dropping the promise gives them back.
   kj::Promise<Charge> Book(uint64_t bytes);
-  /// A reply was handed to the network, which lets go of it once it is sent.
-  void SendWith(Charge charge);
+  /// Memory that a reply refers to instead of holding a copy.
+  using Lent = absl::InlinedVector<AlignedBuffer, 2>;
+  /// A reply that refers to `lent` was handed to the network. They and their charge stay until it was written, or until
+  /// this goes, which must be behind the network. lent: not empty.
+  void SendWith(Charge charge, Lent lent);
+  bool lends() const { return !sending_.empty(); }
+  /// The network has nothing to send, and every call that has lent something has handed its reply to it: what is left
+  /// belongs to calls that were cancelled.
+  void DropUnsent();
   /// `unsent`: bytes of all replies that wait to be sent, booked or not.
   void NoteUnsent(uint64_t unsent);
-  /// A message of so many bytes was sent; at most `unsent` bytes of others are left. To be told of messages of
+  /// A message of these segments was written; at most `unsent` bytes of others are left. To be told of messages of
   /// kOwnBytes and more, and of all while counts_unsent().
-  void NoteSent(uint64_t bytes, uint64_t unsent);
+  void NoteSent(kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>> segments, uint64_t unsent);
   bool counts_unsent() const { return counted_ != 0; }
 
  private:
@@ -140,8 +156,17 @@ class MessageShare final : public MessageMemory, public std::enable_shared_from_
   uint64_t counted_ = 0;  // of what is not booked, in the room's sum
   uint64_t sending_bytes_ = 0;
   int64_t since_ns_ = 0;  // a request began to arrive, or a reply was last taken while others are to be sent; 0: none
-  int64_t received_ns_ = 0;        // more of this request arrived; 0: there is none
-  std::vector<uint64_t> sending_;  // booked bytes of each reply
+  int64_t received_ns_ = 0;  // more of this request arrived; 0: there is none
+  struct Request {
+    kj::ArrayPtr<const kj::byte> bytes;
+    std::weak_ptr<const void> memory;
+  };
+  std::vector<Request> requests_;  // large ones, some of which may be gone
+  struct Sending {
+    uint64_t bytes;  // booked
+    Lent lent;
+  };
+  std::vector<Sending> sending_;
 };
 
 /// Memory of messages of all connections.

@@ -41,6 +41,23 @@ class MessageRoomTest : public ::testing::Test {
     loop_.RunReady();
     return booking;
   }
+  /// A message with one segment of memory that is lent, or not.
+  class Reply {
+   public:
+    explicit Reply(const uint8_t* data = nullptr)
+        : segment_(reinterpret_cast<const capnp::word*>(data), data == nullptr ? 0 : 1) {}
+    kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>> segments() const { return kj::arrayPtr(&segment_, 1); }
+
+   private:
+    kj::ArrayPtr<const capnp::word> segment_;
+  };
+  static Reply Send(MessageShare& share, MessageShare::Charge charge) {
+    MessageShare::Lent lent;
+    lent.push_back(AlignedBuffer(64));
+    const Reply reply(lent.front().data());
+    share.SendWith(std::move(charge), std::move(lent));
+    return reply;
+  }
   void GiveBack(Booking& booking) {
     booking.charge.reset();
     loop_.RunReady();
@@ -105,11 +122,11 @@ TEST_F(MessageRoomTest, WhoIsNotInterestedAnyMoreDoesNotWait) {
   EXPECT_EQ(room_.used_bytes(), 4 * kMiB);
 }
 
-TEST_F(MessageRoomTest, AReplyIsBookedUntilItIsSent) {
+TEST_F(MessageRoomTest, AReplyIsBookedUntilItIsWritten) {
   const auto share = Share();
   auto booking = Book(*share, 4 * kMiB);
   booking->charge->Shrink(2 * kMiB);
-  share->SendWith(*std::move(booking->charge));
+  const Reply reply = Send(*share, *std::move(booking->charge));
   EXPECT_EQ(room_.used_bytes(), 2 * kMiB);
   share->NoteUnsent(2 * kMiB + MessageRoom::kOwnBytes);
   EXPECT_FALSE(share->counts_unsent());
@@ -117,26 +134,42 @@ TEST_F(MessageRoomTest, AReplyIsBookedUntilItIsSent) {
   share->NoteUnsent(3 * kMiB);
   EXPECT_TRUE(share->counts_unsent());
   EXPECT_EQ(room_.used_bytes(), 3 * kMiB);
-  share->NoteSent(kMiB, 3 * kMiB);  // another message, which the network still counts
+  const Reply other;  // which the network still counts
+  share->NoteSent(other.segments(), 3 * kMiB);
   EXPECT_EQ(room_.used_bytes(), 3 * kMiB);
-  share->NoteSent(100, 2 * kMiB);
+  share->NoteSent(other.segments(), 2 * kMiB);
   EXPECT_EQ(room_.used_bytes(), 2 * kMiB);
-  share->NoteSent(2 * kMiB + 64, 0);
+  EXPECT_TRUE(share->lends());
+  share->NoteSent(reply.segments(), 0);
+  EXPECT_FALSE(share->lends());
   EXPECT_EQ(room_.used_bytes(), 0);
 }
 
-TEST_F(MessageRoomTest, ARepliesCancelledCallGivesBack) {
+TEST_F(MessageRoomTest, WhatARepliesCancelledCallHasLentGoes) {
   const auto share = Share();
-  share->SendWith(*std::move(Book(*share, 2 * kMiB)->charge));
+  Send(*share, *std::move(Book(*share, 2 * kMiB)->charge));
   share->NoteUnsent(0);
+  EXPECT_EQ(room_.used_bytes(), 2 * kMiB) << "the reply may not be in the network yet";
+  share->DropUnsent();
+  EXPECT_EQ(room_.used_bytes(), 0);
+  EXPECT_FALSE(share->lends());
+}
+
+TEST_F(MessageRoomTest, WhatIsLentStaysUntilTheConnectionIsTakenApart) {
+  auto share = Share();
+  Send(*share, *std::move(Book(*share, 2 * kMiB)->charge));
+  share->Detach();
+  EXPECT_EQ(room_.used_bytes(), 2 * kMiB) << "the network still refers to it";
+  share = nullptr;
   EXPECT_EQ(room_.used_bytes(), 0);
 }
 
 TEST_F(MessageRoomTest, CutsOffWhoTakesNoReplyWhileOthersWait) {
-  const auto stalled = Share(), alive = Share(), other = Share();
-  stalled->SendWith(*std::move(Book(*stalled, 4 * kMiB)->charge));
+  auto stalled = Share();
+  const auto alive = Share(), other = Share();
+  Send(*stalled, *std::move(Book(*stalled, 4 * kMiB)->charge));
   clock_.ms += MessageRoom::kSlowMs - 1;
-  alive->SendWith(*std::move(Book(*alive, 3 * kMiB)->charge));
+  const Reply taken = Send(*alive, *std::move(Book(*alive, 3 * kMiB)->charge));
   clock_.ms += 1;
   room_.Look();
   EXPECT_EQ(cut_off_, (std::vector<int>{0, 0, 0})) << "nobody waits";
@@ -146,6 +179,7 @@ TEST_F(MessageRoomTest, CutsOffWhoTakesNoReplyWhileOthersWait) {
   room_.Look();
   EXPECT_EQ(cut_off_, (std::vector<int>{1, 0, 0}));
   stalled->Detach();
+  stalled = nullptr;
   loop_.RunReady();
   EXPECT_TRUE(waits->charge.has_value());
 }

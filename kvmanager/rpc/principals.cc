@@ -1,12 +1,9 @@
 #include "kvmanager/rpc/principals.h"
 
-#include <fcntl.h>
 #include <openssl/crypto.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -18,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "kvmanager/base/byte_text.h"
+#include "kvmanager/base/private_file.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/base/tls.h"
 #include "kvmanager/store/cache_config.h"
@@ -97,7 +95,10 @@ absl::StatusOr<Digest> ParseDigest(absl::string_view field, const json& value) {
 
 absl::StatusOr<uint64_t> ParseMember(const std::string& field, const json& value) {
   if (value.is_number_unsigned()) return value.get<uint64_t>();
-  if (!value.is_string()) return InvalidField(field, "no text", "a number of bytes such as \"8GiB\"");
+  if (!value.is_string()) {
+    return InvalidField(field, value.dump(-1, ' ', true, json::error_handler_t::replace),
+                        "a number of bytes, 0 or more, such as 8589934592 or \"8GiB\"");
+  }
   return ParseBytes(field, value.get<std::string>());
 }
 
@@ -164,20 +165,13 @@ absl::StatusOr<ListedTenant> ParseTenant(const std::string& at, const json& tena
   return result;
 }
 
-struct Descriptor {
-  ~Descriptor() {
-    if (fd >= 0) close(fd);
-  }
-  const int fd;
-};
-
 }  // namespace
 
 absl::StatusOr<TenantTable> ParseTenants(absl::string_view text) {
   const json parsed = json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
   constexpr absl::string_view kForm =
-      "{\"tenants\": [{\"name\": ..., \"uids\": [...], \"token_sha256\": [...], \"certificates\": "
-      "[...]}]}";
+      "{\"tenants\": [{\"name\": ..., \"uids\": [...], \"token_sha256\": [...], \"certificates\": [...], "
+      "\"host_bytes\": {\"guaranteed\": ..., \"most\": ...}, \"gpu_bytes\": {...}}]}";
   if (parsed.is_discarded() || !parsed.is_object()) return InvalidField("the file", "no JSON object", kForm);
   for (const auto& [member, value] : parsed.items()) {
     if (member != "tenants") return InvalidField("the file", absl::StrCat("one with \"", member, "\""), kForm);
@@ -208,51 +202,19 @@ absl::StatusOr<TenantTable> ParseTenants(absl::string_view text) {
 }
 
 absl::StatusOr<TenantTable> ReadTenants(const std::string& path, uid_t own_uid) {
-  const auto unavailable = [&path](absl::string_view what) {
-    return WithDetail(absl::UnavailableError(absl::StrCat("--tenants ", path, ": ", what)), {"--tenants", path, ""});
-  };
-  const auto refused = [&path](absl::string_view value, absl::string_view what) {
-    return WithDetail(absl::FailedPreconditionError(absl::StrCat("--tenants ", path, " ", value, "; ", what)),
-                      {"--tenants", path, std::string(what)});
-  };
-  const Descriptor file{open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)};
-  if (file.fd < 0) return unavailable(std::strerror(errno));
-  struct stat info;
-  if (fstat(file.fd, &info) != 0) return unavailable(std::strerror(errno));
-  if (!S_ISREG(info.st_mode)) return refused("is no regular file", "name a file");
-  if (info.st_uid != 0 && info.st_uid != own_uid) {
-    return refused(absl::StrCat("belongs to user ", info.st_uid),
-                   absl::StrCat("it must be root's or the daemon's: chown ", own_uid, " ", path));
-  }
-  if ((info.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
-    return refused("can be written by others", absl::StrCat("run: chmod go-w ", path));
-  }
-  if (info.st_size > int64_t{Principals::kFileBytesMax}) {
-    return refused(absl::StrCat("has ", info.st_size, " bytes"),
-                   absl::StrCat("at most ", Principals::kFileBytesMax, " are read"));
-  }
-  std::string text(Principals::kFileBytesMax + 1, '\0');
-  size_t bytes = 0;
-  while (bytes < text.size()) {
-    const ssize_t got = read(file.fd, text.data() + bytes, text.size() - bytes);
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) return unavailable(std::strerror(errno));
-    if (got == 0) break;
-    bytes += static_cast<size_t>(got);
-  }
-  if (bytes > Principals::kFileBytesMax) return refused("grows while it is read", "write it elsewhere and rename it");
-  text.resize(bytes);
-  absl::StatusOr<TenantTable> table = ParseTenants(text);
+  KV_ASSIGN_OR_RETURN(const PrivateFile file,
+                      ReadPrivateFile("--tenants", path, {.bytes_max = Principals::kFileBytesMax, .owner = own_uid}));
+  absl::StatusOr<TenantTable> table = ParseTenants(file.text);
   if (!table.ok()) {
     const ErrorDetail detail = DetailOf(table.status());
     return WithDetail(absl::InvalidArgumentError(absl::StrCat("--tenants ", path, ": ", table.status().message())),
                       detail);
   }
-  if ((info.st_mode & S_IROTH) != 0) {
+  if ((file.mode & S_IROTH) != 0) {
     for (const auto& [name, tenant] : *table) {
-      if (!tenant.tokens.empty()) {
-        return refused("has digests of tokens and can be read by others", absl::StrCat("run: chmod o-r ", path));
-      }
+      if (tenant.tokens.empty()) continue;
+      return InvalidField("--tenants", absl::StrCat(path, ", which has digests of tokens and which others can read"),
+                          absl::StrCat("a file that its owner and group alone can read: chmod o-r ", path));
     }
   }
   return table;

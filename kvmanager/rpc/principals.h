@@ -51,7 +51,7 @@ using TenantTable = absl::flat_hash_map<std::string, ListedTenant>;
 absl::StatusOr<TenantTable> ParseTenants(absl::string_view text);
 
 /// The file's table. It must be a regular file of root or of `own_uid`, which nobody else can write, nor others read if
-/// it has tokens. Errors: INVALID_ARGUMENT, FAILED_PRECONDITION (owner, mode: says what to run), UNAVAILABLE (reading).
+/// it has tokens. Errors: ReadPrivateFile's and ParseTenants's.
 absl::StatusOr<TenantTable> ReadTenants(const std::string& path, uid_t own_uid);
 
 class Principals {

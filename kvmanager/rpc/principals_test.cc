@@ -238,6 +238,20 @@ TEST(ParseTenantsTest, ErrorsNameMemberValueAndBound) {
   EXPECT_FALSE(ParseTenants(absl::StrCat("{\"tenants\": [{\"name\": \"a\", \"uids\": [", many, "]}]}")).ok());
 }
 
+// What is wrong stands in the error as it was written, and what may stand there is said.
+TEST(ParseTenants, ErrorsSayWhatToWrite) {
+  const absl::Status negative =
+      ParseTenants("{\"tenants\": [{\"name\": \"a\", \"host_bytes\": {\"most\": -5}}]}").status();
+  EXPECT_EQ(DetailOf(negative).value, "-5") << negative;
+  EXPECT_NE(DetailOf(negative).bound.find("0 or more"), std::string::npos) << negative;
+  for (const char* broken : {"{\"tenants\": [{]}", "{}", "{\"tenant\": []}"}) {
+    const absl::Status refused = ParseTenants(broken).status();
+    for (const char* member : {"uids", "token_sha256", "certificates", "host_bytes", "gpu_bytes"}) {
+      EXPECT_NE(DetailOf(refused).bound.find(member), std::string::npos) << refused;
+    }
+  }
+}
+
 class ReadTenantsTest : public testing::Test {
  protected:
   void SetUp() override { std::ofstream(path_) << Teams(); }
@@ -257,14 +271,14 @@ TEST_F(ReadTenantsTest, ReadsWhatNobodyElseCanWrite) {
   EXPECT_EQ(ReadTenants(path_, me_)->size(), 3u);
   for (const mode_t mode : {0620, 0602, 0666, 0664}) {
     const absl::Status refused = Read(mode, me_);
-    EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << std::oct << mode;
+    EXPECT_TRUE(absl::IsInvalidArgument(refused)) << std::oct << mode;
     EXPECT_NE(refused.message().find("chmod go-w " + path_), std::string::npos) << refused;
   }
 }
 
 TEST_F(ReadTenantsTest, OthersReadNoDigestsOfTokens) {
   const absl::Status refused = Read(0644, me_);
-  EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << refused;
+  EXPECT_TRUE(absl::IsInvalidArgument(refused)) << refused;
   EXPECT_NE(refused.message().find("chmod o-r " + path_), std::string::npos) << refused;
   std::ofstream(path_, std::ios::trunc) << "{\"tenants\": [{\"name\": \"a\", \"uids\": [1001]}]}";
   EXPECT_TRUE(Read(0644, me_).ok());
@@ -277,17 +291,17 @@ TEST_F(ReadTenantsTest, AnotherUsersFileIsRefused) {
   const uid_t owner = me_ == 0 ? 1001 : me_;
   EXPECT_TRUE(Read(0600, owner).ok());
   const absl::Status refused = Read(0600, owner + 1);
-  EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << refused;
+  EXPECT_TRUE(absl::IsInvalidArgument(refused)) << refused;
   EXPECT_NE(refused.message().find("chown"), std::string::npos) << refused;
 }
 
 TEST_F(ReadTenantsTest, OnlyRegularFiles) {
-  EXPECT_TRUE(absl::IsUnavailable(ReadTenants(path_ + ".not", me_).status()));
-  EXPECT_TRUE(absl::IsFailedPrecondition(ReadTenants(testing::TempDir(), me_).status()));
-  EXPECT_TRUE(absl::IsFailedPrecondition(ReadTenants("/dev/zero", me_).status()));
+  EXPECT_TRUE(absl::IsInvalidArgument(ReadTenants(path_ + ".not", me_).status()));
+  EXPECT_TRUE(absl::IsInvalidArgument(ReadTenants(testing::TempDir(), me_).status()));
+  EXPECT_TRUE(absl::IsInvalidArgument(ReadTenants("/dev/zero", me_).status()));
   const std::string fifo = path_ + ".fifo";
   ASSERT_EQ(mkfifo(fifo.c_str(), 0600), 0);
-  EXPECT_TRUE(absl::IsFailedPrecondition(ReadTenants(fifo, me_).status()));  // and nobody waits for a writer
+  EXPECT_TRUE(absl::IsInvalidArgument(ReadTenants(fifo, me_).status()));  // and nobody waits for a writer
   unlink(fifo.c_str());
 }
 
@@ -297,7 +311,7 @@ TEST_F(ReadTenantsTest, ErrorsNameTheFile) {
   EXPECT_TRUE(absl::IsInvalidArgument(refused));
   EXPECT_NE(refused.message().find(path_), std::string::npos) << refused;
   EXPECT_EQ(truncate(path_.c_str(), int64_t{Principals::kFileBytesMax} + 1), 0);
-  EXPECT_TRUE(absl::IsFailedPrecondition(Read(0600, me_)));
+  EXPECT_TRUE(absl::IsInvalidArgument(Read(0600, me_)));
 }
 
 }  // namespace

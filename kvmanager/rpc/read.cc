@@ -80,10 +80,12 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
     }
   }
 
-  // Rows that it keeps; the reply takes a copy.
-  uint64_t inline_bytes() const { return (uint64_t{!read_.k.given()} + uint64_t{!read_.v.given()}) * read_.bytes; }
+  // For rows that go inline, and their reply.
+  uint64_t bytes_to_book() const {
+    return (uint64_t{!read_.k.given()} + uint64_t{!read_.v.given()}) * SessionMessages::BytesToBook(read_.bytes);
+  }
 
-  // charge: for the rows and the reply.
+  // charge: for bytes_to_book().
   kj::Promise<void> Begin(MessageShare::Charge charge) {
     charge_ = std::move(charge);
     status_ = Allocate();
@@ -107,15 +109,16 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
 
   // REQUIRES: status() is OK.
   void WriteReply(Session& session, ReadContext& context) {
-    const uint64_t words = (k_.size() + v_.size()) / sizeof(capnp::word) + kReplyWords;
-    auto reply = context.getResults(capnp::MessageSize{words, 0}).initReply();
-    if (!read_.k.given()) reply.setK(capnp::Data::Reader(k_.data(), k_.size()));
-    if (!read_.v.given()) reply.setV(capnp::Data::Reader(v_.data(), v_.size()));
+    auto reply = context.getResults(capnp::MessageSize{kReplyWords, 0}).initReply();
+    const auto orphanage = capnp::Orphanage::getForMessageContaining(reply);
+    if (!read_.k.given()) reply.adoptK(SessionMessages::DataOf(orphanage, k_));
+    if (!read_.v.given()) reply.adoptV(SessionMessages::DataOf(orphanage, v_));
     reply.setEncodedTokens(encoded_tokens_);
     reply.setRawTokens(read_.tokens - encoded_tokens_);
-    k_ = AlignedBuffer();
-    v_ = AlignedBuffer();
-    session.messages().SendReply(std::move(charge_), inline_bytes());
+    MessageShare::Lent parts;
+    parts.push_back(std::move(k_));
+    parts.push_back(std::move(v_));
+    session.messages().SendReply(std::move(charge_), std::move(parts));
   }
 
  private:
@@ -332,7 +335,7 @@ absl::StatusOr<kj::Promise<void>> Reads::Run(const std::shared_ptr<Session>& ses
   const StepCache& cache = bound.cache;
   KV_ASSIGN_OR_RETURN(std::unique_ptr<AttendLease> lease, parts_.store->Load(cache.id, read.layer, read.entries));
   auto call = std::make_shared<ReadCall>(parts_, *session, cache, read, std::move(lease));
-  KV_ASSIGN_OR_RETURN(kj::Promise<MessageShare::Charge> room, session->messages().BookReply(2 * call->inline_bytes()));
+  KV_ASSIGN_OR_RETURN(kj::Promise<MessageShare::Charge> room, session->messages().BookReply(call->bytes_to_book()));
   context.releaseParams();
   // The pages are pinned as they are now; what kernels append to them comes first.
   absl::flat_hash_set<SequenceId> sequences;

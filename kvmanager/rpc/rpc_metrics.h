@@ -46,9 +46,10 @@ enum class Method : int {
   kUndrain,
   kPurge,
   kRecomputeStatus,
-  kMetricsText,  // Admin
+  kMetricsText,
+  kLimits,  // Admin
 };
-constexpr int kMethods = static_cast<int>(Method::kMetricsText) + 1;
+constexpr int kMethods = static_cast<int>(Method::kLimits) + 1;
 const char* MethodName(Method method);
 
 /// Why a connection ended; label `reason`.

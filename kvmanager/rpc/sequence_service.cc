@@ -123,6 +123,8 @@ class SequenceService final : public api::Sequence::Server {
     session_->Hold(id_, bound_->cache.id);
   }
   ~SequenceService() { session_->Release(id_); }
+  /// Nobody holds it any more (disposals.h).
+  void LetGo() { session_->LetGo(); }
 
   // These need the sequence as a whole: of one that still arrives by a hand-off they wait until it has, or has not.
   kj::Promise<void> fork(ForkContext context) override { return WhenWhole(context, &SequenceService::ForkNow); }
@@ -158,7 +160,7 @@ class SequenceService final : public api::Sequence::Server {
 
   kj::Promise<void> ForkNow(ForkContext context) {
     return Serve(*session_, Method::kFork, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
-      KV_RETURN_IF_ERROR(session_->CheckNewSequence());
+      KV_RETURN_IF_ERROR(session_->CheckRoomForSequence(Session::Begins::kNow));
       KV_ASSIGN_OR_RETURN(const Forked fork, calls().Fork(*session_, bound_->cache, id_));
       auto reply = context.getResults().initReply();
       reply.setDone(fork.copied);
@@ -384,7 +386,7 @@ class SequenceService final : public api::Sequence::Server {
 
 api::Sequence::Client MakeSequenceService(std::shared_ptr<Session> session, const SequenceParts& parts,
                                           SequenceId sequence, std::shared_ptr<const BoundCache> cache) {
-  return kj::heap<SequenceService>(std::move(session), parts, sequence, std::move(cache));
+  return parts.disposals->Make<SequenceService>(std::move(session), parts, sequence, std::move(cache));
 }
 
 }  // namespace kvmanager

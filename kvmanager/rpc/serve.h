@@ -83,7 +83,7 @@ inline kj::Promise<void> InTurns(std::shared_ptr<Session> session, Method method
   bool more = true;
   KJ_IF_MAYBE (exception, kj::runCatchingExceptions([&] {
                  const LoopTurn watched(session->calls().turns(), MethodName(method));
-                 for (const Turn turn(Turn::kLength); more && !turn.over();) more = step();
+                 for (const Turn turn(TakingTurns::kLength); more && !turn.over();) more = step();
                })) {
     NoteInvalid(*session, method, *exception);
     return kj::mv(*exception);

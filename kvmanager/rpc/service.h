@@ -31,6 +31,7 @@
 #include "kvmanager/memory/host_pinner.h"
 #include "kvmanager/memory/page_pool.h"
 #include "kvmanager/rpc/daemon_facts.h"
+#include "kvmanager/rpc/disposals.h"
 #include "kvmanager/rpc/memory_calls.h"
 #include "kvmanager/rpc/principals.h"
 #include "kvmanager/rpc/read.h"
@@ -46,6 +47,7 @@ struct SequenceParts {
   EventLoop* loop = nullptr;
   WorkerPool* workers = nullptr;
   TakingTurns* long_calls = nullptr;
+  Disposals* disposals = nullptr;
   IncomingHandOffs* incoming = nullptr;
   const OutgoingHandOffs* outgoing = nullptr;
   const Arrivals* arrivals = nullptr;

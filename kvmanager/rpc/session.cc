@@ -1,5 +1,7 @@
 #include "kvmanager/rpc/session.h"
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/rpc/limits.h"
@@ -9,27 +11,29 @@ namespace kvmanager {
 
 Session::~Session() { KV_CHECK(sequences_.empty()); }
 
-absl::Status Session::CheckNewSequence() const {
-  if (parts_.drain->on()) return absl::UnavailableError("this daemon is draining: it accepts no new sequences");
-  return CheckRoomForSequence();
-}
-
-absl::Status Session::CheckRoomForSequence() const {
-  if (sequences_.size() < limits::kSequencesMax) return absl::OkStatus();
-  return FieldError(absl::StatusCode::kResourceExhausted, "sequences of this connection",
-                    absl::StrCat(sequences_.size()), absl::StrCat("below ", limits::kSequencesMax));
+absl::Status Session::CheckRoomForSequence(Begins begins) const {
+  if (begins == Begins::kNow && parts_.drain->on()) {
+    return absl::UnavailableError("this daemon is draining: it accepts no new sequences");
+  }
+  const size_t held = sequences_.size() - let_go_;
+  if (held < limits::kSequencesMax) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kResourceExhausted, "sequences of this connection", absl::StrCat(held),
+                    absl::StrCat("below ", limits::kSequencesMax));
 }
 
 void Session::Hold(SequenceId sequence, CacheId cache) {
   sequences_.emplace(sequence, cache);
+  use_->sequences = sequences_.size();
   parts_.held->Hold(sequence, this);
 }
 
 void Session::Release(SequenceId sequence) {
   KV_CHECK(sequences_.erase(sequence) == 1);
+  if (let_go_ > 0) --let_go_;
+  use_->sequences = sequences_.size();
   parts_.held->Release(sequence);
   gpus_.Forget(sequence);
-  parts_.drops->Drop(sequence);
+  parts_.store->Drop(sequence);
 }
 
 absl::Status Session::ReserveArena(uint64_t bytes) {
@@ -37,23 +41,23 @@ absl::Status Session::ReserveArena(uint64_t bytes) {
     return InvalidField("bytes", bytes,
                         absl::StrCat("a multiple of ", limits::kArenaBytesStep, ", at most ", limits::kArenaBytesMax));
   }
-  if (arenas_reserved_ >= limits::kArenasMax) {
-    return FieldError(absl::StatusCode::kResourceExhausted, "arenas of this connection", absl::StrCat(arenas_reserved_),
+  if (use_->arenas >= limits::kArenasMax) {
+    return FieldError(absl::StatusCode::kResourceExhausted, "arenas of this connection", absl::StrCat(use_->arenas),
                       absl::StrCat("below ", limits::kArenasMax));
   }
-  if (arena_bytes_ + bytes > limits::kArenaBytesTotalMax) {
+  if (use_->arena_bytes + bytes > limits::kArenaBytesTotalMax) {
     return FieldError(absl::StatusCode::kResourceExhausted, "arena bytes of this connection",
-                      absl::StrCat(arena_bytes_ + bytes), absl::StrCat("at most ", limits::kArenaBytesTotalMax));
+                      absl::StrCat(use_->arena_bytes + bytes), absl::StrCat("at most ", limits::kArenaBytesTotalMax));
   }
   KV_RETURN_IF_ERROR(parts_.arenas->Reserve(bytes));
-  ++arenas_reserved_;
-  arena_bytes_ += bytes;
+  ++use_->arenas;
+  use_->arena_bytes += bytes;
   return absl::OkStatus();
 }
 
 void Session::UnreserveArena(uint64_t bytes) {
-  --arenas_reserved_;
-  arena_bytes_ -= bytes;
+  --use_->arenas;
+  use_->arena_bytes -= bytes;
   parts_.arenas->GiveBack(bytes);
 }
 
@@ -67,9 +71,14 @@ void Session::RemoveArena(uint32_t id) { arenas_.erase(id); }
 
 std::shared_ptr<const BoundCache> Session::Bind(std::shared_ptr<const BoundCache> cache) {
   const CacheId id = cache->cache.id;
-  absl::erase_if(bound_, [](const auto& entry) { return entry.second.expired(); });
-  const auto [entry, first] = bound_.emplace(id, cache);
-  return first ? cache : entry->second.lock();
+  if (bound_.size() >= bound_max_) {
+    absl::erase_if(bound_, [](const auto& entry) { return entry.second.expired(); });
+    bound_max_ = std::max(bound_max_, 2 * bound_.size());
+  }
+  std::weak_ptr<const BoundCache>& entry = bound_[id];
+  if (auto earlier = entry.lock()) return earlier;
+  entry = cache;
+  return cache;
 }
 
 void WriteHeldSequence(const HeldSequences& held, const SequenceInfo& info, api::SequenceInfo::Builder out) {

@@ -22,9 +22,9 @@
 #include "kvmanager/rpc/memory_calls.h"
 #include "kvmanager/rpc/principals.h"
 #include "kvmanager/rpc/rpc_metrics.h"
-#include "kvmanager/rpc/sequence_drops.h"
 #include "kvmanager/rpc/session_gpus.h"
 #include "kvmanager/rpc/session_messages.h"
+#include "kvmanager/rpc/session_uses.h"
 
 namespace kvmanager {
 
@@ -35,11 +35,11 @@ class Session {
     PageStore* store = nullptr;
     const DrainSwitch* drain = nullptr;
     HeldSequences* held = nullptr;
-    SequenceDrops* drops = nullptr;
     ArenaBytes* arenas = nullptr;
     CallRecords* calls = nullptr;
     MessageRoom* requests = nullptr;
     MessageRoom* replies = nullptr;
+    SessionUses* uses = nullptr;
     SessionGpus::Parts gpus;
   };
 
@@ -50,6 +50,7 @@ class Session {
         pid_(pid),
         cut_off_(std::move(cut_off)),
         proof_(proof),
+        use_(parts.uses),
         gpus_(parts.gpus, pid),
         messages_(
             parts.requests, parts.replies, [this] { CutOff(EndReason::kUnfinished); },
@@ -85,12 +86,14 @@ class Session {
   const Proof& proof() const { return proof_; }
 
   // Sequences.
-  /// Whether this connection may hold one more. Draining is not asked about: a claim takes over what is here already.
-  absl::Status CheckRoomForSequence() const;
-  /// The same for a sequence that begins now: UNAVAILABLE while the daemon drains.
-  absl::Status CheckNewSequence() const;
+  enum class Begins { kNow, kBefore };
+  /// Whether this connection may hold one more. Errors: RESOURCE_EXHAUSTED; UNAVAILABLE where it begins now and the
+  /// daemon drains (a claim takes over what is here already).
+  absl::Status CheckRoomForSequence(Begins begins) const;
   void Hold(SequenceId sequence, CacheId cache);
-  /// Drops it from the store too, soon.
+  /// One of them is released soon: it takes no room any more.
+  void LetGo() { ++let_go_; }
+  /// Drops it from the store too.
   void Release(SequenceId sequence);
   bool Holds(SequenceId sequence, CacheId cache) const {
     const auto found = sequences_.find(sequence);
@@ -137,14 +140,15 @@ class Session {
   bool greeted_ = false;
   std::string name_;
   Proof proof_;
+  SessionUses::Entry use_;
   absl::flat_hash_map<SequenceId, CacheId> sequences_;
+  size_t let_go_ = 0;  // of them
   absl::flat_hash_map<uint32_t, std::shared_ptr<Region>> arenas_;
   SessionGpus gpus_;
   SessionMessages messages_;
   absl::flat_hash_map<CacheId, std::weak_ptr<const BoundCache>> bound_;
+  size_t bound_max_ = 16;  // of bound_; then those that are gone make room
   uint32_t next_arena_ = 1;
-  size_t arenas_reserved_ = 0;
-  uint64_t arena_bytes_ = 0;
 };
 
 /// Space that a connection fills with one arena: given back when the arena's memory goes.

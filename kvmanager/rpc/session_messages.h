@@ -2,6 +2,8 @@
 // loop's thread.
 #pragma once
 
+#include <capnp/message.h>
+#include <capnp/orphan.h>
 #include <kj/async.h>
 #include <kj/common.h>
 
@@ -40,6 +42,23 @@ class SessionMessages {
   const std::shared_ptr<MessageShare>& requests() const { return requests_; }
   MessageShare& replies() { return *replies_; }
 
+  /// The connection reads no message while somebody holds this: what its client sends next finds the call done.
+  std::shared_ptr<const void> HoldReading() {
+    ++holds_;
+    return std::shared_ptr<const void>(this, [this](const void*) {
+      if (--holds_ > 0 || held_.get() == nullptr) return;
+      held_->fulfill();
+      held_ = nullptr;
+    });
+  }
+  bool reading_held() const { return holds_ > 0; }
+  /// For the one who reads.
+  kj::Promise<void> WhenReadingGoesOn() {
+    auto pair = kj::newPromiseAndFulfiller<void>();
+    held_ = kj::mv(pair.fulfiller);
+    return kj::mv(pair.promise);
+  }
+
   /// Waits for memory for a call: what it keeps, and its reply. Errors: RESOURCE_EXHAUSTED if
   /// limits::kRepliesWaitingMax calls wait already. This outlives the promise.
   absl::StatusOr<kj::Promise<MessageShare::Charge>> BookReply(uint64_t bytes) {
@@ -48,18 +67,45 @@ class SessionMessages {
       return FieldError(absl::StatusCode::kResourceExhausted, "calls that wait for memory for their replies",
                         absl::StrCat(waiting_), absl::StrCat("below ", limits::kRepliesWaitingMax));
     }
-    ++waiting_;
-    return replies_->Book(bytes).attach(kj::defer([this] { --waiting_; }));
+    // What a connection asks for next waits in its socket: calls under way are destroyed in one piece when it ends.
+    if (++waiting_ == kWaitingToHold) many_wait_ = HoldReading();
+    return replies_->Book(bytes).attach(kj::defer([this] {
+      if (waiting_-- == kWaitingToHold) many_wait_ = nullptr;
+    }));
   }
-  /// The call has written a reply of so many bytes and keeps nothing more: these stay booked until it is sent.
-  void SendReply(MessageShare::Charge charge, uint64_t bytes) {
+  /// From so many bytes on a reply refers to memory instead of holding a copy.
+  static constexpr uint64_t kLentBytesMin = MessageRoom::kOwnBytes;
+  /// What a call books for bytes that it makes and answers with.
+  static uint64_t BytesToBook(uint64_t bytes) { return bytes < kLentBytesMin ? 2 * bytes : bytes; }
+
+  /// A field of a reply, of `bytes`, that the caller gives to SendReply in the same turn.
+  static capnp::Orphan<capnp::Data> DataOf(capnp::Orphanage orphanage, const AlignedBuffer& bytes) {
+    const capnp::Data::Reader data(bytes.data(), bytes.size());
+    if (bytes.size() < kLentBytesMin) return orphanage.newOrphanCopy(data);
+    return orphanage.referenceExternalData(data);
+  }
+  /// The call has written a reply with `parts`, of DataOf, and keeps nothing more. What the reply refers to stays, and
+  /// stays booked, until it is written. charge: for BytesToBook of each part, at least.
+  void SendReply(MessageShare::Charge charge, MessageShare::Lent parts) {
+    uint64_t bytes = 0;
+    MessageShare::Lent lent;
+    for (AlignedBuffer& part : parts) {
+      if (part.size() < kLentBytesMin) continue;
+      bytes += part.size();
+      lent.push_back(std::move(part));
+    }
     charge.Shrink(bytes);
-    replies_->SendWith(std::move(charge));
+    if (!lent.empty()) replies_->SendWith(std::move(charge), std::move(lent));
   }
 
  private:
   const std::shared_ptr<MessageShare> requests_, replies_;
+  static constexpr size_t kWaitingToHold = 64;
+
   size_t waiting_ = 0;
+  int holds_ = 0;
+  kj::Own<kj::PromiseFulfiller<void>> held_;  // nullptr: nobody waits to read
+  std::shared_ptr<const void> many_wait_;     // while kWaitingToHold do
 };
 
 }  // namespace kvmanager

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <vector>
 
 #include "kvmanager/base/status.h"
 #include "kvmanager/rpc/limits.h"
@@ -23,11 +24,10 @@ class SessionTest : public testing::PageStoreTest {
     parts_.store = &store();
     parts_.drain = &drain_;
     parts_.held = &held_;
-    if (drops_ == nullptr) drops_ = std::make_unique<SequenceDrops>(&store(), &queue_, calls_.turns());
-    parts_.drops = drops_.get();
     parts_.arenas = &arenas_;
     parts_.calls = &calls_;
     parts_.requests = parts_.replies = &messages_;
+    parts_.uses = &uses_;
     return std::make_unique<Session>(parts_, Proof{.unix_socket = true}, /*pid=*/7,
                                      [this](EndReason reason, const std::string&) { cut_off_.push_back(reason); });
   }
@@ -39,8 +39,7 @@ class SessionTest : public testing::PageStoreTest {
   HeldSequences held_{&metrics_};
   ArenaBytes arenas_{&metrics_, kArenaBytesOfAll};
   CallRecords calls_{&metrics_, &errors_, &clock_};
-  MessageQueue queue_;
-  std::unique_ptr<SequenceDrops> drops_;
+  SessionUses uses_;
   MessageRoom messages_{{.whole = 64 << 20, .share = 64 << 20}, &clock_};
   Session::Parts parts_;
   std::vector<EndReason> cut_off_;
@@ -63,14 +62,49 @@ TEST_F(SessionTest, HoldsSequencesUntilItReleasesThem) {
   EXPECT_TRUE(store().report().SequenceIds().empty());
 }
 
+TEST_F(SessionTest, ASequenceThatIsReleasedSoonTakesNoRoom) {
+  const auto session = MakeSession();
+  const CacheId cache = test().Open(MakeConfig("raw", 0));
+  std::vector<SequenceId> all;
+  for (size_t i = 0; i < limits::kSequencesMax; ++i) {
+    ASSERT_TRUE(session->CheckRoomForSequence(Session::Begins::kBefore).ok());
+    all.push_back(Create(cache));
+    session->Hold(all.back(), cache);
+  }
+  EXPECT_EQ(DetailOf(session->CheckRoomForSequence(Session::Begins::kBefore)).field, "sequences of this connection");
+  session->LetGo();
+  EXPECT_TRUE(session->CheckRoomForSequence(Session::Begins::kBefore).ok());
+  EXPECT_EQ(held_.count(), limits::kSequencesMax);
+  session->Release(all.back());
+  session->Hold(all.back() = Create(cache), cache);
+  EXPECT_TRUE(absl::IsResourceExhausted(session->CheckRoomForSequence(Session::Begins::kBefore)));
+  for (const SequenceId sequence : all) session->Release(sequence);
+}
+
+TEST_F(SessionTest, BindsACacheAnewOnceNobodyUsesIt) {
+  const auto session = MakeSession();
+  const auto make = [](CacheId id) {
+    auto bound = std::make_shared<BoundCache>();
+    bound->cache.id = id;
+    return bound;
+  };
+  const auto first = session->Bind(make(1));
+  EXPECT_EQ(session->Bind(make(1)), first);
+  for (CacheId id = 2; id < 1000; ++id) session->Bind(make(id));  // are gone at once
+  EXPECT_EQ(session->BoundOf(1), first);
+  EXPECT_EQ(session->BoundOf(2), nullptr);
+  const auto again = session->Bind(make(2));
+  EXPECT_EQ(session->BoundOf(2), again);
+}
+
 TEST_F(SessionTest, AcceptsNoNewSequenceWhileTheDaemonDrains) {
   const auto session = MakeSession();
-  EXPECT_TRUE(session->CheckNewSequence().ok());
+  EXPECT_TRUE(session->CheckRoomForSequence(Session::Begins::kNow).ok());
   drain_.Set(true);
-  EXPECT_TRUE(absl::IsUnavailable(session->CheckNewSequence()));
-  EXPECT_TRUE(session->CheckRoomForSequence().ok());  // a claim takes over what is here
+  EXPECT_TRUE(absl::IsUnavailable(session->CheckRoomForSequence(Session::Begins::kNow)));
+  EXPECT_TRUE(session->CheckRoomForSequence(Session::Begins::kBefore).ok());  // a claim takes over what is here
   drain_.Set(false);
-  EXPECT_TRUE(session->CheckNewSequence().ok());
+  EXPECT_TRUE(session->CheckRoomForSequence(Session::Begins::kNow).ok());
 }
 
 TEST_F(SessionTest, ArenasHaveBoundsOfTheirOwnOfAConnectionAndOfTheDaemon) {
@@ -89,6 +123,28 @@ TEST_F(SessionTest, ArenasHaveBoundsOfTheirOwnOfAConnectionAndOfTheDaemon) {
   for (size_t i = 0; i < limits::kArenasMax; ++i) ASSERT_TRUE(session->ReserveArena(limits::kArenaBytesStep).ok()) << i;
   EXPECT_EQ(DetailOf(session->ReserveArena(limits::kArenaBytesStep)).field, "arenas of this connection");
   ASSERT_TRUE(other->ReserveArena(limits::kArenaBytesStep).ok());
+}
+
+TEST_F(SessionTest, TheMostOfAnyConnectionIsKnown) {
+  const CacheId cache = test().Open(MakeConfig("raw", 0));
+  const auto session = MakeSession();
+  {
+    const auto other = MakeSession();
+    for (uint32_t i = 0; i < 3; ++i) session->Hold(Filled(cache, MakeText(kPage, i), kPage), cache);
+    const SequenceId sequence = Filled(cache, MakeText(kPage, 9), kPage);
+    other->Hold(sequence, cache);
+    ASSERT_TRUE(other->ReserveArena(2 * limits::kArenaBytesStep).ok());
+    EXPECT_EQ(uses_.Most().sequences, 3u);
+    EXPECT_EQ(uses_.Most().arenas, 1u);
+    EXPECT_EQ(uses_.Most().arena_bytes, 2 * limits::kArenaBytesStep);
+    other->Release(sequence);
+    other->UnreserveArena(2 * limits::kArenaBytesStep);
+    EXPECT_EQ(uses_.Most().arena_bytes, 0u);
+  }
+  for (const SequenceId sequence : store().report().SequenceIds()) {
+    if (session->Holds(sequence, cache)) session->Release(sequence);
+  }
+  EXPECT_EQ(uses_.Most().sequences, 0u) << "the other is gone";
 }
 
 TEST_F(SessionTest, CutsOffWhileTheConnectionIsThere) {

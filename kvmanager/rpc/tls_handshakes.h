@@ -42,6 +42,7 @@ class TlsHandshakes final : private kj::TaskSet::ErrorHandler {
   /// fd: connected, non-blocking. done: called once if the handshake succeeds; else the connection is closed, and
   /// counted as ended.
   void Start(int fd, std::shared_ptr<const TlsContext> context, Done done);
+  size_t size() const { return handshakes_.size(); }
 
  private:
   class Handshake;

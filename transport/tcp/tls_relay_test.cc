@@ -113,7 +113,7 @@ TEST_F(TlsPeersTest, EachSideRefusesWhatItMust) {
   expired.Set(only(authority_.Sign({"daemon", {"IP:127.0.0.1"}, "serverAuth,clientAuth", -3600, -60})));
   ExpectRefused(&expired, absl::StatusCode::kUnauthenticated, "it has expired");
   nothing.Set(only({}));
-  ExpectRefused(&nothing, absl::StatusCode::kUnauthenticated, "there is none, and it asks for one");
+  ExpectRefused(&nothing, absl::StatusCode::kUnauthenticated, "asks for a certificate, and this side showed none");
   ExpectRefused(nullptr, absl::StatusCode::kUnauthenticated, "the peer speaks TLS, and this daemon does not");
 
   // Whom this side dials, it refuses by itself.

@@ -32,6 +32,7 @@ from .types import (
     CacheOptions,
     DaemonDescription,
     HandOffOutcome,
+    LimitDescription,
     PeerDescription,
     PrefixMatch,
     PublishOutcome,
@@ -316,6 +317,9 @@ class Client(_Owned):
 
     async def recompute(self) -> dict[str, Any]:
         return await self._call(self.blocking.recompute)
+
+    async def limits(self) -> list[LimitDescription]:
+        return await self._call(self.blocking.limits)
 
     async def drain(self, on: bool = True) -> None:
         await self._call(self.blocking.drain, on)

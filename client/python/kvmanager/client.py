@@ -12,7 +12,7 @@ from ._tensor import name_of
 from .cache import Cache
 from .device import Device
 from .errors import UnavailableError, encoded, integer, invalid
-from .types import CacheDescription, DaemonDescription, PeerDescription, SequenceDescription
+from .types import CacheDescription, DaemonDescription, LimitDescription, PeerDescription, SequenceDescription
 
 _ARENA_MULTIPLE = 4096
 
@@ -188,6 +188,11 @@ class Client(Handle):
         check(lib.kvm_recompute(self._object))
         plans: dict[str, Any] = _lib.result()
         return plans
+
+    def limits(self) -> list[LimitDescription]:
+        """Every bound of the daemon, with its use now. UnimplementedError of daemons of earlier versions."""
+        check(lib.kvm_limits(self._object))
+        return [LimitDescription(**each) for each in _lib.result()]
 
     def drain(self, on: bool = True) -> None:
         """Refuses new sequences, forks and incoming hand-offs; on=False: no longer."""

@@ -171,6 +171,20 @@ class PeerDescription:
 
 
 @dataclass(frozen=True)
+class LimitDescription:
+    """A bound of the daemon. scope: "daemon", "tenant", "connection", "process", "call" or "peer"; used: by the daemon, or
+    by the one of its scope that has most, None where it is not counted; flag: from which it follows, "" of a fixed one."""
+
+    name: str
+    scope: str
+    unit: str
+    limit: int
+    used: int | None
+    flag: str
+    bounds: str
+
+
+@dataclass(frozen=True)
 class LayerTimes:
     """Seconds since the offer; negative: no page went."""
 

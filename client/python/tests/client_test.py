@@ -313,6 +313,10 @@ class Listings(WithCache):
         self.assertEqual((listed.id, listed.tokens, listed.client), (sequence.id, 10, "test"))
         self.assertEqual(self.client.peers(), [])
         self.assertEqual(self.client.recompute()["sets"], [])
+        limits = {limit.name: limit for limit in self.client.limits()}
+        self.assertEqual(limits["arena_bytes"].flag, "--arena-bytes")
+        self.assertEqual(limits["hello_ms"].used, None)
+        self.assertGreaterEqual(limits["admin_connections"].used, 1)
         self.assertEqual(self.client.peer_address, self.daemon.peer)
         self.client.ping()
         self.assertTrue(self.client.connected)

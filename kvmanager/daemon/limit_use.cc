@@ -1,0 +1,47 @@
+#include "kvmanager/daemon/limit_use.h"
+
+#include <algorithm>
+
+namespace kvmanager {
+
+LimitUse MeasureLimits(const LimitHolders& holders) {
+  LimitUse use;
+  use.host_pool_bytes = holders.host_pool->used_bytes();
+  for (Gpu* const gpu : holders.gpus) {
+    use.device_pool_bytes = std::max<uint64_t>(use.device_pool_bytes, gpu->pool()->used_bytes());
+  }
+  use.arena_bytes = holders.arenas->used_bytes();
+  use.recompute_bytes = holders.recomputer->bytes();
+  for (const auto& gpu : holders.recomputer->GpuInfos()) {
+    use.recompute_device_bytes = std::max(use.recompute_device_bytes, gpu.bytes);
+  }
+  use.request_bytes = holders.requests->used_bytes();
+  use.reply_bytes = holders.replies->used_bytes();
+  use.connection_request_bytes = holders.requests->most_used_bytes();
+  use.connection_reply_bytes = holders.replies->most_used_bytes();
+  const Connections::Use connections = holders.connections->use();
+  use.connections = connections.engines;
+  use.tcp_connections = connections.tcp;
+  use.process_connections = connections.of_process;
+  use.admin_connections = connections.admin;
+  use.tls_handshakes = connections.handshakes;
+  const StoreUse store = holders.store->report().Use();
+  use.sequences = store.sequences;
+  use.tenant_sequences = store.tenant_sequences;
+  use.tenant_shared_blocks = store.tenant_shared_blocks;
+  use.lease_pages = store.lease_pages;
+  use.caches = store.caches;
+  for (const PoolShare& share : holders.store->report().Shares()) {
+    if (share.device < 0) use.tenant_pool_bytes = std::max(use.tenant_pool_bytes, share.bytes);
+  }
+  use.waiting_hand_offs = holders.incoming->tickets().size();
+  use.waiting_blob_bytes = holders.incoming->tickets().blob_bytes();
+  use.listed_tenants = holders.principals->tenants();
+  const SessionUse session = holders.sessions->Most();
+  use.connection_sequences = session.sequences;
+  use.connection_arenas = session.arenas;
+  use.connection_arena_bytes = session.arena_bytes;
+  return use;
+}
+
+}  // namespace kvmanager
