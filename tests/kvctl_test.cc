@@ -84,6 +84,65 @@ TEST_F(KvctlTest, ListsDrainsAndPurges) {
   EXPECT_EQ(status.published_blocks, 0u);
 }
 
+TEST_F(KvctlTest, LimitsShowWhatIsUsed) {
+  constexpr uint64_t kArena = 1 << 20;
+  ASSERT_OK_AND_ASSIGN(auto arena, client_->CreateArena(kArena));
+  const CacheOptions options = SmallCache("raw");
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+  std::vector<CreatedSequence> held;
+  for (int i = 0; i < 3; ++i) {
+    ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence());
+    held.push_back(std::move(made));
+  }
+  ASSERT_OK_AND_ASSIGN(auto other, Client::Connect(daemon_->listen(), {}));
+  ASSERT_OK(Load(*cache, held[0].sequence->id(), Source{73, Kind::kNormal, options}, 0, 10, 10));
+  const nlohmann::json list = Ask({"limits"})["limits"];
+  const auto find = [&](const char* name) {
+    for (const nlohmann::json& limit : list) {
+      if (limit["name"] == name) return limit;
+    }
+    ADD_FAILURE() << name << " is not listed";
+    return nlohmann::json::object();
+  };
+  EXPECT_EQ(find("arena_bytes")["used"], kArena);
+  EXPECT_EQ(find("arena_bytes")["flag"], "--arena-bytes");
+  EXPECT_EQ(find("connection_arena_bytes")["used"], kArena);
+  EXPECT_EQ(find("connection_arenas")["used"], 1);
+  EXPECT_EQ(find("connection_sequences")["used"], 3);
+  EXPECT_EQ(find("sequences")["used"], 3);
+  EXPECT_EQ(find("tenant_sequences")["used"], 3);
+  EXPECT_EQ(find("caches")["used"], 1);
+  EXPECT_EQ(find("connections")["used"], 2);
+  EXPECT_EQ(find("process_connections")["used"], 2) << "of this process";
+  EXPECT_EQ(find("tcp_connections")["used"], 0);
+  EXPECT_GE(find("admin_connections")["used"], 1) << "kvctl's own, and one that has just ended";
+  EXPECT_GT(find("host_pool_bytes")["used"], 0);
+  EXPECT_GE(find("tenant_pool_bytes")["used"], find("host_pool_bytes")["used"]);
+  EXPECT_EQ(find("lease_pages")["used"], 0);
+  EXPECT_EQ(find("waiting_hand_offs")["used"], 0);
+  EXPECT_TRUE(find("hello_ms")["used"].is_null());
+  EXPECT_EQ(find("hello_ms")["limit"], 10000);
+  for (const nlohmann::json& limit : list) {
+    if (limit["used"].is_null()) continue;
+    EXPECT_LE(limit["used"], limit["limit"]) << limit;
+  }
+  const CommandResult text = Run({"limits"});
+  EXPECT_EQ(text.status, 0);
+  for (const char* const shown : {"NAME", "connection_arenas", "1.0 MiB", "--arena-bytes", "fixed", "10000 ms"}) {
+    EXPECT_NE(text.output.find(shown), std::string::npos) << shown << "\n" << text.output;
+  }
+  held.clear();
+  arena.reset();
+  EXPECT_TRUE(Eventually([&] {
+    const auto limits = client_->Limits();
+    if (!limits.ok()) return false;
+    for (const client::LimitDescription& limit : *limits) {
+      if ((limit.name == "sequences" || limit.name == "connection_arena_bytes") && limit.used != 0u) return false;
+    }
+    return true;
+  }));
+}
+
 TEST_F(KvctlTest, TopShowsWhatHappensNow) {
   const CacheOptions options = SmallCache("hack:k_bits=3,v_bits=2");
   ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));

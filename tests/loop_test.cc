@@ -1,14 +1,15 @@
 // No input holds the event loop for long: after each, the daemon's own watchdog (loop_long_turns_total) has counted
 // nothing.
 //
-// The bounds of one turn are those of contexts that models have. Not among them: one append of more than a few MiB, and
-// one prefix, publish or crop of very many blocks (docs/security.md).
+// The bounds of one turn are those of contexts that models have. Not among them: one prefix, publish or crop of very
+// many blocks (docs/security.md).
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <vector>
@@ -128,6 +129,28 @@ TEST_F(LoopTest, WithLongPrefixes) {
   EXPECT_EQ(LongTurns("crop to one block"), 0);
 }
 
+TEST_F(LoopTest, WithLargeAppends) {
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(Options("large", 8, 128)));
+  const size_t token_bytes = 8 * 128 * 2;  // of K, and of V
+  ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence());
+  ASSERT_OK_AND_ASSIGN(const auto arena, client_->CreateArena(128 * kMiB));
+  uint64_t position = 0;
+  const auto append = [&](TensorView k, TensorView v) {
+    const StepEntry entry{made.sequence->id(), position, static_cast<int>(k.bytes / token_bytes)};
+    position += entry.tokens;
+    StepBatch batch;
+    batch.entries = {&entry, 1};
+    batch.k = k;
+    batch.v = v;
+    return cache->Step(batch).status();
+  };
+  const std::vector<uint8_t> rows(15 * kMiB);
+  ASSERT_OK(append(TensorView::Inline(rows.data(), rows.size()), TensorView::Inline(rows.data(), rows.size())));
+  EXPECT_EQ(LongTurns("an append of 30 MiB inline"), 0);
+  ASSERT_OK(append(arena->View(0, 64 * kMiB), arena->View(64 * kMiB, 64 * kMiB)));
+  EXPECT_EQ(LongTurns("an append of 128 MiB in an arena"), 0);
+}
+
 TEST_F(LoopTest, WithManySequences) {
   const std::vector<absl::Span<const BlockName>> none(4096);
   std::vector<std::vector<absl::StatusOr<CreatedSequence>>> all;
@@ -145,6 +168,67 @@ TEST_F(LoopTest, WithManySequences) {
   all.clear();
   EXPECT_TRUE(Eventually([&] { return other->Status()->leases == 0; }));
   EXPECT_EQ(LongTurns("drop of 16,384 sequences"), 0);
+}
+
+TEST_F(LoopTest, WithManyCaches) {
+  Client::Options with_time;
+  with_time.deadline_ms = 120000;
+  ASSERT_OK_AND_ASSIGN(auto opener, Client::Connect(daemon_->listen(), with_time));
+  std::vector<std::unique_ptr<Cache>> caches;
+  for (int i = 0; i < 6000; ++i) {
+    CacheOptions options = Options("many");
+    options.revision = absl::StrCat(i);
+    ASSERT_OK_AND_ASSIGN(auto cache, opener->OpenCache(options));
+    caches.push_back(std::move(cache));
+  }
+  ASSERT_OK_AND_ASSIGN(const auto status, client_->Status());
+  EXPECT_GE(status.caches, 4095u);
+  // Once the daemon has looked at them, which it does once a second.
+  ASSERT_OK_AND_ASSIGN(const auto made, cache_->CreateSequence());
+  EXPECT_TRUE(Eventually([&] { return Scrape(*daemon_)->Sum("kvmanager_tenant_sequences") == 1; }));
+  EXPECT_EQ(LongTurns("6,000 caches opened, counted and looked at"), 0);
+  caches.clear();
+  opener.reset();
+  EXPECT_TRUE(Eventually([&] { return Scrape(*daemon_)->Sum("kvmanager_connections") == 1; }));
+  EXPECT_EQ(LongTurns("the end of their connection"), 0);
+}
+
+// The kernel makes the table larger as it fills, which stops a process of several threads for some 10 ms.
+TEST_F(LoopTest, DescriptorsDoNotOutgrowTheirTable) {
+  const auto table = [this] {
+    std::ifstream status(absl::StrCat("/proc/", daemon_->pid(), "/status"));
+    for (std::string line; std::getline(status, line);) {
+      if (line.rfind("FDSize:", 0) == 0) return std::stoi(line.substr(7));
+    }
+    return 0;
+  };
+  const int before = table();
+  std::vector<int> sockets;
+  for (int i = 0; i < 600; ++i) {
+    sockets.push_back(ConnectSocket(daemon_->listen()));
+    ASSERT_GE(sockets.back(), 0);
+  }
+  EXPECT_TRUE(Eventually([&] { return Scrape(*daemon_)->Sum("kvmanager_connections") == 601; }));
+  EXPECT_EQ(table(), before);
+  for (const int socket : sockets) close(socket);
+}
+
+TEST_F(LoopTest, AtTheEndOfAConnectionThatHeldManySequences) {
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    auto client = Client::Connect(daemon_->listen(), {});
+    auto cache = (*client)->OpenCache(Options("ends"));
+    const std::vector<absl::Span<const BlockName>> none(4096);
+    std::vector<std::vector<absl::StatusOr<CreatedSequence>>> all;
+    for (int i = 0; i < 4; ++i) all.push_back(*(*cache)->CreateSequences(none));
+    _exit(0);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  ASSERT_EQ(status, 0);
+  EXPECT_TRUE(Eventually([&] { return client_->Status()->leases == 0; }));
+  EXPECT_EQ(LongTurns("end of a connection with 16,384 sequences"), 0);
 }
 
 TEST_F(LoopTest, AtTheEndOfAConnectionThatHeldMuch) {

@@ -14,6 +14,7 @@
 #include "gtest/gtest.h"
 #include "kvmanager/base/tls_testing.h"
 #include "tests/harness.h"
+#include "tests/logged_daemon.h"
 #include "tests/matchers.h"
 #include "tests/model.h"
 
@@ -39,11 +40,13 @@ class TlsClientTest : public ::testing::Test {
       ASSERT_EQ(rename(PathOf(name + end + ".next").c_str(), PathOf(name + end).c_str()), 0);
     }
   }
-  void Start(std::vector<std::string> more_flags = {}) {
-    Write("daemon", authority_.Daemon());
+  void Start(std::vector<std::string> more_flags = {}) { StartWith(authority_.Daemon(), std::move(more_flags)); }
+  void StartWith(const PemPair& own, std::vector<std::string> more_flags = {}) {
+    Write("daemon", own);
     WriteSecret(PathOf("ca.crt"), authority_.certificate());
     DaemonOptions options;
     options.listen = "tcp:127.0.0.1:0";
+    options.program = log_.program();
     options.peers = false;
     options.hand_off_peers = "";
     options.more_flags = {"--tls-cert", PathOf("daemon.crt"), "--tls-key", PathOf("daemon.key")};
@@ -97,6 +100,7 @@ class TlsClientTest : public ::testing::Test {
 
   TestAuthority authority_, other_{"another authority"};
   const TempDir directory_;
+  const DaemonLog log_{directory_.path()};
   std::unique_ptr<DaemonProcess> daemon_;
   std::string tls_;
 };
@@ -150,7 +154,7 @@ TEST_F(TlsClientTest, CertificatesAreRefusedWithAReason) {
   Write("expired", authority_.Sign({"a.example", {}, "clientAuth", -3600, -60}));
   Write("early", authority_.Sign({"a.example", {}, "clientAuth", 600, 3600}));
   ASSERT_OK_AND_ASSIGN(const auto client, Connect("good"));
-  ExpectRefused(With(), absl::StatusCode::kUnauthenticated, "give a certificate and its key");
+  ExpectRefused(With(), absl::StatusCode::kUnauthenticated, "asks for a certificate, and this side showed none");
   ExpectRefused(With("other"), absl::StatusCode::kUnauthenticated, "does not know the authority that signed it");
   ExpectRefused(With("expired"), absl::StatusCode::kUnauthenticated, "it has expired");
   ExpectRefused(With("early"), absl::StatusCode::kUnauthenticated, "refused this side's certificate");
@@ -287,6 +291,27 @@ TEST_F(TlsClientTest, AHangUpReadsCertificatesAgain) {
   WriteSecret(PathOf("other.crt"), other_.certificate());
   for (int i = 0; i < 20; ++i) EXPECT_OK(Client::Connect(tls_, next).status());
   EXPECT_OK(before->Ping());
+}
+
+TEST_F(TlsClientTest, TheLogWarnsOfDates) {
+  constexpr int64_t kDay = 24 * 3600;
+  const auto own = [&](int64_t begins_s, int64_t ends_s) {
+    return authority_.Sign({.common_name = "kv2", .names = {"IP:127.0.0.1"}, .begins_s = begins_s, .ends_s = ends_s});
+  };
+  ASSERT_NO_FATAL_FAILURE(StartWith(own(-2 * kDay, -kDay)));
+  EXPECT_TRUE(log_.Says("has expired")) << log_.Text();
+  EXPECT_TRUE(log_.Says(PathOf("daemon.crt"))) << "which file it is";
+  EXPECT_FALSE(Connect().ok());
+  Write("daemon", own(kDay, 30 * kDay));
+  daemon_->process().Signal(SIGHUP);
+  EXPECT_TRUE(log_.Says("is not valid yet")) << log_.Text();
+  Write("daemon", own(-kDay, 30 * kDay));
+  daemon_->process().Signal(SIGHUP);
+  EXPECT_TRUE(Eventually([&] { return Connect().ok(); }));
+  EXPECT_FALSE(absl::StrContains(log_.Text(), "expires within"));
+  Write("daemon", own(-kDay, 6 * kDay));
+  daemon_->process().Signal(SIGHUP);
+  EXPECT_TRUE(log_.Says("expires within 7 days")) << log_.Text();
 }
 
 }  // namespace

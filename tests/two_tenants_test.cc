@@ -3,13 +3,14 @@
 //
 // What needs another user runs as root alone, and says so elsewhere: a thread's effective user is what the daemon sees
 // of a connection that it makes.
+#include "tests/two_tenants.h"
+
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <fstream>
 #include <memory>
 #include <set>
 #include <string>
@@ -27,95 +28,23 @@
 namespace kvmanager::testing {
 namespace {
 
-using client::Cache;
-using client::CacheOptions;
-using client::Client;
-using client::CreatedSequence;
-
-constexpr uid_t kAlice = 61001, kBob = 61002;
 constexpr char kToken[] = "a token that only team-b has";
 constexpr char kOtherToken[] = "a token that only team-c has";
 constexpr int kPermissionDenied = 7;
-
-/// What is done while it lives is done as `uid`. REQUIRES: this process is root's.
-class As {
- public:
-  explicit As(uid_t uid) { KV_CHECK(seteuid(uid) == 0); }
-  ~As() { KV_CHECK(seteuid(0) == 0); }
-};
-
-#define NEEDS_ROOT() \
-  if (getuid() != 0) GTEST_SKIP() << "needs root: only root can be several users"
-
-absl::StatusOr<std::unique_ptr<Client>> ConnectAs(uid_t uid, const std::string& address,
-                                                  const Client::Options& options = {}) {
-  const As as(uid);
-  return Client::Connect(address, options);
-}
 
 std::string DigestOf(absl::string_view token) {
   return Sha256({reinterpret_cast<const uint8_t*>(token.data()), token.size()}).ToHex();
 }
 
-class TwoTenantsTest : public ::testing::Test {
- protected:
-  void SetUp() override { ASSERT_EQ(chmod(directory_.path().c_str(), 0755), 0); }
-
-  std::string PathOf(const char* name) const { return absl::StrCat(directory_.path(), "/", name); }
-  /// A daemon whose engines' socket is open to everybody.
-  absl::StatusOr<std::unique_ptr<DaemonProcess>> Start(const std::vector<std::string>& more_flags = {},
-                                                       const char* socket = "kv.sock") {
-    DaemonOptions options;
-    options.listen = absl::StrCat("unix:", PathOf(socket));
-    options.more_flags = more_flags;
-    const mode_t before = umask(0);
-    auto daemon = DaemonProcess::Start(options);
-    umask(before);
-    return daemon;
-  }
-  void WriteTenants(const std::string& text) {
-    const std::string next = PathOf("next.json");
-    std::ofstream(next) << text;
-    ASSERT_EQ(chmod(next.c_str(), 0600), 0);
-    ASSERT_EQ(rename(next.c_str(), PathOf("tenants.json").c_str()), 0);
-  }
-  static CacheOptions Options(const std::string& tenant) {
-    CacheOptions options = SmallCache("raw", 0);
-    options.tenant = tenant;
-    return options;
-  }
-  static absl::Status OpenStatus(Client& client, const std::string& tenant) {
-    return client.OpenCache(Options(tenant)).status();
-  }
-  static int Hits(Cache& cache, const std::vector<BlockName>& names) {
-    const auto found = cache.Match({{names}});
-    EXPECT_OK(found);
-    return found.ok() ? (*found)[0].hit_blocks : -1;
-  }
-  /// A published sequence of `source`: four blocks under `names`.
-  static void Publish(Cache& cache, const Source& source, const std::vector<BlockName>& names) {
-    ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache.CreateSequence());
-    ASSERT_OK(Load(cache, made.sequence->id(), source, 0, 4 * 64 + 1, 65));
-    ASSERT_OK_AND_ASSIGN(const client::PublishOutcome outcome, made.sequence->Publish(names));
-    EXPECT_EQ(outcome.published, 4);
-  }
-
-  TempDir directory_;
-};
-
 class AdministrationTest : public TwoTenantsTest {
  protected:
   /// Every method of Admin, to see what is answered.
   static std::vector<std::pair<std::string, absl::Status>> AdministerWith(Client& client) {
-    return {{"status", client.Status().status()},
-            {"caches", client.Caches().status()},
-            {"sequences", client.Sequences().status()},
-            {"peers", client.Peers().status()},
-            {"recompute", client.Recompute().status()},
-            {"metrics", client.MetricsText().status()},
-            {"drain", client.Drain(true)},
-            {"undrain", client.Drain(false)},
-            {"purge", client.Purge(Client::kAllCaches).status()}};
+    return {{"status", client.Status().status()},       {"caches", client.Caches().status()},
+            {"sequences", client.Sequences().status()}, {"peers", client.Peers().status()},
+            {"recompute", client.Recompute().status()}, {"metrics", client.MetricsText().status()},
+            {"limits", client.Limits().status()},       {"drain", client.Drain(true)},
+            {"undrain", client.Drain(false)},           {"purge", client.Purge(Client::kAllCaches).status()}};
   }
 };
 
@@ -150,6 +79,7 @@ TEST_F(AdministrationTest, TheEnginesSocketHasNoAdmin) {
   ends(kj::mv(purge), "purge");
   ends(admin.recomputeRequest(), "recompute");
   ends(admin.metricsRequest(), "metrics");
+  ends(admin.limitsRequest(), "limits");
   // The connection lives, and nothing was switched.
   (void)engine->daemon.pingRequest().send().wait(raw.wait());
   const auto operators = raw.Connect(daemon->admin());
@@ -341,80 +271,6 @@ TEST_F(TwoTenantsTest, EqualNamesOfTwoUsersShareNothing) {
     payers += absl::StrContains(sample, "of=\"used\"") && value > 0;
   }
   EXPECT_EQ(payers, 2);
-}
-
-// A user who gives its tenants a hundred names has one share, and takes nothing from who has less.
-TEST_F(TwoTenantsTest, ManyNamesOfOneUserAreOneShare) {
-  NEEDS_ROOT();
-  ASSERT_OK_AND_ASSIGN(auto daemon, Start());  // 64 MiB
-  ASSERT_OK_AND_ASSIGN(auto bob, ConnectAs(kBob, daemon->listen()));
-  ASSERT_OK_AND_ASSIGN(auto cache, bob->OpenCache(Options("x")));
-  std::vector<std::vector<BlockName>> prefixes;
-  for (uint32_t i = 0; i < 32; ++i) {
-    const Source source{i + 1, Kind::kNormal, Options("x")};
-    prefixes.push_back(Names(*cache, source, 4));
-    Publish(*cache, source, prefixes.back());
-  }
-  ASSERT_OK_AND_ASSIGN(auto alice, ConnectAs(kAlice, daemon->listen()));
-  for (uint32_t i = 0; i < 100; ++i) {
-    const CacheOptions options = Options(absl::StrCat("name", i));
-    ASSERT_OK_AND_ASSIGN(auto other, alice->OpenCache(options));
-    for (uint32_t j = 0; j < 4; ++j) {
-      const Source source{1000 + 10 * i + j, Kind::kNormal, options};
-      Publish(*other, source, Names(*other, source, 4));
-    }
-  }
-  EXPECT_GT(Scrape(*daemon)->Sum("kvmanager_evicted_blocks_total"), 0);
-  for (const auto& names : prefixes) EXPECT_EQ(Hits(*cache, names), 4);
-}
-
-TEST_F(TwoTenantsTest, QuotasOfTheFile) {
-  WriteTenants("{\"tenants\": [{\"name\": \"a\", \"host_bytes\": {\"guaranteed\": \"1TiB\"}}]}");
-  EXPECT_FALSE(Start({"--tenants", PathOf("tenants.json")}).ok());
-  const auto tenants = [&](const std::string& quota) {
-    return absl::StrCat("{\"tenants\": [{\"name\": \"a\", \"uids\": [", getuid(), "], \"host_bytes\": ", quota, "}]}");
-  };
-  WriteTenants(tenants("{\"guaranteed\": \"4MiB\", \"most\": \"8MiB\"}"));
-  ASSERT_OK_AND_ASSIGN(auto daemon, Start({"--tenants", PathOf("tenants.json"), "--tenant-most-percent", "25"}));
-  ASSERT_OK_AND_ASSIGN(auto client, Client::Connect(daemon->listen(), {}));
-  const auto hoard = [&](const std::string& tenant, std::vector<CreatedSequence>* held) {
-    uint64_t bytes = 0;
-    ASSERT_OK_AND_ASSIGN(auto cache, client->OpenCache(Options(tenant)));
-    while (bytes < (64 << 20)) {
-      ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence());
-      const Source source{1, Kind::kNormal, Options(tenant)};
-      const absl::Status status = Load(*cache, made.sequence->id(), source, 0, 256, 64);
-      held->push_back(std::move(made));
-      if (!status.ok()) {
-        EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
-        EXPECT_TRUE(absl::StrContains(status.message(), "share is at most")) << status;
-        break;
-      }
-      bytes += 4 * 65536;
-    }
-  };
-  std::vector<CreatedSequence> held;
-  hoard("a", &held);
-  hoard("b", &held);
-  ASSERT_OK_AND_ASSIGN(const auto caches, client->Caches());
-  for (const auto& cache : caches) {
-    const uint64_t most = cache.options.tenant == "a" ? 8 << 20 : 16 << 20;
-    EXPECT_LE(cache.resident_raw_bytes + cache.resident_encoded_bytes, most) << cache.options.tenant;
-    EXPECT_GE(cache.resident_raw_bytes + cache.resident_encoded_bytes, most - (1 << 20)) << cache.options.tenant;
-  }
-  held.clear();
-  // Guarantees that do not fit are not believed, and the next file is.
-  WriteTenants(tenants("{\"guaranteed\": \"65MiB\"}"));
-  kill(daemon->pid(), SIGHUP);
-  WriteTenants(tenants("{\"guaranteed\": \"32MiB\"}"));
-  kill(daemon->pid(), SIGHUP);
-  EXPECT_TRUE(Eventually([&] {
-    auto pools = Scrape(*daemon);
-    for (const auto& [sample, value] : pools->families["kvmanager_tenant_pool_bytes"].samples) {
-      if (absl::StrContains(sample, "of=\"guaranteed\"") && value == (32 << 20)) return true;
-    }
-    return false;
-  }));
 }
 
 TEST_F(TwoTenantsTest, ATicketIsOfItsTenant) {
