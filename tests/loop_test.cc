@@ -154,20 +154,20 @@ TEST_F(LoopTest, WithLargeAppends) {
 TEST_F(LoopTest, WithManySequences) {
   const std::vector<absl::Span<const BlockName>> none(4096);
   std::vector<std::vector<absl::StatusOr<CreatedSequence>>> all;
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 2; ++i) {
     ASSERT_OK_AND_ASSIGN(auto made, cache_->CreateSequences(none));
     all.push_back(std::move(made));
   }
-  EXPECT_EQ(LongTurns("createSequences of 4 x 4,096 empty ones"), 0);
+  EXPECT_EQ(LongTurns("createSequences of 2 x 4,096 empty ones"), 0);
   Client::Options with_time;
   with_time.deadline_ms = 120000;
   ASSERT_OK_AND_ASSIGN(auto other, Client::Connect(daemon_->listen(), with_time));
   ASSERT_OK_AND_ASSIGN(const auto listed, other->Sequences());
-  EXPECT_EQ(listed.size(), 16384u);
-  EXPECT_EQ(LongTurns("listing of 16,384 sequences"), 0);
+  EXPECT_EQ(listed.size(), 8192u);
+  EXPECT_EQ(LongTurns("listing of 8,192 sequences"), 0);
   all.clear();
   EXPECT_TRUE(Eventually([&] { return other->Status()->leases == 0; }));
-  EXPECT_EQ(LongTurns("drop of 16,384 sequences"), 0);
+  EXPECT_EQ(LongTurns("drop of 8,192 sequences"), 0);
 }
 
 TEST_F(LoopTest, WithManyCaches) {
@@ -221,14 +221,14 @@ TEST_F(LoopTest, AtTheEndOfAConnectionThatHeldManySequences) {
     auto cache = (*client)->OpenCache(Options("ends"));
     const std::vector<absl::Span<const BlockName>> none(4096);
     std::vector<std::vector<absl::StatusOr<CreatedSequence>>> all;
-    for (int i = 0; i < 4; ++i) all.push_back(*(*cache)->CreateSequences(none));
+    for (int i = 0; i < 2; ++i) all.push_back(*(*cache)->CreateSequences(none));
     _exit(0);
   }
   int status = -1;
   ASSERT_EQ(waitpid(child, &status, 0), child);
   ASSERT_EQ(status, 0);
   EXPECT_TRUE(Eventually([&] { return client_->Status()->leases == 0; }));
-  EXPECT_EQ(LongTurns("end of a connection with 16,384 sequences"), 0);
+  EXPECT_EQ(LongTurns("end of a connection with 8,192 sequences"), 0);
 }
 
 TEST_F(LoopTest, AtTheEndOfAConnectionThatHeldMuch) {

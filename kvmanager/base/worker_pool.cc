@@ -1,5 +1,7 @@
 #include "kvmanager/base/worker_pool.h"
 
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -14,8 +16,9 @@ constexpr int kEncodeQueue = static_cast<int>(WorkerPool::Priority::kEncode);
 
 }  // namespace
 
-WorkerPool::WorkerPool(int threads, std::chrono::microseconds turn) : turn_(turn) {
+WorkerPool::WorkerPool(int threads, std::chrono::microseconds turn, int nice) : turn_(turn), nice_(nice) {
   KV_CHECK(threads >= 1 && threads <= kThreadsMax);
+  KV_CHECK(nice >= 0 && nice <= 19);
   for (int i = 0; i < threads; ++i) {
     Worker& worker = workers_.emplace_back();
     worker.thread = std::thread([this, &worker] { Work(worker); });
@@ -76,6 +79,8 @@ void WorkerPool::Forget() {
 }
 
 void WorkerPool::Work(Worker& self) {
+  // Linux: of this thread alone. More than 0 is allowed to everybody.
+  if (nice_ > 0) KV_CHECK(setpriority(PRIO_PROCESS, 0, nice_) == 0);
   Share* share = nullptr;  // of the task that was run last
   std::chrono::steady_clock::time_point begun;
   for (;;) {

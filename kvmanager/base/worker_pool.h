@@ -55,8 +55,9 @@ class WorkerPool {
   enum class Priority { kAttend, kEncode };
   using Task = absl::AnyInvocable<void()>;
 
-  /// threads: 1..kThreadsMax. turn: of NewTurn.
-  explicit WorkerPool(int threads, std::chrono::microseconds turn = Turn::kLength);
+  /// threads: 1..kThreadsMax. turn: of NewTurn. nice: 0..19, of the threads: with more than 0, they leave the cores to
+  /// others that have work.
+  explicit WorkerPool(int threads, std::chrono::microseconds turn = Turn::kLength, int nice = 0);
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
@@ -87,6 +88,7 @@ class WorkerPool {
   void Forget() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::chrono::microseconds turn_;
+  const int nice_;
   Mutex mutex_;
   absl::flat_hash_map<Owner, std::unique_ptr<Share>> shares_ ABSL_GUARDED_BY(mutex_);
   std::vector<Share*> active_ ABSL_GUARDED_BY(mutex_);  // those with tasks that wait

@@ -1,5 +1,7 @@
 #include "kvmanager/base/worker_pool.h"
 
+#include <sys/resource.h>
+
 #include <atomic>
 #include <chrono>
 #include <future>
@@ -57,6 +59,14 @@ TEST(WorkerPoolTest, AsManyTasksAtOnceAsThreads) {
     }
     for (auto& end : ended) end.get();
   }
+}
+
+TEST(WorkerPoolTest, NiceIsOfItsThreadsAlone) {
+  WorkerPool pool(1, Turn::kLength, 10);
+  std::promise<int> nice;
+  pool.Post(WorkerPool::Priority::kEncode, [&] { nice.set_value(getpriority(PRIO_PROCESS, 0)); });
+  EXPECT_EQ(nice.get_future().get(), 10);
+  EXPECT_EQ(getpriority(PRIO_PROCESS, 0), 0);
 }
 
 TEST(WorkerPoolTest, AttentionGoesFirstAndEncodingNowAndThen) {

@@ -66,8 +66,9 @@ namespace {
 
 static_assert(Options::kHostPoolBytesMax == PagePool::kPoolBytesMax);
 
-constexpr int64_t kLookMs = 1000;   // at what only a look shows: tenants, pools of GPUs
-constexpr int kCopyThreadsMax = 4;  // that copy pages from other daemons of this host: memory has no more to give
+constexpr int64_t kLookMs = 1000;    // at what only a look shows: tenants, pools of GPUs
+constexpr int kBackgroundNice = 10;  // of the thread for what takes long in one piece
+constexpr int kCopyThreadsMax = 4;   // that copy pages from other daemons of this host: memory has no more to give
 
 // Members stand in the order of who needs whom: each outlives those after it, but for the threads (transport, workers),
 // which Close() ends first.
@@ -104,6 +105,7 @@ class ServerImpl final : public Server {
     spdlog::info("GPUs: {}", facts_.gpus);
     KV_RETURN_IF_ERROR(devices_.Open(pool_.get()));
     workers_ = std::make_unique<WorkerPool>(options_.threads > 0 ? static_cast<int>(options_.threads) : UsableCpus());
+    background_ = std::make_unique<WorkerPool>(1, Turn::kLength, kBackgroundNice);
     executor_ = std::make_unique<PoolEncodeExecutor>(workers_.get(), &queue_, &metrics_.encodes, &clock_);
     std::vector<StoreDevice> devices;
     for (Gpu* const gpu : devices_.gpus()) {
@@ -209,6 +211,8 @@ class ServerImpl final : public Server {
     workers_.reset();
     loop.RunReady();
     incoming_->DropAll();
+    background_.reset();
+    loop.RunReady();
     devices_.End();
     incoming_->SetLoop(nullptr);
     running_ = nullptr;
@@ -283,6 +287,7 @@ class ServerImpl final : public Server {
                   .registry = &of.registry_,
                   .principals = of.access_.principals(),
                   .workers = of.workers_.get(),
+                  .background = of.background_.get(),
                   .queue = &of.queue_,
                   .gpus = of.devices_.gpus(),
                   .samples_queries = of.quality_ != nullptr}) {
@@ -425,7 +430,7 @@ class ServerImpl final : public Server {
     signalfd_siginfo signal;
     while (read(fd, &signal, sizeof signal) == sizeof signal) {
       if (signal.ssi_signo == SIGHUP) {
-        running_->files = access_.ReadFilesAgain(workers_.get(), &queue_).eagerlyEvaluate(nullptr);
+        running_->files = access_.ReadFilesAgain(background_.get(), &queue_).eagerlyEvaluate(nullptr);
       } else {
         BeginTermination();
       }
@@ -439,6 +444,7 @@ class ServerImpl final : public Server {
     transport_.reset();
     if (recomputer_ != nullptr) recomputer_->Stop();
     workers_.reset();
+    background_.reset();
   }
 
   const Options options_;
@@ -457,7 +463,7 @@ class ServerImpl final : public Server {
   std::unique_ptr<PagePool> pool_;
   PollList polls_;
   ServerDevices devices_;
-  std::unique_ptr<WorkerPool> workers_;
+  std::unique_ptr<WorkerPool> workers_, background_;
   std::unique_ptr<PoolEncodeExecutor> executor_;
   std::unique_ptr<QualityMonitor> quality_;
   std::unique_ptr<PageStore> store_;

@@ -68,12 +68,13 @@ class CacheService final : public api::Cache::Server {
           KV_RETURN_IF_ERROR(EnsureOpen());
           return InTurns(session_, Method::kCreateSequences, parts_.sequence.long_calls,
                          [creation] {
-                           auto prefix = ReadPrefix(creation->list, static_cast<uint32_t>(creation->prefixes.size()));
-                           if (!prefix.ok()) {
-                             creation->wrong = prefix.status();
-                             return false;
-                           }
-                           creation->prefixes.push_back(*std::move(prefix));
+                           auto& reader = creation->reader;
+                           if (!reader) reader = PrefixReader(creation->list, creation->prefixes.size());
+                           if (reader->ReadNext()) return true;
+                           creation->wrong = reader->status();
+                           if (!creation->wrong.ok()) return false;
+                           creation->prefixes.push_back(reader->Take());
+                           reader = nullptr;
                            return creation->prefixes.size() < creation->list.size();
                          })
               .then([this, creation, context, requests, refuse_all]() mutable -> kj::Promise<void> {
@@ -211,33 +212,29 @@ class CacheService final : public api::Cache::Server {
   // One call of match.
   struct Matching {
     Requests list;
-    std::optional<std::vector<BlockName>> prefix;  // of the next request, once it is read
-    std::vector<MatchResult> found;                // of those before
+    std::unique_ptr<BlockNamesReader> reader;  // of the next request
+    std::vector<MatchResult> found;            // of those before
     absl::Status wrong;
   };
   bool Match(Matching& matching) {
-    if (!matching.prefix.has_value()) {
-      auto prefix = ReadPrefix(matching.list, static_cast<uint32_t>(matching.found.size()));
-      if (!prefix.ok()) {
-        matching.wrong = prefix.status();
-        return false;
-      }
-      matching.prefix = *std::move(prefix);
-      return true;
-    }
-    const auto match = store().caches().Match(id(), *matching.prefix);
+    if (matching.reader == nullptr) matching.reader = PrefixReader(matching.list, matching.found.size());
+    if (matching.reader->ReadNext()) return true;
+    matching.wrong = matching.reader->status();
+    if (!matching.wrong.ok()) return false;
+    const auto match = store().caches().Match(id(), matching.reader->Take());
+    matching.reader = nullptr;
     if (!match.ok()) {
       matching.wrong = match.status();
       return false;
     }
     matching.found.push_back(*match);
-    matching.prefix.reset();
     return matching.found.size() < matching.list.size();
   }
 
   // One call of createSequences: its requests are read first, then served one behind the other.
   struct Creation {
     Requests list;
+    std::unique_ptr<BlockNamesReader> reader;  // of the next prefix
     std::vector<std::vector<BlockName>> prefixes;
     absl::Status wrong;
     capnp::List<api::SequenceReply>::Builder replies = nullptr;
@@ -377,8 +374,9 @@ class CacheService final : public api::Cache::Server {
     return InvalidField("requests", absl::StrCat(count, " long"),
                         absl::StrCat("1..", limits::kSequenceRequestsMax, " long"));
   }
-  static absl::StatusOr<std::vector<BlockName>> ReadPrefix(const Requests& requests, uint32_t i) {
-    return ReadBlockNames(absl::StrCat("requests[", i, "].prefix"), requests[i].getPrefix(), limits::kBlockNamesMax);
+  static std::unique_ptr<BlockNamesReader> PrefixReader(const Requests& requests, size_t i) {
+    return std::make_unique<BlockNamesReader>(absl::StrCat("requests[", i, "].prefix"),
+                                              requests[static_cast<uint32_t>(i)].getPrefix(), limits::kBlockNamesMax);
   }
 
   size_t FactorValues() const { return size_t{config().layout.head_dim} * config().layout.head_dim; }  // of a head

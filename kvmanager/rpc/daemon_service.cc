@@ -21,11 +21,8 @@ static_assert(DeviceRegion::kGranularityBytes % limits::kArenaBytesStep == 0);
 
 class ArenaService final : public api::Arena::Server {
  public:
-  ArenaService(std::shared_ptr<Session> session, std::unique_ptr<ArenaMemory> memory, std::shared_ptr<Region> region)
-      : session_(std::move(session)),
-        memory_(std::move(memory)),
-        region_(std::move(region)),
-        id_(session_->AddArena(region_)) {}
+  ArenaService(std::shared_ptr<Session> session, std::shared_ptr<Region> region)
+      : session_(std::move(session)), region_(std::move(region)), id_(session_->AddArena(region_)) {}
   ~ArenaService() { session_->RemoveArena(id_); }
 
   kj::Maybe<int> getFd() override { return region_->fd(); }
@@ -33,20 +30,38 @@ class ArenaService final : public api::Arena::Server {
 
  private:
   const std::shared_ptr<Session> session_;
-  const std::unique_ptr<ArenaMemory> memory_;
   const std::shared_ptr<Region> region_;
   const uint32_t id_;
 };
 
-// Allocating touches every page of the arena, which takes long.
-absl::StatusOr<std::shared_ptr<Region>> MakeRegion(uint64_t bytes) {
+absl::StatusOr<std::unique_ptr<Region>> MakeRegion(uint64_t bytes) {
   Region::Options options;
   options.name = "kvmanager-arena";
   options.bytes = bytes;
   if (Fails(Failpoint::kArenaMap)) return absl::ResourceExhaustedError("failpoint arena.map");
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<Region> region, Region::Create(options));
-  return std::shared_ptr<Region>(std::move(region));
+  return Region::Create(options);
 }
+
+// The memory of an arena. The kernel takes long to give it, and to take it back: both are done in the background, and
+// what is booked for it is given back behind them. Destroyed on the loop's thread.
+struct ArenaRegion {
+  struct Freeing {
+    WorkerPool* background;
+    MessageQueue* queue;
+    std::unique_ptr<ArenaMemory> booked;
+    void operator()(Region* region) {
+      background->Post(WorkerPool::Priority::kEncode,
+                       [region = std::unique_ptr<Region>(region), queue = queue, booked = std::move(booked)]() mutable {
+                         region.reset();
+                         queue->Post([booked = std::move(booked)] {});
+                       });
+    }
+  };
+
+  absl::Status status;
+  std::unique_ptr<ArenaMemory> booked;  // where there is no region
+  std::shared_ptr<Region> region;
+};
 
 std::string CleanName(capnp::Text::Reader text) {
   std::string name(ViewOf(text).substr(0, limits::kClientNameBytesMax));
@@ -98,7 +113,7 @@ class DaemonService final : public api::Daemon::Server {
       }
       // A codec may read a large artifact, and work on it.
       return OnWorker<absl::StatusOr<Codecs>>(
-                 parts_.workers, parts_.queue, WorkerPool::OwnerOf(PayerName(config.tenant)),
+                 parts_.background, parts_.queue, WorkerPool::OwnerOf(PayerName(config.tenant)),
                  [registry = parts_.registry, config, gpu] { return MakeCodecs(*registry, config, gpu); })
           .then([context, session = session_, parts = &parts_.cache, config](absl::StatusOr<Codecs> codecs) mutable {
             // Workers may be done with many at once.
@@ -122,16 +137,24 @@ class DaemonService final : public api::Daemon::Server {
       }
       const uint64_t bytes = context.getParams().getBytes();
       KV_RETURN_IF_ERROR(session_->ReserveArena(bytes));
-      auto memory = std::make_unique<ArenaMemory>(session_, bytes);
-      using MaybeRegion = absl::StatusOr<std::shared_ptr<Region>>;
-      return OnWorker<MaybeRegion>(parts_.workers, parts_.queue, WorkerPool::kDaemon,
-                                   [bytes] { return MakeRegion(bytes); })
-          .then([context, session = session_, disposals = parts_.cache.sequence.disposals,
-                 memory = std::move(memory)](MaybeRegion region) mutable {
-            if (!region.ok()) {
-              return ServeError(*session, Method::kCreateArena, region.status(), context);
+      ArenaRegion::Freeing freeing{parts_.background, parts_.queue, std::make_unique<ArenaMemory>(session_, bytes)};
+      return OnWorker<ArenaRegion>(parts_.background, parts_.queue, BackgroundOwner(),
+                                   [bytes, freeing = std::move(freeing)]() mutable {
+                                     ArenaRegion made;
+                                     absl::StatusOr<std::unique_ptr<Region>> region = MakeRegion(bytes);
+                                     made.status = region.status();
+                                     if (region.ok()) {
+                                       made.region.reset(region->release(), std::move(freeing));
+                                     } else {
+                                       made.booked = std::move(freeing.booked);
+                                     }
+                                     return made;
+                                   })
+          .then([context, session = session_, disposals = parts_.cache.sequence.disposals](ArenaRegion made) mutable {
+            if (!made.status.ok()) {
+              return ServeError(*session, Method::kCreateArena, made.status, context);
             }
-            auto arena = disposals->Make<ArenaService>(session, std::move(memory), *std::move(region));
+            auto arena = disposals->Make<ArenaService>(session, std::move(made.region));
             auto results = context.getResults();
             results.setId(arena->id());
             results.setArena(kj::mv(arena));
@@ -162,7 +185,7 @@ class DaemonService final : public api::Daemon::Server {
       auto memory = std::make_unique<ArenaMemory>(session_, bytes);
       // Memory is zeroed, which is waited for.
       using MaybeArena = absl::StatusOr<std::unique_ptr<DeviceArena>>;
-      return OnWorker<MaybeArena>(parts_.workers, parts_.queue, WorkerPool::kDaemon,
+      return OnWorker<MaybeArena>(parts_.background, parts_.queue, BackgroundOwner(),
                                   [device = gpu->device(), bytes] { return DeviceArena::Make(device, bytes); })
           .then([context, session = session_, memory = std::move(memory), bytes](MaybeArena arena) mutable {
             if (!arena.ok()) {
@@ -233,6 +256,9 @@ class DaemonService final : public api::Daemon::Server {
     return FieldError(absl::StatusCode::kPermissionDenied, "the socket of this call to Admin", "one for engines",
                       bound);
   }
+
+  // What connections ask for that names no tenant: a share for each of them.
+  WorkerPool::Owner BackgroundOwner() const { return WorkerPool::Owner(reinterpret_cast<uintptr_t>(session_.get())); }
 
   absl::Status CheckGreeted() const {
     return session_->greeted() ? absl::OkStatus() : absl::FailedPreconditionError("call hello first");

@@ -1,6 +1,7 @@
 #include "kvmanager/rpc/host_calls.h"
 
 #include <cstring>
+#include <initializer_list>
 #include <utility>
 
 #include "absl/container/inlined_vector.h"
@@ -37,10 +38,10 @@ AppendEntries EntriesToAppend(const StepCache& cache, const CheckedStep& step) {
   return entries;
 }
 
-// Owns what a step appends from; empty: not all of it can be kept for longer than the call.
-std::vector<std::shared_ptr<const void>> KeepInput(Session& session, const CheckedStep& step) {
+// Owns what these tensors of a step, if given, point to; empty: not all of it can be kept for longer than the call.
+std::vector<std::shared_ptr<const void>> KeepInput(Session& session, std::initializer_list<const StepTensor*> tensors) {
   std::vector<std::shared_ptr<const void>> kept;
-  for (const StepTensor* tensor : {&step.k, &step.v, &step.x}) {
+  for (const StepTensor* tensor : tensors) {
     if (!tensor->given()) continue;
     if (tensor->where == StepTensor::Where::kArena) {
       kept.push_back(session.FindArena(tensor->arena));
@@ -226,12 +227,25 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
     if (step_.lse_bytes != 0) {
       rows.lse = reinterpret_cast<float*>(step_.lse.given() ? step_.lse.bytes.data() : lse_.data());
     }
-    plan_ = MakePlan(cache_, step_, *lease_, rows, here ? 1 : parts_.workers->threads());
     if (here) {
+      plan_ = MakePlan(cache_, step_, *lease_, rows, 1);
       plan_->RunHere();
       Finish(parts_.metrics->loop_seconds);
       return;
     }
+    const int threads = parts_.workers->threads();
+    if (step_.entries.size() <= kLoopPlanEntriesMax) {
+      return RunByWorkers(MakePlan(cache_, step_, *lease_, rows, threads));
+    }
+    auto plan = [rows, threads, queue = parts_.queue, self = shared_from_this()]() mutable {
+      auto made = MakePlan(self->cache_, self->step_, *self->lease_, rows, threads);
+      queue->Post([self = std::move(self), made = std::move(made)]() mutable { self->RunByWorkers(std::move(made)); });
+    };
+    parts_.workers->Post(WorkerPool::Priority::kAttend, std::move(plan), cache_.owner);
+  }
+  void RunByWorkers(std::unique_ptr<AttentionPlan> plan) {
+    if (given_up_) return;
+    plan_ = std::move(plan);
     plan_->Run(*parts_.workers, [queue = parts_.queue, self = shared_from_this()]() mutable {
       queue->Post([self = std::move(self)] { self->Finish(self->parts_.metrics->worker_seconds); });
     });
@@ -263,16 +277,36 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
 
 }  // namespace
 
-// An append that workers write. Shared with them; destroyed on the loop's thread, and its members from the last on.
-struct HostCalls::LargeAppend {
-  LargeAppend(const std::shared_ptr<Session>& of, const StepCache& with, const CheckedStep& what)
+// A step whose queries workers look at, or whose rows they write. Shared with them; destroyed on the loop's thread, and
+// its members from the last on.
+struct HostCalls::LargeStep {
+  LargeStep(const std::shared_ptr<Session>& of, const StepCache& with, const CheckedStep& what)
       : session(of), cache(with), config(*with.config), step(what) {
     cache.config = &config;
   }
+  // Looks at the next of the queries. False: that was all, or one is not finite.
+  bool LookNext() {
+    const absl::Span<const uint8_t> part = absl::MakeConstSpan(step.q.bytes).subspan(looked, kQueryPieceBytes);
+    looked += part.size();
+    status = CheckQueries(step, config, part);
+    return status.ok() && looked < step.q.bytes.size();
+  }
+  // That no arena of the step went while workers had it.
+  absl::Status CheckArenas() const {
+    for (const auto& [name, tensor] : {std::pair("q", &step.q), {"out", &step.out}, {"lse", &step.lse}}) {
+      if (tensor->where != StepTensor::Where::kArena || session->FindArena(tensor->arena) != nullptr) continue;
+      return FieldError(absl::StatusCode::kNotFound, absl::StrCat(name, ".arena"), absl::StrCat(tensor->arena),
+                        "an arena of this connection until the call is answered");
+    }
+    return absl::OkStatus();
+  }
+
   const std::shared_ptr<Session> session;
   StepCache cache;
   const CacheConfig config;
   const CheckedStep step;
+  size_t looked = 0;    // bytes of the queries
+  absl::Status status;  // of what was looked at
   std::vector<std::shared_ptr<const void>> input;
   std::shared_ptr<const void> reading;  // no other call of the connection comes in between
   std::unique_ptr<AppendLease> lease;
@@ -280,16 +314,45 @@ struct HostCalls::LargeAppend {
 
 absl::StatusOr<kj::Promise<void>> HostCalls::Step(const std::shared_ptr<Session>& session, const StepCache& cache,
                                                   const CheckedStep& step, StepContext& context) const {
+  if (step.queries_unchecked) {
+    auto large = std::make_shared<LargeStep>(session, cache, step);
+    large->input = KeepInput(*session, {&step.q});
+    if (!large->input.empty()) {
+      large->reading = session->messages().HoldReading();
+      return CheckByWorkers(large, context);
+    }
+    KV_RETURN_IF_ERROR(CheckQueries(step, *cache.config, step.q.bytes));
+  }
+  return AppendAndAttend(session, cache, step, context);
+}
+
+kj::Promise<void> HostCalls::CheckByWorkers(const std::shared_ptr<LargeStep>& large, StepContext& context) const {
+  return OnWorkerInTurns(parts_.workers, parts_.queue, WorkerPool::Priority::kAttend, large->cache.owner,
+                         [large] { return large->LookNext(); })
+      .then([this, large, context]() mutable {
+        const LoopTurn turn(large->session->calls().turns(), MethodName(Method::kStep));
+        absl::Status checked = large->status;
+        checked.Update(large->CheckArenas());
+        return GoOn(*large,
+                    checked.ok() ? AppendAndAttend(large->session, large->cache, large->step, context)
+                                 : absl::StatusOr<kj::Promise<void>>(checked),
+                    context);
+      });
+}
+
+absl::StatusOr<kj::Promise<void>> HostCalls::AppendAndAttend(const std::shared_ptr<Session>& session,
+                                                             const StepCache& cache, const CheckedStep& step,
+                                                             StepContext& context) const {
   // What Attend could refuse after this append, the append refuses: it checks positions against the same counts.
   if (step.append()) {
     const AppendEntries entries = EntriesToAppend(cache, step);
     if (step.k.bytes.size() + step.v.bytes.size() + step.x.bytes.size() > kLoopAppendBytesMax) {
-      auto append = std::make_unique<LargeAppend>(session, cache, step);
-      append->input = KeepInput(*session, step);
-      if (!append->input.empty()) {
-        append->reading = session->messages().HoldReading();
-        KV_ASSIGN_OR_RETURN(append->lease, parts_.store->appends().Begin(cache.id, step.layer, entries));
-        return AppendByWorkers(std::move(append), context);
+      auto large = std::make_shared<LargeStep>(session, cache, step);
+      large->input = KeepInput(*session, {&step.k, &step.v, &step.x});
+      if (!large->input.empty()) {
+        large->reading = session->messages().HoldReading();
+        KV_ASSIGN_OR_RETURN(large->lease, parts_.store->appends().Begin(cache.id, step.layer, entries));
+        return AppendByWorkers(large, context);
       }
     }
     KV_RETURN_IF_ERROR(parts_.store->Append(cache.id, step.layer, entries));
@@ -297,22 +360,26 @@ absl::StatusOr<kj::Promise<void>> HostCalls::Step(const std::shared_ptr<Session>
   return Attend(session, cache, step, context);
 }
 
-absl::StatusOr<kj::Promise<void>> HostCalls::AppendByWorkers(std::unique_ptr<LargeAppend> large,
-                                                             StepContext& context) const {
-  const std::shared_ptr<LargeAppend> append = std::move(large);
-  return OnWorkerInTurns(parts_.workers, parts_.queue, WorkerPool::Priority::kAttend, append->cache.owner,
-                         [append] { return append->lease->WriteNext(); })
-      .then([this, append, context]() mutable -> kj::Promise<void> {
-        Session& session = *append->session;
-        const LoopTurn turn(session.calls().turns(), MethodName(Method::kStep));
-        const absl::Status committed = append->lease->Commit();
-        auto rest = committed.ok() ? Attend(append->session, append->cache, append->step, context)
-                                   : absl::StatusOr<kj::Promise<void>>(committed);
-        append->reading = nullptr;
-        if (rest.ok()) return *std::move(rest);
-        ServeError(session, Method::kStep, rest.status(), context);
-        return kj::READY_NOW;
+kj::Promise<void> HostCalls::AppendByWorkers(const std::shared_ptr<LargeStep>& large, StepContext& context) const {
+  return OnWorkerInTurns(parts_.workers, parts_.queue, WorkerPool::Priority::kAttend, large->cache.owner,
+                         [large] { return large->lease->WriteNext(); })
+      .then([this, large, context]() mutable {
+        const LoopTurn turn(large->session->calls().turns(), MethodName(Method::kStep));
+        absl::Status committed = large->CheckArenas();
+        if (committed.ok()) committed = large->lease->Commit();
+        return GoOn(*large,
+                    committed.ok() ? Attend(large->session, large->cache, large->step, context)
+                                   : absl::StatusOr<kj::Promise<void>>(committed),
+                    context);
       });
+}
+
+// Behind what workers did.
+kj::Promise<void> HostCalls::GoOn(LargeStep& large, absl::StatusOr<kj::Promise<void>> rest, StepContext& context) {
+  large.reading = nullptr;
+  if (rest.ok()) return *std::move(rest);
+  ServeError(*large.session, Method::kStep, rest.status(), context);
+  return kj::READY_NOW;
 }
 
 absl::StatusOr<kj::Promise<void>> HostCalls::Attend(const std::shared_ptr<Session>& session, const StepCache& cache,

@@ -29,6 +29,12 @@ constexpr uint64_t kLoopMultiplyAddsMax = 1 << 18;
 /// small and is not kept (MessageMemory::kKeptBytesMin).
 constexpr uint64_t kLoopAppendBytesMax = 1 << 20;
 
+/// Entries of a step whose attention the loop plans itself: some 0.3 ms.
+constexpr size_t kLoopPlanEntriesMax = 256;
+
+/// Of queries that a worker looks at before it looks at the clock.
+constexpr uint64_t kQueryPieceBytes = 256 << 10;
+
 class HostCalls final : public MemoryCalls {
  public:
   /// Everything outlives this and the calls that it runs.
@@ -63,12 +69,17 @@ class HostCalls final : public MemoryCalls {
   bool GoesByHost(const absl::Status&) const override { return false; }
 
  private:
-  struct LargeAppend;
+  struct LargeStep;
 
+  /// A step whose queries are looked at.
+  absl::StatusOr<kj::Promise<void>> AppendAndAttend(const std::shared_ptr<Session>& session, const StepCache& cache,
+                                                    const CheckedStep& step, StepContext& context) const;
   /// The attention of a step whose tokens are appended.
   absl::StatusOr<kj::Promise<void>> Attend(const std::shared_ptr<Session>& session, const StepCache& cache,
                                            const CheckedStep& step, StepContext& context) const;
-  absl::StatusOr<kj::Promise<void>> AppendByWorkers(std::unique_ptr<LargeAppend> append, StepContext& context) const;
+  kj::Promise<void> CheckByWorkers(const std::shared_ptr<LargeStep>& large, StepContext& context) const;
+  kj::Promise<void> AppendByWorkers(const std::shared_ptr<LargeStep>& large, StepContext& context) const;
+  static kj::Promise<void> GoOn(LargeStep& large, absl::StatusOr<kj::Promise<void>> rest, StepContext& context);
 
   const Parts parts_;
 };

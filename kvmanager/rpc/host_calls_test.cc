@@ -260,6 +260,95 @@ TEST_F(HostCallsTest, LargeAppendsThatFailOrAreGivenUpChangeNothing) {
   }
 }
 
+// More queries than the loop looks at in a turn.
+TEST_F(HostCallsTest, WorkersLookAtManyQueriesBeforeAnythingIsAppended) {
+  Open("raw", 2);
+  const int count = static_cast<int>(kQueryBytesAtOnceMax / QBytes(1)) + 1;
+  const Text text = MakeText(count);
+  const size_t q_bytes = QBytes(count), out_at = (q_bytes + 63) / 64 * 64;
+  const std::vector<float> q = MakeQueries(count);
+  enum class Case { kServed, kNotFinite, kNoArena, kGivenUp };
+  for (const Case which : {Case::kServed, Case::kNotFinite, Case::kNoArena, Case::kGivenUp}) {
+    SCOPED_TRACE(static_cast<int>(which));
+    const SequenceId sequence = HeldSequence(text, 0);
+    const uint32_t arena = AddArena(out_at + q_bytes);
+    const std::shared_ptr<Region> region = session_->FindArena(arena);
+    std::memcpy(region->data(), BytesOf(q).data(), q_bytes);
+    const uint32_t infinity = 0x7f800000;
+    if (which == Case::kNotFinite) std::memcpy(region->data() + q_bytes - 4, &infinity, 4);
+    BlockWorkers();
+    auto call = Step({sequence, 0, count}, &text, {}, [&](auto request) {
+      SetArena(request.initQ(), arena, 0, q_bytes);
+      SetArena(request.initOut(), arena, out_at, q_bytes);
+    });
+    EXPECT_FALSE(call->ended());
+    EXPECT_TRUE(session_->messages().reading_held());
+    EXPECT_EQ(tokens(sequence, 1), 0u);
+    if (which == Case::kNoArena) session_->RemoveArena(arena);
+    if (which == Case::kGivenUp) {
+      call = nullptr;
+      loop_.RunReady();
+    }
+    Unblock();
+    if (call != nullptr) RunUntilEnded(call);
+    EndWork();
+    EXPECT_FALSE(session_->messages().reading_held());
+    EXPECT_EQ(tokens(sequence, 1), which == Case::kServed ? uint64_t(count) : 0u);
+    switch (which) {
+      case Case::kServed:
+        EXPECT_EQ(call->reply().getStatus().getCode(), 0) << call->reply().getStatus().getMessage().cStr();
+        ExpectNear(region->data() + out_at, Reference(text, 0, count, q, Raw).out);
+        break;
+      case Case::kNotFinite:
+        EXPECT_EQ(DetailOfReply(call->reply().getStatus()).field.substr(0, 19), "entries[0].q[token ");
+        break;
+      case Case::kNoArena:
+        EXPECT_EQ(DetailOfReply(call->reply().getStatus()).field, "q.arena");
+        break;
+      case Case::kGivenUp:
+        break;
+    }
+    session_->RemoveArena(arena);
+  }
+}
+
+// Whose attention workers plan, too.
+TEST_F(HostCallsTest, ManyEntriesArePlannedByWorkers) {
+  Open("raw", 2);
+  const int entries = static_cast<int>(kLoopPlanEntriesMax) + 1, context = 3 * kPage;
+  const Text text = MakeText(context);
+  std::vector<AttendEntry> steps;
+  for (int i = 0; i < entries; ++i) {
+    const SequenceId sequence = HeldSequence(text, 0);
+    ASSERT_TRUE(Step({sequence, 0, context}, &text, {})->ended());
+    steps.push_back({sequence, uint64_t(context) - 1, 1});
+  }
+  const std::vector<float> one = MakeQueries(1);
+  std::vector<float> q, want;
+  for (int i = 0; i < entries; ++i) {
+    q.insert(q.end(), one.begin(), one.end());
+    const auto each = Reference(text, context - 1, 1, one, Raw).out;
+    want.insert(want.end(), each.begin(), each.end());
+  }
+  for (const bool given_up : {false, true}) {
+    SCOPED_TRACE(given_up);
+    BlockWorkers();
+    auto call = Step(steps[0], nullptr, q, [&](auto request) { SetEntries(request.initEntries(entries), steps); });
+    EXPECT_FALSE(call->ended());
+    if (given_up) {
+      call = nullptr;
+      loop_.RunReady();
+      EndWork();
+      continue;
+    }
+    Unblock();
+    RunUntilEnded(call);
+    ASSERT_EQ(call->reply().getStatus().getCode(), 0) << call->reply().getStatus().getMessage().cStr();
+    ExpectInline(call->reply().getOut(), want);
+    EndWork();
+  }
+}
+
 TEST_F(HostCallsTest, WaitsForPagesThatAreBeingEncoded) {
   Open("flipping", 0);
   const Text text = MakeText(2 * kPage + 4);

@@ -92,6 +92,7 @@ struct DaemonParts {
   const CodecRegistry* registry = nullptr;
   const Principals* principals = nullptr;
   WorkerPool* workers = nullptr;
+  WorkerPool* background = nullptr;  // of what takes long in one piece: codecs with artifacts, memory of arenas
   MessageQueue* queue = nullptr;
   Gpus gpus;
   bool samples_queries = false;  // whether engines that attend themselves should send queries

@@ -24,13 +24,9 @@ uint64_t MultiplyAddsMax(absl::Span<const AttendEntry> entries, uint64_t work_pe
   return pairs > UINT64_MAX / work_per_pair ? UINT64_MAX : pairs * work_per_pair;
 }
 
-// K and V are checked where they are copied. An output of NaN would be an answer, and one of Inf times 0 a plausible
-// one.
-absl::Status CheckFinite(const CheckedStep& step, const CacheConfig& config) {
+// A query that is not finite: element `at` of q.
+absl::Status NonFiniteQuery(const CheckedStep& step, const CacheConfig& config, size_t at) {
   const size_t head_dim = config.layout.head_dim, row = size_t(config.query_heads) * head_dim;
-  const size_t count = step.tokens * row;
-  const size_t at = FindNonFinite(step.q_dtype, step.q.bytes.data(), count);
-  if (at == count) return absl::OkStatus();
   size_t entry = 0, token = at / row;
   for (; token >= static_cast<size_t>(step.entries[entry].tokens); ++entry) token -= step.entries[entry].tokens;
   return InvalidField(absl::StrCat("entries[", entry, "].q[token ", token, "][head ", at % row / head_dim, "][channel ",
@@ -62,12 +58,21 @@ absl::Status CheckOnDevice(const CheckedStep& step, const CacheConfig& config) {
 
 // What only one kind of memory can do.
 absl::Status CheckForMemory(const CheckedStep& step, const CacheConfig& config) {
-  if (config.device == CacheConfig::kHost) return step.attend() ? CheckFinite(step, config) : absl::OkStatus();
+  if (config.device == CacheConfig::kHost) {
+    return step.attend() && !step.queries_unchecked ? CheckQueries(step, config, step.q.bytes) : absl::OkStatus();
+  }
   if (step.x.given()) return InvalidField("x", "given", "none: activations are kept in host memory only");
   return CheckOnDevice(step, config);
 }
 
 }  // namespace
+
+absl::Status CheckQueries(const CheckedStep& step, const CacheConfig& config, absl::Span<const uint8_t> part) {
+  const size_t bytes = DTypeBytes(step.q_dtype), count = part.size() / bytes;
+  const size_t at = FindNonFinite(step.q_dtype, part.data(), count);
+  if (at == count) return absl::OkStatus();
+  return NonFiniteQuery(step, config, size_t(part.data() - step.q.bytes.data()) / bytes + at);
+}
 
 absl::StatusOr<CheckedQueryRows> CheckQueryRows(const CacheConfig& config, capnp::List<api::QueryRow>::Reader in) {
   if (in.size() > limits::kQueryRowsMax) {
@@ -209,6 +214,7 @@ absl::StatusOr<CheckedStep> CheckStep(const CacheConfig& config, api::StepReques
     KV_RETURN_IF_ERROR(CheckForMemory(step, config));
     return step;
   }
+  step.queries_unchecked = config.device == CacheConfig::kHost && q_bytes > kQueryBytesAtOnceMax;
   step.lse_inline = !step.lse.given() && request.getWantLse();
   step.out_bytes = q_bytes;
   step.lse_bytes = step.lse.given() || step.lse_inline ? lse_bytes : 0;

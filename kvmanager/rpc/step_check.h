@@ -37,6 +37,8 @@ struct CheckedStep {
   uint64_t lse_bytes = 0;   // 0 if not wanted
   /// At most this many multiply-adds.
   uint64_t multiply_adds_max = 0;
+  /// The queries, in host memory, are so many that whether they are finite is left to CheckQueries.
+  bool queries_unchecked = false;
 
   bool append() const { return k.given(); }
   bool attend() const { return q.given(); }
@@ -69,10 +71,18 @@ absl::StatusOr<uint64_t> CheckStepEntries(capnp::List<api::StepEntry>::Reader in
                                           absl::FunctionRef<bool(SequenceId)> owned,
                                           absl::InlinedVector<AttendEntry, 4>* entries);
 
+/// Queries in host memory that the event loop looks at in one turn, some 0.5 ms; more are left to CheckQueries. What
+/// comes inline has at least as much as is left, or the request is small and is not kept (MessageMemory).
+constexpr uint64_t kQueryBytesAtOnceMax = 1 << 20;
+
+/// Looks for NaN and Inf in `part`, which is whole elements of step.q.bytes: an output of NaN would be an answer, and
+/// one of Inf times 0 a plausible one. Any thread. Errors: INVALID_ARGUMENT naming the entry, token, head and channel.
+absl::Status CheckQueries(const CheckedStep& step, const CacheConfig& config, absl::Span<const uint8_t> part);
+
 /// arena: the bytes of an arena of this connection; empty for an unknown id. owned: whether this connection holds the
 /// sequence, in this cache. Positions are compared with the store's by the store, which also looks for NaN and Inf in K
-/// and V; those of q are found here. Of a cache on a GPU all tensors are in arenas, whose bytes nobody here reads. A
-/// client that writes to q in an arena after this check spoils its own output only.
+/// and V; those of q are found here, up to kQueryBytesAtOnceMax. Of a cache on a GPU all tensors are in arenas, whose
+/// bytes nobody here reads. A client that writes to q in an arena after this check spoils its own output only.
 absl::StatusOr<CheckedStep> CheckStep(const CacheConfig& config, api::StepRequest::Reader request,
                                       absl::FunctionRef<absl::Span<uint8_t>(uint32_t id)> arena,
                                       absl::FunctionRef<bool(SequenceId)> owned);

@@ -13,6 +13,7 @@
 #include <set>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/rpc/limits.h"
 
@@ -199,6 +200,34 @@ TEST_F(StepCheckTest, QueriesAreFinite) {
         EXPECT_EQ(got, value.finite ? "" : field) << std::hex << value.bits << (in_arena ? " in an arena" : " inline");
       }
     }
+  }
+}
+
+// The event loop looks at so many at once; the rest of a larger step are for workers, in parts.
+TEST_F(StepCheckTest, ManyQueriesAreLeftToOthers) {
+  const size_t row = kQueryHeads * kHeadDim, count = kQueryBytesAtOnceMax / (4 * row);
+  for (const size_t tokens : {count, count + 1}) {
+    capnp::MallocMessageBuilder message;
+    auto request = message.initRoot<api::StepRequest>();
+    auto entries = request.initEntries(2);
+    entries[0].setSequenceId(10);
+    entries[0].setTokens(1);
+    entries[1].setSequenceId(11);
+    entries[1].setTokens(static_cast<uint32_t>(tokens) - 1);
+    auto q = request.initQ().initInline(4 * row * tokens);
+    const uint32_t infinity = 0xff800000;
+    std::memcpy(q.end() - 4, &infinity, 4);
+    const absl::StatusOr<CheckedStep> step = Check(request);
+    if (tokens == count) {
+      EXPECT_FALSE(step.ok());
+      continue;
+    }
+    ASSERT_TRUE(step.ok()) << step.status();
+    EXPECT_TRUE(step->queries_unchecked);
+    const absl::Span<const uint8_t> all = step->q.bytes;
+    EXPECT_TRUE(CheckQueries(*step, config_, all.first(4 * row * count)).ok());
+    EXPECT_EQ(DetailOf(CheckQueries(*step, config_, all.subspan(4 * row * count))).field,
+              absl::StrCat("entries[1].q[token ", tokens - 2, "][head 7][channel 63]"));
   }
 }
 

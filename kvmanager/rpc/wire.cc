@@ -1,6 +1,8 @@
 #include "kvmanager/rpc/wire.h"
 
+#include <algorithm>
 #include <cstring>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -49,24 +51,42 @@ void WriteMatch(const MatchResult& match, api::MatchResult::Builder out) {
   out.setReason(static_cast<api::MissReason>(match.reason));
 }
 
+BlockNamesReader::BlockNamesReader(std::string field, capnp::List<api::BlockName>::Reader in, size_t names_max)
+    : field_(std::move(field)), in_(in) {
+  if (in.size() > names_max) {
+    status_ = InvalidField(field_, absl::StrCat(in.size(), " blocks long"),
+                           absl::StrCat("at most ", names_max, " blocks long"));
+    return;
+  }
+  names_.reserve(in.size());
+}
+
+bool BlockNamesReader::ReadNext() {
+  if (!status_.ok()) return false;
+  const size_t end = std::min<size_t>(in_.size(), names_.size() + kNamesOfPiece);
+  while (names_.size() < end) {
+    const uint32_t i = static_cast<uint32_t>(names_.size());
+    const capnp::Data::Reader key = in_[i].getKey(), tokens = in_[i].getTokens();
+    BlockName& name = names_.emplace_back();
+    for (const auto& [part, given, digest] :
+         {std::tuple("key", &key, &name.key.bytes), {"tokens", &tokens, &name.tokens.bytes}}) {
+      if (given->size() != digest->size()) {
+        status_ = ReadDigest(absl::StrCat(field_, "[", i, "].", part), *given).status();
+        return false;
+      }
+      std::memcpy(digest->data(), given->begin(), digest->size());
+    }
+  }
+  return end < in_.size();
+}
+
 absl::StatusOr<std::vector<BlockName>> ReadBlockNames(absl::string_view field, capnp::List<api::BlockName>::Reader in,
                                                       size_t names_max) {
-  if (in.size() > names_max) {
-    return InvalidField(field, absl::StrCat(in.size(), " blocks long"),
-                        absl::StrCat("at most ", names_max, " blocks long"));
+  BlockNamesReader reader(std::string(field), in, names_max);
+  while (reader.ReadNext()) {
   }
-  std::vector<BlockName> names(in.size());
-  for (uint32_t i = 0; i < in.size(); ++i) {
-    const auto name = in[i];
-    const capnp::Data::Reader key = name.getKey(), tokens = name.getTokens();
-    if (key.size() != sizeof names[i].key.bytes) return ReadDigest(absl::StrCat(field, "[", i, "].key"), key).status();
-    if (tokens.size() != sizeof names[i].tokens.bytes) {
-      return ReadDigest(absl::StrCat(field, "[", i, "].tokens"), tokens).status();
-    }
-    std::memcpy(names[i].key.bytes.data(), key.begin(), key.size());
-    std::memcpy(names[i].tokens.bytes.data(), tokens.begin(), tokens.size());
-  }
-  return names;
+  KV_RETURN_IF_ERROR(reader.status());
+  return reader.Take();
 }
 
 }  // namespace kvmanager

@@ -2,6 +2,8 @@
 // here (lengths, enumerants) and for meaning by whoever uses it.
 #pragma once
 
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -23,7 +25,29 @@ void WriteCacheInfo(const CacheInfo& info, api::CacheInfo::Builder out);
 void WriteSequenceInfo(const SequenceInfo& info, api::SequenceInfo::Builder out);
 void WriteMatch(const MatchResult& match, api::MatchResult::Builder out);
 
-/// `field` names the list in errors. At most `names_max` names, each of 32 and 32 bytes.
+/// Reads a list of names in pieces that each take less than a turn of the event loop. The list stays as long as this.
+class BlockNamesReader {
+ public:
+  /// `field` names the list in errors. At most `names_max` names, each of 32 and 32 bytes.
+  BlockNamesReader(std::string field, capnp::List<api::BlockName>::Reader in, size_t names_max);
+
+  /// Reads the next names. False: those were all, or one is wrong.
+  bool ReadNext();
+  /// INVALID_ARGUMENT: naming the name that is wrong.
+  const absl::Status& status() const { return status_; }
+  /// REQUIRES: ReadNext has returned false, and status() is OK.
+  std::vector<BlockName> Take() { return std::move(names_); }
+
+ private:
+  static constexpr size_t kNamesOfPiece = 512;
+
+  const std::string field_;
+  const capnp::List<api::BlockName>::Reader in_;
+  std::vector<BlockName> names_;
+  absl::Status status_;
+};
+
+/// The same at once.
 absl::StatusOr<std::vector<BlockName>> ReadBlockNames(absl::string_view field, capnp::List<api::BlockName>::Reader in,
                                                       size_t names_max);
 
