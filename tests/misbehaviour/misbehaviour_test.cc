@@ -44,7 +44,8 @@ struct Known {
   const char* why;
 };
 const std::map<std::string, Known>& KnownFaults() {
-  static constexpr char kFreshMemory[] = "workers touch fresh memory of 24 MiB for each reply, and attention is theirs, too";
+  static constexpr char kFreshMemory[] =
+      "workers touch fresh memory of 24 MiB for each reply, and attention is theirs, too";
   static const auto* const faults = new std::map<std::string, Known>{
       {"taken_reads", {{Fault::kSteps}, kFreshMemory}},
       {"cancels", {{Fault::kSteps}, kFreshMemory}},
@@ -52,7 +53,7 @@ const std::map<std::string, Known>& KnownFaults() {
       {"largest_batch", {{Fault::kSteps}, "4,096 entries are checked, and planned, in one turn of the loop"}},
       {"longest_prefix", {{Fault::kSteps}, "65,000 names are read, or made into an answer, in one turn of the loop"}},
       {"open_with_artifact", {{Fault::kSteps}, "each openCache makes its codec anew, on a worker and in one piece"}},
-      {"forks_of_long_sequences", {{Fault::kSteps}, "the end of 16,384 calls' capabilities is one turn: 4 to 8 ms"}},
+      {"forks_of_long_sequences", {{Fault::kSteps}, "the end of 8,192 calls' capabilities is one turn: 4 to 8 ms"}},
       {"arenas", {{Fault::kSteps}, "workers take an arena's memory in one piece, and the loop gives it back"}},
       {"unclaimed_blobs", {{Fault::kSteps}, "hand-offs of a MiB each, one behind the other, are read on the loop"}},
   };

@@ -46,7 +46,7 @@ void ForksOfLongSequences(Offence& offence) {
   auto cache = a.OpenCache(OneLayer());
   Offender::Made made = a.Create(cache);
   for (uint64_t at = 0; at < 65536; at += 16384) a.Append(cache, made.id, at, 16384);
-  const auto forks = Forks(a, made, 16384);
+  const auto forks = Forks(a, made, 8192);
   a.Turn(kHoldMs / 4);
 }
 
@@ -143,9 +143,9 @@ void Listings(Offence& offence) {
       Offender a(of_child);
       auto cache = a.OpenCache(OneLayer());
       std::vector<api::Sequence::Client> held;
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < 2; ++i) {
         auto request = cache.createSequencesRequest();
-        request.initRequests(4000);
+        request.initRequests(4096);
         a.Begin(kj::mv(request), [&held](auto& response) {
           for (const auto reply : response.getReplies()) held.push_back(reply.getSequence());
         });
@@ -168,7 +168,7 @@ constexpr Way kWays[] = {
     {"other_caches", "caches of ever other models opened and never dropped", OtherCaches},
     {"arenas", "arenas of 64 MiB opened and dropped", Arenas},
     {"unclaimed_blobs", "hand-offs to the daemon itself with a MiB that nobody claims", UnclaimedBlobs},
-    {"listings", "an operator lists 16,384 sequences again and again", Listings},
+    {"listings", "an operator lists 8,192 sequences again and again", Listings},
 };
 
 }  // namespace
