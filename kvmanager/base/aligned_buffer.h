@@ -1,8 +1,5 @@
-// Uninitialised bytes on a 64-byte boundary. A value that moves. Large ones ask for huge pages: whoever touches 24 MiB
-// for the first time, or gives them back, then has 12 pages to do and not 6,144.
+// Uninitialised bytes on a 64-byte boundary. A value that moves.
 #pragma once
-
-#include <sys/mman.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -19,19 +16,19 @@ namespace kvmanager {
 
 class AlignedBuffer {
  public:
-  static constexpr size_t kAlign = 64, kHugePageBytes = 2 << 20, kHugeBytesMin = 2 * kHugePageBytes;
+  static constexpr size_t kAlign = 64;
 
   AlignedBuffer() = default;
   explicit AlignedBuffer(size_t bytes) : size_(bytes) {
     if (bytes == 0) return;
-    data_ = Allocate(bytes);
+    data_ = static_cast<uint8_t*>(std::aligned_alloc(kAlign, (bytes + kAlign - 1) / kAlign * kAlign));
     KV_CHECK(data_ != nullptr);
   }
   /// Errors: RESOURCE_EXHAUSTED naming what it was for.
   static absl::StatusOr<AlignedBuffer> Make(absl::string_view what, size_t bytes) {
     AlignedBuffer buffer;
     if (bytes == 0) return buffer;
-    buffer.data_ = Allocate(bytes);
+    buffer.data_ = static_cast<uint8_t*>(std::aligned_alloc(kAlign, (bytes + kAlign - 1) / kAlign * kAlign));
     if (buffer.data_ == nullptr) {
       return FieldError(absl::StatusCode::kResourceExhausted, absl::StrCat("memory for ", what),
                         absl::StrCat(bytes, " bytes"), "what the host has left; send less at once, or try again");
@@ -53,15 +50,6 @@ class AlignedBuffer {
   absl::Span<uint8_t> span() const { return {data_, size_}; }
 
  private:
-  static uint8_t* Allocate(size_t bytes) {
-    const bool huge = bytes >= kHugeBytesMin;
-    void* data = nullptr;
-    if (posix_memalign(&data, huge ? kHugePageBytes : kAlign, bytes) != 0) return nullptr;
-    // Advice: where the host has no huge pages to give, small ones do. The rest behind the last whole one is small.
-    if (huge) madvise(data, bytes / kHugePageBytes * kHugePageBytes, MADV_HUGEPAGE);
-    return static_cast<uint8_t*>(data);
-  }
-
   uint8_t* data_ = nullptr;
   size_t size_ = 0;
 };
