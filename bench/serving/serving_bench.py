@@ -24,7 +24,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import platform
 import subprocess
 import sys
 import tempfile
@@ -152,23 +151,35 @@ def plans(options: argparse.Namespace) -> list[tuple[str, int, Configuration]]:
 class Bench:
     """Runs engines one after the other and writes results.json after each."""
 
-    def __init__(self, options: argparse.Namespace, facts: dict[str, Any]) -> None:
-        self._options, self._facts, self._gpu = options, facts, bool(facts["gpu"])
-        self._scale, self._end = scale_of(options, self._gpu), time.monotonic() + options.seconds
-        self._model = options.model or scales.write_shape(options.out / "llama-3.1-8b-shape")
-        self._config = json.loads((self._model / "config.json").read_text(encoding="utf-8"))
-        self._results: dict[str, Any] = {"scale": dataclasses.asdict(self._scale), "machine": facts, "host": platform.node(),
-                                         "model": self._config, "configurations": {}, "runs": []}
-        for file in options.add:
-            self._take(file)
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options, self._end = options, time.monotonic() + options.seconds
+        earlier = [(file, json.loads(file.read_text(encoding="utf-8"))) for file in options.add]
+        self._results = self._new() if options.configs else {**earlier[0][1], "configurations": {}, "runs": []}
+        self._gpu = bool(self._results["machine"]["gpu"])
+        self._scale = scales.Scale(**self._results["scale"])
+        for file, each in earlier:
+            self._take(file, each)
         for each in options.configs:
             self._results["configurations"][each.name] = dataclasses.asdict(each)
 
-    def _take(self, file: pathlib.Path) -> None:
-        earlier = json.loads(file.read_text(encoding="utf-8"))
-        differing = [key for key in ("scale", "model") if earlier[key] != self._results[key]]
+    def _new(self) -> dict[str, Any]:
+        options, facts = self._options, look(self._options)
+        if not facts["gpu"]:
+            print("no GPU: a CPU engine at a small scale. Not measured: vLLM's own offload, copies between host and GPU")
+            if options.model is None:
+                raise SystemExit("--model: a CPU needs the folder of a small model: "
+                                 "client/python/engines/vllm_serve/smollm2.py makes one")
+        self._model = options.model or scales.write_shape(options.out / "llama-3.1-8b-shape")
+        weights = f"model {options.model.name}" if options.model else "Llama-3.1-8B's shape, dummy weights"
+        return {"scale": dataclasses.asdict(scale_of(options, bool(facts["gpu"]))), "machine": facts, "weights": weights,
+                "model": json.loads((self._model / "config.json").read_text(encoding="utf-8")), "configurations": {}, "runs": []}
+
+    def _take(self, file: pathlib.Path, earlier: dict[str, Any]) -> None:
+        differing = [key for key in ("scale", "model", "weights") if earlier[key] != self._results[key]]
+        if earlier["machine"]["gpu"] != self._results["machine"]["gpu"]:
+            differing.append("GPU")
         if differing:
-            raise SystemExit(f"--add: {file} has another {' and '.join(differing)} than this run")
+            raise SystemExit(f"--add: {file} has another {', '.join(differing)} than this table")
         first = max((run["round"] for run in self._results["runs"]), default=0)
         for run in earlier["runs"]:
             self._results["runs"].append({**run, "round": run["round"] + first})
@@ -238,15 +249,14 @@ class Bench:
         names = sorted(self._results["configurations"], key=lambda name: known.index(name) if name in known else len(known))
         columns = {Configuration(**self._results["configurations"][name]):
                    figures([run for run in self._results["runs"] if run["config"] == name]) for name in names}
-        limits = self._facts["limits"]
-        made = Table(columns, self._scale, scales.token_bytes(self._config), limits).markdown() + NOTE
-        facts = self._facts
+        facts = self._results["machine"]
+        token_bytes = scales.token_bytes(self._results["model"])
+        made = Table(columns, self._scale, token_bytes, facts["limits"]).markdown() + NOTE
         versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-        weights = f"model {self._options.model.name}" if self._options.model else "Llama-3.1-8B's shape, dummy weights"
         where = facts["gpu"] or f"a CPU with {facts['cores']} cores, which says nothing of a GPU"
-        head = (f"{where}; {versions}; {weights}; the engine's own cache has {self._scale.engine_cache} tokens; "
-                f"{'quick: too few requests to compare times. ' if self._options.quick else ''}\n\n")
-        self._options.out.mkdir(parents=True, exist_ok=True)
+        quick = "" if self._scale in (scales.GPU, scales.CPU) else "; not the full scale"
+        head = (f"{where}; {versions}; {self._results['weights']}; the engine's own cache has {self._scale.engine_cache} tokens"
+                f"{quick}\n\n")
         (self._options.out / "results.json").write_text(json.dumps(self._results), encoding="utf-8")
         (self._options.out / "table.md").write_text(head + made, encoding="utf-8")
         return head + made
@@ -256,13 +266,7 @@ def main() -> int:
     options = arguments()
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    facts = look(options)
-    if not facts["gpu"]:
-        print("no GPU: a CPU engine at a small scale. Not measured: vLLM's own offload, copies between host and GPU", flush=True)
-        if options.model is None:
-            raise SystemExit("--model: a CPU needs the folder of a small model: "
-                             "client/python/engines/vllm_serve/smollm2.py makes one")
-    bench = Bench(options, facts)
+    bench = Bench(options)
     whole = bench.run()
     print(bench.write())
     for fault in (faults := bench.faults()):

@@ -7,6 +7,8 @@ import dataclasses
 import json
 import pathlib
 import random
+import subprocess
+import sys
 import tempfile
 import types
 import unittest
@@ -268,6 +270,46 @@ class TableTest(unittest.TestCase):
         text = Table({raw: figures(runs)}, TINY, 100, {"load_gb_s": 1.0, "store_gb_s": 1.0}).markdown()
         self.assertIn("| kvmanager raw | 320 | 4 | 3 | 2 | 0.5000 | 0.2500 | 0 |", text)
         self.assertIn("- kvmanager raw, latency, round 1: no memory", text)
+
+
+class ResultsTest(unittest.TestCase):
+    def results(self, folder: pathlib.Path, name: str, pool_tokens: int) -> pathlib.Path:
+        run, _ = latency_run(pool_tokens, 1, name)
+        limits = {"load_gb_s": 1.0, "store_gb_s": 1.0}
+        made = {"scale": dataclasses.asdict(TINY), "weights": "none", "model": scales.LLAMA_8B,
+                "machine": {"gpu": "a GPU", "cores": 1, "versions": {"vllm": "1"}, "limits": limits},
+                "configurations": {name: dataclasses.asdict(configurations.parse(name))}, "runs": [run]}
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(made), encoding="utf-8")
+        return file
+
+    def run_bench(self, folder: pathlib.Path, *files: pathlib.Path) -> subprocess.CompletedProcess:
+        command = [sys.executable, serving_bench.__file__, "--out", str(folder / "out"), "--configs", "none", "--add"]
+        return subprocess.run(command + list(map(str, files)), capture_output=True, text=True, check=False)
+
+    def test_earlier_runs_make_one_table(self) -> None:
+        with tempfile.TemporaryDirectory() as text:
+            folder = pathlib.Path(text)
+            alone = self.results(folder, "vllm", 0)
+            done = self.run_bench(folder, self.results(folder, "raw", 1 << 16), alone, alone)
+            self.assertEqual(0, done.returncode, done.stderr)
+            table = (folder / "out" / "table.md").read_text(encoding="utf-8")
+            self.assertIn("a GPU; vllm 1; none; the engine's own cache has 1024 tokens; not the full scale", table)
+            # Two rounds of vLLM alone, which comes first.
+            self.assertIn("| 256 warm: TTFT, ms | 320, 320 (36) | 90, 90 (18) |", table)
+            rounds = [run["round"] for run in json.loads((folder / "out" / "results.json").read_text())["runs"]]
+            self.assertEqual([1, 2, 3], rounds)
+
+    def test_runs_of_another_scale_are_refused(self) -> None:
+        with tempfile.TemporaryDirectory() as text:
+            folder = pathlib.Path(text)
+            file, other = self.results(folder, "vllm", 0), self.results(folder, "raw", 0)
+            changed = json.loads(other.read_text())
+            changed["scale"]["cycles"] += 1
+            other.write_text(json.dumps(changed))
+            done = self.run_bench(folder, file, other)
+            self.assertEqual(1, done.returncode)
+            self.assertIn("raw.json has another scale than this table", done.stderr)
 
 
 class ConfigurationsTest(unittest.TestCase):
