@@ -32,6 +32,7 @@ class Daemon:
             if line.startswith("kvmanagerd ready"):
                 self.metrics = dict(word.split("=", 1) for word in line.split() if "=" in word)["metrics"]
                 return
+        self._process.stdout.close()
         raise RuntimeError(f"kvmanagerd ended with {self._process.wait()} before it was ready: {log.read_text()[-500:]}")
 
     def __enter__(self) -> Daemon:

@@ -16,6 +16,7 @@ from collections import OrderedDict
 
 import configurations
 import counters
+import processes
 import scale as scales
 import serving_bench
 import workload
@@ -310,6 +311,40 @@ class ResultsTest(unittest.TestCase):
             done = self.run_bench(folder, file, other)
             self.assertEqual(1, done.returncode)
             self.assertIn("raw.json has another scale than this table", done.stderr)
+
+
+class ProcessesTest(unittest.TestCase):
+    def setUp(self) -> None:
+        self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.log = self.folder / "log"
+
+    def test_what_an_engine_says_and_how_it_ends(self) -> None:
+        self.assertEqual("", processes.run(["sh", "-c", "echo $WORD; echo two >&2"], {"WORD": "one"}, self.log, 60))
+        self.assertEqual("one\ntwo\n", self.log.read_text())
+        self.assertEqual("ended with 3", processes.run(["sh", "-c", "exit 3"], {}, self.log, 60))
+
+    def test_an_engine_that_takes_too_long_is_ended_with_all_it_started(self) -> None:
+        mark = self.folder / "started"
+        command = ["sh", "-c", f"(setsid sh -c 'echo $$ > {mark}; exec sleep 1000' &); exec sleep 1000"]
+        self.assertEqual("took more than 2 s", processes.run(command, {}, self.log, 2))
+        self.assertFalse(pathlib.Path(f"/proc/{mark.read_text().strip()}").exists())
+
+    def program(self, text: str) -> str:
+        path = self.folder / "kvmanagerd"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    def test_a_daemon_is_there_until_it_is_left(self) -> None:
+        said = f"echo $* > {self.folder}/flags; echo 'kvmanagerd ready listen=x metrics=127.0.0.1:7'; exec sleep 1000"
+        with processes.Daemon(self.program(said), self.folder, 5, ["--threads", "2"], self.log) as daemon:
+            self.assertEqual(("127.0.0.1:7", f"unix:{self.folder}/kv.sock"), (daemon.metrics, daemon.address))
+        wanted = f"--listen unix:{self.folder}/kv.sock --host-pool-bytes 5 --metrics-listen 127.0.0.1:0 --threads 2"
+        self.assertEqual(wanted, (self.folder / "flags").read_text().strip())
+
+    def test_a_daemon_that_does_not_start_says_why(self) -> None:
+        with self.assertRaisesRegex(RuntimeError, "ended with 2 before it was ready: no such pool"):
+            processes.Daemon(self.program("echo no such pool >&2; exit 2"), self.folder, 5, [], self.log)
 
 
 class ConfigurationsTest(unittest.TestCase):
