@@ -1,6 +1,7 @@
 """One engine, a real AsyncLLM with its EngineCore, and what is asked of it: engine.py PLAN RESULT, started by serving_bench.py.
 
-PLAN and RESULT are JSON files. What was measured before an error is in RESULT, with the error.
+PLAN and RESULT are JSON files. RESULT is written after each phase, so that what was measured before an error, or before this
+process was ended, is there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import time
 import traceback
 import urllib.request
+from typing import Callable
 
 import counters
 import workload
@@ -103,8 +105,12 @@ def daemon_metrics(address: str) -> dict[str, float]:
         return {name: float(value) for name, value in re.findall(r"^(\w+) (\S+)$", page.read().decode(), re.MULTILINE)}
 
 
-async def run(plan: dict, result: dict) -> None:
-    record = workload.Record(say=lambda line: print(f"bench: {line}", flush=True))
+async def run(plan: dict, result: dict, write: Callable[[], None]) -> None:
+    def say(line: str) -> None:
+        print(f"bench: {line}", flush=True)
+        write()
+
+    record = workload.Record(say)
     result.update(requests=record.requests, batches=record.batches, counted=record.counted)
     scale, began = Scale(**plan["scale"]), time.monotonic()
     config = json.loads((pathlib.Path(plan["model"]) / "config.json").read_text(encoding="utf-8"))
@@ -127,14 +133,20 @@ async def run(plan: dict, result: dict) -> None:
 
 
 def main() -> int:
-    plan = json.loads(pathlib.Path(sys.argv[1]).read_text(encoding="utf-8"))
+    plan, file = json.loads(pathlib.Path(sys.argv[1]).read_text(encoding="utf-8")), pathlib.Path(sys.argv[2])
     result: dict = {}
+
+    def write() -> None:
+        whole = file.with_suffix(".new")
+        whole.write_text(json.dumps(result), encoding="utf-8")
+        whole.replace(file)
+
     try:
-        asyncio.run(run(plan, result))
+        asyncio.run(run(plan, result, write))
     except BaseException as error:  # also SystemExit of an engine that does not start
         traceback.print_exc()
         result["error"] = f"{type(error).__name__}: {error}"
-    pathlib.Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
+    write()
     return 1 if "error" in result else 0
 
 
