@@ -313,6 +313,72 @@ class ResultsTest(unittest.TestCase):
             self.assertIn("raw.json has another scale than this table", done.stderr)
 
 
+# A Python with everything: machine.py says so, and engine.py runs with a simulated engine.
+PYTHON = """#!{python}
+import json, sys
+sys.path[:0] = [{here!r}]
+if sys.argv[1].endswith("machine.py"):
+    print(json.dumps(dict(gpu="", cores=2, versions=dict(vllm="1"), vllm=True, kvmanager=True,
+                          limits=dict(load_gb_s=1.0, store_gb_s=1.0))))
+    raise SystemExit
+import engine, serving_test
+class Engine(serving_test.Simulated):
+    def __init__(self, plan):
+        pool = plan["scale"]["capacity_pool_bytes" if plan["kind"] == "capacity" else "pool_bytes"] // 1024
+        super().__init__(plan["scale"]["engine_cache"], pool if plan["transfer"] else 0)
+        self.broken = (plan["transfer"] or dict()).get("kv_connector_extra_config", dict()).get("codec") == "broken"
+    async def ask(self, prompt, output):
+        if self.broken:
+            raise ValueError("no such codec")
+        return await super().ask(prompt, output)
+    def close(self):
+        pass
+engine.Engine, engine.daemon_metrics = Engine, lambda address: dict(kvmanager_published_blocks=3.0)
+sys.argv = sys.argv[1:]
+sys.exit(engine.main())
+"""
+
+
+class WholeTest(unittest.TestCase):
+    """The command from its arguments to its table; engine and daemon are stand-ins."""
+
+    def run_bench(self, *arguments: str) -> tuple[subprocess.CompletedProcess, str]:
+        folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        here = str(pathlib.Path(__file__).resolve().parent)
+        model = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 1, "num_key_value_heads": 4, "vocab_size": 9000}
+        files = {"python": PYTHON.format(python=sys.executable, here=here), "config.json": json.dumps(model),
+                 "kvmanagerd": "#!/bin/sh\necho kvmanagerd ready listen=x metrics=127.0.0.1:7\nexec sleep 1000\n"}
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+            (folder / name).chmod(0o755)
+        command = [sys.executable, serving_bench.__file__, "--out", str(folder / "out"), "--python", str(folder / "python")]
+        command += ["--daemon", str(folder / "kvmanagerd"), "--model", str(folder), "--quick", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        logs = "".join(log.read_text() for log in (folder / "out").glob("*.log"))
+        self.assertTrue((folder / "out" / "table.md").exists(), done.stdout + done.stderr + logs)
+        return done, (folder / "out" / "table.md").read_text(encoding="utf-8")
+
+    def test_times_and_capacity(self) -> None:
+        done, table = self.run_bench("--configs", "vllm", "raw", "--capacity-pool-gib", "0.004")
+        self.assertEqual(0, done.returncode, done.stdout + done.stderr)
+        self.assertIn("| 2K warm: hits | 0.0% | 97.0% |", table)
+        self.assertIn("| 1K warm: TTFT, ms | 1088, 1088 (8) | 166, 166 (8) |", table)
+        self.assertRegex(table, r"\| tokens found again in 0.004 GiB \| - \| [34],\d{3} \|")
+        self.assertNotIn("Not measured", table)
+
+    def test_what_fails_is_in_the_table_and_in_the_status(self) -> None:
+        done, table = self.run_bench("--configs", "offload", "bad=broken", "raw", "--parts", "latency")
+        self.assertEqual(1, done.returncode)
+        self.assertIn("- vLLM's own offload, latency, round 1: vLLM's own offload needs a GPU", table)
+        self.assertIn("- kvmanager bad, latency, round 1: ValueError: no such codec", table)
+        self.assertIn("| 1K warm: hits |", table)
+
+    def test_compare(self) -> None:
+        done, table = self.run_bench("--configs", "vllm", "raw", "--compare")
+        self.assertEqual(0, done.returncode, done.stdout + done.stderr)
+        self.assertIn("| kvmanager raw | 2112 | 32 | 32 | 32 | 0.0000 | 0.0000 | 0 |", table)
+
+
 class ProcessesTest(unittest.TestCase):
     def setUp(self) -> None:
         self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
