@@ -1,0 +1,278 @@
+#!/usr/bin/env python3
+"""Measures real vLLM engines side by side: alone, with vLLM's own offload to host memory, with kvmanager under several codecs.
+
+    serving_bench.py --out DIR                                     # a GPU: Llama-3.1-8B's shape, dummy weights
+    serving_bench.py --out DIR --quick --configs vllm raw          # a few requests of each way: does it work?
+    serving_bench.py --out DIR --compare --configs raw k4v3        # are loaded blocks what was stored?
+    serving_bench.py --out DIR --quick --python ENV/bin/python --model SMOLLM2 --configs vllm raw    # a CPU
+
+Each engine is an AsyncLLM with an EngineCore of its own; one runs at a time, and a round runs all configurations, so that what
+changes on the machine meets all of them. Prompts are token ids: prefixes of two lengths that do not fit the engine's own cache
+of --engine-cache tokens together, cold, then warm one at a time and four at once; each warm request is followed by one of the
+same prefix, then resident in the engine's own cache; unique prompts at the end. A second engine of each configuration (--parts
+capacity) fills a small pool of host memory and counts the tokens that are found again.
+
+DIR gets results.json (every request, every counter), table.md and the engines' logs. --add takes in results of earlier runs on
+the same machine, and with --configs none the table is made of those alone. The engine's Python needs vllm and the kvmanager
+package (--client); kvmanagerd is started and stopped for each engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import processes
+import scale as scales
+from configurations import ALONE, CODECS, OFFLOAD, Configuration, parse
+from summary import compared_faults, figures
+from table import NOTE, Table
+
+_FOLDER = pathlib.Path(__file__).resolve().parent
+_KINDS = ("latency", "capacity", "compare")
+_ENGINE_MIN_S = 60.0  # less time left than this starts no engine
+_NO_GPU = "vLLM's own offload needs a GPU"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    default = [ALONE, OFFLOAD, *CODECS]
+    add("--out", required=True, type=pathlib.Path, metavar="DIR", help="results go there")
+    add("--configs", nargs="+", default=default, metavar="NAME",
+        help=f"of {', '.join(default)}, or NAME=CODEC for another codec of kvmanager; none: measure nothing; default: all five")
+    add("--rounds", type=int, default=2, help="engines of each configuration whose times are taken (default 2)")
+    add("--parts", nargs="+", choices=_KINDS[:2], default=list(_KINDS[:2]), help="latency, capacity (default both)")
+    add("--compare", action="store_true",
+        help="compare loaded K and V with those that were stored, bit for bit, instead of taking times")
+    add("--quick", action="store_true", help="one round, one pass over fewer prefixes: says whether it works, not how fast")
+    add("--add", nargs="+", default=[], type=pathlib.Path, metavar="RESULTS",
+        help="results.json of earlier runs of the same scale")
+    add("--seconds", type=float, default=float("inf"), help="for the whole run: engines that do not fit are not started")
+    add("--engine-seconds", type=float, default=900, help="for one engine, its start included (default 900)")
+    add("--model", type=pathlib.Path, metavar="DIR",
+        help="a Hugging Face folder; default, on a GPU: Llama-3.1-8B's shape with dummy weights. A CPU needs a small one: "
+        "client/python/engines/vllm_serve/smollm2.py makes it")
+    add("--python", default=sys.executable, help="with vllm; on a CPU that of tools/engines vllm_serve (default: this one)")
+    add("--daemon", type=pathlib.Path, default=processes.ROOT / "bazel-bin/kvmanager/daemon/kvmanagerd", help="kvmanagerd")
+    add("--client", type=pathlib.Path, default=processes.ROOT / "bazel-bin/client/python/package",
+        help="folder of the kvmanager package, put before others if it is there (default bazel-bin/client/python/package)")
+    add("--calibration-dir", help="artifacts that codecs name, for kvmanagerd")
+    add("--daemon-flag", action="append", default=[], help="for kvmanagerd, for example --daemon-flag=--threads=8")
+    add("--connector", default="{}", metavar="JSON", help="further kv_connector_extra_config of kvmanager's connector")
+    add("--gpu-memory", type=float, default=0.5, help="vLLM's gpu_memory_utilization (default 0.5)")
+    add("--pool-gib", type=float, help="host memory of the timed engines' pools (default 40; on a CPU 1)")
+    add("--capacity-pool-gib", type=float, help="of the pools that are filled (default 8; on a CPU 0.125)")
+    add("--engine-cache", type=int, help="tokens of the engine's own cache (default 49152; on a CPU 6144)")
+    options = parser.parse_args()
+    try:
+        options.configs = [] if options.configs == ["none"] else [parse(each) for each in options.configs]
+        options.connector = json.loads(options.connector)
+        if not isinstance(options.connector, dict):
+            raise ValueError(f"--connector is {options.connector!r}, must be a JSON object")
+    except ValueError as error:
+        parser.error(str(error))
+    if options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}, must be at least 1")
+    if any(each.codec for each in options.configs) and not os.access(options.daemon, os.X_OK):
+        parser.error(f"--daemon: {options.daemon} is not a program: bazel build --config=opt //kvmanager/daemon:kvmanagerd")
+    if not options.configs and not options.add:
+        parser.error("--configs none: needs --add")
+    return options
+
+
+def environment(options: argparse.Namespace, gpu: bool) -> dict[str, str]:
+    """Of engines. What the caller set stays."""
+    folders = [str(_FOLDER)] + ([str(options.client)] if options.client.exists() else []) + [os.environ.get("PYTHONPATH", "")]
+    defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_COLOR": "0", "PYTHONHASHSEED": "0"}
+    if not gpu:
+        threads = str(max(1, (os.cpu_count() or 1) - 1))
+        defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads,
+                     "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    return {**{name: os.environ.get(name, value) for name, value in defaults.items()},
+            "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+
+
+def look(options: argparse.Namespace) -> dict[str, Any]:
+    """machine.py's facts, by the engines' Python."""
+    done = subprocess.run([options.python, str(_FOLDER / "machine.py")], env={**os.environ, **environment(options, gpu=True)},
+                          capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"--python {options.python}: {done.stderr.strip()[-500:]}")
+    facts = json.loads(done.stdout.splitlines()[-1])
+    if not facts["vllm"]:
+        raise SystemExit(f"--python: {options.python} has no vllm. For a CPU, `tools/engines vllm_serve` installs it")
+    if not facts["kvmanager"] and any(each.codec for each in options.configs):
+        raise SystemExit(f"--client: {options.client} does not exist, and {options.python} has no kvmanager: "
+                         "bazel build --config=opt //client/python:package")
+    return facts
+
+
+def scale_of(options: argparse.Namespace, gpu: bool) -> scales.Scale:
+    chosen = {(True, False): scales.GPU, (True, True): scales.GPU_QUICK, (False, False): scales.CPU,
+              (False, True): scales.CPU_QUICK}[gpu, options.quick]
+    changes = {}
+    if options.pool_gib:
+        changes["pool_bytes"] = int(options.pool_gib * scales.GIB)
+    if options.capacity_pool_gib:
+        changes["capacity_pool_bytes"] = int(options.capacity_pool_gib * scales.GIB)
+    if options.engine_cache:
+        changes["engine_cache"] = options.engine_cache
+    chosen = dataclasses.replace(chosen, **changes)
+    try:
+        chosen.check()
+    except ValueError as error:
+        raise SystemExit(f"--engine-cache: {error}") from error
+    return chosen
+
+
+def plans(options: argparse.Namespace) -> list[tuple[str, int, Configuration]]:
+    """(kind, round, configuration) of each engine. The order of configurations turns from round to round."""
+    rounds = 1 if options.quick or options.compare else options.rounds
+    kinds = ["compare"] if options.compare else [kind for kind in _KINDS if kind in options.parts]
+    found = []
+    for kind in kinds:
+        for number in range(rounds if kind == "latency" else 1):
+            first = number % max(1, len(options.configs))
+            turned = options.configs[first:] + options.configs[:first]
+            # Nothing is loaded without a connector: nothing fits, and there is nothing to compare.
+            found += [(kind, number + 1, each) for each in turned if kind == "latency" or each.name != ALONE]
+    return found
+
+
+class Bench:
+    """Runs engines one after the other and writes results.json after each."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options, self._end = options, time.monotonic() + options.seconds
+        earlier = [(file, json.loads(file.read_text(encoding="utf-8"))) for file in options.add]
+        self._results = self._new() if options.configs else {**earlier[0][1], "configurations": {}, "runs": []}
+        self._gpu = bool(self._results["machine"]["gpu"])
+        self._scale = scales.Scale(**self._results["scale"])
+        for file, each in earlier:
+            self._take(file, each)
+        for each in options.configs:
+            self._results["configurations"][each.name] = dataclasses.asdict(each)
+
+    def _new(self) -> dict[str, Any]:
+        options, facts = self._options, look(self._options)
+        if not facts["gpu"]:
+            print("no GPU: a CPU engine at a small scale. Not measured: vLLM's own offload, copies between host and GPU")
+            if options.model is None:
+                raise SystemExit("--model: a CPU needs the folder of a small model: "
+                                 "client/python/engines/vllm_serve/smollm2.py makes one")
+        self._model = options.model or scales.write_shape(options.out / "llama-3.1-8b-shape")
+        weights = f"model {options.model.name}" if options.model else "Llama-3.1-8B's shape, dummy weights"
+        return {"scale": dataclasses.asdict(scale_of(options, bool(facts["gpu"]))), "machine": facts, "weights": weights,
+                "model": json.loads((self._model / "config.json").read_text(encoding="utf-8")), "configurations": {}, "runs": []}
+
+    def _take(self, file: pathlib.Path, earlier: dict[str, Any]) -> None:
+        differing = [key for key in ("scale", "model", "weights") if earlier[key] != self._results[key]]
+        if earlier["machine"]["gpu"] != self._results["machine"]["gpu"]:
+            differing.append("GPU")
+        if differing:
+            raise SystemExit(f"--add: {file} has another {', '.join(differing)} than this table")
+        first = max((run["round"] for run in self._results["runs"]), default=0)
+        for run in earlier["runs"]:
+            self._results["runs"].append({**run, "round": run["round"] + first})
+        self._results["configurations"].update(earlier["configurations"])
+
+    def run(self) -> bool:
+        """Whether all that was asked for was measured."""
+        whole = True
+        for kind, number, configuration in plans(self._options):
+            run: dict[str, Any] = {"kind": kind, "round": number, "config": configuration.name}
+            left = self._end - time.monotonic()
+            if configuration.name == OFFLOAD and not self._gpu:
+                run["error"] = _NO_GPU
+            elif left < _ENGINE_MIN_S:
+                run["error"] = f"--seconds {self._options.seconds:.0f} are over"
+            else:
+                began = time.monotonic()
+                run.update(self._engine(kind, number, configuration, min(left, self._options.engine_seconds)))
+                run["seconds"] = time.monotonic() - began
+            whole = whole and "error" not in run
+            said = run.get("error") or f"{run['seconds']:.0f} s"
+            print(f"{kind}, round {number}, {configuration.name}: {said}", flush=True)
+            self._results["runs"].append(run)
+            self.write()
+        return whole
+
+    def _engine(self, kind: str, number: int, configuration: Configuration, limit_s: float) -> dict[str, Any]:
+        options, name = self._options, f"{kind}-{number}-{configuration.name}"
+        pool_bytes = self._scale.capacity_pool_bytes if kind == "capacity" else self._scale.pool_bytes
+        with tempfile.TemporaryDirectory(prefix="kvserve") as text:
+            folder = pathlib.Path(text)
+            plan = {"kind": kind, "scale": dataclasses.asdict(self._scale), "model": str(self._model),
+                    "dummy": options.model is None, "gpu": self._gpu, "gpu_memory": options.gpu_memory,
+                    "compression_max": configuration.compression_max, "metrics": ""}
+            if configuration.codec is None:
+                return self._measure(name, folder, {**plan, "transfer": configuration.transfer("", pool_bytes, {})}, limit_s)
+            flags = options.daemon_flag + (["--calibration-dir", options.calibration_dir] if options.calibration_dir else [])
+            try:
+                log = options.out / f"{name}-daemon.log"
+                with processes.Daemon(str(options.daemon), folder, pool_bytes, flags, log) as daemon:
+                    transfer = configuration.transfer(daemon.address, pool_bytes, options.connector)
+                    plan |= {"transfer": transfer, "metrics": daemon.metrics}
+                    return self._measure(name, folder, plan, limit_s)
+            except RuntimeError as error:
+                return {"error": str(error)}
+
+    def _measure(self, name: str, folder: pathlib.Path, plan: dict, limit_s: float) -> dict[str, Any]:
+        files = folder / "plan.json", folder / "result.json"
+        files[0].write_text(json.dumps(plan), encoding="utf-8")
+        command = [self._options.python, str(_FOLDER / "engine.py"), *map(str, files)]
+        log = self._options.out / f"{name}.log"
+        wrong = processes.run(command, {**environment(self._options, self._gpu), "TMPDIR": str(folder)}, log, limit_s)
+        result = json.loads(files[1].read_text(encoding="utf-8")) if files[1].exists() else {}
+        if wrong:
+            result.setdefault("error", f"the engine {wrong}: see {log.name}")
+        return result
+
+    def faults(self) -> list[str]:
+        """What was compared and is not as it must be."""
+        configured = [Configuration(**each) for each in self._results["configurations"].values()]
+        return [fault for each in configured for run in self._results["runs"] if run["config"] == each.name
+                for fault in compared_faults(each.label, each.lossless, run.get("compared", []))]
+
+    def write(self) -> str:
+        """results.json and table.md. Returns the table."""
+        known = [ALONE, OFFLOAD, *CODECS]
+        names = sorted(self._results["configurations"], key=lambda name: known.index(name) if name in known else len(known))
+        columns = {Configuration(**self._results["configurations"][name]):
+                   figures([run for run in self._results["runs"] if run["config"] == name]) for name in names}
+        facts = self._results["machine"]
+        token_bytes = scales.token_bytes(self._results["model"])
+        made = Table(columns, self._scale, token_bytes, facts["limits"]).markdown() + NOTE
+        versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+        where = facts["gpu"] or f"a CPU with {facts['cores']} cores, which says nothing of a GPU"
+        quick = "" if self._scale in (scales.GPU, scales.CPU) else "; not the full scale"
+        head = (f"{where}; {versions}; {self._results['weights']}; the engine's own cache has {self._scale.engine_cache} tokens"
+                f"{quick}\n\n")
+        (self._options.out / "results.json").write_text(json.dumps(self._results), encoding="utf-8")
+        (self._options.out / "table.md").write_text(head + made, encoding="utf-8")
+        return head + made
+
+
+def main() -> int:
+    options = arguments()
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(options)
+    whole = bench.run()
+    print(bench.write())
+    for fault in (faults := bench.faults()):
+        print(fault)
+    return 0 if whole and not faults else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
