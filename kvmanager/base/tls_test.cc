@@ -177,7 +177,7 @@ TEST_F(TlsTest, ChecksWhomItDials) {
 
 TEST_F(TlsTest, SaysWhenTheOtherSideIsPlain) {
   for (const std::string& garbage : {std::string("GET / HTTP/1.1\r\n\r\n"), std::string(64, '\0'),
-                                     std::string("KVMA\1\0\0\0 and so on, as another protocol would", 48)}) {
+                                     std::string("KVMA\1\0\0\0 and so on, as another protocol would", 45)}) {
     Pair server(AcceptContext(daemon_, ""), DialContext({}, authority_.certificate()));
     ASSERT_EQ(::write(server.fds[1], garbage.data(), garbage.size()), ssize_t(garbage.size()));
     EXPECT_EQ(server.server->Handshake(), Step::kFailed);
