@@ -20,6 +20,8 @@
 namespace kvmanager::fuzz {
 namespace {
 
+using std::string_literals::operator""s;
+
 struct Free {
   void operator()(uint8_t* p) const { std::free(p); }
 };
@@ -97,7 +99,7 @@ class PluginTarget final : public FuzzTarget {
     std::vector<std::string> seeds;
     const auto add = [&] {
       seeds.push_back(std::string(reinterpret_cast<const char*>(&said), sizeof said) +
-                      std::string("name+2\0help\0bits=4,range=max\0error", 36));
+                      "name+2\0help\0bits=4,range=max\0error"s);
     };
     add();
     said.layer_flags[0] = KVMC_MAPS | KVMC_FOLDS;
@@ -230,7 +232,7 @@ class UcxTarget final : public FuzzTarget {
   }
   /// As description.h says.
   static std::string SealOf(absl::string_view body) {
-    std::string all("kvmanager ucx memory 1\0", 23);
+    std::string all = "kvmanager ucx memory 1\0"s;
     for (size_t i = 0; i < 8; ++i) all.push_back(static_cast<char>(uint64_t{kContext.size()} >> (8 * i)));
     absl::StrAppend(&all, kContext, body);
     std::string seal(ucx::kSealBytes, '\0');
