@@ -46,20 +46,6 @@ typedef uint8_t Vec8 __attribute__((vector_size(kLanes)));
 typedef int8_t VecS8 __attribute__((vector_size(kLanes)));
 typedef uint8_t Loose8 __attribute__((vector_size(kLanes), aligned(1), may_alias));
 
-#if defined(__clang__)
-// GCC's __builtin_shuffle, whose lanes need not be constants: tools/fuzz compiles with clang.
-template <typename V, typename I>
-KVMANAGER_INLINE V __builtin_shuffle(V a, V b, I from) {
-  V to = {};
-  for (int i = 0; i < kLanes; ++i) to[i] = (from[i] & kLanes) != 0 ? b[from[i] % kLanes] : a[from[i] % kLanes];
-  return to;
-}
-template <typename V, typename I>
-KVMANAGER_INLINE V __builtin_shuffle(V v, I from) {
-  return __builtin_shuffle(v, v, from);
-}
-#endif
-
 KVMANAGER_INLINE VecF SetF(float x) { return x - VecF{}; }  // not +: -0 + 0 is +0, so that would be computed
 KVMANAGER_INLINE VecU SetU(uint32_t x) { return VecU{} + x; }
 KVMANAGER_INLINE VecF LoadF(const float* p) { return *reinterpret_cast<const LooseF*>(p); }
