@@ -218,6 +218,16 @@ void Attend(HackArguments& a) {
   }
 }
 
+#if defined(__clang__)
+// GCC's __builtin_shuffle, whose lanes need not be constants: tools/fuzz compiles with clang.
+template <typename I>
+KVMANAGER_INLINE VecF __builtin_shuffle(VecF v, I from) {
+  VecF to = {};
+  for (int i = 0; i < kLanes; ++i) to[i] = v[from[i] % kLanes];
+  return to;
+}
+#endif
+
 /// Sums and differences of lanes `half` apart, of which the transform is made.
 KVMANAGER_INLINE VecF ButterflyLanes(VecF v, int half) {
   const VecU minus = (VecU)((Iota() & half) != 0) & 0x80000000u;

@@ -141,6 +141,9 @@ void MakeSeeds(uint32_t layer, int head, int side, uint64_t first_token, int tok
 #if defined(__x86_64__)
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c")
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#endif
 #define KV_KERNEL_ISA avx2
 #define KV_KERNEL_LANES 8
 #define KV_KERNEL_AVX512 0
@@ -150,10 +153,17 @@ void MakeSeeds(uint32_t layer, int head, int side, uint64_t first_token, int tok
 #undef KV_KERNEL_LANES
 #undef KV_KERNEL_AVX512
 #undef KV_KERNEL_F16C
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #pragma GCC pop_options
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c")
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c"))), \
+                             apply_to = function)
+#endif
 #define KV_KERNEL_ISA avx512
 #define KV_KERNEL_LANES 16
 #define KV_KERNEL_AVX512 1
@@ -163,6 +173,9 @@ void MakeSeeds(uint32_t layer, int head, int side, uint64_t first_token, int tok
 #undef KV_KERNEL_LANES
 #undef KV_KERNEL_AVX512
 #undef KV_KERNEL_F16C
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #pragma GCC pop_options
 #endif
 

@@ -40,6 +40,14 @@ KV_KERNEL_INLINE bool Any(I mask) {
   return any != 0;
 #endif
 }
+#if defined(__clang__)
+// GCC's __builtin_shuffle, whose lanes need not be constants: tools/fuzz compiles with clang.
+KV_KERNEL_INLINE F __builtin_shuffle(F f, I from) {
+  F to = {};
+  for (int i = 0; i < kLanes; ++i) to[i] = f[from[i] % kLanes];
+  return to;
+}
+#endif
 KV_KERNEL_INLINE float MaxLane(F f) {
   for (int half = kLanes / 2; half > 0; half /= 2) {
     const F other = __builtin_shuffle(f, LaneNumbers() ^ half);

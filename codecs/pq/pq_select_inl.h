@@ -107,6 +107,15 @@ float Exponentials(uint16_t* sums, size_t n, uint16_t least, int shift) {
   return shift == 0 ? ExponentialsOf<false>(sums, n, least, 0) : ExponentialsOf<true>(sums, n, least, shift);
 }
 
+#if defined(__clang__)
+// GCC's __builtin_shuffle, whose lanes need not be constants: tools/fuzz compiles with clang.
+KVMANAGER_INLINE VecF __builtin_shuffle(VecF a, VecF b, VecI from) {
+  VecF to = {};
+  for (int i = 0; i < kLanes; ++i) to[i] = from[i] < kLanes ? a[from[i]] : b[from[i] - kLanes];
+  return to;
+}
+#endif
+
 void Weigh(const uint16_t* const* e, int rows, size_t n, const float* weight, float* out) {
   VecI low{}, high{};
   for (int l = 0; l < kLanes; ++l) {

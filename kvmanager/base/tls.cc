@@ -95,8 +95,9 @@ std::string HostsOf(X509* certificate) {
     if (name->type == GEN_IPADD) {
       char text[INET6_ADDRSTRLEN] = "";
       const ASN1_OCTET_STRING* const ip = name->d.iPAddress;
+      if (ip->length != 4 && ip->length != 16) continue;  // whoever signs may write any length
       inet_ntop(ip->length == 4 ? AF_INET : AF_INET6, ip->data, text, sizeof text);
-      if (ip->length == 4 || ip->length == 16) host = text;
+      host = text;
     }
     if (!host.empty()) absl::StrAppend(&hosts, hosts.empty() ? "" : ", ", host);
   }

@@ -155,6 +155,9 @@ TEST_F(TlsTest, ChecksWhomItDials) {
       {"another address", "127.0.0.2", daemon_, "it is for localhost, 127.0.0.1, not for 127.0.0.2"},
       {"the common name does not count", "daemon", daemon_, "not for daemon"},
       {"no alternative names", "daemon", authority_.Sign({"daemon"}), "it is for no host, not for daemon"},
+      {"an address of 5 bytes", "localhost",
+       authority_.Sign({"d", {}, "serverAuth", -3600, 3600, std::string("\x30\x07\x87\x05\1\2\3\4\5", 9)}),
+       "it is for no host, not for localhost"},
       {"other authority", "localhost", other.Daemon(), "not signed by an authority of ca.pem"},
       {"expired", "localhost", authority_.Sign({"d", {"DNS:localhost"}, "serverAuth", -3600, -60}),
        "has expired on 20"},
@@ -174,7 +177,7 @@ TEST_F(TlsTest, ChecksWhomItDials) {
 
 TEST_F(TlsTest, SaysWhenTheOtherSideIsPlain) {
   for (const std::string& garbage : {std::string("GET / HTTP/1.1\r\n\r\n"), std::string(64, '\0'),
-                                     std::string("KVMA\1\0\0\0 and so on, as another protocol would", 48)}) {
+                                     std::string("KVMA\1\0\0\0 and so on, as another protocol would", 45)}) {
     Pair server(AcceptContext(daemon_, ""), DialContext({}, authority_.certificate()));
     ASSERT_EQ(::write(server.fds[1], garbage.data(), garbage.size()), ssize_t(garbage.size()));
     EXPECT_EQ(server.server->Handshake(), Step::kFailed);

@@ -44,6 +44,16 @@ void Extend(X509* certificate, X509* issuer, int nid, const std::string& value) 
   X509_EXTENSION_free(extension);
 }
 
+void ExtendRaw(X509* certificate, int nid, const std::string& der) {
+  ASN1_OCTET_STRING* const value = ASN1_OCTET_STRING_new();
+  KV_CHECK(ASN1_OCTET_STRING_set(value, reinterpret_cast<const unsigned char*>(der.data()), int(der.size())) == 1);
+  X509_EXTENSION* const extension = X509_EXTENSION_create_by_NID(nullptr, nid, 0, value);
+  KV_CHECK(extension != nullptr);
+  X509_add_ext(certificate, extension, -1);
+  X509_EXTENSION_free(extension);
+  ASN1_OCTET_STRING_free(value);
+}
+
 X509* Begin(EVP_PKEY* key, const std::string& name, int64_t begins_s, int64_t ends_s, long serial) {
   X509* const made = X509_new();
   X509_set_version(made, 2);
@@ -107,6 +117,7 @@ PemPair TestAuthority::Sign(const CertificateOptions& options) {
   if (!options.names.empty()) {
     Extend(made, impl_->certificate, NID_subject_alt_name, absl::StrJoin(options.names, ","));
   }
+  if (!options.names_der.empty()) ExtendRaw(made, NID_subject_alt_name, options.names_der);
   KV_CHECK(X509_sign(made, impl_->key, EVP_sha256()) > 0);
   PemPair result{PemOf(made), PemOf(key)};
   X509_free(made);

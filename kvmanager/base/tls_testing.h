@@ -21,6 +21,7 @@ struct CertificateOptions {
   std::vector<std::string> names;  // of subjectAltName, as OpenSSL writes them: "DNS:a", "IP:127.0.0.1", "URI:..."
   std::string usage = "serverAuth,clientAuth";  // extendedKeyUsage; empty: none
   int64_t begins_s = -3600, ends_s = 3600;      // from now
+  std::string names_der;                        // in place of names: what subjectAltName holds, well-formed or not
 };
 
 /// Signs certificates. One thread.

@@ -1,11 +1,10 @@
-// Targets for bytes that come from files and peers and are computed on: encoded pages, a model's tensors.
+// Encoded pages of every codec, which come from peers and are computed on.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
 #include "codecs/bench_codecs.h"
 #include "codecs/codec.h"
-#include "kvmanager/base/safetensors.h"
 #include "kvmanager/base/status.h"
 #include "tests/fuzz/fuzz_target.h"
 #include "tests/model.h"
@@ -136,44 +135,8 @@ class PageTarget final : public FuzzTarget {
   std::vector<std::unique_ptr<Codec>> codecs_;
 };
 
-class SafetensorsTarget final : public FuzzTarget {
- public:
-  std::vector<std::string> Seeds() override {
-    auto file = [](const std::string& header, size_t data) {
-      const uint64_t size = header.size();
-      std::string bytes(reinterpret_cast<const char*>(&size), 8);
-      return bytes + header + std::string(data, 'd');
-    };
-    return {file(R"({"a":{"dtype":"F16","shape":[2,3],"data_offsets":[0,12]}})", 12),
-            file(R"({"__metadata__":{"k":"v"},"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},)"
-                 R"("b":{"dtype":"BF16","shape":[],"data_offsets":[16,18]}})",
-                 18),
-            file(R"({"z":{"dtype":"I64","shape":[0,5],"data_offsets":[0,0]}})", 0), file("{}", 0),
-            file(R"({"a":{"dtype":"U8","shape":[4294967296,4294967296],"data_offsets":[0,0]}})", 0)};
-  }
-  void Run(absl::Span<const uint8_t> input) override {
-    TensorMap tensors;
-    const absl::Status status = ParseSafetensors(input, "fuzz", &tensors);
-    if (!status.ok()) {
-      KV_CHECK(!status.message().empty() && tensors.empty());
-      return;
-    }
-    uint8_t sum = 0;
-    for (const auto& [name, tensor] : tensors) {
-      KV_CHECK(tensor.bytes.empty() || (tensor.bytes.data() >= input.data() &&
-                                        tensor.bytes.data() + tensor.bytes.size() <= input.data() + input.size()));
-      for (const uint8_t byte : tensor.bytes) sum += byte;
-    }
-    sink_ = sum;
-  }
-
- private:
-  volatile uint8_t sink_ = 0;
-};
-
 }  // namespace
 
 std::unique_ptr<FuzzTarget> MakePageTarget() { return std::make_unique<PageTarget>(); }
-std::unique_ptr<FuzzTarget> MakeSafetensorsTarget() { return std::make_unique<SafetensorsTarget>(); }
 
 }  // namespace kvmanager::fuzz

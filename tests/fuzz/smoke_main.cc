@@ -1,10 +1,10 @@
-// Runs every target for a bounded time on mutated seeds; the mutations are the same in every run.
+// Runs every target on its seeds, on every file of its corpus (tests/fuzz/corpus/NAME), and then for a bounded time on
+// mutations of both; the mutations are the same in every run.
 //
 //   fuzz_smoke_test [--seconds=N] [--target=NAME [--input=FILE]]
 //
 // Prints executions per target. A crash leaves the input in a file (crash-NAME in $TEST_UNDECLARED_OUTPUTS_DIR or
-// /tmp);
-// --input runs that file alone.
+// /tmp); --input runs that file alone.
 #include <fcntl.h>
 #include <signal.h>
 #include <unistd.h>
@@ -14,8 +14,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
-#include <functional>
 #include <iterator>
 #include <random>
 #include <string>
@@ -25,6 +25,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "tests/fuzz/fuzz_target.h"
+#include "tests/harness.h"
 
 namespace kvmanager::fuzz {
 namespace {
@@ -148,31 +149,31 @@ class Mutator {
   std::mt19937_64 random_;
 };
 
-struct Named {
-  const char* name;
-  std::unique_ptr<FuzzTarget> (*make)();
-};
+std::string ReadFile(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  return std::string(std::istreambuf_iterator<char>(in), {});
+}
 
-constexpr Named kTargets[] = {
-    {"rpc", MakeRpcTarget},
-    {"step", MakeStepTarget},
-    {"peer_wire", MakePeerWireTarget},
-    {"peer_auth", MakePeerAuthTarget},
-    {"peer_stream", MakePeerStreamTarget},
-    {"manifest", MakeManifestTarget},
-    {"page", MakePageTarget},
-    {"codec_spec", MakeCodecSpecTarget},
-    {"safetensors", MakeSafetensorsTarget},
-    {"calibration", MakeCalibrationTarget},
-};
+/// In the order of their names, so that mutations are the same in every run.
+std::vector<std::string> Corpus(const std::string& name) {
+  std::vector<std::string> paths, inputs;
+  std::error_code none;
+  const std::string folder = testing::DataPath(absl::StrCat("tests/fuzz/corpus/", name));
+  for (const auto& entry : std::filesystem::directory_iterator(folder, none)) paths.push_back(entry.path());
+  std::sort(paths.begin(), paths.end());
+  for (const std::string& path : paths) inputs.push_back(ReadFile(path));
+  return inputs;
+}
 
-void RunTarget(const Named& named, double seconds, const std::string& file) {
+void RunTarget(const NamedTarget& named, double seconds, const std::string& file) {
   const char* const outputs = std::getenv("TEST_UNDECLARED_OUTPUTS_DIR");
   std::snprintf(crash_path, sizeof crash_path, "%s/crash-%s", outputs != nullptr ? outputs : "/tmp", named.name);
   current_name = named.name;
   std::unique_ptr<FuzzTarget> target = named.make();
-  const std::vector<std::string> seeds = target->Seeds();
-  Mutator mutator(seeds);
+  std::vector<std::string> inputs = target->Seeds();
+  const size_t seeds = inputs.size();
+  for (std::string& input : Corpus(named.name)) inputs.push_back(std::move(input));
+  Mutator mutator(inputs);
   const auto start = std::chrono::steady_clock::now();
   uint64_t executions = 0;
   double elapsed = 0;
@@ -186,12 +187,11 @@ void RunTarget(const Named& named, double seconds, const std::string& file) {
     ++executions;
   };
   if (!file.empty()) {
-    std::ifstream in(file, std::ios::binary);
-    run(std::string(std::istreambuf_iterator<char>(in), {}));
+    run(ReadFile(file));
     std::printf("%s: %zu bytes of %s, no harm done\n", named.name, current_size, file.c_str());
     return;
   }
-  for (const std::string& seed : seeds) run(seed);
+  for (const std::string& input : inputs) run(input);
   while (elapsed < seconds) {
     run(mutator.Next());
     elapsed = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -200,8 +200,8 @@ void RunTarget(const Named& named, double seconds, const std::string& file) {
   alarm(kHangS);
   target->Check();
   alarm(0);
-  std::printf("%-12s %zu seeds, %llu executions in %.1f s\n", named.name, seeds.size(),
-              static_cast<unsigned long long>(executions), elapsed);
+  std::printf("%-15s %zu seeds, %zu of the corpus, %llu executions in %.1f s\n", named.name, seeds,
+              inputs.size() - seeds, static_cast<unsigned long long>(executions), elapsed);
   std::fflush(stdout);
 }
 
@@ -228,16 +228,16 @@ int main(int argc, char** argv) {
   }
   signal(SIGPIPE, SIG_IGN);
   for (const int number : {SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGALRM}) signal(number, WriteInput);
-  const size_t targets = only.empty() ? std::size(kTargets) : 1;
-  bool found = false;
-  for (const Named& named : kTargets) {
-    if (!only.empty() && only != named.name) continue;
-    found = true;
-    RunTarget(named, double(seconds) / targets, file);
+  std::vector<NamedTarget> targets;
+  for (const absl::Span<const NamedTarget> group : {ParserTargets(), CodecTargets(), DaemonTargets()}) {
+    for (const NamedTarget& named : group) {
+      if (only.empty() || only == named.name) targets.push_back(named);
+    }
   }
-  if (!found) {
+  if (targets.empty()) {
     std::fprintf(stderr, "no target \"%s\"\n", only.c_str());
     return 2;
   }
+  for (const NamedTarget& named : targets) RunTarget(named, double(seconds) / double(targets.size()), file);
   return 0;
 }

@@ -14,10 +14,10 @@
 #include "absl/strings/str_cat.h"
 #include "kvmanager/api/kvmanager.capnp.h"
 #include "kvmanager/base/status.h"
-#include "kvmanager/daemon/server.h"
 #include "monitoring/metrics.h"
-#include "spdlog/spdlog.h"
 #include "tests/fuzz/fuzz_target.h"
+#include "tests/fuzz/local_server.h"
+#include "tests/fuzz/target_util.h"
 #include "tests/harness.h"
 #include "tests/model.h"
 #include "tests/raw_rpc.h"
@@ -26,55 +26,11 @@
 #include "transport/tcp/wire_testing.h"
 
 namespace kvmanager::fuzz {
-namespace {
 
-/// Writes `input` to a fresh connection, ends it, and waits until the other side has ended it too.
-void RunStream(const std::string& address, absl::Span<const uint8_t> input) {
-  const int fd = testing::ConnectSocket(address);
-  KV_CHECK(fd >= 0);
-  // Answers are read while writing: neither side may wait for the other.
-  absl::string_view rest(reinterpret_cast<const char*>(input.data()), input.size());
-  char bytes[16384];
-  bool open = true;
-  while (!rest.empty() && open) {
-    pollfd p{fd, POLLIN | POLLOUT, 0};
-    KV_CHECK(poll(&p, 1, -1) == 1);
-    if ((p.revents & (POLLIN | POLLHUP | POLLERR)) != 0) open = recv(fd, bytes, sizeof bytes, MSG_DONTWAIT) > 0;
-    if (open && (p.revents & POLLOUT) != 0) {
-      const ssize_t n = send(fd, rest.data(), rest.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-      if (n > 0) rest.remove_prefix(n);
-      if (n < 0 && errno != EAGAIN) open = false;
-    }
-  }
-  shutdown(fd, SHUT_WR);
-  while (open && recv(fd, bytes, sizeof bytes, 0) > 0) {
-  }
-  close(fd);
-}
+namespace {
 
 class RpcTarget final : public FuzzTarget {
  public:
-  RpcTarget() {
-    spdlog::set_level(spdlog::level::off);
-    Options options;
-    options.listen = {absl::StrCat("unix:", directory_.path(), "/kv.sock")};
-    options.host_pool_bytes = 32 << 20;
-    options.threads = 1;
-    absl::StatusOr<std::unique_ptr<Server>> server = Server::Create(options);
-    KV_CHECK(server.ok());
-    server_ = std::move(*server);
-    address_ = server_->listen_address();
-    admin_ = server_->admin_address();
-    // KJ's statics are made here, before the threads: ThreadSanitizer cannot see their guards in the uninstrumented
-    // library.
-    { testing::RawRpc statics; }
-    loop_ = std::thread([this] { server_->Run(); });
-  }
-  ~RpcTarget() override {
-    server_->Stop();
-    loop_.join();
-  }
-
   /// A whole session as the wire saw it, and its beginnings.
   std::vector<std::string> Seeds() override {
     testing::Proxy proxy(admin_);
@@ -195,10 +151,8 @@ class RpcTarget final : public FuzzTarget {
     }).join();
   }
 
-  testing::TempDir directory_;
-  std::unique_ptr<Server> server_;
-  std::string address_, admin_;  // inputs come to the first
-  std::thread loop_;
+  LocalServer server_;
+  const std::string address_ = server_.address(), admin_ = server_.admin();  // inputs come to the first
 };
 
 /// Takes what fits into a budget, into memory of its own; what it holds is counted.
@@ -338,9 +292,6 @@ class PeerStreamTarget final : public FuzzTarget {
     }
   }
 
-  static absl::Span<const uint8_t> BytesOf(const std::string& s) {
-    return {reinterpret_cast<const uint8_t*>(s.data()), s.size()};
-  }
   static std::string Split(const std::string& control, const std::string& data) {
     const char length[2] = {static_cast<char>(control.size()), static_cast<char>(control.size() >> 8)};
     return std::string(length, 2) + control + data;

@@ -1,0 +1,14 @@
+#include "tests/fuzz/fuzz_target.h"
+
+namespace kvmanager::fuzz {
+
+absl::Span<const NamedTarget> DaemonTargets() {
+  static constexpr NamedTarget kTargets[] = {
+      {"rpc", MakeRpcTarget},
+      {"peer_stream", MakePeerStreamTarget},
+      {"client", MakeClientTarget},
+  };
+  return kTargets;
+}
+
+}  // namespace kvmanager::fuzz
