@@ -63,6 +63,7 @@ struct CacheDescription {
   uint64_t encoded_page_bytes = 0;  // padding included, the mean over layers, rounded up
   uint64_t payload_page_bytes = 0;  // likewise without padding
   uint64_t sink_tokens = 0;         // at the beginning of every context, whose pages stay raw; whole pages
+  uint64_t pool_bytes = 0;          // of its memory, that its tenant may have at most; 0: an earlier daemon's
   uint64_t resident_raw_bytes = 0, resident_encoded_bytes = 0, resident_activation_bytes = 0;
   uint64_t sequences = 0, published_blocks = 0;
 };
@@ -146,7 +147,29 @@ struct ExtendOutcome {
   uint32_t encode_at = 0;
 };
 
-enum class Miss : uint8_t { kNone, kNotFound, kTokenMismatch, kChecksum };
+/// kIncomplete: of ReadBlocks alone, a page is still to be encoded.
+enum class Miss : uint8_t { kNone, kNotFound, kTokenMismatch, kChecksum, kIncomplete };
+
+/// Whole blocks of a cache in host memory, in the form in which they are stored: api/kvmanager.capnp, BlocksRequest,
+/// says how pages lie in an arena. For engines that encode and decode pages themselves (c/kvmanager.h, kvm_page_codec).
+/// Of a daemon that has the feature "blocks" (else UNIMPLEMENTED).
+struct BlockRange {
+  uint32_t first = 0;  // place of names[0] in its sequence
+  absl::Span<const BlockName> names;
+  TensorView pages;  // a range of an arena
+};
+
+struct ReadBlocksResult {
+  uint32_t blocks = 0;        // from names[0] on
+  Miss reason = Miss::kNone;  // why no more; kNone: all, or no more fit
+  uint64_t bytes = 0;         // of `pages` that they take
+  std::string raw;            // [blocks][layers] 1 where a page is raw, else 0
+};
+
+struct WriteBlocksResult {
+  uint32_t written = 0;  // and named
+  uint32_t present = 0;  // that the daemon had already
+};
 
 struct PrefixMatch {
   int hit_blocks = 0;
@@ -428,6 +451,17 @@ class Cache {
   /// k and v must stay until the result was waited for, or the Pending is gone; arena ranges may still be written to a
   /// little after that: use others.
   virtual Pending<absl::StatusOr<ReadResult>> ReadAsync(const ReadBatch& batch) = 0;
+  /// Into range.pages, as many blocks as fit. The range may be written to until the result was waited for, and a little
+  /// longer where the Pending is gone before.
+  virtual Pending<absl::StatusOr<ReadBlocksResult>> ReadBlocksAsync(const BlockRange& range) = 0;
+  absl::StatusOr<ReadBlocksResult> ReadBlocks(const BlockRange& range) { return ReadBlocksAsync(range).Wait(); }
+  /// raw: [names][layers], 1 where a page is raw. The range must not change before the result was waited for. Errors:
+  /// INVALID_ARGUMENT naming page and place (NaN or Inf), DATA_LOSS (no page of the codec's), RESOURCE_EXHAUSTED.
+  virtual Pending<absl::StatusOr<WriteBlocksResult>> WriteBlocksAsync(const BlockRange& range,
+                                                                      absl::Span<const uint8_t> raw) = 0;
+  absl::StatusOr<WriteBlocksResult> WriteBlocks(const BlockRange& range, absl::Span<const uint8_t> raw) {
+    return WriteBlocksAsync(range, raw).Wait();
+  }
   /// Of a cache on a GPU.
   virtual Pending<absl::StatusOr<ExtendOutcome>> ExtendAsync(const ExtendBatch& batch) = 0;
 

@@ -272,6 +272,9 @@ class CacheImpl final : public Cache {
 
   Pending<absl::StatusOr<StepResult>> StepAsync(const StepBatch& batch) override;
   Pending<absl::StatusOr<ReadResult>> ReadAsync(const ReadBatch& batch) override;
+  Pending<absl::StatusOr<ReadBlocksResult>> ReadBlocksAsync(const BlockRange& range) override;
+  Pending<absl::StatusOr<WriteBlocksResult>> WriteBlocksAsync(const BlockRange& range,
+                                                              absl::Span<const uint8_t> raw) override;
   Pending<absl::StatusOr<ExtendOutcome>> ExtendAsync(const ExtendBatch& batch) override;
   absl::StatusOr<std::vector<float>> OutputFactors(int layer) override {
     using Result = absl::StatusOr<std::vector<float>>;
@@ -358,6 +361,10 @@ class CacheImpl final : public Cache {
   absl::StatusOr<uint64_t> CheckStep(const StepBatch& batch) const;
 
   absl::StatusOr<uint64_t> CheckRead(const ReadBatch& batch) const;
+
+  /// Bytes of the request, or what is wrong.
+  absl::StatusOr<uint64_t> CheckBlocks(const BlockRange& range, size_t raw_bytes) const;
+  static void WriteBlockRange(const BlockRange& range, api::BlocksRequest::Builder request);
 
   Handle<api::Cache::Client> handle_;
   const CacheDescription description_;
@@ -495,6 +502,66 @@ Pending<absl::StatusOr<ReadResult>> CacheImpl::ReadAsync(const ReadBatch& batch)
         KV_RETURN_IF_ERROR(CopyReply("k", reply.getK(), k));
         KV_RETURN_IF_ERROR(CopyReply("v", reply.getV(), v));
         return ReadResult{reply.getEncodedTokens(), reply.getRawTokens()};
+      },
+      handle_.connection().options().deadline_ms);
+}
+
+absl::StatusOr<uint64_t> CacheImpl::CheckBlocks(const BlockRange& range, size_t raw_bytes) const {
+  uint64_t in_line = 0;
+  KV_RETURN_IF_ERROR(CheckTensor("pages", range.pages, handle_.connection(), handle_.generation(), &in_line));
+  if (range.pages.arena == nullptr) return InvalidField("pages", "not in an arena", "a range of an arena");
+  const uint64_t sent = kMessageOverheadBytes + range.names.size() * kBlockNameBytes + raw_bytes;
+  KV_RETURN_IF_ERROR(CheckMessageBytes("blocks", sent, handle_.connection().message_bytes_max()));
+  return sent;
+}
+
+void CacheImpl::WriteBlockRange(const BlockRange& range, api::BlocksRequest::Builder request) {
+  request.setFirstBlock(range.first);
+  ToWire(range.names, request.initNames(uint(range.names.size())));
+  WriteTensor(range.pages, request.initPages());
+}
+
+Pending<absl::StatusOr<ReadBlocksResult>> CacheImpl::ReadBlocksAsync(const BlockRange& range) {
+  using Result = absl::StatusOr<ReadBlocksResult>;
+  if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
+  const auto bytes = CheckBlocks(range, 0);
+  if (!bytes.ok()) return Ready<Result>(bytes.status());
+  auto call = handle_.cap().readBlocksRequest(capnp::MessageSize{*bytes / sizeof(capnp::word), 0});
+  WriteBlockRange(range, call.initRequest());
+  return handle_.connection().CallLater<Result>(
+      std::move(call),
+      [asked = range.names.size(), layers = uint64_t(description_.options.layers),
+       range_bytes = range.pages.bytes](auto& response) -> Result {
+        const auto reply = response.getReply();
+        KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
+        // Who asked goes by these.
+        if (reply.getBlocks() > asked || reply.getRaw().size() != reply.getBlocks() * layers ||
+            reply.getBytes() > range_bytes) {
+          return absl::InternalError(absl::StrCat("the daemon read ", reply.getBlocks(), " of ", asked, " blocks, ",
+                                                  reply.getRaw().size(), " forms and ", reply.getBytes(), " bytes"));
+        }
+        return ReadBlocksResult{reply.getBlocks(), FromWire(reply.getReason()), reply.getBytes(),
+                                ToString(reply.getRaw())};
+      },
+      handle_.connection().options().deadline_ms);
+}
+
+Pending<absl::StatusOr<WriteBlocksResult>> CacheImpl::WriteBlocksAsync(const BlockRange& range,
+                                                                       absl::Span<const uint8_t> raw) {
+  using Result = absl::StatusOr<WriteBlocksResult>;
+  if (absl::Status usable = handle_.Usable(); !usable.ok()) return Ready<Result>(usable);
+  const auto bytes = CheckBlocks(range, raw.size());
+  if (!bytes.ok()) return Ready<Result>(bytes.status());
+  auto call = handle_.cap().writeBlocksRequest(capnp::MessageSize{*bytes / sizeof(capnp::word), 0});
+  auto request = call.initRequest();
+  WriteBlockRange(range, request);
+  request.setRaw(ToKj(raw));
+  return handle_.connection().CallLater<Result>(
+      std::move(call),
+      [](auto& response) -> Result {
+        const auto reply = response.getReply();
+        KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
+        return WriteBlocksResult{reply.getBlocks(), reply.getPresent()};
       },
       handle_.connection().options().deadline_ms);
 }

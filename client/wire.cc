@@ -112,6 +112,7 @@ absl::StatusOr<CacheDescription> FromWire(api::CacheInfo::Reader wire) {
       wire.getMeanEncodedPageBytes() != 0 ? wire.getMeanEncodedPageBytes() : wire.getEncodedPageBytes();
   d.payload_page_bytes = wire.getPayloadPageBytes();
   d.sink_tokens = wire.getSinkTokens();
+  d.pool_bytes = wire.getPoolBytes();
   d.resident_raw_bytes = wire.getResidentRawBytes();
   d.resident_encoded_bytes = wire.getResidentEncodedBytes();
   d.resident_activation_bytes = wire.getResidentActivationBytes();
@@ -230,27 +231,22 @@ absl::StatusOr<RecomputeDescription> FromWire(api::RecomputeStatus::Reader wire)
   return d;
 }
 
-PrefixMatch FromWire(api::MatchResult::Reader wire) {
-  PrefixMatch match;
-  match.hit_blocks = int(wire.getHitBlocks());
-  switch (wire.getReason()) {
+Miss FromWire(api::MissReason wire) {
+  switch (wire) {
     case api::MissReason::NONE:
-      match.reason = Miss::kNone;
-      break;
+      return Miss::kNone;
     case api::MissReason::NOT_FOUND:
-      match.reason = Miss::kNotFound;
-      break;
+      return Miss::kNotFound;
     case api::MissReason::TOKEN_MISMATCH:
-      match.reason = Miss::kTokenMismatch;
-      break;
+      return Miss::kTokenMismatch;
     case api::MissReason::CHECKSUM:
-      match.reason = Miss::kChecksum;
-      break;
-    default:
-      match.reason = Miss::kNotFound;
-      break;  // a reason of a newer daemon: a miss all the same
+      return Miss::kChecksum;
+    case api::MissReason::INCOMPLETE:
+      return Miss::kIncomplete;
   }
-  return match;
+  return Miss::kNotFound;  // a reason of a newer daemon: a miss all the same
 }
+
+PrefixMatch FromWire(api::MatchResult::Reader wire) { return {int(wire.getHitBlocks()), FromWire(wire.getReason())}; }
 
 }  // namespace kvmanager::client

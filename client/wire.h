@@ -40,6 +40,7 @@ PeerDescription FromWire(api::PeerStatus::Reader wire);
 LimitDescription FromWire(api::LimitInfo::Reader wire);
 /// INTERNAL if a digest is not of 32 bytes.
 absl::StatusOr<RecomputeDescription> FromWire(api::RecomputeStatus::Reader wire);
+Miss FromWire(api::MissReason wire);
 PrefixMatch FromWire(api::MatchResult::Reader wire);
 
 std::string ToString(capnp::Text::Reader text);

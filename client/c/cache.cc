@@ -207,6 +207,38 @@ int kvm_read_async(kvm_object* cache, int32_t layer, const kvm_entry* entries, u
   });
 }
 
+int kvm_read_blocks_async(kvm_object* cache, uint32_t first, const uint8_t* names, uint32_t blocks,
+                          const kvm_tensor* pages, kvm_object** pending) {
+  *pending = nullptr;
+  return Ask(cache, [&](CacheObject& object) -> absl::Status {
+    const BlockRange range{
+        first, {reinterpret_cast<const kvmanager::BlockName*>(names), blocks}, ViewOf(*object.session, *pages)};
+    *pending = NewPending(object, object.handle->ReadBlocksAsync(range),
+                          [](const Session&, const ReadBlocksResult& result) -> absl::StatusOr<Done> {
+                            std::string raw(result.raw.size(), '0');
+                            for (size_t i = 0; i < raw.size(); ++i) raw[i] += result.raw[i] != 0;
+                            return Done{{result.blocks, uint64_t(result.reason), result.bytes},
+                                        nullptr,
+                                        absl::StrCat("{\"raw\":\"", raw, "\"}")};
+                          });
+    return absl::OkStatus();
+  });
+}
+
+int kvm_write_blocks_async(kvm_object* cache, uint32_t first, const uint8_t* names, uint32_t blocks, const uint8_t* raw,
+                           uint64_t raw_bytes, const kvm_tensor* pages, kvm_object** pending) {
+  *pending = nullptr;
+  return Ask(cache, [&](CacheObject& object) -> absl::Status {
+    const BlockRange range{
+        first, {reinterpret_cast<const kvmanager::BlockName*>(names), blocks}, ViewOf(*object.session, *pages)};
+    *pending = NewPending(object, object.handle->WriteBlocksAsync(range, {raw, raw_bytes}),
+                          [](const Session&, const WriteBlocksResult& result) -> absl::StatusOr<Done> {
+                            return Done{{result.written, result.present}, nullptr, ""};
+                          });
+    return absl::OkStatus();
+  });
+}
+
 int kvm_ready(kvm_object* pending, int* ready) {
   *ready = 0;
   return Guard([&]() -> absl::Status {

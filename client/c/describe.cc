@@ -83,6 +83,7 @@ json Describe(const CacheDescription& d) {
           {"encoded_page_bytes", d.encoded_page_bytes},
           {"payload_page_bytes", d.payload_page_bytes},
           {"sink_tokens", d.sink_tokens},
+          {"pool_bytes", d.pool_bytes},
           {"resident_raw_bytes", d.resident_raw_bytes},
           {"resident_encoded_bytes", d.resident_encoded_bytes},
           {"resident_activation_bytes", d.resident_activation_bytes},

@@ -6,7 +6,6 @@
 #include "client/c/describe.h"
 #include "client/c/object.h"
 #include "client/in_process.h"
-#include "codecs/builtin.h"
 
 namespace kvmanager::client::c {
 namespace {
@@ -19,24 +18,9 @@ struct RunObject final : kvm_object {
 
   DeviceObject* const device;
   CacheObject* const cache;
-  std::unique_ptr<CalibrationSource> calibrations;
-  CodecRegistry registry;
+  std::optional<LocalCodecs> codecs;
   std::unique_ptr<InProcess> run;
 };
-
-absl::StatusOr<std::shared_ptr<const Codec>> CodecOf(const CodecRegistry& registry, const CacheOptions& cache) {
-  CodecContext context;
-  context.layout.dtype = cache.dtype;
-  context.layout.kv_heads = uint16_t(cache.kv_heads);  // the daemon has opened the cache: they are in range
-  context.layout.head_dim = uint16_t(cache.head_dim);
-  context.layout.page_tokens = uint16_t(cache.page_tokens);
-  context.layers = cache.layers;
-  context.query_heads = cache.query_heads;
-  context.model = cache.model;
-  context.revision = cache.revision;
-  KV_ASSIGN_OR_RETURN(std::unique_ptr<Codec> codec, registry.Create(cache.codec, context));
-  return std::shared_ptr<const Codec>(std::move(codec));  // shared by the run and its kernels
-}
 
 template <typename Of, typename F>
 int Ask(kvm_object* object, F f) {
@@ -137,12 +121,8 @@ int kvm_create_run(kvm_object* device, kvm_object* cache, const char* calibratio
                                    "of the device's own");
     }
     auto made = std::make_unique<RunObject>(&of, on);
-    kvmanager::RegisterBuiltinCodecs(made->registry);
-    if (calibration_dir_bytes > 0) {
-      made->calibrations = kvmanager::MakeCalibrationDirectory(std::string(calibration_dir, calibration_dir_bytes));
-      made->registry.SetCalibrations(made->calibrations.get());
-    }
-    KV_ASSIGN_OR_RETURN(auto codec, CodecOf(made->registry, on->handle->description().options));
+    made->codecs.emplace(std::string(calibration_dir, calibration_dir_bytes));
+    KV_ASSIGN_OR_RETURN(auto codec, made->codecs->Create(on->handle->description().options));
     InProcess::Options chosen;
     chosen.stream = StreamOf(options->stream);
     chosen.encode_here = options->encode_here != 0;

@@ -136,6 +136,43 @@ KVM_API int kvm_read(kvm_object* cache, int32_t layer, const kvm_entry* entries,
 KVM_API int kvm_read_async(kvm_object* cache, int32_t layer, const kvm_entry* entries, uint32_t entry_count,
                            const kvm_tensor* k, const kvm_tensor* v, kvm_object** pending);
 
+/* Whole blocks in stored form (client/client.h, BlockRange); `pages` is a range of an arena. names: [blocks][64] as of
+ * kvm_name_blocks. values: blocks, reason (as kvm_match_result's), bytes. Text: {"raw"}, one hexadecimal digit for each
+ * block and layer: 1 where the page is raw. */
+KVM_API int kvm_read_blocks_async(kvm_object* cache, uint32_t first, const uint8_t* names, uint32_t blocks,
+                                  const kvm_tensor* pages, kvm_object** pending);
+/* raw: [blocks][layers]. values: written, present, 0. */
+KVM_API int kvm_write_blocks_async(kvm_object* cache, uint32_t first, const uint8_t* names, uint32_t blocks,
+                                   const uint8_t* raw, uint64_t raw_bytes, const kvm_tensor* pages,
+                                   kvm_object** pending);
+
+/* Encodes and decodes pages of the cache's codec in this process, between raw pages [K,
+ * V][kv_heads][page_tokens][head_dim] and what kvm_read_blocks_async reads. device: this process's GPU, by its number
+ * here, or -1: the CPU. calibration_dir: where the artifact lies that the codec names. UNAVAILABLE: the codec has no
+ * kernels for that GPU. Text: {"raw_bytes", "page_bytes": [layers], "identity": false, "sink_tokens", "raw_layers":
+ * [layers, or none]}. */
+KVM_API int kvm_create_page_codec(kvm_object* cache, const char* calibration_dir, size_t calibration_dir_bytes,
+                                  int32_t device, kvm_object** codec);
+typedef struct {
+  const void* raw; /* finite values; 64-byte aligned, as all of these */
+  void* encoded;
+  uint64_t first_token; /* of the page, in its context */
+  uint32_t layer;
+  uint32_t reserved;
+} kvm_encode_item;
+typedef struct {
+  const void* encoded;
+  void* raw;
+  uint32_t layer;
+  uint32_t reserved;
+} kvm_decode_item;
+/* On a GPU: items and declined are in pinned host memory, and stay until `stream` has passed them; pages are in the
+ * GPU's memory. On the CPU it is done on return. declined: [count] out, 1 where a page cannot be encoded and stays raw.
+ * Not for a codec with one form (identity). */
+KVM_API int kvm_encode_pages(kvm_object* codec, const kvm_encode_item* items, uint32_t count, uint32_t* declined,
+                             void* stream);
+KVM_API int kvm_decode_pages(kvm_object* codec, const kvm_decode_item* items, uint32_t count, void* stream);
+
 /* A call under way. Closing it, or releasing it, cancels the call. */
 KVM_API int kvm_ready(kvm_object* pending, int* ready);
 /* Once. values: [3], as the call says; made: the object that the call makes, or NULL. */

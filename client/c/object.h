@@ -26,6 +26,7 @@
 #include "client/client.h"
 #include "client/connection.h"
 #include "client/device.h"
+#include "codecs/registry.h"
 #include "kvmanager/base/mutex.h"
 #include "kvmanager/base/status.h"
 
@@ -76,7 +77,7 @@ struct Session {
 };
 
 /// How the owner's objects are closed with their client: what uses others goes first.
-enum class Kind : uint8_t { kPending, kHandOff, kRun, kSequence, kCache, kArena, kDevice, kClient };
+enum class Kind : uint8_t { kPending, kHandOff, kRun, kPageCodec, kSequence, kCache, kArena, kDevice, kClient };
 const char* NameOf(Kind kind);
 
 }  // namespace kvmanager::client::c
@@ -202,6 +203,17 @@ struct ArenaObject final : Object<Kind::kArena, Arena> {
   void Drop() override;
   bool InUse() const override { return mapping->on_device() && mapping->shared(); }
   Mapping* const mapping;
+};
+
+/// Makes codecs of caches in this process; the artifacts that they name lie in a folder. Outlives its codecs.
+class LocalCodecs {
+ public:
+  explicit LocalCodecs(const std::string& calibration_dir);
+  absl::StatusOr<std::shared_ptr<const Codec>> Create(const CacheOptions& cache) const;
+
+ private:
+  std::unique_ptr<CalibrationSource> calibrations_;
+  CodecRegistry registry_;
 };
 
 /// The caller's entries as the client takes them. Errors: INVALID_ARGUMENT for more tokens than an int holds.

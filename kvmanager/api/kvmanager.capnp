@@ -22,7 +22,7 @@ using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("kvmanager::api");
 
 const apiMajor :UInt16 = 1;
-const apiMinor :UInt16 = 13;
+const apiMinor :UInt16 = 14;
 
 struct Status {
   code @0 :UInt16;     # absl::StatusCode: 0 ok, 3 INVALID_ARGUMENT, 5 NOT_FOUND, 8 RESOURCE_EXHAUSTED, 9 FAILED_PRECONDITION, ...
@@ -78,6 +78,7 @@ struct CacheInfo {
   residentActivationBytes @11 :UInt64;
   sinkTokens @12 :UInt64;        # at the beginning of every context, whose pages stay raw; whole pages
   meanEncodedPageBytes @13 :UInt64;  # the mean over layers, padding included, rounded up; 0: a daemon before schema 1.11
+  poolBytes @14 :UInt64;         # of its memory, that its tenant may have at most; 0: a daemon before schema 1.14
 }
 
 struct BlockName {
@@ -85,7 +86,8 @@ struct BlockName {
   tokens @1 :Data;   # 32 bytes: SHA-256(token ids as u32 little-endian), verified on a hit
 }
 
-enum MissReason { none @0; notFound @1; tokenMismatch @2; checksum @3; incomplete @4; }  # incomplete: reserved
+enum MissReason { none @0; notFound @1; tokenMismatch @2; checksum @3; incomplete @4; }
+# incomplete: of readBlocks alone, a page of the block is still to be encoded
 
 struct MatchResult {
   hitBlocks @0 :UInt32;     # consecutive, from the first
@@ -159,6 +161,29 @@ struct ReadReply {
   v @2 :Data;
   encodedTokens @3 :UInt64; # of all entries, that were decoded, and that were copied from raw pages
   rawTokens @4 :UInt64;
+}
+
+struct BlocksRequest {
+  # Whole blocks of a cache in host memory, in the form in which they are stored, for engines that encode and decode pages
+  # themselves. Pages follow one another block by block, and of a block layer by layer, each from the next multiple of 64 bytes on:
+  # rawPageBytes where a page is raw, else the layer's encoded bytes. A page is raw where the codec keeps it raw (sinks, layers of a
+  # policy) or declined it; a codec that stores raw pages has one form, which counts as encoded. At most 16384 pages. Feature
+  # "blocks".
+  firstBlock @0 :UInt32;   # place of names[0] in its sequence
+  names @1 :List(BlockName);  # consecutive blocks
+  pages @2 :Tensor;        # an arena range: where pages go, as many blocks as fit; or what is written, exactly
+  raw @3 :Data;            # to be written: [names][layers], 1 where the page is raw, else 0
+}
+
+struct BlocksReply {
+  status @0 :Status;
+  # Of writeBlocks, what the daemon checks in its own copy: INVALID_ARGUMENT naming page and place where a page is not finite,
+  # DATA_LOSS where it is none of its codec's. RESOURCE_EXHAUSTED: no room, nothing was written.
+  blocks @1 :UInt32;       # read: from names[0] on; written, and named
+  raw @2 :Data;            # of those that were read, [blocks][layers] as in the request
+  bytes @3 :UInt64;        # of the range that they take, or that was copied
+  reason @4 :MissReason;   # why no more were read; none: all were, or no more fit
+  present @5 :UInt32;      # of those that were to be written: the daemon has them already, and copied nothing
 }
 
 struct ExtendRequest {
@@ -357,6 +382,10 @@ interface Cache {
   read @8 (request :ReadRequest) -> (reply :ReadReply);
   # Into host arenas, or inline. Of a cache on a GPU it waits for what this connection submitted or planned so far; apiMinor below 10:
   # FAILED_PRECONDITION.
+  readBlocks @9 (request :BlocksRequest) -> (reply :BlocksReply);
+  # Copies blocks that are found by name into an arena, and verifies them: a block whose checksum is wrong is a miss.
+  writeBlocks @10 (request :BlocksRequest) -> (reply :BlocksReply);
+  # Stores and names blocks that are not here: others find them from then on. The first who names a block wins.
 }
 
 struct ProjectionFacts {

@@ -11,6 +11,7 @@
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/message_room.h"
 #include "kvmanager/rpc/principals.h"
+#include "kvmanager/store/block_transfers.h"
 #include "kvmanager/store/cache_directory.h"
 #include "kvmanager/store/quality.h"
 #include "kvmanager/store/step_lease.h"
@@ -148,6 +149,8 @@ std::vector<Limit> ListLimits(const Options& o, const LimitUse* use) {
        "prefixes of one match or createSequences"},
       {"block_names", kCall, "names", limits::kBlockNamesMax, nullptr, nullptr, "names of one prefix or publish"},
       {"sequence_blocks", kCall, "blocks", kSequenceBlocksMax, nullptr, nullptr, "length of a sequence"},
+      {"transfer_pages", kCall, "pages", kTransferPagesMax, nullptr, nullptr,
+       "pages of one readBlocks or writeBlocks: blocks times layers"},
       {"step_entries", kCall, "sequences", limits::kStepEntriesMax, nullptr, nullptr, "sequences of a step"},
       {"step_tokens", kCall, "tokens", limits::kStepTokensMax, nullptr, nullptr, "tokens of a step, of all entries"},
       {"query_rows", kCall, "rows", limits::kQueryRowsMax, nullptr, nullptr, "rows of queries of an extend"},

@@ -267,6 +267,12 @@ class ServerImpl final : public Server {
                  .clock = &of.clock_,
                  .gpus = of.devices_.gpus(),
                  .metrics = &of.metrics_.reads}),
+          block_calls({.store = of.store_.get(),
+                       .workers = of.workers_.get(),
+                       .queue = &of.queue_,
+                       .clock = &of.clock_,
+                       .drain = &of.drain_,
+                       .metrics = &of.metrics_.block_calls}),
           requests({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kCallsInFlightBytesMax},
                    &of.clock_),
           replies({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kReplyMemoryBytesMax},
@@ -298,7 +304,8 @@ class ServerImpl final : public Server {
                       .recomputer = of.recomputer_.get(),
                       .host_calls = &host_calls,
                       .device_calls = &device_calls,
-                      .reads = &reads};
+                      .reads = &reads,
+                      .block_calls = &block_calls};
       daemon.cache.sequence = {.store = of.store_.get(),
                                .loop = &loop,
                                .workers = of.workers_.get(),
@@ -341,6 +348,7 @@ class ServerImpl final : public Server {
     HostCalls host_calls;
     DeviceCalls device_calls;
     Reads reads;
+    BlockCalls block_calls;
     MessageRoom requests, replies;
     SessionUses uses;
     TakingTurns long_calls;

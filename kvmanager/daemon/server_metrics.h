@@ -23,6 +23,7 @@ struct ServerMetrics {
   MessageMetrics messages{&all};
   AttendMetrics attends{&all};
   ReadMetrics reads{&all};
+  BlockCallMetrics block_calls{&all};
 };
 
 }  // namespace kvmanager

@@ -114,6 +114,20 @@ class CacheService final : public api::Cache::Server {
     });
   }
 
+  kj::Promise<void> readBlocks(ReadBlocksContext context) override {
+    return Serve(*session_, Method::kReadBlocks, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_RETURN_IF_ERROR(EnsureOpen());
+      return parts_.block_calls->Read(session_, *bound_, context);
+    });
+  }
+
+  kj::Promise<void> writeBlocks(WriteBlocksContext context) override {
+    return Serve(*session_, Method::kWriteBlocks, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
+      KV_RETURN_IF_ERROR(EnsureOpen());
+      return parts_.block_calls->Write(session_, *bound_, context);
+    });
+  }
+
   kj::Promise<void> extend(ExtendContext context) override {
     return Serve(*session_, Method::kExtend, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       return bound_->calls->Extend(session_, bound_->cache, context);

@@ -39,9 +39,18 @@ class TestCache final : public api::Cache::Server {
     return Serve(*session_, Method::kRead, context, [&] { return on_read(context); });
   }
 
+  kj::Promise<void> readBlocks(ReadBlocksContext context) override {
+    return Serve(*session_, Method::kReadBlocks, context, [&] { return on_read_blocks(context); });
+  }
+  kj::Promise<void> writeBlocks(WriteBlocksContext context) override {
+    return Serve(*session_, Method::kWriteBlocks, context, [&] { return on_write_blocks(context); });
+  }
+
   Body<StepContext> on_step;
   Body<ExtendContext> on_extend;
   Body<ReadContext> on_read;
+  Body<ReadBlocksContext> on_read_blocks;
+  Body<WriteBlocksContext> on_write_blocks;
 
  private:
   std::shared_ptr<Session>& session_;

@@ -11,20 +11,24 @@ constexpr char kPairsHelp[] =
 constexpr char kAttendHelp[] = "Attention of one step, from plan to result, on the event loop (small) or on workers";
 constexpr char kReadHelp[] = "Tokens whose K and V were read back, counted once per layer, by the form of their page";
 
+constexpr char kBlocksSecondsHelp[] =
+    "One call that reads or writes whole blocks in stored form, from pinned or reserved pages on";
+constexpr char kBlocksBytesHelp[] = "Bytes of whole blocks that engines read or wrote in stored form";
+
 std::vector<double> AttendBounds() { return ExponentialBounds(4e-6, 2, 20); }
 
 }  // namespace
 
 const char* MethodName(Method method) {
   static constexpr const char* kNames[kMethods] = {
-      "hello",   "openCache",      "createArena",   "openDevice",   "createDeviceArena",
-      "admin",   "ping",           "info",          "match",        "createSequences",
-      "step",    "claim",          "outputFactors", "extend",       "openProjections",
-      "read",    "setProjections", "fork",          "crop",         "publish",
-      "handOff", "beginHandOff",   "finishHandOff", "sequenceInfo", "copy",
-      "mapSlab", "status",         "caches",        "sequences",    "peers",
-      "drain",   "undrain",        "purge",         "recompute",    "metrics",
-      "limits",
+      "hello",        "openCache",  "createArena",   "openDevice",     "createDeviceArena",
+      "admin",        "ping",       "info",          "match",          "createSequences",
+      "step",         "claim",      "outputFactors", "extend",         "openProjections",
+      "read",         "readBlocks", "writeBlocks",   "setProjections", "fork",
+      "crop",         "publish",    "handOff",       "beginHandOff",   "finishHandOff",
+      "sequenceInfo", "copy",       "mapSlab",       "status",         "caches",
+      "sequences",    "peers",      "drain",         "undrain",        "purge",
+      "recompute",    "metrics",    "limits",
   };
   return kNames[static_cast<int>(method)];
 }
@@ -59,5 +63,11 @@ ReadMetrics::ReadMetrics(Metrics* m)
     : seconds(m->Histogram("read_seconds", "One read of K and V, from pages that are ready to rows", AttendBounds())),
       encoded_tokens(m->Counter("read_tokens_total", kReadHelp, {{"form", "encoded"}})),
       raw_tokens(m->Counter("read_tokens_total", kReadHelp, {{"form", "raw"}})) {}
+
+BlockCallMetrics::BlockCallMetrics(Metrics* m)
+    : read_seconds(m->Histogram("block_call_seconds", kBlocksSecondsHelp, AttendBounds(), {{"call", "read"}})),
+      write_seconds(m->Histogram("block_call_seconds", kBlocksSecondsHelp, AttendBounds(), {{"call", "write"}})),
+      read_bytes(m->Counter("block_call_bytes_total", kBlocksBytesHelp, {{"call", "read"}})),
+      written_bytes(m->Counter("block_call_bytes_total", kBlocksBytesHelp, {{"call", "write"}})) {}
 
 }  // namespace kvmanager

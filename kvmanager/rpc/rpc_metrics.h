@@ -27,7 +27,9 @@ enum class Method : int {
   kOutputFactors,
   kExtend,
   kOpenProjections,
-  kRead,  // Cache
+  kRead,
+  kReadBlocks,
+  kWriteBlocks,  // Cache
   kSetProjections,
   kFork,
   kCrop,
@@ -87,6 +89,14 @@ struct ReadMetrics {
   prometheus::Histogram& seconds;
   prometheus::Counter& encoded_tokens;
   prometheus::Counter& raw_tokens;
+};
+
+/// Of whole blocks that engines read or write in stored form.
+struct BlockCallMetrics {
+  explicit BlockCallMetrics(Metrics* metrics);
+
+  prometheus::Histogram &read_seconds, &write_seconds;
+  prometheus::Counter &read_bytes, &written_bytes;
 };
 
 }  // namespace kvmanager

@@ -7,7 +7,7 @@
 //   connections   connections.h, listen_socket.h, session.h (what one connection holds), limits.h,
 //                 principals.h (whose tenants are), message_room.h (memory of messages)
 //   requests      serve.h (around every method), wire.h, step_check.h
-//   work          memory_calls.h: host_calls.h (host memory), device_calls.h (GPUs); read.h
+//   work          memory_calls.h: host_calls.h (host memory), device_calls.h (GPUs); read.h; block_calls.h
 //   capabilities  *_service.cc, made by the functions below
 //
 // Each capability is given what it uses as a struct of its own. The structs, and everything in them, outlive every
@@ -30,6 +30,7 @@
 #include "kvmanager/handoff/recomputer.h"
 #include "kvmanager/memory/host_pinner.h"
 #include "kvmanager/memory/page_pool.h"
+#include "kvmanager/rpc/block_calls.h"
 #include "kvmanager/rpc/daemon_facts.h"
 #include "kvmanager/rpc/disposals.h"
 #include "kvmanager/rpc/memory_calls.h"
@@ -64,6 +65,7 @@ struct CacheParts {
   const MemoryCalls* host_calls = nullptr;
   const MemoryCalls* device_calls = nullptr;
   const Reads* reads = nullptr;
+  const BlockCalls* block_calls = nullptr;
   SequenceParts sequence;  // of its sequences
 };
 

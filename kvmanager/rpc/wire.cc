@@ -35,6 +35,7 @@ void WriteCacheInfo(const CacheInfo& info, api::CacheInfo::Builder out) {
   out.setResidentEncodedBytes(info.encoded_bytes);
   out.setResidentActivationBytes(info.activation_bytes);
   out.setSinkTokens(info.codec.sink_tokens);
+  out.setPoolBytes(info.pool_bytes);
 }
 
 void WriteSequenceInfo(const SequenceInfo& info, api::SequenceInfo::Builder out) {

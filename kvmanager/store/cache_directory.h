@@ -15,6 +15,7 @@
 #include "codecs/registry.h"
 #include "kvmanager/base/ids.h"
 #include "kvmanager/store/block_check.h"
+#include "kvmanager/store/block_transfers.h"
 #include "kvmanager/store/cache_config.h"
 #include "kvmanager/store/miss_reason.h"
 #include "kvmanager/store/store_ids.h"
@@ -33,6 +34,7 @@ struct CacheInfo {
   uint64_t raw_bytes = 0;      // resident, raw and open pages
   uint64_t encoded_bytes = 0;  // resident, encoded pages
   uint64_t activation_bytes = 0;
+  uint64_t pool_bytes = 0;  // of its memory, that whoever pays for it may have at most
 };
 
 /// Of one open cache. The tenant's name is there during the visit.
@@ -79,6 +81,16 @@ class CacheDirectory {
   /// What a sequence that begins with `names` would verify, to be verified before on another thread; nullptr: nothing,
   /// or so little that it need not.
   virtual absl::StatusOr<std::unique_ptr<BlockCheck>> Check(CacheId cache, absl::Span<const BlockName> names) = 0;
+  /// For a cache in host memory: blocks `names`, the first of which is block `first` of its sequence, to be copied out
+  /// or written (block_transfers.h). Reads end before a block whose pages, each rounded up to `align`, exceed
+  /// bytes_max. raw: [names][layers], 1 where a page comes raw. Errors: NOT_FOUND; INVALID_ARGUMENT (more than
+  /// kTransferPagesMax pages, names, forms); FAILED_PRECONDITION naming `device`; of writes, RESOURCE_EXHAUSTED.
+  virtual absl::StatusOr<std::unique_ptr<BlockReads>> ReadBlocks(CacheId cache, uint32_t first,
+                                                                 absl::Span<const BlockName> names, uint64_t bytes_max,
+                                                                 uint64_t align) = 0;
+  virtual absl::StatusOr<std::unique_ptr<BlockWrites>> WriteBlocks(CacheId cache, uint32_t first,
+                                                                   absl::Span<const BlockName> names,
+                                                                   absl::Span<const uint8_t> raw) = 0;
   /// Drops published blocks that nothing pins, of one cache or of all, in every memory, and closes caches that are then
   /// empty and have no sequence. Returns the number of blocks.
   virtual absl::StatusOr<uint64_t> Purge(CacheId cache) = 0;

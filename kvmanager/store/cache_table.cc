@@ -6,6 +6,8 @@
 #include "kvmanager/base/status.h"
 #include "kvmanager/memory/page_pool.h"
 #include "kvmanager/store/block_checks.h"
+#include "kvmanager/store/block_reads.h"
+#include "kvmanager/store/block_writes.h"
 #include "kvmanager/store/memory_backend.h"
 #include "kvmanager/store/payer_name.h"
 
@@ -160,6 +162,9 @@ CacheInfo CacheTable::InfoOf(const Cache& cache) {
   info.raw_bytes = cache.raw_bytes;
   info.encoded_bytes = cache.encoded_bytes;
   info.activation_bytes = cache.activation_bytes;
+  const SlotPool& pool = *cache.tier->pool();
+  const PoolShares::Account* const share = pool.shares().Find(cache.payer);
+  info.pool_bytes = std::min(pool.capacity_bytes(), share == nullptr ? UINT64_MAX : share->most_bytes);
   return info;
 }
 
@@ -247,6 +252,37 @@ absl::StatusOr<std::unique_ptr<BlockCheck>> CacheTable::Check(CacheId id, absl::
   KV_RETURN_IF_ERROR(CacheTable::CheckNames(names));
   MatchResult match;
   return MakeBlockCheck(parts_.blocks, FindPrefix(*cache, names, BlockIndex::Bytes::kTrust, &match), parts_.alive);
+}
+
+absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindForTransfer(CacheId id, uint32_t first, size_t blocks) const {
+  KV_ASSIGN_OR_RETURN(auto cache, Find(id));
+  if (!cache->tier->memory().writes_at_once()) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(cache->config.device),
+                      absl::StrCat(CacheConfig::kHost, ", host memory, to read and write whole blocks"));
+  }
+  const size_t names_max = std::max<size_t>(kTransferPagesMax / cache->layers(), 1);
+  if (blocks == 0 || blocks > names_max) {
+    return InvalidField("names", absl::StrCat(blocks, " long"), absl::StrCat("1..", names_max, " long"));
+  }
+  if (first > kSequenceBlocksMax - blocks) {
+    return InvalidField("firstBlock", first, absl::StrCat("at most ", kSequenceBlocksMax - blocks));
+  }
+  return cache;
+}
+
+absl::StatusOr<std::unique_ptr<BlockReads>> CacheTable::ReadBlocks(CacheId id, uint32_t first,
+                                                                   absl::Span<const BlockName> names,
+                                                                   uint64_t bytes_max, uint64_t align) {
+  KV_ASSIGN_OR_RETURN(const auto cache, FindForTransfer(id, first, names.size()));
+  return MakeBlockReads(parts_.blocks, cache, first, names, bytes_max, align, parts_.alive);
+}
+
+absl::StatusOr<std::unique_ptr<BlockWrites>> CacheTable::WriteBlocks(CacheId id, uint32_t first,
+                                                                     absl::Span<const BlockName> names,
+                                                                     absl::Span<const uint8_t> raw) {
+  KV_ASSIGN_OR_RETURN(const auto cache, FindForTransfer(id, first, names.size()));
+  cache->wanted = true;
+  return MakeBlockWrites({parts_.blocks, parts_.metrics, parts_.alive}, cache, first, names, raw);
 }
 
 std::shared_ptr<Cache> CacheTable::CounterpartIn(const Cache& cache, const Tier* tier) const {

@@ -45,6 +45,12 @@ class CacheTable final : public CacheDirectory {
   const PageAttention* raw_attention(CacheId cache) const override;
   absl::StatusOr<MatchResult> Match(CacheId cache, absl::Span<const BlockName> names) override;
   absl::StatusOr<std::unique_ptr<BlockCheck>> Check(CacheId cache, absl::Span<const BlockName> names) override;
+  absl::StatusOr<std::unique_ptr<BlockReads>> ReadBlocks(CacheId cache, uint32_t first,
+                                                         absl::Span<const BlockName> names, uint64_t bytes_max,
+                                                         uint64_t align) override;
+  absl::StatusOr<std::unique_ptr<BlockWrites>> WriteBlocks(CacheId cache, uint32_t first,
+                                                           absl::Span<const BlockName> names,
+                                                           absl::Span<const uint8_t> raw) override;
   absl::StatusOr<uint64_t> Purge(CacheId cache) override;
   uint64_t PurgeAll() override;
 
@@ -71,6 +77,8 @@ class CacheTable final : public CacheDirectory {
   bool CloseLeastRecentlyOpened();  // of the unused ones; false: there is none
   static CacheInfo InfoOf(const Cache& cache);
   uint64_t PurgeOne(Cache& cache);
+  /// The cache, if it is in host memory and so many blocks from `first` on can be one transfer.
+  absl::StatusOr<std::shared_ptr<Cache>> FindForTransfer(CacheId id, uint32_t first, size_t blocks) const;
 
   const Parts parts_;
   CacheId next_cache_ = 1;

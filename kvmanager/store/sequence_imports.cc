@@ -8,6 +8,7 @@
 #include "kvmanager/base/status.h"
 #include "kvmanager/store/hand_off_check.h"
 #include "kvmanager/store/memory_backend.h"
+#include "kvmanager/store/page_check.h"
 #include "kvmanager/store/raw_page.h"
 
 namespace kvmanager {
@@ -316,17 +317,7 @@ absl::StatusOr<uint64_t> ImportLeaseImpl::Look(uint32_t number, absl::Span<const
                         "NaN or Inf", "finite");
   }
   const bool is_raw = number >= first_.pages.size() || cache_->keeps_raw(page.block, page.layer);
-  if (!is_raw && !cache_->identity()) {
-    KV_RETURN_IF_ERROR(cache_->codec->Validate(static_cast<int>(page.layer), bytes));
-    return Checksum(bytes.data(), bytes.size());
-  }
-  NonFinite where;
-  if (FindNonFinite(cache_->layout(), bytes.data(), 0, cache_->page_tokens(), &where)) {
-    return InvalidField(absl::StrCat("pages[", number, where.side == 0 ? "].k" : "].v", "[head ", where.head,
-                                     "][token ", where.token, "][channel ", where.channel, "]"),
-                        "NaN or Inf", "finite");
-  }
-  return Checksum(bytes.data(), bytes.size());
+  return CheckPageBytes(*cache_, page.layer, is_raw, bytes, absl::StrCat("pages[", number, "]"));
 }
 
 void ImportLeaseImpl::ShowFull(PageRef ref, uint64_t checksum, std::vector<PageRef>* to_encode) {

@@ -8,7 +8,7 @@ constexpr char kLeaseHelp[] = "Leases on pages by kind";
 }  // namespace
 
 const char* MissReasonName(MissReason reason) {
-  static constexpr const char* kNames[kMissReasons] = {"none", "not_found", "token_mismatch", "checksum"};
+  static constexpr const char* kNames[kMissReasons] = {"none", "not_found", "token_mismatch", "checksum", "incomplete"};
   return kNames[static_cast<size_t>(reason)];
 }
 

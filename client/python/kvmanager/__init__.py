@@ -36,8 +36,11 @@ from .errors import (
     UnimplementedError,
 )
 from .names import BlockNames
+from .page_codec import PageCodec
 from .pending import Pending
 from .types import (
+    BlocksRead,
+    BlocksWritten,
     CacheDescription,
     CacheOptions,
     DaemonDescription,
@@ -63,6 +66,8 @@ __all__ = [
     "Arena",
     "ArenaTensor",
     "BlockNames",
+    "BlocksRead",
+    "BlocksWritten",
     "Cache",
     "CacheDescription",
     "CacheOptions",
@@ -88,6 +93,7 @@ __all__ = [
     "OutOfRangeError",
     "PeerDescription",
     "PeerLoad",
+    "PageCodec",
     "Pending",
     "PermissionDeniedError",
     "PoolDescription",

@@ -80,6 +80,13 @@ _CALLS = {
     "kvm_cache_step_async": [c_void_p, c_char_p, _OBJECT],
     "kvm_read": [c_void_p, c_int32, c_void_p, c_uint32, POINTER(TensorRange), POINTER(TensorRange), c_void_p],
     "kvm_read_async": [c_void_p, c_int32, c_void_p, c_uint32, POINTER(TensorRange), POINTER(TensorRange), _OBJECT],
+    "kvm_read_blocks_async": [c_void_p, c_uint32, c_char_p, c_uint32, POINTER(TensorRange), _OBJECT],
+    "kvm_write_blocks_async": [
+        c_void_p, c_uint32, c_char_p, c_uint32, c_char_p, c_uint64, POINTER(TensorRange), _OBJECT
+    ],
+    "kvm_create_page_codec": [c_void_p, c_char_p, c_size_t, c_int32, _OBJECT],
+    "kvm_encode_pages": [c_void_p, c_void_p, c_uint32, c_void_p, c_void_p],
+    "kvm_decode_pages": [c_void_p, c_void_p, c_uint32, c_void_p],
     "kvm_ready": [c_void_p, POINTER(c_int)],
     "kvm_wait": [c_void_p, c_void_p, _OBJECT],
     "kvm_output_factors": [c_void_p, c_int32, c_void_p, c_uint64, POINTER(c_int)],

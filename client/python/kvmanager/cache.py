@@ -17,6 +17,8 @@ from .names import NAME_BYTES, BlockNames
 from .pending import Pending
 from .types import (
     MISS_REASONS,
+    BlocksRead,
+    BlocksWritten,
     CacheDescription,
     CacheOptions,
     HandOffOutcome,
@@ -28,12 +30,14 @@ from .types import (
 )
 
 if TYPE_CHECKING:
+    from .arena import ArenaTensor
     from .client import Client
 
 _HASH_BYTES_MAX = 64
 _Q_DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2}
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
+_UINT32_MAX = 2**32 - 1
 _Q_NAMES = ("float32", "float16", "bfloat16", "uint16")
 # kvm_step: layer, q_dtype, scale, entry_count, entries, address and bytes of k, v, x, q, out, lse, ready.
 _pack_step = struct.Struct("<iifIQ12QQ").pack
@@ -288,6 +292,45 @@ class Cache(Handle):
         ]
         return entries, *places, at.owners
 
+    # Whole blocks, for engines that encode and decode pages themselves (page_codec.py). Of caches in host memory.
+
+    def read_blocks(self, names: BlockNames, pages: ArenaTensor, first: int = 0) -> BlocksRead:
+        """Copies the blocks of `names`, of which the first is block `first` of its sequence, into `pages`: as many as are
+        found, one behind the other, and fit. Pages follow one another block by block, and of a block layer by layer, each
+        from the next multiple of 64 bytes on, in the form in which they are stored."""
+        return self.read_blocks_async(names, pages, first).wait()
+
+    def read_blocks_async(self, names: BlockNames, pages: ArenaTensor, first: int = 0) -> Pending[BlocksRead]:
+        """The same, to be waited for later: `pages` is written until then, and a little longer if nobody waits."""
+        place, pending = _range_of(pages), c_void_p()
+        first = integer("first", first, 0, _UINT32_MAX)
+        check(lib.kvm_read_blocks_async(self._object, first, _names(names).data, len(names), place, byref(pending)))
+
+        def finish(values: Any, made: Any) -> BlocksRead:
+            raw = bytes(digit == "1" for digit in _lib.result()["raw"])
+            return BlocksRead(values[0], _reason(values[1]), values[2], raw)
+
+        return Pending(pending.value, finish, (pages, self))
+
+    def write_blocks(self, names: BlockNames, raw: bytes, pages: ArenaTensor, first: int = 0) -> BlocksWritten:
+        """Stores and names the blocks of `names` that the daemon does not have, from `pages`, where they lie as in
+        read_blocks. raw: [names][layers], 1 where a page is raw, else 0. The daemon checks its own copy of what it takes:
+        InvalidArgumentError or DataLossError name a page that is wrong, and nothing is stored then."""
+        return self.write_blocks_async(names, raw, pages, first).wait()
+
+    def write_blocks_async(
+        self, names: BlockNames, raw: bytes, pages: ArenaTensor, first: int = 0
+    ) -> Pending[BlocksWritten]:
+        """The same, to be waited for later; `pages` must stay as it is until then."""
+        place, pending, raw = _range_of(pages), c_void_p(), data("raw", raw)
+        first = integer("first", first, 0, _UINT32_MAX)
+        check(
+            lib.kvm_write_blocks_async(
+                self._object, first, _names(names).data, len(names), raw, len(raw), place, byref(pending)
+            )
+        )
+        return Pending(pending.value, lambda values, made: BlocksWritten(values[0], values[1]), (pages, self))
+
     def output_factors(self, layer: int) -> array.array[float] | None:
         """[kv_heads][head_dim][head_dim] float32 where steps of this layer leave outputs in the codec's space: an
         output o' of a query head stands for A o', A being its KV head's. None: outputs are as usual."""
@@ -465,6 +508,12 @@ def _counted(field: str, values: Iterable[int], count: int) -> list[int]:
 def _options(timeout_ms: int, room_ms: int, will_append: bool) -> _lib.HandOffOptions:
     waits = (integer("timeout_ms", timeout_ms, 0, _INT64_MAX), integer("room_ms", room_ms, 0, _INT64_MAX))
     return _lib.HandOffOptions(*waits, bool(will_append))
+
+
+def _range_of(pages: ArenaTensor) -> _lib.TensorRange:
+    if not hasattr(pages, "arena"):
+        raise invalid("pages", type(pages).__name__, "a tensor of an arena: arena.tensor((nbytes,), 'uint8')")
+    return _lib.TensorRange(pages.data_ptr(), pages.nbytes)
 
 
 def _names(names: BlockNames) -> BlockNames:

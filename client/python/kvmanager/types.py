@@ -5,7 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-MISS_REASONS = ("none", "not_found", "token_mismatch", "checksum")
+MISS_REASONS = ("none", "not_found", "token_mismatch", "checksum", "incomplete")
+
+
+class BlocksRead(NamedTuple):
+    """Blocks that were copied, from the first name on. reason: why no more, one of MISS_REASONS; "none": all were, or no
+    more fit. nbytes: of the range that they take. raw: [blocks][layers], 1 where a page is raw, else 0."""
+
+    blocks: int
+    reason: str
+    nbytes: int
+    raw: bytes
+
+
+class BlocksWritten(NamedTuple):
+    """written: blocks that are stored and named now; present: that the daemon had already."""
+
+    written: int
+    present: int
 
 
 class StepResult(NamedTuple):
@@ -65,7 +82,8 @@ class CacheOptions:
 @dataclass(frozen=True)
 class CacheDescription:
     """`options.codec` is canonical; page bytes are of one layer, K and V, the mean over layers. encoded: padding included,
-    rounded up; payload: without padding. sink_tokens: at the beginning of every context, whose pages stay raw."""
+    rounded up; payload: without padding. sink_tokens: at the beginning of every context, whose pages stay raw. pool_bytes: of the cache's
+    memory, what its tenant may have at most; 0: an earlier daemon does not say."""
 
     options: CacheOptions
     id: int
@@ -74,6 +92,7 @@ class CacheDescription:
     encoded_page_bytes: int
     payload_page_bytes: int
     sink_tokens: int
+    pool_bytes: int
     resident_raw_bytes: int
     resident_encoded_bytes: int
     resident_activation_bytes: int

@@ -1,0 +1,206 @@
+"""Whole blocks in stored form, encoded and decoded in this process, against a real daemon."""
+
+from __future__ import annotations
+
+import unittest
+
+import kvmanager as kv
+import numpy
+from kvmanager.page_codec import DECODE_ITEM_BYTES, ENCODE_ITEM_BYTES, PAGE_ALIGN
+from kvmanager_testing import Daemon
+from reference import MODEL, Prompt
+
+BLOCKS = 4
+CODECS = ("raw", "hack:k_bits=4,v_bits=3", "hack:k_bits=2,v_bits=2;sinks=0", "hack:k_bits=4,v_bits=4;1..1=raw;sinks=0")
+
+
+class Pages:
+    """Raw pages of a prompt's blocks, and what is stored of them, as the range of an arena has it."""
+
+    def __init__(self, cache: kv.Cache, codec: kv.PageCodec, prompt: Prompt) -> None:
+        self.codec, o = codec, cache.options
+        self.layers, self.page_tokens = o.layers, o.page_tokens
+        self.blocks = prompt.tokens // o.page_tokens
+        pages = numpy.empty((self.blocks, o.layers, 2, o.kv_heads, o.page_tokens, o.head_dim), numpy.float16)
+        for block in range(self.blocks):
+            tokens = slice(block * o.page_tokens, (block + 1) * o.page_tokens)
+            for layer in range(o.layers):
+                for side, rows in enumerate((prompt.k[layer], prompt.v[layer])):
+                    pages[block, layer, side] = rows[tokens].transpose(1, 0, 2)
+        self.raw_pages = pages
+
+    def stored(self, first: int = 0) -> tuple[bytes, bytes]:
+        """(forms, bytes of the range) of blocks from `first` on."""
+        forms, parts = [], []
+        for block in range(first, self.blocks):
+            for layer in range(self.layers):
+                raw = self.raw_pages[block, layer].tobytes()
+                page = None
+                if not self.codec.keeps_raw(layer, block * self.page_tokens) and not self.codec.identity:
+                    page = self.encode(raw, layer, block * self.page_tokens)
+                forms.append(page is None and not self.codec.identity)
+                part = raw if page is None else page
+                parts.append(part + bytes(-len(part) % PAGE_ALIGN))
+        return bytes(forms), b"".join(parts)
+
+    def encode(self, raw: bytes, layer: int, first_token: int) -> bytes | None:
+        source, target = aligned(len(raw)), aligned(self.codec.page_bytes[layer])
+        source[:] = numpy.frombuffer(raw, numpy.uint8)
+        item = numpy.array([source.ctypes.data, target.ctypes.data, first_token, layer], numpy.uint64)
+        assert item.nbytes == ENCODE_ITEM_BYTES
+        declined = numpy.ones(1, numpy.uint32)
+        self.codec.encode(item.ctypes.data, 1, declined.ctypes.data)
+        return None if declined[0] else target.tobytes()
+
+    def decode(self, page: bytes, layer: int) -> bytes:
+        source, target = aligned(len(page)), aligned(self.codec.raw_bytes)
+        source[:] = numpy.frombuffer(page, numpy.uint8)
+        item = numpy.array([source.ctypes.data, target.ctypes.data, layer], numpy.uint64)
+        assert item.nbytes == DECODE_ITEM_BYTES
+        self.codec.decode(item.ctypes.data, 1)
+        return target.tobytes()
+
+
+def aligned(nbytes: int):
+    whole = numpy.zeros(nbytes + 64, numpy.uint8)
+    begin = -whole.ctypes.data % 64
+    return whole[begin : begin + nbytes]
+
+
+class Blocks(unittest.TestCase):
+    def setUp(self) -> None:
+        self.daemon = self.enterContext(Daemon())
+        self.client = self.enterContext(kv.connect(self.daemon.listen, name="test"))
+        self.arena = self.client.create_arena(8 << 20)
+        self.prompt = Prompt(3, BLOCKS * 64)
+
+    def open(self, codec: str):
+        self.cache = self.client.open_cache(**MODEL, codec=codec)
+        self.names = self.cache.block_names(range(self.prompt.tokens))
+        self.pages = Pages(self.cache, kv.PageCodec(self.cache), self.prompt)
+
+    def range(self, nbytes: int):
+        return self.arena.tensor((nbytes,), "uint8")
+
+    def write(self, first: int = 0) -> kv.BlocksWritten:
+        forms, stored = self.pages.stored(first)
+        place = self.range(len(stored))
+        place.numpy()[:] = numpy.frombuffer(stored, numpy.uint8)
+        return self.cache.write_blocks(self.names[first:], forms, place, first)
+
+    def test_blocks_that_are_written_are_attended_to_and_read(self) -> None:
+        for codec in CODECS:
+            with self.subTest(codec=codec):
+                self.open(codec)
+                self.assertEqual(self.write(), (BLOCKS, 0))
+                self.assertEqual(self.write(), (0, BLOCKS))
+                with self.cache.create_sequence(self.names) as sequence:
+                    self.assertEqual(sequence.hit_blocks, BLOCKS)
+                    for layer in range(2):
+                        k, v = numpy.zeros_like(self.prompt.k[layer]), numpy.zeros_like(self.prompt.v[layer])
+                        self.cache.read(layer, [(sequence, 0, self.prompt.tokens)], k, v)
+                        for block in range(BLOCKS):
+                            self.check_rows(k, v, layer, block)
+                for first in (0, 1):
+                    forms, stored = self.pages.stored(first)
+                    place = self.range(len(stored) + 4096)
+                    place.numpy()[:] = 0xEE
+                    found = self.cache.read_blocks(self.names[first:], place, first)
+                    self.assertEqual(found, (BLOCKS - first, "none", len(stored), forms))
+                    got = place.numpy()[: len(stored)]
+                    self.assert_pages_equal(got.tobytes(), stored, forms, first)
+
+    def check_rows(self, k, v, layer: int, block: int) -> None:
+        """What the daemon decodes is what this process does."""
+        raw = self.pages.raw_pages[block, layer].tobytes()
+        if not self.pages.codec.keeps_raw(layer, block * 64) and not self.pages.codec.identity:
+            encoded = self.pages.encode(raw, layer, block * 64)
+            raw = raw if encoded is None else self.pages.decode(encoded, layer)
+        want = numpy.frombuffer(raw, numpy.float16).reshape(self.pages.raw_pages.shape[2:])
+        tokens = slice(block * 64, block * 64 + 64)
+        numpy.testing.assert_array_equal(k[tokens], want[0].transpose(1, 0, 2))
+        numpy.testing.assert_array_equal(v[tokens], want[1].transpose(1, 0, 2))
+
+    def assert_pages_equal(self, got: bytes, want: bytes, forms: bytes, first: int) -> None:
+        at = 0
+        for place, raw in enumerate(forms):
+            layer = place % 2
+            nbytes = self.pages.codec.raw_bytes if raw else self.pages.codec.page_bytes[layer]
+            self.assertEqual(got[at : at + nbytes], want[at : at + nbytes], (first, place))
+            at += -(-nbytes // PAGE_ALIGN) * PAGE_ALIGN
+
+    def test_calls_under_way_are_waited_for_later(self) -> None:
+        self.open("raw")
+        forms, stored = self.pages.stored()
+        place = self.range(len(stored))
+        place.numpy()[:] = numpy.frombuffer(stored, numpy.uint8)
+        pending = self.cache.write_blocks_async(self.names, forms, place)
+        self.assertEqual(pending.wait(), (BLOCKS, 0))
+        place.numpy()[:] = 0
+        reads = [self.cache.read_blocks_async(self.names[i : i + 1], self.part(stored, i), i) for i in range(BLOCKS)]
+        self.assertEqual([each.wait().blocks for each in reads], [1] * BLOCKS)
+        self.assertEqual(place.numpy().tobytes(), stored)
+
+    def part(self, stored: bytes, block: int):
+        size = len(stored) // BLOCKS
+        return self.arena.tensor((size,), "uint8", block * size)
+
+    def test_a_read_ends_where_nothing_is_stored(self) -> None:
+        self.open("raw")
+        forms, stored = self.pages.stored()
+        self.write()
+        others = self.cache.block_names([*range(128), *range(1000, 1128)])
+        found = self.cache.read_blocks(others, self.range(len(stored)))
+        self.assertEqual((found.blocks, found.reason), (2, "not_found"))
+
+    def test_what_is_wrong_is_refused_by_name(self) -> None:
+        self.open("raw")
+        forms, stored = self.pages.stored()
+        place = self.range(len(stored))
+        place.numpy()[:] = numpy.frombuffer(stored, numpy.uint8)
+        place.numpy()[:2] = (0, 0x7C)  # infinity
+        with self.assertRaises(kv.InvalidArgumentError) as raised:
+            self.cache.write_blocks(self.names, forms, place)
+        self.assertEqual(raised.exception.field, "pages[block 0][layer 0].k[head 0][token 0][channel 0]")
+        for wrong, field in (
+            (lambda: self.cache.write_blocks(self.names, forms[1:], place), "raw"),
+            (lambda: self.cache.write_blocks(self.names, forms, self.range(64)), "pages.arena.bytes"),
+            (lambda: self.cache.write_blocks(self.names, forms, numpy.zeros(64, numpy.uint8)), "pages"),
+            (lambda: self.cache.read_blocks(self.names, place, -1), "first"),
+            (lambda: self.cache.read_blocks(kv.BlockNames(), place), "names"),
+        ):
+            with self.assertRaises(kv.InvalidArgumentError) as raised:
+                wrong()
+            self.assertEqual(raised.exception.field, field)
+
+    def test_damaged_pages_of_a_codec_are_refused(self) -> None:
+        self.open("hack:k_bits=4,v_bits=3;sinks=0")
+        forms, stored = self.pages.stored()
+        place = self.range(len(stored))
+        place.numpy()[:] = 0xFF
+        with self.assertRaises(kv.DataLossError):
+            self.cache.write_blocks(self.names, forms, place)
+        self.assertEqual(self.cache.match([self.names])[0].hit_blocks, 0)
+
+    def test_a_codec_of_one_form_encodes_nothing(self) -> None:
+        self.open("raw")
+        self.assertTrue(self.pages.codec.identity)
+        with self.assertRaises(kv.FailedPreconditionError):
+            self.pages.codec.encode(0, 0, 0)
+
+    def test_layers_that_do_not_exist_are_refused(self) -> None:
+        self.open("hack:k_bits=4,v_bits=3")
+        item = numpy.zeros(4, numpy.uint64)
+        item[3] = 2
+        declined = numpy.zeros(1, numpy.uint32)
+        with self.assertRaises(kv.InvalidArgumentError) as raised:
+            self.pages.codec.encode(item.ctypes.data, 1, declined.ctypes.data)
+        self.assertEqual(raised.exception.field, "items[0].layer")
+
+    def test_the_description_says_what_fits(self) -> None:
+        self.open("raw")
+        self.assertEqual(self.cache.description.pool_bytes, 64 << 20)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,222 @@
+#include "kvmanager/rpc/block_calls.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/on_worker.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/rpc/limits.h"
+#include "kvmanager/rpc/serve.h"
+#include "kvmanager/rpc/step_check.h"
+#include "kvmanager/rpc/wire.h"
+
+namespace kvmanager {
+namespace {
+
+constexpr size_t kNone = SIZE_MAX;
+
+uint64_t Aligned(uint64_t bytes) { return (bytes + limits::kTensorAlign - 1) / limits::kTensorAlign * limits::kTensorAlign; }
+
+// The range that a request names, which must be in an arena; with any size.
+absl::StatusOr<StepTensor> CheckRange(const Session& session, api::Tensor::Reader in) {
+  if (in.which() != api::Tensor::ARENA) {
+    return InvalidField("pages", in.which() == api::Tensor::NONE ? "none" : "inline", "a range of a host arena");
+  }
+  return CheckTensor("pages", in, in.getArena().getBytes(), [&](uint32_t arena) { return session.ArenaBytes(arena); });
+}
+
+void Shrink(std::atomic<size_t>* least, size_t to) {
+  size_t now = least->load(std::memory_order_relaxed);
+  while (to < now && !least->compare_exchange_weak(now, to, std::memory_order_relaxed)) {
+  }
+}
+
+}  // namespace
+
+// Pages that workers copy, each taken by one of them. Made and destroyed on the loop's thread.
+class BlockCalls::Copying {
+ public:
+  explicit Copying(std::shared_ptr<Region> arena) : arena_(std::move(arena)) {}
+  virtual ~Copying() = default;
+
+  size_t pages() const { return offsets_.size(); }
+  uint64_t bytes() const { return bytes_; }
+  /// Of the range, as offsets of Place from `range` on.
+  void SetRange(uint8_t* range) { range_ = range; }
+  /// Copies the next page. False: none is left, or one was found wrong.
+  bool CopyNext() {
+    const size_t page = next_.fetch_add(1, std::memory_order_relaxed);
+    if (page >= pages() || page > wrong_.load(std::memory_order_relaxed)) return false;
+    if (!Copy(page, range_ + offsets_[page])) Shrink(&wrong_, page);
+    return true;
+  }
+
+ protected:
+  /// Any thread. False: the page is wrong.
+  virtual bool Copy(size_t page, uint8_t* in_arena) = 0;
+  /// Pages in their order; those without data take room in the range and are not copied.
+  void Place(absl::Span<const StoredPage> pages) {
+    offsets_.reserve(pages.size());
+    for (const StoredPage& page : pages) {
+      offsets_.push_back(bytes_);
+      bytes_ += Aligned(page.bytes);
+    }
+  }
+  /// The first page that was found wrong; kNone.
+  size_t wrong() const { return wrong_.load(std::memory_order_relaxed); }
+
+ private:
+  const std::shared_ptr<Region> arena_;
+  uint8_t* range_ = nullptr;
+  std::vector<uint64_t> offsets_;  // [pages]
+  uint64_t bytes_ = 0;
+  std::atomic<size_t> next_{0}, wrong_{kNone};
+};
+
+class BlockCalls::Reading final : public Copying {
+ public:
+  Reading(std::shared_ptr<Region> arena, std::unique_ptr<BlockReads> reads)
+      : Copying(std::move(arena)), reads_(std::move(reads)) {
+    Place(reads_->pages());
+  }
+
+  void WriteReply(api::BlocksReply::Builder reply) {
+    const size_t layers = reads_->blocks() == 0 ? 1 : reads_->pages().size() / reads_->blocks();
+    const bool corrupt = wrong() != kNone;
+    const size_t blocks = corrupt ? wrong() / layers : reads_->blocks();
+    reads_->NoteVerified(blocks, corrupt);
+    uint64_t bytes = 0;
+    auto raw = reply.initRaw(static_cast<uint32_t>(blocks * layers));
+    for (size_t i = 0; i < blocks * layers; ++i) {
+      raw[i] = reads_->pages()[i].raw;
+      bytes += Aligned(reads_->pages()[i].bytes);
+    }
+    reply.setBlocks(static_cast<uint32_t>(blocks));
+    reply.setBytes(bytes);
+    reply.setReason(corrupt ? api::MissReason::CHECKSUM : static_cast<api::MissReason>(reads_->reason()));
+  }
+
+ private:
+  bool Copy(size_t page, uint8_t* in_arena) override {
+    const StoredPage& stored = reads_->pages()[page];
+    std::memcpy(in_arena, stored.data, stored.bytes);
+    return reads_->Verify(page);
+  }
+
+  const std::unique_ptr<BlockReads> reads_;
+};
+
+class BlockCalls::Writing final : public Copying {
+ public:
+  Writing(std::shared_ptr<Region> arena, std::unique_ptr<BlockWrites> writes)
+      : Copying(std::move(arena)), writes_(std::move(writes)) {
+    Place(writes_->pages());
+    checksums_.resize(pages());
+    errors_.resize(pages());
+  }
+
+  absl::Status WriteReply(api::BlocksReply::Builder reply) {
+    if (wrong() != kNone) return errors_[wrong()];
+    KV_ASSIGN_OR_RETURN(const size_t named, writes_->Commit(checksums_));
+    reply.setBlocks(static_cast<uint32_t>(named));
+    reply.setPresent(static_cast<uint32_t>(writes_->present()));
+    return absl::OkStatus();
+  }
+  uint64_t written_bytes() const {
+    uint64_t bytes = 0;
+    for (const StoredPage& page : writes_->pages()) bytes += page.data == nullptr ? 0 : page.bytes;
+    return bytes;
+  }
+
+ private:
+  bool Copy(size_t page, uint8_t* in_arena) override {
+    const StoredPage& stored = writes_->pages()[page];
+    if (stored.data == nullptr) return true;
+    std::memcpy(stored.data, in_arena, stored.bytes);
+    auto checksum = writes_->Check(page);
+    if (checksum.ok()) {
+      checksums_[page] = *checksum;
+      return true;
+    }
+    errors_[page] = std::move(checksum).status();
+    return false;
+  }
+
+  const std::unique_ptr<BlockWrites> writes_;
+  std::vector<uint64_t> checksums_;    // [pages], each written by who copied it
+  std::vector<absl::Status> errors_;  // [pages], the same
+};
+
+kj::Promise<void> BlockCalls::Run(std::shared_ptr<Copying> copying, WorkerPool::Owner owner) const {
+  const size_t lanes = std::min<size_t>(parts_.workers->threads(), copying->pages());
+  auto ended = kj::heapArrayBuilder<kj::Promise<void>>(lanes);
+  for (size_t i = 0; i < lanes; ++i) {
+    ended.add(OnWorkerInTurns(parts_.workers, parts_.queue, WorkerPool::Priority::kAttend, owner,
+                              [copying] { return copying->CopyNext(); }));
+  }
+  return kj::joinPromises(ended.finish());
+}
+
+absl::Status BlockCalls::CheckAccepting() const {
+  return parts_.drain->on() ? absl::UnavailableError("this daemon is draining: it reads and writes no blocks")
+                            : absl::OkStatus();
+}
+
+absl::StatusOr<kj::Promise<void>> BlockCalls::Read(const std::shared_ptr<Session>& session, const BoundCache& bound,
+                                                   ReadBlocksContext& context) const {
+  KV_RETURN_IF_ERROR(CheckAccepting());
+  const auto request = context.getParams().getRequest();
+  KV_ASSIGN_OR_RETURN(const StepTensor range, CheckRange(*session, request.getPages()));
+  if (request.hasRaw()) return InvalidField("raw", absl::StrCat(request.getRaw().size(), " bytes long"), "empty");
+  KV_ASSIGN_OR_RETURN(const std::vector<BlockName> names,
+                      ReadBlockNames("names", request.getNames(), kTransferPagesMax));
+  KV_ASSIGN_OR_RETURN(auto reads,
+                      parts_.store->caches().ReadBlocks(bound.cache.id, request.getFirstBlock(), names,
+                                                        range.bytes.size(), limits::kTensorAlign));
+  auto reading = std::make_shared<Reading>(session->FindArena(range.arena), std::move(reads));
+  reading->SetRange(range.bytes.data());
+  context.releaseParams();
+  const int64_t start_ns = parts_.clock->NowNs();
+  return Run(reading, bound.cache.owner).then([this, reading, session, context, start_ns]() mutable {
+    auto reply = context.getResults().initReply();
+    reading->WriteReply(reply);
+    parts_.metrics->read_seconds.Observe(double(parts_.clock->NowNs() - start_ns) * 1e-9);
+    parts_.metrics->read_bytes.Increment(double(reply.getBytes()));
+  });
+}
+
+absl::StatusOr<kj::Promise<void>> BlockCalls::Write(const std::shared_ptr<Session>& session, const BoundCache& bound,
+                                                    WriteBlocksContext& context) const {
+  KV_RETURN_IF_ERROR(CheckAccepting());
+  const auto request = context.getParams().getRequest();
+  KV_ASSIGN_OR_RETURN(const StepTensor range, CheckRange(*session, request.getPages()));
+  KV_ASSIGN_OR_RETURN(const std::vector<BlockName> names,
+                      ReadBlockNames("names", request.getNames(), kTransferPagesMax));
+  const auto raw = request.getRaw();
+  KV_ASSIGN_OR_RETURN(auto writes, parts_.store->caches().WriteBlocks(bound.cache.id, request.getFirstBlock(), names,
+                                                                      {raw.begin(), raw.size()}));
+  auto writing = std::make_shared<Writing>(session->FindArena(range.arena), std::move(writes));
+  if (writing->bytes() != range.bytes.size()) {
+    return InvalidField("pages.arena.bytes", range.bytes.size(),
+                        absl::StrCat(writing->bytes(), ", of ", names.size(), " blocks in these forms"));
+  }
+  writing->SetRange(range.bytes.data());
+  context.releaseParams();
+  const int64_t start_ns = parts_.clock->NowNs();
+  return Run(writing, bound.cache.owner).then([this, writing, session, context, start_ns]() mutable {
+    auto reply = context.getResults().initReply();
+    const uint64_t bytes = writing->written_bytes();
+    if (const absl::Status status = writing->WriteReply(reply); !status.ok()) {
+      return ServeError(*session, Method::kWriteBlocks, status, context);
+    }
+    reply.setBytes(bytes);
+    parts_.metrics->write_seconds.Observe(double(parts_.clock->NowNs() - start_ns) * 1e-9);
+    parts_.metrics->written_bytes.Increment(double(bytes));
+  });
+}
+
+}  // namespace kvmanager

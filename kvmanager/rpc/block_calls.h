@@ -1,0 +1,61 @@
+// Runs Cache.readBlocks and Cache.writeBlocks: whole blocks between pages in host memory and an arena of the client.
+//
+// Workers copy, and check what they copied, a page at a time and in turns (worker_pool.h). A call object owns the lease
+// on the pages and the arena until they are done, so that cancelling the call, or losing the client, is safe at any
+// moment. Bytes of a client are checked in the daemon's copy, which the client cannot change. The loop's thread.
+#pragma once
+
+#include <kj/async.h>
+
+#include <memory>
+
+#include "kvmanager/api/kvmanager.capnp.h"
+#include "kvmanager/base/clock.h"
+#include "kvmanager/base/message_queue.h"
+#include "kvmanager/base/worker_pool.h"
+#include "kvmanager/handoff/drain_switch.h"
+#include "kvmanager/rpc/memory_calls.h"
+#include "kvmanager/rpc/rpc_metrics.h"
+#include "kvmanager/rpc/session.h"
+
+namespace kvmanager {
+
+using ReadBlocksContext = capnp::CallContext<api::Cache::ReadBlocksParams, api::Cache::ReadBlocksResults>;
+using WriteBlocksContext = capnp::CallContext<api::Cache::WriteBlocksParams, api::Cache::WriteBlocksResults>;
+
+class BlockCalls {
+ public:
+  /// Everything outlives this and the calls that it runs.
+  struct Parts {
+    PageStore* store = nullptr;
+    WorkerPool* workers = nullptr;
+    MessageQueue* queue = nullptr;
+    const Clock* clock = nullptr;
+    const DrainSwitch* drain = nullptr;
+    BlockCallMetrics* metrics = nullptr;
+  };
+
+  explicit BlockCalls(const Parts& parts) : parts_(parts) {}
+  BlockCalls(const BlockCalls&) = delete;
+  BlockCalls& operator=(const BlockCalls&) = delete;
+
+  /// Errors: UNAVAILABLE (the daemon drains), CheckTensor's, CacheDirectory::ReadBlocks's and WriteBlocks's.
+  absl::StatusOr<kj::Promise<void>> Read(const std::shared_ptr<Session>& session, const BoundCache& bound,
+                                         ReadBlocksContext& context) const;
+  absl::StatusOr<kj::Promise<void>> Write(const std::shared_ptr<Session>& session, const BoundCache& bound,
+                                          WriteBlocksContext& context) const;
+
+ private:
+  class Copying;
+  class Reading;
+  class Writing;
+
+  /// Resolves once workers have copied every page of `copying`.
+  kj::Promise<void> Run(std::shared_ptr<Copying> copying, WorkerPool::Owner owner) const;
+
+  absl::Status CheckAccepting() const;
+
+  const Parts parts_;
+};
+
+}  // namespace kvmanager

@@ -1,0 +1,65 @@
+// Blocks that are read from host memory, or written into it, by name and in the form in which they are stored: for
+// engines that encode and decode pages themselves.
+//
+//   BlockReads    found blocks, whose pages are copied out
+//   BlockWrites   slots for new blocks, which get their names once their bytes are in place
+//
+// A page has one form: encoded, or raw where the codec keeps it raw or declined it. Pages are listed block by block,
+// and of a block layer by layer. Leases are made and destroyed on the store's thread, perhaps after the store has
+// closed, and outlive whoever touches the bytes that they list.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kvmanager/store/miss_reason.h"
+
+namespace kvmanager {
+
+/// Pages of one transfer: enough that a call costs little, few enough for one turn of the store's thread.
+constexpr size_t kTransferPagesMax = 16384;
+
+/// Where the bytes of a page are.
+struct StoredPage {
+  uint8_t* data = nullptr;  // nullptr: of a block that is not written, since the store has it
+  uint32_t bytes = 0;
+  uint32_t layer = 0;
+  bool raw = false;  // the codec keeps the page raw, or declined it
+};
+
+class BlockReads {
+ public:
+  virtual ~BlockReads() = default;
+  /// Consecutive blocks that were found, from the first name on.
+  virtual size_t blocks() const = 0;
+  /// Why there are no more; kNone: all were found, or more would have exceeded a limit.
+  virtual MissReason reason() const = 0;
+  /// [blocks()][layers]
+  virtual absl::Span<const StoredPage> pages() const = 0;
+  /// Whether page `page` still holds what was written: true at once if its block was compared within the last minute.
+  /// Takes as long as reading it otherwise. Any thread.
+  virtual bool Verify(size_t page) const = 0;
+  /// Blocks before `intact` were verified, and so was the next one, in vain, if `corrupt` says so: it loses its name.
+  virtual void NoteVerified(size_t intact, bool corrupt) = 0;
+};
+
+class BlockWrites {
+ public:
+  virtual ~BlockWrites() = default;
+  virtual size_t blocks() const = 0;
+  /// Blocks that the store has already: nothing is written of them.
+  virtual size_t present() const = 0;
+  /// [blocks()][layers]
+  virtual absl::Span<const StoredPage> pages() const = 0;
+  /// Checks the bytes of page `page`, which has `data`, once they are in place, and returns their checksum. Any thread.
+  /// Errors: INVALID_ARGUMENT naming page and place (NaN or Inf), the codec's.
+  virtual absl::StatusOr<uint64_t> Check(size_t page) const = 0;
+  /// All bytes are in place. checksums: [pages] of Check. Gives the blocks their names, but for names that others gave
+  /// meanwhile; returns how many. At most once. Errors: UNAVAILABLE (the store has closed).
+  virtual absl::StatusOr<size_t> Commit(absl::Span<const uint64_t> checksums) = 0;
+};
+
+}  // namespace kvmanager
