@@ -67,7 +67,9 @@ class OnePage {
     } else if (!attention.folds_output(task_.layer)) {
       attention.ExpandOutput(task_.layer, kv_head, rows, acc_.get(), out);
     } else {
-      KV_CHECK(task_.codec->OutputFactor(task_.layer, kv_head, absl::MakeSpan(factor_)));
+      if (!task_.codec->OutputFactor(task_.layer, kv_head, absl::MakeSpan(factor_))) {  // a plug-in's has failed
+        std::fill(factor_.begin(), factor_.end(), std::numeric_limits<float>::quiet_NaN());
+      }
       for (int row = 0; row < rows; ++row) {
         const float* const acc = acc_.get() + size_t(row) * head_dim_;
         for (int r = 0; r < head_dim_; ++r) {

@@ -100,7 +100,8 @@ TEST(MetricsTest, TheCatalogueIsTheMetricsPage) {
   const std::map<std::string, Row> catalogue = ReadCatalogue();
   ASSERT_FALSE(catalogue.empty());
   DaemonOptions options;
-  options.more_flags = {"--quality-sample", "1"};
+  options.more_flags = {"--quality-sample", "1", "--codec-plugin", DataPath("codecs/abi/bad/good.so"),
+                        "--codec-plugin-process"};
   ASSERT_OK_AND_ASSIGN(auto daemon, DaemonProcess::Start(options));
   ASSERT_OK_AND_ASSIGN(auto peer, DaemonProcess::Start({}));
   WalkEveryPath(*daemon, *peer);

@@ -1,7 +1,19 @@
+#define _GNU_SOURCE
 /* A codec that copies pages, and what can be wrong with one: a macro BAD_... makes it so. Without any, it is sound and
  * attends to nothing itself: the core decodes for it. */
 #include <stdlib.h>
 #include <string.h>
+#if defined(BAD_ESCAPES) || defined(BAD_ANSWERS)
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <sys/ptrace.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+#endif
 
 #include "codecs/abi/kvmanager_codec.h"
 
@@ -73,6 +85,9 @@ static kvmc_status describe(const kvmc_context* context, kvmc_description* descr
 #ifdef BAD_ATTEND_WRONG
   description->flags = KVMC_ATTENDS;
 #endif
+#if defined(BAD_ATTEND_LOOPS) || defined(BAD_ATTEND_NAN)
+  description->flags = KVMC_ATTENDS;
+#endif
 #ifdef BAD_ATTENDS_WITHOUT_ENTRY
   description->flags = KVMC_ATTENDS;
 #endif
@@ -116,9 +131,49 @@ static int is_finite(const kvmc_context* c, const uint8_t* raw) {
   return 1;
 }
 
+#ifdef BAD_ESCAPES
+/* What a process of its own must keep it from; the error's text names what it could do. */
+static kvmc_status escape(void) {
+  static _Thread_local char text[400];
+  text[0] = '\0';
+#define TRY(what, call) \
+  if ((call) >= 0) strcat(text, " " what)
+  const pid_t daemon = getppid();
+  char byte = 0;
+  struct iovec here = {&byte, 1}, there = {(void*)describe, 1};
+  struct rlimit limit = {1 << 20, 1 << 20};
+  char* const arguments[] = {"/bin/true", NULL};
+  TRY("fork", syscall(SYS_fork));
+  TRY("clone", syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0));
+  TRY("execve", syscall(SYS_execve, arguments[0], arguments, NULL));
+  TRY("socket", socket(AF_INET, SOCK_STREAM, 0));
+  TRY("socketpair", syscall(SYS_socketpair, AF_UNIX, SOCK_STREAM, 0, &limit));
+  TRY("read", open("/etc/passwd", O_RDONLY));
+  TRY("write", open("/tmp/kvmanager-escaped", O_WRONLY | O_CREAT, 0600));
+  TRY("unlink", syscall(SYS_unlinkat, AT_FDCWD, "/tmp/kvmanager-escaped", 0));
+  TRY("kill", kill(daemon, 0));
+  TRY("tgkill", syscall(SYS_tgkill, daemon, daemon, 0));
+  TRY("ptrace", ptrace(PTRACE_SEIZE, daemon, 0, 0));
+  TRY("vm_readv", process_vm_readv(daemon, &here, 1, &there, 1, 0));
+  TRY("prlimit", prlimit(daemon, RLIMIT_NOFILE, &limit, NULL));
+  TRY("fcntl", fcntl(5, F_SETOWN, daemon));
+  TRY("pidfd", syscall(SYS_pidfd_open, daemon, 0));
+  TRY("memfd", syscall(SYS_memfd_create, "x", 0));
+  TRY("descriptor", read(8, &byte, 0)); /* beyond control, memory and one lane, but for what the loader left */
+#undef TRY
+  return fail(KVMC_INTERNAL, text[0] == '\0' ? "nothing" : text);
+}
+#endif
+
 static kvmc_status encode_batch(const kvmc_codec* c, const kvmc_encode_batch* batch) {
 #ifdef BAD_ENCODE_ERROR
   return fail(KVMC_INTERNAL, "out of paper");
+#endif
+#ifdef BAD_ESCAPES
+  return escape();
+#endif
+#ifdef BAD_ANSWERS
+  if (write(5, "garbage", 7) < 0) return fail(KVMC_INTERNAL, "it could not");
 #endif
   for (size_t i = 0; i < batch->item_count; ++i) {
 #ifdef BAD_STRIDE
@@ -215,6 +270,23 @@ static kvmc_status attend_batch(const kvmc_codec* c, const kvmc_attend_batch* ba
 }
 #endif
 
+#ifdef BAD_ATTEND_LOOPS
+static kvmc_status attend_batch(const kvmc_codec* c, const kvmc_attend_batch* batch) {
+  (void)c, (void)batch;
+  for (volatile int i = 0; i >= 0; i = i == 0) {
+  }
+  return KVMC_OK;
+}
+#endif
+
+#ifdef BAD_ATTEND_NAN
+static kvmc_status attend_batch(const kvmc_codec* c, const kvmc_attend_batch* batch) {
+  (void)c;
+  memset(batch->items->acc, 0xff, sizeof(float));
+  return KVMC_OK;
+}
+#endif
+
 /* A table of a later version: entries that nobody here knows. */
 typedef struct later_api {
   kvmc_codec_api api;
@@ -241,7 +313,7 @@ KVMC_EXPORT const kvmc_codec_api* kvmanager_codec_v1(void) {
   api->decode_batch = decode_batch;
   api->validate = validate;
   api->last_error = last_error;
-#if defined(BAD_ATTEND_ERROR) || defined(BAD_ATTEND_WRONG)
+#if defined(BAD_ATTEND_ERROR) || defined(BAD_ATTEND_WRONG) || defined(BAD_ATTEND_LOOPS) || defined(BAD_ATTEND_NAN)
   api->attend_batch = attend_batch;
 #endif
 #ifdef BAD_STRUCT_SIZE_SMALL

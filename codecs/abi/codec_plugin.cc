@@ -38,26 +38,6 @@ absl::Status Refused(absl::string_view path, absl::string_view what, absl::strin
   return FieldError(absl::StatusCode::kInvalidArgument, absl::StrCat("codec plug-in ", path, " ", what), value, bound);
 }
 
-bool IsName(absl::string_view name) {
-  if (name.size() > KVMC_NAME_BYTES_MAX) return false;
-  for (absl::string_view word : absl::StrSplit(name, '+')) {
-    if (word.empty()) return false;
-    for (char c : word) {
-      if (!(c >= 'a' && c <= 'z') && !(c >= '0' && c <= '9') && c != '_') return false;
-    }
-  }
-  return true;
-}
-
-/// A text of a plug-in as far as it can be shown: printable ASCII, at most `bytes_max`.
-std::string Printable(const char* text, size_t bytes_max) {
-  std::string shown;
-  for (size_t i = 0; i < bytes_max && text[i] != '\0'; ++i) {
-    shown.push_back(text[i] >= ' ' && text[i] <= '~' ? text[i] : '?');
-  }
-  return shown;
-}
-
 absl::StatusCode CodeOf(kvmc_status status) {
   switch (status) {
     case KVMC_INVALID_ARGUMENT:
@@ -74,6 +54,32 @@ absl::StatusCode CodeOf(kvmc_status status) {
 }
 
 }  // namespace
+
+bool IsPluginName(absl::string_view name) {
+  if (name.size() > KVMC_NAME_BYTES_MAX) return false;
+  for (absl::string_view word : absl::StrSplit(name, '+')) {
+    if (word.empty()) return false;
+    for (char c : word) {
+      if (!(c >= 'a' && c <= 'z') && !(c >= '0' && c <= '9') && c != '_') return false;
+    }
+  }
+  return true;
+}
+
+std::string PrintablePluginText(const char* text, size_t bytes_max) {
+  std::string shown;
+  for (size_t i = 0; i < bytes_max && text[i] != '\0'; ++i) {
+    shown.push_back(text[i] >= ' ' && text[i] <= '~' ? text[i] : '?');
+  }
+  return shown;
+}
+
+absl::Status PluginStatus(kvmc_status status, absl::string_view name, absl::string_view path, absl::string_view entry,
+                          absl::string_view text) {
+  if (status == KVMC_OK) return absl::OkStatus();
+  return absl::Status(CodeOf(status), absl::StrCat("codec ", name, " (", path, ") ", entry, ": ",
+                                                   text.empty() ? absl::StrCat("error ", status) : text));
+}
 
 absl::StatusOr<std::shared_ptr<const CodecPlugin>> CodecPlugin::Load(const std::string& path) {
   std::error_code error;
@@ -124,9 +130,9 @@ absl::StatusOr<std::shared_ptr<const CodecPlugin>> CodecPlugin::Adopt(const kvmc
     std::memcpy(&value, reinterpret_cast<const char*>(&plugin->api_) + required.offset, sizeof value);
     if (value == nullptr) return Refused(plugin->path_, what, "NULL", "there: it is required");
   }
-  plugin->name_ = Printable(plugin->api_.name, KVMC_NAME_BYTES_MAX + 1);
-  plugin->help_ = Printable(plugin->api_.help, kHelpBytesMax);
-  if (!IsName(plugin->name_)) {
+  plugin->name_ = PrintablePluginText(plugin->api_.name, KVMC_NAME_BYTES_MAX + 1);
+  plugin->help_ = PrintablePluginText(plugin->api_.help, kHelpBytesMax);
+  if (!IsPluginName(plugin->name_)) {
     return Refused(plugin->path_, "name", absl::StrCat("\"", plugin->name_, "\""),
                    absl::StrCat("1..", KVMC_NAME_BYTES_MAX, " of a-z, 0-9 and _, or such words joined by +"));
   }
@@ -134,13 +140,20 @@ absl::StatusOr<std::shared_ptr<const CodecPlugin>> CodecPlugin::Adopt(const kvmc
   return plugin;
 }
 
-absl::Status CodecPlugin::StatusOf(kvmc_status status, absl::string_view entry) const {
-  if (status == KVMC_OK) return absl::OkStatus();
+OptionalEntries CodecPlugin::optional_entries() const {
+  return {api_.attend_batch != nullptr, api_.map_queries != nullptr, api_.expand_output != nullptr,
+          api_.project_output != nullptr, api_.output_factor != nullptr};
+}
+
+std::string CodecPlugin::LastError() const {
   char text[kErrorTextBytes] = "";
   api_.last_error(text, sizeof text);
-  const std::string shown = Printable(text, sizeof text - 1);
-  return absl::Status(CodeOf(status), absl::StrCat("codec ", name_, " (", path_, ") ", entry, ": ",
-                                                   shown.empty() ? absl::StrCat("error ", status) : shown));
+  return PrintablePluginText(text, sizeof text - 1);
+}
+
+absl::Status CodecPlugin::StatusOf(kvmc_status status, absl::string_view entry) const {
+  if (status == KVMC_OK) return absl::OkStatus();
+  return PluginStatus(status, name_, path_, entry, LastError());
 }
 
 }  // namespace kvmanager

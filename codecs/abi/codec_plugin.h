@@ -11,9 +11,20 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "codecs/abi/codec_entries.h"
 #include "codecs/abi/kvmanager_codec.h"
 
 namespace kvmanager {
+
+/// A text of a plug-in as far as it can be shown: printable ASCII, at most `bytes_max`.
+std::string PrintablePluginText(const char* text, size_t bytes_max);
+
+/// Whether a plug-in may have this name.
+bool IsPluginName(absl::string_view name);
+
+/// What `status`, which `entry` of a plug-in returned with `text` as its last error, says; OK for KVMC_OK.
+absl::Status PluginStatus(kvmc_status status, absl::string_view name, absl::string_view path, absl::string_view entry,
+                          absl::string_view text);
 
 class CodecPlugin {
  public:
@@ -31,8 +42,12 @@ class CodecPlugin {
   /// Whatever the object was built against, in this build's shape: what it lacks is NULL, what is beyond is cut off.
   const kvmc_codec_api& api() const { return api_; }
 
+  OptionalEntries optional_entries() const;
+
   /// What `status`, which `entry` returned in this thread just now, says; OK for KVMC_OK.
   absl::Status StatusOf(kvmc_status status, absl::string_view entry) const;
+  /// The text of this thread's last error, printable and cut.
+  std::string LastError() const;
 
  private:
   CodecPlugin() = default;

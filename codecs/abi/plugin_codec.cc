@@ -9,13 +9,16 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "codecs/abi/local_entries.h"
+#include "codecs/abi/passed_context.h"
 #include "codecs/decoded_attention.h"
+#include "codecs/waiting_codec.h"
+#include "kvmanager/base/aligned_buffer.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
 namespace {
 
-constexpr size_t kWorkspaceBytesMax = size_t{256} << 20;
 constexpr size_t kItemsAtOnce = 32;
 constexpr char kParameterSeparator = ',';
 
@@ -24,52 +27,39 @@ constexpr size_t AlignUp(size_t n) { return (n + 63) / 64 * 64; }
 /// A page may be larger than its raw form, by headers, not by much.
 size_t EncodedBytesMax(const PageLayout& layout) { return 2 * layout.raw_bytes() + 4096; }
 
-template <typename T>
-T Sized() {
-  T t = {};
-  t.struct_size = sizeof t;
-  return t;
-}
-
-struct Free {
-  void operator()(uint8_t* p) const { std::free(p); }
-};
-using Scratch = std::unique_ptr<uint8_t[], Free>;
-Scratch Allocate(size_t bytes) {
-  Scratch p(static_cast<uint8_t*>(std::aligned_alloc(64, std::max<size_t>(AlignUp(bytes), 64))));
-  KV_CHECK(p != nullptr);
-  return p;
-}
-
 /// A codec of the plug-in, and who to tell of its errors.
 class Handle {
  public:
-  Handle(std::shared_ptr<const CodecPlugin> plugin, kvmc_codec* codec, CodecEvents* events)
-      : plugin_(std::move(plugin)), codec_(codec), events_(events) {}
-  ~Handle() { plugin_->api().destroy(codec_); }
+  Handle(std::shared_ptr<const CodecSource> source, std::unique_ptr<CodecEntries> entries, CodecEvents* events)
+      : source_(std::move(source)), entries_(std::move(entries)), events_(events) {}
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
 
-  const CodecPlugin& plugin() const { return *plugin_; }
-  const kvmc_codec_api& api() const { return plugin_->api(); }
-  const kvmc_codec* codec() const { return codec_; }
+  const CodecSource& source() const { return *source_; }
+  const CodecEntries& entries() const { return *entries_; }
 
   /// Whether an entry succeeded; tells of it if not.
-  bool Succeeded(kvmc_status status, CodecEvents::Entry entry, absl::string_view name) const {
-    if (__builtin_expect(status == KVMC_OK, 1)) return true;
+  bool Succeeded(const absl::Status& status, CodecEvents::Entry entry) const {
+    if (__builtin_expect(status.ok(), 1)) return true;
     const bool first = !told_[static_cast<int>(entry)].exchange(true, std::memory_order_relaxed);
-    if (events_ != nullptr) events_->OnError(entry, plugin_->StatusOf(status, name), first);
+    if (events_ != nullptr) events_->OnError(entry, status, first);
     return false;
   }
+  /// The result of the call that failed so is NaN.
+  void CountSpoilt(const absl::Status& status) const {
+    if (!entries_->was_answered(status)) unanswered_.fetch_add(1, std::memory_order_relaxed);
+  }
+  uint64_t unanswered() const { return unanswered_.load(std::memory_order_relaxed); }
   void CountDecoded(size_t pages) const {
     if (events_ != nullptr) events_->OnDecodedPages(pages);
   }
 
  private:
-  const std::shared_ptr<const CodecPlugin> plugin_;  // outlived by nothing that was made of it
-  kvmc_codec* const codec_;
+  const std::shared_ptr<const CodecSource> source_;  // shared with the registry and other codecs
+  const std::unique_ptr<CodecEntries> entries_;
   CodecEvents* const events_;
   mutable std::array<std::atomic<bool>, CodecEvents::kEntries> told_ = {};
+  mutable std::atomic<uint64_t> unanswered_{0};
 };
 
 class PluginHeadDecoder final : public HeadDecoder {
@@ -86,14 +76,16 @@ class PluginHeadDecoder final : public HeadDecoder {
   void OnDecoded(size_t pages) const override { handle_.CountDecoded(pages); }
 
   bool Decode(const kvmc_decode_item* items, size_t count, absl::Span<uint8_t> workspace) const {
-    auto batch = Sized<kvmc_decode_batch>();
+    auto batch = SizedStruct<kvmc_decode_batch>();
     batch.items = items;
     batch.item_count = count;
     batch.item_bytes = sizeof *items;
     batch.workspace = workspace.data();
     batch.workspace_bytes = workspace.size();
-    return handle_.Succeeded(handle_.api().decode_batch(handle_.codec(), &batch), CodecEvents::Entry::kDecode,
-                             "decode_batch");
+    const absl::Status status = handle_.entries().DecodeBatch(batch);
+    if (handle_.Succeeded(status, CodecEvents::Entry::kDecode)) return true;
+    handle_.CountSpoilt(status);
+    return false;
   }
 
  private:
@@ -151,18 +143,18 @@ class PluginAttention final : public PageAttention {
     item.next_pages = task.next_pages.data();
     item.next_page_count = task.next_pages.size();
     item.next_kv_head = task.next_kv_head;
-    auto batch = Sized<kvmc_attend_batch>();
+    auto batch = SizedStruct<kvmc_attend_batch>();
     batch.items = &item;
     batch.item_count = 1;
     batch.item_bytes = sizeof item;
     batch.workspace = workspace.data();
     batch.workspace_bytes = attend_bytes_[rows];
-    if (handle_.Succeeded(handle_.api().attend_batch(handle_.codec(), &batch), CodecEvents::Entry::kAttend,
-                          "attend_batch")) {
-      return;
+    const absl::Status status = handle_.entries().AttendBatch(batch, task.announced);
+    if (handle_.Succeeded(status, CodecEvents::Entry::kAttend)) return;
+    if (maps(task.layer)) {  // raw pages know nothing of a codec's own space
+      handle_.CountSpoilt(status);
+      return SpoilSoftmax(task.rows, head_dim_, state);
     }
-    // Raw pages know nothing of a codec's own space.
-    if (maps(task.layer)) return SpoilSoftmax(task.rows, head_dim_, state);
     std::copy_n(copy, rows, state.max);
     std::copy_n(copy + rows, rows, state.sum);
     std::copy_n(copy + 2 * rows, elements, state.acc);
@@ -172,13 +164,13 @@ class PluginAttention final : public PageAttention {
   bool maps(int layer) const override { return (layer_flags_[layer] & KVMC_MAPS) != 0; }
   bool folds_output(int layer) const override { return (layer_flags_[layer] & KVMC_FOLDS) != 0; }
   void MapQueries(int layer, int kv_head, int rows, const float* q, float* mapped) const override {
-    Map(handle_.api().map_queries, "map_queries", layer, kv_head, rows, q, mapped);
+    Map(CodecEntries::Map::kMapQueries, layer, kv_head, rows, q, mapped);
   }
   void ExpandOutput(int layer, int kv_head, int rows, const float* acc, float* out) const override {
-    Map(handle_.api().expand_output, "expand_output", layer, kv_head, rows, acc, out);
+    Map(CodecEntries::Map::kExpandOutput, layer, kv_head, rows, acc, out);
   }
   void ProjectOutput(int layer, int kv_head, int rows, const float* acc, float* out) const override {
-    Map(handle_.api().project_output, "project_output", layer, kv_head, rows, acc, out);
+    Map(CodecEntries::Map::kProjectOutput, layer, kv_head, rows, acc, out);
   }
 
  private:
@@ -187,17 +179,17 @@ class PluginAttention final : public PageAttention {
     return AlignUp(std::max(attend_bytes_[rows], decoded_->workspace_bytes(rows)));
   }
 
-  void Map(kvmc_status (*map)(const kvmc_codec*, const kvmc_map_item*), absl::string_view name, int layer, int kv_head,
-           int rows, const float* from, float* to) const {
-    auto item = Sized<kvmc_map_item>();
+  void Map(CodecEntries::Map map, int layer, int kv_head, int rows, const float* from, float* to) const {
+    auto item = SizedStruct<kvmc_map_item>();
     item.from = from;
     item.to = to;
     item.rows = rows;
     item.layer = layer;
     item.kv_head = kv_head;
-    if (!handle_.Succeeded(map(handle_.codec(), &item), CodecEvents::Entry::kAttend, name)) {
-      std::fill_n(to, size_t(rows) * head_dim_, std::numeric_limits<float>::quiet_NaN());
-    }
+    const absl::Status status = handle_.entries().MapRows(map, item);
+    if (handle_.Succeeded(status, CodecEvents::Entry::kAttend)) return;
+    handle_.CountSpoilt(status);
+    std::fill_n(to, size_t(rows) * head_dim_, std::numeric_limits<float>::quiet_NaN());
   }
 
   const Handle& handle_;
@@ -209,7 +201,7 @@ class PluginAttention final : public PageAttention {
   const std::unique_ptr<PageAttention> decoded_;
 };
 
-class PluginCodec final : public Codec {
+class PluginCodec final : public Codec, public WaitingCodec {
  public:
   PluginCodec(std::unique_ptr<Handle> handle, Description description, const PageLayout& layout)
       : layout_(layout),
@@ -231,24 +223,23 @@ class PluginCodec final : public Codec {
       for (size_t i = 0; i < part.size(); ++i) {
         passed[i] = {part[i].raw, part[i].encoded, part[i].layer, 0, part[i].first_token};
       }
-      auto batch = Sized<kvmc_encode_batch>();
+      auto batch = SizedStruct<kvmc_encode_batch>();
       batch.items = passed.data();
       batch.item_count = part.size();
       batch.item_bytes = sizeof passed[0];
       batch.workspace = workspace.data();
       batch.workspace_bytes = encode_workspace_bytes_;
-      const bool encoded = handle_->Succeeded(handle_->api().encode_batch(handle_->codec(), &batch),
-                                              CodecEvents::Entry::kEncode, "encode_batch");
+      const bool encoded = handle_->Succeeded(handle_->entries().EncodeBatch(batch), CodecEvents::Entry::kEncode);
       for (size_t i = 0; i < part.size(); ++i) part[i].declined = !encoded || passed[i].declined != 0;
     }
   }
 
   void Decode(absl::Span<const DecodeItem> items) const override {
     const size_t bytes = attention_.decoder().decode_workspace_bytes();
-    const Scratch workspace = Allocate(bytes);
+    const AlignedBuffer workspace(std::max<size_t>(bytes, 1));
     for (const DecodeItem& item : items) {
       const kvmc_decode_item passed = {item.encoded, item.raw, item.layer, 0, layout_.kv_heads};
-      if (!attention_.decoder().Decode(&passed, 1, {workspace.get(), bytes})) {
+      if (!attention_.decoder().Decode(&passed, 1, {workspace.data(), bytes})) {
         std::memset(item.raw, 0xff, layout_.raw_bytes());  // NaN in either type
       }
     }
@@ -259,17 +250,21 @@ class PluginCodec final : public Codec {
       return FieldError(absl::StatusCode::kDataLoss, "encoded page bytes", absl::StrCat(encoded.size()),
                         absl::StrCat(info_.page_bytes(layer)));
     }
-    const kvmc_status status = handle_->api().validate(handle_->codec(), layer, encoded.data(), encoded.size());
-    if (status == KVMC_OK) return absl::OkStatus();
-    return absl::DataLossError(handle_->plugin().StatusOf(status, "validate").message());
+    const absl::Status status = handle_->entries().Validate(static_cast<uint32_t>(layer), encoded);
+    if (status.ok() || !handle_->entries().was_answered(status)) return status;
+    return absl::DataLossError(status.message());
   }
 
   bool OutputFactor(int layer, int kv_head, absl::Span<float> factor) const override {
     if (!attention_.folds_output(layer)) return false;
     KV_CHECK(factor.size() >= size_t{layout_.head_dim} * layout_.head_dim);
-    return handle_->Succeeded(handle_->api().output_factor(handle_->codec(), layer, kv_head, factor.data()),
-                              CodecEvents::Entry::kAttend, "output_factor");
+    return handle_->Succeeded(
+        handle_->entries().OutputFactor(static_cast<uint32_t>(layer), static_cast<uint32_t>(kv_head), factor.data()),
+        CodecEvents::Entry::kAttend);
   }
+
+  WorkerPool* workers() const override { return handle_->source().workers(); }
+  uint64_t unanswered() const override { return handle_->unanswered(); }
 
  private:
   const PageLayout layout_;
@@ -279,116 +274,80 @@ class PluginCodec final : public Codec {
   const PluginAttention attention_;
 };
 
-/// The context as a plug-in sees it, with what it points to.
-struct PassedContext {
-  PassedContext(const CodecContext& context, const CodecParameters& given) {
-    for (const auto& [key, value] : given) parameters.push_back({key.c_str(), value.c_str()});
-    passed = Sized<kvmc_context>();
-    passed.dtype = context.layout.dtype == DType::kBFloat16 ? KVMC_BFLOAT16 : KVMC_FLOAT16;
-    passed.kv_heads = context.layout.kv_heads;
-    passed.head_dim = context.layout.head_dim;
-    passed.page_tokens = context.layout.page_tokens;
-    passed.layers = context.layers;
-    passed.query_heads = context.query_heads;
-    passed.parameters = parameters.data();
-    passed.parameter_count = parameters.size();
-    passed.parameter_item_bytes = sizeof(kvmc_parameter);
-    if (context.calibration == nullptr) return;
-    const Calibration& from = *context.calibration;
-    const std::string file = SerializeCalibration(from.model(), from.tensors(), from.metadata());
-    calibration = Allocate(file.size());
-    std::memcpy(calibration.get(), file.data(), file.size());
-    passed.calibration = calibration.get();
-    passed.calibration_bytes = file.size();
-  }
-
-  std::vector<kvmc_parameter> parameters;
-  Scratch calibration;
-  kvmc_context passed;
-};
-
 /// What a plug-in said of itself, and what it may say.
-absl::Status Implausible(const CodecPlugin& plugin, absl::string_view what, absl::string_view value,
+absl::Status Implausible(const CodecSource& source, absl::string_view what, absl::string_view value,
                          absl::string_view bound) {
-  return InvalidField(absl::StrCat("codec ", plugin.name(), " (", plugin.path(), ") ", what), value, bound);
+  return InvalidField(absl::StrCat("codec ", source.name(), " (", source.path(), ") ", what), value, bound);
 }
 
-absl::Status CheckLayers(const CodecPlugin& plugin, const PageLayout& layout, const std::vector<uint32_t>& bytes,
+absl::Status CheckLayers(const CodecSource& source, const PageLayout& layout, const std::vector<uint32_t>& bytes,
                          Description* out) {
-  const kvmc_codec_api& api = plugin.api();
+  const OptionalEntries has = source.optional_entries();
   const size_t bytes_max = EncodedBytesMax(layout);
   double total = 0;
   for (size_t layer = 0; layer < bytes.size(); ++layer) {
     const std::string at = absl::StrCat("[", layer, "]");
     if (bytes[layer] == 0 || bytes[layer] % KVMC_ALIGNMENT_BYTES != 0 || bytes[layer] > bytes_max) {
-      return Implausible(plugin, absl::StrCat("bytes_of_layer", at), absl::StrCat(bytes[layer]),
+      return Implausible(source, absl::StrCat("bytes_of_layer", at), absl::StrCat(bytes[layer]),
                          absl::StrCat("a multiple of ", KVMC_ALIGNMENT_BYTES, " in 1..", bytes_max));
     }
     out->info.encoded_bytes = std::max<size_t>(out->info.encoded_bytes, bytes[layer]);
     total += bytes[layer];
     const uint32_t flags = out->layer_flags[layer];
     const auto refuse = [&](absl::string_view bound) {
-      return Implausible(plugin, absl::StrCat("layer_flags", at), absl::StrCat(flags), bound);
+      return Implausible(source, absl::StrCat("layer_flags", at), absl::StrCat(flags), bound);
     };
     if ((flags & ~(KVMC_MAPS | KVMC_FOLDS)) != 0) return refuse("made of KVMC_MAPS and KVMC_FOLDS");
     if ((flags & KVMC_FOLDS) != 0 && (flags & KVMC_MAPS) == 0) return refuse("with KVMC_MAPS, for KVMC_FOLDS needs it");
-    if ((flags & KVMC_MAPS) != 0 && (!out->attends || api.map_queries == nullptr || api.expand_output == nullptr)) {
+    if ((flags & KVMC_MAPS) != 0 && (!out->attends || !has.map_queries || !has.expand_output)) {
       return refuse("without KVMC_MAPS, which needs attend_batch, map_queries and expand_output");
     }
-    if ((flags & KVMC_FOLDS) != 0 && (api.project_output == nullptr || api.output_factor == nullptr)) {
+    if ((flags & KVMC_FOLDS) != 0 && (!has.project_output || !has.output_factor)) {
       return refuse("without KVMC_FOLDS, which needs project_output and output_factor");
     }
   }
   if (std::any_of(bytes.begin(), bytes.end(), [&](uint32_t b) { return b != bytes[0]; })) out->info.layer_bytes = bytes;
   if (out->info.payload_bytes == 0 || double(out->info.payload_bytes) > total / bytes.size()) {
-    return Implausible(plugin, "payload_bytes", absl::StrCat(out->info.payload_bytes),
+    return Implausible(source, "payload_bytes", absl::StrCat(out->info.payload_bytes),
                        absl::StrCat("1..", total / bytes.size(), ", the mean bytes of a layer's page"));
   }
   return absl::OkStatus();
 }
 
-absl::Status CheckSpec(const CodecPlugin& plugin, absl::Span<const char> text, CodecInfo* info) {
+absl::Status CheckSpec(const CodecSource& source, absl::Span<const char> text, CodecInfo* info) {
   const auto end = std::find(text.begin(), text.end(), '\0');
   if (end == text.end()) {
-    return Implausible(plugin, "parameters", "without an end",
+    return Implausible(source, "parameters", "without an end",
                        absl::StrCat("ended by 0 within ", KVMC_PARAMETERS_BYTES_MAX, " bytes"));
   }
   const std::string parameters(text.begin(), end);
-  info->name = plugin.name();
+  info->name = source.name();
   info->spec = parameters.empty() ? info->name : absl::StrCat(info->name, ":", parameters);
   const absl::StatusOr<CodecSpec> parsed = ParseCodecSpec(info->spec);
   if (!parsed.ok() || info->spec.find(';') != std::string::npos || parsed->parameters.count("calibration") != 0) {
-    return Implausible(plugin, "parameters", absl::StrCat("\"", parameters, "\""),
+    return Implausible(source, "parameters", absl::StrCat("\"", parameters, "\""),
                        absl::StrCat("key=value joined by '", std::string(1, kParameterSeparator),
                                     "', without ';' and without calibration"));
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<Description> Describe(const CodecPlugin& plugin, const CodecContext& context,
-                                     const PassedContext& passed) {
-  const kvmc_codec_api& api = plugin.api();
+absl::StatusOr<Description> Check(const CodecSource& source, const CodecContext& context,
+                                  const RawDescription& described) {
   Description result;
-  std::vector<uint32_t> bytes(context.layers);
-  std::array<char, KVMC_PARAMETERS_BYTES_MAX> parameters = {};
-  result.layer_flags.resize(context.layers);
-  auto described = Sized<kvmc_description>();
-  described.bytes_of_layer = bytes.data();
-  described.layer_flags = result.layer_flags.data();
-  described.parameters = parameters.data();
-  KV_RETURN_IF_ERROR(plugin.StatusOf(api.describe(&passed.passed, &described), "describe"));
-  if (described.version == 0) return Implausible(plugin, "version", "0", "1 or more");
+  if (described.version == 0) return Implausible(source, "version", "0", "1 or more");
   if ((described.flags & ~KVMC_ATTENDS) != 0) {
-    return Implausible(plugin, "flags", absl::StrCat(described.flags), "made of KVMC_ATTENDS");
+    return Implausible(source, "flags", absl::StrCat(described.flags), "made of KVMC_ATTENDS");
   }
   result.attends = (described.flags & KVMC_ATTENDS) != 0;
-  if (result.attends && api.attend_batch == nullptr) {
-    return Implausible(plugin, "flags", "KVMC_ATTENDS", "without it, attend_batch being NULL");
+  if (result.attends && !source.optional_entries().attend_batch) {
+    return Implausible(source, "flags", "KVMC_ATTENDS", "without it, attend_batch being NULL");
   }
   result.info.version = described.version;
   result.info.payload_bytes = described.payload_bytes;
-  KV_RETURN_IF_ERROR(CheckLayers(plugin, context.layout, bytes, &result));
-  KV_RETURN_IF_ERROR(CheckSpec(plugin, parameters, &result.info));
+  result.layer_flags = described.layer_flags;
+  KV_RETURN_IF_ERROR(CheckLayers(source, context.layout, described.bytes_of_layer, &result));
+  KV_RETURN_IF_ERROR(CheckSpec(source, described.parameters, &result.info));
   result.info.spec = WithCalibration(std::move(result.info.spec), context.calibration);
   if (context.calibration != nullptr) result.info.calibration_digest = context.calibration->digest();
   return result;
@@ -396,10 +355,10 @@ absl::StatusOr<Description> Describe(const CodecPlugin& plugin, const CodecConte
 
 absl::Status AskWorkspaces(const Handle& handle, Description* out) {
   const auto ask = [&](uint32_t purpose, int rows, size_t* bytes) {
-    *bytes = handle.api().workspace_bytes(handle.codec(), purpose, rows);
-    if (*bytes <= kWorkspaceBytesMax) return absl::OkStatus();
-    return Implausible(handle.plugin(), absl::StrCat("workspace_bytes(", purpose, ", ", rows, ")"),
-                       absl::StrCat(*bytes), absl::StrCat("at most ", kWorkspaceBytesMax));
+    *bytes = handle.entries().workspace_bytes(purpose, rows);
+    if (*bytes <= CodecEntries::kWorkspaceBytesMax) return absl::OkStatus();
+    return Implausible(handle.source(), absl::StrCat("workspace_bytes(", purpose, ", ", rows, ")"),
+                       absl::StrCat(*bytes), absl::StrCat("at most ", CodecEntries::kWorkspaceBytesMax));
   };
   KV_RETURN_IF_ERROR(ask(KVMC_FOR_ENCODE, 0, &out->encode_bytes));
   KV_RETURN_IF_ERROR(ask(KVMC_FOR_DECODE, 0, &out->decode_bytes));
@@ -416,36 +375,41 @@ absl::Status AskWorkspaces(const Handle& handle, Description* out) {
 static_assert(KVMC_ROWS_MAX == PageAttentionTask::kRowsMax);
 static_assert(KVMC_FLOAT16 == int(DType::kFloat16) && KVMC_BFLOAT16 == int(DType::kBFloat16));
 
-const char* CodecEvents::EntryName(Entry entry) {
-  constexpr const char* kNames[kEntries] = {"encode", "decode", "attend"};
-  return kNames[static_cast<int>(entry)];
+absl::StatusOr<std::unique_ptr<Codec>> MakePluginCodec(std::shared_ptr<const CodecSource> source,
+                                                       const CodecContext& context, const CodecParameters& parameters,
+                                                       CodecEvents* events) {
+  if (context.layers < 1) return InvalidField("layers", context.layers, "1 or more");
+  if (context.layout.dtype == DType::kFloat32) return InvalidField("dtype", "float32", "float16 or bfloat16");
+  KV_ASSIGN_OR_RETURN(CodecSource::Made made, source->Make(context, parameters));
+  KV_ASSIGN_OR_RETURN(Description description, Check(*source, context, made.description));
+  auto handle = std::make_unique<Handle>(std::move(source), std::move(made.entries), events);
+  KV_RETURN_IF_ERROR(AskWorkspaces(*handle, &description));
+  return std::make_unique<PluginCodec>(std::move(handle), std::move(description), context.layout);
 }
 
 absl::StatusOr<std::unique_ptr<Codec>> MakePluginCodec(std::shared_ptr<const CodecPlugin> plugin,
                                                        const CodecContext& context, const CodecParameters& parameters,
                                                        CodecEvents* events) {
-  if (context.layers < 1) return InvalidField("layers", context.layers, "1 or more");
-  if (context.layout.dtype == DType::kFloat32) return InvalidField("dtype", "float32", "float16 or bfloat16");
-  const PassedContext passed(context, parameters);
-  KV_ASSIGN_OR_RETURN(Description description, Describe(*plugin, context, passed));
-  kvmc_codec* codec = nullptr;
-  KV_RETURN_IF_ERROR(plugin->StatusOf(plugin->api().create(&passed.passed, &codec), "create"));
-  auto handle = std::make_unique<Handle>(std::move(plugin), codec, events);
-  KV_RETURN_IF_ERROR(AskWorkspaces(*handle, &description));
-  return std::make_unique<PluginCodec>(std::move(handle), std::move(description), context.layout);
+  return MakePluginCodec(MakeLocalSource(std::move(plugin)), context, parameters, events);
+}
+
+absl::Status RegisterPlugin(std::shared_ptr<const CodecSource> source, CodecRegistry& registry, CodecEvents* events) {
+  if (registry.Names().count(source->name()) != 0) {
+    return FieldError(absl::StatusCode::kAlreadyExists, absl::StrCat("codec plug-in ", source->path(), " name"),
+                      absl::StrCat("\"", source->name(), "\""), "one that no other codec has");
+  }
+  std::string name = source->name(), help = absl::StrCat(source->help(), " (", source->path(), ")");
+  registry.Register(
+      std::move(name), std::move(help),
+      [source = std::move(source), events](const CodecContext& context, const CodecParameters& parameters) {
+        return MakePluginCodec(source, context, parameters, events);
+      });
+  return absl::OkStatus();
 }
 
 absl::Status LoadCodecPlugin(const std::string& path, CodecRegistry& registry, CodecEvents* events) {
-  KV_ASSIGN_OR_RETURN(const std::shared_ptr<const CodecPlugin> plugin, CodecPlugin::Load(path));
-  if (registry.Names().count(plugin->name()) != 0) {
-    return FieldError(absl::StatusCode::kAlreadyExists, absl::StrCat("codec plug-in ", path, " name"),
-                      absl::StrCat("\"", plugin->name(), "\""), "one that no other codec has");
-  }
-  registry.Register(plugin->name(), absl::StrCat(plugin->help(), " (", path, ")"),
-                    [plugin, events](const CodecContext& context, const CodecParameters& parameters) {
-                      return MakePluginCodec(plugin, context, parameters, events);
-                    });
-  return absl::OkStatus();
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<const CodecPlugin> plugin, CodecPlugin::Load(path));
+  return RegisterPlugin(MakeLocalSource(std::move(plugin)), registry, events);
 }
 
 absl::Status LoadCodecPlugins(const std::vector<std::string>& paths, CodecRegistry& registry, CodecEvents* events) {

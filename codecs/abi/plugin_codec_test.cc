@@ -51,6 +51,9 @@ class Counts final : public CodecEvents {
     firsts += first ? 1 : 0;
     last = error;
   }
+  void OnProcess(absl::string_view) override {}
+  void OnUnanswered(absl::string_view) override {}
+  void OnProcessEnded(absl::string_view, const absl::Status&, int64_t) override {}
   size_t decoded_pages = 0;
   int errors[kEntries] = {}, firsts = 0;
   absl::Status last;

@@ -15,6 +15,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "codecs/policy/policy_device_codec.h"
+#include "codecs/waiting_codec.h"
 #include "kvmanager/base/sha256.h"
 #include "kvmanager/base/status.h"
 
@@ -143,7 +144,7 @@ CodecInfo InfoOf(const Policy& policy) {
 
 /// Immutable; every method may be called from any thread at once. None of its codecs has an index, nor chooses on a
 /// GPU: such a codec is an identity and serves all layers, and MakePolicy then returns it as it is.
-class PolicyCodec final : public Codec {
+class PolicyCodec final : public Codec, public WaitingCodec {
  public:
   PolicyCodec(Policy policy, const PageLayout& layout)
       : policy_(std::move(policy)), layout_(layout), info_(InfoOf(policy_)), attention_(policy_) {}
@@ -202,6 +203,18 @@ class PolicyCodec final : public Codec {
 
   bool OutputFactor(int layer, int kv_head, absl::Span<float> factor) const override {
     return Of(layer).OutputFactor(layer, kv_head, factor);
+  }
+
+  WorkerPool* workers() const override {
+    for (const auto& codec : policy_.codecs) {
+      if (WorkerPool* const workers = WaitingWorkers(*codec); workers != nullptr) return workers;
+    }
+    return nullptr;
+  }
+  uint64_t unanswered() const override {
+    uint64_t all = 0;
+    for (const auto& codec : policy_.codecs) all += UnansweredBy(*codec);
+    return all;
   }
 
  private:

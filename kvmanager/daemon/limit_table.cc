@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "codecs/abi/plugin_process.h"
 #include "kvmanager/daemon/log.h"
 #include "kvmanager/gpu/device_stream.h"
 #include "kvmanager/handoff/incoming_hand_offs.h"
@@ -138,6 +139,18 @@ std::vector<Limit> ListLimits(const Options& o, const LimitUse* use) {
        "arenas that it holds, on GPUs too"},
       {"connection_arena_bytes", kConnection, kBytes, limits::kArenaBytesTotalMax, nullptr,
        &Use::connection_arena_bytes, "these together"},
+      {"plugin_calls", kDaemon, "calls", PluginProcess::kLanesMax, nullptr, nullptr,
+       "calls at once of a codec plug-in in a process of its own; at most --threads"},
+      {"plugin_shared_bytes", kDaemon, kBytes, PluginProcess::kLaneBytes, nullptr, nullptr,
+       "memory that each of these shares with the daemon: a page in both forms"},
+      {"plugin_address_bytes", kDaemon, kBytes, PluginProcess::kAddressBytesMax, nullptr, nullptr,
+       "address space of such a process beside it"},
+      {"plugin_call_ms", kDaemon, kMs, PluginProcess::kCallMsMax, nullptr, nullptr,
+       "until such a process has answered a call; then it is ended"},
+      {"plugin_make_ms", kDaemon, kMs, PluginProcess::kMakeMsMax, nullptr, nullptr,
+       "until it has loaded its object, or made a codec"},
+      {"plugin_restart_ms", kDaemon, kMs, PluginProcess::kRestartMsMax, nullptr, nullptr,
+       "longest pause before it is started again"},
       {"gpu_streams", kDaemon, "streams", DeviceStreams::kStreamsMax, nullptr, nullptr,
        "streams of engines on each GPU"},
       // A call's.

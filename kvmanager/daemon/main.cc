@@ -13,6 +13,7 @@
 #include <cstring>
 #include <memory>
 
+#include "codecs/abi/plugin_host.h"
 #include "kvmanager/base/blas_core.h"
 #include "kvmanager/base/failpoints.h"
 #include "kvmanager/daemon/limit_table.h"
@@ -73,6 +74,7 @@ void FreeMemoryAtOnce() {
 
 int main(int argc, char** argv) {
   if (argc == 2 && std::strcmp(argv[1], kvmanager::kUcxProcessFlag) == 0) return kvmanager::RunUcxProcess();
+  if (argc == 2 && std::strcmp(argv[1], kvmanager::kPluginHostFlag) == 0) return kvmanager::RunPluginHost();
   const auto line = kvmanager::ParseCommandLine(argc, argv, kvmanager::LimitsHelp(kvmanager::ListLimits({}, nullptr)));
   if (!line.ok()) {
     std::fprintf(stderr, "kvmanagerd: %s\nTry kvmanagerd --help.\n", std::string(line.status().message()).c_str());

@@ -404,9 +404,13 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv, 
                  "Directory of calibration artifacts, for caches whose codec names one: calibration=FILE")
       ->type_name("DIR");
   app.add_option("--codec-plugin", options.codec_plugins,
-                 "Shared object of a codec, run in this process; may be repeated (docs/writing-a-codec.md)")
+                 "Shared object of a codec, run in this process or as --codec-plugin-process says; may be repeated "
+                 "(docs/writing-a-codec.md)")
       ->type_name("FILE.so")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  app.add_flag("--codec-plugin-process", options.codec_plugin_process,
+               "Run each --codec-plugin in a process of its own, which can end and is started again: for plug-ins that "
+               "are not trusted (docs/operating.md)");
   app.add_option("--log-level", options.log_level, "debug, info, warn, error or off (default info)")
       ->type_name("LEVEL");
 

@@ -77,6 +77,7 @@ struct Options {
   uint64_t memory_beyond_pool_bytes = uint64_t{1} << 30;  // kMemoryBeyondPoolBytesMin..kArenaBytesMax
   std::string calibration_dir;                            // of artifacts that codecs may name; empty: none can be named
   std::vector<std::string> codec_plugins;                 // shared objects; at most kCodecPluginsMax
+  bool codec_plugin_process = false;                      // each of these in a process of its own
   std::string log_level = "info";                         // debug, info, warn, error or off
 };
 

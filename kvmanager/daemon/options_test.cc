@@ -48,6 +48,22 @@ TEST(OptionsTest, DefaultsAreThoseOfTheHeader) {
   EXPECT_TRUE(line->options.peer_zero_copy);
 }
 
+TEST(OptionsTest, PluginsRunInAProcessOfTheirOwnIfAsked) {
+  auto plain = Parse(kMinimum);
+  ASSERT_TRUE(plain.ok()) << plain.status();
+  EXPECT_FALSE(plain->options.codec_plugin_process);
+  std::vector<std::string> flags = kMinimum;
+  flags.insert(flags.end(), {"--codec-plugin", "/a.so", "--codec-plugin-process"});
+  const std::string file = WriteFile(
+      "plugins.conf",
+      "listen = \"unix:/tmp/a.sock\"\nhost-pool-bytes = 64MiB\ncodec-plugin = /a.so\ncodec-plugin-process = true\n");
+  for (const auto& line : {Parse(flags), Parse({"--config", file})}) {
+    ASSERT_TRUE(line.ok()) << line.status();
+    EXPECT_EQ(line->options.codec_plugins, std::vector<std::string>{"/a.so"});
+    EXPECT_TRUE(line->options.codec_plugin_process);
+  }
+}
+
 TEST(OptionsTest, AdminIsBesideTheFirstUnixSocket) {
   const auto admin = [](std::vector<std::string> flags) {
     flags.insert(flags.end(), {"--host-pool-bytes", "64MiB"});

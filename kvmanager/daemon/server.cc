@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "codecs/abi/plugin_codec.h"
 #include "codecs/builtin.h"
 #include "codecs/cpu_isa.h"
 #include "codecs/registry.h"
@@ -22,10 +21,10 @@
 #include "kvmanager/daemon/host_facts.h"
 #include "kvmanager/daemon/limit_table.h"
 #include "kvmanager/daemon/limit_use.h"
-#include "kvmanager/daemon/plugin_events.h"
 #include "kvmanager/daemon/server_access.h"
 #include "kvmanager/daemon/server_devices.h"
 #include "kvmanager/daemon/server_metrics.h"
+#include "kvmanager/daemon/server_plugins.h"
 #include "kvmanager/daemon/tenant_gauges.h"
 #include "kvmanager/gpu/gpu.h"
 #include "kvmanager/gpu/process_steps.h"
@@ -76,7 +75,7 @@ class ServerImpl final : public Server {
  public:
   explicit ServerImpl(const Options& options)
       : options_(options),
-        plugin_events_(&metrics_.all),
+        plugins_(&registry_, &metrics_.all),
         tenant_gauges_(&metrics_.all),
         drain_(&metrics_.all),
         held_(&metrics_.all),
@@ -93,7 +92,7 @@ class ServerImpl final : public Server {
       spdlog::warn("--insecure: whoever reaches {} is trusted", listener);
     }
     RegisterBuiltinCodecs(registry_);
-    KV_RETURN_IF_ERROR(LoadCodecPlugins(options_.codec_plugins, registry_, &plugin_events_));
+    KV_RETURN_IF_ERROR(plugins_.Load(options_));
     KV_RETURN_IF_ERROR(access_.ReadFiles());
     calibrations_ = MakeCalibrationDirectory(options_.calibration_dir);
     registry_.SetCalibrations(calibrations_.get());
@@ -126,6 +125,7 @@ class ServerImpl final : public Server {
     incoming.store_metrics = &metrics_.store;
     incoming.registry = &registry_;
     incoming.workers = workers_.get();
+    incoming.codec_workers = &plugins_.workers();
     incoming.queue = &queue_;
     incoming.clock = &clock_;
     incoming.recomputer = recomputer_.get();
@@ -208,6 +208,7 @@ class ServerImpl final : public Server {
     loop.RunReady();
     recomputer_->Stop();
     loop.RunReady();
+    plugins_.Stop();
     workers_.reset();
     loop.RunReady();
     incoming_->DropAll();
@@ -294,6 +295,7 @@ class ServerImpl final : public Server {
                   .principals = of.access_.principals(),
                   .workers = of.workers_.get(),
                   .background = of.background_.get(),
+                  .codec_workers = &of.plugins_.workers(),
                   .queue = &of.queue_,
                   .gpus = of.devices_.gpus(),
                   .samples_queries = of.quality_ != nullptr}) {
@@ -451,6 +453,7 @@ class ServerImpl final : public Server {
     exporter_.reset();
     transport_.reset();
     if (recomputer_ != nullptr) recomputer_->Stop();
+    plugins_.Stop();
     workers_.reset();
     background_.reset();
   }
@@ -458,7 +461,7 @@ class ServerImpl final : public Server {
   const Options options_;
   const SteadyClock clock_;
   ServerMetrics metrics_;
-  PluginEvents plugin_events_;
+  ServerPlugins plugins_;
   TenantGauges tenant_gauges_;
   RecentErrors errors_;
   DrainSwitch drain_;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "codecs/waiting_codec.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/gpu/make_device_codec.h"
 #include "kvmanager/handoff/limits.h"
@@ -31,7 +32,8 @@ class IncomingHandOffs::Incoming final : public IncomingHandOff,
                                          public std::enable_shared_from_this<Incoming> {
  public:
   Incoming(IncomingHandOffs* owner, std::unique_ptr<ImportLease> import, std::string peer, std::string ticket,
-           uint64_t tokens, size_t first_pages, GpuLanding landing, std::shared_ptr<ProjectionSet> projections)
+           uint64_t tokens, size_t first_pages, GpuLanding landing, std::shared_ptr<ProjectionSet> projections,
+           WorkerPool* workers)
       : peer(std::move(peer)),
         ticket(std::move(ticket)),
         tokens(tokens),
@@ -39,6 +41,7 @@ class IncomingHandOffs::Incoming final : public IncomingHandOff,
         projections(std::move(projections)),
         owner_(owner),
         queue_(owner->parts_.queue),
+        workers_(workers),
         import_(std::move(import)) {
     AddTargets(first_pages, &first_targets_);
   }
@@ -67,15 +70,14 @@ class IncomingHandOffs::Incoming final : public IncomingHandOff,
     }
     for (size_t at = 0; at < pages.size(); at += kValidateAtOnce) {
       const auto some = pages.subspan(at, kValidateAtOnce);
-      owner_->parts_.workers->Post(
-          WorkerPool::Priority::kEncode,
-          [self = shared_from_this(), some = std::vector<uint32_t>(some.begin(), some.end())]() mutable {
-            absl::StatusOr<std::vector<ArrivedPage>> looked = self->Validate(some);
-            MessageQueue* const queue = self->queue_;
-            queue->Post([self = std::move(self), looked = std::move(looked)]() mutable {
-              self->owner_->Landed(*self, std::move(looked));
-            });
-          });
+      workers_->Post(WorkerPool::Priority::kEncode,
+                     [self = shared_from_this(), some = std::vector<uint32_t>(some.begin(), some.end())]() mutable {
+                       absl::StatusOr<std::vector<ArrivedPage>> looked = self->Validate(some);
+                       MessageQueue* const queue = self->queue_;
+                       queue->Post([self = std::move(self), looked = std::move(looked)]() mutable {
+                         self->owner_->Landed(*self, std::move(looked));
+                       });
+                     });
     }
   }
   void Extend(HandOffPart last, absl::AnyInvocable<void(absl::Status)> reply) override {
@@ -145,6 +147,7 @@ class IncomingHandOffs::Incoming final : public IncomingHandOff,
 
   IncomingHandOffs* const owner_;
   MessageQueue* const queue_;
+  WorkerPool* const workers_;            // that look at pages
   std::unique_ptr<ImportLease> import_;  // as long as this
   std::vector<absl::Span<uint8_t>> first_targets_, last_targets_;
   std::vector<uint32_t> unwanted_;  // those that are empty
@@ -197,13 +200,14 @@ ReceiverLoad IncomingHandOffs::Load() const {
 
 // A codec may read a large artifact, and work on it: on a worker.
 void IncomingHandOffs::Consider(std::shared_ptr<Offered> offered) {
-  parts_.workers->Post(WorkerPool::Priority::kEncode, [this, queue = parts_.queue, registry = parts_.registry,
-                                                       offered = std::move(offered)]() mutable {
-    offered->codec = CacheDirectory::MakeCodec(*registry, offered->first.config);
-    queue->Post([this, offered = std::move(offered)]() mutable {
-      offered->gpu == GpuName() ? TryAccept(std::move(offered)) : ConsiderGpu(std::move(offered));
-    });
-  });
+  WorkerPool* const workers = MakingWorkers(parts_.codec_workers, offered->first.config.codec, parts_.workers);
+  workers->Post(WorkerPool::Priority::kEncode,
+                [this, queue = parts_.queue, registry = parts_.registry, offered = std::move(offered)]() mutable {
+                  offered->codec = CacheDirectory::MakeCodec(*registry, offered->first.config);
+                  queue->Post([this, offered = std::move(offered)]() mutable {
+                    offered->gpu == GpuName() ? TryAccept(std::move(offered)) : ConsiderGpu(std::move(offered));
+                  });
+                });
 }
 
 // Pages of a GPU land on one at once, or the sender sends them by way of the host, where they may wait for room. What a
@@ -304,7 +308,8 @@ absl::StatusOr<HandOffReceiver::Accepted> IncomingHandOffs::Accept(Offered& offe
                       parts_.store->imports().Import(offered.first, codec, recompute));
   const std::string name = tickets_.Make(import->cache(), offered.first.tokens);
   Accepted accepted{std::make_shared<Incoming>(this, std::move(import), offered.peer, name, offered.first.tokens,
-                                               offered.first.size(), offered.landing, std::move(projections)),
+                                               offered.first.size(), offered.landing, std::move(projections),
+                                               WorkersOf(*codec, parts_.workers)),
                     name};
   if (offered.landing.gpu != nullptr) accepted.device = offered.landing.gpu->ordinal();
   return accepted;

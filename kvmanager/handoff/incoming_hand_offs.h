@@ -25,6 +25,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
 #include "codecs/registry.h"
+#include "codecs/waiting_codec.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/event_loop.h"
 #include "kvmanager/base/message_queue.h"
@@ -52,6 +53,7 @@ class IncomingHandOffs final : public HandOffReceiver {
     const StoreMetrics* store_metrics = nullptr;
     const CodecRegistry* registry = nullptr;
     WorkerPool* workers = nullptr;
+    const CodecWorkers* codec_workers = nullptr;  // where codecs that wait are made; nullptr: there are none
     MessageQueue* queue = nullptr;
     const Clock* clock = nullptr;
     Recomputer* recomputer = nullptr;

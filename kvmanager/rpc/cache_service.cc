@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "codecs/waiting_codec.h"
 #include "kvmanager/base/aligned_buffer.h"
 #include "kvmanager/base/on_worker.h"
 #include "kvmanager/rpc/limits.h"
@@ -396,13 +397,17 @@ class CacheService final : public api::Cache::Server {
   size_t FactorValues() const { return size_t{config().layout.head_dim} * config().layout.head_dim; }  // of a head
   kj::Promise<absl::StatusOr<AlignedBuffer>> MakeFactors(int layer, uint64_t bytes) {
     return OnWorker<absl::StatusOr<AlignedBuffer>>(
-        parts_.sequence.workers, queue(), bound_->cache.owner,
+        WorkersOf(*bound_->cache.codec, parts_.sequence.workers), queue(), bound_->cache.owner,
         [codec = bound_->cache.codec, layer, bytes, heads = int{config().layout.kv_heads},
          values = FactorValues()]() -> absl::StatusOr<AlignedBuffer> {
           KV_ASSIGN_OR_RETURN(AlignedBuffer factors, AlignedBuffer::Make("factors", bytes));
           float* const out = reinterpret_cast<float*>(factors.data());
           for (int head = 0; head < heads; ++head) {
-            KV_CHECK(codec->OutputFactor(layer, head, absl::MakeSpan(out + head * values, values)));
+            if (codec->OutputFactor(layer, head, absl::MakeSpan(out + head * values, values))) continue;
+            return absl::UnavailableError(absl::StrCat("codec ", codec->info().name,
+                                                       ", a plug-in, failed to say the "
+                                                       "factor of layer ",
+                                                       layer, ", head ", head, ": see the log"));
           }
           return factors;
         });

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "codecs/waiting_codec.h"
 #include "kvmanager/base/failpoints.h"
 #include "kvmanager/base/on_worker.h"
 #include "kvmanager/gpu/make_device_codec.h"
@@ -113,7 +114,8 @@ class DaemonService final : public api::Daemon::Server {
       }
       // A codec may read a large artifact, and work on it.
       return OnWorker<absl::StatusOr<Codecs>>(
-                 parts_.background, parts_.queue, WorkerPool::OwnerOf(PayerName(config.tenant)),
+                 MakingWorkers(parts_.codec_workers, config.codec, parts_.background), parts_.queue,
+                 WorkerPool::OwnerOf(PayerName(config.tenant)),
                  [registry = parts_.registry, config, gpu] { return MakeCodecs(*registry, config, gpu); })
           .then([context, session = session_, parts = &parts_.cache, config](absl::StatusOr<Codecs> codecs) mutable {
             // Workers may be done with many at once.

@@ -7,6 +7,7 @@
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "attention/attention.h"
+#include "codecs/waiting_codec.h"
 #include "kvmanager/base/aligned_buffer.h"
 #include "kvmanager/base/failpoints.h"
 #include "kvmanager/base/on_worker.h"
@@ -140,7 +141,13 @@ void RunOnLoop(const Parts& parts, const StepCache& cache, const CheckedStep& st
 class StepCall final : public std::enable_shared_from_this<StepCall> {
  public:
   StepCall(const Parts& parts, const StepCache& cache, const CheckedStep& step, std::unique_ptr<AttendLease> lease)
-      : parts_(parts), cache_(cache), config_(*cache.config), step_(step), lease_(std::move(lease)) {
+      : parts_(parts),
+        cache_(cache),
+        waits_(WaitingWorkers(*cache.codec) != nullptr),
+        workers_(WorkersOf(*cache.codec, parts.workers)),
+        config_(*cache.config),
+        step_(step),
+        lease_(std::move(lease)) {
     cache_.config = &config_;
     // The request goes with the call's context.
     step_.k = step_.v = step_.x = StepTensor();
@@ -220,7 +227,8 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
       return;
     }
     start_ns_ = parts_.clock->NowNs();
-    const bool here = step_.multiply_adds_max <= kLoopMultiplyAddsMax;
+    unanswered_ = UnansweredBy(*cache_.codec);
+    const bool here = !waits_ && step_.multiply_adds_max <= kLoopMultiplyAddsMax;
     Rows rows;
     rows.q = step_.q.bytes.data();
     rows.out = step_.out.given() ? step_.out.bytes.data() : out_.data();
@@ -233,7 +241,7 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
       Finish(parts_.metrics->loop_seconds);
       return;
     }
-    const int threads = parts_.workers->threads();
+    const int threads = workers_->threads();
     if (step_.entries.size() <= kLoopPlanEntriesMax) {
       return RunByWorkers(MakePlan(cache_, step_, *lease_, rows, threads));
     }
@@ -241,18 +249,25 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
       auto made = MakePlan(self->cache_, self->step_, *self->lease_, rows, threads);
       queue->Post([self = std::move(self), made = std::move(made)]() mutable { self->RunByWorkers(std::move(made)); });
     };
-    parts_.workers->Post(WorkerPool::Priority::kAttend, std::move(plan), cache_.owner);
+    workers_->Post(WorkerPool::Priority::kAttend, std::move(plan), cache_.owner);
   }
   void RunByWorkers(std::unique_ptr<AttentionPlan> plan) {
     if (given_up_) return;
     plan_ = std::move(plan);
-    plan_->Run(*parts_.workers, [queue = parts_.queue, self = shared_from_this()]() mutable {
+    plan_->Run(*workers_, [queue = parts_.queue, self = shared_from_this()]() mutable {
       queue->Post([self = std::move(self)] { self->Finish(self->parts_.metrics->worker_seconds); });
     });
   }
 
   void Finish(prometheus::Histogram& seconds) {
     if (given_up_) return;
+    if (UnansweredBy(*cache_.codec) != unanswered_) {
+      status_ = absl::UnavailableError(absl::StrCat("the process of codec ", cache_.codec->info().name,
+                                                    ", a plug-in, did not answer, and is started again: what was to be "
+                                                    "appended is; attend again"));
+      fulfiller_->fulfill();
+      return;
+    }
     counts_ = CountsOf(*plan_, cache_);
     Count(parts_, step_, counts_, start_ns_, seconds);
     fulfiller_->fulfill();
@@ -260,6 +275,9 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
 
   const Parts& parts_;
   StepCache cache_;
+  const bool waits_;  // the codec does: not on the loop
+  WorkerPool* const workers_;
+  uint64_t unanswered_ = 0;  // by the codec, before the step
   const CacheConfig config_;
   CheckedStep step_;
   std::unique_ptr<AttendLease> lease_;
@@ -393,7 +411,7 @@ absl::StatusOr<kj::Promise<void>> HostCalls::Attend(const std::shared_ptr<Sessio
     parts_.quality->NoteQueries(cache.id, *cache.config, step.layer, step.entries, step.q_dtype, step.scale,
                                 step.q.bytes.data());
   }
-  if (step.multiply_adds_max <= kLoopMultiplyAddsMax && lease->ready()) {
+  if (step.multiply_adds_max <= kLoopMultiplyAddsMax && lease->ready() && WaitingWorkers(*cache.codec) == nullptr) {
     KV_RETURN_IF_ERROR(lease->status());
     RunOnLoop(parts_, cache, step, *lease, context);
     return kj::Promise<void>(kj::READY_NOW);

@@ -8,6 +8,7 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
+#include "codecs/waiting_codec.h"
 #include "kvmanager/base/aligned_buffer.h"
 #include "kvmanager/base/failpoints.h"
 #include "kvmanager/base/finite.h"
@@ -70,6 +71,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
            std::unique_ptr<AttendLease> lease)
       : parts_(parts),
         codec_(cache.codec),
+        workers_(WorkersOf(*cache.codec, parts.workers)),
         owner_(cache.owner),
         layout_(cache.config->layout),
         reader_(ReaderOf(parts.gpus, cache.config->device)),
@@ -141,6 +143,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
       return;
     }
     start_ns_ = parts_.clock->NowNs();
+    unanswered_ = UnansweredBy(*codec_);
     Plan();
     if (reader_ != nullptr) return StageNext();
     end_ = pieces_.size();
@@ -151,7 +154,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
   void RunPieces() {
     self_ = shared_from_this();
     // Who takes part decides when the last is done, so the count comes first.
-    const int lanes = static_cast<int>(std::min<size_t>(parts_.workers->threads(), end_ - staged_));
+    const int lanes = static_cast<int>(std::min<size_t>(workers_->threads(), end_ - staged_));
     lanes_left_ = lanes;
     for (int lane = 0; lane < lanes; ++lane) PostTurn();
   }
@@ -223,13 +226,13 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
   // Workers hold no reference, so that none of them is the last: self_ goes back to the loop with the last one's
   // message.
   void PostTurn() {
-    parts_.workers->Post(
+    workers_->Post(
         WorkerPool::Priority::kAttend, [this] { RunTurn(); }, owner_);
   }
 
   void RunTurn() {
     AlignedBuffer scratch;
-    const Turn turn = parts_.workers->NewTurn();
+    const Turn turn = workers_->NewTurn();
     do {
       const size_t at = next_.fetch_add(1, std::memory_order_relaxed);
       if (at >= end_) {
@@ -281,6 +284,9 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
     if (!fulfiller_->isWaiting()) return;
     if (failed) {
       status_ = absl::UnavailableError("the GPU has failed, or its pages are too large to be brought to the host");
+    } else if (UnansweredBy(*codec_) != unanswered_) {
+      status_ = absl::UnavailableError(absl::StrCat("the process of codec ", codec_->info().name,
+                                                    ", a plug-in, did not answer, and is started again: read again"));
     } else if (const size_t at = spoilt_.load(); at != kNone) {
       const Piece& piece = pieces_[at];
       const AttendEntry& entry = read_.entries[piece.entry];
@@ -306,6 +312,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
 
   const Reads::Parts& parts_;
   const std::shared_ptr<const Codec> codec_;
+  WorkerPool* const workers_;  // the codec's
   const WorkerPool::Owner owner_;
   const PageLayout layout_;
   DeviceReader* const reader_;  // nullptr: pages are in host memory
@@ -317,6 +324,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
   std::vector<Piece> pieces_;
   uint64_t encoded_tokens_ = 0;
   int64_t start_ns_ = 0;
+  uint64_t unanswered_ = 0;                // by the codec, before it began
   size_t staged_ = 0, end_ = 0;            // pieces that workers are at; all of host memory at once
   std::shared_ptr<const uint8_t> copies_;  // of a GPU's pages of these
   bool given_up_ = false;

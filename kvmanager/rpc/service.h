@@ -17,6 +17,7 @@
 #include <memory>
 
 #include "codecs/registry.h"
+#include "codecs/waiting_codec.h"
 #include "kvmanager/api/kvmanager.capnp.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/event_loop.h"
@@ -95,6 +96,7 @@ struct DaemonParts {
   const Principals* principals = nullptr;
   WorkerPool* workers = nullptr;
   WorkerPool* background = nullptr;  // of what takes long in one piece: codecs with artifacts, memory of arenas
+  const CodecWorkers* codec_workers = nullptr;  // where codecs that wait are made; nullptr: there are none
   MessageQueue* queue = nullptr;
   Gpus gpus;
   bool samples_queries = false;  // whether engines that attend themselves should send queries

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <utility>
 
+#include "codecs/waiting_codec.h"
 #include "kvmanager/base/failpoints.h"
 
 namespace kvmanager {
@@ -18,6 +19,7 @@ struct PoolEncodeExecutor::Job {
   std::shared_ptr<const Codec> codec;
   std::vector<EncodeItem> items;
   WorkerPool::Owner owner = WorkerPool::kDaemon;
+  WorkerPool* workers = nullptr;  // the codec's
   absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done;
   std::atomic<size_t> tasks_left{0};
 };
@@ -29,12 +31,13 @@ PoolEncodeExecutor::PoolEncodeExecutor(WorkerPool* workers, MessageQueue* queue,
 void PoolEncodeExecutor::Encode(std::shared_ptr<const Codec> codec, std::vector<EncodeItem> items,
                                 WorkerPool::Owner owner, absl::AnyInvocable<void(absl::Span<const EncodeItem>)> done) {
   auto job = std::make_shared<Job>();
+  job->workers = WorkersOf(*codec, workers_);
   job->codec = std::move(codec);
   job->items = std::move(items);
   job->done = std::move(done);
   job->owner = owner;
   const size_t count = job->items.size();
-  const size_t tasks = std::clamp<size_t>(count, 1, workers_->threads());
+  const size_t tasks = std::clamp<size_t>(count, 1, job->workers->threads());
   job->tasks_left = tasks;
   for (size_t t = 0; t < tasks; ++t) {
     const size_t begin = count * t / tasks, end = count * (t + 1) / tasks;
@@ -44,8 +47,9 @@ void PoolEncodeExecutor::Encode(std::shared_ptr<const Codec> codec, std::vector<
 
 void PoolEncodeExecutor::PostTurn(std::shared_ptr<Job> job, size_t begin, size_t end) {
   const WorkerPool::Owner owner = job->owner;
+  WorkerPool* const workers = job->workers;
   auto run = [this, job = std::move(job), begin, end]() mutable {
-    const Turn turn = workers_->NewTurn();
+    const Turn turn = job->workers->NewTurn();
     do {
       const size_t next = std::min(begin + kPagesAtOnce, end);
       EncodePart(*job, begin, next);
@@ -55,7 +59,7 @@ void PoolEncodeExecutor::PostTurn(std::shared_ptr<Job> job, size_t begin, size_t
     if (job->tasks_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     queue_->Post([job = std::move(job)] { job->done(job->items); });
   };
-  workers_->Post(WorkerPool::Priority::kEncode, std::move(run), owner);
+  workers->Post(WorkerPool::Priority::kEncode, std::move(run), owner);
 }
 
 void PoolEncodeExecutor::Run(std::vector<absl::AnyInvocable<void()>> tasks, absl::AnyInvocable<void()> done) {

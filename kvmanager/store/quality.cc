@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "codecs/page_error.h"
+#include "codecs/waiting_codec.h"
 #include "kvmanager/base/finite.h"
 #include "kvmanager/base/status.h"
 
@@ -131,6 +132,8 @@ struct QualityMonitor::Comparison {
 };
 
 void QualityMonitor::Compare(const PageSample& page, absl::AnyInvocable<void()> done) {
+  // Its comparison would have the executor's workers wait.
+  if (WaitingWorkers(*page.codec) != nullptr) return done();
   const Layer& layer = caches_.at(page.cache).layers[page.layer];
   auto made = std::make_shared<Comparison>();  // the task's, and then the completion's
   made->page = page;

@@ -244,7 +244,7 @@ absl::Status UcxProcessClient::StartProcess() {
     set_up.payload.append(reinterpret_cast<const char*>(&memory.bytes), sizeof(memory.bytes));
   }
   for (const auto& [name, value] : options_.settings) absl::StrAppend(&set_up.payload, name, "=", value, "\n");
-  absl::StatusOr<ucx::Child> child = ucx::Child::Start(options_.program, fds);
+  absl::StatusOr<ChildProcess> child = ChildProcess::Start(options_.program, fds);
   ::close(pair[1]);
   KV_RETURN_IF_ERROR(child.status());
   child_ = *std::move(child);

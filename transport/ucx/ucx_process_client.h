@@ -20,9 +20,9 @@
 #include <thread>
 #include <vector>
 
+#include "kvmanager/base/child_process.h"
 #include "kvmanager/base/mutex.h"
 #include "kvmanager/memory/region.h"
-#include "transport/ucx/child.h"
 #include "transport/ucx/description.h"
 #include "transport/ucx/process_wire.h"
 #include "transport/ucx/range_allocator.h"
@@ -92,7 +92,7 @@ class UcxProcessClient : public std::enable_shared_from_this<UcxProcessClient> {
   std::thread thread_;
 
   // The thread's.
-  ucx::Child child_;
+  ChildProcess child_;
   int socket_ = -1;
 
   mutable Mutex mutex_;

@@ -1,4 +1,4 @@
-#include "transport/ucx/child.h"
+#include "kvmanager/base/child_process.h"
 
 #include <fcntl.h>
 #include <signal.h>
@@ -15,14 +15,23 @@
 
 extern char** environ;
 
-namespace kvmanager::ucx {
+namespace kvmanager {
 namespace {
 
 constexpr int kFirstFd = 3;
 
+bool IsLean(const char* variable) {
+  const std::string name(variable, std::strcspn(variable, "="));
+  constexpr char kSanitizer[] = "SAN_OPTIONS";
+  return name == "LD_LIBRARY_PATH" ||
+         (name.size() > sizeof kSanitizer - 1 &&
+          name.compare(name.size() - (sizeof kSanitizer - 1), std::string::npos, kSanitizer) == 0);
+}
+
 }  // namespace
 
-absl::StatusOr<Child> Child::Start(const std::vector<std::string>& program, absl::Span<const int> fds) {
+absl::StatusOr<ChildProcess> ChildProcess::Start(const std::vector<std::string>& program, absl::Span<const int> fds,
+                                                 Environment environment) {
   KV_CHECK(!program.empty());
   const int above = kFirstFd + static_cast<int>(fds.size());
   posix_spawn_file_actions_t actions;
@@ -48,8 +57,14 @@ absl::StatusOr<Child> Child::Start(const std::vector<std::string>& program, absl
   arguments.reserve(program.size() + 1);
   for (const std::string& text : program) arguments.push_back(const_cast<char*>(text.c_str()));
   arguments.push_back(nullptr);
-  Child child;
-  if (error == 0) error = ::posix_spawn(&child.pid_, arguments[0], &actions, &attributes, arguments.data(), environ);
+  std::vector<char*> lean;
+  for (char** variable = environ; environment == Environment::kLean && *variable != nullptr; ++variable) {
+    if (IsLean(*variable)) lean.push_back(*variable);
+  }
+  lean.push_back(nullptr);
+  char** const variables = environment == Environment::kLean ? lean.data() : environ;
+  ChildProcess child;
+  if (error == 0) error = ::posix_spawn(&child.pid_, arguments[0], &actions, &attributes, arguments.data(), variables);
   for (const int copy : copies) {
     if (copy >= 0) ::close(copy);
   }
@@ -60,18 +75,20 @@ absl::StatusOr<Child> Child::Start(const std::vector<std::string>& program, absl
   return absl::UnavailableError(absl::StrCat("starting ", program[0], ": ", std::strerror(error)));
 }
 
-Child& Child::operator=(Child&& other) noexcept {
+ChildProcess& ChildProcess::operator=(ChildProcess&& other) noexcept {
   End();
   pid_ = std::exchange(other.pid_, 0);
   return *this;
 }
 
-void Child::End() {
-  if (pid_ == 0) return;
+int ChildProcess::End() {
+  if (pid_ == 0) return 0;
+  int status = 0;
   ::kill(pid_, SIGKILL);
-  while (::waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
+  while (::waitpid(pid_, &status, 0) < 0 && errno == EINTR) {
   }
   pid_ = 0;
+  return status;
 }
 
-}  // namespace kvmanager::ucx
+}  // namespace kvmanager
