@@ -1,8 +1,5 @@
 // No input holds the event loop for long: after each, the daemon's own watchdog (loop_long_turns_total) has counted
 // nothing.
-//
-// The bounds of one turn are those of contexts that models have. Not among them: one prefix, publish or crop of very
-// many blocks (docs/security.md).
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -36,6 +33,8 @@ using client::TensorView;
 constexpr size_t kMiB = 1 << 20;
 constexpr int kBlocks = 4096;  // with pages of 64 tokens a context of 262,144
 constexpr int kPageTokens = 16;
+
+constexpr int kMostBlocks = 60000;  // near a sequence's bound, 65,536
 
 CacheOptions Options(const std::string& tenant, int heads = 1, int head_dim = 32) {
   CacheOptions options;
@@ -127,6 +126,68 @@ TEST_F(LoopTest, WithLongPrefixes) {
   EXPECT_EQ(LongTurns("publish of equal blocks"), 0);
   ASSERT_OK(made.sequence->Crop(kPageTokens));
   EXPECT_EQ(LongTurns("crop to one block"), 0);
+}
+
+TEST_F(LoopTest, WithTheLongestSequences) {
+  ASSERT_OK_AND_ASSIGN(CreatedSequence made, Long(*cache_, kMostBlocks, 4000));
+  ASSERT_OK_AND_ASSIGN(CreatedSequence equal, Long(*cache_, kMostBlocks, 4000));
+  EXPECT_EQ(LongTurns("appends of 64,000 tokens"), 0);
+  std::vector<BlockName> names;
+  for (int i = 0; i < kMostBlocks; ++i) names.push_back(NameOf(i));
+  ASSERT_OK(made.sequence->Publish(names));
+  EXPECT_EQ(LongTurns("publish of 60,000 blocks"), 0);
+  ASSERT_OK(made.sequence->Publish(names));
+  EXPECT_EQ(LongTurns("publish of the same"), 0);
+  ASSERT_OK(equal.sequence->Publish(names));
+  EXPECT_EQ(LongTurns("publish of equal blocks"), 0);
+  {
+    ASSERT_OK_AND_ASSIGN(const CreatedSequence created, cache_->CreateSequence(names));
+    EXPECT_EQ(created.match.hit_blocks, kMostBlocks);
+    EXPECT_EQ(LongTurns("createSequences with a prefix of 60,000 blocks"), 0);
+    ASSERT_OK_AND_ASSIGN(const auto fork, created.sequence->Fork());
+    EXPECT_EQ(LongTurns("fork"), 0);
+  }
+  ASSERT_OK(client_->Ping());
+  EXPECT_EQ(LongTurns("drop of both"), 0);
+  ASSERT_OK(equal.sequence->Crop(kPageTokens));
+  EXPECT_EQ(LongTurns("crop to one block"), 0);
+  equal.sequence.reset();
+  made.sequence.reset();
+  ASSERT_OK(client_->Ping());
+  EXPECT_TRUE(Eventually([&] { return client_->Status()->leases == 0; }));
+  EXPECT_EQ(LongTurns("drop of 60,000 blocks"), 0);
+}
+
+// What another tenant wrote is zeroed before somebody else has it.
+TEST_F(LoopTest, WhenMemoryChangesTenant) {
+  {
+    ASSERT_OK_AND_ASSIGN(auto theirs, client_->OpenCache(Options("theirs", 8, 128)));
+    ASSERT_OK_AND_ASSIGN(const CreatedSequence made, Long(*theirs, 24000, 400));  // of 64 KiB: 1.5 GiB
+  }
+  ASSERT_OK(client_->Ping());
+  EXPECT_TRUE(Eventually([&] { return client_->Status()->pools[0].used_bytes == 0; }));
+  EXPECT_EQ(LongTurns("1.5 GiB of one tenant, dropped"), 0);
+  CacheOptions options = Options("loop", 8, 128);
+  options.page_tokens = 256;
+  ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+  std::vector<CreatedSequence> all;
+  std::vector<StepEntry> entries;
+  for (int i = 0; i < 200; ++i) {
+    ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence());
+    entries.push_back({made.sequence->id(), 0, 1});
+    all.push_back(std::move(made));
+  }
+  const std::vector<uint8_t> rows(entries.size() * 8 * 128 * 2);
+  StepBatch batch;
+  batch.entries = {entries.data(), 1};
+  batch.k = batch.v = TensorView::Inline(rows.data(), rows.size() / entries.size());
+  ASSERT_OK(cache->Step(batch));
+  EXPECT_EQ(LongTurns("one token, in a page of 1 MiB"), 0);
+  entries[0].position = 1;
+  batch.entries = entries;
+  batch.k = batch.v = TensorView::Inline(rows.data(), rows.size());
+  ASSERT_OK(cache->Step(batch));
+  EXPECT_EQ(LongTurns("200 tokens, in as many pages of 1 MiB"), 0);
 }
 
 TEST_F(LoopTest, WithLargeAppends) {

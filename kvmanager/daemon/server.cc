@@ -279,7 +279,7 @@ class ServerImpl final : public Server {
           replies({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kReplyMemoryBytesMax},
                   &of.clock_),
           long_calls(&of.queue_),
-          disposals(&long_calls, of.calls_.turns()),
+          disposals(&long_calls, of.calls_.turns(), [store = of.store_.get()] { return store->ReleaseSome(); }),
           session(
               {.store = of.store_.get(),
                .drain = &of.drain_,
@@ -335,6 +335,10 @@ class ServerImpl final : public Server {
                       .all_metrics = &of.metrics_.all,
                       .connections = &of.metrics_.connections,
                       .peers_allowed = &of.options_.hand_off_peers};
+      of.store_->OnLeftovers([this] { disposals.NoteLeft(); });
+    }
+    ~Running() {
+      daemon.cache.store->OnLeftovers([] {});
     }
 
     LimitHolders Holders(ServerImpl& of, const Connections* connections) {

@@ -32,7 +32,7 @@ absl::StatusOr<std::unique_ptr<DevicePool>> DevicePool::Create(std::unique_ptr<S
   return std::unique_ptr<DevicePool>(new DevicePool(std::move(memory), options));
 }
 
-absl::StatusOr<PageId> DevicePool::Allocate(TenantId tenant, size_t bytes) {
+absl::StatusOr<PageId> DevicePool::Allocate(TenantId tenant, size_t bytes, std::vector<PageId>*) {
   const auto zero = [this](const SlabAllocator::Place& area) { return memory_->Zero(area.slab); };
   absl::StatusOr<PageId> id = allocator_.Allocate(tenant, bytes, zero);
   if (id.ok() || lost_.empty()) return id;

@@ -36,7 +36,7 @@ class DevicePool final : public SlotPool {
   /// INVALID_ARGUMENT when slots could not be named by 32 bits.
   static absl::StatusOr<std::unique_ptr<DevicePool>> Create(std::unique_ptr<SlabMemory> memory);
 
-  absl::StatusOr<PageId> Allocate(TenantId tenant, size_t bytes) override;
+  absl::StatusOr<PageId> Allocate(TenantId tenant, size_t bytes, std::vector<PageId>* unclean = nullptr) override;
   void Free(PageId id) override;
   uint8_t* Data(PageId id) const override;  // on the device
   /// A slot's name in plans, the same for every process that maps the pool: its distance from data() in kSlotUnitBytes.

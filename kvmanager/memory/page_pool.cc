@@ -44,15 +44,21 @@ absl::StatusOr<std::unique_ptr<PagePool>> PagePool::Create(const Options& option
   allocator.slab_bytes = slab_bytes;
   allocator.slabs = static_cast<uint32_t>(count);
   allocator.small_slabs = count >= kSmallSlabsFrom;
+  allocator.clean_slots = true;
   allocator.limit = "host-pool-bytes";
   return std::unique_ptr<PagePool>(new PagePool(allocator, slabs_per_region, std::move(regions)));
 }
 
-absl::StatusOr<PageId> PagePool::Allocate(TenantId tenant, size_t bytes) {
-  return allocator_.Allocate(tenant, bytes, [this](const SlabAllocator::Place& area) {
-    std::memset(SlabData(area.slab).data() + area.offset, 0, area.bytes);
+absl::StatusOr<PageId> PagePool::Allocate(TenantId tenant, size_t bytes, std::vector<PageId>* unclean) {
+  bool left = false;
+  absl::StatusOr<PageId> id = allocator_.Allocate(tenant, bytes, [&](const SlabAllocator::Place& slot) {
+    left = unclean != nullptr;
+    if (left) return absl::CancelledError("the caller does it");
+    std::memset(SlabData(slot.slab).data() + slot.offset, 0, slot.bytes);
     return absl::OkStatus();
   });
+  if (left) unclean->push_back(*id);
+  return id;
 }
 
 uint8_t* PagePool::Data(PageId id) const {

@@ -5,9 +5,9 @@
 // stop. So they are for processes that the daemon trusts with all of its pages, and nobody else.
 //
 // Which slots are whose is a SlabAllocator's (its invariants hold here), with small slabs where there are slabs enough;
-// freed memory of one tenant is never readable by another through the daemon: a slab is zeroed before it changes
-// tenant. Single-threaded (the store's thread), except Data(), SlabData() and regions(), whose pointers any thread may
-// use while somebody keeps the slot from being freed.
+// freed memory of one tenant is never readable by another through the daemon: of a slab that changes tenant each slot
+// is zeroed when it is first handed out. Single-threaded (the store's thread), except Data(), SlabData() and regions(),
+// whose pointers any thread may use while somebody keeps the slot from being freed.
 #pragma once
 
 #include <cstddef>
@@ -39,7 +39,7 @@ class PagePool final : public SlotPool {
   /// Errors: INVALID_ARGUMENT; RESOURCE_EXHAUSTED when the host has not that much memory.
   static absl::StatusOr<std::unique_ptr<PagePool>> Create(const Options& options);
 
-  absl::StatusOr<PageId> Allocate(TenantId tenant, size_t bytes) override;
+  absl::StatusOr<PageId> Allocate(TenantId tenant, size_t bytes, std::vector<PageId>* unclean = nullptr) override;
   void Free(PageId id) override { allocator_.Free(id); }
   uint8_t* Data(PageId id) const override;
 

@@ -8,7 +8,11 @@
 namespace kvmanager {
 
 SlabAllocator::SlabAllocator(const Options& options)
-    : slab_bytes_(options.slab_bytes), limit_(options.limit), slabs_(options.slabs), shares_(options.slab_bytes) {
+    : slab_bytes_(options.slab_bytes),
+      clean_slots_(options.clean_slots),
+      limit_(options.limit),
+      slabs_(options.slabs),
+      shares_(options.slab_bytes) {
   KV_CHECK(slab_bytes_ > 0 && slab_bytes_ % kSlotBytesMin == 0);
   KV_CHECK(capacity_bytes() / kSlotBytesMin < UINT32_MAX);
   while (options.small_slabs && sizes_ < kSizes && slab_bytes_ % (kAreasPerSlab[sizes_] * kSlotBytesMin) == 0) ++sizes_;
@@ -78,6 +82,7 @@ void SlabAllocator::Count(const Spot& spot, bool add) {
 
 absl::Status SlabAllocator::TakeArea(TenantId tenant, size_t slot_bytes, Clean clean) {
   Spot spot;
+  bool unclean = false;
   Account* const account = shares_.Of(PayerOf(tenant));
   const BucketKey key(tenant, slot_bytes);
   if (const auto kept = kept_free_.find(tenant); kept != kept_free_.end()) {
@@ -102,6 +107,8 @@ absl::Status SlabAllocator::TakeArea(TenantId tenant, size_t slot_bytes, Clean c
     }
     const auto clean_area = [&](Area& area) -> absl::Status {
       if (!area.written || area.tenant == tenant) return absl::OkStatus();
+      unclean = clean_slots_;
+      if (unclean) return absl::OkStatus();
       KV_RETURN_IF_ERROR(clean(PlaceOfArea(spot)));
       area.written = false;
       return absl::OkStatus();
@@ -135,6 +142,7 @@ absl::Status SlabAllocator::TakeArea(TenantId tenant, size_t slot_bytes, Clean c
   const size_t size = SizeAt(spot);
   const uint32_t slots = static_cast<uint32_t>(area_bytes(size) / slot_bytes);
   area.generation.assign(slots, area.generation_base);
+  if (unclean) area.unclean.assign(slots, true);
   area.free_slots.resize(slots);
   for (uint32_t i = 0; i < slots; ++i) area.free_slots[i] = slots - 1 - i;
   area.bucket->held_bytes += area_bytes(size);
@@ -166,7 +174,9 @@ absl::StatusOr<PageId> SlabAllocator::Allocate(TenantId tenant, size_t bytes, Cl
   used_bytes_ += slot_bytes;
   if (area.free_slots.empty()) bucket.with_free.erase(number);
   Count(spot, true);
-  return PageId{number + slot, generation};
+  const PageId id{number + slot, generation};
+  if (!area.unclean.empty() && area.unclean[slot] && clean(PlaceOf(id)).ok()) area.unclean[slot] = false;
+  return id;
 }
 
 void SlabAllocator::CutSlab(uint32_t index, size_t size) {
@@ -255,6 +265,11 @@ void SlabAllocator::GiveBack(const Spot& spot) {
   area.bucket->held_bytes -= area_bytes(size);
   if (area.bucket->held_bytes == 0) buckets_.erase(BucketKey(area.tenant, area.slot_bytes));
   area.bucket = nullptr;
+  // Behind its last slot the area may have bytes that no slot had.
+  const bool all_cleaned = area.generation.size() * area.slot_bytes == area_bytes(size) &&
+                           std::find(area.unclean.begin(), area.unclean.end(), true) == area.unclean.end();
+  if (!area.unclean.empty() && !all_cleaned) area.tenant = kSeveral;
+  area.unclean.clear();
   area.generation_base = *std::max_element(area.generation.begin(), area.generation.end());
   area.in_use = false;
   area.slot_bytes = 0;
@@ -280,6 +295,7 @@ void SlabAllocator::GiveBack(const Spot& spot) {
 void SlabAllocator::Bind(uint32_t slab) {
   KV_CHECK(slab < slabs_.size() && !slabs_[slab].withdrawn && slabs_[slab].cut == nullptr);
   KV_CHECK(slabs_[slab].area.in_use || slabs_[slab].bound);
+  KV_CHECK(!clean_slots_);
   if (slabs_[slab].bound) return;
   Count({slab, 0, 0}, false);
   slabs_[slab].bound = true;
@@ -349,6 +365,13 @@ SlabAllocator::Place SlabAllocator::PlaceOf(PageId id) const {
   return Place{spot.slab, spot.area == 0 ? offset : PlaceOfArea(spot).offset + offset, area.slot_bytes};
 }
 
+void SlabAllocator::NoteCleaned(PageId id) {
+  Spot spot;
+  KV_CHECK(Find(id, &spot));
+  std::vector<bool>& unclean = AreaAt(spot).unclean;
+  if (!unclean.empty()) unclean[spot.slot] = false;
+}
+
 bool SlabAllocator::IsCurrent(PageId id) const {
   Spot spot;
   return Find(id, &spot);
@@ -376,6 +399,7 @@ void SlabAllocator::CheckInvariants() const {
   const auto check_area = [&](const Spot& spot, const Area& area) {
     if (!area.in_use) {
       KV_CHECK(area.slot_bytes == 0 && area.reclaimable == 0 && area.generation.empty() && area.free_slots.empty());
+      KV_CHECK(area.unclean.empty());
       KV_CHECK(area.bucket == nullptr && (area.account != nullptr) == listed_kept[spot.slab]);
       return;
     }
@@ -389,6 +413,7 @@ void SlabAllocator::CheckInvariants() const {
       KV_CHECK((area.generation[slot] % 2 == 1) == !is_free[slot]);
       handed_out += !is_free[slot];
     }
+    KV_CHECK(area.unclean.empty() || (clean_slots_ && area.unclean.size() == area.generation.size()));
     KV_CHECK(handed_out > 0 && area.reclaimable <= handed_out && area.written);
     used_bytes += handed_out * area.slot_bytes;
     const BucketKey key(area.tenant, area.slot_bytes);

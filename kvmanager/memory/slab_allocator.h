@@ -10,9 +10,10 @@
 //
 // Invariants: 1. A slot is free or handed out, never both. 2. PageId generations of a slot only grow, so a stale id is
 // recognised. 3. used_bytes() is the sum of handed-out slots' sizes. 4. An area has a slot size iff one of its slots is
-// handed out. 5. Before an area that one tenant wrote goes to another it was cleaned. 6. No area has more reclaimable
-// slots than handed-out ones. 7. A bound slab never changes tenant, and is never cut; a withdrawn one is bound, free
-// and nobody's. 8. A slab is cut iff one of its small slabs is in use.
+// handed out. 5. Before an area that one tenant wrote goes to another it was cleaned, or its slots are unclean until
+// they were. 6. No area has more reclaimable slots than handed-out ones. 7. A bound slab never
+// changes tenant, and is never cut; a withdrawn one is bound, free and nobody's. 8. A slab is cut iff one of its small
+// slabs is in use.
 #pragma once
 
 #include <array>
@@ -50,6 +51,7 @@ class SlabAllocator {
     uint64_t slab_bytes = 0;   // a multiple of kSlotBytesMin
     uint32_t slabs = 0;        // slabs * slab_bytes / kSlotBytesMin < 2^32
     bool small_slabs = false;  // of sizes that are multiples of kSlotBytesMin
+    bool clean_slots = false;  // not areas
     std::string limit;         // the field that errors name
   };
   explicit SlabAllocator(const Options& options);
@@ -60,9 +62,13 @@ class SlabAllocator {
     size_t bytes = 0;
   };
   /// Called before an area that another tenant wrote is used: makes its bytes nobody's. On an error it stays free.
+  /// With Options::clean_slots it is called for each slot of such an area, when that is handed out. On an error the
+  /// slot is handed out even so, unclean: it may hold another tenant's bytes until its user says NoteCleaned; if it is
+  /// freed before, it stays so.
   using Clean = absl::FunctionRef<absl::Status(const Place& area)>;
   /// A slot of at least `bytes` (1..slab_bytes) of an area of this tenant. Errors: RESOURCE_EXHAUSTED; clean's.
   absl::StatusOr<PageId> Allocate(TenantId tenant, size_t bytes, Clean clean);
+  void NoteCleaned(PageId id);
   struct SlotsWanted {
     size_t bytes = 0;  // as Allocate's
     uint64_t count = 0;
@@ -93,8 +99,7 @@ class SlabAllocator {
   /// payer's.
   void SetPayer(TenantId tenant, PayerId payer) { payers_[tenant] = payer; }
   void ForgetTenant(TenantId tenant) { payers_.erase(tenant); }
-  void SetQuota(PayerId payer, const PoolQuota& quota) { shares_.SetQuota(payer, quota); }
-  bool ForgetPayer(PayerId payer) { return shares_.Forget(payer); }
+  PoolShares& shares() { return shares_; }
   const PoolShares& shares() const { return shares_; }
 
   const std::string& limit() const { return limit_; }  // the field that errors name
@@ -132,6 +137,7 @@ class SlabAllocator {
     uint32_t generation_base = 0;      // of slots that a later use makes; above every generation handed out so far
     std::vector<uint32_t> generation;  // [slot] current one; odd while handed out
     std::vector<uint32_t> free_slots;  // a stack
+    std::vector<bool> unclean;         // [slot] others' bytes may be in it; empty: in none
     uint32_t reclaimable = 0;          // slots; which ones their user knows
     Bucket* bucket = nullptr;          // while in use
     Account* account = nullptr;        // while in use or bound
@@ -199,6 +205,7 @@ class SlabAllocator {
   void TakeKept(uint32_t slab);  // from its tenant's list
 
   const uint64_t slab_bytes_;
+  const bool clean_slots_;
   const std::string limit_;
   size_t sizes_ = 1;  // of areas in use here
   uint64_t used_bytes_ = 0;

@@ -6,6 +6,8 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "kvmanager/base/status.h"
@@ -64,6 +66,72 @@ TEST(SlabAllocator, WhatCannotBeCleanedStaysFree) {
                             })
                   .ok());
   EXPECT_EQ(cleanings, 1);
+}
+
+class UncleanSlotsTest : public ::testing::Test {
+ protected:
+  UncleanSlotsTest() : allocator_(CleanSlots()) {}
+  static SlabAllocator::Options CleanSlots() {
+    SlabAllocator::Options options = Slabs(1);
+    options.clean_slots = true;
+    return options;
+  }
+  // A slot, and whether it was to be cleaned.
+  std::pair<PageId, bool> Take(TenantId tenant, size_t bytes, bool cleans) {
+    bool unclean = false;
+    const auto id = allocator_.Allocate(tenant, bytes, [&](const SlabAllocator::Place& slot) {
+      EXPECT_EQ(slot.bytes, bytes);
+      unclean = true;
+      return cleans ? absl::OkStatus() : absl::CancelledError("later");
+    });
+    EXPECT_TRUE(id.ok()) << id.status();
+    allocator_.CheckInvariants();
+    return {*id, unclean};
+  }
+  // Whether a slot had to be cleaned, which it was, and is freed.
+  bool WasUnclean(TenantId tenant, size_t bytes) {
+    const auto [id, unclean] = Take(tenant, bytes, true);
+    allocator_.Free(id);
+    return unclean;
+  }
+
+  SlabAllocator allocator_;
+};
+
+TEST_F(UncleanSlotsTest, AreCleanedOnceEach) {
+  EXPECT_FALSE(WasUnclean(1, 4096));
+  EXPECT_FALSE(WasUnclean(1, 4096));
+  const auto [kept, first] = Take(2, 4096, true);
+  EXPECT_TRUE(first);
+  EXPECT_TRUE(WasUnclean(2, 4096));
+  EXPECT_FALSE(WasUnclean(2, 4096));
+  allocator_.Free(kept);
+  // Slots that it never had may still hold what the first wrote.
+  EXPECT_TRUE(WasUnclean(2, 2048));
+  EXPECT_TRUE(WasUnclean(2, kSlabBytes));
+  EXPECT_FALSE(WasUnclean(2, 2048)) << "that was all of it";
+  EXPECT_TRUE(WasUnclean(1, 2048));
+}
+
+TEST_F(UncleanSlotsTest, StayUncleanUntilTheirUserHasCleanedThem) {
+  WasUnclean(1, 4096);
+  const auto [kept, of_kept] = Take(2, 4096, true);
+  auto [id, unclean] = Take(2, 4096, false);
+  EXPECT_TRUE(unclean);
+  allocator_.Free(id);
+  std::tie(id, unclean) = Take(2, 4096, false);
+  EXPECT_TRUE(unclean) << "it was freed before";
+  allocator_.NoteCleaned(id);
+  allocator_.Free(id);
+  EXPECT_FALSE(WasUnclean(2, 4096));
+  allocator_.Free(kept);
+}
+
+// Behind the last slot of an area there may be bytes that no slot had.
+TEST_F(UncleanSlotsTest, TheRestOfAnAreaIsUncleanToo) {
+  WasUnclean(1, kSlabBytes);
+  EXPECT_TRUE(WasUnclean(2, kSlabBytes - 1024));
+  EXPECT_TRUE(WasUnclean(2, 1024));
 }
 
 TEST(SlabAllocator, BoundSlabsStayTheirTenantsUntilRestored) {
@@ -279,7 +347,7 @@ TEST_F(SmallSlabsTest, RandomOperationsAgainstAModel) {
       PoolQuota quota;
       if (seed % 3 == 0 && random() % 2) quota.guaranteed_bytes = random() % 3 * kBytes;
       if (seed % 2 == 0 && random() % 2) quota.most_bytes = quota.guaranteed_bytes + random() % (4 * kBytes);
-      allocator_->SetQuota(payer, quotas[payer] = quota);
+      allocator_->shares().SetQuota(payer, quotas[payer] = quota);
     }
     for (int step = 0; step < 600; ++step) {
       if (random() % 3 == 0 && !held_.empty()) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
@@ -30,7 +31,10 @@ class SlotPool {
 
   /// A slot of at least `bytes` (1..slab_bytes), 64-byte aligned, of a slab of this tenant; contents unspecified but
   /// never another tenant's. Errors: RESOURCE_EXHAUSTED.
-  virtual absl::StatusOr<PageId> Allocate(TenantId tenant, size_t bytes) = 0;
+  /// unclean: if given, the slot may also be as another tenant left it, and is then added here. Until the caller has
+  /// zeroed it and says NoteCleaned it shows nobody what it did not write there; if it is freed before, it stays so.
+  virtual absl::StatusOr<PageId> Allocate(TenantId tenant, size_t bytes, std::vector<PageId>* unclean = nullptr) = 0;
+  void NoteCleaned(PageId id) { allocator_.NoteCleaned(id); }
   virtual void Free(PageId id) = 0;
   /// Where the slot's bytes are, in this process; aborts on a stale id.
   virtual uint8_t* Data(PageId id) const = 0;
@@ -52,8 +56,7 @@ class SlotPool {
   /// Who pays for a tenant, before its first slot, and what payers may have; SlabAllocator's.
   void SetPayer(TenantId tenant, PayerId payer) { allocator_.SetPayer(tenant, payer); }
   void ForgetTenant(TenantId tenant) { allocator_.ForgetTenant(tenant); }
-  void SetQuota(PayerId payer, const PoolQuota& quota) { allocator_.SetQuota(payer, quota); }
-  bool ForgetPayer(PayerId payer) { return allocator_.ForgetPayer(payer); }
+  PoolShares& shares() { return allocator_.shares(); }
   const PoolShares& shares() const { return allocator_.shares(); }
   /// Marks a handed-out slot as one that its user would free if asked to, or as no such; the mark must change, and must
   /// be taken back before the slot is freed.

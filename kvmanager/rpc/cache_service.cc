@@ -184,10 +184,11 @@ class CacheService final : public api::Cache::Server {
                   if (!factors.ok()) return ServeError(*session_, Method::kOutputFactors, factors.status(), context);
                   auto results = context.getResults(capnp::MessageSize{kReplyWords, 0});
                   const auto orphanage = capnp::Orphanage::getForMessageContaining(results);
-                  results.adoptFactors(SessionMessages::DataOf(orphanage, *factors));
+                  ReplyBuffer reply(*std::move(factors));
+                  results.adoptFactors(SessionMessages::DataOf(orphanage, reply));
                   results.setFolds(true);
                   MessageShare::Lent parts;
-                  parts.push_back(*std::move(factors));
+                  parts.push_back(std::move(reply));
                   session_->messages().SendReply(std::move(charge), std::move(parts));
                 });
           })
@@ -253,8 +254,10 @@ class CacheService final : public api::Cache::Server {
     std::vector<std::vector<BlockName>> prefixes;
     absl::Status wrong;
     capnp::List<api::SequenceReply>::Builder replies = nullptr;
-    uint32_t next = 0;                  // of the requests
-    std::unique_ptr<BlockCheck> check;  // of blocks that request `next` begins with
+    uint32_t next = 0;                             // of the requests
+    std::shared_ptr<SequenceBeginning> beginning;  // of request `next`
+    bool compares = false;                         // before that goes on
+    std::unique_ptr<BlockCheck> check;             // of blocks that request `next` begins with, to be fetched
     std::vector<kj::Promise<void>> fetching;
   };
 
@@ -263,6 +266,11 @@ class CacheService final : public api::Cache::Server {
     return InTurns(session_, Method::kCreateSequences, parts_.sequence.long_calls,
                    [this, creation] { return Create(*creation); })
         .then([this, creation]() -> kj::Promise<void> {
+          if (std::exchange(creation->compares, false)) {
+            return OnWorkerInTurns(parts_.sequence.workers, queue(), WorkerPool::Priority::kAttend, bound_->cache.owner,
+                                   [creation] { return creation->beginning->CompareOne(); })
+                .then([this, creation] { return CreateNext(creation); });
+          }
           if (creation->check != nullptr) {
             return Verify(std::move(creation->check)).then([this, creation] {
               CreateVerified(*creation);
@@ -274,15 +282,41 @@ class CacheService final : public api::Cache::Server {
           return kj::joinPromises(all.finish());
         });
   }
-  // False: all are created, or the next one's blocks are to be verified.
+  // False: all are created, or the next one's blocks are to be compared or verified.
   bool Create(Creation& creation) {
     if (creation.next == creation.prefixes.size()) return false;
+    if (!store().Fetches(id())) return BeginNext(creation);
     auto check = store().caches().Check(id(), creation.prefixes[creation.next]);
     if (check.ok() && *check != nullptr) {
       creation.check = *std::move(check);
       return false;
     }
     CreateVerified(creation);
+    return true;
+  }
+  bool BeginNext(Creation& creation) {
+    absl::StatusOr<CreateResult> created;
+    if (creation.beginning == nullptr) {
+      absl::Status may = session_->CheckRoomForSequence(Session::Begins::kNow);
+      if (may.ok()) may = EnsureOpen();  // it may have been purged since the call began
+      auto begun = may.ok() ? store().Begin(id(), std::move(creation.prefixes[creation.next]),
+                                            creation.list[creation.next].getPromptTokens())
+                            : may;
+      if (begun.ok()) {
+        creation.beginning = *std::move(begun);
+      } else {
+        created = begun.status();
+      }
+    }
+    if (creation.beginning != nullptr) {
+      const LongCall::Next next = creation.beginning->DoPiece();
+      creation.compares = next == LongCall::Next::kCompare;
+      if (next != LongCall::Next::kDone) return !creation.compares;
+      const absl::Status may = session_->CheckRoomForSequence(Session::Begins::kNow);
+      created = may.ok() ? creation.beginning->Commit() : may;
+      creation.beginning = nullptr;
+    }
+    WriteCreated(created, creation.replies[creation.next++]);
     return true;
   }
   void CreateVerified(Creation& creation) {

@@ -1,5 +1,6 @@
-// Destroys the objects behind capabilities that nobody holds any more, in turns of the event loop between which others
-// are served: the end of a connection, or of one call, may leave tens of thousands at once.
+// Destroys the objects behind capabilities that nobody holds any more, and the rest that they leave elsewhere, in turns
+// of the event loop between which others are served: the end of a connection, or of one call, may leave tens of
+// thousands at once.
 //
 // Owned by the daemon's wiring, which runs all messages of the queue before this goes. The loop's thread.
 #pragma once
@@ -11,6 +12,7 @@
 #include <optional>
 #include <utility>
 
+#include "absl/functional/any_invocable.h"
 #include "kvmanager/base/worker_pool.h"
 #include "kvmanager/rpc/taking_turns.h"
 #include "kvmanager/rpc/turn_watch.h"
@@ -19,8 +21,12 @@ namespace kvmanager {
 
 class Disposals {
  public:
-  /// Both outlive it.
-  Disposals(TakingTurns* turns, TurnWatch* watch) : turns_(turns), watch_(watch) {}
+  /// Gives up a piece of what destroyed objects have left. False: that was all.
+  using GiveUpSome = absl::AnyInvocable<bool()>;
+  /// turns, watch: outlive it.
+  Disposals(
+      TakingTurns* turns, TurnWatch* watch, GiveUpSome give_up_some = [] { return false; })
+      : turns_(turns), watch_(watch), give_up_some_(std::move(give_up_some)) {}
   ~Disposals() {
     while (first_ != nullptr) DestroyFirst();
   }
@@ -35,6 +41,13 @@ class Disposals {
     T* const object = &made->object;
     const kj::Disposer& disposer = *made.release();
     return kj::Own<T>(object, disposer);
+  }
+
+  /// There is something to give up.
+  void NoteLeft() {
+    if (turn_.has_value()) return;  // it goes on anyway
+    turn_.emplace(TakingTurns::kLength);
+    going_on_ = GoOn().eagerlyEvaluate(nullptr);
   }
 
  private:
@@ -75,8 +88,15 @@ class Disposals {
     return turns_->NextOfAll().then([this]() -> kj::Promise<void> {
       const LoopTurn watched(watch_, "dispose");
       turn_.emplace(TakingTurns::kLength);
-      while (first_ != nullptr && !turn_->over()) DestroyFirst();
-      if (first_ != nullptr) return GoOn();
+      bool more = true;
+      while (more && !turn_->over()) {
+        if (first_ != nullptr) {
+          DestroyFirst();
+        } else {
+          more = give_up_some_() || first_ != nullptr;
+        }
+      }
+      if (more) return GoOn();
       turn_.reset();
       return kj::READY_NOW;
     });
@@ -84,6 +104,7 @@ class Disposals {
 
   TakingTurns* const turns_;
   TurnWatch* const watch_;
+  GiveUpSome give_up_some_;
   Object *first_ = nullptr, *last_ = nullptr;  // that nobody holds
   std::optional<Turn> turn_;                   // in which objects are destroyed now; empty: none was since the last
   bool busy_ = false;

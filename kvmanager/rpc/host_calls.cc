@@ -1,7 +1,6 @@
 #include "kvmanager/rpc/host_calls.h"
 
 #include <cstring>
-#include <initializer_list>
 #include <utility>
 
 #include "absl/container/inlined_vector.h"
@@ -39,19 +38,21 @@ AppendEntries EntriesToAppend(const StepCache& cache, const CheckedStep& step) {
   return entries;
 }
 
-// Owns what these tensors of a step, if given, point to; empty: not all of it can be kept for longer than the call.
-std::vector<std::shared_ptr<const void>> KeepInput(Session& session, std::initializer_list<const StepTensor*> tensors) {
-  std::vector<std::shared_ptr<const void>> kept;
-  for (const StepTensor* tensor : tensors) {
-    if (!tensor->given()) continue;
-    if (tensor->where == StepTensor::Where::kArena) {
-      kept.push_back(session.FindArena(tensor->arena));
-    } else {
-      kept.push_back(session.messages().requests()->KeepRequest(tensor->bytes.data()));
-    }
-    if (kept.back() == nullptr) return {};
+// Of the pages that an append opens.
+uint64_t OpenedBytes(const StepCache& cache, const CheckedStep& step) {
+  const uint64_t page_tokens = cache.config->layout.page_tokens;
+  uint64_t pages = 0;
+  for (const AttendEntry& entry : step.entries) {
+    const uint64_t end = entry.position + entry.tokens;
+    pages += (end + page_tokens - 1) / page_tokens - (entry.position + page_tokens - 1) / page_tokens;
   }
-  return kept;
+  return pages * cache.config->layout.raw_bytes();
+}
+
+// Owns what a tensor of a step points to; nullptr: it cannot be kept for longer than the call.
+std::shared_ptr<const void> Owner(Session& session, const StepTensor& tensor) {
+  if (tensor.where == StepTensor::Where::kArena) return session.FindArena(tensor.arena);
+  return session.messages().requests()->KeepRequest(tensor.bytes.data());
 }
 
 // Where a step's attention reads and writes.
@@ -153,6 +154,11 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
     step_.k = step_.v = step_.x = StepTensor();
   }
 
+  ~StepCall() {
+    charge_.Keep(std::move(out_));
+    charge_.Keep(std::move(lse_));
+  }
+
   // Keeps an arena that the step reads or writes.
   void Keep(std::shared_ptr<Region> arena) { arenas_.push_back(std::move(arena)); }
   // Keeps the request that holds the queries, which are copied else.
@@ -211,10 +217,10 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
       step_.q.bytes = q_copy_.span();
     }
     if (!step_.out.given()) {
-      KV_ASSIGN_OR_RETURN(out_, AlignedBuffer::Make("out", step_.out_bytes));
+      KV_ASSIGN_OR_RETURN(out_, charge_.Make("out", step_.out_bytes));
     }
     if (step_.lse_inline) {
-      KV_ASSIGN_OR_RETURN(lse_, AlignedBuffer::Make("lse", step_.lse_bytes));
+      KV_ASSIGN_OR_RETURN(lse_, charge_.Make("lse", step_.lse_bytes));
     }
     return absl::OkStatus();
   }
@@ -284,7 +290,8 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
   absl::InlinedVector<std::shared_ptr<Region>, 4> arenas_;
   std::shared_ptr<const void> request_;
   MessageShare::Charge charge_;  // for these
-  AlignedBuffer q_copy_, out_, lse_;
+  AlignedBuffer q_copy_;
+  ReplyBuffer out_, lse_;
   std::unique_ptr<AttentionPlan> plan_;
   absl::Status status_;
   bool given_up_ = false;
@@ -309,6 +316,19 @@ struct HostCalls::LargeStep {
     status = CheckQueries(step, config, part);
     return status.ok() && looked < step.q.bytes.size();
   }
+  // What is appended stays until workers are done with it: a small request, which is not kept, is copied.
+  absl::Status KeepRows() {
+    for (StepTensor* tensor : {&step.k, &step.v, &step.x}) {
+      if (!tensor->given()) continue;
+      input.push_back(Owner(*session, *tensor));
+      if (input.back() != nullptr) continue;
+      KV_ASSIGN_OR_RETURN(AlignedBuffer copy, AlignedBuffer::Make("rows to append", tensor->bytes.size()));
+      std::memcpy(copy.data(), tensor->bytes.data(), copy.size());
+      tensor->bytes = copy.span();
+      input.back() = std::make_shared<AlignedBuffer>(std::move(copy));
+    }
+    return absl::OkStatus();
+  }
   // That no arena of the step went while workers had it.
   absl::Status CheckArenas() const {
     for (const auto& [name, tensor] : {std::pair("q", &step.q), {"out", &step.out}, {"lse", &step.lse}}) {
@@ -322,7 +342,7 @@ struct HostCalls::LargeStep {
   const std::shared_ptr<Session> session;
   StepCache cache;
   const CacheConfig config;
-  const CheckedStep step;
+  CheckedStep step;
   size_t looked = 0;    // bytes of the queries
   absl::Status status;  // of what was looked at
   std::vector<std::shared_ptr<const void>> input;
@@ -334,8 +354,8 @@ absl::StatusOr<kj::Promise<void>> HostCalls::Step(const std::shared_ptr<Session>
                                                   const CheckedStep& step, StepContext& context) const {
   if (step.queries_unchecked) {
     auto large = std::make_shared<LargeStep>(session, cache, step);
-    large->input = KeepInput(*session, {&step.q});
-    if (!large->input.empty()) {
+    large->input.push_back(Owner(*session, step.q));
+    if (large->input.back() != nullptr) {
       large->reading = session->messages().HoldReading();
       return CheckByWorkers(large, context);
     }
@@ -363,17 +383,16 @@ absl::StatusOr<kj::Promise<void>> HostCalls::AppendAndAttend(const std::shared_p
                                                              StepContext& context) const {
   // What Attend could refuse after this append, the append refuses: it checks positions against the same counts.
   if (step.append()) {
-    const AppendEntries entries = EntriesToAppend(cache, step);
-    if (step.k.bytes.size() + step.v.bytes.size() + step.x.bytes.size() > kLoopAppendBytesMax) {
+    const uint64_t bytes = step.k.bytes.size() + step.v.bytes.size() + step.x.bytes.size();
+    if (bytes > kLoopAppendBytesMax || OpenedBytes(cache, step) > kLoopOpenedBytesMax) {
       auto large = std::make_shared<LargeStep>(session, cache, step);
-      large->input = KeepInput(*session, {&step.k, &step.v, &step.x});
-      if (!large->input.empty()) {
-        large->reading = session->messages().HoldReading();
-        KV_ASSIGN_OR_RETURN(large->lease, parts_.store->appends().Begin(cache.id, step.layer, entries));
-        return AppendByWorkers(large, context);
-      }
+      KV_RETURN_IF_ERROR(large->KeepRows());
+      large->reading = session->messages().HoldReading();
+      KV_ASSIGN_OR_RETURN(large->lease,
+                          parts_.store->appends().Begin(cache.id, step.layer, EntriesToAppend(cache, large->step)));
+      return AppendByWorkers(large, context);
     }
-    KV_RETURN_IF_ERROR(parts_.store->Append(cache.id, step.layer, entries));
+    KV_RETURN_IF_ERROR(parts_.store->Append(cache.id, step.layer, EntriesToAppend(cache, step)));
   }
   return Attend(session, cache, step, context);
 }

@@ -7,7 +7,8 @@
 namespace kvmanager {
 namespace {
 
-constexpr char kMessageHelp[] = "Memory of requests that are received or served, and of replies that are made or sent";
+constexpr char kMessageHelp[] =
+    "Memory of requests that are received or served, of replies that are made or sent, and kept for further replies";
 constexpr char kWaitingHelp[] = "Requests and replies that wait for memory";
 
 }  // namespace
@@ -79,6 +80,7 @@ uint64_t MessageRoom::most_used_bytes() const {
 }
 
 void MessageRoom::Look() {
+  memory_.Look();
   const bool full = std::any_of(waiting_.begin(), waiting_.end(),
                                 [this](const Waiting* each) { return FitsShare(each->share(), each->bytes()); });
   if (!full) return;
@@ -105,12 +107,23 @@ void MessageShare::Charge::Shrink(uint64_t bytes) {
   bytes_ = bytes;
 }
 
+absl::StatusOr<ReplyBuffer> MessageShare::Charge::Make(absl::string_view what, size_t bytes) {
+  KV_CHECK(of_ != nullptr);
+  MessageRoom& room = *of_->room_;
+  return room.memory_.Make(what, bytes, room.bounds_.whole - std::min(room.bounds_.whole, room.used_));
+}
+
+void MessageShare::Charge::Keep(ReplyBuffer buffer) {
+  if (of_ != nullptr) of_->room_->memory_.Keep(std::move(buffer));
+}
+
 MessageShare::MessageShare(MessageRoom* room, absl::AnyInvocable<void()> cut_off)
     : room_(room), cut_off_(std::move(cut_off)) {
   room_->shares_.insert(this);
 }
 
 MessageShare::~MessageShare() {
+  for (Sending& each : sending_) KeepMemory(each.lent);
   room_->shares_.erase(this);
   room_->used_ -= used_;  // of a request that was being received
   room_->Admit();
@@ -176,6 +189,7 @@ void MessageShare::NoteSent(kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>> 
   });
   if (sent != sending_.end()) {
     const uint64_t bytes = sent->bytes;
+    KeepMemory(sent->lent);
     std::swap(*sent, sending_.back());
     sending_.pop_back();
     sending_bytes_ -= bytes;
@@ -187,8 +201,13 @@ void MessageShare::NoteSent(kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>> 
 
 void MessageShare::DropUnsent() {
   since_ns_ = 0;
+  for (Sending& each : sending_) KeepMemory(each.lent);
   sending_.clear();
   GiveBack(std::exchange(sending_bytes_, 0));
+}
+
+void MessageShare::KeepMemory(Lent& lent) {
+  for (ReplyBuffer& each : lent) room_->memory_.Keep(std::move(each));
 }
 
 void MessageShare::NoteUnsent(uint64_t unsent) { CountUnsent(unsent); }
@@ -222,12 +241,14 @@ void MessageShare::Detach() {
 MessageMetrics::MessageMetrics(Metrics* m)
     : request_bytes(m->Gauge("message_bytes", kMessageHelp, {{"kind", "requests"}})),
       reply_bytes(m->Gauge("message_bytes", kMessageHelp, {{"kind", "replies"}})),
+      kept_bytes(m->Gauge("message_bytes", kMessageHelp, {{"kind", "kept"}})),
       waiting_requests(m->Gauge("messages_waiting", kWaitingHelp, {{"kind", "requests"}})),
       waiting_replies(m->Gauge("messages_waiting", kWaitingHelp, {{"kind", "replies"}})) {}
 
 void MessageMetrics::Set(const MessageRoom& requests, const MessageRoom& replies) {
   request_bytes.Set(double(requests.used_bytes()));
   reply_bytes.Set(double(replies.used_bytes()));
+  kept_bytes.Set(double(replies.kept_bytes()));
   waiting_requests.Set(double(requests.waiting()));
   waiting_replies.Set(double(replies.waiting()));
 }

@@ -4,6 +4,9 @@
 //   MessageRoom    the bound of all, those that wait in the order in which they came, and who keeps others waiting
 //   MessageShare   one connection's part
 //
+// Memory of large replies is kept for the next ones (reply_memory.h): with what is used it stays within the bound, and
+// what nobody wants goes.
+//
 // Within kOwnBytes a connection is served whatever the others use. It may use Bounds::share, or more for a single
 // message. A connection that keeps others waiting is cut off: one that sends nothing of a request for kStalledMs, or
 // does not end it for kSlowMs, or takes no reply for as long. So is, where small replies that are not taken exceed the
@@ -25,8 +28,8 @@
 #include "absl/container/inlined_vector.h"
 #include "absl/functional/any_invocable.h"
 #include "kvmanager/api/socket_stream.h"
-#include "kvmanager/base/aligned_buffer.h"
 #include "kvmanager/base/clock.h"
+#include "kvmanager/rpc/reply_memory.h"
 #include "monitoring/metrics.h"
 
 namespace kvmanager {
@@ -51,10 +54,11 @@ class MessageRoom {
 
   const Bounds& bounds() const { return bounds_; }
   uint64_t used_bytes() const { return used_; }
+  uint64_t kept_bytes() const { return memory_.kept_bytes(); }
   size_t waiting() const { return waiting_.size(); }
   /// Of the share that has most.
   uint64_t most_used_bytes() const;
-  /// From time to time: cuts off who keeps others waiting.
+  /// From time to time: cuts off who keeps others waiting, and gives kept memory back.
   void Look();
 
  private:
@@ -74,6 +78,7 @@ class MessageRoom {
   uint64_t used_ = 0;
   absl::flat_hash_set<MessageShare*> shares_;
   std::list<Waiting*> waiting_;
+  ReplyMemory memory_;
 };
 
 class MessageShare final : public MessageMemory, public std::enable_shared_from_this<MessageShare> {
@@ -95,6 +100,10 @@ class MessageShare final : public MessageMemory, public std::enable_shared_from_
     void Shrink(uint64_t bytes);
     /// The caller gives them back.
     uint64_t Release() { return std::exchange(bytes_, 0); }
+    /// Memory for a reply that is booked here. Errors: RESOURCE_EXHAUSTED.
+    absl::StatusOr<ReplyBuffer> Make(absl::string_view what, size_t bytes);
+    /// Of Make: nobody uses it any more.
+    void Keep(ReplyBuffer buffer);
 
    private:
     std::shared_ptr<MessageShare> of_;
@@ -125,7 +134,7 @@ class MessageShare final : public MessageMemory, public std::enable_shared_from_
   /// Resolves once so many bytes are booked. Dropping the promise gives them back.
   kj::Promise<Charge> Book(uint64_t bytes);
   /// Memory that a reply refers to instead of holding a copy.
-  using Lent = absl::InlinedVector<AlignedBuffer, 2>;
+  using Lent = absl::InlinedVector<ReplyBuffer, 2>;
   /// A reply that refers to `lent` was handed to the network. They and their charge stay until it was written, or until
   /// this goes, which must be behind the network. lent: not empty.
   void SendWith(Charge charge, Lent lent);
@@ -143,6 +152,7 @@ class MessageShare final : public MessageMemory, public std::enable_shared_from_
  private:
   friend class MessageRoom;
   void CountUnsent(uint64_t unsent);
+  void KeepMemory(Lent& lent);
   void CutOff();
   bool stalled(int64_t now_ns) const {
     const auto for_ms = [now_ns](int64_t since_ns) { return since_ns == 0 ? 0 : (now_ns - since_ns) / 1000000; };
@@ -174,7 +184,7 @@ struct MessageMetrics {
   explicit MessageMetrics(Metrics* metrics);
   void Set(const MessageRoom& requests, const MessageRoom& replies);
 
-  prometheus::Gauge &request_bytes, &reply_bytes, &waiting_requests, &waiting_replies;
+  prometheus::Gauge &request_bytes, &reply_bytes, &kept_bytes, &waiting_requests, &waiting_replies;
 };
 
 }  // namespace kvmanager

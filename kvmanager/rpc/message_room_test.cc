@@ -53,7 +53,7 @@ class MessageRoomTest : public ::testing::Test {
   };
   static Reply Send(MessageShare& share, MessageShare::Charge charge) {
     MessageShare::Lent lent;
-    lent.push_back(AlignedBuffer(64));
+    lent.push_back(ReplyBuffer(AlignedBuffer(64)));
     const Reply reply(lent.front().data());
     share.SendWith(std::move(charge), std::move(lent));
     return reply;
@@ -292,6 +292,56 @@ TEST_F(MessageRoomTest, RandomOperations) {
     }
     ASSERT_EQ(room_.used_bytes(), 0);
   }
+}
+
+// Memory of large replies goes from one to the next.
+TEST_F(MessageRoomTest, KeepsMemoryForFurtherReplies) {
+  const auto share = Share();
+  const auto make = [&](uint64_t bytes) {
+    const auto booking = Book(*share, ReplyMemory::BytesFor(bytes));
+    KV_CHECK(booking->charge.has_value());
+    MessageShare::Lent lent;
+    lent.push_back(*booking->charge->Make("a reply", bytes));
+    EXPECT_EQ(lent.front().size(), bytes);
+    const Reply reply(lent.front().data());
+    const uint8_t* const data = lent.front().data();
+    share->SendWith(*std::move(booking->charge), std::move(lent));
+    return std::pair(data, reply);
+  };
+  const auto [first, sent] = make(2 * kMiB);
+  EXPECT_EQ(room_.kept_bytes(), 0u);
+  share->NoteSent(sent.segments(), 0);
+  EXPECT_EQ(room_.used_bytes(), 0u);
+  EXPECT_EQ(room_.kept_bytes(), 2 * kMiB);
+  const auto [again, sent_again] = make(2 * kMiB - 5);
+  EXPECT_EQ(again, first);
+  EXPECT_EQ(room_.kept_bytes(), 0u);
+  share->DropUnsent();
+  EXPECT_EQ(room_.kept_bytes(), 2 * kMiB);
+  // Small ones, and those of another size, are new.
+  const auto [small, sent_small] = make(4096);
+  share->NoteSent(sent_small.segments(), 0);
+  EXPECT_EQ(room_.kept_bytes(), 2 * kMiB);
+  // Together with what is used it stays within the bound.
+  const auto other = Share();
+  const auto most = Book(*other, 4 * kMiB), rest = Book(*share, 2 * kMiB + kMiB / 2);
+  ASSERT_TRUE(rest->charge.has_value());
+  const auto made = rest->charge->Make("a reply", 2 * kMiB + kMiB / 2);
+  ASSERT_TRUE(made.ok());
+  EXPECT_EQ(room_.kept_bytes(), 0u);
+}
+
+TEST_F(MessageRoomTest, GivesBackMemoryThatNobodyWants) {
+  const auto share = Share();
+  auto booking = Book(*share, 3 * kMiB);
+  booking->charge->Keep(*booking->charge->Make("a reply", 3 * kMiB));
+  booking->charge->Keep(ReplyBuffer(AlignedBuffer(6 * kMiB)));
+  EXPECT_EQ(room_.kept_bytes(), 9 * kMiB);
+  room_.Look();
+  EXPECT_EQ(room_.kept_bytes(), 9 * kMiB) << "some was wanted since the last look";
+  room_.Look();
+  EXPECT_EQ(room_.kept_bytes(), 0u) << "the oldest goes first, in whole buffers";
+  GiveBack(*booking);
 }
 
 }  // namespace

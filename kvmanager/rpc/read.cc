@@ -82,6 +82,11 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
     }
   }
 
+  ~ReadCall() {
+    charge_.Keep(std::move(k_));
+    charge_.Keep(std::move(v_));
+  }
+
   // For rows that go inline, and their reply.
   uint64_t bytes_to_book() const {
     return (uint64_t{!read_.k.given()} + uint64_t{!read_.v.given()}) * SessionMessages::BytesToBook(read_.bytes);
@@ -127,10 +132,10 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
   absl::Status Allocate() {
     if (Fails(Failpoint::kReadAllocate)) return absl::ResourceExhaustedError("failpoint read.allocate");
     if (!read_.k.given()) {
-      KV_ASSIGN_OR_RETURN(k_, AlignedBuffer::Make("K that is read", read_.bytes));
+      KV_ASSIGN_OR_RETURN(k_, charge_.Make("K that is read", read_.bytes));
     }
     if (!read_.v.given()) {
-      KV_ASSIGN_OR_RETURN(v_, AlignedBuffer::Make("V that is read", read_.bytes));
+      KV_ASSIGN_OR_RETURN(v_, charge_.Make("V that is read", read_.bytes));
     }
     return absl::OkStatus();
   }
@@ -320,7 +325,7 @@ class ReadCall final : public std::enable_shared_from_this<ReadCall> {
   std::unique_ptr<AttendLease> lease_;
   absl::InlinedVector<std::shared_ptr<Region>, 2> arenas_;  // that it writes to
   MessageShare::Charge charge_;                             // for inline rows
-  AlignedBuffer k_, v_;                                     // inline rows
+  ReplyBuffer k_, v_;                                       // inline rows
   std::vector<Piece> pieces_;
   uint64_t encoded_tokens_ = 0;
   int64_t start_ns_ = 0;

@@ -7,10 +7,10 @@
 #include "kvmanager/handoff/gpu_landing.h"
 #include "kvmanager/handoff/outgoing_hand_off.h"
 #include "kvmanager/handoff/peer_choice.h"
+#include "kvmanager/rpc/do_long_call.h"
 #include "kvmanager/rpc/limits.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/service.h"
-#include "kvmanager/rpc/verify_blocks.h"
 
 namespace kvmanager {
 namespace {
@@ -182,36 +182,28 @@ class SequenceService final : public api::Sequence::Server {
 
   kj::Promise<void> PublishNow(PublishContext context) {
     return Serve(*session_, Method::kPublish, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
-      KV_ASSIGN_OR_RETURN(std::vector<BlockName> names,
-                          ReadBlockNames("names", context.getParams().getNames(), limits::kBlockNamesMax));
-      // What others find must be there, and finite.
-      context.releaseParams();
-      if (calls().HasWritten(*session_, bound_->cache, id_)) {
-        // Equal blocks of others that it may take.
-        KV_ASSIGN_OR_RETURN(auto check, store().caches().Check(bound_->cache.id, names));
-        if (check == nullptr) {
-          KV_ASSIGN_OR_RETURN(const PublishResult result, PublishWritten(names));
-          WritePublished(result, context);
-          return Done();
-        }
-        return VerifyBlocks(parts_.workers, &parts_.loop->queue(), bound_->cache.owner, session_->calls().turns(),
-                            std::move(check))
-            .then([this, context, names = std::move(names)]() mutable {
-              const LoopTurn turn(session_->calls().turns(), MethodName(Method::kPublish));
-              const absl::StatusOr<PublishResult> result = PublishWritten(names);
-              if (result.ok()) return WritePublished(*result, context);
-              ServeError(*session_, Method::kPublish, result.status(), context);
-            })
-            .attach(thisCap());
-      }
-      return publish_
-          .Publish(std::move(names), bound_->config.layout.page_tokens,
-                   [session = session_, bound = bound_, id = id_] {
-                     return bound->calls->WhenAllWritten(session, bound->cache, id);
-                   })
-          .then([this, context](absl::StatusOr<PublishResult> result) mutable {
-            if (result.ok()) return WritePublished(*result, context);
-            ServeError(*session_, Method::kPublish, result.status(), context);
+      auto names = std::make_shared<BlockNamesReader>("names", context.getParams().getNames(), limits::kBlockNamesMax);
+      // What the client sends next finds the names, or none of them.
+      auto reading = session_->messages().HoldReading();
+      return InTurns(session_, Method::kPublish, parts_.long_calls, [names] { return names->ReadNext(); })
+          .then([this, context, names, reading = std::move(reading)]() mutable -> kj::Promise<void> {
+            if (!names->status().ok()) {
+              ServeError(*session_, Method::kPublish, names->status(), context);
+              return kj::READY_NOW;
+            }
+            context.releaseParams();
+            // What others find must be there, and finite.
+            if (calls().HasWritten(*session_, bound_->cache, id_)) {
+              return PublishWritten(names->Take(), context).attach(std::move(reading));
+            }
+            reading = nullptr;
+            return publish_
+                .Publish(names->Take(), bound_->config.layout.page_tokens,
+                         [session = session_, bound = bound_, id = id_] {
+                           return bound->calls->WhenAllWritten(session, bound->cache, id);
+                         })
+                .then(
+                    [this, context](absl::StatusOr<PublishResult> result) mutable { WritePublished(result, context); });
           })
           .attach(thisCap());
     });
@@ -362,15 +354,23 @@ class SequenceService final : public api::Sequence::Server {
         .then([](absl::StatusOr<bool> written) { return written.status(); });
   }
 
-  absl::StatusOr<PublishResult> PublishWritten(absl::Span<const BlockName> names) {
-    KV_RETURN_IF_ERROR(calls().CheckUsable(*session_, bound_->cache, id_));
-    return store().Publish(id_, names);
+  kj::Promise<void> PublishWritten(std::vector<BlockName> names, PublishContext context) {
+    absl::Status usable = calls().CheckUsable(*session_, bound_->cache, id_);
+    auto begun = usable.ok() ? store().BeginPublish(id_, std::move(names)) : std::move(usable);
+    if (!begun.ok()) {
+      WritePublished(begun.status(), context);
+      return kj::READY_NOW;
+    }
+    const std::shared_ptr<Publication> publication = *std::move(begun);
+    return DoLongCall(session_, Method::kPublish, parts_, bound_->cache.owner, publication)
+        .then([this, context, publication]() mutable { WritePublished(publication->result(), context); });
   }
-  static void WritePublished(const PublishResult& result, PublishContext& context) {
+  void WritePublished(const absl::StatusOr<PublishResult>& result, PublishContext& context) {
+    if (!result.ok()) return ServeError(*session_, Method::kPublish, result.status(), context);
     auto reply = context.getResults().initReply();
-    reply.setPublished(static_cast<uint32_t>(result.published));
-    reply.setShared(static_cast<uint32_t>(result.shared));
-    reply.setDeferred(static_cast<uint32_t>(result.deferred));
+    reply.setPublished(static_cast<uint32_t>(result->published));
+    reply.setShared(static_cast<uint32_t>(result->shared));
+    reply.setDeferred(static_cast<uint32_t>(result->deferred));
   }
   PageStore& store() { return *parts_.store; }
   const MemoryCalls& calls() const { return *bound_->calls; }

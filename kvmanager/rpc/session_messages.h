@@ -76,10 +76,12 @@ class SessionMessages {
   /// From so many bytes on a reply refers to memory instead of holding a copy.
   static constexpr uint64_t kLentBytesMin = MessageRoom::kOwnBytes;
   /// What a call books for bytes that it makes and answers with.
-  static uint64_t BytesToBook(uint64_t bytes) { return bytes < kLentBytesMin ? 2 * bytes : bytes; }
+  static uint64_t BytesToBook(uint64_t bytes) {
+    return bytes < kLentBytesMin ? 2 * bytes : ReplyMemory::BytesFor(bytes);
+  }
 
   /// A field of a reply, of `bytes`, that the caller gives to SendReply in the same turn.
-  static capnp::Orphan<capnp::Data> DataOf(capnp::Orphanage orphanage, const AlignedBuffer& bytes) {
+  static capnp::Orphan<capnp::Data> DataOf(capnp::Orphanage orphanage, const ReplyBuffer& bytes) {
     const capnp::Data::Reader data(bytes.data(), bytes.size());
     if (bytes.size() < kLentBytesMin) return orphanage.newOrphanCopy(data);
     return orphanage.referenceExternalData(data);
@@ -89,9 +91,9 @@ class SessionMessages {
   void SendReply(MessageShare::Charge charge, MessageShare::Lent parts) {
     uint64_t bytes = 0;
     MessageShare::Lent lent;
-    for (AlignedBuffer& part : parts) {
+    for (ReplyBuffer& part : parts) {
       if (part.size() < kLentBytesMin) continue;
-      bytes += part.size();
+      bytes += part.memory_bytes();
       lent.push_back(std::move(part));
     }
     charge.Shrink(bytes);

@@ -17,8 +17,8 @@ namespace kvmanager {
 class AppendLease {
  public:
   virtual ~AppendLease() = default;
-  /// Copies and checks the next pages, some 64 KiB, from what the entries point to. False: that was all. Any thread,
-  /// one at a time.
+  /// Zeroes the next slots that may hold bytes of other tenants, or copies and checks the next pages from what the
+  /// entries point to: some 64 KiB. False: that was all. Any thread, one at a time.
   virtual bool WriteNext() = 0;
   /// Everything is written: the tokens become the sequences'. Once, on the store's thread. Errors: of Appends::Append.
   virtual absl::Status Commit() = 0;

@@ -132,6 +132,39 @@ TEST_F(AppendLeaseTest, WhatIsWrongAtTheBeginningIsSaidThen) {
   EXPECT_EQ(used_bytes(), 0);
 }
 
+// Slots that hold another tenant's bytes.
+TEST_F(AppendLeaseTest, ZeroesWhatOthersWrote) {
+  pool_bytes_ = 2 << 20;
+  const Text text = MakeText(128 * kPage);
+  const CacheId theirs = test().Open(MakeConfig("raw", 1, "them", /*layers=*/1));
+  store().Drop(Filled(theirs, text, 128 * kPage));
+  const CacheId cache = test().Open(OneLayer("raw", 1));
+  const SequenceId sequence = Create(cache);
+  const auto is_zero = [&](int from_token) {
+    const AttendEntry entry{sequence, 0, from_token};
+    const auto lease = store().Load(cache, 0, {&entry, 1});
+    EXPECT_TRUE(lease.ok()) << lease.status();
+    const PageLayout layout = OneLayer("raw", 1).layout;
+    const uint8_t* const page = (*lease)->pages(0)[from_token / kPage].raw;
+    for (int head = 0; head < layout.kv_heads; ++head) {
+      for (size_t at = layout.raw_offset(1, head, from_token % kPage); at < layout.raw_offset(1, head, kPage); ++at) {
+        if (page[at] != 0) return false;
+      }
+    }
+    return true;
+  };
+  auto lease = MustBegin(cache, sequence, text, 0, kPage + 1);
+  lease->WriteNext();
+  lease = nullptr;  // what it had goes back as it is
+  test().pool->CheckInvariants();
+  lease = MustBegin(cache, sequence, text, 0, kPage + 1);
+  Write(*lease);
+  ASSERT_TRUE(lease->Commit().ok());
+  EXPECT_TRUE(is_zero(kPage + 1));
+  ExpectText(cache, sequence, text, kPage + 1);
+  store().Drop(sequence);
+}
+
 TEST_F(AppendLeaseTest, WhatHappensMeanwhileIsNotOverwritten) {
   const CacheId cache = test().Open(OneLayer("raw", 1));
   const Text text = MakeText(4 * kPage), other = MakeText(3, 900);

@@ -2,8 +2,7 @@
 
 #include <utility>
 
-#include "absl/container/flat_hash_set.h"
-#include "kvmanager/store/page_bytes.h"
+#include "kvmanager/store/page_comparison.h"
 
 namespace kvmanager {
 namespace {
@@ -12,7 +11,7 @@ class BlockCheckImpl final : public BlockCheck {
  public:
   // blocks: held.
   BlockCheckImpl(BlockIndex* index, std::vector<Block*> blocks, std::weak_ptr<const bool> alive)
-      : index_(index), alive_(std::move(alive)), blocks_(std::move(blocks)) {
+      : index_(index), alive_(std::move(alive)), blocks_(std::move(blocks)), comparison_(index) {
     for (const Block* block : blocks_) index_->other_holders().Note(block);
   }
   ~BlockCheckImpl() override {
@@ -24,69 +23,23 @@ class BlockCheckImpl final : public BlockCheck {
   }
 
   bool Next() override {
-    if (alive_.expired()) return false;
-    for (; settled_ < listed_to_; ++settled_) {
-      Block* const block = blocks_[settled_];
-      if (settled_ == corrupt_) {
-        index_->NoteCompared(block, /*intact=*/false);
-        return false;  // a prefix ends here
-      }
-      if (!partial_.contains(settled_)) index_->NoteCompared(block, /*intact=*/true);
+    if (alive_.expired() || !comparison_.Settle()) return false;  // a prefix ends at a block that has changed
+    for (; listed_to_ < blocks_.size() && comparison_.pages() < kPagesAtOnce; ++listed_to_) {
+      comparison_.Add(blocks_[listed_to_]);
     }
-    pages_.clear();
-    compared_ = 0;
-    for (; listed_to_ < blocks_.size() && pages_.size() < kPagesAtOnce; ++listed_to_) List(listed_to_);
-    return !pages_.empty();
+    return comparison_.pages() > 0;
   }
 
-  bool CompareOne() override {
-    if (compared_ == pages_.size()) return false;
-    const Listed& page = pages_[compared_];
-    const uint64_t checksum = page.memory->Checksum(page.bytes, page.size);
-    if (checksum != 0 && checksum != page.checksum) {  // 0: verified when it leaves its memory
-      corrupt_ = page.block;
-      compared_ = pages_.size();
-      return false;
-    }
-    return ++compared_ < pages_.size();
-  }
+  bool CompareOne() override { return comparison_.CompareOne(); }
 
  private:
-  static constexpr size_t kPagesAtOnce = 4096;  // and those of one block more
-  static constexpr size_t kNone = SIZE_MAX;
-
-  struct Listed {
-    const MemoryBackend* memory;
-    const uint8_t* bytes;
-    size_t size;
-    uint64_t checksum;
-    size_t block;
-  };
-
-  // Pages that wait to be encoded have nothing to compare with. The others keep this form while the block is held.
-  void List(size_t at) {
-    const Block& block = *blocks_[at];
-    const Cache& cache = *block.cache;
-    for (uint32_t layer = 0; layer < block.pages.size(); ++layer) {
-      const Page& page = block.pages[layer];
-      if (page.state != PageState::kResident) {
-        partial_.insert(at);
-        continue;
-      }
-      const bool encoded = page.encoded.valid();
-      pages_.push_back({&cache.tier->memory(), PageData(cache, encoded ? page.encoded : page.raw),
-                        encoded ? cache.page_bytes(layer) : cache.layout().raw_bytes(), page.checksum, at});
-    }
-  }
+  static constexpr size_t kPagesAtOnce = 1024;  // and those of one block more
 
   BlockIndex* const index_;
   const std::weak_ptr<const bool> alive_;
   std::vector<Block*> blocks_;
-  size_t listed_to_ = 0, settled_ = 0;  // of blocks_
-  std::vector<Listed> pages_;
-  size_t compared_ = 0;
-  size_t corrupt_ = kNone;               // of blocks_
-  absl::flat_hash_set<size_t> partial_;  // of blocks_: not all of their pages were compared
+  size_t listed_to_ = 0;  // of blocks_
+  PageComparison comparison_;
 };
 
 }  // namespace

@@ -1,7 +1,6 @@
 // BlockChecks of the store's blocks. On the store's thread.
 #pragma once
 
-#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -9,9 +8,6 @@
 #include "kvmanager/store/block_index.h"
 
 namespace kvmanager {
-
-/// So many bytes may be compared on the store's thread at once.
-constexpr uint64_t kVerifiedAtOnceBytes = 256 << 10;
 
 /// Of those of `held` that are to be verified; takes over a hold of each. nullptr: they have no more than
 /// kVerifiedAtOnceBytes. alive: expires with the store.

@@ -95,7 +95,9 @@ struct Cache {
 /// Slots of one cache, taken from the pool; those not taken out go back.
 class Reservation {
  public:
-  explicit Reservation(SlotPool* pool) : pool_(pool) {}
+  /// Who zeroes bytes of other tenants (SlotPool::Allocate).
+  enum class Cleaning : uint8_t { kByPool, kByUser };
+  explicit Reservation(SlotPool* pool, Cleaning cleaning = Cleaning::kByPool) : pool_(pool), cleaning_(cleaning) {}
   ~Reservation();
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
@@ -103,7 +105,9 @@ class Reservation {
   void Forget() {
     for (Slots* slots : {&raw, &activations}) slots->ids.clear();
     for (Slots& slots : encoded) slots.ids.clear();
+    unclean.clear();
   }
+  std::vector<PageId>* uncleaned() { return cleaning_ == Cleaning::kByUser ? &unclean : nullptr; }
   PageId TakeRaw() { return Take(&raw); }
   PageId TakeActivations() { return Take(&activations); }
   PageId TakeOfClass(size_t slot_class) { return Take(&encoded[slot_class]); }
@@ -115,6 +119,7 @@ class Reservation {
   };
   Slots raw, activations;
   std::array<Slots, kSlotClassesMax> encoded;  // by class
+  std::vector<PageId> unclean;                 // of these, which the user cleans
 
  private:
   static PageId Take(Slots* slots) {
@@ -122,6 +127,7 @@ class Reservation {
     return slots->ids[slots->taken++];
   }
   SlotPool* pool_;
+  const Cleaning cleaning_;
 };
 
 }  // namespace kvmanager

@@ -9,7 +9,9 @@
 #include "kvmanager/store/memory_backend.h"
 #include "kvmanager/store/mover.h"
 #include "kvmanager/store/payers.h"
+#include "kvmanager/store/publications.h"
 #include "kvmanager/store/sequence_arrivals.h"
+#include "kvmanager/store/sequence_beginnings.h"
 #include "kvmanager/store/sequence_exports.h"
 #include "kvmanager/store/sequence_imports.h"
 #include "kvmanager/store/sequence_indexes.h"
@@ -33,11 +35,13 @@ class PageStoreImpl final : public PageStore, private TierOwner {
         mover_(tiers_[0].get(), metrics, alive_),
         blocks_({metrics, clock, tiers_[0].get(), [this](const Block& block) { moves_.NotKept(block); }}),
         payers_(&tiers_),
-        caches_({registry, metrics, &tiers_, &blocks_, &payers_,
-                 [this](const CacheDigest* of) { moves_.NotePurge(of); }, alive_}),
+        caches_({registry, metrics, &tiers_, &blocks_, &payers_, [this](const CacheDigest* of) { BeforePurge(of); },
+                 alive_}),
         encodes_({metrics, &blocks_, alive_}),
         indexes_({metrics, &blocks_, &encodes_, alive_}),
         sequences_({metrics, &caches_, &blocks_, &indexes_}),
+        beginnings_({metrics, &caches_, &blocks_, &indexes_, &sequences_, alive_}),
+        publications_({metrics, &blocks_, &sequences_, alive_}),
         moves_({metrics, &tiers_, &caches_, &blocks_, &encodes_, &mover_}),
         reads_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, alive_}),
         appends_({metrics, clock, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &reads_, alive_}),
@@ -58,9 +62,13 @@ class PageStoreImpl final : public PageStore, private TierOwner {
   Imports& imports() override { return imports_; }
   StoreReport& report() override { return inspector_; }
 
-  absl::StatusOr<CreateResult> Create(CacheId cache, absl::Span<const BlockName> prefix,
-                                      uint64_t prompt_tokens) override {
-    return sequences_.Create(cache, prefix, prompt_tokens);
+  absl::StatusOr<std::unique_ptr<SequenceBeginning>> Begin(CacheId cache, std::vector<BlockName> prefix,
+                                                           uint64_t prompt_tokens) override {
+    return beginnings_.Begin(cache, std::move(prefix), prompt_tokens);
+  }
+  bool Fetches(CacheId cache) const override {
+    const auto found = caches_.Find(cache);
+    return found.ok() && (*found)->tier->can_move();
   }
   absl::StatusOr<std::unique_ptr<ArrivalLease>> Fetch(CacheId cache, absl::Span<const BlockName> prefix,
                                                       uint64_t prompt_tokens) override {
@@ -84,10 +92,13 @@ class PageStoreImpl final : public PageStore, private TierOwner {
   absl::Status Crop(SequenceId sequence, uint64_t tokens, std::vector<OpenCopy>* copies) override {
     return sequences_.Crop(sequence, tokens, copies);
   }
-  absl::StatusOr<PublishResult> Publish(SequenceId sequence, absl::Span<const BlockName> names) override {
-    return sequences_.Publish(sequence, names);
+  absl::StatusOr<std::unique_ptr<Publication>> BeginPublish(SequenceId sequence,
+                                                            std::vector<BlockName> names) override {
+    return publications_.Begin(sequence, std::move(names));
   }
   void Drop(SequenceId sequence) override { sequences_.Drop(sequence); }
+  void OnLeftovers(std::function<void()> fn) override { sequences_.OnLeftovers(std::move(fn)); }
+  bool ReleaseSome() override { return sequences_.ReleaseSome(); }
 
  private:
   using Tiers = std::vector<std::unique_ptr<Tier>>;
@@ -107,6 +118,11 @@ class PageStoreImpl final : public PageStore, private TierOwner {
     return tiers;
   }
 
+  void BeforePurge(const CacheDigest* of) {
+    moves_.NotePurge(of);
+    while (sequences_.ReleaseSome()) {  // what nobody uses is to go
+    }
+  }
   void Evict(Block* block) override { blocks_.Evict(block); }
   bool Demote(Block* block) override { return moves_.Demote(block); }
   absl::Status Exhausted(const Cache& cache, const SlotCounts& wanted) const override {
@@ -127,6 +143,8 @@ class PageStoreImpl final : public PageStore, private TierOwner {
   EncodeJobs encodes_;
   SequenceIndexes indexes_;
   SequenceTable sequences_;
+  SequenceBeginnings beginnings_;
+  Publications publications_;
   BlockMoves moves_;
   StoreReads reads_;
   StoreAppends appends_;

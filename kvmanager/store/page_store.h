@@ -2,7 +2,7 @@
 //
 //   what        interface            made by
 //   caches      cache_directory.h    cache_table.h, block_index.h (blocks by name), tier.h (slots, eviction)
-//   sequences   this header          sequence_table.h, sequence_indexes.h
+//   sequences   this, long_call.h    sequence_table.h, sequence_beginnings.h, publications.h, sequence_indexes.h
 //   steps       step_lease.h         store_appends.h, store_reads.h, encode_jobs.h, memory_backend.h (host, GPU)
 //   tables      slot_tables.h        table_changes.h
 //   tiers       arrival_lease.h      sequence_arrivals.h, block_moves.h, mover.h
@@ -29,6 +29,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -45,6 +46,7 @@
 #include "kvmanager/store/arrival_lease.h"
 #include "kvmanager/store/cache_directory.h"
 #include "kvmanager/store/hand_off_lease.h"
+#include "kvmanager/store/long_call.h"
 #include "kvmanager/store/page_executor.h"
 #include "kvmanager/store/quotas.h"
 #include "kvmanager/store/slot_tables.h"
@@ -79,8 +81,16 @@ class PageStore {
   /// A new sequence that begins with the blocks found: find and pin are one step. prompt_tokens: for codecs whose
   /// queries choose what they read behind the prompt, its length; 0: the prompt ends where the first append of a single
   /// token begins. Errors: INVALID_ARGUMENT (beyond a sequence's limit).
-  virtual absl::StatusOr<CreateResult> Create(CacheId cache, absl::Span<const BlockName> prefix,
-                                              uint64_t prompt_tokens = 0) = 0;
+  absl::StatusOr<CreateResult> Create(CacheId cache, absl::Span<const BlockName> prefix, uint64_t prompt_tokens = 0) {
+    KV_ASSIGN_OR_RETURN(const auto beginning, Begin(cache, {prefix.begin(), prefix.end()}, prompt_tokens));
+    beginning->DoAll();
+    return beginning->Commit();
+  }
+  /// The same in pieces, for caches whose memory has no lower tier that pages come from (else: Fetch).
+  virtual absl::StatusOr<std::unique_ptr<SequenceBeginning>> Begin(CacheId cache, std::vector<BlockName> prefix,
+                                                                   uint64_t prompt_tokens) = 0;
+  /// Whether blocks of a cache may come from a lower tier, by Fetch.
+  virtual bool Fetches(CacheId cache) const = 0;
   /// Like Create, but also fetches blocks that only the next lower tier has; concurrent callers share one fetch.
   /// Errors: Create's.
   virtual absl::StatusOr<std::unique_ptr<ArrivalLease>> Fetch(CacheId cache, absl::Span<const BlockName> prefix,
@@ -128,9 +138,20 @@ class PageStore {
   virtual absl::Status Crop(SequenceId sequence, uint64_t tokens, std::vector<OpenCopy>* copies) = 0;
   /// Names the sequence's first blocks, which must be full in every layer. Errors: FAILED_PRECONDITION (not full, or
   /// named differently before), INVALID_ARGUMENT (the key exists with other tokens).
-  virtual absl::StatusOr<PublishResult> Publish(SequenceId sequence, absl::Span<const BlockName> names) = 0;
+  absl::StatusOr<PublishResult> Publish(SequenceId sequence, absl::Span<const BlockName> names) {
+    KV_ASSIGN_OR_RETURN(const auto publication, BeginPublish(sequence, {names.begin(), names.end()}));
+    publication->DoAll();
+    return publication->result();
+  }
+  /// The same in pieces.
+  virtual absl::StatusOr<std::unique_ptr<Publication>> BeginPublish(SequenceId sequence,
+                                                                    std::vector<BlockName> names) = 0;
   /// Gives the sequence back; pages under a lease go when the lease does.
   virtual void Drop(SequenceId sequence) = 0;
+  /// `fn` is called when a sequence leaves more blocks, by Drop or Crop, than are given back at once.
+  virtual void OnLeftovers(std::function<void()> fn) = 0;
+  /// Gives back some more of these, 0.1 ms. False: that was all.
+  virtual bool ReleaseSome() = 0;
 };
 
 }  // namespace kvmanager

@@ -25,7 +25,7 @@ PoolQuota Payers::QuotaIn(const std::string& name, const Tier& tier) const {
 }
 
 void Payers::SetQuota(const std::string& name, PayerId id) {
-  for (const auto& tier : *tiers_) tier->pool()->SetQuota(id, QuotaIn(name, *tier));
+  for (const auto& tier : *tiers_) tier->pool()->shares().SetQuota(id, QuotaIn(name, *tier));
 }
 
 Payers::Payer& Payers::Of(const std::string& name) {
@@ -60,7 +60,7 @@ void Payers::ForgetIdle() {
       if (QuotaIn(payer->first, *tier).guaranteed_bytes > 0) {
         forgotten = false;
       } else {
-        forgotten &= tier->pool()->ForgetPayer(payer->second.id);
+        forgotten &= tier->pool()->shares().Forget(payer->second.id);
       }
     }
     if (forgotten) payers_.erase(payer);

@@ -33,7 +33,7 @@ class ArrivalLeaseImpl final : public ArrivalLease {
     if (parts_.alive.expired()) return;
     if (sequence_ != nullptr) {
       parts_.sequences->Unhide(sequence_.get());
-      parts_.sequences->ReleaseBlocks(*sequence_);
+      parts_.sequences->Leave(*sequence_, 0);
     }
     LetGo();
     --to_->leases;

@@ -26,7 +26,7 @@ class ImportLeaseImpl final : public ImportLease {
     Break(absl::CancelledError("it was given up"));
     if (hidden_ != nullptr) {
       parts_.sequences->Unhide(hidden_.get());
-      parts_.sequences->ReleaseBlocks(*hidden_);
+      parts_.sequences->Leave(*hidden_, 0);
     }
     for (NewBlock& block : new_blocks_) LetGo(block);
     --cache_->leases;

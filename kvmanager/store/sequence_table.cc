@@ -97,11 +97,15 @@ void SequenceTable::Attach(Sequence& sequence, Block* block) {
 }
 
 void SequenceTable::DetachLast(Sequence& sequence) {
-  Block* block = sequence.blocks.back();
-  for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
-    if (sequence.HoldsRaw(block->index, layer)) parts_.blocks->DropRawHold({block, layer});
-  }
+  Block* const block = sequence.blocks.back();
   sequence.blocks.pop_back();
+  GiveBack(block, sequence.aged);
+}
+
+void SequenceTable::GiveBack(Block* block, absl::Span<const uint32_t> aged) {
+  for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
+    if (block->index >= aged[layer]) parts_.blocks->DropRawHold({block, layer});
+  }
   parts_.blocks->Release(block);
 }
 
@@ -115,8 +119,38 @@ void SequenceTable::Age(Sequence& sequence, uint32_t layer, uint64_t position) {
   }
 }
 
-void SequenceTable::ReleaseBlocks(Sequence& sequence) {
-  while (!sequence.blocks.empty()) DetachLast(sequence);
+void SequenceTable::Leave(Sequence& sequence, uint32_t first) {
+  if (sequence.blocks.size() <= first) return;
+  Left left{sequence.cache, {sequence.blocks.begin() + first, sequence.blocks.end()}, sequence.aged};
+  sequence.blocks.resize(first);
+  ReleaseLast(left);
+  if (left.blocks.empty()) return;
+  ++left.cache->leases;
+  left_.push_back(std::move(left));
+  if (left_.size() == 1) on_leftovers_();
+}
+
+void SequenceTable::ReleaseLast(Left& left) {
+  for (size_t pages = 0; !left.blocks.empty() && pages < kPagesAtOnce; pages += left.cache->layers()) {
+    Block* const block = left.blocks.back();
+    left.blocks.pop_back();
+    GiveBack(block, left.aged);
+  }
+}
+
+bool SequenceTable::ReleaseSome() {
+  if (left_.empty()) return false;
+  // Room that comes may be taken at once, by somebody who looks for more here.
+  Left left = std::move(left_.front());
+  left_.pop_front();
+  ReleaseLast(left);
+  if (left.blocks.empty()) {
+    --left.cache->leases;
+    if (!left.cache->wanted) parts_.caches->CloseIfUnused(left.cache);
+  } else {
+    left_.push_front(std::move(left));
+  }
+  return !left_.empty();
 }
 
 SequenceInfo SequenceTable::InfoOf(const Sequence& sequence) {
@@ -144,27 +178,6 @@ std::vector<SequenceId> SequenceTable::Ids() const {
   for (const auto& [id, sequence] : sequences_) all.push_back(id);
   std::sort(all.begin(), all.end());
   return all;
-}
-
-absl::StatusOr<CreateResult> SequenceTable::Create(CacheId id, absl::Span<const BlockName> prefix,
-                                                   uint64_t prompt_tokens) {
-  KV_ASSIGN_OR_RETURN(const auto cache, parts_.caches->Find(id));
-  KV_RETURN_IF_ERROR(CheckNew(*cache, prefix, prompt_tokens));
-  CreateResult result;
-  const std::vector<Block*> found = parts_.blocks->FindPrefix(*cache, prefix, BlockIndex::Bytes::kVerify,
-                                                              /*lower_too=*/false, nullptr, &result.match);
-  parts_.metrics->prefix_asked_blocks.Increment(static_cast<double>(prefix.size()));
-  parts_.blocks->CountHits(result.match);
-  auto sequence = New(cache);
-  sequence->hit_blocks = result.match.hit_blocks;
-  // A hit is taken as it is found: its pages have aged.
-  std::fill(sequence->aged.begin(), sequence->aged.end(), static_cast<uint32_t>(found.size()));
-  std::fill(sequence->tokens.begin(), sequence->tokens.end(), uint64_t{found.size()} * cache->page_tokens());
-  for (Block* block : found) Attach(*sequence, block);
-  parts_.indexes->Make(*sequence, {prompt_tokens, 0}, sequence->tokens[0]);
-  parts_.indexes->AdvanceAll(*sequence);
-  result.sequence = Show(std::move(sequence));
-  return result;
 }
 
 absl::StatusOr<SequenceId> SequenceTable::Fork(SequenceId id, std::vector<OpenCopy>* copies) {
@@ -239,7 +252,7 @@ absl::Status SequenceTable::Crop(SequenceId id, uint64_t tokens, std::vector<Ope
   for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
     if (sequence->tokens[layer] > tokens) Age(*sequence, layer, sequence->tokens[layer] - 1);
   }
-  while (sequence->blocks.size() > index + (keep_block ? 1 : 0)) DetachLast(*sequence);
+  Leave(*sequence, index + (keep_block ? 1 : 0));
   for (uint32_t layer = 0; layer < cache->layers(); ++layer) {
     sequence->tokens[layer] = tokens;
     sequence->aged[layer] = std::min(sequence->aged[layer], index);
@@ -251,74 +264,13 @@ absl::Status SequenceTable::Crop(SequenceId id, uint64_t tokens, std::vector<Ope
   return absl::OkStatus();
 }
 
-absl::StatusOr<PublishResult> SequenceTable::Publish(SequenceId id, absl::Span<const BlockName> names) {
-  KV_ASSIGN_OR_RETURN(Sequence * sequence, FindWhole(id));
-  KV_RETURN_IF_ERROR(CacheTable::CheckNames(names));
-  Cache& cache = *sequence->cache;
-  const uint64_t full_blocks = sequence->TokensInEveryLayer() / cache.page_tokens();
-  if (names.size() > full_blocks) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, "names", absl::StrCat(names.size()),
-                      absl::StrCat("at most ", full_blocks, ", the blocks full in every layer"));
-  }
-  absl::flat_hash_set<BlockKey> keys;
-  for (size_t i = 0; i < names.size(); ++i) {
-    const Block* block = sequence->blocks[i];
-    const std::string field = absl::StrCat("names[", i, "]");
-    if (!keys.insert(names[i].key).second) return InvalidField(field, names[i].key.ToHex(8), "named once");
-    if (block->published && block->name.key != names[i].key) {
-      return FieldError(absl::StatusCode::kFailedPrecondition, field, names[i].key.ToHex(8),
-                        absl::StrCat(block->name.key.ToHex(8), ", its name so far"));
-    }
-    const Block* known = cache.table.FindKey(names[i].key);
-    if (known != nullptr && known->name.tokens != names[i].tokens) {
-      return InvalidField(absl::StrCat(field, ".tokens"), names[i].tokens.ToHex(8),
-                          absl::StrCat(known->name.tokens.ToHex(8), ", what this key names"));
-    }
-    if (known != nullptr && known->index != i) {
-      return InvalidField(field, names[i].key.ToHex(8),
-                          absl::StrCat("the key of block ", i, ", not of block ", known->index));
-    }
-  }
-  PublishResult result;
-  std::vector<Block*> deferred;
-  for (uint32_t i = 0; i < names.size(); ++i) {
-    Block*& block = sequence->blocks[i];
-    if (block->published) continue;
-    MissReason reason;
-    Block* equal = parts_.blocks->Find(cache, names[i], i, BlockIndex::Bytes::kVerify, &reason);
-    if (equal == nullptr) {
-      if (block->corrupt) continue;
-      parts_.blocks->Name(block, names[i]);
-      ++result.published;
-      continue;
-    }
-    const bool aged = std::all_of(sequence->aged.begin(), sequence->aged.end(), [i](uint32_t n) { return n > i; });
-    if (aged) {
-      parts_.blocks->Release(block);  // it has no raw hold of this sequence any more
-      block = equal;
-      for (uint32_t layer = 0; layer < cache.layers(); ++layer) {
-        sequence->NoteChange(layer, i);
-        sequence->settled[layer] = std::min(sequence->settled[layer], i);  // the other block may still be encoded
-      }
-      ++result.shared;
-    } else {
-      deferred.push_back(equal);
-    }
-  }
-  result.deferred = static_cast<int>(deferred.size());
-  for (; !deferred.empty(); deferred.pop_back()) parts_.blocks->Release(deferred.back());
-  parts_.metrics->published.Increment(result.published);
-  parts_.metrics->published_shared.Increment(result.shared);
-  return result;
-}
-
 void SequenceTable::Drop(SequenceId id) {
   const auto found = sequences_.find(id);
   if (found == sequences_.end()) return;
   const std::unique_ptr<Sequence> sequence = std::move(found->second);
   sequences_.erase(found);
   parts_.indexes->Drop(*sequence);
-  ReleaseBlocks(*sequence);
+  Leave(*sequence, 0);
   --sequence->cache->sequences;
   const auto of_payer = of_payer_.find(sequence->cache->payer);
   of_payer->second.shared_blocks -= sequence->shared_blocks;

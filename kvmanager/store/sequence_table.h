@@ -1,11 +1,16 @@
-// The sequences of a store: begun by a prefix or by others, forked, cropped, published and dropped. On the store's
-// thread.
+// The sequences of a store: shown, forked, cropped and dropped. On the store's thread.
+//
+// A sequence that is dropped or cropped may leave very many blocks. Those beyond some 500 pages are given back by
+// ReleaseSome.
 //
 // Sequences are given to others (hand-offs, arrivals) before they are visible: Hide says so, for CheckInvariants.
 #pragma once
 
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
@@ -43,13 +48,13 @@ class SequenceTable {
   SequenceTable& operator=(const SequenceTable&) = delete;
 
   // PageStore's.
-  absl::StatusOr<CreateResult> Create(CacheId cache, absl::Span<const BlockName> prefix, uint64_t prompt_tokens);
   absl::StatusOr<SequenceInfo> Describe(SequenceId sequence) const;
   std::vector<SequenceId> Ids() const;  // ascending
   absl::StatusOr<SequenceId> Fork(SequenceId sequence, std::vector<OpenCopy>* copies);
   absl::Status Crop(SequenceId sequence, uint64_t tokens, std::vector<OpenCopy>* copies);
-  absl::StatusOr<PublishResult> Publish(SequenceId sequence, absl::Span<const BlockName> names);
   void Drop(SequenceId sequence);
+  void OnLeftovers(std::function<void()> fn) { on_leftovers_ = std::move(fn); }
+  bool ReleaseSome();
 
   void WriteUse(StoreUse* use) const;
 
@@ -67,7 +72,9 @@ class SequenceTable {
   SequenceId Show(std::unique_ptr<Sequence> sequence);  // makes it visible
   void Attach(Sequence& sequence, Block* block);        // appends `block`, already held, and takes its raw holds
   void DetachLast(Sequence& sequence);                  // gives the last block back
-  void ReleaseBlocks(Sequence& sequence);
+  /// Takes the blocks from `first` on away from the sequence, and gives them back: at once if they are few, else
+  /// ReleaseSome does. REQUIRES: what they hold is what `aged` says now.
+  void Leave(Sequence& sequence, uint32_t first);
   void Age(Sequence& sequence, uint32_t layer, uint64_t position);
 
   // For CheckInvariants.
@@ -75,8 +82,21 @@ class SequenceTable {
   void Unhide(const Sequence* sequence) { hidden_.erase(sequence); }
   const absl::flat_hash_map<SequenceId, std::unique_ptr<Sequence>>& all() const { return sequences_; }
   const absl::flat_hash_set<const Sequence*>& hidden() const { return hidden_; }
+  /// Blocks that a sequence has left, and still holds.
+  struct Left {
+    std::shared_ptr<Cache> cache;
+    std::vector<Block*> blocks;
+    std::vector<uint32_t> aged;  // [layers] as the sequence's
+  };
+  const std::deque<Left>& left() const { return left_; }
 
  private:
+  static constexpr size_t kPagesAtOnce = 512;  // some 0.1 ms
+
+  /// One holder less of a block, and no raw hold of a sequence that has aged so far.
+  void GiveBack(Block* block, absl::Span<const uint32_t> aged);
+  /// Gives back the last of them, kPagesAtOnce or one block more.
+  void ReleaseLast(Left& left);
   static SequenceInfo InfoOf(const Sequence& sequence);
   /// Block `index` of `sequence`, with copies of the first `tokens` tokens of each layer's page.
   absl::StatusOr<Block*> CopyOpenBlock(const Sequence& sequence, uint32_t index, int tokens,
@@ -86,6 +106,8 @@ class SequenceTable {
   SequenceId next_sequence_ = 1;
   absl::flat_hash_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
   absl::flat_hash_set<const Sequence*> hidden_;
+  std::deque<Left> left_;
+  std::function<void()> on_leftovers_ = [] {};
   struct Use {
     size_t sequences = 0;
     uint64_t shared_blocks = 0;

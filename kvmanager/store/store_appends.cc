@@ -1,6 +1,7 @@
 #include "kvmanager/store/store_appends.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -173,7 +174,7 @@ class StoreAppends::Lease final : public AppendLease {
         cache_(std::move(cache)),
         layer_(layer),
         entries_(entries.begin(), entries.end()),
-        slots_(cache_->tier->pool()) {}
+        slots_(cache_->tier->pool(), Reservation::Cleaning::kByUser) {}
   ~Lease() override {
     if (alive_.expired()) slots_.Forget();
   }
@@ -183,11 +184,18 @@ class StoreAppends::Lease final : public AppendLease {
     KV_RETURN_IF_ERROR(appends_->Prepare(*cache_, layer_, entries_, &sequences, &slots_));
     KV_RETURN_IF_ERROR(cache_->tier->memory().Plan({*cache_, layer_, entries_, sequences, slots_}, &writes_));
     checksums_.resize(slots_.raw.ids.size());
+    const SlotPool& pool = *cache_->tier->pool();
+    for (const PageId slot : slots_.unclean) unclean_.push_back({pool.Data(slot), pool.SlotBytes(slot)});
     return absl::OkStatus();
   }
   bool WriteNext() override {
     const MemoryBackend& memory = cache_->tier->memory();
-    for (size_t bytes = 0; bytes < kPieceBytes && next_ < writes_.size() && status_.ok(); ++next_) {
+    size_t bytes = 0;
+    for (; bytes < kPieceBytes && cleaned_ < unclean_.size(); ++cleaned_) {
+      std::memset(unclean_[cleaned_].data(), 0, unclean_[cleaned_].size());
+      bytes += unclean_[cleaned_].size();
+    }
+    for (; bytes < kPieceBytes && next_ < writes_.size() && status_.ok(); ++next_) {
       const PageWrite& write = writes_[next_];
       if (!write.opens) continue;  // the page is the sequence's: Commit
       status_ = memory.WritePage(*cache_, layer_, entries_[write.entry], write);
@@ -196,7 +204,7 @@ class StoreAppends::Lease final : public AppendLease {
       }
       bytes += cache_->layout().raw_bytes();
     }
-    return next_ < writes_.size() && status_.ok();
+    return (cleaned_ < unclean_.size() || next_ < writes_.size()) && status_.ok();
   }
   absl::Status Commit() override {
     if (alive_.expired()) return absl::UnavailableError("the store has closed");
@@ -210,7 +218,8 @@ class StoreAppends::Lease final : public AppendLease {
 
   absl::Status CommitIfUnchanged() {
     KV_RETURN_IF_ERROR(status_);
-    KV_CHECK(next_ == writes_.size());
+    KV_CHECK(next_ == writes_.size() && cleaned_ == unclean_.size());
+    for (const PageId slot : slots_.unclean) cache_->tier->pool()->NoteCleaned(slot);
     std::vector<Sequence*> sequences;
     SlotCounts wanted;
     KV_RETURN_IF_ERROR(appends_->Check(*cache_, layer_, entries_, &sequences, &wanted));
@@ -231,6 +240,8 @@ class StoreAppends::Lease final : public AppendLease {
   const int layer_;
   const std::vector<AppendEntry> entries_;
   Reservation slots_;
+  std::vector<absl::Span<uint8_t>> unclean_;  // slots; they are zeroed first
+  size_t cleaned_ = 0;                        // of them
   std::vector<PageWrite> writes_;
   std::vector<uint64_t> checksums_;  // of the pages that are opened, of an identity codec; 0: not full
   size_t next_ = 0;

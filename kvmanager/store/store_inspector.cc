@@ -173,6 +173,16 @@ void StoreInspector::CheckInvariants() const {
   };
   for (const auto& [id, sequence] : sequences) check_sequence(*sequence, true);
   for (const Sequence* sequence : parts_.sequences->hidden()) check_sequence(*sequence, false);
+  for (const SequenceTable::Left& left : parts_.sequences->left()) {
+    KV_CHECK(left.cache->leases > 0);
+    for (const Block* block : left.blocks) {
+      KV_CHECK(blocks.contains(block) && block->cache == left.cache);
+      ++holders[block];
+      for (uint32_t layer = 0; layer < left.cache->layers(); ++layer) {
+        if (block->index >= left.aged[layer]) ++raw_holds[&block->pages[layer]];
+      }
+    }
+  }
   for (const auto& [block, count] : parts_.blocks->other_holders().counts()) holders[block] += count;
   absl::flat_hash_map<const Cache*, uint64_t> arriving;
   absl::flat_hash_map<const Tier*, uint64_t> demoting_bytes;

@@ -55,6 +55,8 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
   if (counts.none()) return absl::OkStatus();
   const auto wanted = WantedSlots(cache, counts);
   if (!pool_->CanAllocate(cache.tenant, wanted)) {
+    while (owner_->ReleaseSome() && !pool_->CanAllocate(cache.tenant, wanted)) {
+    }
     Collect();
     // A request that is refused evicts nothing, unless kernels may still read what it evicted. Then that is waited for,
     // rather than all else evicted meanwhile: what was asked for and a slab, since slots may have to be of a new one.
@@ -78,7 +80,7 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
   const auto allocate = [&](const SlotPool::SlotsWanted& of, Reservation::Slots* slots) -> absl::Status {
     slots->ids.reserve(of.count);
     for (uint64_t i = 0; i < of.count; ++i) {
-      KV_ASSIGN_OR_RETURN(const PageId slot, pool_->Allocate(cache.tenant, of.bytes));
+      KV_ASSIGN_OR_RETURN(const PageId slot, pool_->Allocate(cache.tenant, of.bytes, out->uncleaned()));
       slots->ids.push_back(slot);
     }
     return absl::OkStatus();

@@ -38,6 +38,8 @@ class TierOwner {
   /// Starts to copy an evictable block to the next lower tier, and counts it (Tier::BeginDemotion). false: that tier
   /// has it (Block::kept), or it cannot go there.
   virtual bool Demote(Block* block) = 0;
+  /// Gives back more of what sequences have left. False: that was all.
+  virtual bool ReleaseSome() = 0;
   /// Slots of `tier` were freed, or have become evictable.
   virtual void OnRoomIn(const Tier& tier) = 0;
   /// The error for slots that a cache cannot have.

@@ -1,0 +1,49 @@
+// Calls of the store on very many blocks, done in pieces: each takes less than a turn of the event loop, and between
+// two of them others are served.
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "kvmanager/store/arrival_lease.h"
+
+namespace kvmanager {
+
+/// Made, used and destroyed on the store's thread, but for CompareOne; perhaps destroyed after the store has closed.
+class LongCall {
+ public:
+  enum class Next : uint8_t {
+    kPiece,    // DoPiece again
+    kCompare,  // CompareOne on any one thread until that is false, then DoPiece
+    kDone,
+  };
+  virtual ~LongCall() = default;
+  /// Does the next piece, and says what comes next.
+  virtual Next DoPiece() = 0;
+  /// Compares one page of found blocks with its checksum, which takes as long as reading it. False: none is left.
+  virtual bool CompareOne() = 0;
+  /// All of it at once.
+  void DoAll() {
+    for (Next next; (next = DoPiece()) != Next::kDone;) {
+      while (next == Next::kCompare && CompareOne()) {
+      }
+    }
+  }
+};
+
+/// A sequence that takes the blocks found by its prefix. Nothing of it is visible before Commit; without, it goes.
+class SequenceBeginning : public LongCall {
+ public:
+  /// Once, after kDone. Errors: RESOURCE_EXHAUSTED (sequences); UNAVAILABLE (the store has closed).
+  virtual absl::StatusOr<CreateResult> Commit() = 0;
+};
+
+/// Names for the first blocks of a sequence. All names are looked at before the first block is named; what other calls
+/// do between two pieces may still end it, and then the blocks before that one keep their names.
+class Publication : public LongCall {
+ public:
+  /// After kDone. Errors: PageStore::Publish's.
+  virtual absl::StatusOr<PublishResult> result() const = 0;
+};
+
+}  // namespace kvmanager
