@@ -36,7 +36,8 @@ absl::StatusOr<std::shared_ptr<const Codec>> LocalCodecs::Create(const CacheOpti
 namespace {
 
 // The structs of the interface are those that kernels read.
-static_assert(sizeof(kvm_encode_item) == sizeof(DeviceEncodeItem) && sizeof(kvm_decode_item) == sizeof(DeviceDecodeItem));
+static_assert(sizeof(kvm_encode_item) == sizeof(DeviceEncodeItem) &&
+              sizeof(kvm_decode_item) == sizeof(DeviceDecodeItem));
 static_assert(offsetof(kvm_encode_item, encoded) == offsetof(DeviceEncodeItem, encoded));
 static_assert(offsetof(kvm_encode_item, first_token) == offsetof(DeviceEncodeItem, first_token));
 static_assert(offsetof(kvm_encode_item, layer) == offsetof(DeviceEncodeItem, layer));
@@ -105,8 +106,11 @@ nlohmann::json DescribePages(const Codec& codec, int layers) {
     page_bytes.push_back(info.page_bytes(layer));
     if (!info.raw_layers.empty()) raw_layers.push_back(bool{info.raw_layers[layer]});
   }
-  return {{"raw_bytes", codec.layout().raw_bytes()}, {"page_bytes", page_bytes},    {"identity", info.identity},
-          {"sink_tokens", info.sink_tokens},         {"raw_layers", raw_layers}};
+  return {{"raw_bytes", codec.layout().raw_bytes()},
+          {"page_bytes", page_bytes},
+          {"identity", info.identity},
+          {"sink_tokens", info.sink_tokens},
+          {"raw_layers", raw_layers}};
 }
 
 }  // namespace
@@ -132,11 +136,13 @@ int kvm_create_page_codec(kvm_object* cache, const char* calibration_dir, size_t
       KV_RETURN_IF_ERROR(made->device->Use());
       made->device_codec = made->codec->NewDeviceCodec();
       if (made->device_codec == nullptr) {
-        return absl::UnavailableError(absl::StrCat("codec ", made->codec->info().spec, " has no kernels for a GPU here"));
+        return absl::UnavailableError(
+            absl::StrCat("codec ", made->codec->info().spec, " has no kernels for a GPU here"));
       }
     } else if (device < 0) {
-      KV_ASSIGN_OR_RETURN(made->workspace,
-                          AlignedBuffer::Make("workspace", std::max<size_t>(made->codec->encode_workspace_bytes(), 64)));
+      KV_ASSIGN_OR_RETURN(
+          made->workspace,
+          AlignedBuffer::Make("workspace", std::max<size_t>(made->codec->encode_workspace_bytes(), 64)));
     }
     Leave(Text(DescribePages(*made->codec, options.layers)));
     *codec = made.release();
@@ -150,10 +156,9 @@ int kvm_encode_pages(kvm_object* codec, const kvm_encode_item* items, uint32_t c
     KV_RETURN_IF_ERROR(CheckItems(object, items, count));
     if (object.device_codec != nullptr) {
       const auto* of_device = reinterpret_cast<const DeviceEncodeItem*>(items);
-      return ForEachRun(*object.device_codec, items, count,
-                        [&](const DeviceCodec& of, uint32_t begin, uint32_t pages) {
-                          return of.Encode(of_device + begin, pages, declined + begin, StreamOf(stream));
-                        });
+      return ForEachRun(*object.device_codec, items, count, [&](const DeviceCodec& of, uint32_t begin, uint32_t pages) {
+        return of.Encode(of_device + begin, pages, declined + begin, StreamOf(stream));
+      });
     }
     std::vector<EncodeItem> on_cpu(count);
     for (uint32_t i = 0; i < count; ++i) {
@@ -173,10 +178,9 @@ int kvm_decode_pages(kvm_object* codec, const kvm_decode_item* items, uint32_t c
     KV_RETURN_IF_ERROR(CheckItems(object, items, count));
     if (object.device_codec != nullptr) {
       const auto* of_device = reinterpret_cast<const DeviceDecodeItem*>(items);
-      return ForEachRun(*object.device_codec, items, count,
-                        [&](const DeviceCodec& of, uint32_t begin, uint32_t pages) {
-                          return of.Decode(of_device + begin, pages, StreamOf(stream));
-                        });
+      return ForEachRun(*object.device_codec, items, count, [&](const DeviceCodec& of, uint32_t begin, uint32_t pages) {
+        return of.Decode(of_device + begin, pages, StreamOf(stream));
+      });
     }
     std::vector<DecodeItem> on_cpu(count);
     for (uint32_t i = 0; i < count; ++i) {

@@ -261,25 +261,17 @@ class ServerImpl final : public Server {
                         .quality = of.quality_.get(),
                         .gpus = of.devices_.gpus(),
                         .metrics = &of.metrics_.attends}),
-          reads({.store = of.store_.get(),
-                 .workers = of.workers_.get(),
-                 .queue = &of.queue_,
-                 .polls = &of.polls_,
-                 .clock = &of.clock_,
-                 .gpus = of.devices_.gpus(),
-                 .metrics = &of.metrics_.reads}),
-          block_calls({.store = of.store_.get(),
-                       .workers = of.workers_.get(),
-                       .queue = &of.queue_,
-                       .clock = &of.clock_,
-                       .drain = &of.drain_,
-                       .metrics = &of.metrics_.block_calls}),
+          reads({of.store_.get(), of.workers_.get(), &of.queue_, &of.polls_, &of.clock_, of.devices_.gpus(),
+                 &of.metrics_.reads}),
+          block_calls(
+              {of.store_.get(), of.workers_.get(), &of.queue_, &of.clock_, &of.drain_, &of.metrics_.block_calls}),
           requests({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kCallsInFlightBytesMax},
                    &of.clock_),
           replies({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kReplyMemoryBytesMax},
                   &of.clock_),
           long_calls(&of.queue_),
-          disposals(&long_calls, of.calls_.turns(), [store = of.store_.get()] { return store->ReleaseSome(); }),
+          disposals(&long_calls, of.calls_.turns(),
+                    [store = of.store_.get()] { return store->long_calls().ReleaseSome(); }),
           session(
               {.store = of.store_.get(),
                .drain = &of.drain_,
@@ -335,10 +327,10 @@ class ServerImpl final : public Server {
                       .all_metrics = &of.metrics_.all,
                       .connections = &of.metrics_.connections,
                       .peers_allowed = &of.options_.hand_off_peers};
-      of.store_->OnLeftovers([this] { disposals.NoteLeft(); });
+      of.store_->long_calls().OnLeftovers([this] { disposals.NoteLeft(); });
     }
     ~Running() {
-      daemon.cache.store->OnLeftovers([] {});
+      daemon.cache.store->long_calls().OnLeftovers([] {});
     }
 
     LimitHolders Holders(ServerImpl& of, const Connections* connections) {

@@ -19,7 +19,9 @@ namespace {
 
 constexpr size_t kNone = SIZE_MAX;
 
-uint64_t Aligned(uint64_t bytes) { return (bytes + limits::kTensorAlign - 1) / limits::kTensorAlign * limits::kTensorAlign; }
+uint64_t Aligned(uint64_t bytes) {
+  return (bytes + limits::kTensorAlign - 1) / limits::kTensorAlign * limits::kTensorAlign;
+}
 
 // The range that a request names, which must be in an arena; with any size.
 absl::StatusOr<StepTensor> CheckRange(const Session& session, api::Tensor::Reader in) {
@@ -147,7 +149,7 @@ class BlockCalls::Writing final : public Copying {
   }
 
   const std::unique_ptr<BlockWrites> writes_;
-  std::vector<uint64_t> checksums_;    // [pages], each written by who copied it
+  std::vector<uint64_t> checksums_;   // [pages], each written by who copied it
   std::vector<absl::Status> errors_;  // [pages], the same
 };
 
@@ -174,9 +176,8 @@ absl::StatusOr<kj::Promise<void>> BlockCalls::Read(const std::shared_ptr<Session
   if (request.hasRaw()) return InvalidField("raw", absl::StrCat(request.getRaw().size(), " bytes long"), "empty");
   KV_ASSIGN_OR_RETURN(const std::vector<BlockName> names,
                       ReadBlockNames("names", request.getNames(), kTransferPagesMax));
-  KV_ASSIGN_OR_RETURN(auto reads,
-                      parts_.store->caches().ReadBlocks(bound.cache.id, request.getFirstBlock(), names,
-                                                        range.bytes.size(), limits::kTensorAlign));
+  KV_ASSIGN_OR_RETURN(auto reads, parts_.store->caches().ReadBlocks(bound.cache.id, request.getFirstBlock(), names,
+                                                                    range.bytes.size(), limits::kTensorAlign));
   auto reading = std::make_shared<Reading>(session->FindArena(range.arena), std::move(reads));
   reading->SetRange(range.bytes.data());
   context.releaseParams();

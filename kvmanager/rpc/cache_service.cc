@@ -285,7 +285,7 @@ class CacheService final : public api::Cache::Server {
   // False: all are created, or the next one's blocks are to be compared or verified.
   bool Create(Creation& creation) {
     if (creation.next == creation.prefixes.size()) return false;
-    if (!store().Fetches(id())) return BeginNext(creation);
+    if (!store().long_calls().Fetches(id())) return BeginNext(creation);
     auto check = store().caches().Check(id(), creation.prefixes[creation.next]);
     if (check.ok() && *check != nullptr) {
       creation.check = *std::move(check);
@@ -299,8 +299,8 @@ class CacheService final : public api::Cache::Server {
     if (creation.beginning == nullptr) {
       absl::Status may = session_->CheckRoomForSequence(Session::Begins::kNow);
       if (may.ok()) may = EnsureOpen();  // it may have been purged since the call began
-      auto begun = may.ok() ? store().Begin(id(), std::move(creation.prefixes[creation.next]),
-                                            creation.list[creation.next].getPromptTokens())
+      auto begun = may.ok() ? store().long_calls().Begin(id(), std::move(creation.prefixes[creation.next]),
+                                                         creation.list[creation.next].getPromptTokens())
                             : may;
       if (begun.ok()) {
         creation.beginning = *std::move(begun);

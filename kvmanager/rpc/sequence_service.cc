@@ -356,7 +356,7 @@ class SequenceService final : public api::Sequence::Server {
 
   kj::Promise<void> PublishWritten(std::vector<BlockName> names, PublishContext context) {
     absl::Status usable = calls().CheckUsable(*session_, bound_->cache, id_);
-    auto begun = usable.ok() ? store().BeginPublish(id_, std::move(names)) : std::move(usable);
+    auto begun = usable.ok() ? store().long_calls().BeginPublish(id_, std::move(names)) : std::move(usable);
     if (!begun.ok()) {
       WritePublished(begun.status(), context);
       return kj::READY_NOW;

@@ -90,8 +90,8 @@ class BlockReadsImpl final : public BlockReads {
   BlockIndex* const index_;
   const std::shared_ptr<Cache> cache_;  // shared: see Block
   const std::weak_ptr<const bool> alive_;
-  std::vector<Block*> found_;     // held: their pages keep these forms
-  std::vector<bool> verified_;    // [blocks] lately
+  std::vector<Block*> found_;   // held: their pages keep these forms
+  std::vector<bool> verified_;  // [blocks] lately
   std::vector<StoredPage> pages_;
   std::vector<uint64_t> checksums_;  // [pages]
   MissReason reason_ = MissReason::kNone;

@@ -107,8 +107,8 @@ absl::Status BlockWritesImpl::Reserve(uint32_t first, absl::Span<const BlockName
   SlotCounts wanted;
   for (size_t i = 0; i < names.size(); ++i) {
     MissReason reason;
-    here[i] = parts_.blocks->Find(*cache_, names[i], first + static_cast<uint32_t>(i), BlockIndex::Bytes::kTrust,
-                                  &reason);
+    here[i] =
+        parts_.blocks->Find(*cache_, names[i], first + static_cast<uint32_t>(i), BlockIndex::Bytes::kTrust, &reason);
     for (uint32_t layer = 0; here[i] == nullptr && layer < layers(); ++layer) {
       if (raw[i * layers() + layer] != 0) {
         ++wanted.raw;
@@ -129,8 +129,7 @@ absl::Status BlockWritesImpl::Reserve(uint32_t first, absl::Span<const BlockName
   for (size_t i = 0; i < names.size(); ++i) {
     is_new_.push_back(here[i] == nullptr);
     present_ += here[i] != nullptr;
-    Block* const block =
-        here[i] != nullptr ? here[i] : parts_.blocks->New(cache_, first + static_cast<uint32_t>(i));
+    Block* const block = here[i] != nullptr ? here[i] : parts_.blocks->New(cache_, first + static_cast<uint32_t>(i));
     Hold(block);
     for (uint32_t layer = 0; layer < layers(); ++layer) {
       StoredPage page{.layer = layer, .raw = raw[i * layers() + layer] != 0};

@@ -3,9 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
 
 #include "absl/status/statusor.h"
+#include "kvmanager/base/ids.h"
 #include "kvmanager/store/arrival_lease.h"
+#include "kvmanager/store/store_ids.h"
 
 namespace kvmanager {
 
@@ -44,6 +49,24 @@ class Publication : public LongCall {
  public:
   /// After kDone. Errors: PageStore::Publish's.
   virtual absl::StatusOr<PublishResult> result() const = 0;
+};
+
+/// The store's calls that are done in pieces.
+class LongCalls {
+ public:
+  virtual ~LongCalls() = default;
+  /// PageStore::Create, for caches whose memory has no lower tier that pages come from (else: PageStore::Fetch).
+  virtual absl::StatusOr<std::unique_ptr<SequenceBeginning>> Begin(CacheId cache, std::vector<BlockName> prefix,
+                                                                   uint64_t prompt_tokens) = 0;
+  /// Whether blocks of a cache may come from a lower tier, by PageStore::Fetch.
+  virtual bool Fetches(CacheId cache) const = 0;
+  /// PageStore::Publish.
+  virtual absl::StatusOr<std::unique_ptr<Publication>> BeginPublish(SequenceId sequence,
+                                                                    std::vector<BlockName> names) = 0;
+  /// `fn` is called when a sequence leaves more blocks, by Drop or Crop, than are given back at once.
+  virtual void OnLeftovers(std::function<void()> fn) = 0;
+  /// Gives back some more of these, 0.1 ms. False: that was all.
+  virtual bool ReleaseSome() = 0;
 };
 
 }  // namespace kvmanager

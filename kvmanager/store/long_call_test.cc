@@ -35,16 +35,16 @@ class LongCallTest : public testing::PageStoreTest {
   }
   void Leave(SequenceId sequence) {
     store().Drop(sequence);
-    while (store().ReleaseSome()) {
+    while (store().long_calls().ReleaseSome()) {
     }
   }
   std::unique_ptr<SequenceBeginning> Begin() {
-    auto begun = store().Begin(cache_, names_, 0);
+    auto begun = store().long_calls().Begin(cache_, names_, 0);
     EXPECT_TRUE(begun.ok()) << begun.status();
     return *std::move(begun);
   }
   std::unique_ptr<Publication> Publish(SequenceId sequence) {
-    auto begun = store().BeginPublish(sequence, names_);
+    auto begun = store().long_calls().BeginPublish(sequence, names_);
     EXPECT_TRUE(begun.ok()) << begun.status();
     return *std::move(begun);
   }
@@ -128,7 +128,7 @@ TEST_F(LongCallTest, ASequenceThatIsGivenUpLeavesNothing) {
     beginning = nullptr;
     store().report().CheckInvariants();
   }
-  while (store().ReleaseSome()) {
+  while (store().long_calls().ReleaseSome()) {
   }
   EXPECT_EQ(*store().caches().Purge(cache_), uint64_t{kBlocks});
   EXPECT_EQ(used_bytes(), 0u);
@@ -218,7 +218,7 @@ TEST_F(LongCallTest, ACropMeanwhileEndsIt) {
 
 TEST_F(LongCallTest, WhatASequenceLeavesIsGivenBackInPieces) {
   int told = 0;
-  store().OnLeftovers([&told] { ++told; });
+  store().long_calls().OnLeftovers([&told] { ++told; });
   const SequenceId cropped = Full(text_), dropped = Full(MakeText(kBlocks * kPage, 5));
   const uint64_t of_one = used_bytes() / 2;
   ASSERT_TRUE(store().Crop(cropped, 2 * kPage).ok());
@@ -229,7 +229,7 @@ TEST_F(LongCallTest, WhatASequenceLeavesIsGivenBackInPieces) {
   EXPECT_EQ(told, 1) << "there was something already";
   store().report().CheckInvariants();
   int pieces = 1;
-  for (; store().ReleaseSome(); ++pieces) store().report().CheckInvariants();
+  for (; store().long_calls().ReleaseSome(); ++pieces) store().report().CheckInvariants();
   EXPECT_EQ(pieces, 2);
   EXPECT_EQ(used_bytes(), of_one / kBlocks * 2);
   store().Drop(cropped);

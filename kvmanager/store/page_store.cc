@@ -26,7 +26,7 @@ namespace kvmanager {
 namespace {
 
 // The parts of a store, wired together.
-class PageStoreImpl final : public PageStore, private TierOwner {
+class PageStoreImpl final : public PageStore, private LongCalls, private TierOwner {
  public:
   PageStoreImpl(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor, StoreMetrics* metrics,
                 const Clock* clock, absl::Span<const StoreDevice> devices)
@@ -56,20 +56,13 @@ class PageStoreImpl final : public PageStore, private TierOwner {
   ~PageStoreImpl() override { alive_.reset(); }
 
   Appends& appends() override { return appends_; }
+  LongCalls& long_calls() override { return *this; }
   CacheDirectory& caches() override { return caches_; }
   SlotTables& tables() override { return tables_; }
   Exports& exports() override { return exports_; }
   Imports& imports() override { return imports_; }
   StoreReport& report() override { return inspector_; }
 
-  absl::StatusOr<std::unique_ptr<SequenceBeginning>> Begin(CacheId cache, std::vector<BlockName> prefix,
-                                                           uint64_t prompt_tokens) override {
-    return beginnings_.Begin(cache, std::move(prefix), prompt_tokens);
-  }
-  bool Fetches(CacheId cache) const override {
-    const auto found = caches_.Find(cache);
-    return found.ok() && (*found)->tier->can_move();
-  }
   absl::StatusOr<std::unique_ptr<ArrivalLease>> Fetch(CacheId cache, absl::Span<const BlockName> prefix,
                                                       uint64_t prompt_tokens) override {
     return arrivals_.Fetch(cache, prefix, prompt_tokens);
@@ -92,13 +85,7 @@ class PageStoreImpl final : public PageStore, private TierOwner {
   absl::Status Crop(SequenceId sequence, uint64_t tokens, std::vector<OpenCopy>* copies) override {
     return sequences_.Crop(sequence, tokens, copies);
   }
-  absl::StatusOr<std::unique_ptr<Publication>> BeginPublish(SequenceId sequence,
-                                                            std::vector<BlockName> names) override {
-    return publications_.Begin(sequence, std::move(names));
-  }
   void Drop(SequenceId sequence) override { sequences_.Drop(sequence); }
-  void OnLeftovers(std::function<void()> fn) override { sequences_.OnLeftovers(std::move(fn)); }
-  bool ReleaseSome() override { return sequences_.ReleaseSome(); }
 
  private:
   using Tiers = std::vector<std::unique_ptr<Tier>>;
@@ -117,6 +104,21 @@ class PageStoreImpl final : public PageStore, private TierOwner {
     }
     return tiers;
   }
+
+  absl::StatusOr<std::unique_ptr<SequenceBeginning>> Begin(CacheId cache, std::vector<BlockName> prefix,
+                                                           uint64_t prompt_tokens) override {
+    return beginnings_.Begin(cache, std::move(prefix), prompt_tokens);
+  }
+  bool Fetches(CacheId cache) const override {
+    const auto found = caches_.Find(cache);
+    return found.ok() && (*found)->tier->can_move();
+  }
+  absl::StatusOr<std::unique_ptr<Publication>> BeginPublish(SequenceId sequence,
+                                                            std::vector<BlockName> names) override {
+    return publications_.Begin(sequence, std::move(names));
+  }
+  void OnLeftovers(std::function<void()> fn) override { sequences_.OnLeftovers(std::move(fn)); }
+  bool ReleaseSome() override { return sequences_.ReleaseSome(); }
 
   void BeforePurge(const CacheDigest* of) {
     moves_.NotePurge(of);

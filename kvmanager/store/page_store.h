@@ -29,7 +29,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -72,6 +71,7 @@ class PageStore {
   virtual ~PageStore() = default;
 
   virtual Appends& appends() = 0;
+  virtual LongCalls& long_calls() = 0;
   virtual CacheDirectory& caches() = 0;
   virtual SlotTables& tables() = 0;
   virtual Exports& exports() = 0;
@@ -82,15 +82,10 @@ class PageStore {
   /// queries choose what they read behind the prompt, its length; 0: the prompt ends where the first append of a single
   /// token begins. Errors: INVALID_ARGUMENT (beyond a sequence's limit).
   absl::StatusOr<CreateResult> Create(CacheId cache, absl::Span<const BlockName> prefix, uint64_t prompt_tokens = 0) {
-    KV_ASSIGN_OR_RETURN(const auto beginning, Begin(cache, {prefix.begin(), prefix.end()}, prompt_tokens));
+    KV_ASSIGN_OR_RETURN(const auto beginning, long_calls().Begin(cache, {prefix.begin(), prefix.end()}, prompt_tokens));
     beginning->DoAll();
     return beginning->Commit();
   }
-  /// The same in pieces, for caches whose memory has no lower tier that pages come from (else: Fetch).
-  virtual absl::StatusOr<std::unique_ptr<SequenceBeginning>> Begin(CacheId cache, std::vector<BlockName> prefix,
-                                                                   uint64_t prompt_tokens) = 0;
-  /// Whether blocks of a cache may come from a lower tier, by Fetch.
-  virtual bool Fetches(CacheId cache) const = 0;
   /// Like Create, but also fetches blocks that only the next lower tier has; concurrent callers share one fetch.
   /// Errors: Create's.
   virtual absl::StatusOr<std::unique_ptr<ArrivalLease>> Fetch(CacheId cache, absl::Span<const BlockName> prefix,
@@ -139,19 +134,12 @@ class PageStore {
   /// Names the sequence's first blocks, which must be full in every layer. Errors: FAILED_PRECONDITION (not full, or
   /// named differently before), INVALID_ARGUMENT (the key exists with other tokens).
   absl::StatusOr<PublishResult> Publish(SequenceId sequence, absl::Span<const BlockName> names) {
-    KV_ASSIGN_OR_RETURN(const auto publication, BeginPublish(sequence, {names.begin(), names.end()}));
+    KV_ASSIGN_OR_RETURN(const auto publication, long_calls().BeginPublish(sequence, {names.begin(), names.end()}));
     publication->DoAll();
     return publication->result();
   }
-  /// The same in pieces.
-  virtual absl::StatusOr<std::unique_ptr<Publication>> BeginPublish(SequenceId sequence,
-                                                                    std::vector<BlockName> names) = 0;
   /// Gives the sequence back; pages under a lease go when the lease does.
   virtual void Drop(SequenceId sequence) = 0;
-  /// `fn` is called when a sequence leaves more blocks, by Drop or Crop, than are given back at once.
-  virtual void OnLeftovers(std::function<void()> fn) = 0;
-  /// Gives back some more of these, 0.1 ms. False: that was all.
-  virtual bool ReleaseSome() = 0;
 };
 
 }  // namespace kvmanager
