@@ -230,6 +230,45 @@ TEST_F(HostCallsTest, LargeAppendsAreWrittenByWorkers) {
   ExpectInline(call->reply().getOut(), Reference(text, large.tokens - 1, 1, q, Raw).out);
 }
 
+// Whose request is small, and is not kept for longer than the call.
+TEST_F(HostCallsTest, AppendsThatOpenManyPagesAreWrittenByWorkers) {
+  Open("raw", 2);
+  const Text text = MakeText(1);
+  const KeysValues one = MakeKeysValues(config_.layout, text, 0, 1, 1);
+  std::vector<AttendEntry> steps;
+  std::vector<uint8_t> k, v;
+  for (uint64_t bytes = 0; bytes <= kLoopOpenedBytesMax; bytes += config_.layout.raw_bytes()) {
+    steps.push_back({HeldSequence(text, 0), 0, 1});
+    k.insert(k.end(), one.k.begin(), one.k.end());
+    v.insert(v.end(), one.v.begin(), one.v.end());
+  }
+  ASSERT_LT(k.size() + v.size(), kLoopAppendBytesMax);
+  const auto append = [&] {
+    return Step(steps[0], nullptr, {}, [&](auto request) {
+      SetEntries(request.initEntries(static_cast<uint32_t>(steps.size())), steps);
+      request.initK().setInline(kj::arrayPtr(k.data(), k.size()));
+      request.initV().setInline(kj::arrayPtr(v.data(), v.size()));
+    });
+  };
+  BlockWorkers();
+  auto call = append();
+  EXPECT_FALSE(call->ended());
+  call = nullptr;  // the request goes; workers have a copy
+  loop_.RunReady();
+  EndWork();
+  EXPECT_EQ(used_bytes(), 0u);
+  call = append();
+  RunUntilEnded(call);
+  EXPECT_EQ(call->reply().getStatus().getCode(), 0) << call->reply().getStatus().getMessage().cStr();
+  const std::vector<float> q = MakeQueries(1);
+  for (const AttendEntry& entry : {steps.front(), steps.back()}) {
+    EXPECT_EQ(tokens(entry.sequence, 1), 1u);
+    call = Step(entry, nullptr, q);
+    RunUntilEnded(call);
+    ExpectInline(call->reply().getOut(), Reference(text, 0, 1, q, Raw).out);
+  }
+}
+
 TEST_F(HostCallsTest, LargeAppendsThatFailOrAreGivenUpChangeNothing) {
   Open("raw", 2);
   const Text text = MakeText(LargeTokens());

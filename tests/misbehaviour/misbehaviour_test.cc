@@ -12,7 +12,6 @@
 #include <fstream>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -38,24 +37,23 @@ constexpr uint64_t kConstantBytes = uint64_t{kSlowdown > 1 ? 1024 : 64} << 20;
 
 enum class Fault { kSteps, kCalls, kMemory, kHonesty, kBooks, kBits, kEnd };
 
-// What does not hold yet, and why. Such a way is run and shown; of it, the faults that are named here do not fail.
+// Ways under which steps still take too long, and why: they fail beyond a bound of their own, twice the most that was
+// measured (docs/benchmarks/2026-11-24-hostile-clients.md).
 struct Known {
-  std::set<Fault> faults;
+  double steps_p99_ms_max;
   const char* why;
 };
 const std::map<std::string, Known>& KnownFaults() {
-  static constexpr char kFreshMemory[] =
-      "workers touch fresh memory of 24 MiB for each reply, and attention is theirs, too";
   static const auto* const faults = new std::map<std::string, Known>{
-      {"taken_reads", {{Fault::kSteps}, kFreshMemory}},
-      {"cancels", {{Fault::kSteps}, kFreshMemory}},
-      {"long_attends", {{Fault::kSteps}, "the loop looks for NaN in 8 MiB of queries in one turn"}},
-      {"largest_batch", {{Fault::kSteps}, "4,096 entries are checked, and planned, in one turn of the loop"}},
-      {"longest_prefix", {{Fault::kSteps}, "65,000 names are read, or made into an answer, in one turn of the loop"}},
-      {"open_with_artifact", {{Fault::kSteps}, "each openCache makes its codec anew, on a worker and in one piece"}},
-      {"forks_of_long_sequences", {{Fault::kSteps}, "the end of 8,192 calls' capabilities is one turn: 4 to 8 ms"}},
-      {"arenas", {{Fault::kSteps}, "workers take an arena's memory in one piece, and the loop gives it back"}},
-      {"unclaimed_blobs", {{Fault::kSteps}, "hand-offs of a MiB each, one behind the other, are read on the loop"}},
+      {"taken_reads", {860, "not measured since memory of replies is kept: before, 24 MiB of fresh memory a reply"}},
+      {"cancels", {17, "the same"}},
+      {"long_attends", {15, "not measured since workers look for NaN in queries"}},
+      {"largest_batch", {58, "4,096 entries are checked, and their pages pinned, in one turn of the loop"}},
+      {"longest_prefix", {32, "not measured since names are read in pieces"}},
+      {"open_with_artifact", {19, "each openCache makes its codec anew"}},
+      {"forks_of_long_sequences", {16, "the end of 8,192 calls' capabilities is one turn: 4 to 8 ms"}},
+      {"arenas", {1670, "not measured since a background thread takes their memory, and gives it back"}},
+      {"unclaimed_blobs", {19, "hand-offs of a MiB each, one behind the other, are read on the loop"}},
   };
   return *faults;
 }
@@ -82,6 +80,7 @@ struct Books {
 };
 
 struct Outcome {
+  double steps_p99_ms = 0;
   std::vector<std::pair<Fault, std::string>> faults;
   std::string line;
 };
@@ -175,7 +174,7 @@ class MisbehaviourTest : public ::testing::TestWithParam<Way> {
     own_thread.join();
     memory.join();
 
-    const double p99_under = under.steps.At(0.99), bound = 2 * idle_p99 + 3;
+    const double p99_under = outcome.steps_p99_ms = under.steps.At(0.99), bound = 2 * idle_p99 + 3;
     if (!under.failed.ok()) fault(Fault::kCalls, absl::StrCat("a step failed: ", under.failed.ToString()));
     // Instrumented, steps take longer than until the next is due.
     if (!kSanitized && p99_under > bound) {
@@ -231,14 +230,16 @@ TEST_P(MisbehaviourTest, TheOtherClientIsServed) {
     for (const auto& [kind, what] : outcome.faults) std::printf("    %s: %s\n", way.name, what.c_str());
     std::fflush(stdout);
     if (known != KnownFaults().end()) {
-      seen |= std::erase_if(outcome.faults,
-                            [&](const auto& each) { return known->second.faults.count(each.first) > 0; }) > 0;
+      seen |= std::erase_if(outcome.faults, [&](const auto& each) {
+                return each.first == Fault::kSteps && outcome.steps_p99_ms <= known->second.steps_p99_ms_max;
+              }) > 0;
     }
     if (outcome.faults.empty()) break;
   }
   for (const auto& [kind, what] : outcome.faults) ADD_FAILURE() << way.what << ": " << what;
   if (known == KnownFaults().end() || !outcome.faults.empty()) return;
-  GTEST_SKIP() << "KNOWN FAULT of " << way.name << ": " << known->second.why
+  GTEST_SKIP() << "KNOWN FAULT of " << way.name << ", at most " << known->second.steps_p99_ms_max
+               << " ms: " << known->second.why
                << (seen ? "" : " (not seen this time: if it is mended, take it out of KnownFaults)");
 }
 
