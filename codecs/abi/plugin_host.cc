@@ -98,7 +98,7 @@ class HostLane {
     const Answer answer = {call.number, StatusCode(status)};
     const size_t text = std::min(status.message().size(), plugin::kTextBytesMax);
     std::memcpy(bytes, &answer, sizeof answer);
-    std::memcpy(bytes + sizeof answer, status.message().data(), text);
+    if (text > 0) std::memcpy(bytes + sizeof answer, status.message().data(), text);
     if (::send(socket_, bytes, sizeof answer + text, MSG_NOSIGNAL) < 0) ::_exit(1);
   }
   static kvmc_status StatusCode(const absl::Status& status) {
