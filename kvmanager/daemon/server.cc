@@ -485,8 +485,7 @@ class ServerImpl final : public Server {
 
   // The loop's thread.
   Running* running_ = nullptr;  // while Run runs
-  bool stop_ = false;
-  bool terminating_ = false;
+  bool stop_ = false, terminating_ = false;
   kj::Promise<void> drain_deadline_ = nullptr;
 };
 

@@ -46,9 +46,8 @@ class CacheService final : public api::Cache::Server {
                      [this, matching] { return Match(*matching); })
           .then([this, matching, context]() mutable {
             if (!matching->wrong.ok()) return ServeError(*session_, Method::kMatch, matching->wrong, context);
-            const std::vector<MatchResult>& found = matching->found;
-            auto results = context.getResults().initResults(found.size());
-            for (size_t i = 0; i < found.size(); ++i) WriteMatch(found[i], results[i]);
+            auto results = context.getResults().initResults(matching->found.size());
+            for (size_t i = 0; i < matching->found.size(); ++i) WriteMatch(matching->found[i], results[i]);
           })
           .attach(thisCap());
     });
@@ -152,9 +151,9 @@ class CacheService final : public api::Cache::Server {
       }
       model.rope.rotary_dims = static_cast<int>(facts.getRotaryDims());
       model.rope.theta = facts.getTheta();
-      using recompute::RopeFacts;
-      model.rope.pairs = facts.getInterleaved() ? RopeFacts::Pairs::kInterleaved : RopeFacts::Pairs::kHalfSplit;
-      model.rope.angles = facts.getDoubleAngles() ? RopeFacts::Angles::kDouble : RopeFacts::Angles::kFloat32;
+      using Rope = recompute::RopeFacts;
+      model.rope.pairs = facts.getInterleaved() ? Rope::Pairs::kInterleaved : Rope::Pairs::kHalfSplit;
+      model.rope.angles = facts.getDoubleAngles() ? Rope::Angles::kDouble : Rope::Angles::kFloat32;
       KV_ASSIGN_OR_RETURN(std::shared_ptr<ProjectionSet> set,
                           parts_.recomputer->Open(info.digest, model, config().device));
       context.getResults().setProjections(
@@ -239,10 +238,7 @@ class CacheService final : public api::Cache::Server {
     if (!matching.wrong.ok()) return false;
     const auto match = store().caches().Match(id(), matching.reader->Take());
     matching.reader = nullptr;
-    if (!match.ok()) {
-      matching.wrong = match.status();
-      return false;
-    }
+    if (matching.wrong = match.status(); !match.ok()) return false;
     matching.found.push_back(*match);
     return matching.found.size() < matching.list.size();
   }
