@@ -246,7 +246,7 @@ TEST(PluginProcessTest, ACrashDeclinesThePageAndThePluginServesAgain) {
 #else
   constexpr char kExited[] = "exited with status 0";
 #endif
-  constexpr std::pair<const char*, const char*> kCases[] = {{"bad_crashes", "signal 6"}, {"bad_exits", kExited}};
+  const std::pair<const char*, const char*> kCases[] = {{"bad_crashes", "signal 6"}, {"bad_exits", kExited}};
   for (const auto& [variant, says] : kCases) {
     const InProcess there = InProcess::Start(BadPath(variant));
     const auto codec = there.Make();
