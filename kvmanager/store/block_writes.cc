@@ -1,5 +1,6 @@
 #include "kvmanager/store/block_writes.h"
 
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -32,6 +33,7 @@ class BlockWritesImpl final : public BlockWrites {
   absl::StatusOr<uint64_t> Check(size_t page) const override {
     const StoredPage& stored = pages_[page];
     KV_CHECK(stored.data != nullptr);
+    std::memset(stored.data + stored.bytes, 0, slack_[page]);
     return CheckPageBytes(*cache_, stored.layer, stored.raw, {stored.data, stored.bytes},
                           absl::StrCat("pages[block ", page / cache_->layers(), "][layer ", stored.layer, "]"));
   }
@@ -57,6 +59,8 @@ class BlockWritesImpl final : public BlockWrites {
   std::vector<Block*> held_;       // [blocks] those that are here, and new ones; empty once committed
   std::vector<bool> is_new_;       // [blocks]
   std::vector<StoredPage> pages_;  // [blocks][layers]
+  std::vector<uint32_t> slack_;    // [pages] bytes of the slot behind the page
+  std::vector<PageId> unclean_;    // slots as other tenants left them, until every byte was written
   size_t present_ = 0;
 };
 
@@ -117,7 +121,8 @@ absl::Status BlockWritesImpl::Reserve(uint32_t first, absl::Span<const BlockName
       }
     }
   }
-  Reservation slots(cache_->tier->pool());
+  SlotPool& pool = *cache_->tier->pool();
+  Reservation slots(&pool, Reservation::Cleaning::kByUser);
   if (absl::Status status = cache_->tier->Reserve(*cache_, wanted, &slots); !status.ok()) {
     for (auto block = here.rbegin(); block != here.rend(); ++block) {
       if (*block != nullptr) parts_.blocks->Release(*block);
@@ -140,16 +145,21 @@ absl::Status BlockWritesImpl::Reserve(uint32_t first, absl::Span<const BlockName
         (page.raw ? reserved.raw : reserved.encoded) = slot;
         parts_.blocks->Apply({block, layer}, PageEvent::kReserve, reserved);
         page.data = PageData(*cache_, slot);
+        slack_.push_back(static_cast<uint32_t>(pool.SlotBytes(slot) - page.bytes));
+      } else {
+        slack_.push_back(0);
       }
       pages_.push_back(page);
     }
   }
+  unclean_ = std::move(slots.unclean);
   return absl::OkStatus();
 }
 
 absl::StatusOr<size_t> BlockWritesImpl::Commit(absl::Span<const uint64_t> checksums) {
   if (parts_.alive.expired()) return absl::UnavailableError("the store has closed");
   KV_CHECK(checksums.size() == pages_.size() && held_.size() == names_.size());
+  for (const PageId slot : unclean_) cache_->tier->pool()->NoteCleaned(slot);
   size_t named = 0;
   for (size_t i = 0; i < held_.size(); ++i) {
     if (!is_new_[i]) continue;
