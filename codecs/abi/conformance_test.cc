@@ -63,6 +63,15 @@ TEST(ConformanceTest, EveryCodecOfThisRepositoryPassesAsAPlugin) {
   }
 }
 
+TEST(ConformanceTest, APluginInAProcessOfItsOwnPasses) {
+  const std::string host = absl::StrCat(std::getenv("TEST_SRCDIR"), "/kvmanager/codecs/abi/plugin_host_main");
+  ASSERT_EQ(::setenv("KVMANAGER_PLUGIN_HOST", host.c_str(), 1), 0);
+  ASSERT_EQ(::setenv("KVMANAGER_PLUGIN_RUN", Path("hack").c_str(), 1), 0);
+  const ConformanceReport report = Judge("through_process");
+  EXPECT_EQ(Failures(report), "");
+  EXPECT_GT(report.passed(), 10);
+}
+
 TEST(ConformanceTest, CodecsWithACalibrationPassAsPlugins) {
   const std::string path = absl::StrCat(std::getenv("TEST_TMPDIR"), "/synthetic.safetensors");
   const auto made = SyntheticCalibration({"synthetic", "", 2, 2, 8, 64}, 1,
