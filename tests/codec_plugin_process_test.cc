@@ -1,6 +1,5 @@
 // Codec plug-ins in a process of their own (--codec-plugin-process) that crash, loop, and are killed: others are served
 // meanwhile, errors are honest, and nothing is left behind.
-#include <dirent.h>
 #include <signal.h>
 
 #include <atomic>
