@@ -84,6 +84,7 @@ class ClientImpl final : public Client {
     KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
     return admin->Call<Result>(admin->admin().cachesRequest(), [](auto& response) -> Result {
       KV_RETURN_IF_ERROR(FromWire(response.getError()));
+      KV_RETURN_IF_ERROR(CheckListed("caches", response.getCaches().size()));
       std::vector<CacheDescription> caches;
       for (const auto cache : response.getCaches()) {
         KV_ASSIGN_OR_RETURN(CacheDescription description, FromWire(cache));
@@ -98,6 +99,7 @@ class ClientImpl final : public Client {
     KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
     return admin->Call<Result>(admin->admin().sequencesRequest(), [](auto& response) -> Result {
       KV_RETURN_IF_ERROR(FromWire(response.getError()));
+      KV_RETURN_IF_ERROR(CheckListed("sequences", response.getSequences().size()));
       std::vector<SequenceDescription> sequences;
       for (const auto sequence : response.getSequences()) sequences.push_back(FromWire(sequence));
       return sequences;
@@ -116,6 +118,7 @@ class ClientImpl final : public Client {
     for (uint i = 0; i < peers.size(); ++i) peers.set(i, ToKj(named[i]));
     return admin->Call<Result>(std::move(request), [](auto& response) -> Result {
       KV_RETURN_IF_ERROR(FromWire(response.getError()));
+      KV_RETURN_IF_ERROR(CheckListed("peers", response.getPeers().size()));
       std::vector<PeerDescription> peers;
       for (const auto peer : response.getPeers()) peers.push_back(FromWire(peer));
       return peers;
@@ -145,6 +148,7 @@ class ClientImpl final : public Client {
     KV_ASSIGN_OR_RETURN(Connection* const admin, Admin());
     return admin->Call<Result>(admin->admin().limitsRequest(), [](auto& response) -> Result {
       KV_RETURN_IF_ERROR(FromWire(response.getError()));
+      KV_RETURN_IF_ERROR(CheckListed("limits", response.getLimits().size()));
       std::vector<LimitDescription> limits;
       for (const auto limit : response.getLimits()) limits.push_back(FromWire(limit));
       return limits;

@@ -41,6 +41,7 @@ auto BytesOf(absl::string_view text) {
 
 absl::StatusOr<HandOffOutcome> ReadOutcome(api::HandOffReply::Reader reply) {
   KV_RETURN_IF_ERROR(FromWire(reply.getStatus()));
+  KV_RETURN_IF_ERROR(CheckListed("layers", reply.getLayers().size()));
   HandOffOutcome outcome{.ticket = ToString(reply.getTicket()),
                          .bytes_sent = reply.getBytesSent(),
                          .pages_sent = reply.getPagesSent(),

@@ -79,6 +79,11 @@ void ToWire(absl::Span<const BlockName> names, capnp::List<api::BlockName>::Buil
   }
 }
 
+absl::Status CheckListed(absl::string_view what, uint32_t entries) {
+  if (entries <= kListedMax) return absl::OkStatus();
+  return absl::InternalError(absl::StrCat("the daemon sent ", entries, " ", what, ", expected at most ", kListedMax));
+}
+
 absl::StatusOr<CacheDescription> FromWire(api::CacheInfo::Reader wire) {
   CacheDescription d;
   const auto config = wire.getConfig();
@@ -131,7 +136,8 @@ SequenceDescription FromWire(api::SequenceInfo::Reader wire) {
           .pid = wire.getPid()};
 }
 
-DaemonDescription FromWire(api::DaemonStatus::Reader wire) {
+absl::StatusOr<DaemonDescription> FromWire(api::DaemonStatus::Reader wire) {
+  KV_RETURN_IF_ERROR(CheckListed("pools", wire.getPools().size()));
   DaemonDescription d;
   d.version = ToString(wire.getVersion());
   d.boot_epoch = wire.getBootEpoch();
@@ -202,6 +208,9 @@ absl::StatusOr<RecomputeDescription> FromWire(api::RecomputeStatus::Reader wire)
   const auto rate = [](api::RecomputeStatus::Rate::Reader in) {
     return RecomputeDescription::Rate{in.getPerSecond(), in.getSamples(), in.getStale()};
   };
+  KV_RETURN_IF_ERROR(CheckListed("sets of projections", wire.getSets().size()));
+  KV_RETURN_IF_ERROR(CheckListed("links", wire.getLinks().size()));
+  KV_RETURN_IF_ERROR(CheckListed("devices", wire.getDevices().size()));
   RecomputeDescription d;
   d.weight_bytes = wire.getWeightBytes();
   d.weight_bytes_max = wire.getWeightBytesMax();

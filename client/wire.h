@@ -19,6 +19,10 @@ inline constexpr uint64_t kStepEntryBytes = 24;
 inline constexpr uint64_t kBlockNameBytes = 80;  // two pointers and 2 x 32 bytes
 inline constexpr uint64_t kPrefixBytes = 16;     // its struct and list tag
 
+/// Entries of a list in a daemon's answer. Empty structs take no bytes, so a message of a hundred could claim millions;
+/// a daemon lists at most 65,536 of anything.
+inline constexpr uint32_t kListedMax = 1 << 17;
+
 /// INVALID_ARGUMENT if a message of about `bytes` would be over the bound. `what` names its largest part.
 absl::Status CheckMessageBytes(absl::string_view what, uint64_t bytes, uint64_t bytes_max);
 
@@ -32,13 +36,17 @@ void ToWire(const CacheOptions& options, api::CacheConfig::Builder wire);
 void ToWire(absl::Span<const BlockName> names, capnp::List<api::BlockName>::Builder wire);
 api::DType ToWire(DType dtype);
 
+/// INTERNAL if a list, called `what`, has more entries than kListedMax.
+absl::Status CheckListed(absl::string_view what, uint32_t entries);
+
 /// INTERNAL if a digest is not of 32 bytes.
 absl::StatusOr<CacheDescription> FromWire(api::CacheInfo::Reader wire);
 SequenceDescription FromWire(api::SequenceInfo::Reader wire);
-DaemonDescription FromWire(api::DaemonStatus::Reader wire);
+/// INTERNAL: CheckListed.
+absl::StatusOr<DaemonDescription> FromWire(api::DaemonStatus::Reader wire);
 PeerDescription FromWire(api::PeerStatus::Reader wire);
 LimitDescription FromWire(api::LimitInfo::Reader wire);
-/// INTERNAL if a digest is not of 32 bytes.
+/// INTERNAL if a digest is not of 32 bytes; CheckListed.
 absl::StatusOr<RecomputeDescription> FromWire(api::RecomputeStatus::Reader wire);
 PrefixMatch FromWire(api::MatchResult::Reader wire);
 
