@@ -181,10 +181,6 @@ class CodecSpecTarget final : public FuzzTarget {
             "q=symmetric,sums=0,rotation=hadamard,v_norm=1",
             "hack:k_axis=token,k_bits=8,v_bits=8,meta=16,part=128,q=asymmetric,sums=1,rotation=none,v_norm=0",
             "hack:v_bits=1,v_range=least_squares,rounding=stochastic",
-            "pq:m=4,bits=4",
-            "default",
-            "hack:k_bits=3,v_bits=2;0..0=raw;1..1=hack:k_bits=8;sinks=64",
-            "million:m=16,bits=8,calibration=x",
             "name:a=b,c=d,e=,=f,:,=="};
   }
   void Run(absl::Span<const uint8_t> input) override {

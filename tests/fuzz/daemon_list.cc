@@ -6,7 +6,6 @@ absl::Span<const NamedTarget> DaemonTargets() {
   static constexpr NamedTarget kTargets[] = {
       {"rpc", MakeRpcTarget},
       {"peer_stream", MakePeerStreamTarget},
-      {"client", MakeClientTarget},
   };
   return kTargets;
 }

@@ -37,7 +37,6 @@ std::unique_ptr<FuzzTarget> MakeCalibrationTarget();    // an artifact, its dige
 std::unique_ptr<FuzzTarget> MakeClientMessageTarget();  // a cache's configuration, names, digests of a client
 std::unique_ptr<FuzzTarget>
 MakeDaemonMessageTarget();                             // a daemon's descriptions, in C++ and as the C client gives them
-std::unique_ptr<FuzzTarget> MakeClientTarget();        // a daemon's answers to every call of the client
 std::unique_ptr<FuzzTarget> MakeSocketStreamTarget();  // messages and descriptors on a socket
 std::unique_ptr<FuzzTarget> MakeHttpTarget();          // requests to the pages for people and Prometheus
 std::unique_ptr<FuzzTarget> MakeCertificateTarget();   // a certificate in a TLS handshake

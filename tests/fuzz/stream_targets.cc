@@ -1,9 +1,6 @@
 // Targets that are byte streams into running servers: an RPC connection, a hand-off.
 #include <capnp/rpc-twoparty.h>
 #include <kj/async-io.h>
-#include <poll.h>
-#include <sys/socket.h>
-#include <unistd.h>
 #include <xxhash.h>
 
 #include <atomic>
@@ -14,9 +11,10 @@
 #include "absl/strings/str_cat.h"
 #include "kvmanager/api/kvmanager.capnp.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/daemon/server.h"
 #include "monitoring/metrics.h"
+#include "spdlog/spdlog.h"
 #include "tests/fuzz/fuzz_target.h"
-#include "tests/fuzz/local_server.h"
 #include "tests/fuzz/target_util.h"
 #include "tests/harness.h"
 #include "tests/model.h"
@@ -26,11 +24,31 @@
 #include "transport/tcp/wire_testing.h"
 
 namespace kvmanager::fuzz {
-
 namespace {
 
 class RpcTarget final : public FuzzTarget {
  public:
+  RpcTarget() {
+    spdlog::set_level(spdlog::level::off);
+    Options options;
+    options.listen = {absl::StrCat("unix:", directory_.path(), "/kv.sock")};
+    options.host_pool_bytes = 32 << 20;
+    options.threads = 1;
+    absl::StatusOr<std::unique_ptr<Server>> server = Server::Create(options);
+    KV_CHECK(server.ok());
+    server_ = std::move(*server);
+    address_ = server_->listen_address();
+    admin_ = server_->admin_address();
+    // KJ's statics are made here, before the threads: ThreadSanitizer cannot see their guards in the uninstrumented
+    // library.
+    { testing::RawRpc statics; }
+    loop_ = std::thread([this] { server_->Run(); });
+  }
+  ~RpcTarget() override {
+    server_->Stop();
+    loop_.join();
+  }
+
   /// A whole session as the wire saw it, and its beginnings.
   std::vector<std::string> Seeds() override {
     testing::Proxy proxy(admin_);
@@ -151,8 +169,10 @@ class RpcTarget final : public FuzzTarget {
     }).join();
   }
 
-  LocalServer server_;
-  const std::string address_ = server_.address(), admin_ = server_.admin();  // inputs come to the first
+  testing::TempDir directory_;
+  std::unique_ptr<Server> server_;
+  std::string address_, admin_;  // inputs come to the first
+  std::thread loop_;
 };
 
 /// Takes what fits into a budget, into memory of its own; what it holds is counted.
