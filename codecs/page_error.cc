@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "codecs/raw/raw_attention.h"
+#include "kvmanager/base/finite.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager {
@@ -99,7 +100,11 @@ double RelativePageError(const PageErrorTask& task) {
   const int d = layout.head_dim, group = task.query_heads / layout.kv_heads;
   KV_CHECK(!task.codec->info().identity && group >= 1 && task.query_heads % layout.kv_heads == 0);
   KV_CHECK(task.q_tokens >= 1);
-  const size_t row_size = size_t(task.query_heads) * d;
+  const size_t row_size = size_t(task.query_heads) * d, values = task.q_tokens * row_size;
+  // What attention makes of infinity depends on the instructions that it uses.
+  if (FindNonFinite(task.q_dtype, static_cast<const uint8_t*>(task.q), values) != values) {
+    return std::numeric_limits<double>::quiet_NaN();
+  }
   const auto queries = Allocate<float>(task.q_tokens * row_size);
   ConvertToFloat(task.q, task.q_dtype, task.q_tokens * row_size, queries.get());
   const int rows = task.q_tokens * group, rows_max = std::min(rows, PageAttentionTask::kRowsMax);
