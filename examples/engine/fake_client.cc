@@ -178,6 +178,14 @@ class FakeCache final : public client::Cache {
     return Now<absl::StatusOr<client::ReadResult>>(Absent("read"));
   }
 
+  Pending<absl::StatusOr<client::ReadBlocksResult>> ReadBlocksAsync(const client::BlockRange&) override {
+    return Now<absl::StatusOr<client::ReadBlocksResult>>(Absent("read of blocks"));
+  }
+  Pending<absl::StatusOr<client::WriteBlocksResult>> WriteBlocksAsync(const client::BlockRange&,
+                                                                      absl::Span<const uint8_t>) override {
+    return Now<absl::StatusOr<client::WriteBlocksResult>>(Absent("write of blocks"));
+  }
+
   Pending<absl::StatusOr<client::ExtendOutcome>> ExtendAsync(const client::ExtendBatch&) override {
     return Now<absl::StatusOr<client::ExtendOutcome>>(Absent("extend"));
   }
