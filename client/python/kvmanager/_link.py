@@ -21,7 +21,16 @@ from typing import Callable, Protocol
 
 from .cache import Cache
 from .client import Client, connect
-from .errors import DeadlineExceededError, Error, UnavailableError
+from .errors import (
+    DeadlineExceededError,
+    Error,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+    UnimplementedError,
+)
 
 logger = logging.getLogger("kvmanager")
 
@@ -32,6 +41,7 @@ POLL_S = 0.005  # of calls under way
 JOBS_MAX = 4096
 CACHES_MAX = 64  # open at once; the least recently used goes
 _MS_MAX = 3600000
+_WRONG = (InvalidArgumentError, FailedPreconditionError, NotFoundError, PermissionDeniedError, UnimplementedError)
 PENDING_MAX = 64  # calls under way that nobody waits for
 
 
@@ -137,6 +147,7 @@ class Link:
     ) -> None:
         self.address = address
         self.detachments = 0
+        self.why = "kvmanagerd has not answered yet"  # it is not attached
         self._name, self._describe = name, describe
         self._on_attach, self._on_detach = on_attach, on_detach
         self._deadline_ms, self._connect_ms = deadline_ms, connect_ms
@@ -189,9 +200,11 @@ class Link:
             try:
                 session = self._attach()
             except Exception as error:  # noqa: BLE001: whatever it is, the engine goes on without a daemon
-                if not said:
-                    logger.warning("kvmanagerd at %s: %s; trying again", self.address, error)
-                    said = True
+                if self.why != str(error) or not said:
+                    wrong = isinstance(error, _WRONG)
+                    text = "kvmanager: OFF, because %s: %s" if wrong else "kvmanagerd at %s: %s; trying again"
+                    logger.log(logging.ERROR if wrong else logging.WARNING, text, self.address, error)
+                self.why, said = str(error), True
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed, retry_s)
                 retry_s = min(2 * retry_s, RETRY_MAX_S)
@@ -247,23 +260,43 @@ class Link:
                 job = (self._urgent or self._jobs).popleft() if self._urgent or self._jobs else None
                 self._busy |= job is not None
             if job is not None:
-                try:
-                    job.run(session)
-                except Error as error:
-                    job.fail(error)
-                    if isinstance(error, DeadlineExceededError):
-                        return error  # what it was to write or read in arenas may still be: they go with the connection
-                    if isinstance(error, UnavailableError):
-                        heard = 0.0
-                except Exception as error:  # noqa: BLE001: nothing that a job does may end the thread
-                    logger.exception("a job of the engine's connector failed")
-                    job.fail(Error(f"{type(error).__name__}: {error}"))
+                error = self._run_job(job, session)
+                if isinstance(error, DeadlineExceededError):
+                    return error  # what it was to write or read in arenas may still be: they go with the connection
+                if isinstance(error, UnavailableError):
+                    heard = 0.0
             if time.monotonic() - heard >= PING_S:
                 try:
                     session.client.ping()
                 except Error as error:
                     return error
                 heard = time.monotonic()
+
+    @staticmethod
+    def _run_job(job: Job, session: Session) -> Error | None:
+        """Why it failed."""
+        try:
+            job.run(session)
+        except Error as error:
+            job.fail(error)
+            return error
+        except Exception as error:  # noqa: BLE001: nothing that a job does may end the thread
+            logger.exception("a job of the engine's connector failed")
+            failed = Error(f"{type(error).__name__}: {error}")
+            job.fail(failed)
+            return failed
+        return None
+
+    def run_urgent(self, session: Session) -> None:
+        """Runs urgent jobs that wait. For a long job, on the link's thread; raises what ends the connection."""
+        while True:
+            with self._changed:
+                job = self._urgent.popleft() if self._urgent else None
+            if job is None:
+                return
+            error = self._run_job(job, session)
+            if isinstance(error, (DeadlineExceededError, UnavailableError)):
+                raise error
 
     def _fail_all(self, error: Error) -> None:
         with self._changed:

@@ -69,7 +69,8 @@ class Fence:
 
 
 class PagedCopy:
-    """Copies between blocks of an engine's caches and dense rows [tokens][heads][head_dim] in host memory.
+    """Copies between blocks of an engine's caches and rows [tokens][heads][head_dim], or [blocks][tokens of a block][heads]
+    [head_dim] of any strides, in host memory or on the caches' device.
 
     layers: per layer the engine's cache, and its packing; None: there is none. save() and load() may be called by one thread each."""
 
@@ -91,11 +92,11 @@ class PagedCopy:
         self.device = layers[0].device
         self.block_tokens = block_tokens
         self.cuda = self.device.type == "cuda"
-        self._save_stream = self._load_stream = None
+        self.save_stream = self.load_stream = None
         if self.cuda:
             low = torch.cuda.Stream.priority_range()[0]
-            self._save_stream = torch.cuda.Stream(self.device, priority=low)
-            self._load_stream = torch.cuda.Stream(self.device, priority=low)
+            self.save_stream = torch.cuda.Stream(self.device, priority=low)
+            self.load_stream = torch.cuda.Stream(self.device, priority=low)
 
     def here(self) -> Fence:
         """Where the engine's current stream is: what it was given so far."""
@@ -110,14 +111,14 @@ class PagedCopy:
         """Copies blocks of `layer` into rows k and v behind `after`. Only begun: rows are there behind the fence."""
         if not self.cuda:
             for blocks, rows in zip(self._read(layer, indices), (k, v)):
-                rows.view(-1).copy_(blocks.reshape(-1))
+                rows.copy_(blocks.reshape(rows.shape))
             return Fence()
-        with torch.cuda.stream(self._save_stream):
+        with torch.cuda.stream(self.save_stream):
             after.hold()
             on_device = indices.to(self.device, non_blocking=True)
             for view, rows in zip(self._views[layer], (k, v)):
-                rows.view(-1).copy_(view.index_select(0, on_device).view(-1), non_blocking=True)
-            return self._record(self._save_stream)
+                rows.copy_(view.index_select(0, on_device).reshape(rows.shape), non_blocking=True)
+            return self._record(self.save_stream)
 
     def load(self, layer: int, indices: torch.Tensor, k: torch.Tensor, v: torch.Tensor, after: Fence) -> Fence:
         """Copies rows k and v into blocks of `layer` behind `after`. Only begun: rows are read, and blocks there, behind
@@ -126,13 +127,13 @@ class PagedCopy:
             with torch.inference_mode():
                 self._write(layer, indices, k, v)
             return Fence()
-        with torch.inference_mode(), torch.cuda.stream(self._load_stream):
+        with torch.inference_mode(), torch.cuda.stream(self.load_stream):
             after.hold()
             on_device = indices.to(self.device, non_blocking=True)
             for view, rows in zip(self._views[layer], (k, v)):
                 there = rows.to(self.device, non_blocking=True)
                 view.index_copy_(0, on_device, there.reshape(len(indices), *view.shape[1:]))
-            return self._record(self._load_stream)
+            return self._record(self.load_stream)
 
     def _read(self, layer: int, indices: torch.Tensor) -> list[torch.Tensor]:
         """K and V of blocks on a CPU, each [blocks][pieces][tokens of a piece][heads][head_dim]."""
@@ -153,11 +154,11 @@ class PagedCopy:
 
     def saved(self) -> Fence:
         """All that save() began so far, also where it failed in the middle."""
-        return self._record(self._save_stream) if self.cuda else Fence()
+        return self._record(self.save_stream) if self.cuda else Fence()
 
     def loaded(self) -> Fence:
         """The same of load()."""
-        return self._record(self._load_stream) if self.cuda else Fence()
+        return self._record(self.load_stream) if self.cuda else Fence()
 
     def _record(self, stream: torch.cuda.Stream) -> Fence:
         event = torch.cuda.Event(blocking=True)  # who waits sleeps: a step may take long, and engines need their cores

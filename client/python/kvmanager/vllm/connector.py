@@ -71,7 +71,7 @@ class KvManagerConnector(KVConnectorBase_V1, _Hybrid):
         self._worker: WorkerHalf | None = None
         self._config = vllm_config
         if self._facts.off:
-            logger.warning("kvmanager keeps nothing of this model: %s", self._facts.off)
+            self._off(self._facts.off)
             return
         if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
             logger.warning('kv_load_failure_policy is not "recompute": a load that fails will end its request')
@@ -81,6 +81,11 @@ class KvManagerConnector(KVConnectorBase_V1, _Hybrid):
             )
         else:
             self._worker = WorkerHalf(self._facts, self._settings, logger)
+
+    def _off(self, why: object) -> None:
+        if self._settings.required:
+            raise RuntimeError(f"kvmanager: OFF, because {why} (\"required\": true)")
+        logger.error("kvmanager: OFF, because %s", why)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -101,8 +106,11 @@ class KvManagerConnector(KVConnectorBase_V1, _Hybrid):
         try:
             self._worker.register(kv_caches, attention_layers(self._config))
         except ValueError as error:
-            logger.warning("kvmanager keeps nothing of this model: %s", error)
-            # Loads that the scheduler plans fail at once; stores are dropped.
+            self._off(error)  # loads that the scheduler plans fail at once; stores are dropped
+            return
+        link = self._worker.link
+        if self._settings.required and not link.wait(True, self._settings.deadline_ms / 1000):
+            self._off(link.why)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

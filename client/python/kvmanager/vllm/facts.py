@@ -33,9 +33,11 @@ class Settings:
     deadline_ms: int = 10000  # of a call to the daemon
     lookup_ms: int = 1000  # a lookup without an answer by then is a miss
     prefill_wait_ms: int = 10000  # how long a decode engine waits for blocks that a prefill engine promised
-    staging_mib: int = 256  # per rank: half for stores, half for loads
+    staging_mib: int = 512  # per rank: half for stores, half for loads
     layerwise_saves: bool = False  # copies a layer when it is computed; CUDA graphs become piecewise
     store_output: bool = True  # blocks of generated tokens, too
+    calibration_dir: str = ""  # where the artifact lies that the codec names: pages are encoded in the engine's process
+    required: bool = False  # an engine that cannot keep its blocks does not start
     peer: str = ""  # "HOST:PORT[,HOST:PORT]": where prefills of do_remote_decode are handed to; empty: nowhere
     peers: tuple[str, ...] = ()  # "HOST:PORT" each, in JSON a list: what requests may name instead; empty: anything
 

@@ -1,23 +1,28 @@
-"""The half of the connector in a vLLM worker: copies blocks between the paged cache and the daemon.
+"""The half of the connector in a vLLM worker: brings blocks of the paged cache to the daemon and back, in stored form.
 
 The engine's thread records events and hands jobs over. What begins copies, and waits for them and for the daemon, is
-the link's thread. Copies are ordered by events: a store's begin behind the step that computed its blocks, a load's behind
-what the engine's stream was given before. Blocks of a finished request are kept until stores have read them; those that
-are taken from a preempted one, or that leave a window, are written after the copies that were begun, and others are not.
-A store for which there is no room is dropped, and costs a miss later.
+the link's thread. A store's blocks are copied into raw pages, encoded by the engine's own device (stored.py), and written to
+the daemon a few at a time, all layers in one call; loads go the other way. Copies are ordered by events: a store's begin
+behind the step that computed its blocks, a load's behind what the engine's stream was given before.
+
+Stores wait for room, in their order: blocks of a finished request are kept until stores have copied them. Those that are
+taken from a preempted one, or that leave a window, are written after the copies that were begun, and others are not stored.
+What is not stored is counted by reason, and costs a miss later.
 """
 
 from __future__ import annotations
 
+import collections
 import threading
 import time
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from .._link import Link, Session
-from ..cache import BlockNames, Cache, Sequence
-from ..errors import Error, UnavailableError
-from ..paged import Extent, Fence, PagedCopy, Staging
+from ..cache import BlockNames, Cache
+from ..errors import Error, ResourceExhaustedError, UnavailableError
+from ..page_codec import PageCodec
+from ..paged import Fence, PagedCopy
+from ..stored import Extent, Extents, Geometry
 from .facts import Facts, Settings
 from .messages import Finish, Load, StepPlan, Store
 from .metrics import KvManagerStats
@@ -26,57 +31,83 @@ from .packing import packing_of
 if TYPE_CHECKING:
     import torch
 
-_EXTENT_TOKENS = 2048  # of one copy
-_SEQUENCES_MAX = 256  # of requests that store; the one that stored longest ago is closed, its blocks stay published
+_EXTENT_BYTES = 64 << 20  # of raw pages: of one call to the daemon
+_EXTENTS = 4  # of an arena, at least, where its size allows
 _HAND_OFF_MS = 30000
 _LOG_S = 5.0
 
 
-class Kept:
-    """A request's sequence in the daemon. Of the link's thread."""
+class Stored:
+    """Some blocks of a store on their way to the daemon."""
 
-    def __init__(self, sequence: Sequence, names: BlockNames, blocks: int) -> None:
-        self.sequence, self.names, self.blocks = sequence, names, blocks
+    def __init__(self, extent: Extent, first: int, count: int) -> None:
+        self.extent, self.first, self.count = extent, first, count
+        self.fences: list[Fence] = []  # of the copies, by layer: then nothing reads the engine's blocks
+        self.encodes = False
+        self.done = Fence()  # the range is filled
 
 
 class StoreJob:
-    """Copies blocks into an extent, appends them to the request's sequence, and publishes them.
+    """Copies blocks that the daemon does not have into extents, encodes them, and writes them to the daemon.
 
     The link's thread begins the copies, so that the engine's spends nothing on them; they are behind `after`. Whoever
     takes the blocks away calls take_blocks() before."""
 
-    def __init__(self, half: WorkerHalf, store: Store, extent: Extent) -> None:
-        layers = len(half.facts.layers)
-        self.store, self.extent = store, extent
-        self.after: list[Fence | None] = [None] * layers  # by layer: what computed it; the worker's thread
-        self._fences: list[Fence | None] = [None] * layers
-        self._spoilt = ""  # why not all copies were begun, or will be
-        self._lock = threading.Lock()  # of _fences and _spoilt
+    def __init__(self, half: WorkerHalf, store: Store) -> None:
+        self.store = store
+        self.after: list[Fence | None] = [None] * len(half.facts.layers)  # by layer: what computed it; the worker's thread
         self._half = half
+        self._lock = threading.Lock()  # of what follows
+        self._next = 0  # blocks of the store whose copies were begun, or are not needed
+        self._count = len(store.block_ids[0])
+        self._begun: collections.deque[Stored] = collections.deque()
+        self._spoilt = ""  # why not all copies were begun, or will be
         self._began = time.monotonic()
 
-    def begin(self) -> None:
-        """Begins all copies that are not."""
-        half = self._half
+    def begin(self) -> bool:
+        """Begins the copies of the next blocks; whether there were some, and room for them."""
+        half, store = self._half, self.store
         with self._lock:
-            indices = [half.copies.indices(ids) for ids in self.store.block_ids]
-            for layer, group in enumerate(half.facts.groups):
-                if self._fences[layer] is not None or self._spoilt:
-                    continue
-                try:
-                    rows = self.extent.rows(layer)
-                    self._fences[layer] = half.copies.save(layer, indices[group], *rows, self.after[layer])
-                except RuntimeError as error:  # a GPU without memory for the copy, for example
-                    self._spoilt = f"{type(error).__name__}: {error}"
-                    self._fences[layer] = half.copies.saved()
+            while self._next < self._count and not all(group[self._next] for group in store.block_ids):
+                self._next += 1  # id 0: vLLM has given the block up
+                half.count("unstored_preempted_tokens", half.facts.block_tokens)
+            if self._spoilt or self._next >= self._count or half.stores is None:
+                return False
+            extent = half.stores.take()
+            if extent is None:
+                return False
+            begin = self._next
+            end = min(begin + extent.blocks, self._count)
+            while end > begin + 1 and not all(all(group[begin:end]) for group in store.block_ids):
+                end -= 1
+            part = Stored(extent, store.first + begin, end - begin)
+            self._begun.append(part)
+            self._next = end
+            try:
+                indices = [half.copies.indices(ids[begin:end]) for ids in store.block_ids]
+                for layer, group in enumerate(half.facts.groups):
+                    rows = extent.rows(layer, part.count)
+                    part.fences.append(half.copies.save(layer, indices[group], *rows, self.after[layer]))
+            except RuntimeError as error:  # a GPU without memory for the copy, for example
+                self._spoilt = f"{type(error).__name__}: {error}"
+                part.fences.append(half.copies.saved())
+        return True
+
+    def skip(self, blocks: int) -> None:
+        """The daemon has the blocks before `blocks` of the request."""
+        with self._lock:
+            there = min(max(blocks - self.store.first, 0), self._count)
+            if there > self._next:
+                self._half.count("stores_present", (there - self._next) * self._half.facts.block_tokens)
+                self._next = there
 
     def take_blocks(self) -> None:
         """What the engine's stream does from now on to the blocks comes after the copies; those not begun never are."""
         with self._lock:
-            if any(fence is None for fence in self._fences):
+            if self._next < self._count:
                 self._spoilt = self._spoilt or "its blocks were taken away"
-            for fence in self._fences:
-                if fence is not None:
+            for part in self._begun:
+                for fence in part.fences:
                     fence.hold()
 
     def read(self) -> bool:
@@ -84,68 +115,129 @@ class StoreJob:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            begun = [fence for fence in self._fences if fence is not None]
-            return (len(begun) == len(self._fences) or bool(self._spoilt)) and all(fence.passed() for fence in begun)
+            ended = self._next >= self._count or bool(self._spoilt)
+            return ended and all(fence.passed() for part in self._begun for fence in part.fences)
         finally:
             self._lock.release()
 
     def run(self, session: Session) -> None:
         half, store = self._half, self.store
-        self.begin()
-        if self._spoilt:
-            half.forget(session, store.request, barred=True)
-            half.log(f"a store of request {store.request} was given up", self._spoilt)
-            self._dropped()
-            return
         cache = session.cache((store.tenant, half.facts.rank))
-        kept = half.keep(session, cache, store)
-        count = self.extent.blocks
-        if kept is None:
-            self._dropped()
-            return
-        skip = kept.blocks - store.first
-        half.count("stores_present", max(0, min(skip, count)) * half.facts.block_tokens)
-        if skip < count:
-            try:
-                self._append(cache, kept, skip)
-            except Error:
-                half.forget(session, store.request, barred=True)
-                raise
-        self._close()
+        names = cache.external_names(store.hashes)
+        filling: collections.deque[Stored] = collections.deque()
+        writing: collections.deque[tuple] = collections.deque()  # (part, bytes, the call)
+        try:
+            self.skip(cache.match([names])[0].hit_blocks)
+            while True:
+                part = self._next_part()
+                if part is not None:
+                    self._encode(part)
+                    filling.append(part)
+                    half.link.run_urgent(session)
+                # One is copied while the one before is written.
+                if filling and (part is None or len(filling) > 1):
+                    writing.append(self._write(cache, names, filling.popleft()))
+                elif writing and part is None:
+                    self._written(*writing.popleft())
+                elif part is None:
+                    break
+                if len(writing) > 1:
+                    self._written(*writing.popleft())
+        except Error as error:
+            self._end(writing, error)
+            raise
+        with self._lock:
+            left = self._count - self._next
+            if left:
+                self._spoilt = self._spoilt or "no staging is free: raise staging_mib"
+        if self._spoilt:
+            half.log(f"blocks of request {store.request} were not all stored", self._spoilt)
+            self._unstored("preempted" if "taken" in self._spoilt else "failed", left)
+            half.count("stores_dropped")
         half.observe("store_seconds", time.monotonic() - self._began)
 
-    def _append(self, cache: Cache, kept: Kept, skip: int) -> None:
-        page, facts = self._half.facts.block_tokens, self._half.facts
-        blocks = self.extent.blocks - skip
-        for layer in range(len(facts.layers)):
-            self._fences[layer].wait()
-            k, v = self.extent.rows(layer)
-            cache.step(layer, [(kept.sequence, kept.blocks * page, blocks * page)], k[skip * page :], v[skip * page :])
-        kept.blocks += blocks
-        kept.sequence.publish(kept.names[: kept.blocks])
-        self._half.count("stored_tokens", blocks * page)
-        self._half.count("stored_bytes", blocks * self._half.block_bytes)
+    def _next_part(self) -> Stored | None:
+        """The oldest whose copies were begun and that is not encoded, or else the next."""
+        with self._lock:
+            waiting = [part for part in self._begun if not part.encodes]
+        if not waiting and self.begin():
+            waiting = [self._begun[-1]]
+        return waiting[0] if waiting else None
+
+    def _encode(self, part: Stored) -> None:
+        """Behind the copies, on their stream; on a CPU now."""
+        copies, part.encodes = self._half.copies, True
+        if copies.cuda:
+            import torch
+
+            with torch.cuda.stream(copies.save_stream):
+                part.extent.encode(part.count, part.first, copies.save_stream.cuda_stream)
+            part.done = copies.saved()
+        else:
+            for fence in part.fences:
+                fence.wait()
+            part.extent.encode(part.count, part.first)
+
+    def _write(self, cache: Cache, names: BlockNames, part: Stored) -> tuple:
+        part.done.wait()
+        forms, pages = part.extent.encoded()
+        theirs = names[part.first : part.first + part.count]
+        call = cache.write_blocks_async(theirs, forms, pages, part.first)
+        with self._lock:
+            self._begun.remove(part)
+        return part, pages.nbytes, call
+
+    def _written(self, part: Stored, nbytes: int, call) -> None:
+        half, tokens = self._half, part.count * self._half.facts.block_tokens
+        try:
+            written = call.wait()
+        except ResourceExhaustedError as error:
+            self._unstored("full", part.count)
+            half.count("stores_dropped")
+            half.log("the daemon has no room: raise its --host-pool-bytes, or what --tenants allows", error)
+        except Error:
+            self._unstored("failed", part.count)
+            raise
+        else:
+            half.count("stored_tokens", written.written * half.facts.block_tokens)
+            half.count("stores_present", written.present * half.facts.block_tokens)
+            half.count("stored_bytes", written.written * half.block_bytes)
+            half.count("stored_encoded_bytes", nbytes * written.written // max(1, tokens // half.facts.block_tokens))
+        finally:
+            part.extent.close()
+
+    def _end(self, writing: collections.deque, error: Error) -> None:
+        """Gives up: nobody writes to the extents any more, nor reads them."""
+        with self._lock:
+            self._spoilt = self._spoilt or str(error)
+            begun, self._begun = list(self._begun), collections.deque()
+            lost = self._count - self._next
+            self._next = self._count
+        for part in begun:
+            for fence in (*part.fences, part.done):
+                fence.wait()
+            part.extent.close()
+        for part, _, call in writing:
+            try:
+                call.wait()
+            except Error:
+                pass
+            part.extent.close()
+        lost += sum(part.count for part in begun) + sum(part.count for part, _, _ in writing)
+        self._unstored("away" if isinstance(error, UnavailableError) else "failed", lost)
+
+    def _unstored(self, why: str, blocks: int) -> None:
+        self._half.count(f"unstored_{why}_tokens", blocks * self._half.facts.block_tokens)
 
     def fail(self, error: Error) -> None:
+        """Also the worker's thread, of a job that the link did not take."""
         self._half.log(f"a store of request {self.store.request} failed", error)
-        self._dropped()
-
-    def _dropped(self) -> None:
+        self._end(collections.deque(), error)
         self._half.count("stores_dropped")
-        self._close()
-
-    def _close(self) -> None:
-        with self._lock:
-            if any(fence is None for fence in self._fences):
-                self._spoilt = self._spoilt or "given up"
-        for fence in self._fences:  # nobody writes to the extent any more
-            if fence is not None:
-                fence.wait()
-        self.extent.close()
 
 
 class LoadJob:
-    """Reads blocks from the daemon into staging, layer by layer, and copies them into the paged cache."""
+    """Reads blocks from the daemon into extents, decodes them, and copies them into the paged cache."""
 
     def __init__(self, half: WorkerHalf, load: Load, after: Fence) -> None:
         self._half, self._load, self._after = half, load, after
@@ -155,47 +247,80 @@ class LoadJob:
     def run(self, session: Session) -> None:
         half, load = self._half, self._load
         cache = session.cache((load.tenant, half.facts.rank))
-        wanted = len(load.hashes)
-        count = wanted - load.first
-        with cache.create_sequence(cache.external_names(load.hashes)) as sequence:
-            found = max(0, min(sequence.hit_blocks - load.first, count))
-            extents: list[tuple[Extent, list[Fence]]] = []
-            try:
-                self._copy(session, cache, sequence, found, extents)
-            finally:
-                half.drained().wait()
-                for extent, fences in extents:
-                    self._free(extent, fences)
+        count = len(load.hashes) - load.first
+        names = cache.external_names(load.hashes[load.first :])
+        reason = self._read(cache, names, count)
         half.count("loaded_tokens", self._done * half.facts.block_tokens)
         half.count("loaded_bytes", self._done * half.block_bytes)
         half.observe("load_seconds", time.monotonic() - self._began)
-        if found < count:
-            half.log(f"request {load.request} finds {found} of {count} blocks", sequence.miss_reason)
+        if self._done < count:
+            half.log(f"request {load.request} finds {self._done} of {count} blocks", reason)
         half.loaded(load, self._done)
 
-    def _copy(self, session, cache: Cache, sequence: Sequence, blocks: int, extents: list) -> None:
-        half, load, page = self._half, self._load, self._half.facts.block_tokens
-        staging: Staging = session.state["loads"]
-        while self._done < blocks:
-            size = min(half.extent_blocks, blocks - self._done)
-            while (extent := staging.take(size)) is None:
-                self._free(*extents.pop(0))
-            fences: list[Fence] = []
-            extents.append((extent, fences))
-            begin = load.first + self._done
-            for layer, group in enumerate(half.facts.groups):
-                ids = load.block_ids[group][self._done : self._done + size]
-                if not any(ids):
-                    continue  # outside of a sliding window
-                k, v = extent.rows(layer)
-                cache.read(layer, [(sequence, begin * page, size * page)], k, v)
-                fences.append(half.scatter(layer, ids, k, v, self._after))
-            self._done += size
+    def _read(self, cache: Cache, names: BlockNames, count: int) -> str:
+        """Why it ended where it did."""
+        half, load = self._half, self._load
+        asked = 0
+        reading: collections.deque = collections.deque()  # (extent, first of the load, blocks, the call)
+        filled: collections.deque = collections.deque()  # (extent, fence)
+        try:
+            while reading or asked < count:
+                while asked < count and len(reading) < 2:
+                    extent = half.loads.take()
+                    if extent is None:
+                        if not filled:
+                            break
+                        self._free(*filled.popleft())
+                        continue
+                    size = min(extent.blocks, count - asked)
+                    call = cache.read_blocks_async(names[asked : asked + size], extent.range, load.first + asked)
+                    reading.append((extent, asked, size, call))
+                    asked += size
+                extent, first, size, call = reading.popleft()
+                filled.append((extent, Fence()))  # it goes back whatever happens
+                found = call.wait()
+                if found.blocks:
+                    filled[-1] = (extent, self._fill(extent, first, found.blocks, found.raw))
+                    half.count("loaded_encoded_bytes", found.nbytes)
+                    self._done += found.blocks
+                if found.blocks < size:
+                    return found.reason
+            return ""
+        finally:
+            for extent, _, _, call in reading:
+                try:
+                    call.wait()
+                except Error:
+                    pass
+                extent.close()
+            half.drained().wait()
+            for each in filled:
+                self._free(*each)
+
+    def _fill(self, extent: Extent, first: int, count: int, forms: bytes) -> Fence:
+        half, load, copies = self._half, self._load, self._half.copies
+        if copies.cuda:
+            import torch
+
+            with torch.cuda.stream(copies.load_stream):
+                extent.decode(count, forms, copies.load_stream.cuda_stream)
+        else:
+            extent.decode(count, forms)
+        # Of a group with a sliding window some blocks, or all, are not wanted: id 0.
+        wanted = [[each for each in ids[first : first + count] if each] for ids in load.block_ids]
+        indices = [copies.indices(ids) for ids in wanted]
+        for layer, group in enumerate(half.facts.groups):
+            k, v = extent.rows(layer, count)
+            if len(wanted[group]) < count:
+                places = [place for place, each in enumerate(load.block_ids[group][first : first + count]) if each]
+                k, v = k[places], v[places]
+            if wanted[group]:
+                copies.load(layer, indices[group], k, v, self._after)
+        return half.drained()
 
     @staticmethod
-    def _free(extent: Extent, fences: list[Fence]) -> None:
-        for fence in fences:
-            fence.wait()
+    def _free(extent: Extent, fence: Fence) -> None:
+        fence.wait()
         extent.close()
 
     def fail(self, error: Error) -> None:
@@ -204,35 +329,34 @@ class LoadJob:
 
 
 class FinishJob:
-    """Gives a request's sequence back, handing it off before where that was asked for."""
+    """Hands a finished request's blocks to another daemon, where that was asked for."""
 
-    def __init__(self, half: WorkerHalf, finish: Finish) -> None:
+    def __init__(self, half: WorkerHalf, finish: Finish, tenant: str, hashes: list[bytes]) -> None:
         self._half, self._finish = half, finish
+        self._tenant, self._hashes = tenant, hashes
 
     def run(self, session: Session) -> None:
-        half, name = self._half, self._finish.request
-        kept = half.kept(session).get(name)
-        half.barred(session).discard(name)
-        if kept is None:
+        half, name, peer = self._half, self._finish.request, self._finish.peer
+        if not peer or not self._hashes:
             return
-        peer = self._finish.peer
-        allowed = half.settings.may_hand_to(peer)
-        if peer and not allowed:
+        if not half.settings.may_hand_to(peer):
             half.count("hand_offs_failed")
             half.log(f"request {name} is not handed to {peer!r}", f"must be of peers, {', '.join(half.settings.peers)}")
-        if not peer or not allowed or not kept.blocks:
-            half.forget(session, name)
             return
-        half.kept(session).pop(name)
+        cache = session.cache((self._tenant, half.facts.rank))
+        sequence = cache.create_sequence(cache.external_names(self._hashes))
+        if not sequence.hit_blocks:
+            sequence.close()
+            return
 
         def done(outcome: object, error: Error | None) -> None:
             half.count("hand_offs" if error is None else "hand_offs_failed")
             if error is not None:
                 half.log(f"handing request {name} to {peer!r} failed", error)
-            kept.sequence.close()
+            sequence.close()
 
         # The receiver's blocks have the same names: who decodes there finds them.
-        session.when_done(kept.sequence.hand_off_async(peer, timeout_ms=_HAND_OFF_MS), done)
+        session.when_done(sequence.hand_off_async(peer, timeout_ms=_HAND_OFF_MS), done)
 
     def fail(self, error: Error) -> None:
         if self._finish.peer:
@@ -246,18 +370,22 @@ class WorkerHalf:
     def __init__(self, facts: Facts, settings: Settings, logger) -> None:
         self.facts, self.settings, self._logger = facts, settings, logger
         self.block_bytes = len(facts.layers) * 2 * facts.block_tokens * facts.heads * facts.head_dim * 2
-        self._staging_bytes = max(2 * self.block_bytes, settings.staging_mib * (1 << 20) // 2)
-        # Two of them fit, so that one is filled while the other is copied.
-        fitting = self._staging_bytes // (2 * self.block_bytes)
-        self.extent_blocks = max(1, min(_EXTENT_TOKENS // facts.block_tokens, fitting))
+        self.geometry = Geometry(
+            len(facts.layers), facts.block_tokens, facts.heads, facts.head_dim, facts.dtype
+        )
+        staging_bytes = max(2 * self.block_bytes, settings.staging_mib * (1 << 20) // 2)
+        # Several fit, so that one is filled while another is copied.
+        fitting = min(_EXTENT_BYTES, staging_bytes // _EXTENTS) // self.block_bytes
+        self.extent_blocks = max(1, fitting)
+        self._extents = max(2, staging_bytes // (self.extent_blocks * self.block_bytes))
         self._logged = -_LOG_S
         self.copies: PagedCopy | None = None
         self._layer_of = {name: layer for layer, name in enumerate(facts.layers)}
-        self._stores: Staging | None = None  # while attached
+        self.stores: Extents | None = None  # while attached, as loads
+        self.loads: Extents | None = None
         self._step: list[StoreJob] = []  # of this step, their copies not all begun
         self._reading: dict[str, list[StoreJob]] = {}  # whose blocks may still be read, by request
-        self._abandoned: list[StoreJob] = []  # that the link refused, whose copies may still run
-        self._hashes: dict[str, list[bytes]] = {}
+        self._hashes: dict[str, tuple[str, list[bytes]]] = {}  # tenant and hashes of what was stored, by request
         self._reports: set[str] = set()  # requests whose blocks wait for their stores
         self._lock = threading.Lock()  # of what follows
         self._received: set[str] = set()
@@ -292,23 +420,31 @@ class WorkerHalf:
 
     def _attach(self, session: Session) -> None:
         """The link's thread: staging of this connection. What the daemon does not accept is an error here."""
-        session.cache((self.settings.tenant, self.facts.rank))
-        session.state["loads"] = self._staging(session)
-        self._stores = self._staging(session)
-
-    def _staging(self, session: Session) -> Staging:
-        from torch import from_dlpack
-
-        facts = self.facts
-        arena = session.client.create_arena(self._staging_bytes)
-        session.state.setdefault("arenas", []).append(arena)
-        memory = from_dlpack(arena.tensor((self._staging_bytes,), "uint8"))
-        shape = (len(facts.layers), facts.block_tokens, facts.heads, facts.head_dim)
-        return Staging(memory, *shape, facts.dtype, self.copies.device)
+        cache = session.cache((self.settings.tenant, self.facts.rank))
+        device = self.copies.device
+        index = -1 if device.type != "cuda" else device.index or 0
+        codec = PageCodec(cache, index, self.settings.calibration_dir)
+        made = []
+        for _ in range(2):
+            arena = session.client.create_arena(self._extents * self.extent_blocks * self.block_bytes)
+            made.append(Extents(arena, codec, self.geometry, self.extent_blocks, device))
+        session.state["extents"] = made
+        self.loads, self.stores = made
+        o = cache.description
+        fits = o.pool_bytes // max(1, o.encoded_page_bytes * len(self.facts.layers)) * self.facts.block_tokens
+        self._logger.info(
+            "kvmanager: attached to %s: model %s, codec %s, room for %d tokens", self.settings.address, o.options.model,
+            o.options.codec, fits,
+        )
 
     def _detach(self) -> None:
         """The link's thread."""
-        self._stores = None
+        for extents in (self.loads, self.stores):
+            if extents is not None:
+                self.copies.saved().wait()
+                self.copies.loaded().wait()
+                extents.close()
+        self.loads = self.stores = None
         self.count("detachments")
 
     # A step.
@@ -328,25 +464,12 @@ class WorkerHalf:
                 job.fail(UnavailableError("the daemon is away"))
 
     def prepare_stores(self, plan: StepPlan) -> None:
-        """Takes staging for the step's stores; once per step."""
+        """Makes the jobs of the step's stores; once per step."""
         for store in plan.stores:
-            hashes = self._hashes.setdefault(store.request, [])
+            _, hashes = self._hashes.setdefault(store.request, (store.tenant, []))
             hashes[store.hashes_from :] = store.hashes
-            self._take(store, hashes)
-
-    def _take(self, store: Store, hashes: list[bytes]) -> None:
-        staging, count = self._stores, len(store.block_ids[0])
-        for begin in range(0, count, self.extent_blocks):
-            size = min(self.extent_blocks, count - begin)
-            ids = tuple(group[begin : begin + size] for group in store.block_ids)
-            whole = all(all(group) for group in ids)  # id 0: vLLM has given the block up
-            extent = staging.take(size) if staging is not None and whole else None
-            if extent is None:
-                self.count("stores_dropped")
-                return  # what follows could not be appended
-            first = store.first + begin
-            part = Store(store.request, store.tenant, 0, hashes[: first + size], first, ids)
-            job = StoreJob(self, part, extent)
+            whole = Store(store.request, store.tenant, 0, list(hashes), store.first, store.block_ids)
+            job = StoreJob(self, whole)
             self._step.append(job)
             self._reading.setdefault(store.request, []).append(job)
 
@@ -366,17 +489,15 @@ class WorkerHalf:
         jobs, self._step = self._step, []
         for job in jobs:
             job.after = [each or after for each in job.after]
-            if self.facts.windowed:  # the next step may take blocks, and would stop what has not begun
-                job.begin()
+            while self.facts.windowed and job.begin():  # the next step may take blocks, and would stop what has not begun
+                pass
             if not self._submit(job):
                 job.take_blocks()
-                self.count("stores_dropped")
-                self._abandoned.append(job)
+                job.fail(UnavailableError("the daemon is away"))
 
     def finishes(self, plan: StepPlan) -> None:
         for finish in plan.finishes:
-            self._hashes.pop(finish.request, None)
-            job = FinishJob(self, finish)
+            job = FinishJob(self, finish, *self._hashes.pop(finish.request, ("", [])))
             if not self._submit(job):
                 job.fail(UnavailableError("the daemon is away"))
             if finish.report:
@@ -387,9 +508,6 @@ class WorkerHalf:
     def results(self) -> tuple[set[str], set[str], dict[str, set[int]]]:
         """Since the last call: requests whose blocks are no longer read; those whose load has ended; of these, what was
         not loaded, by request."""
-        for job in [job for job in self._abandoned if job.read()]:
-            self._abandoned.remove(job)
-            job.extent.close()
         for name, jobs in list(self._reading.items()):
             left = [job for job in jobs if not job.read()]
             if left:
@@ -404,49 +522,6 @@ class WorkerHalf:
         return sent, received, failed
 
     # What jobs call, on the link's thread.
-
-    def kept(self, session: Session) -> OrderedDict[str, Kept]:
-        return session.state.setdefault("kept", OrderedDict())
-
-    def barred(self, session: Session) -> set[str]:
-        """Requests that are stored no further: a block of theirs is missing."""
-        return session.state.setdefault("barred", set())
-
-    def keep(self, session: Session, cache: Cache, store: Store) -> Kept | None:
-        """The request's sequence, with all blocks before store.first; None: it cannot be had."""
-        kept, name = self.kept(session), store.request
-        if name in self.barred(session):
-            return None
-        if name not in kept:
-            names = cache.external_names(store.hashes)
-            sequence = cache.create_sequence(names)
-            kept[name] = Kept(sequence, names, sequence.hit_blocks)
-            while len(kept) > _SEQUENCES_MAX:
-                kept.popitem(last=False)[1].sequence.close()
-        found = kept[name]
-        kept.move_to_end(name)
-        if len(found.names) < len(store.hashes):
-            found.names = found.names + cache.external_names(store.hashes[len(found.names) :])
-        if found.blocks < store.first:
-            self.forget(session, name, barred=True)
-            return None
-        return found
-
-    def forget(self, session: Session, name: str, barred: bool = False) -> None:
-        kept = self.kept(session).pop(name, None)
-        if kept is not None:
-            kept.sequence.close()
-        if barred:
-            self.barred(session).add(name)
-
-    def scatter(self, layer: int, ids: list[int], k, v, after: Fence) -> Fence:
-        """Copies rows into the blocks of `ids` but for those that are 0."""
-        if not all(ids):
-            places = [place for place, each in enumerate(ids) if each]
-            shape = (len(ids), self.facts.block_tokens, self.facts.heads, self.facts.head_dim)
-            k, v = (rows.view(shape)[places].flatten(0, 1) for rows in (k, v))
-            ids = [each for each in ids if each]
-        return self.copies.load(layer, self.copies.indices(ids), k, v, after)
 
     def drained(self) -> Fence:
         """Behind all copies of loads."""
