@@ -25,7 +25,7 @@ absl::StatusOr<HostPort> ParseHostPort(absl::string_view field, absl::string_vie
   }
   if (host.empty() || host.size() > kHostBytesMax || port.empty() || port.size() > 5) return invalid();
   for (const char c : host) {
-    if (!absl::ascii_isgraph(c)) return invalid();
+    if (!absl::ascii_isgraph(c) || c == '[' || c == ']') return invalid();
   }
   uint32_t number = 0;
   for (const char c : port) {
