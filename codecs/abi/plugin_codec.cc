@@ -250,7 +250,7 @@ class PluginCodec final : public Codec, public WaitingCodec {
       return FieldError(absl::StatusCode::kDataLoss, "encoded page bytes", absl::StrCat(encoded.size()),
                         absl::StrCat(info_.page_bytes(layer)));
     }
-    const absl::Status status = handle_->entries().Validate(static_cast<uint32_t>(layer), encoded);
+    absl::Status status = handle_->entries().Validate(static_cast<uint32_t>(layer), encoded);
     if (status.ok() || !handle_->entries().was_answered(status)) return status;
     return absl::DataLossError(status.message());
   }
