@@ -1,5 +1,6 @@
 #include "codecs/registry.h"
 
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -85,7 +86,7 @@ bool ParseDecimal(absl::string_view text, int* value) {
 
 bool ParseDecimal(absl::string_view text, double* value) {
   return text.find_first_not_of("+-.0123456789eE") == absl::string_view::npos && !absl::StartsWith(text, "+") &&
-         absl::SimpleAtod(text, value);
+         absl::SimpleAtod(text, value) && std::isfinite(*value);
 }
 
 absl::StatusOr<CodecSpec> ParseCodecSpec(absl::string_view text) {

@@ -107,6 +107,7 @@ TEST(CodecRegistryTest, NumbersArePlainDecimals) {
   }
   EXPECT_FALSE(ParseDecimal("4.0", &i));
   EXPECT_FALSE(ParseDecimal("99999999999", &i));
+  EXPECT_FALSE(ParseDecimal("9e10892", &d));
 }
 
 TEST(CodecRegistryDeathTest, ANameIsRegisteredOnce) {
