@@ -330,9 +330,10 @@ TEST(ArchitectureTest, ACodecIsOneFolderAndALineInBuiltin) {
       if (target.for_tests) continue;
       for (const std::string& label : target.deps) {
         // Raw pages are the store's own form, and attention merges them with any codec's; training is no codec, nor
-        // is the adapter of plug-ins, nor what all codecs' kernels share.
+        // are the adapter of plug-ins and their process, nor what all codecs' kernels share.
         EXPECT_TRUE(!absl::StartsWith(label, "//codecs/") || label == "//codecs/raw:raw_attention" ||
-                    label == "//codecs/abi:plugin_codec" || absl::StartsWith(label, "//codecs/device:") ||
+                    label == "//codecs/abi:plugin_codec" || label == "//codecs/abi:plugin_process" ||
+                    label == "//codecs/abi:plugin_host" || absl::StartsWith(label, "//codecs/device:") ||
                     absl::StartsWith(label, "//codecs/calibrate:") || label == "//codecs/zack_hack:sensitivity")
             << package << ":" << target.name << " depends on " << label;
       }

@@ -214,7 +214,7 @@ absl::StatusOr<CheckedStep> CheckStep(const CacheConfig& config, api::StepReques
     KV_RETURN_IF_ERROR(CheckForMemory(step, config));
     return step;
   }
-  step.queries_unchecked = config.device == CacheConfig::kHost && q_bytes > kQueryBytesAtOnceMax;
+  step.queries_unchecked = q_bytes > kQueryBytesAtOnceMax;
   step.lse_inline = !step.lse.given() && request.getWantLse();
   step.out_bytes = q_bytes;
   step.lse_bytes = step.lse.given() || step.lse_inline ? lse_bytes : 0;

@@ -37,7 +37,7 @@ struct CheckedStep {
   uint64_t lse_bytes = 0;   // 0 if not wanted
   /// At most this many multiply-adds.
   uint64_t multiply_adds_max = 0;
-  /// The queries, in host memory, are so many that whether they are finite is left to CheckQueries.
+  /// The queries are so many that whether they are finite is left to CheckQueries; in host memory, where it matters.
   bool queries_unchecked = false;
 
   bool append() const { return k.given(); }

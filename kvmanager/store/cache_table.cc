@@ -256,10 +256,7 @@ absl::StatusOr<std::unique_ptr<BlockCheck>> CacheTable::Check(CacheId id, absl::
 
 absl::StatusOr<std::shared_ptr<Cache>> CacheTable::FindForTransfer(CacheId id, uint32_t first, size_t blocks) const {
   KV_ASSIGN_OR_RETURN(auto cache, Find(id));
-  if (!cache->tier->memory().writes_at_once()) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(cache->config.device),
-                      absl::StrCat(CacheConfig::kHost, ", host memory, to read and write whole blocks"));
-  }
+  KV_RETURN_IF_ERROR(cache->tier->memory().CheckTransfers(*cache));
   const size_t names_max = std::max<size_t>(kTransferPagesMax / cache->layers(), 1);
   if (blocks == 0 || blocks > names_max) {
     return InvalidField("names", absl::StrCat(blocks, " long"), absl::StrCat("1..", names_max, " long"));

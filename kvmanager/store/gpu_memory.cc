@@ -18,6 +18,10 @@ class GpuMemory final : public MemoryBackend {
   bool follows_tables() const override { return true; }
   bool writes_at_once() const override { return false; }
   bool keeps_activations() const override { return false; }
+  absl::Status CheckTransfers(const Cache& cache) const override {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "device", absl::StrCat(cache.config.device),
+                      absl::StrCat(CacheConfig::kHost, ", host memory, to read and write whole blocks"));
+  }
   DeviceIndexLayout index_layout(const Codec& codec) const override { return codec.device_index(); }
   std::unique_ptr<SequenceIndex> NewIndex(const Codec& codec, const IndexFacts& facts) const override {
     return codec.NewDeviceIndex(facts);

@@ -50,6 +50,7 @@ class HostMemory final : public MemoryBackend {
   bool follows_tables() const override { return false; }
   bool writes_at_once() const override { return true; }
   bool keeps_activations() const override { return true; }
+  absl::Status CheckTransfers(const Cache&) const override { return absl::OkStatus(); }
   DeviceIndexLayout index_layout(const Codec&) const override { return {}; }
   std::unique_ptr<SequenceIndex> NewIndex(const Codec& codec, const IndexFacts& facts) const override {
     return codec.NewIndex(facts);

@@ -68,6 +68,8 @@ class MemoryBackend {
   /// What is appended is written when Write returns. Else Exports::Written says when.
   virtual bool writes_at_once() const = 0;
   virtual bool keeps_activations() const = 0;
+  /// Whether calls read and write whole blocks of a cache. Errors: FAILED_PRECONDITION naming "device".
+  virtual absl::Status CheckTransfers(const Cache& cache) const = 0;
   /// The slots that a sequence's index takes here; zeros: it takes none.
   virtual DeviceIndexLayout index_layout(const Codec& codec) const = 0;
   /// nullptr: the codec has no indexes.
