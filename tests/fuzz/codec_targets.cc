@@ -15,17 +15,6 @@
 namespace kvmanager::fuzz {
 namespace {
 
-CacheConfig SmallConfig(const std::string& codec) {
-  CacheConfig config;
-  config.model = "fuzz";
-  config.layers = 2;
-  config.query_heads = 4;
-  config.layout.kv_heads = 2;
-  config.layout.head_dim = 32;
-  config.codec = codec;
-  return config;
-}
-
 /// Runs nothing: a manifest's pages never get as far as encoding.
 class NoExecutor final : public EncodeExecutor {
  public:

@@ -5,7 +5,6 @@
 #include "kvmanager/base/safetensors.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/rpc/step_check.h"
-#include "kvmanager/store/cache_config.h"
 #include "tests/fuzz/fuzz_target.h"
 #include "tests/fuzz/target_util.h"
 #include "transport/tcp/peer_key.h"
@@ -14,17 +13,6 @@
 
 namespace kvmanager::fuzz {
 namespace {
-
-CacheConfig SmallConfig(const std::string& codec) {
-  CacheConfig config;
-  config.model = "fuzz";
-  config.layers = 2;
-  config.query_heads = 4;
-  config.layout.kv_heads = 2;
-  config.layout.head_dim = 32;
-  config.codec = codec;
-  return config;
-}
 
 class PeerWireTarget final : public FuzzTarget {
  public:

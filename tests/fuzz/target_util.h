@@ -11,6 +11,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/store/cache_config.h"
 
 namespace kvmanager::fuzz {
 
@@ -24,6 +25,18 @@ inline absl::string_view TextOf(absl::Span<const uint8_t> bytes) {
 }
 inline absl::Span<const uint8_t> BytesOf(absl::string_view text) {
   return {reinterpret_cast<const uint8_t*>(text.data()), text.size()};
+}
+
+/// A cache of two layers.
+inline CacheConfig SmallConfig(const std::string& codec) {
+  CacheConfig config;
+  config.model = "fuzz";
+  config.layers = 2;
+  config.query_heads = 4;
+  config.layout.kv_heads = 2;
+  config.layout.head_dim = 32;
+  config.codec = codec;
+  return config;
 }
 
 /// A message as one flat array, and the other way round: whole words of `input`.
