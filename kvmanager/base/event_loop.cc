@@ -1,26 +1,35 @@
 #include "kvmanager/base/event_loop.h"
 
 #include "kvmanager/base/clock.h"
+#include "kvmanager/base/core_slice.h"
 
 namespace kvmanager {
+namespace {
+
+// The shortest that Linux takes.
+constexpr std::chrono::microseconds kSlice{100};
+
+}  // namespace
 
 EventLoop::EventLoop(MessageQueue* queue, int64_t busy_poll_us)
     : queue_(queue),
       busy_poll_ns_(busy_poll_us * 1000),
-      io_(kj::setupAsyncIo()),
-      wake_(io_.unixEventPort, queue->fd(), kj::UnixEventPort::FdObserver::OBSERVE_READ),
-      fine_timer_(io_.unixEventPort) {}
+      events_(port_),
+      scope_(events_),
+      wake_(port_, queue->fd(), kj::UnixEventPort::FdObserver::OBSERVE_READ),
+      fine_timer_(port_) {}
 
 void EventLoop::Run(absl::FunctionRef<bool()> done) {
+  AskForSlice(kSlice);
   const SteadyClock clock;
   uint64_t seen = activity_;
   int64_t spin_until_ns = 0;
   for (;;) {
-    io_.waitScope.poll();
-    const bool ran = queue_->RunAll();
-    if (ran) NoteActivity();
+    if (queue_->RunAll()) NoteActivity();
+    events_.run();
     if (done()) return;
-    if (ran) continue;
+    port_.poll();
+    if (events_.isRunnable()) continue;
     if (busy_poll_ns_ > 0) {
       const int64_t now_ns = clock.NowNs();
       if (activity_ != seen) {
@@ -30,15 +39,16 @@ void EventLoop::Run(absl::FunctionRef<bool()> done) {
       if (now_ns < spin_until_ns) continue;
     }
     if (!queue_->PrepareSleep()) continue;
-    io_.unixEventPort.wait();
+    port_.wait();
     queue_->Awake();
   }
 }
 
 void EventLoop::RunReady() {
   do {
-    io_.waitScope.poll();
-  } while (queue_->RunAll());
+    events_.run();
+    port_.poll();
+  } while (queue_->RunAll() || events_.isRunnable());
 }
 
 }  // namespace kvmanager

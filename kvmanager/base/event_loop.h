@@ -2,10 +2,13 @@
 //
 // Made, run and destroyed on one thread, which then owns every RPC object and the page store. Other threads reach it
 // through the MessageQueue alone.
+//
+// A round runs the messages, then what is ready, then looks at sockets and timers. It does not wait until no socket has
+// work: a client that sends without a pause would keep workers' answers to others waiting.
 #pragma once
 
-#include <kj/async-io.h>
 #include <kj/async-unix.h>
+#include <kj/async.h>
 
 #include <cstdint>
 
@@ -29,17 +32,18 @@ class EventLoop {
   void NoteActivity() { ++activity_; }
 
   MessageQueue& queue() { return *queue_; }
-  kj::UnixEventPort& port() { return io_.unixEventPort; }
-  kj::LowLevelAsyncIoProvider& io() { return *io_.lowLevelProvider; }
+  kj::UnixEventPort& port() { return port_; }
   /// Of whole milliseconds.
-  kj::Timer& timer() { return io_.lowLevelProvider->getTimer(); }
+  kj::Timer& timer() { return port_.getTimer(); }
   FineTimer& fine_timer() { return fine_timer_; }
 
  private:
   MessageQueue* const queue_;
   const int64_t busy_poll_ns_;
   uint64_t activity_ = 0;
-  kj::AsyncIoContext io_;
+  kj::UnixEventPort port_;
+  kj::EventLoop events_;
+  kj::WaitScope scope_;                 // makes `events_` the thread's
   kj::UnixEventPort::FdObserver wake_;  // only so that a write to the queue's eventfd ends port().wait()
   FineTimer fine_timer_;
 };

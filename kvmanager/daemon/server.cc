@@ -251,6 +251,7 @@ class ServerImpl final : public Server {
           host_calls({.store = of.store_.get(),
                       .workers = of.workers_.get(),
                       .queue = &of.queue_,
+                      .long_calls = &long_calls,
                       .clock = &of.clock_,
                       .quality = of.quality_.get(),
                       .metrics = &of.metrics_.attends}),

@@ -49,6 +49,15 @@ uint64_t OpenedBytes(const StepCache& cache, const CheckedStep& step) {
   return pages * cache.config->layout.raw_bytes();
 }
 
+// That the step's attention reads.
+uint64_t PagesRead(const StepCache& cache, const CheckedStep& step) {
+  uint64_t pages = 0;
+  for (const AttendEntry& entry : step.entries) {
+    pages += (entry.position + entry.tokens - 1) / cache.config->layout.page_tokens + 1;
+  }
+  return pages;
+}
+
 // Owns what a tensor of a step points to; nullptr: it cannot be kept for longer than the call.
 std::shared_ptr<const void> Owner(Session& session, const StepTensor& tensor) {
   if (tensor.where == StepTensor::Where::kArena) return session.FindArena(tensor.arena);
@@ -302,7 +311,8 @@ class StepCall final : public std::enable_shared_from_this<StepCall> {
 
 }  // namespace
 
-// A step whose queries workers look at, or whose rows they write. Shared with them; destroyed on the loop's thread, and
+// A step whose queries workers look at, whose rows they write, or whose pages are listed in turns. Destroyed on the
+// loop's thread, and
 // its members from the last on.
 struct HostCalls::LargeStep {
   LargeStep(const std::shared_ptr<Session>& of, const StepCache& with, const CheckedStep& what)
@@ -348,6 +358,7 @@ struct HostCalls::LargeStep {
   std::vector<std::shared_ptr<const void>> input;
   std::shared_ptr<const void> reading;  // no other call of the connection comes in between
   std::unique_ptr<AppendLease> lease;
+  std::unique_ptr<Listing> listing;
 };
 
 absl::StatusOr<kj::Promise<void>> HostCalls::Step(const std::shared_ptr<Session>& session, const StepCache& cache,
@@ -425,7 +436,35 @@ absl::StatusOr<kj::Promise<void>> HostCalls::Attend(const std::shared_ptr<Sessio
     context.getResults(capnp::MessageSize{kReplyWords, 0}).initReply();
     return kj::Promise<void>(kj::READY_NOW);
   }
+  if (PagesRead(cache, step) > kLoopPagesMax) {
+    auto large = std::make_shared<LargeStep>(session, cache, step);
+    KV_ASSIGN_OR_RETURN(large->listing,
+                        parts_.store->long_calls().BeginAttend(cache.id, step.layer, large->step.entries));
+    large->reading = session->messages().HoldReading();
+    return AttendInTurns(large, context);
+  }
   KV_ASSIGN_OR_RETURN(std::unique_ptr<AttendLease> lease, parts_.store->Attend(cache.id, step.layer, step.entries));
+  return AttendWith(std::move(lease), session, cache, step, context);
+}
+
+kj::Promise<void> HostCalls::AttendInTurns(const std::shared_ptr<LargeStep>& large, StepContext& context) const {
+  return InTurns(large->session, Method::kStep, parts_.long_calls,
+                 [large] { return large->listing->DoPiece() == LongCall::Next::kPiece; })
+      .then([this, large, context]() mutable {
+        const LoopTurn turn(large->session->calls().turns(), MethodName(Method::kStep));
+        absl::StatusOr<std::unique_ptr<AttendLease>> lease = large->listing->Commit();
+        if (const absl::Status there = large->CheckArenas(); lease.ok() && !there.ok()) lease = there;
+        return GoOn(*large,
+                    lease.ok() ? AttendWith(*std::move(lease), large->session, large->cache, large->step, context)
+                               : absl::StatusOr<kj::Promise<void>>(lease.status()),
+                    context);
+      });
+}
+
+absl::StatusOr<kj::Promise<void>> HostCalls::AttendWith(std::unique_ptr<AttendLease> lease,
+                                                        const std::shared_ptr<Session>& session,
+                                                        const StepCache& cache, const CheckedStep& step,
+                                                        StepContext& context) const {
   if (parts_.quality != nullptr && !cache.codec->info().identity) {
     parts_.quality->NoteQueries(cache.id, *cache.config, step.layer, step.entries, step.q_dtype, step.scale,
                                 step.q.bytes.data());

@@ -18,6 +18,7 @@
 #include "kvmanager/rpc/memory_calls.h"
 #include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/session.h"
+#include "kvmanager/rpc/taking_turns.h"
 #include "kvmanager/store/quality.h"
 
 namespace kvmanager {
@@ -35,6 +36,9 @@ constexpr uint64_t kLoopOpenedBytesMax = 4 << 20;
 /// Entries of a step whose attention the loop plans itself: some 0.3 ms.
 constexpr size_t kLoopPlanEntriesMax = 256;
 
+/// Pages that an attention of the loop's lists at once; more are listed in turns.
+constexpr uint64_t kLoopPagesMax = 1024;
+
 /// Of queries that a worker looks at before it looks at the clock.
 constexpr uint64_t kQueryPieceBytes = 256 << 10;
 
@@ -45,6 +49,7 @@ class HostCalls final : public MemoryCalls {
     PageStore* store = nullptr;
     WorkerPool* workers = nullptr;
     MessageQueue* queue = nullptr;
+    TakingTurns* long_calls = nullptr;
     const Clock* clock = nullptr;
     QualityMonitor* quality = nullptr;  // nullptr: no query is noted
     AttendMetrics* metrics = nullptr;
@@ -82,6 +87,10 @@ class HostCalls final : public MemoryCalls {
                                            const CheckedStep& step, StepContext& context) const;
   kj::Promise<void> CheckByWorkers(const std::shared_ptr<LargeStep>& large, StepContext& context) const;
   kj::Promise<void> AppendByWorkers(const std::shared_ptr<LargeStep>& large, StepContext& context) const;
+  kj::Promise<void> AttendInTurns(const std::shared_ptr<LargeStep>& large, StepContext& context) const;
+  absl::StatusOr<kj::Promise<void>> AttendWith(std::unique_ptr<AttendLease> lease,
+                                               const std::shared_ptr<Session>& session, const StepCache& cache,
+                                               const CheckedStep& step, StepContext& context) const;
   static kj::Promise<void> GoOn(LargeStep& large, absl::StatusOr<kj::Promise<void>> rest, StepContext& context);
 
   const Parts parts_;

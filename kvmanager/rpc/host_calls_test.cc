@@ -68,8 +68,9 @@ class HostCallsTest : public testing::CallsTest {
 
   AttendMetrics attend_metrics_{&metrics_};
   HostCalls::Parts MakeParts(QualityMonitor* quality = nullptr) {
-    return {&store(), &*workers_, &queue_, &clock_, quality, &attend_metrics_};
+    return {&store(), &*workers_, &queue_, &turns_, &clock_, quality, &attend_metrics_};
   }
+  TakingTurns turns_{&queue_};
   const HostCalls calls_{MakeParts()};
   const HostCalls* used_ = &calls_;
 };

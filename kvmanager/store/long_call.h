@@ -51,6 +51,13 @@ class Publication : public LongCall {
   virtual absl::StatusOr<PublishResult> result() const = 0;
 };
 
+/// What the entries of an attention read, listed. What it needs of sequences that go in between is an error.
+class Listing : public LongCall {
+ public:
+  /// Once, after kDone. Errors: PageStore::Attend's; UNAVAILABLE (the store has closed).
+  virtual absl::StatusOr<std::unique_ptr<AttendLease>> Commit() = 0;
+};
+
 /// The store's calls that are done in pieces.
 class LongCalls {
  public:
@@ -63,7 +70,11 @@ class LongCalls {
   /// PageStore::Publish.
   virtual absl::StatusOr<std::unique_ptr<Publication>> BeginPublish(SequenceId sequence,
                                                                     std::vector<BlockName> names) = 0;
-  /// `fn` is called when a sequence leaves more blocks, by Drop or Crop, than are given back at once.
+  /// PageStore::Attend, of one layer in host memory.
+  virtual absl::StatusOr<std::unique_ptr<Listing>> BeginAttend(CacheId cache, int layer,
+                                                               absl::Span<const AttendEntry> entries) = 0;
+  /// `fn` is called when a sequence leaves more blocks, by Drop or Crop, or a lease more pages, than are given back at
+  /// once.
   virtual void OnLeftovers(std::function<void()> fn) = 0;
   /// Gives back some more of these, 0.1 ms. False: that was all.
   virtual bool ReleaseSome() = 0;

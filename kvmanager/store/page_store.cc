@@ -117,12 +117,22 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
                                                             std::vector<BlockName> names) override {
     return publications_.Begin(sequence, std::move(names));
   }
-  void OnLeftovers(std::function<void()> fn) override { sequences_.OnLeftovers(std::move(fn)); }
-  bool ReleaseSome() override { return sequences_.ReleaseSome(); }
+  absl::StatusOr<std::unique_ptr<Listing>> BeginAttend(CacheId cache, int layer,
+                                                       absl::Span<const AttendEntry> entries) override {
+    return reads_.BeginAttend(cache, layer, entries);
+  }
+  void OnLeftovers(std::function<void()> fn) override {
+    reads_.OnLeftovers(fn);
+    sequences_.OnLeftovers(std::move(fn));
+  }
+  bool ReleaseSome() override {
+    const bool more = reads_.ReleaseSome();
+    return sequences_.ReleaseSome() || more;
+  }
 
   void BeforePurge(const CacheDigest* of) {
     moves_.NotePurge(of);
-    while (sequences_.ReleaseSome()) {  // what nobody uses is to go
+    while (ReleaseSome()) {  // what nobody uses is to go
     }
   }
   void Evict(Block* block) override { blocks_.Evict(block); }

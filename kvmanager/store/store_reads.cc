@@ -17,6 +17,8 @@ absl::Status OwnPageIsEncoded(size_t entry, uint64_t position, uint64_t page_end
                     absl::StrCat(page_end - 1, " or more: earlier tokens of its page are kept encoded, as a whole"));
 }
 
+}  // namespace
+
 class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
  public:
   AttendLeaseImpl(StoreReads* reads, std::shared_ptr<Cache> cache)
@@ -32,10 +34,14 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
       const auto sequence = parts().sequences->Find(chosen.sequence);
       parts().indexes->TakeBack(sequence.ok() ? *sequence : nullptr, *chosen.selector);
     }
-    for (const PageRef& ref : buffers_.pins) parts().blocks->Unpin(ref);
-    --cache_->leases;
     parts().metrics->attend_leases.Decrement();
-    reads_->GiveBack(std::move(buffers_));
+    reads_->GiveBack({std::move(cache_), std::move(buffers_), counted_});
+  }
+
+  /// Counts pages that it is about to pin.
+  void CountPages(uint64_t pages) {
+    reads_->CountPages(pages);
+    counted_ += pages;
   }
 
   /// Lists the pages of tokens `first` .. `last` of `sequence`, in the form that it keeps.
@@ -46,21 +52,26 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
     }
     EndEntry();
   }
-  /// Lists the pages that an entry's queries read.
-  absl::Status ListEntry(Sequence& sequence, uint32_t layer, const AttendEntry& entry) {
+  /// Lists the next pages that an entry's queries read, from page `*next` on, and at most `*left`: both go on. True: that
+  /// was the entry's last.
+  absl::StatusOr<bool> ListEntry(Sequence& sequence, uint32_t layer, const AttendEntry& entry, uint32_t* next,
+                                 uint64_t* left) {
     const uint64_t last = entry.position + entry.tokens - 1;
-    KV_RETURN_IF_ERROR(NeedIndex(sequence, {static_cast<int>(layer)}, entry));
-    if (sequence.index != nullptr) {
-      chosen_.resize(buffers_.ends.size() + 1);
-      chosen_.back() = {sequence.id, sequence.index->Select(static_cast<int>(layer), entry.position, last)};
+    if (*next == 0) {
+      KV_RETURN_IF_ERROR(NeedIndex(sequence, {static_cast<int>(layer)}, entry));
+      if (sequence.index != nullptr) {
+        chosen_.resize(buffers_.ends.size() + 1);
+        chosen_.back() = {sequence.id, sequence.index->Select(static_cast<int>(layer), entry.position, last)};
+      }
     }
     const ReadingRule rule = cache_->reading();
     const uint32_t last_page = rule.PageOf(last), beyond_lag = rule.AgedPages(last);
-    for (uint32_t index = 0; index <= last_page; ++index) ListPage(sequence, layer, index, index < beyond_lag);
+    for (; *next <= last_page && *left > 0; ++*next, --*left) ListPage(sequence, layer, *next, *next < beyond_lag);
+    if (*next <= last_page) return false;
     AddOwnPages(sequence, layer, buffers_.aged.size(), entry);
     buffers_.aged.push_back(sequence.aged[layer]);
     EndEntry();
-    return absl::OkStatus();
+    return true;
   }
   /// Finds what must be encoded before tables say what the entry's queries read. Errors: FAILED_PRECONDITION, where the
   /// layers are not equally old; UNAVAILABLE, where an index could not be made.
@@ -105,6 +116,7 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
     KV_RETURN_IF_ERROR(status_);
     if (buffers_.pins.empty()) {
       KV_RETURN_IF_ERROR(reads_->CheckPages(pending_pages_.size()));
+      CountPages(pending_pages_.size());
       for (const PageRef& ref : pending_pages_) PinPage(ref);
     }
     WaitFor(std::move(pending_pages_), std::move(pending_jobs_));
@@ -138,7 +150,6 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
  private:
   void PinPage(PageRef ref) {
     parts().blocks->Pin(ref);
-    reads_->CountPage();
     buffers_.pins.push_back(ref);
   }
   // beyond_lag: the entry's newest query reads the page encoded, though it has not aged.
@@ -150,10 +161,27 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
     // Of an aged page the raw form is not offered even if it is still there, so that timing cannot show.
     if (out.lag_applies) out.raw = RawPageData(*cache_, ref.page());
     if (!out.lag_applies || beyond_lag) {
-      buffers_.encoded.push_back({ref, buffers_.pages.size()});
-      if (EncodeJobs::Awaits(ref)) pending_pages_.push_back(ref);
+      if (EncodeJobs::Awaits(ref)) {
+        pending_pages_.push_back(ref);
+        buffers_.encoded.push_back({ref, buffers_.pages.size()});
+      } else {
+        ReadEncoded(ref, &out);
+      }
     }
     buffers_.pages.push_back(out);
+  }
+  // Of a page that nothing is awaited for.
+  void ReadEncoded(const PageRef& ref, AttentionPage* out) {
+    if (!ref.block->arrival.ok()) {
+      status_.Update(ref.block->arrival);
+      return;
+    }
+    const Page& page = ref.page();
+    if (page.declined) {
+      out->raw = PageData(*cache_, page.raw);
+    } else {
+      out->encoded = PageData(*cache_, page.encoded);
+    }
   }
   void EndEntry() { buffers_.ends.push_back(buffers_.pages.size()); }
 
@@ -205,19 +233,8 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
   }
 
   void Resolve() override {
-    for (const auto& read : buffers_.encoded) {
-      if (!read.ref.block->arrival.ok()) {
-        status_ = read.ref.block->arrival;
-        return;
-      }
-      const Page& page = read.ref.page();
-      AttentionPage& out = buffers_.pages[read.at];
-      if (page.declined) {
-        out.raw = PageData(*cache_, page.raw);
-      } else {
-        out.encoded = PageData(*cache_, page.encoded);
-      }
-    }
+    for (const auto& read : buffers_.encoded) ReadEncoded(read.ref, &buffers_.pages[read.at]);
+    if (!status_.ok()) return;
     for (const OwnPage& own : own_pages_) CheckOwnPage(own);
   }
 
@@ -231,6 +248,7 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
   StoreReads* const reads_;
   std::shared_ptr<Cache> cache_;  // shared: see Block
   ReadBuffers buffers_;
+  uint64_t counted_ = 0;  // pages, pinned or about to be
   std::vector<PageRef> pending_pages_;
   std::vector<OwnPage> own_pages_;  // of pending pages
   std::vector<Chosen> chosen_;      // by entry; empty of codecs without indexes
@@ -238,12 +256,31 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
   absl::Status status_;
 };
 
-}  // namespace
-
 absl::Status StoreReads::CheckPages(uint64_t pages) const {
   if (pages <= kLeasePagesMax - pages_) return absl::OkStatus();
   return FieldError(absl::StatusCode::kResourceExhausted, "pages under attend leases",
                     absl::StrCat(pages_, " and ", pages, " more"), absl::StrCat("at most ", kLeasePagesMax));
+}
+
+absl::Status StoreReads::CheckEntry(const Cache& cache, LayerRange layers, absl::Span<const AttendEntry> entries,
+                                    size_t i, Sequence** sequence) const {
+  const AttendEntry& entry = entries[i];
+  KV_ASSIGN_OR_RETURN(*sequence, parts_.sequences->FindUsable(entry.sequence));
+  const auto field = [i](absl::string_view name) { return absl::StrCat("entries[", i, "].", name); };
+  if ((*sequence)->cache.get() != &cache) {
+    return InvalidField(field("sequence"), entry.sequence, absl::StrCat("a sequence of cache ", cache.id));
+  }
+  for (int layer = layers.first; layer < layers.end(); ++layer) {
+    const uint64_t tokens = (*sequence)->tokens[layer];
+    if (entry.position >= tokens) {
+      return InvalidField(field("position"), entry.position,
+                          absl::StrCat("below ", tokens, ", the token count of layer ", layer));
+    }
+    if (entry.tokens < 1 || static_cast<uint64_t>(entry.tokens) > tokens - entry.position) {
+      return InvalidField(field("tokens"), entry.tokens, absl::StrCat("1..", tokens - entry.position));
+    }
+  }
+  return absl::OkStatus();
 }
 
 absl::Status StoreReads::Check(const Cache& cache, LayerRange layers, absl::Span<const AttendEntry> entries,
@@ -252,26 +289,36 @@ absl::Status StoreReads::Check(const Cache& cache, LayerRange layers, absl::Span
   if (entries.size() > kStepEntriesMax)
     return InvalidField("entries", entries.size(), absl::StrCat("at most ", kStepEntriesMax));
   for (size_t i = 0; i < entries.size(); ++i) {
-    const AttendEntry& entry = entries[i];
-    KV_ASSIGN_OR_RETURN(Sequence * sequence, parts_.sequences->FindUsable(entry.sequence));
-    const auto field = [i](absl::string_view name) { return absl::StrCat("entries[", i, "].", name); };
-    if (sequence->cache.get() != &cache) {
-      return InvalidField(field("sequence"), entry.sequence, absl::StrCat("a sequence of cache ", cache.id));
-    }
-    for (int layer = layers.first; layer < layers.end(); ++layer) {
-      const uint64_t tokens = sequence->tokens[layer];
-      if (entry.position >= tokens) {
-        return InvalidField(field("position"), entry.position,
-                            absl::StrCat("below ", tokens, ", the token count of layer ", layer));
-      }
-      if (entry.tokens < 1 || static_cast<uint64_t>(entry.tokens) > tokens - entry.position) {
-        return InvalidField(field("tokens"), entry.tokens, absl::StrCat("1..", tokens - entry.position));
-      }
-    }
-    *pages += (entry.position + entry.tokens - 1) / cache.page_tokens() + 1;
+    Sequence* sequence = nullptr;
+    KV_RETURN_IF_ERROR(CheckEntry(cache, layers, entries, i, &sequence));
+    *pages += (entries[i].position + entries[i].tokens - 1) / cache.page_tokens() + 1;
     sequences->push_back(sequence);
   }
   return absl::OkStatus();
+}
+
+absl::Status StoreReads::GiveSlots(const Cache& cache, LayerRange layers, absl::Span<const AttendEntry> entries,
+                                   absl::Span<Sequence* const> sequences) {
+  const auto end_of = [&](size_t i) { return entries[i].position + entries[i].tokens; };
+  SlotCounts wanted;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    parts_.indexes->CountSlots(*sequences[i], layers, 0, 0, end_of(i), &wanted);
+  }
+  Reservation slots(cache.tier->pool());
+  if (!wanted.none()) KV_RETURN_IF_ERROR(cache.tier->Reserve(cache, wanted, &slots));
+  for (size_t i = 0; i < entries.size(); ++i) {
+    parts_.indexes->GiveSlots(*sequences[i], layers, 0, 0, end_of(i), &slots);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> StoreReads::Finish(AttendLeaseImpl& lease) {
+  const bool waits = lease.waits();
+  KV_RETURN_IF_ERROR(lease.Finish());
+  if (waits) parts_.metrics->attend_waits.Increment();
+  if (!lease.ready()) return false;
+  KV_RETURN_IF_ERROR(lease.status());
+  return true;
 }
 
 absl::StatusOr<std::unique_ptr<AttendLease>> StoreReads::Attend(CacheId id, LayerRange layers,
@@ -286,31 +333,88 @@ absl::StatusOr<std::unique_ptr<AttendLease>> StoreReads::Attend(CacheId id, Laye
     if (layers.count != 1) return InvalidField("layers", layers.count, "1: the pages that are read are listed");
     KV_RETURN_IF_ERROR(CheckPages(pages));
   }
-  const auto end_of = [&](size_t i) { return entries[i].position + entries[i].tokens; };
-  SlotCounts wanted;
-  for (size_t i = 0; i < entries.size(); ++i)
-    parts_.indexes->CountSlots(*sequences[i], layers, 0, 0, end_of(i), &wanted);
-  Reservation slots(cache->tier->pool());
-  if (!wanted.none()) KV_RETURN_IF_ERROR(cache->tier->Reserve(*cache, wanted, &slots));
+  KV_RETURN_IF_ERROR(GiveSlots(*cache, layers, entries, sequences));
   auto lease = std::make_unique<AttendLeaseImpl>(this, cache);
+  if (!tables) lease->CountPages(pages);
   for (size_t i = 0; i < entries.size(); ++i) {
-    parts_.indexes->GiveSlots(*sequences[i], layers, 0, 0, end_of(i), &slots);
-    KV_RETURN_IF_ERROR(tables ? lease->FollowEntry(*sequences[i], layers, entries[i])
-                              : lease->ListEntry(*sequences[i], layers.first, entries[i]));
+    if (tables) {
+      KV_RETURN_IF_ERROR(lease->FollowEntry(*sequences[i], layers, entries[i]));
+      continue;
+    }
+    uint32_t next = 0;
+    uint64_t left = UINT64_MAX;
+    KV_RETURN_IF_ERROR(lease->ListEntry(*sequences[i], layers.first, entries[i], &next, &left).status());
   }
-  const bool waits = lease->waits();
-  KV_RETURN_IF_ERROR(lease->Finish());
-  if (waits) parts_.metrics->attend_waits.Increment();
-  if (!lease->ready()) return lease;
-  KV_RETURN_IF_ERROR(lease->status());
+  KV_ASSIGN_OR_RETURN(const bool ready, Finish(*lease));
+  if (!ready || !tables) return lease;
   // Kernels select by what the lease says; elsewhere a selector counts what it did.
-  for (size_t i = 0; tables && i < entries.size(); ++i) {
-    if (lease->chooses_from(i) >= end_of(i)) continue;
-    const uint64_t queries = end_of(i) - std::max(lease->chooses_from(i), entries[i].position);
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const uint64_t end = entries[i].position + entries[i].tokens;
+    if (lease->chooses_from(i) >= end) continue;
+    const uint64_t queries = end - std::max(lease->chooses_from(i), entries[i].position);
     parts_.metrics->index_selections.Increment(static_cast<double>(queries * layers.count * cache->layout().kv_heads));
   }
   return lease;
 }
+
+namespace {
+
+// Attend in pieces. Sequences may change, or go, between two of them: entries are checked again.
+class ListingImpl final : public Listing {
+ public:
+  ListingImpl(StoreReads* reads, std::shared_ptr<Cache> cache, int layer, absl::Span<const AttendEntry> entries)
+      : reads_(reads), cache_(std::move(cache)), layer_(layer), entries_(entries.begin(), entries.end()) {}
+
+  // Once, before all else.
+  absl::Status Begin() {
+    std::vector<Sequence*> sequences;
+    sequences.reserve(entries_.size());
+    uint64_t pages = 0;
+    KV_RETURN_IF_ERROR(reads_->Check(*cache_, layer_, entries_, &sequences, &pages));
+    KV_RETURN_IF_ERROR(reads_->CheckPages(pages));
+    KV_RETURN_IF_ERROR(reads_->GiveSlots(*cache_, layer_, entries_, sequences));
+    lease_ = std::make_unique<AttendLeaseImpl>(reads_, cache_);
+    lease_->CountPages(pages);
+    return absl::OkStatus();
+  }
+  Next DoPiece() override {
+    if (store_has_gone()) status_ = absl::UnavailableError("the store has closed");
+    for (uint64_t left = StoreReads::kPagesAtOnce; status_.ok() && at_ < entries_.size() && left > 0;) {
+      status_ = ListSome(&left);
+    }
+    return status_.ok() && at_ < entries_.size() ? Next::kPiece : Next::kDone;
+  }
+  bool CompareOne() override { return false; }
+  absl::StatusOr<std::unique_ptr<AttendLease>> Commit() override {
+    if (status_.ok() && store_has_gone()) status_ = absl::UnavailableError("the store has closed");
+    KV_RETURN_IF_ERROR(status_);
+    KV_RETURN_IF_ERROR(reads_->Finish(*lease_).status());
+    return std::move(lease_);
+  }
+
+ private:
+  bool store_has_gone() const { return reads_->parts().alive.expired(); }
+  absl::Status ListSome(uint64_t* left) {
+    Sequence* sequence = nullptr;
+    KV_RETURN_IF_ERROR(reads_->CheckEntry(*cache_, layer_, entries_, at_, &sequence));
+    KV_ASSIGN_OR_RETURN(const bool done, lease_->ListEntry(*sequence, layer_, entries_[at_], &next_page_, left));
+    if (!done) return absl::OkStatus();
+    ++at_;
+    next_page_ = 0;
+    return absl::OkStatus();
+  }
+
+  StoreReads* const reads_;
+  const std::shared_ptr<Cache> cache_;
+  const int layer_;
+  const std::vector<AttendEntry> entries_;
+  size_t at_ = 0;  // the entry that is being listed, and its next page
+  uint32_t next_page_ = 0;
+  absl::Status status_;
+  std::unique_ptr<AttendLeaseImpl> lease_;
+};
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<AttendLease>> StoreReads::Load(CacheId id, int layer,
                                                               absl::Span<const AttendEntry> entries) {
@@ -325,11 +429,21 @@ absl::StatusOr<std::unique_ptr<AttendLease>> StoreReads::Load(CacheId id, int la
   }
   KV_RETURN_IF_ERROR(CheckPages(pages));
   auto lease = std::make_unique<AttendLeaseImpl>(this, cache);
+  lease->CountPages(pages);
   for (size_t i = 0; i < entries.size(); ++i) {
     lease->ListTokens(*sequences[i], layer, entries[i].position, entries[i].position + entries[i].tokens - 1);
   }
   KV_RETURN_IF_ERROR(lease->Finish());
   return lease;
+}
+
+absl::StatusOr<std::unique_ptr<Listing>> StoreReads::BeginAttend(CacheId id, int layer,
+                                                                 absl::Span<const AttendEntry> entries) {
+  KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> cache, parts_.caches->Find(id));
+  KV_CHECK(!cache->tier->memory().follows_tables());
+  auto listing = std::make_unique<ListingImpl>(this, std::move(cache), layer, entries);
+  KV_RETURN_IF_ERROR(listing->Begin());
+  return listing;
 }
 
 ReadBuffers StoreReads::TakeBuffers() {
@@ -339,11 +453,34 @@ ReadBuffers StoreReads::TakeBuffers() {
   return buffers;
 }
 
-void StoreReads::GiveBack(ReadBuffers buffers) {
-  pages_ -= buffers.pins.size();
-  if (spare_.size() >= kSpareBuffersMax || buffers.pins.capacity() > kSparePagesMax) return;
-  buffers.Clear();
-  spare_.push_back(std::move(buffers));
+void StoreReads::GiveBack(Done done) {
+  if (done.buffers.pins.size() <= kPagesAtOnce) return Unpin(done);
+  left_.push_back(std::move(done));
+  if (left_.size() == 1) on_leftovers_();
+}
+
+bool StoreReads::ReleaseSome() {
+  if (left_.empty()) return false;
+  // Room that comes may be taken at once, by somebody who looks for more here.
+  Done done = std::move(left_.front());
+  left_.pop_front();
+  Unpin(done);
+  if (!done.buffers.pins.empty()) left_.push_front(std::move(done));
+  return !left_.empty();
+}
+
+void StoreReads::Unpin(Done& done) {
+  std::vector<PageRef>& pins = done.buffers.pins;
+  for (size_t i = 0; i < kPagesAtOnce && !pins.empty(); ++i) {
+    parts_.blocks->Unpin(pins.back());
+    pins.pop_back();
+  }
+  if (!pins.empty()) return;
+  pages_ -= done.counted;
+  --done.cache->leases;
+  if (spare_.size() >= kSpareBuffersMax || pins.capacity() > kSparePagesMax) return;
+  done.buffers.Clear();
+  spare_.push_back(std::move(done.buffers));
 }
 
 }  // namespace kvmanager

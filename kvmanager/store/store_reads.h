@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -13,6 +15,7 @@
 #include "absl/types/span.h"
 #include "codecs/page_attention.h"
 #include "kvmanager/store/encode_jobs.h"
+#include "kvmanager/store/long_call.h"
 #include "kvmanager/store/sequence_table.h"
 
 namespace kvmanager {
@@ -39,6 +42,8 @@ struct ReadBuffers {
   }
 };
 
+class AttendLeaseImpl;
+
 class StoreReads {
  public:
   /// Everything outlives it. alive: expires with the store.
@@ -60,27 +65,51 @@ class StoreReads {
   absl::StatusOr<std::unique_ptr<AttendLease>> Attend(CacheId cache, LayerRange layers,
                                                       absl::Span<const AttendEntry> entries);
   absl::StatusOr<std::unique_ptr<AttendLease>> Load(CacheId cache, int layer, absl::Span<const AttendEntry> entries);
+  /// LongCalls'.
+  absl::StatusOr<std::unique_ptr<Listing>> BeginAttend(CacheId cache, int layer, absl::Span<const AttendEntry> entries);
+  void OnLeftovers(std::function<void()> fn) { on_leftovers_ = std::move(fn); }
+  bool ReleaseSome();
   /// Whether leases may pin `pages` more. Errors: RESOURCE_EXHAUSTED.
   absl::Status CheckPages(uint64_t pages) const;
   uint64_t lease_pages() const { return pages_; }
 
-  // For the leases.
+  // For the leases, and what makes them.
+  static constexpr size_t kPagesAtOnce = 512;  // some 0.1 ms
+  /// What a lease that goes has had.
+  struct Done {
+    std::shared_ptr<Cache> cache;
+    ReadBuffers buffers;
+    uint64_t counted = 0;  // pages
+  };
   const Parts& parts() const { return parts_; }
   ReadBuffers TakeBuffers();
-  /// Its pages are pinned no more.
-  void GiveBack(ReadBuffers buffers);
-  void CountPage() { ++pages_; }
+  /// Unpins its pages, many of them later.
+  void GiveBack(Done done);
+  void CountPages(uint64_t pages) { pages_ += pages; }
+  /// That entry `i` can be read now, and its sequence.
+  absl::Status CheckEntry(const Cache& cache, LayerRange layers, absl::Span<const AttendEntry> entries, size_t i,
+                          Sequence** sequence) const;
+  /// The same of all of them; adds up the pages that are read.
+  absl::Status Check(const Cache& cache, LayerRange layers, absl::Span<const AttendEntry> entries,
+                     std::vector<Sequence*>* sequences, uint64_t* pages) const;
+  /// Gives the sequences' indexes the slots that the entries' queries need.
+  absl::Status GiveSlots(const Cache& cache, LayerRange layers, absl::Span<const AttendEntry> entries,
+                         absl::Span<Sequence* const> sequences);
+  /// Behind the last entry. False: the lease waits.
+  absl::StatusOr<bool> Finish(AttendLeaseImpl& lease);
 
  private:
   static constexpr size_t kSpareBuffersMax = 64;
   static constexpr size_t kSparePagesMax = 1 << 14;  // larger buffers are not kept
 
-  absl::Status Check(const Cache& cache, LayerRange layers, absl::Span<const AttendEntry> entries,
-                     std::vector<Sequence*>* sequences, uint64_t* pages) const;
+  // Some of its pages; with the last, all that it has had goes.
+  void Unpin(Done& done);
 
   const Parts parts_;
   std::vector<ReadBuffers> spare_;
   uint64_t pages_ = 0;  // pinned by all leases
+  std::deque<Done> left_;
+  std::function<void()> on_leftovers_ = [] {};
 };
 
 }  // namespace kvmanager

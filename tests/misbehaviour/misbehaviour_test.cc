@@ -66,6 +66,16 @@ uint64_t StatusBytes(pid_t pid, const std::string& field) {
   return 0;
 }
 
+// What the main thread of a process had of a core, and waited for one, in seconds.
+struct CoreTime {
+  double ran = 0, waited = 0;
+};
+CoreTime LoopTime(pid_t pid) {
+  double ran = 0, waited = 0;
+  std::ifstream(absl::StrCat("/proc/", pid, "/task/", pid, "/schedstat")) >> ran >> waited;
+  return {ran * 1e-9, waited * 1e-9};
+}
+
 // What is held of a daemon, but for what is published.
 struct Books {
   uint64_t leases = 0, used_bytes = 0, waiting_hand_offs = 0;
@@ -167,7 +177,9 @@ class MisbehaviourTest : public ::testing::TestWithParam<Way> {
         usleep(20000);
       }
     });
+    const CoreTime loop = LoopTime(daemon_->pid());
     const Decoded under = victim_->Decode(kUnderMs);
+    const CoreTime loop_after = LoopTime(daemon_->pid());
     (*offender)->Signal(SIGKILL);
     (void)(*offender)->Wait();
     stop = true;
@@ -200,12 +212,20 @@ class MisbehaviourTest : public ::testing::TestWithParam<Way> {
         fault(Fault::kBits, absl::StrCat("the victim reads other bits: ", again.status().ToString()));
       }
     }
+    const absl::StatusOr<MetricsPage> page = Scrape(*daemon_);
     outcome.line = absl::StrFormat(
         "%-24s idle p50 %.2f p99 %.2f | under it p50 %.2f p99 %.2f max %.1f ms, bound %.2f | own calls max %.0f ms, "
         "%d refused | RSS %d anon %d MiB | it: %d calls, %d served, %d refused, %d ended",
         way.name, idle_p50, idle_p99, under.steps.At(0.5), p99_under, under.steps.At(1), bound, own.times.At(1),
         own.refused, rss >> 20, anon >> 20, tally.calls.load(), tally.served.load(), tally.refused.load(),
         tally.ended.load());
+    if (page.ok()) {
+      absl::StrAppendFormat(&outcome.line, " | loop busy %.0f %%, waits for a core %.0f %%, long turns %.0f, longest %.1f ms",
+                            100e3 * (loop_after.ran - loop.ran) / kUnderMs,
+                            100e3 * (loop_after.waited - loop.waited) / kUnderMs,
+                            page->Sum("kvmanager_loop_long_turns_total"),
+                            1e3 * page->Sum("kvmanager_loop_longest_turn_seconds"));
+    }
     if (tally.refused + tally.ended > 0) absl::StrAppend(&outcome.line, " (", tally.refusal, ")");
     victim_.reset();
     daemon_.reset();
