@@ -5,20 +5,16 @@
 
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
-#include "attention/attention.h"
 #include "codecs/waiting_codec.h"
 #include "kvmanager/base/aligned_buffer.h"
 #include "kvmanager/base/failpoints.h"
 #include "kvmanager/base/on_worker.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/rpc/serve.h"
+#include "kvmanager/rpc/step_call.h"
 
 namespace kvmanager {
 namespace {
-
-using Parts = HostCalls::Parts;
-
-constexpr size_t kReplyWords = 32;  // of a StepReply without its outputs
 
 using AppendEntries = absl::InlinedVector<AppendEntry, 4>;
 
@@ -63,251 +59,6 @@ std::shared_ptr<const void> Owner(Session& session, const StepTensor& tensor) {
   if (tensor.where == StepTensor::Where::kArena) return session.FindArena(tensor.arena);
   return session.messages().requests()->KeepRequest(tensor.bytes.data());
 }
-
-// Where a step's attention reads and writes.
-struct Rows {
-  const uint8_t* q = nullptr;
-  uint8_t* out = nullptr;
-  float* lse = nullptr;
-};
-
-std::unique_ptr<AttentionPlan> MakePlan(const StepCache& cache, const CheckedStep& step, const AttendLease& lease,
-                                        const Rows& rows, int threads) {
-  const size_t row_bytes = size_t(cache.config->query_heads) * cache.config->layout.head_dim * DTypeBytes(step.q_dtype);
-  absl::InlinedVector<AttentionSequence, 4> sequences(step.entries.size());
-  size_t row = 0;
-  for (size_t i = 0; i < sequences.size(); ++i) {
-    AttentionSequence& sequence = sequences[i];
-    sequence.pages = lease.pages(i);
-    sequence.selector = lease.selector(i);
-    sequence.first_position = step.entries[i].position;
-    sequence.tokens = step.entries[i].tokens;
-    sequence.q = rows.q + row * row_bytes;
-    sequence.out = rows.out + row * row_bytes;
-    if (rows.lse != nullptr) sequence.lse = rows.lse + row * cache.config->query_heads;
-    row += step.entries[i].tokens;
-  }
-  AttentionBatch batch;
-  batch.codec = cache.codec.get();
-  batch.raw_attention = &cache.raw->attention();
-  batch.layout = cache.config->layout;
-  batch.layer = step.layer;
-  batch.query_heads = cache.config->query_heads;
-  batch.lag_pages = cache.config->lag_pages;
-  batch.scale = step.scale;
-  batch.q_dtype = step.q_dtype;
-  batch.owner = cache.owner;
-  batch.sequences = sequences;
-  return AttentionPlan::Make(batch, threads);
-}
-
-// Of an identity codec every form is the raw one.
-AttentionCounts CountsOf(const AttentionPlan& plan, const StepCache& cache) {
-  AttentionCounts counts = plan.counts();
-  if (cache.codec->info().identity) {
-    counts.raw_pairs += counts.encoded_pairs;
-    counts.encoded_pairs = 0;
-  }
-  return counts;
-}
-
-void Count(const Parts& parts, const CheckedStep& step, const AttentionCounts& counts, int64_t start_ns,
-           prometheus::Histogram& seconds) {
-  seconds.Observe(double(parts.clock->NowNs() - start_ns) * 1e-9);
-  parts.metrics->encoded_pairs.Increment(double(counts.encoded_pairs));
-  parts.metrics->raw_pairs.Increment(double(counts.raw_pairs));
-  parts.metrics->tokens.Increment(double(step.tokens));
-}
-
-capnp::MessageSize ReplySize(const CheckedStep& step) {
-  uint64_t bytes = 0;
-  if (!step.out.given()) bytes += step.out_bytes + sizeof(capnp::word);
-  if (step.lse_inline) bytes += step.lse_bytes + sizeof(capnp::word);
-  return {bytes / sizeof(capnp::word) + kReplyWords, 0};
-}
-
-// REQUIRES: the lease is ready and its status OK.
-void RunOnLoop(const Parts& parts, const StepCache& cache, const CheckedStep& step, const AttendLease& lease,
-               StepContext& context) {
-  auto reply = context.getResults(ReplySize(step)).initReply();
-  Rows rows;
-  rows.q = step.q.bytes.data();
-  rows.out = step.out.given() ? step.out.bytes.data() : reply.initOut(step.out_bytes).begin();
-  if (step.lse_bytes != 0) {
-    rows.lse =
-        reinterpret_cast<float*>(step.lse.given() ? step.lse.bytes.data() : reply.initLse(step.lse_bytes).begin());
-  }
-  const int64_t start_ns = parts.clock->NowNs();
-  const std::unique_ptr<AttentionPlan> plan = MakePlan(cache, step, lease, rows, 1);
-  plan->RunHere();
-  const AttentionCounts counts = CountsOf(*plan, cache);
-  reply.setEncodedPairs(counts.encoded_pairs);
-  reply.setRawPairs(counts.raw_pairs);
-  Count(parts, step, counts, start_ns, parts.metrics->loop_seconds);
-}
-
-// A step whose attention outlasts this turn of the loop. Shared by the promise that waits for it and by the workers'
-// completion, whichever lives longer; made and destroyed on the loop's thread.
-class StepCall final : public std::enable_shared_from_this<StepCall> {
- public:
-  StepCall(const Parts& parts, const StepCache& cache, const CheckedStep& step, std::unique_ptr<AttendLease> lease)
-      : parts_(parts),
-        cache_(cache),
-        waits_(WaitingWorkers(*cache.codec) != nullptr),
-        workers_(WorkersOf(*cache.codec, parts.workers)),
-        config_(*cache.config),
-        step_(step),
-        lease_(std::move(lease)) {
-    cache_.config = &config_;
-    // The request goes with the call's context.
-    step_.k = step_.v = step_.x = StepTensor();
-  }
-
-  ~StepCall() {
-    charge_.Keep(std::move(out_));
-    charge_.Keep(std::move(lse_));
-  }
-
-  // Keeps an arena that the step reads or writes.
-  void Keep(std::shared_ptr<Region> arena) { arenas_.push_back(std::move(arena)); }
-  // Keeps the request that holds the queries, which are copied else.
-  void KeepRequest(std::shared_ptr<const void> request) { request_ = std::move(request); }
-
-  // For queries and outputs that it keeps, and the reply.
-  uint64_t bytes_to_book() const {
-    return (step_.out.given() ? 0 : SessionMessages::BytesToBook(step_.out_bytes)) +
-           (step_.lse_inline ? SessionMessages::BytesToBook(step_.lse_bytes) : 0) +
-           (copies_q() ? step_.q.bytes.size() : 0);
-  }
-
-  // charge: for bytes_to_book(). The request is read for the last time.
-  kj::Promise<void> Begin(MessageShare::Charge charge) {
-    charge_ = std::move(charge);
-    status_ = Allocate();
-    if (!status_.ok()) return kj::READY_NOW;
-    auto waiting = kj::newPromiseAndFulfiller<void>();
-    fulfiller_ = kj::mv(waiting.fulfiller);
-    lease_->OnReady([weak = weak_from_this()] {
-      if (const auto self = weak.lock()) self->Run();
-    });
-    return kj::mv(waiting.promise);
-  }
-
-  // Nobody waits any more.
-  void GiveUp() {
-    given_up_ = true;
-    if (plan_ != nullptr) plan_->Cancel();
-  }
-
-  const absl::Status& status() const { return status_; }
-
-  // REQUIRES: status() is OK.
-  void WriteReply(Session& session, StepContext& context) {
-    auto reply = context.getResults(capnp::MessageSize{kReplyWords, 0}).initReply();
-    const auto orphanage = capnp::Orphanage::getForMessageContaining(reply);
-    if (!step_.out.given()) reply.adoptOut(SessionMessages::DataOf(orphanage, out_));
-    if (step_.lse_inline) reply.adoptLse(SessionMessages::DataOf(orphanage, lse_));
-    reply.setEncodedPairs(counts_.encoded_pairs);
-    reply.setRawPairs(counts_.raw_pairs);
-    q_copy_ = AlignedBuffer();
-    MessageShare::Lent parts;
-    parts.push_back(std::move(out_));
-    parts.push_back(std::move(lse_));
-    session.messages().SendReply(std::move(charge_), std::move(parts));
-  }
-
- private:
-  bool copies_q() const { return step_.q.where == StepTensor::Where::kInline && request_ == nullptr; }
-  absl::Status Allocate() {
-    if (Fails(Failpoint::kStepAllocate)) return absl::ResourceExhaustedError("failpoint step.allocate");
-    if (copies_q()) {
-      KV_ASSIGN_OR_RETURN(q_copy_, AlignedBuffer::Make("q", step_.q.bytes.size()));
-      std::memcpy(q_copy_.data(), step_.q.bytes.data(), q_copy_.size());
-      step_.q.bytes = q_copy_.span();
-    }
-    if (!step_.out.given()) {
-      KV_ASSIGN_OR_RETURN(out_, charge_.Make("out", step_.out_bytes));
-    }
-    if (step_.lse_inline) {
-      KV_ASSIGN_OR_RETURN(lse_, charge_.Make("lse", step_.lse_bytes));
-    }
-    return absl::OkStatus();
-  }
-
-  // May be called by the lease: it must outlive this.
-  void Run() {
-    status_ = lease_->status();
-    if (!status_.ok()) {
-      fulfiller_->fulfill();
-      return;
-    }
-    start_ns_ = parts_.clock->NowNs();
-    unanswered_ = UnansweredBy(*cache_.codec);
-    const bool here = !waits_ && step_.multiply_adds_max <= kLoopMultiplyAddsMax;
-    Rows rows;
-    rows.q = step_.q.bytes.data();
-    rows.out = step_.out.given() ? step_.out.bytes.data() : out_.data();
-    if (step_.lse_bytes != 0) {
-      rows.lse = reinterpret_cast<float*>(step_.lse.given() ? step_.lse.bytes.data() : lse_.data());
-    }
-    if (here) {
-      plan_ = MakePlan(cache_, step_, *lease_, rows, 1);
-      plan_->RunHere();
-      Finish(parts_.metrics->loop_seconds);
-      return;
-    }
-    const int threads = workers_->threads();
-    if (step_.entries.size() <= kLoopPlanEntriesMax) {
-      return RunByWorkers(MakePlan(cache_, step_, *lease_, rows, threads));
-    }
-    auto plan = [rows, threads, queue = parts_.queue, self = shared_from_this()]() mutable {
-      auto made = MakePlan(self->cache_, self->step_, *self->lease_, rows, threads);
-      queue->Post([self = std::move(self), made = std::move(made)]() mutable { self->RunByWorkers(std::move(made)); });
-    };
-    workers_->Post(WorkerPool::Priority::kAttend, std::move(plan), cache_.owner);
-  }
-  void RunByWorkers(std::unique_ptr<AttentionPlan> plan) {
-    if (given_up_) return;
-    plan_ = std::move(plan);
-    plan_->Run(*workers_, [queue = parts_.queue, self = shared_from_this()]() mutable {
-      queue->Post([self = std::move(self)] { self->Finish(self->parts_.metrics->worker_seconds); });
-    });
-  }
-
-  void Finish(prometheus::Histogram& seconds) {
-    if (given_up_) return;
-    if (UnansweredBy(*cache_.codec) != unanswered_) {
-      status_ = absl::UnavailableError(absl::StrCat("the process of codec ", cache_.codec->info().name,
-                                                    ", a plug-in, did not answer, and is started again: what was to be "
-                                                    "appended is; attend again"));
-      fulfiller_->fulfill();
-      return;
-    }
-    counts_ = CountsOf(*plan_, cache_);
-    Count(parts_, step_, counts_, start_ns_, seconds);
-    fulfiller_->fulfill();
-  }
-
-  const Parts& parts_;
-  StepCache cache_;
-  const bool waits_;  // the codec does: not on the loop
-  WorkerPool* const workers_;
-  uint64_t unanswered_ = 0;  // by the codec, before the step
-  const CacheConfig config_;
-  CheckedStep step_;
-  std::unique_ptr<AttendLease> lease_;
-  absl::InlinedVector<std::shared_ptr<Region>, 4> arenas_;
-  std::shared_ptr<const void> request_;
-  MessageShare::Charge charge_;  // for these
-  AlignedBuffer q_copy_;
-  ReplyBuffer out_, lse_;
-  std::unique_ptr<AttentionPlan> plan_;
-  absl::Status status_;
-  bool given_up_ = false;
-  AttentionCounts counts_;
-  int64_t start_ns_ = 0;
-  kj::Own<kj::PromiseFulfiller<void>> fulfiller_;
-};
 
 }  // namespace
 
@@ -433,7 +184,7 @@ kj::Promise<void> HostCalls::GoOn(LargeStep& large, absl::StatusOr<kj::Promise<v
 absl::StatusOr<kj::Promise<void>> HostCalls::Attend(const std::shared_ptr<Session>& session, const StepCache& cache,
                                                     const CheckedStep& step, StepContext& context) const {
   if (!step.attend()) {
-    context.getResults(capnp::MessageSize{kReplyWords, 0}).initReply();
+    context.getResults().initReply();
     return kj::Promise<void>(kj::READY_NOW);
   }
   if (PagesRead(cache, step) > kLoopPagesMax) {
@@ -471,7 +222,7 @@ absl::StatusOr<kj::Promise<void>> HostCalls::AttendWith(std::unique_ptr<AttendLe
   }
   if (step.multiply_adds_max <= kLoopMultiplyAddsMax && lease->ready() && WaitingWorkers(*cache.codec) == nullptr) {
     KV_RETURN_IF_ERROR(lease->status());
-    RunOnLoop(parts_, cache, step, *lease, context);
+    AttendOnLoop(parts_, cache, step, *lease, context);
     return kj::Promise<void>(kj::READY_NOW);
   }
   auto call = std::make_shared<StepCall>(parts_, cache, step, std::move(lease));

@@ -33,9 +33,6 @@ constexpr uint64_t kLoopAppendBytesMax = 1 << 20;
 /// Of pages that an append opens; more are opened by workers, since each may have to be zeroed first.
 constexpr uint64_t kLoopOpenedBytesMax = 4 << 20;
 
-/// Entries of a step whose attention the loop plans itself: some 0.3 ms.
-constexpr size_t kLoopPlanEntriesMax = 256;
-
 /// Pages that an attention of the loop's lists at once; more are listed in turns.
 constexpr uint64_t kLoopPagesMax = 1024;
 

@@ -3,7 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <random>
+
 #include "kvmanager/rpc/calls_testing.h"
+#include "kvmanager/rpc/step_call.h"
 
 namespace kvmanager {
 namespace {
@@ -352,40 +355,99 @@ TEST_F(HostCallsTest, WorkersLookAtManyQueriesBeforeAnythingIsAppended) {
   }
 }
 
-// Whose attention workers plan, too.
-TEST_F(HostCallsTest, ManyEntriesArePlannedByWorkers) {
+// More pages than the loop lists at once, and more entries than one plan takes.
+TEST_F(HostCallsTest, LargeBatchesAreListedInTurnsAndPlannedInParts) {
   Open("raw", 2);
-  const int entries = static_cast<int>(kLoopPlanEntriesMax) + 1, context = 3 * kPage;
-  const Text text = MakeText(context);
+  constexpr int kContext = 3 * kPage;
+  const int entries = static_cast<int>(kLoopPagesMax / 3) + 60;
+  ASSERT_GT(static_cast<size_t>(entries), kPlanEntriesMax);
+  const Text text = MakeText(kContext);
   std::vector<AttendEntry> steps;
   for (int i = 0; i < entries; ++i) {
     const SequenceId sequence = HeldSequence(text, 0);
-    ASSERT_TRUE(Step({sequence, 0, context}, &text, {})->ended());
-    steps.push_back({sequence, uint64_t(context) - 1, 1});
+    ASSERT_TRUE(Step({sequence, 0, kContext}, &text, {})->ended());
+    steps.push_back({sequence, uint64_t(kContext) - 1, 1});
   }
   const std::vector<float> one = MakeQueries(1);
+  const auto each = Reference(text, kContext - 1, 1, one, Raw).out;
   std::vector<float> q, want;
   for (int i = 0; i < entries; ++i) {
     q.insert(q.end(), one.begin(), one.end());
-    const auto each = Reference(text, context - 1, 1, one, Raw).out;
     want.insert(want.end(), each.begin(), each.end());
   }
-  for (const bool given_up : {false, true}) {
-    SCOPED_TRACE(given_up);
+  const auto begin = [&] {
+    return Step(steps[0], nullptr, q, [&](auto request) { SetEntries(request.initEntries(entries), steps); });
+  };
+  enum class Case { kServed, kGivenUpAtOnce, kGivenUpByWorkers };
+  for (const Case which : {Case::kServed, Case::kGivenUpAtOnce, Case::kGivenUpByWorkers}) {
+    SCOPED_TRACE(static_cast<int>(which));
     BlockWorkers();
-    auto call = Step(steps[0], nullptr, q, [&](auto request) { SetEntries(request.initEntries(entries), steps); });
+    auto call = begin();
     EXPECT_FALSE(call->ended());
-    if (given_up) {
-      call = nullptr;
-      loop_.RunReady();
-      EndWork();
-      continue;
-    }
+    EXPECT_EQ(store().report().Use().lease_pages, uint64_t(entries) * 3);
+    if (which == Case::kGivenUpAtOnce) call = nullptr;
+    loop_.RunReady();
+    EXPECT_FALSE(session_->messages().reading_held());
+    if (which == Case::kGivenUpByWorkers) call = nullptr;
+    loop_.RunReady();
     Unblock();
-    RunUntilEnded(call);
-    ASSERT_EQ(call->reply().getStatus().getCode(), 0) << call->reply().getStatus().getMessage().cStr();
-    ExpectInline(call->reply().getOut(), want);
+    if (call != nullptr) {
+      RunUntilEnded(call);
+      ASSERT_EQ(call->reply().getStatus().getCode(), 0) << call->reply().getStatus().getMessage().cStr();
+      ExpectInline(call->reply().getOut(), want);
+      call = nullptr;
+    }
     EndWork();
+    while (store().long_calls().ReleaseSome()) {
+    }
+    EXPECT_EQ(store().report().Use().lease_pages, 0u);
+    EXPECT_FALSE(session_->messages().reading_held());
+  }
+}
+
+// Every query is in one part, in order; a part is small, or one page's queries of one entry.
+TEST(NextPartTest, CutsEntriesAtPages) {
+  std::mt19937_64 random(5);
+  constexpr uint32_t kPageTokens = 16;
+  for (int round = 0; round < 200; ++round) {
+    std::vector<AttendEntry> entries(1 + random() % 600);
+    for (AttendEntry& entry : entries) {
+      entry.sequence = random();
+      entry.position = random() % (random() % 8 == 0 ? 1 << 19 : 1 << 10);
+      entry.tokens = 1 + static_cast<int>(random() % (random() % 16 == 0 ? 4096 : 4));
+    }
+    const auto whole = [&](size_t entry) { return entries[entry].sequence % 7 == 0; };
+    StepCursor cursor;
+    size_t at = 0;
+    int token = 0;
+    while (cursor.entry < entries.size()) {
+      const auto part = NextPart(entries, kPageTokens, whole, &cursor);
+      ASSERT_FALSE(part.empty());
+      ASSERT_LE(part.size(), kPlanEntriesMax);
+      uint64_t pages = 0;
+      for (const AttendEntry& of : part) {
+        ASSERT_LT(pages, kPlanPagesMax);
+        ASSERT_EQ(of.sequence, entries[at].sequence);
+        ASSERT_EQ(of.position, entries[at].position + token);
+        ASSERT_GE(of.tokens, 1);
+        for (uint64_t page = of.position / kPageTokens; page * kPageTokens < of.position + of.tokens; ++page) {
+          ASSERT_TRUE(whole(at) || pages < kPlanPagesMax);
+          pages += page + 1;
+        }
+        token += of.tokens;
+        ASSERT_TRUE(!whole(at) || token == entries[at].tokens);
+        if (token < entries[at].tokens) {
+          ASSERT_EQ((of.position + of.tokens) % kPageTokens, 0u);
+          ASSERT_EQ(&of, &part.back());
+          continue;
+        }
+        ++at;
+        token = 0;
+      }
+      ASSERT_EQ(cursor.entry, at);
+      ASSERT_EQ(cursor.token, token);
+    }
+    ASSERT_EQ(at, entries.size());
   }
 }
 
