@@ -52,6 +52,23 @@ TEST(EventLoopTest, PingPongWithABlockedLoop) {
   other.join();
 }
 
+// Sockets and timers that always have work leave messages their turn.
+TEST(EventLoopTest, WorkThatNeverEndsDoesNotKeepMessagesWaiting) {
+  MessageQueue queue;
+  EventLoop loop(&queue, 0);
+  bool ran = false;
+  std::function<kj::Promise<void>()> again = [&] {
+    return loop.timer().afterDelay(0 * kj::NANOSECONDS).then([&]() -> kj::Promise<void> {
+      if (ran) return kj::READY_NOW;
+      return again();
+    });
+  };
+  kj::Promise<void> working = again().eagerlyEvaluate(nullptr);
+  std::thread other([&] { queue.Post([&] { ran = true; }); });
+  loop.Run([&] { return ran; });
+  other.join();
+}
+
 TEST(EventLoopTest, TimersAndMessagesMix) {
   MessageQueue queue;
   EventLoop loop(&queue, 0);

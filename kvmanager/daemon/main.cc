@@ -62,12 +62,14 @@ void GrowDescriptorTable() {
 }
 
 // malloc then puts together what small pieces leave as they are freed. Else the next large one that is freed does it
-// for all of them: some milliseconds, in which the event loop stands, after a client has given back much. And what a
-// large one took goes back to the system as it is freed: without a threshold that is set, malloc raises its own to the
-// largest piece that was ever freed, and keeps replies of megabytes for later.
-void FreeMemoryAtOnce() {
+// for all of them: some milliseconds, in which the event loop stands, after a client has given back much. Of the memory
+// of large messages some is kept for the next: the kernel takes a millisecond to find a new MiB. What is larger goes
+// back to the system as it is freed: without thresholds that are set, malloc raises its own to the largest piece that
+// was ever freed.
+void SetUpMalloc() {
   mallopt(M_MXFAST, 0);
-  mallopt(M_MMAP_THRESHOLD, 1 << 20);
+  mallopt(M_MMAP_THRESHOLD, 8 << 20);
+  mallopt(M_TRIM_THRESHOLD, 24 << 20);
 }
 
 }  // namespace
@@ -98,7 +100,7 @@ int main(int argc, char** argv) {
 
   RaiseDescriptorLimit();
   GrowDescriptorTable();
-  FreeMemoryAtOnce();
+  SetUpMalloc();
   if (line->options.device_pool_bytes > 0) kvmanager::AllowManyStreams();
   auto server = kvmanager::Server::Create(line->options);
   if (!server.ok()) {

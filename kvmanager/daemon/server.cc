@@ -223,7 +223,6 @@ class ServerImpl final : public Server {
   void Stop() override {
     queue_.Post([this] { stop_ = true; });
   }
-
   void Terminate() override {
     queue_.Post([this] { BeginTermination(); });
   }

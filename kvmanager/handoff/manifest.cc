@@ -3,6 +3,7 @@
 #include <capnp/message.h>
 #include <capnp/serialize.h>
 #include <kj/exception.h>
+#include <kj/io.h>
 
 #include <cstring>
 #include <utility>
@@ -127,9 +128,10 @@ void WritePages(absl::Span<const HandOffPage> pages, bool encoded, capnp::List<P
 }
 
 std::string BytesOf(capnp::MessageBuilder& message) {
-  const kj::Array<capnp::word> words = capnp::messageToFlatArray(message);
-  const auto bytes = words.asBytes();
-  return std::string(reinterpret_cast<const char*>(bytes.begin()), bytes.size());
+  std::string bytes(capnp::computeSerializedSizeInWords(message) * sizeof(capnp::word), '\0');
+  kj::ArrayOutputStream out(kj::arrayPtr(reinterpret_cast<kj::byte*>(bytes.data()), bytes.size()));
+  capnp::writeMessage(out, message);
+  return bytes;
 }
 
 // Root: the message's; read(Root::Reader) gives the Result.

@@ -160,7 +160,7 @@ void OutgoingHandOff::Pump() {
   if (absl::Status status = lease_->status(); !status.ok()) return Fail(std::move(status));
   Post(lease_->TakeReady());
   const HandOffTrailer* const last = lease_->last();
-  if (cancelled_ || last == nullptr || !blob_.has_value() || std::exchange(said_last_, true)) return;
+  if (cancelled_ || last == nullptr || blob_ == nullptr || std::exchange(said_last_, true)) return;
   HandOffPart part = MakePart(WriteLastManifest(*last, *blob_), last->pages);
   part.withdrawn = last->withdrawn;
   parts_.transport->Finish(*transfer_, std::move(part));
@@ -214,10 +214,10 @@ kj::Promise<absl::StatusOr<std::string>> OutgoingHandOff::Accepted() {
   return WithDeadline(kj::mv(waiting.promise), target_.timeout_ms + target_.room_ms);
 }
 
-kj::Promise<absl::StatusOr<SentHandOff>> OutgoingHandOff::Finish(std::string blob, int64_t room_ms) {
+kj::Promise<absl::StatusOr<SentHandOff>> OutgoingHandOff::Finish(SharedBlob blob, int64_t room_ms) {
   using Result = absl::StatusOr<SentHandOff>;
   if (ended_.has_value() && !ended_->ok()) return Result(*ended_);
-  if (blob_.has_value()) return Result(absl::FailedPreconditionError("this hand-off was finished before"));
+  if (blob_ != nullptr) return Result(absl::FailedPreconditionError("this hand-off was finished before"));
   // One-shot hand-offs begin with a lease that is finished.
   if (!lease_->finished()) {
     if (absl::Status status = lease_->Finish(); !status.ok()) return Result(std::move(status));

@@ -17,6 +17,9 @@
 
 namespace kvmanager {
 
+/// What the engine sends along, up to a MiB. Shared by all who may have to send it again.
+using SharedBlob = std::shared_ptr<const std::string>;
+
 struct SentHandOff {
   std::string ticket;
   std::string peer;
@@ -70,7 +73,7 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
   kj::Promise<absl::StatusOr<std::string>> Accepted();
   /// The sequence is complete: sends the rest, with the engine's blob. Errors: ExportLease::Finish's, after which it
   /// goes on and may be asked again; Transport's; DEADLINE_EXCEEDED. room_ms: allowed beyond the timeout.
-  kj::Promise<absl::StatusOr<SentHandOff>> Finish(std::string blob, int64_t room_ms = 0);
+  kj::Promise<absl::StatusOr<SentHandOff>> Finish(SharedBlob blob, int64_t room_ms = 0);
   /// Nobody wants it any more. Nothing once it has ended.
   void Cancel();
   const std::string& peer() const { return target_.peer; }
@@ -98,8 +101,8 @@ class OutgoingHandOff final : public std::enable_shared_from_this<OutgoingHandOf
   bool cancelled_ = false;                                // nothing more is offered
   std::optional<uint64_t> transfer_;
   int64_t begun_unix_ns_ = 0;
-  std::string ticket_;               // empty before it was accepted
-  std::optional<std::string> blob_;  // once it is complete
+  std::string ticket_;  // empty before it was accepted
+  SharedBlob blob_;     // once it is complete
   bool said_last_ = false;
   std::optional<absl::Status> ended_;
   std::string waits_because_;  // the receiver is full

@@ -117,7 +117,7 @@ kj::Promise<absl::StatusOr<kj::Own<CancelOnDrop>>> OutgoingHandOffs::Begin(MakeE
 }
 
 kj::Promise<absl::StatusOr<SentHandOff>> OutgoingHandOffs::SendTo(MakeExportLease& make_lease,
-                                                                  const HandOffTargets& targets, std::string blob,
+                                                                  const HandOffTargets& targets, SharedBlob blob,
                                                                   KeptRaw kept_raw) const {
   using Result = absl::StatusOr<SentHandOff>;
   auto lease = make_lease(kept_raw);
@@ -131,7 +131,7 @@ kj::Promise<absl::StatusOr<SentHandOff>> OutgoingHandOffs::SendTo(MakeExportLeas
 }
 
 kj::Promise<absl::StatusOr<SentHandOff>> OutgoingHandOffs::Send(MakeExportLease make_lease, HandOffTargets targets,
-                                                                std::string blob) const {
+                                                                SharedBlob blob) const {
   using Result = absl::StatusOr<SentHandOff>;
   if (targets.peers.size() == 1) {
     auto sent = SendTo(make_lease, targets, blob, KeptRaw::kWithHeader);

@@ -40,7 +40,7 @@ class OutgoingHandOffs {
 
   /// Sends what `lease` gives leases of, finished ones, to whichever peer accepts it. One that breaks off after that is
   /// not replaced. Dropping the promise cancels it. Errors: Begin's and OutgoingHandOff's.
-  kj::Promise<absl::StatusOr<SentHandOff>> Send(MakeExportLease lease, HandOffTargets targets, std::string blob) const;
+  kj::Promise<absl::StatusOr<SentHandOff>> Send(MakeExportLease lease, HandOffTargets targets, SharedBlob blob) const;
 
   /// As AskPeers.
   kj::Promise<std::vector<PeerCandidate>> Ask(std::vector<std::string> peers) const;
@@ -53,7 +53,7 @@ class OutgoingHandOffs {
  private:
   // To the only peer.
   kj::Promise<absl::StatusOr<SentHandOff>> SendTo(MakeExportLease& make_lease, const HandOffTargets& targets,
-                                                  std::string blob, KeptRaw kept_raw) const;
+                                                  SharedBlob blob, KeptRaw kept_raw) const;
 
   ActiveSends active_;
   OutgoingHandOff::Parts parts_;

@@ -82,7 +82,7 @@ class OutgoingHandOffsTest : public testing::PageStoreTest {
   }
   kj::Promise<void> Send(SequenceId sequence, HandOffTargets targets) {
     auto sending = outgoing()
-                       .Send(Leases(sequence), std::move(targets), "blob")
+                       .Send(Leases(sequence), std::move(targets), std::make_shared<const std::string>("blob"))
                        .then([this](absl::StatusOr<SentHandOff> sent) { sent_.emplace(std::move(sent)); })
                        .eagerlyEvaluate(nullptr);
     loop_.RunReady();
@@ -261,7 +261,7 @@ TEST_F(OutgoingHandOffsTest, BeginsWithATicketAndFinishesLater) {
   std::optional<absl::StatusOr<SentHandOff>> finished;
   const auto finish = [&] {
     return (***begun)
-        ->Finish("blob")
+        ->Finish(std::make_shared<const std::string>("blob"))
         .then([&](absl::StatusOr<SentHandOff> sent) { finished.emplace(std::move(sent)); })
         .eagerlyEvaluate(nullptr);
   };

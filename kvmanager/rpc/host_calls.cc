@@ -62,9 +62,8 @@ std::shared_ptr<const void> Owner(Session& session, const StepTensor& tensor) {
 
 }  // namespace
 
-// A step whose queries workers look at, whose rows they write, or whose pages are listed in turns. Destroyed on the
-// loop's thread, and
-// its members from the last on.
+// A step whose queries workers look at, whose rows they write, or whose pages are listed in turns. Shared with workers;
+// destroyed on the loop's thread, and its members from the last on.
 struct HostCalls::LargeStep {
   LargeStep(const std::shared_ptr<Session>& of, const StepCache& with, const CheckedStep& what)
       : session(of), cache(with), config(*with.config), step(what) {
@@ -213,9 +212,8 @@ kj::Promise<void> HostCalls::AttendInTurns(const std::shared_ptr<LargeStep>& lar
 }
 
 absl::StatusOr<kj::Promise<void>> HostCalls::AttendWith(std::unique_ptr<AttendLease> lease,
-                                                        const std::shared_ptr<Session>& session,
-                                                        const StepCache& cache, const CheckedStep& step,
-                                                        StepContext& context) const {
+                                                        const std::shared_ptr<Session>& session, const StepCache& cache,
+                                                        const CheckedStep& step, StepContext& context) const {
   if (parts_.quality != nullptr && !cache.codec->info().identity) {
     parts_.quality->NoteQueries(cache.id, *cache.config, step.layer, step.entries, step.q_dtype, step.scale,
                                 step.q.bytes.data());

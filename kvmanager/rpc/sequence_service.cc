@@ -30,12 +30,12 @@ absl::StatusOr<HandOffTargets> ReadTargets(const std::vector<std::string>& peers
   return HandOffTargets{std::move(peers), room_ms, timeout_ms, params.getGoesOn()};
 }
 
-absl::StatusOr<std::string> ReadBlob(capnp::Data::Reader blob) {
+absl::StatusOr<SharedBlob> ReadBlob(capnp::Data::Reader blob) {
   if (blob.size() > limits::kBlobBytesMax) {
     return InvalidField("blob", absl::StrCat(blob.size(), " bytes long"),
                         absl::StrCat("at most ", limits::kBlobBytesMax, " bytes long"));
   }
-  return std::string(reinterpret_cast<const char*>(blob.begin()), blob.size());
+  return std::make_shared<const std::string>(reinterpret_cast<const char*>(blob.begin()), blob.size());
 }
 
 void WriteSent(Session& session, Method method, const absl::StatusOr<SentHandOff>& sent,
@@ -85,7 +85,7 @@ class HandOffService final : public api::HandOff::Server {
 
   kj::Promise<void> finish(FinishContext context) override {
     return Serve(*session_, Method::kFinishHandOff, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
-      KV_ASSIGN_OR_RETURN(std::string blob, ReadBlob(context.getParams().getBlob()));
+      KV_ASSIGN_OR_RETURN(SharedBlob blob, ReadBlob(context.getParams().getBlob()));
       context.releaseParams();
       return FinishWritten(std::move(blob))
           .then([this, context](absl::StatusOr<SentHandOff> sent) mutable {
@@ -96,7 +96,7 @@ class HandOffService final : public api::HandOff::Server {
   }
 
  private:
-  kj::Promise<absl::StatusOr<SentHandOff>> FinishWritten(std::string blob) {
+  kj::Promise<absl::StatusOr<SentHandOff>> FinishWritten(SharedBlob blob) {
     return appended_.written().then(
         [this, blob = std::move(blob)](absl::Status written) mutable -> kj::Promise<absl::StatusOr<SentHandOff>> {
           // Looked at once more in the turn in which it is finished: a call may have come in between.
@@ -212,7 +212,7 @@ class SequenceService final : public api::Sequence::Server {
   kj::Promise<void> HandOffNow(HandOffContext context) {
     return Serve(*session_, Method::kHandOff, context, [&]() -> absl::StatusOr<kj::Promise<void>> {
       const auto params = context.getParams();
-      KV_ASSIGN_OR_RETURN(std::string blob, ReadBlob(params.getBlob()));
+      KV_ASSIGN_OR_RETURN(SharedBlob blob, ReadBlob(params.getBlob()));
       KV_ASSIGN_OR_RETURN(HandOffTargets targets, ReadTargets(*parts_.peers_allowed, params));
       auto sent = Send(std::move(targets), std::move(blob));
       context.releaseParams();
@@ -278,7 +278,7 @@ class SequenceService final : public api::Sequence::Server {
 
   // Out of the cache's memory; where that cannot be, by way of the host's: what is sent is then a copy there, which
   // goes with the promise.
-  kj::Promise<absl::StatusOr<SentHandOff>> Send(HandOffTargets targets, std::string blob) {
+  kj::Promise<absl::StatusOr<SentHandOff>> Send(HandOffTargets targets, SharedBlob blob) {
     using Sent = kj::Promise<absl::StatusOr<SentHandOff>>;
     // Made once for each peer that is tried, perhaps much later.
     auto lease = [store = parts_.store, session = session_, bound = bound_, id = id_,
@@ -314,8 +314,7 @@ class SequenceService final : public api::Sequence::Server {
   static kj::Promise<absl::StatusOr<SentHandOff>> SendFromHost(const SequenceParts& parts,
                                                                const std::shared_ptr<Session>& session,
                                                                const std::shared_ptr<const BoundCache>& bound,
-                                                               SequenceId id, HandOffTargets targets,
-                                                               std::string blob) {
+                                                               SequenceId id, HandOffTargets targets, SharedBlob blob) {
     using Sent = kj::Promise<absl::StatusOr<SentHandOff>>;
     const auto copy = [&parts, id] { return parts.arrivals->Await(parts.store->Copy(id, CacheConfig::kHost)); };
     return OnceWritten<Arrived>(session, bound, id, copy)

@@ -1,5 +1,6 @@
-// The attention of one step of a cache in host memory: on the event loop if it is small, else by workers, in parts whose
-// plans the loop makes one after the other: a plan of all entries of the largest step would take it, or a worker, 10 ms.
+// The attention of one step of a cache in host memory: on the event loop if it is small, else by workers, in parts
+// whose plans the loop makes one after the other: a plan of all entries of the largest step would take it, or a worker,
+// 10 ms.
 #pragma once
 
 #include <kj/async.h>
@@ -32,8 +33,8 @@ struct StepCursor {
 constexpr uint64_t kPlanPagesMax = 16384;
 constexpr size_t kPlanEntriesMax = 256;
 
-/// The entries, or parts of them, that the plan from `*cursor` on takes; `*cursor` is behind them then. Never none while
-/// entries are left. whole: whether an entry may not be cut.
+/// The entries, or parts of them, that the plan from `*cursor` on takes; `*cursor` is behind them then. Never none
+/// while entries are left. whole: whether an entry may not be cut.
 absl::InlinedVector<AttendEntry, 4> NextPart(absl::Span<const AttendEntry> entries, uint32_t page_tokens,
                                              absl::FunctionRef<bool(size_t entry)> whole, StepCursor* cursor);
 

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "kvmanager/base/ids.h"
 #include "kvmanager/store/arrival_lease.h"
+#include "kvmanager/store/step_lease.h"
 #include "kvmanager/store/store_ids.h"
 
 namespace kvmanager {

@@ -237,6 +237,68 @@ TEST_F(LongCallTest, WhatASequenceLeavesIsGivenBackInPieces) {
   EXPECT_EQ(told, 1) << "few are given back at once";
 }
 
+TEST_F(LongCallTest, AttentionIsListedInPieces) {
+  std::vector<AttendEntry> entries;
+  for (int i = 0; i < 4; ++i) {
+    const SequenceId sequence = Full(MakeText(kBlocks * kPage, uint32_t(i)));
+    entries.push_back({sequence, uint64_t(kBlocks - i) * kPage - 1, 1});
+  }
+  const uint64_t pages = 4 * kBlocks - 6;
+  int told = 0;
+  store().long_calls().OnLeftovers([&] { ++told; });
+  auto listing = *store().long_calls().BeginAttend(cache_, 1, entries);
+  EXPECT_EQ(store().report().Use().lease_pages, pages);
+  EXPECT_EQ(Run(*listing).pieces, 2);
+  auto lease = *listing->Commit();
+  listing.reset();
+  auto at_once = *store().Attend(cache_, 1, entries);
+  EXPECT_EQ(store().report().Use().lease_pages, 2 * pages);
+  ASSERT_TRUE(lease->ready() && at_once->ready());
+  for (size_t i = 0; i < entries.size(); ++i) {
+    ASSERT_EQ(lease->pages(i).size(), size_t(kBlocks - i));
+    EXPECT_EQ(lease->aged(i), at_once->aged(i));
+    for (size_t j = 0; j < lease->pages(i).size(); ++j) {
+      const AttentionPage &one = lease->pages(i)[j], &other = at_once->pages(i)[j];
+      ASSERT_TRUE(one.raw == other.raw && one.encoded == other.encoded && one.lag_applies == other.lag_applies);
+    }
+  }
+  at_once.reset();
+  lease.reset();
+  EXPECT_EQ(told, 1);
+  int releases = 1;
+  for (; store().long_calls().ReleaseSome(); ++releases) store().report().CheckInvariants();
+  EXPECT_EQ(releases, 2 * 3);
+  EXPECT_EQ(store().report().Use().lease_pages, 0u);
+}
+
+TEST_F(LongCallTest, ASequenceThatChangesMeanwhileEndsAListing) {
+  enum class Case { kCropped, kDropped, kListedGoes, kPartGoes, kGivenUp };
+  for (const Case which : {Case::kCropped, Case::kDropped, Case::kListedGoes, Case::kPartGoes, Case::kGivenUp}) {
+    SCOPED_TRACE(static_cast<int>(which));
+    std::vector<AttendEntry> entries;
+    for (int i = 0; i < 3; ++i) entries.push_back({Full(text_), uint64_t(kBlocks) * kPage - 1, 1});
+    auto listing = *store().long_calls().BeginAttend(cache_, 0, entries);
+    EXPECT_EQ(listing->DoPiece(), Next::kPiece);  // the first of them, and a part of the second
+    const size_t changes = which == Case::kListedGoes ? 0 : which == Case::kPartGoes ? 1 : 2;
+    if (which == Case::kCropped) {
+      ASSERT_TRUE(store().Crop(entries[changes].sequence, kPage).ok());
+    } else if (which != Case::kGivenUp) {
+      store().Drop(entries[changes].sequence);
+    }
+    if (which != Case::kGivenUp) {
+      Run(*listing);
+      const auto lease = listing->Commit();
+      // What was listed is pinned.
+      EXPECT_EQ(lease.ok(), which == Case::kListedGoes) << lease.status();
+    }
+    listing.reset();
+    store().report().CheckInvariants();
+    for (const AttendEntry& entry : entries) Leave(entry.sequence);
+    EXPECT_EQ(store().report().Use().lease_pages, 0u);
+    EXPECT_EQ(used_bytes(), 0u);
+  }
+}
+
 TEST_F(LongCallTest, WhatASequenceLeavesIsRoom) {
   SequenceId made = Full(text_);
   const uint64_t fits = test().pool->capacity_bytes() / used_bytes();

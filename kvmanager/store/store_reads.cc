@@ -52,8 +52,8 @@ class AttendLeaseImpl final : public AttendLease, private EncodeWaiter {
     }
     EndEntry();
   }
-  /// Lists the next pages that an entry's queries read, from page `*next` on, and at most `*left`: both go on. True: that
-  /// was the entry's last.
+  /// Lists the next pages that an entry's queries read, from page `*next` on, and at most `*left`: both go on. True:
+  /// that was the entry's last.
   absl::StatusOr<bool> ListEntry(Sequence& sequence, uint32_t layer, const AttendEntry& entry, uint32_t* next,
                                  uint64_t* left) {
     const uint64_t last = entry.position + entry.tokens - 1;
