@@ -20,9 +20,14 @@ from __future__ import annotations
 import threading
 import warnings
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from .packing import Packing
+
+if TYPE_CHECKING:
+    from .paged_kernel import PagedKernel
 
 
 def layer_views(cache: torch.Tensor, blocks: int, block_tokens: int, heads: int, head_dim: int):
@@ -44,6 +49,13 @@ def layer_views(cache: torch.Tensor, blocks: int, block_tokens: int, heads: int,
         f"[2][{blocks}][{block_tokens}][{heads}][{head_dim}] or [{blocks}][2][{block_tokens}][{heads}][{head_dim}], "
         "with more than 2 blocks"
     )
+
+
+def _rows(raw: torch.Tensor, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(K, V) of the first `count` of raw pages, each [count][tokens][heads][head_dim]."""
+    with torch.inference_mode(False):
+        both = raw[:count, layer].transpose(3, 2)
+        return both[:, 0], both[:, 1]
 
 
 class Fence:
@@ -72,7 +84,8 @@ class PagedCopy:
     """Copies between blocks of an engine's caches and rows [tokens][heads][head_dim], or [blocks][tokens of a block][heads]
     [head_dim] of any strides, in host memory or on the caches' device.
 
-    layers: per layer the engine's cache, and its packing; None: there is none. save() and load() may be called by one thread each."""
+    layers: per layer the engine's cache, its packing, and the group that its block ids are of; None: there is none, or one group.
+    What saves, and what loads, may be called by one thread each."""
 
     def __init__(
         self,
@@ -82,6 +95,7 @@ class PagedCopy:
         heads: int,
         head_dim: int,
         packings: list[Packing | None] | None = None,
+        groups: list[int] | None = None,
     ) -> None:
         self._views = [layer_views(layer, blocks, block_tokens, heads, head_dim) for layer in layers]
         self._packings = packings or [None] * len(layers)
@@ -93,10 +107,24 @@ class PagedCopy:
         self.block_tokens = block_tokens
         self.cuda = self.device.type == "cuda"
         self.save_stream = self.load_stream = None
+        self._groups = groups or [0] * len(layers)
+        self._kernel: PagedKernel | None = None
         if self.cuda:
             low = torch.cuda.Stream.priority_range()[0]
             self.save_stream = torch.cuda.Stream(self.device, priority=low)
             self.load_stream = torch.cuda.Stream(self.device, priority=low)
+            self._kernel = self._make_kernel()
+
+    def _make_kernel(self) -> PagedKernel | None:
+        """None: layers are copied one by one."""
+        try:
+            from .paged_kernel import PagedKernel
+
+            with torch.cuda.device(self.device):
+                return PagedKernel(self._views, self._groups)
+        except Exception as error:  # Triton is not there, or finds no compiler
+            warnings.warn(f"kvmanager copies layers one by one, which takes longer: {type(error).__name__}: {error}")
+            return None
 
     def here(self) -> Fence:
         """Where the engine's current stream is: what it was given so far."""
@@ -134,6 +162,43 @@ class PagedCopy:
                 there = rows.to(self.device, non_blocking=True)
                 view.index_copy_(0, on_device, there.reshape(len(indices), *view.shape[1:]))
             return self._record(self.load_stream)
+
+    def save_blocks(self, raw: torch.Tensor, count: int, ids: list[list[int]], after: list[Fence]) -> list[Fence]:
+        """Copies blocks of all layers into the first `count` of raw pages [blocks][layers][K, V][heads][tokens][head_dim] on the
+        caches' device. ids: by group. after: by layer. Only begun: pages are there behind the fences."""
+        if self._kernel is None:
+            indices, fences = [self.indices(each) for each in ids], []
+            for layer, group in enumerate(self._groups):
+                k, v = _rows(raw, layer, count)
+                fences.append(self.save(layer, indices[group], k, v, after[layer]))
+            return fences
+        with torch.cuda.stream(self.save_stream):
+            for fence in after:
+                fence.hold()
+            self._kernel(raw, self._on_device(ids), count, into_cache=False)
+            return [self._record(self.save_stream)]
+
+    def load_blocks(self, raw: torch.Tensor, count: int, ids: list[list[int]], after: Fence) -> Fence:
+        """Copies the first `count` of raw pages into blocks of all layers. ids: by group; 0: not wanted. Only begun: pages are read,
+        and blocks there, behind the fence."""
+        if self._kernel is None:
+            wanted = [[place for place, each in enumerate(group) if each] for group in ids]
+            indices = [self.indices([group[place] for place in places]) for group, places in zip(ids, wanted)]
+            for layer, group in enumerate(self._groups):
+                k, v = _rows(raw, layer, count)
+                if len(wanted[group]) < count:
+                    k, v = k[wanted[group]], v[wanted[group]]
+                if wanted[group]:
+                    self.load(layer, indices[group], k, v, after)
+            return self.loaded()
+        with torch.cuda.stream(self.load_stream):
+            after.hold()
+            self._kernel(raw, self._on_device(ids), count, into_cache=True)
+            return self._record(self.load_stream)
+
+    def _on_device(self, ids: list[list[int]]) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.tensor(ids, dtype=torch.int64).pin_memory().to(self.device, non_blocking=True)
 
     def _read(self, layer: int, indices: torch.Tensor) -> list[torch.Tensor]:
         """K and V of blocks on a CPU, each [blocks][pieces][tokens of a piece][heads][head_dim]."""

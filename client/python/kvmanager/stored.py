@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from typing import Callable
 
 import torch
 
@@ -35,12 +36,41 @@ class Geometry:
         self.raw_block_bytes = layers * self.raw_page_bytes
 
 
+class _Plan:
+    """Where the pages of some blocks lie in a range, and the codec's items for them. The same for all blocks whose pages have the
+    same forms: what an extent planned last it keeps, since each of torch's small operations costs an engine some Python."""
+
+    def __init__(self, extent: Extent, forms: torch.Tensor) -> None:
+        """forms: [pages], whether a page is raw."""
+        of = extent.of
+        self.forms = forms
+        self.offsets, self.nbytes = of.layout(forms)
+        self.raw = [] if of.codec.identity else torch.nonzero(forms).flatten().tolist()
+        self.encoded = torch.nonzero(~forms).flatten() if not of.codec.identity else torch.zeros(0, dtype=torch.int64)
+        layers = of.page_layer[self.encoded]
+        raw = self.encoded * of.geometry.raw_page_bytes + extent.raw.data_ptr()
+        stored = self.offsets[self.encoded] + extent.encoded_pages.data_ptr()
+        self._tokens = of.page_block[self.encoded] * of.geometry.block_tokens
+        self._made = torch.stack((raw, stored, self._tokens, layers), 1), torch.stack((stored, raw, layers), 1)
+        self.form_bytes = bytes(forms.tolist())
+
+    def write_items(self, items: torch.Tensor, first: int | None) -> int:
+        """For encoding blocks of which the first is block `first`; None: for decoding. How many."""
+        count = len(self.encoded)
+        made = self._made[first is None]
+        place = items.flatten()[: made.numel()].view(made.shape)
+        place.copy_(made)
+        if first:
+            place[:, 2] += first
+        return count
+
+
 class Extent:
     """Room for `blocks` blocks; one user at a time. close() gives it back."""
 
     def __init__(self, of: Extents, place: int) -> None:
         g, codec, device = of.geometry, of.codec, of.device
-        self._of, self.blocks = of, of.extent_blocks
+        self.of, self.blocks = of, of.extent_blocks
         self.range: ArenaTensor = of.arena.tensor((of.extent_bytes,), "uint8", place * of.extent_bytes)
         with torch.inference_mode(False):  # views made in an engine's step would be inference tensors
             self._host = torch.from_dlpack(self.range)
@@ -49,110 +79,93 @@ class Extent:
             in_range = codec.identity and not self._on_gpu
             memory = self._host if in_range else torch.empty(of.extent_bytes, dtype=torch.uint8, device=device)
             self._raw_bytes = memory
-            self._raw = memory.view(g.dtype).view(shape)
+            self.raw = memory.view(g.dtype).view(shape)  # pages
             if codec.identity:
-                self._encoded = memory
+                self.encoded_pages = memory
             else:
-                self._encoded = torch.empty_like(memory) if self._on_gpu else self._host
+                self.encoded_pages = torch.empty_like(memory) if self._on_gpu else self._host
             pages = self.blocks * g.layers
             self._items = torch.empty((pages, 4), dtype=torch.int64, pin_memory=self._on_gpu)
-            self._declined = torch.empty(pages, dtype=torch.int32, pin_memory=self._on_gpu)
-        self._forms = torch.zeros(0, dtype=torch.bool)  # [pages] of what is under way: raw?
-        self._encodes = torch.zeros(0, dtype=torch.int64)  # pages that are encoded
+            self._declined = torch.zeros(pages, dtype=torch.int32, pin_memory=self._on_gpu)
+        self._planned: dict[str, tuple[object, _Plan]] = {}  # the newest of each kind, and of what
+        self._writing: _Plan | None = None  # of encode()
 
-    def rows(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(K, V) of the first `count` blocks, each [count][tokens][heads][head_dim]."""
-        with torch.inference_mode(False):
-            both = self._raw[:count, layer].transpose(3, 2)
-            return both[:, 0], both[:, 1]
+    def _plan(self, kind: str, key: object, forms: Callable[[], torch.Tensor]) -> _Plan:
+        planned = self._planned.get(kind)
+        if planned is None or planned[0] != key:
+            planned = self._planned[kind] = key, _Plan(self, forms())
+        return planned[1]
 
-    # To the daemon. On the stream of the copies that fill the rows, or behind them on the CPU.
+    # To the daemon. On the stream of the copies that fill the raw pages, or behind them on the CPU.
 
     def encode(self, count: int, first: int, stream: int = 0) -> None:
         """Brings `count` blocks, of which the first is block `first` of its sequence, into the range; only begun on a GPU."""
-        g, of = self._of.geometry, self._of
-        pages = count * g.layers
-        layers, tokens = of.page_layer[:pages], (of.page_block[:pages] + first) * g.block_tokens
-        self._forms = (tokens < of.codec.sink_tokens) | of.raw_layer[layers]
-        offsets, nbytes = self._layout(self._forms)
-        self._encodes = torch.nonzero(~self._forms).flatten() if not of.codec.identity else self._encodes[:0]
-        if len(self._encodes):
-            items = self._items.flatten()[: 4 * len(self._encodes)].view(-1, 4)
-            items[:, 0] = self._encodes * g.raw_page_bytes + self._raw.data_ptr()
-            items[:, 1] = offsets[self._encodes] + self._encoded.data_ptr()
-            items[:, 2] = tokens[self._encodes]
-            items[:, 3] = layers[self._encodes]
-            of.codec.encode(items.data_ptr(), len(items), self._declined.data_ptr(), stream)
-        if not of.codec.identity:
-            for page in torch.nonzero(self._forms).flatten().tolist():
-                self._copy(self._encoded, int(offsets[page]), self._raw_bytes, page * g.raw_page_bytes, g.raw_page_bytes)
+        g, of = self.of.geometry, self.of
+        sinks = min(max(-(-of.codec.sink_tokens // g.block_tokens) - first, 0), count)  # blocks that begin with sinks
+
+        def forms() -> torch.Tensor:
+            pages = count * g.layers
+            return (of.page_block[:pages] < sinks) | of.raw_layer[of.page_layer[:pages]]
+
+        plan = self._plan("encode", (count, sinks), forms)
+        self._writing = plan
+        encodes = plan.write_items(self._items, first * g.block_tokens)
+        if encodes:
+            of.codec.encode(self._items.data_ptr(), encodes, self._declined.data_ptr(), stream)
+        for page in plan.raw:
+            self._copy(self.encoded_pages, int(plan.offsets[page]), self._raw_bytes, page * g.raw_page_bytes)
         if self._on_gpu:
-            self._host[:nbytes].copy_(self._encoded[:nbytes], non_blocking=True)
+            self._host[: plan.nbytes].copy_(self.encoded_pages[: plan.nbytes], non_blocking=True)
 
     def encoded(self) -> tuple[bytes, ArenaTensor]:
         """Once encode() is done: the forms of the pages, and the range that they take."""
-        declined = self._encodes[self._declined[: len(self._encodes)] != 0]
-        offsets, nbytes = self._layout(self._forms)
-        if len(declined):
-            nbytes = self._lay_out_anew(offsets.tolist(), declined)
-        return bytes(self._forms.tolist()), self._range(nbytes)
+        plan = self._writing
+        declined = self._declined[: len(plan.encoded)]
+        if len(declined) and bool(declined.any()):
+            return self._lay_out_anew(plan, plan.encoded[declined != 0].tolist())
+        return plan.form_bytes, self._range(plan.nbytes)
 
-    def _lay_out_anew(self, offsets: list[int], declined: torch.Tensor) -> int:
+    def _lay_out_anew(self, plan: _Plan, declined: list[int]) -> tuple[bytes, ArenaTensor]:
         """Pages that the codec declined stay raw and take more than was thought."""
-        g, parts = self._of.geometry, []
-        forms = self._forms.tolist()
-        for page in declined.tolist():
-            self._forms[page] = True
-        for page, offset in enumerate(offsets):
-            if self._forms[page] and not forms[page]:
+        g, parts = self.of.geometry, []
+        forms, was = plan.forms.clone(), plan.forms.tolist()
+        forms[declined] = True
+        for page, (raw, offset) in enumerate(zip(forms.tolist(), plan.offsets.tolist())):
+            if raw and not was[page]:
                 part = self._raw_bytes[page * g.raw_page_bytes : (page + 1) * g.raw_page_bytes]
             else:
-                size = g.raw_page_bytes if forms[page] else self._of.codec.page_bytes[page % g.layers]
-                part = self._encoded[offset : offset + size]
+                size = g.raw_page_bytes if raw else self.of.codec.page_bytes[page % g.layers]
+                part = self.encoded_pages[offset : offset + size]
             parts.append(part.to("cpu", copy=True))
-        anew, nbytes = self._layout(self._forms)
+        anew, nbytes = self.of.layout(forms)
         for part, offset in zip(parts, anew.tolist()):
             self._host[offset : offset + len(part)].copy_(part)
-        return nbytes
+        return bytes(forms.tolist()), self._range(nbytes)
 
     # From the daemon.
 
     def decode(self, count: int, forms: bytes, stream: int = 0) -> None:
-        """Brings `count` blocks of these forms out of the range into the rows; only begun on a GPU."""
-        g, of = self._of.geometry, self._of
-        self._forms = torch.tensor(list(forms), dtype=torch.bool)
-        offsets, nbytes = self._layout(self._forms)
+        """Brings `count` blocks of these forms out of the range into the raw pages; only begun on a GPU."""
+        g, of = self.of.geometry, self.of
+        plan = self._plan("decode", forms, lambda: torch.tensor(list(forms), dtype=torch.bool))
         if self._on_gpu:
-            self._encoded[:nbytes].copy_(self._host[:nbytes], non_blocking=True)
-        if of.codec.identity:
-            return
-        pages = torch.nonzero(~self._forms).flatten()
-        if len(pages):
-            items = self._items.flatten()[: 3 * len(pages)].view(-1, 3)
-            items[:, 0] = offsets[pages] + self._encoded.data_ptr()
-            items[:, 1] = pages * g.raw_page_bytes + self._raw.data_ptr()
-            items[:, 2] = of.page_layer[pages]
-            of.codec.decode(items.data_ptr(), len(items), stream)
-        for page in torch.nonzero(self._forms).flatten().tolist():
-            self._copy(self._raw_bytes, page * g.raw_page_bytes, self._encoded, int(offsets[page]), g.raw_page_bytes)
+            self.encoded_pages[: plan.nbytes].copy_(self._host[: plan.nbytes], non_blocking=True)
+        decodes = plan.write_items(self._items, None)
+        if decodes:
+            of.codec.decode(self._items.data_ptr(), decodes, stream)
+        for page in plan.raw:
+            self._copy(self._raw_bytes, page * g.raw_page_bytes, self.encoded_pages, int(plan.offsets[page]))
 
-    @staticmethod
-    def _copy(to: torch.Tensor, at: int, source: torch.Tensor, begin: int, size: int) -> None:
+    def _copy(self, to: torch.Tensor, at: int, source: torch.Tensor, begin: int) -> None:
+        size = self.of.geometry.raw_page_bytes
         to[at : at + size].copy_(source[begin : begin + size], non_blocking=True)
-
-    def _layout(self, forms: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Where pages begin in the range, and its size."""
-        of = self._of
-        sizes = torch.where(forms, of.raw_stride, of.encoded_stride[of.page_layer[: len(forms)]])
-        ends = sizes.cumsum(0)
-        return ends - sizes, int(ends[-1])
 
     def _range(self, nbytes: int) -> ArenaTensor:
         return self.range.arena.tensor((nbytes,), "uint8", self.range.offset)
 
     def close(self) -> None:
         """Nothing reads or writes it any more."""
-        self._of._give_back(self)
+        self.of._give_back(self)
 
 
 class Extents:
@@ -190,6 +203,12 @@ class Extents:
     def take(self) -> Extent | None:
         with self._lock:
             return self._free.pop() if self._free else None
+
+    def layout(self, forms: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Where pages of these forms begin in a range, and its size."""
+        sizes = torch.where(forms, self.raw_stride, self.encoded_stride[self.page_layer[: len(forms)]])
+        ends = sizes.cumsum(0)
+        return ends - sizes, int(ends[-1])
 
     def _give_back(self, extent: Extent) -> None:
         with self._lock:

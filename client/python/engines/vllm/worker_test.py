@@ -120,16 +120,14 @@ class WorkerTest(DaemonTestCase):
         """Preemption: their next owner's step is behind the copies that were begun."""
         rank = self.rank()
         rows, hashes, ids = random_rows(3, 8, 16), hashes_of(3, 8), list(range(10, 18))
-        save, begun, count = rank.half.copies.save, threading.Event(), [0]
+        save, begun = rank.half.copies.save_blocks, threading.Event()
 
-        def counted(*arguments):
-            fence = save(*arguments)
-            count[0] += 1
-            if count[0] == LAYERS:
-                begun.set()
-            return fence
+        def told(*arguments):
+            fences = save(*arguments)
+            begun.set()
+            return fences
 
-        rank.half.copies.save = counted
+        rank.half.copies.save_blocks = told
         taken = rank.indices(ids)
         rank.store("a", hashes, ids, rows)
         self.assertTrue(begun.wait(DEADLINE_S))
@@ -158,8 +156,8 @@ class WorkerTest(DaemonTestCase):
         rank.store("a", hashes, ids, rows)
         rank.settle()
         copied = []
-        save = rank.half.copies.save
-        rank.half.copies.save = lambda layer, indices, *rest: copied.append(len(indices)) or save(layer, indices, *rest)
+        save = rank.half.copies.save_blocks
+        rank.half.copies.save_blocks = lambda raw, count, *rest: copied.append(count) or save(raw, count, *rest)
         rank.store("b", hashes, ids, rows)
         rank.settle()
         self.assertEqual([], copied)
@@ -268,19 +266,18 @@ class WorkerTest(DaemonTestCase):
             rows, hashes, there = random_rows(10, 8, 16), hashes_of(10, 8), list(range(30, 38))
             rank.store("a", hashes, list(range(10, 18)), rows)
             rank.settle()
-            load = rank.half.copies.load
+            load = rank.half.copies.load_blocks
 
-            def deadly(layer, *arguments):
-                fence = load(layer, *arguments)
-                if layer == 1:
-                    daemon.kill()
+            def deadly(*arguments):
+                fence = load(*arguments)
+                daemon.kill()
                 return fence
 
             # The first extents were read; the calls of others are under way, or not begun.
-            rank.half.copies.load = deadly
+            rank.half.copies.load_blocks = deadly
             lost = rank.load("b", hashes, (there,))
             self.assertLessEqual(set(there[-rank.half.extent_blocks :]), lost)
-            rank.half.copies.load = load
+            rank.half.copies.load_blocks = load
             self.assertTrue(rank.half.link.wait(False, DEADLINE_S))
             # While it is away: loads fail, stores are dropped, blocks are given back.
             self.assertEqual({30, 31}, rank.load("c", hashes[:2], ([30, 31],)))

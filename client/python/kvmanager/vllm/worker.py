@@ -13,6 +13,7 @@ What is not stored is counted by reason, and costs a miss later.
 from __future__ import annotations
 
 import collections
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from .packing import packing_of
 if TYPE_CHECKING:
     import torch
 
+_SWITCH_S = 0.0005  # a thread that has Python's lock keeps it for so long while another waits (by default 5 ms)
 _EXTENT_BYTES = 64 << 20  # of raw pages: of one call to the daemon
 _EXTENTS = 4  # of an arena, at least, where its size allows
 _HAND_OFF_MS = 30000
@@ -84,10 +86,8 @@ class StoreJob:
             self._begun.append(part)
             self._next = end
             try:
-                indices = [half.copies.indices(ids[begin:end]) for ids in store.block_ids]
-                for layer, group in enumerate(half.facts.groups):
-                    rows = extent.rows(layer, part.count)
-                    part.fences.append(half.copies.save(layer, indices[group], *rows, self.after[layer]))
+                ids = [group[begin:end] for group in store.block_ids]
+                part.fences += half.copies.save_blocks(extent.raw, part.count, ids, self.after)
             except RuntimeError as error:  # a GPU without memory for the copy, for example
                 self._spoilt = f"{type(error).__name__}: {error}"
                 part.fences.append(half.copies.saved())
@@ -307,16 +307,8 @@ class LoadJob:
         else:
             extent.decode(count, forms)
         # Of a group with a sliding window some blocks, or all, are not wanted: id 0.
-        wanted = [[each for each in ids[first : first + count] if each] for ids in load.block_ids]
-        indices = [copies.indices(ids) for ids in wanted]
-        for layer, group in enumerate(half.facts.groups):
-            k, v = extent.rows(layer, count)
-            if len(wanted[group]) < count:
-                places = [place for place, each in enumerate(load.block_ids[group][first : first + count]) if each]
-                k, v = k[places], v[places]
-            if wanted[group]:
-                copies.load(layer, indices[group], k, v, self._after)
-        return half.drained()
+        ids = [group[first : first + count] for group in load.block_ids]
+        return copies.load_blocks(extent.raw, count, ids, self._after)
 
     @staticmethod
     def _free(extent: Extent, fence: Fence) -> None:
@@ -404,7 +396,11 @@ class WorkerHalf:
             raise ValueError(f"kv_caches lacks {', '.join(missing)}")
         layers = [caches[name] for name in facts.layers]
         packings = [packing_of(modules, name, cache) for name, cache in zip(facts.layers, layers)]
-        self.copies = PagedCopy(layers, facts.blocks, facts.block_tokens, facts.heads, facts.head_dim, packings)
+        self.copies = PagedCopy(
+            layers, facts.blocks, facts.block_tokens, facts.heads, facts.head_dim, packings, list(facts.groups)
+        )
+        # The engine's thread polls for what is loaded: the link's would wait 5 ms for it behind each call.
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         if self.link is None:
             self.link = Link(
                 settings.address,
