@@ -50,19 +50,17 @@ class _Plan:
         layers = of.page_layer[self.encoded]
         raw = self.encoded * of.geometry.raw_page_bytes + extent.raw.data_ptr()
         stored = self.offsets[self.encoded] + extent.encoded_pages.data_ptr()
-        self._tokens = of.page_block[self.encoded] * of.geometry.block_tokens
-        self._made = torch.stack((raw, stored, self._tokens, layers), 1), torch.stack((stored, raw, layers), 1)
+        tokens = of.page_block[self.encoded] * of.geometry.block_tokens
+        self._made = torch.stack((raw, stored, tokens, layers), 1), torch.stack((stored, raw, layers), 1)
         self.form_bytes = bytes(forms.tolist())
 
-    def write_items(self, items: torch.Tensor, first: int | None) -> int:
-        """For encoding blocks of which the first is block `first`; None: for decoding. How many."""
-        count = len(self.encoded)
+    def write_items(self, items: torch.Tensor, first: int | None) -> None:
+        """For encoding blocks of which the first begins at token `first` of its sequence; None: for decoding."""
         made = self._made[first is None]
         place = items.flatten()[: made.numel()].view(made.shape)
         place.copy_(made)
         if first:
             place[:, 2] += first
-        return count
 
 
 class Extent:
@@ -89,6 +87,7 @@ class Extent:
             self._declined = torch.zeros(pages, dtype=torch.int32, pin_memory=self._on_gpu)
         self._planned: dict[str, tuple[object, _Plan]] = {}  # the newest of each kind, and of what
         self._writing: _Plan | None = None  # of encode()
+        self._items_are: tuple[_Plan | None, int | None] = (None, None)
 
     def _plan(self, kind: str, key: object, forms: Callable[[], torch.Tensor]) -> _Plan:
         planned = self._planned.get(kind)
@@ -109,9 +108,9 @@ class Extent:
 
         plan = self._plan("encode", (count, sinks), forms)
         self._writing = plan
-        encodes = plan.write_items(self._items, first * g.block_tokens)
-        if encodes:
-            of.codec.encode(self._items.data_ptr(), encodes, self._declined.data_ptr(), stream)
+        if len(plan.encoded):
+            self._write_items(plan, first * g.block_tokens)
+            of.codec.encode(self._items.data_ptr(), len(plan.encoded), self._declined.data_ptr(), stream)
         for page in plan.raw:
             self._copy(self.encoded_pages, int(plan.offsets[page]), self._raw_bytes, page * g.raw_page_bytes)
         if self._on_gpu:
@@ -150,11 +149,16 @@ class Extent:
         plan = self._plan("decode", forms, lambda: torch.tensor(list(forms), dtype=torch.bool))
         if self._on_gpu:
             self.encoded_pages[: plan.nbytes].copy_(self._host[: plan.nbytes], non_blocking=True)
-        decodes = plan.write_items(self._items, None)
-        if decodes:
-            of.codec.decode(self._items.data_ptr(), decodes, stream)
+        if len(plan.encoded):
+            self._write_items(plan, None)
+            of.codec.decode(self._items.data_ptr(), len(plan.encoded), stream)
         for page in plan.raw:
             self._copy(self._raw_bytes, page * g.raw_page_bytes, self.encoded_pages, int(plan.offsets[page]))
+
+    def _write_items(self, plan: _Plan, first: int | None) -> None:
+        if self._items_are != (plan, first):
+            plan.write_items(self._items, first)
+            self._items_are = plan, first
 
     def _copy(self, to: torch.Tensor, at: int, source: torch.Tensor, begin: int) -> None:
         size = self.of.geometry.raw_page_bytes

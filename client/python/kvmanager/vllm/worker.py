@@ -32,7 +32,7 @@ from .packing import packing_of
 if TYPE_CHECKING:
     import torch
 
-_SWITCH_S = 0.0005  # a thread that has Python's lock keeps it for so long while another waits (by default 5 ms)
+_SWITCH_S = 0.00005  # a thread that has Python's lock keeps it for so long while another waits (by default 5 ms)
 _EXTENT_BYTES = 64 << 20  # of raw pages: of one call to the daemon
 _EXTENTS = 4  # of an arena, at least, where its size allows
 _HAND_OFF_MS = 30000
