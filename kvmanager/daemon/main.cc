@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,6 +16,7 @@
 
 #include "codecs/abi/plugin_host.h"
 #include "kvmanager/base/blas_core.h"
+#include "kvmanager/base/core_slice.h"
 #include "kvmanager/base/failpoints.h"
 #include "kvmanager/daemon/limit_table.h"
 #include "kvmanager/daemon/log.h"
@@ -61,6 +63,10 @@ void GrowDescriptorTable() {
   if (last >= 0) close(last);
 }
 
+// Of the threads that are made from now on. Longer than others ask for by themselves: an engine's thread that comes back
+// from a wait goes before workers, as does the event loop, which asks for a short one.
+constexpr std::chrono::microseconds kWorkersSlice{10000};
+
 // malloc then puts together what small pieces leave as they are freed. Else the next large one that is freed does it
 // for all of them: some milliseconds, in which the event loop stands, after a client has given back much. Of the memory
 // of large messages some is kept for the next: the kernel takes a millisecond to find a new MiB. What is larger goes
@@ -101,6 +107,7 @@ int main(int argc, char** argv) {
   RaiseDescriptorLimit();
   GrowDescriptorTable();
   SetUpMalloc();
+  kvmanager::AskForSlice(kWorkersSlice);
   if (line->options.device_pool_bytes > 0) kvmanager::AllowManyStreams();
   auto server = kvmanager::Server::Create(line->options);
   if (!server.ok()) {

@@ -238,10 +238,9 @@ TEST_F(LongCallTest, WhatASequenceLeavesIsGivenBackInPieces) {
 }
 
 TEST_F(LongCallTest, AttentionIsListedInPieces) {
-  std::vector<AttendEntry> entries;
-  for (int i = 0; i < 4; ++i) {
-    const SequenceId sequence = Full(MakeText(kBlocks * kPage, uint32_t(i)));
-    entries.push_back({sequence, uint64_t(kBlocks - i) * kPage - 1, 1});
+  std::vector<AttendEntry> entries = {{Full(text_), uint64_t{kBlocks} * kPage - 1, 1}};
+  for (int i = 1; i < 4; ++i) {
+    entries.push_back({*store().Fork(entries[0].sequence), uint64_t(kBlocks - i) * kPage - 1, 1});
   }
   const uint64_t pages = 4 * kBlocks - 6;
   int told = 0;
@@ -275,8 +274,10 @@ TEST_F(LongCallTest, ASequenceThatChangesMeanwhileEndsAListing) {
   enum class Case { kCropped, kDropped, kListedGoes, kPartGoes, kGivenUp };
   for (const Case which : {Case::kCropped, Case::kDropped, Case::kListedGoes, Case::kPartGoes, Case::kGivenUp}) {
     SCOPED_TRACE(static_cast<int>(which));
-    std::vector<AttendEntry> entries;
-    for (int i = 0; i < 3; ++i) entries.push_back({Full(text_), uint64_t(kBlocks) * kPage - 1, 1});
+    std::vector<AttendEntry> entries = {{Full(text_), uint64_t{kBlocks} * kPage - 1, 1}};
+    for (int i = 1; i < 3; ++i) {
+      entries.push_back({*store().Fork(entries[0].sequence), entries[0].position, 1});
+    }
     auto listing = *store().long_calls().BeginAttend(cache_, 0, entries);
     EXPECT_EQ(listing->DoPiece(), Next::kPiece);  // the first of them, and a part of the second
     const size_t changes = which == Case::kListedGoes ? 0 : which == Case::kPartGoes ? 1 : 2;

@@ -440,7 +440,6 @@ absl::StatusOr<std::unique_ptr<AttendLease>> StoreReads::Load(CacheId id, int la
 absl::StatusOr<std::unique_ptr<Listing>> StoreReads::BeginAttend(CacheId id, int layer,
                                                                  absl::Span<const AttendEntry> entries) {
   KV_ASSIGN_OR_RETURN(std::shared_ptr<Cache> cache, parts_.caches->Find(id));
-  KV_CHECK(!cache->tier->memory().follows_tables());
   auto listing = std::make_unique<ListingImpl>(this, std::move(cache), layer, entries);
   KV_RETURN_IF_ERROR(listing->Begin());
   return listing;
