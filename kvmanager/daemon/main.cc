@@ -63,8 +63,8 @@ void GrowDescriptorTable() {
   if (last >= 0) close(last);
 }
 
-// Of the threads that are made from now on. Longer than others ask for by themselves: an engine's thread that comes back
-// from a wait goes before workers, as does the event loop, which asks for a short one.
+// Of the threads that are made from now on. Longer than others ask for by themselves: an engine's thread that comes
+// back from a wait goes before workers, as does the event loop, which asks for a short one.
 constexpr std::chrono::microseconds kWorkersSlice{10000};
 
 // malloc then puts together what small pieces leave as they are freed. Else the next large one that is freed does it

@@ -5,6 +5,7 @@
 #include <kj/exception.h>
 #include <kj/io.h>
 
+#include <cstdint>
 #include <cstring>
 #include <utility>
 
@@ -141,8 +142,15 @@ absl::StatusOr<Result> Parse(absl::string_view bytes, Read read) {
     return InvalidField("manifest", absl::StrCat(bytes.size(), " bytes long"),
                         absl::StrCat("a multiple of 8, at most ", HandOffPart::kManifestBytesMax));
   }
-  kj::Array<capnp::word> words = kj::heapArray<capnp::word>(bytes.size() / sizeof(capnp::word));
-  std::memcpy(words.begin(), bytes.data(), bytes.size());
+  // With a blob it has a MiB: it is copied only where it does not lie at a word.
+  kj::ArrayPtr<const capnp::word> words(reinterpret_cast<const capnp::word*>(bytes.data()),
+                                        bytes.size() / sizeof(capnp::word));
+  kj::Array<capnp::word> copy;
+  if (reinterpret_cast<uintptr_t>(bytes.data()) % sizeof(capnp::word) != 0) {
+    copy = kj::heapArray<capnp::word>(words.size());
+    std::memcpy(copy.begin(), bytes.data(), bytes.size());
+    words = copy;
+  }
   absl::StatusOr<Result> result = absl::InternalError("not read");
   KJ_IF_MAYBE (exception, kj::runCatchingExceptions([&] {
                  // Everything is read once, so an honest message stays within twice its own size.
