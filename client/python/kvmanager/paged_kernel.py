@@ -83,7 +83,8 @@ class PagedKernel:
         page = torch.zeros(len(views) * 2 * heads * self._tokens * words, dtype=torch.int64, device=device)
         for into_cache in (False, True):
             self(page, nothing, 1, into_cache)
-        torch.cuda.current_stream(device).synchronize()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
     def __call__(self, raw: torch.Tensor, ids: torch.Tensor, count: int, into_cache: bool) -> None:
         """Copies `count` blocks on the current stream. raw: [blocks][layers][2][heads][tokens][head_dim], contiguous, on the

@@ -4,6 +4,7 @@ On a GPU as on the CPU; needs torch and a daemon, and no engine."""
 
 from __future__ import annotations
 
+import os
 import unittest
 
 import kvmanager
@@ -82,6 +83,62 @@ class PagedTest(unittest.TestCase):
                             self.assertTrue(torch.equal(got[there], expected.reshape(BLOCKS, -1)[ids]), to)
                             others = [block for block in range(BLOCKS) if block not in there]
                             self.assertEqual(0, int(got[others].count_nonzero()))
+
+    def test_one_kernel_copies_what_layer_by_layer_is_copied(self) -> None:
+        """Without a GPU by Triton's interpreter. Blocks of 0 are left alone."""
+        if self.device == "cpu":
+            if torch.cuda.is_available():
+                self.skipTest("CudaPagedTest runs the kernel itself")
+            os.environ["TRITON_INTERPRET"] = "1"  # read as the kernel is made
+        try:
+            from kvmanager.paged_kernel import PagedKernel
+        except ImportError as error:
+            self.skipTest(f"{error}: Triton comes with torch for CUDA")
+        groups, count = [0, 1, 0], 3
+        ids = [[5, 2, 17], [9, 0, 3]]
+        for tokens in (16, 48):
+            shape = (count + 1, LAYERS, 2, HEADS, tokens, HEAD_DIM)
+            for layout in LAYOUTS:
+                with self.subTest(layout=layout, tokens=tokens):
+                    pages = []
+                    for kernel in (False, True):
+                        filled, empty = (caches(layout, tokens, self.device, fill) for fill in (True, False))
+                        raw = torch.full(shape, 7.0, dtype=torch.float16, device=self.device)
+                        for layers, into in ((filled, False), (empty, True)):
+                            copy = PagedCopy(layers, BLOCKS, tokens, HEADS, HEAD_DIM, None, groups)
+                            copy._kernel = None
+                            if kernel:
+                                views = [layer_views(layer, BLOCKS, tokens, HEADS, HEAD_DIM) for layer in layers]
+                                PagedKernel(views, groups)(raw, torch.tensor(ids, device=self.device), count, into)
+                            elif into:
+                                copy.load_blocks(raw, count, ids, copy.here()).wait()
+                            else:
+                                for fence in copy.save_blocks(raw, count, ids, [copy.here()] * LAYERS):
+                                    fence.wait()
+                        pages.append((raw.cpu(), [layer.cpu() for layer in empty]))
+                    (by_layer, caches_by_layer), (by_kernel, caches_by_kernel) = pages
+                    by_layer[1, 1] = 7.0  # block 0 of layer 1, which torch copies
+                    self.assertTrue(torch.equal(by_layer, by_kernel))
+                    self.assertTrue(bool((by_kernel[count] == 7.0).all()))
+                    for one, other in zip(caches_by_layer, caches_by_kernel):
+                        self.assertTrue(torch.equal(one, other))
+
+    def test_the_kernel_refuses_caches_that_differ(self) -> None:
+        try:
+            from kvmanager.paged_kernel import PagedKernel
+        except ImportError as error:
+            self.skipTest(f"{error}: Triton comes with torch for CUDA")
+        for second, why in (
+            (torch.zeros(2, BLOCKS, 32, HEADS, HEAD_DIM, dtype=torch.float16), "different shapes"),
+            (torch.zeros(2, BLOCKS, 16, HEADS, HEAD_DIM, dtype=torch.float32), "different shapes"),
+        ):
+            first = torch.zeros(2, BLOCKS, 16, HEADS, HEAD_DIM, dtype=torch.float16)
+            views = [(each[0].unsqueeze(1), each[1].unsqueeze(1)) for each in (first, second)]
+            with self.assertRaisesRegex(ValueError, why):
+                PagedKernel(views, [0, 0])
+        odd = torch.zeros(2, BLOCKS, 16, HEADS, 126, dtype=torch.float16)
+        with self.assertRaisesRegex(ValueError, "whole words"):
+            PagedKernel([(odd[0].unsqueeze(1), odd[1].unsqueeze(1))], [0])
 
     def test_shapes_that_are_no_layout_are_refused(self) -> None:
         for shape in ((BLOCKS, HEADS, 16, HEAD_DIM), (3, BLOCKS, 16, HEADS, HEAD_DIM), (BLOCKS + 1, HEADS, 16, 256)):
