@@ -1,0 +1,345 @@
+"""What the connector's half in a worker has its link's thread do: store blocks of a request, load them, hand them over.
+
+    StoreJob    copies blocks that the daemon does not have into extents, encodes them, and writes them
+    LoadJob     reads blocks into extents, decodes them, and copies them into the paged cache
+    FinishJob   hands a finished request's blocks to another daemon
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from .._link import Session
+from ..cache import BlockNames, Cache
+from ..errors import Error, ResourceExhaustedError, UnavailableError
+from ..paged import Fence
+from ..stored import Extent
+from .messages import Finish, Load, Store
+
+if TYPE_CHECKING:
+    from .worker import WorkerHalf
+
+_HAND_OFF_MS = 30000
+
+
+class Stored:
+    """Some blocks of a store on their way to the daemon."""
+
+    def __init__(self, extent: Extent, first: int, count: int) -> None:
+        self.extent, self.first, self.count = extent, first, count
+        self.fences: list[Fence] = []  # of the copies, by layer: then nothing reads the engine's blocks
+        self.encodes = False
+        self.done = Fence()  # the range is filled
+
+
+class StoreJob:
+    """Copies blocks that the daemon does not have into extents, encodes them, and writes them to the daemon.
+
+    The link's thread begins the copies, so that the engine's spends nothing on them; they are behind `after`. Whoever
+    takes the blocks away calls take_blocks() before."""
+
+    def __init__(self, half: WorkerHalf, store: Store) -> None:
+        self.store = store
+        self.after: list[Fence | None] = [None] * len(half.facts.layers)  # by layer: what computed it; the worker's thread
+        self._half = half
+        self._lock = threading.Lock()  # of what follows
+        self._next = 0  # blocks of the store whose copies were begun, or are not needed
+        self._count = len(store.block_ids[0])
+        self._begun: collections.deque[Stored] = collections.deque()
+        self._spoilt = ""  # why not all copies were begun, or will be
+        self._began = time.monotonic()
+
+    def begin(self) -> bool:
+        """Begins the copies of the next blocks; whether there were some, and room for them."""
+        half, store = self._half, self.store
+        with self._lock:
+            while self._next < self._count and not all(group[self._next] for group in store.block_ids):
+                self._next += 1  # id 0: vLLM has given the block up
+                half.count("unstored_preempted_tokens", half.facts.block_tokens)
+            if self._spoilt or self._next >= self._count or half.stores is None:
+                return False
+            extent = half.stores.take()
+            if extent is None:
+                return False
+            begin = self._next
+            end = min(begin + extent.blocks, self._count)
+            while end > begin + 1 and not all(all(group[begin:end]) for group in store.block_ids):
+                end -= 1
+            part = Stored(extent, store.first + begin, end - begin)
+            self._begun.append(part)
+            self._next = end
+            try:
+                ids = [group[begin:end] for group in store.block_ids]
+                part.fences += half.copies.save_blocks(extent.raw, part.count, ids, self.after)
+            except RuntimeError as error:  # a GPU without memory for the copy, for example
+                self._spoilt = f"{type(error).__name__}: {error}"
+                part.fences.append(half.copies.saved())
+        return True
+
+    def skip(self, blocks: int) -> None:
+        """The daemon has the blocks before `blocks` of the request."""
+        with self._lock:
+            there = min(max(blocks - self.store.first, 0), self._count)
+            if there > self._next:
+                self._half.count("stores_present", (there - self._next) * self._half.facts.block_tokens)
+                self._next = there
+
+    def take_blocks(self) -> None:
+        """What the engine's stream does from now on to the blocks comes after the copies; those not begun never are."""
+        with self._lock:
+            if self._next < self._count:
+                self._spoilt = self._spoilt or "its blocks were taken away"
+            for part in self._begun:
+                for fence in part.fences:
+                    fence.hold()
+
+    def read(self) -> bool:
+        """Whether nothing reads the engine's blocks any more, nor will. Never waits: while copies are being begun, no."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            ended = self._next >= self._count or bool(self._spoilt)
+            return ended and all(fence.passed() for part in self._begun for fence in part.fences)
+        finally:
+            self._lock.release()
+
+    def run(self, session: Session) -> None:
+        half, store = self._half, self.store
+        cache = session.cache((store.tenant, half.facts.rank))
+        names = cache.external_names(store.hashes)
+        filling: collections.deque[Stored] = collections.deque()
+        writing: collections.deque[tuple] = collections.deque()  # (part, bytes, the call)
+        try:
+            self.skip(cache.match([names])[0].hit_blocks)
+            while True:
+                part = self._next_part()
+                if part is not None:
+                    self._encode(part)
+                    filling.append(part)
+                    half.link.run_urgent(session)
+                # One is copied while the one before is written.
+                if filling and (part is None or len(filling) > 1):
+                    writing.append(self._write(cache, names, filling.popleft()))
+                elif writing and part is None:
+                    self._written(*writing.popleft())
+                elif part is None:
+                    break
+                if len(writing) > 1:
+                    self._written(*writing.popleft())
+        except Error as error:
+            self._end(writing, error)
+            raise
+        with self._lock:
+            left = self._count - self._next
+            if left:
+                self._spoilt = self._spoilt or "no staging is free: raise staging_mib"
+        if self._spoilt:
+            half.log(f"blocks of request {store.request} were not all stored", self._spoilt)
+            self._unstored("preempted" if "taken" in self._spoilt else "failed", left)
+            half.count("stores_dropped")
+        half.observe("store_seconds", time.monotonic() - self._began)
+
+    def _next_part(self) -> Stored | None:
+        """The oldest whose copies were begun and that is not encoded, or else the next."""
+        with self._lock:
+            waiting = [part for part in self._begun if not part.encodes]
+        if not waiting and self.begin():
+            waiting = [self._begun[-1]]
+        return waiting[0] if waiting else None
+
+    def _encode(self, part: Stored) -> None:
+        """Behind the copies, on their stream; on a CPU now."""
+        copies, part.encodes = self._half.copies, True
+        if copies.cuda:
+            import torch
+
+            with torch.cuda.stream(copies.save_stream):
+                part.extent.encode(part.count, part.first, copies.save_stream.cuda_stream)
+            part.done = copies.saved()
+        else:
+            for fence in part.fences:
+                fence.wait()
+            part.extent.encode(part.count, part.first)
+
+    def _write(self, cache: Cache, names: BlockNames, part: Stored) -> tuple:
+        part.done.wait()
+        forms, pages = part.extent.encoded()
+        theirs = names[part.first : part.first + part.count]
+        call = cache.write_blocks_async(theirs, forms, pages, part.first)
+        with self._lock:
+            self._begun.remove(part)
+        return part, pages.nbytes, call
+
+    def _written(self, part: Stored, nbytes: int, call) -> None:
+        half, tokens = self._half, part.count * self._half.facts.block_tokens
+        try:
+            written = call.wait()
+        except ResourceExhaustedError as error:
+            self._unstored("full", part.count)
+            half.count("stores_dropped")
+            half.log("the daemon has no room: raise its --host-pool-bytes, or what --tenants allows", error)
+        except Error:
+            self._unstored("failed", part.count)
+            raise
+        else:
+            half.count("stored_tokens", written.written * half.facts.block_tokens)
+            half.count("stores_present", written.present * half.facts.block_tokens)
+            half.count("stored_bytes", written.written * half.block_bytes)
+            half.count("stored_encoded_bytes", nbytes * written.written // max(1, tokens // half.facts.block_tokens))
+        finally:
+            part.extent.close()
+
+    def _end(self, writing: collections.deque, error: Error) -> None:
+        """Gives up: nobody writes to the extents any more, nor reads them."""
+        with self._lock:
+            self._spoilt = self._spoilt or str(error)
+            begun, self._begun = list(self._begun), collections.deque()
+            lost = self._count - self._next
+            self._next = self._count
+        for part in begun:
+            for fence in (*part.fences, part.done):
+                fence.wait()
+            part.extent.close()
+        for part, _, call in writing:
+            try:
+                call.wait()
+            except Error:
+                pass
+            part.extent.close()
+        lost += sum(part.count for part in begun) + sum(part.count for part, _, _ in writing)
+        self._unstored("away" if isinstance(error, UnavailableError) else "failed", lost)
+
+    def _unstored(self, why: str, blocks: int) -> None:
+        self._half.count(f"unstored_{why}_tokens", blocks * self._half.facts.block_tokens)
+
+    def fail(self, error: Error) -> None:
+        """Also the worker's thread, of a job that the link did not take."""
+        self._half.log(f"a store of request {self.store.request} failed", error)
+        self._end(collections.deque(), error)
+        self._half.count("stores_dropped")
+
+
+class LoadJob:
+    """Reads blocks from the daemon into extents, decodes them, and copies them into the paged cache."""
+
+    def __init__(self, half: WorkerHalf, load: Load, after: Fence) -> None:
+        self._half, self._load, self._after = half, load, after
+        self._done = 0  # blocks
+        self._began = time.monotonic()
+
+    def run(self, session: Session) -> None:
+        half, load = self._half, self._load
+        cache = session.cache((load.tenant, half.facts.rank))
+        count = len(load.hashes) - load.first
+        names = cache.external_names(load.hashes[load.first :])
+        reason = self._read(cache, names, count)
+        half.count("loaded_tokens", self._done * half.facts.block_tokens)
+        half.count("loaded_bytes", self._done * half.block_bytes)
+        half.observe("load_seconds", time.monotonic() - self._began)
+        if self._done < count:
+            half.log(f"request {load.request} finds {self._done} of {count} blocks", reason)
+        half.loaded(load, self._done)
+
+    def _read(self, cache: Cache, names: BlockNames, count: int) -> str:
+        """Why it ended where it did."""
+        half, load = self._half, self._load
+        asked = 0
+        reading: collections.deque = collections.deque()  # (extent, first of the load, blocks, the call)
+        filled: collections.deque = collections.deque()  # (extent, fence)
+        try:
+            while reading or asked < count:
+                while asked < count and len(reading) < 2:
+                    extent = half.loads.take()
+                    if extent is None:
+                        if not filled:
+                            break
+                        self._free(*filled.popleft())
+                        continue
+                    size = min(extent.blocks, count - asked)
+                    call = cache.read_blocks_async(names[asked : asked + size], extent.range, load.first + asked)
+                    reading.append((extent, asked, size, call))
+                    asked += size
+                extent, first, size, call = reading.popleft()
+                filled.append((extent, Fence()))  # it goes back whatever happens
+                found = call.wait()
+                if found.blocks:
+                    filled[-1] = (extent, self._fill(extent, first, found.blocks, found.raw))
+                    half.count("loaded_encoded_bytes", found.nbytes)
+                    self._done += found.blocks
+                if found.blocks < size:
+                    return found.reason
+            return ""
+        finally:
+            for extent, _, _, call in reading:
+                try:
+                    call.wait()
+                except Error:
+                    pass
+                extent.close()
+            half.drained().wait()
+            for each in filled:
+                self._free(*each)
+
+    def _fill(self, extent: Extent, first: int, count: int, forms: bytes) -> Fence:
+        half, load, copies = self._half, self._load, self._half.copies
+        if copies.cuda:
+            import torch
+
+            with torch.cuda.stream(copies.load_stream):
+                extent.decode(count, forms, copies.load_stream.cuda_stream)
+        else:
+            extent.decode(count, forms)
+        # Of a group with a sliding window some blocks, or all, are not wanted: id 0.
+        ids = [group[first : first + count] for group in load.block_ids]
+        return copies.load_blocks(extent.raw, count, ids, self._after)
+
+    @staticmethod
+    def _free(extent: Extent, fence: Fence) -> None:
+        fence.wait()
+        extent.close()
+
+    def fail(self, error: Error) -> None:
+        self._half.log(f"a load of request {self._load.request} failed", error)
+        self._half.loaded(self._load, 0)
+
+
+class FinishJob:
+    """Hands a finished request's blocks to another daemon, where that was asked for."""
+
+    def __init__(self, half: WorkerHalf, finish: Finish, tenant: str, hashes: list[bytes]) -> None:
+        self._half, self._finish = half, finish
+        self._tenant, self._hashes = tenant, hashes
+
+    def run(self, session: Session) -> None:
+        half, name, peer = self._half, self._finish.request, self._finish.peer
+        if not peer or not self._hashes:
+            return
+        if not half.settings.may_hand_to(peer):
+            half.count("hand_offs_failed")
+            half.log(f"request {name} is not handed to {peer!r}", f"must be of peers, {', '.join(half.settings.peers)}")
+            return
+        cache = session.cache((self._tenant, half.facts.rank))
+        sequence = cache.create_sequence(cache.external_names(self._hashes))
+        if not sequence.hit_blocks:
+            sequence.close()
+            return
+
+        def done(outcome: object, error: Error | None) -> None:
+            half.count("hand_offs" if error is None else "hand_offs_failed")
+            if error is not None:
+                half.log(f"handing request {name} to {peer!r} failed", error)
+            sequence.close()
+
+        # The receiver's blocks have the same names: who decodes there finds them.
+        session.when_done(sequence.hand_off_async(peer, timeout_ms=_HAND_OFF_MS), done)
+
+    def fail(self, error: Error) -> None:
+        if self._finish.peer:
+            self._half.count("hand_offs_failed")
+            self._half.log(f"handing request {self._finish.request} to {self._finish.peer!r} failed", error)
+
+
+__all__ = ["FinishJob", "LoadJob", "StoreJob"]
