@@ -62,11 +62,12 @@ TEST(WorkerPoolTest, AsManyTasksAtOnceAsThreads) {
 }
 
 TEST(WorkerPoolTest, NiceIsOfItsThreadsAlone) {
-  WorkerPool pool(1, Turn::kLength, 10);
+  const int own = getpriority(PRIO_PROCESS, 0);
+  WorkerPool pool(1, Turn::kLength, 19);
   std::promise<int> nice;
   pool.Post(WorkerPool::Priority::kEncode, [&] { nice.set_value(getpriority(PRIO_PROCESS, 0)); });
-  EXPECT_EQ(nice.get_future().get(), 10);
-  EXPECT_EQ(getpriority(PRIO_PROCESS, 0), 0);
+  EXPECT_EQ(nice.get_future().get(), 19);
+  EXPECT_EQ(getpriority(PRIO_PROCESS, 0), own);
 }
 
 TEST(WorkerPoolTest, AttentionGoesFirstAndEncodingNowAndThen) {
