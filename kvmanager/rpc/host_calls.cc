@@ -7,7 +7,6 @@
 #include "absl/strings/str_cat.h"
 #include "codecs/waiting_codec.h"
 #include "kvmanager/base/aligned_buffer.h"
-#include "kvmanager/base/failpoints.h"
 #include "kvmanager/base/on_worker.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/rpc/serve.h"

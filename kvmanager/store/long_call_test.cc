@@ -142,7 +142,20 @@ TEST_F(LongCallTest, TheyOutliveTheirStore) {
   Pass();
   auto beginning = Begin();
   EXPECT_EQ(beginning->DoPiece(), Next::kCompare);
+  const AttendEntry last{made, uint64_t{kBlocks} * kPage - 1, 1};
+  std::vector<std::unique_ptr<Listing>> listings;
+  for (const int more_pieces : {0, 1}) {  // one is in the middle, one at its end
+    const AttendEntry entries[] = {last, {*store().Fork(made), last.position, 1}};
+    listings.push_back(*store().long_calls().BeginAttend(cache_, 0, entries));
+    EXPECT_EQ(listings.back()->DoPiece(), Next::kPiece);
+    if (more_pieces == 1) EXPECT_EQ(listings.back()->DoPiece(), Next::kDone);
+  }
   test().store.reset();
+  for (auto& listing : listings) {
+    EXPECT_EQ(listing->DoPiece(), Next::kDone);
+    EXPECT_EQ(listing->Commit().status().code(), absl::StatusCode::kUnavailable);
+    listing = nullptr;
+  }
   EXPECT_EQ(beginning->DoPiece(), Next::kDone);
   EXPECT_EQ(beginning->Commit().status().code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(publication->DoPiece(), Next::kDone);

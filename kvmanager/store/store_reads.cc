@@ -363,7 +363,11 @@ namespace {
 class ListingImpl final : public Listing {
  public:
   ListingImpl(StoreReads* reads, std::shared_ptr<Cache> cache, int layer, absl::Span<const AttendEntry> entries)
-      : reads_(reads), cache_(std::move(cache)), layer_(layer), entries_(entries.begin(), entries.end()) {}
+      : reads_(reads),
+        alive_(reads->parts().alive),
+        cache_(std::move(cache)),
+        layer_(layer),
+        entries_(entries.begin(), entries.end()) {}
 
   // Once, before all else.
   absl::Status Begin() {
@@ -393,7 +397,7 @@ class ListingImpl final : public Listing {
   }
 
  private:
-  bool store_has_gone() const { return reads_->parts().alive.expired(); }
+  bool store_has_gone() const { return alive_.expired(); }
   absl::Status ListSome(uint64_t* left) {
     Sequence* sequence = nullptr;
     KV_RETURN_IF_ERROR(reads_->CheckEntry(*cache_, layer_, entries_, at_, &sequence));
@@ -404,7 +408,8 @@ class ListingImpl final : public Listing {
     return absl::OkStatus();
   }
 
-  StoreReads* const reads_;
+  StoreReads* const reads_;  // while the store is there
+  const std::weak_ptr<const bool> alive_;
   const std::shared_ptr<Cache> cache_;
   const int layer_;
   const std::vector<AttendEntry> entries_;
