@@ -1,7 +1,5 @@
 // No input holds the event loop for long: after each, the daemon's own watchdog (loop_long_turns_total) has counted
 // nothing.
-//
-// Printed and not bounded are the growth of the tables of blocks, and of names, up to 60,000 (docs/security.md).
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -133,11 +131,11 @@ TEST_F(LoopTest, WithLongPrefixes) {
 TEST_F(LoopTest, WithTheLongestSequences) {
   ASSERT_OK_AND_ASSIGN(CreatedSequence made, Long(*cache_, kMostBlocks, 1000));
   ASSERT_OK_AND_ASSIGN(CreatedSequence equal, Long(*cache_, kMostBlocks, 1000));
-  LongTurns("appends of 16,000 tokens");  // the tables of blocks grow, in a turn each
+  EXPECT_EQ(LongTurns("appends of 16,000 tokens"), 0);
   std::vector<BlockName> names;
   for (int i = 0; i < kMostBlocks; ++i) names.push_back(NameOf(i));
   ASSERT_OK(made.sequence->Publish(names));
-  LongTurns("publish of 60,000 blocks");  // so does the table of names
+  EXPECT_EQ(LongTurns("publish of 60,000 blocks"), 0);
   ASSERT_OK(made.sequence->Publish(names));
   EXPECT_EQ(LongTurns("publish of the same"), 0);
   ASSERT_OK(equal.sequence->Publish(names));
@@ -212,6 +210,52 @@ TEST_F(LoopTest, WithLargeAppends) {
   EXPECT_EQ(LongTurns("an append of 30 MiB inline"), 0);
   ASSERT_OK(append(arena->View(0, 64 * kMiB), arena->View(64 * kMiB, 64 * kMiB)));
   EXPECT_EQ(LongTurns("an append of 128 MiB in an arena"), 0);
+}
+
+// The most pages that a step can open.
+TEST_F(LoopTest, WithAppendsOfVeryManyPages) {
+  ASSERT_OK_AND_ASSIGN(const auto arena, client_->CreateArena(128 * kMiB));
+  for (const std::string codec : {"raw", "hack"}) {
+    const int head_dim = codec == "raw" ? 32 : 64, page_tokens = codec == "raw" ? kPageTokens : 64;
+    CacheOptions options = Options("pages", 1, head_dim);
+    options.codec = codec;
+    options.page_tokens = page_tokens;
+    ASSERT_OK_AND_ASSIGN(auto cache, client_->OpenCache(options));
+    const size_t token_bytes = head_dim * 2;  // of K, and of V
+    const int tokens = 1 << 18;               // the most of one step
+    ASSERT_OK_AND_ASSIGN(CreatedSequence made, cache->CreateSequence());
+    const auto append = [&](absl::Span<const StepEntry> entries, int rows) {
+      StepBatch batch;
+      batch.entries = entries;
+      batch.k = arena->View(0, rows * token_bytes);
+      batch.v = arena->View(64 * kMiB, rows * token_bytes);
+      return cache->Step(batch).status();
+    };
+    StepEntry entry{made.sequence->id(), 0, tokens};
+    ASSERT_OK(append({&entry, 1}, tokens));
+    EXPECT_EQ(LongTurns(absl::StrCat(codec, ": an append of ", tokens, " tokens")), 0);
+    // Its pages age by the next one.
+    entry = {made.sequence->id(), uint64_t(tokens), 1};
+    ASSERT_OK(append({&entry, 1}, 1));
+    EXPECT_EQ(LongTurns(absl::StrCat(codec, ": one token behind them")), 0);
+    made.sequence.reset();
+    // Many sequences whose open pages fill, and that open others.
+    std::vector<CreatedSequence> all;
+    std::vector<StepEntry> entries;
+    for (int i = 0; i < 4096; ++i) {
+      ASSERT_OK_AND_ASSIGN(CreatedSequence one, cache->CreateSequence());
+      entries.push_back({one.sequence->id(), 0, page_tokens - 1});
+      all.push_back(std::move(one));
+    }
+    ASSERT_OK(append(entries, 4096 * (page_tokens - 1)));
+    EXPECT_EQ(LongTurns(absl::StrCat(codec, ": 4,096 times a page but one token")), 0);
+    for (StepEntry& each : entries) each = {each.sequence, uint64_t(page_tokens) - 1, page_tokens};
+    ASSERT_OK(append(entries, 4096 * page_tokens));
+    EXPECT_EQ(LongTurns(absl::StrCat(codec, ": 4,096 pages behind them")), 0);
+    all.clear();
+    ASSERT_OK(client_->Ping());
+    EXPECT_EQ(LongTurns(absl::StrCat(codec, ": the end of all of them")), 0);
+  }
 }
 
 TEST_F(LoopTest, WithManySequences) {

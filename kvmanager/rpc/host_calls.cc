@@ -33,15 +33,11 @@ AppendEntries EntriesToAppend(const StepCache& cache, const CheckedStep& step) {
   return entries;
 }
 
-// Of the pages that an append opens.
-uint64_t OpenedBytes(const StepCache& cache, const CheckedStep& step) {
-  const uint64_t page_tokens = cache.config->layout.page_tokens;
-  uint64_t pages = 0;
-  for (const AttendEntry& entry : step.entries) {
-    const uint64_t end = entry.position + entry.tokens;
-    pages += (end + page_tokens - 1) / page_tokens - (entry.position + page_tokens - 1) / page_tokens;
-  }
-  return pages * cache.config->layout.raw_bytes();
+// Whether all of an append is done at once.
+bool AppendsAtOnce(const StepCache& cache, const CheckedStep& step, const AppendWork& work) {
+  return step.k.bytes.size() + step.v.bytes.size() + step.x.bytes.size() <= kLoopAppendBytesMax &&
+         work.opened * cache.config->layout.raw_bytes() <= kLoopOpenedBytesMax &&
+         work.opened + work.aged <= kLoopAppendPagesMax;
 }
 
 // That the step's attention reads.
@@ -143,30 +139,39 @@ absl::StatusOr<kj::Promise<void>> HostCalls::AppendAndAttend(const std::shared_p
                                                              StepContext& context) const {
   // What Attend could refuse after this append, the append refuses: it checks positions against the same counts.
   if (step.append()) {
-    const uint64_t bytes = step.k.bytes.size() + step.v.bytes.size() + step.x.bytes.size();
-    if (bytes > kLoopAppendBytesMax || OpenedBytes(cache, step) > kLoopOpenedBytesMax) {
+    Appends& appends = parts_.store->appends();
+    const AppendEntries entries = EntriesToAppend(cache, step);
+    if (!AppendsAtOnce(cache, step, appends.Measure(cache.id, step.layer, entries))) {
       auto large = std::make_shared<LargeStep>(session, cache, step);
       KV_RETURN_IF_ERROR(large->KeepRows());
       large->reading = session->messages().HoldReading();
-      KV_ASSIGN_OR_RETURN(large->lease,
-                          parts_.store->appends().Begin(cache.id, step.layer, EntriesToAppend(cache, large->step)));
-      return AppendByWorkers(large, context);
+      KV_ASSIGN_OR_RETURN(large->lease, appends.Begin(cache.id, step.layer, EntriesToAppend(cache, large->step)));
+      return AppendInTurns(large, context);
     }
-    KV_RETURN_IF_ERROR(parts_.store->Append(cache.id, step.layer, EntriesToAppend(cache, step)));
+    KV_RETURN_IF_ERROR(appends.Append(cache.id, step.layer, entries));
   }
   return Attend(session, cache, step, context);
 }
 
-kj::Promise<void> HostCalls::AppendByWorkers(const std::shared_ptr<LargeStep>& large, StepContext& context) const {
-  return OnWorkerInTurns(parts_.workers, parts_.queue, WorkerPool::Priority::kAttend, large->cache.owner,
-                         [large] { return large->lease->WriteNext(); })
+kj::Promise<void> HostCalls::AppendInTurns(const std::shared_ptr<LargeStep>& large, StepContext& context) const {
+  return InTurns(large->session, Method::kStep, parts_.long_calls, [large] { return large->lease->ReserveNext(); })
+      .then([this, large] {
+        return OnWorkerInTurns(parts_.workers, parts_.queue, WorkerPool::Priority::kAttend, large->cache.owner,
+                               [large] { return large->lease->WriteNext(); });
+      })
+      .then([this, large] {
+        large->status = large->CheckArenas();
+        if (!large->status.ok()) return kj::Promise<void>(kj::READY_NOW);
+        return InTurns(large->session, Method::kStep, parts_.long_calls,
+                       [large] { return large->lease->CommitNext(); });
+      })
       .then([this, large, context]() mutable {
         const LoopTurn turn(large->session->calls().turns(), MethodName(Method::kStep));
-        absl::Status committed = large->CheckArenas();
-        if (committed.ok()) committed = large->lease->Commit();
+        large->status.Update(large->lease->status());
+        large->lease = nullptr;
         return GoOn(*large,
-                    committed.ok() ? Attend(large->session, large->cache, large->step, context)
-                                   : absl::StatusOr<kj::Promise<void>>(committed),
+                    large->status.ok() ? Attend(large->session, large->cache, large->step, context)
+                                       : absl::StatusOr<kj::Promise<void>>(large->status),
                     context);
       });
 }

@@ -33,6 +33,9 @@ constexpr uint64_t kLoopAppendBytesMax = 1 << 20;
 /// Of pages that an append opens; more are opened by workers, since each may have to be zeroed first.
 constexpr uint64_t kLoopOpenedBytesMax = 4 << 20;
 
+/// Pages that an append opens, or ages, at once; more are in turns.
+constexpr uint64_t kLoopAppendPagesMax = 256;
+
 /// Pages that an attention of the loop's lists at once; more are listed in turns.
 constexpr uint64_t kLoopPagesMax = 1024;
 
@@ -83,7 +86,7 @@ class HostCalls final : public MemoryCalls {
   absl::StatusOr<kj::Promise<void>> Attend(const std::shared_ptr<Session>& session, const StepCache& cache,
                                            const CheckedStep& step, StepContext& context) const;
   kj::Promise<void> CheckByWorkers(const std::shared_ptr<LargeStep>& large, StepContext& context) const;
-  kj::Promise<void> AppendByWorkers(const std::shared_ptr<LargeStep>& large, StepContext& context) const;
+  kj::Promise<void> AppendInTurns(const std::shared_ptr<LargeStep>& large, StepContext& context) const;
   kj::Promise<void> AttendInTurns(const std::shared_ptr<LargeStep>& large, StepContext& context) const;
   absl::StatusOr<kj::Promise<void>> AttendWith(std::unique_ptr<AttendLease> lease,
                                                const std::shared_ptr<Session>& session, const StepCache& cache,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 
 #include "absl/status/status.h"
@@ -12,16 +13,31 @@
 
 namespace kvmanager {
 
-/// An append that is under way: its slots are reserved, and the sequences are as they were. Destroying it, on the
-/// store's thread and with no piece running, gives the slots back. It may outlive the store, and then does nothing.
+/// An append that is under way, in pieces of some 0.1 ms: first ReserveNext until it is false, then WriteNext, then
+/// CommitNext. Meanwhile its sequences refuse other appends, and crops. Nothing of it is visible before CommitNext;
+/// once that has begun, it goes to its end, by LongCalls::ReleaseSome if the lease goes before. Destroying it earlier,
+/// on the store's thread and with no piece running, gives the slots back. It may outlive the store, and then does
+/// nothing.
 class AppendLease {
  public:
   virtual ~AppendLease() = default;
+  /// Reserves slots for the next pages. False: that was all, or status() is an error. On the store's thread.
+  virtual bool ReserveNext() = 0;
   /// Zeroes the next slots that may hold bytes of other tenants, or copies and checks the next pages from what the
-  /// entries point to: some 64 KiB. False: that was all. Any thread, one at a time.
+  /// entries point to: some 64 KiB. False: that was all, or status() is an error. Any thread, one at a time.
   virtual bool WriteNext() = 0;
-  /// Everything is written: the tokens become the sequences'. Once, on the store's thread. Errors: of Appends::Append.
-  virtual absl::Status Commit() = 0;
+  /// The tokens of the next pages become the sequences'. False: that was all, or status() is an error, and then nothing
+  /// has become anybody's. A sequence that goes between two pieces is left out. Also called once, and refused, when an
+  /// earlier piece has failed. On the store's thread.
+  virtual bool CommitNext() = 0;
+  /// Errors: of Appends::Append.
+  virtual absl::Status status() const = 0;
+};
+
+/// What an append does to pages, beside copying.
+struct AppendWork {
+  uint64_t opened = 0;  // pages
+  uint64_t aged = 0;    // pages that are read encoded from now on (reading_rule.h)
 };
 
 /// On the store's thread.
@@ -39,10 +55,17 @@ class Appends {
   /// what was evicted has to be waited for (SlotTables::AwaitsRelease); kLeasePagesMax, where reading the entries would
   /// pin too much.
   virtual absl::Status Append(CacheId cache, LayerRange layers, absl::Span<const AppendEntry> entries) = 0;
-  /// The same in pieces, in host memory: what the entries point to must stay as long as the lease. What else happens to
-  /// the sequences meanwhile may make Commit fail. Errors: Append's, but for what is found by looking at values.
+  /// What such an append would do; nothing of entries that are wrong.
+  virtual AppendWork Measure(CacheId cache, LayerRange layers, absl::Span<const AppendEntry> entries) const = 0;
+  static constexpr size_t kPagesAtOnce = 128;  // some 0.1 ms
+  /// An append in pieces of so many pages, in host memory: what the entries point to must stay until all is written.
+  /// Errors: Append's, but for want of room and for what is found by looking at values.
   virtual absl::StatusOr<std::unique_ptr<AppendLease>> Begin(CacheId cache, int layer,
-                                                             absl::Span<const AppendEntry> entries) = 0;
+                                                             absl::Span<const AppendEntry> entries,
+                                                             size_t pages_at_once) = 0;
+  absl::StatusOr<std::unique_ptr<AppendLease>> Begin(CacheId cache, int layer, absl::Span<const AppendEntry> entries) {
+    return Begin(cache, layer, entries, kPagesAtOnce);
+  }
 };
 
 }  // namespace kvmanager

@@ -145,8 +145,10 @@ void BackendsWalk::AppendSome() {
     }
     if (fault == 0) return AppendWrong(entries, which, layer);
     if (fault == 1 && layer == first) AppendNotFinite(entries[kHost], which, layer);
-    host = Below(3) == 0 ? testing::AppendInPieces(store(kHost), cache.ids[kHost], layer, entries[kHost])
-                         : store(kHost).Append(cache.ids[kHost], layer, entries[kHost]);
+    const auto lets_go = Below(2) == 0 ? testing::LetsGo::kAtTheEnd : testing::LetsGo::kWhileItCommits;
+    host = Below(3) == 0
+               ? testing::AppendInPieces(store(kHost), cache.ids[kHost], layer, entries[kHost], 1 + Below(4), lets_go)
+               : store(kHost).Append(cache.ids[kHost], layer, entries[kHost]);
   }
   const absl::Status gpu = store(kGpu).Append(cache.ids[kGpu], {first, layers}, entries[kGpu]);
   const Answer answer = Compare(host, gpu, layers_done > 1);
@@ -207,8 +209,9 @@ void BackendsWalk::AppendNotFinite(std::vector<AppendEntry> entries, size_t whic
   const uint16_t not_finite = Below(2) ? 0x7c00 : 0xfe01;
   std::memcpy(values.data() + 2 * Below(values.size() / 2), &not_finite, 2);
   *side = values.data();
-  const absl::Status status = Below(2) ? testing::AppendInPieces(store(kHost), cache.ids[kHost], layer, entries)
-                                       : store(kHost).Append(cache.ids[kHost], layer, entries);
+  const absl::Status status =
+      Below(2) ? testing::AppendInPieces(store(kHost), cache.ids[kHost], layer, entries, 1 + Below(4))
+               : store(kHost).Append(cache.ids[kHost], layer, entries);
   ++counts.refused;
   if (absl::IsResourceExhausted(status) && !ample_) return;
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;

@@ -4,6 +4,8 @@
 // lease pins one of its pages, or an encode job runs on one; then deleted.
 #pragma once
 
+#include <boost/intrusive/list_hook.hpp>
+#include <boost/intrusive/unordered_set_hook.hpp>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -23,6 +25,10 @@ struct Cache;
 enum class PageKind : uint8_t { kKeysValues = 0, kActivations };
 
 struct Block {
+  using Link = boost::intrusive::link_mode<boost::intrusive::normal_link>;
+  boost::intrusive::list_member_hook<Link> in_store;           // BlockIndex
+  boost::intrusive::unordered_set_member_hook<Link> in_table;  // PageTable
+
   std::shared_ptr<Cache> cache;   // shared: a block under a lease outlives the closing of its cache
   uint32_t index = 0;             // place in its sequence: the first token is index * page_tokens
   std::vector<Page> pages;        // [layers]

@@ -17,7 +17,7 @@ Block* BlockIndex::New(const std::shared_ptr<Cache>& cache, uint32_t index) {
   block->pages.resize(cache->layers());
   if (cache->keeps_activations()) block->activations.resize(cache->layers());
   block->holders = 1;
-  blocks_.emplace(block, std::move(owned));
+  blocks_.push_back(*owned.release());
   return block;
 }
 
@@ -168,7 +168,7 @@ void BlockIndex::FreePage(PageRef ref) {
 void BlockIndex::DeleteIfEmpty(Block* block) {
   if (block->live_pages > 0 || block->holders > 0 || block->published) return;
   KV_CHECK(block->pins == 0 && block->jobs == 0 && block->bytes == 0 && !block->evictable);
-  blocks_.erase(block);
+  blocks_.erase_and_dispose(blocks_.iterator_to(*block), std::default_delete<Block>());
 }
 
 bool BlockIndex::VerifyChecksums(const Block& block) {

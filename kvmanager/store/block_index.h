@@ -2,6 +2,7 @@
 // of transitions of their pages. On the store's thread.
 #pragma once
 
+#include <boost/intrusive/list.hpp>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -31,6 +32,7 @@ class BlockIndex {
   };
 
   explicit BlockIndex(Parts parts) : parts_(std::move(parts)) {}
+  ~BlockIndex() { blocks_.clear_and_dispose(std::default_delete<Block>()); }
   BlockIndex(const BlockIndex&) = delete;
   BlockIndex& operator=(const BlockIndex&) = delete;
 
@@ -79,7 +81,9 @@ class BlockIndex {
   void NoteCompared(Block* block, bool intact);
 
   // For CheckInvariants.
-  using Blocks = absl::flat_hash_map<const Block*, std::unique_ptr<Block>>;
+  using Blocks = boost::intrusive::list<
+      Block, boost::intrusive::member_hook<Block, boost::intrusive::list_member_hook<Block::Link>, &Block::in_store>,
+      boost::intrusive::constant_time_size<false>>;
   const Blocks& all() const { return blocks_; }
   /// Holders that are no sequences and no moves: hand-offs, arrivals and checks.
   class OtherHolders {
@@ -105,7 +109,7 @@ class BlockIndex {
   void DeleteIfEmpty(Block* block);
 
   const Parts parts_;
-  Blocks blocks_;
+  Blocks blocks_;  // which it owns
   OtherHolders other_holders_;
 };
 

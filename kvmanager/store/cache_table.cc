@@ -203,8 +203,8 @@ const PageAttention* CacheTable::raw_attention(CacheId id) const {
 
 uint64_t CacheTable::PurgeOne(Cache& cache) {
   std::vector<Block*> unpinned;
-  for (const auto& [key, block] : cache.table.blocks()) {
-    if (block->holders == 0 && block->pins == 0) unpinned.push_back(block);
+  for (Block& block : cache.table) {
+    if (block.holders == 0 && block.pins == 0) unpinned.push_back(&block);
   }
   for (Block* block : unpinned) parts_.blocks->Unname(block);
   parts_.metrics->purged_blocks.Increment(static_cast<double>(unpinned.size()));

@@ -111,14 +111,14 @@ class HostMemory final : public MemoryBackend {
     const Cache& cache = append.cache;
     const SlotPool& pool = *cache.tier->pool();
     const int page_tokens = cache.page_tokens(), layer = append.layers.first;
-    size_t next_slot = 0, next_activation = 0;
-    for (uint32_t i = 0; i < append.entries.size(); ++i) {
+    size_t next_slot = 0, next_activation = 0, pages = 0;
+    for (uint32_t i = append.from.entry; i < append.entries.size() && pages < append.pages; ++i) {
       const AppendEntry& entry = append.entries[i];
       if (entry.k == nullptr || entry.v == nullptr) {
         return InvalidField(absl::StrCat("entries[", i, "]"), "without K and V", "with both, in host memory");
       }
-      PageWrite write{.entry = i};
-      for (; write.first < entry.tokens; write.first += write.tokens) {
+      PageWrite write{.entry = i, .first = i == append.from.entry ? append.from.first : 0};
+      for (; write.first < entry.tokens && pages < append.pages; write.first += write.tokens, ++pages) {
         const uint64_t position = entry.position + write.first;
         write.at = static_cast<int>(position % page_tokens);
         write.tokens = std::min(entry.tokens - write.first, page_tokens - write.at);

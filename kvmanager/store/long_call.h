@@ -75,9 +75,9 @@ class LongCalls {
   virtual absl::StatusOr<std::unique_ptr<Listing>> BeginAttend(CacheId cache, int layer,
                                                                absl::Span<const AttendEntry> entries) = 0;
   /// `fn` is called when a sequence leaves more blocks, by Drop or Crop, or a lease more pages, than are given back at
-  /// once.
+  /// once; and when an AppendLease goes that had begun to commit.
   virtual void OnLeftovers(std::function<void()> fn) = 0;
-  /// Gives back some more of these, 0.1 ms. False: that was all.
+  /// Gives back some more of these, or commits some more: 0.1 ms. False: that was all.
   virtual bool ReleaseSome() = 0;
 };
 

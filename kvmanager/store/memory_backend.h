@@ -27,13 +27,22 @@ namespace kvmanager {
 class Reservation;
 struct Cache;
 
-/// A checked append to layers `layers` of a cache, with the slots that are reserved for it. Nothing is committed yet.
+/// Where an append goes on that is done page by page.
+struct AppendPlace {
+  uint32_t entry = 0;
+  int first = 0;  // token of the entry
+};
+
+/// A checked append to layers `layers` of a cache, or `pages` pages of it from `from` on, with the slots that are
+/// reserved for these. Nothing of them is committed yet.
 struct PendingAppend {
   const Cache& cache;
   LayerRange layers;
   absl::Span<const AppendEntry> entries;
   absl::Span<Sequence* const> sequences;  // of each entry
   const Reservation& slots;               // new raw slots and slots of activations, in the order of the entries
+  AppendPlace from;
+  size_t pages = SIZE_MAX;
 };
 
 /// Tokens of an entry that go to one raw page.

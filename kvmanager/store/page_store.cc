@@ -123,16 +123,21 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
   }
   void OnLeftovers(std::function<void()> fn) override {
     reads_.OnLeftovers(fn);
+    appends_.OnLeftovers(fn);
     sequences_.OnLeftovers(std::move(fn));
   }
   bool ReleaseSome() override {
+    const bool more = GiveBackSome();
+    return appends_.FinishSome() || more;
+  }
+  bool GiveBackSome() override {
     const bool more = reads_.ReleaseSome();
     return sequences_.ReleaseSome() || more;
   }
 
   void BeforePurge(const CacheDigest* of) {
     moves_.NotePurge(of);
-    while (ReleaseSome()) {  // what nobody uses is to go
+    while (GiveBackSome()) {  // what nobody uses is to go
     }
   }
   void Evict(Block* block) override { blocks_.Evict(block); }

@@ -26,17 +26,33 @@ Block* PageTable::FindAndPin(const BlockName& name, uint32_t index, MissReason* 
 
 Block* PageTable::FindKey(const BlockKey& key) const {
   const auto found = blocks_.find(key);
-  return found == blocks_.end() ? nullptr : found->second;
+  return found == blocks_.end() ? nullptr : const_cast<Block*>(&*found);  // the blocks are not the table's
 }
 
 void PageTable::Insert(Block* block) {
-  KV_CHECK(!block->published && blocks_.emplace(block->name.key, block).second);
+  KV_CHECK(!block->published && blocks_.insert(*block).second);
   block->published = true;
+  ++size_;
+  Grow();
+}
+
+// As many buckets are in use as there are blocks, at least: each insertion splits one. Once all are, there are twice as
+// many, half of which are not in use yet.
+void PageTable::Grow() {
+  if (blocks_.split_count() > size_) return;
+  if (blocks_.split_count() == buckets_.size()) {
+    std::vector<Blocks::bucket_type> more(2 * buckets_.size());
+    KV_CHECK(blocks_.incremental_rehash(Blocks::bucket_traits(more.data(), more.size())));
+    buckets_.swap(more);
+  }
+  KV_CHECK(blocks_.incremental_rehash());
 }
 
 void PageTable::Erase(Block* block) {
-  KV_CHECK(block->published && blocks_.erase(block->name.key) == 1);
+  KV_CHECK(block->published && size_ > 0);
+  blocks_.erase(blocks_.iterator_to(*block));
   block->published = false;
+  --size_;
 }
 
 }  // namespace kvmanager

@@ -50,6 +50,7 @@ struct Sequence {
   };
   std::vector<IndexPlaces> index_places;
   uint64_t call = 0;                     // the last append that named it, so that one call names it once
+  bool appending = false;                // in pieces, by an AppendLease
   bool arriving = false;                 // by a hand-off that is visible and not committed
   absl::Status broken;                   // an error: that hand-off ended early, and why
   std::vector<PageFollower*> followers;  // hand-offs that send it while it grows

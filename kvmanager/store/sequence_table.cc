@@ -109,14 +109,16 @@ void SequenceTable::GiveBack(Block* block, absl::Span<const uint32_t> aged) {
   parts_.blocks->Release(block);
 }
 
-void SequenceTable::Age(Sequence& sequence, uint32_t layer, uint64_t position) {
+size_t SequenceTable::Age(Sequence& sequence, uint32_t layer, uint64_t position, size_t pages_max) {
   const Cache& cache = *sequence.cache;
   const uint32_t aged = cache.reading().AgedPages(position);
-  while (sequence.aged[layer] < aged) {
+  size_t pages = 0;
+  for (; sequence.aged[layer] < aged && pages < pages_max; ++pages) {
     Block* block = sequence.blocks[sequence.aged[layer]];
     ++sequence.aged[layer];
     parts_.blocks->DropRawHold({block, layer});
   }
+  return pages;
 }
 
 void SequenceTable::Leave(Sequence& sequence, uint32_t first) {
@@ -220,6 +222,10 @@ absl::Status SequenceTable::Crop(SequenceId id, uint64_t tokens, std::vector<Ope
   const bool crops =
       std::any_of(sequence->tokens.begin(), sequence->tokens.end(), [tokens](uint64_t has) { return has > tokens; });
   if (!crops) return absl::OkStatus();
+  if (sequence->appending) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("sequence ", id, " is being appended to: it cannot be cropped before the end"));
+  }
   if (!sequence->followers.empty()) {
     return absl::FailedPreconditionError(
         absl::StrCat("sequence ", id, " is being handed off while it grows: it cannot be cropped before the end"));

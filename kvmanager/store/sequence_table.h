@@ -75,7 +75,8 @@ class SequenceTable {
   /// Takes the blocks from `first` on away from the sequence, and gives them back: at once if they are few, else
   /// ReleaseSome does. REQUIRES: what they hold is what `aged` says now.
   void Leave(Sequence& sequence, uint32_t first);
-  void Age(Sequence& sequence, uint32_t layer, uint64_t position);
+  /// What an append at `position` ages, pages_max pages at most. Returns how many.
+  size_t Age(Sequence& sequence, uint32_t layer, uint64_t position, size_t pages_max = SIZE_MAX);
 
   // For CheckInvariants.
   void Hide(const Sequence* sequence) { hidden_.insert(sequence); }

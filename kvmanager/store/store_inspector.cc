@@ -130,7 +130,8 @@ absl::Status StoreInspector::SetQuotas(Quotas quotas) {
 
 // From the outside in.
 void StoreInspector::CheckInvariants() const {
-  const BlockIndex::Blocks& blocks = parts_.blocks->all();
+  absl::flat_hash_set<const Block*> blocks;
+  for (const Block& block : parts_.blocks->all()) KV_CHECK(blocks.insert(&block).second);
   const auto& sequences = parts_.sequences->all();
   for (const auto& tier : *parts_.tiers) tier->pool()->CheckInvariants();
   absl::flat_hash_map<const Block*, uint32_t> holders;
@@ -213,9 +214,8 @@ void StoreInspector::CheckInvariants() const {
     uint64_t used_bytes = 0, evictable_bytes = 0, kept_bytes = 0;
   };
   absl::flat_hash_map<const Tier*, TierSums> tiers;
-  for (const auto& [key, owned] : blocks) {
-    const Block& block = *owned;
-    const Cache& cache = *block.cache;
+  for (const Block& block : parts_.blocks->all()) {
+    Cache& cache = *block.cache;
     TierSums& tier = tiers[cache.tier];
     uint32_t pins = 0, jobs = 0, live_pages = 0;
     uint64_t bytes = 0;

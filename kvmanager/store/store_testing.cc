@@ -335,11 +335,22 @@ CacheId TestStore::Open(const CacheConfig& config) {
   return *cache;
 }
 
-absl::Status AppendInPieces(PageStore& store, CacheId cache, int layer, absl::Span<const AppendEntry> entries) {
-  KV_ASSIGN_OR_RETURN(const std::unique_ptr<AppendLease> lease, store.appends().Begin(cache, layer, entries));
+absl::Status AppendInPieces(PageStore& store, CacheId cache, int layer, absl::Span<const AppendEntry> entries,
+                            size_t pages_at_once, LetsGo lets_go) {
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<AppendLease> lease, store.appends().Begin(cache, layer, entries, pages_at_once));
+  while (lease->ReserveNext()) {
+  }
   while (lease->WriteNext()) {
   }
-  return lease->Commit();
+  if (lets_go == LetsGo::kWhileItCommits && lease->CommitNext()) {
+    lease = nullptr;
+    while (store.long_calls().ReleaseSome()) {
+    }
+    return absl::OkStatus();
+  }
+  while (lease->CommitNext()) {
+  }
+  return lease->status();
 }
 
 absl::Status TestStore::Append(CacheId cache, SequenceId sequence, const Text& text, uint64_t first, int tokens,

@@ -127,7 +127,9 @@ struct TestDevice {
 };
 
 /// Appends::Begin, and all of what follows at once.
-absl::Status AppendInPieces(PageStore& store, CacheId cache, int layer, absl::Span<const AppendEntry> entries);
+enum class LetsGo : uint8_t { kAtTheEnd, kWhileItCommits };
+absl::Status AppendInPieces(PageStore& store, CacheId cache, int layer, absl::Span<const AppendEntry> entries,
+                            size_t pages_at_once = Appends::kPagesAtOnce, LetsGo lets_go = LetsGo::kAtTheEnd);
 
 /// A store with its pool, codecs, executor, metrics and clock.
 struct TestStore {

@@ -55,7 +55,7 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
   if (counts.none()) return absl::OkStatus();
   const auto wanted = WantedSlots(cache, counts);
   if (!pool_->CanAllocate(cache.tenant, wanted)) {
-    while (owner_->ReleaseSome() && !pool_->CanAllocate(cache.tenant, wanted)) {
+    while (owner_->GiveBackSome() && !pool_->CanAllocate(cache.tenant, wanted)) {
     }
     Collect();
     // A request that is refused evicts nothing, unless kernels may still read what it evicted. Then that is waited for,

@@ -38,8 +38,8 @@ class TierOwner {
   /// Starts to copy an evictable block to the next lower tier, and counts it (Tier::BeginDemotion). false: that tier
   /// has it (Block::kept), or it cannot go there.
   virtual bool Demote(Block* block) = 0;
-  /// Gives back more of what sequences have left. False: that was all.
-  virtual bool ReleaseSome() = 0;
+  /// Gives back more of what sequences and leases have left. False: that was all.
+  virtual bool GiveBackSome() = 0;
   /// Slots of `tier` were freed, or have become evictable.
   virtual void OnRoomIn(const Tier& tier) = 0;
   /// The error for slots that a cache cannot have.
@@ -71,6 +71,11 @@ class Tier {
   absl::Status Reserve(const Cache& cache, const SlotCounts& wanted, Reservation* out);
   /// Whether evicting what its payer may take would make room for all of `wanted`.
   bool CanReserve(const Cache& cache, const SlotCounts& wanted) const;
+  /// TierOwner's: what a Reserve tries first where there is no room, and the error where that makes none.
+  bool GiveBackSome() { return owner_->GiveBackSome(); }
+  absl::Status Exhausted(const Cache& cache, const SlotCounts& wanted) const {
+    return owner_->Exhausted(cache, wanted);
+  }
   void Free(PageId slot);
   /// Frees the slots that kernels have done with.
   void Collect();
