@@ -360,6 +360,17 @@ TEST_F(TwoTenantsTest, ListedTenantsAreOfTheirUsersAndTokens) {
   EXPECT_OK(kept->Refresh());
   ASSERT_OK_AND_ASSIGN(auto team_c, Client::Connect(tcp, {.token = kOtherToken}));
   EXPECT_EQ(full_name(*team_c, "team-c"), "team-c");
+
+  // However many signals come, the last one's file is what counts.
+  for (int i = 0; i <= 500; ++i) {
+    if (i % 100 == 0) {
+      WriteTenants(absl::StrCat("{\"tenants\": [{\"name\": \"team-", i, "\", \"token_sha256\": [\"",
+                                DigestOf(kOtherToken), "\"]}]}"));
+    }
+    reread();
+  }
+  EXPECT_TRUE(Eventually([&] { return full_name(*team_c, "team-500") == "team-500"; }));
+  EXPECT_EQ(full_name(*team_c, "team-400"), "tcp:/team-400");
 }
 
 TEST_F(TwoTenantsTest, ADaemonDoesNotStartWithAFileThatOthersWrite) {

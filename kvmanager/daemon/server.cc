@@ -436,7 +436,7 @@ class ServerImpl final : public Server {
     signalfd_siginfo signal;
     while (read(fd, &signal, sizeof signal) == sizeof signal) {
       if (signal.ssi_signo == SIGHUP) {
-        running_->files = access_.ReadFilesAgain(background_.get(), &queue_).eagerlyEvaluate(nullptr);
+        access_.ReadFilesAgain(background_.get(), &queue_, &running_->files);
       } else {
         BeginTermination();
       }

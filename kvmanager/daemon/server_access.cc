@@ -101,8 +101,22 @@ absl::Status ServerAccess::Open(PageStore* store, DaemonFacts* facts) {
   return absl::OkStatus();
 }
 
-kj::Promise<void> ServerAccess::ReadFilesAgain(WorkerPool* workers, MessageQueue* queue) {
-  return kj::joinPromises(kj::arr(ReadTenantsAgain(workers, queue), ReadTlsAgain(workers, queue)));
+void ServerAccess::ReadFilesAgain(WorkerPool* workers, MessageQueue* queue, kj::Promise<void>* reading) {
+  if (reads_) {
+    reads_again_ = true;
+    return;
+  }
+  *reading = ReadBoth(workers, queue).eagerlyEvaluate(nullptr);
+}
+
+kj::Promise<void> ServerAccess::ReadBoth(WorkerPool* workers, MessageQueue* queue) {
+  reads_ = true;
+  return kj::joinPromises(kj::arr(ReadTenantsAgain(workers, queue), ReadTlsAgain(workers, queue)))
+      .then([this, workers, queue]() -> kj::Promise<void> {
+        reads_ = false;
+        if (std::exchange(reads_again_, false)) return ReadBoth(workers, queue);
+        return kj::READY_NOW;
+      });
 }
 
 kj::Promise<void> ServerAccess::ReadTlsAgain(WorkerPool* workers, MessageQueue* queue) {

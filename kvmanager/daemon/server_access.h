@@ -43,11 +43,13 @@ class ServerAccess {
   const Principals* principals() const { return &principals_; }
   const TlsSwitch* tls() const { return &tls_; }
 
-  /// The same files, on a worker. Errors are logged, and leave what is known. Connections stay as they are. Dropping
-  /// the promise gives it up.
-  kj::Promise<void> ReadFilesAgain(WorkerPool* workers, MessageQueue* queue);
+  /// The same files, on a worker. Errors are logged, and leave what is known. Connections stay as they are. Where they
+  /// are being read already, they are read once more behind that, however often this is called. *reading: gets the
+  /// promise of it, and is destroyed with the event loop at the latest, which gives it up.
+  void ReadFilesAgain(WorkerPool* workers, MessageQueue* queue, kj::Promise<void>* reading);
 
  private:
+  kj::Promise<void> ReadBoth(WorkerPool* workers, MessageQueue* queue);
   kj::Promise<void> ReadTenantsAgain(WorkerPool* workers, MessageQueue* queue);
   kj::Promise<void> ReadTlsAgain(WorkerPool* workers, MessageQueue* queue);
   void SetTls(TlsContexts contexts);
@@ -59,6 +61,8 @@ class ServerAccess {
   Principals principals_;
   TlsSwitch tls_;
   std::vector<std::unique_ptr<ListenSocket>> sockets_;
+  bool reads_ = false;        // the files are being read
+  bool reads_again_ = false;  // and are to be read once more
 };
 
 }  // namespace kvmanager
