@@ -1,6 +1,8 @@
 // kvctl against a daemon: every command, --json, and its exit status.
 #include <unistd.h>
 
+#include <fstream>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -219,6 +221,33 @@ TEST_F(KvctlTest, SaysWhatIsWrong) {
       RunCommand({DataPath("client/cli/kvctl"), "--connect", "unix:/nonexistent/kv.sock", "--json", "status"});
   ASSERT_OK(nowhere);
   EXPECT_NE(nowhere->status, 0);
+}
+
+TEST_F(KvctlTest, SimulatesEviction) {
+  TempDir directory;
+  const std::string trace = directory.path() + "/trace.jsonl", svg = directory.path() + "/hits.svg";
+  std::ofstream(trace) << "{\"timestamp\": 0, \"input_length\": 1536, \"output_length\": 1, \"hash_ids\": [0, 1, 2]}\n"
+                       << "{\"timestamp\": 9, \"input_length\": 512, \"output_length\": 1, \"hash_ids\": [3]}\n"
+                       << "{\"timestamp\": 9, \"input_length\": 512, \"output_length\": 1, \"hash_ids\": [4]}\n"
+                       << "{\"timestamp\": 9, \"input_length\": 1536, \"output_length\": 1, \"hash_ids\": [0, 1, 2]}\n";
+  const nlohmann::json answer = Ask({"simulate", "--trace", trace, "--tier", "host=4", "--tier", "disk=8", "--policy",
+                                     "lru,optimum", "--block-bytes", "1", "--svg", svg, "--quiet"});
+  ASSERT_EQ(answer["runs"].size(), 2u);
+  EXPECT_EQ(answer["runs"][0]["policy"], "lru");
+  EXPECT_EQ(answer["runs"][0]["hit_ratio"], 3.0 / 8);
+  EXPECT_EQ(answer["runs"][0]["tiers"][0]["hit_blocks"], 2);
+  EXPECT_EQ(answer["runs"][0]["tiers"][1]["hit_blocks"], 1);  // what the host evicted
+  EXPECT_EQ(answer["runs"][1]["tiers"][0]["hit_blocks"], 3);
+  std::ifstream plot(svg);
+  EXPECT_NE(std::string(std::istreambuf_iterator<char>(plot), {}).find("<polyline"), std::string::npos);
+  // A block of hack K3 V2: 512 tokens of 32 layers and 8 heads, at 90 bytes.
+  EXPECT_EQ(Ask({"simulate", "--trace", trace, "--codec", "hack:k_bits=3,v_bits=2", "--quiet"})["block_bytes"],
+            512 * 32 * 8 * 90);
+  EXPECT_NE(Run({"simulate", "--trace", trace, "--quiet"}).output.find("optimum"), std::string::npos);
+  EXPECT_NE(Run({"simulate", "--help"}).output.find("hash_ids"), std::string::npos);
+  EXPECT_EQ(Run({"simulate", "--trace", "/nowhere"}).status, 1);
+  EXPECT_EQ(Run({"simulate", "--trace", trace, "--tier", "host"}).status, 1);
+  EXPECT_EQ(Run({"simulate"}).status, 2);
 }
 
 }  // namespace

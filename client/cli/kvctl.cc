@@ -1,5 +1,5 @@
 // kvctl: looks at a running kvmanagerd, drains it, purges what it has published; trains calibration artifacts, writes
-// captures and tunes policies; explains how K and V are best reloaded.
+// captures and tunes policies; explains how K and V are best reloaded; replays traces through eviction policies.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -26,6 +26,7 @@
 #include "examples/engine/program.h"
 #include "examples/engine/tune_command.h"
 #include "kvmanager/base/status.h"
+#include "simulator/simulate_command.h"
 #include "transport/recompute/plan_command.h"
 
 namespace kvmanager::client::cli {
@@ -131,6 +132,7 @@ int Main(int argc, char** argv) {
       "  kvctl calibrate --model DIR --text FILE --codec zack+hack --out NAME.safetensors\n"
       "  kvctl capture --model DIR --text FILE --tokens 4096 --out CAPTURE.safetensors\n"
       "  kvctl tune --model DIR --text FILE --max-loss 0.5%   the smallest codec policy that is good enough\n"
+      "  kvctl simulate --help              which eviction policy and how much memory a trace of requests needs\n"
       "  kvctl recompute-plan --help        copy K and V from slower memory, or recompute some of them?\n"
       "  kvctl recompute-plan --tokens 4096 --cache 3    the same by what the daemon measured\n",
       "kvctl"};
@@ -216,6 +218,9 @@ int Main(int argc, char** argv) {
   engine::TuneArguments tune_arguments;
   auto* tune = app.add_subcommand("tune", "Measure codec policies, and name the best under a loss: needs no daemon");
   engine::AddTuneOptions(*tune, tune_arguments);
+  simulator::SimulateArguments simulate_arguments;
+  auto* simulate = app.add_subcommand("simulate", "");
+  simulator::AddSimulateOptions(*simulate, simulate_arguments);
   recompute::PlanArguments plan_arguments;
   auto* recompute_plan =
       app.add_subcommand("recompute-plan", "How many tokens to recompute while a reload copies the rest");
@@ -239,6 +244,9 @@ int Main(int argc, char** argv) {
   if (calibrate->parsed()) return engine::ExitCode("kvctl calibrate", engine::RunCalibrate(calibrate_arguments));
   if (capture->parsed()) return engine::ExitCode("kvctl capture", engine::RunCapture(capture_arguments));
   if (tune->parsed()) return engine::ExitCode("kvctl tune", engine::RunTune(tune_arguments));
+  if (simulate->parsed()) {
+    return engine::ExitCode("kvctl simulate", simulator::RunSimulate(simulate_arguments, arguments.json));
+  }
   if (recompute_plan->parsed() && arguments.plan_cache.empty()) return ExplainReload(plan_arguments, "", arguments);
   uint32_t cache_id = Client::kAllCaches;
   if (recompute_plan->parsed() && !absl::SimpleAtoi(arguments.plan_cache, &cache_id)) {

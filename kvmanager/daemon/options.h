@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "kvmanager/base/byte_text.h"
+#include "kvmanager/eviction/eviction_policy.h"
 
 namespace kvmanager {
 
@@ -56,6 +57,7 @@ struct Options {
   std::vector<std::string> peer_tenants = {
       "any"};                                    // whose sequences peers may bring, or "any"; at most kPeerTenantsMax
   bool insecure = false;                         // listen on addresses that others reach, without a key
+  EvictionKind eviction = EvictionKind::kCost;   // of every tier
   int64_t tenant_most_percent = 100;             // of each pool, for a tenant: kTenantMostPercentMin..Max
   int64_t threads = 0;                           // 0: one per CPU that the process may use
   int64_t busy_poll_us = 0;                      // 0..kBusyPollUsMax

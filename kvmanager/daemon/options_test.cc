@@ -148,7 +148,7 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
       "\"1GiB\"\nslab-bytes = \"4MiB\"\n"
       "hand-off-lease-ms = 1000\ndrain-s = 2\npeer-rate-bytes = 1000000\npeer-window-bytes = \"1MiB\"\npeer-local-copy "
       "= off\npeer-zero-copy = off\nlog-level = warn\nadmin-listen = \"unix:/tmp/b.sock\"\ntenants = "
-      "/etc/tenants.json\n");
+      "/etc/tenants.json\neviction = s3fifo\n");
   auto file = Parse({"--config", path});
   auto flags = Parse({"--listen",
                       "unix:/tmp/a.sock",
@@ -189,7 +189,9 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
                       "--admin-listen",
                       "unix:/tmp/b.sock",
                       "--tenants",
-                      "/etc/tenants.json"});
+                      "/etc/tenants.json",
+                      "--eviction",
+                      "s3fifo"});
   ASSERT_TRUE(file.ok()) << file.status();
   ASSERT_TRUE(flags.ok()) << flags.status();
   for (const CommandLine& line : {*file, *flags}) {
@@ -213,6 +215,7 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
     EXPECT_EQ(o.log_level, "warn");
     EXPECT_EQ(o.admin_listen, "unix:/tmp/b.sock");
     EXPECT_EQ(o.tenants, "/etc/tenants.json");
+    EXPECT_EQ(o.eviction, EvictionKind::kS3Fifo);
   }
   auto both = Parse({"--config", path, "--threads", "7"});
   ASSERT_TRUE(both.ok()) << both.status();
@@ -389,6 +392,7 @@ TEST(OptionsTest, ErrorsNameFlagValueAndBound) {
            {With({"--quality-sample", "-1"}), "--quality-sample", "-1"},
            {With({"--quality-sample", "1000000001"}), "--quality-sample", "1000000001"},
            {With({"--arena-bytes", "3TiB"}), "--arena-bytes", "3TiB"},
+           {With({"--eviction", "arc"}), "--eviction", "arc"},
            {With({"--slab-bytes", "3MiB"}), "--slab-bytes", "3MiB"},
            {With({"--slab-bytes", "128MiB"}), "--slab-bytes", "128MiB"},
            {With({"--tenant-most-percent", "0"}), "--tenant-most-percent", "0"},

@@ -96,10 +96,8 @@ class ServerImpl final : public Server {
     KV_RETURN_IF_ERROR(access_.ReadFiles());
     calibrations_ = MakeCalibrationDirectory(options_.calibration_dir);
     registry_.SetCalibrations(calibrations_.get());
-    PagePool::Options pool;
-    pool.pool_bytes = options_.host_pool_bytes;
-    pool.slab_bytes = options_.slab_bytes;
-    KV_ASSIGN_OR_RETURN(pool_, PagePool::Create(pool));
+    KV_ASSIGN_OR_RETURN(pool_,
+                        PagePool::Create({.pool_bytes = options_.host_pool_bytes, .slab_bytes = options_.slab_bytes}));
     facts_.gpus = DeviceSummary();
     spdlog::info("GPUs: {}", facts_.gpus);
     KV_RETURN_IF_ERROR(devices_.Open(pool_.get()));
@@ -111,7 +109,8 @@ class ServerImpl final : public Server {
       devices.push_back({gpu->ordinal(), gpu->pool(), gpu->epochs(), gpu->encode_queue(), gpu->mover()});
       gpu->indexes()->SetWorkers(executor_.get());
     }
-    store_ = PageStore::Make(pool_.get(), &registry_, executor_.get(), &metrics_.store, &clock_, devices);
+    store_ =
+        PageStore::Make(pool_.get(), &registry_, executor_.get(), &metrics_.store, &clock_, devices, options_.eviction);
     if (options_.quality_sample > 0) {
       quality_ = std::make_unique<QualityMonitor>(executor_.get(), &metrics_.all, uint32_t(options_.quality_sample));
       for (Gpu* const gpu : devices_.gpus()) quality_->SetReader(gpu->ordinal(), gpu->reads());

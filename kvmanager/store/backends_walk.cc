@@ -12,8 +12,14 @@ using testing::MakeConfig;
 
 BackendsWalk::BackendsWalk(uint64_t seed) : random_(seed), ample_(seed % 3 == 0) {
   const uint64_t large = 256 << 20, small = 12 << 20;
-  tests_[kHost] = std::make_unique<TestStore>(ample_ ? large : small);
-  tests_[kGpu] = std::make_unique<TestStore>(2 << 20, ample_ ? large : seed % 3 == 1 ? small : small + (2 << 20));
+  // Each policy has its walks.
+  const EvictionKind eviction = static_cast<EvictionKind>(seed % 3);
+  tests_[kHost] = std::make_unique<TestStore>(ample_ ? large : small, 0, false, eviction);
+  tests_[kGpu] = std::make_unique<TestStore>(2 << 20,
+                                             ample_          ? large
+                                             : seed % 3 == 1 ? small
+                                                             : small + (2 << 20),
+                                             false, eviction);
   OpenCaches();
   for (Client*& client : clients_) client = NewClient();
 }

@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "kvmanager/base/ids.h"
+#include "kvmanager/eviction/eviction_policy.h"
 #include "kvmanager/store/page_state.h"
 
 namespace kvmanager {
@@ -24,26 +25,20 @@ struct Cache;
 /// filled, encoded from the seal on.
 enum class PageKind : uint8_t { kKeysValues = 0, kActivations };
 
-struct Block {
+struct Block : Evictable {
   using Link = boost::intrusive::link_mode<boost::intrusive::normal_link>;
   boost::intrusive::list_member_hook<Link> in_store;           // BlockIndex
   boost::intrusive::unordered_set_member_hook<Link> in_table;  // PageTable
 
   std::shared_ptr<Cache> cache;   // shared: a block under a lease outlives the closing of its cache
-  uint32_t index = 0;             // place in its sequence: the first token is index * page_tokens
   std::vector<Page> pages;        // [layers]
   std::vector<Page> activations;  // [layers], Free where the engine gave none; empty in a cache without activations
   uint32_t holders = 0;           // sequences and hand-offs
   uint32_t pins = 0;              // of all pages, here and below of both kinds
   uint32_t jobs = 0;              // encode jobs under way
   uint32_t live_pages = 0;        // pages that are not Free
-  uint64_t bytes = 0;             // of their slots
-  uint32_t payer = 0;             // its cache's, PayerId
   bool published = false;         // in its cache's table, under `name`
   bool corrupt = false;           // its bytes changed: never published again
-  bool evictable = false;         // the eviction policy knows it
-  bool kept = false;              // of a GPU: the host had a copy when it was last looked for
-  uint64_t last_use = 0;          // order of uses: a parent's is above its children's
   int64_t last_use_ns = 0;
   int64_t verified_ns = 0;  // when its bytes were last compared with their checksums; 0: never
   BlockName name;

@@ -1,6 +1,7 @@
 #include "kvmanager/store/block_index.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "kvmanager/base/status.h"
@@ -13,6 +14,7 @@ Block* BlockIndex::New(const std::shared_ptr<Cache>& cache, uint32_t index) {
   Block* block = owned.get();
   block->cache = cache;
   block->index = index;
+  block->tokens = static_cast<uint32_t>(cache->page_tokens());
   block->payer = cache->payer;
   block->pages.resize(cache->layers());
   if (cache->keeps_activations()) block->activations.resize(cache->layers());
@@ -51,11 +53,11 @@ void BlockIndex::Hold(Block* block) {
   MakeUnevictable(block);
 }
 
-void BlockIndex::Release(Block* block) {
+void BlockIndex::Release(Block* block, const EvictionRun* run) {
   KV_CHECK(block->holders > 0);
   if (--block->holders > 0) return;
   if (!block->published) return Dispose(block);
-  block->cache->tier->Touch(block);
+  block->cache->tier->eviction().Touch(block, run);
   block->last_use_ns = parts_.clock->NowNs();
   MakeEvictableIfUnused(block);
 }
@@ -130,7 +132,7 @@ void BlockIndex::Evict(Block* block) {
   parts_.metrics->evicted_bytes.Increment(static_cast<double>(block->bytes));
   parts_.metrics->evicted_idle_seconds.Observe(static_cast<double>(parts_.clock->NowNs() - block->last_use_ns) * 1e-9);
   Tier& tier = *block->cache->tier;
-  tier.EvictBy(block->bytes, [&] { Unname(block); });
+  tier.EvictBy(block, [&] { Unname(block); });
 }
 
 void BlockIndex::Unname(Block* block) {
@@ -218,8 +220,10 @@ bool BlockIndex::EndJobIfQuarantined(PageRef ref, bool declined) {
   return true;
 }
 
-void BlockIndex::Name(Block* block, const BlockName& name) {
+void BlockIndex::Name(Block* block, const BlockName& name, EvictionRun* run) {
   block->name = name;
+  std::memcpy(&block->id, name.key.bytes.data(), sizeof(block->id));
+  block->cache->tier->eviction().Named(run, block);
   block->cache->table.Insert(block);
   parts_.metrics->published_blocks.Increment();
 }

@@ -41,8 +41,9 @@ class BlockIndex {
   void Apply(PageRef ref, PageEvent event, const PageChange& after);
 
   // Who keeps a block, or its bytes.
-  void Hold(Block* block);     // one more holder
-  void Release(Block* block);  // one holder less; of a chain, children first (EvictionPolicy)
+  void Hold(Block* block);  // one more holder
+  /// One holder less; of a chain, children first (EvictionPolicy). run: what used it, if that is known.
+  void Release(Block* block, const EvictionRun* run = nullptr);
   void Pin(PageRef ref);
   void Unpin(PageRef ref);
   /// Of a lease that reads the encoded form alone, if there is one.
@@ -58,7 +59,8 @@ class BlockIndex {
   void MakeEvictableIfUnused(Block* block);
 
   // Names.
-  void Name(Block* block, const BlockName& name);
+  /// run: what has the block, if that is known.
+  void Name(Block* block, const BlockName& name, EvictionRun* run = nullptr);
   void Unname(Block* block);  // the block goes if nobody holds it
   void Evict(Block* block);   // TierOwner's
   /// Of a found block: whether its bytes are compared with their checksums, which takes as long as reading them, unless

@@ -136,6 +136,7 @@ void BlockMoves::LandBlock(BlockMove& move, const BlockMove::Pair& pair, bool mo
     }
     if (pair.named && !move.purged && cache.table.FindKey(pair.name.key) == nullptr) {
       parts_.blocks->Name(to, pair.name);
+      to->CopyUse(*from);
     }
     const bool demoted = move.from->tier == move.upper;
     (demoted ? from : to)->kept = pair.named && !move.purged;
@@ -175,7 +176,7 @@ bool BlockMoves::Demote(Block* block) {
   if (!tier.can_move()) return false;
   if (const std::shared_ptr<Cache> counterpart = parts_.caches->CounterpartIn(*from, tier.lower())) {
     if (Block* const known = counterpart->table.FindKey(block->name.key)) {
-      counterpart->tier->Touch(known);
+      counterpart->tier->eviction().Touch(known, /*run=*/nullptr);
       tier.SetKept(block, true);
       return false;
     }

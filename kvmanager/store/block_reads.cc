@@ -19,7 +19,7 @@ class BlockReadsImpl final : public BlockReads {
     // Of a chain, children first (EvictionPolicy).
     for (; !found_.empty(); found_.pop_back()) {
       index_->other_holders().Forget(found_.back());
-      index_->Release(found_.back());
+      index_->Release(found_.back(), &run_);
     }
     --cache_->leases;
   }
@@ -42,6 +42,7 @@ class BlockReadsImpl final : public BlockReads {
       }
       bytes_max -= bytes;
       index_->other_holders().Note(block);
+      cache_->tier->eviction().Found(&run_, block);
       found_.push_back(block);
       verified_.push_back(!index_->IsUnverified(*block));
     }
@@ -95,6 +96,7 @@ class BlockReadsImpl final : public BlockReads {
   std::vector<StoredPage> pages_;
   std::vector<uint64_t> checksums_;  // [pages]
   MissReason reason_ = MissReason::kNone;
+  EvictionRun run_;
 };
 
 }  // namespace

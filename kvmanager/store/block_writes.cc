@@ -45,7 +45,7 @@ class BlockWritesImpl final : public BlockWrites {
     // Of a chain, children first (EvictionPolicy).
     for (; !held_.empty(); held_.pop_back()) {
       parts_.blocks->other_holders().Forget(held_.back());
-      parts_.blocks->Release(held_.back());
+      parts_.blocks->Release(held_.back(), &run_);
     }
   }
   void Hold(Block* block) {
@@ -62,6 +62,7 @@ class BlockWritesImpl final : public BlockWrites {
   std::vector<uint32_t> slack_;    // [pages] bytes of the slot behind the page
   std::vector<PageId> unclean_;    // slots as other tenants left them, until every byte was written
   size_t present_ = 0;
+  EvictionRun run_;
 };
 
 absl::Status CheckNames(const Cache& cache, uint32_t first, absl::Span<const BlockName> names) {
@@ -162,7 +163,10 @@ absl::StatusOr<size_t> BlockWritesImpl::Commit(absl::Span<const uint64_t> checks
   for (const PageId slot : unclean_) cache_->tier->pool()->NoteCleaned(slot);
   size_t named = 0;
   for (size_t i = 0; i < held_.size(); ++i) {
-    if (!is_new_[i]) continue;
+    if (!is_new_[i]) {
+      cache_->tier->eviction().Found(&run_, held_[i]);
+      continue;
+    }
     Block* const block = held_[i];
     for (uint32_t layer = 0; layer < layers(); ++layer) {
       const Page& page = block->pages[layer];
@@ -175,7 +179,7 @@ absl::StatusOr<size_t> BlockWritesImpl::Commit(absl::Span<const uint64_t> checks
       }
     }
     if (cache_->table.FindKey(names_[i].key) != nullptr) continue;  // somebody published it meanwhile
-    parts_.blocks->Name(block, names_[i]);
+    parts_.blocks->Name(block, names_[i], &run_);
     ++named;
   }
   parts_.metrics->published.Increment(static_cast<double>(named));

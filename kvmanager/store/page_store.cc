@@ -29,9 +29,9 @@ namespace {
 class PageStoreImpl final : public PageStore, private LongCalls, private TierOwner {
  public:
   PageStoreImpl(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor, StoreMetrics* metrics,
-                const Clock* clock, absl::Span<const StoreDevice> devices)
+                const Clock* clock, absl::Span<const StoreDevice> devices, EvictionKind eviction)
       : metrics_(metrics),
-        tiers_(MakeTiers(pool, executor, devices, this)),
+        tiers_(MakeTiers(pool, executor, devices, eviction, this)),
         mover_(tiers_[0].get(), metrics, alive_),
         blocks_({metrics, clock, tiers_[0].get(), [this](const Block& block) { moves_.NotKept(block); }}),
         payers_(&tiers_),
@@ -91,16 +91,16 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
   using Tiers = std::vector<std::unique_ptr<Tier>>;
   // Host memory first.
   static Tiers MakeTiers(PagePool* pool, EncodeExecutor* executor, absl::Span<const StoreDevice> devices,
-                         TierOwner* owner) {
+                         EvictionKind eviction, TierOwner* owner) {
     Tiers tiers;
     tiers.push_back(
         std::make_unique<Tier>(StoreDevice{.ordinal = CacheConfig::kHost, .pool = pool, .executor = executor},
-                               MakeHostMemory(executor), /*lower=*/nullptr, owner));
+                               MakeHostMemory(executor), /*lower=*/nullptr, eviction, owner));
     for (const StoreDevice& device : devices) {
       KV_CHECK(device.pool != nullptr && device.epochs != nullptr && device.executor != nullptr);
       KV_CHECK(device.ordinal >= 0);
       for (const auto& tier : tiers) KV_CHECK(tier->device() != device.ordinal);
-      tiers.push_back(std::make_unique<Tier>(device, MakeGpuMemory(device.executor), tiers[0].get(), owner));
+      tiers.push_back(std::make_unique<Tier>(device, MakeGpuMemory(device.executor), tiers[0].get(), eviction, owner));
     }
     return tiers;
   }
@@ -176,8 +176,8 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
 
 std::unique_ptr<PageStore> PageStore::Make(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
                                            StoreMetrics* metrics, const Clock* clock,
-                                           absl::Span<const StoreDevice> devices) {
-  return std::make_unique<PageStoreImpl>(pool, registry, executor, metrics, clock, devices);
+                                           absl::Span<const StoreDevice> devices, EvictionKind eviction) {
+  return std::make_unique<PageStoreImpl>(pool, registry, executor, metrics, clock, devices, eviction);
 }
 
 }  // namespace kvmanager

@@ -38,6 +38,7 @@
 #include "codecs/registry.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/eviction/eviction_policy.h"
 #include "kvmanager/memory/page_mover.h"
 #include "kvmanager/memory/page_pool.h"
 #include "kvmanager/memory/release_epochs.h"
@@ -67,7 +68,8 @@ class PageStore {
   /// `metrics` belongs to this store alone. Leases and encode jobs may end after the store: they then do nothing.
   static std::unique_ptr<PageStore> Make(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
                                          StoreMetrics* metrics, const Clock* clock,
-                                         absl::Span<const StoreDevice> devices = {});
+                                         absl::Span<const StoreDevice> devices = {},
+                                         EvictionKind eviction = EvictionKind::kLru);
   virtual ~PageStore() = default;
 
   virtual Appends& appends() = 0;

@@ -131,7 +131,7 @@ class Publications::Impl final : public Publication {
     Block* const equal = parts_.blocks->Find(cache, names_[i], i, BlockIndex::Bytes::kVerify, &reason);
     if (equal == nullptr) {
       if (block->corrupt) return;
-      parts_.blocks->Name(block, names_[i]);
+      parts_.blocks->Name(block, names_[i], &sequence.run);
       ++result_.published;
       parts_.metrics->published.Increment();
       return;
@@ -145,6 +145,7 @@ class Publications::Impl final : public Publication {
     }
     parts_.blocks->Release(block);  // it has no raw hold of this sequence any more
     block = equal;
+    cache.tier->eviction().Found(&sequence.run, block);
     for (uint32_t layer = 0; layer < cache.layers(); ++layer) {
       sequence.NoteChange(layer, i);
       sequence.settled[layer] = std::min(sequence.settled[layer], i);  // the other block may still be encoded

@@ -39,6 +39,7 @@ struct Sequence {
   /// [layers] where reads follow tables: pages before this one need no waiting for: they are encoded or declined.
   std::vector<uint32_t> settled;
   int hit_blocks = 0;
+  EvictionRun run;                       // its use of its blocks, for the eviction policy
   size_t shared_blocks = 0;              // it began with
   std::unique_ptr<SequenceIndex> index;  // nullptr: queries read everything
   uint64_t index_bytes = 0;              // of it, as counted in the metrics

@@ -440,7 +440,7 @@ absl::Status ImportLeaseImpl::Commit() {
     Block* block = sequence.blocks[i];
     // A key that somebody else published meanwhile stays theirs; the next publish shares it.
     if (!named.named || block->published || cache_->table.FindKey(named.name.key) != nullptr) continue;
-    parts_.blocks->Name(block, named.name);
+    parts_.blocks->Name(block, named.name, &sequence.run);
     parts_.metrics->published.Increment();
   }
   parts_.metrics->imports.Increment();

@@ -94,19 +94,20 @@ void SequenceTable::Attach(Sequence& sequence, Block* block) {
     if (sequence.HoldsRaw(index, layer)) ++block->pages[layer].raw_holds;
     if (block->pages[layer].state != PageState::kFree) sequence.NoteChange(layer, index);
   }
+  if (block->published) sequence.cache->tier->eviction().Found(&sequence.run, block);
 }
 
 void SequenceTable::DetachLast(Sequence& sequence) {
   Block* const block = sequence.blocks.back();
   sequence.blocks.pop_back();
-  GiveBack(block, sequence.aged);
+  GiveBack(block, sequence.aged, sequence.run);
 }
 
-void SequenceTable::GiveBack(Block* block, absl::Span<const uint32_t> aged) {
+void SequenceTable::GiveBack(Block* block, absl::Span<const uint32_t> aged, const EvictionRun& run) {
   for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
     if (block->index >= aged[layer]) parts_.blocks->DropRawHold({block, layer});
   }
-  parts_.blocks->Release(block);
+  parts_.blocks->Release(block, &run);
 }
 
 size_t SequenceTable::Age(Sequence& sequence, uint32_t layer, uint64_t position, size_t pages_max) {
@@ -123,7 +124,7 @@ size_t SequenceTable::Age(Sequence& sequence, uint32_t layer, uint64_t position,
 
 void SequenceTable::Leave(Sequence& sequence, uint32_t first) {
   if (sequence.blocks.size() <= first) return;
-  Left left{sequence.cache, {sequence.blocks.begin() + first, sequence.blocks.end()}, sequence.aged};
+  Left left{sequence.cache, {sequence.blocks.begin() + first, sequence.blocks.end()}, sequence.aged, sequence.run};
   sequence.blocks.resize(first);
   ReleaseLast(left);
   if (left.blocks.empty()) return;
@@ -136,7 +137,7 @@ void SequenceTable::ReleaseLast(Left& left) {
   for (size_t pages = 0; !left.blocks.empty() && pages < kPagesAtOnce; pages += left.cache->layers()) {
     Block* const block = left.blocks.back();
     left.blocks.pop_back();
-    GiveBack(block, left.aged);
+    GiveBack(block, left.aged, left.run);
   }
 }
 

@@ -88,6 +88,7 @@ class SequenceTable {
     std::shared_ptr<Cache> cache;
     std::vector<Block*> blocks;
     std::vector<uint32_t> aged;  // [layers] as the sequence's
+    EvictionRun run;             // the same
   };
   const std::deque<Left>& left() const { return left_; }
 
@@ -95,7 +96,7 @@ class SequenceTable {
   static constexpr size_t kPagesAtOnce = 512;  // some 0.1 ms
 
   /// One holder less of a block, and no raw hold of a sequence that has aged so far.
-  void GiveBack(Block* block, absl::Span<const uint32_t> aged);
+  void GiveBack(Block* block, absl::Span<const uint32_t> aged, const EvictionRun& run);
   /// Gives back the last of them, kPagesAtOnce or one block more.
   void ReleaseLast(Left& left);
   static SequenceInfo InfoOf(const Sequence& sequence);

@@ -317,7 +317,8 @@ void ManualMover::FinishAll() {
   while (!moves_.empty()) FinishOne();
 }
 
-TestStore::TestStore(uint64_t pool_bytes, uint64_t device_bytes, bool moves) : store_metrics(&metrics) {
+TestStore::TestStore(uint64_t pool_bytes, uint64_t device_bytes, bool moves, EvictionKind eviction)
+    : store_metrics(&metrics) {
   RegisterTestCodecs(&registry);
   pool = MakePool(pool_bytes);
   std::vector<StoreDevice> devices;
@@ -326,7 +327,7 @@ TestStore::TestStore(uint64_t pool_bytes, uint64_t device_bytes, bool moves) : s
     devices.push_back(
         {TestDevice::kOrdinal, device.pool.get(), &device.epochs, &device.executor, moves ? &device.mover : nullptr});
   }
-  store = PageStore::Make(pool.get(), &registry, &executor, &store_metrics, &clock, devices);
+  store = PageStore::Make(pool.get(), &registry, &executor, &store_metrics, &clock, devices, eviction);
 }
 
 CacheId TestStore::Open(const CacheConfig& config) {

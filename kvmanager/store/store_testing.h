@@ -134,7 +134,8 @@ absl::Status AppendInPieces(PageStore& store, CacheId cache, int layer, absl::Sp
 /// A store with its pool, codecs, executor, metrics and clock.
 struct TestStore {
   /// device_bytes: 0 without a device. moves: its pages move to the host and back.
-  explicit TestStore(uint64_t pool_bytes = 64 << 20, uint64_t device_bytes = 0, bool moves = false);
+  explicit TestStore(uint64_t pool_bytes = 64 << 20, uint64_t device_bytes = 0, bool moves = false,
+                     EvictionKind eviction = EvictionKind::kLru);
 
   CodecRegistry registry;
   std::unique_ptr<PagePool> pool;

@@ -37,7 +37,8 @@ Reservation::~Reservation() {
   for (const Slots& slots : encoded) give_back(slots);
 }
 
-Tier::Tier(const StoreDevice& device, std::unique_ptr<MemoryBackend> memory, Tier* lower, TierOwner* owner)
+Tier::Tier(const StoreDevice& device, std::unique_ptr<MemoryBackend> memory, Tier* lower, EvictionKind eviction,
+           TierOwner* owner)
     : device_(device.ordinal),
       memory_(std::move(memory)),
       lower_(lower),
@@ -45,7 +46,8 @@ Tier::Tier(const StoreDevice& device, std::unique_ptr<MemoryBackend> memory, Tie
       executor_(device.executor),
       epochs_(device.epochs),
       mover_(device.mover),
-      owner_(owner) {}
+      owner_(owner),
+      eviction_(MakeEviction(eviction)) {}
 
 bool Tier::CanReserve(const Cache& cache, const SlotCounts& counts) const {
   return pool_->CanAllocate(cache.tenant, WantedSlots(cache, counts), /*reclaim=*/true);
@@ -70,7 +72,7 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
           pool_->NextToGive(cache.tenant, wanted, [this](PayerId each) { return eviction_->Victim(each) != nullptr; });
       // Small slabs of others may join to a slab, and then serve otherwise than was counted.
       if (!payer.has_value()) return owner_->Exhausted(cache, counts);
-      Block* const victim = eviction_->Victim(*payer);
+      auto* const victim = static_cast<Block*>(eviction_->Victim(*payer));
       // What the lower tier has, too, goes at once; the rest goes there first, and that is waited for likewise.
       if (!victim->kept && bytes_.demoting >= waiting_bytes_max) return owner_->Exhausted(cache, counts);
       if (!owner_->Demote(victim)) owner_->Evict(victim);
@@ -149,7 +151,7 @@ void Tier::SetReclaimable(const Block& block, bool reclaimable) {
 Block* Tier::NextToDemote() const {
   const PoolShares::ByExcess& payers = pool_->shares().by_excess();
   for (auto each = payers.rbegin(); each != payers.rend(); ++each) {
-    if (Block* const next = eviction_->UnkeptVictim(each->second->payer)) return next;
+    if (Evictable* const next = eviction_->UnkeptVictim(each->second->payer)) return static_cast<Block*>(next);
   }
   return nullptr;
 }

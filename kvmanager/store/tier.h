@@ -16,12 +16,12 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "kvmanager/eviction/eviction_policy.h"
 #include "kvmanager/memory/page_mover.h"
 #include "kvmanager/memory/release_epochs.h"
 #include "kvmanager/memory/slot_pool.h"
 #include "kvmanager/store/block.h"
 #include "kvmanager/store/cache.h"
-#include "kvmanager/store/eviction_policy.h"
 #include "kvmanager/store/memory_backend.h"
 #include "kvmanager/store/store_device.h"
 
@@ -50,7 +50,8 @@ class Tier {
  public:
   /// What `device` names outlives it. lower: the next lower tier, to which device.mover moves pages; nullptr: this is
   /// the lowest.
-  Tier(const StoreDevice& device, std::unique_ptr<MemoryBackend> memory, Tier* lower, TierOwner* owner);
+  Tier(const StoreDevice& device, std::unique_ptr<MemoryBackend> memory, Tier* lower, EvictionKind eviction,
+       TierOwner* owner);
 
   int device() const { return device_; }  // as CacheConfig::device
   std::string name() const { return device_ == CacheConfig::kHost ? "host" : absl::StrCat("gpu", device_); }
@@ -71,11 +72,7 @@ class Tier {
   absl::Status Reserve(const Cache& cache, const SlotCounts& wanted, Reservation* out);
   /// Whether evicting what its payer may take would make room for all of `wanted`.
   bool CanReserve(const Cache& cache, const SlotCounts& wanted) const;
-  /// TierOwner's: what a Reserve tries first where there is no room, and the error where that makes none.
-  bool GiveBackSome() { return owner_->GiveBackSome(); }
-  absl::Status Exhausted(const Cache& cache, const SlotCounts& wanted) const {
-    return owner_->Exhausted(cache, wanted);
-  }
+  TierOwner* owner() const { return owner_; }
   void Free(PageId slot);
   /// Frees the slots that kernels have done with.
   void Collect();
@@ -83,15 +80,16 @@ class Tier {
   bool awaits_release() const { return retired_slots() > 0 || bytes_.demoting > 0; }
   uint64_t retired_slots() const { return epochs_ == nullptr ? 0 : epochs_->retired_slots(); }
 
-  /// `block` was used now. Of a chain, the last block is touched first (EvictionPolicy).
-  void Touch(Block* block) { eviction_->Touch(block); }
+  /// To be told which blocks are found, named and touched; the rest is the tier's.
+  EvictionPolicy& eviction() { return *eviction_; }
   void AddEvictable(Block* block);
   void RemoveEvictable(Block* block);
   /// Whether the next lower tier has a copy of `block`.
   void SetKept(Block* block, bool kept);
-  /// `give_up` frees the slots of a victim, of so many bytes.
-  void EvictBy(uint64_t bytes, absl::FunctionRef<void()> give_up) {
-    evicted_bytes_ = evicted_waiting_bytes() + bytes;
+  /// `give_up` frees the slots of a victim.
+  void EvictBy(Block* victim, absl::FunctionRef<void()> give_up) {
+    eviction_->Evicted(*victim);
+    evicted_bytes_ = evicted_waiting_bytes() + victim->bytes;
     give_up();
     evicted_until_ = retired_;
   }
@@ -126,7 +124,7 @@ class Tier {
   ReleaseEpochs* const epochs_;
   PageMover* mover_;
   TierOwner* const owner_;
-  const std::unique_ptr<EvictionPolicy> eviction_ = MakeLruEviction();
+  const std::unique_ptr<EvictionPolicy> eviction_;
   Bytes bytes_;
   std::vector<PageId> reusable_;  // scratch of Collect
   uint64_t retired_ = 0;          // slots ever given to `epochs_`

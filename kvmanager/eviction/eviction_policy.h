@@ -1,0 +1,86 @@
+// Interface of the policies that choose which published block goes first when memory is short.
+//
+// A policy names victims; it never moves bytes and never changes a block's state. It knows exactly the evictable blocks
+// of one tier: published, without holders, pins and jobs. The store owns one for each tier, and `kvctl simulate` runs
+// the same classes on traces. One thread; no call takes longer than O(log n) of the blocks, and a bounded piece of
+// upkeep.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace kvmanager {
+
+/// What a policy knows of a block. The store's Block is one.
+struct Evictable {
+  /// The policy's own notes.
+  struct Notes {
+    uint64_t order = 0;            // place in a queue
+    uint32_t entry = UINT32_MAX;   // of a ReturnModel; UINT32_MAX: none
+    uint8_t kind = 1;              // what sort of run used it last
+    uint8_t from_end = UINT8_MAX;  // blocks behind it in that run
+    uint8_t frequency = 0;
+    uint8_t queue = 0;
+  };
+
+  uint64_t id = 0;         // of its name, uniformly distributed: what is remembered of it when it is gone
+  uint64_t bytes = 0;      // of its slots
+  uint64_t last_use = 0;   // order of uses: a parent's is above its children's
+  uint32_t index = 0;      // place in its sequence
+  uint32_t tokens = 0;     // of a block: it begins at token index * tokens
+  uint32_t payer = 0;      // PayerId: who pays for it
+  bool evictable = false;  // the policy has it
+  bool kept = false;       // the next lower tier had a copy when it was last looked for
+  Notes notes;
+
+  /// This is a copy of `other` in another tier, and is used alike.
+  void CopyUse(const Evictable& other) {
+    notes.kind = other.notes.kind;
+    notes.from_end = other.notes.from_end;
+  }
+};
+
+/// What is known of one use of a chain of blocks by one sequence: it begins with the first block that was asked for and
+/// ends when the blocks are given back. A value of the sequence.
+struct EvictionRun {
+  uint32_t blocks = 0;  // that the policy was told of
+  uint32_t fresh = 0;   // of them, those behind the ones that it had seen before
+  uint32_t last = 0;    // place of the last one
+  bool later = false;   // it goes on where an earlier run had ended: the next turn of a conversation
+};
+
+enum class EvictionKind : uint8_t { kLru = 0, kS3Fifo, kCost };
+/// "lru", "s3fifo", "cost". Errors: INVALID_ARGUMENT naming `field`.
+absl::StatusOr<EvictionKind> ParseEvictionKind(absl::string_view field, absl::string_view text);
+const char* EvictionKindName(EvictionKind kind);
+
+class EvictionPolicy {
+ public:
+  virtual ~EvictionPolicy() = default;
+  /// A run begins with `block`, or goes on with it: it was found by its name. Of a chain, parents first.
+  virtual void Found(EvictionRun* run, Evictable* block) = 0;
+  /// `block` was given its name, behind what `run` has. run: nullptr: nothing is known of it.
+  virtual void Named(EvictionRun* run, Evictable* block) = 0;
+  /// `block` was used now. Of a chain, the last block is touched first, so that leaves go before their parents. run:
+  /// what used it; nullptr: what is known of its last use stays.
+  virtual void Touch(Evictable* block, const EvictionRun* run) = 0;
+  /// `block` became evictable; its last Touch counts. Until Remove, `kept`, `payer` and `bytes` stay as they are.
+  virtual void Add(Evictable* block) = 0;
+  /// `block` is evictable no more.
+  virtual void Remove(Evictable* block) = 0;
+  /// `block`, which is evictable, is going to lose its memory: it may be remembered by its id.
+  virtual void Evicted(const Evictable& block) = 0;
+  /// The next to go of those that a payer pays for, or nullptr. It stays known until Remove.
+  virtual Evictable* Victim(uint32_t payer) = 0;
+  /// The next to go of those that are not kept elsewhere, or nullptr.
+  virtual Evictable* UnkeptVictim(uint32_t payer) = 0;
+};
+
+/// The policy of a tier.
+std::unique_ptr<EvictionPolicy> MakeEviction(EvictionKind kind);
+
+}  // namespace kvmanager

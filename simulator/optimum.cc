@@ -1,0 +1,68 @@
+#include "simulator/optimum.h"
+
+#include <algorithm>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "kvmanager/base/status.h"
+
+namespace kvmanager::simulator {
+namespace {
+
+class Optimum final : public EvictionPolicy {
+ public:
+  explicit Optimum(std::function<size_t(uint64_t)> next_use) : next_use_(std::move(next_use)) {}
+
+  void Found(EvictionRun* run, Evictable* block) override {}
+  void Named(EvictionRun* run, Evictable* block) override {}
+  void Touch(Evictable* block, const EvictionRun* run) override {
+    const bool known = block->evictable;
+    if (known) Remove(block);
+    block->notes.order = next_use_(block->id);
+    if (known) Add(block);
+  }
+  void Add(Evictable* block) override {
+    KV_CHECK(blocks_.insert(KeyOf(block)).second);
+    if (!block->kept) unkept_.insert(KeyOf(block));
+    block->evictable = true;
+  }
+  void Remove(Evictable* block) override {
+    KV_CHECK(blocks_.erase(KeyOf(block)) == 1);
+    unkept_.erase(KeyOf(block));
+    block->evictable = false;
+  }
+  void Evicted(const Evictable& block) override {}
+  Evictable* Victim(uint32_t payer) override { return Last(blocks_); }
+  Evictable* UnkeptVictim(uint32_t payer) override { return Last(unkept_); }
+
+ private:
+  using Key = std::tuple<uint64_t, uint32_t, Evictable*>;
+  static Key KeyOf(Evictable* block) { return {block->notes.order, block->index, block}; }
+  static Evictable* Last(const std::set<Key>& blocks) {
+    return blocks.empty() ? nullptr : std::get<Evictable*>(*blocks.rbegin());
+  }
+
+  const std::function<size_t(uint64_t)> next_use_;
+  std::set<Key> blocks_, unkept_;
+};
+
+}  // namespace
+
+std::vector<size_t> NextUses(const Trace& trace) {
+  std::vector<size_t> next(trace.blocks.size(), SIZE_MAX), seen(trace.distinct, SIZE_MAX);
+  for (size_t i = trace.requests.size(); i-- > 0;) {
+    const TraceRequest& request = trace.requests[i];
+    for (size_t at = request.first; at < request.first + request.blocks; ++at) {
+      next[at] = std::exchange(seen[trace.blocks[at]], i);
+    }
+  }
+  return next;
+}
+
+std::unique_ptr<EvictionPolicy> MakeOptimum(std::function<size_t(uint64_t id)> next_use) {
+  return std::make_unique<Optimum>(std::move(next_use));
+}
+
+}  // namespace kvmanager::simulator

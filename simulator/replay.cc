@@ -1,0 +1,277 @@
+#include "simulator/replay.h"
+
+#include <algorithm>
+#include <deque>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
+#include "simulator/arc_eviction.h"
+#include "simulator/optimum.h"
+
+namespace kvmanager::simulator {
+namespace {
+
+// A block's id is its number + 1 times this, so that ids are spread over 64 bits; and back.
+constexpr uint64_t kSpread = 0x9E3779B97F4A7C15, kBack = 0xF1DE83E19937733D;
+static_assert(kSpread * kBack == 1);
+
+struct SimulatedBlock : Evictable {
+  bool here = false;
+};
+
+// A tier: the blocks of the trace that are there, and the policy.
+class SimulatedTier {
+ public:
+  SimulatedTier(const TierOptions& options, uint64_t block_bytes, std::unique_ptr<EvictionPolicy> policy,
+                const Trace& trace)
+      : read_bytes_per_s(options.read_bytes_per_s),
+        capacity_(options.bytes / block_bytes),
+        policy_(std::move(policy)),
+        blocks_(trace.distinct) {
+    for (size_t number = 0; number < trace.distinct; ++number) {
+      blocks_[number].id = (number + 1) * kSpread;
+      blocks_[number].bytes = block_bytes;
+    }
+  }
+
+  bool Has(uint32_t number) const { return blocks_[number].here; }
+  uint64_t capacity() const { return capacity_; }
+  SimulatedBlock& block(uint32_t number) { return blocks_[number]; }
+
+  /// A sequence begins with the block, or names one that was here all the while.
+  void Find(uint32_t number) {
+    SimulatedBlock& block = blocks_[number];
+    Hold(&block);
+    policy_->Found(&run_, &block);
+  }
+  /// Takes room for one block. victim: what had to go for it, or nullptr. False: nothing could.
+  bool Take(SimulatedBlock** victim) {
+    *victim = nullptr;
+    if (used_ < capacity_) {
+      ++used_;
+      return true;
+    }
+    *victim = static_cast<SimulatedBlock*>(policy_->Victim(/*payer=*/0));
+    if (*victim == nullptr) return false;
+    policy_->Evicted(**victim);
+    policy_->Remove(*victim);
+    (*victim)->here = false;
+    ++result.evicted_blocks;
+    return true;
+  }
+  void GiveBack() { --used_; }
+  /// Names a block for which there is room; it is in use. of_sequence: else nobody knows what for.
+  void Name(uint32_t number, uint32_t index, uint64_t tokens, bool of_sequence) {
+    SimulatedBlock& block = blocks_[number];
+    block.index = index;
+    block.tokens = static_cast<uint32_t>(tokens);
+    block.kept = false;
+    block.here = true;
+    block.notes = {};
+    policy_->Named(of_sequence ? &run_ : nullptr, &block);
+  }
+  /// The use has ended.
+  void Release(uint32_t number, bool of_sequence) {
+    SimulatedBlock& block = blocks_[number];
+    policy_->Touch(&block, of_sequence ? &run_ : nullptr);
+    if (!block.evictable) policy_->Add(&block);
+  }
+  void SetKept(uint32_t number, bool kept) {
+    SimulatedBlock& block = blocks_[number];
+    const bool evictable = block.evictable;
+    if (evictable) policy_->Remove(&block);
+    block.kept = kept;
+    if (evictable) policy_->Add(&block);
+  }
+  void EndRun() { run_ = {}; }
+  static uint32_t NumberOf(const SimulatedBlock& block) { return static_cast<uint32_t>(block.id * kBack - 1); }
+
+  const double read_bytes_per_s;
+  ReplayResult::Tier result;
+
+ private:
+  void Hold(SimulatedBlock* block) {
+    if (block->evictable) policy_->Remove(block);
+  }
+
+  const uint64_t capacity_;
+  const std::unique_ptr<EvictionPolicy> policy_;
+  std::vector<SimulatedBlock> blocks_;  // by number
+  uint64_t used_ = 0;                   // blocks
+  EvictionRun run_;                     // of the request
+};
+
+class Replayer {
+ public:
+  Replayer(const Trace& trace, const ReplayOptions& options) : trace_(trace), options_(options) {}
+
+  absl::Status Init() {
+    if (options_.tiers.empty() || options_.tiers.size() > ReplayOptions::kTiersMax) {
+      return InvalidField("--tier", absl::StrCat("given ", options_.tiers.size(), " times"),
+                          absl::StrCat("given 1..", ReplayOptions::kTiersMax, " times"));
+    }
+    if (options_.policy == "optimum") {
+      next_uses_ = NextUses(trace_);
+      next_use_.assign(trace_.distinct, SIZE_MAX);
+    }
+    for (const TierOptions& tier : options_.tiers) {
+      if (tier.bytes < options_.block_bytes) {
+        return InvalidField(absl::StrCat("--tier ", tier.name), absl::StrCat(tier.bytes, " bytes"),
+                            absl::StrCat("at least a block, ", options_.block_bytes));
+      }
+      KV_ASSIGN_OR_RETURN(auto policy, MakePolicy());
+      tiers_.emplace_back(tier, options_.block_bytes, std::move(policy), trace_);
+    }
+    return absl::OkStatus();
+  }
+
+  ReplayResult Run() {
+    ReplayResult result;
+    const size_t requests = trace_.requests.size();
+    const size_t slices = std::min<size_t>(ReplayOptions::kSlices, requests);
+    result.slices.resize(slices);
+    std::vector<double> ttft_s;
+    ttft_s.reserve(requests);
+    for (size_t i = 0; i < requests; ++i) {
+      const TraceRequest& request = trace_.requests[i];
+      double copy_s = 0;
+      const size_t hits = RunOne(request, &copy_s);
+      for (ReplayResult::Part* part :
+           {&result.all, &result.halves[2 * i >= requests], &result.slices[i * slices / requests]}) {
+        part->blocks += request.blocks;
+        part->hit_blocks += hits;
+      }
+      const uint64_t cached = std::min(request.input_tokens, hits * options_.block_tokens);
+      const double computed = static_cast<double>(std::max<uint64_t>(request.input_tokens - cached, 1));
+      ttft_s.push_back(copy_s + computed / options_.prefill_tokens_per_s);
+      result.ttft_mean_s += ttft_s.back() / static_cast<double>(requests);
+      if (options_.progress) options_.progress(i + 1);
+    }
+    std::sort(ttft_s.begin(), ttft_s.end());
+    const auto quantile = [&](double q) { return ttft_s[static_cast<size_t>(q * static_cast<double>(requests - 1))]; };
+    result.ttft_p50_s = quantile(0.5);
+    result.ttft_p95_s = quantile(0.95);
+    result.ttft_p99_s = quantile(0.99);
+    for (const SimulatedTier& tier : tiers_) result.tiers.push_back(tier.result);
+    result.refused_requests = refused_;
+    return result;
+  }
+
+ private:
+  absl::StatusOr<std::unique_ptr<EvictionPolicy>> MakePolicy() {
+    if (options_.policy == "arc") return MakeArcEviction();
+    if (options_.policy == "optimum") {
+      return MakeOptimum([this](uint64_t id) { return next_use_[id * kBack - 1]; });
+    }
+    KV_ASSIGN_OR_RETURN(const EvictionKind kind, ParseEvictionKind("--policy", options_.policy));
+    return MakeEviction(kind);
+  }
+
+  // Blocks that hit. copy_s: how long lower tiers are read.
+  size_t RunOne(const TraceRequest& request, double* copy_s) {
+    const auto numbers = trace_.BlocksOf(request);
+    for (size_t i = 0; i < numbers.size() && !next_uses_.empty(); ++i)
+      next_use_[numbers[i]] = next_uses_[request.first + i];
+    from_.clear();
+    SimulatedTier& top = tiers_[0];
+    for (const uint32_t number : numbers) {
+      size_t tier = 0;
+      while (tier < tiers_.size() && !tiers_[tier].Has(number)) ++tier;
+      if (tier == tiers_.size()) break;
+      tiers_[tier].Find(number);
+      ++tiers_[tier].result.hit_blocks;
+      from_.push_back(tier);
+      if (tier == 0) continue;
+      ++tiers_[tier].result.fetched_blocks;
+      if (tiers_[tier].read_bytes_per_s > 0) {
+        *copy_s += static_cast<double>(options_.block_bytes) / tiers_[tier].read_bytes_per_s;
+      }
+    }
+    const size_t hits = from_.size();
+    // Room for all that the highest tier lacks. A block that is there behind a gap has its room twice meanwhile.
+    size_t wanted = numbers.size(), taken = 0;
+    for (const size_t tier : from_) wanted -= tier == 0;
+    bool stored = wanted <= top.capacity();
+    for (SimulatedBlock* victim; stored && taken < wanted; ++taken) {
+      stored = top.Take(&victim);
+      if (!stored) break;
+      if (victim != nullptr) Demote(0, *victim);
+    }
+    if (!stored) {
+      ++refused_;
+      for (; taken > 0; --taken) top.GiveBack();
+    }
+    const size_t kept = stored ? numbers.size() : 0;
+    for (size_t i = 0; i < kept; ++i) {
+      if (i < hits && from_[i] == 0) continue;
+      if (top.Has(numbers[i])) {
+        top.Find(numbers[i]);
+        top.GiveBack();
+        continue;
+      }
+      top.Name(numbers[i], static_cast<uint32_t>(i), options_.block_tokens, /*of_sequence=*/true);
+      if (i < hits) top.SetKept(numbers[i], from_[i] == 1);
+    }
+    for (size_t i = numbers.size(); i-- > 0;) {
+      if (i < kept || (i < hits && from_[i] == 0)) top.Release(numbers[i], /*of_sequence=*/true);
+      if (i < hits && from_[i] > 0) tiers_[from_[i]].Release(numbers[i], /*of_sequence=*/true);
+    }
+    for (SimulatedTier& tier : tiers_) tier.EndRun();
+    return hits;
+  }
+
+  // `victim` has left a tier: the next lower one gets it.
+  void Demote(size_t from, const SimulatedBlock& victim) {
+    if (from + 1 == tiers_.size()) return;
+    SimulatedTier& lower = tiers_[from + 1];
+    const uint32_t number = SimulatedTier::NumberOf(victim);
+    if (lower.Has(number)) {
+      if (lower.block(number).evictable) lower.Release(number, /*of_sequence=*/false);
+      return;
+    }
+    SimulatedBlock* next;
+    if (!lower.Take(&next)) return;
+    if (next != nullptr) {
+      const uint32_t gone = SimulatedTier::NumberOf(*next);
+      if (tiers_[from].Has(gone)) tiers_[from].SetKept(gone, false);
+      Demote(from + 1, *next);
+    }
+    ++tiers_[from].result.demoted_blocks;
+    lower.Name(number, victim.index, victim.tokens, /*of_sequence=*/false);
+    lower.block(number).CopyUse(victim);
+    lower.Release(number, /*of_sequence=*/false);
+  }
+
+  const Trace& trace_;
+  const ReplayOptions& options_;
+  std::deque<SimulatedTier> tiers_;  // the highest first; they stay where they are
+  std::vector<size_t> next_uses_;    // of the optimum: [places in the trace]
+  std::vector<size_t> next_use_;     // of it, by number, from now on
+  std::vector<size_t> from_;         // of a request: the tier of each hit
+  uint64_t refused_ = 0;
+};
+
+}  // namespace
+
+absl::StatusOr<ReplayResult> Replay(const Trace& trace, const ReplayOptions& options) {
+  Replayer replayer(trace, options);
+  KV_RETURN_IF_ERROR(replayer.Init());
+  return replayer.Run();
+}
+
+ReplayResult::Part UnlimitedHits(const Trace& trace) {
+  ReplayResult::Part part;
+  std::vector<bool> seen(trace.distinct);
+  for (const TraceRequest& request : trace.requests) {
+    const auto numbers = trace.BlocksOf(request);
+    part.blocks += numbers.size();
+    size_t hits = 0;
+    while (hits < numbers.size() && seen[numbers[hits]]) ++hits;
+    part.hit_blocks += hits;
+    for (const uint32_t number : numbers) seen[number] = true;
+  }
+  return part;
+}
+
+}  // namespace kvmanager::simulator

@@ -1,0 +1,31 @@
+// `kvctl simulate`: replays a trace of requests through the daemon's eviction policies. Needs no daemon.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+
+namespace CLI {
+class App;
+}
+
+namespace kvmanager::simulator {
+
+struct SimulateArguments {
+  std::string trace, codec = "raw", block_bytes, svg;
+  std::vector<std::string> tiers, policies, read_rates;
+  int layers = 32, kv_heads = 8, head_dim = 128, page_tokens = 64;
+  uint64_t trace_block_tokens = 512;
+  double prefill_rate = 10000;
+  bool quiet = false;
+};
+
+/// Adds the subcommand's options and its help to `app`, which fill `arguments`.
+void AddSimulateOptions(CLI::App& app, SimulateArguments& arguments);
+
+/// Runs it: the table, or JSON, on stdout, progress on stderr. Errors: those of files, options and codecs.
+absl::Status RunSimulate(const SimulateArguments& arguments, bool json);
+
+}  // namespace kvmanager::simulator

@@ -1,0 +1,193 @@
+// The traces that are read, and replays of them: against results worked out by hand, and against all orders of
+// eviction.
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <set>
+#include <sstream>
+
+#include "absl/strings/str_cat.h"
+#include "gtest/gtest.h"
+#include "simulator/optimum.h"
+#include "simulator/replay.h"
+#include "simulator/trace.h"
+
+namespace kvmanager::simulator {
+namespace {
+
+absl::StatusOr<Trace> Read(const std::string& text) {
+  std::istringstream in(text);
+  return ReadTrace(in, nullptr);
+}
+
+TEST(TraceTest, ReadsRequests) {
+  const auto trace = Read(
+      "{\"timestamp\": 2000, \"input_length\": 1000, \"output_length\": 5, \"hash_ids\": [70, 9]}\n\n"
+      "{\"timestamp\": 1000, \"input_length\": 512, \"hash_ids\": [70], \"type\": \"x\"}\n");
+  ASSERT_TRUE(trace.ok()) << trace.status();
+  ASSERT_EQ(trace->requests.size(), 2u);
+  EXPECT_EQ(trace->distinct, 2u);
+  EXPECT_EQ(trace->requests[0].at_s, 1);
+  EXPECT_EQ(trace->requests[0].input_tokens, 512u);
+  EXPECT_EQ(trace->BlocksOf(trace->requests[1]), (std::vector<uint32_t>{0, 1}));
+  EXPECT_EQ(trace->requests[1].output_tokens, 5u);
+}
+
+TEST(TraceTest, ReadsSessionsOfAgents) {
+  const auto trace = Read(
+      "{\"session_id\": \"a\", \"timestamp\": 100, \"input_length\": 1, \"hash_ids\": [1]}\n"
+      "{\"session_id\": 7, \"input_length\": 1, \"hash_ids\": [2]}\n"
+      "{\"session_id\": \"a\", \"delay\": 50, \"input_length\": 1, \"hash_ids\": [1, 3]}\n"
+      "{\"session_id\": 7, \"delay\": 120, \"input_length\": 1, \"hash_ids\": [2, 4]}\n");
+  ASSERT_TRUE(trace.ok()) << trace.status();
+  std::vector<double> times;
+  for (const TraceRequest& request : trace->requests) times.push_back(request.at_s);
+  EXPECT_EQ(times, (std::vector<double>{0, 0.1, 0.12, 0.15}));
+}
+
+TEST(TraceTest, SaysWhatIsWrong) {
+  const std::string good = "{\"timestamp\": 1, \"input_length\": 1, \"hash_ids\": [1]}\n";
+  const std::pair<const char*, const char*> cases[] = {
+      {"nonsense", "line 2"},
+      {"{\"input_length\": 1, \"hash_ids\": [1]}", "line 2: timestamp"},
+      {"{\"timestamp\": -1, \"input_length\": 1, \"hash_ids\": [1]}", "line 2: timestamp"},
+      {"{\"timestamp\": 1, \"hash_ids\": [1]}", "line 2: input_length"},
+      {"{\"timestamp\": 1, \"input_length\": -1, \"hash_ids\": [1]}", "line 2: input_length"},
+      {"{\"timestamp\": 1, \"input_length\": 1}", "line 2: hash_ids"},
+      {"{\"timestamp\": 1, \"input_length\": 1, \"hash_ids\": [\"a\"]}", "line 2: hash_ids"},
+      {"{\"timestamp\": 1, \"input_length\": 1, \"hash_ids\": [1, 2, 1]}", "line 2: hash_ids"}};
+  for (const auto& [line, field] : cases) {
+    const absl::Status status = Read(good + line).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << line;
+    EXPECT_NE(std::string(status.message()).find(field), std::string::npos) << line << ": " << status;
+  }
+  EXPECT_TRUE(absl::IsNotFound(ReadTraceFile("/nowhere", nullptr).status()));
+}
+
+Trace TraceOf(const std::vector<std::vector<uint32_t>>& requests) {
+  Trace trace;
+  for (const std::vector<uint32_t>& blocks : requests) {
+    TraceRequest request{.input_tokens = blocks.size() * 512, .first = trace.blocks.size(), .blocks = blocks.size()};
+    trace.blocks.insert(trace.blocks.end(), blocks.begin(), blocks.end());
+    for (const uint32_t block : blocks) trace.distinct = std::max<size_t>(trace.distinct, block + 1);
+    trace.requests.push_back(request);
+  }
+  return trace;
+}
+
+ReplayResult ReplayIn(const Trace& trace, const std::string& policy, std::vector<uint64_t> tiers) {
+  ReplayOptions options;
+  for (const uint64_t blocks : tiers) options.tiers.push_back({absl::StrCat("tier", options.tiers.size()), blocks});
+  options.policy = policy;
+  const auto result = Replay(trace, options);
+  EXPECT_TRUE(result.ok()) << result.status();
+  return *result;
+}
+
+TEST(ReplayTest, CountsAsByHand) {
+  // Four blocks. The third request evicts 2, the end of the first chain; the last finds 0 and 1 alone.
+  const Trace trace = TraceOf({{0, 1, 2}, {3}, {4}, {0, 1, 2}});
+  const ReplayResult lru = ReplayIn(trace, "lru", {4});
+  EXPECT_EQ(lru.all.blocks, 8u);
+  EXPECT_EQ(lru.all.hit_blocks, 2u);
+  EXPECT_EQ(lru.halves[0].hit_blocks, 0u);
+  EXPECT_EQ(lru.tiers[0].evicted_blocks, 2u);
+  // One block is computed: 512 tokens at 10,000 a second.
+  EXPECT_DOUBLE_EQ(lru.ttft_p50_s, 0.0512);
+  EXPECT_EQ(ReplayIn(trace, "optimum", {4}).all.hit_blocks, 3u);  // it evicts 3
+  EXPECT_EQ(UnlimitedHits(trace).hit_blocks, 3u);
+}
+
+TEST(ReplayTest, ALowerTierHasWhatWasEvicted) {
+  const Trace trace = TraceOf({{0, 1, 2}, {3, 4, 5}, {0, 1, 2}, {3, 4, 5}});
+  const ReplayResult result = ReplayIn(trace, "lru", {3, 6});
+  EXPECT_EQ(result.all.hit_blocks, 6u);
+  EXPECT_EQ(result.tiers[0].hit_blocks, 0u);
+  EXPECT_EQ(result.tiers[1].hit_blocks, 6u);
+  EXPECT_EQ(result.tiers[1].fetched_blocks, 6u);
+  EXPECT_EQ(result.tiers[0].demoted_blocks, 6u);  // once each: the lower tier keeps what is fetched
+}
+
+TEST(ReplayTest, ARequestThatDoesNotFitStoresNothing) {
+  const Trace trace = TraceOf({{0, 1}, {2, 3, 4, 5}, {0, 1}});
+  const ReplayResult result = ReplayIn(trace, "cost", {3});
+  EXPECT_EQ(result.refused_requests, 1u);
+  EXPECT_EQ(result.all.hit_blocks, 2u);
+}
+
+TEST(ReplayTest, RefusesWhatMakesNoSense) {
+  const Trace trace = TraceOf({{0}});
+  ReplayOptions options;
+  EXPECT_TRUE(absl::IsInvalidArgument(Replay(trace, options).status()));
+  options.tiers = {{"host", 100}};
+  options.block_bytes = 101;
+  EXPECT_TRUE(absl::IsInvalidArgument(Replay(trace, options).status()));
+  options.block_bytes = 1;
+  options.policy = "fifo";
+  EXPECT_TRUE(absl::IsInvalidArgument(Replay(trace, options).status()));
+}
+
+// Hits of the best choice of victims, by trying all. State: the blocks that are there.
+size_t BestHits(const Trace& trace, size_t capacity) {
+  std::map<std::pair<size_t, std::set<uint32_t>>, size_t> known;
+  std::function<size_t(size_t, const std::set<uint32_t>&)> best = [&](size_t at, const std::set<uint32_t>& here) {
+    if (at == trace.requests.size()) return size_t{0};
+    const auto found = known.find({at, here});
+    if (found != known.end()) return found->second;
+    const auto blocks = trace.BlocksOf(trace.requests[at]);
+    size_t hits = 0;
+    while (hits < blocks.size() && here.count(blocks[hits]) > 0) ++hits;
+    std::set<uint32_t> wanted = here;
+    wanted.insert(blocks.begin(), blocks.end());
+    std::vector<uint32_t> others;
+    for (const uint32_t block : wanted) {
+      if (std::find(blocks.begin(), blocks.end(), block) == blocks.end()) others.push_back(block);
+    }
+    size_t most = 0;
+    for (uint32_t mask = 0; mask < (1u << others.size()); ++mask) {  // which of the others stay
+      std::set<uint32_t> after(blocks.begin(), blocks.end());
+      for (size_t i = 0; i < others.size(); ++i) {
+        if (mask >> i & 1) after.insert(others[i]);
+      }
+      if (after.size() <= capacity) most = std::max(most, best(at + 1, after));
+    }
+    return known[{at, here}] = hits + most;
+  };
+  return best(0, {});
+}
+
+TEST(OptimumTest, NoChoiceOfVictimsHasMoreHits) {
+  for (uint32_t seed = 1; seed <= 30; ++seed) {
+    // Chains of a tree: 0 is everybody's, 1 and 2 below it, and so on.
+    const std::vector<std::vector<uint32_t>> paths = {{0, 1, 3}, {0, 1, 4}, {0, 2, 5}, {0, 2}, {6, 7}, {0, 1}};
+    std::vector<std::vector<uint32_t>> requests;
+    uint32_t random = seed * 2654435761u;
+    for (int i = 0; i < 10; ++i) {
+      random = random * 1664525u + 1013904223u;
+      requests.push_back(paths[(random >> 16) % paths.size()]);
+    }
+    const Trace trace = TraceOf(requests);
+    for (const size_t capacity : {3, 4, 5}) {
+      EXPECT_EQ(ReplayIn(trace, "optimum", {capacity}).all.hit_blocks, BestHits(trace, capacity))
+          << seed << " " << capacity;
+    }
+  }
+}
+
+TEST(ReplayTest, EveryPolicyIsBetweenNothingAndTheOptimum) {
+  const Trace trace = MakeTrace(5, 3000);
+  const double best = ReplayIn(trace, "optimum", {800}).all.ratio();
+  EXPECT_LT(best, UnlimitedHits(trace).ratio());
+  std::map<std::string, double> ratio;
+  for (const char* const policy : kPolicies) {
+    const ReplayResult result = ReplayIn(trace, policy, {800});
+    ratio[policy] = result.all.ratio();
+    EXPECT_LE(ratio[policy], best) << policy;
+    EXPECT_GT(ratio[policy], 0.03) << policy;
+    EXPECT_EQ(result.refused_requests, 0u) << policy;
+  }
+  EXPECT_GT(ratio["cost"], ratio["lru"]);
+}
+
+}  // namespace
+}  // namespace kvmanager::simulator

@@ -1,0 +1,166 @@
+#include "simulator/trace.h"
+
+#include <algorithm>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <queue>
+#include <random>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
+
+namespace kvmanager::simulator {
+namespace {
+
+class Reader {
+ public:
+  absl::Status AddLine(const std::string& line, size_t number) {
+    const std::string at = absl::StrCat("line ", number);
+    const nlohmann::json read = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (!read.is_object()) return InvalidField(at, line.substr(0, 40), "a JSON object");
+    if (trace_.requests.size() == Trace::kRequestsMax) {
+      return InvalidField(at, "one more request", absl::StrCat("at most ", Trace::kRequestsMax));
+    }
+    TraceRequest request;
+    double ms = 0;
+    KV_RETURN_IF_ERROR(ReadTime(read, at, &ms));
+    request.at_s = ms / 1000;
+    KV_RETURN_IF_ERROR(ReadCount(read, at, "input_length", /*required=*/true, &request.input_tokens));
+    KV_RETURN_IF_ERROR(ReadCount(read, at, "output_length", /*required=*/false, &request.output_tokens));
+    const auto ids = read.find("hash_ids");
+    if (ids == read.end() || !ids->is_array() || ids->size() > Trace::kRequestBlocksMax) {
+      return InvalidField(absl::StrCat(at, ": hash_ids"), ids == read.end() ? "missing" : "given",
+                          absl::StrCat("an array of at most ", Trace::kRequestBlocksMax, " integers"));
+    }
+    request.first = trace_.blocks.size();
+    for (const nlohmann::json& id : *ids) {
+      if (!id.is_number_integer()) return InvalidField(absl::StrCat(at, ": hash_ids"), id.dump(), "integers");
+      const auto [place, is_new] =
+          numbers_.try_emplace(id.get<int64_t>(), Seen{static_cast<uint32_t>(numbers_.size()), SIZE_MAX});
+      if (std::exchange(place->second.line, number) == number) {
+        return InvalidField(absl::StrCat(at, ": hash_ids"), id.dump(), "named once: it says all tokens before it");
+      }
+      trace_.blocks.push_back(place->second.number);
+    }
+    request.blocks = trace_.blocks.size() - request.first;
+    trace_.requests.push_back(request);
+    return absl::OkStatus();
+  }
+  Trace Finish() {
+    std::stable_sort(trace_.requests.begin(), trace_.requests.end(),
+                     [](const TraceRequest& a, const TraceRequest& b) { return a.at_s < b.at_s; });
+    trace_.distinct = numbers_.size();
+    return std::move(trace_);
+  }
+
+ private:
+  struct Seen {
+    uint32_t number;
+    size_t line;  // the last that named it
+  };
+  absl::Status ReadTime(const nlohmann::json& read, const std::string& at, double* ms) {
+    const auto session = read.find("session_id"), stamp = read.find("timestamp"), delay = read.find("delay");
+    const auto is_time = [&](auto field) {
+      return field != read.end() && field->is_number() && field->template get<double>() >= 0;
+    };
+    double* last = nullptr;
+    if (session != read.end()) last = &sessions_[session->dump()];
+    if (is_time(stamp)) {
+      *ms = stamp->get<double>();
+    } else if (last != nullptr && stamp == read.end() && (delay == read.end() || is_time(delay))) {
+      *ms = *last + (delay == read.end() ? 0 : delay->get<double>());
+    } else {
+      return InvalidField(absl::StrCat(at, ": timestamp"), stamp == read.end() ? "missing" : stamp->dump(),
+                          "milliseconds, or none with session_id and delay");
+    }
+    if (last != nullptr) *last = *ms;
+    return absl::OkStatus();
+  }
+  static absl::Status ReadCount(const nlohmann::json& read, const std::string& at, const char* name, bool required,
+                                uint64_t* count) {
+    const auto field = read.find(name);
+    if (field == read.end() && !required) return absl::OkStatus();
+    if (field == read.end() || !field->is_number_unsigned()) {
+      return InvalidField(absl::StrCat(at, ": ", name), field == read.end() ? "missing" : field->dump(),
+                          "a number of tokens");
+    }
+    *count = field->get<uint64_t>();
+    return absl::OkStatus();
+  }
+
+  Trace trace_;
+  absl::flat_hash_map<int64_t, Seen> numbers_;
+  absl::flat_hash_map<std::string, double> sessions_;  // when the last request began, ms
+};
+
+}  // namespace
+
+absl::StatusOr<Trace> ReadTrace(std::istream& in, const std::function<void(size_t)>& progress) {
+  constexpr size_t kLinesBetween = 4096;
+  Reader reader;
+  std::string line;
+  size_t bytes = 0;
+  for (size_t number = 1; std::getline(in, line); ++number) {
+    bytes += line.size() + 1;
+    if (line.size() > Trace::kLineBytesMax) {
+      return InvalidField(absl::StrCat("line ", number), absl::StrCat(line.size(), " bytes"),
+                          absl::StrCat("at most ", Trace::kLineBytesMax));
+    }
+    if (line.find_first_not_of(" \t\r") != std::string::npos) KV_RETURN_IF_ERROR(reader.AddLine(line, number));
+    if (progress && number % kLinesBetween == 0) progress(bytes);
+  }
+  return reader.Finish();
+}
+
+absl::StatusOr<Trace> ReadTraceFile(const std::string& path, const std::function<void(size_t)>& progress) {
+  std::ifstream in(path);
+  if (!in.is_open()) return absl::NotFoundError(absl::StrCat("--trace: ", path, " cannot be read"));
+  KV_ASSIGN_OR_RETURN(Trace trace, ReadTrace(in, progress));
+  if (trace.blocks.empty()) return InvalidField("--trace", path, "a file with at least one request that has hash_ids");
+  return trace;
+}
+
+Trace MakeTrace(uint64_t seed, size_t requests) {
+  std::mt19937_64 random(seed);
+  const auto below = [&](uint64_t n) { return random() % n; };
+  struct Conversation {
+    double at_s;
+    std::vector<uint32_t> blocks;  // without the last, which the next turn has in full
+    bool operator>(const Conversation& other) const { return at_s > other.at_s; }
+  };
+  std::priority_queue<Conversation, std::vector<Conversation>, std::greater<>> waiting;
+  Trace trace;
+  uint32_t next = 1;  // 0 is everybody's first
+  double now_s = 0, begins_s = 0;
+  while (trace.requests.size() < requests) {
+    Conversation one{begins_s, {0}};
+    if (!waiting.empty() && waiting.top().at_s < begins_s) {
+      one = waiting.top();
+      waiting.pop();
+    } else {
+      begins_s += 0.4 * static_cast<double>(1 + below(2));
+      for (uint64_t i = 0, n = 1 + below(12); i < n; ++i) one.blocks.push_back(next++);
+    }
+    now_s = one.at_s;
+    TraceRequest request{.at_s = now_s, .output_tokens = 1, .first = trace.blocks.size()};
+    for (uint64_t i = 0, n = below(3); i < n; ++i) one.blocks.push_back(next++);
+    trace.blocks.insert(trace.blocks.end(), one.blocks.begin(), one.blocks.end());
+    trace.blocks.push_back(next++);
+    request.blocks = trace.blocks.size() - request.first;
+    request.input_tokens = request.blocks * 512;
+    trace.requests.push_back(request);
+    // A third of those that begin come back; who came back does so more often.
+    const bool came_back = one.blocks.size() > 14;
+    if (below(3) == 0 || came_back || below(4) == 0) {
+      one.at_s = now_s + 20 + static_cast<double>(below(came_back ? 60 : 120));
+      if (one.blocks.size() < 40) waiting.push(std::move(one));
+    }
+  }
+  trace.distinct = next;
+  return trace;
+}
+
+}  // namespace kvmanager::simulator
