@@ -59,7 +59,7 @@ std::string ModuleOf(absl::string_view package) {
   for (const char* const module :
        {"kvmanager/api", "kvmanager/base", "kvmanager/memory", "kvmanager/eviction", "kvmanager/store", "kvmanager/gpu",
         "kvmanager/handoff", "kvmanager/rpc", "kvmanager/daemon", "codecs", "attention", "transport", "client",
-        "simulator", "monitoring", "examples", "bench", "tests", "bazel"}) {
+        "kvmanager/simulator", "monitoring", "examples", "bench", "tests", "bazel"}) {
     if (package == module || absl::StartsWith(package, absl::StrCat(module, "/"))) return module;
   }
   return std::string(package);

@@ -14,8 +14,8 @@
 #include "gtest/gtest.h"
 #include "kvmanager/base/ids.h"
 #include "kvmanager/eviction/eviction_policy.h"
-#include "simulator/replay.h"
-#include "simulator/trace.h"
+#include "kvmanager/simulator/replay.h"
+#include "kvmanager/simulator/trace.h"
 #include "tests/harness.h"
 #include "tests/matchers.h"
 

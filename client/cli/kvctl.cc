@@ -26,7 +26,7 @@
 #include "examples/engine/program.h"
 #include "examples/engine/tune_command.h"
 #include "kvmanager/base/status.h"
-#include "simulator/simulate_command.h"
+#include "kvmanager/simulator/simulate_command.h"
 #include "transport/recompute/plan_command.h"
 
 namespace kvmanager::client::cli {

@@ -106,8 +106,8 @@ absl::Status AppendInPieces::AddPiece() {
   for (size_t i = reserved_.entry; i < std::min(entries_.size(), reserved_.entry + pages); ++i) {
     KV_ASSIGN_OR_RETURN(sequences_[i], appends_->parts().sequences->FindUsable(entries_[i].sequence));
   }
-  KV_RETURN_IF_ERROR(cache_->tier->memory().Plan(
-      {*cache_, layer_, entries_, sequences_, piece.slots, reserved_, pages}, &piece.writes));
+  KV_RETURN_IF_ERROR(cache_->tier->memory().Plan({*cache_, layer_, entries_, sequences_, piece.slots, reserved_, pages},
+                                                 &piece.writes));
   piece.sums.resize(piece.writes.size());
   const PageWrite& last = piece.writes.back();
   reserved_ = {last.entry, last.first + last.tokens};

@@ -44,19 +44,19 @@ class AppendInPieces {
     std::vector<absl::Span<uint8_t>> unclean;  // slots; they are zeroed first
     size_t cleaned = 0;                        // of them
     std::vector<PageWrite> writes;
-    size_t written = 0;                         // of them
+    size_t written = 0;                        // of them
     std::vector<StoreAppends::PageSums> sums;  // of each
   };
 
   bool store_has_gone() const { return alive_.expired(); }
   SlotPool* pool() const { return cache_->tier->pool(); }
-  bool MakeRoom();           // false: there is room, or status_ says that there is none
+  bool MakeRoom();  // false: there is room, or status_ says that there is none
   absl::Status AddPiece();
   SlotCounts CountPages(size_t* pages) const;  // from reserved_ on; *pages: at most so many before, how many after
   void WritePage(Piece& piece);
   /// That the sequences are as they were in Begin.
   absl::Status CheckUnchanged() const;
-  bool AgeSome();                            // false: all is done
+  bool AgeSome();  // false: all is done
   void CommitPiece(Piece& piece);
   void LetGo();  // of what Begin took
 

@@ -1,4 +1,4 @@
-#include "simulator/arc_eviction.h"
+#include "kvmanager/simulator/arc_eviction.h"
 
 #include <algorithm>
 #include <list>

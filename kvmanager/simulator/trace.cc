@@ -1,4 +1,4 @@
-#include "simulator/trace.h"
+#include "kvmanager/simulator/trace.h"
 
 #include <algorithm>
 #include <fstream>

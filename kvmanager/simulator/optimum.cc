@@ -1,4 +1,4 @@
-#include "simulator/optimum.h"
+#include "kvmanager/simulator/optimum.h"
 
 #include <algorithm>
 #include <set>

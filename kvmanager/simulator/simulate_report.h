@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "simulator/replay.h"
+#include "kvmanager/simulator/replay.h"
 
 namespace kvmanager::simulator {
 

@@ -8,9 +8,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
-#include "simulator/optimum.h"
-#include "simulator/replay.h"
-#include "simulator/trace.h"
+#include "kvmanager/simulator/optimum.h"
+#include "kvmanager/simulator/replay.h"
+#include "kvmanager/simulator/trace.h"
 
 namespace kvmanager::simulator {
 namespace {

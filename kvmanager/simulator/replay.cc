@@ -1,4 +1,4 @@
-#include "simulator/replay.h"
+#include "kvmanager/simulator/replay.h"
 
 #include <algorithm>
 #include <deque>
@@ -6,8 +6,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/status.h"
-#include "simulator/arc_eviction.h"
-#include "simulator/optimum.h"
+#include "kvmanager/simulator/arc_eviction.h"
+#include "kvmanager/simulator/optimum.h"
 
 namespace kvmanager::simulator {
 namespace {

@@ -1,4 +1,4 @@
-#include "simulator/simulate_command.h"
+#include "kvmanager/simulator/simulate_command.h"
 
 #include <unistd.h>
 
@@ -16,9 +16,9 @@
 #include "codecs/registry.h"
 #include "kvmanager/base/byte_text.h"
 #include "kvmanager/base/status.h"
-#include "simulator/replay.h"
-#include "simulator/simulate_report.h"
-#include "simulator/trace.h"
+#include "kvmanager/simulator/replay.h"
+#include "kvmanager/simulator/simulate_report.h"
+#include "kvmanager/simulator/trace.h"
 
 namespace kvmanager::simulator {
 namespace {

@@ -1,4 +1,4 @@
-#include "simulator/simulate_report.h"
+#include "kvmanager/simulator/simulate_report.h"
 
 #include <algorithm>
 #include <cmath>

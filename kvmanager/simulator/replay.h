@@ -17,7 +17,7 @@
 
 #include "absl/status/statusor.h"
 #include "kvmanager/eviction/eviction_policy.h"
-#include "simulator/trace.h"
+#include "kvmanager/simulator/trace.h"
 
 namespace kvmanager::simulator {
 

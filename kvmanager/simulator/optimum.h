@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "kvmanager/eviction/eviction_policy.h"
-#include "simulator/trace.h"
+#include "kvmanager/simulator/trace.h"
 
 namespace kvmanager::simulator {
 
