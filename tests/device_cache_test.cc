@@ -419,7 +419,7 @@ class DeviceTiersTest : public DeviceCacheTest, public ::testing::WithParamInter
 TEST_P(DeviceTiersTest, WhatIsEvictedComesBackFromTheHost) {
   // Three slabs: of raw pages, and of encoded ones.
   constexpr uint64_t kHostBytes = uint64_t{1} << 30;
-  ASSERT_NO_FATAL_FAILURE(Start("768MiB", {}, kHostBytes));
+  ASSERT_NO_FATAL_FAILURE(Start("768MiB", {"--eviction", "lru"}, kHostBytes));  // what returned would stay otherwise
   ASSERT_TRUE(Eventually([&] { return Metric("pool_pinned_bytes") >= double(kHostBytes); }));
   Text shape;
   shape.kv_heads = 8, shape.query_heads = 32;

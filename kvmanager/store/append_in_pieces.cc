@@ -69,8 +69,8 @@ bool AppendInPieces::MakeRoom() {
     has_room_ = true;
     return false;
   }
-  if (cache_->tier->owner()->GiveBackSome()) return true;
-  if (!cache_->tier->CanReserve(*cache_, wanted_)) status_ = cache_->tier->owner()->Exhausted(*cache_, wanted_);
+  if (appends_->parts().owner->GiveBackSome()) return true;
+  if (!cache_->tier->CanReserve(*cache_, wanted_)) status_ = appends_->parts().owner->Exhausted(*cache_, wanted_);
   has_room_ = true;
   return false;
 }

@@ -44,7 +44,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
         publications_({metrics, &blocks_, &sequences_, alive_}),
         moves_({metrics, &tiers_, &caches_, &blocks_, &encodes_, &mover_}),
         reads_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, alive_}),
-        appends_({metrics, clock, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &reads_, alive_}),
+        appends_({metrics, clock, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &reads_, this, alive_}),
         tables_({&tiers_, &caches_, &sequences_}),
         arrivals_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &moves_, alive_}),
         exports_({metrics, &caches_, &blocks_, &encodes_, &sequences_, &mover_, alive_}),

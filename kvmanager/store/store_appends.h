@@ -34,6 +34,7 @@ class StoreAppends final : public Appends {
     SequenceIndexes* indexes = nullptr;
     SequenceTable* sequences = nullptr;
     const StoreReads* reads = nullptr;
+    TierOwner* owner = nullptr;  // of the caches' tiers
     std::weak_ptr<const bool> alive;
   };
 

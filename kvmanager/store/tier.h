@@ -72,7 +72,6 @@ class Tier {
   absl::Status Reserve(const Cache& cache, const SlotCounts& wanted, Reservation* out);
   /// Whether evicting what its payer may take would make room for all of `wanted`.
   bool CanReserve(const Cache& cache, const SlotCounts& wanted) const;
-  TierOwner* owner() const { return owner_; }
   void Free(PageId slot);
   /// Frees the slots that kernels have done with.
   void Collect();
