@@ -188,7 +188,7 @@ TEST_F(AppendLeaseTest, ZeroesWhatOthersWrote) {
 
 TEST_F(AppendLeaseTest, MeanwhileItsSequencesRefuseAppendsAndCrops) {
   const CacheId cache = test().Open(OneLayer("raw", 1));
-  const Text text = MakeText(4 * kPage), other = MakeText(3, 900);
+  const Text text = MakeText(4 * kPage), other = MakeText(4 * kPage, 900);
   const SequenceId sequence = Create(cache);
   ASSERT_TRUE(test().Append(cache, sequence, text, 0, 3, 0).ok());
   auto lease = MustBegin(cache, sequence, text, 3, 3 * kPage);
