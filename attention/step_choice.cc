@@ -21,6 +21,8 @@ using device::Select;
 constexpr size_t kScratchBytesMin = size_t{64} << 20;
 constexpr size_t kRowsMin = size_t{4} << 20;
 constexpr size_t kCodesAtOnceMin = 4096;
+/// Keys that one launch codes: 1.4 ms at 300 GB/s (docs/benchmarks/2026-11-22-gpu-pq.md), for other kernels' turn.
+constexpr uint64_t kKeyBytesAtOnce = uint64_t{400} << 20;
 constexpr size_t kRoundsPlanned = 16;  // that there are certainly items for
 constexpr uint64_t kMixer = 0x9e3779b97f4a7c15;
 
@@ -250,6 +252,8 @@ absl::Status StepChoice::CodeEarlier(int first_layer, int end_layer, absl::Span<
                                      const StepTables& tables, const uint32_t* device_tables, UploadRing* ring,
                                      uint64_t* done, uint32_t* arrived) {
   bool uploaded = false;
+  const size_t item_bytes = device::kEncodeTokensMax * size_t(o_.layout.kv_heads) * o_.layout.head_dim * 2;
+  const size_t launch_max = std::max<size_t>(1, kKeyBytesAtOnce / item_bytes);
   for (int layer = first_layer; layer < end_layer; ++layer) {
     codes_.clear();
     for (const DeviceStepEntry& entry : entries) {
@@ -270,9 +274,11 @@ absl::Status StepChoice::CodeEarlier(int first_layer, int end_layer, absl::Span<
         const Piece piece{codes_.data() + at, d_earlier_codes_, count * sizeof(EncodeCodes)};
         KV_RETURN_IF_ERROR(Send({&piece, 1}, ring, done, arrived));
       }
-      KV_RETURN_IF_ERROR(CudaStatus(
-          choice_.LaunchEncode(o_.pool, slots, {o_.pool, slots}, d_earlier_codes_, uint32_t(count), o_.stream),
-          "coding keys"));
+      for (size_t first = 0; first < count; first += launch_max) {
+        KV_RETURN_IF_ERROR(CudaStatus(choice_.LaunchEncode(o_.pool, slots, {o_.pool, slots}, d_earlier_codes_ + first,
+                                                           uint32_t(std::min(launch_max, count - first)), o_.stream),
+                                      "coding keys"));
+      }
     }
     sent_codes_.swap(codes_);
     uploaded = true;

@@ -11,6 +11,8 @@ namespace kvmanager {
 namespace {
 
 constexpr uint32_t kPagesPerLaunch = 2000;
+/// Of a launch, read and written: 1 ms at 4.2 TB/s.
+constexpr uint64_t kBytesPerLaunch = uint64_t{2} << 30;
 constexpr uint32_t kThreads = 256;
 
 struct OpenPageList {
@@ -39,8 +41,10 @@ absl::Status EnqueueOpenPageCopies(absl::Span<const OpenPageCopy> pages, const O
   // Too large for a small stack, and for every thread's static memory; the launch copies it.
   const auto list = std::make_unique<OpenPageList>();
   list->shape = shape;
-  for (size_t at = 0; at < pages.size(); at += kPagesPerLaunch) {
-    const auto some = pages.subspan(at, kPagesPerLaunch);
+  const uint64_t page_bytes = std::max<uint64_t>(1, uint64_t{shape.rows} * shape.row_bytes);
+  const size_t pages_max = std::clamp<uint64_t>(kBytesPerLaunch / page_bytes, 1, kPagesPerLaunch);
+  for (size_t at = 0; at < pages.size(); at += pages_max) {
+    const auto some = pages.subspan(at, pages_max);
     std::copy(some.begin(), some.end(), list->page);
     void* arguments[] = {list.get()};
     KV_RETURN_IF_ERROR(

@@ -25,8 +25,8 @@ enum class PageCopyMethod : uint8_t {
 };
 
 /// Enqueues all of `copies`, in no particular order among themselves; neighbours in the list that have equal sizes go
-/// in one launch of up to 2,000 pages. `blocks`: of kKernel; 0: as few as keep the link busy. Errors: INVALID_ARGUMENT,
-/// and nothing is enqueued; UNAVAILABLE.
+/// in one launch of up to 2,000 pages and 48 MiB. `blocks`: of kKernel; 0: as few as keep the link busy. Errors:
+/// INVALID_ARGUMENT, and nothing is enqueued; UNAVAILABLE.
 KV_NEEDS_CUDA(absl::Status EnqueuePageCopies(PageDirection direction, absl::Span<const PageCopy> copies,
                                              CUstream_st* stream, PageCopyMethod method = PageCopyMethod::kBest,
                                              int blocks = 0));

@@ -16,6 +16,8 @@ namespace {
 namespace hash = page_hash;
 
 constexpr uint32_t kPagesPerLaunch = 1900;
+/// Of a launch, or one page: 0.6 ms at 3.5 TB/s.
+constexpr uint64_t kBytesPerLaunch = uint64_t{2} << 30;
 constexpr uint32_t kThreads = 128;
 constexpr uint32_t kSecretWords = hash::kSecretBytes / 8;
 constexpr uint32_t kSumsMax = 256;  // of 1 KiB each, kept at once: 16 KiB of shared memory
@@ -96,8 +98,13 @@ absl::Status EnqueuePageHashes(absl::Span<const PageBytes> pages, uint64_t* out,
   // Too large for a small stack, and for every thread's static memory; the launch copies it.
   const auto list = std::make_unique<HashList>();
   std::memcpy(list->secret, hash::DefaultSecret(), hash::kSecretBytes);
-  for (size_t at = 0; at < pages.size(); at += kPagesPerLaunch) {
-    const auto some = pages.subspan(at, kPagesPerLaunch);
+  for (size_t at = 0, count = 0; at < pages.size(); at += count) {
+    uint64_t bytes = pages[at].bytes;
+    for (count = 1; count < std::min<size_t>(kPagesPerLaunch, pages.size() - at); ++count) {
+      bytes += pages[at + count].bytes;
+      if (bytes > kBytesPerLaunch) break;
+    }
+    const auto some = pages.subspan(at, count);
     std::copy(some.begin(), some.end(), list->page);
     list->out = out + at;
     void* arguments[] = {list.get()};
