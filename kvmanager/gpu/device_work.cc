@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -217,8 +218,46 @@ absl::Status DeviceWork::CopyQueryRow(const StepCache& cache, Run& run, int laye
   return absl::OkStatus();
 }
 
+AttentionRates DeviceWork::RatesOf(const StepCache& cache, int layer) const {
+  const CacheConfig& config = *cache.config;
+  const DeviceCodec& codec = *cache.device_codec;
+  AttentionShape shape;
+  shape.kv_heads = config.layout.kv_heads;
+  shape.query_heads = config.query_heads;
+  shape.head_dim = config.layout.head_dim;
+  shape.lag_pages = config.lag_pages;
+  shape.multiprocessors = gpu_.device()->info().multiprocessors;
+  shape.identity = cache.codec->info().identity;
+  if (const device::AttendKernels* const kernels = codec.attention(layer); kernels != nullptr) {
+    shape.encoded_cost = kernels->encoded_cost;
+  }
+  if (const uint32_t* const costs = codec.head_costs(layer).costs; costs != nullptr) {
+    shape.encoded_cost = std::accumulate(costs, costs + shape.kv_heads, 0.0) / shape.kv_heads;
+  }
+  shape.has_long_kernels = config.layout.page_tokens == device::kPrefillPageTokens &&
+                           shape.query_heads / shape.kv_heads <= device::kPrefillGroupMax &&
+                           codec.prefill(layer).kernels != nullptr;
+  return kvmanager::RatesOf(shape);
+}
+
+void DeviceWork::ListWork(absl::Span<const AttendEntry> entries, absl::Span<const EntryReading> readings) {
+  work_.clear();
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const AttendEntry& entry = entries[i];
+    work_.push_back(
+        {entry.position, entry.tokens, SparseQueries(readings[i].chooses_from, entry.position, entry.tokens)});
+  }
+}
+
+LaunchCut DeviceWork::CutOf(const StepCache& cache, int layer, absl::Span<const AttendEntry> entries,
+                            absl::Span<const EntryReading> readings, ReadForm pages) {
+  ListWork(entries, readings);
+  return FirstLaunch(RatesOf(cache, layer), work_, pages);
+}
+
 absl::Status DeviceWork::Enqueue(const StepCache& cache, Run& run, int layer, absl::Span<const AttendEntry> entries,
-                                 absl::Span<const EntryReading> readings, const DeviceTensors& tensors) {
+                                 absl::Span<const EntryReading> readings, const DeviceTensors& tensors, ReadForm pages,
+                                 bool* attended) {
   entries_.clear();
   for (size_t i = 0; i < entries.size(); ++i) {
     KV_ASSIGN_OR_RETURN(const uint32_t place, PlaceOf(run, entries[i].sequence));
@@ -231,26 +270,34 @@ absl::Status DeviceWork::Enqueue(const StepCache& cache, Run& run, int layer, ab
   const bool append = tensors.k != nullptr, attend = tensors.q != nullptr;
   KV_RETURN_IF_ERROR(run.step->Prepare(layer, 1, entries_, append, attend));
   if (append) KV_RETURN_IF_ERROR(run.step->Append(layer, tensors.k, tensors.v));
-  if (attend) {
-    KV_RETURN_IF_ERROR(run.step->Attend(layer, tensors.q, tensors.out, tensors.lse));
-    // A step whose output is there is none that failed.
-    if (absl::Status copied = CopyQueryRow(cache, run, layer, entries, tensors.q); !copied.ok()) {
-      spdlog::warn("queries of a step on GPU {} could not be copied: {}", gpu_.ordinal(),
-                   std::string(copied.message()));
-    }
+  if (!attend) return absl::OkStatus();
+  if (pages == ReadForm::kEncoded) {
+    ListWork(entries, readings);
+    const DeviceStep::Counts read = run.step->counts();
+    if (TakesTooLong(RatesOf(cache, layer), work_, read.encoded_pairs, read.raw_pairs)) return absl::OkStatus();
+  }
+  KV_RETURN_IF_ERROR(run.step->Attend(layer, tensors.q, tensors.out, tensors.lse));
+  *attended = true;
+  // A step whose output is there is none that failed.
+  if (absl::Status copied = CopyQueryRow(cache, run, layer, entries, tensors.q); !copied.ok()) {
+    spdlog::warn("queries of a step on GPU {} could not be copied: {}", gpu_.ordinal(), std::string(copied.message()));
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<uint64_t> DeviceWork::Submit(const StepCache& cache, int layer, absl::Span<const AttendEntry> entries,
-                                            absl::Span<const EntryReading> readings, const DeviceTensors& tensors,
-                                            AttentionCounts* counts) {
-  auto submitted = Submission(tensors.ready, [&]() -> absl::Status {
+absl::StatusOr<DeviceWork::Submitted> DeviceWork::Submit(const StepCache& cache, int layer,
+                                                         absl::Span<const AttendEntry> entries,
+                                                         absl::Span<const EntryReading> readings,
+                                                         const DeviceTensors& tensors, ReadForm pages,
+                                                         AttentionCounts* counts) {
+  bool attended = false;
+  const auto submitted = Submission(tensors.ready, [&]() -> absl::Status {
     KV_ASSIGN_OR_RETURN(Run* const run, RunOf(cache));
-    KV_RETURN_IF_ERROR(Enqueue(cache, *run, layer, entries, readings, tensors));
-    if (tensors.q != nullptr) {
+    KV_RETURN_IF_ERROR(Enqueue(cache, *run, layer, entries, readings, tensors, pages, &attended));
+    if (attended) {
       const DeviceStep::Counts read = run->step->counts();
-      *counts = {read.encoded_pairs, read.raw_pairs};
+      counts->encoded_pairs += read.encoded_pairs;
+      counts->raw_pairs += read.raw_pairs;
     }
     return absl::OkStatus();
   });
@@ -264,7 +311,8 @@ absl::StatusOr<uint64_t> DeviceWork::Submit(const StepCache& cache, int layer, a
                        " can only be dropped: an earlier append failed on the GPU: ", submitted.status().message()));
     }
   }
-  return submitted;
+  KV_RETURN_IF_ERROR(submitted.status());
+  return Submitted{*submitted, attended};
 }
 
 absl::StatusOr<uint64_t> DeviceWork::Copy(const StepCache& cache, SequenceId sequence, uint64_t pages,
@@ -294,9 +342,10 @@ void DeviceWork::PostEncodes(const StepCache& cache) {
   std::vector<DeviceEncodeJob> jobs = gpu_.encode_queue()->Take();
   if (jobs.empty()) return;
   parts_.polls->Add([stream = stream_, encodes = gpu_.encodes(), submitted = stream_->submitted(),
-                     codec = cache.device_codec, jobs = std::move(jobs)]() mutable {
+                     codec = cache.device_codec, raw_bytes = cache.config->layout.raw_bytes(),
+                     jobs = std::move(jobs)]() mutable {
     if (stream->passed() < submitted) return false;
-    for (DeviceEncodeJob& job : jobs) encodes->Post(codec, std::move(job));
+    for (DeviceEncodeJob& job : jobs) encodes->Post(codec, raw_bytes, std::move(job));
     return true;
   });
 }

@@ -1,9 +1,11 @@
 // Steps that the daemon runs on a GPU for one connection.
 //
 // A step's appends and attention go to the connection's stream (DeviceStream), behind the engine's `ready` word; the
-// reply goes out once they are submitted. The store keeps the books; this class keeps each cache's tables on the device
-// in step with them, opens a plan of ReleaseEpochs for each submission, and posts the pages that a step filled for
-// encoding once their bytes are there. Owned by the session, and by its stream while that drains. The loop's thread.
+// reply goes out once they are submitted. Attention that would take the GPU for long goes there in several launches,
+// each a submission of its own (launch_cuts.h), so that other connections' steps have their turn. The store keeps the
+// books; this class keeps each cache's tables on the device in step with them, opens a plan of ReleaseEpochs for each
+// submission, and posts the pages that a step filled for encoding once their bytes are there. Owned by the session, and
+// by its stream while that drains. The loop's thread.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +22,9 @@
 #include "kvmanager/base/poll_list.h"
 #include "kvmanager/gpu/device_stream.h"
 #include "kvmanager/gpu/gpu.h"
+#include "kvmanager/gpu/launch_cuts.h"
 #include "kvmanager/gpu/step_cache.h"
+#include "kvmanager/gpu/step_turns.h"
 #include "kvmanager/memory/release_epochs.h"
 #include "kvmanager/store/page_store.h"
 #include "kvmanager/store/quality.h"
@@ -52,6 +56,8 @@ class DeviceWork {
   static constexpr size_t kRunsMax = 4;              // caches of one connection on one GPU
   static constexpr uint32_t kSequencesMax = 1024;    // of a cache, of one connection
   static constexpr int kStepTokensMax = 16384;       // of all entries of a step
+  /// Launches of a step that was cut, which the stream has yet to pass: some 30 ms of work, and room for other calls.
+  static constexpr uint64_t kLaunchesAhead = DeviceStream::kSubmissionsMax / 2;
   static_assert(kRunsMax * kSequencesMax <= SharedSemaphores::kNonFiniteWords);
 
   /// What the steps of every connection use. Everything outlives them.
@@ -80,12 +86,27 @@ class DeviceWork {
   static absl::Status CheckTokens(uint64_t tokens);
   /// Whether a step can be submitted now: the stream is not too far behind.
   bool HasRoom() const;
+  /// The same of one more launch of a step that was cut.
+  bool HasRoomForLaunch() const { return stream_->submitted() - stream_->passed() < kLaunchesAhead; }
+  /// The order of the connection's steps.
+  StepTurns& turns() { return turns_; }
 
-  /// After PageStore::Append to one layer, or without. readings: of each entry; empty for an append alone. Returns the
-  /// value that `done` will reach; an error leaves the entries' sequences unusable.
-  absl::StatusOr<uint64_t> Submit(const StepCache& cache, int layer, absl::Span<const AttendEntry> entries,
-                                  absl::Span<const EntryReading> readings, const DeviceTensors& tensors,
-                                  AttentionCounts* counts);
+  /// What one launch may attend to of these entries, which read `pages`: everything, as a rule.
+  LaunchCut CutOf(const StepCache& cache, int layer, absl::Span<const AttendEntry> entries,
+                  absl::Span<const EntryReading> readings, ReadForm pages);
+
+  struct Submitted {
+    uint64_t done = 0;  // what `done` will be
+    /// False: there were no queries, or so many of their pages are there in their raw form alone that they would take
+    /// too long. They are to be cut again (CutOf) for ReadForm::kRaw.
+    bool attended = false;
+  };
+  /// After PageStore::Append to one layer, or without. readings: of each entry; empty for an append alone. pages: what
+  /// CutOf took the entries to read. Adds to *counts what the queries read. An error leaves the sequences of entries
+  /// that were to be appended to unusable.
+  absl::StatusOr<Submitted> Submit(const StepCache& cache, int layer, absl::Span<const AttendEntry> entries,
+                                   absl::Span<const EntryReading> readings, const DeviceTensors& tensors,
+                                   ReadForm pages, AttentionCounts* counts);
   /// Of a fork or crop: `change` makes it in the store, inside a plan, since the store gives up pages that are still to
   /// be copied; then its copies are enqueued. `sequence` has no pages from `pages` on. released: first the
   /// engine's kernels are to have come so far. Errors: change's, which then changed nothing.
@@ -129,8 +150,12 @@ class DeviceWork {
       : parts_(parts), gpu_(*gpu), stream_(std::move(stream)) {}
   absl::StatusOr<Run*> RunOf(const StepCache& cache);
   void DropRunsOfClosedCaches();
+  /// *attended: Submitted's.
   absl::Status Enqueue(const StepCache& cache, Run& run, int layer, absl::Span<const AttendEntry> entries,
-                       absl::Span<const EntryReading> readings, const DeviceTensors& tensors);
+                       absl::Span<const EntryReading> readings, const DeviceTensors& tensors, ReadForm pages,
+                       bool* attended);
+  AttentionRates RatesOf(const StepCache& cache, int layer) const;
+  void ListWork(absl::Span<const AttendEntry> entries, absl::Span<const EntryReading> readings);
   absl::Status CopyQueryRow(const StepCache& cache, Run& run, int layer, absl::Span<const AttendEntry> entries,
                             const void* q);
   absl::StatusOr<uint32_t> PlaceOf(Run& run, SequenceId sequence);
@@ -147,7 +172,9 @@ class DeviceWork {
   absl::flat_hash_map<CacheId, std::unique_ptr<Run>> runs_;
   absl::flat_hash_map<SequenceId, absl::Status> broken_;
   absl::flat_hash_map<SequenceId, uint64_t> written_;  // the submission that writes its pages last
-  std::vector<PagePlace> changes_;                     // scratch
+  StepTurns turns_;
+  std::vector<PagePlace> changes_;  // scratch
+  std::vector<AttentionWork> work_;
   std::vector<DeviceStep::Entry> entries_;
 };
 

@@ -191,12 +191,12 @@ absl::Status ProcessSteps::StartJobs(const StepCache& cache, bool encode_here, s
   std::vector<DeviceEncodeJob> jobs = std::exchange(*taken, {});
   if (!encode_here) {
     // The encode stream must not wait for a client: pages are posted once its word says that they are written.
-    parts_.polls->Add(
-        [self = shared_from_this(), epoch = epoch_, codec = cache.device_codec, jobs = std::move(jobs)]() mutable {
-          if (self->holds_ && !self->HasRun(epoch, 0)) return false;
-          for (DeviceEncodeJob& job : jobs) self->gpu_.encodes()->Post(codec, std::move(job));
-          return true;
-        });
+    parts_.polls->Add([self = shared_from_this(), epoch = epoch_, codec = cache.device_codec,
+                       raw_bytes = cache.config->layout.raw_bytes(), jobs = std::move(jobs)]() mutable {
+      if (self->holds_ && !self->HasRun(epoch, 0)) return false;
+      for (DeviceEncodeJob& job : jobs) self->gpu_.encodes()->Post(codec, raw_bytes, std::move(job));
+      return true;
+    });
     return absl::OkStatus();
   }
   for (EncodeItem& item : jobs[0].items) {

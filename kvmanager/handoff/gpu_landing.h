@@ -1,6 +1,7 @@
 // Where pages of a peer's GPU can land here. The loop's thread.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 
 #include "absl/status/statusor.h"
@@ -17,6 +18,7 @@ namespace kvmanager {
 struct GpuLanding {
   Gpu* gpu = nullptr;  // nullptr: the host
   std::shared_ptr<const DeviceCodec> codec;
+  uint64_t raw_bytes = 0;  // of a raw page
 };
 
 /// The GPU for a hand-off that offers pages of GPU `from`: of those that can copy from it, one on which its cache is

@@ -223,7 +223,7 @@ void IncomingHandOffs::ConsiderGpu(std::shared_ptr<Offered> offered) {
     auto made = MakeDeviceCodec(gpu->device(), gpu->streams(), *codec, offered->first.config.layers);
     queue->Post([this, gpu, made = std::move(made), offered = std::move(offered)]() mutable {
       if (!made.ok()) return Answer(*offered, OfferFromHost(made.status()));
-      offered->landing = {gpu, *std::move(made)};
+      offered->landing = {gpu, *std::move(made), offered->first.config.layout.raw_bytes()};
       absl::StatusOr<Accepted> accepted = Accept(*offered);
       const bool by_host =
           absl::IsResourceExhausted(accepted.status()) || absl::IsFailedPrecondition(accepted.status());
@@ -406,7 +406,7 @@ void IncomingHandOffs::Landed(Incoming& incoming, absl::StatusOr<std::vector<Arr
 void IncomingHandOffs::PostEncodes(const Incoming& incoming) {
   if (incoming.landing.gpu == nullptr) return;
   for (DeviceEncodeJob& job : incoming.landing.gpu->encode_queue()->Take()) {
-    incoming.landing.gpu->encodes()->Post(incoming.landing.codec, std::move(job));
+    incoming.landing.gpu->encodes()->Post(incoming.landing.codec, incoming.landing.raw_bytes, std::move(job));
   }
 }
 

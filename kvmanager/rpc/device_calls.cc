@@ -5,148 +5,21 @@
 #include <utility>
 #include <vector>
 
-#include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "kvmanager/base/reading_rule.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/handoff/gpu_landing.h"
-#include "kvmanager/rpc/serve.h"
+#include "kvmanager/rpc/device_call.h"
+#include "kvmanager/rpc/device_step_call.h"
 
 namespace kvmanager {
 namespace {
 
-// While kernels still read what was given up, or the stream is far behind.
-constexpr int64_t kRetryUs = 200, kRetryForMs = 1000;
-constexpr size_t kReplyWords = 32;  // of a reply without its data
-
-using Entries = absl::InlinedVector<AttendEntry, 4>;
-
-absl::Status ExtendOnce(PageStore& store, CacheId cache, int first_layer, int layers, const Entries& entries) {
-  absl::InlinedVector<AppendEntry, 4> appends;
-  appends.reserve(entries.size());
-  for (const AttendEntry& entry : entries) appends.push_back({entry.sequence, entry.position, entry.tokens});
-  return store.Append(cache, {first_layer, layers}, appends);
-}
-
-// Resolves when the lease is ready.
-kj::Promise<void> WhenReady(AttendLease& lease) {
-  auto waiting = kj::newPromiseAndFulfiller<void>();
-  lease.OnReady([fulfiller = kj::mv(waiting.fulfiller)]() mutable { fulfiller->fulfill(); });
-  return kj::mv(waiting.promise);
-}
-
-// What a call keeps until its reply: shared by its promises.
-struct Call {
-  const DeviceCalls& calls;
-  std::shared_ptr<Session> session;
-  StepCache cache;
-  CacheConfig config;
-  Entries entries;
-  bool append = false;
-  std::unique_ptr<AttendLease> lease;
-
-  Call(const DeviceCalls& the_calls, const std::shared_ptr<Session>& the_session, const StepCache& the_cache,
-       const Entries& the_entries)
-      : calls(the_calls), session(the_session), cache(the_cache), config(*the_cache.config), entries(the_entries) {
-    cache.config = &config;
-  }
-  const DeviceCalls::Parts& parts() const { return calls.parts(); }
-  // Reserves an append to `layers` layers from `first_layer` on.
-  absl::Status Extend(int first_layer, int layers) {
-    return append ? ExtendOnce(*parts().store, cache.id, first_layer, layers, entries) : absl::OkStatus();
-  }
-  bool MayFitSoon(const absl::Status& status) const {
-    return absl::IsResourceExhausted(status) && parts().store->tables().AwaitsRelease(config.device);
-  }
-  std::vector<EntryReading> Readings() const {
-    std::vector<EntryReading> readings(entries.size());
-    for (size_t i = 0; i < readings.size(); ++i) readings[i] = {lease->aged(i), lease->chooses_from(i)};
-    return readings;
-  }
-  // What was reserved is submitted, or planned: hand-offs of these sequences hear when it is written.
-  void TellFollowers(int first_layer, int layers) {
-    for (const AttendEntry& entry : entries) {
-      if (!parts().store->exports().AwaitsWrites(entry.sequence)) continue;
-      const uint64_t end = entry.position + static_cast<uint64_t>(entry.tokens);
-      calls.TellWhenWritten(*session, cache, entry.sequence, first_layer, std::vector<uint64_t>(layers, end));
-    }
-  }
-  /// Trainings begin when everything that was submitted and planned so far has run.
-  void PostIndexJobs(std::vector<DeviceIndexJob> jobs) {
-    if (jobs.empty()) return;
-    const auto work = session->gpus().WorkOf(config.device);
-    Gpu* const gpu = FindGpu(parts().gpus, config.device);
-    KV_CHECK(gpu != nullptr);  // a cache is on a GPU of this daemon
-    const std::shared_ptr<ProcessSteps> process = session->gpus().FindProcessSteps(config.device);
-    const std::shared_ptr<DeviceStream> stream = work.ok() ? (*work)->stream() : nullptr;
-    parts().polls->Add([stream, submitted = stream == nullptr ? 0 : stream->submitted(), process,
-                        epoch = process == nullptr ? 0 : process->epoch(), indexes = gpu->indexes(),
-                        codec = cache.device_codec, jobs = std::move(jobs)]() mutable {
-      if (stream != nullptr && stream->passed() < submitted) return false;
-      if (process != nullptr && !process->HasReleased(epoch)) return false;
-      for (DeviceIndexJob& job : jobs) indexes->Post(codec, std::move(job));
-      return true;
-    });
-  }
-};
-
-struct StepCall final : Call {
-  using Call::Call;
-  std::shared_ptr<DeviceWork> work;
-  int layer = 0;
-  uint64_t tokens = 0;
-  DeviceTensors tensors;
-  uint64_t done = 0;
-  AttentionCounts counts;
-
-  absl::Status Reserve() {
-    if (!work->HasRoom()) return absl::ResourceExhaustedError("the stream of this connection is too far behind");
-    return Extend(layer, 1);
-  }
-  bool MayFitSoon(const absl::Status& status) const { return Call::MayFitSoon(status) || !work->HasRoom(); }
-
-  // The append is reserved, or there is none. Resolved at once, but for pages that are still to be encoded.
-  kj::Promise<absl::Status> Proceed(const std::shared_ptr<StepCall>& self) {
-    if (tensors.q == nullptr) return Submit(tensors, {});
-    auto read = parts().store->Attend(cache.id, layer, entries);
-    if (!read.ok()) {
-      // What was reserved is appended all the same.
-      if (tensors.k != nullptr) (void)Submit({.k = tensors.k, .v = tensors.v, .ready = tensors.ready}, {});
-      return read.status();
-    }
-    lease = *std::move(read);
-    if (lease->ready()) return Submit(tensors, Readings());
-    if (tensors.k == nullptr) PostIndexJobs(work->gpu().encode_queue()->TakeIndexJobs());
-    if (tensors.k != nullptr) {
-      if (absl::Status status = Submit({.k = tensors.k, .v = tensors.v, .ready = tensors.ready}, {}); !status.ok()) {
-        return status;
-      }
-      tensors.k = tensors.v = nullptr;
-    }
-    // Once it is ready it is read again: which pages were declined is known only then.
-    return WhenReady(*lease).then([self] { return self->Proceed(self); });
-  }
-
-  absl::Status Submit(const DeviceTensors& what, absl::Span<const EntryReading> readings) {
-    const auto submitted = work->Submit(cache, layer, entries, readings, what, &counts);
-    PostIndexJobs(work->gpu().encode_queue()->TakeIndexJobs());
-    KV_RETURN_IF_ERROR(submitted.status());
-    done = *submitted;
-    if (what.k != nullptr) TellFollowers(layer, 1);
-    return absl::OkStatus();
-  }
-
-  void WriteReply(StepContext& context) {
-    auto reply = context.getResults(capnp::MessageSize{kReplyWords, 0}).initReply();
-    reply.setDone(done);
-    reply.setEncodedPairs(counts.encoded_pairs);
-    reply.setRawPairs(counts.raw_pairs);
-    AttendMetrics& metrics = *parts().metrics;
-    metrics.encoded_pairs.Increment(static_cast<double>(counts.encoded_pairs));
-    metrics.raw_pairs.Increment(static_cast<double>(counts.raw_pairs));
-    if (tensors.q != nullptr) metrics.tokens.Increment(static_cast<double>(tokens));
-  }
-};
+using device_calls::Call;
+using device_calls::Entries;
+using device_calls::kReplyWords;
+using device_calls::Run;
+using device_calls::WhenReady;
 
 struct ExtendCall final : Call {
   using Call::Call;
@@ -237,42 +110,11 @@ struct ExtendCall final : Call {
   }
 };
 
-// Tries until there is room, and then goes on.
-template <typename TheCall>
-kj::Promise<absl::Status> TryLater(std::shared_ptr<TheCall> call, int64_t until_ns) {
-  return call->parts().loop->fine_timer().AfterUs(kRetryUs).then(
-      [call, until_ns]() mutable -> kj::Promise<absl::Status> {
-        const absl::Status reserved = call->Reserve();
-        if (reserved.ok()) return call->Proceed(call);
-        if (!call->MayFitSoon(reserved) || call->parts().clock->NowNs() > until_ns) return reserved;
-        return TryLater(std::move(call), until_ns);
-      });
-}
-
-// Reserves the append if there is one, goes on, and replies: at once where it can.
-template <typename TheCall, typename Context>
-absl::StatusOr<kj::Promise<void>> Run(std::shared_ptr<TheCall> call, Method method, Context& context) {
-  const absl::Status reserved = call->Reserve();
-  kj::Promise<absl::Status> over = absl::OkStatus();
-  if (reserved.ok()) {
-    over = call->Proceed(call);
-  } else if (call->MayFitSoon(reserved)) {
-    over = TryLater(call, call->parts().clock->NowNs() + kRetryForMs * 1000000);
-  } else {
-    return reserved;
-  }
-  context.releaseParams();
-  return over.then([call, context, method](absl::Status status) mutable {
-    if (status.ok()) return call->WriteReply(context);
-    ServeError(*call->session, method, status, context);
-  });
-}
-
 }  // namespace
 
 absl::StatusOr<kj::Promise<void>> DeviceCalls::Step(const std::shared_ptr<Session>& session, const StepCache& cache,
                                                     const CheckedStep& step, StepContext& context) const {
-  auto call = std::make_shared<StepCall>(*this, session, cache, step.entries);
+  auto call = std::make_shared<DeviceStepCall>(*this, session, cache, step.entries);
   KV_ASSIGN_OR_RETURN(call->work, session->gpus().WorkOf(cache.config->device));
   for (const AttendEntry& entry : step.entries) {
     KV_RETURN_IF_ERROR(call->work->CheckSequence(entry.sequence, cache.id));
@@ -291,6 +133,8 @@ absl::StatusOr<kj::Promise<void>> DeviceCalls::Step(const std::shared_ptr<Sessio
     call->tensors.out = step.out.bytes.data();
     if (step.lse.given()) call->tensors.lse = reinterpret_cast<float*>(step.lse.bytes.data());
   }
+  call->rest = call->entries;
+  if (!call->work->turns().none()) call->turn = call->work->turns().Take();
   return Run(std::move(call), Method::kStep, context);
 }
 
