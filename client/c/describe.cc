@@ -5,6 +5,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/json_text.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::client::c {
@@ -15,7 +16,7 @@ using nlohmann::json;
 const char* const kDTypes[] = {"float16", "bfloat16", "float32"};
 
 absl::Status Take(absl::string_view field, const json& value, std::string* to) {
-  if (!value.is_string()) return InvalidField(field, value.dump(), "a string");
+  if (!value.is_string()) return InvalidField(field, JsonText(value), "a string");
   *to = value.get<std::string>();
   return absl::OkStatus();
 }
@@ -26,7 +27,7 @@ absl::Status Take(absl::string_view field, const json& value, T* to) {
   const bool fits = value.is_number_unsigned()
                         ? value.get<uint64_t>() <= uint64_t{kMax}
                         : value.is_number_integer() && value.get<int64_t>() >= kMin && value.get<int64_t>() <= kMax;
-  if (!fits) return InvalidField(field, value.dump(), absl::StrCat("an integer in ", kMin, "..", kMax));
+  if (!fits) return InvalidField(field, JsonText(value), absl::StrCat("an integer in ", kMin, "..", kMax));
   *to = value.get<T>();
   return absl::OkStatus();
 }
@@ -38,7 +39,7 @@ absl::Status Take(absl::string_view field, const json& value, DType* to) {
       return absl::OkStatus();
     }
   }
-  return InvalidField(field, value.dump(), "\"float16\", \"bfloat16\" or \"float32\"");
+  return InvalidField(field, JsonText(value), "\"float16\", \"bfloat16\" or \"float32\"");
 }
 
 absl::StatusOr<json> ParseObject(absl::string_view text) {

@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "kvmanager/base/byte_text.h"
+#include "kvmanager/base/json_text.h"
 #include "kvmanager/base/private_file.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/base/tls.h"
@@ -96,8 +97,7 @@ absl::StatusOr<Digest> ParseDigest(absl::string_view field, const json& value) {
 absl::StatusOr<uint64_t> ParseMember(const std::string& field, const json& value) {
   if (value.is_number_unsigned()) return value.get<uint64_t>();
   if (!value.is_string()) {
-    return InvalidField(field, value.dump(-1, ' ', true, json::error_handler_t::replace),
-                        "a number of bytes, 0 or more, such as 8589934592 or \"8GiB\"");
+    return InvalidField(field, JsonText(value), "a number of bytes, 0 or more, such as 8589934592 or \"8GiB\"");
   }
   return ParseBytes(field, value.get<std::string>());
 }
@@ -141,7 +141,7 @@ absl::StatusOr<ListedTenant> ParseTenant(const std::string& at, const json& tena
   for (const json& uid : *uids) {
     // -1 is no user's.
     if (!uid.is_number_unsigned() || uid.get<uint64_t>() >= std::numeric_limits<uid_t>::max()) {
-      return InvalidField(at + ".uids", uid.dump(-1, ' ', true, json::error_handler_t::replace),
+      return InvalidField(at + ".uids", JsonText(uid),
                           absl::StrCat("numbers of users: 0..", std::numeric_limits<uid_t>::max() - 1));
     }
     result.uids.insert(uid.get<uid_t>());
@@ -157,7 +157,7 @@ absl::StatusOr<ListedTenant> ParseTenant(const std::string& at, const json& tena
   for (const json& name : *certificates) {
     if (!name.is_string() || name.get_ref<const std::string&>().empty() ||
         name.get_ref<const std::string&>().size() > TlsContext::kNameBytesMax) {
-      return InvalidField(at + ".certificates", name.dump(-1, ' ', true, json::error_handler_t::replace),
+      return InvalidField(at + ".certificates", JsonText(name),
                           absl::StrCat("names of certificates, 1..", TlsContext::kNameBytesMax, " bytes each"));
     }
     result.certificates.insert(name.get<std::string>());

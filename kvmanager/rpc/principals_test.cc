@@ -252,6 +252,18 @@ TEST(ParseTenants, ErrorsSayWhatToWrite) {
   }
 }
 
+// A file nests as deep as it is long.
+TEST(ParseTenants, WhatNestsIsRefused) {
+  constexpr size_t kDepth = 1 << 20;
+  const std::string deep = std::string(kDepth, '[') + std::string(kDepth, ']');
+  for (const char* member : {"\"uids\": [", "\"certificates\": [", "\"host_bytes\": {\"most\": "}) {
+    const char* const end = member[1] == 'h' ? "}" : "]";
+    const absl::Status status =
+        ParseTenants(absl::StrCat("{\"tenants\": [{\"name\": \"a\", ", member, deep, end, "}]}")).status();
+    EXPECT_EQ(DetailOf(status).value, "array") << member;
+  }
+}
+
 class ReadTenantsTest : public testing::Test {
  protected:
   void SetUp() override { std::ofstream(path_) << Teams(); }

@@ -55,13 +55,33 @@ TEST(TraceTest, SaysWhatIsWrong) {
       {"{\"timestamp\": 1, \"input_length\": -1, \"hash_ids\": [1]}", "line 2: input_length"},
       {"{\"timestamp\": 1, \"input_length\": 1}", "line 2: hash_ids"},
       {"{\"timestamp\": 1, \"input_length\": 1, \"hash_ids\": [\"a\"]}", "line 2: hash_ids"},
-      {"{\"timestamp\": 1, \"input_length\": 1, \"hash_ids\": [1, 2, 1]}", "line 2: hash_ids"}};
+      {"{\"timestamp\": 1, \"input_length\": 1, \"hash_ids\": [1, 2, 1]}", "line 2: hash_ids"},
+      {"{\"timestamp\": 1e300, \"input_length\": 1, \"hash_ids\": [1]}", "line 2: timestamp"},
+      {"{\"session_id\": 1.5, \"input_length\": 1, \"hash_ids\": [1]}", "line 2: session_id"},
+      {"{\"session_id\": {}, \"input_length\": 1, \"hash_ids\": [1]}", "line 2: session_id"}};
   for (const auto& [line, field] : cases) {
     const absl::Status status = Read(good + line).status();
     EXPECT_TRUE(absl::IsInvalidArgument(status)) << line;
     EXPECT_NE(std::string(status.message()).find(field), std::string::npos) << line << ": " << status;
   }
   EXPECT_TRUE(absl::IsNotFound(ReadTraceFile("/nowhere", nullptr).status()));
+}
+
+// A line nests as deep as it is long.
+TEST(TraceTest, WhatNestsIsRefusedOrIgnored) {
+  constexpr size_t kDepth = 1 << 20;
+  const std::string deep = std::string(kDepth, '[') + std::string(kDepth, ']');
+  const std::map<std::string, std::string> good = {
+      {"session_id", "1"}, {"timestamp", "1"}, {"input_length", "1"}, {"hash_ids", "[1]"}, {"other", "1"}};
+  for (const auto& [field, value] : good) {
+    std::string line;
+    for (const auto& [each, usual] : good) {
+      absl::StrAppend(&line, line.empty() ? "{" : ",", "\"", each, "\":", each == field ? deep : usual);
+    }
+    const absl::Status status = Read(line + "}").status();
+    EXPECT_EQ(status.ok(), field == "other") << field;
+    EXPECT_LT(status.message().size(), 300u) << field;
+  }
 }
 
 Trace TraceOf(const std::vector<std::vector<uint32_t>>& requests) {

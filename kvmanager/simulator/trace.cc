@@ -10,6 +10,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
+#include "kvmanager/base/json_text.h"
 #include "kvmanager/base/status.h"
 
 namespace kvmanager::simulator {
@@ -37,11 +38,11 @@ class Reader {
     }
     request.first = trace_.blocks.size();
     for (const nlohmann::json& id : *ids) {
-      if (!id.is_number_integer()) return InvalidField(absl::StrCat(at, ": hash_ids"), id.dump(), "integers");
+      if (!id.is_number_integer()) return InvalidField(absl::StrCat(at, ": hash_ids"), JsonText(id), "integers");
       const auto [place, is_new] =
           numbers_.try_emplace(id.get<int64_t>(), Seen{static_cast<uint32_t>(numbers_.size()), SIZE_MAX});
       if (std::exchange(place->second.line, number) == number) {
-        return InvalidField(absl::StrCat(at, ": hash_ids"), id.dump(), "named once: it says all tokens before it");
+        return InvalidField(absl::StrCat(at, ": hash_ids"), JsonText(id), "named once: it says all tokens before it");
       }
       trace_.blocks.push_back(place->second.number);
     }
@@ -67,14 +68,22 @@ class Reader {
       return field != read.end() && field->is_number() && field->template get<double>() >= 0;
     };
     double* last = nullptr;
-    if (session != read.end()) last = &sessions_[session->dump()];
+    if (session != read.end()) {
+      if (!session->is_string() && !session->is_number_integer()) {
+        return InvalidField(absl::StrCat(at, ": session_id"), JsonText(*session), "a text or an integer");
+      }
+      last = &sessions_[session->dump()];
+    }
     if (is_time(stamp)) {
       *ms = stamp->get<double>();
     } else if (last != nullptr && stamp == read.end() && (delay == read.end() || is_time(delay))) {
       *ms = *last + (delay == read.end() ? 0 : delay->get<double>());
     } else {
-      return InvalidField(absl::StrCat(at, ": timestamp"), stamp == read.end() ? "missing" : stamp->dump(),
+      return InvalidField(absl::StrCat(at, ": timestamp"), stamp == read.end() ? "missing" : JsonText(*stamp),
                           "milliseconds, or none with session_id and delay");
+    }
+    if (*ms > Trace::kTimeMsMax) {
+      return InvalidField(absl::StrCat(at, ": timestamp"), *ms, absl::StrCat("at most ", Trace::kTimeMsMax));
     }
     if (last != nullptr) *last = *ms;
     return absl::OkStatus();
@@ -84,7 +93,7 @@ class Reader {
     const auto field = read.find(name);
     if (field == read.end() && !required) return absl::OkStatus();
     if (field == read.end() || !field->is_number_unsigned()) {
-      return InvalidField(absl::StrCat(at, ": ", name), field == read.end() ? "missing" : field->dump(),
+      return InvalidField(absl::StrCat(at, ": ", name), field == read.end() ? "missing" : JsonText(*field),
                           "a number of tokens");
     }
     *count = field->get<uint64_t>();

@@ -27,6 +27,7 @@ struct Trace {
   static constexpr size_t kRequestsMax = 100'000'000;
   static constexpr size_t kRequestBlocksMax = 1 << 20;
   static constexpr size_t kLineBytesMax = 64 << 20;
+  static constexpr double kTimeMsMax = 1e15;  // 31,700 years
 
   std::vector<TraceRequest> requests;  // by time
   std::vector<uint32_t> blocks;        // numbers from 0 on, one for each hash, of all requests
@@ -41,8 +42,8 @@ struct Trace {
 ///   a request:    {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [integer, ...]}
 ///   of an agent:  the same with "session_id" (a text or an integer), and with "delay" (ms) instead of "timestamp":
 ///                 it begins so long after the session's request before, whose line is further up.
-/// Other fields are ignored; "output_length" may be missing. progress: told bytes read, now and then; may be empty.
-/// Errors: INVALID_ARGUMENT naming line and field.
+/// Integers have 64 bits, with a sign or without. Other fields are ignored; "output_length" may be missing. progress:
+/// told bytes read, now and then; may be empty. Errors: INVALID_ARGUMENT naming line and field.
 absl::StatusOr<Trace> ReadTrace(std::istream& in, const std::function<void(size_t)>& progress);
 /// The same of a file. Errors: NOT_FOUND too.
 absl::StatusOr<Trace> ReadTraceFile(const std::string& path, const std::function<void(size_t)>& progress);
