@@ -16,6 +16,7 @@ absl::Span<const NamedTarget> ParserTargets() {
       {"options", MakeOptionsTarget},
       {"tenants", MakeTenantsTarget},
       {"text", MakeTextTarget},
+      {"trace", MakeTraceTarget},
       {"plugin", MakePluginTarget},
       {"ucx", MakeUcxTarget},
       {"safetensors", MakeSafetensorsTarget},
