@@ -2,6 +2,7 @@
 // the macro KVMANAGER_FUZZ_TARGETS(). tools/fuzz builds and runs it (--config=fuzz: libFuzzer is clang's).
 //
 // With KVMANAGER_FUZZ_SEEDS=DIR it writes the target's seeds into that folder instead, a file each, and ends.
+#include <openssl/crypto.h>
 #include <signal.h>
 
 #include <cstdio>
@@ -24,6 +25,9 @@ kvmanager::fuzz::FuzzTarget* target = nullptr;  // libFuzzer ends the process wi
 extern "C" int LLVMFuzzerInitialize(int*, char***) {
   using namespace kvmanager::fuzz;
   signal(SIGPIPE, SIG_IGN);
+  // By itself OpenSSL ends with the process before a Check() that was to run first, if an input was the first to use
+  // it.
+  OPENSSL_init_crypto(OPENSSL_INIT_NO_ATEXIT, nullptr);
   const char* const name = std::getenv("KVMANAGER_FUZZ_TARGET");
   for (const NamedTarget& each : KVMANAGER_FUZZ_TARGETS()) {
     if (name != nullptr && std::strcmp(name, each.name) == 0) target = each.make().release();
