@@ -51,15 +51,32 @@ std::vector<std::string> Packages() {
 }
 
 // The rooms of the daemon, from the ground up: each may depend on those before it, and none on one behind it.
-constexpr const char* kRooms[] = {"kvmanager/base", "kvmanager/memory",  "kvmanager/eviction", "kvmanager/store",
-                                  "kvmanager/gpu",  "kvmanager/handoff", "kvmanager/rpc",      "kvmanager/daemon"};
+constexpr const char* kRooms[] = {"kvmanager/base",    "kvmanager/memory", "kvmanager/eviction",
+                                  "kvmanager/disk",    "kvmanager/store",  "kvmanager/gpu",
+                                  "kvmanager/handoff", "kvmanager/rpc",    "kvmanager/daemon"};
 
 /// The module of section 3 that a package belongs to.
 std::string ModuleOf(absl::string_view package) {
-  for (const char* const module :
-       {"kvmanager/api", "kvmanager/base", "kvmanager/memory", "kvmanager/eviction", "kvmanager/store", "kvmanager/gpu",
-        "kvmanager/handoff", "kvmanager/rpc", "kvmanager/daemon", "codecs", "attention", "transport", "client",
-        "kvmanager/simulator", "monitoring", "examples", "bench", "tests", "bazel"}) {
+  for (const char* const module : {"kvmanager/api",
+                                   "kvmanager/base",
+                                   "kvmanager/memory",
+                                   "kvmanager/eviction",
+                                   "kvmanager/disk",
+                                   "kvmanager/store",
+                                   "kvmanager/gpu",
+                                   "kvmanager/handoff",
+                                   "kvmanager/rpc",
+                                   "kvmanager/daemon",
+                                   "codecs",
+                                   "attention",
+                                   "transport",
+                                   "client",
+                                   "kvmanager/simulator",
+                                   "monitoring",
+                                   "examples",
+                                   "bench",
+                                   "tests",
+                                   "bazel"}) {
     if (package == module || absl::StartsWith(package, absl::StrCat(module, "/"))) return module;
   }
   return std::string(package);

@@ -14,10 +14,10 @@ namespace {
 
 constexpr uint64_t kOfMax = 1000000000;
 constexpr std::array<const char*, kFailpoints> kNames = {
-    "accept",         "read.allocate", "step.allocate", "arena.map", "append.reserve",
-    "encode.decline", "encode.slow",   "peer.connect",  "peer.send", "peer.receive",
+    "accept",       "read.allocate", "step.allocate", "arena.map",  "append.reserve", "encode.decline", "encode.slow",
+    "peer.connect", "peer.send",     "peer.receive",  "disk.write", "disk.read",      "disk.sync",
 };
-static_assert(static_cast<int>(Failpoint::kPeerReceive) + 1 == kFailpoints);
+static_assert(static_cast<int>(Failpoint::kDiskSync) + 1 == kFailpoints);
 
 struct State {
   std::array<uint64_t, kFailpoints> fail = {}, of = {};  // of every `of` passes `fail` do, in the mean; of 0: off

@@ -32,8 +32,11 @@ enum class Failpoint : uint8_t {
   kPeerConnect,    // "peer.connect": connecting to a peer
   kPeerSend,       // "peer.send": sending on a data connection to a peer
   kPeerReceive,    // "peer.receive": receiving on one
+  kDiskWrite,      // "disk.write": writing a piece of a record to a disk (EIO)
+  kDiskRead,       // "disk.read": reading one (EIO)
+  kDiskSync,       // "disk.sync": making a segment's records durable (EIO)
 };
-inline constexpr int kFailpoints = 10;
+inline constexpr int kFailpoints = 13;
 inline constexpr int kFailpointSlowMs = 20;
 
 /// text: "NAME=N/M[,NAME=N/M...][,seed=S]": N of M passes fail, 0 <= N <= M, 1 <= M <= 10^9; seed: 1 if not given.

@@ -1,0 +1,470 @@
+#include "kvmanager/disk/block_disk.h"
+
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/disk/block_disk_parts.h"
+#include "kvmanager/disk/disk_committer.h"
+#include "kvmanager/disk/disk_folder.h"
+#include "kvmanager/disk/disk_index.h"
+#include "kvmanager/disk/disk_loader.h"
+#include "kvmanager/disk/disk_metrics.h"
+#include "kvmanager/disk/disk_mover.h"
+#include "kvmanager/disk/disk_state.h"
+#include "kvmanager/disk/index_db.h"
+#include "kvmanager/disk/segment_files.h"
+#include "kvmanager/disk/segment_space.h"
+
+namespace kvmanager {
+namespace {
+
+constexpr uint64_t kWritingBytesMax = uint64_t{256} << 20;  // on their way; a larger record goes alone
+constexpr int kEvictionsAtOnce = 64;                        // in one turn
+
+class BlockDiskImpl final : public BlockDisk {
+ public:
+  BlockDiskImpl(const Options& options, const BlockDiskParts& parts, DiskFolder folder, std::unique_ptr<IndexDb> db,
+                MessageQueue* queue, DiskMetrics* metrics)
+      : shares_(options.bytes),
+        folder_(std::move(folder)),
+        queue_(queue),
+        metrics_(metrics),
+        clock_(parts.clock != nullptr ? parts.clock : &steady_clock_),
+        own_files_(parts.files == nullptr ? MakeDiskFiles() : nullptr),
+        files_(folder_.segments(), parts.files != nullptr ? parts.files : own_files_.get()),
+        db_(std::move(db)),
+        index_(options.eviction),
+        space_(shares_.records) {
+    index_.SetLoading(true);
+    begun_ns_ = clock_->NowNs();
+    committer_ = std::make_unique<DiskCommitter>(
+        DiskCommitter::Parts{&files_, db_.get(), [this](DiskCommitter::Results results) {
+                               Post([this, results = std::move(results)]() mutable { OnResults(std::move(results)); });
+                             }});
+    std::unique_ptr<DiskIo> io = parts.make_io ? parts.make_io() : MakeUringIo();
+    if (io == nullptr) {
+      spdlog::info("io_uring is refused here: the disk is read and written by threads");
+      io = MakeThreadIo();
+    }
+    mover_ = std::make_unique<DiskMover>(DiskMover::Parts{
+        std::move(io), &files_, shares_.reserve,
+        [this](std::shared_ptr<WriteJob> job) { committer_->Put(std::move(job)); },
+        [this](std::shared_ptr<ReadJob> job) { Post([this, job = std::move(job)] { OnRead(job); }); }});
+    loader_ =
+        std::make_unique<DiskLoader>(DiskLoader::Parts{db_.get(), &files_, [this](DiskLoader::Batch batch) {
+                                                         Post([this, batch = std::move(batch)] { OnBatch(batch); });
+                                                       }});
+    metrics_->capacity_bytes.Set(static_cast<double>(space_.capacity()));
+    ShowUse();
+  }
+  ~BlockDiskImpl() override {
+    loader_.reset();
+    mover_.reset();  // its writes reach the committer
+    committer_.reset();
+    *alive_ = false;
+    metrics_->capacity_bytes.Set(0);
+    metrics_->used_bytes.Set(0);
+    metrics_->blocks.Set(0);
+  }
+
+  bool loaded() const override { return loaded_; }
+
+  const DiskBlock* Find(const CacheDigest& cache, const BlockKey& key) const override {
+    const DiskEntry* const entry = index_.Find(cache, key);
+    return entry == nullptr ? nullptr : index_.Describe(*entry);
+  }
+
+  void NoteUse(const CacheDigest& cache, absl::Span<const BlockName> names) override { index_.NoteUse(cache, names); }
+
+  bool CanWrite(uint64_t page_bytes) const override {
+    if (!loaded_ || is_damaged_) return false;
+    if (!back_off_.is_over(clock_->NowNs())) return false;
+    if (back_off_.TakeTryAgain()) committer_->TryAgain();
+    const uint64_t bytes = page_bytes + kRecordHeaderBytesMax + kDiskPagesMax * kRecordPageAlign + kRecordAlign;
+    if (bytes > std::min(kDiskRecordBytesMax, space_.capacity())) return false;
+    if (writing_bytes_ > 0 && writing_bytes_ + bytes > kWritingBytesMax) return false;
+    if (space_.leaving() > shares_.leaving_max) return false;
+    return space_.used() + bytes <= space_.capacity() + index_.evictable_bytes();
+  }
+
+  void Write(DiskRecord record, absl::string_view payer, std::vector<const uint8_t*> sources,
+             absl::AnyInvocable<void(bool)> done) override {
+    auto job = std::make_shared<WriteJob>();
+    for (const DiskPage& page : record.pages) job->page_bytes.push_back(page.bytes);
+    const BlockId id{record.cache, record.name.key};
+    const bool is_sound = sources.size() == record.pages.size() && IsRecord(job->page_bytes);
+    if (is_sound) job->layout = RecordLayout::Of(job->page_bytes);
+    // A name that is there, or a record that CanWrite would not have: refused, whatever the caller thought.
+    if (!is_sound || !loaded_ || is_damaged_ || !back_off_.is_over(clock_->NowNs()) ||
+        index_.Find(id.cache, id.key) != nullptr || writing_.contains(id) || !MakeRoom(job->layout.bytes)) {
+      return Post([done = std::move(done)]() mutable { done(false); });
+    }
+    uint32_t emptied;
+    job->place = space_.Take(job->layout.bytes, &job->is_first, &emptied);
+    if (emptied != UINT32_MAX) committer_->Unlink(emptied);
+    job->header = EncodeRecordHeader(record);
+    job->header_checksum =
+        RecordHeaderChecksum({reinterpret_cast<const uint8_t*>(job->header.data()), job->header.size()});
+    job->payer = std::string(payer.substr(0, kPayerBytesMax));
+    job->record = std::move(record);
+    job->sources = std::move(sources);
+    job->begun_ns = clock_->NowNs();
+    writing_bytes_ += job->place.bytes;
+    writing_.emplace(id, job.get());
+    writes_.emplace(job.get(), std::move(done));
+    mover_->Write(std::move(job));
+    ShowUse();
+  }
+
+  void Read(const CacheDigest& cache, const BlockKey& key, std::vector<Target> targets,
+            absl::AnyInvocable<void(absl::StatusOr<std::vector<uint64_t>>)> done) override {
+    const auto refuse = [&](absl::Status status) {
+      Post([done = std::move(done), status = std::move(status)]() mutable { done(std::move(status)); });
+    };
+    DiskEntry* const entry = index_.Find(cache, key);
+    if (entry == nullptr) return refuse(absl::NotFoundError("the block is not on the disk"));
+    if (entry->readers == UINT16_MAX) return refuse(absl::UnavailableError("too many read the block"));
+    auto job = std::make_shared<ReadJob>();
+    for (const Target& target : targets) job->page_bytes.push_back(target.bytes);
+    if (IsRecord(job->page_bytes)) job->layout = RecordLayout::Of(job->page_bytes);
+    if (targets.size() != index_.Describe(*entry)->layers || job->layout.bytes != entry->bytes) {
+      metrics_->errors("loss").Increment();
+      RemoveFromIndex(entry);
+      return refuse(absl::DataLossError("the record has pages of other sizes"));
+    }
+    for (const Target& target : targets) job->targets.push_back(target.to);
+    job->place = entry->place();
+    job->entry = entry;
+    job->cache = cache;
+    job->key = key;
+    job->tokens = entry->token_digest;
+    job->index = entry->index;
+    job->header_check = entry->header_check;
+    job->begun_ns = clock_->NowNs();
+    index_.BeginRead(entry);
+    reading_bytes_ += entry->bytes;
+    reads_.emplace(job.get(), std::move(done));
+    mover_->Read(std::move(job));
+  }
+
+  void Erase(const CacheDigest& cache, const BlockKey& key) override {
+    const auto write = writing_.find({cache, key});
+    if (write != writing_.end()) {
+      write->second->cancelled = true;
+      writing_.erase(write);
+      committer_->Delete(IndexKey(cache, key));  // it may be in a batch that is being written
+    }
+    if (DiskEntry* const entry = index_.Find(cache, key)) {
+      RemoveFromIndex(entry);
+    } else if (!loaded_) {
+      committer_->Delete(IndexKey(cache, key));
+      erased_early_.blocks.insert({cache, key});
+    }
+    ShowUse();
+  }
+
+  uint64_t EraseCache(const CacheDigest& cache) override {
+    CancelWrites([&](const BlockId& id) { return id.cache == cache; });
+    committer_->DeletePrefix(IndexPrefix(cache));
+    if (!loaded_) erased_early_.caches.insert(cache);
+    uint64_t erased = 0;
+    index_.ForEach(cache, [&](DiskEntry* entry) {
+      Remove(entry, /*evicted=*/false);
+      ++erased;
+    });
+    ShowUse();
+    return erased;
+  }
+
+  uint64_t EraseAll() override {
+    CancelWrites([](const BlockId&) { return true; });
+    committer_->DeletePrefix(kIndexPrefixOfAll);
+    if (!loaded_) erased_early_.all = true;
+    uint64_t erased = 0;
+    index_.ForEach([&](DiskEntry* entry) {
+      Remove(entry, /*evicted=*/false);
+      ++erased;
+    });
+    ShowUse();
+    return erased;
+  }
+
+  void OnGone(std::function<void(const CacheDigest&, const BlockKey&)> fn) override { on_gone_ = std::move(fn); }
+
+  Use use() const override {
+    return {space_.capacity(), space_.used(), index_.blocks(), writing_bytes_, reading_bytes_};
+  }
+
+  void CheckInvariants() const override {
+    index_.CheckInvariants();
+    uint64_t writing = 0, reading = 0;
+    for (const auto& [job, done] : writes_) writing += job->place.bytes;
+    absl::flat_hash_map<const DiskEntry*, uint64_t> readers;
+    for (const auto& [job, done] : reads_) {
+      reading += job->place.bytes;
+      ++readers[job->entry];
+    }
+    uint64_t gone = 0;  // which their readers keep
+    for (const auto& [entry, count] : readers) {
+      KV_CHECK(entry->readers == count);
+      if (entry->gone) gone += entry->bytes;
+    }
+    for (const DiskEntry* const entry : disposed_early_) gone += entry->bytes;
+    KV_CHECK(writing == writing_bytes_ && reading == reading_bytes_);
+    for (const auto& [id, job] : writing_) {
+      KV_CHECK(index_.Find(id.cache, id.key) == nullptr && writes_.contains(job));
+    }
+    space_.Check(index_.bytes() + writing + gone);
+  }
+
+ private:
+  // For the loop, if this is still there then.
+  void Post(absl::AnyInvocable<void()> message) {
+    queue_->Post([alive = alive_, message = std::move(message)]() mutable {
+      if (*alive) message();
+    });
+  }
+
+  void ShowUse() {
+    metrics_->used_bytes.Set(static_cast<double>(space_.used()));
+    metrics_->blocks.Set(static_cast<double>(index_.blocks()));
+  }
+
+  // Evicts until so many bytes fit. False: not now.
+  bool MakeRoom(uint64_t bytes) {
+    if (bytes > space_.capacity()) return false;
+    for (int i = 0; space_.used() + bytes > space_.capacity(); ++i) {
+      DiskEntry* const victim = i < kEvictionsAtOnce ? index_.Victim() : nullptr;
+      if (victim == nullptr) return false;
+      metrics_->evicted_blocks.Increment();
+      committer_->Delete(IndexKey(index_.CacheOf(*victim), victim->key()));
+      Remove(victim, /*evicted=*/true);
+    }
+    return true;
+  }
+
+  void RemoveFromIndex(DiskEntry* entry) {
+    committer_->Delete(IndexKey(index_.CacheOf(*entry), entry->key()));
+    Remove(entry, /*evicted=*/false);
+    ShowUse();
+  }
+
+  // Its name has left the database, or is about to.
+  void Remove(DiskEntry* entry, bool evicted) {
+    const CacheDigest cache = index_.CacheOf(*entry);
+    const BlockKey key = entry->key();
+    index_.Remove(entry, evicted);
+    if (entry->readers == 0) Dispose(entry);
+    if (on_gone_) on_gone_(cache, key);
+  }
+
+  void Dispose(DiskEntry* entry) {
+    // Before, a segment seems empty of which more records are to come.
+    if (!loaded_) return disposed_early_.push_back(entry);
+    GiveUp(entry->place());
+    index_.Free(entry);
+  }
+
+  void GiveUp(const SegmentPlace& place) {
+    const bool is_empty = space_.Give(place);
+    committer_->Punch(place);
+    if (is_empty) committer_->Unlink(place.segment);
+  }
+
+  // Those on their way that `which` names. They may be in a batch that is being written: what is added to the committer
+  // behind this removes their names.
+  template <typename Which>
+  void CancelWrites(const Which& which) {
+    for (auto it = writing_.begin(); it != writing_.end();) {
+      const auto each = it++;
+      if (!which(each->first)) continue;
+      each->second->cancelled = true;
+      writing_.erase(each);
+    }
+  }
+
+  // Nothing is written for a while.
+  void NoteError(const char* op, const absl::Status& status) {
+    metrics_->errors(op).Increment();
+    const int64_t seconds = back_off_.Begin(clock_->NowNs());
+    if (seconds == 0) return;
+    spdlog::warn("the disk failed ({}): nothing is written to it for {} s", std::string(status.message()), seconds);
+  }
+
+  void OnResults(DiskCommitter::Results results) {
+    struct Ended {
+      absl::AnyInvocable<void(bool)> done;
+      bool durable;
+    };
+    std::vector<Ended> ended;
+    std::vector<DiskEntry*> entries;
+    const int64_t now = clock_->NowNs();
+    for (const std::shared_ptr<WriteJob>& job : results.writes) {
+      const auto write = writes_.find(job.get());
+      const bool cancelled = job->cancelled.load(), durable = job->status.ok() && !cancelled;
+      ended.push_back({std::move(write->second), durable});
+      writes_.erase(write);
+      writing_bytes_ -= job->place.bytes;
+      if (!cancelled) writing_.erase({job->record.cache, job->record.name.key});
+      if (!job->status.ok()) {
+        NoteError(job->failed_at, job->status);
+        uint32_t emptied;
+        if (space_.LeaveSegment(&emptied)) committer_->Unlink(emptied);
+      }
+      if (!durable) {
+        GiveUp(job->place);
+        continue;
+      }
+      entries.push_back(index_.Insert(IndexRecordOf(*job)));
+      back_off_.NoteSuccess();
+      metrics_->written_blocks.Increment();
+      metrics_->written_bytes.Increment(static_cast<double>(job->place.bytes));
+      metrics_->write_seconds.Observe(static_cast<double>(now - job->begun_ns) * 1e-9);
+    }
+    // Of what became durable together the ends of chains go first.
+    std::stable_sort(entries.begin(), entries.end(),
+                     [](const DiskEntry* a, const DiskEntry* b) { return a->index > b->index; });
+    for (DiskEntry* const entry : entries) index_.Learn(entry);
+    space_.Gone(results.punched_bytes);
+    if (!results.unpunched.empty() && space_.punches()) {
+      spdlog::warn("the disk's file system gives no bytes back inside a file: they count until a segment is empty");
+    }
+    for (const SegmentPlace& place : results.unpunched) space_.Stays(place);
+    if (!results.error.ok()) NoteError(results.failed_at, results.error);
+    ShowUse();
+    for (Ended& each : ended) each.done(each.durable);
+  }
+
+  void OnRead(const std::shared_ptr<ReadJob>& job) {
+    const auto read = reads_.find(job.get());
+    auto done = std::move(read->second);
+    reads_.erase(read);
+    reading_bytes_ -= job->place.bytes;
+    DiskEntry* const entry = job->entry;
+    const bool was_gone = entry->gone;
+    if (!index_.EndRead(entry)) Dispose(entry);
+    absl::Status status = job->status;
+    if (!status.ok() && !was_gone) {
+      metrics_->errors(absl::IsDataLoss(status) ? "loss" : "read").Increment();
+      spdlog::warn("a block of the disk could not be read ({}){}", std::string(status.message()),
+                   job->is_lost ? ": it goes" : "");
+      // What a medium has lost once it seldom has again, and each request for it would wait for the device's own
+      // attempts; it costs a recompute, and its place is not written again.
+      if (job->is_lost && !entry->gone) RemoveFromIndex(entry);
+    }
+    if (was_gone) status = absl::NotFoundError("the block was erased while it was read");
+    ShowUse();
+    if (!status.ok()) return done(std::move(status));
+    metrics_->read_blocks.Increment();
+    metrics_->read_bytes.Increment(static_cast<double>(job->place.bytes));
+    metrics_->read_seconds.Observe(static_cast<double>(clock_->NowNs() - job->begun_ns) * 1e-9);
+    done(std::move(job->checksums));
+  }
+
+  void OnBatch(const DiskLoader::Batch& batch) {
+    for (const IndexRecord& record : batch.records) {
+      space_.Note(record.place);
+      DiskEntry* const entry = index_.Insert(record);
+      if (!erased_early_.Has(record)) continue;
+      index_.Remove(entry, /*evicted=*/false);  // nobody has found it
+      Dispose(entry);
+    }
+    for (const std::string& key : batch.damaged) {
+      metrics_->errors("index").Increment();
+      committer_->Delete(key);
+    }
+    damaged_ += batch.damaged.size() + batch.overlapping.size();
+    for (const uint32_t number : batch.order) index_.Learn(index_.At(number));
+    for (const uint32_t number : batch.overlapping) {
+      metrics_->errors("index").Increment();
+      if (!index_.At(number)->gone) RemoveFromIndex(index_.At(number));
+    }
+    if (batch.is_last) FinishLoading(batch);
+    ShowUse();
+    loader_->Next();
+  }
+
+  void FinishLoading(const DiskLoader::Batch& batch) {
+    index_.SetLoading(false);
+    erased_early_ = {};
+    loaded_ = true;
+    for (DiskEntry* const entry : disposed_early_) Dispose(entry);
+    disposed_early_ = {};
+    space_.BeginAbove(batch.segment_of_most);
+    if (!batch.status.ok()) {
+      is_damaged_ = true;
+      metrics_->errors("index").Increment();
+      absl::Status marked;
+      if (absl::IsDataLoss(batch.status)) marked = folder_.MarkDamaged();
+      spdlog::error(
+          "the disk's index is damaged ({}): the blocks that were found are read, nothing is written until "
+          "the next start, which sets it aside{}",
+          std::string(batch.status.message()), marked.ok() ? "" : absl::StrCat(" (", marked.message(), ")"));
+    }
+    if (damaged_ > 0) spdlog::warn("{} records of the disk's index could not be used, and were dropped", damaged_);
+    spdlog::info("the disk has {} blocks, {} of {} MiB; they were read in {} ms", index_.blocks(), space_.used() >> 20,
+                 space_.capacity() >> 20, (clock_->NowNs() - begun_ns_) / 1000000);
+    Shrink();
+  }
+
+  // It may have held more before.
+  void Shrink() {
+    if (MakeRoom(0) || index_.evictable_bytes() == 0) return;
+    Post([this] { Shrink(); });
+  }
+
+  const DiskShares shares_;
+  const DiskFolder folder_;
+  MessageQueue* const queue_;
+  DiskMetrics* const metrics_;
+  SteadyClock steady_clock_;
+  const Clock* const clock_;
+  const std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // shared: with messages that outlive this
+  const std::unique_ptr<DiskFiles> own_files_;
+  SegmentFiles files_;
+  const std::unique_ptr<IndexDb> db_;
+  DiskIndex index_;
+  SegmentSpace space_;
+  std::function<void(const CacheDigest&, const BlockKey&)> on_gone_;
+
+  absl::flat_hash_map<BlockId, WriteJob*> writing_;  // that are not cancelled
+  absl::flat_hash_map<const WriteJob*, absl::AnyInvocable<void(bool)>> writes_;
+  absl::flat_hash_map<const ReadJob*, absl::AnyInvocable<void(absl::StatusOr<std::vector<uint64_t>>)>> reads_;
+  uint64_t writing_bytes_ = 0, reading_bytes_ = 0;
+
+  mutable WriteBackOff back_off_;
+  bool loaded_ = false, is_damaged_ = false;
+  int64_t begun_ns_ = 0;
+  uint64_t damaged_ = 0;
+  ErasedEarly erased_early_;
+  std::vector<DiskEntry*> disposed_early_;
+
+  std::unique_ptr<DiskCommitter> committer_;
+  std::unique_ptr<DiskMover> mover_;
+  std::unique_ptr<DiskLoader> loader_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<BlockDisk>> OpenBlockDisk(const BlockDisk::Options& options, const BlockDiskParts& parts,
+                                                         MessageQueue* queue, DiskMetrics* metrics) {
+  if (options.bytes < BlockDisk::kBytesMin) {
+    return InvalidField("disk bytes", options.bytes, absl::StrCat("at least ", BlockDisk::kBytesMin));
+  }
+  KV_ASSIGN_OR_RETURN(DiskFolder folder, DiskFolder::Open(options.directory));
+  KV_ASSIGN_OR_RETURN(std::unique_ptr<IndexDb> db, OpenIndex(folder, parts.index_files, metrics));
+  return std::make_unique<BlockDiskImpl>(options, parts, std::move(folder), std::move(db), queue, metrics);
+}
+
+absl::StatusOr<std::unique_ptr<BlockDisk>> BlockDisk::Open(const Options& options, MessageQueue* queue,
+                                                           DiskMetrics* metrics) {
+  return OpenBlockDisk(options, {}, queue, metrics);
+}
+
+}  // namespace kvmanager

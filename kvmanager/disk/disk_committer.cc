@@ -1,0 +1,197 @@
+#include "kvmanager/disk/disk_committer.h"
+
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <iterator>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/failpoints.h"
+
+namespace kvmanager {
+
+IndexRecord IndexRecordOf(const WriteJob& job) {
+  const DiskRecord& of = job.record;
+  IndexRecord record;
+  record.cache = of.cache;
+  record.key = of.name.key;
+  record.tokens_digest = of.name.tokens;
+  record.place = job.place;
+  record.index = of.index;
+  record.tokens = of.tokens;
+  record.header_checksum = job.header_checksum;
+  record.layers = static_cast<uint32_t>(of.pages.size());
+  record.raw.resize((of.pages.size() + 7) / 8);
+  for (size_t i = 0; i < of.pages.size(); ++i) {
+    if (of.pages[i].raw) record.raw[i / 8] = static_cast<char>(record.raw[i / 8] | 1 << (i % 8));
+  }
+  record.payer = job.payer;
+  return record;
+}
+
+DiskCommitter::DiskCommitter(Parts parts) : parts_(std::move(parts)), thread_([this] { Run(); }) {}
+
+DiskCommitter::~DiskCommitter() {
+  {
+    MutexLock lock(mutex_);
+    stop_ = true;
+  }
+  added_.notify_one();
+  thread_.join();
+}
+
+void DiskCommitter::Add(Op op) {
+  {
+    MutexLock lock(mutex_);
+    ops_.push_back(std::move(op));
+  }
+  added_.notify_one();
+}
+
+void DiskCommitter::Put(std::shared_ptr<WriteJob> job) { Add({.kind = Kind::kPut, .job = std::move(job)}); }
+void DiskCommitter::Delete(std::string key) { Add({.kind = Kind::kDelete, .key = std::move(key)}); }
+void DiskCommitter::DeletePrefix(std::string prefix) { Add({.kind = Kind::kDeletePrefix, .key = std::move(prefix)}); }
+void DiskCommitter::Punch(const SegmentPlace& place) { Add({.kind = Kind::kPunch, .place = place}); }
+void DiskCommitter::Unlink(uint32_t segment) { Add({.kind = Kind::kUnlink, .place = {segment, 0, 0}}); }
+
+void DiskCommitter::TryAgain() {
+  {
+    MutexLock lock(mutex_);
+    again_ = true;
+  }
+  added_.notify_one();
+}
+
+void DiskCommitter::Run() {
+  for (;;) {
+    std::vector<Op> ops;
+    {
+      MutexLock lock(mutex_);
+      while (ops_.empty() && !stop_ && !again_) lock.Wait(added_);
+      if (ops_.empty() && stop_) break;
+      again_ = false;
+      if (ops_.size() <= kOpsMax) {
+        ops.swap(ops_);
+      } else {
+        ops.assign(std::make_move_iterator(ops_.begin()), std::make_move_iterator(ops_.begin() + kOpsMax));
+        ops_.erase(ops_.begin(), ops_.begin() + kOpsMax);
+      }
+    }
+    if (!ops.empty() || !failed_.empty()) Commit(std::move(ops));
+  }
+  if (!failed_.empty()) Commit({});
+}
+
+// Ends jobs that are not to be known, or cannot be.
+void DiskCommitter::Sync(const std::vector<Op>& ops, Results* results) {
+  absl::flat_hash_set<uint32_t> synced;
+  for (const Op& op : ops) {
+    if (op.kind != Kind::kPut) continue;
+    WriteJob& job = *op.job;
+    const uint32_t segment = job.place.segment;
+    if (!job.status.ok() || job.cancelled.load()) continue;
+    if (!lost_segments_.contains(segment) && synced.insert(segment).second) {
+      const int error = Fails(Failpoint::kDiskSync) ? -EIO : parts_.files->Sync(segment);
+      if (error != 0) {
+        lost_segments_.insert(segment);
+        job.status = FileError(absl::StrCat("syncing segment ", segment), error);
+        job.failed_at = "sync";
+        continue;
+      }
+    }
+    if (lost_segments_.contains(segment)) {
+      job.status = absl::UnavailableError(absl::StrCat("syncing segment ", segment, " failed before"));
+      job.failed_at = "sync";
+    }
+  }
+}
+
+void DiskCommitter::Commit(std::vector<Op> ops) {
+  Results results;
+  Sync(ops, &results);
+  std::vector<Op> all = std::exchange(failed_, {});
+  all.insert(all.end(), std::make_move_iterator(ops.begin()), std::make_move_iterator(ops.end()));
+  bool puts = false, any = false;
+  for (const Op& op : all) {
+    switch (op.kind) {
+      case Kind::kPut: {
+        if (!op.job->status.ok() || op.job->cancelled.load()) break;
+        const DiskRecord& record = op.job->record;
+        parts_.db->Put(IndexKey(record.cache, record.name.key), EncodeIndexValue(IndexRecordOf(*op.job)));
+        puts = any = true;
+        break;
+      }
+      case Kind::kDelete:
+        parts_.db->Delete(op.key);
+        any = true;
+        break;
+      case Kind::kDeletePrefix:
+        parts_.db->DeletePrefix(op.key);
+        any = true;
+        break;
+      case Kind::kPunch:
+      case Kind::kUnlink:
+        break;
+    }
+  }
+  const absl::Status status = any ? parts_.db->Commit() : absl::OkStatus();
+  for (Op& op : all) {
+    if (op.kind != Kind::kPut) continue;
+    WriteJob& job = *op.job;
+    if (!status.ok() && job.status.ok() && !job.cancelled.load()) {
+      job.status = status;
+      job.failed_at = "index";
+    }
+    results.writes.push_back(op.job);
+  }
+  if (status.ok()) {
+    GiveBack(&all, &results);
+  } else {
+    // Puts may be durable nevertheless: they become removals.
+    for (Op& op : all) {
+      if (op.kind == Kind::kPut) {
+        if (op.job->failed_at != std::string_view("index")) continue;
+        const DiskRecord& record = op.job->record;
+        op = {.kind = Kind::kDelete, .key = IndexKey(record.cache, record.name.key)};
+      }
+      failed_.push_back(std::move(op));
+    }
+    if (!puts) {
+      results.error = status;
+      results.failed_at = "index";
+    }
+  }
+  parts_.on_results(std::move(results));
+}
+
+void DiskCommitter::GiveBack(std::vector<Op>* ops, Results* results) {
+  absl::flat_hash_set<uint32_t> unlinked;
+  for (const Op& op : *ops) {
+    if (op.kind == Kind::kUnlink) unlinked.insert(op.place.segment);
+  }
+  for (const Op& op : *ops) {
+    if (op.kind != Kind::kPunch) continue;
+    const int error = unlinked.contains(op.place.segment) ? 0 : parts_.files->Punch(op.place);
+    if (error == 0 || error == -ENOENT) {
+      results->punched_bytes += op.place.bytes;
+    } else {
+      results->unpunched.push_back(op.place);
+      if (error != -EOPNOTSUPP) {
+        results->error = FileError(absl::StrCat("giving back bytes of segment ", op.place.segment), error);
+        results->failed_at = "space";
+      }
+    }
+  }
+  for (const uint32_t segment : unlinked) {
+    const int error = parts_.files->Unlink(segment);
+    lost_segments_.erase(segment);
+    if (error != 0 && error != -ENOENT) {
+      results->error = FileError(absl::StrCat("removing segment ", segment), error);
+      results->failed_at = "space";
+    }
+  }
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,90 @@
+// Makes what was written durable, and then known: one fdatasync and one batch of the index for all that waits, on a
+// thread of its own, so that reads never wait for a sync.
+//
+// Invariants:
+//  1. The index names a record only if its segment was synced behind its last byte.
+//  2. Bytes are given back to the file system only once no record of the index names them.
+//  3. Changes reach the index in the order in which they were added. A removal that failed is tried again before all
+//     later changes.
+//  4. What was written to a segment whose sync failed is not trusted: none of its records that are not in the index yet
+//     gets there.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "kvmanager/base/mutex.h"
+#include "kvmanager/disk/disk_jobs.h"
+#include "kvmanager/disk/index_db.h"
+
+namespace kvmanager {
+
+/// What the index is to say of a record.
+IndexRecord IndexRecordOf(const WriteJob& job);
+
+class DiskCommitter {
+ public:
+  static constexpr size_t kOpsMax = 4096;  // in one batch
+
+  /// What came of some ops.
+  struct Results {
+    std::vector<std::shared_ptr<WriteJob>> writes;  // status says
+    uint64_t punched_bytes = 0;
+    std::vector<SegmentPlace> unpunched;  // the file system cannot give them back
+    absl::Status error;                   // of something else than these writes
+    const char* failed_at = "";
+  };
+  struct Parts {
+    SegmentFiles* files = nullptr;  // these outlive it
+    IndexDb* db = nullptr;
+    std::function<void(Results)> on_results;  // on its thread
+  };
+  explicit DiskCommitter(Parts parts);
+  /// Ends what was added; tries everything once.
+  ~DiskCommitter();
+  DiskCommitter(const DiskCommitter&) = delete;
+  DiskCommitter& operator=(const DiskCommitter&) = delete;
+
+  // Any thread.
+  void Put(std::shared_ptr<WriteJob> job);  // whose bytes were written
+  void Delete(std::string key);
+  void DeletePrefix(std::string prefix);
+  void Punch(const SegmentPlace& place);
+  void Unlink(uint32_t segment);
+  /// Tries once more what has failed.
+  void TryAgain();
+
+ private:
+  enum class Kind : uint8_t { kPut, kDelete, kDeletePrefix, kPunch, kUnlink };
+  struct Op {
+    Kind kind = Kind::kPut;
+    std::string key;                // of kDelete, kDeletePrefix
+    std::shared_ptr<WriteJob> job;  // of kPut
+    SegmentPlace place;             // of kPunch, kUnlink
+  };
+
+  void Add(Op op);
+  void Run();
+  void Commit(std::vector<Op> ops);
+  void Sync(const std::vector<Op>& ops, Results* results);
+  void GiveBack(std::vector<Op>* ops, Results* results);
+
+  const Parts parts_;
+  Mutex mutex_;
+  std::condition_variable added_;
+  std::vector<Op> ops_ ABSL_GUARDED_BY(mutex_);
+  bool stop_ ABSL_GUARDED_BY(mutex_) = false, again_ ABSL_GUARDED_BY(mutex_) = false;
+
+  // The thread's.
+  std::vector<Op> failed_;                       // removals, and places to give back behind them
+  absl::flat_hash_set<uint32_t> lost_segments_;  // whose sync failed
+  std::thread thread_;
+};
+
+}  // namespace kvmanager

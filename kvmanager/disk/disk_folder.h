@@ -1,0 +1,51 @@
+// The directory of a disk: whose it is, what is in it, and how it is set aside when it cannot be trusted.
+//
+//   lock          held while a daemon has it open
+//   index/        RocksDB
+//   segments/     the records
+//   damaged       the index was found damaged while it was read: the next start sets it aside
+//   set-aside-T/  index/ and segments/ of a time T, which nobody uses again
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "kvmanager/disk/disk_metrics.h"
+#include "kvmanager/disk/index_db.h"
+
+namespace kvmanager {
+
+class DiskFolder {
+ public:
+  /// Makes it (mode 0700) if it is not there, its parent must be, and locks it. Errors: INVALID_ARGUMENT (no
+  /// directory); FAILED_PRECONDITION (foreign owner or mode, another process has it open); UNAVAILABLE.
+  static absl::StatusOr<DiskFolder> Open(const std::string& path);
+  DiskFolder(DiskFolder&& other) noexcept;
+  DiskFolder& operator=(DiskFolder&&) = delete;
+  ~DiskFolder();
+
+  std::string index() const { return path_ + "/index"; }
+  std::string segments() const { return path_ + "/segments"; }
+  /// Makes the folders that are not there.
+  absl::Status Make() const;
+  bool is_damaged() const;
+  bool has_segments() const;
+  absl::Status MarkDamaged() const;
+  /// Renames index and segments, and says in the log why and what to do. Returns their new folder.
+  absl::StatusOr<std::string> SetAside(absl::string_view why) const;
+
+ private:
+  DiskFolder(std::string path, int lock) : path_(std::move(path)), lock_(lock) {}
+
+  std::string path_;
+  int lock_;
+};
+
+/// The index that is there, or a new one; one that cannot be trusted is set aside. Errors: as IndexDb::Open.
+absl::StatusOr<std::unique_ptr<IndexDb>> OpenIndex(const DiskFolder& folder, rocksdb::FileSystem* index_files,
+                                                   DiskMetrics* metrics);
+
+}  // namespace kvmanager

@@ -1,0 +1,75 @@
+// Reads the index of a disk at its start, on a thread of its own, and hands it to the loop in pieces.
+//
+// The loop takes a batch, then asks for the next one, so that its turns stay short. First come the records, in the
+// order of their names; then the order in which the eviction policy is to hear of them; last what is left over. After
+// that the thread gives back the bytes between records: of writes that a crash cut off, and of holes it left.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "kvmanager/base/mutex.h"
+#include "kvmanager/disk/index_db.h"
+#include "kvmanager/disk/segment_files.h"
+
+namespace kvmanager {
+
+class DiskLoader {
+ public:
+  static constexpr size_t kRecordsOfBatch = 1000;
+
+  struct Batch {
+    std::vector<IndexRecord> records;   // inserted in this order, number 0 first
+    std::vector<std::string> damaged;   // keys whose values cannot be used, or name bytes that are not there
+    std::vector<uint32_t> overlapping;  // numbers of records that share bytes: none is trusted
+    /// Numbers of all records, the first to go first: of a chain the end, of equals the ones that were written first.
+    std::vector<uint32_t> order;
+    bool is_last = false;
+    absl::Status status;           // of the last: whether all was read
+    uint32_t segment_of_most = 0;  // of the last: the highest number that a file or a record has
+  };
+  struct Parts {
+    IndexDb* db = nullptr;  // these outlive it
+    SegmentFiles* files = nullptr;
+    std::function<void(Batch)> on_batch;  // on its thread
+  };
+  explicit DiskLoader(Parts parts);
+  /// Ends early.
+  ~DiskLoader();
+  DiskLoader(const DiskLoader&) = delete;
+  DiskLoader& operator=(const DiskLoader&) = delete;
+
+  /// The loop has taken the batch.
+  void Next();
+
+ private:
+  struct Where {
+    uint32_t segment = 0, index = 0, number = 0;
+    uint64_t begin = 0, end = 0;
+  };
+
+  void Run();
+  bool Post(Batch batch);  // waits until it was taken; false: stop
+  absl::Status Scan(Batch* last);
+  void FindOverlaps(Batch* batch) const;  // of records_ by place
+  bool PostOrder();
+  void GiveBackGaps();
+  bool stopping();
+
+  const Parts parts_;
+  Mutex mutex_;
+  std::condition_variable taken_;
+  bool is_taken_ ABSL_GUARDED_BY(mutex_) = true, stop_ ABSL_GUARDED_BY(mutex_) = false;
+
+  // The thread's.
+  std::vector<Where> records_;
+  absl::flat_hash_map<uint32_t, uint64_t> files_;  // bytes of segments
+  std::thread thread_;
+};
+
+}  // namespace kvmanager

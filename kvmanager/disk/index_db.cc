@@ -1,0 +1,275 @@
+#include "kvmanager/disk/index_db.h"
+
+#include <rocksdb/cache.h>
+#include <rocksdb/db.h>
+#include <rocksdb/env.h>
+#include <rocksdb/file_system.h>
+#include <rocksdb/options.h>
+#include <rocksdb/table.h>
+#include <rocksdb/write_batch.h>
+#include <spdlog/spdlog.h>
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "kvmanager/base/mutex.h"
+#include "kvmanager/base/status.h"
+#include "kvmanager/disk/record.h"
+
+namespace kvmanager {
+namespace {
+
+constexpr uint32_t kValueVersion = 1;
+constexpr size_t kKeyBytes = 1 + 32 + 32;
+constexpr uint64_t kScanAheadBytes = uint64_t{2} << 20;
+constexpr uint64_t kTableBytes = uint64_t{16} << 20;
+
+template <typename T>
+void Append(std::string* to, T value) {
+  to->append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+void Append(std::string* to, const Digest& digest) {
+  to->append(reinterpret_cast<const char*>(digest.bytes.data()), digest.bytes.size());
+}
+template <typename T>
+bool Take(absl::string_view* from, T* value) {
+  if (from->size() < sizeof *value) return false;
+  std::memcpy(value, from->data(), sizeof *value);
+  from->remove_prefix(sizeof *value);
+  return true;
+}
+bool Take(absl::string_view* from, Digest* digest) { return Take(from, &digest->bytes); }
+
+/// Errors of RocksDB as lines of our log; the rest of what it says is not kept.
+class QuietLogger final : public rocksdb::Logger {
+ public:
+  QuietLogger() : rocksdb::Logger(rocksdb::InfoLogLevel::ERROR_LEVEL) {}
+  using rocksdb::Logger::Logv;
+  void Logv(const char* format, va_list values) override { Logv(rocksdb::InfoLogLevel::INFO_LEVEL, format, values); }
+  void Logv(const rocksdb::InfoLogLevel level, const char* format, va_list values) override {
+    if (level < rocksdb::InfoLogLevel::ERROR_LEVEL || level == rocksdb::InfoLogLevel::HEADER_LEVEL) return;
+    char text[512];
+    std::vsnprintf(text, sizeof text, format, values);
+    spdlog::warn("disk index: {}", text);
+  }
+};
+
+absl::Status FromRocks(const rocksdb::Status& status) {
+  if (status.ok()) return absl::OkStatus();
+  const std::string text = absl::StrCat("index: ", status.ToString());
+  if (status.IsIOError() && absl::StrContains(text, "lock")) return absl::FailedPreconditionError(text);
+  if (status.IsCorruption() || status.IsPathNotFound() || status.IsInvalidArgument() || status.IsNotSupported() ||
+      status.IsNotFound()) {
+    return absl::DataLossError(text);
+  }
+  return absl::UnavailableError(text);
+}
+
+rocksdb::Options OptionsOf(rocksdb::Env* env) {
+  rocksdb::Options options;
+  options.env = env;
+  options.create_if_missing = true;
+  options.paranoid_checks = true;
+  options.info_log = std::make_shared<QuietLogger>();
+  options.info_log_level = rocksdb::InfoLogLevel::ERROR_LEVEL;
+  options.write_buffer_size = kMemtableBytes;
+  options.max_write_buffer_number = 2;
+  options.max_total_wal_size = 2 * kMemtableBytes;
+  options.target_file_size_base = kTableBytes;
+  options.max_bytes_for_level_base = 4 * kTableBytes;
+  options.compression = rocksdb::kNoCompression;
+  options.max_open_files = kOpenFilesMax;
+  options.max_file_opening_threads = 1;
+  options.max_background_jobs = 2;
+  options.stats_dump_period_sec = 0;
+  options.stats_persist_period_sec = 0;
+  options.keep_log_file_num = 1;
+  options.max_manifest_file_size = uint64_t{4} << 20;
+  options.skip_stats_update_on_db_open = true;
+  rocksdb::BlockBasedTableOptions table;
+  table.block_cache = rocksdb::NewLRUCache(kCacheBytes, 2);
+  table.cache_index_and_filter_blocks = true;
+  table.block_size = 16 << 10;
+  options.table_factory.reset(rocksdb::NewBlockBasedTableFactory(table));
+  return options;
+}
+
+class RocksIndexDb final : public IndexDb {
+ public:
+  RocksIndexDb(std::string path, std::unique_ptr<rocksdb::Env> env) : path_(std::move(path)), env_(std::move(env)) {}
+
+  absl::Status OpenDb() {
+    rocksdb::DB* db = nullptr;
+    KV_RETURN_IF_ERROR(
+        FromRocks(rocksdb::DB::Open(OptionsOf(env_ != nullptr ? env_.get() : rocksdb::Env::Default()), path_, &db)));
+    db_.reset(db);
+    rocksdb::PinnableSlice meta;
+    const rocksdb::Status got = db_->Get({}, db_->DefaultColumnFamily(), "meta", &meta);
+    if (got.ok()) {
+      if (meta == rocksdb::Slice(kIndexMeta)) return absl::OkStatus();
+      return absl::DataLossError(
+          absl::StrCat("index: it is \"", meta.ToString().substr(0, 100), "\", must be \"", kIndexMeta, "\""));
+    }
+    if (!got.IsNotFound()) return FromRocks(got);
+    // Without it nothing else may be there.
+    const std::unique_ptr<rocksdb::Iterator> it(db_->NewIterator({}));
+    it->SeekToFirst();
+    if (it->Valid()) return absl::DataLossError("index: it has records, but does not say of which version");
+    KV_RETURN_IF_ERROR(FromRocks(it->status()));
+    rocksdb::WriteOptions durable;
+    durable.sync = true;
+    is_new_ = true;
+    return FromRocks(db_->Put(durable, "meta", kIndexMeta));
+  }
+  bool is_new() const override { return is_new_; }
+
+  void Put(absl::string_view key, absl::string_view value) override { (void)batch_.Put(Slice(key), Slice(value)); }
+  void Delete(absl::string_view key) override { (void)batch_.Delete(Slice(key)); }
+  void DeletePrefix(absl::string_view prefix) override {
+    std::string end(prefix);
+    while (!end.empty() && static_cast<uint8_t>(end.back()) == 0xff) end.pop_back();
+    KV_CHECK(!end.empty());
+    end.back() = static_cast<char>(static_cast<uint8_t>(end.back()) + 1);
+    (void)batch_.DeleteRange(Slice(prefix), end);
+  }
+  absl::Status Commit() override {
+    if (batch_.Count() == 0) return absl::OkStatus();
+    absl::Status status = is_broken_ ? Reopen() : absl::OkStatus();
+    if (status.ok()) {
+      rocksdb::WriteOptions durable;
+      durable.sync = true;
+      status = FromRocks(db_->Write(durable, &batch_));
+      is_broken_ = !status.ok();
+    }
+    batch_.Clear();
+    if (status.ok()) return status;
+    return absl::UnavailableError(status.message());
+  }
+
+  absl::Status Scan(absl::FunctionRef<bool(absl::string_view, absl::string_view)> fn) override {
+    {
+      MutexLock lock(mutex_);
+      if (is_reopening_) return absl::UnavailableError("index: it is being opened anew");
+      ++scans_;
+    }
+    absl::Status status;
+    {
+      rocksdb::ReadOptions options;
+      options.verify_checksums = true;
+      options.fill_cache = false;
+      options.readahead_size = kScanAheadBytes;
+      const std::unique_ptr<rocksdb::Iterator> it(db_->NewIterator(options));
+      for (it->Seek(kIndexPrefixOfAll); it->Valid() && it->key().starts_with(kIndexPrefixOfAll); it->Next()) {
+        if (!fn(View(it->key()), View(it->value()))) break;
+      }
+      status = FromRocks(it->status());
+    }
+    MutexLock lock(mutex_);
+    --scans_;
+    return status;
+  }
+
+ private:
+  static rocksdb::Slice Slice(absl::string_view text) { return {text.data(), text.size()}; }
+  static absl::string_view View(const rocksdb::Slice& slice) { return {slice.data(), slice.size()}; }
+
+  // RocksDB writes no more after an error of its log until it is opened anew.
+  absl::Status Reopen() {
+    {
+      MutexLock lock(mutex_);
+      if (scans_ > 0) return absl::UnavailableError("index: it is being read");
+      is_reopening_ = true;
+    }
+    db_.reset();
+    const absl::Status status = OpenDb();
+    if (!status.ok()) db_.reset();
+    MutexLock lock(mutex_);
+    is_reopening_ = !status.ok();
+    return status;
+  }
+
+  const std::string path_;
+  const std::unique_ptr<rocksdb::Env> env_;  // nullptr: the machine's
+  std::unique_ptr<rocksdb::DB> db_;
+  rocksdb::WriteBatch batch_;
+  bool is_new_ = false;
+  bool is_broken_ = false;  // a Commit failed
+  Mutex mutex_;
+  int scans_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool is_reopening_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace
+
+std::string IndexPrefix(const CacheDigest& cache) {
+  std::string prefix = kIndexPrefixOfAll;
+  Append(&prefix, cache);
+  return prefix;
+}
+
+std::string IndexKey(const CacheDigest& cache, const BlockKey& key) {
+  std::string text = IndexPrefix(cache);
+  Append(&text, key);
+  return text;
+}
+
+std::string EncodeIndexValue(const IndexRecord& record) {
+  std::string value;
+  value.reserve(96 + record.raw.size() + record.payer.size());
+  Append<uint32_t>(&value, kValueVersion);
+  Append<uint32_t>(&value, record.place.segment);
+  Append<uint64_t>(&value, record.place.offset);
+  Append<uint64_t>(&value, record.place.bytes);
+  Append<uint32_t>(&value, record.index);
+  Append<uint32_t>(&value, record.tokens);
+  Append(&value, record.tokens_digest);
+  Append<uint64_t>(&value, record.header_checksum);
+  Append<uint16_t>(&value, static_cast<uint16_t>(record.layers));
+  value += record.raw;
+  Append<uint16_t>(&value, static_cast<uint16_t>(record.payer.size()));
+  value += record.payer;
+  return value;
+}
+
+bool ParseIndexRecord(absl::string_view key, absl::string_view value, IndexRecord* record) {
+  if (key.size() != kKeyBytes || key[0] != kIndexPrefixOfAll[0]) return false;
+  key.remove_prefix(1);
+  uint32_t version = 0;
+  uint16_t layers = 0, payer_bytes = 0;
+  if (!Take(&key, &record->cache) || !Take(&key, &record->key) || !Take(&value, &version) || version != kValueVersion ||
+      !Take(&value, &record->place.segment) || !Take(&value, &record->place.offset) ||
+      !Take(&value, &record->place.bytes) || !Take(&value, &record->index) || !Take(&value, &record->tokens) ||
+      !Take(&value, &record->tokens_digest) || !Take(&value, &record->header_checksum) || !Take(&value, &layers)) {
+    return false;
+  }
+  const size_t raw_bytes = (size_t{layers} + 7) / 8;
+  if (layers < 1 || layers > kDiskPagesMax || value.size() < raw_bytes) return false;
+  record->layers = layers;
+  record->raw = std::string(value.substr(0, raw_bytes));
+  value.remove_prefix(raw_bytes);
+  if (layers % 8 != 0 && static_cast<uint8_t>(record->raw.back()) >> (layers % 8) != 0) return false;
+  if (!Take(&value, &payer_bytes) || payer_bytes > kPayerBytesMax || value.size() != payer_bytes) return false;
+  record->payer = std::string(value);
+  const SegmentPlace& place = record->place;
+  return place.offset % kRecordAlign == 0 && place.bytes % kRecordAlign == 0 && place.bytes > 0 &&
+         place.bytes <= kDiskRecordBytesMax + kRecordAlign &&
+         place.offset <= std::numeric_limits<uint32_t>::max() * kRecordAlign &&
+         place.segment < std::numeric_limits<uint32_t>::max();
+}
+
+absl::StatusOr<std::unique_ptr<IndexDb>> IndexDb::Open(const std::string& path, rocksdb::FileSystem* file_system) {
+  std::unique_ptr<rocksdb::Env> env;
+  if (file_system != nullptr) {
+    // Not shared: it outlives this.
+    env = rocksdb::NewCompositeEnv(std::shared_ptr<rocksdb::FileSystem>(file_system, [](rocksdb::FileSystem*) {}));
+  }
+  auto db = std::make_unique<RocksIndexDb>(path, std::move(env));
+  KV_RETURN_IF_ERROR(db->OpenDb());
+  return db;
+}
+
+}  // namespace kvmanager
