@@ -121,8 +121,8 @@ bool DiskMover::TakeNew() {
 
 void DiskMover::Run() {
   while (TakeNew()) {
-    StartPieces();
-    if (free_.size() == pieces_.size() && (!writes_.empty() || !reads_.empty())) continue;  // all failed at once
+    // What failed at once ends no wait, and the destructor wakes it but once.
+    if (StartPieces() && free_.size() == pieces_.size()) continue;
     parts_.io->Wait(&ended_);
     for (DiskOp* const op : ended_) OnEnded(static_cast<Piece*>(op->owner));
     ended_.clear();
@@ -130,11 +130,11 @@ void DiskMover::Run() {
   GiveBackReserve();
 }
 
-void DiskMover::StartPieces() {
-  while (!free_.empty() && StartPiece(&reads_)) {
-  }
-  while (!free_.empty() && writing_pieces_ < kPiecesOfWritesMax && StartPiece(&writes_)) {
-  }
+bool DiskMover::StartPieces() {
+  bool any = false;
+  while (!free_.empty() && StartPiece(&reads_)) any = true;
+  while (!free_.empty() && writing_pieces_ < kPiecesOfWritesMax && StartPiece(&writes_)) any = true;
+  return any;
 }
 
 bool DiskMover::OpenFile(WriteJob* job) {

@@ -56,8 +56,8 @@ class DiskMover {
   };
 
   void Run();
-  bool TakeNew();  // false: nothing comes any more
-  void StartPieces();
+  bool TakeNew();      // false: nothing comes any more
+  bool StartPieces();  // whether there were some
   template <typename Job>
   bool StartPiece(std::deque<std::shared_ptr<Job>>* jobs);
   bool OpenFile(WriteJob* job);
