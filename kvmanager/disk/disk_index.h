@@ -22,7 +22,7 @@
 #include "absl/hash/hash.h"
 #include "absl/types/span.h"
 #include "kvmanager/disk/block_disk.h"
-#include "kvmanager/disk/index_db.h"
+#include "kvmanager/disk/index_record.h"
 #include "kvmanager/disk/record.h"
 #include "kvmanager/eviction/eviction_policy.h"
 

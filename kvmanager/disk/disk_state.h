@@ -9,7 +9,7 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "kvmanager/disk/block_disk.h"
-#include "kvmanager/disk/index_db.h"
+#include "kvmanager/disk/index_record.h"
 
 namespace kvmanager {
 

@@ -1,9 +1,9 @@
 // The index of a disk in RocksDB: which block is where. The only place that knows RocksDB.
 //
 //   "meta"                        -> kIndexMeta: the format's version
-//   "b" cache digest block key    -> an IndexRecord, version 1
+//   IndexKey                      -> EncodeIndexValue
 //
-// Values are checked as hostile bytes. Memory of RocksDB: two memtables of kMemtableBytes, a cache of kCacheBytes for
+// Memory of RocksDB: two memtables of kMemtableBytes, a cache of kCacheBytes for
 // everything it reads (index blocks and filters, too), kOpenFilesMax descriptors; 30 MB or so, whatever it holds.
 #pragma once
 
@@ -15,8 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "kvmanager/disk/block_disk.h"
-#include "kvmanager/disk/segment_files.h"
+#include "kvmanager/disk/index_record.h"
 
 namespace rocksdb {
 class FileSystem;
@@ -28,27 +27,6 @@ constexpr char kIndexMeta[] = "kvmanager disk index 1";
 constexpr uint64_t kMemtableBytes = uint64_t{4} << 20;
 constexpr uint64_t kCacheBytes = uint64_t{8} << 20;
 constexpr int kOpenFilesMax = 64;
-constexpr size_t kPayerBytesMax = 1024;
-
-/// What the index knows of a record.
-struct IndexRecord {
-  CacheDigest cache;
-  BlockKey key;
-  TokenDigest tokens_digest;
-  SegmentPlace place;
-  uint32_t index = 0, tokens = 0;
-  uint64_t header_checksum = 0;
-  uint32_t layers = 0;
-  std::string raw;    // (layers + 7) / 8 bytes, as DiskBlock::raw
-  std::string payer;  // at most kPayerBytesMax
-};
-
-std::string IndexKey(const CacheDigest& cache, const BlockKey& key);
-std::string IndexPrefix(const CacheDigest& cache);
-constexpr char kIndexPrefixOfAll[] = "b";
-std::string EncodeIndexValue(const IndexRecord& record);
-/// false: no record, or no sound one.
-bool ParseIndexRecord(absl::string_view key, absl::string_view value, IndexRecord* record);
 
 class IndexDb {
  public:

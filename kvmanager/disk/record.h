@@ -45,6 +45,12 @@ struct RecordLayout {
   static RecordLayout Of(absl::Span<const uint32_t> page_bytes);
 };
 
+/// A record's bytes.
+struct SegmentPlace {
+  uint32_t segment = 0;
+  uint64_t offset = 0, bytes = 0;  // multiples of kRecordAlign
+};
+
 /// Whether a record of these pages can be: their number, the bytes of each (1 or more), and of all.
 bool IsRecord(absl::Span<const uint32_t> page_bytes);
 

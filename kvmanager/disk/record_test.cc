@@ -5,7 +5,7 @@
 #include "gtest/gtest.h"
 #include "kvmanager/base/checksum.h"
 #include "kvmanager/disk/disk_testing.h"
-#include "kvmanager/disk/index_db.h"
+#include "kvmanager/disk/index_record.h"
 
 namespace kvmanager::testing {
 namespace {

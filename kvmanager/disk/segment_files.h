@@ -15,14 +15,9 @@
 #include "absl/status/statusor.h"
 #include "kvmanager/base/mutex.h"
 #include "kvmanager/disk/disk_io.h"
+#include "kvmanager/disk/record.h"
 
 namespace kvmanager {
-
-/// A record's bytes.
-struct SegmentPlace {
-  uint32_t segment = 0;
-  uint64_t offset = 0, bytes = 0;  // multiples of kRecordAlign
-};
 
 /// UNAVAILABLE naming `what` and the error; error: -errno.
 absl::Status FileError(absl::string_view what, int error);

@@ -46,6 +46,7 @@ std::unique_ptr<FuzzTarget> MakeTenantsTarget();       // the tenants' file
 std::unique_ptr<FuzzTarget> MakeTextTarget();          // addresses, numbers, failpoints, JSON of engines, metrics
 std::unique_ptr<FuzzTarget> MakeTraceTarget();         // requests that the simulator replays
 std::unique_ptr<FuzzTarget> MakePluginTarget();        // what a codec plug-in says of itself
+std::unique_ptr<FuzzTarget> MakeDiskTarget();          // what a disk has of blocks
 std::unique_ptr<FuzzTarget> MakeUcxTarget();           // packets of the UCX process, a peer's UCX memory
 
 struct NamedTarget {

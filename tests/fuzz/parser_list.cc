@@ -19,6 +19,7 @@ absl::Span<const NamedTarget> ParserTargets() {
       {"trace", MakeTraceTarget},
       {"plugin", MakePluginTarget},
       {"ucx", MakeUcxTarget},
+      {"disk", MakeDiskTarget},
       {"safetensors", MakeSafetensorsTarget},
   };
   return kTargets;
