@@ -395,7 +395,7 @@ class BlockDiskImpl final : public BlockDisk {
     erased_early_ = {};
     loaded_ = true;
     for (DiskEntry* const entry : disposed_early_) Dispose(entry);
-    disposed_early_ = {};
+    disposed_early_.clear();
     space_.BeginAbove(batch.segment_of_most);
     if (!batch.status.ok()) {
       is_damaged_ = true;

@@ -33,13 +33,14 @@ bool DiskIndex::SharedTexts::Leave(uint32_t number) {
   return true;
 }
 
-DiskIndex::DiskIndex(EvictionKind eviction) : eviction_(MakeEviction(eviction)) {}
+DiskIndex::DiskIndex(EvictionKind eviction) : eviction_(MakeEviction(eviction)), shards_(kShards) {}
 
 DiskEntry* DiskIndex::Find(const CacheDigest& cache, const BlockKey& key) const {
   const auto of = cache_numbers_.find(cache);
   if (of == cache_numbers_.end()) return nullptr;
-  const Entries& entries = caches_[of->second]->entries;
-  const auto found = entries.find(Key(key));
+  const Key wanted(of->second, key);
+  const Entries& entries = shards_[ShardOf(wanted.id)];
+  const auto found = entries.find(wanted);
   return found == entries.end() ? nullptr : *found;
 }
 
@@ -66,24 +67,21 @@ DiskEntry* DiskIndex::Allocate() {
 uint32_t DiskIndex::UseCache(const CacheDigest& digest) {
   const auto [found, is_new] = cache_numbers_.try_emplace(digest, static_cast<uint32_t>(caches_.size()));
   if (is_new) {
-    auto cache = std::make_unique<Cache>();
-    cache->digest = digest;
     if (unused_caches_.empty()) {
-      caches_.push_back(std::move(cache));
+      caches_.emplace_back();
     } else {
       found->second = unused_caches_.back();
       unused_caches_.pop_back();
-      caches_[found->second] = std::move(cache);
     }
+    caches_[found->second].digest = digest;
   }
-  ++caches_[found->second]->users;
+  ++caches_[found->second].users;
   return found->second;
 }
 
 void DiskIndex::LeaveCache(uint32_t number) {
-  if (--caches_[number]->users > 0) return;
-  cache_numbers_.erase(caches_[number]->digest);
-  caches_[number] = nullptr;
+  if (--caches_[number].users > 0) return;
+  cache_numbers_.erase(caches_[number].digest);
   unused_caches_.push_back(number);
 }
 
@@ -98,7 +96,8 @@ void DiskIndex::Count(uint32_t payer, uint64_t bytes, bool more) {
 
 DiskEntry* DiskIndex::Insert(const IndexRecord& record) {
   DiskEntry* const entry = Allocate();
-  const Key key(record.key);
+  entry->cache = UseCache(record.cache);
+  const Key key(entry->cache, record.key);
   entry->id = key.id;
   entry->key_rest = key.rest;
   entry->token_digest = record.tokens_digest;
@@ -110,12 +109,11 @@ DiskEntry* DiskIndex::Insert(const IndexRecord& record) {
   entry->segment = record.place.segment;
   entry->at = static_cast<uint32_t>(record.place.offset / kRecordAlign);
   entry->header_check = static_cast<uint32_t>(record.header_checksum);
-  entry->cache = UseCache(record.cache);
   std::string shape = {static_cast<char>(record.layers & 0xff), static_cast<char>(record.layers >> 8)};
   shape += record.raw;
   entry->shape = shapes_.Use(shape);
   entry->payer = payers_.Use(record.payer);
-  KV_CHECK(caches_[entry->cache]->entries.insert(entry).second);
+  KV_CHECK(shards_[ShardOf(entry->id)].insert(entry).second);
   Count(entry->payer, entry->bytes, /*more=*/true);
   return entry;
 }
@@ -178,7 +176,7 @@ void DiskIndex::Remove(DiskEntry* entry, bool evicted) {
   if (evicted) eviction_->Evicted(*entry);
   MakeUnevictable(entry);
   entry->gone = true;
-  KV_CHECK(caches_[entry->cache]->entries.erase(entry) == 1);
+  KV_CHECK(shards_[ShardOf(entry->id)].erase(entry) == 1);
   Count(entry->payer, entry->bytes, /*more=*/false);
 }
 
@@ -193,15 +191,17 @@ void DiskIndex::Free(DiskEntry* entry) {
 void DiskIndex::ForEach(const CacheDigest& cache, absl::FunctionRef<void(DiskEntry*)> fn) {
   const auto of = cache_numbers_.find(cache);
   if (of == cache_numbers_.end()) return;
-  const Entries& entries = caches_[of->second]->entries;
-  const std::vector<DiskEntry*> all(entries.begin(), entries.end());
-  for (DiskEntry* const entry : all) fn(entry);
+  ForEach([&, number = of->second](DiskEntry* entry) {
+    if (entry->cache == number) fn(entry);
+  });
 }
 
 void DiskIndex::ForEach(absl::FunctionRef<void(DiskEntry*)> fn) {
-  std::vector<CacheDigest> digests;
-  for (const auto& [digest, number] : cache_numbers_) digests.push_back(digest);
-  for (const CacheDigest& digest : digests) ForEach(digest, fn);
+  std::vector<DiskEntry*> all;
+  for (const Entries& entries : shards_) {
+    all.assign(entries.begin(), entries.end());
+    for (DiskEntry* const entry : all) fn(entry);
+  }
 }
 
 void DiskIndex::SetLoading(bool loading) {
@@ -212,17 +212,19 @@ void DiskIndex::SetLoading(bool loading) {
 void DiskIndex::CheckInvariants() const {
   uint64_t blocks = 0, bytes = 0, evictable = 0;
   absl::flat_hash_map<uint32_t, uint64_t> of_payer;
-  for (const auto& [digest, number] : cache_numbers_) {
-    const Cache& cache = *caches_[number];
-    KV_CHECK(cache.digest == digest && cache.users >= cache.entries.size() && cache.users > 0);
-    for (const DiskEntry* const entry : cache.entries) {
-      KV_CHECK(!entry->gone && entry->cache == number);
-      KV_CHECK(entry->evictable == (entry->learned && entry->readers == 0));
+  absl::flat_hash_map<uint32_t, uint64_t> of_cache;
+  for (const Entries& entries : shards_) {
+    for (const DiskEntry* const entry : entries) {
+      KV_CHECK(!entry->gone && entry->evictable == (entry->learned && entry->readers == 0));
       ++blocks;
       bytes += entry->bytes;
       of_payer[entry->payer] += entry->bytes;
+      ++of_cache[entry->cache];
       if (entry->evictable) evictable += entry->bytes;
     }
+  }
+  for (const auto& [digest, number] : cache_numbers_) {
+    KV_CHECK(caches_[number].digest == digest && caches_[number].users >= std::max<uint64_t>(of_cache[number], 1));
   }
   KV_CHECK(blocks == blocks_ && bytes == bytes_ && evictable == evictable_bytes_);
   KV_CHECK(by_bytes_.size() == of_payer.size());

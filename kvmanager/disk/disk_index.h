@@ -13,6 +13,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -60,7 +61,7 @@ class DiskIndex {
   uint64_t evictable_bytes() const { return evictable_bytes_; }
 
   DiskEntry* Find(const CacheDigest& cache, const BlockKey& key) const;
-  CacheDigest CacheOf(const DiskEntry& entry) const { return caches_[entry.cache]->digest; }
+  CacheDigest CacheOf(const DiskEntry& entry) const { return caches_[entry.cache].digest; }
   /// Until the next call.
   const DiskBlock* Describe(const DiskEntry& entry) const;
 
@@ -90,30 +91,32 @@ class DiskIndex {
  private:
   static constexpr size_t kSlabEntries = 1024;
   struct Key {
+    uint32_t cache = 0;
     uint64_t id = 0;
     std::array<uint8_t, 24> rest;
-    explicit Key(const BlockKey& key) {
+    Key(uint32_t cache_number, const BlockKey& key) : cache(cache_number) {
       std::memcpy(&id, key.bytes.data(), sizeof id);
       std::memcpy(rest.data(), key.bytes.data() + sizeof id, rest.size());
     }
   };
   struct Hash {
     using is_transparent = void;
-    size_t operator()(const DiskEntry* entry) const { return absl::HashOf(entry->id, entry->key_rest); }
-    size_t operator()(const Key& key) const { return absl::HashOf(key.id, key.rest); }
+    size_t operator()(const DiskEntry* entry) const { return absl::HashOf(entry->cache, entry->id, entry->key_rest); }
+    size_t operator()(const Key& key) const { return absl::HashOf(key.cache, key.id, key.rest); }
   };
   struct Equal {
     using is_transparent = void;
-    bool operator()(const DiskEntry* a, const DiskEntry* b) const {
-      return a->id == b->id && a->key_rest == b->key_rest;
+    template <typename A, typename B>
+    bool operator()(const A& a, const B& b) const {
+      return Of(a) == Of(b);
     }
-    bool operator()(const DiskEntry* a, const Key& b) const { return a->id == b.id && a->key_rest == b.rest; }
-    bool operator()(const Key& a, const DiskEntry* b) const { return a.id == b->id && a.rest == b->key_rest; }
+    static auto Of(const DiskEntry* entry) { return std::tie(entry->id, entry->cache, entry->key_rest); }
+    static auto Of(const Key& key) { return std::tie(key.id, key.cache, key.rest); }
   };
   using Entries = absl::flat_hash_set<DiskEntry*, Hash, Equal>;
+  static constexpr size_t kShards = 1024;  // a table that grows looks at all of its entries: of many small ones, few do
   struct Cache {
     CacheDigest digest;
-    Entries entries;
     uint64_t users = 0;  // entries, with those that are gone and not freed
   };
   // What many entries share, by number.
@@ -134,6 +137,8 @@ class DiskIndex {
     absl::flat_hash_map<std::string, uint32_t> numbers_;
   };
 
+  // Keys are digests; a name that was chosen to be bad makes one shard large, no more.
+  static size_t ShardOf(uint64_t id) { return id % kShards; }
   DiskEntry* Allocate();
   uint32_t UseCache(const CacheDigest& digest);
   void LeaveCache(uint32_t number);
@@ -146,7 +151,8 @@ class DiskIndex {
   uint64_t allocated_ = 0;  // of the slabs, ever
   std::vector<DiskEntry*> free_;
   bool loading_ = false;
-  std::vector<std::unique_ptr<Cache>> caches_;
+  std::vector<Entries> shards_;  // [kShards], by ShardOf
+  std::vector<Cache> caches_;
   std::vector<uint32_t> unused_caches_;
   absl::flat_hash_map<CacheDigest, uint32_t> cache_numbers_;
   SharedTexts shapes_;  // of 2 bytes of layers and the raw bits

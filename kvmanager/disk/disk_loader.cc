@@ -132,8 +132,8 @@ void DiskLoader::Run() {
   FindOverlaps(&last);
   const bool all = last.status.ok();
   if (!PostOrder() || !Post(std::move(last))) return;
-  if (all) GiveBackGaps();  // else there may be records that were not read
-  records_ = {};
+  if (all) GiveBackGaps();              // else there may be records that were not read
+  std::vector<Where>().swap(records_);  // clear() would keep its memory
 }
 
 }  // namespace kvmanager

@@ -21,7 +21,7 @@ namespace kvmanager {
 
 class DiskLoader {
  public:
-  static constexpr size_t kRecordsOfBatch = 1000;
+  static constexpr size_t kRecordsOfBatch = 500;
 
   struct Batch {
     std::vector<IndexRecord> records;   // inserted in this order, number 0 first
