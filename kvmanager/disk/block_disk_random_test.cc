@@ -58,9 +58,12 @@ class Walk {
       may_be_.insert(found->second);
     });
   }
-  // All that is on its way ends first.
+  // All that is on its way ends.
+  void Settle() {
+    ASSERT_TRUE(loop_.RunUntil([&] { return (*disk_)->use().writing_bytes == 0 && reads_ == 0; }));
+  }
   void Close() {
-    ASSERT_TRUE(loop_.RunUntil([&] { return on_way_.empty() && reads_ == 0; }));
+    ASSERT_NO_FATAL_FAILURE(Settle());
     disk_->Close();
     may_be_.clear();
   }
@@ -242,6 +245,7 @@ TEST_P(BlockDiskRandomTest, WhileCallsFail) {
   ASSERT_NO_FATAL_FAILURE(walk.Open());
   for (int i = 0; i < kSteps; ++i) {
     if (i % 200 == 0) {
+      ASSERT_NO_FATAL_FAILURE(walk.Settle());  // no thread passes a failpoint while they are set
       ASSERT_TRUE(
           SetFailpoints(
               i % 400 == 0 ? "" : absl::StrCat("disk.write=1/30,disk.read=1/50,disk.sync=1/20,seed=", seed % 1000 + i))

@@ -21,6 +21,7 @@
 #include "kvmanager/base/status.h"
 #include "kvmanager/disk/block_disk_parts.h"
 #include "kvmanager/disk/disk_metrics.h"
+#include "kvmanager/disk/rocksdb_tsan.h"
 #include "monitoring/metrics.h"
 
 namespace kvmanager::testing {
