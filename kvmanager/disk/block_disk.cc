@@ -77,7 +77,8 @@ class BlockDiskImpl final : public BlockDisk {
 
   const DiskBlock* Find(const CacheDigest& cache, const BlockKey& key) const override {
     const DiskEntry* const entry = index_.Find(cache, key);
-    return entry == nullptr ? nullptr : index_.Describe(*entry);
+    if (entry == nullptr || failed_reads_.Has({cache, key}, clock_->NowNs())) return nullptr;
+    return index_.Describe(*entry);
   }
 
   void NoteUse(const CacheDigest& cache, absl::Span<const BlockName> names) override { index_.NoteUse(cache, names); }
@@ -100,6 +101,9 @@ class BlockDiskImpl final : public BlockDisk {
     const BlockId id{record.cache, record.name.key};
     const bool is_sound = sources.size() == record.pages.size() && IsRecord(job->page_bytes);
     if (is_sound) job->layout = RecordLayout::Of(job->page_bytes);
+    // A new record takes the place of one that cannot be read.
+    DiskEntry* const old = index_.Find(id.cache, id.key);
+    if (old != nullptr && failed_reads_.Has(id, clock_->NowNs())) RemoveFromIndex(old);
     // A name that is there, or a record that CanWrite would not have: refused, whatever the caller thought.
     if (!is_sound || !loaded_ || is_damaged_ || !back_off_.is_over(clock_->NowNs()) ||
         index_.Find(id.cache, id.key) != nullptr || writing_.contains(id) || !MakeRoom(job->layout.bytes)) {
@@ -259,6 +263,7 @@ class BlockDiskImpl final : public BlockDisk {
   void Remove(DiskEntry* entry, bool evicted) {
     const CacheDigest cache = index_.CacheOf(*entry);
     const BlockKey key = entry->key();
+    failed_reads_.Forget({cache, key});
     index_.Remove(entry, evicted);
     if (entry->readers == 0) Dispose(entry);
     if (on_gone_) on_gone_(cache, key);
@@ -354,13 +359,16 @@ class BlockDiskImpl final : public BlockDisk {
       metrics_->errors(absl::IsDataLoss(status) ? "loss" : "read").Increment();
       spdlog::warn("a block of the disk could not be read ({}){}", std::string(status.message()),
                    job->is_lost ? ": it goes" : "");
-      // What a medium has lost once it seldom has again, and each request for it would wait for the device's own
-      // attempts; it costs a recompute, and its place is not written again.
-      if (job->is_lost && !entry->gone) RemoveFromIndex(entry);
+      if (job->is_lost && !entry->gone) {
+        RemoveFromIndex(entry);
+      } else if (!job->is_lost) {
+        failed_reads_.Note({job->cache, job->key}, clock_->NowNs());
+      }
     }
     if (was_gone) status = absl::NotFoundError("the block was erased while it was read");
     ShowUse();
     if (!status.ok()) return done(std::move(status));
+    failed_reads_.Forget({job->cache, job->key});
     metrics_->read_blocks.Increment();
     metrics_->read_bytes.Increment(static_cast<double>(job->place.bytes));
     metrics_->read_seconds.Observe(static_cast<double>(clock_->NowNs() - job->begun_ns) * 1e-9);
@@ -439,6 +447,7 @@ class BlockDiskImpl final : public BlockDisk {
   uint64_t writing_bytes_ = 0, reading_bytes_ = 0;
 
   mutable WriteBackOff back_off_;
+  FailedReads failed_reads_;
   bool loaded_ = false, is_damaged_ = false;
   int64_t begun_ns_ = 0;
   uint64_t damaged_ = 0;
@@ -455,7 +464,7 @@ class BlockDiskImpl final : public BlockDisk {
 absl::StatusOr<std::unique_ptr<BlockDisk>> OpenBlockDisk(const BlockDisk::Options& options, const BlockDiskParts& parts,
                                                          MessageQueue* queue, DiskMetrics* metrics) {
   if (options.bytes < BlockDisk::kBytesMin) {
-    return InvalidField("disk bytes", options.bytes, absl::StrCat("at least ", BlockDisk::kBytesMin));
+    return InvalidField("--disk-bytes", options.bytes, absl::StrCat("at least ", BlockDisk::kBytesMin));
   }
   KV_ASSIGN_OR_RETURN(DiskFolder folder, DiskFolder::Open(options.directory));
   KV_ASSIGN_OR_RETURN(std::unique_ptr<IndexDb> db, OpenIndex(folder, parts.index_files, metrics));

@@ -86,9 +86,9 @@ class BlockDisk {
 
   /// Whether a record of `page_bytes` would be taken now: not while much is on its way, nor for a while after an error.
   virtual bool CanWrite(uint64_t page_bytes) const = 0;
-  /// Writes a block that is not there and not on its way; others go for it, if room is short, of the payer who has
-  /// most. payer: who pays for it (payer_name.h). sources: [layers], whose bytes stay as they are until `done`.
-  /// done(true): it is durable, and found. False: an error, or it was erased meanwhile.
+  /// Writes a block that Find does not find and that is not on its way; others go for it, if room is short, of the
+  /// payer who has most. payer: who pays for it (payer_name.h). sources: [layers], whose bytes stay as they are until
+  /// `done`. done(true): it is durable, and found. False: an error, or it was erased meanwhile.
   virtual void Write(DiskRecord record, absl::string_view payer, std::vector<const uint8_t*> sources,
                      absl::AnyInvocable<void(bool durable)> done) = 0;
 
@@ -99,7 +99,8 @@ class BlockDisk {
   };
   /// Reads the pages of a block that Find finds, which stays until `done`. targets: [layers], which stay until `done`.
   /// done: checksums, [layers], with which the pages are yet to be compared. Errors: NOT_FOUND (it is not there);
-  /// DATA_LOSS (its header is wrong, or says other sizes: the record goes); UNAVAILABLE (I/O).
+  /// DATA_LOSS (its header is wrong, or says other sizes: the record goes); UNAVAILABLE (I/O: the block is not found
+  /// for some seconds, and then is again).
   virtual void Read(const CacheDigest& cache, const BlockKey& key, std::vector<Target> targets,
                     absl::AnyInvocable<void(absl::StatusOr<std::vector<uint64_t>>)> done) = 0;
 

@@ -10,6 +10,7 @@
 #include "gtest/gtest.h"
 #include "kvmanager/base/failpoints.h"
 #include "kvmanager/disk/block_disk.h"
+#include "kvmanager/disk/disk_state.h"
 #include "kvmanager/disk/disk_testing.h"
 #include "kvmanager/disk/power_cut_testing.h"
 
@@ -51,11 +52,13 @@ class Walk {
   void Open() {
     disk_ = std::make_unique<TestDisk>(&loop_, options_, parts_);
     ASSERT_TRUE(disk_->Load()) << disk_->status();
+    failed_.clear();
     (*disk_)->OnGone([this](const CacheDigest& cache, const BlockKey& key) {
       const auto found = names_.find({cache, key});
       ASSERT_TRUE(found != names_.end());
       EXPECT_EQ(there_.erase(found->second), 1u) << "was not there";
       may_be_.insert(found->second);
+      failed_.erase(found->second);
     });
   }
   // All that is on its way ends.
@@ -76,6 +79,8 @@ class Walk {
   }
   // Exactly what is there is there.
   void CheckAll() {
+    clock_.AdvanceNs(FailedReads::kNs);
+    failed_.clear();
     EXPECT_EQ((*disk_)->use().blocks, there_.size());
     for (const int number : there_) {
       const TestBlock block = Block(number);
@@ -124,7 +129,9 @@ class Walk {
         EXPECT_EQ(disk_->Has(*kept), durable);
       });
     } else if (what < 800) {
-      EXPECT_EQ(disk_->Has(block), there_.count(number) != 0) << number;
+      const auto failed = failed_.find(number);
+      const bool is_found = failed == failed_.end() || clock_.NowNs() >= failed->second;
+      EXPECT_EQ(disk_->Has(block), there_.count(number) != 0 && is_found) << number;
       if (what < 650 || reads_ > 20) return;
       StartRead(number, block);
     } else if (what < 880) {
@@ -182,12 +189,14 @@ class Walk {
         const absl::Status status = TestDisk::Compare(*kept, *checksums, *pages);
         EXPECT_TRUE(status.ok()) << number << ": " << status;
         EXPECT_TRUE(was_there);
+        failed_.erase(number);
         return;
       }
       // Erased meanwhile, or an error that was injected: never a loss.
       EXPECT_FALSE(absl::IsDataLoss(checksums.status())) << number << ": " << checksums.status();
       if (absl::IsUnavailable(checksums.status())) {
         EXPECT_TRUE(may_fail_ || power_ != nullptr) << checksums.status();
+        failed_[number] = clock_.NowNs() + FailedReads::kNs;
       }
     });
   }
@@ -207,9 +216,10 @@ class Walk {
   PowerCut* power_ = nullptr;
   std::unique_ptr<TestDisk> disk_;
   std::map<std::pair<CacheDigest, BlockKey>, int> names_;
-  std::set<int> there_;        // durable, and not gone
-  std::set<int> may_be_;       // gone, but perhaps not durably
-  std::map<int, int> on_way_;  // and in which turn
+  std::set<int> there_;            // durable, and not gone
+  std::set<int> may_be_;           // gone, but perhaps not durably
+  std::map<int, int> on_way_;      // and in which turn
+  std::map<int, int64_t> failed_;  // that could not be read, and until when they are not found
   int turns_ = 0, reads_ = 0;
 };
 

@@ -11,6 +11,7 @@
 #include "absl/strings/str_split.h"
 #include "gtest/gtest.h"
 #include "kvmanager/base/failpoints.h"
+#include "kvmanager/disk/disk_state.h"
 #include "kvmanager/disk/disk_testing.h"
 #include "kvmanager/disk/index_db.h"
 #include "kvmanager/disk/record.h"
@@ -536,7 +537,7 @@ TEST_P(BlockDiskTest, AfterAnErrorNothingIsWrittenForAWhile) {
   }
 }
 
-TEST_P(BlockDiskTest, ABlockThatCannotBeReadGoes) {
+TEST_P(BlockDiskTest, ABlockThatCannotBeReadIsNotFoundForAWhile) {
   TestDisk disk(&loop_, options_, parts_);
   ASSERT_TRUE(disk.Load()) << disk.status();
   const TestBlock block = MakeTestBlock(1, 1);
@@ -546,8 +547,17 @@ TEST_P(BlockDiskTest, ABlockThatCannotBeReadGoes) {
   ASSERT_TRUE(SetFailpoints("").ok());
   EXPECT_FALSE(disk.Has(block));
   EXPECT_TRUE(disk->CanWrite(1));
+  clock_.AdvanceNs(FailedReads::kNs);
+  ASSERT_TRUE(disk.Has(block));
+  EXPECT_TRUE(disk.Read(block).ok());
+  // Written anew meanwhile, it takes its own place.
+  ASSERT_TRUE(SetFailpoints("disk.read=1/1").ok());
+  EXPECT_TRUE(absl::IsUnavailable(disk.Read(block)));
+  ASSERT_TRUE(SetFailpoints("").ok());
   ASSERT_TRUE(disk.Write(block));
   EXPECT_TRUE(disk.Read(block).ok());
+  EXPECT_EQ(disk->use().blocks, 1u);
+  disk->CheckInvariants();
 }
 
 }  // namespace

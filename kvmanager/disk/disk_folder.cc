@@ -21,7 +21,7 @@
 namespace kvmanager {
 namespace {
 
-constexpr char kField[] = "disk directory";
+constexpr char kField[] = "--disk-path";
 constexpr int kSameSecondMax = 1000;
 
 absl::Status Failed(absl::string_view what, const std::string& path) {

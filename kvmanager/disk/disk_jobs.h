@@ -50,7 +50,7 @@ struct ReadJob : MoveJob {
   uint32_t index = 0, header_check = 0;
   std::vector<uint8_t*> targets;    // [pages]
   std::vector<uint64_t> checksums;  // [pages], of the header
-  bool is_lost = false;             // it cannot be read again either
+  bool is_lost = false;             // its bytes are not there: reading it again is of no use
 };
 
 }  // namespace kvmanager

@@ -66,11 +66,6 @@ absl::Status TakeHeader(absl::Span<const uint8_t> bytes, ReadJob* job) {
   return absl::OkStatus();
 }
 
-// Whether reading it once more is of no use: the medium has lost it.
-bool IsLost(int error) {
-  return error == -EIO || error == -ENODATA || error == -EBADMSG || error == -EUCLEAN || error == -EILSEQ;
-}
-
 }  // namespace
 
 DiskMover::DiskMover(Parts parts) : parts_(std::move(parts)), pieces_(kPieces) {
@@ -173,7 +168,7 @@ bool DiskMover::OpenFile(ReadJob* job) {
   int error = 0;
   job->file = parts_.files->Open(job->place.segment, /*create=*/false, &error);
   if (job->file != nullptr) return true;
-  job->is_lost = error == -ENOENT || IsLost(error);
+  job->is_lost = error == -ENOENT;
   job->status = error == -ENOENT ? absl::DataLossError("its segment file is gone")
                                  : FileError(absl::StrCat("opening segment ", job->place.segment), error);
   return false;
@@ -246,7 +241,6 @@ void DiskMover::OnEnded(Piece* piece) {
       piece->read->is_lost = true;
     } else {
       job.status = FileError("reading a block", static_cast<int>(result));
-      piece->read->is_lost = IsLost(static_cast<int>(result));
     }
   } else if (!is_write && job.status.ok()) {
     ReadJob& read = *piece->read;

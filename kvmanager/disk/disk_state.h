@@ -1,4 +1,5 @@
-// Small values of a BlockDisk: how its bytes are shared out, when it may write again, which names went early.
+// Small values of a BlockDisk: how its bytes are shared out, when it may write again, what cannot be read
+// now, which names went early.
 //
 // On the loop's thread.
 #pragma once
@@ -7,6 +8,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "kvmanager/disk/block_disk.h"
 #include "kvmanager/disk/index_record.h"
@@ -61,6 +63,28 @@ struct BlockId {
   friend H AbslHashValue(H h, const BlockId& id) {
     return H::combine(std::move(h), id.cache, id.key);
   }
+};
+
+/// Blocks that could not be read lately: they are not found for a while, as each attempt may take as long as the device
+/// goes on trying. What a device says it cannot read now it may read later, so the block stays.
+class FailedReads {
+ public:
+  static constexpr int64_t kNs = 10000000000;
+  static constexpr size_t kMax = 4096;  // of more, all are tried again
+
+  void Note(const BlockId& id, int64_t now_ns) {
+    if (until_ns_.size() >= kMax) until_ns_.clear();
+    until_ns_[id] = now_ns + kNs;
+  }
+  bool Has(const BlockId& id, int64_t now_ns) const {
+    if (until_ns_.empty()) return false;
+    const auto found = until_ns_.find(id);
+    return found != until_ns_.end() && now_ns < found->second;
+  }
+  void Forget(const BlockId& id) { until_ns_.erase(id); }
+
+ private:
+  absl::flat_hash_map<BlockId, int64_t> until_ns_;
 };
 
 /// Which names were erased before their records were known.

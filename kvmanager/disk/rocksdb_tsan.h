@@ -1,5 +1,5 @@
-// Suppression of ThreadSanitizer's false races inside RocksDB. To be included by one source of each program that opens a
-// disk: libtsan looks for it in the program itself.
+// Suppression of ThreadSanitizer's false races inside RocksDB. To be included by one source of each program that opens
+// a disk: libtsan looks for it in the program itself.
 //
 // Debian's RocksDB is not instrumented, so its atomics order nothing for ThreadSanitizer; its mutexes do.
 #pragma once
