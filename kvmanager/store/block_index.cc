@@ -226,6 +226,7 @@ void BlockIndex::Name(Block* block, const BlockName& name, EvictionRun* run) {
   block->cache->tier->eviction().Named(run, block);
   block->cache->table.Insert(block);
   parts_.metrics->published_blocks.Increment();
+  parts_.after_name(block);
 }
 
 std::vector<Block*> BlockIndex::FindPrefix(Cache& cache, absl::Span<const BlockName> names, Bytes bytes, bool lower_too,

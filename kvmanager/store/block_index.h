@@ -28,6 +28,7 @@ class BlockIndex {
     StoreMetrics* metrics = nullptr;
     const Clock* clock = nullptr;
     const Tier* host = nullptr;                       // whose use is shown in metrics
+    std::function<void(Block*)> after_name;           // the block can be found by its name
     std::function<void(const Block&)> before_unname;  // the block can be found no more by its name
   };
 

@@ -91,8 +91,8 @@ class CacheDirectory {
   virtual absl::StatusOr<std::unique_ptr<BlockWrites>> WriteBlocks(CacheId cache, uint32_t first,
                                                                    absl::Span<const BlockName> names,
                                                                    absl::Span<const uint8_t> raw) = 0;
-  /// Drops published blocks that nothing pins, of one cache or of all, in every memory, and closes caches that are then
-  /// empty and have no sequence. Returns the number of blocks.
+  /// Drops published blocks that nothing pins, of one cache or of all, in every memory and on the disk, and closes
+  /// caches that are then empty and have no sequence. Returns the number of blocks, each counted wherever it was.
   virtual absl::StatusOr<uint64_t> Purge(CacheId cache) = 0;
   virtual uint64_t PurgeAll() = 0;
 };

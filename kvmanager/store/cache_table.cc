@@ -222,7 +222,7 @@ absl::StatusOr<uint64_t> CacheTable::Purge(CacheId id) {
     blocks += PurgeOne(*cache);
     CloseIfUnused(cache);
   }
-  return blocks;
+  return blocks + (parts_.disk == nullptr ? 0 : parts_.disk->EraseCache(named->digest));
 }
 
 uint64_t CacheTable::PurgeAll() {
@@ -233,7 +233,7 @@ uint64_t CacheTable::PurgeAll() {
     blocks += PurgeOne(*cache);
     CloseIfUnused(cache);
   }
-  return blocks;
+  return blocks + (parts_.disk == nullptr ? 0 : parts_.disk->EraseAll());
 }
 
 absl::StatusOr<MatchResult> CacheTable::Match(CacheId id, absl::Span<const BlockName> names) {
@@ -241,10 +241,29 @@ absl::StatusOr<MatchResult> CacheTable::Match(CacheId id, absl::Span<const Block
   KV_RETURN_IF_ERROR(CacheTable::CheckNames(names));
   MatchResult result;
   std::vector<Block*> found = FindPrefix(*cache, names, BlockIndex::Bytes::kTrust, &result);
+  if (result.reason == MissReason::kNotFound && parts_.disk != nullptr) MatchOnDisk(*cache, names, &result);
   if (result.reason != MissReason::kNone)
     parts_.metrics->prefix_misses[static_cast<size_t>(result.reason)]->Increment();
   for (; !found.empty(); found.pop_back()) parts_.blocks->Release(found.back());
   return result;
+}
+
+void CacheTable::MatchOnDisk(const Cache& cache, absl::Span<const BlockName> names, MatchResult* result) const {
+  const std::shared_ptr<Cache> host = FindIn(cache.digest, *(*parts_.tiers)[0]);
+  for (auto& hits = result->hit_blocks; static_cast<size_t>(hits) < names.size(); ++hits) {
+    const BlockName& name = names[static_cast<size_t>(hits)];
+    const uint32_t index = static_cast<uint32_t>(hits);
+    MissReason reason;
+    if (cache.table.Find(name, index, &reason) != nullptr) continue;
+    if (host != nullptr && host->table.Find(name, index, &reason) != nullptr) continue;
+    const DiskBlock* const there = parts_.disk->Find(cache.digest, name.key);
+    if (there == nullptr) return;
+    if (there->index != index || there->tokens != name.tokens) {
+      result->reason = MissReason::kTokenMismatch;
+      return;
+    }
+  }
+  result->reason = MissReason::kNone;
 }
 
 absl::StatusOr<std::unique_ptr<BlockCheck>> CacheTable::Check(CacheId id, absl::Span<const BlockName> names) {
@@ -283,8 +302,11 @@ absl::StatusOr<std::unique_ptr<BlockWrites>> CacheTable::WriteBlocks(CacheId id,
 }
 
 std::shared_ptr<Cache> CacheTable::CounterpartIn(const Cache& cache, const Tier* tier) const {
-  if (tier == nullptr) return nullptr;
-  const auto found = by_digest_.find({cache.digest, tier->device()});
+  return tier == nullptr ? nullptr : FindIn(cache.digest, *tier);
+}
+
+std::shared_ptr<Cache> CacheTable::FindIn(const CacheDigest& digest, const Tier& tier) const {
+  const auto found = by_digest_.find({digest, tier.device()});
   return found == by_digest_.end() ? nullptr : caches_.at(found->second);
 }
 

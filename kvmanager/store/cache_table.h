@@ -11,6 +11,7 @@
 
 #include "absl/container/btree_map.h"
 #include "absl/container/flat_hash_map.h"
+#include "kvmanager/disk/block_disk.h"
 #include "kvmanager/store/block_index.h"
 #include "kvmanager/store/cache.h"
 #include "kvmanager/store/cache_directory.h"
@@ -29,6 +30,7 @@ class CacheTable final : public CacheDirectory {
     const std::vector<std::unique_ptr<Tier>>* tiers = nullptr;
     BlockIndex* blocks = nullptr;
     Payers* payers = nullptr;
+    BlockDisk* disk = nullptr;                             // nullptr: there is none
     std::function<void(const CacheDigest*)> before_purge;  // of one cache, or of all
     std::weak_ptr<const bool> alive;
   };
@@ -63,6 +65,8 @@ class CacheTable final : public CacheDirectory {
   Tier* TierOf(int device) const;  // nullptr: there is none
   /// The cache of equal digest in another tier; nullptr: it is not open there.
   std::shared_ptr<Cache> CounterpartIn(const Cache& cache, const Tier* tier) const;
+  /// The cache of this digest in a tier; nullptr: it is not open there.
+  std::shared_ptr<Cache> FindIn(const CacheDigest& digest, const Tier& tier) const;
   /// The same, opened where it is not.
   absl::StatusOr<std::shared_ptr<Cache>> OpenCounterpart(const Cache& cache, const Tier& tier);
   /// BlockIndex::FindPrefix, also in the next lower tier where pages move.
@@ -77,6 +81,8 @@ class CacheTable final : public CacheDirectory {
   bool CloseLeastRecentlyOpened();  // of the unused ones; false: there is none
   static CacheInfo InfoOf(const Cache& cache);
   uint64_t PurgeOne(Cache& cache);
+  /// How far `names` go on behind `result`, in any memory and on the disk.
+  void MatchOnDisk(const Cache& cache, absl::Span<const BlockName> names, MatchResult* result) const;
   /// The cache, if it is in host memory and so many blocks from `first` on can be one transfer.
   absl::StatusOr<std::shared_ptr<Cache>> FindForTransfer(CacheId id, uint32_t first, size_t blocks) const;
 

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "kvmanager/base/ids.h"
 #include "kvmanager/store/arrival_lease.h"
+#include "kvmanager/store/disk_load.h"
 #include "kvmanager/store/step_lease.h"
 #include "kvmanager/store/store_ids.h"
 
@@ -68,6 +69,11 @@ class LongCalls {
                                                                    uint64_t prompt_tokens) = 0;
   /// Whether blocks of a cache may come from a lower tier, by PageStore::Fetch.
   virtual bool Fetches(CacheId cache) const = 0;
+  /// Brings blocks that only the disk has into host memory, for whatever call looks for them next: `names`, the first
+  /// of which is block `first` of its sequence. nullptr: there is no disk, or no such cache.
+  virtual std::unique_ptr<DiskLoad> BeginLoad(CacheId cache, absl::Span<const BlockName> names, uint32_t first) = 0;
+  /// Writes to the disk some of the blocks that wait for it, if it takes any again: to be called now and then.
+  virtual void WriteSome() = 0;
   /// PageStore::Publish.
   virtual absl::StatusOr<std::unique_ptr<Publication>> BeginPublish(SequenceId sequence,
                                                                     std::vector<BlockName> names) = 0;

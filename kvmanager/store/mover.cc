@@ -29,7 +29,7 @@ void LookAt(const Cache& cache, MovingPage& page) {
   }
   if (!page.stays) return;
   const uint64_t checksum = Checksum(page.target, page.bytes);
-  page.refused |= page.checksum != 0 && page.checksum != checksum;
+  page.refused |= (page.must_match || page.checksum != 0) && page.checksum != checksum;
   page.checksum = checksum;
 }
 
@@ -37,7 +37,7 @@ void LookAt(const Cache& cache, MovingPage& page) {
 
 // Shared by the mover, its tasks and their end.
 struct Mover::Batch {
-  Tier* upper;
+  Tier* upper;  // nullptr: nothing is copied
   std::shared_ptr<Cache> to;
   std::vector<MovingPage> pages;
   std::shared_ptr<const bool> given_up;
@@ -70,6 +70,17 @@ void Mover::OnMoved(const std::shared_ptr<Batch>& batch, bool moved) {
   if (!moved) batch->upper->StopMoving();  // the GPU has failed
   if (batch->given_up != nullptr && *batch->given_up) moved = false;
   if (!moved || batch->to->tier == batch->upper) return Land(*batch, moved);
+  LookAtAll(batch);
+}
+
+void Mover::Check(const std::shared_ptr<Cache>& to, std::vector<MovingPage> pages, Landed landed) {
+  auto batch = std::make_shared<Batch>(Batch{nullptr, to, std::move(pages), nullptr, std::move(landed)});
+  for (const MovingPage& page : batch->pages) batch->bytes += page.bytes;
+  metrics_->moving_bytes.Increment(static_cast<double>(batch->bytes));
+  LookAtAll(batch);
+}
+
+void Mover::LookAtAll(const std::shared_ptr<Batch>& batch) {
   std::vector<absl::AnyInvocable<void()>> tasks;
   for (size_t at = 0; at < batch->pages.size(); at += kPagesPerTask) {
     tasks.push_back([batch, at] {

@@ -1,6 +1,6 @@
 // Copies pages between a GPU and the host, and has workers look at what comes to the host: demotion, fetch and hand-off
-// by way of the host alike. Who asks has reserved the slots, pins the sources, and makes the transitions of the copies
-// when they have landed. On the store's thread.
+// by way of the host alike, and what comes from the disk. Who asks has reserved the slots, pins the sources, and makes
+// the transitions of the copies when they have landed. On the store's thread.
 #pragma once
 
 #include <cstddef>
@@ -24,11 +24,12 @@ struct MovingPage {
   const uint8_t* source = nullptr;
   uint8_t* target = nullptr;
   uint64_t bytes = 0;
-  bool raw = false;       // the form: raw, or encoded
-  bool stays = true;      // the checksum is of this form; false: of the raw form beside the encoded one
-  int open_tokens = 0;    // > 0: of an open page, whose other tokens become zeros
-  uint64_t checksum = 0;  // XXH3-64 of the source; 0: not known. Of what came to the host once it has landed
-  bool refused = false;   // bytes that no page may have, or of another checksum
+  bool raw = false;         // the form: raw, or encoded
+  bool stays = true;        // the checksum is of this form; false: of the raw form beside the encoded one
+  int open_tokens = 0;      // > 0: of an open page, whose other tokens become zeros
+  uint64_t checksum = 0;    // XXH3-64 of the source; 0: not known. Of what came to the host once it has landed
+  bool must_match = false;  // the checksum is known, whatever it is
+  bool refused = false;     // bytes that no page may have, or of another checksum
 };
 
 class Mover {
@@ -46,10 +47,14 @@ class Mover {
   /// given_up: once true, nobody looks at pages that have come any more; nullptr: never.
   void Move(Tier& upper, const std::shared_ptr<Cache>& to, std::vector<MovingPage> pages,
             std::shared_ptr<const bool> given_up, Landed landed);
+  /// Has workers look at pages that have come into slots of `to`, which is in host memory; `landed` as Move's, and with
+  /// `moved` true.
+  void Check(const std::shared_ptr<Cache>& to, std::vector<MovingPage> pages, Landed landed);
 
  private:
   struct Batch;
   void OnMoved(const std::shared_ptr<Batch>& batch, bool moved);
+  void LookAtAll(const std::shared_ptr<Batch>& batch);
   void Land(Batch& batch, bool moved);
 
   Tier* const host_;

@@ -5,6 +5,8 @@
 #include "kvmanager/store/block_index.h"
 #include "kvmanager/store/block_moves.h"
 #include "kvmanager/store/cache_table.h"
+#include "kvmanager/store/disk_loads.h"
+#include "kvmanager/store/disk_writes.h"
 #include "kvmanager/store/encode_jobs.h"
 #include "kvmanager/store/memory_backend.h"
 #include "kvmanager/store/mover.h"
@@ -29,28 +31,31 @@ namespace {
 class PageStoreImpl final : public PageStore, private LongCalls, private TierOwner {
  public:
   PageStoreImpl(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor, StoreMetrics* metrics,
-                const Clock* clock, absl::Span<const StoreDevice> devices, EvictionKind eviction)
+                const Clock* clock, absl::Span<const StoreDevice> devices, EvictionKind eviction, BlockDisk* disk)
       : metrics_(metrics),
         tiers_(MakeTiers(pool, executor, devices, eviction, this)),
         mover_(tiers_[0].get(), metrics, alive_),
-        blocks_({metrics, clock, tiers_[0].get(), [this](const Block& block) { moves_.NotKept(block); }}),
+        blocks_({metrics, clock, tiers_[0].get(), [this](Block* block) { disk_writes_.NoteNamed(block); },
+                 [this](const Block& block) { moves_.NotKept(block); }}),
         payers_(&tiers_),
-        caches_({registry, metrics, &tiers_, &blocks_, &payers_, [this](const CacheDigest* of) { BeforePurge(of); },
-                 alive_}),
+        caches_({registry, metrics, &tiers_, &blocks_, &payers_, disk,
+                 [this](const CacheDigest* of) { BeforePurge(of); }, alive_}),
         encodes_({metrics, &blocks_, alive_}),
         indexes_({metrics, &blocks_, &encodes_, alive_}),
         sequences_({metrics, &caches_, &blocks_, &indexes_}),
         beginnings_({metrics, &caches_, &blocks_, &indexes_, &sequences_, alive_}),
         publications_({metrics, &blocks_, &sequences_, alive_}),
         moves_({metrics, &tiers_, &caches_, &blocks_, &encodes_, &mover_}),
+        disk_writes_({disk, metrics, tiers_[0].get(), &caches_, &blocks_, &encodes_, alive_}),
+        disk_loads_({disk, tiers_[0].get(), metrics, &caches_, &blocks_, &encodes_, &mover_, alive_}),
         reads_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, alive_}),
         appends_({metrics, clock, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &reads_, this, alive_}),
         tables_({&tiers_, &caches_, &sequences_}),
         arrivals_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, &moves_, alive_}),
         exports_({metrics, &caches_, &blocks_, &encodes_, &sequences_, &mover_, alive_}),
         imports_({metrics, &caches_, &blocks_, &encodes_, &indexes_, &sequences_, alive_}),
-        inspector_(
-            {metrics, &tiers_, &caches_, &payers_, &blocks_, &encodes_, &sequences_, &moves_, &imports_, &reads_}) {
+        inspector_({metrics, &tiers_, &caches_, &payers_, &blocks_, &encodes_, &sequences_, &moves_, &disk_writes_,
+                    &disk_loads_, &imports_, &reads_}) {
     metrics_->pool_capacity_bytes.Set(static_cast<double>(pool->capacity_bytes()));
   }
   ~PageStoreImpl() override { alive_.reset(); }
@@ -113,6 +118,10 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
     const auto found = caches_.Find(cache);
     return found.ok() && (*found)->tier->can_move();
   }
+  std::unique_ptr<DiskLoad> BeginLoad(CacheId cache, absl::Span<const BlockName> names, uint32_t first) override {
+    return disk_loads_.Begin(cache, names, first);
+  }
+  void WriteSome() override { disk_writes_.WriteSome(); }
   absl::StatusOr<std::unique_ptr<Publication>> BeginPublish(SequenceId sequence,
                                                             std::vector<BlockName> names) override {
     return publications_.Begin(sequence, std::move(names));
@@ -124,6 +133,7 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
   void OnLeftovers(std::function<void()> fn) override {
     reads_.OnLeftovers(fn);
     appends_.OnLeftovers(fn);
+    disk_loads_.OnLeftovers(fn);
     sequences_.OnLeftovers(std::move(fn));
   }
   bool ReleaseSome() override {
@@ -131,17 +141,24 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
     return appends_.FinishSome() || more;
   }
   bool GiveBackSome() override {
-    const bool more = reads_.ReleaseSome();
-    return sequences_.ReleaseSome() || more;
+    const bool reads = reads_.ReleaseSome(), loads = disk_loads_.ReleaseSome();
+    return sequences_.ReleaseSome() || reads || loads;
   }
 
   void BeforePurge(const CacheDigest* of) {
     moves_.NotePurge(of);
+    disk_writes_.NotePurge(of);
+    disk_loads_.NotePurge(of);
     while (GiveBackSome()) {  // what nobody uses is to go
     }
   }
   void Evict(Block* block) override { blocks_.Evict(block); }
-  bool Demote(Block* block) override { return moves_.Demote(block); }
+  bool CanDemote(const Tier& tier) const override {
+    return &tier == tiers_[0].get() ? disk_writes_.CanDemote() : tier.can_move();
+  }
+  bool Demote(Block* block) override {
+    return block->cache->tier == tiers_[0].get() ? disk_writes_.Demote(block) : moves_.Demote(block);
+  }
   absl::Status Exhausted(const Cache& cache, const SlotCounts& wanted) const override {
     return inspector_.Exhausted(cache, wanted);
   }
@@ -163,6 +180,8 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
   SequenceBeginnings beginnings_;
   Publications publications_;
   BlockMoves moves_;
+  DiskWrites disk_writes_;
+  DiskLoads disk_loads_;
   StoreReads reads_;
   StoreAppends appends_;
   TableChanges tables_;
@@ -176,8 +195,9 @@ class PageStoreImpl final : public PageStore, private LongCalls, private TierOwn
 
 std::unique_ptr<PageStore> PageStore::Make(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
                                            StoreMetrics* metrics, const Clock* clock,
-                                           absl::Span<const StoreDevice> devices, EvictionKind eviction) {
-  return std::make_unique<PageStoreImpl>(pool, registry, executor, metrics, clock, devices, eviction);
+                                           absl::Span<const StoreDevice> devices, EvictionKind eviction,
+                                           BlockDisk* disk) {
+  return std::make_unique<PageStoreImpl>(pool, registry, executor, metrics, clock, devices, eviction, disk);
 }
 
 }  // namespace kvmanager

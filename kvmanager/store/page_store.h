@@ -6,6 +6,7 @@
 //   steps       step_lease.h         store_appends.h, store_reads.h, encode_jobs.h, memory_backend.h (host, GPU)
 //   tables      slot_tables.h        table_changes.h
 //   tiers       arrival_lease.h      sequence_arrivals.h, block_moves.h, mover.h
+//   the disk    disk_load.h          disk_loads.h, disk_writes.h
 //   hand-offs   hand_off_lease.h     sequence_exports.h, host_export.h, sequence_imports.h
 //   the whole   store_report.h       store_inspector.h (invariants)
 //
@@ -38,6 +39,7 @@
 #include "codecs/registry.h"
 #include "kvmanager/base/clock.h"
 #include "kvmanager/base/status.h"
+#include "kvmanager/disk/block_disk.h"
 #include "kvmanager/eviction/eviction_policy.h"
 #include "kvmanager/memory/page_mover.h"
 #include "kvmanager/memory/page_pool.h"
@@ -65,11 +67,12 @@ inline bool IsWrongMemory(const absl::Status& status) {
 class PageStore {
  public:
   /// Everything given outlives the store. `registry` knows "raw", whose attention serves raw pages of every cache.
-  /// `metrics` belongs to this store alone. Leases and encode jobs may end after the store: they then do nothing.
+  /// `metrics` belongs to this store alone. disk: nullptr: none. Leases and encode jobs may end after the store: they
+  /// then do nothing.
   static std::unique_ptr<PageStore> Make(PagePool* pool, const CodecRegistry* registry, EncodeExecutor* executor,
                                          StoreMetrics* metrics, const Clock* clock,
                                          absl::Span<const StoreDevice> devices = {},
-                                         EvictionKind eviction = EvictionKind::kLru);
+                                         EvictionKind eviction = EvictionKind::kLru, BlockDisk* disk = nullptr);
   virtual ~PageStore() = default;
 
   virtual Appends& appends() = 0;

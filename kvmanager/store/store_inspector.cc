@@ -119,6 +119,7 @@ StoreUse StoreInspector::Use() const {
   parts_.sequences->WriteUse(&use);
   use.caches = parts_.caches->all().size();
   use.lease_pages = parts_.reads->lease_pages();
+  use.unwritten_blocks = parts_.disk_writes->unwritten();
   return use;
 }
 
@@ -185,8 +186,9 @@ void StoreInspector::CheckInvariants() const {
     }
   }
   for (const auto& [block, count] : parts_.blocks->other_holders().counts()) holders[block] += count;
-  absl::flat_hash_map<const Cache*, uint64_t> arriving;
+  absl::flat_hash_map<const Cache*, uint64_t> arriving = parts_.disk_loads->Arriving();
   absl::flat_hash_map<const Tier*, uint64_t> demoting_bytes;
+  demoting_bytes[(*parts_.tiers)[0].get()] = parts_.disk_writes->demoting_bytes();
   for (const auto& move : parts_.moves->all()) {
     KV_CHECK(move->from->leases > 0 && move->to->leases > 0);
     for (const BlockMove::Pair& pair : move->blocks) {

@@ -16,6 +16,8 @@
 #include <vector>
 
 #include "kvmanager/store/block_moves.h"
+#include "kvmanager/store/disk_loads.h"
+#include "kvmanager/store/disk_writes.h"
 #include "kvmanager/store/encode_jobs.h"
 #include "kvmanager/store/sequence_imports.h"
 #include "kvmanager/store/sequence_table.h"
@@ -39,6 +41,8 @@ class StoreInspector final : public StoreReport {
     EncodeJobs* encodes = nullptr;
     const SequenceTable* sequences = nullptr;
     const BlockMoves* moves = nullptr;
+    const DiskWrites* disk_writes = nullptr;
+    const DiskLoads* disk_loads = nullptr;
     SequenceImports* imports = nullptr;
     const StoreReads* reads = nullptr;
   };

@@ -56,6 +56,8 @@ StoreMetrics::StoreMetrics(Metrics* m)
       sequences(m->Gauge("sequences", "Open sequences")),
       index_bytes(m->Gauge("index_bytes", "Memory of sequences' indexes, outside the pool, shared parts in full")),
       published_blocks(m->Gauge("published_blocks", "Blocks that can be found by name")),
+      unwritten_blocks(m->Gauge("disk_unwritten_blocks",
+                                "Blocks of host memory that are being written to the disk, or wait for that")),
       evictable_bytes(m->Gauge("evictable_bytes", "Bytes of published blocks that nothing pins")),
       pool_capacity_bytes(m->Gauge("pool_capacity_bytes", "Bytes of the host pool")),
       pool_used_bytes(m->Gauge("pool_used_bytes", "Bytes of the host pool's slots in use")),

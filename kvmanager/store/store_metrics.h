@@ -56,6 +56,7 @@ struct StoreMetrics {
   prometheus::Gauge& sequences;
   prometheus::Gauge& index_bytes;
   prometheus::Gauge& published_blocks;
+  prometheus::Gauge& unwritten_blocks;
   prometheus::Gauge& evictable_bytes;
   prometheus::Gauge& pool_capacity_bytes;
   prometheus::Gauge& pool_used_bytes;

@@ -317,7 +317,19 @@ void ManualMover::FinishAll() {
   while (!moves_.empty()) FinishOne();
 }
 
-TestStore::TestStore(uint64_t pool_bytes, uint64_t device_bytes, bool moves, EvictionKind eviction)
+void LoadAll(DiskLoad& load, absl::FunctionRef<void()> wait) {
+  for (;;) {
+    while (load.DoPiece()) {
+    }
+    if (load.done()) return;
+    bool more = false;
+    load.OnMore([&more] { more = true; });
+    if (!more) wait();
+    KV_CHECK(more);
+  }
+}
+
+TestStore::TestStore(uint64_t pool_bytes, uint64_t device_bytes, bool moves, EvictionKind eviction, BlockDisk* disk)
     : store_metrics(&metrics) {
   RegisterTestCodecs(&registry);
   pool = MakePool(pool_bytes);
@@ -327,7 +339,7 @@ TestStore::TestStore(uint64_t pool_bytes, uint64_t device_bytes, bool moves, Evi
     devices.push_back(
         {TestDevice::kOrdinal, device.pool.get(), &device.epochs, &device.executor, moves ? &device.mover : nullptr});
   }
-  store = PageStore::Make(pool.get(), &registry, &executor, &store_metrics, &clock, devices, eviction);
+  store = PageStore::Make(pool.get(), &registry, &executor, &store_metrics, &clock, devices, eviction, disk);
 }
 
 CacheId TestStore::Open(const CacheConfig& config) {

@@ -131,11 +131,14 @@ enum class LetsGo : uint8_t { kAtTheEnd, kWhileItCommits };
 absl::Status AppendInPieces(PageStore& store, CacheId cache, int layer, absl::Span<const AppendEntry> entries,
                             size_t pages_at_once = Appends::kPagesAtOnce, LetsGo lets_go = LetsGo::kAtTheEnd);
 
+/// Pieces until it is done; wait: ends what the load waits for.
+void LoadAll(DiskLoad& load, absl::FunctionRef<void()> wait);
+
 /// A store with its pool, codecs, executor, metrics and clock.
 struct TestStore {
-  /// device_bytes: 0 without a device. moves: its pages move to the host and back.
+  /// device_bytes: 0 without a device. moves: its pages move to the host and back. disk: outlives it; nullptr: none.
   explicit TestStore(uint64_t pool_bytes = 64 << 20, uint64_t device_bytes = 0, bool moves = false,
-                     EvictionKind eviction = EvictionKind::kLru);
+                     EvictionKind eviction = EvictionKind::kLru, BlockDisk* disk = nullptr);
 
   CodecRegistry registry;
   std::unique_ptr<PagePool> pool;

@@ -72,10 +72,14 @@ absl::Status Tier::Reserve(const Cache& cache, const SlotCounts& counts, Reserva
           pool_->NextToGive(cache.tenant, wanted, [this](PayerId each) { return eviction_->Victim(each) != nullptr; });
       // Small slabs of others may join to a slab, and then serve otherwise than was counted.
       if (!payer.has_value()) return owner_->Exhausted(cache, counts);
-      auto* const victim = static_cast<Block*>(eviction_->Victim(*payer));
-      // What the lower tier has, too, goes at once; the rest goes there first, and that is waited for likewise.
-      if (!victim->kept && bytes_.demoting >= waiting_bytes_max) return owner_->Exhausted(cache, counts);
-      if (!owner_->Demote(victim)) owner_->Evict(victim);
+      auto* victim = static_cast<Block*>(eviction_->Victim(*payer));
+      // What the lower tier has, too, goes at once; the rest goes there first, and that is waited for likewise. A disk
+      // is not waited for: what it has not taken by now is lost.
+      if (can_move()) {
+        if (!victim->kept && bytes_.demoting >= waiting_bytes_max) return owner_->Exhausted(cache, counts);
+        if (owner_->Demote(victim)) victim = nullptr;
+      }
+      if (victim != nullptr) owner_->Evict(victim);
       Collect();
     }
   }
@@ -157,7 +161,7 @@ Block* Tier::NextToDemote() const {
 }
 
 void Tier::DemoteAhead() {
-  if (!can_move()) return;
+  if (!owner_->CanDemote(*this)) return;
   const uint64_t capacity = pool_->capacity_bytes();
   for (int i = 0; i < kDemotionsAtOnce && bytes_.demoting < kDemotingBytesMax; ++i) {
     const uint64_t soon = capacity - pool_->slot_bytes_used() + bytes_.kept + bytes_.demoting;

@@ -35,8 +35,10 @@ class TierOwner {
   virtual ~TierOwner() = default;
   /// Gives up an evictable block: its name, and its slots by way of Tier::Free.
   virtual void Evict(Block* block) = 0;
-  /// Starts to copy an evictable block to the next lower tier, and counts it (Tier::BeginDemotion). false: that tier
-  /// has it (Block::kept), or it cannot go there.
+  /// Whether what `tier` has can be copied to the next lower tier, or to the disk, now.
+  virtual bool CanDemote(const Tier& tier) const = 0;
+  /// Starts to copy an evictable block there, and counts it (Tier::BeginDemotion). false: it is there (Block::kept), or
+  /// it cannot go there.
   virtual bool Demote(Block* block) = 0;
   /// Gives back more of what sequences and leases have left. False: that was all.
   virtual bool GiveBackSome() = 0;

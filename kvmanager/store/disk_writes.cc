@@ -1,0 +1,208 @@
+#include "kvmanager/store/disk_writes.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "kvmanager/base/status.h"
+#include "kvmanager/store/memory_backend.h"
+#include "kvmanager/store/payer_name.h"
+
+namespace kvmanager {
+namespace {
+
+constexpr int kBlocksAtOnce = 8;
+
+bool IsResident(const Block& block) {
+  return std::all_of(block.pages.begin(), block.pages.end(),
+                     [](const Page& page) { return page.state == PageState::kResident; });
+}
+
+uint64_t StayingBytes(const Block& block) {
+  uint64_t bytes = 0;
+  for (uint32_t layer = 0; layer < block.pages.size(); ++layer) {
+    bytes += block.pages[layer].declined ? block.cache->layout().raw_bytes() : block.cache->page_bytes(layer);
+  }
+  return bytes;
+}
+
+}  // namespace
+
+class DiskWrites::Waiting final : public EncodeWaiter {
+ public:
+  Waiting(DiskWrites* writes, Block* block)
+      : EncodeWaiter(writes->parts_.encodes, writes->parts_.alive), writes_(writes), block_(block) {
+    writes_->parts_.blocks->other_holders().Note(block_);
+    writes_->parts_.blocks->Hold(block_);
+    std::vector<PageRef> pages;
+    for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
+      if (block->pages[layer].awaits_encoding()) pages.push_back({block, layer});
+    }
+    WaitFor(std::move(pages));
+  }
+  ~Waiting() override {
+    if (store_has_gone()) return;
+    writes_->parts_.blocks->other_holders().Forget(block_);
+    writes_->parts_.blocks->Release(block_);
+  }
+
+ private:
+  void Resolve() override {}
+
+  DiskWrites* const writes_;
+  Block* const block_;
+};
+
+DiskWrites::DiskWrites(const Parts& parts) : parts_(parts) {
+  if (parts_.disk == nullptr) return;
+  parts_.disk->OnGone([this, alive = parts_.alive](const CacheDigest& cache, const BlockKey& key) {
+    if (!alive.expired()) OnGone(cache, key);
+  });
+}
+
+DiskWrites::~DiskWrites() = default;
+
+bool DiskWrites::HasRoom(uint64_t bytes) const {
+  return pinned_bytes_ == 0 || pinned_bytes_ + bytes <= parts_.host->pool()->capacity_bytes() / kPinnedShare;
+}
+
+bool DiskWrites::MayFit(uint64_t bytes) const {
+  return bytes <= std::min(kDiskRecordBytesMax, parts_.disk->use().capacity_bytes) / 2;
+}
+
+void DiskWrites::NoteNamed(Block* block) {
+  if (parts_.disk == nullptr || block->cache->tier != parts_.host) return;
+  if (parts_.disk->Find(block->cache->digest, block->name.key) != nullptr) return parts_.host->SetKept(block, true);
+  if (named_.size() >= kQueuedMax) return;
+  named_.push_back({block->cache->id, block->name.key});
+  WriteSome();
+}
+
+void DiskWrites::WriteSome() {
+  if (parts_.disk == nullptr) return;
+  WriteNext();
+  parts_.metrics->unwritten_blocks.Set(static_cast<double>(unwritten()));
+}
+
+void DiskWrites::WriteNext() {
+  for (int i = 0; i < kBlocksAtOnce && waiting_ == nullptr && !named_.empty(); ++i) {
+    const Named next = named_.front();
+    const auto cache = parts_.caches->Find(next.cache);
+    Block* const block = cache.ok() ? (*cache)->table.FindKey(next.key) : nullptr;
+    // Written meanwhile, or gone.
+    if (block == nullptr || block->kept || writing_.contains(block)) {
+      named_.pop_front();
+      continue;
+    }
+    const uint64_t bytes = StayingBytes(*block);
+    if (!MayFit(bytes)) {
+      named_.pop_front();
+      continue;
+    }
+    if (!HasRoom(bytes) || !parts_.disk->CanWrite(bytes)) return;
+    if (IsResident(*block)) {
+      named_.pop_front();
+      Start(block, /*demotes=*/false);
+      continue;
+    }
+    auto waiting = std::make_unique<Waiting>(this, block);
+    if (waiting->is_ready()) {
+      named_.pop_front();  // a page of it will never be encoded
+      continue;
+    }
+    waiting_ = std::move(waiting);
+    waiting_->CallWhenReady([this] {
+      waiting_ = nullptr;
+      WriteSome();
+    });
+  }
+}
+
+bool DiskWrites::Demote(Block* block) {
+  KV_CHECK(block->evictable);
+  if (parts_.disk == nullptr) return false;
+  if (parts_.disk->Find(block->cache->digest, block->name.key) != nullptr) {
+    parts_.host->SetKept(block, true);
+    return false;
+  }
+  const uint64_t bytes = StayingBytes(*block);
+  if (!IsResident(*block) || !MayFit(bytes) || !HasRoom(bytes) || !parts_.disk->CanWrite(bytes)) return false;
+  Start(block, /*demotes=*/true);
+  return true;
+}
+
+void DiskWrites::Start(Block* block, bool demotes) {
+  const std::shared_ptr<Cache> cache = block->cache;
+  DiskRecord record;
+  record.cache = cache->digest;
+  record.name = block->name;
+  record.index = block->index;
+  record.tokens = block->tokens;
+  std::vector<const uint8_t*> sources;
+  uint64_t bytes = 0;
+  for (uint32_t layer = 0; layer < block->pages.size(); ++layer) {
+    const Page& page = block->pages[layer];
+    const uint64_t page_bytes = page.declined ? cache->layout().raw_bytes() : cache->page_bytes(layer);
+    record.pages.push_back({static_cast<uint32_t>(page_bytes), page.declined, page.checksum});
+    sources.push_back(PageData(*cache, page.declined ? page.raw : page.encoded));
+    bytes += page_bytes;
+    parts_.blocks->PinEncoded({block, layer});
+  }
+  writing_.emplace(block, false);
+  ++cache->leases;
+  pinned_bytes_ += bytes;
+  if (demotes) {
+    demoting_bytes_ += bytes;
+    parts_.host->BeginDemotion(bytes);
+  }
+  parts_.disk->Write(std::move(record), PayerName(cache->config.tenant), std::move(sources),
+                     [this, alive = parts_.alive, block, key = block->name.key, bytes, demotes](bool durable) {
+                       if (!alive.expired()) End(block, key, bytes, demotes, durable);
+                     });
+}
+
+void DiskWrites::End(Block* block, const BlockKey& key, uint64_t bytes, bool demotes, bool durable) {
+  const std::shared_ptr<Cache> cache = block->cache;
+  pinned_bytes_ -= bytes;
+  if (demotes) {
+    demoting_bytes_ -= bytes;
+    parts_.host->EndDemotion(bytes);
+  }
+  const auto written = writing_.find(block);
+  const bool purged = written->second;
+  writing_.erase(written);
+  if (block->published && block->name.key == key) {
+    if (durable) {
+      parts_.host->SetKept(block, true);
+    } else if (!purged) {
+      named_.push_front({cache->id, key});  // once the disk takes blocks again
+    }
+  }
+  // The last unpinning may delete the block.
+  for (uint32_t layer = 0, layers = cache->layers(); layer < layers; ++layer) {
+    if (layer + 1 == layers && purged && block->published && block->holders == 0 && block->pins == 1)
+      parts_.blocks->Unname(block);
+    parts_.blocks->UnpinEncoded({block, layer});
+  }
+  --cache->leases;
+  if (!cache->wanted) parts_.caches->CloseIfUnused(cache);
+  WriteSome();
+}
+
+void DiskWrites::NotePurge(const CacheDigest* digest) {
+  waiting_ = nullptr;
+  std::erase_if(named_, [&](const Named& named) {
+    const auto cache = parts_.caches->Find(named.cache);
+    return digest == nullptr || !cache.ok() || (*cache)->digest == *digest;
+  });
+  parts_.metrics->unwritten_blocks.Set(static_cast<double>(unwritten()));
+  for (auto& [block, purged] : writing_) purged |= digest == nullptr || block->cache->digest == *digest;
+}
+
+void DiskWrites::OnGone(const CacheDigest& digest, const BlockKey& key) {
+  const std::shared_ptr<Cache> cache = parts_.caches->FindIn(digest, *parts_.host);
+  if (cache == nullptr) return;
+  if (Block* const block = cache->table.FindKey(key)) parts_.host->SetKept(block, false);
+}
+
+}  // namespace kvmanager

@@ -1,0 +1,85 @@
+// Published blocks of host memory that are copied to the disk: each soon after it was named, so that a restart finds it,
+// and at the latest when room is short. On the store's thread.
+//
+// A block is written in the form that stays, once all of its pages are encoded; its pages are pinned meanwhile. Once it
+// is durable the host's tier may evict it and loses nothing (Evictable::kept). What the disk does not take now is
+// written later, or evicted without having been written.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "kvmanager/disk/block_disk.h"
+#include "kvmanager/store/block_index.h"
+#include "kvmanager/store/cache_table.h"
+#include "kvmanager/store/encode_jobs.h"
+#include "kvmanager/store/tier.h"
+
+namespace kvmanager {
+
+class DiskWrites {
+ public:
+  static constexpr size_t kQueuedMax = 1 << 16;  // blocks; others are written when room is short
+  /// Of host memory that is pinned for being written: one part in so many, or one block.
+  static constexpr uint64_t kPinnedShare = 16;
+
+  /// Everything outlives it. disk: nullptr: there is none, and nothing is written.
+  struct Parts {
+    BlockDisk* disk = nullptr;
+    StoreMetrics* metrics = nullptr;
+    Tier* host = nullptr;
+    CacheTable* caches = nullptr;
+    BlockIndex* blocks = nullptr;
+    EncodeJobs* encodes = nullptr;
+    std::weak_ptr<const bool> alive;
+  };
+
+  explicit DiskWrites(const Parts& parts);
+  ~DiskWrites();
+  DiskWrites(const DiskWrites&) = delete;
+  DiskWrites& operator=(const DiskWrites&) = delete;
+
+  /// A block was named: it is written behind those named before, unless the disk has it.
+  void NoteNamed(Block* block);
+  /// LongCalls': starts to write what is next, a few blocks in each call.
+  void WriteSome();
+  /// TierOwner's, of blocks in host memory.
+  bool CanDemote() const { return parts_.disk != nullptr && HasRoom(0) && parts_.disk->CanWrite(0); }
+  bool Demote(Block* block);
+
+  /// Before published blocks of a cache are dropped; nullptr: of all. Those that are being written go once they were.
+  void NotePurge(const CacheDigest* digest);
+
+  /// Blocks that are being written, or wait for that.
+  size_t unwritten() const { return named_.size() + writing_.size(); }
+
+  /// For CheckInvariants.
+  uint64_t demoting_bytes() const { return demoting_bytes_; }
+
+ private:
+  struct Named {
+    CacheId cache = 0;
+    BlockKey key;
+  };
+  /// Waits until the pages of the block that is next are encoded.
+  class Waiting;
+
+  bool HasRoom(uint64_t bytes) const;
+  /// Else the block is never written.
+  bool MayFit(uint64_t bytes) const;
+  void WriteNext();
+  /// Pins the block's pages until they are written. demotes: counted in its tier's bytes().demoting.
+  void Start(Block* block, bool demotes);
+  void End(Block* block, const BlockKey& key, uint64_t bytes, bool demotes, bool durable);
+  void OnGone(const CacheDigest& cache, const BlockKey& key);
+
+  const Parts parts_;
+  std::deque<Named> named_;           // to be written, the first named first
+  std::unique_ptr<Waiting> waiting_;  // for the first of them; nullptr: for nothing
+  absl::flat_hash_map<Block*, bool> writing_;  // whether it was purged meanwhile
+  uint64_t pinned_bytes_ = 0, demoting_bytes_ = 0;
+};
+
+}  // namespace kvmanager
