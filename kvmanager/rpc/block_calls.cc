@@ -10,6 +10,7 @@
 #include "kvmanager/base/on_worker.h"
 #include "kvmanager/base/status.h"
 #include "kvmanager/rpc/limits.h"
+#include "kvmanager/rpc/load_blocks.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/step_check.h"
 #include "kvmanager/rpc/wire.h"
@@ -172,17 +173,33 @@ absl::StatusOr<kj::Promise<void>> BlockCalls::Read(const std::shared_ptr<Session
                                                    ReadBlocksContext& context) const {
   KV_RETURN_IF_ERROR(CheckAccepting());
   const auto request = context.getParams().getRequest();
-  KV_ASSIGN_OR_RETURN(const StepTensor range, CheckRange(*session, request.getPages()));
+  KV_RETURN_IF_ERROR(CheckRange(*session, request.getPages()).status());
   if (request.hasRaw()) return InvalidField("raw", absl::StrCat(request.getRaw().size(), " bytes long"), "empty");
-  KV_ASSIGN_OR_RETURN(const std::vector<BlockName> names,
-                      ReadBlockNames("names", request.getNames(), kTransferPagesMax));
-  KV_ASSIGN_OR_RETURN(auto reads, parts_.store->caches().ReadBlocks(bound.cache.id, request.getFirstBlock(), names,
+  KV_ASSIGN_OR_RETURN(std::vector<BlockName> names, ReadBlockNames("names", request.getNames(), kTransferPagesMax));
+  std::shared_ptr<DiskLoad> load = parts_.store->long_calls().BeginLoad(bound.cache.id, names, request.getFirstBlock());
+  if (load == nullptr) return ReadLoaded(session, bound.cache.id, bound.cache.owner, names, context);
+  return LoadBlocks(session, Method::kReadBlocks, parts_.turns, load)
+      .then([this, session, cache = bound.cache.id, owner = bound.cache.owner, names = std::move(names), load,
+             context]() mutable -> kj::Promise<void> {
+        auto reading = ReadLoaded(session, cache, owner, names, context);
+        if (reading.ok()) return kj::mv(*reading);
+        ServeError(*session, Method::kReadBlocks, reading.status(), context);
+        return kj::READY_NOW;
+      });
+}
+
+absl::StatusOr<kj::Promise<void>> BlockCalls::ReadLoaded(const std::shared_ptr<Session>& session, CacheId cache,
+                                                         WorkerPool::Owner owner, const std::vector<BlockName>& names,
+                                                         ReadBlocksContext& context) const {
+  const auto request = context.getParams().getRequest();
+  KV_ASSIGN_OR_RETURN(const StepTensor range, CheckRange(*session, request.getPages()));
+  KV_ASSIGN_OR_RETURN(auto reads, parts_.store->caches().ReadBlocks(cache, request.getFirstBlock(), names,
                                                                     range.bytes.size(), limits::kTensorAlign));
   auto reading = std::make_shared<Reading>(session->FindArena(range.arena), std::move(reads));
   reading->SetRange(range.bytes.data());
   context.releaseParams();
   const int64_t start_ns = parts_.clock->NowNs();
-  return Run(reading, bound.cache.owner).then([this, reading, session, context, start_ns]() mutable {
+  return Run(reading, owner).then([this, reading, session, context, start_ns]() mutable {
     auto reply = context.getResults().initReply();
     reading->WriteReply(reply);
     parts_.metrics->read_seconds.Observe(double(parts_.clock->NowNs() - start_ns) * 1e-9);

@@ -1,4 +1,5 @@
 // Runs Cache.readBlocks and Cache.writeBlocks: whole blocks between pages in host memory and an arena of the client.
+// Blocks that only the disk has come into memory first.
 //
 // Workers copy, and check what they copied, a page at a time and in turns (worker_pool.h). A call object owns the lease
 // on the pages and the arena until they are done, so that cancelling the call, or losing the client, is safe at any
@@ -8,6 +9,7 @@
 #include <kj/async.h>
 
 #include <memory>
+#include <vector>
 
 #include "kvmanager/api/kvmanager.capnp.h"
 #include "kvmanager/base/clock.h"
@@ -17,6 +19,7 @@
 #include "kvmanager/rpc/memory_calls.h"
 #include "kvmanager/rpc/rpc_metrics.h"
 #include "kvmanager/rpc/session.h"
+#include "kvmanager/rpc/taking_turns.h"
 
 namespace kvmanager {
 
@@ -33,6 +36,7 @@ class BlockCalls {
     const Clock* clock = nullptr;
     const DrainSwitch* drain = nullptr;
     BlockCallMetrics* metrics = nullptr;
+    TakingTurns* turns = nullptr;
   };
 
   explicit BlockCalls(const Parts& parts) : parts_(parts) {}
@@ -46,6 +50,11 @@ class BlockCalls {
                                           WriteBlocksContext& context) const;
 
  private:
+  /// Once what the disk has of the request's blocks is in memory.
+  absl::StatusOr<kj::Promise<void>> ReadLoaded(const std::shared_ptr<Session>& session, CacheId cache,
+                                               WorkerPool::Owner owner, const std::vector<BlockName>& names,
+                                               ReadBlocksContext& context) const;
+
   class Copying;
   class Reading;
   class Writing;

@@ -94,7 +94,8 @@ class BlockCallsTest : public testing::CallsTest {
   size_t block_bytes_ = 0;
   uint32_t arena_ = 0;
   BlockCallMetrics call_metrics_{&metrics_};
-  const BlockCalls calls_{{&store(), &*workers_, &queue_, &clock_, &drain_, &call_metrics_}};
+  TakingTurns turns_{&queue_};
+  const BlockCalls calls_{{&store(), &*workers_, &queue_, &clock_, &drain_, &call_metrics_, &turns_}};
 };
 
 TEST_F(BlockCallsTest, WhatIsWrittenIsRead) {

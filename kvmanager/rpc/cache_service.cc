@@ -10,6 +10,7 @@
 #include "kvmanager/base/aligned_buffer.h"
 #include "kvmanager/base/on_worker.h"
 #include "kvmanager/rpc/limits.h"
+#include "kvmanager/rpc/load_blocks.h"
 #include "kvmanager/rpc/serve.h"
 #include "kvmanager/rpc/service.h"
 #include "kvmanager/rpc/step_check.h"
@@ -251,6 +252,8 @@ class CacheService final : public api::Cache::Server {
     absl::Status wrong;
     capnp::List<api::SequenceReply>::Builder replies = nullptr;
     uint32_t next = 0;                             // of the requests
+    std::unique_ptr<DiskLoad> load;                // of what the disk has of the prefix of request `next`
+    bool loaded = false;                           // all of it, or there is no disk
     std::shared_ptr<SequenceBeginning> beginning;  // of request `next`
     bool compares = false;                         // before that goes on
     std::unique_ptr<BlockCheck> check;             // of blocks that request `next` begins with, to be fetched
@@ -262,6 +265,9 @@ class CacheService final : public api::Cache::Server {
     return InTurns(session_, Method::kCreateSequences, parts_.sequence.long_calls,
                    [this, creation] { return Create(*creation); })
         .then([this, creation]() -> kj::Promise<void> {
+          if (creation->load != nullptr && !creation->loaded) {
+            return WhenMore(*creation->load).then([this, creation] { return CreateNext(creation); });
+          }
           if (std::exchange(creation->compares, false)) {
             return OnWorkerInTurns(parts_.sequence.workers, queue(), WorkerPool::Priority::kAttend, bound_->cache.owner,
                                    [creation] { return creation->beginning->CompareOne(); })
@@ -278,9 +284,16 @@ class CacheService final : public api::Cache::Server {
           return kj::joinPromises(all.finish());
         });
   }
-  // False: all are created, or the next one's blocks are to be compared or verified.
+  // False: all are created, or the next one's blocks are to come, to be compared or verified.
   bool Create(Creation& creation) {
     if (creation.next == creation.prefixes.size()) return false;
+    if (!creation.loaded) {
+      if (creation.load == nullptr) {
+        creation.load = store().long_calls().BeginLoad(id(), creation.prefixes[creation.next], 0);
+      }
+      if (creation.load != nullptr && !creation.load->done()) return creation.load->DoPiece() || creation.load->done();
+      creation.loaded = true;
+    }
     if (!store().long_calls().Fetches(id())) return BeginNext(creation);
     auto check = store().caches().Check(id(), creation.prefixes[creation.next]);
     if (check.ok() && *check != nullptr) {
@@ -312,12 +325,20 @@ class CacheService final : public api::Cache::Server {
       created = may.ok() ? creation.beginning->Commit() : may;
       creation.beginning = nullptr;
     }
-    WriteCreated(created, creation.replies[creation.next++]);
+    WriteCreated(created, creation.replies[creation.next]);
+    EndOf(creation);
     return true;
   }
+  // What was loaded for the request is its sequence's now, or is pinned for it.
+  static void EndOf(Creation& creation) {
+    creation.load = nullptr;
+    creation.loaded = false;
+    ++creation.next;
+  }
   void CreateVerified(Creation& creation) {
-    const uint32_t i = creation.next++;
+    const uint32_t i = creation.next;
     auto fetching = FetchOrCreate(creation.prefixes[i], creation.list[i].getPromptTokens(), creation.replies[i]);
+    EndOf(creation);
     if (fetching.has_value()) creation.fetching.push_back(kj::mv(*fetching));
   }
   kj::Promise<void> Verify(std::unique_ptr<BlockCheck> check) {
