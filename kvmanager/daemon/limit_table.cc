@@ -50,6 +50,7 @@ std::vector<Limit> ListLimits(const Options& o, const LimitUse* use) {
        "pages in host memory"},
       {"device_pool_bytes", kDaemon, kBytes, o.device_pool_bytes, "--device-pool-bytes", &Use::device_pool_bytes,
        "pages of each GPU"},
+      {"disk_bytes", kDaemon, kBytes, o.disk_bytes, "--disk-bytes", &Use::disk_bytes, "published blocks on the disk"},
       {"request_bytes", kDaemon, kBytes, o.memory_beyond_pool_bytes / 2, "--memory-beyond-pool-bytes",
        &Use::request_bytes, "requests that are received or served; further ones wait"},
       {"reply_bytes", kDaemon, kBytes, o.memory_beyond_pool_bytes / 2, "--memory-beyond-pool-bytes", &Use::reply_bytes,

@@ -17,7 +17,7 @@ namespace kvmanager {
 
 /// What is used now of what the table bounds. Of a tenant, a connection or a process: of the one that has most.
 struct LimitUse {
-  uint64_t host_pool_bytes = 0, device_pool_bytes = 0;
+  uint64_t host_pool_bytes = 0, device_pool_bytes = 0, disk_bytes = 0;
   uint64_t arena_bytes = 0, recompute_bytes = 0, recompute_device_bytes = 0;
   uint64_t request_bytes = 0, reply_bytes = 0;
   uint64_t connections = 0, tcp_connections = 0, admin_connections = 0, tls_handshakes = 0;

@@ -10,6 +10,7 @@ LimitUse MeasureLimits(const LimitHolders& holders) {
   for (Gpu* const gpu : holders.gpus) {
     use.device_pool_bytes = std::max<uint64_t>(use.device_pool_bytes, gpu->pool()->used_bytes());
   }
+  if (holders.disk != nullptr) use.disk_bytes = holders.disk->use().used_bytes;
   use.arena_bytes = holders.arenas->used_bytes();
   use.recompute_bytes = holders.recomputer->bytes();
   for (const auto& gpu : holders.recomputer->GpuInfos()) {

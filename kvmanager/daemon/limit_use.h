@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "kvmanager/daemon/limit_table.h"
+#include "kvmanager/disk/block_disk.h"
 #include "kvmanager/gpu/gpu.h"
 #include "kvmanager/handoff/incoming_hand_offs.h"
 #include "kvmanager/handoff/recomputer.h"
@@ -20,6 +21,7 @@ namespace kvmanager {
 struct LimitHolders {
   PageStore* store = nullptr;
   const PagePool* host_pool = nullptr;
+  const BlockDisk* disk = nullptr;  // nullptr: none
   Gpus gpus;
   const ArenaBytes* arenas = nullptr;
   const Recomputer* recomputer = nullptr;

@@ -64,7 +64,7 @@ struct Texts {
   std::string host_pool_bytes, threads, busy_poll_us, quality_sample, arena_bytes, recompute_bytes,
       memory_beyond_pool_bytes, slab_bytes, hand_off_lease_ms, tenant_most_percent, drain_s, peer_rate_bytes,
       peer_window_bytes, peer_local_copy, peer_zero_copy, peer_tls, tls_clients, device_pool_bytes, device_slab_bytes,
-      devices, recompute_device_bytes, eviction;
+      devices, recompute_device_bytes, eviction, disk_bytes;
   std::vector<std::string> peer_tenants;
 };
 
@@ -194,6 +194,15 @@ absl::Status Check(const Texts& texts, Options* options) {
       return InvalidField("--slab-bytes", texts.slab_bytes, "a multiple of 2MiB, at most --host-pool-bytes");
     }
   }
+  if (options->disk_path.empty() != texts.disk_bytes.empty()) {
+    return options->disk_path.empty()
+               ? InvalidField("--disk-path", "missing", "a folder, as --disk-bytes is given")
+               : InvalidField("--disk-bytes", "missing", "the room in --disk-path, such as 1TiB");
+  }
+  if (!texts.disk_bytes.empty()) {
+    KV_RETURN_IF_ERROR(CheckBytes("--disk-bytes", texts.disk_bytes, Options::kDiskBytesMin, Options::kDiskBytesMax,
+                                  &options->disk_bytes));
+  }
   if (!texts.eviction.empty()) {
     KV_ASSIGN_OR_RETURN(options->eviction, ParseEvictionKind("--eviction", texts.eviction));
   }
@@ -303,6 +312,11 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv, 
       ->type_name("N");
   app.add_option("--host-pool-bytes", texts.host_pool_bytes, "Host memory for pages, taken at start: 512MiB, 8GiB, ...")
       ->type_name("BYTES");
+  app.add_option("--disk-path", options.disk_path,
+                 "Folder of this daemon alone, on a local disk, in which published blocks are kept beyond the host's "
+                 "memory and over restarts; made if it is not there (default: none are)")
+      ->type_name("DIR");
+  app.add_option("--disk-bytes", texts.disk_bytes, "Room for them there: 100GiB, 1TiB, ...")->type_name("BYTES");
   app.add_option("--eviction", texts.eviction,
                  "Which published block goes first when a pool is full: lru: the least recently used; s3fifo: S3-FIFO; "
                  "cost: the one whose memory is expected to save the least recompute (default cost)")

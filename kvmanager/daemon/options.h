@@ -23,6 +23,7 @@ struct Options {
   static constexpr size_t kPeerTenantsMax = 1024;
   static constexpr size_t kHttpHostsMax = 64, kHttpHostBytesMax = 253;
   static constexpr uint64_t kHostPoolBytesMin = 2 << 20, kHostPoolBytesMax = uint64_t{1} << 41;
+  static constexpr uint64_t kDiskBytesMin = 64 << 20, kDiskBytesMax = uint64_t{1} << 46;
   static constexpr uint64_t kArenaBytesMax = uint64_t{1} << 41;
   static constexpr uint64_t kMemoryBeyondPoolBytesMin = uint64_t{128} << 20;
   static constexpr uint64_t kSlabBytesMax = uint64_t{1} << 30;
@@ -57,7 +58,9 @@ struct Options {
   std::vector<std::string> peer_tenants = {
       "any"};                                    // whose sequences peers may bring, or "any"; at most kPeerTenantsMax
   bool insecure = false;                         // listen on addresses that others reach, without a key
-  EvictionKind eviction = EvictionKind::kCost;   // of every tier
+  std::string disk_path;                         // folder in which published blocks are kept; empty: no disk
+  uint64_t disk_bytes = 0;                       // that they take there: kDiskBytesMin..kDiskBytesMax with disk_path
+  EvictionKind eviction = EvictionKind::kCost;   // of every tier, and of the disk
   int64_t tenant_most_percent = 100;             // of each pool, for a tenant: kTenantMostPercentMin..Max
   int64_t threads = 0;                           // 0: one per CPU that the process may use
   int64_t busy_poll_us = 0;                      // 0..kBusyPollUsMax

@@ -148,7 +148,7 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
       "\"1GiB\"\nslab-bytes = \"4MiB\"\n"
       "hand-off-lease-ms = 1000\ndrain-s = 2\npeer-rate-bytes = 1000000\npeer-window-bytes = \"1MiB\"\npeer-local-copy "
       "= off\npeer-zero-copy = off\nlog-level = warn\nadmin-listen = \"unix:/tmp/b.sock\"\ntenants = "
-      "/etc/tenants.json\neviction = s3fifo\n");
+      "/etc/tenants.json\neviction = s3fifo\ndisk-path = /var/lib/kv\ndisk-bytes = 1GiB\n");
   auto file = Parse({"--config", path});
   auto flags = Parse({"--listen",
                       "unix:/tmp/a.sock",
@@ -190,6 +190,10 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
                       "unix:/tmp/b.sock",
                       "--tenants",
                       "/etc/tenants.json",
+                      "--disk-path",
+                      "/var/lib/kv",
+                      "--disk-bytes",
+                      "1GiB",
                       "--eviction",
                       "s3fifo"});
   ASSERT_TRUE(file.ok()) << file.status();
@@ -216,6 +220,8 @@ TEST(OptionsTest, FileSaysTheSameAsFlags) {
     EXPECT_EQ(o.admin_listen, "unix:/tmp/b.sock");
     EXPECT_EQ(o.tenants, "/etc/tenants.json");
     EXPECT_EQ(o.eviction, EvictionKind::kS3Fifo);
+    EXPECT_EQ(o.disk_path, "/var/lib/kv");
+    EXPECT_EQ(o.disk_bytes, uint64_t{1} << 30);
   }
   auto both = Parse({"--config", path, "--threads", "7"});
   ASSERT_TRUE(both.ok()) << both.status();
@@ -393,6 +399,10 @@ TEST(OptionsTest, ErrorsNameFlagValueAndBound) {
            {With({"--quality-sample", "1000000001"}), "--quality-sample", "1000000001"},
            {With({"--arena-bytes", "3TiB"}), "--arena-bytes", "3TiB"},
            {With({"--eviction", "arc"}), "--eviction", "arc"},
+           {With({"--disk-path", "/d"}), "--disk-bytes", "missing"},
+           {With({"--disk-bytes", "1TiB"}), "--disk-path", "missing"},
+           {With({"--disk-path", "/d", "--disk-bytes", "63MiB"}), "--disk-bytes", "63MiB"},
+           {With({"--disk-path", "/d", "--disk-bytes", "65TiB"}), "--disk-bytes", "65TiB"},
            {With({"--slab-bytes", "3MiB"}), "--slab-bytes", "3MiB"},
            {With({"--slab-bytes", "128MiB"}), "--slab-bytes", "128MiB"},
            {With({"--tenant-most-percent", "0"}), "--tenant-most-percent", "0"},

@@ -25,7 +25,9 @@
 #include "kvmanager/daemon/server_devices.h"
 #include "kvmanager/daemon/server_metrics.h"
 #include "kvmanager/daemon/server_plugins.h"
+#include "kvmanager/daemon/server_ucx.h"
 #include "kvmanager/daemon/tenant_gauges.h"
+#include "kvmanager/disk/block_disk.h"
 #include "kvmanager/gpu/gpu.h"
 #include "kvmanager/gpu/process_steps.h"
 #include "kvmanager/handoff/arrivals.h"
@@ -109,8 +111,12 @@ class ServerImpl final : public Server {
       devices.push_back({gpu->ordinal(), gpu->pool(), gpu->epochs(), gpu->encode_queue(), gpu->mover()});
       gpu->indexes()->SetWorkers(executor_.get());
     }
-    store_ =
-        PageStore::Make(pool_.get(), &registry_, executor_.get(), &metrics_.store, &clock_, devices, options_.eviction);
+    if (!options_.disk_path.empty()) {
+      KV_ASSIGN_OR_RETURN(disk_, BlockDisk::Open({options_.disk_path, options_.disk_bytes, options_.eviction}, &queue_,
+                                                 &metrics_.disk));
+    }
+    store_ = PageStore::Make(pool_.get(), &registry_, executor_.get(), &metrics_.store, &clock_, devices,
+                             options_.eviction, disk_.get());
     if (options_.quality_sample > 0) {
       quality_ = std::make_unique<QualityMonitor>(executor_.get(), &metrics_.all, uint32_t(options_.quality_sample));
       for (Gpu* const gpu : devices_.gpus()) quality_->SetReader(gpu->ordinal(), gpu->reads());
@@ -142,7 +148,8 @@ class ServerImpl final : public Server {
     facts_.start_ns = clock_.NowNs();
     facts_.busy_polls = options_.busy_poll_us > 0;
     KV_RETURN_IF_ERROR(access_.Open(store_.get(), &facts_));
-    KV_RETURN_IF_ERROR(OpenUcx());
+    KV_ASSIGN_OR_RETURN(ucx_, OpenUcx(options_, *pool_));
+    DescribeUcx();
     TcpTransport::Options transport;
     transport.listen = options_.peer_listen;
     transport.receiver = incoming_.get();
@@ -214,6 +221,7 @@ class ServerImpl final : public Server {
     background_.reset();
     loop.RunReady();
     devices_.End();
+    disk_.reset();
     incoming_->SetLoop(nullptr);
     running_ = nullptr;
     drain_deadline_ = nullptr;  // a message may have set it again: it must not outlive the loop
@@ -262,8 +270,8 @@ class ServerImpl final : public Server {
                         .metrics = &of.metrics_.attends}),
           reads({of.store_.get(), of.workers_.get(), &of.queue_, &of.polls_, &of.clock_, of.devices_.gpus(),
                  &of.metrics_.reads}),
-          block_calls(
-              {of.store_.get(), of.workers_.get(), &of.queue_, &of.clock_, &of.drain_, &of.metrics_.block_calls}),
+          block_calls({of.store_.get(), of.workers_.get(), &of.queue_, &of.clock_, &of.drain_, &of.metrics_.block_calls,
+                       &long_calls}),
           requests({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kCallsInFlightBytesMax},
                    &of.clock_),
           replies({.whole = of.options_.memory_beyond_pool_bytes / 2, .share = limits::kReplyMemoryBytesMax},
@@ -333,8 +341,17 @@ class ServerImpl final : public Server {
     }
 
     LimitHolders Holders(ServerImpl& of, const Connections* connections) {
-      return {of.store_.get(),    of.pool_.get(),          of.devices_.gpus(), &of.arenas_, of.recomputer_.get(),
-              of.incoming_.get(), of.access_.principals(), &requests,          &replies,    &uses,
+      return {of.store_.get(),
+              of.pool_.get(),
+              of.disk_.get(),
+              of.devices_.gpus(),
+              &of.arenas_,
+              of.recomputer_.get(),
+              of.incoming_.get(),
+              of.access_.principals(),
+              &requests,
+              &replies,
+              &uses,
               connections};
     }
 
@@ -355,28 +372,13 @@ class ServerImpl final : public Server {
     kj::Promise<void> files = nullptr;  // are read
   };
 
-  absl::Status OpenUcx() {
+  void DescribeUcx() {
     facts_.ucx = [this] {
       if (ucx_ == nullptr) return absl::StrCat("off, ", UcxBuild());
       return ucx_->process() == 0 ? std::string("its process has ended, and is started anew")
                                   : absl::StrCat("UCX ", ucx_->version(), ", process ", ucx_->process());
     };
-    if (options_.peer_ucx_key.empty()) return absl::OkStatus();
-    UcxMemory::Options options;
-    options.program = {"/proc/self/exe", kUcxProcessFlag};
-    KV_ASSIGN_OR_RETURN(options.key, ServerAccess::ReadKey("--peer-ucx-key", options_.peer_ucx_key,
-                                                           UcxMemory::kKeyBytesMin, UcxMemory::kKeyBytesMax));
-    for (const auto& region : pool_->regions()) {
-      options.memory.push_back({region->data(), region->bytes(), region->fd()});
-    }
-    absl::StatusOr<std::unique_ptr<UcxMemory>> ucx = UcxMemory::Create(std::move(options));
-    if (!ucx.ok()) {
-      return absl::Status(ucx.status().code(), absl::StrCat("--peer-ucx-key asks for UCX, but ", ucx.status().message(),
-                                                            "; leave the option out to do without"));
-    }
-    ucx_ = *std::move(ucx);
-    spdlog::info("peers with the same key: {}", facts_.ucx());
-    return absl::OkStatus();
+    if (ucx_ != nullptr) spdlog::info("peers with the same key: {}", facts_.ucx());
   }
 
   absl::Status OpenPage() {
@@ -401,6 +403,7 @@ class ServerImpl final : public Server {
     const LoopTurn turn(calls_.turns(), "look");
     tenant_gauges_.Set(*store_);
     devices_.Look(store_.get());
+    store_->long_calls().WriteSome();
     for (MessageRoom* const room : {&running_->requests, &running_->replies}) room->Look();
     metrics_.messages.Set(running_->requests, running_->replies);
     return running_->loop.timer().afterDelay(kLookMs * kj::MILLISECONDS).then([this] { return Look(); });
@@ -428,7 +431,8 @@ class ServerImpl final : public Server {
   // What a peer was told is accepted counts as held, until it is claimed or expires.
   bool Over() const {
     return stop_ ||
-           (terminating_ && held_.count() == 0 && running_->outgoing.active() == 0 && incoming_->tickets().size() == 0);
+           (terminating_ && held_.count() == 0 && running_->outgoing.active() == 0 &&
+            incoming_->tickets().size() == 0 && (disk_ == nullptr || store_->report().Use().unwritten_blocks == 0));
   }
 
   kj::Promise<void> ReadSignals(int fd, kj::UnixEventPort::FdObserver& observer) {
@@ -474,7 +478,8 @@ class ServerImpl final : public Server {
   std::unique_ptr<QualityMonitor> quality_;
   std::unique_ptr<PageStore> store_;
   std::unique_ptr<Recomputer> recomputer_;
-  MessageQueue queue_;  // its messages hold leases of the store, and projections
+  MessageQueue queue_;               // its messages hold leases of the store, and projections
+  std::unique_ptr<BlockDisk> disk_;  // nullptr: none
   DaemonFacts facts_;
   std::unique_ptr<IncomingHandOffs> incoming_;
   std::unique_ptr<UcxMemory> ucx_;

@@ -1,6 +1,7 @@
 // The series that one daemon's parts write. Made before, and destroyed after all of them.
 #pragma once
 
+#include "kvmanager/disk/disk_metrics.h"
 #include "kvmanager/handoff/hand_off_metrics.h"
 #include "kvmanager/handoff/recompute_metrics.h"
 #include "kvmanager/rpc/message_room.h"
@@ -15,6 +16,7 @@ namespace kvmanager {
 struct ServerMetrics {
   Metrics all;
   StoreMetrics store{&all};
+  DiskMetrics disk{&all};
   TransportMetrics transport{&all};
   EncodeMetrics encodes{&all};
   HandOffMetrics hand_offs{&all};
